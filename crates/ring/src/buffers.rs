@@ -1,19 +1,19 @@
-//! Guest memory registered with a ring: its pages are pinned once, and not anew by each operation.
+//! Registered buffers of io_uring: guest memory whose pages are pinned once, not per operation.
 //!
-//! In: the regions that somebody wants registered ([`Registration`]), the iovecs of operations.
-//! Out: the entry of the ring's table that holds all of an iovec, or none; then the operation goes
-//! the plain way, which works always.
+//! In: the regions to register ([`Registration`]), and the iovecs of operations. Out: the index of
+//! the registered buffer that contains the whole iovec. Without one, the operation uses ordinary
+//! addresses, which always works.
 //!
 //! What must hold
-//! - An entry is found by address. The table keeps its region mapped as long as it can be found, so
-//!   that an address in it is that region's and nobody else's.
-//! - An entry that an operation names is neither emptied nor given to another region: the kernel
-//!   looks at the table when it takes an operation in, which is later than the operation was made.
-//!   It leaves the search at once, and the table when its last operation was reaped. What the
-//!   kernel has pinned it lets go after its own last use.
-//! - Pages stay pinned when a front end gives them back (a hole punched into its file: balloons do
-//!   that). The entry then means pages that are the guest's no longer: such front ends must not be
-//!   registered, and nothing here can tell.
+//! - A buffer is found by address. The table keeps a region mapped as long as its buffers can be
+//!   found, so an address in it belongs to that region only.
+//! - A buffer that an operation names is neither cleared nor given to another region. The kernel
+//!   reads the table when it consumes the operation, which is later than its creation.
+//! - A removed region's buffers can no longer be found at once. They are cleared after their last
+//!   operation is reaped. The kernel unpins the pages after its own last use.
+//! - Pages stay pinned if a front end gives them back, for example if a balloon punches holes into
+//!   the file. The buffer then refers to pages that the guest no longer has. Such front ends must
+//!   not be registered; this module cannot detect them.
 
 use std::fmt::{Display, Formatter};
 use std::io;
@@ -24,15 +24,16 @@ use io_uring::{Probe, Submitter, opcode};
 use crate::executor::Handle;
 use crate::memory::{GuestMemory, Region};
 
-/// "No entry": the operation goes the plain way.
+/// Means "no registered buffer": the operation uses ordinary addresses.
 pub(crate) const NONE: u16 = u16::MAX;
 
-/// Entries of a ring's table.
+/// Number of entries in a ring's table of registered buffers.
 const ENTRIES: u16 = 4096;
-/// Bytes of one entry; the kernel takes no more. What crosses two entries goes the plain way.
+/// Size of a registered buffer in bytes, at most; the kernel's limit. An iovec that crosses two
+/// buffers uses ordinary addresses.
 const MOST: usize = 1 << 30;
 
-/// Guest memory that is registered with a reactor's ring for as long as this lives.
+/// Guest memory that stays registered with a reactor's ring until this is dropped.
 pub struct Registration {
     handle: Handle,
     regions: Vec<Arc<Region>>,
@@ -43,20 +44,20 @@ impl Registration {
         Registration { handle: handle.clone(), regions: Vec::new() }
     }
 
-    /// Makes `memory` what is registered: what is new comes, what is gone goes. All of a region is
-    /// registered, or none.
+    /// Registers the regions of `memory` that are new, and unregisters those that are gone. A
+    /// region is registered as a whole, or not at all.
     pub fn replace(&mut self, memory: &GuestMemory) {
         let new = memory.regions().to_vec();
         let old = std::mem::replace(&mut self.regions, new);
         let has = |regions: &[Arc<Region>], region| regions.iter().any(|r| Arc::ptr_eq(r, region));
         self.handle.buffers(|buffers, submitter| {
-            // First out, then in: the limit on pinned memory may have room for one of them only.
+            // Unregister first: the limit on pinned memory may not suffice for both.
             old.iter().filter(|r| !has(&self.regions, r)).for_each(|r| buffers.leave(submitter, r));
             self.regions.iter().filter(|r| !has(&old, r)).for_each(|r| buffers.enter(submitter, r));
         });
     }
 
-    /// What has become of it.
+    /// Returns which regions are registered, and why others are not.
     pub fn outcome(&self) -> Outcome {
         self.handle.buffers(|buffers, _| buffers.outcome(&self.regions))
     }
@@ -71,11 +72,11 @@ impl Drop for Registration {
 /// Why a region is not registered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refusal {
-    /// The ring has no table of buffers: the errno.
+    /// The ring has no table of registered buffers. Holds the errno.
     NoTable(i32),
-    /// The table has no room.
+    /// The table has no free entry.
     Full,
-    /// The pages cannot be pinned: the errno.
+    /// The pages cannot be pinned. Holds the errno.
     Pin(i32),
 }
 
@@ -84,36 +85,40 @@ impl Display for Refusal {
         let error = |errno: i32| io::Error::from_raw_os_error(errno);
         match *self {
             Refusal::NoTable(errno) => {
-                write!(f, "the ring's table of buffers (Linux 5.19): {}", error(errno))
+                write!(
+                    f,
+                    "io_uring has no table of buffers (it needs Linux 5.19): {}",
+                    error(errno)
+                )
             }
             Refusal::Full => {
-                write!(f, "the ring's table of {ENTRIES} buffers, of 1 GiB at most, is full")
+                write!(f, "the ring's table of {ENTRIES} buffers (of at most 1 GiB each) is full")
             }
             Refusal::Pin(errno) => {
                 let hint = match errno {
-                    libc::ENOMEM => " (see ulimit -l)",
+                    libc::ENOMEM => " (raise the limit of locked memory: ulimit -l)",
                     libc::EFAULT | libc::EOPNOTSUPP => {
                         " (its file is on a disk, or has a hole that cannot be filled)"
                     }
                     _ => "",
                 };
-                write!(f, "pinning it: {}{hint}", error(errno))
+                write!(f, "cannot pin its pages: {}{hint}", error(errno))
             }
         }
     }
 }
 
-/// What was chosen for some guest memory; written out, it is a line for the log.
+/// Result of registering guest memory. Its `Display` form is one line for the log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Outcome {
-    /// Regions that are registered, and their bytes.
+    /// Number of registered regions.
     pub regions: usize,
     pub bytes: u64,
-    /// Operations of several pieces use them too.
+    /// Whether vectored operations can use registered buffers too (Linux 6.15).
     pub vectored: bool,
-    /// Regions that are not registered.
+    /// Number of regions that are not registered.
     pub plain: usize,
-    /// Why not (the first of them).
+    /// Reason of the first region that is not registered.
     pub refused: Option<Refusal>,
 }
 
@@ -126,30 +131,30 @@ impl Display for Outcome {
                 "guest memory is registered with io_uring: {bytes} bytes in {regions} regions"
             )?;
             if !self.vectored {
-                write!(f, ", for requests of one piece (Linux 6.15 has it for more)")?;
+                write!(f, ", for requests of one segment (more segments need Linux 6.15)")?;
             }
         }
         match self.refused {
             Some(why) if self.regions > 0 => {
-                write!(f, "; {} regions are not, and are used without: {why}", self.plain)
+                write!(f, "; {} regions are not: {why}", self.plain)
             }
             Some(why) => write!(
                 f,
-                "guest memory is not registered with io_uring, and is used without: {why}"
+                "guest memory is not registered with io_uring; requests work without it: {why}"
             ),
             None => Ok(()),
         }
     }
 }
 
-/// A piece of a region in the table: addresses of this process, and the entry.
-struct Slice {
+/// A registered buffer: its addresses in this process, and its entry in the table.
+struct RegisteredBuffer {
     start: usize,
     end: usize,
     entry: u16,
 }
 
-/// A region that somebody wants registered.
+/// A region that at least one [`Registration`] holds.
 struct Member {
     region: Arc<Region>,
     users: usize,
@@ -157,7 +162,7 @@ struct Member {
 }
 
 enum Table {
-    /// Nobody has asked for one yet.
+    /// Not requested yet.
     None,
     Refused(i32),
     Ready {
@@ -166,31 +171,31 @@ enum Table {
     },
 }
 
-/// The table of registered buffers of one ring, as this side knows it.
+/// The table of registered buffers of one ring, as known to this process.
 pub(crate) struct Buffers {
     table: Table,
     members: Vec<Member>,
-    /// What can be found, by address.
-    slices: Vec<Slice>,
-    /// Operations that name each entry.
+    /// Buffers that can be found, sorted by address.
+    found: Vec<RegisteredBuffer>,
+    /// Number of operations that name each entry.
     uses: Vec<u32>,
-    /// Entries that cannot be found any more, and have operations.
+    /// Entries that can no longer be found, but that operations still name.
     leaving: Vec<u16>,
-    /// Bytes of an entry.
+    /// Size of a registered buffer in bytes, at most (tests lower it).
     most: usize,
 }
 
 impl Buffers {
     pub fn new() -> Self {
-        let (members, slices, uses, leaving) = Default::default();
-        Buffers { table: Table::None, members, slices, uses, leaving, most: MOST }
+        let (members, found, uses, leaving) = Default::default();
+        Buffers { table: Table::None, members, found, uses, leaving, most: MOST }
     }
 
-    /// The entry that holds all of `iov` (`len` bytes), which has one operation more from here on;
-    /// or [`NONE`].
+    /// Returns the entry whose buffer contains all of `iov` (`len` bytes), and counts one operation
+    /// on it; else [`NONE`].
     #[inline]
     pub fn take(&mut self, iov: &[libc::iovec], len: usize) -> u16 {
-        if self.slices.is_empty() {
+        if self.found.is_empty() {
             return NONE;
         }
         let Some(entry) = self.find(iov, len) else { return NONE };
@@ -198,7 +203,7 @@ impl Buffers {
         entry
     }
 
-    /// An operation that was given `entry` has been reaped.
+    /// Counts one operation less on `entry`, because it was reaped.
     #[inline]
     pub fn done(&mut self, entry: u16) {
         if entry != NONE {
@@ -210,21 +215,20 @@ impl Buffers {
     fn find(&self, iov: &[libc::iovec], len: usize) -> Option<u16> {
         let first = iov.first()?;
         let vectored = matches!(self.table, Table::Ready { vectored: true, .. });
-        // Pieces may lie upon one another, so that they are longer than their entry; the kernel has
-        // a limit there.
+        // Segments may overlap, so their total may exceed the buffer. The kernel limits the total.
         if len > MOST || (iov.len() > 1 && !vectored) {
             return None;
         }
-        let at = self.slices.partition_point(|s| s.start <= first.iov_base as usize);
-        let slice = self.slices.get(at.checked_sub(1)?)?;
+        let at = self.found.partition_point(|s| s.start <= first.iov_base as usize);
+        let buffer = self.found.get(at.checked_sub(1)?)?;
         let inside = |v: &libc::iovec| {
             let start = v.iov_base as usize;
-            (slice.start..slice.end).contains(&start) && v.iov_len <= slice.end - start
+            (buffer.start..buffer.end).contains(&start) && v.iov_len <= buffer.end - start
         };
-        iov.iter().all(inside).then_some(slice.entry)
+        iov.iter().all(inside).then_some(buffer.entry)
     }
 
-    /// Free entries, for somebody else to fill and empty: `number` of them, or none.
+    /// Takes `number` free entries, or none. The caller fills and clears them.
     pub fn reserve(&mut self, submitter: &Submitter<'_>, number: u16) -> Result<Vec<u16>, Refusal> {
         self.open(submitter)?;
         let Table::Ready { free, .. } = &mut self.table else { return Err(Refusal::NoTable(0)) };
@@ -232,21 +236,21 @@ impl Buffers {
         Ok(free.split_off(rest))
     }
 
-    /// Reserved entries, which are empty.
+    /// Returns reserved entries, which must be empty.
     pub fn give_back(&mut self, entries: Vec<u16>) {
         if let Table::Ready { free, .. } = &mut self.table {
             free.extend(entries);
         }
     }
 
-    /// Whether [`Buffers::settle`] has something to do.
+    /// Returns whether [`Buffers::clear_leaving`] has something to do.
     #[inline]
     pub fn has_leaving(&self) -> bool {
         !self.leaving.is_empty()
     }
 
-    /// Empties the entries whose last operation is done.
-    pub fn settle(&mut self, submitter: &Submitter<'_>) {
+    /// Clears the entries whose last operation was reaped.
+    pub fn clear_leaving(&mut self, submitter: &Submitter<'_>) {
         for entry in std::mem::take(&mut self.leaving) {
             match self.uses[usize::from(entry)] {
                 0 => self.clear(submitter, entry),
@@ -272,36 +276,36 @@ impl Buffers {
         if self.members[at].users > 0 {
             return;
         }
-        // Out of the search first: it is the member that keeps the addresses from being somebody
-        // else's.
+        // Remove the buffers from the search first: only the member keeps the region mapped, and
+        // with it the addresses reserved.
         let span = region.span();
-        let gone = self.slices.extract_if(.., |s| span.contains(&s.start)).map(|s| s.entry);
+        let gone = self.found.extract_if(.., |s| span.contains(&s.start)).map(|s| s.entry);
         self.leaving.extend(gone);
         self.members.swap_remove(at);
-        self.settle(submitter);
+        self.clear_leaving(submitter);
     }
 
-    /// All of a region, in slices; or nothing of it.
+    /// Registers all of a region, in several buffers if it is large; or nothing of it.
     fn register(&mut self, submitter: &Submitter<'_>, region: &Region) -> Result<(), Refusal> {
         self.open(submitter)?;
         let span = region.span();
-        let mut slices = Vec::new();
+        let mut buffers = Vec::new();
         for start in span.clone().step_by(self.most) {
             let end = span.end.min(start + self.most);
             match self.put(submitter, start, end) {
-                Ok(entry) => slices.push(Slice { start, end, entry }),
+                Ok(entry) => buffers.push(RegisteredBuffer { start, end, entry }),
                 Err(why) => {
-                    slices.into_iter().for_each(|s| self.clear(submitter, s.entry));
+                    buffers.into_iter().for_each(|s| self.clear(submitter, s.entry));
                     return Err(why);
                 }
             }
         }
-        let at = self.slices.partition_point(|s| s.start < span.start);
-        self.slices.splice(at..at, slices);
+        let at = self.found.partition_point(|s| s.start < span.start);
+        self.found.splice(at..at, buffers);
         Ok(())
     }
 
-    /// Makes the table, at the first use: who registers nothing has none.
+    /// Creates the table at the first use, so that rings without registrations have none.
     fn open(&mut self, submitter: &Submitter<'_>) -> Result<(), Refusal> {
         if matches!(self.table, Table::None) {
             let mut probe = Probe::new();
@@ -320,15 +324,15 @@ impl Buffers {
         }
     }
 
-    /// Puts a piece of a mapping into a free entry.
+    /// Registers a range of addresses in a free entry.
     fn put(&mut self, submitter: &Submitter<'_>, start: usize, end: usize) -> Result<u16, Refusal> {
         let Table::Ready { free, .. } = &mut self.table else { return Err(Refusal::NoTable(0)) };
         let entry = free.pop().ok_or(Refusal::Full)?;
-        let piece = libc::iovec { iov_base: start as *mut _, iov_len: end - start };
-        // SAFETY: the kernel pins the pages that are mapped there now, and never looks at the
-        // addresses again but to find its way in them; so what becomes of the mapping later
-        // endangers nobody. It is guest memory, which every party may write at any time.
-        unsafe { submitter.register_buffers_update(entry.into(), &[piece], None) }
+        let buffer = libc::iovec { iov_base: start as *mut _, iov_len: end - start };
+        // SAFETY: the kernel pins the pages that are mapped there now. Later it uses the addresses
+        // only as offsets into these pages, so changes of the mapping do no harm. The pages are
+        // guest memory, which other processes may write at any time.
+        unsafe { submitter.register_buffers_update(entry.into(), &[buffer], None) }
             .map(|()| entry)
             .map_err(|e| {
                 free.push(entry);
@@ -336,10 +340,10 @@ impl Buffers {
             })
     }
 
-    /// Empties an entry that no operation names. If that fails, it is not used again.
+    /// Clears an entry that no operation names. If that fails, the entry is not used again.
     fn clear(&mut self, submitter: &Submitter<'_>, entry: u16) {
         let nothing = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
-        // SAFETY: an empty piece stands for no memory at all.
+        // SAFETY: an empty buffer refers to no memory.
         let cleared = unsafe { submitter.register_buffers_update(entry.into(), &[nothing], None) };
         if let (Ok(()), Table::Ready { free, .. }) = (cleared, &mut self.table) {
             free.push(entry);

@@ -1,12 +1,12 @@
-//! Signals to descriptors that another process owns: without ever waiting, whatever that process
-//! does to them.
+//! Signals eventfds that another process owns, without ever blocking.
 //!
-//! In: the eventfd that a front end sent. Out: its counter goes up by one for each ring. What must
-//! hold: no call here sleeps. A write to an eventfd does, if its counter is at its maximum and
-//! O_NONBLOCK is clear; both belong to the open file, which the front end shares and changes at any
-//! time, and `RWF_NOWAIT` is not supported by eventfds. A completion of io_uring signals a
-//! registered eventfd from inside the kernel, which never waits: so a doorbell is a ring of its own
-//! that completes an empty operation, by one system call.
+//! In: the eventfd that a front end sent. Out: each ring adds one to its counter.
+//!
+//! What must hold: no call here blocks. A write to an eventfd blocks if its counter is at the
+//! maximum and O_NONBLOCK is clear. Both belong to the open file, which the front end shares and
+//! can change at any time. eventfds do not support `RWF_NOWAIT`. But a completion of io_uring
+//! signals a registered eventfd inside the kernel, which never blocks. So a doorbell is an io_uring
+//! of its own that completes an empty operation in one system call.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
@@ -14,15 +14,14 @@ use std::sync::Mutex;
 
 use io_uring::{IoUring, opcode};
 
-/// Attempts to hand an operation over to a kernel that is short of memory.
+/// Attempts to submit if the kernel is short of memory.
 const ATTEMPTS: u32 = 8;
 
-/// A way to signal an eventfd. It holds the eventfd itself: the descriptor that it was made from
-/// may be closed.
+/// Signals an eventfd. It keeps the eventfd open: the caller may close its descriptor.
 pub struct Doorbell(Box<IoUring>);
 
 impl Doorbell {
-    /// Error `InvalidInput`: the descriptor is no eventfd.
+    /// Error `InvalidInput`: the descriptor is not an eventfd.
     pub fn new(eventfd: impl AsFd) -> io::Result<Self> {
         let bell = Doorbell::unattached()?;
         bell.attach(eventfd)?;
@@ -32,8 +31,8 @@ impl Doorbell {
     /// Adds one to the eventfd's counter, or nothing if the counter is at its maximum.
     #[inline]
     pub fn ring(&mut self) {
-        // SAFETY: an empty operation names no memory. The queue has room: it is empty after each
-        // submission.
+        // SAFETY: a no-op refers to no memory. The submission queue has room because each
+        // submission empties it.
         let _ = unsafe { self.0.submission().push(&opcode::Nop::new().build()) };
         for _ in 0..ATTEMPTS {
             if self.0.submit().is_ok() {
@@ -52,8 +51,8 @@ impl Doorbell {
     }
 }
 
-/// A ring for what is rare, shared by all threads. Its users hold it for a few system calls that
-/// never wait.
+/// A doorbell for rare signals, shared by all threads. Each user locks it for a few system calls
+/// that never block.
 static SHARED: Mutex<Option<Doorbell>> = Mutex::new(None);
 
 fn shared<T>(work: impl FnOnce(&mut Doorbell) -> io::Result<T>) -> io::Result<T> {
@@ -64,8 +63,8 @@ fn shared<T>(work: impl FnOnce(&mut Doorbell) -> io::Result<T>) -> io::Result<T>
     }
 }
 
-/// Makes the ring that [`ring_once`] and [`is_eventfd`] share, so that a lack of memory shows at
-/// the start.
+/// Creates the ring that [`ring_once`] and [`is_eventfd`] share. A lack of memory is then an error
+/// at start.
 pub fn prepare() -> io::Result<()> {
     shared(|_| Ok(()))
 }
@@ -79,11 +78,11 @@ pub fn ring_once(eventfd: impl AsFd) -> io::Result<()> {
     })
 }
 
-/// Whether a descriptor is an eventfd. Others of its kind (an epoll, a userfaultfd) look the same
-/// to `fstat`, and to poll them may wait for their owner.
+/// Returns whether a descriptor is an eventfd. `fstat` cannot tell it from an epoll or a
+/// userfaultfd, and polling those may wait for the process that owns them.
 pub fn is_eventfd(fd: impl AsFd) -> io::Result<bool> {
-    shared(|judge| match judge.attach(fd) {
-        Ok(()) => judge.0.submitter().unregister_eventfd().map(|()| true),
+    shared(|bell| match bell.attach(fd) {
+        Ok(()) => bell.0.submitter().unregister_eventfd().map(|()| true),
         Err(e) if e.kind() == io::ErrorKind::InvalidInput => Ok(false),
         Err(e) => Err(e),
     })
@@ -104,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn each_ring_counts_one() {
+    fn each_ring_adds_one() {
         let event = eventfd(0, EventfdFlags::empty()).unwrap();
         let mut bell = Doorbell::new(&event).unwrap();
         (0..300).for_each(|_| bell.ring());
@@ -115,9 +114,9 @@ mod tests {
         assert_eq!(count(&event), 3);
     }
 
-    /// If a ring waited, this test would not end.
+    /// If a ring blocked, this test would not end.
     #[test]
-    fn a_blocking_eventfd_at_its_maximum_keeps_nobody_waiting() {
+    fn a_ring_does_not_block_on_a_blocking_eventfd_at_its_maximum() {
         let event = eventfd(0, EventfdFlags::empty()).unwrap();
         rustix::io::write(&event, &(u64::MAX - 1).to_ne_bytes()).unwrap();
         let mut bell = Doorbell::new(&event).unwrap();
@@ -129,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn only_an_eventfd_is_one() {
+    fn epolls_and_pipes_are_not_eventfds() {
         let event = eventfd(0, EventfdFlags::empty()).unwrap();
         let epoll =
             rustix::event::epoll::create(rustix::event::epoll::CreateFlags::CLOEXEC).unwrap();

@@ -1,13 +1,17 @@
-//! A single-thread executor over one io_uring: the reactor.
+//! A single-threaded executor over one io_uring: the reactor.
 //!
-//! A turn: poll the tasks that were ready when it began, submit what they started (one system
-//! call), reap what has completed, wake. It blocks only when no task is ready, until a completion,
-//! a timer or work from another thread. Tasks are polled in the order they were woken, so a task
-//! woken by the first completion of a batch runs after all of the batch: that is how completions
-//! are published and signalled once a batch.
+//! One iteration of the event loop polls the tasks that were ready when it began, submits what they
+//! started (one system call), reaps completions and wakes their tasks. It blocks only if no task is
+//! ready: until a completion, a timer or work from another thread.
 //!
-//! What must hold: tasks live on this thread alone; nothing here takes a lock (other threads' work
-//! comes through [`crate::Remote`]); a task is woken by its number, and may be woken for nothing.
+//! Tasks are polled in the order in which they were woken. So a task that the first completion of a
+//! batch wakes runs after the tasks of the whole batch. This is how used elements are published and
+//! signalled once per batch.
+//!
+//! What must hold
+//! - Tasks live on this thread only.
+//! - Nothing here takes a lock. Work from other threads comes through [`crate::Remote`].
+//! - A task is woken by its number. Spurious wake-ups are allowed.
 
 use std::cell::{Cell, RefCell, RefMut};
 use std::cmp::Reverse;
@@ -38,12 +42,12 @@ use crate::workers::Workers;
 
 mod time;
 
-/// The waking task of operations nobody waits for.
+/// The task of operations whose completion wakes no task.
 pub(crate) const NO_TASK: TaskId = TaskId::MAX;
-/// The internal operation that listens for other threads.
+/// The task number of the internal operation that waits for other threads.
 const REMOTE: TaskId = TaskId::MAX - 1;
 
-/// Threads for calls that block, beside those of files.
+/// Threads for blocking calls that belong to no file.
 const BLOCKING: usize = 16;
 
 type Future_ = Pin<Box<dyn Future<Output = ()>>>;
@@ -51,7 +55,7 @@ type Future_ = Pin<Box<dyn Future<Output = ()>>>;
 struct Task {
     future: Option<Future_>,
     waker: Waker,
-    /// The same waker, for its mark.
+    /// The same waker, for access to its mark.
     from_outside: Arc<TaskWaker>,
     ready: bool,
     live: bool,
@@ -63,7 +67,7 @@ struct Inner {
     tasks: RefCell<Vec<Task>>,
     free: RefCell<Vec<TaskId>>,
     ready: RefCell<VecDeque<TaskId>>,
-    /// Ready after the next submit-and-reap, behind what that wakes.
+    /// Tasks that become ready after the next submit-and-reap, behind the tasks that it wakes.
     after: RefCell<Vec<TaskId>>,
     timers: RefCell<BinaryHeap<Reverse<(Instant, TaskId)>>>,
     current: Cell<TaskId>,
@@ -73,24 +77,24 @@ struct Inner {
     remote_rung: Cell<bool>,
     stop: Cell<bool>,
     pulse: Arc<Pulse>,
-    /// Files open for writing on this ring.
+    /// Number of files that are open for writing on this ring.
     files: Cell<u32>,
     locals: Locals,
-    /// For calls of this executor that block, and are no file's.
+    /// For blocking calls of this executor that belong to no file.
     workers: Workers,
 }
 
-/// The executor; lives on the thread that made it.
+/// The executor. It stays on the thread that created it.
 pub struct Executor {
     handle: Handle,
 }
 
-/// A way to an executor for what runs on it.
+/// A handle to an executor, for code that runs on it.
 #[derive(Clone)]
 pub struct Handle(Rc<Inner>, Option<Rc<Meter>>);
 
 thread_local! {
-    /// The executor that runs on this thread: its tasks wake one another without a way round.
+    /// The executor that runs on this thread: its tasks wake one another without the inbox.
     static RUNS: RefCell<Option<Rc<Inner>>> = const { RefCell::new(None) };
 }
 
@@ -115,8 +119,8 @@ impl Executor {
             locals: Locals::default(),
             workers: Workers::of(BLOCKING),
         };
-        // Coalescing of completions waits for tens of microseconds: the default slack of 50 would
-        // double that.
+        // Completion coalescing waits for tens of microseconds; the default timer slack of 50 us
+        // would double that.
         let _ = rustix::thread::set_current_timer_slack(std::num::NonZeroU64::new(1_000));
         Ok(Executor { handle: Handle(Rc::new(inner), None) })
     }
@@ -159,7 +163,7 @@ impl Executor {
         Ok(())
     }
 
-    /// Does what other threads have handed in. What comes meanwhile is left to the next turn.
+    /// Runs the jobs of other threads. Jobs that arrive meanwhile wait for the next iteration.
     fn take_in(&self) {
         let inner = &*self.handle.0;
         inner.pulse.polls(0);
@@ -182,7 +186,7 @@ impl Executor {
         }
     }
 
-    /// Runs until `future` is done, and gives what it gives.
+    /// Runs until `future` is done, and returns its result.
     pub fn block_on<T: 'static>(&self, future: impl Future<Output = T> + 'static) -> io::Result<T> {
         let result = Rc::new(Cell::new(None));
         let (slot, handle) = (result.clone(), self.handle.clone());
@@ -192,9 +196,9 @@ impl Executor {
             handle.stop();
         });
         self.run()?;
-        result
-            .take()
-            .ok_or_else(|| io::Error::other("the executor was stopped before its work was done"))
+        result.take().ok_or_else(|| {
+            io::Error::other("the executor was stopped before its work was complete")
+        })
     }
 }
 
@@ -202,8 +206,8 @@ impl Drop for Executor {
     fn drop(&mut self) {
         let inner = &*self.handle.0;
         inner.inbox.close();
-        // Tasks first: their futures abandon what they started. Then the kernel is given time to
-        // answer.
+        // Drop the tasks first: their futures abandon their operations. Then wait up to 5 s for the
+        // completions.
         inner.drop_tasks();
         inner.locals.clear();
         inner.drop_tasks();
@@ -223,10 +227,10 @@ impl Inner {
         self.uring.borrow_mut().start(REMOTE, action, Segments::default(), None)
     }
 
-    /// Drops all tasks, and those that their futures spawn when they are dropped.
+    /// Drops all tasks, including those that are spawned while futures are dropped.
     fn drop_tasks(&self) {
         loop {
-            // A free place is one of the table that goes.
+            // Indices in the free list refer to the table that is dropped here.
             self.free.borrow_mut().clear();
             let tasks = std::mem::take(&mut *self.tasks.borrow_mut());
             if tasks.is_empty() {
@@ -252,15 +256,15 @@ impl Inner {
             task.ready = false;
             let Some(future) = task.future.take() else { return };
             self.pulse.polls(task.label);
-            // A clone of the waker would be an atomic operation a poll; it is moved out and back
-            // instead.
+            // Cloning the waker would cost an atomic operation per poll, so it is moved out and
+            // back.
             (future, std::mem::replace(&mut task.waker, Waker::noop().clone()))
         };
         let outer = self.current.replace(id);
         let done = future.as_mut().poll(&mut Context::from_waker(&waker)).is_ready();
         self.current.set(outer);
         if done {
-            // Dropped before the task's place is given away: its drop may wake or spawn others.
+            // Drop the future before its task number is free: the drop may wake or spawn tasks.
             drop(future);
             self.tasks.borrow_mut()[id as usize].live = false;
             self.free.borrow_mut().push(id);
@@ -304,7 +308,8 @@ impl Inner {
         Ok(())
     }
 
-    /// A wake-up of another thread. The mark goes first: what comes from now on is another wake-up.
+    /// Handles a wake-up by another thread. It clears the mark first, so that a later wake-up is
+    /// queued again.
     fn woken_from_outside(&self, id: TaskId) {
         if let Some(task) = self.tasks.borrow().get(id as usize) {
             task.from_outside.mark.swap(false, Ordering::SeqCst);
@@ -312,7 +317,7 @@ impl Inner {
         self.wake(id);
     }
 
-    /// The ring of the inbox was full: the wakers say which tasks were meant.
+    /// The inbox was full: wakes all tasks whose wakers are marked.
     fn wake_marked(&self) {
         let is_marked = |task: &Task| task.from_outside.mark.swap(false, Ordering::SeqCst);
         let marked: Vec<_> = (0..)
@@ -340,7 +345,8 @@ impl Inner {
 }
 
 impl Handle {
-    /// The same executor; what files opened through this handle do is counted by `meter`.
+    /// Returns a handle to the same executor. `meter` counts the operations of files that are
+    /// opened through it.
     pub fn metered(&self, meter: &Rc<Meter>) -> Handle {
         Handle(self.0.clone(), Some(meter.clone()))
     }
@@ -350,12 +356,12 @@ impl Handle {
         self.1.as_deref()
     }
 
-    /// A way to this executor for other threads.
+    /// Returns a handle to this executor for other threads.
     pub fn remote(&self) -> Remote {
         Remote { inbox: self.0.inbox.clone() }
     }
 
-    /// Starts a task. It is first polled in the next turn.
+    /// Starts a task. The next iteration polls it first.
     pub fn spawn(&self, future: impl Future<Output = ()> + 'static) -> TaskId {
         let inner = &*self.0;
         let id = inner.free.borrow_mut().pop().unwrap_or(inner.tasks.borrow().len() as TaskId);
@@ -363,7 +369,7 @@ impl Handle {
             Arc::new(TaskWaker { id, inbox: inner.inbox.clone(), mark: AtomicBool::new(false) });
         let waker = Waker::from(from_outside.clone());
         let mut tasks = inner.tasks.borrow_mut();
-        // What a task starts is for the same thing.
+        // A task inherits the label of the task that spawns it.
         let label = tasks.get(inner.current.get() as usize).map_or(0, |task| task.label);
         let task = Task {
             future: Some(Box::pin(future)),
@@ -383,7 +389,7 @@ impl Handle {
         id
     }
 
-    /// Names what the current task is for, and the tasks that it starts from now on: see
+    /// Labels the current task, and the tasks that it spawns from now on, for
     /// [`Pulse::last_polled`].
     pub fn label(&self, name: &str) {
         let label = self.0.pulse.label(name);
@@ -393,7 +399,7 @@ impl Handle {
         }
     }
 
-    /// What this executor is at, for other threads.
+    /// Returns the state of this executor for other threads.
     pub fn pulse(&self) -> &Arc<Pulse> {
         &self.0.pulse
     }
@@ -403,37 +409,38 @@ impl Handle {
         self.0.wake(id);
     }
 
-    /// Polls a task here and now, inside the task that calls: what it starts is submitted with the
-    /// caller's own. Not for a task that is being polled.
+    /// Polls a task inside the calling task, so that its operations are submitted with the
+    /// caller's. The task must not be in a poll already.
     #[inline]
     pub fn poll_now(&self, id: TaskId) {
         self.0.poll(id);
     }
 
-    /// Ends [`Executor::run`] after this turn.
+    /// Ends [`Executor::run`] after the current iteration.
     pub fn stop(&self) {
         self.0.stop.set(true);
     }
 
-    /// This executor's value of a type: what the queues, connections or disks of one reactor share.
+    /// Returns this executor's value of type `T`: state that the queues, connections or disks of
+    /// one reactor share.
     pub fn local<T: std::any::Any + Default>(&self) -> Rc<T> {
         self.0.locals.get()
     }
 
-    /// The time, read once a turn.
+    /// Returns the time, which is read once per iteration.
     #[inline]
     pub fn now(&self) -> Instant {
         self.0.now.get()
     }
 
-    /// Number of the current turn. Each task is polled once in a turn, except by
-    /// [`Handle::poll_now`].
+    /// Returns the number of the current event-loop iteration. An iteration polls each task at most
+    /// once, except by [`Handle::poll_now`].
     #[inline]
     pub fn iteration(&self) -> u64 {
         self.0.iteration.get()
     }
 
-    /// Runs `f`, which may block, on a thread of this executor's pool: see [`Workers`].
+    /// Runs `f`, which may block, on a thread of this executor's pool; see [`Workers`].
     pub async fn blocking<T: Send + 'static>(
         &self,
         f: impl FnOnce() -> T + Send + 'static,
@@ -442,20 +449,20 @@ impl Handle {
         workers.call(self, f).await
     }
 
-    /// A waker of the task that is being polled, for any thread.
+    /// Returns a waker of the current task that any thread may use.
     pub(crate) fn current_waker(&self) -> Option<Waker> {
         let tasks = self.0.tasks.borrow();
         tasks.get(self.current() as usize).map(|task| Waker::from(task.from_outside.clone()))
     }
 
-    /// Follows an eventfd (or pipe, or socket): see [`Watch`].
+    /// Watches an eventfd, pipe or socket; see [`Watch`].
     pub fn watch(&self, fd: OwnedFd) -> Watch {
         Watch::new(self, fd)
     }
 
-    /// Registers guest memory with this executor's ring, as far as that can be: its pages are
-    /// pinned, all of them, and operations in them cost less. See [`crate::buffers`] for who must
-    /// not.
+    /// Registers guest memory with this executor's ring as far as possible. That pins all its
+    /// pages, and operations in it cost less. See [`crate::buffers`] for memory that must not be
+    /// registered.
     pub fn register_memory(&self, memory: &GuestMemory) -> Registration {
         let mut registration = Registration::new(self);
         registration.replace(memory);
@@ -482,7 +489,7 @@ impl Handle {
         Operation { handle: self.clone(), key: Some(key) }
     }
 
-    /// The task that is being polled.
+    /// Returns the number of the task that is being polled.
     #[inline]
     pub(crate) fn current(&self) -> TaskId {
         self.0.current.get()
@@ -505,8 +512,8 @@ impl Handle {
         self.0.uring.borrow_mut().register_file(fd)
     }
 
-    /// The ring is busy while it reaps; an operation's file can only be let go of then, so the
-    /// table entry stays until the ring is gone in that (rare) case.
+    /// Unregisters a file. While the ring reaps it is borrowed; then the entry stays until the ring
+    /// is closed. This is rare: an operation must drop the last reference to its file.
     pub(crate) fn unregister_file(&self, index: u32) {
         if let Ok(mut uring) = self.0.uring.try_borrow_mut() {
             uring.unregister_file(index);
@@ -514,7 +521,7 @@ impl Handle {
     }
 }
 
-/// Wakes from any thread: from its own executor's at once, else through the inbox.
+/// Wakes a task from any thread: directly from its executor's own thread, else through the inbox.
 struct TaskWaker {
     id: TaskId,
     inbox: Arc<Inbox>,

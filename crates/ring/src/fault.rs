@@ -1,30 +1,30 @@
-//! Memory of others that goes away under us.
+//! Survives SIGBUS in memory that another process shares.
 //!
-//! A front end can cut short the file that it shares, and a pool of huge pages can run dry:
-//! touching what is missing then raises SIGBUS, which would end the process and every other guest's
-//! disk with it. The handler here puts zeroed memory of our own in the place of the whole mapping:
-//! that guest's rings are lost, nothing else is. (The kernel's own accesses just fail, with
-//! EFAULT.)
+//! A front end can truncate the file that it shares, and a pool of huge pages can run dry. Touching
+//! the missing pages then raises SIGBUS, which would end the process, and with it the disks of all
+//! guests. The handler here maps zeroed memory over the whole mapping: that guest's virtqueues are
+//! lost, and nothing else. (The kernel's own accesses fail with EFAULT.)
 //!
-//! What must hold: a mapping is noted before it is touched and forgotten before it is unmapped; the
-//! handler allocates nothing and takes no lock; a fault that is not in a noted mapping ends the
-//! process as it always did.
+//! What must hold
+//! - A mapping is entered in the table before it is touched, and removed before it is unmapped.
+//! - The handler allocates nothing and takes no lock.
+//! - A fault outside these mappings ends the process as without the handler.
 
 use std::ptr::{NonNull, null_mut};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicUsize, Ordering};
 
 const SLOTS: usize = 64;
-/// Lines that are written of such losses in the life of the process.
+/// Log lines about such losses in the life of the process, at most.
 const LINES: u32 = 10;
 
 struct Slot {
     base: AtomicUsize,
-    /// 0: the slot is free, or not ready yet.
+    /// 0: the slot is free, or being filled.
     len: AtomicUsize,
 }
 
-/// A piece of the table of mappings; pieces are added, and never given back.
+/// A part of the table of mappings. Blocks are added, and never freed.
 struct Block {
     slots: [Slot; SLOTS],
     next: AtomicPtr<Block>,
@@ -41,23 +41,23 @@ impl Block {
     }
 
     fn next(&self) -> Option<&'static Block> {
-        // SAFETY: `next` is null or a block that was leaked.
+        // SAFETY: `next` is null or a leaked block.
         unsafe { self.next.load(Ordering::Acquire).as_ref() }
     }
 }
 
 static FIRST: Block = Block::new();
 
-/// What stood in for SIGBUS before.
-static BEFORE: OnceLock<libc::sigaction> = OnceLock::new();
+/// The SIGBUS action before ours.
+static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 
-/// A mapping's entry; it ends when this is dropped.
+/// A mapping's entry in the table. Dropping it removes the entry.
 pub struct Guard(&'static Slot);
 
 impl Guard {
-    /// Notes a mapping of `len` (not 0) bytes at `base`.
+    /// Enters a mapping of `len` (not 0) bytes at `base`.
     pub fn new(base: NonNull<u8>, len: usize) -> Guard {
-        BEFORE.get_or_init(install);
+        PREVIOUS.get_or_init(install);
         let base = base.as_ptr() as usize;
         let mut block = &FIRST;
         loop {
@@ -76,10 +76,10 @@ impl Guard {
                     Ordering::AcqRel,
                     Ordering::Acquire,
                 ) {
-                    // SAFETY: just made, and given to the table for ever.
+                    // SAFETY: `new` was just allocated, and is never freed once it is in the table.
                     Ok(_) => unsafe { &*new },
                     Err(other) => {
-                        // SAFETY: nobody but us has seen `new`; `other` is a block of the table.
+                        // SAFETY: no other thread has seen `new`; `other` is a block of the table.
                         unsafe {
                             drop(Box::from_raw(new));
                             &*other
@@ -99,24 +99,25 @@ impl Drop for Guard {
 }
 
 fn install() -> libc::sigaction {
-    // SAFETY: all-zero sigactions are valid values of a plain C struct.
-    let (mut action, mut before): (libc::sigaction, libc::sigaction) =
+    // SAFETY: an all-zero sigaction is a valid value of this plain C struct.
+    let (mut action, mut previous): (libc::sigaction, libc::sigaction) =
         unsafe { std::mem::zeroed() };
     action.sa_sigaction = on_fault as extern "C" fn(_, _, _) as usize;
     action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
-    // SAFETY: both structs outlive the call; the handler does only what a signal handler may.
-    unsafe { libc::sigaction(libc::SIGBUS, &action, &mut before) };
-    before
+    // SAFETY: both structs outlive the call; the handler is async-signal-safe.
+    unsafe { libc::sigaction(libc::SIGBUS, &action, &mut previous) };
+    previous
 }
 
 extern "C" fn on_fault(_: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
-    // SAFETY: the kernel gives a SA_SIGINFO handler a valid siginfo, and SIGBUS has an address.
+    // SAFETY: the kernel passes a valid siginfo to an SA_SIGINFO handler, and SIGBUS has an
+    // address.
     let address = unsafe { (*info).si_addr() } as usize;
     let mut block = Some(&FIRST);
     while let Some(here) = block {
         for slot in &here.slots {
             let (base, len) = (slot.base.load(Ordering::Acquire), slot.len.load(Ordering::Acquire));
-            // An entry that was given to another mapping meanwhile has another base now.
+            // If the slot was reused for another mapping meanwhile, its base has changed.
             let same = slot.base.load(Ordering::Acquire) == base;
             if same && address >= base && address - base < len && replace(base, len) {
                 return;
@@ -124,28 +125,29 @@ extern "C" fn on_fault(_: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc:
         }
         block = here.next();
     }
-    if let Some(before) = BEFORE.get() {
-        // SAFETY: what stood there before is put back; the access is then tried again, and meets
-        // it.
-        unsafe { libc::sigaction(libc::SIGBUS, before, null_mut()) };
+    if let Some(previous) = PREVIOUS.get() {
+        // SAFETY: this restores the previous action. The faulting access is then repeated, and the
+        // previous action handles it.
+        unsafe { libc::sigaction(libc::SIGBUS, previous, null_mut()) };
     }
 }
 
-/// Zeroed memory in the place of a mapping.
+/// Maps zeroed memory over a mapping.
 fn replace(base: usize, len: usize) -> bool {
     let (protection, flags) = (
         libc::PROT_READ | libc::PROT_WRITE,
         libc::MAP_FIXED | libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
     );
-    // SAFETY: errno is the thread's own; the code that was interrupted finds it as it was.
+    // SAFETY: errno is thread-local. The interrupted code must find it unchanged.
     let errno = unsafe { *libc::__errno_location() };
-    // SAFETY: the range is exactly a mapping of ours, which the faulting thread holds; raw memory
-    // stands in for raw memory there, and whoever reads it believes nothing of what it says anyway.
+    // SAFETY: the range is exactly one of our mappings, which the faulting thread keeps alive. Raw
+    // memory replaces raw memory, and readers never trust its content.
     let place = unsafe { libc::mmap(base as *mut _, len, protection, flags, -1, 0) };
     static WRITTEN: AtomicU32 = AtomicU32::new(0);
     if place != libc::MAP_FAILED && WRITTEN.fetch_add(1, Ordering::Relaxed) < LINES {
-        let line = b" WARN blockyard_ring: a front end cut short the memory that it shares: its queues are lost\n";
-        // SAFETY: write(2) may be called in a signal handler; the line outlives it.
+        let line = b" WARN blockyard_ring: a front end truncated the memory that it shares; \
+                     its virtqueues are lost\n";
+        // SAFETY: write(2) is async-signal-safe; the line outlives the call.
         unsafe { libc::write(2, line.as_ptr().cast(), line.len()) };
     }
     // SAFETY: as above.

@@ -1,8 +1,11 @@
 //! Files and block devices over io_uring.
 //!
-//! In: segments, an offset in bytes. Out: the segments again, with the number of bytes moved. A
-//! write is durable after a later `sync` that answered Ok, or at once when it was asked to be
-//! `durable`; writes in flight together land in any order, and a power cut may tear them.
+//! In: segments, and an offset in bytes. Out: the same segments, and the number of bytes
+//! transferred.
+//!
+//! A write is durable after a later `sync` that returned Ok, or at completion if it is `durable`.
+//! Writes in flight at the same time may reach the disk in any order, and a power cut may tear
+//! them.
 
 mod attempts;
 mod change_time;
@@ -29,16 +32,16 @@ use crate::semaphore::Semaphore;
 use crate::uring::Action;
 use crate::workers::Workers;
 
-/// How a file was opened, where it decides how it is used.
+/// Flags of an open file that decide how it is used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OpenMode {
     pub read_only: bool,
     pub direct: bool,
 }
 
-/// An open file whose lock (see [`host::lock`]) ends with the last copy of this. Closing it is not
-/// enough: a ring that had it registered keeps the kernel's file, and with it the lock, until it
-/// has been taken apart.
+/// An open file whose lock (see [`host::lock`]) is released when the last reference is dropped.
+/// Closing the descriptor is not enough: a ring that has the file registered keeps it, and so its
+/// lock, until the ring is destroyed.
 #[derive(Debug)]
 pub struct LockedFile(OwnedFd);
 
@@ -56,32 +59,33 @@ impl AsFd for LockedFile {
 
 impl Drop for LockedFile {
     fn drop(&mut self) {
-        // What fails here ends with the descriptor.
+        // If unlocking fails, closing the descriptor releases the lock.
         let _ = host::lock(&self.0, host::Lock::None);
     }
 }
 
-/// What is read and written by a ring.
+/// A file descriptor that a ring reads and writes.
 pub(crate) type Descriptor = Arc<dyn AsFd + Send + Sync>;
 
-/// Bytes of the page cache that the kernel may copy on submission, which takes up to about 200 us.
+/// Most bytes of the page cache that the kernel may copy on submission, which takes up to about 200
+/// us.
 const LONGEST_ON_SUBMISSION: usize = 1 << 20;
 
-/// The descriptor of a file on one ring: kept alive by operations in flight.
+/// A file's descriptor on one ring. Operations in flight keep it alive.
 pub(crate) struct FileSlot {
     fd: Descriptor,
-    /// Of `fd`, for operations: without a call behind a pointer.
+    /// Number of `fd`, cached so that operations need no dynamic call.
     raw: i32,
     registered: Option<u32>,
     handle: Handle,
-    /// It is counted among the files that are written to.
+    /// Whether it is counted as a file that is open for writing.
     counted: bool,
-    /// Its data go through the page cache.
+    /// Whether its data go through the page cache (no O_DIRECT).
     cached: bool,
 }
 
 impl FileSlot {
-    /// Not counted among the files: a socket, a character device.
+    /// For files that are not counted as open for writing: a socket, a character device.
     pub fn uncounted(handle: &Handle, fd: Descriptor) -> Self {
         let raw = fd.as_fd().as_raw_fd();
         FileSlot {
@@ -114,8 +118,8 @@ impl FileSlot {
         self.registered
     }
 
-    /// Whether a worker of the kernel moves so many bytes. From the page cache they would be copied
-    /// on submission, and the reactor's other queues would wait for that.
+    /// Returns whether a kernel worker must transfer that many bytes. On submission they would be
+    /// copied from the page cache, and the reactor's other queues would wait.
     #[inline]
     pub fn leaves_to_worker(&self, bytes: usize) -> bool {
         self.cached && bytes > LONGEST_ON_SUBMISSION
@@ -143,14 +147,15 @@ pub struct UringFile {
     change_time: Rc<ChangeTime>,
 }
 
-/// Calls of a file that block.
+/// State of a file's blocking calls.
 struct Blocking {
-    /// Changes of the file's extents, one at a time: each has the inode locked. The kernel gives
-    /// each a worker thread, and those that wait for the lock spin, which takes the processors from
-    /// reactors and guests.
+    /// Serialises changes of the file's extents, because each holds the inode lock. The kernel
+    /// gives each a worker thread, and workers that wait for the lock spin, which takes CPU time
+    /// from reactors and guests.
     extents: Semaphore,
-    /// The kernel has no command of io_uring that discards (Linux 6.12 has): the ioctl is called.
-    discards: Cell<bool>,
+    /// Whether the discard ioctl is used, because the kernel has no io_uring discard (before Linux
+    /// 6.12).
+    discard_by_ioctl: Cell<bool>,
     workers: Workers,
 }
 
@@ -158,14 +163,15 @@ impl Default for Blocking {
     fn default() -> Self {
         Blocking {
             extents: Semaphore::new(1),
-            discards: Cell::default(),
+            discard_by_ioctl: Cell::default(),
             workers: Workers::default(),
         }
     }
 }
 
 impl UringFile {
-    /// `fd` may be shared by several executors; each registers it with its own ring.
+    /// Creates a file on the ring of `handle`. Several executors may share `fd`; each registers it
+    /// with its own ring.
     pub fn new(handle: &Handle, fd: Arc<impl AsFd + Send + Sync + 'static>) -> io::Result<Self> {
         let mode = rustix::fs::fstat(&fd)?.st_mode;
         let block_device =
@@ -203,9 +209,9 @@ impl UringFile {
         }
     }
 
-    /// One operation; or several, where the file's time of change is in its way. (Noting it may
-    /// block, if rarely: nobody else's writes are to wait for that, the less as they may be what it
-    /// waits for.)
+    /// Writes by one operation, or by several if the kernel would block on the file's mtime update.
+    /// The reactor's own update may block too, but rarely; then other writes must not wait for it,
+    /// because it may wait for them.
     #[inline]
     async fn write_once(
         &self,
@@ -234,7 +240,7 @@ impl UringFile {
         let _held = self.change_time.held();
         let (result, _) =
             self.operation(Action::Fallocate { mode, offset, len }, Segments::default()).await;
-        match answer(result) {
+        match completion_result(result) {
             Ok(_) => Ok(()),
             Err(e)
                 if matches!(
@@ -250,17 +256,17 @@ impl UringFile {
 }
 
 #[inline]
-pub(crate) fn answer(result: i32) -> io::Result<usize> {
+pub(crate) fn completion_result(result: i32) -> io::Result<usize> {
     if result >= 0 { Ok(result as usize) } else { Err(io::Error::from_raw_os_error(-result)) }
 }
 
-/// The operations of crate `storage`'s trait `Storage`, which says what they promise.
+/// The operations of the trait `Storage` of crate `storage`, which documents their guarantees.
 impl UringFile {
     #[inline]
     pub async fn read(&self, segments: Segments, offset: u64) -> (Segments, io::Result<usize>) {
         let want = segments.len();
         let (result, segments) = self.operation(Action::Read { offset }, segments).await;
-        match answer(result) {
+        match completion_result(result) {
             Ok(n) if n == 0 || n == want => (segments, Ok(n)),
             first => self.finish(Action::Read { offset }, segments, first).await,
         }
@@ -282,14 +288,14 @@ impl UringFile {
             && n == want
         {
             self.count(n);
-            if self.inline.owes_a_turn() {
+            if self.inline.must_yield() {
                 self.slot.handle.yield_now().await;
             }
             return (segments, Ok(n));
         }
         let rw_flags = if durable { libc::RWF_DSYNC } else { 0 };
         let (result, segments) = self.write_once(segments, offset, rw_flags).await;
-        match answer(result) {
+        match completion_result(result) {
             Ok(n) if n == want => (segments, Ok(n)),
             first => self.finish(Action::Write { offset, rw_flags }, segments, first).await,
         }
@@ -297,7 +303,7 @@ impl UringFile {
 
     pub async fn sync(&self) -> io::Result<()> {
         let (result, _) = self.operation(Action::Sync, Segments::default()).await;
-        answer(result).map(|_| ())
+        completion_result(result).map(|_| ())
     }
 
     pub async fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
@@ -308,7 +314,8 @@ impl UringFile {
     }
 
     pub async fn zero(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
-        // On a block device punching means "write zeroes, and unmap if that keeps them zeroes".
+        // On a block device a hole punch means: write zeroes, and unmap if unmapped blocks read as
+        // zeroes.
         if unmap {
             match self
                 .fallocate(libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE, offset, len)
@@ -323,7 +330,7 @@ impl UringFile {
 
     pub async fn zero_fast(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
         match (self.block_device, unmap) {
-            // Of a device the kernel writes the zeroes itself, unless they are to be punched.
+            // On a block device the kernel writes the zeroes itself, unless they are punched.
             (true, true) => {
                 self.fallocate(libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE, offset, len)
                     .await
@@ -351,12 +358,12 @@ impl UringFile {
     }
 
     pub async fn next_data(&self, offset: u64) -> io::Result<Option<Range<u64>>> {
-        // The position is nobody's business here.
+        // The file position is not used elsewhere.
         let seek = |to| rustix::fs::seek(&self.slot.fd, to);
         let start = match seek(SeekFrom::Data(offset)) {
             Ok(start) => start,
             Err(Errno::NXIO) => return Ok(None),
-            // Not every file system and device can say: then all may be data.
+            // Some file systems and devices do not support SEEK_DATA: everything may be data.
             Err(Errno::INVAL | Errno::OPNOTSUPP | Errno::NOSYS) => {
                 return Ok(Some(offset..u64::MAX));
             }
@@ -364,7 +371,7 @@ impl UringFile {
         };
         match seek(SeekFrom::Hole(start)) {
             Ok(end) => Ok(Some(start..end)),
-            // It was cut short meanwhile.
+            // The file was truncated meanwhile.
             Err(Errno::NXIO) => Ok(None),
             Err(e) => Err(e.into()),
         }
@@ -378,11 +385,12 @@ impl UringFile {
 
 impl UringFile {
     async fn discard_blocks(&self, offset: u64, len: u64) -> io::Result<()> {
-        if !self.blocking.discards.get() {
+        if !self.blocking.discard_by_ioctl.get() {
             let (result, _) =
                 self.operation(Action::Discard { offset, len }, Segments::default()).await;
-            match answer(result) {
-                // The ioctl tells a kernel without the command from a device that cannot discard.
+            match completion_result(result) {
+                // Only the ioctl distinguishes a kernel without io_uring discard from a device that
+                // cannot discard.
                 Err(e)
                     if matches!(
                         e.raw_os_error(),
@@ -396,12 +404,11 @@ impl UringFile {
         let fd = self.slot.fd.clone();
         let call = move || host::block_discard(&fd, offset, len);
         let done = self.blocking.workers.call(&self.slot.handle, call).await?;
-        self.blocking.discards.set(self.blocking.discards.get() || done.is_ok());
+        self.blocking.discard_by_ioctl.set(self.blocking.discard_by_ioctl.get() || done.is_ok());
         done
     }
 
-    /// The rest of a transfer that came back short or was interrupted: a signal, a full disk
-    /// half-way, a huge request.
+    /// Completes a transfer that was short or interrupted: a signal, a full disk, a huge request.
     async fn finish(
         &self,
         action: Action,
@@ -424,7 +431,7 @@ impl UringFile {
                 other => (other, false),
             };
             let (result, _) = self.operation(action, rest).await;
-            match answer(result) {
+            match completion_result(result) {
                 Ok(0) if is_read => break,
                 Ok(0) => return (segments, Err(io::ErrorKind::WriteZero.into())),
                 Ok(n) => done += n,

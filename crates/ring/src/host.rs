@@ -1,4 +1,4 @@
-//! What the host is asked beside reads and writes: locks, geometry, block-device calls.
+//! Calls to the host other than reads and writes: locks, geometry, block-device ioctls.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
@@ -8,27 +8,28 @@ use rustix::process::{Resource, Rlimit};
 
 use crate::segments::Segments;
 
-/// Entries of an iovec that one call takes (IOV_MAX).
+/// Most entries of an iovec that one system call takes (IOV_MAX).
 const IOV_MOST: usize = 1024;
 
-/// The limits and the shape of the storage under an image, in bytes; 0 is "not told".
+/// Limits and topology of the storage under an image, in bytes; 0 means unknown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Geometry {
     pub logical_block: u32,
     pub physical_block: u32,
-    /// The least I/O that costs no read-modify-write below (a RAID chunk).
+    /// Smallest I/O that causes no read-modify-write below (a RAID chunk).
     pub minimum_io: u32,
-    /// The I/O that keeps all of the device busy (a RAID stripe).
+    /// I/O size that keeps the whole device busy (a RAID stripe).
     pub optimal_io: u32,
-    /// Where the first physical block begins in the image.
+    /// Offset of the first physical block in the image.
     pub alignment_offset: u32,
-    /// What O_DIRECT demands of addresses and of offsets and lengths; 0 when it is not supported.
+    /// Alignment that O_DIRECT requires of addresses, and of offsets and lengths; 0 if O_DIRECT is
+    /// not supported.
     pub direct_memory: u32,
     pub direct_offset: u32,
     pub rotational: bool,
 }
 
-/// That of storage of which nothing is known.
+/// The default is the geometry of unknown storage.
 impl Default for Geometry {
     fn default() -> Self {
         Geometry {
@@ -44,13 +45,12 @@ impl Default for Geometry {
     }
 }
 
-/// The size in bytes of a regular file or a block device.
+/// Returns the size in bytes of a regular file or a block device.
 pub fn file_size(fd: impl AsFd) -> io::Result<u64> {
     let stat = rustix::fs::fstat(fd.as_fd())?;
     match rustix::fs::FileType::from_raw_mode(stat.st_mode) {
         rustix::fs::FileType::RegularFile => Ok(stat.st_size as u64),
-        // Seeking to the end is the way that needs no ioctl; the position is nobody's business
-        // here.
+        // Seeking to the end needs no ioctl. The file position is not used elsewhere.
         rustix::fs::FileType::BlockDevice => {
             Ok(rustix::fs::seek(fd, rustix::fs::SeekFrom::End(0))?)
         }
@@ -61,7 +61,8 @@ pub fn file_size(fd: impl AsFd) -> io::Result<u64> {
     }
 }
 
-/// Reads the geometry of the device that holds `fd` (or that it is), from sysfs and statx.
+/// Reads the geometry of the block device under `fd` (or of `fd` itself, if it is one) from sysfs
+/// and statx.
 pub fn geometry(fd: impl AsFd) -> io::Result<Geometry> {
     let stat = rustix::fs::fstat(fd.as_fd())?;
     let is_device =
@@ -85,7 +86,7 @@ pub fn geometry(fd: impl AsFd) -> io::Result<Geometry> {
         rotational: read("queue/rotational") == 1,
     };
     if !is_device {
-        // A file's blocks are where its file system put them: only sizes carry over, not positions.
+        // The file system decides where a file's blocks are: sizes carry over, offsets do not.
         geometry.alignment_offset = 0;
         let block = u32::try_from(stat.st_blksize).unwrap_or(4096).min(1 << 16);
         geometry.physical_block = geometry.physical_block.max(block.next_power_of_two().min(4096));
@@ -93,16 +94,16 @@ pub fn geometry(fd: impl AsFd) -> io::Result<Geometry> {
     Ok(geometry)
 }
 
-/// What a block device takes as one request; of more the kernel makes several.
+/// Limits of one request to a block device. The kernel splits larger ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RequestLimits {
     pub bytes: u64,
-    /// Pieces of memory, and bytes of each.
+    /// Number of memory segments, and bytes of each.
     pub segments: u16,
     pub segment_bytes: u32,
 }
 
-/// None: it is no block device, or the kernel does not tell.
+/// Returns the limits, or `None` if it is no block device or the kernel does not report them.
 pub fn request_limits(device: impl AsFd) -> Option<RequestLimits> {
     let stat = rustix::fs::fstat(device).ok()?;
     if rustix::fs::FileType::from_raw_mode(stat.st_mode) != rustix::fs::FileType::BlockDevice {
@@ -117,8 +118,8 @@ pub fn request_limits(device: impl AsFd) -> Option<RequestLimits> {
     })
 }
 
-/// The folder in sysfs of a block device; a partition's queue is its parent's. None: no block
-/// device (tmpfs, NFS).
+/// Returns the sysfs folder of a block device; for a partition, its parent's, which has the queue.
+/// `None`: there is no block device (tmpfs, NFS).
 fn device_folder(dev: u64) -> Option<PathBuf> {
     let link = format!("/sys/dev/block/{}:{}", rustix::fs::major(dev), rustix::fs::minor(dev));
     let folder = std::fs::canonicalize(link).ok()?;
@@ -129,9 +130,9 @@ fn device_folder(dev: u64) -> Option<PathBuf> {
     }
 }
 
-/// The device that a file lies on, or that it is, as "major:minor", and whether it turns. Of a
-/// partition it is the whole disk, for all of them share one queue. A file system without a block
-/// device (tmpfs, NFS, Btrfs) is one by itself.
+/// Returns the block device under a file (or the file itself, if it is one) as "major:minor", and
+/// whether it is rotational. For a partition it is the whole disk, because partitions share one
+/// queue. A file system without a block device (tmpfs, NFS, Btrfs) counts as a device of its own.
 pub fn backing_device(fd: impl AsFd) -> io::Result<(String, bool)> {
     let stat = rustix::fs::fstat(fd.as_fd())?;
     let is_device =
@@ -141,7 +142,7 @@ pub fn backing_device(fd: impl AsFd) -> io::Result<(String, bool)> {
     let Some(folder) = device_folder(dev) else { return Ok((own, false)) };
     let whole = std::fs::read_to_string(folder.join("dev"))
         .map_or(own, |numbers| numbers.trim().to_string());
-    // A virtual disk says that it turns when nobody has told the guest otherwise.
+    // A virtual disk reports rotational by default, so that is ignored.
     let name = folder.file_name().unwrap_or_default().to_string_lossy();
     let is_virtual = name.starts_with("vd") || name.starts_with("xvd");
     Ok((whole, !is_virtual && read_number(&folder.join("queue/rotational")) == Some(1)))
@@ -156,13 +157,14 @@ fn read_number(path: &Path) -> Option<u32> {
         .and_then(|n| u32::try_from(n).ok())
 }
 
-/// (memory, offset) alignment that O_DIRECT demands, where the kernel tells (6.1); (0, 0): not
-/// supported.
+/// Returns the (memory, offset) alignment that O_DIRECT requires, if the kernel reports it (Linux
+/// 6.1). (0, 0): O_DIRECT is not supported.
 fn direct_alignment(fd: impl AsFd) -> Option<(u32, u32)> {
-    // SAFETY: an all-zero statx is a valid value of a plain C struct.
+    // SAFETY: an all-zero statx is a valid value of this plain C struct.
     let mut stat: libc::statx = unsafe { std::mem::zeroed() };
     let raw = fd.as_fd().as_raw_fd();
-    // SAFETY: an empty path with AT_EMPTY_PATH asks about `raw`; `stat` is ours to be written.
+    // SAFETY: with AT_EMPTY_PATH an empty path refers to `raw`; the kernel writes only to `stat`,
+    // which is ours.
     let rc = unsafe {
         libc::statx(raw, c"".as_ptr(), libc::AT_EMPTY_PATH, libc::STATX_DIOALIGN, &mut stat)
     };
@@ -170,7 +172,7 @@ fn direct_alignment(fd: impl AsFd) -> Option<(u32, u32)> {
         .then_some((stat.stx_dio_mem_align, stat.stx_dio_offset_align))
 }
 
-/// Discards a range of a block device (BLKDISCARD): blocks until done.
+/// Discards a range of a block device (BLKDISCARD). Blocks until done.
 pub fn block_discard(fd: impl AsFd, offset: u64, len: u64) -> io::Result<()> {
     const BLKDISCARD: libc::c_ulong = 0x1277;
     let range = [offset, len];
@@ -185,8 +187,8 @@ pub fn block_discard(fd: impl AsFd, offset: u64, len: u64) -> io::Result<()> {
     }
 }
 
-/// Writes `segments` at `offset`, on this thread and at once; how many bytes it was (pwritev2's
-/// answer).
+/// Writes `segments` at `offset`, on this thread, without io_uring. Returns the number of bytes
+/// written (pwritev2).
 pub(crate) fn write_at(
     fd: impl AsFd,
     segments: &Segments,
@@ -195,84 +197,93 @@ pub(crate) fn write_at(
 ) -> io::Result<usize> {
     let iov = segments.iovecs();
     let count = iov.len().min(IOV_MOST) as libc::c_int;
-    // SAFETY: the entries point into memory that `segments` keeps alive, which the call only reads.
+    // SAFETY: the entries point into memory that `segments` keeps alive; the call only reads it.
     let n = unsafe {
         libc::pwritev2(fd.as_fd().as_raw_fd(), iov.as_ptr(), count, offset as libc::off_t, flags)
     };
     if n >= 0 { Ok(n as usize) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Tells the kernel that this thread, and those it starts, write pages back: then memory that they
-/// ask for never waits for pages that are to be written to them.
+/// Marks this thread, and those that it starts, as I/O flushers (PR_SET_IO_FLUSHER). Their memory
+/// allocations then never wait for writeback that depends on them.
 pub fn set_io_flusher() -> io::Result<()> {
     const PR_SET_IO_FLUSHER: libc::c_int = 57;
-    // SAFETY: plain numbers.
+    // SAFETY: the arguments are plain numbers.
     let rc = unsafe { libc::prctl(PR_SET_IO_FLUSHER, 1, 0, 0, 0) };
     if rc == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Whether a block device could be claimed just now; `ResourceBusy`: it is mounted, or has another
-/// owner.
+/// Checks whether a block device can be opened exclusively. `ResourceBusy`: it is mounted, or
+/// another process has it.
 pub fn claim(device: &Path) -> io::Result<()> {
     let flags = rustix::fs::OFlags::RDONLY | rustix::fs::OFlags::EXCL | rustix::fs::OFlags::CLOEXEC;
     Ok(rustix::fs::open(device, flags, rustix::fs::Mode::empty()).map(drop)?)
 }
 
-/// The process at the other end of a Unix socket; None: it is not known here (another PID
-/// namespace).
+/// Returns the process at the other end of a Unix socket, or `None` if it has no number in this PID
+/// namespace.
 pub fn peer_process(socket: impl AsFd) -> Option<i32> {
     let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
     let mut len = size_of::<libc::ucred>() as libc::socklen_t;
     let (fd, to) = (socket.as_fd().as_raw_fd(), (&raw mut peer).cast());
-    // SAFETY: the kernel writes at most `len` bytes, the size of `peer`, which is ours. (Plain
-    // integers: unlike rustix's, this process number may be 0.)
+    // SAFETY: the kernel writes at most `len` bytes, the size of `peer`, which is ours. (libc,
+    // because rustix cannot represent a process number of 0.)
     let rc = unsafe { libc::getsockopt(fd, libc::SOL_SOCKET, libc::SO_PEERCRED, to, &mut len) };
     (rc == 0 && peer.pid > 0).then_some(peer.pid)
 }
 
-/// How often this thread has gone to sleep.
+/// Returns how often this thread has gone to sleep.
 pub(crate) fn voluntary_switches() -> i64 {
-    // SAFETY: an all-zero rusage is a valid value of a plain C struct.
+    // SAFETY: an all-zero rusage is a valid value of this plain C struct.
     let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
-    // SAFETY: `usage` is ours to be written.
+    // SAFETY: the kernel writes only to `usage`, which is ours.
     unsafe { libc::getrusage(libc::RUSAGE_THREAD, &mut usage) };
     usage.ru_nvcsw
 }
 
-/// A time since 1970 as the clock on the wall shows it: year, month, day, hour, minute, second.
-/// None: there is no such year.
+/// Converts seconds since 1970 to local time: year, month, day, hour, minute, second. `None`: the
+/// year is out of range.
 pub fn local_time(seconds: i64) -> Option<[i32; 6]> {
-    // SAFETY: an all-zero tm is a valid value of a plain C struct.
+    // SAFETY: an all-zero tm is a valid value of this plain C struct.
     let mut tm: libc::tm = unsafe { std::mem::zeroed() };
-    // SAFETY: both point to values of ours, which outlive the call.
-    let told = unsafe { libc::localtime_r(&seconds, &mut tm) };
+    // SAFETY: both pointers are to our values, which outlive the call.
+    let converted = unsafe { libc::localtime_r(&seconds, &mut tm) };
     let year = tm.tm_year.checked_add(1900)?;
-    (!told.is_null()).then_some([year, tm.tm_mon + 1, tm.tm_mday, tm.tm_hour, tm.tm_min, tm.tm_sec])
+    (!converted.is_null()).then_some([
+        year,
+        tm.tm_mon + 1,
+        tm.tm_mday,
+        tm.tm_hour,
+        tm.tm_min,
+        tm.tm_sec,
+    ])
 }
 
-/// How an image is locked while it is open.
+/// Lock of an image while it is open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lock {
-    /// Many readers, no writer.
+    /// Several readers, no writer.
     Shared,
-    /// One writer, nobody else.
+    /// One writer, and no other user.
     Exclusive,
-    /// Not any more.
+    /// Not locked.
     None,
 }
 
-/// The bytes by which QEMU's processes tell one another what they do with an image: each has read
-/// locks on those of what it does, and on those of what it bears nobody else to do.
+/// The lock bytes of QEMU's file-posix driver. A process holds read locks on the bytes of the
+/// permissions that it uses, and of those that it denies to others.
 const READING: i64 = 100;
 const WRITING: i64 = 101;
 const RESIZING: i64 = 103;
 const NO_WRITING: i64 = 201;
 const NO_RESIZING: i64 = 203;
 
-/// Locks the file for this open file description (OFD locks: they fall with the last descriptor,
-/// also when the process is killed): to write, all of it; to read, the bytes by which QEMU knows a
-/// reader, so that its readers may be there too and its writers may not. `Ok(false)`: somebody else
-/// has it locked.
+/// Locks the file for this open file description (OFD locks, which the kernel releases with the
+/// last descriptor, even if the process is killed).
+///
+/// A writer locks the whole file. A reader locks the bytes that QEMU's readers lock, so that it can
+/// coexist with them and excludes QEMU's writers. `Ok(false)`: another process holds a conflicting
+/// lock.
 pub fn lock(fd: impl AsFd, lock: Lock) -> io::Result<bool> {
     let fd = fd.as_fd();
     match lock {
@@ -286,12 +297,12 @@ pub fn lock(fd: impl AsFd, lock: Lock) -> io::Result<bool> {
             return Ok(false);
         }
     }
-    // Looked at afterwards: of two who come at once, one sees the other.
+    // Checked after locking: if two processes lock at the same time, at least one sees the other.
     if is_locked(fd, WRITING)? || is_locked(fd, RESIZING)? {
         set_lock(fd, libc::F_UNLCK, 0, 0)?;
         return Ok(false);
     }
-    // What a writer had besides, who is a reader from now on.
+    // Releases the other bytes, if this process was a writer before.
     let between = NO_WRITING - READING - 1;
     for (start, len) in
         [(0, READING), (READING + 1, between), (NO_WRITING + 1, 1), (NO_RESIZING + 1, 0)]
@@ -301,7 +312,7 @@ pub fn lock(fd: impl AsFd, lock: Lock) -> io::Result<bool> {
     Ok(true)
 }
 
-/// `Ok(false)`: another lock is in the way. A length of 0 is all that follows.
+/// Sets a lock. A length of 0 means up to the end. `Ok(false)`: a conflicting lock exists.
 pub(crate) fn set_lock(
     fd: BorrowedFd<'_>,
     kind: libc::c_int,
@@ -318,7 +329,7 @@ pub(crate) fn set_lock(
     }
 }
 
-/// Whether somebody else has any lock on this byte.
+/// Returns whether another open file description has any lock on this byte.
 fn is_locked(fd: BorrowedFd<'_>, byte: i64) -> io::Result<bool> {
     let mut flock = flock_of(libc::F_WRLCK, byte, 1);
     // SAFETY: F_OFD_GETLK reads and writes the struct, which is ours and outlives the call.
@@ -331,7 +342,7 @@ fn is_locked(fd: BorrowedFd<'_>, byte: i64) -> io::Result<bool> {
 }
 
 fn flock_of(kind: libc::c_int, start: i64, len: i64) -> libc::flock {
-    // SAFETY: an all-zero flock (pid 0 as OFD locks demand) is a valid value of a plain C struct.
+    // SAFETY: an all-zero flock is a valid value of this plain C struct; OFD locks require pid 0.
     let mut flock: libc::flock = unsafe { std::mem::zeroed() };
     flock.l_type = kind as _;
     flock.l_whence = libc::SEEK_SET as _;
@@ -339,7 +350,7 @@ fn flock_of(kind: libc::c_int, start: i64, len: i64) -> libc::flock {
     flock
 }
 
-/// Raises the limit of open descriptors to the most that the process may have.
+/// Raises the soft limit of open descriptors to the hard limit.
 pub fn raise_descriptor_limit() -> io::Result<()> {
     let limit = rustix::process::getrlimit(Resource::Nofile);
     rustix::process::setrlimit(
@@ -349,26 +360,26 @@ pub fn raise_descriptor_limit() -> io::Result<()> {
     Ok(())
 }
 
-/// The number of descriptors that the process may have.
+/// Returns the limit of open descriptors.
 pub fn descriptor_limit() -> u64 {
     rustix::process::getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
 }
 
-/// The number of descriptors that the process has.
+/// Returns the number of open descriptors.
 pub fn open_descriptors() -> io::Result<u64> {
-    // From Linux 6.2 on the folder's size is the number.
+    // Since Linux 6.2 the size of this folder is the number.
     match rustix::fs::stat("/proc/self/fd")?.st_size {
         0 => Ok(std::fs::read_dir("/proc/self/fd")?.count() as u64),
         count => Ok(count as u64),
     }
 }
 
-/// A process that has a file locked.
+/// A process that has locked a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Holder {
     pub pid: u32,
     pub name: String,
-    /// It is on its way out (killed): its locks fall by themselves.
+    /// Whether it is exiting: the kernel releases its locks soon.
     pub leaving: bool,
 }
 
@@ -378,8 +389,8 @@ impl std::fmt::Display for Holder {
     }
 }
 
-/// Who has the file locked, this process included, as far as /proc lets us see: for the message to
-/// a person.
+/// Returns the processes that have locked the file, this one included, as far as /proc shows them.
+/// For error messages only.
 pub fn holders(fd: impl AsFd) -> Vec<Holder> {
     let Ok(ours) = rustix::fs::fstat(fd.as_fd()) else { return Vec::new() };
     let Ok(processes) = std::fs::read_dir("/proc") else { return Vec::new() };
@@ -388,14 +399,14 @@ pub fn holders(fd: impl AsFd) -> Vec<Holder> {
         use std::os::unix::fs::MetadataExt;
         let same = std::fs::metadata(fd.path())
             .is_ok_and(|m| m.dev() == ours.st_dev && m.ino() == ours.st_ino);
-        // The kernel tells there which locks came through this very descriptor.
+        // fdinfo lists the locks that were taken through this descriptor.
         let info = || {
             std::fs::read_to_string(format!(
                 "/proc/{pid}/fdinfo/{}",
                 fd.file_name().to_string_lossy()
             ))
         };
-        // (flock(2) is another matter, and in nobody's way.)
+        // (flock(2) locks do not conflict with these.)
         same && info().is_ok_and(|text| text.contains("OFDLCK") || text.contains("POSIX"))
     };
     let holds = |pid: &u32| {
@@ -409,8 +420,8 @@ fn holder(pid: u32) -> Holder {
     const PF_EXITING: u32 = 4;
     let read =
         |what: &str| std::fs::read_to_string(format!("/proc/{pid}/{what}")).unwrap_or_default();
-    // proc(5): the name in the second field may hold anything, parentheses too; the flags are the
-    // ninth field.
+    // proc(5): the name in the second field may contain anything, even parentheses; the flags are
+    // the ninth field.
     let stat = read("stat");
     let flags = stat
         .rsplit(')')
@@ -427,7 +438,7 @@ fn holder(pid: u32) -> Holder {
 mod tests {
     use super::*;
 
-    /// A folder of a test's own, gone with it.
+    /// A temporary folder of a test, deleted at its end.
     struct Folder(PathBuf);
 
     impl Folder {
@@ -452,15 +463,15 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_names_the_process_at_its_other_end() {
+    fn peer_process_returns_the_other_end_of_a_socket() {
         let (socket, _other) = std::os::unix::net::UnixStream::pair().unwrap();
         assert_eq!(peer_process(&socket), Some(std::process::id() as i32));
         let (reader, _writer) = rustix::pipe::pipe().unwrap();
-        assert_eq!(peer_process(&reader), None, "no socket");
+        assert_eq!(peer_process(&reader), None, "a pipe is not a socket");
     }
 
     #[test]
-    fn locks_are_between_open_file_descriptions() {
+    fn locks_conflict_between_open_file_descriptions() {
         let folder = folder();
         let path = folder.join("lock");
         let open = || {
@@ -487,7 +498,7 @@ mod tests {
     }
 
     #[test]
-    fn times_of_day() {
+    fn local_time_has_minute_offsets_and_rejects_huge_years() {
         let [year, month, ..] = local_time(1_700_000_000).unwrap();
         assert_eq!((year, month), (2023, 11));
         // Time zones differ by whole minutes.
@@ -496,7 +507,7 @@ mod tests {
     }
 
     #[test]
-    fn geometry_is_sane_for_a_file() {
+    fn geometry_of_a_file_has_valid_block_sizes() {
         let folder = folder();
         let path = folder.join("geometry");
         let file = std::fs::File::create(&path).unwrap();

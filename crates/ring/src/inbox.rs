@@ -1,15 +1,17 @@
-//! The one way in to an executor for other threads: a bounded ring of slots, many producers, one
-//! consumer.
+//! The queue through which other threads reach an executor: a bounded ring of slots,
+//! multi-producer, single-consumer.
 //!
-//! In: wake-ups of tasks and calls, from any thread. Out: both, on the executor's thread, once a
-//! turn. What must hold:
-//! - A wake-up takes no lock, allocates nothing and never waits: librbd's callbacks, worker threads
-//!   and other reactors complete requests by it.
-//! - A task has at most one wake-up in the ring. If the ring is full, the wake-up stays as a mark
-//!   on the task's waker, and the executor looks at all wakers. No wake-up is lost.
-//! - Calls are for control. Those that find the ring full are kept in a list behind a lock. Calls
-//!   of one thread run in order.
-//! - The eventfd is written only when the executor sleeps, once a sleep.
+//! In: wake-ups of tasks, and calls, from any thread. Out: both, on the executor's thread, once per
+//! iteration.
+//!
+//! What must hold
+//! - A wake-up takes no lock, allocates nothing and never blocks: librbd's callbacks, worker
+//!   threads and other reactors complete requests with it.
+//! - A task has at most one wake-up in the ring. If the ring is full, the wake-up remains as a mark
+//!   on the task's waker, and the executor checks all wakers. No wake-up is lost.
+//! - Calls are for control operations. If the ring is full, they are kept in a list behind a lock.
+//!   Calls of one thread run in order.
+//! - The eventfd is written only while the executor sleeps, once per sleep.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -21,7 +23,7 @@ use crossbeam_queue::ArrayQueue;
 use crate::executor::Handle;
 use crate::uring::TaskId;
 
-/// Slots of the ring.
+/// Number of slots of the ring.
 pub(crate) const SLOTS: usize = 1024;
 
 pub(crate) enum Job {
@@ -31,10 +33,10 @@ pub(crate) enum Job {
 
 pub(crate) struct Inbox {
     ring: ArrayQueue<Job>,
-    /// Calls that found the ring full, and their number.
+    /// Calls that did not fit into the ring, and their number.
     kept: Mutex<Vec<Job>>,
     kept_len: AtomicUsize,
-    /// A wake-up found the ring full: it is a mark on its waker only.
+    /// A wake-up did not fit into the ring: only the mark on its waker records it.
     marked: AtomicBool,
     /// The executor waits for the eventfd, or is about to.
     sleeping: AtomicBool,
@@ -61,9 +63,10 @@ impl Inbox {
         })
     }
 
-    /// Wakes a task. `mark` is its waker's: it is set until the executor has seen the wake-up.
+    /// Wakes a task. `mark` belongs to its waker: it stays set until the executor has seen the
+    /// wake-up.
     pub fn wake(&self, task: TaskId, mark: &AtomicBool) {
-        // A mark that is set already stands for this wake-up, too: the executor clears it before it
+        // If the mark is set already, it covers this wake-up too: the executor clears it before it
         // polls the task.
         if mark.swap(true, SeqCst) {
             return;
@@ -74,14 +77,14 @@ impl Inbox {
         self.notify();
     }
 
-    /// Hands a call in. Dropped if the executor has ended: a caller that waits for its answer
-    /// learns that there is none.
+    /// Submits a call. If the executor has ended, drops it: a caller that waits for the reply then
+    /// receives an error.
     pub fn call(&self, call: Box<dyn FnOnce(&Handle) + Send>) {
         if self.closed.load(SeqCst) {
             return;
         }
         let job = Job::Call(call);
-        // A call must not overtake those that are kept.
+        // A call must not overtake calls in the list.
         let refused =
             if self.kept_len.load(SeqCst) == 0 { self.ring.push(job).err() } else { Some(job) };
         if let Some(job) = refused {
@@ -109,11 +112,11 @@ impl Inbox {
         self.ring.is_empty() && self.kept_len.load(SeqCst) == 0 && !self.marked.load(SeqCst)
     }
 
-    /// The executor is about to sleep: from here on producers write the eventfd. False: there are
-    /// jobs already, and the executor must not sleep.
+    /// Announces that the executor is about to sleep: from here on producers write the eventfd.
+    /// Returns false if there are jobs already, so that the executor must not sleep.
     pub fn may_sleep(&self) -> bool {
         self.sleeping.store(true, SeqCst);
-        // Either this sees what a producer has handed in, or the producer sees `sleeping`.
+        // Either this sees a producer's job, or the producer sees `sleeping`.
         let empty = self.is_empty();
         if !empty {
             self.sleeping.store(false, SeqCst);
@@ -125,19 +128,19 @@ impl Inbox {
         self.sleeping.store(false, SeqCst);
     }
 
-    /// The next job, as long as no call is kept.
+    /// Returns the next job of the ring.
     pub fn pop(&self) -> Option<Job> {
         self.ring.pop()
     }
 
-    /// Returns the calls that are kept, behind those that were in the ring before them.
+    /// Returns the calls in the list, behind all jobs that are in the ring.
     pub fn take_kept(&self) -> Vec<Job> {
         if self.kept_len.load(SeqCst) == 0 {
             return Vec::new();
         }
         let mut kept = self.kept();
-        // What a thread put into the ring before another thread's call was kept is in the ring by
-        // now.
+        // If a thread put a job into the ring before another thread's call went to the list, that
+        // job is in the ring by now. It must run first.
         let mut jobs = Vec::new();
         while let Some(job) = self.ring.pop() {
             jobs.push(job);
@@ -147,12 +150,12 @@ impl Inbox {
         jobs
     }
 
-    /// Returns whether wakers have marks without a job in the ring, and forgets it.
+    /// Returns and clears whether some wakers have marks without a job in the ring.
     pub fn take_marked(&self) -> bool {
         self.marked.load(SeqCst) && self.marked.swap(false, SeqCst)
     }
 
-    /// The executor ends: drops what it has not taken, and all that comes.
+    /// Closes the inbox: drops the jobs in it, and all that arrive later.
     pub fn close(&self) {
         self.closed.store(true, SeqCst);
         self.drop_all();

@@ -1,9 +1,12 @@
-//! Listening sockets that this process was started with: socket activation of systemd, or a
-//! parent's descriptors.
+//! Listening sockets that this process inherited: systemd's socket activation, or descriptors of a
+//! parent.
 //!
-//! In: descriptor numbers, as a person writes them. Out: sockets. What must hold: a number that
-//! means no descriptor of the parent is refused, also after the start, when this process may have a
-//! listening socket of its own there; at any time one export at most has a socket.
+//! In: descriptor numbers from the configuration. Out: sockets.
+//!
+//! What must hold
+//! - A number that is not an inherited descriptor is refused. This holds also later, when this
+//!   process may have a listening socket of its own with that number.
+//! - At any time at most one export uses a socket.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -16,9 +19,9 @@ static SOCKETS: Mutex<Sockets> =
     Mutex::new(Sockets { noted: BTreeSet::new(), kept: BTreeMap::new() });
 
 struct Sockets {
-    /// Numbers of descriptors that were inherited, and that nothing here owns.
+    /// Numbers of inherited descriptors that nothing in this process owns yet.
     noted: BTreeSet<i32>,
-    /// Those that were asked for, and whether they are in use.
+    /// Descriptors that an export has requested, and whether they are in use.
     kept: BTreeMap<i32, (OwnedFd, bool)>,
 }
 
@@ -26,7 +29,7 @@ fn sockets() -> MutexGuard<'static, Sockets> {
     SOCKETS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The right to accept connections of an inherited socket. Dropped, another export may have the
+/// The right to accept connections on an inherited socket. Dropping it lets another export use the
 /// socket.
 #[derive(Debug)]
 pub struct Claim(i32);
@@ -39,8 +42,8 @@ impl Drop for Claim {
     }
 }
 
-/// Notes which descriptors from 3 on this process was started with. To be called at start: a
-/// descriptor of its own that was made without close-on-exec must not be taken for one of them.
+/// Records which descriptors from 3 on this process inherited. Must be called at start: later the
+/// process may open descriptors without close-on-exec, which would count as inherited.
 pub fn note() {
     let Ok(entries) = std::fs::read_dir("/proc/self/fd") else { return };
     let numbers =
@@ -49,14 +52,14 @@ pub fn note() {
     sockets().noted.extend(numbers.into_iter().filter(|number| survives_exec(*number)));
 }
 
-/// Returns whether the descriptor is open without close-on-exec. Those that a parent passes are.
+/// Returns whether the descriptor is open without close-on-exec. Inherited descriptors are.
 fn survives_exec(number: i32) -> bool {
-    // SAFETY: fcntl on any number is harmless; it fails if the descriptor is not open.
+    // SAFETY: fcntl with any number is harmless; it fails if the descriptor is not open.
     let flags = unsafe { libc::fcntl(number, libc::F_GETFD) };
     flags >= 0 && flags & libc::FD_CLOEXEC == 0
 }
 
-/// Returns a listening socket that this process was started with, for one export at a time.
+/// Returns an inherited listening socket, for one export at a time.
 pub fn take(number: i32) -> io::Result<(OwnedFd, Claim)> {
     let mut sockets = sockets();
     if sockets.noted.contains(&number) {
@@ -64,24 +67,28 @@ pub fn take(number: i32) -> io::Result<(OwnedFd, Claim)> {
         // `kept`.
         let borrowed = unsafe { BorrowedFd::borrow_raw(number) };
         if !rustix::net::sockopt::socket_acceptconn(borrowed)? {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "it does not listen"));
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                "the descriptor is not a listening socket",
+            ));
         }
         rustix::io::fcntl_setfd(borrowed, FdFlags::CLOEXEC)?;
         sockets.noted.remove(&number);
-        // SAFETY: open (above); nothing else owns it, because each number leaves `noted` once.
+        // SAFETY: it is open (checked above), and nothing else owns it, because each number leaves
+        // `noted` once.
         let owned = unsafe { OwnedFd::from_raw_fd(number) };
         sockets.kept.insert(number, (owned, false));
     }
     let Some((socket, in_use)) = sockets.kept.get_mut(&number) else {
         return Err(io::Error::new(
             io::ErrorKind::NotFound,
-            "this process was not started with it",
+            "this process did not inherit the descriptor",
         ));
     };
     if *in_use {
-        return Err(io::Error::new(io::ErrorKind::AddrInUse, "another export has it"));
+        return Err(io::Error::new(io::ErrorKind::AddrInUse, "another export uses it"));
     }
-    // The socket itself is kept, so that a disk which is closed and opened again finds it.
+    // The socket stays open here, so that a disk that is closed and reopened can use it again.
     let copy = socket.try_clone()?;
     *in_use = true;
     Ok((copy, Claim(number)))
@@ -93,11 +100,11 @@ mod tests {
 
     use super::*;
 
-    /// One test, because descriptors are the whole process's.
+    /// One test, because descriptors belong to the whole process.
     #[test]
-    fn only_what_the_process_was_started_with_and_for_one_export_at_a_time() {
+    fn only_inherited_sockets_are_given_out_and_to_one_export_at_a_time() {
         let listener = || std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-        // As a parent leaves it: without close-on-exec. (Leaked: its owner is the process.)
+        // As a parent leaves it: without close-on-exec. The process owns it, so it is not dropped.
         let passed = std::mem::ManuallyDrop::new(listener());
         rustix::io::fcntl_setfd(passed.as_fd(), FdFlags::empty()).unwrap();
         let passed = passed.as_raw_fd();
@@ -105,9 +112,9 @@ mod tests {
         let (socket, claim) = take(passed).unwrap();
         assert_eq!(take(passed).unwrap_err().kind(), io::ErrorKind::AddrInUse);
         drop((socket, claim));
-        let (_socket, _claim) = take(passed).expect("a disk that is opened again finds it");
+        let (_socket, _claim) = take(passed).expect("a disk that is reopened can use it");
 
-        // Our own, made later: with close-on-exec, and without.
+        // A socket of this process, opened later: with close-on-exec, and without.
         let own = listener();
         assert_eq!(take(own.as_raw_fd()).unwrap_err().kind(), io::ErrorKind::NotFound);
         rustix::io::fcntl_setfd(own.as_fd(), FdFlags::empty()).unwrap();

@@ -1,4 +1,4 @@
-//! Several operations at once, in one task.
+//! Runs several operations concurrently in one task.
 
 use std::future::{Future, poll_fn};
 use std::pin::Pin;
@@ -6,8 +6,8 @@ use std::task::Poll;
 
 type Begun<'a, E> = Pin<Box<dyn Future<Output = Result<(), E>> + 'a>>;
 
-/// Runs all, at most `at_a_time` together; gives the first error, after all that were begun have
-/// ended.
+/// Runs all futures, at most `at_a_time` of them concurrently. After the first error it starts no
+/// more, waits for those that run, and returns that error.
 pub async fn all<'a, E>(
     at_a_time: usize,
     work: impl IntoIterator<Item = impl Future<Output = Result<(), E>> + 'a>,
@@ -46,14 +46,14 @@ mod tests {
 
     use super::*;
 
-    /// Pieces of work that end when the test says so, with the result that it gives.
+    /// Operations that end when the test says so, with the result that it sets.
     #[derive(Default)]
-    struct Pieces {
+    struct Operations {
         results: [Cell<Option<Result<(), usize>>>; 8],
         begun: RefCell<Vec<usize>>,
     }
 
-    impl Pieces {
+    impl Operations {
         async fn run(&self, number: usize) -> Result<(), usize> {
             self.begun.borrow_mut().push(number);
             poll_fn(|_| self.results[number].take().map_or(Poll::Pending, Poll::Ready)).await
@@ -73,38 +73,38 @@ mod tests {
     }
 
     #[test]
-    fn no_more_than_asked_for_run_at_a_time_and_one_that_ends_makes_room() {
-        let pieces = Pieces::default();
-        let mut work = pin!(all(3, (0..8).map(|number| pieces.run(number))));
+    fn at_most_at_a_time_operations_run_and_one_that_ends_makes_room() {
+        let operations = Operations::default();
+        let mut work = pin!(all(3, (0..8).map(|number| operations.run(number))));
         assert!(poll(work.as_mut()).is_pending());
-        assert_eq!(*pieces.begun.borrow(), [0, 1, 2]);
-        // In any order; those that can end at once make room at once.
-        pieces.end(1, Ok(()));
-        pieces.end(3, Ok(()));
+        assert_eq!(*operations.begun.borrow(), [0, 1, 2]);
+        // In any order. An operation that can end at once makes room at once.
+        operations.end(1, Ok(()));
+        operations.end(3, Ok(()));
         assert!(poll(work.as_mut()).is_pending());
-        assert_eq!(*pieces.begun.borrow(), [0, 1, 2, 3, 4]);
-        (0..8).for_each(|number| pieces.end(number, Ok(())));
+        assert_eq!(*operations.begun.borrow(), [0, 1, 2, 3, 4]);
+        (0..8).for_each(|number| operations.end(number, Ok(())));
         assert_eq!(poll(work.as_mut()), Poll::Ready(Ok(())));
-        assert_eq!(*pieces.begun.borrow(), [0, 1, 2, 3, 4, 5, 6, 7]);
+        assert_eq!(*operations.begun.borrow(), [0, 1, 2, 3, 4, 5, 6, 7]);
     }
 
     #[test]
-    fn the_first_error_is_given_when_all_that_were_begun_have_ended() {
-        let pieces = Pieces::default();
-        let mut work = pin!(all(3, (0..8).map(|number| pieces.run(number))));
+    fn the_first_error_is_returned_after_all_started_operations_end() {
+        let operations = Operations::default();
+        let mut work = pin!(all(3, (0..8).map(|number| operations.run(number))));
         assert!(poll(work.as_mut()).is_pending());
-        pieces.end(2, Err(2));
+        operations.end(2, Err(2));
         assert!(poll(work.as_mut()).is_pending(), "two are running");
-        pieces.end(0, Err(0));
+        operations.end(0, Err(0));
         assert!(poll(work.as_mut()).is_pending(), "one is running");
-        assert_eq!(pieces.begun(), 3, "nothing more is begun after an error");
-        pieces.end(1, Ok(()));
+        assert_eq!(operations.begun(), 3, "no operation starts after an error");
+        operations.end(1, Ok(()));
         assert_eq!(poll(work.as_mut()), Poll::Ready(Err(2)));
-        assert_eq!(pieces.begun(), 3);
+        assert_eq!(operations.begun(), 3);
     }
 
     #[test]
-    fn nothing_to_do_is_done() {
+    fn an_empty_list_completes_at_once() {
         let nothing = Vec::<std::future::Ready<Result<(), usize>>>::new();
         assert_eq!(poll(pin!(all(3, nothing))), Poll::Ready(Ok(())));
     }

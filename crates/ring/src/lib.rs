@@ -1,29 +1,31 @@
-//! The ground floor: everything that touches the host, behind safe faces.
+//! Safe wrappers of everything that needs system calls or `unsafe`: io_uring, guest memory, sockets.
 //!
 //! ```text
-//!   executor   one thread, one io_uring, many tasks       remote    work handed in from other threads
-//!   inbox      wake-ups and calls of other threads       operation one operation in the kernel
-//!   wake       watched descriptors, signals               join      several operations in one task
-//!   file       files and block devices over io_uring      policy    which writes the reactor makes, or prepares, itself
-//!   socket     connected sockets over io_uring            ublk      block devices of this host: control, queues
-//!   rights     descriptors that arrive over Unix sockets
-//!   memory     guest memory: regions, slices, bounds     segments  what one I/O moves: an iovec and its owner
-//!   buffers    guest memory registered with a ring        fault     shared memory that its owner takes away
-//!   mapper     which files of front ends are mapped       quota     how much of them
-//!   nbd_device the kernel's NBD client                    xen       xenstore, event channels, granted pages
-//!   workers    threads for calls that block             pulse     what an executor is at, for a thread that watches
+//!   executor   one thread, one io_uring, many tasks      remote    work submitted by other threads
+//!   inbox      wake-ups and calls from other threads    operation one operation in the kernel
+//!   wake       watched descriptors, signals             join      several operations in one task
+//!   file       files and block devices over io_uring    policy    which writes bypass io_uring
+//!   socket     connected sockets over io_uring          ublk      ublk devices: control, queues
+//!   rights     descriptors received over Unix sockets (SCM_RIGHTS)
+//!   memory     guest memory: regions, slices, bounds    segments  an iovec and the owner of its memory
+//!   buffers    guest memory registered with io_uring    fault     SIGBUS in truncated shared memory
+//!   mapper     which files of front ends are mapped     quota     limits on the mapped bytes
+//!   nbd_device the kernel's NBD client                  xen       xenstore, event channels, grants
+//!   workers    threads for calls that block             pulse     an executor's state, for a watchdog
 //!   semaphore  limits how many operations or bytes are in progress
-//!   doorbell   signals to eventfds of other processes, without waiting
-//!   host       locks, geometry, block-device calls, sockets' bits
-//!   inherited  listening sockets that the process was started with
+//!   doorbell   signals to eventfds of other processes, without blocking
+//!   host       file locks, device geometry, block-device ioctls, socket options
+//!   inherited  listening sockets passed at start (socket activation)
 //! ```
 //!
-//! In: bytes' addresses and offsets that somebody above has already given a meaning. Out: results.
-//! What must hold: memory handed to the kernel stays alive, and is not reused, until its completion
-//! has been reaped. This is the only crate of the workspace that holds `unsafe`; its public
-//! functions are all safe.
+//! In: memory addresses and offsets in bytes, to which the caller has given a meaning. Out:
+//! results.
+//!
+//! What must hold
+//! - Memory handed to the kernel stays alive, and is not reused, until its completion is reaped.
+//! - This is the only crate of the workspace with `unsafe` code. Its public functions are all safe.
 
-// These macros panic when the stream cannot be written; `blockyard_program::output` and the log do
+// These macros panic if the stream cannot be written. `blockyard_program::output` and the log do
 // not.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 

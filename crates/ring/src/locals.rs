@@ -1,7 +1,7 @@
-//! State that one executor keeps for the crates above: a value of each type, made when it is first
-//! asked for.
+//! Executor-local state of the crates above: one value of each type, created at its first use.
 //!
-//! What must hold: it ends with its executor, also if a value holds a handle to it.
+//! What must hold: the values are dropped with their executor, even if one of them holds a handle
+//! to it.
 
 use std::any::{Any, TypeId};
 use std::cell::RefCell;
@@ -18,14 +18,14 @@ impl Locals {
             value.clone().downcast().ok()
         };
         find().unwrap_or_else(|| {
-            // Its default may ask for others.
+            // The default may itself use other values.
             let new = Rc::<T>::default();
             self.0.borrow_mut().push((TypeId::of::<T>(), new.clone()));
             new
         })
     }
 
-    /// Drops all values. Those that another value's drop asks for again go, too.
+    /// Drops all values, and those that a dropped value creates meanwhile.
     pub fn clear(&self) {
         loop {
             let all = std::mem::take(&mut *self.0.borrow_mut());
@@ -46,7 +46,7 @@ mod tests {
     #[derive(Default)]
     struct Count(Cell<u32>);
 
-    /// Holds its executor, and asks for a count when it is dropped.
+    /// Holds its executor, and uses another value when it is dropped.
     #[derive(Default)]
     struct Cycle(RefCell<Option<(Handle, Rc<()>)>>);
 
@@ -69,7 +69,7 @@ mod tests {
     }
 
     #[test]
-    fn values_end_with_their_executor() {
+    fn values_are_dropped_with_their_executor() {
         let executor = Executor::new().unwrap();
         let sentinel = Rc::new(());
         *executor.handle().local::<Cycle>().0.borrow_mut() =

@@ -1,15 +1,19 @@
-//! Front ends' memory files: which ones are mapped, and how much of them.
+//! Maps memory files of front ends: checks which files are acceptable, and how much is mapped.
 //!
-//! In: descriptors that a front end sent. Out: regions. What must hold: a page of a file that is
-//! accepted cannot be withheld by another process (a page fault would then stop the reactor and
-//! every disk on it); mappings are bounded ([`crate::quota`]).
+//! In: descriptors that a front end sent. Out: regions.
 //!
-//! Memory file systems (tmpfs and with it memfd, hugetlbfs, ramfs) are accepted, and file systems
-//! that lie on a disk of this host (ext4, XFS, Btrfs, F2FS): only root mounts them, so a fault
-//! there waits for a disk as it would for swap. User Mode Linux has its memory in such a file where
-//! /dev/shm is no tmpfs. Refused are FUSE, network file systems (NFS, CIFS, 9p), overlayfs (its
-//! upper layer may be FUSE, also for a user without rights), device files, and all that is not
-//! known.
+//! What must hold
+//! - No other process can withhold a page of an accepted file. Otherwise a page fault would stop
+//!   the reactor and every disk on it.
+//! - Mappings are limited ([`crate::quota`]).
+//!
+//! Accepted are memory file systems (tmpfs and with it memfd, hugetlbfs, ramfs), and file systems
+//! on a disk of this host (ext4, XFS, Btrfs, F2FS). Only root mounts the latter, so a page fault
+//! there waits for a disk, as it would for swap. User Mode Linux has its memory in such a file if
+//! /dev/shm is not a tmpfs.
+//!
+//! Refused are FUSE, network file systems (NFS, CIFS, 9p), overlayfs (unprivileged users can use
+//! FUSE as its upper layer), device files, and everything unknown.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -19,24 +23,24 @@ use rustix::fs::{FileType, SealFlags};
 use crate::memory::{MemoryError, Region};
 use crate::quota::{Account, Quota};
 
-/// What a file of guest memory lies on.
+/// Storage under a file of guest memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MemoryFile {
     /// Memory of this host.
     Memory,
-    /// A disk of this host, by the name of its file system: page faults may wait for it.
+    /// A file system on a disk of this host, by name. Page faults may wait for the disk.
     Disk(&'static str),
-    /// Anything else: the name of its file system, where it has one here, and its number (statfs).
+    /// Any other file system: its name, or "unknown", and its number (statfs).
     Other(&'static str, u64),
-    /// A device, a pipe or a folder.
+    /// Not a regular file: a device, a pipe or a directory.
     NotRegular,
 }
 
 impl MemoryFile {
-    /// Looks at an open file.
+    /// Determines the storage of an open file.
     pub fn of(fd: impl AsFd) -> std::io::Result<MemoryFile> {
         let fd = fd.as_fd();
-        // Device files have the file system of their name, and pages of their driver.
+        // A device file reports the file system of its path, but its driver supplies its pages.
         let mode = rustix::fs::fstat(fd)?.st_mode;
         if FileType::from_raw_mode(mode) != FileType::RegularFile {
             return Ok(MemoryFile::NotRegular);
@@ -44,7 +48,7 @@ impl MemoryFile {
         Ok(MemoryFile::of_type(rustix::fs::fstatfs(fd)?.f_type as u64 & 0xffff_ffff))
     }
 
-    /// By the numbers of statfs(2).
+    /// Maps the numbers of statfs(2).
     fn of_type(number: u64) -> MemoryFile {
         match number {
             0x0102_1994 | 0x9584_58f6 | 0x8584_58f6 => MemoryFile::Memory,
@@ -70,12 +74,12 @@ impl std::fmt::Display for MemoryFile {
             MemoryFile::Other(name, number) => {
                 write!(f, "a file on a file system of type {number:#x} ({name})")
             }
-            MemoryFile::NotRegular => f.write_str("something that is no regular file"),
+            MemoryFile::NotRegular => f.write_str("something that is not a regular file"),
         }
     }
 }
 
-/// Maps one front end's memory, within bounds.
+/// Maps one front end's memory within limits.
 #[derive(Clone)]
 pub struct Mapper {
     account: Arc<Account>,
@@ -83,12 +87,12 @@ pub struct Mapper {
 }
 
 impl Mapper {
-    /// `any_file`: files that another process can withhold are accepted too.
+    /// Creates a mapper. `any_file`: accept files whose pages another process can withhold.
     pub fn new(any_file: bool) -> Mapper {
         Mapper { account: Quota::of_process().account(), any_file }
     }
 
-    /// Maps `len` bytes of `fd`: see [`Region::map`].
+    /// Maps `len` bytes of `fd`; see [`Region::map`].
     pub fn map(
         &self,
         fd: impl AsFd,
@@ -106,7 +110,7 @@ impl Mapper {
         if !self.any_file && matches!(file, MemoryFile::Other(..) | MemoryFile::NotRegular) {
             return Err(MemoryError::File(file));
         }
-        // Files without seals answer with an error.
+        // For files without seals the call fails.
         let seals = rustix::fs::fcntl_get_seals(fd).unwrap_or(SealFlags::empty());
         if seals.intersects(SealFlags::WRITE | SealFlags::FUTURE_WRITE) {
             return Err(MemoryError::Sealed);
@@ -126,7 +130,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn file_systems_that_another_process_can_hold_are_told_apart() {
+    fn file_systems_are_classified_by_who_supplies_pages() {
         let fuse = 0x6573_5546;
         assert_eq!(MemoryFile::of_type(fuse), MemoryFile::Other("FUSE", fuse));
         for local in [0xef53, 0x5846_5342, 0x9123_683e, 0xf2f5_2010] {
@@ -139,13 +143,13 @@ mod tests {
     }
 
     #[test]
-    fn memory_files_are_mapped_and_others_only_if_all_are() {
+    fn only_memory_files_are_mapped_unless_any_file_is_allowed() {
         let memfd =
             rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::ALLOW_SEALING).unwrap();
         rustix::fs::ftruncate(&memfd, 4096).unwrap();
         let mapper = Mapper::new(false);
         mapper.map(&memfd, 0, 0, 0, 4096).unwrap();
-        // A file of procfs: its pages are made by whatever answers for it.
+        // A procfs file: the kernel generates its content.
         let other =
             std::fs::File::options().read(true).write(true).open("/proc/self/comm").unwrap();
         let refused = mapper.map(&other, 0, 0, 0, 4096).unwrap_err();
@@ -165,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn mappings_that_requests_hold_are_counted_until_they_go() {
+    fn mappings_that_requests_hold_count_until_they_are_unmapped() {
         let quota = Quota::new(
             crate::quota::Amount { bytes: 1 << 20, mappings: 100 },
             crate::quota::Amount { bytes: 3 * 4096, mappings: 10 },
@@ -180,7 +184,7 @@ mod tests {
         }
         let slice = memory.slice(0, 8, 8).unwrap();
         memory = memory.without(0, 4096).unwrap();
-        // Removed, and still held: a third page fits, a fourth does not.
+        // Removed but still held: a third page fits, a fourth does not.
         let third = page(8192).unwrap();
         assert!(matches!(page(12288), Err(MemoryError::Exceeded { .. })));
         drop(slice);

@@ -1,17 +1,17 @@
-//! Guest memory: regions of shared mappings, and bounds-checked slices into them.
+//! Guest memory: regions of shared mappings, and bounds-checked slices of them.
 //!
-//! In: file descriptors and the layout that a front end sent. Out: `SharedSlice`s (contiguous,
-//! checked once, read and written by offset) and, through [`crate::Segments`], iovecs.
+//! In: file descriptors and the memory layout from a front end. Out: [`SharedSlice`]s (contiguous,
+//! checked once, accessed by offset) and, through [`crate::Segments`], iovecs.
 //!
 //! What must hold
-//! - A `GuestMemory` is immutable. Hot-adding or removing a region makes a new one; who still holds
-//!   the old one (a request in flight) keeps its mappings alive, so a region can go while I/O to it
-//!   is on the way.
-//! - Another process writes this memory at any time. Every access is a volatile or atomic one, and
-//!   nothing read here is ever trusted to read the same twice: callers copy first and check the
-//!   copy.
-//! - A file that is shorter than its region would turn an access into SIGBUS: it is refused when it
-//!   is mapped; one that is cut short later costs its owner the region (see `fault`).
+//! - A `GuestMemory` is immutable. Adding or removing a region makes a new one. A request in flight
+//!   that holds the old one keeps its mappings alive, so a region can be removed while I/O to it is
+//!   in flight.
+//! - Another process writes this memory at any time. Every access is volatile or atomic, and two
+//!   reads of the same place may differ. So callers copy first, and check the copy.
+//! - An access beyond the end of a region's file would raise SIGBUS. A file that is too short is
+//!   refused when it is mapped. If a file is truncated later, its guest loses the region (see
+//!   `fault`).
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
@@ -27,28 +27,29 @@ use crate::xen::Release;
 
 #[derive(Debug, thiserror::Error)]
 pub enum MemoryError {
-    #[error("guest address {addr:#x}+{len:#x} (bytes) lies outside the guest's memory")]
+    #[error("guest address {addr:#x}+{len:#x} (in bytes) is outside the guest's memory")]
     OutOfRange { addr: u64, len: u64 },
     #[error("guest address {addr:#x} is not aligned to {align} bytes")]
     Misaligned { addr: u64, align: u64 },
-    #[error("memory region {guest:#x}+{len:#x} overlaps a region that is already there")]
+    #[error("memory region {guest:#x}+{len:#x} overlaps an existing region")]
     Overlap { guest: u64, len: u64 },
     #[error("memory region {guest:#x}+{len:#x} is not mapped")]
     NoSuchRegion { guest: u64, len: u64 },
-    #[error("memory region {guest:#x}+{len:#x}: empty, or its end overflows 64 bits")]
+    #[error("memory region {guest:#x}+{len:#x} is empty, or its end overflows 64 bits")]
     BadRange { guest: u64, len: u64 },
-    #[error("memory region needs {need} bytes of its file, which has {have}")]
+    #[error("memory region needs {need} bytes of its file, but the file has {have}")]
     FileTooShort { need: u64, have: u64 },
-    #[error("mapping {len} bytes of guest memory")]
+    #[error("cannot map {len} bytes of guest memory")]
     Map { len: u64, source: std::io::Error },
-    #[error("mapping {len} bytes of guest memory: {why}")]
+    #[error("cannot map {len} bytes of guest memory: {why}")]
     Exceeded { len: u64, why: Exceeded },
     #[error(
-        "guest memory in {0}: another process may withhold its pages, which would stop every disk; use a memfd, or a file \
-         on tmpfs or hugetlbfs (--allow-any-memory-file accepts it, with that risk)"
+        "guest memory is in {0}: another process may withhold its pages, which would stop all \
+         disks of a reactor; use a memfd, or a file on tmpfs or hugetlbfs \
+         (--allow-any-memory-file accepts it, with that risk)"
     )]
     File(MemoryFile),
-    #[error("guest memory in a memfd that is sealed against writing")]
+    #[error("guest memory is in a memfd that is sealed against writing; do not seal it")]
     Sealed,
 }
 
@@ -57,15 +58,15 @@ struct Mapping {
     base: NonNull<u8>,
     map_len: usize,
     fault: Option<Guard>,
-    /// Of a front end's memory: its place in the account, until it is unmapped.
+    /// The charge on a front end's account, until the memory is unmapped.
     _charge: Option<Charge>,
-    /// Of granted pages: dropped, and with it the grants, after the memory is unmapped.
+    /// For granted pages (Xen): dropped after the memory is unmapped, which releases the grants.
     _release: Option<Release>,
 }
 
-// SAFETY: a mapping is plain shared memory; all access goes through volatile or atomic operations
-// on bounds that were checked, so moving or sharing the handle between threads adds no access that
-// another process could not make anyway.
+// SAFETY: a mapping is plain shared memory. All access is volatile or atomic, within checked
+// bounds. So sharing the handle between threads adds no access that another process could not make
+// anyway.
 unsafe impl Send for Mapping {}
 // SAFETY: as above.
 unsafe impl Sync for Mapping {}
@@ -73,16 +74,16 @@ unsafe impl Sync for Mapping {}
 impl Drop for Mapping {
     fn drop(&mut self) {
         self.fault = None;
-        // SAFETY: base and map_len are what mmap returned and was given; nobody holds a pointer
-        // into the mapping, because every SharedSlice and Segments holds the Arc<Region> that owns this.
+        // SAFETY: base and map_len come from mmap. No pointer into the mapping remains, because
+        // every SharedSlice and Segments holds the Arc<Region> that owns this.
         let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.map_len) };
     }
 }
 
-/// A contiguous piece of the guest's physical address space, mapped here.
+/// A contiguous range of guest-physical addresses, mapped into this process.
 pub struct Region {
     mapping: Mapping,
-    /// Where the region's first byte lies in `mapping` (a file offset need not be page-aligned).
+    /// Offset of the region's first byte in `mapping` (a file offset need not be page-aligned).
     skip: usize,
     guest: u64,
     user: u64,
@@ -90,8 +91,8 @@ pub struct Region {
 }
 
 impl Region {
-    /// Maps `len` bytes of `fd` from `offset`; `guest` is the guest-physical address, `user` the
-    /// address in the front end's own process, by which vhost-user names rings.
+    /// Maps `len` bytes of `fd` from `offset`. `guest` is the guest-physical address. `user` is the
+    /// address in the front end's own process, which vhost-user uses for virtqueue addresses.
     pub fn map(
         fd: impl AsFd,
         offset: u64,
@@ -102,7 +103,7 @@ impl Region {
         Self::map_charged(fd, offset, guest, user, len, None)
     }
 
-    /// The same for a front end's memory, which is accounted for.
+    /// As [`Region::map`], and charges the mapping to a front end's account.
     pub(crate) fn map_charged(
         fd: impl AsFd,
         offset: u64,
@@ -124,7 +125,7 @@ impl Region {
         if is_file && (stat.st_size as u64) < need {
             return Err(MemoryError::FileTooShort { need, have: stat.st_size as u64 });
         }
-        // Huge-page files want huge-page aligned offsets; st_blksize is their page size.
+        // hugetlbfs requires offsets that are multiples of its page size, which is st_blksize.
         let align = (stat.st_blksize as u64).clamp(4096, 1 << 30).next_power_of_two();
         let start = offset & !(align - 1);
         let skip = (offset - start) as usize;
@@ -136,7 +137,7 @@ impl Region {
             .unwrap_or(map_len);
         let charge = account.map(|account| account.charge(map_len as u64)).transpose();
         let charge = charge.map_err(|why| MemoryError::Exceeded { len, why })?;
-        // SAFETY: a fresh mapping at an address of the kernel's choosing aliases no Rust object.
+        // SAFETY: a new mapping at an address of the kernel's choice aliases no Rust object.
         let ptr = unsafe {
             rustix::mm::mmap(
                 std::ptr::null_mut(),
@@ -160,18 +161,18 @@ impl Region {
         Ok(Region { mapping, skip, guest, user, len })
     }
 
-    /// Pages that a guest of Xen grants, as one region at guest address 0. They stay as long as
-    /// they are mapped.
+    /// Wraps pages that a Xen guest grants, as one region at guest address 0. The grants stay
+    /// mapped until the region is dropped.
     ///
     /// # Safety
-    /// `base` and `len` are a mapping that belongs to nothing else.
+    /// `base` and `len` are a mapping that nothing else uses.
     pub(crate) unsafe fn granted(base: NonNull<u8>, len: usize, release: Release) -> Self {
         let mapping =
             Mapping { base, map_len: len, fault: None, _charge: None, _release: Some(release) };
         Region { mapping, skip: 0, guest: 0, user: 0, len: len as u64 }
     }
 
-    /// Memory of our own for `len` bytes, in a memfd that can be handed to a peer.
+    /// Creates a region of `len` bytes in a new memfd, which can be sent to another process.
     pub fn memfd(
         name: &str,
         guest: u64,
@@ -192,48 +193,48 @@ impl Region {
         self.user
     }
 
-    /// The region's length in bytes.
+    /// Returns the region's length in bytes.
     pub fn size(&self) -> u64 {
         self.len
     }
 
-    /// Treats it as this process's own memory, not a guest's: see [`crate::resident`].
+    /// Treats it as this process's own memory instead of a guest's; see [`crate::resident`].
     pub(crate) fn keep_resident(&self) {
         crate::resident::keep(self.mapping.base, self.mapping.map_len);
     }
 
-    /// Gives every page of it its memory, now. For who will pin it on a thread that others wait
-    /// for.
+    /// Allocates all its pages now. Call it on another thread before a reactor pins the region,
+    /// because pinning would allocate them on the reactor.
     pub fn populate(&self) -> std::io::Result<()> {
         let (base, len) = (self.mapping.base.as_ptr().cast(), self.mapping.map_len);
-        // SAFETY: the range is this mapping's own, and its contents stay as they are. What cannot
-        // be had is an error here, and no signal.
+        // SAFETY: the range is this mapping's own, and its content does not change. Missing memory
+        // is an error here, not a signal.
         unsafe { rustix::mm::madvise(base, len, rustix::mm::Advice::LinuxPopulateWrite) }
             .map_err(Into::into)
     }
 
-    /// Where it lies in this process.
+    /// Returns its addresses in this process.
     pub(crate) fn span(&self) -> std::ops::Range<usize> {
         let start = self.at(0).as_ptr() as usize;
         start..start + self.len as usize
     }
 
-    /// The host address of `offset` bytes into the region. Callers have checked `offset` against
-    /// `len`.
+    /// Returns the host address of `offset` bytes into the region. The caller has checked that
+    /// `offset` is at most `len`.
     fn at(&self, offset: u64) -> NonNull<u8> {
         debug_assert!(offset <= self.len);
         // SAFETY: skip + len lies inside the mapping, and offset <= len.
         unsafe { self.mapping.base.add(self.skip + offset as usize) }
     }
 
-    /// The host address of `len` bytes from `offset`, if they lie in the region.
+    /// Returns the host address of `len` bytes from `offset`, if they lie in the region.
     #[inline]
     pub(crate) fn piece(&self, offset: u64, len: u64) -> Option<*mut u8> {
         let inside = offset.checked_add(len).is_some_and(|end| end <= self.len);
         inside.then(|| self.at(offset).as_ptr())
     }
 
-    /// The whole region as a slice, which is aligned to its page.
+    /// Returns the whole region as a slice, which is page-aligned.
     pub fn slice(self: &Arc<Self>) -> SharedSlice {
         SharedSlice { ptr: self.at(0), len: self.len as usize, _region: self.clone() }
     }
@@ -249,16 +250,17 @@ impl std::fmt::Debug for Region {
     }
 }
 
-/// The guest's memory as it stands: regions sorted by guest address, none overlapping.
+/// The guest's memory at one time: regions sorted by guest address, without overlaps.
 #[derive(Clone, Debug, Default)]
 pub struct GuestMemory {
     regions: Vec<Arc<Region>>,
-    /// Where each region lies, close together: a guest can have each descriptor in another region.
+    /// Addresses of the regions in one array, for fast lookup: each descriptor may be in another
+    /// region.
     spans: Vec<Span>,
     last: LastHit,
 }
 
-/// A region's guest addresses, and the host address of the first.
+/// A region's guest addresses, and the host address of its first byte.
 #[derive(Clone, Copy, Debug)]
 struct Span {
     start: u64,
@@ -266,24 +268,24 @@ struct Span {
     host: NonNull<u8>,
 }
 
-// SAFETY: a Span is an address inside a mapping that the GuestMemory's Arc of its region keeps
-// alive; see Mapping.
+// SAFETY: a Span is an address inside a mapping that the GuestMemory keeps alive by its Arc of the
+// region; see Mapping.
 unsafe impl Send for Span {}
 // SAFETY: as above.
 unsafe impl Sync for Span {}
 
 impl Span {
-    /// The host address of an offset into the region, below its length.
+    /// Returns the host address of an offset into the region. The offset is below its length.
     #[inline]
     fn at(&self, offset: u64) -> *mut u8 {
         debug_assert!(offset < self.len);
-        // SAFETY: the caller's offset is below the length, and that many bytes are mapped from
-        // `host` on.
+        // SAFETY: the offset is below the length, and that many bytes are mapped from `host` on.
         unsafe { self.host.as_ptr().add(offset as usize) }
     }
 }
 
-/// Index of the region found last: most addresses lie in the same region as the address before.
+/// Index of the region that was found last: most addresses are in the same region as the one
+/// before.
 #[derive(Debug, Default)]
 struct LastHit(AtomicUsize);
 
@@ -300,7 +302,7 @@ impl GuestMemory {
         GuestMemory { regions, spans, last: LastHit::default() }
     }
 
-    /// This memory and one more region.
+    /// Returns this memory with one more region.
     pub fn with(&self, region: Region) -> Result<Self, MemoryError> {
         let at = self.regions.partition_point(|r| r.guest < region.guest);
         let before = at.checked_sub(1).map(|i| &self.regions[i]);
@@ -314,7 +316,7 @@ impl GuestMemory {
         Ok(Self::of(regions))
     }
 
-    /// This memory less the region at `guest` of `len` bytes.
+    /// Returns this memory without the region of `len` bytes at `guest`.
     pub fn without(&self, guest: u64, len: u64) -> Result<Self, MemoryError> {
         let at = self.regions.iter().position(|r| r.guest == guest && r.len == len);
         let at = at.ok_or(MemoryError::NoSuchRegion { guest, len })?;
@@ -327,7 +329,7 @@ impl GuestMemory {
         &self.regions
     }
 
-    /// A contiguous slice, inside one region, aligned to `align` (a power of two).
+    /// Returns a contiguous slice inside one region, aligned to `align` (a power of two).
     pub fn slice(&self, addr: u64, len: u64, align: u64) -> Result<SharedSlice, MemoryError> {
         if !addr.is_multiple_of(align) {
             return Err(MemoryError::Misaligned { addr, align });
@@ -338,25 +340,25 @@ impl GuestMemory {
             return Err(MemoryError::OutOfRange { addr, len });
         }
         let ptr = region.at(offset);
-        // A region whose guest address and mapping disagree on alignment cannot hold atomics.
+        // If guest address and mapping differ in alignment, the slice cannot hold atomics.
         if !(ptr.as_ptr() as usize).is_multiple_of(align as usize) {
             return Err(MemoryError::Misaligned { addr, align });
         }
         Ok(SharedSlice { ptr, len: len as usize, _region: region.clone() })
     }
 
-    /// Writes one byte (a status) without the cost of a slice.
+    /// Writes one byte (the request status) without the cost of a slice.
     #[inline]
     pub fn write_byte(&self, addr: u64, byte: u8) -> Result<(), MemoryError> {
         let (index, offset) = self.find(addr, 1).ok_or(MemoryError::OutOfRange { addr, len: 1 })?;
-        // SAFETY: `find` gave an offset inside the region, which is mapped; volatile, because the
-        // guest reads it.
+        // SAFETY: `find` returned an offset inside the mapped region. The write is volatile because
+        // the guest reads the byte.
         unsafe { self.spans[index].at(offset).write_volatile(byte) };
         Ok(())
     }
 
-    /// Translates an address of the front end's process into a guest address (vhost-user names
-    /// rings that way).
+    /// Translates an address in the front end's process into a guest address (vhost-user names
+    /// virtqueues by the former).
     pub fn guest_address(&self, user: u64) -> Option<u64> {
         self.regions
             .iter()
@@ -364,9 +366,9 @@ impl GuestMemory {
             .map(|r| r.guest + (user - r.user))
     }
 
-    /// Calls `piece` with each host (address, length) that makes up `addr`+`len`, in order. Regions
-    /// that touch are crossed; a hole is an error, and then some pieces may have been given
-    /// already.
+    /// Calls `piece` with each host range (address, length) of `addr`+`len`, in order. The range
+    /// may cross adjacent regions. A hole is an error; `piece` may have been called before it is
+    /// found.
     #[inline]
     pub(crate) fn pieces(
         &self,
@@ -386,8 +388,7 @@ impl GuestMemory {
         Ok(())
     }
 
-    /// Returns the index of the region that has the address `addr`, and the address's offset into
-    /// it.
+    /// Returns the index of the region that contains `addr`, and the offset in it.
     #[inline]
     fn find(&self, addr: u64, len: u64) -> Option<(usize, u64)> {
         addr.checked_add(len)?;
@@ -405,8 +406,8 @@ impl GuestMemory {
     }
 }
 
-/// A checked, contiguous piece of guest memory. Accesses beyond its end, or misaligned ones, panic:
-/// the caller derives offsets from sizes that it negotiated, never from what the guest wrote.
+/// A checked, contiguous slice of guest memory. Misaligned accesses, and those beyond its end,
+/// panic: the caller derives offsets from negotiated sizes, never from what the guest wrote.
 #[derive(Clone)]
 pub struct SharedSlice {
     ptr: NonNull<u8>,
@@ -442,7 +443,8 @@ impl SharedSlice {
     #[inline]
     pub fn load_u16(&self, offset: usize, order: Ordering) -> u16 {
         let ptr = self.at(offset, 2, 2).cast();
-        // SAFETY: in bounds, aligned, alive; the peer accesses it with single stores too.
+        // SAFETY: in bounds, aligned and alive; the peer too accesses it by single loads and
+        // stores.
         u16::from_le(unsafe { AtomicU16::from_ptr(ptr) }.load(order))
     }
 
@@ -467,13 +469,13 @@ impl SharedSlice {
         unsafe { AtomicU32::from_ptr(ptr) }.store(value.to_le(), order);
     }
 
-    /// Copies `N` bytes out, once; what the guest writes meanwhile may be in the copy or not, but
-    /// the copy is then ours.
+    /// Copies `N` bytes out, once. A concurrent write of the guest may or may not be in the copy,
+    /// but the copy does not change afterwards.
     #[inline]
     pub fn copy_out<const N: usize>(&self, offset: usize) -> [u8; N] {
         let ptr = self.at(offset, N, 1).cast::<[u8; N]>();
-        // SAFETY: in bounds; [u8; N] has alignment 1; volatile, because the guest may write at the
-        // same time.
+        // SAFETY: in bounds; [u8; N] has alignment 1; volatile, because the guest may write
+        // concurrently.
         unsafe { ptr.read_volatile() }
     }
 
@@ -484,14 +486,14 @@ impl SharedSlice {
         unsafe { ptr.write_volatile(bytes) }
     }
 
-    /// Copies a slice in.
+    /// Copies `bytes` into guest memory.
     pub fn write(&self, offset: usize, bytes: &[u8]) {
         let ptr = self.at(offset, bytes.len(), 1);
         // SAFETY: in bounds; `bytes` is ours, so the ranges do not overlap.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), ptr, bytes.len()) }
     }
 
-    /// Copies a slice out.
+    /// Copies guest memory into `bytes`.
     pub fn read(&self, offset: usize, bytes: &mut [u8]) {
         let ptr = self.at(offset, bytes.len(), 1);
         // SAFETY: in bounds; `bytes` is ours, so the ranges do not overlap.

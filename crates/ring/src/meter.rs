@@ -1,11 +1,12 @@
-//! How much the files do that were opened through a handle.
+//! Counts the operations of files that were opened through a handle.
 
 use std::cell::Cell;
 use std::rc::Rc;
 
 use crate::policy::{Counters, WriteFigures};
 
-/// Counts what the files do that were opened through a handle: see [`crate::Handle::metered`].
+/// Counts the operations of files that were opened through a handle; see
+/// [`crate::Handle::metered`].
 #[derive(Debug, Default)]
 pub struct Meter {
     operations: Cell<u64>,
@@ -14,12 +15,12 @@ pub struct Meter {
 }
 
 impl Meter {
-    /// Operations that were begun, and the bytes of those that move any.
+    /// Returns the number of operations that were started, and the bytes that they transfer.
     pub fn counted(&self) -> (u64, u64) {
         (self.operations.get(), self.bytes.get())
     }
 
-    /// What the policies of writes chose for the files.
+    /// Returns what the write policies decided for the files.
     pub fn writes(&self) -> WriteFigures {
         self.writes.figures()
     }

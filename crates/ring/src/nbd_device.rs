@@ -1,8 +1,7 @@
-//! The kernel's own NBD client, `/dev/nbdN`: a connected socket and an export's shape become a
-//! block device.
+//! The kernel's NBD client, `/dev/nbdN`: turns a connected socket into a block device.
 //!
-//! What must hold: the socket is past negotiation, with simple replies; whoever is in
-//! [`NbdDevice::serve`] keeps the device, and when that ends there is none any more.
+//! What must hold: negotiation on the socket is complete, with simple replies. The device exists as
+//! long as [`NbdDevice::serve`] runs.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -16,7 +15,7 @@ const SET_SIZE_BLOCKS: u64 = 0xab07;
 const DISCONNECT: u64 = 0xab08;
 const SET_FLAGS: u64 = 0xab0a;
 
-/// The block that requests are multiples of, in bytes.
+/// Logical block size in bytes.
 pub const BLOCK: u64 = 512;
 
 pub struct NbdDevice {
@@ -31,8 +30,8 @@ impl NbdDevice {
         Ok(NbdDevice { file, path: path.into() })
     }
 
-    /// The first device that nobody has, with `socket` and the export's size in bytes and flags.
-    /// None: all are taken.
+    /// Attaches `socket` to the first free device, with the export's size in bytes and its flags.
+    /// `None`: all devices are in use.
     pub fn attach(socket: impl AsFd, size: u64, flags: u16) -> io::Result<Option<Self>> {
         for number in 0..4096 {
             let path = PathBuf::from(format!("/dev/nbd{number}"));
@@ -42,7 +41,7 @@ impl NbdDevice {
                 Err(e) if e.raw_os_error() == Some(libc::EBUSY) => continue,
                 Err(e) => return Err(e),
             };
-            // A device that is set up by netlink, or is being set up, tells so.
+            // A device that is configured by netlink, or is being configured, has this file.
             if Path::new(&format!("/sys/block/nbd{number}/pid")).exists() {
                 continue;
             }
@@ -62,8 +61,8 @@ impl NbdDevice {
         &self.path
     }
 
-    /// Whether [`NbdDevice::serve`], in another thread, has come as far as that requests are
-    /// carried: the driver then tells who serves, and only after that how long the device is.
+    /// Returns whether [`NbdDevice::serve`], in another thread, already forwards requests. The
+    /// driver first publishes the pid, and then the size of the device.
     pub fn is_up(path: &Path, size: u64) -> bool {
         let attributes = Path::new("/sys/block").join(path.file_name().unwrap_or_default());
         let sectors = std::fs::read_to_string(attributes.join("size"))
@@ -72,26 +71,26 @@ impl NbdDevice {
         attributes.join("pid").exists() && sectors == Some(size / BLOCK)
     }
 
-    /// Carries requests to the socket and back until the device is disconnected or the server is
-    /// gone.
+    /// Forwards requests to the socket, and replies back, until the device is disconnected or the
+    /// server is gone.
     pub fn serve(&self) -> io::Result<()> {
         let ended = self.call(DO_IT, 0);
         self.call(CLEAR_SOCK, 0)?;
         ended
     }
 
-    /// What programs have written to the device is with its server, and durable there.
+    /// Syncs the device: all data written to it is then durable on its server.
     pub fn sync(&self) -> io::Result<()> {
         Ok(rustix::fs::fsync(&self.file)?)
     }
 
-    /// Ends it, wherever it is served. What was not synced before is lost.
+    /// Disconnects the device, whichever process serves it. Data that was not synced is lost.
     pub fn disconnect(&self) -> io::Result<()> {
         self.call(DISCONNECT, 0)
     }
 
     fn call(&self, request: u64, value: u64) -> io::Result<()> {
-        // SAFETY: these requests take a number, and no pointer.
+        // SAFETY: these requests take a number, not a pointer.
         let rc =
             unsafe { libc::ioctl(self.file.as_raw_fd(), request as _, value as libc::c_ulong) };
         if rc >= 0 { Ok(()) } else { Err(io::Error::last_os_error()) }

@@ -1,4 +1,4 @@
-//! One operation in the kernel, as the task that waits for it sees it.
+//! An io_uring operation, as the task that awaits it sees it.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -7,8 +7,8 @@ use std::task::{Context, Poll};
 use crate::executor::Handle;
 use crate::segments::Segments;
 
-/// One operation in the kernel. Dropped early, it leaves its memory to the ring until the kernel
-/// has answered.
+/// An operation in the kernel. If it is dropped early, its memory stays with the ring until its
+/// completion.
 pub(crate) struct Operation {
     pub handle: Handle,
     pub key: Option<u32>,

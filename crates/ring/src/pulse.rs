@@ -1,17 +1,19 @@
-//! What an executor is at, for a thread that watches it.
+//! The state of an executor, for a watchdog thread.
 //!
-//! In: the executor's turns, and the labels of its tasks. Out: whether it is asleep, whether a turn
-//! goes on for long, and which task was polled last. What must hold: it costs a turn one store, and
-//! a poll another, without a lock; an executor that only sleeps wakes no one.
+//! In: the executor's iterations, and the labels of its tasks. Out: whether it sleeps, whether an
+//! iteration takes long, and which task was polled last.
+//!
+//! What must hold: without locks, an iteration costs one store, and a poll one more. An executor
+//! that sleeps does not wake the watchdog.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::Thread;
 
-/// Names what a task is for: the position in the list of labels, from 1 on. 0: it has no name.
+/// Label of a task: its position in the list of labels, from 1. 0 means no label.
 pub(crate) type Label = u32;
 
-/// Wakes the thread that watches, which rests while all executors sleep.
+/// Wakes the watchdog thread, which rests while all executors sleep.
 #[derive(Debug, Default)]
 pub struct Watcher {
     rests: AtomicBool,
@@ -19,12 +21,13 @@ pub struct Watcher {
 }
 
 impl Watcher {
-    /// The calling thread is the one that watches.
-    pub fn is_this_thread(&self) {
+    /// Sets the calling thread as the watchdog.
+    pub fn set_this_thread(&self) {
         let _ = self.thread.set(std::thread::current());
     }
 
-    /// Rests until [`Watcher::wake`], unless `asleep` says that an executor woke up meanwhile.
+    /// Rests until [`Watcher::wake`]. Returns at once if `asleep` returns false, because an
+    /// executor has woken up meanwhile.
     pub fn rest(&self, asleep: impl Fn() -> bool) {
         self.rests.store(true, Ordering::SeqCst);
         if asleep() {
@@ -33,7 +36,7 @@ impl Watcher {
         self.rests.store(false, Ordering::SeqCst);
     }
 
-    /// Wakes the thread that watches, if it rests.
+    /// Wakes the watchdog thread if it rests.
     pub fn wake(&self) {
         if self.rests.swap(false, Ordering::SeqCst)
             && let Some(thread) = self.thread.get()
@@ -46,7 +49,7 @@ impl Watcher {
 /// The state of an executor as other threads see it.
 #[derive(Debug, Default)]
 pub struct Pulse {
-    /// Odd while it is awake; another number in each turn.
+    /// Odd while the executor is awake; it changes with each iteration.
     iterations: AtomicU64,
     label: AtomicU32,
     labels: Mutex<Vec<String>>,
@@ -54,17 +57,17 @@ pub struct Pulse {
 }
 
 impl Pulse {
-    /// From now on the executor wakes this watcher when it wakes up.
+    /// Lets the executor wake this watcher whenever it wakes up itself.
     pub fn watched_by(&self, watcher: &Arc<Watcher>) {
         let _ = self.watcher.set(watcher.clone());
     }
 
-    /// The number of the turn that it is in. None: it is asleep.
+    /// Returns the number of the current iteration, or `None` while the executor sleeps.
     pub fn iteration(&self) -> Option<u64> {
         Some(self.iterations.load(Ordering::SeqCst)).filter(|number| number % 2 == 1)
     }
 
-    /// What the task is for that was polled last; empty, if it has no label.
+    /// Returns the label of the task that was polled last; empty if it has none.
     pub fn last_polled(&self) -> String {
         let label = self.label.load(Ordering::Relaxed) as usize;
         label.checked_sub(1).and_then(|at| self.labels().get(at).cloned()).unwrap_or_default()
@@ -88,7 +91,7 @@ impl Pulse {
         self.label.store(label, Ordering::Relaxed);
     }
 
-    /// Only the executor's thread changes the number of turns.
+    /// Only the executor's thread changes the number.
     #[inline]
     pub(crate) fn next_iteration(&self) {
         self.iterations
@@ -101,7 +104,8 @@ impl Pulse {
     }
 
     pub(crate) fn wakes(&self) {
-        // In one order with the watcher's own: either it sees this turn, or it is woken.
+        // SeqCst, as the watcher's accesses: the watcher sees this iteration, or this thread sees
+        // that the watcher rests, and wakes it.
         self.iterations.store(self.iterations.load(Ordering::Relaxed) | 1, Ordering::SeqCst);
         if let Some(watcher) = self.watcher.get()
             && watcher.rests.load(Ordering::SeqCst)
@@ -117,13 +121,13 @@ mod tests {
     use crate::Executor;
 
     #[test]
-    fn an_executor_tells_its_turns_and_what_it_polled_last() {
+    fn a_pulse_shows_iterations_and_the_last_polled_label() {
         let executor = Executor::new().unwrap();
         let (handle, pulse) = (executor.handle().clone(), executor.handle().pulse().clone());
         let seen = pulse.clone();
         executor
             .block_on(async move {
-                let first = seen.iteration().expect("it is awake");
+                let first = seen.iteration().expect("the executor is awake");
                 assert_eq!(seen.last_polled(), "");
                 let (other, inner) = (handle.clone(), seen.clone());
                 handle.spawn(async move {
@@ -134,8 +138,8 @@ mod tests {
                 });
                 handle.yield_now().await;
                 handle.yield_now().await;
-                let later = seen.iteration().expect("it is awake");
-                assert_ne!(first, later, "each turn has a number of its own");
+                let later = seen.iteration().expect("the executor is awake");
+                assert_ne!(first, later, "each iteration has its own number");
                 assert_eq!(seen.last_polled(), "");
             })
             .unwrap();
@@ -146,13 +150,13 @@ mod tests {
     #[test]
     fn a_watcher_that_rests_is_woken_once() {
         let watcher = Arc::new(Watcher::default());
-        watcher.is_this_thread();
+        watcher.set_this_thread();
         let pulse = Pulse::default();
         pulse.watched_by(&watcher);
         pulse.sleeps();
         watcher.rest(|| {
             assert_eq!(pulse.iteration(), None);
-            // It wakes up between the look and the rest: the rest ends at once.
+            // The executor wakes up between the check and the rest, so the rest ends at once.
             pulse.wakes();
             true
         });

@@ -1,25 +1,28 @@
-//! Bounds on the guest memory that front ends have mapped here.
+//! Limits on the guest memory that front ends have mapped in this process.
 //!
-//! In: the mappings that front ends ask for. Out: a [`Charge`] for each one, or a refusal. What
-//! must hold: a charge lives as long as its mapping, so memory that requests in flight still hold
-//! is counted; no front end can map more than its own bound, nor use up the part of the address
-//! space that the others are guaranteed.
+//! In: the mappings that front ends request. Out: a [`Charge`] for each, or a refusal.
+//!
+//! What must hold
+//! - A charge lives as long as its mapping. So memory that only requests in flight still hold is
+//!   counted too.
+//! - No front end can map more than its own limit, nor use the address space that is reserved for
+//!   others.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
-/// Bytes that one front end may map. The largest guests have 24 TiB today, and few of them: 16 TiB
-/// leave room for a guest of 8 TiB whose table is replaced (the old table and the new one are
-/// mapped at the same time).
+/// Bytes that one front end may map. The largest guests today have 24 TiB. 16 TiB suffice for a
+/// guest of 8 TiB whose memory table is replaced, because the old and the new table are mapped at
+/// the same time.
 const OWN_BYTES: u64 = 16 << 40;
 
-/// Regions that one front end may have in its table (the answer to VHOST_USER_GET_MAX_MEM_SLOTS).
+/// Number of regions that one front end may have (the reply to VHOST_USER_GET_MAX_MEM_SLOTS).
 pub const MEMORY_SLOTS: u64 = 509;
 
-/// Mappings that one front end may have: an old and a new table, and in-flight regions.
+/// Number of mappings that one front end may have: an old and a new table, and in-flight regions.
 const OWN_MAPPINGS: u64 = 2 * MEMORY_SLOTS + 6;
 
-/// Bytes, and mappings.
+/// A number of bytes, and a number of mappings.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Amount {
     pub bytes: u64,
@@ -45,36 +48,36 @@ impl Amount {
         }
     }
 
-    fn fits(self, bound: Amount) -> bool {
-        self.bytes <= bound.bytes && self.mappings <= bound.mappings
+    fn fits(self, limit: Amount) -> bool {
+        self.bytes <= limit.bytes && self.mappings <= limit.mappings
     }
 }
 
 /// Why a mapping is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Exceeded {
-    /// The front end's own bound.
+    /// The front end's own limit.
     Own { bytes: u64, mappings: u64 },
-    /// What all front ends may have beyond their guaranteed parts is in use.
+    /// The shared part of the limit of all front ends is used up.
     All { bytes: u64, mappings: u64 },
 }
 
 impl std::fmt::Display for Exceeded {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let (who, (bytes, mappings)) = match self {
+        let (limit, (bytes, mappings)) = match self {
             Exceeded::Own { bytes, mappings } => ("one front end may map", (bytes, mappings)),
             Exceeded::All { bytes, mappings } => {
                 ("all front ends together may map", (bytes, mappings))
             }
         };
-        write!(f, "it is more than {who}: {bytes} bytes in {mappings} mappings")
+        write!(f, "{limit} at most {bytes} bytes in {mappings} mappings")
     }
 }
 
-/// The bounds of all accounts, and what each has used.
+/// The limits of all accounts, and what each account uses.
 ///
-/// One half of `all` is guaranteed: each account has an equal part of it. The other half goes to
-/// the accounts that need more, first come, first served.
+/// One half of `all` is reserved: each account has an equal part of it. The other half is shared:
+/// accounts that need more get it, first come, first served.
 pub(crate) struct Quota {
     all: Amount,
     own: Amount,
@@ -92,8 +95,8 @@ impl Quota {
         Arc::new(Quota { all, own, state: Mutex::default() })
     }
 
-    /// The quota of this process. Three quarters of its address space, and of the mappings that the
-    /// kernel allows it: the rest is for its own memory.
+    /// Returns the quota of this process: three quarters of its address space, and of the mappings
+    /// that the kernel allows it. The rest is for its own memory.
     pub(crate) fn of_process() -> Arc<Quota> {
         static PROCESS: OnceLock<Arc<Quota>> = OnceLock::new();
         let make = || {
@@ -121,7 +124,7 @@ impl Quota {
     }
 }
 
-/// Bytes of address space that a process has: the stack lies near its end.
+/// Returns the size of the process's address space in bytes: the stack lies near its end.
 fn address_space() -> u64 {
     let place = 0u8;
     ((&raw const place).addr() as u64).next_power_of_two()
@@ -134,7 +137,7 @@ pub(crate) struct Account {
 }
 
 impl Account {
-    /// Accounts for one mapping of `bytes` bytes.
+    /// Charges one mapping of `bytes` bytes.
     pub(crate) fn charge(self: &Arc<Account>, bytes: u64) -> Result<Charge, Exceeded> {
         let quota = &*self.quota;
         let mut state = quota.state();
@@ -166,7 +169,7 @@ impl Drop for Account {
     }
 }
 
-/// One mapping that is accounted for; dropped, it is not any more.
+/// The charge for one mapping. Dropping it frees the amount.
 pub(crate) struct Charge {
     account: Arc<Account>,
     bytes: u64,
@@ -189,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn one_front_end_has_a_bound_of_its_own() {
+    fn one_front_end_cannot_exceed_its_own_limit() {
         let account = quota().account();
         let first = account.charge(300).unwrap();
         assert!(matches!(account.charge(1), Err(Exceeded::Own { bytes: 300, .. })));
@@ -202,32 +205,35 @@ mod tests {
     }
 
     #[test]
-    fn front_ends_that_take_all_they_can_leave_the_others_their_parts() {
+    fn greedy_front_ends_cannot_use_the_reserved_parts_of_others() {
         let quota = Quota::new(
             Amount { bytes: 800, mappings: 4000 },
             Amount { bytes: 300, mappings: 2000 },
         );
         let accounts: Vec<_> = (0..8).map(|_| quota.account()).collect();
         let mut charges = Vec::new();
-        // Seven of eight take piece by piece until they get no more.
+        // Seven of eight front ends map memory until they are refused.
         for account in &accounts[..7] {
             while let Ok(charge) = account.charge(10) {
                 charges.push(charge);
             }
         }
         let kept = accounts[7].charge(50).unwrap();
-        assert!(matches!(accounts[7].charge(10), Err(Exceeded::All { .. })), "beyond its part");
+        assert!(
+            matches!(accounts[7].charge(10), Err(Exceeded::All { .. })),
+            "beyond its reserved part"
+        );
         drop((charges, kept));
         let most = accounts[7].charge(300).unwrap();
         drop(most);
-        // A front end that is gone has no part any more.
+        // A front end that is gone has no reserved part.
         drop(accounts);
         let alone = quota.account();
         alone.charge(300).unwrap();
     }
 
     #[test]
-    fn the_process_has_an_address_space() {
+    fn the_size_of_the_address_space_is_plausible() {
         assert!((1 << 38..=1 << 57).contains(&address_space()), "{:#x}", address_space());
     }
 }

@@ -1,6 +1,6 @@
-//! Work handed to an executor's thread by other threads.
+//! Submits work to an executor's thread from other threads.
 //!
-//! In: closures, from anywhere. Out: they run on the executor's thread, in order. They go through
+//! In: closures from any thread. Out: they run on the executor's thread, in order. They go through
 //! the [`Inbox`].
 
 use std::fmt;
@@ -10,7 +10,7 @@ use std::time::Instant;
 use crate::executor::Handle;
 use crate::inbox::Inbox;
 
-/// A handle to an executor that may be used from any thread.
+/// A handle to an executor that any thread may use.
 #[derive(Clone)]
 pub struct Remote {
     pub(crate) inbox: Arc<Inbox>,
@@ -23,17 +23,19 @@ impl fmt::Debug for Remote {
 }
 
 impl Remote {
-    /// Whether both lead to the same executor.
+    /// Returns whether both refer to the same executor.
     pub fn is(&self, other: &Remote) -> bool {
         Arc::ptr_eq(&self.inbox, &other.inbox)
     }
 
-    /// Runs `f` on the executor's thread, some time soon. Not run if the executor has ended.
+    /// Runs `f` on the executor's thread, asynchronously. Does not run it if the executor has
+    /// ended.
     pub fn run(&self, f: impl FnOnce(&Handle) + Send + 'static) {
         self.inbox.call(Box::new(f));
     }
 
-    /// Runs `f` there and waits for what it sends. `None` when the executor ended without sending.
+    /// Runs `f` on the executor's thread and waits for its reply. `None`: the executor ended
+    /// without a reply.
     pub fn ask<T: Send + 'static>(
         &self,
         f: impl FnOnce(&Handle, Reply<T>) + Send + 'static,
@@ -41,7 +43,7 @@ impl Remote {
         self.ask_later(f).0.recv().ok()
     }
 
-    /// Runs `f` there; what it sends is waited for later.
+    /// Runs `f` on the executor's thread, and returns without waiting for its reply.
     pub fn ask_later<T: Send + 'static>(
         &self,
         f: impl FnOnce(&Handle, Reply<T>) + Send + 'static,
@@ -52,11 +54,11 @@ impl Remote {
     }
 }
 
-/// What an executor was asked for, until it answers.
+/// A reply that has not arrived yet.
 #[must_use = "the executor may not have done it yet"]
 pub struct Answer<T>(mpsc::Receiver<T>);
 
-/// Why there is no answer.
+/// Why there is no reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NoAnswer {
     #[error("its reactor has ended")]
@@ -66,7 +68,7 @@ pub enum NoAnswer {
 }
 
 impl<T> Answer<T> {
-    /// Waits for the answer until `deadline`.
+    /// Waits for the reply until `deadline`.
     pub fn until(&self, deadline: Instant) -> Result<T, NoAnswer> {
         self.0.recv_timeout(deadline.saturating_duration_since(Instant::now())).map_err(|e| match e
         {
@@ -76,7 +78,7 @@ impl<T> Answer<T> {
     }
 }
 
-/// Where the answer to [`Remote::ask`] goes; may be kept, moved into a task, and used later.
+/// Sends the reply to [`Remote::ask`]. It may be moved into a task and used later.
 pub struct Reply<T>(mpsc::SyncSender<T>);
 
 impl<T> Reply<T> {
@@ -92,7 +94,7 @@ mod tests {
     use crate::{Executor, NoAnswer};
 
     #[test]
-    fn an_answer_comes_when_the_executor_has_done_it_and_not_before() {
+    fn a_reply_arrives_only_after_the_executor_ran_the_call() {
         let executor = Executor::new().unwrap();
         let remote = executor.remote();
         let answer = remote.ask_later(|handle, reply| {
@@ -109,10 +111,10 @@ mod tests {
     }
 
     #[test]
-    fn whoever_asks_an_executor_that_has_ended_is_not_kept_waiting() {
+    fn a_call_to_an_executor_that_has_ended_does_not_wait() {
         let executor = Executor::new().unwrap();
         let remote = executor.remote();
-        // Asked while it lives, and never run.
+        // Submitted while the executor lives, but never run.
         let asking = std::thread::spawn({
             let remote = remote.clone();
             move || remote.ask(|_, reply| reply.send(1))

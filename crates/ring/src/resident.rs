@@ -1,12 +1,12 @@
-//! Keeps this process in memory, for servers of the host's own block devices.
+//! Locks this process's memory, for servers of the host's own block devices.
 //!
-//! If swap lies on such a device, the kernel must not swap out what the server needs to answer it:
-//! it would have to read that back from the device. `PR_SET_IO_FLUSHER` does not prevent this, and
-//! neither does a memory limit of the server's control group: pages of the program's file belong to
-//! the group that read them first.
+//! If swap is on such a device, the kernel must not swap out memory that the server needs to answer
+//! requests: reading it back would need the device itself. `PR_SET_IO_FLUSHER` does not prevent
+//! this. A memory limit of the server's control group does not either, because pages of the
+//! program's file are charged to the group that read them first.
 //!
-//! What must hold: memory of guests stays swappable. It is mapped here too, and is not needed to
-//! answer a block device.
+//! What must hold: guests' memory stays swappable. It is mapped here too, but a ublk device does
+//! not need it.
 
 use std::collections::HashSet;
 use std::io;
@@ -19,9 +19,9 @@ static LOCKED: AtomicBool = AtomicBool::new(false);
 
 const CAP_IPC_LOCK: u32 = 14;
 
-/// Locks the memory of this process, now and in future, except guests' memory: the program and its
-/// libraries as a whole, all else when it is first used. Needs CAP_IPC_LOCK. (Without it a limit
-/// applies, and later allocations could fail.)
+/// Locks the memory of this process, now and in future, except guests' memory. The program and its
+/// libraries are locked as a whole, everything else when it is first used. Needs CAP_IPC_LOCK,
+/// because otherwise RLIMIT_MEMLOCK applies and later allocations could fail.
 pub fn lock() -> io::Result<()> {
     if LOCKED.load(Ordering::SeqCst) {
         return Ok(());
@@ -31,7 +31,10 @@ pub fn lock() -> io::Result<()> {
         .lines()
         .find_map(|line| u64::from_str_radix(line.strip_prefix("CapEff:")?.trim(), 16).ok());
     if effective.unwrap_or_default() & 1 << CAP_IPC_LOCK == 0 {
-        return Err(io::Error::new(io::ErrorKind::PermissionDenied, "it needs CAP_IPC_LOCK"));
+        return Err(io::Error::new(
+            io::ErrorKind::PermissionDenied,
+            "locking memory needs CAP_IPC_LOCK",
+        ));
     }
     LOCKED.store(true, Ordering::SeqCst);
     rustix::mm::mlockall(MlockAllFlags::CURRENT | MlockAllFlags::FUTURE | MlockAllFlags::ONFAULT)?;
@@ -45,7 +48,8 @@ pub fn lock() -> io::Result<()> {
     for mapping in &mappings {
         let Some(base) = NonNull::new(mapping.start as *mut u8) else { continue };
         if programs.contains(mapping.path) {
-            // SAFETY: locking changes no contents; a mapping that is gone by now is an error only.
+            // SAFETY: locking does not change the content. If the mapping is gone by now, the call
+            // fails.
             let locked = unsafe { rustix::mm::mlock(base.as_ptr().cast(), mapping.len) };
             locked?;
         } else if mapping.shared && !mapping.path.starts_with("/memfd:ublk") {
@@ -55,10 +59,10 @@ pub fn lock() -> io::Result<()> {
     Ok(())
 }
 
-/// Locks a mapping of this process's own memory again, page by page as it is used.
+/// Locks a mapping of this process's own memory, page by page at its first use.
 pub(crate) fn keep(base: NonNull<u8>, len: usize) {
     if LOCKED.load(Ordering::SeqCst) {
-        // SAFETY: locking changes no contents.
+        // SAFETY: locking does not change the content.
         let _ = unsafe { rustix::mm::mlock_with(base.as_ptr().cast(), len, MlockFlags::ONFAULT) };
     }
 }
@@ -66,7 +70,7 @@ pub(crate) fn keep(base: NonNull<u8>, len: usize) {
 /// Unlocks a mapping of guests' memory.
 pub(crate) fn release(base: NonNull<u8>, len: usize) {
     if LOCKED.load(Ordering::SeqCst) {
-        // SAFETY: unlocking changes no contents.
+        // SAFETY: unlocking does not change the content.
         let _ = unsafe { rustix::mm::munlock(base.as_ptr().cast(), len) };
     }
 }
@@ -88,7 +92,7 @@ impl<'a> Mapping<'a> {
         let (start, end) =
             (usize::from_str_radix(start, 16).ok()?, usize::from_str_radix(end, 16).ok()?);
         let (mode, rest) = rest.split_once(' ')?;
-        // Offset, device, inode; then blanks and the path, which may have blanks, too.
+        // The rest is offset, device, inode, blanks and the path, which may contain blanks.
         let path = rest.splitn(4, ' ').nth(3).unwrap_or_default().trim_start();
         let (executable, shared) = (mode.contains('x'), mode.contains('s'));
         Some(Mapping { start, len: end.checked_sub(start)?, executable, shared, path })
@@ -100,7 +104,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_of_maps() {
+    fn lines_of_maps_are_parsed() {
         let line = "7f00-7f10 r-xp 00001000 fe:00 1234                     /usr/bin/a program";
         let mapping = Mapping {
             start: 0x7f00,

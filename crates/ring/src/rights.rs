@@ -1,15 +1,14 @@
-//! Descriptors that arrive with bytes over a Unix socket (SCM_RIGHTS), where only the bytes are
-//! wanted.
+//! Protects executors from file descriptors that arrive with bytes over a Unix socket (SCM_RIGHTS),
+//! if only the bytes are wanted.
 //!
 //! The kernel closes such descriptors on the thread that reads the bytes, or that closes the
-//! socket. The last close of a descriptor may wait for its owner, for example if it is a socket
-//! that lingers. What must hold: a thread of an executor closes none of them.
+//! socket. The last close of a file may block, for example for a socket that lingers. What must
+//! hold: no executor's thread closes such a descriptor.
 //!
-//! - From Linux 6.16 on a socket can refuse them ([`refuse`]). Then it is read like any other.
-//! - Before, and where bytes may have arrived earlier, each read looks at the bytes first
-//!   (MSG_PEEK). The kernel then reports a descriptor among them (MSG_CTRUNC) and closes none,
-//!   because they are still queued. What is queued when the socket ends is discarded by a thread
-//!   ([`discard`]).
+//! - From Linux 6.16 on, a socket can refuse them ([`refuse`]). Then reads need no check.
+//! - On older kernels, and if bytes may have arrived earlier, each read first peeks at the bytes
+//!   (MSG_PEEK). The kernel then reports descriptors (MSG_CTRUNC), but closes none, because they
+//!   stay queued. When the socket ends, a thread discards what is queued ([`discard`]).
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
@@ -24,18 +23,18 @@ use crate::segments::Segments;
 const SO_PASSRIGHTS: libc::c_int = 83;
 /// Linux 6.5.
 const SO_PASSPIDFD: libc::c_int = 76;
-/// Bytes that are discarded at a time.
+/// Bytes that are discarded per read.
 const DISCARDED: usize = 16 << 10;
 
-/// Makes a Unix socket refuse descriptors: a sender gets EPERM. The connections that a listening
-/// socket gets from now on refuse them too. To be called before a socket is connected, because what
-/// is queued stays. False: the kernel is older than 6.16, or this is no Unix socket.
+/// Makes a Unix socket refuse descriptors: the sender gets EPERM. On a listening socket it applies
+/// to later connections too. Must be called before a socket is connected, because queued
+/// descriptors stay. Returns false if the kernel is older than 6.16, or this is not a Unix socket.
 pub fn refuse(socket: impl AsFd) -> bool {
-    set(socket.as_fd(), SO_PASSRIGHTS)
+    clear_option(socket.as_fd(), SO_PASSRIGHTS)
 }
 
-/// Clears an option.
-fn set(socket: BorrowedFd<'_>, option: libc::c_int) -> bool {
+/// Clears a socket option.
+fn clear_option(socket: BorrowedFd<'_>, option: libc::c_int) -> bool {
     let (no, len) = (0 as libc::c_int, size_of::<libc::c_int>() as libc::socklen_t);
     // SAFETY: the kernel reads `len` bytes, the size of `no`.
     unsafe {
@@ -44,7 +43,7 @@ fn set(socket: BorrowedFd<'_>, option: libc::c_int) -> bool {
     }
 }
 
-/// Returns whether descriptors may arrive with the bytes of a socket. If so, read it by
+/// Returns whether descriptors may arrive with the bytes of a socket. Such a socket must be read by
 /// [`read_now`] only.
 pub(crate) fn may_arrive(socket: BorrowedFd<'_>) -> bool {
     if !sockopt::socket_domain(socket).is_ok_and(|domain| domain == AddressFamily::UNIX) {
@@ -59,16 +58,17 @@ pub(crate) fn may_arrive(socket: BorrowedFd<'_>) -> bool {
     if got == 0 && passes == 0 {
         return false;
     }
-    // Whatever else would arrive beside bytes (a listening socket of systemd may ask for it) is
-    // reported in the same way.
+    // Other control data would also be reported as MSG_CTRUNC (systemd may request it on a
+    // listening socket), so it is switched off.
     for option in [libc::SO_PASSCRED, libc::SO_PASSSEC, SO_PASSPIDFD] {
-        set(socket, option);
+        clear_option(socket, option);
     }
     true
 }
 
-/// Reads what is there, at least one byte, into the first of `segments`; 0: the other side has
-/// ended. None: nothing is there. An error (InvalidData): a descriptor is among the next bytes.
+/// Reads at least one byte into the first of `segments`, without blocking. 0: the peer has closed
+/// the connection. `None`: no bytes have arrived. Error InvalidData: the next bytes carry a
+/// descriptor.
 pub(crate) fn read_now(socket: BorrowedFd<'_>, segments: &Segments) -> io::Result<Option<usize>> {
     let (seen, has_descriptors) = match receive(socket, segments, RecvFlags::PEEK) {
         Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(None),
@@ -77,32 +77,32 @@ pub(crate) fn read_now(socket: BorrowedFd<'_>, segments: &Segments) -> io::Resul
     if has_descriptors {
         return Err(io::Error::new(
             io::ErrorKind::InvalidData,
-            "the other side has sent file descriptors",
+            "the peer has sent file descriptors, which are not accepted",
         ));
     }
     if seen == 0 {
         return Ok(Some(0));
     }
-    // These bytes and no more: bytes that have arrived since were not checked.
+    // Read only these bytes: bytes that have arrived since were not checked.
     receive(socket, &segments.slice(0, seen), RecvFlags::empty()).map(|(n, _)| Some(n))
 }
 
-/// Receives without waiting; whether the kernel says that control data were left out.
+/// Receives without blocking. Also returns whether the kernel left out control data (MSG_CTRUNC).
 pub(crate) fn receive(
     socket: BorrowedFd<'_>,
     segments: &Segments,
     flags: RecvFlags,
 ) -> io::Result<(usize, bool)> {
-    assert!(segments.request().is_none(), "a request's memory is not this process's");
+    assert!(segments.request().is_none(), "zero-copy data are not in this process's memory");
     let iov = segments.iovecs();
-    // SAFETY: all zeroes is a valid `msghdr`: no name, no control data, no iovec.
+    // SAFETY: an all-zero `msghdr` is valid: no name, no control data, no iovec.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     message.msg_iov = iov.as_ptr().cast_mut();
     message.msg_iovlen = iov.len().min(crate::MOST_PIECES);
     let flags = (flags | RecvFlags::DONTWAIT).bits() as libc::c_int;
     loop {
-        // SAFETY: the message names the segments' iovec, whose memory its owner keeps for longer
-        // than this call, and which may be written to.
+        // SAFETY: the message refers to the segments' iovec. Its owner keeps the memory alive
+        // beyond this call, and it may be written.
         let got = unsafe { libc::recvmsg(socket.as_raw_fd(), &mut message, flags) };
         match usize::try_from(got) {
             Ok(n) => return Ok((n, message.msg_flags & libc::MSG_CTRUNC != 0)),
@@ -115,7 +115,7 @@ pub(crate) fn receive(
 }
 
 /// Discards what is queued on a socket that was shut down. If descriptors are queued, a thread does
-/// it, and has the socket until they are closed.
+/// it, and keeps the socket until they are closed.
 pub(crate) fn discard(socket: &Descriptor) {
     let bytes = Segments::buffer(DISCARDED);
     loop {
@@ -134,7 +134,7 @@ pub(crate) fn discard(socket: &Descriptor) {
         },
     );
     if thread.is_err() {
-        // The socket is never closed: to close it here may wait.
+        // Leak the socket, because closing it here may block.
         std::mem::forget(ours);
     }
 }
@@ -172,7 +172,7 @@ mod tests {
         rustix::net::sendmsg(to, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL)
     }
 
-    /// Reads of the socket until an error or the end.
+    /// Reads the socket until an error or the end.
     fn read_all(ours: UnixStream) -> (Vec<u8>, Option<io::Error>) {
         let executor = Executor::new().unwrap();
         let socket = Socket::new(executor.handle(), OwnedFd::from(ours)).unwrap();
@@ -196,7 +196,7 @@ mod tests {
 
     /// If the executor's thread closed the descriptors, this test would not end.
     #[test]
-    fn an_executor_closes_no_descriptor_that_it_was_sent() {
+    fn an_executor_closes_no_received_descriptor() {
         for read_first in [true, false] {
             let (ours, theirs) = UnixStream::pair().unwrap();
             let (lingers, other) = lingering();
@@ -209,18 +209,18 @@ mod tests {
                 let (bytes, end) = read_all(ours);
                 assert_eq!((bytes, end.unwrap().kind()), (Vec::new(), io::ErrorKind::InvalidData));
             } else {
-                // The socket ends with all of it unread.
+                // The socket is dropped with all of it unread.
                 let executor = Executor::new().unwrap();
                 drop(Socket::new(executor.handle(), OwnedFd::from(ours)).unwrap());
             }
             drop(other);
-            // A thread has closed them both, one after the other.
+            // A thread has closed both descriptors.
             assert_eq!(reader.read(&mut [0; 1]).unwrap(), 0);
         }
     }
 
     #[test]
-    fn bytes_alone_are_read_as_ever() {
+    fn bytes_without_descriptors_are_read() {
         let (ours, theirs) = UnixStream::pair().unwrap();
         assert!(may_arrive(ours.as_fd()));
         rustix::net::sockopt::set_socket_passcred(&ours, true).unwrap();
@@ -234,11 +234,11 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_that_refuses_descriptors_needs_no_look() {
+    fn a_socket_that_refuses_descriptors_needs_no_check() {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let refuses = refuse(&ours);
         assert_eq!(may_arrive(ours.as_fd()), !refuses);
-        // A kernel before 6.16 takes them.
+        // A kernel before 6.16 accepts them.
         assert_eq!(send(&theirs, b"with", &[ours.as_fd()]).err(), refuses.then_some(Errno::PERM));
         let (tcp, _other) = lingering();
         assert!(!refuse(&tcp) && !may_arrive(tcp.as_fd()));

@@ -1,11 +1,14 @@
-//! What one I/O moves: an iovec, and the owner that keeps its memory alive.
+//! The memory of one I/O: an iovec, and the owner that keeps its memory alive.
 //!
-//! In: pieces of guest memory (checked by [`GuestMemory`]) or a buffer of our own. Out: an iovec
-//! for the kernel. What must hold: every entry points into memory that `owner` keeps alive, so a
-//! `Segments` that travels into an operation and back makes that operation sound whoever is dropped
-//! meanwhile. The vector is reused from request to request (`clear`), so the steady state allocates
-//! nothing. Data that the kernel keeps to itself (ublk's zero copy) have entries that count from 0
-//! and are never followed here: only their owner copies them.
+//! In: ranges of guest memory (checked by [`GuestMemory`]), or a buffer of this process. Out: an
+//! iovec for the kernel.
+//!
+//! What must hold
+//! - Every entry points into memory that `owner` keeps alive. An operation owns its `Segments`
+//!   until its completion, so its memory stays valid whatever is dropped meanwhile.
+//! - The vector is reused from request to request, so the steady state allocates nothing.
+//! - With ublk zero copy the data stay in the kernel: the entries are offsets from 0, never
+//!   addresses. Only their owner copies them.
 
 mod heap;
 
@@ -21,14 +24,14 @@ use crate::ublk::RequestData;
 #[derive(Clone, Default)]
 enum Owner {
     #[default]
-    Nobody,
+    None,
     Guest(Rc<GuestMemory>),
     /// Regions that were mapped for this request, or for several.
     Regions(Vec<Arc<Region>>),
     Heap(Rc<AlignedBuf>),
-    /// With the kernel: the entries are offsets in it.
+    /// Data in the kernel (ublk zero copy): the entries are offsets in it.
     Request(Rc<RequestData>),
-    /// Of pieces that were gathered.
+    /// Owners of segments that were gathered.
     Several(Vec<Owner>),
 }
 
@@ -46,11 +49,11 @@ impl Owner {
         }
     }
 
-    /// Keeps what `other` keeps as well.
+    /// Also keeps alive what `other` keeps alive.
     fn join(&mut self, other: &Owner) {
         match (&mut *self, other) {
-            (_, Owner::Nobody) => {}
-            (Owner::Nobody, _) => *self = other.clone(),
+            (_, Owner::None) => {}
+            (Owner::None, _) => *self = other.clone(),
             (Owner::Several(all), Owner::Several(more)) => all.extend(more.iter().cloned()),
             (Owner::Several(all), one) if all.last().is_some_and(|last| last.is(one)) => {}
             (Owner::Several(all), one) => all.push(one.clone()),
@@ -67,7 +70,7 @@ impl Owner {
     }
 }
 
-/// An iovec of bounded length with its memory's owner. See the module's page.
+/// An iovec with the owner of its memory; see the module documentation.
 #[derive(Default)]
 pub struct Segments {
     iov: Vec<libc::iovec>,
@@ -76,13 +79,12 @@ pub struct Segments {
 }
 
 impl Segments {
-    /// A zeroed buffer of our own, aligned for O_DIRECT.
+    /// Returns a zeroed buffer of this process, aligned for O_DIRECT.
     pub fn buffer(len: usize) -> Self {
         Self::of(AlignedBuf::zeroed(len))
     }
 
-    /// A buffer as [`Segments::buffer`] makes it, whose pages take memory only from their first use
-    /// on.
+    /// As [`Segments::buffer`], but the kernel allocates the pages at their first use.
     pub fn mapped_buffer(len: usize) -> io::Result<Self> {
         AlignedBuf::mapped(len).map(Self::of)
     }
@@ -93,15 +95,16 @@ impl Segments {
         Segments { iov, len, owner: Owner::Heap(Rc::new(buf)) }
     }
 
-    /// A buffer of our own that holds `bytes`.
+    /// Returns a buffer of this process with the content `bytes`.
     pub fn from_bytes(bytes: &[u8]) -> Self {
         let segments = Self::buffer(bytes.len());
         segments.copy_in(0, bytes);
         segments
     }
 
-    /// For a buffer of our own that nobody else has any more: makes it one piece of `len` bytes
-    /// again, which hold anything. False, and nothing is changed: it is none, or it is shorter.
+    /// Reuses a buffer of this process that has no other owner: makes it one entry of `len` bytes
+    /// with undefined content. Returns false, and changes nothing, if it is not such a buffer or is
+    /// too short.
     #[must_use]
     pub fn refit(&mut self, len: usize) -> bool {
         let Owner::Heap(buf) = &self.owner else { return false };
@@ -114,7 +117,7 @@ impl Segments {
         true
     }
 
-    /// Empties it for a request in `memory`, keeping the vector's room.
+    /// Empties it for a request in `memory`. Keeps the vector's capacity.
     #[inline]
     pub fn reset(&mut self, memory: &Rc<GuestMemory>) {
         self.iov.clear();
@@ -122,7 +125,7 @@ impl Segments {
         self.owner = Owner::Guest(memory.clone());
     }
 
-    /// Empties it for a request in memory of regions, keeping the room of the vectors.
+    /// Empties it for a request in regions. Keeps the vectors' capacity.
     #[inline]
     pub fn reset_regions(&mut self) {
         self.iov.clear();
@@ -133,7 +136,7 @@ impl Segments {
         }
     }
 
-    /// Appends `len` bytes of `region` from `offset`, after [`Segments::reset_regions`].
+    /// Appends `len` bytes of `region` from `offset`. Must follow [`Segments::reset_regions`].
     #[inline]
     pub fn push_region(
         &mut self,
@@ -154,7 +157,7 @@ impl Segments {
         Ok(())
     }
 
-    /// Makes it the first `len` bytes of data that the kernel keeps, keeping the vector's room.
+    /// Makes it the first `len` bytes of data in the kernel. Keeps the vector's capacity.
     #[inline]
     pub(crate) fn reset_request(&mut self, data: &Rc<RequestData>, len: usize) {
         self.iov.clear();
@@ -163,12 +166,13 @@ impl Segments {
         self.owner = Owner::Request(data.clone());
     }
 
-    /// Whether they are a block device's request, whose memory no process of ours sees.
+    /// Returns whether the data are in the kernel (ublk zero copy), where this process cannot see
+    /// them.
     pub fn is_request(&self) -> bool {
         self.request().is_some()
     }
 
-    /// Data that the kernel keeps: only operations of io_uring can name them.
+    /// Returns the data in the kernel: only io_uring operations can refer to them.
     #[inline]
     pub(crate) fn request(&self) -> Option<&Rc<RequestData>> {
         match &self.owner {
@@ -177,16 +181,16 @@ impl Segments {
         }
     }
 
-    /// Lets go of the memory, keeping the vector's room.
+    /// Releases the memory. Keeps the vector's capacity.
     #[inline]
     pub fn release(&mut self) {
         self.iov.clear();
         self.len = 0;
-        self.owner = Owner::Nobody;
+        self.owner = Owner::None;
     }
 
-    /// Appends guest memory. Pieces that touch on the host become one entry. On an error the
-    /// segments are unusable until the next `reset`.
+    /// Appends guest memory. Ranges that are adjacent on the host become one entry. After an error
+    /// the segments are unusable until the next `reset`.
     #[inline]
     pub fn push_guest(&mut self, addr: u64, len: u64) -> Result<(), MemoryError> {
         let Owner::Guest(memory) = &self.owner else {
@@ -199,13 +203,13 @@ impl Segments {
         })
     }
 
-    /// Appends all of `other`, which may go before these do. False, and nothing is changed: its
-    /// memory is another owner's.
+    /// Appends all of `other`, which may be dropped earlier. Returns false, and changes nothing, if
+    /// the memory has another owner.
     #[must_use]
     pub fn append(&mut self, other: &Segments) -> bool {
         match (&mut self.owner, &other.owner) {
-            // Nobody's segments are empty.
-            (mine @ Owner::Nobody, owner) => *mine = owner.clone(),
+            // Segments without an owner are empty.
+            (mine @ Owner::None, owner) => *mine = owner.clone(),
             (Owner::Regions(mine), Owner::Regions(theirs)) => mine.extend(theirs.iter().cloned()),
             (Owner::Guest(mine), Owner::Guest(theirs)) if Rc::ptr_eq(mine, theirs) => {}
             (Owner::Heap(mine), Owner::Heap(theirs)) if Rc::ptr_eq(mine, theirs) => {}
@@ -218,23 +222,26 @@ impl Segments {
         true
     }
 
-    /// Appends `len` bytes of `other` from `offset`, whoever owns them: for what goes out as one,
-    /// in order.
+    /// Appends `len` bytes of `other` from `offset`, of any owner. For data that is sent as one
+    /// message.
     pub fn gather(&mut self, other: &Segments, offset: usize, len: usize) {
         if other.request().is_some() {
-            // Its entries mean nothing beside others'.
+            // Its entries are offsets, which cannot be mixed with addresses.
             let copy = Segments::buffer(len);
             copy.copy_from(0, other, offset, len);
             return self.gather(&copy, 0, len);
         }
-        assert!(self.request().is_none(), "a request's entries mean nothing beside others'");
+        assert!(
+            self.request().is_none(),
+            "entries of zero-copy data cannot be mixed with addresses"
+        );
         let iov = &mut self.iov;
         other.each(offset, len, |base, len| push(iov, base, len));
         self.owner.join(&other.owner);
         self.len += len;
     }
 
-    /// Bytes in all.
+    /// Returns the total length in bytes.
     #[inline]
     pub fn len(&self) -> usize {
         self.len
@@ -245,7 +252,8 @@ impl Segments {
         self.len == 0
     }
 
-    /// Size in bytes of a buffer of our own, however little of it is in use. 0 for other memory.
+    /// Returns the size in bytes of a buffer of this process, even if only a part is in use; 0 for
+    /// other memory.
     pub fn capacity(&self) -> usize {
         match &self.owner {
             Owner::Heap(buf) => buf.len,
@@ -253,13 +261,13 @@ impl Segments {
         }
     }
 
-    /// Entries of the iovec.
+    /// Returns the number of entries of the iovec.
     pub fn count(&self) -> usize {
         self.iov.len()
     }
 
-    /// Whether every entry's address and length are multiples of these powers of two: O_DIRECT's
-    /// demand.
+    /// Returns whether every entry's address and length are multiples of these powers of two, as
+    /// O_DIRECT requires.
     #[inline]
     pub fn is_aligned(&self, address: usize, length: usize) -> bool {
         self.iov
@@ -267,7 +275,7 @@ impl Segments {
             .all(|v| v.iov_base as usize & (address - 1) == 0 && v.iov_len & (length - 1) == 0)
     }
 
-    /// The `len` bytes from `offset`, as segments of their own that share the owner.
+    /// Returns the `len` bytes from `offset` as segments that share the owner.
     pub fn slice(&self, offset: usize, len: usize) -> Segments {
         let mut iov = Vec::new();
         self.each(offset, len, |base, len| {
@@ -276,29 +284,29 @@ impl Segments {
         Segments { iov, len, owner: self.owner.clone() }
     }
 
-    /// Copies `bytes` in from `offset`.
+    /// Copies `bytes` in, at `offset`.
     pub fn copy_in(&self, offset: usize, mut bytes: &[u8]) {
         self.each(offset, bytes.len(), |base, len| {
             let (now, later) = bytes.split_at(len);
             bytes = later;
             if let Some(data) = self.request() {
-                // SAFETY: a Rust slice of ours.
+                // SAFETY: the pointer is to a Rust slice of `len` bytes.
                 return unsafe { data.write(base as usize, now.as_ptr(), len) };
             }
-            // SAFETY: `each` gives ranges inside memory the owner keeps alive; `bytes` is a Rust
-            // slice of ours, which never lies in guest memory or in an AlignedBuf (those are only
-            // reached through Segments).
+            // SAFETY: `each` returns ranges inside memory that the owner keeps alive. `bytes` is a
+            // Rust slice, which never overlaps guest memory or an AlignedBuf: those are reached
+            // through Segments only.
             unsafe { std::ptr::copy_nonoverlapping(now.as_ptr(), base, len) };
         });
     }
 
-    /// Copies out to `bytes` from `offset`.
+    /// Copies out to `bytes`, from `offset`.
     pub fn copy_out(&self, offset: usize, mut bytes: &mut [u8]) {
         self.each(offset, bytes.len(), |base, len| {
             let (now, later) = std::mem::take(&mut bytes).split_at_mut(len);
             bytes = later;
             if let Some(data) = self.request() {
-                // SAFETY: a Rust slice of ours.
+                // SAFETY: the pointer is to a Rust slice of `len` bytes.
                 return unsafe { data.read(base as usize, now.as_mut_ptr(), len) };
             }
             // SAFETY: as in copy_in.
@@ -309,16 +317,16 @@ impl Segments {
     /// Copies `len` bytes from `other` at `from` into `self` at `to`.
     pub fn copy_from(&self, to: usize, other: &Segments, from: usize, len: usize) {
         match (self.request(), other.request()) {
-            // SAFETY: both ranges are alive; they may overlap when a guest names the same memory
+            // SAFETY: both ranges are alive. They may overlap if a guest names the same memory
             // twice, so `copy`.
             (None, None) => self.each_pair(to, other, from, len, |dst, src, len| unsafe {
                 std::ptr::copy(src, dst, len);
             }),
-            // SAFETY: memory that the other's owner keeps alive; the kernel only reads it.
+            // SAFETY: the owner of `other` keeps the memory alive; the kernel only reads it.
             (Some(data), None) => self.each_pair(to, other, from, len, |dst, src, len| unsafe {
                 data.write(dst as usize, src, len);
             }),
-            // SAFETY: memory that our owner keeps alive.
+            // SAFETY: the owner of `self` keeps the memory alive.
             (None, Some(data)) => self.each_pair(to, other, from, len, |dst, src, len| unsafe {
                 data.read(src as usize, dst, len);
             }),
@@ -330,8 +338,8 @@ impl Segments {
         }
     }
 
-    /// Calls `piece` with the ranges of `self` from `to` and those of `other` from `from`, `len`
-    /// bytes, side by side.
+    /// Calls `piece` with pairs of equally long ranges: of `self` from `to`, and of `other` from
+    /// `from`, `len` bytes in all.
     fn each_pair(
         &self,
         to: usize,
@@ -356,12 +364,13 @@ impl Segments {
         if let Some(data) = self.request() {
             return self.each(offset, len, |base, len| data.zero(base as usize, len));
         }
-        // SAFETY: `each` gives ranges inside memory the owner keeps alive.
+        // SAFETY: `each` returns ranges inside memory that the owner keeps alive.
         self.each(offset, len, |base, len| unsafe { base.write_bytes(0, len) });
     }
 
-    /// Where the first byte that is not zero lies in `len` bytes from `offset`, counted from there.
-    /// Looks at copies: an operation, or a guest, may change the memory at the same time.
+    /// Returns the position of the first byte that is not zero in the `len` bytes from `offset`,
+    /// relative to `offset`. It checks copies, because an operation or a guest may change the
+    /// memory meanwhile.
     pub fn find_nonzero(&self, offset: usize, len: usize) -> Option<usize> {
         let mut copy = [0; COPIED];
         (0..len).step_by(COPIED).find_map(|at| {
@@ -371,8 +380,8 @@ impl Segments {
         })
     }
 
-    /// Where `len` bytes from `offset` first differ from those of `other` from `from`, counted from
-    /// there. Looks at copies, too.
+    /// Returns the position at which `len` bytes from `offset` first differ from those of `other`
+    /// from `from`, relative to both. It checks copies too.
     pub fn find_difference(
         &self,
         offset: usize,
@@ -389,17 +398,17 @@ impl Segments {
         })
     }
 
-    /// The address of `len` bytes from `offset`, which are one piece of memory of this process.
-    /// Panics if they are not: lengths are our own sums.
+    /// Returns the address of `len` bytes from `offset`, which must be contiguous in this process.
+    /// Panics otherwise: callers pass lengths that they computed, never a guest's.
     pub(crate) fn contiguous(&self, offset: usize, len: usize) -> *mut u8 {
-        assert!(self.request().is_none(), "a request's data have no address");
+        assert!(self.request().is_none(), "zero-copy data have no address");
         let mut found = None;
         self.each(offset, len, |base, here| found = (here == len).then_some(base));
-        found.expect("a buffer is one piece")
+        found.expect("the range is contiguous")
     }
 
-    /// Calls `piece` with the ranges that make up `offset`+`len`. Panics beyond the end: lengths
-    /// are our own sums.
+    /// Calls `piece` with the ranges of `offset`+`len`. Panics beyond the end: callers pass lengths
+    /// that they computed, never a guest's.
     fn each(&self, mut offset: usize, mut len: usize, mut piece: impl FnMut(*mut u8, usize)) {
         assert!(
             offset <= self.len && len <= self.len - offset,
@@ -426,7 +435,7 @@ impl Segments {
     }
 }
 
-/// Adds an entry, or lengthens the last one where the two touch.
+/// Adds an entry, or extends the last one if both are adjacent.
 #[inline]
 fn push(iov: &mut Vec<libc::iovec>, base: *mut u8, len: usize) {
     match iov.last_mut() {
@@ -437,9 +446,9 @@ fn push(iov: &mut Vec<libc::iovec>, base: *mut u8, len: usize) {
     }
 }
 
-/// Bytes looked at together.
+/// Bytes that are compared at once.
 const BLOCK: usize = 256;
-/// Bytes copied together before a look at them.
+/// Bytes that are copied before they are compared.
 const COPIED: usize = 4096;
 
 fn find_nonzero(bytes: &[u8]) -> Option<usize> {

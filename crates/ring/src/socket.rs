@@ -14,7 +14,7 @@ use std::sync::Arc;
 use rustix::net::{RecvFlags, Shutdown};
 
 use crate::executor::Handle;
-use crate::file::{FileSlot, answer};
+use crate::file::{FileSlot, completion_result};
 use crate::rights;
 use crate::segments::Segments;
 use crate::uring::Action;
@@ -77,7 +77,7 @@ impl Socket {
         }
         loop {
             let (result, back) = self.operation(Action::Read { offset: 0 }, segments).await;
-            match answer(result) {
+            match completion_result(result) {
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => segments = back,
                 result => return (back, result),
             }
@@ -89,7 +89,7 @@ impl Socket {
             if let Some(n) = self.read_now(segments)? {
                 return Ok(n);
             }
-            answer(self.operation(Action::Readable, Segments::default()).await.0)?;
+            completion_result(self.operation(Action::Readable, Segments::default()).await.0)?;
         }
     }
 
@@ -159,7 +159,7 @@ impl Socket {
             let rest = segments.slice(offset, segments.len() - offset);
             (self.operation(action, rest).await.0, segments)
         };
-        match answer(result) {
+        match completion_result(result) {
             Err(e) if e.kind() == io::ErrorKind::Interrupted => (segments, Ok(0)),
             result => (segments, result),
         }

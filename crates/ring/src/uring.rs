@@ -365,7 +365,7 @@ impl Uring {
             }
         }
         if self.buffers.has_leaving() {
-            self.buffers.settle(&self.ring.submitter());
+            self.buffers.clear_leaving(&self.ring.submitter());
         }
     }
 

@@ -131,7 +131,7 @@ fn a_disk_that_a_reload_changes_keeps_its_socket() {
     daemon.signal(Signal::HUP);
     daemon.wait_log("not as wished 36");
     assert_eq!(manager.capacity("first"), 1 << 20);
-    assert!(daemon.log().contains("another export has it"), "{}", daemon.log());
+    assert!(daemon.log().contains("another export uses it"), "{}", daemon.log());
     daemon.signal(Signal::TERM);
     assert!(daemon.ended(SOON).success());
 }

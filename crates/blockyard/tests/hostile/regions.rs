@@ -47,7 +47,7 @@ fn a_front_end_that_maps_all_it_can_leaves_the_others_their_memory() {
     other.works(0, 0);
     let complaints = daemon.complained();
     assert!(
-        complaints.iter().any(|line| line.contains("it is more than one front end may map")),
+        complaints.iter().any(|line| line.contains("one front end may map at most")),
         "{complaints:#?}"
     );
     // When it is gone, its successor has room.

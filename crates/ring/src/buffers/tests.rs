@@ -1,5 +1,5 @@
-//! Against the kernel that is there. Registering needs locked memory: a few MiB for who is not root
-//! (`ulimit -l`).
+//! Tests of registered buffers, with the running kernel. Registering needs a few MiB of locked
+//! memory if the user is not root (`ulimit -l`).
 
 use std::future::Future;
 use std::os::fd::OwnedFd;
@@ -14,7 +14,7 @@ use crate::segments::Segments;
 
 const PAGE: u64 = 4096;
 
-/// Regions of guest memory one behind the other, each in a file of its own; the files.
+/// Returns adjacent regions of guest memory, each in its own file, and the files.
 fn guest(sizes: &[u64]) -> (GuestMemory, Vec<OwnedFd>) {
     let (mut memory, mut files, mut at) = (GuestMemory::default(), Vec::new(), 0);
     for size in sizes {
@@ -48,7 +48,7 @@ fn pattern(seed: u64, len: usize) -> Vec<u8> {
     (0..len as u64).map(|i| ((i + 1).wrapping_mul(seed * 2 + 1) >> 3) as u8).collect()
 }
 
-/// Operations that name a registered buffer now.
+/// Returns how many operations in flight name a registered buffer.
 fn named(handle: &Handle) -> u32 {
     handle.buffers(|b, _| b.uses.iter().sum())
 }
@@ -57,7 +57,7 @@ fn free(handle: &Handle) -> usize {
     handle.buffers(|b, _| if let Table::Ready { free, .. } = &b.table { free.len() } else { 0 })
 }
 
-/// What `future` gives, and whether its operation named a registered buffer.
+/// Returns the result of `future`, and whether its operation named a registered buffer.
 async fn watched<T>(handle: &Handle, future: impl Future<Output = T>) -> (T, bool) {
     let (mut future, before, mut most) = (pin!(future), named(handle), 0);
     let value = std::future::poll_fn(|cx| {
@@ -68,8 +68,8 @@ async fn watched<T>(handle: &Handle, future: impl Future<Output = T>) -> (T, boo
     (value.await, most > before)
 }
 
-/// Writes `pieces` to the file and reads them back elsewhere; whether registered buffers were
-/// named.
+/// Writes `pieces` to the file and reads them back elsewhere. Returns for both whether they named a
+/// registered buffer.
 async fn moves(handle: &Handle, memory: &Rc<GuestMemory>, pieces: &[(u64, u64)]) -> [bool; 2] {
     let (file, from) = (file(handle), segments(memory, pieces));
     let want = pattern(pieces[0].0 + pieces.len() as u64, from.len());
@@ -78,10 +78,10 @@ async fn moves(handle: &Handle, memory: &Rc<GuestMemory>, pieces: &[(u64, u64)])
     assert_eq!(n.unwrap(), want.len(), "{pieces:?}");
     from.zero(0, want.len());
     let plain = file.read(Segments::buffer(want.len()), PAGE).await;
-    assert!(bytes(&plain.0) == want, "what is in the file, of {pieces:?}");
+    assert!(bytes(&plain.0) == want, "content of the file, {pieces:?}");
     let ((into, n), read) = watched(handle, file.read(from, PAGE)).await;
     assert_eq!(n.unwrap(), want.len(), "{pieces:?}");
-    assert!(bytes(&into) == want, "what was read into {pieces:?}");
+    assert!(bytes(&into) == want, "content read into {pieces:?}");
     [wrote, read]
 }
 
@@ -91,7 +91,7 @@ fn good(registration: &Registration, regions: usize) {
 }
 
 #[test]
-fn operations_in_one_region_and_others() {
+fn only_operations_inside_one_region_use_registered_buffers() {
     let executor = Executor::new().unwrap();
     let handle = executor.handle().clone();
     let all = async move {
@@ -120,11 +120,11 @@ fn operations_in_one_region_and_others() {
         }
         let across = [(0, PAGE), ((1 << 20) + PAGE, PAGE)];
         assert_eq!(moves(&handle, &memory, &across).await, [false; 2], "two regions");
-        // Memory of our own is never registered.
+        // This process's own memory is never registered.
         let (_, own) =
             watched(&handle, file(&handle).write(Segments::buffer(4096), 0, false)).await;
         assert!(!own);
-        // Pieces upon one another, longer in all than an entry may be.
+        // Overlapping segments that are in all longer than a registered buffer may be.
         let mut heap = segments(&memory, &[(0, 1 << 20)]);
         (1..=MOST >> 20).for_each(|n| heap.push_guest(n as u64 % 2 * 8, (1 << 20) - 8).unwrap());
         handle.buffers(|b, _| assert_eq!(b.take(heap.iovecs(), heap.len()), NONE));
@@ -140,7 +140,7 @@ fn operations_in_one_region_and_others() {
 }
 
 #[test]
-fn a_large_region_is_registered_in_slices() {
+fn a_large_region_is_registered_in_several_buffers() {
     let executor = Executor::new().unwrap();
     let handle = executor.handle().clone();
     let all = async move {
@@ -162,14 +162,14 @@ fn a_large_region_is_registered_in_slices() {
         assert_eq!(
             moves(&handle, &memory, &[(0, 512), (17 * PAGE, 512)]).await,
             [false; 2],
-            "two slices"
+            "two buffers"
         );
     };
     executor.block_on(all).unwrap();
 }
 
 #[test]
-fn a_region_is_registered_until_the_last_who_wants_it_goes() {
+fn a_region_is_registered_until_its_last_registration_ends() {
     let executor = Executor::new().unwrap();
     let handle = executor.handle().clone();
     let all = async move {
@@ -180,7 +180,11 @@ fn a_region_is_registered_until_the_last_who_wants_it_goes() {
         let less = Rc::new(memory.without(0, PAGE).unwrap());
         first.replace(&less);
         good(&first, 1);
-        assert_eq!(moves(&handle, &memory, &[(0, PAGE)]).await, [true; 2], "the second one has it");
+        assert_eq!(
+            moves(&handle, &memory, &[(0, PAGE)]).await,
+            [true; 2],
+            "the second registration still has it"
+        );
         drop(second);
         assert_eq!(moves(&handle, &memory, &[(0, PAGE)]).await, [false; 2]);
         assert_eq!(moves(&handle, &memory, &[(PAGE, PAGE)]).await, [true; 2]);
@@ -191,10 +195,9 @@ fn a_region_is_registered_until_the_last_who_wants_it_goes() {
     executor.block_on(all).unwrap();
 }
 
-/// The kernel waits for data on a pipe, for a region that is removed and whose place another one
-/// wants.
+/// A read of a pipe keeps its buffer while the region is removed and another one is registered.
 #[test]
-fn a_region_goes_while_an_operation_is_in_flight() {
+fn a_region_is_removed_while_an_operation_is_in_flight() {
     let executor = Executor::new().unwrap();
     let handle = executor.handle().clone();
     let all = async move {
@@ -216,11 +219,15 @@ fn a_region_goes_while_an_operation_is_in_flight() {
                 read = None;
             }
             drop(registration);
-            // Only the operation keeps it now.
+            // Only the operation keeps it registered now.
             assert_eq!((named(&handle), free(&handle)), (1, usize::from(ENTRIES) - 1));
             let memory = Rc::new(guest(&[PAGE]).0);
             let _registration = handle.register_memory(&memory);
-            assert_eq!(moves(&handle, &memory, &[(0, PAGE)]).await, [true; 2], "the next guest's");
+            assert_eq!(
+                moves(&handle, &memory, &[(0, PAGE)]).await,
+                [true; 2],
+                "the next guest's region"
+            );
             let before = handle.buffers(|b, _| b.leaving.len());
             rustix::io::write(&writer, b"late").unwrap();
             if let Some(read) = read {
@@ -236,15 +243,15 @@ fn a_region_goes_while_an_operation_is_in_flight() {
             );
             let mut seen = [0; 4];
             rustix::io::pread(&files[0], &mut seen, 16).unwrap();
-            assert_eq!(&seen, b"late", "its owner sees it in his own memory");
+            assert_eq!(&seen, b"late", "the data is in the guest's memory");
         }
     };
     executor.block_on(all).unwrap();
 }
 
-/// The operation has been made, and the kernel has not heard of it yet.
+/// The operation exists, but the kernel has not consumed it yet.
 #[test]
-fn a_region_goes_before_its_operation_is_submitted() {
+fn a_region_is_removed_before_its_operation_is_submitted() {
     let executor = Executor::new().unwrap();
     let handle = executor.handle().clone();
     let all = async move {
@@ -269,7 +276,7 @@ fn a_region_goes_before_its_operation_is_submitted() {
 }
 
 #[test]
-fn more_regions_than_the_table_holds() {
+fn regions_beyond_the_table_are_not_registered() {
     let executor = Executor::new().unwrap();
     let handle = executor.handle().clone();
     let all = async move {
@@ -279,10 +286,7 @@ fn more_regions_than_the_table_holds() {
         let outcome = registration.outcome();
         assert_eq!((outcome.regions, outcome.plain), (count - 3, 3));
         assert_eq!(outcome.refused, Some(Refusal::Full));
-        assert!(
-            outcome.to_string().contains("3 regions are not, and are used without"),
-            "{outcome}"
-        );
+        assert!(outcome.to_string().contains("3 regions are not: "), "{outcome}");
         assert_eq!(moves(&handle, &memory, &[(0, PAGE)]).await, [true; 2]);
         assert_eq!(moves(&handle, &memory, &[((count as u64 - 1) * PAGE, PAGE)]).await, [false; 2]);
         let other = Rc::new(guest(&[PAGE]).0);
@@ -294,10 +298,9 @@ fn more_regions_than_the_table_holds() {
     executor.block_on(all).unwrap();
 }
 
-/// The operator is told (docs/configuration.md) never to pin a guest that gives memory back. This
-/// is why.
+/// docs/configuration.md forbids pinning a guest that gives memory back. This test shows why.
 #[test]
-fn pages_that_are_given_back_are_still_what_is_registered() {
+fn pages_that_the_guest_gave_back_stay_registered() {
     let executor = Executor::new().unwrap();
     let handle = executor.handle().clone();
     let all = async move {
@@ -312,7 +315,7 @@ fn pages_that_are_given_back_are_still_what_is_registered() {
         assert_eq!(n.unwrap(), PAGE as usize);
         assert!(
             bytes(&one).iter().all(|b| *b == 0),
-            "the guest's new page was reached: it was not registered"
+            "the read reached the guest's new page, as if it were not registered"
         );
         let (two, n) = file.read(segments(&memory, &[(PAGE, 512), (3 * PAGE, 512)]), 0).await;
         assert_eq!((n.unwrap(), bytes(&two).iter().any(|b| *b != 0)), (1024, !vectored));
@@ -320,16 +323,16 @@ fn pages_that_are_given_back_are_still_what_is_registered() {
         let (one, _) = file.read(one, 0).await;
         assert!(
             bytes(&one) == pattern(1, PAGE as usize),
-            "without, it is the page that the guest has"
+            "without registration the read reaches the guest's page"
         );
     };
     executor.block_on(all).unwrap();
 }
 
-/// RLIMIT_MEMLOCK is the whole process's: this test is done in one of its own, without
+/// RLIMIT_MEMLOCK is a limit of the process: this test runs in a process of its own, without
 /// CAP_IPC_LOCK.
 #[test]
-fn who_may_not_pin_goes_without() {
+fn operations_work_if_pages_cannot_be_pinned() {
     const CHILD: &str = "BLOCKYARD_TEST_WITHOUT_LOCKED_MEMORY";
     if std::env::var_os(CHILD).is_none() {
         let mut child = std::process::Command::new(std::env::current_exe().unwrap());
@@ -346,13 +349,13 @@ fn who_may_not_pin_goes_without() {
     let mut sets = rustix::thread::capabilities(None).unwrap();
     sets.effective.remove(rustix::thread::CapabilitySet::IPC_LOCK);
     rustix::thread::set_capabilities(None, sets).unwrap();
-    // The ring itself may be counted too.
+    // Some kernels count the ring itself as locked memory.
     let executor = Executor::new().unwrap();
     let limit = rustix::process::Rlimit { current: Some(700 * PAGE), maximum: Some(700 * PAGE) };
     rustix::process::setrlimit(rustix::process::Resource::Memlock, limit).unwrap();
     let handle = executor.handle().clone();
     let all = async move {
-        // The second slice of the region is one too many: then its first one is not registered
+        // The region's second buffer exceeds the limit; then its first one is not registered
         // either.
         handle.buffers(|b, _| b.most = 512 * PAGE as usize);
         let memory = Rc::new(guest(&[1024 * PAGE]).0);
@@ -364,8 +367,9 @@ fn who_may_not_pin_goes_without() {
         );
         assert_eq!(
             outcome.to_string(),
-            "guest memory is not registered with io_uring, and is used without: pinning it: Cannot allocate memory \
-             (os error 12) (see ulimit -l)"
+            "guest memory is not registered with io_uring; requests work without it: cannot pin \
+             its pages: Cannot allocate memory (os error 12) (raise the limit of locked memory: \
+             ulimit -l)"
         );
         assert_eq!(free(&handle), usize::from(ENTRIES));
         assert_eq!(moves(&handle, &memory, &[(0, PAGE)]).await, [false; 2]);
@@ -381,26 +385,26 @@ fn reserve(handle: &Handle, number: u16) -> Result<Vec<u16>, Refusal> {
 }
 
 #[test]
-fn entries_are_reserved_all_or_none_and_come_back() {
+fn entries_are_reserved_all_or_none_and_can_be_returned() {
     let executor = Executor::new().unwrap();
     let handle = executor.handle();
     let mut first = reserve(handle, 100).unwrap();
     assert_eq!((first.len(), free(handle)), (100, usize::from(ENTRIES) - 100));
     let second = reserve(handle, ENTRIES - 100).unwrap();
     assert_eq!(free(handle), 0);
-    // Nobody has an entry twice.
+    // No entry is given out twice.
     first.extend(&second);
     first.sort();
     assert_eq!(first, (0..ENTRIES).collect::<Vec<_>>());
     assert_eq!(reserve(handle, 1), Err(Refusal::Full));
     handle.buffers(|buffers, _| buffers.give_back(second));
     assert_eq!(reserve(handle, ENTRIES - 99), Err(Refusal::Full));
-    assert_eq!(free(handle), usize::from(ENTRIES) - 100, "a refusal takes nothing");
+    assert_eq!(free(handle), usize::from(ENTRIES) - 100, "a failed reservation takes nothing");
     assert_eq!(reserve(handle, 0), Ok(Vec::new()));
 }
 
 #[test]
-fn a_region_finds_no_room_beside_reserved_entries_and_takes_none() {
+fn a_region_that_does_not_fit_takes_no_entry() {
     let executor = Executor::new().unwrap();
     let handle = executor.handle();
     let (memory, _files) = guest(&[PAGE * 3]);
@@ -410,13 +414,13 @@ fn a_region_finds_no_room_beside_reserved_entries_and_takes_none() {
         buffers.most = PAGE as usize;
         buffers.give_back(two);
     });
-    // Two slices of three have room.
+    // Two buffers of three fit.
     let mut registration = handle.register_memory(&memory);
     let outcome = registration.outcome();
     assert_eq!((outcome.regions, outcome.plain, outcome.refused), (0, 1, Some(Refusal::Full)));
-    assert_eq!(free(handle), 2, "the two are empty again");
-    assert_eq!(handle.buffers(|buffers, _| buffers.slices.len()), 0);
-    // A refusal is not for ever: the region that comes again finds what has come free.
+    assert_eq!(free(handle), 2, "the two entries are free again");
+    assert_eq!(handle.buffers(|buffers, _| buffers.found.len()), 0);
+    // A later registration of the same region finds the entries that were freed.
     handle.buffers(|buffers, _| buffers.give_back(reserved.split_off(10)));
     registration.replace(&GuestMemory::default());
     registration.replace(&memory);

@@ -6,7 +6,7 @@ use std::task::Poll;
 use super::*;
 use crate::UringFile;
 
-/// What tasks have done, in order.
+/// What the tasks have logged, in order.
 #[derive(Clone, Default)]
 struct Log(Rc<RefCell<Vec<&'static str>>>);
 
@@ -44,13 +44,13 @@ fn work<T: 'static>(f: impl AsyncFnOnce(Handle) -> T + 'static) -> T {
     executor.block_on(async move { f(handle).await }).unwrap()
 }
 
-/// Waits for one poll more, which somebody else must cause.
+/// Waits for the next poll, which the caller must cause.
 async fn once_more() {
     crate::park().await;
 }
 
 #[test]
-fn tasks_are_polled_in_the_order_they_were_woken_and_once_a_turn() {
+fn tasks_are_polled_in_wake_up_order_and_once_per_iteration() {
     work(async |handle| {
         let log = Log::default();
         let sleeper = |name: &'static str| {
@@ -64,14 +64,14 @@ fn tasks_are_polled_in_the_order_they_were_woken_and_once_a_turn() {
         };
         let [a, b, c] = ["a", "b", "c"].map(sleeper);
         handle.yield_now().await;
-        assert_eq!(log.taken(), [""; 0], "nothing has woken them");
-        // More wake-ups of one task are one poll.
+        assert_eq!(log.taken(), [""; 0], "they were not woken");
+        // Several wake-ups of a task cause one poll.
         for id in [c, a, c, b, a] {
             handle.wake(id);
         }
-        let turn = handle.iteration();
+        let iteration = handle.iteration();
         handle.yield_now().await;
-        assert_eq!((log.taken(), handle.iteration()), (vec!["c", "a", "b"], turn + 1));
+        assert_eq!((log.taken(), handle.iteration()), (vec!["c", "a", "b"], iteration + 1));
     });
 }
 
@@ -83,9 +83,9 @@ fn a_task_is_first_polled_after_all_that_were_ready() {
             let (log, spawner) = (log.clone(), handle.clone());
             handle.spawn(async move {
                 log.add(name);
-                let (log, turn) = (log.clone(), spawner.iteration());
+                let (log, iteration) = (log.clone(), spawner.iteration());
                 spawner.clone().spawn(async move {
-                    assert_eq!(spawner.iteration(), turn + 1);
+                    assert_eq!(spawner.iteration(), iteration + 1);
                     log.add("child");
                 });
             });
@@ -97,20 +97,20 @@ fn a_task_is_first_polled_after_all_that_were_ready() {
     });
 }
 
-/// The task that waits for the last read of a batch: it finds all others of the batch done.
+/// A task that waits for the last read of a batch finds all other reads of the batch complete.
 #[test]
-fn a_yield_lets_go_first_what_the_next_reap_wakes() {
+fn a_task_that_yields_runs_after_the_tasks_of_the_next_reap() {
     work(async |handle| {
         let log = Log::default();
-        let (ring, theirs) = rustix::pipe::pipe().unwrap();
-        rustix::io::write(&theirs, b"x").unwrap();
-        let file = UringFile::new(&handle, Arc::new(ring)).unwrap();
+        let (reader_end, writer_end) = rustix::pipe::pipe().unwrap();
+        rustix::io::write(&writer_end, b"x").unwrap();
+        let file = UringFile::new(&handle, Arc::new(reader_end)).unwrap();
         let reader = log.clone();
         handle.spawn(async move {
             file.read(Segments::buffer(1), u64::MAX).await.1.unwrap();
             reader.add("read");
         });
-        // The spawned task begins its read in the next turn, and the reap of that turn wakes it.
+        // The task begins its read in the next iteration, whose reap wakes it.
         handle.yield_now().await;
         handle.yield_now().await;
         log.add("yielded");
@@ -132,7 +132,7 @@ fn a_task_that_wakes_itself_is_polled_again() {
 }
 
 #[test]
-fn a_poll_inside_a_task_is_of_the_other_task_and_of_this_turn() {
+fn poll_now_polls_the_other_task_in_the_same_iteration() {
     work(async |handle| {
         let log = Log::default();
         let (other, seen) = (log.clone(), Rc::new(Cell::new((NO_TASK, 0))));
@@ -144,10 +144,13 @@ fn a_poll_inside_a_task_is_of_the_other_task_and_of_this_turn() {
                 once_more().await;
             }
         });
-        let (me, turn) = (handle.current(), handle.iteration());
+        let (caller, iteration) = (handle.current(), handle.iteration());
         handle.poll_now(id);
-        assert_eq!((log.taken(), seen.get(), handle.current()), (vec!["polled"], (id, turn), me));
-        // It was ready for the next turn, and is polled then too: perhaps for nothing.
+        assert_eq!(
+            (log.taken(), seen.get(), handle.current()),
+            (vec!["polled"], (id, iteration), caller)
+        );
+        // It was ready too, so the next iteration polls it once more: a spurious poll.
         handle.yield_now().await;
         log.taken();
         handle.yield_now().await;
@@ -156,7 +159,7 @@ fn a_poll_inside_a_task_is_of_the_other_task_and_of_this_turn() {
 }
 
 #[test]
-fn a_task_that_has_ended_is_not_woken_and_its_place_is_given_away() {
+fn a_task_that_has_ended_is_not_woken_and_its_number_is_reused() {
     work(async |handle| {
         let log = Log::default();
         let (dropped, keeps) = (log.clone(), handle.clone());
@@ -174,7 +177,7 @@ fn a_task_that_has_ended_is_not_woken_and_its_place_is_given_away() {
         handle.yield_now().await;
         assert_eq!(log.taken(), ["ended", "dropped"]);
         let stale = taken.recv().unwrap();
-        // Neither way leads anywhere now.
+        // Wake-ups of a task that has ended have no effect.
         stale.wake_by_ref();
         handle.wake(first);
         handle.poll_now(first);
@@ -188,9 +191,9 @@ fn a_task_that_has_ended_is_not_woken_and_its_place_is_given_away() {
             .await;
             again.add("second");
         });
-        assert_eq!(second, first, "the place is free");
+        assert_eq!(second, first, "the number is free");
         handle.yield_now().await;
-        // A wake-up that was meant for the first is one for nothing of the second.
+        // A stale waker of the first task causes a spurious wake-up of the second.
         stale.wake();
         handle.yield_now().await;
         assert_eq!((polls.get(), log.taken()), (2, vec![]));
@@ -200,9 +203,9 @@ fn a_task_that_has_ended_is_not_woken_and_its_place_is_given_away() {
     });
 }
 
-/// Its future's drop may spawn: the place must not be given away before.
+/// Dropping the future may spawn a task, so its number must not be free before.
 #[test]
-fn a_task_that_spawns_when_it_is_dropped_keeps_its_place_until_then() {
+fn a_task_number_is_not_reused_before_its_future_is_dropped() {
     work(async |handle| {
         let log = Log::default();
         let (spawner, child, given) = (handle.clone(), log.clone(), Rc::new(Cell::new(NO_TASK)));
@@ -211,7 +214,7 @@ fn a_task_that_spawns_when_it_is_dropped_keeps_its_place_until_then() {
             let child = child.clone();
             child_id.set(spawner.spawn(async move { child.add("child") }));
         });
-        // The closure goes with the future, and not when that is done.
+        // The closure is dropped with the future, not when it completes.
         let id = handle.spawn(poll_fn(move |_| {
             let _ = &spawns;
             Poll::Ready(())
@@ -223,9 +226,9 @@ fn a_task_that_spawns_when_it_is_dropped_keeps_its_place_until_then() {
     });
 }
 
-/// Each wake-up of another thread leads to a poll that begins after it.
+/// Each wake-up by another thread causes a poll that begins after it.
 #[test]
-fn wake_ups_of_another_thread_reach_a_task_that_sleeps() {
+fn wake_ups_by_another_thread_reach_a_sleeping_task() {
     const ROUNDS: u32 = 500;
     let asked = Arc::new(AtomicU32::new(0));
     let (give, waker) = mpsc::channel::<Waker>();
@@ -270,7 +273,7 @@ fn a_task_may_be_woken_after_its_executor_is_gone() {
 }
 
 #[test]
-fn an_executor_that_is_stopped_says_that_its_work_is_not_done_and_can_go_on() {
+fn block_on_fails_if_the_executor_is_stopped_and_can_run_again() {
     let executor = Executor::new().unwrap();
     let (handle, log) = (executor.handle().clone(), Log::default());
     let (stops, logs) = (handle.clone(), log.clone());
@@ -281,7 +284,7 @@ fn an_executor_that_is_stopped_says_that_its_work_is_not_done_and_can_go_on() {
     });
     assert!(executor.block_on(std::future::pending::<()>()).is_err());
     assert_eq!(log.taken(), [""; 0]);
-    // The next run finds the task where it was.
+    // The next run resumes the task.
     let inner = handle.clone();
     let done = executor.block_on(async move {
         inner.yield_now().await;
@@ -291,7 +294,7 @@ fn an_executor_that_is_stopped_says_that_its_work_is_not_done_and_can_go_on() {
 }
 
 #[test]
-fn tasks_in_flight_are_dropped_with_their_executor() {
+fn tasks_with_operations_in_flight_are_dropped_with_their_executor() {
     let executor = Executor::new().unwrap();
     let (handle, log) = (executor.handle().clone(), Log::default());
     let (reader, writer) = rustix::pipe::pipe().unwrap();
@@ -304,28 +307,28 @@ fn tasks_in_flight_are_dropped_with_their_executor() {
             unreachable!("nothing is written to the pipe before the end");
         });
     }
-    let turns = handle.clone();
-    executor.block_on(async move { turns.yield_now().await }).unwrap();
-    // Those of the tasks, and the executor's own, which is being cancelled.
+    let yields = handle.clone();
+    executor.block_on(async move { yields.yield_now().await }).unwrap();
+    // The two reads, and the executor's own poll, which is being cancelled.
     assert_eq!(handle.uring().in_flight(), 2 + 1);
-    // The kernel answers what was abandoned: the executor's end takes the answers in.
+    // The kernel completes the abandoned reads; dropping the executor reaps them.
     drop((file, writer));
     drop(executor);
     assert_eq!(log.taken(), ["first", "second"]);
     assert_eq!(handle.uring().in_flight(), 0);
 }
 
-/// A value that a task keeps, and with it the executor: both must go.
+/// A value that a task owns, and that keeps the executor's state alive: both must be dropped.
 #[test]
-fn a_task_that_is_spawned_while_the_executor_ends_ends_too() {
+fn a_task_that_is_spawned_while_the_executor_is_dropped_is_dropped_too() {
     let executor = Executor::new().unwrap();
     let (handle, log) = (executor.handle().clone(), Log::default());
-    // Places that are free, so that a new task gets one of them.
+    // Free task numbers, so that a new task reuses one.
     for _ in 0..3 {
         handle.spawn(async {});
     }
-    let turns = handle.clone();
-    executor.block_on(async move { turns.yield_now().await }).unwrap();
+    let yields = handle.clone();
+    executor.block_on(async move { yields.yield_now().await }).unwrap();
     let (spawner, at_end) = (handle.clone(), log.clone());
     let spawns = AtEnd(move || {
         let late = Logs(at_end.clone(), "late");
@@ -343,12 +346,12 @@ fn a_task_that_is_spawned_while_the_executor_ends_ends_too() {
 }
 
 #[test]
-fn timers_fire_in_the_order_of_their_times_and_never_before() {
+fn timers_fire_in_order_and_never_early() {
     work(async |handle| {
         let (log, start) = (Log::default(), Instant::now());
         let (left, mut tasks) = (Rc::new(Cell::new(4)), Vec::new());
         let done = crate::Signal::new(&handle);
-        // Those that are over already come at once.
+        // A time that has passed fires at once.
         for (name, at) in [("third", 3000), ("first", 1000), ("second", 2000), ("over", 0)] {
             let (log, timers, left, done) =
                 (log.clone(), handle.clone(), left.clone(), done.clone());
@@ -361,7 +364,7 @@ fn timers_fire_in_the_order_of_their_times_and_never_before() {
                 done.ring();
             }));
         }
-        // To be woken for another reason ends no wait.
+        // Another wake-up does not end a sleep.
         handle.yield_now().await;
         tasks.into_iter().for_each(|task| handle.wake(task));
         while left.get() > 0 {
@@ -371,9 +374,9 @@ fn timers_fire_in_the_order_of_their_times_and_never_before() {
     });
 }
 
-/// More than the submission queue and the completion queue have room for.
+/// More operations than the submission and completion queues hold.
 #[test]
-fn every_operation_of_a_large_batch_is_answered_once() {
+fn every_operation_of_a_large_batch_completes_once() {
     const READS: u32 = 5000;
     work(async |handle| {
         let fd = rustix::fs::memfd_create("file", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
@@ -396,13 +399,13 @@ fn every_operation_of_a_large_batch_is_answered_once() {
             });
         }
         all.wait().await;
-        // The next ones use the same slots again.
-        assert_eq!(handle.uring().in_flight(), 1, "but the listener, all are answered");
+        // The next operations reuse the same slots.
+        assert_eq!(handle.uring().in_flight(), 1, "only the executor's own poll is in flight");
     });
 }
 
 #[test]
-fn what_a_metered_handle_opens_is_counted_and_nothing_else() {
+fn a_meter_counts_only_files_of_its_handle() {
     work(async |handle| {
         let meter = Rc::new(Meter::default());
         let open = |handle: &Handle| {

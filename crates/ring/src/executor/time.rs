@@ -1,4 +1,4 @@
-//! Waiting of tasks: for a turn, for a time.
+//! Yields and timers of tasks.
 
 use std::cmp::Reverse;
 use std::task::Poll;
@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use super::{Handle, NO_TASK};
 
 impl Handle {
-    /// Lets all ready tasks, one submit-and-reap, and the tasks that it wakes go first.
+    /// Yields to all ready tasks, to one submit-and-reap, and to the tasks that it wakes.
     pub async fn yield_now(&self) {
         let mut yielded = false;
         std::future::poll_fn(|_| {
@@ -30,7 +30,7 @@ impl Handle {
             if Instant::now() >= at {
                 return Poll::Ready(());
             }
-            // Once, however often it is polled for other reasons.
+            // Register one timer only, even if the task is polled several times before `at`.
             let task = self.0.current.get();
             if std::mem::replace(&mut sleeper, task) != task {
                 self.0.timers.borrow_mut().push(Reverse((at, task)));
@@ -40,7 +40,7 @@ impl Handle {
         .await
     }
 
-    /// Wakes the current task at `at` (and perhaps before).
+    /// Wakes the current task at `at`. Other events may wake it earlier.
     pub fn wake_at(&self, at: Instant) {
         self.0.timers.borrow_mut().push(Reverse((at, self.0.current.get())));
     }

@@ -1,11 +1,11 @@
-//! Work that the reactor does by itself although it may block, if [`Pauses`] allows it now.
+//! Work that the reactor does itself although it may block, if [`Pauses`] allows it.
 
 use std::time::Instant;
 
 use crate::host;
 use crate::policy::pauses::Pauses;
 
-/// Does the work, unless there is a pause.
+/// Does the work, unless [`Pauses`] forbids it at this time.
 pub fn attempt<T>(pauses: &Pauses, work: impl FnOnce() -> T) -> Option<T> {
     let began = Instant::now();
     if !pauses.allows(began) {
@@ -23,10 +23,10 @@ mod tests {
 
     use super::*;
 
-    /// The thread waits for another one, which answers after the wait has become long enough to be
-    /// looked at.
+    /// The thread waits for another one, which answers after 100 ms: long enough to count as
+    /// blocked.
     #[test]
-    fn what_blocked_is_left_alone() {
+    fn work_is_not_attempted_after_it_blocked() {
         let pauses = Pauses::default();
         assert_eq!(attempt(&pauses, || 7), Some(7));
         let (asked, asks) = mpsc::channel::<Instant>();

@@ -1,6 +1,6 @@
-//! Notes a file's time of change when [`crate::policy::change_time`] says so.
+//! Sets a file's mtime when [`crate::policy::change_time`] decides so.
 //!
-//! What must hold: the time is none but what the write itself would set.
+//! What must hold: the mtime is set only to what the write itself would set.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -36,7 +36,7 @@ pub fn policy(fd: BorrowedFd<'_>, counters: Rc<Counters>) -> io::Result<ChangeTi
     Ok(ChangeTime::new(regular && direct, counters))
 }
 
-/// Returns how a write is to be made. Notes the time before, if that is due.
+/// Returns how to make a write. Sets the mtime before, if the policy says so.
 #[inline]
 pub fn first(policy: &ChangeTime, fd: BorrowedFd<'_>, alone: bool) -> Attempt {
     let (attempt, is_due) = policy.first(&CoarseClocks, alone);
@@ -46,7 +46,7 @@ pub fn first(policy: &ChangeTime, fd: BorrowedFd<'_>, alone: bool) -> Attempt {
     attempt
 }
 
-/// Returns how the write is to be made again. None: the result is the write's.
+/// Returns how to repeat the write, or `None` if the result is final.
 #[inline]
 pub fn next(
     policy: &ChangeTime,
@@ -63,7 +63,7 @@ pub fn next(
     }
 }
 
-/// Notes the time; false: it cannot be just now.
+/// Sets the mtime to now. Returns false if that is not possible at this time.
 fn note(policy: &ChangeTime, fd: BorrowedFd<'_>) -> bool {
     let time = |tv_nsec| Timespec { tv_sec: 0, tv_nsec };
     let times = Timestamps { last_access: time(UTIME_OMIT), last_modification: time(UTIME_NOW) };
@@ -73,7 +73,7 @@ fn note(policy: &ChangeTime, fd: BorrowedFd<'_>) -> bool {
             true
         }
         Some(Err(e)) => {
-            tracing::debug!("noting the time of change: {e}");
+            tracing::debug!("cannot set a file's mtime ahead of its writes: {e}");
             policy.cannot_be_noted();
             false
         }
@@ -90,7 +90,7 @@ mod tests {
 
     const AGAIN: i32 = -libc::EAGAIN;
 
-    /// A file of 1970, as if it were one that is written past the page cache.
+    /// A file with an mtime of 1970, with the policy of a file that bypasses the page cache.
     fn old_file() -> (OwnedFd, ChangeTime) {
         let fd =
             rustix::fs::open(std::env::temp_dir(), OFlags::TMPFILE | OFlags::RDWR, 0o600.into())
@@ -106,43 +106,43 @@ mod tests {
     }
 
     #[test]
-    fn the_time_is_noted_and_nothing_else() {
+    fn only_the_mtime_is_set() {
         let (fd, policy) = old_file();
-        assert_eq!(first(&policy, fd.as_fd(), true), Attempt::Unless);
+        assert_eq!(first(&policy, fd.as_fd(), true), Attempt::NoWait);
         assert_eq!(modified(&fd), 1);
-        assert_eq!(next(&policy, fd.as_fd(), Attempt::Unless, AGAIN, true), Some(Attempt::Noted));
+        assert_eq!(next(&policy, fd.as_fd(), Attempt::NoWait, AGAIN, true), Some(Attempt::Noted));
         let seconds = CoarseClocks.tick().0;
         assert!((seconds - 60..=seconds).contains(&modified(&fd)));
-        assert_eq!(rustix::fs::fstat(&fd).unwrap().st_atime, 1, "nothing has read it");
+        assert_eq!(rustix::fs::fstat(&fd).unwrap().st_atime, 1, "the atime is unchanged");
         assert_eq!(next(&policy, fd.as_fd(), Attempt::Noted, 4096, true), None);
     }
 
     #[test]
-    fn nothing_is_noted_while_the_file_is_held() {
+    fn the_mtime_is_not_set_while_the_file_is_held() {
         let (fd, policy) = old_file();
         let held = policy.held();
-        assert_eq!(next(&policy, fd.as_fd(), Attempt::Unless, AGAIN, true), Some(Attempt::Plain));
+        assert_eq!(next(&policy, fd.as_fd(), Attempt::NoWait, AGAIN, true), Some(Attempt::Plain));
         assert_eq!(modified(&fd), 1);
         drop(held);
-        assert_eq!(next(&policy, fd.as_fd(), Attempt::Unless, AGAIN, true), Some(Attempt::Noted));
+        assert_eq!(next(&policy, fd.as_fd(), Attempt::NoWait, AGAIN, true), Some(Attempt::Noted));
         assert!(modified(&fd) > 1);
     }
 
     #[test]
-    fn nor_in_a_pause() {
+    fn the_mtime_is_not_set_during_a_pause() {
         let (fd, policy) = old_file();
         let now = Instant::now();
         policy.pauses.done(now, now + Duration::from_secs(3600), || true);
-        assert_eq!(next(&policy, fd.as_fd(), Attempt::Unless, AGAIN, true), Some(Attempt::Plain));
+        assert_eq!(next(&policy, fd.as_fd(), Attempt::NoWait, AGAIN, true), Some(Attempt::Plain));
         assert_eq!(modified(&fd), 1);
     }
 
     #[test]
-    fn where_it_cannot_be_noted_writes_are_plain() {
+    fn writes_are_plain_if_the_mtime_cannot_be_set() {
         let (_fd, policy) = old_file();
         let path = rustix::fs::open(std::env::temp_dir(), OFlags::PATH, 0.into()).unwrap();
         assert_eq!(
-            next(&policy, path.as_fd(), Attempt::Unless, AGAIN, true),
+            next(&policy, path.as_fd(), Attempt::NoWait, AGAIN, true),
             Some(Attempt::Plain),
             "no such descriptor"
         );
@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn files_in_the_page_cache_need_none_of_this() {
+    fn files_in_the_page_cache_are_written_plainly() {
         let (fd, _) = old_file();
         let policy = super::policy(fd.as_fd(), Rc::default()).unwrap();
         assert_eq!(first(&policy, fd.as_fd(), true), Attempt::Plain);

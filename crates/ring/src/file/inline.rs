@@ -1,4 +1,4 @@
-//! Makes the page-cache writes that [`crate::policy::inline`] leaves to the reactor.
+//! Makes the page-cache writes that [`crate::policy::inline`] assigns to the reactor.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -19,8 +19,8 @@ pub fn policy(fd: BorrowedFd<'_>, counters: Rc<Counters>) -> io::Result<InlineWr
     Ok(InlineWrites::new(regular && !direct, counters))
 }
 
-/// Writes if it should be done here. None: not done, or not to its end; io_uring is to do all of it
-/// (again).
+/// Writes if the policy assigns the write to the reactor. Returns `None` if it was not made, or
+/// failed; then io_uring must make all of it (again).
 pub fn write(
     policy: &InlineWrites,
     fd: BorrowedFd<'_>,
@@ -64,7 +64,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_here_is_in_the_file() {
+    fn an_inline_write_is_in_the_file() {
         let (fd, policy) = inline_file();
         assert_eq!(write(&policy, fd.as_fd(), &Segments::from_bytes(b"hello"), 3), Some(5));
         let mut bytes = [1; 8];
@@ -73,28 +73,28 @@ mod tests {
     }
 
     #[test]
-    fn the_first_write_finds_the_way_and_loses_nothing() {
+    fn the_first_write_decides_the_way_and_loses_nothing() {
         let (fd, policy) = file(OFlags::empty());
         assert_eq!(policy.way(), Way::Unknown);
         let first = write(&policy, fd.as_fd(), &Segments::from_bytes(b"first"), 0);
         assert_ne!(policy.way(), Way::Unknown);
-        // None: the ring writes it. Some: it is done.
+        // None: io_uring must write it. Some: it is written.
         let len = host::file_size(&fd).unwrap();
         assert_eq!(len, first.unwrap_or(0) as u64);
     }
 
     #[test]
-    fn what_is_no_regular_file_is_the_rings() {
+    fn only_regular_files_are_written_inline() {
         let (reader, _writer) = rustix::pipe::pipe().unwrap();
         assert!(!policy(reader.as_fd(), Rc::default()).unwrap().suits(512));
     }
 
     #[test]
-    fn a_write_that_blocked_sends_the_next_ones_elsewhere() {
+    fn after_a_write_that_blocked_the_next_ones_go_to_io_uring() {
         let (fd, policy) = inline_file();
         let bytes = Segments::from_bytes(b"x");
         let now = Instant::now();
-        // It ended an hour from now, as seen from here.
+        // A write that blocked, and ends an hour from now.
         policy.pauses.done(now, now + Duration::from_secs(3600), || true);
         assert_eq!(write(&policy, fd.as_fd(), &bytes, 0), None);
         assert_eq!(host::file_size(&fd).unwrap(), 0);
@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_is_left_to_the_ring_to_tell() {
+    fn a_write_that_fails_inline_is_left_to_io_uring() {
         let (_, policy) = inline_file();
         let read_only = rustix::fs::open("/dev/null", OFlags::RDONLY, 0.into()).unwrap();
         assert_eq!(write(&policy, read_only.as_fd(), &Segments::from_bytes(b"x"), 0), None);

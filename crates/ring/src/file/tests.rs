@@ -11,7 +11,7 @@ fn file(executor: &Executor) -> (UringFile, Arc<OwnedFd>) {
 }
 
 #[test]
-fn a_lock_ends_with_its_file_not_with_what_the_kernel_still_holds() {
+fn a_lock_ends_with_its_file_even_if_the_kernel_keeps_a_duplicate() {
     let path = std::env::temp_dir().join(format!("blockyard-locked-{}", std::process::id()));
     let open =
         || OwnedFd::from(std::fs::File::options().create(true).append(true).open(&path).unwrap());
@@ -26,7 +26,7 @@ fn a_lock_ends_with_its_file_not_with_what_the_kernel_still_holds() {
 }
 
 #[test]
-fn what_is_written_is_read() {
+fn data_that_was_written_is_read_back() {
     let executor = Executor::new().unwrap();
     let (file, _fd) = file(&executor);
     executor
@@ -50,7 +50,7 @@ fn what_is_written_is_read() {
 }
 
 #[test]
-fn holes_are_told() {
+fn next_data_skips_holes() {
     let executor = Executor::new().unwrap();
     let (file, _fd) = file(&executor);
     executor
@@ -68,7 +68,7 @@ fn holes_are_told() {
 }
 
 #[test]
-fn a_task_that_only_writes_leaves_others_their_turn() {
+fn a_task_that_only_writes_lets_other_tasks_run() {
     let executor = Executor::new().unwrap();
     let flags = rustix::fs::OFlags::TMPFILE | rustix::fs::OFlags::RDWR;
     let fd = rustix::fs::open(std::env::temp_dir(), flags, 0o600.into()).unwrap();
@@ -91,14 +91,15 @@ fn a_task_that_only_writes_leaves_others_their_turn() {
 }
 
 #[test]
-fn a_dropped_operation_keeps_its_memory_until_the_kernel_is_done() {
+fn a_dropped_operation_keeps_its_memory_until_its_completion() {
     let executor = Executor::new().unwrap();
     let (reader, writer) = rustix::pipe::pipe().unwrap();
     let file = UringFile::new(executor.handle(), Arc::new(reader)).unwrap();
     executor
         .block_on(async move {
             {
-                // Polled once, then dropped while the kernel still wants to fill the buffer.
+                // Polled once, and dropped while the kernel still waits for data to fill the
+                // buffer.
                 let read = file.read(Segments::buffer(4096), u64::MAX);
                 let mut read = Box::pin(read);
                 std::future::poll_fn(|cx| {
@@ -126,7 +127,7 @@ fn a_dropped_operation_keeps_its_memory_until_the_kernel_is_done() {
 }
 
 #[test]
-fn work_comes_in_from_other_threads_and_timers_fire_in_order() {
+fn another_thread_receives_the_reply_of_a_remote_call() {
     let executor = Executor::new().unwrap();
     let remote = executor.remote();
     let asker = std::thread::spawn(move || {
@@ -149,9 +150,9 @@ fn work_comes_in_from_other_threads_and_timers_fire_in_order() {
     assert!(slept >= std::time::Duration::from_millis(5));
 }
 
-/// On submission they would be copied by the reactor.
+/// On submission the reactor would copy them.
 #[test]
-fn long_copies_from_the_page_cache_are_a_workers() {
+fn a_kernel_worker_makes_long_page_cache_copies() {
     let executor = Executor::new().unwrap();
     let handle = executor.handle().clone();
     executor
@@ -175,7 +176,7 @@ fn long_copies_from_the_page_cache_are_a_workers() {
 
 /// The kernel gives each change of extents a worker thread, and all of them wait for one lock.
 #[test]
-fn extents_are_changed_one_range_at_a_time() {
+fn extents_are_changed_one_at_a_time() {
     const RANGES: u64 = 64;
     const LEN: u64 = 4096;
     let executor = Executor::new().unwrap();
@@ -216,13 +217,13 @@ fn extents_are_changed_one_range_at_a_time() {
 }
 
 #[test]
-fn the_meter_has_what_the_reactor_wrote_by_itself() {
+fn the_meter_counts_inline_writes() {
     let executor = Executor::new().unwrap();
     let meter = Rc::new(Meter::default());
     let flags = rustix::fs::OFlags::TMPFILE | rustix::fs::OFlags::RDWR;
     let fd = rustix::fs::open(std::env::temp_dir(), flags, 0o600.into()).unwrap();
     let file = UringFile::new(&executor.handle().metered(&meter), Arc::new(fd)).unwrap();
-    // As if its file system could not promise that a write does not block.
+    // As on a file system without non-blocking buffered writes.
     file.inline.tried(true);
     let write = async move {
         for _ in 0..3 {

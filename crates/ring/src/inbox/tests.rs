@@ -10,11 +10,11 @@ use std::time::Duration;
 use super::*;
 use crate::Executor;
 
-/// Longer than any thread is kept from running.
+/// Longer than the scheduler ever delays a thread.
 const FOREVER: Duration = Duration::from_secs(120);
 
 #[test]
-fn the_eventfd_is_written_once_a_sleep_and_only_then() {
+fn the_eventfd_is_written_once_per_sleep_and_only_then() {
     let inbox = Inbox::with_slots(4).unwrap();
     let written = || {
         let mut count = [0; 8];
@@ -22,13 +22,13 @@ fn the_eventfd_is_written_once_a_sleep_and_only_then() {
     };
     let marks: Vec<_> = (0..3).map(|_| AtomicBool::new(false)).collect();
     inbox.wake(0, &marks[0]);
-    assert_eq!(written(), 0, "it is awake");
-    assert!(!inbox.may_sleep(), "there is a job");
+    assert_eq!(written(), 0, "the executor is awake");
+    assert!(!inbox.may_sleep(), "a job is waiting");
     inbox.wake(1, &marks[1]);
-    assert_eq!(written(), 0, "it did not sleep");
+    assert_eq!(written(), 0, "the executor did not sleep");
     while inbox.pop().is_some() {}
     assert!(inbox.may_sleep());
-    // A mark that is still set stands for a job that was taken and not seen yet.
+    // A mark that is still set: the job was taken, but its mark is not cleared yet.
     inbox.wake(0, &marks[0]);
     assert_eq!(written(), 0);
     inbox.wake(2, &marks[2]);
@@ -37,14 +37,14 @@ fn the_eventfd_is_written_once_a_sleep_and_only_then() {
 }
 
 #[test]
-fn a_wake_up_that_finds_no_slot_is_a_mark_and_one_that_is_there_takes_no_second_slot() {
+fn a_wake_up_without_a_slot_is_a_mark_and_no_task_takes_two_slots() {
     let inbox = Inbox::with_slots(2).unwrap();
     let marks: Vec<_> = (0..3).map(|_| AtomicBool::new(false)).collect();
     for _ in 0..5 {
         inbox.wake(0, &marks[0]);
     }
     inbox.wake(1, &marks[1]);
-    assert!(!inbox.take_marked(), "two tasks have two slots");
+    assert!(!inbox.take_marked(), "two tasks take two slots");
     inbox.wake(2, &marks[2]);
     assert!(inbox.take_marked() && !inbox.take_marked());
     assert!(marks[2].load(SeqCst));
@@ -53,7 +53,7 @@ fn a_wake_up_that_finds_no_slot_is_a_mark_and_one_that_is_there_takes_no_second_
 }
 
 #[test]
-fn calls_run_in_order_also_those_that_found_the_ring_full() {
+fn calls_run_in_order_even_if_the_ring_is_full() {
     const CALLS: usize = 3 * SLOTS + 7;
     let executor = Executor::new().unwrap();
     let (remote, ran) = (executor.remote(), Arc::new(Mutex::new(Vec::new())));
@@ -73,12 +73,12 @@ fn calls_run_in_order_also_those_that_found_the_ring_full() {
 }
 
 #[test]
-fn calls_of_several_threads_run_in_the_order_of_each() {
+fn calls_of_several_threads_run_in_each_threads_order() {
     const THREADS: usize = 4;
     const CALLS: usize = 4000;
     let executor = Executor::new().unwrap();
     let last = Rc::new(RefCell::new([0; THREADS]));
-    // What runs is sent by threads, and looks at what this thread has.
+    // The closures must be Send, so they reach this thread's state through a thread-local.
     thread_local! {
         static LAST: RefCell<Option<Rc<RefCell<[usize; THREADS]>>>> = const { RefCell::new(None) };
     }
@@ -107,7 +107,7 @@ fn calls_of_several_threads_run_in_the_order_of_each() {
     assert_eq!(*last.borrow(), [CALLS; THREADS]);
 }
 
-/// Waits until `count` is at least `wanted`, and leaves its waker where another thread finds it.
+/// Waits until `count` is at least `wanted`, and sends its waker to another thread.
 async fn reaches(count: &AtomicU64, wanted: u64, waker: &mpsc::Sender<Waker>) {
     let mut given = false;
     poll_fn(|cx| {
@@ -120,7 +120,7 @@ async fn reaches(count: &AtomicU64, wanted: u64, waker: &mpsc::Sender<Waker>) {
 }
 
 #[test]
-fn more_tasks_than_slots_are_woken_at_once_and_none_is_lost() {
+fn no_wake_up_is_lost_if_tasks_outnumber_slots() {
     const TASKS: usize = SLOTS + 300;
     let executor = Executor::new().unwrap();
     let handle = executor.handle().clone();
@@ -140,7 +140,7 @@ fn more_tasks_than_slots_are_woken_at_once_and_none_is_lost() {
     let remote = executor.remote();
     let waking = std::thread::spawn(move || {
         let all: Vec<_> = (0..TASKS).map(|_| all.recv_timeout(FOREVER).unwrap()).collect();
-        // The executor is held, so that the ring fills up.
+        // Hold the executor, so that the ring fills up.
         let (hold, held) = mpsc::channel::<()>();
         let (begins, begun) = mpsc::channel();
         remote.run(move |_| {
@@ -158,7 +158,7 @@ fn more_tasks_than_slots_are_woken_at_once_and_none_is_lost() {
 }
 
 #[test]
-fn no_wake_up_of_several_threads_is_lost() {
+fn no_wake_up_from_several_threads_is_lost() {
     const THREADS: usize = 4;
     const ROUNDS: u64 = 3000;
     let executor = Executor::new().unwrap();

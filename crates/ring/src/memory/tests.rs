@@ -7,7 +7,7 @@ fn region(guest: u64, len: u64) -> Region {
 }
 
 #[test]
-fn regions_are_sorted_and_never_overlap() {
+fn regions_are_sorted_and_overlaps_are_refused() {
     let memory = GuestMemory::default().with(region(0x4000, 0x1000)).unwrap();
     let memory = memory.with(region(0, 0x4000)).unwrap();
     assert_eq!(memory.regions()[0].guest(), 0);
@@ -22,9 +22,9 @@ fn regions_are_sorted_and_never_overlap() {
 }
 
 #[test]
-fn every_address_is_found_among_many_regions_in_any_order() {
+fn addresses_are_found_among_many_regions_in_any_order() {
     let mut memory = GuestMemory::default();
-    // Regions of 4 KiB, with a hole behind every third one.
+    // Regions of 4 KiB, with a hole after every third one.
     let starts: Vec<u64> = (1..100).map(|n| 0x1000 * (n + n / 3)).collect();
     for start in starts.iter().rev() {
         memory = memory.with(region(*start, 0x1000)).unwrap();
@@ -42,7 +42,7 @@ fn every_address_is_found_among_many_regions_in_any_order() {
 }
 
 #[test]
-fn a_file_cut_short_reads_as_zeroes_from_then_on() {
+fn a_truncated_file_reads_as_zeroes_from_then_on() {
     let (region, fd) = Region::memfd("test", 0, 0, 0x3000).unwrap();
     let memory =
         GuestMemory::default().with(region).unwrap().with(self::region(0x3000, 0x1000)).unwrap();
@@ -51,7 +51,7 @@ fn a_file_cut_short_reads_as_zeroes_from_then_on() {
     slice.write(0x2ffc, b"good");
     other.write(0, b"safe");
     rustix::fs::ftruncate(&fd, 0x1000).unwrap();
-    // Other threads' accesses are caught too.
+    // The handler also catches accesses by other threads.
     std::thread::scope(|s| s.spawn(move || assert_eq!(slice.copy_out(0x2ffc), [0; 4])).join())
         .unwrap();
     memory.write_byte(0x2000, 7).unwrap();
@@ -60,7 +60,7 @@ fn a_file_cut_short_reads_as_zeroes_from_then_on() {
 }
 
 #[test]
-fn more_regions_than_a_block_of_the_table_may_fault() {
+fn more_mappings_than_a_block_of_the_fault_table_may_fault() {
     let regions: Vec<_> = (0..200).map(|_| Region::memfd("test", 0, 0, 0x1000).unwrap()).collect();
     for (region, fd) in regions {
         rustix::fs::ftruncate(&fd, 0).unwrap();
@@ -84,7 +84,7 @@ fn slices_stay_inside_one_region_and_survive_its_removal() {
 }
 
 #[test]
-fn pieces_cross_touching_regions_and_stop_at_holes() {
+fn pieces_cross_adjacent_regions_and_stop_at_holes() {
     let memory = GuestMemory::default()
         .with(region(0, 0x1000))
         .unwrap()

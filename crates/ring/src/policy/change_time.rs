@@ -1,17 +1,22 @@
-//! The time of change of files that are written past the page cache, noted by the reactor where its
-//! writes wait for that.
+//! Sets the mtime of files that bypass the page cache, ahead of writes that would wait for it.
 //!
-//! A write changes the file's time of change, once a tick of the kernel's clock (4 ms). Some file
-//! systems (ext4 from Linux 7 on, XFS) may have to wait for that, so they refuse the first writes
-//! of each tick that io_uring makes on submission; worker threads then make them, at the price of
-//! two changes of thread each. Here those writes are asked to fail instead, the time is noted by a
-//! call of a few microseconds, and they are made again, now on submission. Once that is known to
-//! help the time is noted ahead: with the first write of each tick.
+//! A write updates the file's mtime and ctime, once per tick of the kernel's coarse clock (4 ms).
+//! On some file systems (ext4 from Linux 7, XFS) that update may block. So they refuse the first
+//! writes of each tick that io_uring submits without waiting; worker threads then make them, which
+//! costs two context switches each.
 //!
-//! In: each write's beginning and result. Out: how it is to be made, or made again, and whether the
-//! time is to be noted, which `file/change_time.rs` does. What must hold: a write that this asked
-//! to fail is made again, at last without being asked to; the time is noted once a tick at most; on
-//! files that need none of this nothing is noted.
+//! With this policy such writes fail instead of waiting (RWF_NOWAIT). The reactor sets the mtime by
+//! a call of a few microseconds and repeats the write, which now succeeds on submission. Once that
+//! has helped, the reactor sets the mtime ahead, with the first write of each tick. "To note the
+//! time" means to set the mtime in this way.
+//!
+//! In: the beginning and the result of each write. Out: how to make it, how to repeat it, and
+//! whether to note the time, which `file/change_time.rs` does.
+//!
+//! What must hold
+//! - A write that fails only because of RWF_NOWAIT is repeated, in the end without RWF_NOWAIT.
+//! - The time is noted at most once per tick.
+//! - On files that need none of this, nothing is noted.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -19,18 +24,18 @@ use std::rc::Rc;
 use super::Counters;
 use super::pauses::Pauses;
 
-/// For how many seconds, at most, writes are not asked to fail, after one that failed for another
-/// reason: it takes new space.
-const OTHERWISE: i64 = 1;
+/// How many seconds writes are plain after a refusal that noting the time did not prevent: such a
+/// write needs new space.
+const PLAIN_SECONDS: i64 = 1;
 
-/// How a write is made.
+/// How to make a write.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Attempt {
-    /// Whoever has to wait waits.
+    /// The write may wait (in a worker thread).
     Plain,
-    /// It fails if it would have to wait.
-    Unless,
-    /// The same, right after the time was noted.
+    /// The write fails if it would have to wait (RWF_NOWAIT).
+    NoWait,
+    /// As `NoWait`, after the time was noted.
     Noted,
 }
 
@@ -40,42 +45,43 @@ impl Attempt {
     }
 }
 
-/// What follows the result of a write.
+/// What to do after a result of a write.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Next {
-    /// The result is the write's.
+    /// The result is final.
     Done,
     Again(Attempt),
-    /// Note the time, and make the write again: `Noted` if that worked, else `Plain`.
+    /// Note the time, and repeat the write: as `Noted` if that worked, else as `Plain`.
     Note,
 }
 
-/// The coarse clocks. They are read only where a decision needs them.
+/// The coarse clocks. They are read only if a decision needs them.
 pub(crate) trait Clock {
-    /// The tick, as the time at its beginning, which is what files are given.
+    /// Returns the beginning of the current tick (seconds, nanoseconds): the mtime that the kernel
+    /// sets.
     fn tick(&self) -> (i64, i64);
-    /// Seconds of the monotonic clock.
+    /// Returns the monotonic clock in seconds.
     fn seconds(&self) -> i64;
 }
 
 pub(crate) struct ChangeTime {
-    /// Whether any of this may be worth it.
+    /// Whether this policy may help with the file at all.
     on: Cell<bool>,
-    /// It was: the time is noted ahead.
+    /// Whether it has helped, so that the time is noted ahead of writes.
     ahead: Cell<bool>,
-    /// The tick in which it was noted.
+    /// The tick in which the time was last noted.
     noted: Cell<(i64, i64)>,
-    /// Until then, in the seconds of the monotonic clock, writes are plain.
+    /// Writes are plain until this second of the monotonic clock.
     plain_until: Cell<i64>,
     /// A call that blocked is not repeated for a while.
     pub pauses: Pauses,
-    /// Operations that may hold the file for long: then the call would block.
+    /// Number of operations that may hold the inode lock for long; noting the time would block.
     holders: Cell<u32>,
     counters: Rc<Counters>,
 }
 
 impl ChangeTime {
-    /// `is_direct`: a regular file that is written past the page cache.
+    /// `is_direct`: whether it is a regular file that bypasses the page cache.
     pub fn new(is_direct: bool, counters: Rc<Counters>) -> Self {
         let (ahead, noted, plain_until, holders) = Default::default();
         let pauses = Pauses::new(counters.clone());
@@ -90,23 +96,23 @@ impl ChangeTime {
         }
     }
 
-    /// Returns how a write is to be made, and whether the time is to be noted before. `alone`: the
-    /// thread may be blocked for a while, if it must.
+    /// Returns how to make a write, and whether to note the time before it. `alone`: whether the
+    /// thread may block for a while if necessary.
     #[inline]
     pub fn first(&self, clock: &impl Clock, alone: bool) -> (Attempt, bool) {
         if !self.on.get() || !alone {
             return (Attempt::Plain, false);
         }
         if self.ahead.get() {
-            return (Attempt::Unless, self.may_note(clock));
+            return (Attempt::NoWait, self.may_note(clock));
         }
         if self.plain_until.get() != 0 && clock.seconds() < self.plain_until.get() {
             return (Attempt::Plain, false);
         }
-        (Attempt::Unless, false)
+        (Attempt::NoWait, false)
     }
 
-    /// Returns what follows from a result.
+    /// Returns what to do after a result.
     #[inline]
     pub fn next(&self, clock: &impl Clock, attempt: Attempt, result: i32, alone: bool) -> Next {
         match (attempt, result) {
@@ -128,13 +134,13 @@ impl ChangeTime {
         self.counters.count(|figures| figures.refused += 1);
         if attempt == Attempt::Noted {
             self.ahead.set(false);
-            self.plain_until.set(clock.seconds() + OTHERWISE);
+            self.plain_until.set(clock.seconds() + PLAIN_SECONDS);
             return Next::Again(Attempt::Plain);
         }
         if alone && self.may_note(clock) { Next::Note } else { Next::Again(Attempt::Plain) }
     }
 
-    /// Whether the time may be noted: not if it was in this tick, and not while the call would
+    /// Returns whether the time may be noted: not twice in a tick, and not while the call would
     /// wait.
     #[inline]
     fn may_note(&self, clock: &impl Clock) -> bool {
@@ -146,24 +152,24 @@ impl ChangeTime {
         may
     }
 
-    /// The time was noted.
+    /// Reports that the time was noted.
     #[inline]
     pub fn was_noted(&self) {
         self.counters.count(|figures| figures.noted += 1);
     }
 
-    /// The time cannot be noted: it is another user's file, which may be written all the same.
+    /// Reports that the time cannot be noted: the file belongs to another user, but is writable.
     pub fn cannot_be_noted(&self) {
         self.on.set(false);
     }
 
-    /// A plain write may hold the file while it waits.
+    /// Counts a plain write as a holder of the inode lock until the result is dropped.
     #[inline]
     pub fn may_hold(&self, attempt: Attempt) -> Option<impl Drop + '_> {
         (self.on.get() && attempt == Attempt::Plain).then(|| self.held())
     }
 
-    /// As long as it is kept, no time is noted: see `holders`.
+    /// Counts a holder of the inode lock until the result is dropped; meanwhile no time is noted.
     pub fn held(&self) -> impl Drop + '_ {
         self.holders.set(self.holders.get() + 1);
         Held(self)
@@ -183,7 +189,7 @@ mod tests {
     use super::*;
 
     const AGAIN: i32 = -libc::EAGAIN;
-    const NOT_AHEAD: (Attempt, bool) = (Attempt::Unless, false);
+    const NOT_AHEAD: (Attempt, bool) = (Attempt::NoWait, false);
     const PLAIN: Next = Next::Again(Attempt::Plain);
 
     /// Ticks of 4 ms since 1970.
@@ -211,28 +217,28 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_refuses_nothing_is_left_as_it_is() {
+    fn nothing_is_noted_on_a_file_that_refuses_nothing() {
         let (clock, change) = direct_file();
         for _ in 0..3 {
             assert_eq!(change.first(&clock, true), NOT_AHEAD);
-            assert_eq!(change.next(&clock, Attempt::Unless, 4096, true), Next::Done);
+            assert_eq!(change.next(&clock, Attempt::NoWait, 4096, true), Next::Done);
             clock.pass(1);
         }
         assert_eq!(change.counters.figures(), Default::default());
     }
 
     #[test]
-    fn where_noting_the_time_helps_it_is_noted_ahead() {
+    fn the_time_is_noted_ahead_once_that_has_helped() {
         let (clock, change) = direct_file();
         assert_eq!(change.first(&clock, true), NOT_AHEAD);
-        assert_eq!(change.next(&clock, Attempt::Unless, AGAIN, true), Next::Note);
+        assert_eq!(change.next(&clock, Attempt::NoWait, AGAIN, true), Next::Note);
         assert_eq!(change.next(&clock, Attempt::Noted, 4096, true), Next::Done);
-        assert_eq!(change.first(&clock, true), NOT_AHEAD, "it was noted in this tick");
+        assert_eq!(change.first(&clock, true), NOT_AHEAD, "the time was noted in this tick");
         clock.pass(1);
         assert_eq!(
             change.first(&clock, true),
-            (Attempt::Unless, true),
-            "the next tick's first write notes it"
+            (Attempt::NoWait, true),
+            "the first write of the next tick notes it"
         );
         assert_eq!(change.first(&clock, true), NOT_AHEAD);
         change.was_noted();
@@ -240,17 +246,21 @@ mod tests {
     }
 
     #[test]
-    fn once_a_tick() {
+    fn the_time_is_noted_once_per_tick() {
         let (clock, change) = direct_file();
-        let again = [(); 2].map(|()| change.next(&clock, Attempt::Unless, AGAIN, true));
+        let again = [(); 2].map(|()| change.next(&clock, Attempt::NoWait, AGAIN, true));
         assert_eq!(again, [Next::Note, PLAIN]);
     }
 
     #[test]
-    fn what_is_refused_for_another_reason_waits_where_it_must() {
+    fn writes_refused_for_another_reason_are_plain_for_a_second() {
         let (clock, change) = direct_file();
         assert_eq!(change.next(&clock, Attempt::Noted, AGAIN, true), PLAIN);
-        assert_eq!(change.first(&clock, true), (Attempt::Plain, false), "for a second");
+        assert_eq!(
+            change.first(&clock, true),
+            (Attempt::Plain, false),
+            "writes are plain for a second"
+        );
         assert_eq!(change.next(&clock, Attempt::Plain, AGAIN, true), Next::Done);
         clock.pass(249);
         assert_eq!(change.first(&clock, true), (Attempt::Plain, false));
@@ -259,32 +269,32 @@ mod tests {
     }
 
     #[test]
-    fn not_while_the_file_is_held() {
+    fn nothing_is_noted_while_the_file_is_held() {
         let (clock, change) = direct_file();
         let held = change.held();
-        assert_eq!(change.next(&clock, Attempt::Unless, AGAIN, true), PLAIN);
+        assert_eq!(change.next(&clock, Attempt::NoWait, AGAIN, true), PLAIN);
         drop(held);
-        assert_eq!(change.next(&clock, Attempt::Unless, AGAIN, true), Next::Note);
+        assert_eq!(change.next(&clock, Attempt::NoWait, AGAIN, true), Next::Note);
     }
 
     #[test]
-    fn nor_while_others_would_wait() {
+    fn nothing_is_noted_while_other_files_would_wait() {
         let (clock, change) = direct_file();
         assert_eq!(change.first(&clock, false), (Attempt::Plain, false));
-        assert_eq!(change.next(&clock, Attempt::Unless, AGAIN, false), PLAIN);
+        assert_eq!(change.next(&clock, Attempt::NoWait, AGAIN, false), PLAIN);
         let held = change.may_hold(Attempt::Plain);
-        assert!(held.is_some() && change.may_hold(Attempt::Unless).is_none());
+        assert!(held.is_some() && change.may_hold(Attempt::NoWait).is_none());
         assert_eq!(
-            change.next(&clock, Attempt::Unless, AGAIN, true),
+            change.next(&clock, Attempt::NoWait, AGAIN, true),
             PLAIN,
-            "a write waits at a worker"
+            "a plain write waits in a worker thread"
         );
     }
 
     #[test]
-    fn where_it_cannot_be_or_is_no_use_writes_are_plain() {
+    fn writes_are_plain_if_noting_is_impossible_or_useless() {
         let (clock, change) = direct_file();
-        assert_eq!(change.next(&clock, Attempt::Unless, -libc::EOPNOTSUPP, true), PLAIN);
+        assert_eq!(change.next(&clock, Attempt::NoWait, -libc::EOPNOTSUPP, true), PLAIN);
         assert_eq!(change.first(&clock, true), (Attempt::Plain, false));
         let (clock, change) = direct_file();
         change.cannot_be_noted();
@@ -295,15 +305,15 @@ mod tests {
         );
     }
 
-    /// Returns what a file system answers that refuses each tick's first write unless the time was
-    /// noted in it, and, if it is `full`, every write that may not wait.
+    /// Returns the result of a write on a file system that refuses the first write of each tick
+    /// unless the time was noted in it. If it is `full`, it refuses every write that may not wait.
     fn answer(attempt: Attempt, is_noted: bool, full: bool) -> i32 {
         if attempt != Attempt::Plain && (full || !is_noted) { AGAIN } else { 4096 }
     }
 
-    /// Ten writes in each of 1000 ticks. In the last 500, one tick in three takes new space.
+    /// Ten writes in each of 1000 ticks. In the last 500, one tick in three needs new space.
     #[test]
-    fn every_write_of_a_trace_is_made_and_the_time_noted_once_a_tick() {
+    fn every_write_of_a_trace_is_made_and_the_time_noted_once_per_tick() {
         let (clock, change) = direct_file();
         let (mut noted_in, mut made, mut plain, mut taking) = ((0, 0), 0, 0, 0);
         for tick in 0..1000 {
@@ -311,7 +321,7 @@ mod tests {
             let full = tick >= 500 && tick % 3 == 0;
             for _ in 0..10 {
                 let note = |last: (i64, i64)| {
-                    assert_ne!(last, clock.tick(), "once a tick");
+                    assert_ne!(last, clock.tick(), "noted once per tick");
                     change.was_noted();
                     clock.tick()
                 };
@@ -323,7 +333,7 @@ mod tests {
                     let result = answer(attempt, noted_in == clock.tick(), full);
                     match change.next(&clock, attempt, result, true) {
                         Next::Done => {
-                            assert_eq!(result, 4096, "what was asked to fail is made again");
+                            assert_eq!(result, 4096, "a write that NOWAIT refused is repeated");
                             break;
                         }
                         Next::Again(again) => attempt = again,
@@ -339,7 +349,7 @@ mod tests {
             }
         }
         assert_eq!(made, 10_000);
-        assert_eq!(plain, taking, "workers make the writes that take new space, and no others");
+        assert_eq!(plain, taking, "only writes that need new space are plain");
         let figures = change.counters.figures();
         assert_eq!(
             (figures.noted, figures.refused),

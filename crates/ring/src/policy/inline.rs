@@ -1,14 +1,16 @@
-//! Page-cache writes that are made here and now.
+//! Page-cache writes that the reactor makes itself, instead of io_uring.
 //!
-//! A write to the page cache is a copy of a few microseconds. Where the file system can promise
-//! that it will not block (XFS, btrfs, block devices) io_uring makes it on submission. Elsewhere
-//! (ext4 up to this day) io_uring hands it to a worker thread, and two wake-ups cost ten times what
-//! the copy does. There the reactor copies by itself: while it has one file that is written to, so
-//! that nobody else is kept waiting, and as long as no write blocks (dirty pages at their limit,
-//! metadata to be read). One that did leaves the next ones to the workers for a while.
+//! A write to the page cache is a copy of a few microseconds. On file systems that support
+//! non-blocking buffered writes (XFS, btrfs, block devices), io_uring makes it on submission. On
+//! others (ext4 to this day), io_uring passes it to a worker thread, and the two wake-ups cost ten
+//! times as much as the copy.
 //!
-//! In: the length of a write, and what the first one answered. Out: who makes it. `file/inline.rs`
-//! writes.
+//! There the reactor copies itself, under two conditions. It has only one file that is open for
+//! writing, so that no other disk waits. And no recent write blocked (on the limit of dirty pages,
+//! or on a read of metadata). After a write that blocked, io_uring gets the writes for a while.
+//!
+//! In: the length of a write, and the result of the first one. Out: whether the reactor or io_uring
+//! makes it. `file/inline.rs` writes.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -16,39 +18,43 @@ use std::rc::Rc;
 use super::Counters;
 use super::pauses::Pauses;
 
-/// So many writes in a row, and the other tasks get a turn: a task that does nothing else never
-/// waits by itself.
-const TURN: u32 = 32;
-/// Longer writes are the workers': several copy at a time.
+/// Writes in a row before the task yields: a task that only writes would never wait otherwise.
+const YIELD_AFTER: u32 = 32;
+/// Longest write that the reactor makes, in bytes. For longer ones several workers copy at a time.
 const LONGEST: usize = 256 << 10;
 
-/// Who makes a write.
+/// Which component makes the writes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Way {
-    /// Not known before the first write, which asks not to block.
+    /// Not known before the first write, which uses RWF_NOWAIT.
     Unknown,
-    /// io_uring does it as well or better.
+    /// io_uring is as good or better.
     Ring,
     Inline,
 }
 
 pub(crate) struct InlineWrites {
     way: Cell<Way>,
-    /// A write that blocked sends the next ones to the workers.
+    /// After a write that blocked, io_uring gets the next ones.
     pub pauses: Pauses,
-    /// Writes since others had a turn.
-    turn: Cell<u32>,
+    /// Writes since the task last yielded.
+    in_a_row: Cell<u32>,
     counters: Rc<Counters>,
 }
 
 impl InlineWrites {
-    /// `is_cached`: a regular file that is written through the page cache.
+    /// `is_cached`: whether it is a regular file that is written through the page cache.
     pub fn new(is_cached: bool, counters: Rc<Counters>) -> Self {
         let way = Cell::new(if is_cached { Way::Unknown } else { Way::Ring });
-        InlineWrites { way, pauses: Pauses::new(counters.clone()), turn: Cell::new(0), counters }
+        InlineWrites {
+            way,
+            pauses: Pauses::new(counters.clone()),
+            in_a_row: Cell::new(0),
+            counters,
+        }
     }
 
-    /// Whether a write of `len` bytes may be made here.
+    /// Returns whether the reactor may make a write of `len` bytes.
     #[inline]
     pub fn suits(&self, len: usize) -> bool {
         self.way.get() != Way::Ring && len <= LONGEST
@@ -59,18 +65,19 @@ impl InlineWrites {
         self.way.get()
     }
 
-    /// The first write asked not to block. File systems that cannot promise it refuse at once.
+    /// Reports the result of the first write, which used RWF_NOWAIT. File systems without
+    /// non-blocking buffered writes refuse it at once.
     pub fn tried(&self, was_refused: bool) {
         self.way.set(if was_refused { Way::Inline } else { Way::Ring });
     }
 
-    /// After a write here: whether its task is to let others go first.
+    /// Counts a write by the reactor. Returns whether its task must yield now.
     #[inline]
-    pub fn owes_a_turn(&self) -> bool {
+    pub fn must_yield(&self) -> bool {
         self.counters.count(|figures| figures.inline += 1);
-        let turn = (self.turn.get() + 1) % TURN;
-        self.turn.set(turn);
-        turn == 0
+        let in_a_row = (self.in_a_row.get() + 1) % YIELD_AFTER;
+        self.in_a_row.set(in_a_row);
+        in_a_row == 0
     }
 }
 
@@ -78,32 +85,32 @@ impl InlineWrites {
 mod tests {
     use super::*;
 
-    fn of(is_cached: bool) -> InlineWrites {
+    fn policy(is_cached: bool) -> InlineWrites {
         InlineWrites::new(is_cached, Rc::default())
     }
 
     #[test]
     fn the_first_write_decides() {
-        let inline = of(true);
+        let inline = policy(true);
         assert!(inline.way() == Way::Unknown && inline.suits(512));
         inline.tried(true);
         assert!(inline.way() == Way::Inline && inline.suits(512));
-        let inline = of(true);
+        let inline = policy(true);
         inline.tried(false);
         assert!(inline.way() == Way::Ring && !inline.suits(512));
     }
 
     #[test]
-    fn direct_files_and_long_writes_are_the_rings() {
-        assert!(!of(false).suits(512));
-        assert!(of(true).suits(LONGEST) && !of(true).suits(LONGEST + 1));
+    fn direct_files_and_long_writes_go_to_io_uring() {
+        assert!(!policy(false).suits(512));
+        assert!(policy(true).suits(LONGEST) && !policy(true).suits(LONGEST + 1));
     }
 
     #[test]
-    fn others_have_their_turn_after_so_many_writes() {
-        let inline = of(true);
-        let turns: Vec<_> = (1..=3 * TURN).filter(|_| inline.owes_a_turn()).collect();
-        assert_eq!(turns, [TURN, 2 * TURN, 3 * TURN]);
-        assert_eq!(inline.counters.figures().inline, u64::from(3 * TURN));
+    fn a_task_yields_after_32_writes_in_a_row() {
+        let inline = policy(true);
+        let yields: Vec<_> = (1..=3 * YIELD_AFTER).filter(|_| inline.must_yield()).collect();
+        assert_eq!(yields, [YIELD_AFTER, 2 * YIELD_AFTER, 3 * YIELD_AFTER]);
+        assert_eq!(inline.counters.figures().inline, u64::from(3 * YIELD_AFTER));
     }
 }

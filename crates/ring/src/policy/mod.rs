@@ -1,14 +1,14 @@
-//! The policies of writes that a reactor makes, or prepares, by itself. Each one receives the time
-//! and what its caller has observed, and returns decisions.
+//! Policies for writes that a reactor makes, or prepares, without io_uring. Each policy receives
+//! the time and its caller's observations, and returns decisions.
 //!
 //! ```text
-//!   pauses       after work that blocked the reactor, for how long others do it
-//!   inline       which writes to the page cache the reactor makes
-//!   change_time  when a file's time of change is noted ahead of its writes
+//!   pauses       for how long the reactor avoids work that has blocked it
+//!   inline       which page-cache writes the reactor makes itself
+//!   change_time  when the reactor sets a file's mtime ahead of its writes
 //! ```
 //!
-//! What must hold: nothing in this folder calls the system, starts a thread or reads a clock.
-//! `file/` carries decisions out.
+//! What must hold: nothing in this folder makes system calls, starts a thread or reads a clock.
+//! `file/` carries out the decisions.
 
 pub(crate) mod change_time;
 pub(crate) mod inline;
@@ -16,18 +16,19 @@ pub(crate) mod pauses;
 
 use std::cell::Cell;
 
-/// What these policies chose for the files of a disk. Figures of several reactors can be added.
+/// What these policies decided for the files of a disk. Figures of several reactors can be added.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WriteFigures {
-    /// Writes to the page cache that reactors made.
+    /// Number of page-cache writes that reactors made.
     pub inline: u64,
-    /// Times that work of a reactor blocked it.
+    /// Number of times that a reactor's own work blocked it.
     pub blocked: u64,
-    /// Pieces of work that were left to others, because such work had blocked before.
+    /// Number of times that a reactor left work to io_uring, because such work had blocked it
+    /// before.
     pub left: u64,
-    /// Times of change that were noted.
+    /// Number of mtime updates by reactors.
     pub noted: u64,
-    /// Writes that were refused because they would have waited, and were made again.
+    /// Number of writes that failed because they would have waited, and were repeated.
     pub refused: u64,
 }
 

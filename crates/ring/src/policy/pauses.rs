@@ -1,9 +1,11 @@
-//! For work that a reactor does by itself although it may block: after it blocked, others do it for
-//! a while.
+//! Pauses for work that a reactor does itself although it may block: after it blocked, io_uring
+//! does it for a while.
 //!
 //! In: when the work is due, when it was done, and whether the thread slept. Out: whether the
-//! reactor may do it. What must hold: a reactor is blocked by such work for a small part of its
-//! time only: a twentieth, unless it blocks for seconds at a time.
+//! reactor may do it.
+//!
+//! What must hold: such work blocks a reactor for at most a twentieth of its time, unless it blocks
+//! for seconds at a time.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -11,11 +13,11 @@ use std::time::{Duration, Instant};
 
 use super::Counters;
 
-/// What takes less has not blocked; what takes more is looked at.
+/// Work that takes less has not blocked.
 const QUICK: Duration = Duration::from_micros(200);
-/// A pause is so many times as long as the work has blocked.
-const TIMES: u32 = 20;
-/// And no longer: then it is tried again.
+/// Length of a pause, in multiples of the time that the work blocked.
+const FACTOR: u32 = 20;
+/// Longest pause. Then the work is tried again.
 const MOST: Duration = Duration::from_secs(60);
 
 #[derive(Default)]
@@ -29,7 +31,7 @@ impl Pauses {
         Pauses { until: Cell::default(), counters }
     }
 
-    /// Whether the work may be done at `now`.
+    /// Returns whether the reactor may do the work at `now`.
     #[inline]
     pub fn allows(&self, now: Instant) -> bool {
         let allows = self.until.get().is_none_or(|until| now >= until);
@@ -39,14 +41,15 @@ impl Pauses {
         allows
     }
 
-    /// The work was done. `has_slept` is called only after slow work. Time alone does not tell
-    /// whether the work has blocked, because a busy machine may have run others meanwhile.
+    /// Reports that the work was done. `has_slept` is called only after slow work. Time alone does
+    /// not show whether the work blocked, because a busy machine may have run other threads
+    /// meanwhile.
     #[inline]
     pub fn done(&self, began: Instant, ended: Instant, has_slept: impl FnOnce() -> bool) {
         let took = ended.saturating_duration_since(began);
         if took > QUICK && has_slept() {
             self.counters.count(|figures| figures.blocked += 1);
-            self.until.set(Some(ended + (took * TIMES).min(MOST)));
+            self.until.set(Some(ended + (took * FACTOR).min(MOST)));
         }
     }
 }
@@ -60,7 +63,7 @@ mod tests {
     }
 
     #[test]
-    fn what_blocked_is_left_alone_for_a_while() {
+    fn work_that_blocked_is_paused_for_a_while() {
         let counters = Rc::<Counters>::default();
         let (pauses, start) = (Pauses::new(counters.clone()), Instant::now());
         assert!(pauses.allows(start));
@@ -68,7 +71,7 @@ mod tests {
         let (end, tick) = (start + ms(2100), Duration::from_nanos(1));
         assert!(!pauses.allows(start + ms(100)) && !pauses.allows(end - tick));
         assert!(pauses.allows(end));
-        pauses.done(end, end + QUICK, || unreachable!("quick work is not looked at"));
+        pauses.done(end, end + QUICK, || unreachable!("quick work is not checked"));
         assert!(pauses.allows(end + QUICK));
         assert_eq!((counters.figures().blocked, counters.figures().left), (1, 2));
     }
@@ -81,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn it_is_tried_again() {
+    fn the_longest_pause_is_one_minute() {
         let (pauses, start) = (Pauses::default(), Instant::now());
         let end = start + Duration::from_secs(3600);
         pauses.done(start, end, || true);
@@ -90,7 +93,7 @@ mod tests {
 
     /// Work is due every millisecond. One in three blocks, for 0.3 to 4.8 ms.
     #[test]
-    fn a_reactor_is_blocked_for_a_twentieth_of_its_time() {
+    fn a_reactor_is_blocked_for_at_most_a_twentieth_of_its_time() {
         let (pauses, start) = (Pauses::default(), Instant::now());
         let (mut now, mut blocked, mut random) = (start, Duration::ZERO, 1u64);
         while now - start < Duration::from_secs(60) {

@@ -1,4 +1,4 @@
-//! Heap memory of our own, aligned for O_DIRECT.
+//! Heap memory of this process, aligned for O_DIRECT.
 
 use std::alloc::Layout;
 use std::io;
@@ -6,7 +6,7 @@ use std::ptr::NonNull;
 
 use rustix::mm::{MapFlags, ProtFlags};
 
-/// Memory aligned for O_DIRECT, zeroed when made.
+/// Memory aligned for O_DIRECT, initially zero.
 pub struct AlignedBuf {
     pub(super) ptr: NonNull<u8>,
     pub(super) len: usize,
@@ -31,11 +31,11 @@ impl AlignedBuf {
         AlignedBuf { ptr, len, source: Source::Allocator }
     }
 
-    /// Memory that the kernel provides page by page, when a page is first used.
+    /// Returns memory whose pages the kernel allocates at their first use.
     pub fn mapped(len: usize) -> io::Result<Self> {
         let (protection, flags) =
             (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::NORESERVE);
-        // SAFETY: a fresh mapping at an address of the kernel's choosing aliases no Rust object.
+        // SAFETY: a new mapping at an address of the kernel's choice aliases no Rust object.
         let ptr = unsafe {
             rustix::mm::mmap_anonymous(std::ptr::null_mut(), len.max(1), protection, flags)
         }?;
@@ -45,20 +45,20 @@ impl AlignedBuf {
 
     fn layout(len: usize) -> Layout {
         Layout::from_size_align(len.max(1), Self::ALIGN)
-            .expect("a buffer's length fits the address space")
+            .expect("a buffer's length fits into the address space")
     }
 }
 
 impl Drop for AlignedBuf {
     fn drop(&mut self) {
         match self.source {
-            // SAFETY: allocated with this very layout.
+            // SAFETY: allocated with the same layout.
             Source::Allocator => unsafe {
                 std::alloc::dealloc(self.ptr.as_ptr(), Self::layout(self.len))
             },
             Source::Mapping => {
-                // SAFETY: `mapped` made this mapping with this length; only `Segments` that own
-                // this point into it.
+                // SAFETY: `mapped` created this mapping with this length. Only `Segments` that own
+                // this buffer point into it.
                 let _ = unsafe { rustix::mm::munmap(self.ptr.as_ptr().cast(), self.len.max(1)) };
             }
         }

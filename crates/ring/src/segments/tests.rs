@@ -6,7 +6,7 @@ fn guest() -> Rc<GuestMemory> {
 }
 
 #[test]
-fn touching_pieces_become_one_entry() {
+fn adjacent_pieces_become_one_entry() {
     let mut segments = Segments::default();
     segments.reset(&guest());
     segments.push_guest(0x1000, 0x1000).unwrap();
@@ -22,7 +22,7 @@ fn touching_pieces_become_one_entry() {
 }
 
 #[test]
-fn what_is_appended_is_of_the_same_owner() {
+fn only_memory_of_the_same_owner_is_appended() {
     let memory = guest();
     let of = |memory, pieces: &[(u64, u64)]| {
         let mut segments = Segments::default();
@@ -33,12 +33,12 @@ fn what_is_appended_is_of_the_same_owner() {
     let mut all = Segments::default();
     assert!(all.append(&of(&memory, &[(0x1000, 0x200), (0x3000, 0x200)])));
     assert!(all.append(&of(&memory, &[(0x3200, 0x200), (0x100, 0x10)])));
-    assert_eq!((all.count(), all.len()), (3, 0x610), "pieces that touch are one");
+    assert_eq!((all.count(), all.len()), (3, 0x610), "adjacent pieces are one entry");
     for other in [of(&guest(), &[(0x3400, 0x200)]), Segments::buffer(16), Segments::default()] {
         assert!(!all.append(&other), "{other:?}");
     }
     assert_eq!((all.count(), all.len()), (3, 0x610));
-    // What was appended is held, whoever lets go.
+    // Appended memory stays alive, whichever segments are dropped.
     let regions = std::rc::Rc::downgrade(&memory);
     drop(memory);
     all.copy_in(0x3f8, b"from one piece to the next");
@@ -55,7 +55,7 @@ fn what_is_appended_is_of_the_same_owner() {
 }
 
 #[test]
-fn a_buffer_is_used_again_when_nobody_else_has_it() {
+fn a_buffer_is_reused_if_it_has_no_other_owner() {
     let mut buffer = Segments::buffer(8192).slice(100, 50);
     let other = buffer.slice(0, 1);
     assert!(!buffer.refit(10) && buffer.len() == 50);
@@ -66,7 +66,7 @@ fn a_buffer_is_used_again_when_nobody_else_has_it() {
 }
 
 #[test]
-fn what_is_gathered_is_kept_by_all_its_owners() {
+fn gathered_memory_is_kept_alive_by_all_its_owners() {
     let memory = guest();
     let mut one = Segments::default();
     one.reset(&memory);
@@ -90,7 +90,7 @@ fn what_is_gathered_is_kept_by_all_its_owners() {
 }
 
 #[test]
-fn what_is_not_zero_and_what_differs_is_found() {
+fn nonzero_bytes_and_differences_are_found() {
     let (a, b) = (Segments::buffer(10_000), Segments::buffer(10_000));
     assert_eq!((a.find_nonzero(0, 10_000), a.find_difference(0, &b, 0, 10_000)), (None, None));
     for at in [0, 1, 255, 256, 300, 5000, 9999] {
@@ -103,7 +103,7 @@ fn what_is_not_zero_and_what_differs_is_found() {
         assert_eq!((b.find_nonzero(0, at), b.find_difference(0, &a, 0, at)), (None, None));
         b.zero(at, 1);
     }
-    // Pieces that do not match.
+    // Entries of both whose boundaries differ.
     let mut pieces = a.slice(0, 100);
     assert!(pieces.append(&a.slice(200, 3000)) && pieces.append(&a.slice(5000, 17)));
     let other = Segments::buffer(4000);
@@ -134,10 +134,10 @@ fn copies_cross_entries() {
     assert_eq!(&out[1..6], b"a4\0\x007");
 }
 
-/// The guest may change its memory during the look, and a slice may be on its way in an operation:
-/// both are looked at by copies.
+/// A guest may change its memory during a search, and an operation may write to the segments:
+/// searches use copies.
 #[test]
-fn memory_that_others_change_may_be_looked_at() {
+fn memory_that_changes_concurrently_can_be_searched() {
     let memory = guest();
     let slice = memory.slice(0, 0x8000, 1).unwrap();
     let mut segments = Segments::default();
@@ -166,7 +166,7 @@ fn memory_that_others_change_may_be_looked_at() {
 }
 
 #[test]
-fn slices_of_any_place_have_the_bytes_of_that_place() {
+fn slices_have_the_bytes_of_their_range() {
     let memory = guest();
     let mut segments = Segments::default();
     segments.reset(&memory);
@@ -180,7 +180,7 @@ fn slices_of_any_place_have_the_bytes_of_that_place() {
             let mut out = vec![0; len];
             slice.copy_out(0, &mut out);
             assert_eq!((slice.len(), out.as_slice()), (len, &b"abcdefghi"[from..from + len]));
-            // No empty entries: some operations refuse them.
+            // No empty entries, because some operations refuse them.
             assert_eq!(
                 slice.count(),
                 (from..from + len)
@@ -193,7 +193,7 @@ fn slices_of_any_place_have_the_bytes_of_that_place() {
 }
 
 #[test]
-fn nothing_beyond_the_end_is_touched() {
+fn accesses_beyond_the_end_panic() {
     use std::panic::{AssertUnwindSafe, catch_unwind};
     let segments = Segments::buffer(16).slice(4, 8);
     for (offset, len) in [(8, 1), (1, usize::MAX), (usize::MAX, 1)] {
@@ -208,10 +208,10 @@ fn nothing_beyond_the_end_is_touched() {
 }
 
 #[test]
-fn pieces_of_regions_stay_inside_them_and_keep_them() {
+fn pieces_of_regions_are_checked_and_keep_the_regions() {
     let region = Arc::new(Region::memfd("test", 0, 0, 0x2000).unwrap().0);
     let mut segments = Segments::default();
-    assert!(segments.push_region(&region, 0, 1).is_err(), "it is not for regions yet");
+    assert!(segments.push_region(&region, 0, 1).is_err(), "reset_regions was not called");
     segments.reset_regions();
     segments.push_region(&region, 0x1000, 0x800).unwrap();
     segments.push_region(&region, 0x1800, 0x800).unwrap();
@@ -219,8 +219,8 @@ fn pieces_of_regions_stay_inside_them_and_keep_them() {
         assert!(segments.push_region(&region, offset, len).is_err(), "{offset:#x} {len:#x}");
     }
     assert_eq!((segments.count(), segments.len()), (1, 0x1000), "an error adds nothing");
-    assert!(segments.push_guest(0, 1).is_err(), "another owner's");
-    // Held once by the segments, however many pieces it has, and by each slice.
+    assert!(segments.push_guest(0, 1).is_err(), "the owner is a region");
+    // The segments hold the region once, however many ranges they have; each slice holds it too.
     assert_eq!(Arc::strong_count(&region), 2);
     let slice = segments.slice(0x7ff, 2);
     segments.reset_regions();
@@ -232,7 +232,7 @@ fn pieces_of_regions_stay_inside_them_and_keep_them() {
 
 /// A guest may name the same memory twice.
 #[test]
-fn a_copy_onto_itself_moves_the_bytes() {
+fn an_overlapping_copy_moves_the_bytes() {
     let buffer = Segments::from_bytes(b"0123456789");
     let (to, from) = (buffer.slice(2, 6), buffer.slice(0, 6));
     to.copy_from(0, &from, 0, 6);
