@@ -1,9 +1,9 @@
-//! The vhost-user connection: negotiation, memory, queues, and messages of any content.
+//! The vhost-user connection: negotiation, memory, queues, and messages with any content.
 //!
-//! In: a socket's path. Out: what the back end offers and what was agreed. Most messages go through
-//! the `vhost` crate's `Frontend`; ring indices (its call has 16 bits, packed rings have 32),
-//! eventfds, and whatever a hostile test wants to send are written here. Dropping the connection
-//! closes it, at any moment.
+//! In: a socket's path. Out: what the back end offers, and what was negotiated. Most messages use
+//! the `vhost` crate's `Frontend`. This module writes the others itself: ring indices (the crate
+//! has 16 bits, packed rings need 32), eventfds, and messages of hostile tests. Dropping the
+//! connection closes it at any time.
 
 use std::fs::File;
 use std::io::{IoSlice, Read};
@@ -26,7 +26,7 @@ use vhost::{VhostBackend, VringConfigData};
 use super::ring::RingAddresses;
 use super::{Memory, feature};
 
-/// Protocol features that this front end takes where they are offered.
+/// Protocol features that this front end accepts if they are offered.
 pub const PROTOCOL: VhostUserProtocolFeatures = VhostUserProtocolFeatures::MQ
     .union(VhostUserProtocolFeatures::REPLY_ACK)
     .union(VhostUserProtocolFeatures::CONFIG)
@@ -34,14 +34,14 @@ pub const PROTOCOL: VhostUserProtocolFeatures = VhostUserProtocolFeatures::MQ
     .union(VhostUserProtocolFeatures::RESET_DEVICE)
     .union(VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS);
 
-/// Queue indices are bytes in the messages.
+/// Queue indices are one byte in the messages.
 const QUEUES_MAX: u64 = 256;
 const VERSION: u32 = 1;
 const NEED_REPLY: u32 = 8;
 const HEADER: usize = 12;
 
-/// The part of virtio-blk's configuration space that every back end has. Lengths in the units of
-/// the specification: sectors are 512 bytes.
+/// The fields of virtio-blk's configuration space that every back end has, in the units of the
+/// specification: sectors are 512 bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BlockConfig {
     pub capacity_sectors: u64,
@@ -89,13 +89,14 @@ impl BlockConfig {
     }
 }
 
-/// The back end's log of requests in flight, which the front end keeps for it over a crash.
+/// The back end's record of requests in flight (the in-flight buffer), which the front end keeps
+/// across a crash of the back end.
 pub struct Inflight {
     pub layout: VhostUserInflight,
     pub file: File,
 }
 
-/// What a back end is told of one queue.
+/// The description of a queue for the back end.
 #[derive(Clone)]
 pub struct RingSetup {
     pub index: u16,
@@ -107,36 +108,34 @@ pub struct RingSetup {
 
 pub struct Connection {
     frontend: Frontend,
-    /// The same socket, for messages of our own and for watching it.
+    /// The same socket, to send raw messages and to watch it.
     socket: UnixStream,
     pub offered: u64,
     pub features: u64,
     pub offered_protocol: VhostUserProtocolFeatures,
     pub protocol: VhostUserProtocolFeatures,
-    /// Queues that the back end says it can have; 1 where it was not asked.
+    /// Number of queues that the back end supports; 1 if it was not queried.
     pub queues_max: u64,
 }
 
 impl Drop for Connection {
     /// Ends the connection at once. A close alone ends it only with the last copy of the
-    /// descriptor, and a process that another thread is just starting holds one until it runs its
-    /// program.
+    /// descriptor, and a process that another thread is starting holds a copy until its exec.
     fn drop(&mut self) {
         let _ = self.socket.shutdown(std::net::Shutdown::Both);
     }
 }
 
 impl Connection {
-    /// Connects. Nothing is agreed yet.
+    /// Connects, without negotiation.
     pub fn open(path: &Path) -> Result<Self> {
         Self::open_within(path, Duration::from_secs(10))
     }
 
-    /// Connects, and waits at most `limit` for room among the clients that the back end has not
-    /// accepted yet.
+    /// Connects. Waits at most `limit` if the back end's backlog is full.
     pub fn open_within(path: &Path, limit: Duration) -> Result<Self> {
-        let socket =
-            connect(path, limit).with_context(|| format!("connecting to {}", path.display()))?;
+        let socket = connect(path, limit)
+            .with_context(|| format!("cannot connect to {}", path.display()))?;
         let frontend = Frontend::from_stream(socket.try_clone()?, QUEUES_MAX);
         Ok(Connection {
             frontend,
@@ -149,8 +148,8 @@ impl Connection {
         })
     }
 
-    /// Owner, features and protocol features: of `wanted` and `protocol`, what the back end offers.
-    /// Features in `required` it must offer.
+    /// Sends SET_OWNER and negotiates features: those of `wanted` and `protocol` that the back end
+    /// offers. Fails if it does not offer all of `required`.
     pub fn negotiate(
         &mut self,
         wanted: u64,
@@ -181,7 +180,7 @@ impl Connection {
         self.protocol.contains(VhostUserProtocolFeatures::REPLY_ACK)
     }
 
-    /// The device's configuration space.
+    /// Reads the device's configuration space.
     pub fn config(&mut self) -> Result<BlockConfig> {
         let empty = [0; BlockConfig::BYTES];
         let flags = VhostUserConfigFlags::empty();
@@ -190,7 +189,7 @@ impl Connection {
         let bytes = bytes
             .as_slice()
             .try_into()
-            .context("GET_CONFIG answered with another length than asked")?;
+            .context("the reply to GET_CONFIG has another length than requested")?;
         Ok(BlockConfig::parse(bytes))
     }
 
@@ -199,7 +198,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Asks for the buffer of requests in flight; None where that was not agreed.
+    /// Requests the in-flight buffer. `None` if that was not negotiated.
     pub fn inflight(&mut self, queues: u16, queue_size: u16) -> Result<Option<Inflight>> {
         if !self.protocol.contains(VhostUserProtocolFeatures::INFLIGHT_SHMFD) {
             return Ok(None);
@@ -209,14 +208,14 @@ impl Connection {
         Ok(Some(Inflight { layout, file }))
     }
 
-    /// Hands the buffer (back) to the back end.
+    /// Sends the in-flight buffer (back) to the back end.
     pub fn set_inflight(&mut self, inflight: &Inflight) -> Result<()> {
         self.frontend
             .set_inflight_fd(&inflight.layout, inflight.file.as_raw_fd())
             .context("SET_INFLIGHT_FD")
     }
 
-    /// Sets a queue up in QEMU's order, not yet enabled.
+    /// Sets up a queue, in QEMU's order, without enabling it.
     pub fn set_ring(&mut self, ring: &RingSetup, base: u32, memory: &Memory) -> Result<()> {
         let index = usize::from(ring.index);
         self.frontend.set_vring_num(index, ring.size).context("SET_VRING_NUM")?;
@@ -239,8 +238,7 @@ impl Connection {
             .context("SET_VRING_CALL")
     }
 
-    /// Starts or stops the processing of a queue; without protocol features it runs from its first
-    /// kick.
+    /// Enables or disables a queue. Without protocol features it runs from its first kick.
     pub fn enable(&mut self, index: u16, enable: bool) -> Result<()> {
         if self.features & feature::PROTOCOL_FEATURES == 0 {
             return Ok(());
@@ -248,13 +246,12 @@ impl Connection {
         self.frontend.set_vring_enable(index.into(), enable).context("SET_VRING_ENABLE")
     }
 
-    /// Stops a queue; the back end answers with where it stopped once nothing is in flight any
-    /// more.
+    /// Stops a queue. Returns its base index, after nothing is in flight any more.
     pub fn stop_ring(&mut self, index: u16) -> Result<u32> {
         self.frontend.get_vring_base(index.into()).context("GET_VRING_BASE")
     }
 
-    /// The crate's front end, for every other message.
+    /// Returns the crate's front end, for all other messages.
     pub fn frontend(&mut self) -> &mut Frontend {
         &mut self.frontend
     }
@@ -268,7 +265,7 @@ impl Connection {
         self.message(request as u32, &payload.to_le_bytes(), &[])
     }
 
-    /// One message of any content; waits for its acknowledgement when REPLY_ACK was agreed.
+    /// Sends a message with any content. Waits for its acknowledgement if REPLY_ACK was negotiated.
     pub fn message(&self, request: u32, payload: &[u8], fds: &[BorrowedFd<'_>]) -> Result<()> {
         let flags = if self.acknowledged() { VERSION | NEED_REPLY } else { VERSION };
         let mut bytes = Vec::with_capacity(HEADER + payload.len());
@@ -285,14 +282,14 @@ impl Connection {
         let (head, value) = reply.split_at(HEADER);
         anyhow::ensure!(
             head[..4] == request.to_le_bytes(),
-            "the back end answered another message"
+            "the back end replied to another message"
         );
         let value = u64::from_le_bytes(value.try_into()?);
-        anyhow::ensure!(value == 0, "the back end refused it ({value})");
+        anyhow::ensure!(value == 0, "the back end refused message {request} ({value})");
         Ok(())
     }
 
-    /// Bytes as they are, with descriptors attached to the first of them.
+    /// Sends raw bytes, with descriptors attached to the first of them.
     pub fn send_bytes(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<()> {
         let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(32))];
         let mut control = SendAncillaryBuffer::new(&mut space);
@@ -312,8 +309,8 @@ impl Connection {
         Ok(())
     }
 
-    /// Runs `work`; if that takes longer than `limit` the socket is shut down, so that a back end
-    /// which never answers is an error and not a hang.
+    /// Runs `work`. If it takes longer than `limit`, the socket is shut down, so that a back end
+    /// that never replies causes an error instead of a hang.
     pub fn within<T>(
         &mut self,
         limit: Duration,
@@ -341,7 +338,8 @@ impl Connection {
     }
 }
 
-/// Linux bounds connect() on a Unix socket by the socket's send timeout. 0 would mean no bound.
+/// Connects. Linux limits the wait in connect() on a Unix socket by the socket's send timeout. 0
+/// would mean no limit.
 fn connect(path: &Path, limit: Duration) -> Result<UnixStream> {
     use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
     let socket = rustix::net::socket_with(
@@ -366,9 +364,10 @@ fn connect(path: &Path, limit: Duration) -> Result<UnixStream> {
 mod tests {
     use super::*;
 
-    /// A back end that accepts nobody: the first connections wait for it, the next finds no room.
+    /// A back end that never accepts: the first connections wait in its backlog, and the next one
+    /// does not fit.
     #[test]
-    fn a_back_end_that_never_answers_is_an_error_in_bounded_time() {
+    fn a_back_end_that_never_replies_causes_an_error_in_bounded_time() {
         let folder = std::env::temp_dir().join(format!("blockyard-backlog-{}", std::process::id()));
         std::fs::create_dir(&folder).unwrap();
         let path = folder.join("socket");
@@ -390,14 +389,14 @@ mod tests {
                 Ok(other) => others.push(other),
                 Err(error) => break error,
             }
-            assert!(others.len() < 8, "a backlog of 0 has no end");
+            assert!(others.len() < 8, "the backlog is never full");
         };
         assert!(format!("{full:#}").contains("accepted no connection for 20ms"), "{full:#}");
         std::fs::remove_dir_all(&folder).unwrap();
     }
 
     #[test]
-    fn the_configuration_space_is_read_where_the_specification_puts_it() {
+    fn the_configuration_space_is_parsed_as_specified() {
         let mut bytes = [0; BlockConfig::BYTES];
         bytes[..8].copy_from_slice(&0x1234_5678_9abc_def0u64.to_le_bytes());
         bytes[20..24].copy_from_slice(&4096u32.to_le_bytes());

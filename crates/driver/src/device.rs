@@ -1,5 +1,4 @@
-//! The device's side of both ring layouts, as the specification has it and as simple as can be: for
-//! the tests.
+//! The device side of both ring layouts, as simple as the specification allows. For tests only.
 
 use std::sync::atomic::Ordering;
 
@@ -8,12 +7,12 @@ use blockyard_ring::SharedSlice;
 use super::ring::{Buffer, DESCRIPTOR, INDIRECT, NEXT, Ring, RingAddresses, WRITE, need_event};
 use super::{Memory, PackedRing, SplitRing};
 
-/// A chain as the device sees it.
+/// A descriptor chain as the device sees it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Chain {
     pub id: u16,
     pub buffers: Vec<Buffer>,
-    /// Descriptors that it takes in a packed ring.
+    /// Number of its descriptors in a packed ring.
     length: u16,
 }
 
@@ -22,18 +21,18 @@ pub trait Device: Sized {
 
     fn new(memory: &Memory, ring: &Self::Ring, event_idx: bool) -> Self;
     fn take(&mut self, memory: &Memory) -> Option<Chain>;
-    /// Hands a chain back; true: the driver wants a signal.
+    /// Returns a chain to the driver. True: the driver wants a call.
     fn give(&mut self, chain: &Chain, len: u32) -> bool;
-    /// Asks for a kick at the next chain.
+    /// Requests a kick with the next chain.
     fn want_kick(&mut self);
-    /// Asks for no kicks.
+    /// Suppresses kicks.
     fn want_none(&mut self);
 }
 
 struct Descriptor {
     addr: u64,
     len: u32,
-    /// Split: flags, next. Packed: id, flags.
+    /// Split ring: flags, next. Packed ring: id, flags.
     third: u16,
     fourth: u16,
 }
@@ -140,7 +139,7 @@ pub struct PackedDevice {
     parts: [SharedSlice; 3],
     size: u16,
     event_idx: bool,
-    /// Place and wrap counter, of the next descriptors to take and to give back.
+    /// Position and wrap counter of the next descriptors to take, and to return.
     avail: (u16, bool),
     used: (u16, bool),
 }
@@ -163,7 +162,7 @@ impl Device for PackedDevice {
             let d = descriptor(&self.parts[0], self.avail.0.into());
             let (available, used) = (d.fourth & 1 << 7 != 0, d.fourth & 1 << 15 != 0);
             if available != self.avail.1 || used == self.avail.1 {
-                assert!(buffers.is_empty(), "a chain's tail must be there before its head");
+                assert!(buffers.is_empty(), "a chain's tail must be available before its head");
                 return None;
             }
             self.avail = step(self.avail, 1, self.size);
@@ -193,9 +192,9 @@ impl Device for PackedDevice {
         match event >> 16 & 3 {
             0 => true,
             2 if self.event_idx => {
-                // The chain covers the descriptors from `at` on: was the one asked for among them?
-                let asked = ((event & 0x7fff) as u16, event & 0x8000 != 0);
-                (0..chain.length).any(|i| step((at, wrap), i, self.size) == asked)
+                // The chain covers the descriptors from `at` on: is the requested one among them?
+                let requested = ((event & 0x7fff) as u16, event & 0x8000 != 0);
+                (0..chain.length).any(|i| step((at, wrap), i, self.size) == requested)
             }
             _ => false,
         }
@@ -226,7 +225,7 @@ mod tests {
         (memory, queue, device)
     }
 
-    /// Header, and where the status byte goes, of a chain of the shape that a slot has.
+    /// Returns type, sector and the status byte's slice of a chain.
     fn header(memory: &Memory, chain: &Chain) -> (u32, u64, SharedSlice) {
         let (first, last) = (chain.buffers[0], chain.buffers[chain.buffers.len() - 1]);
         assert!(
@@ -241,8 +240,8 @@ mod tests {
         RingOptions { size, slots, event_idx: true, indirect: false }
     }
 
-    /// Thousands of requests, answered in any order, over many laps of the ring.
-    fn travels<D: Device>(options: RingOptions) {
+    /// Thousands of requests, completed in random order, over many wraps of the ring.
+    fn completes<D: Device>(options: RingOptions) {
         let (memory, mut queue, mut device) = queue::<D>(options);
         let mut random = Rng::new(1);
         let mut free: Vec<u16> = (0..options.slots).collect();
@@ -281,14 +280,14 @@ mod tests {
     }
 
     #[test]
-    fn requests_travel_through_every_layout() {
+    fn requests_complete_in_every_layout() {
         for indirect in [false, true] {
-            travels::<SplitDevice>(RingOptions { indirect, ..options(32, 10) });
-            travels::<PackedDevice>(RingOptions { indirect, ..options(32, 10) });
-            travels::<PackedDevice>(RingOptions { indirect, ..options(37, 12) });
+            completes::<SplitDevice>(RingOptions { indirect, ..options(32, 10) });
+            completes::<PackedDevice>(RingOptions { indirect, ..options(32, 10) });
+            completes::<PackedDevice>(RingOptions { indirect, ..options(37, 12) });
         }
-        travels::<SplitDevice>(RingOptions { indirect: true, ..options(8, 8) });
-        travels::<PackedDevice>(RingOptions { indirect: true, ..options(7, 7) });
+        completes::<SplitDevice>(RingOptions { indirect: true, ..options(8, 8) });
+        completes::<PackedDevice>(RingOptions { indirect: true, ..options(7, 7) });
     }
 
     fn notifies<D: Device>(event_idx: bool) {
@@ -300,23 +299,23 @@ mod tests {
         };
         for lap in 0..50 {
             device.want_kick();
-            assert!(flush(&mut queue, 0), "lap {lap}: the device sleeps");
+            assert!(flush(&mut queue, 0), "lap {lap}: the device wants a kick");
             let first = device.take(&memory).unwrap();
             device.want_none();
-            assert!(!flush(&mut queue, 1), "lap {lap}: the device is awake");
+            assert!(!flush(&mut queue, 1), "lap {lap}: the device suppresses kicks");
             let second = device.take(&memory).unwrap();
-            assert!(!device.give(&first, 1), "lap {lap}: the driver is awake");
+            assert!(!device.give(&first, 1), "lap {lap}: the driver suppresses calls");
             assert!(queue.reap().unwrap().is_some());
-            assert!(!queue.ring.arm(), "lap {lap}: nothing is there");
-            assert!(device.give(&second, 1), "lap {lap}: the driver sleeps");
-            assert!(queue.ring.ready() && queue.ring.arm(), "lap {lap}: something is there");
+            assert!(!queue.ring.arm(), "lap {lap}: no chain is used");
+            assert!(device.give(&second, 1), "lap {lap}: the driver wants a call");
+            assert!(queue.ring.ready() && queue.ring.arm(), "lap {lap}: a chain is used");
             queue.ring.disarm();
             assert!(queue.reap().unwrap().is_some());
         }
     }
 
     #[test]
-    fn each_side_is_told_when_it_sleeps_and_only_then() {
+    fn each_side_is_notified_only_if_it_requested_that() {
         for event_idx in [false, true] {
             notifies::<SplitDevice>(event_idx);
             notifies::<PackedDevice>(event_idx);
@@ -332,7 +331,7 @@ mod tests {
         let taken: Vec<_> = std::iter::from_fn(|| device.take(&memory)).collect();
         device.give(&taken[3], 1);
         assert_eq!(queue.reap().unwrap(), Some((3, status::NONE)), "no status was written");
-        // A back end with a record of what was in flight finds the ring as it was.
+        // A back end with an in-flight buffer continues the ring as it is.
         let known = queue.resume_base(true);
         assert_ne!(known, queue.ring.fresh_base());
         assert_eq!(queue.resume_base(false), queue.ring.fresh_base());
@@ -344,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_in_flight_goes_to_the_next_back_end() {
+    fn requests_in_flight_go_to_the_next_back_end() {
         resumes::<SplitDevice>();
         resumes::<PackedDevice>();
     }
@@ -361,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_to_nothing_is_an_error() {
+    fn a_used_chain_that_is_not_in_flight_is_an_error() {
         distrusts::<SplitDevice>();
         distrusts::<PackedDevice>();
     }

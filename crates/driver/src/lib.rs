@@ -1,16 +1,19 @@
-//! Drivers with no virtual machine: of vhost-user-blk, a front end's connection, memory, and
-//! virtqueues as a guest has them; and of Xen's blkif (`xen`).
+//! Drivers without a virtual machine: for vhost-user-blk the connection, memory and virtqueues of a
+//! front end, and for Xen's blkif the same (`xen`).
 //!
 //! ```text
-//!   session      path + plan -> connected, memory shared, queues running; the same again after a crash of the back end
-//!   connection   the vhost-user messages, also raw ones          queue   requests in slots, kicks, signals
-//!   memory       one shared region, handed out in pieces         split, packed   the rings' layouts (`Ring`)
+//!   session      path + plan -> connected, queues running; also after a crash of the back end
+//!   connection   vhost-user messages, also raw ones        queue           requests in slots, kicks, calls
+//!   memory       one shared region and its allocator       split, packed   the ring layouts (`Ring`)
 //! ```
 //!
-//! In: a socket's path and what to negotiate. Out: requests' status bytes and data. What must hold:
-//! between the ring and the back end stands only the virtio 1.2 specification; nothing here assumes
-//! our own back end. Every part can be used by itself and holds back nothing: tests write whatever
-//! descriptors, indices and messages they like.
+//! In: a socket's path, and what to negotiate. Out: status bytes and data of requests.
+//!
+//! What must hold
+//! - The driver follows the virtio 1.2 specification only, and assumes nothing about Blockyard's
+//!   back end.
+//! - Every module can be used alone and checks nothing: tests write any descriptors, indices and
+//!   messages.
 
 pub mod connection;
 #[cfg(test)]
@@ -48,7 +51,7 @@ pub mod feature {
     pub const VERSION_1: u64 = 1 << 32;
     pub const RING_PACKED: u64 = 1 << 34;
 
-    /// Names of feature bits, for messages; bits that have none here by number.
+    /// Returns the names of feature bits, for messages; bits without a name as numbers.
     pub fn names(bits: u64) -> String {
         const NAMES: [(u64, &str); 14] = [
             (SEG_MAX, "VIRTIO_BLK_F_SEG_MAX"),
@@ -74,7 +77,7 @@ pub mod feature {
         each.map(name).collect::<Vec<_>>().join(", ")
     }
 
-    /// What a present-day guest takes of a disk, less the layout of the ring.
+    /// The features that a current guest accepts for a disk, without those of the ring layout.
     pub const GUEST: u64 = SEG_MAX
         | READ_ONLY
         | BLK_SIZE
@@ -104,7 +107,6 @@ pub mod status {
     pub const OK: u8 = 0;
     pub const IOERR: u8 = 1;
     pub const UNSUPP: u8 = 2;
-    /// What this driver writes there before it submits: a back end that answers without a status
-    /// shows.
+    /// Value that this driver writes before it submits, so that a missing status is visible.
     pub const NONE: u8 = 0xff;
 }

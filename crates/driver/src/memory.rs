@@ -1,7 +1,7 @@
-//! The guest's memory: one shared region, handed out from its start.
+//! The guest's memory: one shared region with a bump allocator.
 //!
 //! In: sizes and alignments. Out: guest addresses, and slices to read and write there. Nothing is
-//! ever given back.
+//! ever freed.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 
@@ -9,9 +9,8 @@ use anyhow::{Context, Result};
 use blockyard_ring::{GuestMemory, Region, SharedSlice};
 use vhost::VhostUserMemoryRegionInfo;
 
-/// Where the region lies for the guest, and in the front end's process as it tells the back end:
-/// two different numbers, and neither zero, so that a back end which mixes them up does not get
-/// away with it.
+/// Guest-physical address of the region, and its address in the front end's process, as sent to the
+/// back end. They differ, and neither is zero, so that a back end that confuses them fails.
 const GUEST_BASE: u64 = 0x1_0000_0000;
 const USER_BASE: u64 = 0x7f00_0000_0000;
 
@@ -23,45 +22,45 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// A region of `len` bytes (rounded up to pages), zeroed.
+    /// Creates a zeroed region of `len` bytes, rounded up to pages.
     pub fn new(len: u64) -> Result<Self> {
         let len = len.next_multiple_of(4096).max(4096);
         let (region, fd) = Region::memfd("blockyard-bench", GUEST_BASE, USER_BASE, len)?;
         Ok(Memory { guest: GuestMemory::default().with(region)?, fd, len, taken: 0 })
     }
 
-    /// The guest address of `len` bytes nobody else has, aligned to `align` (a power of two).
+    /// Allocates `len` bytes, aligned to `align` (a power of two). Returns the guest address.
     pub fn take(&mut self, len: u64, align: u64) -> Result<u64> {
         let start = self.taken.next_multiple_of(align);
         let end = start.checked_add(len).filter(|end| *end <= self.len);
         self.taken = end.with_context(|| {
-            format!("{len} bytes more than the {} of the guest's memory are needed", self.len)
+            format!("the guest's memory of {} bytes has no room for {len} more", self.len)
         })?;
         Ok(GUEST_BASE + start)
     }
 
-    /// A slice on `len` bytes at the guest address `addr`.
+    /// Returns a slice of `len` bytes at the guest address `addr`.
     pub fn slice(&self, addr: u64, len: u64, align: u64) -> Result<SharedSlice> {
         Ok(self.guest.slice(addr, len, align)?)
     }
 
-    /// A new piece and its slice.
+    /// Allocates `len` bytes. Returns the guest address and the slice.
     pub fn piece(&mut self, len: u64, align: u64) -> Result<(u64, SharedSlice)> {
         let addr = self.take(len, align)?;
         Ok((addr, self.slice(addr, len, align.min(4096))?))
     }
 
-    /// The address by which vhost-user names a ring.
+    /// Returns the front end's own address, which vhost-user uses for ring addresses.
     pub fn user_address(&self, guest: u64) -> u64 {
         guest.wrapping_sub(GUEST_BASE).wrapping_add(USER_BASE)
     }
 
-    /// First guest address and length in bytes.
+    /// Returns the first guest address, and the length in bytes.
     pub fn range(&self) -> (u64, u64) {
         (GUEST_BASE, self.len)
     }
 
-    /// The region as SET_MEM_TABLE names it.
+    /// Returns the region as SET_MEM_TABLE describes it.
     pub fn region(&self) -> VhostUserMemoryRegionInfo {
         VhostUserMemoryRegionInfo {
             guest_phys_addr: GUEST_BASE,

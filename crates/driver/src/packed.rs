@@ -1,8 +1,10 @@
 //! The packed virtqueue, driver side (virtio 1.2, section 2.8).
 //!
-//! A chain's descriptors are written into the ring each time it is submitted (the device overwrites
-//! them), its buffer id is its slot. What must hold: the flags of a chain's first descriptor are
-//! stored last, with Release; a used descriptor is read after its flags were loaded with Acquire.
+//! A chain's descriptors are written at each submission, because the device overwrites them. Its
+//! buffer id is its slot.
+//!
+//! What must hold: the flags of a chain's first descriptor are stored last, with Release. A used
+//! descriptor is read after its flags were loaded with Acquire.
 
 use std::sync::atomic::{Ordering, fence};
 
@@ -16,7 +18,7 @@ use super::{Memory, feature};
 
 const AVAIL: u16 = 1 << 7;
 const USED: u16 = 1 << 15;
-/// Event suppression: the offset, then what it means.
+/// Flags of the event suppression structure, whose first field is the offset.
 const EVENT_ENABLE: u16 = 0;
 const EVENT_DISABLE: u16 = 1;
 const EVENT_DESC: u16 = 2;
@@ -29,7 +31,7 @@ struct Chain {
     indirect: bool,
 }
 
-/// A place in the ring and the lap it is on.
+/// A position in the ring, and the wrap counter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Cursor {
     at: u16,
@@ -54,7 +56,7 @@ impl Cursor {
 }
 
 pub struct PackedRing {
-    /// The parts as the back end sees them, for tests that want to write anything there.
+    /// The parts that the back end sees, so that tests can write anything there.
     pub desc: SharedSlice,
     pub driver_event: SharedSlice,
     pub device_event: SharedSlice,
@@ -64,12 +66,12 @@ pub struct PackedRing {
     chains: Vec<Chain>,
     avail: Cursor,
     used: Cursor,
-    /// Descriptors written since the last `publish`.
+    /// Number of descriptors written since the last `publish`.
     added: u16,
 }
 
 impl PackedRing {
-    /// Writes the descriptor at `index` as given, flags last.
+    /// Writes the descriptor at `index`, its flags last.
     #[inline]
     pub fn write_descriptor(&self, index: u16, addr: u64, len: u32, id: u16, flags: u16) {
         let at = index as usize * DESCRIPTOR as usize;
@@ -79,14 +81,14 @@ impl PackedRing {
         self.desc.store_u16(at + 14, flags, Ordering::Release);
     }
 
-    /// Descriptors that a slot takes in the ring.
+    /// Returns the number of descriptors that a slot occupies in the ring.
     #[inline]
     fn length(&self, slot: u16) -> u16 {
         let chain = &self.chains[slot as usize];
         if chain.indirect { 1 } else { chain.count.into() }
     }
 
-    /// The flags of the descriptor that the device will use next.
+    /// Returns the flags of the descriptor that the device will use next.
     #[inline]
     fn used_flags(&self) -> u16 {
         self.desc.load_u16(self.used.at as usize * DESCRIPTOR as usize + 14, Ordering::Acquire)
@@ -99,7 +101,7 @@ impl Ring for PackedRing {
     fn new(memory: &mut Memory, options: RingOptions) -> Result<Self> {
         options.check()?;
         let size = options.size;
-        anyhow::ensure!(size <= 1 << 15, "a packed ring of {size}: 32768 is the most there can be");
+        anyhow::ensure!(size <= 1 << 15, "a packed ring of {size} entries: the limit is 32768");
         let (desc_addr, desc) = memory.piece(DESCRIPTOR * u64::from(size), 4096)?;
         let (avail_addr, driver_event) = memory.piece(4, 4096)?;
         let (used_addr, device_event) = memory.piece(4, 4096)?;
@@ -138,8 +140,8 @@ impl Ring for PackedRing {
                 let at = table as usize + at * DESCRIPTOR as usize;
                 tables.copy_in(at, buffer.addr.to_le_bytes());
                 tables.copy_in(at + 8, buffer.len.to_le_bytes());
-                // In a table the order is the chain, and the id is the ring's: only WRITE says
-                // anything here.
+                // In an indirect table the order is the chain, and the id is the ring's. Only the
+                // WRITE flag counts.
                 tables.copy_in(at + 12, (u32::from(buffer.flags()) << 16).to_le_bytes());
             }
             let len = (chain.len() as u64 * DESCRIPTOR) as u32;
@@ -184,8 +186,8 @@ impl Ring for PackedRing {
         if added == 0 {
             return false;
         }
-        // The descriptors must be seen before we look whether the device sleeps: else both sides
-        // wait for each other.
+        // The descriptors must be visible before the check whether the device wants a kick.
+        // Otherwise both sides might wait for each other.
         fence(Ordering::SeqCst);
         let event = self.device_event.load_u32(0, Ordering::Relaxed);
         let (offset, flags) = (event as u16, (event >> 16) as u16 & 3);
@@ -207,7 +209,7 @@ impl Ring for PackedRing {
         let at = self.used.at as usize * DESCRIPTOR as usize;
         let len = u32::from_le_bytes(self.desc.copy_out(at + 8));
         let id = u16::from_le_bytes(self.desc.copy_out(at + 12));
-        // An id that is not a slot is for the caller to complain about; the ring is lost then.
+        // The caller reports an id that is not a slot; the ring is unusable then.
         let length = if usize::from(id) < self.chains.len() { self.length(id) } else { 1 };
         self.used.advance(length, self.options.size);
         Some((id.into(), len))
@@ -234,9 +236,9 @@ impl Ring for PackedRing {
         self.driver_event.store_u32(0, u32::from(EVENT_DISABLE) << 16, Ordering::Relaxed);
     }
 
-    /// The driver's place among the used descriptors, for both halves: a packed ring holds no index
-    /// in memory, so the back end takes its own from the in-flight buffer. Call after `reap` gave
-    /// None.
+    /// Returns the driver's position among the used descriptors, for both halves: a packed ring has
+    /// no index in memory, so the back end takes its own from the in-flight buffer. Must be called
+    /// after `reap` returned `None`.
     fn base(&self) -> u32 {
         let bits = u32::from(self.used.bits());
         bits | bits << 16

@@ -1,11 +1,12 @@
-//! Requests in slots: a header, a data buffer and a status byte each, laid out in the ring once.
+//! Requests in slots: a header, a data buffer and a status byte per slot, described in the ring
+//! once.
 //!
-//! In: a request type, a sector, what data goes which way. Out: slots with their status. A request
-//! costs the header's 16 bytes, the status byte and the ring's entry; descriptors are only written
-//! when a slot changes its shape.
+//! In: a request type, a sector, and the direction of the data. Out: slots with their status. A
+//! request costs the header's 16 bytes, the status byte and the ring's entry. Descriptors are
+//! written only if a slot's layout changes.
 //!
-//! What must hold: a slot that is in flight is not touched until `reap` has given it back; an id
-//! from the device is checked against the slots in flight before it is believed.
+//! What must hold: a slot in flight is not touched until `reap` returns it. An id from the device
+//! is checked against the slots in flight.
 
 use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
@@ -21,7 +22,7 @@ use super::connection::RingSetup;
 use super::ring::{Buffer, Ring, RingOptions};
 use super::{Memory, status};
 
-/// A slot's header and status share a line of their own, as in a guest's request structure.
+/// Bytes per slot for header and status: a cache line, as in a guest's request structure.
 const LINE: u64 = 64;
 const STATUS: u64 = 16;
 
@@ -33,28 +34,30 @@ pub enum Data {
     FromDevice(u32),
 }
 
-/// Requests in slots, as a load uses them: over a virtqueue, or over a ring of blkif. Request types
-/// and statuses are virtio's.
+/// A queue of requests in slots, as a load generator uses it: a virtqueue, or a blkif ring. Request
+/// types and statuses are those of virtio.
 pub trait RequestQueue: Send + 'static {
-    /// Puts a request into a free slot; the back end sees it after `publish`.
+    /// Puts a request into a free slot. The back end sees it after `publish`.
     fn submit(&mut self, slot: u16, request: u32, sector: u64, data: Data);
-    /// Shows the back end what was submitted, and notifies it if it wants that.
+    /// Makes submitted requests visible to the back end, and notifies it if it wants that.
     fn publish(&mut self) -> Result<()>;
-    /// The next finished request: its slot and its status byte.
+    /// Returns the next completed request: its slot and its status byte.
     fn reap(&mut self) -> Result<Option<(u16, u8)>>;
-    /// Whether `reap` would give something.
+    /// Returns whether `reap` would return a request.
     fn ready(&self) -> bool;
     fn in_flight(&self) -> usize;
-    /// Sleeps until the back end notifies, or for `limit`. May return early.
+    /// Sleeps until a notification of the back end, at most for `limit`. May return early.
     fn sleep(&mut self, limit: Option<Duration>) -> Result<()>;
-    /// Notifies the back end, wanted or not.
+    /// Notifies the back end, whether it wants that or not.
     fn kick(&mut self) -> Result<()>;
-    /// Notifications so far: sent to the back end, and received.
+    /// Returns the number of notifications so far: sent to the back end, and received.
     fn notifications(&mut self) -> Result<(u64, u64)>;
-    /// Copies `bytes` to the start of a slot's data, or out of it.
+    /// Copies `bytes` to the start of a slot's data.
     fn write_data(&self, slot: u16, bytes: &[u8]);
+    /// Copies the start of a slot's data to `bytes`.
     fn read_data(&self, slot: u16, bytes: &mut [u8]);
-    /// Prepares the ring for the next back end. Returns the setup to send to it.
+    /// Prepares the ring for the next back end. Returns the base to send to it (SET_VRING_BASE).
+    /// `known`: whether that back end knows what was in flight.
     fn resume_base(&mut self, known: bool) -> u32;
 }
 
@@ -75,25 +78,25 @@ pub struct Queue<R> {
     data: SharedSlice,
     kick: Arc<OwnedFd>,
     call: Arc<OwnedFd>,
-    /// An edge-triggered epoll of `call` alone: a wake-up is one system call. (Reading `call` would
-    /// be two, because back ends make it non-blocking, QEMU's for one, and that flag is shared.)
+    /// An edge-triggered epoll of `call` alone, so that a wake-up is one system call. A read of
+    /// `call` would take two: back ends (QEMU's for one) make it non-blocking, and that flag is
+    /// shared.
     waiter: OwnedFd,
     in_flight: usize,
-    /// Notifications so far: kicks that we sent, signals that the back end sent (see
-    /// `take_signals`).
+    /// Number of kicks sent, and of calls received (see `take_signals`).
     pub kicks: u64,
     pub signals: u64,
 }
 
 impl<R: Ring> Queue<R> {
-    /// Guest memory that such a queue takes at most.
+    /// Returns how much guest memory such a queue needs at most, in bytes.
     pub fn memory_needed(options: RingOptions, data_len: u32) -> u64 {
         let slots = u64::from(options.slots);
         let stride = u64::from(data_len).next_multiple_of(4096);
         u64::from(options.size) * 26 + slots * (48 + LINE + stride) + 8 * 4096
     }
 
-    /// A queue whose slots have `data_len` bytes for data each.
+    /// Creates a queue whose slots have `data_len` bytes for data each.
     pub fn new(
         memory: &mut Memory,
         index: u16,
@@ -134,7 +137,7 @@ impl<R: Ring> Queue<R> {
         })
     }
 
-    /// What the back end is told of this queue.
+    /// Returns the description of this queue for the back end.
     pub fn setup(&self) -> RingSetup {
         RingSetup {
             index: self.index,
@@ -155,13 +158,13 @@ impl<R: Ring> Queue<R> {
         self.data.write(slot as usize * self.data_len as usize, bytes);
     }
 
-    /// Copies the start of a slot's data out.
+    /// Copies the start of a slot's data to `bytes`.
     pub fn read_data(&self, slot: u16, bytes: &mut [u8]) {
         assert!(bytes.len() <= self.data_len as usize, "a slot holds {} bytes", self.data_len);
         self.data.read(slot as usize * self.data_len as usize, bytes);
     }
 
-    /// Puts a request into a free slot and the slot into the ring; the device sees it after
+    /// Puts a request into a free slot, and the slot into the ring. The device sees it after
     /// `publish`.
     #[inline]
     pub fn submit(&mut self, slot: u16, request: u32, sector: u64, data: Data) {
@@ -194,20 +197,20 @@ impl<R: Ring> Queue<R> {
         self.ring.lay(slot, &[header, Buffer { addr, len, device_writes }, status]);
     }
 
-    /// Shows the device what was submitted, and kicks it if it wants that.
+    /// Makes submitted requests visible to the device, and kicks it if it wants that.
     #[inline]
     pub fn publish(&mut self) -> Result<()> {
         if self.ring.publish() { self.kick() } else { Ok(()) }
     }
 
-    /// Kicks, asked for or not.
+    /// Kicks the device, whether it wants that or not.
     pub fn kick(&mut self) -> Result<()> {
         self.kicks += 1;
         rustix::io::write(&*self.kick, &1u64.to_ne_bytes())?;
         Ok(())
     }
 
-    /// The next finished request: its slot and its status byte.
+    /// Returns the next completed request: its slot and its status byte.
     #[inline]
     pub fn reap(&mut self) -> Result<Option<(u16, u8)>> {
         let Some((id, _)) = self.ring.reap() else { return Ok(None) };
@@ -223,8 +226,7 @@ impl<R: Ring> Queue<R> {
         Ok(Some((id as u16, status)))
     }
 
-    /// Sleeps until the device signals a used chain (or somebody else writes the call eventfd), or
-    /// for `limit`. May return for nothing.
+    /// Sleeps until the device signals `call`, at most for `limit`. May return early.
     pub fn sleep(&mut self, limit: Option<Duration>) -> Result<()> {
         if !self.ring.arm() {
             let limit = limit
@@ -238,7 +240,7 @@ impl<R: Ring> Queue<R> {
         Ok(())
     }
 
-    /// Brings `signals` up to date. The eventfd keeps count: nothing is read while requests run.
+    /// Updates `signals` from the eventfd's counter, which is not read while requests run.
     pub fn take_signals(&mut self) -> Result<()> {
         let mut count = [0; 8];
         match rustix::io::read(&*self.call, &mut count) {
@@ -249,10 +251,10 @@ impl<R: Ring> Queue<R> {
         Ok(())
     }
 
-    /// Makes the ring ready for the next back end, and gives its SET_VRING_BASE. `known`: that back
-    /// end finds in the in-flight buffer what its predecessor had taken. Else the ring is emptied
-    /// and everything in flight submitted again, as a guest does that resets the device. The last
-    /// one is gone, and all it has used is reaped.
+    /// Prepares the ring for the next back end, and returns its SET_VRING_BASE. The last back end
+    /// must be gone, and all used chains reaped. `known`: the next one finds in the in-flight
+    /// buffer what the last one had taken. Otherwise the ring is emptied, and everything in flight
+    /// is submitted again, as by a guest that resets the device.
     pub fn resume_base(&mut self, known: bool) -> u32 {
         if known {
             return self.ring.base();
@@ -264,8 +266,8 @@ impl<R: Ring> Queue<R> {
         self.ring.fresh_base()
     }
 
-    /// One request, waited for: its status byte. `data` goes to the device or comes from it, as
-    /// `request` has it.
+    /// Makes one request and waits for it. Returns its status byte. `data` has its direction and
+    /// length, `bytes` its content.
     pub fn call(
         &mut self,
         request: u32,
@@ -274,7 +276,7 @@ impl<R: Ring> Queue<R> {
         bytes: &mut [u8],
         limit: Duration,
     ) -> Result<u8> {
-        anyhow::ensure!(self.in_flight == 0, "a single request wants the queue for itself");
+        anyhow::ensure!(self.in_flight == 0, "a single request needs an idle queue");
         if let Data::ToDevice(_) = data {
             self.write_data(0, bytes);
         }
@@ -290,7 +292,7 @@ impl<R: Ring> Queue<R> {
             }
             let left = limit.checked_sub(start.elapsed());
             self.sleep(Some(
-                left.ok_or_else(|| anyhow::anyhow!("no answer to a request for {limit:?}"))?,
+                left.ok_or_else(|| anyhow::anyhow!("a request has not completed for {limit:?}"))?,
             ))?;
         }
     }

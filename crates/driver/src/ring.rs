@@ -1,7 +1,7 @@
-//! What both layouts of a virtqueue have in common, seen from the driver.
+//! The interface of both virtqueue layouts, on the driver's side.
 //!
-//! In: slots, each with a chain of buffers that was laid out before. Out: slots that the device has
-//! used. A slot is in the ring at most once; the caller sees to that.
+//! In: slots, each with a chain of buffers that was defined before. Out: slots whose chains the
+//! device has used. The caller ensures that a slot is in the ring at most once.
 
 use anyhow::Result;
 
@@ -10,17 +10,17 @@ pub const NEXT: u16 = 1;
 pub const WRITE: u16 = 2;
 pub const INDIRECT: u16 = 4;
 
-/// The longest chain a slot can have: header, data, status.
+/// Longest chain of a slot: header, data, status.
 pub const CHAIN_MAX: usize = 3;
-/// Bytes of one descriptor, in either layout.
+/// Size of a descriptor in bytes, in either layout.
 pub const DESCRIPTOR: u64 = 16;
 
-/// One buffer of a chain.
+/// A buffer of a chain.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Buffer {
     pub addr: u64,
     pub len: u32,
-    /// The device writes it (else: reads it).
+    /// Whether the device writes it; otherwise it reads it.
     pub device_writes: bool,
 }
 
@@ -30,7 +30,7 @@ impl Buffer {
     }
 }
 
-/// Guest addresses of a ring's three parts. Packed: descriptor ring, driver's and device's event
+/// Guest addresses of a ring's three parts. Packed: descriptor ring, driver and device event
 /// suppression.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RingAddresses {
@@ -39,19 +39,19 @@ pub struct RingAddresses {
     pub used: u64,
 }
 
-/// How a ring is made.
+/// Parameters of a ring.
 #[derive(Clone, Copy, Debug)]
 pub struct RingOptions {
-    /// Entries of the ring.
+    /// Number of entries of the ring.
     pub size: u16,
-    /// Chains that can be in it at once.
+    /// Number of chains that can be in it at once.
     pub slots: u16,
     pub event_idx: bool,
     pub indirect: bool,
 }
 
 impl RingOptions {
-    /// Whether the slots' chains always find room.
+    /// Checks that the chains of all slots fit into the ring.
     pub fn check(&self) -> Result<()> {
         let need =
             if self.indirect { self.slots as usize } else { self.slots as usize * CHAIN_MAX };
@@ -61,7 +61,8 @@ impl RingOptions {
         );
         anyhow::ensure!(
             need <= self.size as usize,
-            "a depth of {} takes {need} descriptors, the ring has {}: give a larger --queue-size or --indirect",
+            "a depth of {} needs {need} descriptors, but the ring has {}: use a larger --queue-size, or \
+             --indirect",
             self.slots,
             self.size
         );
@@ -71,39 +72,39 @@ impl RingOptions {
 
 /// The driver's side of a virtqueue.
 pub trait Ring: Send + Sized + 'static {
-    /// The feature bits that this layout needs negotiated.
+    /// The feature bits that this layout requires.
     const FEATURES: u64;
 
     fn new(memory: &mut super::Memory, options: RingOptions) -> Result<Self>;
     fn addresses(&self) -> RingAddresses;
     fn size(&self) -> u16;
-    /// Sets a slot's chain (1 to `CHAIN_MAX` buffers); it stays for later submissions. Not while
-    /// the slot is in the ring.
+    /// Sets a slot's chain (1 to `CHAIN_MAX` buffers) for this and later submissions. The slot must
+    /// not be in the ring.
     fn lay(&mut self, slot: u16, chain: &[Buffer]);
     /// Makes the slot's chain available with the next `publish`.
     fn submit(&mut self, slot: u16);
-    /// Shows the device what was submitted; true: it wants a kick for that.
+    /// Makes submitted chains visible to the device. True: the device wants a kick.
     fn publish(&mut self) -> bool;
-    /// The next used chain: its id as the device wrote it, unchecked, and the bytes it says it
-    /// wrote.
+    /// Returns the next used chain: its id as the device wrote it, unchecked, and the number of
+    /// bytes that it claims to have written.
     fn reap(&mut self) -> Option<(u32, u32)>;
-    /// Whether `reap` would give something.
+    /// Returns whether `reap` would return a chain.
     fn ready(&self) -> bool;
-    /// Asks for a signal at the next used chain; true: there is one already, do not wait.
+    /// Requests a call with the next used chain. True: there is one already, so do not wait.
     fn arm(&mut self) -> bool;
-    /// Asks for no signals.
+    /// Suppresses calls.
     fn disarm(&mut self);
-    /// What SET_VRING_BASE says after the back end has crashed: the ring's own used index (see the
-    /// implementations).
+    /// Returns the SET_VRING_BASE value after the back end has crashed: the ring's own used index
+    /// (see the implementations).
     fn base(&self) -> u32;
-    /// SET_VRING_BASE of a ring that was just made or reset.
+    /// Returns the SET_VRING_BASE value of a ring that was just created or reset.
     fn fresh_base(&self) -> u32;
-    /// Back to an empty ring. The device must not be running. Chains stay laid out.
+    /// Empties the ring. The device must not be running. The slots keep their chains.
     fn reset(&mut self);
 }
 
-/// Whether a step of an index from `old` to `new` passes the one at which the other side wants to
-/// be told.
+/// Returns whether the step of an index from `old` to `new` passes `event`, at which the other side
+/// wants a notification (virtio 1.2, section 2.7.10).
 #[inline]
 pub fn need_event(event: u16, new: u16, old: u16) -> bool {
     new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
@@ -114,7 +115,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn events_are_due_when_the_step_passes_them() {
+    fn an_event_is_due_if_the_step_passes_it() {
         for (event, new, old, want) in [
             (0, 1, 0, true),
             (1, 1, 0, false),
@@ -131,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn a_depth_must_fit_the_ring() {
+    fn all_slots_must_fit_into_the_ring() {
         let mut options = RingOptions { size: 128, slots: 42, event_idx: true, indirect: false };
         options.check().unwrap();
         options.slots = 43;

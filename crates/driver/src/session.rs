@@ -1,9 +1,11 @@
-//! From a path to running queues, and again after the back end has gone away.
+//! Creates a session: from a socket's path to running queues, and again after the back end has
+//! crashed.
 //!
-//! In: a `Plan`. Out: a `Link` (connection, memory, the in-flight buffer) and the queues, which may
-//! move to threads of their own. What must hold: memory and rings live as long as the link,
-//! whatever connections come and go; the in-flight buffer is asked for once, and handed to every
-//! later back end, as QEMU does.
+//! In: a `Plan`. Out: a `Link` (connection, memory, the in-flight buffer), and the queues, which
+//! may move to other threads.
+//!
+//! What must hold: memory and rings live as long as the link, across connections. The in-flight
+//! buffer is requested once, and sent to every later back end, as QEMU does.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -20,18 +22,17 @@ use super::{Memory, Queue, feature};
 pub struct Plan {
     pub queues: u16,
     pub queue_size: u16,
-    /// Requests in flight a queue.
+    /// Requests in flight per queue.
     pub slots: u16,
-    /// Bytes of data a request.
+    /// Bytes of data per request.
     pub data_len: u32,
     pub event_idx: bool,
     pub indirect: bool,
-    /// Features taken where they are offered, and features without which there is no session.
+    /// Features to accept if they are offered, and features without which the session fails.
     pub wanted: u64,
     pub required: u64,
     pub protocol: VhostUserProtocolFeatures,
-    /// Longest time that the back end may take to accept the connection, and for each exchange of
-    /// messages.
+    /// Longest time for the back end to accept the connection, and for each exchange of messages.
     pub answer_limit: Duration,
 }
 
@@ -63,7 +64,7 @@ impl Plan {
     }
 }
 
-/// A back end with our memory in it.
+/// A connection to a back end that maps our memory.
 pub struct Link {
     path: PathBuf,
     plan: Plan,
@@ -76,7 +77,7 @@ pub struct Link {
 }
 
 impl Link {
-    /// Connects for rings of the layout `R`; queues are made and started next.
+    /// Connects, for rings of the layout `R`. Next, create and start the queues.
     pub fn open<R: Ring>(path: &Path, plan: &Plan) -> Result<Self> {
         let options = RingOptions {
             size: plan.queue_size,
@@ -121,7 +122,7 @@ impl Link {
         Ok(config)
     }
 
-    /// The queues of the plan, not known to the back end yet.
+    /// Creates the queues of the plan. The back end does not know them yet.
     pub fn queues<R: Ring>(&mut self) -> Result<Vec<Queue<R>>> {
         let plan = self.plan;
         let event_idx = self.connection.features & feature::EVENT_IDX != 0;
@@ -136,7 +137,7 @@ impl Link {
             .collect()
     }
 
-    /// Hands memory and rings over, and starts them.
+    /// Sends memory and rings to the back end, and starts the rings.
     pub fn start(&mut self, rings: &[(RingSetup, u32)]) -> Result<()> {
         let Link { connection, memory, inflight, plan, .. } = self;
         connection.within(plan.answer_limit, |c| {
@@ -151,14 +152,14 @@ impl Link {
         })
     }
 
-    /// A new connection to the same path, with what the first one agreed. Rings are started next.
+    /// Connects to the same path again, and negotiates the same. Next, start the rings.
     pub fn reopen(&mut self) -> Result<()> {
         let mut connection = Connection::open_within(&self.path, self.plan.answer_limit)?;
         let (plan, layout) = (self.plan, self.layout);
         let config = connection.within(plan.answer_limit, |c| Self::agree(c, &plan, layout))?;
         anyhow::ensure!(
             connection.features == self.connection.features,
-            "the new back end offers other features: {:#x}, not {:#x}",
+            "the new back end offers other features: {:#x} instead of {:#x}",
             connection.features,
             self.connection.features
         );
@@ -166,7 +167,7 @@ impl Link {
         Ok(())
     }
 
-    /// Stops the queues as a guest that shuts down does.
+    /// Stops the queues, as a guest that shuts down does.
     pub fn stop(&mut self) -> Result<()> {
         let Plan { queues, answer_limit, .. } = self.plan;
         self.connection
@@ -174,7 +175,7 @@ impl Link {
     }
 }
 
-/// A link and its queues on one thread: what tests start from.
+/// A link and its queues on one thread, for tests.
 pub struct Session<R> {
     pub link: Link,
     pub queues: Vec<Queue<R>>,
@@ -185,12 +186,13 @@ impl<R: Ring> Session<R> {
         let mut link = Link::open::<R>(path, plan)?;
         let queues = link.queues::<R>()?;
         let rings: Vec<_> = queues.iter().map(|q| (q.setup(), q.ring.fresh_base())).collect();
-        link.start(&rings).with_context(|| format!("starting the queues at {}", path.display()))?;
+        link.start(&rings)
+            .with_context(|| format!("cannot start the queues at {}", path.display()))?;
         Ok(Session { link, queues })
     }
 
-    /// Connects again after the back end has gone away: with an in-flight buffer the rings stay as
-    /// they are, without one what was in flight is submitted again in fresh rings. Then kicks.
+    /// Connects again after the back end has gone away. With an in-flight buffer the rings stay as
+    /// they are. Without one, everything in flight is submitted again in emptied rings. Then kicks.
     pub fn restart(&mut self) -> Result<()> {
         self.link.reopen()?;
         let known = self.link.inflight.is_some();

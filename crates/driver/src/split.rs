@@ -1,9 +1,11 @@
 //! The split virtqueue, driver side (virtio 1.2, section 2.7).
 //!
-//! Head descriptors come first (one a slot, so a chain's id is its slot), then the slots' second
-//! descriptors, then their third. What must hold: a descriptor, a header, an entry of the available
-//! ring are written before the index that shows them is stored with Release; a used entry is read
-//! after its index was loaded with Acquire.
+//! Head descriptors come first (one per slot, so a chain's id is its slot), then the slots' second
+//! descriptors, then their third.
+//!
+//! What must hold: descriptors, headers and entries of the available ring are written before the
+//! index that publishes them is stored with Release. A used entry is read after its index was
+//! loaded with Acquire.
 
 use std::sync::atomic::{Ordering, fence};
 
@@ -17,12 +19,12 @@ use super::{Memory, feature};
 
 const NO_INTERRUPT: u16 = 1;
 const NO_NOTIFY: u16 = 1;
-/// Where the index and the first entry lie in the available and in the used ring.
+/// Offsets of the index and of the first entry in the available ring and in the used ring.
 const INDEX: usize = 2;
 const ENTRIES: usize = 4;
 
 pub struct SplitRing {
-    /// The parts as the back end sees them, for tests that want to write anything there.
+    /// The parts that the back end sees, so that tests can write anything there.
     pub desc: SharedSlice,
     pub avail: SharedSlice,
     pub used: SharedSlice,
@@ -37,12 +39,12 @@ pub struct SplitRing {
 }
 
 impl SplitRing {
-    /// Writes one descriptor as given.
+    /// Writes a descriptor with any content.
     pub fn write_descriptor(&self, index: u16, addr: u64, len: u32, flags: u16, next: u16) {
         self.desc.copy_in(index as usize * DESCRIPTOR as usize, descriptor(addr, len, flags, next));
     }
 
-    /// Adds a chain's head to the available ring, shown with the next `publish`.
+    /// Adds a chain's head to the available ring. The next `publish` makes it visible.
     #[inline]
     pub fn push_available(&mut self, head: u16) {
         let entry = ENTRIES + 2 * (self.next_avail & self.mask) as usize;
@@ -50,16 +52,17 @@ impl SplitRing {
         self.next_avail = self.next_avail.wrapping_add(1);
     }
 
-    /// Where the driver asks for a signal (EVENT_IDX), and where the device asks for a kick.
+    /// Offset of the index at which the driver wants a call (EVENT_IDX).
     fn used_event(&self) -> usize {
         ENTRIES + 2 * self.options.size as usize
     }
 
+    /// Offset of the index at which the device wants a kick (EVENT_IDX).
     fn avail_event(&self) -> usize {
         ENTRIES + 8 * self.options.size as usize
     }
 
-    /// The index of a slot's descriptor number `position`.
+    /// Returns the index of a slot's descriptor number `position`.
     fn index(&self, slot: u16, position: usize) -> u16 {
         slot + position as u16 * self.options.slots
     }
@@ -82,9 +85,9 @@ impl Ring for SplitRing {
         let size = options.size;
         anyhow::ensure!(
             size.is_power_of_two() && size <= 1 << 15,
-            "a split ring of {size}: a power of two up to 32768 is needed"
+            "a split ring of {size} entries: it must be a power of two up to 32768"
         );
-        // Each part on pages of its own, as far as the sides are concerned that write them.
+        // Parts that different sides write are on different pages.
         let (desc_addr, desc) = memory.piece(DESCRIPTOR * u64::from(size), 4096)?;
         let (avail_addr, avail) = memory.piece(6 + 2 * u64::from(size), 4096)?;
         let (used_addr, used) = memory.piece(6 + 8 * u64::from(size), 4096)?;
@@ -160,8 +163,8 @@ impl Ring for SplitRing {
         }
         self.published = new;
         self.avail.store_u16(INDEX, new, Ordering::Release);
-        // The index must be seen before we look whether the device sleeps: else both sides wait for
-        // each other.
+        // The index must be visible before the check whether the device wants a kick. Otherwise
+        // both sides might wait for each other.
         fence(Ordering::SeqCst);
         if self.options.event_idx {
             need_event(self.used.load_u16(self.avail_event(), Ordering::Relaxed), new, old)
@@ -201,7 +204,7 @@ impl Ring for SplitRing {
 
     fn disarm(&mut self) {
         if self.options.event_idx {
-            // An event index that has just gone by comes round again after 65536 used chains only.
+            // An event index that was just passed is reached again after 65536 used chains only.
             self.avail.store_u16(
                 self.used_event(),
                 self.last_used.wrapping_sub(1),
@@ -212,7 +215,8 @@ impl Ring for SplitRing {
         }
     }
 
-    /// The used index in the ring, as QEMU restores it when a crashed back end could not be asked.
+    /// Returns the used index in the ring, as QEMU restores it if a crashed back end cannot be
+    /// queried.
     fn base(&self) -> u32 {
         self.used.load_u16(INDEX, Ordering::Acquire).into()
     }

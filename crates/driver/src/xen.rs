@@ -1,15 +1,16 @@
-//! A blkif front end with no hypervisor: a domain of a [`Machine`], its nodes in xenstore, its
+//! A blkif front end without a hypervisor: a domain of a [`Machine`], its nodes in xenstore, its
 //! rings and granted pages.
 //!
 //! ```text
-//!   session   machine + plan -> connected, queues with slots     queue     requests in slots, at a depth
-//!   front     nodes and states, negotiated terms                 ring      entries, indices, events (req_event, rsp_event)
-//!   request   entries in both layouts
+//!   session   machine + plan -> connected, queues with slots   queue   requests in slots
+//!   front     nodes and states, negotiated terms               ring    entries, indices, events
+//!   request   ring entries in both layouts
 //! ```
-//! In: a machine, the number of a device, and what to negotiate. Out: answers and data. What must
-//! hold: between the ring and the back end stands only Xen's `blkif.h`; nothing here assumes our
-//! own back end. Every part can be used by itself and holds back nothing: tests write whatever
-//! nodes, entries and indices they like.
+//! In: a machine, the number of a device, and what to negotiate. Out: responses and data.
+//!
+//! What must hold
+//! - The driver follows Xen's `blkif.h` only, and assumes nothing about Blockyard's back end.
+//! - Every module can be used alone and checks nothing: tests write any nodes, entries and indices.
 //!
 //! [`Machine`]: blockyard_ring::xen::Machine
 
@@ -25,11 +26,11 @@ pub use request::{Abi, Entry, operation, segment, status};
 pub use ring::{Answer, FrontRing};
 pub use session::{Offer, Plan, Session};
 
-/// Bytes of a page, and of a sector as blkif counts them.
+/// Bytes of a page, and of a blkif sector.
 pub const PAGE: usize = 4096;
 pub const SECTOR: usize = 512;
 
-/// States of either side.
+/// States of either side (`enum xenbus_state`).
 pub mod state {
     pub const INITIALISING: u8 = 1;
     pub const INIT_WAIT: u8 = 2;

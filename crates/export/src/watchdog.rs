@@ -54,7 +54,7 @@ impl Drop for Watchdog {
 }
 
 fn watch(watcher: &Watcher, stop: &AtomicBool, reactors: &[(String, Arc<Pulse>)]) {
-    watcher.is_this_thread();
+    watcher.set_this_thread();
     let mut checks: Vec<_> = reactors.iter().map(|_| Observed::default()).collect();
     let budget = Budget::default();
     let stops = || stop.load(Ordering::SeqCst);

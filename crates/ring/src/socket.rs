@@ -1,9 +1,10 @@
 //! A connected stream socket on one executor's io_uring.
 //!
-//! In: segments to fill, or to send. Out: the segments again, with the number of bytes moved. What
-//! must hold: a read or write that is dropped early goes on in the kernel, with its memory and the
-//! descriptor, until it is answered; [`Socket::shutdown`] makes sure that it is, and comes with the
-//! last clone's end.
+//! In: segments to fill, or to send. Out: the same segments, and the number of bytes transferred.
+//!
+//! What must hold: a read or write whose future is dropped continues in the kernel, with its memory
+//! and the descriptor, until its completion. [`Socket::shutdown`] forces that completion, and runs
+//! when the last clone is dropped.
 
 use std::cell::Cell;
 use std::io;
@@ -19,7 +20,7 @@ use crate::rights;
 use crate::segments::Segments;
 use crate::uring::Action;
 
-/// Entries of an iovec that the kernel takes at a time (UIO_MAXIOV).
+/// Most iovec entries that the kernel takes per call (UIO_MAXIOV).
 pub const MOST_PIECES: usize = 1024;
 
 #[derive(Clone)]
@@ -27,9 +28,9 @@ pub struct Socket(Rc<Connected>);
 
 struct Connected {
     slot: Rc<FileSlot>,
-    /// The connection outlives it.
+    /// Whether the connection outlives this value ([`Socket::keep`]).
     kept: Cell<bool>,
-    /// Descriptors may arrive with its bytes (`rights`).
+    /// Whether descriptors may arrive with its bytes (see `rights`).
     brings_descriptors: bool,
 }
 
@@ -46,8 +47,8 @@ impl Drop for Connected {
 }
 
 impl Socket {
-    /// Takes a connected stream socket over; it becomes a blocking one, for that is what io_uring
-    /// waits for by itself.
+    /// Takes over a connected stream socket. It becomes blocking, because io_uring then waits for
+    /// it internally.
     pub fn new(handle: &Handle, fd: impl AsFd + Send + Sync + 'static) -> io::Result<Self> {
         ignore_broken_pipes();
         rustix::io::ioctl_fionbio(&fd, false)?;
@@ -60,19 +61,19 @@ impl Socket {
         self.0.slot.fd()
     }
 
-    /// The connection for somebody else, who goes on with it. Nothing may be on its way here, nor
-    /// be begun.
+    /// Returns a descriptor of the connection for another user, and no longer shuts it down on
+    /// drop. No operation may be in flight, or start later.
     pub fn keep(&self) -> io::Result<OwnedFd> {
         let fd = self.fd().try_clone_to_owned()?;
         self.0.kept.set(true);
         Ok(fd)
     }
 
-    /// Reads what is there, at least one byte; 0: the other side has ended.
+    /// Reads at least one byte. 0: the peer has closed the connection.
     #[inline]
     pub async fn read(&self, mut segments: Segments) -> (Segments, io::Result<usize>) {
         if self.0.brings_descriptors {
-            let read = Box::pin(self.read_after_look(&segments)).await;
+            let read = Box::pin(self.read_checked(&segments)).await;
             return (segments, read);
         }
         loop {
@@ -84,7 +85,7 @@ impl Socket {
         }
     }
 
-    async fn read_after_look(&self, segments: &Segments) -> io::Result<usize> {
+    async fn read_checked(&self, segments: &Segments) -> io::Result<usize> {
         loop {
             if let Some(n) = self.read_now(segments)? {
                 return Ok(n);
@@ -93,8 +94,8 @@ impl Socket {
         }
     }
 
-    /// Reads what is there, at least one byte, without a way through the ring; 0: the other side
-    /// has ended. None: nothing is there.
+    /// Reads at least one byte, by a system call instead of io_uring. 0: the peer has closed the
+    /// connection. `None`: no bytes have arrived.
     pub fn read_now(&self, segments: &Segments) -> io::Result<Option<usize>> {
         if segments.request().is_some() {
             let buffer = Segments::buffer(segments.len());
@@ -111,7 +112,7 @@ impl Socket {
         }
     }
 
-    /// Fills `segments`; an end before that is an error (UnexpectedEof).
+    /// Fills `segments`. If the connection ends before, the error is UnexpectedEof.
     pub async fn read_full(&self, segments: Segments) -> (Segments, io::Result<()>) {
         let mut done = 0;
         while done < segments.len() {
@@ -124,17 +125,18 @@ impl Socket {
         (segments, Ok(()))
     }
 
-    /// Sends what the socket takes at once, without a way through the ring: none, when it is full.
+    /// Sends as much as the socket takes at once, by a system call instead of io_uring. Returns 0
+    /// if its buffer is full.
     pub fn write_now(&self, segments: &Segments) -> io::Result<usize> {
-        assert!(segments.request().is_none(), "a request's memory is not this process's");
+        assert!(segments.request().is_none(), "zero-copy data are not in this process's memory");
         let iov = segments.iovecs();
-        // SAFETY: all zeroes is a valid `msghdr`: no name, no control data, no iovec.
+        // SAFETY: an all-zero `msghdr` is valid: no name, no control data, no iovec.
         let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
         message.msg_iov = iov.as_ptr().cast_mut();
         message.msg_iovlen = iov.len().min(MOST_PIECES);
         let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
-        // SAFETY: the message names the segments' iovec, whose memory its owner keeps for longer
-        // than this call; the kernel only reads it.
+        // SAFETY: the message refers to the segments' iovec, whose owner keeps the memory alive
+        // beyond this call; the kernel only reads it.
         let sent = unsafe { libc::sendmsg(self.fd().as_raw_fd(), &message, flags) };
         match usize::try_from(sent) {
             Ok(n) => Ok(n),
@@ -147,12 +149,12 @@ impl Socket {
         }
     }
 
-    /// Sends some of `segments` from `offset`, as much as the socket takes; 0 after an
+    /// Sends some of `segments` from `offset`, as much as the socket takes. Returns 0 after an
     /// interruption.
     #[inline]
     pub async fn write(&self, segments: Segments, offset: usize) -> (Segments, io::Result<usize>) {
         let action = Action::Write { offset: 0, rw_flags: 0 };
-        // The first attempt takes the segments themselves, and needs no list of its own.
+        // The first attempt uses the segments themselves, so it needs no copy of the iovec.
         let (result, segments) = if offset == 0 {
             self.operation(action, segments).await
         } else {
@@ -165,18 +167,17 @@ impl Socket {
         }
     }
 
-    /// Sends all of `segments`, which have at most [`MOST_PIECES`] pieces.
+    /// Sends all of `segments`, which have at most [`MOST_PIECES`] entries.
     pub async fn write_full(&self, segments: Segments) -> (Segments, io::Result<()>) {
         write_rest(segments, 0, async |segments, done| self.write(segments, done).await).await
     }
 
-    /// Ends both directions: whatever waits for the socket is answered.
+    /// Shuts down both directions: all waiting reads and writes complete.
     pub fn shutdown(&self) {
         let _ = rustix::net::shutdown(self.fd(), Shutdown::Both);
     }
 
-    /// Ends the reading direction: what waits for the other side's bytes is answered, what is sent
-    /// still goes out.
+    /// Shuts down reading: waiting reads complete, and writes continue.
     pub fn shutdown_read(&self) {
         let _ = rustix::net::shutdown(self.fd(), Shutdown::Read);
     }
@@ -187,8 +188,8 @@ impl Socket {
     }
 }
 
-/// Sends what `segments` have from `done` on, by as many turns of `write`, which sends some from an
-/// offset, as that takes.
+/// Sends what `segments` have from `done` on, by as many calls of `write` as necessary. `write`
+/// sends some of them, from an offset.
 pub async fn write_rest(
     mut segments: Segments,
     mut done: usize,
@@ -205,13 +206,13 @@ pub async fn write_rest(
     (segments, Ok(()))
 }
 
-/// A write of io_uring to a socket whose other side has gone raises SIGPIPE, and has no flag that
-/// says otherwise. Rust's start-up sees to that; a process that began in another way (a fuzzer) has
-/// not been through it.
+/// Ignores SIGPIPE: an io_uring write to a socket that the peer has closed raises it, and no flag
+/// prevents that. Rust's runtime ignores it too, but not if the process starts in another way (a
+/// fuzzer).
 fn ignore_broken_pipes() {
     static ONCE: std::sync::Once = std::sync::Once::new();
     ONCE.call_once(|| {
-        // SAFETY: to ignore a signal runs no code of ours.
+        // SAFETY: ignoring a signal runs no code of ours.
         let _ = unsafe { libc::signal(libc::SIGPIPE, libc::SIG_IGN) };
     });
 }
@@ -233,7 +234,7 @@ mod tests {
             theirs.write_all(b"01234").unwrap();
             std::thread::sleep(std::time::Duration::from_millis(20));
             theirs.write_all(b"56789").unwrap();
-            // More than the socket holds: it is sent in several steps.
+            // More than the socket buffers: it is sent in several steps.
             let mut all = vec![0; 3 << 20];
             theirs.read_exact(&mut all).unwrap();
             assert!(all.iter().all(|byte| *byte == 7));
@@ -263,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn a_shutdown_ends_what_waits() {
+    fn a_shutdown_completes_waiting_operations() {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let executor = Executor::new().unwrap();
         let socket = Socket::new(executor.handle(), ours).unwrap();
@@ -278,16 +279,16 @@ mod tests {
         drop(theirs);
     }
 
-    /// A socket with little room on each side, and the other side.
+    /// Returns a socket with small buffers, and its peer.
     fn narrow(executor: &Executor) -> (Socket, UnixStream) {
         let (ours, theirs) = UnixStream::pair().unwrap();
         rustix::net::sockopt::set_socket_send_buffer_size(&ours, 4096).unwrap();
         (Socket::new(executor.handle(), ours).unwrap(), theirs)
     }
 
-    /// What is sent in several steps begins and ends where it should, whatever its pieces.
+    /// A message that is sent in several steps is complete and in order, whatever its entries.
     #[test]
-    fn a_write_goes_on_where_the_last_one_stopped() {
+    fn a_write_continues_where_the_last_one_stopped() {
         let executor = Executor::new().unwrap();
         let (socket, mut theirs) = narrow(&executor);
         let bytes: Vec<u8> = (0..200_000u32).map(|at| (at % 251) as u8).collect();
@@ -316,22 +317,22 @@ mod tests {
                 assert_eq!(
                     (pieces.len(), pieces.count()),
                     (whole.len(), 3),
-                    "they come back as they were"
+                    "the segments come back unchanged"
                 );
-                assert!(steps.get() > 1, "the socket has room for all of it");
+                assert!(steps.get() > 1, "it took one step only");
             })
             .unwrap();
         assert!(peer.join().unwrap() == bytes);
     }
 
     #[test]
-    fn a_peer_that_closes_in_the_middle_ends_reads_and_writes_with_an_error() {
+    fn reads_and_writes_fail_if_the_peer_closes_meanwhile() {
         let executor = Executor::new().unwrap();
         let (socket, mut theirs) = narrow(&executor);
         let handle = executor.handle().clone();
         executor
             .block_on(async move {
-                // Full: the write waits, and the peer goes while it does.
+                // The socket's buffer is full, so the write waits; the peer closes meanwhile.
                 while socket.write_now(&Segments::buffer(4096)).unwrap() > 0 {}
                 let (writer, written) = (socket.clone(), Rc::new(Cell::new(None)));
                 let (result, done) = (written.clone(), crate::Signal::new(&handle));
@@ -343,7 +344,7 @@ mod tests {
                     ended.ring();
                 });
                 handle.yield_now().await;
-                assert_eq!(written.take(), None, "it waits for room");
+                assert_eq!(written.take(), None, "the write waits for room");
                 theirs.write_all(b"012").unwrap();
                 let (segments, read) = socket.read(Segments::buffer(10)).await;
                 assert_eq!((segments.len(), read.unwrap()), (10, 3));
@@ -354,8 +355,8 @@ mod tests {
                     written.take(),
                     Some(io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset)
                 ));
-                // It has left bytes unread: the kernel says so before it gives what it had sent, or
-                // not at all.
+                // The peer has left bytes unread. The kernel may report that before it returns what
+                // the peer had sent.
                 let end = socket.read_full(Segments::buffer(6)).await.1.unwrap_err().kind();
                 assert!(
                     matches!(end, io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset),
@@ -367,11 +368,11 @@ mod tests {
     }
 
     #[test]
-    fn what_arrived_before_the_end_is_read_and_the_end_is_no_error() {
+    fn bytes_before_the_end_are_read_and_the_end_is_no_error() {
         let executor = Executor::new().unwrap();
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         let socket = Socket::new(executor.handle(), ours).unwrap();
-        assert_eq!(socket.read_now(&Segments::buffer(4)).unwrap(), None, "nothing is there");
+        assert_eq!(socket.read_now(&Segments::buffer(4)).unwrap(), None, "no bytes have arrived");
         theirs.write_all(b"abcde").unwrap();
         drop(theirs);
         executor
@@ -389,11 +390,11 @@ mod tests {
     }
 
     #[test]
-    fn a_connection_that_is_kept_outlives_its_socket_and_others_end_with_the_last_clone() {
+    fn a_kept_connection_outlives_its_socket_and_others_do_not() {
         for kept in [true, false] {
             let executor = Executor::new().unwrap();
             let (ours, mut theirs) = UnixStream::pair().unwrap();
-            // A second descriptor: to close the first one alone does not end the connection.
+            // A second descriptor: closing the first one alone does not end the connection.
             let second = ours.try_clone().unwrap();
             let socket = Socket::new(executor.handle(), ours).unwrap();
             let clone = socket.clone();
@@ -411,7 +412,7 @@ mod tests {
     }
 
     #[test]
-    fn a_shutdown_of_reading_leaves_writing() {
+    fn writes_continue_after_a_shutdown_of_reading() {
         let executor = Executor::new().unwrap();
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         let socket = Socket::new(executor.handle(), ours).unwrap();

@@ -1,24 +1,24 @@
-//! The life of an io_uring operation.
+//! The life cycle of an io_uring operation.
 //!
 //! ```text
-//!   start ──► slot: Pending ──► SQE pushed ──► kernel ──► CQE reaped ──► slot: Done ──► the future takes it, slot free
-//!                    │                                        │
-//!                    └── future dropped: Orphan ──────────────┴──► slot free, memory released only now
+//!   start ──► slot Pending ──► SQE pushed ──► kernel ──► CQE reaped ──► slot Done ──► slot Free
+//!                  │                                         │
+//!                  └── future dropped: slot Orphan ──────────┴──► slot Free, memory released
 //! ```
 //! Lifetime rules, which all of `unsafe` in this file rests on:
-//! 1. `user_data` is the index of a slot. A slot is freed only after its last CQE was reaped, so an
-//!    index in the kernel is never reused while the kernel may still answer it.
-//! 2. The slot owns what the operation touches: the segments (iovec and the memory behind it) and
-//!    the file. They leave the slot at the last completion only. A future that is dropped leaves
-//!    them there (`Orphan`).
-//! 3. An SQE is pushed after its slot is filled; the iovec it points to is the slot's vector, whose
-//!    heap block does not move when the slab grows.
-//! 4. Memory may be registered with the ring, too (see `buffers`). That changes nothing of rule 2:
-//!    the slot owns the memory of an operation that names a registered buffer as it owns any
-//!    other's. A slot that names one counts for it from before its SQE is pushed until its last CQE
-//!    is reaped, and the table's entry stays what it is for as long.
-//! 5. The ring is dropped after every slot has come back (`drain`), or leaks its slots' memory:
-//!    never freed under the kernel.
+//! The lifetime rules that all `unsafe` code in this file relies on:
+//! 1. `user_data` is the index of a slot. A slot is freed only after its last CQE is reaped. So an
+//!    index is never reused while the kernel may still complete its operation.
+//! 2. The slot owns what the operation uses: the segments (the iovec and its memory) and the file.
+//!    They leave the slot at the last completion only. If the future is dropped, they stay in the
+//!    slot (`Orphan`).
+//! 3. An SQE is pushed after its slot is filled. It points to the slot's iovec vector, whose heap
+//!    block does not move when the slab grows.
+//! 4. Registered buffers (see `buffers`) do not change rule 2: the slot also owns the memory of an
+//!    operation that names a registered buffer. The buffer counts the operation from before its SQE
+//!    is pushed until its last CQE is reaped, and stays unchanged that long.
+//! 5. The ring is dropped after all slots are free, or it leaks the slots' memory. It never frees
+//!    memory that the kernel may use.
 
 use std::io;
 use std::rc::Rc;
@@ -32,20 +32,20 @@ use crate::file::FileSlot;
 use crate::segments::Segments;
 use crate::ublk::Command;
 
-/// Entries of the submission queue; a full one is submitted early, so it bounds a batch and not the
+/// Entries of the submission queue. A full queue is submitted early, so it limits a batch, not the
 /// operations in flight.
 const SQ_ENTRIES: u32 = 256;
 const CQ_ENTRIES: u32 = 4096;
-/// Room in the table of registered files.
+/// Entries of the table of registered files.
 const FILES: u32 = 256;
 
 const CANCEL: u64 = u64::MAX;
 
-/// BLOCK_URING_CMD_DISCARD, `_IO(0x12, 0)`: the start is in the entry's `addr`, the length in its
-/// `addr3`, which is the first half of a command's bytes.
+/// BLOCK_URING_CMD_DISCARD, `_IO(0x12, 0)`. The start is in the SQE's `addr`, the length in its
+/// `addr3`, which is the first half of the command bytes.
 const BLOCK_DISCARD: u32 = 0x1200;
 
-/// Names a task of an executor.
+/// Number of a task of an executor.
 pub type TaskId = u32;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -58,19 +58,19 @@ enum State {
 
 struct Slot {
     state: State,
-    /// Multishot: stays with the kernel until a CQE without F_MORE.
+    /// Multishot: the operation continues until a CQE without F_MORE.
     multi: bool,
-    /// No cancel reaches it.
+    /// The kernel does not cancel it.
     stays: bool,
     task: TaskId,
     result: i32,
     segments: Segments,
     file: Option<Rc<FileSlot>>,
-    /// The registered buffer that holds the segments, or [`buffers::NONE`].
+    /// The registered buffer that contains the segments, or [`buffers::NONE`].
     buffer: u16,
 }
 
-/// What an operation does; the slot's segments are its memory.
+/// The kind of an operation; its memory is the slot's segments.
 #[derive(Clone, Copy)]
 pub(crate) enum Action {
     Read {
@@ -86,7 +86,7 @@ pub(crate) enum Action {
         offset: u64,
         len: u64,
     },
-    /// Of a block device, whose space is given back.
+    /// Discards a range of a block device.
     Discard {
         offset: u64,
         len: u64,
@@ -94,9 +94,9 @@ pub(crate) enum Action {
     Poll {
         fd: i32,
     },
-    /// Ends when the file can be read, or has ended.
+    /// Completes when the file is readable, or at its end.
     Readable,
-    /// Stays with the kernel until a request comes: see `ublk`.
+    /// Stays in the kernel until a request arrives; see `ublk`.
     Ublk(Command),
 }
 
@@ -106,19 +106,20 @@ pub(crate) struct Uring {
     free: Vec<u32>,
     free_files: Vec<u32>,
     buffers: Buffers,
-    /// Operations the kernel may still answer.
+    /// Number of operations that the kernel has not completed.
     in_flight: usize,
-    /// Those of them that nobody waits for, and nothing but the end of the ring ends.
+    /// Number of those that no future awaits, and that only the end of the ring ends.
     left: usize,
 }
 
-/// The affinity for the kernel's worker threads (fdatasync, writes that allocate): no CPU at all.
+/// Returns the CPU affinity of the kernel's worker threads (for fdatasync, and writes that
+/// allocate): no CPU at all.
 ///
-/// The kernel keeps the last idle worker of a ring for ever, and wakes it every 5 s, unless it
-/// finds it on a CPU that is not in this set: then it ends. It makes the next one when there is
-/// work, and puts that where this thread may run.
+/// The kernel keeps the last idle worker of a ring for ever and wakes it every 5 s, unless that
+/// worker runs on a CPU outside this set; then the worker exits. When there is work, the kernel
+/// creates a new one, on the CPUs of this thread.
 fn no_cpu() -> libc::cpu_set_t {
-    // SAFETY: all zeroes is a valid value of a plain C bit set, the empty one.
+    // SAFETY: all zeroes is a valid value of this plain C bit set, the empty set.
     unsafe { std::mem::zeroed() }
 }
 
@@ -132,12 +133,12 @@ impl Uring {
             }
             builder.build(SQ_ENTRIES)
         };
-        // Kernels before 6.1 know no deferred task work: EINVAL, and the plain ring does the same,
+        // Kernels before 6.1 refuse deferred task work (EINVAL). The plain ring does the same,
         // slower.
         let ring = build(true).or_else(|e| match e.raw_os_error() {
             Some(libc::EINVAL) => {
                 tracing::info!(
-                    "this kernel's io_uring has no deferred task work (6.1 has): using a plain ring"
+                    "io_uring lacks deferred task work (needs Linux 6.1): requests are slower"
                 );
                 build(false)
             }
@@ -148,13 +149,13 @@ impl Uring {
             Ok(()) => (0..FILES).rev().collect(),
             Err(e) => {
                 tracing::info!(
-                    "files are not registered with io_uring ({e}): using plain descriptors"
+                    "cannot register files with io_uring ({e}): using plain descriptors"
                 );
                 Vec::new()
             }
         };
         let _ = ring.submitter().register_iowq_aff(&no_cpu());
-        // Saves a descriptor look-up for each call; older kernels do without.
+        // Saves a descriptor look-up per call. Older kernels lack it.
         let _ = ring.submitter().register_ring_fd();
         Ok(Uring {
             ring,
@@ -167,7 +168,7 @@ impl Uring {
         })
     }
 
-    /// Puts `fd` into the table of registered files; None where there is no room or no table.
+    /// Enters `fd` into the table of registered files. `None`: the table is full or missing.
     pub fn register_file(&mut self, fd: i32) -> Option<u32> {
         let index = self.free_files.pop()?;
         match self.ring.submitter().register_files_update(index, &[fd]) {
@@ -185,12 +186,12 @@ impl Uring {
         }
     }
 
-    /// The registered buffers, and the way to change them.
+    /// Returns the registered buffers, and the submitter to change them.
     pub fn buffers(&mut self) -> (&mut Buffers, Submitter<'_>) {
         (&mut self.buffers, self.ring.submitter())
     }
 
-    /// Starts an operation for `task`; the answer is its slot.
+    /// Starts an operation for `task`. Returns its slot.
     #[inline]
     pub fn start(
         &mut self,
@@ -208,8 +209,8 @@ impl Uring {
             }
             _ => buffers::NONE,
         };
-        // What the kernel keeps is registered already, and is none of the table's own entries.
-        let named = segments.request().map_or(buffer, |data| data.entry());
+        // Zero-copy data is registered by the ublk driver, in an entry that the driver manages.
+        let sqe_buffer = segments.request().map_or(buffer, |data| data.entry());
         let stays = matches!(action, Action::Ublk(_));
         let moves = matches!(action, Action::Read { .. } | Action::Write { .. });
         let to_worker = moves && file.as_ref().is_some_and(|f| f.leaves_to_worker(segments.len()));
@@ -234,7 +235,8 @@ impl Uring {
                 }
             };
         }
-        let sqe = on_file!(|target| build(action, iov, named, target)).user_data(u64::from(key));
+        let sqe =
+            on_file!(|target| build(action, iov, sqe_buffer, target)).user_data(u64::from(key));
         let sqe = if to_worker { sqe.flags(squeue::Flags::ASYNC) } else { sqe };
         self.push(&sqe);
         self.in_flight += 1;
@@ -244,19 +246,18 @@ impl Uring {
     #[inline]
     fn push(&mut self, sqe: &squeue::Entry) {
         loop {
-            // SAFETY: rules 1 to 3 of this module: what the entry points to lives in its slot until
+            // SAFETY: rules 1 to 3 of this module: the slot keeps what the entry points to until
             // the completion.
             if unsafe { self.ring.submission().push(sqe) }.is_ok() {
                 return;
             }
-            // Full: hand over what there is. An error here (EBUSY, EAGAIN, EINTR) is the kernel
-            // asking for time.
+            // The queue is full: submit it. On errors (EBUSY, EAGAIN, EINTR) try again.
             let _ = self.ring.submit();
         }
     }
 
-    /// The result and the segments of a finished operation, or None while it is pending. Frees the
-    /// slot.
+    /// Returns the result and the segments of a completed operation, and frees its slot. `None`: it
+    /// is pending.
     #[inline]
     pub fn take(&mut self, key: u32) -> Option<(i32, Segments)> {
         let slot = &mut self.slots[key as usize];
@@ -270,13 +271,14 @@ impl Uring {
         Some(result)
     }
 
-    /// Who to wake at the completion (a future may move between tasks before its first poll).
+    /// Sets the task to wake at the completion (a future may move to another task before its first
+    /// poll).
     #[inline]
     pub fn set_task(&mut self, key: u32, task: TaskId) {
         self.slots[key as usize].task = task;
     }
 
-    /// The future is gone: the slot is freed when the kernel has answered.
+    /// Handles a dropped future: the slot is freed when the kernel completes the operation.
     pub fn abandon(&mut self, key: u32) {
         let slot = &mut self.slots[key as usize];
         match slot.state {
@@ -296,8 +298,8 @@ impl Uring {
         }
     }
 
-    /// Submits; waits for a completion when `wait` says so (at most that long). Then reaps: `wake`
-    /// for each task.
+    /// Submits, and waits for a completion if `wait` is set (for at most that time). Then reaps
+    /// completions, and calls `wake` for their tasks.
     pub fn submit_and_reap(
         &mut self,
         wait: Option<Option<Duration>>,
@@ -319,8 +321,8 @@ impl Uring {
         self.reap(wake);
         match result.map_err(|e| (e.raw_os_error(), e)) {
             Ok(_) => Ok(()),
-            // A signal, the time-out, or the kernel short of memory or completion room: all are
-            // retried on the next turn.
+            // A signal, the timeout, or a kernel short of memory or completion entries: the next
+            // iteration tries again.
             Err((
                 Some(libc::EINTR | libc::ETIME | libc::EAGAIN | libc::EBUSY | libc::ENOMEM),
                 _,
@@ -345,7 +347,7 @@ impl Uring {
             }
             match slot.state {
                 State::Pending => {
-                    // A multishot that goes on is told to its task and stays pending.
+                    // A multishot operation that continues wakes its task, and stays pending.
                     if last {
                         slot.state = State::Done;
                     }
@@ -360,7 +362,7 @@ impl Uring {
                 }
                 State::Orphan => {}
                 State::Free | State::Done => {
-                    debug_assert!(false, "a completion for a slot that has none to come")
+                    debug_assert!(false, "unexpected completion of a slot")
                 }
             }
         }
@@ -369,7 +371,7 @@ impl Uring {
         }
     }
 
-    /// Operations that will be answered, if only they are waited for.
+    /// Returns the number of operations that complete without further action.
     pub fn in_flight(&self) -> usize {
         self.in_flight - self.left
     }
@@ -378,7 +380,7 @@ impl Uring {
 impl Drop for Uring {
     fn drop(&mut self) {
         if self.in_flight > 0 {
-            // Rule 5: the kernel may still write; what the slots own is leaked, not freed.
+            // Rule 5: the kernel may still write to this memory, so it is leaked.
             std::mem::forget(std::mem::take(&mut self.slots));
         }
     }
@@ -391,7 +393,8 @@ mod squeue_target {
     }
 }
 
-/// `buffer`: the registered buffer that holds all of `iov`, or [`buffers::NONE`].
+/// Builds the SQE. `buffer`: the registered buffer that contains all of `iov`, or
+/// [`buffers::NONE`].
 fn build(
     action: Action,
     iov: &[libc::iovec],
@@ -433,7 +436,7 @@ fn build(
                 .rw_flags(rw_flags)
                 .build()
         }),
-        // One contiguous piece needs no iovec import in the kernel.
+        // A single segment needs no iovec import in the kernel.
         Action::Read { offset } if iov.len() == 1 && iov[0].iov_len <= u32::MAX as usize => {
             let (base, len) = (iov[0].iov_base.cast(), iov[0].iov_len as u32);
             with!(|fd| opcode::Read::new(fd, base, len).offset(offset).build())

@@ -1,4 +1,5 @@
-//! What wakes a task: a descriptor that somebody else rings, or another task of the same executor.
+//! Wakes a task: by a descriptor that another process signals, or from another task of the
+//! executor.
 
 use std::cell::Cell;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -9,8 +10,9 @@ use crate::executor::{Handle, NO_TASK};
 use crate::segments::Segments;
 use crate::uring::{Action, TaskId};
 
-/// A descriptor that is rung by somebody else. The poll is multishot and edge-triggered: an
-/// eventfd's counter is never read, so a ring of it costs this side no system call.
+/// An eventfd (or pipe, or socket) that another process signals. The poll is multishot and
+/// edge-triggered: the eventfd's counter is never read, so a signal costs this process no system
+/// call.
 pub struct Watch {
     handle: Handle,
     fd: OwnedFd,
@@ -22,14 +24,13 @@ impl Watch {
         Watch { handle: handle.clone(), fd, key: None }
     }
 
-    /// Makes sure rings are noted from here on; the current task is woken by each (and may be woken
-    /// for nothing).
+    /// Lets each signal from here on wake the current task. Spurious wake-ups are possible.
     pub fn arm(&mut self) {
         let task = self.handle.current();
         let mut uring = self.handle.uring();
         if let Some(key) = self.key {
-            // None: still armed. Some: the kernel ended the multishot (its queue was full, or an
-            // error): arm anew.
+            // `None`: still armed. `Some`: the kernel ended the multishot poll (its queue was full,
+            // or an error); arm it again.
             match uring.take(key) {
                 None => return uring.set_task(key, task),
                 Some(_) => self.key = None,
@@ -48,8 +49,7 @@ impl Drop for Watch {
     }
 }
 
-/// Tells one waiting task of this executor that something changed. Rings before the wait are kept
-/// (one).
+/// Wakes one waiting task of this executor. One ring before the wait is kept.
 #[derive(Clone)]
 pub struct Signal(Rc<SignalInner>);
 
@@ -75,19 +75,19 @@ impl Signal {
         }
     }
 
-    /// Waits for a ring, and takes it.
+    /// Waits for a ring, and clears it.
     pub async fn wait(&self) {
         std::future::poll_fn(|_| self.poll_wait()).await
     }
 
-    /// Forgets rings so far: the caller is about to look at everything they could mean.
+    /// Clears earlier rings: the caller is about to check everything that they could mean.
     #[inline]
     pub fn clear(&self) {
         self.0.rung.set(false);
     }
 
-    /// From here on rings wake the current task, which is about to [`park`]. True: it was rung
-    /// since `clear`, do not park.
+    /// Lets rings wake the current task, which is about to [`park`]. Returns true if the signal was
+    /// rung since `clear`: then the task must not park.
     #[inline]
     pub fn arm(&self) -> bool {
         self.0.task.set(self.0.handle.current());
@@ -104,8 +104,8 @@ impl Signal {
     }
 }
 
-/// Sleeps until woken by anything (a watch, a signal, a timer): the caller has armed its sources,
-/// and checks them all after.
+/// Sleeps until any wake-up (a watch, a signal, a timer). The caller has armed its sources, and
+/// checks them all afterwards.
 pub async fn park() {
     let mut polled = false;
     std::future::poll_fn(|_| {
@@ -129,7 +129,7 @@ mod tests {
         executor.block_on(async move { f(handle).await }).unwrap();
     }
 
-    /// Spawns a task that counts its wake-ups.
+    /// Spawns a task that counts its polls. Returns the count.
     fn counts(handle: &Handle, mut arm: impl FnMut() + 'static) -> Rc<Cell<u32>> {
         let polls = Rc::new(Cell::new(0));
         let count = polls.clone();
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn a_watch_wakes_its_task_at_each_ring_and_needs_no_read() {
+    fn a_watch_wakes_its_task_at_each_signal_without_a_read() {
         work(async |handle| {
             let ours = rustix::event::eventfd(0, EventfdFlags::CLOEXEC).unwrap();
             let theirs = ours.as_fd().try_clone_to_owned().unwrap();
@@ -150,23 +150,19 @@ mod tests {
             for round in 1..=100u64 {
                 watch.arm();
                 rustix::io::write(&theirs, &1u64.to_ne_bytes()).unwrap();
-                // Not to be woken is not to end.
+                // Without a wake-up the test would not end.
                 park().await;
                 let mut counter = [0; 8];
                 if round == 100 {
                     rustix::io::read(&theirs, &mut counter).unwrap();
-                    assert_eq!(
-                        u64::from_ne_bytes(counter),
-                        100,
-                        "somebody else has read the counter"
-                    );
+                    assert_eq!(u64::from_ne_bytes(counter), 100, "the watch has read the counter");
                 }
             }
         });
     }
 
     #[test]
-    fn a_watch_wakes_the_task_that_armed_it_last_and_none_after_its_end() {
+    fn a_watch_wakes_the_task_that_armed_it_last_and_none_after_its_drop() {
         work(async |handle| {
             let ours = rustix::event::eventfd(0, EventfdFlags::CLOEXEC).unwrap();
             let theirs = ours.as_fd().try_clone_to_owned().unwrap();
@@ -181,23 +177,19 @@ mod tests {
             watch.borrow_mut().as_mut().unwrap().arm();
             ring();
             park().await;
-            assert_eq!(first.get(), 1, "the first is woken no more");
+            assert_eq!(first.get(), 1, "the first task is not woken any more");
             drop(watch.take());
             handle.yield_now().await;
             ring();
             handle.yield_now().await;
             handle.yield_now().await;
             assert_eq!(first.get(), 1);
-            assert_eq!(
-                handle.uring().in_flight(),
-                1,
-                "its poll has left the ring, the executor's own stays"
-            );
+            assert_eq!(handle.uring().in_flight(), 1, "only the executor's own poll is left");
         });
     }
 
     #[test]
-    fn a_ring_before_the_wait_is_kept_once() {
+    fn one_ring_before_the_wait_is_kept() {
         work(async |handle| {
             let signal = Signal::new(&handle);
             signal.ring();
@@ -213,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ring_wakes_the_task_that_waits_and_only_the_first_one_does() {
+    fn a_ring_wakes_the_waiting_task_once() {
         work(async |handle| {
             let signal = Signal::new(&handle);
             let armed = signal.clone();
@@ -225,7 +217,7 @@ mod tests {
             for round in 2..10 {
                 signal.ring();
                 signal.ring();
-                assert!(signal.0.rung.get(), "it is noted until it is cleared");
+                assert!(signal.0.rung.get(), "the ring is kept until it is cleared");
                 handle.yield_now().await;
                 assert_eq!(polls.get(), round);
             }

@@ -1,10 +1,13 @@
-//! Bounded pools of threads for calls that block.
+//! Bounded pools of threads for blocking calls.
 //!
-//! In: a closure that may block. Out: its result, on the executor that waits for it. What must
-//! hold: a file has at most [`MOST`] such threads, however many requests a guest makes; calls begin
-//! in the order they came; a thread that has nothing to do waits for more for [`LINGER`], so that
-//! calls one after the other are made by one thread; a call whose future is dropped before it
-//! begins is left out; a call that panics is an error of its caller, which is woken.
+//! In: a closure that may block. Out: its result, on the executor that awaits it.
+//!
+//! What must hold
+//! - A file has at most [`MOST`] such threads, however many requests a guest makes.
+//! - Calls begin in the order of their arrival.
+//! - An idle thread waits for more work for [`LINGER`], so that one thread makes a series of calls.
+//! - A call whose future is dropped before it begins is skipped.
+//! - A call that panics returns an error to its caller, which is woken.
 
 use std::collections::VecDeque;
 use std::future::poll_fn;
@@ -19,12 +22,12 @@ use crate::executor::Handle;
 
 /// Threads of one file on one executor.
 pub(crate) const MOST: usize = 4;
-/// Time that a thread waits for more work.
+/// How long an idle thread waits for more work.
 const LINGER: Duration = Duration::from_secs(2);
 
 type Work = Box<dyn FnOnce() + Send>;
 
-/// A pool of threads, which end when nothing comes for a while.
+/// A pool of threads, which end after some time without work.
 #[derive(Clone)]
 pub(crate) struct Workers(Arc<Pool>);
 
@@ -77,7 +80,7 @@ impl Workers {
         let workers = self.clone();
         match std::thread::Builder::new().name("blocking".into()).spawn(move || workers.work()) {
             Ok(_) => queue.threads += 1,
-            // The threads that there are do it.
+            // The existing threads do the work.
             Err(_) if queue.threads > 0 => {}
             Err(e) => {
                 queue.waiting.pop_back();
@@ -93,7 +96,7 @@ impl Workers {
         }
     }
 
-    /// Waits for work. None: the thread is to end, and is not counted any more.
+    /// Waits for work. `None`: the thread must end, and is no longer counted.
     fn next(&self) -> Option<Work> {
         let mut queue = self.queue();
         let deadline = Instant::now() + LINGER;
@@ -118,10 +121,10 @@ impl Workers {
     }
 }
 
-/// What a call gives; dropped, the call need not begin.
+/// The result of a call. If it is dropped early, the call is skipped.
 struct Outcome<T>(
     Receiver<T>,
-    #[expect(dead_code, reason = "it is alive as long as the result is wanted")] Arc<()>,
+    #[expect(dead_code, reason = "it keeps the call wanted while the result is awaited")] Arc<()>,
 );
 
 impl<T> Outcome<T> {
@@ -137,7 +140,7 @@ impl<T> Outcome<T> {
     }
 }
 
-/// Wakes the task that waits, also when the call panics.
+/// Wakes the waiting task, even if the call panics.
 struct Wakes(Option<Waker>);
 
 impl Drop for Wakes {
@@ -157,7 +160,7 @@ fn prepare<T: Send + 'static>(
     let alive = Arc::downgrade(&wanted);
     let wakes = Wakes(handle.current_waker());
     let work = move || {
-        // Dropped behind the sender, in which the task looks.
+        // Dropped after the sender, so that the woken task finds the result or the disconnection.
         let _wakes = wakes;
         let sender = sender;
         if alive.strong_count() > 0 {
@@ -182,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn calls_beyond_the_threads_wait_and_begin_in_order() {
+    fn calls_beyond_the_limit_of_threads_wait_and_begin_in_order() {
         run(async |handle| {
             let workers = Workers::default();
             let (begun, order) = mpsc::channel();
@@ -224,11 +227,11 @@ mod tests {
     }
 
     #[test]
-    fn calls_one_after_the_other_are_made_by_one_thread() {
+    fn one_thread_makes_successive_calls() {
         run(async |handle| {
             let workers = Workers::default();
             let first = workers.call(&handle, || std::thread::current().id()).await.unwrap();
-            // The answer comes before its thread waits again.
+            // The result arrives before its thread is idle again.
             while workers.queue().idle == 0 {
                 handle.yield_now().await;
             }
@@ -238,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn calls_of_an_executor_that_block_have_a_bound_of_threads() {
+    fn a_pool_has_at_most_its_limit_of_threads() {
         run(async |handle| {
             let workers = Workers::of(2);
             let (ends, gate) = mpsc::channel::<()>();
@@ -263,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn a_call_that_nobody_waits_for_any_more_does_not_begin() {
+    fn a_call_whose_future_is_dropped_does_not_begin() {
         run(async |handle| {
             let workers = Workers::default();
             let (open, gate) = mpsc::channel::<()>();
@@ -293,7 +296,7 @@ mod tests {
         });
     }
 
-    /// Polls a future once, which is not done.
+    /// Polls a future once, and asserts that it is pending.
     trait Poll1 {
         fn poll(self);
     }
@@ -314,7 +317,11 @@ mod tests {
             }
             let error = handle.blocking(|| panic!("on purpose")).await.unwrap_err();
             assert_eq!(error.to_string(), "the worker thread panicked");
-            assert_eq!(workers.call(&handle, || 7).await.unwrap(), 7, "its thread goes on");
+            assert_eq!(
+                workers.call(&handle, || 7).await.unwrap(),
+                7,
+                "the thread survives the panic"
+            );
         });
     }
 }

@@ -1,4 +1,4 @@
-//! What another thread completes for an executor allocates nothing, on either thread.
+//! Completing an executor's request from another thread allocates nothing, on either thread.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -20,7 +20,7 @@ fn allocated() -> u64 {
     ALLOCATED.with(Cell::get)
 }
 
-// SAFETY: all calls go to the system's allocator as they are.
+// SAFETY: all calls are passed to the system's allocator unchanged.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATED.with(|count| count.set(count.get() + 1));
@@ -38,8 +38,8 @@ unsafe impl GlobalAlloc for Counting {
 static COUNTING: Counting = Counting;
 
 #[test]
-fn a_completion_of_another_thread_allocates_nothing() {
-    /// Rounds until everything has the size that it keeps.
+fn a_completion_by_another_thread_allocates_nothing() {
+    /// Rounds until all buffers have their final size.
     const WARM: u64 = 200;
     const ROUNDS: u64 = 2000;
     let executor = Executor::new().unwrap();

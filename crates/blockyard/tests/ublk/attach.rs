@@ -112,7 +112,7 @@ mount --bind /tmp/listed /sys/class/ublk-char
 stop
 exec 5<&-
 umount /sys/class/ublk-char
-grep -q '/dev/ublkb0 is not removed: the driver has not removed it for 5 s, and may do it yet' /tmp/log || {
+grep -q '/dev/ublkb0 is not removed: the driver has not removed the device for 5 s, and may do so later' /tmp/log || {
     cat /tmp/log && exit 1
 }
 for ((i = 0; i < 100; i++)); do [[ ! -e /dev/ublkc0 ]] && break || sleep 0.05; done

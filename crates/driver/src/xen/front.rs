@@ -1,4 +1,4 @@
-//! The front end of one device: its nodes in xenstore, its states, and what it asks for.
+//! The front end of one device: its nodes in xenstore, its states, and its requested parameters.
 
 use std::fmt::Display;
 use std::os::fd::AsFd;
@@ -17,12 +17,12 @@ use super::state;
 /// Names and values of nodes.
 pub type Nodes = Vec<(String, String)>;
 
-/// What a front end asks for.
+/// Parameters that a front end requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Terms {
     pub queues: usize,
-    /// Order of the ring's pages; `None`: one page, and no word about it, as front ends have it
-    /// that know no more.
+    /// Order of the ring's pages (`ring-page-order`). `None`: one page and no such node, as in
+    /// front ends without multi-page rings.
     pub order: Option<u32>,
     pub persistent: bool,
     pub abi: Abi,
@@ -31,13 +31,13 @@ pub struct Terms {
 impl Terms {
     pub const PLAIN: Terms = Terms { queues: 1, order: None, persistent: false, abi: Abi::X86_64 };
 
-    /// Pages of each ring.
+    /// Returns the number of pages of each ring.
     pub fn ring_pages(&self) -> usize {
         1 << self.order.unwrap_or(0)
     }
 }
 
-/// See the module's page. The rings are the first pages of the domain's memory.
+/// The front end of one device. The rings are the first pages of the domain's memory.
 pub struct Front {
     pub domain: Arc<Domain>,
     pub memory: SharedSlice,
@@ -48,8 +48,8 @@ pub struct Front {
 }
 
 impl Front {
-    /// The front end of device number `device` of a domain. It waits for each change of the other
-    /// side at most for `limit`.
+    /// Creates the front end of device number `device` of a domain. It waits for each change by the
+    /// back end at most for `limit`.
     pub fn new(
         machine: &Machine,
         domain: Arc<Domain>,
@@ -62,7 +62,7 @@ impl Front {
         Ok(Front { memory: domain.memory(), domain, store, path, back: None, limit })
     }
 
-    /// Path of its own nodes.
+    /// Returns the path of its own nodes.
     pub fn path(&self) -> &str {
         &self.path
     }
@@ -72,9 +72,10 @@ impl Front {
         Ok(self.store.write(&format!("{}/{key}", self.path), value)?)
     }
 
-    /// Reads a node of the back end that its own node `backend` names.
+    /// Reads a node of the back end, which the node `backend` names.
     pub fn back(&mut self, key: &str) -> Result<Option<String>> {
-        let back = self.back.as_ref().context("the device's back end is not known yet")?;
+        let back =
+            self.back.as_ref().context("the path of the device's back end is not known yet")?;
         Ok(self.store.read(&format!("{back}/{key}"))?)
     }
 
@@ -86,7 +87,8 @@ impl Front {
 
     /// Waits until a node of the back end has this value.
     pub fn wait(&mut self, key: &str, value: Option<&str>) -> Result<()> {
-        let back = self.back.as_ref().context("the device's back end is not known yet")?;
+        let back =
+            self.back.as_ref().context("the path of the device's back end is not known yet")?;
         wait_for_node(&mut self.store, &format!("{back}/{key}"), value, self.limit)
     }
 
@@ -95,11 +97,12 @@ impl Front {
         self.wait("state", Some(&state.to_string()))
     }
 
-    /// Reads which back end serves the device, once a toolstack has made it, and watches that.
+    /// Waits until a toolstack has created the device, reads which back end serves it, and watches
+    /// that.
     fn find_back(&mut self) -> Result<()> {
         let path = format!("{}/backend", self.path);
         let back = until(&mut self.store, self.limit, |store| Ok(store.read(&path)?));
-        let back = back.context("nothing has made the device")?;
+        let back = back.context("no toolstack has created the device")?;
         if self.back.as_ref() != Some(&back) {
             if let Some(last) = &self.back {
                 self.store.unwatch(last, "back")?;
@@ -110,8 +113,9 @@ impl Front {
         Ok(())
     }
 
-    /// Makes empty rings in the domain's pages from `first` on, and the nodes that describe them:
-    /// keys and values, not written yet. `references`: those of all of the domain's first pages.
+    /// Creates empty rings in the domain's pages from `first` on. Returns them and the nodes that
+    /// describe them, which are not written yet. `references`: the grant references of the domain's
+    /// first pages.
     pub fn rings(
         &self,
         terms: &Terms,
@@ -145,8 +149,8 @@ impl Front {
         Ok((rings, keys))
     }
 
-    /// Writes keys of its rings, and says that it has them. What it said of earlier rings must not
-    /// hold for these.
+    /// Writes the nodes of its rings, and state Initialised. It first removes nodes of earlier
+    /// rings that would not apply.
     pub fn offer(&mut self, keys: &[(String, String)]) -> Result<()> {
         for key in ["multi-queue-num-queues", "ring-page-order"] {
             self.store.remove(&format!("{}/{key}", self.path))?;
@@ -157,7 +161,7 @@ impl Front {
         self.set("state", state::INITIALISED)
     }
 
-    /// Makes rings, and waits until the back end has taken them.
+    /// Creates rings, and waits until the back end has connected to them.
     pub fn connect(&mut self, terms: &Terms, references: &[u32]) -> Result<Vec<FrontRing>> {
         self.wait_for_state(state::INIT_WAIT)?;
         let (rings, keys) = self.rings(terms, 0, references)?;
@@ -167,7 +171,7 @@ impl Front {
         Ok(rings)
     }
 
-    /// Lets go of the device, and waits until the back end has, too.
+    /// Closes the device, and waits until the back end has closed it too.
     pub fn close(&mut self) -> Result<()> {
         self.set("state", state::CLOSED)?;
         self.wait_for_state(state::CLOSED)
@@ -185,19 +189,19 @@ pub fn wait_for_node(
         .with_context(|| format!("{path} does not become {value:?}"))
 }
 
-/// Calls `look` at once, and after each event of a watch, until it returns something.
+/// Calls `check` at once and after each watch event, until it returns a value.
 fn until<T>(
     store: &mut Store,
     limit: Duration,
-    mut look: impl FnMut(&mut Store) -> Result<Option<T>>,
+    mut check: impl FnMut(&mut Store) -> Result<Option<T>>,
 ) -> Result<T> {
     let (never, _writer) = rustix::pipe::pipe()?;
     let deadline = Instant::now() + limit;
     loop {
-        if let Some(found) = look(store)? {
+        if let Some(found) = check(store)? {
             return Ok(found);
         }
         let event = store.event(never.as_fd(), Some(deadline))?;
-        anyhow::ensure!(event.is_some(), "nothing has changed for {limit:?}");
+        anyhow::ensure!(event.is_some(), "no watched node has changed for {limit:?}");
     }
 }

@@ -1,11 +1,13 @@
 //! Requests in slots over a blkif ring: each slot has pages of the domain for its data, and one for
 //! an indirect request's segments.
 //!
-//! In: an operation, a sector, a length. Out: slots with their status. With persistent grants a
-//! slot's pages are granted once. Without, they are granted with each request (for a write only to
-//! be read) and taken back with its answer, as Linux's driver does it. What must hold: a slot that
-//! is in flight is not touched until `reap` has given it back; a number that the back end writes is
-//! checked against the slots in flight before it is believed.
+//! In: an operation, a sector, a length. Out: slots with their status.
+//!
+//! With persistent grants, a slot's pages are granted once. Without, they are granted with each
+//! request (read-only for a write), and revoked with its response, as Linux's driver does.
+//!
+//! What must hold: a slot in flight is not touched until `reap` returns it. An id that the back end
+//! writes is checked against the slots in flight.
 
 use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
@@ -23,11 +25,11 @@ use super::{PAGE, SECTOR};
 use crate::queue::{Data, RequestQueue};
 use crate::{request, status as virtio_status};
 
-/// How a queue is made.
+/// Parameters of a queue.
 #[derive(Clone, Copy, Debug)]
 pub struct QueueOptions {
     pub slots: u16,
-    /// Bytes of data a request.
+    /// Bytes of data per request.
     pub data_len: u32,
     pub persistent: bool,
 }
@@ -37,13 +39,13 @@ impl QueueOptions {
         (self.data_len as usize).div_ceil(PAGE)
     }
 
-    /// Pages of a slot: those of its data, and one for the segments if they do not fit into the
-    /// ring.
+    /// Returns the number of pages of a slot: those of its data, and one for the segments if they
+    /// do not fit into the ring entry.
     fn slot_pages(&self) -> usize {
         self.data_pages() + usize::from(self.data_pages() > DIRECT_SEGMENTS)
     }
 
-    /// Pages of the domain's memory that a queue takes, its ring left out.
+    /// Returns the number of pages of the domain's memory that a queue needs, without its ring.
     pub fn pages(&self) -> usize {
         self.slot_pages() * usize::from(self.slots)
     }
@@ -53,7 +55,7 @@ impl QueueOptions {
 struct Slot {
     in_flight: bool,
     operation: u8,
-    /// References of its pages, the one for segments behind the others.
+    /// Grant references of its pages, the one for segments last.
     references: Vec<u32>,
 }
 
@@ -63,22 +65,22 @@ pub struct Queue {
     memory: SharedSlice,
     index: usize,
     options: QueueOptions,
-    /// The first of its pages.
+    /// Number of its first page.
     first: usize,
     slots: Vec<Slot>,
-    /// An edge-triggered epoll of the event channel alone: a wake-up is one system call.
+    /// An edge-triggered epoll of the event channel alone, so that a wake-up is one system call.
     waiter: OwnedFd,
     in_flight: usize,
-    /// Grants that the back end still had mapped when it answered, and how many there have been.
+    /// Grants that the back end still had mapped at its response, and how often that happened.
     late: Vec<u32>,
     pub still_mapped: u64,
-    /// Grant operations of the whole domain when a load asked for notifications: where its measured
-    /// part begins, and where it ends.
+    /// Counters of the domain's grant operations at each call of `notifications`: at the beginning
+    /// and at the end of a measurement.
     pub marks: Vec<GrantCounts>,
 }
 
 impl Queue {
-    /// Makes a queue over `ring`. Its data pages begin with page `first` of the domain.
+    /// Creates a queue over `ring`. Its data pages begin with page `first` of the domain.
     pub fn new(
         domain: Arc<Domain>,
         ring: FrontRing,
@@ -127,7 +129,7 @@ impl Queue {
         self.slots[usize::from(slot)].references.extend(references);
     }
 
-    /// Takes the grants of a slot back.
+    /// Revokes the grants of a slot.
     fn revoke(&mut self, slot: usize) {
         for reference in self.slots[slot].references.drain(..) {
             if !self.domain.revoke(reference) {
@@ -137,7 +139,7 @@ impl Queue {
         }
     }
 
-    /// Puts a read, a write, a barrier or a flush into a free slot; the back end sees it after
+    /// Puts a read, a write, a barrier or a flush into a free slot. The back end sees it after
     /// [`Queue::publish`].
     #[inline]
     pub fn submit(&mut self, slot: u16, operation: u8, sector: u64, len: u32) {
@@ -211,7 +213,7 @@ impl Queue {
         self.in_flight += 1;
     }
 
-    /// The next request with an answer: its slot and its status.
+    /// Returns the next completed request: its slot and its status.
     #[inline]
     pub fn reap(&mut self) -> Result<Option<(u16, i16)>> {
         let Some(answer) = self.ring.pop() else { return Ok(None) };
@@ -225,10 +227,10 @@ impl Queue {
                 answer.id
             )
         };
-        let asked = self.slots[slot].operation;
+        let requested = self.slots[slot].operation;
         anyhow::ensure!(
-            answer.operation == asked,
-            "queue {}: {answer:?} answers operation {asked}",
+            answer.operation == requested,
+            "queue {}: {answer:?} is the response to operation {requested}",
             self.index
         );
         self.slots[slot].in_flight = false;
@@ -239,7 +241,7 @@ impl Queue {
         Ok(Some((slot as u16, answer.status)))
     }
 
-    /// Shows the back end what was submitted, with an event if it wants one.
+    /// Makes submitted requests visible to the back end, and sends an event if it wants one.
     #[inline]
     pub fn publish(&mut self) {
         if self.ring.publish() {
@@ -247,8 +249,7 @@ impl Queue {
         }
     }
 
-    /// Sleeps until the back end sends an event (or another thread writes the channel's eventfd),
-    /// or for `limit`. May return early.
+    /// Sleeps until an event of the back end, at most for `limit`. May return early.
     pub fn sleep(&mut self, limit: Option<Duration>) -> Result<()> {
         let Queue { late, domain, .. } = self;
         late.retain(|reference| !domain.revoke(*reference));
@@ -281,9 +282,9 @@ impl Queue {
         self.memory.read(self.page(slot) * PAGE, bytes);
     }
 
-    /// One request of `len` bytes in slot 0, waited for: its status.
+    /// Makes one request of `len` bytes in slot 0 and waits for it. Returns its status.
     pub fn call(&mut self, operation: u8, sector: u64, len: u32, limit: Duration) -> Result<i16> {
-        anyhow::ensure!(self.in_flight == 0, "a single request wants the queue for itself");
+        anyhow::ensure!(self.in_flight == 0, "a single request needs an idle queue");
         self.submit(0, operation, sector, len);
         self.publish();
         let start = std::time::Instant::now();
@@ -293,13 +294,13 @@ impl Queue {
             }
             let left = limit.checked_sub(start.elapsed());
             self.sleep(Some(
-                left.ok_or_else(|| anyhow::anyhow!("no answer to a request for {limit:?}"))?,
+                left.ok_or_else(|| anyhow::anyhow!("a request has not completed for {limit:?}"))?,
             ))?;
         }
     }
 }
 
-/// The load's requests are those of virtio, and so are the statuses that it gets.
+/// Translates request types and statuses from and to those of virtio.
 impl RequestQueue for Queue {
     #[inline]
     fn submit(&mut self, slot: u16, request: u32, sector: u64, data: Data) {
@@ -307,7 +308,7 @@ impl RequestQueue for Queue {
             request::IN => operation::READ,
             request::OUT => operation::WRITE,
             request::FLUSH => operation::FLUSH,
-            other => panic!("a load has no request of type {other}"),
+            other => panic!("request type {other} is not supported"),
         };
         let len = match data {
             Data::None => 0,
@@ -364,7 +365,7 @@ impl RequestQueue for Queue {
         Queue::read_data(self, slot, bytes);
     }
 
-    /// The next server goes on with the ring as it is.
+    /// The next server continues with the ring as it is.
     fn resume_base(&mut self, _known: bool) -> u32 {
         0
     }

@@ -1,6 +1,5 @@
 //! Entries of a blkif ring as a front end writes them (`xen/include/public/io/blkif.h`), in the
-//! layouts of 64-bit and of 32-bit guests. Nothing is checked: a test may ask for what no guest
-//! asks for.
+//! layouts of 64-bit and of 32-bit guests. Nothing is checked: tests may write invalid requests.
 
 use super::PAGE;
 
@@ -19,16 +18,16 @@ pub mod status {
     pub const UNSUPPORTED: i16 = -2;
 }
 
-/// Segments that an entry has room for, and that an indirect request may have.
+/// Most segments in a ring entry, and in an indirect request.
 pub const DIRECT_SEGMENTS: usize = 11;
 pub const INDIRECT_SEGMENTS: usize = 256;
 pub const SEGMENT_BYTES: usize = 8;
 /// Bytes before a ring's entries.
 pub const HEADER: usize = 64;
-/// Bytes of the longer layout's entry.
+/// Size of the longer layout's entry in bytes.
 pub const ENTRY_MOST: usize = 112;
 
-/// How a guest lays out its entries.
+/// Layout of a guest's ring entries.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Abi {
     #[default]
@@ -37,7 +36,7 @@ pub enum Abi {
 }
 
 impl Abi {
-    /// Value of the node `protocol`.
+    /// Returns the value of the node `protocol`.
     pub fn name(self) -> &'static str {
         match self {
             Abi::X86_64 => "x86_64-abi",
@@ -45,7 +44,7 @@ impl Abi {
         }
     }
 
-    /// Bytes of an entry.
+    /// Returns the size of an entry in bytes.
     pub fn entry(self) -> usize {
         match self {
             Abi::X86_64 => ENTRY_MOST,
@@ -53,7 +52,8 @@ impl Abi {
         }
     }
 
-    /// Offsets in an entry of the request's number, of its first sector, and of what follows that.
+    /// Returns the offsets in an entry of the request's id, of its first sector, and of what
+    /// follows.
     pub fn places(self) -> (usize, usize, usize) {
         match self {
             Abi::X86_64 => (8, 16, 24),
@@ -61,17 +61,17 @@ impl Abi {
         }
     }
 
-    /// Entries of a ring of `pages` pages: a power of two.
+    /// Returns the number of entries of a ring of `pages` pages: a power of two.
     pub fn entries(self, pages: usize) -> u32 {
         1 << (((pages * PAGE - HEADER) / self.entry()) as u32).ilog2()
     }
 }
 
-/// One entry.
+/// A ring entry.
 #[derive(Clone, Copy, Debug)]
 pub struct Entry<'a> {
-    /// The operation, and the three bytes behind it: number of segments or a flag; of an indirect
-    /// request the inner operation and the number of segments in 16 bits.
+    /// The operation and the next three bytes: the number of segments, or a flag; for an indirect
+    /// request the inner operation and the number of segments (16 bits).
     pub head: [u8; 4],
     pub id: u64,
     pub sector: u64,
@@ -91,13 +91,13 @@ impl Entry<'_> {
     }
 }
 
-/// A segment: a page's reference, its first and its last sector.
+/// Returns a segment: a page's grant reference, its first and its last sector.
 pub fn segment(reference: u32, first: u8, last: u8) -> [u8; SEGMENT_BYTES] {
     let [a, b, c, d] = reference.to_le_bytes();
     [a, b, c, d, first, last, 0, 0]
 }
 
-/// The fields behind the first sector of an indirect request with one page of segments.
+/// Returns the fields after the first sector of an indirect request with one page of segments.
 pub fn indirect(page: u32) -> [u8; 8] {
     let [a, b, c, d] = page.to_le_bytes();
     [0, 0, 0, 0, a, b, c, d]
@@ -108,7 +108,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn entries_are_laid_out_as_the_header_file_has_them() {
+    fn entries_have_the_layout_of_blkif_h() {
         let entry = Entry {
             head: [operation::WRITE, 1, 0, 0],
             id: 0x0102,

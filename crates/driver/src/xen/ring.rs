@@ -1,8 +1,10 @@
-//! The front end's side of a blkif ring: requests go in, answers come back in the same entries.
+//! The front end's side of a blkif ring: requests and responses share the entries.
 //!
-//! What must hold: an entry is written before the index that shows it; the back end gets an event
-//! only if it asked for one (`req_event`); an answer is read after the index that shows it; the
-//! front end asks for an event (`rsp_event`) before it sleeps.
+//! What must hold
+//! - An entry is written before the index that publishes it.
+//! - The back end gets an event only if it requested one (`req_event`).
+//! - A response is read after the index that publishes it.
+//! - The front end requests an event (`rsp_event`) before it sleeps.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{Ordering, fence};
@@ -22,7 +24,7 @@ const REQ_EVENT: usize = 4;
 const RSP_PROD: usize = 8;
 const RSP_EVENT: usize = 12;
 
-/// What the back end wrote about a request.
+/// The back end's response to a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Answer {
     pub id: u64,
@@ -33,22 +35,22 @@ pub struct Answer {
 pub struct FrontRing {
     pub channel: FrontChannel,
     event: OwnedFd,
-    /// The domain's memory, and where in it the ring begins. Its pages are neighbours.
+    /// The domain's memory, and the ring's offset in it. The ring's pages are contiguous.
     memory: SharedSlice,
     start: usize,
     abi: Abi,
     entries: u32,
-    /// Requests written and shown, answers taken. They run over.
+    /// Number of requests written, and published, and of responses taken. The counters wrap.
     written: u32,
     shown: u32,
     taken: u32,
-    /// Events sent to the back end, and received.
+    /// Number of events sent to the back end, and received.
     pub kicks: u64,
     pub signals: u64,
 }
 
 impl FrontRing {
-    /// An empty ring in `pages` pages of `memory` from page `first` on.
+    /// Creates an empty ring in `pages` pages of `memory`, from page `first` on.
     pub fn new(
         memory: SharedSlice,
         first: usize,
@@ -58,7 +60,7 @@ impl FrontRing {
     ) -> Result<Self> {
         let start = first * PAGE;
         (0..pages).for_each(|page| memory.write(start + page * PAGE, &[0; PAGE]));
-        // The first request and the first answer come with an event.
+        // Request an event for the first request and for the first response.
         memory.store_u32(start + REQ_EVENT, 1, Ordering::SeqCst);
         memory.store_u32(start + RSP_EVENT, 1, Ordering::SeqCst);
         let event = channel.descriptor()?;
@@ -83,23 +85,24 @@ impl FrontRing {
         self.entries
     }
 
-    /// Offset in the domain's memory of byte `at` of the ring, for tests that write anything there.
+    /// Returns the offset in the domain's memory of byte `at` of the ring, so that tests can write
+    /// anything there.
     pub fn offset(&self, at: usize) -> usize {
         self.start + at
     }
 
-    /// Offset in the domain's memory of the entry with number `index`.
+    /// Returns the offset in the domain's memory of the entry with number `index`.
     pub fn place(&self, index: u32) -> usize {
         self.start + HEADER + (index & (self.entries - 1)) as usize * self.abi.entry()
     }
 
-    /// Becomes readable with each event of the back end.
+    /// Returns the descriptor that becomes readable with each event of the back end.
     pub fn event(&self) -> &OwnedFd {
         &self.event
     }
 
-    /// Writes a request; [`FrontRing::publish`] shows it. The caller keeps count of those without
-    /// an answer.
+    /// Writes a request; [`FrontRing::publish`] makes it visible. The caller limits the requests in
+    /// flight.
     #[inline]
     pub fn push(&mut self, entry: &Entry<'_>) {
         let at = self.place(self.written);
@@ -108,7 +111,7 @@ impl FrontRing {
         self.written = self.written.wrapping_add(1);
     }
 
-    /// Shows what was written. Returns whether the back end wants an event for it.
+    /// Publishes the written requests. Returns whether the back end wants an event.
     #[inline]
     pub fn publish(&mut self) -> bool {
         let (new, old) = (self.written, self.shown);
@@ -117,21 +120,21 @@ impl FrontRing {
         }
         self.shown = new;
         self.memory.store_u32(self.start + REQ_PROD, new, Ordering::Release);
-        // The index must be seen before we look whether the back end sleeps: else both sides wait
-        // for each other.
+        // The index must be visible before the check whether the back end wants an event. Otherwise
+        // both sides might wait for each other.
         fence(Ordering::SeqCst);
         let wanted = self.memory.load_u32(self.start + REQ_EVENT, Ordering::Relaxed);
         new.wrapping_sub(wanted) < new.wrapping_sub(old)
     }
 
-    /// Sends an event, wanted or not.
+    /// Sends an event, whether the back end wants one or not.
     #[inline]
     pub fn kick(&mut self) {
         self.kicks += 1;
         self.channel.notify();
     }
 
-    /// Writes and shows one request, with an event if the back end wants one.
+    /// Writes and publishes a request, and sends an event if the back end wants one.
     pub fn send(&mut self, entry: &Entry<'_>) {
         self.push(entry);
         if self.publish() {
@@ -139,25 +142,25 @@ impl FrontRing {
         }
     }
 
-    /// Stores any index of requests, and sends an event.
-    pub fn run_away(&mut self, index: u32) {
+    /// Stores any producer index of requests, and sends an event.
+    pub fn store_producer(&mut self, index: u32) {
         self.memory.store_u32(self.start + REQ_PROD, index, Ordering::SeqCst);
         self.kick();
     }
 
-    /// Whether the back end has taken all requests, and wants an event for the next one.
+    /// Returns whether the back end has taken all requests, and wants an event for the next one.
     pub fn is_drained(&self) -> bool {
         self.memory.load_u32(self.start + REQ_EVENT, Ordering::Acquire)
             == self.shown.wrapping_add(1)
     }
 
-    /// Answers that the back end has shown and that were not taken.
+    /// Returns the number of published responses that were not taken.
     #[inline]
     pub fn ready(&self) -> u32 {
         self.memory.load_u32(self.start + RSP_PROD, Ordering::Acquire).wrapping_sub(self.taken)
     }
 
-    /// The next answer.
+    /// Returns the next response.
     #[inline]
     pub fn pop(&mut self) -> Option<Answer> {
         if self.ready() == 0 {
@@ -173,7 +176,7 @@ impl FrontRing {
         })
     }
 
-    /// Asks for an event with the next answer. True: there is one already, do not wait.
+    /// Requests an event with the next response. True: there is one already, so do not wait.
     pub fn arm(&mut self) -> bool {
         self.memory.store_u32(
             self.start + RSP_EVENT,
@@ -184,12 +187,12 @@ impl FrontRing {
         self.ready() > 0
     }
 
-    /// Counts the events that have come.
+    /// Counts the events that have arrived.
     pub fn take_signals(&mut self) {
         self.signals += self.channel.take();
     }
 
-    /// Waits until there is an answer, and takes it.
+    /// Waits for a response, and takes it.
     pub fn wait(&mut self, limit: Duration) -> Result<Answer> {
         let deadline = Instant::now() + limit;
         loop {
@@ -200,7 +203,7 @@ impl FrontRing {
                 continue;
             }
             let left = deadline.checked_duration_since(Instant::now());
-            let left = left.with_context(|| format!("no answer to a request for {limit:?}"))?;
+            let left = left.with_context(|| format!("a request has no response for {limit:?}"))?;
             let left =
                 Timespec { tv_sec: left.as_secs() as _, tv_nsec: left.subsec_nanos().into() };
             let event = self.event.as_fd();
@@ -218,7 +221,7 @@ mod tests {
     use super::super::operation;
     use super::*;
 
-    /// A ring of one page, and the memory that it is in.
+    /// Returns a ring of one page, and its memory.
     fn ring() -> (FrontRing, SharedSlice) {
         let domain = Machine::new().add(1, 1).unwrap();
         let channel = domain.channel().unwrap();
@@ -226,24 +229,24 @@ mod tests {
     }
 
     #[test]
-    fn the_back_end_gets_events_that_it_asked_for_and_no_others() {
+    fn the_back_end_gets_only_events_that_it_requested() {
         let (mut ring, memory) = ring();
         let entry = Entry { head: [operation::FLUSH, 0, 0, 0], id: 7, sector: 0, rest: &[] };
-        assert!(!ring.publish(), "nothing is new");
+        assert!(!ring.publish(), "no request is new");
         ring.push(&entry);
-        assert!(ring.publish(), "the first one comes with an event");
+        assert!(ring.publish(), "the back end requested an event for the first request");
         ring.push(&entry);
-        assert!(!ring.publish(), "the back end has not asked again");
+        assert!(!ring.publish(), "the back end has not requested another event");
         memory.store_u32(REQ_EVENT, 4, Ordering::Relaxed);
         ring.push(&entry);
         assert!(!ring.publish());
         (0..2).for_each(|_| ring.push(&entry));
-        assert!(ring.publish(), "a batch passes the index");
+        assert!(ring.publish(), "the batch passes the event index");
         assert_eq!(memory.load_u32(REQ_PROD, Ordering::Relaxed), 5);
     }
 
     #[test]
-    fn answers_are_taken_once_and_asked_for_before_a_sleep() {
+    fn responses_are_taken_once_and_an_event_is_requested_before_a_sleep() {
         let (mut ring, memory) = ring();
         assert!(ring.pop().is_none() && !ring.arm());
         assert_eq!(memory.load_u32(RSP_EVENT, Ordering::Relaxed), 1);

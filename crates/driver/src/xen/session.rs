@@ -1,4 +1,4 @@
-//! A connected device and its queues: what a load and most tests start from.
+//! A connected device and its queues, for load generators and most tests.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,11 +14,11 @@ use super::{PAGE, SECTOR, state};
 /// What to negotiate and to set up.
 #[derive(Clone, Copy, Debug)]
 pub struct Plan {
-    /// `persistent` holds only if the back end offers it.
+    /// `persistent` takes effect only if the back end offers it.
     pub terms: Terms,
-    /// Requests in flight a queue.
+    /// Requests in flight per queue.
     pub slots: u16,
-    /// Bytes of data a request.
+    /// Bytes of data per request.
     pub data_len: u32,
     /// Longest time that the back end may take for each step.
     pub limit: Duration,
@@ -35,7 +35,7 @@ impl Plan {
     }
 }
 
-/// What the back end says of itself and of the disk.
+/// The back end's features, and its description of the disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Offer {
     pub sectors: u64,
@@ -51,7 +51,7 @@ pub struct Offer {
 }
 
 impl Offer {
-    /// Reads it; what describes the disk is there once the back end is connected.
+    /// Reads the nodes. Those of the disk exist once the back end is connected.
     fn read(front: &mut Front) -> Result<Self> {
         let mut number = |key: &str| front.back_number(key);
         Ok(Offer {
@@ -68,7 +68,7 @@ impl Offer {
         })
     }
 
-    /// Whether the plan can be had.
+    /// Checks that the back end can serve the plan.
     fn allows(&self, plan: &Plan) -> Result<()> {
         let Plan { terms, slots, data_len, .. } = plan;
         let segments = (*data_len as usize).div_ceil(PAGE) as u64;
@@ -76,22 +76,22 @@ impl Offer {
             self.max_indirect_segments.clamp(DIRECT_SEGMENTS as u64, INDIRECT_SEGMENTS as u64);
         anyhow::ensure!(
             segments <= most,
-            "requests of {data_len} bytes: the back end takes {most} pages at most"
+            "requests of {data_len} bytes are too large: the back end takes at most {most} pages"
         );
         anyhow::ensure!(
             data_len.is_multiple_of(SECTOR as u32),
-            "requests of {data_len} bytes: whole sectors are needed"
+            "requests of {data_len} bytes are not whole sectors"
         );
         let (order, entries) =
             (u64::from(terms.order.unwrap_or(0)), terms.abi.entries(terms.ring_pages()));
         anyhow::ensure!(
             order <= self.max_ring_page_order && u32::from(*slots) <= entries,
-            "{slots} requests in flight: the back end's rings have 2^{} pages at most",
+            "{slots} requests in flight do not fit: the back end's rings have at most 2^{} pages",
             self.max_ring_page_order
         );
         anyhow::ensure!(
             terms.queues as u64 <= self.max_queues,
-            "{} queues: the back end has {} at most",
+            "{} queues are too many: the back end has at most {}",
             terms.queues,
             self.max_queues
         );
@@ -103,13 +103,13 @@ pub struct Session {
     pub front: Front,
     pub queues: Vec<Queue>,
     pub offer: Offer,
-    /// The plan as it was agreed.
+    /// The plan as negotiated.
     pub plan: Plan,
 }
 
 impl Session {
     /// Adds domain `number` to the machine, and connects it to its device `device`, which a
-    /// toolstack has made or makes.
+    /// toolstack creates before or meanwhile.
     pub fn start(machine: &Machine, number: u16, device: u32, plan: &Plan) -> Result<Self> {
         let mut plan = *plan;
         let options = QueueOptions {

@@ -315,7 +315,7 @@ impl TagTask {
         let request =
             Request::new(op, offset, len, segments, queue.handle.now(), TagToken(self.clone()));
         queue.served.serve(request).await.answer();
-        let (failed, copied) = self.tag.settle();
+        let (failed, copied) = self.tag.take_outcome();
         queue.count(if moves { len } else { 0 }, copied);
         match self.status.get() {
             Err(failure) => -errno(failure).raw_os_error(),

@@ -63,7 +63,7 @@ fn an_index_that_runs_away_stops_its_queue_until_the_front_end_connects_anew() {
     let mut front = Guest::new(&setup);
     front.connect(Terms { queues: 2, ..PLAIN });
     // However often: the log has one line.
-    (1000..1100).for_each(|index| front.rings[0].run_away(index));
+    (1000..1100).for_each(|index| front.rings[0].store_producer(index));
     // The other queue goes on.
     front.ask(1, 1, FLUSH, 0, &[]);
     assert_eq!(front.answer(1), (1, 0));

@@ -1,10 +1,9 @@
-//! The kernel's numbers and structures for ublk (`linux/ublk_cmd.h`, as of 7.x), in the host's byte
-//! order.
+//! Constants and structures of ublk (`linux/ublk_cmd.h`, as of 7.x), in the host's byte order.
 //!
-//! What must hold: every structure is plain integers without a gap, so that it may travel as bytes
-//! ([`Plain`]).
+//! What must hold: every structure consists of integers without padding, so that it can be passed
+//! as bytes ([`Plain`]).
 
-/// Features, of the driver and of a device.
+/// Feature flags of the driver and of a device.
 pub const F_SUPPORT_ZERO_COPY: u64 = 1 << 0;
 pub const F_USER_RECOVERY: u64 = 1 << 3;
 pub const F_USER_RECOVERY_REISSUE: u64 = 1 << 4;
@@ -16,13 +15,13 @@ pub const F_AUTO_BUF_REG: u64 = 1 << 11;
 pub const F_QUIESCE: u64 = 1 << 12;
 pub const F_SAFE_STOP_DEV: u64 = 1 << 17;
 
-/// States of a device: nobody serves it and nobody may; it is served; its server died, and a new
-/// one may take over.
+/// States of a device. Dead: not served, and cannot be. Live: served. Quiesced: its server died,
+/// and another one may take over.
 pub const S_DEAD: u16 = 0;
 pub const S_LIVE: u16 = 1;
 pub const S_QUIESCED: u16 = 2;
 
-/// What a request asks (the low byte of [`Descriptor::op_flags`]), and how.
+/// Operation of a request (the low byte of [`Descriptor::op_flags`]), and its flags.
 pub const OP_READ: u8 = 0;
 pub const OP_WRITE: u8 = 1;
 pub const OP_FLUSH: u8 = 2;
@@ -43,21 +42,21 @@ pub const PARAM_DISCARD: u32 = 1 << 1;
 pub const PARAM_DMA_ALIGN: u32 = 1 << 4;
 pub const PARAM_SEGMENT: u32 = 1 << 5;
 
-/// Queue depth at most, and the bytes of the largest request.
+/// Largest queue depth, and bytes of the largest request.
 pub const MAX_DEPTH: u16 = 4096;
 pub const MAX_IO_BYTES: u32 = 32 << 20;
 
-/// Where a request's data are found in the character device: see [`data_position`].
+/// Position of request data in the character device; see [`data_position`].
 const IO_BUF_OFFSET: u64 = 0x8000_0000;
 const TAG_SHIFT: u32 = 25;
 const QUEUE_SHIFT: u32 = TAG_SHIFT + 16;
 
-/// The position in the character device of the data of queue `queue`'s request `tag`.
+/// Returns the position of the data of request `tag` of queue `queue` in the character device.
 pub(super) fn data_position(queue: u16, tag: u16) -> u64 {
     IO_BUF_OFFSET + (u64::from(queue) << QUEUE_SHIFT) + (u64::from(tag) << TAG_SHIFT)
 }
 
-/// An ioctl's number: `_IOR('u', nr, T)` and `_IOWR('u', nr, T)`.
+/// Numbers of ioctls: `_IOR('u', nr, T)` and `_IOWR('u', nr, T)`.
 const fn encode(direction: u32, nr: u32, size: usize) -> u32 {
     direction << 30 | (size as u32) << 16 | (b'u' as u32) << 8 | nr
 }
@@ -84,28 +83,29 @@ pub(super) const TRY_STOP_DEV: u32 = control(3, 0x17);
 pub(super) const FETCH_REQ: u32 = encode(3, 0x20, 16);
 pub(super) const COMMIT_AND_FETCH_REQ: u32 = encode(3, 0x21, 16);
 
-/// Types that are bytes.
+/// Types that can be passed as bytes.
 ///
 /// # Safety
-/// `repr(C)`, integers only, no padding: any bytes are a value, and all its bytes may be read.
+/// `repr(C)`, integers only, no padding: any bytes are a valid value, and all its bytes may be
+/// read.
 pub(super) unsafe trait Plain: Default {
     fn bytes(&self) -> &[u8] {
-        // SAFETY: the implementor has promised that all bytes of it may be read.
+        // SAFETY: the implementor guarantees that all its bytes may be read.
         unsafe { std::slice::from_raw_parts(std::ptr::from_ref(self).cast(), size_of_val(self)) }
     }
 
-    /// From the first bytes of `bytes`, which are enough.
+    /// Reads a value from the first bytes of `bytes`, which must be long enough.
     fn parse(bytes: &[u8]) -> Self
     where
         Self: Sized,
     {
         assert!(bytes.len() >= size_of::<Self>());
-        // SAFETY: long enough; any bytes are a value; no alignment is asked for.
+        // SAFETY: the slice is long enough; any bytes are a valid value; the read is unaligned.
         unsafe { bytes.as_ptr().cast::<Self>().read_unaligned() }
     }
 }
 
-/// What a control command carries: `struct ublksrv_ctrl_cmd`.
+/// A control command: `struct ublksrv_ctrl_cmd`.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 pub(super) struct ControlCommand {
@@ -119,7 +119,7 @@ pub(super) struct ControlCommand {
     pub reserved: u32,
 }
 
-/// A device, as `struct ublksrv_ctrl_dev_info` describes it.
+/// A device: `struct ublksrv_ctrl_dev_info`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DeviceInfo {
@@ -129,11 +129,11 @@ pub struct DeviceInfo {
     pub pad0: u16,
     pub max_io_bytes: u32,
     pub id: u32,
-    /// Who serves it.
+    /// Process number of the server.
     pub server: i32,
     pub pad1: u32,
     pub flags: u64,
-    /// For the server's own use: the driver only keeps it.
+    /// For the server's own use: the driver only stores it.
     pub note: u64,
     pub owner_uid: u32,
     pub owner_gid: u32,
@@ -165,11 +165,11 @@ pub struct Discard {
     pub reserved: u16,
 }
 
-/// Of a request's pieces of memory.
+/// Limits of a request's memory segments.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Segment {
-    /// None crosses a multiple of this and one.
+    /// No segment crosses a multiple of this mask plus one.
     pub boundary: u64,
     pub max_bytes: u32,
     pub max_segments: u16,
@@ -186,7 +186,7 @@ pub struct Params {
     pub discard: Discard,
     pub device_numbers: [u32; 4],
     pub zoned: [u32; 8],
-    /// Addresses are multiples of this and one.
+    /// Addresses are multiples of this mask plus one.
     pub dma_alignment: u32,
     pub dma_pad: u32,
     pub segment_pad: u32,
@@ -194,13 +194,13 @@ pub struct Params {
 }
 
 impl Params {
-    /// What the memory of requests is aligned to, in bytes. (4 is the driver's own.)
+    /// Returns the alignment of the memory of requests in bytes. (4 is the driver's default.)
     pub fn memory_alignment(&self) -> u32 {
         if self.types & PARAM_DMA_ALIGN != 0 { self.dma_alignment.saturating_add(1) } else { 4 }
     }
 }
 
-/// A request, as the driver describes it: `struct ublksrv_io_desc`.
+/// A request from the driver: `struct ublksrv_io_desc`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Descriptor {

@@ -1,8 +1,10 @@
-//! The control device, `/dev/ublk-control`: makes, changes and removes devices.
+//! The control device, `/dev/ublk-control`: creates, changes and removes devices.
 //!
-//! In: a device's number and what to do with it. Out: what the driver answers. Calls block, some
-//! until every queue of the device has a server, or until nothing is in flight: not for a reactor's
-//! thread. What must hold: the memory of a command stays until the kernel has answered it.
+//! In: a device's number, and a command. Out: the driver's result. Calls block, some until every
+//! queue of the device has a server, or until nothing is in flight: never call them on a reactor's
+//! thread.
+//!
+//! What must hold: the memory of a command stays alive until the kernel has completed it.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -17,32 +19,32 @@ use super::abi::{self, ControlCommand, DeviceInfo, Params, Plain};
 
 const PATH: &str = "/dev/ublk-control";
 
-/// Where the kernel lists the devices that it has.
+/// The sysfs folder that lists the devices.
 pub const CLASS: &str = "/sys/class/ublk-char";
 
-/// How long it is waited for that a device is closed that was removed, and for its removal.
+/// How long to wait until a removed device is closed, and for its removal.
 const CLOSED: Duration = Duration::from_secs(1);
 const REMOVED: Duration = Duration::from_secs(5);
-/// How often it is looked, meanwhile, whether that was long enough.
-const LOOK: Duration = Duration::from_millis(100);
+/// How often the end of that wait is checked.
+const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Says when an answer is not waited for any more, and what is said instead.
+/// Returns the result to use instead of the driver's if the wait must end, else `None`.
 type Enough<'a> = &'a dyn Fn() -> Option<io::Result<()>>;
 
-/// The way to the driver. See the module's page.
+/// A connection to the driver; see the module documentation.
 pub struct Control {
     ring: IoUring<Entry128, cqueue::Entry>,
     file: OwnedFd,
-    /// The number of the last command.
+    /// Number of the last command.
     last: u64,
 }
 
-/// The character device of a device, by which it is served.
+/// Returns the path of a device's character device, through which it is served.
 pub fn character_device(id: u32) -> PathBuf {
     format!("/dev/ublkc{id}").into()
 }
 
-/// The block device that it is.
+/// Returns the path of a device's block device.
 pub fn block_device(id: u32) -> PathBuf {
     format!("/dev/ublkb{id}").into()
 }
@@ -52,15 +54,15 @@ fn open() -> io::Result<OwnedFd> {
     Ok(rustix::fs::open(PATH, flags, rustix::fs::Mode::empty())?)
 }
 
-/// A device number that this process makes, takes over or removes a device of. Other processes of
-/// this program wait meanwhile. (An OFD lock on one byte of the control device: it ends with this
-/// value, and with the process.)
+/// A lock on a device number while this process creates, takes over or removes the device. Other
+/// Blockyard processes wait meanwhile. (An OFD lock on one byte of the control device: it ends with
+/// this value, and with the process.)
 pub struct NumberLock {
     _file: OwnedFd,
 }
 
 impl NumberLock {
-    /// Locks the number of a device; `None` if another process has it locked.
+    /// Locks the number of a device. `None`: another process has locked it.
     pub fn try_new(id: u32) -> io::Result<Option<Self>> {
         let file = open()?;
         let locked = crate::host::set_lock(file.as_fd(), libc::F_WRLCK, id.into(), 1)?;
@@ -75,18 +77,18 @@ impl Control {
         Ok(Control { ring, file, last: 0 })
     }
 
-    /// What the driver can do: `abi::F_...`.
+    /// Returns the driver's features: `abi::F_...`.
     pub fn features(&mut self) -> io::Result<u64> {
         let mut bytes = [0; 8];
         match self.command(abi::GET_FEATURES, u32::MAX, 0, &mut bytes, None, None) {
             Ok(_) => Ok(u64::from_ne_bytes(bytes)),
-            // Before 6.5 nobody could ask.
+            // Drivers before Linux 6.5 do not know the command.
             Err(e) if e.raw_os_error() == Some(libc::EOPNOTSUPP) => Ok(0),
             Err(e) => Err(e),
         }
     }
 
-    /// Makes a device as `want` describes it (number `u32::MAX`: any); what it has become.
+    /// Creates a device as in `want` (number `u32::MAX`: any). Returns its actual description.
     pub fn add(&mut self, want: &DeviceInfo) -> io::Result<DeviceInfo> {
         let mut bytes = want.bytes().to_vec();
         self.command(abi::ADD_DEV, want.id, 0, &mut bytes, None, None)?;
@@ -112,51 +114,51 @@ impl Control {
         self.command(abi::SET_PARAMS, device.id, 0, &mut bytes, path(device), None).map(|_| ())
     }
 
-    /// Shows the block device, served by this process. Every queue has begun to fetch, or is about
-    /// to.
+    /// Makes the block device appear, served by this process. Every queue must fetch already, or
+    /// begin soon.
     pub fn start(&mut self, device: &DeviceInfo) -> io::Result<()> {
         self.plain(abi::START_DEV, device, u64::from(std::process::id()))
     }
 
-    /// Ends it: open or not, it answers nothing any more.
+    /// Stops the device. Even if it is open, it serves no more requests.
     pub fn stop(&mut self, device: &DeviceInfo) -> io::Result<()> {
         self.plain(abi::STOP_DEV, device, 0)
     }
 
-    /// The same, unless somebody has it open: `ResourceBusy`. (EINVAL for a user's own device, by
-    /// some drivers.)
+    /// As [`Control::stop`], but `ResourceBusy` if the device is open. (Some drivers return EINVAL
+    /// for an unprivileged device.)
     pub fn try_stop(&mut self, device: &DeviceInfo) -> io::Result<()> {
         self.plain(abi::TRY_STOP_DEV, device, 0)
     }
 
-    /// Removes it; its number is free when nobody has it open any more, which is not waited for (a
-    /// second at most before Linux 6.7, and of a user's own). `TimedOut`: the driver has not
-    /// removed it in time, and may do it yet.
+    /// Removes the device. Its number is free when no process has it open any more. This call does
+    /// not wait for that, except for a second at most before Linux 6.7 and for unprivileged
+    /// devices. `TimedOut`: the driver has not removed it in time, and may do so later.
     pub fn delete(&mut self, device: &DeviceInfo) -> io::Result<()> {
         match self.plain(abi::DEL_DEV_ASYNC, device, 0) {
-            // (EINVAL: for a user's own device.)
+            // (EINVAL: for an unprivileged device.)
             Err(e) if matches!(e.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EINVAL)) => {}
             done => return done,
         }
         let (start, listed) =
             (Instant::now(), Path::new(CLASS).join(format!("ublkc{}", device.id)));
-        // (Where devices are not listed at all there is nothing to go by but the time.)
+        // (If devices are not listed at all, only the time counts.)
         let was_listed = listed.exists() || !Path::new(CLASS).exists();
-        let enough = || has_waited(start.elapsed(), was_listed && !listed.exists());
+        let enough = || removal_result(start.elapsed(), was_listed && !listed.exists());
         self.command(abi::DEL_DEV, device.id, 0, &mut [], path(device), Some(&enough)).map(|_| ())
     }
 
-    /// Takes a device over whose server has died.
+    /// Begins to take over a device whose server has died.
     pub fn start_recovery(&mut self, device: &DeviceInfo) -> io::Result<()> {
         self.plain(abi::START_USER_RECOVERY, device, 0)
     }
 
-    /// It is served again, by this process.
+    /// Ends the takeover: this process serves the device now.
     pub fn end_recovery(&mut self, device: &DeviceInfo) -> io::Result<()> {
         self.plain(abi::END_USER_RECOVERY, device, u64::from(std::process::id()))
     }
 
-    /// Lets go of the device as if its server had died, when it has answered what it has, within
+    /// Detaches from the device as if its server had died, after its requests are complete, within
     /// `milliseconds`.
     pub fn quiesce(&mut self, device: &DeviceInfo, milliseconds: u64) -> io::Result<()> {
         self.plain(abi::QUIESCE_DEV, device, milliseconds)
@@ -170,8 +172,8 @@ impl Control {
         self.command(op, device.id, data, &mut [], path(device), None).map(|_| ())
     }
 
-    /// `bytes` go to the driver and come back; `path`: it asks for the device's path before them.
-    /// `enough`: when its answer is not waited for any more, and what is said instead.
+    /// Runs a command. `bytes` go to the driver and come back. `path`: the device's path, which the
+    /// driver expects before them. `enough`: decides when to stop waiting, and the result then.
     fn command(
         &mut self,
         op: u32,
@@ -204,13 +206,13 @@ impl Control {
             .cmd(cmd)
             .build()
             .user_data(self.last);
-        // SAFETY: `memory`, to which the entry points, stays until the completion has come, or for
-        // ever (below); the queue is empty, for each command is waited for.
+        // SAFETY: `memory`, to which the entry points, stays alive until the completion, or for
+        // ever (below). The queue is empty, because each command is awaited.
         unsafe { self.ring.submission().push(&sqe) }.map_err(io::Error::other)?;
         let result = match self.wait(enough) {
             Ok(result) => result,
             Err(instead) => {
-                // The kernel may still write to it.
+                // The kernel may still write to it, so it is leaked.
                 std::mem::forget(memory);
                 return instead.map(|()| 0);
             }
@@ -222,10 +224,10 @@ impl Control {
         Ok(result)
     }
 
-    /// The answer to the last command; the error is what `enough` says instead of it.
+    /// Returns the driver's result of the last command; as the error, the result of `enough`.
     fn wait(&mut self, enough: Option<Enough<'_>>) -> Result<i32, io::Result<()>> {
-        let look = Timespec::new().nsec(LOOK.subsec_nanos());
-        let args = enough.iter().fold(SubmitArgs::new(), |args, _| args.timespec(&look));
+        let interval = Timespec::new().nsec(CHECK_INTERVAL.subsec_nanos());
+        let args = enough.iter().fold(SubmitArgs::new(), |args, _| args.timespec(&interval));
         loop {
             match self.ring.submitter().submit_with_args(1, &args) {
                 Err(e) if !matches!(e.raw_os_error(), Some(libc::EINTR | libc::ETIME)) => {
@@ -233,7 +235,7 @@ impl Control {
                 }
                 _ => {}
             }
-            // (One before it may have been given up.)
+            // (An earlier command may have been given up.)
             if let Some(cqe) = self.ring.completion().find(|cqe| cqe.user_data() == self.last) {
                 return Ok(cqe.result());
             }
@@ -244,18 +246,23 @@ impl Control {
     }
 }
 
-/// Whether a removal that the driver has not answered is waited for any more: one that is out of
-/// sight is done but for those who have it open.
-fn has_waited(waited: Duration, out_of_sight: bool) -> Option<io::Result<()>> {
-    if out_of_sight {
+/// Returns the result if waiting for a removal must end. A device that is no longer listed is
+/// removed, and only waits to be closed.
+fn removal_result(waited: Duration, unlisted: bool) -> Option<io::Result<()>> {
+    if unlisted {
         return (waited >= CLOSED).then_some(Ok(()));
     }
-    let why =
-        || format!("the driver has not removed it for {} s, and may do it yet", REMOVED.as_secs());
+    let why = || {
+        format!(
+            "the driver has not removed the device for {} s, and may do so later",
+            REMOVED.as_secs()
+        )
+    };
     (waited >= REMOVED).then(|| Err(io::Error::new(io::ErrorKind::TimedOut, why())))
 }
 
-/// The owner of a device that anybody may make is known by the right to open its character device.
+/// Returns the path that proves ownership of an unprivileged device: its owner may open the
+/// character device.
 fn path(device: &DeviceInfo) -> Option<PathBuf> {
     (device.flags & abi::F_UNPRIVILEGED_DEV != 0).then(|| character_device(device.id))
 }
@@ -265,10 +272,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_removal_is_done_when_it_is_out_of_sight_and_no_time_makes_it_so() {
-        let waited = |ms, out_of_sight| {
-            let said = has_waited(Duration::from_millis(ms), out_of_sight);
-            said.map(|said| said.map_err(|e| e.kind()))
+    fn a_removal_succeeds_only_if_the_device_is_not_listed() {
+        let waited = |ms, unlisted| {
+            let result = removal_result(Duration::from_millis(ms), unlisted);
+            result.map(|result| result.map_err(|e| e.kind()))
         };
         assert_eq!(waited(900, true), None);
         assert_eq!(waited(1000, true), Some(Ok(())));

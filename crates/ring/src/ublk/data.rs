@@ -1,24 +1,24 @@
-//! The data of a request that the kernel keeps to itself: zero copy.
+//! Request data that stays in the kernel: ublk zero copy.
 //!
-//! The driver registers a request's pages with the ring as an entry of its table of buffers;
-//! operations name the entry, and an address in it counts from 0. Where somebody must touch the
-//! bytes (zeroes for a hole, a compressed cluster, a part of a cluster), they are copied by reads
-//! and writes of the character device, which are system calls that never wait.
+//! The driver registers a request's pages as an entry of the ring's table of buffers. Operations
+//! name the entry, with offsets from 0 as addresses. If this process needs the bytes (zeroes for a
+//! hole, a compressed cluster, a part of a cluster), it copies them by reads and writes of the
+//! character device. Those are system calls that never block.
 //!
-//! What must hold: these "addresses" are never followed by this process. A copy that fails is told
-//! with the answer.
+//! What must hold: this process never dereferences these "addresses". A copy that fails makes the
+//! request fail.
 
 use std::cell::Cell;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
 
-/// Where zeroes are copied from.
+/// Source of zeroes.
 static ZEROES: [u8; 64 << 10] = [0; 64 << 10];
 
-/// The data of the request that has a tag, whichever it is at the moment.
+/// The data of a tag's current request.
 pub(crate) struct RequestData {
-    /// In the ring's table of buffers.
+    /// Entry in the ring's table of buffers.
     entry: u16,
     file: Arc<OwnedFd>,
     position: u64,
@@ -36,31 +36,31 @@ impl RequestData {
         self.entry
     }
 
-    /// Whether a copy has failed since the last time, and the bytes that were copied.
-    pub(super) fn settle(&self) -> (bool, u64) {
+    /// Returns whether a copy has failed, and the number of bytes copied, since the last call.
+    pub(super) fn take_outcome(&self) -> (bool, u64) {
         (self.failed.take(), self.copied.take())
     }
 
-    /// Copies `len` bytes at `from` into the data, from `at` on.
+    /// Copies `len` bytes from `from` into the data at `at`.
     ///
     /// # Safety
-    /// They may be read.
+    /// `from` must be valid for reads of `len` bytes.
     pub unsafe fn write(&self, at: usize, from: *const u8, len: usize) {
         self.copy(at, len, |done, position| {
-            // SAFETY: the caller's promise; the kernel only reads.
+            // SAFETY: the caller's guarantee; the kernel only reads.
             unsafe {
                 libc::pwrite(self.file.as_raw_fd(), from.add(done).cast(), len - done, position)
             }
         });
     }
 
-    /// Copies `len` bytes of the data, from `at` on, to `to`.
+    /// Copies `len` bytes of the data at `at` to `to`.
     ///
     /// # Safety
-    /// They may be written.
+    /// `to` must be valid for writes of `len` bytes.
     pub unsafe fn read(&self, at: usize, to: *mut u8, len: usize) {
         self.copy(at, len, |done, position| {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller's guarantee.
             unsafe { libc::pread(self.file.as_raw_fd(), to.add(done).cast(), len - done, position) }
         });
     }
@@ -68,7 +68,7 @@ impl RequestData {
     pub fn zero(&self, mut at: usize, mut len: usize) {
         while len > 0 {
             let here = len.min(ZEROES.len());
-            // SAFETY: as many as the static has.
+            // SAFETY: not more than the static has.
             unsafe { self.write(at, ZEROES.as_ptr(), here) };
             at += here;
             len -= here;
@@ -83,7 +83,7 @@ impl RequestData {
                 -1 if io::Error::last_os_error().kind() == io::ErrorKind::Interrupted => {}
                 _ => {
                     tracing::debug!(
-                        "copying {len} bytes of a request's data: {}",
+                        "cannot copy {len} bytes of a ublk request's data: {}",
                         io::Error::last_os_error()
                     );
                     return self.failed.set(true);
@@ -101,7 +101,7 @@ mod tests {
     use super::*;
     use crate::Segments;
 
-    /// Data that a file stands for, as the character device does.
+    /// Data in a file, which stands in for the character device.
     fn request(len: usize) -> (Segments, Rc<RequestData>, Arc<OwnedFd>) {
         let file =
             Arc::new(rustix::fs::memfd_create("data", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_are_copied_by_the_device() {
+    fn bytes_are_copied_through_the_device() {
         let (segments, data, file) = request(200_000);
         let slice = segments.slice(1000, 100_000);
         slice.copy_in(4, b"0123456789");
@@ -135,20 +135,20 @@ mod tests {
         segments.copy_out(0, &mut bytes);
         heap.copy_from(0, &slice, 89_990, 40);
         assert_eq!(heap.find_nonzero(0, 40), None);
-        assert!(!data.settle().0);
-        assert_eq!(data.settle(), (false, 0), "it is told once");
+        assert!(!data.take_outcome().0);
+        assert_eq!(data.take_outcome(), (false, 0), "the outcome is reported once");
     }
 
     #[test]
-    fn a_copy_that_fails_is_told() {
+    fn a_failed_copy_is_reported() {
         let (reader, _writer) = rustix::pipe::pipe().unwrap();
         let data = Rc::new(RequestData::new(0, Arc::new(reader), 0));
         let mut segments = Segments::default();
         segments.reset_request(&data, 100);
         segments.zero(0, 100);
-        assert!(data.settle().0);
+        assert!(data.take_outcome().0);
         let mut bytes = [1; 4];
         segments.copy_out(0, &mut bytes);
-        assert!(data.settle().0);
+        assert!(data.take_outcome().0);
     }
 }

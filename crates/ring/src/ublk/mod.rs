@@ -1,12 +1,15 @@
 //! ublk: block devices of this host that user space serves (Linux 6.0 and later).
 //!
 //! ```text
-//!   abi       the driver's numbers and structures     control   /dev/ublk-control: add, start, stop, recover, resize
-//!   queue     a queue on an executor: fetch, commit   data      a request's data that stay with the kernel
-//!   vacant    queues that a killed takeover left
+//!   abi       the driver's constants and structures
+//!   control   /dev/ublk-control: add, start, stop, recover, resize
+//!   queue     a queue on an executor: fetch, commit
+//!   data      request data that stays in the kernel (zero copy)
+//!   vacant    queues that a killed takeover left without a server
 //! ```
-//! In: commands about devices; answers to requests. Out: requests.
-//! What must hold: see the parts; `unsafe` is in them only as far as memory is named to the kernel.
+//!
+//! In: commands about devices; results of requests. Out: requests. What must hold: see the modules.
+//! They use `unsafe` only to pass memory to the kernel.
 
 pub mod abi;
 mod control;

@@ -1,20 +1,20 @@
-//! A queue of a ublk device on one executor: fetches requests and commits their answers.
+//! A queue of a ublk device on one executor: fetches requests and commits their results.
 //!
 //! ```text
-//!   fetch ─► (kernel) ─► a request: its descriptor, its data ─► ... ─► commit its answer, fetch the next ─► (kernel) ─► ...
+//!   fetch ─► (kernel) ─► request: descriptor, data ─► ... ─► commit result, fetch next ─► (kernel) ─►
 //! ```
-//! Each tag is one command after another. The driver wants all commands of a queue from one thread:
+//! Each tag repeats one command. The driver accepts all commands of a queue from one thread only:
 //! the executor's.
 //!
-//! The order is: fetch for all tags of all queues, then [`Queue::map`], then the start of the
-//! device. Linux 6.12 remembers the memory of the first process that maps a queue, and forgets it
-//! only after a queue had all its commands: if the process dies between the two, the driver refuses
+//! The order is: fetch for all tags of all queues, then [`Queue::map`], then start the device.
+//! Linux 6.12 remembers the memory of the first process that maps a queue, and forgets it only
+//! after a queue had all its commands. If the process dies between the two, the driver refuses
 //! every later process. Linux 7.3 hands out requests that waited for a server as soon as all tags
-//! fetch: the first request maps its queue, if `Queue::map` has not.
+//! fetch: then the first request maps its queue, if `Queue::map` has not.
 //!
-//! What must hold: a tag's memory, by plain copy, stays while the driver may write to it, and is at
-//! least as long as the longest request. Commands that nobody waits for any more end with the ring,
-//! or when the device is stopped.
+//! What must hold: with plain copy, a tag's memory stays alive while the driver may write to it,
+//! and is at least as long as the longest request. Commands whose futures were dropped end with the
+//! ring, or when the device is stopped.
 
 use std::cell::OnceCell;
 use std::io;
@@ -38,19 +38,19 @@ use crate::operation::Operation;
 use crate::segments::Segments;
 use crate::uring::Action;
 
-/// A command of a queue, as it goes into an SQE.
+/// A command of a queue, as in its SQE.
 #[derive(Clone, Copy)]
 pub(crate) struct Command {
     pub op: u32,
     pub queue: u16,
     pub tag: u16,
     pub result: i32,
-    /// The entry of the table of buffers for the next request's data.
+    /// Entry of the table of buffers for the next request's data.
     pub entry: Option<u16>,
 }
 
 impl Command {
-    /// The 16 bytes of the SQE (`struct ublksrv_io_cmd`), and its address field.
+    /// Returns the 16 command bytes of the SQE (`struct ublksrv_io_cmd`), and its address field.
     pub fn encode(&self, memory: &[libc::iovec]) -> ([u8; 16], u64) {
         let mut bytes = [0; 16];
         bytes[0..2].copy_from_slice(&self.queue.to_ne_bytes());
@@ -62,7 +62,7 @@ impl Command {
     }
 }
 
-/// The opened character device.
+/// The open character device.
 #[derive(Clone)]
 pub struct Device {
     file: Arc<OwnedFd>,
@@ -85,7 +85,7 @@ impl Device {
     }
 }
 
-/// The requests of a queue, written by the driver.
+/// The request descriptors of a queue, written by the driver.
 struct Descriptors {
     base: NonNull<Descriptor>,
     bytes: usize,
@@ -95,7 +95,7 @@ impl Descriptors {
     fn map(device: &Device, queue: u16) -> io::Result<Self> {
         let (offset, bytes) = Self::place(device.info.depth, queue, rustix::param::page_size());
         let flags = MapFlags::SHARED | MapFlags::POPULATE;
-        // SAFETY: a fresh mapping at an address of the kernel's choosing aliases no Rust object.
+        // SAFETY: a new mapping at an address of the kernel's choice aliases no Rust object.
         let base = unsafe {
             rustix::mm::mmap(
                 std::ptr::null_mut(),
@@ -107,12 +107,12 @@ impl Descriptors {
             )
         }?;
         let base =
-            NonNull::new(base.cast()).ok_or_else(|| io::Error::other("a mapping at address 0"))?;
+            NonNull::new(base.cast()).ok_or_else(|| io::Error::other("mmap returned address 0"))?;
         Ok(Descriptors { base, bytes })
     }
 
-    /// Where in the character device those of a queue are, and how many bytes: whole pages of the
-    /// host's, with room before them for the deepest queues that there can be.
+    /// Returns the offset of a queue's descriptors in the character device, and their bytes: whole
+    /// host pages. The driver reserves space for the largest depth per queue.
     fn place(depth: u16, queue: u16, page: usize) -> (u64, usize) {
         let bytes =
             |depth: u16| (usize::from(depth) * size_of::<Descriptor>()).next_multiple_of(page);
@@ -122,7 +122,7 @@ impl Descriptors {
     fn read(&self, tag: u16) -> Descriptor {
         let at = usize::from(tag);
         assert!((at + 1) * size_of::<Descriptor>() <= self.bytes, "tag {at} is beyond the queue");
-        // SAFETY: inside the mapping, and aligned as the page is; the driver wrote it before it
+        // SAFETY: inside the mapping, which is page-aligned; the driver wrote it before it
         // completed the command.
         unsafe { self.base.as_ptr().add(at).read_volatile() }
     }
@@ -130,20 +130,20 @@ impl Descriptors {
 
 impl Drop for Descriptors {
     fn drop(&mut self) {
-        // SAFETY: what mmap returned and was given; only `read` follows it.
+        // SAFETY: base and bytes come from mmap; only `read` dereferences the pointer.
         let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.bytes) };
     }
 }
 
 /// Where the data of requests are.
 enum Data {
-    /// In memory of ours, a piece for each tag: the driver copies.
+    /// In this process's memory, a range for each tag: the driver copies.
     Copied(Rc<GuestMemory>),
-    /// With the kernel: entries of the ring's table of buffers.
+    /// In the kernel: entries of the ring's table of buffers.
     Registered(Vec<u16>),
 }
 
-/// See the module's page.
+/// A queue of a ublk device; see the module documentation.
 pub struct Queue {
     handle: Handle,
     file: Rc<FileSlot>,
@@ -158,12 +158,12 @@ pub struct Queue {
 pub enum QueueError {
     #[error(transparent)]
     Io(#[from] io::Error),
-    #[error("room in the ring's table of buffers: {0}")]
+    #[error("cannot reserve entries in the ring's table of buffers: {0}")]
     Entries(Refusal),
 }
 
 impl Queue {
-    /// Queue `number` of `device`, for the executor of this thread.
+    /// Creates queue `number` of `device` on the executor of this thread.
     pub fn new(handle: &Handle, device: &Device, number: u16) -> Result<Rc<Self>, QueueError> {
         let info = &device.info;
         let data = if info.flags & abi::F_AUTO_BUF_REG != 0 {
@@ -182,8 +182,8 @@ impl Queue {
         Ok(Rc::new(Queue { handle, file, descriptors, device, number, data }))
     }
 
-    /// Maps the requests of the queue, unless they are mapped. All tags of all queues of the device
-    /// fetch already.
+    /// Maps the queue's descriptors, unless they are mapped. All tags of all queues of the device
+    /// must fetch already.
     pub fn map(&self) -> io::Result<()> {
         self.descriptors().map(|_| ())
     }
@@ -220,8 +220,8 @@ impl Queue {
 
 impl Drop for Queue {
     fn drop(&mut self) {
-        // With a command that is left to the ring, the driver may fill the entries at any time:
-        // then they are nobody's.
+        // If a command is still in the ring, the driver may fill the entries at any time: then they
+        // are never reused.
         if let Data::Registered(entries) = &mut self.data
             && Rc::strong_count(&self.file) == 1
         {
@@ -231,7 +231,7 @@ impl Drop for Queue {
     }
 }
 
-/// One of the requests that a queue has at a time.
+/// One of a queue's concurrent requests.
 pub struct Tag {
     queue: Rc<Queue>,
     number: u16,
@@ -239,12 +239,13 @@ pub struct Tag {
 }
 
 impl Tag {
-    /// Asks for the first request.
+    /// Fetches the first request.
     pub fn fetch(&self) -> Fetch {
         self.command(abi::FETCH_REQ, 0)
     }
 
-    /// Answers the request and asks for the next one. `result`: bytes done, or minus an errno.
+    /// Commits the result of the request, and fetches the next one. `result`: the bytes
+    /// transferred, or a negative errno.
     pub fn commit(&self, result: i32) -> Fetch {
         self.command(abi::COMMIT_AND_FETCH_REQ, result)
     }
@@ -260,12 +261,12 @@ impl Tag {
         Fetch(queue.handle.operation(Action::Ublk(command), memory, queue.file.clone()))
     }
 
-    /// The request that was fetched.
+    /// Returns the fetched request.
     pub fn descriptor(&self) -> io::Result<Descriptor> {
         Ok(self.queue.descriptors()?.read(self.number))
     }
 
-    /// Bytes of a request, at most.
+    /// Returns the size of the largest request in bytes.
     pub fn most(&self) -> usize {
         self.queue.device.info.max_io_bytes as usize
     }
@@ -280,21 +281,22 @@ impl Tag {
                 let at = u64::from(self.number) * self.most() as u64;
                 segments
                     .push_guest(at, len as u64)
-                    .expect("a tag's piece lies in the queue's memory");
+                    .expect("a tag's range lies in the queue's memory");
             }
             (Data::Registered(_), None) => {
-                unreachable!("a tag has data where its queue registers them")
+                unreachable!("a tag has data if its queue registers them")
             }
         }
     }
 
-    /// Whether bytes of its data could not be copied, and how many were, since the last time.
-    pub fn settle(&self) -> (bool, u64) {
-        self.data.as_ref().map_or((false, 0), |data| data.settle())
+    /// Returns whether copying the request's data has failed, and the number of bytes copied, since
+    /// the last call.
+    pub fn take_outcome(&self) -> (bool, u64) {
+        self.data.as_ref().map_or((false, 0), |data| data.take_outcome())
     }
 }
 
-/// A request to come. Dropped, it is left to the ring.
+/// A future request. If it is dropped, the command stays in the ring.
 pub struct Fetch(Operation);
 
 impl Future for Fetch {
@@ -330,9 +332,9 @@ mod tests {
         queue.map().unwrap();
     }
 
-    /// The driver counts in pages of the host's: 24 bytes a request, 4096 requests at most.
+    /// The driver rounds to host pages: 24 bytes a request, at most 4096 requests.
     #[test]
-    fn a_queues_requests_lie_where_the_hosts_pages_put_them() {
+    fn descriptors_of_a_queue_are_aligned_to_host_pages() {
         assert_eq!(Descriptors::place(64, 0, 4096), (0, 4096));
         assert_eq!(Descriptors::place(256, 3, 4096), (3 * 98_304, 8192));
         assert_eq!(Descriptors::place(256, 3, 16 << 10), (3 * 98_304, 16 << 10));
