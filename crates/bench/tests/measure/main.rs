@@ -16,8 +16,8 @@ use std::process::Command;
 
 use common::guest::run_guest;
 use common::{
-    BLOCKYARD, Daemon, Finished, Folder, Guest, Kind, SOON, TOOL, blockyard, guests, listens, run,
-    tool, until,
+    BLOCKYARD, Daemon, Finished, Folder, Guest, GuestKind, SOON, TOOL, blockyard, guests, listens,
+    run, tool, until,
 };
 
 /// What `blockyard bench` becomes.
@@ -97,7 +97,7 @@ fn fio_finds_no_shorter_delay_either() {
         /share/blockyard-bench rate read /dev/vda --direct --ops 100 --min-size 4k --max-size 4k >/share/rate";
     let mut options = Guest::vhost(&socket, "").to_vec();
     options.extend(["--share".into(), share.clone().into()]);
-    run_guest(Kind::Uml, options, script);
+    run_guest(GuestKind::Uml, options, script);
     let out = std::fs::read_to_string(share.join("fio")).unwrap();
     // Notes for people come first.
     let fio: serde_json::Value = serde_json::from_str(&out[out.find('{').unwrap()..]).unwrap();
