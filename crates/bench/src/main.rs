@@ -15,8 +15,8 @@ use blockyard_bench::{
 };
 use blockyard_program::ending::{Failure, refuse};
 use blockyard_program::outline::Outline;
-use blockyard_program::{log, output};
-use clap::{CommandFactory, Parser, Subcommand};
+use blockyard_program::{help, log, output};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 /// Measure.
 #[derive(Parser)]
@@ -28,7 +28,7 @@ use clap::{CommandFactory, Parser, Subcommand};
 )]
 struct Cli {
     /// How much to tell on standard error: error, warn, info, debug, trace.
-    #[arg(long, global = true, default_value = "warn", value_name = "LEVEL", value_parser = log::parse_level)]
+    #[arg(long, global = true, default_value = "warn", help_heading = help::GENERAL, value_name = "LEVEL", value_parser = log::parse_level)]
     log: tracing::Level,
     #[command(subcommand)]
     command: Bench,
@@ -67,8 +67,15 @@ enum Bench {
     Outline,
 }
 
+/// Returns the command line with examples in its help.
+fn command() -> clap::Command {
+    help::complete(Cli::command(), "bench")
+}
+
 fn main() -> ExitCode {
-    let cli = Cli::try_parse().unwrap_or_else(|e| refuse(&e));
+    let matches = command().try_get_matches();
+    let cli =
+        matches.and_then(|matches| Cli::from_arg_matches(&matches)).unwrap_or_else(|e| refuse(&e));
     log::start(cli.log, std::io::stderr);
     let status = run(&cli.command).unwrap_or_else(|failure| failure.end(|line| output::note(line)));
     ExitCode::from(status)
@@ -105,4 +112,31 @@ fn interruptible(result: anyhow::Result<()>) -> Result<(), Failure> {
         let status = if e.is::<Interrupted>() { 130 } else { 1 };
         Failure::with_status(status, e)
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use blockyard_program::examples;
+
+    use super::*;
+
+    #[test]
+    fn every_example_is_a_command_line_of_its_command() {
+        for (path, example) in examples::all().filter(|(path, _)| path.starts_with("bench")) {
+            assert!(example.line.starts_with(&format!("blockyard {path} ")) || path == "bench");
+            let parsed = command().try_get_matches_from(&example.words()[1..]);
+            let parsed = parsed.and_then(|matches| Cli::from_arg_matches(&matches));
+            if let Err(e) = parsed {
+                panic!("{}: {e}", example.line);
+            }
+        }
+    }
+
+    #[test]
+    fn every_command_has_an_example() {
+        for command in Cli::command().get_subcommands().filter(|command| !command.is_hide_set()) {
+            let path = format!("bench {}", command.get_name());
+            assert!(!examples::of(&path).is_empty(), "{path}");
+        }
+    }
 }

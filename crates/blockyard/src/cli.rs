@@ -3,9 +3,13 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use clap::{Parser, Subcommand};
+use blockyard_program::help;
+use blockyard_program::log::parse_level;
+use clap::{CommandFactory, Parser, Subcommand, ValueHint};
 
+use crate::bench;
 use crate::options::serve::{AttachOptions, DetachOptions, ServeOptions};
+use crate::options::values;
 
 #[derive(Parser)]
 #[command(
@@ -15,8 +19,10 @@ use crate::options::serve::{AttachOptions, DetachOptions, ServeOptions};
     propagate_version = true
 )]
 pub struct Cli {
-    /// How much to tell on standard error: error, warn, info, debug, trace.
-    #[arg(long, global = true, default_value = "info", value_name = "LEVEL", value_parser = blockyard_program::log::parse_level)]
+    /// Least severe messages to log on standard error: error, warn, info, debug or trace.
+    #[arg(long, global = true, default_value = "info", value_name = "LEVEL",
+        value_parser = values::suggest(&["error", "warn", "info", "debug", "trace"], parse_level),
+        hide_possible_values = true, help_heading = help::GENERAL)]
     pub log: tracing::Level,
     #[command(subcommand)]
     pub command: Command,
@@ -24,28 +30,109 @@ pub struct Cli {
 
 #[derive(Subcommand)]
 pub enum Command {
-    /// Serve a disk image (or many, by --config) to guests.
+    /// Serve a disk image, or all disks of a configuration file.
+    ///
+    /// An export option says who can use the disk: a virtual machine (--vhost-user), NBD clients
+    /// (--nbd), this host (--ublk) or a guest of Xen (--xen). A disk may have several.
     Serve(Box<ServeOptions>),
-    /// Make a disk image a block device of this host: prints the device, and serves it in the
-    /// background until `detach`.
+    /// Attach an image as a block device of this host.
+    ///
+    /// Starts a server in the background and prints the device. `detach` removes it.
     Attach(Box<AttachOptions>),
-    /// Remove a block device that `attach` or `serve --ublk` has made.
+    /// Detach a block device that `attach` or `serve --ublk` made.
     Detach(DetachOptions),
-    /// Give disks to guests of Xen, and take them away.
+    /// Attach disks to guests of Xen, and detach them.
     #[command(subcommand)]
     Xen(crate::xen::Command),
-    /// Make, look at, check and change disk images: the commands of qemu-img, with its options and
-    /// its JSON.
+    /// Create, inspect, check and change disk images.
+    ///
+    /// Commands, options and JSON output are those of qemu-img.
     #[command(subcommand)]
     Image(Box<crate::image::Command>),
-    /// Measure (`blockyard bench --help` lists the commands; the program blockyard-bench has them).
+    /// Run benchmarks (`blockyard bench --help` lists them).
+    ///
+    /// The program blockyard-bench runs them.
     #[command(disable_help_flag = true, disable_version_flag = true)]
     Bench {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "COMMAND")]
         arguments: Vec<OsString>,
     },
-    /// Print a shell's completions.
+    /// Print completions for a shell.
     Completions { shell: clap_complete::Shell },
     /// Write the man pages into a folder.
-    Man { folder: PathBuf },
+    Man {
+        /// The folder, which exists.
+        #[arg(value_hint = ValueHint::DirPath)]
+        folder: PathBuf,
+    },
+}
+
+/// Returns the command line that the program parses. `bench` passes its arguments on.
+pub fn command() -> clap::Command {
+    help::complete(Cli::command(), "")
+}
+
+/// Returns the command line with the commands of `bench`, for man pages and completions.
+pub fn whole_command() -> clap::Command {
+    help::complete(bench::with_its_commands(Cli::command()), "")
+}
+
+#[cfg(test)]
+mod tests {
+    use blockyard_program::examples;
+    use clap::FromArgMatches;
+
+    use super::*;
+
+    #[test]
+    fn every_example_is_a_command_line_of_its_command() {
+        for (path, example) in examples::all() {
+            let begin = format!("blockyard {path}");
+            assert!(example.line.starts_with(begin.trim_end()), "{path}: {}", example.line);
+            let parsed = command().try_get_matches_from(example.words());
+            if let Err(e) = parsed.and_then(|matches| Cli::from_arg_matches(&matches)) {
+                panic!("{}: {e}", example.line);
+            }
+        }
+    }
+
+    #[test]
+    fn every_command_has_an_example() {
+        fn visit(command: &clap::Command, path: &str) {
+            assert!(!examples::of(path).is_empty(), "blockyard {path}");
+            for below in command.get_subcommands().filter(|below| !below.is_hide_set()) {
+                visit(below, format!("{path} {}", below.get_name()).trim_start());
+            }
+        }
+        visit(&Cli::command(), "");
+    }
+
+    #[test]
+    fn options_of_serve_are_in_groups_and_help_is_the_last() {
+        let mut command = command();
+        let help = command.find_subcommand_mut("serve").unwrap().render_help().to_string();
+        let headings: Vec<_> =
+            help.lines().filter(|line| !line.starts_with(' ') && line.ends_with(':')).collect();
+        let expected = [
+            "Arguments:",
+            "Server:",
+            "Exports:",
+            "Image:",
+            "Image cache:",
+            "Remote images:",
+            "Queues:",
+            "Guest memory:",
+            "Share and limits:",
+            "NBD server:",
+            "Xen toolstacks:",
+            "Testing:",
+            "General options:",
+            "Examples:",
+        ];
+        let mut sorted = headings.clone();
+        sorted.sort_by_key(|heading| expected.iter().position(|e| e == heading));
+        assert_eq!(sorted, expected);
+        let options: Vec<_> = help.lines().filter(|line| line.trim().starts_with('-')).collect();
+        assert!(options.last().is_some_and(|line| line.trim().starts_with("-h, --help")), "{help}");
+    }
 }

@@ -1,9 +1,9 @@
 //! Blockyard: serves virtual disks to virtual machines from user space.
 //!
-//! The top floor: command line, configuration, start-up and shutdown. Exit status: 0 done, 1
-//! failed, 2 usage; of `image check` also 3 (corrupt) and 4 (no danger to data), of `image compare`
-//! 0 same, 1 different, 2 failed. 141: the reader of standard output has gone (`| head`), as a
-//! shell reports a program that SIGPIPE ended.
+//! Command line, configuration, start-up and shutdown. Exit status: 0 success, 1 failure, 2 usage
+//! error. `image check` also returns 3 (corrupt) and 4 (no data in danger). `image compare` returns 0
+//! (same), 1 (different) or 2 (failure). 141 means that the reader of standard output closed it
+//! (`| head`); shells report the same status for a program that SIGPIPE ended.
 
 // These macros panic when the stream cannot be written; `blockyard_program::output` and the log do
 // not.
@@ -20,6 +20,7 @@ mod figures;
 mod image;
 mod inherited;
 mod log;
+mod man;
 mod nbd;
 mod options;
 mod panics;
@@ -33,12 +34,14 @@ use std::process::ExitCode;
 
 use blockyard_program::ending::{Failure, refuse};
 use blockyard_program::output;
-use clap::{CommandFactory, Parser};
+use clap::FromArgMatches;
 
 use cli::{Cli, Command};
 
 fn main() -> ExitCode {
-    let cli = Cli::try_parse().unwrap_or_else(|e| refuse(&e));
+    let matches = cli::command().try_get_matches();
+    let cli =
+        matches.and_then(|matches| Cli::from_arg_matches(&matches)).unwrap_or_else(|e| refuse(&e));
     let xen_server = matches!(&cli.command, Command::Xen(command) if command.serves());
     let server = xen_server || matches!(cli.command, Command::Serve(_));
     if server || matches!(cli.command, Command::Attach(_)) {
@@ -50,7 +53,7 @@ fn main() -> ExitCode {
     ExitCode::from(status)
 }
 
-/// Does what the command says; the exit status when it went well.
+/// Runs the command. Returns the exit status if the command succeeds.
 fn run(command: &Command) -> Result<u8, Failure> {
     match command {
         Command::Serve(options) => serve::run(options)?,
@@ -61,17 +64,10 @@ fn run(command: &Command) -> Result<u8, Failure> {
         Command::Bench { arguments } => return Err(bench::become_it(arguments).into()),
         Command::Completions { shell } => {
             let mut script = Vec::new();
-            clap_complete::generate(
-                *shell,
-                &mut bench::with_its_commands(Cli::command()),
-                "blockyard",
-                &mut script,
-            );
+            clap_complete::generate(*shell, &mut cli::whole_command(), "blockyard", &mut script);
             output::print(String::from_utf8_lossy(&script))?;
         }
-        Command::Man { folder } => {
-            clap_mangen::generate_to(bench::with_its_commands(Cli::command()), folder)?
-        }
+        Command::Man { folder } => man::write_pages(cli::whole_command(), folder)?,
     }
     Ok(0)
 }

@@ -5,6 +5,7 @@
 //!   output    standard output and standard error of commands      log       the log's format and level
 //!   ending    how a program ends: one line, an exit status        peer      where the other program is
 //!   outline   a command line as data, for man pages and completions
+//!   help      examples and general options in the help of both programs      examples  their text
 //!   costs     the file of device costs: bench calibrate writes it, serve reads it      file   replaces a file
 //! ```
 
@@ -13,7 +14,9 @@
 
 pub mod costs;
 pub mod ending;
+pub mod examples;
 pub mod file;
+pub mod help;
 pub mod log;
 pub mod outline;
 pub mod output;

@@ -10,12 +10,12 @@ use blockyard_export::vhost_user::{Coalesce, SecondClient};
 use blockyard_export::xen::XenData;
 use blockyard_image::{CacheMode, ChainOptions, Format, Overlaid};
 use blockyard_sched::{Knobs, Limits};
-use clap::Args;
+use clap::{Args, ValueHint};
 use serde::Deserialize;
 
 use super::knobs::with_knobs;
 use super::nbd::{self, NbdAddress};
-use super::values::{self, UblkNumber};
+use super::values::{self, UblkNumber, explain, suggest};
 use super::xen::XenDevice;
 
 with_knobs! {
@@ -24,195 +24,237 @@ with_knobs! {
 #[group(id = "DiskArgs")]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct DiskArgs {
-    /// The image: a file, a block device, an NBD server's export (nbd://HOST[:PORT]/EXPORT or
-    /// nbd+unix:///EXPORT?socket=PATH: docs/remote-images.md), or null:SIZE (forgets writes),
-    /// ram:SIZE (forgets at exit) or delay:SIZE,... (forgets writes, and takes the time that a
-    /// device would take: docs/filters.md).
-    #[arg(value_name = "IMAGE", required = false)]
+    /// Image to serve: a file, a block device, or the URI of an NBD export.
+    ///
+    /// A URI is nbd://HOST[:PORT]/EXPORT or nbd+unix:///EXPORT?socket=PATH (docs/remote-images.md).
+    /// For tests: null:SIZE discards writes; ram:SIZE keeps them in memory; delay:SIZE,... discards
+    /// writes and takes the time that a device would take (docs/filters.md).
+    #[arg(value_name = "IMAGE", required = false, value_hint = ValueHint::AnyPath)]
     pub image: PathBuf,
 
-    /// Offer the disk to a virtual machine on this Unix socket; fd:N or fd:NAME takes one that is
-    /// inherited (systemd).
-    #[arg(long, value_name = "SOCKET", help_heading = "Ways in")]
+    /// Export the disk to a virtual machine on this vhost-user-blk socket.
+    ///
+    /// fd:N or fd:NAME is a listening socket that the server inherits (systemd).
+    #[arg(long, value_name = "SOCKET", help_heading = "Exports", value_hint = ValueHint::AnyPath)]
     #[serde(default)]
     pub vhost_user: Option<String>,
 
-    /// Offer the disk by NBD: unix:PATH, tcp:HOST:PORT, or fd:N or fd:NAME for a socket that is
-    /// inherited (systemd). Several disks may share an address.
-    #[arg(long, value_name = "ADDRESS", help_heading = "Ways in")]
+    /// Export the disk by NBD at unix:PATH, tcp:HOST:PORT, fd:N or fd:NAME.
+    ///
+    /// fd:N or fd:NAME is a listening socket that the server inherits (systemd). Several disks may
+    /// share an address.
+    #[arg(long, value_name = "ADDRESS", help_heading = "Exports",
+        value_parser = suggest(&["unix:", "tcp:", "fd:"], values::parse_text::<NbdAddress>),
+        hide_possible_values = true)]
     #[serde(default, deserialize_with = "values::some_from_text")]
     pub nbd: Option<NbdAddress>,
 
-    /// The export's name, up to 4096 bytes [default: the disk's name]. A client that gives none
-    /// gets the only export.
-    #[arg(long, value_name = "NAME", help_heading = "Ways in")]
+    /// Name of the NBD export, at most 4096 bytes [default: the disk's name].
+    ///
+    /// A client that gives no name gets the only export of the address.
+    #[arg(long, value_name = "NAME", help_heading = "Exports")]
     #[serde(default)]
     pub nbd_name: Option<String>,
 
-    /// The smallest block in bytes that NBD clients are told to use: a power of two up to 4096
-    /// [default: 1 for raw images, 512 for others].
-    #[arg(long, value_name = "BYTES", value_parser = nbd::parse_block, help_heading = "Ways in")]
+    /// Minimum block size of the NBD export in bytes [default: 1 for raw images, 512 for others].
+    ///
+    /// A power of two, at most 4096. The server advertises it to clients.
+    #[arg(long, value_name = "BYTES", help_heading = "Exports",
+        value_parser = suggest(&["1", "512", "4096"], nbd::parse_block), hide_possible_values = true)]
     #[serde(default, deserialize_with = "nbd::block")]
     pub nbd_block_size: Option<u32>,
 
-    /// Make the disk a block device of this host, /dev/ublkbN; which one, N says. What a server of
-    /// this disk left is taken over.
-    #[arg(long, value_name = "N", num_args = 0..=1, require_equals = true, default_missing_value = "any", value_parser = values::parse_ublk, help_heading = "Ways in")]
+    /// Make the disk a block device of this host, /dev/ublkbN.
+    ///
+    /// Without N the kernel chooses the number. A device that an earlier server of this disk left
+    /// is taken over.
+    #[arg(long, value_name = "N", num_args = 0..=1, require_equals = true,
+        default_missing_value = "any", value_parser = values::parse_ublk, help_heading = "Exports")]
     #[serde(default, deserialize_with = "values::ublk")]
     pub ublk: Option<UblkNumber>,
 
-    /// Give the disk to a guest of Xen as its device, such as 3:xvda for domain number 3. A device
-    /// of this program that has no server any more is taken over.
-    #[arg(long, value_name = "DOMID:DEVICE", help_heading = "Ways in")]
+    /// Attach the disk to a guest of Xen, such as 3:xvda for domain 3.
+    ///
+    /// A device of this program that has no server any more is taken over.
+    #[arg(long, value_name = "DOMID:DEVICE", help_heading = "Exports")]
     #[serde(default, deserialize_with = "values::some_from_text")]
     pub xen: Option<XenDevice>,
 
-    /// How the data of a guest of Xen come: map (its pages are mapped), copy (the hypervisor copies
-    /// them) or auto (mapped if the guest uses the same pages again, else copied).
-    #[arg(long, default_value = "auto", value_name = "MODE", value_parser = values::parse_xen_data, help_heading = "Ways in")]
+    /// How the server accesses the data pages of a guest of Xen.
+    #[arg(long, default_value = "auto", value_name = "MODE", help_heading = "Exports",
+        value_parser = explain(values::XEN_DATA, values::parse_xen_data))]
     #[serde(default, deserialize_with = "values::from_text")]
     pub xen_data: XenData,
 
-    /// Offer the disk to those NBD clients only whose certificate has this name (a DNS name of it,
-    /// or its common name). May be repeated.
-    #[arg(long, value_name = "NAME", help_heading = "Ways in")]
+    /// Admit only NBD clients whose certificate has this name. May be repeated.
+    ///
+    /// The name is a DNS name of the certificate, or its common name.
+    #[arg(long, value_name = "NAME", help_heading = "Exports")]
     #[serde(default)]
     pub tls_allow: Vec<String>,
 
-    /// What NBD clients are told that the disk is.
-    #[arg(long, value_name = "TEXT", help_heading = "Ways in")]
+    /// Description of the export, for NBD clients.
+    #[arg(long, value_name = "TEXT", help_heading = "Exports")]
     #[serde(default)]
     pub description: Option<String>,
 
-    /// The image's format: raw, qcow2 or cow (User Mode Linux's) [default: what the file's name
-    /// says, else raw]. It is never guessed from what the image holds.
-    #[arg(long, value_name = "FORMAT", value_parser = values::parse_format)]
+    /// Image format [default: from the file name, else raw].
+    ///
+    /// The server never guesses the format from the contents of the image.
+    #[arg(long, value_name = "FORMAT", help_heading = "Image",
+        value_parser = explain(values::FORMATS, values::parse_format))]
     #[serde(default, deserialize_with = "values::some_from_text")]
     pub format: Option<Format>,
 
-    /// The disk's name in messages and statistics [default: the image's file name].
-    #[arg(long)]
+    /// Name of the disk in messages and statistics [default: the image's file name].
+    #[arg(long, help_heading = "Image")]
     #[serde(default)]
     pub name: Option<String>,
 
-    /// none: O_DIRECT, flushes honoured; writeback: page cache, flushes honoured; writethrough:
-    /// page cache, every write durable; directsync: O_DIRECT, every write durable; unsafe: page
-    /// cache, flushes ignored.
-    #[arg(long, default_value = "none", value_name = "MODE", value_parser = values::parse_cache)]
-    #[serde(default, deserialize_with = "values::from_text")]
-    pub cache: CacheMode,
-
-    /// Refuse writes; others may read the image at the same time.
-    #[arg(long)]
+    /// Reject writes. Other programs may read the image at the same time.
+    #[arg(long, help_heading = "Image")]
     #[serde(default)]
     pub read_only: bool,
 
-    /// Bytes of L2 tables kept in memory, of all images of the chain together (suffixes k, M, G);
-    /// 32k of each at least [default: all that there are, at most 32M].
-    #[arg(long, value_name = "SIZE", value_parser = values::parse_size)]
-    #[serde(default, deserialize_with = "values::size")]
-    pub l2_cache: Option<u64>,
-
-    /// Load L2 tables when the image is opened, as many as are kept.
-    #[arg(long)]
-    #[serde(default)]
-    pub prime: bool,
-
-    /// Open backing and data files in or below this folder only; an NBD URI in its place allows a
-    /// server's exports. May be repeated [default: the image's own folder].
-    #[arg(long = "backing-folder", value_name = "FOLDER")]
-    #[serde(default)]
-    pub backing_folders: Vec<PathBuf>,
-
-    /// How many seconds requests wait for an NBD server that is gone, before they fail.
-    #[arg(long, default_value = "30", value_name = "SECONDS", value_parser = values::parse_seconds)]
-    #[serde(default = "nbd_patience", deserialize_with = "values::seconds")]
-    pub nbd_reconnect: Duration,
-
-    /// How many seconds an NBD server may be silent while it owes an answer, before it counts as
-    /// gone.
-    #[arg(long, default_value = "30", value_name = "SECONDS", value_parser = values::parse_seconds)]
-    #[serde(default = "nbd_patience", deserialize_with = "values::seconds")]
-    pub nbd_timeout: Duration,
-
-    /// Keep in the image what is read from its backing images.
-    #[arg(long)]
-    #[serde(default)]
-    pub copy_on_read: bool,
-
-    /// Write to the image although a live snapshot has put an overlay on it. The overlay, and all
-    /// that was written to it, is given up.
-    #[arg(long)]
-    #[serde(default)]
-    pub abandon_overlay: bool,
-
-    /// Request queues offered to the guest: 1 to 256.
-    #[arg(long, default_value_t = 1, value_name = "N", value_parser = values::parse_queues)]
-    #[serde(default = "values::one", deserialize_with = "values::queues")]
-    pub queues: u16,
-
-    /// Entries expected in each queue, which bounds the segments of one request: 4 to 32768, a
-    /// power of two.
-    #[arg(long, default_value_t = 128, value_name = "N", value_parser = values::parse_queue_size)]
-    #[serde(default = "default_queue_size", deserialize_with = "values::queue_size")]
-    pub queue_size: u16,
-
-    /// The serial number the guest reads, up to 20 bytes [default: the disk's name].
-    #[arg(long)]
+    /// Serial number that the guest reads, at most 20 bytes [default: the disk's name].
+    #[arg(long, help_heading = "Image")]
     #[serde(default)]
     pub serial: Option<String>,
 
-    /// What to do when a queue is empty, or NBD clients ask for nothing: auto (sleep, look again or
-    /// gather kicks, whichever proves best), off (sleep), or microseconds for which to look again.
-    #[arg(long, default_value = "auto", value_name = "MODE", value_parser = values::parse_poll)]
+    /// Open backing and data files only in this folder or below. May be repeated.
+    ///
+    /// An NBD URI instead of a folder allows the exports of a server [default: the image's own
+    /// folder].
+    #[arg(long = "backing-folder", value_name = "FOLDER", help_heading = "Image",
+        value_hint = ValueHint::DirPath)]
+    #[serde(default)]
+    pub backing_folders: Vec<PathBuf>,
+
+    /// Write data that is read from a backing image into the image.
+    #[arg(long, help_heading = "Image")]
+    #[serde(default)]
+    pub copy_on_read: bool,
+
+    /// Write to an image although it is the backing file of a live snapshot's overlay.
+    ///
+    /// This makes the overlay invalid. All writes to it are lost.
+    #[arg(long, help_heading = "Image")]
+    #[serde(default)]
+    pub abandon_overlay: bool,
+
+    /// Cache mode of the image.
+    #[arg(long, default_value = "none", value_name = "MODE", help_heading = "Image cache",
+        value_parser = explain(values::CACHE_MODES, values::parse_cache))]
+    #[serde(default, deserialize_with = "values::from_text")]
+    pub cache: CacheMode,
+
+    /// Size of the cache for L2 tables of the whole chain, in bytes (suffixes k, M, G).
+    ///
+    /// At least 32k for each image of the chain [default: all tables, at most 32M].
+    #[arg(long, value_name = "SIZE", help_heading = "Image cache",
+        value_parser = values::parse_size)]
+    #[serde(default, deserialize_with = "values::size")]
+    pub l2_cache: Option<u64>,
+
+    /// Load L2 tables into the cache at start, as many as fit.
+    #[arg(long, help_heading = "Image cache")]
+    #[serde(default)]
+    pub prime: bool,
+
+    /// Seconds for which requests wait for a lost NBD server before they fail.
+    #[arg(long, default_value = "30", value_name = "SECONDS", help_heading = "Remote images",
+        value_parser = values::parse_seconds)]
+    #[serde(default = "nbd_patience", deserialize_with = "values::seconds")]
+    pub nbd_reconnect: Duration,
+
+    /// Seconds without a reply after which an NBD server counts as lost.
+    #[arg(long, default_value = "30", value_name = "SECONDS", help_heading = "Remote images",
+        value_parser = values::parse_seconds)]
+    #[serde(default = "nbd_patience", deserialize_with = "values::seconds")]
+    pub nbd_timeout: Duration,
+
+    /// Number of virtqueues that the guest may use: 1 to 256.
+    #[arg(long, default_value_t = 1, value_name = "N", help_heading = "Queues",
+        value_parser = values::parse_queues)]
+    #[serde(default = "values::one", deserialize_with = "values::queues")]
+    pub queues: u16,
+
+    /// Expected entries of each queue: a power of two from 4 to 32768.
+    ///
+    /// It bounds the segments of one request.
+    #[arg(long, default_value_t = 128, value_name = "N", help_heading = "Queues",
+        value_parser = suggest(&["128", "256", "512", "1024"], values::parse_queue_size),
+        hide_possible_values = true)]
+    #[serde(default = "default_queue_size", deserialize_with = "values::queue_size")]
+    pub queue_size: u16,
+
+    /// What to do when a queue is empty: auto, off, or microseconds to busy-poll.
+    ///
+    /// auto: sleep, busy-poll or coalesce kicks, whichever measures best. off: sleep. The same
+    /// applies to NBD connections without requests.
+    #[arg(long, default_value = "auto", value_name = "MODE", help_heading = "Queues",
+        value_parser = suggest(&["auto", "off"], values::parse_poll), hide_possible_values = true)]
     #[serde(default = "auto_poll", deserialize_with = "values::poll")]
     pub poll: PollMode,
 
-    /// How long completions may be gathered before the guest is told: auto (for User Mode Linux
-    /// only), off, or microseconds.
-    #[arg(long, default_value = "auto", value_name = "MODE", value_parser = values::parse_coalesce)]
+    /// How long to coalesce completions before a call to the guest: auto, off, or microseconds.
+    ///
+    /// auto: only for User Mode Linux.
+    #[arg(long, default_value = "auto", value_name = "MODE", help_heading = "Queues",
+        value_parser = suggest(&["auto", "off"], values::parse_coalesce),
+        hide_possible_values = true)]
     #[serde(default = "auto_coalesce", deserialize_with = "values::coalesce")]
     pub coalesce: Coalesce,
 
-    /// Offer kicks and calls by message instead of eventfds: User Mode Linux in simulated time
-    /// (time-travel=ext) needs it, and it is slow.
-    #[arg(long)]
+    /// Send kicks and calls as vhost-user messages instead of eventfds. Slow.
+    ///
+    /// User Mode Linux in simulated time (time-travel=ext) needs it.
+    #[arg(long, help_heading = "Queues")]
     #[serde(default)]
     pub in_band_notifications: bool,
 
-    /// Pin all of the guest's memory and register it with io_uring, which saves the kernel work for
-    /// each request. Never for guests that give memory back (ballooning, free page reporting,
-    /// virtio-mem): they would read wrong data.
-    #[arg(long)]
-    #[serde(default)]
-    pub pin_memory: bool,
-
-    /// Accept guest memory in files whose pages another process can withhold (FUSE, network file
-    /// systems, overlayfs, device files). Such a process can stop this reactor, and every disk on
-    /// it, for as long as it likes.
-    #[arg(long)]
-    #[serde(default)]
-    pub allow_any_memory_file: bool,
-
-    /// What becomes of a front end that connects while another one is served: wait (until the other
-    /// one is gone) or refuse (its connection is closed). The log names it either way.
-    #[arg(long, default_value = "wait", value_name = "MODE", value_parser = values::parse_second_client, help_heading = "Ways in")]
+    /// What happens to a front end that connects while another one is connected.
+    ///
+    /// The log names the front end in both cases.
+    #[arg(long, default_value = "wait", value_name = "MODE", help_heading = "Queues",
+        value_parser = explain(values::SECOND_CLIENT, values::parse_second_client))]
     #[serde(default, deserialize_with = "values::second_client")]
     pub second_client: SecondClient,
 
-    /// Put a filter before the disk, to test what is above: delay:read=1ms,flush=10ms or
-    /// error:write=0.01,range=0-1048576 (bytes). May be repeated.
-    #[arg(long = "filter", value_name = "FILTER")]
+    /// Pin all guest memory and register it with io_uring, which saves work for each request.
+    ///
+    /// Do not use it with guests that give memory back (ballooning, free page reporting,
+    /// virtio-mem): they would read wrong data.
+    #[arg(long, help_heading = "Guest memory")]
+    #[serde(default)]
+    pub pin_memory: bool,
+
+    /// Accept guest memory in files whose pages another process can withhold.
+    ///
+    /// Such files are on FUSE, network file systems or overlayfs, or are device files. The process
+    /// can block the reactor, and with it every disk of the reactor, without limit.
+    #[arg(long, help_heading = "Guest memory")]
+    #[serde(default)]
+    pub allow_any_memory_file: bool,
+
+    /// Insert a filter in front of the disk, for tests. May be repeated.
+    ///
+    /// delay:read=1ms,flush=10ms delays requests. error:write=0.01,range=0-1048576 fails 1% of the
+    /// writes in these bytes (docs/filters.md).
+    #[arg(long = "filter", value_name = "FILTER", help_heading = "Testing",
+        value_parser = suggest(&["delay:", "error:"], values::parse_text::<blockyard_disk::Filter>),
+        hide_possible_values = true)]
     #[serde(default, deserialize_with = "values::filters")]
     pub filters: Vec<blockyard_disk::Filter>,
 
-    /// The device that the disk shares with others, in the place of the one on which its image
-    /// lies: any name.
+    /// Name of the shared device, instead of the one that holds the image.
+    ///
+    /// Disks with the same name share it.
     #[arg(long, value_name = "NAME", help_heading = "Share and limits")]
     #[serde(default)]
     pub device: Option<String>,
 
-    /// The group of disks to whose share it belongs. (A single disk has none.)
+    /// Group of disks whose share the disk uses. Only in the configuration file.
     #[arg(skip)]
     #[serde(default)]
     pub group: Option<String>,

@@ -21,58 +21,64 @@ macro_rules! with_knobs {
         pub struct $name {
             $($fields)*
 
-            /// The share of the device in proportion to other disks': 1 to 10000.
-            #[arg(long, default_value_t = 100, value_name = "N", value_parser = crate::options::knobs::parse_weight,
-                help_heading = "Share and limits")]
-            #[serde(default = "crate::options::knobs::default_weight", deserialize_with = "crate::options::knobs::weight")]
+            /// Share of the device relative to other disks: 1 to 10000.
+            #[arg(long, default_value_t = 100, value_name = "N", help_heading = "Share and limits",
+                value_parser = crate::options::knobs::parse_weight)]
+            #[serde(default = "crate::options::knobs::default_weight",
+                deserialize_with = "crate::options::knobs::weight")]
             pub weight: u32,
 
-            /// Requests a second that are served before shares are looked at.
+            /// Requests per second that the disk gets regardless of its share.
             #[arg(long, value_name = "RATE", value_parser = crate::options::knobs::parse_reserve,
                 help_heading = "Share and limits")]
             #[serde(default, deserialize_with = "crate::options::knobs::reserve")]
             pub reserve_iops: Option<u64>,
 
-            /// Bytes a second that are served before shares are looked at (suffixes k, M, G, T).
+            /// Bytes per second that the disk gets regardless of its share (suffixes k, M, G, T).
             #[arg(long, value_name = "RATE", value_parser = crate::options::knobs::parse_reserve,
                 help_heading = "Share and limits")]
             #[serde(default, deserialize_with = "crate::options::knobs::reserve")]
             pub reserve_bps: Option<u64>,
 
-            /// Never more requests a second: RATE, or RATE,max=RATE,length=SECONDS, with so many
-            /// for so long after a time of less (suffixes k, M, G, T: powers of 1024).
+            /// Maximum requests per second: RATE, or RATE,max=RATE,length=SECONDS.
+            ///
+            /// max allows a burst at this rate for length seconds, after the disk was below RATE.
+            /// Suffixes k, M, G, T are powers of 1024.
             #[arg(long, value_name = "LIMIT", help_heading = "Share and limits")]
             #[serde(default, deserialize_with = "crate::options::knobs::limit")]
             pub iops: Option<blockyard_sched::Limit>,
 
-            /// Never more reads a second.
+            /// Maximum reads per second.
             #[arg(long, value_name = "LIMIT", help_heading = "Share and limits")]
             #[serde(default, deserialize_with = "crate::options::knobs::limit")]
             pub iops_read: Option<blockyard_sched::Limit>,
 
-            /// Never more writes a second.
+            /// Maximum writes per second.
             #[arg(long, value_name = "LIMIT", help_heading = "Share and limits")]
             #[serde(default, deserialize_with = "crate::options::knobs::limit")]
             pub iops_write: Option<blockyard_sched::Limit>,
 
-            /// Never more bytes a second (suffixes k, M, G, T).
+            /// Maximum bytes per second (suffixes k, M, G, T).
             #[arg(long, value_name = "LIMIT", help_heading = "Share and limits")]
             #[serde(default, deserialize_with = "crate::options::knobs::limit")]
             pub bps: Option<blockyard_sched::Limit>,
 
-            /// Never more bytes read a second.
+            /// Maximum bytes read per second.
             #[arg(long, value_name = "LIMIT", help_heading = "Share and limits")]
             #[serde(default, deserialize_with = "crate::options::knobs::limit")]
             pub bps_read: Option<blockyard_sched::Limit>,
 
-            /// Never more bytes written a second.
+            /// Maximum bytes written per second.
             #[arg(long, value_name = "LIMIT", help_heading = "Share and limits")]
             #[serde(default, deserialize_with = "crate::options::knobs::limit")]
             pub bps_write: Option<blockyard_sched::Limit>,
 
-            /// The mean service time that others must leave, at the cost of their shares, to who
-            /// asks for no more than the own one: a number and us, ms or s.
-            #[arg(long, value_name = "TIME", value_parser = crate::options::knobs::parse_target, help_heading = "Share and limits")]
+            /// Target for the mean service time, such as 2ms (units us, ms, s).
+            ///
+            /// If a disk uses no more than its own share and misses the target, the server reduces
+            /// the shares of the other disks.
+            #[arg(long, value_name = "TIME", value_parser = crate::options::knobs::parse_target,
+                help_heading = "Share and limits")]
             #[serde(default, deserialize_with = "crate::options::knobs::target")]
             pub latency_target: Option<std::time::Duration>,
         }

@@ -6,7 +6,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use blockyard_disk::parse_time;
-use clap::Args;
+use clap::{Args, ValueHint};
 use serde::Deserialize;
 
 use super::values::parsed;
@@ -62,30 +62,36 @@ impl fmt::Display for NbdAddress {
 #[derive(Args, Clone, Debug, Default, Deserialize, PartialEq)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct NbdArgs {
-    /// NBD clients of an address at a time; others wait [default: 256].
-    #[arg(long = "nbd-max-clients", value_name = "N", value_parser = parse_clients, help_heading = "NBD")]
+    /// Maximum NBD clients of an address; further clients wait [default: 256].
+    #[arg(long = "nbd-max-clients", value_name = "N", value_parser = parse_clients,
+        help_heading = "NBD server")]
     #[serde(default, deserialize_with = "clients")]
     pub max_clients: Option<usize>,
 
-    /// The time in which an NBD client must have chosen its export [default: 10s].
-    #[arg(long = "nbd-handshake", value_name = "TIME", value_parser = parse_handshake, help_heading = "NBD")]
+    /// Time within which an NBD client must complete the handshake [default: 10s].
+    #[arg(long = "nbd-handshake", value_name = "TIME", value_parser = parse_handshake,
+        help_heading = "NBD server")]
     #[serde(default, deserialize_with = "handshake")]
     pub handshake: Option<Duration>,
 
-    /// Offer TLS to NBD clients, with server-cert.pem and server-key.pem of this folder, and
-    /// ca-cert.pem to judge theirs.
-    #[arg(long, value_name = "FOLDER", help_heading = "NBD")]
+    /// Offer TLS to NBD clients, with the certificates in this folder.
+    ///
+    /// The folder has server-cert.pem and server-key.pem. ca-cert.pem verifies the clients'
+    /// certificates.
+    #[arg(long, value_name = "FOLDER", help_heading = "NBD server",
+        value_hint = ValueHint::DirPath)]
     #[serde(default)]
     pub tls_certificates: Option<PathBuf>,
 
-    /// Serve no NBD client without TLS.
-    #[arg(long, help_heading = "NBD")]
+    /// Reject NBD clients without TLS.
+    #[arg(long, help_heading = "NBD server")]
     #[serde(default)]
     pub tls_required: bool,
 
-    /// Serve no NBD client without a certificate that ca-cert.pem vouches for. (Means
-    /// --tls-required.)
-    #[arg(long, help_heading = "NBD")]
+    /// Reject NBD clients without a certificate that ca-cert.pem verifies.
+    ///
+    /// Implies --tls-required.
+    #[arg(long, help_heading = "NBD server")]
     #[serde(default)]
     pub tls_verify_peer: bool,
 }

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use clap::Args;
+use clap::{Args, ValueHint};
 
 use super::disk::DiskArgs;
 use super::nbd::NbdArgs;
@@ -14,35 +14,37 @@ pub struct ServeOptions {
     #[command(flatten)]
     pub disk: Option<DiskArgs>,
 
-    /// Serve the disks of this TOML file; SIGHUP reads it anew.
-    #[arg(long, value_name = "FILE", conflicts_with = "DiskArgs")]
+    /// Serve the disks of this TOML file. SIGHUP reads it again.
+    #[arg(long, value_name = "FILE", conflicts_with = "DiskArgs", help_heading = "Server",
+        value_hint = ValueHint::FilePath)]
     pub config: Option<PathBuf>,
 
-    /// Tells the device, and ends with it: for `attach`.
+    /// Print the device, and exit when the device is removed. `attach` passes it.
     #[arg(long, hide = true)]
     pub attached: bool,
 
-    /// Only read the configuration file, look at the images, and say what is wrong with them.
-    #[arg(long, requires = "config")]
+    /// Check the configuration file and its images, and exit.
+    #[arg(long, requires = "config", help_heading = "Server")]
     pub check_config: bool,
 
-    /// Threads that serve queues, each with a ring of its own; queues are dealt out to them in turn
-    /// [default: 1].
-    #[arg(long, value_name = "N", value_parser = values::parse_reactors)]
+    /// Number of reactors (threads with an io_uring each) [default: 1].
+    ///
+    /// The server distributes the queues to the reactors in turn.
+    #[arg(long, value_name = "N", value_parser = values::parse_reactors, help_heading = "Server")]
     pub reactors: Option<u16>,
 
-    /// Processors that the reactors keep to, in turn, such as 0,2-3 [default: wherever the kernel
-    /// puts them].
-    #[arg(long, value_name = "LIST", value_parser = values::parse_cpus)]
+    /// Pin the reactors to these processors in turn, such as 0,2-3 [default: not pinned].
+    #[arg(long, value_name = "LIST", value_parser = values::parse_cpus, help_heading = "Server")]
     pub cpus: Option<Cpus>,
 
-    /// Serve disks as they ask, without a look at shares of their device. Limits hold all the same.
-    #[arg(long)]
+    /// Serve requests in the order of arrival, without shares of devices. Limits still apply.
+    #[arg(long, help_heading = "Server")]
     pub no_fair_share: bool,
 
-    /// What operations cost the devices, as `bench calibrate` has measured it [default:
-    /// /var/lib/blockyard/costs.toml, where there is one].
-    #[arg(long, value_name = "FILE")]
+    /// File with the costs of the devices' operations, from `bench calibrate`.
+    ///
+    /// [default: /var/lib/blockyard/costs.toml, if it exists]
+    #[arg(long, value_name = "FILE", help_heading = "Server", value_hint = ValueHint::FilePath)]
     pub costs: Option<PathBuf>,
 
     #[command(flatten)]
@@ -61,9 +63,10 @@ pub struct AttachOptions {
 #[derive(Args)]
 pub struct DetachOptions {
     /// The block device, such as /dev/ublkb0.
+    #[arg(value_hint = ValueHint::FilePath)]
     pub device: PathBuf,
 
-    /// Remove it also while it is mounted, or used otherwise: what is written then is lost.
+    /// Remove it even if it is mounted or open. Writes that are not flushed are lost.
     #[arg(long)]
     pub force: bool,
 }

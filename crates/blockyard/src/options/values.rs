@@ -3,6 +3,7 @@
 //! In: a word of the command line, or a value of a TOML file. Out: a value in its range, or what is
 //! wrong with it.
 
+use std::ffi::OsStr;
 use std::str::FromStr;
 use std::time::Duration;
 
@@ -11,7 +12,79 @@ use blockyard_export::PollMode;
 use blockyard_export::vhost_user::{Coalesce, SecondClient};
 use blockyard_export::xen::XenData;
 use blockyard_image::{CacheMode, Format};
+use clap::builder::{PossibleValue, TypedValueParser};
 use serde::{Deserialize, Deserializer};
+
+/// A parser of an option's value that tells shells some values, for completion. It accepts what
+/// `parser` accepts.
+#[derive(Clone)]
+struct Suggesting<P> {
+    values: Vec<PossibleValue>,
+    parser: P,
+}
+
+impl<P: TypedValueParser> TypedValueParser for Suggesting<P> {
+    type Value = P::Value;
+
+    fn parse_ref(
+        &self,
+        command: &clap::Command,
+        arg: Option<&clap::Arg>,
+        value: &OsStr,
+    ) -> Result<Self::Value, clap::Error> {
+        self.parser.parse_ref(command, arg, value)
+    }
+
+    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
+        Some(Box::new(self.values.iter().cloned()))
+    }
+}
+
+/// Returns `parser` with values that shells complete.
+pub fn suggest<P: TypedValueParser>(
+    values: &'static [&'static str],
+    parser: P,
+) -> impl TypedValueParser<Value = P::Value> {
+    Suggesting { values: values.iter().map(PossibleValue::new).collect(), parser }
+}
+
+/// Returns `parser` with values that shells complete, and that help explains.
+pub fn explain<P: TypedValueParser>(
+    values: &'static [(&'static str, &'static str)],
+    parser: P,
+) -> impl TypedValueParser<Value = P::Value> {
+    let value = |(name, help): &(&'static str, &'static str)| PossibleValue::new(*name).help(*help);
+    Suggesting { values: values.iter().map(value).collect(), parser }
+}
+
+/// Cache modes, for [`explain`].
+pub const CACHE_MODES: &[(&str, &str)] = &[
+    ("none", "O_DIRECT; flushes are honoured"),
+    ("writeback", "page cache; flushes are honoured"),
+    ("writethrough", "page cache; every write is durable"),
+    ("directsync", "O_DIRECT; every write is durable"),
+    ("unsafe", "page cache; flushes are ignored"),
+];
+
+/// Image formats, for [`explain`].
+pub const FORMATS: &[(&str, &str)] = &[
+    ("raw", "the bytes of the disk"),
+    ("qcow2", "the format of QEMU"),
+    ("cow", "the format of User Mode Linux"),
+];
+
+/// Ways to access the data of a guest of Xen, for [`explain`].
+pub const XEN_DATA: &[(&str, &str)] = &[
+    ("auto", "map if the guest uses the same pages again, else copy"),
+    ("map", "the server maps the guest's pages"),
+    ("copy", "the hypervisor copies the data"),
+];
+
+/// Treatments of a second front end, for [`explain`].
+pub const SECOND_CLIENT: &[(&str, &str)] = &[
+    ("wait", "it waits until the first one disconnects"),
+    ("refuse", "the server closes its connection"),
+];
 
 /// The N of /dev/ublkbN.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -54,6 +127,10 @@ pub fn of_seconds(seconds: f64) -> Result<Duration, String> {
 
 pub fn parse_seconds(s: &str) -> Result<Duration, String> {
     of_seconds(s.parse().unwrap_or(-1.0))
+}
+
+pub fn parse_text<T: FromStr<Err: std::fmt::Display>>(s: &str) -> Result<T, String> {
+    s.parse().map_err(|e: T::Err| e.to_string())
 }
 
 pub fn parse_cache(s: &str) -> Result<CacheMode, blockyard_image::UnknownCacheMode> {

@@ -8,7 +8,7 @@ use std::str::FromStr;
 use anyhow::{anyhow, bail};
 use blockyard_export::xen::{Name, XenData};
 use blockyard_image::CacheMode;
-use clap::Args;
+use clap::{Args, ValueHint};
 use serde::{Deserialize, Deserializer};
 
 use super::knobs::{self, with_knobs};
@@ -45,18 +45,21 @@ impl fmt::Display for XenDevice {
 #[derive(Args, Clone, Debug, Default, Deserialize, PartialEq)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct XenArgs {
-    /// Serve the disks that a toolstack of Xen asks for by nodes in backend/TYPE: vbd (xl's disks
-    /// with script=block-blockyard), or a type of its own. May be repeated.
-    #[arg(long = "xen-watch", value_name = "TYPE", value_parser = parse_kind, help_heading = "Xen")]
+    /// Serve the disks that a Xen toolstack requests in backend/TYPE. May be repeated.
+    ///
+    /// TYPE is vbd (xl's disks with script=block-blockyard), or a type of the toolstack's own.
+    #[arg(long = "xen-watch", value_name = "TYPE", help_heading = "Xen toolstacks",
+        value_parser = values::suggest(&["vbd"], parse_kind), hide_possible_values = true)]
     #[serde(default, deserialize_with = "kinds")]
     pub watch: Vec<String>,
 
-    /// Open the images of these disks in or below this folder only. May be repeated.
-    #[arg(long = "xen-folder", value_name = "FOLDER", help_heading = "Xen")]
+    /// Open images of these disks only in this folder or below. May be repeated.
+    #[arg(long = "xen-folder", value_name = "FOLDER", help_heading = "Xen toolstacks",
+        value_hint = ValueHint::DirPath)]
     #[serde(default)]
     pub folders: Vec<PathBuf>,
 
-    /// What these disks are opened with. (No option.)
+    /// Settings of these disks. Only in the configuration file.
     #[arg(skip)]
     #[serde(default)]
     pub defaults: Option<XenDefaults>,
