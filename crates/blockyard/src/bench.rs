@@ -1,8 +1,8 @@
-//! `blockyard bench`: the program `blockyard-bench` does this work. It has fonts and pictures,
-//! which a server does not need.
+//! `blockyard bench`: replaces the process by the program `blockyard-bench`. That is a program of
+//! its own because it contains fonts and drawing code, which a server does not need.
 //!
-//! In: the arguments behind `bench`. Out: nothing, because the other program takes this process
-//! over. What must hold: the other program receives all arguments as they were given.
+//! In: the arguments after `bench`. Out: nothing, because exec(2) does not return. What must hold:
+//! the other program receives all arguments unchanged.
 
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
@@ -14,8 +14,8 @@ use blockyard_program::{output, peer};
 
 const PROGRAM: &str = "blockyard-bench";
 
-/// Replaces this program by `blockyard-bench`. Returns why that is impossible. `behind`: the
-/// arguments behind `bench`.
+/// Replaces this program by `blockyard-bench`. Returns only if that fails, with the reason.
+/// `behind`: the arguments after `bench`.
 pub fn become_it(behind: &[OsString]) -> anyhow::Error {
     let program = match peer::find(PROGRAM) {
         Ok(program) => program,
@@ -26,15 +26,14 @@ pub fn become_it(behind: &[OsString]) -> anyhow::Error {
     anyhow::Error::new(error).context(format!("starting {}", program.display()))
 }
 
-/// Returns all arguments except the word `bench`: options that every command takes may stand before
-/// it.
+/// Returns all arguments except the word `bench`. General options may come before that word.
 fn without_the_word(all: &[OsString], behind: usize) -> impl Iterator<Item = &OsString> {
     let word = all[..all.len() - behind].iter().rposition(|argument| argument == "bench");
     all.iter().enumerate().filter(move |(at, _)| Some(*at) != word).map(|(_, argument)| argument)
 }
 
-/// Returns the whole command line, with the commands of `blockyard-bench` if it is there. For man
-/// pages and completions.
+/// Returns `cli` with the commands of `blockyard-bench`, for man pages and completions. If that
+/// program is missing, writes a note to standard error and returns `cli`.
 pub fn with_its_commands(cli: clap::Command) -> clap::Command {
     match outline() {
         Ok(outline) => cli.mut_subcommand("bench", |_| {
@@ -42,7 +41,7 @@ pub fn with_its_commands(cli: clap::Command) -> clap::Command {
         }),
         Err(error) => {
             output::note(format_args!(
-                "blockyard: the commands of `blockyard bench` are left out: {error:#}"
+                "blockyard: the commands of `blockyard bench` are missing: {error:#}"
             ));
             cli
         }
@@ -51,16 +50,16 @@ pub fn with_its_commands(cli: clap::Command) -> clap::Command {
 
 fn outline() -> anyhow::Result<Outline> {
     let program = peer::find(PROGRAM)?;
-    let told = Command::new(&program).arg("outline").output();
-    let told = told.with_context(|| format!("starting {}", program.display()))?;
+    let output = Command::new(&program).arg("outline").output();
+    let output = output.with_context(|| format!("starting {}", program.display()))?;
     anyhow::ensure!(
-        told.status.success(),
+        output.status.success(),
         "{}: {}",
         program.display(),
-        String::from_utf8_lossy(&told.stderr).trim()
+        String::from_utf8_lossy(&output.stderr).trim()
     );
-    serde_json::from_slice(&told.stdout)
-        .with_context(|| format!("what {} says of its commands", program.display()))
+    serde_json::from_slice(&output.stdout)
+        .with_context(|| format!("parsing the outline of {}", program.display()))
 }
 
 #[cfg(test)]
@@ -68,7 +67,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_the_word_is_left_out() {
+    fn only_the_word_bench_is_removed() {
         for (all, behind, passed) in [
             ("bench rate read bench", 3, "rate read bench"),
             ("--log debug bench", 0, "--log debug"),

@@ -1,4 +1,4 @@
-//! What changes from one configuration file to the next, in words for the log.
+//! Differences between two configuration files, as text for the log.
 
 use std::collections::BTreeSet;
 
@@ -7,9 +7,10 @@ use toml::{Table, Value};
 
 use crate::options::disk::DiskArgs;
 
-/// What the configuration file said when it was last applied.
+/// The configuration file as the server applied it last.
 pub struct Known {
     pub file: Table,
+    /// As it was when the server started.
     pub at_start: Table,
 }
 
@@ -18,13 +19,13 @@ impl Known {
         Known { at_start: file.clone(), file }
     }
 
-    /// The table of a disk.
+    /// Returns the `[[disk]]` table of a disk, empty if there is none.
     pub fn disk(&self, name: &str) -> Table {
         table_of(&self.file, name)
     }
 }
 
-/// The `[[disk]]` table of a disk, empty if there is none.
+/// Returns the `[[disk]]` table of a disk in `file`, empty if there is none.
 pub fn table_of(file: &Table, name: &str) -> Table {
     let disks = file.get("disk").and_then(Value::as_array).into_iter().flatten();
     let named = |table: &&Table| {
@@ -33,12 +34,12 @@ pub fn table_of(file: &Table, name: &str) -> Table {
     disks.filter_map(Value::as_table).find(named).cloned().unwrap_or_default()
 }
 
-/// A table in a table, empty if there is none.
+/// Returns the table under `key`, empty if there is none.
 pub fn inner(table: &Table, key: &str) -> Table {
     table.get(key).and_then(Value::as_table).cloned().unwrap_or_default()
 }
 
-/// The keys in which two tables differ, with both values: `queues: 1 -> 4, read-only: false ->
+/// Returns the keys in which two tables differ, with both values: `queues: 1 -> 4, read-only: false ->
 /// true`.
 pub fn changes(old: &Table, new: &Table) -> String {
     let keys: BTreeSet<_> = old.keys().chain(new.keys()).collect();
@@ -47,7 +48,7 @@ pub fn changes(old: &Table, new: &Table) -> String {
     all.join(", ")
 }
 
-/// A key with its old and its new value, if they differ.
+/// Returns a key with its old and its new value, or `None` if the values are equal.
 pub fn change(key: &str, old: Option<&Value>, new: Option<&Value>) -> Option<String> {
     if old == new {
         return None;
@@ -62,7 +63,7 @@ pub fn change(key: &str, old: Option<&Value>, new: Option<&Value>) -> Option<Str
     (old != new).then(|| format!("{key}: {old} -> {new}"))
 }
 
-/// The default of a key, as `--help` has it.
+/// Returns the default of a key. It is the default of the option with the same name.
 fn default_of(key: &str) -> Option<String> {
     if let Some(default) =
         [("reactors", "1"), ("fair-share", "true")].iter().find(|(name, _)| *name == key)
@@ -86,8 +87,8 @@ mod tests {
         let new = "image = \"b\"\ntls-allow = [\"x\"]\ncache = \"unsafe\"\niops = \"1k\"\n"
             .parse()
             .unwrap();
-        let expected = "cache: none -> \"unsafe\", image: \"a\" -> \"b\", iops: not set -> \"1k\", prime: true -> false, \
-                        queues: 2 -> 1";
+        let expected = "cache: none -> \"unsafe\", image: \"a\" -> \"b\", iops: not set -> \"1k\", \
+                        prime: true -> false, queues: 2 -> 1";
         assert_eq!(changes(&old, &new), expected);
         assert_eq!(changes(&old, &old), "");
         assert_eq!(

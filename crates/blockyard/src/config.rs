@@ -1,5 +1,5 @@
-//! The configuration file: TOML, one `[[disk]]` table a disk, one `[group.NAME]` table a group. See
-//! docs/configuration.md.
+//! The configuration file: TOML with one `[[disk]]` table for each disk and one `[group.NAME]` table
+//! for each group. See docs/configuration.md.
 
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
@@ -19,26 +19,26 @@ use crate::options::xen::XenArgs;
 #[derive(Clone, Debug, Default, Deserialize, PartialEq)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Config {
-    /// Threads that serve queues; read at start only.
+    /// Number of reactors. Read at start only.
     #[serde(default, deserialize_with = "values::reactors")]
     pub reactors: Option<u16>,
-    /// Whether disks get their shares of a device, or as much as they ask for.
+    /// Whether disks get shares of their device. Otherwise requests run in the order of arrival.
     #[serde(default)]
     pub fair_share: Option<bool>,
-    /// What operations cost the devices.
+    /// File with the costs of the devices' operations.
     #[serde(default)]
     pub costs: Option<PathBuf>,
-    /// How NBD clients are dealt with.
+    /// Settings for all NBD clients.
     #[serde(default)]
     pub nbd: NbdArgs,
-    /// Disks that toolstacks of Xen ask for; read at start only.
+    /// Disks that Xen toolstacks request. Read at start only.
     #[serde(default)]
     pub xen: XenArgs,
     #[serde(default, rename = "group")]
     pub groups: BTreeMap<String, GroupArgs>,
     #[serde(default, rename = "disk")]
     pub disks: Vec<DiskArgs>,
-    /// The file itself, for messages about what was changed in it.
+    /// The parsed file, for messages about its changes.
     #[serde(skip)]
     pub file: toml::Table,
 }
@@ -54,7 +54,7 @@ pub enum ConfigError {
 }
 
 impl Config {
-    /// The configuration that the options name, or that they make by themselves.
+    /// Returns the configuration of `--config`, or the one that the other options describe.
     pub fn of(options: &ServeOptions) -> anyhow::Result<Self> {
         match (&options.config, &options.disk) {
             (Some(path), _) => Ok(Config::read(path)?),
@@ -62,7 +62,8 @@ impl Config {
             (None, None) if !options.xen.watch.is_empty() => Ok(Config::default()),
             (None, None) => {
                 anyhow::bail!(
-                    "say an IMAGE and a way in (--vhost-user, --nbd, --ublk, --xen), or --config FILE"
+                    "no disk: give an IMAGE and an export (--vhost-user, --nbd, --ublk or --xen), or \
+                     --config FILE"
                 )
             }
         }
@@ -90,7 +91,7 @@ impl Config {
             let name = disk.name();
             if !names.insert(name.clone()) {
                 return Err(format!(
-                    "two disks are called \"{name}\": give one of them a name of its own"
+                    "two disks are called \"{name}\": set the key name of one of them"
                 ));
             }
             if let Some(socket) =
@@ -111,7 +112,9 @@ impl Config {
                 ));
             }
             if !disk.is_offered() {
-                return Err(format!("disk \"{name}\": say a way in: vhost-user, nbd, ublk or xen"));
+                return Err(format!(
+                    "disk \"{name}\": it has no export: set vhost-user, nbd, ublk or xen"
+                ));
             }
             if let Some(UblkNumber::Number(n)) = disk.ublk
                 && !devices.insert(n)
@@ -127,8 +130,8 @@ impl Config {
             };
             if let Some((other, ..)) = images.iter().find(is_taken) {
                 return Err(format!(
-                    "disk \"{name}\": disk \"{other}\" has the same image, {}: give one disk several ways in, or make both \
-                     read-only",
+                    "disk \"{name}\": disk \"{other}\" has the same image, {}: give one disk several exports, or \
+                     make both read-only",
                     disk.image.display()
                 ));
             }
@@ -149,7 +152,9 @@ impl Config {
         }
         if self.disks.is_empty() && self.xen.watch.is_empty() {
             return Err(
-                "it has no disk: add a table [[disk]] with the keys image and vhost-user, nbd, ublk or xen".into()
+                "it has no disk: add a table [[disk]] with the key image and one of vhost-user, nbd, \
+                 ublk and xen"
+                    .into(),
             );
         }
         Ok(())
@@ -157,7 +162,7 @@ impl Config {
 }
 
 impl Config {
-    /// The knobs of each group of disks.
+    /// Returns the weight, limits and reservations of each group of disks.
     pub fn group_knobs(&self) -> BTreeMap<String, Knobs> {
         self.groups.iter().map(|(name, group)| (name.clone(), group.knobs())).collect()
     }
@@ -181,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_file() {
+    fn keys_of_the_file_are_parsed() {
         let config = read(
             "reactors = 2\n[[disk]]\nimage = \"/a/root.img\"\nvhost-user = \"/run/root.sock\"\ncache = \"writethrough\"\n\
              queues = 4\nqueue-size = 256\npoll = \"off\"\ncoalesce = 50\nfilters = [\"delay:read=1ms\"]\n\
@@ -195,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn knobs_of_disks_and_groups() {
+    fn disks_and_groups_have_the_same_knobs() {
         let all = "weight = 250\nreserve-iops = \"1k\"\nreserve-bps = 5000\niops = 2000\niops-read = \"300,max=600\"\n\
                    iops-write = 30\nbps = \"50M,max=200M,length=2.5\"\nbps-read = \"1G\"\nbps-write = 1000000\n\
                    latency-target = \"2.5ms\"\n";

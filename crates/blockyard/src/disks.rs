@@ -1,4 +1,4 @@
-//! One disk, from its options to the yard and to its last line in the log.
+//! One disk: checks its options, makes its settings for the yard, and logs its end.
 
 use std::sync::Arc;
 
@@ -11,12 +11,13 @@ use crate::figures;
 use crate::options::disk::DiskArgs;
 use crate::options::knobs;
 
-/// What is wrong with a disk's options, beyond what each one alone can tell.
+/// Returns an error if options of a disk contradict each other.
 pub fn check(disk: &DiskArgs) -> anyhow::Result<()> {
     let image = disk.image.display();
     if !disk.is_offered() {
         anyhow::bail!(
-            "image {image}: say a way in: --vhost-user SOCKET, --nbd ADDRESS, --ublk or --xen DOMID:DEVICE"
+            "image {image}: it has no export: add --vhost-user SOCKET, --nbd ADDRESS, --ublk or \
+             --xen DOMID:DEVICE"
         );
     }
     let format = disk.format().map_err(anyhow::Error::msg)?;
@@ -34,19 +35,19 @@ pub fn check(disk: &DiskArgs) -> anyhow::Result<()> {
         }
     }
     if disk.copy_on_read && disk.read_only {
-        anyhow::bail!("image {image}: --copy-on-read writes, and --read-only forbids it");
+        anyhow::bail!("image {image}: --copy-on-read writes to the image; leave out --read-only");
     }
     knobs::check(&disk.knobs()).map_err(|e| anyhow::anyhow!("disk \"{}\": {e}", disk.name()))?;
     let serial = disk.serial.as_deref().unwrap_or_default();
     if serial.len() > 20 {
-        anyhow::bail!("serial \"{serial}\" has {} bytes, and may have 20", serial.len());
+        anyhow::bail!("serial \"{serial}\" has {} bytes; at most 20 are allowed", serial.len());
     }
     Ok(())
 }
 
-/// Opens the image and closes it again, without a lock: another server may have it. Does nothing
-/// for an image that is no file of this host (an export of an NBD server, `ram:`).
-pub fn look_at(disk: &DiskArgs) -> anyhow::Result<()> {
+/// Opens the image and closes it again, to find errors. Takes no lock, because another server may
+/// have the image open. Does nothing for images that are not files of this host (NBD, `ram:`).
+pub fn try_open(disk: &DiskArgs) -> anyhow::Result<()> {
     if blockyard_storage::scheme_of(&disk.image).is_some()
         || disk.image.to_string_lossy().starts_with("ram:")
     {
@@ -67,7 +68,7 @@ pub fn look_at(disk: &DiskArgs) -> anyhow::Result<()> {
         .with_context(|| format!("disk {}", disk.name()))
 }
 
-/// Adds what an option of `serve` can do about an image that cannot be opened.
+/// Adds advice to the error of an image that cannot be opened, if an option of `serve` helps.
 pub fn advise(error: SourceError, args: &DiskArgs) -> anyhow::Error {
     let open = match &error {
         SourceError::Open(e) | SourceError::Chain(ChainError::Open(e)) => Some(e),
@@ -75,17 +76,17 @@ pub fn advise(error: SourceError, args: &DiskArgs) -> anyhow::Error {
     };
     let advice = match open {
         Some(OpenError::Open { .. }) if args.image.starts_with("/dev/null") => {
-            "null:SIZE is a disk that forgets what is written"
+            "use null:SIZE for a disk that discards writes"
         }
         Some(e) if e.may_be_read() && !args.read_only => {
-            "--read-only serves it without writing to it"
+            "use --read-only to serve it without writes"
         }
         _ => return error.into(),
     };
     anyhow::anyhow!("{:#}; {advice}", anyhow::Error::from(error))
 }
 
-/// Returns what the yard needs to know of a disk.
+/// Returns the settings of a disk for the yard.
 pub fn settings(args: &DiskArgs, ways: Vec<Arc<dyn Way>>) -> DiskSettings {
     let name = args.name();
     DiskSettings {
@@ -100,11 +101,11 @@ pub fn settings(args: &DiskArgs, ways: Vec<Arc<dyn Way>>) -> DiskSettings {
     }
 }
 
-/// Logs the last figures of a disk, and whether its image could be flushed.
+/// Logs the final statistics of a disk, and an error if its image could not be flushed.
 pub fn log_end(ended: &Ended) {
     figures::log(&ended.name, &ended.statistics, &ended.share);
     figures::log_policies(&ended.name, &ended.policies);
     if !ended.is_flushed {
-        tracing::error!(disk = ended.name, "its image could not be flushed");
+        tracing::error!(disk = ended.name, "the image could not be flushed: writes may be lost");
     }
 }

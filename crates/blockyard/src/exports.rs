@@ -1,6 +1,6 @@
-//! Which exports a disk has, and how its options start them.
+//! The exports of a disk, from its options.
 //!
-//! A further export is one more [`Way`] here, and one more line in [`ALL`].
+//! A new kind of export needs a [`Way`] here, and an entry in [`ALL`].
 
 use std::os::unix::fs::DirBuilderExt;
 use std::path::PathBuf;
@@ -20,28 +20,29 @@ use crate::options::values::UblkNumber;
 use crate::options::xen::XenDevice;
 use crate::{attach, inherited};
 
-/// What the exports of all disks have in common.
+/// State that the exports of all disks share.
 #[derive(Clone)]
 pub struct Common {
     pub nbd: Arc<Mutex<Servers>>,
-    /// The program exists for one device, and ends with it.
+    /// The process serves one device, and exits when the device is removed.
     pub attached: bool,
 }
 
 type Started = Result<Box<dyn Export>, WayError>;
 
-/// Returns an export of a disk, if its options ask for that one.
-type Asked = fn(&DiskArgs, &Common) -> Option<Arc<dyn Way>>;
+/// Returns an export of a disk, or `None` if its options do not request it.
+type Constructor = fn(&DiskArgs, &Common) -> Option<Arc<dyn Way>>;
 
-/// Exports start in this order. The last ones make devices that someone uses at once.
-const ALL: [Asked; 4] = [vhost_user, nbd, ublk, xen];
+/// Exports start in this order. ublk and Xen come last: the host or a guest uses their devices at
+/// once.
+const ALL: [Constructor; 4] = [vhost_user, nbd, ublk, xen];
 
-/// Returns the exports that a disk's options ask for.
+/// Returns the exports that a disk's options request.
 pub fn ways(args: &DiskArgs, common: &Common) -> Vec<Arc<dyn Way>> {
-    ALL.iter().filter_map(|asked| asked(args, common)).collect()
+    ALL.iter().filter_map(|constructor| constructor(args, common)).collect()
 }
 
-/// An export at an address, which a function starts.
+/// An export with an address for messages, and a function that starts it.
 struct At<F> {
     address: String,
     start: F,
@@ -122,14 +123,15 @@ fn xen(args: &DiskArgs, common: &Common) -> Option<Arc<dyn Way>> {
     })
 }
 
-/// The folder for what must outlive a server that is killed, but not the host.
+/// Returns the folder for records of requests in flight. They must survive a killed server, but not
+/// a reboot. Returns `None` and logs a warning if the folder cannot be created.
 pub fn records() -> Option<PathBuf> {
     let folder = PathBuf::from("/run/blockyard/xen");
     match std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&folder) {
         Ok(()) => Some(folder),
         Err(e) => {
             tracing::warn!(
-                "folder {}: {e}: a server that is killed leaves requests without an answer",
+                "folder {}: {e}: if this server is killed, the next one cannot answer its requests",
                 folder.display()
             );
             None

@@ -1,4 +1,4 @@
-//! The figures of a disk, in the log.
+//! Logs the statistics of a disk.
 
 use blockyard_disk::WriteFigures;
 use blockyard_disk::{OpKind, Statistics};
@@ -8,7 +8,7 @@ use blockyard_export::policy::placement::PlacementFigures;
 use blockyard_export::policy::polling::{PollingFigures, Strategy};
 use blockyard_sched::{Figures, Share};
 
-/// Logs a line for each kind of operation, and a line about the share.
+/// Logs one line for each kind of operation, and one for the share.
 pub fn log(disk: &str, statistics: &Statistics, share: &Share) {
     let mut operations = 0;
     for kind in OpKind::ALL {
@@ -20,7 +20,8 @@ pub fn log(disk: &str, statistics: &Statistics, share: &Share) {
             merged = s.merged,
             bytes = s.bytes,
             errors = s.errors,
-            "{}: queue time p50 {:.0} us, p99 {:.0}, max {:.0}; service time p50 {:.0} us, p99 {:.0}, max {:.0}",
+            "{}: queue time p50 {:.0} us, p99 {:.0}, max {:.0}; service time p50 {:.0} us, \
+             p99 {:.0}, max {:.0}",
             kind.name(),
             s.queue_us[0],
             s.queue_us[1],
@@ -38,18 +39,19 @@ pub fn log(disk: &str, statistics: &Statistics, share: &Share) {
     }
 }
 
-/// Describes what reactors did about writes by themselves. None: nothing.
+/// Describes the writes that reactors ran inline. Returns `None` if there were none.
 fn describe_writes(writes: &WriteFigures) -> Option<String> {
     let WriteFigures { inline, blocked, left, noted, refused } = writes;
     (*writes != WriteFigures::default()).then(|| {
         format!(
-            "reactors made {inline} to the page cache, noted {noted} times of change, and made {refused} again that were \
-             refused; such work blocked {blocked} times and was left to others {left} times"
+            "reactors wrote {inline} to the page cache inline, updated {noted} modification times, \
+             and retried {refused} that the kernel refused; inline work blocked {blocked} times; \
+             {left} pieces of work were not tried inline because of that"
         )
     })
 }
 
-/// Logs what the policies chose for a disk. A policy that had nothing to choose has no line.
+/// Logs the choices of the policies for a disk. A policy without choices logs nothing.
 pub fn log_policies(disk: &str, policies: &PolicyFigures) {
     if let Some(text) = describe_polling(&policies.polling) {
         tracing::info!(disk, "polling: {text}");
@@ -58,7 +60,7 @@ pub fn log_policies(disk: &str, policies: &PolicyFigures) {
         let PlacementFigures { to_guest, home } = policies.placement;
         tracing::info!(
             disk,
-            "placement: {to_guest} moves to the guest's processors, {home} moves back"
+            "placement: moved {to_guest} times to the guest's processors, {home} times back"
         );
     }
     if policies.notify.signals > 0 {
@@ -66,7 +68,7 @@ pub fn log_policies(disk: &str, policies: &PolicyFigures) {
     }
 }
 
-/// Describes what trials found. None: there was no trial.
+/// Describes the results of polling trials. Returns `None` if there was no trial.
 fn describe_polling(figures: &PollingFigures) -> Option<String> {
     let tried: Vec<_> = Strategy::ALL
         .into_iter()
@@ -79,7 +81,7 @@ fn describe_polling(figures: &PollingFigures) -> Option<String> {
     let (early, given_up) = (figures.early, figures.given_up);
     (!tried.is_empty()).then(|| {
         format!(
-            "{}; {early} trials began early at a change of the rate, {given_up} were given up",
+            "{}; {early} trials began early because the rate changed, {given_up} were aborted",
             tried.join(", ")
         )
     })
@@ -90,31 +92,31 @@ fn describe_signals(figures: &NotifyFigures) -> String {
     let mut text = format!("{signals} for {completions} completions");
     if full + gathered + vain + skipped > 0 {
         text += &format!(
-            "; {full} with enough pending, {gathered} after a wait that gathered more, {vain} after a wait in vain, \
-             {skipped} at once because waits were in vain"
+            "; {full} because enough were pending, {gathered} after a wait that coalesced more, \
+             {vain} after a wait without more, {skipped} at once because recent waits brought none"
         );
     }
     text
 }
 
-/// Describes what a share did. Means are of so many operations.
+/// Describes the use of a share. Means are over `operations`.
 fn describe(share: &Share, operations: u64) -> String {
     let Figures { weight, owed, used, donated, limited, waited, service, alone, queued, .. } =
         share.figures();
     let mean = |nanos: u64| nanos as f64 / 1e3 / operations.max(1) as f64;
     let seconds = |nanos: u64| nanos as f64 / 1e9;
     let waits = format!(
-        "{:.0} us for its limits, {:.0} us for its neighbours",
+        "{:.0} us for the disk's limits, {:.0} us for other disks",
         mean(limited),
         mean(waited)
     );
     let Some(device) = share.device() else {
-        return format!("no device is shared; each operation waited {waits}; {queued} wait");
+        return format!("no device is shared; mean wait {waits}; {queued} waiting now");
     };
     format!(
-        "weight {weight:.1} on device {}: owed {:.3} s, used {:.3} s, donated {:.3} s; each operation waited {waits}; the \
-         device took {:.0} us, without neighbours {:.0} us; {queued} wait; the device shows {:.0}% of its capacity, with {:.0} us \
-         of work on the way at most",
+        "weight {weight:.1} on device {}: entitled to {:.3} s, used {:.3} s, donated {:.3} s; \
+         mean wait {waits}; mean service time {:.0} us, without other disks {:.0} us; {queued} \
+         waiting now; the device shows {:.0}% of its capacity; window {:.0} us of work",
         device.name(),
         seconds(owed),
         seconds(used),

@@ -1,23 +1,23 @@
-//! Sockets that were opened for us: systemd's socket activation (sd_listen_fds(3)), or a parent's
-//! descriptor.
+//! Inherited sockets: systemd's socket activation (sd_listen_fds(3)), or a descriptor of the parent
+//! process.
 
 use std::os::fd::OwnedFd;
 
 use anyhow::{Context, bail};
 use blockyard_ring::inherited::{self, Claim};
 
-/// The socket that `fd:NAME` or `fd:NUMBER` means; the text is what follows `fd:`.
+/// Returns the socket of `fd:NAME` or `fd:NUMBER`. `text`: the part after `fd:`.
 pub fn socket(text: &str) -> anyhow::Result<(OwnedFd, Claim)> {
     let number = match text.parse::<i32>() {
         Ok(number) if number >= 3 => number,
-        Ok(number) => bail!("fd:{number}: inherited sockets begin at 3"),
+        Ok(number) => bail!("fd:{number}: inherited sockets begin at descriptor 3"),
         Err(_) => named(text)?,
     };
     inherited::take(number)
         .with_context(|| format!("fd:{text}: no listening socket was inherited there"))
 }
 
-/// The descriptor of a name in LISTEN_FDNAMES.
+/// Returns the descriptor of a name in LISTEN_FDNAMES.
 fn named(name: &str) -> anyhow::Result<i32> {
     let var = |key| std::env::var(key).unwrap_or_default();
     if var("LISTEN_PID") != std::process::id().to_string() {

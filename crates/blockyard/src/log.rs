@@ -1,12 +1,11 @@
-//! Standard error and standard output of a server: each has a bounded queue, and a thread that
-//! writes it.
+//! Standard error and standard output of a server. Each has a bounded queue and a thread that writes
+//! the queue to the stream.
 //!
 //! In: messages of any thread. Out: the same text, in order. What must hold: no caller waits for a
-//! reader of the text, and no failure to write it harms a disk. A message that finds its queue
-//! full, or that cannot be written, is dropped and counted; the next write that succeeds is
-//! followed by the count. At the end of the program a flush waits for a bounded time.
-//! (`tracing-appender` does not serve: its guard prints by `println!` in its destructor, and it
-//! does not tell what it lost.)
+//! reader of the text, and no write error affects a disk. A message is dropped and counted if its
+//! queue is full or its write fails. After the next successful write the thread writes the count.
+//! At the end of the program a flush waits for a bounded time. (`tracing-appender` is unsuitable:
+//! its guard calls `println!` in its destructor, and it does not report what it dropped.)
 
 use std::io::{self, Write};
 use std::os::fd::AsFd;
@@ -19,7 +18,7 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use tracing_subscriber::fmt::writer::BoxMakeWriter;
 
-/// Most bytes that a queue holds.
+/// Maximum number of bytes in a queue.
 const QUEUED: usize = 1 << 20;
 /// How long the end of the program waits for queued text to be written.
 const LAST_WORDS: Duration = Duration::from_secs(1);
@@ -31,8 +30,8 @@ static OUTPUT: Queue = Queue::new("standard output");
 /// Whether the queues have threads.
 static QUEUED_MODE: AtomicBool = AtomicBool::new(false);
 
-/// Starts the log. `server`: standard error and standard output are written through queues. A
-/// command writes them itself, and waits for their readers.
+/// Starts the log. `server`: write standard error and standard output through queues. Other
+/// commands write directly, and wait for the readers.
 pub fn start(level: tracing::Level, server: bool) -> io::Result<()> {
     if server {
         ERRORS.spawn("log", Stream(io::stderr()))?;
@@ -48,15 +47,15 @@ pub fn start(level: tracing::Level, server: bool) -> io::Result<()> {
     Ok(())
 }
 
-/// Prints a line of a server on standard output. Log messages from before come first, unless they
-/// take too long.
+/// Prints a line of a server on standard output. Waits at most 100 ms until earlier log messages
+/// are written.
 pub fn say(line: &str) {
     ERRORS.flush(ORDER);
     OUTPUT.push(format!("{line}\n").as_bytes());
 }
 
-/// Prints a line on standard error, behind the log, and waits a bounded time until it is written.
-/// For the end of the program.
+/// Prints a line on standard error after all log messages, and waits at most 1 s until it is
+/// written. For the end of the program.
 pub fn last_words(line: &str) {
     if QUEUED_MODE.load(Ordering::Acquire) {
         ERRORS.push(format!("{line}\n").as_bytes());
@@ -66,8 +65,7 @@ pub fn last_words(line: &str) {
     }
 }
 
-/// Waits until all queued text is written, but not for long. The end of the program loses what is
-/// not.
+/// Waits at most 1 s until all queued text is written. The end of the program loses the rest.
 pub fn flush() {
     if QUEUED_MODE.load(Ordering::Acquire) {
         let start = Instant::now();
@@ -76,8 +74,8 @@ pub fn flush() {
     }
 }
 
-/// Waits at most 100 ms until all queued text is written. For a panic hook: its thread may hold a
-/// lock of the log, so this never waits for a lock.
+/// Waits at most 100 ms until all queued text is written. Never waits for a lock, because the thread
+/// that panicked may hold a lock of the log.
 pub fn flush_in_panic() {
     let deadline = Instant::now() + Duration::from_millis(100);
     while QUEUED_MODE.load(Ordering::Acquire)
@@ -88,7 +86,7 @@ pub fn flush_in_panic() {
     }
 }
 
-/// Writes one message of the subscriber, which comes in one piece, into a queue.
+/// Puts messages of the `tracing` subscriber into a queue. Each call of `write` is one message.
 struct Message(&'static Queue);
 
 impl Write for Message {
@@ -102,15 +100,15 @@ impl Write for Message {
     }
 }
 
-/// A standard stream, written without the lock that the standard library has for it: a panic
-/// message must not wait there behind a write that blocks.
+/// A standard stream, written without the lock of the standard library. A panic message must not
+/// wait for that lock while a write blocks.
 struct Stream<F>(F);
 
 impl<F: AsFd> Write for Stream<F> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         loop {
             match rustix::io::write(&self.0, bytes) {
-                // Another process has made the open file non-blocking.
+                // Another process made the open file non-blocking. Wait until it is writable.
                 Err(Errno::AGAIN) => {
                     _ = rustix::event::poll(&mut [PollFd::new(&self.0, PollFlags::OUT)], None)
                 }
@@ -127,9 +125,9 @@ impl<F: AsFd> Write for Stream<F> {
 struct Queue {
     name: &'static str,
     state: Mutex<State>,
-    /// There is something to write.
+    /// Signals that `bytes` is not empty.
     more: Condvar,
-    /// The thread has nothing to write any more.
+    /// Signals that the thread has written everything.
     idle: Condvar,
 }
 
@@ -137,14 +135,15 @@ struct State {
     bytes: Vec<u8>,
     /// The thread is writing.
     busy: bool,
-    /// Messages that were lost since a line last told so, and why the last of them was.
+    /// Number of messages dropped since the last report.
     dropped: u64,
-    why: Option<io::Error>,
+    /// Error of the last failed write since then.
+    last_error: Option<io::Error>,
 }
 
 impl Queue {
     const fn new(name: &'static str) -> Self {
-        let state = State { bytes: Vec::new(), busy: false, dropped: 0, why: None };
+        let state = State { bytes: Vec::new(), busy: false, dropped: 0, last_error: None };
         Queue { name, state: Mutex::new(state), more: Condvar::new(), idle: Condvar::new() }
     }
 
@@ -152,7 +151,7 @@ impl Queue {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Queues a message, or drops it.
+    /// Queues a message, or drops it if the queue is full.
     fn push(&self, message: &[u8]) {
         let mut state = self.state();
         if state.bytes.len() + message.len() > QUEUED {
@@ -164,14 +163,14 @@ impl Queue {
         self.more.notify_one();
     }
 
-    /// Waits until nothing is queued, at most for `limit`. Returns whether that is so.
+    /// Waits until everything is written, at most for `limit`. Returns whether it is.
     fn flush(&self, limit: Duration) -> bool {
         let unwritten = |state: &mut State| state.busy || !state.bytes.is_empty();
         let waited = self.idle.wait_timeout_while(self.state(), limit, unwritten);
         !waited.unwrap_or_else(PoisonError::into_inner).1.timed_out()
     }
 
-    /// Whether nothing is queued or being written, as far as that can be seen without waiting.
+    /// Returns whether nothing is queued or being written. Returns false if the lock is taken.
     fn is_idle(&self) -> bool {
         let state = match self.state.try_lock() {
             Ok(state) => state,
@@ -185,10 +184,10 @@ impl Queue {
         std::thread::Builder::new().name(thread.into()).spawn(|| self.work(out)).map(drop)
     }
 
-    /// Writes what is queued, forever.
+    /// Writes queued messages until the process ends.
     fn work(&self, mut out: impl Write) {
         let mut batch = Vec::new();
-        // Whether the stream ends in the middle of a line.
+        // Whether the last write ended in the middle of a line.
         let mut torn = false;
         loop {
             {
@@ -209,28 +208,31 @@ impl Queue {
             let (written, result) = write_all(&mut out, &batch);
             torn = written.checked_sub(1).map_or(torn, |last| batch[last] != b'\n');
             match result {
-                Ok(()) => self.tell_dropped(&mut out),
+                Ok(()) => self.report_dropped(&mut out),
                 Err(e) => {
                     let lost = batch[written..].iter().filter(|byte| **byte == b'\n').count();
                     let mut state = self.state();
                     state.dropped += lost as u64;
-                    state.why = Some(e);
+                    state.last_error = Some(e);
                 }
             }
         }
     }
 
-    /// Writes how many messages were dropped. If that fails too, the next success tells it.
-    fn tell_dropped(&self, out: &mut impl Write) {
-        let (dropped, why) = {
+    /// Writes the number of dropped messages. If that fails too, the next successful write reports
+    /// them.
+    fn report_dropped(&self, out: &mut impl Write) {
+        let (dropped, last_error) = {
             let mut state = self.state();
-            (std::mem::take(&mut state.dropped), state.why.take())
+            (std::mem::take(&mut state.dropped), state.last_error.take())
         };
         if dropped == 0 {
             return;
         }
         let plural = if dropped == 1 { "" } else { "s" };
-        let reason = why.as_ref().map_or_else(|| "it was not read".into(), ToString::to_string);
+        let reason = last_error
+            .as_ref()
+            .map_or_else(|| "its reader is too slow".into(), ToString::to_string);
         let line = format!(
             "blockyard: {dropped} message{plural} dropped, because of {}: {reason}\n",
             self.name
@@ -238,12 +240,12 @@ impl Queue {
         if write_all(out, line.as_bytes()).1.is_err() {
             let mut state = self.state();
             state.dropped += dropped;
-            state.why = why;
+            state.last_error = last_error;
         }
     }
 }
 
-/// Writes all of `bytes`, or returns how many were written before it failed.
+/// Writes all of `bytes`. Returns the number of bytes written, and the error if one stopped it.
 fn write_all(out: &mut impl Write, bytes: &[u8]) -> (usize, io::Result<()>) {
     let mut written = 0;
     while written < bytes.len() {

@@ -1,7 +1,7 @@
-//! The servers that listen on NBD addresses.
+//! The NBD servers, one for each address.
 //!
-//! What must hold: an address that several disks name is one server; it listens as long as one of
-//! them is offered there.
+//! What must hold: disks with the same address share one server. It listens until the last of its
+//! exports ends.
 
 use std::path::PathBuf;
 use std::sync::{Arc, Weak};
@@ -16,24 +16,27 @@ use crate::inherited;
 use crate::options::disk::DiskArgs;
 use crate::options::nbd::{NbdAddress, NbdArgs};
 
-/// Returns what the options of NBD mean, with the certificates as their files are now. Returns an
-/// error if a disk requires TLS and no certificates are configured.
+/// Returns the settings of the NBD servers, and reads the certificates. Returns an error if TLS is
+/// required but no certificates are configured, or if a disk's `tls-allow` would have no effect.
 pub fn settings(args: &NbdArgs, disks: &[DiskArgs]) -> anyhow::Result<Arc<Settings>> {
     let required = args.tls_required || args.tls_verify_peer;
     anyhow::ensure!(
         args.tls_certificates.is_some() || !required,
-        "TLS is demanded of NBD clients: say where its certificates are (--tls-certificates, tls-certificates)"
+        "TLS is required for NBD clients, but no certificates are configured: set \
+         --tls-certificates, or tls-certificates in [nbd]"
     );
     for disk in disks.iter().filter(|disk| !disk.tls_allow.is_empty()) {
         let name = disk.name();
-        // Who takes it for a lock of other ways in is to learn that it is none.
+        // tls-allow restricts NBD only. A user could believe that it protects other exports too.
         anyhow::ensure!(
             disk.nbd.is_some(),
-            "disk \"{name}\": tls-allow is for NBD clients, and the disk has none (nbd): leave it out"
+            "disk \"{name}\": tls-allow is for NBD clients, and the disk has no NBD export: leave \
+             it out"
         );
         anyhow::ensure!(
             args.tls_certificates.is_some(),
-            "disk \"{name}\": tls-allow names client certificates, and there is no TLS (--tls-certificates)"
+            "disk \"{name}\": tls-allow names client certificates, and there is no TLS: set \
+             --tls-certificates"
         );
     }
     let open = |folder: &PathBuf| ServerTls::open(folder, required, args.tls_verify_peer);
@@ -46,7 +49,7 @@ pub fn settings(args: &NbdArgs, disks: &[DiskArgs]) -> anyhow::Result<Arc<Settin
     Ok(Arc::new(Settings { limits, tls }))
 }
 
-/// The addresses that are listened on. Each is closed with its last offer.
+/// The NBD servers. Each closes its address when its last export ends.
 pub struct Servers {
     settings: Arc<Settings>,
     reactors: Arc<Reactors>,
@@ -58,25 +61,26 @@ impl Servers {
         Servers { settings, reactors, all: Vec::new() }
     }
 
-    /// Other settings, for clients that come from now on.
+    /// Applies other settings to clients that connect from now on.
     pub fn set(&mut self, settings: Arc<Settings>) {
         let old = &self.settings;
         if settings.limits != old.limits || settings.tls.is_some() || old.tls.is_some() {
             let Limits { clients, handshake } = settings.limits;
             let tls = match &settings.tls {
                 None => "none",
-                Some(tls) if tls.required => "demanded, certificates as they are now",
-                Some(_) => "offered, certificates as they are now",
+                Some(tls) if tls.required => "required, certificates read again",
+                Some(_) => "offered, certificates read again",
             };
             tracing::info!(
-                "NBD clients from now on: at most {clients} of an address, {handshake:?} to choose; TLS: {tls}"
+                "new settings for NBD clients: at most {clients} for each address, handshake within \
+                 {handshake:?}, TLS: {tls}"
             );
         }
         self.listening().for_each(|server| server.set(settings.clone()));
         self.settings = settings;
     }
 
-    /// Offers `disk` at `address`, as `args` say.
+    /// Exports `disk` at `address`. Starts a server if none listens there.
     pub fn offer(
         &mut self,
         address: &NbdAddress,

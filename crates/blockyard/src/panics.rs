@@ -1,19 +1,19 @@
-//! What a panic of a server does: it ends the process.
+//! A panic in a server ends the process.
 //!
-//! A thread that is gone leaves disks that nothing serves, and a process that looks alive. What
-//! must hold: the process ends with one line that names the thread and the reason, and by a signal,
-//! so that its supervisor starts it again. The line does not wait for its reader.
+//! If only the thread ended, the process would look alive while nothing serves its disks. What must
+//! hold: the process prints one line with the thread and the reason, and ends by a signal, so that
+//! its supervisor restarts it. Printing waits at most 100 ms for the reader of standard error.
 
 use std::io;
 use std::panic::PanicHookInfo;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 
-/// Panics end the process from now on, on all threads.
+/// Installs a panic hook that ends the process, for all threads.
 pub fn end_the_process() {
     std::panic::set_hook(Box::new(|panic| {
         crate::log::flush_in_panic();
-        tell(&line(panic));
+        write_to_stderr(&line(panic));
         std::process::abort();
     }));
 }
@@ -24,13 +24,14 @@ fn line(panic: &PanicHookInfo<'_>) -> String {
     let why = panic.payload_as_str().unwrap_or("a panic without a message").replace('\n', " ");
     let place = panic.location().map(|place| format!(" at {place}")).unwrap_or_default();
     format!(
-        "blockyard: thread {thread} panicked{place}: {why}; the server ends, so that its supervisor starts it again\n"
+        "blockyard: thread {thread} panicked{place}: {why}; the server aborts, so that its \
+         supervisor restarts it\n"
     )
 }
 
-/// Writes to standard error, if that takes it now. (Not through the log: the panic may be the
-/// log's.)
-fn tell(line: &str) {
+/// Writes to standard error if it becomes writable within 100 ms. Does not use the log, because the
+/// panic may come from there.
+fn write_to_stderr(line: &str) {
     let stderr = io::stderr();
     let soon = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
     if rustix::event::poll(&mut [PollFd::new(&stderr, PollFlags::OUT)], Some(&soon))
@@ -47,7 +48,7 @@ mod tests {
 
     const CHILD: &str = "BLOCKYARD_TEST_PANICS";
 
-    /// Runs itself as another process, whose thread panics.
+    /// Runs this test again in a child process, and panics on a thread there.
     #[test]
     fn a_thread_that_panics_ends_the_process_with_one_line() {
         if std::env::var_os(CHILD).is_some() {
@@ -63,11 +64,11 @@ mod tests {
             .env(CHILD, "1")
             .output()
             .unwrap();
-        let told = String::from_utf8_lossy(&child.stderr);
-        let lines: Vec<_> = told.lines().filter(|line| line.starts_with("blockyard: ")).collect();
-        assert_eq!(lines.len(), 1, "{told}");
-        assert!(lines[0].starts_with("blockyard: thread reactor-7 panicked at "), "{told}");
-        assert!(lines[0].contains(": on purpose; the server ends"), "{told}");
+        let stderr = String::from_utf8_lossy(&child.stderr);
+        let lines: Vec<_> = stderr.lines().filter(|line| line.starts_with("blockyard: ")).collect();
+        assert_eq!(lines.len(), 1, "{stderr}");
+        assert!(lines[0].starts_with("blockyard: thread reactor-7 panicked at "), "{stderr}");
+        assert!(lines[0].contains(": on purpose; the server aborts"), "{stderr}");
         assert_eq!(
             child.status.signal(),
             Some(rustix::process::Signal::ABORT.as_raw()),

@@ -1,10 +1,9 @@
-//! SIGHUP: reads the configuration and the certificates of NBD anew, and looks at the images' sizes
-//! again.
+//! SIGHUP: reads the configuration and the NBD certificates again, and updates the sizes of images.
 //!
-//! In: the configuration file. Out: disks that come, go and change, and a log of it: each changed
-//! key with its old and its new value, keys that only a restart applies, disks that could not be
-//! served. What must hold: a file that is wrong changes nothing; a disk that cannot be as the file
-//! says stays as it was.
+//! In: the configuration file. Out: disks that are added, removed and changed. The log has each
+//! changed key with its old and new value, the keys that only a restart applies, and the disks that
+//! could not be served. What must hold: a file with an error changes nothing. If a disk cannot be
+//! served as the file says, its old configuration stays.
 
 use std::sync::PoisonError;
 
@@ -22,7 +21,7 @@ use crate::serve::Server;
 /// Keys of the file that are read at start only.
 const AT_START: [&str; 4] = ["reactors", "fair-share", "costs", "xen"];
 
-/// What became of the disks.
+/// Numbers of disks for the final log line.
 #[derive(Default)]
 struct Tally {
     added: usize,
@@ -32,8 +31,7 @@ struct Tally {
 }
 
 impl Server {
-    /// Applies the configuration file as it is now. What is wrong with it is logged, and leaves
-    /// what runs as it is.
+    /// Applies the current configuration file. Logs an error and changes nothing if it is wrong.
     pub fn reload(&mut self, options: &ServeOptions) {
         let config = match Config::of(options) {
             Ok(config) => config,
@@ -50,7 +48,7 @@ impl Server {
         }
         for key in AT_START {
             if let Some(change) = change(key, self.known.at_start.get(key), config.file.get(key)) {
-                tracing::warn!("not applied: {change}: only a restart of the server does that");
+                tracing::warn!("not applied: {change}: restart the server to apply it");
             }
         }
         let nbd = changes(&inner(&self.known.file, "nbd"), &inner(&config.file, "nbd"));
@@ -58,24 +56,24 @@ impl Server {
             tracing::info!("changed for NBD: {nbd}");
         }
         self.log_groups(&inner(&config.file, "group"));
-        // At once: closing and opening disks takes its time.
+        // Before disks are closed and opened, which takes long.
         self.yard.set_groups(config.group_knobs());
         let mut tally = Tally { changed: self.change_in_use(&config), ..Tally::default() };
         let old = self.remove_others(&config, &mut tally);
-        // Those of toolstacks too.
+        // All disks, including those of toolstacks.
         self.served().for_each(|disk| self.refresh(&disk.name));
         self.add_others(config.disks, old, &mut tally);
         self.known.file = config.file;
         if options.config.is_some() {
             let Tally { added, changed, removed, skipped } = tally;
             tracing::info!(
-                "reloaded: disks added {added}, changed {changed}, removed {removed}, not as wished {skipped}"
+                "reloaded: disks added {added}, changed {changed}, removed {removed}, failed {skipped}"
             );
         }
     }
 
-    /// Applies what can be changed while clients are connected: knobs of shares, and names of
-    /// clients. Returns the number of disks that changed.
+    /// Applies changes that need no reconnection: weight, limits, reservations and `tls-allow`.
+    /// Returns the number of disks that changed.
     fn change_in_use(&mut self, config: &Config) -> usize {
         let mut changed = 0;
         for served in &mut self.disks {
@@ -96,14 +94,14 @@ impl Server {
                 continue;
             }
             let what = changes(&self.known.disk(&name), &table_of(&config.file, &name));
-            tracing::info!(disk = name, "changed while it is in use: {what}");
+            tracing::info!(disk = name, "changed without closing it: {what}");
             *served = args.clone();
             changed += 1;
         }
         changed
     }
 
-    /// Removes the disks that the configuration has no more, or has otherwise. Returns these.
+    /// Removes the disks that are gone from the configuration or differ from it. Returns them.
     fn remove_others(&mut self, config: &Config, tally: &mut Tally) -> Vec<DiskArgs> {
         let gone: Vec<_> = self.disks.extract_if(.., |args| !config.disks.contains(args)).collect();
         for args in &gone {
@@ -112,7 +110,7 @@ impl Server {
                 let what = changes(&self.known.disk(&name), &table_of(&config.file, &name));
                 tracing::info!(
                     disk = name,
-                    "changed: {what}: closing and opening it, which disconnects its guests"
+                    "changed: {what}: closing and opening it; its clients are disconnected"
                 );
             } else {
                 tracing::info!(disk = name, "removed from the configuration: closing it");
@@ -123,7 +121,7 @@ impl Server {
         gone
     }
 
-    /// Adds the disks that are not served yet. `old`: those that were removed for it.
+    /// Adds the disks that are not served yet. `old`: the disks that `remove_others` removed.
     fn add_others(&mut self, disks: Vec<DiskArgs>, mut old: Vec<DiskArgs>, tally: &mut Tally) {
         for args in disks {
             if self.disks.contains(&args) {
@@ -136,28 +134,31 @@ impl Server {
                 (Ok(()), Some(_)) => tally.changed += 1,
                 (Err(e), before) => {
                     tally.skipped += 1;
-                    tracing::error!(disk = name, "it cannot be served as configured: {e:#}");
+                    tracing::error!(disk = name, "the disk cannot be served as configured: {e:#}");
                     match before {
-                        // But a client that may not have it any more may not.
+                        // Keep the new tls-allow: it may revoke the access of a client.
                         Some(before) => self.restore(DiskArgs { tls_allow, ..before }),
-                        None => tracing::error!(disk = name, "skipped: it is not served"),
+                        None => tracing::error!(disk = name, "the disk is not served"),
                     }
                 }
             }
         }
     }
 
-    /// Serves a disk as before, until the next reload, because it cannot be opened as it is
-    /// configured now.
+    /// Serves a disk with its old configuration, because the new one failed. The next reload tries
+    /// the new one again.
     fn restore(&mut self, args: DiskArgs) {
         let name = args.name();
         match self.add(args) {
-            Ok(()) => tracing::warn!(disk = name, "it is served as before"),
-            Err(e) => tracing::error!(disk = name, "nor can it be served as before: {e:#}"),
+            Ok(()) => tracing::warn!(disk = name, "the disk is served with its old configuration"),
+            Err(e) => tracing::error!(
+                disk = name,
+                "the disk cannot be served with its old configuration either: {e:#}"
+            ),
         }
     }
 
-    /// Takes over a size that a person changed.
+    /// Updates the size of a disk whose image was resized.
     fn refresh(&self, disk: &str) {
         match self.yard.refresh(disk) {
             Ok(Some(size)) => {
@@ -179,8 +180,8 @@ impl Server {
     }
 }
 
-/// Whether the configuration describes the disk that is served, apart from the knobs of its share
-/// and the names of its clients.
+/// Returns whether `args` differs from the served disk only in keys that change without closing it:
+/// weight, limits, reservations and `tls-allow`.
 fn is_same(served: &DiskArgs, args: &DiskArgs) -> bool {
     let same = DiskArgs { tls_allow: served.tls_allow.clone(), ..args.clone() };
     same.with(&served.knobs()) == *served

@@ -1,7 +1,7 @@
-//! `blockyard serve`: opens the disks, listens, and waits for signals.
+//! `blockyard serve`: opens the disks, starts their exports, and waits for signals.
 //!
-//! SIGTERM and SIGINT: drain, flush, exit 0. SIGHUP: `reload`. SIGUSR1: statistics into the log.
-//! Signals are a client of the yard, which has the disks.
+//! SIGTERM and SIGINT: drain, flush, exit. SIGHUP: `reload`. SIGUSR1: log statistics. The yard owns
+//! the disks; this file sends it commands.
 
 use std::sync::{Arc, Mutex};
 
@@ -17,7 +17,7 @@ use signal_hook::iterator::Signals;
 
 use crate::changes::Known;
 use crate::config::Config;
-use crate::disks::{advise, check, log_end, look_at, settings};
+use crate::disks::{advise, check, log_end, settings, try_open};
 use crate::exports::{self, Common};
 use crate::nbd::{self, Servers};
 use crate::options::disk::DiskArgs;
@@ -42,9 +42,9 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     }
     if options.check_config {
         for disk in &config.disks {
-            look_at(disk).map_err(Failure::usage)?;
+            try_open(disk).map_err(Failure::usage)?;
         }
-        output::print(format_args!("configuration is good: {} disks\n", config.disks.len()))?;
+        output::print(format_args!("configuration is valid: {} disks\n", config.disks.len()))?;
         return Ok(());
     }
     if options.attached {
@@ -53,7 +53,7 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     if let Err(e) = blockyard_ring::host::raise_descriptor_limit() {
         tracing::warn!("raising the limit of open descriptors (ulimit -n): {e}");
     }
-    // From here on a signal waits until the start is over.
+    // From here on signals are pending until the start is complete.
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR1])?;
     let reactors = options.reactors.or(config.reactors).unwrap_or(1);
     let cpus = options.cpus.as_ref().map_or(&[][..], |c| &c.0);
@@ -65,13 +65,13 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     let mut server = Server { yard, common, disks: Vec::new(), known: Known::new(config.file) };
     let served = server.serve(options, config.disks, xen, &mut signals);
     let closed = server.close();
-    // The next server, or another program, may open the images at once.
+    // After this the images are closed: another program may open them as soon as this one exits.
     reactors.stop();
     served?;
     closed
 }
 
-/// Returns an error for a processor that this process may not use.
+/// Returns an error if the list has a processor that this process may not use.
 fn check_cpus(cpus: &Cpus) -> anyhow::Result<()> {
     let Ok(allowed) = rustix::thread::sched_getaffinity(None) else { return Ok(()) };
     let is_allowed = |cpu: usize| cpu < CpuSet::MAX_CPU && allowed.is_set(cpu);
@@ -93,26 +93,27 @@ fn explain_io_uring(error: std::io::Error) -> anyhow::Error {
         // ENOSYS, EPERM
         Some(38) => "this kernel has no io_uring (5.15 or newer is needed)",
         Some(1) => {
-            "io_uring is forbidden here (see the sysctl kernel.io_uring_disabled, and the container's seccomp profile)"
+            "io_uring is forbidden here (see the sysctl kernel.io_uring_disabled, and the \
+             container's seccomp profile)"
         }
-        Some(12) => "io_uring got no memory (see ulimit -l)",
+        Some(12) => "no memory for io_uring (see ulimit -l)",
         _ => "starting a reactor",
     };
     anyhow::Error::from(error).context(hint)
 }
 
-/// The disks of the command line or of the configuration file, which the yard serves.
+/// A running server: the yard, and the configuration that it serves.
 pub struct Server {
     pub yard: Yard,
     pub common: Common,
-    /// As the configuration describes those that are served.
+    /// Configuration of each disk that is served, without the disks of toolstacks.
     pub disks: Vec<DiskArgs>,
     /// The configuration file that is in effect.
     pub known: Known,
 }
 
 impl Server {
-    /// Opens the disks, and serves them until a signal ends that.
+    /// Opens the disks, and serves them until SIGTERM or SIGINT.
     fn serve(
         &mut self,
         options: &ServeOptions,
@@ -125,8 +126,8 @@ impl Server {
         let mut by_nbd = None;
         if options.attached {
             by_nbd = self.report_device()?;
-            // The kernel writes pages of the device back when memory is short: its server is not to
-            // wait for memory then.
+            // The kernel writes back pages of this device to free memory. The server must not wait
+            // for memory then: that would be a deadlock.
             let reactors = self.yard.reactors();
             reactors
                 .all()
@@ -142,13 +143,13 @@ impl Server {
             }
         }
         let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
-        by_nbd.iter().for_each(|device| attach::settle(device));
+        by_nbd.iter().for_each(|device| attach::sync_device(device));
         toolstacks.finish();
         Ok(())
     }
 
-    /// Adds the disks at the start. One that fails does not end the others; if all fail, the first
-    /// error is the result.
+    /// Adds the disks at start. Returns the first error if all fail. If only some fail, logs their
+    /// errors.
     fn add_all(&mut self, disks: Vec<DiskArgs>) -> anyhow::Result<()> {
         let (all, mut failed) = (disks.len(), Vec::new());
         for disk in disks {
@@ -159,10 +160,7 @@ impl Server {
         }
         failed.iter().for_each(|e| tracing::error!("{e:#}"));
         if !failed.is_empty() {
-            tracing::warn!(
-                "{} of {all} disks are not served; SIGHUP tries them again",
-                failed.len()
-            );
+            tracing::warn!("{} of {all} disks are not served; SIGHUP tries again", failed.len());
         }
         Ok(())
     }
@@ -177,7 +175,7 @@ impl Server {
         Ok(())
     }
 
-    /// Removes a disk, and logs its last figures.
+    /// Removes a disk, and logs its final statistics.
     pub fn remove(&self, name: &str) {
         match self.yard.remove(name) {
             Ok(ended) => log_end(&ended),
@@ -185,8 +183,8 @@ impl Server {
         }
     }
 
-    /// Reports the device of the only disk to the process that started this server. See
-    /// [`attach::tell`].
+    /// Prints the device of the only disk, for the process that started this server. Returns the
+    /// device if it belongs to the kernel's NBD client. See [`attach::report_device`].
     fn report_device(&self) -> anyhow::Result<Option<std::path::PathBuf>> {
         let args = self.disks.first().context("no disk is served")?;
         let name = args.name();
@@ -197,13 +195,13 @@ impl Server {
             }
             None => {
                 let export = args.nbd_name.as_deref().unwrap_or(&name);
-                attach::tell(self.yard.report(&name)?.device, args.nbd.as_ref(), export)
+                attach::report_device(self.yard.report(&name)?.device, args.nbd.as_ref(), export)
             }
         }
     }
 
-    /// Returns the disks that answer now. A command for a disk that is being opened or closed waits
-    /// for that, and signals must not wait with it.
+    /// Returns the disks that are open. Commands to other disks would wait until these are opened or
+    /// closed, and would delay the next signal.
     pub fn served(&self) -> impl Iterator<Item = DiskInfo> {
         let answers = |disk: &DiskInfo| matches!(disk.state, DiskState::Serving | DiskState::Busy);
         self.yard.list().into_iter().filter(answers)
@@ -211,7 +209,7 @@ impl Server {
 
     fn log_statistics(&self) {
         for disk in self.served() {
-            // It may have gone meanwhile.
+            // The disk may have been removed since the list was made.
             let Ok(report) = self.yard.report(&disk.name) else { continue };
             if !report.clients.is_empty() {
                 tracing::info!(disk = report.name, "clients: {}", report.clients.join(", "));
@@ -230,6 +228,7 @@ impl Server {
         if ended.iter().all(|disk| disk.is_flushed) {
             return Ok(());
         }
-        Err(anyhow::anyhow!("not every disk could be flushed: see the log").into())
+        Err(anyhow::anyhow!("an image could not be flushed, writes may be lost: see the log")
+            .into())
     }
 }

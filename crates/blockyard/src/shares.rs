@@ -1,5 +1,4 @@
-//! The shares of the program's disks, from the configuration and from what was measured of the
-//! devices.
+//! The settings for fair shares, from the configuration and from the measured costs of devices.
 
 use std::path::Path;
 
@@ -10,7 +9,8 @@ use blockyard_yard::{MeasuredDevice, Shares};
 use crate::config::Config;
 use crate::options::serve::ServeOptions;
 
-/// Reads what was measured of the devices, and makes the shares of the disks to come.
+/// Returns the settings of the shares. Reads the file of costs: the configured one, or the default
+/// one if it exists.
 pub fn from_configuration(options: &ServeOptions, config: &Config) -> anyhow::Result<Shares> {
     let costs = match options.costs.as_ref().or(config.costs.as_ref()) {
         Some(path) => read(path)?,

@@ -1,14 +1,15 @@
-//! Disks that toolstacks of Xen ask for: `serve --xen-watch`, `[xen]` in the configuration.
+//! Disks that Xen toolstacks request: `serve --xen-watch`, `[xen]` in the configuration.
 //!
 //! ```text
-//!   Watch (a thread for each type) ─► Yard::add_then: open the image, Xen::take ─► ended ─► Yard::remove_then: close, release
+//!   Watch (a thread for each type) ─► Yard::add_then: open the image, Xen::take
+//!                                     ended ─► Yard::remove_then: close the image, release the device
 //! ```
-//! In: targets, as toolstacks write them. Out: disks that are served, or a reason why not.
-//! What must hold
-//! - No image outside the configured folders is opened, wherever names and links lead.
-//! - An image that does not open delays no disk that is served. The yard opens four at a time: four
-//!   that do not open delay all further ones.
-//! - A device is reported closed to its toolstack after its image is closed.
+//! In: targets, as toolstacks write them to XenStore. Out: disks that are served, or the reason of
+//! a refusal. What must hold:
+//! - No image outside the configured folders is opened, whatever the path or its links are.
+//! - An image whose open blocks delays no disk that is served. The yard opens four images at a time,
+//!   so four blocked ones delay all further ones.
+//! - The server reports a device as closed only after its image is closed.
 
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -29,21 +30,21 @@ use crate::disks::{check, log_end, settings};
 use crate::options::disk::DiskArgs;
 use crate::options::xen::{XenArgs, XenDefaults, XenDevice};
 
-/// The hotplug script by which xl's disks are known: contrib/block-blockyard.
+/// Hotplug script that marks xl's disks as ours: contrib/block-blockyard.
 const SCRIPT: &str = "block-blockyard";
 
-/// The type of back end that libxl gives disks with a script.
+/// Type of back end that libxl uses for disks with a script.
 const VBD: &str = "vbd";
 
-/// Time until the server opens the image of a device in use again.
+/// Time after which the server retries to open an image that is in use.
 const RETRY: Duration = Duration::from_secs(10);
 
-/// The disk that a toolstack asks for, as a `[[disk]]` table would describe it.
+/// Returns the disk that a toolstack requests, as if it came from a `[[disk]]` table.
 fn disk_of(args: &XenArgs, wanted: &Wanted) -> anyhow::Result<DiskArgs> {
     let Target { format, path } = Target::parse(&wanted.target, &args.folders)?;
     let ToolstackDevice { domain, device, .. } = &wanted.device;
     let mut table = toml::Table::new();
-    let image = path.to_str().context("its name is no UTF-8")?;
+    let image = path.to_str().context("its path is not UTF-8")?;
     table.insert("image".into(), image.into());
     table.insert("name".into(), format!("{domain}:{device}").into());
     let disk: DiskArgs = table.try_into()?;
@@ -68,7 +69,7 @@ fn disk_of(args: &XenArgs, wanted: &Wanted) -> anyhow::Result<DiskArgs> {
     Ok(disk)
 }
 
-/// What a toolstack's target means: `[FORMAT:]PATH`.
+/// Parsed target of a toolstack: `[FORMAT:]PATH`.
 #[derive(Debug, PartialEq)]
 struct Target {
     format: Option<Format>,
@@ -83,21 +84,22 @@ impl Target {
             Some((prefix, path)) => {
                 let known = Format::NAMES.iter().find(|(name, _)| *name == prefix);
                 let (_, format) = known
-                    .with_context(|| format!("target {text:?}: it is [FORMAT:]PATH of a file"))?;
+                    .with_context(|| format!("target {text:?}: write [FORMAT:]PATH of a file"))?;
                 (Some(*format), path)
             }
         };
         if !path.starts_with('/') {
-            bail!("target {text:?}: it is [FORMAT:]PATH of a file, and the path begins with /");
+            bail!("target {text:?}: write [FORMAT:]PATH of a file; the path begins with /");
         }
         let named = Path::new(path);
-        // The name that was given counts before the one that a link leads to.
+        // The extension of the given path decides the format, not that of a link's target.
         let format = format.or_else(|| Format::of_name(named));
         Ok(Target { format, path: allowed(named, folders)? })
     }
 }
 
-/// Where the file is in truth, if that is in or below one of the folders.
+/// Returns the real path of a file, with links resolved. Returns an error if that is not in or below
+/// one of the folders.
 fn allowed(path: &Path, folders: &[PathBuf]) -> anyhow::Result<PathBuf> {
     let real = std::fs::canonicalize(path).with_context(|| format!("image {path:?}"))?;
     let is_below = |real: &Path| {
@@ -107,10 +109,10 @@ fn allowed(path: &Path, folders: &[PathBuf]) -> anyhow::Result<PathBuf> {
     if is_below(&real) || (is_link_to_device(path) && is_below(&folder_of(path)?)) {
         return Ok(real);
     }
-    bail!("image {path:?} lies outside the folders that toolstacks may name (--xen-folder)")
+    bail!("image {path:?} is outside the folders for toolstacks (--xen-folder)")
 }
 
-/// Whether root has made it a link to a block device, as udev does it in /dev/vg0.
+/// Returns whether the path is a link of root to a block device, as udev makes them in /dev/vg0.
 fn is_link_to_device(path: &Path) -> bool {
     let is_roots_link =
         std::fs::symlink_metadata(path).is_ok_and(|meta| meta.is_symlink() && meta.uid() == 0);
@@ -121,7 +123,7 @@ fn folder_of(path: &Path) -> std::io::Result<PathBuf> {
     std::fs::canonicalize(path.parent().unwrap_or(Path::new("/")))
 }
 
-/// The watches for disks of toolstacks. The disks are in the yard, under names such as `3:xvda`.
+/// The watches for disks of toolstacks. The yard owns the disks, with names such as `3:xvda`.
 #[derive(Default)]
 pub struct Toolstacks(Option<Arc<Shared>>);
 
@@ -130,12 +132,13 @@ struct Shared {
     host: Host,
     yard: Yard,
     records: Option<PathBuf>,
-    /// By type of back end. They report disks before all of them have started.
+    /// Watches with their types of back end. A watch may report disks before the others start.
     watches: OnceLock<Vec<(String, Watch)>>,
 }
 
 impl Toolstacks {
-    /// `records`: the folder for what was taken of guests' rings, as in [`XenOptions`].
+    /// Starts a watch for each type. `records`: returns the folder for requests in flight, as in
+    /// [`XenOptions`].
     pub fn start(
         args: XenArgs,
         host: &Host,
@@ -162,13 +165,13 @@ impl Toolstacks {
                 disks.upgrade().iter().for_each(|shared| shared.add(wanted.clone()));
             });
             watches.push((kind.clone(), watch?));
-            tracing::info!("serving the disks that toolstacks ask for in backend/{kind}");
+            tracing::info!("serving the disks that toolstacks request in backend/{kind}");
         }
         let _ = shared.watches.set(watches);
         Ok(Toolstacks(Some(shared)))
     }
 
-    /// Ends the watches. The next server takes the devices, when the yard has closed their images.
+    /// Ends the watches. The next server takes the devices over after the yard closes their images.
     pub fn finish(&self) {
         let watches = self.0.iter().filter_map(|shared| shared.watches.get()).flatten();
         watches.for_each(|(_, watch)| watch.finish());
@@ -176,13 +179,13 @@ impl Toolstacks {
 }
 
 impl Shared {
-    /// Adds the disk that a toolstack asks for.
+    /// Adds the disk that a toolstack requests.
     fn add(self: &Arc<Self>, wanted: Wanted) {
-        let (shared, asked) = (self.clone(), wanted.clone());
-        let settings = move || shared.settings(asked).map_err(Into::into);
+        let (shared, requested) = (self.clone(), wanted.clone());
+        let settings = move || shared.settings(requested).map_err(Into::into);
         let (shared, device) = (self.clone(), wanted.device.clone());
         self.yard.add_then(name(&wanted.device), settings, move |added| match added {
-            // The next server takes the device.
+            // This server ends. The next one takes the device over.
             Ok(()) | Err(YardError::Closing) => {}
             Err(e) => {
                 shared.watch(&device).refuse(&device, &format!("{:#}", anyhow::Error::from(e)))
@@ -190,11 +193,11 @@ impl Shared {
         });
     }
 
-    /// Removes a disk that its toolstack wants back, or has removed.
+    /// Removes a disk that its toolstack detaches, or has removed already.
     fn remove(self: &Arc<Self>, device: ToolstackDevice) {
         let shared = self.clone();
         self.yard.remove_then(name(&device), move |removed| {
-            // One that is not there was released already.
+            // An error means that the disk was released already.
             if let Ok(ended) = removed {
                 log_end(&ended);
                 shared.watch(&device).release(&device);
@@ -213,7 +216,7 @@ impl Shared {
 
     fn settings(self: &Arc<Self>, wanted: Wanted) -> anyhow::Result<DiskSettings> {
         if &*wanted.device.kind == VBD && Path::new("/sys/bus/xen-backend/drivers/vbd").exists() {
-            bail!("the kernel's own back end takes the devices of backend/vbd: rmmod xen_blkback");
+            bail!("the kernel's own back end serves backend/vbd: rmmod xen_blkback");
         }
         let args = disk_of(&self.args, &wanted)?;
         let (queues, data) = (args.queues, args.xen_data);
@@ -222,12 +225,12 @@ impl Shared {
     }
 }
 
-/// The name of a toolstack's disk in the yard.
+/// Returns the name of a toolstack's disk in the yard.
 fn name(device: &ToolstackDevice) -> String {
     format!("{}:{}", device.domain, device.device)
 }
 
-/// Serves a disk as the device that a toolstack asks for.
+/// Export of a disk as the device that a toolstack requests.
 struct ToolstackWay {
     shared: Weak<Shared>,
     wanted: Wanted,
@@ -245,7 +248,7 @@ impl Way for ToolstackWay {
         disk: &Arc<Disk>,
         reactors: &Arc<Reactors>,
     ) -> Result<Box<dyn Export>, WayError> {
-        let shared = self.shared.upgrade().ok_or("the server ends")?;
+        let shared = self.shared.upgrade().ok_or("the server shuts down")?;
         let ToolstackDevice { domain, device, .. } = self.wanted.device;
         let records = shared.records.clone();
         let options = XenOptions { domain, device, queues: self.queues, data: self.data, records };

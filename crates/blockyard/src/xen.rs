@@ -1,8 +1,8 @@
-//! `blockyard xen`: disks for guests of Xen, the short way.
+//! `blockyard xen`: attaches disks to guests of Xen by one command.
 //!
-//! `attach` starts a server of one disk in the background, waits until the device is there, and
-//! prints its name. The guest may run already, or not yet. `detach` asks the guest to close the
-//! device. The server then flushes the image and exits.
+//! `attach` starts a server for one disk in the background, waits until the device exists, and
+//! prints its name. It works before and after the guest starts. `detach` requests that the guest
+//! close the device. The server then flushes the image and exits.
 
 use std::process::Command as Program;
 use std::time::Duration;
@@ -19,56 +19,61 @@ use crate::options::serve::ServeOptions;
 use crate::options::xen::XenDevice;
 use crate::{attach, serve};
 
-/// How long `detach` waits until the guest has closed the device. Some drivers keep a device that
-/// is in use.
-const PATIENCE: Duration = Duration::from_secs(10);
+/// How long `detach` waits until the guest closes the device. Some drivers keep a device open while
+/// it is in use.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
 
 #[derive(Subcommand)]
 pub enum Command {
-    /// Give a disk to a guest: prints the device, and serves it in the background until `detach`,
-    /// or the guest's end.
+    /// Attach an image to a guest as a device.
+    ///
+    /// Prints the device. A server runs in the background until `detach`, or until the guest ends.
     Attach(Box<XenAttachOptions>),
-    /// Take a device away from its guest, which should have unmounted it: its driver may close it
-    /// at once.
+    /// Detach a device from its guest.
+    ///
+    /// Unmount it in the guest first: the guest's driver may close it at once.
     Detach(XenDetachOptions),
-    /// List the devices of this program: domain, device, state, bytes.
+    /// List the devices of this program: domain, device, bytes, state.
     List(XenListOptions),
 }
 
 #[derive(Args)]
 pub struct XenAttachOptions {
-    /// The guest's domain number (xl domid NAME).
+    /// Domain number of the guest (xl domid NAME).
     #[arg(value_name = "DOMID")]
     pub domain: u16,
     #[command(flatten)]
     pub disk: DiskArgs,
-    /// What the guest calls the device: xvda to xvdzz.
+    /// Name of the device in the guest: xvda to xvdzz.
     #[arg(value_name = "DEVICE", default_value = "xvda")]
     pub guest_device: Name,
-    /// Be the server.
+    /// Run as the server. `attach` passes it to the background process.
     #[arg(long, hide = true)]
     pub attached: bool,
 }
 
 #[derive(Args)]
 pub struct XenDetachOptions {
+    /// Domain number of the guest.
     #[arg(value_name = "DOMID")]
     pub domain: u16,
+    /// Name of the device, such as xvda.
     #[arg(value_name = "DEVICE")]
     pub device: Name,
-    /// Take it away without asking the guest's driver: what the guest has not written is lost.
+    /// Remove it without the guest's driver. Writes that the guest has not sent yet are lost.
     #[arg(long)]
     pub force: bool,
 }
 
 #[derive(Args)]
 pub struct XenListOptions {
+    /// Print JSON.
     #[arg(long)]
     pub json: bool,
 }
 
 impl Command {
-    /// Whether this process is the server.
+    /// Returns whether this process is the background server of `attach`.
     pub fn serves(&self) -> bool {
         matches!(self, Command::Attach(attach) if attach.attached)
     }
@@ -79,9 +84,10 @@ pub fn run(command: &Command) -> Result<(), Failure> {
         Command::Attach(options) if options.attached => serve(options),
         Command::Attach(options) => start(options),
         Command::Detach(XenDetachOptions { domain, device, force }) => {
-            let gone = xen::detach(&Host::Xen, *domain, *device, *force, PATIENCE)?;
+            let gone = xen::detach(&Host::Xen, *domain, *device, *force, CLOSE_TIMEOUT)?;
             if !gone {
-                let what = "the guest still uses it, or it has no server; it goes when the guest closes it (--force takes it away)";
+                let what = "the guest still uses it, or it has no server; it is removed when the \
+                            guest closes it (--force removes it now)";
                 return Err(anyhow!("device {device} of domain {domain}: {what}").into());
             }
             Ok(())
@@ -90,7 +96,7 @@ pub fn run(command: &Command) -> Result<(), Failure> {
     }
 }
 
-/// This process again, in the background.
+/// Starts this program again as the server, in the background.
 fn start(options: &XenAttachOptions) -> Result<(), Failure> {
     let name = options.disk.name();
     let log = attach::log_file(&name)?;
@@ -113,7 +119,12 @@ fn list(json: bool) -> Result<(), Failure> {
         let rows = found.iter().map(|d| {
             let bytes = d.sectors.map(|sectors| sectors * 512);
             serde_json::json!({
-                "type": d.kind, "domain": d.domain, "device": d.device.to_string(), "state": d.state, "bytes": bytes, "read-only": d.read_only,
+                "type": d.kind,
+                "domain": d.domain,
+                "device": d.device.to_string(),
+                "state": d.state,
+                "bytes": bytes,
+                "read-only": d.read_only,
             })
         });
         output::print(format_args!("{:#}\n", serde_json::Value::from_iter(rows)))?;

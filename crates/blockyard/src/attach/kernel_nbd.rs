@@ -1,9 +1,9 @@
-//! The kernel's own NBD client as a way to a block device, where it has no ublk: `/dev/nbdN`.
+//! A block device of the kernel's NBD client, `/dev/nbdN`, for kernels without ublk.
 //!
-//! The server of an attached disk listens on a socket of its own; here it is connected to that
-//! itself, chooses the export in the oldest way (simple replies are all that the kernel knows) and
-//! gives the connection to the kernel. What must hold: the device ends with the server, and the
-//! server with the device.
+//! The server of an attached disk listens on a socket. This file connects to that socket, chooses
+//! the export by NBD_OPT_EXPORT_NAME (the kernel supports only simple replies) and passes the
+//! connection to the kernel. What must hold: the device ends with the server, and the server with
+//! the device.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -17,9 +17,10 @@ use blockyard_nbd::wire::{self, handshake, opt};
 use blockyard_ring::nbd_device::NbdDevice;
 
 /// How long the driver may take to start a device.
-const COMES_UP: Duration = Duration::from_secs(10);
+const START_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Makes a device of the export `name` at `socket`; `ended` is called when it has gone.
+/// Makes a device of the export `name` at `socket`, and returns its path. Calls `ended` when the
+/// device is removed.
 pub fn start(
     socket: &Path,
     name: &str,
@@ -31,7 +32,7 @@ pub fn start(
     let device = NbdDevice::attach(&stream, size, flags)
         .context("setting up a device of the kernel's NBD driver")?;
     let device =
-        device.context("every /dev/nbdN is taken (modprobe nbd nbds_max=64 makes more)")?;
+        device.context("every /dev/nbdN is in use (modprobe nbd nbds_max=64 makes more)")?;
     let path = device.path().to_path_buf();
     let gone = Arc::new(AtomicBool::new(false));
     let has_gone = gone.clone();
@@ -47,23 +48,23 @@ pub fn start(
         .name("nbd device".into())
         .spawn(serve)
         .context("starting its thread")?;
-    // Whoever is told of the device may use it at once.
-    let deadline = Instant::now() + COMES_UP;
+    // Return only when the device works: the caller may use it at once.
+    let deadline = Instant::now() + START_TIMEOUT;
     while !NbdDevice::is_up(&path, size) {
         if gone.load(Ordering::SeqCst) || Instant::now() > deadline {
-            bail!("{} was set up and does not answer (see the kernel's log)", path.display());
+            bail!("{} is set up but does not answer (see the kernel log)", path.display());
         }
         std::thread::sleep(Duration::from_millis(1));
     }
     Ok(path)
 }
 
-/// The size of the export and its flags.
+/// Does the handshake for the export `name`. Returns its size in bytes and its transmission flags.
 fn choose(stream: &mut UnixStream, name: &str) -> anyhow::Result<(u64, u16)> {
     let mut greeting = [0; 18];
     stream.read_exact(&mut greeting)?;
     if wire::u64_at(&greeting, 0) != wire::GREETING || wire::u64_at(&greeting, 8) != wire::OPTION {
-        bail!("what answers there is no NBD server");
+        bail!("the socket does not belong to an NBD server");
     }
     let mut request =
         u32::from(handshake::FIXED_NEWSTYLE | handshake::NO_ZEROES).to_be_bytes().to_vec();

@@ -1,10 +1,10 @@
-//! `blockyard attach` and `detach`: an image as a block device of this host, the short way.
+//! `blockyard attach` and `detach`: an image as a block device of this host, by one command.
 //!
-//! `attach` starts `serve --ublk` in the background, with its own options, waits until it is ready
-//! and prints the device. The log goes to a file beside. `detach` stops the device; its server,
-//! finding it gone, flushes the image and ends. Where the kernel has no ublk, it is `serve --nbd`,
-//! and the kernel's own NBD client. What must hold: what was written is in the image when `detach`
-//! has ended; a device in use is not taken away unasked.
+//! `attach` starts `serve --ublk` in the background with the same options, waits until it is ready,
+//! and prints the device. The server logs to a file. `detach` stops the device. The server notices
+//! that, flushes the image and exits. If the kernel has no ublk, `attach` starts `serve --nbd` and
+//! uses the kernel's NBD client. What must hold: when `detach` ends, all writes are in the image.
+//! `detach` removes a device that is in use only with `--force`.
 
 mod kernel_nbd;
 
@@ -27,22 +27,22 @@ use crate::log;
 use crate::options::nbd::NbdAddress;
 use crate::options::serve::{AttachOptions, DetachOptions};
 
-/// How long the server of a device may take to flush the image and end.
-const PATIENCE: Duration = Duration::from_secs(120);
+/// How long the server of a device may take to flush the image and exit.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(120);
 
 pub fn attach(options: &AttachOptions) -> Result<(), Failure> {
-    let way = Way::find(options)?;
+    let driver = Driver::find(options)?;
     let log = log_file(&options.disk.name())?;
     let program = std::env::current_exe().context("finding this program")?;
     let mut command = Command::new(program);
-    // Its own options, and those that stand before its name.
+    // All options of this command, including general options before the word `attach`.
     let mut args: Vec<_> = std::env::args_os().skip(1).collect();
     args.iter_mut().filter(|arg| *arg == "attach").take(1).for_each(|arg| *arg = "serve".into());
     command.args(args).arg("--attached");
-    match way {
-        Way::Ublk if options.disk.ublk.is_some() => {}
-        Way::Ublk => _ = command.arg("--ublk"),
-        Way::Nbd => {
+    match driver {
+        Driver::Ublk if options.disk.ublk.is_some() => {}
+        Driver::Ublk => _ = command.arg("--ublk"),
+        Driver::Nbd => {
             let socket = log.with_extension("sock");
             let _ = std::fs::remove_file(&socket);
             command.arg("--nbd").arg(format!("unix:{}", socket.display()));
@@ -51,8 +51,8 @@ pub fn attach(options: &AttachOptions) -> Result<(), Failure> {
     start(command, &log, |device| Path::new(device).file_name().unwrap_or_default().to_os_string())
 }
 
-/// Starts a server in the background, with a log in file `log`. Prints its device when it is ready;
-/// then `name`, of the device, is what the log is called.
+/// Starts a server in the background that logs to the file `log`. Prints its device when it is
+/// ready, and renames the log to what `name` returns for the device.
 pub fn start(
     mut command: Command,
     log: &Path,
@@ -71,12 +71,12 @@ pub fn start(
         }
         None => {
             let status = server.wait().context("waiting for the server")?;
-            let said = std::fs::read_to_string(log).unwrap_or_default();
+            let text = std::fs::read_to_string(log).unwrap_or_default();
             let _ = std::fs::remove_file(log);
-            let last = said
+            let last = text
                 .lines()
                 .last()
-                .unwrap_or("it said nothing")
+                .unwrap_or("the server ended without a message")
                 .trim_start_matches("blockyard: ")
                 .to_string();
             Err(Failure::with_status(status.code().map_or(1, |code| code as u8), anyhow!(last)))
@@ -84,40 +84,39 @@ pub fn start(
     }
 }
 
-/// What makes the block device.
-enum Way {
+/// Kernel driver of the block device.
+enum Driver {
     Ublk,
     Nbd,
 }
 
-impl Way {
+impl Driver {
     fn find(options: &AttachOptions) -> anyhow::Result<Self> {
         if Path::new("/dev/ublk-control").exists() || options.disk.ublk.is_some() {
-            return Ok(Way::Ublk);
+            return Ok(Driver::Ublk);
         }
         if !Path::new("/dev/nbd0").exists() {
             bail!(
-                "no block device can be made: the kernel's driver is not loaded (modprobe ublk_drv; or nbd, where there is \
-                 no ublk_drv)"
+                "cannot make a block device: the kernel driver is not loaded: run `modprobe \
+                 ublk_drv` (or `modprobe nbd` if the kernel has no ublk_drv)"
             );
         }
         if options.disk.nbd.is_some() {
-            bail!(
-                "without ublk the device is one of the kernel's NBD client, and --nbd is taken (modprobe ublk_drv)"
-            );
+            bail!("--nbd works here only with ublk: run `modprobe ublk_drv`, or leave out --nbd");
         }
-        Ok(Way::Nbd)
+        Ok(Driver::Nbd)
     }
 }
 
-/// The device that a server tells before it is ready; None: it has ended.
+/// Returns the device that a server prints before it is ready, or `None` if the server ended.
 fn device_of(server: &mut Child) -> Option<String> {
     let mut lines = BufReader::new(server.stdout.take()?).lines().map_while(Result::ok);
     let device = lines.next()?;
     lines.any(|line| line == "ready").then_some(device)
 }
 
-/// Where the log of a device goes, under a name of its own until the device has one.
+/// Returns the path for the log of a server whose device is not known yet. Creates the folder.
+/// Returns an error if the folder belongs to another user.
 pub fn log_file(disk: &str) -> anyhow::Result<PathBuf> {
     let folder = if rustix::process::geteuid().is_root() {
         PathBuf::from("/run/blockyard")
@@ -132,20 +131,20 @@ pub fn log_file(disk: &str) -> anyhow::Result<PathBuf> {
         .with_context(|| format!("folder {}", folder.display()))?
         .uid();
     if owner != rustix::process::geteuid().as_raw() {
-        bail!("folder {} belongs to somebody else: the log cannot be there", folder.display());
+        bail!("folder {} belongs to another user: the log cannot be there", folder.display());
     }
     Ok(folder.join(format!("attach-{}-{}.log", disk.replace('/', "_"), std::process::id())))
 }
 
-/// For the server, before anything else: the terminal's hang-up and its keys are not for it.
+/// Detaches the server from the terminal, so that the terminal's signals do not reach it.
 pub fn leave_terminal() {
-    // Refused to the leader of a process group, which has been given its own already.
+    // Fails for the leader of a process group. A shell gave it a group of its own already.
     let _ = rustix::process::setsid();
 }
 
-/// Tells who started this server what the device is called. Without ublk it is made here: of an
-/// export by NBD; then it is the answer, for [`settle`].
-pub fn tell(
+/// Prints the device for the process that started this server. Without ublk, makes a device of the
+/// kernel's NBD client first, and returns it, for [`sync_device`].
+pub fn report_device(
     ublk: Option<PathBuf>,
     nbd: Option<&NbdAddress>,
     name: &str,
@@ -155,29 +154,29 @@ pub fn tell(
         (Some(device), _) => device,
         (None, Some(NbdAddress::Unix(socket))) => {
             let device = kernel_nbd::start(socket, name, ended(name.to_string(), true));
-            // Nobody else is to come.
+            // No other client may connect.
             let _ = std::fs::remove_file(socket);
             device?
         }
-        _ => bail!("no device was made"),
+        _ => bail!("the export has no block device"),
     };
     log::say(&device.display().to_string());
     Ok((!is_ublk).then_some(device))
 }
 
-/// Before the end of a server whose device is the NBD client's: what the kernel has of it and has
-/// not written back comes now, or never.
-pub fn settle(device: &Path) {
+/// Syncs a device of the kernel's NBD client before its server ends. The kernel loses data that it
+/// has not written back by then.
+pub fn sync_device(device: &Path) {
     let synced = NbdDevice::open(device).and_then(|device| device.sync());
     if let Err(e) = synced {
         tracing::debug!("{}: syncing it: {e}", device.display());
     }
 }
 
-/// What is done when somebody else has removed a device.
+/// Returns the callback for a device that something else removed. It ends an attached server.
 pub fn ended(disk: String, attached: bool) -> impl Fn() + Send + Sync + 'static {
     move || {
-        tracing::info!(disk, "its block device was removed");
+        tracing::info!(disk, "the block device was removed");
         if attached {
             let _ = rustix::process::kill_process(rustix::process::getpid(), Signal::TERM);
         }
@@ -185,7 +184,7 @@ pub fn ended(disk: String, attached: bool) -> impl Fn() + Send + Sync + 'static 
 }
 
 pub fn detach(options: &DetachOptions) -> Result<(), Failure> {
-    // A link's target; what is not there may still be half of a device.
+    // Resolve links. Keep a path that does not exist: the device may be half removed.
     let path = std::fs::canonicalize(&options.device).unwrap_or_else(|_| options.device.clone());
     let number = |prefix| path.to_str()?.strip_prefix(prefix)?.parse::<u32>().ok();
     let server = match (number("/dev/ublkb"), number("/dev/nbd")) {
@@ -194,7 +193,7 @@ pub fn detach(options: &DetachOptions) -> Result<(), Failure> {
         _ => {
             let path = path.display();
             let why =
-                anyhow!("{path} is no device of this program: those are /dev/ublkbN and /dev/nbdN");
+                anyhow!("{path} is not a device of this program: give /dev/ublkbN or /dev/nbdN");
             return Err(Failure::usage(why));
         }
     };
@@ -204,7 +203,7 @@ pub fn detach(options: &DetachOptions) -> Result<(), Failure> {
     }
 }
 
-/// Ends a device of the kernel's NBD client, and tells who served it.
+/// Disconnects a device of the kernel's NBD client. Returns the process that served it.
 fn disconnect(path: &Path, id: u32, force: bool) -> anyhow::Result<Option<Pid>> {
     let name = path.display();
     let Some(pid) = process_of(id) else { bail!("{name} is not connected") };
@@ -216,19 +215,19 @@ fn disconnect(path: &Path, id: u32, force: bool) -> anyhow::Result<Option<Pid>> 
         claimed.with_context(|| format!("{name} is in use: unmount it first"))?;
     }
     let device = NbdDevice::open(path).with_context(|| format!("device {name}"))?;
-    // The kernel drops what it has not written back yet.
+    // A disconnect makes the kernel drop data that it has not written back.
     if let Err(e) = device.sync()
         && !force
     {
-        return Err(anyhow!(e).context(format!(
-            "{name}: what was written to it cannot be synced (--force drops that)"
-        )));
+        return Err(
+            anyhow!(e).context(format!("{name}: its writes cannot be synced (--force drops them)"))
+        );
     }
     device.disconnect().with_context(|| format!("disconnecting {name}"))?;
     Ok(Some(pid))
 }
 
-/// The process that serves /dev/nbdN: the kernel tells a thread of it.
+/// Returns the process that serves /dev/nbdN. sysfs has the ID of one of its threads.
 fn process_of(id: u32) -> Option<Pid> {
     let thread = std::fs::read_to_string(format!("/sys/block/nbd{id}/pid")).ok()?;
     let status = std::fs::read_to_string(format!("/proc/{}/status", thread.trim())).ok()?;
@@ -244,9 +243,9 @@ fn serves_one_device(pid: Pid) -> bool {
 fn wait_for(pid: Pid) -> anyhow::Result<()> {
     let start = Instant::now();
     while rustix::process::test_kill_process(pid).is_ok() && serves_one_device(pid) {
-        if start.elapsed() > PATIENCE {
+        if start.elapsed() > EXIT_TIMEOUT {
             bail!(
-                "the device is gone, but its server, process {}, does not end",
+                "the device is removed, but its server, process {}, does not exit",
                 pid.as_raw_nonzero()
             );
         }

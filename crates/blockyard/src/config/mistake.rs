@@ -1,9 +1,9 @@
-//! Mistakes in a configuration file, as one line for a person.
+//! Describes mistakes in a configuration file in one line.
 //!
-//! In: the file and the error of the TOML parser, which is meant for programmers. Out: the line's
-//! number, the key, what is wrong, and what would be right.
+//! In: the file and the error of the TOML parser, which is meant for programmers. Out: line number,
+//! key, what is wrong, and the correct form.
 
-/// Describes what is wrong, and where.
+/// Returns a line that says what is wrong and where.
 pub fn describe(text: &str, error: &toml::de::Error) -> String {
     let at = error.span().map_or(0, |span| span.start.min(text.len()));
     let number = text[..at].matches('\n').count() + 1;
@@ -28,14 +28,15 @@ pub fn describe(text: &str, error: &toml::de::Error) -> String {
     }
 }
 
-/// `unknown`: what follows in the parser's message, which lists the keys that there are.
+/// Returns a message about an unknown key, with the nearest known key. `unknown`: the rest of the
+/// parser's message, which lists all keys of the table.
 fn unknown_key(unknown: &str, table: &str) -> String {
     let mut quoted = unknown.split('`').step_by(2);
     let key = quoted.next().unwrap_or_default();
     let known = unknown.split('`').skip(2).step_by(2);
     let nearest = known.map(|known| (distance(key, known), known)).min();
     match nearest {
-        // Up to a third of it may be wrong.
+        // Suggest a key if at most a third of the letters are wrong.
         Some((wrong, known)) if wrong * 3 <= key.chars().count().max(3) => {
             format!("unknown key `{key}`: did you mean `{known}`?")
         }
@@ -43,7 +44,7 @@ fn unknown_key(unknown: &str, table: &str) -> String {
     }
 }
 
-/// The table in which a line is: ` in [[disk]]`.
+/// Returns the table that contains a line, such as ` in [[disk]]`.
 fn table_at(text: &str, line: usize) -> &str {
     let header = text.lines().take(line).filter(|line| line.starts_with('[')).last();
     match header.map(|header| header.split('#').next().unwrap_or_default().trim()) {
@@ -54,7 +55,7 @@ fn table_at(text: &str, line: usize) -> &str {
     }
 }
 
-/// Says in plain words that a value has the wrong type.
+/// Returns a message about a value of the wrong type, without Rust's names of types.
 fn wrong_type(message: &str) -> Option<String> {
     let (found, wanted) = message.strip_prefix("invalid type: ")?.split_once(", expected ")?;
     let value = ["string ", "integer ", "floating point ", "boolean "]
@@ -71,8 +72,8 @@ fn wrong_type(message: &str) -> Option<String> {
     Some(format!("it is {}, and must be {wanted}", value.unwrap_or(found).replace('`', "")))
 }
 
-/// The least number of letters to insert, remove or replace that makes one word the other; two that
-/// changed places are one.
+/// Returns the Damerau-Levenshtein distance of two words: the number of letters to insert, remove,
+/// replace or transpose.
 fn distance(one: &str, other: &str) -> usize {
     let (one, other): (Vec<_>, Vec<_>) = (one.chars().collect(), other.chars().collect());
     let mut rows = vec![(0..=other.len()).collect::<Vec<_>>()];

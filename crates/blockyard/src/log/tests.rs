@@ -2,7 +2,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 
 use super::*;
 
-/// A stream whose every write waits for the test, which says what becomes of it.
+/// A stream on which each write waits for the test, which supplies the result.
 struct ScriptedStream {
     answers: Receiver<Result<(), i32>>,
     seen: Sender<String>,
@@ -35,20 +35,20 @@ fn queue() -> (&'static Queue, Sender<Result<(), i32>>, Receiver<String>) {
 }
 
 #[test]
-fn a_stream_that_is_not_read_holds_nobody_up_and_the_loss_is_counted() {
+fn a_blocked_stream_blocks_no_caller_and_dropped_messages_are_counted() {
     let (queue, answer, written) = queue();
     queue.push(b"first\n");
     assert_eq!(written.recv().unwrap(), "first\n");
-    // From here on the thread is stuck in a write. All of these return.
+    // The thread now blocks in a write. All of these calls return.
     let message = [&[b'x'; 1023][..], b"\n"].concat();
     for _ in 0..QUEUED / message.len() + 7 {
         queue.push(&message);
     }
-    assert!(!queue.flush(Duration::ZERO), "and a flush gives up");
+    assert!(!queue.flush(Duration::ZERO), "a flush with a timeout of 0 returns");
     answer.send(Ok(())).unwrap();
     assert_eq!(
         written.recv().unwrap(),
-        "blockyard: 7 messages dropped, because of the test: it was not read\n"
+        "blockyard: 7 messages dropped, because of the test: its reader is too slow\n"
     );
     answer.send(Ok(())).unwrap();
     assert_eq!(written.recv().unwrap().len(), QUEUED);
@@ -59,29 +59,30 @@ fn a_stream_that_is_not_read_holds_nobody_up_and_the_loss_is_counted() {
 }
 
 #[test]
-fn what_could_not_be_written_is_counted_and_told_when_it_works_again() {
+fn messages_that_fail_to_be_written_are_reported_after_the_next_success() {
     let (queue, answer, written) = queue();
     for line in ["one\n", "two\n"] {
         queue.push(line.as_bytes());
         assert_eq!(written.recv().unwrap(), line);
         answer.send(Err(ENOSPC)).unwrap();
-        assert!(queue.flush(Duration::MAX), "a failure ends the wait");
+        assert!(queue.flush(Duration::MAX), "a failed write ends the wait of a flush");
     }
     queue.push(b"three\n");
     assert_eq!(written.recv().unwrap(), "three\n");
     answer.send(Ok(())).unwrap();
-    let told = "blockyard: 2 messages dropped, because of the test: No space left on device (os error 28)\n";
-    assert_eq!(written.recv().unwrap(), told);
-    // Not even that fits: a later write reports it.
+    let report = "blockyard: 2 messages dropped, because of the test: No space left on device \
+                  (os error 28)\n";
+    assert_eq!(written.recv().unwrap(), report);
+    // The write of the report fails too: a later write repeats it.
     answer.send(Err(ENOSPC)).unwrap();
     queue.push(b"four\n");
     assert_eq!(written.recv().unwrap(), "four\n");
     answer.send(Ok(())).unwrap();
-    assert_eq!(written.recv().unwrap(), told);
+    assert_eq!(written.recv().unwrap(), report);
 }
 
 #[test]
-fn a_line_that_was_cut_does_not_join_the_next() {
+fn a_partly_written_line_is_ended_before_the_next_one() {
     struct Cut(Sender<String>, u32);
     impl Write for Cut {
         fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {

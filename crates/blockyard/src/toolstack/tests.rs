@@ -42,7 +42,7 @@ impl Drop for Folder {
 }
 
 #[test]
-fn targets_are_files_in_the_folders_only() {
+fn targets_outside_the_folders_are_refused() {
     let folder = Folder::new("targets");
     assert_eq!(
         folder.parse("@/images/a.qcow2"),
@@ -58,14 +58,14 @@ fn targets_are_files_in_the_folders_only() {
         Ok((Some(Format::Qcow2), "images/below/b".into()))
     );
     for (target, part) in [
-        ("@/secret", "lies outside the folders"),
-        ("@/images/../secret", "lies outside the folders"),
-        ("@/images/link", "lies outside the folders"),
-        ("@/images/device", "lies outside the folders"),
+        ("@/secret", "is outside the folders"),
+        ("@/images/../secret", "is outside the folders"),
+        ("@/images/link", "is outside the folders"),
+        ("@/images/device", "is outside the folders"),
         ("@/images/none", "No such file"),
         ("images/a.qcow2", "begins with /"),
-        ("ram:1G", "it is [FORMAT:]PATH"),
-        ("nbd://server/disk", "it is [FORMAT:]PATH"),
+        ("ram:1G", "write [FORMAT:]PATH"),
+        ("nbd://server/disk", "write [FORMAT:]PATH"),
         ("raw:nbd://server/disk", "begins with /"),
         ("", "begins with /"),
     ] {
@@ -75,8 +75,9 @@ fn targets_are_files_in_the_folders_only() {
 }
 
 #[test]
-fn the_table_xen_has_types_folders_and_defaults() {
-    let text = "watch = \"vbd\"\nfolders = [\"/srv\"]\n[defaults]\ncache = \"writeback\"\nqueues = 4\niops = 500\n";
+fn types_folders_and_defaults_of_the_xen_table_are_parsed() {
+    let text = "watch = \"vbd\"\nfolders = [\"/srv\"]\n[defaults]\ncache = \"writeback\"\nqueues = 4\n\
+                iops = 500\n";
     let args: XenArgs = toml::from_str(text).unwrap();
     args.check().unwrap();
     let defaults = args.defaults.as_ref().unwrap();
@@ -95,7 +96,7 @@ fn the_table_xen_has_types_folders_and_defaults() {
     }
 }
 
-/// Waits until a node has this value.
+/// Waits until a node of XenStore has this value.
 fn wait(store: &mut Store, path: &str, value: &str) {
     let (never, _writer) = rustix::pipe::pipe().unwrap();
     let deadline = Instant::now() + Duration::from_secs(60);
@@ -106,7 +107,7 @@ fn wait(store: &mut Store, path: &str, value: &str) {
 }
 
 #[test]
-fn a_toolstack_gets_its_disks_and_gives_them_back() {
+fn disks_of_a_toolstack_are_attached_and_detached() {
     let folder = Folder::new("toolstack");
     let image = folder.0.join("images/disk.raw");
     std::fs::File::create(&image).unwrap().set_len(1 << 20).unwrap();
@@ -141,7 +142,7 @@ fn a_toolstack_gets_its_disks_and_gives_them_back() {
     }
     wait(&mut store, &format!("{}/state", back(51728)), "6");
     let error = store.read(&format!("{}/hotplug-error", back(51728))).unwrap().unwrap();
-    assert!(error.contains("lies outside the folders"), "{error}");
+    assert!(error.contains("is outside the folders"), "{error}");
     wait(&mut store, &format!("{}/hotplug-status", back(51712)), "connected");
     wait(&mut store, &format!("{}/state", back(51712)), "2");
     let names: Vec<_> = yard.list().into_iter().map(|disk| disk.name).collect();
