@@ -129,7 +129,7 @@ fn a_disk_that_a_reload_changes_keeps_its_socket() {
     let same = "[[disk]]\nimage = \"null:2M\"\nvhost-user = \"fd:root\"\n";
     configure(&format!("queues = 3\n{same}{}", others.collect::<String>()));
     daemon.signal(Signal::HUP);
-    daemon.wait_log("not as wished 36");
+    daemon.wait_log("failed 36");
     assert_eq!(manager.capacity("first"), 1 << 20);
     assert!(daemon.log().contains("another export uses it"), "{}", daemon.log());
     daemon.signal(Signal::TERM);
@@ -161,8 +161,8 @@ fn sockets_that_are_not_there() {
     for (fd, parts) in [
         ("fd:backup", &["fd:backup", "the sockets passed are called \"root:data\""][..]),
         ("fd:9", &["fd:9: no listening socket was inherited there"]),
-        ("fd:0", &["fd:0: inherited sockets begin at 3"]),
-        ("fd:-1", &["fd:-1: inherited sockets begin at 3"]),
+        ("fd:0", &["fd:0: inherited sockets begin at descriptor 3"]),
+        ("fd:-1", &["fd:-1: inherited sockets begin at descriptor 3"]),
     ] {
         for socket in ["first", "second"] {
             let _ = std::fs::remove_file(manager.folder.join(socket));

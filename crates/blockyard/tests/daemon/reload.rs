@@ -131,10 +131,7 @@ fn disks_come_go_and_change_around_a_busy_one() {
         let log =
             yard.reload(&[("busy", ""), ("other", "read-only = true"), ("last", "")], "reloaded: ");
         assert_eq!(changes(&log), 2, "{log}");
-        assert!(
-            log.contains("reloaded: disks added 1, changed 0, removed 0, not as wished 0"),
-            "{log}"
-        );
+        assert!(log.contains("reloaded: disks added 1, changed 0, removed 0, failed 0"), "{log}");
         assert!(!client.is_finished(), "the load went on meanwhile");
         load.over.store(true, Ordering::Relaxed);
         let report = client.join().unwrap().unwrap();
@@ -178,7 +175,7 @@ fn a_disk_that_cannot_be_as_wished_stays_as_it_was() {
     );
     assert!(
         log.contains("image /not/there: there is no such file")
-            && log.contains("it is served as before"),
+            && log.contains("served with its old configuration"),
         "{log}"
     );
     assert_eq!(yard.guest("a").write(0, &pattern(1, 512)), status::OK);
@@ -210,14 +207,14 @@ fn a_reload_says_what_it_did() {
     file("reactors = 2\nfair-share = false\n");
     let log = yard.hangup("reloaded: ");
     for line in [
-        "not applied: reactors: 1 -> 2: only a restart",
-        "not applied: fair-share: true -> false: only a restart",
-        "changed: queues: 2 -> 1: closing and opening it, which disconnects its guests disk=\"a\"",
-        "changed while it is in use: iops: 500 -> \"2k\", weight: 100 -> 300 disk=\"b\"",
+        "not applied: reactors: 1 -> 2: restart the server",
+        "not applied: fair-share: true -> false: restart the server",
+        "changed: queues: 2 -> 1: closing and opening it; its clients are disconnected disk=\"a\"",
+        "changed without closing it: iops: 500 -> \"2k\", weight: 100 -> 300 disk=\"b\"",
         "removed from the configuration: closing it disk=\"c\"",
-        "it cannot be served as configured: image /not/there: there is no such file",
-        "skipped: it is not served disk=\"e\"",
-        "reloaded: disks added 0, changed 2, removed 1, not as wished 1",
+        "the disk cannot be served as configured: image /not/there: there is no such file",
+        "the disk is not served disk=\"e\"",
+        "reloaded: disks added 0, changed 2, removed 1, failed 1",
     ] {
         assert!(log.contains(line), "{line:?} is not in it: {log}");
     }

@@ -12,7 +12,7 @@ use crate::common::{Daemon, SOON, Signal, tool};
 use crate::guest::{Guest, pattern};
 use crate::tls::{Authority, TlsFixture, authority, certify};
 
-const TAKEN_UP: &str = "NBD clients from now on: ";
+const TAKEN_UP: &str = "new settings for NBD clients: ";
 const REFUSED: &str = "not reloaded: ";
 
 /// SIGHUP; what the log says of it.
@@ -59,7 +59,7 @@ fn a_renewed_certificate() {
     certify(&fixture.server, &fixture.ours, "server", "renewed.example", false);
     fixture.all_may("all", &fixture.vm1);
     let said = reload(&daemon, TAKEN_UP);
-    assert!(said.contains("TLS: demanded, certificates as they are now"), "{said}");
+    assert!(said.contains("TLS: required, certificates read again"), "{said}");
     fixture.none_may("all", &fixture.vm1, "not valid for name");
     fixture.host = "renewed.example";
     fixture.all_may("all", &fixture.vm1);
@@ -213,7 +213,7 @@ fn who_may_have_a_disk_from_now_on() {
         let path = fixture.configure("tls-required = true");
         let config = std::fs::read_to_string(&path).unwrap();
         std::fs::write(&path, config.replace("tls-allow = [\"VM1.example\"]", names)).unwrap();
-        reload(&daemon, "changed while it is in use: tls-allow: ")
+        reload(&daemon, "changed without closing it: tls-allow: ")
     };
     allow("tls-allow = [\"vm1.example\", \"vm2.example\"]");
     fixture.all_may("vm1", &fixture.vm2);
@@ -260,7 +260,7 @@ fn other_limits() {
     assert!(reload(&daemon, REFUSED).contains("max-clients is a number from 1 to 100000"));
     fixture.configure("max-clients = 2\nhandshake = \"200ms\"");
     let said = reload(&daemon, TAKEN_UP);
-    assert!(said.contains("at most 2 of an address, 200ms to choose"), "{said}");
+    assert!(said.contains("at most 2 for each address, handshake within 200ms"), "{said}");
     // The second has little time, and goes; then the third comes. The first has all its time.
     assert!(is_greeted(&mut second, SOON));
     daemon.wait_log(") chose nothing in 0.2 s: it was let go");

@@ -94,7 +94,7 @@ fn a_change_reaches_requests_that_wait() {
             let second = scope.spawn(move || guest.read(0, 512).unwrap());
             disks.until_waiting(name, 1);
             keys[at] = change;
-            disks.reload(&text(&keys), "changed while it is in use: ");
+            disks.reload(&text(&keys), "changed without closing it: ");
             second.join().unwrap();
         });
     }
@@ -111,10 +111,10 @@ fn limits_change_under_load() {
         let client = scope.spawn(|| good(&load));
         disks.daemon.until_served("read", "");
         for round in 0..10 {
-            disks.reload(&text(&format!("iops = {}", 100 + round)), "changed while it is in use: ");
-            disks.reload(&text(""), "changed while it is in use: ");
+            disks.reload(&text(&format!("iops = {}", 100 + round)), "changed without closing it: ");
+            disks.reload(&text(""), "changed without closing it: ");
         }
-        disks.reload(&text("iops = 1000"), "changed while it is in use: ");
+        disks.reload(&text("iops = 1000"), "changed without closing it: ");
         load.over.store(true, Ordering::Relaxed);
         client.join().unwrap();
     });
@@ -172,7 +172,7 @@ fn writes_that_wait_for_their_limit_hold_up_nothing_else() {
             assert_eq!((read.unwrap(), flush.unwrap()), (status::OK, status::OK));
         }
         assert!(!waits.is_finished(), "a second sector within 25 s");
-        disks.reload(&disk("a", "queues = 2"), "changed while it is in use: ");
+        disks.reload(&disk("a", "queues = 2"), "changed without closing it: ");
         waits.join().unwrap();
     });
     disks.daemon.stop();
@@ -191,7 +191,7 @@ fn only_another_group_or_device_closes_a_disk() {
     {
         let text = format!("[group.g]\n[group.h]\n{}{}", disk("a", keys), disk("b", ""));
         let log = disks
-            .reload(&text, if said { "serving null:1G" } else { "changed while it is in use: " });
+            .reload(&text, if said { "serving null:1G" } else { "changed without closing it: " });
         assert_eq!(log.contains("closing and opening it"), said, "{log}");
         assert!(!log.contains("disk=\"b\""), "{log}");
         disks.guest("a").read(0, 512).unwrap();

@@ -257,7 +257,7 @@ fn certificates_may_be_demanded_and_tls_may_be_left_to_clients() {
         let wrong = blockyard(other.iter().chain(tls));
         assert_eq!(wrong.status.code(), Some(2), "{}", wrong.err);
         assert!(
-            wrong.err.contains("disk \"vm2\": tls-allow is for NBD clients, and the disk has none"),
+            wrong.err.contains("disk \"vm2\": tls-allow is for NBD clients, and the disk has no"),
             "{}",
             wrong.err
         );

@@ -95,11 +95,11 @@ fn a_change_is_in_effect_within_100_ms() {
             waits.join().unwrap() - sent
         });
         figures.row(&format!("s until {keys:?} is in effect"), waits.as_secs_f64(), 0.0..0.1);
-        disks.daemon.wait_log_after(from, "changed while it is in use: ");
+        disks.daemon.wait_log_after(from, "changed without closing it: ");
         // And back.
         let from = disks.daemon.log().len();
         disks.begin_reload(&text(SLOW));
-        disks.daemon.wait_log_after(from, "changed while it is in use: ");
+        disks.daemon.wait_log_after(from, "changed without closing it: ");
         guest.read(0, 512).unwrap();
     }
     disks.daemon.stop();
