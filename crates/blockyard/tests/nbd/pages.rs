@@ -57,6 +57,8 @@ fn runs_as_it_stands(name: &str, programs: &[&str]) {
     assert!(text.lines().count() > 3, "{name} has no commands");
     let folder = Folder::new();
     let bin = wrappers(&folder, programs);
+    let guests = guests().canonicalize().unwrap();
+    std::os::unix::fs::symlink(guests, folder.join("guests")).unwrap();
     // The trap ends daemons also if the script fails.
     let script = format!(
         "{SERVE}trap 'kill $(jobs -p) $(cat *.pid 2>/dev/null) 2>/dev/null || :' EXIT\nset -x\n{text}{END}"
@@ -156,6 +158,26 @@ fn compare() {
 #[test]
 fn fair_share() {
     runs_as_it_stands("fair-share.md", &[]);
+}
+
+#[test]
+fn remote_images() {
+    runs_as_it_stands("remote-images.md", &[]);
+}
+
+#[test]
+fn nbd_tls() {
+    runs_as_it_stands("nbd-tls.md", &["nbdinfo", "qemu-img"]);
+}
+
+#[test]
+fn serve_qemu() {
+    runs_as_it_stands("serve-qemu.md", &["qemu-system-x86_64", "qemu-img"]);
+}
+
+#[test]
+fn serve_uml() {
+    runs_as_it_stands("serve-uml.md", &["uml_mkcow"]);
 }
 
 #[test]
