@@ -181,6 +181,11 @@ fn serve_uml() {
 }
 
 #[test]
+fn xen() {
+    runs_as_it_stands("xen.md", &[]);
+}
+
+#[test]
 fn systemd() {
     runs_as_it_stands("systemd.md", &[]);
 }
