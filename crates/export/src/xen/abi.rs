@@ -1,8 +1,7 @@
-//! blkif: what a front end writes into its ring, and what it is answered
-//! (`xen/include/public/io/blkif.h`).
+//! blkif ring entries: requests of a front end, and responses (`xen/include/public/io/blkif.h`).
 //!
-//! In: bytes that were copied out of the ring once. Out: a request that only says what was asked.
-//! What must hold: nothing is read of the ring here, so that what is checked is what is used.
+//! In: bytes that were copied out of the ring once. Out: a parsed request. What must hold: nothing
+//! here reads the ring, so the values that are checked are the values that are used.
 
 use blockyard_image::SECTOR;
 
@@ -13,20 +12,20 @@ const WRITE_BARRIER: u8 = 2;
 const FLUSH: u8 = 3;
 const DISCARD: u8 = 5;
 const INDIRECT: u8 = 6;
-/// Of a discard: the data must not be readable any more.
+/// Flag of a discard: the data must become unreadable.
 const DISCARD_SECURE: u8 = 1;
 
-/// Segments of a request in the ring itself, and pages and segments of an indirect one.
+/// Limits: segments of a direct request, and pages and segments of an indirect one.
 pub const SEGMENTS: usize = 11;
 pub const INDIRECT_PAGES: usize = 8;
 pub const INDIRECT_SEGMENTS: usize = 256;
-/// Segments that one page describes.
+/// Number of segments that one page describes.
 pub const SEGMENTS_OF_PAGE: usize = 512;
 pub const SEGMENT_BYTES: usize = 8;
-/// The last sector of a page.
+/// Number of the last sector of a page.
 const LAST: u8 = 7;
 
-/// What the ring begins with, before its entries.
+/// Size of the ring's header in bytes.
 pub const HEADER: usize = 64;
 
 /// Status values of a response.
@@ -34,18 +33,18 @@ pub const OK: i16 = 0;
 pub const ERROR: i16 = -1;
 pub const UNSUPPORTED: i16 = -2;
 
-/// How the front end lays out its entries.
+/// Layout of the front end's ring entries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Abi {
     X86_64,
     X86_32,
 }
 
-/// Bytes of the longest entry.
+/// Size of the longest entry in bytes.
 pub const ENTRY_MOST: usize = 112;
 
 impl Abi {
-    /// By the value of the node `protocol`; a front end that writes none has the back end's own.
+    /// Parses the node `protocol`. Without the node, the front end uses the back end's own layout.
     pub fn of(protocol: Option<&str>) -> Option<Self> {
         match protocol {
             None | Some("" | "x86_64-abi") => Some(Abi::X86_64),
@@ -54,7 +53,7 @@ impl Abi {
         }
     }
 
-    /// Bytes of an entry.
+    /// Returns the size of an entry in bytes.
     pub fn entry(self) -> usize {
         match self {
             Abi::X86_64 => ENTRY_MOST,
@@ -62,7 +61,7 @@ impl Abi {
         }
     }
 
-    /// Where the request's number lies, its first sector, and what follows that.
+    /// Returns the offsets of the request's id, of its first sector, and of what follows.
     fn places(self) -> (usize, usize, usize) {
         match self {
             Abi::X86_64 => (8, 16, 24),
@@ -70,14 +69,14 @@ impl Abi {
         }
     }
 
-    /// Entries of a ring of `pages` pages.
+    /// Returns the number of entries of a ring of `pages` pages.
     pub fn entries(self, pages: usize) -> u32 {
         let all = ((pages * 4096 - HEADER) / self.entry()) as u32;
         1 << all.ilog2()
     }
 }
 
-/// A piece of one page, in sectors, the last one included.
+/// A part of one page: its first and last sector, both inclusive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Segment {
     pub reference: u32,
@@ -90,52 +89,52 @@ impl Segment {
         Segment { reference: u32_at(bytes, 0), first: bytes[4], last: bytes[5] }
     }
 
-    /// Offset in the page, and length, in bytes; `None`: it is not inside a page.
+    /// Returns offset and length in bytes; `None` if it is not inside a page.
     pub fn range(self) -> Option<(u16, u16)> {
         let inside = self.first <= self.last && self.last <= LAST;
         inside.then(|| (u16::from(self.first) * 512, u16::from(self.last - self.first + 1) * 512))
     }
 }
 
-/// What a request asks.
+/// The parsed operation of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ask {
     Read,
     Write,
-    /// After all that came before it, and before all that comes after it; durable.
+    /// A write after everything before it and before everything after it, and durable.
     Barrier,
     Flush,
-    /// Bytes.
+    /// Length in bytes.
     Discard(u64),
-    /// A discard with BLKIF_DISCARD_SECURE. The back end refuses it.
+    /// A discard with BLKIF_DISCARD_SECURE, which the back end refuses.
     SecureDiscard,
-    /// An operation that this back end does not have.
+    /// An operation that this back end does not support.
     Unknown,
-    /// An indirect request of something other than a read or a write, or numbers that cannot be.
+    /// An indirect request of another operation than read or write, or invalid numbers.
     Bad,
 }
 
-/// Where a request's segments are.
+/// Where the descriptions of a request's segments are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {
     Here([Segment; SEGMENTS]),
-    /// In pages of the guest, with these references.
+    /// In pages of the guest with these grant references (an indirect request).
     Pages([u32; INDIRECT_PAGES]),
 }
 
-/// A request, as it was copied out of the ring.
+/// A request that was copied out of the ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request {
-    /// The front end's number of the request. Its response repeats it.
+    /// The front end's id of the request. Its response repeats it.
     pub id: u64,
-    /// The operation: answers repeat it, that of an indirect request its inner one.
+    /// The operation as the response repeats it: for an indirect request, the inner one.
     pub operation: u8,
     pub ask: Ask,
-    /// Bytes from the beginning of the disk; beyond 64 bits is beyond any disk.
+    /// Offset in bytes; saturated, because an overflow of 64 bits is beyond any disk.
     pub offset: u64,
     pub segments: usize,
     pub place: Place,
-    /// Where the record of what was taken has it.
+    /// Its slot in the record of requests in flight.
     pub slot: u32,
 }
 
@@ -150,7 +149,7 @@ impl Request {
             ask: Ask::Unknown,
             offset,
             segments: 0,
-            place: here(bytes, rest),
+            place: direct_segments(bytes, rest),
             slot: 0,
         };
         let direct = |operation| match operation {
@@ -191,7 +190,7 @@ impl Request {
     }
 }
 
-fn here(bytes: &[u8; ENTRY_MOST], rest: usize) -> Place {
+fn direct_segments(bytes: &[u8; ENTRY_MOST], rest: usize) -> Place {
     let mut segments = [Segment { reference: 0, first: 0, last: 0 }; SEGMENTS];
     for (segment, bytes) in segments.iter_mut().zip(bytes[rest..].chunks_exact(SEGMENT_BYTES)) {
         *segment = Segment { reference: u32_at(bytes, 0), first: bytes[4], last: bytes[5] };
@@ -211,7 +210,7 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
 mod tests {
     use super::*;
 
-    /// An entry of fields at their places in bytes.
+    /// Returns an entry with these fields at these byte offsets.
     fn entry(fields: &[(usize, &[u8])]) -> [u8; ENTRY_MOST] {
         let mut bytes = [0; ENTRY_MOST];
         for (at, field) in fields {
@@ -221,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn rings_have_as_many_entries_as_front_ends_expect() {
+    fn rings_have_the_number_of_entries_of_blkif_h() {
         for (pages, entries) in [(1, 32), (2, 64), (4, 128), (8, 256), (16, 512)] {
             assert_eq!(
                 (Abi::X86_64.entries(pages), Abi::X86_32.entries(pages)),
@@ -234,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn a_write_has_its_fields_at_the_places_of_its_layout() {
+    fn a_write_is_parsed_in_both_layouts() {
         for (abi, id, sector, segment) in [(Abi::X86_64, 8, 16, 24), (Abi::X86_32, 4, 12, 20)] {
             let bytes = entry(&[
                 (0, &[1, 2]),
@@ -255,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn discards_and_indirect_requests() {
+    fn discards_and_indirect_requests_are_parsed() {
         for (abi, rest) in [(Abi::X86_64, 24), (Abi::X86_32, 20)] {
             let discard = |flag| entry(&[(0, &[5, flag]), (rest, &16u64.to_le_bytes())]);
             assert_eq!(Request::parse(abi, &discard(0)).ask, Ask::Discard(8192));
@@ -285,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_not_done() {
+    fn invalid_requests_are_recognised() {
         let ask = |operation, segments| {
             Request::parse(Abi::X86_64, &entry(&[(0, &[operation, segments])])).ask
         };

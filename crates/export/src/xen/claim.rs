@@ -1,7 +1,7 @@
-//! What keeps two servers from one device: a lock, and the name of its image.
+//! Prevents two servers from serving one device: by a lock, and by the name of its image.
 //!
-//! In: the options of a device, its disk. Out: the lock of the device, or which process has it.
-//! What must hold: a server that has no lock changes nothing of the device.
+//! In: the options of a device, and its disk. Out: the lock of the device, or which process holds
+//! it. What must hold: a server without the lock changes nothing of the device.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -15,14 +15,14 @@ use blockyard_storage::file::lock::{LockError, take_lock};
 use super::XenOptions;
 use super::nodes::NodeError;
 
-/// The lock of a device, in the folder of records. It ends with this process at the latest.
+/// The lock of a device, a file in the folder of records. It ends with this process at the latest.
 pub struct Claim {
-    /// `None`: there is no folder, and so no lock.
+    /// `None`: no folder is configured, so there is no lock.
     file: Option<(PathBuf, File)>,
 }
 
 impl Claim {
-    /// Waits for the lock of a server that was killed. One that lives is an error.
+    /// Takes the lock. Waits for a server that was killed; a live server is an error.
     pub fn take(options: &XenOptions) -> Result<Self, NodeError> {
         let XenOptions { domain, device, records, .. } = options;
         let Some(folder) = records else { return Ok(Claim { file: None }) };
@@ -42,7 +42,7 @@ impl Claim {
         }
     }
 
-    /// The device has ended: nothing needs its lock.
+    /// Removes the lock file, because the device has ended.
     pub fn remove(self) {
         if let Some((path, _file)) = self.file {
             let _ = std::fs::remove_file(path);
@@ -55,8 +55,8 @@ fn is_at(file: &File, path: &Path) -> bool {
     (file.dev(), file.ino()) == (there.dev(), there.ino())
 }
 
-/// The names of a disk's images, the topmost first; that of a disk without files is its own. None:
-/// the image was lost.
+/// Returns the names of a disk's images, the topmost first. A disk without files has its own name.
+/// Empty: the image was lost.
 pub fn images(disk: &Disk) -> Vec<String> {
     let name = |path: &Path| {
         path.canonicalize().unwrap_or_else(|_| path.into()).to_string_lossy().into_owned()

@@ -5,14 +5,16 @@
 //!   front   1 Initialising ─► 3 Initialised ─► 4 Connected ─► 5 Closing ─► 6 Closed ─► 1 ...
 //!   back    2 InitWait ─────► 4 Connected ──────────────────► 5 Closing ─► 6 Closed ─► 2 ...
 //! ```
-//! A front end that was saved and restored with its domain comes again in state 1 or 3, with other
-//! rings.
 //!
-//! In: watches of the nodes of both sides. Out: queues on reactors, states, the log.
+//! A front end whose domain was saved and restored reappears in state 1 or 3, with other rings.
+//!
+//! In: watches of the nodes of both sides. Out: queues on reactors, states, log lines.
+//!
 //! What must hold
-//! - Queues run only while the front end has its rings.
-//! - A state is written only when it changes, so that two sides never wake one another without end.
-//! - Queues go on while the connection to xenstore is lost. The thread opens another one.
+//! - Queues run only while the front end has rings.
+//! - A state is written only if it changes. Otherwise the two sides would wake each other
+//!   endlessly.
+//! - Queues continue while the connection to xenstore is lost. The thread reconnects.
 
 use std::os::fd::AsFd;
 use std::path::PathBuf;
@@ -23,7 +25,7 @@ use blockyard_disk::Disk;
 use blockyard_ring::xen::{Host, Node, Store, StoreError};
 
 use super::claim::images;
-use super::nodes::{KIND, MAX_QUEUES, NodeError, Paths, QueueKeys, SERVER, State, Wish};
+use super::nodes::{FrontSetup, KIND, MAX_QUEUES, NodeError, Paths, QueueKeys, SERVER, State};
 use super::queue::{Counts, Data, QueueHandle, QueueSetup, Shared};
 use super::reopen::Reopen;
 use super::{Control, Name, XenData, XenError, XenOptions, own_domain};
@@ -39,13 +41,13 @@ pub(super) struct Device {
     control: Arc<Control>,
     shared: Arc<Shared>,
     queues: Vec<QueueHandle>,
-    /// The state that this side has written.
+    /// The state that this side wrote last.
     state: Option<State>,
-    /// What the front end asked for when its rings were taken.
-    wish: Option<Wish>,
-    /// The front end has said that it is connected, since its rings were taken.
+    /// The setup that the front end requested when it was connected.
+    setup: Option<FrontSetup>,
+    /// Whether the front end has reached state Connected with these rings.
     front_connected: bool,
-    /// The front end asked for what cannot be; it may begin anew.
+    /// Whether the front end requested something invalid; it may start again.
     refused: bool,
     reopen: Reopen,
 }
@@ -54,8 +56,8 @@ pub(super) struct Device {
 #[derive(PartialEq, Eq)]
 enum Next {
     Wait,
-    /// The toolstack or `detach` removed the device, or its domain has ended. Another one may have
-    /// its name.
+    /// The toolstack or `detach` removed the device, or its domain has ended. Another device may
+    /// already have its name.
     Remove,
 }
 
@@ -70,20 +72,20 @@ impl Device {
         control: Arc<Control>,
     ) -> Self {
         let shared = Arc::new(Shared { disk, log: Default::default(), counts: Counts::default() });
-        let (queues, state, wish, front_connected, refused, reopen) = Default::default();
+        let (queues, state, setup, front_connected, refused, reopen) = Default::default();
         #[rustfmt::skip]
         let device = Device {
-            options, host, reactors, store, paths, control, shared, queues, state, wish, front_connected, refused, reopen,
+            options, host, reactors, store, paths, control, shared, queues, state, setup, front_connected, refused, reopen,
         };
         device
     }
 
-    /// Before the thread: watches, and offers what this side can do, unless the front end is
-    /// connected already.
+    /// Runs before the thread: sets the watches, and offers the features unless the front end is
+    /// already connected.
     pub fn begin(&mut self) -> Result<(), NodeError> {
         self.state = self.paths.back_state(&mut self.store)?;
         watch(&mut self.store, &self.paths)?;
-        // A toolstack that wants the device back waits for state 6.
+        // If the toolstack is removing the device, it waits for state 6.
         let stays = self.paths.online(&mut self.store)? == Some(true);
         if self.state != Some(State::Connected) && stays {
             self.offer()?;
@@ -91,8 +93,8 @@ impl Device {
         Ok(())
     }
 
-    /// Follows the device until it ends; true: there is none any more. False: it waits for the next
-    /// server.
+    /// Follows the device until it ends. Returns true if the device is gone, false if it waits for
+    /// the next server.
     pub fn run(mut self) -> bool {
         let gone = loop {
             if self.control.stop.load(Ordering::SeqCst) {
@@ -105,7 +107,7 @@ impl Device {
                     self.reopen(&e);
                     continue;
                 }
-                Err(e) => self.complain(&e),
+                Err(e) => self.close_with_error(&e),
             }
             if let Err(e) = self.store.event(self.control.wake.as_fd(), None) {
                 self.reopen(&e.into());
@@ -121,28 +123,33 @@ impl Device {
             && !self.paths.toolstack
             && let Err(e) = self.paths.note_image(&mut self.store, &images(&self.shared.disk))
         {
-            tracing::warn!(disk = self.name(), "writing the image of {}: {e}", self.options.device);
+            tracing::warn!(
+                disk = self.name(),
+                "cannot write the image's name of device {} into xenstore: {e}",
+                self.options.device
+            );
         }
         self.log_counts();
         gone
     }
 
-    /// Opens another connection to xenstore, unless the service stops before. Meanwhile the queues
-    /// go on.
+    /// Reconnects to xenstore, unless the service stops before. Meanwhile the queues continue.
     fn reopen(&mut self, error: &NodeError) {
         let Device { host, control, paths, shared, reopen, .. } = self;
         let name = shared.disk.name();
         shared.log.warn(
             name,
             None,
-            format_args!("the device is served, but its states are not followed: {error}"),
+            format_args!(
+                "lost xenstore: the device is served, but its states are not followed: {error}"
+            ),
         );
         if let Some(store) = reopen.open(host, control, |store| watch(store, paths)) {
             self.store = store;
             shared.log.info(
                 name,
                 None,
-                format_args!("xenstore is back: the states of the device are followed again"),
+                format_args!("reconnected to xenstore: the device's states are followed again"),
             );
         }
     }
@@ -151,16 +158,17 @@ impl Device {
         self.shared.disk.name()
     }
 
-    /// Returns false if a later device has this name. The records are that device's then.
+    /// Removes the nodes. Returns false if a later device has this name; then the records belong to
+    /// it.
     fn remove_nodes(&mut self) -> bool {
         if self.paths.toolstack {
             return true;
         }
-        // The queues may have waited long for the disk.
+        // The queues may have waited long for the disk, so the nodes may have changed.
         self.paths.remove(&mut self.store).unwrap_or_else(|e| {
             tracing::warn!(
                 disk = self.name(),
-                "removing the nodes of {}: {e}",
+                "cannot remove the nodes of device {} from xenstore: {e}",
                 self.options.device
             );
             true
@@ -171,7 +179,7 @@ impl Device {
         let front = self.paths.front_state(&mut self.store)?;
         let Some(online) = self.paths.online(&mut self.store)? else { return Ok(Next::Remove) };
         let is_there = self.store.read(&format!("{}/backend", self.paths.front))?.is_some();
-        if !is_there || !self.paths.is_same(&mut self.store)? || self.is_made_anew()? {
+        if !is_there || !self.paths.is_same(&mut self.store)? || self.is_recreated()? {
             return Ok(Next::Remove);
         }
         match front {
@@ -186,7 +194,8 @@ impl Device {
                     self.offer()?;
                 }
             }
-            // A device that goes away takes no rings, unless requests may wait in them.
+            // A device that is being removed is not connected, unless requests may wait in its
+            // rings.
             Some(State::Initialised) if self.queues.is_empty() && online && !self.refused => {
                 self.connect()?
             }
@@ -196,7 +205,7 @@ impl Device {
             Some(State::Closing) => self.set_state(State::Closing)?,
             Some(State::Closed) => {
                 self.disconnect();
-                // The next rings may be in the same pages.
+                // The next rings may use the same pages.
                 self.remove_records();
                 if !online {
                     return Ok(Next::Remove);
@@ -214,19 +223,19 @@ impl Device {
         Ok(Next::Wait)
     }
 
-    /// Whether a toolstack has removed the device and made another one of the same name, which may
-    /// ask for another disk.
-    fn is_made_anew(&mut self) -> Result<bool, StoreError> {
+    /// Returns whether a toolstack has removed the device and created a new one with the same name,
+    /// which may request another disk.
+    fn is_recreated(&mut self) -> Result<bool, StoreError> {
         let known =
             self.paths.toolstack && self.state.is_some_and(|state| state != State::Initialising);
         Ok(known && self.paths.back_state(&mut self.store)? == Some(State::Initialising))
     }
 
-    /// The front end is in state 3 while its rings are served. After a restore in the same domain
-    /// it has other rings.
+    /// Handles state 3 of the front end while its rings are served. After a restore in the same
+    /// domain it has other rings.
     fn reconnect(&mut self) -> Result<(), NodeError> {
-        let wish = self.paths.wish(&mut self.store, &self.options)?;
-        if self.front_connected || self.wish.as_ref() != Some(&wish) {
+        let setup = self.paths.front_setup(&mut self.store, &self.options)?;
+        if self.front_connected || self.setup.as_ref() != Some(&setup) {
             self.disconnect();
             self.remove_records();
             self.connect()?;
@@ -248,14 +257,14 @@ impl Device {
         Ok(())
     }
 
-    /// Takes the rings that the front end has made.
+    /// Connects to the rings that the front end has created.
     fn connect(&mut self) -> Result<(), NodeError> {
-        let wish = self.paths.wish(&mut self.store, &self.options)?;
-        let Wish { abi, queues, .. } = &wish;
+        let setup = self.paths.front_setup(&mut self.store, &self.options)?;
+        let FrontSetup { abi, queues, .. } = &setup;
         let fua = !self.shared.disk.options().cache.write_back()
             || self.paths.offered_no_flush(&mut self.store)?;
         for (number, keys) in (0..).zip(queues) {
-            match self.queue(number, keys, &wish, fua) {
+            match self.queue(number, keys, &setup, fua) {
                 Ok(queue) => self.queues.push(queue),
                 Err(error) => {
                     self.disconnect();
@@ -272,17 +281,17 @@ impl Device {
             self.shared.disk.name(),
             None,
             format_args!(
-                "domain {} is connected: {} queues, {pages} pages a ring, {abi:?}, grants {}",
+                "domain {} is connected: {} queues, {pages} pages per ring, {abi:?}, grants {}",
                 self.options.domain,
                 queues.len(),
-                match self.data(&wish) {
+                match self.data(&setup) {
                     Data::Mapped => "are mapped for each request",
                     Data::Persistent => "stay mapped",
                     Data::Copied => "are copied",
                 }
             ),
         );
-        self.wish = Some(wish);
+        self.setup = Some(setup);
         Ok(())
     }
 
@@ -290,33 +299,34 @@ impl Device {
         &self,
         index: u16,
         keys: &QueueKeys,
-        wish: &Wish,
+        setup: &FrontSetup,
         fua: bool,
     ) -> Result<QueueHandle, StartError> {
         let domain = self.options.domain;
         let grants =
-            self.host.grants(domain).map_err(|e| StartError::ring("opening its grants", e))?;
+            self.host.grants(domain).map_err(|e| StartError::ring("cannot open its grants", e))?;
         let ring = grants
             .map(&keys.references, true)
-            .map_err(|e| StartError::ring("mapping its ring", e))?;
+            .map_err(|e| StartError::ring("cannot map its ring", e))?;
         let channel = self.host.channel(domain, keys.port);
-        let channel = channel
-            .map_err(|e| StartError::ring(format!("binding its event channel {}", keys.port), e))?;
+        let channel = channel.map_err(|e| {
+            StartError::ring(format!("cannot bind its event channel {}", keys.port), e)
+        })?;
         let setup = QueueSetup {
             index,
             shared: self.shared.clone(),
             ring,
-            abi: wish.abi,
+            abi: setup.abi,
             channel,
             grants,
-            data: self.data(wish),
+            data: self.data(setup),
             fua,
             record: self.record(index, keys),
         };
         QueueHandle::start(self.reactors.next(), setup)
     }
 
-    /// Where the record of a queue is, and what tells its ring from others.
+    /// Returns the path of a queue's record, and the key that identifies its ring.
     fn record(&self, index: u16, keys: &QueueKeys) -> Option<(PathBuf, u64)> {
         let XenOptions { domain, device, records, .. } = &self.options;
         let path = records.as_ref()?.join(format!("{domain}-{device}-{index}"));
@@ -331,17 +341,17 @@ impl Device {
         }
     }
 
-    /// How the data of requests come. Pages that stay mapped cost nothing; else a copy is one call
-    /// for a batch, without the memory of any process being changed.
-    fn data(&self, wish: &Wish) -> Data {
-        match (self.options.data, wish.persistent) {
+    /// Decides how data is transferred. Pages that stay mapped cost nothing. Otherwise copies are
+    /// better: one call per batch, without a change of mappings.
+    fn data(&self, setup: &FrontSetup) -> Data {
+        match (self.options.data, setup.persistent) {
             (XenData::Copy, _) | (XenData::Auto, false) => Data::Copied,
             (XenData::Map | XenData::Auto, true) => Data::Persistent,
             (XenData::Map, false) => Data::Mapped,
         }
     }
 
-    /// Stops the queues: they answer what they have taken, and unmap the rings.
+    /// Stops the queues: they complete the requests that they have taken, and unmap the rings.
     fn disconnect(&mut self) {
         self.control.connected.store(false, Ordering::SeqCst);
         for queue in self.queues.drain(..) {
@@ -349,10 +359,10 @@ impl Device {
         }
     }
 
-    /// What a front end asked for cannot be: its device is closed.
-    fn complain(&mut self, error: &NodeError) {
-        // The device watches its own nodes too. Without this check each complaint would cause the
-        // next one.
+    /// Closes the device, because its front end requested something invalid.
+    fn close_with_error(&mut self, error: &NodeError) {
+        // The device watches its own nodes too. Without this check, each error written would cause
+        // the next one.
         if self.refused {
             return;
         }
@@ -366,9 +376,9 @@ impl Device {
         );
         self.refused = true;
         self.disconnect();
-        let told = self.paths.complain(&mut self.store, &error.to_string());
-        if told.and_then(|()| self.set_state(State::Closing)).is_err_and(|e| e.is_lost()) {
-            // After the next connection.
+        let reported = self.paths.write_error(&mut self.store, &error.to_string());
+        if reported.and_then(|()| self.set_state(State::Closing)).is_err_and(|e| e.is_lost()) {
+            // Report it again after the next connection.
             self.refused = false;
         }
     }
@@ -387,40 +397,40 @@ impl Device {
                 pages = of(pages),
                 copies = of(copies),
                 copied = of(copied),
-                "what the front end asked for, and what it cost"
+                "requests of the front end, and the calls that they needed"
             );
         }
     }
 }
 
-/// Watches what both sides write.
+/// Watches the nodes that both sides write.
 fn watch(store: &mut Store, paths: &Paths) -> Result<(), StoreError> {
     store.watch(&paths.back, "back")?;
     store.watch(&format!("{}/state", paths.front), "front")
 }
 
-/// A device of this program, as xenstore has it.
+/// A device of this program, as described in xenstore.
 #[derive(Clone, Debug)]
 pub struct Listed {
-    /// The type of back end, by which a toolstack found it.
+    /// The type of back end under which the toolstack finds it.
     pub kind: String,
     pub domain: u16,
     pub device: Name,
     /// `connected`, or what it waits for.
     pub state: &'static str,
-    /// Of 512 bytes each; `None`: it was never connected.
+    /// Sectors of 512 bytes; `None`: it was never connected.
     pub sectors: Option<u64>,
     pub read_only: bool,
 }
 
-/// The devices that this domain serves to others by this program, or has served.
+/// Returns the devices of other domains that this domain serves, or has served, with this program.
 pub fn list(host: &Host) -> Result<Vec<Listed>, XenError> {
     let mut store = host.store().map_err(XenError::Host)?;
     let failed = |e: NodeError| XenError::Host(std::io::Error::other(e));
     let own = own_domain(&mut store).map_err(failed)?;
     let top = format!("/local/domain/{own}/backend");
     let mut found = Vec::new();
-    let mut look = || -> Result<(), StoreError> {
+    let mut scan = || -> Result<(), StoreError> {
         for kind in store.list(&top)? {
             for domain in store.list(&format!("{top}/{kind}"))? {
                 for number in store.list(&format!("{top}/{kind}/{domain}"))? {
@@ -433,11 +443,11 @@ pub fn list(host: &Host) -> Result<Vec<Listed>, XenError> {
         }
         Ok(())
     };
-    look().map_err(|e| failed(e.into()))?;
+    scan().map_err(|e| failed(e.into()))?;
     Ok(found)
 }
 
-/// `None`: another program serves the device.
+/// Reads a device; `None`: another program serves it.
 fn listed(
     store: &mut Store,
     path: &str,
@@ -459,8 +469,9 @@ fn listed(
     Ok(Some(Listed { kind: kind.into(), domain, device, state, sectors, read_only }))
 }
 
-/// Asks the guest to close a device. With `force` it removes the device without asking. Returns
-/// false if the guest has not closed it after `patience`. The device goes when the guest closes it.
+/// Requests that the guest closes a device. With `force` it removes the device without the guest.
+/// Returns false if the guest has not closed it after `patience`; the device is still removed when
+/// the guest closes it.
 pub fn detach(
     host: &Host,
     domain: u16,
@@ -484,7 +495,7 @@ pub fn detach(
         paths.remove(&mut store).map_err(store_failed)?;
         return Ok(true);
     }
-    paths.ask_to_close(&mut store).map_err(store_failed)?;
+    paths.request_close(&mut store).map_err(store_failed)?;
     store.watch(&paths.back, "back").map_err(store_failed)?;
     let (never, _writer) = rustix::pipe::pipe().map_err(|e| XenError::Host(e.into()))?;
     let deadline = std::time::Instant::now() + patience;

@@ -1,16 +1,19 @@
 //! Xen: a disk of a guest (domU), over blkif.
 //!
 //! ```text
-//!   thread of the device ─► xenstore: nodes, states 1 to 6, watches        reactors: queues ─► ring, pages, event channel
+//!   device thread ─► xenstore: nodes, states 1 to 6, watches
+//!   reactors      ─► queues: ring, pages, event channel
 //! ```
-//! In: a disk, and the domain and name of the device. Out: `/dev/xvda` in that domain, by its own
-//! driver. What must hold
-//! - This program removes the nodes that it made, when the device is detached or its domain has
-//!   ended. The toolstack removes those that it made (`watch`).
-//! - At the end of this program every request that was taken is answered, and the nodes stay. The
-//!   next server of the same device goes on with the rings as they are, and the guest only waits.
-//!   If the program was killed, records (`record`) have what was taken.
-//! - Whatever a front end writes, its device is closed at worst, with one line in the log.
+//! In: a disk, and the domain and name of the device. Out: `/dev/xvda` in that domain, by the
+//! guest's own driver.
+//!
+//! What must hold
+//! - This program removes the nodes that it created, when the device is detached or its domain has
+//!   ended. The toolstack removes the nodes that it created (`watch`).
+//! - When this program ends, it completes every request that it has taken, and the nodes stay. The
+//!   next server of the same device continues with the same rings; the guest only waits. If the
+//!   program was killed, records (`record`) contain the requests in flight.
+//! - A front end that writes anything invalid loses at most its device, with one line in the log.
 
 mod abi;
 mod claim;
@@ -34,7 +37,7 @@ use blockyard_disk::Disk;
 use blockyard_ring::xen::{Host, Node, Store};
 use rustix::event::EventfdFlags;
 
-/// The parts by themselves, for fuzzing: not an interface to build on.
+/// The parts alone, for fuzzing; not a stable interface.
 #[doc(hidden)]
 pub mod parts {
     pub use super::abi::Abi;
@@ -52,63 +55,64 @@ pub use watch::{ToolstackDevice, Wanted, Watch, WatchOptions};
 #[derive(Debug, thiserror::Error)]
 pub enum XenError {
     #[error(
-        "{0}: is this a domain of Xen, with its kernel's drivers (xen-evtchn, xen-gntdev) and a running xenstored?"
+        "{0}; this must be a Xen domain with the drivers xen-evtchn and xen-gntdev, and a running \
+         xenstored"
     )]
     Host(std::io::Error),
     #[error("domain {domain}, device {device}: {source}")]
     Nodes { domain: u16, device: Name, source: Box<dyn std::error::Error + Send + Sync> },
-    #[error("watching backend/{kind}: {source}")]
+    #[error("cannot watch backend/{kind} in xenstore: {source}")]
     Watch { kind: String, source: Box<dyn std::error::Error + Send + Sync> },
     #[error("domain {domain} has no device {device} of this program")]
     Missing { domain: u16, device: Name },
 }
 
-/// What a device is called in its domain: `xvda`; or its number, if the toolstack chose another
-/// kind of name.
+/// Name of a device in its domain, such as `xvda`; or its number, if the toolstack chose another
+/// scheme.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Name {
     number: u32,
 }
 
 impl Name {
-    /// The number by which xenstore knows it.
+    /// Returns the device number in xenstore.
     pub fn number(self) -> u32 {
         self.number
     }
 
     fn of_disk(disk: u32) -> Self {
-        // The first 16 have numbers of the time when numbers were those of Linux's devices.
+        // The first 16 have the number of the Linux device (major 202).
         Name { number: if disk < 16 { 202 << 8 | disk << 4 } else { 1 << 28 | disk << 8 } }
     }
 
-    /// The N of `xvd`N; `None`: it is no whole disk of that kind.
+    /// Returns N of `xvd`N; `None` if it is not a whole disk with such a name.
     fn disk(self) -> Option<u32> {
         let Name { number } = self;
         let disk = if number >> 28 == 1 { number >> 8 & 0xf_ffff } else { number >> 4 & 0xf };
         Some(disk).filter(|disk| *disk < 27 * 26 && Self::of_disk(*disk) == self)
     }
 
-    /// By the name of a node.
+    /// Parses the name of a node.
     fn of_node(text: &str) -> Option<Self> {
         let number = text.parse::<u32>().ok()?;
-        // Other spellings are other nodes.
+        // Another spelling of the number is another node.
         (number.to_string() == text).then_some(Name { number })
     }
 }
 
-/// A name that means nothing here.
+/// An invalid name or value.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum XenNameError {
-    #[error("\"{0}\": the name of a device is xvda to xvdzz")]
+    #[error("\"{0}\" is not a device name: use xvda to xvdzz")]
     Device(String),
-    #[error("it is auto, map or copy")]
+    #[error("use auto, map or copy")]
     Data,
 }
 
 impl FromStr for Name {
     type Err = XenNameError;
 
-    /// `xvda` to `xvdzz`.
+    /// Parses `xvda` to `xvdzz`.
     fn from_str(s: &str) -> Result<Self, XenNameError> {
         let letters = s.strip_prefix("xvd").filter(|l| (1..=2).contains(&l.len()));
         let letters = letters.filter(|l| l.bytes().all(|b| b.is_ascii_lowercase()));
@@ -130,17 +134,17 @@ impl fmt::Display for Name {
     }
 }
 
-/// How a device is made.
+/// Parameters of a device.
 #[derive(Clone, Debug)]
 pub struct XenOptions {
-    /// The guest.
+    /// Number of the guest's domain.
     pub domain: u16,
     pub device: Name,
-    /// Queues that are offered, 8 at most.
+    /// Number of queues to offer, at most 8.
     pub queues: u16,
     pub data: XenData,
-    /// The folder, on tmpfs, for records of what was taken; `None`: a server that is killed leaves
-    /// requests without an answer.
+    /// The folder, on tmpfs, for records of requests in flight. `None`: if the server is killed,
+    /// these requests never complete.
     pub records: Option<PathBuf>,
 }
 
@@ -150,15 +154,15 @@ impl XenOptions {
     }
 }
 
-/// How the data of requests come.
+/// How the data of requests is transferred.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum XenData {
-    /// Mapped where pages stay mapped, because the guest uses the same ones again; else copied.
+    /// Mapped if grants are persistent, because the guest reuses the pages; otherwise copied.
     #[default]
     Auto,
     /// The guest's pages are mapped.
     Map,
-    /// The hypervisor copies them.
+    /// The hypervisor copies the data.
     Copy,
 }
 
@@ -183,8 +187,8 @@ pub struct Xen {
     thread: Option<JoinHandle<()>>,
 }
 
-/// Requests to the thread of the device: stop, or announce a new size. And what it says of its
-/// front end.
+/// Commands to the device's thread: stop, or announce a new size. And whether the front end is
+/// connected.
 struct Control {
     wake: OwnedFd,
     stop: AtomicBool,
@@ -205,8 +209,8 @@ impl Control {
 }
 
 impl Xen {
-    /// Makes a device of `disk`, or takes over the one that a server of it has left. Another thread
-    /// calls `ended` when the device is detached, or when its domain has ended.
+    /// Creates a device for `disk`, or takes over the device that an earlier server of the disk has
+    /// left. Another thread calls `ended` when the device is detached, or its domain has ended.
     pub fn start(
         disk: Arc<Disk>,
         options: &XenOptions,
@@ -221,13 +225,13 @@ impl Xen {
         let new = paths
             .make(&mut store, own, options, &images(&disk), disk.options().read_only)
             .map_err(failed)?;
-        let what = if new { "made" } else { "taken over" };
+        let what = if new { "is created" } else { "is taken over" };
         Self::follow(disk, options, host, reactors, (store, paths, claim), what, ended)
     }
 
-    /// Serves `disk` as the device that a toolstack asks for. `ended` is called, by another thread,
-    /// when the toolstack wants the device back, or has removed it: then [`Watch::release`] tells
-    /// the toolstack that the image is closed.
+    /// Serves `disk` as the device that a toolstack requests. Another thread calls `ended` when the
+    /// toolstack takes the device back, or has removed it. Then [`Watch::release`] reports to the
+    /// toolstack that the image is closed.
     pub fn take(
         disk: Arc<Disk>,
         options: &XenOptions,
@@ -249,7 +253,7 @@ impl Xen {
             host,
             reactors,
             (store, paths, claim),
-            "taken from the toolstack",
+            "is taken from the toolstack",
             ended,
         )
     }
@@ -317,23 +321,23 @@ impl Drop for Xen {
     }
 }
 
-/// Opens xenstore. Also returns the number of the own domain.
+/// Connects to xenstore. Also returns the number of the own domain.
 fn open_store(host: &Host, options: &XenOptions) -> Result<(Store, u16), XenError> {
     let mut store = host.store().map_err(XenError::Host)?;
     let own = own_domain(&mut store).map_err(|source| options.failed(source))?;
     Ok((store, own))
 }
 
-/// The number of the domain that this program runs in.
+/// Returns the number of the domain that this program runs in.
 fn own_domain(store: &mut Store) -> Result<u16, NodeError> {
-    // A path that does not begin with / is one of the own domain's.
+    // A relative path refers to the own domain.
     let text = store.read("domid")?.ok_or_else(|| NodeError::Missing("domid".into()))?;
-    let wrong = || NodeError::Value {
+    let invalid = || NodeError::Value {
         key: "domid".into(),
         value: text.clone(),
-        wanted: "a number is wanted".into(),
+        wanted: "a number is expected".into(),
     };
-    text.parse().map_err(|_| wrong())
+    text.parse().map_err(|_| invalid())
 }
 
 #[cfg(test)]

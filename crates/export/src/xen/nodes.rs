@@ -1,12 +1,13 @@
-//! The nodes of a device in xenstore: those that the back end writes, and those that it reads of
-//! the front end.
+//! The nodes of a device in xenstore: those that the back end writes, and those of the front end
+//! that it reads.
 //!
-//! In: what a guest wrote. Out: a ring's references and ports, each a number in its range.
+//! In: text that a guest wrote. Out: a ring's grant references and ports, each number checked.
+//!
 //! What must hold
-//! - Nothing that a guest writes makes more rings, pages or queues than were offered.
-//! - A write never makes nodes of a device that is gone.
-//! - A server changes no node of a later device that has the same name: `incarnation` tells them
-//!   apart.
+//! - Nothing that a guest writes causes more rings, pages or queues than were offered.
+//! - A write never creates nodes of a device that is gone.
+//! - A server changes no node of a later device with the same name. The node `incarnation`
+//!   distinguishes them.
 
 use std::fmt::Display;
 use std::hash::{BuildHasher, Hasher, RandomState};
@@ -20,29 +21,29 @@ use super::watch::{ToolstackDevice, Wanted};
 use super::{XenData, XenOptions};
 use crate::fingerprint;
 
-/// The type of back end under which devices are found that this program has made.
+/// The type of back end for devices that this program creates.
 pub const KIND: &str = "blockyard";
 
-/// The node in a toolstack's device that says which program serves it.
+/// The node in a toolstack's device that names the program that serves it.
 pub const SERVER: &str = "server";
 
-/// The back end's node that says how many queues it offers.
+/// The back end's node with the number of queues that it offers.
 const QUEUES: &str = "multi-queue-max-queues";
 
-/// The node of a device that this program has made: a random number.
+/// The node of a device that this program created: a random number.
 const INCARNATION: &str = "incarnation";
 
-/// The back end's node that says whether it takes flushes.
+/// The back end's node that says whether it supports flushes.
 const FLUSH: &str = "feature-flush-cache";
 
-/// The node in a device of this program that says which image it has.
+/// The node in a device of this program that names its image.
 const IMAGE: &str = "image";
 
-/// The most that is offered: 16 pages of a ring.
+/// Largest values that are offered: 2^4 pages per ring, and 8 queues.
 pub const MAX_PAGE_ORDER: u32 = 4;
 pub const MAX_QUEUES: u16 = 8;
 
-/// The state of one side.
+/// The state of one side (`enum xenbus_state`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum State {
     Initialising = 1,
@@ -61,16 +62,16 @@ impl State {
     }
 }
 
-/// Where the two sides of a device are.
+/// The paths of both sides of a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Paths {
     pub back: String,
     pub front: String,
-    /// A toolstack has made the nodes, and removes them.
+    /// Whether a toolstack has created the nodes, and removes them.
     pub toolstack: bool,
     pub cdrom: bool,
-    /// Tells a device that this program has made from others that had its name before or will have
-    /// it. `None`: a toolstack or an older version has made it.
+    /// Distinguishes a device that this program created from earlier and later ones with its name.
+    /// `None`: a toolstack or an older version created it.
     incarnation: Option<String>,
 }
 
@@ -84,28 +85,29 @@ pub enum NodeError {
     Value { key: String, value: String, wanted: String },
     #[error("queue {number}: {error}")]
     Queue { number: u16, error: crate::start::StartError },
-    #[error("another server has the device: {0}")]
+    #[error("another server serves the device: {0}")]
     Served(String),
-    #[error("locking {path}: {source}")]
+    #[error("cannot lock {path}: {source}")]
     Lock { path: std::path::PathBuf, source: std::io::Error },
     #[error(
-        "the device of the guest has image {0}; give that image, or remove the device first (blockyard xen detach)"
+        "the guest's device has image {0}; use that image, or remove the device first (blockyard xen \
+         detach)"
     )]
     OtherImage(String),
-    #[error("the toolstack has removed or changed the nodes since it asked for the disk")]
+    #[error("the toolstack has removed or changed the nodes since it requested the disk")]
     Changed,
 }
 
 impl NodeError {
-    /// Whether the connection to xenstore cannot be used any more.
+    /// Returns whether the connection to xenstore is lost.
     pub fn is_lost(&self) -> bool {
         matches!(self, NodeError::Store(e) if e.is_lost())
     }
 }
 
-/// What the front end asks for.
+/// The setup that the front end requests.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Wish {
+pub struct FrontSetup {
     pub abi: Abi,
     pub persistent: bool,
     pub queues: Vec<QueueKeys>,
@@ -118,7 +120,7 @@ pub struct QueueKeys {
 }
 
 impl QueueKeys {
-    /// Tells these rings from others.
+    /// Returns a number that identifies these rings.
     pub fn fingerprint(&self) -> u64 {
         let numbers = self.references.iter().chain([&self.port]);
         fingerprint::of(numbers.flat_map(|number| number.to_le_bytes()))
@@ -126,7 +128,7 @@ impl QueueKeys {
 }
 
 impl Paths {
-    /// Of a device that this program makes. `own`: the domain of the back end.
+    /// Returns the paths of a device that this program creates. `own`: the back end's domain.
     pub fn new(own: u16, options: &XenOptions) -> Self {
         let (domain, number) = (options.domain, options.device.number());
         Paths {
@@ -138,33 +140,33 @@ impl Paths {
         }
     }
 
-    /// Of a device whose nodes a toolstack has made.
+    /// Returns the paths of a device whose nodes a toolstack has created.
     pub fn of_toolstack(own: u16, wanted: &Wanted) -> Self {
         let Wanted { frontend, cdrom, .. } = wanted;
         Paths { front: frontend.clone(), cdrom: *cdrom, ..Self::of_device(own, &wanted.device) }
     }
 
-    /// Of the back end's side of a device whose nodes a toolstack has made.
+    /// As `of_toolstack`, with the back end's side only.
     pub fn of_device(own: u16, device: &ToolstackDevice) -> Self {
         let (front, incarnation) = Default::default();
         Paths { back: device.path(own), front, toolstack: true, cdrom: false, incarnation }
     }
 
-    /// Takes the device that has these nodes now as the one that is meant.
+    /// Accepts the device that has these nodes now: reads its incarnation.
     pub fn adopt(&mut self, store: &mut Store) -> Result<(), StoreError> {
         self.incarnation = store.read(&format!("{}/{INCARNATION}", self.back))?;
         Ok(())
     }
 
-    /// Whether the nodes are still those of the same device. A toolstack's device has no number:
-    /// state 1 tells that it is new.
+    /// Returns whether the nodes still belong to the same device. A toolstack's device has no
+    /// incarnation; its state 1 shows that it is new.
     pub fn is_same(&self, node: &mut impl Node) -> Result<bool, StoreError> {
         Ok(self.toolstack
             || node.read(&format!("{}/{INCARNATION}", self.back))? == self.incarnation)
     }
 
-    /// Before a disk is there: the terms on which a front end makes its rings. Returns false if the
-    /// device is not new.
+    /// Offers the parameters of rings before the disk is open. Returns false if the device is not
+    /// new.
     pub fn claim(&self, store: &mut Store, queues: u16) -> Result<bool, StoreError> {
         store.transaction(|t| {
             let is_new = t.read(&format!("{}/state", self.back))?.as_deref() == Some("1");
@@ -181,8 +183,8 @@ impl Paths {
         t.write(&format!("{}/{QUEUES}", self.back), queues.min(MAX_QUEUES))
     }
 
-    /// Tells the toolstack's script that the disk is there. Returns false if the nodes do not ask
-    /// for it any more.
+    /// Reports to the toolstack's script that the disk is ready. Returns false if the nodes no
+    /// longer request this disk.
     pub fn accept(&self, store: &mut Store, wanted: &Wanted) -> Result<bool, StoreError> {
         store.transaction(|t| {
             for (key, value) in
@@ -198,8 +200,8 @@ impl Paths {
         })
     }
 
-    /// Makes the nodes of both sides, and shows each domain its own. False: they are there, made by
-    /// this program before, for one of the same images.
+    /// Creates the nodes of both sides, and lets each domain read the other's. Returns false if
+    /// this program has created them before, for one of the same images.
     pub fn make(
         &mut self,
         store: &mut Store,
@@ -209,7 +211,7 @@ impl Paths {
         read_only: bool,
     ) -> Result<bool, NodeError> {
         let (domain, number) = (options.domain, options.device.number());
-        // Its keys come from the kernel's random numbers.
+        // `RandomState` is seeded from the kernel's random numbers.
         let incarnation = format!("{:016x}", RandomState::new().build_hasher().finish());
         let made = store.transaction(|t| {
             if let Some(back) = t.read(&format!("{}/backend", self.front))? {
@@ -258,13 +260,13 @@ impl Paths {
             Err(back) => Err(NodeError::Value {
                 key: "backend".into(),
                 value: back,
-                wanted: format!("domain {domain} has a device {} already", options.device),
+                wanted: format!("domain {domain} already has a device {}", options.device),
             }),
         }
     }
 
-    /// Writes which image the device has, for the next server. Work on a disk that is served may
-    /// change it.
+    /// Writes which image the device has, for the next server. A snapshot or a commit may change it
+    /// while the disk is served.
     pub fn note_image(&self, store: &mut Store, images: &[String]) -> Result<(), StoreError> {
         let Some(image) = images.first() else { return Ok(()) };
         self.change(store, |t| t.write(&format!("{}/{IMAGE}", self.back), image))
@@ -279,7 +281,7 @@ impl Paths {
             }
             t.remove(&self.front)?;
             t.remove(&self.back)?;
-            // Those above it that were made for it.
+            // Parent nodes that were created for it.
             let mut path = self.back.as_str();
             for _ in 0..2 {
                 path = path.rsplit_once('/').map_or("", |(above, _)| above);
@@ -300,7 +302,7 @@ impl Paths {
         Ok(store.read(&format!("{}/state", self.back))?.and_then(|text| State::parse(&text)))
     }
 
-    /// Whether the device is to stay; `None`: its nodes are gone.
+    /// Returns whether the device stays; `None`: its nodes are gone.
     pub fn online(&self, store: &mut Store) -> Result<Option<bool>, StoreError> {
         Ok(store.read(&format!("{}/online", self.back))?.map(|text| text != "0"))
     }
@@ -309,15 +311,15 @@ impl Paths {
         self.change(store, |t| self.state_in(t, state))
     }
 
-    /// Asks the guest to close the device, which is to go.
-    pub fn ask_to_close(&self, store: &mut Store) -> Result<(), StoreError> {
+    /// Requests that the guest closes the device, which is being removed.
+    pub fn request_close(&self, store: &mut Store) -> Result<(), StoreError> {
         self.change(store, |t| {
             t.write(&format!("{}/online", self.back), 0)?;
             self.state_in(t, State::Closing)
         })
     }
 
-    /// Writes nodes of this side, unless the device is gone, or a later one has its name.
+    /// Writes nodes of this side, unless the device is gone or a later one has its name.
     fn change(
         &self,
         store: &mut Store,
@@ -329,7 +331,7 @@ impl Paths {
         })
     }
 
-    /// Tells the front end what this back end can do.
+    /// Writes the features of this back end for the front end.
     pub fn offer(
         &self,
         store: &mut Store,
@@ -337,7 +339,7 @@ impl Paths {
         options: &XenOptions,
     ) -> Result<(), StoreError> {
         let source = disk.source();
-        // Where all data are copied, pages that stay the same would be copied twice.
+        // If all data is copied, persistent grants would make the guest copy it a second time.
         let persistent = u32::from(options.data != XenData::Copy);
         let flushes = u8::from(disk.options().cache.write_back());
         let discards = u8::from(!disk.options().read_only);
@@ -359,15 +361,15 @@ impl Paths {
         })
     }
 
-    /// Tells the front end what the disk is, and that it may begin. Also tells a new size.
+    /// Describes the disk to the front end, and sets state Connected. Also used for a new size.
     pub fn connect(&self, store: &mut Store, disk: &Disk) -> Result<(), StoreError> {
         let Shape { sectors, logical, physical, info } = Shape::of(disk, self.cdrom);
         self.change(store, |t| {
-            let mut tell = |key: &str, value: u64| t.write(&format!("{}/{key}", self.back), value);
-            tell("sectors", sectors)?;
-            tell("sector-size", logical.into())?;
-            tell("physical-sector-size", physical.into())?;
-            tell("info", info.into())?;
+            let mut set = |key: &str, value: u64| t.write(&format!("{}/{key}", self.back), value);
+            set("sectors", sectors)?;
+            set("sector-size", logical.into())?;
+            set("physical-sector-size", physical.into())?;
+            set("info", info.into())?;
             self.state_in(t, State::Connected)
         })
     }
@@ -377,12 +379,12 @@ impl Paths {
     }
 
     /// Writes the node `error`, which tools show.
-    pub fn complain(&self, store: &mut Store, what: &str) -> Result<(), StoreError> {
+    pub fn write_error(&self, store: &mut Store, what: &str) -> Result<(), StoreError> {
         self.change(store, |t| t.write(&format!("{}/error", self.back), what))
     }
 
-    /// Writes why a device has no disk, and closes it, unless it is in use. Returns whether it is
-    /// in use. `hotplug-error` is for the toolstack's script.
+    /// Writes why a device has no disk, and closes it unless it is in use. Returns whether it is in
+    /// use. `hotplug-error` is for the toolstack's script.
     pub fn refuse(&self, store: &mut Store, what: &str) -> Result<bool, StoreError> {
         let mut in_use = false;
         self.change(store, |t| {
@@ -408,13 +410,13 @@ impl Paths {
         let Some(frontend) = node.read(&format!("{}/frontend", self.back))? else {
             return Ok(false);
         };
-        // The path may be no path. If xenstore is lost, the next call says so.
+        // The value may be an invalid path. If xenstore is lost, the next call reports that.
         let front = node.read(&format!("{frontend}/state")).unwrap_or_default();
         Ok(front.is_some_and(|state| state != "6"))
     }
 
-    /// State 6 after the end of a device. Returns false, and writes nothing, if the toolstack has
-    /// made a new one of the same name.
+    /// Sets state 6 after the end of a device. Returns false, and writes nothing, if the toolstack
+    /// has created a new device with the same name.
     pub fn close(&self, store: &mut Store) -> Result<bool, StoreError> {
         let mut is_old = true;
         self.change(store, |t| {
@@ -426,25 +428,29 @@ impl Paths {
         Ok(is_old)
     }
 
-    /// Returns whether the front end was offered no flush. A front end that is connected keeps to
-    /// the offer of the last server.
+    /// Returns whether flushes were not offered to the front end. A front end that is connected
+    /// relies on the offer of the last server.
     pub fn offered_no_flush(&self, store: &mut Store) -> Result<bool, StoreError> {
         Ok(store.read(&format!("{}/{FLUSH}", self.back))?.as_deref() == Some("0"))
     }
 
-    /// What the front end asks for.
-    pub fn wish(&self, store: &mut Store, options: &XenOptions) -> Result<Wish, NodeError> {
+    /// Reads the setup that the front end requests.
+    pub fn front_setup(
+        &self,
+        store: &mut Store,
+        options: &XenOptions,
+    ) -> Result<FrontSetup, NodeError> {
         let mut keys = Keys { store, path: &self.front };
         let protocol = keys.text("protocol")?;
         let abi = Abi::of(protocol.as_deref()).ok_or_else(|| {
-            let wanted = "x86_64-abi and x86_32-abi are served".into();
+            let wanted = "x86_64-abi and x86_32-abi are supported".into();
             NodeError::Value {
                 key: "protocol".into(),
                 value: short(&protocol.unwrap_or_default()),
                 wanted,
             }
         })?;
-        // A front end that is connected keeps to what the last server has offered.
+        // A front end that is connected relies on the offer of the last server.
         let offered =
             keys.store.read(&format!("{}/{QUEUES}", self.back))?.and_then(|text| text.parse().ok());
         let most = offered.unwrap_or(options.queues).clamp(1, MAX_QUEUES).into();
@@ -455,7 +461,7 @@ impl Paths {
             let folder = if queues == 1 { String::new() } else { format!("queue-{number}/") };
             keys.queue(&folder, order)
         });
-        Ok(Wish { abi, persistent, queues: queues.collect::<Result<_, NodeError>>()? })
+        Ok(FrontSetup { abi, persistent, queues: queues.collect::<Result<_, NodeError>>()? })
     }
 }
 
@@ -472,12 +478,12 @@ impl Keys<'_> {
     fn number(&mut self, key: &str, least: u32, most: u32) -> Result<Option<u32>, NodeError> {
         let Some(text) = self.text(key)? else { return Ok(None) };
         let number = text.parse().ok().filter(|number| (least..=most).contains(number));
-        let wrong = || NodeError::Value {
+        let invalid = || NodeError::Value {
             key: key.into(),
             value: short(&text),
-            wanted: format!("a number from {least} to {most} is wanted"),
+            wanted: format!("a number from {least} to {most} is expected"),
         };
-        number.map(Some).ok_or_else(wrong)
+        number.map(Some).ok_or_else(invalid)
     }
 
     fn needed(&mut self, key: &str) -> Result<u32, NodeError> {
@@ -488,7 +494,7 @@ impl Keys<'_> {
         let port = self.needed(&format!("{folder}event-channel"))?;
         let single = format!("{folder}ring-ref");
         let references = match order {
-            // With one page the reference has no number, unless the front end gave it one.
+            // For one page the key has no number, unless the front end wrote one.
             None => vec![self.needed(&single)?],
             Some(0) if self.text(&single)?.is_some() => vec![self.needed(&single)?],
             Some(order) => (0..1 << order)
@@ -499,15 +505,15 @@ impl Keys<'_> {
     }
 }
 
-/// A guest's text for the log.
+/// Shortens and escapes a guest's text for the log.
 pub fn short(text: &str) -> String {
     text.chars().take(40).flat_map(char::escape_debug).collect()
 }
 
-/// What the back end writes about the disk.
+/// The back end's description of the disk.
 #[derive(Debug, PartialEq, Eq)]
 struct Shape {
-    /// Of 512 bytes each, whatever the sector size is.
+    /// Number of sectors of 512 bytes, whatever the sector size is.
     sectors: u64,
     logical: u32,
     physical: u32,

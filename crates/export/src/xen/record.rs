@@ -1,12 +1,15 @@
-//! What a queue has taken and not answered, in memory that outlives this process: a file on tmpfs.
+//! A queue's requests in flight, in memory that outlives this process: a file on tmpfs.
 //!
 //! ```text
-//!   taken: slot (index, copy) ─► count of taken        answered: slot (index of the answer) ─► answer shown ─► slot free
+//!   taken: slot (index, copy) ─► count of taken     response: slot (its index) ─► published ─► slot free
 //! ```
-//! In: requests as they are taken, answers as they are written. Out, for the next server: the
-//! requests without an answer that the front end sees. Answers lie in the ring where requests were,
-//! so the ring alone does not tell. What must hold: at each step a process that is killed leaves
-//! what the next one understands; a record of other rings says nothing.
+//!
+//! In: requests when they are taken, and responses when they are written. Out, for the next server:
+//! the requests without a response that the front end can see. Responses overwrite entries of the
+//! ring, so the ring alone does not contain these requests.
+//!
+//! What must hold: if the process is killed at any step, the next one finds a consistent record. A
+//! record of other rings is ignored.
 
 use std::fs::File;
 use std::io;
@@ -22,11 +25,11 @@ use super::abi::ENTRY_MOST;
 const MAGIC: u32 = 0x3158_5942;
 const HEADER: usize = 64;
 const SLOT: usize = 128;
-/// Of the header: magic, number of slots, key, requests taken.
+/// Offsets in the header: number of slots, key, number of requests taken. The magic is at 0.
 const ENTRIES: usize = 4;
 const KEY: usize = 8;
 const TAKEN: usize = 16;
-/// Of a slot: state, index, copy of the request.
+/// Offsets in a slot: index, copy of the request. The state is at 0.
 const INDEX: usize = 4;
 const COPY: usize = 16;
 
@@ -34,21 +37,21 @@ const FREE: u32 = 0;
 const IN_FLIGHT: u32 = 1;
 const ANSWERED: u32 = 2;
 
-/// A request that was taken and not answered: its slot, and the ring's entry as it was taken.
+/// A request without a response: its slot, and its ring entry as it was taken.
 pub type InFlight = (u32, [u8; ENTRY_MOST]);
 
 /// The record of one queue.
 pub struct Record {
     slice: SharedSlice,
     free: Vec<u32>,
-    /// Answered, and not shown yet.
+    /// Slots with a response that is not published yet.
     answered: Vec<u32>,
 }
 
 impl Record {
-    /// Opens the record of a ring of `entries` entries, which `key` tells from other rings.
-    /// `shown`: answers that the front end sees. Returns requests taken, and those that are in
-    /// flight, with their slots; a new record has `shown`, and none.
+    /// Opens the record of a ring of `entries` entries. `key` identifies the ring. `shown`: number
+    /// of responses that the front end can see. Returns the number of requests taken, and the
+    /// requests in flight with their slots. A new record returns `shown`, and none.
     pub fn open(
         path: &Path,
         entries: u32,
@@ -77,7 +80,7 @@ impl Record {
         }
     }
 
-    /// What the last server has left, if it makes sense.
+    /// Reads what the last server has left, if it is consistent.
     fn read(&mut self, entries: u32, key: u64, shown: u32) -> Option<(u32, Vec<InFlight>)> {
         let known = [self.load(0), self.load(ENTRIES), self.load(KEY), self.load(KEY + 4)];
         if known != [MAGIC, entries, key as u32, (key >> 32) as u32] {
@@ -89,7 +92,7 @@ impl Record {
             let at = place(slot);
             let index = self.load(at + INDEX);
             let in_flight = match self.load(at) {
-                // It is in the ring still.
+                // Not taken completely if its index is not counted: then it is still in the ring.
                 IN_FLIGHT => is_before(index, taken),
                 ANSWERED => !is_before(index, shown),
                 _ => false,
@@ -119,10 +122,11 @@ impl Record {
         self.free = (0..entries).collect();
     }
 
-    /// Notes a request that is taken as number `index`; returns its slot.
+    /// Records a request that is taken as number `index`. Returns its slot.
     #[inline]
     pub fn take(&mut self, index: u32, request: [u8; ENTRY_MOST]) -> u32 {
-        let slot = self.free.pop().expect("no more requests are taken than there are entries");
+        let slot =
+            self.free.pop().expect("a ring has at most as many requests in flight as entries");
         let at = place(slot);
         self.slice.copy_in(at + COPY, request);
         self.store(at + INDEX, index);
@@ -131,7 +135,7 @@ impl Record {
         slot
     }
 
-    /// Notes that a request has answer number `index`, before that is shown.
+    /// Records that a request has response number `index`, before that is published.
     #[inline]
     pub fn answer(&mut self, slot: u32, index: u32) {
         let at = place(slot);
@@ -140,7 +144,7 @@ impl Record {
         self.answered.push(slot);
     }
 
-    /// The answers so far are shown.
+    /// Records that the responses so far are published.
     #[inline]
     pub fn shown(&mut self) {
         fence(Ordering::SeqCst);
@@ -163,7 +167,7 @@ fn place(slot: u32) -> usize {
     HEADER + slot as usize * SLOT
 }
 
-/// Of indices that run over.
+/// Compares indices that wrap.
 fn is_before(index: u32, other: u32) -> bool {
     (index.wrapping_sub(other) as i32) < 0
 }
@@ -180,7 +184,7 @@ mod tests {
         Arc::new(Region::memfd("record", 0, 0, (HEADER + 4 * SLOT) as u64).unwrap().0).slice()
     }
 
-    /// The first byte of each request that the next server finds.
+    /// Returns the first byte of each request that the next server finds.
     fn found(slice: &SharedSlice, key: u64, shown: u32) -> (u32, Vec<u8>) {
         let (_, taken, found) = Record::over(slice.clone(), 4, key, shown);
         let mut found: Vec<_> = found.iter().map(|(_, bytes)| bytes[0]).collect();
@@ -189,15 +193,15 @@ mod tests {
     }
 
     #[test]
-    fn the_next_server_finds_what_has_no_answer_that_is_shown() {
+    fn the_next_server_finds_requests_without_a_published_response() {
         let slice = slice();
         let (mut record, taken, none) = Record::over(slice.clone(), 4, 7, u32::MAX);
         assert_eq!((taken, none.len()), (u32::MAX, 0));
-        // Indices run over. Slots are used again.
+        // Indices wrap. Slots are reused.
         let (first, second) = (record.take(u32::MAX, request(1)), record.take(0, request(2)));
         assert_eq!(found(&slice, 7, u32::MAX), (1, vec![1, 2]));
         record.answer(second, u32::MAX);
-        // Not shown yet; then shown, and the server is killed before it has noted that.
+        // First not published; then published, but the server is killed before it records that.
         assert_eq!(found(&slice, 7, u32::MAX), (1, vec![1, 2]));
         record.answered.clear();
         record.answer(second, u32::MAX);
@@ -213,21 +217,21 @@ mod tests {
     }
 
     #[test]
-    fn a_record_of_other_rings_or_of_garbage_says_nothing() {
+    fn a_record_of_other_rings_or_with_garbage_is_ignored() {
         let slice = slice();
         let (mut record, ..) = Record::over(slice.clone(), 4, 7, 0);
         record.take(0, request(1));
         assert_eq!(found(&slice, 8, 9), (9, vec![]));
         let (mut record, ..) = Record::over(slice.clone(), 4, 7, 0);
         record.take(0, request(1));
-        // The front end sees more answers than there were requests.
+        // The front end sees more responses than there were requests.
         assert_eq!(found(&slice, 7, 2), (2, vec![]));
         slice.write(0, &[0xa5; HEADER + 4 * SLOT]);
         assert_eq!(found(&slice, 7, 3), (3, vec![]));
     }
 
     #[test]
-    fn a_server_that_is_killed_while_it_takes_a_request_leaves_that_in_the_ring() {
+    fn a_server_killed_while_taking_a_request_leaves_it_in_the_ring() {
         let slice = slice();
         let (mut record, ..) = Record::over(slice.clone(), 4, 7, 0);
         record.take(0, request(1));

@@ -1,4 +1,4 @@
-//! A new connection to xenstore after the old one was lost: xenstored was slow for too long, or has
+//! Reconnects to xenstore after the connection was lost, because xenstored was too slow or has
 //! ended.
 //!
 //! What must hold: a thread that waits here stops when its service stops. However often the
@@ -12,8 +12,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 
 use super::Control;
 
-/// The pause after the first attempt that fails. Each further one is twice as long, up to the
-/// longest.
+/// Pause after the first failed attempt. It doubles with each further one, up to the longest.
 const FIRST: Duration = Duration::from_secs(1);
 const LONGEST: Duration = Duration::from_secs(30);
 
@@ -26,15 +25,15 @@ pub(super) struct Reopen {
 }
 
 impl Reopen {
-    /// Opens a connection with the watches that `watch` makes. Between attempts each call of
-    /// [`Control::ring`] causes one more. `None`: the service stops.
+    /// Opens a connection and sets the watches with `watch`. Between attempts, each
+    /// [`Control::ring`] causes an extra one. `None`: the service is stopping.
     pub fn open(
         &mut self,
         host: &Host,
         control: &Control,
         watch: impl Fn(&mut Store) -> Result<(), StoreError>,
     ) -> Option<Store> {
-        // A connection that is lost again soon does not begin with an attempt at once.
+        // If a connection is lost again soon, the first attempt waits too.
         if self.last.is_none_or(|last| last.elapsed() > LONGEST) {
             self.pause = Duration::ZERO;
         }
@@ -73,7 +72,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pauses_grow_to_a_bound() {
+    fn pauses_double_up_to_the_longest() {
         let mut pause = Duration::ZERO;
         let pauses: Vec<_> = (0..7)
             .map(|_| {

@@ -1,9 +1,10 @@
-//! The ring that back end and front end share: requests one way, answers the other way in the same
-//! entries.
+//! The ring that back end and front end share: requests and responses use the same entries.
 //!
-//! What must hold: an entry is copied out once; the front end's index is believed only as far as
-//! the ring has entries without an answer; answers are written before the index that shows them,
-//! and the front end gets an event only if it has asked for one.
+//! What must hold
+//! - An entry is copied out once.
+//! - The front end's index is accepted only if the ring has that many entries without a response.
+//! - Responses are written before the index that publishes them. The front end gets an event only
+//!   if it requested one.
 
 use std::io;
 use std::path::Path;
@@ -14,14 +15,14 @@ use blockyard_ring::SharedSlice;
 use super::abi::{Abi, ENTRY_MOST, HEADER, Request};
 use super::record::Record;
 
-/// Places in the header.
+/// Offsets in the header.
 const REQ_PROD: usize = 0;
 const REQ_EVENT: usize = 4;
 const RSP_PROD: usize = 8;
 const RSP_EVENT: usize = 12;
 
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{requests} requests without an answer in a ring of {entries}")]
+#[error("{requests} requests without a response in a ring of {entries} entries")]
 pub struct Overflow {
     requests: u32,
     entries: u32,
@@ -31,7 +32,8 @@ pub struct Ring {
     slice: SharedSlice,
     abi: Abi,
     entries: u32,
-    /// Requests taken, answers written, and answers shown. They run over.
+    /// Number of requests taken, of responses written, and of responses published. The counters
+    /// wrap.
     taken: u32,
     answered: u32,
     shown: u32,
@@ -39,15 +41,16 @@ pub struct Ring {
 }
 
 impl Ring {
-    /// Over the ring's pages. It goes on where the last back end has shown answers.
+    /// Creates it over the ring's pages. It continues after the responses that the last back end
+    /// published.
     pub fn new(slice: SharedSlice, abi: Abi) -> Self {
         let entries = abi.entries(slice.len() / 4096);
         let shown = slice.load_u32(RSP_PROD, Ordering::Acquire);
         Ring { slice, abi, entries, taken: shown, answered: shown, shown, record: None }
     }
 
-    /// Keeps a record of what is taken. Returns the requests that the last server had taken and not
-    /// answered.
+    /// Keeps a record of requests in flight. Returns the requests that the last server had taken
+    /// without a response.
     pub fn keep_record(&mut self, path: &Path, key: u64) -> io::Result<Vec<Request>> {
         let (record, taken, found) = Record::open(path, self.entries, key, self.shown)?;
         self.record = Some(record);
@@ -59,8 +62,8 @@ impl Ring {
             .collect())
     }
 
-    /// The next request, if there is one. An error: the front end's index cannot be, and the ring
-    /// is not to be used any more.
+    /// Returns the next request, if there is one. After an error (an invalid producer index) the
+    /// ring must not be used any more.
     #[inline]
     pub fn pop(&mut self) -> Result<Option<Request>, Overflow> {
         let produced = self.slice.load_u32(REQ_PROD, Ordering::Acquire);
@@ -68,7 +71,7 @@ impl Ring {
         if requests > self.entries {
             return Err(Overflow { requests, entries: self.entries });
         }
-        // An index that went back is not more than a wait for the front end.
+        // An index that went back only delays the front end's own requests.
         if requests <= self.taken.wrapping_sub(self.answered) {
             return Ok(None);
         }
@@ -87,10 +90,10 @@ impl Ring {
         Ok(Some(Request { slot, ..Request::parse(self.abi, &bytes) }))
     }
 
-    /// Writes an answer to a request that was taken.
+    /// Writes the response to a request that was taken.
     #[inline]
     pub fn answer(&mut self, id: u64, operation: u8, slot: u32, status: i16) {
-        debug_assert_ne!(self.answered, self.taken, "an answer without a request");
+        debug_assert_ne!(self.answered, self.taken, "a response without a request");
         let at = self.place(self.answered);
         self.slice.copy_in(at, id.to_le_bytes());
         let [low, high] = status.to_le_bytes();
@@ -101,7 +104,7 @@ impl Ring {
         self.answered = self.answered.wrapping_add(1);
     }
 
-    /// Shows the front end all answers that were written. Returns whether it wants an event.
+    /// Publishes all written responses. Returns whether the front end wants an event.
     #[inline]
     pub fn publish(&mut self) -> bool {
         if self.shown == self.answered {
@@ -117,7 +120,7 @@ impl Ring {
         self.shown.wrapping_sub(wanted) < self.shown.wrapping_sub(old)
     }
 
-    /// Asks for an event with the next request. False: there is one already.
+    /// Requests an event with the next request. Returns false if there is a request already.
     #[inline]
     pub fn enable_events(&mut self) -> bool {
         self.slice.store_u32(REQ_EVENT, self.taken.wrapping_add(1), Ordering::Relaxed);
@@ -144,7 +147,7 @@ mod tests {
         Arc::new(Region::memfd("ring", 0, 0, 4096).unwrap().0).slice()
     }
 
-    /// What a front end does for one request: a read of one page, whose number is `id`.
+    /// Does what a front end does for one request: a read of one page with id `id`.
     fn put(slice: &SharedSlice, index: u32, id: u8) {
         let at = HEADER + index as usize % 32 * ENTRY_MOST;
         slice.write(at, &[0, 1, 0, 0, 0, 0, 0, 0, id]);
@@ -152,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_are_answered_in_any_order_also_where_indices_run_over() {
+    fn responses_have_any_order_even_if_indices_wrap() {
         let slice = slice();
         slice.store_u32(RSP_PROD, u32::MAX, Ordering::Relaxed);
         slice.store_u32(REQ_PROD, u32::MAX, Ordering::Relaxed);
@@ -166,7 +169,7 @@ mod tests {
         let mut pop = || ring.pop().unwrap().map(|request| (request.id, request.ask));
         assert_eq!([pop(), pop(), pop()], [Some((5, Ask::Read)), Some((6, Ask::Read)), None]);
         ring.answer(6, 0, 0, 0);
-        // The front end asked to be told of answer 1, which is index 0.
+        // The front end requested an event for response 1, which is index 0.
         assert!(!ring.publish());
         ring.answer(5, 0, 0, -1);
         assert!(ring.publish());
@@ -176,18 +179,18 @@ mod tests {
     }
 
     #[test]
-    fn the_next_server_takes_again_what_has_no_answer_and_goes_on() {
+    fn the_next_server_takes_requests_without_a_response_again() {
         let slice = slice();
         let path = std::env::temp_dir().join(format!("blockyard-record-{}", std::process::id()));
         let mut ring = Ring::new(slice.clone(), Abi::X86_64);
         assert!(ring.keep_record(&path, 1).unwrap().is_empty());
         (0..5).for_each(|index| put(&slice, index, index as u8));
         let taken: Vec<_> = (0..4).map(|_| ring.pop().unwrap().unwrap()).collect();
-        // Answers lie where the first requests were.
+        // Responses overwrite the entries of the first requests.
         ring.answer(taken[2].id, 0, taken[2].slot, 0);
         ring.publish();
         ring.answer(taken[1].id, 0, taken[1].slot, 0);
-        // Killed, with an answer that is not shown.
+        // The server is killed with a response that is not published.
         drop(ring);
         let mut ring = Ring::new(slice.clone(), Abi::X86_64);
         let mut again: Vec<_> =
@@ -200,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn an_index_that_runs_away_is_an_error_and_one_that_goes_back_is_none() {
+    fn an_index_too_far_ahead_is_an_error_and_one_that_went_back_is_not() {
         let slice = slice();
         let mut ring = Ring::new(slice.clone(), Abi::X86_32);
         slice.store_u32(REQ_PROD, 33, Ordering::Relaxed);

@@ -1,7 +1,7 @@
 use super::*;
 
 #[test]
-fn names_have_the_numbers_that_guests_know() {
+fn names_map_to_the_device_numbers_of_guests() {
     for (name, number) in [
         ("xvda", 51712),
         ("xvdb", 51728),
@@ -18,7 +18,7 @@ fn names_have_the_numbers_that_guests_know() {
     for name in ["", "xvd", "sda", "xvdA", "xvda1", "xvdaaa"] {
         assert!(name.parse::<Name>().is_err(), "{name}");
     }
-    // hda, a partition, and what no guest has.
+    // hda, a partition, and a number that no guest uses.
     for number in ["768", "51713", "4294967295"] {
         assert_eq!(Name::of_node(number).unwrap().to_string(), number);
     }
@@ -28,7 +28,7 @@ fn names_have_the_numbers_that_guests_know() {
 }
 
 #[test]
-fn a_detach_makes_no_nodes_of_a_device_that_is_gone() {
+fn a_detach_creates_no_nodes_for_a_removed_device() {
     let machine = blockyard_ring::xen::Machine::new();
     let mut store = machine.store(0).unwrap();
     let device = "xvda".parse().unwrap();
@@ -36,11 +36,11 @@ fn a_detach_makes_no_nodes_of_a_device_that_is_gone() {
         0,
         &XenOptions { domain: 7, device, queues: 1, data: XenData::Auto, records: None },
     );
-    // Its server has removed the nodes since `detach` has seen them.
-    paths.ask_to_close(&mut store).unwrap();
+    // Its server has removed the nodes since `detach` saw them.
+    paths.request_close(&mut store).unwrap();
     assert_eq!(store.list(&paths.back).unwrap(), [""; 0]);
     store.write(&format!("{}/online", paths.back), 1).unwrap();
-    paths.ask_to_close(&mut store).unwrap();
+    paths.request_close(&mut store).unwrap();
     assert_eq!(
         (paths.online(&mut store).unwrap(), paths.back_state(&mut store).unwrap().map(|s| s as u8)),
         (Some(false), Some(5))

@@ -1,22 +1,26 @@
-//! Disks that a toolstack asks for: it makes the nodes of both sides, and names an image in
-//! `params`.
+//! Serves disks that a toolstack requests: it creates the nodes of both sides, and names an image
+//! in `params`.
 //!
 //! ```text
-//!   toolstack ─► backend/TYPE/DOMID/NUMBER ─► thread of the watch ─► Wanted ─► program: opens the image ─► Xen::take
-//!                        state 2 ◄─ at once ──────┘    state 6 ◄─ refuse, release ◄─┘
+//!   toolstack ─► backend/TYPE/DOMID/NUMBER ─► watch thread ─► Wanted ─► program opens the image ─► Xen::take
+//!                    state 2 ◄─ at once ──────┘   state 6 ◄─ refuse, release ◄─┘
 //! ```
-//! In: nodes below `backend/TYPE` of the own domain. Out: disks that are wanted, each once, and the
-//! states 2 and 6 of those that no [`super::Xen`] follows. What must hold
+//!
+//! In: nodes below `backend/TYPE` of the own domain. Out: requested disks, each reported once, and
+//! the states 2 and 6 of devices that no [`super::Xen`] follows.
+//!
+//! What must hold
 //! - A device is reported once, until the program refuses or releases it. Then only nodes in state
-//!   1 make it wanted again.
-//! - The nodes are the toolstack's. This side writes into them only while they are there, and
-//!   removes none of them.
-//! - State 6 is written when the image is closed: the toolstack may then give it to another server.
-//! - A device in use that has no disk keeps its state, because state 6 would take the disk from the
-//!   guest. It is wanted again later.
-//! - What the thread knows, and what the program has said, outlives a connection to xenstore that
-//!   is lost.
-//! - However often nodes change, they are read every [`PAUSE`] at most, and the log grows slowly.
+//!   1 cause a new report.
+//! - The nodes belong to the toolstack. This side writes them only while they exist, and removes
+//!   none.
+//! - State 6 is written after the image is closed, because the toolstack may then give it to
+//!   another server.
+//! - A device in use whose disk is refused keeps its state, because state 6 would take the disk
+//!   from the guest. It is reported again later.
+//! - The thread's knowledge, and the program's verdicts, survive a lost connection to xenstore.
+//! - However often nodes change, they are read at most once per [`PAUSE`], and the log is
+//!   rate-limited.
 
 use std::collections::{HashMap, HashSet};
 use std::fmt;
@@ -33,16 +37,16 @@ use super::reopen::Reopen;
 use super::{Control, Name, XenError, own_domain};
 use crate::log::Budget;
 
-/// The least time from one reading of all nodes to the next.
+/// Shortest time between two scans of all nodes.
 const PAUSE: Duration = Duration::from_millis(20);
 
-/// Devices that are looked at. Xen's domains have numbers below 32752.
+/// Most devices that are checked. Xen's domain numbers are below 32752.
 const MOST: usize = 4096;
 
-/// Characters of a path in xenstore.
+/// Longest path in xenstore, in characters.
 const PATH_MOST: usize = 512;
 
-/// A device of a guest whose nodes a toolstack has made.
+/// A device of a guest whose nodes a toolstack has created.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct ToolstackDevice {
     /// The type of back end, such as `vbd`.
@@ -52,7 +56,7 @@ pub struct ToolstackDevice {
 }
 
 impl ToolstackDevice {
-    /// The nodes of the back end in domain `own`.
+    /// Returns the path of the back end's nodes in domain `own`.
     pub(super) fn path(&self, own: u16) -> String {
         format!("{}/{}/{}", top(own, &self.kind), self.domain, self.device.number())
     }
@@ -68,11 +72,11 @@ fn top(own: u16, kind: &str) -> String {
     format!("/local/domain/{own}/backend/{kind}")
 }
 
-/// A disk that a toolstack asks for.
+/// A disk that a toolstack requests.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Wanted {
     pub device: ToolstackDevice,
-    /// What `params` says: text of the toolstack's, of at most 4096 bytes and without control
+    /// Content of `params`: text from the toolstack, at most 4096 bytes, without control
     /// characters.
     pub target: String,
     pub read_only: bool,
@@ -81,20 +85,20 @@ pub struct Wanted {
     pub(super) mode: String,
 }
 
-/// Which nodes are looked at.
+/// Which nodes are watched.
 #[derive(Clone, Debug)]
 pub struct WatchOptions {
     /// The type of back end: nodes below `backend/KIND`.
     pub kind: String,
     /// Only devices whose hotplug script has this file name; `None`: all.
     pub script: Option<String>,
-    /// Queues that are offered, 8 at most.
+    /// Number of queues to offer, at most 8.
     pub queues: u16,
-    /// A device in use that was refused is wanted again after this time.
+    /// A refused device that is in use is reported again after this time.
     pub retry: Duration,
 }
 
-/// What the program says of a device.
+/// The program's decision about a device.
 #[derive(Clone)]
 enum Verdict {
     Refuse(ToolstackDevice, String),
@@ -108,24 +112,24 @@ pub struct Watch {
     thread: Option<JoinHandle<()>>,
 }
 
-/// What the thread knows of a device.
+/// What the thread knows about a device.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Known {
     /// The program has it.
     Taken,
-    /// The program has it no more, or not yet.
+    /// The program no longer has it, or not yet.
     Idle,
-    /// A guest uses it, and the program has refused it. It is wanted again at this time.
+    /// The program refused it while a guest uses it. It is reported again at this time.
     Postponed(Instant),
 }
 
-/// What the nodes of a device ask for.
-enum Asked {
+/// What the nodes of a device request.
+enum Parsed {
     Disk(Box<Wanted>),
-    /// Not this program's, or not complete yet.
+    /// The device is not for this program, or its nodes are incomplete.
     Nothing,
-    /// They make no sense.
-    Wrong(String),
+    /// The nodes are invalid.
+    Invalid(String),
 }
 
 struct Watcher<F> {
@@ -142,7 +146,7 @@ struct Watcher<F> {
 }
 
 impl Watch {
-    /// Begins to look. `wanted` is called by another thread, and must not block for long.
+    /// Starts watching. Another thread calls `wanted`, which must not block for long.
     pub fn start(
         options: WatchOptions,
         host: &Host,
@@ -175,23 +179,23 @@ impl Watch {
         Ok(Watch { control, verdicts, thread: Some(thread.map_err(XenError::Host)?) })
     }
 
-    /// There is no disk for the device. The reason goes to the log, and into nodes for the
-    /// toolstack.
+    /// Reports that there is no disk for the device. The reason goes to the log, and into nodes for
+    /// the toolstack.
     pub fn refuse(&self, device: &ToolstackDevice, why: &str) {
-        self.say(Verdict::Refuse(device.clone(), why.into()));
+        self.send(Verdict::Refuse(device.clone(), why.into()));
     }
 
-    /// The device has ended, and its image is closed.
+    /// Reports that the device has ended, and its image is closed.
     pub fn release(&self, device: &ToolstackDevice) {
-        self.say(Verdict::Release(device.clone()));
+        self.send(Verdict::Release(device.clone()));
     }
 
-    fn say(&self, verdict: Verdict) {
+    fn send(&self, verdict: Verdict) {
         lock(&self.verdicts).push(verdict);
         self.control.ring();
     }
 
-    /// Asks for the end, and does not wait for it.
+    /// Requests the end, without waiting for it.
     pub fn finish(&self) {
         self.control.stop.store(true, Ordering::SeqCst);
         self.control.ring();
@@ -216,12 +220,12 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl<F: Fn(Wanted)> Watcher<F> {
-    /// Looks until the end, over as many connections as it takes.
+    /// Watches until the end, and reconnects to xenstore if necessary.
     fn watch(&mut self) {
         let mut reopen = Reopen::default();
         while let Err(e) = self.run() {
             self.warn(format_args!(
-                "devices of toolstacks (backend/{}) are not looked at: {e}",
+                "lost xenstore: devices of toolstacks (backend/{}) are not watched: {e}",
                 self.kind
             ));
             let top = top(self.own, &self.kind);
@@ -234,7 +238,7 @@ impl<F: Fn(Wanted)> Watcher<F> {
             if let Some(withheld) = self.lines.admit(Instant::now()) {
                 tracing::info!(
                     withheld,
-                    "devices of toolstacks (backend/{}) are looked at again",
+                    "reconnected to xenstore: devices of toolstacks (backend/{}) are watched again",
                     self.kind
                 );
             }
@@ -246,9 +250,9 @@ impl<F: Fn(Wanted)> Watcher<F> {
         loop {
             let changed = self.store.event(self.control.wake.as_fd(), self.next_retry())?.is_some();
             let _ = rustix::io::read(&self.control.wake, &mut [0; 8]);
-            let mut released = self.hear()?;
+            let mut released = self.handle_verdicts()?;
             if changed && let Some(last) = last {
-                // Meanwhile changes come together.
+                // Several changes in this time cause one scan.
                 released |= self.rest(last + PAUSE)?;
             }
             if self.control.stop.load(Ordering::SeqCst) {
@@ -262,8 +266,7 @@ impl<F: Fn(Wanted)> Watcher<F> {
         }
     }
 
-    /// When the first of the devices is wanted again that a guest uses, and that the program has
-    /// refused.
+    /// Returns when the first of the postponed devices must be reported again.
     fn next_retry(&self) -> Option<Instant> {
         let times = self
             .known
@@ -272,8 +275,7 @@ impl<F: Fn(Wanted)> Watcher<F> {
         times.flatten().min()
     }
 
-    /// Waits until `end`, except for what the program says. Returns whether it has released a
-    /// device.
+    /// Waits until `end`, and handles verdicts meanwhile. Returns whether a device was released.
     fn rest(&mut self, end: Instant) -> Result<bool, StoreError> {
         let mut released = false;
         loop {
@@ -282,19 +284,19 @@ impl<F: Fn(Wanted)> Watcher<F> {
                 return Ok(released);
             }
             self.control.pause(left);
-            released |= self.hear()?;
+            released |= self.handle_verdicts()?;
         }
     }
 
-    /// Does what the program has said. Returns whether it has released a device.
-    fn hear(&mut self) -> Result<bool, StoreError> {
+    /// Handles the verdicts of the program. Returns whether a device was released.
+    fn handle_verdicts(&mut self) -> Result<bool, StoreError> {
         let verdicts = std::mem::take(&mut *lock(&self.verdicts));
         let mut released = false;
         for (at, verdict) in verdicts.iter().enumerate() {
-            match self.act(verdict) {
+            match self.handle(verdict) {
                 Ok(done) => released |= done,
                 Err(e) => {
-                    // The next connection begins with them.
+                    // They are handled again after reconnecting.
                     lock(&self.verdicts).splice(..0, verdicts[at..].iter().cloned());
                     return Err(e);
                 }
@@ -303,8 +305,8 @@ impl<F: Fn(Wanted)> Watcher<F> {
         Ok(released)
     }
 
-    /// Does one thing that the program has said. Returns whether it has released the device.
-    fn act(&mut self, verdict: &Verdict) -> Result<bool, StoreError> {
+    /// Handles one verdict. Returns whether it released the device.
+    fn handle(&mut self, verdict: &Verdict) -> Result<bool, StoreError> {
         match verdict {
             // The program has refused an older device of the same name.
             Verdict::Refuse(device, _) if self.is_new(device)? => {
@@ -319,7 +321,7 @@ impl<F: Fn(Wanted)> Watcher<F> {
         }
     }
 
-    /// Reads the nodes of all devices that the program has not.
+    /// Scans the nodes of all devices that the program does not have.
     fn scan(&mut self) -> Result<(), StoreError> {
         let mut there = HashSet::new();
         let top = top(self.own, &self.kind);
@@ -333,7 +335,7 @@ impl<F: Fn(Wanted)> Watcher<F> {
                 let Some(device) = Name::of_node(&device) else { continue };
                 if there.len() == MOST {
                     self.warn(format_args!(
-                        "there are more than {MOST} devices in backend/{}",
+                        "backend/{} has more than {MOST} devices: ignoring the others",
                         self.kind
                     ));
                     break;
@@ -341,7 +343,7 @@ impl<F: Fn(Wanted)> Watcher<F> {
                 there.insert(ToolstackDevice { kind: self.kind.clone(), domain: number, device });
             }
         }
-        // Those that are gone while the program has them it releases when it notices.
+        // If a device disappears while the program has it, the program releases it when it notices.
         let now = Instant::now();
         self.known.retain(|device, known| match known {
             Known::Taken => true,
@@ -353,7 +355,7 @@ impl<F: Fn(Wanted)> Watcher<F> {
                 Some(Known::Taken) => {}
                 known => {
                     let new = known.is_none();
-                    self.look_at(device, new)?;
+                    self.check_device(device, new)?;
                 }
             }
         }
@@ -363,30 +365,30 @@ impl<F: Fn(Wanted)> Watcher<F> {
     fn list(&mut self, path: &str) -> Result<Vec<String>, StoreError> {
         match self.store.list(path) {
             Err(e) if !e.is_lost() => {
-                self.warn(format_args!("listing {path}: {e}"));
+                self.warn(format_args!("cannot list {path} in xenstore: {e}"));
                 Ok(Vec::new())
             }
             names => names,
         }
     }
 
-    /// `new`: nothing is known of the device yet, or it is to be taken again. A server that has
-    /// ended may have left it in any state.
-    fn look_at(&mut self, device: ToolstackDevice, new: bool) -> Result<(), StoreError> {
+    /// Checks a device. `new`: nothing is known about it yet, or its postponement is over. An
+    /// earlier server may have left it in any state.
+    fn check_device(&mut self, device: ToolstackDevice, new: bool) -> Result<(), StoreError> {
         let path = device.path(self.own);
         let state = self.read(&path, "state")?.and_then(|text| State::parse(&text));
         if !new && state != Some(State::Initialising) {
             return self.leave(&device, state);
         }
         if self.known.len() >= 2 * MOST {
-            // Those that the program has although their nodes are gone count, too.
-            self.warn(format_args!("{device} has to wait: there are too many devices"));
+            // Devices that the program still has although their nodes are gone count too.
+            self.warn(format_args!("{device} must wait: there are too many devices"));
             return Ok(());
         }
-        match self.asked(&device, &path)? {
-            Asked::Nothing => {}
-            Asked::Wrong(why) => self.refuse(&device, &why)?,
-            Asked::Disk(wanted) => {
+        match self.parse(&device, &path)? {
+            Parsed::Nothing => {}
+            Parsed::Invalid(why) => self.refuse(&device, &why)?,
+            Parsed::Disk(wanted) => {
                 let online = self.read(&path, "online")?.as_deref() == Some("1");
                 let in_use = matches!(state, Some(State::Connected | State::Closing));
                 if !online && !in_use {
@@ -406,15 +408,16 @@ impl<F: Fn(Wanted)> Watcher<F> {
         Ok(())
     }
 
-    /// A device that the program has not: a toolstack that wants it back need not wait.
+    /// Closes a device that the program does not have, if the toolstack is removing it: the
+    /// toolstack waits for state 6.
     fn leave(&mut self, device: &ToolstackDevice, state: Option<State>) -> Result<(), StoreError> {
         let path = device.path(self.own);
-        let mine = match self.known.get(device) {
-            // The toolstack has asked the guest to close it.
+        let close = match self.known.get(device) {
+            // The toolstack has requested that the guest closes it.
             Some(Known::Postponed(_)) => !self.in_use(device)?,
             known => known.is_some(),
         };
-        if mine
+        if close
             && state != Some(State::Closed)
             && self.read(&path, "online")?.as_deref() == Some("0")
         {
@@ -423,7 +426,7 @@ impl<F: Fn(Wanted)> Watcher<F> {
         Ok(())
     }
 
-    /// State 6, unless the nodes were made anew, or are gone.
+    /// Sets state 6, unless the nodes were recreated or are gone.
     fn close(&mut self, device: &ToolstackDevice) -> Result<(), StoreError> {
         let done = self.paths(device).close(&mut self.store);
         self.note(device, done.map(drop))
@@ -436,7 +439,7 @@ impl<F: Fn(Wanted)> Watcher<F> {
     fn refuse(&mut self, device: &ToolstackDevice, why: &str) -> Result<(), StoreError> {
         self.warn(format_args!("{device} has no disk: {why}"));
         self.known.insert(device.clone(), Known::Idle);
-        // A node has room for less than a message may have.
+        // A node holds less text than a message may have.
         let why: String = why.chars().take(1000).collect();
         let done = self.paths(device).refuse(&mut self.store, &why).map(|in_use| {
             if in_use {
@@ -447,7 +450,7 @@ impl<F: Fn(Wanted)> Watcher<F> {
         self.note(device, done)
     }
 
-    /// Nodes that cannot be read are of no device that is in use.
+    /// Returns whether a guest uses the device. Not if its nodes cannot be read.
     fn in_use(&mut self, device: &ToolstackDevice) -> Result<bool, StoreError> {
         match self.paths(device).in_use(&mut self.store) {
             Err(e) if !e.is_lost() => Ok(false),
@@ -455,7 +458,7 @@ impl<F: Fn(Wanted)> Watcher<F> {
         }
     }
 
-    /// Of an error with nodes of one device the log has a line.
+    /// Logs an error with the nodes of one device.
     fn note(
         &self,
         device: &ToolstackDevice,
@@ -480,7 +483,7 @@ impl<F: Fn(Wanted)> Watcher<F> {
         }
     }
 
-    /// A node that is no text is as one that is not there.
+    /// Reads a node. Invalid text counts as a missing node.
     fn read(&mut self, path: &str, key: &str) -> Result<Option<String>, StoreError> {
         match self.store.read(&format!("{path}/{key}")) {
             Err(e) if !e.is_lost() => Ok(None),
@@ -488,52 +491,52 @@ impl<F: Fn(Wanted)> Watcher<F> {
         }
     }
 
-    /// What the nodes of a device ask for.
-    fn asked(&mut self, device: &ToolstackDevice, path: &str) -> Result<Asked, StoreError> {
+    /// Parses what the nodes of a device request.
+    fn parse(&mut self, device: &ToolstackDevice, path: &str) -> Result<Parsed, StoreError> {
         if let Some(ours) = self.options.script.clone() {
             let script = self.read(path, "script")?.unwrap_or_default();
             if script.rsplit('/').next() != Some(ours.as_str()) {
-                return Ok(Asked::Nothing);
+                return Ok(Parsed::Nothing);
             }
         }
         let mut key = |key: &str| self.read(path, key);
         let (Some(frontend), Some(number), Some(target), Some(mode), Some(_)) =
             (key("frontend")?, key("frontend-id")?, key("params")?, key("mode")?, key("online")?)
         else {
-            return Ok(Asked::Nothing);
+            return Ok(Parsed::Nothing);
         };
         let kind = key("device-type")?.unwrap_or_else(|| "disk".into());
         let is_path = frontend.starts_with('/')
             && frontend.len() <= PATH_MOST
             && frontend.bytes().all(is_of_path);
-        let wrong = |key: &str, value: &str| {
-            Ok(Asked::Wrong(format!("the node {key} is \"{}\"", short(value))))
+        let invalid = |key: &str, value: &str| {
+            Ok(Parsed::Invalid(format!("the node {key} is \"{}\"", short(value))))
         };
         if number != device.domain.to_string() {
-            return wrong("frontend-id", &number);
+            return invalid("frontend-id", &number);
         }
         if !is_path {
-            return wrong("frontend", &frontend);
+            return invalid("frontend", &frontend);
         }
         if target.is_empty() || target.chars().any(char::is_control) {
-            return wrong("params", &target);
+            return invalid("params", &target);
         }
         let cdrom = match kind.as_str() {
             "cdrom" => true,
             "disk" => false,
-            _ => return wrong("device-type", &kind),
+            _ => return invalid("device-type", &kind),
         };
         let read_only = match mode.as_str() {
             "w" | "w!" | "rw" => cdrom,
             "r" | "ro" => true,
-            _ => return wrong("mode", &mode),
+            _ => return invalid("mode", &mode),
         };
         let device = device.clone();
-        Ok(Asked::Disk(Box::new(Wanted { device, target, read_only, cdrom, frontend, mode })))
+        Ok(Parsed::Disk(Box::new(Wanted { device, target, read_only, cdrom, frontend, mode })))
     }
 }
 
-/// Whether xenstore lets a path have this character.
+/// Returns whether xenstore allows this character in a path.
 fn is_of_path(byte: u8) -> bool {
     byte.is_ascii_alphanumeric() || b"-/_@".contains(&byte)
 }

@@ -1,4 +1,4 @@
-//! States, rings, operations; servers that come and go.
+//! States, rings and operations of a device, and servers that come and go.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -21,7 +21,7 @@ const FRONT: &str = "/local/domain/7/device/vbd/51712";
 const PLAIN: Terms = Terms::PLAIN;
 
 #[test]
-fn data_come_back_over_rings_of_all_kinds() {
+fn data_is_read_back_over_rings_of_all_layouts() {
     for (terms, data) in [
         (PLAIN, XenData::Map),
         (PLAIN, XenData::Auto),
@@ -36,7 +36,7 @@ fn data_come_back_over_rings_of_all_kinds() {
         let mut front = Guest::new(&setup);
         front.connect(terms);
         assert_eq!(front.back("sectors").as_deref(), Some("32768"));
-        // More than a ring has, on each queue.
+        // More requests than a ring holds, on each queue.
         let queues = terms.queues;
         for round in 0..70 {
             let (queue, number) = (round % queues, round as u8 + 1);
@@ -62,7 +62,7 @@ fn data_come_back_over_rings_of_all_kinds() {
 }
 
 #[test]
-fn flushes_barriers_discards_and_indirect_requests() {
+fn flushes_barriers_discards_and_indirect_requests_work() {
     operations(XenData::Map);
     operations(XenData::Copy);
 }
@@ -79,7 +79,7 @@ fn operations(data: XenData) {
     assert_eq!(front.done(3, BARRIER, 0, &[]), 0);
     assert_eq!(front.done(4, READ, 8, &[101]), 0);
     assert!(front.holds(101, 5));
-    // 256 pages by one request, whose segments a page describes.
+    // 256 pages in one request, whose segments are described in a page.
     (200..456).for_each(|page| front.fill(page, page as u8));
     let pages: Vec<usize> = (200..456).collect();
     let described = front.segments(&pages);
@@ -95,13 +95,13 @@ fn operations(data: XenData) {
     assert_eq!(front.done(8, READ, 8, &[101]), 0);
     assert!(front.holds(101, 0));
     front.put(0, 9, 0, [DISCARD, 1, 0, 0], &discard);
-    assert_eq!(front.answer(0), (9, -2), "a secure discard is refused by name");
+    assert_eq!(front.answer(0), (9, -2), "a secure discard is refused as unsupported");
     front.put(0, 10, 0, [77, 0, 0, 0], &[]);
     assert_eq!(front.answer(0), (10, -2));
 }
 
 #[test]
-fn the_next_server_goes_on_with_the_rings_as_they_are() {
+fn the_next_server_continues_with_the_same_rings() {
     let setup = Setup::new(false);
     let mut export = setup.start();
     let mut front = Guest::new(&setup);
@@ -110,7 +110,7 @@ fn the_next_server_goes_on_with_the_rings_as_they_are() {
     assert_eq!(front.done(1, WRITE, 0, &[100]), 0);
     export.stop();
     assert_eq!((front.mapped(), front.back("state").as_deref()), (0, Some("4")));
-    // Asked while there is no server.
+    // Submitted while there is no server.
     front.ask(0, 2, READ, 0, &[101]);
     let _export = setup.start();
     assert_eq!(front.answer(0), (2, 0));
@@ -119,7 +119,7 @@ fn the_next_server_goes_on_with_the_rings_as_they_are() {
 }
 
 #[test]
-fn a_device_goes_with_its_domain_or_when_it_is_detached() {
+fn a_device_ends_with_its_domain_or_when_it_is_detached() {
     let setup = Setup::new(true);
     let mut export = setup.start();
     let mut front = Guest::new(&setup);
@@ -128,7 +128,7 @@ fn a_device_goes_with_its_domain_or_when_it_is_detached() {
         (front.back("info").as_deref(), front.back("feature-discard").as_deref()),
         (Some("4"), Some("0"))
     );
-    assert_eq!(front.done(1, WRITE, 0, &[100]), -1, "it is read-only");
+    assert_eq!(front.done(1, WRITE, 0, &[100]), -1, "the disk is read-only");
     let host = Host::Machine(setup.machine.clone());
     let listed = xen::list(&host).unwrap();
     let row: Vec<_> = listed
@@ -136,7 +136,7 @@ fn a_device_goes_with_its_domain_or_when_it_is_detached() {
         .map(|d| (d.domain, d.device.to_string(), d.state, d.sectors, d.read_only))
         .collect();
     assert_eq!(row, [(7, "xvda".to_string(), "connected", Some(32768), true)]);
-    // The guest uses it: it stays, and is served.
+    // The guest uses it, so it stays and is served.
     let device = "xvda".parse().unwrap();
     assert!(!xen::detach(&host, 7, device, false, Duration::from_millis(1)).unwrap());
     front.wait_for_state(5);
@@ -159,10 +159,10 @@ fn a_device_goes_with_its_domain_or_when_it_is_detached() {
     assert!(xen::list(&host).unwrap().is_empty());
 }
 
-/// `detach --force` because the server waits for its disk; then `attach` of another image under the
+/// `detach --force` while the server waits for its disk; then `attach` of another image with the
 /// same name.
 #[test]
-fn a_server_whose_device_was_taken_away_leaves_the_next_device_of_that_name_alone() {
+fn a_server_does_not_change_a_later_device_of_the_same_name() {
     let mut setup = Setup::new(false);
     setup.disk = disk_with(&["delay:write=500ms"]);
     let mut export = setup.start();
@@ -186,9 +186,10 @@ fn a_server_whose_device_was_taken_away_leaves_the_next_device_of_that_name_alon
     assert!(setup.ended.load(Ordering::SeqCst) && !other.ended.load(Ordering::SeqCst));
 }
 
-/// The nodes of another device come all at once, so that the server sees none missing.
+/// All nodes are replaced by those of another device in one transaction, so that the server sees
+/// none missing.
 #[test]
-fn a_server_that_finds_another_device_of_that_name_ends_without_a_change() {
+fn a_server_that_finds_another_device_ends_without_a_change() {
     let setup = Setup::new(false);
     let mut export = setup.start();
     let mut front = Guest::new(&setup);
@@ -207,7 +208,7 @@ fn a_server_that_finds_another_device_of_that_name_ends_without_a_change() {
 }
 
 #[test]
-fn requests_are_answered_while_xenstore_is_lost_and_states_are_followed_when_it_is_back() {
+fn requests_complete_while_xenstore_is_lost_and_states_are_followed_later() {
     let setup = Setup::new(false);
     let mut export = setup.start();
     let mut front = Guest::new(&setup);
@@ -217,7 +218,7 @@ fn requests_are_answered_while_xenstore_is_lost_and_states_are_followed_when_it_
     front.fill(100, 6);
     assert_eq!(front.done(1, WRITE, 0, &[100]), 0);
     assert_eq!(export.clients(), ["domain 7"]);
-    // Seen only by the next connection.
+    // Only the next connection sees this.
     front.set("state", 6);
     assert_eq!(front.done(2, READ, 0, &[101]), 0);
     assert!(front.holds(101, 6));
@@ -238,7 +239,7 @@ fn requests_are_answered_while_xenstore_is_lost_and_states_are_followed_when_it_
 }
 
 #[test]
-fn a_new_size_is_told() {
+fn a_new_size_is_announced() {
     let setup = Setup::new(false);
     let mut export = setup.start();
     let mut front = Guest::new(&setup);
@@ -249,7 +250,7 @@ fn a_new_size_is_told() {
 }
 
 #[test]
-fn a_front_end_that_was_restored_in_its_domain_comes_with_other_rings() {
+fn a_front_end_that_was_restored_connects_with_other_rings() {
     let setup = Setup::new(false);
     let _export = setup.start();
     let mut front = Guest::new(&setup);
@@ -269,7 +270,7 @@ fn a_front_end_that_was_restored_in_its_domain_comes_with_other_rings() {
 }
 
 #[test]
-fn the_next_server_takes_as_many_queues_as_the_last_one_has_offered() {
+fn the_next_server_accepts_the_queues_that_the_last_one_offered() {
     let setup = Setup::new(false);
     let mut export = setup.start();
     let mut front = Guest::new(&setup);
@@ -281,7 +282,7 @@ fn the_next_server_takes_as_many_queues_as_the_last_one_has_offered() {
         assert_eq!(front.answer(queue), (5, 0));
     }
     assert_eq!(front.back("state").as_deref(), Some("4"));
-    // A front end that begins anew gets what this server offers.
+    // A front end that starts again gets what this server offers.
     front.set("state", 6);
     front.wait_for_state(6);
     front.set("state", 1);
@@ -289,10 +290,10 @@ fn the_next_server_takes_as_many_queues_as_the_last_one_has_offered() {
     assert_eq!(front.back("multi-queue-max-queues").as_deref(), Some("1"));
 }
 
-/// A guest without persistent grants: one page of data, named 256 times by each request, in a ring
-/// of 16 pages.
+/// A guest without persistent grants: each request names one data page 256 times, in a ring of 16
+/// pages.
 #[test]
-fn a_guest_cannot_make_the_server_keep_hundreds_of_megabytes() {
+fn a_guest_cannot_make_the_server_hold_hundreds_of_megabytes() {
     const REQUESTS: u64 = 150;
     let mut setup = Setup::new(false);
     setup.disk = disk_with(&["delay:write=100ms"]);
@@ -305,7 +306,7 @@ fn a_guest_cannot_make_the_server_keep_hundreds_of_megabytes() {
     for id in 0..REQUESTS {
         front.put(0, id, 0, [INDIRECT, WRITE, 0, 1], &rest);
     }
-    // Each request is 257 copies, of 1 MiB.
+    // Each request needs 257 copies of 1 MiB in all.
     let (mut most, mut answered) = (0, 0);
     while answered < REQUESTS {
         let taken = front.front.domain.counts().copied / 257;
@@ -316,12 +317,12 @@ fn a_guest_cannot_make_the_server_keep_hundreds_of_megabytes() {
         }
         std::thread::yield_now();
     }
-    assert!((1..=32).contains(&most), "one ring of one guest took {most} MiB");
+    assert!((1..=32).contains(&most), "one ring of one guest held {most} MiB");
 }
 
-/// The guest flushes only if it was offered flushes when it connected.
+/// The guest flushes only if flushes were offered when it connected.
 #[test]
-fn the_next_server_makes_writes_durable_of_a_front_end_that_was_offered_no_flush() {
+fn writes_are_durable_if_the_last_server_offered_no_flush() {
     let path = std::env::temp_dir().join(format!("blockyard-xen-flush-{}", std::process::id()));
     std::fs::write(&path, vec![0; 1 << 20]).unwrap();
     let journal = Journal::default();
@@ -353,7 +354,7 @@ fn the_next_server_makes_writes_durable_of_a_front_end_that_was_offered_no_flush
 }
 
 #[test]
-fn a_second_server_of_a_device_in_use_is_refused_and_the_guest_keeps_its_disk() {
+fn a_second_server_of_a_device_in_use_is_refused() {
     let folder = std::env::temp_dir().join(format!("blockyard-xen-second-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
     let recorded = || xen::XenOptions { records: Some(folder.clone()), ..options() };
@@ -361,13 +362,14 @@ fn a_second_server_of_a_device_in_use_is_refused_and_the_guest_keeps_its_disk() 
     let mut export = setup.start_of(&setup.disk, recorded()).unwrap();
     let mut front = Guest::new(&setup);
     front.connect(PLAIN);
-    let refused =
-        |disk, options| setup.start_of(disk, options).err().expect("it is not refused").to_string();
+    let refused = |disk, options| {
+        setup.start_of(disk, options).err().expect("the second server is not refused").to_string()
+    };
     let live = refused(&setup.disk, recorded());
-    assert!(live.contains("domain 7, device xvda: another server has the device"), "{live}");
+    assert!(live.contains("domain 7, device xvda: another server serves the device"), "{live}");
     assert_eq!((front.done(1, FLUSH, 0, &[]), front.back("state").as_deref()), (0, Some("4")));
     export.stop();
-    // Also without a folder, and so without a lock.
+    // The same without a folder of records, and so without a lock.
     for options in [recorded(), options()] {
         let image = refused(&other.disk, options);
         assert!(image.contains(&format!("has image {}", setup.disk.name())), "{image}");
@@ -375,7 +377,7 @@ fn a_second_server_of_a_device_in_use_is_refused_and_the_guest_keeps_its_disk() 
     assert_eq!(front.back("state").as_deref(), Some("4"));
     let mut next = setup.start_of(&setup.disk, recorded()).unwrap();
     assert_eq!(front.done(2, FLUSH, 0, &[]), 0);
-    // The lock goes with the device.
+    // The lock file is removed with the device.
     assert!(folder.join("7-xvda.lock").exists());
     front.front.store.remove("/local/domain/7").unwrap();
     front.front.wait("state", None).unwrap();

@@ -1,4 +1,4 @@
-//! A back end's disk in memory, and a domain whose front end is the test driver's.
+//! A back end with a disk in memory, and a domain whose front end is the test driver.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -17,7 +17,7 @@ pub const LIMIT: Duration = Duration::from_secs(60);
 /// Number of the device `xvda`.
 pub const XVDA: u32 = 51712;
 
-/// A back end, and what its devices need.
+/// A back end: machine, reactor and disk.
 pub struct Setup {
     pub machine: Arc<Machine>,
     pub reactors: Arc<Reactors>,
@@ -31,7 +31,7 @@ impl Setup {
         Setup { machine: Machine::new(), reactors, disk: disk(read_only), ended: Arc::default() }
     }
 
-    /// Another disk on the same machine and reactor.
+    /// Returns a setup with another disk on the same machine and reactor.
     pub fn beside(&self) -> Self {
         let (machine, reactors) = (self.machine.clone(), self.reactors.clone());
         Setup { machine, reactors, disk: disk(false), ended: Arc::default() }
@@ -56,16 +56,16 @@ impl Setup {
         Xen::start(disk.clone(), &options, &host, self.reactors.clone(), ended)
     }
 
-    /// The warnings about its disk.
+    /// Returns the warnings about its disk.
     pub fn lines(&self) -> Vec<String> {
         lines::of(self.disk.name())
     }
 
-    /// Waits for the first of them.
+    /// Waits for the first warning.
     pub fn wait_for_line(&self) {
         let deadline = Instant::now() + LIMIT;
         while self.lines().is_empty() {
-            assert!(Instant::now() < deadline, "nothing is in the log");
+            assert!(Instant::now() < deadline, "there is no warning in the log");
             std::thread::yield_now();
         }
     }
@@ -81,12 +81,12 @@ pub fn options() -> XenOptions {
     }
 }
 
-/// A disk of 16 MiB with a name of its own.
+/// Returns a disk of 16 MiB with a unique name.
 pub fn disk(read_only: bool) -> Arc<Disk> {
     make_disk(read_only, &[])
 }
 
-/// A disk that is slow, or fails.
+/// Returns a disk that is slow, or fails.
 pub fn disk_with(filters: &[&str]) -> Arc<Disk> {
     make_disk(false, filters)
 }
@@ -146,17 +146,17 @@ impl Guest {
         self.front.wait_for_state(state).unwrap();
     }
 
-    /// Mappings of its pages that back ends have now.
+    /// Returns the number of its pages that back ends have mapped.
     pub fn mapped(&self) -> u32 {
         self.front.domain.mapped()
     }
 
-    /// Puts an entry into a ring, and shows it.
+    /// Writes an entry into a ring, and publishes it.
     pub fn put(&mut self, queue: usize, id: u64, sector: u64, head: [u8; 4], rest: &[u8]) {
         self.rings[queue].send(&Entry { head, id, sector, rest });
     }
 
-    /// A read or a write of whole pages.
+    /// Submits a read or a write of whole pages.
     pub fn ask(&mut self, queue: usize, id: u64, operation: u8, sector: u64, pages: &[usize]) {
         let rest = self.segments(pages);
         self.put(queue, id, sector, [operation, pages.len() as u8, 0, 0], &rest);
@@ -166,13 +166,13 @@ impl Guest {
         pages.iter().flat_map(|page| segment(self.references[*page], 0, 7)).collect()
     }
 
-    /// Waits for the next answer: number and status.
+    /// Waits for the next response. Returns id and status.
     pub fn answer(&mut self, queue: usize) -> (u64, i16) {
         let answer = self.rings[queue].wait(LIMIT).unwrap();
         (answer.id, answer.status)
     }
 
-    /// The next answers, in the order of their numbers.
+    /// Waits for the next responses. Returns them sorted by id.
     pub fn answers(&mut self, queue: usize, count: usize) -> Vec<(u64, i16)> {
         let mut answers: Vec<_> = (0..count).map(|_| self.answer(queue)).collect();
         answers.sort();
@@ -186,7 +186,7 @@ impl Guest {
         status
     }
 
-    /// Fills a page with a number.
+    /// Fills a page with a byte.
     pub fn fill(&self, page: usize, number: u8) {
         self.front.memory.write(page * PAGE, &[number; PAGE]);
     }

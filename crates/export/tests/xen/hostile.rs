@@ -1,4 +1,4 @@
-//! What a front end may do wrong: each ends with an error status or a closed device, one line in
+//! Invalid actions of a front end: each ends with an error status or a closed device, one line in
 //! the log, and other guests unharmed.
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,12 +16,12 @@ const BACK: &str = "/local/domain/0/backend/blockyard/7/51712";
 const FRONT: &str = "/local/domain/7/device/vbd/51712";
 const PLAIN: Terms = Terms::PLAIN;
 
-/// How data come, and whether the front end has persistent grants.
+/// How data is transferred, and whether the front end has persistent grants.
 const DATA: [(XenData, bool); 3] =
     [(XenData::Map, false), (XenData::Map, true), (XenData::Copy, false)];
 
 #[test]
-fn what_a_front_end_may_not_ask_fails_and_nothing_else() {
+fn only_invalid_requests_fail() {
     for (persistent, data) in [(false, XenData::Map), (true, XenData::Map), (false, XenData::Copy)]
     {
         let setup = Setup::new(false);
@@ -29,7 +29,7 @@ fn what_a_front_end_may_not_ask_fails_and_nothing_else() {
         let mut front = Guest::new(&setup);
         front.connect(Terms { persistent, ..PLAIN });
         front.fill(100, 9);
-        // Several in one batch: those that are good are done.
+        // Several in one batch: the valid ones succeed.
         front.references[300] = 99_999;
         front.references[301] = front.front.domain.grant(100_000, false);
         front.references[302] = front.front.domain.grant(302, true);
@@ -57,14 +57,14 @@ fn what_a_front_end_may_not_ask_fails_and_nothing_else() {
 }
 
 #[test]
-fn an_index_that_runs_away_stops_its_queue_until_the_front_end_connects_anew() {
+fn an_index_too_far_ahead_stops_its_queue_until_the_front_end_reconnects() {
     let setup = Setup::new(false);
     let _export = setup.start();
     let mut front = Guest::new(&setup);
     front.connect(Terms { queues: 2, ..PLAIN });
-    // However often: the log has one line.
+    // However often it does that, the log has one line.
     (1000..1100).for_each(|index| front.rings[0].store_producer(index));
-    // The other queue goes on.
+    // The other queue continues.
     front.ask(1, 1, FLUSH, 0, &[]);
     assert_eq!(front.answer(1), (1, 0));
     setup.wait_for_line();
@@ -75,7 +75,7 @@ fn an_index_that_runs_away_stops_its_queue_until_the_front_end_connects_anew() {
     assert_eq!(front.mapped(), 0);
     let lines = setup.lines();
     assert!(
-        lines.len() == 1 && lines[0].contains("requests without an answer in a ring of 32"),
+        lines.len() == 1 && lines[0].contains("requests without a response in a ring of 32"),
         "{lines:?}"
     );
     front.set("state", 1);
@@ -85,15 +85,15 @@ fn an_index_that_runs_away_stops_its_queue_until_the_front_end_connects_anew() {
 }
 
 #[test]
-fn nodes_that_cannot_be_close_the_device_until_the_front_end_begins_anew() {
+fn invalid_nodes_close_the_device_until_the_front_end_starts_again() {
     for (key, value, part) in [
         ("ring-ref", "lots", "ring-ref is \"lots\""),
         ("ring-ref", "4294967296", "ring-ref is"),
-        ("ring-ref", "99999", "mapping its ring"),
-        ("event-channel", "77", "binding its event channel 77"),
-        ("ring-page-order", "5", "a number from 0 to 4 is wanted"),
+        ("ring-ref", "99999", "cannot map its ring"),
+        ("event-channel", "77", "cannot bind its event channel 77"),
+        ("ring-page-order", "5", "a number from 0 to 4 is expected"),
         ("ring-page-order", "2", "the front end has no ring-ref1"),
-        ("multi-queue-num-queues", "5", "a number from 1 to 4 is wanted"),
+        ("multi-queue-num-queues", "5", "a number from 1 to 4 is expected"),
         ("multi-queue-num-queues", "3", "the front end has no queue-0/event-channel"),
         ("protocol", "sparc\u{1b}[2J", "protocol is \"sparc\\u{1b}[2J\""),
     ] {
@@ -113,9 +113,9 @@ fn nodes_that_cannot_be_close_the_device_until_the_front_end_begins_anew() {
     }
 }
 
-/// The back end watches its own nodes too: a complaint must not cause the next one.
+/// The back end watches its own nodes too: writing an error must not cause the next one.
 #[test]
-fn a_state_that_is_no_text_causes_one_complaint() {
+fn a_state_that_is_not_text_causes_one_error() {
     let setup = Setup::new(false);
     let _export = setup.start();
     let mut front = Guest::new(&setup);
@@ -125,7 +125,7 @@ fn a_state_that_is_no_text_causes_one_complaint() {
     front.front.store.ask(message::WRITE, &path, &garbage).unwrap();
     front.wait_for_state(5);
     assert!(front.back("error").unwrap().contains("no text"));
-    // A further complaint would overwrite this.
+    // Another error would overwrite this.
     front.front.store.write(&format!("{BACK}/error"), "seen").unwrap();
     front.front.store.ask(message::WRITE, &path, &garbage).unwrap();
     front.set("state", 1);
@@ -135,7 +135,7 @@ fn a_state_that_is_no_text_causes_one_complaint() {
 }
 
 #[test]
-fn states_that_flap_end_where_they_began() {
+fn states_that_flap_end_in_the_initial_state() {
     let setup = Setup::new(false);
     let _export = setup.start();
     let mut front = Guest::new(&setup);
@@ -148,7 +148,7 @@ fn states_that_flap_end_where_they_began() {
     assert_eq!(front.mapped(), 1);
 }
 
-/// Offers one plain ring, except for one key.
+/// Offers one plain ring, with one node changed.
 fn offer_with(front: &mut Guest, key: &str, value: &str) {
     let order = (key == "ring-page-order").then_some(0);
     let (_, mut keys) = front.front.rings(&Terms { order, ..PLAIN }, 0, &front.references).unwrap();
@@ -157,9 +157,10 @@ fn offer_with(front: &mut Guest, key: &str, value: &str) {
     front.front.offer(&keys).unwrap();
 }
 
-/// XSA-155: what was checked is what is used, whatever the front end writes there later.
+/// XSA-155: the values that were checked are the values that are used, even if the front end
+/// changes the entry later.
 #[test]
-fn a_request_is_what_it_was_when_it_was_taken() {
+fn a_request_cannot_change_after_it_was_taken() {
     for (data, persistent) in DATA {
         let setup = Setup::new(false);
         let _export = setup.start_with(data);
@@ -173,8 +174,7 @@ fn a_request_is_what_it_was_when_it_was_taken() {
         let rest = indirect(front.references[110]);
         front.put(0, 1, 16, [INDIRECT, WRITE, 2, 0], &rest);
         front.wait_until_taken(0);
-        // All of the entry behind the bytes where its answer comes: sector, number of pages,
-        // references.
+        // Overwrite the entry after the bytes of its response: sector, number of pages, references.
         let entry = front.rings[0].place(0);
         front.front.memory.write(entry + 12, &[0xff; 100]);
         front.front.memory.write(110 * PAGE, &[0xff; PAGE]);
@@ -186,7 +186,7 @@ fn a_request_is_what_it_was_when_it_was_taken() {
     }
 }
 
-/// Ends a thread that looks at the flag, also if the test fails.
+/// Ends a thread that polls the flag, even if the test fails.
 struct SetAtEnd<'a>(&'a AtomicBool);
 
 impl Drop for SetAtEnd<'_> {
@@ -195,17 +195,17 @@ impl Drop for SetAtEnd<'_> {
     }
 }
 
-/// As above, with a front end that writes all the time: each request is done whole, or fails.
+/// As above, but the front end writes all the time: each request succeeds as a whole, or fails.
 #[test]
-fn entries_that_change_while_they_are_taken_hurt_nothing_but_themselves() {
+fn entries_that_change_while_they_are_taken_affect_only_themselves() {
     for (data, persistent) in DATA {
         let setup = Setup::new(false);
         let _export = setup.start_with(data);
         let mut front = Guest::new(&setup);
         front.connect(Terms { persistent, ..PLAIN });
-        // Granted to be read only, and named by what is scribbled: nothing is ever written there.
-        // The scribble changes a reference byte by byte. No mixture may name the ring's page: a
-        // read into it would end the ring.
+        // The granted page is read-only, and random references name it, so that nothing is ever
+        // written there. The references change byte by byte. No mixture may name the ring's page,
+        // because a read into it would break the ring.
         let domain = &front.front.domain;
         let mut guards = std::iter::repeat_with(|| domain.grant(300, true));
         let guard = guards.find(|guard| *guard as u8 != front.references[0] as u8).unwrap();
@@ -218,7 +218,7 @@ fn entries_that_change_while_they_are_taken_hurt_nothing_but_themselves() {
             let _end = SetAtEnd(over);
             scope.spawn(move || {
                 for at in (0..).map(|n: usize| n * 7 % scribble.len()) {
-                    // Sector, reference, first and last sector; not where answers are.
+                    // Sector, reference, first and last sector; not the bytes of responses.
                     entries
                         .iter()
                         .for_each(|entry| memory.write(entry + 24 + at, &scribble[at..=at]));
@@ -241,7 +241,7 @@ fn entries_that_change_while_they_are_taken_hurt_nothing_but_themselves() {
 }
 
 #[test]
-fn grants_that_are_taken_back_in_use_fail_their_request_or_stay() {
+fn grants_revoked_in_use_fail_their_request_or_stay() {
     for (data, persistent) in DATA {
         let setup = Setup::new(false);
         let _export = setup.start_with(data);
@@ -256,13 +256,13 @@ fn grants_that_are_taken_back_in_use_fail_their_request_or_stay() {
             !persistent,
             "a page that stays mapped stays granted"
         );
-        // Taken back before: that one fails, and its neighbour does not.
+        // Revoked before the request: that request fails, and its neighbour does not.
         assert!(domain.revoke(front.references[101]));
         front.ask(0, 2, READ, 0, &[101]);
         front.ask(0, 3, READ, 0, &[102]);
         assert_eq!(front.answers(0, 2), [(2, -1), (3, 0)]);
         assert!(front.holds(102, 8));
-        // Between the request and the end of the read: a page that is mapped stays.
+        // Revoked between the request and the end of the read: a page that is mapped stays granted.
         let held = setup.disk.quiesce("a test").unwrap();
         front.ask(0, 4, READ, 0, &[103]);
         front.wait_until_taken(0);
@@ -284,7 +284,7 @@ fn grants_that_are_taken_back_in_use_fail_their_request_or_stay() {
 }
 
 #[test]
-fn indirect_pages_that_lie_fail_their_request() {
+fn invalid_indirect_pages_fail_their_request() {
     for (data, persistent) in DATA {
         let setup = Setup::new(false);
         let _export = setup.start_with(data);
@@ -303,7 +303,7 @@ fn indirect_pages_that_lie_fail_their_request() {
             let rest = indirect(front.references[110 + at]);
             front.put(0, at as u64, 0, [INDIRECT, READ, 2, 0], &rest);
         }
-        // Numbers of segments and operations that cannot be.
+        // Invalid numbers of segments, and invalid operations.
         let rest = indirect(front.references[110]);
         for (at, head) in [
             [READ, 0, 0],
@@ -326,7 +326,7 @@ fn indirect_pages_that_lie_fail_their_request() {
 }
 
 #[test]
-fn sectors_that_overflow_fail() {
+fn requests_with_overflowing_sectors_fail() {
     let setup = Setup::new(false);
     let _export = setup.start();
     let mut front = Guest::new(&setup);
@@ -353,9 +353,9 @@ fn sectors_that_overflow_fail() {
     assert!(front.holds(101, 0));
 }
 
-/// The ring's own page as the target of a read: the ring holds what the disk holds then.
+/// The ring's own page is the target of a read: the disk's data overwrites the ring.
 #[test]
-fn a_ring_that_the_disk_is_read_into_stops_or_goes_on() {
+fn a_read_into_the_ring_itself_stops_the_queue_at_worst() {
     let setup = Setup::new(false);
     let _export = setup.start();
     let mut front = Guest::new(&setup);
@@ -376,7 +376,7 @@ fn a_ring_that_the_disk_is_read_into_stops_or_goes_on() {
 }
 
 #[test]
-fn nodes_of_garbage_close_the_device_with_one_line() {
+fn nodes_with_garbage_close_the_device_with_one_line() {
     for (key, value) in [
         ("state", &b"\xff\xfe"[..]),
         ("protocol", b"\0\x01"),
@@ -406,13 +406,13 @@ fn nodes_of_garbage_close_the_device_with_one_line() {
         front.set("state", 1);
         front.connect(PLAIN);
         assert_eq!(front.done(1, FLUSH, 0, &[]), 0);
-        // The device did not look at its own complaint, and complain again.
+        // The device did not react to its own error node.
         assert_eq!(setup.lines().len(), 1, "{key}: {:?}", setup.lines());
     }
 }
 
 #[test]
-fn a_front_end_that_flaps_fills_no_log_and_holds_up_no_other_guest() {
+fn a_front_end_that_flaps_does_not_fill_the_log_or_delay_other_guests() {
     let setup = Setup::new(false);
     let good = setup.beside();
     let (_export, _other) = (setup.start(), good.start_for(8, XenData::Copy));
@@ -431,7 +431,7 @@ fn a_front_end_that_flaps_fills_no_log_and_holds_up_no_other_guest() {
         assert!(neighbour.holds(101, round));
     }
     front.wait_for_state(5);
-    // The burst that the log admits, and one more a pause.
+    // The burst that the log admits, and one more per pause.
     assert!((10..20).contains(&setup.lines().len()), "{:?}", setup.lines());
     assert_eq!((good.lines(), front.mapped(), neighbour.mapped()), (Vec::new(), 0, 1));
 }

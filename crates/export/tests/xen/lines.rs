@@ -1,4 +1,4 @@
-//! The warnings that the log would have, by disk.
+//! Collects the warnings of the log, by disk.
 
 use std::fmt::Debug;
 use std::sync::{Mutex, OnceLock};
@@ -10,13 +10,13 @@ use tracing::{Event, Level, Metadata, Subscriber};
 /// Disk and text of each warning so far.
 static LINES: Mutex<Vec<(String, String)>> = Mutex::new(Vec::new());
 
-/// Begins to keep the warnings of this process.
+/// Starts to collect the warnings of this process.
 pub fn keep() {
     static KEPT: OnceLock<()> = OnceLock::new();
     KEPT.get_or_init(|| tracing::subscriber::set_global_default(Keeper).unwrap());
 }
 
-/// The warnings about a disk.
+/// Returns the warnings about a disk.
 pub fn of(disk: &str) -> Vec<String> {
     let lines = LINES.lock().unwrap();
     lines.iter().filter(|(of, _)| of == disk).map(|(_, text)| text.clone()).collect()

@@ -1,10 +1,12 @@
-//! A device of Xen from its front end's side, without a hypervisor.
+//! Tests of Xen devices from the front end's side, without a hypervisor.
 //!
 //! ```text
-//!   device   states, rings, operations, servers that come and go      hostile   what a front end may do wrong
-//!   toolstack   devices whose nodes a toolstack makes
-//!   session  what is offered, and no more, is asked for
-//!   guest    a back end's disk, a domain with its front end           lines     what the log has
+//!   device      states, rings, operations, servers that come and go
+//!   hostile     invalid actions of a front end
+//!   toolstack   devices whose nodes a toolstack creates
+//!   session     the front end requests no more than is offered
+//!   guest       a back end with a disk, a domain with its front end
+//!   lines       warnings of the log
 //! ```
 
 mod device;

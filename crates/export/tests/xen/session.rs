@@ -1,11 +1,11 @@
-//! A session of the front end: what it reads of an offer, and what it asks for.
+//! A session of the front end: how it reads the offer, and what it requests.
 
 use blockyard_driver::xen::{Plan, Session, Terms, operation, status};
 
 use crate::guest::{LIMIT, Setup};
 
 #[test]
-fn a_session_reads_what_is_offered_and_asks_for_no_more() {
+fn a_session_reads_the_offer_and_requests_no_more() {
     let setup = Setup::new(false);
     let _export = setup.start();
     let plan =
@@ -26,11 +26,11 @@ fn a_session_reads_what_is_offered_and_asks_for_no_more() {
     queue.read_data(0, &mut back);
     assert!(back.iter().all(|byte| *byte == 0x5a));
     assert_eq!(queue.call(operation::FLUSH, 0, 0, LIMIT).unwrap(), status::OK);
-    // More than is offered is refused by the front end itself.
+    // The front end itself refuses a plan that exceeds the offer.
     for (plan, part) in [
-        (Plan::new(5, 32, 4096, false), "5 queues: the back end has 4 at most"),
+        (Plan::new(5, 32, 4096, false), "5 queues are too many: the back end has at most 4"),
         (Plan::new(1, 1024, 4096, false), "1024 requests in flight"),
-        (Plan::new(1, 1, 2 << 20, false), "the back end takes 256 pages at most"),
+        (Plan::new(1, 1, 2 << 20, false), "the back end takes at most 256 pages"),
     ] {
         let setup = Setup::new(false);
         let _export = setup.start();

@@ -1,5 +1,5 @@
-//! Devices of Xen whose nodes a toolstack makes, without a hypervisor: what is taken, refused,
-//! given back, and what may go wrong.
+//! Devices of Xen whose nodes a toolstack creates, without a hypervisor: devices that are served,
+//! refused and released, and failures.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, channel};
@@ -32,7 +32,7 @@ fn back(number: u32) -> String {
     back_in(0, number)
 }
 
-/// The nodes of a back end in domain `own`.
+/// Returns the path of a back end's nodes in domain `own`.
 fn back_in(own: u16, number: u32) -> String {
     format!("/local/domain/{own}/backend/vbd/7/{number}")
 }
@@ -70,7 +70,7 @@ impl Setup {
         }
     }
 
-    /// Makes the nodes of a device, as libxl does. `others` replace or follow its own; an empty
+    /// Creates the nodes of a device, as libxl does. `others` replace or extend them; an empty
     /// value leaves a node out.
     fn make(&mut self, number: u32, target: &str, others: &[(&str, &str)]) {
         let (front, frontend, back) = (front(number), front(number), back_in(self.own, number));
@@ -95,7 +95,7 @@ impl Setup {
     }
 
     fn wanted(&self) -> Wanted {
-        self.wanted.recv_timeout(LIMIT).expect("a disk is wanted")
+        self.wanted.recv_timeout(LIMIT).expect("a disk is requested")
     }
 
     /// Waits until a node of the back end has this value.
@@ -117,7 +117,7 @@ impl Setup {
         self.store.write(path, value).unwrap();
     }
 
-    /// What libxl does first to remove a device.
+    /// Does what libxl does first to remove a device.
     fn take_back(&mut self, number: u32) {
         let back = back_in(self.own, number);
         let done = self.store.transaction(|t| {
@@ -132,7 +132,7 @@ impl Setup {
         self.store.remove(&front(number)).unwrap();
     }
 
-    /// Waits until the watch has read the nodes as they are now: it reports a device that is made
+    /// Waits until the watch has read all current nodes: it then reports a device that is created
     /// now.
     fn settle(&mut self) {
         self.make(51952, "settle", &[]);
@@ -153,7 +153,7 @@ impl Setup {
         taken.map(|xen| (xen, ended)).map_err(|e| e.to_string())
     }
 
-    /// The guest's driver makes a ring of one page.
+    /// Connects a guest's driver with a ring of one page.
     fn connect(&self, number: u32) -> Guest {
         let mut guest = Guest::of(&self.machine, 7, number);
         guest.connect(Terms::PLAIN);
@@ -182,7 +182,7 @@ fn a_disk_is_served_until_the_toolstack_takes_it_back() {
     let wanted = setup.wanted();
     assert_eq!((wanted.target.as_str(), wanted.read_only, wanted.cdrom), ("/srv/a", false, false));
     assert_eq!(wanted.device.to_string(), "device xvda of domain 7 (backend/vbd)");
-    // Before there is a disk.
+    // Before the disk is open.
     setup.wait(XVDA, "state", Some("2"));
     assert_eq!(setup.read(XVDA, "multi-queue-max-queues").as_deref(), Some("4"));
     let (xen, ended) = setup.take(&wanted).unwrap();
@@ -195,7 +195,7 @@ fn a_disk_is_served_until_the_toolstack_takes_it_back() {
         .collect();
     assert_eq!(row, [("vbd", "xvda".to_string(), "connected", Some(32768))]);
     setup.settle();
-    assert!(setup.wanted.try_recv().is_err(), "it is wanted once");
+    assert!(setup.wanted.try_recv().is_err(), "it is reported once");
     setup.take_back(XVDA);
     setup.set(&format!("{}/state", front(XVDA)), 6);
     wait_for_end(&ended);
@@ -210,12 +210,12 @@ fn a_disk_is_served_until_the_toolstack_takes_it_back() {
     assert_eq!(
         setup.read(XVDB, "state").as_deref(),
         Some("1"),
-        "a device of another script is left alone"
+        "a device of another script is not changed"
     );
 }
 
 #[test]
-fn a_device_without_a_disk_is_closed_and_asked_for_anew() {
+fn a_device_without_a_disk_is_closed_and_can_be_requested_again() {
     let mut setup = Setup::new();
     setup.make(XVDA, "/srv/none", &[]);
     let wanted = setup.wanted();
@@ -225,7 +225,7 @@ fn a_device_without_a_disk_is_closed_and_asked_for_anew() {
         assert_eq!(setup.read(XVDA, key).as_deref(), Some("there is no such file"));
     }
     assert_eq!(setup.read(XVDA, "hotplug-status").as_deref(), Some("error"));
-    // A toolstack that removes it is not made to wait.
+    // A toolstack that removes the device must not wait.
     setup.take_back(XVDA);
     setup.wait(XVDA, "state", Some("6"));
     setup.remove(XVDA);
@@ -234,7 +234,7 @@ fn a_device_without_a_disk_is_closed_and_asked_for_anew() {
 }
 
 #[test]
-fn nodes_that_make_no_sense_are_refused_by_name() {
+fn invalid_nodes_are_refused_with_their_name() {
     let mut setup = Setup::new();
     let long = format!("/{}", "x".repeat(600));
     for (key, value) in [
@@ -253,7 +253,7 @@ fn nodes_that_make_no_sense_are_refused_by_name() {
         assert!(error.contains(&format!("the node {key} is")), "{error}");
         setup.remove(XVDA);
     }
-    // Nodes that are not complete yet, of names that are no devices.
+    // Incomplete nodes, and names that are not devices.
     for key in ["params", "mode", "frontend", "frontend-id", "online"] {
         setup.make(XVDA, "/srv/a", &[(key, "")]);
         setup.settle();
@@ -267,7 +267,7 @@ fn nodes_that_make_no_sense_are_refused_by_name() {
 }
 
 #[test]
-fn nodes_that_are_gone_are_not_made_again() {
+fn removed_nodes_are_not_created_again() {
     let mut setup = Setup::new();
     setup.make(XVDA, "/srv/a", &[]);
     let wanted = setup.wanted();
@@ -278,7 +278,7 @@ fn nodes_that_are_gone_are_not_made_again() {
     setup.watch.release(&wanted.device);
     setup.settle();
     assert_eq!(setup.store.list(&back(XVDA)).unwrap(), [""; 0]);
-    // While it is served.
+    // While the device is served.
     setup.make(XVDA, "/srv/a", &[]);
     let wanted = setup.wanted();
     let (xen, ended) = setup.take(&wanted).unwrap();
@@ -292,7 +292,7 @@ fn nodes_that_are_gone_are_not_made_again() {
 }
 
 #[test]
-fn a_device_that_is_made_anew_gets_the_disk_that_it_asks_for() {
+fn a_recreated_device_gets_the_disk_that_it_requests() {
     let mut setup = Setup::new();
     setup.make(XVDA, "/srv/a", &[]);
     let first = setup.wanted();
@@ -303,7 +303,7 @@ fn a_device_that_is_made_anew_gets_the_disk_that_it_asks_for() {
     setup.watch.refuse(&first.device, &error);
     let second = setup.wanted();
     assert_eq!((second.target.as_str(), setup.read(XVDA, "error")), ("/srv/b", None));
-    // While it is served.
+    // While the device is served.
     let (xen, ended) = setup.take(&second).unwrap();
     let done = setup.store.transaction(|t| {
         t.write(&format!("{}/params", back(XVDA)), "/srv/c")?;
@@ -319,7 +319,7 @@ fn a_device_that_is_made_anew_gets_the_disk_that_it_asks_for() {
 #[test]
 fn a_driver_domain_serves_the_devices_in_its_own_nodes() {
     let mut setup = Setup::of(3, Machine::with_driver_domain(3));
-    // That of another back end, in dom0.
+    // A device of another back end, in dom0.
     setup.set(&format!("{}/state", back(XVDB)), 1);
     setup.make(XVDA, "/srv/a", &[]);
     let wanted = setup.wanted();
@@ -340,7 +340,7 @@ fn a_driver_domain_serves_the_devices_in_its_own_nodes() {
 }
 
 #[test]
-fn a_cdrom_is_read_only_and_says_what_it_is() {
+fn a_cdrom_is_read_only_and_has_its_device_type() {
     let mut setup = Setup::new();
     setup.make(768, "/srv/a.iso", &[("device-type", "cdrom")]);
     let wanted = setup.wanted();
@@ -357,7 +357,7 @@ fn a_cdrom_is_read_only_and_says_what_it_is() {
 }
 
 #[test]
-fn the_next_server_takes_the_devices_that_the_last_one_has_left() {
+fn the_next_server_takes_over_the_devices_of_the_last_one() {
     let mut setup = Setup::new();
     setup.make(XVDA, "/srv/a", &[]);
     setup.make(XVDB, "/srv/b", &[]);
@@ -374,7 +374,7 @@ fn the_next_server_takes_the_devices_that_the_last_one_has_left() {
     again.sort_by_key(|wanted| wanted.device.device.number());
     assert_eq!(again, both);
     let (xen, ended) = setup.take(&again[0]).unwrap();
-    // In state 4 its ring is taken as it is. The toolstack then takes both devices back.
+    // In state 4 its ring is used as it is. Then the toolstack takes both devices back.
     setup.take_back(XVDA);
     setup.take_back(XVDB);
     setup.set(&format!("{}/state", front(XVDA)), 6);
@@ -387,8 +387,8 @@ fn the_next_server_takes_the_devices_that_the_last_one_has_left() {
 }
 
 #[test]
-fn many_devices_are_each_wanted_once() {
-    // More than one message of xenstore has room for.
+fn many_devices_are_each_reported_once() {
+    // More devices than fit into one message of xenstore.
     const DEVICES: u32 = 450;
     let machine = Machine::new();
     let mut store = machine.store(0).unwrap();
@@ -421,10 +421,10 @@ fn many_devices_are_each_wanted_once() {
     assert_eq!((targets.len(), wanted.try_recv().is_err()), (DEVICES as usize, true));
 }
 
-/// The next server cannot open the image (its folder is not mounted yet, or another server has the
-/// lock), and the guest uses the disk.
+/// The next server cannot open the image (its folder is not mounted yet, or another server has
+/// locked it) while the guest uses the disk.
 #[test]
-fn a_device_in_use_whose_image_does_not_open_is_not_closed() {
+fn a_device_in_use_whose_image_cannot_be_opened_is_not_closed() {
     let mut setup = Setup::new();
     setup.make(XVDA, "/srv/a", &[]);
     let wanted = setup.wanted();
@@ -440,15 +440,15 @@ fn a_device_in_use_whose_image_does_not_open_is_not_closed() {
     assert_eq!(
         setup.read(XVDA, "state").as_deref(),
         Some("4"),
-        "the guest is told that its disk is gone"
+        "the guest sees that its disk is gone"
     );
     assert_eq!(setup.read(XVDA, "hotplug-status").as_deref(), Some("connected"));
-    // Now the image opens.
+    // Now the image can be opened.
     let again = setup.wanted();
     assert_eq!(again, wanted);
     let (xen, ended) = setup.take(&again).unwrap();
     assert_eq!(guest.done(1, READ, 0, &[100]), 0);
-    // When the guest has closed the device, an image that does not open closes it.
+    // After the guest has closed the device, an image that cannot be opened closes it.
     setup.take_back(XVDA);
     guest.set("state", 6);
     wait_for_end(&ended);
@@ -458,7 +458,7 @@ fn a_device_in_use_whose_image_does_not_open_is_not_closed() {
 }
 
 #[test]
-fn the_watch_goes_on_with_what_it_knows_after_xenstore_was_lost() {
+fn the_watch_keeps_its_knowledge_after_xenstore_was_lost() {
     let mut setup = Setup::new();
     setup.make(XVDA, "/srv/a", &[]);
     let first = setup.wanted();
@@ -471,5 +471,5 @@ fn the_watch_goes_on_with_what_it_knows_after_xenstore_was_lost() {
     assert_eq!(setup.wanted().target, "/srv/b");
     setup.wait(XVDA, "state", Some("6"));
     setup.settle();
-    assert!(setup.wanted.try_recv().is_err(), "what it knew is asked for again");
+    assert!(setup.wanted.try_recv().is_err(), "a known device is reported again");
 }
