@@ -29,18 +29,18 @@ impl CacheMode {
         ("unsafe", CacheMode::Unsafe),
     ];
 
-    /// Bypasses the host's page cache.
+    /// Returns whether it bypasses the host's page cache.
     pub fn direct(self) -> bool {
         matches!(self, CacheMode::None | CacheMode::Directsync)
     }
 
-    /// Whether a guest is first told of a volatile write cache (it may switch it, where its
-    /// protocol lets it).
+    /// Returns whether a guest initially sees a volatile write cache. The guest may switch it if
+    /// its protocol allows that.
     pub fn write_back(self) -> bool {
         !matches!(self, CacheMode::Writethrough | CacheMode::Directsync)
     }
 
-    /// Flushes are answered, and nothing is done.
+    /// Returns whether flushes succeed without any effect.
     pub fn ignores_flush(self) -> bool {
         self == CacheMode::Unsafe
     }
@@ -55,9 +55,7 @@ impl fmt::Display for CacheMode {
 
 /// A name that is not among [`CacheMode::NAMES`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "cache mode \"{0}\" is not known: it is one of none, writeback, writethrough, directsync, unsafe"
-)]
+#[error("cache mode \"{0}\" is not known: use none, writeback, writethrough, directsync or unsafe")]
 pub struct UnknownCacheMode(pub String);
 
 impl FromStr for CacheMode {

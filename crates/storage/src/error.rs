@@ -1,25 +1,24 @@
-//! Why a storage that a scheme names cannot be opened, or its name is wrong: one error for all
-//! schemes.
+//! Error for a storage that cannot be opened, or whose name is malformed: one type for all schemes.
 
 use std::error::Error;
 use std::fmt;
 
 use blockyard_nbd::{NbdError, error};
 
-/// What a caller may want to tell apart.
+/// Kinds of errors that callers distinguish.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ErrorKind {
-    /// The name is not of its scheme's form.
+    /// The name is malformed.
     Name,
-    /// It is there, and can be opened for reading.
+    /// The storage can be opened for reading only.
     ReadOnly,
-    /// It cannot be reached.
+    /// The storage cannot be reached.
     Unreachable,
-    /// It is not what was asked for, or refuses to be used.
+    /// The storage is unsuitable, or refuses the connection.
     Refused,
 }
 
-/// Displayed as its source.
+/// An error of a storage. Its text is that of its source.
 #[derive(Debug)]
 pub struct StorageError {
     pub kind: ErrorKind,
@@ -32,7 +31,7 @@ impl fmt::Display for StorageError {
     }
 }
 
-/// Without a source: the text is the source's already.
+/// Has no `source()`, because its own text is that of the source.
 impl Error for StorageError {}
 
 impl From<NbdError> for StorageError {

@@ -1,9 +1,8 @@
-//! Methods of [`Storage`](crate::Storage) that only hand the call on, written once for all that
-//! need them.
+//! A macro that forwards methods of [`Storage`](crate::Storage) to another storage.
 
-/// Writes the named methods of an `impl Storage`. The braces say where they go: patterns of `self`,
-/// each with `inline` or `boxed` and the storage. `boxed` keeps the future of a rare storage out of
-/// the size of the others' futures.
+/// Implements the named methods of `Storage` by forwarding. The braces list patterns of `self`,
+/// each with `inline` or `boxed` and the storage to forward to. `boxed` keeps the future of a rare
+/// storage from enlarging the others' futures.
 ///
 /// ```text
 ///   forward! { { Recorded { storage, .. } => inline storage } read len lost }
@@ -35,7 +34,7 @@ macro_rules! forward {
             match self { $($from => forward!($how $to.$name $args).await),* }
         }
     };
-    // Its futures are small.
+    // The futures of `len` are small, so they are never boxed.
     (@ len { $($from:pat => $how:ident $to:expr),* }) => {
         async fn len(&self) -> io::Result<u64> {
             match self { $($from => $to.len().await),* }

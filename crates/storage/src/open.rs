@@ -1,5 +1,5 @@
-//! Opening what an image lies on, by its name: a file of this host, or what a row of the table of
-//! schemes opens.
+//! Opens the storage of an image by its name: a file of this host, or what a scheme of the table
+//! opens.
 
 use std::fmt;
 use std::io;
@@ -25,28 +25,28 @@ use crate::storage::{Alignment, Capabilities};
 #[derive(Clone, Debug)]
 pub struct OpenOptions {
     pub path: PathBuf,
-    /// A descriptor of the file (O_PATH will do). It is opened through this, whatever has its name
-    /// now.
+    /// A descriptor of the file (O_PATH suffices). The file is opened through it, even if the path
+    /// now names another file.
     pub found: Option<Arc<OwnedFd>>,
     pub read_only: bool,
     pub cache: CacheMode,
-    /// Takes no lock: another program may write to the file meanwhile. For readers only.
+    /// Takes no lock, so another program may write to the file. For readers only.
     pub force_share: bool,
-    /// Of images that lie on an NBD server.
+    /// For images on an NBD server.
     pub nbd: nbd::Options,
     pub overlaid: Overlaid,
-    /// Notes what is done to the file, for simulated power cuts.
+    /// Records all operations on the file, for simulated power cuts.
     pub journal: Option<Journal>,
 }
 
-/// What to do if the image is to be written to and a live snapshot has put an overlay on it.
+/// What to do when an image is opened for writing and a live snapshot has put an overlay on it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Overlaid {
     #[default]
     Refuse,
-    /// Open it and remove the record: the overlay is given up.
+    /// Open it and remove the record: the overlay is abandoned.
     Abandon,
-    /// Open it if the record names one of these files: they hide what is written.
+    /// Open it if the record names one of these files, which hide what is written.
     Below(Vec<PathBuf>),
 }
 
@@ -66,7 +66,7 @@ impl OpenOptions {
     }
 }
 
-/// Why an image could not be opened: what, where, and what a person can do.
+/// Why an image could not be opened, and what the operator can do.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
     #[error("image {}: {hint}", path.display())]
@@ -74,13 +74,17 @@ pub enum OpenError {
     #[error("image {} is in use by {holder}: an image is opened by one writer, \
              or by any number of readers", path.display())]
     Locked { path: PathBuf, holder: String },
-    #[error("image {}: a live snapshot has put overlay {} on it, and writing to it would damage the overlay: serve the \
-             overlay, or merge it (blockyard image commit), or give it up (blockyard serve --abandon-overlay)",
+    #[error("image {}: a live snapshot has put overlay {} on it, and writing to it would damage \
+             the overlay: serve the overlay, or merge it (blockyard image commit), or abandon it \
+             (blockyard serve --abandon-overlay)",
              path.display(), overlay.to_string_lossy().escape_debug())]
     Overlaid { path: PathBuf, overlay: PathBuf },
     #[error("image {}: {operation}", path.display())]
     Io { path: PathBuf, operation: &'static str, source: io::Error },
-    #[error("image {}: there is no such file, and no storage is named like this: say a path, or {forms}", path.display())]
+    #[error(
+        "image {}: there is no such file, and no storage has such a name: use a path, or {forms}",
+        path.display()
+    )]
     Scheme { path: PathBuf, forms: String },
     #[error("image {}: {error}", path.display())]
     Storage { path: PathBuf, error: StorageError },
@@ -95,7 +99,7 @@ impl OpenError {
                 matches!(source.kind(), PermissionDenied | ReadOnlyFilesystem)
             }
             OpenError::Storage { error, .. } => error.kind == ErrorKind::ReadOnly,
-            // The holder may be a writer, which bears no reader.
+            // The holder may be a writer, which excludes readers.
             OpenError::Locked { .. }
             | OpenError::Overlaid { .. }
             | OpenError::Io { .. }
@@ -104,33 +108,33 @@ impl OpenError {
     }
 }
 
-/// An open storage that is no file of this host, before any reactor uses it.
+/// An open storage that is no file of this host, before a reactor uses it.
 pub trait Opened: fmt::Debug + Send + Sync {
-    /// The storage on one reactor.
+    /// Returns the storage on one reactor.
     fn storage(self: Arc<Self>, handle: &Handle) -> io::Result<Store>;
-    /// The name by which an image may name it, normalized.
+    /// Returns the normalized name by which an image may refer to it.
     fn name(&self) -> String;
-    /// What it is, as `image info` shows it: "nbd".
+    /// Returns its kind for `image info`: "nbd".
     fn kind(&self) -> &'static str;
-    /// Bytes.
+    /// Returns its size in bytes.
     fn size(&self) -> u64;
     fn geometry(&self) -> Geometry;
     fn capabilities(&self) -> Capabilities;
-    /// The device that its bytes lie on, which other disks may share, and whether it turns. None:
-    /// no other disk can have it.
+    /// Returns the device that holds its data and that other disks may share, and whether it is
+    /// rotational. None: no other disk can share it.
     fn device(&self) -> io::Result<Option<(String, bool)>>;
 }
 
-/// Where the bytes are.
+/// What holds the data.
 #[derive(Clone, Debug)]
 enum Medium {
     File(Arc<LockedFile>),
     Other(Arc<dyn Opened>),
 }
 
-/// An open, locked image file. The lock is on the open file description: it lasts as long as the
-/// last copy of this. (What a scheme opens is such a file, too. It locks itself, if it can be
-/// locked.)
+/// An open, locked image file, or what a scheme opened. The lock belongs to the open file
+/// description, so it lasts until the last copy is dropped. A storage of a scheme locks itself, if
+/// it can.
 #[derive(Debug)]
 pub struct ImageFile {
     path: PathBuf,
@@ -139,7 +143,7 @@ pub struct ImageFile {
     geometry: Geometry,
     capabilities: Capabilities,
     read_only: bool,
-    /// None: it is no file of this host.
+    /// None if it is no file of this host.
     id: Option<FileId>,
     cache: CacheMode,
     range_lock: Arc<RangeLock>,
@@ -181,7 +185,7 @@ impl ImageFile {
             }
         })?;
         if !options.read_only {
-            options.judge_record(&fd)?;
+            options.check_record(&fd)?;
         }
         let size = host::file_size(&fd).map_err(failed("finding its size"))?;
         let geometry = host::geometry(&fd).map_err(failed("reading the geometry of its device"))?;
@@ -218,7 +222,7 @@ impl ImageFile {
         }
     }
 
-    /// The file on one reactor.
+    /// Returns the file on one reactor.
     pub fn storage(&self, handle: &Handle) -> io::Result<Store> {
         Ok(match &self.medium {
             Medium::File(fd) => {
@@ -235,15 +239,15 @@ impl ImageFile {
         })
     }
 
-    /// The same file by a descriptor that only reads, and is not locked yet: see
+    /// Opens the same file for reading by a new descriptor, without a lock. See
     /// [`ImageFile::hand_lock_to`].
     pub fn reader(&self) -> io::Result<ImageFile> {
         let fd = self.open_again(OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOCTTY)?;
         Ok(ImageFile { medium: Medium::File(Arc::new(fd.into())), read_only: true, ..self.twin() })
     }
 
-    /// The same file by a descriptor that also writes; it takes this one's lock over, and more:
-    /// nobody else may have the file open. [`ImageFile::hand_lock_to`] gives the lock back.
+    /// Opens the same file for writing by a new descriptor. It takes over this one's lock and makes
+    /// it exclusive. [`ImageFile::hand_lock_to`] returns the lock.
     pub fn writer(&self) -> Result<ImageFile, OpenError> {
         let failed =
             |operation| move |source| OpenError::Io { path: self.path.clone(), operation, source };
@@ -254,7 +258,7 @@ impl ImageFile {
         let writer =
             ImageFile { medium: Medium::File(fd.clone()), read_only: false, ..self.twin() };
         let locking = failed("locking it (an OFD lock)");
-        // A reader's lock at each moment, so that no writer comes between.
+        // A shared lock is held at each moment, so that no writer can take the file in between.
         let locked = host::lock(&fd, Lock::Shared)
             .and_then(|_| host::lock(mine, Lock::None))
             .map_err(LockError::Io)
@@ -271,13 +275,13 @@ impl ImageFile {
         }
     }
 
-    /// By its descriptor: under its name there may be another file meanwhile.
+    /// By its descriptor, because its path may name another file by now.
     fn open_again(&self, flags: OFlags) -> io::Result<OwnedFd> {
         let flags = if self.direct() { flags | OFlags::DIRECT } else { flags };
         Ok(rustix::fs::open(path_of(self.local()?.as_fd()), flags, Mode::empty())?)
     }
 
-    /// What is known of the file, without its lock.
+    /// Returns a copy of the file's properties, without the lock.
     fn twin(&self) -> ImageFile {
         ImageFile {
             path: self.path.clone(),
@@ -293,8 +297,8 @@ impl ImageFile {
         }
     }
 
-    /// From a writer's lock to a reader's, which `reader` has from now on. At no moment may anybody
-    /// else write to the file.
+    /// Turns this writer's lock into a shared lock of `reader`. At no moment can another process
+    /// write to the file.
     pub fn hand_lock_to(&self, reader: &ImageFile) -> io::Result<()> {
         let (Medium::File(mine), Medium::File(theirs)) = (&self.medium, &reader.medium) else {
             return Ok(());
@@ -308,11 +312,12 @@ impl ImageFile {
     }
 
     fn local(&self) -> io::Result<&Arc<LockedFile>> {
-        self.fd()
-            .ok_or_else(|| io::Error::new(io::ErrorKind::Unsupported, "it is no file of this host"))
+        self.fd().ok_or_else(|| {
+            io::Error::new(io::ErrorKind::Unsupported, "it is not a file of this host")
+        })
     }
 
-    /// Records durably that the overlay lies on this image; see [`record`].
+    /// Durably records that the overlay is on this image; see [`record`].
     pub fn record_overlay(&self, overlay: &Path) -> io::Result<()> {
         let write = || record::write(self.local()?, &self.path, overlay);
         self.journal
@@ -329,7 +334,7 @@ impl ImageFile {
         &self.path
     }
 
-    /// None: it is no file of this host.
+    /// Returns the descriptor. None if it is no file of this host.
     pub fn fd(&self) -> Option<&Arc<LockedFile>> {
         match &self.medium {
             Medium::File(fd) => Some(fd),
@@ -337,7 +342,7 @@ impl ImageFile {
         }
     }
 
-    /// What a scheme opened; None: it is a file of this host.
+    /// Returns what a scheme opened. None if it is a file of this host.
     pub fn opened(&self) -> Option<&dyn Opened> {
         match &self.medium {
             Medium::File(_) => None,
@@ -345,8 +350,8 @@ impl ImageFile {
         }
     }
 
-    /// The device that its bytes lie on, which other disks may share, and whether it turns. None:
-    /// no other disk can have it.
+    /// Returns the device that holds its data and that other disks may share, and whether it is
+    /// rotational. None: no other disk can share it.
     pub fn device(&self) -> io::Result<Option<(String, bool)>> {
         match &self.medium {
             Medium::File(fd) => host::backing_device(fd).map(Some),
@@ -354,12 +359,12 @@ impl ImageFile {
         }
     }
 
-    /// The file's length in bytes, which need not be a multiple of a sector.
+    /// Returns the file's length in bytes, which need not be a multiple of a sector.
     pub fn size(&self) -> u64 {
         self.size.load(Ordering::Relaxed)
     }
 
-    /// Asks the file again how long it is (it was resized by a person); answers the new length.
+    /// Reads the file's length again, after a resize. Returns the new length in bytes.
     pub fn refresh_size(&self) -> io::Result<u64> {
         let Some(fd) = self.fd() else { return Ok(self.size()) };
         let size = host::file_size(fd)?;
@@ -375,22 +380,23 @@ impl ImageFile {
         self.read_only
     }
 
-    /// Whether the page cache is really bypassed: `cache` may have asked for it in vain.
+    /// Returns whether requests bypass the page cache. It may be false although `cache` asked for
+    /// it.
     pub fn direct(&self) -> bool {
         self.capabilities.direct
     }
 
-    /// A block device or an export, not a file.
+    /// Returns whether it is a block device or an export, not a file.
     pub fn is_device(&self) -> bool {
         self.capabilities.fixed_length
     }
 
-    /// What requests must be multiples of.
+    /// Returns what requests must be multiples of.
     pub fn alignment(&self) -> Alignment {
         Alignment::of(&self.geometry, self.capabilities)
     }
 
-    /// Shared by all reactors that use this open file.
+    /// Returns the lock for read-modify-write, which all reactors that use this file share.
     pub fn range_lock(&self) -> &Arc<RangeLock> {
         &self.range_lock
     }
@@ -399,7 +405,7 @@ impl ImageFile {
         self.journal.as_ref()
     }
 
-    /// Which file of this host it is; None: it is none.
+    /// Returns which file of this host it is. None if it is not one.
     pub fn id(&self) -> Option<FileId> {
         self.id
     }
@@ -409,7 +415,7 @@ impl ImageFile {
     }
 }
 
-/// Returns whether the name is meant as a URI, and is not by chance the path of a file.
+/// Returns whether the name looks like a URI, and is not the path of an existing file.
 fn is_unknown_uri(path: &Path) -> bool {
     path.to_str().is_some_and(|name| name.contains("://")) && !path.exists()
 }
@@ -430,7 +436,7 @@ mod tests {
     }
 
     #[test]
-    fn one_writer_or_many_readers() {
+    fn an_image_has_one_writer_or_many_readers() {
         let path = scratch("lock", 1000);
         let writer = ImageFile::open(&options(&path, false)).unwrap();
         assert_eq!(writer.size(), 1000);
@@ -443,10 +449,10 @@ mod tests {
     }
 
     #[test]
-    fn a_writer_becomes_a_reader_and_nobody_gets_between() {
+    fn a_writer_becomes_a_reader_and_no_other_process_takes_the_lock_in_between() {
         let path = scratch("reader", 4096);
         let writer = ImageFile::open(&options(&path, false)).unwrap();
-        // Under its old name there is another file, which is not meant.
+        // Its old path names another file, which must not be used.
         let moved = path.with_extension("moved");
         std::fs::rename(&path, &moved).unwrap();
         let _other = scratch("reader", 1);
@@ -473,7 +479,7 @@ mod tests {
     }
 
     #[test]
-    fn a_uri_of_an_unknown_scheme_is_refused_with_those_that_are_known() {
+    fn the_error_for_an_unknown_scheme_lists_the_known_ones() {
         let error = ImageFile::open(&options(Path::new("http://host/disk.img"), false))
             .unwrap_err()
             .to_string();
@@ -484,7 +490,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_name_the_file_and_the_way_out() {
+    fn errors_name_the_file_and_what_to_do() {
         let missing =
             ImageFile::open(&options(Path::new("/nonexistent/x.img"), false)).unwrap_err();
         assert_eq!(missing.to_string(), "image /nonexistent/x.img: there is no such file");

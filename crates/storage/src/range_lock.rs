@@ -1,9 +1,9 @@
-//! Keeps read-modify-write apart from other writes to the same blocks.
+//! A lock on byte ranges that separates read-modify-write from other writes to the same blocks.
 //!
-//! Only images whose O_DIRECT unit is larger than a sector need this: there a write of part of a
-//! block reads the block, changes it and writes it whole, and would undo a write to the rest of the
-//! block that came in between. All writes of such an image take their blocks first. Reactors share
-//! the lock; images with 512-byte units never touch it.
+//! Only images whose O_DIRECT unit is larger than a sector need this. A write of part of a block
+//! reads the block, changes it and writes all of it. That would undo a concurrent write to the rest
+//! of the block. So all writes of such an image lock their blocks first. All reactors share the
+//! lock. Images with 512-byte units never use it.
 
 use std::future::poll_fn;
 use std::ops::Range;
@@ -22,7 +22,7 @@ struct Held {
 }
 
 impl RangeLock {
-    /// Waits until nobody holds a byte of `range` (bytes), and holds it until the guard is dropped.
+    /// Waits until no other guard holds a byte of `range`, and holds it until the guard is dropped.
     pub async fn hold(&self, range: Range<u64>) -> RangeGuard<'_> {
         poll_fn(|cx| {
             let mut held = self.held.lock().unwrap_or_else(|e| e.into_inner());
@@ -64,7 +64,7 @@ mod tests {
     use crate::sim::{Rng, Sim, yield_now};
     use blockyard_ring::Executor;
 
-    /// Takes random ranges, and sees to it that nobody else is in them.
+    /// Locks random ranges, and checks that no other task holds a byte of them.
     async fn visit(lock: &RangeLock, inside: &[AtomicU32], mut rng: Rng, visits: usize) {
         for _ in 0..visits {
             let start = rng.below(inside.len() as u64);
@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn no_byte_is_held_twice_and_everybody_gets_it() {
+    fn no_byte_is_held_twice_and_every_task_gets_its_range() {
         for seed in 0..200 {
             let (sim, shared) =
                 (Sim::new(seed).step_limit(100_000), Rc::new((RangeLock::default(), cells())));
@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn reactors_of_several_threads_share_it() {
+    fn reactors_of_several_threads_share_the_lock() {
         let (lock, inside) =
             (std::sync::Arc::new(RangeLock::default()), std::sync::Arc::new(cells()));
         let threads: Vec<_> = (0..4)
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn neighbours_do_not_wait_and_who_goes_away_waits_no_more() {
+    fn adjacent_ranges_do_not_wait_and_a_dropped_wait_leaves_nothing_behind() {
         let sim = Sim::new(1);
         sim.block_on(async {
             let lock = RangeLock::default();

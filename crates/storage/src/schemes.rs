@@ -1,8 +1,7 @@
 //! The table of storages: how each is named, what opens it, and its form on one reactor.
 //!
-//! What must hold: a file costs what it costs by itself, because each request goes through a
-//! `match` that the compiler inlines. Other storages do their requests in futures of their own, so
-//! that those of files, of which there are many, stay small.
+//! What must hold: the table adds no cost to a file, because each request goes through a `match`
+//! that the compiler inlines. Other storages use boxed futures, so that those of files stay small.
 
 use std::io;
 use std::path::Path;
@@ -17,19 +16,19 @@ use crate::open::{OpenOptions, Opened};
 use crate::sim::Recorded;
 use crate::storage::Storage;
 
-/// A kind of name that is no path, and what opens it.
+/// A kind of storage names that are no paths, and what opens them.
 pub trait Scheme: Sync {
-    /// What such names look like, for messages and help.
+    /// Returns the form of such names, for messages and help.
     fn forms(&self) -> &'static str;
-    /// Whether the name is meant to be one of these, right or wrong.
+    /// Returns whether the name belongs to this scheme, well-formed or not.
     fn owns(&self, name: &str) -> bool;
     fn open(&self, name: &str, options: &OpenOptions) -> Result<Arc<dyn Opened>, StorageError>;
-    /// Returns the one spelling that all names of the same storage have.
+    /// Returns the normalized form, which is the same for all names of the same storage.
     fn normalize(&self, name: &str) -> Result<String, StorageError>;
-    /// Returns the name as it is to be opened, if the operator's `allowed` lets images name it. It
+    /// Returns the name to open, if the operator's `allowed` permits images to refer to `name`. It
     /// may add what only the operator knows, such as certificates.
     fn permit(&self, allowed: &str, name: &str) -> Option<String>;
-    /// What the operator can allow, so that the name is permitted.
+    /// Returns what the operator can allow, so that the name is permitted.
     fn allowance(&self, name: &str) -> String;
 }
 
@@ -51,7 +50,7 @@ macro_rules! storages {
     };
 }
 
-// A further storage is a row here. Without `named by` no name leads to it.
+// Add further storages here. Without `named by`, no name opens the storage.
 storages! {
     /// A file or block device of this host: any name that no scheme owns.
     File(HostFile) inline;
@@ -78,7 +77,7 @@ mod tests {
     use crate::storage::{Alignment, Capabilities};
 
     #[test]
-    fn names_lead_to_the_scheme_that_owns_them() {
+    fn a_name_selects_the_scheme_that_owns_it() {
         for name in ["nbd://host/a", "nbds://host", "nbd+unix:///?socket=/s", "nbdx://wrong"] {
             let (scheme, text) = scheme_of(Path::new(name)).unwrap();
             assert_eq!((scheme.forms(), text), (nbd::NbdScheme.forms(), name));
@@ -110,7 +109,7 @@ mod tests {
         );
     }
 
-    /// Storage with demands. Its answers are all different.
+    /// A storage with alignment requirements. Each of its methods returns another result.
     #[derive(Clone)]
     struct Demanding;
 
@@ -164,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn a_layer_over_a_storage_hands_on_what_it_does_not_change() {
+    fn a_layer_over_a_storage_forwards_what_it_does_not_change() {
         let scratch = std::env::temp_dir().join(format!("blockyard-layer-{}", std::process::id()));
         std::fs::write(&scratch, [0; 512]).unwrap();
         let layer = Recorded::new(Demanding, &Journal::default(), &scratch).unwrap();
@@ -196,7 +195,7 @@ mod tests {
             capabilities: Capabilities::default(),
         });
         let through = size_of_val(&store.read(Segments::default(), 0));
-        // Its own arguments, and where it is.
+        // Its own arguments and the state of the future.
         assert!(
             through <= alone + size_of::<Segments>() + 64,
             "{through} bytes, {alone} without the table"

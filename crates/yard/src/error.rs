@@ -1,4 +1,4 @@
-//! Errors of commands: which disk, what was tried, and why it failed.
+//! Errors of commands: the disk, the operation, and why it failed.
 
 use std::io;
 use std::path::PathBuf;
@@ -13,7 +13,7 @@ pub enum YardError {
     NotFound { disk: String },
     #[error("a disk is called \"{disk}\" already: choose another name")]
     NameTaken { disk: String },
-    /// The caller could not say what the disk is.
+    /// The caller could not determine the disk's settings.
     #[error(transparent)]
     Settings(WayError),
     #[error(transparent)]
@@ -25,11 +25,11 @@ pub enum YardError {
     #[error("disk {disk}: finding the image's size")]
     Size { disk: String, source: io::Error },
     #[error(
-        "disk {disk}: {running} jobs run already, and no more may: wait until one of them ends, or cancel one"
+        "disk {disk}: {running} jobs run already, and no more may: wait until one ends or cancel one"
     )]
     TooManyJobs { disk: String, running: usize },
     #[error("disk {disk}: starting a thread")]
     Thread { disk: String, source: io::Error },
-    #[error("the server ends, and takes no more commands")]
+    #[error("the server is ending, and accepts no more commands")]
     Closing,
 }

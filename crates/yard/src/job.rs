@@ -1,5 +1,5 @@
-//! Jobs: snapshot, commit and stream. Each runs on a thread of its own beside the other commands
-//! for its disk.
+//! Jobs: snapshot, commit and stream. Each job runs on a thread of its own, concurrently with other
+//! commands for its disk.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,19 +9,19 @@ use blockyard_disk::{Disk, SnapshotOptions, Work, WorkError};
 
 use crate::error::YardError;
 
-/// Jobs that may run at a time, of all disks together.
-const MOST_RUNNING: usize = 16;
+/// Most jobs that run at a time, for all disks together.
+const MAX_RUNNING: usize = 16;
 
-/// Jobs that have ended and are listed still.
-const MOST_ENDED: usize = 64;
+/// Most jobs that have ended and are still listed.
+const MAX_ENDED: usize = 64;
 
 #[derive(Clone, Debug)]
 pub enum JobKind {
-    /// Puts an overlay on the image: the image stays as it is from then on.
+    /// Puts an overlay on the image. The image no longer changes from then on.
     Snapshot(SnapshotOptions),
-    /// Copies what the topmost image has into the one below it, and empties the topmost one.
+    /// Copies the topmost image's data into its backing image, and empties the topmost one.
     Commit,
-    /// Copies what the images below have into the topmost one, which then stands alone.
+    /// Copies the data of all backing images into the topmost one, which then needs none.
     Stream,
 }
 
@@ -58,7 +58,7 @@ struct Shared {
 }
 
 impl Job {
-    /// Tells the job from all others of this yard.
+    /// Returns the job's number, which is unique in this yard.
     pub fn number(&self) -> u64 {
         self.0.number
     }
@@ -72,14 +72,15 @@ impl Job {
         &self.0.kind
     }
 
-    /// Returns bytes done and bytes in all. The second grows while the job finds what it has to do.
+    /// Returns the bytes done and the total bytes. The total grows while the job finds what it must
+    /// do.
     pub fn progress(&self) -> (u64, u64) {
         let progress = self.0.work.progress();
         (progress.done(), progress.total())
     }
 
-    /// Ends a commit or a stream soon. Its state is [`JobState::Failed`] then, except if it was
-    /// done already. A snapshot goes on, because it takes no longer than an answer.
+    /// Cancels a commit or a stream. Its state becomes [`JobState::Failed`], unless it is done
+    /// already. A snapshot is not cancelled, because it is short.
     pub fn cancel(&self) {
         self.0.work.cancel();
     }
@@ -155,7 +156,7 @@ impl Jobs {
     pub fn start(&self, name: &str, disk: &Arc<Disk>, kind: JobKind) -> Result<Job, YardError> {
         let mut all = self.all();
         let running = all.iter().filter(|job| job.is_running()).count();
-        if running >= MOST_RUNNING {
+        if running >= MAX_RUNNING {
             return Err(YardError::TooManyJobs { disk: name.into(), running });
         }
         let shared = Arc::new(Shared {
@@ -173,9 +174,9 @@ impl Jobs {
         started.map_err(|source| YardError::Thread { disk: name.into(), source })?;
         let mut ended = all.len() - running;
         all.retain(|job| {
-            let goes = ended >= MOST_ENDED && !job.is_running();
-            ended -= usize::from(goes);
-            !goes
+            let remove = ended >= MAX_ENDED && !job.is_running();
+            ended -= usize::from(remove);
+            !remove
         });
         all.push(job.clone());
         Ok(job)

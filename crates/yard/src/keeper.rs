@@ -18,21 +18,21 @@ use crate::served::{Ended, ServedDisk, describe_image};
 use crate::settings::DiskSettings;
 use crate::shares::Shares;
 
-/// Commands of each lane that run at a time.
+/// Threads of each pool.
 const AT_A_TIME: usize = 4;
 
-/// What all commands use.
+/// State that all commands use.
 pub(crate) struct Context {
     pub reactors: Arc<Reactors>,
     pub shares: Shares,
     pub jobs: Jobs,
-    /// No disk is added any more.
+    /// The yard is closing: no disk is added.
     pub is_closing: AtomicBool,
 }
 
-/// What a command does: it gets the disk of that name, if there is one, and returns the disk that
-/// is there afterwards, and its answer. The answer runs when the table has the disk again, so that
-/// its receiver finds what the command has done.
+/// A command: it gets the disk of that name, if there is one. It returns the disk that is there
+/// afterwards, and its answer. The answer runs when the table has the disk again, so that its
+/// receiver sees the effect of the command.
 pub(crate) type Operation =
     Box<dyn FnOnce(&Context, Option<ServedDisk>) -> (Option<ServedDisk>, Answer) + Send>;
 pub(crate) type Answer = Box<dyn FnOnce()>;
@@ -49,7 +49,7 @@ pub enum DiskState {
     /// Its image is being opened, or its exports start.
     Opening,
     Serving,
-    /// A command is at work on it. Clients notice nothing of that.
+    /// A command is working on it. Clients do not notice.
     Busy,
     /// Its exports end, and its image is flushed and closed.
     Closing,
@@ -60,14 +60,14 @@ pub enum DiskState {
 pub struct DiskInfo {
     pub name: String,
     pub state: DiskState,
-    /// The image that was named when the disk was added. None while it is being opened.
+    /// The image that was given when the disk was added. None while it is being opened.
     pub image: Option<PathBuf>,
     /// The images that it consists of now.
     pub images: String,
     /// In bytes; 0 while the image is being opened.
     pub capacity: u64,
     pub is_read_only: bool,
-    /// Where it is offered.
+    /// Where its exports offer it.
     pub ways: Vec<String>,
 }
 
@@ -75,15 +75,15 @@ struct Entry {
     /// Disks are listed in the order of their arrival.
     arrival: u64,
     state: DiskState,
-    /// None: a thread of the pool has it, or it is not there yet.
+    /// None while a thread of the pool has it, or before it is open.
     disk: Option<Box<ServedDisk>>,
     /// What the list shows of it.
     shown: Option<(Arc<Disk>, DiskSettings)>,
     waiting: VecDeque<(DiskState, Operation)>,
 }
 
-/// The end of the yard: the caller that waits for it, and the figures of the disks that have ended
-/// so far.
+/// State of closing the yard: the caller that waits for it, and the statistics of the disks that
+/// have ended so far.
 struct Closing {
     reply: SyncSender<Vec<Ended>>,
     sender: Sender<Ended>,
@@ -95,8 +95,7 @@ pub(crate) struct Keeper {
     messages: Sender<Message>,
     entries: BTreeMap<String, Entry>,
     arrivals: u64,
-    /// Opening an image may take as long as a server of another host likes. It holds up no other
-    /// command.
+    /// Runs commands that open images. A slow server on another host must not delay other commands.
     opening: Pool,
     others: Pool,
     closing: Option<Closing>,
@@ -116,7 +115,7 @@ impl Keeper {
         }
     }
 
-    /// Carries out commands until the yard is closed.
+    /// Runs commands until the yard is closed.
     pub fn run(mut self, messages: &Receiver<Message>) {
         for message in messages {
             match message {
@@ -150,11 +149,11 @@ impl Keeper {
         }
     }
 
-    /// Gives the disk to a thread of the pool.
+    /// Passes the disk and the command to a thread of a pool.
     fn begin(&mut self, name: String, state: DiskState, operation: Operation) {
         let Some(entry) = self.entries.get_mut(&name) else { return };
-        // An addition under the name of a served disk opens nothing: it is refused, and must not
-        // wait for slow images.
+        // Adding a disk under a name in use opens nothing and fails. It must not wait for slow
+        // images.
         let opens = state == DiskState::Opening && entry.disk.is_none();
         entry.state = if state == DiskState::Opening && !opens { DiskState::Busy } else { state };
         let done = Done { messages: self.messages.clone(), name, disk: None };
@@ -181,7 +180,7 @@ impl Keeper {
     }
 
     fn list(&self) -> Vec<DiskInfo> {
-        // A command for a disk that is not there has an entry too, until it is done.
+        // A command for a disk that does not exist has an entry, too, until it is done.
         let is_disk = |entry: &Entry| entry.shown.is_some() || entry.state == DiskState::Opening;
         let mut entries: Vec<_> = self.entries.iter().filter(|(_, entry)| is_disk(entry)).collect();
         entries.sort_by_key(|(_, entry)| entry.arrival);
@@ -198,7 +197,7 @@ impl Keeper {
     }
 }
 
-/// Closes a disk and sends its last figures.
+/// Closes a disk and sends its last statistics.
 fn close(ended: Sender<Ended>) -> Operation {
     Box::new(move |context, disk| {
         disk.into_iter().for_each(|disk| drop(ended.send(disk.close(context))));

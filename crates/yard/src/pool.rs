@@ -1,5 +1,5 @@
-//! Threads that carry out commands: at most a fixed number, which start when there is work and end
-//! when there is none, so that an idle server has no memory in their stacks.
+//! Threads that run commands: at most a fixed number. They start when there is work and end when
+//! there is none, so that an idle server uses no memory for their stacks.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -39,13 +39,13 @@ fn work(queue: &Mutex<Queue>) {
 }
 
 impl Pool {
-    /// A pool of at most `most` threads that are called `name`.
+    /// Returns a pool of at most `most` threads named `name`.
     pub fn new(name: &'static str, most: usize) -> Self {
         Pool { queue: Arc::default(), name, most }
     }
 
-    /// Runs `task` on a thread of the pool, after those that came before it if all threads are
-    /// busy. Without any thread (the kernel gives none) it runs on this one.
+    /// Runs `task` on a thread of the pool, after earlier tasks. Runs it on this thread if the
+    /// kernel refuses to start any thread.
     pub fn run(&self, task: Task) {
         let mut locked = lock(&self.queue);
         locked.tasks.push_back(task);
@@ -57,7 +57,7 @@ impl Pool {
         let queue = self.queue.clone();
         let thread = std::thread::Builder::new().name(self.name.into()).stack_size(STACK_BYTES);
         if let Err(e) = thread.spawn(move || work(&queue)) {
-            tracing::warn!("starting a thread for commands: {e}");
+            tracing::warn!("cannot start a thread for commands: {e}");
             let mut locked = lock(&self.queue);
             locked.threads -= 1;
             let task = if locked.threads == 0 { locked.tasks.pop_front() } else { None };

@@ -1,4 +1,4 @@
-//! One disk with its exports, and what a command does with it. All of this runs on a thread of the
+//! One disk with its exports, and what commands do with it. All of this runs on a thread of the
 //! pool.
 
 use std::path::PathBuf;
@@ -16,7 +16,7 @@ use crate::shares::Shares;
 /// Length of a serial number in bytes (virtio 1.2, section 5.2.6.1).
 const SERIAL_BYTES: usize = 20;
 
-/// A disk as it is at the moment of the report.
+/// The state and statistics of a disk.
 pub struct Report {
     pub name: String,
     /// Each client that is connected, described for people.
@@ -28,7 +28,7 @@ pub struct Report {
     pub share: Arc<Share>,
 }
 
-/// The last figures of a disk that is served no more.
+/// The last statistics of a disk that is no longer served.
 pub struct Ended {
     pub name: String,
     pub statistics: Statistics,
@@ -38,7 +38,7 @@ pub struct Ended {
     pub is_flushed: bool,
 }
 
-/// What changes while clients are connected. None: it stays as it is.
+/// Changes to a disk while clients are connected. None: no change.
 #[derive(Clone, Debug, Default)]
 pub struct Change {
     pub knobs: Option<Knobs>,
@@ -60,8 +60,8 @@ pub(crate) struct ServedDisk {
 }
 
 impl ServedDisk {
-    /// Opens the image and starts the exports. After an error nothing of it is left: no export, no
-    /// lock on the image.
+    /// Opens the image and starts the exports. After an error no export and no lock on the image
+    /// remains.
     pub fn open(
         settings: DiskSettings,
         reactors: &Arc<Reactors>,
@@ -132,7 +132,7 @@ impl ServedDisk {
         }
     }
 
-    /// Takes over the size that the image has now, and notifies clients of a new one.
+    /// Adopts the present size of the image. Notifies clients if it has changed.
     pub fn refresh(&mut self) -> Result<Option<Resized>, YardError> {
         let old = self.disk.capacity();
         let failed = |source| YardError::Size { disk: self.settings.name.clone(), source };
@@ -164,7 +164,7 @@ fn options(settings: &DiskSettings) -> DiskOptions {
     }
 }
 
-/// Returns the sum of what all reactors counted for `disk`.
+/// Returns the sum of the statistics of all reactors.
 fn statistics(disk: &Arc<Disk>, reactors: &Reactors) -> (Statistics, PolicyFigures) {
     let (mut all, mut policies) = (Statistics::default(), PolicyFigures::default());
     for reactor in reactors.all() {

@@ -1,4 +1,4 @@
-//! What a disk is, apart from how a person says it (command line, configuration file, API).
+//! Settings of a disk, independent of their source (command line, configuration file, API).
 
 use std::error::Error;
 use std::sync::Arc;
@@ -8,15 +8,15 @@ use blockyard_export::{Export, Reactors};
 use blockyard_image::ChainOptions;
 use blockyard_sched::Knobs;
 
-/// Why an export could not be started, or settings could not be made.
+/// Error of an export that could not be started, or of settings that could not be made.
 pub type WayError = Box<dyn Error + Send + Sync>;
 
 /// Starts one export of a disk. An implementation holds the options of its protocol.
 pub trait Way: Send + Sync {
-    /// Describes where the disk is offered, for people: `/run/vm1.sock`, `unix:/run/nbd.sock`.
+    /// Returns where the disk is offered, for people: `/run/vm1.sock`, `unix:/run/nbd.sock`.
     fn describe(&self) -> String;
 
-    /// Starts the export. After an error nothing of it is left.
+    /// Starts the export. After an error nothing of it remains.
     fn start(
         &self,
         disk: &Arc<Disk>,
@@ -26,17 +26,16 @@ pub trait Way: Send + Sync {
 
 #[derive(Clone)]
 pub struct DiskSettings {
-    /// Tells the disk from the others of the yard; also its name in messages.
+    /// Name of the disk, unique in the yard, also used in messages.
     pub name: String,
-    /// The serial number that a guest reads. Bytes from the 21st are cut off.
+    /// Serial number that a guest reads. It is truncated to 20 bytes.
     pub serial: String,
     /// The image, with its format and cache mode.
     pub image: ChainOptions,
     pub filters: Vec<Filter>,
-    /// The name of the device that the disk shares with others. None: the device on which its image
-    /// lies.
+    /// Name of the device that the disk shares with others. None: the device that holds its image.
     pub device: Option<String>,
-    /// The name of its group of disks, which share one weight, limits and reservation.
+    /// Name of its group of disks, which share one weight, limits and reservation.
     pub group: Option<String>,
     pub knobs: Knobs,
     /// Exports start in this order.

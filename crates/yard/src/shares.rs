@@ -13,10 +13,10 @@ use blockyard_sched::{Calibration, DeviceProfile, Host, Knobs, Share};
 use crate::error::YardError;
 use crate::settings::DiskSettings;
 
-/// What was measured of a device.
+/// The measured calibration of a device.
 #[derive(Clone, Debug)]
 pub struct MeasuredDevice {
-    /// The device's name, as the kernel has it or as `device` of a disk says it.
+    /// Name of the device: the kernel's, or the `device` setting of a disk.
     pub device: String,
     pub calibration: Calibration,
 }
@@ -29,7 +29,7 @@ pub struct Shares {
 }
 
 impl Shares {
-    /// With `is_fair` off, disks get as much of a device as they ask for. Their limits hold.
+    /// If `is_fair` is false, disks share no device: only their limits apply.
     pub fn new(
         is_fair: bool,
         measured: Vec<MeasuredDevice>,
@@ -38,7 +38,7 @@ impl Shares {
         Shares { host: Host::default(), groups: RwLock::new(groups), is_fair, measured }
     }
 
-    /// Makes the share of a disk. `source` is its open image.
+    /// Creates the share of a disk. `source` is its open image.
     pub fn open(&self, settings: &DiskSettings, source: &Source) -> Result<Arc<Share>, YardError> {
         let image = || settings.image.path.clone();
         let lies_on =
@@ -61,8 +61,7 @@ impl Shares {
         Ok(self.host.share(device, group, &settings.knobs))
     }
 
-    /// Returns what was measured of the device under one of its names, or what such devices usually
-    /// do.
+    /// Returns the measured profile of the device under one of its names, or a typical one.
     fn profile(&self, names: [Option<&str>; 2], rotational: bool) -> DeviceProfile {
         let usual = if rotational { DeviceProfile::ROTATIONAL } else { DeviceProfile::FLASH };
         let known = names
@@ -72,8 +71,8 @@ impl Shares {
         known.map_or(usual, |known| DeviceProfile { calibration: known.calibration, ..usual })
     }
 
-    /// Gives groups other knobs. A group that `groups` does not name keeps its knobs, because disks
-    /// may be in it still.
+    /// Changes the knobs of groups. A group that `groups` does not name keeps its knobs, because
+    /// disks may still be in it.
     pub fn set_groups(&self, groups: BTreeMap<String, Knobs>) {
         let mut known = self.groups.write().unwrap_or_else(PoisonError::into_inner);
         for (name, knobs) in groups {

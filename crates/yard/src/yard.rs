@@ -18,9 +18,9 @@ use crate::shares::Shares;
 
 /// The set of disks that this process serves. Clones are handles to the same set.
 ///
-/// Calls block their thread until the command is done, except those with `then`. No reactor may
-/// call them. The last handle that goes closes the yard and waits for nothing: call [`Yard::close`]
-/// first to learn what was flushed.
+/// Calls block their thread until the command is done, except those with `then`. Reactors must not
+/// call them. Dropping the last handle closes the yard without waiting: call [`Yard::close`] first
+/// to learn what was flushed.
 #[derive(Clone)]
 pub struct Yard(Arc<Handle>);
 
@@ -49,16 +49,16 @@ impl Yard {
         Ok(Yard(Arc::new(Handle { messages, context })))
     }
 
-    /// Opens a disk and starts its exports. After an error nothing of the disk is left.
+    /// Opens a disk and starts its exports. After an error nothing of the disk remains.
     pub fn add(&self, settings: DiskSettings) -> Result<(), YardError> {
         let (answer, receiver) = answer();
         self.send_add(settings.name.clone(), || Ok(settings), answer);
         receiver.recv().unwrap_or(Err(YardError::Closing))
     }
 
-    /// Does the same without a wait. `settings` says what the disk is, and may block. `then` gets
-    /// the result before the next command for the disk begins. Both run on another thread; after
-    /// the end of the yard they do not run.
+    /// Like [`Yard::add`], without waiting. `settings` returns the disk's settings, and may block.
+    /// `then` gets the result before the next command for the disk begins. Both run on another
+    /// thread. They do not run after the end of the yard.
     pub fn add_then(
         &self,
         name: String,
@@ -93,8 +93,8 @@ impl Yard {
         receiver.recv().unwrap_or(Err(YardError::Closing))
     }
 
-    /// Does the same without a wait. `then` gets the result on another thread before the next
-    /// command for the disk begins; after the end of the yard it does not run.
+    /// Like [`Yard::remove`], without waiting. `then` gets the result on another thread before the
+    /// next command for the disk begins. It does not run after the end of the yard.
     pub fn remove_then(
         &self,
         name: String,
@@ -116,15 +116,15 @@ impl Yard {
         self.send(name, DiskState::Closing, operation);
     }
 
-    /// Returns a row for each disk, in the order in which the disks were added. Waits for no
-    /// command.
+    /// Returns a row for each disk, in the order in which they were added. Does not wait for
+    /// commands.
     pub fn list(&self) -> Vec<DiskInfo> {
         let (sender, receiver) = mpsc::sync_channel(1);
         let _ = self.0.messages.send(Message::List(sender));
         receiver.recv().unwrap_or_default()
     }
 
-    /// Returns the clients and the figures of a disk.
+    /// Returns the clients and the statistics of a disk.
     pub fn report(&self, name: &str) -> Result<Report, YardError> {
         self.with(name, |context, disk| Ok(disk.report(&context.reactors)))
     }
@@ -137,22 +137,22 @@ impl Yard {
         })
     }
 
-    /// Takes over the size that a disk's image has now. None: it has not changed.
+    /// Adopts the present size of a disk's image. Returns None if it has not changed.
     pub fn refresh(&self, name: &str) -> Result<Option<Resized>, YardError> {
         self.with(name, |_, disk| disk.refresh())
     }
 
-    /// Starts a snapshot, commit or stream of a disk. Other commands for the disk go on beside it.
+    /// Starts a snapshot, commit or stream of a disk. Other commands for the disk run concurrently.
     pub fn start_job(&self, name: &str, kind: JobKind) -> Result<Job, YardError> {
         self.with(name, |context, disk| context.jobs.start(&disk.settings.name, &disk.disk, kind))
     }
 
-    /// Returns the jobs that run, and the last ones that have ended, in the order of their starts.
+    /// Returns the running jobs, and the latest ones that have ended, in the order of their starts.
     pub fn jobs(&self) -> Vec<Job> {
         self.0.context.jobs.list()
     }
 
-    /// Gives groups of disks other knobs, at once.
+    /// Changes the knobs of groups of disks at once.
     pub fn set_groups(&self, groups: BTreeMap<String, Knobs>) {
         self.0.context.shares.set_groups(groups);
     }
@@ -161,8 +161,8 @@ impl Yard {
         &self.0.context.reactors
     }
 
-    /// Removes all disks and ends the yard, for all handles. Disks that are being opened are not
-    /// waited for, because no client has written to them yet.
+    /// Removes all disks and ends the yard, for all handles. Does not wait for disks that are being
+    /// opened, because no client has written to them yet.
     pub fn close(&self) -> Vec<Ended> {
         self.0.context.is_closing.store(true, Ordering::SeqCst);
         let (sender, receiver) = mpsc::sync_channel(1);
@@ -170,7 +170,7 @@ impl Yard {
         receiver.recv().unwrap_or_default()
     }
 
-    /// Runs a command on a disk that is served, and waits for its answer.
+    /// Runs a command on a served disk, and waits for its answer.
     fn with<T: Send + 'static>(
         &self,
         name: &str,
@@ -191,13 +191,13 @@ impl Yard {
     }
 }
 
-/// An answer to a caller that waits. The table has the disk again when the caller gets it.
+/// Returns an answer to a caller that waits. The table has the disk again when the caller gets it.
 fn answer<T: Send + 'static>() -> (impl FnOnce(T) -> Answer + Send + 'static, Receiver<T>) {
     let (sender, receiver) = mpsc::sync_channel(1);
     (move |result| Box::new(move || drop(sender.send(result))) as Answer, receiver)
 }
 
-/// An answer to a caller that does not wait. The command ends with it.
+/// Returns an answer to a caller that does not wait. The command ends with it.
 fn at_once<T: 'static>(
     then: impl FnOnce(T) + Send + 'static,
 ) -> impl FnOnce(T) -> Answer + Send + 'static {

@@ -1,4 +1,4 @@
-//! Which file of this host something is, whatever names it has.
+//! The identity of a file of this host, whatever its name.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -6,7 +6,7 @@ use std::path::Path;
 
 use rustix::fs::{FileType, Stat};
 
-/// A file by its inode, a block device by its number.
+/// A file by its inode, or a block device by its number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileId {
     File { device: u64, inode: u64 },

@@ -1,7 +1,7 @@
 //! The lock of an image file, and how long a start waits for it.
 //!
-//! What must hold: a lock that a living process has is reported soon; one that a killed process
-//! left behind is waited for.
+//! What must hold: a lock that a living process holds is reported soon. A lock that a killed
+//! process left behind is waited for.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -10,27 +10,27 @@ use std::time::{Duration, Instant};
 
 use blockyard_ring::host::{self, Holder, Lock};
 
-/// How long the lock of a killed process may stay. The kernel takes an io_uring apart after its
-/// process has ended, and each request that is still on its way to a device keeps the file, and so
-/// its lock: on a slow device for many seconds.
+/// Longest time to wait for the lock of a killed process. The kernel tears down an io_uring after
+/// its process has ended. Each request still in flight keeps the file, and so its lock. On a slow
+/// device that takes many seconds.
 const LINGER: Duration = Duration::from_secs(30);
 /// Time after which the log says what the start waits for.
 const QUIET: Duration = Duration::from_secs(1);
-/// How long a holder must live to be believed in: the kill may be on its way.
+/// How long a holder must be seen alive before it is reported: it may be about to be killed.
 const GLANCE: Duration = Duration::from_millis(50);
 const LINGER_STEP: Duration = Duration::from_millis(10);
 
 /// Why a file was not locked.
 #[derive(Debug, thiserror::Error)]
 pub enum LockError {
-    /// These processes have it.
+    /// These processes hold the lock.
     #[error("it is in use by {0}")]
     Held(String),
     #[error(transparent)]
     Io(#[from] io::Error),
 }
 
-/// Locks the file, or says which process has it locked.
+/// Locks the file. Returns an error that names the processes that hold the lock.
 pub fn take_lock(path: &Path, fd: BorrowedFd<'_>, lock: Lock) -> Result<(), LockError> {
     let start = Instant::now();
     let attempt = || host::lock(fd, lock);
@@ -41,15 +41,15 @@ pub fn take_lock(path: &Path, fd: BorrowedFd<'_>, lock: Lock) -> Result<(), Lock
     wait_for_lock(path, attempt, || host::holders(fd), pause)
 }
 
-/// A killed process keeps its lock until its last request is done: as long as no living holder is
-/// seen the lock is tried again. `pause` waits, and returns the time since the start.
+/// Retries the lock while no living process holds it, because a killed process keeps its lock until
+/// its last request is done. `pause` sleeps, and returns the time since the start.
 fn wait_for_lock(
     path: &Path,
     mut attempt: impl FnMut() -> io::Result<bool>,
     holders: impl Fn() -> Vec<Holder>,
     mut pause: impl FnMut() -> Duration,
 ) -> Result<(), LockError> {
-    let (mut waited, mut told) = (Duration::ZERO, false);
+    let (mut waited, mut logged) = (Duration::ZERO, false);
     loop {
         if attempt()? {
             return Ok(());
@@ -59,21 +59,21 @@ fn wait_for_lock(
         if waited >= if ends { LINGER } else { GLANCE } {
             return Err(LockError::Held(named(&holders)));
         }
-        if ends && waited >= QUIET && !std::mem::replace(&mut told, true) {
+        if ends && waited >= QUIET && !std::mem::replace(&mut logged, true) {
             let (path, holder, limit) = (path.display(), named(&holders), LINGER.as_secs());
             tracing::warn!(
-                "image {path}: waiting up to {limit} s for its lock, which {holder} still has"
+                "image {path}: waiting up to {limit} s for its lock, which {holder} still holds"
             );
         }
         waited = pause();
     }
 }
 
-/// The holders of a lock, for a message.
+/// Returns the holders of a lock for a message.
 fn named(holders: &[Holder]) -> String {
     if holders.is_empty() {
-        // /proc does not show processes of other users and containers, nor what a process that has
-        // ended left behind.
+        // /proc may hide processes of other users and containers. It does not show the requests of
+        // a process that has ended.
         return "another process, or the last requests of one that was killed".into();
     }
     let name = |holder: &Holder| {

@@ -3,8 +3,9 @@
 //! ```text
 //!   lock     the lock of an image file, and how long a start waits for it
 //!   record   which overlay a live snapshot has put on a file
-//!   id       which file it is, whatever names it has
+//!   id       the identity of a file, whatever its name
 //! ```
+//!
 //! In: a path or a descriptor. Out: an open, locked file; and [`HostFile`], which is the same on
 //! one reactor.
 
@@ -36,7 +37,7 @@ pub struct HostFile {
     pub(crate) capabilities: Capabilities,
 }
 
-/// Each method gives the file's own future, so that the wrapper costs a request nothing.
+/// Each method returns the file's own future, so that the wrapper costs a request nothing.
 impl Storage for HostFile {
     #[inline]
     fn read(
@@ -112,14 +113,15 @@ pub fn path_of(fd: impl AsFd) -> PathBuf {
     format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd()).into()
 }
 
-/// Opens the file; the answer's second part says whether with O_DIRECT.
+/// Opens the file. The second value says whether it was opened with O_DIRECT.
 pub(crate) fn open(path: &Path, options: &OpenOptions) -> Result<(OwnedFd, bool), OpenError> {
     let access = if options.read_only { OFlags::RDONLY } else { OFlags::RDWR };
     let flags = access | OFlags::CLOEXEC | OFlags::NOCTTY;
     let found = options.found.as_ref().map(path_of);
     let place = found.as_deref().unwrap_or(path);
     let open = |flags| rustix::fs::open(place, flags, Mode::empty());
-    // A FIFO would hang the open below; a folder would say something odd. Look first.
+    // Check the type first: opening a FIFO would block, and opening a directory would give a
+    // misleading error.
     let stat = rustix::fs::stat(place).map_err(|e| explain(path, options.read_only, e.into()))?;
     let kind = FileType::from_raw_mode(stat.st_mode);
     if !matches!(kind, FileType::RegularFile | FileType::BlockDevice) {
@@ -134,7 +136,8 @@ pub(crate) fn open(path: &Path, options: &OpenOptions) -> Result<(OwnedFd, bool)
         match open(flags | OFlags::DIRECT) {
             Ok(fd) => return Ok((fd, true)),
             Err(rustix::io::Errno::INVAL) => tracing::warn!(
-                "image {}: its file system has no O_DIRECT: using the host's page cache (as cache mode {} would)",
+                "image {}: its file system has no O_DIRECT: using the host's page cache \
+                 (as cache mode {} would)",
                 path.display(),
                 if options.cache.write_back() {
                     CacheMode::Writeback
@@ -158,9 +161,9 @@ fn explain(path: &Path, read_only: bool, source: io::Error) -> OpenError {
             "no permission to open it for writing (see its owner and mode)"
         }
         io::ErrorKind::ReadOnlyFilesystem => {
-            "it lies on a read-only file system, and is opened for writing"
+            "it is on a read-only file system, and cannot be opened for writing"
         }
-        io::ErrorKind::IsADirectory => "it is a folder",
+        io::ErrorKind::IsADirectory => "it is a directory",
         _ => "cannot open it",
     };
     OpenError::Open { path: path.into(), hint, source }
@@ -169,7 +172,7 @@ fn explain(path: &Path, read_only: bool, source: io::Error) -> OpenError {
 impl OpenOptions {
     /// Returns an error if a live snapshot has put an overlay on the file and this open may not
     /// write beneath it.
-    pub(crate) fn judge_record(&self, fd: &OwnedFd) -> Result<(), OpenError> {
+    pub(crate) fn check_record(&self, fd: &OwnedFd) -> Result<(), OpenError> {
         let path = self.path.clone();
         let failed =
             |operation| move |source| OpenError::Io { path: self.path.clone(), operation, source };
@@ -179,7 +182,7 @@ impl OpenOptions {
             Overlaid::Abandon => {
                 record::remove(fd).map_err(failed("removing the record of its overlay"))?;
                 tracing::warn!(
-                    "image {}: overlay {} is given up",
+                    "image {}: overlay {} is abandoned",
                     path.display(),
                     overlay.display()
                 );

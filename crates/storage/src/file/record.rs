@@ -1,10 +1,11 @@
-//! The record of a live snapshot: which overlay lies on an image, kept with the image's file.
+//! The record of a live snapshot: which overlay is on an image, stored with the image's file.
 //!
 //! A live snapshot moves a disk to a new overlay, but configurations still name the old image. A
 //! server that writes to the old image changes what the overlay shows. In: an open file. Out: the
-//! extended attribute [`ATTRIBUTE`], which holds the overlay's path. What must hold: the record is
-//! durable before a guest's first write goes to the overlay. It belongs to the file, follows a
-//! rename, works for every format, and other programs ignore it.
+//! extended attribute [`ATTRIBUTE`], which holds the overlay's path.
+//!
+//! What must hold: the record is durable before a guest's first write goes to the overlay. It
+//! belongs to the file, follows a rename, works for every format, and other programs ignore it.
 
 use std::ffi::OsStr;
 use std::io;
@@ -16,7 +17,7 @@ use rustix::fs::{XattrFlags, fgetxattr, fremovexattr, fsetxattr, fsync};
 use rustix::io::Errno;
 
 pub const ATTRIBUTE: &str = "user.blockyard.overlay";
-/// The largest value that Linux gives an attribute.
+/// Largest value of an extended attribute on Linux.
 const MAX_VALUE: usize = 64 << 10;
 
 /// Returns the overlay that the record of the image at `image` names; None if there is no record.
@@ -24,7 +25,7 @@ pub fn read(fd: impl AsFd, image: &Path) -> io::Result<Option<PathBuf>> {
     let mut value = vec![0; MAX_VALUE];
     match fgetxattr(fd, ATTRIBUTE, &mut value[..]) {
         Ok(len) => Ok(Some(real_folder(image).join(OsStr::from_bytes(&value[..len])))),
-        // Block devices have no such attributes.
+        // Block devices have no user attributes.
         Err(Errno::NODATA | Errno::NOTSUP | Errno::PERM) => Ok(None),
         Err(e) => Err(e.into()),
     }
@@ -33,7 +34,7 @@ pub fn read(fd: impl AsFd, image: &Path) -> io::Result<Option<PathBuf>> {
 /// Records that the overlay lies on the image. Durable when it returns.
 pub fn write(fd: impl AsFd, image: &Path, overlay: &Path) -> io::Result<()> {
     let overlay = std::fs::canonicalize(overlay)?;
-    // A name without a folder stays true when the folder is renamed.
+    // A relative name stays valid when the folder is renamed.
     let name = overlay.strip_prefix(real_folder(image)).unwrap_or(&overlay);
     fsetxattr(&fd, ATTRIBUTE, name.as_os_str().as_bytes(), XattrFlags::empty())?;
     Ok(fsync(&fd)?)

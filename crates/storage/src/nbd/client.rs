@@ -1,23 +1,24 @@
 //! The requests of one reactor to one export, over one connection at a time.
 //!
 //! ```text
-//!   ask ──► slot: waiting ──► sender: header, data ──► server ──► receiver: checked, into the segments ──► slot: done
-//!              ▲                                          │
-//!              └──────── the connection is lost ──────────┘
+//!   ask ──► slot: waiting ──► sender: header, data ──► server ──► receiver: checks, fills segments ──► done
+//!              ▲                                         │
+//!              └─────── the connection is lost ──────────┘
 //! ```
-//! One task, the driver, connects, sends, receives and watches. Requests wait while it connects
-//! again, and are sent anew. What must hold:
-//! - A connection that ends between two requests is made anew at once, once, and nobody waits for
-//!   that.
-//! - Waiting ends: without any progress for [`Options::reconnect`](super::Options::reconnect) all
-//!   that wait fail, and what comes then fails at once, until a connection is back. Progress is an
-//!   answer, not a connection.
-//! - A write that was acknowledged and not flushed when the connection was lost may be lost with
-//!   the server: from then on nothing is written, and flushes fail ([`Export::lose`]). So it is
-//!   when the server falls silent with a write on its way, which it might still do after a later
+//!
+//! One task, the driver, connects, sends, receives and watches. Requests wait while it reconnects,
+//! and are then sent again. What must hold:
+//! - A connection that ends while no request is in flight is made again once, at once. No request
+//!   waits for that.
+//! - Waiting is bounded. Without progress for [`Options::reconnect`](super::Options::reconnect) all
+//!   waiting requests fail. Then new requests fail at once until a connection is back. Progress is
+//!   an answer, not a connection.
+//! - A write that was acknowledged but not flushed when the connection was lost may be lost with
+//!   the server. From then on writes and flushes fail ([`Export::lose`]). The same holds if the
+//!   server falls silent with a write in flight, because it might still do that write after a later
 //!   one.
-//! - A receiver and a sender that have begun are let run out (the socket is shut down), never
-//!   dropped: what they move belongs to requests that are sent again.
+//! - A sender or receiver that has begun is never dropped. The client shuts the socket down and
+//!   lets them run out, because they use the memory of requests that are sent again.
 
 use std::cell::{Cell, RefCell};
 use std::future::{Future, poll_fn};
@@ -40,10 +41,10 @@ use blockyard_nbd::negotiate::Terms;
 use blockyard_nbd::wire::{self, cmd};
 use blockyard_nbd::{Kind, NbdError};
 
-/// Between tries to connect.
+/// Pauses between attempts to connect.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(2);
-/// Requests of one turn of sending.
+/// Most requests in one send.
 const REQUESTS_AT_A_TIME: usize = 64;
 
 pub struct Client(Rc<Inner>);
@@ -68,7 +69,7 @@ impl Client {
             pause: Cell::new(Duration::ZERO),
             down: RefCell::new(None),
             try_again: Cell::new(false),
-            unasked: Cell::new(false),
+            reconnect_idle: Cell::new(false),
             given_up: Cell::new(false),
             acknowledged: Cell::new(0),
             flushed: Cell::new(0),
@@ -77,7 +78,7 @@ impl Client {
         Client(inner)
     }
 
-    /// Asks the server, and waits for its answer. The segments come back, of a read filled.
+    /// Sends a request and waits for its answer. Returns the segments, which a read has filled.
     pub async fn ask(&self, ask: Ask, segments: Segments) -> (Segments, io::Result<Vec<Piece>>) {
         let inner = &*self.0;
         if let Some(error) = inner.refusal(&ask) {
@@ -97,7 +98,7 @@ impl Drop for Client {
         inner.ended.set(true);
         let idle = inner.slots.borrow().busy() == 0 && !inner.broken.get();
         if let Some((socket, terms)) = inner.socket.take() {
-            // Between two requests nothing is on the wire, and the connection is as good as new.
+            // Without a request in flight the connection is as good as new.
             match idle.then(|| socket.keep()) {
                 Some(Ok((fd, session))) => inner.export.put_idle(Dialed { fd, session, terms }),
                 _ => socket.shutdown(),
@@ -108,7 +109,7 @@ impl Drop for Client {
     }
 }
 
-/// A request that is waited for.
+/// A request that the caller waits for.
 struct Waiting<'a> {
     inner: &'a Inner,
     index: Option<u32>,
@@ -145,8 +146,8 @@ impl Inner {
             self.progress.set(Instant::now());
             self.receive.ring();
             self.watch.ring();
-            if self.unasked.take() {
-                // Its patience begins here.
+            if self.reconnect_idle.take() {
+                // The reconnect limit of this request begins here.
                 self.trouble.set(Some(Instant::now()));
                 self.pause.set(Duration::ZERO);
             }
@@ -158,24 +159,27 @@ impl Inner {
 
     async fn drive(self: Rc<Self>) {
         while !self.ended.get() {
-            if !self.slots.borrow().has_to_send() && !self.try_again.take() && !self.unasked.get() {
+            if !self.slots.borrow().has_to_send()
+                && !self.try_again.take()
+                && !self.reconnect_idle.get()
+            {
                 self.work.wait().await;
                 continue;
             }
             match self.connect().await {
                 Ok(dialed) => {
-                    if self.unasked.take() {
-                        self.tell_connected();
+                    if self.reconnect_idle.take() {
+                        self.log_connected();
                     }
                     let why = self.serve(dialed).await;
                     if !self.ended.get() {
                         self.lost_connection(&why);
                     }
                 }
-                Err(why) if self.unasked.take() => {
+                Err(why) if self.reconnect_idle.take() => {
                     if !self.ended.get() {
                         tracing::warn!(
-                            "image {}: {why}: tried again when something is asked for",
+                            "image {}: {why}: reconnecting at the next request",
                             self.export.uri
                         );
                     }
@@ -187,19 +191,20 @@ impl Inner {
         }
     }
 
-    /// Before the next try. Who asks while nobody did does not wait for that.
+    /// Sleeps before the next attempt. A request that arrives during an attempt without requests
+    /// ends the pause.
     async fn pause(&self, time: Duration) {
-        let (unasked, mut over) = (self.unasked.get(), pin!(self.handle.sleep(time)));
+        let (reconnect_idle, mut over) = (self.reconnect_idle.get(), pin!(self.handle.sleep(time)));
         poll_fn(|cx| {
             self.work.clear();
             self.work.arm();
-            let asked = unasked && !self.unasked.get();
+            let asked = reconnect_idle && !self.reconnect_idle.get();
             if asked || self.ended.get() { Poll::Ready(()) } else { over.as_mut().poll(cx) }
         })
         .await;
     }
 
-    /// Connects within the time that is left.
+    /// Connects within the remaining time.
     async fn connect(&self) -> Result<Dialed, NbdError> {
         if self.trouble.get().is_none()
             && let Some(idle) = self.export.take_idle()
@@ -208,7 +213,7 @@ impl Inner {
         }
         let options = self.export.options;
         let began = Instant::now();
-        // Once it was given up: one try at a time.
+        // After requests have failed, one attempt at a time.
         let patience =
             if self.down.borrow().is_some() { Duration::ZERO } else { options.reconnect };
         loop {
@@ -217,7 +222,7 @@ impl Inner {
             self.pause.set((self.pause.get() * 2).clamp(FIRST_PAUSE, LONGEST_PAUSE));
             self.pause(pause).await;
             if self.ended.get() {
-                return Err(NbdError::new(Kind::Closed, "it is not used any more"));
+                return Err(NbdError::new(Kind::Closed, "it is no longer in use"));
             }
             let (export, limit) = (self.export.clone(), options.timeout);
             let dialed = self.handle.blocking(move || dial(&export.uri, limit)).await;
@@ -235,7 +240,7 @@ impl Inner {
         }
     }
 
-    /// Uses a connection until it is lost; says why it was.
+    /// Uses a connection until it is lost. Returns the reason.
     async fn serve(&self, dialed: Dialed) -> String {
         let Dialed { fd, session, terms } = dialed;
         let socket = match Socket::new(&self.handle, fd) {
@@ -257,7 +262,7 @@ impl Inner {
                 (sent, reason) = (true, reason.take().or(Some(why)));
             }
             if !received && let Poll::Ready(why) = receiving.as_mut().poll(cx) {
-                // What is read of the end says more than what is written.
+                // The receiver's error says more about the end than the sender's.
                 (received, reason) =
                     (true, Some(why).filter(|_| !self.broken.get()).or(reason.take()));
             }
@@ -299,7 +304,7 @@ impl Inner {
                 if let Err(e) = socket.write_full(piece).await.1 {
                     return format!("sending: {e}");
                 }
-                // That a server reads is no answer; but a long payload may take its time.
+                // That a server reads data is no answer, but it is progress of a long payload.
                 if done < out.len() {
                     self.progress.set(Instant::now());
                 }
@@ -307,7 +312,7 @@ impl Inner {
         }
     }
 
-    /// The next requests, as they are sent.
+    /// Returns the next requests in wire format.
     fn gather(&self, terms: &Terms) -> Segments {
         let (mut slots, mut headers) = (self.slots.borrow_mut(), Vec::new());
         let mut parts: Vec<(usize, Segments)> = Vec::new();
@@ -356,14 +361,14 @@ impl Inner {
         }
         let mut slots = self.slots.borrow_mut();
         if slots.busy() == 0 && self.trouble.get().is_none() {
-            // A server that lets go of whoever asks for nothing is not to be asked for ever.
+            // A server that closes idle connections must not be reconnected for ever.
             if !self.used.get() {
                 return tracing::info!(
-                    "image {}: {why}: connecting when something is asked for",
+                    "image {}: {why}: reconnecting at the next request",
                     self.export.uri
                 );
             }
-            self.unasked.set(true);
+            self.reconnect_idle.set(true);
         }
         slots.send_again();
         if self.trouble.get().is_none() {
@@ -380,7 +385,7 @@ impl Inner {
         }
     }
 
-    /// What waits fails, and so does what comes, until the next try.
+    /// Fails all waiting requests, and new ones until the next attempt.
     fn give_up(&self, why: String) {
         let again =
             Instant::now() + LONGEST_PAUSE.min(self.export.options.reconnect.max(FIRST_PAUSE));

@@ -1,7 +1,7 @@
-//! A connection to a server, negotiated: what a reactor then sends its requests over.
+//! A negotiated connection to a server, over which a reactor sends its requests.
 //!
-//! In: a URI, and the time that it may take in all, however the server spreads its answers. Out: a
-//! [`Dialed`]. It blocks: on a reactor it is a matter for a thread of its own.
+//! In: a URI, and a time limit for the whole handshake. Out: a [`Dialed`]. It blocks, so reactors
+//! run it on a worker thread.
 
 use std::io::{self, Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
@@ -16,11 +16,11 @@ use blockyard_nbd::uri::{Host, Uri};
 use blockyard_nbd::wire;
 use blockyard_nbd::{Kind, NbdError};
 
-/// A negotiated connection without any request on its way; may be sent to whoever is to use it.
+/// A negotiated connection without a request in flight. It may be sent to another thread.
 #[derive(Debug)]
 pub struct Dialed {
     pub fd: OwnedFd,
-    /// Of TLS.
+    /// The TLS session.
     pub session: Option<rustls::Connection>,
     pub terms: Terms,
 }
@@ -38,7 +38,7 @@ pub fn dial(uri: &Uri, limit: Duration) -> Result<Dialed, NbdError> {
             let mut tls = secure(uri, &mut stream)?;
             let terms =
                 negotiate::agree(&mut rustls::Stream::new(&mut tls, &mut stream), &uri.export);
-            let terms = terms.map_err(|what| what_the_server_says(&mut tls, &mut stream, what))?;
+            let terms = terms.map_err(|what| tls_alert_or(&mut tls, &mut stream, what))?;
             session = Some(rustls::Connection::Client(tls));
             terms
         }
@@ -48,11 +48,11 @@ pub fn dial(uri: &Uri, limit: Duration) -> Result<Dialed, NbdError> {
     Ok(Dialed { fd, session, terms })
 }
 
-/// Nothing that was said before is believed after it.
+/// Starts TLS. Data received before TLS is not trusted afterwards.
 fn secure(uri: &Uri, stream: &mut Timed) -> Result<rustls::ClientConnection, NbdError> {
     let folder = uri.tls_certificates.as_ref();
     let folder = folder.ok_or_else(|| {
-        tls_error("say where certificates are (tls-certificates=FOLDER)".to_string())
+        tls_error("certificates are missing: add tls-certificates=FOLDER".to_string())
     })?;
     let host = match (&uri.tls_hostname, &uri.host) {
         (Some(name), _) => name,
@@ -72,9 +72,10 @@ fn secure(uri: &Uri, stream: &mut Timed) -> Result<rustls::ClientConnection, Nbd
     Ok(session)
 }
 
-/// A server that does not accept this client's certificate says so when the client takes the
-/// handshake for done, and goes: what it has said may be found where writing failed.
-fn what_the_server_says(
+/// Returns the server's TLS alert, if there is one, instead of `error`. A server that rejects the
+/// client's certificate sends an alert after the client has finished the handshake, and closes the
+/// connection. The client's write may fail before it has read that alert.
+fn tls_alert_or(
     tls: &mut rustls::ClientConnection,
     stream: &mut Timed,
     error: NbdError,
@@ -89,7 +90,7 @@ fn what_the_server_says(
             return tls_error(e);
         }
     }
-    tls_error(format!("the server does not want this client, or its certificate ({error})"))
+    tls_error(format!("the server rejects this client or its certificate ({error})"))
 }
 
 fn tls_error(what: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> NbdError {
@@ -97,8 +98,7 @@ fn tls_error(what: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> NbdEr
 }
 
 impl Dialed {
-    /// Tells the server that this was all; there is no answer to it, and no harm if it does not
-    /// arrive.
+    /// Sends NBD_CMD_DISC. The server does not answer it, and no harm is done if it gets lost.
     pub fn end(mut self) {
         let mut bytes = Vec::new();
         let end =
@@ -128,7 +128,7 @@ fn connect(uri: &Uri, deadline: Instant) -> Result<OwnedFd, NbdError> {
             let fd = rustix::net::socket_with(family, kind, SocketFlags::CLOEXEC, None)
                 .map_err(|e| failed(e.into()))?;
             blockyard_ring::rights::refuse(&fd);
-            // A full backlog makes connect() wait; it waits no longer than sending may.
+            // A full backlog makes connect() block, at most for the send timeout.
             set_timeouts(&fd, Some(deadline)).map_err(failed)?;
             rustix::net::connect(&fd, &address).map_err(|e| failed(e.into()))?;
             Ok(fd)
@@ -144,8 +144,7 @@ fn connect(uri: &Uri, deadline: Instant) -> Result<OwnedFd, NbdError> {
                 match TcpStream::connect_timeout(&address, left) {
                     Ok(stream) => {
                         stream.set_nodelay(true).map_err(failed)?;
-                        // A host that is gone without a word is noticed also where nothing is asked
-                        // for long.
+                        // Keepalive detects a host that has vanished, even without requests.
                         sockopt::set_socket_keepalive(&stream, true)
                             .map_err(|e| failed(e.into()))?;
                         return Ok(stream.into());
@@ -158,7 +157,7 @@ fn connect(uri: &Uri, deadline: Instant) -> Result<OwnedFd, NbdError> {
     }
 }
 
-/// What is left until `deadline`; never zero, which would mean for ever.
+/// Returns the time until `deadline`. Never zero, which would mean no timeout.
 fn left(deadline: Instant) -> io::Result<Duration> {
     let left = deadline.saturating_duration_since(Instant::now());
     if left.is_zero() {
@@ -174,7 +173,7 @@ fn set_timeouts(fd: &OwnedFd, deadline: Option<Instant>) -> io::Result<()> {
     Ok(sockopt::set_socket_timeout(fd, sockopt::Timeout::Recv, time)?)
 }
 
-/// A blocking socket, each of whose operations ends at the deadline.
+/// A blocking socket. Each operation ends at the deadline.
 struct Timed<'a> {
     fd: &'a OwnedFd,
     deadline: Instant,

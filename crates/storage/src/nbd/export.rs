@@ -1,7 +1,7 @@
-//! An export as all its connections know it: its facts, and what may be lost.
+//! The properties of an export that all its connections share, and whether writes may be lost.
 //!
-//! What must hold: a new connection is as good as the first was; what was acknowledged and may be
-//! lost stays lost.
+//! What must hold: a new connection offers at least what the first one did. Acknowledged writes
+//! that may be lost count as lost for ever.
 
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::Duration;
@@ -15,13 +15,13 @@ use super::dial::Dialed;
 use crate::Geometry;
 use crate::storage::Capabilities;
 
-/// How patient a remote image is.
+/// Timeouts of a remote image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Options {
-    /// How long requests wait for a lost connection to come back.
+    /// How long requests wait for a lost connection.
     pub reconnect: Duration,
-    /// How long a server may take for an answer, before the connection counts as lost; and for
-    /// opening one.
+    /// How long a server may take to answer or to accept a connection, before the connection counts
+    /// as lost.
     pub timeout: Duration,
 }
 
@@ -31,21 +31,21 @@ impl Default for Options {
     }
 }
 
-/// What all connections to an export share.
+/// The properties that all connections to an export share.
 #[derive(Debug)]
 pub struct Export {
     pub uri: Uri,
     pub options: Options,
     pub read_only: bool,
-    /// Of the first connection; those of later ones must not be worse.
+    /// The terms of the first connection. Later ones must not be worse.
     pub terms: Terms,
-    /// A connection that nobody uses at the moment.
+    /// A connection that is not in use.
     pub(super) idle: Mutex<Option<Dialed>>,
-    /// What was acknowledged may be gone: why.
+    /// Reason why acknowledged writes may be lost.
     pub(super) lost: OnceLock<String>,
 }
 
-/// No page cache of this host is between.
+/// Requests bypass this host's page cache.
 pub(super) const EXPORT: Capabilities = Capabilities { direct: true, fixed_length: true };
 
 pub(super) fn unsuitable(what: impl Into<String>) -> NbdError {
@@ -71,7 +71,7 @@ impl Export {
         self.idle.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    /// For the next who wants one; one at most is kept.
+    /// Keeps a connection for the next client. At most one is kept.
     pub fn put_idle(&self, dialed: Dialed) {
         let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
         match &*idle {
@@ -80,10 +80,10 @@ impl Export {
         }
     }
 
-    /// What was acknowledged may be gone: nothing is written any more until the image is opened
-    /// anew.
+    /// Notes that acknowledged writes may be lost. All later writes fail until the image is opened
+    /// again.
     pub fn lose(&self, why: &str) {
-        let why = format!("{why}: what was acknowledged since the last flush may be lost");
+        let why = format!("{why}: writes acknowledged since the last flush may be lost");
         if self.lost.set(why).is_ok() {
             tracing::error!("image {}: {}", self.uri, self.lost.get().map_or("", String::as_str));
         }
@@ -93,22 +93,24 @@ impl Export {
         self.lost.get().map(String::as_str)
     }
 
-    /// A new connection is as good as the first was.
+    /// Returns an error if a new connection offers less than the first one did.
     pub fn check(&self, new: &Terms) -> Result<(), NbdError> {
         let old = &self.terms;
         if new.size != old.size {
             return Err(unsuitable(format!(
-                "the export has {} bytes now, and had {}",
+                "the export has {} bytes now, but had {} bytes",
                 new.size, old.size
             )));
         }
         if new.minimum > old.minimum || new.maximum < old.maximum {
-            return Err(unsuitable("the server has other limits for requests now"));
+            return Err(unsuitable("the server's limits for request sizes have become stricter"));
         }
         let needed =
             export::SEND_FLUSH | export::SEND_FUA | export::SEND_TRIM | export::SEND_WRITE_ZEROES;
         if !self.read_only && (new.has(export::READ_ONLY) || old.flags & needed & !new.flags != 0) {
-            return Err(unsuitable("the export can do less now than when it was opened (flags)"));
+            return Err(unsuitable(
+                "the export supports fewer operations than when it was opened (transmission flags)",
+            ));
         }
         Ok(())
     }

@@ -1,8 +1,9 @@
-//! One connection for all reactors: a thread of its own has it, and does what they ask.
+//! A connection that all reactors share. A thread of its own holds it and runs their work.
 //!
-//! In: work, from any reactor. Out: its answer. Data are copied on the way, for memory of a reactor
-//! stays on its thread. What must hold: whoever asks gets an answer, or learns that there will be
-//! none.
+//! In: work from any reactor. Out: its result. Data are copied in between, because the memory of a
+//! reactor stays on its thread.
+//!
+//! What must hold: every caller gets a result, or an error if there will be none.
 
 use std::cell::RefCell;
 use std::future::poll_fn;
@@ -20,7 +21,7 @@ use super::export::Export;
 pub struct Hub(Remote);
 
 thread_local! {
-    /// Of a hub's thread.
+    /// The client of a hub's thread.
     static CLIENT: RefCell<Option<Rc<Client>>> = const { RefCell::new(None) };
 }
 
@@ -46,7 +47,7 @@ impl Hub {
             .map(Hub)
     }
 
-    /// Runs `work` where the connection is.
+    /// Runs `work` on the hub's thread.
     pub async fn run<T: Send + 'static>(
         &self,
         work: impl AsyncFnOnce(Rc<Client>) -> T + Send + 'static,
@@ -87,7 +88,7 @@ impl Drop for Hub {
     }
 }
 
-/// What one thread tells another.
+/// A result that one thread passes to another.
 struct Answer<T>(Mutex<State<T>>);
 
 struct State<T> {
@@ -108,7 +109,7 @@ impl<T> Answer<T> {
     }
 }
 
-/// Dropped when the answer is there, or when there will be none.
+/// Marks the result as complete when it is dropped, with or without a value.
 struct Promise<T>(Arc<Answer<T>>);
 
 impl<T> Drop for Promise<T> {

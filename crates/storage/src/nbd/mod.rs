@@ -1,17 +1,22 @@
-//! Storage that an NBD server serves.
+//! Storage on an NBD server.
 //!
 //! ```text
-//!   dial       a socket to the server, in time; the protocol itself is crate `nbd`
-//!   client     requests of one reactor, reconnecting   receive    replies, checked and put where they belong
-//!   watch      a server that is silent, or gone        hub        one connection for several reactors
-//!   remote     one export that is open               export     what its connections share
-//!   state      what a client's parts share
+//!   dial       a connection to the server, with a time limit; crate `nbd` has the protocol
+//!   client     requests of one reactor, reconnecting
+//!   receive    replies, checked and copied to their requests
+//!   watch      detects a server that is silent or gone
+//!   hub        one connection for several reactors
+//!   remote     an open export
+//!   export     what its connections share
+//!   state      what the parts of a client share
 //!   storage    `Storage` over all of it
 //! ```
-//! In: a URI, and reads, writes, zeroes, trims and flushes. Out: the same on the server. What must
-//! hold: nothing that the server says is believed before it is checked; a server that lies, drips
-//! or falls silent costs bounded memory and time; what it acknowledged and may have lost is never
-//! called durable.
+//!
+//! In: a URI, and reads, writes, zeroes, trims and flushes. Out: the same on the server.
+//!
+//! What must hold: everything that the server sends is checked before it is used. A server that
+//! sends wrong data, sends slowly or falls silent costs bounded memory and time. Acknowledged
+//! writes that may be lost are never reported as durable.
 
 use std::io;
 use std::sync::Arc;
@@ -96,7 +101,7 @@ impl Scheme for NbdScheme {
         Ok(Uri::parse(name)?.to_string())
     }
 
-    /// The operator's certificates complete the name.
+    /// Adds the operator's certificates to the name.
     fn permit(&self, allowed: &str, name: &str) -> Option<String> {
         let (allowed, name) = (Uri::parse(allowed).ok()?, Uri::parse(name).ok()?);
         allowed.takes_in(&name).then(|| allowed.complete(&name).to_string())

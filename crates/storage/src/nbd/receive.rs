@@ -1,10 +1,12 @@
-//! Replies: read, checked, and put where they belong.
+//! Replies: read, checked, and copied to their requests.
 //!
-//! In: the server's bytes. Out: requests that are answered, with their data in their own segments.
-//! Headers and small data are read many at a time, into a buffer; what is large goes straight to
-//! the request, together with what follows it. What must hold: each chunk answers a request that is
-//! on its way, lies inside it, and all its bytes come, once; an answer that is none ends the
-//! connection. Nothing is allocated by a length that was not checked.
+//! In: the server's bytes. Out: answered requests, with data in their segments. Headers and small
+//! data are read into a buffer, many at a time. Large data go directly to the request's memory,
+//! together with what follows them.
+//!
+//! What must hold: each chunk answers a request in flight and lies within it. All bytes of a
+//! request arrive, once. A malformed answer ends the connection. No allocation depends on an
+//! unchecked length.
 
 use std::io;
 
@@ -16,23 +18,23 @@ use blockyard_nbd::link::{CLOSED, Link, UNASKED};
 use blockyard_nbd::negotiate::{Terms, printable};
 use blockyard_nbd::wire::{self, Chunk, Headers, SimpleReply, chunk, cmd, errno};
 
-/// Read at a time, in bytes, where it is not known whose they are.
+/// Bytes to read while it is unknown which request they belong to.
 const BUFFER: usize = 16 << 10;
-/// The longest description of a status that is taken, in bytes; and of an error.
-const STATUS_MOST: u64 = 2 << 20;
-const ERROR_MOST: u64 = 4096 + 64;
-/// Chunks in which the data of one read may come.
-const PARTS_MOST: usize = 4096;
+/// Longest accepted block status chunk, and longest accepted error chunk, in bytes.
+const MAX_STATUS: u64 = 2 << 20;
+const MAX_ERROR: u64 = 4096 + 64;
+/// Most chunks of data of one read.
+const MAX_PARTS: usize = 4096;
 
 pub(super) struct Receiver<'a> {
     client: &'a Inner,
     socket: &'a Link,
     terms: &'a Terms,
     buffer: Segments,
-    /// What of it was read and not used.
+    /// The part of the buffer that holds unused bytes.
     from: usize,
     to: usize,
-    /// Bytes since progress was noted.
+    /// Bytes received since progress was noted.
     moved: usize,
 }
 
@@ -51,7 +53,7 @@ impl<'a> Receiver<'a> {
         }
     }
 
-    /// Until the connection is lost; says why.
+    /// Receives replies until the connection is lost. Returns the reason.
     pub async fn run(mut self) -> Broken {
         loop {
             if self.client.is_broken() {
@@ -83,7 +85,7 @@ impl<'a> Receiver<'a> {
         if self.terms.headers == Headers::Extended
             || reads && self.terms.headers == Headers::Structured
         {
-            return Err("the server answers by a simple reply where it may not".into());
+            return Err("the server sent a simple reply where the protocol requires chunks".into());
         }
         if reply.error != 0 {
             self.fail(index, reply.error, "");
@@ -134,7 +136,7 @@ impl<'a> Receiver<'a> {
             kind if kind & chunk::IS_ERROR != 0 => self.error(index, &chunk).await?,
             kind => {
                 return Err(format!(
-                    "a chunk of kind {kind} with {} bytes is no answer here",
+                    "a chunk of kind {kind} with {} bytes does not answer this request",
                     chunk.len
                 ));
             }
@@ -153,10 +155,15 @@ impl<'a> Receiver<'a> {
         })
     }
 
-    /// Where a chunk of `len` bytes at `offset` belongs in the request's segments; it is counted.
+    /// Returns where a chunk of `len` bytes at `offset` belongs in the request's segments, and
+    /// counts it as received.
     fn inside(&self, index: u32, ask: Ask, offset: u64, len: u64) -> Result<usize, Broken> {
-        let wrong =
-            || format!("{len} bytes at {offset} are no answer to {} at {}", ask.len, ask.offset);
+        let wrong = || {
+            format!(
+                "{len} bytes at {offset} do not answer a request of {} at {}",
+                ask.len, ask.offset
+            )
+        };
         let at = offset.checked_sub(ask.offset).ok_or_else(wrong)?;
         let mut slots = self.client.slots.borrow_mut();
         let slot = slots.get(index);
@@ -164,10 +171,10 @@ impl<'a> Receiver<'a> {
             return Err(wrong());
         }
         if len < ask.len {
-            // Bytes that come twice stand for others that never come, and whose memory holds
-            // anything.
+            // Bytes that arrive twice would stand for others that never arrive, whose memory holds
+            // old data.
             if slot.parts.iter().any(|(start, end)| at < *end && *start < at + len)
-                || slot.parts.len() >= PARTS_MOST
+                || slot.parts.len() >= MAX_PARTS
             {
                 return Err(wrong());
             }
@@ -190,8 +197,8 @@ impl<'a> Receiver<'a> {
     }
 
     async fn error(&mut self, index: u32, chunk: &Chunk) -> Result<(), Broken> {
-        if !(6..=ERROR_MOST).contains(&chunk.len) {
-            return Err(format!("an error of {} bytes is none", chunk.len));
+        if !(6..=MAX_ERROR).contains(&chunk.len) {
+            return Err(format!("an error of {} bytes has a wrong size", chunk.len));
         }
         let bytes = self.bytes(chunk.len as usize).await?;
         let said = usize::from(u16::from_be_bytes([bytes[4], bytes[5]]));
@@ -206,13 +213,13 @@ impl<'a> Receiver<'a> {
         let (kind, head, each) =
             if extended { (chunk::BLOCK_STATUS_EXT, 8, 16) } else { (chunk::BLOCK_STATUS, 4, 8) };
         let whole = chunk.len >= head + each && (chunk.len - head).is_multiple_of(each);
-        if chunk.kind != kind || !whole || chunk.len > STATUS_MOST {
-            return Err(format!("a status of {} bytes is none", chunk.len));
+        if chunk.kind != kind || !whole || chunk.len > MAX_STATUS {
+            return Err(format!("a block status chunk of {} bytes has a wrong size", chunk.len));
         }
         let bytes = self.bytes(chunk.len as usize).await?;
         if Some(wire::u32_at(&bytes, 0)) != self.terms.allocation {
             return Err(format!(
-                "a status of meta context {} was not asked for",
+                "the server sent the status of meta context {}, which was not requested",
                 wire::u32_at(&bytes, 0)
             ));
         }
@@ -223,9 +230,12 @@ impl<'a> Receiver<'a> {
                 false => (wire::u32_at(piece, 0).into(), wire::u32_at(piece, 4)),
             };
             if len == 0 || left == 0 {
-                return Err("a status has pieces of no bytes, or behind its end".into());
+                return Err(
+                    "a block status has an empty extent, or one after the end of the request"
+                        .into(),
+                );
             }
-            // The last piece may reach further than was asked.
+            // The last piece may extend beyond the request.
             pieces.push((len.min(left), flags));
             left -= len.min(left);
         }
@@ -233,7 +243,7 @@ impl<'a> Receiver<'a> {
         Ok(())
     }
 
-    /// The last chunk of an answer has come: it is whole, or an error.
+    /// Ends a request after its last chunk. The answer must be complete, or an error.
     fn done(&self, index: u32, ask: Ask) -> Result<(), Broken> {
         {
             let mut slots = self.client.slots.borrow_mut();
@@ -272,7 +282,7 @@ impl<'a> Receiver<'a> {
         bytes
     }
 
-    /// At least `len` bytes, which are few, in the buffer, and room behind them.
+    /// Reads until the buffer holds `len` bytes. `len` must be small.
     async fn have(&mut self, len: usize) -> Result<(), Broken> {
         while self.to - self.from < len {
             if self.from == self.to {
@@ -290,7 +300,7 @@ impl<'a> Receiver<'a> {
         Ok(())
     }
 
-    /// Reads what there is.
+    /// Reads available bytes.
     async fn read(&mut self, into: Segments) -> Result<usize, Broken> {
         match self.socket.read(into).await.1 {
             Ok(0) => Err(CLOSED.into()),
@@ -306,7 +316,7 @@ impl<'a> Receiver<'a> {
         }
     }
 
-    /// The next `len` bytes, which were checked to be few enough to keep.
+    /// Returns the next `len` bytes. The caller has checked that `len` is small.
     async fn bytes(&mut self, len: usize) -> Result<Vec<u8>, Broken> {
         let mut bytes = vec![0; len];
         let mut done = 0;
@@ -320,7 +330,7 @@ impl<'a> Receiver<'a> {
         Ok(bytes)
     }
 
-    /// The next `len` bytes into the request's segments, from `at`.
+    /// Copies the next `len` bytes to the request's segments, from `at` on.
     async fn fill(&mut self, index: u32, at: usize, len: usize) -> Result<(), Broken> {
         let mut done = 0;
         loop {
@@ -339,7 +349,7 @@ impl<'a> Receiver<'a> {
             let straight = {
                 let mut slots = self.client.slots.borrow_mut();
                 let segments = &slots.get(index).segments;
-                // What `gather` makes of a request's segments is a copy.
+                // `gather` would copy the segments of a request.
                 let fits = segments.count() <= PIECES && !segments.is_request();
                 let straight = if fits { len - done } else { 0 };
                 into.gather(segments, at + done, straight);
@@ -354,10 +364,10 @@ impl<'a> Receiver<'a> {
 }
 
 fn not_a_reply(magic: u32) -> Broken {
-    format!("what the server sends is no reply (it begins with {magic:#x})")
+    format!("the server sent something that is no reply (it begins with {magic:#x})")
 }
 
-/// A server's error, as the host's.
+/// Converts an NBD error to an I/O error.
 fn of_server(error: u32, message: &str) -> io::Error {
     let (kind, what) = match error {
         errno::EPERM => (io::ErrorKind::PermissionDenied, "not permitted"),

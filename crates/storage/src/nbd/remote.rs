@@ -1,10 +1,10 @@
-//! One export of a server, as an image that is open: what is known of it, and what all reactors
-//! share.
+//! An open export of a server: its properties, and what all reactors share.
 //!
-//! In: a URI. Out: facts, and the hub. What must hold: an export that is written to has one
-//! connection at a time, so that its flush covers all that was acknowledged; so has one whose
-//! server does not promise that several are as good as one (NBD_FLAG_CAN_MULTI_CONN). Then reactors
-//! go through a [`Hub`].
+//! In: a URI. Out: the export's terms, and the hub.
+//!
+//! What must hold: an export that is open for writing has only one connection, so that a flush
+//! covers all acknowledged writes. So has one whose server does not promise that connections are
+//! equivalent (NBD_FLAG_CAN_MULTI_CONN). Then all reactors use one [`Hub`].
 
 use std::io;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -17,12 +17,12 @@ use blockyard_nbd::uri::Uri;
 use blockyard_nbd::wire::export;
 use blockyard_nbd::{Kind, NbdError};
 
-/// See the module's page.
+/// An open export; see the module documentation.
 #[derive(Debug)]
 pub struct Remote {
     export: Arc<Export>,
     hub: OnceLock<Hub>,
-    /// Whoever starts the hub.
+    /// Held while the hub is started.
     starting: Mutex<()>,
 }
 
@@ -33,17 +33,20 @@ impl Remote {
         let terms = dialed.terms.clone();
         if !read_only {
             if terms.has(export::READ_ONLY) {
-                return Err(NbdError::new(Kind::ReadOnly, "the server offers it for reading only"));
+                return Err(NbdError::new(
+                    Kind::ReadOnly,
+                    "the server offers this export for reading only",
+                ));
             }
             if terms.size % crate::SECTOR != 0 {
                 return Err(unsuitable(format!(
-                    "its {} bytes are no whole sectors: it can be read only",
+                    "its size of {} bytes is no multiple of a sector: open it for reading only",
                     terms.size
                 )));
             }
             if !terms.has(export::SEND_FLUSH) {
                 tracing::warn!(
-                    "image {uri}: the server offers no flush: what it has answered counts as durable"
+                    "image {uri}: the server offers no flush: answered writes count as durable"
                 );
             }
         }
@@ -56,12 +59,12 @@ impl Remote {
         &self.export.terms
     }
 
-    /// Whether each reactor may have a connection of its own.
+    /// Returns whether each reactor may have a connection of its own.
     pub(super) fn is_shared_out(&self) -> bool {
         self.export.read_only && self.export.terms.has(export::CAN_MULTI_CONN)
     }
 
-    /// Starts the hub, if no reactor has done so before.
+    /// Starts the hub, unless a reactor has started it already.
     pub(super) fn start_hub(&self) -> io::Result<()> {
         let _starting = self.starting.lock().unwrap_or_else(PoisonError::into_inner);
         if self.hub.get().is_none() {

@@ -1,8 +1,10 @@
-//! The requests of one reactor that a server has not answered yet.
+//! The requests of one reactor that the server has not answered yet.
 //!
-//! In: a request and its segments. Out: a slot, known by the low half of its cookie on the wire.
-//! What must hold: a slot keeps its segments until it is answered, or sent to nobody any more,
-//! whoever stops waiting for it; each sending has a cookie of its own.
+//! In: a request and its segments. Out: a slot; the low half of its cookie on the wire is its
+//! index.
+//!
+//! What must hold: a slot keeps its segments until the request is answered or is no longer sent,
+//! also if the caller stops waiting. Each transmission has a cookie of its own.
 
 use std::collections::VecDeque;
 use std::io;
@@ -11,7 +13,7 @@ use std::time::Instant;
 
 use blockyard_ring::Segments;
 
-/// What a request asks.
+/// An NBD request.
 #[derive(Clone, Copy, Debug)]
 pub struct Ask {
     /// See [`blockyard_nbd::wire::cmd`] and [`blockyard_nbd::wire::flag`].
@@ -21,14 +23,15 @@ pub struct Ask {
     pub len: u64,
 }
 
-/// A piece of an answer to NBD_CMD_BLOCK_STATUS: its bytes, and [`blockyard_nbd::wire::state`].
+/// An extent of an answer to NBD_CMD_BLOCK_STATUS: its bytes, and its
+/// [`blockyard_nbd::wire::state`].
 pub type Piece = (u64, u32);
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum State {
     #[default]
     Free,
-    /// To be sent.
+    /// Waits to be sent.
     Waiting,
     Sent,
     Done,
@@ -40,18 +43,18 @@ pub struct Slot {
     pub segments: Segments,
     pub state: State,
     pub cookie: u64,
-    /// Bytes of the answer that have come.
+    /// Bytes of the answer that have arrived.
     pub got: u64,
-    /// Which, while they come in several chunks.
+    /// The ranges that have arrived, if the answer has several chunks.
     pub parts: Vec<(u64, u64)>,
     pub error: Option<io::Error>,
     pub pieces: Vec<Piece>,
-    /// Acknowledged writes when it was sent: what a flush covers.
+    /// Number of acknowledged writes when it was sent: what a flush covers.
     pub covers: u64,
-    /// When it was sent.
+    /// Time when it was sent.
     pub since: Option<Instant>,
     waker: Option<Waker>,
-    /// Nobody waits for it.
+    /// The caller has stopped waiting.
     abandoned: bool,
 }
 
@@ -65,12 +68,12 @@ pub struct Slots {
 }
 
 impl Slots {
-    /// Slots that are not answered.
+    /// Returns the number of requests that are not answered.
     pub fn busy(&self) -> usize {
         self.busy
     }
 
-    /// How many were sent so far.
+    /// Returns the number of requests sent so far.
     pub fn sent(&self) -> u64 {
         self.sent
     }
@@ -91,7 +94,7 @@ impl Slots {
         index
     }
 
-    /// The next one to be sent, which gets its cookie.
+    /// Returns the next request to send, with a new cookie.
     pub fn next(&mut self) -> Option<(Ask, &mut Slot)> {
         let index = self.to_send.pop_front()?;
         self.sent += 1;
@@ -101,7 +104,7 @@ impl Slots {
         Some((slot.ask?, slot))
     }
 
-    /// The request that an answer is to.
+    /// Returns the request in flight that has this cookie.
     pub fn of_cookie(&mut self, cookie: u64) -> Option<(u32, Ask, &mut Slot)> {
         let index = cookie as u32;
         let slot = self.slots.get_mut(index as usize)?;
@@ -112,7 +115,7 @@ impl Slots {
         &mut self.slots[index as usize]
     }
 
-    /// Answered, or given up.
+    /// Ends a request: it was answered, or it has failed.
     pub fn finish(&mut self, index: u32) {
         let slot = &mut self.slots[index as usize];
         slot.state = State::Done;
@@ -141,7 +144,7 @@ impl Slots {
         Poll::Pending
     }
 
-    /// Nobody waits for it any more.
+    /// Notes that the caller has stopped waiting.
     pub fn abandon(&mut self, index: u32) {
         let slot = &mut self.slots[index as usize];
         match slot.state {
@@ -156,7 +159,7 @@ impl Slots {
         }
     }
 
-    /// When the oldest one was sent that is not answered.
+    /// Returns the time when the oldest request in flight was sent.
     pub fn oldest(&self) -> Option<Instant> {
         self.slots
             .iter()
@@ -165,15 +168,15 @@ impl Slots {
             .min()
     }
 
-    /// Whether one that was sent and not answered is a `command` of these.
+    /// Returns whether a request in flight has a command for which `is` returns true.
     pub fn any_sent(&self, is: impl Fn(u16) -> bool) -> bool {
         self.slots
             .iter()
             .any(|slot| slot.state == State::Sent && slot.ask.is_some_and(|ask| is(ask.command)))
     }
 
-    /// The connection is gone: what was sent is sent again, in the order of before, unless nobody
-    /// waits for it.
+    /// Queues the requests in flight again after a lost connection, in the same order, except those
+    /// that no caller waits for.
     pub fn send_again(&mut self) {
         let sent: Vec<_> = self.indices(State::Sent);
         for index in sent {
@@ -189,14 +192,14 @@ impl Slots {
             self.to_send.push_back(index);
         }
         let slots = &self.slots;
-        // What was never sent has no cookie, and comes last in the order in which it came.
+        // Requests that were never sent have no cookie. They come last, in order of arrival.
         self.to_send.make_contiguous().sort_by_key(|index| match slots[*index as usize].cookie {
             0 => u64::MAX,
             cookie => cookie,
         });
     }
 
-    /// Ends all that wait to be sent and are meant by `which`, with an error.
+    /// Fails the requests that wait to be sent and for which `which` returns true.
     pub fn fail(&mut self, which: impl Fn(&Ask) -> bool, error: impl Fn() -> io::Error) {
         for index in self.indices(State::Waiting) {
             let slot = &mut self.slots[index as usize];

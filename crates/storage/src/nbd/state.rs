@@ -1,5 +1,4 @@
-//! What the parts of a client share: the one that sends, the one that receives, and the one that
-//! watches.
+//! State that the sender, the receiver and the watcher of a client share.
 
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;
@@ -13,9 +12,9 @@ use blockyard_ring::{Handle, Signal};
 use super::export::Export;
 use super::slots::{Ask, Slots};
 
-/// Sent at a time, in bytes; and what counts as progress of a long transfer.
+/// Most bytes in one send, and bytes of a long transfer that count as progress.
 pub(super) const SENT_AT_A_TIME: usize = 256 << 10;
-/// Pieces of a request's memory that are sent, or filled, as they are.
+/// Most memory pieces of a request that are sent or filled without a copy.
 pub(super) const PIECES: usize = 448;
 
 pub(super) struct Inner {
@@ -23,41 +22,41 @@ pub(super) struct Inner {
     pub(super) handle: Handle,
     pub(super) slots: RefCell<Slots>,
     pub(super) socket: RefCell<Option<(Link, Terms)>>,
-    /// There is something to send; to receive; to watch; to connect for.
+    /// Signals: there is something to send, to receive, to watch, or to connect for.
     pub(super) send: Signal,
     pub(super) receive: Signal,
     pub(super) watch: Signal,
     pub(super) work: Signal,
-    /// The connection in use is of no more use.
+    /// The present connection is unusable.
     pub(super) broken: Cell<bool>,
-    /// Something was answered over it.
+    /// The present connection has delivered an answer.
     pub(super) used: Cell<bool>,
     pub(super) ended: Cell<bool>,
-    /// When an answer (or much of one) last came, or a request when there was none.
+    /// Time of the last answer (or of much of one), or of the first request after an idle time.
     pub(super) progress: Cell<Instant>,
-    /// Since when there is no progress; how long to pause before the next try.
+    /// Time since when there is no progress, and the pause before the next attempt.
     pub(super) trouble: Cell<Option<Instant>>,
     pub(super) pause: Cell<Duration>,
-    /// Requests fail at once: why, and when to try again.
+    /// Requests fail at once: the reason, and when to try again.
     pub(super) down: RefCell<Option<(String, Instant)>>,
     pub(super) try_again: Cell<bool>,
-    /// A connection is made that nobody waits for: the last one was of use, and ended between two
+    /// Reconnect without a waiting request: the last connection was in use, and ended between two
     /// requests.
-    pub(super) unasked: Cell<bool>,
-    /// That was told already.
+    pub(super) reconnect_idle: Cell<bool>,
+    /// The log already says that requests fail.
     pub(super) given_up: Cell<bool>,
-    /// Writes that were acknowledged, and those of them that a flush covered.
+    /// Number of acknowledged writes, and how many of them a flush covered.
     pub(super) acknowledged: Cell<u64>,
     pub(super) flushed: Cell<u64>,
 }
 
-/// Whether a command changes the export.
+/// Returns whether a command changes the export.
 pub(super) fn changes(command: u16) -> bool {
     matches!(command, cmd::WRITE | cmd::WRITE_ZEROES | cmd::TRIM)
 }
 
 impl Inner {
-    /// Who sends and receives is to stop.
+    /// Stops the sender and the receiver.
     pub(super) fn break_off(&self) {
         self.broken.set(true);
         self.send.ring();
@@ -68,16 +67,16 @@ impl Inner {
         self.broken.get()
     }
 
-    /// Much of a long answer has come.
+    /// Notes that much of a long answer has arrived.
     pub(super) fn note_progress(&self) {
         self.progress.set(Instant::now());
     }
 
-    /// A request was answered in full.
+    /// Ends a request that was answered in full.
     pub(super) fn answered(&self, index: u32) {
         self.note_progress();
         self.used.set(true);
-        self.tell_connected();
+        self.log_connected();
         let mut slots = self.slots.borrow_mut();
         let slot = slots.get(index);
         match slot.ask {
@@ -97,7 +96,7 @@ impl Inner {
         slots.finish(index);
     }
 
-    pub(super) fn tell_connected(&self) {
+    pub(super) fn log_connected(&self) {
         if let Some(since) = self.trouble.take() {
             self.pause.set(Duration::ZERO);
             self.given_up.set(false);

@@ -1,8 +1,9 @@
 //! `Storage` over an NBD export.
 //!
-//! In: what images ask of a file. Out: requests that the server takes: in its blocks, not larger
-//! than it likes them. What must hold: a durable write is durable by the server's word (FUA, or a
-//! flush after it); nothing is asked for that the server does not offer.
+//! In: what images request from a file. Out: requests within the server's block sizes and limits.
+//!
+//! What must hold: a durable write is durable by the server's promise (FUA, or a flush after it).
+//! The client sends only commands that the server offers.
 
 use std::cell::RefCell;
 use std::io;
@@ -21,22 +22,22 @@ use crate::storage::{Capabilities, Storage};
 use blockyard_nbd::negotiate::Terms;
 use blockyard_nbd::wire::{cmd, export, flag, state};
 
-/// Ranges that move no data, asked for at a time.
-const RANGE_MOST: u64 = 1 << 30;
-/// Requests of one operation that are on their way together.
+/// Largest range of a command without data, in bytes.
+const MAX_RANGE: u64 = 1 << 30;
+/// Most requests of one operation in flight.
 const AT_A_TIME: usize = 16;
 
 /// An export on one reactor.
 #[derive(Clone)]
 pub struct Nbd {
     remote: Arc<Remote>,
-    /// None: through the hub.
+    /// None if requests go through the hub.
     client: Option<Rc<Client>>,
-    /// What was last told of holes.
+    /// The latest block status.
     known: Rc<RefCell<Known>>,
 }
 
-/// Pieces of the disk from `start` on.
+/// Extents of the disk from `start` on.
 #[derive(Default)]
 struct Known {
     start: u64,
@@ -44,7 +45,7 @@ struct Known {
 }
 
 impl Nbd {
-    /// The export on one reactor.
+    /// Opens the export on one reactor.
     pub(super) fn on(remote: &Arc<Remote>, handle: &Handle) -> io::Result<Self> {
         let client = match remote.is_shared_out() {
             true => Some(Rc::new(Client::new(handle, remote.export()))),
@@ -60,18 +61,18 @@ impl Nbd {
         self.remote.terms()
     }
 
-    /// What was acknowledged may be lost: see [`Storage::lost`].
+    /// Returns the error if acknowledged writes may be lost; see [`Storage::lost`].
     fn loss(&self) -> Option<io::Error> {
         self.remote.export().lost().map(|why| io::Error::other(why.to_string()))
     }
 
-    /// One request. The segments come back, of a read filled.
+    /// Sends one request. Returns the segments, which a read has filled.
     async fn ask(&self, ask: Ask, segments: Segments) -> (Segments, io::Result<Vec<Piece>>) {
         if let Some(client) = &self.client {
             return client.ask(ask, segments).await;
         }
         let Some(hub) = self.remote.hub() else {
-            return (segments, Err(io::Error::other("it has no connection")));
+            return (segments, Err(io::Error::other("the export has no connection")));
         };
         let (len, reads) = (segments.len(), ask.command == cmd::READ);
         let mut data = Vec::new();
@@ -97,7 +98,7 @@ impl Nbd {
         }
     }
 
-    /// Requests of at most `most` bytes each, which move the segments, where there are any.
+    /// Sends requests of at most `most` bytes each, which use the segments, if there are any.
     async fn ask_in_parts(&self, ask: Ask, segments: &Segments, most: u64) -> io::Result<()> {
         let moves = !segments.is_empty();
         let mut parts = Vec::new();
@@ -121,14 +122,14 @@ impl Nbd {
     fn zeroes(&self, flags: u16, offset: u64, len: u64, unmap: bool) -> io::Result<Ask> {
         self.may_write(export::SEND_WRITE_ZEROES)?;
         let flags = if unmap { flags } else { flags | flag::NO_HOLE };
-        Ok(Ask { command: cmd::WRITE_ZEROES, flags, offset, len: self.there(offset, len) })
+        Ok(Ask { command: cmd::WRITE_ZEROES, flags, offset, len: self.within_export(offset, len) })
     }
 
     fn may_write(&self, flag: u16) -> io::Result<()> {
         if self.remote.export().read_only {
             return Err(io::Error::new(
                 io::ErrorKind::PermissionDenied,
-                "it is open for reading only",
+                "the export is open for reading only",
             ));
         }
         if flag != 0 && !self.terms().has(flag) {
@@ -138,12 +139,12 @@ impl Nbd {
         }
     }
 
-    /// How many of `len` bytes from `offset` there are.
-    fn there(&self, offset: u64, len: u64) -> u64 {
+    /// Returns how many of `len` bytes from `offset` on the export has.
+    fn within_export(&self, offset: u64, len: u64) -> u64 {
         len.min(self.terms().size.saturating_sub(offset))
     }
 
-    /// What is known from `offset` on: the bytes, and whether they read as zeroes.
+    /// Returns the length of the extent from `offset` on, and whether it reads as zeroes.
     async fn status(&self, offset: u64) -> io::Result<(u64, bool)> {
         if let Some(known) = self.known.borrow().find(offset) {
             return Ok(known);
@@ -152,13 +153,14 @@ impl Nbd {
             command: cmd::BLOCK_STATUS,
             flags: 0,
             offset,
-            len: self.there(offset, RANGE_MOST),
+            len: self.within_export(offset, MAX_RANGE),
         };
         let pieces = self.ask(ask, Segments::default()).await.1?;
         let known = Known { start: offset, pieces };
-        let found =
-            known.find(offset).ok_or_else(|| io::Error::other("the server's status is empty"));
-        // What can be written to may be data in a moment, by whichever reactor.
+        let found = known
+            .find(offset)
+            .ok_or_else(|| io::Error::other("the server sent an empty block status"));
+        // Do not keep the status of a writable export, because any reactor may write to it.
         if self.remote.export().read_only {
             *self.known.borrow_mut() = known;
         }
@@ -185,7 +187,7 @@ impl Known {
 impl Storage for Nbd {
     async fn read(&self, segments: Segments, offset: u64) -> (Segments, io::Result<usize>) {
         let (len, most) = (segments.len() as u64, u64::from(self.terms().maximum));
-        let here = self.there(offset, len);
+        let here = self.within_export(offset, len);
         let ask = Ask { command: cmd::READ, flags: 0, offset, len: here };
         if here == len && (1..=most).contains(&len) {
             let (segments, result) = self.ask(ask, segments).await;
@@ -206,10 +208,13 @@ impl Storage for Nbd {
         if let Err(e) = self.may_write(0) {
             return (segments, Err(e));
         }
-        if self.there(offset, len) < len {
+        if self.within_export(offset, len) < len {
             return (
                 segments,
-                Err(io::Error::new(io::ErrorKind::InvalidInput, "behind the end of the export")),
+                Err(io::Error::new(
+                    io::ErrorKind::InvalidInput,
+                    "the write is after the end of the export",
+                )),
             );
         }
         let fua = durable && self.terms().has(export::SEND_FUA);
@@ -240,22 +245,23 @@ impl Storage for Nbd {
 
     async fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
         self.may_write(export::SEND_TRIM)?;
-        let ask = Ask { command: cmd::TRIM, flags: 0, offset, len: self.there(offset, len) };
-        self.ask_in_parts(ask, &Segments::default(), RANGE_MOST).await
+        let ask =
+            Ask { command: cmd::TRIM, flags: 0, offset, len: self.within_export(offset, len) };
+        self.ask_in_parts(ask, &Segments::default(), MAX_RANGE).await
     }
 
     async fn zero(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
         let ask = self.zeroes(0, offset, len, unmap)?;
-        // Some servers take no more than they take of data.
+        // Some servers apply the limit of data to zeroes as well.
         self.ask_in_parts(ask, &Segments::default(), self.terms().maximum.into()).await
     }
 
     async fn zero_fast(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
         self.may_write(export::SEND_FAST_ZERO)?;
         let ask = self.zeroes(flag::FAST_ZERO, offset, len, unmap)?;
-        // The one request that the largest size of data does not bind, so that it is refused as a
-        // whole, or done.
-        let done = self.ask_in_parts(ask, &Segments::default(), RANGE_MOST).await;
+        // The limit of data does not apply to fast zeroes, so that the range succeeds or fails as a
+        // whole.
+        let done = self.ask_in_parts(ask, &Segments::default(), MAX_RANGE).await;
         let too_long = ask.len > self.terms().maximum.into();
         done.map_err(|e| match e.kind() {
             io::ErrorKind::InvalidInput if too_long => io::ErrorKind::Unsupported.into(),
@@ -268,7 +274,7 @@ impl Storage for Nbd {
             true => Ok(()),
             false => Err(io::Error::new(
                 io::ErrorKind::Unsupported,
-                "an NBD export has the size that it has",
+                "the size of an NBD export cannot change",
             )),
         }
     }

@@ -1,9 +1,10 @@
-//! Watches a connection: its server is to answer in time, and to be there also while nothing is
-//! asked for.
+//! Watches a connection: the server must answer in time, and must be there even without requests.
 //!
-//! In: the requests that are on their way, and when something last came. Out: why the connection is
-//! of no more use. What must hold: an idle connection wakes nobody, and its end is seen within
-//! twice [`LOOK`]; who asks for one thing after another pays for a timer a second.
+//! In: the requests in flight, and the time of the last progress. Out: the reason why the
+//! connection is unusable.
+//!
+//! What must hold: an idle connection causes no wake-ups, and its end is seen within twice
+//! [`CHECK_PERIOD`]. A busy connection costs one timer a second.
 
 use std::future::poll_fn;
 use std::task::Poll;
@@ -12,32 +13,34 @@ use std::time::{Duration, Instant};
 use super::state::{Inner, changes};
 use blockyard_nbd::link::Link;
 
-/// How often it is looked while there are requests; without any for so long a connection is idle.
-const LOOK: Duration = Duration::from_secs(1);
-/// Times the limit of silence for which one request may stay unanswered while others are.
+/// Time between two checks while there are requests. A connection without requests for this long is
+/// idle.
+const CHECK_PERIOD: Duration = Duration::from_secs(1);
+/// One request may stay unanswered for this many times the timeout, while others are answered.
 const PASSED_OVER: u32 = 4;
 
 impl Inner {
-    /// Ends when the server falls silent, or goes while nothing is asked for.
+    /// Returns the reason when the server falls silent, or closes an idle connection.
     pub(super) async fn watch(&self, socket: &Link) -> String {
         let limit = self.export.options.timeout;
         let mut seen = u64::MAX;
         loop {
             let (busy, sent) = (self.slots.borrow().busy(), self.slots.borrow().sent());
-            let look = Instant::now() + LOOK.min(limit);
+            let next_check = Instant::now() + CHECK_PERIOD.min(limit);
             if busy == 0 {
                 if std::mem::replace(&mut seen, sent) != sent {
-                    self.handle.sleep_until(look).await;
-                } else if let Some(why) = self.rest(socket).await {
+                    self.handle.sleep_until(next_check).await;
+                } else if let Some(why) = self.wait_while_idle(socket).await {
                     return why;
                 }
                 continue;
             }
-            // Nothing is heard, or one request is passed over while others are answered.
+            // The deadline: nothing arrives, or one request is passed over while others are
+            // answered.
             let oldest = self.slots.borrow().oldest().unwrap_or_else(Instant::now);
             let until = (self.progress.get().max(oldest) + limit).min(oldest + PASSED_OVER * limit);
             if Instant::now() < until {
-                self.handle.sleep_until(until.min(look)).await;
+                self.handle.sleep_until(until.min(next_check)).await;
                 continue;
             }
             if self.slots.borrow().any_sent(changes) {
@@ -50,11 +53,11 @@ impl Inner {
         }
     }
 
-    /// While nothing is asked for. Some: the connection is of no more use.
-    async fn rest(&self, socket: &Link) -> Option<String> {
+    /// Waits while there are no requests. Returns a reason if the connection is unusable.
+    async fn wait_while_idle(&self, socket: &Link) -> Option<String> {
         let mut watch = match socket.watch(&self.handle) {
             Ok(watch) => watch,
-            // Then its end is seen by the next request.
+            // Then the next request detects the end.
             Err(_) => {
                 self.watch.wait().await;
                 return None;

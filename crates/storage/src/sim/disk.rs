@@ -1,10 +1,11 @@
-//! `SimDisk`: operations in flight on a simulated disk, their latency, their faults, and the power
+//! `SimDisk`: operations in flight on a simulated disk, their latency and faults, and the power
 //! cut.
 //!
-//! In: calls of `Storage`. Out: answers, after a seeded number of the disk's steps. What must hold:
-//! an operation makes a step of the disk whenever it is polled in vain, and asks to be polled
-//! again, so the disk goes on for as long as anybody waits; with the power off nothing lands and
-//! nothing is answered any more.
+//! In: calls of `Storage`. Out: answers after a seeded number of steps.
+//!
+//! What must hold: polling a pending operation advances the disk by one step and requests another
+//! poll, so the disk advances while a task waits. Without power nothing more reaches the disk, and
+//! nothing is answered.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -26,9 +27,9 @@ use crate::Storage;
 pub struct SimConfig {
     pub seed: u64,
     pub latency: Latency,
-    /// Discarded sectors read as zeroes; else some of them keep what they had.
+    /// Discarded sectors read as zeroes. Otherwise some of them keep their data.
     pub discard_zeroes: bool,
-    /// The switch; disks given clones of one die together.
+    /// The power supply. Disks with clones of the same one lose power together.
     pub power: Power,
 }
 
@@ -37,14 +38,14 @@ impl SimConfig {
         SimConfig { seed, latency: Latency::default(), discard_zeroes: true, power: Power::on() }
     }
 
-    /// Cuts the power after so many events: see [`Power`].
+    /// Cuts the power after `events` events; see [`Power`].
     pub fn cut_after(self, events: u64) -> Self {
         SimConfig { power: Power::cut_after(events), ..self }
     }
 }
 
-/// The longest that operations take, in steps of the disk; each takes from one step up to this, and
-/// one in sixteen takes eight times as long.
+/// Longest latency of each kind of operation, in steps. An operation takes from one step up to
+/// this, and one in sixteen takes eight times as long.
 #[derive(Clone, Copy, Debug)]
 pub struct Latency {
     pub read: u64,
@@ -60,12 +61,12 @@ impl Default for Latency {
     }
 }
 
-/// A simulated disk; clones are the same disk. See the page of [`crate::sim`].
+/// A simulated disk. Clones are the same disk. See the module documentation of [`crate::sim`].
 #[derive(Clone)]
 pub struct SimDisk(Rc<RefCell<Inner>>);
 
 impl SimDisk {
-    /// Powers up a disk that holds `image`.
+    /// Returns a disk with power that holds `image`.
     pub fn new(image: SimImage, config: SimConfig) -> Self {
         SimDisk(Rc::new(RefCell::new(Inner {
             media: Media::new(image),
@@ -82,16 +83,16 @@ impl SimDisk {
         })))
     }
 
-    /// Cuts the power (if it is still on), and gives what a crash here leaves. Asked again, it
-    /// gives another of the many images that the same crash may leave.
+    /// Cuts the power if it is on, and returns one of the images that the power cut may leave.
+    /// Another call returns another possible image.
     pub fn power_cut(&self) -> SimImage {
         let mut inner = self.0.borrow_mut();
         inner.config.power.cut();
         inner.crash()
     }
 
-    /// With the power off, answers what the cut left without an answer, with errors: so that tasks
-    /// which may not be dropped half-way can end. Whoever judges them looks away.
+    /// Fails all operations that the power cut left unanswered, so that tasks that must not be
+    /// dropped can end. The judge must ignore these answers.
     pub fn give_up(&self) {
         let mut inner = self.0.borrow_mut();
         assert!(inner.config.power.is_off(), "the power is on");
@@ -105,27 +106,27 @@ impl SimDisk {
         self.0.borrow().config.power.is_off()
     }
 
-    /// Events so far, of all the disks on this one's [`Power`].
+    /// Returns the number of events so far, of all disks on this power supply.
     pub fn events(&self) -> u64 {
         self.0.borrow().config.power.events()
     }
 
-    /// Adds a fault. Where several match, the first added strikes.
+    /// Adds a fault. If several match, the first added one applies.
     pub fn fail(&self, fault: Fault) {
         self.0.borrow_mut().faults.push(fault);
     }
 
-    /// Takes all faults away.
+    /// Removes all faults.
     pub fn heal(&self) {
         self.0.borrow_mut().faults.clear();
     }
 
-    /// What has happened so far.
+    /// Returns the history of the disk.
     pub fn trace(&self) -> Vec<Trace> {
         self.0.borrow().trace.clone()
     }
 
-    /// What a read of everything would see now.
+    /// Returns what a read of the whole disk would return now.
     pub fn contents(&self) -> Vec<u8> {
         let inner = self.0.borrow();
         let mut bytes = vec![0; inner.media.len() as usize];
@@ -154,14 +155,14 @@ impl Storage for SimDisk {
         offset: u64,
         durable: bool,
     ) -> (Segments, io::Result<usize>) {
-        // The disk reads the caller's memory once, here.
+        // The disk copies the caller's memory here, once.
         let mut data = vec![0; segments.len()];
         segments.copy_out(0, &mut data);
         self.run(Effect::Write { offset, data: Rc::new(data), durable }, segments).await
     }
 
     async fn sync(&self) -> io::Result<()> {
-        // Filled in when it starts.
+        // `start` fills this in.
         let effect = Effect::Sync { uncovered: Vec::new(), journal_end: 0 };
         self.run(effect, Segments::default()).await.1.map(|_| ())
     }
@@ -188,7 +189,7 @@ fn no_power() -> io::Error {
     io::Error::new(io::ErrorKind::NotConnected, "the simulated disk has no power")
 }
 
-/// What an operation will do to the disk.
+/// The effect of an operation on the disk.
 enum Effect {
     Read {
         offset: u64,
@@ -210,7 +211,7 @@ enum Effect {
     SetLen {
         len: u64,
     },
-    /// `uncovered`: what was in flight when it began.
+    /// `uncovered`: the operations in flight when it began.
     Sync {
         uncovered: Vec<u64>,
         journal_end: u64,
@@ -234,14 +235,14 @@ struct InFlight {
     op: u64,
     effect: Effect,
     segments: Segments,
-    /// Sectors that have not landed yet.
+    /// Sectors that have not reached the disk yet.
     sectors: Vec<u64>,
-    /// When some of the sectors land, ahead of the answer.
+    /// Step at which some of the sectors reach the disk before the answer.
     early: Option<u64>,
-    /// When it is answered; ties are broken by the second number.
+    /// Step at which it is answered. The second number breaks ties.
     due: (u64, u64),
     fault: Option<io::Error>,
-    /// Nobody waits any more.
+    /// The caller has stopped waiting.
     abandoned: bool,
 }
 
@@ -255,14 +256,15 @@ struct Inner {
     answered: BTreeMap<u64, (Segments, io::Result<usize>)>,
     faults: Vec<Fault>,
     trace: Vec<Trace>,
-    /// Who waits for an answer that will not come, and whether they are told so.
+    /// Tasks that wait for an answer that the power cut prevents, and whether they get errors
+    /// instead.
     stranded: Vec<Waker>,
     given_up: bool,
 }
 
 impl Inner {
-    /// Takes an operation in. When the power goes at this very moment its number is given, but it
-    /// will not be answered.
+    /// Starts an operation and returns its number. If the power goes at this event, the operation
+    /// has a number but is never answered.
     fn start(
         &mut self,
         mut effect: Effect,
@@ -287,8 +289,7 @@ impl Inner {
         }
         let time = self.latency(kind);
         let early = self.rng.one_in(2).then(|| self.step + self.rng.between(1, time));
-        // One step goes by in the poll that starts it: nothing is answered before its task has
-        // waited.
+        // The poll that starts an operation takes one step, so that every task waits at least once.
         let due = (self.step + 1 + time, self.rng.next_u64());
         let fault = self.faults.iter_mut().find_map(|f| f.strikes(kind, offset, len));
         self.trace.push(Trace { step: self.step, op, kind, phase: Phase::Started, offset, len });
@@ -305,7 +306,7 @@ impl Inner {
         Ok(op)
     }
 
-    /// The sectors an operation will change.
+    /// Returns the sectors that an operation changes.
     fn sectors_of(&mut self, effect: &Effect) -> Vec<u64> {
         match effect {
             Effect::Write { offset, data, .. } if !data.is_empty() => {
@@ -332,7 +333,8 @@ impl Inner {
         if self.rng.one_in(16) { time * 8 } else { time }
     }
 
-    /// One step of the disk: early sectors land, and whatever is due is answered.
+    /// Advances the disk by one step: early sectors reach the disk, and operations that are due are
+    /// answered.
     fn advance(&mut self) {
         if self.config.power.is_off() {
             return;
@@ -348,7 +350,7 @@ impl Inner {
             op.land_some(media, rng);
         }
         while let Some(next) = self.next_due() {
-            // The cut comes before the answer: the operation is still in flight then.
+            // The power cut comes before the answer, so the operation is still in flight.
             if self.in_flight[next].kind() != OpKind::Read && !self.config.power.event() {
                 return;
             }
@@ -385,8 +387,8 @@ impl Inner {
         }
     }
 
-    /// What a crash leaves now: everything in flight lands on a copy, in any order, and the crash
-    /// takes its pick.
+    /// Returns a possible image after a power cut now. All operations in flight are applied to a
+    /// copy in random order, and the crash keeps a random part.
     fn crash(&mut self) -> SimImage {
         let mut media = self.media.clone();
         let mut order: Vec<&InFlight> = self.in_flight.iter().collect();
@@ -423,7 +425,7 @@ impl InFlight {
         now.into_iter().for_each(|sector| self.land(media, sector));
     }
 
-    /// Does what is left to do; gives the bytes moved.
+    /// Applies the rest of the operation. Returns the number of bytes transferred.
     fn finish(&mut self, media: &mut Media, rng: &mut Rng) -> usize {
         for sector in std::mem::take(&mut self.sectors) {
             self.land(media, sector);
@@ -451,7 +453,7 @@ impl InFlight {
         0
     }
 
-    /// What a failed operation does all the same.
+    /// Applies the part that a failed operation does all the same.
     fn finish_badly(&mut self, error: &io::Error, media: &mut Media, rng: &mut Rng) {
         if error.kind() != io::ErrorKind::Unsupported {
             self.land_some(media, rng);
@@ -463,7 +465,7 @@ impl InFlight {
     }
 }
 
-/// One operation on the disk. Dropped early it stays in flight, and lands all the same.
+/// Waits for the answer of an operation. If this is dropped, the operation continues all the same.
 struct Answer {
     disk: Rc<RefCell<Inner>>,
     op: u64,

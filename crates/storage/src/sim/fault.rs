@@ -1,11 +1,11 @@
-//! Errors to inject: which operations fail, how often, with what.
+//! Errors to inject: which operations fail, how often, and with which error.
 
 use std::io;
 use std::ops::Range;
 
 use super::OpKind;
 
-/// The error an injected fault answers with.
+/// The error of an injected fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FaultError {
     Kind(io::ErrorKind),
@@ -33,10 +33,10 @@ impl FaultError {
     }
 }
 
-/// Operations that fail: the next one of `kind`, unless told otherwise.
+/// Operations that fail: by default only the next one of `kind`.
 ///
-/// A failed write, zero or discard has landed in some of its sectors; one that is `Unsupported` has
-/// done nothing.
+/// A failed write, zero or discard has changed some of its sectors. One that fails with
+/// `Unsupported` has changed nothing.
 #[derive(Clone, Debug)]
 pub struct Fault {
     kind: OpKind,
@@ -51,30 +51,30 @@ impl Fault {
         Fault { kind, range: None, skip: 0, times: 1, error: error.into() }
     }
 
-    /// Only operations that touch these bytes.
+    /// Limits the fault to operations that touch these bytes.
     pub fn within(mut self, range: Range<u64>) -> Self {
         self.range = Some(range);
         self
     }
 
-    /// The first `operations` that match still go well.
+    /// Lets the first `operations` matching operations succeed.
     pub fn after(mut self, operations: u64) -> Self {
         self.skip = operations;
         self
     }
 
-    /// Fails so many operations.
+    /// Fails `operations` operations.
     pub fn times(mut self, operations: u64) -> Self {
         self.times = operations;
         self
     }
 
-    /// Never gets better.
+    /// Fails every matching operation.
     pub fn always(self) -> Self {
         self.times(u64::MAX)
     }
 
-    /// The error for an operation that starts now, if it is to fail.
+    /// Returns the error for an operation that starts now, if it must fail.
     pub(super) fn strikes(&mut self, kind: OpKind, offset: u64, len: u64) -> Option<io::Error> {
         let misses = |r: &Range<u64>| offset >= r.end || offset.saturating_add(len) <= r.start;
         if kind != self.kind || self.times == 0 || self.range.as_ref().is_some_and(misses) {

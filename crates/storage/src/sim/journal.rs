@@ -1,10 +1,12 @@
-//! A journal of real files: for programs whose threads and rings cannot run on simulated disks.
+//! A journal of operations on real files, for programs whose threads and rings cannot run on
+//! simulated disks.
 //!
-//! In: what storage on real files is asked and answers ([`Recorded`]), from any thread. Out:
-//! [`Replay`], which goes through the journal line by line and gives what a power cut at a line may
-//! leave in each file, by the rules of the simulated disk. What must hold: a line says that an
-//! operation begins before it begins, and that it has ended after it has; so what is in order in
-//! the journal was surely in order.
+//! In: requests to real files and their answers ([`Recorded`]), from any thread. Out: a [`Replay`],
+//! which goes through the journal line by line. At each line it returns what a power cut may leave
+//! in each file, by the rules of the simulated disk.
+//!
+//! What must hold: the journal records the start of an operation before it starts, and its end
+//! after it has ended. So an order in the journal is the real order.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -18,13 +20,13 @@ use super::media::Media;
 use super::{Rng, SimImage};
 use crate::Storage;
 
-/// Clones are the same journal.
+/// A journal of operations on files. Clones are the same journal.
 #[derive(Clone, Debug, Default)]
 pub struct Journal(Arc<Mutex<State>>);
 
 #[derive(Debug, Default)]
 struct State {
-    /// Files by path, with what each held at first.
+    /// Files by path, with their initial contents.
     files: Vec<(PathBuf, Vec<u8>)>,
     lines: Vec<Line>,
     marks: u64,
@@ -48,7 +50,7 @@ enum Effect {
         offset: u64,
         len: u64,
     },
-    /// The file reaches at least so far.
+    /// Extends the file to `end` if it is shorter.
     Reach {
         end: u64,
     },
@@ -56,7 +58,7 @@ enum Effect {
         len: u64,
     },
     Sync,
-    /// The file has this note, or none. Durable when it has ended.
+    /// Sets or removes the file's note. Durable when it has ended.
     Note(Option<PathBuf>),
 }
 
@@ -65,7 +67,7 @@ impl Journal {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The file's number. A file that is new to the journal is read.
+    /// Returns the file's number. Reads the contents of a file that is new to the journal.
     fn file(&self, path: &Path) -> io::Result<usize> {
         let mut state = self.state();
         if let Some(known) = state.files.iter().position(|(known, _)| known == path) {
@@ -75,7 +77,7 @@ impl Journal {
         Ok(state.files.len() - 1)
     }
 
-    /// Adds a line that means what the caller says; gives its number.
+    /// Adds a line whose meaning the caller defines. Returns its number.
     pub fn mark(&self) -> u64 {
         let mut state = self.state();
         state.marks += 1;
@@ -84,7 +86,7 @@ impl Journal {
         mark
     }
 
-    /// A note is kept with the file (an extended attribute).
+    /// Records a change of the file's note (an extended attribute), which `keep` makes.
     pub fn note(
         &self,
         path: &Path,
@@ -116,7 +118,7 @@ impl Journal {
         self.len() == 0
     }
 
-    /// Goes through what is in the journal now.
+    /// Returns a replay of the present contents of the journal.
     pub fn replay(&self, seed: u64) -> Replay {
         let state = self.state();
         let file = |(path, bytes): &(PathBuf, Vec<u8>)| {
@@ -134,7 +136,7 @@ impl Journal {
     }
 }
 
-/// Storage whose operations are in a journal.
+/// A storage whose operations are recorded in a journal.
 #[derive(Clone)]
 pub struct Recorded<S> {
     storage: S,
@@ -210,13 +212,13 @@ impl<S: Storage> Storage for Recorded<S> {
 struct ReplayedFile {
     path: PathBuf,
     media: Media,
-    /// What has begun and not ended; with a sync, what was in flight when it began, and the end of
-    /// the journal of lengths.
+    /// Operations in flight. With each one: the operations in flight when it began, and the end of
+    /// the journal of lengths then. A sync needs them.
     in_flight: BTreeMap<usize, (Effect, Vec<usize>, u64)>,
     note: Option<PathBuf>,
 }
 
-/// See the module's page.
+/// Goes through a journal; see the module documentation.
 pub struct Replay {
     lines: Vec<Line>,
     at: usize,
@@ -226,7 +228,7 @@ pub struct Replay {
     rng: Rng,
 }
 
-/// What a power cut leaves of a file.
+/// A file after a power cut.
 pub struct LeftFile {
     pub path: PathBuf,
     pub image: SimImage,
@@ -242,7 +244,7 @@ impl Replay {
         self.lines.is_empty()
     }
 
-    /// The next line happens; the mark, if it is one.
+    /// Applies the next line. Returns the mark if it is one.
     pub fn step(&mut self) -> Option<u64> {
         let line = self.lines.get(self.at)?.clone();
         self.at += 1;
@@ -262,7 +264,7 @@ impl Replay {
         None
     }
 
-    /// What a power cut here leaves: one of many possibilities.
+    /// Returns one of the possible states of the files after a power cut here.
     pub fn power_cut(&mut self) -> Vec<LeftFile> {
         self.files.iter().map(|file| file.power_cut(&mut self.rng)).collect()
     }
@@ -272,7 +274,7 @@ impl ReplayedFile {
     fn ended(&mut self, op: usize, ok: bool, rng: &mut Rng) {
         let (effect, others, journal_end) = self.in_flight.remove(&op).expect("it is in flight");
         match effect {
-            // What the file system does not know it does not do; nothing else may fail here.
+            // The file system may not support these operations. All others must succeed.
             Effect::Zero { .. } | Effect::Reach { .. } if !ok => {}
             effect if !ok => panic!("{}: {effect:?} has failed", self.path.display()),
             Effect::Sync => {
@@ -292,7 +294,7 @@ impl ReplayedFile {
             match effect {
                 Effect::Note(new) if rng.one_in(2) => note.clone_from(new),
                 Effect::Write { offset, data, .. } => {
-                    // As one that is not durable: it may be torn.
+                    // Like a write that is not durable, because it may be torn.
                     let effect =
                         Effect::Write { offset: *offset, data: data.clone(), durable: false };
                     land(&mut media, op, &effect);

@@ -1,10 +1,13 @@
-//! What a simulated disk holds: durable sectors, the versions cached above them, the journal of
-//! lengths.
+//! The contents of a simulated disk: durable sectors, cached versions of sectors, and the journal
+//! of lengths.
 //!
-//! In: sectors landing, syncs, failed syncs, a crash. Out: what a read sees; the image that is
-//! left. What must hold: a sector's versions are in the order they landed; the durable version only
-//! moves forward along them, except that a failed sync may drop some; a cut-short file's journal
-//! entry and the loss of its data stand or fall together (`Version::cut`).
+//! In: sectors that reach the disk, syncs, failed syncs, a crash. Out: what a read returns, and the
+//! image after the crash.
+//!
+//! What must hold: the versions of a sector are in the order in which they reached the disk. The
+//! durable version only advances, except that a failed sync may drop versions. A journal entry that
+//! truncates the file, and the loss of the truncated data, survive together or not at all
+//! (`Version::cut`).
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Range;
@@ -12,7 +15,7 @@ use std::rc::Rc;
 
 use super::{Rng, SECTOR};
 
-/// A sector's bytes: a piece of a write's data, or zeroes.
+/// Contents of a sector: a piece of a write's data, or zeroes.
 #[derive(Clone, Default)]
 struct Content(Option<(Rc<Vec<u8>>, usize)>);
 
@@ -25,12 +28,12 @@ impl Content {
     }
 }
 
-/// What a disk holds with the power off. Clones share their data.
+/// Contents of a disk without power. Clones share their data.
 #[derive(Clone)]
 pub struct SimImage {
     len: u64,
     unit: u64,
-    /// Sectors that are not zeroes, by number.
+    /// Sectors with data, by number. All others are zeroes.
     sectors: BTreeMap<u64, Content>,
 }
 
@@ -45,7 +48,7 @@ impl SimImage {
         image
     }
 
-    /// Makes `unit` bytes (512, 4096, ...) the sector: what a write either changes or does not.
+    /// Sets the atomic unit of writes to `unit` bytes (512, 4096, ...).
     pub fn atomic(self, unit: usize) -> Self {
         assert!(unit > 0, "a sector of no bytes");
         let mut image = SimImage { len: self.len, unit: unit as u64, sectors: BTreeMap::new() };
@@ -65,7 +68,7 @@ impl SimImage {
         self.len == 0
     }
 
-    /// Fills `out` from `offset`; beyond the end there are zeroes.
+    /// Reads into `out` from `offset`. Bytes beyond the end are zeroes.
     pub fn read(&self, offset: u64, out: &mut [u8]) {
         for piece in pieces(self.unit, offset, out.len()) {
             let content = self.sectors.get(&piece.sector).cloned().unwrap_or_default();
@@ -73,7 +76,7 @@ impl SimImage {
         }
     }
 
-    /// All of it: for images that fit the memory.
+    /// Returns the whole image, which must fit into memory.
     pub fn bytes(&self) -> Vec<u8> {
         let mut bytes = vec![0; self.len as usize];
         self.read(0, &mut bytes);
@@ -97,7 +100,7 @@ impl SimImage {
         }
     }
 
-    /// Forgets what lies beyond the length.
+    /// Removes data beyond the length.
     fn trim(&mut self) {
         self.sectors.split_off(&self.len.div_ceil(self.unit));
         let (last, keep) = (self.len / self.unit, (self.len % self.unit) as usize);
@@ -115,10 +118,10 @@ impl std::fmt::Debug for SimImage {
     }
 }
 
-/// One sector's share of a range.
+/// The part of a range in one sector.
 struct Piece {
     sector: u64,
-    /// Where in the sector, and where in the buffer.
+    /// Offset within the sector, and range within the buffer.
     from: usize,
     at: Range<usize>,
 }
@@ -140,22 +143,23 @@ fn pieces(unit: u64, offset: u64, len: usize) -> impl Iterator<Item = Piece> {
 struct Version {
     op: u64,
     content: Content,
-    /// The sector fell off the end of a file cut short: the number of that journal entry.
+    /// Number of the journal entry that truncated the sector.
     cut: Option<u64>,
 }
 
-/// How likely an operation is kept or lost whole by a crash, in percent; the rest is torn, sector
-/// by sector.
+/// Probabilities in percent that a crash keeps an operation as a whole, or loses it as a whole.
+/// Otherwise the operation is torn at sectors.
 const FATES: [(u64, u64); 5] = [(0, 100), (100, 0), (50, 50), (30, 30), (0, 0)];
 
-/// See the module's page.
+/// See the module documentation.
 #[derive(Clone)]
 pub(super) struct Media {
     durable: SimImage,
     cached: BTreeMap<u64, Vec<Version>>,
-    /// Lost by a failed sync, but still read until the sector is written or the power goes.
+    /// Versions that a failed sync lost. Reads return them until the sector is written or the power
+    /// goes.
     ghosts: BTreeMap<u64, Content>,
-    /// Lengths not yet durable. The first has the number `committed`.
+    /// Changes of length that are not durable. The first one has the number `committed`.
     journal: VecDeque<u64>,
     committed: u64,
 }
@@ -170,7 +174,7 @@ impl Media {
         self.journal.back().copied().unwrap_or(self.durable.len)
     }
 
-    /// What a read sees.
+    /// Reads the visible contents.
     pub fn read(&self, offset: u64, out: &mut [u8]) {
         for piece in pieces(self.durable.unit, offset, out.len()) {
             self.visible(piece.sector).copy(piece.from, &mut out[piece.at]);
@@ -186,12 +190,12 @@ impl Media {
         content.cloned().unwrap_or_default()
     }
 
-    /// The sectors of a range.
+    /// Returns the sectors of a range.
     pub fn sectors(&self, offset: u64, len: u64) -> Range<u64> {
         offset / self.durable.unit..offset.saturating_add(len).div_ceil(self.durable.unit)
     }
 
-    /// The sectors of a range that have ever been written: zeroing the others changes nothing.
+    /// Returns the sectors of a range that were ever written. Zeroing the others changes nothing.
     pub fn sectors_in_use(&self, offset: u64, len: u64) -> Vec<u64> {
         let range = self.sectors(offset, len);
         let mut sectors = BTreeSet::new();
@@ -201,7 +205,7 @@ impl Media {
         sectors.into_iter().collect()
     }
 
-    /// One sector of a write at `offset` lands.
+    /// Applies one sector of a write at `offset`.
     pub fn write(&mut self, op: u64, sector: u64, offset: u64, data: &Rc<Vec<u8>>) {
         let end = self.land(op, sector, offset, data.len() as u64, Some(data), None);
         if end > self.len() {
@@ -209,7 +213,7 @@ impl Media {
         }
     }
 
-    /// One sector of a zeroed range lands.
+    /// Applies one sector of a zeroed range.
     pub fn zero(&mut self, op: u64, sector: u64, offset: u64, len: u64) {
         self.land(op, sector, offset, len, None, None);
     }
@@ -226,8 +230,8 @@ impl Media {
         }
     }
 
-    /// Adds a version of `sector`: what is seen now, overlaid with the range's share. Gives the
-    /// share's end.
+    /// Adds a version of `sector`: its visible contents, overlaid with the part of the range.
+    /// Returns the end of that part.
     fn land(
         &mut self,
         op: u64,
@@ -258,13 +262,13 @@ impl Media {
         to
     }
 
-    /// The number the next journal entry will have: everything before it has happened.
+    /// Returns the number of the next journal entry.
     pub fn journal_end(&self) -> u64 {
         self.committed + self.journal.len() as u64
     }
 
-    /// A sync that must cover the versions of operations for which `covered` says so, and the
-    /// journal up to `end`.
+    /// Applies a sync. It must cover the versions of operations for which `covered` returns true,
+    /// and the journal up to `end`.
     pub fn sync(&mut self, covered: impl Fn(u64) -> bool, end: u64, rng: &mut Rng) {
         let eager = rng.one_in(2);
         self.settle(0..u64::MAX, end, covered, |room| {
@@ -272,15 +276,16 @@ impl Media {
         });
     }
 
-    /// A durable write is answered: its sectors, and the journal so far, are durable.
+    /// Makes the sectors of a durable write durable, and the journal up to now.
     pub fn write_through(&mut self, op: u64, offset: u64, len: u64) {
-        // Sectors elsewhere that a committed entry cut off stay cached: whatever looks at them next
-        // counts that in.
+        // Truncated sectors outside the range stay cached. Later operations on them take the
+        // committed entry into account.
         let range = self.sectors(offset, len);
         self.settle(range, self.journal_end(), |other| other == op, |_| 0);
     }
 
-    /// A sync that fails: the journal gets through, of the data each sector does or is lost.
+    /// Applies a failed sync: the journal becomes durable. Each covered sector becomes durable or
+    /// is lost.
     pub fn sync_failed(&mut self, covered: impl Fn(u64) -> bool, end: u64, rng: &mut Rng) {
         self.settle(0..u64::MAX, end, |_| false, |_| 0);
         let lose_all = rng.one_in(2);
@@ -294,8 +299,8 @@ impl Media {
                 continue;
             }
             let content = versions[last].content.clone();
-            // Operations in flight may have landed before what is lost; theirs is still to become
-            // durable.
+            // Operations in flight may have reached the disk before what is lost. Theirs may still
+            // become durable.
             versions.retain(|v| !covered(v.op));
             if versions.is_empty() && rng.one_in(2) {
                 self.ghosts.insert(sector, content);
@@ -304,8 +309,8 @@ impl Media {
         self.cached.retain(|_, versions| !versions.is_empty());
     }
 
-    /// Makes versions durable: in each sector of `range` up to the last that is `covered`, and
-    /// `more` of those after.
+    /// Makes versions durable: in each sector of `range` up to the last `covered` one, and `more`
+    /// of the later ones.
     fn settle(
         &mut self,
         range: Range<u64>,
@@ -335,7 +340,7 @@ impl Media {
         }
     }
 
-    /// What the power leaves, once everything in flight has been made to land.
+    /// Returns the image after a power cut, when all operations in flight have been applied.
     pub fn crash(&self, rng: &mut Rng) -> SimImage {
         let (kept, lost) = *rng.pick(&FATES);
         let entries = match (kept, lost) {
@@ -365,8 +370,8 @@ impl Media {
     }
 }
 
-/// Of a sector's versions, in order: how many must become durable, and how many may, when the
-/// journal does up to `end`.
+/// Returns how many of a sector's versions must become durable, and how many may, when the journal
+/// becomes durable up to `journal_end`.
 fn bounds(versions: &[Version], journal_end: u64, covered: impl Fn(u64) -> bool) -> (usize, usize) {
     let may = versions
         .iter()

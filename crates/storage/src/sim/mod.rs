@@ -1,39 +1,43 @@
-//! The simulated twin of [`crate::file`]: `Storage` over a disk that lives in memory and can lose
-//! its power.
+//! The simulated counterpart of [`crate::file`]: `Storage` over a disk in memory that can lose
+//! power.
 //!
 //! ```text
-//!   disk     `SimDisk`: operations in flight, latency, faults, the cut      media    what is durable, what is cached
-//!   runner   `Sim`: tasks polled in seeded order, no ring, no clock         power    events counted, the switch
-//!   oracle   `Oracle`: what a disk may hold after a cut; judges any disk    fault    errors to inject
-//!   journal  what real files were asked, for cuts afterwards
+//!   disk      `SimDisk`: operations in flight, latency, faults, the power cut
+//!   media     which data are durable, and which are cached
+//!   runner    `Sim`: polls tasks in seeded order, without ring and clock
+//!   power     counts events, and cuts the power
+//!   oracle    `Oracle`: what a disk may hold after a power cut; judges any disk
+//!   fault     errors to inject
+//!   journal   records operations on real files, to simulate power cuts afterwards
 //! ```
 //!
-//! In: a [`SimImage`] (what a disk holds with the power off), a seed. Out: answers as from a real
-//! write-back disk, and, after [`SimDisk::power_cut`], a `SimImage` again. What must hold: the same
-//! seed and the same calls give the same answers, in the same order, and the same image after the
-//! cut; whatever a real disk may do under the promises of [`crate::Storage`], some seed does here;
-//! what it may not do, no seed does.
+//! In: a [`SimImage`] (what a disk holds without power) and a seed. Out: answers as from a real
+//! write-back disk, and, after [`SimDisk::power_cut`], again a `SimImage`.
 //!
-//! Time is virtual: a waiting operation that is polled lets the disk make one step and asks to be
-//! polled again. So it runs under any executor that honours wakers; under [`Sim`] a hundred
+//! What must hold: the same seed and the same calls give the same answers in the same order, and
+//! the same image after the power cut. Whatever a real disk may do under the promises of
+//! [`crate::Storage`], some seed does here. What it may not do, no seed does.
+//!
+//! Time is virtual: each poll of a waiting operation advances the disk by one step and requests
+//! another poll. So it runs under any executor that honours wakers. Under [`Sim`] a hundred
 //! operations take well under a millisecond.
 //!
-//! The disk's rules
-//! - A write lands sector by sector ([`SimImage::atomic`] bytes each) between its start and its
-//!   answer; a read sees what has landed when it is answered. Operations in flight together land in
-//!   any order, sectors interleaved.
-//! - What has landed is volatile until a `sync` that began after the answer, or until the answer of
-//!   a `durable` write. More may become durable at any sync, less never.
-//! - After a cut each sector holds its last durable version, or any later one: of an answered write
-//!   or of one in flight.
-//! - `discard` and `zero` are writes of zeroes. The length is a journal: changes of length (by
-//!   `set_len`, by writes past the end) are kept in order, and a cut keeps a prefix of those not
-//!   yet durable. Cutting a file short takes its data with it, both or neither. Bytes beyond the
-//!   length that survived are gone. A `sync`, and a `durable` write, commit the journal up to then.
-//! - A `sync` that fails is Linux's: of what it covered, each sector is durable or silently lost, a
-//!   lost one may still be read for a while, and the next `sync` answers Ok all the same; also one
-//!   that is in flight together with it, so who has two at once must take the failure of one for
-//!   the failure of both.
+//! The disk's rules:
+//! - A write reaches the disk sector by sector ([`SimImage::atomic`] bytes each) between its start
+//!   and its answer. A read returns what has reached the disk when it is answered. Concurrent
+//!   operations reach the disk in any order, with their sectors interleaved.
+//! - Data on the disk are volatile until a `sync` that began after the answer, or until the answer
+//!   of a `durable` write. A sync may make more data durable, but never less.
+//! - After a power cut each sector holds its last durable version or any later one, of an answered
+//!   write or of one in flight.
+//! - `discard` and `zero` are writes of zeroes. Changes of length (by `set_len`, and by writes past
+//!   the end) form a journal in order. A power cut keeps a prefix of those that are not durable.
+//!   Truncation and the loss of the truncated data happen together or not at all. Data beyond the
+//!   length are lost. A `sync` and a `durable` write commit the journal up to then.
+//! - A failed `sync` behaves as on Linux. Each sector that it covers becomes durable or is silently
+//!   lost. A lost sector may still be read for a while. The next `sync` returns Ok all the same,
+//!   and so does a concurrent one. So a caller with two concurrent syncs must treat the failure of
+//!   one as the failure of both.
 
 mod disk;
 mod fault;
@@ -57,6 +61,6 @@ pub use rng::Rng;
 pub use runner::{Join, Sim, SimHandle, Stalled, yield_now};
 pub use trace::{OpKind, Phase, Trace};
 
-/// Bytes of a sector: what the oracle judges by, and the unit a write tears at unless an image says
-/// otherwise.
+/// Size of a sector in bytes: the oracle's unit, and the unit at which a write tears, unless an
+/// image has another one.
 pub const SECTOR: usize = 512;

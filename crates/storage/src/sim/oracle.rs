@@ -1,19 +1,21 @@
-//! The oracle: what a disk may hold, now and after a power cut. It judges any disk, by its answers
+//! The oracle: what a disk may hold, now and after a power cut. It judges any disk by its answers
 //! alone.
 //!
-//! In: when writes, flushes and reads started and were answered. Out: whether what was read is one
-//! of the contents allowed. What must hold: it is told of a start before the disk is, and of an
-//! answer after the disk gave it; so what it takes to be in order surely was.
+//! In: when writes, flushes and reads started and were answered. Out: whether the data that were
+//! read are among the allowed ones.
 //!
-//! The rules, sector by sector. A write is *surely before* another when it was answered before the
-//! other started.
-//! - A read may see any write, except those surely before a write that was answered before the read
-//!   started.
-//! - A cut may leave any write, except those surely before a durable write.
-//! - A write is durable when it was answered as such, or answered before a flush started that was
-//!   answered Ok.
-//! - A failed write, a discard, and all that was written and not durable when a flush failed, are
-//!   *doubtful*: they may be there or not, and neither hide what was before them nor become
+//! What must hold: a start is reported to the oracle before it is reported to the disk, and an
+//! answer after the disk gave it. So an order that the oracle sees is the real order.
+//!
+//! The rules, for each sector. A write is *surely before* another one if it was answered before the
+//! other one started.
+//! - A read may return any write, except those surely before a write that was answered before the
+//!   read started.
+//! - A power cut may leave any write, except those surely before a durable write.
+//! - A write is durable if it was answered as durable, or answered before the start of a flush that
+//!   succeeded.
+//! - A failed write, a discard, and all writes that were not durable when a flush failed are
+//!   *doubtful*. They may be present or not. They do not hide earlier writes, and do not become
 //!   durable.
 
 use std::cell::Cell;
@@ -24,7 +26,7 @@ use std::rc::Rc;
 
 use super::{Rng, SECTOR};
 
-/// A content that is not allowed.
+/// Contents that are not allowed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("sector {sector} (offset {}) {when}: {report}", sector * SECTOR as u64)]
 pub struct Mismatch {
@@ -33,7 +35,8 @@ pub struct Mismatch {
     report: String,
 }
 
-/// A write that has started; given back when it is answered, kept (or dropped) when it never is.
+/// A write that has started. Return it to the oracle when the write is answered; drop it if it
+/// never is.
 #[must_use = "an answered write is told to the oracle with its token"]
 pub struct WriteToken(Rc<Write>);
 
@@ -44,7 +47,7 @@ pub struct FlushToken(u64);
 pub struct ReadToken(u64);
 
 struct Write {
-    /// Its number and when it started, in one: the oracle's clock ticks at every call.
+    /// Its number and start time at once: each call advances the oracle's clock.
     started: u64,
     what: &'static str,
     sectors: Range<u64>,
@@ -75,7 +78,7 @@ impl fmt::Display for Write {
     }
 }
 
-/// One write's content of one sector.
+/// The contents of one sector of one write.
 struct Version {
     write: Rc<Write>,
     data: Rc<Vec<u8>>,
@@ -90,14 +93,14 @@ impl Version {
 
 #[derive(Default)]
 struct Sector {
-    /// What may still be found.
+    /// Contents that may still be found.
     versions: Vec<Version>,
-    /// What may not: only to say what was found instead.
+    /// Contents that may not be found any more. They are kept for error reports.
     gone: Vec<Version>,
 }
 
-/// See the module's page. All offsets and lengths are whole sectors; what was never written is
-/// zeroes.
+/// See the module documentation. All offsets and lengths are whole sectors. Sectors that were never
+/// written hold zeroes.
 #[derive(Default)]
 pub struct Oracle {
     clock: u64,
@@ -105,7 +108,7 @@ pub struct Oracle {
     in_flight: Vec<Rc<Write>>,
     /// Answered, not doubtful, not durable.
     volatile: Vec<Rc<Write>>,
-    /// When the reads not yet answered started, and the flushes.
+    /// Start times of the reads and of the flushes in flight.
     reads: Vec<u64>,
     flushes: Vec<u64>,
     flushes_may_fail: bool,
@@ -125,12 +128,13 @@ impl Oracle {
         self.started("zero", offset, Rc::new(vec![0; len as usize]), false)
     }
 
-    /// A discarded sector holds zeroes, or what it held.
+    /// A discarded sector holds zeroes or its old data.
     pub fn discard_started(&mut self, offset: u64, len: u64) -> WriteToken {
         self.started("discard", offset, Rc::new(vec![0; len as usize]), true)
     }
 
-    /// A write, zero or discard was answered; `durable`: the answer promised so (FUA).
+    /// Notes that a write, zero or discard was answered. `durable`: the answer promised durability
+    /// (FUA).
     pub fn write_answered(&mut self, token: WriteToken, ok: bool, durable: bool) {
         let write = token.0;
         write.ended.set(Some(self.tick()));
@@ -147,9 +151,9 @@ impl Oracle {
         }
     }
 
-    /// Flushes will be made to fail. One in flight may have failed already, and a read have seen
-    /// what it lost, before anybody was told: so while one is in flight, reads are judged as if it
-    /// had.
+    /// Expects failing flushes. A flush in flight may have failed already, and reads may see its
+    /// losses before its answer. So while a flush is in flight, reads are judged as if it had
+    /// failed.
     pub fn expect_failing_flushes(&mut self) {
         self.flushes_may_fail = true;
     }
@@ -183,7 +187,7 @@ impl Oracle {
         ReadToken(now)
     }
 
-    /// A read that started with `token` was answered with `content`.
+    /// Checks the data of a read that started with `token`.
     pub fn check_read(
         &mut self,
         token: ReadToken,
@@ -198,17 +202,18 @@ impl Oracle {
         })
     }
 
-    /// As [`Oracle::check_read`], for a read that began and ended while nothing else went on.
+    /// Like [`Oracle::check_read`], for a read without concurrent operations.
     pub fn check_now(&mut self, offset: u64, content: &[u8]) -> Result<(), Mismatch> {
         let token = self.read_started();
         self.check_read(token, offset, content)
     }
 
-    /// The power was cut, and now the disk holds `content` at `offset`. Told of all of a disk, it
-    /// can go on from there.
+    /// Checks that a power cut may leave `content` at `offset`, and continues from it. If all of
+    /// the disk is checked, the oracle can judge the disk further.
     pub fn check_after_cut(&mut self, offset: u64, content: &[u8]) -> Result<(), Mismatch> {
         self.allows_after_cut(offset, content)?;
-        // What was found is what there is: nothing from before the cut lands any more.
+        // The contents that were found are the only possible ones: no earlier operation can change
+        // them.
         let data = Rc::new(content.to_vec());
         self.volatile.clear();
         self.in_flight.clear();
@@ -226,8 +231,8 @@ impl Oracle {
         Ok(())
     }
 
-    /// As [`Oracle::check_after_cut`], for one of the many images a cut may leave: nothing is made
-    /// of it.
+    /// Like [`Oracle::check_after_cut`], for one of many possible images: the oracle does not
+    /// change.
     pub fn allows_after_cut(&self, offset: u64, content: &[u8]) -> Result<(), Mismatch> {
         self.check("after the cut", offset, content, |hider| hider.durable.get())
     }
@@ -273,7 +278,8 @@ impl Oracle {
         WriteToken(write)
     }
 
-    /// Takes out what neither a cut nor any read, not even one already started, may still find.
+    /// Removes the contents that neither a power cut nor a read, not even one in flight, may still
+    /// find.
     fn forget(&mut self, sectors: Range<u64>) {
         let oldest_read = self.reads.iter().min().copied().unwrap_or(u64::MAX);
         let hides = |hider: &Write| hider.durable.get() && hider.hides_for_a_read_from(oldest_read);
@@ -287,7 +293,7 @@ impl Oracle {
         }
     }
 
-    /// Every sector must hold a version that no write for which `hides` is true hides.
+    /// Checks that every sector holds a version that no write for which `hides` returns true hides.
     fn check(
         &self,
         when: &'static str,
@@ -314,7 +320,7 @@ impl Oracle {
 }
 
 impl Sector {
-    /// Zeroes since ever.
+    /// Returns a sector that was never written.
     fn blank() -> Self {
         let write = Write {
             started: 0,
@@ -331,7 +337,7 @@ impl Sector {
     fn report<'a>(&self, found: &[u8], allowed: impl Iterator<Item = &'a Version>) -> String {
         let known = self.versions.iter().chain(&self.gone).find(|v| v.content() == found);
         let origin =
-            known.map_or("which nobody wrote".to_string(), |v| format!("stale: {}", v.write));
+            known.map_or("which was never written".to_string(), |v| format!("stale: {}", v.write));
         let list: Vec<_> =
             allowed.map(|v| format!("{} [{}]", v.write, excerpt(v.content()))).collect();
         format!("found [{}], {origin}; allowed: {}", excerpt(found), list.join(", "))
@@ -346,8 +352,8 @@ fn excerpt(bytes: &[u8]) -> String {
     format!("{hex}...")
 }
 
-/// Data that tells which write it is of and which place: no two tags and no two sectors share a
-/// content.
+/// Returns data that identify the write (`tag`) and the sector. No two tags and no two sectors have
+/// the same contents.
 pub fn pattern(tag: u64, offset: u64, len: usize) -> Vec<u8> {
     let mut bytes = vec![0; len];
     for (i, sector) in bytes.chunks_mut(SECTOR).enumerate() {

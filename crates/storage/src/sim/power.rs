@@ -1,13 +1,15 @@
-//! The power of one or several disks: counts their events, and goes off for all of them at once.
+//! The power supply of one or several disks: counts their events, and goes off for all of them at
+//! once.
 
 use std::cell::Cell;
 use std::rc::Rc;
 
-/// Clones are the same switch: disks that share one die together, as the files of one host do.
+/// A power supply. Clones are the same one: disks that share it lose power together, as the files
+/// of one host do.
 ///
 /// An event is the start or the answer of a write, sync, discard, zero or set_len. A test that cuts
-/// after 0, 1, 2, ... events until a run ends with the power still on has cut at every write and
-/// flush there is.
+/// the power after 0, 1, 2, ... events, until a run ends with power, has cut at every write and
+/// flush.
 #[derive(Clone, Debug, Default)]
 pub struct Power(Rc<Inner>);
 
@@ -24,12 +26,12 @@ impl Power {
         Power::default()
     }
 
-    /// Lets `events` events happen; the next one finds the power off.
+    /// Stays on for `events` events. The next one finds the power off.
     pub fn cut_after(events: u64) -> Self {
         Power(Rc::new(Inner { cut_after: Some(events), ..Inner::default() }))
     }
 
-    /// Events so far.
+    /// Returns the number of events so far.
     pub fn events(&self) -> u64 {
         self.0.events.get()
     }
@@ -42,7 +44,7 @@ impl Power {
         self.0.off.set(true);
     }
 
-    /// Asks for one more event; false: the power is off, it does not happen.
+    /// Counts an event. Returns false if the power is off; then the event does not happen.
     pub(super) fn event(&self) -> bool {
         if self.0.cut_after == Some(self.0.events.get()) {
             self.cut();

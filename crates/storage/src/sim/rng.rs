@@ -1,6 +1,6 @@
-//! Seeded random numbers (SplitMix64): small, fast, and the same on every host for ever.
+//! Seeded random numbers (SplitMix64): small, fast, and the same on every host.
 
-/// A stream of numbers decided by its seed.
+/// A stream of random numbers that its seed determines.
 #[derive(Clone, Debug)]
 pub struct Rng(u64);
 
@@ -17,22 +17,23 @@ impl Rng {
         z ^ (z >> 31)
     }
 
-    /// 0 to `n` - 1; 0 when `n` is 0. The bias is far below what a test could see.
+    /// Returns a number from 0 to `n` - 1, or 0 if `n` is 0. The bias is too small for any test to
+    /// see.
     pub fn below(&mut self, n: u64) -> u64 {
         ((u128::from(self.next_u64()) * u128::from(n)) >> 64) as u64
     }
 
-    /// From `first` to `last`, both included.
+    /// Returns a number from `first` to `last`, both included.
     pub fn between(&mut self, first: u64, last: u64) -> u64 {
         first + self.below(last - first + 1)
     }
 
-    /// True once in `n` times.
+    /// Returns true with probability 1 / `n`.
     pub fn one_in(&mut self, n: u64) -> bool {
         self.below(n) == 0
     }
 
-    /// One of `items`, which are not none.
+    /// Returns one of `items`, which must not be empty.
     pub fn pick<'a, T>(&mut self, items: &'a [T]) -> &'a T {
         &items[self.below(items.len() as u64) as usize]
     }
@@ -43,7 +44,7 @@ impl Rng {
         }
     }
 
-    /// A stream of its own, decided by this one's seed and place.
+    /// Returns a new stream that this one's state determines.
     pub fn fork(&mut self) -> Rng {
         Rng(self.next_u64())
     }

@@ -1,8 +1,9 @@
-//! A runner for tasks on simulated disks: polls one ready task after the other, in seeded order.
+//! A runner for tasks on simulated disks: polls ready tasks one by one, in seeded order.
 //!
-//! In: futures that wake by their waker. Out: what they give, or the news that nothing can go on.
-//! What must hold: the order depends on the seed and on who was woken when, and on nothing else; no
-//! thread, no clock, no ring.
+//! In: futures that wake by their waker. Out: their results, or an error if no task can continue.
+//!
+//! What must hold: the order depends only on the seed and on the order of wake-ups. There is no
+//! thread, no clock and no ring.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -25,24 +26,24 @@ struct Task {
 struct Inner {
     seed: u64,
     rng: RefCell<Rng>,
-    /// Without the one that is being polled.
+    /// All tasks except the one that is being polled.
     tasks: RefCell<BTreeMap<TaskId, Task>>,
     next: Cell<TaskId>,
     ready: Arc<Mutex<Vec<TaskId>>>,
     steps: Cell<u64>,
 }
 
-/// The runner. Dropped, it drops its tasks.
+/// The runner. Dropping it drops its tasks.
 pub struct Sim {
     handle: SimHandle,
     step_limit: u64,
 }
 
-/// A way to the runner for what runs on it.
+/// A handle to the runner, for its tasks.
 #[derive(Clone)]
 pub struct SimHandle(Rc<Inner>);
 
-/// The awaited future is not done, and never will be.
+/// The awaited future has not completed, and never will.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("seed {seed}: {reason} after {steps} steps, with {tasks} tasks left")]
 pub struct Stalled {
@@ -65,7 +66,7 @@ impl Sim {
         Sim { handle: SimHandle(Rc::new(inner)), step_limit: 50_000_000 }
     }
 
-    /// How many polls a run may take before it counts as spinning.
+    /// Sets the number of polls after which a run counts as spinning.
     pub fn step_limit(mut self, steps: u64) -> Self {
         self.step_limit = steps;
         self
@@ -79,8 +80,7 @@ impl Sim {
         self.handle.spawn(future)
     }
 
-    /// Runs until `future` is done, and gives what it gives. Other tasks stay as they are, for the
-    /// next call.
+    /// Runs tasks until `future` completes. Returns its result. Other tasks stay for the next call.
     pub fn block_on<T: 'static>(
         &self,
         future: impl Future<Output = T> + 'static,
@@ -127,7 +127,7 @@ impl Sim {
 
 impl Drop for Sim {
     fn drop(&mut self) {
-        // Tasks hold handles, which hold the tasks; and a task's drop may spawn or wake others.
+        // Tasks hold handles, which hold the tasks. Dropping a task may spawn or wake others.
         let tasks = std::mem::take(&mut *self.handle.0.tasks.borrow_mut());
         drop(tasks);
     }
@@ -145,7 +145,7 @@ impl Inner {
 }
 
 impl SimHandle {
-    /// Starts a task; it goes on also when the result is not awaited.
+    /// Starts a task. It runs even if its result is not awaited.
     pub fn spawn<T: 'static>(&self, future: impl Future<Output = T> + 'static) -> Join<T> {
         let inner = &*self.0;
         let slot = Rc::new(Slot { value: Cell::new(None), waker: Cell::new(None) });
@@ -208,7 +208,7 @@ impl Wake for TaskWaker {
     }
 }
 
-/// Lets other ready tasks go first. Works under any executor.
+/// Lets other ready tasks run first. Works under any executor.
 pub async fn yield_now() {
     let mut yielded = false;
     std::future::poll_fn(|cx| {

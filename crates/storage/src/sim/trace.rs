@@ -1,4 +1,4 @@
-//! A simulated disk's history, line by line.
+//! The history of a simulated disk.
 
 use std::fmt;
 
@@ -12,10 +12,10 @@ pub enum OpKind {
     SetLen,
 }
 
-/// One line of a disk's history: for comparing runs, and for reading why one failed.
+/// A line of a disk's history, to compare runs and to find out why one failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Trace {
-    /// Steps of the disk so far.
+    /// Number of steps of the disk so far.
     pub step: u64,
     pub op: u64,
     pub kind: OpKind,

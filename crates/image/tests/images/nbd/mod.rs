@@ -68,7 +68,7 @@ fn all_kinds_of_headers_and_sizes() {
             );
             raw.flush().await.unwrap();
             let behind = raw.storage().write(Segments::buffer(512), SIZE, false).await.1;
-            assert!(behind.unwrap_err().to_string().contains("behind the end"));
+            assert!(behind.unwrap_err().to_string().contains("after the end"));
             assert_eq!(raw.storage().len().await.unwrap(), SIZE);
         });
     }
@@ -121,10 +121,10 @@ fn lies_end_in_errors() {
             let bytes = vec![1; request.len as usize + 4];
             data(request, disk, request.offset, &bytes, 0)
         }),
-        ("simple reply where it may not", Headers::Structured, |request, _| {
+        ("simple reply where the protocol", Headers::Structured, |request, _| {
             simple(0, request.cookie)
         }),
-        ("simple reply where it may not", Headers::Extended, |request, _| {
+        ("simple reply where the protocol", Headers::Extended, |request, _| {
             simple(5, request.cookie)
         }),
         ("no reply", Headers::Simple, |request, disk| {
@@ -144,13 +144,13 @@ fn lies_end_in_errors() {
         ("names 512", Headers::Extended, |request, disk| {
             done(&Request { offset: 512, ..*request }, disk)
         }),
-        ("are no answer", Headers::Structured, |request, disk| {
+        ("do not answer", Headers::Structured, |request, disk| {
             data(request, disk, request.offset + request.len, &[1; 512], 1)
         }),
-        ("are no answer", Headers::Structured, |request, disk| {
+        ("do not answer", Headers::Structured, |request, disk| {
             data(request, disk, u64::MAX, &[1; 512], 1)
         }),
-        ("are no answer", Headers::Structured, |request, disk| {
+        ("do not answer", Headers::Structured, |request, disk| {
             let one = data(request, disk, request.offset, &vec![1; request.len as usize], 0);
             [one.clone(), one].concat()
         }),
@@ -161,7 +161,7 @@ fn lies_end_in_errors() {
             data(request, disk, request.offset, &[1; 512], chunk::DONE)
         }),
         ("ends after 0 of", Headers::Extended, done),
-        ("is no answer here", Headers::Structured, |request, disk| {
+        ("does not answer this request", Headers::Structured, |request, disk| {
             piece(request, disk, 77, 1, &[0; 12])
         }),
         ("error of 5 bytes", Headers::Structured, |request, disk| {
@@ -439,8 +439,8 @@ fn an_export_that_comes_back_changed_is_not_used() {
     type Change = fn(&mut Disk);
     let changes: [(&str, Change); 3] = [
         ("has 524288 bytes now", |disk| disk.size = SIZE / 2),
-        ("can do less", |disk| disk.flags = 1),
-        ("can do less", |disk| disk.flags |= 2),
+        ("fewer operations", |disk| disk.flags = 1),
+        ("fewer operations", |disk| disk.flags |= 2),
     ];
     for (what, change) in changes {
         let server = Server::start(
