@@ -83,7 +83,11 @@ fn mistakes() {
     let images = Images::new();
     let (path, raw) = (images.qcow2("a.qcow2", "", None, SIZE, 5), images.raw("a.raw", 4 * MIB, 1));
     image(&["snapshot", "-c", "one", text(&path)]);
-    refused(&["snapshot", "-c", "one", text(&path)], 1, &["a.qcow2", "there is one of this name"]);
+    refused(
+        &["snapshot", "-c", "one", text(&path)],
+        1,
+        &["a.qcow2", "a snapshot with this name exists"],
+    );
     for option in ["-a", "-d"] {
         refused(&["snapshot", option, "two", text(&path)], 1, &["a.qcow2", "\"two\""]);
         refused(&["snapshot", option, "two", text(&raw)], 1, &["a.raw", "only qcow2"]);

@@ -79,7 +79,7 @@ impl Chain {
         match &top.meta {
             Meta::Qcow2(shared) if shared.header().snapshot_count > 0 => {
                 return refuse(
-                    "it has internal snapshots, which would change with the image backing",
+                    "it has internal snapshots, which would change with the backing image",
                 );
             }
             Meta::Qcow2(_) => {}
@@ -107,7 +107,7 @@ impl Chain {
             std::iter::once(Arc::new(opened)).chain(rest.iter().cloned()).collect();
         if self.size() > writable.chain.size() {
             let what = format!(
-                "the image backing has {} bytes, and the disk {}",
+                "the backing image has {} bytes, and the disk {}",
                 writable.chain.size(),
                 self.size()
             );

@@ -1,10 +1,12 @@
-//! Host clusters: reserved ahead, in runs, and given back when nothing needs them any more.
+//! Allocates host clusters. Clusters are reserved ahead in runs, and released when nothing needs
+//! them any more.
 //!
-//! In: requests for clusters; clusters that an entry has let go of. Out: clusters whose refcount is
-//! 1 in memory, and will be in the file before an entry that names them (flush.rs). What must hold:
-//! a cluster that is given out has refcount 0 in the file, or belongs to nobody there; one that was
-//! let go of is used again only when the entry without it is durable, and everybody who looked it
-//! up before has left. A power cut leaves reserved clusters as leaks, at most [`LARGEST_RUN`]
+//! In: requests for clusters; clusters that an L2 entry no longer names. Out: clusters whose
+//! refcount is 1 in memory, and becomes 1 in the file before an entry that names them (flush.rs).
+//!
+//! Invariants: an allocated cluster has refcount 0 in the file, or is a leak there. A freed cluster
+//! is reused only after the entry without it is durable and all requests that may have looked it up
+//! have left their epoch. A power cut leaves reserved clusters as leaks, at most [`LARGEST_RUN`]
 //! bytes.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -12,34 +14,33 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::refblock::RefcountWidth;
 
-/// Bytes reserved at once: few at first, so that a small image stays small, then twice as many each
-/// time.
+/// Bytes reserved at once: starts small, to keep small images small, and doubles each time.
 const SMALLEST_RUN: u64 = 1 << 20;
 const LARGEST_RUN: u64 = 64 << 20;
 
-/// Bytes of refcount blocks kept in memory, beyond those that have changes; with these, twice as
-/// many until they are written.
+/// Bytes of clean refcount blocks cached. Together with dirty blocks at most twice as many; then
+/// they are written back.
 const BLOCKS_KEPT: usize = 8 << 20;
 
-/// The unit in which changes of refcount blocks are written.
+/// Unit in which changes of refcount blocks are written, in bytes.
 pub const SECTION: usize = 4096;
 
-/// Host clusters that lie side by side, by number.
+/// Consecutive host clusters, by number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Run {
     pub start: u64,
     pub count: u64,
-    /// They have never held anything: they read as zeroes.
+    /// Never written: they read as zeroes.
     pub fresh: bool,
 }
 
-/// Clusters that an entry let go of. They lose one reference each.
+/// Clusters that an entry no longer names. Each loses one reference.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Freed {
     pub start: u64,
     pub count: u64,
-    /// Compressed data may be known by their place (compressed.rs): it means something else
-    /// afterwards.
+    /// Held compressed data. Caches of decompressed clusters are keyed by place, so they become
+    /// invalid.
     pub compressed: bool,
 }
 
@@ -50,7 +51,7 @@ struct Block {
     writing: bool,
 }
 
-/// A changed section of a refcount block, as it is to be in the file.
+/// Copy of a changed section of a refcount block, to be written to the file.
 #[derive(Debug)]
 pub struct ChangedSection {
     pub block: u64,
@@ -59,16 +60,16 @@ pub struct ChangedSection {
     pub bytes: Vec<u8>,
 }
 
-/// How a file was made longer.
+/// Result of extending the file.
 #[derive(Debug)]
 pub struct Grown {
-    /// Clusters of the file now.
+    /// Clusters of the file after the extension.
     pub end: u64,
-    /// The refcount table as it is now.
+    /// The refcount table after the extension.
     pub table: Vec<u64>,
-    /// Refcount blocks that are new, all zeroes.
+    /// New refcount blocks, all zeroes.
     pub blocks: Vec<u64>,
-    /// New clusters that hold tables, in order.
+    /// New clusters that hold metadata, ascending.
     pub used: Vec<std::ops::Range<u64>>,
     /// The new clusters read as zeroes.
     pub fresh: bool,
@@ -78,36 +79,37 @@ pub struct Grown {
 pub struct Allocator {
     cluster_bits: u32,
     width: RefcountWidth,
-    /// Bytes reserved at once: at first, and at most.
+    /// Bytes reserved at once: first and largest value.
     runs: (u64, u64),
     state: Mutex<AllocatorState>,
 }
 
 #[derive(Debug, Default)]
 struct AllocatorState {
-    /// Reserved, and not given out.
+    /// Reserved and not yet allocated.
     runs: VecDeque<Run>,
-    /// Bytes of the next run.
+    /// Bytes of the next reservation.
     next_run: u64,
-    /// The refcount table: offsets of blocks, 0 for none.
+    /// The refcount table: offsets of the blocks, 0 for none.
     table: Vec<u64>,
     blocks: BTreeMap<u64, Block>,
-    /// How often blocks were let go of.
+    /// Number of times that blocks were evicted.
     evictions: u64,
-    /// No cluster below is free.
+    /// No cluster below this number is free.
     hint: u64,
     /// Clusters of the file. Those beyond have never been used.
     end: u64,
-    /// Clusters from here on hold nothing.
+    /// Clusters from this number on have never been written.
     touched: u64,
-    /// What entries have let go of in memory; then what is waiting for those who may still use it.
+    /// `freed`: clusters that entries no longer name in memory. `leaving`: the entries are durable,
+    /// and the clusters wait for the epoch of their readers.
     freed: Vec<Freed>,
     leaving: Vec<Freed>,
 }
 
 impl Allocator {
-    /// `table`: the refcount table; `end`: clusters of the file; `run`: bytes to reserve at once,
-    /// always.
+    /// `table`: the refcount table; `end`: clusters of the file; `run`: bytes to reserve each time
+    /// (None: growing runs).
     pub fn new(
         cluster_bits: u32,
         width: RefcountWidth,
@@ -124,13 +126,12 @@ impl Allocator {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Clusters that one refcount block counts.
+    /// Returns the number of clusters that one refcount block counts.
     pub fn per_block(&self) -> u64 {
         self.width.per_block(1 << self.cluster_bits)
     }
 
-    /// Up to `most` clusters that lie side by side. None: there are none, until somebody reserves
-    /// more.
+    /// Allocates up to `most` consecutive clusters. None: reserve more first.
     pub fn take(&self, most: u64) -> Option<Run> {
         let mut state = self.state();
         let run = state.runs.front_mut()?;
@@ -143,7 +144,7 @@ impl Allocator {
         Some(taken)
     }
 
-    /// Clusters that were taken and not used.
+    /// Returns clusters that were allocated but not used.
     pub fn put_back(&self, run: Run) {
         if run.count > 0 {
             self.state().runs.push_front(run);
@@ -154,14 +155,14 @@ impl Allocator {
         !self.state().runs.is_empty()
     }
 
-    /// Takes all that is reserved, to be given back to the file.
+    /// Takes all reserved clusters, to release them.
     pub fn take_reserved(&self) -> Vec<Run> {
         let mut state = self.state();
         state.next_run = self.runs.0;
         state.runs.drain(..).collect()
     }
 
-    /// Bytes to reserve next.
+    /// Returns the number of bytes to reserve next.
     pub fn next_run(&self) -> u64 {
         let mut state = self.state();
         let now = state.next_run;
@@ -169,7 +170,7 @@ impl Allocator {
         now.max(1 << self.cluster_bits)
     }
 
-    /// The refcount block in which a free cluster may be found next, and its offset; None: there is
+    /// Returns number and offset of the next refcount block that may count free clusters; None:
     /// none below the file's end.
     pub fn block_to_search(&self) -> Option<(u64, u64)> {
         let mut state = self.state();
@@ -178,15 +179,15 @@ impl Allocator {
             let block = state.hint / per_block;
             match state.table.get(block as usize) {
                 Some(&offset) if offset != 0 => return Some((block, offset)),
-                // Not counted: nothing is reserved there.
+                // Without a refcount block: skip.
                 _ => state.hint = (block + 1) * per_block,
             }
         }
         None
     }
 
-    /// Reserves the first free clusters that `block`, which is in memory, counts: `most` at most.
-    /// False: it has none.
+    /// Reserves the first run of free clusters that the cached `block` counts, at most `most`.
+    /// Returns false if it has none.
     pub fn reserve_in(&self, block: u64, most: u64) -> bool {
         let mut state = self.state();
         let (first, per_block) = (block * self.per_block(), self.per_block());
@@ -211,8 +212,8 @@ impl Allocator {
         true
     }
 
-    /// Where the file ends, and the refcount blocks that are missing for `count` clusters from
-    /// there.
+    /// Returns the file's end in clusters, and the refcount blocks that are missing for `count`
+    /// clusters from there.
     pub fn beyond_the_end(&self, count: u64) -> (u64, Vec<u64>) {
         let state = self.state();
         let blocks = state.end / self.per_block()..=(state.end + count - 1) / self.per_block();
@@ -224,8 +225,8 @@ impl Allocator {
         self.state().table.clone()
     }
 
-    /// The counts of `clusters` in `block`, which is to be new, as they are to be in the file: 1
-    /// each, others 0.
+    /// Returns the contents of the new refcount block `block`: 1 for each of `clusters`, 0 for
+    /// others.
     pub fn first_counts(&self, block: u64, clusters: &std::ops::Range<u64>) -> Vec<u8> {
         let mut bytes = vec![0; 1 << self.cluster_bits];
         let first = block * self.per_block();
@@ -235,8 +236,8 @@ impl Allocator {
         bytes
     }
 
-    /// Counts clusters that are to hold tables, as far as the block `number` counts them, which is
-    /// in the file already; gives its bytes and its offset. None: it is not in memory.
+    /// Counts clusters of new tables in refcount block `number`, which is in the file already;
+    /// returns its offset and bytes. None: the block is not cached.
     pub fn count_tables(
         &self,
         number: u64,
@@ -252,20 +253,20 @@ impl Allocator {
         Some((offset, block.bytes.clone()))
     }
 
-    /// Nothing was written there, though it lies beyond the end.
+    /// Returns true if nothing was ever written there, not even by an extension that failed.
     pub fn is_untouched(&self, cluster: u64) -> bool {
         cluster >= self.state().touched
     }
 
-    /// Clusters up to here were written to by a growth that failed.
+    /// Notes that a failed extension wrote clusters up to `end`.
     pub fn touched(&self, end: u64) {
         let mut state = self.state();
         state.touched = state.touched.max(end);
     }
 
-    /// The file is longer, and new refcount blocks are in it. All of the new clusters are in use
-    /// now: those of `used` hold tables, the others are reserved. `Err`: this block is not in
-    /// memory, and nothing is done.
+    /// Takes over a finished extension of the file. All new clusters are in use now: those of
+    /// `used` hold tables, the others are reserved. `Err`: this block must be loaded first; nothing
+    /// was changed.
     pub fn extended(&self, grown: &Grown) -> Result<(), u64> {
         let mut state = self.state();
         let old_end = state.end;
@@ -296,8 +297,8 @@ impl Allocator {
         if state.hint >= old_end {
             state.hint = grown.end;
         }
-        // Those just added have changes: they stay.
-        state.let_blocks_go(self.cluster_bits);
+        // The blocks just added are dirty, so they stay.
+        state.evict_blocks(self.cluster_bits);
         Ok(())
     }
 
@@ -305,8 +306,8 @@ impl Allocator {
         cluster / self.per_block()
     }
 
-    /// The offset of a refcount block that is not in memory, and what [`Allocator::loaded`] is to
-    /// be told; None: it is, or there is none.
+    /// Returns the offset of a refcount block that is not cached, and the `seen` value for
+    /// [`Allocator::loaded`]. None: it is cached, or does not exist.
     pub fn to_load(&self, block: u64) -> Option<(u64, u64)> {
         let state = self.state();
         if state.blocks.contains_key(&block) {
@@ -316,20 +317,20 @@ impl Allocator {
         Some((offset, state.evictions))
     }
 
-    /// The file has such a refcount block.
+    /// Returns true if the file has this refcount block.
     pub fn has_block(&self, block: u64) -> bool {
         self.state().table.get(block as usize).is_some_and(|&offset| offset != 0)
     }
 
-    /// A block that was read after [`Allocator::to_load`] said `seen`. If blocks have gone since,
-    /// it may have been among them, with changes that what was read has not: then it is to be read
-    /// again.
+    /// Inserts a block that was read after [`Allocator::to_load`] returned `seen`. If blocks were
+    /// evicted since, this one may have been changed, written and evicted meanwhile: the stale copy
+    /// is dropped, and the caller reads again.
     pub fn loaded(&self, block: u64, bytes: Vec<u8>, seen: u64) {
         let mut state = self.state();
         if state.evictions != seen {
             return;
         }
-        state.let_blocks_go(self.cluster_bits);
+        state.evict_blocks(self.cluster_bits);
         state.blocks.entry(block).or_insert(Block {
             bytes,
             dirty: BTreeSet::new(),
@@ -337,15 +338,15 @@ impl Allocator {
         });
     }
 
-    /// The refcount of a cluster whose block is in memory, or has none.
+    /// Returns the refcount of a cluster. None: its block is not cached or does not exist.
     pub fn count(&self, cluster: u64) -> Option<u64> {
         let state = self.state();
         let block = state.blocks.get(&self.block_of(cluster))?;
         Some(self.width.get(&block.bytes, (cluster % self.per_block()) as usize))
     }
 
-    /// Adds a reference to a cluster. False: its count is as large as it can be. None: its block is
-    /// not in memory.
+    /// Adds a reference to a cluster. Returns false if its refcount is at the maximum. None: its
+    /// block is not cached.
     pub fn retain(&self, cluster: u64) -> Option<bool> {
         let mut state = self.state();
         let index = (cluster % self.per_block()) as usize;
@@ -358,15 +359,15 @@ impl Allocator {
         Some(count < self.width.max())
     }
 
-    /// Takes one reference from a cluster: true when none is left. None: its block is not in
-    /// memory.
+    /// Drops one reference of a cluster; returns true if none is left. None: its block is not
+    /// cached.
     pub fn release(&self, cluster: u64) -> Option<bool> {
         let mut state = self.state();
         let index = (cluster % self.per_block()) as usize;
         let block = self.block_of(cluster);
         let counts = state.blocks.get_mut(&block)?;
         let count = self.width.get(&counts.bytes, index);
-        // 0 already: the image was wrong; it stays as free as it was said to be.
+        // A refcount of 0 here is a corruption; it stays 0.
         counts.set(self.width, index, count.saturating_sub(1));
         if count == 1 {
             state.hint = state.hint.min(cluster);
@@ -374,7 +375,7 @@ impl Allocator {
         Some(count == 1)
     }
 
-    /// An entry was changed, and names these no more.
+    /// Notes clusters that an entry no longer names.
     pub fn let_go(&self, freed: Freed) {
         let mut state = self.state();
         match state.freed.last_mut() {
@@ -388,14 +389,14 @@ impl Allocator {
         }
     }
 
-    /// Clusters let go of, and not yet released.
+    /// Returns the number of clusters freed and not yet released.
     pub fn freed(&self) -> u64 {
         let state = self.state();
         state.freed.iter().chain(&state.leaving).map(|freed| freed.count).sum()
     }
 
-    /// What was let go of so far: to be given to [`Allocator::all_durable`] when the entries
-    /// without it are durable.
+    /// Takes the freed clusters. The caller gives them to [`Allocator::all_durable`] when the
+    /// entries without them are durable.
     pub fn take_freed(&self) -> Vec<Freed> {
         std::mem::take(&mut self.state().freed)
     }
@@ -404,7 +405,7 @@ impl Allocator {
         self.state().freed.append(&mut freed);
     }
 
-    /// These may be released when those who may use them have left.
+    /// Lets these clusters be released after their readers' epoch.
     pub fn all_durable(&self, mut freed: Vec<Freed>) {
         self.state().leaving.append(&mut freed);
     }
@@ -417,7 +418,7 @@ impl Allocator {
         self.state().blocks.values().any(|b| !b.dirty.is_empty())
     }
 
-    /// Takes copies of the refcounts that have changed. Each comes back by
+    /// Copies all changed refcounts. The caller returns the copies with
     /// [`Allocator::counts_written`].
     pub fn take_changed_counts(&self) -> Vec<ChangedSection> {
         let mut state = self.state();
@@ -450,22 +451,22 @@ impl Allocator {
                 }
             }
         }
-        state.let_blocks_go(self.cluster_bits);
+        state.evict_blocks(self.cluster_bits);
     }
 
-    /// Changed refcount blocks take so much memory that they should be written before more are
-    /// changed.
+    /// Returns true if the dirty refcount blocks take so much memory that they must be written
+    /// before more are changed.
     pub fn is_crowded(&self) -> bool {
         let mut state = self.state();
         let too_many =
             |state: &AllocatorState| state.blocks.len() << self.cluster_bits > 2 * BLOCKS_KEPT;
         if too_many(&state) {
-            state.let_blocks_go(self.cluster_bits);
+            state.evict_blocks(self.cluster_bits);
         }
         too_many(&state)
     }
 
-    /// Bytes of refcount blocks in memory.
+    /// Returns the number of bytes of cached refcount blocks.
     #[cfg(test)]
     pub fn block_bytes(&self) -> usize {
         self.state().blocks.len() << self.cluster_bits
@@ -481,9 +482,8 @@ impl Allocator {
 }
 
 impl AllocatorState {
-    /// Where there are many refcount blocks, those go that are in the file as they are. Whoever
-    /// needs one more loads it, and looks again whether it is there.
-    fn let_blocks_go(&mut self, cluster_bits: u32) {
+    /// Evicts clean refcount blocks if there are too many. A later user loads them again.
+    fn evict_blocks(&mut self, cluster_bits: u32) {
         let before = self.blocks.len();
         if before << cluster_bits > BLOCKS_KEPT {
             self.blocks.retain(|_, b| !b.dirty.is_empty() || b.writing);

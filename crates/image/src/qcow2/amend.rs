@@ -1,8 +1,8 @@
-//! Options of a closed image that can change where it stands.
+//! Changes options of a closed image in place.
 //!
-//! In: a closed image, held exclusively. Out: the same disk, with other options. What must hold:
-//! the header is replaced at once ([`super::rewrite`]), so a power cut leaves the old options or
-//! the new ones.
+//! In: a closed image, held exclusively. Out: the same disk with other options. Invariant: the
+//! header is replaced atomically ([`super::rewrite`]), so a power cut leaves the old options or the
+//! new ones.
 
 use blockyard_storage::Storage;
 
@@ -16,7 +16,7 @@ use crate::raw::Raw;
 
 const STRUCTURE: &str = "qcow2 options";
 
-/// What is to change; None: it stays.
+/// Options to change; None: unchanged.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Amend {
     /// 2 or 3.
@@ -26,8 +26,8 @@ pub struct Amend {
 
 /// Changes the options. Durable when it returns.
 pub async fn amend<S: Storage>(file: &Raw<S>, wanted: Amend) -> Result<(), ImageError> {
-    // An image that waits for a repair gets it here: without lazy refcounts, or in version 2,
-    // nothing would demand it.
+    // Repairs an image that is marked dirty. Afterwards, without lazy refcounts or in version 2,
+    // nothing would demand that repair.
     let change = OfflineChange::begin(file).await?;
     let (old, mut new) = (&change.old, change.old.clone());
     new.autoclear &= AUTOCLEAR_KNOWN;
@@ -46,7 +46,7 @@ pub async fn amend<S: Storage>(file: &Raw<S>, wanted: Amend) -> Result<(), Image
         if lazy && new.version < 3 {
             return Err(ImageError::refused(
                 STRUCTURE,
-                "lazy refcounts need version 3: say compat=1.1 too",
+                "lazy refcounts need version 3: pass compat=1.1 too",
             ));
         }
         let others = new.compatible & !COMPATIBLE_LAZY_REFCOUNTS;
@@ -67,7 +67,7 @@ fn set_version(header: &mut Header, version: u32) -> Result<(), ImageError> {
             header.header_length = V3_LENGTH;
             Ok(())
         }
-        // Zero clusters would have to be written out.
+        // Version 2 has no zero clusters: they would have to be written as data.
         _ => Err(ImageError::refused(
             STRUCTURE,
             "an older version is made by `image convert -o compat=0.10`",

@@ -1,10 +1,10 @@
-//! Persistent bitmaps: what a writer owes to those that it does not keep up to date.
+//! Persistent bitmaps: what a writer must do if it does not update them.
 //!
-//! In: an image that is about to be written to. Out: one whose bitmaps say of themselves whether
-//! they can be trusted. What must hold: a bitmap that is to record every write is marked as in use
-//! before the first one, for none is recorded here. The directory is changed in place, so for that
-//! while the image says that its bitmaps are not consistent: a power cut then costs the bitmaps,
-//! which is what they are for, and no data.
+//! In: an image before its first write. Out: the same image, whose bitmaps are marked if they can
+//! no longer be trusted. Invariant: a bitmap with the auto flag is marked in-use before the first
+//! write, because this program does not record writes. The directory is changed in place, and the
+//! image's bitmaps autoclear bit is off meanwhile. A power cut then invalidates the bitmaps, and
+//! costs no data.
 
 pub mod directory;
 pub mod edit;
@@ -18,14 +18,14 @@ use super::header::{AUTOCLEAR_BITMAPS, AUTOCLEAR_KNOWN, Header};
 use crate::error::ImageError;
 use crate::raw::Raw;
 
-/// Where a directory entry has its flags.
+/// Offset of the flags in a directory entry.
 const FLAGS: usize = 12;
 
-/// To be called before the first write to an open image; durable when it answers. Nothing is
-/// written if nothing is owed.
+/// Marks bitmaps in-use. Call it before the first write to an open image. Durable on return. Writes
+/// nothing if no bitmap needs it.
 ///
-/// Autoclear bits that are not known here are cleared. The raw external data bit stays: writes keep
-/// its promise.
+/// Clears unknown autoclear bits. Keeps the bit of a raw external data file, because writes keep
+/// that file raw.
 pub async fn prepare_for_writing<S: Storage>(
     file: &Raw<S>,
     header: &mut Header,
@@ -49,7 +49,7 @@ pub async fn prepare_for_writing<S: Storage>(
     set_consistent(file, header, true).await
 }
 
-/// Clears the autoclear bits that are not known here; durable when it returns.
+/// Clears unknown autoclear bits. Durable on return.
 pub async fn drop_unknown_autoclear<S: Storage>(
     file: &Raw<S>,
     header: &mut Header,
@@ -73,7 +73,7 @@ async fn set_consistent<S: Storage>(
     flush(file).await
 }
 
-/// The names of an image's bitmaps, for those who cannot go on with any.
+/// Returns the names of an image's bitmaps, for operations that refuse images with bitmaps.
 pub async fn names<S: Storage>(file: &Raw<S>, header: &Header) -> Result<Vec<String>, ImageError> {
     match &header.bitmaps {
         Some(extension) => {

@@ -1,28 +1,28 @@
-//! Memory for what requests read, zero or fill beside the guest's own: bounded for each image,
-//! however many requests there are and however large its clusters.
+//! Bounds the memory of bounce buffers for each image, independent of the number of requests and of
+//! the cluster size.
 //!
-//! What must hold: who has a buffer comes to an end without another of the same kind, and without
-//! one further up in the list of [`Buffers`]; it holds the guest clusters that it needs, and waits
-//! for no others; reserving clusters and writing back metadata take no buffers. The images below
-//! have buffers of their own. So somebody always goes on.
+//! Invariants, which exclude deadlocks: a request with a buffer finishes without another buffer of
+//! the same kind, and without one that [`Buffers`] lists earlier. It holds the guest clusters that
+//! it needs, and waits for no others. Reserving clusters and writing back metadata need no buffers.
+//! Backing images have their own buffers.
 
 use blockyard_ring::semaphore::Semaphore;
 
-/// Bytes of each kind. What is copied beside a first write is by far the most: with clusters of 64
-/// KiB a thousand at a time.
+/// Bytes of each kind. Copy-on-write of partial clusters needs most: the limit admits a thousand
+/// clusters of 64 KiB.
 const BESIDE: u64 = 64 << 20;
 const OTHERS: u64 = 16 << 20;
 
-/// Who takes a buffer waits for so many bytes of its kind.
+/// Semaphores in bytes. A request acquires the size of its buffer.
 #[derive(Debug)]
 pub(super) struct Buffers {
-    /// What is copied up from the images below, before it is written.
+    /// Data copied up from the backing images.
     pub copied_up: Semaphore,
-    /// Zeroes that are written as data.
+    /// Zeroes written as data.
     pub zeroes: Semaphore,
-    /// What a first write finds beside it in its cluster.
+    /// Copy-on-write: old data around a write that allocates a cluster.
     pub beside: Semaphore,
-    /// Compressed clusters as they are in the file.
+    /// Compressed clusters as the file has them.
     pub packed: Semaphore,
 }
 
@@ -56,8 +56,8 @@ mod tests {
     const SHAPE: Alignment = Alignment { memory_align: 1, offset_align: 1 };
     const CLUSTER: u64 = 2 << 20;
 
-    /// A disk that knows how many bytes are on their way, and how many were at most. Small
-    /// operations are not the buffers that are meant.
+    /// Measures the bytes in flight and their maximum. Operations of up to 64 KiB are not counted,
+    /// because they are no bounce buffers.
     #[derive(Clone)]
     struct Meter {
         disk: SimDisk,
@@ -119,8 +119,8 @@ mod tests {
         }
     }
 
-    /// An overlay without subclusters over a raw image of so many clusters, all of them sevens. The
-    /// last cluster is a compressed one of the overlay's own.
+    /// An overlay without subclusters over a raw image of so many clusters, filled with 7. The
+    /// overlay's last cluster is compressed.
     async fn overlay(clusters: u64, buffers: Buffers, copy_on_read: bool) -> (Image<Meter>, Meter) {
         let size = clusters * CLUSTER;
         let (now, most) = <(Rc<Cell<usize>>, Rc<Cell<usize>>)>::default();
@@ -147,12 +147,12 @@ mod tests {
         let packed = pack(&vec![7; CLUSTER as usize], qcow2.shared.compression).unwrap().unwrap();
         assert!(qcow2.write_compressed(size - CLUSTER, &packed).await.unwrap());
         most.set(0);
-        let below = Layer::Raw { raw: Raw::on(base.clone(), SHAPE), size };
-        (Image::new(vec![Layer::Qcow2(qcow2), below], copy_on_read), top)
+        let backing = Layer::Raw { raw: Raw::on(base.clone(), SHAPE), size };
+        (Image::new(vec![Layer::Qcow2(qcow2), backing], copy_on_read), top)
     }
 
     #[test]
-    fn a_full_queue_of_first_writes_takes_bounded_memory() {
+    fn a_full_queue_of_allocating_writes_takes_bounded_memory() {
         const WRITES: u64 = 72;
         let most = Sim::new(1).block_on(async {
             let (image, meter) = overlay(WRITES + 1, Buffers::default(), false).await;
@@ -169,13 +169,12 @@ mod tests {
         });
         let most = most.unwrap();
         assert!(most <= BESIDE, "{most} bytes at a time");
-        assert!(most > BESIDE / 2, "many do go on at a time: {most}");
+        assert!(most > BESIDE / 2, "many requests are in flight: {most}");
     }
 
-    /// Whoever holds a buffer needs no other of the kind: with one of each kind at a time all
-    /// requests come to an end.
+    /// With one buffer of each kind at a time all requests finish: no request needs two of a kind.
     #[test]
-    fn one_buffer_at_a_time_is_enough() {
+    fn one_buffer_of_each_kind_is_enough() {
         for seed in 1..=8 {
             Sim::new(seed).block_on(one_at_a_time(seed)).unwrap();
         }

@@ -1,4 +1,4 @@
-//! Big-endian numbers in bytes, and whole pieces of a file in one call.
+//! Big-endian numbers in byte slices; reads and writes of byte vectors.
 
 use std::io;
 
@@ -8,7 +8,7 @@ use blockyard_storage::Storage;
 
 use crate::raw::Raw;
 
-/// The caller has made sure that the field lies inside `bytes`.
+/// Reads a field at `at`, which must lie inside `bytes` (likewise below).
 pub fn be16(bytes: &[u8], at: usize) -> u16 {
     u16::from_be_bytes([bytes[at], bytes[at + 1]])
 }
@@ -29,7 +29,7 @@ pub fn put64(bytes: &mut [u8], at: usize, value: u64) {
     bytes[at..at + 8].copy_from_slice(&value.to_be_bytes());
 }
 
-/// `len` bytes from `offset`; what lies beyond the end of the file is zeroes.
+/// Reads `len` bytes at `offset`; bytes behind the end of the file are zeroes.
 pub async fn read<S: Storage>(file: &Raw<S>, offset: u64, len: usize) -> io::Result<Vec<u8>> {
     let mut bytes = vec![0; len];
     if len > 0 {
@@ -40,7 +40,7 @@ pub async fn read<S: Storage>(file: &Raw<S>, offset: u64, len: usize) -> io::Res
     Ok(bytes)
 }
 
-/// Durable after a later flush.
+/// Writes bytes at `offset`. Durable after a later flush.
 pub async fn write<S: Storage>(file: &Raw<S>, offset: u64, bytes: &[u8]) -> io::Result<()> {
     if bytes.is_empty() {
         return Ok(());

@@ -1,18 +1,20 @@
-//! From one state of a closed image to another: how snapshots, sizes and whole disks are exchanged
-//! at once.
+//! Changes a closed image atomically: snapshots, resizes and replaced disks use it.
 //!
-//! In: a sound image, new tables in clusters that were free, and a header that names them. Out: the
-//! image with that header, and with the refcounts and COPIED flags that go with it. One write of
-//! the header's sector is the switch.
+//! In: a consistent image, new tables in free clusters, and a header that names them. Out: the
+//! image with that header, and with matching refcounts and COPIED flags. One write of the header's
+//! sector is the switch.
 //!
 //! ```text
-//!  version 3:  tables -> flush -> header, and the dirty bit with it -> flush -> recount -> flush -> dirty bit cleared
-//!  version 2:  tables -> flush -> flags cleared, refcounts raised for both states -> flush -> header -> flush -> recount
+//!   version 3:  tables -> flush -> header with the dirty bit -> flush
+//!   -> recount -> flush -> dirty bit cleared
+//!   version 2:  tables -> flush -> flags cleared, refcounts raised for both states
+//!   -> flush -> header -> flush -> recount
 //! ```
-//! What must hold at a power cut: the image is in one of the two states. Version 3: whoever opens
-//! it after the switch counts anew, as the dirty bit demands. Version 2 has no such bit: what it
-//! may be left with is refcounts that are too high (leaks) and COPIED flags that are not set though
-//! they might be (a write then copies once more than it must).
+//!
+//! Invariant: after a power cut the image is in the old state or in the new one. In version 3 the
+//! next open recounts, because of the dirty bit. Version 2 has no dirty bit: a power cut may leave
+//! refcounts that are too high (leaks), and COPIED flags that are clear although they could be set
+//! (the next write copies once more than necessary).
 
 use blockyard_storage::Storage;
 
@@ -26,19 +28,20 @@ use super::rewrite::rewrite;
 use crate::error::ImageError;
 use crate::raw::Raw;
 
-/// A closed image that is being changed, exclusively.
+/// A closed image that is being changed, held exclusively.
 pub struct OfflineChange<'a, S> {
     pub file: &'a Raw<S>,
-    /// The state it is in.
+    /// The header before the change.
     pub old: Header,
-    /// The first cluster behind all that is used.
+    /// The first cluster behind all used ones.
     end: u64,
 }
 
 impl<'a, S: Storage> OfflineChange<'a, S> {
-    /// Looks at all of the image first: what is not sound is not changed.
+    /// Checks the whole image first; refuses to change an inconsistent one.
     pub async fn begin(file: &'a Raw<S>) -> Result<Self, ImageError> {
-        // What is read from here on must not be undone by a power cut after it was acted on.
+        // Make the data that are read below durable first: a power cut must not undo what later
+        // writes rely on.
         flush(file).await?;
         let mut old = Header::read(file).await?;
         if old.has_corrupt() {
@@ -50,7 +53,7 @@ impl<'a, S: Storage> OfflineChange<'a, S> {
         }
         let mut found = inspect(file, &old).await?;
         if found.report.is_safe() && found.report.unset_flags > 0 {
-            // As a cut of a change of version 2 leaves them.
+            // An interrupted change of version 2 leaves such flags.
             old = rebuild_refcounts(file).await?;
             found = inspect(file, &old).await?;
         }
@@ -60,7 +63,7 @@ impl<'a, S: Storage> OfflineChange<'a, S> {
             .iter()
             .find(|f| !matches!(f.kind, FindingKind::Leak | FindingKind::Harmless));
         if let Some(finding) = corrupt {
-            let what = format!("{}; `blockyard image check --repair all` first", finding.text);
+            let what = format!("{}; run `blockyard image check --repair all` first", finding.text);
             return Err(ImageError::invalid(finding.structure.clone(), finding.offset, what));
         }
         let end =
@@ -69,13 +72,13 @@ impl<'a, S: Storage> OfflineChange<'a, S> {
         Ok(OfflineChange { file, old, end })
     }
 
-    /// The offset of so many clusters side by side that nothing uses.
-    pub async fn room(&self, count: u64) -> Result<u64, ImageError> {
+    /// Returns the offset of `count` consecutive free clusters.
+    pub async fn find_free(&self, count: u64) -> Result<u64, ImageError> {
         let (header, bits) = (&self.old, self.old.cluster_bits);
         let refcounts = Refcounts::load(self.file, header, &mut Tally::default()).await?;
         let mut start = 0;
         for (index, block) in refcounts.blocks() {
-            // What has no block has no refcounts, and is free.
+            // Clusters without a refcount block have refcount 0: they are free.
             let first = index * refcounts.per_block();
             if first >= self.end || first.saturating_sub(start) >= count {
                 break;
@@ -90,12 +93,12 @@ impl<'a, S: Storage> OfflineChange<'a, S> {
             }
         }
         if self.file.is_device() && (start + count) << bits > length(self.file).await? {
-            return Err(ImageError::refused("qcow2 image", "there is no room left on its device"));
+            return Err(ImageError::refused("qcow2 image", "its device has no free space left"));
         }
         Ok(start << bits)
     }
 
-    /// Writes a new table; it is padded to whole sectors.
+    /// Writes a new table, padded to whole sectors.
     pub async fn write(
         &self,
         structure: &str,
@@ -109,12 +112,13 @@ impl<'a, S: Storage> OfflineChange<'a, S> {
             .map_err(|e| ImageError::io(structure, offset, "writing", e))
     }
 
-    /// The active L1 table as it is.
+    /// Reads the active L1 table.
     pub async fn l1(&self) -> Result<Vec<u8>, ImageError> {
         read_l1(self.file, self.old.l1_offset, self.old.l1_size.into()).await
     }
 
-    /// Makes `new` the image's header. Gives it as it is then, and where the image ends.
+    /// Makes `new` the image's header. Returns the header as written, and the offset of the image's
+    /// end.
     pub async fn switch(self, mut new: Header) -> Result<(Header, u64), ImageError> {
         flush(self.file).await?;
         new.autoclear &= AUTOCLEAR_KNOWN;
@@ -138,7 +142,7 @@ impl<'a, S: Storage> OfflineChange<'a, S> {
     }
 }
 
-/// Puts the new header in place of the old one, at once and durably.
+/// Replaces the header, atomically and durably.
 async fn put_header<S: Storage>(
     file: &Raw<S>,
     old: &Header,
@@ -167,7 +171,7 @@ pub async fn length<S: Storage>(file: &Raw<S>) -> Result<u64, ImageError> {
         .map_err(|e| ImageError::io("qcow2 file", None, "finding its length", e))
 }
 
-/// Cuts off what lies behind the last cluster in use.
+/// Truncates the file behind the last cluster in use.
 pub async fn trim<S: Storage>(file: &Raw<S>, end: u64) -> Result<(), ImageError> {
     if file.is_device() || length(file).await? <= end {
         return Ok(());

@@ -1,19 +1,19 @@
-//! Check and repair: every reference is followed and counted, and the counts are compared with the
-//! refcounts.
+//! Check and repair: follows and counts all references, and compares the counts with the refcounts.
 //!
-//! In: an image that nobody else writes. Out: a [`Report`]. A pass goes through these modules:
+//! In: an image without other writers. Out: a [`Report`]. A pass runs these modules:
 //!
 //! ```text
-//! walk      L1, L2, snapshot and bitmap tables -> counts (bounded; what does not fit waits for another pass)
-//! stored    counts against refcount blocks      -> too low, leaks; changed in place
-//! flags     active tables in guest order        -> COPIED flags, figures; changed in place
-//! rebuild   counts -> new refcount structures, where the old ones cannot be used
+//!   walk      L1, L2, snapshot and bitmap tables -> counts (bounded memory; the rest
+//!   waits for another pass)
+//!   stored    counts against refcount blocks      -> too low, leaks; changed in place
+//!   flags     active tables in guest order        -> COPIED flags, figures; changed in place
+//!   rebuild   counts -> new refcount structures, if the old ones cannot be used
 //! ```
 //!
-//! What must hold of a repair, at every power cut: references are the truth, and are never changed.
-//! Nothing that is referenced is written over, or has its refcount lowered below its references;
-//! new structures lie behind all that there is, are made durable, and then become the image's by
-//! one sector. So a repair that was cut short is done again.
+//! Invariants of a repair, at every power cut: references are the truth and are never changed. A
+//! repair neither overwrites a referenced cluster nor lowers its refcount below its references. New
+//! structures lie behind everything else, become durable, and are then switched to by a write of
+//! one sector. So an interrupted repair can be run again.
 
 mod counts;
 mod flags;
@@ -38,13 +38,12 @@ use crate::raw::Raw;
 
 const HEADER: &str = "qcow2 header";
 
-/// How much of an image is looked at in one go. By default enough for many terabytes, in less than
-/// 512 MiB of memory.
+/// Limits of one pass. The defaults suffice for many terabytes in less than 512 MiB of memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Bytes for counts.
+    /// Bytes of memory for counts.
     pub memory: usize,
-    /// L2 tables; by default as many as the active L1 table may have.
+    /// L2 tables remembered; by default as many as the active L1 table may name.
     pub tables: usize,
 }
 
@@ -54,17 +53,17 @@ impl Default for Limits {
     }
 }
 
-/// What a pass changes.
+/// Changes that a pass makes.
 #[derive(Clone, Copy)]
 struct RepairPlan<'a> {
-    /// From a pass that only looked.
+    /// Result of an earlier pass that changed nothing.
     known: &'a Tally,
     refcounts: stored::RefcountRepair,
     flags: flags::FlagRepair,
 }
 
-/// Checks an image, and repairs it if that is asked for. `data_file_len`: of the external data
-/// file, where it is at hand.
+/// Checks an image, and repairs it if requested. `data_file_len`: length of the external data file
+/// in bytes, if it is open.
 pub async fn check<S: Storage>(
     file: &Raw<S>,
     data_file_len: Option<u64>,
@@ -73,7 +72,7 @@ pub async fn check<S: Storage>(
     check_within(file, data_file_len, repair, Limits::default()).await
 }
 
-/// As [`check`]; what does not fit the limits takes more passes over the image.
+/// Like [`check`], with limits: counts beyond them take further passes over the image.
 pub async fn check_within<S: Storage>(
     file: &Raw<S>,
     data_file_len: Option<u64>,
@@ -82,7 +81,8 @@ pub async fn check_within<S: Storage>(
 ) -> Result<Report, ImageError> {
     let mut header = Header::read_for_check(file).await?;
     if repair != Repair::No {
-        // What is read now must not be undone by a power cut after it was acted on.
+        // Make the data that are read below durable first: a power cut must not undo what the
+        // repair relies on.
         flush(file).await?;
     }
     let mut headers = [header.clone()];
@@ -116,9 +116,9 @@ pub async fn check_within<S: Storage>(
     })
 }
 
-/// How many of the corruptions the next user mends who opens the image for writing: those that the
-/// dirty bit stands for, or COPIED flags that are not set (a cut of a command leaves them in images
-/// of version 2, which has no dirty bit).
+/// Returns how many of the corruptions the next open for writing repairs: those that the dirty bit
+/// stands for, and clear COPIED flags. (An interrupted command leaves such flags in images of
+/// version 2, which has no dirty bit.)
 fn mended_by_opening(header: &Header, found: &Tally) -> u64 {
     let report = &found.report;
     let is_known = found.severe.is_none() && !found.incomplete && report.check_errors == 0;
@@ -131,9 +131,9 @@ fn mended_by_opening(header: &Header, found: &Tally) -> u64 {
     if report.is_safe() { report.unset_flags } else { 0 }
 }
 
-/// What the dirty bit demands of who opens the image for writing: refcounts and COPIED flags made
-/// right from the tables, and the bit cleared. Gives the header as it is then. An image with
-/// anything else wrong is not written to.
+/// Does the repair that the dirty bit demands before writes: recomputes refcounts and COPIED flags
+/// from the tables, and clears the bit. Returns the header as written. Fails without a write if
+/// anything else is wrong.
 pub async fn rebuild_refcounts<S: Storage>(file: &Raw<S>) -> Result<Header, ImageError> {
     let header = Header::read(file).await?;
     flush(file).await?;
@@ -145,7 +145,7 @@ pub async fn rebuild_refcounts<S: Storage>(file: &Raw<S>) -> Result<Header, Imag
     Ok(header)
 }
 
-/// Follows and counts everything; an error if there is anything wrong that counting does not mend.
+/// Follows and counts all references. Fails if anything is wrong that a recount does not repair.
 pub(super) async fn inspect<S: Storage>(
     file: &Raw<S>,
     header: &Header,
@@ -153,7 +153,7 @@ pub(super) async fn inspect<S: Storage>(
     let found = pass(file, std::slice::from_ref(header), None, None, Limits::default()).await?;
     if let Some(finding) = &found.severe {
         let what =
-            format!("{}; `blockyard image check` says more, and may repair it", finding.text);
+            format!("{}; `blockyard image check` shows details, and may repair it", finding.text);
         return Err(ImageError::invalid(finding.structure.clone(), finding.offset, what));
     }
     if found.incomplete {
@@ -175,7 +175,7 @@ pub(super) async fn inspect<S: Storage>(
     Ok(found)
 }
 
-/// Makes refcounts and flags right after [`inspect`], and durable; gives where the image ends then.
+/// Corrects refcounts and flags after [`inspect`], durably. Returns the offset of the image's end.
 pub(super) async fn recount<S: Storage>(
     file: &Raw<S>,
     headers: &mut [Header; 1],
@@ -187,8 +187,8 @@ pub(super) async fn recount<S: Storage>(
     mend(file, headers, None, found, Repair::All, Limits::default()).await
 }
 
-/// Clears flags and raises refcounts, so that both of two states of an image are safe; durable when
-/// it answers. The first is the one that its header has now.
+/// Clears flags and raises refcounts until both of two states of an image are safe. Durable on
+/// return. The first header is the one in the file.
 pub(super) async fn cover<S: Storage>(
     file: &Raw<S>,
     headers: &mut [Header; 2],
@@ -199,7 +199,8 @@ pub(super) async fn cover<S: Storage>(
         rebuild(file, headers, &known, limits).await?;
         known = pass(file, headers, None, None, limits).await?;
     }
-    // A flag may be missing where the refcount is 1, but not be there where it is 2.
+    // A missing COPIED flag with refcount 1 is safe; a set flag with refcount 2 is not. So clear
+    // flags before raising refcounts.
     for (raise, clear) in [(false, ClearCopied::Shared), (true, ClearCopied::None)] {
         let refcounts = stored::RefcountRepair { raise, lower: false };
         let changes =
@@ -210,7 +211,7 @@ pub(super) async fn cover<S: Storage>(
     Ok(())
 }
 
-/// Repairs what was found; durable when it answers. Gives where the image ends then.
+/// Repairs the findings, durably. Returns the offset of the image's end.
 async fn mend<S: Storage>(
     file: &Raw<S>,
     headers: &mut [Header; 1],
@@ -232,7 +233,7 @@ async fn mend<S: Storage>(
     let mut known = found;
     if found.rebuild {
         rebuild(file, headers, found, limits).await?;
-        // What overlapped the old structures overlaps nothing now.
+        // What overlapped the old refcount structures does not overlap the new ones.
         again = pass(file, headers, data_file_len, None, limits).await?;
         known = &again;
     }
@@ -247,7 +248,7 @@ async fn mend<S: Storage>(
     let counted = pass(file, headers, data_file_len, Some(changes), limits).await?;
     flush(file).await?;
     if complete && counted.report.unset_flags > 0 {
-        // Now that the refcounts are durable.
+        // Only after the refcounts are durable.
         changes.flags.set = true;
         pass(file, headers, data_file_len, Some(changes), limits).await?;
         flush(file).await?;
@@ -255,7 +256,7 @@ async fn mend<S: Storage>(
     Ok(counted.report.image_end_offset)
 }
 
-/// Clears incompatible bits, if they are set, after everything else is durable.
+/// Clears incompatible bits, if set, after everything else is durable.
 pub(super) async fn clear_bits<S: Storage>(
     file: &Raw<S>,
     header: &mut Header,
@@ -274,7 +275,7 @@ pub(super) async fn flush<S: Storage>(file: &Raw<S>) -> Result<(), ImageError> {
     file.flush().await.map_err(|e| ImageError::io("qcow2 image", None, "flushing", e))
 }
 
-/// One look at everything, or several where the counts do not fit the memory.
+/// Goes through the whole image, several times if the counts do not fit the memory.
 async fn pass<S: Storage>(
     file: &Raw<S>,
     headers: &[Header],
@@ -341,19 +342,19 @@ async fn pass<S: Storage>(
     }
 }
 
-/// A host may fail to read what it could read before: what is not counted then must not be taken
-/// for free, and what was not mended not for sound.
+/// Fails if a second pass could read less than the first: clusters that it could not count would
+/// look free, and what it could not repair would look sound.
 fn still_complete(now: &Tally, before: &Tally) -> Result<(), ImageError> {
     if now.incomplete && !before.incomplete || now.report.check_errors > before.report.check_errors
     {
-        let what = "its tables could not all be read a second time, so it is not repaired";
+        let what = "some of its tables could not be read a second time, so it is not repaired";
         return Err(ImageError::new(ErrorKind::Io, "qcow2 image", None, what));
     }
     Ok(())
 }
 
-/// Counts the references to clusters from `start` on, as far as the memory goes; of several states
-/// the larger count.
+/// Counts the references to clusters from `start` on, as far as the memory allows. For several
+/// states takes the larger count of each cluster.
 async fn count<S: Storage>(
     file: &Raw<S>,
     headers: &[Header],
@@ -384,8 +385,8 @@ async fn count<S: Storage>(
     Ok(merged.expect("there is a header"))
 }
 
-/// Writes new refcount structures behind all that was found, and makes them the image's. Where
-/// counts are not complete no refcount that can be read is lowered.
+/// Writes new refcount structures behind everything that was found, and switches the image to them.
+/// If the counts are incomplete, no readable refcount is lowered.
 async fn rebuild<S: Storage>(
     file: &Raw<S>,
     headers: &mut [Header],

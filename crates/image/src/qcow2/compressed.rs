@@ -1,7 +1,7 @@
-//! Compressed clusters: reading them, bounded by the size of a cluster whatever they claim.
+//! Reads compressed clusters; the output is bounded by the cluster size, whatever the data claim.
 //!
-//! In: an L2 entry's descriptor. Out: a cluster's bytes. A few are kept: requests smaller than a
-//! cluster come in rows.
+//! In: an L2 entry's descriptor. Out: a cluster's bytes. Some decompressed clusters are cached,
+//! because small requests often follow one another in a cluster.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -19,18 +19,18 @@ use super::entry::{Cluster, L2Entry};
 use super::header::Compression;
 use super::view::Qcow2;
 
-/// Bytes of decompressed clusters that a reactor keeps for an image.
+/// Bytes of decompressed clusters that a reactor caches for an image.
 const KEPT: usize = 2 << 20;
 
-/// zstd's window: QEMU and zstd itself refuse larger ones than 2^27 by default; a cluster is 2^21
-/// at most.
+/// Largest zstd window (log2). QEMU and zstd refuse larger ones by default; a cluster has at most
+/// 2^21 bytes.
 const ZSTD_WINDOW_LOG: u32 = 27;
 
-/// The clusters that were read last.
+/// Cache of the clusters that were read last.
 #[derive(Default)]
 pub struct Decompressed(RefCell<DecompressedClusters>);
 
-/// By descriptor; they hold for one number of [`Qcow2::recompressed`].
+/// Cached clusters by descriptor, valid for one value of [`Qcow2::recompressed`].
 #[derive(Default)]
 struct DecompressedClusters {
     number: u64,
@@ -38,7 +38,7 @@ struct DecompressedClusters {
 }
 
 impl<S: Storage> Qcow2<S> {
-    /// Reads from a compressed cluster: `segments` from `inside` bytes behind its start.
+    /// Reads from a compressed cluster into `segments`, beginning `inside` bytes behind its start.
     pub async fn read_compressed(
         &self,
         segments: Segments,
@@ -66,7 +66,7 @@ impl<S: Storage> Qcow2<S> {
             return Err(ImageError::invalid(
                 "qcow2 compressed cluster",
                 None,
-                "its descriptor is none",
+                "its descriptor is invalid",
             )
             .into());
         };
@@ -102,7 +102,7 @@ impl Decompressed {
     }
 }
 
-/// Compressed data that are not what their method writes.
+/// Compressed data that cannot be decompressed.
 #[derive(Debug, thiserror::Error)]
 #[error("its {bytes} bytes of compressed data are broken: {source}")]
 pub struct BrokenData {
@@ -110,7 +110,7 @@ pub struct BrokenData {
     pub source: io::Error,
 }
 
-/// Decompresses one cluster of `size` bytes; what follows it in `packed` belongs to others.
+/// Decompresses one cluster of `size` bytes. Data behind it in `packed` belong to other clusters.
 pub fn unpack(packed: &[u8], compression: Compression, size: usize) -> Result<Vec<u8>, BrokenData> {
     let mut plain = vec![0; size];
     let result = match compression {
@@ -127,11 +127,11 @@ fn unpack_zstd(packed: &[u8], plain: &mut [u8]) -> io::Result<()> {
     decoder.read_exact(plain)
 }
 
-/// Compresses a cluster. None: it would not get smaller.
+/// Compresses a cluster. None: the result would not be smaller.
 pub fn pack(plain: &[u8], compression: Compression) -> io::Result<Option<Vec<u8>>> {
     let packed = match compression {
-        // QEMU reads with a window of 4 KiB (windowBits -12), so what is written must not look back
-        // further.
+        // QEMU decompresses with a window of 4 KiB (windowBits -12), so compressed data must not
+        // refer back further.
         Compression::Zlib => pack_zlib(plain)?,
         Compression::Zstd => zstd::bulk::compress(plain, 3)?,
     };
@@ -147,7 +147,7 @@ fn pack_zlib(plain: &[u8]) -> io::Result<Vec<u8>> {
         .map_err(io::Error::other)?;
     match status {
         flate2::Status::StreamEnd => Ok(packed),
-        // It would have been larger than the room it had: it does not get smaller.
+        // The output does not fit: the cluster does not get smaller.
         _ => Ok(vec![0; plain.len()]),
     }
 }
@@ -157,7 +157,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_packed_is_unpacked_and_no_more() {
+    fn unpack_returns_what_pack_was_given_and_ignores_the_rest() {
         let plain: Vec<u8> = (0..65536u32).map(|i| (i / 100) as u8).collect();
         for compression in [Compression::Zlib, Compression::Zstd] {
             let mut packed = pack(&plain, compression).unwrap().unwrap();

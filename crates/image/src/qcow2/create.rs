@@ -1,11 +1,12 @@
-//! New images.
+//! Creates images.
 //!
-//! In: options, and a file whose contents do not matter. Out: an image that reads as zeroes, or as
-//! its backing file. What must hold: until all of it is durable the file is no qcow2 image; the
-//! header's first sector is written last.
+//! In: options, and a file with any contents. Out: an image that reads as zeroes, or as its backing
+//! file. Invariant: until everything is durable the file is no qcow2 image, because the header's
+//! first sector is written last.
 //!
 //! ```text
-//!  header | refcount table | refcount blocks | L1 table | L2 tables | data      (the last two with preallocation only)
+//!   header | refcount table | refcount blocks | L1 table | L2 tables | data
+//!   (L2 tables and data only with preallocation)
 //! ```
 
 use std::ops::Range;
@@ -24,21 +25,21 @@ use crate::raw::Raw;
 const STRUCTURE: &str = "qcow2 image to be created";
 const OVERLAY_CLUSTER: u64 = 128 << 10;
 
-/// What is taken ahead.
+/// What is preallocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Preallocation {
     Off,
-    /// Tables that give each guest cluster its place; the file is as long, and sparse.
+    /// L2 tables that map each guest cluster; the file has its full length, and is sparse.
     Metadata,
-    /// And the host has reserved the space.
+    /// As `Metadata`, and the host reserves the space (fallocate).
     Falloc,
-    /// And it was written.
+    /// As `Metadata`, and the space is written.
     Full,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CreateOptions {
-    /// Of the guest's disk; rounded up to a whole sector.
+    /// Size of the guest's disk in bytes; rounded up to a whole sector.
     pub size: u64,
     pub version: u32,
     pub cluster_size: u64,
@@ -46,16 +47,16 @@ pub struct CreateOptions {
     pub extended_l2: bool,
     pub lazy_refcounts: bool,
     pub compression: Compression,
-    /// The backing file's name, as the image is to have it, and its format.
+    /// Name of the backing file as the image stores it, and its format.
     pub backing: Option<(String, String)>,
     pub data_file: Option<String>,
-    /// The external data file reads as a raw image.
+    /// The external data file is valid as a raw image by itself.
     pub data_file_raw: bool,
     pub preallocation: Preallocation,
 }
 
 impl CreateOptions {
-    /// As `qemu-img` creates images.
+    /// Same defaults as `qemu-img create`.
     pub fn new(size: u64) -> Self {
         CreateOptions {
             size,
@@ -72,8 +73,8 @@ impl CreateOptions {
         }
     }
 
-    /// An overlay: subclusters of 4 KiB, so that small first writes need not copy from the backing
-    /// file.
+    /// Defaults of an overlay: subclusters of 4 KiB, so that small allocating writes need not copy
+    /// from the backing file.
     pub fn overlay(size: u64, backing: impl Into<String>, format: impl Into<String>) -> Self {
         CreateOptions {
             backing: Some((backing.into(), format.into())),
@@ -108,10 +109,10 @@ impl CreateOptions {
             return refuse("extended L2 entries need clusters of 16 KiB at least");
         }
         if self.data_file_raw && self.data_file.is_none() {
-            return refuse("a raw data file was asked for, and there is no data file");
+            return refuse("a raw data file needs a data file");
         }
         if self.data_file_raw && self.backing.is_some() {
-            return refuse("a raw data file cannot have a backing file below it");
+            return refuse("an image with a raw data file cannot have a backing file");
         }
         if self.data_file.is_some() != has_data {
             return refuse("an external data file needs both a name and the file");
@@ -132,13 +133,13 @@ impl CreateOptions {
         Ok(())
     }
 
-    /// A raw data file has each guest cluster in its place from the start.
+    /// Returns true if L2 tables map each guest cluster from the start, as for a raw data file.
     fn maps_all(&self) -> bool {
         self.preallocation != Preallocation::Off || self.data_file_raw
     }
 }
 
-/// Where everything goes, in clusters.
+/// Place of each structure, in clusters.
 #[derive(Debug)]
 struct FileLayout {
     cluster_bits: u32,
@@ -171,7 +172,7 @@ impl FileLayout {
         if table << bits > header::MAX_REFCOUNT_TABLE_BYTES {
             return Err(ImageError::refused(
                 STRUCTURE,
-                "its refcount table would be larger than 8 MiB: take larger clusters",
+                "its refcount table would be larger than 8 MiB: use larger clusters",
             ));
         }
         let mut end = 1;
@@ -193,8 +194,8 @@ impl FileLayout {
     }
 }
 
-/// Creates an image in `file`; `data` is the external data file that the options name. Durable when
-/// it answers.
+/// Creates an image in `file`; `data` is the external data file that the options name. Durable on
+/// return.
 pub async fn create<S: Storage>(
     file: &Raw<S>,
     data: Option<&Raw<S>>,
@@ -260,8 +261,7 @@ fn header(options: &CreateOptions) -> Result<Header, ImageError> {
     };
     let entries = header.l1_needed(size).max(1);
     if entries * 8 > header::MAX_L1_BYTES {
-        let what =
-            format!("{size} bytes need an L1 table larger than 32 MiB: take larger clusters");
+        let what = format!("{size} bytes need an L1 table larger than 32 MiB: use larger clusters");
         return Err(ImageError::refused(STRUCTURE, what));
     }
     header.l1_size = entries as u32;
@@ -282,7 +282,7 @@ impl<S: Storage> Creator<'_, S> {
             .map_err(|e| ImageError::io(STRUCTURE, offset, "writing", e))
     }
 
-    /// Whatever the file was, it is nothing now, and reads as zeroes where the image will be.
+    /// Clears the file: it is no image any more, and reads as zeroes where the image will be.
     async fn clear(&self) -> Result<(), ImageError> {
         let storage = self.file.storage();
         let io = |what| move |e| ImageError::io(STRUCTURE, None, what, e);
@@ -296,7 +296,7 @@ impl<S: Storage> Creator<'_, S> {
             return storage.set_len(self.plan.end()).await.map_err(io("setting its length"));
         }
         if len < self.plan.end() {
-            let what = format!("the device has {len} bytes, and {} are needed", self.plan.end());
+            let what = format!("the device has {len} bytes, but {} are needed", self.plan.end());
             return Err(ImageError::refused(STRUCTURE, what));
         }
         self.file.write_zeroes(0, self.plan.end(), true).await.map_err(io("zeroing it"))
@@ -325,7 +325,7 @@ impl<S: Storage> Creator<'_, S> {
         Ok(())
     }
 
-    /// L1 and L2 tables that give each guest cluster its place.
+    /// Writes L1 and L2 tables that map each guest cluster.
     async fn tables(&self, options: &CreateOptions) -> Result<(), ImageError> {
         let (plan, entries) = (self.plan, self.header.l2_entries());
         let l1 = plan
@@ -336,7 +336,7 @@ impl<S: Storage> Creator<'_, S> {
         l1.resize(l1.len().next_multiple_of(SECTOR_BYTES), 0);
         self.write(self.header.l1_offset, &l1).await?;
         let guest_clusters = self.header.size.div_ceil(1 << plan.cluster_bits);
-        // In an external data file clusters lie where the guest has them.
+        // In an external data file, host offsets equal guest offsets.
         let place =
             |guest: u64| if options.data_file.is_some() { guest } else { plan.data.start + guest };
         for (index, table) in plan.l2.clone().enumerate() {
@@ -358,7 +358,7 @@ impl<S: Storage> Creator<'_, S> {
     fn entry(&self, host: u64, options: &CreateOptions) -> (u64, u64) {
         let cluster = match options.extended_l2 {
             false => Cluster::Standard { host },
-            // Preallocated, and still to be filled: a backing file shows through.
+            // Preallocated but not filled: the backing file shows through.
             true => {
                 let bitmap = if options.data_file_raw {
                     SubclusterBitmap::ALL_DATA
@@ -377,7 +377,7 @@ impl<S: Storage> Creator<'_, S> {
     }
 }
 
-/// Makes the data file long enough, and takes its space; what is in it stays.
+/// Extends the data file to its full length, and allocates its space. Its contents stay.
 async fn preallocate_data_file<S: Storage>(
     data: &Raw<S>,
     size: u64,
@@ -387,7 +387,7 @@ async fn preallocate_data_file<S: Storage>(
     let len = data.storage().len().await.map_err(io("finding its length"))?;
     if len < size {
         if data.is_device() {
-            let what = format!("the device has {len} bytes, and {size} are needed");
+            let what = format!("the device has {len} bytes, but {size} are needed");
             return Err(ImageError::refused("qcow2 external data file", what));
         }
         data.storage().set_len(size).await.map_err(io("setting its length"))?;
@@ -396,7 +396,7 @@ async fn preallocate_data_file<S: Storage>(
     flush(data).await
 }
 
-/// Takes space for a range that reads as zeroes.
+/// Allocates space for a range, which then reads as zeroes.
 async fn take_space<S: Storage>(
     file: &Raw<S>,
     start: u64,

@@ -1,4 +1,4 @@
-//! An image without contents of its own: what an overlay is after its commit.
+//! Empties an image: an overlay after its commit.
 
 use blockyard_storage::Storage;
 
@@ -7,8 +7,8 @@ use super::change::{OfflineChange, trim};
 use crate::error::ImageError;
 use crate::raw::Raw;
 
-/// Drops all clusters of the disk at once, so that the backing file shows, or zeroes. Snapshots
-/// stay. Durable when it answers.
+/// Drops all clusters of the disk atomically, so that it reads as its backing file, or as zeroes.
+/// Snapshots stay. Durable on return.
 pub async fn make_empty<S: Storage>(file: &Raw<S>) -> Result<(), ImageError> {
     let change = OfflineChange::begin(file).await?;
     let mut new = change.old.clone();
@@ -18,9 +18,9 @@ pub async fn make_empty<S: Storage>(file: &Raw<S>) -> Result<(), ImageError> {
     }
     let entries = new.l1_needed(new.size).max(1);
     new.l1_size = entries as u32;
-    new.l1_offset = change.room((entries * 8).div_ceil(new.cluster_size())).await?;
+    new.l1_offset = change.find_free((entries * 8).div_ceil(new.cluster_size())).await?;
     change.write("qcow2 L1 table", new.l1_offset, &vec![0; entries as usize * 8]).await?;
-    // What the guest sees may change without any write that a bitmap could record.
+    // The guest's data may change without a write that a bitmap could record.
     let mut marked = change.old.clone();
     bitmap::prepare_for_writing(file, &mut marked).await?;
     let (_, end) = change.switch(new).await?;

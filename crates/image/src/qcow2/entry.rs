@@ -1,8 +1,9 @@
-//! Entries of the L1 table, of L2 tables and of the refcount table.
+//! Entries of the L1 table, of L2 tables and of the refcount table (qcow2 specification, "Cluster
+//! mapping" and "Host cluster management").
 //!
-//! In: the words as they lie in the file. Out: what they mean, or what is wrong with them (the
-//! caller knows where they lie). What must hold: an offset that comes out is aligned to a cluster
-//! and below 2^56 (of a compressed cluster: below 2^56).
+//! In: words of the file. Out: their meaning, or what is wrong with them (the caller adds where
+//! they lie). Invariant: a decoded offset is aligned to a cluster and below 2^56; that of a
+//! compressed cluster is only below 2^56.
 
 use super::header::Header;
 
@@ -26,7 +27,7 @@ pub const SUBCLUSTERS: u32 = 32;
 const RESERVED: &str = "reserved bits are set";
 const UNALIGNED: &str = "the offset is not aligned to a cluster";
 
-/// What entries mean depends on this much of the header.
+/// The header's fields on which the meaning of entries depends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EntryFormat {
     pub cluster_bits: u32,
@@ -49,13 +50,13 @@ impl EntryFormat {
         offset & ((1 << self.cluster_bits) - 1) == 0
     }
 
-    /// Where a compressed descriptor's sector count begins.
+    /// Lowest bit of the sector count in a compressed descriptor.
     fn compressed_shift(self) -> u32 {
         62 - (self.cluster_bits - 8)
     }
 }
 
-/// An L1 entry: the L2 table's offset, None: it and all that it would describe are unallocated.
+/// An L1 entry: offset of the L2 table. None: all clusters that it would map are unallocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct L1Entry {
     pub table: Option<u64>,
@@ -80,7 +81,7 @@ impl L1Entry {
     }
 }
 
-/// The refcount block's offset; None: all its refcounts are 0.
+/// Decodes a refcount table entry: offset of the refcount block. None: all its refcounts are 0.
 pub fn refcount_block(word: u64, layout: EntryFormat) -> Result<Option<u64>, &'static str> {
     if word & REFCOUNT_TABLE_RESERVED != 0 {
         return Err(RESERVED);
@@ -112,24 +113,24 @@ impl SubclusterBitmap {
     }
 }
 
-/// What an L2 entry says of one guest cluster.
+/// Meaning of an L2 entry for one guest cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cluster {
-    /// The backing file knows (with extended entries: of all subclusters, and nothing is
-    /// preallocated).
+    /// Read from the backing file. With extended entries: all subclusters, and nothing is
+    /// preallocated.
     Unallocated,
-    /// Reads as zeroes; `host`: the cluster that is preallocated for it. Standard entries only.
+    /// Reads as zeroes; `host` is a preallocated cluster. Standard entries only.
     Zero { host: Option<u64> },
     /// Standard entries only.
     Standard { host: u64 },
-    /// `len`: bytes from `host` on that the compressed data may take.
+    /// `len`: most bytes that the compressed data occupy from `host` on.
     Compressed { host: u64, len: u64 },
-    /// Extended entries only; subclusters with data have their place in `host`.
+    /// Extended entries only. Allocated subclusters have their data in the cluster `host`.
     Subclusters { host: Option<u64>, bitmap: SubclusterBitmap },
 }
 
 impl Cluster {
-    /// The aligned host cluster that the entry holds on to, be it for data or preallocated.
+    /// Returns the aligned host cluster of the entry, with data or preallocated.
     pub fn host(self) -> Option<u64> {
         match self {
             Cluster::Standard { host } => Some(host),
@@ -148,7 +149,7 @@ pub struct L2Entry {
 impl L2Entry {
     pub const UNALLOCATED: L2Entry = L2Entry { cluster: Cluster::Unallocated, copied: false };
 
-    /// `bitmap`: the entry's second word with extended L2 entries, else 0.
+    /// Decodes an entry. `bitmap`: the second word of an extended entry, else 0.
     #[inline]
     pub fn decode(word: u64, bitmap: u64, layout: EntryFormat) -> Result<Self, &'static str> {
         let copied = word & COPIED != 0;
@@ -162,7 +163,7 @@ impl L2Entry {
         if !layout.aligned(offset) {
             return Err(UNALIGNED);
         }
-        // Offset 0 is the header's cluster, so it means "none"; in an external data file it is the
+        // Offset 0 is the header's cluster, so it means "none". In an external data file it is the
         // first cluster.
         let host = (offset != 0 || (copied && layout.data_file)).then_some(offset);
         let zero = word & ZERO != 0;
@@ -226,8 +227,8 @@ impl L2Entry {
         })
     }
 
-    /// The entry's words; the second counts with extended L2 entries only. A compressed
-    /// descriptor's fields fit their bits.
+    /// Encodes the entry. The second word is used by extended L2 entries only. The fields of a
+    /// compressed descriptor must fit their bits.
     pub fn encode(self, layout: EntryFormat) -> (u64, u64) {
         let copied = if self.copied { COPIED } else { 0 };
         match self.cluster {
@@ -268,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn what_entries_must_not_hold() {
+    fn invalid_entries_are_refused() {
         let old = EntryFormat { version: 2, ..PLAIN };
         assert!(l2(0x50001, old).is_err());
         assert!(l2(0x50200, PLAIN).is_err(), "unaligned");
@@ -294,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn every_meaning_has_its_words() {
+    fn encoded_entries_decode_to_the_same_meaning() {
         let bitmap = SubclusterBitmap(0xffff_0000_0000_ffff);
         let clusters = [
             (PLAIN, Cluster::Unallocated),

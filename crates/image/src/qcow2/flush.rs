@@ -1,15 +1,19 @@
-//! Metadata on their way to the file: the order in which a power cut may find them.
+//! Writes metadata back, in an order that is safe at every power cut.
 //!
 //! ```text
-//!   copy changed L2 entries ─► write refcounts ─► sync ─► write L2 slices and L1 entries ─► sync ─► release what was freed
-//!                                                  │                                        │
-//!                              data and refcounts of the copied entries are durable    the entries are
+//!   copy changed L2 entries ─► write refcounts
+//!   ─► sync: data and refcounts of the copied entries are durable
+//!   ─► write L2 slices and L1 entries
+//!   ─► sync: the entries are durable
+//!   ─► release freed clusters
 //! ```
-//! What must hold: an entry is in the file only when the data it names, and their refcount, are
-//! durable; a cluster is free only when no durable entry names it. So a power cut leaves leaks, and
-//! old or new contents, nothing else. A flush that finds no changed metadata is one sync. Of an
-//! image that has no name yet ([`super::Qcow2Options::unfinished`]) a power cut leaves nothing, so
-//! there the syncs between are left out, and a flush is one sync at its end.
+//!
+//! Invariants: an entry is in the file only after the data it names and their refcounts are
+//! durable. A cluster is free only after no durable entry names it. So a power cut leaves leaks and
+//! old or new contents, nothing else. A flush without changed metadata is one sync.
+//!
+//! A file without a name ([`super::Qcow2Options::unfinished`]) is lost at a power cut anyway. There
+//! the syncs between are skipped, and a flush is one sync at its end.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -27,19 +31,19 @@ use super::shared::lock;
 use super::tables::SliceCopy;
 use super::view::Qcow2;
 
-/// Writes of metadata in flight at a time.
+/// Number of metadata writes in flight.
 const AT_A_TIME: usize = 16;
-/// Bytes of the unit in which L1 entries are written.
+/// Unit in which L1 entries are written, in bytes.
 const L1_SECTOR: usize = 512;
 
-/// L1 entries as they are to be in the file: index, bytes, offset.
+/// L1 entries to write: index of the first, bytes, offset in the file.
 struct L1Piece {
     first: usize,
     bytes: Vec<u8>,
     offset: u64,
 }
 
-/// What is to be written between the two syncs, and what may be released after the second.
+/// Metadata written between the two syncs, and clusters that may be released after the second.
 struct PendingWriteBack {
     slices: Vec<SliceCopy>,
     l1: Vec<L1Piece>,
@@ -48,15 +52,15 @@ struct PendingWriteBack {
 }
 
 impl<S: Storage> Qcow2<S> {
-    /// All that was written before this call is durable when it answers.
+    /// Waits until all writes that completed before the call are durable.
     pub async fn flush(&self) -> io::Result<()> {
         let _permit = self.shared.writing_back.acquire().await;
         self.write_back(true).await?;
         self.sync_unfinished().await
     }
 
-    /// Writes metadata that have changed where there are many, so that they may leave the memory;
-    /// nothing is promised. The caller holds no cluster.
+    /// Writes metadata back if too much is dirty, so that it can be evicted. Not durable. The
+    /// caller must hold no cluster.
     pub(super) async fn relieve(&self) -> io::Result<()> {
         if self.shared.tables.dirty() <= 2 * self.dirty_limit() && !self.shared.alloc.is_crowded() {
             return Ok(());
@@ -67,7 +71,7 @@ impl<S: Storage> Qcow2<S> {
         if many { self.write_back(false).await } else { Ok(()) }
     }
 
-    /// Changed slices that are kept in memory until a guest flushes.
+    /// Most dirty slices kept until a guest flushes.
     fn dirty_limit(&self) -> usize {
         (self.shared.tables.limit() / 2).max(4)
     }
@@ -77,8 +81,8 @@ impl<S: Storage> Qcow2<S> {
         let changes = self.take_changes();
         if changes.is_empty() && !self.shared.alloc.has_changed_counts() {
             let synced = self.barrier().await;
-            // Their entries may be in the file since a write-back that was not durable; now they
-            // are.
+            // An earlier write-back that was not durable may have written the entries without these
+            // clusters. This sync makes them durable.
             match &synced {
                 Ok(()) => self.shared.alloc.all_durable(changes.freed),
                 Err(_) => self.shared.alloc.freed_again(changes.freed),
@@ -90,7 +94,7 @@ impl<S: Storage> Qcow2<S> {
         self.shared.tables.written(&changes.slices, done.is_ok());
         match done {
             Ok(()) if durable => self.shared.alloc.all_durable(changes.freed),
-            // Not durable yet: the next flush sees to that.
+            // Not durable yet; the next flush makes it so.
             Ok(()) => self.shared.alloc.freed_again(changes.freed),
             Err(e) => {
                 self.shared.alloc.freed_again(changes.freed);
@@ -102,7 +106,8 @@ impl<S: Storage> Qcow2<S> {
     }
 
     fn take_changes(&self) -> PendingWriteBack {
-        // In this order: what was freed before has its entry among those that are copied after.
+        // In this order: clusters freed before have their changed entries among the slices that are
+        // copied after.
         let freed = self.shared.alloc.take_freed();
         let slices = self.shared.tables.take_changes();
         let mut l1 = lock(&self.shared.l1);
@@ -132,7 +137,7 @@ impl<S: Storage> Qcow2<S> {
         if durable { self.barrier_metadata().await } else { Ok(()) }
     }
 
-    /// Gives those that were written; the caller holds the permit.
+    /// Writes changed refcounts; returns what was written. The caller holds the permit.
     async fn write_changed_counts(&self) -> io::Result<Vec<ChangedSection>> {
         let counts = self.shared.alloc.take_changed_counts();
         let sections = counts
@@ -167,7 +172,7 @@ impl<S: Storage> Qcow2<S> {
         self.write_at(&format!("qcow2 L2 table {index}"), at, &copied.bytes).await
     }
 
-    /// What was written before is durable before anything that is written after. Nothing where the
+    /// Orders writes: all earlier ones become durable before later ones start. Does nothing if the
     /// order does not matter.
     async fn barrier(&self) -> io::Result<()> {
         if self.shared.unfinished {
@@ -176,7 +181,7 @@ impl<S: Storage> Qcow2<S> {
         self.sync().await
     }
 
-    /// As [`Qcow2::barrier`], for the image's own file alone.
+    /// Like [`Qcow2::barrier`], but for the image's own file only.
     pub(super) async fn barrier_metadata(&self) -> io::Result<()> {
         if self.shared.unfinished {
             return self.not_lost();
@@ -184,7 +189,7 @@ impl<S: Storage> Qcow2<S> {
         self.sync_file(&self.file).await
     }
 
-    /// The sync that barriers have left out.
+    /// The sync that the barriers of an unfinished image skipped.
     async fn sync_unfinished(&self) -> io::Result<()> {
         if self.shared.unfinished { self.sync().await } else { Ok(()) }
     }
@@ -200,16 +205,16 @@ impl<S: Storage> Qcow2<S> {
         self.shared.lost().map_or(Ok(()), Err)
     }
 
-    /// After one that failed no sync is worth anything: what it was told of is forgotten, and the
-    /// next one would answer Ok.
+    /// Syncs one file. After a failed sync it fails at once: the kernel has forgotten the failed
+    /// write-back and would report success.
     async fn sync_file(&self, file: &Raw<S>) -> io::Result<()> {
         let _permit = self.shared.syncing.acquire().await;
         self.not_lost()?;
         file.flush().await.inspect_err(|e| self.shared.lose(e))
     }
 
-    /// Gives clusters back whose entries are durably gone, once those who may still use them have
-    /// left; who waits for them is the next flush, not this one.
+    /// Releases clusters whose entries are durably gone, after the epoch of requests that may still
+    /// use them. If that epoch has not ended, a later flush releases them; this one does not wait.
     async fn release(&self) -> io::Result<()> {
         let (alloc, epoch) = (&self.shared.alloc, &self.shared.epoch);
         let mut leaving = std::mem::take(&mut *lock(&self.shared.leaving));
@@ -254,8 +259,8 @@ impl<S: Storage> Qcow2<S> {
         Ok(())
     }
 
-    /// The caller holds the permit, and the entries without the cluster are durable: its count may be
-    /// written at any time.
+    /// Releases one cluster. The caller holds the permit. The entries without the cluster are
+    /// durable, so its refcount may be written at any time.
     async fn release_one(&self, cluster: u64) -> io::Result<()> {
         self.release_count(cluster).await?;
         if self.shared.alloc.is_crowded() {
@@ -264,8 +269,8 @@ impl<S: Storage> Qcow2<S> {
         Ok(())
     }
 
-    /// The host gets the space back, before anybody else gets the clusters. A hint: what fails
-    /// costs space only.
+    /// Deallocates the clusters in the host before they can be reused. A hint: a failure costs only
+    /// space.
     async fn punch(&self, clusters: &[u64]) {
         let bits = self.shape().layout.cluster_bits;
         for run in clusters.chunk_by(|a, b| a + 1 == *b) {
@@ -273,14 +278,15 @@ impl<S: Storage> Qcow2<S> {
         }
     }
 
-    /// Flushes, and gives back what was reserved: for the end, when no request is on its way.
+    /// Flushes and releases reserved clusters. Call it at the end, with no request in flight.
     pub async fn close(&self) -> io::Result<()> {
         if self.shared.read_only {
             return Ok(());
         }
         let _permit = self.shared.writing_back.acquire().await;
         self.write_back(true).await?;
-        // What was let go of meanwhile, for nobody is left to use it.
+        // Write back again: clusters freed meanwhile can be released, because no request uses them
+        // any more.
         self.write_back(true).await?;
         self.give_back().await?;
         self.write_back(true).await?;
@@ -302,8 +308,8 @@ impl<S: Storage> Qcow2<S> {
             }
         }
         if end < alloc.end() && !self.file.is_device() {
-            // The counts first: a file that ends before a cluster that counts is wrong, one that
-            // ends behind it is not.
+            // Refcounts first: a file that ends before a cluster with a refcount is corrupt; a file
+            // that ends behind it is not.
             self.write_back(true).await?;
             self.file.storage().set_len(end << bits).await?;
             alloc.set_end(end);

@@ -1,10 +1,12 @@
-//! The header: its fields, its extensions and the backing file's name, all in the first cluster.
+//! The header: fields, extensions and the backing file's name, all in the first cluster.
 //!
-//! In: the first bytes of the file. Out: a [`Header`] whose every field was checked, or what is
-//! wrong by name; and the bytes again, nothing lost that was not understood (extensions, fields of
-//! later versions). What must hold: the fields lie in the first sector, and [`Header::write_fixed`]
-//! writes that sector alone: a power cut leaves the old fields or the new ones. Switches from old
-//! structures to new ones are made by it.
+//! In: the first bytes of the file. Out: a [`Header`] with all fields checked, or an error that
+//! names the wrong field. In the other direction: the header's bytes. Unknown extensions and fields
+//! of later versions are preserved.
+//!
+//! Invariant: the fields lie in the first sector, and [`Header::write_fixed`] writes only that
+//! sector. So a power cut leaves the old fields or the new ones. Every switch to new structures
+//! uses it.
 
 mod parse;
 mod tests;
@@ -19,7 +21,7 @@ use crate::raw::Raw;
 pub const MAGIC: u32 = 0x5146_49fb;
 pub const MIN_CLUSTER_BITS: u32 = 9;
 pub const MAX_CLUSTER_BITS: u32 = 21;
-/// Subclusters are to be whole sectors.
+/// A subcluster must be at least a sector.
 pub const MIN_EXTENDED_CLUSTER_BITS: u32 = 14;
 pub const MAX_L1_BYTES: u64 = 32 << 20;
 pub const MAX_REFCOUNT_TABLE_BYTES: u64 = 8 << 20;
@@ -76,10 +78,10 @@ pub struct Extension {
 pub struct Header {
     pub version: u32,
     pub cluster_bits: u32,
-    /// The virtual disk, in bytes. QEMU shows whole sectors of it.
+    /// Size of the virtual disk in bytes. QEMU shows it rounded to sectors.
     pub size: u64,
-    /// In entries. May be more than `size` needs (the state of a machine is stored behind the
-    /// disk).
+    /// Number of L1 entries. May exceed what `size` needs, because VM state is stored behind the
+    /// disk.
     pub l1_size: u32,
     pub l1_offset: u64,
     pub refcount_table_offset: u64,
@@ -93,34 +95,33 @@ pub struct Header {
     pub header_length: u32,
     pub compression: Compression,
     pub backing: Option<String>,
-    /// Where the backing file's name lies; 0: there is none.
+    /// Offset of the backing file's name; 0: none.
     pub backing_offset: u64,
     pub backing_format: Option<String>,
     pub data_file: Option<String>,
     /// Some only while the autoclear bit says that the bitmaps are consistent.
     pub bitmaps: Option<BitmapsExtension>,
-    /// All extensions in their order. Those that have a field above are written from that field; a
-    /// format or a data file that is None is left out, and bitmaps that are None keep their bytes
-    /// as they are.
+    /// All extensions in order. Known ones are written from the fields above: a missing format or
+    /// data file is omitted; missing bitmaps keep their bytes.
     pub extensions: Vec<Extension>,
-    /// What follows the compression type in a header longer than is known here.
+    /// Bytes behind the compression type, if the header is longer than known here.
     pub unknown_fields: Vec<u8>,
 }
 
 impl Header {
-    /// Reads and checks the header of an image that is to be opened.
+    /// Reads and checks the header of an image.
     pub async fn read<S: Storage>(file: &Raw<S>) -> Result<Header, ImageError> {
         let (bytes, len) = Self::read_cluster(file).await?;
         Self::parse(&bytes, len)
     }
 
-    /// As [`read`](Self::read), for a check: see [`parse_for_check`](Self::parse_for_check).
+    /// Like [`read`](Self::read), for a check; see [`parse_for_check`](Self::parse_for_check).
     pub async fn read_for_check<S: Storage>(file: &Raw<S>) -> Result<Header, ImageError> {
         let (bytes, _) = Self::read_cluster(file).await?;
         Self::parse_for_check(&bytes)
     }
 
-    /// The first cluster (as much of it as the file has), and the file's length.
+    /// Reads the first cluster (as far as the file has it), and the file's length.
     async fn read_cluster<S: Storage>(file: &Raw<S>) -> Result<(Vec<u8>, u64), ImageError> {
         let io = |e| ImageError::io(STRUCTURE, 0, "reading", e);
         let len = file.storage().len().await.map_err(io)?;
@@ -131,8 +132,8 @@ impl Header {
         Ok((bytes::read(file, 0, cluster).await.map_err(io)?, len))
     }
 
-    /// The whole header area, at most a cluster: fields, extensions and, behind them, the backing
-    /// file's name.
+    /// Returns the header area, at most a cluster: fields, extensions and then the backing file's
+    /// name.
     pub fn serialize(&self) -> Result<Vec<u8>, ImageError> {
         let mut placed = self.clone();
         let mut bytes = self.serialize_without_name()?;
@@ -146,7 +147,7 @@ impl Header {
         Ok(bytes)
     }
 
-    /// The fields as they are, and the extensions.
+    /// Returns the fields and the extensions.
     pub fn serialize_without_name(&self) -> Result<Vec<u8>, ImageError> {
         let mut bytes = vec![0; self.header_length as usize];
         for extension in &self.current_extensions() {
@@ -172,7 +173,7 @@ impl Header {
         Err(ImageError::refused(STRUCTURE, what))
     }
 
-    /// The extensions as the fields say.
+    /// Returns the extensions, updated from the fields.
     pub(super) fn current_extensions(&self) -> Vec<Extension> {
         let mut rest = self.extensions.clone();
         let mut first = Vec::new();
@@ -204,7 +205,7 @@ impl Header {
         first
     }
 
-    /// Puts the fields over the first bytes of the file, as far as `bytes` goes.
+    /// Puts the fields into the first bytes of the file, as far as `bytes` reaches.
     fn put_fields(&self, bytes: &mut [u8]) {
         let mut fields = vec![0; self.header_length as usize];
         put32(&mut fields, 0, MAGIC);
@@ -236,8 +237,8 @@ impl Header {
         bytes[..len].copy_from_slice(&fields[..len]);
     }
 
-    /// Writes the fields (not the extensions, not the name) back in one write of one sector;
-    /// durable after a flush.
+    /// Writes the fields (not the extensions, not the name) with one write of one sector. Durable
+    /// after a flush.
     pub async fn write_fixed<S: Storage>(&self, file: &Raw<S>) -> Result<(), ImageError> {
         let mut sector = bytes::read(file, 0, SECTOR_BYTES)
             .await
@@ -266,7 +267,7 @@ impl Header {
         self.incompatible & INCOMPATIBLE_DATA_FILE != 0
     }
 
-    /// The external data file is to read as a raw image of the whole disk.
+    /// Returns true if the external data file must be valid as a raw image of the whole disk.
     pub fn raw_data_file(&self) -> bool {
         self.autoclear & AUTOCLEAR_RAW_DATA != 0
     }
@@ -287,22 +288,22 @@ impl Header {
         if self.extended_l2() { 16 } else { 8 }
     }
 
-    /// Entries of one L2 table.
+    /// Number of entries of one L2 table.
     pub fn l2_entries(&self) -> u64 {
         self.cluster_size() / self.l2_entry_size()
     }
 
-    /// What one L1 entry describes of the virtual disk, in bytes.
+    /// Bytes of the virtual disk that one L1 entry maps.
     pub fn l2_reach(&self) -> u64 {
         self.l2_entries() << self.cluster_bits
     }
 
-    /// The L1 entries that a virtual disk of `size` bytes needs.
+    /// Number of L1 entries for a virtual disk of `size` bytes.
     pub fn l1_needed(&self, size: u64) -> u64 {
         size.div_ceil(self.l2_reach())
     }
 
-    /// What can be allocated by itself: a cluster without extended L2 entries.
+    /// Unit of allocation in bytes: a subcluster, or a cluster without extended L2 entries.
     pub fn subcluster_size(&self) -> u64 {
         if self.extended_l2() { self.cluster_size() / 32 } else { self.cluster_size() }
     }

@@ -1,13 +1,20 @@
-//! qcow2, versions 2 and 3: clusters that are allocated as they are written, with reference counts.
+//! qcow2, versions 2 and 3: clusters with reference counts, allocated when they are first written.
 //!
 //! ```text
-//!   view   lookup, read      write   in place, or to new clusters     flush     the order of metadata on their way
-//!   tables L2 in memory      zero    zeroes, discards, copying up     alloc     reserved clusters, refcounts
-//!   shared what reactors share of an open image                       reserve   getting more clusters
-//!   packing  compressed clusters, one after another                   buffers   how much memory requests take
+//!   view      lookup, read
+//!   tables    cache of L2 tables
+//!   write     in place, or to new clusters
+//!   zero      zeroes, discards, copy-up
+//!   flush     write-back: the order of metadata
+//!   alloc     reserved clusters, refcounts
+//!   reserve   reserves more clusters
+//!   shared    what reactors share of an open image
+//!   packing   compressed clusters, one after another
+//!   buffers   bounds the memory of requests
 //! ```
-//! What is read once, or by one at a time on a closed image, is in the cold modules: the header and
-//! the encoding of table entries and refcounts.
+//!
+//! The other modules are off the request path: they run once, or on a closed image. They hold the
+//! header, the encoding of table entries and refcounts, and the commands.
 
 mod alloc;
 pub mod amend;

@@ -1,8 +1,7 @@
-//! Opening an image: what is looked at before the first request, and what a writer owes to the file
-//! first.
+//! Opens an image: checks before the first request, and repairs before the first write.
 //!
-//! What must hold: an image that is not sound is not written to. What it names is judged as a whole
-//! before it is opened for writing, so that no cluster is given out that something still needs.
+//! Invariant: an inconsistent image is not written to. Before an image is opened for writing all of
+//! its references are checked, so that no cluster in use is allocated again.
 
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex};
@@ -25,28 +24,26 @@ use super::shared::{L1, Shape, Shared};
 use super::tables::L2SliceCache;
 use super::view::Qcow2;
 
-/// The cache holds the L2 tables of the whole image, up to this many bytes; 32 MiB describe 256 GiB
-/// of 64 KiB clusters.
+/// Most bytes of cached L2 tables; 32 MiB map 256 GiB with clusters of 64 KiB.
 pub const L2_CACHE_LIMIT: u64 = 32 << 20;
 
 #[derive(Clone, Debug, Default)]
 pub struct Qcow2Options {
     pub read_only: bool,
-    /// Bytes of L2 tables kept in memory; None: all of the image's, up to [`L2_CACHE_LIMIT`].
+    /// Bytes of L2 tables to cache; None: all of the image's, up to [`L2_CACHE_LIMIT`].
     pub l2_cache: Option<u64>,
-    /// Bytes of clusters reserved at once; None: few at first, then more.
+    /// Bytes of clusters reserved at once; None: starts small and grows.
     pub reserve: Option<u64>,
-    /// What is written changes nothing of the disk: bitmaps that record writes stay valid.
+    /// The writes do not change the disk's contents, so bitmaps that record writes stay valid.
     pub keeps_disk: bool,
-    /// Nothing finds the image before it is closed, not even after a power cut: its file has no
-    /// name yet. So the order in which writes become durable does not matter, and only flushes and
-    /// the end sync.
+    /// The file has no name yet, so a power cut loses it. The order in which writes become durable
+    /// does not matter: only flushes and the close sync.
     pub unfinished: bool,
 }
 
 impl<S: Storage> Qcow2<S> {
-    /// Opens the image that `header` begins (as [`Header::read`] gave it); `data` is the external
-    /// data file that it names.
+    /// Opens the image of `header` (from [`Header::read`]). `data` is the external data file that
+    /// it names.
     pub async fn open(
         mut header: Header,
         file: Raw<S>,
@@ -103,8 +100,8 @@ impl<S: Storage> Qcow2<S> {
     }
 }
 
-/// Sees to it that the image may be written to, or says why not. What a power cut may have left is
-/// mended: refcounts that were put off (the dirty bit), and clusters that nothing names.
+/// Checks that the image may be written to. Repairs what a power cut may have left: outdated
+/// refcounts (the dirty bit), and leaked clusters.
 async fn make_writable<S: Storage>(
     file: &Raw<S>,
     data: Option<&Raw<S>>,
@@ -118,7 +115,7 @@ async fn make_writable<S: Storage>(
     }
     if header.has_dirty() {
         tracing::info!(
-            "the qcow2 image was not closed by who wrote it last: counting its references anew"
+            "the qcow2 image was not closed by its last writer: recounting its references"
         );
         *header = rebuild_refcounts(file).await?;
     }
@@ -132,7 +129,7 @@ async fn make_writable<S: Storage>(
         let first = found.findings.iter().find(|finding| is_wrong(finding.kind));
         let (structure, at, text) = match first {
             Some(f) => (f.structure.as_str(), Some(f.offset), f.text.as_str()),
-            None => ("qcow2 image", None, "it is not sound"),
+            None => ("qcow2 image", None, "it is inconsistent"),
         };
         let what = format!(
             "{text}. {} such findings: it is not opened for writing; see `blockyard image check`, \
@@ -144,7 +141,7 @@ async fn make_writable<S: Storage>(
     if found.unset_flags + found.leaks > 0 {
         let (flags, leaks) = (found.unset_flags, found.leaks);
         tracing::info!(
-            "mending the qcow2 image: {leaks} clusters that nothing names, {flags} COPIED flags \
+            "repairing the qcow2 image: {leaks} leaked clusters, {flags} COPIED flags \
              not set"
         );
         *header = rebuild_refcounts(file).await?;
@@ -194,7 +191,7 @@ async fn read_refcount_table<S: Storage>(
     read.chunks_exact(8).map(|b| bytes::be64(b, 0)).enumerate().map(entry).collect()
 }
 
-/// On a block device: how many clusters there are up to the last that is counted.
+/// On a block device: returns the number of clusters up to the last one with a refcount.
 async fn last_counted<S: Storage>(
     file: &Raw<S>,
     header: &Header,

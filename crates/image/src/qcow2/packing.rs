@@ -1,9 +1,9 @@
-//! Writing compressed clusters: byte by byte one after another, as QEMU packs them.
+//! Writes compressed clusters one after another without gaps, as QEMU packs them.
 //!
-//! What must hold: whoever packs has the image's clusters for itself (nobody overwrites what is
-//! being packed); each host cluster counts the compressed clusters that have a part in it; an entry
-//! changes when its data have been written. Clusters that share a sector are written one after the
-//! other, for with O_DIRECT each write of it reads it first.
+//! Invariants: the writer has the image exclusively, so nothing overwrites what is being packed. A
+//! host cluster's refcount is the number of compressed clusters that overlap it. An entry changes
+//! after its data have been written. Compressed clusters that share a block are written one after
+//! the other, because with O_DIRECT each write is a read-modify-write of the block.
 
 use std::io;
 use std::sync::Mutex;
@@ -20,13 +20,13 @@ use super::shared::lock;
 use super::tables::Entry;
 use super::view::Qcow2;
 
-/// Bytes of host clusters that are taken at a time, so that what is packed lies together; two
-/// clusters at least.
+/// Bytes of host clusters allocated at a time, so that packed data lie together; at least two
+/// clusters.
 const ROOM: u64 = 256 << 10;
-/// The largest unit in which O_DIRECT reads, changes and writes.
+/// Largest O_DIRECT block, in bytes.
 const BLOCK: u64 = 4096;
 
-/// Where the next compressed cluster goes.
+/// Place of the next compressed cluster.
 #[derive(Debug)]
 pub(super) struct Packing {
     one_at_a_time: Semaphore,
@@ -34,7 +34,7 @@ pub(super) struct Packing {
     writing: RangeLock,
 }
 
-/// Bytes of the file that were taken, and not used yet.
+/// Bytes of the file that were allocated and not used yet.
 #[derive(Clone, Copy, Debug, Default)]
 struct ReservedBytes {
     next: u64,
@@ -52,9 +52,9 @@ impl Default for Packing {
 }
 
 impl<S: Storage> Qcow2<S> {
-    /// Writes the guest cluster at `offset`, whose bytes [`super::pack`] has made `packed`. False,
-    /// and nothing is done: it has something already, or there is no place that its entry could
-    /// name.
+    /// Writes the guest cluster at `offset`, compressed by [`super::pack`] to `packed`. Returns
+    /// false, and changes nothing, if the guest cluster has contents already or if no entry can
+    /// name the place.
     pub async fn write_compressed(&self, offset: u64, packed: &[u8]) -> io::Result<bool> {
         let shape = *self.shape();
         let cluster = shape.cluster(offset);
@@ -79,8 +79,8 @@ impl<S: Storage> Qcow2<S> {
         };
         let (word, bitmap) = entry.encode(shape.layout);
         let named = L2Entry::decode(word, bitmap, shape.layout).map(|e| e.cluster);
-        // In a file that large, not every offset fits an entry. (What was taken is a leak; `check`
-        // gives it back.)
+        // In a very large file not every offset fits a descriptor. The allocated bytes are a leak,
+        // which `check` repairs.
         if !matches!(named, Ok(Cluster::Compressed { host: at, len }) if at == host && len >= packed.len() as u64)
         {
             return Ok(false);
@@ -96,8 +96,7 @@ impl<S: Storage> Qcow2<S> {
         Ok(true)
     }
 
-    /// Takes `len` bytes of the file, and counts a reference to each cluster that they have a part
-    /// in.
+    /// Takes `len` bytes of the file, and adds a reference to each cluster that they overlap.
     async fn room_for(&self, len: u64) -> io::Result<u64> {
         let packing = &self.shared.packing;
         let bits = self.shape().layout.cluster_bits;
@@ -108,7 +107,8 @@ impl<S: Storage> Qcow2<S> {
                 self.take_room(room).await?;
                 continue;
             }
-            // Each cluster was taken with a count of one, which is for the first in it.
+            // Each cluster was allocated with a refcount of 1, which stands for the first
+            // compressed cluster in it.
             let shared = !room.next.is_multiple_of(self.shape().cluster_size());
             if shared && !self.retain(room.next >> bits).await? {
                 lock(&packing.room).next = room.next.next_multiple_of(self.shape().cluster_size());
@@ -119,7 +119,7 @@ impl<S: Storage> Qcow2<S> {
         }
     }
 
-    /// Takes more clusters: behind those that are there, or all new ones.
+    /// Allocates more clusters: directly behind the current ones if possible.
     async fn take_room(&self, room: ReservedBytes) -> io::Result<()> {
         let bits = self.shape().layout.cluster_bits;
         let run = self.allocate((ROOM >> bits).max(2)).await?;
@@ -133,7 +133,7 @@ impl<S: Storage> Qcow2<S> {
         Ok(())
     }
 
-    /// Gives back the clusters that were taken and have nothing.
+    /// Releases clusters that were allocated and hold nothing.
     pub(super) fn end_packing(&self) {
         let bits = self.shape().layout.cluster_bits;
         let room = std::mem::take(&mut *lock(&self.shared.packing.room));
@@ -150,9 +150,9 @@ mod tests {
     use crate::qcow2::{CreateOptions, Header, Qcow2, Qcow2Options, create};
     use crate::{Alignment, Raw};
 
-    /// As a conversion does it: no flush until the end.
+    /// Writes like a conversion: no flush until the end.
     #[test]
-    fn many_compressed_clusters_do_not_keep_their_tables_in_memory() {
+    fn the_cache_stays_bounded_while_many_compressed_clusters_are_written() {
         const CLUSTERS: u64 = 64 * 60;
         let disk = SimDisk::new(SimImage::zeroed(0), SimConfig::new(1));
         let most = Sim::new(1).block_on(async move {
@@ -170,6 +170,6 @@ mod tests {
             most
         });
         let most = most.unwrap();
-        assert!(most <= 20 * 512, "{most} bytes of L2 tables, and 8 tables of 512 are to be kept");
+        assert!(most <= 20 * 512, "{most} bytes of L2 tables, where the limit is 8 tables of 512");
     }
 }

@@ -1,7 +1,7 @@
-//! Clusters taken ahead for a range of the disk: entries and refcounts, without a write of data.
+//! Preallocates clusters for a range of the disk: entries and refcounts, without writing data.
 //!
-//! What must hold: what was read as zeroes is read as zeroes afterwards, also after a power cut;
-//! clusters that the range has already stay.
+//! Invariant: what reads as zeroes reads as zeroes afterwards, also after a power cut. Clusters
+//! that are allocated already stay.
 
 use std::io;
 use std::ops::Range;
@@ -14,8 +14,8 @@ use super::tables::Entry;
 use super::view::Qcow2;
 
 impl<S: Storage> Qcow2<S> {
-    /// Gives clusters to a range that reads as zeroes. `keep_space`: the host takes space for them,
-    /// too. Durable after a flush. Not for images with an external data file.
+    /// Allocates clusters for a range that reads as zeroes. With `keep_space` the host allocates
+    /// their space too. Durable after a flush. Not for images with an external data file.
     pub async fn preallocate(&self, range: Range<u64>, keep_space: bool) -> io::Result<()> {
         let shape = *self.shape();
         let (mut cluster, end) =
@@ -23,7 +23,7 @@ impl<S: Storage> Qcow2<S> {
         while cluster < end {
             let stop = end.min((shape.table(cluster) + 1) * shape.table_entries);
             let hold = self.shared.held.hold(cluster..stop).await;
-            // What is left, and its tables.
+            // Clusters that are left to allocate, and their L2 tables.
             let left =
                 |cluster: u64| (end - cluster) + (end - cluster).div_ceil(shape.table_entries);
             if !keep_space {
@@ -47,8 +47,8 @@ impl<S: Storage> Qcow2<S> {
         Ok(())
     }
 
-    /// Whether the guest cluster `first` has no host cluster, and how many from there on are alike,
-    /// up to `most`.
+    /// Returns whether the guest cluster `first` has no host cluster, and how many clusters from
+    /// there on are alike, up to `most`.
     async fn lacking(&self, first: u64, most: u64) -> io::Result<(bool, u64)> {
         let lacks = |Entry { word, bitmap }: Entry| {
             let entry =
@@ -63,14 +63,14 @@ impl<S: Storage> Qcow2<S> {
         Ok((lacking, count))
     }
 
-    /// Up to `wanted` clusters from `first` on; gives how many.
+    /// Preallocates up to `wanted` clusters from `first` on; returns how many.
     async fn preallocate_run(&self, first: u64, wanted: u64, keep_space: bool) -> io::Result<u64> {
         let layout = self.shape().layout;
         let run = self.allocate(wanted).await?;
         let (host, len) = (run.start << layout.cluster_bits, run.count << layout.cluster_bits);
         let zeroed = match (run.fresh, keep_space) {
             (true, true) => Ok(()),
-            // A hint: what fails costs space only.
+            // A hint: a failure costs only space.
             (true, false) => self.file().discard(host, len).await.or(Ok(())),
             (false, _) => self.file().write_zeroes(host, len, !keep_space).await,
         };

@@ -1,20 +1,20 @@
-//! Refcounts as they lie in a refcount block: 1 to 64 bits each, big-endian; those narrower than a
-//! byte from its lowest bit upwards.
+//! Refcounts in a refcount block: 1 to 64 bits each, big-endian. Those narrower than a byte start
+//! at its lowest bit.
 
-/// The width of an image's refcounts: 1 << order bits.
+/// Width of an image's refcounts: 1 << order bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RefcountWidth {
     order: u32,
 }
 
 impl RefcountWidth {
-    /// `order`: 0 to 6, which the header's parser has made sure of.
+    /// `order` must be 0 to 6; the header's parser checks it.
     pub fn new(order: u32) -> Self {
         assert!(order <= 6, "a refcount has at most 64 bits");
         RefcountWidth { order }
     }
 
-    /// The shift from counts to bits.
+    /// Returns log2 of the width in bits.
     pub fn order(self) -> u32 {
         self.order
     }
@@ -23,17 +23,17 @@ impl RefcountWidth {
         1 << self.order
     }
 
-    /// The largest count.
+    /// Largest refcount.
     pub fn max(self) -> u64 {
         u64::MAX >> (64 - self.bits())
     }
 
-    /// How many counts a block of `cluster_size` bytes holds.
+    /// Number of refcounts in a block of `cluster_size` bytes.
     pub fn per_block(self, cluster_size: u64) -> u64 {
         (cluster_size * 8) >> self.order
     }
 
-    /// The n-th count of `block`.
+    /// Returns the n-th refcount of `block`.
     #[inline]
     pub fn get(self, block: &[u8], n: usize) -> u64 {
         match self.order {
@@ -41,7 +41,7 @@ impl RefcountWidth {
                 let (at, shift) = self.inside_byte(n);
                 u64::from(block[at] >> shift) & self.max()
             }
-            // By far the most common width.
+            // The most common width.
             4 => u64::from(u16::from_be_bytes([block[n * 2], block[n * 2 + 1]])),
             _ => {
                 let len = 1 << (self.order - 3);
@@ -52,7 +52,7 @@ impl RefcountWidth {
         }
     }
 
-    /// `value`: at most [`max`](Self::max).
+    /// Sets the n-th refcount; `value` must be at most [`max`](Self::max).
     #[inline]
     pub fn set(self, block: &mut [u8], n: usize, value: u64) {
         debug_assert!(value <= self.max());
@@ -69,7 +69,7 @@ impl RefcountWidth {
         }
     }
 
-    /// The byte that holds the n-th count, and the count's lowest bit in it.
+    /// Returns the byte of the n-th refcount, and the refcount's lowest bit in it.
     fn inside_byte(self, n: usize) -> (usize, usize) {
         let bit = n << self.order;
         (bit / 8, bit % 8)
@@ -81,7 +81,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn counts_of_every_width_lie_where_the_format_says() {
+    fn refcounts_of_every_width_lie_where_the_format_says() {
         let mut block = [0; 16];
         let cases: [(u32, usize, u64, &[u8]); 7] = [
             (0, 9, 1, &[0, 0b10]),
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn neighbours_stay_as_they_are() {
+    fn setting_a_refcount_keeps_its_neighbours() {
         for order in 0..=6 {
             let width = RefcountWidth::new(order);
             let counts = width.per_block(16) as usize;

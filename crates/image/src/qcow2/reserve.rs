@@ -1,7 +1,7 @@
-//! Getting clusters: from what is free in the file, or from beyond its end.
+//! Reserves clusters: free ones of the file, or new ones beyond its end.
 //!
-//! What must hold: a refcount block is in the file before the refcount table names it, and a
-//! refcount table before the header does; a sync lies between.
+//! Invariant: a refcount block is durable before the refcount table names it, and a refcount table
+//! before the header names it.
 
 use std::io;
 use std::ops::Range;
@@ -16,22 +16,22 @@ use super::entry::MAX_OFFSET;
 use super::shared::lock;
 use super::view::Qcow2;
 
-/// Refcount blocks looked through for free clusters before the file is made longer.
+/// Refcount blocks searched for free clusters before the file is extended.
 const SEARCHED: usize = 4;
 
-/// Bytes of new refcount blocks that are one write.
+/// Bytes of new refcount blocks in one write.
 const WRITTEN_TOGETHER: usize = 1 << 20;
 
 const UNSUPPORTED: io::ErrorKind = io::ErrorKind::Unsupported;
 
-/// Bytes of refcounts that are made ready at once for clusters that are taken ahead.
+/// Bytes of refcounts that a reservation ahead covers at once.
 const COUNTED_AHEAD: u64 = 4 << 20;
 
-/// QEMU's limit for a refcount table, in bytes: it opens no larger one.
+/// QEMU's limit of a refcount table in bytes: it refuses larger ones.
 const LARGEST_TABLE: u64 = 8 << 20;
 
 impl<S: Storage> Qcow2<S> {
-    /// Up to `most` clusters side by side, at least one.
+    /// Allocates up to `most` consecutive clusters, at least one.
     pub(super) async fn allocate(&self, most: u64) -> io::Result<Run> {
         loop {
             if let Some(run) = self.shared.alloc.take(most) {
@@ -52,7 +52,7 @@ impl<S: Storage> Qcow2<S> {
             return Ok(());
         }
         match self.extend(most, true).await {
-            // The host has little left: less may do.
+            // The host has little space left: try one cluster.
             Err(e) if e.kind() == io::ErrorKind::StorageFull && most > 1 => {
                 self.extend(1, true).await
             }
@@ -60,8 +60,9 @@ impl<S: Storage> Qcow2<S> {
         }
     }
 
-    /// Reserves up to `wanted` clusters for which the host takes no space yet, unless some are
-    /// reserved: all that a few MiB of refcounts count, so that few of them need a sync.
+    /// Reserves up to `wanted` clusters, unless some are reserved already; the host does not
+    /// allocate their space yet. Covers all that a few MiB of refcounts count, so that few such
+    /// extensions need a sync.
     pub(super) async fn reserve_ahead(&self, wanted: u64) -> io::Result<()> {
         let alloc = &self.shared.alloc;
         let _permit = self.shared.reserving.acquire().await;
@@ -71,13 +72,13 @@ impl<S: Storage> Qcow2<S> {
             return Ok(());
         }
         match self.extend(most, false).await {
-            // Who takes clusters reserves less.
+            // No space: the caller then reserves less, when it allocates.
             Err(e) if e.kind() == io::ErrorKind::StorageFull => Ok(()),
             done => done,
         }
     }
 
-    /// Reserves free clusters of the file. False: none were found.
+    /// Reserves free clusters of the file. Returns false if it found none.
     async fn reserve_free(&self, most: u64) -> io::Result<bool> {
         let alloc = &self.shared.alloc;
         for _ in 0..SEARCHED {
@@ -90,7 +91,7 @@ impl<S: Storage> Qcow2<S> {
         Ok(false)
     }
 
-    /// Brings a refcount block into memory.
+    /// Loads a refcount block into the cache.
     pub(super) async fn load_counts(&self, block: u64) -> io::Result<()> {
         while let Some((offset, seen)) = self.shared.alloc.to_load(block) {
             let read = bytes::read(&self.file, offset, self.shape().cluster_size() as usize).await;
@@ -101,8 +102,8 @@ impl<S: Storage> Qcow2<S> {
         Ok(())
     }
 
-    /// What `look` says of a cluster, whose block may leave the memory again before it looks (then
-    /// it says None). None: nothing counts the cluster.
+    /// Calls `look` with the cached refcount block of a cluster. If the block is evicted before
+    /// (`look` returns None), it loads it again. Returns None if no block counts the cluster.
     async fn with_counts<T>(
         &self,
         block: u64,
@@ -118,7 +119,7 @@ impl<S: Storage> Qcow2<S> {
         }
     }
 
-    /// The refcount of a cluster.
+    /// Returns the refcount of a cluster.
     pub(super) async fn count(&self, cluster: u64) -> io::Result<u64> {
         let count = self
             .with_counts(self.shared.alloc.block_of(cluster), |alloc| alloc.count(cluster))
@@ -126,7 +127,7 @@ impl<S: Storage> Qcow2<S> {
         Ok(count.unwrap_or(0))
     }
 
-    /// Adds a reference to a cluster. False: its count is as large as it can be.
+    /// Adds a reference to a cluster. Returns false if its refcount is at the maximum.
     pub(super) async fn retain(&self, cluster: u64) -> io::Result<bool> {
         let done = self
             .with_counts(self.shared.alloc.block_of(cluster), |alloc| alloc.retain(cluster))
@@ -134,14 +135,14 @@ impl<S: Storage> Qcow2<S> {
         Ok(done.unwrap_or(false))
     }
 
-    /// Takes a reference from a cluster.
+    /// Drops a reference of a cluster.
     pub(super) async fn release_count(&self, cluster: u64) -> io::Result<()> {
         self.with_counts(self.shared.alloc.block_of(cluster), |alloc| alloc.release(cluster))
             .await?;
         Ok(())
     }
 
-    /// Whether at least `wanted` clusters of the file are in use.
+    /// Returns true if at least `wanted` clusters of the file are in use.
     pub(crate) async fn has_clusters(&self, wanted: u64) -> io::Result<bool> {
         let alloc = &self.shared.alloc;
         let (mut cluster, mut used) = (0, 0);
@@ -157,8 +158,8 @@ impl<S: Storage> Qcow2<S> {
         Ok(used >= wanted)
     }
 
-    /// Makes the file longer by `most` clusters, and by what refcounts for them need; `keep_space`:
-    /// the host takes space.
+    /// Extends the file by up to `most` clusters and the refcount structures for them. With
+    /// `keep_space` the host allocates their space.
     async fn extend(&self, most: u64, keep_space: bool) -> io::Result<()> {
         let (bits, alloc) = (self.shape().layout.cluster_bits, &self.shared.alloc);
         let mut plan = self.plan_growth(most);
@@ -176,8 +177,8 @@ impl<S: Storage> Qcow2<S> {
             return self.adopt(&plan).await;
         }
         self.write_new_counts(&plan).await.inspect_err(|_| alloc.touched(end))?;
-        // From here on the file may name what lies there, also if an error is told. Then it is not
-        // given out for another use.
+        // From here on the file may name the new tables, even if an error is returned. So their
+        // clusters are never allocated for another use.
         let adopted = async {
             self.publish(&plan).await?;
             self.adopt(&plan).await
@@ -185,10 +186,10 @@ impl<S: Storage> Qcow2<S> {
         adopted.await.inspect_err(|e| self.shared.lose(e))
     }
 
-    /// What was added is to be given out.
+    /// Makes the new clusters available for allocation.
     async fn adopt(&self, plan: &Growth) -> io::Result<()> {
         let alloc = &self.shared.alloc;
-        // Blocks that were there before are loaded one by one; loading one may push another out.
+        // Existing refcount blocks are loaded one by one; loading one may evict another.
         let patience = 2 * (alloc.block_of(plan.grown.end) - alloc.block_of(alloc.end())) + 16;
         for _ in 0..patience {
             match alloc.extended(&plan.grown) {
@@ -199,16 +200,16 @@ impl<S: Storage> Qcow2<S> {
         Err(io::Error::other("refcount blocks do not stay in memory"))
     }
 
-    /// What is to lie where beyond the end: a new refcount table if the old one is full, new
-    /// refcount blocks, and clusters.
+    /// Plans what goes beyond the end: a new refcount table if the old one is full, new refcount
+    /// blocks, and clusters.
     fn plan_growth(&self, most: u64) -> Growth {
         let alloc = &self.shared.alloc;
         let (start, mut table) = (alloc.end(), alloc.table());
         let cluster = self.shape().cluster_size();
         let (mut used, mut new_table) = (Vec::new(), None);
         let mut end = start + most;
-        // Each round may need more for what the last one added; it ends, for a block counts more
-        // clusters than one.
+        // Each round may need more blocks for those added in the previous round. It ends, because a
+        // block counts more than one cluster.
         loop {
             let (_, missing) = alloc.beyond_the_end(end - start);
             let entries = missing.last().map_or(0, |last| last + 1);
@@ -233,7 +234,7 @@ impl<S: Storage> Qcow2<S> {
         }
     }
 
-    /// The file reaches to `end` (bytes).
+    /// Extends the file to `end` (bytes).
     async fn lengthen(&self, start: u64, end: u64, keep_space: bool) -> io::Result<()> {
         let storage = self.file.storage();
         if self.file.is_device() {
@@ -256,8 +257,9 @@ impl<S: Storage> Qcow2<S> {
         }
     }
 
-    /// New tables, which nothing names yet. They count themselves; the counts of what is reserved
-    /// follow by a flush, before anything that needs them. Durable when it answers.
+    /// Writes new refcount blocks and tables, which nothing names yet, durably. They count
+    /// themselves. The refcounts of the reserved clusters follow with a flush, before any entry
+    /// that needs them.
     async fn write_new_counts(&self, plan: &Growth) -> io::Result<()> {
         let (bits, alloc) = (self.shape().layout.cluster_bits, &self.shared.alloc);
         let Some(tables) = plan.grown.used.first() else { return Ok(()) };
@@ -265,7 +267,7 @@ impl<S: Storage> Qcow2<S> {
             let what = "the file has grown beyond what 8 MiB of it can count";
             return Err(ImageError::refused("qcow2 refcount table", what).into());
         }
-        // They lie side by side.
+        // They are contiguous.
         for some in plan.blocks.chunks((WRITTEN_TOGETHER >> bits).max(1)) {
             let counts: Vec<u8> =
                 some.iter().flat_map(|&(block, _)| alloc.first_counts(block, tables)).collect();
@@ -282,9 +284,9 @@ impl<S: Storage> Qcow2<S> {
         self.barrier_metadata().await
     }
 
-    /// A block that was there before.
+    /// Updates a refcount block that existed before.
     async fn write_counts_of_tables(&self, block: u64, tables: &Range<u64>) -> io::Result<()> {
-        // No older copy of it is to be on its way to the file, and to arrive later.
+        // Exclude a write-back: an older copy of the block must not reach the file later.
         let _permit = self.shared.writing_back.acquire().await;
         let counted = self.with_counts(block, |alloc| alloc.count_tables(block, tables)).await?;
         let (offset, counts) =
@@ -292,7 +294,7 @@ impl<S: Storage> Qcow2<S> {
         bytes::write(&self.file, offset, &counts).await
     }
 
-    /// The file names the new tables.
+    /// Switches the file to the new tables.
     async fn publish(&self, plan: &Growth) -> io::Result<()> {
         if let Some((first, clusters)) = plan.table_at {
             return self
@@ -300,7 +302,7 @@ impl<S: Storage> Qcow2<S> {
                 .await;
         }
         let (offset, table) = (lock(&self.shared.header).refcount_table_offset, plan.table_bytes());
-        // Those between them are as they were.
+        // The entries between them are unchanged.
         let (Some(&(first, _)), Some(&(last, _))) = (plan.blocks.first(), plan.blocks.last())
         else {
             return Ok(());
@@ -309,8 +311,8 @@ impl<S: Storage> Qcow2<S> {
         bytes::write(&self.file, offset + from as u64, &table[from..to]).await
     }
 
-    /// The header names the new table, whose clusters count as used; the old one's are free when
-    /// that is durable.
+    /// Writes the header that names the new table, whose clusters count as used. The old table's
+    /// clusters are free when that is durable.
     async fn switch_refcount_table(&self, offset: u64, clusters: u64) -> io::Result<()> {
         let mut header = self.shared.header();
         let bits = self.shape().layout.cluster_bits;
@@ -330,17 +332,17 @@ struct Growth {
     grown: Grown,
     /// Numbers of new refcount blocks, and their clusters.
     blocks: Vec<(u64, u64)>,
-    /// The first cluster of a new refcount table, and how many it has.
+    /// First cluster and number of clusters of a new refcount table.
     table_at: Option<(u64, u64)>,
 }
 
 impl Growth {
-    /// The refcount table as it is to be in the file.
+    /// Returns the refcount table as the file will have it.
     fn table_bytes(&self) -> Vec<u8> {
         self.grown.table.iter().flat_map(|offset| offset.to_be_bytes()).collect()
     }
 
-    /// Tables first, then what is to be given out.
+    /// Metadata first, then the clusters to allocate.
     fn lay_out(
         start: u64,
         end: u64,

@@ -1,9 +1,9 @@
-//! A disk of another size.
+//! Resizes a disk.
 //!
-//! In: a closed image, held exclusively. Out: the same with more or less of a disk; what is new
-//! reads as zeroes. What must hold: what lies behind the old end (the rest of its last cluster,
-//! what a longer backing file has there) never shows: it is zeroed before the header says the new
-//! size. [`super::change`] says what a power cut may leave.
+//! In: a closed image, held exclusively. Out: the same with a larger or smaller disk; the new part
+//! reads as zeroes. Invariant: stale data behind the old end (in its last cluster, or in a longer
+//! backing file) never show, because they are zeroed before the header gets the new size. For power
+//! cuts see [`super::change`].
 
 mod tables;
 mod tail;
@@ -24,18 +24,18 @@ use crate::raw::Raw;
 const STRUCTURE: &str = "qcow2 image to be resized";
 const DATA_FILE: &str = "qcow2 external data file";
 
-/// What is wanted of a resize.
+/// Parameters of a resize.
 #[derive(Clone, Copy, Debug)]
 pub struct Resize {
-    /// Of the guest's disk; whole sectors.
+    /// New size of the guest's disk in bytes; whole sectors.
     pub size: u64,
-    /// What lies beyond a smaller size may be lost.
+    /// Permit a smaller size, which loses what lies beyond it.
     pub shrink: bool,
-    /// How large the disk below is; 0: there is no backing file.
+    /// Size of the backing disk in bytes; 0: no backing file.
     pub below: u64,
 }
 
-/// Resizes an image; `data` is its external data file. Durable when it answers.
+/// Resizes an image; `data` is its external data file. Durable on return.
 pub async fn resize<S: Storage>(
     file: &Raw<S>,
     data: Option<&Raw<S>>,
@@ -55,7 +55,7 @@ pub async fn resize<S: Storage>(
             grow(change, data, wanted).await
         };
     }
-    // While the size changes the image has no bitmaps: a power cut costs them, and no data.
+    // Without bitmaps while the size changes: a power cut then loses the bitmaps, and no data.
     let mut without = old.clone();
     without.autoclear &= !AUTOCLEAR_BITMAPS;
     without.write_fixed(file).await?;
@@ -75,8 +75,7 @@ pub async fn resize<S: Storage>(
     }
 }
 
-/// A resize has failed: the bitmaps are still those of the disk, unless it has another size
-/// already.
+/// Restores the bitmaps after a failed resize, unless the disk has its new size already.
 async fn bitmaps_as_they_were<S: Storage>(file: &Raw<S>, old_size: u64) -> Result<(), ImageError> {
     let mut header = Header::read(file).await?;
     if header.size != old_size || header.has_dirty() {
@@ -90,16 +89,15 @@ async fn bitmaps_as_they_were<S: Storage>(file: &Raw<S>, old_size: u64) -> Resul
 fn may_be_resized(old: &Header, has_data: bool, wanted: Resize) -> Result<(), ImageError> {
     let refuse = |what: String| Err(ImageError::refused(STRUCTURE, what));
     if !wanted.size.is_multiple_of(SECTOR) {
-        return refuse(format!("{} bytes are no whole sectors", wanted.size));
+        return refuse(format!("{} bytes are not a multiple of the sector size", wanted.size));
     }
     if old.has_data_file() != has_data {
-        return refuse("its external data file is needed, and none else".into());
+        return refuse("its external data file must be open, and no other".into());
     }
     let smaller = wanted.size < old.size;
     if smaller && !wanted.shrink {
         return refuse(
-            "a smaller disk loses what lies beyond its end: that has to be asked for (--shrink)"
-                .into(),
+            "a smaller disk loses what lies beyond its end: pass --shrink to permit that".into(),
         );
     }
     if old.snapshot_count > 0 && smaller {
@@ -148,7 +146,7 @@ async fn grow<S: Storage>(
     new.size = wanted.size;
     let (needed_before, needed) = (old.l1_needed(old.size), old.l1_needed(wanted.size));
     let mut tables = ResizeTables::of(&change).await?;
-    // Behind the old end a longer backing file would show.
+    // A longer backing file would show behind the old end.
     let hidden = old.size.next_multiple_of(old.cluster_size())..wanted.below.min(wanted.size);
     if !hidden.is_empty() && old.version < 3 {
         let what = "its backing file is larger than it is, and version 2 has no zero clusters to \
@@ -187,8 +185,8 @@ async fn grow<S: Storage>(
     change.switch(new).await.map(|_| ())
 }
 
-/// The L2 tables that cannot stay: that of the old end, if it changes, and those that hide what
-/// lies below.
+/// Returns the L2 tables to replace: that of the old end, if it changes, and those that hide the
+/// backing file.
 fn replaced(old: &Header, boundary_changes: bool, hidden: &Range<u64>) -> Range<u64> {
     let hiding = if hidden.is_empty() {
         0..0
@@ -201,7 +199,7 @@ fn replaced(old: &Header, boundary_changes: bool, hidden: &Range<u64>) -> Range<
     }
 }
 
-/// The data file is as long as the disk, and has zeroes behind the old end.
+/// Extends the data file to the disk's size, with zeroes behind the old end.
 async fn lengthen_data<S: Storage>(
     data: &Raw<S>,
     old: &Header,
@@ -212,7 +210,7 @@ async fn lengthen_data<S: Storage>(
     if old.raw_data_file() && len > old.size {
         data.write_zeroes(old.size, len.min(size) - old.size, true)
             .await
-            .map_err(io("zeroing what is new"))?;
+            .map_err(io("zeroing the new part"))?;
     }
     if len < size {
         if data.is_device() {

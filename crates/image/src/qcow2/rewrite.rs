@@ -1,9 +1,9 @@
 //! Replaces the header's cluster: fields, extensions, and the backing file's name.
 //!
-//! In: the header in the file, and the one that is to replace it. Out: the file with the new one.
-//! What must hold: at every power cut the file has one of the two headers. The first sector is
-//! written last and alone; what it points to in the rest of the cluster is durable before, in bytes
-//! that the old header does not use.
+//! In: the header in the file, and its replacement. Out: the file with the new header. Invariant:
+//! at every power cut the file has one of the two headers. The first sector is written last and
+//! alone. What it refers to in the rest of the cluster is durable before, in bytes that the old
+//! header does not use.
 
 use std::ops::Range;
 
@@ -17,8 +17,8 @@ use crate::raw::Raw;
 
 const STRUCTURE: &str = "qcow2 header";
 
-/// Replaces `old`, which is what the file has, by `new`. Durable when it returns; `new` is what is
-/// in the file then.
+/// Replaces `old`, the header in the file, by `new`. Durable on return; `new` is then what the file
+/// has.
 pub(super) async fn rewrite<S: Storage>(
     file: &Raw<S>,
     old: &Header,
@@ -29,12 +29,11 @@ pub(super) async fn rewrite<S: Storage>(
     let area = match lay_out(new, &cluster, old) {
         Some(area) => area,
         None => {
-            // The names of features are for people: they are dropped if the rest does not fit
-            // otherwise.
+            // The feature names are informational: drop them if the rest does not fit.
             new.extensions.retain(|extension| extension.kind != EXTENSION_FEATURE_NAMES);
             lay_out(new, &cluster, old).ok_or_else(|| {
                 let what =
-                    "its cluster has no room for the new fields that could be written at once";
+                    "its first cluster has no free place to which the new fields could be written atomically";
                 ImageError::refused(STRUCTURE, what)
             })?
         }
@@ -53,11 +52,11 @@ pub(super) async fn rewrite<S: Storage>(
     Ok(())
 }
 
-/// The cluster as it is to be, with the name in a place that can be written before the first sector
-/// is; None: there is none.
+/// Returns the new cluster, with the name in a place that can be written before the first sector.
+/// None: there is no such place.
 fn lay_out(new: &mut Header, cluster: &[u8], old: &Header) -> Option<Vec<u8>> {
     let fixed = new.serialize_without_name().ok()?;
-    // Extensions beyond the first sector can stay, but not change.
+    // Extensions beyond the first sector can stay, but must not change.
     let beyond = fixed.get(SECTOR_BYTES..).unwrap_or_default();
     if beyond != cluster.get(SECTOR_BYTES..SECTOR_BYTES + beyond.len())? {
         return None;
@@ -75,8 +74,8 @@ fn lay_out(new: &mut Header, cluster: &[u8], old: &Header) -> Option<Vec<u8>> {
     Some(area)
 }
 
-/// Where the name goes: behind the extensions, and either in the first sector or in bytes that the
-/// old header does not use.
+/// Returns the place of the name: behind the extensions, and either in the first sector or in bytes
+/// that the old header does not use.
 fn place(from: usize, len: usize, cluster: usize, old: &Header) -> Option<usize> {
     if from + len <= SECTOR_BYTES {
         return Some(from);

@@ -1,4 +1,4 @@
-//! What all reactors share of one open qcow2 image.
+//! State of an open qcow2 image that all reactors share.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -16,14 +16,14 @@ use super::header::{Compression, Header};
 use super::packing::Packing;
 use super::tables::{L2SliceCache, SLICE_BYTES};
 
-/// Sizes that follow from the header.
+/// Sizes derived from the header.
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
     pub layout: EntryFormat,
-    /// Entries of an L2 table, and of a slice of it.
+    /// Number of entries of an L2 table, and of a slice of it.
     pub table_entries: u64,
     pub slice_entries: u64,
-    /// What can be allocated by itself: a subcluster, or a whole cluster.
+    /// Unit of allocation in bytes: a subcluster or a cluster.
     pub unit: u64,
     pub raw_data_file: bool,
 }
@@ -54,13 +54,13 @@ impl Shape {
         offset >> self.layout.cluster_bits
     }
 
-    /// The slice that describes a guest cluster, and the place in it.
+    /// Returns the slice that maps a guest cluster, and the index in it.
     #[inline]
     pub fn slice(&self, cluster: u64) -> (u64, usize) {
         (cluster / self.slice_entries, (cluster % self.slice_entries) as usize)
     }
 
-    /// The L1 index of a guest cluster.
+    /// Returns the L1 index of a guest cluster.
     #[inline]
     pub fn table(&self, cluster: u64) -> u64 {
         cluster / self.table_entries
@@ -80,11 +80,11 @@ impl Shape {
 pub struct L1 {
     pub offset: u64,
     pub entries: Vec<u64>,
-    /// Entries that the file has not.
+    /// Entries that differ from the file.
     pub dirty: BTreeSet<usize>,
 }
 
-/// One open image. Reactors have views of it ([`super::Qcow2`]).
+/// An open image. Each reactor has a view of it ([`super::Qcow2`]).
 #[derive(Debug)]
 pub struct Shared {
     pub(super) shape: Shape,
@@ -98,28 +98,29 @@ pub struct Shared {
     pub(super) alloc: Allocator,
     pub(super) held: ClustersHeld,
     pub(super) epoch: Arc<Epoch>,
-    /// How often clusters were completed or zeroed by who held them; some share a count.
+    /// Number of times that clusters were completed or zeroed by the holder of their lock; several
+    /// clusters share a counter.
     pub(super) touched: [AtomicU64; 64],
-    /// One at a time each: reserving clusters, allocating L2 tables, writing metadata.
+    /// One at a time each: reserving clusters, allocating L2 tables, writing back metadata.
     pub(super) reserving: Semaphore,
     pub(super) new_tables: Semaphore,
     pub(super) writing_back: Semaphore,
-    /// One sync of the files at a time: the kernel tells a failed write-back to one of them, and
-    /// forgets it.
+    /// One sync of the files at a time: the kernel reports a failed write-back to only one of
+    /// concurrent syncs.
     pub(super) syncing: Semaphore,
-    /// What the first sync that failed was told, or the first write of what the file is found by.
+    /// Error of the first failed sync, or of a failed write of metadata that the image depends on.
     pub(super) lost: OnceLock<(io::ErrorKind, String)>,
-    /// Changes when compressed data may have been replaced by others in the same place.
+    /// Changes when a place of compressed data may hold other data.
     pub(super) recompressed: AtomicU64,
     pub(super) compression: Compression,
-    /// Clusters to be given back when those who were there at the last turn have left.
+    /// Clusters to release when the requests that entered before the last epoch change have left.
     pub(super) leaving: Mutex<Vec<Freed>>,
     pub(super) packing: Packing,
     pub(super) buffers: Buffers,
 }
 
 impl Shared {
-    /// The guest's disk, in bytes.
+    /// Returns the size of the guest's disk in bytes.
     pub fn size(&self) -> u64 {
         self.size.load(Ordering::Relaxed)
     }
@@ -136,34 +137,35 @@ impl Shared {
         self.read_only
     }
 
-    /// Bytes of L2 tables in memory now, and at most (but for those that have changes).
+    /// Returns the bytes of cached L2 tables, and their limit (which dirty tables may exceed).
     pub fn cache_bytes(&self) -> (u64, u64) {
         let slice = self.shape.slice_bytes();
         (self.tables.len() as u64 * slice, self.tables.limit() as u64 * slice)
     }
 
-    /// What all L2 tables of the disk take.
+    /// Returns the bytes of all L2 tables of the disk.
     pub fn table_bytes(&self) -> u64 {
         let slices =
             self.size().div_ceil(self.shape.cluster_size()).div_ceil(self.shape.slice_entries);
         slices.saturating_mul(self.shape.slice_bytes())
     }
 
-    /// Bytes of L2 tables kept in memory from now on; views that are made afterwards are made for
-    /// as many.
+    /// Limits the cached L2 tables to `bytes` from now on. Views that are made later size their own
+    /// caches by it.
     pub(crate) fn limit_cache(&self, bytes: u64) {
         self.tables.set_limit((bytes / self.shape.slice_bytes()) as usize);
     }
 
-    /// Why nothing that is written can be promised any more: a sync has failed, or a write of what
-    /// the file is found by.
+    /// Returns the reason if earlier writes may be lost: a failed sync, or a failed write of
+    /// metadata that the image depends on.
     pub fn lost(&self) -> Option<io::Error> {
-        self.lost
-            .get()
-            .map(|(kind, what)| io::Error::new(*kind, format!("the image failed before: {what}")))
+        self.lost.get().map(|(kind, what)| {
+            io::Error::new(*kind, format!("an earlier operation on the image failed: {what}"))
+        })
     }
 
-    /// Nothing can be promised any more: what is in the file is not known.
+    /// Records a failure after which the file's contents are unknown; all later writes and flushes
+    /// fail.
     pub(super) fn lose(&self, e: &io::Error) {
         drop(self.lost.set((e.kind(), e.to_string())));
     }

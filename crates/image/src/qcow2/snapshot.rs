@@ -1,7 +1,7 @@
 //! Internal snapshots: another L1 table that keeps clusters as they were.
 //!
-//! In: a closed image, held exclusively. Out: the same with a snapshot more or less, or with a
-//! snapshot's contents. What must hold: [`super::change`] says what a power cut may leave.
+//! In: a closed image, held exclusively. Out: the same image with a snapshot added, removed or
+//! applied. For power cuts see [`super::change`].
 
 pub mod table;
 
@@ -20,13 +20,13 @@ use crate::raw::Raw;
 
 const STRUCTURE: &str = "qcow2 snapshots";
 
-/// The snapshots of an image, the oldest first.
+/// Returns the snapshots of an image, oldest first.
 pub async fn list<S: Storage>(file: &Raw<S>) -> Result<Vec<Snapshot>, ImageError> {
     let header = Header::read(file).await?;
     Ok(table::read(file, &header).await?.0)
 }
 
-/// Takes a snapshot of what the guest sees now. `taken`: the time since 1970.
+/// Takes a snapshot of the disk. `taken`: time since 1970.
 pub async fn create<S: Storage>(
     file: &Raw<S>,
     name: &str,
@@ -37,20 +37,23 @@ pub async fn create<S: Storage>(
     if new.has_data_file() {
         return Err(ImageError::unsupported(
             STRUCTURE,
-            "the format has none with an external data file",
+            "an image with an external data file cannot have snapshots",
         ));
     }
     let (mut snapshots, _) = table::read(file, &new).await?;
     let same = snapshots.iter().any(|s| s.name == name.as_bytes());
     if same || name.is_empty() || name.len() > usize::from(u16::MAX) {
-        let what =
-            if same { "there is one of this name" } else { "a name must have 1 to 65535 bytes" };
+        let what = if same {
+            "a snapshot with this name exists"
+        } else {
+            "a name must have 1 to 65535 bytes"
+        };
         return Err(ImageError::refused(STRUCTURE, format!("\"{name}\": {what}")));
     }
     if snapshots.len() >= MAX_SNAPSHOTS as usize {
         return Err(ImageError::refused(
             STRUCTURE,
-            format!("there are {MAX_SNAPSHOTS}, the most that an image may have"),
+            format!("the image has {MAX_SNAPSHOTS} snapshots, the most that are allowed"),
         ));
     }
     let numbers = snapshots.iter().filter_map(|s| s.id().parse::<u64>().ok());
@@ -68,10 +71,10 @@ pub async fn create<S: Storage>(
     };
     let l1 = without_flags(change.l1().await?, EntryFormat::of(&new))?;
     let l1_clusters = (l1.len() as u64).div_ceil(new.cluster_size());
-    // The table's length does not depend on where the L1 table goes.
+    // The table's length does not depend on the place of the L1 table.
     snapshots.push(snapshot.clone());
     let len = table::encode(&snapshots, new.size)?.len() as u64;
-    snapshot.l1_offset = change.room(l1_clusters + len.div_ceil(new.cluster_size())).await?;
+    snapshot.l1_offset = change.find_free(l1_clusters + len.div_ceil(new.cluster_size())).await?;
     new.snapshots_offset = snapshot.l1_offset + l1_clusters * new.cluster_size();
     new.snapshot_count += 1;
     *snapshots.last_mut().expect("it was pushed") = snapshot.clone();
@@ -83,7 +86,7 @@ pub async fn create<S: Storage>(
     Ok(snapshot)
 }
 
-/// Makes the disk what it was when the snapshot was taken, its size included. The snapshot stays.
+/// Restores the disk from a snapshot, including its size. The snapshot stays.
 pub async fn apply<S: Storage>(file: &Raw<S>, name: &str) -> Result<(), ImageError> {
     let change = OfflineChange::begin(file).await?;
     let mut new = change.old.clone();
@@ -112,15 +115,15 @@ pub async fn apply<S: Storage>(file: &Raw<S>, name: &str) -> Result<(), ImageErr
     l1 = without_flags(l1, EntryFormat::of(&new))?;
     l1.resize(entries as usize * 8, 0);
     new.l1_size = entries as u32;
-    new.l1_offset = change.room((entries * 8).div_ceil(new.cluster_size())).await?;
+    new.l1_offset = change.find_free((entries * 8).div_ceil(new.cluster_size())).await?;
     change.write("qcow2 L1 table", new.l1_offset, &l1).await?;
-    // The disk changes without any write that a bitmap could record.
+    // The disk changes without a write that a bitmap could record.
     let mut marked = change.old.clone();
     bitmap::prepare_for_writing(file, &mut marked).await?;
     change.switch(new).await.map(|_| ())
 }
 
-/// Makes `header` that of the disk when the snapshot was taken, for an image that is only read.
+/// Changes `header` to show the disk of a snapshot, for a read-only image.
 pub async fn show<S: Storage>(
     file: &Raw<S>,
     header: &mut Header,
@@ -140,7 +143,7 @@ pub async fn show<S: Storage>(
     Ok(())
 }
 
-/// Removes a snapshot; what only it has needed becomes free.
+/// Removes a snapshot; clusters that only it used become free.
 pub async fn delete<S: Storage>(file: &Raw<S>, name: &str) -> Result<(), ImageError> {
     let change = OfflineChange::begin(file).await?;
     let mut new = change.old.clone();
@@ -151,34 +154,34 @@ pub async fn delete<S: Storage>(file: &Raw<S>, name: &str) -> Result<(), ImageEr
     if !snapshots.is_empty() {
         let table = table::encode(&snapshots, new.size)?;
         new.snapshots_offset =
-            change.room((table.len() as u64).div_ceil(new.cluster_size())).await?;
+            change.find_free((table.len() as u64).div_ceil(new.cluster_size())).await?;
         change.write("qcow2 snapshot table", new.snapshots_offset, &table).await?;
     }
     change.switch(new).await.map(|_| ())
 }
 
-/// The one of this name, or else of this id.
+/// Finds a snapshot by name, or else by id.
 fn find(snapshots: &[Snapshot], name: &str) -> Result<usize, ImageError> {
     let mut named = snapshots.iter().enumerate().filter(|(_, s)| s.name == name.as_bytes());
     match (named.next(), named.next()) {
         (Some((index, _)), None) => Ok(index),
         (Some(_), Some(_)) => Err(ImageError::refused(
             STRUCTURE,
-            format!("several are named \"{name}\": say which by its id"),
+            format!("several snapshots are named \"{name}\": use an id"),
         )),
         (None, _) => {
             let by_id = snapshots.iter().position(|s| s.id == name.as_bytes());
             by_id.ok_or_else(|| {
                 ImageError::refused(
                     STRUCTURE,
-                    format!("there is none with the name or id \"{name}\""),
+                    format!("there is no snapshot with the name or id \"{name}\""),
                 )
             })
         }
     }
 }
 
-/// An L1 table that shares its L2 tables with another one.
+/// Returns an L1 table without COPIED flags: it shares its L2 tables with another one.
 fn without_flags(mut l1: Vec<u8>, layout: EntryFormat) -> Result<Vec<u8>, ImageError> {
     for at in (0..l1.len()).step_by(8) {
         let word = be64(&l1, at);

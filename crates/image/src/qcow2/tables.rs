@@ -1,15 +1,17 @@
-//! The L2 tables in memory, in slices: what guest clusters map to, looked up without a lock.
+//! Cache of L2 tables, in slices. Lookups take no lock.
 //!
 //! ```text
-//!   guest offset ──► slice number ──► this reactor's own lines ──► the shared map ──► the file (flush.rs, load)
+//!   guest offset ──► slice number ──► this reactor's LocalSlices
+//!   ──► the shared map ──► the file (view.rs, load)
 //! ```
-//! A slice is 4 KiB of an L2 table (or a whole table, where clusters are smaller). Reactors share
-//! it: its words are atomic, are read by anybody at any time, and written under the lock of the map
-//! only.
 //!
-//! What must hold: a slice that was changed stays in the map until its change is in the file; an
-//! entry is shown to readers only when its data have been written. Words are kept in the machine's
-//! order, and turned round on their way to the file.
+//! A slice is 4 KiB of an L2 table (or a whole table, if clusters are smaller). All reactors share
+//! it: its words are atomic. Any thread may read them at any time; writes happen under the lock of
+//! the map.
+//!
+//! Invariants: a dirty slice stays in the map until its changes are in the file. An entry becomes
+//! visible to readers only after its data have been written. Words are kept in native byte order
+//! and converted when they are written.
 
 use std::cell::RefCell;
 use std::collections::{HashMap, VecDeque};
@@ -19,14 +21,14 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Poll, Waker};
 
-/// Bytes of a slice, where a table has as many.
+/// Size of a slice in bytes, if a table is that large.
 pub const SLICE_BYTES: u64 = 4096;
 
-/// Slices kept at least, and looked at when some have to go.
+/// Fewest slices kept, and most slices examined for one eviction.
 const FEWEST: usize = 8;
 const AT_ONCE: usize = 64;
 
-/// An L2 entry and, with extended L2 entries, its subcluster bitmap (else 0).
+/// An L2 entry, and with extended L2 entries its subcluster bitmap (else 0).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Entry {
     pub word: u64,
@@ -38,13 +40,13 @@ pub struct Slice {
     pub number: u64,
     words: Box<[AtomicU64]>,
     extended: bool,
-    /// With extended entries: of changes begun and ended; odd while one is being made.
+    /// Sequence counter of changes to extended entries; odd while a change is in progress.
     changes: AtomicU64,
-    /// It differs from the file, and is in the list of those that do.
+    /// It differs from the file, and is in the list of dirty slices.
     dirty: AtomicBool,
-    /// A copy of it is on its way to the file.
+    /// A copy of it is being written to the file.
     writing: AtomicBool,
-    /// It is in the map no more: who finds it so looks there again.
+    /// Evicted from the map: a reactor that still has it must look in the map again.
     retired: AtomicBool,
     used: AtomicBool,
 }
@@ -57,8 +59,8 @@ impl Slice {
         Slice { number, words, extended, changes, dirty: no(), writing: no(), retired: no(), used }
     }
 
-    /// The `index`-th entry. With extended entries the two words belong together: read while they
-    /// change, they are read again.
+    /// Returns the `index`-th entry. The two words of an extended entry are consistent: a read that
+    /// overlaps a change is repeated.
     #[inline]
     pub fn get(&self, index: usize) -> Entry {
         if !self.extended {
@@ -76,13 +78,13 @@ impl Slice {
                 return entry;
             }
             looks += 1;
-            // Whoever is between the two stores may not be running.
+            // The writer may be preempted between its two stores, so yield at times.
             if looks.is_multiple_of(64) { std::thread::yield_now() } else { std::hint::spin_loop() }
         }
     }
 
-    /// Under the map's lock only. Whoever sees one of the new words sees an odd number of changes
-    /// too, or the next one.
+    /// Sets an entry; only under the map's lock. A reader that sees one of the new words also sees
+    /// an odd counter, or the next even one.
     fn set(&self, index: usize, entry: Entry) {
         if !self.extended {
             self.words[index].store(entry.word, Ordering::Release);
@@ -95,7 +97,7 @@ impl Slice {
         self.changes.store(before.wrapping_add(2), Ordering::Release);
     }
 
-    /// As in the file.
+    /// Returns the contents in the file's byte order.
     fn bytes(&self) -> Vec<u8> {
         self.words.iter().flat_map(|w| w.load(Ordering::Acquire).to_be_bytes()).collect()
     }
@@ -108,37 +110,37 @@ impl Slice {
 #[derive(Debug)]
 enum Slot {
     Ready(Arc<Slice>),
-    /// Somebody reads it; these wait.
+    /// One task reads it; these tasks wait.
     Loading(Vec<Waker>),
 }
 
 #[derive(Debug, Default)]
 struct CacheState {
     map: HashMap<u64, Slot>,
-    /// Second chance: the order in which slices are looked at when one has to go.
+    /// Second-chance replacement: the order in which slices are examined.
     clock: VecDeque<u64>,
     dirty: Vec<Arc<Slice>>,
     evictions: u64,
 }
 
-/// The slices of one image, shared by all reactors.
+/// The L2 slices of one image, shared by all reactors.
 #[derive(Debug)]
 pub struct L2SliceCache {
     state: Mutex<CacheState>,
-    /// Slices kept, at most; more only while more have changes to be written.
+    /// Most slices kept; dirty slices may exceed it.
     limit: AtomicUsize,
 }
 
-/// A slice as it is to be in the file.
+/// Copy of a slice, to be written to the file.
 pub struct SliceCopy {
     pub slice: Arc<Slice>,
     pub bytes: Vec<u8>,
 }
 
-/// What a search of the map found.
+/// Result of a search in the map.
 pub enum SliceLookup {
     InMemory,
-    /// The caller is to load it, and to end by [`L2SliceCache::loaded`] or [`L2SliceCache::gave_up`].
+    /// The caller must load it, and call [`L2SliceCache::loaded`] or [`L2SliceCache::gave_up`].
     MustLoad,
 }
 
@@ -151,13 +153,13 @@ impl L2SliceCache {
         self.limit.load(Ordering::Relaxed)
     }
 
-    /// From now on; what is too much goes at once, as far as it has no changes.
+    /// Sets the limit. Evicts clean slices above it at once.
     pub fn set_limit(&self, limit: usize) {
         self.limit.store(limit.max(FEWEST), Ordering::Relaxed);
         let mut state = self.state();
-        // Twice around the clock: those that were used have a second chance.
+        // Twice around the clock, because used slices have a second chance.
         for _ in 0..2 * state.clock.len() / AT_ONCE + 1 {
-            state.make_room(self.limit());
+            state.evict(self.limit());
         }
     }
 
@@ -165,7 +167,7 @@ impl L2SliceCache {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The slice, if it is here.
+    /// Returns the slice, if it is cached.
     pub fn ready(&self, number: u64) -> Option<Arc<Slice>> {
         match self.state().map.get(&number) {
             Some(Slot::Ready(slice)) => Some(slice.clone()),
@@ -173,7 +175,8 @@ impl L2SliceCache {
         }
     }
 
-    /// The slice, or the duty to load it; waits while another loads it.
+    /// Finds a slice, or makes the caller responsible for loading it. Waits while another task
+    /// loads it.
     pub async fn find(&self, number: u64) -> SliceLookup {
         poll_fn(|cx| {
             let mut state = self.state();
@@ -192,7 +195,7 @@ impl L2SliceCache {
         .await
     }
 
-    /// The slice that the caller was to load.
+    /// Inserts the slice that the caller had to load, and wakes the waiters.
     pub fn loaded(&self, slice: Slice) {
         let mut state = self.state();
         let number = slice.number;
@@ -200,13 +203,15 @@ impl L2SliceCache {
         {
             waiting.into_iter().for_each(Waker::wake);
         }
-        // Not itself: whoever loaded it is to find it, also where all others have changes and stay.
-        state.make_room(self.limit());
+        // Evict before adding it to the clock: its loader must find it, even if all others are
+        // dirty.
+        state.evict(self.limit());
         state.clock.push_back(number);
     }
 
-    /// A slice that was read along. `seen`: what [`L2SliceCache::evictions`] said before it was read; if
-    /// one has gone since, it may have been this one, with changes that what was read has not.
+    /// Inserts a slice that was read ahead. `seen`: what [`L2SliceCache::evictions`] returned
+    /// before the read. If a slice was evicted since, it may have been this one after a change;
+    /// then the stale copy is dropped.
     pub fn read_along(&self, slice: Slice, seen: u64) {
         let mut state = self.state();
         let number = slice.number;
@@ -223,7 +228,7 @@ impl L2SliceCache {
         self.state().evictions
     }
 
-    /// It could not be loaded: whoever waits tries for itself.
+    /// The load failed: wakes the waiters, and each tries for itself.
     pub fn gave_up(&self, number: u64) {
         let mut state = self.state();
         if let Some(Slot::Loading(_)) = state.map.get(&number)
@@ -233,8 +238,8 @@ impl L2SliceCache {
         }
     }
 
-    /// Changes an entry and notes that the file is to follow; gives what was there. None: the slice
-    /// is not here.
+    /// Changes an entry and marks the slice dirty; returns the old entry. None: the slice is not
+    /// cached.
     pub fn update(
         &self,
         number: u64,
@@ -250,8 +255,8 @@ impl L2SliceCache {
         seen
     }
 
-    /// Changes entries of one slice; `change` gets the number of each in `run`, from 0 on. False:
-    /// the slice is not in memory.
+    /// Changes entries of one slice; `change` gets the index in `run`, from 0. Returns false if the
+    /// slice is not cached.
     pub fn update_run(
         &self,
         number: u64,
@@ -276,12 +281,12 @@ impl L2SliceCache {
         true
     }
 
-    /// How many slices have changes that the file has not.
+    /// Number of dirty slices.
     pub fn dirty(&self) -> usize {
         self.state().dirty.len()
     }
 
-    /// Takes copies of all that have changed. Each is to come back by [`L2SliceCache::written`].
+    /// Copies all dirty slices. The caller returns the copies with [`L2SliceCache::written`].
     pub fn take_changes(&self) -> Vec<SliceCopy> {
         let mut state = self.state();
         let taken = std::mem::take(&mut state.dirty);
@@ -293,7 +298,7 @@ impl L2SliceCache {
         taken.into_iter().map(copy).collect()
     }
 
-    /// Copies are in the file; or are not, and their slices count as changed again.
+    /// Takes the copies back; if the write failed, their slices are dirty again.
     pub fn written(&self, copies: &[SliceCopy], ok: bool) {
         let mut state = self.state();
         for SliceCopy { slice, .. } in copies {
@@ -302,18 +307,18 @@ impl L2SliceCache {
                 state.dirty.push(slice.clone());
             }
         }
-        state.make_room(self.limit());
+        state.evict(self.limit());
     }
 
-    /// Slices in memory.
+    /// Number of cached slices.
     pub fn len(&self) -> usize {
         self.state().map.len()
     }
 }
 
 impl CacheState {
-    /// Lets slices go that were not used for a while; bounded, and those with changes stay.
-    fn make_room(&mut self, limit: usize) {
+    /// Evicts clean slices that were not used for a while; examines a bounded number.
+    fn evict(&mut self, limit: usize) {
         for _ in 0..AT_ONCE {
             if self.map.len() <= limit {
                 return;
@@ -332,19 +337,19 @@ impl CacheState {
     }
 }
 
-/// One reactor's way to the slices it used last: a lookup takes no lock.
+/// One reactor's direct-mapped cache of slices: a lookup takes no lock.
 pub struct LocalSlices {
     lines: RefCell<Vec<Option<Arc<Slice>>>>,
 }
 
 impl LocalSlices {
-    /// `slices`: as many as the image has, or may keep.
+    /// `slices`: number of slices of the image; `limit`: most slices cached.
     pub fn new(slices: u64, limit: usize) -> Self {
         let lines = slices.clamp(1, limit as u64).next_power_of_two() as usize;
         LocalSlices { lines: RefCell::new(vec![None; lines]) }
     }
 
-    /// Gives the slice to `f`, if it is in memory.
+    /// Calls `f` with the slice, if it is cached.
     #[inline]
     pub fn with<T>(
         &self,
@@ -358,7 +363,8 @@ impl LocalSlices {
             && slice.number == number
             && !slice.retired.load(Ordering::Acquire)
         {
-            // Written once a turn of the clock, not at each use: reactors do not fight over it.
+            // Store only if it changes, which is once for each round of the clock: otherwise
+            // reactors would contend for the cache line.
             if !slice.used.load(Ordering::Relaxed) {
                 slice.used.store(true, Ordering::Relaxed);
             }
@@ -371,7 +377,7 @@ impl LocalSlices {
         Some(result)
     }
 
-    /// Lets go of slices that are in the map no more.
+    /// Drops slices that were evicted from the map.
     pub fn tidy(&self) {
         for line in self.lines.borrow_mut().iter_mut() {
             if line.as_ref().is_some_and(|slice| slice.retired.load(Ordering::Acquire)) {
@@ -388,12 +394,12 @@ mod tests {
 
     use crate::qcow2::entry::{COMPRESSED, COPIED};
 
-    /// A compressed cluster that is written to becomes one with data in all subclusters; discarded,
-    /// one of zeroes. Half of either would be a cluster without anything, which shows what lies
-    /// below. One entry goes to and fro for so long that a reader who is not careful sees half a
-    /// change, also where the two threads seldom run at once.
+    /// A write to a compressed cluster makes all its subclusters allocated; a discard makes them
+    /// zeroes. Half of either change would be an unallocated cluster, which exposes the backing
+    /// file. The test changes one entry long enough that an unsynchronized reader would see half a
+    /// change, even if the two threads rarely run at once.
     #[test]
-    fn the_words_of_an_extended_entry_change_together() {
+    fn both_words_of_an_extended_entry_change_together() {
         const LONG: Duration = Duration::from_millis(1200);
         let before = Entry { word: COMPRESSED | 0x1234, bitmap: 0 };
         let written = Entry { word: COPIED | 0x50000, bitmap: 0xffff_ffff };
@@ -408,7 +414,7 @@ mod tests {
                             return;
                         }
                         slice.set(0, if change % 2 == 0 { after } else { before });
-                        // The pauses differ, so that readers come at all moments, and come through.
+                        // The pauses vary, so that readers come at all moments and also succeed.
                         (0..change % 7).for_each(|_| std::hint::spin_loop());
                     }
                 });

@@ -1,8 +1,8 @@
-//! One reactor's view of an open image: where guest bytes are, and reading them.
+//! One reactor's view of an open image: lookup and reading.
 //!
-//! In: ranges of the guest's disk. Out: extents, and bytes from the image's own file (or its
-//! external data file). What must hold: an entry is checked before it is shown
-//! ([`Qcow2::checked`]), so a lookup can trust it.
+//! In: ranges of the guest's disk. Out: extents, and bytes from the image's file or its external
+//! data file. Invariant: an entry is checked before it is visible ([`Qcow2::checked`]), so a lookup
+//! can trust it.
 
 use std::io;
 use std::sync::Arc;
@@ -23,10 +23,10 @@ use super::entry::{Cluster, L1Entry, L2Entry, MAX_OFFSET};
 use super::shared::{Shape, Shared, lock};
 use super::tables::{Entry, LocalSlices, Slice, SliceLookup};
 
-/// Bytes of one L2 table that are read at once where requests follow one another.
+/// Bytes of one L2 table read at once when requests are sequential.
 const READ_AHEAD: u64 = 64 << 10;
 
-/// See the module's page. Clones of `Shared` make it an image that several reactors have open.
+/// One reactor's view of an image. All views of an image have the same `Shared`.
 pub struct Qcow2<S> {
     pub(super) shared: Arc<Shared>,
     pub(super) file: Raw<S>,
@@ -37,7 +37,7 @@ pub struct Qcow2<S> {
 }
 
 impl<S: Storage> Qcow2<S> {
-    /// Another reactor's view.
+    /// Makes another reactor's view.
     pub fn view(shared: Arc<Shared>, file: Raw<S>, data: Option<Raw<S>>) -> Self {
         let slices = shared
             .size()
@@ -69,28 +69,28 @@ impl<S: Storage> Qcow2<S> {
         &self.file
     }
 
-    /// Where the file's guest data lie.
+    /// Returns the file that holds guest data.
     #[inline]
     pub(crate) fn data_file(&self) -> &Raw<S> {
         self.data.as_ref().unwrap_or(&self.file)
     }
 
-    /// The entry of a guest cluster; None: its slice is not in memory.
+    /// Returns the entry of a guest cluster; None: its slice is not cached.
     #[inline]
     pub(super) fn entry(&self, cluster: u64) -> Option<Entry> {
         let (number, index) = self.shape().slice(cluster);
         self.lines.with(&self.shared.tables, number, |slice| slice.get(index))
     }
 
-    /// What the image knows of the bytes from `offset` on: an extent of up to `len` bytes. None:
-    /// [`Qcow2::load`] first.
+    /// Looks up the bytes at `offset`: an extent of up to `len` bytes. None: call [`Qcow2::load`]
+    /// first.
     #[inline]
     pub fn try_lookup(&self, offset: u64, len: u64) -> Option<Extent> {
         let shape = self.shape();
         let (number, mut index) = shape.slice(shape.cluster(offset));
         self.lines.with(&self.shared.tables, number, |slice| {
             let mut extent = self.extent(slice.get(index), offset, len);
-            // The entries that follow may go on where this one ends.
+            // Merge following entries that continue this extent.
             while extent.len < len && index + 1 < slice.entries() {
                 let next = offset + extent.len;
                 if next & (shape.cluster_size() - 1) == 0 {
@@ -106,8 +106,8 @@ impl<S: Storage> Qcow2<S> {
         })
     }
 
-    /// Number of bytes from `offset` on, at most `len`, for which there is no L2 table: they are
-    /// absent. None: there is one for `offset`. Costs a look at L1 entries, and loads nothing.
+    /// Returns the number of bytes at `offset`, at most `len`, without an L2 table: they are
+    /// absent. None: `offset` has a table. Reads only L1 entries in memory.
     pub(crate) fn without_tables(&self, offset: u64, len: u64) -> Option<u64> {
         let shape = self.shape();
         let reach = shape.table_entries << shape.layout.cluster_bits;
@@ -118,8 +118,8 @@ impl<S: Storage> Qcow2<S> {
         (empty > 0).then(|| len.min((first + empty) * reach - offset))
     }
 
-    /// Where the host cluster has room for the byte at `offset`, be it there or not; None: it has
-    /// none, or its entry is not in memory.
+    /// Returns the place of `offset` in its entry's host cluster, allocated or only preallocated.
+    /// None: no host cluster, or the entry is not cached.
     pub(crate) fn kept(&self, offset: u64) -> Option<u64> {
         let shape = self.shape();
         let entry = self.entry(shape.cluster(offset))?;
@@ -127,13 +127,14 @@ impl<S: Storage> Qcow2<S> {
         decoded.cluster.host().map(|host| host + (offset & (shape.cluster_size() - 1)))
     }
 
-    /// The extent at `offset`, inside one cluster.
+    /// Returns the extent at `offset`, inside one cluster.
     #[inline]
     fn extent(&self, entry: Entry, offset: u64, len: u64) -> Extent {
         let shape = self.shape();
         let inside = offset & (shape.cluster_size() - 1);
         let len = len.min(shape.cluster_size() - inside);
-        // Entries were judged when their slice was loaded; those written since are our own.
+        // Entries were checked when their slice was loaded; later ones were written by this
+        // program.
         let cluster = L2Entry::decode(entry.word, entry.bitmap, shape.layout)
             .map_or(Cluster::Unallocated, |e| e.cluster);
         let place = match cluster {
@@ -148,7 +149,7 @@ impl<S: Storage> Qcow2<S> {
         Extent { len, place }
     }
 
-    /// As far as subclusters are alike.
+    /// Returns the extent of equal subclusters.
     #[inline]
     fn subclusters(&self, host: Option<u64>, bitmap: u64, inside: u64, len: u64) -> Extent {
         let unit = self.shape().unit;
@@ -165,8 +166,7 @@ impl<S: Storage> Qcow2<S> {
         Extent { len: end - inside, place }
     }
 
-    /// Brings the L2 entries for `offset` into memory, and those behind them where they were read
-    /// together.
+    /// Loads the L2 slice of `offset`, and the following ones if requests are sequential.
     pub async fn load(&self, offset: u64) -> io::Result<()> {
         let shape = *self.shape();
         let (number, _) = shape.slice(shape.cluster(offset));
@@ -202,7 +202,8 @@ impl<S: Storage> Qcow2<S> {
                     return Ok(());
                 }
                 (Ok(slice), _) => self.shared.tables.read_along(slice, seen),
-                // What is wrong with others is told to who needs them.
+                // An error in a slice that was read ahead is reported when a request needs that
+                // slice.
                 (Err(e), 0) => return Err(e.into()),
                 (Err(_), _) => {}
             }
@@ -210,8 +211,8 @@ impl<S: Storage> Qcow2<S> {
         Ok(())
     }
 
-    /// A slice of which every entry can be followed: aligned, without reserved bits, below the
-    /// format's limits.
+    /// Decodes a slice and checks every entry: aligned, no reserved bits, inside the format's
+    /// limits.
     fn checked(&self, number: u64, bytes: &[u8], place: u64) -> Result<Slice, ImageError> {
         let shape = self.shape();
         let words: Vec<u64> = bytes.chunks_exact(8).map(|b| bytes::be64(b, 0)).collect();
@@ -249,13 +250,13 @@ impl<S: Storage> Qcow2<S> {
         Ok(slice)
     }
 
-    /// Reads what a lookup has found to be data of this image.
+    /// Reads data that a lookup found in this image.
     #[inline]
     pub async fn read_data(&self, segments: Segments, host: u64) -> (Segments, io::Result<()>) {
         self.data_file().read(segments, host).await
     }
 
-    /// Loads as many L2 tables as the cache takes, from the start of the disk.
+    /// Loads as many L2 tables as fit into the cache, from the start of the disk.
     pub async fn prime(&self) -> io::Result<()> {
         let shape = *self.shape();
         let slice = shape.slice_entries << shape.layout.cluster_bits;
@@ -276,14 +277,14 @@ impl<S: Storage> Qcow2<S> {
         Ok(())
     }
 
-    /// Changes whenever compressed data may have changed their meaning.
+    /// Returns a counter that changes when cached decompressed clusters may be outdated.
     #[inline]
     pub(super) fn recompressed(&self) -> u64 {
         self.shared.recompressed.load(Ordering::Acquire)
     }
 }
 
-/// The duty to load a slice; dropped undone, others take it over.
+/// Responsibility for loading a slice. On drop without a result, another task takes over.
 struct LoadGuard<'a> {
     shared: &'a Shared,
     number: Option<u64>,

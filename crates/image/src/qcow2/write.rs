@@ -1,13 +1,15 @@
-//! Writing: in place where the cluster is this image's alone, else to new clusters that the L2
+//! Writes: in place if the image owns the cluster exclusively, else to new clusters that the L2
 //! entries name afterwards.
 //!
 //! ```text
-//!   in place ──────────────────────────────────────────► one write
-//!   else: hold the guest clusters ► look again ► take host clusters ► write [copied] data [copied] ► change the entries
+//!   in place ─► one write
+//!   else:    hold the guest clusters ─► look up again ─► allocate host clusters
+//!   ─► write [copied] data [copied] ─► change the entries
 //! ```
-//! What must hold: what an entry names has been written when the entry changes; guest clusters that
-//! are allocated or copied are held meanwhile, so that two requests never allocate for one; what is
-//! written in place is never shared.
+//!
+//! Invariants: data are written before an entry names them. Guest clusters are held while they are
+//! allocated or copied, so that two requests never allocate for the same one. A write in place
+//! never touches a shared cluster.
 
 use std::io;
 use std::sync::atomic::Ordering;
@@ -27,31 +29,33 @@ use super::shared::lock;
 use super::tables::Entry;
 use super::view::Qcow2;
 
-/// Guest data up to this length are copied, to be one write with what is copied from below.
+/// Most guest data copied into a bounce buffer, in bytes, to be one write together with the
+/// copied-up edges.
 const COPIED_TOGETHER: usize = 256 << 10;
-/// What is copied before and behind shorter data is read together with what they replace.
+/// For data shorter than this, one read covers both edges and what lies between.
 const READ_ALONG: usize = 32 << 10;
-/// Bytes of new clusters that one request fills at a time.
+/// Bytes of new clusters that one request writes at a time.
 const FILLED_AT_ONCE: u64 = 2 << 20;
-/// Pieces of one request that are written at a time.
+/// Number of pieces of one request in flight.
 const PIECES: usize = 8;
 
-/// What a write finds from some offset on.
+/// What a write must do at some offset.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum WriteStep {
-    /// `len` bytes go straight to the file.
+    /// `len` bytes are written to the file directly.
     InPlace { len: u64, host: u64 },
-    /// One cluster: its host cluster is this image's alone, but lacks what is not written.
+    /// One cluster, allocated and exclusive, with subclusters that still lack data: fill in what
+    /// the write does not cover.
     Complete { len: u64, host: u64 },
-    /// Clusters (of one L2 table) that need host clusters; `whole`: what is not written is to be
-    /// copied from the old ones.
+    /// Clusters (of one L2 table) that need host clusters. With `whole`, data that the write does
+    /// not cover are copied from the old place.
     Fill { len: u64, whole: bool },
-    /// The L2 entries are not in memory.
+    /// The L2 entries are not cached.
     Load,
 }
 
 impl<S: Storage> Qcow2<S> {
-    /// Writes all of `segments`; it is durable after a flush.
+    /// Writes all of `segments`. Durable after a flush.
     #[inline]
     pub async fn write<B: BackingLayers>(
         &self,
@@ -106,7 +110,7 @@ impl<S: Storage> Qcow2<S> {
         self.relieve().await
     }
 
-    /// Decides what to do from `offset` on, and for how many bytes.
+    /// Decides what to do at `offset`, and for how many bytes.
     #[inline]
     pub(super) fn step(&self, offset: u64, len: u64) -> WriteStep {
         let shape = self.shape();
@@ -116,7 +120,7 @@ impl<S: Storage> Qcow2<S> {
         let here = len.min(shape.cluster_size() - inside);
         let mut step = self.step_in_cluster(entry, inside, here);
         let last = shape.cluster(offset + len - 1);
-        // What follows alike is done together.
+        // Handle following equal clusters together.
         for cluster in first + 1..=last {
             let Some(entry) = self.entry(cluster) else { break };
             let here =
@@ -166,7 +170,7 @@ impl<S: Storage> Qcow2<S> {
         }
     }
 
-    /// Writes where clusters have to be allocated: holds them, and looks again.
+    /// Allocating writes: holds the clusters, and looks them up again.
     async fn write_held<B: BackingLayers>(
         &self,
         backing: &B,
@@ -179,7 +183,7 @@ impl<S: Storage> Qcow2<S> {
         self.write_in_hold(backing, &segments, offset).await
     }
 
-    /// As [`Qcow2::write_held`], for a caller that holds the clusters.
+    /// Like [`Qcow2::write_held`], for a caller that holds the clusters.
     pub(super) async fn write_in_hold<B: BackingLayers>(
         &self,
         backing: &B,
@@ -215,10 +219,9 @@ impl<S: Storage> Qcow2<S> {
         self.shape().layout.extended_l2 && (offset | len) & (self.shape().unit - 1) == 0
     }
 
-    /// Whole subclusters of a host cluster of one's own: nothing has to be copied, so that many may
-    /// do this at once. Whoever takes the cluster away meanwhile, zeroes it, or fills what lies
-    /// beside its own data there, does not lose these (nor show what was zeroed): they are written
-    /// again.
+    /// Writes whole subclusters of an exclusive host cluster. Nothing is copied, so it takes no
+    /// lock. If another request meanwhile frees the cluster, zeroes it, or fills other subclusters,
+    /// the data are written again. So neither they nor the zeroes are lost.
     async fn write_subclusters<B: BackingLayers>(
         &self,
         backing: &B,
@@ -249,7 +252,7 @@ impl<S: Storage> Qcow2<S> {
         self.write_in_hold(backing, &segments, offset).await
     }
 
-    /// The entry of a cluster that the caller holds, also if its slice has just left the memory.
+    /// Returns the entry of a cluster that the caller holds; loads its slice if it was evicted.
     pub(super) async fn current_entry(&self, cluster: u64) -> io::Result<Entry> {
         loop {
             match self.entry(cluster) {
@@ -259,7 +262,7 @@ impl<S: Storage> Qcow2<S> {
         }
     }
 
-    /// Writes into a host cluster of one's own, and what is missing beside it in the units touched.
+    /// Writes into an exclusive host cluster, and fills in what is missing in the touched units.
     async fn complete<B: BackingLayers>(
         &self,
         backing: &B,
@@ -272,7 +275,7 @@ impl<S: Storage> Qcow2<S> {
         self.own_table(shape.table(cluster)).await?;
         let start = cluster << shape.layout.cluster_bits;
         let end = offset + segments.len() as u64;
-        // A unit that has its data already keeps them: they are beside what is written.
+        // A unit with data keeps them: they are already beside what is written.
         let bitmap = self.current_entry(cluster).await?.bitmap;
         let lacks =
             |at: u64| !shape.layout.extended_l2 || bitmap >> ((at - start) / shape.unit) & 1 == 0;
@@ -281,7 +284,7 @@ impl<S: Storage> Qcow2<S> {
         let written = self
             .write_with_edges(backing, &segments, offset, from..to, host + (from - start), false)
             .await;
-        // Those who write whole subclusters there, without holding the cluster, are to know.
+        // Notifies writers of whole subclusters, which do not hold the cluster.
         self.shared.touched(cluster).fetch_add(1, Ordering::AcqRel);
         written?;
         let (first, last) = ((offset - start) / shape.unit, (end - 1 - start) / shape.unit);
@@ -293,8 +296,8 @@ impl<S: Storage> Qcow2<S> {
         Ok(())
     }
 
-    /// Writes to new clusters; gives how many bytes: there may have been fewer clusters side by
-    /// side.
+    /// Writes to new clusters. Returns the number of bytes written, because fewer consecutive
+    /// clusters may be free.
     async fn fill<B: BackingLayers>(
         &self,
         backing: &B,
@@ -308,7 +311,8 @@ impl<S: Storage> Qcow2<S> {
             (shape.cluster(offset), shape.cluster(offset + segments.len() as u64 - 1));
         self.own_table(shape.table(first)).await?;
         let run = if shape.layout.data_file {
-            // Data lie where the guest has them; what is there is whatever it is.
+            // External data file: host offset equals guest offset, and the old contents are
+            // arbitrary.
             Run { start: first, count: last - first + 1, fresh: false }
         } else {
             self.allocate(last - first + 1).await?
@@ -321,7 +325,7 @@ impl<S: Storage> Qcow2<S> {
         let written =
             self.write_with_edges(backing, &piece, offset, from..to, host, run.fresh).await;
         if let Err(e) = written {
-            // They hold anything now, and belong to nobody.
+            // Their contents are undefined now, and no entry names them.
             self.abandon(run);
             return Err(e);
         }
@@ -347,7 +351,7 @@ impl<S: Storage> Qcow2<S> {
         }
     }
 
-    /// The bitmap when subclusters `first` to `last` have data.
+    /// Returns the bitmap with subclusters `first` to `last` allocated.
     fn with_data(&self, bitmap: u64, first: u64, last: u64) -> u64 {
         if !self.shape().layout.extended_l2 {
             return 0;
@@ -356,8 +360,8 @@ impl<S: Storage> Qcow2<S> {
         (bitmap | touched) & !(touched << 32)
     }
 
-    /// Writes `segments` (for the guest's `offset`) to the file so that all of the guest's `range`
-    /// is there, from `host` on.
+    /// Writes `segments` (at the guest's `offset`) and the surrounding data, so that the file has
+    /// all of the guest's `range` from `host` on.
     async fn write_with_edges<B: BackingLayers>(
         &self,
         backing: &B,
@@ -374,7 +378,7 @@ impl<S: Storage> Qcow2<S> {
         if head + tail == 0 {
             return file.write(segments.slice(0, segments.len()), at, false).await.1;
         }
-        // New space of the file reads as zeroes, so zeroes need not be written.
+        // A new part of the file reads as zeroes, so zero edges need not be written.
         if fresh
             && self.is_zero(backing, range.start, head).await?
             && self.is_zero(backing, end, tail).await?
@@ -385,7 +389,7 @@ impl<S: Storage> Qcow2<S> {
             let _room = self.shared.buffers.beside.acquire_many(range.end - range.start).await;
             let buffer = Segments::buffer((range.end - range.start) as usize);
             if head > 0 && tail > 0 && segments.len() <= READ_ALONG {
-                // One read of more is less than two.
+                // One longer read is cheaper than two.
                 self.read_current(backing, &buffer, 0, range.start, range.end - range.start)
                     .await?;
             } else {
@@ -407,7 +411,7 @@ impl<S: Storage> Qcow2<S> {
         file.write(segments.slice(0, segments.len()), at, false).await.1
     }
 
-    /// Fills `len` bytes of `buffer` from `to` with what the guest sees at `offset`.
+    /// Reads `len` bytes of the guest's disk at `offset` into `buffer` from `to` on.
     pub(super) async fn read_current<B: BackingLayers>(
         &self,
         backing: &B,
@@ -425,7 +429,7 @@ impl<S: Storage> Qcow2<S> {
             };
             let piece = buffer.slice(to + done as usize, extent.len as usize);
             match extent.place {
-                // New buffers are zeroes.
+                // New buffers hold zeroes.
                 Place::Zero => {}
                 Place::Data(host) => self.read_data(piece, host).await.1?,
                 Place::Compressed(word) => {
@@ -440,7 +444,7 @@ impl<S: Storage> Qcow2<S> {
         Ok(())
     }
 
-    /// Whether the guest sees zeroes there, as far as that is known without reading data.
+    /// Returns true if the range is known to read as zeroes, without reading data.
     pub(super) async fn is_zero<B: BackingLayers>(
         &self,
         backing: &B,
@@ -467,8 +471,8 @@ impl<S: Storage> Qcow2<S> {
         Ok(true)
     }
 
-    /// Changes an entry in memory; gives what it was. The caller holds the cluster, and the table
-    /// is this image's own.
+    /// Changes an entry in memory; returns the old one. The caller holds the cluster, and the L2
+    /// table is exclusive.
     pub(super) async fn change(
         &self,
         cluster: u64,
@@ -483,8 +487,8 @@ impl<S: Storage> Qcow2<S> {
         }
     }
 
-    /// As [`Qcow2::change`], for `count` entries from that of `first` on; `change` gets the number
-    /// of each, from 0 on.
+    /// Like [`Qcow2::change`], for `count` entries from cluster `first` on; `change` gets the index
+    /// from 0.
     pub(super) async fn change_run(
         &self,
         first: u64,
@@ -508,7 +512,7 @@ impl<S: Storage> Qcow2<S> {
         Ok(())
     }
 
-    /// Host clusters that an entry named, and does no more.
+    /// Frees the host clusters that an entry no longer names.
     pub(super) fn let_go(&self, old: Entry) {
         let shape = self.shape();
         if shape.layout.data_file {
@@ -533,7 +537,7 @@ impl<S: Storage> Qcow2<S> {
         }
     }
 
-    /// Sees to it that the L2 table exists, and is the active state's alone.
+    /// Makes sure that the L2 table exists, and belongs only to the active state.
     pub(super) async fn own_table(&self, index: u64) -> io::Result<()> {
         let owned = |word: u64| word & COPIED != 0 && word & OFFSET_MASK != 0;
         if owned(self.shared.l1_entry(index)) {

@@ -1,8 +1,7 @@
-//! Zeroes and discards: entries that say so, instead of data; and what is copied up without being
-//! written.
+//! Zeroes, discards and copy-up: changes of entries instead of data where possible.
 //!
-//! What must hold: what was discarded reads as zeroes or as it was, never as what lies below; a
-//! host cluster is let go of only by changing the entry that named it.
+//! Invariants: discarded data read as zeroes or unchanged, never as the backing file. A host
+//! cluster is freed only by changing the entry that named it.
 
 use std::future::poll_fn;
 use std::io;
@@ -19,28 +18,28 @@ use super::entry::{COPIED, Cluster, L2Entry, OFFSET_MASK, SubclusterBitmap, ZERO
 use super::tables::Entry;
 use super::view::Qcow2;
 
-/// Guest clusters held at a time by a long request, and bytes copied up at a time.
+/// Guest clusters that a long request holds at a time, and bytes copied up at a time.
 const HELD: u64 = 256;
 const COPY: u64 = 1 << 20;
-/// Bytes given back by the guest that wait for its next flush, at most.
+/// Most bytes freed by the guest that wait for its next flush.
 const OWED: u64 = 64 << 20;
-/// Zeroes are written in pieces of this many bytes.
+/// Size of written zeroes in bytes.
 const ZEROES: u64 = 1 << 20;
 
-/// What is to become of a range.
+/// What happens to a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ZeroRequest {
-    /// Zeroes; host clusters are kept, or may be given back. `fast`: Unsupported where they would
-    /// have to be written.
+    /// Zeroes. With `unmap`, host clusters may be freed. With `fast`, fail (Unsupported) instead of
+    /// writing zeroes as data.
     Zeroes { unmap: bool, fast: bool },
-    /// Whether that would be Unsupported; nothing is changed.
+    /// Returns whether fast zeroes would be Unsupported; changes nothing.
     Probe { unmap: bool },
-    /// Zeroes if that is cheap.
+    /// Zeroes, if that is cheap.
     Discard,
 }
 
 impl ZeroRequest {
-    /// Host clusters stay.
+    /// Returns true if host clusters stay allocated.
     fn keeps(self) -> bool {
         matches!(
             self,
@@ -50,7 +49,7 @@ impl ZeroRequest {
 }
 
 impl<S: Storage> Qcow2<S> {
-    /// Zeroes; `unmap`: host clusters may be given back. Durable after a flush.
+    /// Zeroes a range. With `unmap`, host clusters may be freed. Durable after a flush.
     pub async fn write_zeroes<B: BackingLayers>(
         &self,
         backing: &B,
@@ -61,8 +60,8 @@ impl<S: Storage> Qcow2<S> {
         self.wipe(backing, offset, len, ZeroRequest::Zeroes { unmap, fast: false }).await
     }
 
-    /// As [`Qcow2::write_zeroes`]; Unsupported, and nothing done, where that would be writing: see
-    /// [`Qcow2::may_zero_fast`].
+    /// Like [`Qcow2::write_zeroes`], but returns Unsupported, and changes nothing, if zeroes would
+    /// have to be written as data. See [`Qcow2::may_zero_fast`].
     pub async fn write_zeroes_fast<B: BackingLayers>(
         &self,
         backing: &B,
@@ -74,10 +73,9 @@ impl<S: Storage> Qcow2<S> {
         self.wipe(backing, offset, len, ZeroRequest::Zeroes { unmap, fast: true }).await
     }
 
-    /// Unsupported where zeroes would have to be written as data: in a unit (cluster, or
-    /// subcluster) of which the range is a part only, and which has data there; and where there is
-    /// no entry that says zeroes (version 2). Of an external file that is to be read by itself the
-    /// host is asked, when it is done.
+    /// Returns Unsupported if zeroes would have to be written as data: in a unit (cluster or
+    /// subcluster) with data that the range covers only partly; and if the image has no zero
+    /// entries (version 2). For a raw external data file only the operation itself shows it.
     pub async fn may_zero_fast<B: BackingLayers>(
         &self,
         backing: &B,
@@ -101,7 +99,7 @@ impl<S: Storage> Qcow2<S> {
         Ok(())
     }
 
-    /// Gives host clusters back: whole units (clusters, or subclusters) only.
+    /// Frees host clusters of whole units (clusters or subclusters).
     pub async fn discard<B: BackingLayers>(
         &self,
         backing: &B,
@@ -111,8 +109,7 @@ impl<S: Storage> Qcow2<S> {
         self.wipe(backing, offset, len, ZeroRequest::Discard).await
     }
 
-    /// Whether the host waits for space that the guest has given back, and for a flush that may be
-    /// long in coming.
+    /// Returns true if much freed space waits for a flush, which the guest may not send for long.
     pub fn owes_space(&self) -> bool {
         self.shared.alloc.freed() << self.shape().layout.cluster_bits >= OWED
     }
@@ -128,7 +125,7 @@ impl<S: Storage> Qcow2<S> {
         if whole_start >= whole_end {
             return self.zero_edge(backing, offset, len, wish).await;
         }
-        // First what may be refused.
+        // First the part that may be refused.
         self.wipe_units(backing, whole_start, whole_end, wish).await?;
         self.zero_edge(backing, offset, whole_start - offset, wish).await?;
         if whole_end < end {
@@ -138,17 +135,16 @@ impl<S: Storage> Qcow2<S> {
         }
     }
 
-    /// The part of a range that consists of whole units, as start and end; none when the start is
-    /// not below the end.
+    /// Returns start and end of the whole units in a range; empty if start >= end.
     fn whole_units(&self, offset: u64, len: u64) -> (u64, u64) {
         let (unit, end) = (self.shape().unit, offset + len);
-        // The last unit of the disk may be cut short by its end.
+        // The last unit of the disk may be partial.
         let whole_end =
             if end == self.size() { end.next_multiple_of(unit) } else { end - end % unit };
         (offset.next_multiple_of(unit), whole_end)
     }
 
-    /// Part of a unit: zeroes are data there.
+    /// Writes zeroes as data to part of a unit.
     async fn zero_edge<B: BackingLayers>(
         &self,
         backing: &B,
@@ -179,7 +175,7 @@ impl<S: Storage> Qcow2<S> {
         let mut at = start;
         while at < end {
             let first = shape.cluster(at);
-            // Nothing is there, and nothing below: the whole table is passed over.
+            // No L2 table and no backing image: skip the whole table.
             if self.shared.l1_entry(shape.table(first)) == 0 && !backing.exists() {
                 at = ((shape.table(first) + 1) * shape.table_entries) << bits;
                 continue;
@@ -195,14 +191,14 @@ impl<S: Storage> Qcow2<S> {
             drop(hold);
             self.relieve().await?;
             if at < end {
-                // Where all is in memory nothing has waited, and the range may be long.
-                let_others_run().await;
+                // If everything is cached nothing has waited, and the range may be long: yield.
+                yield_once().await;
             }
         }
         Ok(())
     }
 
-    /// Whole units of one cluster, which the caller holds.
+    /// Zeroes whole units of one cluster, which the caller holds.
     async fn wipe_in_cluster<B: BackingLayers>(
         &self,
         backing: &B,
@@ -235,7 +231,7 @@ impl<S: Storage> Qcow2<S> {
                 ZeroRequest::Probe { .. } | ZeroRequest::Zeroes { fast: true, .. } => {
                     Err(io::ErrorKind::Unsupported.into())
                 }
-                // The caller holds the cluster, so this is not `write`.
+                // The caller holds the cluster, so this cannot be `write`.
                 ZeroRequest::Zeroes { fast: false, .. } => {
                     self.zero_held(backing, start, real_end - start).await
                 }
@@ -258,14 +254,14 @@ impl<S: Storage> Qcow2<S> {
         Ok(())
     }
 
-    /// The entry that says zeroes; None: this image has none that does.
+    /// Returns the entry that reads as zeroes; None: the format version has none.
     fn wiped(
         &self,
         old: Entry,
         decoded: L2Entry,
         (inside, len): (u64, u64),
         all: bool,
-        something_below: bool,
+        has_backing: bool,
         wish: ZeroRequest,
     ) -> Option<Entry> {
         let shape = self.shape();
@@ -274,8 +270,8 @@ impl<S: Storage> Qcow2<S> {
             return self.wiped_subclusters(old, decoded, (inside, len), all, keep);
         }
         if shape.layout.version < 3 {
-            // An entry without a cluster reads as zeroes where nothing is below.
-            return (!something_below && !keep).then_some(Entry::default());
+            // An entry without a cluster reads as zeroes if there is no backing image.
+            return (!has_backing && !keep).then_some(Entry::default());
         }
         let kept = if keep { old.word & (OFFSET_MASK | COPIED) } else { 0 };
         Some(Entry { word: kept | ZERO, bitmap: 0 })
@@ -299,15 +295,15 @@ impl<S: Storage> Qcow2<S> {
         let unit = self.shape().unit;
         let touched = u64::from((u32::MAX >> (32 - len / unit)) << (inside / unit));
         let bitmap = (old.bitmap & !touched) | touched << 32;
-        // The last subcluster with data takes the cluster along.
+        // Without data in any subcluster the host cluster is freed too.
         let word = if bitmap as u32 == 0 && !keep { 0 } else { old.word };
         Some(Entry { word, bitmap })
     }
 
-    /// The external file is to be read by itself, so zeroes are real ones there.
+    /// The external file must be valid as a raw image, so it needs real zeroes.
     async fn wipe_raw_data(&self, start: u64, end: u64, wish: ZeroRequest) -> io::Result<()> {
         match (wish, !wish.keeps()) {
-            // The host is asked when it is done.
+            // Only the operation itself shows whether the host supports it.
             (ZeroRequest::Probe { .. }, _) => Ok(()),
             (ZeroRequest::Zeroes { fast: true, .. }, unmap) => {
                 self.data_file().write_zeroes_fast(start, end - start, unmap).await
@@ -316,7 +312,7 @@ impl<S: Storage> Qcow2<S> {
         }
     }
 
-    /// Zeroes as data in clusters that the caller holds.
+    /// Writes zeroes as data in clusters that the caller holds.
     async fn zero_held<B: BackingLayers>(
         &self,
         backing: &B,
@@ -331,7 +327,7 @@ impl<S: Storage> Qcow2<S> {
         Ok(())
     }
 
-    /// Whether the layers below have to be asked for some of the range.
+    /// Returns true if part of the range is absent here, so that the backing images have it.
     async fn lacks(&self, mut at: u64, stop: u64) -> io::Result<bool> {
         while at < stop {
             match self.try_lookup(at, stop - at) {
@@ -343,8 +339,8 @@ impl<S: Storage> Qcow2<S> {
         Ok(false)
     }
 
-    /// Copies up what only the layers below have: afterwards this image has all of the range. Not
-    /// for data that were written meanwhile: those stay.
+    /// Copies up what only the backing images have: afterwards this image has the whole range. Data
+    /// written meanwhile stay.
     pub async fn populate<B: BackingLayers>(
         &self,
         backing: &B,
@@ -356,7 +352,7 @@ impl<S: Storage> Qcow2<S> {
         let mut at = offset - offset % shape.unit;
         while at < end {
             let stop = end.min(at + COPY);
-            // All that has been read once is here: no lock for that.
+            // Data that were copied up before need no lock.
             if !self.lacks(at, stop).await? {
                 at = stop;
                 continue;
@@ -384,8 +380,8 @@ impl<S: Storage> Qcow2<S> {
     }
 }
 
-/// The reactor's other tasks have their turn.
-async fn let_others_run() {
+/// Yields once to the reactor's other tasks.
+async fn yield_once() {
     let mut had = false;
     poll_fn(|cx| {
         if std::mem::replace(&mut had, true) {

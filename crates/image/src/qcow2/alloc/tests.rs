@@ -1,10 +1,10 @@
-//! Refcount blocks in memory: how many, and which.
+//! Tests of the cache of refcount blocks.
 
 use super::*;
 
-/// A file that grows to 4 TiB, and is flushed now and then.
+/// A file that grows to 4 TiB and is flushed now and then.
 #[test]
-fn refcounts_of_a_file_that_grows_do_not_stay_in_memory() {
+fn refcount_blocks_of_a_growing_file_are_evicted() {
     const BITS: u32 = 16;
     let width = RefcountWidth::new(4);
     let alloc = Allocator::new(BITS, width, Vec::new(), 0, None);
@@ -23,7 +23,7 @@ fn refcounts_of_a_file_that_grows_do_not_stay_in_memory() {
         alloc.extended(&grown).unwrap();
         if alloc.is_crowded() {
             let changed = alloc.take_changed_counts();
-            assert!(alloc.is_crowded(), "what is on its way is in memory");
+            assert!(alloc.is_crowded(), "blocks in flight stay cached");
             alloc.counts_written(&changed, true);
             assert!(!alloc.is_crowded());
         }
@@ -32,15 +32,15 @@ fn refcounts_of_a_file_that_grows_do_not_stay_in_memory() {
             "{} bytes",
             alloc.block_bytes()
         );
-        // Every count is what it was, in memory or not.
+        // Every refcount is unchanged, whether cached or not.
         assert!(alloc.count(start + 5).is_none_or(|count| count == 1));
     }
 }
 
-/// Two read the same block; before the slower one comes the other has changed it, written it, and
-/// let it go.
+/// Two readers load the same block. Before the slower one inserts it, the other changes, writes and
+/// evicts it.
 #[test]
-fn counts_that_were_read_too_early_are_not_taken_in() {
+fn a_stale_copy_of_a_refcount_block_is_not_inserted() {
     const BITS: u32 = 16;
     let (width, blocks) = (RefcountWidth::new(4), 2 * (BLOCKS_KEPT >> BITS) as u64);
     let table = (0..blocks).map(|block| (block + 1) << BITS).collect();
@@ -57,7 +57,7 @@ fn counts_that_were_read_too_early_are_not_taken_in() {
         let (_, seen) = alloc.to_load(block).unwrap();
         alloc.loaded(block, empty(), seen);
     }
-    assert_eq!(alloc.count(7), None, "it was let go");
+    assert_eq!(alloc.count(7), None, "it was evicted");
     alloc.loaded(0, empty(), slow.1);
     while let Some((_, seen)) = alloc.to_load(0) {
         let mut bytes = empty();

@@ -1,4 +1,4 @@
-//! The bitmap directory: an entry of variable length for each persistent bitmap.
+//! The bitmap directory: one entry of variable length for each persistent bitmap.
 
 use blockyard_storage::Storage;
 
@@ -10,24 +10,24 @@ use crate::raw::Raw;
 const FIXED: usize = 24;
 /// The only type of bitmap that the format has.
 pub(super) const DIRTY_TRACKING: u8 = 1;
-/// What QEMU allows all of a bitmap's data to take.
+/// Most bytes of a bitmap's data that QEMU accepts.
 pub(super) const MAX_BITMAP_BYTES: u64 = 512 << 20;
 
-/// Not saved properly: what it says may be outdated.
+/// Not saved by its last writer: its bits may be outdated.
 pub const IN_USE: u32 = 1;
-/// Every write to the image is to be recorded.
+/// Every write to the image must be recorded.
 pub const AUTO: u32 = 1 << 1;
-/// Bytes of the disk for each bit: 512 to 2 GiB.
+/// Bytes of the disk for each bit: 512 to 2 GiB, as powers of two.
 pub(super) const GRANULARITY_BITS: std::ops::RangeInclusive<u8> = 9..=31;
-/// Bytes of a name.
+/// Most bytes of a name.
 pub(super) const MAX_NAME: usize = 1023;
 
-/// What is needed to find a bitmap's clusters and to mark it.
+/// A directory entry: where the bitmap's table lies, and its flags.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BitmapEntry {
-    /// Where the entry lies in the directory, in bytes.
+    /// Offset of the entry in the directory, in bytes.
     pub at: usize,
-    /// Its bytes, with padding.
+    /// Length of the entry with padding, in bytes.
     pub len: u64,
     pub table_offset: u64,
     /// In entries.
@@ -35,14 +35,13 @@ pub struct BitmapEntry {
     pub flags: u32,
     pub kind: u8,
     pub granularity_bits: u8,
-    /// Bytes of data that a later version of the format may have put between the fields and the
-    /// name.
+    /// Length of unknown extra data between the fields and the name, in bytes.
     pub extra_len: u32,
     pub name: String,
 }
 
 impl BitmapEntry {
-    /// What is wrong with the place of its table.
+    /// Returns what is wrong with its table's place or size.
     pub fn table_fault(&self, header: &Header) -> Option<String> {
         if u64::from(self.table_size) << header.cluster_bits > MAX_BITMAP_BYTES {
             return Some(format!(
@@ -59,7 +58,7 @@ impl BitmapEntry {
         None
     }
 
-    /// What QEMU does not accept of it, although its table can be followed.
+    /// Returns why QEMU would reject it, although its table can be read.
     pub fn odd(&self, header: &Header) -> Option<String> {
         let pieces = header.size.div_ceil(1 << self.granularity_bits.min(63));
         let needed = pieces.div_ceil(8).div_ceil(header.cluster_size());
@@ -76,7 +75,7 @@ impl BitmapEntry {
                 "its name must have 1 to 1023 bytes".into()
             }
             _ if self.extra_len > 0 => {
-                format!("it has {} bytes of extra data, which are not known", self.extra_len)
+                format!("it has {} bytes of extra data, which are unknown", self.extra_len)
             }
             _ if self.flags & IN_USE == 0 && u64::from(self.table_size) != needed => {
                 format!(
@@ -89,8 +88,8 @@ impl BitmapEntry {
     }
 }
 
-/// A directory of these bitmaps, without extra data. Their places in the old directory do not
-/// matter.
+/// Encodes a directory of these bitmaps, without extra data. Ignores their places in the old
+/// directory.
 pub fn encode(bitmaps: &[BitmapEntry]) -> Vec<u8> {
     let mut bytes = Vec::new();
     for bitmap in bitmaps {
@@ -108,12 +107,12 @@ pub fn encode(bitmaps: &[BitmapEntry]) -> Vec<u8> {
     bytes
 }
 
-/// Bytes of a directory entry.
+/// Returns the length of a directory entry in bytes.
 pub fn entry_bytes(name_len: usize, extra_len: usize) -> u64 {
     (FIXED + extra_len + name_len).next_multiple_of(8) as u64
 }
 
-/// The directory's bytes, and its entries.
+/// Reads the directory: its bytes and its entries.
 pub async fn read<S: Storage>(
     file: &Raw<S>,
     extension: &BitmapsExtension,

@@ -1,10 +1,12 @@
-//! Changes to the set of persistent bitmaps of a closed image, and to their bits.
+//! Changes the set of persistent bitmaps of a closed image, and their bits.
 //!
 //! ```text
-//!   directory -> Set: entries, and the bits of those that change -> edit -> new directory, tables, data -> switch
+//!   directory -> BitmapSet (entries, and the bits that change) -> edits
+//!   -> new directory, tables and data in free clusters -> switch of the header
 //! ```
-//! In: a closed image, held exclusively. Out: the same disk with other bitmaps. What must hold: at
-//! every power cut the image has the old bitmaps or the new ones ([`crate::qcow2::change`]). Limits
+//!
+//! In: a closed image, held exclusively. Out: the same disk with other bitmaps. Invariant: at every
+//! power cut the image has the old bitmaps or the new ones ([`crate::qcow2::change`]). The limits
 //! are those that QEMU checks when it loads bitmaps.
 
 use blockyard_storage::Storage;
@@ -23,25 +25,25 @@ use crate::qcow2::header::{
 use crate::raw::Raw;
 
 const STRUCTURE: &str = "qcow2 bitmaps";
-/// Bytes of bits that a resize holds in memory.
+/// Most bytes of bitmap data that a resize holds in memory.
 const MOST_HELD: usize = 1 << 30;
-/// A table entry without a cluster: all bits of its part are set.
+/// Table entry without a cluster: all bits of its part are set.
 const ALL_ONES: u64 = 1;
 
-/// One change.
+/// One change of a bitmap.
 #[derive(Clone, Debug)]
 pub enum Edit {
-    /// Adds an empty bitmap that records writes. Granularity in bytes; None: a cluster, 4 KiB to 64
-    /// KiB.
+    /// Adds an empty bitmap that records writes. `granularity` in bytes; None: the cluster size,
+    /// clamped to 4 KiB..64 KiB.
     Add {
         granularity: Option<u64>,
     },
     Remove,
     /// Clears all bits.
     Clear,
-    /// Records each write from now on, or none.
+    /// Switches the recording of writes (auto flag) on or off.
     Record(bool),
-    /// Sets the bits that cover these bytes.
+    /// Sets the bits that cover the set bits of another bitmap.
     Merge(Bits),
 }
 
@@ -49,25 +51,25 @@ pub enum Edit {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Bits {
     granularity_bits: u8,
-    /// Bytes of the disk that it covers.
+    /// Size of the disk in bytes.
     size: u64,
-    /// Bit n of byte k is the disk's piece 8k + n.
+    /// Bit n of byte k describes the disk's piece 8k + n.
     bytes: Vec<u8>,
 }
 
-/// A bitmap with its bits, if they are to be written.
+/// A bitmap, with its bits if they must be written.
 struct LoadedBitmap {
     entry: BitmapEntry,
     bits: Option<Bits>,
 }
 
-/// Makes the changes to the bitmap `name`, in this order and all at once. Durable when it returns.
+/// Applies the edits to the bitmap `name`, in this order and atomically. Durable on return.
 pub async fn edit<S: Storage>(file: &Raw<S>, name: &str, edits: &[Edit]) -> Result<(), ImageError> {
     let change = OfflineChange::begin(file).await?;
     if change.old.version < 3 {
         return Err(ImageError::unsupported(
             STRUCTURE,
-            "version 2 has none: `image amend -o compat=1.1` first",
+            "version 2 has no bitmaps: run `image amend -o compat=1.1` first",
         ));
     }
     let mut set = BitmapSet::load(file, &change.old).await?;
@@ -77,7 +79,7 @@ pub async fn edit<S: Storage>(file: &Raw<S>, name: &str, edits: &[Edit]) -> Resu
     set.store(change).await
 }
 
-/// Reads the bits of a bitmap; its data can be trusted.
+/// Reads the bits of a bitmap. Fails if its data cannot be trusted.
 pub async fn read<S: Storage>(file: &Raw<S>, name: &str) -> Result<Bits, ImageError> {
     let header = Header::read(file).await?;
     let set = BitmapSet::load(file, &header).await?;
@@ -86,7 +88,7 @@ pub async fn read<S: Storage>(file: &Raw<S>, name: &str) -> Result<Bits, ImageEr
     Bits::read(file, &header, &set.0[at].entry).await
 }
 
-/// All bitmaps of an image with their bits, to be stored again for a disk of another size.
+/// All bitmaps of an image, with the bits of those that are written again.
 pub(in crate::qcow2) struct BitmapSet(Vec<LoadedBitmap>);
 
 impl BitmapSet {
@@ -96,8 +98,7 @@ impl BitmapSet {
         Ok(BitmapSet(entries.into_iter().map(|entry| LoadedBitmap { entry, bits: None }).collect()))
     }
 
-    /// All of an image's bitmaps as they are to be for a disk of `size` bytes. What is new is not
-    /// set.
+    /// Loads all bitmaps of an image for a disk of `size` bytes. Bits of the new part are clear.
     pub async fn resized<S: Storage>(
         file: &Raw<S>,
         header: &Header,
@@ -112,7 +113,7 @@ impl BitmapSet {
             bits.resize(size)?;
             held_bytes += bits.bytes.len();
             if held_bytes > MOST_HELD {
-                let what = "all of them take more than 1 GiB of memory: remove some first";
+                let what = "together they take more than 1 GiB of memory: remove some first";
                 return Err(ImageError::refused(STRUCTURE, what));
             }
             held.bits = Some(bits);
@@ -129,7 +130,7 @@ impl BitmapSet {
         at.ok_or_else(|| ImageError::refused(STRUCTURE, format!("there is no bitmap \"{name}\"")))
     }
 
-    /// A bitmap in use was not saved by its last writer: its bits may be wrong.
+    /// Refuses a bitmap that cannot be trusted: one in use was not saved by its last writer.
     fn trusted(&self, at: usize, header: &Header) -> Result<(), ImageError> {
         let LoadedBitmap { entry, bits } = &self.0[at];
         if bits.is_none() {
@@ -193,16 +194,18 @@ impl BitmapSet {
             return refuse(format!("there is a bitmap \"{name}\" already"));
         }
         if self.0.len() >= MAX_BITMAPS as usize {
-            return refuse(format!("there are {MAX_BITMAPS}, the most that an image may have"));
+            return refuse(format!(
+                "the image has {MAX_BITMAPS} bitmaps, the most that are allowed"
+            ));
         }
         let granularity = granularity.unwrap_or(header.cluster_size().clamp(4 << 10, 64 << 10));
         let granularity_bits = granularity.trailing_zeros() as u8;
         if !granularity.is_power_of_two() || !GRANULARITY_BITS.contains(&granularity_bits) {
             return refuse(format!(
-                "a granularity is a power of two from 512 to 2G, not {granularity}"
+                "a granularity must be a power of two from 512 to 2G, not {granularity}"
             ));
         }
-        // What is 0 is decided when the set is stored.
+        // The zero fields are set when the set is stored.
         let entry = BitmapEntry {
             at: 0,
             len: 0,
@@ -218,7 +221,7 @@ impl BitmapSet {
         Ok(())
     }
 
-    /// Writes the set to free clusters, and switches to it.
+    /// Writes the set to free clusters, and switches the header to it.
     pub async fn store<S: Storage>(
         mut self,
         change: OfflineChange<'_, S>,
@@ -237,7 +240,7 @@ impl BitmapSet {
         }
         let written = || self.0.iter().filter_map(|held| held.bits.as_ref());
         let clusters: u64 = written().map(|bits| bits.clusters_needed(cluster)).sum();
-        let mut next = change.room(clusters + directory.div_ceil(cluster)).await?;
+        let mut next = change.find_free(clusters + directory.div_ceil(cluster)).await?;
         for held in &mut self.0 {
             if let Some(bits) = &held.bits {
                 held.entry.table_size = bits.parts(cluster).len() as u32;
@@ -265,11 +268,12 @@ impl BitmapSet {
     }
 }
 
-/// An entry that is not understood as a whole would be another one when it is written again.
+/// Refuses an entry that is not fully understood: rewriting it would change it.
 fn can_be_written(entry: &BitmapEntry, header: &Header) -> Result<(), ImageError> {
-    let odd = entry
-        .odd(header)
-        .or(entry.name.contains(char::REPLACEMENT_CHARACTER).then(|| "its name is no text".into()));
+    let odd = entry.odd(header).or(entry
+        .name
+        .contains(char::REPLACEMENT_CHARACTER)
+        .then(|| "its name is not UTF-8".into()));
     match odd {
         Some(what) => Err(ImageError::refused(
             STRUCTURE,
@@ -280,7 +284,7 @@ fn can_be_written(entry: &BitmapEntry, header: &Header) -> Result<(), ImageError
 }
 
 impl Bits {
-    /// No bit is set.
+    /// Returns a bitmap without set bits.
     fn new(size: u64, granularity_bits: u8) -> Result<Self, ImageError> {
         let len = size.div_ceil(1 << granularity_bits).div_ceil(8);
         if len > MAX_BITMAP_BYTES {
@@ -341,12 +345,12 @@ impl Bits {
         Ok(bits)
     }
 
-    /// Number of pieces of the disk, a bit each.
+    /// Returns the number of bits: pieces of the disk.
     fn count(&self) -> u64 {
         self.size.div_ceil(1 << self.granularity_bits)
     }
 
-    /// Clears what lies behind the last piece.
+    /// Clears the bits behind the last piece.
     fn mask(&mut self) {
         if let (rest @ 1.., Some(last)) = (self.count() % 8, self.bytes.last_mut()) {
             *last &= (1u8 << rest) - 1;
@@ -361,7 +365,7 @@ impl Bits {
         Ok(())
     }
 
-    /// Sets the bits of all pieces that `source` has bits in.
+    /// Sets the bits of all pieces that overlap set bits of `source`.
     fn merge(&mut self, source: &Bits) -> Result<(), ImageError> {
         if source.size != self.size {
             let what =
@@ -386,7 +390,7 @@ impl Bits {
         Ok(())
     }
 
-    /// The bytes of each table entry; None: no bit is set.
+    /// Returns the data of each table entry; None: all bits of that part are clear.
     fn parts(&self, cluster: u64) -> Vec<Option<&[u8]>> {
         let set = |part: &&[u8]| part.iter().any(|&byte| byte != 0);
         self.bytes.chunks(cluster as usize).map(|part| Some(part).filter(set)).collect()
@@ -396,12 +400,12 @@ impl Bits {
         (self.bytes.len() as u64).div_ceil(cluster).saturating_mul(8).div_ceil(cluster)
     }
 
-    /// Clusters of its table and its data.
+    /// Returns the number of clusters of its table and its data.
     fn clusters_needed(&self, cluster: u64) -> u64 {
         self.table_clusters(cluster) + self.parts(cluster).iter().flatten().count() as u64
     }
 
-    /// Writes table and data from `at` on; returns where they end.
+    /// Writes table and data from `at` on; returns the offset behind them.
     async fn write<S: Storage>(
         &self,
         change: &OfflineChange<'_, S>,

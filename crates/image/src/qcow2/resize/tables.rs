@@ -108,7 +108,7 @@ impl<'a, S: Storage> ResizeTables<'a, S> {
     ) -> Result<u64, ImageError> {
         let l1_clusters = (self.l1.len() as u64).div_ceil(self.cluster_size());
         let tables = replaced.end - replaced.start;
-        new.l1_offset = self.change.room(l1_clusters + tables + extra).await?;
+        new.l1_offset = self.change.find_free(l1_clusters + tables + extra).await?;
         new.l1_size = (self.l1.len() / 8) as u32;
         self.at = new.l1_offset + l1_clusters * self.cluster_size();
         self.replaced = replaced;

@@ -120,7 +120,7 @@ fn what_cannot_be_is_refused_and_nothing_is_written() {
     qemu_io(&path, &["write 0 64k"]);
     let before = std::fs::read(&path).unwrap();
     refused(create(&path, "full").map(|_| ()), "would have 2 references");
-    refused(create(&path, "empty").map(|_| ()), "there is one of this name");
+    refused(create(&path, "empty").map(|_| ()), "a snapshot with this name exists");
     refused(create(&path, "").map(|_| ()), "1 to 65535 bytes");
     refused(apply(&path, "none"), "none with the name or id \"none\"");
     refused(delete(&path, "7"), "none with the name or id \"7\"");
