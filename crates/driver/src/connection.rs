@@ -330,7 +330,10 @@ impl Connection {
         let late = guard.join().unwrap_or(false);
         if late {
             result.with_context(|| {
-                format!("no answer from the back end for {limit:?}; another client may be connected to it")
+                format!(
+                    "the back end has not replied for {limit:?}; another client may be connected \
+                     to it"
+                )
             })
         } else {
             result

@@ -3,8 +3,8 @@
 //!
 //! ```text
 //!   session      path + plan -> connected, queues running; also after a crash of the back end
-//!   connection   vhost-user messages, also raw ones        queue           requests in slots, kicks, calls
-//!   memory       one shared region and its allocator       split, packed   the ring layouts (`Ring`)
+//!   connection   vhost-user messages, also raw ones     queue          requests in slots
+//!   memory       one shared region and its allocator    split, packed  the ring layouts (`Ring`)
 //! ```
 //!
 //! In: a socket's path, and what to negotiate. Out: status bytes and data of requests.

@@ -18,7 +18,7 @@ use super::{Memory, feature};
 
 const AVAIL: u16 = 1 << 7;
 const USED: u16 = 1 << 15;
-/// Flags of the event suppression structure, whose first field is the offset.
+/// Flags of the event suppression structure; its first field is the offset.
 const EVENT_ENABLE: u16 = 0;
 const EVENT_DISABLE: u16 = 1;
 const EVENT_DESC: u16 = 2;

@@ -96,7 +96,7 @@ impl<R: Ring> Queue<R> {
         u64::from(options.size) * 26 + slots * (48 + LINE + stride) + 8 * 4096
     }
 
-    /// Creates a queue whose slots have `data_len` bytes for data each.
+    /// Creates a queue with `data_len` bytes for data per slot.
     pub fn new(
         memory: &mut Memory,
         index: u16,

@@ -1,7 +1,7 @@
 //! The interface of both virtqueue layouts, on the driver's side.
 //!
-//! In: slots, each with a chain of buffers that was defined before. Out: slots whose chains the
-//! device has used. The caller ensures that a slot is in the ring at most once.
+//! In: slots, each with a chain of buffers that was defined before. Out: slots, after the device
+//! has used their chains. The caller ensures that a slot is in the ring at most once.
 
 use anyhow::Result;
 
@@ -61,8 +61,8 @@ impl RingOptions {
         );
         anyhow::ensure!(
             need <= self.size as usize,
-            "a depth of {} needs {need} descriptors, but the ring has {}: use a larger --queue-size, or \
-             --indirect",
+            "a depth of {} needs {need} descriptors, but the ring has {}: use a larger \
+             --queue-size, or --indirect",
             self.slots,
             self.size
         );

@@ -1,4 +1,4 @@
-//! Registered buffers of io_uring: guest memory whose pages are pinned once, not per operation.
+//! Registered buffers of io_uring: guest memory that is pinned once, not per operation.
 //!
 //! In: the regions to register ([`Registration`]), and the iovecs of operations. Out: the index of
 //! the registered buffer that contains the whole iovec. Without one, the operation uses ordinary
@@ -191,8 +191,8 @@ impl Buffers {
         Buffers { table: Table::None, members, found, uses, leaving, most: MOST }
     }
 
-    /// Returns the entry whose buffer contains all of `iov` (`len` bytes), and counts one operation
-    /// on it; else [`NONE`].
+    /// Returns the entry of the buffer that contains all of `iov` (`len` bytes), and counts one
+    /// operation on it; else [`NONE`].
     #[inline]
     pub fn take(&mut self, iov: &[libc::iovec], len: usize) -> u16 {
         if self.found.is_empty() {
@@ -249,7 +249,7 @@ impl Buffers {
         !self.leaving.is_empty()
     }
 
-    /// Clears the entries whose last operation was reaped.
+    /// Clears the entries after their last operation was reaped.
     pub fn clear_leaving(&mut self, submitter: &Submitter<'_>) {
         for entry in std::mem::take(&mut self.leaving) {
             match self.uses[usize::from(entry)] {

@@ -42,7 +42,7 @@ use crate::workers::Workers;
 
 mod time;
 
-/// The task of operations whose completion wakes no task.
+/// The task of operations that wake no task at completion.
 pub(crate) const NO_TASK: TaskId = TaskId::MAX;
 /// The task number of the internal operation that waits for other threads.
 const REMOTE: TaskId = TaskId::MAX - 1;
@@ -317,7 +317,7 @@ impl Inner {
         self.wake(id);
     }
 
-    /// The inbox was full: wakes all tasks whose wakers are marked.
+    /// The inbox was full: wakes all tasks with a marked waker.
     fn wake_marked(&self) {
         let is_marked = |task: &Task| task.from_outside.mark.swap(false, Ordering::SeqCst);
         let marked: Vec<_> = (0..)

@@ -39,9 +39,9 @@ pub struct OpenMode {
     pub direct: bool,
 }
 
-/// An open file whose lock (see [`host::lock`]) is released when the last reference is dropped.
-/// Closing the descriptor is not enough: a ring that has the file registered keeps it, and so its
-/// lock, until the ring is destroyed.
+/// An open file with a lock (see [`host::lock`]), which is released when the last reference is
+/// dropped. Closing the descriptor is not enough: a ring that has the file registered keeps it, and
+/// so its lock, until the ring is destroyed.
 #[derive(Debug)]
 pub struct LockedFile(OwnedFd);
 

@@ -1,17 +1,17 @@
-//! Safe wrappers of everything that needs system calls or `unsafe`: io_uring, guest memory, sockets.
+//! Safe wrappers of everything that needs system calls or `unsafe`: io_uring, memory, sockets.
 //!
 //! ```text
-//!   executor   one thread, one io_uring, many tasks      remote    work submitted by other threads
+//!   executor   one thread, one io_uring, many tasks     remote    work submitted by other threads
 //!   inbox      wake-ups and calls from other threads    operation one operation in the kernel
 //!   wake       watched descriptors, signals             join      several operations in one task
 //!   file       files and block devices over io_uring    policy    which writes bypass io_uring
 //!   socket     connected sockets over io_uring          ublk      ublk devices: control, queues
 //!   rights     descriptors received over Unix sockets (SCM_RIGHTS)
-//!   memory     guest memory: regions, slices, bounds    segments  an iovec and the owner of its memory
-//!   buffers    guest memory registered with io_uring    fault     SIGBUS in truncated shared memory
+//!   memory     guest memory: regions, slices, bounds    segments  an iovec, and its memory's owner
+//!   buffers    guest memory registered with io_uring    fault     SIGBUS in shared memory
 //!   mapper     which files of front ends are mapped     quota     limits on the mapped bytes
 //!   nbd_device the kernel's NBD client                  xen       xenstore, event channels, grants
-//!   workers    threads for calls that block             pulse     an executor's state, for a watchdog
+//!   workers    threads for calls that block             pulse     an executor's state (watchdog)
 //!   semaphore  limits how many operations or bytes are in progress
 //!   doorbell   signals to eventfds of other processes, without blocking
 //!   host       file locks, device geometry, block-device ioctls, socket options

@@ -87,7 +87,7 @@ pub struct Mapper {
 }
 
 impl Mapper {
-    /// Creates a mapper. `any_file`: accept files whose pages another process can withhold.
+    /// Creates a mapper. `any_file`: accept files even if another process can withhold their pages.
     pub fn new(any_file: bool) -> Mapper {
         Mapper { account: Quota::of_process().account(), any_file }
     }

@@ -12,8 +12,8 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 /// Bytes that one front end may map. The largest guests today have 24 TiB. 16 TiB suffice for a
-/// guest of 8 TiB whose memory table is replaced, because the old and the new table are mapped at
-/// the same time.
+/// guest of 8 TiB while its memory table is replaced, because the old and the new table are mapped
+/// at the same time.
 const OWN_BYTES: u64 = 16 << 40;
 
 /// Number of regions that one front end may have (the reply to VHOST_USER_GET_MAX_MEM_SLOTS).

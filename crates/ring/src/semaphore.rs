@@ -18,8 +18,9 @@ use std::task::{Context, Poll, Waker};
 pub struct Semaphore {
     permits: u64,
     free: AtomicU64,
-    /// Length of the queue. A waiter stores it before it checks `free` again; a release loads it
-    /// after it has added to `free`. So the waiter sees the permits, or the release sees the waiter.
+    /// Length of the queue. A waiter stores it before it checks `free` again. A release loads it
+    /// after it has added to `free`. So the waiter sees the permits, or the release sees the
+    /// waiter.
     waiting: AtomicUsize,
     queue: Mutex<Queue>,
 }

@@ -2,7 +2,7 @@
 //!
 //! In: segments to fill, or to send. Out: the same segments, and the number of bytes transferred.
 //!
-//! What must hold: a read or write whose future is dropped continues in the kernel, with its memory
+//! What must hold: a dropped future of a read or write continues in the kernel, with its memory
 //! and the descriptor, until its completion. [`Socket::shutdown`] forces that completion, and runs
 //! when the last clone is dropped.
 
@@ -135,7 +135,7 @@ impl Socket {
         message.msg_iov = iov.as_ptr().cast_mut();
         message.msg_iovlen = iov.len().min(MOST_PIECES);
         let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
-        // SAFETY: the message refers to the segments' iovec, whose owner keeps the memory alive
+        // SAFETY: the message refers to the segments' iovec. Its owner keeps the memory alive
         // beyond this call; the kernel only reads it.
         let sent = unsafe { libc::sendmsg(self.fd().as_raw_fd(), &message, flags) };
         match usize::try_from(sent) {

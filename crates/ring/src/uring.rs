@@ -12,7 +12,7 @@
 //! 2. The slot owns what the operation uses: the segments (the iovec and its memory) and the file.
 //!    They leave the slot at the last completion only. If the future is dropped, they stay in the
 //!    slot (`Orphan`).
-//! 3. An SQE is pushed after its slot is filled. It points to the slot's iovec vector, whose heap
+//! 3. An SQE is pushed after its slot is filled. It points to the slot's iovec vector. Its heap
 //!    block does not move when the slab grows.
 //! 4. Registered buffers (see `buffers`) do not change rule 2: the slot also owns the memory of an
 //!    operation that names a registered buffer. The buffer counts the operation from before its SQE

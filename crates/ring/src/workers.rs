@@ -6,7 +6,7 @@
 //! - A file has at most [`MOST`] such threads, however many requests a guest makes.
 //! - Calls begin in the order of their arrival.
 //! - An idle thread waits for more work for [`LINGER`], so that one thread makes a series of calls.
-//! - A call whose future is dropped before it begins is skipped.
+//! - A call is skipped if its future is dropped before it begins.
 //! - A call that panics returns an error to its caller, which is woken.
 
 use std::collections::VecDeque;

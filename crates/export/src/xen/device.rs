@@ -6,7 +6,7 @@
 //!   back    2 InitWait ─────► 4 Connected ──────────────────► 5 Closing ─► 6 Closed ─► 2 ...
 //! ```
 //!
-//! A front end whose domain was saved and restored reappears in state 1 or 3, with other rings.
+//! A front end reappears in state 1 or 3 after its domain was saved and restored, with other rings.
 //!
 //! In: watches of the nodes of both sides. Out: queues on reactors, states, log lines.
 //!
@@ -75,7 +75,8 @@ impl Device {
         let (queues, state, setup, front_connected, refused, reopen) = Default::default();
         #[rustfmt::skip]
         let device = Device {
-            options, host, reactors, store, paths, control, shared, queues, state, setup, front_connected, refused, reopen,
+            options, host, reactors, store, paths, control, shared, queues, state, setup,
+            front_connected, refused, reopen,
         };
         device
     }

@@ -90,8 +90,8 @@ pub enum NodeError {
     #[error("cannot lock {path}: {source}")]
     Lock { path: std::path::PathBuf, source: std::io::Error },
     #[error(
-        "the guest's device has image {0}; use that image, or remove the device first (blockyard xen \
-         detach)"
+        "the guest's device has image {0}; use that image, or remove the device first \
+         (blockyard xen detach)"
     )]
     OtherImage(String),
     #[error("the toolstack has removed or changed the nodes since it requested the disk")]
@@ -140,7 +140,7 @@ impl Paths {
         }
     }
 
-    /// Returns the paths of a device whose nodes a toolstack has created.
+    /// Returns the paths of a device that a toolstack has created.
     pub fn of_toolstack(own: u16, wanted: &Wanted) -> Self {
         let Wanted { frontend, cdrom, .. } = wanted;
         Paths { front: frontend.clone(), cdrom: *cdrom, ..Self::of_device(own, &wanted.device) }

@@ -1,7 +1,8 @@
 //! A queue's requests in flight, in memory that outlives this process: a file on tmpfs.
 //!
 //! ```text
-//!   taken: slot (index, copy) ─► count of taken     response: slot (its index) ─► published ─► slot free
+//!   taken:    slot (index, copy) ─► count of taken
+//!   response: slot (its index)   ─► published ─► slot free
 //! ```
 //!
 //! In: requests when they are taken, and responses when they are written. Out, for the next server:

@@ -2,7 +2,7 @@
 //! in `params`.
 //!
 //! ```text
-//!   toolstack ─► backend/TYPE/DOMID/NUMBER ─► watch thread ─► Wanted ─► program opens the image ─► Xen::take
+//!   toolstack ─► backend/TYPE/DOMID/NUMBER ─► watch thread ─► Wanted ─► program ─► Xen::take
 //!                    state 2 ◄─ at once ──────┘   state 6 ◄─ refuse, release ◄─┘
 //! ```
 //!
@@ -16,7 +16,7 @@
 //!   none.
 //! - State 6 is written after the image is closed, because the toolstack may then give it to
 //!   another server.
-//! - A device in use whose disk is refused keeps its state, because state 6 would take the disk
+//! - A device in use keeps its state if its disk is refused, because state 6 would take the disk
 //!   from the guest. It is reported again later.
 //! - The thread's knowledge, and the program's verdicts, survive a lost connection to xenstore.
 //! - However often nodes change, they are read at most once per [`PAUSE`], and the log is
@@ -46,7 +46,7 @@ const MOST: usize = 4096;
 /// Longest path in xenstore, in characters.
 const PATH_MOST: usize = 512;
 
-/// A device of a guest whose nodes a toolstack has created.
+/// A device of a guest that a toolstack has created.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct ToolstackDevice {
     /// The type of back end, such as `vbd`.
@@ -90,7 +90,7 @@ pub struct Wanted {
 pub struct WatchOptions {
     /// The type of back end: nodes below `backend/KIND`.
     pub kind: String,
-    /// Only devices whose hotplug script has this file name; `None`: all.
+    /// Only devices with a hotplug script of this file name; `None`: all.
     pub script: Option<String>,
     /// Number of queues to offer, at most 8.
     pub queues: u16,

@@ -79,7 +79,7 @@ fn operations(data: XenData) {
     assert_eq!(front.done(3, BARRIER, 0, &[]), 0);
     assert_eq!(front.done(4, READ, 8, &[101]), 0);
     assert!(front.holds(101, 5));
-    // 256 pages in one request, whose segments are described in a page.
+    // 256 pages in one request. A page describes its segments.
     (200..456).for_each(|page| front.fill(page, page as u8));
     let pages: Vec<usize> = (200..456).collect();
     let described = front.segments(&pages);

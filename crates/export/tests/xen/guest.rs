@@ -1,4 +1,4 @@
-//! A back end with a disk in memory, and a domain whose front end is the test driver.
+//! A back end with a disk in memory, and a domain with the test driver as its front end.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};

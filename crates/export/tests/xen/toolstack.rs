@@ -1,4 +1,4 @@
-//! Devices of Xen whose nodes a toolstack creates, without a hypervisor: devices that are served,
+//! Devices of Xen that a toolstack creates, without a hypervisor: devices that are served,
 //! refused and released, and failures.
 
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -110,7 +110,7 @@ fn a_task_that_yields_runs_after_the_tasks_of_the_next_reap() {
             file.read(Segments::buffer(1), u64::MAX).await.1.unwrap();
             reader.add("read");
         });
-        // The task begins its read in the next iteration, whose reap wakes it.
+        // The task begins its read in the next iteration, and the reap of that iteration wakes it.
         handle.yield_now().await;
         handle.yield_now().await;
         log.add("yielded");

@@ -31,7 +31,7 @@ impl AlignedBuf {
         AlignedBuf { ptr, len, source: Source::Allocator }
     }
 
-    /// Returns memory whose pages the kernel allocates at their first use.
+    /// Returns memory that the kernel allocates page by page, at the first use.
     pub fn mapped(len: usize) -> io::Result<Self> {
         let (protection, flags) =
             (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::NORESERVE);

@@ -103,7 +103,7 @@ fn nonzero_bytes_and_differences_are_found() {
         assert_eq!((b.find_nonzero(0, at), b.find_difference(0, &a, 0, at)), (None, None));
         b.zero(at, 1);
     }
-    // Entries of both whose boundaries differ.
+    // Entries with different boundaries in both.
     let mut pieces = a.slice(0, 100);
     assert!(pieces.append(&a.slice(200, 3000)) && pieces.append(&a.slice(5000, 17)));
     let other = Segments::buffer(4000);

@@ -148,7 +148,7 @@ impl Control {
         self.command(abi::DEL_DEV, device.id, 0, &mut [], path(device), Some(&enough)).map(|_| ())
     }
 
-    /// Begins to take over a device whose server has died.
+    /// Begins to take over a device after its server has died.
     pub fn start_recovery(&mut self, device: &DeviceInfo) -> io::Result<()> {
         self.plain(abi::START_USER_RECOVERY, device, 0)
     }

@@ -1,7 +1,7 @@
 //! A queue of a ublk device on one executor: fetches requests and commits their results.
 //!
 //! ```text
-//!   fetch ─► (kernel) ─► request: descriptor, data ─► ... ─► commit result, fetch next ─► (kernel) ─►
+//!   fetch ─► (kernel) ─► request: descriptor, data ─► ... ─► commit, fetch next ─► (kernel) ─►
 //! ```
 //! Each tag repeats one command. The driver accepts all commands of a queue from one thread only:
 //! the executor's.
@@ -13,7 +13,7 @@
 //! fetch: then the first request maps its queue, if `Queue::map` has not.
 //!
 //! What must hold: with plain copy, a tag's memory stays alive while the driver may write to it,
-//! and is at least as long as the longest request. Commands whose futures were dropped end with the
+//! and is at least as long as the longest request. Commands of dropped futures end with the
 //! ring, or when the device is stopped.
 
 use std::cell::OnceCell;
