@@ -1,10 +1,10 @@
 //! What the scheduler costs a request, in nanoseconds: `cargo run --release -p blockyard-sched
 //! --example price`.
 //!
-//! One thread; each figure is the median of some rounds. "alone": one disk asks, and has the device
-//! to itself. "inside": the disks take turns, and all are inside their share. "waits": all are
-//! ahead of their share; each operation waits among the others, and is let in by the end of one
-//! before it. The time that it spends waiting is not the scheduler's, and not counted.
+//! One thread. Each value is the median of several rounds. "alone": one disk has the device to
+//! itself. "inside": several disks, all within their share. "waits": all disks exceed their share;
+//! each operation waits and is admitted when an earlier one completes. The time that it spends
+//! waiting is not counted.
 
 use std::hint::black_box;
 use std::sync::Arc;
@@ -25,14 +25,14 @@ fn disks(count: usize) -> Vec<Arc<Share>> {
         .collect()
 }
 
-/// Nanoseconds an operation.
+/// Returns the median time of an operation in nanoseconds.
 fn median(mut round: impl FnMut() -> f64) -> f64 {
     let mut all: Vec<f64> = (0..ROUNDS).map(|_| round()).collect();
     all.sort_by(f64::total_cmp);
     all[ROUNDS / 2]
 }
 
-/// The clock goes as fast as it does for a device that does a hundred thousand operations a second.
+/// A clock that advances as for a device of a hundred thousand operations a second.
 struct Clock(u64);
 
 impl Clock {
@@ -54,7 +54,7 @@ fn inside(count: usize) -> f64 {
             let now = clock.tick();
             match black_box(share).ask(now, &READ) {
                 Some(grant) => share.done(now, grant),
-                None => unreachable!("there is nothing else on the way"),
+                None => unreachable!("no other operation is in flight"),
             }
         }
         start.elapsed().as_nanos() as f64 / OPERATIONS as f64
@@ -64,8 +64,8 @@ fn inside(count: usize) -> f64 {
 fn waits(count: usize) -> f64 {
     let shares = disks(count);
     let mut clock = Clock(1_000_000_000);
-    // Each disk has four operations under way or waiting: more than the window, so that nobody goes
-    // by himself.
+    // Each disk has four operations in flight or waiting: more than the window, so that no
+    // operation is admitted at once.
     let mut under: Vec<(usize, Arc<WaitToken>, Option<blockyard_sched::Grant>)> = Vec::new();
     for n in 0..4 * count.max(64) {
         let (disk, token) = (n % count, Arc::<WaitToken>::default());

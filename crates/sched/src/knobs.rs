@@ -54,8 +54,8 @@ pub struct Limit {
 #[derive(Debug, thiserror::Error, PartialEq)]
 pub enum KnobError {
     #[error(
-        "limit \"{0}\": it is RATE[,max=RATE[,length=SECONDS]], such as 1000 or 1000,max=5000,length=10; a RATE is a whole \
-             number with an optional suffix k, M, G or T"
+        "limit \"{0}\": it is RATE[,max=RATE[,length=SECONDS]], such as 1000 or \
+         1000,max=5000,length=10; a RATE is a whole number with an optional suffix k, M, G or T"
     )]
     Form(String),
     #[error("limit \"{0}\": {1}")]

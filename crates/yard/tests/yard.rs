@@ -1,5 +1,5 @@
-//! The yard as a library: commands take effect whole, in order for each disk, and hold up no other
-//! disk.
+//! Tests of the yard as a library: commands take effect as a whole, in order for each disk, and
+//! delay no other disk.
 
 use std::collections::BTreeMap;
 use std::error::Error as _;
@@ -16,10 +16,10 @@ use blockyard_yard::{
     YardError,
 };
 
-/// What happens to an export, in the order in which it happens.
+/// The calls that an export gets, in order.
 type Events = Arc<Mutex<Vec<String>>>;
 
-/// An export without clients, which notes what is done with it.
+/// An export without clients, which records the calls that it gets.
 struct Note {
     name: String,
     events: Events,
@@ -60,7 +60,7 @@ struct NoteWay {
     name: &'static str,
     events: Events,
     fails: bool,
-    /// The start waits for this channel.
+    /// The start of the export waits for this channel.
     held: Option<Mutex<Receiver<()>>>,
 }
 
@@ -115,14 +115,14 @@ impl Stage {
         NoteWay { name, events: self.events.clone(), fails: false, held: None }
     }
 
-    /// A way with a start that waits until the sender goes.
+    /// Returns an export whose start waits until the sender is dropped.
     fn held_way(&self, name: &'static str) -> (NoteWay, SyncSender<()>) {
         let (sender, receiver) = sync_channel(0);
         (NoteWay { held: Some(Mutex::new(receiver)), ..self.way(name) }, sender)
     }
 
-    /// Serves a disk, has as many others opened as are opened at a time, which wait until the
-    /// result is dropped, and asks for the name of the first one again.
+    /// Serves a disk and starts to open as many others as may be opened at a time. They wait until
+    /// the result is dropped. Then adds a disk with the name of the first one again.
     fn with_slow_images(&self) -> Vec<SyncSender<()>> {
         self.yard.add(disk("served", "ram:1M", vec![self.way("served")])).unwrap();
         let mut held = Vec::new();
@@ -239,7 +239,7 @@ fn a_disk_that_cannot_be_added_leaves_nothing() {
 fn commands_for_a_disk_wait_for_one_another_and_for_no_other_disk() {
     let stage = Stage::new("order");
     let yard = &stage.yard;
-    // As many as are opened at a time.
+    // As many as may be opened at a time.
     let (mut held, names) = (Vec::new(), ["1", "2", "3", "4"]);
     let (sender, receiver) = sync_channel(16);
     for name in names {
@@ -268,24 +268,24 @@ fn commands_for_a_disk_wait_for_one_another_and_for_no_other_disk() {
             after.send("added 1 again".into()).unwrap();
         },
     );
-    // Answered although every thread that opens disks is held.
+    // The yard answers although all threads that open disks are busy.
     assert_eq!(stage.states(), names.map(|name| (name.to_string(), DiskState::Opening)));
     assert!(matches!(yard.report("other"), Err(YardError::NotFound { .. })));
     assert!(receiver.try_recv().is_err());
     drop(held.remove(0));
     let events: Vec<_> = (0..3).map(|_| receiver.recv().unwrap()).collect();
     assert_eq!(events, ["added 1", "removed 1", "added 1 again"]);
-    // A command that waits finds the last disk of that name.
+    // A waiting command finds the latest disk of that name.
     yard.report("1").unwrap();
     assert_eq!(yard.list()[0].capacity, 2 << 20);
-    // The end waits for no disk that is being opened.
+    // The end does not wait for disks that are being opened.
     let ended = yard.close();
     assert_eq!(ended.iter().map(|disk| &*disk.name).collect::<Vec<_>>(), ["1"]);
     drop(held);
 }
 
 #[test]
-fn jobs_run_beside_other_commands_and_end_with_their_disk() {
+fn jobs_run_concurrently_with_commands_and_end_with_their_disk() {
     let stage = Stage::new("jobs");
     let (yard, image) = (&stage.yard, stage.image("disk.raw", 1 << 20));
     yard.add(disk("a", &image, vec![stage.way("a")])).unwrap();
@@ -310,7 +310,7 @@ fn jobs_run_beside_other_commands_and_end_with_their_disk() {
 }
 
 #[test]
-fn the_end_closes_a_disk_whose_name_is_asked_for_again_while_images_open_slowly() {
+fn the_end_closes_a_disk_whose_name_is_added_again_while_images_open_slowly() {
     let stage = Stage::new("taken");
     let yard = &stage.yard;
     let held = stage.with_slow_images();

@@ -1,11 +1,11 @@
-//! Power cuts of a disk under load whose images are exchanged: snapshot, commit and stream, as the
-//! program runs them, on real files with a journal. At each cut the files are put together as the
-//! power may have left them, and are judged.
+//! Power cuts of a disk under load during snapshot, commit and stream, on real files with a
+//! journal. For each power cut the files are reconstructed as the power may have left them, and
+//! judged.
 //!
-//! What must hold at each cut: the image that is named at the start, or the overlay that its record
-//! names, opens for writing; each image of the chain is sound; the disk holds every write that an
-//! acknowledged flush covered. `BLOCKYARD_CUTS=N` makes as many cuts. Threads do not repeat
-//! themselves: a seed tells what is done, not when.
+//! What must hold after each power cut: the image that was named at the start, or the overlay that
+//! its record names, opens for writing. Each image of the chain is consistent. The disk holds every
+//! write that an acknowledged flush covered. `BLOCKYARD_CUTS=N` sets the number of power cuts. The
+//! timing of threads is not repeatable: a seed determines the operations, not their timing.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -26,12 +26,12 @@ use crate::load::{Reactor, SECTOR, ask, close};
 use crate::peer::{Scratch, qemu_img};
 
 const SIZE: u64 = 192 << 10;
-/// Cuts of an ordinary run, and of one life.
+/// Power cuts of an ordinary run, and of one disk.
 const CUTS: u64 = 60;
 const CUTS_OF_A_LIFE: u64 = 20;
 const LANES: u64 = 3;
 
-/// What a mark in the journal means.
+/// The meaning of a mark in the journal.
 enum Event {
     Write { request: u64, at: u64, data: Vec<u8> },
     Written { request: u64, durable: bool },
@@ -52,7 +52,7 @@ impl Record {
     }
 }
 
-/// A disk that is served from a base with a journal, and the load on it.
+/// A disk with a journal, and the load on it.
 struct Life {
     rng: Rng,
     scratch: Scratch,
@@ -91,7 +91,7 @@ impl Life {
         }
     }
 
-    /// Load, and some works under it.
+    /// Runs the load, and some snapshots, commits and streams under it.
     fn run(&mut self) {
         let stop = Arc::new(AtomicBool::new(false));
         let (sender, ended) = mpsc::channel();
@@ -104,7 +104,7 @@ impl Life {
                 handle.spawn(async move {
                     while !stop.load(Ordering::SeqCst) {
                         lane.step().await;
-                        // A journal is read in memory: the load is a light one.
+                        // The journal is kept in memory, so the load is light.
                         sleeper.sleep(Duration::from_micros(500)).await;
                     }
                     let _ = sender.send(());
@@ -121,7 +121,7 @@ impl Life {
         close(&self.disk, &self.reactors);
     }
 
-    /// A snapshot, or what the chain allows otherwise.
+    /// Runs a snapshot, or, if the chain allows it, a commit or a stream.
     fn work(&mut self) {
         let depth = self.disk.source().chain().map_or(1, |chain| chain.layers().len());
         match self.rng.below(3) {
@@ -142,7 +142,7 @@ impl Life {
         }
     }
 
-    /// Goes through the journal, and cuts the power at so many lines of it.
+    /// Goes through the journal, and cuts the power at `cuts` random lines.
     fn judge(&mut self, cuts: u64) -> Result<(), String> {
         let mut replay = self.record.journal.replay(self.rng.next_u64());
         let lines = replay.len() as u64;
@@ -164,7 +164,8 @@ impl Life {
         Ok(())
     }
 
-    /// What a start after the cut finds: it begins at the base, and follows records.
+    /// Opens the disk after a power cut as a start does: it begins at the base, and follows the
+    /// records. Returns the contents.
     fn start(&self, left: &[LeftFile]) -> Result<Vec<u8>, String> {
         let scratch = Scratch::new("left");
         let mut top = self.scratch.path(self.base);
@@ -208,7 +209,7 @@ fn name(path: &std::path::Path) -> String {
     path.file_name().unwrap().to_string_lossy().into()
 }
 
-/// What the guest knows at a line of the journal.
+/// The requests that the guest has seen at a line of the journal.
 #[derive(Default)]
 struct Guest {
     oracle: Oracle,
@@ -273,7 +274,7 @@ impl Lane {
 }
 
 #[test]
-fn a_power_cut_leaves_the_chain_of_before_or_that_of_after() {
+fn a_power_cut_leaves_the_old_chain_or_the_new_one() {
     let cuts = std::env::var("BLOCKYARD_CUTS")
         .map_or(CUTS, |text| text.parse().expect("BLOCKYARD_CUTS is a number"));
     for seed in 0..cuts.div_ceil(CUTS_OF_A_LIFE) {

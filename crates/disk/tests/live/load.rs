@@ -1,8 +1,7 @@
-//! Reactors, and verified load on them that goes on while the images below it are exchanged.
+//! Reactors, and a verified load that continues while the images are exchanged.
 //!
-//! Sectors are dealt out to lanes in stripes, so that many lanes share clusters and no two share a
-//! sector: each knows what its own sectors hold, and every read is judged by that. What an answered
-//! flush covers is noted, too.
+//! Sectors are assigned to lanes in stripes. Lanes share clusters, but not sectors. So each lane
+//! knows the contents of its own sectors, and checks every read.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -19,7 +18,7 @@ use blockyard_storage::sim::Rng;
 
 pub const SECTOR: u64 = 512;
 const LANES: u64 = 8;
-/// Sectors of a stripe, in the half of the disk that is dealt out finely, and in the other.
+/// Sectors of a stripe, in the half of the disk with small stripes, and in the other half.
 const STRIPES: [u64; 2] = [3, 205];
 
 pub struct Reactor {
@@ -38,7 +37,7 @@ impl Reactor {
         Reactor { remote: receiver.recv().unwrap(), thread: Some(thread) }
     }
 
-    /// Runs `work` with the disk as this reactor has it.
+    /// Runs `work` with the disk on this reactor.
     pub fn on<T: Send + 'static, F: Future<Output = T> + 'static>(
         &self,
         disk: &Arc<Disk>,
@@ -63,7 +62,7 @@ impl Drop for Reactor {
     }
 }
 
-/// Ends the disk, as the program does it: syncs it, lets go of it everywhere, closes its image.
+/// Ends the disk as the server does: flushes it, closes it on all reactors, and closes its image.
 pub fn close(disk: &Arc<Disk>, reactors: &[Reactor]) {
     disk.end_work();
     for reactor in reactors {
@@ -96,7 +95,7 @@ impl Token for Answer {
     }
 }
 
-/// One request, as a queue makes it; for reads `bytes` are what the buffer holds before.
+/// Serves one request. For a read `bytes` are the initial contents of the buffer.
 pub async fn ask(served: &LocalDisk<Store>, op: Op, at: u64, bytes: Vec<u8>) -> Answered {
     let answer = Rc::new(RefCell::default());
     let (len, segments) = (bytes.len() as u64, Segments::from_bytes(&bytes));
@@ -109,7 +108,7 @@ pub async fn ask(served: &LocalDisk<Store>, op: Op, at: u64, bytes: Vec<u8>) -> 
 
 pub const WRITE: Op = Op::Write { fua: false };
 
-/// What a lane knows of the disk; it is true of the lane's own sectors only.
+/// The contents of the disk as a lane knows them. Only those of its own sectors are valid.
 struct Known {
     before: Arc<Vec<u8>>,
     since: HashMap<u64, Vec<u8>>,
@@ -145,7 +144,7 @@ impl Lane {
         sector / STRIPES[usize::from(coarse)] % self.lanes == self.number
     }
 
-    /// A range of one's own.
+    /// Returns a random range of the lane's own sectors.
     fn range(&mut self) -> (u64, usize) {
         let sectors = self.known.before.len() as u64 / SECTOR;
         let mut start = self.rng.below(sectors);
@@ -178,7 +177,7 @@ impl Lane {
                 let was = self.known.bytes(at, len);
                 assert!(
                     now.iter().zip(was).all(|(now, was)| *now == 0 || *now == was),
-                    "a discard shows something else"
+                    "a discarded sector holds neither zeroes nor its old data"
                 );
                 self.known.set(at, &now);
             }
@@ -198,7 +197,7 @@ impl Lane {
         let expected = self.known.bytes(at, len);
         if let Some(wrong) = found.chunks(512).zip(expected.chunks(512)).position(|(a, b)| a != b) {
             panic!(
-                "lane {}: sector {} is not as it was written",
+                "lane {}: sector {} does not hold what was written",
                 self.number,
                 at as usize / 512 + wrong
             );
@@ -206,7 +205,7 @@ impl Lane {
     }
 }
 
-/// Load that goes on until it is ended.
+/// A load that runs until it is ended.
 pub struct Load {
     stop: Arc<AtomicBool>,
     steps: Arc<AtomicU64>,
@@ -216,7 +215,7 @@ pub struct Load {
 }
 
 impl Load {
-    /// `known`: what the disk holds.
+    /// `known`: the present contents of the disk.
     pub fn start(reactors: &[Reactor], disk: &Arc<Disk>, seed: u64, known: &[u8]) -> Self {
         let (sender, ended) = mpsc::channel();
         let (stop, steps) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
@@ -241,16 +240,16 @@ impl Load {
         Load { stop, steps, lanes, before, ended }
     }
 
-    /// Lets it go on for so many requests more.
+    /// Waits until the load has done `steps` more requests.
     pub fn go_on(&self, steps: u64) {
         let (from, begun) = (self.steps.load(Ordering::SeqCst), Instant::now());
         while self.steps.load(Ordering::SeqCst) < from + steps {
-            assert!(begun.elapsed().as_secs() < 60, "the load stands still");
+            assert!(begun.elapsed().as_secs() < 60, "the load makes no progress");
             std::thread::sleep(std::time::Duration::from_millis(1));
         }
     }
 
-    /// Ends it; gives what the disk holds now.
+    /// Ends the load. Returns the contents of the disk.
     pub fn end(self) -> Vec<u8> {
         self.stop.store(true, Ordering::SeqCst);
         let mut disk = self.before.to_vec();

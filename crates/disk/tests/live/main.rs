@@ -1,5 +1,5 @@
-//! Work on the image of a disk that is being served: snapshots and streams under load, over several
-//! reactors; what goes wrong; and what the host's files are afterwards, judged by QEMU.
+//! Snapshot, commit and stream of a served disk: under load on several reactors; errors; and the
+//! files afterwards, which QEMU judges.
 
 mod cuts;
 mod load;

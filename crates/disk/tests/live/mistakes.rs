@@ -1,5 +1,4 @@
-//! What cannot be done, what is cancelled, what the host refuses: the disk goes on as it was, and
-//! says why.
+//! Impossible, cancelled and failing commands: the disk stays as it was, and the error says why.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -12,7 +11,7 @@ use crate::load::{Load, Reactor, WRITE, ask, close};
 use crate::peer::{Scratch, judge, qemu_img, random};
 
 const SIZE: usize = 8 << 20;
-/// So much takes a while to be copied.
+/// A size that takes a while to copy.
 const LARGE: usize = 128 << 20;
 
 type Run = fn(&Arc<Disk>, &Work) -> Result<(), WorkError>;
@@ -21,7 +20,7 @@ fn snapshot(disk: &Arc<Disk>, overlay: PathBuf) -> Result<(), WorkError> {
     disk.snapshot(&SnapshotOptions::new(overlay))
 }
 
-/// A raw image with an overlay on it, in use and under load.
+/// A raw image with an overlay, in use and under load.
 struct Fixture {
     scratch: Scratch,
     disk: Arc<Disk>,
@@ -34,7 +33,7 @@ impl Fixture {
         Fixture::with(name, SIZE, false)
     }
 
-    /// `full`: all that a guest sees is in the overlay.
+    /// `full`: the overlay holds all data that a guest sees.
     fn with(name: &str, size: usize, full: bool) -> Self {
         let scratch = Scratch::new(name);
         let mut known = random(size, 1);
@@ -61,7 +60,7 @@ impl Fixture {
         Fixture { scratch, disk, reactors, load }
     }
 
-    /// The load has met no error, and everything is where it was.
+    /// Checks that the load has met no error, and that the chain is as before.
     fn end(self) {
         let Fixture { scratch, disk, reactors, load } = self;
         load.go_on(200);
@@ -80,10 +79,10 @@ impl Fixture {
 }
 
 #[test]
-fn an_overlay_that_cannot_be_made_is_not_there_and_the_disk_goes_on() {
+fn a_snapshot_that_fails_leaves_no_overlay_and_the_disk_as_it_was() {
     let fixture = Fixture::new("overlay");
     let (scratch, disk) = (&fixture.scratch, &fixture.disk);
-    std::fs::write(scratch.path("there.qcow2"), b"somebody's").unwrap();
+    std::fs::write(scratch.path("there.qcow2"), b"other data").unwrap();
     std::fs::create_dir(scratch.path("other")).unwrap();
     let cases = [
         ("there.qcow2", "the file exists already"),
@@ -99,9 +98,9 @@ fn an_overlay_that_cannot_be_made_is_not_there_and_the_disk_goes_on() {
         );
         assert!(error.contains(what), "{error}");
     }
-    assert_eq!(std::fs::read(scratch.path("there.qcow2")).unwrap(), b"somebody's");
+    assert_eq!(std::fs::read(scratch.path("there.qcow2")).unwrap(), b"other data");
     assert!(!scratch.path("other/new.qcow2").exists());
-    // One that fails when the file is there already, but no image yet.
+    // A failure after the file was created, but before it holds an image.
     let shape = blockyard_image::qcow2::CreateOptions {
         cluster_size: 100,
         ..blockyard_image::qcow2::CreateOptions::new(0)
@@ -117,12 +116,12 @@ fn an_overlay_that_cannot_be_made_is_not_there_and_the_disk_goes_on() {
 }
 
 #[test]
-fn an_image_that_somebody_else_reads_is_not_committed_into() {
+fn a_backing_image_that_another_process_reads_refuses_a_commit() {
     let fixture = Fixture::new("reader");
     let reader = fixture.open("base.raw", true).unwrap();
     let error = fixture.disk.commit(&Work::default()).unwrap_err().to_string();
     assert!(error.contains("base.raw is in use by"), "{error}");
-    // It is still locked as one that is read: by nobody to be written, by others to be read.
+    // The image still has a shared lock: others may read it, but not write to it.
     drop(reader);
     fixture.open("base.raw", true).unwrap();
     assert!(fixture.open("base.raw", false).is_err());
@@ -134,7 +133,7 @@ fn an_image_that_somebody_else_reads_is_not_committed_into() {
 }
 
 #[test]
-fn an_image_below_that_is_too_small_is_not_committed_into() {
+fn a_backing_image_that_is_too_small_refuses_a_commit() {
     let fixture = Fixture::new("small");
     let (scratch, reactors) = (&fixture.scratch, [Reactor::start()]);
     std::fs::write(scratch.path("small.raw"), vec![1; SIZE / 2]).unwrap();
@@ -160,7 +159,7 @@ fn an_image_below_that_is_too_small_is_not_committed_into() {
     fixture.end();
 }
 
-/// Begins a work, and waits until something of it is done.
+/// Starts a commit or a stream, and waits until some of it is done.
 fn begin(disk: &Arc<Disk>, run: Run) -> (Work, JoinHandle<Result<(), WorkError>>) {
     let (work, disk) = (Work::default(), disk.clone());
     let doing = work.clone();
@@ -173,12 +172,12 @@ fn begin(disk: &Arc<Disk>, run: Run) -> (Work, JoinHandle<Result<(), WorkError>>
 }
 
 #[test]
-fn what_is_cancelled_half_way_leaves_the_disk_as_it_was() {
+fn a_cancelled_commit_or_stream_leaves_the_disk_as_it_was() {
     let works: [(Run, bool); 2] = [(Disk::commit, true), (Disk::stream, false)];
     for (run, full) in works {
         let fixture = Fixture::with("cancel", LARGE, full);
         let (work, thread) = begin(&fixture.disk, run);
-        // Meanwhile nothing else begins.
+        // No other work may begin meanwhile.
         let other = snapshot(&fixture.disk, fixture.scratch.path("other.qcow2")).unwrap_err();
         assert!(matches!(*other.why, Why::Busy), "{other}");
         work.cancel();
@@ -195,7 +194,7 @@ fn what_is_cancelled_half_way_leaves_the_disk_as_it_was() {
 }
 
 #[test]
-fn a_disk_that_is_closed_ends_the_work_on_it_first() {
+fn closing_a_disk_cancels_its_commit_or_stream_first() {
     let works: [(Run, bool); 2] = [(Disk::commit, true), (Disk::stream, false)];
     for (run, full) in works {
         let Fixture { scratch, disk, reactors, load } = Fixture::with("ended", LARGE, full);
@@ -211,7 +210,7 @@ fn a_disk_that_is_closed_ends_the_work_on_it_first() {
 }
 
 #[test]
-fn what_has_no_image_or_is_only_read_is_refused() {
+fn a_disk_without_image_or_a_read_only_disk_refuses_snapshots() {
     let (scratch, work) = (Scratch::new("refused"), Work::default());
     std::fs::write(scratch.path("base.raw"), vec![0; SIZE]).unwrap();
     let raw = scratch.disk("base.raw");
@@ -231,7 +230,7 @@ fn what_has_no_image_or_is_only_read_is_refused() {
 }
 
 #[test]
-fn a_disk_that_lost_a_flush_is_left_alone() {
+fn a_disk_whose_flush_fails_takes_no_snapshot() {
     let scratch = Scratch::new("poisoned");
     std::fs::write(scratch.path("base.raw"), vec![0; SIZE]).unwrap();
     let filter = "error:flush=1".parse().unwrap();
@@ -244,10 +243,10 @@ fn a_disk_that_lost_a_flush_is_left_alone() {
     assert_eq!(status, Ok(()));
     let error = snapshot(&disk, scratch.path("new.qcow2")).unwrap_err().to_string();
     assert!(error.contains("flush"), "{error}");
-    assert!(!scratch.path("new.qcow2").exists(), "the overlay of a snapshot that failed stays");
+    assert!(!scratch.path("new.qcow2").exists(), "the overlay of a failed snapshot remains");
     let (status, _) =
         reactors[0].on(&disk, async |served| ask(&served, Op::Flush, 0, Vec::new()).await);
-    assert_eq!(status, Err(Failure::Io), "the filter's error, and the disk goes on");
+    assert_eq!(status, Err(Failure::Io), "the filter's error does not poison the disk");
     let (status, _) =
         reactors[0].on(&disk, async |served| ask(&served, WRITE, 0, vec![2; 512]).await);
     assert_eq!(status, Ok(()));

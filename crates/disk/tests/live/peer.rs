@@ -1,4 +1,4 @@
-//! QEMU's tools, folders to work in, and disks on the files there.
+//! QEMU's tools, scratch folders, and disks on files in them.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -9,7 +9,8 @@ use blockyard_disk::{Disk, DiskOptions, Source};
 use blockyard_image::{CacheMode, ChainOptions};
 use blockyard_storage::sim::Rng;
 
-/// A folder that goes with the test. On a disk: /tmp is often memory, which has no O_DIRECT.
+/// A folder that is removed with the test. It is on a disk, because /tmp is often in memory,
+/// without O_DIRECT.
 pub struct Scratch(PathBuf);
 
 impl Scratch {
@@ -26,7 +27,7 @@ impl Scratch {
         self.0.join(name)
     }
 
-    /// The same as an argument.
+    /// Returns the path as a command-line argument.
     pub fn name(&self, name: &str) -> String {
         self.path(name).to_str().unwrap().into()
     }
@@ -61,7 +62,7 @@ impl Drop for Scratch {
     }
 }
 
-/// Runs `qemu-img`, which must go well; gives what it prints.
+/// Runs `qemu-img`, which must succeed. Returns its output.
 pub fn qemu_img(arguments: &[&str]) -> String {
     let tool = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../guests/tool");
     let output = Command::new(tool).arg("qemu-img").args(arguments).output().unwrap();
@@ -75,7 +76,7 @@ pub fn qemu_img(arguments: &[&str]) -> String {
     text(&output.stdout)
 }
 
-/// QEMU finds the image sound, and reads in it what is `expected`.
+/// Checks with QEMU that the image is consistent and holds `expected`.
 pub fn judge(scratch: &Scratch, image: &str, expected: &[u8]) {
     let (name, copy) = (scratch.name(image), scratch.name(&format!("{image}.expected")));
     std::fs::write(&copy, expected).unwrap();
@@ -87,7 +88,7 @@ pub fn judge(scratch: &Scratch, image: &str, expected: &[u8]) {
     std::fs::remove_file(copy).unwrap();
 }
 
-/// Bytes that nothing else has.
+/// Returns random bytes.
 pub fn random(len: usize, seed: u64) -> Vec<u8> {
     let mut rng = Rng::new(seed);
     (0..len / 8).flat_map(|_| rng.next_u64().to_ne_bytes()).collect()

@@ -1,4 +1,4 @@
-//! A live snapshot is remembered: a later start that names the old image does not write beneath the
+//! The record of a live snapshot: a later start that names the old image does not write beneath the
 //! overlay.
 
 use std::path::Path;
@@ -19,7 +19,7 @@ fn open(path: &Path, overlaid: Overlaid) -> Result<Source, String> {
     Source::open(&options).map_err(|e| e.to_string())
 }
 
-/// Serves a base, takes a live snapshot and ends; returns what the disk holds.
+/// Serves a base image, takes a live snapshot and ends. Returns the contents of the disk.
 fn serve_with_snapshot(scratch: &Scratch, base: &str, format: &str) -> Vec<u8> {
     qemu_img(&["create", "-f", format, &scratch.name(base), &SIZE.to_string()]);
     let (disk, reactors) = (scratch.disk(base), [Reactor::start()]);
@@ -44,7 +44,7 @@ fn an_image_below_a_live_snapshot_is_not_opened_for_writing() {
         assert!(error.contains("image commit") && error.contains("--abandon-overlay"), "{error}");
         let other = Overlaid::Below(vec![scratch.path(base)]);
         assert_eq!(open(&path, other).unwrap_err(), error, "another file's backing image");
-        // Reading harms nothing, and neither does the overlay.
+        // Opening the image for reading, or the overlay, is allowed.
         let reading = ChainOptions {
             read_only: true,
             cache: CacheMode::Writeback,
@@ -53,14 +53,14 @@ fn an_image_below_a_live_snapshot_is_not_opened_for_writing() {
         Source::open(&reading).unwrap();
         open(&scratch.path("top.qcow2"), Overlaid::Refuse).unwrap();
         judge(&scratch, "top.qcow2", &known);
-        // Given up once, it is forgotten.
+        // Abandoning the overlay removes the record.
         open(&path, Overlaid::Abandon).unwrap();
         open(&path, Overlaid::Refuse).unwrap();
     }
 }
 
 #[test]
-fn a_committed_overlay_is_forgotten() {
+fn committing_an_overlay_removes_its_record() {
     for (base, format) in [("base.raw", "raw"), ("base.qcow2", "qcow2")] {
         let scratch = Scratch::new("forgotten");
         let known = serve_with_snapshot(&scratch, base, format);
@@ -80,7 +80,7 @@ fn a_committed_overlay_is_forgotten() {
 }
 
 #[test]
-fn an_overlay_that_was_not_put_in_use_is_not_remembered() {
+fn an_overlay_that_was_never_used_leaves_no_record() {
     let scratch = Scratch::new("unused");
     std::fs::write(scratch.path("base.raw"), vec![1; SIZE]).unwrap();
     let Source::File(file) = open(&scratch.path("base.raw"), Overlaid::Refuse).unwrap() else {

@@ -1,4 +1,4 @@
-//! Images exchanged again and again under load, and what is in the files afterwards.
+//! Repeated snapshots, commits and streams under load, and the contents of the files afterwards.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ fn snapshot(disk: &Arc<Disk>, overlay: PathBuf) {
     disk.snapshot(&SnapshotOptions::new(overlay)).unwrap();
 }
 
-/// The backing file that the image names.
+/// Returns the backing file that the image names.
 fn backing(scratch: &Scratch, image: &str) -> Option<String> {
     let info = qemu_img(&["info", "--output=json", &scratch.name(image)]);
     let name = info.split("\"backing-filename\": \"").nth(1)?;
@@ -22,7 +22,7 @@ fn backing(scratch: &Scratch, image: &str) -> Option<String> {
 }
 
 #[test]
-fn snapshots_under_load_keep_each_state_and_lose_nothing() {
+fn snapshots_under_load_preserve_each_state_and_lose_no_write() {
     for (base, format) in [("base.raw", "raw"), ("base.qcow2", "qcow2")] {
         let scratch = Scratch::new("snapshots");
         qemu_img(&["create", "-f", format, &scratch.name(base), &SIZE.to_string()]);
@@ -35,7 +35,7 @@ fn snapshots_under_load_keep_each_state_and_lose_nothing() {
             snapshot(&disk, scratch.path(&format!("{round}.qcow2")));
             load.go_on(200);
             known = load.end();
-            // One more without load: the image below it is known, byte for byte.
+            // Another snapshot without load: the contents of its backing image are known exactly.
             snapshot(&disk, scratch.path(&format!("{round}-still.qcow2")));
             states.push((format!("{round}.qcow2"), known.clone()));
         }
@@ -51,7 +51,7 @@ fn snapshots_under_load_keep_each_state_and_lose_nothing() {
 }
 
 #[test]
-fn what_was_written_before_a_snapshot_is_in_the_old_image_and_what_comes_later_is_not() {
+fn writes_before_a_snapshot_are_in_the_old_image_and_later_ones_are_not() {
     let scratch = Scratch::new("line");
     qemu_img(&["create", "-f", "raw", &scratch.name("base.raw"), &SIZE.to_string()]);
     let (disk, reactors) = (scratch.disk("base.raw"), [Reactor::start(), Reactor::start()]);
@@ -70,7 +70,7 @@ fn what_was_written_before_a_snapshot_is_in_the_old_image_and_what_comes_later_i
 }
 
 #[test]
-fn an_image_that_is_streamed_under_load_stands_alone() {
+fn an_image_streamed_under_load_needs_no_backing_image() {
     let scratch = Scratch::new("stream");
     qemu_img(&["create", "-f", "raw", &scratch.name("base.raw"), &SIZE.to_string()]);
     let (disk, reactors) = (scratch.disk("base.raw"), [Reactor::start(), Reactor::start()]);
@@ -86,7 +86,7 @@ fn an_image_that_is_streamed_under_load_stands_alone() {
         assert_eq!((work.progress().done(), work.progress().total()), (SIZE as u64, SIZE as u64));
         let chain = disk.source();
         assert_eq!(chain.chain().unwrap().layers().len(), 1);
-        // The images that it stood on may go, while the disk is served.
+        // The former backing images may be removed while the disk is served.
         let _ = std::fs::remove_file(scratch.path("base.raw"));
         std::fs::remove_file(scratch.path(&format!("{round}a.qcow2"))).unwrap();
         load.go_on(200);
@@ -101,19 +101,19 @@ fn an_image_that_is_streamed_under_load_stands_alone() {
 }
 
 #[test]
-fn an_overlay_that_is_committed_under_load_is_empty_and_the_image_below_has_it_all() {
+fn an_overlay_committed_under_load_is_empty_and_its_backing_image_holds_all_data() {
     let bases: [(&str, &[&str]); 4] = [
         ("base.raw", &["-O", "raw"]),
         ("base.qcow2", &["-O", "qcow2"]),
         ("small.qcow2", &["-O", "qcow2", "-o", "cluster_size=4k"]),
-        // Every cluster that is written in the image below is freed there first.
+        // Every cluster that is written in the backing image is freed there first.
         ("packed.qcow2", &["-O", "qcow2", "-c"]),
     ];
     for (base, options) in bases {
         let scratch = Scratch::new("commit");
         let (name, source) = (scratch.name(base), scratch.name("source"));
         let mut known = random(SIZE, 3);
-        // What can be compressed.
+        // Compressible data.
         known.iter_mut().skip(SIZE / 4).step_by(2).for_each(|byte| *byte = 7);
         std::fs::write(&source, &known).unwrap();
         qemu_img(&[&["convert", "-f", "raw"], options, &[&source, &name]].concat());
@@ -131,7 +131,8 @@ fn an_overlay_that_is_committed_under_load_is_empty_and_the_image_below_has_it_a
             load = Load::start(&reactors, &disk, round + 2, &known);
         }
         let known = load.end();
-        // Once more without load: then the image below has everything, and the one on top nothing.
+        // Another commit without load. Then the backing image holds everything, and the topmost one
+        // nothing.
         disk.commit(&Work::default()).unwrap();
         close(&disk, &reactors);
         drop(disk);

@@ -1,11 +1,10 @@
-//! The judge of one boot: the oracle, and the rules of answers that it does not know.
+//! The judge of one boot: the oracle, and rules for answers that it does not know.
 //!
-//! - Nothing fails without cause: an error is the one that was injected, or says that the disk is
-//!   poisoned when it is.
-//! - A flush is answered Ok only when a sync that began after it was asked has gone well, and none
-//!   had failed by then.
-//! - On a poisoned disk no write and no flush is answered Ok, and those asked for from then on are
-//!   told why; reads go on.
+//! - Nothing fails without a cause: an error is the injected one, or Poisoned on a poisoned disk.
+//! - A flush returns Ok only if a sync that began after the flush arrived has succeeded, and no
+//!   sync had failed by then.
+//! - On a poisoned disk no write and no flush returns Ok. Those that arrive later fail with
+//!   Poisoned. Reads succeed.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -21,15 +20,15 @@ pub struct Judge {
     pub sim: SimDisk,
     pub disk: Arc<Disk>,
     failure: Option<Failure>,
-    /// Flushes that were answered, as the disk's events before and after, and whether well.
+    /// Answered flushes: the number of disk events before and after, and whether they succeeded.
     flushes: RefCell<Vec<(u64, u64, bool)>>,
     told: Cell<bool>,
-    /// Where a sync may fail, a read may see what it lost before anybody was told: for the oracle a
-    /// flush is always in flight then.
+    /// If syncs may fail, a read may see their losses before any flush has failed. So the oracle
+    /// always has a flush in flight then.
     _risk: Option<FlushToken>,
 }
 
-/// A request as it was asked.
+/// The state when a request arrived.
 #[derive(Clone, Copy)]
 pub struct Asked {
     op: Op,
@@ -61,14 +60,15 @@ impl Judge {
         Asked { op, poisoned: self.disk.poisoned().is_some(), events: self.sim.events() }
     }
 
-    /// A request was answered. `Ok(false)`: by a machine that is off, so nobody heard it.
+    /// Judges an answer. Returns `Ok(false)` if the power is off, so that no guest receives the
+    /// answer.
     pub fn answered(&self, asked: Asked, status: Status) -> Result<bool, String> {
         if self.sim.is_off() {
             return Ok(false);
         }
         let (op, poisoned) = (asked.op, self.disk.poisoned().is_some());
         if poisoned && !self.told.replace(true) {
-            // What was acknowledged and not flushed may be lost.
+            // Acknowledged writes that were not flushed may be lost.
             let mut oracle = self.oracle.borrow_mut();
             let failed = oracle.flush_started();
             oracle.flush_answered(failed, false);
@@ -90,9 +90,9 @@ impl Judge {
         ))
     }
 
-    /// At the end of a boot: whether each flush was told the truth.
+    /// Checks at the end of a boot that every flush was answered truthfully.
     pub fn flushes_are_true(&self) -> Result<(), String> {
-        // Each line of the history, reads apart, is one event.
+        // Each line of the history, except reads, is one event.
         let trace: Vec<Trace> =
             self.sim.trace().into_iter().filter(|t| t.kind != OpKind::Read).collect();
         let syncs = |phase| {
@@ -115,12 +115,12 @@ impl Judge {
         Ok(())
     }
 
-    /// The disk was poisoned, while there was power.
+    /// Returns whether the disk was poisoned while it had power.
     pub fn saw_poison(&self) -> bool {
         self.told.get()
     }
 
-    /// Flushes answered well, and badly.
+    /// Returns the numbers of flushes that succeeded and that failed.
     pub fn flushes(&self) -> (u64, u64) {
         let flushes = self.flushes.borrow();
         let good = flushes.iter().filter(|f| f.2).count();

@@ -1,5 +1,4 @@
-//! The run: lanes of requests on one or two reactors' views of a disk, until they are through or
-//! the power goes.
+//! The run: lanes of requests on one or two reactors, until they end or the power goes.
 
 use std::cell::{Cell, RefCell};
 use std::fmt;
@@ -21,10 +20,10 @@ use super::plan::Plan;
 
 /// Guest memory of each lane.
 const WINDOW: u64 = 1 << 16;
-/// The largest request, in sectors: over some 4096-byte blocks.
+/// The largest request in sectors. It spans several 4096-byte blocks.
 const LARGEST: u64 = 24;
 
-/// What has happened, over many boots.
+/// Counts of events over many boots.
 #[derive(Debug, Default)]
 pub struct Tally {
     pub cuts: u64,
@@ -32,16 +31,16 @@ pub struct Tally {
     pub flushes: u64,
     pub syncs: u64,
     pub poisoned: u64,
-    /// Flushes that failed beyond the one whose sync it was.
+    /// Flushes that failed because another one's sync failed.
     pub waiters_failed: u64,
-    /// Files that were longer at the end.
+    /// Number of files that were longer at the end.
     pub grew: u64,
-    /// The longest file there was, at the end of a run.
+    /// Length of the longest file at the end of a run.
     pub longest: u64,
 }
 
 impl Tally {
-    /// Flushes that waited together shared syncs.
+    /// Returns whether waiting flushes shared syncs.
     pub fn shared_syncs(&self) -> bool {
         self.syncs < self.flushes
     }
@@ -54,12 +53,14 @@ impl fmt::Display for Tally {
         write!(f, "{cuts} cuts, {survived} whole runs, {flushes} flushes by {syncs} syncs, ")?;
         write!(
             f,
-            "{poisoned} poisoned, {waiters_failed} more flushes failed, {grew} files grew, to {longest} bytes"
+            "{poisoned} poisoned, {waiters_failed} more flushes failed, {grew} files grew, \
+             to {longest} bytes"
         )
     }
 }
 
-/// A disk through its boots. What is found after each cut is judged, and is where the next begins.
+/// A disk over several boots. The contents after each power cut are judged, and the next boot
+/// starts with them.
 pub struct Life {
     plan: Plan,
     rng: Rng,
@@ -75,8 +76,8 @@ impl Life {
         Life { plan, rng, image, oracle: Rc::default(), memory: guest_memory() }
     }
 
-    /// One boot, cut after so many events; true: the load was through before. The storage is
-    /// `wrap`'s.
+    /// Runs one boot and cuts the power after `cut_after` events. Returns whether the load ended
+    /// before that. `wrap` may replace the storage.
     pub fn boot<S: Storage + Clone>(
         &mut self,
         cut_after: u64,
@@ -105,7 +106,7 @@ impl Life {
 
     fn config(&mut self, cut_after: u64) -> SimConfig {
         let rng = &mut self.rng;
-        // Now and then operations of a kind take long, so that others come in between.
+        // Sometimes a kind of operation is slow, so that others run in between.
         let mut slow = |most| if rng.one_in(4) { 40 } else { most };
         let latency = Latency { read: slow(4), write: slow(6), sync: slow(10), other: slow(6) };
         let power = Power::cut_after(cut_after);
@@ -117,7 +118,7 @@ impl Life {
         }
     }
 
-    /// Runs the lanes to their end. When the power goes half-way they end too, unheard.
+    /// Runs the lanes to their end. After a power cut they end, too, and their answers are ignored.
     fn load<S: Storage>(
         &mut self,
         judge: &Rc<Judge>,
@@ -163,7 +164,7 @@ impl Life {
 }
 
 impl Life {
-    /// Waits for the lanes, which wait for the disk; a disk without power gives up at once.
+    /// Waits for the lanes. A disk without power fails all pending operations.
     fn wait(
         &self,
         sim: &Sim,
@@ -185,7 +186,8 @@ impl Life {
         sim.block_on(watch).map_err(|e| format!("requests are left without an answer: {e}"))
     }
 
-    /// Some of the images that a cut here may leave; the last is what the next boot finds.
+    /// Judges some of the images that a power cut now may leave. The next boot starts with the last
+    /// one.
     fn judge_what_is_left(&mut self, sim_disk: &SimDisk) -> Result<(), String> {
         for _ in 0..2 {
             let bytes = self.found(&sim_disk.power_cut())?;
@@ -199,11 +201,11 @@ impl Life {
         Ok(())
     }
 
-    /// What the guest will see of an image, in whole sectors.
+    /// Returns what the guest sees of an image, in whole sectors.
     ///
-    /// Where the file still ends inside its last sector, that sector may be torn there: what was
-    /// written to it is kept, the growth is not. Nothing durable can be in it then; it counts as
-    /// never written.
+    /// If the file ends within its last sector, that sector may be torn there: a write to it is
+    /// kept, but the growth of the file is not. It holds nothing durable then, and counts as never
+    /// written.
     fn found(&self, image: &SimImage) -> Result<Vec<u8>, String> {
         let mut bytes = vec![0; self.plan.capacity as usize];
         image.read(0, &mut bytes);
@@ -263,7 +265,7 @@ fn options() -> DiskOptions {
 
 type Answer = (Status, Segments);
 
-/// What an export keeps of a request.
+/// The export's data of a request.
 struct Slot(Rc<Cell<Option<Answer>>>);
 
 impl Token for Slot {
@@ -284,7 +286,7 @@ async fn ask<S: Storage>(
     slot.take().expect("a request that was served is answered")
 }
 
-/// A guest's look at all of its disk, with nothing else going on.
+/// Reads the whole disk, without concurrent requests.
 async fn read_all<S: Storage>(
     judge: &Judge,
     served: &LocalDisk<S>,
@@ -312,7 +314,7 @@ fn check(
     judge.oracle.borrow_mut().check_read(token, offset, &content).map_err(|e| e.to_string())
 }
 
-/// One request in flight of some queue, always.
+/// A lane: keeps one request of a queue in flight.
 struct Lane<S> {
     judge: Rc<Judge>,
     served: Rc<LocalDisk<S>>,
@@ -341,7 +343,7 @@ impl<S: Storage> Lane<S> {
         Ok(())
     }
 
-    /// Offset and length in bytes, whole sectors; most are short.
+    /// Returns a random offset and length in bytes, in whole sectors. Most are short.
     fn range(&mut self) -> (u64, u64) {
         let sectors = self.capacity / SECTOR as u64;
         let longest = if self.rng.one_in(4) { LARGEST } else { 6 };
@@ -350,8 +352,8 @@ impl<S: Storage> Lane<S> {
         (first * SECTOR as u64, count * SECTOR as u64)
     }
 
-    /// Guest memory for a request: in one piece, in pieces of sectors, or in pieces as no O_DIRECT
-    /// takes them.
+    /// Returns guest memory for a request: one piece, pieces of whole sectors, or pieces that
+    /// O_DIRECT does not accept.
     fn segments(&mut self, len: u64) -> Segments {
         let mut segments = Segments::default();
         segments.reset(&self.memory);

@@ -1,13 +1,14 @@
-//! Power cuts: whole disks on the simulated one, driven as exports drive them, cut at any moment,
-//! and judged.
+//! Power cuts of whole disks on the simulated one. The tests drive them as exports do, cut the
+//! power at any event, and judge the result.
 //!
 //! ```text
-//!   plan   what a run is like: shape, reactors, trouble; decided by its seed
-//!   load   the run: lanes of requests on one or two reactors, until they are through or the power goes
-//!   judge  what is told to the oracle, and the rules of answers that it does not know
+//!   plan    the settings of a run: alignment, reactors, faults; a seed determines them
+//!   load    the run: lanes of requests on one or two reactors, to their end or to the power cut
+//!   judge   what is reported to the oracle, and the rules for answers that it does not know
 //! ```
-//! A failure names its seed: `BLOCKYARD_SEED=N` runs that one alone. `BLOCKYARD_CUTS=N` makes as
-//! many random cuts.
+//!
+//! A failure names its seed: `BLOCKYARD_SEED=N` runs only that one. `BLOCKYARD_CUTS=N` sets the
+//! number of random power cuts.
 
 mod judge;
 mod load;
@@ -22,7 +23,7 @@ use blockyard_storage::sim::{OpKind, Rng};
 use load::{Life, Tally};
 use plan::{Plan, SHAPES, Trouble};
 
-/// Random cuts of an ordinary run.
+/// Random power cuts of an ordinary run.
 const CUTS: u64 = 20_000;
 
 fn number(name: &str) -> Option<u64> {
@@ -30,7 +31,7 @@ fn number(name: &str) -> Option<u64> {
     Some(text.parse().unwrap_or_else(|_| panic!("{name} is a number, not {text:?}")))
 }
 
-/// Three cuts of one disk at random events.
+/// Makes three power cuts of one disk at random events.
 fn random_life(plan: Plan, tally: &mut Tally) -> Result<(), String> {
     let mut rng = Rng::new(plan.seed);
     let events = plan.events();
@@ -42,7 +43,7 @@ fn random_life(plan: Plan, tally: &mut Tally) -> Result<(), String> {
 }
 
 #[test]
-fn what_was_promised_survives_random_cuts() {
+fn durable_writes_survive_random_power_cuts() {
     let cuts = number("BLOCKYARD_CUTS").unwrap_or(CUTS);
     let seeds = number("BLOCKYARD_SEED").map_or(0..u64::MAX, |seed| seed..seed + 1);
     let (mut tally, first) = (Tally::default(), seeds.start);
@@ -61,7 +62,7 @@ fn what_was_promised_survives_random_cuts() {
 }
 
 #[test]
-fn what_was_promised_survives_a_cut_at_every_event() {
+fn durable_writes_survive_a_power_cut_at_every_event() {
     let mut tally = Tally::default();
     for (number, shape) in SHAPES.into_iter().cycle().take(9).enumerate() {
         let (seed, writethrough, reactors) = (number as u64, number / 3 == 2, 1 + number % 2);
@@ -73,15 +74,17 @@ fn what_was_promised_survives_a_cut_at_every_event() {
             survived
         });
         println!(
-            "seed {seed}, {shape:?}, writethrough {writethrough}, {reactors} reactors: {whole:?} events"
+            "seed {seed}, {shape:?}, writethrough {writethrough}, {reactors} reactors: \
+             {whole:?} events"
         );
     }
     println!("{tally}");
 }
 
-/// Two reactors flush at once, and one sync fails: nobody is told that all is well.
+/// Two reactors flush at the same time, and one sync fails: no flush that depends on it may
+/// succeed.
 #[test]
-fn a_failed_sync_fails_all_who_counted_on_it() {
+fn a_failed_sync_fails_all_flushes_that_depend_on_it() {
     let mut tally = Tally::default();
     let seeds = 10_000..10_400;
     for seed in seeds.clone() {
@@ -99,7 +102,7 @@ fn a_failed_sync_fails_all_who_counted_on_it() {
     assert!(tally.poisoned > 200 && tally.waiters_failed > 100, "{tally}");
 }
 
-/// What a storage that breaks its promises does wrong.
+/// How a faulty storage breaks its promises.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Lie {
     NoSync,
@@ -158,9 +161,9 @@ impl<S: Storage> Storage for Liar<S> {
     }
 }
 
-/// The judges are judged: a storage that lies is found out.
+/// Tests the judges: they must detect a faulty storage.
 #[test]
-fn liars_are_caught() {
+fn the_judges_detect_a_faulty_storage() {
     for lie in [Lie::NoSync, Lie::NotDurable, Lie::LosesPieces, Lie::ReadsStale] {
         let caught = (0..100).filter(|&seed| {
             let plan = Plan::quiet(seed);
@@ -168,14 +171,14 @@ fn liars_are_caught() {
             Life::new(plan).boot(events, |disk| Liar { disk, lie }, &mut Tally::default()).is_err()
         });
         let caught = caught.count();
-        assert!(caught >= 10, "{lie:?} was caught in {caught} of 100 runs");
+        assert!(caught >= 10, "{lie:?} was detected in {caught} of 100 runs");
     }
 }
 
-/// A file that ends inside a block of O_DIRECT's grows to its last sector, and not by the rest of
-/// the block.
+/// A file that ends within a block of O_DIRECT grows to the end of its last sector, not of the
+/// block.
 #[test]
-fn the_guest_s_disk_never_grows() {
+fn a_write_never_extends_the_guest_s_disk() {
     let mut tally = Tally::default();
     for seed in 20_000..20_100 {
         let plan = Plan { shape: SHAPES[2], capacity: 35 * 512, missing: 100, ..Plan::quiet(seed) };

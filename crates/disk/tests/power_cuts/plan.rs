@@ -1,4 +1,4 @@
-//! What a run is like: decided by its seed.
+//! The settings of a run, which its seed determines.
 
 use std::io;
 
@@ -6,7 +6,8 @@ use blockyard_disk::Failure;
 use blockyard_image::Alignment;
 use blockyard_storage::sim::{Fault, OpKind, Rng, SECTOR};
 
-/// The page cache; O_DIRECT on 512-byte blocks, and on 4096-byte blocks under 512-byte sectors.
+/// Alignments: the page cache; O_DIRECT on 512-byte blocks, and on 4096-byte blocks under 512-byte
+/// sectors.
 pub const SHAPES: [Alignment; 3] = [
     Alignment { memory_align: 1, offset_align: 1 },
     Alignment { memory_align: 512, offset_align: 512 },
@@ -17,23 +18,23 @@ pub const SHAPES: [Alignment; 3] = [
 pub struct Plan {
     pub seed: u64,
     pub shape: Alignment,
-    /// Bytes the guest may address; the file is shorter by `missing`, at first.
+    /// Bytes that the guest may address. The file is shorter by `missing` bytes at first.
     pub capacity: u64,
     pub missing: u64,
     pub reactors: usize,
-    /// Requests in flight, over all queues, and how many each of these lanes makes.
+    /// Number of lanes (requests in flight), and requests that each lane makes.
     pub lanes: usize,
     pub requests: usize,
-    /// Every write is to be durable, as for a guest that was told of no write cache.
+    /// Every write is durable, as for a guest that sees no write cache.
     pub writethrough: bool,
-    /// What the device writes whole or not at all.
+    /// Bytes that the device writes atomically.
     pub atomic: usize,
     pub discard_zeroes: bool,
     pub trouble: Option<Trouble>,
 }
 
 impl Plan {
-    /// Nothing fails but the power.
+    /// Returns a plan without faults, except the power cut.
     pub fn quiet(seed: u64) -> Self {
         let mut rng = Rng::new(seed ^ 0x706c_616e);
         let atomic = *rng.pick(&[512, 512, 1024, 4096]);
@@ -58,18 +59,19 @@ impl Plan {
         Plan { trouble, ..Plan::quiet(seed) }
     }
 
-    /// About as many events as a run has: a random one below is likely to be in it.
+    /// Returns about the number of events of a run. A smaller random number is likely to be within
+    /// the run.
     pub fn events(&self) -> u64 {
         (self.lanes * self.requests) as u64 * 9 / 5
     }
 }
 
-/// Operations that fail, and what a guest may be told of it.
+/// A fault, and the failure that a guest may see.
 #[derive(Clone, Debug)]
 pub struct Trouble {
     pub kind: OpKind,
     pub fault: Fault,
-    /// None: the guest is told nothing.
+    /// None: the guest sees no failure.
     pub failure: Option<Failure>,
 }
 

@@ -25,7 +25,7 @@ fn bps(limit: Limit) -> Limits {
     Limits { bps: Some(limit), ..Limits::default() }
 }
 
-/// Repeatable randomness.
+/// A repeatable random number generator.
 struct Random(u64);
 
 impl Random {
@@ -37,8 +37,8 @@ impl Random {
     }
 }
 
-/// A client that always has something to ask, and wakes up to `late` after the time it was told;
-/// from one time to another. What passed: when, how much.
+/// Simulates a client that always has work, from time `from` to `to`. It retries up to `late` after
+/// the time that the limiter returned. Returns the time and the amount of each admitted operation.
 fn greedy(
     limiter: &Limiter,
     from: Time,
@@ -56,7 +56,7 @@ fn greedy(
                     break;
                 }
                 Err(then) => {
-                    assert!(then > now, "told to ask at {then}, at {now}");
+                    assert!(then > now, "told to retry at {then}, at {now}");
                     now = then + if late > 0 { random.below(late) } else { 0 };
                 }
             }
@@ -69,10 +69,10 @@ fn sum(passed: &[(Time, u64)]) -> u64 {
     passed.iter().map(|p| p.1).sum()
 }
 
-/// In no time between two operations did more pass than `rate` gives, and `more`.
+/// Checks that between any two operations at most `rate` and `more` were admitted.
 #[track_caller]
-fn never_more(passed: &[(Time, u64)], rate: u64, more: f64) {
-    // The most that was ahead of the rate since any earlier operation.
+fn assert_rate_not_exceeded(passed: &[(Time, u64)], rate: u64, more: f64) {
+    // Largest excess over the rate since any earlier operation.
     let (mut ahead, mut last) = (0.0f64, 0);
     for &(now, amount) in passed {
         ahead = (ahead - (now - last) as f64 * rate as f64 / 1e9).max(0.0) + amount as f64;
@@ -85,8 +85,8 @@ fn never_more(passed: &[(Time, u64)], rate: u64, more: f64) {
 }
 
 #[test]
-fn what_counts_for_what() {
-    // Which of six limits of one unit a second refuse the second operation.
+fn each_limit_counts_its_kinds_of_operations() {
+    // Finds out which of six limits of one unit a second refuse a second operation.
     let counts = |operation: Operation| {
         let one = || Some(Limit::of(1));
         let none = Limits::default;
@@ -116,7 +116,7 @@ fn what_counts_for_what() {
 }
 
 #[test]
-fn no_limit_is_no_limit() {
+fn without_limits_every_operation_is_admitted() {
     let limiter = Limiter::new(&Limits::default());
     assert!(limiter.is_unlimited());
     assert_eq!(limiter.take(0, &read(u64::MAX), None), Ok(()));
@@ -140,14 +140,13 @@ fn all_limits_are_charged_or_none() {
     };
     let limiter = Limiter::new(&limits);
     limiter.take(0, &op(OperationKind::Write, 1_000_000, 1), None).unwrap();
-    // A million refusals cost nothing of the limit that they would have passed.
+    // A million refused operations are not charged to the limit that would admit them.
     for _ in 0..1_000_000 {
         assert!(limiter.take(0, &op(OperationKind::Write, 1, 1), None).is_err());
     }
     let reads = greedy(&limiter, 0, 100 * MS, 0, || op(OperationKind::Read, 0, 1));
     assert!((109_990..=110_000).contains(&reads.len()), "{}", reads.len());
-    // So it is with what another than the limiter refuses, at a rate that no second can be divided
-    // by.
+    // The same with operations that are refunded, at a rate that does not divide a second.
     let limiter = Limiter::new(&iops(Limit::of(70_001)));
     for _ in 0..1_000_000 {
         limiter.take(0, &read(0), None).unwrap();
@@ -157,8 +156,8 @@ fn all_limits_are_charged_or_none() {
 }
 
 #[test]
-fn a_thousand_million_requests_to_the_last_one() {
-    // Rates that no second can be divided by; what passes is known beforehand.
+fn a_thousand_million_requests_are_charged_exactly() {
+    // Rates that do not divide a second; the admitted amounts are known.
     for (rate, largest) in [(7u64, 3), (999_983, 2000), (3_000_000_019, 100_000)] {
         let limiter = Limiter::new(&iops(Limit::of(rate)));
         let (mut now, mut all, mut random) = (0, 0u64, Random(rate));
@@ -171,7 +170,7 @@ fn a_thousand_million_requests_to_the_last_one() {
             all += u64::from(operation.requests);
             asked += 1;
         }
-        // What has passed is paid at this time, and not a nanosecond earlier or later.
+        // All admitted operations are paid at exactly this nanosecond.
         let paid = (u128::from(all) * u128::from(S) / u128::from(rate)) as u64;
         let full = limiter.generation(limiter.changes.load(SeqCst))[0].buckets[0].full.load(SeqCst);
         assert_eq!(full, paid, "{all} requests in {asked} operations at {rate} a second");
@@ -180,7 +179,7 @@ fn a_thousand_million_requests_to_the_last_one() {
 }
 
 #[test]
-fn after_any_idle_time_no_more_than_the_burst() {
+fn after_any_idle_time_at_most_the_burst_is_granted() {
     let limiter = Limiter::new(&iops(limit(1000, 5000, 2000)));
     for round in 1..5 {
         // Days.
@@ -189,15 +188,15 @@ fn after_any_idle_time_no_more_than_the_burst() {
         let within = |to: u64| passed.iter().filter(|p| p.0 < start + to).count();
         assert!((5000..=5050).contains(&within(S)), "{}", within(S));
         assert!((9950..=10_050).contains(&within(2 * S)), "{}", within(2 * S));
-        // Then the rate: 8000 of burst, and 10 s.
+        // Then the rate: 8000 of the burst, and 10 s of the rate.
         assert!((17_990..=18_000).contains(&passed.len()), "{}", passed.len());
     }
 }
 
 #[test]
-fn small_operations_starve_no_large_one() {
-    // Somebody asks for 4 KiB again and again; one of 4 MiB comes to its turn as soon as the bucket
-    // opens.
+fn small_operations_do_not_starve_large_ones() {
+    // One client asks for 4 KiB again and again. Another one's 4 MiB are admitted as soon as the
+    // bucket admits anything.
     let limiter = Limiter::new(&bps(Limit::of(1 << 20)));
     let (mut now, mut large_at) = (0, 0);
     while now < 60 * S {
@@ -222,19 +221,19 @@ fn a_debt_of_any_size_is_paid() {
 }
 
 #[test]
-fn a_change_is_felt_at_once() {
+fn a_change_takes_effect_at_once() {
     let limiter = Limiter::new(&iops(Limit::of(1)));
     limiter.take(5 * S, &read(0), None).unwrap();
     assert!(limiter.take(5 * S, &read(0), None).unwrap_err() > 5900 * MS);
-    // Faster: the debt of a request is that of a request.
+    // A faster limit: the debt of a request is its cost at the new rate.
     limiter.set(&iops(Limit::of(1000)));
     let passed = greedy(&limiter, 5 * S, 6 * S, 0, || read(0));
     assert!((998..=1010).contains(&passed.len()), "{}", passed.len());
-    // Slower: what was used of the bucket is no debt at the new rate.
+    // A slower limit: the used part of the bucket is no debt at the new rate.
     limiter.set(&iops(Limit::of(10)));
     let passed = greedy(&limiter, 6 * S, 16 * S, 0, || read(0));
     assert!((99..=101).contains(&passed.len()), "{}", passed.len());
-    // A burst is given, once, however often it is said anew, and also when it is said otherwise.
+    // A burst is granted once, even if the limit is set again and again, also with other values.
     let mut all = 0;
     for i in 0..1000 {
         limiter.set(&iops(limit(10, 1000, 1000)));
@@ -243,7 +242,7 @@ fn a_change_is_felt_at_once() {
             greedy(&limiter, 16 * S + i * 10 * MS, 16 * S + (i + 1) * 10 * MS, 0, || read(0)).len();
     }
     assert!((1085..=1105).contains(&all), "{all}: 990 and ten seconds");
-    // Other limits do not touch what this one has used.
+    // Changes of other limits do not affect the use of this one.
     let mut limits = iops(limit(10, 1000, 1000));
     for i in 0..100 {
         limits.bps = Some(Limit::of(1 << (20 + i % 8)));
@@ -256,7 +255,7 @@ fn a_change_is_felt_at_once() {
 }
 
 #[test]
-fn reactors_together_get_what_one_would() {
+fn several_reactors_together_get_the_rate_of_one() {
     const THREADS: usize = 4;
     let limits = Limits {
         iops: Some(Limit::of(1_000_003)),
@@ -274,7 +273,7 @@ fn reactors_together_get_what_one_would() {
                     let now = clock.load(SeqCst).saturating_sub(random.below(20_000));
                     let operation = op(OperationKind::Read, bytes, 1);
                     if limiter.take(now, &operation, None).is_ok() {
-                        // Another one than the limiter refuses.
+                        // Some admitted operations are refunded.
                         if random.below(4) == 0 {
                             limiter.refund(&operation, None);
                         } else {
@@ -290,16 +289,16 @@ fn reactors_together_get_what_one_would() {
         threads.into_iter().map(|t| t.join().unwrap()).collect()
     });
     let (requests, bytes) = passed.iter().fold((0, 0), |sum, p| (sum.0 + p[0], sum.1 + p[1]));
-    // They ask 7 million times, for 2 KiB in the mean: bytes decide.
+    // The threads ask 7 million times, for 2 KiB on average, so the limit of bytes decides.
     assert!(requests < 2_010_000, "{requests}");
     let most = (300 << 20) * 201 / 100;
     assert!(bytes <= most && bytes > most / 100 * 98, "{bytes} of {most}");
 }
 
 #[test]
-fn a_charge_that_came_too_late_is_taken_back() {
-    // One limit counts all that passes: 2 s each, of a burst of ages. For the other they race: one
-    // a second.
+fn a_charge_that_loses_a_race_is_refunded() {
+    // One limit charges each admitted operation 2 s of a very long burst. The threads race for the
+    // other limit, which admits one operation a second.
     let counts = limit(1, 1_000_000_000, 1_000_000_000);
     let limiter = Limiter::new(&Limits {
         iops: Some(counts),
@@ -327,7 +326,7 @@ fn a_charge_that_came_too_late_is_taken_back() {
 }
 
 #[test]
-fn changes_while_reactors_ask() {
+fn limits_can_change_while_reactors_use_them() {
     let (slow, fast) = (iops(Limit::of(1)), iops(Limit::of(1_000_000)));
     let (limiter, clock) = (Limiter::new(&slow), AtomicU64::new(0));
     std::thread::scope(|scope| {
@@ -341,8 +340,8 @@ fn changes_while_reactors_ask() {
         while clock.load(SeqCst) < S {
             limiter.set(&slow);
             limiter.set(&fast);
-            // Never does a charge of the slow limit, a second each, come into the bucket of the
-            // fast one. In this order: time goes on meanwhile.
+            // A charge of the slow limit (one second) must never go to the bucket of the fast one.
+            // Load in this order, because time advances meanwhile.
             let full =
                 limiter.generation(limiter.changes.load(SeqCst))[0].buckets[0].full.load(SeqCst);
             let now = clock.load(SeqCst);
@@ -351,8 +350,8 @@ fn changes_while_reactors_ask() {
     });
 }
 
-/// A limit, and the largest operation of a client for which it is 20 to 5000 operations a second,
-/// or more.
+/// A limit, and the largest operation of a client. The limit is 20 to 5000 such operations a
+/// second, or more.
 fn any_limit() -> impl Strategy<Value = (Limit, u64)> {
     let rate = prop_oneof![1u64..100, 1u64..100_000, 1u64..1 << 32, 1u64..1 << 50];
     (rate, prop::option::of((1u64..10, 1u64..2000)), 20u64..5000).prop_map(
@@ -368,9 +367,10 @@ fn any_limit() -> impl Strategy<Value = (Limit, u64)> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
 
-    /// Whoever asks whenever for whatever: never more; and who always asks gets the rate.
+    /// Grants never exceed the configured rate. A caller that always has work receives the full
+    /// rate.
     #[test]
-    fn never_more_and_not_less(
+    fn grants_never_exceed_the_rate_and_reach_it(
         (limit, largest) in any_limit(),
         late in 0u64..3 * MS,
         seed in 1u64..u64::MAX,
@@ -379,21 +379,24 @@ proptest! {
         let limiter = Limiter::new(&bps(limit));
         let (mut random, mut passed, mut now, mut biggest) = (Random(seed), Vec::new(), start, 1);
         for _ in 0..20 {
-            // Time for some hundred operations, and then some idle time.
+            // Time for a few hundred operations, and then an idle time.
             let busy = (u128::from(largest) * 100 * u128::from(S) / u128::from(limit.rate)) as u64;
             let part = greedy(&limiter, now, now + busy, late, || {
                 let bytes = 1 + random.below(largest);
                 biggest = biggest.max(bytes);
                 read(bytes)
             });
-            // But for what the one before took too much, and what comes too late for this part: no
-            // byte less than the rate.
-            let due = limit.rate as f64 * (busy.saturating_sub(late) as f64 / 1e9) - 2.0 * biggest as f64 - 1.0;
+            // Full rate, except for the excess of the previous operation and for late retries.
+            let due = limit.rate as f64 * (busy.saturating_sub(late) as f64 / 1e9)
+                - 2.0 * biggest as f64
+                - 1.0;
             prop_assert!(sum(&part) as f64 >= due, "{} of {due}", sum(&part));
             passed.extend(part);
             now += busy + random.below(2 * busy);
         }
-        let at_most = |rate: u64, holds: f64| never_more(&passed, rate, holds.max(holds / 2.0 + biggest as f64));
+        let at_most = |rate: u64, holds: f64| {
+            assert_rate_not_exceeded(&passed, rate, holds.max(holds / 2.0 + biggest as f64))
+        };
         let peak = limit.max.unwrap_or(limit.rate);
         at_most(peak, peak as f64 / 100.0);
         if let Some(max) = limit.max {
@@ -402,11 +405,14 @@ proptest! {
         }
     }
 
-    /// Limits that change all the time: each phase gives what it may, and the first request after a
-    /// change waits no longer than it would have waited before, or for one request at the new rate
-    /// and the bucket's slack.
+    /// Limits that change all the time. Each phase grants its rate. The first request after a
+    /// change waits no longer than before the change, or than one request at the new rate and the
+    /// bucket's slack.
     #[test]
-    fn each_phase_of_many_has_its_rate(rates in prop::collection::vec(1u64..200_000, 2..20), late in 0u64..MS) {
+    fn each_phase_between_changes_has_its_rate(
+        rates in prop::collection::vec(1u64..200_000, 2..20),
+        late in 0u64..MS,
+    ) {
         let limiter = Limiter::new(&Limits::default());
         let (mut now, mut waits) = (S, 0);
         for rate in rates {
@@ -417,18 +423,33 @@ proptest! {
             let passed = greedy(&limiter, now, now + length, late, || read(0)).len() as f64;
             let of = |time: u64| rate as f64 * (time as f64 / 1e9);
             prop_assert!(passed <= of(length + 10 * MS) + 2.0, "{passed} in {length} ns at {rate}");
-            // The last one may come too late for the phase.
-            prop_assert!(passed >= of(length.saturating_sub(wait + late)) - 2.0, "{passed} in {length} ns at {rate}");
+            // The last request may be too late for the phase.
+            let least = of(length.saturating_sub(wait + late)) - 2.0;
+            prop_assert!(passed >= least, "{passed} in {length} ns at {rate}");
             now += length;
             waits = limiter.take(now, &read(0), None).err().map_or(0, |then| then - now);
         }
     }
 
-    /// No figure is too large.
+    /// No value overflows.
     #[test]
-    fn nothing_overflows(rate in 1u64..=1 << 50, more in 0u64..=1 << 50, length in any::<u64>(), bytes in any::<u64>(), now in any::<u64>()) {
-        let all = Some(Limit { rate, max: Some(rate + more), length: Duration::from_nanos(length) });
-        let limits = Limits { iops: all, iops_read: all, iops_write: all, bps: all, bps_read: all, bps_write: all };
+    fn nothing_overflows(
+        rate in 1u64..=1 << 50,
+        more in 0u64..=1 << 50,
+        length in any::<u64>(),
+        bytes in any::<u64>(),
+        now in any::<u64>(),
+    ) {
+        let length = Duration::from_nanos(length);
+        let all = Some(Limit { rate, max: Some(rate + more), length });
+        let limits = Limits {
+            iops: all,
+            iops_read: all,
+            iops_write: all,
+            bps: all,
+            bps_read: all,
+            bps_write: all,
+        };
         let limiter = Limiter::new(&limits);
         for operation in [op(OperationKind::Write, bytes, u32::MAX), read(bytes)] {
             for _ in 0..3 {
@@ -443,9 +464,9 @@ proptest! {
     }
 }
 
-/// What each of some gets that ask again when they are told to, on reactors of their own that are
-/// late; per second.
-fn beside(
+/// Simulates several flows that retry when the limiter returned, on reactors that are late. Returns
+/// the admitted amount of each, a second.
+fn compete(
     limiter: &Limiter,
     from: Time,
     seconds: u64,
@@ -470,42 +491,46 @@ fn beside(
 }
 
 #[test]
-fn who_waits_beside_others_has_his_part() {
+fn waiting_flows_share_a_limit_by_weight() {
     for rate in [10, 2000, 100_000] {
         let limiter = Limiter::new(&iops(Limit::of(rate)));
         let flows = [100, 100, 300].map(|weight| limiter.join(weight));
-        // The second is always the last one to look.
+        // The second flow always retries last.
         let all =
             [(&*flows[0], read(0), 1), (&*flows[1], read(0), 300_000), (&*flows[2], read(0), 1)];
-        let got = beside(&limiter, S, 40, &all);
+        let got = compete(&limiter, S, 40, &all);
         let due = [0.2, 0.2, 0.6].map(|part| part * rate as f64);
         for (got, due) in got.iter().zip(due) {
             assert!((got / due - 1.0).abs() < 0.03, "{got} of {due} at {rate}");
         }
-        // The others' part of who does not wait.
-        let got = beside(&limiter, 50 * S, 40, &all[..2]);
+        // The part of a flow that does not wait goes to the others.
+        let got = compete(&limiter, 50 * S, 40, &all[..2]);
         assert!(
             got.iter().all(|got| (got / (rate as f64 / 2.0) - 1.0).abs() < 0.03),
             "{got:?} at {rate}"
         );
     }
-    // Who comes back has saved nothing up.
+    // A flow that was idle has saved up no credit.
     let limiter = Limiter::new(&iops(Limit::of(2000)));
     let flows = [100, 100].map(|weight| limiter.join(weight));
     let all = [(&*flows[0], read(0), 1), (&*flows[1], read(0), 1)];
-    assert!(beside(&limiter, S, 20, &all[..1])[0] > 1990.0);
-    let got = beside(&limiter, 21 * S, 5, &all);
+    assert!(compete(&limiter, S, 20, &all[..1])[0] > 1990.0);
+    let got = compete(&limiter, 21 * S, 5, &all);
     assert!(got.iter().all(|got| (got / 1000.0 - 1.0).abs() < 0.03), "{got:?}");
-    // Of bytes, whatever the sizes.
+    // Limits of bytes are shared equally, whatever the sizes.
     let limiter = Limiter::new(&bps(Limit::of(100 << 20)));
     let flows = [100, 100].map(|weight| limiter.join(weight));
-    let got =
-        beside(&limiter, S, 40, &[(&flows[0], read(4096), 1), (&flows[1], read(1 << 20), 300_000)]);
+    let got = compete(
+        &limiter,
+        S,
+        40,
+        &[(&flows[0], read(4096), 1), (&flows[1], read(1 << 20), 300_000)],
+    );
     assert!((got[0] / got[1] - 1.0).abs() < 0.03, "{got:?}");
 }
 
 #[test]
-fn who_waits_for_one_limit_is_in_nobodys_way_at_another() {
+fn a_flow_that_waits_for_one_limit_does_not_delay_others_at_another_limit() {
     let limits = Limits {
         iops_read: Some(Limit::of(10)),
         iops_write: Some(Limit::of(10_000)),
@@ -514,18 +539,18 @@ fn who_waits_for_one_limit_is_in_nobodys_way_at_another() {
     let limiter = Limiter::new(&limits);
     let (reads, writes) = (limiter.join(100), limiter.join(100));
     let write = op(OperationKind::Write, 4096, 1);
-    let got = beside(&limiter, S, 20, &[(&reads, read(4096), 1), (&writes, write, 1)]);
+    let got = compete(&limiter, S, 20, &[(&reads, read(4096), 1), (&writes, write, 1)]);
     assert!(
         (got[0] / 4096.0 / 10.0 - 1.0).abs() < 0.03
             && (got[1] / 4096.0 / 10_000.0 - 1.0).abs() < 0.03,
         "{got:?}"
     );
-    // One small and one large, two limits, of which each has reached another: none stops the other.
+    // A flow of small and one of large operations, each at another limit: neither stops the other.
     let limits =
         Limits { iops: Some(Limit::of(1000)), bps: Some(Limit::of(64 << 20)), ..Limits::default() };
     let limiter = Limiter::new(&limits);
     let (small, large) = (limiter.join(100), limiter.join(100));
-    let got = beside(&limiter, S, 20, &[(&small, read(4096), 1), (&large, read(256 << 10), 1)]);
+    let got = compete(&limiter, S, 20, &[(&small, read(4096), 1), (&large, read(256 << 10), 1)]);
     let (requests, bytes) = (got[0] / 4096.0 + got[1] / 262_144.0, got[0] + got[1]);
     let used = (requests / 1000.0).max(bytes / (64 << 20) as f64);
     assert!(
@@ -535,14 +560,14 @@ fn who_waits_for_one_limit_is_in_nobodys_way_at_another() {
 }
 
 #[test]
-fn who_has_gone_is_waited_for_no_longer_than_a_moment() {
+fn a_flow_that_has_gone_delays_others_only_for_a_moment() {
     let limiter = Limiter::new(&iops(Limit::of(1000)));
     let (here, gone) = (limiter.join(100), limiter.join(100));
     while limiter.take(S, &read(0), Some(&gone)).is_ok() {}
-    // Ahead of the one that waits, by far.
-    let first = beside(&limiter, S, 1, &[(&here, read(0), 1)]);
+    // The flow is far ahead of the one that waits.
+    let first = compete(&limiter, S, 1, &[(&here, read(0), 1)]);
     assert!((900.0..=1010.0).contains(&first[0]), "{first:?}");
     drop(gone);
-    let later = beside(&limiter, 2 * S, 5, &[(&here, read(0), 1)]);
+    let later = compete(&limiter, 2 * S, 5, &[(&here, read(0), 1)]);
     assert!((990.0..=1010.0).contains(&later[0]), "{later:?}");
 }

@@ -1,4 +1,5 @@
-//! Guests that share a simulated device: shares, protection, reservations, and that nobody starves.
+//! Guests that share a simulated device: shares, protection, reservations, and freedom from
+//! starvation.
 
 mod model;
 
@@ -29,11 +30,11 @@ fn within(got: &[Got], weights: &[f64], tolerance: f64) {
 }
 
 #[test]
-fn a_polite_guest_does_not_notice_one_that_thrashes() {
-    // Half of the servers, at depth 8, are the whole half of the device; with times that vary its
-    // p99 is 1.31 to 1.35 times that alone, so that case is tried at depth 7. What is not
-    // calibrated leaves up to a fifth of the device unused (below). Where all take the same time,
-    // they go in step: who pauses for a moment finds all servers taken.
+fn a_guest_within_its_share_is_hardly_slowed_by_one_that_thrashes() {
+    // At depth 8 a guest uses half of the servers, its whole share. With varying service times its
+    // p99 is 1.31 to 1.35 times that without neighbours, so that case runs at depth 7. Without a
+    // calibration up to a fifth of the device stays unused (below). If all operations take the same
+    // time, they run in lockstep: a guest that pauses for a moment finds all servers busy.
     let cases = [
         (1, 0, 0, 0.98),
         (1, 50, 0, 0.976),
@@ -63,7 +64,10 @@ fn a_polite_guest_does_not_notice_one_that_thrashes() {
             "depth {depth}, spread {spread}, think {think}: the device does {done:.2}"
         );
         let unscheduled = &run(Model { scheduled: false, ..model }, &[polite, thrasher()])[0];
-        assert!(unscheduled.operations * 10 < beside[0].operations, "this test sees no difference");
+        assert!(
+            unscheduled.operations * 10 < beside[0].operations,
+            "the scheduler makes no difference in this test"
+        );
     }
 }
 
@@ -92,7 +96,7 @@ fn weights_decide_under_saturation() {
 }
 
 #[test]
-fn sixty_four_equal_disks_are_equal() {
+fn sixty_four_disks_of_the_same_weight_get_equal_shares() {
     let got = run(Model { spread: 30, ..Model::PLAIN }, &vec![Guest::reads(32); 64]);
     let (sum, squares) =
         got.iter().fold((0.0, 0.0), |(s, q), g| (s + g.cost as f64, q + (g.cost as f64).powi(2)));
@@ -101,7 +105,7 @@ fn sixty_four_equal_disks_are_equal() {
 }
 
 #[test]
-fn what_one_leaves_the_others_get_and_all_that_the_device_can_do() {
+fn an_unused_share_goes_to_the_others_and_the_device_stays_busy() {
     let idler = Guest { think: 50 * MS, ..Guest::reads(1) }.weighing(800);
     let got = run(Model::PLAIN, &[idler, Guest::reads(64), Guest::reads(64).weighing(200)]);
     let total: u64 = got.iter().map(|g| g.cost).sum();
@@ -111,7 +115,7 @@ fn what_one_leaves_the_others_get_and_all_that_the_device_can_do() {
 }
 
 #[test]
-fn reservations_come_first() {
+fn reservations_precede_shares() {
     let reserved = |iops| Guest {
         knobs: Knobs { reserve_iops: Some(iops), weight: 1, ..Knobs::default() },
         ..Guest::reads(32)
@@ -127,7 +131,7 @@ fn reservations_come_first() {
     );
     assert!(
         got[0].operations < 26_500,
-        "a reservation is no more than it says: {}",
+        "the disk gets more than its reservation: {}",
         got[0].operations
     );
 }
@@ -155,9 +159,9 @@ fn weights_change_while_guests_run() {
 }
 
 #[test]
-fn who_changes_behaviour_gains_nothing() {
-    // Bursts after rest, with and without depth: never more than half, and never more than by
-    // asking all the time.
+fn bursts_gain_no_more_than_a_constant_load() {
+    // Bursts after idle times, at several depths, get at most half of the device, and no more than
+    // a constant load gets.
     let steady = &shares(&run(Model::PLAIN, &[thrasher(), Guest::reads(64)]))[1].clone();
     for think in [100_000, MS, 5 * MS, 30 * MS] {
         for depth in [4, 64, 512] {
@@ -172,9 +176,9 @@ fn who_changes_behaviour_gains_nothing() {
 }
 
 #[test]
-fn nobody_starves() {
-    // The lightest beside the heaviest, with every kind of neighbour and a latency target that
-    // cannot be met.
+fn no_disk_starves() {
+    // The smallest weight against the largest one, with several kinds of neighbours, and a latency
+    // target that cannot be met.
     let strict =
         Knobs { latency_target: Some(std::time::Duration::from_nanos(1)), ..Knobs::default() };
     let light = Guest::reads(64).weighing(1);
@@ -188,17 +192,17 @@ fn nobody_starves() {
 }
 
 #[test]
-fn a_device_that_becomes_slower_is_followed() {
+fn shares_hold_on_a_device_slower_than_its_cost_model() {
     let slow = Model { time: 20 * MS, ..Model::PLAIN };
-    // Its costs are those of a fast one.
+    // The cost model is that of a fast device.
     let mut simulation = Simulation::new(slow, &[Guest::reads(256), Guest::reads(256)]);
     let got = simulation.run(5 * S, 15 * S);
     within(&got, &[1.0, 1.0], 0.03);
 }
 
 #[test]
-fn who_waits_goes_on_when_the_neighbours_have_gone() {
-    // Nobody is there but the disk from 4 s on; at 14 s it has the device to itself.
+fn waiting_operations_are_admitted_when_the_neighbours_have_gone() {
+    // From 4 s on the disk is the only active one. From 14 s on it has the device to itself.
     let leaves = Guest { until: 4 * S, ..thrasher() };
     let mut simulation = Simulation::new(Model::PLAIN, &[Guest::reads(256), leaves]);
     simulation.run(S, 4 * S);
@@ -206,13 +210,13 @@ fn who_waits_goes_on_when_the_neighbours_have_gone() {
     let got = simulation.run(20 * S, 25 * S);
     assert_eq!(got[0].figures.waiting, 0);
     assert!(got[0].cost as f64 > 0.99 * 5e9);
-    // The longest that one of them waited is what 256 take, and no more.
+    // The longest wait is the time of 256 operations.
     assert!(got[0].quantile(1.0) < 20 * MS, "{} ns", got[0].quantile(1.0));
 }
 
 #[test]
-fn what_was_done_alone_is_no_debt() {
-    // A database that syncs, alone for long; then a thrasher comes.
+fn operations_without_neighbours_are_no_debt() {
+    // A database that syncs has the device to itself for long. Then a thrasher starts.
     let lone = Guest::reads(2);
     let late = Guest { from: 20 * S + MS / 2, ..thrasher() };
     let mut simulation = Simulation::new(Model { calibrated: true, ..Model::PLAIN }, &[lone, late]);
@@ -224,7 +228,7 @@ fn what_was_done_alone_is_no_debt() {
     let got = simulation.run(20 * S, 21 * S);
     assert!(
         got[0].operations > 1_200,
-        "{} of 2,000: it pays for what it did alone",
+        "{} of 2,000: it pays for operations without neighbours",
         got[0].operations
     );
 }

@@ -1,8 +1,7 @@
-//! A simulated device and its guests: time is what the events say.
+//! A simulated device and its guests, in virtual time.
 //!
-//! The device has a number of servers, and takes what comes first. Guests keep a number of
-//! operations under way, and ask for the next one when one ends (and they have thought for a
-//! while).
+//! The device has a number of servers and a FIFO queue. A guest keeps a number of operations in
+//! flight. When one completes, it waits for its think time and starts the next one.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
@@ -17,16 +16,16 @@ use blockyard_sched::{
 pub const MS: u64 = 1_000_000;
 pub const S: u64 = 1_000 * MS;
 
-/// What a guest asks for.
+/// The load of a guest.
 #[derive(Clone)]
 pub struct Guest {
     pub knobs: Knobs,
     pub group: Option<(&'static str, Knobs)>,
     pub depth: usize,
     pub think: u64,
-    /// OperationKind and bytes, in turn.
+    /// Kinds and sizes in bytes of its operations, repeated in this order.
     pub work: Vec<(OperationKind, u64)>,
-    /// Is there from..until.
+    /// Active from `from` until `until`, in nanoseconds.
     pub from: u64,
     pub until: u64,
 }
@@ -50,12 +49,12 @@ impl Guest {
     }
 }
 
-/// What became of one.
+/// The results of a guest.
 #[derive(Clone, Debug, Default)]
 pub struct Got {
     pub operations: u64,
     pub cost: u64,
-    /// From asking to the end, nanoseconds, sorted.
+    /// Latencies from arrival to completion in nanoseconds, sorted.
     pub latencies: Vec<u64>,
     pub figures: Figures,
 }
@@ -69,14 +68,14 @@ impl Got {
 #[derive(Clone, Copy)]
 pub struct Model {
     pub servers: usize,
-    /// Time of a read of 4 KiB, and of each MiB.
+    /// Service time of a 4 KiB read, and of each MiB, in nanoseconds.
     pub time: u64,
     pub per_mib: u64,
-    /// Service times vary evenly by so many percent.
+    /// Service times are uniformly distributed over this many percent.
     pub spread: u64,
-    /// None: no scheduler.
+    /// Whether the scheduler is used.
     pub scheduled: bool,
-    /// What operations take alone is known before.
+    /// Whether the service times without neighbours are known in advance.
     pub calibrated: bool,
     pub span: u64,
 }
@@ -92,7 +91,7 @@ impl Model {
         span: 5 * S,
     };
 
-    /// The device's costs are what its servers take, divided by their number.
+    /// Returns the cost model: service times divided by the number of servers.
     pub fn costs(&self) -> Costs {
         let (base, per_mib) = (self.time / self.servers as u64, self.per_mib / self.servers as u64);
         Costs {
@@ -125,7 +124,7 @@ impl Random {
     }
 }
 
-/// Notes who was woken.
+/// Records which operation was woken.
 struct Woken(usize, Arc<Mutex<Vec<usize>>>);
 
 impl Wake for Woken {
@@ -201,7 +200,7 @@ impl Simulation {
             random: Random(7),
         };
         for (at, guest) in guests.iter().enumerate() {
-            // A little apart, as guests are.
+            // Guests start at slightly different times.
             (0..guest.depth).for_each(|n| {
                 simulation.at(guest.from + (n as u64) * 1_000 + at as u64, Event::Ask(at))
             });
@@ -222,7 +221,7 @@ impl Simulation {
         self.now
     }
 
-    /// Runs until `until`; what was got from `from` on counts.
+    /// Runs until `until`. Returns the results from `from` on.
     pub fn run(&mut self, from: u64, until: u64) -> Vec<Got> {
         self.got = vec![Got::default(); self.guests.len()];
         while let Some(Reverse((time, _, event))) = self.events.peek().copied() {
@@ -237,7 +236,7 @@ impl Simulation {
                 Event::Ended(which) => self.ended(which, from),
                 Event::Claim(guest) => self.claim(guest),
             }
-            self.let_in();
+            self.start_admitted();
         }
         self.now = until;
         for (got, share) in self.got.iter_mut().zip(&self.shares) {
@@ -287,11 +286,11 @@ impl Simulation {
         }
     }
 
-    fn let_in(&mut self) {
+    fn start_admitted(&mut self) {
         let woken = std::mem::take(&mut *self.woken.lock().unwrap());
         for which in woken {
             let under = &mut self.under[which];
-            assert!(under.token.take_grant(), "woken, and not let in");
+            assert!(under.token.take_grant(), "woken, but not admitted");
             under.grant = self.shares[under.guest].granted(under.asked, self.now, &under.operation);
             self.submit(which);
         }
@@ -327,7 +326,7 @@ impl Simulation {
     }
 }
 
-/// Runs guests on a device: what each got once they know each other.
+/// Runs guests on a device. Returns their results after a start-up time.
 pub fn run(model: Model, guests: &[Guest]) -> Vec<Got> {
     Simulation::new(model, guests).run(3 * S, 3 * S + model.span)
 }

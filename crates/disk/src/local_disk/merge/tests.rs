@@ -384,7 +384,9 @@ fn batches() -> impl Strategy<Value = (Vec<Vec<Ask>>, Option<u64>)> {
 }
 
 fn some_batches(durable: Op) -> impl Strategy<Value = Vec<Vec<Ask>>> {
-    let op = prop_oneof![4 => Just(Op::Read), 4 => Just(WRITE), 1 => Just(durable), 1 => Just(Op::Flush)];
+    let op = prop_oneof![
+        4 => Just(Op::Read), 4 => Just(WRITE), 1 => Just(durable), 1 => Just(Op::Flush)
+    ];
     let jump = prop_oneof![3 => Just(None), 1 => (0..SECTORS as u64).prop_map(Some)];
     let one = (prop::option::weighted(0.3, op), jump, 0..6u64);
     let batch = prop::collection::vec(one, 1..24).prop_map(|steps| {
@@ -471,13 +473,19 @@ fn outcome(
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { failure_persistence: None, cases: 512, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig {
+        failure_persistence: None, cases: 512, ..ProptestConfig::default()
+    })]
 
     /// Merging changes no answer and no byte.
     #[test]
-    fn merging_changes_no_answer_and_no_byte((batches, bad) in batches(), align in prop::sample::select(vec![1, 512, 4096])) {
+    fn merging_changes_no_answer_and_no_byte(
+        (batches, bad) in batches(),
+        align in prop::sample::select(vec![1, 512, 4096]),
+    ) {
         let shape = Alignment { memory_align: align, offset_align: align };
-        let (merged, apart) = (outcome(&batches, bad, shape, true), outcome(&batches, bad, shape, false));
+        let merged = outcome(&batches, bad, shape, true);
+        let apart = outcome(&batches, bad, shape, false);
         prop_assert_eq!(merged.0, apart.0);
         prop_assert!(merged.1 == apart.1, "read other bytes");
         prop_assert!(merged.2 == apart.2, "left other bytes on the disk");

@@ -1,4 +1,4 @@
-//! One promise, or one licence, of the disk at a time.
+//! Single rules of the disk: what it promises, and what it may do.
 
 use std::cell::Cell;
 use std::collections::BTreeSet;
@@ -9,7 +9,7 @@ use std::task::Poll;
 use super::*;
 use blockyard_ring::Executor;
 
-/// The first byte of each sector of the image, as a string: tests write letters.
+/// Returns the first byte of each sector as a string. The tests write letters.
 fn letters(image: &SimImage) -> String {
     let bytes = image.bytes();
     bytes
@@ -22,14 +22,14 @@ fn sectors(of: &str) -> Vec<u8> {
     of.bytes().flat_map(|letter| [letter; SECTOR]).collect()
 }
 
-/// Polls once, and leaves the future as it is.
+/// Polls a future once, without dropping it.
 async fn poll_once<F: Future>(future: std::pin::Pin<&mut F>) -> Poll<F::Output> {
     let mut future = future;
     poll_fn(|cx| Poll::Ready(future.as_mut().poll(cx))).await
 }
 
 #[test]
-fn what_was_synced_stays_and_what_was_not_may() {
+fn synced_writes_survive_a_cut_and_others_may() {
     let seen: BTreeSet<_> = (0..100)
         .map(|seed| {
             let image = then_cut(seed, |disk| async move {
@@ -61,7 +61,7 @@ fn a_durable_write_needs_no_sync() {
 }
 
 #[test]
-fn writes_tear_between_sectors_and_never_within() {
+fn writes_tear_between_sectors_but_not_within_one() {
     let torn = |unit: usize| {
         let mut torn = 0;
         for seed in 0..100 {
@@ -95,7 +95,7 @@ fn writes_between_syncs_survive_in_any_order() {
 }
 
 #[test]
-fn writes_in_flight_together_land_in_any_order_sector_by_sector() {
+fn concurrent_writes_reach_the_disk_in_any_order_sector_by_sector() {
     let seen: BTreeSet<_> = (0..200)
         .map(|seed| {
             let (disk, sim) = (disk(seed), Sim::new(seed));
@@ -116,10 +116,10 @@ fn writes_in_flight_together_land_in_any_order_sector_by_sector() {
 }
 
 #[test]
-fn a_cut_leaves_operations_without_an_answer() {
+fn a_power_cut_leaves_operations_unanswered() {
     let mut survived = 0;
     for seed in 0..100 {
-        // The start happens, the answer does not.
+        // The start happens, but not the answer.
         let disk = SimDisk::new(SimImage::zeroed(DISK), SimConfig::new(seed).cut_after(1));
         let (sim, writer) = (Sim::new(seed), disk.clone());
         let stalled = sim.block_on(async move { put(&writer, 0, &sectors("a"), true).await });
@@ -136,7 +136,7 @@ fn a_cut_leaves_operations_without_an_answer() {
 }
 
 #[test]
-fn given_up_a_disk_answers_all_that_waited() {
+fn giving_up_fails_all_pending_operations() {
     let disk = SimDisk::new(SimImage::zeroed(DISK), SimConfig::new(3).cut_after(3));
     let sim = Sim::new(3);
     let waiting: Vec<_> = (0..4)
@@ -170,7 +170,7 @@ fn given_up_a_disk_answers_all_that_waited() {
 }
 
 #[test]
-fn one_cut_kills_all_the_disks_on_a_switch_and_has_many_outcomes() {
+fn a_power_cut_affects_all_disks_of_a_power_supply_and_has_many_outcomes() {
     let power = Power::on();
     let disks = [1, 2].map(|seed| {
         SimDisk::new(
@@ -192,7 +192,7 @@ fn one_cut_kills_all_the_disks_on_a_switch_and_has_many_outcomes() {
 }
 
 #[test]
-fn a_failed_sync_loses_writes_and_the_next_one_says_nothing() {
+fn a_failed_sync_loses_writes_and_the_next_one_succeeds() {
     let (mut lost, mut reread) = (0, 0);
     for seed in 0..100 {
         let still_read = Rc::new(Cell::new(false));
@@ -216,7 +216,7 @@ fn a_failed_sync_loses_writes_and_the_next_one_says_nothing() {
 }
 
 #[test]
-fn faults_strike_where_and_as_often_as_told() {
+fn a_fault_applies_in_its_range_and_as_often_as_configured() {
     let disk = disk(1);
     let tester = disk.clone();
     let work = async move {
@@ -257,7 +257,7 @@ fn faults_strike_where_and_as_often_as_told() {
 }
 
 #[test]
-fn lengths_are_a_journal_and_a_cut_keeps_a_prefix() {
+fn a_power_cut_keeps_a_prefix_of_the_changes_of_length() {
     let seen: BTreeSet<_> = (0..300)
         .map(|seed| {
             let disk = SimDisk::new(SimImage::from_bytes(&sectors("abcd")), SimConfig::new(seed));
@@ -280,7 +280,7 @@ fn lengths_are_a_journal_and_a_cut_keeps_a_prefix() {
 }
 
 #[test]
-fn a_length_is_durable_with_the_data_that_needs_it() {
+fn a_length_becomes_durable_with_the_data_that_need_it() {
     for seed in 0..100 {
         for durable in [false, true] {
             let image = then_cut(seed, move |disk| async move {
@@ -300,7 +300,7 @@ fn a_length_is_durable_with_the_data_that_needs_it() {
 }
 
 #[test]
-fn a_durable_write_commits_the_journal_so_far() {
+fn a_durable_write_commits_the_journal_of_lengths() {
     for seed in 0..100 {
         let disk = SimDisk::new(SimImage::from_bytes(&sectors("abcd")), SimConfig::new(seed));
         let owner = disk.clone();
@@ -315,7 +315,7 @@ fn a_durable_write_commits_the_journal_so_far() {
 }
 
 #[test]
-fn a_failed_sync_takes_no_durable_write_in_flight_with_it() {
+fn a_failed_sync_does_not_lose_a_durable_write_in_flight() {
     for seed in 0..1000 {
         let latency = Latency { write: 40, sync: 1, ..Latency::default() };
         let disk =
@@ -334,7 +334,7 @@ fn a_failed_sync_takes_no_durable_write_in_flight_with_it() {
 }
 
 #[test]
-fn a_dropped_operation_lands_all_the_same() {
+fn a_dropped_operation_still_reaches_the_disk() {
     let image = then_cut(3, |disk| async move {
         let mut write = Box::pin(put(&disk, 0, b"left alone", false));
         assert!(poll_once(write.as_mut()).await.is_pending());
@@ -349,7 +349,7 @@ fn a_dropped_operation_lands_all_the_same() {
 }
 
 #[test]
-fn the_real_executor_drives_it_too() {
+fn the_real_executor_can_drive_the_disk() {
     let executor = Executor::new().unwrap();
     let disk = disk(5);
     let (worker, handle) = (disk.clone(), executor.handle().clone());
@@ -369,7 +369,7 @@ fn the_real_executor_drives_it_too() {
 }
 
 #[test]
-fn a_task_that_spins_is_stopped() {
+fn the_step_limit_stops_a_task_that_spins() {
     let spin = async {
         loop {
             yield_now().await;
@@ -381,7 +381,7 @@ fn a_task_that_spins_is_stopped() {
 }
 
 #[test]
-fn the_oracle_names_the_sector_and_what_it_should_hold() {
+fn the_oracle_reports_the_sector_and_the_allowed_contents() {
     let mut oracle = Oracle::new();
     let first = oracle.write_started(1024, &sectors("aa"));
     oracle.write_answered(first, true, false);
@@ -389,7 +389,7 @@ fn the_oracle_names_the_sector_and_what_it_should_hold() {
     let flush = oracle.flush_started();
     oracle.write_answered(second, true, false);
     oracle.flush_answered(flush, true);
-    // The first write is durable, the second only began before the flush.
+    // The first write is durable. The second one only began before the flush.
     let third = oracle.write_started(1024, &sectors("c"));
     for good in ["aa", "ab", "ca", "cb"] {
         oracle

@@ -1,4 +1,4 @@
-//! The simulated disk by hand-made cases (`cases`), and by random work that the oracle judges
+//! Tests of the simulated disk: single cases (`cases`), and random work that the oracle judges
 //! (`work`).
 
 use std::io;
@@ -27,7 +27,7 @@ async fn take(disk: &impl Storage, offset: u64, len: usize) -> io::Result<Vec<u8
     Ok(bytes)
 }
 
-/// Runs `work` on a disk of seed `seed` until it is done, and cuts the power then.
+/// Runs `work` on a disk with seed `seed`, and cuts the power when it is done.
 fn then_cut<F: Future<Output = ()> + 'static>(
     seed: u64,
     work: impl FnOnce(SimDisk) -> F,

@@ -1,4 +1,4 @@
-//! Random work on a disk, some tasks at once, every answer and every cut judged by the oracle.
+//! Random work of several tasks on a disk. The oracle judges every answer and every power cut.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -6,13 +6,13 @@ use std::task::Poll;
 
 use super::*;
 
-/// What a disk that lies does wrong.
+/// How a faulty disk breaks its promises.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Lie {
     Nothing,
     /// Answers a sync without doing it.
     NoSync,
-    /// Answers a sync that it has just begun.
+    /// Answers a sync that has only begun.
     EarlySync,
     NotDurable,
     LostWrite,
@@ -81,10 +81,10 @@ impl Storage for Liar {
 
 type Judge = Rc<RefCell<Oracle>>;
 
-/// Lets one flush of the workers go at a time.
+/// Lets only one flush of the workers run at a time.
 ///
-/// Where a sync may fail this is a must, and no fault of the disk: of two in flight only one is
-/// told of the loss, and the other's Ok would be taken for a promise.
+/// A test with failing syncs needs this. Of two concurrent flushes only one returns the error, and
+/// the oracle would take the other's Ok for a promise. That is no fault of the disk.
 type Gate = Option<Rc<Cell<bool>>>;
 
 async fn worker(
@@ -135,7 +135,8 @@ async fn worker(
     Ok(())
 }
 
-/// Three tasks on one disk; the power may go at any time. Ok with nothing: it did.
+/// Runs three tasks on one disk. The power may go at any time. Returns Ok without a value if it
+/// did.
 fn work(
     sim: &Sim,
     disk: impl Storage + Clone,
@@ -155,7 +156,7 @@ fn work(
     sim.block_on(all).unwrap_or(Ok(()))
 }
 
-/// A life of three power cuts. What is found after each is judged, and is where the next begins.
+/// Makes three power cuts. The disk after each one is judged, and is the start of the next part.
 fn life(seed: u64, lie: Lie) -> Result<Vec<Trace>, String> {
     let mut rng = Rng::new(seed);
     let mut image = SimImage::zeroed(DISK).atomic(*rng.pick(&[512, 512, 1024, 4096]));
@@ -193,14 +194,14 @@ fn life(seed: u64, lie: Lie) -> Result<Vec<Trace>, String> {
 }
 
 #[test]
-fn two_thousand_lives_hold_what_they_promised() {
+fn two_thousand_disks_keep_their_promises() {
     for seed in 0..2_000 {
         life(seed, Lie::Nothing).unwrap();
     }
 }
 
 #[test]
-fn the_oracle_catches_every_liar() {
+fn the_oracle_detects_every_faulty_disk() {
     for lie in [Lie::NoSync, Lie::EarlySync, Lie::NotDurable, Lie::LostWrite, Lie::OldRead] {
         let caught = (0..100).filter(|&seed| life(seed, lie).is_err()).count();
         assert!(caught >= 10, "{lie:?} was caught in {caught} of 100 lives");
@@ -208,7 +209,7 @@ fn the_oracle_catches_every_liar() {
 }
 
 #[test]
-fn a_seed_decides_everything() {
+fn a_seed_determines_everything() {
     for seed in 0..50 {
         let trace = life(seed, Lie::Nothing).unwrap();
         assert!(trace == life(seed, Lie::Nothing).unwrap(), "seed {seed} gave two histories");
