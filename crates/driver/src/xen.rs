@@ -23,7 +23,7 @@ pub mod session;
 pub use front::{Front, Terms, wait_for_node};
 pub use queue::{Queue, QueueOptions};
 pub use request::{Abi, Entry, operation, segment, status};
-pub use ring::{Answer, FrontRing};
+pub use ring::{FrontRing, Response};
 pub use session::{Offer, Plan, Session};
 
 /// Bytes of a page, and of a blkif sector.

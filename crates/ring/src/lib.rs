@@ -68,7 +68,7 @@ pub use meter::Meter;
 pub use policy::WriteFigures;
 pub use pulse::{Pulse, Watcher};
 pub use quota::{Exceeded, MEMORY_SLOTS};
-pub use remote::{Answer, NoAnswer, Remote, Reply};
+pub use remote::{NoReply, PendingReply, Remote, Reply};
 pub use segments::{AlignedBuf, Segments};
 pub use socket::{MOST_PIECES, Socket, write_rest};
 pub use uring::TaskId;

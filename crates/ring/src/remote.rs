@@ -47,33 +47,33 @@ impl Remote {
     pub fn ask_later<T: Send + 'static>(
         &self,
         f: impl FnOnce(&Handle, Reply<T>) + Send + 'static,
-    ) -> Answer<T> {
+    ) -> PendingReply<T> {
         let (sender, receiver) = mpsc::sync_channel(1);
         self.run(move |handle| f(handle, Reply(sender)));
-        Answer(receiver)
+        PendingReply(receiver)
     }
 }
 
 /// A reply that has not arrived yet.
 #[must_use = "the executor may not have done it yet"]
-pub struct Answer<T>(mpsc::Receiver<T>);
+pub struct PendingReply<T>(mpsc::Receiver<T>);
 
 /// Why there is no reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum NoAnswer {
+pub enum NoReply {
     #[error("its reactor has ended")]
     Ended,
     #[error("its reactor has not answered in time")]
     Late,
 }
 
-impl<T> Answer<T> {
+impl<T> PendingReply<T> {
     /// Waits for the reply until `deadline`.
-    pub fn until(&self, deadline: Instant) -> Result<T, NoAnswer> {
+    pub fn until(&self, deadline: Instant) -> Result<T, NoReply> {
         self.0.recv_timeout(deadline.saturating_duration_since(Instant::now())).map_err(|e| match e
         {
-            mpsc::RecvTimeoutError::Timeout => NoAnswer::Late,
-            mpsc::RecvTimeoutError::Disconnected => NoAnswer::Ended,
+            mpsc::RecvTimeoutError::Timeout => NoReply::Late,
+            mpsc::RecvTimeoutError::Disconnected => NoReply::Ended,
         })
     }
 }
@@ -91,7 +91,7 @@ impl<T> Reply<T> {
 mod tests {
     use std::time::{Duration, Instant};
 
-    use crate::{Executor, NoAnswer};
+    use crate::{Executor, NoReply};
 
     #[test]
     fn a_reply_arrives_only_after_the_executor_ran_the_call() {
@@ -102,12 +102,12 @@ mod tests {
             handle.stop();
         });
         // It has not run yet.
-        assert_eq!(answer.until(Instant::now()), Err(NoAnswer::Late));
+        assert_eq!(answer.until(Instant::now()), Err(NoReply::Late));
         executor.run().unwrap();
         assert_eq!(answer.until(Instant::now() + Duration::from_secs(60)), Ok(3));
         drop(executor);
         let answer = remote.ask_later(|_, reply| reply.send(3));
-        assert_eq!(answer.until(Instant::now() + Duration::from_secs(60)), Err(NoAnswer::Ended));
+        assert_eq!(answer.until(Instant::now() + Duration::from_secs(60)), Err(NoReply::Ended));
     }
 
     #[test]

@@ -216,21 +216,21 @@ impl Queue {
     /// Returns the next completed request: its slot and its status.
     #[inline]
     pub fn reap(&mut self) -> Result<Option<(u16, i16)>> {
-        let Some(answer) = self.ring.pop() else { return Ok(None) };
-        let slot = usize::try_from(answer.id)
+        let Some(response) = self.ring.pop() else { return Ok(None) };
+        let slot = usize::try_from(response.id)
             .ok()
             .filter(|slot| self.slots.get(*slot).is_some_and(|s| s.in_flight));
         let Some(slot) = slot else {
             anyhow::bail!(
-                "queue {}: the back end has answered request {}, which is not in flight",
+                "queue {}: the back end has responded to request {}, which is not in flight",
                 self.index,
-                answer.id
+                response.id
             )
         };
         let requested = self.slots[slot].operation;
         anyhow::ensure!(
-            answer.operation == requested,
-            "queue {}: {answer:?} is the response to operation {requested}",
+            response.operation == requested,
+            "queue {}: {response:?} is the response to operation {requested}",
             self.index
         );
         self.slots[slot].in_flight = false;
@@ -238,7 +238,7 @@ impl Queue {
         if !self.options.persistent {
             self.revoke(slot);
         }
-        Ok(Some((slot as u16, answer.status)))
+        Ok(Some((slot as u16, response.status)))
     }
 
     /// Makes submitted requests visible to the back end, and sends an event if it wants one.

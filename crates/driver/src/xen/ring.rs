@@ -26,7 +26,7 @@ const RSP_EVENT: usize = 12;
 
 /// The back end's response to a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Answer {
+pub struct Response {
     pub id: u64,
     pub operation: u8,
     pub status: i16,
@@ -162,14 +162,14 @@ impl FrontRing {
 
     /// Returns the next response.
     #[inline]
-    pub fn pop(&mut self) -> Option<Answer> {
+    pub fn pop(&mut self) -> Option<Response> {
         if self.ready() == 0 {
             return None;
         }
         let bytes = self.memory.copy_out::<12>(self.place(self.taken));
         self.taken = self.taken.wrapping_add(1);
         let [id @ .., operation, _, low, high] = bytes;
-        Some(Answer {
+        Some(Response {
             id: u64::from_le_bytes(id),
             operation,
             status: i16::from_le_bytes([low, high]),
@@ -193,11 +193,11 @@ impl FrontRing {
     }
 
     /// Waits for a response, and takes it.
-    pub fn wait(&mut self, limit: Duration) -> Result<Answer> {
+    pub fn wait(&mut self, limit: Duration) -> Result<Response> {
         let deadline = Instant::now() + limit;
         loop {
-            if let Some(answer) = self.pop() {
-                return Ok(answer);
+            if let Some(response) = self.pop() {
+                return Ok(response);
             }
             if self.arm() {
                 continue;
@@ -253,7 +253,7 @@ mod tests {
         memory.write(HEADER, &[9, 0, 0, 0, 0, 0, 0, 0, operation::WRITE, 0, 0xff, 0xff]);
         memory.store_u32(RSP_PROD, 1, Ordering::Relaxed);
         assert!(ring.arm());
-        assert_eq!(ring.pop(), Some(Answer { id: 9, operation: operation::WRITE, status: -1 }));
+        assert_eq!(ring.pop(), Some(Response { id: 9, operation: operation::WRITE, status: -1 }));
         assert!(ring.pop().is_none() && !ring.arm());
         assert_eq!(memory.load_u32(RSP_EVENT, Ordering::Relaxed), 2);
     }

@@ -21,7 +21,7 @@ use std::task::Poll;
 
 use blockyard_disk::{Disk, LocalDisk, Op, Request, Status, Store, Token};
 use blockyard_ring::ublk::{Device, Fetch, Queue, QueueError, Tag};
-use blockyard_ring::{Answer, Handle, Remote, Reply, Segments, TaskId};
+use blockyard_ring::{Handle, PendingReply, Remote, Reply, Segments, TaskId};
 
 use super::request::{errno, parse};
 use crate::budget::{Budget, REQUEST};
@@ -95,7 +95,7 @@ impl QueueHandle {
 
     /// Fetches the first requests from the driver. The answer arrives when the reactor has
     /// submitted the commands.
-    pub fn fetch(&self) -> Answer<()> {
+    pub fn fetch(&self) -> PendingReply<()> {
         let key = self.key;
         self.remote.ask_later(move |handle, reply| {
             let (queue, reactor) = (DeviceQueues::find(handle, key), handle.clone());

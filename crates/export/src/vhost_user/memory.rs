@@ -7,7 +7,7 @@ use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use blockyard_ring::{Answer, GuestMemory, MEMORY_SLOTS, MemoryError, MemoryFile, Region};
+use blockyard_ring::{GuestMemory, MEMORY_SLOTS, MemoryError, MemoryFile, PendingReply, Region};
 use vhost::vhost_user::Result;
 use vhost::vhost_user::message::VhostUserMemoryRegion;
 
@@ -110,7 +110,10 @@ impl Session {
     }
 
     /// Waits until the queues have made their changes.
-    pub(super) fn in_effect(&self, changes: impl IntoIterator<Item = Answer<()>>) -> Result<()> {
+    pub(super) fn in_effect(
+        &self,
+        changes: impl IntoIterator<Item = PendingReply<()>>,
+    ) -> Result<()> {
         let _wait = self.export.own_wait();
         let deadline = Instant::now() + EFFECT_TIME;
         for change in changes {

@@ -5,7 +5,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use blockyard_ring::{Answer, GuestMemory, Remote};
+use blockyard_ring::{GuestMemory, PendingReply, Remote};
 
 use super::{DeviceState, Queue, QueueSetup, Queues};
 use crate::Reactors;
@@ -64,22 +64,22 @@ impl QueueHandle {
         }
     }
 
-    pub fn set_enabled(&self, enabled: bool) -> Answer<()> {
+    pub fn set_enabled(&self, enabled: bool) -> PendingReply<()> {
         self.with(move |queue| {
             queue.enabled.set(enabled);
             queue.wake.ring();
         })
     }
 
-    pub fn set_call(&self, call: Call) -> Answer<()> {
+    pub fn set_call(&self, call: Call) -> PendingReply<()> {
         self.with(move |queue| queue.core.borrow_mut().set_call(call, queue.coalesce))
     }
 
-    pub fn set_error(&self, error: Option<OwnedFd>) -> Answer<()> {
+    pub fn set_error(&self, error: Option<OwnedFd>) -> PendingReply<()> {
         self.with(move |queue| queue.core.borrow_mut().error = error)
     }
 
-    pub fn set_memory(&self, memory: GuestMemory) -> Answer<()> {
+    pub fn set_memory(&self, memory: GuestMemory) -> PendingReply<()> {
         self.with(move |queue| queue.core.borrow_mut().set_memory(Rc::new(memory)))
     }
 
@@ -89,7 +89,7 @@ impl QueueHandle {
     }
 
     /// Calls `f` with the queue on its reactor. The answer arrives when `f` has returned.
-    fn with(&self, f: impl FnOnce(&Rc<Queue>) + Send + 'static) -> Answer<()> {
+    fn with(&self, f: impl FnOnce(&Rc<Queue>) + Send + 'static) -> PendingReply<()> {
         let id = self.id;
         self.remote.ask_later(move |handle, reply| {
             let queue = handle.local::<Queues>().0.borrow().get(&id).cloned();
