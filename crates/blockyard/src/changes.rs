@@ -39,8 +39,8 @@ pub fn inner(table: &Table, key: &str) -> Table {
     table.get(key).and_then(Value::as_table).cloned().unwrap_or_default()
 }
 
-/// Returns the keys in which two tables differ, with both values: `queues: 1 -> 4, read-only: false ->
-/// true`.
+/// Returns the keys in which two tables differ, with both values: `queues: 1 -> 4, read-only: false
+/// -> true`.
 pub fn changes(old: &Table, new: &Table) -> String {
     let keys: BTreeSet<_> = old.keys().chain(new.keys()).collect();
     let all: Vec<_> =

@@ -1,5 +1,5 @@
-//! The configuration file: TOML with one `[[disk]]` table for each disk and one `[group.NAME]` table
-//! for each group. See docs/configuration.md.
+//! The configuration file: TOML with one `[[disk]]` table for each disk and one `[group.NAME]`
+//! table for each group. See docs/configuration.md.
 
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
@@ -62,7 +62,8 @@ impl Config {
             (None, None) if !options.xen.watch.is_empty() => Ok(Config::default()),
             (None, None) => {
                 anyhow::bail!(
-                    "no disk: give an IMAGE and an export (--vhost-user, --nbd, --ublk or --xen), or \
+                    "no disk: give an IMAGE and an export (--vhost-user, --nbd, --ublk or --xen), \
+                     or \
                      --config FILE"
                 )
             }
@@ -111,7 +112,7 @@ impl Config {
                     "disk \"{name}\": another disk has that name at {address} already"
                 ));
             }
-            if !disk.is_offered() {
+            if !disk.is_exported() {
                 return Err(format!(
                     "disk \"{name}\": it has no export: set vhost-user, nbd, ublk or xen"
                 ));
@@ -130,7 +131,8 @@ impl Config {
             };
             if let Some((other, ..)) = images.iter().find(is_taken) {
                 return Err(format!(
-                    "disk \"{name}\": disk \"{other}\" has the same image, {}: give one disk several exports, or \
+                    "disk \"{name}\": disk \"{other}\" has the same image, {}: give one disk \
+                     several exports, or \
                      make both read-only",
                     disk.image.display()
                 ));
@@ -152,7 +154,8 @@ impl Config {
         }
         if self.disks.is_empty() && self.xen.watch.is_empty() {
             return Err(
-                "it has no disk: add a table [[disk]] with the key image and one of vhost-user, nbd, \
+                "it has no disk: add a table [[disk]] with the key image and one of vhost-user, \
+                 nbd, \
                  ublk and xen"
                     .into(),
             );
@@ -188,8 +191,10 @@ mod tests {
     #[test]
     fn keys_of_the_file_are_parsed() {
         let config = read(
-            "reactors = 2\n[[disk]]\nimage = \"/a/root.img\"\nvhost-user = \"/run/root.sock\"\ncache = \"writethrough\"\n\
-             queues = 4\nqueue-size = 256\npoll = \"off\"\ncoalesce = 50\nfilters = [\"delay:read=1ms\"]\n\
+            "reactors = 2\n[[disk]]\nimage = \"/a/root.img\"\nvhost-user = \"/run/root.sock\"\n\
+             cache = \"writethrough\"\n\
+             queues = 4\nqueue-size = 256\npoll = \"off\"\ncoalesce = 50\nfilters = \
+             [\"delay:read=1ms\"]\n\
              [[disk]]\nname = \"data\"\nimage = \"ram:1G\"\nvhost-user = \"/run/data.sock\"\n",
         )
         .unwrap();
@@ -201,11 +206,14 @@ mod tests {
 
     #[test]
     fn disks_and_groups_have_the_same_knobs() {
-        let all = "weight = 250\nreserve-iops = \"1k\"\nreserve-bps = 5000\niops = 2000\niops-read = \"300,max=600\"\n\
-                   iops-write = 30\nbps = \"50M,max=200M,length=2.5\"\nbps-read = \"1G\"\nbps-write = 1000000\n\
+        let all = "weight = 250\nreserve-iops = \"1k\"\nreserve-bps = 5000\niops = 2000\n\
+                   iops-read = \"300,max=600\"\n\
+                   iops-write = 30\nbps = \"50M,max=200M,length=2.5\"\nbps-read = \"1G\"\n\
+                   bps-write = 1000000\n\
                    latency-target = \"2.5ms\"\n";
         let config = read(&format!(
-            "fair-share = false\ncosts = \"/etc/costs\"\n[[disk]]\nimage = \"a\"\nvhost-user = \"s\"\ngroup = \"g\"\n\
+            "fair-share = false\ncosts = \"/etc/costs\"\n[[disk]]\nimage = \"a\"\nvhost-user = \
+             \"s\"\ngroup = \"g\"\n\
              device = \"d\"\n{all}[group.g]\n{all}[group.h]\n"
         ))
         .unwrap();
@@ -247,7 +255,7 @@ mod tests {
             (format!("{disk}nbd = \"tcp:5\"\n"), "\"tcp:5\": an NBD address is"),
             (
                 format!("{disk}ublk = \"x\"\n"),
-                "line 4: ublk: it is true, false, or the N of /dev/ublkbN",
+                "line 4: ublk: it must be true, false, or the N of /dev/ublkbN",
             ),
             (format!("{disk}ublk = 4294967295\n"), "the number of a ublk device is"),
             (
@@ -268,7 +276,7 @@ mod tests {
                 format!("{disk}iops = \"10,max=5\"\n"),
                 "line 4: iops: limit \"10,max=5\": max is less than the rate",
             ),
-            (format!("{disk}bps-read = true\n"), "line 4: bps-read: it is a number or a text"),
+            (format!("{disk}bps-read = true\n"), "line 4: bps-read: it must be a number or a text"),
             (
                 format!("{disk}reserve-bps = \"many\"\n"),
                 "line 4: reserve-bps: \"many\": a rate is a number",

@@ -14,7 +14,7 @@ use crate::options::knobs;
 /// Returns an error if options of a disk contradict each other.
 pub fn check(disk: &DiskArgs) -> anyhow::Result<()> {
     let image = disk.image.display();
-    if !disk.is_offered() {
+    if !disk.is_exported() {
         anyhow::bail!(
             "image {image}: it has no export: add --vhost-user SOCKET, --nbd ADDRESS, --ublk or \
              --xen DOMID:DEVICE"

@@ -1,5 +1,5 @@
-//! Standard error and standard output of a server. Each has a bounded queue and a thread that writes
-//! the queue to the stream.
+//! Standard error and standard output of a server. Each has a bounded queue and a thread that
+//! writes the queue to the stream.
 //!
 //! In: messages of any thread. Out: the same text, in order. What must hold: no caller waits for a
 //! reader of the text, and no write error affects a disk. A message is dropped and counted if its
@@ -74,8 +74,8 @@ pub fn flush() {
     }
 }
 
-/// Waits at most 100 ms until all queued text is written. Never waits for a lock, because the thread
-/// that panicked may hold a lock of the log.
+/// Waits at most 100 ms until all queued text is written. Never waits for a lock, because the
+/// thread that panicked may hold a lock of the log.
 pub fn flush_in_panic() {
     let deadline = Instant::now() + Duration::from_millis(100);
     while QUEUED_MODE.load(Ordering::Acquire)

@@ -1,8 +1,8 @@
 //! Blockyard: serves virtual disks to virtual machines from user space.
 //!
 //! Command line, configuration, start-up and shutdown. Exit status: 0 success, 1 failure, 2 usage
-//! error. `image check` also returns 3 (corrupt) and 4 (no data in danger). `image compare` returns 0
-//! (same), 1 (different) or 2 (failure). 141 means that the reader of standard output closed it
+//! error. `image check` also returns 3 (corrupt) and 4 (no data in danger). `image compare` returns
+//! 0 (same), 1 (different) or 2 (failure). 141 means that the reader of standard output closed it
 //! (`| head`); shells report the same status for a program that SIGPIPE ended.
 
 // These macros panic when the stream cannot be written; `blockyard_program::output` and the log do

@@ -72,7 +72,8 @@ impl Servers {
                 Some(_) => "offered, certificates read again",
             };
             tracing::info!(
-                "new settings for NBD clients: at most {clients} for each address, handshake within \
+                "new settings for NBD clients: at most {clients} for each address, handshake \
+                 within \
                  {handshake:?}, TLS: {tls}"
             );
         }

@@ -67,7 +67,8 @@ impl Server {
         if options.config.is_some() {
             let Tally { added, changed, removed, skipped } = tally;
             tracing::info!(
-                "reloaded: disks added {added}, changed {changed}, removed {removed}, failed {skipped}"
+                "reloaded: disks added {added}, changed {changed}, removed {removed}, failed \
+                 {skipped}"
             );
         }
     }

@@ -200,8 +200,8 @@ impl Server {
         }
     }
 
-    /// Returns the disks that are open. Commands to other disks would wait until these are opened or
-    /// closed, and would delay the next signal.
+    /// Returns the disks that are open. Commands to other disks would wait until these are opened
+    /// or closed, and would delay the next signal.
     pub fn served(&self) -> impl Iterator<Item = DiskInfo> {
         let answers = |disk: &DiskInfo| matches!(disk.state, DiskState::Serving | DiskState::Busy);
         self.yard.list().into_iter().filter(answers)

@@ -2,13 +2,13 @@
 //!
 //! ```text
 //!   Watch (a thread for each type) ─► Yard::add_then: open the image, Xen::take
-//!                                     ended ─► Yard::remove_then: close the image, release the device
+//!                                     ended ─► Yard::remove_then: close the image
 //! ```
 //! In: targets, as toolstacks write them to XenStore. Out: disks that are served, or the reason of
 //! a refusal. What must hold:
 //! - No image outside the configured folders is opened, whatever the path or its links are.
-//! - An image whose open blocks delays no disk that is served. The yard opens four images at a time,
-//!   so four blocked ones delay all further ones.
+//! - An image whose open blocks delays no disk that is served. The yard opens four images at a
+//!   time, so four blocked ones delay all further ones.
 //! - The server reports a device as closed only after its image is closed.
 
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
@@ -98,8 +98,8 @@ impl Target {
     }
 }
 
-/// Returns the real path of a file, with links resolved. Returns an error if that is not in or below
-/// one of the folders.
+/// Returns the real path of a file, with links resolved. Returns an error if that is not in or
+/// below one of the folders.
 fn allowed(path: &Path, folders: &[PathBuf]) -> anyhow::Result<PathBuf> {
     let real = std::fs::canonicalize(path).with_context(|| format!("image {path:?}"))?;
     let is_below = |real: &Path| {

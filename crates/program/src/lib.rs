@@ -2,11 +2,15 @@
 //! measures.
 //!
 //! ```text
-//!   output    standard output and standard error of commands      log       the log's format and level
-//!   ending    how a program ends: one line, an exit status        peer      where the other program is
+//!   output    standard output and standard error of commands
+//!   log       format and level of the log
+//!   ending    errors as one line, and the exit status
+//!   peer      finds the other program
 //!   outline   a command line as data, for man pages and completions
-//!   help      examples and general options in the help of both programs      examples  their text
-//!   costs     the file of device costs: bench calibrate writes it, serve reads it      file   replaces a file
+//!   help      examples and general options in the help of both programs
+//!   examples  the text of the examples
+//!   costs     the file of device costs: bench calibrate writes it, serve reads it
+//!   file      replaces a file atomically
 //! ```
 
 // These macros panic when the stream cannot be written; `output` and the log do not.

@@ -1,4 +1,4 @@
-//! `image amend`: options of a qcow2 image that can change where it stands.
+//! `image amend`: changes options of a qcow2 image in place.
 
 use anyhow::anyhow;
 use blockyard_image::Format;
@@ -10,7 +10,7 @@ use clap::Args;
 use super::settings::Settings;
 use super::{ImageArgs, failed, format_of, print};
 
-/// What `image convert` can change, and this cannot, is refused by name.
+/// The options that can change. The error for other options names the command that changes them.
 const KEYS: [(&str, &str); 2] = [
     ("compat", "1.1: version 3 (an older version is made by `image convert`)"),
     ("lazy_refcounts", "on or off; version 3 only"),
@@ -20,7 +20,7 @@ const KEYS: [(&str, &str); 2] = [
 pub struct AmendArgs {
     #[command(flatten)]
     image: ImageArgs,
-    /// key=value,...; -o help lists the keys.
+    /// Options to change, key=value,...; -o help lists the keys.
     #[arg(short = 'o', long = "options", value_name = "LIST", required = true)]
     options: Vec<String>,
 }
@@ -48,9 +48,7 @@ pub fn run(options: &AmendArgs) -> Result<(), Failure> {
             "backing_file" | "backing_fmt" => "`image rebase` changes it",
             _ => "`image convert` makes an image that has it",
         };
-        return Err(Failure::usage(anyhow!(
-            "option {other} cannot change where the image stands: {instead}"
-        )));
+        return Err(Failure::usage(anyhow!("option {other} cannot change in place: {instead}")));
     }
     let wanted = Amend {
         version: settings.version().map_err(Failure::usage)?,

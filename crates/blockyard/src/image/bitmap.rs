@@ -1,5 +1,4 @@
-//! `image bitmap`: persistent bitmaps of a qcow2 image, which record what was written since a
-//! backup.
+//! `image bitmap`: persistent dirty bitmaps of a qcow2 image, for incremental backups.
 
 use std::path::PathBuf;
 
@@ -16,42 +15,43 @@ use super::{ImageArgs, failed, format, format_of, size};
 pub struct BitmapArgs {
     #[command(flatten)]
     image: ImageArgs,
-    /// The bitmap.
+    /// Name of the bitmap.
     #[arg(value_name = "BITMAP")]
     name: String,
     #[command(flatten)]
     what: BitmapActions,
-    /// The image that has the bitmap of --merge [default: FILE].
+    /// Image with the bitmap of --merge [default: FILE].
     #[arg(short = 'b', long, value_name = "FILE", requires = "merge")]
     source_file: Option<PathBuf>,
-    /// The format of that image [default: as its name says].
+    /// Format of that image [default: from the file name].
     #[arg(short = 'F', long, requires = "source_file", value_parser = format())]
     source_format: Option<Format>,
-    /// Bytes of the disk for each bit of a new bitmap, 512 to 2G [default: a cluster, 4k to 64k].
+    /// Bytes of the disk for each bit of a new bitmap, 512 to 2G [default: the cluster size, but
+    /// 4k to 64k].
     #[arg(short, long, value_name = "SIZE", requires = "add", value_parser = size::parse)]
     granularity: Option<u64>,
 }
 
-/// Several are done in this order, all at once.
+/// Several actions run in this order, in one atomic change.
 #[derive(Args)]
 #[group(required = true, multiple = true)]
 struct BitmapActions {
     /// Remove the bitmap.
     #[arg(long, conflicts_with_all = ["add", "clear", "merge", "enable", "disable"])]
     remove: bool,
-    /// Add an empty bitmap that records each write from now on.
+    /// Add an empty bitmap that records writes from now on.
     #[arg(long)]
     add: bool,
-    /// Clear all of its bits.
+    /// Clear all bits.
     #[arg(long)]
     clear: bool,
-    /// Set the bits that another bitmap has.
+    /// Also set the bits that are set in another bitmap.
     #[arg(long, value_name = "BITMAP")]
     merge: Vec<String>,
-    /// Record each write from now on.
+    /// Record writes from now on.
     #[arg(long, conflicts_with = "disable")]
     enable: bool,
-    /// Record no writes any more.
+    /// Stop recording writes.
     #[arg(long)]
     disable: bool,
 }

@@ -1,5 +1,5 @@
-//! `image check`. Exit status: 0 sound, 1 the check failed, 3 corruptions, 4 leaks only, or what
-//! opening the image mends.
+//! `image check`. Exit status: 0 consistent, 1 the check failed, 3 corruptions, 4 only leaks or
+//! metadata that opening the image repairs.
 
 use blockyard_image::qcow2::Header;
 use blockyard_image::qcow2::check::{self, Repair, Report};
@@ -16,7 +16,8 @@ use super::{ImageArgs, OutputArgs, format_of, new, print, print_json};
 pub struct CheckArgs {
     #[command(flatten)]
     image: ImageArgs,
-    /// leaks: give back space that nothing refers to; all: also make refcounts and flags right.
+    /// Repair the image: leaks frees clusters that nothing refers to; all also corrects refcounts
+    /// and flags.
     #[arg(short, long, value_name = "WHAT")]
     repair: Option<RepairWhat>,
     /// Print nothing but errors.
@@ -57,8 +58,8 @@ struct CheckFields {
     format: String,
     #[serde(skip_serializing_if = "is_zero")]
     fragmented_clusters: u64,
-    /// Refcounts and flags that are made right when the image is opened for writing. (qemu-img
-    /// counts them as corruptions.)
+    /// Refcounts and flags that opening the image for writing corrects. (qemu-img counts them as
+    /// corruptions.)
     #[serde(skip_serializing_if = "is_zero")]
     mended_by_opening: u64,
 }
@@ -67,7 +68,7 @@ fn is_zero(number: &u64) -> bool {
     *number == 0
 }
 
-/// RepairWhat was found, a line each, and the numbers.
+/// The findings, one line each, and the fields of the report.
 type Found = (Vec<String>, CheckFields);
 
 pub fn run(options: &CheckArgs) -> Result<u8, Failure> {
@@ -77,7 +78,7 @@ pub fn run(options: &CheckArgs) -> Result<u8, Failure> {
         Format::Cow => of_cow(options)?,
         Format::Raw => {
             return Err(anyhow::anyhow!(
-                "image {}: raw images have no structure that could be checked",
+                "image {}: raw images have no metadata to check",
                 options.image.file.display()
             )
             .into());
@@ -108,6 +109,7 @@ pub fn run(options: &CheckArgs) -> Result<u8, Failure> {
     }
 }
 
+/// Checks a qcow2 image.
 fn of_qcow2(options: &CheckArgs) -> Result<Found, Failure> {
     let repair = match options.repair {
         None => Repair::No,
@@ -144,7 +146,7 @@ fn of_qcow2(options: &CheckArgs) -> Result<Found, Failure> {
     Ok((lines, fields))
 }
 
-/// Of a COW file; its clusters are sectors.
+/// Checks a COW file. Its clusters are sectors.
 fn of_cow(options: &CheckArgs) -> Result<Found, Failure> {
     let repair = cow::Repair {
         leaks: options.repair.is_some(),
@@ -174,7 +176,8 @@ impl CheckFields {
         let mut text = String::new();
         if self.corruptions_fixed + self.leaks_fixed > 0 {
             text += &format!(
-                "The following inconsistencies were found and repaired:\n\n    {} leaked clusters\n    {} corruptions\n\n",
+                "The following inconsistencies were found and repaired:\n\n    \
+                 {} leaked clusters\n    {} corruptions\n\n",
                 self.leaks_fixed, self.corruptions_fixed
             );
         }
@@ -191,8 +194,10 @@ impl CheckFields {
         }
         if self.mended_by_opening > 0 {
             text += &format!(
-                "\n{} refcounts and flags are out of date: the image was not closed by its last user.\n\
-                 No data is in danger. Opening the image for writing, or --repair all, makes them right.\n",
+                "\n{} refcounts and flags are out of date: the last program did not close the \
+                 image.\n\
+                 No data is in danger. Opening the image for writing, or --repair all, corrects \
+                 them.\n",
                 self.mended_by_opening
             );
         }
@@ -206,7 +211,8 @@ impl CheckFields {
             let percent = |part: u64, whole: u64| part as f64 * 100.0 / whole as f64;
             let (allocated, total) = (self.allocated_clusters, self.total_clusters);
             text += &format!(
-                "{allocated}/{total} = {:.2}% allocated, {:.2}% fragmented, {:.2}% compressed clusters\n",
+                "{allocated}/{total} = {:.2}% allocated, {:.2}% fragmented, {:.2}% compressed \
+                 clusters\n",
                 percent(allocated, total),
                 percent(self.fragmented_clusters, allocated),
                 percent(self.compressed_clusters, allocated)

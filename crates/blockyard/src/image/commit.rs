@@ -1,4 +1,4 @@
-//! `image commit`.
+//! `image commit`: writes an overlay into its backing file.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -18,19 +18,22 @@ use super::{FolderArgs, ImageArgs, cache, failed, new, open, print, size};
 pub struct CommitArgs {
     #[command(flatten)]
     image: ImageArgs,
-    /// Commit into this image of the chain, not into the next one; implies -d. The images between
-    /// the two, and all other images over that one, are invalid then: throw them away, or rebase
-    /// them.
+    /// Commit into this image of the chain instead of the direct backing file. Implies -d.
+    ///
+    /// Afterwards the images between the two, and all other overlays of BASE, are invalid: delete
+    /// or rebase them.
     #[arg(short, long, value_name = "BASE")]
     base: Option<PathBuf>,
-    /// Do not empty the image: it keeps its contents, which are in its backing file too.
+    /// Do not empty the overlay after the commit.
     #[arg(short = 'd', long)]
     drop: bool,
-    /// Copy at most so many bytes in a second, such as 50M.
-    #[arg(short, long, value_name = "SIZE", value_parser = rate)]
+    /// Maximum bytes to copy per second, such as 50M.
+    #[arg(short, long, value_name = "SIZE",
+        value_parser = rate)]
     rate_limit: Option<u64>,
-    /// The cache mode in which the images are opened; what is written is durable at the end.
-    #[arg(short = 't', long, value_name = "MODE", default_value = "writeback", value_parser = cache())]
+    /// Cache mode of the images. All data is durable when the command ends.
+    #[arg(short = 't', long, value_name = "MODE", default_value = "writeback",
+        value_parser = cache())]
     cache: CacheMode,
     #[command(flatten)]
     folders: FolderArgs,
@@ -40,7 +43,7 @@ pub struct CommitArgs {
 
 fn rate(text: &str) -> Result<u64, String> {
     size::parse(text)
-        .and_then(|rate| if rate > 0 { Ok(rate) } else { Err("it is to be more than 0".into()) })
+        .and_then(|rate| if rate > 0 { Ok(rate) } else { Err("it must be more than 0".into()) })
 }
 
 pub fn run(options: &CommitArgs) -> Result<(), Failure> {
@@ -48,25 +51,25 @@ pub fn run(options: &CommitArgs) -> Result<(), Failure> {
         cache: options.cache,
         ..options.folders.reading(&options.image.file, options.image.format)
     };
-    let looked_at = open(&reading)?;
-    let into = base(options, &looked_at)?;
-    let (size, format) = (looked_at.size(), looked_at.top().format);
-    let names = looked_at.describe();
-    if looked_at.layers()[into].size() < size {
-        grow(looked_at, into, size)?;
+    let read_only_chain = open(&reading)?;
+    let into = base(options, &read_only_chain)?;
+    let (size, format) = (read_only_chain.size(), read_only_chain.top().format);
+    let names = read_only_chain.describe();
+    if read_only_chain.layers()[into].size() < size {
+        grow(read_only_chain, into, size)?;
     } else {
-        // Its locks would be in the way.
-        drop(looked_at);
+        // Its read locks would conflict with opening the chain for writing.
+        drop(read_only_chain);
     }
     let empty = !options.drop && options.base.is_none();
-    // A COW file is written to in any case: see below.
+    // A COW file needs a new header after the commit: see `update_backing_time`.
     let read_only = !empty && format != Format::Cow;
     let committing =
         ChainOptions { read_only, only_locked: true, commit_into: Some(into), ..reading };
     let chain = open(&committing)?;
     if chain.describe() != names {
         return Err(anyhow!(
-            "image {}: somebody has changed its backing files meanwhile",
+            "image {}: its backing files changed during the commit: try again",
             options.image.file.display()
         )
         .into());
@@ -78,12 +81,12 @@ pub fn run(options: &CommitArgs) -> Result<(), Failure> {
         tools::make_empty(&chain).map_err(failed)?;
     }
     if format == Format::Cow {
-        know_again(&chain)?;
+        update_backing_time(&chain)?;
     }
     if options.show.quiet { Ok(()) } else { print("Image committed.\n") }
 }
 
-/// Which image of the chain is meant.
+/// Returns the index of the image to commit into, in the chain.
 fn base(options: &CommitArgs, chain: &Chain) -> Result<usize, Failure> {
     if chain.layers().len() < 2 {
         return Err(anyhow!(
@@ -99,7 +102,7 @@ fn base(options: &CommitArgs, chain: &Chain) -> Result<usize, Failure> {
     let found = chain.layers().iter().skip(1).position(|layer| is_meant(layer.file.path()));
     let none = || {
         anyhow!(
-            "image {}: {} is none of its backing files: {}",
+            "image {}: {} is not one of its backing files: {}",
             options.image.file.display(),
             name.display(),
             chain.describe()
@@ -108,8 +111,8 @@ fn base(options: &CommitArgs, chain: &Chain) -> Result<usize, Failure> {
     Ok(found.with_context(none)? + 1)
 }
 
-/// Makes an image of the chain as large as the topmost: what is new there is zeroes, as the chain
-/// shows it.
+/// Grows an image of the chain to the size of the topmost one. The new part reads as zeroes, as it
+/// does through the chain.
 fn grow(chain: Arc<Chain>, into: usize, size: u64) -> Result<(), Failure> {
     let layer = &chain.layers()[into];
     let mut folders = chain.options().folders.clone();
@@ -127,20 +130,19 @@ fn grow(chain: Arc<Chain>, into: usize, size: u64) -> Result<(), Failure> {
         ..ChainOptions::new(layer.file.path())
     };
     let meant = layer.file.id();
-    // Its locks would be in the way.
+    // Its read locks would conflict with opening the image for writing.
     drop(chain);
     let opened = open(&alone)?;
     if opened.top().file.id() != meant {
-        return Err(
-            anyhow!("image {}: another file has its name meanwhile", alone.path.display()).into()
-        );
+        return Err(anyhow!("image {}: another file replaced it", alone.path.display()).into());
     }
     let wanted = NewSize { size, shrink: false, preallocation: Preallocation::Off };
     tools::resize(&opened, wanted).map_err(failed)
 }
 
-/// A COW file knows its backing file by its size and its time, which the commit has changed.
-fn know_again(chain: &Chain) -> Result<(), Failure> {
+/// Writes the new size and modification time of the backing file into a COW file, which checks
+/// them at open. The commit changed them.
+fn update_backing_time(chain: &Chain) -> Result<(), Failure> {
     let name = chain.top().cow().context("a cow file")?.header().backing.clone();
     let stat = std::fs::metadata(chain.layers()[1].file.path())?;
     let backing = NewBacking::Cow { name, size: stat.len(), mtime: stat.mtime() };

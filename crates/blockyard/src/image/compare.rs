@@ -1,4 +1,4 @@
-//! `image compare`. Exit status: 0 the same, 1 not the same, 2 the comparison failed.
+//! `image compare`. Exit status: 0 identical, 1 different, 2 failure.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -14,18 +14,21 @@ use super::{FolderArgs, OutputArgs, format, print, print_json, threads};
 
 #[derive(Args)]
 pub struct CompareArgs {
+    /// The first image.
     #[arg(value_name = "FILE1")]
     first: PathBuf,
+    /// The second image.
     #[arg(value_name = "FILE2")]
     second: PathBuf,
-    /// The first image's format [default: as its name says].
+    /// Format of the first image [default: from the file name].
     #[arg(short = 'f', long = "format", visible_alias = "a-format", value_parser = format())]
     first_format: Option<Format>,
-    /// The second image's format [default: as its name says].
+    /// Format of the second image [default: from the file name].
     #[arg(short = 'F', long = "second-format", visible_alias = "b-format", value_parser = format())]
     second_format: Option<Format>,
-    /// Disks of different sizes are not the same, nor those of which only one knows where it has
-    /// zeroes.
+    /// Also compare the sizes, and which ranges are allocated.
+    ///
+    /// Without it, a shorter disk counts as identical if the rest of the longer one is zeroes.
     #[arg(short, long)]
     strict: bool,
     #[command(flatten)]
@@ -47,7 +50,7 @@ struct CompareFields {
 }
 
 pub fn run(options: &CompareArgs) -> Result<u8, Failure> {
-    // Status 1 has a meaning of its own here.
+    // Failures return 2, because 1 means that the disks differ.
     let failed = |e| Failure::with_status(2, e);
     let open = |path, format| {
         Chain::open(&options.folders.reading(path, format)).map(Arc::new).map_err(failed)
@@ -80,7 +83,7 @@ struct Verdict {
 impl Verdict {
     fn of(result: &Comparison, strict: bool) -> Self {
         let size_mismatch = result.sizes.0 != result.sizes.1;
-        // As qemu-img, which comes to the sizes only when it has come so far.
+        // qemu-img compares the data first, and warns about sizes only after the common part.
         let in_both = result.differs_at.is_some_and(|at| at < result.sizes.0.min(result.sizes.1));
         let warning =
             if size_mismatch && !in_both { "Warning: Image size mismatch!\n" } else { "" };

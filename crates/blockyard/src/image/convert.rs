@@ -1,4 +1,4 @@
-//! `image convert`.
+//! `image convert`: copies disks into a new image.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -17,49 +17,56 @@ use super::{FolderArgs, cache, failed, format, format_of, open, print, size, thr
 
 #[derive(Args)]
 pub struct ConvertArgs {
-    /// The images that are read, and the new image. Of several, the new disk has one behind
-    /// another.
+    /// Images to read, and the new image. Several sources are concatenated.
     #[arg(value_name = "SOURCE... TARGET", num_args = 1.., required = true)]
     files: Vec<PathBuf>,
-    /// The format of all sources [default: as each name says].
-    #[arg(short = 'f', long = "format", visible_alias = "source-format", value_parser = format())]
+    /// Format of all sources [default: from each file name].
+    #[arg(short = 'f', long = "format", visible_alias = "source-format",
+        value_parser = format())]
     source_format: Option<Format>,
-    /// The new image's format [default: as its name says].
-    #[arg(short = 'O', long = "target-format", value_parser = format())]
+    /// Format of the new image [default: from the file name].
+    #[arg(short = 'O', long = "target-format",
+        value_parser = format())]
     target_format: Option<Format>,
-    /// Options of the new image's format, key=value,...; -o help lists them.
+    /// Options of the new image, key=value,...; -o help lists them.
     #[arg(short = 'o', long = "options", visible_alias = "target-options", value_name = "LIST")]
     options: Vec<String>,
     /// Compress the clusters of a new qcow2 image.
     #[arg(short, long)]
     compress: bool,
-    /// Copy the disk as it was when this snapshot (a name or an id) inside the source was taken.
+    /// Copy an internal snapshot of the source, by its name or ID.
     #[arg(short = 'l', long, value_name = "SNAPSHOT")]
     snapshot: Option<String>,
-    /// Make the new image an overlay of this one: it gets what differs. A relative name begins at
-    /// the new image's folder.
+    /// Make the new image an overlay of this image, with only the data that differs.
+    ///
+    /// A relative name is relative to the new image's folder.
     #[arg(short = 'B', long, value_name = "NAME")]
     backing: Option<String>,
-    /// The backing file's format [default: as its name says].
-    #[arg(short = 'F', long, value_parser = format())]
+    /// Format of the backing file [default: from the file name].
+    #[arg(short = 'F', long,
+        value_parser = format())]
     backing_format: Option<Format>,
-    /// The target is there, and large enough: write into it.
+    /// Write into an existing target, which must be large enough.
     #[arg(short, long, conflicts_with_all = ["options", "force", "backing"])]
     no_create: bool,
-    /// Zeroes are left out where so many bytes of them follow one another; 0: all is written.
-    #[arg(short = 'S', long = "sparse-size", value_name = "SIZE", default_value = "4k", value_parser = size::parse)]
+    /// Minimum run of zero bytes to leave out of the new image. 0 writes all zeroes.
+    #[arg(short = 'S', long = "sparse-size", value_name = "SIZE", default_value = "4k",
+        value_parser = size::parse)]
     sparse: u64,
     /// Requests in flight for each thread.
-    #[arg(short = 'm', long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=64))]
+    #[arg(short = 'm', long, value_name = "N", default_value_t = 8,
+        value_parser = clap::value_parser!(u16).range(1..=64))]
     parallel: u16,
-    /// Accepted for scripts that use qemu-img: writes are out of order always.
+    /// Accepted for compatibility with qemu-img. Writes are always out of order.
     #[arg(short = 'W', long, hide = true)]
     out_of_order: bool,
-    /// The cache mode in which the source is read.
-    #[arg(short = 'T', long, value_name = "MODE", default_value = "writeback", value_parser = cache())]
+    /// Cache mode of the sources.
+    #[arg(short = 'T', long, value_name = "MODE", default_value = "writeback",
+        value_parser = cache())]
     source_cache: CacheMode,
-    /// The cache mode in which the new image is written; it is durable at the end.
-    #[arg(short = 't', long, value_name = "MODE", default_value = "writeback", value_parser = cache())]
+    /// Cache mode of the new image. It is durable when the command ends.
+    #[arg(short = 't', long, value_name = "MODE", default_value = "writeback",
+        value_parser = cache())]
     target_cache: CacheMode,
     /// Replace the target if it exists.
     #[arg(long)]
@@ -90,7 +97,7 @@ impl ConvertArgs {
             let chain = open(&ChainOptions { cache: self.source_cache, snapshot, ..reading })?;
             if self.snapshot.is_some() && chain.top().qcow2().is_none() {
                 return Err(Failure::usage(anyhow!(
-                    "-l: {} is no qcow2 image: it has no snapshots",
+                    "-l: {} is not a qcow2 image: it has no snapshots",
                     path.display()
                 )));
             }
@@ -103,7 +110,7 @@ impl ConvertArgs {
 pub fn run(options: &ConvertArgs) -> Result<(), Failure> {
     if options.files.len() < 2 {
         return Err(Failure::usage(anyhow!(
-            "say TARGET, the new image, behind {}",
+            "TARGET is missing: give the new image after {}",
             options.target().display()
         )));
     }
@@ -114,7 +121,7 @@ pub fn run(options: &ConvertArgs) -> Result<(), Failure> {
     let settings = Settings::parse(format, &options.options).map_err(Failure::usage)?;
     if options.compress && (format != Format::Qcow2 || settings.has("data_file")) {
         return Err(Failure::usage(anyhow!(
-            "compressed clusters are qcow2's alone, and not in external data files"
+            "-c: only qcow2 images without an external data file have compressed clusters"
         )));
     }
     let source = options.sources()?;
@@ -144,13 +151,14 @@ pub fn run(options: &ConvertArgs) -> Result<(), Failure> {
         .map_err(Failure::usage)?;
     let mut file = NewFile::create(options.target(), options.force, &sources)?;
     file.make(new, &sources)?;
-    // What a device holds is anything.
+    // A device may contain old data: zeroes must be written.
     let fresh = !file.is_device() || format != Format::Raw;
     copy(options, &source, file.files(), format, backing.as_ref(), fresh)?;
     Ok(file.finish()?)
 }
 
-/// Fills the target, which exists, and makes it durable.
+/// Copies the sources into the target, which exists, and makes it durable. `fresh`: the target
+/// reads as zeroes.
 fn copy(
     options: &ConvertArgs,
     source: &[Part],
@@ -161,7 +169,7 @@ fn copy(
 ) -> Result<(), Failure> {
     let mut folders = options.folders.backing_folders.clone();
     if let Some(backing) = backing {
-        // It was named by the user.
+        // The user gave its name, so its folder is allowed.
         folders.extend([new::folder(options.target()).into(), new::folder(&backing.path).into()]);
     }
     let target = open(&ChainOptions {
@@ -173,11 +181,9 @@ fn copy(
     })?;
     let (has, needs) = (target.size(), tools::size_of(source));
     if has < needs {
-        return Err(anyhow!(
-            "{} has {has} bytes, and {needs} are needed",
-            options.target().display()
-        )
-        .into());
+        return Err(
+            anyhow!("{} has {has} bytes; {needs} are needed", options.target().display()).into()
+        );
     }
     let how = ConvertOptions {
         threads: threads(),

@@ -1,4 +1,4 @@
-//! `image create`.
+//! `image create`: creates an empty image or an overlay.
 
 use std::path::PathBuf;
 
@@ -16,23 +16,24 @@ pub struct CreateArgs {
     /// The new image.
     #[arg(value_name = "FILE")]
     file: PathBuf,
-    /// Bytes of its disk, such as 10G [default: as many as the backing file has].
+    /// Size of the disk, such as 10G [default: the size of the backing file].
     #[arg(value_name = "SIZE", value_parser = size::parse)]
     size: Option<u64>,
-    /// Its format [default: as its name says].
+    /// Format of the image [default: from the file name].
     #[arg(short, long, value_parser = format())]
     format: Option<Format>,
-    /// Options of the format, key=value,...; -o help lists them.
+    /// Options of the image, key=value,...; -o help lists them.
     #[arg(short = 'o', long = "options", value_name = "LIST")]
     options: Vec<String>,
-    /// The image is an overlay of this one, which stays as it is; a relative name begins at the new
-    /// image's folder.
+    /// Create an overlay of this image, which stays unchanged.
+    ///
+    /// A relative name is relative to the new image's folder.
     #[arg(short, long, value_name = "NAME")]
     backing: Option<String>,
-    /// The backing file's format [default: as its name says].
+    /// Format of the backing file [default: from the file name].
     #[arg(short = 'F', long, value_parser = format())]
     backing_format: Option<Format>,
-    /// Do not look at the backing file, which need not be there.
+    /// Do not open the backing file. It does not have to exist.
     #[arg(short = 'u', long = "unsafe")]
     backing_unsafe: bool,
     /// Replace the file if it exists.
@@ -54,19 +55,19 @@ pub fn run(options: &CreateArgs) -> Result<(), Failure> {
     let backing =
         Backing::find(options.backing.as_deref(), options.backing_format, &settings, &options.file);
     let backing = backing.map_err(Failure::usage)?;
-    let said = match options.size {
+    let given = match options.size {
         None => settings.size("size").map_err(Failure::usage)?,
-        said => said,
+        given => given,
     };
-    let size = match (&backing, said) {
-        (Some(backing), said) if !options.backing_unsafe => {
+    let size = match (&backing, given) {
+        (Some(backing), given) if !options.backing_unsafe => {
             let size = backing.size(&options.folders)?;
-            said.unwrap_or(size)
+            given.unwrap_or(size)
         }
         (_, Some(size)) => size,
         (_, None) => {
             return Err(Failure::usage(anyhow::anyhow!(
-                "{}: say its size",
+                "{}: SIZE is missing: give the size of the disk, such as 10G",
                 options.file.display()
             )));
         }
@@ -77,7 +78,7 @@ pub fn run(options: &CreateArgs) -> Result<(), Failure> {
     if let Some(backing) = backing.as_ref().filter(|_| options.force) {
         sources.add_path(&backing.path);
         chain = match backing.chain(&options.folders, &options.file) {
-            // It need not be there, nor be in order.
+            // With --unsafe it does not have to exist, nor to be valid.
             Err(_) if options.backing_unsafe => None,
             opened => Some(opened?),
         };

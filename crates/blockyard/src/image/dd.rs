@@ -1,4 +1,4 @@
-//! `image dd`: a part of a disk as a new image.
+//! `image dd`: copies a part of a disk into a new image.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -17,15 +17,15 @@ use super::{FolderArgs, SharingArgs, failed, format, open, size, threads};
 
 #[derive(Args)]
 pub struct DdArgs {
-    /// if=FILE: the image that is read. of=FILE: the new image. bs=SIZE: bytes of a block [default:
-    /// 512]. count=N: blocks to copy [default: to the end of the disk]. skip=N: blocks to leave out
-    /// before.
-    #[arg(value_name = "if=FILE of=FILE [bs=SIZE] [count=N] [skip=N]", required = true, num_args = 1..)]
+    /// if=FILE: image to read. of=FILE: new image. bs=SIZE: block size in bytes [default: 512].
+    /// count=N: blocks to copy [default: to the end of the disk]. skip=N: blocks to skip first.
+    #[arg(value_name = "if=FILE of=FILE [bs=SIZE] [count=N] [skip=N]", required = true,
+        num_args = 1..)]
     operands: Vec<String>,
-    /// The format of the image that is read [default: as its name says].
+    /// Format of the image to read [default: from the file name].
     #[arg(short = 'f', long = "format", value_parser = format())]
     source_format: Option<Format>,
-    /// The new image's format.
+    /// Format of the new image.
     #[arg(short = 'O', long = "target-format", default_value = "raw", value_parser = format())]
     target_format: Format,
     /// Replace the new image if it exists.
@@ -65,7 +65,7 @@ impl Operands {
                 ),
             }
         }
-        anyhow::ensure!(block > 0, "bs=0: a block has one byte at least");
+        anyhow::ensure!(block > 0, "bs=0: a block has at least one byte");
         let missing = |key| anyhow!("{key}=FILE is missing");
         Ok(Operands {
             source: source.ok_or_else(|| missing("if"))?,
@@ -91,7 +91,7 @@ pub fn run(options: &DdArgs) -> Result<(), Failure> {
     });
     if !start.is_multiple_of(SECTOR) || !end.is_multiple_of(SECTOR) {
         let what = anyhow!(
-            "bytes {start} to {end}: images have whole sectors of {SECTOR} bytes: choose another bs"
+            "bytes {start} to {end} are not whole sectors of {SECTOR} bytes: choose another bs"
         );
         return Err(Failure::usage(what));
     }

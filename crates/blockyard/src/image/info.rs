@@ -1,4 +1,4 @@
-//! `image info`: what an image says about itself, with the names of `qemu-img info`.
+//! `image info`: properties of an image, with the names of `qemu-img info`.
 
 mod report;
 
@@ -19,7 +19,7 @@ use super::{
 pub struct InfoArgs {
     #[command(flatten)]
     image: ImageArgs,
-    /// Say it of its backing files too.
+    /// Also print its backing files.
     #[arg(short, long)]
     backing_chain: bool,
     #[command(flatten)]
@@ -84,7 +84,7 @@ fn text(info: &Info) -> String {
     lines.join("\n") + "\n"
 }
 
-/// `name: value`, a line each.
+/// Returns the fields as lines `name: value`.
 fn fields(data: &Value) -> Vec<String> {
     let field = |(name, value): (&String, &Value)| {
         let name = name.replace('-', " ");

@@ -1,4 +1,4 @@
-//! `image map`: one line for each extent, printed as they are found, for there may be millions.
+//! `image map`: prints one line for each extent, as soon as it is found: there may be millions.
 
 use std::io::{self, BufWriter, Write};
 
@@ -14,10 +14,10 @@ use super::{FolderArgs, ImageArgs, OutputArgs, SharingArgs, failed, open, size};
 pub struct MapArgs {
     #[command(flatten)]
     image: ImageArgs,
-    /// Begin there.
+    /// Offset of the first byte.
     #[arg(short, long, value_name = "SIZE", default_value = "0", value_parser = size::parse)]
     start_offset: u64,
-    /// How much to look at [default: all].
+    /// Number of bytes [default: to the end of the disk].
     #[arg(short = 'l', long, value_name = "SIZE", value_parser = size::parse)]
     max_length: Option<u64>,
     #[command(flatten)]
@@ -35,7 +35,7 @@ pub fn run(options: &MapArgs) -> Result<(), Failure> {
         ..options.folders.reading(&options.image.file, options.image.format)
     })?;
     if let Some(why) = chain.cut() {
-        tracing::warn!("{why}; what is below is shown as absent");
+        tracing::warn!("{why}; the images below it are shown as absent");
     }
     let end = options.start_offset.saturating_add(options.max_length.unwrap_or(u64::MAX));
     let json = options.output.is_json();
@@ -58,7 +58,7 @@ pub fn run(options: &MapArgs) -> Result<(), Failure> {
 
 struct Lines<W: Write> {
     json: bool,
-    /// Of each layer.
+    /// File name of each layer.
     files: Vec<String>,
     out: W,
     begun: bool,
@@ -109,7 +109,7 @@ impl<W: Write> Lines<W> {
     }
 }
 
-/// As C prints it.
+/// Returns a number as C's `%#x` prints it.
 fn hex(number: u64) -> String {
     if number == 0 { "0".into() } else { format!("{number:#x}") }
 }

@@ -1,4 +1,4 @@
-//! `image measure`.
+//! `image measure`: the size that a new image would need.
 
 use std::path::{Path, PathBuf};
 
@@ -15,19 +15,19 @@ use super::{FolderArgs, OutputArgs, SharingArgs, failed, format, open, print, pr
 
 #[derive(Args)]
 pub struct MeasureArgs {
-    /// The image whose disk the new image would hold.
+    /// Image with the disk to copy.
     #[arg(value_name = "FILE", required_unless_present = "size")]
     file: Option<PathBuf>,
-    /// Its format [default: as its name says].
+    /// Format of the image [default: from the file name].
     #[arg(short, long, value_parser = format())]
     format: Option<Format>,
-    /// Bytes of an empty disk (suffixes K, M, G, T), instead of FILE.
+    /// Size of an empty disk, instead of FILE (suffixes K, M, G, T).
     #[arg(short, long, value_name = "SIZE", conflicts_with = "file", value_parser = size::parse)]
     size: Option<u64>,
-    /// The new image's format.
+    /// Format of the new image.
     #[arg(short = 'O', long = "target-format", default_value = "raw", value_parser = format())]
     target_format: Format,
-    /// Options of the new image's format, key=value,...; -o help lists them.
+    /// Options of the new image, key=value,...; -o help lists them.
     #[arg(short = 'o', long = "options", value_name = "LIST")]
     options: Vec<String>,
     #[command(flatten)]
@@ -52,10 +52,10 @@ pub fn run(options: &MeasureArgs) -> Result<(), Failure> {
     });
     let source = source.transpose()?;
     let size = source.as_ref().map(|source| source.size()).or(options.size);
-    let size = size.ok_or_else(|| Failure::usage(anyhow!("say --size, or name an image")))?;
+    let size = size.ok_or_else(|| Failure::usage(anyhow!("FILE or --size is missing")))?;
     let size = size.checked_next_multiple_of(SECTOR).filter(|size| *size <= i64::MAX as u64);
     let size = size.ok_or_else(|| Failure::usage(anyhow!("--size: a disk has less than 8 EiB")))?;
-    // Names in the options are not looked up: the new image has no place yet.
+    // File names in the options are not opened, because the new image has no folder.
     let nowhere = Path::new("");
     let backing = Backing::find(None, None, &settings, nowhere).map_err(Failure::usage)?;
     let new = new::plan(&settings, size, backing.as_ref(), nowhere).map_err(Failure::usage)?;

@@ -1,11 +1,11 @@
 //! `blockyard image`: the commands of qemu-img, over `blockyard_image::tools`.
 //!
 //! ```text
-//!   info, map, measure, compare, check  what images are  convert, dd  images into another one
-//!   create               new images: options (settings), what is made of them (new), files (output)
-//!   commit, rebase       what is in an overlay, and what is below it
-//!   resize, snapshot, bitmap, amend  images that stay where they are
-//!   progress             bars                  size      sizes as people write them
+//!   info, map, measure, compare, check   inspect images       convert, dd   copy disks
+//!   create      new images: their options (settings), their parameters (new), their files (output)
+//!   commit, rebase                       overlays and their backing files
+//!   resize, snapshot, bitmap, amend      changes of an image in place
+//!   progress    progress bars            size     sizes with units, such as 10G
 //! ```
 //! In: the command line. Out: text for people, or JSON as qemu-img prints it; an exit status.
 
@@ -36,44 +36,46 @@ use std::sync::Arc;
 use blockyard_image::{CacheMode, Chain, ChainError, ChainOptions, Format};
 use blockyard_program::ending::Failure;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
-use clap::{Args, Subcommand, ValueEnum};
+use clap::{Args, Subcommand, ValueEnum, ValueHint};
 
 #[derive(Subcommand)]
 pub enum Command {
-    /// Make an empty image, or an overlay of another one.
+    /// Create an empty image, or an overlay of another image.
     Create(create::CreateArgs),
-    /// Say what an image is: its format, size, backing file, features.
+    /// Print format, size, backing file and features of an image.
     Info(info::InfoArgs),
-    /// Find out whether an image is sound, and repair it. Exit status: 0 sound, 1 failed, 3
-    /// corrupt, 4 no danger to data (leaks, or what opening the image mends).
+    /// Check the consistency of an image, and repair it.
+    ///
+    /// Exit status: 0 consistent, 1 failure, 3 corrupt, 4 no data in danger (leaks, or metadata
+    /// that opening the image repairs).
     Check(check::CheckArgs),
-    /// Say where the bytes of an image are.
+    /// List the extents of a disk, and where their data is.
     Map(map::MapArgs),
-    /// Say how many bytes a new image would take, empty or with the disk of another one.
+    /// Print the size that a new image would need, empty or with the disk of another image.
     Measure(measure::MeasureArgs),
-    /// Say whether two images hold the same disk. Exit status: 0 the same, 1 not the same, 2
-    /// failed.
+    /// Compare the disks of two images.
+    ///
+    /// Exit status: 0 identical, 1 different, 2 failure.
     Compare(compare::CompareArgs),
-    /// Make a new image of another format, with the same disk.
+    /// Copy a disk into a new image, with another format or other options.
     Convert(Box<convert::ConvertArgs>),
     /// Copy a part of a disk into a new image.
     Dd(dd::DdArgs),
-    /// Give a disk another size.
+    /// Grow or shrink a disk.
     Resize(resize::ResizeArgs),
-    /// Write what an overlay holds into its backing file, and empty the overlay.
+    /// Write the data of an overlay into its backing file, and empty the overlay.
     Commit(commit::CommitArgs),
-    /// Give an overlay another backing file, or none, with the same disk.
+    /// Change the backing file of an overlay, or remove it. The disk stays the same.
     Rebase(rebase::RebaseArgs),
-    /// Add, remove, clear, merge, enable and disable bitmaps of a qcow2 image, which record what
-    /// was written.
+    /// Change persistent dirty bitmaps of a qcow2 image, which record writes.
     Bitmap(bitmap::BitmapArgs),
-    /// Change options of a qcow2 image where it stands.
+    /// Change options of a qcow2 image in place.
     Amend(amend::AmendArgs),
-    /// List, take, apply and delete snapshots inside a qcow2 image.
+    /// List, create, apply and delete internal snapshots of a qcow2 image.
     Snapshot(snapshot::SnapshotArgs),
 }
 
-/// Does the command; the exit status when it went well.
+/// Runs the command. Returns the exit status if the command succeeds.
 pub fn run(command: &Command) -> Result<u8, Failure> {
     match command {
         Command::Create(options) => create::run(options).map(|()| 0),
@@ -93,24 +95,25 @@ pub fn run(command: &Command) -> Result<u8, Failure> {
     }
 }
 
-/// Formats by their names.
+/// Returns a parser for image formats.
 pub fn format() -> impl TypedValueParser<Value = Format> {
     PossibleValuesParser::new(Format::NAMES.map(|(name, _)| name))
         .try_map(|name| name.parse::<Format>())
 }
 
+/// Returns a parser for cache modes.
 fn cache() -> impl TypedValueParser<Value = CacheMode> {
     PossibleValuesParser::new(CacheMode::NAMES.map(|(name, _)| name))
         .try_map(|name| name.parse::<CacheMode>())
 }
 
-/// The image that a command is about.
+/// The image of a command that has one.
 #[derive(Args)]
 pub struct ImageArgs {
     /// The image.
     #[arg(value_name = "FILE")]
     file: PathBuf,
-    /// Its format [default: as its name says].
+    /// Format of the image [default: from the file name].
     #[arg(short, long, value_parser = format())]
     format: Option<Format>,
 }
@@ -121,8 +124,8 @@ pub struct OutputArgs {
     /// Print JSON, as qemu-img does.
     #[arg(long)]
     json: bool,
-    /// human or json.
-    #[arg(long, value_name = "HOW", default_value = "human", hide_default_value = true)]
+    /// Output format.
+    #[arg(long, value_name = "FORMAT", default_value = "human", hide_default_value = true)]
     output: PrintFormat,
 }
 
@@ -141,23 +144,24 @@ impl OutputArgs {
 /// Where backing files may be.
 #[derive(Args)]
 pub struct FolderArgs {
-    /// Backing and data files are opened in this folder and below; may be repeated [default: the
+    /// Open backing and data files only in this folder or below. May be repeated [default: the
     /// image's own folder].
-    #[arg(long = "backing-folder", value_name = "FOLDER")]
+    #[arg(long = "backing-folder", value_name = "FOLDER", value_hint = ValueHint::DirPath)]
     backing_folders: Vec<PathBuf>,
 }
 
-/// Whether to read what another program may write to.
+/// Whether to read images that another program may write to.
 #[derive(Args)]
 pub struct SharingArgs {
-    /// Take no lock: also images that are being written to, such as those of a running server. What
-    /// was changed since its last flush may be missing.
+    /// Take no lock, to read the image of a running server.
+    ///
+    /// Changes since the server's last flush may be missing.
     #[arg(short = 'U', long)]
     force_share: bool,
 }
 
 impl FolderArgs {
-    /// Options to open an image for reading, its page cache included.
+    /// Returns options to open an image for reading, through the page cache.
     fn reading(&self, path: &Path, format: Option<Format>) -> ChainOptions {
         ChainOptions {
             format,
@@ -169,14 +173,15 @@ impl FolderArgs {
     }
 }
 
-/// Opens a chain; not to say a format where one is needed is a mistake in the command.
+/// Opens a chain. A missing format is a usage error.
 fn open(options: &ChainOptions) -> Result<Arc<Chain>, Failure> {
     Chain::open(options).map(Arc::new).map_err(failed)
 }
 
-/// The format that was said, or that the name tells.
-fn format_of(path: &Path, said: Option<Format>) -> Result<Format, Failure> {
-    let format = said.or_else(|| Format::of_name(path));
+/// Returns the given format, else the format of the file name. Returns a usage error if neither is
+/// known.
+fn format_of(path: &Path, given: Option<Format>) -> Result<Format, Failure> {
+    let format = given.or_else(|| Format::of_name(path));
     format.ok_or_else(|| failed(ChainError::Format { path: path.into() }))
 }
 
@@ -187,7 +192,7 @@ fn failed(error: ChainError) -> Failure {
     }
 }
 
-/// Prints a whole answer.
+/// Prints text on standard output.
 fn print(text: &str) -> Result<(), Failure> {
     Ok(blockyard_program::output::print(text)?)
 }
@@ -196,7 +201,7 @@ fn print_json(value: &impl serde::Serialize) -> Result<(), Failure> {
     print(&(serde_json::to_string_pretty(value)? + "\n"))
 }
 
-/// Threads for work that keeps processors busy.
+/// Returns the number of threads for CPU-bound work: one for each processor, at most 8.
 fn threads() -> usize {
     std::thread::available_parallelism().map_or(1, |n| n.get().min(8))
 }

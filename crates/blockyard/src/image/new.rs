@@ -1,4 +1,4 @@
-//! New images: what `create` and `convert` make of their options.
+//! Parameters of a new image, from the options of `create`, `convert` and others.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -12,35 +12,36 @@ use blockyard_image::{Chain, ChainOptions, Format};
 use super::FolderArgs;
 use super::settings::Settings;
 
-/// The clusters from which on an overlay has extended L2 entries by itself: its parts have 2 KiB
-/// then.
-const EXTENDED: u64 = 64 << 10;
+/// Minimum cluster size in bytes at which overlays get extended L2 entries by default. A subcluster
+/// has at least 2 KiB then.
+const MIN_EXTENDED_CLUSTER: u64 = 64 << 10;
 
 /// A backing file, as the command line names it.
 #[derive(Clone, Debug)]
 pub struct Backing {
-    /// As the image is to have it.
+    /// As the header of the image will have it.
     pub name: String,
     pub format: Format,
-    /// Where that is.
+    /// Path of the file.
     pub path: PathBuf,
 }
 
 impl Backing {
-    /// The one that options of the command, or of the format, name.
+    /// Returns the backing file of the options (`-b`, `-o backing_file`), or `None`.
     pub fn find(
         name: Option<&str>,
         format: Option<Format>,
         settings: &Settings,
         target: &Path,
     ) -> Result<Option<Self>> {
-        let said =
+        let given =
             settings.text("backing_fmt").map(str::parse::<blockyard_image::Format>).transpose()?;
         let name = name.or(settings.text("backing_file"));
-        name.map(|name| Backing::new(name, format.or(said), target)).transpose()
+        name.map(|name| Backing::new(name, format.or(given), target)).transpose()
     }
 
-    /// `target`: the image that is to have it, whose folder relative names begin at.
+    /// Returns a backing file for the image `target`. Relative names are relative to the folder of
+    /// `target`.
     pub fn new(name: &str, format: Option<Format>, target: &Path) -> Result<Self> {
         if name.is_empty() {
             bail!("the backing file's name is empty");
@@ -50,55 +51,62 @@ impl Backing {
         let format = format.or_else(|| Format::of_name(&path));
         let format = format.ok_or_else(|| {
             anyhow!(
-                "backing file {name}: its format is not known by its name: say -F raw, qcow2 or cow"
+                "backing file {name}: its name does not tell its format: give -F raw, qcow2 or cow"
             )
         })?;
         Ok(Backing { name: name.into(), format, path })
     }
 
-    /// Bytes of its disk; it must be there, and be what it is said to be.
+    /// Returns the size of its disk in bytes. Returns an error if the file cannot be opened in its
+    /// format.
     pub fn size(&self, folders: &FolderArgs) -> Result<u64> {
         let options =
             ChainOptions { no_backing: true, ..folders.reading(&self.path, Some(self.format)) };
         Ok(Chain::open(&options)?.size())
     }
 
-    /// How to open it with all that is below it, for an image at `target`.
+    /// Returns options to open it with its backing chain, for an image at `target`.
     pub fn reading(&self, folders: &FolderArgs, target: &Path) -> ChainOptions {
         let mut options = folders.reading(&self.path, Some(self.format));
-        // It was named by the user.
+        // The user gave its name, so its folder is allowed.
         options.folders.extend([folder(target).into(), folder(&self.path).into()]);
         options
     }
 
-    /// Opens it with all that is below it: files that `target` must not replace.
+    /// Opens it with its backing chain. `target` must not replace any of these files.
     pub fn chain(&self, folders: &FolderArgs, target: &Path) -> Result<Arc<Chain>> {
         let chain = Chain::open(&self.reading(folders, target));
-        Ok(Arc::new(chain.context("--force needs to know the files of the backing file")?))
+        Ok(Arc::new(
+            chain.context("--force must open the backing file, to check what it replaces")?,
+        ))
     }
 
-    /// Name, size and time, as a COW file tells of its backing file.
+    /// Returns path, size in bytes and modification time, for the header of a COW file.
     pub fn of_cow(&self) -> Result<(String, u64, i64)> {
         if blockyard_nbd::uri::is_uri(&self.name) {
-            bail!("backing file {}: a cow image's backing file is a file of this host", self.name);
+            bail!(
+                "backing file {}: the backing file of a cow image is a file of this host",
+                self.name
+            );
         }
         if self.format != Format::Raw {
-            bail!("backing file {}: a cow image's backing file is raw", self.name);
+            bail!("backing file {}: the backing file of a cow image is raw", self.name);
         }
         let wrong = || format!("backing file {}", self.path.display());
         let stat = std::fs::metadata(&self.path).with_context(wrong)?;
-        // As uml_mkcow and the kernel write it: they would look for a relative name wherever they
-        // happen to run.
+        // An absolute path, as uml_mkcow and the kernel write it. They resolve a relative one in
+        // their working directory.
         let path = std::fs::canonicalize(&self.path).with_context(wrong)?;
         Ok((path.to_str().with_context(wrong)?.into(), stat.len(), stat.mtime()))
     }
 
-    /// Whoever opens an image looks for backing files in its own folder, if nothing else is said.
+    /// Warns if opening the image will need `--backing-folder`, because the backing file is not in
+    /// the folder of `target`.
     pub fn warn_if_far(&self, target: &Path) {
         if let Ok(uri) = blockyard_nbd::Uri::parse(&self.name) {
             let server = uri.whole_server();
             return tracing::warn!(
-                "the backing file lies on a server: say --backing-folder {server} to open the image"
+                "the backing file is on a server: open the image with --backing-folder {server}"
             );
         }
         let real = |path: &Path| std::fs::canonicalize(path);
@@ -107,18 +115,20 @@ impl Backing {
         {
             let folder = folder(&self.path).display();
             tracing::warn!(
-                "the backing file is not in the image's folder: say --backing-folder {folder} to open the image"
+                "the backing file is not in the image's folder: open the image with \
+                 --backing-folder {folder}"
             );
         }
     }
 }
 
-/// The folder that holds a file.
+/// Returns the folder of a file.
 pub fn folder(path: &Path) -> &Path {
     path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// What `settings` ask for; `target` is the image's path. Which external file is to hold its data.
+/// Returns the parameters of a new image at `target`, including its external data file. `size`:
+/// bytes of the disk.
 pub fn plan(
     settings: &Settings,
     size: u64,
@@ -127,7 +137,7 @@ pub fn plan(
 ) -> Result<NewImage> {
     match settings.format() {
         Format::Raw if backing.is_some() => {
-            bail!("raw images have no backing files: say another format by -O or -f")
+            bail!("raw images have no backing files: choose another format by -O or -f")
         }
         Format::Raw => Ok(NewImage::Raw {
             size,
@@ -152,8 +162,8 @@ fn qcow2(settings: &Settings, size: u64, backing: Option<&Backing>) -> Result<Cr
     };
     let (version, cluster_size) =
         (settings.version()?.unwrap_or(base.version), settings.size("cluster_size")?);
-    // What was not asked for follows from what was.
-    let suits = version >= 3 && cluster_size.is_none_or(|size| size >= EXTENDED);
+    // Defaults depend on the given options.
+    let suits = version >= 3 && cluster_size.is_none_or(|size| size >= MIN_EXTENDED_CLUSTER);
     let extended_l2 = settings.switch("extended_l2")?.unwrap_or(base.extended_l2 && suits);
     let default_size =
         if extended_l2 && backing.is_some() { base.cluster_size } else { plain.cluster_size };
@@ -172,7 +182,7 @@ fn qcow2(settings: &Settings, size: u64, backing: Option<&Backing>) -> Result<Cr
 }
 
 fn cow(settings: &Settings, backing: Option<&Backing>) -> Result<NewImage> {
-    let backing = backing.context("a cow image has a backing file: name it by -b, or -B")?;
+    let backing = backing.context("a cow image needs a backing file: give it by -b, or -B")?;
     let (backing, size, mtime) = backing.of_cow()?;
     let version = settings.number("version")?.unwrap_or(3);
     let alignment = settings.size("alignment")?.unwrap_or(if version == 3 { 4096 } else { 512 });
@@ -180,7 +190,7 @@ fn cow(settings: &Settings, backing: Option<&Backing>) -> Result<NewImage> {
     Ok(NewImage::Cow { backing, size, mtime, version, alignment })
 }
 
-/// In one line, as qemu-img tells what it makes.
+/// Returns a line about the new image, in the format of qemu-img.
 pub fn describe(path: &Path, new: &NewImage) -> String {
     let (format, text) = match new {
         NewImage::Raw { size, .. } => (Format::Raw, format!("size={size}")),

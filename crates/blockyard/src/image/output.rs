@@ -1,13 +1,15 @@
-//! New files: they have no name until they are whole, so that a command that is interrupted or
-//! killed leaves nothing.
+//! New files. They have no name until they are complete, so that a command that is interrupted or
+//! killed leaves nothing behind.
 //!
 //! ```text
-//!   create ─► checks, locks what is to be replaced ─► pending: a file without a name ─► finish: it gets its name
+//!   create ─► checks, locks the file to replace ─► pending: a file without a name ─► finish
 //! ```
-//! What must hold: nothing that exists is replaced unless the user says so, nor while it is in use,
-//! nor if the command itself reads it; what is to be replaced stays as it is until the new file is
-//! whole and durable (a block device: until all options are checked); the name is durable when the
-//! command ends.
+//! What must hold:
+//! - A file is replaced only with `--force`, only if it is not in use, and only if the command does
+//!   not read it.
+//! - It stays unchanged until the new file is complete and durable. (A block device: until all
+//!   options are checked.)
+//! - The name is durable when the command ends.
 
 mod pending;
 mod unfinished;
@@ -29,12 +31,12 @@ pub struct NewFile {
 }
 
 impl NewFile {
-    /// Begins a file that is to be at `path`. (A block device is taken as it is.) `sources`: what
-    /// the command reads.
+    /// Starts a new file for `path`. A block device is used as it is. `sources`: files that the
+    /// command reads.
     pub fn create(path: &Path, force: bool, sources: &Sources) -> anyhow::Result<Self> {
         sources.refuse(path)?;
         let image = Pending::create(path, force, || {
-            anyhow!("{} exists already: say --force to replace it", path.display())
+            anyhow!("{} exists already: use --force to replace it", path.display())
         })?;
         Ok(NewFile { image, data: None, force })
     }
@@ -43,7 +45,7 @@ impl NewFile {
         self.image.is_device()
     }
 
-    /// Makes the image in it, and its data file.
+    /// Creates the image in the file, and its external data file.
     pub fn make(&mut self, new: NewImage, sources: &Sources) -> anyhow::Result<()> {
         if let NewImage::Qcow2 { data: Some(data), .. } = &new {
             sources.refuse(data)?;
@@ -51,7 +53,7 @@ impl NewFile {
                 bail!("data file {}: it cannot be the image itself", data.display());
             }
             let exists = || {
-                anyhow!("data file {} exists already: say --force to replace it", data.display())
+                anyhow!("data file {} exists already: use --force to replace it", data.display())
             };
             let pending = Pending::create(data, self.force, exists);
             self.data =
@@ -60,20 +62,20 @@ impl NewFile {
         Ok(tools::create(self.image.path(), &self.files(), new)?)
     }
 
-    /// Where the files are until they have their names.
+    /// Returns the descriptors of the files, which have no names yet.
     pub fn files(&self) -> OpenedFiles {
         OpenedFiles { image: self.image.file(), data: self.data.as_ref().and_then(Pending::file) }
     }
 
-    /// Gives the files their names; their content is durable already. The image comes last: it
-    /// names the data file.
+    /// Gives the files their names. Their contents are durable already. The image comes last,
+    /// because it refers to the data file by name.
     pub fn finish(self) -> anyhow::Result<()> {
         let data = self.data.map(Pending::finish).transpose()?;
         let image = self.image.finish();
         if image.is_err()
             && let Some(data) = data
         {
-            data.take_back();
+            data.remove();
         }
         image.map(|_| ())
     }
@@ -109,7 +111,7 @@ impl Sources {
     }
 }
 
-/// Whether two paths name the same place, at which there may be no file yet.
+/// Returns whether two paths are the same place. There may be no file yet.
 fn same_place(a: &Path, b: &Path) -> bool {
     let folder_of = |path| FileId::of_path(folder(path)).ok();
     match (FileId::of_path(a), FileId::of_path(b)) {

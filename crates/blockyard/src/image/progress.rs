@@ -1,4 +1,4 @@
-//! How far a long work has come: a bar on a terminal, or qemu-img's line where `-p` asks for it.
+//! Progress of long commands: a bar on a terminal, or qemu-img's line with `-p`.
 
 use std::io::IsTerminal;
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -14,7 +14,7 @@ const UPDATE_INTERVAL: Duration = Duration::from_millis(100);
 
 #[derive(Args)]
 pub struct ProgressArgs {
-    /// Show how far it is also where standard error is no terminal.
+    /// Show the progress even if standard error is not a terminal.
     #[arg(short, long)]
     progress: bool,
     /// Print nothing but errors.
@@ -22,12 +22,12 @@ pub struct ProgressArgs {
     pub quiet: bool,
 }
 
-/// Where it is shown.
+/// Form of the progress display.
 #[derive(Clone, Copy, PartialEq)]
 enum Display {
     None,
     Bar,
-    /// Percents on standard output, as qemu-img prints them: programs read these.
+    /// Percentages on standard output, in qemu-img's format, which programs parse.
     Line,
 }
 
@@ -41,7 +41,7 @@ impl ProgressArgs {
         }
     }
 
-    /// Does `work`, and meanwhile shows what `progress` says.
+    /// Runs `work`, and displays `progress` meanwhile.
     pub fn during<T>(&self, progress: &Progress, work: impl FnOnce() -> T) -> T {
         let display = self.display();
         if display == Display::None {
@@ -60,7 +60,7 @@ impl ProgressArgs {
                     let _ = output::print("\n");
                 }
             });
-            // Dropped in any case, so that a panic ends the other thread too.
+            // Dropped even if `work` panics, which ends the other thread.
             let _end = end;
             work()
         })
@@ -84,6 +84,6 @@ fn draw(bar: &ProgressBar, display: Display, progress: &Progress) {
         return;
     }
     let percent = if total == 0 { 0.0 } else { done as f64 * 100.0 / total as f64 };
-    // A program that has stopped reading does not end the work.
+    // Ignore errors: the work continues if the reader of standard output is gone.
     let _ = output::print(format_args!("    ({percent:.2}/100%)\r"));
 }

@@ -1,4 +1,4 @@
-//! `image rebase`.
+//! `image rebase`: changes the backing file of an overlay.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -17,25 +17,31 @@ use super::{FolderArgs, ImageArgs, cache, failed, format, format_of, open, threa
 pub struct RebaseArgs {
     #[command(flatten)]
     image: ImageArgs,
-    /// The new backing file; a relative name begins at the image's folder. An empty name: none, the
-    /// image gets all there is.
+    /// New backing file. An empty name removes the backing file and copies its data into the image.
+    ///
+    /// A relative name is relative to the image's folder.
     #[arg(short, long, value_name = "NAME")]
     backing: String,
-    /// The backing file's format [default: as its name says].
-    #[arg(short = 'F', long, value_parser = format())]
+    /// Format of the backing file [default: from the file name].
+    #[arg(short = 'F', long,
+        value_parser = format())]
     backing_format: Option<Format>,
-    /// Change the name only, for backing files that were moved or renamed: the new one must hold
-    /// what the old one held, or the disk is another one. Neither has to be there.
+    /// Change only the name in the header, for a backing file that was moved or renamed.
+    ///
+    /// The new file must have the same data as the old one, otherwise the disk changes. Neither
+    /// file has to exist.
     #[arg(short = 'u', long = "unsafe")]
     only_name: bool,
-    /// Compress the clusters that the image takes up whole (qcow2).
+    /// Compress clusters that are copied as a whole (qcow2).
     #[arg(short, long, conflicts_with = "only_name")]
     compress: bool,
-    /// The cache mode in which the image is written; it is durable at the end.
-    #[arg(short = 't', long, value_name = "MODE", default_value = "writeback", value_parser = cache())]
+    /// Cache mode of the image. All data is durable when the command ends.
+    #[arg(short = 't', long, value_name = "MODE", default_value = "writeback",
+        value_parser = cache())]
     cache: CacheMode,
-    /// The cache mode in which the new backing file is read.
-    #[arg(short = 'T', long, value_name = "MODE", default_value = "writeback", value_parser = cache())]
+    /// Cache mode of the new backing file.
+    #[arg(short = 'T', long, value_name = "MODE", default_value = "writeback",
+        value_parser = cache())]
     source_cache: CacheMode,
     #[command(flatten)]
     folders: FolderArgs,
@@ -57,7 +63,9 @@ pub fn run(options: &RebaseArgs) -> Result<(), Failure> {
     let new = match (format, &backing) {
         (Format::Raw, _) => return Err(wrong("raw images have no backing files")),
         (Format::Cow, None) => {
-            return Err(wrong("a cow image has a backing file: convert it to have none"));
+            return Err(wrong(
+                "a cow image needs a backing file: use `image convert` for an image without one",
+            ));
         }
         (Format::Cow, Some(backing)) => {
             let (name, size, mtime) = backing.of_cow()?;
@@ -72,7 +80,7 @@ pub fn run(options: &RebaseArgs) -> Result<(), Failure> {
         return Err(wrong("it cannot be its own backing file"));
     }
     if options.compress && format != Format::Qcow2 {
-        return Err(Failure::usage(anyhow!("-c: compressed clusters are qcow2's alone")));
+        return Err(Failure::usage(anyhow!("-c: only qcow2 images have compressed clusters")));
     }
     if options.only_name {
         tools::set_backing(
@@ -89,7 +97,7 @@ pub fn run(options: &RebaseArgs) -> Result<(), Failure> {
     Ok(())
 }
 
-/// With the disk unchanged.
+/// Changes the backing file, and copies the data that differs, so that the disk stays the same.
 fn safely(options: &RebaseArgs, backing: Option<&Backing>, new: NewBacking) -> Result<(), Failure> {
     let base = backing.map(|backing| open_new(options, backing)).transpose()?;
     let writing = ChainOptions {
@@ -102,7 +110,7 @@ fn safely(options: &RebaseArgs, backing: Option<&Backing>, new: NewBacking) -> R
         && base.size() != chain.size()
     {
         let what = format!(
-            "{} bytes, and a cow image's backing file is as large as its disk: {}",
+            "{} bytes; the backing file of a cow image is as large as its disk: {}",
             base.size(),
             chain.size()
         );
@@ -120,7 +128,7 @@ fn safely(options: &RebaseArgs, backing: Option<&Backing>, new: NewBacking) -> R
     }
     if header.is_some_and(|header| header.raw_data_file()) {
         return Err(anyhow!(
-            "image {}: with a raw external data file it has no backing file",
+            "image {}: an image with a raw external data file cannot have a backing file",
             options.image.file.display()
         )
         .into());
@@ -132,6 +140,7 @@ fn safely(options: &RebaseArgs, backing: Option<&Backing>, new: NewBacking) -> R
     tools::set_backing(&chain.top().file, new).map_err(failed)
 }
 
+/// Opens the new backing file. Returns an error if its chain contains the image itself.
 fn open_new(options: &RebaseArgs, backing: &Backing) -> Result<Arc<Chain>, Failure> {
     let base = open(&ChainOptions {
         cache: options.source_cache,
@@ -140,7 +149,10 @@ fn open_new(options: &RebaseArgs, backing: &Backing) -> Result<Arc<Chain>, Failu
     let own = FileId::of_path(&options.image.file).ok();
     if own.is_some() && base.layers().iter().any(|layer| layer.file.id() == own) {
         let (name, file) = (&backing.name, options.image.file.display());
-        return Err(anyhow!("image {file}: it is below {name}: the chain would be a circle").into());
+        return Err(anyhow!(
+            "image {file}: it is in the backing chain of {name}: the chain would be a circle"
+        )
+        .into());
     }
     Ok(base)
 }

@@ -1,4 +1,4 @@
-//! `image resize`.
+//! `image resize`: grows or shrinks a disk.
 
 use anyhow::anyhow;
 use blockyard_image::qcow2::Preallocation;
@@ -9,20 +9,21 @@ use clap::Args;
 
 use super::settings::preallocation;
 use super::{FolderArgs, ImageArgs, failed, open, print, size};
+use crate::options::values::explain;
 
 #[derive(Args)]
 pub struct ResizeArgs {
     #[command(flatten)]
     image: ImageArgs,
-    /// Bytes of its disk, such as 10G; or how many more (+1G) or fewer (-1G).
+    /// New size of the disk, such as 10G, or a difference: +1G grows it, -1G shrinks it.
     #[arg(value_name = "[+|-]SIZE", allow_hyphen_values = true, value_parser = change)]
     size: Change,
-    /// The disk may become smaller: what lies beyond its new end is lost.
+    /// Allow the disk to shrink. The data after its new end is lost.
     #[arg(long)]
     shrink: bool,
-    /// Space that is taken for what is new: off, metadata (qcow2's tables), falloc, or full (zeroes
-    /// are written).
-    #[arg(long, value_name = "MODE", default_value = "off", value_parser = mode)]
+    /// Preallocation of the new space.
+    #[arg(long, value_name = "MODE", default_value = "off",
+        value_parser = explain(PREALLOCATION, mode))]
     preallocation: Preallocation,
     /// Print nothing but errors.
     #[arg(short, long)]
@@ -46,8 +47,15 @@ fn change(text: &str) -> Result<Change, String> {
     })
 }
 
+const PREALLOCATION: &[(&str, &str)] = &[
+    ("off", "none"),
+    ("metadata", "the tables of qcow2"),
+    ("falloc", "space on the file system, by fallocate(2)"),
+    ("full", "zeroes are written"),
+];
+
 fn mode(text: &str) -> Result<Preallocation, String> {
-    preallocation(text).ok_or_else(|| "it is off, metadata, falloc or full".into())
+    preallocation(text).ok_or_else(|| "it must be off, metadata, falloc or full".into())
 }
 
 pub fn run(options: &ResizeArgs) -> Result<(), Failure> {
@@ -63,9 +71,9 @@ pub fn run(options: &ResizeArgs) -> Result<(), Failure> {
     let wrong = |what: String| anyhow!("image {}: {what}", options.image.file.display());
     let size = new
         .filter(|&size| size > 0)
-        .ok_or_else(|| wrong(format!("it has {old} bytes: that cannot be its size")))?;
+        .ok_or_else(|| wrong(format!("it has {old} bytes: the new size is out of range")))?;
     if !size.is_multiple_of(SECTOR) {
-        return Err(wrong(format!("{size} bytes are no whole sectors of {SECTOR}")).into());
+        return Err(wrong(format!("{size} bytes are not whole sectors of {SECTOR} bytes")).into());
     }
     let wanted = NewSize { size, shrink: options.shrink, preallocation: options.preallocation };
     tools::resize(&chain, wanted).map_err(failed)?;

@@ -1,4 +1,4 @@
-//! `-o key=value,...`: the options that formats have, with qemu-img's names.
+//! `-o key=value,...`: options of image formats, with qemu-img's names.
 
 use std::str::FromStr;
 
@@ -8,7 +8,7 @@ use blockyard_image::qcow2::{Compression, Preallocation};
 
 use super::size;
 
-/// The keys of each format, and what they mean.
+/// Keys of each format, with their meaning for `-o help`.
 const QCOW2: [(&str, &str); 12] = [
     ("size", "bytes of the disk"),
     ("backing_file", "as -b"),
@@ -32,11 +32,11 @@ const COW: [(&str, &str); 4] = [
     ("alignment", "of bitmap and data, version 3 only [default: 4k]"),
 ];
 
-/// What was said by `-o`, and not looked at yet.
+/// The options of `-o`. Values are parsed when they are used.
 #[derive(Debug)]
 pub struct Settings {
     format: Format,
-    left: Vec<(String, String)>,
+    pairs: Vec<(String, String)>,
 }
 
 fn keys(format: Format) -> &'static [(&'static str, &'static str)] {
@@ -47,11 +47,11 @@ fn keys(format: Format) -> &'static [(&'static str, &'static str)] {
     }
 }
 
-/// The answer to `-o help`; None: that was not asked.
+/// Returns the text for `-o help`, or `None` if the lists have no `help`.
 pub fn help(format: Format, lists: &[String]) -> Option<String> {
-    let asked = lists.iter().any(|list| matches!(list.as_str(), "help" | "list" | "?"));
+    let is_requested = lists.iter().any(|list| matches!(list.as_str(), "help" | "list" | "?"));
     let line = |(key, meaning): &(&str, &str)| format!("  {key:<18}{meaning}\n");
-    asked.then(|| {
+    is_requested.then(|| {
         format!(
             "Options of {format} images:\n{}",
             keys(format).iter().map(line).collect::<String>()
@@ -60,37 +60,38 @@ pub fn help(format: Format, lists: &[String]) -> Option<String> {
 }
 
 impl Settings {
-    /// `lists`: `key=value,...` each; a comma in a value is written twice.
+    /// Parses lists of `key=value,...`. A comma in a value is doubled. Returns an error for a key
+    /// that the format does not have.
     pub fn parse(format: Format, lists: &[String]) -> Result<Self> {
-        let mut left: Vec<(String, String)> = Vec::new();
+        let mut pairs: Vec<(String, String)> = Vec::new();
         for item in lists.iter().flat_map(|list| split(list)) {
             let (key, value) = item.split_once('=').unwrap_or((&item, "on"));
             if !keys(format).iter().any(|(known, _)| *known == key) {
                 let known: Vec<_> = keys(format).iter().map(|(known, _)| *known).collect();
-                bail!("{format} images have no option \"{key}\": they have {}", known.join(", "));
+                bail!("{format} images have no option \"{key}\": options are {}", known.join(", "));
             }
-            // As in qemu-img, the last one counts.
-            left.retain(|(other, _)| other != key);
-            left.push((key.into(), value.into()));
+            // As in qemu-img, the last value of a key wins.
+            pairs.retain(|(other, _)| other != key);
+            pairs.push((key.into(), value.into()));
         }
-        Ok(Settings { format, left })
+        Ok(Settings { format, pairs })
     }
 
     pub fn format(&self) -> Format {
         self.format
     }
 
-    /// The keys that were said.
+    /// Returns the given keys.
     pub fn keys(&self) -> impl Iterator<Item = &str> {
-        self.left.iter().map(|(key, _)| key.as_str())
+        self.pairs.iter().map(|(key, _)| key.as_str())
     }
 
     pub fn has(&self, key: &str) -> bool {
-        self.left.iter().any(|(other, _)| other == key)
+        self.pairs.iter().any(|(other, _)| other == key)
     }
 
     pub fn text(&self, key: &str) -> Option<&str> {
-        self.left.iter().find(|(other, _)| other == key).map(|(_, value)| value.as_str())
+        self.pairs.iter().find(|(other, _)| other == key).map(|(_, value)| value.as_str())
     }
 
     fn value<T>(
@@ -100,7 +101,7 @@ impl Settings {
         wanted: &str,
     ) -> Result<Option<T>> {
         let Some(text) = self.text(key) else { return Ok(None) };
-        parse(text).map(Some).ok_or_else(|| anyhow!("option {key}=\"{text}\": it is {wanted}"))
+        parse(text).map(Some).ok_or_else(|| anyhow!("option {key}=\"{text}\": it must be {wanted}"))
     }
 
     pub fn size(&self, key: &str) -> Result<Option<u64>> {
@@ -153,7 +154,7 @@ pub fn preallocation(text: &str) -> Option<Preallocation> {
     }
 }
 
-/// At commas that are not doubled.
+/// Splits a list at commas that are not doubled.
 fn split(list: &str) -> Vec<String> {
     let mut items = vec![String::new()];
     let mut letters = list.chars().peekable();

@@ -1,9 +1,10 @@
-//! Sizes as people write and read them; the units are powers of 1024, as qemu-img has them.
+//! Sizes with units, such as `10G`. Units are powers of 1024, as in qemu-img.
 
-/// `10G`, `1.5T`, `512` (bytes).
+/// Parses a size, such as `10G`, `1.5T` or `512` (bytes). Returns bytes.
 pub fn parse(text: &str) -> Result<u64, String> {
-    let bad =
-        || format!("\"{text}\" is no size: a number, and k, M, G, T, P or E for powers of 1024");
+    let bad = || {
+        format!("\"{text}\" is no size: write a number, with k, M, G, T, P or E for powers of 1024")
+    };
     let (number, unit) = match text.find(|c: char| c.is_ascii_alphabetic()) {
         Some(at) => text.split_at(at),
         None => (text, ""),
@@ -24,15 +25,15 @@ pub fn parse(text: &str) -> Result<u64, String> {
         return Err(bad());
     }
     let whole: u64 = whole.parse().map_err(|_| bad())?;
-    // Parts of a byte are none.
+    // Round down to whole bytes.
     let fraction: f64 = format!("0.{fraction}").parse().map_err(|_| bad())?;
     let part = (fraction * (1u64 << shift) as f64) as u64;
     let size = whole.checked_mul(1 << shift).and_then(|bytes| bytes.checked_add(part));
     size.filter(|bytes| *bytes <= i64::MAX as u64)
-        .ok_or_else(|| format!("\"{text}\" is larger than a file can be"))
+        .ok_or_else(|| format!("\"{text}\" is larger than a file can be (8 EiB)"))
 }
 
-/// Three digits and a unit: `1.25 MiB`.
+/// Returns a size with three digits and a unit, such as `1.25 MiB`.
 pub fn human(bytes: u64) -> String {
     const UNITS: [&str; 7] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
     let (mut value, mut unit) = (bytes as f64, 0);
@@ -56,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_are_read() {
+    fn sizes_are_parsed() {
         for (text, bytes) in [
             ("0", 0),
             ("512", 512),
@@ -88,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_are_shown_as_qemu_img_shows_them() {
+    fn sizes_are_printed_in_the_format_of_qemu_img() {
         for (bytes, text) in [
             (0, "0 B"),
             (512, "512 B"),

@@ -28,16 +28,16 @@ pub struct SnapshotArgs {
 #[derive(Args)]
 #[group(multiple = false)]
 struct SnapshotAction {
-    /// List the snapshots [default].
+    /// List the snapshots. This is the default.
     #[arg(short, long)]
     list: bool,
-    /// Take a snapshot of the disk as it is.
+    /// Create a snapshot of the current disk.
     #[arg(short, long, value_name = "NAME")]
     create: Option<String>,
-    /// Make the disk what it was when this snapshot was taken, its size included.
+    /// Restore the disk, including its size, from this snapshot.
     #[arg(short, long, value_name = "NAME or ID")]
     apply: Option<String>,
-    /// Delete a snapshot; the space that only it needs becomes free.
+    /// Delete a snapshot, and free the space that only it uses.
     #[arg(short, long, value_name = "NAME or ID")]
     delete: Option<String>,
 }
@@ -76,9 +76,9 @@ pub fn run(options: &SnapshotArgs) -> Result<(), Failure> {
 }
 
 fn show(options: &SnapshotArgs, list: &[Snapshot]) -> Result<(), Failure> {
-    let told: Vec<SnapshotFields> = list.iter().map(SnapshotFields::of).collect();
-    match lines(&told).as_slice() {
-        _ if options.output.is_json() => print_json(&told),
+    let fields: Vec<SnapshotFields> = list.iter().map(SnapshotFields::of).collect();
+    match lines(&fields).as_slice() {
+        _ if options.output.is_json() => print_json(&fields),
         [] => Ok(()),
         _ if options.quiet => Ok(()),
         lines => print(&(lines.join("\n") + "\n")),

@@ -1,4 +1,4 @@
-//! Lists of snapshots, as qemu-img prints them.
+//! Lists of snapshots, in the format of qemu-img.
 
 use blockyard_image::qcow2::snapshot::table::Snapshot;
 use blockyard_ring::host::local_time;
@@ -24,7 +24,7 @@ pub struct SnapshotFields {
 
 impl SnapshotFields {
     pub fn of(snapshot: &Snapshot) -> Self {
-        // Behind the fields that the format's first versions had; all ones are none.
+        // The first 8 bytes of the extra data. All ones mean that there is no count.
         let icount = snapshot.extra.first_chunk::<8>().map(|bytes| u64::from_be_bytes(*bytes));
         SnapshotFields {
             icount: icount.filter(|count| *count != u64::MAX),
@@ -58,7 +58,7 @@ fn row(id: &str, name: &str, size: &str, date: &str, clock: &str, icount: &str) 
     format!("{id:<7} {name:<16} {size:>8} {date:>19} {clock:>15} {icount:>10}")
 }
 
-/// The list for people; nothing if there are none.
+/// Returns the list as lines of text, or nothing if there are no snapshots.
 pub fn lines(snapshots: &[SnapshotFields]) -> Vec<String> {
     if snapshots.is_empty() {
         return Vec::new();

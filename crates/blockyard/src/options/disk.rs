@@ -19,7 +19,7 @@ use super::values::{self, UblkNumber, explain, suggest};
 use super::xen::XenDevice;
 
 with_knobs! {
-/// One disk: on the command line, and as a `[[disk]]` table of the configuration file.
+/// Options of one disk, which are also the keys of a `[[disk]]` table.
 #[derive(Args, Clone, Debug, Deserialize, PartialEq)]
 #[group(id = "DiskArgs")]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
@@ -60,7 +60,8 @@ pub struct DiskArgs {
     ///
     /// A power of two, at most 4096. The server advertises it to clients.
     #[arg(long, value_name = "BYTES", help_heading = "Exports",
-        value_parser = suggest(&["1", "512", "4096"], nbd::parse_block), hide_possible_values = true)]
+        value_parser = suggest(&["1", "512", "4096"], nbd::parse_block),
+        hide_possible_values = true)]
     #[serde(default, deserialize_with = "nbd::block")]
     pub nbd_block_size: Option<u32>,
 
@@ -278,7 +279,7 @@ fn nbd_patience() -> Duration {
 }
 
 impl DiskArgs {
-    /// The name given, or the image's own.
+    /// Returns the configured name, else the file name of the image or the name of the NBD export.
     pub fn name(&self) -> String {
         self.name.clone().unwrap_or_else(|| {
             let remote = self.image.to_str().and_then(|name| blockyard_nbd::Uri::parse(name).ok());
@@ -290,36 +291,36 @@ impl DiskArgs {
         })
     }
 
-    /// Device and inode of the image, if it is a file.
+    /// Returns device and inode of the image, or `None` if it is not a file.
     pub fn file(&self) -> Option<(u64, u64)> {
         std::fs::metadata(&self.image).ok().map(|meta| (meta.dev(), meta.ino()))
     }
 
-    /// Whether an export offers the disk.
-    pub fn is_offered(&self) -> bool {
+    /// Returns whether the disk has an export.
+    pub fn is_exported(&self) -> bool {
         self.vhost_user.is_some() || self.nbd.is_some() || self.ublk.is_some() || self.xen.is_some()
     }
 
-    /// What tells the disk from others, from one run of the program to the next.
+    /// Returns a text that identifies the disk across runs of the program.
     pub fn identity(&self) -> String {
         let path = || std::fs::canonicalize(&self.image).unwrap_or_else(|_| self.image.clone());
         self.name.clone().unwrap_or_else(|| path().to_string_lossy().into_owned())
     }
 
-    /// Tells the image's file from another one that gets its path later. None: the disk has a name,
-    /// or the image is no file.
+    /// Returns a number that distinguishes the image's file from a later file with the same path.
+    /// Returns `None` if the disk has a configured name, or if the image is not a file.
     pub fn file_identity(&self) -> Option<u64> {
         if self.name.is_some() {
             return None;
         }
         let file = std::fs::metadata(&self.image).ok()?;
-        // A file system gives the number of a removed file to another one; but that is born later.
+        // File systems reuse the inode numbers of removed files. The birth time differs then.
         let born = file.created().ok().and_then(|at| at.duration_since(std::time::UNIX_EPOCH).ok());
         Some(file.ino() ^ born.unwrap_or_default().as_nanos() as u64)
     }
 
-    /// The format that is told, or that the image's name says. Other names mean raw, unless they
-    /// are those of formats that are not served.
+    /// Returns the configured format, else the format of the file extension, else raw. Returns an
+    /// error for extensions of formats that are not supported.
     pub fn format(&self) -> Result<Format, String> {
         if let Some(format) = self.format.or_else(|| Format::of_name(&self.image)) {
             return Ok(format);
@@ -328,14 +329,15 @@ impl DiskArgs {
             self.image.extension().unwrap_or_default().to_string_lossy().to_ascii_lowercase();
         if matches!(extension.as_str(), "vmdk" | "vdi" | "vhd" | "vhdx") {
             return Err(format!(
-                "image {}: its name says {extension}, which is not served; --format raw serves the file's bytes as they are",
+                "image {}: its name says {extension}, which is not served; --format raw serves the \
+                 file's bytes as they are",
                 self.image.display()
             ));
         }
         Ok(Format::Raw)
     }
 
-    /// What the image is opened with.
+    /// Returns the options to open the image with.
     pub fn chain(&self) -> ChainOptions {
         ChainOptions {
             format: self.format().ok(),
@@ -353,7 +355,8 @@ impl DiskArgs {
             ..ChainOptions::new(&self.image)
         }
     }
-    /// The same disk with other knobs.
+
+    /// Returns the same options with other knobs.
     pub fn with(self, knobs: &Knobs) -> Self {
         let Knobs { weight, reserve_iops, reserve_bps, ref limits, latency_target } = *knobs;
         let Limits { iops, iops_read, iops_write, bps, bps_read, bps_write } = *limits;

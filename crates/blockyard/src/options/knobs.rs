@@ -1,9 +1,8 @@
-//! The knobs of a share, on the command line and in the configuration: of a disk, and of a group of
-//! disks.
+//! The knobs: weight, reservations, limits and latency target of a disk or of a group of disks.
 //!
-//! In: options, or keys of a `[[disk]]` or `[group.NAME]` table. Out: [`Knobs`], and what else of a
-//! disk there is, for only a change of that needs the disk closed. What must hold: disks and
-//! groups, options and keys, have the same knobs.
+//! In: options, or keys of a `[[disk]]` or `[group.NAME]` table. Out: [`Knobs`]. They are separate
+//! from other options because they change without closing the disk. What must hold: disks and
+//! groups have the same knobs, on the command line and in the file.
 
 use std::time::Duration;
 
@@ -13,8 +12,8 @@ use serde::{Deserialize, Deserializer};
 
 use super::values::parsed;
 
-/// A struct of options, with the knobs as further fields. (Were they a struct inside, with serde's
-/// `flatten`, mistakes in a file would lose their line.)
+/// Defines a struct of options with the knobs as additional fields. (With an inner struct and
+/// serde's `flatten`, errors in a file would lose their line number.)
 macro_rules! with_knobs {
     ($(#[$meta:meta])* pub struct $name:ident { $($fields:tt)* }) => {
         $(#[$meta])*
@@ -148,7 +147,7 @@ pub fn limit<'de, D: Deserializer<'de>>(d: D) -> Result<Option<Limit>, D::Error>
     parsed(d, parse_limit).map(Some)
 }
 
-/// What is wrong with knobs, beyond what each one alone can tell.
+/// Returns an error if a reservation is larger than the limit of the same kind.
 pub fn check(knobs: &Knobs) -> Result<(), String> {
     let limits = &knobs.limits;
     for (key, reserve, limit) in
@@ -158,7 +157,7 @@ pub fn check(knobs: &Knobs) -> Result<(), String> {
             && reserve > limit.rate
         {
             return Err(format!(
-                "reserve-{key} is {reserve}, more than the limit {key} of {} lets pass",
+                "reserve-{key} is {reserve}, more than the limit {key} of {} allows",
                 limit.rate
             ));
         }
@@ -167,8 +166,8 @@ pub fn check(knobs: &Knobs) -> Result<(), String> {
 }
 
 with_knobs! {
-/// A group of disks: the `[group.NAME]` table of the configuration file. (No command takes its
-/// knobs as options.)
+/// A group of disks: the `[group.NAME]` table of the configuration file. There are no options for
+/// groups.
 #[derive(clap::Args, Clone, Debug, Deserialize, PartialEq)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct GroupArgs {}

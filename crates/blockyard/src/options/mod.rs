@@ -1,4 +1,4 @@
-//! What the command line and the configuration file say: the same structs for both.
+//! Options of the command line and keys of the configuration file: the same structs for both.
 //!
 //! ```text
 //!   values ◄─ knobs, nbd ◄─ xen ◄─ disk ◄─ serve

@@ -1,4 +1,4 @@
-//! Options of NBD: addresses, and how all clients are dealt with.
+//! Options of NBD: addresses, and settings for all clients.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -11,7 +11,7 @@ use serde::Deserialize;
 
 use super::values::parsed;
 
-/// Where NBD clients come.
+/// An address for NBD clients.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum NbdAddress {
     Unix(PathBuf),
@@ -31,7 +31,7 @@ impl FromStr for NbdAddress {
             "unix" => Ok(NbdAddress::Unix(rest.into())),
             "fd" => Ok(NbdAddress::Inherited(rest.into())),
             "tcp" => {
-                // (An IPv6 address is in brackets, and has colons of its own.)
+                // Split at the last colon, because an IPv6 address (in brackets) contains colons.
                 let (host, port) = rest.rsplit_once(':').ok_or_else(wrong)?;
                 let port = port.parse().map_err(|_| {
                     format!("\"{text}\": \"{port}\" is no port: a port is 0 to 65535")
@@ -58,7 +58,7 @@ impl fmt::Display for NbdAddress {
     }
 }
 
-/// How all NBD clients are dealt with: options, and the table `[nbd]`.
+/// Settings for all NBD clients: options, which are also the keys of the table `[nbd]`.
 #[derive(Args, Clone, Debug, Default, Deserialize, PartialEq)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct NbdArgs {
@@ -127,7 +127,7 @@ fn handshake<'de, D: serde::Deserializer<'de>>(d: D) -> Result<Option<Duration>,
 }
 
 impl NbdArgs {
-    /// What is said here, else there.
+    /// Returns these settings, with those of `other` where these have none.
     pub fn or(&self, other: &NbdArgs) -> NbdArgs {
         NbdArgs {
             max_clients: self.max_clients.or(other.max_clients),
@@ -147,7 +147,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn addresses_are_read_as_they_are_written() {
+    fn a_printed_address_parses_to_the_same_address() {
         for text in
             ["unix:/run/a:b", "tcp:localhost:10809", "tcp:[::1]:1", "tcp:*:5", "fd:3", "fd:nbd"]
         {

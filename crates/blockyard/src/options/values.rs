@@ -1,7 +1,7 @@
-//! Values of options and of keys in the configuration file: both are read by the same functions.
+//! Parsers for values of options and of configuration keys.
 //!
-//! In: a word of the command line, or a value of a TOML file. Out: a value in its range, or what is
-//! wrong with it.
+//! In: a word of the command line, or a value of a TOML file. Out: a value in its range, or an
+//! error message.
 
 use std::ffi::OsStr;
 use std::str::FromStr;
@@ -15,8 +15,8 @@ use blockyard_image::{CacheMode, Format};
 use clap::builder::{PossibleValue, TypedValueParser};
 use serde::{Deserialize, Deserializer};
 
-/// A parser of an option's value that tells shells some values, for completion. It accepts what
-/// `parser` accepts.
+/// A parser for an option's value, with values for completion. It accepts what `parser` accepts,
+/// which may be more than these values.
 #[derive(Clone)]
 struct Suggesting<P> {
     values: Vec<PossibleValue>,
@@ -40,7 +40,7 @@ impl<P: TypedValueParser> TypedValueParser for Suggesting<P> {
     }
 }
 
-/// Returns `parser` with values that shells complete.
+/// Returns `parser` with values for completion by shells.
 pub fn suggest<P: TypedValueParser>(
     values: &'static [&'static str],
     parser: P,
@@ -48,7 +48,7 @@ pub fn suggest<P: TypedValueParser>(
     Suggesting { values: values.iter().map(PossibleValue::new).collect(), parser }
 }
 
-/// Returns `parser` with values that shells complete, and that help explains.
+/// Returns `parser` with values for completion by shells, and with a description of each for help.
 pub fn explain<P: TypedValueParser>(
     values: &'static [(&'static str, &'static str)],
     parser: P,
@@ -97,7 +97,7 @@ pub enum UblkNumber {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Cpus(pub Vec<usize>);
 
-/// As taskset(1) and the kernel write it: numbers and ranges.
+/// Parses numbers and ranges, in the format of taskset(1).
 pub fn parse_cpus(s: &str) -> Result<Cpus, String> {
     let bad = || "a list of processors is numbers and ranges, such as 0,2-3".to_string();
     let mut cpus = Vec::new();
@@ -117,7 +117,7 @@ pub fn one() -> u16 {
     1
 }
 
-/// A second, or parts of it, or up to a day.
+/// Returns a duration of `seconds`, which must be from 0 to 86400.
 pub fn of_seconds(seconds: f64) -> Result<Duration, String> {
     if !(0.0..=86400.0).contains(&seconds) {
         return Err("a number of seconds from 0 to 86400".into());
@@ -149,7 +149,7 @@ pub fn parse_ublk(s: &str) -> Result<UblkNumber, String> {
     if s == "any" {
         return Ok(UblkNumber::Any);
     }
-    // The driver has 20 bits for them.
+    // The driver uses 20-bit minor numbers.
     let number = s.parse().ok().filter(|n| *n < 1 << 20).map(UblkNumber::Number);
     number.ok_or_else(|| {
         format!("\"{s}\": the number of a ublk device is the N of /dev/ublkbN, 0 to 1048575")
@@ -180,7 +180,7 @@ pub fn parse_second_client(s: &str) -> Result<SecondClient, String> {
     match s {
         "wait" => Ok(SecondClient::Wait),
         "refuse" => Ok(SecondClient::Refuse),
-        _ => Err("it is wait or refuse".into()),
+        _ => Err("it must be wait or refuse".into()),
     }
 }
 
@@ -205,7 +205,7 @@ fn microseconds(s: &str, what: &str) -> Result<Duration, String> {
     time.ok_or_else(|| format!("{what} is auto, off, or microseconds from 0 to 100000"))
 }
 
-/// Seconds, as a number.
+/// Deserializes a number of seconds.
 pub fn seconds<'de, D: Deserializer<'de>>(d: D) -> Result<Duration, D::Error> {
     of_seconds(f64::deserialize(d)?).map_err(serde::de::Error::custom)
 }
@@ -216,14 +216,14 @@ pub fn from_text<'de, D: Deserializer<'de>, T: FromStr<Err: std::fmt::Display>>(
     String::deserialize(d)?.parse().map_err(serde::de::Error::custom)
 }
 
-/// A text, where the key is there.
+/// Deserializes an optional key from a text.
 pub fn some_from_text<'de, D: Deserializer<'de>, T: FromStr<Err: std::fmt::Display>>(
     d: D,
 ) -> Result<Option<T>, D::Error> {
     from_text(d).map(Some)
 }
 
-/// A number of bytes, or a text with a suffix.
+/// Deserializes a number of bytes, or a text with a suffix.
 pub fn size<'de, D: Deserializer<'de>>(d: D) -> Result<Option<u64>, D::Error> {
     parsed(d, parse_size).map(Some)
 }
@@ -233,17 +233,17 @@ pub fn filters<'de, D: Deserializer<'de>>(d: D) -> Result<Vec<Filter>, D::Error>
     texts.iter().map(|t| t.parse().map_err(serde::de::Error::custom)).collect()
 }
 
-/// A text or a number, as the option of the command line is read.
+/// Deserializes a text or a number with the parser of the command line option.
 pub fn parsed<'de, D: Deserializer<'de>, T>(
     d: D,
     parse: fn(&str) -> Result<T, String>,
 ) -> Result<T, D::Error> {
     #[derive(Deserialize)]
-    #[serde(untagged, expecting = "it is a number or a text")]
+    #[serde(untagged, expecting = "it must be a number or a text")]
     enum Value {
         Word(String),
         Number(i64),
-        // No key takes one; the option's own message says so.
+        // No key accepts a fraction. The option's parser returns its own message.
         Fraction(f64),
     }
     let text = match Value::deserialize(d)? {
@@ -254,10 +254,10 @@ pub fn parsed<'de, D: Deserializer<'de>, T>(
     parse(&text).map_err(serde::de::Error::custom)
 }
 
-/// true: any device; a number: this one.
+/// Deserializes `true` (any number), `false` (no device) or the number of a device.
 pub fn ublk<'de, D: Deserializer<'de>>(d: D) -> Result<Option<UblkNumber>, D::Error> {
     #[derive(Deserialize)]
-    #[serde(untagged, expecting = "it is true, false, or the N of /dev/ublkbN")]
+    #[serde(untagged, expecting = "it must be true, false, or the N of /dev/ublkbN")]
     enum Value {
         Wanted(bool),
         Number(u32),

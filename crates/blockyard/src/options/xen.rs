@@ -1,5 +1,4 @@
-//! Options of Xen: the device of a guest, and the back ends that are watched for disks of
-//! toolstacks.
+//! Options of Xen: the device of a guest, and the types of back end that toolstacks use.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -14,7 +13,7 @@ use serde::{Deserialize, Deserializer};
 use super::knobs::{self, with_knobs};
 use super::values;
 
-/// A device of a guest: `3:xvda`.
+/// A device of a guest, such as `3:xvda` for domain 3.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct XenDevice {
     pub domain: u16,
@@ -41,7 +40,7 @@ impl fmt::Display for XenDevice {
     }
 }
 
-/// Back ends that are watched for disks of toolstacks: options, and the table `[xen]`.
+/// Settings for disks of toolstacks: options, which are also the keys of the table `[xen]`.
 #[derive(Args, Clone, Debug, Default, Deserialize, PartialEq)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct XenArgs {
@@ -66,8 +65,8 @@ pub struct XenArgs {
 }
 
 with_knobs! {
-/// The table `[xen.defaults]`: keys of a `[[disk]]` table, for each disk that a toolstack asks for.
-/// (No command takes them.)
+/// The table `[xen.defaults]`: keys of a `[[disk]]` table that apply to each disk of a toolstack.
+/// There are no options for them.
 #[derive(Args, Clone, Debug, Deserialize, PartialEq)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct XenDefaults {
@@ -97,10 +96,13 @@ fn parse_kind(text: &str) -> Result<String, String> {
     })
 }
 
-/// A text, or a list of texts.
+/// Deserializes one type of back end, or a list of them.
 fn kinds<'de, D: Deserializer<'de>>(d: D) -> Result<Vec<String>, D::Error> {
     #[derive(Deserialize)]
-    #[serde(untagged, expecting = "it is a type of back end, such as \"vbd\", or a list of them")]
+    #[serde(
+        untagged,
+        expecting = "it must be a type of back end, such as \"vbd\", or a list of them"
+    )]
     enum Value {
         One(String),
         Many(Vec<String>),
@@ -113,7 +115,7 @@ fn kinds<'de, D: Deserializer<'de>>(d: D) -> Result<Vec<String>, D::Error> {
 }
 
 impl XenArgs {
-    /// Options win over the configuration.
+    /// Returns these options, with the keys of `config` for those that are absent.
     pub fn or(&self, config: &XenArgs) -> XenArgs {
         let or = |own: &Vec<PathBuf>, other: &Vec<PathBuf>| {
             if own.is_empty() { other.clone() } else { own.clone() }
@@ -125,16 +127,17 @@ impl XenArgs {
         }
     }
 
-    /// What is wrong with them together.
+    /// Returns an error if the settings contradict each other.
     pub fn check(&self) -> anyhow::Result<()> {
         if !self.watch.is_empty() && self.folders.is_empty() {
             bail!(
-                "xen: say the folders in which images of toolstacks may lie: --xen-folder FOLDER, or folders in [xen]"
+                "xen: no folder for images of toolstacks: set --xen-folder FOLDER, or folders in \
+                 [xen]"
             );
         }
         let twice = (1..self.watch.len()).find(|at| self.watch[..*at].contains(&self.watch[*at]));
         if let Some(at) = twice {
-            bail!("xen: backend/{} is watched already", self.watch[at]);
+            bail!("xen: backend/{} is listed twice", self.watch[at]);
         }
         match &self.defaults {
             Some(defaults) => {
@@ -144,7 +147,7 @@ impl XenArgs {
         }
     }
 
-    /// Queues of each of these disks.
+    /// Returns the number of queues of each of these disks.
     pub fn queues(&self) -> u16 {
         self.defaults.as_ref().map_or(1, |defaults| defaults.queues)
     }

@@ -76,7 +76,8 @@ fn targets_outside_the_folders_are_refused() {
 
 #[test]
 fn types_folders_and_defaults_of_the_xen_table_are_parsed() {
-    let text = "watch = \"vbd\"\nfolders = [\"/srv\"]\n[defaults]\ncache = \"writeback\"\nqueues = 4\n\
+    let text = "watch = \"vbd\"\nfolders = [\"/srv\"]\n[defaults]\ncache = \"writeback\"\nqueues \
+                = 4\n\
                 iops = 500\n";
     let args: XenArgs = toml::from_str(text).unwrap();
     args.check().unwrap();

@@ -93,7 +93,7 @@ fn corruptions_are_status_3_and_repaired() {
 fn what_cannot_be_checked() {
     let images = Images::new();
     let raw = images.raw("a.raw", 4 * MIB, 1);
-    refused(&["check", text(&raw)], 1, &["a.raw", "no structure"]);
+    refused(&["check", text(&raw)], 1, &["a.raw", "no metadata to check"]);
     refused(&["check", "-f", "qcow2", text(&raw)], 1, &["a.raw", "qcow2 header"]);
     refused(&["check", "-r", "some", text(&raw)], 2, &["'some'", "leaks, all"]);
 }

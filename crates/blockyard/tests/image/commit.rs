@@ -93,7 +93,7 @@ fn a_deeper_image_is_committed_into_and_the_overlay_stays() {
         refused(
             &["commit", "-b", "top.qcow2", text(&top)],
             1,
-            &["top.qcow2 is none of its backing files"],
+            &["top.qcow2 is not one of its backing files"],
         );
         assert_eq!(
             image(&["commit", "-t", cache, "-b", "base.raw", text(&top)]),

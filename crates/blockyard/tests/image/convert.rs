@@ -40,7 +40,7 @@ fn what_exists_is_replaced_only_when_that_is_said() {
     std::fs::write(&target, "precious").unwrap();
     let refused = image_any(&["convert", text(&source), text(&target)]);
     assert_eq!(refused.status.code(), Some(1));
-    assert!(refused.err.contains("b.raw exists already: say --force"), "{}", refused.err);
+    assert!(refused.err.contains("b.raw exists already: use --force"), "{}", refused.err);
     assert_eq!(std::fs::read(&target).unwrap(), b"precious");
     image(&["convert", "--force", text(&source), text(&target)]);
     sound_and_same((&target, "raw"), (&source, "raw"));
@@ -217,7 +217,7 @@ fn a_target_that_is_there_is_written_into() {
     let refused = image_any(&["convert", "-n", text(&source), text(&small)]);
     assert_eq!(refused.status.code(), Some(1));
     assert!(
-        refused.err.contains("small.raw has 1048576 bytes, and 25165824 are needed"),
+        refused.err.contains("small.raw has 1048576 bytes; 25165824 are needed"),
         "{}",
         refused.err
     );

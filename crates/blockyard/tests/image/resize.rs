@@ -143,10 +143,10 @@ fn what_cannot_be() {
     let path = images.qcow2("a.qcow2", "", None, SIZE, 1);
     let raw = images.raw("base.raw", SIZE, 1);
     for (size, status, part) in [
-        ("+1", 1, "no whole sectors"),
-        ("-24M", 1, "that cannot be its size"),
-        ("-25M", 1, "that cannot be its size"),
-        ("0", 1, "that cannot be its size"),
+        ("+1", 1, "not whole sectors"),
+        ("-24M", 1, "the new size is out of range"),
+        ("-25M", 1, "the new size is out of range"),
+        ("0", 1, "the new size is out of range"),
         ("4P", 1, "L1 table larger than 32 MiB"),
         ("x", 2, "is no size"),
         ("+", 2, "is no size"),

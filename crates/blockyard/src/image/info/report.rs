@@ -1,4 +1,4 @@
-//! What is told of an image; the fields are those of `qemu-img info --output json`.
+//! Properties of an image. The fields are those of `qemu-img info --output json`.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use crate::image::snapshots::SnapshotFields;
 
-/// An image, or a file that it consists of.
+/// An image, or a file that belongs to it.
 #[derive(Default, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Info {
@@ -92,7 +92,7 @@ impl BitmapFields {
         BitmapFields {
             flags: flags.map(|(_, name)| name).collect(),
             name: bitmap.name.clone(),
-            // More than 63 is refused where bitmaps are used; here it is only told.
+            // Values above 63 are invalid. Commands that use the bitmap return an error.
             granularity: 1u64.checked_shl(bitmap.granularity_bits.into()).unwrap_or(0),
         }
     }
@@ -124,9 +124,9 @@ impl Info {
         self.backing_filename_format = header.backing_format.clone();
         self.dirty_flag = header.has_dirty();
         self.snapshots = details.snapshots.iter().map(SnapshotFields::of).collect();
-        let three = header.version >= 3;
+        let is_version_3 = header.version >= 3;
         self.format_specific = Some(FormatFields::Qcow2(Qcow2Fields {
-            compat: if three { "1.1" } else { "0.10" },
+            compat: if is_version_3 { "1.1" } else { "0.10" },
             data_file: header.data_file.clone(),
             data_file_raw: header.has_data_file().then_some(header.raw_data_file()),
             compression_type: match header.compression {
@@ -134,10 +134,10 @@ impl Info {
                 Compression::Zstd => "zstd",
             },
             bitmaps: details.bitmaps.iter().map(BitmapFields::of).collect(),
-            lazy_refcounts: three.then_some(header.lazy_refcounts()),
+            lazy_refcounts: is_version_3.then_some(header.lazy_refcounts()),
             refcount_bits: header.refcount_bits(),
-            corrupt: three.then_some(header.has_corrupt()),
-            extended_l2: three.then_some(header.extended_l2()),
+            corrupt: is_version_3.then_some(header.has_corrupt()),
+            extended_l2: is_version_3.then_some(header.extended_l2()),
         }));
     }
 
@@ -158,13 +158,13 @@ impl Info {
         self.backing_filename = name.map(str::to_string);
     }
 
-    /// A file of the host.
+    /// Returns the properties of a file of the host.
     fn of_file(file: &ImageFile) -> anyhow::Result<Self> {
-        // What a server's export takes there is not known here.
+        // The space that an NBD export uses on its server is unknown: 0.
         let blocks =
             file.fd().map(rustix::fs::fstat).transpose()?.map_or(0, |stat| stat.st_blocks as u64);
         Ok(Info {
-            // As QEMU tells it, in whole sectors.
+            // QEMU rounds the length up to whole sectors.
             virtual_size: file.size().next_multiple_of(SECTOR),
             filename: file.path().display().to_string(),
             format: match (file.opened(), file.is_device()) {

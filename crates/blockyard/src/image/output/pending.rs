@@ -1,9 +1,8 @@
-//! A file that has no name yet: an unnamed file of the file system (O_TMPFILE) where it has such
-//! files, else one under a temporary name, `.NAME.PID.part`.
+//! A file that has no name yet: an unnamed file (O_TMPFILE) if the file system supports it, else a
+//! file with a temporary name, `.NAME.PID.part`.
 //!
-//! In: the path that the file is to have. Out: a descriptor of it, and in the end the file under
-//! that path. What must hold: an existing file is replaced at once, by a rename, and only the one
-//! that was locked.
+//! In: the final path of the file. Out: a descriptor, and finally the file at that path. What must
+//! hold: an existing file is replaced atomically, by a rename, and only if it is the locked one.
 
 use std::fs::File;
 use std::io;
@@ -20,37 +19,37 @@ use rustix::io::Errno;
 use super::unfinished::{self, Unfinished};
 use super::{folder, same_place};
 
-/// As `File::create` has it; the umask takes its part.
+/// Mode of a new file before the umask, as in `File::create`.
 const MODE: Mode = Mode::from_raw_mode(0o666);
 
 pub struct Pending {
     path: PathBuf,
-    /// The file that is to be replaced, locked.
+    /// The existing file to replace, locked.
     replaced: Option<ImageFile>,
-    /// None: `path` is a block device.
-    made: Option<Made>,
+    /// `None` if `path` is a block device.
+    new: Option<UnnamedFile>,
 }
 
-struct Made {
+struct UnnamedFile {
     file: Arc<OwnedFd>,
-    /// The name that it has meanwhile, where it cannot be without.
+    /// Its temporary name, on file systems without O_TMPFILE.
     temporary: Option<Unfinished>,
 }
 
-/// A file that has its name now.
+/// A file that has its final name.
 pub struct Published {
     path: PathBuf,
     replaced: bool,
 }
 
 impl Pending {
-    /// Begins a file for `path`; `exists`: the error if there is one and it must not be replaced.
+    /// Starts a file for `path`. `exists`: the error if a file exists there and `force` is false.
     pub fn create(
         path: &Path,
         force: bool,
         exists: impl Fn() -> anyhow::Error,
     ) -> anyhow::Result<Self> {
-        // What a link points to is replaced, not the link.
+        // Replace the target of a link, not the link.
         let real = match std::fs::canonicalize(path) {
             Ok(_) if !force => return Err(exists()),
             Ok(real) => real,
@@ -61,23 +60,24 @@ impl Pending {
         };
         let replaced = open_file(&real, false)?;
         if replaced.is_device() {
-            // Those that write to it lock it again.
-            return Ok(Pending { path: real, replaced: None, made: None });
+            // The lock ends here. Opening the device for writing locks it again.
+            return Ok(Pending { path: real, replaced: None, new: None });
         }
         Pending::begin(real, Some(replaced))
     }
 
     fn begin(path: PathBuf, replaced: Option<ImageFile>) -> anyhow::Result<Self> {
         let name =
-            path.file_name().ok_or_else(|| anyhow!("{} is no name for a file", path.display()))?;
+            path.file_name().ok_or_else(|| anyhow!("{} is not a file name", path.display()))?;
         unfinished::remove_on_signals();
         unfinished::remove_left_behind(folder(&path), name);
-        let made = Made::create(&path).with_context(|| format!("creating {}", path.display()))?;
-        Ok(Pending { path, replaced, made: Some(made) })
+        let new =
+            UnnamedFile::create(&path).with_context(|| format!("creating {}", path.display()))?;
+        Ok(Pending { path, replaced, new: Some(new) })
     }
 
     pub fn is_device(&self) -> bool {
-        self.made.is_none()
+        self.new.is_none()
     }
 
     pub fn path(&self) -> &Path {
@@ -89,13 +89,13 @@ impl Pending {
     }
 
     pub fn file(&self) -> Option<Arc<OwnedFd>> {
-        self.made.as_ref().map(|made| made.file.clone())
+        self.new.as_ref().map(|new| new.file.clone())
     }
 
     pub fn finish(self) -> anyhow::Result<Published> {
-        let Pending { path, replaced, made } = self;
-        if let Some(made) = made {
-            give_name(made, &path, replaced.as_ref())
+        let Pending { path, replaced, new } = self;
+        if let Some(new) = new {
+            give_name(new, &path, replaced.as_ref())
                 .with_context(|| format!("giving {} its name", path.display()))?;
             sync_folder(&path)
                 .with_context(|| format!("syncing the folder of {}", path.display()))?;
@@ -105,52 +105,53 @@ impl Pending {
 }
 
 impl Published {
-    /// Removes a file that is of no use because the other one could not get its name.
-    pub fn take_back(self) {
+    /// Removes the file, because the image that refers to it failed to get its name. Keeps a file
+    /// that replaced an older one.
+    pub fn remove(self) {
         if !self.replaced {
             let _ = std::fs::remove_file(self.path);
         }
     }
 }
 
-impl Made {
+impl UnnamedFile {
     fn create(path: &Path) -> io::Result<Self> {
         let flags = OFlags::RDWR | OFlags::CLOEXEC;
         match rustix::fs::open(folder(path), flags | OFlags::TMPFILE, MODE) {
-            Ok(file) => return Ok(Made { file: Arc::new(file), temporary: None }),
-            // ISDIR: a kernel or file system that does not know the flag.
+            Ok(file) => return Ok(UnnamedFile { file: Arc::new(file), temporary: None }),
+            // The kernel or the file system does not support O_TMPFILE.
             Err(Errno::OPNOTSUPP | Errno::ISDIR | Errno::INVAL | Errno::NOENT) => {}
             Err(e) => return Err(e.into()),
         }
         let (temporary, file) = Unfinished::add(path, |name| {
             Ok(rustix::fs::open(name, flags | OFlags::CREATE | OFlags::EXCL, MODE)?)
         })?;
-        Ok(Made { file: Arc::new(file), temporary: Some(temporary) })
+        Ok(UnnamedFile { file: Arc::new(file), temporary: Some(temporary) })
     }
 
-    /// Gives a file without a name this one, at which there must be none.
+    /// Links the unnamed file to `path`, where no file may exist.
     fn link(&self, path: &Path) -> io::Result<()> {
         let through = format!("/proc/self/fd/{}", self.file.as_fd().as_raw_fd());
         Ok(rustix::fs::linkat(CWD, through, CWD, path, AtFlags::SYMLINK_FOLLOW)?)
     }
 }
 
-fn give_name(made: Made, path: &Path, replaced: Option<&ImageFile>) -> io::Result<()> {
+fn give_name(new: UnnamedFile, path: &Path, replaced: Option<&ImageFile>) -> io::Result<()> {
     if let Some(replaced) = replaced
         && FileId::of_path(path).ok() != replaced.id()
     {
-        return Err(io::Error::other("another file has come there meanwhile"));
+        return Err(io::Error::other("another program replaced the file during the command"));
     }
-    match (&made.temporary, replaced) {
+    match (&new.temporary, replaced) {
         (Some(temporary), _) => temporary.finish(|name| rename(name, path, replaced.is_some()))?,
-        (None, None) => made.link(path)?,
-        // A link cannot replace a file.
+        (None, None) => new.link(path)?,
+        // linkat(2) cannot replace a file: link to a temporary name, and rename that.
         (None, Some(_)) => {
-            let (temporary, ()) = Unfinished::add(path, |name| made.link(name))?;
+            let (temporary, ()) = Unfinished::add(path, |name| new.link(name))?;
             temporary.finish(|name| std::fs::rename(name, path))?;
         }
     }
-    Ok(rustix::fs::fsync(&made.file)?)
+    Ok(rustix::fs::fsync(&new.file)?)
 }
 
 fn rename(from: &Path, to: &Path, replace: bool) -> io::Result<()> {
@@ -158,7 +159,8 @@ fn rename(from: &Path, to: &Path, replace: bool) -> io::Result<()> {
         return std::fs::rename(from, to);
     }
     match rustix::fs::renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
-        // Not every file system can do that: a file that was made there meanwhile is replaced.
+        // The file system does not support RENAME_NOREPLACE. This may replace a file that another
+        // program created there meanwhile.
         Err(Errno::INVAL | Errno::NOSYS) => std::fs::rename(from, to),
         done => Ok(done?),
     }

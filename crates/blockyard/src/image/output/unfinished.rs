@@ -1,5 +1,5 @@
-//! Files under temporary names, `.NAME.PID.part`: removed when the command fails or a signal ends
-//! it, and by the next command for the same name if the process was killed.
+//! Files with temporary names, `.NAME.PID.part`. They are removed when the command fails or a
+//! signal ends it. If the process is killed, the next command for the same name removes them.
 
 use std::ffi::OsStr;
 use std::io;
@@ -11,18 +11,18 @@ use rustix::process::{Pid, test_kill_process};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
-/// Files to be removed when a signal ends the program.
+/// Files to remove when a signal ends the program.
 static UNFINISHED: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 
 fn unfinished() -> MutexGuard<'static, Vec<PathBuf>> {
     UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A temporary name. The file that has it goes when this is dropped, unless it is finished.
+/// A temporary name. Dropping it removes the file, unless `finish` renamed it.
 pub struct Unfinished(PathBuf);
 
 impl Unfinished {
-    /// Makes a file under a temporary name beside `path`, by `make`.
+    /// Creates a file with a temporary name in the folder of `path`, by `make`.
     pub fn add<T>(path: &Path, make: impl FnOnce(&Path) -> io::Result<T>) -> io::Result<(Self, T)> {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let temporary = path.with_file_name(format!(".{name}.{}.part", std::process::id()));
@@ -32,7 +32,7 @@ impl Unfinished {
         Ok((Unfinished(temporary), made))
     }
 
-    /// Gives the file its real name, by `rename`. A signal finds it either unfinished or finished.
+    /// Gives the file its final name, by `rename`. This is atomic with respect to signals.
     pub fn finish(&self, rename: impl FnOnce(&Path) -> io::Result<()>) -> io::Result<()> {
         let mut list = unfinished();
         rename(&self.0)?;
@@ -57,7 +57,7 @@ pub fn remove_on_signals() {
         let Ok(mut signals) = Signals::new([SIGINT, SIGTERM, SIGHUP]) else { return };
         std::thread::spawn(move || {
             if signals.forever().next().is_some() {
-                // Held to the end, so that no file is finished any more.
+                // Keep the lock until exit, so that no file gets its final name after this.
                 let list = unfinished();
                 for path in list.iter() {
                     let _ = std::fs::remove_file(path);
@@ -69,9 +69,8 @@ pub fn remove_on_signals() {
     });
 }
 
-/// Removes what killed processes left in the folder on their way to a file of this name. What a
-/// process of this host still makes stays, and so does what is locked: its process may be on
-/// another host, or in another PID namespace.
+/// Removes temporary files that killed processes left for this name. Keeps files of running
+/// processes, and locked files: their process may be on another host or in another PID namespace.
 pub fn remove_left_behind(in_folder: &Path, name: &OsStr) {
     let Ok(entries) = std::fs::read_dir(in_folder) else { return };
     let prefix = format!(".{}.", name.to_string_lossy());
@@ -83,8 +82,8 @@ pub fn remove_left_behind(in_folder: &Path, name: &OsStr) {
         else {
             continue;
         };
-        // A process in a container may have the number that a killed one had there. This one has
-        // made no file here yet.
+        // A killed process of a container may have had this process's PID. This process has not
+        // created a file yet.
         let is_gone = process == rustix::process::getpid()
             || test_kill_process(process) == Err(rustix::io::Errno::SRCH);
         if is_gone && open_file(&entry.path(), false).is_ok() {
