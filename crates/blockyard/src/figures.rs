@@ -6,7 +6,7 @@ use blockyard_export::PolicyFigures;
 use blockyard_export::policy::notify::NotifyFigures;
 use blockyard_export::policy::placement::PlacementFigures;
 use blockyard_export::policy::polling::{PollingFigures, Strategy};
-use blockyard_sched::{Figures, Share};
+use blockyard_sched::Share;
 
 /// Logs one line for each kind of operation, and one for the share.
 pub fn log(disk: &str, statistics: &Statistics, share: &Share) {
@@ -101,14 +101,14 @@ fn describe_signals(figures: &NotifyFigures) -> String {
 
 /// Describes the use of a share. Means are over `operations`.
 fn describe(share: &Share, operations: u64) -> String {
-    let Figures { weight, owed, used, donated, limited, waited, service, alone, queued, .. } =
-        share.figures();
+    let figures = share.figures();
+    let (weight, queued) = (figures.weight, figures.queued);
     let mean = |nanos: u64| nanos as f64 / 1e3 / operations.max(1) as f64;
     let seconds = |nanos: u64| nanos as f64 / 1e9;
     let waits = format!(
         "{:.0} us for the disk's limits, {:.0} us for other disks",
-        mean(limited),
-        mean(waited)
+        mean(figures.limited_ns),
+        mean(figures.waited_ns)
     );
     let Some(device) = share.device() else {
         return format!("no device is shared; mean wait {waits}; {queued} waiting now");
@@ -118,11 +118,11 @@ fn describe(share: &Share, operations: u64) -> String {
          mean wait {waits}; mean service time {:.0} us, without other disks {:.0} us; {queued} \
          waiting now; the device shows {:.0}% of its capacity; window {:.0} us of work",
         device.name(),
-        seconds(owed),
-        seconds(used),
-        seconds(donated),
-        mean(service),
-        mean(alone),
+        seconds(figures.owed_ns),
+        seconds(figures.used_ns),
+        seconds(figures.donated_ns),
+        mean(figures.service_ns),
+        mean(figures.baseline_ns),
         device.capacity() * 100.0,
         device.window() as f64 / 1e3,
     )

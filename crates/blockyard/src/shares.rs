@@ -21,9 +21,9 @@ pub fn from_configuration(options: &ServeOptions, config: &Config) -> anyhow::Re
         device: known.device.clone(),
         calibration: Calibration {
             costs: known.costs(),
-            window: Some(known.window).filter(|window| *window > 0),
-            alone_read: known.base_latency_read,
-            alone_write: known.base_latency_write,
+            window_ns: Some(known.window).filter(|window| *window > 0),
+            baseline_read_ns: known.base_latency_read,
+            baseline_write_ns: known.base_latency_write,
         },
     });
     let is_fair = !options.no_fair_share && config.fair_share != Some(false);

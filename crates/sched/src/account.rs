@@ -9,8 +9,8 @@ use crate::knobs::Knobs;
 use crate::reserve::Reserve;
 use crate::wait_list::before;
 
-/// The state that the device and its disk share. The fields that every operation uses come first,
-/// on the same cache lines.
+/// The counters of a disk that its device reads, too. The fields that every operation uses come
+/// first, on the same cache lines.
 #[repr(C, align(128))]
 #[derive(Debug)]
 pub(crate) struct Account {
@@ -29,25 +29,29 @@ pub(crate) struct Account {
     // cost, number, service time, time since arrival, and baseline service time (all in
     // nanoseconds).
     begun: AtomicU64,
-    cost: AtomicU64,
+    cost_ns: AtomicU64,
     served: AtomicU64,
-    service: AtomicU64,
-    lived: AtomicU64,
-    alone: AtomicU64,
+    service_ns: AtomicU64,
+    latency_ns: AtomicU64,
+    baseline_ns: AtomicU64,
     pub group: Option<Arc<Group>>,
     /// The disk has had operations in the last seconds.
     pub present: AtomicBool,
+    /// The weight that the operator has set.
     own_weight: AtomicU32,
     pub reserve: Reserve,
     // The fast path does not use the fields from here on.
     /// Number of operations that had to wait in this control period.
     pub waits: AtomicU64,
+    /// Time of the last period in which the disk had operations.
     pub busy_at: AtomicU64,
+    /// The disk's number on the device.
     pub number: OnceLock<usize>,
     /// Effective weight: its own, or its part of its group's. The bits of an f64.
     weight: AtomicU64,
     /// Cost that is due to the disk in a nanosecond, as of the last period. The bits of an f64.
     rate: AtomicU64,
+    /// In nanoseconds. 0: none.
     latency_target: AtomicU64,
     pub sums: Sums,
 }
@@ -62,13 +66,13 @@ const MIN_RATE: f64 = 1e-4;
 /// Totals since the disk was opened; see [`crate::Figures`].
 #[derive(Debug, Default)]
 pub(crate) struct Sums {
-    pub owed: AtomicU64,
-    pub used: AtomicU64,
-    pub donated: AtomicU64,
-    pub service: AtomicU64,
-    pub alone: AtomicU64,
-    pub limited: AtomicU64,
-    pub waited: AtomicU64,
+    pub owed_ns: AtomicU64,
+    pub used_ns: AtomicU64,
+    pub donated_ns: AtomicU64,
+    pub service_ns: AtomicU64,
+    pub baseline_ns: AtomicU64,
+    pub limited_ns: AtomicU64,
+    pub waited_ns: AtomicU64,
 }
 
 /// Counters of one control period; see [`Account`].
@@ -76,11 +80,11 @@ pub(crate) struct Counts {
     pub busy: bool,
     /// The disk is over its share: most of its operations had to wait.
     pub is_over_share: bool,
-    pub cost: u64,
+    pub cost_ns: u64,
     pub served: u64,
-    pub service: u64,
-    pub lived: u64,
-    pub alone: u64,
+    pub service_ns: u64,
+    pub latency_ns: u64,
+    pub baseline_ns: u64,
 }
 
 impl Account {
@@ -93,11 +97,11 @@ impl Account {
             in_flight: AtomicU64::default(),
             operations: AtomicU64::default(),
             begun: AtomicU64::default(),
-            cost: AtomicU64::default(),
+            cost_ns: AtomicU64::default(),
             served: AtomicU64::default(),
-            service: AtomicU64::default(),
-            lived: AtomicU64::default(),
-            alone: AtomicU64::default(),
+            service_ns: AtomicU64::default(),
+            latency_ns: AtomicU64::default(),
+            baseline_ns: AtomicU64::default(),
             group,
             present: AtomicBool::default(),
             own_weight: AtomicU32::default(),
@@ -116,7 +120,7 @@ impl Account {
     }
 
     pub fn set(&self, knobs: &Knobs) {
-        self.own_weight.store(knobs.weight.clamp(1, Knobs::MOST_WEIGHT), Relaxed);
+        self.own_weight.store(knobs.weight.clamp(1, Knobs::MAX_WEIGHT), Relaxed);
         self.reserve.set(knobs);
         self.latency_target.store(knobs.latency_target.map_or(0, |t| t.as_nanos() as u64), Relaxed);
     }
@@ -194,17 +198,17 @@ impl Account {
         self.begun.fetch_add(1, Relaxed);
     }
 
-    pub fn costs_more(&self, cost: u64) {
-        self.cost.fetch_add(cost, Relaxed);
+    pub fn costs_more(&self, cost_ns: u64) {
+        self.cost_ns.fetch_add(cost_ns, Relaxed);
     }
 
     #[inline]
-    pub fn served(&self, cost: u64, service: u64, lived: u64, alone: u64) {
-        self.cost.fetch_add(cost, Relaxed);
+    pub fn served(&self, cost_ns: u64, service_ns: u64, latency_ns: u64, baseline_ns: u64) {
+        self.cost_ns.fetch_add(cost_ns, Relaxed);
         self.served.fetch_add(1, Relaxed);
-        self.service.fetch_add(service, Relaxed);
-        self.lived.fetch_add(lived, Relaxed);
-        self.alone.fetch_add(alone, Relaxed);
+        self.service_ns.fetch_add(service_ns, Relaxed);
+        self.latency_ns.fetch_add(latency_ns, Relaxed);
+        self.baseline_ns.fetch_add(baseline_ns, Relaxed);
     }
 
     /// Returns whether the disk has had at most its share and the margin.
@@ -232,27 +236,27 @@ impl Account {
         let counts = Counts {
             busy: false,
             is_over_share: waits * 2 > begun || (begun == 0 && self.waiting.load(Relaxed) > 0),
-            cost: self.cost.swap(0, Relaxed),
+            cost_ns: self.cost_ns.swap(0, Relaxed),
             served: self.served.swap(0, Relaxed),
-            service: self.service.swap(0, Relaxed),
-            lived: self.lived.swap(0, Relaxed),
-            alone: self.alone.swap(0, Relaxed),
+            service_ns: self.service_ns.swap(0, Relaxed),
+            latency_ns: self.latency_ns.swap(0, Relaxed),
+            baseline_ns: self.baseline_ns.swap(0, Relaxed),
         };
-        let busy = counts.cost > 0 || counts.served > 0 || !self.is_idle();
+        let busy = counts.cost_ns > 0 || counts.served > 0 || !self.is_idle();
         if busy {
             self.busy_at.store(now, Relaxed);
         }
-        self.sums.service.fetch_add(counts.service, Relaxed);
-        self.sums.alone.fetch_add(counts.alone, Relaxed);
-        self.sums.used.fetch_add(counts.cost, Relaxed);
+        self.sums.service_ns.fetch_add(counts.service_ns, Relaxed);
+        self.sums.baseline_ns.fetch_add(counts.baseline_ns, Relaxed);
+        self.sums.used_ns.fetch_add(counts.cost_ns, Relaxed);
         Counts { busy, ..counts }
     }
 
     /// Adds the cost that was due to the disk in the last period, and the cost that it used.
     pub fn note_owed(&self, owed: f64, used: u64) {
         let owed = owed as u64;
-        self.sums.owed.fetch_add(owed, Relaxed);
-        self.sums.donated.fetch_add(owed.saturating_sub(used), Relaxed);
+        self.sums.owed_ns.fetch_add(owed, Relaxed);
+        self.sums.donated_ns.fetch_add(owed.saturating_sub(used), Relaxed);
     }
 }
 

@@ -37,14 +37,14 @@ const BATCH: u64 = 256;
 pub(crate) struct OperationClass(u16);
 
 impl OperationClass {
-    /// `beside`: other operations of the same disk in flight.
+    /// `others`: other operations of the same disk in flight.
     #[inline]
-    pub fn of(kind: OperationKind, bytes: u64, beside: u64) -> Self {
+    pub fn of(kind: OperationKind, bytes: u64, others: u64) -> Self {
         let size = ((bytes.max(4096) - 1) >> 12)
             .checked_ilog2()
             .map_or(0, |log| log as usize + 1)
             .min(SIZES - 1);
-        let depth = beside.checked_ilog2().map_or(0, |log| log as usize + 1).min(DEPTHS - 1);
+        let depth = others.checked_ilog2().map_or(0, |log| log as usize + 1).min(DEPTHS - 1);
         OperationClass(((kind as usize * SIZES + size) * DEPTHS + depth) as u16)
     }
 }
@@ -55,11 +55,11 @@ impl Baseline {
     /// of any size is its cost times that ratio, or the cost of all operations in flight if that is
     /// more.
     pub fn new(calibration: &Calibration) -> Self {
-        let alone =
+        let baseline =
             Baseline { cells: (0..KINDS * SIZES * DEPTHS).map(|_| Cell::default()).collect() };
         for (kind, known) in [
-            (OperationKind::Read, calibration.alone_read),
-            (OperationKind::Write, calibration.alone_write),
+            (OperationKind::Read, calibration.baseline_read_ns),
+            (OperationKind::Write, calibration.baseline_write_ns),
         ] {
             let cost = |bytes| {
                 calibration.costs.of(&Operation { kind, bytes, sequential: false, requests: 1 })
@@ -67,14 +67,14 @@ impl Baseline {
             for (size, depth) in
                 (0..SIZES).flat_map(|size| (0..DEPTHS).map(move |depth| (size, depth)))
             {
-                let (bytes, beside) = (4096 << size, (1 << depth) >> 1);
+                let (bytes, others) = (4096 << size, (1 << depth) >> 1);
                 let time = u128::from(cost(bytes)) * u128::from(known) / u128::from(cost(4096));
-                let time = u64::try_from(time).unwrap_or(u64::MAX).max((beside + 1) * cost(bytes));
-                let cell = &alone.cells[usize::from(OperationClass::of(kind, bytes, beside).0)];
+                let time = u64::try_from(time).unwrap_or(u64::MAX).max((others + 1) * cost(bytes));
+                let cell = &baseline.cells[usize::from(OperationClass::of(kind, bytes, others).0)];
                 cell.expected.store(if known == 0 { 0 } else { time }, Relaxed);
             }
         }
-        alone
+        baseline
     }
 
     /// Returns the expected service time in nanoseconds. 0: unknown.
@@ -126,49 +126,51 @@ mod tests {
 
     #[test]
     fn neighbours_do_not_change_what_is_expected() {
-        let alone = Baseline::new(&Calibration::of(Costs::FLASH));
+        let baseline = Baseline::new(&Calibration::of(Costs::FLASH));
         let class = OperationClass::of(OperationKind::Read, 4096, 0);
         for _ in 0..200 {
-            alone.learn(class, 100_000, true);
+            baseline.learn(class, 100_000, true);
         }
-        assert!(alone.expected(class).abs_diff(100_000) < 2_000);
+        assert!(baseline.expected(class).abs_diff(100_000) < 2_000);
         for _ in 0..10_000 {
-            alone.learn(class, 5_000_000, false);
+            baseline.learn(class, 5_000_000, false);
         }
-        assert!(alone.expected(class).abs_diff(100_000) < 2_000);
+        assert!(baseline.expected(class).abs_diff(100_000) < 2_000);
         for _ in 0..200 {
-            alone.learn(class, 300_000, true);
+            baseline.learn(class, 300_000, true);
         }
-        assert!(alone.expected(class).abs_diff(300_000) < 6_000);
+        assert!(baseline.expected(class).abs_diff(300_000) < 6_000);
     }
 
     #[test]
     fn a_first_value_measured_with_neighbours_decreases() {
-        let alone = Baseline::new(&Calibration::of(Costs::FLASH));
+        let baseline = Baseline::new(&Calibration::of(Costs::FLASH));
         let class = OperationClass::of(OperationKind::Write, 65_536, 3);
-        alone.learn(class, 5_000_000, false);
+        baseline.learn(class, 5_000_000, false);
         for _ in 0..20_000 {
-            alone.learn(class, 80_000, false);
+            baseline.learn(class, 80_000, false);
         }
-        assert!(alone.expected(class) < 90_000);
+        assert!(baseline.expected(class) < 90_000);
     }
 
     #[test]
     fn a_calibration_applies_to_other_sizes_and_depths() {
         let costs = Costs { read: 10_000, read_per_mib: 256_000, ..Costs::FLASH };
         // 11 us of cost, 110 us alone: ten at a time.
-        let alone = Baseline::new(&Calibration { alone_read: 110_000, ..Calibration::of(costs) });
-        let expected =
-            |bytes, beside| alone.expected(OperationClass::of(OperationKind::Read, bytes, beside));
+        let baseline =
+            Baseline::new(&Calibration { baseline_read_ns: 110_000, ..Calibration::of(costs) });
+        let expected = |bytes, others| {
+            baseline.expected(OperationClass::of(OperationKind::Read, bytes, others))
+        };
         assert_eq!((expected(4096, 0), expected(4096, 7)), (110_000, 110_000));
         assert_eq!(expected(4096, 16), 17 * 11_000);
         assert_eq!(expected(1 << 20, 0), 2_660_000);
-        assert_eq!(alone.expected(OperationClass::of(OperationKind::Write, 4096, 0)), 0);
+        assert_eq!(baseline.expected(OperationClass::of(OperationKind::Write, 4096, 0)), 0);
     }
 
     #[test]
     fn sizes_and_depths_map_to_classes() {
-        let of = |bytes, beside| OperationClass::of(OperationKind::Read, bytes, beside);
+        let of = |bytes, others| OperationClass::of(OperationKind::Read, bytes, others);
         assert_eq!(of(0, 0), of(4096, 0));
         assert_ne!(of(4097, 0), of(4096, 0));
         assert_eq!(of(4097, 0), of(8192, 0));

@@ -59,16 +59,16 @@ pub struct Costs {
 pub struct Calibration {
     pub costs: Costs,
     /// Cost in flight that keeps the device busy, in nanoseconds. None: unknown.
-    pub window: Option<u64>,
+    pub window_ns: Option<u64>,
     /// Service times of a 4 KiB read and a 4 KiB write on an otherwise idle device, in nanoseconds.
     /// 0: unknown.
-    pub alone_read: u64,
-    pub alone_write: u64,
+    pub baseline_read_ns: u64,
+    pub baseline_write_ns: u64,
 }
 
 impl Calibration {
     pub const fn of(costs: Costs) -> Self {
-        Calibration { costs, window: None, alone_read: 0, alone_write: 0 }
+        Calibration { costs, window_ns: None, baseline_read_ns: 0, baseline_write_ns: 0 }
     }
 }
 

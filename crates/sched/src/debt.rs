@@ -16,8 +16,9 @@ pub(crate) const MAX_QUEUED_NS: u64 = 30_000_000_000;
 /// Largest cost that one waiting operation counts for, in nanoseconds.
 const MAX_OPERATION_NS: u64 = 1 << 50;
 /// Pause before a queue checks the cost of the waiting operations again, in nanoseconds.
-const LOOK: u64 = 20_000_000;
+const CHECK_PERIOD_NS: u64 = 20_000_000;
 
+/// The debt of a disk; see the module documentation.
 #[derive(Debug, Default)]
 pub(crate) struct Debt {
     /// Times when the debt to the limits is paid, and the debt to the device.
@@ -78,11 +79,11 @@ impl Debt {
         }
         if self.ahead.load(Relaxed) {
             if is_ahead() {
-                return Some(now + LOOK);
+                return Some(now + CHECK_PERIOD_NS);
             }
             self.ahead.store(false, Relaxed);
         }
-        (self.queued_ns.load(Relaxed) > MAX_QUEUED_NS).then(|| now + LOOK)
+        (self.queued_ns.load(Relaxed) > MAX_QUEUED_NS).then(|| now + CHECK_PERIOD_NS)
     }
 }
 
@@ -166,7 +167,7 @@ mod tests {
         let token = std::sync::Arc::default();
         two.wait(NOW, &read, &token, std::task::Waker::noop());
         let later = NOW + 3600 * SECOND;
-        assert_eq!(one.held_back(later), Some(later + LOOK));
+        assert_eq!(one.held_back(later), Some(later + CHECK_PERIOD_NS));
         // The device completes the operations, and the waiting disk begins.
         forced.into_iter().for_each(|grant| one.done(NOW, grant));
         granted.into_iter().for_each(|grant| two.done(NOW, grant));
@@ -181,7 +182,7 @@ mod tests {
         let mut queue: Vec<u64> = (0..30).map(|_| share.join_queue(&write(1000))).collect();
         assert_eq!(share.held_back(NOW), None, "half a minute of waiting is allowed");
         queue.push(share.join_queue(&write(1)));
-        assert_eq!(share.held_back(NOW), Some(NOW + LOOK));
+        assert_eq!(share.held_back(NOW), Some(NOW + CHECK_PERIOD_NS));
         queue.push(share.join_queue(&write(u64::MAX)));
         queue.drain(..).for_each(|worth| share.leave_queue(worth));
         assert_eq!(share.held_back(NOW), None);

@@ -44,7 +44,7 @@ const MAX_RESERVATION_LEAD_NS: u64 = 10_000_000;
 /// window. Operations arrive in bursts.
 const MARGIN: f64 = 1.0;
 
-/// An operation takes at most the window of this many operations of 4 KiB.
+/// Most that one operation takes of the window, in operations of 4 KiB ([`SMALL`]).
 const MAX_HELD_FACTOR: u64 = 4;
 const SMALL: Operation =
     Operation { kind: OperationKind::Read, bytes: 4096, sequential: false, requests: 1 };
@@ -54,12 +54,13 @@ const SMALL: Operation =
 #[derive(Debug, Default)]
 struct CacheAligned<T>(T);
 
+/// A backing device; see the module documentation.
 #[derive(Debug)]
 pub struct Device {
     name: String,
     costs: Costs,
     /// Most that one operation takes of the window, in nanoseconds of cost.
-    most_held: u64,
+    max_held_ns: u64,
     pub(crate) baseline: Baseline,
     /// Virtual time: start tag of the last operation that was admitted in order.
     virtual_time: CacheAligned<AtomicU64>,
@@ -90,26 +91,26 @@ struct State {
 /// An admitted operation: what it takes of the window until [`crate::Share::done`].
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Grant {
-    pub(crate) cost: u64,
+    pub(crate) cost_ns: u64,
     /// Time when the operation arrived, and when it was admitted.
-    asked: Time,
-    at: Time,
+    arrived: Time,
+    began: Time,
     class: OperationClass,
     /// No other disk had an operation in flight when it began.
     was_alone: bool,
 }
 
 /// What an admitted operation advances: the device's virtual time and its disk's start tag
-/// (`Time`), or only the disk's start tag (`Itself`), if it was admitted out of order.
+/// (`Device`), or only the disk's start tag (`Disk`), if it was admitted out of order.
 #[derive(Clone, Copy, PartialEq)]
-enum Moves {
-    Time,
-    Itself,
+enum Advance {
+    Device,
+    Disk,
 }
 
 impl Device {
     pub fn new(name: &str, class: DeviceClass, calibration: &Calibration) -> Self {
-        let window = InFlightWindow::new(class, calibration.window);
+        let window = InFlightWindow::new(class, calibration.window_ns);
         let state = State {
             wait_list: WaitList::default(),
             accounts: Vec::new(),
@@ -120,7 +121,7 @@ impl Device {
         Device {
             name: name.to_string(),
             costs: calibration.costs,
-            most_held: calibration.costs.of(&SMALL) * MAX_HELD_FACTOR,
+            max_held_ns: calibration.costs.of(&SMALL) * MAX_HELD_FACTOR,
             baseline: Baseline::new(calibration),
             virtual_time: CacheAligned::default(),
             in_flight: CacheAligned::default(),
@@ -167,13 +168,14 @@ impl Device {
     /// limited.
     #[inline]
     fn held(&self, cost: u64) -> u64 {
-        cost.min(self.most_held)
+        cost.min(self.max_held_ns)
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Adds a disk. Returns its number on the device.
     pub(crate) fn join(&self, account: &Arc<Account>) -> usize {
         let mut state = self.state();
         account.start_tag.store(self.virtual_time.0.load(SeqCst), Relaxed);
@@ -186,6 +188,7 @@ impl Device {
         number
     }
 
+    /// Removes a disk.
     pub(crate) fn leave(&self, number: usize) {
         let mut state = self.state();
         // Operations that were cancelled may still be in the wait list.
@@ -204,18 +207,18 @@ impl Device {
             self.end_period(now);
         }
         if !account.present.load(Relaxed) {
-            self.arrives(account, now);
+            self.mark_present(account, now);
         }
         let cost = self.costs.of_request(operation);
         if self.shared.load(Relaxed) {
             let tag = self.virtual_time.0.load(SeqCst);
-            let room = self.waiting.load(SeqCst) == 0
+            let has_room = self.waiting.load(SeqCst) == 0
                 && self.in_flight.0.load(SeqCst) < self.window.0.load(Relaxed);
-            if !room && !account.is_within_share(tag) && !account.reservation_is_due(now) {
+            if !has_room && !account.is_within_share(tag) && !account.reservation_is_due(now) {
                 return None;
             }
-            let moves = if room { Moves::Time } else { Moves::Itself };
-            self.charge(account, now, cost, (operation.requests, operation.bytes), moves);
+            let advance = if has_room { Advance::Device } else { Advance::Disk };
+            self.charge(account, now, cost, (operation.requests, operation.bytes), advance);
         } else {
             account.began();
         }
@@ -225,7 +228,7 @@ impl Device {
     /// Admits an operation that cannot wait.
     pub(crate) fn force(&self, account: &Account, now: Time, operation: &Operation) -> Grant {
         let cost = self.costs.of_request(operation);
-        self.charge(account, now, cost, (operation.requests, operation.bytes), Moves::Itself);
+        self.charge(account, now, cost, (operation.requests, operation.bytes), Advance::Disk);
         self.grant(account, now, cost, operation)
     }
 
@@ -234,7 +237,7 @@ impl Device {
         let sync =
             Operation { kind: OperationKind::Flush, bytes: 0, sequential: false, requests: 0 };
         let cost = self.costs.of(&sync);
-        self.charge(account, now, cost, (0, 0), Moves::Itself);
+        self.charge(account, now, cost, (0, 0), Advance::Disk);
         self.grant(account, now, cost, &sync)
     }
 
@@ -243,12 +246,12 @@ impl Device {
         let held = self.held(cost);
         let others = self.in_flight.0.fetch_add(held, SeqCst);
         let own = account.in_flight.fetch_add(held, Relaxed);
-        let beside = account.operations.fetch_add(1, Relaxed);
+        let others_of_disk = account.operations.fetch_add(1, Relaxed);
         Grant {
-            cost,
-            asked: now,
-            at: now,
-            class: OperationClass::of(operation.kind, operation.bytes, beside),
+            cost_ns: cost,
+            arrived: now,
+            began: now,
+            class: OperationClass::of(operation.kind, operation.bytes, others_of_disk),
             was_alone: others <= own && !self.was_shared.load(Relaxed),
         }
     }
@@ -261,23 +264,23 @@ impl Device {
         now: Time,
         cost: u64,
         (requests, bytes): (u32, u64),
-        moves: Moves,
+        advance: Advance,
     ) {
         let device = self.virtual_time.0.load(SeqCst);
         let step = account.virtual_cost(cost);
-        // A reservation takes a disk ahead of its share. It must not wait for its share longer than
-        // a moment because of that.
-        let debt = account
+        // A reservation takes a disk ahead of its share. Bound the lead, so that the disk does not
+        // wait long for its share afterwards.
+        let max_tag = account
             .has_reservation()
             .then(|| device.wrapping_add(account.virtual_cost(cost.max(MAX_RESERVATION_LEAD_NS))));
-        let goes_on = |own| {
+        let advanced = |own| {
             let next = later(own, device).wrapping_add(step);
-            Some(debt.filter(|most| before(*most, next)).unwrap_or(next))
+            Some(max_tag.filter(|most| before(*most, next)).unwrap_or(next))
         };
         // Several reactors may advance the tag at the same time.
-        let own = account.start_tag.fetch_update(Relaxed, Relaxed, goes_on).unwrap_or(device);
+        let own = account.start_tag.fetch_update(Relaxed, Relaxed, advanced).unwrap_or(device);
         let begins = later(own, device);
-        if moves == Moves::Time && before(device, begins) {
+        if advance == Advance::Device && before(device, begins) {
             let _ = self
                 .virtual_time
                 .0
@@ -300,7 +303,8 @@ impl Device {
         token.start();
         let (cost, bytes, requests) =
             (self.costs.of_request(operation), operation.bytes, operation.requests);
-        let waiter = Waiter { token: token.clone(), waker: waker.clone(), cost, bytes, requests };
+        let waiter =
+            Waiter { token: token.clone(), waker: waker.clone(), cost_ns: cost, bytes, requests };
         let mut state = self.state();
         let tag = later(account.start_tag.load(Relaxed), self.virtual_time.0.load(SeqCst));
         state.wait_list.push(account.number(), tag, waiter);
@@ -316,13 +320,19 @@ impl Device {
     pub(crate) fn granted(
         &self,
         account: &Account,
-        asked: Time,
+        arrived: Time,
         now: Time,
         operation: &Operation,
     ) -> Grant {
-        let beside = account.operations.load(Relaxed).saturating_sub(1);
-        let class = OperationClass::of(operation.kind, operation.bytes, beside);
-        Grant { cost: self.costs.of_request(operation), asked, at: now, class, was_alone: false }
+        let others_of_disk = account.operations.load(Relaxed).saturating_sub(1);
+        let class = OperationClass::of(operation.kind, operation.bytes, others_of_disk);
+        Grant {
+            cost_ns: self.costs.of_request(operation),
+            arrived,
+            began: now,
+            class,
+            was_alone: false,
+        }
     }
 
     /// Admits waiting operations while the window has room.
@@ -343,7 +353,7 @@ impl Device {
                 continue;
             }
             if let Some(waiter) = state.wait_list.take(disk) {
-                self.admit_one(&account, &waiter, now, Moves::Time);
+                self.admit_one(&account, &waiter, now, Advance::Device);
                 waiter.waker.wake();
             }
             state.wait_list.push_head(
@@ -354,13 +364,13 @@ impl Device {
     }
 
     /// Admits one waiting operation. Returns false if it was cancelled; then it costs nothing.
-    fn admit_one(&self, account: &Account, waiter: &Waiter, now: Time, moves: Moves) -> bool {
+    fn admit_one(&self, account: &Account, waiter: &Waiter, now: Time, advance: Advance) -> bool {
         self.waiting.fetch_sub(1, SeqCst);
         account.waiting.fetch_sub(1, Relaxed);
         let waits = waiter.token.grant();
         if waits {
-            self.charge(account, now, waiter.cost, (waiter.requests, waiter.bytes), moves);
-            let held = self.held(waiter.cost);
+            self.charge(account, now, waiter.cost_ns, (waiter.requests, waiter.bytes), advance);
+            let held = self.held(waiter.cost_ns);
             self.in_flight.0.fetch_add(held, SeqCst);
             account.in_flight.fetch_add(held, Relaxed);
             account.operations.fetch_add(1, Relaxed);
@@ -374,7 +384,7 @@ impl Device {
         let mut state = self.state();
         while account.reservation_is_due(now) {
             let Some(waiter) = state.wait_list.pop_of(account.number()) else { break };
-            self.admit_one(account, &waiter, now, Moves::Itself);
+            self.admit_one(account, &waiter, now, Advance::Disk);
             waiter.waker.wake();
         }
     }
@@ -385,8 +395,8 @@ impl Device {
         let mut state = self.state();
         let mut cost = 0u64;
         while let Some(waiter) = state.wait_list.pop_of(account.number()) {
-            if self.admit_one(account, &waiter, now, Moves::Itself) {
-                cost = cost.saturating_add(waiter.cost);
+            if self.admit_one(account, &waiter, now, Advance::Disk) {
+                cost = cost.saturating_add(waiter.cost_ns);
             }
             waiter.waker.wake();
         }
@@ -411,13 +421,13 @@ impl Device {
     /// Notes that an operation has completed, which makes room in the window.
     #[inline]
     pub(crate) fn done(&self, account: &Account, now: Time, grant: Grant) {
-        let service = now.saturating_sub(grant.at);
+        let service = now.saturating_sub(grant.began);
         let others = self.in_flight.0.load(Relaxed) > account.in_flight.load(Relaxed);
         self.baseline.learn(grant.class, service, grant.was_alone && !others);
         account.served(
-            grant.cost,
+            grant.cost_ns,
             service,
-            now.saturating_sub(grant.asked),
+            now.saturating_sub(grant.arrived),
             self.baseline.expected(grant.class).max(1),
         );
         self.release_grant(account, now, &grant);
@@ -426,7 +436,7 @@ impl Device {
     /// Returns to the window what an operation took of it.
     #[inline]
     pub(crate) fn release_grant(&self, account: &Account, now: Time, grant: &Grant) {
-        let held = self.held(grant.cost);
+        let held = self.held(grant.cost_ns);
         account.in_flight.fetch_sub(held, Relaxed);
         account.operations.fetch_sub(1, Relaxed);
         self.in_flight.0.fetch_sub(held, SeqCst);
@@ -438,7 +448,7 @@ impl Device {
 
     /// Notes that a disk is present: its first operation, or the first after it was absent.
     #[cold]
-    fn arrives(&self, account: &Account, now: Time) {
+    fn mark_present(&self, account: &Account, now: Time) {
         let state = self.state();
         account.present.store(true, Relaxed);
         account.busy_at.store(now, Relaxed);
@@ -531,7 +541,7 @@ impl Device {
 
 /// Collects what the disks have counted since the last period.
 fn take_stats(state: &State, now: Time, elapsed: u64) -> PeriodStats {
-    let mut stats = PeriodStats { elapsed, ..PeriodStats::default() };
+    let mut stats = PeriodStats { elapsed_ns: elapsed, ..PeriodStats::default() };
     let accounts = || state.accounts.iter().flatten();
     let capacity = state.window.capacity();
     let counts: Vec<_> = accounts().map(|account| account.take_counts(now)).collect();
@@ -541,28 +551,28 @@ fn take_stats(state: &State, now: Time, elapsed: u64) -> PeriodStats {
         let due = account.weight() / weights;
         stats.busy_disks += 1;
         account.set_rate(due * capacity);
-        account.note_owed(due * capacity * elapsed as f64, counts.cost);
+        account.note_owed(due * capacity * elapsed as f64, counts.cost_ns);
         account.set_margin((due * state.window.unprotected_size() * MARGIN) as u64);
-        stats.completed += counts.cost;
+        stats.completed_cost_ns += counts.cost_ns;
         stats.operations += counts.served;
-        stats.total_service += counts.service;
-        stats.total_alone += counts.alone;
+        stats.total_service_ns += counts.service_ns;
+        stats.total_baseline_ns += counts.baseline_ns;
         if counts.is_over_share {
             stats.had_waiters = true;
-            stats.over_share += counts.cost;
+            stats.over_share_cost_ns += counts.cost_ns;
             stats.over_share_weight += due;
             continue;
         }
-        stats.within_held += account.in_flight.load(Relaxed);
+        stats.within_in_flight_ns += account.in_flight.load(Relaxed);
         match account.latency_target() {
             _ if counts.served == 0 => {}
             0 => {
-                stats.within += counts.served;
-                stats.within_service += counts.lived;
-                stats.within_alone += counts.alone;
+                stats.within_operations += counts.served;
+                stats.within_service_ns += counts.latency_ns;
+                stats.within_baseline_ns += counts.baseline_ns;
             }
             target => {
-                let missed = counts.lived as f64 / counts.served as f64 / target as f64;
+                let missed = counts.latency_ns as f64 / counts.served as f64 / target as f64;
                 stats.target_ratio =
                     Some(stats.target_ratio.map_or(missed, |worst: f64| worst.max(missed)));
             }

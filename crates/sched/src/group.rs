@@ -37,7 +37,7 @@ impl Group {
     }
 
     pub(crate) fn set(&self, knobs: &Knobs) {
-        self.weight.store(knobs.weight.clamp(1, Knobs::MOST_WEIGHT), Relaxed);
+        self.weight.store(knobs.weight.clamp(1, Knobs::MAX_WEIGHT), Relaxed);
         self.limiter.set(&knobs.limits);
         self.reserve.set(knobs);
         self.latency_target.store(knobs.latency_target.map_or(0, |t| t.as_nanos() as u64), Relaxed);

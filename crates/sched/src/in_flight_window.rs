@@ -20,13 +20,16 @@ pub(crate) const MAX_SLOWDOWN: f64 = 1.5;
 /// A slowdown up to this counts as none.
 pub(crate) const NO_SLOWDOWN: f64 = 1.03;
 
-/// Fewest operations that count as a sample.
+/// Operations that make a sample of the slowdown. [`CERTAIN_SAMPLES`] are necessary for a small
+/// slowdown, unless [`CERTAIN_NS`] have passed. [`MIN_SAMPLES`] are enough for one above
+/// [`MAX_SLOWDOWN`].
 const MIN_SAMPLES: u64 = 8;
 const CERTAIN_SAMPLES: u64 = 100;
 const CERTAIN_NS: u64 = 400_000_000;
-/// Time after the last operation of a disk within its share when the window no longer protects it,
-/// in nanoseconds.
-const GONE_NS: u64 = 1_000_000_000;
+/// Time for which the window still protects disks within their share after their last operation, in
+/// nanoseconds.
+const PROTECTION_NS: u64 = 1_000_000_000;
+/// Smallest window beyond what protected disks need, in nanoseconds of cost.
 const MIN_SIZE_NS: f64 = 1_000.0;
 
 /// Class of a device: how it is controlled.
@@ -34,52 +37,54 @@ const MIN_SIZE_NS: f64 = 1_000.0;
 pub struct DeviceClass {
     /// Time that operations may spend in the device's own queue while all disks are over their
     /// share, in nanoseconds.
-    pub queue: u64,
+    pub queue_ns: u64,
     /// Length of a control period, in nanoseconds.
-    pub period: u64,
+    pub period_ns: u64,
 }
 
 impl DeviceClass {
-    pub const FLASH: DeviceClass = DeviceClass { queue: 1_000_000, period: 20_000_000 };
-    pub const ROTATIONAL: DeviceClass = DeviceClass { queue: 40_000_000, period: 100_000_000 };
+    pub const FLASH: DeviceClass = DeviceClass { queue_ns: 1_000_000, period_ns: 20_000_000 };
+    pub const ROTATIONAL: DeviceClass =
+        DeviceClass { queue_ns: 40_000_000, period_ns: 100_000_000 };
 }
 
 /// Measurements of one control period. Costs and times are in nanoseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct PeriodStats {
-    pub elapsed: u64,
+    pub elapsed_ns: u64,
     /// Number of disks that had operations.
     pub busy_disks: u32,
     /// An operation waited for the device.
     pub had_waiters: bool,
     /// Cost of the operations that completed: of all disks, and of the disks over their share.
-    pub completed: u64,
-    pub over_share: u64,
+    pub completed_cost_ns: u64,
+    pub over_share_cost_ns: u64,
     /// Part of the device that is due to the disks over their share, 0 to 1.
     pub over_share_weight: f64,
     /// Completed operations of disks within their share and without a latency target: their number,
     /// the sum of their service times, and the sum of their baseline service times.
-    pub within: u64,
-    pub within_service: u64,
-    pub within_alone: u64,
+    pub within_operations: u64,
+    pub within_service_ns: u64,
+    pub within_baseline_ns: u64,
     /// Cost that disks within their share have in flight now.
-    pub within_held: u64,
+    pub within_in_flight_ns: u64,
     /// Highest ratio of mean service time to latency target, of the disks within their share that
     /// have a target.
     pub target_ratio: Option<f64>,
     /// All completed operations: their number, the sum of their service times, and the sum of their
     /// baseline service times.
     pub operations: u64,
-    pub total_service: u64,
-    pub total_alone: u64,
+    pub total_service_ns: u64,
+    pub total_baseline_ns: u64,
 }
 
+/// The in-flight window of a device. Its size is in nanoseconds of cost.
 #[derive(Debug)]
 pub(crate) struct InFlightWindow {
     class: DeviceClass,
     size: f64,
     /// The initial size.
-    usual: f64,
+    initial: f64,
     /// Capacity that the device has shown, in nanoseconds of cost a nanosecond: 1 if the cost model
     /// is right.
     capacity: f64,
@@ -96,22 +101,23 @@ pub(crate) struct InFlightWindow {
     knee: f64,
 }
 
+/// A sample of operations of disks within their share, as in [`PeriodStats`].
 #[derive(Debug, Default)]
 struct WithinShare {
     operations: u64,
-    service: u64,
-    alone: u64,
-    time: u64,
+    service_ns: u64,
+    baseline_ns: u64,
+    elapsed_ns: u64,
 }
 
 impl InFlightWindow {
     /// `size`: the window that a calibration found.
     pub fn new(class: DeviceClass, size: Option<u64>) -> Self {
-        let size = size.map_or(class.queue as f64 / 2.0, |size| size as f64);
+        let size = size.map_or(class.queue_ns as f64 / 2.0, |size| size as f64);
         InFlightWindow {
             class,
             size,
-            usual: size,
+            initial: size,
             capacity: 1.0,
             recent: (0.0, 0.0),
             within: WithinShare::default(),
@@ -122,7 +128,7 @@ impl InFlightWindow {
     }
 
     pub fn period(&self) -> u64 {
-        self.class.period
+        self.class.period_ns
     }
 
     pub fn size(&self) -> u64 {
@@ -132,22 +138,23 @@ impl InFlightWindow {
     /// Returns the size without disks to protect: the initial size, or the current one if that is
     /// larger.
     pub fn unprotected_size(&self) -> f64 {
-        self.usual.max(self.size)
+        self.initial.max(self.size)
     }
 
     pub fn capacity(&self) -> f64 {
         self.capacity
     }
 
+    /// Ends a control period: adapts the window to its measurements. `now` in nanoseconds.
     pub fn adjust(&mut self, now: u64, stats: &PeriodStats) {
-        if stats.elapsed == 0 {
+        if stats.elapsed_ns == 0 {
             return;
         }
         let rate = self.rate(stats);
         if !stats.had_waiters {
             return;
         }
-        if stats.within > 0 || stats.target_ratio.is_some() {
+        if stats.within_operations > 0 || stats.target_ratio.is_some() {
             self.within_at = Some(now);
         }
         let slowdown = self.slowdown(stats);
@@ -158,9 +165,11 @@ impl InFlightWindow {
         ) {
             (Some(one), Some(other)) => one.min(other),
             (Some(one), None) | (None, Some(one)) => one,
-            (None, None) if self.within_at.is_some_and(|at| now < at.saturating_add(GONE_NS)) => {
+            (None, None)
+                if self.within_at.is_some_and(|at| now < at.saturating_add(PROTECTION_NS)) =>
+            {
                 // Their operations are too rare for a sample so far.
-                if stats.over_share_exceeds(self.capacity * stats.elapsed as f64) {
+                if stats.over_share_exceeds(self.capacity * stats.elapsed_ns as f64) {
                     1.0
                 } else {
                     self.grow_step(stats, 1.02)
@@ -172,20 +181,22 @@ impl InFlightWindow {
                 self.step_over_share(stats, rate)
             }
         };
-        self.held = (self.held * 0.98).max(stats.within_held as f64);
-        let most = 8.0 * self.class.queue as f64;
+        self.held = (self.held * 0.98).max(stats.within_in_flight_ns as f64);
+        let most = 8.0 * self.class.queue_ns as f64;
         self.size = (self.size * step).clamp((self.held + MIN_SIZE_NS).min(most), most);
     }
 
     /// Returns the rate of completed cost. It is averaged over several periods, because operations
     /// complete in bursts.
     fn rate(&mut self, stats: &PeriodStats) -> f64 {
-        let (delivered, elapsed) =
-            (self.recent.0 + stats.completed as f64, self.recent.1 + stats.elapsed as f64);
-        let keep = if elapsed > 10.0 * self.class.period as f64 { 0.8 } else { 1.0 };
-        self.recent = (delivered * keep, elapsed * keep);
-        let rate = delivered / elapsed;
-        if elapsed > 7.0 * self.class.period as f64 {
+        let (completed, elapsed) = (
+            self.recent.0 + stats.completed_cost_ns as f64,
+            self.recent.1 + stats.elapsed_ns as f64,
+        );
+        let keep = if elapsed > 10.0 * self.class.period_ns as f64 { 0.8 } else { 1.0 };
+        self.recent = (completed * keep, elapsed * keep);
+        let rate = completed / elapsed;
+        if elapsed > 7.0 * self.class.period_ns as f64 {
             self.capacity = self.capacity.max(rate);
         }
         rate
@@ -193,13 +204,13 @@ impl InFlightWindow {
 
     /// Returns the slowdown of the disks within their share, once there are enough operations.
     fn slowdown(&mut self, stats: &PeriodStats) -> Option<f64> {
-        let WithinShare { operations, service, alone, time } = &mut self.within;
-        *operations += stats.within;
-        *service += stats.within_service;
-        *alone += stats.within_alone;
-        *time += stats.elapsed;
-        let slowdown = *service as f64 / (*alone).max(1) as f64;
-        let enough = if slowdown > MAX_SLOWDOWN || *time >= CERTAIN_NS {
+        let WithinShare { operations, service_ns, baseline_ns, elapsed_ns } = &mut self.within;
+        *operations += stats.within_operations;
+        *service_ns += stats.within_service_ns;
+        *baseline_ns += stats.within_baseline_ns;
+        *elapsed_ns += stats.elapsed_ns;
+        let slowdown = *service_ns as f64 / (*baseline_ns).max(1) as f64;
+        let enough = if slowdown > MAX_SLOWDOWN || *elapsed_ns >= CERTAIN_NS {
             MIN_SAMPLES
         } else {
             CERTAIN_SAMPLES
@@ -210,9 +221,10 @@ impl InFlightWindow {
         })
     }
 
+    /// Returns the factor for the window that protects disks within their share from `slowdown`.
     fn step_within_share(&mut self, stats: &PeriodStats, slowdown: f64) -> f64 {
-        let full = stats.over_share_exceeds(self.capacity * stats.elapsed as f64);
-        let fair = stats.over_share_exceeds(stats.completed as f64);
+        let full = stats.over_share_exceeds(self.capacity * stats.elapsed_ns as f64);
+        let fair = stats.over_share_exceeds(stats.completed_cost_ns as f64);
         if slowdown > NO_SLOWDOWN && full {
             self.knee = self.size;
         }
@@ -230,27 +242,30 @@ impl InFlightWindow {
         }
     }
 
-    /// All disks are over their share: returns the step towards a full device queue.
+    /// Returns the factor for the window while all disks are over their share: it grows until the
+    /// device's queue is full.
     fn step_over_share(&mut self, stats: &PeriodStats, rate: f64) -> f64 {
         // The device is saturated and no disk is protected, so its rate is its present capacity.
         self.capacity += (rate - self.capacity) * 0.02;
         self.grow_step(stats, 1.1)
     }
 
+    /// Returns the factor `by`, or at most 1 if operations spend too long in the device's queue.
     fn grow_step(&self, stats: &PeriodStats, by: f64) -> f64 {
-        let most = stats.total_alone + stats.operations * self.class.queue;
+        let most = stats.total_baseline_ns + stats.operations * self.class.queue_ns;
         match stats.operations {
             0 => 1.0,
-            _ if stats.total_service > most + most / 10 => 0.93,
-            _ if stats.total_service > most => 1.0,
+            _ if stats.total_service_ns > most + most / 10 => 0.93,
+            _ if stats.total_service_ns > most => 1.0,
             _ => by,
         }
     }
 }
 
+/// Returns the factor for the window, from the ratio of a service time to its latency target.
 fn step_for_target(stats: &PeriodStats, ratio: f64) -> f64 {
     match ratio {
-        _ if ratio > 1.0 && stats.over_share_exceeds(0.1 * stats.completed as f64) => {
+        _ if ratio > 1.0 && stats.over_share_exceeds(0.1 * stats.completed_cost_ns as f64) => {
             1.0 / ratio.clamp(1.05, 1.2)
         }
         _ if ratio > 1.0 => 1.03,
@@ -262,7 +277,7 @@ fn step_for_target(stats: &PeriodStats, ratio: f64) -> f64 {
 impl PeriodStats {
     /// Returns whether the disks over their share completed more than their part of `all`.
     fn over_share_exceeds(&self, all: f64) -> bool {
-        self.over_share as f64 > self.over_share_weight * all
+        self.over_share_cost_ns as f64 > self.over_share_weight * all
     }
 }
 
@@ -271,8 +286,8 @@ mod tests {
     use super::*;
 
     fn stats() -> PeriodStats {
-        let (elapsed, had_waiters, over_share_weight) = (20_000_000, true, 0.5);
-        PeriodStats { elapsed, had_waiters, over_share_weight, ..PeriodStats::default() }
+        let (elapsed_ns, had_waiters, over_share_weight) = (20_000_000, true, 0.5);
+        PeriodStats { elapsed_ns, had_waiters, over_share_weight, ..PeriodStats::default() }
     }
 
     fn after(window: &mut InFlightWindow, stats: &PeriodStats, periods: u64) -> u64 {
@@ -284,45 +299,49 @@ mod tests {
     fn the_window_grows_until_the_device_queue_is_full_and_then_shrinks() {
         let mut window = InFlightWindow::new(DeviceClass::FLASH, None);
         let busy = PeriodStats {
-            completed: 20_000_000,
-            over_share: 20_000_000,
+            completed_cost_ns: 20_000_000,
+            over_share_cost_ns: 20_000_000,
             over_share_weight: 1.0,
             operations: 100,
-            total_alone: 5_000_000,
+            total_baseline_ns: 5_000_000,
             ..stats()
         };
         assert!(
-            after(&mut window, &PeriodStats { total_service: 50_000_000, ..busy }, 20) > 2_000_000
+            after(&mut window, &PeriodStats { total_service_ns: 50_000_000, ..busy }, 20)
+                > 2_000_000
         );
         assert!(
-            after(&mut window, &PeriodStats { total_service: 500_000_000, ..busy }, 60) < 200_000
+            after(&mut window, &PeriodStats { total_service_ns: 500_000_000, ..busy }, 60)
+                < 200_000
         );
     }
 
     #[test]
     fn disks_within_their_share_are_protected_up_to_the_share_of_the_others() {
         let polite = PeriodStats {
-            within: 100,
-            within_alone: 4_000_000,
-            within_service: 20_000_000,
+            within_operations: 100,
+            within_baseline_ns: 4_000_000,
+            within_service_ns: 20_000_000,
             operations: 200,
             ..stats()
         };
         let mut window = InFlightWindow::new(DeviceClass::FLASH, None);
-        let more = PeriodStats { completed: 10_000_000, over_share: 8_000_000, ..polite };
+        let more =
+            PeriodStats { completed_cost_ns: 10_000_000, over_share_cost_ns: 8_000_000, ..polite };
         assert!(
             after(&mut window, &more, 20) < 100_000,
-            "they get more than their half of what is delivered"
+            "they get more than their half of what is completed"
         );
-        let less = PeriodStats { completed: 10_000_000, over_share: 4_000_000, ..polite };
+        let less =
+            PeriodStats { completed_cost_ns: 10_000_000, over_share_cost_ns: 4_000_000, ..polite };
         let before = window.size();
         assert!(after(&mut window, &less, 20) > before, "they get less than their half of it");
         // The slowdown is small, and the others get their half of the device's capacity: reduce it
         // further.
         let slightly = PeriodStats {
-            within_service: 4_300_000,
-            completed: 14_000_000,
-            over_share: 12_000_000,
+            within_service_ns: 4_300_000,
+            completed_cost_ns: 14_000_000,
+            over_share_cost_ns: 12_000_000,
             ..polite
         };
         let before = window.size();
@@ -333,14 +352,17 @@ mod tests {
     fn a_latency_target_precedes_shares_but_starves_no_disk() {
         let polite = PeriodStats {
             target_ratio: Some(2.0),
-            completed: 10_000_000,
-            over_share: 2_000_000,
+            completed_cost_ns: 10_000_000,
+            over_share_cost_ns: 2_000_000,
             ..stats()
         };
         let mut window = InFlightWindow::new(DeviceClass::FLASH, None);
         assert!(after(&mut window, &polite, 30) < 50_000);
         let before = window.size();
-        assert!(after(&mut window, &PeriodStats { over_share: 100_000, ..polite }, 30) >= before);
+        assert!(
+            after(&mut window, &PeriodStats { over_share_cost_ns: 100_000, ..polite }, 30)
+                >= before
+        );
         assert!(
             after(&mut window, &PeriodStats { target_ratio: Some(0.5), ..polite }, 30) > before
         );
@@ -350,24 +372,24 @@ mod tests {
     fn it_waits_step_within_share_their_share_to_come_back_for_a_second() {
         let mut window = InFlightWindow::new(DeviceClass::FLASH, None);
         let polite = PeriodStats {
-            within: 100,
-            within_alone: 4_000_000,
-            within_service: 8_000_000,
-            over_share: 30_000_000,
+            within_operations: 100,
+            within_baseline_ns: 4_000_000,
+            within_service_ns: 8_000_000,
+            over_share_cost_ns: 30_000_000,
             ..stats()
         };
         window.adjust(0, &polite);
         let size = window.size();
         let busy = PeriodStats {
-            completed: 30_000_000,
-            over_share: 30_000_000,
+            completed_cost_ns: 30_000_000,
+            over_share_cost_ns: 30_000_000,
             over_share_weight: 0.9,
             operations: 100,
             ..stats()
         };
         window.adjust(500_000_000, &busy);
         assert_eq!(window.size(), size);
-        window.adjust(600_000_000, &PeriodStats { over_share: 15_000_000, ..busy });
+        window.adjust(600_000_000, &PeriodStats { over_share_cost_ns: 15_000_000, ..busy });
         assert!(
             window.size() > size && window.size() < size * 21 / 20,
             "unless others get less than they might"

@@ -20,7 +20,7 @@ pub struct Knobs {
 
 impl Knobs {
     pub const WEIGHT: u32 = 100;
-    pub const MOST_WEIGHT: u32 = 10_000;
+    pub const MAX_WEIGHT: u32 = 10_000;
 }
 
 impl Default for Knobs {

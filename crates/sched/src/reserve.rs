@@ -11,7 +11,7 @@ use crate::knobs::Knobs;
 
 /// How far back a missed reservation is caught up, in nanoseconds. An idle disk saves up no more
 /// than this.
-const CATCH_UP: u64 = 100_000_000;
+const CATCH_UP_NS: u64 = 100_000_000;
 
 #[derive(Debug, Default)]
 pub(crate) struct Reserve {
@@ -47,9 +47,9 @@ impl Clock {
             let step = ((u128::from(interval) * u128::from(count)) >> 20) as u64;
             // A disk that got more than its reservation waits at most this long for its next
             // reserved operation.
-            let most = now.saturating_add(step.max(CATCH_UP));
+            let most = now.saturating_add(step.max(CATCH_UP_NS));
             let next = |due: u64| {
-                Some(due.max(now.saturating_sub(CATCH_UP)).saturating_add(step).min(most))
+                Some(due.max(now.saturating_sub(CATCH_UP_NS)).saturating_add(step).min(most))
             };
             let _ = self.due.fetch_update(Relaxed, Relaxed, next);
         }
@@ -122,7 +122,7 @@ mod tests {
         let start = 5_000_000_000;
         (0..1_000_000).for_each(|n| reserve.charge(start + n * 50_000, 1, 4096));
         let end = start + 1_000_000 * 50_000;
-        assert!(!reserve.is_due(end) && reserve.is_due(end + CATCH_UP));
+        assert!(!reserve.is_due(end) && reserve.is_due(end + CATCH_UP_NS));
     }
 
     #[test]

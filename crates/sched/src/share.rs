@@ -26,15 +26,15 @@ pub struct Figures {
     pub weight: f64,
     /// Device time that was due to the disk while it was busy, that it used, and that it left to
     /// others.
-    pub owed: u64,
-    pub used: u64,
-    pub donated: u64,
+    pub owed_ns: u64,
+    pub used_ns: u64,
+    pub donated_ns: u64,
     /// Time that its operations waited for its limits, and for the device.
-    pub limited: u64,
-    pub waited: u64,
+    pub limited_ns: u64,
+    pub waited_ns: u64,
     /// Sum of the service times of its operations, and of their baseline service times.
-    pub service: u64,
-    pub alone: u64,
+    pub service_ns: u64,
+    pub baseline_ns: u64,
     /// Number of operations that wait now: for the device, and for limits or the device.
     pub waiting: u64,
     pub queued: u64,
@@ -186,6 +186,7 @@ impl Share {
     }
 
     #[inline]
+    /// Notes that an admitted operation has completed.
     pub fn done(&self, now: Time, grant: Grant) {
         if let Some(device) = &self.device {
             device.done(&self.account, now, grant);
@@ -208,6 +209,7 @@ impl Share {
         self.device.as_ref().map_or_else(Grant::default, |device| device.sync(&self.account, now))
     }
 
+    /// Returns whether the disk or its group has a reservation.
     pub fn has_reservation(&self) -> bool {
         self.account.has_reservation()
     }
@@ -230,12 +232,12 @@ impl Share {
 
     /// Adds the nanoseconds that an operation waited for the limits, and for the device.
     #[inline]
-    pub fn note_waits(&self, limited: u64, waited: u64) {
-        if limited > 0 {
-            self.account.sums.limited.fetch_add(limited, Relaxed);
+    pub fn note_waits(&self, limited_ns: u64, waited_ns: u64) {
+        if limited_ns > 0 {
+            self.account.sums.limited_ns.fetch_add(limited_ns, Relaxed);
         }
-        if waited > 0 {
-            self.account.sums.waited.fetch_add(waited, Relaxed);
+        if waited_ns > 0 {
+            self.account.sums.waited_ns.fetch_add(waited_ns, Relaxed);
         }
     }
 
@@ -256,7 +258,7 @@ impl Share {
         self.debt.owe_limits(opens);
         let Some(device) = &self.device else { return Grant::default() };
         let grant = device.force(&self.account, now, operation);
-        self.debt.owe_device(now, device.time_of(&self.account, grant.cost));
+        self.debt.owe_device(now, device.time_of(&self.account, grant.cost_ns));
         grant
     }
 
@@ -280,6 +282,7 @@ impl Share {
         self.debt.join(limits.max(device))
     }
 
+    /// Notes that an operation of `cost_ns` no longer waits.
     pub fn leave_queue(&self, cost_ns: u64) {
         self.debt.leave(cost_ns);
     }
@@ -293,18 +296,19 @@ impl Share {
         })
     }
 
+    /// Returns the statistics since the disk was opened.
     pub fn figures(&self) -> Figures {
         let get = |sum: &AtomicU64| sum.load(Relaxed);
         let sums = &self.account.sums;
         Figures {
             weight: self.account.weight(),
-            owed: get(&sums.owed),
-            used: get(&sums.used),
-            donated: get(&sums.donated),
-            limited: get(&sums.limited),
-            waited: get(&sums.waited),
-            service: get(&sums.service),
-            alone: get(&sums.alone),
+            owed_ns: get(&sums.owed_ns),
+            used_ns: get(&sums.used_ns),
+            donated_ns: get(&sums.donated_ns),
+            limited_ns: get(&sums.limited_ns),
+            waited_ns: get(&sums.waited_ns),
+            service_ns: get(&sums.service_ns),
+            baseline_ns: get(&sums.baseline_ns),
             waiting: get(&self.account.waiting),
             queued: self.debt.waiting(),
         }

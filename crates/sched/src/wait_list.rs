@@ -57,7 +57,7 @@ pub fn later(a: u64, b: u64) -> u64 {
 pub(crate) struct Waiter {
     pub token: Arc<WaitToken>,
     pub waker: Waker,
-    pub cost: u64,
+    pub cost_ns: u64,
     pub bytes: u64,
     pub requests: u32,
 }
@@ -136,13 +136,19 @@ impl WaitList {
 mod tests {
     use super::*;
 
-    fn waiter(cost: u64) -> Waiter {
-        Waiter { token: Arc::default(), waker: Waker::noop().clone(), cost, bytes: 0, requests: 1 }
+    fn waiter(cost_ns: u64) -> Waiter {
+        Waiter {
+            token: Arc::default(),
+            waker: Waker::noop().clone(),
+            cost_ns,
+            bytes: 0,
+            requests: 1,
+        }
     }
 
     fn pop(wait_list: &mut WaitList) -> Option<(usize, u64)> {
         let (disk, _) = wait_list.pop_head()?;
-        wait_list.take(disk).map(|waiter| (disk, waiter.cost))
+        wait_list.take(disk).map(|waiter| (disk, waiter.cost_ns))
     }
 
     #[test]
@@ -166,9 +172,9 @@ mod tests {
         let mut wait_list = WaitList::default();
         wait_list.push(3, 10, waiter(1));
         wait_list.push(3, 0, waiter(2));
-        assert_eq!(wait_list.pop_of(3).map(|w| w.cost), Some(1));
+        assert_eq!(wait_list.pop_of(3).map(|w| w.cost_ns), Some(1));
         wait_list.push(4, 5, waiter(3));
-        assert_eq!(wait_list.pop_of(4).map(|w| w.cost), Some(3));
+        assert_eq!(wait_list.pop_of(4).map(|w| w.cost_ns), Some(3));
         assert_eq!(pop(&mut wait_list), Some((3, 2)));
         assert!(
             pop(&mut wait_list).is_none()

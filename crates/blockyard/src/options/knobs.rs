@@ -109,8 +109,8 @@ pub fn default_weight() -> u32 {
 }
 
 pub fn parse_weight(text: &str) -> Result<u32, String> {
-    let weight = text.parse().ok().filter(|weight| (1..=Knobs::MOST_WEIGHT).contains(weight));
-    weight.ok_or_else(|| format!("a weight is a number from 1 to {}", Knobs::MOST_WEIGHT))
+    let weight = text.parse().ok().filter(|weight| (1..=Knobs::MAX_WEIGHT).contains(weight));
+    weight.ok_or_else(|| format!("a weight is a number from 1 to {}", Knobs::MAX_WEIGHT))
 }
 
 pub fn parse_reserve(text: &str) -> Result<u64, String> {

@@ -336,7 +336,7 @@ fn discards_are_no_credit_for_later_work() {
         };
         neighbour.ask(throttle::sched_time() + 60_000_000_000, &read).unwrap();
         let cost = neighbour.device().unwrap().costs().write_per_mib * (ZEROES >> 20);
-        let used = disk.share().figures().used;
+        let used = disk.share().figures().used_ns;
         assert!(
             used >= cost,
             "after {discards} discards {ZEROES} bytes of zeroes cost {used} ns, of {cost}"

@@ -16,11 +16,11 @@ use crate::{Knobs, Time};
 
 /// A refused flow that has not retried for this long no longer counts as waiting, in nanoseconds.
 /// It is longer than any flow that waits sleeps between retries.
-const PATIENCE: u64 = 40_000_000;
+const WAIT_EXPIRES_NS: u64 = 40_000_000;
 /// Largest lead of a flow over another waiting flow, in virtual nanoseconds at the default weight.
 /// It lets flows proceed in batches. A flow also falls behind by at most this much, so that an idle
 /// flow saves up no credit.
-const LEAD: u64 = 1_000_000;
+const MAX_LEAD_NS: u64 = 1_000_000;
 /// Number of limits of a limiter.
 const LIMITS: usize = 6;
 
@@ -40,12 +40,13 @@ impl Flow {
     }
 
     /// Converts nanoseconds of the limit's rate to virtual time: divides them by the weight.
-    fn step(&self, time: u64) -> u64 {
+    fn virtual_cost(&self, time: u64) -> u64 {
         let weight = u128::from(self.weight.load(Relaxed).max(1));
         (u128::from(time) * u128::from(Knobs::WEIGHT) / weight).clamp(1, 1 << 60) as u64
     }
 }
 
+/// The flows that share a limiter.
 #[derive(Debug, Default)]
 pub(super) struct Flows {
     /// Virtual time of each limit: the highest start tag of an admitted operation.
@@ -56,6 +57,7 @@ pub(super) struct Flows {
 }
 
 impl Flows {
+    /// Adds a flow of this weight.
     pub fn join(&self, weight: u32) -> Arc<Flow> {
         let (weight, tags, refused) =
             (AtomicU32::new(weight), Default::default(), Default::default());
@@ -68,11 +70,12 @@ impl Flows {
 
     /// Returns whether no other flow that waits for the limit comes before this one.
     pub fn is_next(&self, limit: usize, now: Time, flow: &Flow) -> bool {
-        let waits = |refused: &AtomicU64| now < refused.load(Relaxed).saturating_add(PATIENCE);
+        let waits =
+            |refused: &AtomicU64| now < refused.load(Relaxed).saturating_add(WAIT_EXPIRES_NS);
         if !waits(&self.refused[limit]) {
             return true;
         }
-        let own = self.begins(limit, flow).saturating_sub(LEAD);
+        let own = self.begins(limit, flow).saturating_sub(MAX_LEAD_NS);
         let all = self.all.lock().unwrap_or_else(PoisonError::into_inner);
         all.iter().filter_map(Weak::upgrade).all(|other| {
             std::ptr::eq(&*other, flow)
@@ -83,9 +86,12 @@ impl Flows {
 
     /// Start tag of the flow's next operation.
     fn begins(&self, limit: usize, flow: &Flow) -> u64 {
-        flow.tags[limit].load(Relaxed).max(self.times[limit].load(Relaxed).saturating_sub(LEAD))
+        flow.tags[limit]
+            .load(Relaxed)
+            .max(self.times[limit].load(Relaxed).saturating_sub(MAX_LEAD_NS))
     }
 
+    /// Notes that a limit refused the flow: it waits.
     pub fn refuse(&self, limit: usize, now: Time, flow: &Flow) {
         flow.refused[limit].store(now, Relaxed);
         self.refused[limit].fetch_max(now, Relaxed);
@@ -103,12 +109,12 @@ impl Flows {
     pub fn pass(&self, limit: usize, flow: &Flow, cost: u64) {
         let begins = self.begins(limit, flow);
         self.times[limit].fetch_max(begins, Relaxed);
-        flow.tags[limit].store(begins.saturating_add(flow.step(cost)), Relaxed);
+        flow.tags[limit].store(begins.saturating_add(flow.virtual_cost(cost)), Relaxed);
     }
 
     /// Takes back what [`Flows::pass`] added, because the admitted operation does not begin.
     pub fn refund(&self, limit: usize, flow: &Flow, cost: u64) {
-        let step = flow.step(cost);
+        let step = flow.virtual_cost(cost);
         let _ =
             flow.tags[limit].fetch_update(Relaxed, Relaxed, |tag| Some(tag.saturating_sub(step)));
     }

@@ -111,7 +111,7 @@ fn an_unused_share_goes_to_the_others_and_the_device_stays_busy() {
     let total: u64 = got.iter().map(|g| g.cost).sum();
     assert!(total as f64 > 0.97 * 5e9, "{:.3} of the device", total as f64 / 5e9);
     within(&got[1..], &[1.0, 2.0], 0.03);
-    assert!(got[0].figures.donated > got[0].figures.used, "{:?}", got[0].figures);
+    assert!(got[0].figures.donated_ns > got[0].figures.used_ns, "{:?}", got[0].figures);
 }
 
 #[test]

@@ -168,15 +168,15 @@ pub struct Simulation {
 impl Simulation {
     pub fn new(model: Model, guests: &[Guest]) -> Self {
         let host = Host::default();
-        let alone = if model.calibrated { model.time } else { 0 };
+        let baseline = if model.calibrated { model.time } else { 0 };
         let calibration = Calibration {
-            alone_read: alone,
-            alone_write: alone,
-            window: model.calibrated.then_some(model.time),
+            baseline_read_ns: baseline,
+            baseline_write_ns: baseline,
+            window_ns: model.calibrated.then_some(model.time),
             ..Calibration::of(model.costs())
         };
         let profile = DeviceProfile {
-            class: DeviceClass { queue: model.time, ..DeviceClass::FLASH },
+            class: DeviceClass { queue_ns: model.time, ..DeviceClass::FLASH },
             calibration,
         };
         let device = model.scheduled.then_some(("model", &profile));
