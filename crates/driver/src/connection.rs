@@ -63,6 +63,7 @@ pub struct BlockConfig {
 }
 
 impl BlockConfig {
+    /// Size in bytes, up to the last field here.
     pub const BYTES: usize = 60;
 
     fn parse(bytes: &[u8; Self::BYTES]) -> Self {
@@ -106,6 +107,7 @@ pub struct RingSetup {
     pub call: Arc<OwnedFd>,
 }
 
+/// A connection to a back end, and what was negotiated on it.
 pub struct Connection {
     frontend: Frontend,
     /// The same socket, to send raw messages and to watch it.
@@ -193,6 +195,7 @@ impl Connection {
         Ok(BlockConfig::parse(bytes))
     }
 
+    /// Sends the memory table: one region.
     pub fn set_memory(&mut self, memory: &Memory) -> Result<()> {
         self.frontend.set_mem_table(&[memory.region()]).context("SET_MEM_TABLE")?;
         Ok(())
@@ -256,6 +259,7 @@ impl Connection {
         &mut self.frontend
     }
 
+    /// Returns the socket.
     pub fn socket(&self) -> &UnixStream {
         &self.socket
     }

@@ -14,6 +14,7 @@ use vhost::VhostUserMemoryRegionInfo;
 const GUEST_BASE: u64 = 0x1_0000_0000;
 const USER_BASE: u64 = 0x7f00_0000_0000;
 
+/// The shared region, and how much of it is allocated.
 pub struct Memory {
     guest: GuestMemory,
     fd: OwnedFd,

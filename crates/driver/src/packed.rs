@@ -55,6 +55,7 @@ impl Cursor {
     }
 }
 
+/// The driver's side of a packed virtqueue.
 pub struct PackedRing {
     /// The parts that the back end sees, so that tests can write anything there.
     pub desc: SharedSlice,

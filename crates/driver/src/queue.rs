@@ -45,6 +45,7 @@ pub trait RequestQueue: Send + 'static {
     fn reap(&mut self) -> Result<Option<(u16, u8)>>;
     /// Returns whether `reap` would return a request.
     fn ready(&self) -> bool;
+    /// Returns the number of requests in flight.
     fn in_flight(&self) -> usize;
     /// Sleeps until a notification of the back end, at most for `limit`. May return early.
     fn sleep(&mut self, limit: Option<Duration>) -> Result<()>;
@@ -67,6 +68,7 @@ struct Slot {
     in_flight: bool,
 }
 
+/// A virtqueue with requests in slots.
 pub struct Queue<R> {
     pub ring: R,
     index: u16,
@@ -148,6 +150,7 @@ impl<R: Ring> Queue<R> {
         }
     }
 
+    /// Returns the number of requests in flight.
     pub fn in_flight(&self) -> usize {
         self.in_flight
     }

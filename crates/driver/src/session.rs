@@ -182,6 +182,7 @@ pub struct Session<R> {
 }
 
 impl<R: Ring> Session<R> {
+    /// Connects, creates the queues of the plan, and starts them.
     pub fn start(path: &Path, plan: &Plan) -> Result<Self> {
         let mut link = Link::open::<R>(path, plan)?;
         let queues = link.queues::<R>()?;

@@ -23,6 +23,7 @@ const NO_NOTIFY: u16 = 1;
 const INDEX: usize = 2;
 const ENTRIES: usize = 4;
 
+/// The driver's side of a split virtqueue.
 pub struct SplitRing {
     /// The parts that the back end sees, so that tests can write anything there.
     pub desc: SharedSlice,

@@ -99,6 +99,7 @@ thread_local! {
 }
 
 impl Executor {
+    /// Creates an executor for the calling thread.
     pub fn new() -> io::Result<Self> {
         let inbox = Arc::new(Inbox::new()?);
         let inner = Inner {
@@ -125,10 +126,12 @@ impl Executor {
         Ok(Executor { handle: Handle(Rc::new(inner), None) })
     }
 
+    /// Returns the handle for code that runs on this executor.
     pub fn handle(&self) -> &Handle {
         &self.handle
     }
 
+    /// Returns a handle for other threads.
     pub fn remote(&self) -> Remote {
         self.handle.remote()
     }

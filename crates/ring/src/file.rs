@@ -262,6 +262,8 @@ pub(crate) fn completion_result(result: i32) -> io::Result<usize> {
 
 /// The operations of the trait `Storage` of crate `storage`, which documents their guarantees.
 impl UringFile {
+    /// Reads into `segments` from `offset` (bytes). Returns fewer bytes only at the end of the
+    /// file.
     #[inline]
     pub async fn read(&self, segments: Segments, offset: u64) -> (Segments, io::Result<usize>) {
         let want = segments.len();
@@ -272,6 +274,8 @@ impl UringFile {
         }
     }
 
+    /// Writes `segments` at `offset` (bytes), completely or with an error. `durable`: with
+    /// RWF_DSYNC.
     #[inline]
     pub async fn write(
         &self,
@@ -301,11 +305,13 @@ impl UringFile {
         }
     }
 
+    /// Makes earlier writes durable (fdatasync).
     pub async fn sync(&self) -> io::Result<()> {
         let (result, _) = self.operation(Action::Sync, Segments::default()).await;
         completion_result(result).map(|_| ())
     }
 
+    /// Discards `len` bytes from `offset`; `Unsupported` if the file system or device cannot.
     pub async fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
         if self.block_device {
             return self.discard_blocks(offset, len).await;
@@ -313,6 +319,7 @@ impl UringFile {
         self.fallocate(libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE, offset, len).await
     }
 
+    /// Zeroes `len` bytes from `offset`. `unmap`: their space may be freed.
     pub async fn zero(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
         // On a block device a hole punch means: write zeroes, and unmap if unmapped blocks read as
         // zeroes.
@@ -328,6 +335,7 @@ impl UringFile {
         self.fallocate(libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE, offset, len).await
     }
 
+    /// As [`UringFile::zero`], but `Unsupported` if zeroes would be written.
     pub async fn zero_fast(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
         match (self.block_device, unmap) {
             // On a block device the kernel writes the zeroes itself, unless they are punched.
@@ -340,6 +348,8 @@ impl UringFile {
         }
     }
 
+    /// Allocates space for `len` bytes from `offset`, and extends the file if necessary.
+    /// `Unsupported` for a block device.
     pub async fn allocate(&self, offset: u64, len: u64) -> io::Result<()> {
         if self.block_device {
             return Err(io::ErrorKind::Unsupported.into());
@@ -347,16 +357,19 @@ impl UringFile {
         self.fallocate(0, offset, len).await
     }
 
+    /// Sets the size of the file in bytes.
     pub async fn set_len(&self, len: u64) -> io::Result<()> {
         let fd = self.slot.fd.clone();
         let call = move || rustix::fs::ftruncate(&fd, len).map_err(io::Error::from);
         self.blocking.workers.call(&self.slot.handle, call).await?
     }
 
+    /// Returns the size in bytes.
     pub async fn len(&self) -> io::Result<u64> {
         host::file_size(&self.slot.fd)
     }
 
+    /// Returns the next range with data from `offset` on, or `None` if only holes follow.
     pub async fn next_data(&self, offset: u64) -> io::Result<Option<Range<u64>>> {
         // The file position is not used elsewhere.
         let seek = |to| rustix::fs::seek(&self.slot.fd, to);
@@ -377,6 +390,7 @@ impl UringFile {
         }
     }
 
+    /// Returns the allocated bytes; `None` for a block device.
     pub fn allocated(&self) -> io::Result<Option<u64>> {
         let blocks = rustix::fs::fstat(&self.slot.fd)?.st_blocks;
         Ok((!self.block_device).then_some(blocks as u64 * 512))

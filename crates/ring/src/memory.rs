@@ -25,6 +25,7 @@ use crate::mapper::MemoryFile;
 use crate::quota::{Account, Charge, Exceeded};
 use crate::xen::Release;
 
+/// Why guest memory cannot be mapped or accessed.
 #[derive(Debug, thiserror::Error)]
 pub enum MemoryError {
     #[error("guest address {addr:#x}+{len:#x} (in bytes) is outside the guest's memory")]
@@ -185,10 +186,12 @@ impl Region {
         Ok((Region::map(&fd, 0, guest, user, len)?, fd))
     }
 
+    /// Returns the first guest-physical address.
     pub fn guest(&self) -> u64 {
         self.guest
     }
 
+    /// Returns the first address in the front end's process.
     pub fn user(&self) -> u64 {
         self.user
     }
@@ -325,6 +328,7 @@ impl GuestMemory {
         Ok(Self::of(regions))
     }
 
+    /// Returns the regions, sorted by guest address.
     pub fn regions(&self) -> &[Arc<Region>] {
         &self.regions
     }
@@ -419,6 +423,7 @@ pub struct SharedSlice {
 unsafe impl Send for SharedSlice {}
 
 impl SharedSlice {
+    /// Returns the length in bytes.
     pub fn len(&self) -> usize {
         self.len
     }
@@ -440,6 +445,7 @@ impl SharedSlice {
         ptr
     }
 
+    /// Loads a little-endian u16 atomically.
     #[inline]
     pub fn load_u16(&self, offset: usize, order: Ordering) -> u16 {
         let ptr = self.at(offset, 2, 2).cast();
@@ -448,6 +454,7 @@ impl SharedSlice {
         u16::from_le(unsafe { AtomicU16::from_ptr(ptr) }.load(order))
     }
 
+    /// Stores a little-endian u16 atomically.
     #[inline]
     pub fn store_u16(&self, offset: usize, value: u16, order: Ordering) {
         let ptr = self.at(offset, 2, 2).cast();
@@ -455,6 +462,7 @@ impl SharedSlice {
         unsafe { AtomicU16::from_ptr(ptr) }.store(value.to_le(), order);
     }
 
+    /// Loads a little-endian u32 atomically.
     #[inline]
     pub fn load_u32(&self, offset: usize, order: Ordering) -> u32 {
         let ptr = self.at(offset, 4, 4).cast();
@@ -462,6 +470,7 @@ impl SharedSlice {
         u32::from_le(unsafe { AtomicU32::from_ptr(ptr) }.load(order))
     }
 
+    /// Stores a little-endian u32 atomically.
     #[inline]
     pub fn store_u32(&self, offset: usize, value: u32, order: Ordering) {
         let ptr = self.at(offset, 4, 4).cast();
@@ -479,6 +488,7 @@ impl SharedSlice {
         unsafe { ptr.read_volatile() }
     }
 
+    /// Copies `N` bytes in, once.
     #[inline]
     pub fn copy_in<const N: usize>(&self, offset: usize, bytes: [u8; N]) {
         let ptr = self.at(offset, N, 1).cast::<[u8; N]>();

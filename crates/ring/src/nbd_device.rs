@@ -18,12 +18,14 @@ const SET_FLAGS: u64 = 0xab0a;
 /// Logical block size in bytes.
 pub const BLOCK: u64 = 512;
 
+/// An open `/dev/nbdN`.
 pub struct NbdDevice {
     file: OwnedFd,
     path: PathBuf,
 }
 
 impl NbdDevice {
+    /// Opens a device by its path.
     pub fn open(path: &Path) -> io::Result<Self> {
         let flags = rustix::fs::OFlags::RDWR | rustix::fs::OFlags::CLOEXEC;
         let file = rustix::fs::open(path, flags, rustix::fs::Mode::empty())?;
@@ -57,6 +59,7 @@ impl NbdDevice {
         Ok(None)
     }
 
+    /// Returns the path.
     pub fn path(&self) -> &Path {
         &self.path
     }

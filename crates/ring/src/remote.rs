@@ -82,6 +82,7 @@ impl<T> PendingReply<T> {
 pub struct Reply<T>(mpsc::SyncSender<T>);
 
 impl<T> Reply<T> {
+    /// Sends the reply. A caller that no longer waits is ignored.
     pub fn send(self, value: T) {
         let _ = self.0.send(value);
     }

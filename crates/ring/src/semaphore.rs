@@ -14,6 +14,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 
+/// A fair counting semaphore; see the module documentation.
 #[derive(Debug)]
 pub struct Semaphore {
     permits: u64,
@@ -34,6 +35,7 @@ struct Queue {
 }
 
 impl Semaphore {
+    /// Creates a semaphore with `permits` permits.
     pub fn new(permits: u64) -> Self {
         Semaphore {
             permits,

@@ -23,6 +23,7 @@ use crate::uring::Action;
 /// Most iovec entries that the kernel takes per call (UIO_MAXIOV).
 pub const MOST_PIECES: usize = 1024;
 
+/// A connected stream socket. Clones are the same connection.
 #[derive(Clone)]
 pub struct Socket(Rc<Connected>);
 
@@ -57,6 +58,7 @@ impl Socket {
         Ok(Socket(Rc::new(Connected { slot, kept: Cell::new(false), brings_descriptors })))
     }
 
+    /// Returns the descriptor.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.0.slot.fd()
     }

@@ -60,6 +60,7 @@ struct SignalInner {
 }
 
 impl Signal {
+    /// Creates a signal for tasks of the executor of `handle`.
     pub fn new(handle: &Handle) -> Self {
         Signal(Rc::new(SignalInner {
             handle: handle.clone(),
@@ -68,6 +69,7 @@ impl Signal {
         }))
     }
 
+    /// Rings the signal: wakes the waiting task.
     #[inline]
     pub fn ring(&self) {
         if !self.0.rung.replace(true) {

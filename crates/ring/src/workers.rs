@@ -52,6 +52,7 @@ impl Default for Workers {
 }
 
 impl Workers {
+    /// Creates a pool of at most `most` threads.
     pub fn of(most: usize) -> Self {
         Workers(Arc::new(Pool { most, queue: Mutex::default(), comes: Condvar::new() }))
     }

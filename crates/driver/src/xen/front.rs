@@ -29,6 +29,7 @@ pub struct Terms {
 }
 
 impl Terms {
+    /// One queue with a ring of one page, without persistent grants.
     pub const PLAIN: Terms = Terms { queues: 1, order: None, persistent: false, abi: Abi::X86_64 };
 
     /// Returns the number of pages of each ring.
@@ -92,6 +93,7 @@ impl Front {
         wait_for_node(&mut self.store, &format!("{back}/{key}"), value, self.limit)
     }
 
+    /// Waits until the back end is in this state.
     pub fn wait_for_state(&mut self, state: u8) -> Result<()> {
         self.find_back()?;
         self.wait("state", Some(&state.to_string()))

@@ -59,6 +59,7 @@ struct Slot {
     references: Vec<u32>,
 }
 
+/// A blkif ring with requests in slots.
 pub struct Queue {
     pub ring: FrontRing,
     domain: Arc<Domain>,
@@ -264,6 +265,7 @@ impl Queue {
         Ok(())
     }
 
+    /// Copies `bytes` to the start of a slot's data.
     pub fn write_data(&self, slot: u16, bytes: &[u8]) {
         assert!(
             bytes.len() <= self.options.data_pages() * PAGE,
@@ -273,6 +275,7 @@ impl Queue {
         self.memory.write(self.page(slot) * PAGE, bytes);
     }
 
+    /// Copies the start of a slot's data to `bytes`.
     pub fn read_data(&self, slot: u16, bytes: &mut [u8]) {
         assert!(
             bytes.len() <= self.options.data_pages() * PAGE,

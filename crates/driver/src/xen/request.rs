@@ -80,6 +80,7 @@ pub struct Entry<'a> {
 }
 
 impl Entry<'_> {
+    /// Encodes the entry in the layout `abi`; the shorter layout leaves zeroes at the end.
     pub fn bytes(&self, abi: Abi) -> [u8; ENTRY_MOST] {
         let (id, sector, rest) = abi.places();
         let mut bytes = [0; ENTRY_MOST];

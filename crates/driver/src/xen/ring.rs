@@ -32,6 +32,7 @@ pub struct Response {
     pub status: i16,
 }
 
+/// The front end's side of a ring, and its event channel.
 pub struct FrontRing {
     pub channel: FrontChannel,
     event: OwnedFd,
@@ -81,6 +82,7 @@ impl FrontRing {
         })
     }
 
+    /// Returns the number of entries.
     pub fn entries(&self) -> u32 {
         self.entries
     }

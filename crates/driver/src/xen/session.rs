@@ -99,6 +99,7 @@ impl Offer {
     }
 }
 
+/// A front end with its queues.
 pub struct Session {
     pub front: Front,
     pub queues: Vec<Queue>,

@@ -85,6 +85,7 @@ pub struct Segment {
 }
 
 impl Segment {
+    /// Parses a segment. Its values are not checked.
     pub fn parse(bytes: &[u8; SEGMENT_BYTES]) -> Self {
         Segment { reference: u32_at(bytes, 0), first: bytes[4], last: bytes[5] }
     }
@@ -139,6 +140,7 @@ pub struct Request {
 }
 
 impl Request {
+    /// Parses an entry. Invalid requests become `Ask::Bad`.
     pub fn parse(abi: Abi, bytes: &[u8; ENTRY_MOST]) -> Self {
         let (id, sector, rest) = abi.places();
         let operation = bytes[0];

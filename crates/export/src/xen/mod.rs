@@ -52,6 +52,7 @@ pub use device::{Listed, detach, list};
 use nodes::{NodeError, Paths};
 pub use watch::{ToolstackDevice, Wanted, Watch, WatchOptions};
 
+/// Why a device or a watch cannot be started.
 #[derive(Debug, thiserror::Error)]
 pub enum XenError {
     #[error(

@@ -55,6 +55,7 @@ pub enum State {
 }
 
 impl State {
+    /// Parses the value of a node `state`.
     pub fn parse(text: &str) -> Option<Self> {
         use State::*;
         let all = [Initialising, InitWait, Initialised, Connected, Closing, Closed];
@@ -75,6 +76,7 @@ pub struct Paths {
     incarnation: Option<String>,
 }
 
+/// Why the nodes of a device cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum NodeError {
     #[error(transparent)]
@@ -113,6 +115,7 @@ pub struct FrontSetup {
     pub queues: Vec<QueueKeys>,
 }
 
+/// Grant references of a ring, and the port of its event channel.
 #[derive(Debug, PartialEq, Eq)]
 pub struct QueueKeys {
     pub references: Vec<u32>,
@@ -294,10 +297,12 @@ impl Paths {
         })
     }
 
+    /// Reads the state of the front end; `None` if it is missing or invalid.
     pub fn front_state(&self, store: &mut Store) -> Result<Option<State>, StoreError> {
         Ok(store.read(&format!("{}/state", self.front))?.and_then(|text| State::parse(&text)))
     }
 
+    /// Reads the state of the back end; `None` if it is missing or invalid.
     pub fn back_state(&self, store: &mut Store) -> Result<Option<State>, StoreError> {
         Ok(store.read(&format!("{}/state", self.back))?.and_then(|text| State::parse(&text)))
     }
@@ -307,6 +312,7 @@ impl Paths {
         Ok(store.read(&format!("{}/online", self.back))?.map(|text| text != "0"))
     }
 
+    /// Writes the state of the back end.
     pub fn set_state(&self, store: &mut Store, state: State) -> Result<(), StoreError> {
         self.change(store, |t| self.state_in(t, state))
     }

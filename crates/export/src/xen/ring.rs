@@ -21,6 +21,7 @@ const REQ_EVENT: usize = 4;
 const RSP_PROD: usize = 8;
 const RSP_EVENT: usize = 12;
 
+/// The front end's index claims more requests than the ring has entries.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{requests} requests without a response in a ring of {entries} entries")]
 pub struct Overflow {
@@ -28,6 +29,7 @@ pub struct Overflow {
     entries: u32,
 }
 
+/// The back end's side of a ring.
 pub struct Ring {
     slice: SharedSlice,
     abi: Abi,

@@ -201,6 +201,7 @@ impl Watch {
         self.control.ring();
     }
 
+    /// Ends the watch, and waits for its thread.
     pub fn stop(&mut self) {
         self.finish();
         if let Some(thread) = self.thread.take() {

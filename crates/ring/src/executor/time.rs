@@ -20,10 +20,12 @@ impl Handle {
         .await
     }
 
+    /// Waits for `time`.
     pub async fn sleep(&self, time: Duration) {
         self.sleep_until(Instant::now() + time).await
     }
 
+    /// Waits until `at`.
     pub async fn sleep_until(&self, at: Instant) {
         let mut sleeper = NO_TASK;
         std::future::poll_fn(|_| {

@@ -33,6 +33,7 @@ pub struct WriteFigures {
 }
 
 impl WriteFigures {
+    /// Adds the figures of `other`.
     pub fn merge(&mut self, other: &WriteFigures) {
         self.inline += other.inline;
         self.blocked += other.blocked;

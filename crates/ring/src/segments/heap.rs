@@ -23,6 +23,7 @@ enum Source {
 impl AlignedBuf {
     const ALIGN: usize = 4096;
 
+    /// Allocates `len` zeroed bytes.
     pub fn zeroed(len: usize) -> Self {
         let layout = Self::layout(len);
         // SAFETY: the layout's size is not zero.

@@ -140,6 +140,7 @@ pub struct DeviceInfo {
     pub reserved: [u64; 2],
 }
 
+/// `struct ublk_param_basic`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Basic {
@@ -154,6 +155,7 @@ pub struct Basic {
     pub virt_boundary: u64,
 }
 
+/// `struct ublk_param_discard`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Discard {

@@ -71,6 +71,7 @@ impl NumberLock {
 }
 
 impl Control {
+    /// Opens the control device.
     pub fn open() -> io::Result<Self> {
         let file = open()?;
         let ring = IoUring::<Entry128, cqueue::Entry>::builder().build(4)?;
@@ -95,12 +96,14 @@ impl Control {
         Ok(DeviceInfo::parse(&bytes))
     }
 
+    /// Returns the description of a device.
     pub fn info(&mut self, id: u32) -> io::Result<DeviceInfo> {
         let mut bytes = DeviceInfo::default().bytes().to_vec();
         self.command(abi::GET_DEV_INFO2, id, 0, &mut bytes, Some(character_device(id)), None)?;
         Ok(DeviceInfo::parse(&bytes))
     }
 
+    /// Returns the parameters of a device.
     pub fn params(&mut self, device: &DeviceInfo) -> io::Result<Params> {
         let params = Params { len: size_of::<Params>() as u32, ..Params::default() };
         let mut bytes = params.bytes().to_vec();
@@ -108,6 +111,7 @@ impl Control {
         Ok(Params::parse(&bytes))
     }
 
+    /// Sets the parameters of a device, before it is started.
     pub fn set_params(&mut self, device: &DeviceInfo, params: &Params) -> io::Result<()> {
         let params = Params { len: size_of::<Params>() as u32, ..*params };
         let mut bytes = params.bytes().to_vec();
@@ -164,6 +168,7 @@ impl Control {
         self.plain(abi::QUIESCE_DEV, device, milliseconds)
     }
 
+    /// Changes the size of a running device, in sectors of 512 bytes.
     pub fn update_size(&mut self, device: &DeviceInfo, sectors: u64) -> io::Result<()> {
         self.plain(abi::UPDATE_SIZE, device, sectors)
     }

@@ -65,6 +65,7 @@ impl RequestData {
         });
     }
 
+    /// Writes `len` zeroes to the data at `at`.
     pub fn zero(&self, mut at: usize, mut len: usize) {
         while len > 0 {
             let here = len.min(ZEROES.len());

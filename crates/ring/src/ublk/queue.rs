@@ -70,12 +70,14 @@ pub struct Device {
 }
 
 impl Device {
+    /// Opens the character device of `info`.
     pub fn open(info: &DeviceInfo) -> io::Result<Self> {
         let flags = rustix::fs::OFlags::RDWR | rustix::fs::OFlags::CLOEXEC;
         let file = rustix::fs::open(character_device(info.id), flags, rustix::fs::Mode::empty())?;
         Ok(Device { file: Arc::new(file), info: *info })
     }
 
+    /// Returns the description of the device.
     pub fn info(&self) -> &DeviceInfo {
         &self.info
     }
@@ -196,14 +198,17 @@ impl Queue {
         Ok(self.descriptors.get_or_init(|| mapped))
     }
 
+    /// Returns the number of tags.
     pub fn depth(&self) -> u16 {
         self.device.info.depth
     }
 
+    /// Returns the number of the queue.
     pub fn number(&self) -> u16 {
         self.number
     }
 
+    /// Returns the tag `number`, below the depth.
     pub fn tag(self: &Rc<Self>, number: u16) -> Tag {
         assert!(number < self.depth());
         let data = match &self.data {
