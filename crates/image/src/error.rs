@@ -1,17 +1,17 @@
-//! What is wrong with an image: one error for all formats. It names the structure and where it
-//! lies, so that a person (or another tool) can look at the very bytes.
+//! Error of an image, for all formats. It names the structure and its offset, so that a person or
+//! another tool can examine the bytes.
 
 use std::fmt;
 use std::io;
 
-/// What a caller may want to tell apart.
+/// Kinds of errors that callers distinguish.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ErrorKind {
-    /// The bytes are not what the format allows.
+    /// The bytes violate the format.
     Invalid,
-    /// They are, but this program does not do that (encryption, an unknown feature).
+    /// Valid, but not supported by this program (encryption, an unknown feature).
     Unsupported,
-    /// The caller asked for what cannot be (a size too large, a snapshot that is not there).
+    /// The request is impossible (a size too large, a missing snapshot).
     Refused,
     /// The host failed to read or write.
     Io,
@@ -21,9 +21,9 @@ pub enum ErrorKind {
 #[derive(Debug)]
 pub struct ImageError {
     pub kind: ErrorKind,
-    /// The structure, with the format's name: "qcow2 header", "cow bitmap".
+    /// Name of the structure, with the format: "qcow2 header", "cow bitmap".
     pub structure: String,
-    /// Where it lies in its file, in bytes.
+    /// Offset of the structure in its file, in bytes.
     pub offset: Option<u64>,
     pub what: String,
     pub source: Option<io::Error>,
@@ -68,7 +68,7 @@ impl ImageError {
         operation: &str,
         source: io::Error,
     ) -> Self {
-        // One that went through `io::Error` on its way is not wrapped again.
+        // An `ImageError` inside an `io::Error` is not wrapped again.
         match source.downcast::<ImageError>() {
             Ok(inner) => inner,
             Err(source) => {
@@ -92,7 +92,7 @@ impl fmt::Display for ImageError {
     }
 }
 
-/// Without a source: the text has it already, and errors are told as one line of all of them.
+/// No source: the text contains it, and errors are printed as one line with all their sources.
 impl std::error::Error for ImageError {}
 
 impl From<ImageError> for io::Error {

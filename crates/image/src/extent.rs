@@ -1,25 +1,25 @@
-//! What one layer of a chain says about a range of the guest's disk, and what a chain tells of it.
+//! What a layer knows about a range of the guest's disk, and the status of a range in a chain.
 
 use std::future::Future;
 use std::io;
 
 use blockyard_ring::Segments;
 
-/// Where a range's bytes are, as far as one layer knows. Offsets are bytes of the layer's file.
+/// Where a layer has the bytes of a range. Offsets are in the layer's file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {
-    /// In the layer's file, from this offset on. (qcow2 with an external data file: in that.)
+    /// In the layer's file at this offset (qcow2 with an external data file: in that file).
     Data(u64),
-    /// They read as zeroes.
+    /// Reads as zeroes.
     Zero,
-    /// In a compressed cluster; the descriptor is the format's own. The extent lies in that one
+    /// In a compressed cluster; the value is the format's descriptor. The extent lies in that one
     /// cluster.
     Compressed(u64),
-    /// The layer below knows.
+    /// Not in this layer: read the backing layer.
     Absent,
 }
 
-/// A range whose bytes lie in one place: `len` bytes from the offset that was asked for.
+/// `len` bytes at the requested offset whose bytes are in one place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
     pub len: u64,
@@ -27,7 +27,7 @@ pub struct Extent {
 }
 
 impl Extent {
-    /// Whether `next`, which begins where this ends, has its bytes where this one's go on.
+    /// Returns true if `next`, which begins where this ends, continues it.
     #[inline]
     pub fn goes_on(&self, next: &Extent) -> bool {
         match (self.place, next.place) {
@@ -38,23 +38,23 @@ impl Extent {
     }
 }
 
-/// `len` bytes that are alike. The names are QEMU's.
+/// Status of `len` bytes with equal properties. The names are those of `qemu-img map`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockStatus {
     pub len: u64,
-    /// The layer that decided: 0 is the topmost.
+    /// Layer that has the range; 0 is the topmost.
     pub depth: usize,
-    /// That layer has the range; else nothing has, and it reads as zeroes.
+    /// That layer has the range. Otherwise no layer has it, and it reads as zeroes.
     pub present: bool,
     pub zero: bool,
     pub data: bool,
     pub compressed: bool,
-    /// In the layer's file (or data file).
+    /// Offset in the layer's file (or data file).
     pub offset: Option<u64>,
 }
 
 impl BlockStatus {
-    /// `len` bytes of data, somewhere in the topmost layer.
+    /// Returns the status of `len` bytes of data somewhere in the topmost layer.
     pub fn data(len: u64) -> Self {
         BlockStatus {
             len,
@@ -67,7 +67,7 @@ impl BlockStatus {
         }
     }
 
-    /// `len` bytes that none of `depth` layers has.
+    /// Returns the status of `len` bytes that none of `depth` layers has.
     pub(crate) fn nothing(depth: usize, len: u64) -> Self {
         BlockStatus {
             len,
@@ -80,29 +80,29 @@ impl BlockStatus {
         }
     }
 
-    /// Whether `next`, which begins where this ends, is the same, and goes on in the file.
+    /// Returns true if `next`, which begins where this ends, has the same status and continues it
+    /// in the file.
     pub(crate) fn goes_on(&self, next: &BlockStatus) -> bool {
         let kind = |s: &BlockStatus| (s.depth, s.present, s.zero, s.data, s.compressed);
         kind(self) == kind(next) && self.offset.map(|offset| offset + self.len) == next.offset
     }
 }
 
-/// The layers below one that writes: where it finds what it has not.
+/// The layers below one that is written: they hold the data that it lacks.
 pub trait BackingLayers {
-    /// Fills `segments` with what the layers below hold from `offset` on; beyond their end there
-    /// are zeroes.
+    /// Reads from the layers below into `segments`. Bytes behind their end are zeroes.
     fn read_backing(
         &self,
         segments: Segments,
         offset: u64,
     ) -> impl Future<Output = (Segments, io::Result<()>)>;
-    /// Whether that is known to be zeroes, without reading data.
+    /// Returns true if the range is known to read as zeroes, without reading data.
     fn backing_is_zero(&self, offset: u64, len: u64) -> impl Future<Output = io::Result<bool>>;
-    /// There is something below.
+    /// Returns true if there is a layer below.
     fn exists(&self) -> bool;
 }
 
-/// Nothing is below: zeroes.
+/// No layer below: reads as zeroes.
 pub struct NoBacking;
 
 impl BackingLayers for NoBacking {

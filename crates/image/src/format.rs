@@ -1,5 +1,5 @@
-//! Image formats and their names. A format is told, or known by the file's name; never guessed from
-//! what a guest wrote.
+//! Image formats and their names. A format is given, or derived from the file's name. It is never
+//! probed from the contents, because a guest can write these.
 
 use std::fmt;
 use std::path::Path;
@@ -11,7 +11,7 @@ use blockyard_storage::scheme_of;
 pub enum Format {
     Raw,
     Qcow2,
-    /// User Mode Linux's copy-on-write file.
+    /// Copy-on-write file of User Mode Linux.
     Cow,
 }
 
@@ -19,9 +19,10 @@ impl Format {
     pub const NAMES: [(&str, Format); 3] =
         [("raw", Format::Raw), ("qcow2", Format::Qcow2), ("cow", Format::Cow)];
 
-    /// What the file's name says; None: nothing that is known here (which does not make it raw).
+    /// Returns the format by the file's name. None: the name does not give one (which does not mean
+    /// raw).
     pub fn of_name(path: &Path) -> Option<Self> {
-        // What a scheme opens is a disk, whatever it is called, unless somebody says otherwise.
+        // What a scheme opens (NBD) is raw, whatever its name, unless a format is given.
         if scheme_of(path).is_some() {
             return Some(Format::Raw);
         }
@@ -42,9 +43,9 @@ impl fmt::Display for Format {
     }
 }
 
-/// A name that is not among [`Format::NAMES`].
+/// A name that is not in [`Format::NAMES`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("format \"{0}\" is not known: it is one of raw, qcow2, cow")]
+#[error("format \"{0}\" is not known: use raw, qcow2 or cow")]
 pub struct UnknownFormat(pub String);
 
 impl FromStr for Format {

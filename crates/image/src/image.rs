@@ -1,7 +1,7 @@
-//! A chain of images as one reactor has it open: the disk that a guest sees.
+//! A chain of images on one reactor: the disk that a guest sees.
 //!
 //! In: reads, writes, discards, zeroes and flushes of the guest's disk. Out: operations on the
-//! files of the chain. What must hold: only the topmost image is written to.
+//! files of the chain. Invariant: only the topmost image is written to.
 
 use std::io;
 use std::sync::Arc;
@@ -17,24 +17,24 @@ use crate::layout_scan;
 use crate::lookup_cache::LookupCache;
 use crate::sync::epoch::{Epoch, EpochGuard, Participant};
 
-/// What layers map alike may be as small and as large as this, in bytes, to be remembered.
+/// Smallest and largest granule of the lookup cache, in bytes.
 const SMALLEST_GRANULE: u64 = 2 << 10;
 const LARGEST_GRANULE: u64 = 64 << 10;
 
-/// See the module's page.
+/// A chain of images on one reactor.
 pub struct Image<S> {
     layers: Vec<Layer<S>>,
     epoch: Arc<Epoch>,
     participant: Arc<Participant>,
-    /// What is read from below is kept in the topmost image.
+    /// Keep data that are read from backing images in the topmost image.
     copy_on_read: bool,
-    /// Of the layers below the topmost, where there are several.
+    /// Caches lookups in the backing images, if there are several.
     lookup_cache: Option<LookupCache>,
 }
 
 impl<S: Storage> Image<S> {
-    /// `layers`: the topmost first, at least one. `epoch` is that of the topmost image, or a new
-    /// one for raw images.
+    /// `layers`: topmost first, at least one. Uses the epoch of a qcow2 topmost image, or else a
+    /// new one.
     pub fn new(layers: Vec<Layer<S>>, copy_on_read: bool) -> Self {
         let epoch = match layers.first() {
             Some(Layer::Qcow2(image)) => image.epoch(),
@@ -48,7 +48,7 @@ impl<S: Storage> Image<S> {
         Image { layers, epoch, participant, copy_on_read, lookup_cache }
     }
 
-    /// Bytes of the guest's disk.
+    /// Returns the size of the guest's disk in bytes.
     pub fn size(&self) -> u64 {
         self.top().size()
     }
@@ -82,13 +82,13 @@ impl<S: Storage> Image<S> {
         if self.copy_on_read
             && let Err(e) = Box::pin(self.populate_held(offset, segments.len() as u64)).await
         {
-            // The guest wants to read; that nothing can be kept is no reason to fail.
+            // A failed copy-up must not fail the guest's read.
             tracing::debug!("copy-on-read at offset {offset}: {e}");
         }
         self.all().read(segments, offset).await
     }
 
-    /// Durable after a flush.
+    /// Writes all of `segments` at `offset`. Durable after a flush.
     #[inline]
     pub async fn write(&self, segments: Segments, offset: u64) -> (Segments, io::Result<()>) {
         let _guard = self.epoch.enter(&self.participant);
@@ -115,14 +115,14 @@ impl<S: Storage> Image<S> {
         self.zeroes(offset, len, unmap, false).await
     }
 
-    /// As [`Image::write_zeroes`]; Unsupported, and nothing done, where they would have to be
-    /// written.
+    /// Like [`Image::write_zeroes`], but returns Unsupported, and changes nothing, if zeroes would
+    /// have to be written as data.
     pub async fn write_zeroes_fast(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
         self.zeroes(offset, len, unmap, true).await
     }
 
-    /// Unsupported where [`Image::write_zeroes_fast`] would be, as far as that is known before the
-    /// host is asked.
+    /// Returns Unsupported if [`Image::write_zeroes_fast`] would, as far as that is known without
+    /// the operation itself.
     pub async fn may_zero_fast(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
         let _guard = self.epoch.enter(&self.participant);
         match self.top() {
@@ -151,8 +151,8 @@ impl<S: Storage> Image<S> {
         self.give_space_back().await
     }
 
-    /// A guest that frees and writes again and never flushes is not to fill the host. The caller
-    /// has no pass: space is given back when nobody is on the way to it.
+    /// Flushes if much freed space waits for a flush: a guest that never flushes must not fill the
+    /// host. The caller must have left its epoch; otherwise the space could not be released.
     async fn give_space_back(&self) -> io::Result<()> {
         match self.top() {
             Layer::Qcow2(image) if image.owes_space() => image.flush().await,
@@ -160,8 +160,8 @@ impl<S: Storage> Image<S> {
         }
     }
 
-    /// Zeroes that the topmost image is to know of itself, also where there are zeroes below: what
-    /// is below may change.
+    /// Zeroes that the topmost image stores itself, even if the backing images read as zeroes
+    /// there: those may change.
     pub async fn hold_zeroes(&self, offset: u64, len: u64) -> io::Result<()> {
         match self.top() {
             Layer::Raw { .. } | Layer::Cow(_) => self.write_zeroes(offset, len, true).await,
@@ -172,8 +172,8 @@ impl<S: Storage> Image<S> {
         }
     }
 
-    /// All that was written before this call is durable when it answers. One at a time, over all
-    /// reactors.
+    /// Waits until all writes that completed before the call are durable. One flush at a time,
+    /// across all reactors.
     pub async fn flush(&self) -> io::Result<()> {
         match self.top() {
             Layer::Raw { raw, .. } => raw.flush().await,
@@ -182,7 +182,7 @@ impl<S: Storage> Image<S> {
         }
     }
 
-    /// A sync that failed, whoever asked for it: what was written before it may be lost.
+    /// Returns the error if a sync has failed: earlier writes may be lost.
     pub fn lost(&self) -> Option<io::Error> {
         match self.top() {
             Layer::Raw { raw, .. } => raw.storage().lost(),
@@ -191,14 +191,13 @@ impl<S: Storage> Image<S> {
         }
     }
 
-    /// As long as it is kept, what is freed in the topmost image is not used again: for others who
-    /// read its file by themselves, and may have looked things up before.
+    /// While the guard exists, clusters freed in the topmost image are not reused. For readers that
+    /// opened its file separately and may still use entries that they cached.
     pub fn hold_freed(&self) -> EpochGuard<'_> {
         self.epoch.enter(&self.participant)
     }
 
-    /// Flushes, and leaves the files as they are to be found: for the end, when no request is on
-    /// its way.
+    /// Flushes and closes the files. Call it at the end, with no request in flight.
     pub async fn close(&self) -> io::Result<()> {
         match self.top() {
             Layer::Raw { raw, .. } => raw.flush().await,
@@ -207,7 +206,7 @@ impl<S: Storage> Image<S> {
         }
     }
 
-    /// Copies into the topmost image what only those below have.
+    /// Copies up what only the backing images have.
     pub async fn populate(&self, offset: u64, len: u64) -> io::Result<()> {
         let _guard = self.epoch.enter(&self.participant);
         self.populate_held(offset, len).await
@@ -215,33 +214,33 @@ impl<S: Storage> Image<S> {
 
     async fn populate_held(&self, offset: u64, len: u64) -> io::Result<()> {
         match self.top() {
-            // Their sectors cannot be taken up without a guest's write being overtaken; and a read
-            // costs no more below.
+            // Raw: has no backing image. COW: a copied sector could overwrite a concurrent write of
+            // the guest, and a read of the backing file costs no more.
             Layer::Raw { .. } | Layer::Cow(_) => Ok(()),
             Layer::Qcow2(image) => image.populate(&self.backing(), offset, len).await,
         }
     }
 
-    /// Which layer holds the bytes from `offset` on, and how many of them alike; a layer beyond the
-    /// last: none, zeroes.
+    /// Returns the layer that has the bytes at `offset`, and for how many bytes. A layer number
+    /// behind the last one: no layer has them, and they read as zeroes.
     pub async fn find(&self, offset: u64, len: u64) -> io::Result<LookupResult> {
         let _guard = self.epoch.enter(&self.participant);
         Layers::new(&self.layers).find(offset, len).await
     }
 
-    /// Where the bytes from `offset` on are, as far as they are alike; nothing is read.
+    /// Returns the status of the bytes at `offset`, without reading data.
     pub async fn status(&self, offset: u64, len: u64) -> io::Result<BlockStatus> {
         let _guard = self.epoch.enter(&self.participant);
         layout_scan::status(&self.layers, &[], offset, len).await
     }
 
-    /// What the `upper` topmost images alone say of the bytes from `offset` on: `Absent` where none
-    /// of them has any.
+    /// Returns where the `upper` topmost images have the bytes at `offset`; `Absent` if none of
+    /// them has them.
     pub async fn find_above(&self, upper: usize, offset: u64, mut len: u64) -> io::Result<Extent> {
         let _guard = self.epoch.enter(&self.participant);
         for layer in &self.layers[..upper] {
-            // Behind the end of an image are zeroes, whatever lies below; a disk may end inside its
-            // last sector.
+            // Bytes behind the end of an image read as zeroes, whatever its backing image has. A
+            // disk may end inside its last sector.
             let size = layer.size().next_multiple_of(SECTOR);
             if offset >= size {
                 return Ok(Extent { len, place: Place::Zero });
@@ -255,7 +254,7 @@ impl<S: Storage> Image<S> {
         Ok(Extent { len, place: Place::Absent })
     }
 
-    /// Loads metadata ahead, as far as the caches take them.
+    /// Loads metadata in advance, as far as they fit into the caches.
     pub async fn prime(&self) -> io::Result<()> {
         for layer in &self.layers {
             match layer {
@@ -268,7 +267,7 @@ impl<S: Storage> Image<S> {
     }
 }
 
-/// What is below, of which nothing is taken to be zeroes.
+/// Backing layers of which no range is assumed to read as zeroes.
 struct UnknownBacking<B>(B);
 
 impl<B: BackingLayers> BackingLayers for UnknownBacking<B> {

@@ -1,4 +1,4 @@
-//! One image of a chain, as one reactor has it open, and the images below.
+//! One image of a chain on one reactor, and the layers below it.
 
 use std::io;
 
@@ -13,9 +13,9 @@ use crate::qcow2::Qcow2;
 use crate::raw::Raw;
 use blockyard_ring::join;
 
-/// What can be in a chain.
+/// An image of a chain.
 pub enum Layer<S> {
-    /// `size`: the file's length, in whole sectors.
+    /// `size`: the file's length, rounded up to whole sectors.
     Raw {
         raw: Raw<S>,
         size: u64,
@@ -25,7 +25,7 @@ pub enum Layer<S> {
 }
 
 impl<S: Storage> Layer<S> {
-    /// Bytes of the disk that it describes.
+    /// Returns the size of its disk in bytes.
     pub fn size(&self) -> u64 {
         match self {
             Layer::Raw { size, .. } => *size,
@@ -34,8 +34,8 @@ impl<S: Storage> Layer<S> {
         }
     }
 
-    /// What it knows of the bytes from `offset` on, which lie inside its size. None:
-    /// [`Layer::load`] first.
+    /// Looks up the bytes at `offset`, which must be inside its size. None: call [`Layer::load`]
+    /// first.
     #[inline]
     fn try_lookup(&self, offset: u64, len: u64) -> Option<Extent> {
         match self {
@@ -45,7 +45,7 @@ impl<S: Storage> Layer<S> {
         }
     }
 
-    /// Bytes that it maps alike, from a multiple of them on.
+    /// Returns the granularity of its mapping in bytes.
     pub fn granule(&self) -> u64 {
         match self {
             Layer::Raw { .. } => 1 << 16,
@@ -54,7 +54,7 @@ impl<S: Storage> Layer<S> {
         }
     }
 
-    /// Bytes from a multiple of them on that are written without reading any.
+    /// Returns the granularity in bytes in which writes need no read.
     pub(crate) fn cluster_size(&self) -> u64 {
         match self {
             Layer::Qcow2(image) => image.shared().shape().cluster_size(),
@@ -62,8 +62,8 @@ impl<S: Storage> Layer<S> {
         }
     }
 
-    /// As [`Layer::try_lookup`], with what it needs loaded; and at once where a qcow2 image has no
-    /// tables.
+    /// Like [`Layer::try_lookup`], but loads the metadata. Ranges without L2 tables are answered
+    /// without a load.
     pub(crate) async fn lookup(&self, offset: u64, len: u64) -> io::Result<Extent> {
         if let Layer::Qcow2(image) = self
             && let Some(len) = image.without_tables(offset, len)
@@ -86,7 +86,7 @@ impl<S: Storage> Layer<S> {
         }
     }
 
-    /// Reads what a lookup has found here; `offset` is the guest's.
+    /// Reads the result of a lookup; `offset` is the guest's.
     #[inline]
     async fn read_place(
         &self,
@@ -110,7 +110,7 @@ impl<S: Storage> Layer<S> {
     }
 }
 
-/// Where a range is, in a chain: which layer, and where in it.
+/// Result of a lookup in a chain: the layer, and the place in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LookupResult {
     pub layer: usize,
@@ -118,7 +118,7 @@ pub struct LookupResult {
 }
 
 impl LookupResult {
-    /// Takes in what was found where this ends, if it goes on there.
+    /// Extends this result by `next`, which begins where this ends, if it continues it.
     #[inline]
     pub fn take_in(&mut self, next: &LookupResult) -> bool {
         let goes_on = self.layer == next.layer && self.extent.goes_on(&next.extent);
@@ -129,10 +129,10 @@ impl LookupResult {
     }
 }
 
-/// Some layers of a chain, the topmost first.
+/// Layers of a chain, topmost first.
 pub struct Layers<'a, S> {
     layers: &'a [Layer<S>],
-    /// What is known of all but the first.
+    /// Caches lookups in all layers but the first.
     lookup_cache: Option<&'a LookupCache>,
 }
 
@@ -141,18 +141,18 @@ impl<'a, S: Storage> Layers<'a, S> {
         Layers { layers, lookup_cache: None }
     }
 
-    /// `lookup_cache`: of the layers without the first.
+    /// `lookup_cache`: for all layers but the first.
     pub fn with(layers: &'a [Layer<S>], lookup_cache: Option<&'a LookupCache>) -> Self {
         Layers { layers, lookup_cache }
     }
 }
 
 impl<S: Storage> Layers<'_, S> {
-    /// Where the bytes from `offset` on are. `Err`: this layer's metadata are to be loaded for this
-    /// offset.
+    /// Looks up the bytes at `offset`. `Err`: load the metadata of this layer for this offset
+    /// first.
     #[inline]
     pub fn try_find(&self, offset: u64, len: u64) -> Result<LookupResult, usize> {
-        let Some(lookup_cache) = self.lookup_cache else { return self.ask(0, offset, len) };
+        let Some(lookup_cache) = self.lookup_cache else { return self.lookup_from(0, offset, len) };
         let size = self.layers[0].size();
         if offset >= size {
             return Ok(LookupResult {
@@ -168,19 +168,20 @@ impl<S: Storage> Layers<'_, S> {
             return Ok(found);
         }
         let (start, granule) = lookup_cache.granule(offset);
-        // Its own metadata may not be in memory: that is no matter of this request.
-        if let Ok(all) = self.ask(1, start, granule) {
+        // Cache the whole granule, but only if its metadata are loaded: this request does not need
+        // all of it.
+        if let Ok(all) = self.lookup_from(1, start, granule) {
             lookup_cache.keep(start, all);
         }
-        self.ask(1, offset, extent.len)
+        self.lookup_from(1, offset, extent.len)
     }
 
-    /// Asks one layer after the other, from `first` on.
-    fn ask(&self, first: usize, offset: u64, mut len: u64) -> Result<LookupResult, usize> {
+    /// Looks up layer after layer, from `first` on.
+    fn lookup_from(&self, first: usize, offset: u64, mut len: u64) -> Result<LookupResult, usize> {
         for (layer, image) in self.layers.iter().enumerate().skip(first) {
             let size = image.size();
-            // An image may be smaller than the one above it: behind its end are zeroes, whatever
-            // lies below.
+            // An image may be smaller than its overlay. Bytes behind its end read as zeroes,
+            // whatever the layers below have.
             if offset >= size {
                 break;
             }
@@ -218,7 +219,7 @@ impl<S: Storage> Layers<'_, S> {
         }
     }
 
-    /// Fills `segments` from `offset`.
+    /// Reads `segments.len()` bytes at `offset`.
     #[inline]
     pub async fn read(&self, segments: Segments, offset: u64) -> (Segments, io::Result<()>) {
         let len = segments.len() as u64;
@@ -231,17 +232,17 @@ impl<S: Storage> Layers<'_, S> {
         }
     }
 
-    /// Each extent by an operation of its own, several at a time. All are found first: an operation
-    /// that has begun may hold what loading metadata waits for, and must be polled until it is
-    /// through.
+    /// Reads each extent with its own operation, several in flight. Looks up all of them first: an
+    /// operation in progress may hold a lock for which loading metadata waits, and it finishes only
+    /// if it is polled.
     async fn read_pieces(&self, segments: &Segments, offset: u64) -> io::Result<()> {
-        /// Operations in flight for one request.
+        /// Number of operations in flight for one request.
         const AT_A_TIME: usize = 16;
         let len = segments.len() as u64;
         let (mut pieces, mut done) = (Vec::<(u64, LookupResult)>::new(), 0);
         while done < len {
             let found = self.find(offset + done, len - done).await?;
-            // What was found piece by piece may still lie side by side.
+            // Consecutive results may still be contiguous.
             if !pieces.last_mut().is_some_and(|(_, last)| last.take_in(&found)) {
                 pieces.push((done, found));
             }

@@ -1,7 +1,7 @@
-//! Where the bytes of a chain are, without reading them: the answer that `qemu-img map` gives.
+//! Finds where the bytes of a chain are, without reading data: what `qemu-img map` prints.
 //!
-//! In: a range. Out: a [`BlockStatus`], for as much of the range as is alike. What reads as zeroes
-//! is known by the image's tables, by the length of the images below, or by holes in raw files.
+//! In: a range. Out: a [`BlockStatus`] of its first part with equal status. Zeroes are known from
+//! the images' tables, from the length of backing images, and from holes in raw files.
 
 use std::io;
 
@@ -11,8 +11,8 @@ use crate::SECTOR;
 use crate::extent::{BlockStatus, Place};
 use crate::layer::Layer;
 
-/// Which layers may name data that were never written: they take less of the disk than their
-/// refcounts say. As QEMU finds out whether metadata were preallocated.
+/// Returns which layers may map clusters that were never written: their files occupy less space
+/// than their refcounts say. QEMU uses the same test to detect preallocated metadata.
 pub(crate) async fn sparse_layers<S: Storage>(layers: &[Layer<S>]) -> io::Result<Vec<bool>> {
     let mut sparse = Vec::new();
     for layer in layers {
@@ -32,8 +32,8 @@ pub(crate) async fn sparse_layers<S: Storage>(layers: &[Layer<S>]) -> io::Result
     Ok(sparse)
 }
 
-/// What is known of the bytes from `offset` on, which lie inside the disk. `sparse`: see
-/// [`sparse_layers`]; empty: none of them.
+/// Returns the status of the bytes at `offset`, which must be inside the disk. `sparse`: see
+/// [`sparse_layers`]; empty: no layer.
 pub(crate) async fn status<S: Storage>(
     layers: &[Layer<S>],
     sparse: &[bool],
@@ -43,7 +43,7 @@ pub(crate) async fn status<S: Storage>(
     let mut depth = 0;
     loop {
         let layer = &layers[depth];
-        // The disk may end in the middle of its last sector.
+        // The disk may end inside its last sector.
         let extent =
             layer.lookup(offset, len.min(layer.size().next_multiple_of(SECTOR) - offset)).await?;
         len = extent.len;
@@ -82,7 +82,7 @@ pub(crate) async fn status<S: Storage>(
     }
 }
 
-/// A host cluster that is kept although nothing is read from it is told too.
+/// Adds the offset of a preallocated host cluster from which nothing is read.
 fn kept<S: Storage>(layer: &Layer<S>, offset: u64, found: BlockStatus) -> BlockStatus {
     let Layer::Qcow2(image) = layer else { return found };
     if image.without_tables(offset, found.len) == Some(found.len) {
@@ -93,7 +93,7 @@ fn kept<S: Storage>(layer: &Layer<S>, offset: u64, found: BlockStatus) -> BlockS
     if host.is_some() {
         return BlockStatus { len: here, offset: host, ..found };
     }
-    // As far as nothing is kept.
+    // As far as no cluster is preallocated.
     let mut len = here;
     while len < found.len && image.kept(offset + len).is_none() {
         len = found.len.min(len + cluster);

@@ -1,13 +1,13 @@
-//! Disk images: what a guest's offset means in a file on the host.
+//! Disk images: map a guest's offsets to files on the host.
 //!
 //! In: reads, writes, discards, zeroes and flushes at offsets in bytes. Out: operations on
-//! [`Storage`]. An image is generic over its storage, so the same code runs over io_uring and over
-//! the simulated disk.
+//! [`Storage`]. An image is generic over its storage: the same code runs on io_uring and on the
+//! simulated disk.
 //!
-//! Crate `storage` opens an [`ImageFile`], which may be sent to any thread. Each reactor then makes
-//! its own [`Raw`] of it.
+//! Crate `storage` opens an [`ImageFile`], which all threads can share. Each reactor makes its own
+//! [`Raw`] of it.
 
-// These macros panic when the stream cannot be written; `blockyard_program::output` and the log do
+// These macros panic if the stream cannot be written. `blockyard_program::output` and the log do
 // not.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 

@@ -1,21 +1,21 @@
-//! Where the layers below hold what, found once: in a long chain each layer would be asked anew by
-//! every read.
+//! Caches lookups in the backing layers: in a long chain every read would otherwise search each
+//! layer again.
 //!
-//! In: places that a lookup found. Out: the same, by one look. What must hold: layers below never
-//! change, so that what was found stays true; a place is kept for a whole granule only, which lies
-//! alike in one layer.
+//! In: results of lookups. Out: the same results in one step. Invariants: backing layers never
+//! change, so results stay valid. An entry describes a whole granule, which has its bytes in one
+//! place.
 
 use std::cell::RefCell;
 
 use crate::extent::{Extent, Place};
 use crate::layer::LookupResult;
 
-/// Granules remembered by a reactor, at most: 48 bytes each.
+/// Most granules cached by a reactor; each entry has 48 bytes.
 const MOST: u64 = 1 << 16;
 
 #[derive(Clone, Copy)]
 struct CachedLookup {
-    /// None: nothing is known here.
+    /// None: the entry is empty.
     granule: Option<u64>,
     found: LookupResult,
 }
@@ -26,7 +26,8 @@ pub struct LookupCache {
 }
 
 impl LookupCache {
-    /// For a disk of `size` bytes whose layers map `granule` bytes (a power of two) alike.
+    /// Cache for a disk of `size` bytes whose layers map granules of `granule` bytes (a power of
+    /// two).
     pub fn new(size: u64, granule: u64) -> Self {
         let places = size.div_ceil(granule).clamp(1, MOST).next_power_of_two();
         let nothing = CachedLookup {
@@ -39,13 +40,13 @@ impl LookupCache {
         }
     }
 
-    /// The granule that holds `offset`, as start and length.
+    /// Returns start and length of the granule that contains `offset`.
     pub fn granule(&self, offset: u64) -> (u64, u64) {
         (offset >> self.granule_bits << self.granule_bits, 1 << self.granule_bits)
     }
 
-    /// Where the bytes from `offset` on are, as far as the granules that are known lie side by
-    /// side.
+    /// Looks up the bytes at `offset`. Merges consecutive cached granules that are contiguous in
+    /// the file.
     #[inline]
     pub fn find(&self, offset: u64, len: u64) -> Option<LookupResult> {
         let entries = self.entries.borrow();
@@ -60,7 +61,7 @@ impl LookupCache {
         Some(found)
     }
 
-    /// Where the bytes from `offset` on are, inside their granule.
+    /// Looks up the bytes at `offset`, inside their granule.
     #[inline]
     fn in_granule(&self, entries: &[CachedLookup], offset: u64, len: u64) -> Option<LookupResult> {
         let number = offset >> self.granule_bits;
@@ -77,7 +78,7 @@ impl LookupCache {
         Some(LookupResult { extent: Extent { len, place }, ..found })
     }
 
-    /// Keeps what was found for the granule that begins at `start`, if it is all of it.
+    /// Caches the result for the granule at `start`, if the result covers the granule.
     pub fn keep(&self, start: u64, found: LookupResult) {
         if found.extent.len >= 1 << self.granule_bits {
             let (number, mut entries) = (start >> self.granule_bits, self.entries.borrow_mut());
@@ -92,7 +93,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn granules_that_lie_side_by_side_are_found_together() {
+    fn contiguous_granules_are_merged() {
         const GRANULE: u64 = 2048;
         let lookup_cache = LookupCache::new(1 << 20, GRANULE);
         let keep = |granule: u64, layer: usize, place: Place| {
@@ -113,7 +114,7 @@ mod tests {
         assert_eq!(
             find(512, 1 << 20),
             Some((1, 100 * GRANULE - 512)),
-            "another layer's may lie behind it by chance"
+            "granules of different layers are not merged"
         );
         assert_eq!(find(101 * GRANULE, 1 << 20), Some((2, 3 * GRANULE)));
         assert_eq!(find(104 * GRANULE, 2 * GRANULE), Some((2, GRANULE)));

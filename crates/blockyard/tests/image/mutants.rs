@@ -215,7 +215,7 @@ fn bitmap_entries_that_break_the_rules_snapshots_that_are_not_there_and_flags_al
     both(entry + 18, &[0, 1, 0, 0, 0, 4], "4 bytes of extra data");
     both(entry + 18, &[0, 0], "its name must have");
     let header = &template.header;
-    both(60, &(header.snapshot_count + 1).to_be_bytes(), "does not say the disk's size");
+    both(60, &(header.snapshot_count + 1).to_be_bytes(), "does not store the disk's size");
     let empty = (0..u64::from(header.l1_size))
         .map(|n| header.l1_offset + n * 8)
         .find(|&at| template.word(at) == 0);

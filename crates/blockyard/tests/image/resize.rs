@@ -169,7 +169,7 @@ fn what_cannot_be() {
     refused(&["resize", "--shrink", text(&path), "1M"], 1, &["a.qcow2", "snapshots"]);
     let cow = images.path("a.cow");
     image(&["create", "-q", "-b", "base.raw", text(&cow)]);
-    refused(&["resize", text(&cow), "+1M"], 1, &["a.cow", "as large as its backing file"]);
+    refused(&["resize", text(&cow), "+1M"], 1, &["a.cow", "the size of its backing file"]);
     assert_eq!(size(&raw, "raw"), SIZE);
     assert_eq!(size(&path, "qcow2"), SIZE);
 }

@@ -1,10 +1,11 @@
-//! The image below the topmost one, opened for writing while the chain is in use: for a commit of a
-//! served disk.
+//! Opens the backing image for writing while the chain is in use: for a commit of a served disk.
 //!
-//! In: the open chain. Out: a second chain that begins at the image below, for the commit to write
-//! to; and the chain anew, as its files are then. What must hold: nobody else has the image below
-//! open, and at no moment may anybody else write to it; reactors that read it by what they knew of
-//! it before find there what it had wherever the topmost image has nothing ([`WritableBacking::hold`]).
+//! In: the open chain. Out: a second chain that begins at the backing image, for the commit to
+//! write to; and later the first chain again, with its files re-read.
+//!
+//! Invariants: nothing else has the backing image open, and no other process can write to it at any
+//! moment. Reactors may still read it by L2 tables that they cached before. They find unchanged
+//! data wherever the topmost image has none ([`Image::hold_freed`]).
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -27,16 +28,16 @@ use blockyard_storage::Store;
 
 const TOP: &str = "overlay to be committed";
 
-/// See the module's page. Dropped, it gives the writer's lock back: those who read keep theirs.
+/// A writable backing image. On drop the writer's lock is released; readers keep theirs.
 pub struct WritableBacking {
     chain: Chain,
-    /// The files that are open for writing, and as the chain in use has them.
+    /// Pairs of descriptors: opened for writing, and as the chain in use has them.
     locks: Vec<(Arc<ImageFile>, Arc<ImageFile>)>,
 }
 
 impl WritableBacking {
-    /// The image below, and what lies under it. Whoever writes to it keeps [`Image::hold_freed`] as
-    /// long as others read it by what they knew before.
+    /// Returns the backing image with the images below it. While others still read it by their
+    /// cached tables, the writer must keep the guard of [`Image::hold_freed`].
     pub fn image(&self, handle: &Handle) -> Result<Image<Store>, ChainError> {
         let failed =
             |e| self.chain.wrong(ImageError::io("file", None, "opening it for io_uring", e));
@@ -69,8 +70,8 @@ impl Chain {
         ChainError::Image { path: self.options.path.clone(), error }
     }
 
-    /// Opens the image below the topmost one for writing. Whether the topmost one can be emptied
-    /// afterwards is looked at first.
+    /// Opens the backing image for writing. First checks that the topmost image can be emptied
+    /// afterwards.
     pub async fn open_backing(&self, handle: &Handle) -> Result<WritableBacking, ChainError> {
         let refuse = |what: &str| Err(self.wrong(ImageError::refused(TOP, what)));
         let [top, backing, rest @ ..] = &self.layers[..] else {
@@ -99,8 +100,8 @@ impl Chain {
         };
         let file = writable.lock(&backing.file)?;
         let data = backing.data.as_ref().map(|data| writable.lock(data)).transpose()?;
-        // While it is committed into, the image below is open twice, and keeps as much as before
-        // each time.
+        // During a commit the backing image is open twice; each of the two has the former cache
+        // limit.
         let l2_cache = backing.qcow2().map(|shared| shared.cache_bytes().1);
         let opened = backing.open_again(handle, file, data, false, l2_cache).await?;
         writable.chain.layers =
@@ -116,8 +117,7 @@ impl Chain {
         Ok(writable)
     }
 
-    /// Leaves the topmost image without contents of its own, durably. It was closed, and nothing is
-    /// in flight.
+    /// Empties the topmost image, durably. It must be closed, with no request in flight.
     pub async fn empty_top(&self, handle: &Handle) -> Result<(), ChainError> {
         let file = &self.top().file;
         let raw = Raw::open(file, handle)
@@ -125,8 +125,8 @@ impl Chain {
         qcow2::empty::make_empty(&raw).await.map_err(|e| self.wrong(e))
     }
 
-    /// The same chain, with these of its images as their files are now. The topmost one can be
-    /// written to, if it was.
+    /// Returns the same chain, with some of its images re-read from their files. The topmost one is
+    /// writable, if it was.
     pub async fn read_again(
         &self,
         handle: &Handle,

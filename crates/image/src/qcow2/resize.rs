@@ -89,7 +89,7 @@ async fn bitmaps_as_they_were<S: Storage>(file: &Raw<S>, old_size: u64) -> Resul
 fn may_be_resized(old: &Header, has_data: bool, wanted: Resize) -> Result<(), ImageError> {
     let refuse = |what: String| Err(ImageError::refused(STRUCTURE, what));
     if !wanted.size.is_multiple_of(SECTOR) {
-        return refuse(format!("{} bytes are not a multiple of the sector size", wanted.size));
+        return refuse(format!("{} bytes are not whole sectors", wanted.size));
     }
     if old.has_data_file() != has_data {
         return refuse("its external data file must be open, and no other".into());

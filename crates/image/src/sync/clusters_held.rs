@@ -1,7 +1,8 @@
-//! Clusters that somebody allocates or copies: one at a time each, on whichever reactor.
+//! Lock of ranges of guest clusters: a cluster is allocated or copied by one request at a time,
+//! across all reactors.
 //!
-//! What must hold: whoever holds several took them in ascending order; a waiter that goes away
-//! leaves nothing behind.
+//! Invariants: a task acquires several clusters in ascending order, so that no deadlock is
+//! possible. A cancelled waiter leaves nothing behind.
 
 use std::collections::BTreeMap;
 use std::future::poll_fn;
@@ -9,7 +10,7 @@ use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Poll, Waker};
 
-/// What is held, by the first cluster of each run. A run costs the same, however long it is.
+/// Held runs, by their first cluster. A run costs the same whatever its length.
 #[derive(Debug, Default)]
 pub struct ClustersHeld(Mutex<BTreeMap<u64, Held>>);
 
@@ -19,21 +20,21 @@ struct Held {
     waiting: Vec<Waker>,
 }
 
-/// A run of clusters that is held; dropped, it is free again.
+/// Guard of a run of clusters; dropping it releases them.
 pub struct Hold<'a> {
     held: &'a ClustersHeld,
     clusters: Range<u64>,
 }
 
 impl ClustersHeld {
-    /// Waits for each of `clusters` (guest clusters, by number) in turn, and holds them.
+    /// Acquires each of `clusters` (guest clusters, by number) in ascending order.
     pub async fn hold(&self, clusters: Range<u64>) -> Hold<'_> {
         let mut hold = Hold { held: self, clusters: clusters.start..clusters.start };
         poll_fn(|cx| {
             let mut runs = self.runs();
             let mine = &mut hold.clusters;
-            // The run that holds the next cluster, or else the first run behind it. One's own ends
-            // before the next cluster.
+            // The run that holds the next cluster, or else the first run behind it. This task's own
+            // run ends before the next cluster.
             let before = runs.range(..=mine.end).next_back().filter(|(_, run)| run.end > mine.end);
             let other = before
                 .or_else(|| runs.range(mine.end..clusters.end.max(mine.end)).next())
@@ -80,7 +81,7 @@ mod tests {
     use blockyard_storage::sim::{Rng, Sim, yield_now};
 
     #[test]
-    fn one_at_a_time_each_and_everybody_gets_them() {
+    fn each_cluster_has_one_holder_and_every_task_gets_its_clusters() {
         for seed in 0..100 {
             let sim = Sim::new(seed).step_limit(100_000);
             let shared: Rc<(ClustersHeld, Vec<Cell<bool>>)> =
@@ -114,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_is_held_as_one_up_to_what_another_holds() {
+    fn a_run_is_acquired_up_to_the_next_held_cluster() {
         let held = ClustersHeld::default();
         let poll = |hold: std::pin::Pin<&mut dyn Future<Output = ()>>| {
             hold.poll(&mut std::task::Context::from_waker(Waker::noop())).is_ready()

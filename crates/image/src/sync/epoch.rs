@@ -1,12 +1,12 @@
-//! Who is still on the way: so that what a request may be using is not given to another.
+//! Epoch-based reclamation: a freed cluster is reused only when no request can still use it.
 //!
-//! A cluster that was freed may still be read, or written in place, by requests that looked it up
-//! before. It is used again only when those are through. Each reactor counts its own requests, in
-//! two phases; turning the phase over and seeing the old one come to nothing means that everybody
-//! who was there has left.
+//! A request that looked a cluster up before it was freed may still read it, or write it in place.
+//! Each reactor counts its requests in flight in two counters, one for each of two successive
+//! epochs. If the epoch was advanced and the counters of the previous epoch are 0, then all
+//! requests that started before the change have ended.
 //!
-//! What must hold: entering and leaving never wait, and touch no memory that reactors share but the
-//! phase, which is read.
+//! Invariant: entering and leaving never wait. The only memory that they share with other reactors
+//! is the epoch number, which they only read.
 
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -17,18 +17,18 @@ pub struct Epoch {
     participants: Mutex<Vec<Arc<Participant>>>,
 }
 
-/// One reactor's requests; a cache line of its own.
+/// One reactor's counters of requests in flight, in a cache line of their own.
 #[derive(Debug, Default)]
 #[repr(align(128))]
 pub struct Participant {
     counts: [AtomicU64; 2],
 }
 
-/// A request on its way, until it is dropped.
+/// A request inside an epoch; dropping it leaves the epoch.
 pub struct EpochGuard<'a>(&'a AtomicU64);
 
 impl Epoch {
-    /// A reactor's way in; it lasts as long as the reactor keeps it.
+    /// Registers a reactor. The registration ends when the reactor drops it.
     pub fn register(&self) -> Arc<Participant> {
         let participant = Arc::new(Participant::default());
         let mut participants = self.participants.lock().unwrap_or_else(PoisonError::into_inner);
@@ -46,7 +46,8 @@ impl Epoch {
             let epoch = self.current.load(SeqCst);
             let count = &participant.counts[epoch as usize & 1];
             count.fetch_add(1, SeqCst);
-            // Turned over meanwhile: whoever did may not have seen this one.
+            // The epoch changed meanwhile, and the thread that advanced it may have missed this
+            // count.
             if self.current.load(SeqCst) == epoch {
                 return EpochGuard(count);
             }
@@ -54,8 +55,8 @@ impl Epoch {
         }
     }
 
-    /// Turns the phase over, once everybody of the phase before has left: false, and nothing is
-    /// done, if somebody has not.
+    /// Advances the epoch, if no request is left in the previous one. Returns false, and changes
+    /// nothing, if one is.
     pub fn try_advance(&self) -> bool {
         if !self.previous_is_empty() {
             return false;
@@ -64,7 +65,7 @@ impl Epoch {
         true
     }
 
-    /// Whether all who entered before the last turn have left.
+    /// Returns true if all requests that entered before the last advance have left.
     pub fn previous_is_empty(&self) -> bool {
         let old = (self.current.load(SeqCst) as usize & 1) ^ 1;
         let participants = self.participants.lock().unwrap_or_else(PoisonError::into_inner);
@@ -84,7 +85,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn those_who_were_there_are_waited_for_and_no_others() {
+    fn an_epoch_ends_when_the_requests_inside_it_have_left() {
         let epoch = Epoch::default();
         let (a, b) = (epoch.register(), epoch.register());
         let early = epoch.enter(&a);
@@ -100,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_slips_through_a_turn() {
+    fn no_request_is_missed_when_the_epoch_advances() {
         let epoch = Epoch::default();
         let in_use = AtomicU64::new(0);
         let free = std::sync::atomic::AtomicBool::new(false);
@@ -112,7 +113,7 @@ mod tests {
                         let _guard = epoch.enter(&participant);
                         if !free.load(SeqCst) {
                             in_use.fetch_add(1, SeqCst);
-                            // Who saw it in use is in before it was taken away.
+                            // A request that saw the resource in use entered before it was freed.
                             in_use.fetch_sub(1, SeqCst);
                         }
                     }
@@ -126,7 +127,7 @@ mod tests {
                 while !epoch.previous_is_empty() {
                     std::hint::spin_loop();
                 }
-                assert_eq!(in_use.load(SeqCst), 0, "somebody still uses what was taken away");
+                assert_eq!(in_use.load(SeqCst), 0, "a request still uses the freed resource");
                 free.store(false, SeqCst);
             }
         });

@@ -1,5 +1,4 @@
-//! What reactors that share an image wait for: clusters that are being written, and those who may
-//! still read freed ones.
+//! Synchronization of reactors that share an image: locks of clusters, and epochs of their readers.
 
 pub mod clusters_held;
 pub mod epoch;

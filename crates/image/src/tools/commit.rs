@@ -1,8 +1,8 @@
-//! What the upper images of a chain hold goes into the one below; then the topmost image may be
+//! Commits the upper images of a chain into an image below them; then the topmost image may be
 //! emptied.
 //!
-//! What a power cut leaves: before the image below is durable, a chain that shows what it has
-//! shown, and work to be done again; later, a topmost image that has its contents, or has none and
+//! Power cut: before the backing image is durable, the chain shows the same data, and the commit
+//! can be run again. Later the topmost image either has its contents, or is empty and the chain
 //! shows the same.
 
 use std::ops::Range;
@@ -25,8 +25,8 @@ use super::reactors::{on_reactor, on_reactors};
 
 const BELOW: &str = "backing image";
 
-/// Copies what is above the image that the chain was opened to commit into, at most `rate` bytes in
-/// a second. Durable when it answers.
+/// Commits into the image that the chain was opened to commit into, at most `rate` bytes a second.
+/// Durable on return.
 pub fn commit(
     chain: &Arc<Chain>,
     rate: Option<u64>,
@@ -36,7 +36,7 @@ pub fn commit(
     let Some(depth) =
         chain.options().commit_into.filter(|&depth| depth > 0 && depth < chain.layers().len())
     else {
-        return Err(failed(chain, ImageError::refused(BELOW, "there is none")));
+        return Err(failed(chain, ImageError::refused(BELOW, "the chain has none")));
     };
     let work = Arc::new(CopyDown::new(0..chain.size(), depth, progress.clone()));
     let pace = Arc::new(RateLimit { rate, next: Mutex::new(Instant::now()) });
@@ -54,14 +54,14 @@ pub fn commit(
             work.run(&from, &into, wait).await.map_err(|error| failed(&chain, error))
         }
     });
-    // Also after an error: what was reserved there is given back.
+    // Also after an error: closing releases reserved clusters.
     let owned = chain.clone();
     let closed = on_reactor(|handle| async move {
         let into = part(&owned, &handle, depth..owned.layers().len())?;
         into.close().await.map_err(|e| failed(&owned, ImageError::io(BELOW, None, "closing it", e)))
     });
     copied.and(closed)?;
-    // It has everything that the overlays above it have: it may be served by itself.
+    // It holds all data of the overlays above, so it may be opened for writing again.
     let file = &chain.layers()[depth].file;
     let removed = file.remove_overlay_record();
     removed.map_err(|e| {
@@ -78,7 +78,7 @@ fn part(chain: &Chain, handle: &Handle, part: Range<usize>) -> Result<Image<Stor
     image.map_err(|e| failed(chain, ImageError::io("file", None, "opening it for io_uring", e)))
 }
 
-/// Copies in all begin so that no more than `rate` bytes are begun in a second.
+/// Limits the rate at which copies start, in bytes a second.
 struct RateLimit {
     rate: Option<u64>,
     next: Mutex<Instant>,
@@ -97,15 +97,14 @@ impl RateLimit {
     }
 }
 
-/// Leaves the topmost image, which was opened to be locked only, without contents of its own: the
-/// one below has them.
+/// Empties the topmost image, whose contents the image below has. It was opened with `only_locked`.
 pub fn make_empty(chain: &Arc<Chain>) -> Result<(), ChainError> {
     let chain = chain.clone();
     on_reactor(|handle| async move {
         let top = chain.top();
         let file = raw_of(&handle, &top.file)?;
         let emptied = match top.format {
-            Format::Raw => Err(ImageError::refused("raw image", "it has nothing below it")),
+            Format::Raw => Err(ImageError::refused("raw image", "it has no backing image")),
             Format::Qcow2 => qcow2::empty::make_empty(&file).await,
             Format::Cow => cow::make_empty(&file).await,
         };

@@ -1,7 +1,7 @@
-//! Whether two disks hold the same, whatever their formats.
+//! Compares two disks, whatever their formats.
 //!
-//! Ranges that both know to be zeroes are not read. A disk that ends before the other is the same
-//! if the rest is zeroes.
+//! Ranges that both images know to be zeroes are not read. If one disk is shorter, the rest of the
+//! other must be zeroes.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -18,29 +18,29 @@ use blockyard_ring::join;
 use super::disk::Disk;
 use super::reactors::on_reactors;
 
-/// Bytes compared at a time, and how many such pieces a reactor has in flight.
+/// Bytes compared at a time, and number of such pieces in flight on each reactor.
 const PIECE: u64 = 1 << 20;
 const AT_A_TIME: usize = 8;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Comparison {
-    /// The first sector that is not the same, as an offset in bytes.
+    /// Offset in bytes of the first sector that differs.
     pub differs_at: Option<u64>,
-    /// Where one has data and the other knows of zeroes, before anything else differs; looked for
-    /// where that is asked.
+    /// Offset at which one disk has data and the other knows of zeroes, if that comes first. Only
+    /// with `strict`.
     pub status_differs_at: Option<u64>,
     pub sizes: (u64, u64),
 }
 
-/// What is known of a piece before it is read.
+/// Which of the two disks must be read for a piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ReadNeeded {
     Same,
-    /// The first (or the second) is zeroes, or has ended; the other's bytes decide.
+    /// The first (likewise the second) is zeroes or has ended: read only the other.
     OnlyFirst,
     OnlySecond,
     Both,
-    /// One has data where the other knows of zeroes, which was asked for.
+    /// One has data where the other knows of zeroes, with `strict`.
     StatusDiffers,
 }
 
@@ -52,7 +52,7 @@ struct CompareJob {
     progress: Arc<Progress>,
 }
 
-/// Compares on `threads` reactors; `strict`: also what is known to be zeroes.
+/// Compares on `threads` reactors. With `strict`, data and known zeroes differ.
 pub fn compare(
     a: &Arc<Chain>,
     b: &Arc<Chain>,
@@ -101,7 +101,7 @@ impl CompareJob {
                 _ => (differs(a, b, &piece, &mut buffers).await?, &self.differs_at),
             };
             if let Some(at) = at {
-                // Pieces are handed out in order: no earlier one is begun after this.
+                // Pieces are handed out in order: no earlier piece starts after this.
                 self.sweep.stop();
                 found.fetch_min(at, Ordering::Relaxed);
             }
@@ -111,7 +111,7 @@ impl CompareJob {
     }
 }
 
-/// What is known of the disks from `offset` on, for how many bytes.
+/// Returns which disk must be read at `offset`, and for how many bytes.
 async fn judge<S: Storage>(
     a: &Disk<S>,
     b: &Disk<S>,
@@ -119,7 +119,7 @@ async fn judge<S: Storage>(
     rest: u64,
     strict: bool,
 ) -> Result<(u64, ReadNeeded), ChainError> {
-    // Nothing is read behind the end of either.
+    // Nothing is read behind the end of either disk.
     let (first, second) = (a.size().min(b.size()), a.size().max(b.size()));
     let rest = rest.min(if offset < first { first - offset } else { second - offset });
     let of_a = a.known(offset, rest).await?;
@@ -130,7 +130,7 @@ async fn judge<S: Storage>(
     }
     Ok(match (of_a.zero, of_b.zero) {
         (true, true) => (len, ReadNeeded::Same),
-        // Many short extents are read together.
+        // Read many short extents together.
         _ if len < PIECE && offset < first && !strict => (rest.min(PIECE), ReadNeeded::Both),
         (true, false) => (len.min(PIECE), ReadNeeded::OnlySecond),
         (false, true) => (len.min(PIECE), ReadNeeded::OnlyFirst),
@@ -138,7 +138,7 @@ async fn judge<S: Storage>(
     })
 }
 
-/// The first sector of the piece that is not the same.
+/// Returns the offset of the first sector of the piece that differs.
 async fn differs<S: Storage>(
     a: &Disk<S>,
     b: &Disk<S>,

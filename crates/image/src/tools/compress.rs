@@ -1,4 +1,4 @@
-//! Writes of whole clusters, compressed.
+//! Writes whole clusters, compressed.
 
 use blockyard_ring::Segments;
 
@@ -10,9 +10,9 @@ use crate::qcow2::{self, Qcow2};
 
 use super::disk::Disk;
 
-/// Writes `bytes` at `offset` of the disk, whose topmost image is `image`: each cluster compressed,
-/// if that makes it smaller and the image does not have it yet. `offset` is a multiple of the
-/// cluster; the last cluster may end with the disk.
+/// Writes `bytes` at `offset`. Compresses each cluster if that makes it smaller and the image has
+/// no data there yet. `offset` is a multiple of the cluster size; the last cluster may end with the
+/// disk.
 pub(super) async fn write<S: Storage>(
     disk: &Disk<S>,
     image: &Qcow2<S>,

@@ -1,13 +1,15 @@
-//! One disk into another: only what has to be written is written.
+//! Converts a disk: copies it to another image, and writes only what is necessary.
 //!
 //! ```text
-//!   pieces, in order ─► known to be zeroes, or the same in both: nothing is read
-//!                    └► read ─► runs that are zeroes, the same, or data ─► zeroed, left, written or compressed
+//!   pieces, in order ─► known to be zeroes, or equal in both: not read
+//!   └► read ─► runs that are zeroes, equal, or data
+//!   ─► zeroed, left, written or compressed
 //! ```
-//! A target with a backing file gets what differs from that. Several pieces are on their way on
-//! each reactor. What must hold: no piece ends inside a cluster of the target, so that nothing is
-//! read to be completed. What a power cut leaves: a target that is not complete. The caller gives
-//! it its name when it is durable.
+//!
+//! A target with a backing file gets only what differs from that file. Each reactor has several
+//! pieces in flight. Invariant: no piece ends inside a cluster of the target, so no cluster must be
+//! read to be completed. Power cut: the target is incomplete; the caller gives it its name only
+//! when it is durable.
 
 use std::sync::Arc;
 
@@ -25,28 +27,28 @@ use super::disk::Disk;
 use super::reactors::on_reactors;
 use super::source::{self, Part, Source};
 
-/// Bytes read at a time; more where the target's clusters are larger.
+/// Bytes read at a time; more if the target's clusters are larger.
 const PIECE: u64 = 1 << 20;
-/// The same where the target is written through the page cache: what was read is still in the
-/// processor's cache when it is copied there, and this thread copies it. The clusters of a qcow2
-/// image are taken piece by piece: smaller ones mix them up.
+/// The same if the target is written through the page cache. Smaller pieces are still in the
+/// processor's cache when this thread copies them. For qcow2 the pieces are larger, because small
+/// ones interleave clusters.
 const CACHED_RAW: u64 = 256 << 10;
 const CACHED_QCOW2: u64 = 512 << 10;
-/// Zeroes that are to be written at a time.
+/// Zeroes written at a time, in bytes.
 const ZEROES: u64 = 64 << 20;
-/// The unit in which zeroes are left out of raw files.
+/// Granularity in which zeroes are left out of raw files, in bytes.
 const HOLE: u64 = 4096;
 
 #[derive(Clone, Copy, Debug)]
 pub struct ConvertOptions {
-    /// Threads, and pieces in flight on each.
+    /// Number of threads, and pieces in flight on each.
     pub threads: usize,
     pub at_a_time: usize,
-    /// Zeroes are left out where so many bytes of them follow one another; 0: nothing is left out.
+    /// Minimum length in bytes of a run of zeroes that is left out; 0: write all zeroes.
     pub sparse: u64,
     /// Compress the clusters of a qcow2 target.
     pub compress: bool,
-    /// The target is new: it reads as zeroes (or as its backing file) where nothing was written.
+    /// The target is new: unwritten parts read as zeroes, or as its backing file.
     pub fresh: bool,
 }
 
@@ -59,13 +61,13 @@ impl Default for ConvertOptions {
 /// What is known of a piece before it is read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum PieceContent {
-    /// The target has it already.
+    /// The target has the same data already.
     Same,
     Zero,
     Data,
 }
 
-/// What is to become of a run of bytes that were read.
+/// What to do with a run of bytes that were read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Action {
     Leave,
@@ -77,13 +79,13 @@ struct ConvertJob {
     sweep: Sweep,
     options: ConvertOptions,
     progress: Arc<Progress>,
-    /// From these layers of the source and the target on, both have the same images.
+    /// Layer numbers in source and target from which on both consist of the same images.
     shared_from: (usize, usize),
     /// The target bypasses the page cache.
     direct: bool,
 }
 
-/// Copies `source`, its parts one behind another, to `target`, which is as large at least. Nothing
+/// Copies `source`, whose parts are concatenated, to `target`, which must be large enough. Nothing
 /// is durable until the target is closed.
 pub fn convert(
     source: &[Part],
@@ -100,7 +102,7 @@ pub fn convert(
             let shared = shared_layers(from, &to[1..]);
             (from.len() - shared, to.len() - shared)
         }
-        // The same file shows other bytes at the same place.
+        // The parts are moved, so shared images show other bytes at the same offset.
         _ => (usize::MAX, usize::MAX),
     };
     let work = Arc::new(ConvertJob {
@@ -147,7 +149,7 @@ impl ConvertJob {
     }
 }
 
-/// The unit that is written or left out.
+/// Granularity in which the target is written or left out, in bytes.
 fn grain<T: Storage>(target: &Disk<T>, options: &ConvertOptions) -> u64 {
     match &target.image.layers()[0] {
         Layer::Qcow2(image) if options.compress => image.shared().shape().cluster_size(),
@@ -156,7 +158,7 @@ fn grain<T: Storage>(target: &Disk<T>, options: &ConvertOptions) -> u64 {
     }
 }
 
-/// One reactor's part of the work.
+/// One reactor's share of a conversion.
 struct ConvertWorker<'a, S, T> {
     work: &'a ConvertJob,
     source: &'a Source<S>,
@@ -187,7 +189,7 @@ impl<S: Storage, T: Storage> ConvertWorker<'_, S, T> {
         self.target.image.layers().len() > 1
     }
 
-    /// What is to be done from `offset` on, and for how many bytes.
+    /// Returns what to do at `offset`, and for how many bytes.
     async fn judge(&self, offset: u64, rest: u64) -> Result<(u64, PieceContent), ChainError> {
         let data = (rest.min(self.piece - offset % self.piece), PieceContent::Data);
         let options = &self.work.options;
@@ -221,7 +223,7 @@ impl<S: Storage, T: Storage> ConvertWorker<'_, S, T> {
         if what == PieceContent::Data {
             return Ok(data);
         }
-        // Whole pieces, so that those which follow begin at a multiple.
+        // Whole pieces, so that the following ones begin at a multiple.
         let end = if len == rest { offset + len } else { (offset + len) / self.piece * self.piece };
         Ok(if end > offset { (end - offset, what) } else { data })
     }
@@ -249,7 +251,7 @@ impl<S: Storage, T: Storage> ConvertWorker<'_, S, T> {
         Ok(())
     }
 
-    /// What to do with what was read; `base`: what the target shows now.
+    /// Splits the data that were read into runs by what to do. `base`: what the target shows now.
     fn runs(&self, bytes: &Segments, base: Option<&Segments>) -> Vec<(usize, usize, Action)> {
         let options = &self.work.options;
         let mut runs: Vec<(usize, usize, Action)> = Vec::new();
@@ -270,7 +272,7 @@ impl<S: Storage, T: Storage> ConvertWorker<'_, S, T> {
             }
             at += len;
         }
-        // Few zeroes between data are written with them.
+        // Short runs of zeroes are written together with the data around them.
         for run in
             runs.iter_mut().filter(|(_, len, _)| base.is_none() && (*len as u64) < options.sparse)
         {

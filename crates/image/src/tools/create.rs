@@ -1,7 +1,6 @@
-//! New images in files that are there already, and empty; they need not have their names yet.
+//! Creates images in existing empty files, which may have no name yet.
 //!
-//! What must hold: the image is durable when this answers; a file that a power cut leaves half-made
-//! is no image.
+//! Invariant: the image is durable on return; after a power cut in the middle the file is no image.
 
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -21,14 +20,14 @@ use blockyard_storage::{ImageFile, OpenOptions};
 use super::file::{of_file, on_open_file, raw_of};
 use super::reactors::on_reactor;
 
-/// An image that is to be.
+/// An image to create.
 #[derive(Clone, Debug)]
 pub enum NewImage {
     Raw {
         size: u64,
         preallocation: Preallocation,
     },
-    /// `data`: where the data file is that the options name.
+    /// `data`: path of the data file that the options name.
     Qcow2 {
         options: qcow2::CreateOptions,
         data: Option<PathBuf>,
@@ -42,7 +41,7 @@ pub enum NewImage {
     },
 }
 
-/// Makes the file at `path`, or in `files`, that image.
+/// Creates the image in the file at `path`, or in `files`.
 pub fn create(path: &Path, files: &OpenedFiles, new: NewImage) -> Result<(), ChainError> {
     let open = |path: &Path, found: &Option<Arc<OwnedFd>>| {
         ImageFile::open(&OpenOptions {
@@ -85,7 +84,7 @@ async fn create_raw<S: Storage>(
     raw.flush().await.map_err(failed("syncing"))
 }
 
-/// Takes the host's space for a range that reads as zeroes.
+/// Allocates the host's space for a range that reads as zeroes.
 pub(super) async fn take_space<S: Storage>(
     raw: &Raw<S>,
     start: u64,
@@ -103,7 +102,7 @@ pub(super) async fn take_space<S: Storage>(
             .storage()
             .allocate(start, end - start)
             .await
-            .map_err(failed("taking its space (fallocate)")),
+            .map_err(failed("allocating its space (fallocate)")),
         Preallocation::Full => {
             raw.write_zero_bytes(start, end - start).await.map_err(failed("writing zeroes"))
         }

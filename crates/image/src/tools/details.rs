@@ -1,4 +1,4 @@
-//! What images keep beside the disk: snapshots and persistent bitmaps.
+//! Lists snapshots and persistent bitmaps of images.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ pub struct Details {
     pub bitmaps: Vec<BitmapEntry>,
 }
 
-/// Of each image of the chain.
+/// Returns the details of each image of the chain.
 pub fn details(chain: &Arc<Chain>) -> Result<Vec<Details>, ChainError> {
     let chain = chain.clone();
     on_reactor(|handle| async move {

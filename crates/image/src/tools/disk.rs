@@ -1,4 +1,4 @@
-//! An open chain on one reactor, with the name that its errors are to have.
+//! An open chain on one reactor, with its name for errors.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -21,12 +21,13 @@ const DATA: &str = "the disk";
 pub struct Disk<S> {
     pub image: Image<S>,
     path: PathBuf,
-    /// For each layer: it has clusters whose data were never written, so holes of its file count.
+    /// For each layer: it has clusters that were never written, so holes of its file read as
+    /// zeroes.
     sparse: Vec<bool>,
 }
 
 impl Disk<Store> {
-    /// One reactor's view of a chain.
+    /// Makes one reactor's view of a chain.
     pub async fn of(chain: &Chain, handle: &Handle) -> Result<Self, ChainError> {
         let path = chain.options().path.clone();
         let image = chain.image(handle).map_err(|e| {
@@ -47,7 +48,7 @@ impl<S: Storage> Disk<S> {
         Ok(disk)
     }
 
-    /// Bytes of the disk; whole sectors.
+    /// Size of the disk in bytes; whole sectors.
     pub fn size(&self) -> u64 {
         self.image.size().next_multiple_of(crate::SECTOR)
     }
@@ -65,13 +66,13 @@ impl<S: Storage> Disk<S> {
         ChainError::Image { path: self.path.clone(), error }
     }
 
-    /// What is known of the bytes from `offset` on, without reading them.
+    /// Returns the status of the bytes at `offset`, without reading them.
     pub(super) async fn status(&self, offset: u64, len: u64) -> Result<BlockStatus, ChainError> {
         let status = layout_scan::status(self.image.layers(), &self.sparse, offset, len).await;
         status.map_err(self.wrong(offset, "finding"))
     }
 
-    /// As [`Disk::status`]; behind its end a disk is zeroes that no image has.
+    /// Like [`Disk::status`]; behind its end a disk reads as zeroes that no image has.
     pub(super) async fn known(&self, offset: u64, len: u64) -> Result<BlockStatus, ChainError> {
         match self.size().checked_sub(offset).filter(|&rest| rest > 0) {
             Some(rest) => self.status(offset, len.min(rest)).await,
@@ -100,13 +101,13 @@ impl<S: Storage> Disk<S> {
             .map_err(self.wrong(offset, "writing zeroes"))
     }
 
-    /// Durable, and the files as they are to be found.
+    /// Makes the files durable and closes them.
     pub async fn close(&self) -> Result<(), ChainError> {
         self.image.close().await.map_err(self.wrong(None, "closing"))
     }
 }
 
-/// Makes a chain's files durable, and leaves them as they are to be found.
+/// Makes a chain's files durable and closes them.
 pub fn close(chain: &Arc<Chain>) -> Result<(), ChainError> {
     let chain = chain.clone();
     on_reactor(|handle| async move { Disk::of(&chain, &handle).await?.close().await })

@@ -1,4 +1,4 @@
-//! One image's file by itself: for what works on a format's structures, not on the disk.
+//! Opens one image's file, for work on its format's structures instead of the disk.
 
 use std::path::Path;
 
@@ -13,7 +13,7 @@ use blockyard_storage::{ImageFile, OpenOptions};
 
 use super::reactors::on_reactor;
 
-/// Opens and locks a file, page cache included.
+/// Opens and locks a file, with the page cache.
 pub fn open_file(path: &Path, read_only: bool) -> Result<ImageFile, ChainError> {
     Ok(ImageFile::open(&OpenOptions::new(path, read_only, CacheMode::Writeback))?)
 }
@@ -27,7 +27,7 @@ pub(super) fn of_file(file: &ImageFile, error: ImageError) -> ChainError {
     ChainError::Image { path: file.path().into(), error }
 }
 
-/// Opens and locks the file, and does `work` on it.
+/// Opens and locks the file, and runs `work` on it.
 pub fn on_file<T: 'static>(
     path: &Path,
     read_only: bool,

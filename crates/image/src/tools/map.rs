@@ -1,4 +1,4 @@
-//! The list of a disk's extents, as `qemu-img map` makes it.
+//! Lists a disk's extents, as `qemu-img map` does.
 
 use blockyard_storage::Storage;
 
@@ -7,8 +7,8 @@ use crate::extent::BlockStatus;
 
 use super::disk::Disk;
 
-/// Gives the extents of `range` (which is cut to the disk) in order to `show`: where each begins,
-/// and what it is.
+/// Calls `show` for each extent of `range` (clipped to the disk), in order, with its offset and
+/// status.
 pub async fn map<S: Storage>(
     disk: &Disk<S>,
     range: std::ops::Range<u64>,

@@ -1,8 +1,8 @@
-//! How many bytes a new image would take: what `qemu-img measure` answers.
+//! Computes the size of a new image, as `qemu-img measure` does.
 //!
-//! In: the new image's options, and the disk that it is to hold, if there is one. Out: bytes of its
-//! file. What must hold: the answers are QEMU's (`qcow2_measure` and `raw_measure` are the
-//! definition), because scripts compare them.
+//! In: the new image's options, and the disk that it will hold, if any. Out: bytes of its file.
+//! Invariant: the results equal QEMU's (`qcow2_measure` and `raw_measure`), because scripts compare
+//! them.
 
 use std::sync::Arc;
 
@@ -20,19 +20,19 @@ const L1_ENTRY: u64 = 8;
 const REFTABLE_ENTRY: u64 = 8;
 const BITMAP_TABLE_ENTRY: u64 = 8;
 
-/// Bytes of a new image's file.
+/// Sizes of a new image's file, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Measure {
-    /// With the source's data, or empty if there is no source.
+    /// With the source's data; or empty, if there is no source.
     pub required: u64,
     /// With every cluster allocated.
     pub fully_allocated: u64,
-    /// What a copy of the source's persistent bitmaps adds. None: one of the two formats has no
-    /// such bitmaps.
+    /// Bytes that a copy of the source's persistent bitmaps adds. None: source or target format has
+    /// no bitmaps.
     pub bitmaps: Option<u64>,
 }
 
-/// Measures what `new` would take, with the disk of `source`.
+/// Measures the image `new` with the disk of `source`.
 pub fn measure(new: &NewImage, source: Option<&Arc<Chain>>) -> Result<Measure, ChainError> {
     match new {
         NewImage::Raw { size, .. } => {
@@ -66,7 +66,7 @@ fn measure_qcow2(
     let data = match source {
         _ if all => disk,
         None => 0,
-        // Nobody knows what the source shares with the new image's backing file.
+        // Unknown how much the source shares with the new backing file: assume nothing.
         Some(_) if options.backing.is_some() => disk,
         Some(source) => data_bytes(source, cluster)?,
     };
@@ -77,7 +77,7 @@ fn measure_qcow2(
     Ok(Measure { required: metadata + data, fully_allocated: metadata + disk, bitmaps })
 }
 
-/// Bytes of the clusters in which the source has data.
+/// Returns the bytes of the clusters in which the source has data.
 fn data_bytes(source: &Arc<Chain>, cluster: u64) -> Result<u64, ChainError> {
     let chain = source.clone();
     on_reactor(|handle| async move {
@@ -96,7 +96,7 @@ fn data_bytes(source: &Arc<Chain>, cluster: u64) -> Result<u64, ChainError> {
     })
 }
 
-/// Header, L1 and L2 tables, refcounts, of an image with all clusters allocated.
+/// Bytes of header, L1 and L2 tables and refcounts of an image with all clusters allocated.
 fn metadata_bytes(options: &CreateOptions, disk: u64) -> u64 {
     let cluster = options.cluster_size;
     let l2_entry = if options.extended_l2 { 16 } else { 8 };
@@ -106,7 +106,7 @@ fn metadata_bytes(options: &CreateOptions, disk: u64) -> u64 {
     metadata + refcount_bytes((metadata + disk) / cluster, cluster, options.refcount_bits)
 }
 
-/// Refcount table and blocks, which count themselves too.
+/// Bytes of refcount table and blocks, which count themselves too.
 fn refcount_bytes(clusters: u64, cluster: u64, bits: u32) -> u64 {
     let a_block = cluster * 8 / u64::from(bits);
     let (mut blocks, mut table) = (0u64, 0u64);
@@ -120,7 +120,7 @@ fn refcount_bytes(clusters: u64, cluster: u64, bits: u32) -> u64 {
     }
 }
 
-/// Data, tables and directory of the source's bitmaps. None: its format has none.
+/// Bytes of data, tables and directory of the source's bitmaps. None: its format has no bitmaps.
 fn bitmap_bytes(source: &Arc<Chain>, cluster: u64) -> Result<Option<u64>, ChainError> {
     if source.top().qcow2().is_none_or(|image| image.header().version < 3) {
         return Ok(None);

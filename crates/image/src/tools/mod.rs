@@ -1,20 +1,25 @@
-//! Work on whole images, while no guest uses them: what `blockyard image` does, without its command
-//! line.
+//! Work on whole images that no guest uses: what `blockyard image` does, without its command line.
 //!
 //! ```text
-//!   disk      an image with its name, for errors              map       the list of extents
-//!   reactors  executors, on one thread or several
-//!   compare   whether two disks are the same             compress  whole clusters
-//!   source    parts of disks, one behind another
-//!   convert   them into another disk                      create    new images
-//!   commit    an image into the one below it             rebase    another backing file
-//!   resize    another size                               details   snapshots and bitmaps
-//!   measure   how large a new image would be
-//!   file      one image by itself, as its format has it
+//!   disk       a chain with its name, for errors
+//!   reactors   executors, on one thread or several
+//!   source     ranges of disks, concatenated
+//!   map        lists extents
+//!   compare    compares two disks
+//!   convert    copies ranges of disks to another disk
+//!   compress   writes compressed clusters
+//!   create     creates images
+//!   commit     commits an image into the one below it
+//!   rebase     changes the backing file
+//!   resize     changes the size
+//!   details    lists snapshots and bitmaps
+//!   measure    computes the size of a new image
+//!   file       opens one image by itself
 //! ```
-//! In: chains, opened by the caller. Out: results for people and programs; errors that name the
-//! image. What must hold: an image that is only read is never written to; each command says at its
-//! top what a power cut leaves.
+//!
+//! In: chains, opened by the caller. Out: results for users and programs; errors that name the
+//! image. Invariants: a read-only image is never written to. The page of each command says what a
+//! power cut leaves.
 
 mod commit;
 mod compare;

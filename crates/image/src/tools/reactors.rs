@@ -1,4 +1,4 @@
-//! Executors for work that has none: one on this thread, or one on each of several.
+//! Runs work on temporary executors: one on this thread, or one on each of several threads.
 
 use std::future::Future;
 
@@ -6,7 +6,7 @@ use blockyard_ring::{Executor, Handle};
 
 use crate::chain::ChainError;
 
-/// Runs what `work` gives on this thread.
+/// Runs the future that `work` returns, on this thread.
 pub fn on_reactor<T, F>(work: impl FnOnce(Handle) -> F) -> Result<T, ChainError>
 where
     T: 'static,
@@ -17,7 +17,8 @@ where
     executor.block_on(future).map_err(ChainError::Executor)?
 }
 
-/// Runs what `work` gives on each of `threads` threads; the first error, when all have ended.
+/// Runs the future that `work` returns on each of `threads` threads. When all have ended, returns
+/// the first error.
 pub fn on_reactors<F>(threads: usize, work: impl Fn(Handle) -> F + Sync) -> Result<(), ChainError>
 where
     F: Future<Output = Result<(), ChainError>> + 'static,
@@ -28,7 +29,7 @@ where
         let join = |thread: std::thread::ScopedJoinHandle<'_, _>| {
             thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
         };
-        // All are waited for, whatever the first says.
+        // Wait for all threads, whatever the first result is.
         let results: Vec<Result<(), ChainError>> = threads.into_iter().map(join).collect();
         results.into_iter().collect()
     })

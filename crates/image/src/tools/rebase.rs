@@ -1,13 +1,15 @@
-//! Another backing file.
+//! Rebase: gives an image another backing file.
 //!
 //! ```text
-//!   pieces of the disk, in order ─► the image's own, zeroes in both, or in an image that both chains have: passed over
-//!                                └► read over the old and the new one ─► what differs is written into the image
+//!   pieces of the disk, in order
+//!   ─► in the image itself, zeroes in both, or in an image of both chains: skip
+//!   ─► else: read through the old and the new backing file; write what differs into the image
 //! ```
-//! What must hold: the disk stays what it is. What differs is written while the old backing file is
-//! below, whose bytes complete clusters that are written in part; only when that is durable does
-//! the image name the new one. What a power cut leaves: an image over the old backing file, which
-//! holds more than it did; or over the new one.
+//!
+//! Invariant: the disk's contents stay the same. What differs is written while the old backing file
+//! is still in place, because it completes partly written clusters. Only when that is durable does
+//! the image name the new backing file. Power cut: the image has the old backing file, and perhaps
+//! more data of its own; or it has the new backing file.
 
 #[cfg(test)]
 mod tests;
@@ -35,16 +37,16 @@ use super::disk::Disk;
 use super::file::{of_file, raw_of};
 use super::reactors::{on_reactor, on_reactors};
 
-/// Bytes compared at a time, and how many such pieces a reactor has in flight.
+/// Bytes compared at a time, and number of such pieces in flight on each reactor.
 const PIECE: u64 = 1 << 20;
 const AT_A_TIME: usize = 8;
-/// The unit in which a COW file takes up what differs.
+/// Granularity in bytes in which a COW file stores what differs.
 const BLOCK: u64 = 4096;
 
 #[derive(Clone, Copy, Debug)]
 pub struct RebaseOptions {
     pub threads: usize,
-    /// Compress the clusters that the image takes up whole.
+    /// Compress clusters that are written whole.
     pub compress: bool,
 }
 
@@ -52,18 +54,18 @@ struct RebaseJob {
     compress: bool,
     sweep: Sweep,
     progress: Arc<Progress>,
-    /// From these layers of the old and the new chain on, both consist of the same files.
+    /// Layer numbers in the old and the new chain from which on both consist of the same files.
     shared_from: (usize, usize),
 }
 
-/// What is to be done with a piece.
+/// Whether a piece must be compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum PieceDecision {
     Same,
     Compare,
 }
 
-/// What is to be done with a run of bytes that differ, or do not.
+/// What to do with a run of bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Action {
     Leave,
@@ -71,8 +73,8 @@ enum Action {
     Write,
 }
 
-/// Writes into the topmost image of `chain`, open for writing, whatever would not be the same over
-/// `new` (None: over nothing). Durable when it answers.
+/// Writes into the topmost image of `chain`, open for writing, whatever would differ with `new` as
+/// backing chain (None: no backing file). Durable on return.
 pub fn rebase(
     chain: &Arc<Chain>,
     new: Option<&Arc<Chain>>,
@@ -99,8 +101,8 @@ pub fn rebase(
     done.and(super::close(chain))
 }
 
-/// The layers from which on both chains have the same images; the topmost image of `old` is none of
-/// them.
+/// Returns the layer numbers from which on both chains have the same images. Ignores the topmost
+/// image of `old`.
 fn shared_from(old: &[Arc<ChainLayer>], new: &[Arc<ChainLayer>]) -> (usize, usize) {
     let count = shared_layers(&old[1..], new);
     (old.len() - count, new.len() - count)
@@ -165,11 +167,11 @@ impl RebaseJob {
         if backing.zero && zero || shared && new.is_some() {
             return Ok((len, PieceDecision::Same));
         }
-        // Many short ranges are looked at together.
+        // Read many short ranges together.
         Ok((rest.min(piece - at % piece), PieceDecision::Compare))
     }
 
-    /// Writes what differs in a piece into the image, where it is not its own yet.
+    /// Writes what differs in a piece into the image, unless the image has data there.
     async fn take_up<S: Storage>(
         &self,
         disk: &Disk<S>,
@@ -192,7 +194,7 @@ impl RebaseJob {
             Layer::Qcow2(image) => image.shared().shape().unit,
             Layer::Raw { .. } | Layer::Cow(_) => BLOCK,
         };
-        // All is found before anything is written.
+        // Find everything before the first write.
         let (mut runs, mut at) = (Vec::new(), 0);
         while at < len {
             let (here, own) = own(disk, piece.offset + at as u64, (len - at) as u64).await?;
@@ -215,8 +217,8 @@ impl RebaseJob {
         Ok(())
     }
 
-    /// What begins or ends inside a cluster joins data that the image has: such clusters are not
-    /// compressed.
+    /// Writes the differing bytes. A cluster that they cover only partly joins data of the image,
+    /// so it is not compressed.
     async fn write<S: Storage>(
         &self,
         disk: &Disk<S>,
@@ -249,13 +251,13 @@ impl RebaseJob {
     }
 }
 
-/// Whether the topmost image has the bytes from `at` on itself, and how many alike.
+/// Returns whether the topmost image has the bytes at `at`, and for how many bytes that holds.
 async fn own<S: Storage>(disk: &Disk<S>, at: u64, len: u64) -> Result<(u64, bool), ChainError> {
     let found = disk.image.find_above(1, at, len).await.map_err(disk.wrong(at, "finding"))?;
     Ok((found.len, found.place != Place::Absent))
 }
 
-/// A part of what was read from `offset` on, in runs of which the same is to be done.
+/// Splits bytes read at `offset` into runs by what to do.
 fn differing(
     bytes: &Segments,
     other: &Segments,
@@ -282,10 +284,10 @@ fn differing(
     runs
 }
 
-/// A backing file, as an image's header is to tell of it.
+/// A backing file, as an image's header stores it.
 #[derive(Clone, Debug)]
 pub enum NewBacking {
-    /// qcow2's: none at all.
+    /// No backing file; qcow2 only.
     None,
     Qcow2 {
         name: String,
@@ -299,7 +301,7 @@ pub enum NewBacking {
     },
 }
 
-/// Writes another backing file's name into a closed image of that format. Durable when it answers.
+/// Stores another backing file's name in a closed image of that format. Durable on return.
 pub fn set_backing(file: &Arc<ImageFile>, backing: NewBacking) -> Result<(), ChainError> {
     let file = file.clone();
     on_reactor(|handle| async move {

@@ -1,7 +1,7 @@
-//! Another size of the disk.
+//! Resizes an image.
 //!
-//! What must hold: what is new reads as zeroes. What a power cut leaves: the old size, or the new
-//! one (perhaps without the space that was to be taken for it).
+//! Invariant: the new part reads as zeroes. Power cut: the old or the new size, perhaps without the
+//! space that should be preallocated.
 
 use std::io;
 use std::ops::Range;
@@ -29,13 +29,13 @@ use super::create::take_space;
 use super::file::{of_file, raw_of};
 use super::reactors::on_reactor;
 
-/// Bytes that are allocated between two looks at what is done, bytes of a write, and how many
-/// writes are in flight.
+/// Bytes allocated between two checks of progress, bytes of a write, and number of writes in
+/// flight.
 const WINDOW: u64 = 64 << 20;
 const PIECE: u64 = 1 << 20;
 const AT_A_TIME: usize = 8;
 
-/// What is written to an image that becomes larger changes nothing of its disk.
+/// Writes during a resize do not change the disk's contents.
 const KEEPING: Qcow2Options = Qcow2Options {
     read_only: false,
     l2_cache: None,
@@ -48,13 +48,13 @@ const KEEPING: Qcow2Options = Qcow2Options {
 pub struct NewSize {
     /// In bytes.
     pub size: u64,
-    /// What lies beyond a smaller size may be lost.
+    /// Permit a smaller size, which loses what lies beyond it.
     pub shrink: bool,
-    /// Of what is new.
+    /// Preallocation of the new part.
     pub preallocation: Preallocation,
 }
 
-/// Resizes the topmost image, which was opened to be locked only. Durable when it answers.
+/// Resizes the topmost image, which was opened with `only_locked`. Durable on return.
 pub fn resize(chain: &Arc<Chain>, wanted: NewSize) -> Result<(), ChainError> {
     let top = chain.top();
     let refuse = |what: &str| {
@@ -63,17 +63,17 @@ pub fn resize(chain: &Arc<Chain>, wanted: NewSize) -> Result<(), ChainError> {
     let old = chain.size();
     if wanted.size < old && !wanted.shrink {
         return refuse(
-            "a smaller disk loses what lies beyond its end: that has to be asked for (--shrink)",
+            "a smaller disk loses what lies beyond its end: pass --shrink to permit that",
         );
     }
     if wanted.size < old && wanted.preallocation != Preallocation::Off {
-        return refuse("there is no space to be taken for a smaller disk (--preallocation)");
+        return refuse("--preallocation does not apply to a smaller disk");
     }
     match top.format {
-        Format::Raw if top.file.is_device() => refuse("a device has the size that it has"),
+        Format::Raw if top.file.is_device() => refuse("the size of a device cannot be changed"),
         Format::Raw => of_raw(&top.file, wanted),
         Format::Qcow2 => of_qcow2(chain, wanted),
-        Format::Cow => refuse("a cow file is as large as its backing file"),
+        Format::Cow => refuse("a cow file has the size of its backing file"),
     }
 }
 
@@ -90,7 +90,7 @@ fn of_raw(file: &Arc<ImageFile>, wanted: NewSize) -> Result<(), ChainError> {
         if wanted.size > old {
             let taken = take_space(&raw, old, wanted.size, wanted.preallocation).await;
             if let Err(error) = taken {
-                // As it was: what there is no space for is not promised.
+                // Undo: without its space the new size must not stay.
                 raw.storage().set_len(old).await.map_err(io("setting its length back"))?;
                 return Err(of_file(&file, error));
             }
@@ -108,7 +108,7 @@ fn of_qcow2(chain: &Arc<Chain>, wanted: NewSize) -> Result<(), ChainError> {
         let data = top.data.as_ref().map(|data| raw_of(&handle, data)).transpose()?;
         let below = match chain.layers().get(1) {
             Some(layer) => layer.size(),
-            // The backing file may be longer: what is new hides it.
+            // The backing file may be longer: the new part must hide it.
             None if chain.cut().is_some() => u64::MAX,
             None => 0,
         };
@@ -120,21 +120,22 @@ fn of_qcow2(chain: &Arc<Chain>, wanted: NewSize) -> Result<(), ChainError> {
         if wanted.size > chain.size() && wanted.preallocation != Preallocation::Off {
             let header = Header::read(&file).await.map_err(wrong)?;
             let image = Qcow2::open(header, file, data, &KEEPING).await.map_err(wrong)?;
-            // The cluster that has the old end is the chain's; what follows is the image's alone.
+            // The cluster with the old end may need the chain's data; the following ones only the
+            // image's.
             let start = chain.size().next_multiple_of(image.shared().shape().cluster_size());
             let image = Image::new(vec![Layer::Qcow2(image)], false);
             let taken = allocate(&image, start..wanted.size, wanted.preallocation).await;
             let closed = image.close().await;
             taken.and(closed).map_err(|e| {
-                wrong(ImageError::io("qcow2 image", None, "taking space for what is new", e))
+                wrong(ImageError::io("qcow2 image", None, "allocating space for the new part", e))
             })?;
         }
         Ok(())
     })
 }
 
-/// What lies behind the old end in the last cluster can be zeroed where the image holds that
-/// cluster itself; if a longer backing file has it, it is taken up.
+/// Zeroes the rest of the last cluster behind the old end, if the image holds that cluster. If a
+/// longer backing file has it, copies it up.
 async fn hold_the_end(
     chain: &Chain,
     handle: &Handle,
@@ -149,7 +150,7 @@ async fn hold_the_end(
     if let Some(why) = chain.cut()
         && !end.is_multiple_of(header.cluster_size())
     {
-        // The rest of the last cluster may have to be copied from there.
+        // The rest of the last cluster may have to be copied from the backing file.
         return Err(wrong(ImageError::refused(
             "qcow2 last cluster",
             format!("the backing file is needed: {why}"),
@@ -157,7 +158,7 @@ async fn hold_the_end(
     }
     let mut layers = chain
         .part(handle, 0..chain.layers().len())
-        .map_err(io("opening the images below"))?
+        .map_err(io("opening the backing images"))?
         .into_layers();
     let last = layers[0].lookup(end - SECTOR, SECTOR).await.map_err(io("finding"))?;
     if end.is_multiple_of(header.cluster_size()) || last.place != Place::Absent {
@@ -170,11 +171,11 @@ async fn hold_the_end(
     read.map_err(io("reading"))?;
     let written = image.write(bytes, end - SECTOR).await.1;
     let closed = image.close().await;
-    written.and(closed).map_err(io("taking up what is below"))
+    written.and(closed).map_err(io("copying up the last cluster"))
 }
 
-/// Gives clusters to a range that has none. A small write to a new cluster leaves the rest of it as
-/// it is, zeroes.
+/// Allocates the clusters of a range that has none, by a small write to each. The rest of a new
+/// cluster reads as zeroes.
 async fn allocate<S: Storage>(
     image: &Image<S>,
     range: Range<u64>,
@@ -207,7 +208,7 @@ async fn allocate<S: Storage>(
     Ok(())
 }
 
-/// The host's space of clusters that hold zeroes only.
+/// Deallocates the host's space of clusters that hold only zeroes.
 async fn give_back<S: Storage>(
     image: &Image<S>,
     range: Range<u64>,
@@ -217,7 +218,7 @@ async fn give_back<S: Storage>(
     let mut at = range.start;
     while at < range.end {
         let extent = image.find(at, range.end - at).await?.extent;
-        // Of a cluster whose parts are told one by one, the first tells where it is.
+        // The extents of one cluster may be reported in parts; the first one gives its place.
         let len = extent.len.next_multiple_of(cluster);
         if let Place::Data(host) = extent.place {
             top.data_file().discard(host, len).await?;

@@ -1,4 +1,4 @@
-//! What a conversion reads: parts of disks, one behind another, as if they were one disk.
+//! Source of a conversion: ranges of disks, concatenated as if they were one disk.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use blockyard_storage::Store;
 
 use super::disk::Disk;
 
-/// A part of a disk: bytes, which end with the disk at the latest.
+/// A range of a disk in bytes; it must not exceed the disk.
 #[derive(Clone, Debug)]
 pub struct Part {
     pub chain: Arc<Chain>,
@@ -21,14 +21,14 @@ pub struct Part {
 }
 
 impl Part {
-    /// All of the disk.
+    /// Returns the range of the whole disk.
     pub fn whole(chain: Arc<Chain>) -> Self {
         let range = 0..chain.size();
         Part { chain, range }
     }
 }
 
-/// Bytes of all parts.
+/// Returns the sum of the parts' lengths in bytes.
 pub fn size_of(parts: &[Part]) -> u64 {
     parts.iter().map(|part| part.range.end - part.range.start).sum()
 }
@@ -37,7 +37,7 @@ pub fn size_of(parts: &[Part]) -> u64 {
 pub(super) struct Source<S>(Vec<Placed<S>>);
 
 struct Placed<S> {
-    /// Where the part begins in the whole.
+    /// Offset of the part in the concatenation.
     at: u64,
     range: Range<u64>,
     disk: Disk<S>,
@@ -55,21 +55,21 @@ impl Source<Store> {
 }
 
 impl<S: Storage> Source<S> {
-    /// The part that has the byte at `offset`, where that is in its disk, and how many bytes the
-    /// part has from there.
+    /// Returns the disk of the part that contains `offset`, the offset in that disk, and the bytes
+    /// left in the part.
     fn find(&self, offset: u64) -> (&Disk<S>, u64, u64) {
         let part = &self.0[self.0.partition_point(|part| part.at <= offset) - 1];
         let inside = part.range.start + (offset - part.at);
         (&part.disk, inside, part.range.end - inside)
     }
 
-    /// What is known of the bytes from `offset` on, without reading them; of one part at most.
+    /// Returns the status of the bytes at `offset`, without reading data; of one part at most.
     pub async fn status(&self, offset: u64, len: u64) -> Result<BlockStatus, ChainError> {
         let (disk, inside, rest) = self.find(offset);
         disk.status(inside, len.min(rest)).await
     }
 
-    /// Fills the segments with the bytes from `offset` on.
+    /// Fills the segments with the bytes at `offset`.
     pub async fn read(&self, segments: Segments, offset: u64) -> Result<Segments, ChainError> {
         let mut at = 0;
         while at < segments.len() {

@@ -1,7 +1,7 @@
-//! COW files on real files, against the programs of User Mode Linux: `uml_mkcow` makes them,
-//! `uml_moo` merges them.
+//! COW files on real files, compared with the programs of User Mode Linux: `uml_mkcow` creates
+//! them, `uml_moo` merges them.
 //!
-//! Needs `guests/setup tree`. (What the kernel does with them is in the tests of whole guests.)
+//! Needs `guests/setup tree`. (The tests of whole guests compare with the kernel.)
 
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -16,8 +16,8 @@ use blockyard_image::{CacheMode, CopyDown, Image, ImageFile, Layer, OpenOptions,
 use blockyard_ring::{Executor, Segments};
 use blockyard_storage::sim::{Rng, pattern};
 
-/// A folder that goes with its test, on the disk the build lies on: O_DIRECT and holes are to be
-/// real.
+/// A folder that is removed after its test, on the disk of the build, so that O_DIRECT and holes
+/// work.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -34,7 +34,7 @@ impl Folder {
         self.0.join(name)
     }
 
-    /// A file with these bytes, last written a while ago.
+    /// Creates a file with these bytes and an old mtime.
     fn file(&self, name: &str, bytes: &[u8]) -> PathBuf {
         let path = self.path(name);
         fs::write(&path, bytes).unwrap();
@@ -50,7 +50,7 @@ impl Drop for Folder {
     }
 }
 
-/// Runs a program of User Mode Linux; whether it went well, and what it said.
+/// Runs a program of User Mode Linux; returns success and output.
 fn uml(program: &str, arguments: &[&Path]) -> (bool, String) {
     let tool = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../guests/tool");
     let output = Command::new(tool).arg(program).args(arguments).output().unwrap();
@@ -63,7 +63,7 @@ fn uml_well(program: &str, arguments: &[&Path]) {
     assert!(good, "{program} {arguments:?}: {text}");
 }
 
-/// Work on files, on a ring of its own.
+/// Runs work on files, on its own ring.
 struct Host {
     executor: Executor,
     cache: CacheMode,
@@ -93,7 +93,7 @@ impl Host {
         host.run(async move { cow::info(&file).await.unwrap() })
     }
 
-    /// A new COW file of ours.
+    /// Creates a COW file by this crate.
     fn create(cache: CacheMode, cow: &Path, base: &Path, version: u32) -> Header {
         let host = Host::new(cache);
         let (file, name, facts) =
@@ -105,7 +105,7 @@ impl Host {
         })
     }
 
-    /// Writes what was planned.
+    /// Writes the planned data.
     fn write(cache: CacheMode, cow: &Path, writes: Vec<(u64, Vec<u8>)>) {
         let host = Host::new(cache);
         let file = host.raw(cow);
@@ -147,7 +147,7 @@ impl Host {
     }
 }
 
-/// Writes of whole sectors all over a disk, some of zeroes, and at its end.
+/// Returns writes of whole sectors all over a disk and at its end, some of zeroes.
 fn writes(seed: u64, size: u64) -> Vec<(u64, Vec<u8>)> {
     let mut rng = Rng::new(seed);
     let mut writes: Vec<_> = (0..60)
@@ -175,7 +175,7 @@ fn disk_after(base: &[u8], writes: &[(u64, Vec<u8>)]) -> Vec<u8> {
 }
 
 #[test]
-fn we_make_what_uml_mkcow_makes() {
+fn created_files_equal_those_of_uml_mkcow() {
     for (cache, size) in
         [(CacheMode::None, 5 << 20), (CacheMode::Writeback, 4096), (CacheMode::None, 1000)]
     {
@@ -208,12 +208,12 @@ fn uml_moo_merges_our_files_as_we_do() {
         assert!(fs::read(&ours).unwrap() == expected, "version {version}, {cache}: our merge");
         uml_well("uml_moo", &[&cow, &theirs]);
         assert!(fs::read(&theirs).unwrap() == expected, "version {version}, {cache}: theirs");
-        assert!(fs::read(&base).unwrap() == before, "the backing file is as it was");
+        assert!(fs::read(&base).unwrap() == before, "the backing file is unchanged");
     }
 }
 
 #[test]
-fn a_commit_makes_the_backing_file_that_uml_moo_makes() {
+fn a_commit_equals_that_of_uml_moo() {
     let (folder, size) = (Folder::new(), 3u64 << 20);
     let before = pattern(0, 0, size as usize);
     let writes = writes(5, size);
@@ -229,7 +229,7 @@ fn a_commit_makes_the_backing_file_that_uml_moo_makes() {
                 assert_eq!(Host::info(CacheMode::None, &cow).own_sectors, 0);
                 assert!(
                     fs::metadata(&cow).unwrap().blocks() * 512 < 20_000,
-                    "its space is given back"
+                    "its space is deallocated"
                 );
             } else {
                 uml_well("uml_moo", &[Path::new("-d"), &cow]);
@@ -241,7 +241,7 @@ fn a_commit_makes_the_backing_file_that_uml_moo_makes() {
 }
 
 #[test]
-fn a_backing_file_that_has_changed_is_noticed_by_both() {
+fn both_detect_a_changed_backing_file() {
     let folder = Folder::new();
     let base = folder.file("base.img", &pattern(0, 0, 1 << 20));
     let (cow, merged) = (folder.path("disk.cow"), folder.path("merged.img"));
@@ -259,7 +259,7 @@ fn a_backing_file_that_has_changed_is_noticed_by_both() {
     );
     let (good, text) = uml("uml_moo", &[&cow, &merged]);
     assert!(!good && text.contains("mtime mismatch"), "{text}");
-    // Told that it is all right, both go on.
+    // Both accept it if told to.
     let facts = fs::metadata(&base).unwrap();
     let host = Host::new(CacheMode::None);
     let (file, name) = (host.raw(&cow), base.to_str().unwrap().to_string());

@@ -1,15 +1,16 @@
-//! Images as programs use them. One program has all of these tests, because each one would compile
-//! the images anew.
+//! Tests of images as programs use them. All are in one program, because each program would compile
+//! the images again.
 //!
 //! ```text
-//!   raw_files        raw images on the host's files and block devices
-//!   qcow2            images in use, written here and by QEMU, read by the other
-//!   qcow2_cold       what is done to closed images, with QEMU's tools as judges
-//!   cow_peers        COW files, against the programs of User Mode Linux
-//!   nbd              the NBD client against a server that does what a test says
-//!   power_cuts       chains on simulated disks, cut at any moment       cow_cuts   the same for COW files
-//!   fuzzed           the corpora of the fuzz targets
-//!   lives            runs by their seeds, on all processors
+//!   raw_files    raw images on the host's files and block devices
+//!   qcow2        images in use, written here and by QEMU, read by the other
+//!   qcow2_cold   commands on closed images, verified by QEMU's tools
+//!   cow_peers    COW files, compared with the programs of User Mode Linux
+//!   nbd          the NBD client against a scripted server
+//!   power_cuts   chains on simulated disks, with power cuts at any event
+//!   cow_cuts     the same for COW files
+//!   fuzzed       the corpora of the fuzz targets
+//!   lives        runs simulations by their seeds, on all processors
 //! ```
 
 mod cow_cuts;

@@ -1,11 +1,9 @@
-//! How often each cluster is referenced, in memory that is bounded and that only referenced
-//! clusters take.
+//! Counts references of clusters in bounded memory; unreferenced clusters take none.
 //!
-//! In: references, one after the other. Out: each cluster's count. Counts are kept in pages; when
-//! they would take more than the limit, the pages of the highest clusters are dropped and the
-//! window ends before them: the caller makes another pass for what follows. One pass is enough for
-//! any image that is not made to need more. What must hold: inside the window every reference is
-//! counted.
+//! In: references, one after the other. Out: the count of each cluster. Counts are kept in pages.
+//! If they would exceed the limit, the pages of the highest clusters are dropped and the window
+//! ends before them: the caller makes another pass for the rest. One pass is enough for any image
+//! that was not crafted to need more. Invariant: inside the window every reference is counted.
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap};
@@ -15,31 +13,31 @@ use std::ops::Range;
 pub const PAGE: u64 = 4096;
 /// A page with more entries than this becomes an array.
 const FEW: usize = 512;
-/// What a page takes besides its entries, about.
+/// Approximate bytes of a page besides its entries.
 const PAGE_BYTES: usize = 96;
-/// What a count takes that does not fit its byte, about.
+/// Approximate bytes of a count that does not fit its byte.
 const MANY_BYTES: usize = 48;
 
-/// A cluster's byte: its count (or that it is among `many`), and flags.
+/// A cluster's byte: its count (or the value that refers to `many`), and flags.
 const COUNT: u8 = 0x1f;
 const EXCLUSIVE: u8 = 0x20;
 const OVERLAP: u8 = 0x40;
 const STORED_ONE: u8 = 0x80;
 
-/// What is known of a cluster.
+/// What was found about a cluster.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Count {
     pub references: u64,
-    /// Metadata that is written in place lies here.
+    /// It holds metadata that are written in place.
     pub exclusive: bool,
-    /// And something else lies here too.
+    /// Exclusive, and something else references it too.
     pub overlap: bool,
-    /// The image's own refcount is 1.
+    /// The stored refcount is 1.
     pub stored_one: bool,
 }
 
 enum Page {
-    /// By index, ascending.
+    /// Index and byte of each entry, by index ascending.
     Few(Vec<(u16, u8)>),
     Array(Box<[u8; PAGE as usize]>),
 }
@@ -54,7 +52,7 @@ impl Page {
         }
     }
 
-    /// Gives the bytes by which the page grew.
+    /// Sets an entry; returns the bytes by which the page grew.
     fn set(&mut self, at: u16, value: u8) -> usize {
         let entries = match self {
             Page::Array(array) => {
@@ -84,15 +82,15 @@ pub struct Counts {
     limit: usize,
     used: usize,
     pages: Vec<(u64, Page)>,
-    /// Page number to place in `pages`.
+    /// Maps a page number to its place in `pages`.
     index: HashMap<u64, u32>,
-    /// The page used last: references come in runs.
+    /// The page used last, because references come in runs.
     last: Cell<(u64, u32)>,
     many: BTreeMap<u64, u64>,
 }
 
 impl Counts {
-    /// Counts clusters in `window` (which may end earlier later on) in about `limit` bytes.
+    /// Counts clusters in `window` in about `limit` bytes. The window may end earlier later on.
     pub fn new(window: Range<u64>, limit: usize) -> Self {
         Counts {
             window,
@@ -124,7 +122,7 @@ impl Counts {
             .map_or(0, |slot| self.pages[slot as usize].1.get((cluster % PAGE) as u16))
     }
 
-    /// What is known of a cluster inside the window.
+    /// Returns the findings of a cluster inside the window.
     #[inline]
     pub fn get(&self, cluster: u64) -> Count {
         let byte = self.byte(cluster);
@@ -141,15 +139,15 @@ impl Counts {
         }
     }
 
-    /// Counts `times` references; `exclusive`: by metadata that is written in place, which nothing
-    /// else may share. Gives the count so far, and whether this is where such an overlap shows
-    /// first.
+    /// Counts `times` references. `exclusive`: by metadata that are written in place, which nothing
+    /// else may share. Returns the count so far, and true if this is the first overlap of the
+    /// cluster.
     #[inline]
     pub fn add(&mut self, cluster: u64, times: u64, exclusive: bool) -> (u64, bool) {
         if !self.window.contains(&cluster) {
             return (0, false);
         }
-        // Nearly every reference is one of many to clusters side by side.
+        // Fast path: nearly all references are runs of consecutive clusters.
         if !exclusive
             && let Some(byte) = self.last_array_byte(cluster)
             && *byte & EXCLUSIVE == 0
@@ -158,10 +156,10 @@ impl Counts {
             *byte += times as u8;
             return (u64::from(*byte & COUNT), false);
         }
-        self.add_with_care(cluster, times, exclusive)
+        self.add_slow(cluster, times, exclusive)
     }
 
-    /// The byte of a cluster on the page used last, if that is an array.
+    /// Returns the byte of a cluster on the page used last, if that page is an array.
     #[inline]
     fn last_array_byte(&mut self, cluster: u64) -> Option<&mut u8> {
         let (last, slot) = self.last.get();
@@ -174,7 +172,7 @@ impl Counts {
         }
     }
 
-    fn add_with_care(&mut self, cluster: u64, times: u64, exclusive: bool) -> (u64, bool) {
+    fn add_slow(&mut self, cluster: u64, times: u64, exclusive: bool) -> (u64, bool) {
         let old = self.get(cluster);
         let clash = old.references > 0 && (exclusive || old.exclusive);
         let new = Count {
@@ -187,8 +185,8 @@ impl Counts {
         (new.references, clash && !old.overlap)
     }
 
-    /// Notes that the image's own refcount is 1, of a cluster with one reference; false: it has not
-    /// one, or it is not told quickly.
+    /// Fast path: notes that the stored refcount of a cluster with one reference is 1. Returns
+    /// false if it has not one reference, or is not on the page used last.
     #[inline]
     pub fn agree_on_one(&mut self, cluster: u64) -> bool {
         match self.last_array_byte(cluster) {
@@ -200,7 +198,7 @@ impl Counts {
         }
     }
 
-    /// Notes that the image's own refcount of a counted cluster is 1 (or is not).
+    /// Notes whether the stored refcount of a counted cluster is 1.
     pub fn set_stored_one(&mut self, cluster: u64, stored_one: bool) {
         let old = self.get(cluster);
         if old.stored_one != stored_one {
@@ -233,7 +231,7 @@ impl Counts {
         }
     }
 
-    /// Ends the window earlier: half of the pages are dropped, those of the highest clusters.
+    /// Ends the window earlier: drops half of the pages, those of the highest clusters.
     fn shrink(&mut self) {
         let keep = self.pages.len() / 2;
         let mut numbers: Vec<u64> = self.pages.iter().map(|p| p.0).collect();
@@ -257,7 +255,8 @@ impl Counts {
         self.pages = pages;
     }
 
-    /// For each cluster the larger of two counts; `other`'s window begins where this one does.
+    /// Takes the larger of two counts of each cluster. The window of `other` begins at the same
+    /// cluster.
     pub fn merge_larger(&mut self, other: Counts) {
         self.end_before(other.window.end);
         for cluster in other.clusters() {
@@ -275,12 +274,12 @@ impl Counts {
         }
     }
 
-    /// Whether a page has counts at all: most of a sparse image's have not.
+    /// Returns true if a page has counts; most pages of a sparse image have none.
     pub fn has_page(&self, cluster: u64) -> bool {
         self.find(cluster / PAGE).is_some()
     }
 
-    /// The clusters with references, ascending.
+    /// Returns the clusters with references, ascending.
     pub fn clusters(&self) -> impl Iterator<Item = u64> + use<'_> {
         let mut slots: Vec<usize> = (0..self.pages.len()).collect();
         slots.sort_unstable_by_key(|&slot| self.pages[slot].0);
@@ -302,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn counts_of_any_size_add_up() {
+    fn references_of_any_number_add_up() {
         let mut counts = Counts::new(0..u64::MAX, 1 << 20);
         for cluster in [5, 1 << 47, 5, 5] {
             counts.add(cluster, 1, false);
@@ -328,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_told_quickly_is_what_is_told_with_care() {
+    fn the_fast_path_agrees_with_the_slow_path() {
         let mut counts = Counts::new(0..u64::MAX, 1 << 20);
         (0..PAGE).for_each(|cluster| assert_eq!(counts.add(cluster, 1, cluster == 7), (1, false)));
         assert!(counts.agree_on_one(3) && counts.get(3).stored_one && !counts.get(4).stored_one);
@@ -341,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn metadata_shares_with_nothing() {
+    fn a_cluster_shared_with_metadata_is_an_overlap() {
         let mut counts = Counts::new(0..u64::MAX, 1 << 20);
         let mut clashes = |cluster, exclusive| counts.add(cluster, 1, exclusive).1;
         assert!(!clashes(1, true) && clashes(1, false) && !clashes(1, false), "told once");
@@ -351,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn windows_cover_all_that_one_large_window_does() {
+    fn small_windows_together_count_the_same_as_one_large_window() {
         let references: Vec<u64> = (0..2000u64).map(|n| n * n * 77 % 1_000_003).collect();
         let mut whole = Counts::new(0..u64::MAX, 1 << 30);
         for &cluster in &references {
@@ -376,7 +375,7 @@ mod tests {
     }
 
     #[test]
-    fn the_larger_of_two_counts() {
+    fn merging_takes_the_larger_of_two_counts() {
         let mut a = Counts::new(0..u64::MAX, 1 << 20);
         let mut b = Counts::new(0..10_000, 1 << 20);
         for (counts, cluster, times, exclusive) in [(&mut a, 1, 2, false), (&mut b, 1, 1, false)] {

@@ -1,9 +1,9 @@
-//! The active L1 and L2 tables in the guest's order: COPIED flags, places in an external data file,
-//! and figures.
+//! Checks the active L1 and L2 tables in guest order: COPIED flags, places in an external data
+//! file, and statistics.
 //!
-//! In: the tables, the counts with what is stored. Out: flags that contradict the refcounts, set
-//! right where that was asked for. What must hold: a flag is set only where all references are
-//! known and there is one; a table that shares its cluster with other metadata is not written.
+//! In: the tables; the counts with the stored refcounts. Out: flags that contradict the refcounts,
+//! corrected if requested. Invariants: a flag is set only if all references are known and there is
+//! exactly one. A table that shares its cluster with other metadata is not written.
 
 use std::collections::HashSet;
 
@@ -18,7 +18,7 @@ use crate::qcow2::entry::{COPIED, Cluster, EntryFormat, L1Entry, L2Entry};
 use crate::qcow2::header::Header;
 use crate::raw::Raw;
 
-/// Which flags are changed.
+/// Which flags a repair changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FlagRepair {
     pub set: bool,
@@ -28,9 +28,9 @@ pub struct FlagRepair {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ClearCopied {
     None,
-    /// Where more references than one were counted, whatever the refcount is now.
+    /// Flags of clusters with more than one counted reference, whatever the refcount is now.
     Shared,
-    /// Wherever the refcount is not 1.
+    /// Flags of clusters whose refcount is not 1.
     Wrong,
 }
 
@@ -39,17 +39,17 @@ pub struct Flags<'a, S> {
     pub header: &'a Header,
     pub layout: EntryFormat,
     pub file_len: u64,
-    /// The external data file's.
+    /// Length of the external data file in bytes.
     pub data_file_len: Option<u64>,
     pub counts: &'a Counts,
     pub tally: &'a mut Tally,
-    /// What is known from a pass that only looked, and what is to be changed; None: look only.
+    /// Result of a pass that changed nothing, and what to change. None: only check.
     pub repair: Option<(&'a Tally, FlagRepair)>,
-    /// Where the table's next cluster would lie if it were not fragmented.
+    /// Where the next cluster would lie in an unfragmented file.
     pub next_offset: u64,
 }
 
-/// A table in memory, and which of its bytes were changed.
+/// A table in memory, and the range of its changed bytes.
 struct TableBuffer {
     at: u64,
     bytes: Vec<u8>,
@@ -64,7 +64,7 @@ impl TableBuffer {
         self.changed = Some((first, byte));
     }
 
-    /// Writes the sectors that were changed.
+    /// Writes the changed sectors.
     async fn write<S: Storage>(&self, file: &Raw<S>, structure: &str) -> Result<(), ImageError> {
         let Some((first, last)) = self.changed else { return Ok(()) };
         let (start, end) = (first & !511, (last + 8).next_multiple_of(512).min(self.bytes.len()));
@@ -122,7 +122,7 @@ impl<S: Storage> Flags<'_, S> {
         if let Err(e) = &read
             && !self.tally.incomplete
         {
-            // The walk could read it, or has told otherwise.
+            // The earlier walk either read this table or reported an error already.
             self.tally.incomplete = true;
             self.tally.find(
                 FindingKind::Unreadable,
@@ -140,7 +140,7 @@ impl<S: Storage> Flags<'_, S> {
         self.repair.is_some_and(|(known, _)| clusters.all(|cluster| known.may_write(cluster)))
     }
 
-    /// Compares a flag with the refcount; gives what it is to be.
+    /// Compares a flag with the refcount; returns the correct flag.
     fn judge(
         &mut self,
         structure: std::fmt::Arguments<'_>,
@@ -198,7 +198,7 @@ impl<S: Storage> Flags<'_, S> {
         if self.may_write(at, 1) { edit.write(self.file, "qcow2 L2 table").await } else { Ok(()) }
     }
 
-    /// Judges one entry; gives what its flag is to be.
+    /// Checks one entry; returns the correct flag. None: no change.
     fn l2_entry(&mut self, at: u64, index: u64, guest: u64, entry: L2Entry) -> Option<bool> {
         let figures = !self.tally.later_pass;
         if let Cluster::Compressed { .. } = entry.cluster {
@@ -224,7 +224,7 @@ impl<S: Storage> Flags<'_, S> {
         }
         if host != guest {
             let text = format_args!(
-                "its offset in the external data file is {host}, and the guest's is {guest}"
+                "its offset in the external data file is {host}, but the guest's is {guest}"
             );
             self.tally.find(FindingKind::BadEntry, structure, at, text);
         } else if self.data_file_len.is_some_and(|len| host >= len) {

@@ -1,8 +1,8 @@
-//! New refcount structures, beside the old ones.
+//! Builds new refcount structures beside the old ones.
 //!
-//! In: counts, in ascending order of clusters. Out: refcount blocks and a table of them behind the
-//! end of the file; the caller makes them the image's by one write of the header's sector. What
-//! must hold: nothing that was there is written over; the new structures count themselves.
+//! In: refcounts, in ascending order of clusters. Out: refcount blocks and their table behind the
+//! end of the file. The caller switches the image to them by one write of the header's sector.
+//! Invariants: no existing data are overwritten; the new structures count themselves.
 
 use blockyard_storage::Storage;
 
@@ -18,17 +18,17 @@ pub struct Builder<'a, S> {
     file: &'a Raw<S>,
     width: RefcountWidth,
     cluster_bits: u32,
-    /// Where the new structures begin, and where the next of them goes, in clusters.
+    /// First cluster of the new structures, and the next free one.
     first: u64,
     next: u64,
-    /// The blocks that are written, by number.
+    /// Offsets of the written blocks, by number.
     table: Vec<u64>,
     /// The block that is being filled.
     current: Option<(u64, Vec<u8>)>,
 }
 
 impl<'a, S: Storage> Builder<'a, S> {
-    /// `end`: no reference and no byte of the file lies at or behind it.
+    /// `end`: offset behind all references and all data of the file.
     pub fn new(file: &'a Raw<S>, header: &Header, end: u64) -> Self {
         let first = end.div_ceil(header.cluster_size());
         let width = header.refcount_width();
@@ -47,7 +47,7 @@ impl<'a, S: Storage> Builder<'a, S> {
         self.width.per_block(1 << self.cluster_bits)
     }
 
-    /// Sets the refcount of the next cluster, higher than all before it.
+    /// Sets the refcount of a cluster; clusters must come in ascending order.
     pub async fn put(&mut self, cluster: u64, refcount: u64) -> Result<(), ImageError> {
         let index = cluster / self.per_block();
         if self.current.as_ref().is_some_and(|(current, _)| *current != index) {
@@ -78,8 +78,8 @@ impl<'a, S: Storage> Builder<'a, S> {
             .map_err(|e| ImageError::io("qcow2 refcount block", at, "writing", e))
     }
 
-    /// Counts the new structures themselves, and writes the table. Gives its offset and its
-    /// clusters; nothing is durable yet.
+    /// Counts the new structures themselves, and writes the table. Returns its offset and its
+    /// clusters. Nothing is durable yet.
     pub async fn finish(mut self) -> Result<(u64, u32), ImageError> {
         let (blocks, table_clusters) = self.own_size();
         for cluster in self.first..self.next + blocks + table_clusters {
@@ -103,8 +103,8 @@ impl<'a, S: Storage> Builder<'a, S> {
         Ok((at, table_clusters as u32))
     }
 
-    /// How many blocks are still to be written, and the table's clusters: blocks for what they
-    /// themselves take included.
+    /// Returns the number of blocks still to write, and of the table's clusters. The blocks that
+    /// count the new structures are included.
     fn own_size(&self) -> (u64, u64) {
         let current = self.current.as_ref().map(|(index, _)| *index);
         let (mut blocks, mut table_clusters) = (1, 1);

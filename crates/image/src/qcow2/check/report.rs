@@ -1,27 +1,27 @@
-//! What a check finds.
+//! Findings of a check.
 
 use std::fmt;
 
-/// What may be repaired.
+/// Which repairs are requested.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Repair {
     No,
-    /// Clusters that nothing references become free.
+    /// Free clusters that nothing references.
     Leaks,
     All,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FindingKind {
-    /// A cluster is referenced more often than its refcount says: it may be overwritten.
+    /// A cluster has more references than its refcount: it may be overwritten.
     RefcountTooLow,
-    /// A cluster is referenced less often than its refcount says: it is never free.
+    /// A cluster has fewer references than its refcount: it is never freed.
     Leak,
     /// A COPIED flag and the refcount contradict each other.
     Copied,
-    /// An entry of an L1 or L2 table is not what the format allows.
+    /// An entry of an L1 or L2 table is invalid.
     BadEntry,
-    /// Something lies beyond the end of the file.
+    /// A reference points beyond the end of the file.
     OutOfRange,
     /// Metadata shares its clusters with something else.
     Overlap,
@@ -29,15 +29,15 @@ pub enum FindingKind {
     BadTable,
     /// The refcount table or a refcount block cannot be used.
     RefcountStructure,
-    /// The format does not allow it, and nothing is in danger: all references are known.
+    /// The format forbids it, but it is harmless: all references are known.
     Harmless,
-    /// The host could not read it.
+    /// The host failed to read it.
     Unreadable,
 }
 
 impl FindingKind {
-    /// What a clean program may leave when it dies under lazy refcounts: told by counting, and
-    /// repaired by it.
+    /// Returns true for inconsistencies that a crash with lazy refcounts may leave. A recount
+    /// detects and repairs them.
     pub(super) fn is_derived(self) -> bool {
         matches!(self, FindingKind::RefcountTooLow | FindingKind::Leak | FindingKind::Copied)
     }
@@ -47,7 +47,7 @@ impl FindingKind {
 pub struct Finding {
     pub kind: FindingKind,
     pub structure: String,
-    /// Where the structure lies in the file.
+    /// Offset of the structure in the file, in bytes.
     pub offset: u64,
     pub text: String,
 }
@@ -58,29 +58,29 @@ impl fmt::Display for Finding {
     }
 }
 
-/// The numbers are what is left after the repair; the findings are what there was before it.
+/// Result of a check. The numbers describe the image after the repair, the findings the image
+/// before it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Report {
     pub corruptions: u64,
-    /// Of the corruptions: COPIED flags that are not set and might be. Nothing is in danger; a
-    /// write copies more than it must.
+    /// Of the corruptions: COPIED flags that are clear but could be set. Harmless: a write copies
+    /// more than necessary.
     pub unset_flags: u64,
-    /// Of the corruptions: what the format does not allow although it endangers nothing.
+    /// Of the corruptions: violations of the format that are harmless.
     pub harmless: u64,
-    /// Of the corruptions: what is mended as soon as the image is opened for writing. Nothing is in
-    /// danger.
+    /// Of the corruptions: those that an open for writing repairs. Harmless.
     pub mended_by_opening: u64,
     pub leaks: u64,
     pub corruptions_fixed: u64,
     pub leaks_fixed: u64,
-    /// What could not be checked, because the host could not read it.
+    /// Number of structures that could not be checked because the host failed to read them.
     pub check_errors: u64,
     pub image_end_offset: u64,
     pub total_clusters: u64,
     pub allocated_clusters: u64,
     pub fragmented_clusters: u64,
     pub compressed_clusters: u64,
-    /// The first so many; `findings_left_off` more were only counted.
+    /// The first findings; `findings_left_off` more were only counted.
     pub findings: Vec<Finding>,
     pub findings_left_off: u64,
 }
@@ -90,7 +90,7 @@ impl Report {
         self.corruptions == 0 && self.leaks == 0 && self.check_errors == 0
     }
 
-    /// Nothing that is in use can be taken for free, or for one's own.
+    /// Returns true if no cluster in use can be taken for free or for exclusive.
     pub fn is_safe(&self) -> bool {
         self.corruptions == self.unset_flags + self.harmless && self.check_errors == 0
     }
@@ -98,23 +98,23 @@ impl Report {
 
 const MAX_FINDINGS: usize = 1000;
 
-/// A report in the making, and what a repair needs to know besides.
+/// A report in progress, and what a repair needs in addition.
 #[derive(Default)]
 pub(in crate::qcow2) struct Tally {
     pub report: Report,
-    /// The refcount table or blocks are to be made anew.
+    /// The refcount table or blocks must be rebuilt.
     pub rebuild: bool,
-    /// Something could not be followed, so that no count is known to be complete.
+    /// Something could not be followed, so counts may be incomplete.
     pub incomplete: bool,
     /// The first finding that is neither [derived](FindingKind::is_derived) nor harmless.
     pub severe: Option<Finding>,
-    /// Where the highest reference beyond the end of the file ends.
+    /// End of the highest reference beyond the end of the file.
     pub beyond: u64,
-    /// Clusters of metadata that is not to be written in place, as it overlaps; the first so many.
+    /// Clusters of overlapping metadata, which must not be written in place; a bounded number.
     pub overlaps: Vec<u64>,
     /// The largest count.
     pub most: u64,
-    /// Later passes see the same tables again: what is found in them is counted once.
+    /// Later passes see the same tables again; their findings are counted only once.
     pub(super) later_pass: bool,
 }
 
@@ -157,7 +157,7 @@ impl Tally {
         }
     }
 
-    /// Something that is in use ends here.
+    /// Notes that something in use ends at this offset.
     pub(super) fn end_at(&mut self, offset: u64) {
         self.report.image_end_offset = self.report.image_end_offset.max(offset);
     }
@@ -168,7 +168,7 @@ impl Tally {
         }
     }
 
-    /// Whether a table may be changed in place.
+    /// Returns true if a table may be changed in place.
     pub(super) fn may_write(&self, cluster: u64) -> bool {
         self.overlaps.len() < MAX_FINDINGS && !self.overlaps.contains(&cluster)
     }

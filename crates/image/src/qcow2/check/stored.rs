@@ -1,8 +1,8 @@
-//! The refcounts that the image has, beside those that were counted.
+//! Compares the stored refcounts with the counted references.
 //!
-//! In: the refcount table and its blocks, the counts. Out: refcounts that are too low, leaks; and
-//! repaired in place where that was asked for. What must hold: a refcount that is lowered stays as
-//! high as the references that were counted.
+//! In: the refcount table and its blocks; the counts. Out: refcounts that are too low, and leaks,
+//! repaired in place if requested. Invariant: a refcount is never lowered below the counted
+//! references.
 
 use std::collections::HashSet;
 
@@ -18,11 +18,10 @@ use crate::qcow2::header::Header;
 use crate::qcow2::refblock::RefcountWidth;
 use crate::raw::Raw;
 
-/// Ranges of freed clusters of one block that are given back to the host; the rest stays the
-/// file's.
+/// Most ranges of freed clusters of one block whose space is deallocated in the host.
 const FREED: usize = 1 << 16;
 
-/// The refcount blocks that can be used.
+/// The usable refcount blocks.
 pub struct Refcounts {
     pub width: RefcountWidth,
     cluster_bits: u32,
@@ -31,7 +30,7 @@ pub struct Refcounts {
 }
 
 impl Refcounts {
-    /// Reads the refcount table; what cannot be used of it is told, and left out.
+    /// Reads the refcount table. Reports unusable entries, and ignores them.
     pub async fn load<S: Storage>(
         file: &Raw<S>,
         header: &Header,
@@ -81,7 +80,7 @@ impl Refcounts {
         self.table_len
     }
 
-    /// The usable blocks and their numbers.
+    /// Returns the usable blocks and their numbers.
     pub fn blocks(&self) -> impl Iterator<Item = (u64, u64)> {
         (0..).zip(&self.blocks).filter_map(|(index, block)| Some((index, (*block)?)))
     }
@@ -90,7 +89,7 @@ impl Refcounts {
         self.width.per_block(1 << self.cluster_bits)
     }
 
-    /// The block that holds a cluster's refcount.
+    /// Returns the offset of the block that holds a cluster's refcount.
     pub fn block_of(&self, cluster: u64) -> Option<u64> {
         *self.blocks.get(usize::try_from(cluster / self.per_block()).ok()?)?
     }
@@ -105,18 +104,18 @@ impl Refcounts {
     }
 }
 
-/// Compares, and repairs in place.
+/// Compares, and repairs in place if requested.
 pub struct Compare<'a, S> {
     pub file: &'a Raw<S>,
     pub refcounts: &'a Refcounts,
     pub counts: &'a mut Counts,
     pub tally: &'a mut Tally,
     pub file_len: u64,
-    /// None: look only.
+    /// None: only check.
     pub repair: Option<RefcountRepair>,
 }
 
-/// Which refcounts are changed.
+/// Which refcounts a repair changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RefcountRepair {
     pub raise: bool,
@@ -146,14 +145,15 @@ impl<S: Storage> Compare<'_, S> {
         self.file_len.div_ceil(1 << self.refcounts.cluster_bits)
     }
 
-    /// Compares clusters of one block, whose first refcount is that of cluster `base`.
+    /// Compares the clusters of one block.
     async fn block(
         &mut self,
         at: u64,
         range: std::ops::Range<u64>,
         base: u64,
     ) -> Result<(), ImageError> {
-        // What lies beyond the file's end concerns only who allocates there next.
+        // Refcounts beyond the file's end matter only when the file grows: only a repair needs
+        // them.
         if self.repair.is_none() && range.start > self.clusters() {
             return Ok(());
         }
@@ -202,7 +202,7 @@ impl<S: Storage> Compare<'_, S> {
         self.give_back(&freed).await
     }
 
-    /// Judges one cluster; gives the refcount that it is to have instead.
+    /// Compares one cluster; returns its correct refcount. None: no change.
     fn cluster(&mut self, cluster: u64, stored: u64) -> Option<u64> {
         let count = self.counts.get(cluster).references;
         if stored == 0 && count == 0 {
@@ -231,7 +231,7 @@ impl<S: Storage> Compare<'_, S> {
         change.then_some(new)
     }
 
-    /// Referenced clusters for which there is no refcount block at all.
+    /// Reports referenced clusters without a refcount block.
     fn without_block(&mut self) {
         let mut end = 0;
         for cluster in
@@ -249,7 +249,7 @@ impl<S: Storage> Compare<'_, S> {
         self.tally.end_at(end);
     }
 
-    /// Freed clusters are nobody's: their space goes back to the host.
+    /// Deallocates freed clusters in the host.
     async fn give_back(&self, freed: &[(u64, u64)]) -> Result<(), ImageError> {
         let bits = self.refcounts.cluster_bits;
         for &(first, end) in freed {
@@ -262,7 +262,7 @@ impl<S: Storage> Compare<'_, S> {
     }
 }
 
-/// Adds a cluster to ranges of them, while there are not too many.
+/// Adds a cluster to the ranges, up to their limit.
 fn note_freed(freed: &mut Vec<(u64, u64)>, cluster: u64) {
     let room = freed.len() < FREED;
     match freed.last_mut() {

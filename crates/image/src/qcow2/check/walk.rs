@@ -1,9 +1,9 @@
-//! Everything that references clusters, followed from the header on: each L1 table once, each L2
-//! table once, however often they are referenced.
+//! Follows all references from the header on: each L1 table once and each L2 table once, however
+//! often they are referenced.
 //!
-//! In: an image's tables. Out: counts, and what is wrong with entries and with places. What must
-//! hold: what is read, and what memory takes, is bounded by what the file holds: L1 and bitmap
-//! tables that overlap are not followed twice, and L2 tables are gathered in bounded numbers.
+//! In: an image's tables. Out: counts, and invalid entries and places. Invariant: reads and memory
+//! are bounded by the file's size. Overlapping L1 and bitmap tables are not followed twice, and L2
+//! tables are collected in bounded numbers.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -27,18 +27,18 @@ use crate::raw::Raw;
 /// Entries of L1 and bitmap tables that are read at a time.
 pub const PIECE_ENTRIES: usize = 1 << 17;
 
-/// What references, and where in the file it says so.
+/// A reference: its structure's name and its offset in the file.
 #[derive(Clone, Copy)]
 struct Site<'a> {
     structure: fmt::Arguments<'a>,
     at: u64,
 }
 
-/// A contiguous table that the image was told to have.
+/// A contiguous table that another structure refers to.
 struct TableReference {
     offset: u64,
     entries: u64,
-    /// How many say that it is theirs.
+    /// Number of references to it.
     times: u64,
     name: String,
 }
@@ -49,16 +49,17 @@ impl TableReference {
     }
 }
 
-/// Tables to follow, of which no two overlap.
+/// Tables to follow; no two overlap.
 #[derive(Default)]
 struct DistinctTables {
     list: Vec<TableReference>,
-    /// By offset: where each ends, and its place in the list.
+    /// By offset: end of the table, and its index in `list`.
     places: BTreeMap<u64, (u64, usize)>,
 }
 
 impl DistinctTables {
-    /// False: it overlaps another one. The same table again is no overlap.
+    /// Adds a table. Returns false if it overlaps another one; the same table again is not an
+    /// overlap.
     fn add(&mut self, table: TableReference) -> bool {
         let (start, end) = (table.offset, table.offset + table.len());
         let before = self.places.range((Bound::Unbounded, Bound::Excluded(end))).next_back();
@@ -83,12 +84,12 @@ pub struct Walk<'a, S> {
     pub file_len: u64,
     pub counts: &'a mut Counts,
     pub tally: &'a mut Tally,
-    /// L2 tables gathered at a time.
+    /// L2 tables collected at a time.
     pub tables_at_once: usize,
 }
 
 impl<S: Storage> Walk<'_, S> {
-    /// Counts all references; `refcounts`: of the refcount structures too.
+    /// Counts all references; `refcounts`: those of the refcount structures too.
     pub async fn count(&mut self, refcounts: Option<&Refcounts>) {
         self.metadata(Site { structure: format_args!("qcow2 header"), at: 0 }, 0, 1);
         let mut l1_tables = DistinctTables::default();
@@ -103,7 +104,7 @@ impl<S: Storage> Walk<'_, S> {
         if let Some(refcounts) = refcounts {
             self.refcount_structures(refcounts);
         }
-        // Bitmaps' tables must not overlap L1 tables either.
+        // Tables of bitmaps must not overlap L1 tables either.
         let first_bitmap = l1_tables.list.len();
         self.bitmaps(&mut l1_tables).await;
         let mut bitmaps = l1_tables.list.split_off(first_bitmap);
@@ -120,19 +121,19 @@ impl<S: Storage> Walk<'_, S> {
         }
     }
 
-    /// Something that cannot be followed, so that its references are not known.
+    /// Reports something that cannot be followed, so that its references are unknown.
     fn lost(&mut self, kind: FindingKind, site: Site<'_>, text: fmt::Arguments<'_>) {
         self.tally.incomplete = true;
         self.tally.find(kind, site.structure, site.at, text);
     }
 
-    /// Something that the format does not allow, and that hides no reference.
+    /// Reports a violation of the format that hides no reference.
     fn odd(&mut self, site: Site<'_>, text: fmt::Arguments<'_>) {
         self.tally.find(FindingKind::Harmless, site.structure, site.at, text);
     }
 
-    /// Counts the clusters of `len` bytes from `offset`; false: they lie beyond the end of the
-    /// file, and are not counted.
+    /// Counts the clusters of `len` bytes at `offset`. Returns false, and counts nothing, if they
+    /// lie beyond the end of the file.
     fn reference(
         &mut self,
         site: Site<'_>,
@@ -143,7 +144,7 @@ impl<S: Storage> Walk<'_, S> {
     ) -> bool {
         let bits = self.header.cluster_bits;
         let end = offset.saturating_add(len);
-        // The last cluster need not be there whole.
+        // The last cluster may be partial.
         if end >= self.file_len.saturating_add(1 << bits) {
             self.tally.beyond = self.tally.beyond.max(end);
             let text = format_args!(
@@ -168,14 +169,14 @@ impl<S: Storage> Walk<'_, S> {
         true
     }
 
-    /// Counts a table that is written in place.
+    /// Counts metadata that are written in place.
     fn metadata(&mut self, site: Site<'_>, offset: u64, len: u64) -> bool {
         let inside = self.reference(site, offset, len, 1, true);
         self.tally.incomplete |= !inside;
         inside
     }
 
-    /// Counts a table's own clusters, and takes it among those to follow.
+    /// Counts a table's own clusters, and adds it to those to follow.
     fn table(&mut self, table: TableReference, tables: &mut DistinctTables) {
         let name = table.name.clone();
         let site = Site { structure: format_args!("{name}"), at: table.offset };
@@ -207,12 +208,12 @@ impl<S: Storage> Walk<'_, S> {
         };
         self.metadata(Site { structure: format_args!("{structure}"), at }, at, len);
         for (index, snapshot) in snapshots.iter().enumerate() {
-            // As in the entries of zeroes that an enlarged count brings in.
+            // An example are the zero entries that appear when the snapshot count is raised.
             if header.version >= 3 && snapshot.disk_size.is_none() {
                 let site = Site { structure: format_args!("{structure} entry {index}"), at };
                 self.odd(
                     site,
-                    format_args!("it does not say the disk's size, which version 3 demands"),
+                    format_args!("it does not store the disk's size, which version 3 requires"),
                 );
             }
             let (offset, entries) = (snapshot.l1_offset, u64::from(snapshot.l1_size));
@@ -259,7 +260,7 @@ impl<S: Storage> Walk<'_, S> {
         );
         if end != size {
             let site = Site { structure: format_args!("{structure}"), at };
-            self.odd(site, format_args!("its entries take {end} bytes, and it has {size}"));
+            self.odd(site, format_args!("its entries take {end} bytes, but it has {size}"));
         }
         for bitmap in &bitmaps {
             let (offset, entries) = (bitmap.table_offset, u64::from(bitmap.table_size));
@@ -295,7 +296,7 @@ impl<S: Storage> Walk<'_, S> {
                     self.lost(
                         FindingKind::BadEntry,
                         site,
-                        format_args!("{word:#x} is no cluster's offset"),
+                        format_args!("{word:#x} is not the offset of a cluster"),
                     );
                 } else {
                     self.reference(site, offset, self.header.cluster_size(), 1, true);
@@ -304,7 +305,7 @@ impl<S: Storage> Walk<'_, S> {
         }
     }
 
-    /// The piece of a table that begins with entry `first`.
+    /// Reads the piece of a table that begins with entry `first`.
     async fn piece(&mut self, table: &TableReference, first: u64) -> Option<Vec<u8>> {
         let (at, len) =
             (table.offset + first * 8, (table.entries - first).min(PIECE_ENTRIES as u64) * 8);
@@ -314,8 +315,8 @@ impl<S: Storage> Walk<'_, S> {
             .ok()
     }
 
-    /// L2 tables from the offset `from` on, with how often each is referenced; and where the next
-    /// lot begins.
+    /// Collects L2 tables from offset `from` on, with their numbers of references. Also returns the
+    /// offset at which the next call must begin.
     async fn gather(
         &mut self,
         l1_tables: &[TableReference],
@@ -326,7 +327,7 @@ impl<S: Storage> Walk<'_, S> {
             for first in (0..table.entries).step_by(PIECE_ENTRIES) {
                 let Some(piece) = self.piece(table, first).await else { break };
                 for (i, word) in words(&piece).filter(|(_, word)| *word != 0) {
-                    // (Those of the active table are judged with its flags.)
+                    // The flags of the active table are checked in `flags`.
                     if word == COPIED && number > 0 && from == 0 {
                         let structure = format_args!("{} entry {}", table.name, first + i);
                         let site = Site { structure, at: table.offset + (first + i) * 8 };
@@ -348,8 +349,8 @@ impl<S: Storage> Walk<'_, S> {
         (l2_tables, next)
     }
 
-    /// The L2 table that an L1 entry points to, if it can be followed. `count`: the entry is seen
-    /// for the first time.
+    /// Returns the L2 table of an L1 entry, if it can be followed. `count`: this is the first visit
+    /// of the entry.
     fn l1_entry(
         &mut self,
         table: &TableReference,
@@ -405,7 +406,7 @@ impl<S: Storage> Walk<'_, S> {
                 let start = host & !511;
                 self.reference(site, start, host + len - start, times, false);
             }
-            // An external data file has no refcounts.
+            // Clusters of an external data file have no refcounts.
             Ok(_) if self.layout.data_file => {}
             Ok(cluster) => {
                 if let Some(host) = cluster.host() {
@@ -414,7 +415,7 @@ impl<S: Storage> Walk<'_, S> {
             }
             Err(what) => {
                 self.lost(FindingKind::BadEntry, site, format_args!("{word:#x}: {what}"));
-                // It most likely holds on to what lies there.
+                // The entry is damaged, but probably refers to this cluster: keep it in use.
                 let host = word & OFFSET_MASK;
                 let plausible = word & COMPRESSED == 0 && !self.layout.data_file && host != 0;
                 if plausible && host < self.file_len {
@@ -425,12 +426,12 @@ impl<S: Storage> Walk<'_, S> {
     }
 }
 
-/// The big-endian words of a table, numbered.
+/// Returns the big-endian words of a table, numbered.
 pub fn words(bytes: &[u8]) -> impl Iterator<Item = (u64, u64)> {
     (0..).zip(bytes.chunks_exact(8).map(|word| be64(word, 0)))
 }
 
-/// The entries of an L2 table, numbered: each one's word and subcluster bitmap.
+/// Returns the entries of an L2 table, numbered: word and subcluster bitmap.
 pub fn l2_entries(bytes: &[u8], layout: EntryFormat) -> impl Iterator<Item = (u64, (u64, u64))> {
     let size = if layout.extended_l2 { 16 } else { 8 };
     let entries = bytes
@@ -439,7 +440,7 @@ pub fn l2_entries(bytes: &[u8], layout: EntryFormat) -> impl Iterator<Item = (u6
     (0..).zip(entries)
 }
 
-/// A name of the image's, fit to be printed.
+/// Shortens and escapes a name for output.
 fn short(name: &str) -> String {
     name.chars().take(64).collect::<String>().escape_debug().to_string()
 }

@@ -1,4 +1,4 @@
-//! Bytes become a header, and every field is checked before anybody uses it.
+//! Parses a header and checks every field before its use.
 
 use super::*;
 use crate::qcow2::bytes::{be32, be64};
@@ -6,13 +6,13 @@ use crate::qcow2::entry::MAX_OFFSET;
 
 const BACKING_NAME: &str = "qcow2 backing file name";
 
-/// Cluster bits, checked, from the first sector of a file.
+/// Returns the cluster bits, checked, from the first sector of a file.
 pub fn cluster_bits(bytes: &[u8]) -> Result<u32, ImageError> {
     if bytes.len() < 4 || be32(bytes, 0) != MAGIC {
         return Err(ImageError::invalid(
             STRUCTURE,
             0,
-            "this is no qcow2 image: the magic bytes are not there",
+            "this is not a qcow2 image: it lacks the magic bytes",
         ));
     }
     if bytes.len() < V2_LENGTH as usize {
@@ -34,20 +34,21 @@ pub fn cluster_bits(bytes: &[u8]) -> Result<u32, ImageError> {
 }
 
 impl Header {
-    /// Parses and checks the header of an image that is to be opened. `bytes`: the file's first
-    /// cluster, or as much of it as there is; `file_len`: no table may lie beyond it.
+    /// Parses and checks the header of an image to open. `bytes`: the file's first cluster, as far
+    /// as it exists. `file_len`: end of the file, beyond which no table may lie.
     pub fn parse(bytes: &[u8], file_len: u64) -> Result<Header, ImageError> {
         let header = Self::parse_for_check(bytes)?;
         if header.refcount_table_clusters == 0 {
-            let what = "there is no refcount table; `blockyard image check --repair all` makes one";
+            let what =
+                "there is no refcount table; `blockyard image check --repair all` builds one";
             return Err(ImageError::invalid(STRUCTURE, 56, what));
         }
         header.check_places(file_len)?;
         Ok(header)
     }
 
-    /// As [`parse`](Self::parse), without what a check reports in its own words, and may repair: a
-    /// refcount table that is missing, tables that overlap or lie beyond the end of the file.
+    /// Like [`parse`](Self::parse), without the errors that a check reports by itself and may
+    /// repair: a missing refcount table, and tables that overlap or lie beyond the end of the file.
     pub fn parse_for_check(bytes: &[u8]) -> Result<Header, ImageError> {
         let cluster_bits = cluster_bits(bytes)?;
         let bytes = &bytes[..bytes.len().min(1 << cluster_bits)];
@@ -87,7 +88,7 @@ impl Header {
     }
 
     fn parse_extensions(&mut self, bytes: &[u8]) -> Result<(), ImageError> {
-        // The name follows the extensions, and bounds them.
+        // The backing file's name follows the extensions and bounds them.
         let end = match self.backing_offset {
             0 => bytes.len(),
             offset => bytes.len().min(usize::try_from(offset).unwrap_or(usize::MAX)),
@@ -129,7 +130,7 @@ impl Header {
             return Err(ImageError::invalid(
                 structure,
                 at,
-                format!("extension {kind:#010x} is there twice"),
+                format!("extension {kind:#010x} exists twice"),
             ));
         }
         match kind {
@@ -170,7 +171,7 @@ impl Header {
                 .filter(|bit| unknown >> bit & 1 == 1)
                 .map(|bit| self.feature_name(bit))
                 .collect();
-            let what = format!("the image needs what is not known here: {}", names.join(", "));
+            let what = format!("the image needs unknown features: {}", names.join(", "));
             return Err(ImageError::unsupported(STRUCTURE, what));
         }
         let kind = bytes
@@ -193,14 +194,14 @@ impl Header {
         }
     }
 
-    /// The name of an incompatible feature by the image's own table.
+    /// Returns the name of an incompatible feature from the image's own table.
     fn feature_name(&self, bit: u32) -> String {
         let table = self.extensions.iter().find(|e| e.kind == EXTENSION_FEATURE_NAMES);
         let entry = table
             .and_then(|t| t.data.chunks_exact(48).find(|e| e[0] == 0 && u32::from(e[1]) == bit));
         let Some(entry) = entry else { return format!("incompatible feature bit {bit}") };
         let name = String::from_utf8_lossy(&entry[2..]);
-        // It is printed: control characters of a hostile image are not.
+        // The name is printed: drop control characters of a hostile image.
         let name: String =
             name.trim_end_matches('\0').chars().filter(|c| !c.is_control()).collect();
         format!("\"{name}\" (incompatible feature bit {bit})")
@@ -242,7 +243,7 @@ impl Header {
         Ok(())
     }
 
-    /// Sizes, alignment and reach of the tables.
+    /// Checks size and alignment of the tables.
     fn check_tables(&self) -> Result<(), ImageError> {
         let bad = |at: u64, what: String| Err(ImageError::invalid(STRUCTURE, at, what));
         let needed = self.l1_needed(self.size);
@@ -286,7 +287,7 @@ impl Header {
         Ok(())
     }
 
-    /// No table overlaps another or the header, or lies beyond the end of the file.
+    /// Checks that no table overlaps another or the header, or lies beyond the end of the file.
     fn check_places(&self, file_len: u64) -> Result<(), ImageError> {
         let mut tables = self.tables();
         tables.sort_by_key(|table| table.offset);
@@ -309,8 +310,8 @@ impl Header {
         Ok(())
     }
 
-    /// The tables that the header points to and that are not empty. Of tables whose length only
-    /// their entries tell, the least that it can be.
+    /// Returns the non-empty tables that the header points to. If only a table's entries give its
+    /// length, its minimum length.
     fn tables(&self) -> Vec<TableField> {
         let bitmaps = self.bitmaps.map_or((0, 0), |b| (b.directory_offset, b.directory_size));
         let refcounts = u64::from(self.refcount_table_clusters) << self.cluster_bits;
@@ -333,13 +334,13 @@ impl Header {
 
 struct TableField {
     name: &'static str,
-    /// Where the header says where it is.
+    /// Offset of the header field that gives the table's offset.
     field: u64,
     offset: u64,
     len: u64,
 }
 
-/// The fields as they are; `bytes` has at least the length of version 2.
+/// Decodes the fields. `bytes` has at least the length of a version 2 header.
 fn fields(bytes: &[u8], cluster_bits: u32) -> Result<Header, ImageError> {
     let version = be32(bytes, 4);
     let length = match version {
@@ -355,7 +356,7 @@ fn fields(bytes: &[u8], cluster_bits: u32) -> Result<Header, ImageError> {
         1 => {
             return Err(ImageError::unsupported(
                 STRUCTURE,
-                "version 1 (qcow): `qemu-img convert` makes it qcow2",
+                "version 1 (qcow) is not supported: convert it with `qemu-img convert`",
             ));
         }
         other => {
@@ -414,14 +415,14 @@ fn bitmaps(data: &[u8], at: u64, cluster_bits: u32) -> Result<BitmapsExtension, 
     if be32(data, 4) != 0 {
         return bad("its reserved field is not zero".into());
     }
-    // An entry has 24 bytes at least.
+    // An entry has at least 24 bytes.
     if size < u64::from(count) * 24 || size > MAX_BITMAP_DIRECTORY_BYTES {
         return bad(format!(
             "a directory of {size} bytes for {count} bitmaps: at most 64 MiB are allowed"
         ));
     }
     if offset == 0 || !offset.is_multiple_of(1 << cluster_bits) {
-        return bad(format!("the directory's offset {offset} is not that of a cluster"));
+        return bad(format!("the directory's offset {offset} is not aligned to a cluster"));
     }
     Ok(BitmapsExtension { count, directory_size: size, directory_offset: offset })
 }
@@ -430,6 +431,6 @@ fn string(structure: &str, at: u64, data: &[u8]) -> Result<String, ImageError> {
     match std::str::from_utf8(data) {
         Ok(s) if !s.contains('\0') => Ok(s.to_owned()),
         Ok(_) => Err(ImageError::invalid(structure, at, "it has a zero byte in it")),
-        Err(_) => Err(ImageError::invalid(structure, at, "it is no UTF-8")),
+        Err(_) => Err(ImageError::invalid(structure, at, "it is not UTF-8")),
     }
 }

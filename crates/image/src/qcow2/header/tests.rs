@@ -1,5 +1,5 @@
 #![cfg(test)]
-//! Headers as they should be, one thing wrong at a time.
+//! Tests of the header: round trips, and one wrong field at a time.
 
 use super::*;
 use crate::error::ErrorKind;
@@ -46,7 +46,7 @@ fn error(change: impl FnOnce(&mut Header)) -> String {
 }
 
 #[test]
-fn what_is_serialized_parses_to_the_same() {
+fn a_serialized_header_parses_to_the_same_header() {
     let full = Header {
         l1_size: 4,
         incompatible: INCOMPATIBLE_COMPRESSION | INCOMPATIBLE_EXTENDED_L2,
@@ -81,7 +81,7 @@ fn version_2_has_no_features() {
 }
 
 #[test]
-fn a_format_that_is_taken_away_is_gone() {
+fn a_removed_backing_format_is_not_written() {
     let mut header =
         Header { backing: Some("b".into()), backing_format: Some("raw".into()), ..plain() };
     header = Header::parse(&area(&header), FILE).unwrap();
@@ -137,13 +137,13 @@ fn every_field_is_checked() {
 }
 
 #[test]
-fn bytes_that_no_header_of_ours_has() {
+fn invalid_bytes_are_refused() {
     let parse = |at: usize, new: &[u8]| {
         let mut bytes = area(&Header { backing: Some("base".into()), ..plain() });
         bytes[at..at + new.len()].copy_from_slice(new);
         Header::parse(&bytes, FILE).unwrap_err().to_string()
     };
-    assert!(parse(0, b"QFI\0").contains("no qcow2 image"));
+    assert!(parse(0, b"QFI\0").contains("not a qcow2 image"));
     assert!(parse(4, &[0, 0, 0, 1]).contains("version 1"));
     assert!(parse(4, &[0, 0, 0, 4]).contains("version 4"));
     for bits in [0, 8, 22, 255] {
@@ -158,12 +158,12 @@ fn bytes_that_no_header_of_ours_has() {
         parse(8, &64u64.to_be_bytes()).contains("outside of the first cluster"),
         "a name over the fields"
     );
-    assert!(parse(120, b"\xff").contains("no UTF-8"));
+    assert!(parse(120, b"\xff").contains("not UTF-8"));
     assert!(parse(112, &[1, 2, 3, 4, 0, 0, 0, 1]).contains("extension 0x01020304 has 1 bytes"));
 }
 
 #[test]
-fn every_length_of_a_file_is_parsed_or_refused() {
+fn truncated_headers_are_parsed_or_refused() {
     let bytes = area(&Header {
         backing: Some("base".into()),
         backing_format: Some("raw".into()),
@@ -175,12 +175,12 @@ fn every_length_of_a_file_is_parsed_or_refused() {
     assert!(Header::parse(&bytes, 0x30000 + 15).is_err());
     assert!(
         Header::parse(&bytes, 0x30000 + 16).is_ok(),
-        "an L1 table's last cluster need not be there whole"
+        "the last cluster of an L1 table may be partial"
     );
 }
 
 #[test]
-fn unknown_features_are_refused_by_their_name() {
+fn unknown_features_are_refused_with_their_name() {
     let mut entry = vec![0, 9];
     entry.extend_from_slice(b"time\x1b travel");
     entry.resize(48, 0);
@@ -206,7 +206,7 @@ fn bitmaps_that_are_inconsistent_keep_their_bytes() {
 }
 
 #[test]
-fn too_much_for_a_cluster_is_refused() {
+fn a_header_larger_than_a_cluster_is_refused() {
     let header = Header { cluster_bits: 9, size: 512, backing: Some("x".repeat(500)), ..plain() };
     assert_eq!(header.serialize().unwrap_err().kind, ErrorKind::Refused);
 }

@@ -1,4 +1,4 @@
-//! The tables of the new size: an L1 table, and L2 tables that take the place of others.
+//! Tables of a resized image: a new L1 table, and L2 tables that replace others.
 
 use std::ops::Range;
 
@@ -14,9 +14,9 @@ use crate::qcow2::header::Header;
 pub struct ResizeTables<'a, S> {
     pub change: &'a OfflineChange<'a, S>,
     pub layout: EntryFormat,
-    /// As it is to be.
+    /// The new L1 table.
     l1: Vec<u8>,
-    /// Tables that are replaced, and where the first of them goes.
+    /// Range of L2 tables (by L1 index) that are replaced, and offset of the first new one.
     replaced: Range<u64>,
     at: u64,
 }
@@ -35,13 +35,13 @@ impl<'a, S: Storage> ResizeTables<'a, S> {
         self.l1.chunks_exact(8).skip(first as usize).any(|word| be64(word, 0) != 0)
     }
 
-    /// Keeps the first so many L1 entries, and makes it so many in all.
+    /// Keeps the first `kept` L1 entries, and sets their number to `all`.
     pub fn set_entries(&mut self, kept: u64, all: u64) {
         self.l1.truncate(kept as usize * 8);
         self.l1.resize(all as usize * 8, 0);
     }
 
-    /// An L2 table as it is in the file; all zeroes if there is none.
+    /// Reads an L2 table; all zeroes if there is none.
     pub async fn read(&self, index: u64) -> Result<Vec<u8>, ImageError> {
         let len = self.cluster_size() as usize;
         let word = self
@@ -61,7 +61,7 @@ impl<'a, S: Storage> ResizeTables<'a, S> {
         }
     }
 
-    /// Where a guest cluster's entry lies in its table.
+    /// Returns the offset of a guest cluster's entry in its table.
     fn place_of(&self, cluster: u64) -> usize {
         let size = if self.layout.extended_l2 { 16 } else { 8 };
         (cluster % (self.cluster_size() / size) * size) as usize
@@ -82,8 +82,8 @@ impl<'a, S: Storage> ResizeTables<'a, S> {
         }
     }
 
-    /// The table that holds the last cluster of `size` bytes, if it has anything behind it: without
-    /// that.
+    /// Returns the L2 table that holds the last cluster of a disk of `size` bytes, without the
+    /// entries behind it. None: there are no such entries.
     pub async fn last_without_rest(&self, size: u64) -> Result<Option<(u64, Vec<u8>)>, ImageError> {
         let Some(index) = self.change.old.l1_needed(size).checked_sub(1) else { return Ok(None) };
         let (clusters, mut table) = (size.div_ceil(self.cluster_size()), self.read(index).await?);
@@ -98,8 +98,8 @@ impl<'a, S: Storage> ResizeTables<'a, S> {
         Ok(Some((index, table)))
     }
 
-    /// Finds room for the L1 table, the L2 tables that are replaced, and `extra` clusters; gives
-    /// where these begin.
+    /// Finds free clusters for the L1 table, the replaced L2 tables, and `extra` clusters. Returns
+    /// the offset of the latter.
     pub async fn place(
         &mut self,
         new: &mut Header,
@@ -127,7 +127,7 @@ impl<'a, S: Storage> ResizeTables<'a, S> {
         self.change.write("qcow2 L1 table", new.l1_offset, &self.l1).await
     }
 
-    /// Puts the last cluster of the old size as it is to be; `moved`: where it goes if it moves.
+    /// Sets the entry of the last cluster of the old size. `moved`: its new offset, if it moves.
     pub async fn put_tail(
         &self,
         table: &mut [u8],
@@ -150,7 +150,7 @@ impl<'a, S: Storage> ResizeTables<'a, S> {
         Ok(())
     }
 
-    /// Makes a table's clusters in a range of the disk read as zeroes; they are unallocated.
+    /// Makes clusters of a table in a range of the disk read as zeroes; they are unallocated.
     pub fn hide(&self, table: &mut [u8], index: u64, hidden: &Range<u64>) {
         let (bits, entries) = (self.layout.cluster_bits, self.change.old.l2_entries());
         let clusters = hidden.start >> bits..hidden.end.div_ceil(1 << bits);

@@ -1,6 +1,5 @@
-//! The rest of the last cluster of a disk that grows: behind the old end there may be what a
-//! program left, or what a longer backing file has. It is to read as zeroes when the disk reaches
-//! over it.
+//! The rest of the last cluster of a disk that grows. Behind the old end there may be stale data,
+//! or data of a longer backing file. It must read as zeroes when the disk grows over it.
 
 use blockyard_storage::Storage;
 
@@ -13,14 +12,14 @@ use crate::raw::Raw;
 
 const STRUCTURE: &str = "qcow2 last cluster";
 
-/// What becomes of the last cluster.
+/// How the last cluster changes.
 pub enum Tail {
     /// Its rest reads as zeroes already.
     Zero,
-    /// Its entry says so from now on.
+    /// Its entry changes to this.
     Entry(L2Entry),
-    /// Its bytes, zeroes at their end, go to a new place: others need it as it was. With the
-    /// subclusters that have data.
+    /// Its data, with zeroes at the end, go to a new cluster, because a snapshot shares the old
+    /// one. With the bitmap of allocated subclusters.
     Moved(Vec<u8>, SubclusterBitmap),
 }
 
@@ -34,19 +33,19 @@ impl Tail {
     }
 }
 
-/// A cluster's place, and where in it the disk ends.
+/// Place of the last cluster, and where in it the disk ends.
 struct LastCluster<'a, S> {
     tables: &'a ResizeTables<'a, S>,
-    /// The file that has the cluster.
+    /// The file that has the cluster's data.
     file: &'a Raw<S>,
     host: u64,
     inside: u64,
-    /// Nobody else has the cluster.
+    /// Nothing else references the cluster.
     own: bool,
 }
 
-/// Sees to the last cluster. Zeroes behind the end are written in place where that is possible:
-/// nobody sees them yet.
+/// Prepares the last cluster for growth. If possible it writes zeroes behind the end in place: no
+/// guest can read there yet.
 pub async fn of<S: Storage>(
     tables: &ResizeTables<'_, S>,
     data: Option<&Raw<S>>,
@@ -84,7 +83,7 @@ pub async fn of<S: Storage>(
         }
         Cluster::Subclusters { host, bitmap } => {
             let piece = old.subcluster_size();
-            // Subclusters wholly behind the end, and the one that it cuts.
+            // Subclusters wholly behind the end, and the one in which the disk ends.
             let rest = u32::MAX.checked_shl(inside.div_ceil(piece) as u32).unwrap_or(0);
             let cut = if inside % piece == 0 { 0 } else { 1 << (inside / piece) };
             debug_assert!(inside / piece < u64::from(SUBCLUSTERS));
@@ -112,7 +111,7 @@ fn backing_shows() -> ImageError {
 }
 
 impl<S: Storage> LastCluster<'_, S> {
-    /// Zeroes from the disk's end up to `end` in the cluster.
+    /// Zeroes the cluster from the disk's end up to `end`.
     async fn clear(&self, end: u64, bitmap: SubclusterBitmap) -> Result<Tail, ImageError> {
         let at = self.host + self.inside;
         let io = |what| move |e| ImageError::io(STRUCTURE, at, what, e);

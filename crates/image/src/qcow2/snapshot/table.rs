@@ -1,7 +1,7 @@
-//! The snapshot table: entries of variable length, one after the other.
+//! The snapshot table: consecutive entries of variable length.
 //!
-//! In: the bytes that the header points to. Out: the entries, all they hold kept. What must hold:
-//! an entry lies inside the file, and the table takes at most 64 MiB.
+//! In: the bytes that the header points to. Out: the entries; unknown fields are preserved.
+//! Invariants: an entry lies inside the file, and the table has at most 64 MiB.
 
 use blockyard_storage::Storage;
 
@@ -11,11 +11,11 @@ use crate::qcow2::header::{Header, MAX_L1_BYTES, MAX_SNAPSHOT_TABLE_BYTES};
 use crate::raw::Raw;
 
 const FIXED: usize = 40;
-/// Extra data known here: the size of the machine's state in 64 bits, the size of the disk.
+/// Known extra data: size of the VM state (64 bits) and size of the disk, in bytes.
 const KNOWN_EXTRA: usize = 16;
 const MAX_EXTRA: usize = 1024;
 
-/// An entry with more extra data than any version of the format has.
+/// An entry with more extra data than any known version has.
 #[derive(Debug, thiserror::Error)]
 #[error("it has {0} bytes of extra data: at most {MAX_EXTRA} are allowed")]
 struct TooMuchExtra(usize);
@@ -26,18 +26,18 @@ pub struct Snapshot {
     pub l1_offset: u64,
     /// In entries.
     pub l1_size: u32,
-    /// Names are bytes; they are shown as UTF-8 where they are.
+    /// Names are bytes; they are shown as UTF-8 if they are valid.
     pub id: Vec<u8>,
     pub name: Vec<u8>,
-    /// When it was taken, since 1970.
+    /// Seconds since 1970 when it was taken.
     pub seconds: u32,
     pub nanoseconds: u32,
-    /// How long the machine had been running, in nanoseconds.
+    /// Time that the VM had run, in nanoseconds.
     pub vm_clock: u64,
     pub vm_state_size: u64,
-    /// None in old images: the disk's size has never changed.
+    /// Size of the disk in bytes; None in old images, whose size never changed.
     pub disk_size: Option<u64>,
-    /// Extra data that is not known here.
+    /// Unknown extra data.
     pub extra: Vec<u8>,
 }
 
@@ -50,7 +50,7 @@ impl Snapshot {
         String::from_utf8_lossy(&self.name).into_owned()
     }
 
-    /// What is wrong with the place of its L1 table.
+    /// Returns what is wrong with its L1 table's place or size.
     pub fn l1_fault(&self, header: &Header) -> Option<String> {
         let bytes = u64::from(self.l1_size) * 8;
         if bytes > MAX_L1_BYTES {
@@ -68,7 +68,8 @@ impl Snapshot {
         None
     }
 
-    /// Reads the entry at the start of `bytes`, and how long it is; None: it goes on behind them.
+    /// Decodes the entry at the start of `bytes`; returns it and its length. None: it is longer
+    /// than `bytes`.
     fn decode(bytes: &[u8]) -> Option<Result<(Snapshot, usize), TooMuchExtra>> {
         let fixed = bytes.get(..FIXED)?;
         let (id_len, name_len, extra_len) =
@@ -95,7 +96,7 @@ impl Snapshot {
         Some(Ok((snapshot, (FIXED + extra_len + id_len + name_len).next_multiple_of(8))))
     }
 
-    /// The entry with its padding; `disk_size` stands in for one that the entry never had.
+    /// Encodes the entry with padding. `disk_size` is used if the entry has none.
     fn encode(&self, out: &mut Vec<u8>, disk_size: u64) {
         let small_state = u32::try_from(self.vm_state_size).unwrap_or(0);
         out.extend_from_slice(&self.l1_offset.to_be_bytes());
@@ -116,7 +117,7 @@ impl Snapshot {
     }
 }
 
-/// The table's entries, and its length in bytes.
+/// Reads the table: its entries, and its length in bytes.
 pub async fn read<S: Storage>(
     file: &Raw<S>,
     header: &Header,
@@ -155,7 +156,7 @@ fn name_of(index: usize) -> String {
     format!("qcow2 snapshot table entry {index}")
 }
 
-/// The bytes of a table with these entries.
+/// Encodes a table of these entries.
 pub fn encode(snapshots: &[Snapshot], disk_size: u64) -> Result<Vec<u8>, ImageError> {
     let mut out = Vec::new();
     snapshots.iter().for_each(|snapshot| snapshot.encode(&mut out, disk_size));
@@ -186,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn entries_come_back_as_they_were_written() {
+    fn encoded_entries_decode_to_the_same() {
         let bytes = encode(&[snapshot(), Snapshot { extra: Vec::new(), ..snapshot() }], 5).unwrap();
         let (first, len) = Snapshot::decode(&bytes).unwrap().unwrap();
         let (second, end) = Snapshot::decode(&bytes[len..]).unwrap().unwrap();
@@ -195,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn old_entries_have_less() {
+    fn old_entries_lack_extra_data() {
         let mut bytes = encode(&[Snapshot { extra: Vec::new(), ..snapshot() }], 5).unwrap();
         bytes[32..36].copy_from_slice(&77u32.to_be_bytes());
         bytes[36..40].fill(0);
@@ -207,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn every_cut_of_an_entry_is_no_entry() {
+    fn truncated_entries_are_not_decoded() {
         let bytes = encode(&[snapshot()], 0).unwrap();
         let whole = FIXED + 16 + 18 + 2 + 6;
         assert!((0..whole).all(|len| Snapshot::decode(&bytes[..len]).is_none()));

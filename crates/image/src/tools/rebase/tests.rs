@@ -1,5 +1,5 @@
-//! A rebase on the simulated disk, cut at each of its events: whatever is left shows what was shown
-//! before.
+//! A rebase on the simulated disk with a power cut at each event: the disk's contents stay the
+//! same.
 
 use blockyard_storage::sim::{Power, Sim, SimConfig, SimDisk, SimImage, pattern};
 
@@ -12,14 +12,14 @@ use blockyard_storage::Alignment;
 
 const SHAPE: Alignment = Alignment { memory_align: 512, offset_align: 512 };
 const SIZE: u64 = 3 << 20;
-/// Images that one cut may leave, of which each is judged.
+/// Images that one power cut may leave; each is checked.
 const OUTCOMES: u64 = 2;
 
 fn powered(image: &SimImage) -> SimDisk {
     SimDisk::new(image.clone(), SimConfig::new(1))
 }
 
-/// The old base, and a new one that ends later, differs here and there, and has zeroes and data
+/// The old base image, and a new one that is shorter, differs in places, and has zeroes and data
 /// where the other has not.
 fn bases() -> [SimImage; 2] {
     let mut old = pattern(1, 0, 2 << 20);
@@ -33,7 +33,7 @@ fn bases() -> [SimImage; 2] {
     [SimImage::from_bytes(&old), SimImage::from_bytes(&new)]
 }
 
-/// How the topmost image is made: a qcow2 image of these options, or a COW file.
+/// How the topmost image is made: a qcow2 image with these options, or a COW file.
 #[derive(Clone, Debug)]
 enum Top {
     Qcow2(CreateOptions),
@@ -73,7 +73,7 @@ impl Top {
         Disk::new(image, "top").await.map_err(|e| ImageError::refused("top", e.to_string()))
     }
 
-    /// With some writes of its own.
+    /// Makes the image, with some writes of its own.
     fn make(&self, base: &SimImage) -> SimImage {
         let (disk, top, base) = (powered(&SimImage::zeroed(0)), self.clone(), base.clone());
         let used = disk.clone();
@@ -107,7 +107,7 @@ impl Top {
     }
 }
 
-/// What `rebase` does on one reactor. False: the power was cut.
+/// Runs `rebase` on one reactor. Returns false after a power cut.
 fn rebased(top: &Top, disk: &SimDisk, old: &SimImage, new: Option<&SimImage>, seed: u64) -> bool {
     let (top, used, old, new) = (top.clone(), disk.clone(), old.clone(), new.cloned());
     let done = Sim::new(seed).block_on(async move {
@@ -137,7 +137,7 @@ fn rebased(top: &Top, disk: &SimDisk, old: &SimImage, new: Option<&SimImage>, se
 }
 
 #[test]
-fn the_disk_stays_what_it_is_wherever_the_power_is_cut() {
+fn the_disk_is_unchanged_after_a_power_cut_at_any_event() {
     let [old, new] = bases();
     let qcow2 = |version, cluster_size, extended_l2| {
         Top::Qcow2(CreateOptions {
@@ -151,7 +151,7 @@ fn the_disk_stays_what_it_is_wherever_the_power_is_cut() {
     for (number, top) in tops.into_iter().enumerate() {
         let image = top.make(&old);
         let expected = top.shows(&image, &old).unwrap();
-        // Nothing at all is below in the end.
+        // The last case has no new backing file.
         let nothing = SimImage::zeroed(0);
         let next = (number != 0).then_some(&new);
         let mut cuts = 0;

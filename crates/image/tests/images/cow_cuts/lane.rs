@@ -1,4 +1,4 @@
-//! A guest's requests, in lanes, and what the oracle is told of them.
+//! A guest's requests, from several clients at once, recorded by the oracle.
 
 use std::cell::{Cell, RefCell};
 use std::io;
@@ -13,11 +13,11 @@ use blockyard_storage::sim::{
 
 use super::plan::Plan;
 
-/// Between the parts of a disk that are used, and the sectors of each.
+/// Distance of the used parts of a disk in bytes, and the sectors of each.
 pub const SPOT: u64 = 16 << 20;
 pub const SPOT_SECTORS: u64 = 48;
 
-/// The file over its backing file, on one reactor, as a guest's disk.
+/// The COW file over its backing file, on one reactor, as a guest's disk.
 pub struct Stack<S> {
     pub cow: Cow<S>,
     pub base: Raw<SimDisk>,
@@ -47,19 +47,19 @@ impl<S: Storage> Stack<S> {
     }
 }
 
-/// What a guest does, over all its queues.
+/// A guest's load on all its queues.
 pub struct Load {
     pub plan: Plan,
     pub oracle: Rc<RefCell<Oracle>>,
     pub power: Power,
     pub rng: Rng,
-    /// Answered Ok.
+    /// Successful flushes.
     pub flushes: Rc<Cell<u64>>,
 }
 
 impl Load {
-    /// Opens the file and runs the lanes to their end. When the power goes half-way they end too,
-    /// unheard.
+    /// Opens the file and runs all clients to their end. After a power cut they end too, without
+    /// answers.
     pub async fn run<S: Storage + Clone>(
         mut self,
         handle: &SimHandle,
@@ -112,10 +112,10 @@ struct Lane<S> {
     power: Power,
     spots: u64,
     rng: Rng,
-    /// Errors are injected: an answer may be one.
+    /// Errors are injected, so requests may fail.
     troubled: bool,
-    /// A sync may fail. What it loses may be read as what lay there before, which is not what the
-    /// disk held before.
+    /// A sync may fail. A read may then return stale data of the place instead of the disk's former
+    /// data.
     lossy: bool,
     flushes: Rc<Cell<u64>>,
 }
@@ -138,8 +138,8 @@ impl<S: Storage> Lane<S> {
         Ok(())
     }
 
-    /// Offset and length in bytes. Spots but the first begin before a page of the bitmap and end in
-    /// it.
+    /// Returns offset and length in bytes. Each spot but the first spans the border of two bitmap
+    /// pages.
     fn range(&mut self) -> (u64, u64) {
         let start = spot_start(self.rng.below(self.spots));
         let first = self.rng.below(SPOT_SECTORS);
@@ -148,7 +148,8 @@ impl<S: Storage> Lane<S> {
         (start + first * SECTOR as u64, count * SECTOR as u64)
     }
 
-    /// Whether the answer was heard, and good. An error without cause is none of these.
+    /// Returns whether the request succeeded; None after the power cut. Fails if an error has no
+    /// injected cause.
     fn heard(&self, what: &str, result: &io::Result<()>) -> Result<Option<bool>, String> {
         match result {
             _ if self.power.is_off() => Ok(None),
@@ -209,7 +210,7 @@ impl<S: Storage> Lane<S> {
     }
 }
 
-/// Where a spot begins.
+/// Returns the start of a spot in bytes.
 pub fn spot_start(spot: u64) -> u64 {
     (spot * SPOT).saturating_sub(SPOT_SECTORS / 2 * SECTOR as u64)
 }

@@ -1,5 +1,5 @@
-//! A COW file and its backing file through their boots. What is found after each cut is judged, and
-//! is where the next begins.
+//! Several boots of a COW file and its backing file. The state after each power cut is checked; the
+//! next boot begins with it.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -17,18 +17,18 @@ use super::lane::{Load, SPOT_SECTORS, Stack, spot_start};
 use super::plan::Plan;
 use crate::lives::Count;
 
-/// What has happened, over many boots.
+/// Statistics over many boots.
 #[derive(Debug, Default)]
 pub struct Tally {
     pub cuts: u64,
     pub survived: u64,
     flushes: u64,
     syncs: u64,
-    /// Cuts that left bits the file did not have before.
+    /// Cuts that left bits which the file did not have before.
     bits_grew: u64,
     commits_cut: u64,
     rebases_cut: u64,
-    /// Files that were cut while they were made: none yet, or whole.
+    /// Files cut during their creation: no COW file yet, or complete.
     unborn: u64,
     born: u64,
     troubled: u64,
@@ -92,7 +92,7 @@ impl fmt::Display for Tally {
         )?;
         write!(
             f,
-            "{bits_grew} loads left new bits, {commits_cut} commits and {rebases_cut} rebases cut, "
+            "{bits_grew} loads set new bits, {commits_cut} commits and {rebases_cut} rebases cut, "
         )?;
         write!(
             f,
@@ -102,13 +102,14 @@ impl fmt::Display for Tally {
     }
 }
 
-/// A name that fits a header's first sector, which is written at once.
+/// Returns a backing file's name that fits into the header's first sector, which is written
+/// atomically.
 fn name(rebases: u64) -> String {
     format!("/golden/{}/{rebases}.img", "n".repeat(100))
 }
 
-/// What a guest would read: offsets and bytes.
-type Found = Vec<(u64, Vec<u8>)>;
+/// Contents that a guest would read: offsets and bytes.
+type Contents = Vec<(u64, Vec<u8>)>;
 
 fn backing_size(plan: &Plan) -> u64 {
     spot_start(plan.spots - 1) + SPOT_SECTORS * SECTOR as u64
@@ -124,7 +125,7 @@ pub struct Life {
     rebases: u64,
 }
 
-/// Both disks under power.
+/// Both disks on one power supply.
 struct Boot {
     power: Power,
     cow: SimDisk,
@@ -153,7 +154,7 @@ impl Life {
         Life { plan, rng, cow, base: base.power_cut(), oracle, own_sectors: 0, rebases: 0 }
     }
 
-    /// About as many events as a load has: a random one below is likely to be in it.
+    /// Approximate number of events of a load; a random event below it is likely to occur.
     pub fn events(&self) -> u64 {
         (self.plan.lanes * self.plan.requests) as u64 * 3
     }
@@ -168,7 +169,7 @@ impl Life {
         let power = Power::cut_after(cut_after);
         let mut disk = |image: &SimImage| {
             let rng = &mut self.rng;
-            // Now and then operations of a kind take long, so that others come in between.
+            // Sometimes operations of one kind are slow, so that others overtake them.
             let mut slow = |most| if rng.one_in(4) { 40 } else { most };
             let latency = Latency { read: slow(4), write: slow(6), sync: slow(10), other: slow(6) };
             let config = SimConfig::new(rng.next_u64());
@@ -195,25 +196,23 @@ impl Life {
             if disks[0].is_off() && !std::mem::replace(&mut gave_up, true) {
                 disks.iter().for_each(SimDisk::give_up);
             }
-            // The power goes while others are polled.
+            // Poll again when the power is cut while another task is polled.
             cx.waker().wake_by_ref();
             work.as_mut().poll(cx)
         });
-        let value = sim
-            .block_on(watched)
-            .map_err(|e| format!("somebody is left without an answer: {e}"))?;
+        let value = sim.block_on(watched).map_err(|e| format!("a request got no answer: {e}"))?;
         Ok((!boot.power.is_off()).then_some(value))
     }
 
-    /// Makes the file, cut after so many events; true: it was made before. What is not there then
-    /// is made.
+    /// Creates the file, with a cut after so many events. Returns true if it was complete before.
+    /// Completes it otherwise.
     pub fn be_created(&mut self, cut_after: u64, tally: &mut Tally) -> Result<bool, String> {
         let explain = self.explain(cut_after, "making it");
         let survived = self.create(cut_after).map_err(&explain)?;
         tally.count(survived);
         let opened = self.open_left(self.cow.clone()).map_err(&explain)?;
         if survived && !opened {
-            return Err(explain("the file was made, and does not open".into()));
+            return Err(explain("the file was created, but does not open".into()));
         }
         tally.born += u64::from(!survived && opened);
         tally.unborn += u64::from(!survived && !opened);
@@ -241,8 +240,8 @@ impl Life {
         Ok(survived)
     }
 
-    /// Whether what a cut left of a new file opens; nothing but "that is no COW file" may be why
-    /// not.
+    /// Returns whether a file left by a cut during creation opens. It must not fail for any reason
+    /// but "not a COW file".
     fn open_left(&self, image: SimImage) -> Result<bool, String> {
         let file = Raw::on(SimDisk::new(image, SimConfig::new(1)), self.plan.shape);
         let opened = Sim::new(1)
@@ -254,7 +253,8 @@ impl Life {
         }
     }
 
-    /// A guest's load; true: it was through before the cut. The file's storage is `wrap`'s.
+    /// Runs a guest's load. Returns true if it ended before the cut. `wrap` makes the file's
+    /// storage.
     pub fn load<S: Storage + Clone>(
         &mut self,
         cut_after: u64,
@@ -288,8 +288,8 @@ impl Life {
         Ok(survived)
     }
 
-    /// Copies the file's sectors into the backing file, cut after so many events: the disk stays as
-    /// it is.
+    /// Commits the file into its backing file, with a cut after so many events: the disk stays the
+    /// same.
     pub fn commit(&mut self, cut_after: u64, tally: &mut Tally) -> Result<bool, String> {
         let explain = self.explain(cut_after, "a commit");
         let boot = self.boot(cut_after);
@@ -313,12 +313,12 @@ impl Life {
         tally.commits_cut += u64::from(!survived);
         self.judge_left(&boot).map_err(&explain)?;
         if survived && self.own_sectors > 0 {
-            return Err(explain(format!("{} sectors are left", self.own_sectors)));
+            return Err(explain(format!("{} sectors are left in the file", self.own_sectors)));
         }
         Ok(survived)
     }
 
-    /// Writes another backing file's name into the header, cut after so many events.
+    /// Stores another backing file's name, with a cut after so many events.
     pub fn rebase(&mut self, cut_after: u64, tally: &mut Tally) -> Result<bool, String> {
         let explain = self.explain(cut_after, "a rebase");
         let boot = self.boot(cut_after);
@@ -341,7 +341,7 @@ impl Life {
         Ok(survived)
     }
 
-    /// Some of the images that a cut here may leave; the last is what the next boot finds.
+    /// Checks some of the images that a cut here may leave; the last one is used by the next boot.
     fn judge_left(&mut self, boot: &Boot) -> Result<Header, String> {
         for _ in 0..2 {
             self.look(boot.cow.power_cut(), boot.base.power_cut())?;
@@ -350,7 +350,7 @@ impl Life {
         self.judge(self.cow.clone(), self.base.clone())
     }
 
-    /// Judges what is found, and takes it for what there is.
+    /// Checks the images, and takes them as the current state.
     fn judge(&mut self, cow: SimImage, base: SimImage) -> Result<Header, String> {
         let (report, found) = self.look(cow, base)?;
         self.own_sectors = report.own_sectors;
@@ -361,8 +361,8 @@ impl Life {
         Ok(report.header)
     }
 
-    /// The file opens, has no fault, and holds what was promised.
-    fn look(&self, cow: SimImage, base: SimImage) -> Result<(cow::Report, Found), String> {
+    /// Checks that the file opens, has no errors, and holds the promised data.
+    fn look(&self, cow: SimImage, base: SimImage) -> Result<(cow::Report, Contents), String> {
         let file = Raw::on(SimDisk::new(cow, SimConfig::new(1)), self.plan.shape);
         let base = Raw::on(SimDisk::new(base, SimConfig::new(1)), self.plan.shape);
         let spots = self.plan.spots;
@@ -381,8 +381,8 @@ impl Life {
         };
         let (report, found) =
             Sim::new(1).block_on(looked).map_err(|e| e.to_string())?.map_err(|e| e.to_string())?;
-        // A block of O_DIRECT's that was written at the end of the file may leave it as long as the
-        // block.
+        // An O_DIRECT write of a whole block at the file's end may leave the file longer, up to the
+        // block's end.
         let block = u64::from(self.plan.shape.offset_align);
         if !report.corruptions.is_empty() || report.leaked >= block {
             return Err(format!("{:?}, {} bytes leaked", report.corruptions, report.leaked));

@@ -1,14 +1,15 @@
-//! Power cuts: a COW file over its backing file, both on simulated disks of one power supply, cut
-//! at any moment.
+//! Power cuts: a COW file over its backing file, on simulated disks with one power supply, cut at
+//! any event.
 //!
 //! ```text
-//!   plan   what a life is like: header, memory, trouble; decided by its seed
-//!   life   boots: a guest's load on one or two reactors, a commit, another backing file; each until it is through or cut
-//!   lane   one guest's requests, and what the oracle is told of them
+//!   plan   parameters of a run, derived from its seed: header, memory, injected errors
+//!   life   boots: a guest's load on one or two reactors, a commit, another backing file
+//!   lane   a guest's clients, whose requests the oracle records
 //! ```
-//! After each cut the file must open, check without a fault, and hold over its backing file what
-//! was promised. A failure names its seed: `BLOCKYARD_SEED=N` runs that one alone.
-//! `BLOCKYARD_CUTS=N` makes as many random cuts.
+//!
+//! After each cut the file must open, pass the check, and hold over its backing file the data that
+//! the oracle expects. A failure reports its seed: `BLOCKYARD_SEED=N` runs that one alone.
+//! `BLOCKYARD_CUTS=N` sets the number of random cuts.
 
 use crate::lives;
 
@@ -25,13 +26,13 @@ use blockyard_storage::sim::Rng;
 use self::life::{Life, Tally};
 use self::plan::Plan;
 
-/// Random cuts of an ordinary run.
+/// Number of random cuts of an ordinary run.
 const CUTS: u64 = 5_000;
 
-/// Seeds that have failed once.
+/// Seeds that failed once.
 const FAILED_ONCE: [u64; 0] = [];
 
-/// Some boots of one disk, each cut at a random event of it.
+/// Several boots of one disk, each cut at a random event.
 fn random_life(plan: Plan, tally: &mut Tally) -> Result<(), String> {
     let mut rng = Rng::new(plan.seed);
     let mut life = Life::new(plan);
@@ -50,14 +51,14 @@ fn random_life(plan: Plan, tally: &mut Tally) -> Result<(), String> {
 }
 
 #[test]
-fn what_was_promised_survives_random_cuts() {
+fn flushed_data_survive_random_cuts() {
     let life = |seed, tally: &mut Tally| random_life(Plan::random(seed), tally);
     let tally = lives::run(&FAILED_ONCE, lives::cuts(CUTS), Tally::default, life);
     assert!(tally.saw_everything() || !lives::is_thorough(CUTS), "{tally}");
 }
 
 #[test]
-fn what_was_promised_survives_a_cut_at_every_event() {
+fn flushed_data_survive_a_cut_at_every_event() {
     let mut tally = Tally::default();
     for seed in 0..6 {
         let plan = Plan { requests: 8, lanes: 5, ..Plan::quiet(seed) };
@@ -72,9 +73,9 @@ fn what_was_promised_survives_a_cut_at_every_event() {
     println!("{tally}");
 }
 
-/// Making a file, committing it and giving it another backing file, cut at each of their events.
+/// Creation, commit and rebase of a file, each cut at every event.
 #[test]
-fn what_is_done_to_a_closed_file_survives_a_cut_at_every_event() {
+fn commands_on_a_closed_file_survive_a_cut_at_every_event() {
     let (mut tally, mut most) = (Tally::default(), 0);
     for seed in 100..106 {
         let plan = Plan::quiet(seed);
@@ -101,11 +102,11 @@ fn what_is_done_to_a_closed_file_survives_a_cut_at_every_event() {
     assert!(most > 20, "no commit copied much: {most} events");
 }
 
-/// What a storage that breaks its promises does wrong.
+/// Defects of a storage that the test must detect.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Lie {
     NoSync,
-    /// Data may be behind the bits then.
+    /// Bits may become durable before their data.
     NoSyncBeforeTheBits,
     LosesPieces,
 }
@@ -162,9 +163,9 @@ impl<S: Storage> Storage for Liar<S> {
     }
 }
 
-/// The judges are judged: a storage that lies is found out.
+/// Tests the test: a defective storage must be detected.
 #[test]
-fn liars_are_caught() {
+fn defective_storage_is_detected() {
     for lie in [Lie::NoSync, Lie::NoSyncBeforeTheBits, Lie::LosesPieces] {
         let caught = (0..150).filter(|&seed| {
             let mut life = Life::new(Plan { lanes: 2, ..Plan::quiet(seed) });

@@ -1,11 +1,11 @@
-//! What a life is like: decided by its seed.
+//! The parameters of a run, derived from its seed.
 
 use std::io::ErrorKind::{Other, StorageFull, Unsupported};
 
 use blockyard_image::Alignment;
 use blockyard_storage::sim::{Fault, OpKind, Rng};
 
-/// The page cache; O_DIRECT on 512-byte blocks, and on 4096-byte blocks under 512-byte sectors.
+/// Alignments: page cache, O_DIRECT with 512-byte blocks, and with 4096-byte blocks.
 const SHAPES: [Alignment; 3] = [
     Alignment { memory_align: 1, offset_align: 1 },
     Alignment { memory_align: 512, offset_align: 512 },
@@ -18,24 +18,24 @@ pub struct Plan {
     pub version: u32,
     pub alignment: u32,
     pub shape: Alignment,
-    /// Parts of the disk that are used, 16 MiB from one another: each has its own page of the
-    /// bitmap.
+    /// Number of used parts of the disk, 16 MiB apart: each has its own bitmap page.
     pub spots: u64,
-    /// Bytes of the bitmap in memory.
+    /// Bytes of the bitmap cache.
     pub memory: u64,
     pub reactors: usize,
-    /// Requests in flight, over all queues, and how many each of these lanes makes.
+    /// Number of clients over all queues, each with one request in flight; and requests of each
+    /// client.
     pub lanes: usize,
     pub requests: usize,
-    /// What the device writes whole or not at all.
+    /// Bytes that the device writes atomically.
     pub atomic: usize,
     pub discard_zeroes: bool,
-    /// Operations of the COW file that fail, in guests' loads.
+    /// Operations of the COW file that fail during loads.
     pub trouble: Option<(OpKind, Fault)>,
 }
 
 impl Plan {
-    /// Nothing fails but the power.
+    /// Only power cuts, no other errors.
     pub fn quiet(seed: u64) -> Self {
         let mut rng = Rng::new(seed ^ 0x706c_616e);
         let version = *rng.pick(&[1, 2, 3, 3, 3]);
@@ -47,7 +47,7 @@ impl Plan {
             alignment,
             shape: *rng.pick(&SHAPES),
             spots,
-            // Eight pages, or all there are.
+            // Eight pages, or the whole bitmap.
             memory: if rng.one_in(2) { 1 } else { u64::MAX },
             reactors: rng.between(1, 2) as usize,
             lanes: rng.between(1, 7) as usize,

@@ -1,5 +1,5 @@
-//! What fuzzing began with, and what it has found: every input of the corpora that are kept, with
-//! the fuzz targets' own rules, on every run of the tests.
+//! Runs every input of the stored fuzzing corpora (initial inputs and former findings) through the
+//! fuzz targets.
 
 #[path = "../../../../../fuzz/fuzz_targets/images/compressed.rs"]
 mod compressed;
@@ -19,7 +19,7 @@ fn all_of(target: &str, fuzz: fn(&[u8])) {
     let inputs: Vec<_> = corpus.read_dir().unwrap().map(|entry| entry.unwrap().path()).collect();
     assert!(inputs.len() > 2, "{}: {inputs:?}", corpus.display());
     for input in inputs {
-        // Told with the failure, if there is one.
+        // Shown with a failure.
         println!("{}", input.display());
         fuzz(&std::fs::read(&input).unwrap());
     }

@@ -1,19 +1,17 @@
-//! Lives by their seeds, on all processors, until enough cuts were made: for the tests that cut the
-//! power.
+//! Runs simulations by their seeds, on all processors, until enough power cuts were made.
 //!
-//! `BLOCKYARD_SEED=N` runs that seed alone. `BLOCKYARD_CUTS=N` makes as many cuts in all. What
-//! fails is told with its seed, when all has been tried: a run of hours is not lost for one of
-//! them.
+//! `BLOCKYARD_SEED=N` runs that seed alone. `BLOCKYARD_CUTS=N` sets the number of cuts. Failures
+//! are reported with their seeds at the end, so that a run of hours continues after a failure.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
-/// Failures that are enough to stop for.
+/// Number of failures after which the run stops.
 const FAILURES: usize = 10;
 
-/// What is counted, by each thread for itself.
+/// Counters of one thread.
 pub trait Count: Default + Send {
     fn cuts(&self) -> u64;
     fn add(&mut self, other: &Self);
@@ -21,21 +19,21 @@ pub trait Count: Default + Send {
 
 pub fn number(name: &str) -> Option<u64> {
     let text = std::env::var(name).ok()?;
-    Some(text.parse().unwrap_or_else(|_| panic!("{name} is a number, not {text:?}")))
+    Some(text.parse().unwrap_or_else(|_| panic!("{name} must be a number, not {text:?}")))
 }
 
-/// The cuts to be made by a whole program of tests; `usual` if nobody says.
+/// Number of cuts of a test program; `usual` if the environment does not set it.
 pub fn cuts(usual: u64) -> u64 {
     number("BLOCKYARD_CUTS").unwrap_or(usual)
 }
 
-/// Whether so much is done that everything must have been seen.
+/// Returns true if the run is long enough that every state must have occurred.
 pub fn is_thorough(usual: u64) -> bool {
     cuts(usual) >= usual && number("BLOCKYARD_SEED").is_none()
 }
 
-/// Runs `life` with the seeds that have failed once, then with 0, 1, 2, ... until `cuts` were made;
-/// `new` gives each thread its counters.
+/// Runs `life` with the seeds that have failed once, then with 0, 1, 2, ... until `cuts` cuts were
+/// made. `new` makes each thread's counters.
 pub fn run<T: Count + std::fmt::Display>(
     failed_once: &[u64],
     cuts: u64,

@@ -71,7 +71,7 @@ fn random_lives(plan: impl Fn(u64) -> Plan + Sync, percent: u64, failed_once: &[
 }
 
 #[test]
-fn what_was_promised_survives_random_cuts() {
+fn flushed_data_survive_random_cuts() {
     let tally = random_lives(Plan::quiet, 50, &QUIET);
     assert!(tally.saw_all_operations() || !lives::is_thorough(CUTS), "{tally}");
 }
@@ -82,7 +82,7 @@ fn refcounts_are_right_in_files_that_grow() {
 }
 
 #[test]
-fn clusters_are_not_used_again_while_somebody_may_use_them() {
+fn clusters_are_not_reused_while_a_request_may_use_them() {
     random_lives(Plan::reusing, 10, &[]);
 }
 
@@ -97,14 +97,14 @@ fn compressed_writes_survive_random_cuts() {
 }
 
 #[test]
-fn what_was_promised_survives_errors_and_cuts() {
+fn flushed_data_survive_errors_and_cuts() {
     let tally = random_lives(Plan::troubled, 15, &TROUBLED);
     assert!(tally.troubled > 50 || !lives::is_thorough(CUTS), "{tally}");
 }
 
 /// Small runs, cut at every event there is.
 #[test]
-fn what_was_promised_survives_a_cut_at_every_event() {
+fn flushed_data_survive_a_cut_at_every_event() {
     let mut tally = Tally::default();
     for (seed, shape) in (30_000..).zip(SHAPES.into_iter().cycle()).take(6) {
         let plan = Plan { shape, lanes: 4, requests: 6, ..Plan::quiet(seed) };
@@ -143,7 +143,7 @@ fn a_new_refcount_table_survives_a_cut_at_every_event() {
 
 /// What is done to a closed image, twice of each kind.
 #[test]
-fn what_is_done_between_boots_survives_a_cut_at_every_event() {
+fn commands_between_boots_survive_a_cut_at_every_event() {
     let (mut tally, mut left) = (Tally::default(), [2; KINDS.len()]);
     for seed in 40_000.. {
         if left == [0; KINDS.len()] {
@@ -171,7 +171,7 @@ fn what_is_done_between_boots_survives_a_cut_at_every_event() {
 /// to fall, so there are many more runs than are needed; they end when it has been caught often
 /// enough.
 #[test]
-fn liars_are_caught() {
+fn defective_storage_is_detected() {
     const ENOUGH: usize = 5;
     // A cut has to come behind one sync of two and before the next.
     for (lie, runs) in [

@@ -180,7 +180,7 @@ fn what_cannot_be_is_refused_and_the_file_stays_as_it_was() {
         (CreateOptions { version: 2, refcount_bits: 8, ..new() }, "version 2 has"),
         (CreateOptions { version: 2, compression: Compression::Zstd, ..new() }, "version 2 has"),
         (CreateOptions { extended_l2: true, cluster_size: 8 << 10, ..new() }, "16 KiB"),
-        (CreateOptions { data_file_raw: true, ..new() }, "no data file"),
+        (CreateOptions { data_file_raw: true, ..new() }, "needs a data file"),
         (CreateOptions { data_file: Some("d".into()), ..new() }, "a name and the file"),
         (
             CreateOptions { preallocation: Preallocation::Full, backing: backing.clone(), ..new() },
@@ -243,7 +243,7 @@ fn a_creation_that_is_cut_short_is_no_image() {
 }
 
 fn is_no_image(error: &str) -> Result<(), String> {
-    if error.contains("this is no qcow2 image") { Ok(()) } else { Err(error.into()) }
+    if error.contains("this is not a qcow2 image") { Ok(()) } else { Err(error.into()) }
 }
 
 fn is_new(left: &SimImage, header: &Header, options: &CreateOptions) -> Result<(), String> {

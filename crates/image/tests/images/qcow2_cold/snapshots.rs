@@ -122,8 +122,8 @@ fn what_cannot_be_is_refused_and_nothing_is_written() {
     refused(create(&path, "full").map(|_| ()), "would have 2 references");
     refused(create(&path, "empty").map(|_| ()), "a snapshot with this name exists");
     refused(create(&path, "").map(|_| ()), "1 to 65535 bytes");
-    refused(apply(&path, "none"), "none with the name or id \"none\"");
-    refused(delete(&path, "7"), "none with the name or id \"7\"");
+    refused(apply(&path, "none"), "no snapshot with the name or id \"none\"");
+    refused(delete(&path, "7"), "no snapshot with the name or id \"7\"");
     let after = std::fs::read(&path).unwrap();
     // Free clusters may have been written to.
     assert!(after[..before.len()] == before, "something was written");
