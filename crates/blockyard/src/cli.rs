@@ -110,6 +110,7 @@ mod tests {
     #[test]
     fn options_of_serve_are_in_groups_and_help_is_the_last() {
         let mut command = command();
+        command.build();
         let help = command.find_subcommand_mut("serve").unwrap().render_help().to_string();
         let headings: Vec<_> =
             help.lines().filter(|line| !line.starts_with(' ') && line.ends_with(':')).collect();

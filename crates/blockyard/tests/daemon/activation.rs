@@ -1,5 +1,4 @@
-//! Started by systemd: sockets that listen already, and a service manager that is told
-//! (sd_listen_fds(3), sd_notify(3)).
+//! systemd socket activation and notification (sd_listen_fds(3), sd_notify(3)).
 
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixDatagram, UnixListener};
@@ -9,8 +8,8 @@ use std::time::Duration;
 use crate::common::{BLOCKYARD, Daemon, Folder, SOON, Signal, run};
 use crate::guest::Guest;
 
-/// The shell moves its standard input and output, which are sockets, to 3 and 4, says so as systemd
-/// does, and becomes the daemon: the process id is right.
+/// The shell moves its standard input and output, which are sockets, to descriptors 3 and 4, sets
+/// the variables of systemd, and executes the daemon. This keeps the process ID.
 const AS_SYSTEMD: &str =
     "exec 3<&0 4>&1 1>&2 </dev/null; LISTEN_PID=$$ LISTEN_FDS=2 exec \"$0\" \"$@\"";
 
@@ -31,7 +30,8 @@ impl Manager {
         UnixListener::bind(self.folder.join(name)).unwrap().into()
     }
 
-    /// `blockyard ARGS` with the listening sockets `first` and `second` as descriptors 3 and 4.
+    /// Returns `blockyard ARGS` with the listening sockets `first` and `second` as descriptors 3
+    /// and 4.
     fn command(&self, names: &str) -> Command {
         let mut command = Command::new("sh");
         command.args(["-c", AS_SYSTEMD, BLOCKYARD]).env("LISTEN_FDNAMES", names);
@@ -49,14 +49,14 @@ impl Manager {
         String::from_utf8_lossy(&bytes[..len]).trim().to_string()
     }
 
-    /// The capacity of the disk that answers on a socket.
+    /// Returns the capacity of the disk on a socket, in bytes.
     fn capacity(&self, name: &str) -> u64 {
         Guest::connect(&self.folder.join(name)).capacity()
     }
 }
 
 #[test]
-fn sockets_by_name_and_two_words_to_the_manager() {
+fn sockets_are_found_by_name_and_the_manager_is_notified_of_start_and_stop() {
     let manager = Manager::new();
     let config = manager.folder.join("toml");
     let disk = |image: &str, fd: &str| {
@@ -69,7 +69,7 @@ fn sockets_by_name_and_two_words_to_the_manager() {
     );
     assert_eq!(manager.next(), "READY=1");
     assert_eq!((manager.capacity("first"), manager.capacity("second")), (2 << 20, 1 << 20));
-    // Front ends come and go; the socket stays.
+    // Front ends connect and disconnect. The socket keeps listening.
     assert_eq!(manager.capacity("first"), 2 << 20);
     daemon.signal(Signal::TERM);
     assert_eq!(manager.next(), "STOPPING=1");
@@ -78,7 +78,7 @@ fn sockets_by_name_and_two_words_to_the_manager() {
 }
 
 #[test]
-fn a_socket_by_number() {
+fn a_socket_is_found_by_its_number() {
     let manager = Manager::new();
     for (fd, name, mine) in
         [("fd:3", "first", true), ("fd:4", "second", true), ("fd:4", "first", false)]
@@ -90,7 +90,7 @@ fn a_socket_by_number() {
         let mut daemon = Daemon::start_with(
             command.args(["serve", "null:3M", "--vhost-user", fd]).stderr(Stdio::piped()),
         );
-        // The stream that holds the command's copies of the sockets.
+        // Drop the command's copies of the sockets.
         drop(command);
         assert_eq!(manager.next(), "READY=1");
         if mine {
@@ -103,7 +103,7 @@ fn a_socket_by_number() {
 }
 
 #[test]
-fn a_disk_that_a_reload_changes_keeps_its_socket() {
+fn a_disk_that_a_reload_reopens_keeps_its_inherited_socket() {
     let manager = Manager::new();
     let config = manager.folder.join("toml");
     let configure = |more: &str| {
@@ -121,8 +121,8 @@ fn a_disk_that_a_reload_changes_keeps_its_socket() {
     daemon.signal(Signal::HUP);
     daemon.wait_log("reloaded: disks added 0, changed 1");
     assert_eq!(Guest::connect(&manager.folder.join("first")).session.link.config.num_queues, 3);
-    // One more disk on the same socket would take the other one's guests; every other descriptor is
-    // the server's own.
+    // A second disk on the same socket would take the guests of the first one. All other
+    // descriptors belong to the server itself.
     let others = (5..40).map(|fd| {
         format!("[[disk]]\nimage = \"ram:1M\"\nname = \"{fd}\"\nvhost-user = \"fd:{fd}\"\n")
     });
@@ -137,7 +137,7 @@ fn a_disk_that_a_reload_changes_keeps_its_socket() {
 }
 
 #[test]
-fn nbd_clients_come_by_a_socket_that_was_inherited() {
+fn nbd_clients_connect_to_an_inherited_socket() {
     let manager = Manager::new();
     let mut command = manager.command("root:nbd");
     let args = ["serve", "null:5M", "--nbd", "fd:nbd", "--vhost-user", "fd:root", "--name", "both"];
@@ -148,7 +148,7 @@ fn nbd_clients_come_by_a_socket_that_was_inherited() {
     for _ in 0..2 {
         assert_eq!(crate::common::tool("nbdinfo", ["--size", &uri]).good().trim(), "5242880");
     }
-    // The two ways in lead to one disk.
+    // Both exports serve the same disk.
     assert_eq!(manager.capacity("first"), 5 << 20);
     daemon.signal(Signal::TERM);
     assert!(daemon.ended(SOON).success());
@@ -156,7 +156,7 @@ fn nbd_clients_come_by_a_socket_that_was_inherited() {
 }
 
 #[test]
-fn sockets_that_are_not_there() {
+fn missing_sockets_are_refused() {
     let manager = Manager::new();
     for (fd, parts) in [
         ("fd:backup", &["fd:backup", "the sockets passed are called \"root:data\""][..]),
@@ -176,7 +176,7 @@ fn sockets_that_are_not_there() {
         let log = daemon.log();
         assert!(log.lines().count() == 1 && parts.iter().all(|p| log.contains(p)), "{fd}: {log}");
     }
-    // Meant for another process: a name means nothing.
+    // LISTEN_PID of another process: names are not valid.
     let done = run(
         Command::new(BLOCKYARD).args(["serve", "null:1M", "--vhost-user", "fd:root"]).envs([
             ("LISTEN_PID", "1"),
@@ -187,7 +187,7 @@ fn sockets_that_are_not_there() {
     );
     assert_eq!(done.status.code(), Some(1));
     assert!(done.err.contains("LISTEN_PID is not its own"), "{}", done.err);
-    // A descriptor that is open and does not listen.
+    // A descriptor that is open but does not listen.
     let mut command = Command::new("sh");
     command.args(["-c", "exec 3</dev/null \"$0\" serve null:1M --vhost-user fd:3", BLOCKYARD]);
     let done = run(&mut command, SOON);

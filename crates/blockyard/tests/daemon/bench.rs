@@ -1,15 +1,14 @@
-//! `blockyard bench` becomes the program `blockyard-bench`. A script takes that program's place
-//! here.
+//! `blockyard bench` executes the program `blockyard-bench`. A script replaces that program here.
 
 use std::path::Path;
 use std::process::Command;
 
 use crate::common::{BLOCKYARD, Finished, Folder, TOOL, run};
 
-/// Prints its arguments, one a line, and ends with status 7.
+/// Prints its arguments, one for each line, and ends with status 7.
 const SCRIPT: &str = "#!/bin/sh\nprintf '%s\\n' \"$@\"\nexit 7\n";
 
-/// A folder with the program in `bin`, and nothing else that is ours.
+/// Returns a folder with the program in `bin`, and without `blockyard-bench`.
 fn installed() -> Folder {
     let folder = Folder::new();
     std::fs::create_dir_all(folder.join("bin")).unwrap();
@@ -18,8 +17,8 @@ fn installed() -> Folder {
     folder
 }
 
-/// Copies a program by another process. If this one wrote the file, a child that another test
-/// starts meanwhile would have it open for writing too, and it could not run (ETXTBSY).
+/// Copies a program by another process. If this process wrote the file, a child of another test
+/// could inherit the open descriptor, and executing the file would fail (ETXTBSY).
 fn install(from: &Path, to: &Path) {
     run(Command::new("install").arg("-m755").args([from, to]), TOOL).good();
 }
@@ -55,7 +54,7 @@ fn all_arguments_reach_the_other_program() {
 }
 
 #[test]
-fn without_the_other_program_the_error_names_the_places() {
+fn without_blockyard_bench_the_error_names_the_searched_folders() {
     let folder = installed();
     let done = call(&folder, &["bench", "rate", "read", "x"]);
     assert_eq!(done.status.code(), Some(1));
@@ -63,7 +62,7 @@ fn without_the_other_program_the_error_names_the_places() {
     for part in ["blockyard-bench is missing", "/bin, ", "/libexec/blockyard, PATH"] {
         assert!(done.err.contains(part), "{part}: {}", done.err);
     }
-    // Everything else works, and says what is left out.
+    // Other commands work, and note the missing commands.
     let script = call(&folder, &["completions", "bash"]);
     assert!(script.err.contains("blockyard-bench is missing"), "{}", script.err);
     assert!(script.good().contains("blockyard__subcmd__serve"));

@@ -1,4 +1,4 @@
-//! The write cache: what a guest is told of it, how it switches it, and what is durable when.
+//! The write cache: what the guest reads of it, how it switches it, and when writes are durable.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -13,10 +13,9 @@ use crate::guest::{ANSWER, Guest, pattern};
 
 const PAGE: u64 = 4096;
 
-/// Kilobytes of a file's first `len` bytes that are in the page cache and not on the disk.
+/// Returns the kilobytes of a file's first `len` bytes that are dirty in the page cache.
 ///
-/// As a mapping of it sees them: the kernel counts a page as dirty in smaps when the file's own
-/// page is.
+/// Reads smaps of a mapping of the file: it counts the file's dirty pages.
 #[track_caller]
 pub fn dirty(path: &Path, len: u64) -> u64 {
     let file = std::fs::File::options().read(true).write(true).open(path).unwrap();
@@ -54,14 +53,14 @@ impl CacheFixture {
         Guest::without(&self.folder.join("s"), without)
     }
 
-    /// Whether what was written just now is on the disk.
+    /// Returns whether all writes are on the disk.
     #[track_caller]
     fn durable(&self) -> bool {
         dirty(&self.folder.join("disk"), BYTES) == 0
     }
 
-    /// Whether each of some writes is on the disk when it is answered. (Where none has to be, the
-    /// kernel may have written one back for reasons of its own.)
+    /// Returns whether every one of some writes is on the disk when it completes. (Otherwise the
+    /// kernel may still have written back one by itself.)
     #[track_caller]
     fn writes_are_durable(&self, guest: &mut Guest, seed: u64) -> bool {
         (0..4).all(|n| {
@@ -81,8 +80,9 @@ fn switch(guest: &mut Guest, wce: u8) -> bool {
 }
 
 #[test]
-fn modes() {
-    // Told of a write cache; writes durable at once; writes durable after a flush.
+fn each_cache_mode_has_its_durability() {
+    // Columns: the guest sees a write cache; writes are durable at once; writes are durable after a
+    // flush.
     for (mode, told, at_once, flushed) in [
         ("none", 1, true, true),
         ("writeback", 1, false, true),
@@ -94,8 +94,7 @@ fn modes() {
         let mut guest = fixture.guest(0);
         assert!(guest.has(feature::FLUSH) && guest.has(feature::CONFIG_WCE), "{mode}");
         assert_eq!(guest.session.link.config.wce, told, "{mode}");
-        // `dirty` sees the page cache, and O_DIRECT leaves nothing there: for these two modes it
-        // says just that.
+        // `dirty` counts the page cache only. With O_DIRECT these two modes leave nothing there.
         assert_eq!(fixture.writes_are_durable(&mut guest, 3), at_once, "{mode}: a write");
         let flushes = (0..4).all(|seed| {
             assert_eq!(guest.write(0, &pattern(seed, BYTES as usize)), status::OK);
@@ -108,13 +107,13 @@ fn modes() {
 }
 
 #[test]
-fn zeroes_and_the_cache() {
+fn zeroes_are_durable_as_writes_are() {
     for (mode, at_once) in [("writeback", false), ("writethrough", true)] {
         let fixture = CacheFixture::new(mode);
         let mut guest = fixture.guest(0);
         guest.write(0, &pattern(1, BYTES as usize));
         guest.flush();
-        // Half a page: the file system zeroes that in its cache.
+        // Half a page, which the file system zeroes in the page cache.
         let zeroes = (0..4).all(|page| {
             assert_eq!(guest.ranges(request::WRITE_ZEROES, &[(page * 8 + 1, 2, 0)]), status::OK);
             fixture.durable()
@@ -140,16 +139,16 @@ fn a_guest_switches_the_cache() {
     assert!(!fixture.writes_are_durable(&mut guest, 3));
     switch(&mut guest, 0);
     guest.leave();
-    // The next guest finds the disk as its owner set it up.
+    // The next guest finds the cache mode of the configuration.
     let mut guest = fixture.guest(0);
     assert_eq!(guest.session.link.config.wce, 1);
     assert!(!fixture.writes_are_durable(&mut guest, 4));
     fixture.daemon.stop();
 }
 
-/// Its guest knows nothing of the restart, and would not flush.
+/// The guest does not notice the restart, and would not flush.
 #[test]
-fn a_switched_cache_outlives_a_killed_daemon() {
+fn the_guests_cache_setting_survives_a_killed_daemon() {
     for (mode, switched) in [("writeback", 0), ("writethrough", 1)] {
         let mut fixture = CacheFixture::new(mode);
         let mut guest = fixture.guest(0);
@@ -167,7 +166,7 @@ fn a_switched_cache_outlives_a_killed_daemon() {
                 "{mode}, life {life}"
             );
         }
-        // The next guest brings a region of its own, and gets what the disk's owner set up.
+        // The next guest brings another in-flight region, and gets the configured mode.
         guest.leave();
         assert_eq!(wce(&mut fixture.guest(0)), 1 - switched, "{mode}");
         fixture.daemon.stop();
@@ -175,7 +174,7 @@ fn a_switched_cache_outlives_a_killed_daemon() {
 }
 
 #[test]
-fn writes_in_flight_when_the_cache_is_switched_off() {
+fn writes_in_flight_are_durable_when_the_cache_is_switched_off() {
     let folder = Folder::new();
     let (image, socket) = (folder.image("disk", 1 << 20), folder.join("s"));
     let daemon = Daemon::serve(
@@ -190,7 +189,7 @@ fn writes_in_flight_when_the_cache_is_switched_off() {
         assert!(switch(&mut guest, 1));
         guest.queue().write_data(0, &bytes);
         guest.queue().submit(0, kind, 0, Data::ToDevice(bytes.len() as u32));
-        // It is taken, and waits in the filter.
+        // The server has taken the request, which waits in the filter.
         guest.all_taken(1);
         assert!(switch(&mut guest, 0));
         assert!(guest.queue().reap().unwrap().is_none(), "it is still on its way");
@@ -212,14 +211,14 @@ fn writes_in_flight_when_the_cache_is_switched_off() {
     daemon.stop();
 }
 
-/// The one range of a WRITE_ZEROES.
+/// Returns the range of a WRITE_ZEROES request.
 fn zeroes_of(sector: u64, sectors: u32) -> Vec<u8> {
     [&sector.to_le_bytes()[..], &sectors.to_le_bytes(), &[0; 4]].concat()
 }
 
 #[test]
-fn a_guest_may_take_a_cache_that_its_owner_did_not_mean_it_to_have() {
-    // As in QEMU: cache=writethrough is where a guest begins.
+fn a_guest_may_switch_a_writethrough_disk_to_writeback() {
+    // As in QEMU, cache=writethrough is only the initial state.
     let fixture = CacheFixture::new("writethrough");
     let mut guest = fixture.guest(0);
     assert!(switch(&mut guest, 1));
@@ -230,13 +229,13 @@ fn a_guest_may_take_a_cache_that_its_owner_did_not_mean_it_to_have() {
 }
 
 #[test]
-fn guests_that_know_less() {
+fn guests_without_the_cache_features_get_the_virtio_defaults() {
     for (without, durable) in [
-        // Cannot flush: virtio 1.2, 5.2.5.2, the cache begins as off. Whether it could switch it
-        // makes no difference.
+        // Without VIRTIO_BLK_F_FLUSH: virtio 1.2, 5.2.5.2, the cache begins in writethrough mode,
+        // with or without VIRTIO_BLK_F_CONFIG_WCE.
         (feature::FLUSH | feature::CONFIG_WCE, true),
         (feature::FLUSH, true),
-        // Flushes, and has no word for the cache's state.
+        // With VIRTIO_BLK_F_FLUSH, without VIRTIO_BLK_F_CONFIG_WCE.
         (feature::CONFIG_WCE, false),
     ] {
         let fixture = CacheFixture::new("writeback");
@@ -254,11 +253,11 @@ fn guests_that_know_less() {
 }
 
 #[test]
-fn a_boot_loader_without_flushes_leaves_no_trace() {
+fn a_boot_loader_without_flush_does_not_affect_the_next_driver() {
     let fixture = CacheFixture::new("writeback");
     let mut guest = fixture.guest(feature::FLUSH | feature::CONFIG_WCE);
     assert!(fixture.writes_are_durable(&mut guest, 1));
-    // The operating system comes next, on the same connection: it negotiates anew.
+    // The operating system negotiates again on the same connection.
     let connection = &mut guest.session.link.connection;
     let loader = connection.features;
     let system = loader | feature::FLUSH | feature::CONFIG_WCE;
@@ -268,7 +267,7 @@ fn a_boot_loader_without_flushes_leaves_no_trace() {
     set(&mut guest, system);
     assert_eq!(wce(&mut guest), 1);
     assert!(!fixture.writes_are_durable(&mut guest, 2));
-    // A front end that says the same again, for reasons of its own, changes nothing.
+    // A front end that repeats the same settings changes nothing.
     assert!(switch(&mut guest, 0));
     set(&mut guest, system);
     assert_eq!(wce(&mut guest), 0);

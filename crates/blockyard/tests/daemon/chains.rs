@@ -1,4 +1,5 @@
-//! qcow2 images and their backing images: served, written, ended, killed; judged by `qemu-img`.
+//! qcow2 images and their backing images under the server, also when it ends or is killed.
+//! `qemu-img` checks them.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -19,8 +20,7 @@ fn text(path: &Path) -> &str {
     path.to_str().unwrap()
 }
 
-/// A raw base that has data everywhere, and a stack of overlays, each with these options of
-/// `qemu-img create`.
+/// A raw base with data everywhere, and overlays. Each has these options of `qemu-img create`.
 struct Stack {
     folder: Folder,
     overlays: Vec<PathBuf>,
@@ -72,14 +72,15 @@ impl Stack {
         );
     }
 
-    /// No error; leaks only where a daemon was killed.
+    /// Checks that the image has no errors. `leaks`: leaks are allowed, because a daemon was
+    /// killed.
     #[track_caller]
     fn check(&self, leaks: bool) {
         for path in &self.overlays {
             let start = std::time::Instant::now();
             let done = loop {
                 let done = tool("qemu-img", ["check", text(path)]);
-                // The lock of a daemon that was killed may linger.
+                // The lock of a killed daemon may remain for a moment.
                 if !done.err.contains("lock") || start.elapsed() > SOON {
                     break done;
                 }
@@ -91,7 +92,7 @@ impl Stack {
 }
 
 #[test]
-fn overlays_in_all_cache_modes() {
+fn overlays_hold_their_data_in_all_cache_modes() {
     for (number, mode) in
         ["none", "writeback", "writethrough", "directsync", "unsafe"].into_iter().enumerate()
     {
@@ -138,7 +139,7 @@ fn overlays_in_all_cache_modes() {
         assert!(log.contains(&chain), "{chain}: {log}");
         stack.check(false);
         stack.base_is_unchanged();
-        // Another daemon finds what was written, and what is below it.
+        // Another daemon reads the data of the overlay and of its backing images.
         let daemon = stack.serve(&["--cache", mode, "--read-only", "--prime"]);
         let mut guest = Guest::connect(&stack.socket);
         assert_eq!(guest.read(at + 3, 4608).unwrap(), pattern(number as u64, 4608), "{mode}");
@@ -151,7 +152,7 @@ fn overlays_in_all_cache_modes() {
 }
 
 #[test]
-fn what_the_guest_is_told() {
+fn a_guest_sees_size_and_features_of_a_chain() {
     for (options, unit, cluster) in [
         ("cluster_size=64k", 128, 128),
         ("extended_l2=on,cluster_size=128k", 8, 256),
@@ -184,7 +185,7 @@ fn a_discarded_overlay_gives_space_back_and_reads_as_zeroes() {
     assert_eq!(guest.flush(), status::OK);
     let full = allocated(stack.top());
     assert_eq!(guest.ranges(request::DISCARD, &[(0, 16 * 512, 0)]), status::OK);
-    // Twice: what a discard freed is given back when nobody can be using it any more.
+    // Twice, because a freed cluster is released only when no request can use it any more.
     assert_eq!((guest.flush(), guest.flush()), (status::OK, status::OK));
     assert!(allocated(stack.top()) + 4 * MIB <= full, "{} of {full} bytes", allocated(stack.top()));
     assert_eq!(guest.read(0, 256 << 10).unwrap(), vec![0; 256 << 10], "not what the base has");
@@ -198,7 +199,7 @@ fn a_discarded_overlay_gives_space_back_and_reads_as_zeroes() {
 }
 
 #[test]
-fn copy_on_read_keeps_what_was_read() {
+fn copy_on_read_writes_data_into_the_image() {
     let stack = Stack::new(&["cluster_size=64k"]);
     let daemon = stack.serve(&["--copy-on-read"]);
     let mut guest = Guest::connect(&stack.socket);
@@ -219,8 +220,8 @@ fn copy_on_read_keeps_what_was_read() {
     stack.base_is_unchanged();
 }
 
-/// Writes blocks one by one, with a flush after every `batch`, and kills the daemon in the middle;
-/// the blocks that are to be found afterwards.
+/// Writes blocks one by one with a flush after every `batch` blocks, and kills the daemon in the
+/// middle. Returns the blocks that must survive.
 fn killed(stack: &Stack, options: &[&str], seed: u64, batch: u64) -> Vec<u64> {
     let daemon = stack.serve(options);
     let mut guest = Guest::connect(&stack.socket);
@@ -243,8 +244,8 @@ fn killed(stack: &Stack, options: &[&str], seed: u64, batch: u64) -> Vec<u64> {
 }
 
 #[test]
-fn kill_9_keeps_what_was_promised() {
-    // Without a flush at the end: the last blocks were never promised.
+fn kill_9_keeps_flushed_writes() {
+    // Without a flush at the end: the last blocks are not durable.
     for (number, (mode, batch)) in
         [("none", 7), ("writeback", 16), ("writethrough", u64::MAX), ("directsync", u64::MAX)]
             .into_iter()
@@ -271,10 +272,9 @@ fn kill_9_keeps_what_was_promised() {
     }
 }
 
-/// Every write is durable when it is answered, so that a guest that survives its server misses
-/// nothing.
+/// Every write is durable when it completes, so a guest that survives its server loses nothing.
 #[test]
-fn kill_9_under_load_with_durable_writes() {
+fn kill_9_keeps_durable_writes_under_load() {
     let stack = Stack::new(&["extended_l2=on,cluster_size=128k"]);
     let options = ["--queues", "2", "--reactors", "2", "--cache", "directsync"];
     let mut daemon = stack.serve(&options);
@@ -308,7 +308,7 @@ fn kill_9_under_load_with_durable_writes() {
     stack.base_is_unchanged();
 }
 
-/// What is not served, and the one line that says why.
+/// Checks that an image is refused with one line that has all of `parts`.
 #[track_caller]
 fn refused(image: &Path, more: &[&str], parts: &[&str]) {
     let mut command = Command::new(BLOCKYARD);
@@ -325,7 +325,7 @@ fn refused(image: &Path, more: &[&str], parts: &[&str]) {
 }
 
 #[test]
-fn what_cannot_be_opened_is_told_in_one_line() {
+fn an_image_that_cannot_be_opened_is_refused_with_one_line() {
     let stack = Stack::new(&["cluster_size=64k", "cluster_size=64k"]);
     let (folder, top, middle) = (&stack.folder, stack.top(), &stack.overlays[0]);
     let base = folder.join("base.img");
@@ -338,7 +338,7 @@ fn what_cannot_be_opened_is_told_in_one_line() {
     refused(top, &["--copy-on-read", "--read-only"], &["--copy-on-read writes"]);
     refused(&folder.image("x.vmdk", 512), &[], &["vmdk", "--format raw"]);
 
-    // A folder elsewhere must be allowed.
+    // A backing file in another folder must be allowed.
     std::fs::create_dir(folder.join("sub")).unwrap();
     let below = folder.join("sub/below.qcow2");
     let name = format!("../{}", base.file_name().unwrap().to_str().unwrap());
@@ -347,7 +347,7 @@ fn what_cannot_be_opened_is_told_in_one_line() {
     refused(&below, &[], &["base.img", "lies outside", "--backing-folder"]);
     Daemon::serve(&below, &stack.socket, &["--backing-folder", text(folder)]).stop();
 
-    // The base belongs to others too, but nobody writes to it.
+    // The base is shared with other readers, but nothing writes to it.
     let holder = Daemon::serve(&base, &folder.join("t"), &[]);
     refused(top, &[], &["base.img is in use by blockyard", "any number of readers"]);
     holder.stop();
@@ -365,7 +365,7 @@ fn what_cannot_be_opened_is_told_in_one_line() {
 }
 
 #[test]
-fn a_configuration_with_chains_is_reloaded() {
+fn a_reload_handles_disks_with_chains() {
     let stack = Stack::new(&["cluster_size=64k"]);
     let config = stack.folder.join("disks.toml");
     let write = |more: &str| {

@@ -1,4 +1,4 @@
-//! A server of several disks on `null:`, described by a configuration file that tests change.
+//! A server with several `null:` disks, from a configuration file that tests change.
 
 use std::process::Command;
 use std::time::Instant;
@@ -15,7 +15,7 @@ pub struct Disks {
 }
 
 impl Disks {
-    /// `FOLDER` in the text is the folder of the sockets.
+    /// Starts a server. `FOLDER` in the text stands for the folder of the sockets.
     pub fn start(text: &str) -> Self {
         let folder = Folder::new();
         write(&folder, text);
@@ -26,21 +26,21 @@ impl Disks {
         Disks { daemon, folder }
     }
 
-    /// Has another text read. Returns when the signal was sent.
+    /// Writes another configuration file and sends SIGHUP. Returns the time of the signal.
     pub fn begin_reload(&self, text: &str) -> Instant {
         write(&self.folder, text);
         self.daemon.signal(Signal::HUP);
         Instant::now()
     }
 
-    /// Has another text read, and waits until the log says what came of it.
+    /// Reloads another configuration file, and waits until the log has `said`.
     pub fn reload(&self, text: &str, said: &str) -> String {
         let from = self.daemon.log().len();
         self.begin_reload(text);
         self.daemon.wait_log_after(from, said)
     }
 
-    /// Returns what the log says of a disk's share.
+    /// Returns the log line about a disk's share.
     pub fn share(&self, disk: &str) -> String {
         let from = self.daemon.log().len();
         self.daemon.signal(Signal::USR1);
@@ -58,7 +58,7 @@ impl Disks {
         line
     }
 
-    /// Waits until at least so many requests of a disk wait for its limits or for its device.
+    /// Waits until at least this many requests of a disk wait for its limits or its device.
     pub fn until_waiting(&self, disk: &str, requests: u64) {
         until("requests wait for their share", SOON, || {
             let line = self.share(disk);
@@ -81,14 +81,14 @@ fn write(folder: &Folder, text: &str) {
     std::fs::write(folder.join("toml"), text.replace("FOLDER", folder.to_str().unwrap())).unwrap();
 }
 
-/// A disk's table, with more keys.
+/// Returns a `[[disk]]` table with additional keys.
 pub fn disk(name: &str, keys: &str) -> String {
     format!(
         "[[disk]]\nname = \"{name}\"\nimage = \"null:1G\"\nvhost-user = \"FOLDER/{name}\"\n{keys}\n"
     )
 }
 
-/// Runs a load, which must not fail.
+/// Runs a load without errors.
 pub fn good(options: &Options) -> Report {
     let report = measure(options).unwrap();
     assert_eq!((report.errors, &report.first_error, report.reconnects), (0, &None, 0));

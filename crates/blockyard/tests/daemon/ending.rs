@@ -1,4 +1,4 @@
-//! How a daemon ends: SIGTERM drains and flushes, kill -9 loses nothing that was answered.
+//! How a daemon ends: SIGTERM drains and flushes; kill -9 loses no acknowledged write.
 
 use std::io::Write;
 use std::os::unix::net::UnixStream;
@@ -17,7 +17,7 @@ use crate::guest::{ANSWER, Guest, bytes_of, pattern};
 const BLOCK: usize = 4096;
 const DEPTH: u16 = 32;
 
-/// Waits for everything in flight; how many answers were good.
+/// Waits for all requests in flight. Returns the number of successful ones.
 fn drain(guest: &mut Guest) -> usize {
     let (start, mut good) = (Instant::now(), 0);
     while guest.queue().in_flight() > 0 {
@@ -35,7 +35,7 @@ fn drain(guest: &mut Guest) -> usize {
 }
 
 #[test]
-fn sigterm_answers_what_is_in_flight() {
+fn sigterm_completes_requests_in_flight() {
     let folder = Folder::new();
     let (image, socket) = (folder.image("disk", 1 << 20), folder.join("s"));
     let daemon = Daemon::serve(&image, &socket, &["--filter", "delay:write=2s"]);
@@ -46,7 +46,7 @@ fn sigterm_answers_what_is_in_flight() {
     }
     guest.all_taken(16);
     assert!(guest.queue().reap().unwrap().is_none(), "they wait in the filter");
-    // In bounded time.
+    // The server ends within bounded time.
     daemon.stop();
     assert_eq!(drain(&mut guest), 16);
     for slot in 0..16 {
@@ -59,8 +59,8 @@ fn sigterm_answers_what_is_in_flight() {
     assert!(!socket.exists());
 }
 
-/// Writes one block after the other until `over`, and then until nothing more is answered: the
-/// blocks answered. `count`: how many so far.
+/// Writes blocks one after the other until `over`, and then waits for the last answers. Returns the
+/// acknowledged blocks. `count`: their number so far.
 fn write_until(socket: &Path, over: &AtomicBool, count: &AtomicUsize) -> Vec<u64> {
     let mut guest = Guest::with(socket, &Plan { slots: DEPTH, ..Plan::default() });
     let (mut next, mut answered) = (0, Vec::new());
@@ -88,7 +88,7 @@ fn write_until(socket: &Path, over: &AtomicBool, count: &AtomicUsize) -> Vec<u64
 }
 
 #[test]
-fn sigterm_in_mid_load_keeps_what_was_answered() {
+fn sigterm_under_load_keeps_acknowledged_writes() {
     for mode in ["none", "writeback"] {
         let folder = Folder::new();
         let (image, socket) = (folder.image("disk", 8 << 30), folder.join("s"));
@@ -98,7 +98,7 @@ fn sigterm_in_mid_load_keeps_what_was_answered() {
             let writer = scope.spawn(|| write_until(&socket, &over, &count));
             until("there is a load", SOON, || count.load(Ordering::Relaxed) > 200);
             std::thread::sleep(Duration::from_millis(300));
-            // In bounded time: it ends though the guest goes on.
+            // It ends within bounded time although the guest continues to submit requests.
             daemon.stop();
             over.store(true, Ordering::Relaxed);
             writer.join().unwrap()
@@ -122,11 +122,11 @@ fn sigterm_does_not_wait_for_front_ends() {
     let daemon = Daemon::serve(&image, &socket, &[]);
     let mut idle = Guest::connect(&socket);
     assert_eq!(idle.flush(), status::OK);
-    // In the queue behind it.
+    // A connection in the backlog of the socket.
     let _waiting = UnixStream::connect(&socket).unwrap();
     daemon.stop();
 
-    // One that stops in the middle of a message, and one in the middle of a handshake.
+    // One front end stops in the middle of a message, one in the middle of a handshake.
     for message in [
         &[1, 0, 0, 0, 1][..],
         &[3, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0],
@@ -141,7 +141,7 @@ fn sigterm_does_not_wait_for_front_ends() {
 }
 
 #[test]
-fn further_signals_while_it_drains() {
+fn further_signals_during_a_drain_change_nothing() {
     let folder = Folder::new();
     let socket = folder.join("s");
     let mut daemon = Daemon::serve("ram:1M", &socket, &["--filter", "delay:write=1s"]);
@@ -156,8 +156,8 @@ fn further_signals_while_it_drains() {
     assert_eq!(drain(&mut guest), 1);
 }
 
-/// Kills a daemon under verified load and starts it again, five times.
-fn killed_again_and_again(packed: bool) {
+/// Kills a daemon under verified load and restarts it, five times.
+fn kill_9_five_times(packed: bool) {
     let folder = Folder::new();
     let (image, socket) = (folder.image("disk", 64 << 20), folder.join("s"));
     let options = ["--queues", "2", "--reactors", "2"];
@@ -192,11 +192,11 @@ fn killed_again_and_again(packed: bool) {
 }
 
 #[test]
-fn kill_9_under_load_split_rings() {
-    killed_again_and_again(false);
+fn kill_9_under_load_loses_nothing_with_split_rings() {
+    kill_9_five_times(false);
 }
 
 #[test]
-fn kill_9_under_load_packed_rings() {
-    killed_again_and_again(true);
+fn kill_9_under_load_loses_nothing_with_packed_rings() {
+    kill_9_five_times(true);
 }

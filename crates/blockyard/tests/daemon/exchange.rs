@@ -1,5 +1,5 @@
-//! Front ends that come, go and die, and a disk that is closed, while requests are held back for an
-//! exchange of images.
+//! Front ends connect, disconnect and die, and a disk closes, while the server quiesces requests to
+//! exchange images.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -15,11 +15,11 @@ use blockyard_driver::{Data, Plan, Queue, Session, SplitRing, request};
 use crate::common::{Folder, SOON, Server, tool, until};
 
 const SIZE: u64 = 16 << 20;
-/// Requests are in flight for so long, so that the gate waits for them, and others wait at it, most
-/// of the time.
+/// Delay of each request. It is long, so that most of the time a quiesce waits for requests in
+/// flight, and other requests wait for the quiesce.
 const SLOW: &str = "delay:write=15ms,read=15ms";
 
-/// Exchanges the images of a disk again and again.
+/// Exchanges the images of a disk in a loop.
 struct Exchanges {
     stop: Arc<AtomicBool>,
     rounds: Arc<AtomicU64>,
@@ -52,8 +52,8 @@ impl Exchanges {
     }
 }
 
-/// A front end that writes on two queues, and then goes as a process goes that is killed: with
-/// requests in flight, and without a message.
+/// A front end that writes on two queues and then disconnects with requests in flight and without a
+/// message, as a killed process does.
 struct Dying {
     stop: Arc<AtomicBool>,
     thread: JoinHandle<()>,
@@ -96,18 +96,18 @@ impl Dying {
 }
 
 #[test]
-fn front_ends_come_go_and_die_while_images_are_exchanged() {
+fn front_ends_may_connect_disconnect_and_die_during_exchanges() {
     let folder = Folder::new();
     let (image, socket) = (folder.image("base.img", SIZE), folder.join("s"));
     let server = Server::start(&image, &socket, &[SLOW]);
     let exchanges = Exchanges::start(&server.disk, folder.to_path_buf());
-    // (Where the machine is slow, more rounds: the exchanges are to be under load.)
+    // On a slow machine this needs more rounds, because the exchanges must run under load.
     for round in 0.. {
         if round >= 6 && exchanges.rounds() >= 6 {
             break;
         }
         assert!(round < 60, "only {} exchanges", exchanges.rounds());
-        // One that ends in order: its queues are stopped, each after its last request.
+        // A front end that disconnects properly: it stops its queues, each after its last request.
         let report = measure(&Options {
             rw: Pattern::Randrw,
             queues: 2,
@@ -120,7 +120,7 @@ fn front_ends_come_go_and_die_while_images_are_exchanged() {
         let report = report.unwrap();
         assert_eq!((report.errors, report.first_error), (0, None), "round {round}");
         assert!(report.verified_blocks > 0);
-        // One that dies.
+        // A front end that dies.
         let client = Dying::start(&socket);
         std::thread::sleep(Duration::from_millis(100 + 17 * (round % 6)));
         client.die();
@@ -130,10 +130,10 @@ fn front_ends_come_go_and_die_while_images_are_exchanged() {
     server.end();
 }
 
-/// As at SIGTERM: what is under way is ended, what was acknowledged is kept, the last image is
-/// sound.
+/// As at SIGTERM: the server ends the exchange, keeps acknowledged writes, and leaves a consistent
+/// image.
 #[test]
-fn a_disk_is_closed_while_its_images_are_exchanged() {
+fn a_disk_closes_during_an_exchange() {
     for round in 0..4 {
         let folder = Folder::new();
         let (image, socket) = (folder.image("base.img", SIZE), folder.join("s"));

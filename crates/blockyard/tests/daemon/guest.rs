@@ -1,11 +1,11 @@
-//! A guest of one queue: requests one at a time, and the pieces to make its own.
+//! A guest with one queue: requests one at a time, and helpers for custom ones.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use blockyard_driver::{Data, Plan, Queue, Session, SplitRing, feature, request, status};
 
-/// Every answer comes within this, or the daemon hangs.
+/// Maximum time for an answer. If it takes longer, the daemon hangs.
 pub const ANSWER: Duration = Duration::from_secs(10);
 
 pub struct Guest {
@@ -13,13 +13,13 @@ pub struct Guest {
 }
 
 impl Guest {
-    /// A present-day guest: all features, a request of up to 256 KiB.
+    /// Connects a modern guest: all features, requests of up to 256 KiB.
     #[track_caller]
     pub fn connect(socket: &Path) -> Self {
         Self::with(socket, &Plan::default())
     }
 
-    /// One that takes other features than those of `without`.
+    /// Connects a guest without the features in `without`.
     #[track_caller]
     pub fn without(socket: &Path, without: u64) -> Self {
         Self::with(socket, &Plan { wanted: feature::GUEST & !without, ..Plan::default() })
@@ -27,7 +27,7 @@ impl Guest {
 
     #[track_caller]
     pub fn with(socket: &Path, plan: &Plan) -> Self {
-        // Room for what tests lay out themselves comes with the size of the ring.
+        // The memory for custom requests grows with the size of the ring.
         let plan = Plan { data_len: plan.data_len.max(256 << 10), queue_size: 1024, ..*plan };
         match Session::start(socket, &plan) {
             Ok(session) => Guest { session },
@@ -47,7 +47,7 @@ impl Guest {
         self.session.link.connection.features & feature != 0
     }
 
-    /// A request's status byte.
+    /// Submits a request and returns its status byte.
     #[track_caller]
     pub fn ask(&mut self, request: u32, sector: u64, data: Data, bytes: &mut [u8]) -> u8 {
         match self.queue().call(request, sector, data, bytes, ANSWER) {
@@ -75,7 +75,7 @@ impl Guest {
         self.ask(request::FLUSH, 0, Data::None, &mut [])
     }
 
-    /// DISCARD or WRITE_ZEROES of ranges: first sector, sectors, flags.
+    /// Submits DISCARD or WRITE_ZEROES of ranges: first sector, number of sectors, flags.
     #[track_caller]
     pub fn ranges(&mut self, request: u32, ranges: &[(u64, u32, u32)]) -> u8 {
         let mut bytes = Vec::new();
@@ -87,8 +87,8 @@ impl Guest {
         self.ask(request, 0, Data::ToDevice(bytes.len() as u32), &mut bytes)
     }
 
-    /// Publishes what was submitted, and waits until the daemon has taken all of it from the ring:
-    /// a flush behind it, in `slot`, is answered. (What was submitted must take longer than that.)
+    /// Publishes submitted requests, and waits until the daemon has taken them from the ring. It
+    /// waits for a flush in `slot` after them. The requests must take longer than the flush.
     #[track_caller]
     pub fn all_taken(&mut self, slot: u16) {
         self.queue().submit(slot, request::FLUSH, 0, Data::None);
@@ -103,14 +103,14 @@ impl Guest {
         }
     }
 
-    /// Stops the queue as a guest does that shuts down, and goes.
+    /// Stops the queue, as a guest does at shutdown, and disconnects.
     #[track_caller]
     pub fn leave(mut self) {
         self.session.link.stop().unwrap_or_else(|e| panic!("leaving: {e:#}"));
     }
 }
 
-/// Bytes that are different everywhere, and for every `seed`.
+/// Returns `len` bytes that differ for every offset and every `seed`.
 pub fn pattern(seed: u64, len: usize) -> Vec<u8> {
     let word = |at: usize| {
         (at as u64 + 1).wrapping_mul(seed.wrapping_mul(2) + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15)
@@ -118,7 +118,7 @@ pub fn pattern(seed: u64, len: usize) -> Vec<u8> {
     (0..len).map(|at| (word(at / 8) >> (8 * (at % 8))) as u8 | 1).collect()
 }
 
-/// `len` bytes of a file from `offset`.
+/// Returns `len` bytes of a file from `offset`.
 #[track_caller]
 pub fn bytes_of(path: &Path, offset: u64, len: usize) -> Vec<u8> {
     use std::os::unix::fs::FileExt;

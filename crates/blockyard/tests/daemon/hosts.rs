@@ -1,11 +1,11 @@
-//! What a host may lack.
+//! Hosts without a permission, O_DIRECT or io_uring.
 
 use std::process::Command;
 
 use crate::common::{BLOCKYARD, Daemon, Folder, SOON, guests, run};
 use crate::guest::{Guest, pattern};
 
-/// The program under test without root's licence to open everything.
+/// Returns a command for the program without root's CAP_DAC_OVERRIDE.
 fn ordinary() -> Command {
     if !rustix::process::geteuid().is_root() {
         return Command::new(BLOCKYARD);
@@ -27,7 +27,7 @@ fn set_mode(path: &std::path::Path, mode: u32) {
 }
 
 #[test]
-fn no_permission_for_the_image() {
+fn an_image_without_permission_is_refused() {
     let folder = Folder::new();
     let (image, socket) = (folder.image("disk", 1 << 20), folder.join("s"));
     let serve = |more: &[&str]| {
@@ -41,7 +41,7 @@ fn no_permission_for_the_image() {
     for part in [image.to_str().unwrap(), "no permission", "--read-only", "Permission denied"] {
         assert!(done.err.contains(part), "{part}: {}", done.err);
     }
-    // The hint is right.
+    // The advice in the message works.
     let mut daemon = Daemon::start(&mut serve(&["--read-only"]));
     daemon.wait_ready();
     Guest::connect(&socket).leave();
@@ -52,7 +52,7 @@ fn no_permission_for_the_image() {
 }
 
 #[test]
-fn no_permission_for_the_socket() {
+fn a_socket_without_permission_is_refused() {
     let folder = Folder::new();
     let image = folder.image("disk", 1 << 20);
     let serve = |socket: &std::path::Path| {
@@ -60,8 +60,8 @@ fn no_permission_for_the_socket() {
         assert_eq!((done.status.code(), done.err.lines().count()), (Some(1), 1), "{}", done.err);
         assert!(done.err.contains("cannot listen on it: Permission denied"), "{}", done.err);
     };
-    // Somebody else's, who may be alive: it is not taken away from him, though the folder would let
-    // us.
+    // The socket of another user, which may be in use. The server does not replace it, although the
+    // mode of the folder would allow that.
     let theirs = folder.join("theirs");
     let _listener = std::os::unix::net::UnixListener::bind(&theirs).unwrap();
     set_mode(&theirs, 0);
@@ -75,8 +75,8 @@ fn no_permission_for_the_socket() {
 }
 
 #[test]
-fn no_direct_io() {
-    // A file that every Linux has, of a file system that has no O_DIRECT. Its length is no multiple
+fn an_image_without_o_direct_is_served_through_the_page_cache() {
+    // A file that every Linux has, on a file system without O_DIRECT. Its length is not a multiple
     // of a sector.
     let notes = std::path::Path::new("/sys/kernel/notes");
     let content = std::fs::read(notes).unwrap();
@@ -102,7 +102,7 @@ fn no_direct_io() {
 }
 
 #[test]
-fn direct_io_where_there_is_some() {
+fn o_direct_is_used_if_the_file_system_has_it() {
     let folder = Folder::new();
     let (image, socket) = (folder.image("disk", 1 << 20), folder.join("s"));
     for (mode, direct) in
@@ -129,7 +129,7 @@ fn direct_io_where_there_is_some() {
 }
 
 #[test]
-fn no_io_uring() {
+fn a_kernel_without_io_uring_is_refused() {
     let folder = Folder::new();
     let socket = folder.join("s");
     for (error, parts) in [
@@ -150,10 +150,10 @@ fn no_io_uring() {
     assert!(!socket.exists());
 }
 
-/// A kernel may count a ring's memory as locked. Then the start says so; without a limit, as in the
-/// units, it succeeds.
+/// A kernel may count the memory of rings as locked memory. Then the server reports the reason at
+/// start. It succeeds without a limit, as in the systemd units.
 #[test]
-fn little_locked_memory() {
+fn a_limit_of_locked_memory_is_reported() {
     let folder = Folder::new();
     let start = |limit: &str| {
         let mut command = Command::new("bash");

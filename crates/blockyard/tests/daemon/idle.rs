@@ -1,4 +1,4 @@
-//! What a disk costs that nobody uses, and what front ends leave behind that come and go.
+//! Costs of an idle disk, and resources that disconnected front ends leave behind.
 
 use std::io::Write;
 use std::os::fd::AsFd;
@@ -17,7 +17,7 @@ fn idle_costs_nothing() {
     let (image, socket) = (folder.image("disk", 64 << 20), folder.join("s"));
     let daemon = Daemon::serve(&image, &socket, &[]);
     let mut guest = Guest::connect(&socket);
-    // A guest that has just worked hard enough for busy-polling to be tried.
+    // A guest with enough load that the server tries busy-polling.
     for round in 0..2000 {
         assert_eq!(guest.write(round % 1000 * 8, &pattern(round, 4096)), status::OK);
     }
@@ -34,10 +34,10 @@ fn idle_costs_nothing() {
     daemon.stop();
 }
 
-/// One visit of a front end; `number` decides how it goes.
+/// One connection of a front end. `number` selects its behaviour.
 fn visit(socket: &Path, number: u64) {
     match number % 6 {
-        // As it should be.
+        // A proper connection.
         0 => {
             let mut guest = Guest::connect(socket);
             let bytes = pattern(number, 16384);
@@ -45,7 +45,7 @@ fn visit(socket: &Path, number: u64) {
             assert_eq!(guest.read(number % 100 * 32, 16384).unwrap(), bytes);
             guest.leave();
         }
-        // Gone in mid-load, with and without a look at the answers.
+        // Disconnects under load, with and without reading the answers.
         1 => {
             let mut guest = Guest::connect(socket);
             for slot in 0..32 {
@@ -61,7 +61,7 @@ fn visit(socket: &Path, number: u64) {
                 guest.queue().sleep(Some(Duration::from_millis(5))).unwrap();
             }
         }
-        // Half a handshake.
+        // An incomplete handshake.
         2 => {
             let mut connection = Connection::open(socket).unwrap();
             let plan = Plan::default();
@@ -71,7 +71,7 @@ fn visit(socket: &Path, number: u64) {
                 connection.set_inflight(&inflight).unwrap();
             }
         }
-        // Everything but the ring's start.
+        // Everything except the start of the ring.
         3 => {
             let plan = Plan::default();
             let mut link =
@@ -81,17 +81,17 @@ fn visit(socket: &Path, number: u64) {
             link.connection.set_memory(&link.memory).unwrap();
             link.connection.set_ring(&setup, 0, &link.memory).unwrap();
         }
-        // No words at all, or no whole one.
+        // No message, or an incomplete one.
         4 => {
             let mut stream = UnixStream::connect(socket).unwrap();
             stream.write_all(&[0; 11][..number as usize % 12]).unwrap();
         }
-        // Noise, with descriptors in it. The daemon may hang up before it has read all.
+        // Random bytes with descriptors. The daemon may disconnect before it has read all.
         _ => {
             let connection = Connection::open(socket).unwrap();
             let mut bytes = pattern(number, 256);
             if number % 4 == 1 {
-                // A message that is known, of a length that is not.
+                // A known message with a wrong length.
                 bytes[..12].copy_from_slice(&[
                     number as u8 % 45,
                     0,
@@ -114,12 +114,12 @@ fn visit(socket: &Path, number: u64) {
 }
 
 #[test]
-fn front_ends_that_come_and_go_leave_nothing_behind() {
+fn disconnected_front_ends_leave_no_resources_behind() {
     let folder = Folder::new();
     let (image, socket) = (folder.image("disk", 64 << 20), folder.join("s"));
     let mut daemon = Daemon::serve(&image, &socket, &["--reactors", "2"]);
-    // A client in this process may have handed it some of its own: the `vhost` crate receives
-    // descriptors that way.
+    // A client in this process may have received descriptors of its own: the `vhost` crate accepts
+    // them that way.
     let shared =
         |daemon: &Daemon| daemon.descriptors().iter().filter(|d| d.contains("memfd")).count();
     let inherited = shared(&daemon);
@@ -150,7 +150,7 @@ fn front_ends_that_come_and_go_leave_nothing_behind() {
     assert!(log.lines().count() < 200, "{} lines", log.lines().count());
 }
 
-/// Without their numbers.
+/// Returns the links without inode numbers.
 fn kinds(links: &[String]) -> Vec<String> {
     links.iter().map(|l| l.split(['[', ':']).next().unwrap().to_string()).collect()
 }

@@ -1,4 +1,4 @@
-//! Queues over reactors, filters, and the statistics that tell them apart.
+//! Distribution of queues to reactors, filters, and statistics.
 
 use blockyard_bench::client::workload::Pattern;
 use blockyard_bench::client::{Options, measure};
@@ -7,7 +7,7 @@ use blockyard_driver::{Data, Ring, request, status};
 use crate::common::{Daemon, Folder, Signal, until};
 use crate::guest::{ANSWER, Guest, pattern};
 
-/// Processor time of the daemon's threads called `reactor-N`, in nanoseconds, in the order of their
+/// Returns the CPU time of the daemon's threads `reactor-N` in nanoseconds, in the order of their
 /// names.
 fn reactors(daemon: &Daemon) -> Vec<u64> {
     let mut times: Vec<_> = std::fs::read_dir(format!("/proc/{}/task", daemon.pid()))
@@ -25,7 +25,7 @@ fn reactors(daemon: &Daemon) -> Vec<u64> {
 }
 
 #[test]
-fn queues_over_reactors() {
+fn queues_are_distributed_to_all_reactors() {
     let folder = Folder::new();
     let (image, socket) = (folder.image("disk", 64 << 20), folder.join("s"));
     for packed in [false, true] {
@@ -54,7 +54,7 @@ fn queues_over_reactors() {
 }
 
 #[test]
-fn more_queues_than_there_are() {
+fn a_front_end_with_too_many_queues_is_refused() {
     let folder = Folder::new();
     let daemon = Daemon::serve("ram:1M", &folder.join("s"), &["--queues", "2"]);
     let options = Options { queues: 3, ..Options::for_socket(folder.join("s")) };
@@ -63,7 +63,7 @@ fn more_queues_than_there_are() {
     daemon.stop();
 }
 
-/// The number behind `name` in the statistics' line of a kind, in microseconds.
+/// Returns the number after `name` in the statistics line of a kind, in microseconds.
 fn figure(log: &str, kind: &str, name: &str) -> f64 {
     let line = log
         .lines()
@@ -75,7 +75,7 @@ fn figure(log: &str, kind: &str, name: &str) -> f64 {
 }
 
 #[test]
-fn queue_time_and_service_time_are_apart() {
+fn queue_time_and_service_time_are_reported_separately() {
     let folder = Folder::new();
     let (image, socket) = (folder.image("disk", 4 << 20), folder.join("s"));
     let daemon = Daemon::serve(
@@ -88,7 +88,7 @@ fn queue_time_and_service_time_are_apart() {
             .unwrap();
     assert!((19_000.0..60_000.0).contains(&report.latency_us.p50), "{:?}", report.latency_us);
     let mut guest = Guest::connect(&socket);
-    // (Several, for one of them may fall into a moment in which the machine does something else.)
+    // Several rounds, because the machine may be busy during one of them.
     for _ in 0..21 {
         assert_eq!(guest.write(0, &pattern(1, 512)), status::OK);
     }
@@ -99,14 +99,14 @@ fn queue_time_and_service_time_are_apart() {
     let log = daemon.log()[from..].to_string();
     let service = figure(&log, "read", "service time p50 ");
     assert!((19_500.0..30_000.0).contains(&service), "{log}");
-    // All of a batch are with the disk at once, and none waits for another.
+    // The disk has all requests of a batch at once. None waits for another.
     assert!(figure(&log, "read", "queue time p50 ") < 2_000.0, "{log}");
     assert!(figure(&log, "write", "service time p50 ") < 15_000.0, "{log}");
     assert!(figure(&log, "flush", "service time p50 ") > 4_900.0, "{log}");
     assert!(log.contains(&format!("clients: process {} disk=\"disk", std::process::id())), "{log}");
     assert_eq!(figure(&log, "read", "requests="), 200.0, "{log}");
     assert_eq!(figure(&log, "read", "bytes="), 200.0 * 4096.0, "{log}");
-    // A disk that nothing was asked of any more says the same.
+    // An idle disk reports the same statistics again.
     daemon.stop();
 }
 
@@ -130,8 +130,8 @@ fn a_sequential_load_takes_fewer_operations_than_requests() {
                 ..Options::for_socket(socket.clone())
             };
             let written = measure(&load).unwrap();
-            // A client that verifies is slow to write: a page cache may answer each request before
-            // the next one comes.
+            // A client that verifies is slow to submit writes. A page cache may complete each
+            // request before the next one arrives.
             let fast = Options { verify: false, ops: Some(60_000), ..load.clone() };
             let more = measure(&fast).unwrap();
             let read = measure(&Options { rw: Pattern::Read, ops: Some(20_000), ..fast }).unwrap();
@@ -159,7 +159,7 @@ fn a_sequential_load_takes_fewer_operations_than_requests() {
     }
 }
 
-/// Offers requests of one kind as one batch: first sector, bytes.
+/// Offers requests of one kind as one batch. Each has a first sector and a length in bytes.
 fn offer(guest: &mut Guest, kind: u32, batch: &[(u64, u32)]) {
     let queue = guest.queue();
     for (slot, &(sector, len)) in batch.iter().enumerate() {
@@ -170,7 +170,7 @@ fn offer(guest: &mut Guest, kind: u32, batch: &[(u64, u32)]) {
 }
 
 #[test]
-fn neighbours_are_answered_each_for_itself() {
+fn merged_requests_complete_separately() {
     let folder = Folder::new();
     let (image, socket) = (folder.image("disk", 1 << 20), folder.join("s"));
     for mode in ["none", "writeback", "writethrough"] {
@@ -179,7 +179,7 @@ fn neighbours_are_answered_each_for_itself() {
         let end = guest.capacity() / 512;
         let good = [(end - 10, 2048), (end - 6, 512), (end - 5, 2560)];
         for round in 0..2 {
-            // The second time one comes after them that lies beyond the disk.
+            // In the second round an additional request lies beyond the end of the disk.
             let batch = [&good[..], &[(end, 512)]].concat();
             let batch = &batch[..3 + round];
             for (slot, &(sector, len)) in batch.iter().enumerate() {
@@ -212,7 +212,7 @@ fn neighbours_are_answered_each_for_itself() {
         {
             let mut guest = Guest::connect(&socket);
             offer(&mut guest, request::IN, &batch);
-            // Bytes written to each, its status among them, as the ring tells them.
+            // Bytes written by each request including its status, from the used ring.
             let mut written = [0; 3];
             until("all are answered", ANSWER, || {
                 while let Some((slot, len)) = guest.queue().ring.reap() {
@@ -234,7 +234,7 @@ fn neighbours_are_answered_each_for_itself() {
 }
 
 #[test]
-fn errors_come_where_they_are_ordered() {
+fn the_error_filter_fails_the_configured_requests() {
     let folder = Folder::new();
     let (image, socket) = (folder.image("disk", 1 << 20), folder.join("s"));
     let daemon = Daemon::serve(
@@ -274,7 +274,7 @@ fn errors_come_where_they_are_ordered() {
 }
 
 #[test]
-fn a_filtered_disk_at_a_rate() {
+fn a_disk_with_a_filter_serves_a_fixed_rate() {
     let folder = Folder::new();
     let daemon =
         Daemon::serve("ram:16M", &folder.join("s"), &["--filter", "error:read=0.25,write=0.25"]);

@@ -1,4 +1,4 @@
-//! One writer, or any number of readers; and a killed daemon is no holder.
+//! Image locks: one writer, or any number of readers. A killed daemon holds no lock.
 
 use std::os::fd::AsFd;
 use std::path::Path;
@@ -18,7 +18,7 @@ fn serve(image: &Path, socket: &Path, more: &[&str]) -> Command {
     command
 }
 
-/// The one line it is refused with.
+/// Returns the only line of a refused start.
 #[track_caller]
 fn refused(command: &mut Command) -> String {
     let done = run(command, SOON);
@@ -27,13 +27,13 @@ fn refused(command: &mut Command) -> String {
 }
 
 #[test]
-fn a_second_writer_is_told_who_holds_the_image() {
+fn a_refused_writer_reports_the_process_that_holds_the_image() {
     let folder = Folder::new();
     let (image, socket, second) =
         (folder.image("disk", 1 << 20), folder.join("s"), folder.join("t"));
     let daemon = Daemon::serve(&image, &socket, &[]);
     let holder = format!("is in use by blockyard (pid {}):", daemon.pid());
-    // This test has it open too, and is no holder.
+    // This test has the image open too, but holds no lock.
     let _reader = std::fs::File::open(&image).unwrap();
     let mut least = Duration::MAX;
     for more in [&[][..], &["--read-only"], &["--cache", "unsafe"]] {
@@ -43,7 +43,7 @@ fn a_second_writer_is_told_who_holds_the_image() {
             error.contains(image.to_str().unwrap()) && error.contains(&holder),
             "{holder} {error}"
         );
-        // Who is waited for is waited for during 5 s.
+        // The server waits 5 s for the lock.
         assert!(
             start.elapsed() < Duration::from_millis(4900),
             "{more:?}: a living holder is waited for"
@@ -65,7 +65,7 @@ fn a_second_writer_is_told_who_holds_the_image() {
 }
 
 #[test]
-fn many_readers() {
+fn many_readers_share_an_image() {
     let folder = Folder::new();
     let (image, sockets) = (folder.image("disk", 1 << 20), [folder.join("a"), folder.join("b")]);
     let daemons = sockets.each_ref().map(|s| Daemon::serve(&image, s, &["--read-only"]));
@@ -85,7 +85,7 @@ fn many_readers() {
 }
 
 #[test]
-fn an_image_twice_in_one_configuration() {
+fn one_configuration_may_have_an_image_twice_only_if_both_are_read_only() {
     let folder = Folder::new();
     let (image, file) = (folder.image("disk", 1 << 20), folder.join("disks.toml"));
     let disk = |name: &str| {
@@ -102,12 +102,12 @@ fn an_image_twice_in_one_configuration() {
 }
 
 #[test]
-fn a_killed_holder_is_waited_for() {
+fn a_start_waits_for_the_lock_of_a_killed_server() {
     let folder = Folder::new();
     let (image, socket) = (folder.image("disk", 64 << 20), folder.join("s"));
     let mut daemon = Daemon::serve(&image, &socket, &[]);
     for round in 0..8 {
-        // In mid-load: the kernel has requests to take apart before the lock falls.
+        // Under load: the kernel must cancel requests before it releases the lock.
         let mut guest = Guest::connect(&socket);
         for slot in 0..32 {
             guest.queue().submit(
@@ -126,11 +126,11 @@ fn a_killed_holder_is_waited_for() {
 }
 
 #[test]
-fn a_lock_that_nobody_seems_to_hold_is_waited_for() {
+fn a_start_waits_for_a_lock_whose_holder_is_unknown() {
     let folder = Folder::new();
     let (image, socket) = (folder.image("disk", 1 << 20), folder.join("s"));
-    // A descriptor on its way through a socket is in no process: what a killed one leaves behind
-    // looks the same.
+    // A descriptor in a socket's buffer belongs to no process. A killed process leaves a lock in
+    // the same state.
     let limbo = || {
         let file = std::fs::File::options().read(true).write(true).open(&image).unwrap();
         assert!(host::lock(&file, Lock::Exclusive).unwrap());

@@ -1,27 +1,26 @@
-//! The daemon as its users meet it, without a virtual machine: the guest is the front end of
-//! `blockyard_driver`.
+//! The daemon without a virtual machine: `blockyard_driver` is the front end.
 //!
 //! ```text
 //!   mistakes     options, configuration files, images, sockets: one clear line and an exit status
-//!   hosts        what the host may lack: O_DIRECT, io_uring, permission
+//!   hosts        hosts without O_DIRECT, io_uring or a permission
 //!   locks        one writer; the lock of a killed daemon
-//!   ending       SIGTERM drains; kill -9 loses nothing
-//!   reload       SIGHUP: disks come, go, change, grow
-//!   activation   sockets of systemd, and what it is told
-//!   idle         what a disk costs that nobody uses, and what a thousand connections leave behind
-//!   cache        write cache: what the guest is told, and what is durable when
+//!   ending       SIGTERM drains; kill -9 loses no acknowledged write
+//!   reload       SIGHUP: adds, removes, changes and resizes disks
+//!   activation   sockets from systemd, and notifications to systemd
+//!   idle         costs of an idle disk; what a thousand connections leave behind
+//!   cache        write cache: what the guest reads, and when writes are durable
 //!   requests     the last sector, ranges, serial, status codes, a read-only disk
-//!   pin          guest memory registered with io_uring: pinned while its front end is there
+//!   pin          guest memory registered with io_uring while its front end is connected
 //!   chains       qcow2 and backing images
-//!   exchange     front ends that come, go and die while the image below them is exchanged
-//!   load         queues over reactors, filters, statistics
-//!   remote       images on an NBD server, which dies and comes back
-//!   second       a front end that connects while another one is served
-//!   bench        `blockyard bench` becomes another program
+//!   exchange     front ends connect, disconnect and die during an exchange of images
+//!   load         queues on reactors, filters, statistics
+//!   remote       images on an NBD server that dies and comes back
+//!   second       a front end that connects while another one is connected
+//!   bench        `blockyard bench` executes another program
 //!   shares       limits, groups, and their change at run time
-//!   streams      standard output and error that fail or are not read
-//!   tls          NBD under TLS: who may have what, and the same bytes
-//!   renewal      certificates, their revocation, and limits of NBD clients, changed at run time
+//!   streams      standard output and standard error that fail or are not read
+//!   tls          NBD with TLS: access, and the same data
+//!   renewal      certificates, revocation and limits of NBD clients, changed at run time
 //! ```
 
 #[path = "../common/mod.rs"]

@@ -1,4 +1,4 @@
-//! Mistakes in options, configuration files, image and socket paths.
+//! Errors in options, configuration files, image paths and socket paths.
 
 use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -30,7 +30,7 @@ fn text(path: &Path) -> &str {
 }
 
 #[test]
-fn option_values() {
+fn wrong_option_values_are_refused() {
     let folder = Folder::new();
     let (image, socket) = (folder.image("disk", 1 << 20), folder.join("s"));
     for (more, parts) in [
@@ -96,7 +96,7 @@ fn option_values() {
 }
 
 #[test]
-fn images() {
+fn wrong_images_are_refused() {
     let folder = Folder::new();
     let socket = folder.join("s");
     let serve = |image: &str, status, parts: &[&str]| {
@@ -120,14 +120,14 @@ fn images() {
         serve(text(&folder.image(name, 1 << 20)), 2, &["which is not served", "--format raw"]);
     }
     assert!(!socket.exists());
-    // The hint is right.
+    // The advice in the message works.
     let daemon = Daemon::serve(folder.join("disk.qcow2"), &socket, &["--format", "raw"]);
     assert_eq!(Guest::connect(&socket).capacity(), 1 << 20);
     daemon.stop();
 }
 
 #[test]
-fn sockets() {
+fn wrong_sockets_are_refused() {
     let folder = Folder::new();
     let image = folder.image("disk", 1 << 20);
     let serve = |socket: &Path, parts: &[&str]| {
@@ -155,7 +155,7 @@ fn sockets() {
         ],
     );
 
-    // 107 bytes are the most that an address holds.
+    // 107 bytes is the maximum of an address.
     let long = |len: usize| folder.join("x".repeat(len - folder.as_os_str().len() - 1));
     serve(&long(108), &["108 bytes", "107"]);
     let daemon = Daemon::serve(&image, &long(107), &[]);
@@ -183,7 +183,7 @@ fn a_stale_socket_is_replaced() {
 const DISK: &str = "[[disk]]\nimage = \"ram:1M\"\nvhost-user = \"/nonexistent/s\"\n";
 
 #[test]
-fn configuration_files() {
+fn wrong_configuration_files_are_refused() {
     let folder = Folder::new();
     let file = folder.join("disks.toml");
     let config = text(&file);
@@ -252,7 +252,7 @@ fn configuration_files() {
 }
 
 #[test]
-fn checking_a_configuration_looks_for_images() {
+fn check_config_opens_the_images() {
     let folder = Folder::new();
     let (file, image, socket) = (folder.join("disks.toml"), folder.join("disk"), folder.join("s"));
     let content = format!(
@@ -263,7 +263,7 @@ fn checking_a_configuration_looks_for_images() {
     std::fs::write(&file, content).unwrap();
     let arguments = ["serve", "--check-config", "--config", text(&file)];
     refused(&arguments, 2, &["disk disk: image ", text(&image), "there is no such file"]);
-    // A server may have it.
+    // Another server may have the image open.
     folder.image("disk", 1 << 20);
     let daemon = Daemon::serve(&image, &folder.join("other"), &[]);
     assert_eq!(blockyard(arguments).good(), "configuration is valid: 2 disks\n");
@@ -272,7 +272,7 @@ fn checking_a_configuration_looks_for_images() {
 }
 
 #[test]
-fn one_image_for_two_disks() {
+fn one_image_for_two_disks_is_refused_unless_both_are_read_only() {
     let folder = Folder::new();
     let (file, image) = (folder.join("disks.toml"), folder.image("disk", 1 << 20));
     let link = folder.join("link");
@@ -296,7 +296,7 @@ fn one_image_for_two_disks() {
 }
 
 #[test]
-fn one_bad_disk_of_many_does_not_end_the_others() {
+fn one_bad_disk_does_not_stop_the_others() {
     let folder = Folder::new();
     let (file, socket) = (folder.join("disks.toml"), folder.join("s"));
     let good = format!(
@@ -317,19 +317,19 @@ fn one_bad_disk_of_many_does_not_end_the_others() {
         log.contains("image /not/there: there is no such file") && log.contains("1 of 2 disks"),
         "{log}"
     );
-    // If none can be served, the server has nothing to do.
+    // If no disk can be served, the server exits.
     std::fs::write(&file, bad).unwrap();
     refused(&["serve", "--config", text(&file)], 1, &["image /not/there: there is no such file"]);
 }
 
 #[test]
-fn help_is_no_mistake() {
+fn help_and_version_succeed() {
     for args in [&["--help"][..], &["serve", "--help"], &["--version"]] {
         let done = blockyard(args);
         assert!(done.err.is_empty(), "{}", done.err);
         assert!(done.good().contains("blockyard"));
     }
-    // An interrupt from the terminal ends it like SIGTERM.
+    // SIGINT from the terminal ends the server like SIGTERM.
     let folder = Folder::new();
     let mut daemon = Daemon::serve("null:1M", &folder.join("s"), &[]);
     daemon.signal(Signal::INT);

@@ -1,4 +1,4 @@
-//! Pinned guest memory: it is what the front end brought, for as long as that is there.
+//! Pinned guest memory: it is pinned as long as its front end is connected.
 
 use std::os::fd::AsRawFd;
 use std::path::Path;
@@ -36,7 +36,7 @@ fn works(guest: &mut Guest, image: &Path, seed: u64) {
 }
 
 #[test]
-fn pinned_memory_comes_and_goes_with_its_front_end() {
+fn memory_is_pinned_while_its_front_end_is_connected() {
     let folder = Folder::new();
     let (image, socket) = (folder.image("disk", 64 << 20), folder.join("s"));
     for (reactors, cache) in [(1, "none"), (2, "writeback")] {
@@ -71,7 +71,7 @@ fn pinned_memory_comes_and_goes_with_its_front_end() {
         let mut guest = Guest::connect(&socket);
         works(&mut guest, &image, reactors);
         assert_eq!(pinned(&daemon), memory_of(&guest), "one queue, one reactor");
-        // A front end that dies has no time to say so.
+        // A front end that dies cannot send a message.
         drop(guest);
         nothing_pinned(&daemon);
         let log = daemon.stop();
@@ -81,7 +81,7 @@ fn pinned_memory_comes_and_goes_with_its_front_end() {
 }
 
 #[test]
-fn memory_is_added_and_removed_under_load() {
+fn regions_are_pinned_and_unpinned_under_load() {
     let folder = Folder::new();
     let (image, socket) = (folder.image("disk", 1 << 20), folder.join("s"));
     let daemon = Daemon::serve(&image, &socket, &["--pin-memory"]);
@@ -104,7 +104,7 @@ fn memory_is_added_and_removed_under_load() {
         works(&mut guest, &image, round * 2 + 1);
         until("the region is let go", SOON, || pinned(&daemon) == own);
     }
-    // A queue that stops keeps it: its front end is still there.
+    // A stopped queue keeps the memory pinned, because its front end is still connected.
     guest.session.link.connection.stop_ring(0).unwrap();
     assert_eq!(pinned(&daemon), own);
     guest.leave();
@@ -114,11 +114,11 @@ fn memory_is_added_and_removed_under_load() {
 
 /// Without CAP_IPC_LOCK, and with less locked memory than the guest has.
 #[test]
-fn who_may_not_pin_serves_all_the_same() {
+fn a_server_that_may_not_pin_memory_still_serves() {
     let folder = Folder::new();
     let (image, socket) = (folder.image("disk", 1 << 20), folder.join("s"));
-    // setpriv drops the capability from the bounding set, which only root may do, and others do not
-    // have it.
+    // setpriv drops the capability from the bounding set, which only root can do. Other users do
+    // not have the capability.
     let mut command = Command::new("prlimit");
     command.arg("--memlock=1048576");
     if rustix::process::geteuid().is_root() {

@@ -1,5 +1,5 @@
-//! SIGHUP: disks come, go and change while others are in use; images that were resized are told to
-//! their guests.
+//! SIGHUP: disks are added, removed and changed while others are in use. Guests are notified of new
+//! sizes.
 
 use std::io::{Read, Write};
 use std::os::fd::AsFd;
@@ -35,8 +35,7 @@ impl Yard {
         Yard { daemon, folder }
     }
 
-    /// Writes the file anew and has it read; waits for `said` in the log, and gives what came with
-    /// it.
+    /// Writes the file, reloads it, waits until the log has `said`, and returns the new log lines.
     #[track_caller]
     fn reload(&self, disks: &[(&str, &str)], said: &str) -> String {
         configure(&self.folder, disks);
@@ -48,7 +47,7 @@ impl Yard {
         let from = self.daemon.log().len();
         self.daemon.signal(Signal::HUP);
         self.daemon.wait_log_after(from, said);
-        // Whatever else it has to say.
+        // More lines may follow.
         std::thread::sleep(Duration::from_millis(50));
         self.daemon.log()[from..].to_string()
     }
@@ -62,13 +61,13 @@ impl Yard {
     }
 }
 
-/// Lines of a log, but for those of front ends and the last figures of a disk, which come in their
-/// own time.
+/// Returns the number of log lines, without those about front ends and final statistics, whose
+/// order is not fixed.
 fn changes(log: &str) -> usize {
     log.lines().filter(|l| !l.contains("front end") && !l.contains(": queue time")).count()
 }
 
-/// Disks by name, each with an image and a socket of its name and more lines.
+/// Writes the file. Each disk has a name, an image and a socket of that name, and additional lines.
 fn configure(folder: &Path, disks: &[(&str, &str)]) {
     let mut text = String::new();
     for (name, more) in disks {
@@ -89,7 +88,7 @@ fn configure(folder: &Path, disks: &[(&str, &str)]) {
 }
 
 #[test]
-fn disks_come_go_and_change_around_a_busy_one() {
+fn a_reload_adds_removes_and_changes_disks_around_a_busy_one() {
     let yard = Yard::start(&[("busy", ""), ("other", "")]);
     let load = Options {
         rw: Pattern::Randrw,
@@ -127,7 +126,7 @@ fn disks_come_go_and_change_around_a_busy_one() {
         until("its socket is gone", SOON, || !yard.socket("new").exists());
         assert_eq!(other.read(0, 4096).unwrap(), pattern(1, 4096));
 
-        // Nothing new, nothing done.
+        // A reload of the same file changes nothing.
         let log =
             yard.reload(&[("busy", ""), ("other", "read-only = true"), ("last", "")], "reloaded: ");
         assert_eq!(changes(&log), 2, "{log}");
@@ -166,7 +165,7 @@ fn a_bad_file_changes_nothing() {
 }
 
 #[test]
-fn a_disk_that_cannot_be_as_wished_stays_as_it_was() {
+fn a_disk_whose_new_configuration_fails_keeps_the_old_one() {
     let yard = Yard::start(&[("a", ""), ("b", "")]);
     let mut b = yard.guest("b");
     let log = yard.reload(
@@ -181,14 +180,14 @@ fn a_disk_that_cannot_be_as_wished_stays_as_it_was() {
     assert_eq!(yard.guest("a").write(0, &pattern(1, 512)), status::OK);
     assert_eq!(b.write(0, &pattern(1, 512)), status::OK);
     assert!(!yard.socket("c").exists());
-    // Once it can be, it is.
+    // The next reload succeeds when the image exists.
     yard.reload(&[("a", "queues = 2"), ("b", "")], "a.img on");
     assert_eq!(yard.guest("a").session.link.config.num_queues, 2);
     yard.daemon.stop();
 }
 
 #[test]
-fn a_reload_says_what_it_did() {
+fn a_reload_logs_every_change() {
     let mut yard = Yard::start(&[("a", "queues = 2"), ("b", "iops = 500"), ("c", ""), ("d", "")]);
     let file = |start: &str| {
         let path = yard.folder.join("toml");
@@ -219,14 +218,14 @@ fn a_reload_says_what_it_did() {
         assert!(log.contains(line), "{line:?} is not in it: {log}");
     }
     assert!(!log.contains("disk=\"d\""), "{log}");
-    // What is not applied is said each time, and no more.
+    // Keys that are not applied are logged at each reload, and nothing else.
     let log = yard.hangup("reloaded: disks added 0, changed 0, removed 0");
     assert!(log.contains("not applied: reactors: 1 -> 2") && !log.contains(": closing"), "{log}");
     assert!(yard.daemon.terminate().success());
 }
 
-/// A guest with a back channel.
-fn listening(socket: &Path) -> (Guest, UnixStream) {
+/// Connects a guest with a back channel.
+fn connect_with_back_channel(socket: &Path) -> (Guest, UnixStream) {
     let protocol = PROTOCOL | VhostUserProtocolFeatures::BACKEND_REQ;
     let guest = Guest::with(socket, &Plan { protocol, ..Plan::default() });
     let (ours, theirs) = UnixStream::pair().unwrap();
@@ -249,14 +248,14 @@ fn take_config_change(mut channel: &UnixStream) {
 }
 
 #[test]
-fn an_image_grows_and_shrinks_under_its_guest() {
+fn a_guest_is_notified_when_its_image_grows_or_shrinks() {
     for mode in ["none", "writeback"] {
         let folder = Folder::new();
         let (image, socket) = (folder.image("disk", 1 << 20), folder.join("s"));
         let daemon = Daemon::serve(&image, &socket, &["--cache", mode]);
-        let (mut guest, channel) = listening(&socket);
+        let (mut guest, channel) = connect_with_back_channel(&socket);
         assert_eq!(guest.read(2048, 512), Err(status::IOERR));
-        // 3 MiB and a bit: the last sector is not whole.
+        // 3 MiB and a part of a sector.
         for (len, sectors) in [((3 << 20) + 77, 6145), (2 << 20, 4096)] {
             std::fs::File::options().write(true).open(&image).unwrap().set_len(len).unwrap();
             daemon.signal(Signal::HUP);
@@ -267,14 +266,14 @@ fn an_image_grows_and_shrinks_under_its_guest() {
             assert_eq!(guest.read(sectors, 512), Err(status::IOERR));
             assert_eq!(guest.read(0, 512).unwrap(), [0; 512]);
         }
-        // The same size again is no news.
+        // An unchanged size causes no notification.
         daemon.signal(Signal::HUP);
         channel.set_read_timeout(Some(Duration::from_millis(200))).unwrap();
         assert!((&channel).read(&mut [0]).is_err());
         assert_eq!(guest.flush(), status::OK);
         drop(guest);
-        // A guest that comes later finds the new size; one without a back channel is not waited
-        // for.
+        // A later guest reads the new size. The server does not wait for a guest without a back
+        // channel.
         std::fs::File::options().write(true).open(&image).unwrap().set_len(4 << 20).unwrap();
         let guest = Guest::connect(&socket);
         let from = daemon.log().len();
@@ -287,11 +286,11 @@ fn an_image_grows_and_shrinks_under_its_guest() {
 }
 
 #[test]
-fn a_front_end_that_does_not_answer_holds_nothing_up() {
+fn a_front_end_that_does_not_acknowledge_blocks_nothing() {
     let folder = Folder::new();
     let (image, socket) = (folder.image("disk", 1 << 20), folder.join("s"));
     let daemon = Daemon::serve(&image, &socket, &[]);
-    let (mut guest, _channel) = listening(&socket);
+    let (mut guest, _channel) = connect_with_back_channel(&socket);
     std::fs::File::options().write(true).open(&image).unwrap().set_len(2 << 20).unwrap();
     daemon.signal(Signal::HUP);
     assert_eq!(guest.write(0, &pattern(1, 512)), status::OK);

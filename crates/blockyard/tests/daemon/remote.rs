@@ -1,4 +1,4 @@
-//! Images on an NBD server: qemu-nbd, which is killed and started anew.
+//! Images on an NBD server (qemu-nbd), which is killed and restarted.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -14,7 +14,7 @@ use crate::guest::{Guest, pattern};
 const MIB: u64 = 1 << 20;
 const SIZE: u64 = 32 * MIB;
 
-/// qemu-nbd with one export; dropped, it is killed.
+/// qemu-nbd with one export. Dropping it kills the process.
 pub struct Peer {
     child: Child,
 }
@@ -74,11 +74,11 @@ impl RemoteFixture {
     }
 }
 
-/// Reads and writes on an overlay, while the server of its base is killed and started anew: no
-/// error, right data, and the base is only read. Through a connection of the reactor, and through
-/// the one that all share.
+/// Reads and writes on an overlay while the server of its base is killed and restarted. There are
+/// no errors, the data is right, and the base is not written. Tests a connection for each reactor,
+/// and one shared connection.
 #[test]
-fn an_overlay_over_a_remote_base_outlives_its_server() {
+fn an_overlay_survives_a_restart_of_its_bases_server() {
     for shared in ["--shared=4", "--shared=1"] {
         let fixture = RemoteFixture::new();
         let mut peer = fixture.peer(&["--read-only", shared]);
@@ -115,7 +115,7 @@ fn an_overlay_over_a_remote_base_outlives_its_server() {
         let report = load.join().unwrap().unwrap();
         assert_eq!((report.errors, report.first_error), (0, None), "{shared}");
         assert!(report.verified_blocks > 100, "{} blocks: no load", report.verified_blocks);
-        // Its server was missed, and found again.
+        // The connection was lost, and made again.
         daemon.wait_log("connected again");
         daemon.stop();
         assert_eq!(md5(&fixture.base), sum, "the base was written to");
@@ -123,10 +123,10 @@ fn an_overlay_over_a_remote_base_outlives_its_server() {
     }
 }
 
-/// A server that is killed while nothing is asked of it is missed at once, and found again before
-/// anything is: by the connection of a reactor, and by the one that all share.
+/// If the server is killed while no request is in flight, the client notices at once and reconnects
+/// before the next request. Tests a connection for each reactor, and one shared connection.
 #[test]
-fn a_server_that_comes_back_is_there_for_the_next_request() {
+fn an_idle_client_reconnects_before_the_next_request() {
     for shared in ["--shared=4", "--shared=1"] {
         let fixture = RemoteFixture::new();
         let peer = fixture.peer(&["--read-only", shared]);
@@ -149,9 +149,9 @@ fn a_server_that_comes_back_is_there_for_the_next_request() {
     }
 }
 
-/// The whole disk as QEMU reads it, too.
+/// QEMU reads the same disk.
 #[test]
-fn the_disk_is_the_same_for_qemu() {
+fn qemu_reads_the_same_disk() {
     let fixture = RemoteFixture::new();
     let _peer = fixture.peer(&["--read-only", "--shared=4"]);
     let top = fixture.overlay();
@@ -176,13 +176,13 @@ fn the_disk_is_the_same_for_qemu() {
     assert_eq!(not.status.code(), Some(1), "{}{}", not.out, not.err);
 }
 
-/// What an image names opens no connection that nobody allowed.
+/// A name in an image opens no connection unless the user allows it.
 #[test]
-fn names_in_headers_connect_nowhere_by_themselves() {
+fn names_in_image_headers_open_no_connections() {
     let fixture = RemoteFixture::new();
     let peer = fixture.peer(&["--read-only", "--shared=4"]);
     let top = fixture.overlay();
-    // Whoever connects now would be heard.
+    // This listener would notice a connection.
     drop(peer);
     let _ = std::fs::remove_file(&fixture.nbd);
     let listener = std::os::unix::net::UnixListener::bind(&fixture.nbd).unwrap();
@@ -210,10 +210,10 @@ fn names_in_headers_connect_nowhere_by_themselves() {
     );
 }
 
-/// A server that is gone for longer than is waited for: errors, no hang, an end in time; and back
-/// again, all is well.
+/// A server that is gone for longer than the timeout causes errors, but no hang, and the disk can
+/// be closed. When the server is back, everything works.
 #[test]
-fn waiting_is_bounded() {
+fn requests_wait_for_a_lost_server_only_for_the_timeout() {
     let fixture = RemoteFixture::new();
     let peer = fixture.peer(&["--read-only", "--shared=4"]);
     let options = ["--read-only", "--nbd-reconnect", "0.5", "--nbd-timeout", "2"];
@@ -221,26 +221,26 @@ fn waiting_is_bounded() {
     let mut guest = Guest::connect(&fixture.socket);
     assert!(guest.read(0, 4096).is_ok());
     drop(peer);
-    // (Each answer comes within 10 s, or the guest gives up.)
+    // The guest fails if an answer takes longer than 10 s.
     assert_eq!(guest.read(0, 4096), Err(status::IOERR));
     let start = Instant::now();
     for _ in 0..100 {
         assert_eq!(guest.read(0, 4096), Err(status::IOERR));
     }
-    // If each waited anew it would be 50 s.
+    // With one wait for each request it would be 50 s.
     assert!(start.elapsed() < Duration::from_secs(15), "{:?}", start.elapsed());
     let lines = daemon.log().lines().count();
     assert!(lines < 20, "{lines} lines: {}", daemon.log());
     let peer = fixture.peer(&["--read-only", "--shared=4"]);
     until("it is served again", SOON, || guest.read(0, 4096).is_ok());
     drop(peer);
-    // Ended in the middle of the waiting.
+    // SIGTERM during the wait.
     drop(guest);
     assert!(daemon.terminate().success());
 }
 
 #[test]
-fn a_remote_disk_is_written_and_flushed() {
+fn a_remote_disk_writes_and_flushes_to_its_server() {
     let fixture = RemoteFixture::new();
     let peer = fixture.peer(&["--discard=unmap"]);
     let daemon =
@@ -258,7 +258,7 @@ fn a_remote_disk_is_written_and_flushed() {
     let mut guest = Guest::connect(&fixture.socket);
     assert_eq!(guest.write(8, &[9; 8192]), status::OK);
     assert_eq!(guest.flush(), status::OK);
-    // Nothing is lost with it now; but what is written before the next flush would be.
+    // Everything is flushed. A write before the next flush could be lost.
     drop(peer);
     let peer = fixture.peer(&[]);
     assert_eq!(guest.write(128, &[8; 512]), status::OK);

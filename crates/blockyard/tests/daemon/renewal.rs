@@ -1,5 +1,5 @@
-//! What NBD clients meet after SIGHUP: renewed certificates, revoked ones, other limits; and what
-//! is wrong changes nothing.
+//! SIGHUP for NBD: renewed certificates, revoked certificates, other limits. A wrong file changes
+//! nothing.
 
 use std::io::Read;
 use std::os::unix::net::UnixStream;
@@ -12,10 +12,10 @@ use crate::common::{Daemon, SOON, Signal, tool};
 use crate::guest::{Guest, pattern};
 use crate::tls::{Authority, TlsFixture, authority, certify};
 
-const TAKEN_UP: &str = "new settings for NBD clients: ";
+const APPLIED: &str = "new settings for NBD clients: ";
 const REFUSED: &str = "not reloaded: ";
 
-/// SIGHUP; what the log says of it.
+/// Sends SIGHUP, waits until the log has `says`, and returns the new log lines.
 #[track_caller]
 fn reload(daemon: &Daemon, says: &str) -> String {
     let from = daemon.log().len();
@@ -23,7 +23,7 @@ fn reload(daemon: &Daemon, says: &str) -> String {
     daemon.wait_log_after(from, says)
 }
 
-/// Writes a list of the certificates of these names, which the authority has revoked.
+/// Writes a revocation list of the authority with the certificates of these names.
 fn revoke(folder: &Path, authority: &Authority, names: &[&str]) {
     std::fs::write(folder.join("ca-crl.pem"), revoked_by(authority, names)).unwrap();
 }
@@ -46,10 +46,10 @@ fn revoked_by(authority: &Authority, names: &[&str]) -> String {
     list.signed_by(authority).unwrap().pem().unwrap()
 }
 
-/// Clients that come see the new certificate, who is there stays, and files that are wrong leave
-/// the last good ones in use.
+/// New clients see the new certificate, and connected clients stay. If a file is wrong, the last
+/// valid certificates stay in use.
 #[test]
-fn a_renewed_certificate() {
+fn new_clients_see_a_renewed_certificate() {
     let mut fixture = TlsFixture::new();
     let daemon = fixture.serve("tls-verify-peer = true");
     let vhost = fixture.folder.join("s");
@@ -58,7 +58,7 @@ fn a_renewed_certificate() {
     let bytes = pattern(3, 4096);
     certify(&fixture.server, &fixture.ours, "server", "renewed.example", false);
     fixture.all_may("all", &fixture.vm1);
-    let said = reload(&daemon, TAKEN_UP);
+    let said = reload(&daemon, APPLIED);
     assert!(said.contains("TLS: required, certificates read again"), "{said}");
     fixture.none_may("all", &fixture.vm1, "not valid for name");
     fixture.host = "renewed.example";
@@ -83,14 +83,14 @@ fn a_renewed_certificate() {
         content.iter().for_each(|content| std::fs::write(&path, content).unwrap());
         let said = reload(&daemon, REFUSED);
         assert!(said.contains("not reloaded: TLS: ") && said.contains(says), "{says}: {said}");
-        assert!(!said.contains(TAKEN_UP), "{said}");
+        assert!(!said.contains(APPLIED), "{said}");
         fixture.all_may("all", &fixture.vm1);
         let _ = std::fs::remove_file(&path);
         files.iter().for_each(|(name, content)| {
             std::fs::write(fixture.server.join(name), content).unwrap()
         });
     }
-    reload(&daemon, TAKEN_UP);
+    reload(&daemon, APPLIED);
     fixture.all_may("all", &fixture.vm1);
     assert!(guest.read(0, 4096).unwrap() == bytes);
     assert!(
@@ -103,10 +103,10 @@ fn a_renewed_certificate() {
     daemon.stop();
 }
 
-/// Whose certificate is in ca-crl.pem is let go, whether certificates are demanded or not; others
-/// are let in. The same for a server.
+/// A client whose certificate is in ca-crl.pem is disconnected, whether TLS is required or not.
+/// Other clients are admitted. The same applies to servers.
 #[test]
-fn revoked_certificates() {
+fn revoked_certificates_are_refused() {
     let fixture = TlsFixture::new();
     revoke(&fixture.server, &fixture.ours, &["vm2.example"]);
     for table in ["tls-verify-peer = true", "tls-required = true"] {
@@ -117,20 +117,20 @@ fn revoked_certificates() {
         assert!(daemon.log().contains("Revoked"), "{}", daemon.log());
         daemon.stop();
     }
-    // Of a server that runs.
+    // For a running server.
     let daemon = fixture.serve("tls-verify-peer = true");
     revoke(&fixture.server, &fixture.ours, &["vm1.example"]);
-    reload(&daemon, TAKEN_UP);
+    reload(&daemon, APPLIED);
     fixture.none_may("all", &fixture.vm1, "TLS: ");
     fixture.all_may("all", &fixture.vm2);
     std::fs::remove_file(fixture.server.join("ca-crl.pem")).unwrap();
-    reload(&daemon, TAKEN_UP);
+    reload(&daemon, APPLIED);
     fixture.all_may("all", &fixture.vm1);
-    // What clients know of servers.
+    // Clients check the server's certificate.
     revoke(&fixture.vm1, &fixture.ours, &["vm2.example"]);
     fixture.all_may("all", &fixture.vm1);
     revoke(&fixture.vm1, &fixture.ours, &["vm2.example", "localhost"]);
-    // (QEMU reads a client's list, too, and has no use for it.)
+    // QEMU reads a revocation list in the folder of a client, but does not use it.
     let [ours, libnbd, _] = fixture.ask_all("all", &fixture.vm1);
     assert!(!ours.status.success() && ours.err.contains("Revoked"), "{}", ours.err);
     assert!(
@@ -141,9 +141,9 @@ fn revoked_certificates() {
     daemon.stop();
 }
 
-/// Whose authority has no list beside those of others is let go: nobody knows what it has revoked.
+/// Rejects a certificate whose authority has no revocation list while other authorities have one.
 #[test]
-fn lists_of_several_authorities() {
+fn each_authority_needs_a_revocation_list_if_one_has_it() {
     let fixture = TlsFixture::new();
     let second = authority("second");
     let theirs = certify(&fixture.folder.join("theirs"), &second, "client", "vm3.example", false);
@@ -153,38 +153,38 @@ fn lists_of_several_authorities() {
     let daemon = fixture.serve("tls-verify-peer = true");
     fixture.all_may("all", &theirs);
     revoke(&fixture.server, &fixture.ours, &["vm2.example"]);
-    reload(&daemon, TAKEN_UP);
+    reload(&daemon, APPLIED);
     fixture.none_may("all", &theirs, "TLS: ");
     daemon.wait_log("UnknownRevocationStatus");
     let both = revoked_by(&fixture.ours, &["vm2.example"]) + &revoked_by(&second, &["another"]);
     std::fs::write(fixture.server.join("ca-crl.pem"), both).unwrap();
-    reload(&daemon, TAKEN_UP);
+    reload(&daemon, APPLIED);
     fixture.all_may("all", &theirs);
     fixture.all_may("all", &fixture.vm1);
     fixture.none_may("all", &fixture.vm2, "TLS: ");
     daemon.stop();
 }
 
-/// TLS that is demanded, and not any more.
+/// A reload makes TLS required, and then optional.
 #[test]
-fn tls_is_demanded_from_now_on() {
+fn a_reload_changes_whether_tls_is_required() {
     let fixture = TlsFixture::new();
     let daemon = fixture.serve("");
     let plain = format!("nbd+unix:///all?socket={}", fixture.socket.display());
     let served = || tool("nbdinfo", ["--size", &plain]).status.success();
     assert!(served());
     fixture.configure("tls-required = true");
-    reload(&daemon, TAKEN_UP);
+    reload(&daemon, APPLIED);
     assert!(!served());
     fixture.all_may("all", &fixture.nobody);
     fixture.configure("tls-verify-peer = true");
-    reload(&daemon, TAKEN_UP);
+    reload(&daemon, APPLIED);
     fixture.none_may("all", &fixture.nobody, "TLS: ");
     fixture.all_may("all", &fixture.vm2);
     let path = fixture.configure("");
-    reload(&daemon, TAKEN_UP);
+    reload(&daemon, APPLIED);
     assert!(served());
-    // A disk that names clients cannot be without TLS.
+    // A disk with `tls-allow` needs TLS.
     let config = std::fs::read_to_string(&path).unwrap();
     let without: Vec<_> =
         config.lines().filter(|line| !line.starts_with("tls-certificates")).collect();
@@ -198,9 +198,9 @@ fn tls_is_demanded_from_now_on() {
     daemon.stop();
 }
 
-/// Clients that may have a disk come and go; others of it stay connected.
+/// A reload changes which clients may use a disk. Other clients of the disk stay connected.
 #[test]
-fn who_may_have_a_disk_from_now_on() {
+fn a_reload_changes_which_clients_may_use_a_disk() {
     let fixture = TlsFixture::new();
     let daemon = fixture.serve("tls-required = true");
     let vhost = fixture.folder.join("s");
@@ -224,7 +224,7 @@ fn who_may_have_a_disk_from_now_on() {
         "the client that was there had to come again: {}",
         other.log()
     );
-    // The name of one who is connected is taken away.
+    // Remove the name of a connected client.
     let from = daemon.log().len();
     let said = allow("tls-allow = [\"vm2.example\"]");
     assert!(said.contains("-> [\"vm2.example\"]"), "{said}");
@@ -241,15 +241,15 @@ fn who_may_have_a_disk_from_now_on() {
     daemon.stop();
 }
 
-/// Whether the server greets who has connected, in that time.
+/// Returns whether the server sends its greeting to the client within `limit`.
 fn is_greeted(stream: &mut UnixStream, limit: Duration) -> bool {
     stream.set_read_timeout(Some(limit)).unwrap();
     stream.read_exact(&mut [0; 18]).is_ok()
 }
 
-/// More clients than before, and less time for those who choose nothing.
+/// A reload allows more clients, and gives less time for the handshake.
 #[test]
-fn other_limits() {
+fn a_reload_changes_the_limits_of_clients() {
     let fixture = TlsFixture::new();
     let daemon = fixture.serve("max-clients = 1\nhandshake = \"600s\"");
     let connect = || UnixStream::connect(&fixture.socket).unwrap();
@@ -259,9 +259,10 @@ fn other_limits() {
     fixture.configure("max-clients = 0");
     assert!(reload(&daemon, REFUSED).contains("max-clients is a number from 1 to 100000"));
     fixture.configure("max-clients = 2\nhandshake = \"200ms\"");
-    let said = reload(&daemon, TAKEN_UP);
+    let said = reload(&daemon, APPLIED);
     assert!(said.contains("at most 2 for each address, handshake within 200ms"), "{said}");
-    // The second has little time, and goes; then the third comes. The first has all its time.
+    // The second client has the short time, and is disconnected. Then the third one is admitted.
+    // The first one keeps its longer time.
     assert!(is_greeted(&mut second, SOON));
     daemon.wait_log(") chose nothing in 0.2 s: it was let go");
     assert!(is_greeted(&mut third, SOON));

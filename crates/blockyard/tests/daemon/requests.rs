@@ -1,4 +1,4 @@
-//! Requests one at a time: the end of the disk, ranges, the serial number, and every status.
+//! Single requests: the end of the disk, ranges, the serial number, and every status.
 
 use std::path::Path;
 
@@ -10,11 +10,11 @@ use crate::guest::{ANSWER, Guest, bytes_of, pattern};
 const MIB: usize = 1 << 20;
 const UNMAP: u32 = 1;
 
-/// A file of 10 sectors and 100 bytes.
+/// Length of a file of 10 sectors and 100 bytes.
 const ODD: u64 = 10 * 512 + 100;
 
 #[test]
-fn a_last_sector_that_the_file_has_in_part() {
+fn a_partial_last_sector_reads_as_zeroes_after_the_end_of_the_file() {
     for mode in ["none", "writeback", "writethrough", "directsync"] {
         let folder = Folder::new();
         let (image, socket) = (folder.join("disk"), folder.join("s"));
@@ -27,7 +27,7 @@ fn a_last_sector_that_the_file_has_in_part() {
         assert_eq!(guest.read(10, 512).unwrap(), content[10 * 512..], "{mode}: zeroes fill it up");
         assert_eq!(guest.read(0, 11 * 512).unwrap(), content, "{mode}");
         assert_eq!(guest.read(11, 512), Err(status::IOERR), "{mode}: beyond it is nothing");
-        // Another sector's write leaves the length alone.
+        // A write to another sector does not change the length.
         assert_eq!(guest.write(9, &pattern(2, 512)), status::OK);
         assert_eq!(std::fs::metadata(&image).unwrap().len(), ODD, "{mode}");
         assert_eq!(guest.write(10, &pattern(3, 512)), status::OK);
@@ -51,7 +51,7 @@ fn a_last_sector_that_the_file_has_in_part() {
 }
 
 #[test]
-fn zeroes_and_discards_at_an_odd_end() {
+fn zeroes_and_discards_work_at_an_unaligned_end() {
     let folder = Folder::new();
     let (image, socket) = (folder.join("disk"), folder.join("s"));
     std::fs::write(&image, pattern(1, ODD as usize)).unwrap();
@@ -68,7 +68,7 @@ fn zeroes_and_discards_at_an_odd_end() {
     daemon.stop();
 }
 
-/// A request whose data begin `skew` bytes into a page, behind a header that is split in two.
+/// Submits a request whose data begins `skew` bytes into a page, after a header in two descriptors.
 fn skewed(guest: &mut Guest, kind: u32, sector: u64, skew: u64, data: &mut [u8]) -> u8 {
     let memory = &mut guest.session.link.memory;
     let (addr, slice) = memory.piece(8192, 4096).unwrap();
@@ -81,7 +81,7 @@ fn skewed(guest: &mut Guest, kind: u32, sector: u64, skew: u64, data: &mut [u8])
     let in_data = kind == request::IN;
     let queue = guest.queue();
     let first = Buffer { addr, len: 16, device_writes: false };
-    // Data and status in one buffer where the device writes both: no framing is promised (virtio
+    // For reads, data and status share one buffer, because virtio guarantees no framing (virtio
     // 1.2, 2.7.4.1).
     if in_data {
         let answer =
@@ -107,7 +107,7 @@ fn skewed(guest: &mut Guest, kind: u32, sector: u64, skew: u64, data: &mut [u8])
 }
 
 #[test]
-fn memory_that_o_direct_does_not_like() {
+fn unaligned_memory_works_with_o_direct() {
     for mode in ["none", "writeback"] {
         let folder = Folder::new();
         let (image, socket) = (folder.image("disk", 1 << 20), folder.join("s"));
@@ -135,7 +135,7 @@ fn memory_that_o_direct_does_not_like() {
 }
 
 #[test]
-fn serial_numbers() {
+fn serial_numbers_are_cut_to_the_buffer() {
     let folder = Folder::new();
     let (image, socket) = (folder.image("a-name-of-more-than-20-bytes", 1 << 20), folder.join("s"));
     for (more, serial) in [
@@ -152,7 +152,8 @@ fn serial_numbers() {
         let mut padded = serial.as_bytes().to_vec();
         padded.resize(20, 0);
         assert_eq!(id, padded[..], "{more:?}");
-        // A shorter buffer gets what it has room for, a longer one no more than there is.
+        // A shorter buffer gets a part of the serial number. A longer buffer gets no more than
+        // that.
         let (mut short, mut long) = ([0xee; 6], [0xee; 32]);
         assert_eq!(guest.ask(request::ID, 0, Data::FromDevice(6), &mut short), status::OK);
         assert_eq!(short, padded[..6]);
@@ -164,7 +165,7 @@ fn serial_numbers() {
 }
 
 #[test]
-fn a_read_only_disk() {
+fn a_read_only_disk_refuses_writes() {
     let folder = Folder::new();
     let (image, socket) = (folder.join("disk"), folder.join("s"));
     std::fs::write(&image, pattern(1, 4096)).unwrap();
@@ -186,7 +187,7 @@ fn a_read_only_disk() {
     daemon.stop();
 }
 
-/// A disk of 8 MiB, written all over; what it holds.
+/// Fills a disk of 8 MiB with data, and returns the data.
 fn full(guest: &mut Guest) -> Vec<u8> {
     let content = pattern(9, 8 * MIB);
     for (at, piece) in content.chunks(256 << 10).enumerate() {
@@ -205,8 +206,8 @@ fn mib(n: usize) -> u64 {
 }
 
 #[test]
-fn ranges_give_space_back() {
-    // What is asked, whether the space of 3 MiB goes back.
+fn discarded_ranges_free_space() {
+    // Columns: the request, and whether the space of 3 MiB is freed.
     for (kind, flags, freed) in [
         (request::DISCARD, [0, 0, 0], true),
         (request::WRITE_ZEROES, [UNMAP; 3], true),
@@ -244,13 +245,13 @@ fn ranges_give_space_back() {
 }
 
 #[test]
-fn ranges_of_any_sector() {
+fn ranges_need_no_alignment() {
     let folder = Folder::new();
     let (image, socket) = (folder.image("disk", 8 * MIB as u64), folder.join("s"));
     let daemon = Daemon::serve(&image, &socket, &[]);
     let mut guest = Guest::connect(&socket);
     let mut content = full(&mut guest);
-    // As many as may be, each of one odd sector.
+    // The maximum number of ranges, each of one unaligned sector.
     let most = guest.session.link.config.max_write_zeroes_seg;
     assert_eq!(guest.session.link.config.max_discard_seg, most);
     let ranges: Vec<_> = (0..most).map(|n| (u64::from(n) * 3 + 1, 1, n % 2)).collect();
@@ -259,7 +260,7 @@ fn ranges_of_any_sector() {
         content[*sector as usize * 512..][..512].fill(0);
     }
     assert!(whole(&mut guest) == content);
-    // One too many; none; an empty one; overlapping ones.
+    // Too many ranges, none, an empty one, and overlapping ones.
     let more: Vec<_> = (0..=most).map(|n| (u64::from(n) * 3, 1, 0)).collect();
     assert_eq!(guest.ranges(request::WRITE_ZEROES, &more), status::IOERR);
     assert_eq!(guest.ranges(request::DISCARD, &more), status::IOERR);
@@ -274,12 +275,12 @@ fn ranges_of_any_sector() {
 }
 
 #[test]
-fn flags_that_are_not_known() {
+fn unknown_flags_are_refused() {
     let folder = Folder::new();
     let daemon = Daemon::serve(folder.image("disk", 1 << 20), &folder.join("s"), &[]);
     let mut guest = Guest::connect(&folder.join("s"));
     guest.write(0, &pattern(1, 1024));
-    // virtio 1.2, 5.2.6.2: unmap means nothing in a discard, the other bits nothing at all.
+    // virtio 1.2, 5.2.6.2: unmap is reserved in a discard, and all other bits always are.
     assert_eq!(guest.ranges(request::DISCARD, &[(0, 1, UNMAP)]), status::UNSUPP);
     assert_eq!(guest.ranges(request::WRITE_ZEROES, &[(0, 1, 2)]), status::UNSUPP);
     assert_eq!(guest.ranges(request::WRITE_ZEROES, &[(0, 1, 0), (1, 1, 1 << 31)]), status::UNSUPP);
@@ -315,7 +316,7 @@ fn refuses_what_lies_outside(image: &Path, mode: &str) {
         );
     }
     assert_eq!(guest.ranges(request::DISCARD, &[(0, u32::MAX, 0)]), status::IOERR);
-    // No whole sectors.
+    // Not whole sectors.
     for len in [1, 511, 513] {
         assert_eq!(guest.read(0, len), Err(status::IOERR), "{mode}: {len} bytes");
         assert_eq!(guest.write(0, &pattern(2, len)), status::IOERR, "{mode}: {len} bytes");
@@ -325,7 +326,7 @@ fn refuses_what_lies_outside(image: &Path, mode: &str) {
 }
 
 #[test]
-fn beyond_the_end() {
+fn requests_beyond_the_end_are_refused() {
     let folder = Folder::new();
     let image = folder.image("disk", 1 << 20);
     for mode in ["none", "writeback"] {
@@ -343,11 +344,11 @@ fn beyond_the_end() {
 }
 
 #[test]
-fn types_that_are_not_known() {
+fn unknown_request_types_are_refused() {
     let folder = Folder::new();
     let daemon = Daemon::serve("ram:1M", &folder.join("s"), &[]);
     let mut guest = Guest::connect(&folder.join("s"));
-    // Among them: SCSI, lifetime, secure erase, zones.
+    // They include SCSI, lifetime, secure erase and zones.
     for kind in [2, 3, 5, 7, 10, 12, 14, 15, 16, 18, 99, 1 << 31, u32::MAX] {
         assert_eq!(guest.ask(kind, 0, Data::None, &mut []), status::UNSUPP, "type {kind}");
         assert_eq!(

@@ -1,4 +1,4 @@
-//! A front end that connects while another one is served.
+//! A front end that connects while another one is connected.
 
 use std::os::unix::net::UnixStream;
 

@@ -1,8 +1,7 @@
-//! Limits and groups, on the command line and in the configuration, and their change while guests
-//! are at work.
+//! Limits and groups, from the command line and the configuration, and their change under load.
 //!
-//! Disks lie on `null:`, which costs nothing. A machine that stands still makes requests slower,
-//! and never faster: these tests wait for events, and check that nothing is faster than its limit.
+//! The disks are `null:`, which has no cost of its own. A busy machine makes requests slower, but
+//! never faster. So these tests wait for events, and check that no rate is above its limit.
 //! `tests/perf` measures the rates.
 
 use std::sync::atomic::Ordering;
@@ -16,12 +15,12 @@ use crate::common::{Daemon, Folder};
 use crate::disks::{Disks, disk, good};
 use crate::guest::{ANSWER, Guest};
 
-/// A limit that lets one sector pass, and the next one after 25 s. (Beyond 30 s the queues of a
-/// disk take nothing.)
+/// A limit that admits one sector, and the next one after 25 s. (Beyond 30 s the queues of a disk
+/// take no requests.)
 const SLOW: &str = "bps = 20";
 
-/// Fails if more passed in `seconds` than a limit of `rate` a second lets pass: its bucket holds 10
-/// ms, or one operation.
+/// Fails if `amount` in `seconds` is more than a limit of `rate` per second allows. The token
+/// bucket holds 10 ms, or one operation.
 #[track_caller]
 fn never_faster(what: &str, rate: f64, operation: f64, amount: f64, seconds: f64) {
     let most = rate * (seconds + 0.01) + operation;
@@ -29,7 +28,7 @@ fn never_faster(what: &str, rate: f64, operation: f64, amount: f64, seconds: f64
 }
 
 #[test]
-fn nothing_is_faster_than_its_limit() {
+fn no_rate_exceeds_its_limit() {
     let disks = Disks::start(&format!(
         "reactors = 2\n{}{}{}{}",
         disk("iops", "iops = 3000\nqueues = 2"),
@@ -53,7 +52,7 @@ fn nothing_is_faster_than_its_limit() {
             report.seconds,
         );
     }
-    // Of two limits the one that is reached first.
+    // Of two limits the lower one applies.
     for (bs, depth, rate) in [(4096, 32, 500.0), (256 << 10, 8, 256.0)] {
         let report = good(&Options { bs, depth, ops: Some(100), ..disks.load("both") });
         never_faster(
@@ -68,18 +67,18 @@ fn nothing_is_faster_than_its_limit() {
 }
 
 #[test]
-fn a_burst_is_spent_once() {
+fn a_burst_is_allowed_once() {
     let folder = Folder::new();
     let socket = folder.join("s");
     let daemon = Daemon::serve("null:1G", &socket, &["--iops", "500,max=4000,length=0.25"]);
-    // 1000 in the first 0.25 s, 500 a second behind it.
+    // 1000 per second in the first 0.25 s, then 500 per second.
     let took = good(&Options { ops: Some(1250), ..Options::for_socket(socket) }).seconds;
     assert!(took > 0.70, "{took} s for 1250 operations");
     daemon.stop();
 }
 
 #[test]
-fn a_change_reaches_requests_that_wait() {
+fn a_changed_limit_applies_to_waiting_requests() {
     let changes = [("a", "iops = 5000"), ("b", "bps = \"1G\""), ("c", ""), ("d", "weight = 5")];
     let mut keys = changes.map(|(name, _)| (name, SLOW));
     let text = |keys: &[(&str, &str)]| {
@@ -103,7 +102,7 @@ fn a_change_reaches_requests_that_wait() {
 }
 
 #[test]
-fn limits_change_under_load() {
+fn limits_can_change_under_load() {
     let text = |keys: &str| disk("a", keys);
     let disks = Disks::start(&text(""));
     let load = Options { runtime: 120.0, ..disks.load("a") };
@@ -137,7 +136,7 @@ fn disks_of_a_group_share_its_limit() {
     let disks = Disks::start(&text(SLOW));
     let [mut a, mut b, mut c] = ["a", "b", "c"].map(|name| disks.guest(name));
     b.read(0, 512).unwrap();
-    // With the bucket of both empty, one that is not in the group still passes.
+    // The group's bucket is empty. A disk outside the group still makes progress.
     std::thread::scope(|scope| {
         let waits = scope.spawn(|| a.read(0, 512).unwrap());
         disks.daemon.until_served("read", "b");
@@ -154,7 +153,7 @@ fn disks_of_a_group_share_its_limit() {
 }
 
 #[test]
-fn writes_that_wait_for_their_limit_hold_up_nothing_else() {
+fn throttled_writes_do_not_delay_other_requests() {
     let disks = Disks::start(&disk("a", "bps-write = 20\nqueues = 2"));
     let mut guest = Guest::with(&disks.folder.join("a"), &Plan { queues: 2, ..Plan::default() });
     let [writes, others] = &mut guest.session.queues[..] else { panic!("two queues") };
@@ -179,7 +178,7 @@ fn writes_that_wait_for_their_limit_hold_up_nothing_else() {
 }
 
 #[test]
-fn only_another_group_or_device_closes_a_disk() {
+fn only_a_change_of_group_or_device_closes_a_disk() {
     let disks = Disks::start(&format!(
         "[group.g]\n[group.h]\n{}{}",
         disk("a", "group = \"g\""),
@@ -201,7 +200,7 @@ fn only_another_group_or_device_closes_a_disk() {
 }
 
 #[test]
-fn wrong_knobs_change_nothing() {
+fn a_reload_with_wrong_knobs_changes_nothing() {
     let disks = Disks::start(&disk("a", "iops = 1"));
     let mut guest = disks.guest("a");
     guest.read(0, 512).unwrap();
@@ -233,7 +232,7 @@ fn wrong_knobs_change_nothing() {
 }
 
 #[test]
-fn a_limited_disk_ends_at_once() {
+fn a_disk_with_throttled_requests_closes_at_once() {
     let folder = Folder::new();
     let socket = folder.join("s");
     let mut daemon = Daemon::serve("null:1G", &socket, &["--iops", "1"]);
@@ -248,17 +247,17 @@ fn a_limited_disk_ends_at_once() {
         daemon.until_served("read", "");
         let start = Instant::now();
         assert!(daemon.terminate().success());
-        // 63 wait for a second each.
+        // 63 requests wait for one second each.
         assert!(start.elapsed() < Duration::from_secs(40), "{:?}", start.elapsed());
         let _ = client.join().unwrap();
     });
 }
 
-/// Four servers of 5 ms: 800 reads a second.
+/// A device model with four servers of 5 ms: 800 reads per second.
 const DEVICE: &str = "image = \"delay:1G,parallel=4,read=5ms,device=d\"";
 
 #[test]
-fn why_a_disk_is_slow_is_reported() {
+fn statistics_show_why_a_disk_is_slow() {
     let with_device =
         |name: &str, keys: &str| disk(name, keys).replace("image = \"null:1G\"", DEVICE);
     let disks = Disks::start(&format!(
@@ -274,7 +273,7 @@ fn why_a_disk_is_slow_is_reported() {
             .map(|(_, rest)| rest.split_once(" us").unwrap().0.parse::<f64>().unwrap());
         number.unwrap_or_else(|| panic!("no {before:?}: {line}"))
     };
-    // 10 at a time, 200 a second, are 50 ms each, except the first ones.
+    // With 10 in flight and 200 per second, each request waits 50 ms, except the first ones.
     good(&Options { depth: 10, ops: Some(60), ..disks.load("limited") });
     assert!(figure("limited", "waited ") > 25_000.0, "{}", disks.share("limited"));
     assert!(disks.share("limited").contains("no device is shared"));
@@ -286,7 +285,7 @@ fn why_a_disk_is_slow_is_reported() {
     std::thread::scope(|scope| {
         let client = scope.spawn(|| good(&thrash));
         disks.daemon.until_served("read", "thrash");
-        // 200 operations at a time, of which the device does four.
+        // 200 operations in flight, of which the device serves four at a time.
         good(&Options { depth: 200, ops: Some(400), ..disks.load("polite") });
         thrash.over.store(true, Ordering::Relaxed);
         client.join().unwrap();

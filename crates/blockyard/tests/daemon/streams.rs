@@ -1,5 +1,4 @@
-//! Standard output and standard error that fail, fill up or are not read: they cost no disk
-//! anything.
+//! Standard output and standard error that fail, fill up or are not read. Disks are not affected.
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -14,7 +13,7 @@ use crate::guest::{Guest, pattern};
 const BLOCK: usize = 64 << 10;
 const BLOCKS: u64 = 64;
 
-/// A pipe that takes nothing more: its writer would wait for a reader.
+/// Returns a full pipe: a writer would block.
 fn full_pipe() -> (OwnedFd, OwnedFd) {
     let (reader, writer) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
     let room = rustix::pipe::fcntl_setpipe_size(&writer, 4096).unwrap();
@@ -22,7 +21,8 @@ fn full_pipe() -> (OwnedFd, OwnedFd) {
     (reader, writer)
 }
 
-/// `blockyard serve` of a qcow2 image, with both streams the same file, as `2>&1 |` makes them.
+/// Starts `blockyard serve` for a qcow2 image with the same file as standard output and standard
+/// error, as with `2>&1 |`.
 fn serve(folder: &Folder, stream: &OwnedFd) -> Daemon {
     let image = folder.join("disk.qcow2");
     blockyard(["image", "create", "-q", image.to_str().unwrap(), "16M"]).good();
@@ -34,12 +34,11 @@ fn serve(folder: &Folder, stream: &OwnedFd) -> Daemon {
     daemon
 }
 
-/// Guests come and go, write, and leave the disk to a daemon that is ended: their writes are in the
-/// image.
+/// Guests connect, write and disconnect, and the daemon ends. The image must have all writes.
 fn guests_lose_nothing(folder: &Folder, mut daemon: Daemon) {
     let socket = folder.join("s");
     for visit in 0..4 {
-        // Each visit, and each look at the statistics, is a line of the log or several.
+        // Each connection and each SIGUSR1 causes log lines.
         let mut guest = Guest::connect(&socket);
         for block in (visit..BLOCKS).step_by(4) {
             assert_eq!(guest.write(block * (BLOCK / 512) as u64, &pattern(block, BLOCK)), 0);
@@ -65,7 +64,7 @@ fn guests_lose_nothing(folder: &Folder, mut daemon: Daemon) {
 }
 
 #[test]
-fn a_reader_that_has_gone_costs_no_disk_anything() {
+fn a_closed_reader_of_the_log_affects_no_disk() {
     let folder = Folder::new();
     let (reader, writer) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
     let daemon = serve(&folder, &writer);
@@ -74,7 +73,7 @@ fn a_reader_that_has_gone_costs_no_disk_anything() {
 }
 
 #[test]
-fn a_full_pipe_that_is_not_read_costs_no_disk_anything() {
+fn a_full_pipe_of_the_log_affects_no_disk() {
     let folder = Folder::new();
     let (_reader, writer) = full_pipe();
     let daemon = serve(&folder, &writer);
@@ -82,7 +81,7 @@ fn a_full_pipe_that_is_not_read_costs_no_disk_anything() {
 }
 
 #[test]
-fn a_full_disk_under_the_log_costs_no_disk_anything() {
+fn a_full_file_system_of_the_log_affects_no_disk() {
     let folder = Folder::new();
     let full = File::options().write(true).open("/dev/full").unwrap();
     let daemon = serve(&folder, &full.into());
@@ -90,7 +89,7 @@ fn a_full_disk_under_the_log_costs_no_disk_anything() {
 }
 
 #[test]
-fn a_failure_to_start_is_not_held_up_by_its_message() {
+fn a_failed_start_does_not_block_on_its_message() {
     let (_reader, writer) = full_pipe();
     let mut command = Command::new(BLOCKYARD);
     command.args(["serve", "/not/there", "--vhost-user", "/nonexistent/s"]);
@@ -98,7 +97,7 @@ fn a_failure_to_start_is_not_held_up_by_its_message() {
     assert_eq!(daemon.ended(SOON).code(), Some(1));
 }
 
-/// Commands that print on standard output, with files of `folder`.
+/// Returns commands that print on standard output, for files of `folder`.
 fn commands(folder: &Folder) -> Vec<Vec<String>> {
     let image = folder.image("disk.raw", 1 << 20);
     let config = folder.join("toml");
@@ -116,10 +115,10 @@ fn commands(folder: &Folder) -> Vec<Vec<String>> {
 }
 
 #[test]
-fn commands_end_quietly_when_the_reader_has_gone() {
+fn commands_end_without_a_message_if_the_reader_closed_the_pipe() {
     let folder = Folder::new();
     for arguments in commands(&folder) {
-        // The reader is closed before the command begins.
+        // The reader closes the pipe before the command starts.
         let (reader, writer) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
         drop(reader);
         let mut command = Command::new(BLOCKYARD);
@@ -130,7 +129,7 @@ fn commands_end_quietly_when_the_reader_has_gone() {
             .stderr(Stdio::piped());
         let done = child.spawn().unwrap().wait_with_output().unwrap();
         let said = String::from_utf8_lossy(&done.stderr);
-        // The status of a program that SIGPIPE has ended, as a shell gives it.
+        // The status that a shell reports for a program that SIGPIPE ended.
         assert_eq!((done.status.code(), &*said), (Some(141), ""), "{arguments:?}");
     }
     let help =
@@ -139,7 +138,7 @@ fn commands_end_quietly_when_the_reader_has_gone() {
 }
 
 #[test]
-fn commands_say_that_standard_output_cannot_be_written() {
+fn commands_report_a_write_error_of_standard_output() {
     let folder = Folder::new();
     for arguments in commands(&folder) {
         let full = File::options().write(true).open("/dev/full").unwrap();

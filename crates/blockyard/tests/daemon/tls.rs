@@ -1,5 +1,5 @@
-//! NBD under TLS: our server and client with libnbd's and QEMU's (both GnuTLS), certificates that
-//! are good and others.
+//! NBD with TLS: our server and client with those of libnbd and QEMU (both GnuTLS), with valid and
+//! invalid certificates.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -31,8 +31,8 @@ pub fn authority(name: &str) -> Authority {
     CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap()
 }
 
-/// Writes `WHO-cert.pem` and `WHO-key.pem` into a folder, and the authority's certificate beside
-/// them. The name's bytes are the serial number.
+/// Writes `WHO-cert.pem` and `WHO-key.pem` into a folder, and the certificate of the authority. The
+/// bytes of the name are the serial number.
 pub fn certify(
     folder: &Path,
     authority: &Authority,
@@ -66,10 +66,11 @@ pub struct TlsFixture {
     pub socket: PathBuf,
     pub disk: PathBuf,
     pub server: PathBuf,
-    /// The name that clients expect of it.
+    /// The name that clients expect in the certificate of the server.
     pub host: &'static str,
     pub ours: Authority,
-    /// Certificates of clients: good ones, of another authority's, none, one that has expired.
+    /// Folders of clients: two valid certificates, one of another authority, none, and an expired
+    /// one.
     pub vm1: PathBuf,
     pub vm2: PathBuf,
     pub stranger: PathBuf,
@@ -87,7 +88,7 @@ impl TlsFixture {
         std::fs::create_dir(&nobody).unwrap();
         std::fs::write(nobody.join("ca-cert.pem"), ours.pem()).unwrap();
         let stranger = certify(&folder.join("stranger"), &others, "client", "vm1.example", false);
-        // It trusts our server, who does not know it.
+        // It trusts our server, which does not trust it.
         std::fs::write(stranger.join("ca-cert.pem"), ours.pem()).unwrap();
         let disk = folder.join("disk.raw");
         std::fs::write(&disk, pattern(3, SIZE)).unwrap();
@@ -113,7 +114,8 @@ impl TlsFixture {
         )
     }
 
-    /// The disk for all, and one of 1 MiB for vm1 alone; `table`: more of the table `[nbd]`.
+    /// Serves the disk for all clients, and a disk of 1 MiB for vm1 only. `table`: additional keys
+    /// of the table `[nbd]`.
     pub fn serve(&self, table: &str) -> Daemon {
         let path = self.configure(table);
         let mut daemon =
@@ -135,7 +137,7 @@ impl TlsFixture {
         path
     }
 
-    /// What three clients say of an export.
+    /// Returns the output of three clients about an export.
     pub fn ask_all(&self, export: &str, certificates: &Path) -> [Finished; 3] {
         let uri = self.uri(export, certificates);
         let object = format!("tls-creds-x509,id=t,endpoint=client,dir={}", certificates.display());
@@ -159,7 +161,7 @@ impl TlsFixture {
         }
     }
 
-    /// `says`: what our own client says.
+    /// Checks that no client has access. `says`: the message of our own client.
     #[track_caller]
     pub fn none_may(&self, export: &str, certificates: &Path, says: &str) {
         let answers = self.ask_all(export, certificates);
@@ -171,7 +173,7 @@ impl TlsFixture {
 }
 
 #[test]
-fn who_may_have_what() {
+fn only_allowed_clients_have_access() {
     let fixture = TlsFixture::new();
     let daemon = fixture.serve("tls-required = true");
     for certificates in [&fixture.vm1, &fixture.vm2, &fixture.nobody] {
@@ -184,15 +186,14 @@ fn who_may_have_what() {
         assert!(list.contains("\"all\"") && !list.contains("vm1"), "{list}");
     }
     fixture.none_may("all", &fixture.late, "TLS: ");
-    // (GnuTLS does not show a certificate to a server that names other authorities; rustls does.)
+    // (GnuTLS sends no certificate to a server that lists other authorities; rustls does.)
     fixture.none_may("vm1", &fixture.stranger, "TLS: ");
     daemon.wait_log(") was let go: TLS: ");
     let plain = format!("nbd+unix:///all?socket={}", fixture.socket.display());
     let refused = blockyard(["image", "info", &plain]);
     assert!(refused.err.contains("the server demands TLS: say nbds://"), "{}", refused.err);
     assert!(!tool("nbdinfo", ["--size", &plain]).status.success());
-    // One who trusts another authority does not believe this server; nor one who means another
-    // host.
+    // A client refuses the server if it trusts another authority, or expects another host name.
     std::fs::write(fixture.vm2.join("ca-cert.pem"), authority("another").pem()).unwrap();
     fixture.none_may("all", &fixture.vm2, "UnknownIssuer");
     let other = fixture.uri("all", &fixture.vm1).replace("localhost", "elsewhere.example");
@@ -202,7 +203,7 @@ fn who_may_have_what() {
 }
 
 #[test]
-fn certificates_may_be_demanded_and_tls_may_be_left_to_clients() {
+fn tls_and_client_certificates_are_required_or_optional() {
     let fixture = TlsFixture::new();
     let daemon = fixture.serve("tls-verify-peer = true");
     fixture.all_may("all", &fixture.vm2);
@@ -213,8 +214,8 @@ fn certificates_may_be_demanded_and_tls_may_be_left_to_clients() {
     let daemon = fixture.serve("");
     let plain = |export: &str| format!("nbd+unix:///{export}?socket={}", fixture.socket.display());
     assert_eq!(tool("nbdinfo", ["--size", &plain("all")]).good().trim(), SIZE.to_string());
-    // One that is there under TLS only, and one that is not there: without TLS nobody can tell
-    // which is which.
+    // An export that requires TLS, and one that does not exist. Without TLS a client cannot
+    // distinguish them.
     for export in ["vm1", "none"] {
         let hidden = blockyard(["image", "info", &plain(export)]);
         assert!(hidden.err.contains("the server demands TLS"), "{}", hidden.err);
@@ -240,7 +241,7 @@ fn certificates_may_be_demanded_and_tls_may_be_left_to_clients() {
         let wrong = blockyard(["serve", "ram:1M", "--nbd", &address].iter().chain(options));
         assert!(!wrong.status.success() && wrong.err.contains(says), "{says}: {}", wrong.err);
     }
-    // No lock of other ways in, with TLS or without it.
+    // tls-allow is refused for a disk without an NBD export, with TLS or without it.
     let certificates = ["--tls-certificates", fixture.server.to_str().unwrap()];
     for tls in [&[][..], &certificates] {
         let socket = fixture.folder.join("vhost");
@@ -264,9 +265,9 @@ fn certificates_may_be_demanded_and_tls_may_be_left_to_clients() {
     }
 }
 
-/// All bytes, both ways, by clients of three kinds; and large ones at a time.
+/// Reads and writes all bytes by three clients, with large requests.
 #[test]
-fn data_are_the_same_under_tls() {
+fn tls_transfers_the_same_data() {
     let fixture = TlsFixture::new();
     let daemon = fixture.serve("tls-required = true");
     let (uri, copy, sum) =
@@ -285,9 +286,9 @@ fn data_are_the_same_under_tls() {
     assert_eq!(md5(&fixture.disk), md5(&copy));
 }
 
-/// What somebody puts between STARTTLS and TLS is never taken for the client's.
+/// The server never takes bytes between STARTTLS and TLS for the client's.
 #[test]
-fn plain_bytes_behind_starttls_are_nobodys() {
+fn plain_bytes_after_starttls_end_the_connection() {
     let fixture = TlsFixture::new();
     let daemon = fixture.serve("tls-required = true");
     let mut stream = UnixStream::connect(&fixture.socket).unwrap();
@@ -298,11 +299,12 @@ fn plain_bytes_behind_starttls_are_nobodys() {
     OptionHeader { option: opt::LIST, len: 0 }.put(&mut bytes);
     stream.write_all(&bytes).unwrap();
     let mut answer = Vec::new();
-    // The end, and nothing of a list.
+    // The server disconnects without an answer.
     let _ = stream.read_to_end(&mut answer);
     assert!(answer.len() <= OptionReply::BYTES, "{} bytes", answer.len());
     daemon.wait_log("plain bytes behind STARTTLS");
-    // An option before TLS is answered by the demand for it; after STARTTLS only TLS is understood.
+    // Before TLS, an option gets the error that TLS is required. After STARTTLS only TLS is
+    // accepted.
     let mut stream = UnixStream::connect(&fixture.socket).unwrap();
     stream.set_read_timeout(Some(SOON)).unwrap();
     stream.read_exact(&mut [0; 18]).unwrap();
@@ -329,10 +331,10 @@ fn plain_bytes_behind_starttls_are_nobodys() {
     daemon.stop();
 }
 
-/// A client that has said that it goes is answered what it has asked for, and then TLS ends before
-/// the connection: it knows that nobody has cut it.
+/// After NBD_CMD_DISC the server answers all requests and closes TLS before the connection. So the
+/// client knows that the connection was not truncated.
 #[test]
-fn tls_ends_before_the_connection() {
+fn tls_is_closed_before_the_connection() {
     let fixture = TlsFixture::new();
     let daemon = fixture.serve("");
     for choose in [opt::GO, opt::ABORT] {
@@ -379,9 +381,9 @@ fn tls_ends_before_the_connection() {
     daemon.stop();
 }
 
-/// Our client with QEMU's server, which is killed and comes back.
+/// Our client with QEMU's server, which is killed and restarted.
 #[test]
-fn a_remote_disk_under_tls_comes_back() {
+fn a_remote_disk_reconnects_with_tls() {
     let fixture = TlsFixture::new();
     let start = || {
         let object = format!(
@@ -409,7 +411,7 @@ fn a_remote_disk_under_tls_comes_back() {
         std::thread::sleep(Duration::from_millis(100));
         peer = start();
     }
-    // Also while nothing is asked for, of a connection that was of use.
+    // It also reconnects if no request is in flight, after a connection that worked.
     assert!(guest.read(0, 4096).unwrap() == whole[..4096]);
     until("it has told of all three", SOON, || {
         daemon.log().matches("connected again").count() >= 3
