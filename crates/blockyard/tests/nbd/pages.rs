@@ -1,6 +1,6 @@
 //! The commands of the pages in docs/, run as the pages print them. Blocks that begin with "```sh"
 //! run in the page's order, in one empty folder. Blocks that begin with "```sh guest" run as root
-//! in a User Mode Linux guest.
+//! of a guest.
 //!
 //! The pages give `blockyard serve` a terminal of its own. Here it runs in the background, and the
 //! script goes on when the server is ready.
@@ -190,17 +190,23 @@ fn systemd() {
     runs_as_it_stands("systemd.md", &[]);
 }
 
-#[test]
-fn the_kernels_driver() {
-    let text = blocks(&page("libnbd.md"), "```sh guest");
-    assert!(text.contains("nbd-client"), "libnbd.md has no commands for a guest");
+/// Runs the blocks for a guest as root of such a guest.
+fn runs_in_a_guest(name: &str, kind: GuestKind, options: &[&str]) {
+    let text = blocks(&page(name), "```sh guest");
+    assert!(text.lines().count() > 3, "{name} has no commands for a guest");
     let script = format!("cd /tmp\nBLOCKYARD=/host/blockyard\n{SERVE}{text}{END}");
-    let mut guest = crate::common::Guest::start(
-        GuestKind::Uml,
-        ["--file", BLOCKYARD],
-        &script,
-        Duration::from_secs(60),
-    );
+    let options = options.iter().copied().chain(["--file", BLOCKYARD]);
+    let mut guest = crate::common::Guest::start(kind, options, &script, Duration::from_secs(120));
     guest.expect("all of it has run");
     guest.finish();
+}
+
+#[test]
+fn the_kernels_nbd_driver() {
+    runs_in_a_guest("libnbd.md", GuestKind::Uml, &[]);
+}
+
+#[test]
+fn ublk() {
+    runs_in_a_guest("ublk.md", GuestKind::Qemu, &["--kernel", "7", "--mem", "1G"]);
 }
