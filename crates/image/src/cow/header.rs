@@ -4,12 +4,14 @@
 //! the field and its offset. In the other direction: the bytes of a `Header`, for files that are
 //! created or get another backing file.
 //!
-//! | layout   | backing name | mtime  | size   | sector | alignment | format | length | byte order |
-//! |----------|--------------|--------|--------|--------|-----------|--------|--------|------------|
-//! | 1        | 8+256        | 264    | 268    | 276    |           |        | 280    | the writer's |
-//! | 2        | 8+4096       | 4104   | 4108   | 4116   |           |        | 4120   | big-endian |
-//! | 3        | 32+4096      | 8      | 12     | 20     | 24        | 28     | 4128   | big-endian |
-//! | 3 padded | 36+4096      | 8      | 16     | 24     | 28        | 32     | 4136   | big-endian |
+//! | layout   | name    | mtime | size | sector | align | format | length | byte order   |
+//! |----------|---------|-------|------|--------|-------|--------|--------|--------------|
+//! | 1        | 8+256   | 264   | 268  | 276    |       |        | 280    | the writer's |
+//! | 2        | 8+4096  | 4104  | 4108 | 4116   |       |        | 4120   | big-endian   |
+//! | 3        | 32+4096 | 8     | 12   | 20     | 24    | 28     | 4128   | big-endian   |
+//! | 3 padded | 36+4096 | 8     | 16   | 24     | 28    | 32     | 4136   | big-endian   |
+//!
+//! `name` is the backing file's name; a field is given as offset, or as offset+length, in bytes.
 //!
 //! All begin with the magic number and the version. The padded layout was written by 64-bit
 //! programs until 2005; it is recognised by the four zero bytes where version 3 has the name. The

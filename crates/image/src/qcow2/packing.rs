@@ -81,8 +81,8 @@ impl<S: Storage> Qcow2<S> {
         let named = L2Entry::decode(word, bitmap, shape.layout).map(|e| e.cluster);
         // In a very large file not every offset fits a descriptor. The allocated bytes are a leak,
         // which `check` repairs.
-        if !matches!(named, Ok(Cluster::Compressed { host: at, len }) if at == host && len >= packed.len() as u64)
-        {
+        let fits = |at: u64, len: u64| at == host && len >= packed.len() as u64;
+        if !matches!(named, Ok(Cluster::Compressed { host: at, len }) if fits(at, len)) {
             return Ok(false);
         }
         {

@@ -99,7 +99,8 @@ pub async fn apply<S: Storage>(file: &Raw<S>, name: &str) -> Result<(), ImageErr
     if new.size != change.old.size && new.bitmaps.is_some() {
         let names = bitmap::names(file, &new).await?.join("\", \"");
         let what = format!(
-            "\"{name}\" has another size than the disk, and so than the bitmaps \"{names}\": remove them first"
+            "\"{name}\" and the disk differ in size, so the bitmaps \"{names}\" do not fit: \
+             remove them first"
         );
         return Err(ImageError::refused(STRUCTURE, what));
     }

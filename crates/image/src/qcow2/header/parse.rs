@@ -101,7 +101,7 @@ impl Header {
             }
             if len > end - at - 8 {
                 let what = format!(
-                    "extension {kind:#010x} has {len} bytes, more than its place in the first cluster"
+                    "extension {kind:#010x} has {len} bytes, more than fit into the first cluster"
                 );
                 return Err(ImageError::invalid("qcow2 header extension", at as u64, what));
             }

@@ -13,7 +13,7 @@ use blockyard_storage::sim::{
     SimImage, Trace, pattern,
 };
 
-use super::lane::{Load, SPOT_SECTORS, Stack, spot_start};
+use super::client::{Load, SPOT_SECTORS, Stack, spot_start};
 use super::plan::Plan;
 use crate::lives::Count;
 
@@ -156,7 +156,7 @@ impl Life {
 
     /// Approximate number of events of a load; a random event below it is likely to occur.
     pub fn events(&self) -> u64 {
-        (self.plan.lanes * self.plan.requests) as u64 * 3
+        (self.plan.clients * self.plan.requests) as u64 * 3
     }
 
     fn explain(&self, cut_after: u64, what: &str) -> impl Fn(String) -> String + use<> {

@@ -4,7 +4,7 @@
 //! ```text
 //!   plan   parameters of a run, derived from its seed: header, memory, injected errors
 //!   life   boots: a guest's load on one or two reactors, a commit, another backing file
-//!   lane   a guest's clients, whose requests the oracle records
+//!   client   a guest's clients, whose requests the oracle records
 //! ```
 //!
 //! After each cut the file must open, pass the check, and hold over its backing file the data that
@@ -13,7 +13,7 @@
 
 use crate::lives;
 
-mod lane;
+mod client;
 mod life;
 mod plan;
 
@@ -61,7 +61,7 @@ fn flushed_data_survive_random_cuts() {
 fn flushed_data_survive_a_cut_at_every_event() {
     let mut tally = Tally::default();
     for seed in 0..6 {
-        let plan = Plan { requests: 8, lanes: 5, ..Plan::quiet(seed) };
+        let plan = Plan { requests: 8, clients: 5, ..Plan::quiet(seed) };
         let whole = (0..).find(|&events| {
             let mut life = Life::new(plan.clone());
             life.be_created(u64::MAX, &mut Tally::default()).unwrap();
@@ -168,7 +168,7 @@ impl<S: Storage> Storage for Liar<S> {
 fn defective_storage_is_detected() {
     for lie in [Lie::NoSync, Lie::NoSyncBeforeTheBits, Lie::LosesPieces] {
         let caught = (0..150).filter(|&seed| {
-            let mut life = Life::new(Plan { lanes: 2, ..Plan::quiet(seed) });
+            let mut life = Life::new(Plan { clients: 2, ..Plan::quiet(seed) });
             life.be_created(u64::MAX, &mut Tally::default()).unwrap();
             let events = Rng::new(seed).below(life.events());
             life.load(

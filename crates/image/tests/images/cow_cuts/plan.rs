@@ -25,7 +25,7 @@ pub struct Plan {
     pub reactors: usize,
     /// Number of clients over all queues, each with one request in flight; and requests of each
     /// client.
-    pub lanes: usize,
+    pub clients: usize,
     pub requests: usize,
     /// Bytes that the device writes atomically.
     pub atomic: usize,
@@ -50,7 +50,7 @@ impl Plan {
             // Eight pages, or the whole bitmap.
             memory: if rng.one_in(2) { 1 } else { u64::MAX },
             reactors: rng.between(1, 2) as usize,
-            lanes: rng.between(1, 7) as usize,
+            clients: rng.between(1, 7) as usize,
             requests: 9,
             atomic: *rng.pick(&[512, 512, 1024, 4096]),
             discard_zeroes: rng.one_in(2),

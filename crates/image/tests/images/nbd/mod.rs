@@ -1,4 +1,4 @@
-//! The NBD client against a server that does what it is told: right, wrong, dying and silent.
+//! The NBD client against a scripted server: correct, wrong, dying and silent.
 
 mod server;
 
@@ -12,12 +12,12 @@ use blockyard_nbd::wire::{Headers, Request, chunk, cmd, errno};
 use blockyard_ring::{Executor, Segments};
 use blockyard_storage::Storage;
 
-use self::server::{Disk, Evil, SIZE, Server, data, done, good, piece, simple};
+use self::server::{Disk, SIZE, Script, Server, data, done, good, piece, simple};
 
 const SHORT: nbd::Options =
     nbd::Options { reconnect: Duration::from_millis(400), timeout: Duration::from_millis(400) };
-/// Where silence is not what is looked at: a machine that stands still for a moment is not taken
-/// for a silent server.
+/// Timeouts for tests that are not about silence: a short stall of the machine must not look like a
+/// silent server.
 const TALKING: nbd::Options =
     nbd::Options { reconnect: Duration::from_millis(400), timeout: Duration::from_secs(8) };
 const LONG: nbd::Options =
@@ -36,14 +36,16 @@ fn on_image<T: 'static>(
     executor.block_on(async move { work(raw).await }).unwrap()
 }
 
-/// Whether the bytes are those of `good`'s disk from `offset` on.
+/// Returns true if the bytes are those of `good`'s disk at `offset`.
 fn is_pattern(segments: &Segments, offset: u64) -> bool {
     let mut bytes = vec![0; segments.len()];
     segments.copy_out(0, &mut bytes);
     (offset..).zip(bytes).all(|(at, byte)| byte == (at / 512 % 251) as u8)
 }
 
-fn evil(work: impl FnMut(usize, &Request, &mut Disk) -> Option<Vec<u8>> + Send + 'static) -> Evil {
+fn script(
+    work: impl FnMut(usize, &Request, &mut Disk) -> Option<Vec<u8>> + Send + 'static,
+) -> Script {
     Box::new(work)
 }
 
@@ -51,7 +53,7 @@ fn evil(work: impl FnMut(usize, &Request, &mut Disk) -> Option<Vec<u8>> + Send +
 fn all_kinds_of_headers_and_sizes() {
     for headers in [Headers::Simple, Headers::Structured, Headers::Extended] {
         let server =
-            Server::start(headers, |_, _| (), evil(|_, request, disk| Some(good(request, disk))));
+            Server::start(headers, |_, _| (), script(|_, request, disk| Some(good(request, disk))));
         on_image(&server, LONG, async |raw| {
             for (offset, len) in
                 [(0, 512), (512, 4096), (3, 5), (100, 70_000), (0, SIZE), (SIZE - 512, 512)]
@@ -79,7 +81,7 @@ fn many_chunks_in_any_order_and_holes() {
     let server = Server::start(
         Headers::Structured,
         |_, _| (),
-        evil(|_, request, disk| {
+        script(|_, request, disk| {
             let mut out = Vec::new();
             let third = request.len / 4;
             for part in [2, 0, 3] {
@@ -104,10 +106,10 @@ fn many_chunks_in_any_order_and_holes() {
     });
 }
 
-/// Each answer of a server that lies ends the connection, and the request with an error that says
-/// why, in time; a server that comes to its senses is used again.
+/// Each wrong answer ends the connection, and the request fails in time with an error that says
+/// why. When the server answers correctly again, it is used again.
 #[test]
-fn lies_end_in_errors() {
+fn wrong_answers_end_in_errors() {
     type Lie = fn(&Request, &Disk) -> Vec<u8>;
     let lies: [(&str, Headers, Lie); 19] = [
         ("no reply", Headers::Simple, |_, _| vec![0x42; 64]),
@@ -184,12 +186,12 @@ fn lies_end_in_errors() {
                         lie(request, disk)
                     })
                 };
-                let server = Server::start(headers, |_, _| (), evil(answer));
+                let server = Server::start(headers, |_, _| (), script(answer));
                 on_image(&server, TALKING, async move |raw| {
                     let start = Instant::now();
                     let mut error = raw.read(Segments::buffer(4096), 4096).await.1;
                     if says.contains("nobody asked") && error.is_ok() {
-                        // What follows a good answer is found at the next one.
+                        // An error behind a correct answer is detected by the next request.
                         error = raw.read(Segments::buffer(4096), 4096).await.1;
                         if error.is_ok() {
                             return;
@@ -218,10 +220,10 @@ fn lies_end_in_errors() {
     });
 }
 
-/// Lengths that a server names are not allocated: chunks of four gigabytes and more, and a status
-/// without end.
+/// The client does not allocate lengths that a server sends: chunks of 4 GiB and more, and an
+/// endless status.
 #[test]
-fn huge_lengths_are_not_believed() {
+fn huge_lengths_are_not_allocated() {
     std::thread::scope(|scope| {
         for headers in [Headers::Structured, Headers::Extended] {
             for kind in [
@@ -231,20 +233,20 @@ fn huge_lengths_are_not_believed() {
                 chunk::BLOCK_STATUS_EXT,
                 chunk::NONE,
             ] {
-                scope.spawn(move || a_huge_length_is_not_believed(headers, kind));
+                scope.spawn(move || a_huge_length_is_not_allocated(headers, kind));
             }
         }
     });
 }
 
-fn a_huge_length_is_not_believed(headers: Headers, kind: u16) {
+fn a_huge_length_is_not_allocated(headers: Headers, kind: u16) {
     let answer = move |_, request: &Request, disk: &mut Disk| {
         let mut bytes = piece(request, disk, kind, 1, &[]);
         let at = bytes.len() - if headers == Headers::Extended { 8 } else { 4 };
         bytes[at..].fill(0xff);
         Some(bytes)
     };
-    let server = Server::start(headers, |_, _| (), evil(answer));
+    let server = Server::start(headers, |_, _| (), script(answer));
     on_image(&server, TALKING, async move |raw| {
         let error = raw.read(Segments::buffer(512), 0).await.1.unwrap_err().to_string();
         assert!(error.contains("answer") || error.contains("error of"), "{error}");
@@ -254,11 +256,11 @@ fn a_huge_length_is_not_believed(headers: Headers, kind: u16) {
 }
 
 #[test]
-fn errors_of_the_server_are_told_and_nothing_else_happens() {
+fn errors_of_the_server_are_returned_and_keep_the_connection() {
     let server = Server::start(
         Headers::Structured,
         |_, _| (),
-        evil(|_, request, disk| {
+        script(|_, request, disk| {
             let mut error = errno::EIO.to_be_bytes().to_vec();
             error.extend(8u16.to_be_bytes());
             error.extend(b"bad\nluck");
@@ -287,7 +289,7 @@ fn a_silent_server_costs_bounded_time() {
         let server = Server::start(
             Headers::Simple,
             |_, _| (),
-            evil(move |_, request, disk| {
+            script(move |_, request, disk| {
                 if drips {
                     std::thread::sleep(Duration::from_millis(50));
                     return Some(good(request, disk)[..20].to_vec());
@@ -305,26 +307,26 @@ fn a_silent_server_costs_bounded_time() {
             raw.read(Segments::buffer(4096), 0).await.1.unwrap_err();
             assert!(
                 start.elapsed() < Duration::from_secs(2),
-                "it is known to be gone: {:?}",
+                "the server is known to be gone: {:?}",
                 start.elapsed()
             );
         });
     }
 }
 
-/// A server that closes in the middle of answers, again and again: what was asked is asked anew,
+/// A server closes connections in the middle of answers, repeatedly: the requests are sent again,
 /// and all answers are right.
 #[test]
-fn connections_that_end_in_the_middle_are_made_good() {
+fn requests_are_repeated_after_lost_connections() {
     let server = Server::start(
         Headers::Structured,
         |_, _| (),
-        evil({
+        script({
             let mut requests = 0;
             move |number, request, disk| {
                 requests += 1;
                 let answer = good(request, disk);
-                // Some bytes of the answer, and the end.
+                // Some bytes of the answer, then the end.
                 if number < 8 && requests % 5 == 0 { None } else { Some(answer) }
             }
         }),
@@ -345,14 +347,14 @@ fn connections_that_end_in_the_middle_are_made_good() {
     });
 }
 
-/// A connection that ends while nothing is asked for is made anew without being asked, so that the
-/// next request finds one; and only once, for a server may let go of whoever asks for nothing.
+/// A connection that ends while idle is reconnected at once, so that the next request finds it.
+/// This happens only once, because a server may disconnect idle clients.
 #[test]
-fn an_idle_connection_that_ends_is_made_anew_once() {
+fn an_idle_connection_is_reconnected_once() {
     let server = Server::start(
         Headers::Structured,
         |_, disk| disk.patience = Some(Duration::from_millis(1500)),
-        evil(|_, request, disk| Some(good(request, disk))),
+        script(|_, request, disk| Some(good(request, disk))),
     );
     let connections = server.connections.clone();
     on_image(&server, LONG, async move |raw| {
@@ -366,10 +368,10 @@ fn an_idle_connection_that_ends_is_made_anew_once() {
             let before = connections.load(Ordering::SeqCst);
             let start = Instant::now();
             while connections.load(Ordering::SeqCst) == before {
-                assert!(start.elapsed() < Duration::from_secs(10), "the end was not seen");
+                assert!(start.elapsed() < Duration::from_secs(10), "the end was not detected");
                 std::thread::sleep(Duration::from_millis(5));
             }
-            // It was made for a request, or is made for none a second time.
+            // An idle connection is not reconnected a second time.
             std::thread::sleep(Duration::from_secs(4));
             assert_eq!(connections.load(Ordering::SeqCst), before + 1);
         }
@@ -377,27 +379,27 @@ fn an_idle_connection_that_ends_is_made_anew_once() {
     });
 }
 
-/// What was acknowledged and not flushed is lost with its connection, and is never called durable.
+/// Data that were acknowledged but not flushed are lost with the connection. The client must not
+/// report them as durable.
 #[test]
 fn unflushed_writes_are_lost_with_the_connection() {
     for flushed in [true, false] {
         let closes = Arc::new(AtomicBool::new(false));
         let now = closes.clone();
-        let server =
-            Server::start(
-                Headers::Simple,
-                |_, _| (),
-                evil(move |_, request, disk| {
-                    if now.swap(false, Ordering::SeqCst) { None } else { Some(good(request, disk)) }
-                }),
-            );
+        let server = Server::start(
+            Headers::Simple,
+            |_, _| (),
+            script(move |_, request, disk| {
+                if now.swap(false, Ordering::SeqCst) { None } else { Some(good(request, disk)) }
+            }),
+        );
         on_image(&server, LONG, async move |raw| {
             raw.write(Segments::from_bytes(&[1; 512]), 0, false).await.1.unwrap();
             if flushed {
                 raw.flush().await.unwrap();
             }
             closes.store(true, Ordering::SeqCst);
-            // A write that was not answered is sent again, if nothing else is lost.
+            // An unanswered write is sent again, unless earlier writes are lost.
             let write = raw.write(Segments::from_bytes(&[2; 512]), 512, false).await.1;
             assert_eq!((write.is_ok(), raw.flush().await.is_ok()), (flushed, flushed));
             assert_eq!(raw.storage().lost().is_none(), flushed);
@@ -413,13 +415,13 @@ fn unflushed_writes_are_lost_with_the_connection() {
     }
 }
 
-/// It might still do the write, after a later one.
+/// The server might still execute the write, after a later one.
 #[test]
-fn a_server_that_is_silent_with_a_write_on_its_way_is_lost() {
+fn a_server_silent_during_a_write_is_lost() {
     let server = Server::start(
         Headers::Simple,
         |_, _| (),
-        evil(|_, request, disk| {
+        script(|_, request, disk| {
             if request.command == cmd::WRITE {
                 std::thread::sleep(Duration::from_millis(900));
             }
@@ -434,7 +436,7 @@ fn a_server_that_is_silent_with_a_write_on_its_way_is_lost() {
 }
 
 #[test]
-fn an_export_that_comes_back_changed_is_not_used() {
+fn an_export_that_changed_is_not_used_after_a_reconnect() {
     let says = Arc::new(Mutex::new(String::new()));
     type Change = fn(&mut Disk);
     let changes: [(&str, Change); 3] = [
@@ -450,7 +452,7 @@ fn an_export_that_comes_back_changed_is_not_used() {
                     change(disk);
                 }
             },
-            evil(
+            script(
                 |number, request, disk| if number == 1 { None } else { Some(good(request, disk)) },
             ),
         );
@@ -464,7 +466,7 @@ fn an_export_that_comes_back_changed_is_not_used() {
 }
 
 #[test]
-fn a_server_that_does_not_negotiate_is_an_error_in_time() {
+fn a_server_that_does_not_negotiate_fails_in_time() {
     let path = std::env::temp_dir().join(format!("blockyard-mute-{}", std::process::id()));
     let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
     let start = Instant::now();

@@ -1,5 +1,5 @@
-//! A small NBD server that does what it is told, right or wrong. It offers simple or structured
-//! replies, and serves connections one after the other until it is dropped.
+//! A small NBD server that follows a script, right or wrong. It offers simple or structured
+//! replies, and serves one connection after the other until it is dropped.
 
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -16,15 +16,15 @@ use blockyard_nbd::wire::{
 pub const SIZE: u64 = 1 << 20;
 const FLUSH_TRIM_ZEROES: u16 = 1 | 1 << 2 | 1 << 5 | 1 << 6;
 
-/// What a server does with a request: bytes to answer with, or None to close the connection.
-pub type Evil = Box<dyn FnMut(usize, &Request, &mut Disk) -> Option<Vec<u8>> + Send>;
+/// Script of a server: returns the answer's bytes, or None to close the connection.
+pub type Script = Box<dyn FnMut(usize, &Request, &mut Disk) -> Option<Vec<u8>> + Send>;
 
-/// What it serves.
+/// The disk that it serves.
 pub struct Disk {
     pub headers: Headers,
     pub size: u64,
     pub flags: u16,
-    /// How long a client may ask for nothing.
+    /// Longest time that a client may be idle.
     pub patience: Option<Duration>,
     pub bytes: Vec<u8>,
     pub written: Vec<u8>,
@@ -33,17 +33,17 @@ pub struct Disk {
 pub struct Server {
     path: PathBuf,
     thread: Option<JoinHandle<()>>,
-    /// Connections that were taken.
+    /// Number of accepted connections.
     pub connections: Arc<AtomicUsize>,
     ended: Arc<Mutex<bool>>,
 }
 
 impl Server {
-    /// `setup` may change what is served before each connection.
+    /// `setup` may change the disk before each connection.
     pub fn start(
         headers: Headers,
         mut setup: impl FnMut(usize, &mut Disk) + Send + 'static,
-        mut evil: Evil,
+        mut script: Script,
     ) -> Self {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
@@ -64,8 +64,8 @@ impl Server {
                 }
                 let number = count.fetch_add(1, Ordering::SeqCst) + 1;
                 setup(number, &mut disk);
-                // The client may have gone in the middle of anything.
-                let _ = serve(stream.unwrap(), number, &mut disk, &mut evil);
+                // The client may close the connection at any point.
+                let _ = serve(stream.unwrap(), number, &mut disk, &mut script);
             }
         });
         Server { path, thread: Some(thread), connections, ended }
@@ -91,7 +91,7 @@ fn serve(
     mut stream: UnixStream,
     number: usize,
     disk: &mut Disk,
-    evil: &mut Evil,
+    script: &mut Script,
 ) -> std::io::Result<()> {
     let mut hello = wire::GREETING.to_be_bytes().to_vec();
     hello.extend(wire::OPTION.to_be_bytes());
@@ -143,14 +143,14 @@ fn serve(
         disk.written
             .resize(if request.command == cmd::WRITE { request.len as usize } else { 0 }, 0);
         stream.read_exact(&mut disk.written)?;
-        match evil(number, &request, disk) {
+        match script(number, &request, disk) {
             Some(bytes) => stream.write_all(&bytes)?,
             None => return Ok(()),
         }
     }
 }
 
-/// As a good server answers.
+/// Answers correctly.
 pub fn good(request: &Request, disk: &mut Disk) -> Vec<u8> {
     let range = request.offset as usize..(request.offset + request.len) as usize;
     match request.command {
@@ -177,7 +177,7 @@ pub fn simple(error: u32, cookie: u64) -> Vec<u8> {
     out
 }
 
-/// A chunk with this payload.
+/// Returns a chunk with this payload.
 pub fn piece(request: &Request, disk: &Disk, kind: u16, flags: u16, payload: &[u8]) -> Vec<u8> {
     let mut out = Vec::new();
     let Request { cookie, offset, .. } = *request;
@@ -186,7 +186,7 @@ pub fn piece(request: &Request, disk: &Disk, kind: u16, flags: u16, payload: &[u
     out
 }
 
-/// Data that are said to be at `offset`.
+/// Returns data with a claimed `offset`.
 pub fn data(request: &Request, disk: &Disk, offset: u64, bytes: &[u8], flags: u16) -> Vec<u8> {
     if disk.headers == Headers::Simple {
         let mut out = simple(0, request.cookie);

@@ -1,5 +1,6 @@
-//! Images to begin with, made by the letter of the format and by nothing of the crate's: any mix of
-//! cluster types, holes with rubbish in them, tables in any order, a snapshot that shares clusters.
+//! Builds initial images directly from the format's specification, without the crate's code. They
+//! have any mix of cluster types, holes with garbage, tables in any order, and a snapshot that
+//! shares clusters.
 
 use blockyard_image::qcow2::{Compression, pack};
 use blockyard_storage::sim::{Rng, pattern};
@@ -8,20 +9,20 @@ use super::format::{COMPRESSED, COPIED, Layout, ZERO, put32, put64};
 
 const MAGIC: u32 = 0x5146_49fb;
 
-/// What an image is to be like.
+/// Parameters of an image.
 #[derive(Clone, Debug)]
 pub struct Recipe {
     pub layout: Layout,
-    /// Bytes, whole sectors.
+    /// Size in bytes, whole sectors.
     pub size: u64,
-    /// Of a hundred guest clusters, so many have an entry.
+    /// Percentage of guest clusters with an entry.
     pub full: u64,
-    /// One snapshot, which shares all that there is.
+    /// Adds a snapshot that shares all clusters.
     pub snapshot: bool,
     pub zstd: bool,
-    /// The L1 table has so many clusters at least.
+    /// Minimum number of clusters of the L1 table.
     pub l1_clusters: u64,
-    /// The name and the format of the image below.
+    /// Name and format of the backing image.
     pub below: Option<(String, &'static str)>,
     pub seed: u64,
 }
@@ -47,7 +48,7 @@ struct Builder {
     file: Vec<u8>,
     data: Option<Vec<u8>>,
     counts: Vec<u64>,
-    /// Where the next compressed cluster may go, and where its room ends.
+    /// Place of the next compressed cluster, and end of its space.
     room: (u64, u64),
 }
 
@@ -73,8 +74,8 @@ impl Builder {
         self.recipe.layout.cluster()
     }
 
-    /// New clusters side by side; gives their offset. Now and then they lie behind a hole with
-    /// rubbish in it.
+    /// Allocates consecutive clusters; returns their offset. Sometimes leaves a hole with garbage
+    /// before them.
     fn allocate(&mut self, count: u64) -> u64 {
         if self.rng.one_in(6) && self.file.len() > 4 * self.cluster() as usize {
             for _ in 0..self.rng.between(1, 3) {
@@ -110,7 +111,7 @@ impl Builder {
         self.header((l1_at, l1_size), refcounts, snapshots);
     }
 
-    /// An L2 table with all that it names; None: it would be empty.
+    /// Makes an L2 table and its clusters. None: it would be empty.
     fn table(&mut self, index: u64) -> Option<u64> {
         let layout = self.recipe.layout;
         let first = index * layout.l2_entries();
@@ -170,7 +171,7 @@ impl Builder {
         }
     }
 
-    /// A host cluster with data of its own.
+    /// Makes a host cluster with data.
     fn place(&mut self, cluster: u64) -> u64 {
         let (tag, start) = (self.rng.next_u64(), cluster * self.cluster());
         let bytes = pattern(tag, start, self.cluster() as usize);
@@ -187,7 +188,7 @@ impl Builder {
         }
     }
 
-    /// Compressed data; several clusters' in one where the refcounts are wide enough.
+    /// Makes compressed data; several share a cluster if the refcounts are wide enough.
     fn compressed(&mut self, cluster: u64) -> u64 {
         let size = self.cluster() as usize;
         let mut plain = vec![0; size];
@@ -214,7 +215,7 @@ impl Builder {
         COMPRESSED | sectors << (62 - (bits - 8)) | at
     }
 
-    /// Takes a snapshot of what there is: everything has one reference more, and is nobody's own.
+    /// Takes a snapshot: every cluster gets one more reference, and no COPIED flag remains.
     fn snapshot(&mut self, l1_at: u64, l1_size: u64) -> (u64, u64) {
         let layout = self.recipe.layout;
         let mut named = Vec::new();
@@ -253,7 +254,7 @@ impl Builder {
         (1, table)
     }
 
-    /// Refcount table and blocks, last of all; gives the table's offset and clusters.
+    /// Makes refcount table and blocks, last of all; returns the table's offset and clusters.
     fn refcounts(&mut self) -> (u64, u64) {
         let layout = self.recipe.layout;
         let (mut blocks, mut table) = (1, 1);

@@ -14,7 +14,7 @@ use super::build::build;
 use super::check::{Findings, Parsed, Snapshot};
 use super::plan::{LayerPlan, Plan};
 
-/// An image's files with the power off. Raw images have no header.
+/// An image's files while the power is off. Raw images have no header.
 #[derive(Clone)]
 pub struct Files {
     pub main: SimImage,
@@ -22,12 +22,12 @@ pub struct Files {
     pub qcow2: bool,
 }
 
-/// The name of the n-th image from above, where it is a file.
+/// File name of the n-th image from the top.
 pub fn file_name(n: usize) -> String {
     format!("layer-{n}")
 }
 
-/// As the plan has them to begin with, the topmost first.
+/// Makes the initial images of the plan, topmost first.
 pub fn make(plan: &Plan) -> Vec<Files> {
     let sim = |bytes: &[u8]| SimImage::from_bytes(bytes).atomic(plan.atomic);
     let layer = |layer: &LayerPlan| match layer {
@@ -43,7 +43,7 @@ pub fn make(plan: &Plan) -> Vec<Files> {
     plan.layers.iter().map(layer).collect()
 }
 
-/// What the guest sees of the images from `layers[0]` on, by the slow way.
+/// Returns what the guest sees of `layers`, read by the reference reader.
 pub fn contents(layers: &[Files]) -> Result<Vec<u8>, String> {
     layers.iter().rev().try_fold(Vec::new(), |below, files| {
         let bytes = files.main.bytes();
@@ -54,16 +54,16 @@ pub fn contents(layers: &[Files]) -> Result<Vec<u8>, String> {
     })
 }
 
-/// All that there is to see of a chain.
+/// All visible contents of a chain.
 #[derive(Clone, PartialEq, Eq)]
 pub struct View {
     pub disk: Vec<u8>,
-    /// Names and what they show.
+    /// Names of the snapshots and their contents.
     pub snapshots: Vec<(String, Vec<u8>)>,
 }
 
 impl View {
-    /// Where it differs from another one.
+    /// Describes the difference to another view.
     pub fn differs(&self, other: &View) -> String {
         let name =
             |view: &View| view.snapshots.iter().map(|(name, _)| name.clone()).collect::<Vec<_>>();
@@ -102,8 +102,8 @@ pub fn check(files: &Files) -> Findings {
     Parsed::new(&files.main.bytes()).check()
 }
 
-/// The chain as the next to open it for writing finds it, where the dirty bit demands that the
-/// image is counted anew.
+/// Returns the chain after the repair that the dirty bit demands at the next open for writing.
+/// None: no dirty bit.
 pub fn counted(layers: &[Files]) -> Result<Option<Vec<Files>>, String> {
     if !is_dirty(&layers[0]) {
         return Ok(None);
@@ -114,7 +114,7 @@ pub fn counted(layers: &[Files]) -> Result<Option<Vec<Files>>, String> {
     Ok(Some(layers))
 }
 
-/// The check of the image as [`counted`] gives it.
+/// Checks the image as returned by [`counted`].
 pub fn counted_check(layers: &[Files]) -> Result<Findings, String> {
     Ok(check(&counted(layers)?.as_deref().unwrap_or(layers)[0]))
 }
@@ -127,7 +127,7 @@ pub fn is_dirty(files: &Files) -> bool {
     header(files).is_ok_and(|header| header.has_dirty())
 }
 
-/// What our own check finds, corruptions and what it could not read.
+/// Runs the crate's check; returns its report.
 pub fn our_check(files: &Files) -> Result<Report, String> {
     let report = Rc::new(RefCell::new(None));
     let told = report.clone();
@@ -138,7 +138,7 @@ pub fn our_check(files: &Files) -> Result<Report, String> {
     Ok(report.take().expect("it was told"))
 }
 
-/// The image after some work, on a disk that keeps its power.
+/// Returns the image after some work, on a disk with power.
 fn work_on(
     image: &SimImage,
     work: impl AsyncFnOnce(Raw<SimDisk>) -> Result<(), ImageError> + 'static,
@@ -172,12 +172,12 @@ impl Disks {
         self.layers.iter().flat_map(|(main, data)| std::iter::once(main).chain(data))
     }
 
-    /// The files of the topmost image.
+    /// Returns the files of the topmost image.
     pub fn top(&self) -> impl Iterator<Item = &SimDisk> {
         std::iter::once(&self.layers[0].0).chain(&self.layers[0].1)
     }
 
-    /// What a cut leaves: one of many possibilities.
+    /// Cuts the power; returns one of the many possible results.
     pub fn power_cut(&self) -> Vec<Files> {
         let files = |((main, data), &qcow2): (&(SimDisk, Option<SimDisk>), &bool)| Files {
             main: main.power_cut(),
@@ -187,8 +187,8 @@ impl Disks {
         self.layers.iter().zip(&self.qcow2).map(files).collect()
     }
 
-    /// Opens the chain from the `top`-th image on, that one for writing, and gives as many views of
-    /// it as there are reactors.
+    /// Opens the chain from the `top`-th image on, that image for writing. Returns one view for
+    /// each reactor.
     pub async fn open<S: Storage + Clone>(
         &self,
         plan: &Plan,

@@ -1,5 +1,4 @@
-//! The slow, obvious check of an image, and the slow, obvious way to read it: references are
-//! counted one by one.
+//! Reference implementation of check and read, slow and simple: references are counted one by one.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +6,7 @@ use blockyard_image::qcow2::{Compression, unpack};
 
 use super::format::{COMPRESSED, COPIED, Layout, OFFSET, ZERO};
 
-/// An image as its file says.
+/// Decoded header of an image.
 pub struct Parsed<'a> {
     bytes: &'a [u8],
     pub layout: Layout,
@@ -22,29 +21,29 @@ pub struct Parsed<'a> {
 pub struct Snapshot {
     l1: Table,
     pub name: String,
-    /// Of the disk when it was taken.
+    /// Size of the disk when it was taken.
     size: u64,
 }
 
 #[derive(Clone, Copy)]
 struct Table {
     offset: u64,
-    /// In bytes.
+    /// Length in bytes.
     len: u64,
 }
 
-/// What a check has found.
+/// Findings of a check.
 #[derive(Debug, Default)]
 pub struct Findings {
     pub corruptions: Vec<String>,
-    /// COPIED flags that are not set and might be: a write copies once more than it must, and that
-    /// is all.
+    /// COPIED flags that are clear but could be set: a write copies more than necessary, nothing
+    /// else.
     pub careful: u64,
-    /// Clusters that count more than they are named.
+    /// Clusters whose refcount exceeds their references.
     pub leaks: u64,
 }
 
-/// What lies beyond the end of the file is zeroes.
+/// Bytes behind the end of the file are zeroes.
 fn piece<const N: usize>(bytes: &[u8], at: u64) -> [u8; N] {
     bytes.get(at as usize..).and_then(|rest| rest.first_chunk()).copied().unwrap_or([0; N])
 }
@@ -100,7 +99,7 @@ impl<'a> Parsed<'a> {
         (table.offset..table.offset + table.len).step_by(8).map(|at| be64(self.bytes, at))
     }
 
-    /// A whole cluster; what lies beyond the end of the file is zeroes.
+    /// Reads a cluster; bytes behind the end of the file are zeroes.
     fn cluster(&self, offset: u64) -> Vec<u8> {
         let mut cluster = vec![0; self.layout.cluster() as usize];
         let from = self.bytes.len().min(offset as usize);
@@ -117,7 +116,7 @@ impl<'a> Parsed<'a> {
         count.findings
     }
 
-    /// The counts that the file has, of clusters in blocks that there are.
+    /// Returns the stored refcounts, of clusters with a refcount block.
     fn counts(&self) -> BTreeMap<u64, u64> {
         let mut counts = BTreeMap::new();
         for (number, block) in
@@ -134,8 +133,8 @@ impl<'a> Parsed<'a> {
         counts
     }
 
-    /// What the guest sees: of the active state, or of a snapshot. `below`: what it sees of the
-    /// images below.
+    /// Returns what the guest sees: of the active state or of a snapshot. `below`: contents of the
+    /// backing images.
     pub fn read(
         &self,
         snapshot: Option<usize>,
@@ -248,7 +247,7 @@ impl Counter<'_> {
         self.findings.corruptions.push(what);
     }
 
-    /// Something lies here.
+    /// Counts references to a range.
     fn name(&mut self, what: &str, offset: u64, len: u64) {
         let cluster = self.image.layout.cluster();
         if !offset.is_multiple_of(cluster) {
@@ -262,8 +261,8 @@ impl Counter<'_> {
         }
     }
 
-    /// The L2 tables of an L1 table. `counts`: it is the active one, whose COPIED flags are to be
-    /// right.
+    /// Counts the L2 tables of an L1 table. `counts`: this is the active one, whose COPIED flags
+    /// must be right.
     fn tables(&mut self, l1: Table, counts: Option<&BTreeMap<u64, u64>>) {
         let (image, layout) = (self.image, self.image.layout);
         for (index, word) in image.words(l1).enumerate().filter(|(_, word)| *word != 0) {

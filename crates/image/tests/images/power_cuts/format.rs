@@ -1,5 +1,5 @@
-//! The numbers of the format, written down once more: the judge shall not share a mistake with what
-//! it judges.
+//! The constants of the format, written a second time, so that the tests do not share an error with
+//! the crate.
 
 use std::ops::Range;
 
@@ -16,7 +16,7 @@ pub fn put64(bytes: &mut [u8], at: usize, value: u64) {
     bytes[at..at + 8].copy_from_slice(&value.to_be_bytes());
 }
 
-/// What the meaning of entries and counts depends on.
+/// Header fields on which the meaning of entries and refcounts depends.
 #[derive(Clone, Copy, Debug)]
 pub struct Layout {
     pub version: u32,
@@ -41,17 +41,17 @@ impl Layout {
         self.cluster() / self.l2_entry() as u64
     }
 
-    /// Bytes of the guest's disk that one L2 table describes.
+    /// Bytes of the guest's disk that one L2 table maps.
     pub fn l2_reach(&self) -> u64 {
         self.l2_entries() * self.cluster()
     }
 
-    /// What is allocated by itself: a cluster or a subcluster.
+    /// Unit of allocation: a cluster or a subcluster.
     pub fn unit(&self) -> u64 {
         if self.extended { self.cluster() / 32 } else { self.cluster() }
     }
 
-    /// Clusters that one refcount block counts.
+    /// Number of clusters that one refcount block counts.
     pub fn per_block(&self) -> u64 {
         (self.cluster() * 8) >> self.refcount_order
     }
@@ -88,7 +88,7 @@ impl Layout {
         }
     }
 
-    /// Bytes that a compressed entry names: as far as its last sector.
+    /// Returns the bytes that a compressed entry names, up to its last sector.
     pub fn compressed(&self, word: u64) -> Range<u64> {
         let shift = 62 - (self.cluster_bits - 8);
         let start = word & ((1 << shift) - 1);
@@ -96,7 +96,7 @@ impl Layout {
         start..(start & !511) + sectors * 512
     }
 
-    /// The host clusters, by number, that an L2 entry names in the image's own file.
+    /// Returns the host clusters, by number, that an L2 entry names in the image's file.
     pub fn host(&self, word: u64) -> Range<u64> {
         if word & COMPRESSED != 0 {
             let bytes = self.compressed(word);

@@ -1,8 +1,8 @@
-//! The judge of one boot: the oracle, and the rules of answers that it does not know.
+//! Checks the answers of one boot: by the oracle, and by rules that the oracle does not know.
 //!
-//! - Nothing fails without cause: where no error is injected, none is told.
-//! - A flush is not answered Ok once a sync of the image's files has failed. Reads are not judged
-//!   any more then.
+//! - Without an injected error no request fails.
+//! - After a failed sync of the image's files no flush succeeds. Reads are not checked any more
+//!   then.
 
 use std::cell::{Cell, RefCell};
 use std::io;
@@ -18,7 +18,7 @@ pub struct Judge {
     pub oracle: Rc<RefCell<Oracle>>,
     pub disks: Rc<Disks>,
     pub power: Power,
-    /// Errors are to be expected; and such as make the disk above refuse all further work.
+    /// Errors are injected, and possibly some after which the disk refuses all further work.
     trouble: bool,
     syncs_fail: bool,
     poisoned: Cell<bool>,
@@ -41,12 +41,13 @@ impl Judge {
         }
     }
 
-    /// The disk above accepts reads only.
+    /// The disk accepts only reads.
     pub fn poisoned(&self) -> bool {
         self.poisoned.get()
     }
 
-    /// A request was answered. `Ok(false)`: by a machine that is off, so nobody heard it.
+    /// Handles a request's answer. Returns false after the power cut: then the guest did not
+    /// receive it.
     fn heard(&self, what: &str, result: &io::Result<()>) -> Result<bool, String> {
         if self.power.is_off() {
             return Ok(false);
@@ -60,7 +61,7 @@ impl Judge {
         Ok(true)
     }
 
-    /// What was acknowledged and not flushed may be lost.
+    /// Data that were acknowledged and not flushed may be lost.
     fn poison(&self) {
         if !self.poisoned.replace(true) {
             let mut oracle = self.oracle.borrow_mut();
@@ -85,8 +86,8 @@ impl Judge {
         Ok(heard)
     }
 
-    /// A request that changes nothing was answered.
-    pub fn told(&self, what: &str, result: io::Result<()>) -> Result<bool, String> {
+    /// Handles the answer of a request that changes nothing.
+    pub fn answered(&self, what: &str, result: io::Result<()>) -> Result<bool, String> {
         let heard = self.heard(what, &result)?;
         if heard && result.is_err() && self.syncs_fail {
             self.poison();
@@ -100,7 +101,7 @@ impl Judge {
             return Ok(false);
         }
         if result.is_ok() && self.a_sync_has_failed() {
-            return Err("a flush was answered Ok, and a sync had failed".into());
+            return Err("a flush succeeded after a failed sync".into());
         }
         self.flushes.set(self.flushes.get() + 1);
         self.oracle.borrow_mut().flush_answered(token, result.is_ok());
@@ -124,8 +125,8 @@ impl Judge {
         result: io::Result<()>,
     ) -> Result<bool, String> {
         let heard = self.heard("read", &result)?;
-        // What a failed sync has lost may be read, or what was there before: the place is new, its
-        // content is not.
+        // A read may return stale data: the failed sync lost either the new data or the entry that
+        // names them.
         let mut oracle = self.oracle.borrow_mut();
         if heard && result.is_ok() && !self.a_sync_has_failed() {
             let mut content = vec![0; segments.len()];

@@ -1,4 +1,4 @@
-//! Storage that breaks its promises: the judges are judged by whether they find out.
+//! Defective storage: the tests must detect it.
 
 use std::cell::Cell;
 use std::io;
@@ -8,16 +8,16 @@ use blockyard_ring::Segments;
 
 use blockyard_storage::Storage;
 
-/// What a storage does wrong.
+/// A defect.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Lie {
-    /// Nothing is ever synced.
+    /// No sync has an effect.
     NoSync,
-    /// Every other sync is left out: the one before the entries, or the one after.
+    /// Every other sync is skipped: the one before the entries, or the one after.
     HalfTheSyncs,
     /// The end of a long write is not written.
     LosesPieces,
-    /// Space is given back to the host, or zeroed, beside what was asked.
+    /// Discards and zeroes affect neighbouring bytes too.
     DiscardsMore,
 }
 

@@ -1,5 +1,5 @@
-//! A chain through its boots, and what is done to it between them. What is found after each cut is
-//! judged, and is where the next begins.
+//! Several boots of a chain, with commands on the closed image in between. The state after each
+//! power cut is checked; the next boot begins with it.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -16,10 +16,10 @@ use super::plan::Plan;
 use super::qemu;
 use super::tally::Tally;
 
-/// Images judged after each cut, of the many that it may leave.
+/// Number of images checked after each cut, of the many possible results.
 const JUDGED: usize = 3;
 
-/// How a boot, or an operation, ended.
+/// Result of a boot or of a command.
 pub struct Boot {
     pub survived: bool,
     pub events: u64,
@@ -31,8 +31,8 @@ pub struct Life {
     layers: Vec<Files>,
     view: View,
     leaks: u64,
-    /// What an operation that was cut may have left until the image is opened for writing: the
-    /// dirty bit; in version 2, which has none, COPIED flags that are not set.
+    /// An interrupted command may leave, until the next open for writing: the dirty bit; or in
+    /// version 2, which has none, clear COPIED flags.
     dirty: bool,
     careful: bool,
     oracle: Rc<RefCell<Oracle>>,
@@ -51,14 +51,14 @@ impl Life {
         life
     }
 
-    /// Offset and clusters of the topmost image's refcount table.
+    /// Returns offset and clusters of the topmost image's refcount table.
     pub fn refcount_table(&self) -> (u64, u32) {
         let header = chain::header(&self.layers[0]).expect("an image that was judged");
         (header.refcount_table_offset, header.refcount_table_clusters)
     }
 
-    /// The disk is what it is, durably, and behind it nothing is left of the `before` bytes that it
-    /// had.
+    /// Tells the oracle the current disk as durable, and that nothing is left of the former
+    /// `before` bytes behind its end.
     fn tell_oracle(&self, before: usize) {
         let (mut oracle, mut disk) = (self.oracle.borrow_mut(), self.view.disk.clone());
         disk.resize(disk.len().max(before), 0);
@@ -66,7 +66,7 @@ impl Life {
         oracle.write_answered(token, true, true);
     }
 
-    /// One boot, cut after so many events. The storage is `wrap`'s.
+    /// One boot, with a cut after so many events. `wrap` makes the storage.
     pub fn boot<S: Storage + Clone>(
         &mut self,
         cut_after: u64,
@@ -124,8 +124,8 @@ impl Life {
         Ok(Boot { survived, events: power.events() })
     }
 
-    /// The load is through: everything is read; then the image is closed, as often as not. True: it
-    /// was, and well.
+    /// After the load: reads everything, then sometimes closes the image. Returns true if the power
+    /// was on until the end.
     fn end<S: Storage>(
         &mut self,
         judge: &Rc<Judge>,
@@ -154,7 +154,7 @@ impl Life {
             (self.rng.fork(), self.plan.discard_zeroes, power.clone());
         let slowest = self.plan.slow;
         move || {
-            // Now and then operations of a kind take long, so that others come in between.
+            // Sometimes operations of one kind are slow, so that others overtake them.
             let mut slow = |most| if rng.one_in(4) { slowest } else { most };
             let latency = Latency { read: slow(4), write: slow(6), sync: slow(10), other: slow(6) };
             SimConfig {
@@ -166,7 +166,7 @@ impl Life {
         }
     }
 
-    /// Some of the images that a cut here may leave; the last is what the next boot finds.
+    /// Checks some of the images that a cut here may leave; the last one is used by the next boot.
     fn judge_boot(&mut self, judge: &Judge, closed: bool, tally: &mut Tally) -> Result<(), String> {
         for nth in 1..=JUDGED {
             let layers = judge.disks.power_cut();
@@ -195,7 +195,7 @@ impl Life {
         Ok(())
     }
 
-    /// The images from the `first` on are what they were.
+    /// Checks that the images from the `first` on are unchanged.
     fn are_unchanged(&self, layers: &[Files], first: usize) -> Result<(), String> {
         let unchanged = |(now, before): (&Files, &Files)| now.main.bytes() == before.main.bytes();
         match layers.iter().zip(&self.layers).skip(first).all(unchanged) {
@@ -204,7 +204,7 @@ impl Life {
         }
     }
 
-    /// The image opens and is sound. Gives what is to be seen of it.
+    /// Checks that the image opens and is consistent; returns its contents.
     fn judge_image(&self, layers: &[Files], ours: bool, tally: &mut Tally) -> Result<View, String> {
         let view = chain::view(layers)?;
         if !self.dirty && chain::is_dirty(&layers[0]) {
@@ -223,11 +223,11 @@ impl Life {
         }
         if ours {
             let report = chain::our_check(&layers[0])?;
-            // Clusters beyond the end of the file are no leaks to it.
+            // The crate's check does not count clusters beyond the end of the file as leaks.
             let same = report.corruptions == findings.careful && report.leaks <= findings.leaks;
             if !same || report.check_errors > 0 {
                 return Err(format!(
-                    "our check finds other than the slow one, {findings:?}: {report:#?}"
+                    "the crate's check differs from the reference check, {findings:?}: {report:#?}"
                 ));
             }
         }
@@ -238,8 +238,8 @@ impl Life {
         Ok(view)
     }
 
-    /// Does something to the closed chain, as a whole and then cut somewhere. What the cut has left
-    /// is where it goes on.
+    /// Runs a command on the closed chain, once completely and once with a cut. Continues with the
+    /// state after the cut.
     pub fn operate(&mut self, tally: &mut Tally) -> Result<(), String> {
         let operation = self.next_operation();
         let whole = self.operate_once(&operation, u64::MAX, false, tally)?;
@@ -251,7 +251,7 @@ impl Life {
         Operation::random(&mut self.rng, &self.plan, &self.view)
     }
 
-    /// Does it, cut after so many events. `keep`: it goes on from what is left.
+    /// Runs the command with a cut after so many events. `keep`: continue with the state after it.
     pub fn operate_once(
         &mut self,
         operation: &Operation,
@@ -293,7 +293,7 @@ impl Life {
             let version = self.plan.top().layout.version;
             (self.dirty, self.careful) = (self.dirty || version > 2, self.careful || version == 2);
         }
-        // What has ended is durable, and all images are alike.
+        // A completed command is durable, so all possible images are equal.
         let judged = if done { 1 } else { JUDGED };
         for nth in 1..=judged {
             let layers = outcome.disks.power_cut();
@@ -323,7 +323,7 @@ impl Life {
     }
 }
 
-/// The image below is sound at each moment; when all is done it holds the disk by itself.
+/// Checks that the backing image is consistent at each moment, and holds the disk after the commit.
 fn judge_commit(below: &[Files], disk: &[u8], done: bool) -> Result<(), String> {
     if below[0].qcow2 {
         let findings = chain::counted_check(below)?;

@@ -1,5 +1,5 @@
-//! The run: lanes of requests on one or two reactors' views of a chain, until they are through or
-//! the power goes.
+//! The load: clients send requests to one or two reactors' views of a chain, until they have ended
+//! or the power is cut.
 
 use std::cell::{Cell, RefCell};
 use std::ops::Range;
@@ -15,8 +15,8 @@ use super::chain::Disks;
 use super::judge::Judge;
 use super::plan::Plan;
 
-/// Runs the lanes to their end. When the power goes half-way they end too, unheard. True: the power
-/// is on.
+/// Runs the clients to their end. After a power cut they end too, without answers. Returns true if
+/// the power is still on.
 pub fn run<S: Storage>(
     plan: &Plan,
     capacity: u64,
@@ -27,12 +27,12 @@ pub fn run<S: Storage>(
 ) -> Result<bool, String> {
     let sectors = capacity / SECTOR as u64;
     let failed = Rc::new(RefCell::new(None));
-    let running = Rc::new(Cell::new(plan.lanes));
+    let running = Rc::new(Cell::new(plan.clients));
     let hot: Rc<Vec<u64>> = Rc::new((0..3).map(|_| rng.below(sectors)).collect());
     let cluster = plan.top().layout.cluster() / SECTOR as u64;
     let packed = plan.packs.then(|| Rc::new(Packed::half_of(sectors, cluster, rng)));
-    for index in 0..plan.lanes {
-        let lane = Lane {
+    for index in 0..plan.clients {
+        let client = Client {
             judge: judge.clone(),
             image: views[index % views.len()].clone(),
             sectors,
@@ -46,7 +46,7 @@ pub fn run<S: Storage>(
         };
         let (requests, failed, running) = (plan.requests, failed.clone(), running.clone());
         sim.spawn(async move {
-            if let Err(e) = lane.run(requests).await {
+            if let Err(e) = client.run(requests).await {
                 failed.borrow_mut().get_or_insert(e);
             }
             running.set(running.get() - 1);
@@ -63,7 +63,7 @@ pub fn run<S: Storage>(
     }
 }
 
-/// Waits for what waits for the disks; disks without power give up at once.
+/// Runs a future on the disks; after a power cut it stops waiting.
 pub fn wait<T: 'static>(
     sim: &Sim,
     power: &Power,
@@ -79,7 +79,7 @@ pub fn wait<T: 'static>(
             if power.is_off() && !std::mem::replace(&mut gave_up, true) {
                 disks.all().for_each(|disk| disk.give_up());
             }
-            // Whatever turns the power off, this one looks again.
+            // Poll again, whichever task is polled when the power is cut.
             if done.is_pending() && !gave_up {
                 cx.waker().wake_by_ref();
             }
@@ -90,7 +90,7 @@ pub fn wait<T: 'static>(
     sim.block_on(watch).map_err(|e| format!("requests are left without an answer: {e}"))
 }
 
-/// A guest's look at all of its disk, with nothing else going on.
+/// Reads the guest's whole disk, with no other request in flight.
 pub async fn read_all<S: Storage>(
     judge: &Judge,
     image: &Image<S>,
@@ -106,14 +106,14 @@ pub async fn read_all<S: Storage>(
     Ok(())
 }
 
-/// The half of the disk in which a boot writes compressed clusters. Each cluster is written once at
-/// most and changed by no other request of this boot, because `Qcow2::write_compressed` demands
+/// Half of the disk in which a boot writes compressed clusters. Each cluster is written at most
+/// once, and no other request of this boot changes it, because `Qcow2::write_compressed` requires
 /// that.
 struct Packed {
     /// In clusters.
     half: Range<u64>,
     next: Cell<u64>,
-    /// The other half, in sectors: for the requests that change something.
+    /// The other half, in sectors, for the requests that change data.
     rest: Range<u64>,
 }
 
@@ -127,8 +127,8 @@ impl Packed {
     }
 }
 
-/// One request in flight of some queue, always.
-struct Lane<S> {
+/// A client with always one request in flight.
+struct Client<S> {
     judge: Rc<Judge>,
     image: Rc<Image<S>>,
     packed: Option<Rc<Packed>>,
@@ -137,13 +137,13 @@ struct Lane<S> {
     sectors: u64,
     cluster: u64,
     unit: u64,
-    /// Places to which lanes come again and again.
+    /// Places that clients use again and again.
     hot: Rc<Vec<u64>>,
     spread: bool,
     rng: Rng,
 }
 
-impl<S: Storage> Lane<S> {
+impl<S: Storage> Client<S> {
     async fn run(mut self, requests: usize) -> Result<(), String> {
         for _ in 0..requests {
             let range = self.range();
@@ -189,7 +189,7 @@ impl<S: Storage> Lane<S> {
         }
     }
 
-    /// Writes the next cluster of the half as `tools::convert` does it.
+    /// Writes the next cluster of the half as `tools::convert` does.
     async fn pack(&mut self, packed: &Packed) -> Result<bool, String> {
         let cluster = packed.next.get();
         if cluster == packed.half.end {
@@ -210,14 +210,14 @@ impl<S: Storage> Lane<S> {
         };
         let token = self.judge.oracle.borrow_mut().write_started(offset, &plain[..inside]);
         let result = match top.write_compressed(offset, &small).await {
-            // The image has something there.
+            // The image has data there already.
             Ok(false) => self.image.write(Segments::from_bytes(&plain[..inside]), offset).await.1,
             done => done.map(|_| ()),
         };
         self.judge.changed("compressed write", token, result)
     }
 
-    /// Offset and length in bytes, whole sectors.
+    /// Returns offset and length in bytes, whole sectors.
     fn range(&mut self) -> (u64, u64) {
         if self.spread {
             let count = self.unit * self.rng.between(1, 3);
@@ -266,7 +266,7 @@ impl<S: Storage> Lane<S> {
 
     async fn populate(&mut self, (offset, len): (u64, u64)) -> Result<bool, String> {
         let result = self.image.populate(offset, len).await;
-        self.judge.told("populate", result)
+        self.judge.answered("populate", result)
     }
 
     async fn flush(&mut self) -> Result<bool, String> {

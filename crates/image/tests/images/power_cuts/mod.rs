@@ -1,16 +1,21 @@
-//! Power cuts: chains of images on simulated disks, under concurrent requests, cut at any moment,
-//! and judged.
+//! Power cuts: chains of images on simulated disks, under concurrent requests, cut at any event.
 //!
 //! ```text
-//!   plan    what a run is like, decided by its seed      build   the images it begins with
-//!   chain   their files on disks with one power supply   load    lanes of requests, until they are through or the power goes
-//!   life    boot after boot                              judge   what is told to the oracle, and its other rules
-//!   operation  what is done to the closed image between boots    tally   what has happened
-//!   liars   storage that breaks its promises             lives   seeds, on all processors
-//!   check   references against refcounts, and reading, the slow way (format: its numbers); qemu: QEMU's opinion
+//!   plan        parameters of a run, derived from its seed
+//!   build       the initial images
+//!   chain       their files, on disks with one power supply
+//!   load        clients that send requests
+//!   life        several boots
+//!   judge       records answers in the oracle; further rules
+//!   operation   commands on the closed image between boots
+//!   tally       statistics
+//!   liars       defective storage
+//!   check       reference implementation of check and read (format: its constants)
+//!   qemu        QEMU's check of the same images
 //! ```
-//! A failure names its seed: `BLOCKYARD_SEED=N` runs that one alone. `BLOCKYARD_CUTS=N` makes as
-//! many random cuts.
+//!
+//! A failure reports its seed: `BLOCKYARD_SEED=N` runs that one alone. `BLOCKYARD_CUTS=N` sets the
+//! number of random cuts.
 
 use crate::lives;
 
@@ -36,16 +41,16 @@ use self::operation::KINDS;
 use self::plan::{Plan, SHAPES};
 use self::tally::Tally;
 
-/// Random cuts of an ordinary run.
+/// Number of random cuts of an ordinary run.
 const CUTS: u64 = 6_000;
 
-/// Seeds of plans that have failed once.
+/// Seeds of plans that failed once.
 const QUIET: [u64; 1] = [2451];
 const GROWING: [u64; 0] = [];
 const TROUBLED: [u64; 11] = [171, 236, 395, 446, 449, 483, 485, 639, 722, 755, 959];
 
-/// A whole boot, to see how long one is; then some cut at random events, each going on from what
-/// the one before left, and things that are done to the image in between.
+/// A complete boot, to count its events. Then boots that are cut at random events, each with the
+/// state that the one before left, and commands on the image in between.
 fn random_life(plan: Plan, tally: &mut Tally) -> Result<(), String> {
     let mut rng = Rng::new(plan.seed);
     let events = Life::new(plan.clone()).boot(u64::MAX, |disk| disk, tally)?.events;
@@ -61,7 +66,7 @@ fn random_life(plan: Plan, tally: &mut Tally) -> Result<(), String> {
     Ok(())
 }
 
-/// So many percent of all cuts.
+/// Runs with so many percent of all cuts.
 fn random_lives(plan: impl Fn(u64) -> Plan + Sync, percent: u64, failed_once: &[u64]) -> Tally {
     let cuts = lives::cuts(CUTS) * percent / 100;
     // QEMU is slow.
@@ -102,12 +107,12 @@ fn flushed_data_survive_errors_and_cuts() {
     assert!(tally.troubled > 50 || !lives::is_thorough(CUTS), "{tally}");
 }
 
-/// Small runs, cut at every event there is.
+/// Small runs, cut at every event.
 #[test]
 fn flushed_data_survive_a_cut_at_every_event() {
     let mut tally = Tally::default();
     for (seed, shape) in (30_000..).zip(SHAPES.into_iter().cycle()).take(6) {
-        let plan = Plan { shape, lanes: 4, requests: 6, ..Plan::quiet(seed) };
+        let plan = Plan { shape, clients: 4, requests: 6, ..Plan::quiet(seed) };
         let whole = (0..).find(|&events| {
             let boot = Life::new(plan.clone())
                 .boot(events, |disk| disk, &mut tally)
@@ -120,7 +125,7 @@ fn flushed_data_survive_a_cut_at_every_event() {
     println!("{tally}");
 }
 
-/// The boot that needs a new refcount table, cut at every event there is.
+/// The boot that needs a new refcount table, cut at every event.
 #[test]
 fn a_new_refcount_table_survives_a_cut_at_every_event() {
     let mut tally = Tally::default();
@@ -141,7 +146,7 @@ fn a_new_refcount_table_survives_a_cut_at_every_event() {
     assert!(before > 10 && after > 10, "{before} cuts left the old table, {after} a new one");
 }
 
-/// What is done to a closed image, twice of each kind.
+/// Commands on a closed image, two of each kind.
 #[test]
 fn commands_between_boots_survive_a_cut_at_every_event() {
     let (mut tally, mut left) = (Tally::default(), [2; KINDS.len()]);
@@ -149,7 +154,7 @@ fn commands_between_boots_survive_a_cut_at_every_event() {
         if left == [0; KINDS.len()] {
             break;
         }
-        let mut life = Life::new(Plan { lanes: 4, requests: 6, ..Plan::quiet(seed) });
+        let mut life = Life::new(Plan { clients: 4, requests: 6, ..Plan::quiet(seed) });
         life.boot(u64::MAX, |disk| disk, &mut tally).unwrap_or_else(|e| panic!("{e}"));
         let operation = life.next_operation();
         let left = &mut left[operation.kind()];
@@ -167,13 +172,12 @@ fn commands_between_boots_survive_a_cut_at_every_event() {
     println!("{tally}");
 }
 
-/// The judges are judged: a storage that lies is found out. How often depends on where cuts happen
-/// to fall, so there are many more runs than are needed; they end when it has been caught often
-/// enough.
+/// Tests the test: defective storage must be detected. How often depends on the cuts, so the number
+/// of runs is a generous limit; they end when enough defects were detected.
 #[test]
 fn defective_storage_is_detected() {
     const ENOUGH: usize = 5;
-    // A cut has to come behind one sync of two and before the next.
+    // To detect it, a cut must fall between two syncs.
     for (lie, runs) in [
         (Lie::NoSync, 60),
         (Lie::HalfTheSyncs, 800),
@@ -183,7 +187,7 @@ fn defective_storage_is_detected() {
         let is_caught = |&seed: &u64| {
             let mut rng = Rng::new(seed);
             let shape = Alignment { memory_align: 1, offset_align: 1 };
-            let plan = Plan { shape, lanes: 6, requests: 12, ..Plan::quiet(seed) };
+            let plan = Plan { shape, clients: 6, requests: 12, ..Plan::quiet(seed) };
             let events = if rng.one_in(2) { u64::MAX } else { rng.below(200) };
             let mut life = Life::new(plan);
             life.boot(events, move |disk| Liar::new(disk, lie), &mut Tally::default()).is_err()

@@ -1,5 +1,5 @@
-//! What is done to a closed chain between two boots: snapshots, other sizes, commits. Cut at any
-//! event, each is done or not.
+//! Commands on a closed chain between two boots: snapshots, resizes, commits. After a cut each has
+//! been done completely or not at all.
 
 use std::io;
 use std::rc::Rc;
@@ -16,7 +16,7 @@ use super::chain::{Disks, View};
 use super::load;
 use super::plan::Plan;
 
-/// Snapshots that an image has at most here.
+/// Most snapshots of an image.
 const SNAPSHOTS: usize = 3;
 
 #[derive(Clone, Debug, PartialEq)]
@@ -24,35 +24,37 @@ pub enum Operation {
     Create(String),
     Apply(String),
     Delete(String),
-    /// To so many bytes.
+    /// New size in bytes.
     Resize(u64),
-    /// Into the image below, which shows the disk then; the topmost image is empty after it.
+    /// Commits into the backing image, which then shows the disk; the topmost image is empty
+    /// afterwards.
     Commit,
 }
 
-/// The kinds of operations, by the names that a tally has for them.
+/// Kinds of commands, with their names in statistics.
 pub const KINDS: [&str; 5] = ["create", "apply", "delete", "resize", "commit"];
 
-/// How one ended.
+/// Result of a command.
 pub struct Outcome {
     pub disks: Rc<Disks>,
     pub events: u64,
-    /// None: the power went, or the storage failed.
+    /// None: the power was cut, or the storage failed.
     pub done: Option<Done>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Done {
     Well,
-    /// It cannot be, and nothing was changed.
+    /// Refused; nothing was changed.
     Refused,
 }
 
 impl Operation {
-    /// One that this chain allows, or nearly.
+    /// Returns a random command that this chain allows (nearly always).
     pub fn random(rng: &mut Rng, plan: &Plan, view: &View) -> Self {
         let taken = |rng: &mut Rng| rng.pick(&view.snapshots).0.clone();
-        // What a snapshot does not have itself it shows of the image below, as that is now.
+        // Snapshots read absent data from the backing image, so a commit would change what they
+        // show.
         if plan.layers.len() > 1 && view.snapshots.is_empty() && rng.one_in(3) {
             return Operation::Commit;
         }
@@ -63,7 +65,7 @@ impl Operation {
             0..4 if room => Operation::Create(format!("taken-{}", rng.next_u64())),
             _ => {
                 let now = view.disk.len() as u64 / SECTOR as u64;
-                // Disks do not grow from one life's step to the next without end.
+                // Bound the growth of disks.
                 let most = plan.top().size / SECTOR as u64 * 3 / 2 + 8;
                 let sectors = if rng.one_in(3) {
                     now.saturating_sub(rng.below(12))
@@ -85,12 +87,12 @@ impl Operation {
         }
     }
 
-    /// The images that it may write to: so many, from above.
+    /// Number of images, from the top, that it may write to.
     pub fn changes(&self) -> usize {
         if *self == Operation::Commit { 2 } else { 1 }
     }
 
-    /// What there is to see when it is done.
+    /// Returns the contents after the command.
     pub fn after(&self, before: &View) -> View {
         let mut view = before.clone();
         match self {
@@ -107,7 +109,7 @@ impl Operation {
         view
     }
 
-    /// Does it on `disks`, whose power may go meanwhile; the topmost image shows `view`.
+    /// Runs it on `disks`, whose power may be cut meanwhile; the topmost image shows `view`.
     pub fn run(
         &self,
         plan: &Plan,
@@ -141,7 +143,7 @@ impl Operation {
 struct Work {
     plan: Plan,
     disks: Rc<Disks>,
-    /// Bytes of the topmost image's disk.
+    /// Size of the topmost image's disk in bytes.
     size: u64,
 }
 
@@ -162,14 +164,14 @@ impl Work {
         }
     }
 
-    /// The files of the n-th image from above.
+    /// Returns the files of the n-th image from the top.
     fn files(&self, n: usize) -> (Raw<SimDisk>, Option<Raw<SimDisk>>) {
         let raw = |disk: &SimDisk| Raw::on(disk.clone(), self.plan.shape);
         let (main, data) = &self.disks.layers[n];
         (raw(main), data.as_ref().map(raw))
     }
 
-    /// Bytes of the n-th image's disk; 0: there is none.
+    /// Size of the n-th image's disk in bytes; 0: no such image.
     async fn size_of(&self, n: usize) -> Result<u64, ImageError> {
         match self.disks.qcow2.get(n) {
             None => Ok(0),

@@ -1,4 +1,4 @@
-//! What a run is like: decided by its seed.
+//! Parameters of a run, derived from its seed.
 
 use std::io;
 
@@ -9,7 +9,7 @@ use super::build::Recipe;
 use super::chain::{Disks, file_name};
 use super::format::Layout;
 
-/// The page cache; O_DIRECT on 512-byte blocks, and on 4096-byte blocks under 512-byte sectors.
+/// Alignments: page cache, O_DIRECT with 512-byte blocks, and with 4096-byte blocks.
 pub const SHAPES: [Alignment; 3] = [
     Alignment { memory_align: 1, offset_align: 1 },
     Alignment { memory_align: 512, offset_align: 512 },
@@ -18,7 +18,7 @@ pub const SHAPES: [Alignment; 3] = [
 
 #[derive(Clone, Debug)]
 pub enum LayerPlan {
-    /// Bytes.
+    /// Size in bytes.
     Raw(u64),
     Qcow2(Recipe),
 }
@@ -26,24 +26,24 @@ pub enum LayerPlan {
 #[derive(Clone, Debug)]
 pub struct Plan {
     pub seed: u64,
-    /// The topmost first; that one is qcow2.
+    /// Topmost first; the topmost is qcow2.
     pub layers: Vec<LayerPlan>,
     pub shape: Alignment,
-    /// What the device writes whole or not at all.
+    /// Bytes that the device writes atomically.
     pub atomic: usize,
     pub discard_zeroes: bool,
     pub reactors: usize,
-    /// Requests in flight, over all reactors, and how many each of these lanes makes.
-    pub lanes: usize,
+    /// Number of clients, each with one request in flight; and requests of each client.
+    pub clients: usize,
     pub requests: usize,
-    /// Bytes of L2 tables kept; bytes reserved at once.
+    /// Bytes of cached L2 tables; bytes reserved at once.
     pub cache: Option<u64>,
     pub reserve: Option<u64>,
     pub copy_on_read: bool,
-    /// How long operations take at most that are slow.
+    /// Longest time of slow operations.
     pub slow: u64,
-    /// Requests go to the whole disk, give clusters back more often, and seldom flush: metadata are
-    /// written back unasked.
+    /// Requests go to the whole disk, free clusters more often, and rarely flush: metadata are
+    /// written back without a flush.
     pub spread: bool,
     /// Some requests write compressed clusters.
     pub packs: bool,
@@ -51,7 +51,7 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Nothing fails but the power.
+    /// Only power cuts, no other errors.
     pub fn quiet(seed: u64) -> Self {
         let mut rng = Rng::new(seed ^ 0x7163_6f77);
         let cluster_bits = *rng.pick(&[9, 9, 9, 9, 10, 11, 12, 12, 12, 13, 14, 16, 16]);
@@ -67,7 +67,7 @@ impl Plan {
             atomic: *rng.pick(&[512, 512, 4096]),
             discard_zeroes: rng.one_in(2),
             reactors: rng.between(1, 2) as usize,
-            lanes: rng.between(2, 8) as usize,
+            clients: rng.between(2, 8) as usize,
             requests: rng.between(4, 12) as usize,
             cache: rng.one_in(2).then_some(0),
             reserve: (cluster_bits < 14 || !rng.one_in(3)).then(|| cluster * rng.between(1, 40)),
@@ -79,7 +79,7 @@ impl Plan {
         }
     }
 
-    /// A file that grows all the time, with refcount blocks that count little.
+    /// A file that grows all the time, with refcount blocks that count few clusters.
     pub fn growing(seed: u64) -> Self {
         let mut rng = Rng::new(seed ^ 0x6772_6f77);
         let layout = Layout {
@@ -98,15 +98,15 @@ impl Plan {
         };
         Plan {
             layers: vec![LayerPlan::Qcow2(recipe)],
-            lanes: rng.between(3, 6) as usize,
+            clients: rng.between(3, 6) as usize,
             requests: 12,
             reserve: Some(layout.cluster() * rng.between(1, 70)),
             ..Plan::quiet(seed)
         }
     }
 
-    /// Few clusters, freed and used again all the time, while reads and writes take longer than
-    /// whole flushes.
+    /// Few clusters, freed and reused all the time, while reads and writes take longer than whole
+    /// flushes.
     pub fn reusing(seed: u64) -> Self {
         let mut rng = Rng::new(seed ^ 0x7265_7573);
         let layout = Layout {
@@ -121,7 +121,7 @@ impl Plan {
         let recipe = recipe(&mut rng, layout, size, None);
         Plan {
             layers: vec![LayerPlan::Qcow2(Recipe { snapshot: false, full: 100, ..recipe })],
-            lanes: rng.between(6, 10) as usize,
+            clients: rng.between(6, 10) as usize,
             requests: 16,
             reserve: Some(layout.cluster()),
             slow: 1000,
@@ -129,8 +129,8 @@ impl Plan {
         }
     }
 
-    /// Tables by the dozen or the hundred, few of them in memory, hardly a flush: what was freed
-    /// must wait for a write-back that is durable, and clusters are scarce.
+    /// Tens or hundreds of tables, few of them cached, rarely a flush, and few free clusters: freed
+    /// clusters must wait for a durable write-back.
     pub fn relieving(seed: u64) -> Self {
         let mut rng = Rng::new(seed ^ 0x7265_6c69);
         let (version, cluster_bits, refcount_order) = (3, 9, 4);
@@ -142,7 +142,7 @@ impl Plan {
         let full = *rng.pick(&[30, 60, 100]);
         Plan {
             layers: vec![LayerPlan::Qcow2(Recipe { snapshot: false, full, ..recipe })],
-            lanes: rng.between(4, 8) as usize,
+            clients: rng.between(4, 8) as usize,
             requests: 40,
             cache: Some(0),
             reserve: Some(layout.cluster() * rng.between(1, 3)),
@@ -152,7 +152,7 @@ impl Plan {
         }
     }
 
-    /// Compressed clusters are written where others were freed, and read again and again.
+    /// Compressed clusters are written where others were freed, and are read again and again.
     pub fn packing(seed: u64) -> Self {
         let mut rng = Rng::new(seed ^ 0x7061_636b);
         let layout = Layout {
@@ -171,7 +171,7 @@ impl Plan {
                 full: *rng.pick(&[30, 60]),
                 ..recipe
             })],
-            lanes: rng.between(4, 6) as usize,
+            clients: rng.between(4, 6) as usize,
             requests: 30,
             reserve: Some(layout.cluster() * rng.between(1, 3)),
             copy_on_read: false,
@@ -180,8 +180,7 @@ impl Plan {
         }
     }
 
-    /// A file that its refcount table can hardly count: the first requests make a new table
-    /// necessary.
+    /// A file whose refcount table is nearly full: the first requests make a new table necessary.
     pub fn recounting(seed: u64) -> Self {
         let mut rng = Rng::new(seed ^ 0x7265_636e);
         let layout = Layout {
@@ -192,8 +191,8 @@ impl Plan {
             data_file: false,
             raw_data_file: false,
         };
-        // Beside the L1 table there are the header, one cluster of the refcount table, and the
-        // blocks that it names.
+        // Beside the L1 table: the header, one cluster of the refcount table, and the blocks that
+        // it names.
         let (per_table, left) = (layout.cluster() / 8, rng.between(0, 6));
         let l1_clusters = per_table * layout.per_block() - 2 - per_table - left;
         let recipe = recipe(&mut rng, layout, 64 * SECTOR as u64, None);
@@ -204,7 +203,7 @@ impl Plan {
                 l1_clusters,
                 ..recipe
             })],
-            lanes: 2,
+            clients: 2,
             requests: 2,
             reserve: Some(layout.cluster() * rng.between(4, 8)),
             copy_on_read: false,
@@ -240,7 +239,8 @@ fn layout(rng: &mut Rng, cluster_bits: u32) -> Layout {
     }
 }
 
-/// In sectors: some clusters, some tables where they are small; often not whole clusters.
+/// Size of the disk in sectors: some clusters, several tables if they are small, often a partial
+/// cluster.
 fn capacity(rng: &mut Rng, layout: Layout) -> u64 {
     let clusters = match layout.cluster_bits {
         9 if rng.one_in(4) => rng.between(700, 1400),
@@ -254,10 +254,10 @@ fn capacity(rng: &mut Rng, layout: Layout) -> u64 {
 
 fn layers(rng: &mut Rng, layout: Layout, capacity: u64) -> Vec<LayerPlan> {
     let depth = if layout.raw_data_file { 0 } else { *rng.pick(&[0, 0, 1, 1, 1, 2]) };
-    // From below upwards.
+    // From the bottom up.
     let mut layers: Vec<LayerPlan> = Vec::new();
     for number in (1..=depth).rev() {
-        // Images may be shorter or longer than those above them.
+        // Images may be shorter or longer than their overlays.
         let size = match rng.below(4) {
             0 => rng.between(1, capacity / SECTOR as u64) * SECTOR as u64,
             1 => capacity + rng.below(20) * SECTOR as u64,
@@ -277,7 +277,7 @@ fn layers(rng: &mut Rng, layout: Layout, capacity: u64) -> Vec<LayerPlan> {
     layers
 }
 
-/// Name and format of the image that was planned last, if there is one.
+/// Name and format of the image that was planned last, if any.
 fn below(layers: &[LayerPlan], number: usize) -> Option<(String, &'static str)> {
     let format = match layers.last()? {
         LayerPlan::Raw(_) => "raw",
@@ -309,12 +309,12 @@ fn recipe(
 pub struct Trouble {
     pub kind: OpKind,
     pub fault: Fault,
-    /// It strikes the external data file, where there is one.
+    /// They fail on the external data file, if there is one.
     pub data_file: bool,
 }
 
 impl Trouble {
-    /// The files of the topmost image have it from now on.
+    /// Lets operations on the files of the topmost image fail from now on.
     pub fn strike(&self, disks: &Disks) {
         let (main, data) = &disks.layers[0];
         data.as_ref().filter(|_| self.data_file).unwrap_or(main).fail(self.fault.clone());

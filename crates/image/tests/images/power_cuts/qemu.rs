@@ -1,4 +1,4 @@
-//! A second judge: QEMU's own check of some of the images, and its own way to read them.
+//! Second opinion: QEMU checks and reads some of the images.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -6,11 +6,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::chain::{Files, file_name};
 
-/// The exit status of `qemu-img check` for an image that is sound but for clusters that nothing
-/// names.
+/// Exit status of `qemu-img check` for an image with leaks and no other errors.
 const ONLY_LEAKS: i32 = 3;
 
-/// A folder that goes with the judgement.
+/// A folder that is removed on drop.
 struct Folder(PathBuf);
 
 impl Drop for Folder {
@@ -19,7 +18,7 @@ impl Drop for Folder {
     }
 }
 
-/// Whether QEMU finds the topmost image sound, and `disk` in it.
+/// Checks that QEMU finds the topmost image consistent, with `disk` as its contents.
 pub fn judge(layers: &[Files], disk: &[u8]) -> Result<(), String> {
     static NUMBER: AtomicU64 = AtomicU64::new(0);
     let number = NUMBER.fetch_add(1, Ordering::Relaxed);

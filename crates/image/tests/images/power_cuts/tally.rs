@@ -1,4 +1,4 @@
-//! What has happened, over many lives.
+//! Statistics over many runs.
 
 use std::fmt;
 
@@ -13,19 +13,18 @@ pub struct Tally {
     pub flushes: u64,
     pub events: u64,
     pub judged: u64,
-    /// Errors told to the guest, and boots that had some.
+    /// Errors returned to the guest, and boots with errors.
     pub errors: u64,
     pub troubled: u64,
-    /// Images that had leaks.
+    /// Images with leaks.
     pub leaky: u64,
-    /// Images judged by QEMU; one in so many is, none if 0.
+    /// Images checked by QEMU; one in `one_in` is, none if 0.
     pub by_qemu: u64,
     pub one_in: u64,
-    /// Operations that were cut, by kind; and such as cannot be.
+    /// Commands that were cut, by kind; and commands that were refused.
     pub operations: [u64; KINDS.len()],
     pub refused: u64,
-    /// Images that were found as they had been before an operation, and as they were to be after
-    /// it.
+    /// Images with the old state after a cut, and images with the new state.
     pub states: [u64; 2],
 }
 
@@ -75,7 +74,8 @@ impl Tally {
         self.refused += u64::from(outcome.done == Some(Done::Refused));
     }
 
-    /// Each kind of operation was cut, and left the old state and the new.
+    /// Returns true if each kind of command was cut, and left the old and the new state often
+    /// enough.
     pub fn saw_all_operations(&self) -> bool {
         self.operations.iter().chain(&self.states).all(|&n| n > 30)
     }

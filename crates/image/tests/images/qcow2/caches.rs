@@ -1,4 +1,4 @@
-//! The memory that L2 tables take, in chains.
+//! Memory of L2 tables in chains.
 
 use blockyard_image::{Chain, ChainOptions};
 use blockyard_ring::{Executor, Segments};
@@ -7,10 +7,10 @@ use super::peer::{Scratch, qemu_img};
 
 const M: u64 = 1 << 20;
 const DEPTH: usize = 8;
-/// Its tables take 128 MiB in each image.
+/// The L2 tables of an image of this size take 128 MiB.
 const SIZE: &str = "1T";
 
-/// What each image keeps, and may keep; and all together.
+/// Returns cached bytes and limit of each image, and of all together.
 fn kept(chain: &Chain) -> (Vec<(u64, u64)>, (u64, u64)) {
     let each: Vec<_> =
         chain.layers().iter().filter_map(|layer| Some(layer.qcow2()?.cache_bytes())).collect();
@@ -46,9 +46,9 @@ fn the_images_of_a_chain_share_one_limit() {
     }
 }
 
-/// As many as they may, and no more; less when an overlay comes on top of them.
+/// Uses the limit fully and does not exceed it; an overlay on top reduces the shares.
 #[test]
-fn what_is_read_all_over_the_disk_stays_within_the_limit() {
+fn reads_all_over_the_disk_stay_within_the_limit() {
     const LIMIT: u64 = M;
     let scratch = Scratch::new("caches");
     let options = ChainOptions { l2_cache: Some(LIMIT), ..chain(&scratch) };
@@ -69,7 +69,7 @@ fn what_is_read_all_over_the_disk_stays_within_the_limit() {
         assert!(all.0 <= LIMIT && all.1 <= LIMIT, "{each:?}");
         drop(grown);
         let limits = |each: &[(u64, u64)]| each.iter().map(|one| one.1).collect::<Vec<_>>();
-        assert_eq!(limits(&kept(&chain).0), limits(&before), "the overlay was given up");
+        assert_eq!(limits(&kept(&chain).0), limits(&before), "the overlay was dropped");
     };
     executor.block_on(work).unwrap();
 }

@@ -1,4 +1,4 @@
-//! Space that a guest gives back, and what giving it back costs others.
+//! Freed space, and its effect on other requests.
 
 use std::future::{Future, poll_fn};
 use std::time::{Duration, Instant};
@@ -10,7 +10,7 @@ use super::peer::{Scratch, qemu_img};
 
 /// A guest that never flushes frees and writes its small disk over and over: the file stays small.
 #[test]
-fn a_guest_that_frees_and_writes_and_never_flushes_does_not_fill_the_host() {
+fn a_guest_that_never_flushes_does_not_fill_the_host() {
     const SIZE: u64 = 16 << 20;
     for zeroes in [true, false] {
         let scratch = Scratch::new("freed");
@@ -27,7 +27,7 @@ fn a_guest_that_frees_and_writes_and_never_flushes_does_not_fill_the_host() {
             }
         });
         let len = std::fs::metadata(scratch.path("a.qcow2")).unwrap().len();
-        // The disk, what may be owed, what is reserved.
+        // The disk, the freed space that may be pending, and the reservation.
         assert!(
             len < SIZE + (64 << 20) + (64 << 20),
             "{len} bytes for a disk of {SIZE} (zeroes: {zeroes})"
@@ -35,10 +35,10 @@ fn a_guest_that_frees_and_writes_and_never_flushes_does_not_fill_the_host() {
     }
 }
 
-/// All that it looks at is in memory: it must not keep the reactor's other requests waiting for
-/// that.
+/// Everything that it needs is cached, so it never waits: it must yield to the reactor's other
+/// requests.
 #[test]
-fn a_long_discard_of_nothing_lets_other_requests_through() {
+fn a_long_discard_of_unallocated_space_yields_to_other_requests() {
     const SIZE: u64 = 1 << 30;
     let scratch = Scratch::new("nothing");
     std::fs::write(scratch.path("base.raw"), [7; 512]).unwrap();

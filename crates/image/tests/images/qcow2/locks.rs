@@ -1,4 +1,4 @@
-//! Images that QEMU has open, and images that are open here while QEMU comes.
+//! Image locks: QEMU has an image open and this crate opens it, and vice versa.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
@@ -12,7 +12,7 @@ fn open(path: &Path, read_only: bool) -> Result<ImageFile, OpenError> {
     ImageFile::open(&OpenOptions::new(path, read_only, CacheMode::Writeback))
 }
 
-/// A `qemu-io` that has the file open until it is dropped; None: it could not open it.
+/// A `qemu-io` that has the file open until it is dropped. None: it could not open it.
 struct Qemu(Child);
 
 impl Qemu {
@@ -36,14 +36,14 @@ impl Qemu {
 
 impl Drop for Qemu {
     fn drop(&mut self) {
-        // The end of its input is the end of it.
+        // It exits at the end of its input.
         drop(self.0.stdin.take());
         self.0.wait().unwrap();
     }
 }
 
 #[test]
-fn readers_of_qemu_and_readers_here_share_an_image_and_writers_share_it_with_nobody() {
+fn readers_share_an_image_with_qemu_and_writers_do_not() {
     let scratch = Scratch::new("locks");
     let path = scratch.path("disk.raw");
     std::fs::write(&path, [0; 4096]).unwrap();

@@ -1,7 +1,7 @@
-//! qcow2 images written here and by QEMU, read by the other.
+//! qcow2 images written by this crate and by QEMU, each read by the other.
 //!
-//! Random work on chains, each read compared with a model in memory; at the end `qemu-img check`
-//! and `qemu-img compare` judge the files.
+//! Random requests on chains; each read is compared with a model in memory. At the end `qemu-img
+//! check` and `qemu-img compare` verify the files.
 
 mod caches;
 mod freed;
@@ -20,7 +20,7 @@ use self::peer::{Scratch, qemu_img};
 
 const SIZE: u64 = 24 << 20;
 
-/// What an image should hold.
+/// Expected contents of an image.
 struct Model(Vec<u8>);
 
 async fn write(image: &Image<Store>, model: &mut Model, offset: u64, bytes: &[u8]) {
@@ -44,7 +44,8 @@ async fn check(image: &Image<Store>, model: &Model, offset: u64, len: usize) {
     }
 }
 
-/// Writes, zeroes, discards (which leave zeroes, or what was: read back), flushes.
+/// Random writes, zeroes, discards and flushes. After a discard it reads back whether the range is
+/// zeroes or unchanged.
 async fn work(image: Rc<Image<Store>>, mut model: Model, seed: u64, rounds: usize) -> Model {
     let mut rng = Rng::new(seed);
     for round in 0..rounds {
@@ -89,7 +90,7 @@ async fn work(image: Rc<Image<Store>>, mut model: Model, seed: u64, rounds: usiz
     model
 }
 
-/// Opens, works, closes; gives what the disk holds.
+/// Opens the chain, runs requests, and closes it; returns the expected contents.
 fn session(options: &ChainOptions, model: Model, seed: u64) -> Model {
     let chain = Chain::open(options).unwrap();
     let executor = Executor::new().unwrap();
@@ -105,7 +106,7 @@ fn session(options: &ChainOptions, model: Model, seed: u64) -> Model {
         .unwrap()
 }
 
-/// Work on `a.qcow2`.
+/// Runs `work` on `a.qcow2`.
 fn on_image<T: 'static>(
     scratch: &Scratch,
     work: impl AsyncFnOnce(Image<Store>) -> T + 'static,
@@ -116,7 +117,7 @@ fn on_image<T: 'static>(
     executor.block_on(async move { work(chain.image(&handle).unwrap()).await }).unwrap()
 }
 
-/// What QEMU reads, and whether it finds the image sound.
+/// Checks that QEMU reads the expected contents, and finds the image consistent.
 fn judged_by_qemu(scratch: &Scratch, name: &str, model: &Model) {
     let expected = scratch.path("expected.raw");
     std::fs::write(&expected, &model.0).unwrap();
@@ -133,7 +134,7 @@ fn judged_by_qemu(scratch: &Scratch, name: &str, model: &Model) {
 }
 
 #[test]
-fn images_of_qemu_are_written_here_and_read_there() {
+fn images_by_qemu_are_written_here_and_read_by_qemu() {
     let matrix = [
         "compat=1.1",
         "compat=0.10",
@@ -190,7 +191,7 @@ fn overlays_over_all_kinds_of_bases() {
             println!("{overlay} over {format} {base}");
             let scratch = Scratch::new("overlay");
             let mut rng = Rng::new(number as u64);
-            // Shorter than the overlay, and partly compressible, partly not, partly zeroes.
+            // Shorter than the overlay; partly compressible, partly not, partly zeroes.
             let short = (SIZE - (3 << 20)) as usize + 512;
             let mut model = Model(vec![0; SIZE as usize]);
             for piece in model.0[..short].chunks_mut(40_000) {
@@ -236,9 +237,9 @@ fn overlays_over_all_kinds_of_bases() {
     }
 }
 
-/// Behind the end of an image in the middle there are zeroes, not what the longer image below has.
+/// Behind the end of a middle image a chain reads as zeroes, not as its longer backing image.
 #[test]
-fn a_middle_image_that_is_shorter_hides_what_is_below_its_end() {
+fn a_shorter_middle_image_hides_its_backing_image_behind_its_end() {
     let scratch = Scratch::new("short");
     std::fs::write(scratch.path("base.raw"), vec![7; SIZE as usize]).unwrap();
     let create = |name: &'static str, below: &str, format: &str, size: u64| {
@@ -264,7 +265,7 @@ fn a_middle_image_that_is_shorter_hides_what_is_below_its_end() {
     for name in ["a.qcow2", "b.qcow2"] {
         judged_by_qemu(&scratch, name, &model);
         session(&ChainOptions::new(scratch.path(name)), Model(model.0.clone()), 5);
-        // What was written is gone again for the next one, which must find the middle as it was.
+        // Undo the writes: the next case must find the middle image unchanged.
         create(name, if name == "a.qcow2" { "middle.qcow2" } else { "a.qcow2" }, "qcow2", SIZE);
     }
 }

@@ -1,10 +1,10 @@
-//! QEMU's tools, and folders to work in.
+//! QEMU's tools, and temporary folders.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// A folder that goes with the test.
+/// A folder that is removed after the test.
 pub struct Scratch {
     folder: PathBuf,
     names: std::sync::Mutex<Vec<&'static str>>,
@@ -24,7 +24,7 @@ impl Scratch {
         self.folder.join(name)
     }
 
-    /// As an argument.
+    /// Returns a path in the folder, as an argument.
     pub fn name(&self, name: &str) -> &'static str {
         let text: &'static str = self.path(name).to_str().unwrap().to_string().leak();
         self.names.lock().unwrap().push(text);
@@ -38,7 +38,7 @@ impl Drop for Scratch {
     }
 }
 
-/// Runs `qemu-img`, which must go well; gives what it prints.
+/// Runs `qemu-img`, which must succeed; returns its output.
 pub fn qemu_img(arguments: &[&str]) -> String {
     let tool = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../guests/tool");
     let output = Command::new(tool).arg("qemu-img").args(arguments).output().unwrap();

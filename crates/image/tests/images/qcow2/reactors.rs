@@ -1,8 +1,8 @@
-//! One image on two reactors, threads of their own: lanes of requests on both, a cache of tables
-//! that is far too small.
+//! One image on two reactors, each on its own thread, with clients on both and a table cache that
+//! is far too small.
 //!
-//! Sectors are dealt out to lanes in stripes, so that many lanes share clusters and no two share a
-//! sector: each knows what its own sectors hold, and every read is judged by that. At the end QEMU
+//! Sectors are assigned to clients in stripes: many clients share clusters, but no two share a
+//! sector. Each client knows the contents of its sectors and checks every read. At the end QEMU
 //! reads and checks the image.
 
 use std::cell::Cell;
@@ -19,27 +19,27 @@ use super::peer::{Scratch, qemu_img};
 const SECTOR: u64 = 512;
 const SIZE: u64 = 6 << 20;
 const REACTORS: u64 = 2;
-const LANES: u64 = 8;
-/// Sectors of a stripe, in the half of the disk that is dealt out finely, and in the other.
+const CLIENTS: u64 = 8;
+/// Sectors of a stripe, in the first and in the second half of the disk.
 const STRIPES: [u64; 2] = [3, 205];
 const TIME: Duration = Duration::from_millis(1500);
 
-/// The lane that a sector belongs to.
+/// Returns the client that a sector belongs to.
 fn owner(sector: u64) -> u64 {
     let coarse = sector >= SIZE / SECTOR / 2;
-    sector / STRIPES[usize::from(coarse)] % (REACTORS * LANES)
+    sector / STRIPES[usize::from(coarse)] % (REACTORS * CLIENTS)
 }
 
-struct Lane {
+struct Client {
     number: u64,
     image: Rc<Image<Store>>,
-    /// Sector by sector of the whole disk; it is true of the lane's own only.
+    /// The expected disk; valid only in the client's own sectors.
     disk: Vec<u8>,
     rng: Rng,
 }
 
-impl Lane {
-    /// A range of one's own.
+impl Client {
+    /// Returns a range of the client's own sectors.
     fn range(&mut self) -> (usize, usize) {
         let sectors = SIZE / SECTOR;
         let mut start = self.rng.below(sectors);
@@ -93,7 +93,7 @@ impl Lane {
         let expected = &self.disk[range.0..][..range.1];
         if let Some(wrong) = found.chunks(512).zip(expected.chunks(512)).position(|(a, b)| a != b) {
             panic!(
-                "lane {}: sector {} is not as it was written",
+                "client {}: sector {} differs from what was written",
                 self.number,
                 range.0 / 512 + wrong
             );
@@ -101,22 +101,22 @@ impl Lane {
     }
 }
 
-/// One reactor's lanes; gives what each knows of the disk.
+/// Runs one reactor's clients; returns what each expects of the disk.
 fn reactor(chain: &Chain, number: u64, seed: u64, disk: &[u8]) -> Vec<(u64, Vec<u8>)> {
     let executor = Executor::new().unwrap();
     let handle = executor.handle().clone();
     let image = Rc::new(chain.image(&handle).unwrap());
-    let (left, found) = (Rc::new(Cell::new(LANES)), Rc::new(std::cell::RefCell::new(Vec::new())));
-    for lane in number * LANES..(number + 1) * LANES {
-        let rng = Rng::new(seed ^ lane);
-        let mut lane = Lane { number: lane, image: image.clone(), disk: disk.to_vec(), rng };
+    let (left, found) = (Rc::new(Cell::new(CLIENTS)), Rc::new(std::cell::RefCell::new(Vec::new())));
+    for client in number * CLIENTS..(number + 1) * CLIENTS {
+        let rng = Rng::new(seed ^ client);
+        let mut client = Client { number: client, image: image.clone(), disk: disk.to_vec(), rng };
         let (left, found) = (left.clone(), found.clone());
         handle.spawn(async move {
             let end = Instant::now() + TIME;
             while Instant::now() < end {
-                lane.step().await;
+                client.step().await;
             }
-            found.borrow_mut().push((lane.number, lane.disk));
+            found.borrow_mut().push((client.number, client.disk));
             left.set(left.get() - 1);
         });
     }
@@ -131,7 +131,7 @@ async fn wait(handle: &Handle, left: &Cell<u64>) {
     }
 }
 
-/// Runs all lanes, closes the image, and gives what it should hold.
+/// Runs all clients and closes the image; returns the expected contents.
 fn run(options: &ChainOptions, seed: u64, mut disk: Vec<u8>) -> Vec<u8> {
     let chain = Arc::new(Chain::open(options).unwrap());
     let (start, found) = (Barrier::new(REACTORS as usize), Mutex::new(Vec::new()));
@@ -140,15 +140,15 @@ fn run(options: &ChainOptions, seed: u64, mut disk: Vec<u8>) -> Vec<u8> {
             let (chain, start, found, disk) = (&chain, &start, &found, &disk);
             threads.spawn(move || {
                 start.wait();
-                let lanes = reactor(chain, number, seed, disk);
-                found.lock().unwrap().extend(lanes);
+                let clients = reactor(chain, number, seed, disk);
+                found.lock().unwrap().extend(clients);
             });
         }
     });
-    for (number, lane) in found.into_inner().unwrap() {
+    for (number, client) in found.into_inner().unwrap() {
         for sector in (0..SIZE / SECTOR).filter(|&s| owner(s) == number) {
             let at = (sector * SECTOR) as usize;
-            disk[at..at + 512].copy_from_slice(&lane[at..at + 512]);
+            disk[at..at + 512].copy_from_slice(&client[at..at + 512]);
         }
     }
     let executor = Executor::new().unwrap();
@@ -158,7 +158,7 @@ fn run(options: &ChainOptions, seed: u64, mut disk: Vec<u8>) -> Vec<u8> {
 }
 
 #[test]
-fn every_lane_of_two_reactors_reads_what_it_wrote() {
+fn clients_on_two_reactors_read_what_they_wrote() {
     let images = [
         ("cluster_size=512", true),
         ("cluster_size=512,refcount_bits=64", false),

@@ -1,4 +1,5 @@
-//! Zeroes that are fast, or refused with nothing changed: which images have entries for them.
+//! Fast zeroes: done, or refused with nothing changed, depending on the entries that the format
+//! has.
 
 use blockyard_ring::Segments;
 
@@ -10,8 +11,8 @@ const CLUSTER: u64 = 64 << 10;
 const NO_BASE: bool = false;
 const BASE: bool = true;
 
-/// An image over a base with data, or one that has all its data itself, compressed or not: bytes of
-/// 7.
+/// An image over a base with data, or one that has all data itself, compressed or not; all bytes
+/// are 7.
 fn image(scratch: &Scratch, options: &str, over_base: bool) {
     std::fs::write(scratch.path("base.raw"), vec![7; SIZE as usize]).unwrap();
     let (options, compressed) = match options.strip_suffix(",compressed") {
@@ -31,20 +32,20 @@ fn image(scratch: &Scratch, options: &str, over_base: bool) {
 fn zeroes_are_fast_or_refused_with_nothing_changed() {
     let (one, unit) = (CLUSTER, 2 << 10);
     for (options, over_base, (offset, len), unmap, fast) in [
-        // Whole clusters; at the end of the disk, too.
+        // Whole clusters, also at the end of the disk.
         ("compat=1.1", NO_BASE, (one, 4 * one), true, true),
         ("compat=1.1", NO_BASE, (one, 4 * one), false, true),
         ("compat=1.1", BASE, (one, 4 * one), false, true),
         ("compat=1.1", BASE, (SIZE - one, one), true, true),
         ("compat=1.1,compressed", NO_BASE, (one, 4 * one), true, true),
-        // Parts of clusters are data, wherever in the range they are.
+        // Parts of clusters, anywhere in the range, would be data.
         ("compat=1.1", BASE, (512, 4 * one - 512), true, false),
         ("compat=1.1", BASE, (one, 4 * one + 512), true, false),
         ("compat=1.1", NO_BASE, (512, 4 * one), false, false),
         ("extended_l2=on", BASE, (unit, 3 * one + 512), true, false),
         ("compat=1.1", NO_BASE, (512, 1024), true, false),
         ("compat=1.1", BASE, (one - 512, one), true, false),
-        // Version 2 has no entry for zeroes; none at all will do where nothing is below, and space
+        // Version 2 has no zero entry. Without a backing file, an empty entry will do, if the space
         // need not be kept.
         ("compat=0.10", NO_BASE, (one, 4 * one), true, true),
         ("compat=0.10", NO_BASE, (one, 4 * one), false, false),
@@ -55,7 +56,7 @@ fn zeroes_are_fast_or_refused_with_nothing_changed() {
         ("extended_l2=on", BASE, (unit, 512), true, false),
         ("extended_l2=on,compressed", NO_BASE, (one, one), true, true),
         ("extended_l2=on,compressed", NO_BASE, (one, one + unit), true, false),
-        // A file that is to be read by itself: the host's zeroes.
+        // A raw external data file: the host's zeroes.
         ("data_file=DATA,data_file_raw=on", NO_BASE, (one, 4 * one), true, true),
         ("data_file=DATA,data_file_raw=on", NO_BASE, (one, 4 * one), false, true),
     ] {
@@ -91,9 +92,9 @@ fn zeroes_are_fast_or_refused_with_nothing_changed() {
     }
 }
 
-/// Parts of clusters that read as zeroes already have nothing that would have to be written.
+/// Parts of clusters that read as zeroes already need no write.
 #[test]
-fn ends_that_are_zeroes_are_fast() {
+fn partial_clusters_of_zeroes_are_fast() {
     let scratch = Scratch::new("fast-ends");
     image(&scratch, "compat=1.1", BASE);
     let mut model = Model(vec![7; SIZE as usize]);
@@ -104,7 +105,7 @@ fn ends_that_are_zeroes_are_fast() {
         image.write_zeroes_fast(512, 4 * CLUSTER, true).await.unwrap();
         model.0[..5 * CLUSTER as usize].fill(0);
         check(&image, &model, 0, SIZE as usize).await;
-        // The whole range is looked at before any of it is changed, however long it is.
+        // The whole range is checked before any of it is changed, however long it is.
         image.may_zero_fast(512, 5 * CLUSTER - 512, true).await.unwrap();
         let refused = image.may_zero_fast(512, 5 * CLUSTER, true).await.unwrap_err();
         assert_eq!(refused.kind(), std::io::ErrorKind::Unsupported);

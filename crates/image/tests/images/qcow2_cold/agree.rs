@@ -1,11 +1,11 @@
-//! `qemu-img check` and ours agree, in all figures, on images of all kinds.
+//! This crate's check agrees with `qemu-img check` in all figures, on images of all kinds.
 
 use blockyard_image::qcow2::check::{Repair, Report};
 
 use super::images::image;
 use super::peer::{Scratch, check_in_pieces, our_check, qemu_check};
 
-/// Options of `qemu-img create`, and what is done to the image besides.
+/// Options of `qemu-img create`, and what else the image contains.
 const IMAGES: [(&str, &[&str]); 14] = [
     ("compat=0.10", &["snapshots"]),
     ("compat=1.1", &["snapshots", "bitmaps"]),
@@ -28,7 +28,7 @@ fn figures(report: &Report) -> Report {
 }
 
 #[test]
-fn on_sound_images() {
+fn checks_agree_on_consistent_images() {
     for (options, extras) in IMAGES {
         let scratch = Scratch::new("sound");
         let path = image(&scratch, options, extras);

@@ -1,4 +1,4 @@
-//! Persistent bitmaps, and what is owed to them before an image is written to.
+//! Persistent bitmaps, and how they are marked before the first write.
 
 use blockyard_image::qcow2::Header;
 use blockyard_image::qcow2::bitmap::edit::{self, Edit};
@@ -9,8 +9,7 @@ use blockyard_storage::sim::SimImage;
 use super::cuts::{everywhere, guest, header, load, on_image, opened_sound};
 use super::peer::{Scratch, on_file, our_check, qemu_check, qemu_img, qemu_io};
 
-/// An image with a bitmap that records and one that does not, and with an autoclear bit that nobody
-/// knows.
+/// An image with a bitmap that records writes, one that does not, and an unknown autoclear bit.
 fn image(scratch: &Scratch) -> String {
     let path = scratch.path("image.qcow2");
     qemu_img(&["create", "-q", "-f", "qcow2", "-o", "cluster_size=1k", &path, "256k"]);
@@ -23,7 +22,7 @@ fn image(scratch: &Scratch) -> String {
     path
 }
 
-/// The bitmaps as QEMU lists them: name and flags.
+/// Returns the bitmaps as QEMU lists them: name and flags.
 fn listed(path: &str) -> Vec<(String, Vec<String>)> {
     let info: serde_json::Value =
         serde_json::from_str(&qemu_img(&["info", "-f", "qcow2", "--output", "json", path]))
@@ -45,7 +44,7 @@ async fn prepare<S: blockyard_image::Storage>(
 }
 
 #[test]
-fn those_that_record_are_marked_and_the_others_stay_valid() {
+fn bitmaps_that_record_are_marked_and_the_others_stay_valid() {
     let scratch = Scratch::new("bitmaps");
     let path = image(&scratch);
     on_file(&path, prepare).unwrap();
@@ -57,7 +56,7 @@ fn those_that_record_are_marked_and_the_others_stay_valid() {
     let header = Header::parse(&std::fs::read(&path).unwrap(), u64::MAX).unwrap();
     assert_eq!(header.autoclear, AUTOCLEAR_BITMAPS);
     assert!(qemu_check(&path, None).is_clean());
-    // Nothing more is owed, so nothing is written.
+    // They are marked already, so nothing is written.
     let before = std::fs::read(&path).unwrap();
     on_file(&path, prepare).unwrap();
     assert!(std::fs::read(&path).unwrap() == before);
@@ -67,7 +66,7 @@ fn those_that_record_are_marked_and_the_others_stay_valid() {
 }
 
 #[test]
-fn a_power_cut_costs_the_bitmaps_at_most() {
+fn a_power_cut_invalidates_at_most_the_bitmaps() {
     let scratch = Scratch::new("bitmap-cuts");
     let image = load(&image(&scratch));
     let before = guest(&image);
@@ -93,7 +92,7 @@ fn a_power_cut_costs_the_bitmaps_at_most() {
 }
 
 #[test]
-fn a_directory_that_lies_is_an_error_and_nothing_is_written() {
+fn an_invalid_directory_is_refused_and_nothing_is_written() {
     let scratch = Scratch::new("bitmap-lies");
     let path = image(&scratch);
     let at = Header::parse(&std::fs::read(&path).unwrap(), u64::MAX)
@@ -118,9 +117,9 @@ fn a_directory_that_lies_is_an_error_and_nothing_is_written() {
     }
 }
 
-/// Each power cut leaves the old bitmaps or the new ones, and the disk.
+/// Each power cut leaves the old bitmaps or the new ones, and the disk unchanged.
 #[test]
-fn bitmaps_change_at_once_wherever_the_power_is_cut() {
+fn bitmaps_change_atomically_at_every_power_cut() {
     let scratch = Scratch::new("bitmap-edit-cuts");
     let path = scratch.path("image.qcow2");
     qemu_img(&["create", "-q", "-f", "qcow2", "-o", "cluster_size=1k", &path, "256k"]);

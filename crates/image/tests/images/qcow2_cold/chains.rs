@@ -1,5 +1,5 @@
-//! Chains that do not end, or lead where they may not: an error that names the images, and no file
-//! is written to.
+//! Circular chains, and backing files in forbidden places: the error names the images, and no file
+//! is written.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -10,7 +10,7 @@ use blockyard_image::{Chain, ChainOptions, MAX_DEPTH};
 
 use super::peer::{Scratch, on_file};
 
-/// An overlay of 1 MiB over whatever `backing` names; gives its path.
+/// Creates an overlay of 1 MiB with the backing file `backing`; returns its path.
 fn overlay(scratch: &Scratch, name: &str, backing: &str) -> String {
     let path = scratch.path(name);
     fs::File::create(&path).unwrap();
@@ -20,8 +20,8 @@ fn overlay(scratch: &Scratch, name: &str, backing: &str) -> String {
     path
 }
 
-/// Opens the chain both ways; each is to fail with this text, and leave all files of the folder as
-/// they are.
+/// Opens the chain for reading and for writing. Both must fail with this text, and leave all files
+/// of the folder unchanged.
 fn refused(top: &str, expected: &[&str]) {
     let all = || {
         let files = fs::read_dir(Path::new(top).parent().unwrap())
@@ -41,7 +41,7 @@ fn refused(top: &str, expected: &[&str]) {
 }
 
 #[test]
-fn circles_are_found_whatever_their_length_and_by_links_too() {
+fn circular_chains_are_found_also_through_links() {
     let scratch = Scratch::new("circles");
     refused(&overlay(&scratch, "one.qcow2", "one.qcow2"), &["one.qcow2", "the chain is a circle"]);
     let a = overlay(&scratch, "a.qcow2", "b.qcow2");
@@ -55,7 +55,7 @@ fn circles_are_found_whatever_their_length_and_by_links_too() {
 }
 
 #[test]
-fn chains_are_no_longer_than_they_may_be() {
+fn chains_that_are_too_long_are_refused() {
     let scratch = Scratch::new("long");
     for n in 0..MAX_DEPTH {
         overlay(&scratch, &format!("{n}.qcow2"), &format!("{}.qcow2", n + 1));
@@ -65,7 +65,7 @@ fn chains_are_no_longer_than_they_may_be() {
 }
 
 #[test]
-fn backing_files_lie_where_they_may() {
+fn backing_files_outside_the_folders_are_refused() {
     let (scratch, elsewhere) = (Scratch::new("inside"), Scratch::new("outside"));
     let secret = overlay(&elsewhere, "secret.qcow2", "none");
     let top = overlay(&scratch, "top.qcow2", &secret);

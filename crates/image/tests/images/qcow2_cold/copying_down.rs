@@ -1,5 +1,4 @@
-//! What upper images hold is copied into the one below, on simulated disks; QEMU made the images,
-//! and judges.
+//! Commits of upper images into their base, on simulated disks; QEMU makes and verifies the images.
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -27,7 +26,7 @@ const CHAINS: [[&str; 3]; 4] = [
     ["compat=0.10,cluster_size=4k", "cluster_size=32k", "cluster_size=512"],
 ];
 
-/// A chain of three, of which the middle one is shorter than the others; gives the paths, the
+/// Makes a chain of three images, the middle one shorter than the others. Returns the paths,
 /// topmost first.
 fn chain(scratch: &Scratch, options: [&str; 3]) -> [String; 3] {
     let [top, middle, base] =
@@ -62,7 +61,7 @@ async fn open(disk: &SimDisk, read_only: bool) -> Layer<SimDisk> {
     Layer::Qcow2(Qcow2::open(header, raw, None, &options).await.unwrap())
 }
 
-/// Copies a range of what the two upper images hold, and closes the base.
+/// Commits a range of the two upper images, and closes the base.
 fn copy(disks: &[SimDisk; 3], range: Range<u64>) -> (Result<(), ImageError>, Vec<Range<u64>>) {
     let asked = Rc::new(RefCell::new(Vec::new()));
     let (disks, noted) = (disks.clone(), asked.clone());
@@ -83,14 +82,14 @@ fn copy(disks: &[SimDisk; 3], range: Range<u64>) -> (Result<(), ImageError>, Vec
 }
 
 #[test]
-fn the_base_shows_what_the_chain_showed() {
+fn the_base_equals_the_chain_after_a_commit() {
     for options in CHAINS {
         let scratch = Scratch::new("copy-down");
         let paths = chain(&scratch, options);
         let expected = scratch.path("expected.raw");
         qemu_img(&["convert", "-O", "raw", &paths[0], &expected]);
         let disks = paths.each_ref().map(|path| SimDisk::new(load(path), SimConfig::new(1)));
-        // The parts need not meet where clusters do.
+        // The parts need not end at cluster boundaries.
         let middle = 3 * 512 * 1000;
         for part in [middle..SIZE, 0..middle] {
             copy(&disks, part).0.unwrap();
@@ -104,13 +103,13 @@ fn the_base_shows_what_the_chain_showed() {
 }
 
 #[test]
-fn only_what_is_there_is_read_and_an_error_ends_it() {
+fn only_allocated_ranges_are_read_and_an_error_ends_the_commit() {
     let scratch = Scratch::new("copy-down-asked");
     let disks = chain(&scratch, CHAINS[0]).map(|path| SimDisk::new(load(&path), SimConfig::new(1)));
     let (done, asked) = copy(&disks, 0..SIZE);
     done.unwrap();
     let asked_of = |at: u64| asked.iter().filter(|range| range.contains(&at)).count();
-    // Base's alone; middle's; top's over middle's; behind the middle's end.
+    // Data of the base only; of the middle; of the top over the middle; behind the middle's end.
     assert_eq!([0, 2300 << 10, 4500 << 10].map(asked_of), [0; 3]);
     assert_eq!(
         [1 << 20, 1120 << 10, 2100 << 10, 3 << 20, 4000 << 10, 6 << 20, 7 << 20].map(asked_of),

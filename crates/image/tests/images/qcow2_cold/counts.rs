@@ -1,4 +1,4 @@
-//! Work that is not to grow with what is not there: operations are counted, on simulated disks.
+//! Work that must not grow with unallocated space: counts operations on simulated disks.
 
 use blockyard_image::qcow2::check::{Repair, check};
 use blockyard_image::qcow2::{CreateOptions, Header, Qcow2, Qcow2Options, create};
@@ -18,7 +18,7 @@ async fn open(disk: &SimDisk) -> Image<SimDisk> {
     Image::new(vec![Layer::Qcow2(image)], false)
 }
 
-/// Operations of a kind that have begun.
+/// Number of operations of a kind that have started.
 fn count(disk: &SimDisk, kind: OpKind) -> usize {
     disk.trace().iter().filter(|line| line.kind == kind && line.phase == Phase::Started).count()
 }
@@ -37,7 +37,7 @@ fn on_new_image<F: Future<Output = ()> + 'static>(
 }
 
 #[test]
-fn what_has_no_tables_is_found_at_once() {
+fn ranges_without_tables_are_found_without_reads() {
     const SIZE: u64 = 8 << 30;
     on_new_image(CreateOptions { cluster_size: 512, ..CreateOptions::new(SIZE) }, async |disk| {
         let image = open(&disk).await;
@@ -46,7 +46,7 @@ fn what_has_no_tables_is_found_at_once() {
         assert_eq!((status.len, status.zero, status.present), (SIZE, true, false));
         let extent = image.find_above(1, 0, SIZE).await.unwrap();
         assert_eq!((extent.len, extent.place), (SIZE, Place::Absent));
-        assert_eq!(count(&disk, OpKind::Read), before, "tables that are not there were loaded");
+        assert_eq!(count(&disk, OpKind::Read), before, "missing tables were loaded");
         // One table in the middle, of 32 KiB.
         let middle = SIZE / 2 + 512;
         image.write(Segments::from_bytes(&[7; 512]), middle).await.1.unwrap();
@@ -69,7 +69,7 @@ fn what_has_no_tables_is_found_at_once() {
 }
 
 #[test]
-fn clusters_are_taken_ahead_without_a_write_for_each() {
+fn preallocation_does_not_write_each_cluster() {
     const SIZE: u64 = 64 * MIB;
     for (extended_l2, keep_space) in [(false, false), (false, true), (true, false)] {
         on_new_image(
@@ -96,8 +96,8 @@ fn clusters_are_taken_ahead_without_a_write_for_each() {
     }
 }
 
-/// A new image has no name until it is whole, so a power cut leaves nothing of it, in whatever
-/// order it was written.
+/// A new image has no name until it is complete. A power cut loses it in any case, so the order of
+/// writes does not matter.
 #[test]
 fn an_image_without_a_name_is_synced_once() {
     const SIZE: u64 = 8 * MIB;
@@ -124,18 +124,18 @@ fn an_image_without_a_name_is_synced_once() {
         assert_eq!(report.allocated_clusters, SIZE / 512);
         image.write(Segments::from_bytes(&[2; 512]), 0).await.1.unwrap();
         image.flush().await.unwrap();
-        assert_eq!(count(&disk, OpKind::Sync), before + 2, "a flush is a promise");
+        assert_eq!(count(&disk, OpKind::Sync), before + 2, "each flush syncs");
     });
 }
 
 #[test]
-fn refcounts_of_clusters_taken_ahead_are_made_together() {
+fn refcounts_of_preallocated_clusters_are_written_together() {
     const SIZE: u64 = 16 * MIB;
     const TABLES: usize = (SIZE / (64 * 512)) as usize;
     on_new_image(CreateOptions { cluster_size: 512, ..CreateOptions::new(SIZE) }, async |disk| {
         let header = Header::read(&raw(&disk)).await.unwrap();
-        // By itself it would take as many clusters at a time as one refcount block counts, with a
-        // sync for each block.
+        // Without a reservation ahead it would reserve one refcount block's clusters at a time,
+        // with a sync for each block.
         let options = Qcow2Options { reserve: Some(256 * 512), ..Qcow2Options::default() };
         let image = Qcow2::open(header, raw(&disk), None, &options).await.unwrap();
         let before = (count(&disk, OpKind::Sync), count(&disk, OpKind::Write));

@@ -1,4 +1,4 @@
-//! Images that are created here, as QEMU sees them; and creations that are cut short.
+//! Images created by this crate, as QEMU sees them; and interrupted creations.
 
 use blockyard_image::qcow2::check::Repair;
 use blockyard_image::qcow2::{Compression, CreateOptions, Header, Preallocation, create};
@@ -26,7 +26,7 @@ fn create_file(path: &str, data: Option<&str>, options: &CreateOptions) {
     .unwrap();
 }
 
-/// Options, and the same for `qemu-img create -o`.
+/// Returns options, and the same for `qemu-img create -o`.
 fn matrix(scratch: &Scratch) -> Vec<(CreateOptions, String)> {
     let new = || CreateOptions::new(SIZE);
     let data_file = Some(scratch.path("data.raw"));
@@ -80,7 +80,7 @@ fn info(path: &str) -> serde_json::Value {
     let mut info: serde_json::Value =
         serde_json::from_str(&qemu_img(&["info", "-f", "qcow2", "--output", "json", path]))
             .unwrap();
-    // Where files are and how much of the host's disk they take is not compared.
+    // Do not compare file names and space on the host's disk.
     let info = info.as_object_mut().unwrap();
     info.retain(|key, _| {
         ["virtual-size", "cluster-size", "format-specific", "dirty-flag"].contains(&key.as_str())
@@ -121,7 +121,7 @@ fn qemu_sees_the_same_options_in_images_of_both() {
 }
 
 #[test]
-fn space_is_taken_as_it_was_asked_for() {
+fn preallocation_allocates_the_requested_space() {
     use std::os::unix::fs::MetadataExt;
     let scratch = Scratch::new("space");
     let path = scratch.path("a.qcow2");
@@ -164,7 +164,7 @@ fn an_overlay_shows_its_backing_file_by_default_in_subclusters() {
 }
 
 #[test]
-fn what_cannot_be_is_refused_and_the_file_stays_as_it_was() {
+fn invalid_options_are_refused_and_the_file_is_unchanged() {
     let scratch = Scratch::new("refused");
     let path = scratch.path("a.qcow2");
     std::fs::write(&path, "precious").unwrap();
@@ -211,7 +211,7 @@ fn what_cannot_be_is_refused_and_the_file_stays_as_it_was() {
 }
 
 #[test]
-fn a_creation_that_is_cut_short_is_no_image() {
+fn an_interrupted_creation_is_not_an_image() {
     let scratch = Scratch::new("create-cuts");
     let old = scratch.path("old.qcow2");
     qemu_img(&["create", "-q", "-f", "qcow2", "-o", "cluster_size=1k", &old, "64k"]);

@@ -1,4 +1,4 @@
-//! The power is cut at every event of an operation, and what is left is judged.
+//! Cuts the power at every event of an operation, and checks what is left.
 
 use blockyard_image::qcow2::check::{self, FindingKind, Repair, Report};
 use blockyard_image::qcow2::entry::{Cluster, EntryFormat, L1Entry, L2Entry};
@@ -6,17 +6,17 @@ use blockyard_image::qcow2::{Header, rebuild_refcounts};
 use blockyard_image::{Alignment, ImageError, Raw};
 use blockyard_storage::sim::{Power, Sim, SimConfig, SimDisk, SimImage};
 
-/// Images that one crash may leave, of which each is judged.
+/// Number of possible images checked after each cut.
 const OUTCOMES: u64 = 6;
 
 const DIRECT: Alignment = Alignment { memory_align: 512, offset_align: 512 };
 
-/// An image of the host's as the simulated disk has it.
+/// Loads an image of the host into a simulated disk.
 pub fn load(path: &str) -> SimImage {
     SimImage::from_bytes(&std::fs::read(path).unwrap())
 }
 
-/// Runs work on a disk that keeps its power.
+/// Runs work on a disk with power.
 pub fn on_image<T: 'static, F: Future<Output = T> + 'static>(
     image: &SimImage,
     work: impl FnOnce(Raw<SimDisk>) -> F,
@@ -26,8 +26,8 @@ pub fn on_image<T: 'static, F: Future<Output = T> + 'static>(
     (value, SimImage::from_bytes(&disk.contents()))
 }
 
-/// Cuts `operation` after 0, 1, 2, ... events, until it comes to its end. `judge` is told whether
-/// it did, and what is left. Gives the number of cuts.
+/// Cuts `operation` after 0, 1, 2, ... events, until it ends. `judge` gets whether it ended, and
+/// the image that is left. Returns the number of cuts.
 pub fn everywhere<F: Future<Output = Result<(), ImageError>> + 'static>(
     what: &str,
     image: &SimImage,
@@ -57,8 +57,8 @@ pub fn everywhere<F: Future<Output = Result<(), ImageError>> + 'static>(
     unreachable!("every operation ends")
 }
 
-/// The image as its next user finds it: repaired, where the dirty bit demands that. Its check is to
-/// find no corruption.
+/// Returns the image as the next open finds it: repaired, if the dirty bit demands that. Its check
+/// must find no corruption.
 pub fn opened(image: &SimImage) -> Result<(SimImage, Report), String> {
     let header = header(image)?;
     let image = match header.has_dirty() {
@@ -76,7 +76,7 @@ pub fn opened(image: &SimImage) -> Result<(SimImage, Report), String> {
     Ok((image, report))
 }
 
-/// As [`opened`], for what must not be corrupt.
+/// Like [`opened`], and refuses a corrupt image.
 pub fn opened_sound(image: &SimImage) -> Result<SimImage, String> {
     let (image, report) = opened(image)?;
     if report.corruptions > 0 || report.check_errors > 0 {
@@ -97,8 +97,8 @@ fn word(bytes: &[u8], at: u64) -> u64 {
     bytes.get(at as usize..at as usize + 8).map_or(0, |b| u64::from_be_bytes(b.try_into().unwrap()))
 }
 
-/// What the guest sees through an L1 table, by a reader of its own. Nothing is compressed, and
-/// nothing is below.
+/// Returns what the guest sees through an L1 table, by a reader of its own. The image must have no
+/// compressed clusters and no backing file.
 pub fn guest_of(image: &SimImage, l1_offset: u64, l1_size: u64, size: u64) -> Vec<u8> {
     let (bytes, header) = (image.bytes(), header(image).unwrap());
     let (layout, cluster) = (EntryFormat::of(&header), header.cluster_size());
@@ -127,7 +127,7 @@ pub fn guest_of(image: &SimImage, l1_offset: u64, l1_size: u64, size: u64) -> Ve
     guest
 }
 
-/// What the guest sees.
+/// Returns the guest's disk.
 pub fn guest(image: &SimImage) -> Vec<u8> {
     let header = header(image).unwrap();
     guest_of(image, header.l1_offset, header.l1_size.into(), header.size)

@@ -1,5 +1,5 @@
-//! Damage, one kind at a time, made by writing bytes; both checks are to see it, and what one
-//! repairs the other finds clean.
+//! Damages images, one kind at a time, by changing bytes. Both checks must detect it, and each must
+//! find the other's repair clean.
 
 use blockyard_image::qcow2::Header;
 use blockyard_image::qcow2::check::Repair;
@@ -8,17 +8,17 @@ use blockyard_image::qcow2::entry::{COMPRESSED, COPIED, OFFSET_MASK};
 use super::images::image;
 use super::peer::{Scratch, check_in_pieces, our_check, qemu_check, qemu_img};
 
-/// An image's bytes, and ways to find and change what is in it.
-struct Patient {
+/// An image's bytes, and functions to find and change its structures.
+struct DamagedImage {
     bytes: Vec<u8>,
     header: Header,
 }
 
-impl Patient {
+impl DamagedImage {
     fn new(path: &str) -> Self {
         let bytes = std::fs::read(path).unwrap();
         let header = Header::parse(&bytes, bytes.len() as u64).unwrap();
-        Patient { bytes, header }
+        DamagedImage { bytes, header }
     }
 
     fn get(&self, at: u64) -> u64 {
@@ -29,14 +29,14 @@ impl Patient {
         self.bytes[at as usize..][..8].copy_from_slice(&word.to_be_bytes());
     }
 
-    /// Where the n-th L1 entry with a table is, and the table's offset.
+    /// Returns the place of the n-th L1 entry with a table, and the table's offset.
     fn l1(&self, n: usize) -> (u64, u64) {
         let all = (0..u64::from(self.header.l1_size)).map(|i| self.header.l1_offset + i * 8);
         let at = all.filter(|&at| self.get(at) != 0).nth(n).unwrap();
         (at, self.get(at) & OFFSET_MASK)
     }
 
-    /// Where the n-th L2 entry of the first table is that names a cluster, and that word.
+    /// Returns the place and the word of the n-th L2 entry of the first table that names a cluster.
     fn l2(&self, n: usize) -> (u64, u64) {
         let (_, table) = self.l1(0);
         let all = (0..self.header.l2_entries()).map(|i| table + i * self.header.l2_entry_size());
@@ -57,7 +57,7 @@ impl Patient {
         width.set(block, n, new);
     }
 
-    /// A cluster at the end of the file, which nothing needs.
+    /// Appends an unused cluster to the file.
     fn append_cluster(&mut self) -> u64 {
         let at = (self.bytes.len() as u64).next_multiple_of(self.header.cluster_size());
         self.bytes.resize((at + self.header.cluster_size()) as usize, 0);
@@ -65,23 +65,24 @@ impl Patient {
     }
 }
 
-/// How the two checks are to agree, and what a repair achieves.
+/// How the two checks must agree, and what a repair achieves.
 #[derive(Clone, Copy, PartialEq)]
 enum Expect {
-    /// They count the same, all is mended, and the guest's data are as before.
+    /// Both count the same and repair everything; the guest's data are unchanged.
     Same,
-    /// Both find corruption, and mend it; the guest's data are as before.
+    /// Both find corruption and repair it; the guest's data are unchanged.
     Mended,
-    /// As Mended, but QEMU gives up on it.
+    /// Like `Mended`, but QEMU cannot repair it.
     MendedHere,
-    /// Both find corruption, and each clean what the other mended; the guest's data are not what
-    /// they were.
+    /// Both find corruption, and each finds the other's repair clean; the guest's data have
+    /// changed.
     DataLost,
-    /// Both find corruption that ours does not mend: what was meant cannot be known.
+    /// Both find corruption that this crate does not repair, because the intended state cannot be
+    /// known.
     Stays,
 }
 
-type Damage = (&'static str, Expect, fn(&mut Patient));
+type Damage = (&'static str, Expect, fn(&mut DamagedImage));
 
 const DAMAGES: [Damage; 19] = [
     ("a leak", Expect::Same, |p| {
@@ -89,7 +90,7 @@ const DAMAGES: [Damage; 19] = [
         p.set_refcount(at, |_| 1);
     }),
     ("a refcount that is too high", Expect::Same, |p| {
-        // Its COPIED flag is clear, as it is after a snapshot.
+        // The COPIED flag is clear, as after a snapshot.
         let (at, word) = p.l2(0);
         p.put(at, word & !COPIED);
         p.set_refcount(word & OFFSET_MASK, |n| n + 1);
@@ -169,7 +170,7 @@ const KINDS: [(&str, &[&str]); 5] = [
 ];
 
 #[test]
-fn is_found_and_mended_by_both() {
+fn damage_is_found_and_repaired_by_both_checks() {
     for (options, extras) in KINDS {
         for (name, expect, damage) in DAMAGES {
             one(options, extras, name, expect, damage);
@@ -177,15 +178,15 @@ fn is_found_and_mended_by_both() {
     }
 }
 
-fn one(options: &str, extras: &[&str], name: &str, expect: Expect, damage: fn(&mut Patient)) {
+fn one(options: &str, extras: &[&str], name: &str, expect: Expect, damage: fn(&mut DamagedImage)) {
     let scratch = Scratch::new("damage");
     let path = image(&scratch, options, extras);
     let (theirs_path, raw) = (scratch.path("theirs.qcow2"), scratch.path("before.raw"));
     qemu_img(&["convert", "-O", "raw", &path, &raw]);
-    let mut patient = Patient::new(&path);
-    damage(&mut patient);
-    std::fs::write(&path, &patient.bytes).unwrap();
-    std::fs::write(&theirs_path, &patient.bytes).unwrap();
+    let mut damaged = DamagedImage::new(&path);
+    damage(&mut damaged);
+    std::fs::write(&path, &damaged.bytes).unwrap();
+    std::fs::write(&theirs_path, &damaged.bytes).unwrap();
 
     let what = format!("{name} ({options})");
     let (ours, theirs) = (our_check(&path, Repair::No), qemu_check(&path, None));
@@ -202,7 +203,7 @@ fn one(options: &str, extras: &[&str], name: &str, expect: Expect, damage: fn(&m
             "{what}: {findings:#?}"
         );
     }
-    assert_eq!(std::fs::read(&path).unwrap(), patient.bytes, "a check without repair wrote");
+    assert_eq!(std::fs::read(&path).unwrap(), damaged.bytes, "a check without repair wrote");
 
     let mut pieces = check_in_pieces(&path, Repair::No, 1000);
     pieces.findings.sort_by_key(|f| (f.offset, f.text.clone()));

@@ -1,5 +1,5 @@
-//! Images made to cost: huge, sparse, with tables that point to one another. A check ends soon and
-//! says what is wrong.
+//! Images crafted to be expensive: huge, sparse, with tables that point to one another. A check
+//! ends soon and reports what is wrong.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -13,7 +13,7 @@ use super::peer::{Scratch, check_in_pieces, our_check};
 const CLUSTER: u64 = 1 << 16;
 const TIB: u64 = 1 << 40;
 
-/// An image of 8 TiB, all of it holes but for what a test writes.
+/// An image of 8 TiB, all holes except what a test writes.
 struct Hostile {
     file: File,
     path: String,
@@ -85,7 +85,7 @@ fn snapshots_that_share_and_overlap_their_tables() {
     let mut hostile = Hostile::new();
     (hostile.header.l1_size, hostile.header.snapshot_count) = (1, 65536);
     hostile.words(TIB, [3 * TIB].into_iter());
-    // Entries of 40 bytes, whose L1 tables overlap one another but for their first cluster.
+    // Entries of 40 bytes, whose L1 tables overlap one another except for their first cluster.
     let entry = |n: u64| [4 * TIB + n % 60_000 * CLUSTER, (4 << 20) << 32, 0, 0, 0];
     hostile.words(2 * TIB, (0..65536).flat_map(entry));
     let report = hostile.check();
@@ -94,7 +94,7 @@ fn snapshots_that_share_and_overlap_their_tables() {
 }
 
 #[test]
-fn references_all_over_the_place() {
+fn references_to_random_clusters_are_counted_in_bounded_memory() {
     let hostile = Hostile::new();
     hostile.words(TIB, (0..8).map(|n| 3 * TIB + n * CLUSTER));
     let mut random = 1u64;
@@ -105,7 +105,7 @@ fn references_all_over_the_place() {
     hostile.words(3 * TIB, scattered);
     let report = hostile.check();
     assert!(report.corruptions > 60_000, "{report:?}");
-    // 1000 bytes would be thousands of passes.
+    // A limit of 1000 bytes would need thousands of passes.
     let limited = check_in_pieces(&hostile.path, Repair::No, 1 << 20);
     assert_eq!(limited.corruptions, report.corruptions);
 }

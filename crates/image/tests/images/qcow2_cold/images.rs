@@ -2,7 +2,7 @@
 
 use super::peer::{Scratch, qemu_img, qemu_io};
 
-/// An image of 8 MiB with some of everything in it.
+/// Makes an image of 8 MiB with all kinds of clusters.
 pub fn image(scratch: &Scratch, options: &str, extras: &[&str]) -> String {
     let path = scratch.path("image.qcow2");
     let data = scratch.path("data.raw");

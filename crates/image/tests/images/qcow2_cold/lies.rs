@@ -1,6 +1,5 @@
-//! Images that are cut short, loop, overlap or lie: whoever opens, reads, checks or lists them gets
-//! an error that names a structure and its offset (or what was there before), and nothing is
-//! written.
+//! Truncated, circular, overlapping and inconsistent images. Open, read, check and list return an
+//! error that names a structure and its offset (or the unchanged contents), and nothing is written.
 
 use blockyard_image::qcow2::bitmap::directory;
 use blockyard_image::qcow2::check::{FindingKind, Repair, check};
@@ -14,7 +13,7 @@ use super::peer::{Scratch, qemu_img, qemu_io};
 
 const CLUSTER: u64 = 1024;
 
-/// 256 KiB with a snapshot, a bitmap, zeroes, and compressed clusters from 192 KiB on.
+/// An image of 256 KiB with a snapshot, a bitmap, zeroes, and compressed clusters from 192 KiB on.
 fn image(scratch: &Scratch) -> Vec<u8> {
     let path = scratch.path("image.qcow2");
     qemu_img(&["create", "-q", "-f", "qcow2", "-o", "cluster_size=1k", &path, "256k"]);
@@ -28,7 +27,7 @@ fn image(scratch: &Scratch) -> Vec<u8> {
     load(&path).bytes()
 }
 
-/// Opens it, and gives all that the guest sees.
+/// Opens it, and reads the whole disk.
 async fn read(
     raw: Raw<impl blockyard_image::Storage>,
     read_only: bool,
@@ -41,7 +40,7 @@ async fn read(
     let failed = |at| move |e| ImageError::io("guest's disk", at, "reading", e);
     for at in (0..image.size()).step_by(64 << 10) {
         let len = (image.size() - at).min(64 << 10);
-        // As a map would.
+        // As `map` does.
         image.find(at, len).await.map_err(failed(at))?;
         let (segments, result) = image.read(Segments::buffer(len as usize), at).await;
         result.map_err(failed(at))?;
@@ -52,7 +51,7 @@ async fn read(
     Ok(disk)
 }
 
-/// What `info` looks at.
+/// Reads what `info` reads.
 async fn list(raw: Raw<impl blockyard_image::Storage>) -> Result<(), ImageError> {
     let header = Header::read(&raw).await?;
     snapshot::list(&raw).await?;
@@ -62,7 +61,7 @@ async fn list(raw: Raw<impl blockyard_image::Storage>) -> Result<(), ImageError>
     }
 }
 
-/// The first thing that a check finds.
+/// Returns the first finding of a check.
 async fn find(raw: Raw<impl blockyard_image::Storage>) -> Result<(), ImageError> {
     let report = check(&raw, None, Repair::No).await?;
     match report.findings.into_iter().find(|finding| finding.kind != FindingKind::Leak) {
@@ -71,8 +70,8 @@ async fn find(raw: Raw<impl blockyard_image::Storage>) -> Result<(), ImageError>
     }
 }
 
-/// What each of them says: opened to be read, to be written, checked, listed. Whatever fails names
-/// a place, and whatever does not write has written nothing.
+/// Runs all four: open for reading, open for writing, check, list. Every error must name a place,
+/// and only the open for writing may write.
 fn opinions(what: &str, bytes: &[u8]) -> [Result<Vec<u8>, String>; 4] {
     let image = SimImage::from_bytes(bytes);
     let none = |result: Result<(), ImageError>| result.map(|()| Vec::new());
@@ -95,7 +94,7 @@ fn opinions(what: &str, bytes: &[u8]) -> [Result<Vec<u8>, String>; 4] {
 }
 
 #[test]
-fn a_file_cut_short_is_an_error_or_shows_what_it_showed() {
+fn a_truncated_file_fails_or_shows_the_same_disk() {
     let scratch = Scratch::new("short");
     let whole = image(&scratch);
     let [expected, ..] = opinions("whole", &whole);
@@ -108,7 +107,7 @@ fn a_file_cut_short_is_an_error_or_shows_what_it_showed() {
         let [shown, written, checked, listed] = opinions(&what, &whole[..end as usize]);
         refused += usize::from(shown.is_err());
         for disk in [shown, written].into_iter().flatten() {
-            assert!(disk == expected, "{what}: it shows something else");
+            assert!(disk == expected, "{what}: it shows other data");
         }
         let lost_table = end <= header.l1_offset;
         assert!(
@@ -125,11 +124,11 @@ fn word(bytes: &[u8], at: u64) -> u64 {
 
 const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
 
-/// Where things are in the image.
+/// Offsets of structures in the image.
 struct Places {
     l1: u64,
     l2: u64,
-    /// An entry of that L2 table, of data; and one of compressed data.
+    /// Two entries of that L2 table: one of data, and one of compressed data.
     data_entry: u64,
     packed_entry: u64,
     refcounts: u64,
@@ -165,8 +164,8 @@ impl Places {
     }
 }
 
-/// A lie: its name, where in the file, the bytes there, and what the error of who opens it for
-/// writing must name.
+/// An invalid change: name, offset in the file, new bytes, and the structure that the error of an
+/// open for writing must name.
 type Lie = (&'static str, u64, Vec<u8>, &'static str);
 
 fn lies(p: &Places, bytes: &[u8]) -> Vec<Lie> {
@@ -178,7 +177,7 @@ fn lies(p: &Places, bytes: &[u8]) -> Vec<Lie> {
         .find(|&at| bytes[at as usize..][..4] == 0x2385_2875u32.to_be_bytes());
     let extension = extension.unwrap();
     vec![
-        // Loops: a table that is its own child, a block that counts itself only, a snapshot table
+        // Cycles: a table that is its own child, a block that counts only itself, a snapshot table
         // in itself.
         ("L1 entry -> L1 table", p.l1, w(p.l1 | copied), "qcow2 L1 table"),
         ("L2 entry -> its own table", p.data_entry, w(p.l2 | copied), "qcow2"),
@@ -202,7 +201,7 @@ fn lies(p: &Places, bytes: &[u8]) -> Vec<Lie> {
         ("data -> bitmap directory", p.data_entry, w(p.bitmaps | copied), "qcow2"),
         ("refcount block = L2 table", p.refcounts, w(p.l2), "qcow2"),
         ("bitmap's table = L1 table", p.bitmaps, w(p.l1), "qcow2"),
-        // Lies: beyond the end, sizes, counts, lengths.
+        // Invalid values: beyond the end, sizes, counts, lengths.
         ("data beyond the end", p.data_entry, w(far | copied), "qcow2 L2 table entry"),
         (
             "data at no cluster",
@@ -240,7 +239,7 @@ fn lies(p: &Places, bytes: &[u8]) -> Vec<Lie> {
 }
 
 #[test]
-fn a_lie_is_an_error_that_names_the_structure_and_nothing_is_written() {
+fn an_invalid_value_is_refused_with_its_structure_and_nothing_is_written() {
     let scratch = Scratch::new("lies");
     let whole = image(&scratch);
     let places = Places::of(&whole);
@@ -261,7 +260,7 @@ fn a_lie_is_an_error_that_names_the_structure_and_nothing_is_written() {
 }
 
 #[test]
-fn compressed_data_that_are_none_are_an_error_of_who_reads_them() {
+fn invalid_compressed_data_fail_when_they_are_read() {
     let scratch = Scratch::new("packed");
     let mut bytes = image(&scratch);
     let at = word(&bytes, Places::of(&bytes).packed_entry) & ((1 << 60) - 1);

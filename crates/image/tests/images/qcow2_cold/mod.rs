@@ -1,4 +1,4 @@
-//! What is done to closed qcow2 images, with QEMU's tools as judges.
+//! Commands on closed qcow2 images, verified by QEMU's tools.
 
 mod agree;
 mod bitmaps;

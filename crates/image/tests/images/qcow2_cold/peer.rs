@@ -1,4 +1,4 @@
-//! QEMU's tools, folders to work in, and our own code on a file of the host.
+//! QEMU's tools, temporary folders, and this crate's code on a file of the host.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -8,7 +8,7 @@ use blockyard_image::qcow2::check::{self, Limits, Repair, Report};
 use blockyard_image::{CacheMode, ImageError, ImageFile, OpenOptions, Raw, Store};
 use blockyard_ring::Executor;
 
-/// A folder that goes with the test.
+/// A folder that is removed after the test.
 pub struct Scratch(PathBuf);
 
 impl Scratch {
@@ -21,7 +21,7 @@ impl Scratch {
         Scratch(folder)
     }
 
-    /// A path in the folder, as an argument.
+    /// Returns a path in the folder, as an argument.
     pub fn path(&self, name: &str) -> String {
         self.0.join(name).to_str().unwrap().into()
     }
@@ -50,7 +50,7 @@ fn good(tool: &str, arguments: &[&str]) -> String {
     text(&output.stdout)
 }
 
-/// Runs `qemu-img`, which must go well; gives what it prints.
+/// Runs `qemu-img`, which must succeed; returns its output.
 pub fn qemu_img(arguments: &[&str]) -> String {
     good("qemu-img", arguments)
 }
@@ -64,7 +64,7 @@ pub fn qemu_io(path: &str, commands: &[&str]) {
     assert!(!said.contains("failed"), "{commands:?}: {said}");
 }
 
-/// As [`qemu_io`], and dies before it has closed the image.
+/// Like [`qemu_io`], but kills it before it closes the image.
 pub fn qemu_io_killed(path: &str, commands: &[&str]) {
     let mut arguments = vec!["-f", "qcow2"];
     commands.iter().chain(&["sigraise 9"]).for_each(|command| arguments.extend(["-c", command]));
@@ -72,7 +72,7 @@ pub fn qemu_io_killed(path: &str, commands: &[&str]) {
     assert!(!run("qemu-io", &arguments).status.success(), "it was not killed");
 }
 
-/// What `qemu-img check` says, whatever it is.
+/// Returns the report of `qemu-img check`, whatever its status.
 pub fn qemu_check(path: &str, repair: Option<&str>) -> Report {
     let mut arguments = vec!["check", "-f", "qcow2", "--output", "json"];
     arguments.extend(repair.map(|repair| ["-r", repair]).into_iter().flatten());
@@ -112,7 +112,7 @@ pub fn on_file<T: 'static, F: Future<Output = T>>(
     executor.block_on(async move { work(raw).await }).unwrap()
 }
 
-/// As [`on_file`], with an image and its data file.
+/// Like [`on_file`], with an image and its data file.
 pub fn two_files<T: 'static, F: Future<Output = T>>(
     path: &str,
     data: &str,
@@ -127,7 +127,7 @@ pub fn try_check(path: &str, repair: Repair) -> Result<Report, ImageError> {
     on_file(path, move |raw| async move { check::check(&raw, None, repair).await })
 }
 
-/// As [`our_check`], in so many passes that each sees but a little.
+/// Like [`our_check`], with so little memory that it needs many passes.
 pub fn check_in_pieces(path: &str, repair: Repair, memory: usize) -> Report {
     let limits = Limits { memory, tables: 1 };
     on_file(path, move |raw| async move { check::check_within(&raw, None, repair, limits).await })

@@ -1,4 +1,4 @@
-//! Another backing file's name.
+//! Changes of the backing file's name.
 
 use blockyard_image::qcow2::backing::set_backing;
 use blockyard_image::qcow2::header::AUTOCLEAR_KNOWN;
@@ -16,12 +16,12 @@ async fn set<S: Storage>(
     let mut header = Header::read(&raw).await?;
     set_backing(&raw, &mut header, backing.as_ref().map(|(name, format)| (name.as_str(), *format)))
         .await?;
-    assert_eq!(header, Header::read(&raw).await?, "what is told is what is in the file");
+    assert_eq!(header, Header::read(&raw).await?, "the returned header equals the one in the file");
     Ok(())
 }
 
 #[test]
-fn qemu_finds_the_new_one() {
+fn qemu_finds_the_new_backing_file() {
     let scratch = Scratch::new("backing");
     let path = scratch.path("image.qcow2");
     for name in ["one.raw", "two.raw"] {
@@ -64,14 +64,14 @@ fn qemu_finds_the_new_one() {
     }
 }
 
-/// What an image says of its backing file.
+/// Returns name and format of an image's backing file.
 fn backing(image: &SimImage) -> (Option<String>, Option<String>) {
     let header = header(image).unwrap();
     (header.backing, header.backing_format)
 }
 
 #[test]
-fn name_and_format_change_together_wherever_the_power_is_cut() {
+fn name_and_format_change_atomically_at_every_power_cut() {
     let scratch = Scratch::new("backing-cuts");
     let mut cuts = 0;
     for options in [
@@ -92,7 +92,7 @@ fn name_and_format_change_together_wherever_the_power_is_cut() {
         let guests = guest(&image);
         let long = match options {
             "cluster_size=512" => 300,
-            // There has to be room for two.
+            // The cluster must have room for both names.
             "cluster_size=1k" => 240,
             _ => 400,
         };
@@ -134,7 +134,7 @@ fn name_and_format_change_together_wherever_the_power_is_cut() {
 }
 
 #[test]
-fn what_finds_no_room_is_refused() {
+fn a_name_without_room_is_refused() {
     let scratch = Scratch::new("backing-refused");
     let path = scratch.path("image.qcow2");
     std::fs::File::create(&path).unwrap();

@@ -1,4 +1,4 @@
-//! Repairs that are cut short are done again, and lose nothing.
+//! Interrupted repairs can be run again, and lose nothing.
 
 use blockyard_image::qcow2::check::{self, Repair};
 use blockyard_image::qcow2::rebuild_refcounts;
@@ -24,7 +24,7 @@ fn small_image(scratch: &Scratch, options: &str) -> String {
     path
 }
 
-/// Flips bits of refcount blocks, zeroes one, and turns COPIED flags round.
+/// Flips bits of refcount blocks, zeroes one block, and inverts COPIED flags.
 fn damaged(image: &SimImage, seed: u64) -> SimImage {
     let (mut bytes, header) = (image.bytes(), header(image).unwrap());
     let word =
@@ -42,7 +42,7 @@ fn damaged(image: &SimImage, seed: u64) -> SimImage {
 }
 
 #[test]
-fn lose_nothing_wherever_they_are_cut() {
+fn an_interrupted_repair_loses_nothing() {
     let mut cuts = 0;
     for options in KINDS {
         let scratch = Scratch::new("repair-cuts");
@@ -79,7 +79,7 @@ fn lose_nothing_wherever_they_are_cut() {
 }
 
 #[test]
-fn of_lazy_refcounts_too() {
+fn an_interrupted_repair_of_lazy_refcounts_loses_nothing() {
     let scratch = Scratch::new("lazy");
     let path = scratch.path("image.qcow2");
     let options = "lazy_refcounts=on,cluster_size=1k";

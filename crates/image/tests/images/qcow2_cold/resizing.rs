@@ -1,4 +1,4 @@
-//! Disks that become larger and smaller, and images that are emptied.
+//! Resized and emptied images.
 
 use blockyard_image::ImageError;
 use blockyard_image::qcow2::Header;
@@ -30,7 +30,7 @@ fn sound(path: &str, what: &str) {
     assert!(theirs.is_clean(), "{what}: {theirs:#?}");
 }
 
-/// What a file takes of the host's disk.
+/// Bytes that a file occupies on the host's disk.
 fn blocks(path: &str) -> u64 {
     std::os::unix::fs::MetadataExt::blocks(&std::fs::metadata(path).unwrap()) * 512
 }
@@ -46,7 +46,7 @@ const KINDS: [&str; 7] = [
 ];
 
 #[test]
-fn what_was_there_stays_and_what_is_new_reads_as_zeroes() {
+fn old_data_stay_and_the_new_part_reads_as_zeroes() {
     for options in KINDS {
         let scratch = Scratch::new("resize");
         let path = scratch.path("image.qcow2");
@@ -58,7 +58,7 @@ fn what_was_there_stays_and_what_is_new_reads_as_zeroes() {
             &path,
             &["read -P 1 0 3M", "read -P 0 3M 67M", "write -P 2 40M 31457792", "write -P 3 2M 64k"],
         );
-        // Into the middle of a cluster, and back: what was there is gone.
+        // Into the middle of a cluster and back: the data behind the smaller size are gone.
         smaller(&path, 2 * MIB + 512).unwrap();
         sound(&path, options);
         assert!(blocks(&path) < 16 * MIB, "{options}: the host keeps {}", blocks(&path));
@@ -112,8 +112,8 @@ fn a_longer_backing_file_does_not_show() {
 }
 
 #[test]
-fn others_keep_what_lies_behind_the_old_end() {
-    // A snapshot that has the last cluster too, and one that is compressed.
+fn snapshots_keep_data_behind_the_old_end() {
+    // A snapshot that shares the last cluster; and a last cluster that is compressed.
     let scratch = Scratch::new("resize-shared");
     let path = scratch.path("image.qcow2");
     for compressed in [false, true] {
@@ -122,7 +122,7 @@ fn others_keep_what_lies_behind_the_old_end() {
         if !compressed {
             qemu_img(&["snapshot", "-c", "one", &path]);
         }
-        // As a program would leave it that makes a disk smaller and its last cluster stay.
+        // As by a program that shrinks a disk and keeps its last cluster.
         let mut bytes = std::fs::read(&path).unwrap();
         bytes[24..32].copy_from_slice(&(100u64 << 10).to_be_bytes());
         std::fs::write(&path, &bytes).unwrap();
@@ -137,7 +137,7 @@ fn others_keep_what_lies_behind_the_old_end() {
 }
 
 #[test]
-fn an_external_data_file_goes_with_it() {
+fn an_external_data_file_is_resized_too() {
     let scratch = Scratch::new("resize-data");
     let (path, data) = (scratch.path("image.qcow2"), scratch.path("data.raw"));
     for raw in ["off", "on"] {
@@ -163,7 +163,7 @@ fn an_external_data_file_goes_with_it() {
 }
 
 #[test]
-fn what_cannot_be_is_refused_by_name() {
+fn impossible_resizes_are_refused_with_a_reason() {
     let scratch = Scratch::new("resize-refused");
     let path = scratch.path("image.qcow2");
     let refused = |result: Result<(), ImageError>, expected: &str| {
@@ -175,7 +175,7 @@ fn what_cannot_be_is_refused_by_name() {
     refused(larger(&path, MIB + 1), "whole sectors");
     refused(larger(&path, 1 << 40), "larger than 32 MiB");
     qemu_img(&["bitmap", "--add", &path, "daily"]);
-    // A writer that does not keep it up to date.
+    // Simulates a writer that does not update the bitmap.
     on_file(
         &path,
         |raw| async move { prepare_for_writing(&raw, &mut Header::read(&raw).await?).await },
@@ -219,7 +219,7 @@ fn an_emptied_overlay_shows_its_backing_file_and_keeps_its_snapshots() {
 }
 
 #[test]
-fn wherever_the_power_is_cut_it_is_the_one_or_the_other() {
+fn every_power_cut_leaves_the_old_or_the_new_size() {
     let mut cuts = 0;
     let kinds = [
         "compat=0.10,cluster_size=1k",

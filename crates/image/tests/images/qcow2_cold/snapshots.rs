@@ -1,4 +1,4 @@
-//! Internal snapshots, between QEMU and us, and through power cuts.
+//! Internal snapshots: by QEMU and by this crate, and with power cuts.
 
 use std::cell::Cell;
 use std::time::Duration;
@@ -48,7 +48,7 @@ const KINDS: [&str; 8] = [
 ];
 
 #[test]
-fn are_taken_applied_and_deleted_by_both() {
+fn qemu_and_this_crate_take_apply_and_delete_snapshots() {
     for options in KINDS {
         let scratch = Scratch::new("snapshots");
         let path = scratch.path("image.qcow2");
@@ -89,7 +89,7 @@ fn are_taken_applied_and_deleted_by_both() {
 }
 
 #[test]
-fn keep_the_size_that_the_disk_had() {
+fn snapshots_keep_the_disk_size() {
     let scratch = Scratch::new("snapshot-size");
     let path = scratch.path("image.qcow2");
     qemu_img(&["create", "-q", "-f", "qcow2", "-o", "cluster_size=512", &path, "1M"]);
@@ -106,7 +106,7 @@ fn keep_the_size_that_the_disk_had() {
 }
 
 #[test]
-fn what_cannot_be_is_refused_and_nothing_is_written() {
+fn invalid_commands_are_refused_and_nothing_is_written() {
     let scratch = Scratch::new("snapshot-refused");
     let (path, data) = (scratch.path("image.qcow2"), scratch.path("data.raw"));
     let refused = |result: Result<(), ImageError>, expected: &str| {
@@ -125,12 +125,12 @@ fn what_cannot_be_is_refused_and_nothing_is_written() {
     refused(apply(&path, "none"), "no snapshot with the name or id \"none\"");
     refused(delete(&path, "7"), "no snapshot with the name or id \"7\"");
     let after = std::fs::read(&path).unwrap();
-    // Free clusters may have been written to.
+    // Data may have been written to free clusters.
     assert!(after[..before.len()] == before, "something was written");
     sound(&path, "refused");
 }
 
-/// A small image with two snapshots, whose contents differ in all three.
+/// Makes a small image with two snapshots; disk and snapshots differ.
 fn small(scratch: &Scratch, options: &str) -> SimImage {
     let path = scratch.path("image.qcow2");
     qemu_img(&["create", "-q", "-f", "qcow2", "-o", options, &path, "256k"]);
@@ -142,7 +142,7 @@ fn small(scratch: &Scratch, options: &str) -> SimImage {
     load(&path)
 }
 
-/// What the guest sees, and what each snapshot holds.
+/// Returns the guest's disk, and the contents of each snapshot.
 fn all_of(image: &SimImage) -> (Vec<u8>, Vec<(String, Vec<u8>)>) {
     let (list, _) = on_image(image, |raw| async move { snapshot::list(&raw).await.unwrap() });
     let holds = |s: &Snapshot| {
@@ -151,8 +151,8 @@ fn all_of(image: &SimImage) -> (Vec<u8>, Vec<(String, Vec<u8>)>) {
     (guest(image), list.iter().map(holds).collect())
 }
 
-/// QEMU too finds the one or the other, after the repair that the dirty bit demands of it.
-fn qemu_mends(
+/// QEMU also finds the old or the new state, after the repair that the dirty bit demands.
+fn qemu_repairs(
     scratch: &Scratch,
     left: &SimImage,
     expected: &(Vec<u8>, Vec<(String, Vec<u8>)>),
@@ -174,7 +174,7 @@ const CUT: [&str; 4] = [
 ];
 
 #[test]
-fn are_whole_or_not_there_wherever_the_power_is_cut() {
+fn every_power_cut_leaves_the_old_or_the_new_state() {
     let mut cuts = 0;
     for options in CUT {
         let scratch = Scratch::new("snapshot-cuts");
@@ -205,9 +205,9 @@ fn are_whole_or_not_there_wherever_the_power_is_cut() {
                     }
                     judged.set(judged.get() + 1);
                     if judged.get() % 50 == 0 {
-                        qemu_mends(&scratch, &left, &now)?;
+                        qemu_repairs(&scratch, &left, &now)?;
                     }
-                    // Version 2 has no dirty bit: too careful flags are allowed.
+                    // Version 2 has no dirty bit: clear COPIED flags are allowed.
                     let careful = |f: &&blockyard_image::qcow2::check::Finding| match f.kind {
                         FindingKind::Leak => !through,
                         FindingKind::Copied => {
@@ -226,10 +226,10 @@ fn are_whole_or_not_there_wherever_the_power_is_cut() {
     assert!(cuts > 200, "{cuts} cuts");
 }
 
-/// A power cut may leave flags of version 2 like that. A write copies more than it must, and that
-/// is all.
+/// A power cut may leave clear flags in version 2. Writes must work, and only copy more than
+/// necessary.
 #[test]
-fn flags_that_are_not_set_keep_nobody_from_writing() {
+fn clear_copied_flags_do_not_prevent_writes() {
     for options in ["compat=0.10", "extended_l2=on,cluster_size=16k", "cluster_size=512"] {
         let make = |scratch: &Scratch| {
             let path = scratch.path("image.qcow2");

@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// A loop device over a file: a block device for a test.
+/// A loop device over a file, as a block device for a test.
 struct Loop {
     device: PathBuf,
     backing: Scratch,
@@ -24,8 +24,8 @@ impl Drop for Loop {
     }
 }
 
-/// Fast zeroes are the device's own, in whole blocks of it; where the kernel would write them they
-/// are refused, and nothing changes.
+/// Fast zeroes use the device's own zeroing, in whole blocks. If the kernel would have to write
+/// zeroes, they are refused, and nothing changes.
 #[test]
 fn fast_zeroes_of_a_block_device() {
     const LEN: u64 = 4 << 20;
@@ -60,7 +60,7 @@ fn fast_zeroes_of_a_block_device() {
 }
 
 #[test]
-fn a_block_device_has_its_size_its_shape_and_discards() {
+fn a_block_device_reports_its_size_and_blocks_and_discards() {
     const LEN: u64 = 4 << 20;
     for block in [512, 4096] {
         for cache in [CacheMode::Writeback, CacheMode::None] {
@@ -81,7 +81,8 @@ fn a_block_device_has_its_size_its_shape_and_discards() {
             });
             assert!(device.backing.allocated() >= LEN);
             on_image(&file, |raw| async move {
-                // From one odd sector to another: the device takes whole blocks only.
+                // A range from one unaligned sector to another: the device accepts whole blocks
+                // only.
                 raw.discard(512, LEN - 1024).await.unwrap();
                 assert_eq!(take(&raw, 0, 512).await, [1; 512]);
                 assert_eq!(take(&raw, LEN - 512, 512).await, [1; 512]);
@@ -127,13 +128,14 @@ fn a_block_device_zeroes_parts_of_its_blocks() {
 proptest! {
     #![proptest_config(cases(40))]
 
-    /// The page cache over 4096-byte blocks, O_DIRECT with read-modify-write: a device is the model
-    /// too.
+    /// Page cache over 4096-byte blocks, and O_DIRECT with read-modify-write: the device equals the
+    /// model.
     #[test]
-    fn a_block_device_is_the_model(asks in asks(256 << 10), direct: bool) {
+    fn a_block_device_equals_the_model(asks in asks(256 << 10), direct: bool) {
         let device = Loop::new(256 << 10, 4096);
-        let file = open(&device.device, if direct { CacheMode::None } else { CacheMode::Writeback });
-        // Discarded parts of blocks keep what they had: not the model's business here.
+        let cache = if direct { CacheMode::None } else { CacheMode::Writeback };
+        let file = open(&device.device, cache);
+        // Discards of partial blocks keep their data, which the model does not know.
         let asks = asks.into_iter().filter(|ask| !matches!(ask, Ask::Discard { .. })).collect();
         let model = on_image(&file, |raw| follow(raw, asks, vec![0; 256 << 10]))?;
         let found = on_image(&file, |raw| async move { take(&raw, 0, 256 << 10).await });
@@ -141,10 +143,9 @@ proptest! {
     }
 }
 
-/// Two reactors write the sectors of the same 4096-byte blocks, each its own, in parts of blocks:
-/// none is undone.
+/// Two reactors write sectors of the same 4096-byte blocks, each its own. No write is undone.
 #[test]
-fn reactors_that_share_blocks_never_undo_each_other() {
+fn reactors_that_share_blocks_keep_each_others_writes() {
     const BLOCKS: u64 = 4;
     const ROUNDS: u8 = 60;
     let device = Loop::new(1 << 20, 4096);
@@ -169,7 +170,7 @@ fn reactors_that_share_blocks_never_undo_each_other() {
     }
 }
 
-/// Every other sector; four at a time, and each fourth of them zeroed in between.
+/// Writes every other sector, four in flight, and zeroes each fourth of them in between.
 async fn write_own_sectors(raw: Raw<Store>, reactor: u64, sectors: u64, rounds: u8) {
     let raw = Rc::new(raw);
     for round in 1..=rounds {
@@ -199,7 +200,7 @@ async fn write_own_sectors(raw: Raw<Store>, reactor: u64, sectors: u64, rounds: 
     }
 }
 
-/// Waits for all of them at once.
+/// Waits for all futures.
 async fn all<F: Future<Output = ()> + Unpin>(mut futures: Vec<F>) {
     std::future::poll_fn(|cx| {
         futures.retain_mut(|f| std::pin::Pin::new(f).poll(cx).is_pending());
@@ -208,7 +209,7 @@ async fn all<F: Future<Output = ()> + Unpin>(mut futures: Vec<F>) {
     .await
 }
 
-/// A guest can ask for any number of discards at once: the threads that make them are few.
+/// A guest may send any number of discards at once: they run on few threads.
 #[test]
 fn many_discards_of_a_block_device_start_few_threads() {
     const LEN: u64 = 16 << 20;
@@ -237,7 +238,7 @@ fn many_discards_of_a_block_device_start_few_threads() {
             if discards.is_empty() { std::task::Poll::Ready(()) } else { std::task::Poll::Pending }
         })
         .await;
-        // Those of this test, and of those that run beside it.
+        // Includes threads of tests that run in parallel.
         assert!(most <= 16, "{most} threads at a time for {RANGES} discards");
         assert!(take(&raw, 0, LEN as usize).await.iter().all(|&byte| byte == 0));
     });

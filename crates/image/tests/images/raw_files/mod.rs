@@ -1,10 +1,10 @@
-//! Raw images on the host's real files and block devices, through io_uring, against a model in
-//! memory.
+//! Raw images on real files and block devices of the host, through io_uring, compared with a model
+//! in memory.
 //!
-//! The model is a plain vector: what a guest's disk is. Every case runs in the page cache and with
-//! O_DIRECT, on files whose length is no multiple of a sector, with memory in pieces that no
-//! O_DIRECT takes. The tests on block devices need root, `losetup` and loop devices; nothing else
-//! does.
+//! The model is a plain vector with the guest's disk. Every case runs with the page cache and with
+//! O_DIRECT, on files whose length is not a multiple of the sector size, with memory that does not
+//! meet the O_DIRECT alignment. Only the tests on block devices need root, `losetup` and loop
+//! devices.
 
 mod devices;
 
@@ -22,10 +22,10 @@ use blockyard_storage::sim::Rng;
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
 
-/// The guest's memory: twice the largest request, and room for gaps.
+/// The guest's memory in bytes: twice the largest request, with room for gaps.
 const MEMORY: u64 = 1 << 20;
 
-/// A file that goes with its test. On the disk the build lies on, or wherever the test says.
+/// A file that is removed after its test, on the disk of the build or in a given folder.
 struct Scratch(PathBuf);
 
 impl Scratch {
@@ -44,7 +44,7 @@ impl Scratch {
         Scratch(path)
     }
 
-    /// Space it takes on its file system, in bytes.
+    /// Bytes that it occupies on its file system.
     fn allocated(&self) -> u64 {
         fs::metadata(&self.0).unwrap().blocks() * 512
     }
@@ -63,7 +63,7 @@ fn open(path: &Path, cache: CacheMode) -> Arc<ImageFile> {
     Arc::new(file)
 }
 
-/// Runs `work` on an image, on a ring of its own.
+/// Runs `work` on an image, on its own ring.
 fn on_image<T: 'static, F: Future<Output = T> + 'static>(
     file: &Arc<ImageFile>,
     work: impl FnOnce(Raw<Store>) -> F,
@@ -78,7 +78,7 @@ async fn put(raw: &Raw<Store>, offset: u64, bytes: &[u8]) {
 
 async fn take(raw: &Raw<Store>, offset: u64, len: usize) -> Vec<u8> {
     let segments = Segments::buffer(len);
-    // What was in the buffer is not to be taken for what was read.
+    // Old contents of the buffer must not look like data that were read.
     segments.copy_in(0, &vec![0xa5; len]);
     let (segments, result) = raw.read(segments, offset).await;
     result.unwrap();
@@ -87,7 +87,7 @@ async fn take(raw: &Raw<Store>, offset: u64, len: usize) -> Vec<u8> {
     bytes
 }
 
-/// One request, in bytes of the disk; `pieces` decides how its memory lies.
+/// One request, in bytes of the disk; `pieces` is the seed of its memory layout.
 #[derive(Clone, Debug)]
 enum Ask {
     Read { offset: u64, len: u64, pieces: u64 },
@@ -97,8 +97,8 @@ enum Ask {
     Flush,
 }
 
-/// Requests inside `capacity`: half of them whole sectors, the others of any length anywhere, some
-/// at the very end.
+/// Requests inside `capacity`: half of them whole sectors, the others of any length and offset,
+/// some at the end.
 fn asks(capacity: u64) -> impl Strategy<Value = Vec<Ask>> {
     let longest = 40_000.min(capacity);
     let range =
@@ -122,7 +122,7 @@ fn asks(capacity: u64) -> impl Strategy<Value = Vec<Ask>> {
     proptest::collection::vec(ask, 1..40)
 }
 
-/// Guest memory for a request: one piece, or up to a thousand, aligned or at odd addresses.
+/// Guest memory for a request: one segment or up to a thousand, aligned or at odd addresses.
 fn segments(memory: &Rc<GuestMemory>, len: u64, seed: u64) -> Segments {
     let mut rng = Rng::new(seed);
     let mut segments = Segments::default();
@@ -144,7 +144,7 @@ fn segments(memory: &Rc<GuestMemory>, len: u64, seed: u64) -> Segments {
     segments
 }
 
-/// Does what is asked, to the image and to the model, and compares whatever is read.
+/// Sends the requests to the image and to the model, and compares all reads.
 async fn follow(
     raw: Raw<Store>,
     asks: Vec<Ask>,
@@ -213,7 +213,8 @@ fn same(found: &[u8], expected: &[u8], offset: u64, when: &str) -> Result<(), Te
     }
 }
 
-/// A file of `size` random bytes, the requests, and the file once more by the host's own way.
+/// Runs requests on a file of `size` random bytes; at the end compares the file by the host's own
+/// read.
 fn matches_the_model(
     scratch: &Scratch,
     cache: CacheMode,
@@ -245,7 +246,7 @@ fn cases(count: u32) -> ProptestConfig {
     }
 }
 
-/// A length of a file, and requests that fit it.
+/// Length of a file, and requests that fit it.
 fn file_and_asks() -> impl Strategy<Value = (u64, Vec<Ask>)> {
     (1u64..200_000).prop_flat_map(|size| (Just(size), asks(size.next_multiple_of(SECTOR))))
 }
@@ -254,24 +255,25 @@ proptest! {
     #![proptest_config(cases(150))]
 
     #[test]
-    fn a_file_in_the_page_cache_is_the_model((size, asks) in file_and_asks()) {
+    fn a_file_in_the_page_cache_equals_the_model((size, asks) in file_and_asks()) {
         matches_the_model(&Scratch::new(0), CacheMode::Writeback, size, asks)?;
     }
 
     #[test]
-    fn a_file_with_o_direct_is_the_model((size, asks) in file_and_asks()) {
+    fn a_file_with_o_direct_equals_the_model((size, asks) in file_and_asks()) {
         matches_the_model(&Scratch::new(0), CacheMode::None, size, asks)?;
     }
 
-    /// A file system that punches holes but has no ZERO_RANGE: zeroes are written.
+    /// A file system with PUNCH_HOLE but without ZERO_RANGE: zeroes are written.
     #[test]
-    fn a_file_on_tmpfs_is_the_model((size, asks) in file_and_asks()) {
-        matches_the_model(&Scratch::within(Path::new("/dev/shm"), 0), CacheMode::Writeback, size, asks)?;
+    fn a_file_on_tmpfs_equals_the_model((size, asks) in file_and_asks()) {
+        let scratch = Scratch::within(Path::new("/dev/shm"), 0);
+        matches_the_model(&scratch, CacheMode::Writeback, size, asks)?;
     }
 }
 
 #[test]
-fn the_end_of_a_file_is_zeroes_up_to_its_sector_and_grows_to_it() {
+fn the_partial_last_sector_reads_as_zeroes_and_grows_when_written() {
     for cache in [CacheMode::Writeback, CacheMode::None] {
         let scratch = Scratch::new(0);
         fs::write(&scratch.0, vec![7; 1000]).unwrap();
@@ -292,10 +294,9 @@ fn the_end_of_a_file_is_zeroes_up_to_its_sector_and_grows_to_it() {
     }
 }
 
-/// Copies are made in pieces of 1 MiB: a large request in memory that O_DIRECT does not take, from
-/// one odd sector to another.
+/// A large unaligned request is copied in pieces of 1 MiB.
 #[test]
-fn a_request_of_many_copies_arrives_whole() {
+fn a_request_copied_in_pieces_is_complete() {
     const LEN: usize = (3 << 20) + 1536;
     let scratch = Scratch::new(8 << 20);
     let file = open(&scratch.0, CacheMode::None);
@@ -331,7 +332,7 @@ fn a_request_of_many_copies_arrives_whole() {
 }
 
 #[test]
-fn a_discard_gives_space_back_and_zeroes_may_keep_it() {
+fn discards_deallocate_and_zeroes_without_unmap_keep_space() {
     const LEN: usize = 1 << 20;
     let scratch = Scratch::new(LEN as u64);
     let file = open(&scratch.0, CacheMode::None);
@@ -345,7 +346,7 @@ fn a_discard_gives_space_back_and_zeroes_may_keep_it() {
         assert!(allocated() >= LEN as u64, "zeroes without unmap keep their space");
         assert!(take(&raw, 0, LEN).await.iter().all(|&b| b == 0));
         raw.write_zeroes(0, LEN as u64 / 2, true).await.unwrap();
-        assert!(allocated() <= LEN as u64 / 2 + 65536, "zeroes with unmap give it back");
+        assert!(allocated() <= LEN as u64 / 2 + 65536, "zeroes with unmap deallocate");
         raw.discard(LEN as u64 / 2, LEN as u64 / 2).await.unwrap();
         assert!(allocated() <= 65536, "{} bytes are left", allocated());
     });
@@ -354,7 +355,7 @@ fn a_discard_gives_space_back_and_zeroes_may_keep_it() {
 }
 
 #[test]
-fn a_full_file_system_says_so() {
+fn a_full_file_system_returns_an_error() {
     let mount = Tmpfs::of("1m");
     let scratch = Scratch::within(&mount.0, 8 << 20);
     let file = open(&scratch.0, CacheMode::Writeback);
@@ -366,12 +367,12 @@ fn a_full_file_system_says_so() {
         assert_eq!(
             result.unwrap_err().kind(),
             std::io::ErrorKind::StorageFull,
-            "zeroes that had to be written"
+            "zeroes that must be written"
         );
         assert_eq!(
             take(&raw, 0, 256 << 10).await,
             vec![1; 256 << 10],
-            "what was there is still there"
+            "the old data are still there"
         );
         raw.discard(1 << 20, 4 << 20).await.unwrap();
         put(&raw, 1 << 20, &[2; 4096]).await;
@@ -409,7 +410,7 @@ fn rustix_uid() -> u32 {
     fs::metadata("/proc/self").unwrap().uid()
 }
 
-/// Runs a tool, and gives its first line.
+/// Runs a tool; returns its first line of output.
 fn run(tool: &str, args: &[&str]) -> String {
     let output = Command::new(tool)
         .args(args)

@@ -79,9 +79,9 @@ impl Load {
             })
         };
         let reactors: Vec<_> = (0..self.plan.reactors).map(view).collect();
-        let count = self.plan.lanes;
-        let lane = |index: usize| {
-            let lane = Lane {
+        let count = self.plan.clients;
+        let client = |index: usize| {
+            let client = Client {
                 stack: reactors[index % reactors.len()].clone(),
                 oracle: self.oracle.clone(),
                 power: self.power.clone(),
@@ -91,12 +91,12 @@ impl Load {
                 lossy: self.troubled_by(OpKind::Sync),
                 flushes: self.flushes.clone(),
             };
-            handle.spawn(lane.run(self.plan.requests))
+            handle.spawn(client.run(self.plan.requests))
         };
-        let lanes: Vec<_> = (0..count).map(lane).collect();
+        let clients: Vec<_> = (0..count).map(client).collect();
         let mut results = Vec::new();
-        for lane in lanes {
-            results.push(lane.await);
+        for client in clients {
+            results.push(client.await);
         }
         results.into_iter().collect()
     }
@@ -106,7 +106,7 @@ impl Load {
     }
 }
 
-struct Lane<S> {
+struct Client<S> {
     stack: Rc<Stack<S>>,
     oracle: Rc<RefCell<Oracle>>,
     power: Power,
@@ -120,7 +120,7 @@ struct Lane<S> {
     flushes: Rc<Cell<u64>>,
 }
 
-impl<S: Storage> Lane<S> {
+impl<S: Storage> Client<S> {
     async fn run(mut self, requests: usize) -> Result<(), String> {
         for _ in 0..requests {
             let range = self.range();
