@@ -20,13 +20,22 @@ use rustix::net::SocketFlags;
 
 #[derive(Debug, thiserror::Error)]
 pub enum SocketError {
-    #[error("socket {}: its path has {len} bytes, at most 107 are possible: use a shorter one", path.display())]
+    #[error(
+        "socket {}: its path has {len} bytes, at most 107 are possible: use a shorter one",
+        path.display()
+    )]
     TooLong { path: PathBuf, len: usize },
     #[error("socket {} is in use: another server listens on it", path.display())]
     Taken { path: PathBuf },
-    #[error("socket {}: a file that is no socket has this name: remove it, or use another name", path.display())]
+    #[error(
+        "socket {}: a file that is no socket has this name: remove it, or use another name",
+        path.display()
+    )]
     NotASocket { path: PathBuf },
-    #[error("socket {}: its folder {} does not exist: create it first", path.display(), folder.display())]
+    #[error(
+        "socket {}: its folder {} does not exist: create it first",
+        path.display(), folder.display()
+    )]
     NoFolder { path: PathBuf, folder: PathBuf },
     #[error("socket {}: cannot listen on it", path.display())]
     Listen { path: PathBuf, source: io::Error },

@@ -1,4 +1,4 @@
-//! Front ends against an export of this process, whose reactor the test can hold or end.
+//! Front ends and an export in this process. The test can block or end the export's reactor.
 
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
@@ -60,7 +60,7 @@ impl Fixture {
         Fixture { export, disk, reactors, socket }
     }
 
-    /// Keeps the reactor busy until the sender is dropped.
+    /// Blocks the reactor until the sender is dropped.
     fn hold(&self) -> SyncSender<()> {
         let (sender, receiver) = sync_channel(0);
         self.reactors.next().run(move |_| {
@@ -71,7 +71,7 @@ impl Fixture {
 
     fn end_reactor(&self) {
         self.reactors.next().run(|handle| handle.stop());
-        // The reactor drops all later questions.
+        // An ended reactor drops all calls.
         while self.reactors.next().ask(|_, reply| reply.send(())).is_some() {
             std::thread::yield_now();
         }
@@ -113,7 +113,7 @@ impl Client {
         self.connection.enable(0, true).unwrap();
     }
 
-    /// A message that asks for an acknowledgement, which is not read.
+    /// Sends a message that asks for an acknowledgement, and does not read it.
     fn send(&self, request: R, body: &[u8], fds: &[&OwnedFd]) {
         let mut bytes: Vec<u8> = [request as u32, 1 | 8, body.len() as u32]
             .iter()
@@ -124,7 +124,7 @@ impl Client {
         self.connection.send_bytes(&bytes, &fds).unwrap();
     }
 
-    /// The body of a reply. None: the session has ended.
+    /// Returns the body of a reply, or `None` if the session has ended.
     fn reply(&self, request: R) -> Option<Vec<u8>> {
         let mut head = [0; 12];
         let mut socket = self.connection.socket();
@@ -140,8 +140,8 @@ impl Client {
         self.reply(request)
     }
 
-    /// Whether something comes within a moment.
-    fn hears(&self) -> bool {
+    /// Returns whether an answer arrives within 50 ms.
+    fn is_answered(&self) -> bool {
         let moment = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
         rustix::event::poll(
             &mut [PollFd::new(self.connection.socket(), PollFlags::IN)],
@@ -158,7 +158,7 @@ fn words(words: &[u64]) -> Vec<u8> {
 
 const DONE: [u8; 8] = [0; 8];
 
-/// Fails where `work` would never end.
+/// Calls `work` on another thread, and fails if it does not end.
 fn bounded<T: Send + 'static>(what: &str, work: impl FnOnce() -> T + Send + 'static) -> T {
     let (sender, receiver) = sync_channel(1);
     std::thread::spawn(move || sender.send(work()));
@@ -191,20 +191,21 @@ fn changes_are_acknowledged_when_the_reactor_has_made_them() {
     for (request, body, fds) in changes {
         let held = export.hold();
         client.send(request, &body, &fds);
-        assert!(!client.hears(), "{request:?} is answered before the reactor knows of it");
+        assert!(!client.is_answered(), "{request:?} is answered before the reactor knows of it");
         drop(held);
         assert_eq!(client.reply(request).unwrap(), DONE, "{request:?}");
     }
 }
 
 #[test]
-fn a_front_end_that_reads_no_replies_does_not_hold_the_end() {
+fn a_front_end_that_reads_no_replies_does_not_block_stop() {
     let Fixture { mut export, socket, reactors, .. } = Fixture::start(SecondClient::Wait);
     let mut deaf = UnixStream::connect(&socket).unwrap();
     deaf.set_nonblocking(true).unwrap();
     let ask: Vec<u8> =
         [R::GET_FEATURES as u32, 1, 0].iter().flat_map(|w| w.to_ne_bytes()).collect();
-    // Until its questions fill the other socket too: then the session waits for room for an answer.
+    // Sends until the replies fill the other direction of the socket. Then the session is blocked
+    // in a write.
     let mut full = 0;
     while full < 20 {
         match deaf.write(&ask) {
@@ -239,7 +240,7 @@ fn an_in_flight_description_needs_no_padding() {
 }
 
 #[test]
-fn a_message_that_cannot_be_is_refused_and_the_session_goes_on() {
+fn the_session_continues_after_an_invalid_message() {
     let export = Fixture::start(SecondClient::Wait);
     let mut client = export.connect();
     let user = client.memory.user_address(client.memory.range().0);
@@ -259,7 +260,7 @@ fn a_message_that_cannot_be_is_refused_and_the_session_goes_on() {
     assert_eq!(client.ask(R::SET_VRING_ENABLE, &words(&[0]), &[]).unwrap(), DONE);
 }
 
-/// Reads data to where no memory is, and waits for the answer.
+/// Reads data to an address outside guest memory, and waits for the answer.
 fn read_outside_memory(client: &mut Client) {
     let (at, slice) = client.memory.piece(64, 64).unwrap();
     slice.copy_in(32, [0xff]);
@@ -318,7 +319,7 @@ fn figures_of_policies_outlive_the_queue() {
 }
 
 #[test]
-fn the_base_of_a_ring_whose_reactor_has_ended_is_not_made_up() {
+fn a_ring_whose_reactor_has_ended_has_no_base() {
     let export = Fixture::start(SecondClient::Wait);
     let mut client = export.connect();
     client.start_ring();
@@ -327,10 +328,10 @@ fn the_base_of_a_ring_whose_reactor_has_ended_is_not_made_up() {
 }
 
 #[test]
-fn a_write_cache_that_cannot_be_synced_is_not_said_to_be_off() {
+fn switching_the_write_cache_off_fails_if_the_disk_cannot_be_synced() {
     let export = Fixture::start(SecondClient::Wait);
     let client = export.connect();
-    // Offset 32, one byte, a frontend's write; the byte: write-through.
+    // Offset 32, one byte, flag 1 (written by the guest), and the byte: write-through.
     let body: Vec<u8> = [32u32, 1, 1].iter().flat_map(|w| w.to_ne_bytes()).chain([0]).collect();
     let on: Vec<u8> = body[..12].iter().copied().chain([1]).collect();
     assert_eq!(client.ask(R::SET_CONFIG, &on, &[]).unwrap(), DONE);

@@ -1,9 +1,9 @@
-//! What a queue takes in one iteration of its reactor, while a request of it is in flight.
+//! What a queue takes in one iteration of its reactor while one of its requests is in flight.
 //!
-//! A guest shows many chains at once, behind a read that takes its time. A task beside the queue
-//! looks at the used index once a iteration; its look may come before the queue in one iteration
-//! and behind it in the next, so it sees two iterations at most. What must hold: however many
-//! chains there are, a iteration takes a bounded number of them.
+//! A guest makes many chains available at once, after a read that is slow. A task on the same
+//! reactor reads the used index once in each iteration. It may run before the queue in one
+//! iteration and after it in the next, so two iterations may pass between two checks. What must
+//! hold: an iteration takes a bounded number of chains, however many there are.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -20,7 +20,7 @@ use blockyard_ring::{GuestMemory, Region, SharedSlice};
 const SIZE: u16 = 1024;
 const AVAIL: u64 = 0x1_0000;
 const USED: u64 = 0x2_0000;
-/// Headers, a status, and an indirect table.
+/// Addresses of headers, a status, and an indirect table.
 const SLOW: u64 = 0x3_0000;
 const HEADER: u64 = 0x3_0100;
 const STATUS: u64 = 0x3_0200;
@@ -29,7 +29,7 @@ const DATA: u64 = 0x10_0000;
 const NEXT: u16 = 1;
 const WRITE: u16 = 2;
 const INDIRECT: u16 = 4;
-/// The chains behind the read, and the head of the first.
+/// Number of chains after the read, and the head of the first one.
 const CHAINS: u16 = 500;
 const FIRST: u16 = 20;
 
@@ -56,7 +56,7 @@ impl Guest {
         let memory = GuestMemory::default().with(region).unwrap();
         let all = memory.slice(0, 4 << 20, 16).unwrap();
         let guest = Guest { memory, all };
-        // A read of 512 bytes, which waits for the disk's filter.
+        // A read of 512 bytes, which the disk's filter delays.
         guest.descriptor(10, SLOW, 16, NEXT, 11);
         guest.descriptor(11, DATA, 512, NEXT | WRITE, 12);
         guest.descriptor(12, SLOW + 16, 1, WRITE, 0);
@@ -71,8 +71,8 @@ impl Guest {
         self.all.copy_in(at + 14, next.to_le_bytes());
     }
 
-    /// Makes all chains but the first name one indirect table: a header with this type, `data`, a
-    /// status.
+    /// Makes all chains after the first use one indirect table: a header of type `kind`, `data`,
+    /// and a status.
     fn chain(&self, kind: u32, data: &[(u64, u32, u16)]) {
         self.all.copy_in(HEADER as usize, kind.to_le_bytes());
         let all =
@@ -112,9 +112,9 @@ impl Guest {
         }
     }
 
-    /// Shows the read and, behind it, the other chains; the most chains that were used between two
-    /// looks.
-    fn most_between_looks(&self) -> u16 {
+    /// Makes the read and then the other chains available. Returns the most chains that were used
+    /// between two checks.
+    fn most_between_checks(&self) -> u16 {
         let reactors = Reactors::start(1, &[]).unwrap();
         let remote = reactors.next();
         let queue = QueueHandle::start(remote.clone(), self.setup()).unwrap();
@@ -122,7 +122,7 @@ impl Guest {
         self.all.store_u16(AVAIL as usize + 2, CHAINS + 1, Ordering::Release);
         let used = self.memory.slice(USED, 4, 4).unwrap();
         let (sender, most) = std::sync::mpsc::channel();
-        // It looks from before the kick.
+        // The task starts before the kick.
         remote.run(move |handle| {
             let tasks = handle.clone();
             handle.spawn(async move {
@@ -145,16 +145,15 @@ impl Guest {
     }
 }
 
-/// Data outside the guest's memory at the end of the longest chain: the queue refuses it on the
-/// spot.
+/// The longest chain, with a last segment outside guest memory. The queue refuses it at once.
 #[test]
-fn chains_that_are_answered_on_the_spot_leave_time_to_others() {
+fn chains_that_are_answered_at_once_leave_time_to_others() {
     let guest = Guest::new();
     let mut data = vec![(DATA, 512, WRITE); MAX_CHAIN - 3];
     data.push((1 << 40, 512, WRITE));
     guest.chain(0, &data);
-    let most = guest.most_between_looks();
-    assert!(most <= 2 * 3, "{most} chains of {MAX_CHAIN} descriptors between two looks");
+    let most = guest.most_between_checks();
+    assert!(most <= 2 * 3, "{most} chains of {MAX_CHAIN} descriptors between two checks");
     assert_eq!(guest.all.copy_out(STATUS as usize), [1]);
 }
 
@@ -163,7 +162,7 @@ fn chains_that_are_answered_on_the_spot_leave_time_to_others() {
 fn bytes_that_are_copied_at_once_leave_time_to_others() {
     let guest = Guest::new();
     guest.chain(1, &[(DATA, 256 << 10, 0)]);
-    let most = guest.most_between_looks();
-    assert!(most <= 2 * 5, "{most} writes of 256 KiB between two looks");
+    let most = guest.most_between_checks();
+    assert!(most <= 2 * 5, "{most} writes of 256 KiB between two checks");
     assert_eq!(guest.all.copy_out(STATUS as usize), [0]);
 }

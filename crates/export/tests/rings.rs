@@ -1,10 +1,10 @@
-//! The device's side of both ring layouts against the driver's side of the bench, which knows
-//! nothing of it.
+//! The device's side of both ring layouts, tested against the driver's side in crate `driver`,
+//! which shares no code with it.
 //!
-//! Random histories of a driver and a device: chains are offered, taken, used and published in any
-//! order, either side sleeps, the device is handed over, or dies at any point and is replaced. What
-//! must hold: chains arrive as they were offered, in order; used ones come back once; a side that
-//! sleeps is told; a successor finds exactly what is unanswered.
+//! Random histories of a driver and a device: chains are made available, taken, used and published
+//! in any order. Either side sleeps. The device is stopped or killed at any point, and replaced.
+//! What must hold: chains arrive unchanged and in order. Each used one comes back once. A side that
+//! sleeps is notified. A new device finds exactly the unanswered chains.
 
 mod history;
 
@@ -33,7 +33,8 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 1..300)
 }
 
-/// A ring's size and its depth: with indirect tables each chain takes one entry, else up to three.
+/// A ring's size, and how many chains it may have. With indirect tables each chain takes one entry,
+/// otherwise up to three.
 fn split_options() -> impl Strategy<Value = RingOptions> {
     (0..7u32, any::<bool>(), any::<bool>(), any::<prop::sample::Index>()).prop_map(
         |(log, event_idx, indirect, depth)| {
@@ -69,33 +70,35 @@ proptest! {
     }
 }
 
-/// Histories that were once wrong.
+/// Histories in which there was once a fault.
 #[test]
-fn what_a_killed_device_leaves_behind() {
+fn a_new_device_recovers_the_chains_of_a_killed_one() {
     let options = RingOptions { size: 9, slots: 3, event_idx: true, indirect: false };
     let offer = |count| Step::Offer { count, shape: 2 };
     let some = |count| Step::Use { count, which: 0 };
     let one = [offer(1), Step::Take(1), some(1), Step::Publish, Step::Reap(1)];
-    // Killed with a batch that was used and not shown; the next device shows a part of it.
+    // Killed with a batch that was pushed but not published. The next device publishes a part of
+    // it.
     let batch =
         [offer(3), Step::Take(3), some(3), Step::Crash(0), some(1), Step::Publish, Step::Reap(3)];
-    // Killed when a whole ring was shown at once, and not noted.
+    // Killed after a whole ring was published at once, before the region was updated.
     let lap = [offer(3), Step::Take(3), some(3), Step::Crash(2), Step::Reap(3)];
-    // Taken between being used and being shown.
+    // Taken after another chain was pushed, before that one is published.
     let between =
         [offer(1), Step::Take(1), some(1), offer(1), Step::Take(1), Step::Publish, Step::Reap(1)];
     for steps in [&batch[..], &lap, &[&between[..]; 500].concat(), &[&one[..]; 700].concat()] {
         History::<SplitRing>::new(RingOptions { size: 16, ..options }, true).run(steps);
         History::<PackedRing>::new(options, true).run(steps);
-        // Every descriptor of the ring in one chain of one entry.
+        // One chain with all descriptors of the ring in one entry.
         History::<PackedRing>::new(RingOptions { size: 3, indirect: true, ..options }, true)
             .run(steps);
     }
 }
 
-/// A chain may lie across the ring's end when its place comes to 0: that ring is not a fresh one.
+/// A chain may wrap around the ring's end and leave the position at 0. Such a ring is not a new
+/// one.
 #[test]
-fn a_ring_is_handed_over_at_any_place() {
+fn a_ring_is_handed_over_at_any_position() {
     let options = RingOptions { size: 4, slots: 1, event_idx: false, indirect: false };
     let steps = |shape| {
         [
@@ -114,8 +117,8 @@ fn a_ring_is_handed_over_at_any_place() {
     }
 }
 
-/// Far enough for 16-bit indices to come round, twice.
-fn comes_round<R: Layout>(options: RingOptions) {
+/// Runs until 16-bit indices have wrapped around twice.
+fn wrap_around<R: Layout>(options: RingOptions) {
     let mut history = History::<R>::new(options, true);
     let steps = [
         Step::DeviceSleeps,
@@ -135,11 +138,11 @@ fn comes_round<R: Layout>(options: RingOptions) {
 }
 
 #[test]
-fn indices_come_round() {
+fn indices_wrap_around() {
     for event_idx in [false, true] {
-        comes_round::<SplitRing>(RingOptions { size: 16, slots: 5, event_idx, indirect: false });
-        comes_round::<PackedRing>(RingOptions { size: 13, slots: 4, event_idx, indirect: false });
-        comes_round::<PackedRing>(RingOptions {
+        wrap_around::<SplitRing>(RingOptions { size: 16, slots: 5, event_idx, indirect: false });
+        wrap_around::<PackedRing>(RingOptions { size: 13, slots: 4, event_idx, indirect: false });
+        wrap_around::<PackedRing>(RingOptions {
             size: 32768,
             slots: 9,
             event_idx,
@@ -148,17 +151,17 @@ fn indices_come_round() {
     }
 }
 
-/// Waits for an eventfd: a side that sleeps longer than this was forgotten.
+/// Waits for an eventfd. After 10 seconds, a notification was lost.
 fn wait(event: &std::os::fd::OwnedFd, who: &str) {
     let limit = Timespec { tv_sec: 10, tv_nsec: 0 };
     let mut fds = [PollFd::new(event, PollFlags::IN)];
     let ready = rustix::io::retry_on_intr(|| rustix::event::poll(&mut fds, Some(&limit))).unwrap();
-    assert_eq!(ready, 1, "the {who} sleeps, and nobody has told it");
+    assert_eq!(ready, 1, "the {who} sleeps, and was not notified");
     rustix::io::read(event, &mut [0; 8]).unwrap();
 }
 
-/// Both sides at once, each on a thread of its own, sleeping whenever there is nothing to do.
-fn nobody_oversleeps<R: Layout>(options: RingOptions, count: u32) {
+/// Runs both sides at once, each on its own thread. Each sleeps whenever it has nothing to do.
+fn no_notification_is_lost_with<R: Layout>(options: RingOptions, count: u32) {
     let mut memory = Memory::new(1 << 20).unwrap();
     let mut driver = R::new(&mut memory, options).unwrap();
     let event = || Arc::new(rustix::event::eventfd(0, EventfdFlags::NONBLOCK).unwrap());
@@ -215,7 +218,7 @@ fn nobody_oversleeps<R: Layout>(options: RingOptions, count: u32) {
             }
             driver.disarm();
         }
-        // Different rhythms meet in different places.
+        // Different delays make the sides sleep at different points.
         if reaped % 1024 < 8 {
             std::thread::sleep(Duration::from_micros(u64::from(reaped % 7) * 10));
         }
@@ -224,14 +227,14 @@ fn nobody_oversleeps<R: Layout>(options: RingOptions, count: u32) {
 }
 
 #[test]
-fn neither_side_oversleeps() {
+fn no_notification_is_lost() {
     for event_idx in [false, true] {
         for (size, slots) in [(1, 1), (8, 3), (64, 32)] {
-            nobody_oversleeps::<SplitRing>(
+            no_notification_is_lost_with::<SplitRing>(
                 RingOptions { size, slots, event_idx, indirect: true },
                 30_000,
             );
-            nobody_oversleeps::<PackedRing>(
+            no_notification_is_lost_with::<PackedRing>(
                 RingOptions { size: size + 5, slots, event_idx, indirect: true },
                 30_000,
             );
@@ -239,9 +242,9 @@ fn neither_side_oversleeps() {
     }
 }
 
-/// What a ring may be, and what not.
+/// Limits of ring sizes, addresses and positions.
 #[test]
-fn sizes_and_places_that_cannot_be_are_errors() {
+fn impossible_sizes_addresses_and_positions_are_errors() {
     let mut memory = Memory::new(4 << 20).unwrap();
     let start = memory.take(2 << 20, 4096).unwrap();
     let parts = (start, start + (1 << 20), start + (1 << 20) + (1 << 19));
@@ -270,7 +273,7 @@ fn sizes_and_places_that_cannot_be_are_errors() {
     for bad in [(end - 16, parts.1, parts.2), (0, parts.1, parts.2), (!15, parts.1, parts.2)] {
         assert!(split(8, bad).is_err() && packed(8, bad, 0x8000_8000).is_err(), "{bad:x?}");
     }
-    // Places beyond the ring.
+    // Positions beyond the ring.
     assert!(packed(8, parts, 8).is_err() && packed(8, parts, 8 << 16).is_err());
     assert!(packed(8, parts, 0x8007_0007).is_ok());
 }

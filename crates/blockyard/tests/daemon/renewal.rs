@@ -113,7 +113,7 @@ fn revoked_certificates_are_refused() {
         let daemon = fixture.serve(table);
         fixture.all_may("all", &fixture.vm1);
         fixture.none_may("all", &fixture.vm2, "TLS: ");
-        daemon.wait_log(") was let go: TLS: ");
+        daemon.wait_log(") was disconnected: TLS: ");
         assert!(daemon.log().contains("Revoked"), "{}", daemon.log());
         daemon.stop();
     }
@@ -228,7 +228,7 @@ fn a_reload_changes_which_clients_may_use_a_disk() {
     let from = daemon.log().len();
     let said = allow("tls-allow = [\"vm2.example\"]");
     assert!(said.contains("-> [\"vm2.example\"]"), "{said}");
-    daemon.wait_log_after(from, "an NBD client went");
+    daemon.wait_log_after(from, "an NBD client disconnected");
     fixture.none_may("vm1", &fixture.vm1, "no such export");
     fixture.all_may("vm1", &fixture.vm2);
     allow("");
@@ -264,7 +264,7 @@ fn a_reload_changes_the_limits_of_clients() {
     // The second client has the short time, and is disconnected. Then the third one is admitted.
     // The first one keeps its longer time.
     assert!(is_greeted(&mut second, SOON));
-    daemon.wait_log(") chose nothing in 0.2 s: it was let go");
+    daemon.wait_log(") chose no export in 0.2 s: it was disconnected");
     assert!(is_greeted(&mut third, SOON));
     first.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
     let end = first.read(&mut [0]);

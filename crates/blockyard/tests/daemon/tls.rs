@@ -188,7 +188,7 @@ fn only_allowed_clients_have_access() {
     fixture.none_may("all", &fixture.late, "TLS: ");
     // (GnuTLS sends no certificate to a server that lists other authorities; rustls does.)
     fixture.none_may("vm1", &fixture.stranger, "TLS: ");
-    daemon.wait_log(") was let go: TLS: ");
+    daemon.wait_log(") was disconnected: TLS: ");
     let plain = format!("nbd+unix:///all?socket={}", fixture.socket.display());
     let refused = blockyard(["image", "info", &plain]);
     assert!(refused.err.contains("the server demands TLS: say nbds://"), "{}", refused.err);

@@ -1,9 +1,11 @@
 //! Meta contexts, and the answers to NBD_CMD_BLOCK_STATUS.
 //!
-//! `base:allocation` is the protocol's own; `qemu:allocation-depth` is QEMU's (0: no image has it,
-//! 1: the topmost, ...); `blockyard:layers` tells for images in chains, in one number, bits 0 to
-//! 15: the layer that has the bytes, from 1, or 0: none; bit 16: they read as zeroes; bit 17: they
-//! are data; bit 18: compressed.
+//! The contexts:
+//! - `base:allocation` is the protocol's own.
+//! - `qemu:allocation-depth` is QEMU's. 0: no image has the bytes, 1: the topmost image, and so on.
+//! - `blockyard:layers` describes images in chains. Bits 0 to 15: number of the layer that has the
+//!   bytes, from 1, or 0 if none has. Bit 16: they read as zeroes. Bit 17: they are data. Bit 18:
+//!   they are compressed.
 
 use std::io;
 
@@ -14,14 +16,13 @@ use blockyard_ring::Handle;
 
 use super::reply::error_of;
 
-/// Extents of one answer, of each context. A client asks again for the rest.
+/// Most extents of one answer, for each context. The client asks again for the rest.
 const MOST_EXTENTS: usize = 4096;
-/// Questions asked of the image for one answer: what is found until then is told, and others get
-/// their turn.
+/// Most lookups in the image for one answer. Then the answer is sent with what was found.
 const MOST_LOOKUPS: usize = 16384;
-/// Questions after which everybody else on the reactor has a turn.
+/// Number of lookups after which the reactor serves its other tasks.
 const LOOKUPS_AT_ONCE: usize = 64;
-/// Bytes of a request's payload: its effect's length, and some contexts.
+/// Most bytes of a request's payload: the effect length and the context ids.
 pub const MOST_PAYLOAD: u64 = 8 + 4 * 16;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,7 +43,7 @@ impl Context {
         }
     }
 
-    /// Its number in this protocol's headers.
+    /// Returns the context's id in replies.
     pub fn id(self) -> u32 {
         self as u32 + 1
     }
@@ -66,7 +67,7 @@ impl Context {
     }
 }
 
-/// Those that a client has chosen.
+/// The contexts that a client has chosen.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Contexts(Vec<Context>);
 
@@ -79,8 +80,8 @@ impl Contexts {
         self.0.iter().copied()
     }
 
-    /// Takes those in that `query` means; with `listing`, a namespace by itself (`base:`) means all
-    /// of its contexts.
+    /// Adds the contexts that `query` matches. If `listing`, a namespace alone (`base:`) matches
+    /// all its contexts.
     pub fn choose(&mut self, query: &[u8], listing: bool) {
         for context in Context::ALL {
             let name = context.name().as_bytes();
@@ -95,8 +96,8 @@ impl Contexts {
         self.0 = Context::ALL.to_vec();
     }
 
-    /// What a request's payload asks for: the length of its effect, and which of these contexts.
-    /// None: it is no such payload.
+    /// Parses a request's payload: the effect length, and some of these contexts. Returns `None` if
+    /// it is not valid.
     pub fn narrowed(&self, payload: &[u8]) -> Option<(u64, Contexts)> {
         if payload.len() < 12 || !payload.len().is_multiple_of(4) {
             return None;
@@ -113,7 +114,7 @@ impl Contexts {
     }
 }
 
-/// What is told of `status` in whole blocks: one that holds data and a hole is data.
+/// Rounds `status` to whole blocks. A block that contains data and a hole counts as data.
 fn in_blocks(status: BlockStatus, block: u64) -> BlockStatus {
     match status.len & !(block - 1) {
         0 => BlockStatus { data: true, zero: false, len: block, ..status },
@@ -121,7 +122,8 @@ fn in_blocks(status: BlockStatus, block: u64) -> BlockStatus {
     }
 }
 
-/// The payloads of the chunks that answer `request`, one for each context; or the error.
+/// Returns the payloads of the chunks that answer `request`, one for each context, or the error
+/// code.
 pub async fn chunks(
     served: &LocalDisk<Store>,
     contexts: &Contexts,
@@ -133,14 +135,14 @@ pub async fn chunks(
     let one = request.flags & flag::REQ_ONE != 0;
     let capacity = served.disk().capacity();
     let end = request.offset.checked_add(request.len).filter(|end| *end <= capacity);
-    // What is told are whole blocks, up to the end of the disk.
+    // A status covers whole blocks, up to the end of the disk.
     let whole = |end: &u64| {
         request.offset.is_multiple_of(block) && (end.is_multiple_of(block) || *end == capacity)
     };
     let end = end.filter(|end| request.len > 0 && whole(end)).ok_or(errno::EINVAL)?;
-    // Without extended headers lengths have 32 bits; whole blocks of them are told.
+    // Without extended headers, lengths have 32 bits. The longest one is a multiple of 4096.
     let longest = if headers == Headers::Extended { u64::MAX } else { u64::from(!4095_u32) };
-    let mut told: Vec<(Context, Vec<(u64, u32)>)> =
+    let mut answers: Vec<(Context, Vec<(u64, u32)>)> =
         contexts.iter().map(|context| (context, Vec::new())).collect();
     let (mut at, mut lookups) = (request.offset, 0);
     while at < end && lookups < MOST_LOOKUPS {
@@ -155,7 +157,7 @@ pub async fn chunks(
         let status = in_blocks(status, block);
         let len = status.len.min(end - at);
         let mut full = false;
-        for (context, extents) in &mut told {
+        for (context, extents) in &mut answers {
             let flags = context.flags(&status);
             match extents
                 .last_mut()
@@ -164,7 +166,7 @@ pub async fn chunks(
                 Some((so_far, _)) => *so_far += len,
                 None => extents.push((len.min(longest), flags)),
             }
-            // With one extent asked for, the first that changes is the end of all.
+            // If one extent is asked for, the answer ends where the first context changes.
             full |= extents.len() >= if one { 2 } else { MOST_EXTENTS };
         }
         if full || len > longest {
@@ -172,7 +174,7 @@ pub async fn chunks(
         }
         at += len;
     }
-    Ok(told
+    Ok(answers
         .into_iter()
         .map(|(context, extents)| payload(context, &extents, one, headers))
         .collect())
@@ -220,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn a_payload_chooses_among_what_was_chosen() {
+    fn a_payload_selects_from_the_chosen_contexts() {
         let mut contexts = Contexts::default();
         contexts.choose(b"base:allocation", false);
         contexts.choose(b"blockyard:layers", false);

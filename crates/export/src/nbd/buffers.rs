@@ -1,8 +1,8 @@
-//! The buffers that a reactor's connections read into and write from.
+//! The buffers of a reactor's connections.
 //!
-//! In: lengths of requests. Out: buffers, and the [`Room`] for them. What must hold: a recycled
-//! buffer holds anything, so the client that sends a payload has filled it; memory beyond the room
-//! that is taken is bounded by [`KEPT`], twice.
+//! In: lengths of requests. Out: buffers, and the [`Quota`] for them. What must hold: a recycled
+//! buffer has old contents, so a client that sends a payload must have filled it before it is used.
+//! Memory beyond the quota is at most twice [`KEPT`].
 
 use std::cell::{Cell, RefCell};
 use std::io;
@@ -10,12 +10,13 @@ use std::rc::Rc;
 
 use blockyard_ring::{Handle, Segments};
 
-use super::room::{Account, GUARANTEED, Need, Room};
+use super::quota::{GUARANTEED, Need, Quota, Usage};
 
-/// Bytes that are kept for later; and bytes of kept buffers that payloads use beyond the room that
-/// they have taken.
+/// Most bytes of free buffers that are kept; and most bytes of recycled buffers that arriving
+/// payloads use beyond their quota.
 const KEPT: usize = 32 << 20;
-/// The smallest buffer, and the number of sizes: each twice the last, up to the longest request.
+/// Smallest buffer in bytes, and the number of sizes. Each size is twice the last, up to the
+/// longest request.
 const SMALLEST: usize = 4096;
 const SIZES: usize = 14;
 
@@ -23,13 +24,13 @@ const SIZES: usize = 14;
 pub struct Buffers {
     free: RefCell<[Vec<Segments>; SIZES]>,
     kept: Cell<usize>,
-    /// Bytes of recycled buffers that are being filled by clients.
+    /// Bytes of recycled buffers that clients are filling.
     lent: Cell<usize>,
-    room: Room,
+    quota: Quota,
 }
 
-/// The buffer of a long payload. Room for it is taken as the payload arrives: a client that only
-/// announces one holds none.
+/// The buffer of a long payload. It takes its quota as the payload arrives, so a client that only
+/// announces a payload holds nothing.
 pub struct Growing {
     pub payload: Segments,
     len: usize,
@@ -46,10 +47,10 @@ fn rounded(len: usize) -> usize {
 }
 
 impl Buffers {
-    /// A buffer of `len` bytes, at most those of the longest request, when there is room for it.
+    /// Waits for quota, and returns a buffer of `len` bytes, at most those of the longest request.
     #[inline]
-    pub async fn take(&self, handle: &Handle, len: usize, account: &Rc<Account>) -> Segments {
-        self.room.take(handle, account, rounded(len), Need::Buffer).await;
+    pub async fn take(&self, handle: &Handle, len: usize, usage: &Rc<Usage>) -> Segments {
+        self.quota.take(handle, usage, rounded(len), Need::Buffer).await;
         self.recycled(len).unwrap_or_else(|| {
             let mut buffer = Segments::buffer(rounded(len));
             let fits = buffer.refit(len);
@@ -64,7 +65,7 @@ impl Buffers {
         buffer.refit(len).then_some(buffer)
     }
 
-    /// A buffer for a payload of `len` bytes, which takes its room by [`Buffers::grow`].
+    /// Returns a buffer for a payload of `len` bytes, which takes its quota by [`Buffers::grow`].
     pub fn growing(&self, len: usize) -> io::Result<Growing> {
         let size = rounded(len);
         let recycled = if self.lent.get() + size <= KEPT { self.recycled(len) } else { None };
@@ -82,47 +83,43 @@ impl Buffers {
         Ok(Growing { payload, len, taken: 0, lent })
     }
 
-    /// Takes room for more of the payload, as much as has arrived; the length that may be filled.
-    pub async fn grow(
-        &self,
-        handle: &Handle,
-        growing: &mut Growing,
-        account: &Rc<Account>,
-    ) -> usize {
+    /// Waits for quota for the next part of the payload, at most as much as has arrived so far.
+    /// Returns the length up to which the buffer may be filled.
+    pub async fn grow(&self, handle: &Handle, growing: &mut Growing, usage: &Rc<Usage>) -> usize {
         let more = growing.taken.clamp(GUARANTEED, rounded(growing.len) - growing.taken);
-        self.room.take(handle, account, more, Need::Payload).await;
+        self.quota.take(handle, usage, more, Need::Payload).await;
         growing.taken += more;
         growing.taken.min(growing.len)
     }
 
-    /// The payload is complete, and its buffer one like others.
-    pub fn grown(&self, growing: Growing, account: &Rc<Account>) -> Segments {
+    /// Returns the buffer of a complete payload. From now on it is like others.
+    pub fn grown(&self, growing: Growing, usage: &Rc<Usage>) -> Segments {
         debug_assert_eq!(growing.taken, rounded(growing.len));
         self.lent.set(self.lent.get() - growing.lent);
-        self.room.payload_ended(account);
+        self.quota.payload_ended(usage);
         growing.payload
     }
 
-    /// The payload will not be complete.
-    pub fn abandon(&self, growing: Growing, account: &Rc<Account>) {
+    /// Frees the buffer of a payload that will not be completed.
+    pub fn abandon(&self, growing: Growing, usage: &Rc<Usage>) {
         self.lent.set(self.lent.get() - growing.lent);
-        self.room.payload_ended(account);
-        self.room.give_back(account, growing.taken);
+        self.quota.payload_ended(usage);
+        self.quota.give_back(usage, growing.taken);
     }
 
-    /// Calls `alarm` from now on when a request must wait for room.
+    /// Calls `alarm` from now on when a request must wait for quota.
     pub fn on_shortage(&self, alarm: fn(&Handle)) {
-        self.room.on_shortage(alarm);
+        self.quota.on_shortage(alarm);
     }
 
-    /// Requests wait for room: clients that do not take what was read for them keep others waiting.
+    /// Returns whether requests wait for quota.
     pub fn are_short(&self) -> bool {
-        self.room.is_short()
+        self.quota.is_short()
     }
 
     /// Takes back a buffer that was taken with this length.
     #[inline]
-    pub fn give_back(&self, buffer: Segments, len: usize, account: &Account) {
+    pub fn give_back(&self, buffer: Segments, len: usize, usage: &Usage) {
         let size = rounded(len);
         if self.kept.get() + size <= KEPT {
             self.kept.set(self.kept.get() + size);
@@ -130,10 +127,10 @@ impl Buffers {
         } else {
             drop(buffer);
         }
-        self.room.give_back(account, size);
+        self.quota.give_back(usage, size);
     }
 
-    /// For a reactor that has no connection any more.
+    /// Frees the kept buffers, when the reactor has no connection any more.
     pub fn forget(&self) {
         self.free.borrow_mut().iter_mut().for_each(Vec::clear);
         self.kept.set(0);

@@ -1,8 +1,8 @@
-//! What the tasks of one connection share in its transmission phase: the one that receives, the
-//! workers, the one that sends.
+//! State that the tasks of one connection share in its transmission phase: the receiver, the
+//! workers and the sender.
 //!
 //! In: requests, as they begin. Out: answers, as they end. What must hold: each request is answered
-//! once; what requests hold is bounded, and given back when the answer is sent.
+//! once. The memory of requests is bounded, and returned when the answer is sent.
 
 use std::cell::{Cell, RefCell};
 use std::io;
@@ -14,14 +14,14 @@ use blockyard_ring::{Handle, Segments, Signal};
 
 use super::buffers::Buffers;
 use super::idle::Idle;
+use super::quota::Usage;
 use super::reply::{Body, Reply, error_of};
-use super::room::Account;
 use super::stream::Stream;
 use super::terms::Terms;
 
-/// Bytes that the requests of one connection hold: one client alone leaves the others room.
+/// Most bytes of buffers for one connection, so that one client leaves memory for others.
 const MOST_HELD: usize = 64 << 20;
-/// Bytes that are zeroed at a time of what a client wants zeroed.
+/// Bytes of a write of zeroes that are done at a time.
 pub const ZEROED_AT_A_TIME: u64 = 1 << 30;
 
 pub struct Connection {
@@ -30,25 +30,25 @@ pub struct Connection {
     pub terms: Terms,
     pub served: Rc<LocalDisk<Store>>,
     pub buffers: Rc<Buffers>,
-    /// Answers that are to be sent.
+    /// Answers to be sent.
     pub replies: RefCell<Vec<Reply>>,
-    /// There are some, or there will be none any more.
+    /// Wakes the sender: there are answers, or there will be no more.
     pub to_send: Signal,
-    /// An answer was sent.
+    /// Wakes tasks that wait until an answer is sent.
     pub sent: Signal,
     pub in_flight: Cell<u32>,
-    /// Those of them that the disk has not answered.
+    /// Number of requests in flight that the disk has not answered.
     pub unanswered: Cell<u32>,
-    /// Bytes of the buffers of requests in flight.
+    /// Bytes in the buffers of requests in flight.
     pub held: Cell<usize>,
-    /// Bytes that were read and are not sent yet.
+    /// Bytes that were read from the disk and are not sent yet.
     pub unsent: Cell<u64>,
     pub idle: Rc<Idle>,
-    /// Nothing more is taken.
+    /// No more requests are taken.
     pub ended: Cell<bool>,
     /// Nothing more can be sent.
     pub broken: Cell<bool>,
-    /// A request is on its way that costs much for few bytes: one at a time.
+    /// A request is in flight that costs much work for few bytes. There is one at a time.
     pub heavy: Cell<bool>,
 }
 
@@ -86,17 +86,17 @@ impl Connection {
         self.to_send.ring();
     }
 
-    /// A request is answered, or cannot be.
-    pub fn went(&self) {
+    /// Notes that a request is finished: it was answered, or cannot be.
+    pub fn finished(&self) {
         self.in_flight.set(self.in_flight.get() - 1);
         self.idle.leave();
     }
 
-    pub fn account(&self) -> &Rc<Account> {
-        &self.stream.account
+    pub fn usage(&self) -> &Rc<Usage> {
+        &self.stream.usage
     }
 
-    /// Waits until this connection's requests may hold `len` bytes more.
+    /// Waits until this connection may hold `len` more bytes.
     pub async fn hold(&self, len: usize) {
         while self.held.get() > 0 && self.held.get() + len > MOST_HELD {
             self.sent.wait().await;
@@ -104,28 +104,28 @@ impl Connection {
         self.held.set(self.held.get() + len);
     }
 
-    /// A buffer, when there is room for it.
+    /// Returns a buffer of `len` bytes, when there is memory for it.
     pub async fn take(&self, len: usize) -> Segments {
         self.hold(len).await;
-        self.buffers.take(&self.handle, len, self.account()).await
+        self.buffers.take(&self.handle, len, self.usage()).await
     }
 
     pub fn give_back(&self, buffer: Segments, len: usize) {
         self.held.set(self.held.get() - len);
-        self.buffers.give_back(buffer, len, self.account());
+        self.buffers.give_back(buffer, len, self.usage());
     }
 }
 
-/// The debt to a client: the token of its request.
-pub struct Owed {
+/// The token of a client's request.
+pub struct RequestToken {
     pub connection: Rc<Connection>,
     pub request: wire::Request,
 }
 
-impl Token for Owed {
+impl Token for RequestToken {
     #[inline]
     fn answer(self, status: Status, segments: Segments) {
-        let Owed { connection, request } = self;
+        let RequestToken { connection, request } = self;
         let op = match request.command {
             cmd::WRITE => Op::Write { fua: false },
             cmd::WRITE_ZEROES => Op::WriteZeroes {
@@ -144,7 +144,7 @@ impl Token for Owed {
     }
 }
 
-/// Whether it costs much for few bytes.
+/// Returns whether the request costs much work for few bytes.
 pub fn is_heavy(request: &wire::Request) -> bool {
     match request.command {
         cmd::BLOCK_STATUS | cmd::CACHE => true,

@@ -1,4 +1,4 @@
-//! A disk under a name, and the clients that may have it.
+//! A disk that is exported under a name, and the clients that may use it.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -7,23 +7,23 @@ use blockyard_nbd::wire::{self, Headers, export};
 
 use crate::PollMode;
 
-/// A disk under its name.
+/// A disk that is exported under a name.
 #[derive(Debug)]
 pub struct Exported {
     pub disk: Arc<Disk>,
     pub name: String,
-    /// Told to clients that ask.
+    /// Sent to clients that ask for it.
     pub description: String,
     pub(super) flags: u16,
     pub(super) block: BlockSize,
-    /// What a connection does that has nothing to take.
+    /// How idle connections poll.
     pub(super) poll: PollMode,
-    /// Names of client certificates, one of which a client must have; none: any client may have the
-    /// disk.
+    /// A client needs a certificate with one of these names. If there are none, any client may use
+    /// the disk.
     allowed: Mutex<Vec<String>>,
 }
 
-/// What the protocol takes for a string: not too long, and without NUL.
+/// Returns `text` as a string of the protocol: not too long, and without NUL.
 fn as_string(text: &str) -> String {
     let mut len = 0;
     let fits = |c: &char| {
@@ -33,7 +33,7 @@ fn as_string(text: &str) -> String {
     text.chars().filter(|c| *c != '\0').take_while(fits).collect()
 }
 
-/// What requests should be multiples of, in bytes.
+/// Multiples, in bytes, that requests should have.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct BlockSize {
     pub minimum: u32,
@@ -41,7 +41,7 @@ pub(super) struct BlockSize {
 }
 
 impl Exported {
-    /// The transmission flags for a client that has chosen these headers.
+    /// Returns the transmission flags for a client that has chosen these headers.
     pub(super) fn flags(&self, headers: Headers) -> u16 {
         let (mut flags, extended) = (self.flags, headers == Headers::Extended);
         if headers == Headers::Simple {
@@ -50,8 +50,8 @@ impl Exported {
         if extended { flags } else { flags & !export::BLOCK_STATUS_PAYLOAD }
     }
 
-    /// `block`: the smallest one that clients are told to use, where it is not to be the smallest
-    /// that the disk takes.
+    /// `block`: the minimum block size that clients see, in bytes, if it should be larger than the
+    /// disk's own.
     pub fn new(disk: Arc<Disk>, name: &str, description: &str, block: Option<u32>) -> Self {
         let source = disk.source();
         let mut flags = export::HAS_FLAGS | export::SEND_FLUSH | export::SEND_FUA | export::SEND_DF;
@@ -60,8 +60,8 @@ impl Exported {
             true => export::READ_ONLY,
             false => export::SEND_TRIM | export::SEND_WRITE_ZEROES | export::SEND_FAST_ZERO,
         };
-        // A raw image takes single bytes (what O_DIRECT does not take goes through a buffer);
-        // others take sectors.
+        // A raw image accepts single bytes, because unaligned requests are copied through a buffer
+        // for O_DIRECT. Other images need sectors.
         let minimum = if source.chain().is_some() { blockyard_image::SECTOR as u32 } else { 1 };
         let minimum = block.unwrap_or(minimum).clamp(minimum, 4096).next_power_of_two();
         let preferred = source.logical_block().max(4096);
@@ -78,13 +78,13 @@ impl Exported {
         }
     }
 
-    /// What its connections do when they have nothing to take, where that is not to be found out by
-    /// trial.
+    /// Sets how idle connections poll. The default is [`PollMode::Auto`].
     pub fn polled(self, poll: PollMode) -> Self {
         Exported { poll, ..self }
     }
 
-    /// Only clients with a certificate that has one of these names may see it; no names: all may.
+    /// Permits the disk only to clients with a certificate that has one of these names. If there
+    /// are none, any client may use it.
     pub fn only_for(self, names: &[String]) -> Self {
         self.allow(names);
         self
@@ -101,11 +101,11 @@ impl Exported {
     }
 }
 
-/// Who the client is, as far as that is known.
+/// A client's identity, as far as it is known.
 #[derive(Debug, Default)]
 pub struct Peer {
     pub tls: bool,
-    /// Of its certificate, which was verified.
+    /// The names in its certificate, which was verified.
     pub names: Vec<String>,
 }
 
@@ -114,7 +114,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_strings_of_the_protocol() {
+    fn names_are_cut_to_strings_of_the_protocol() {
         assert_eq!(as_string("a disk"), "a disk");
         assert_eq!(as_string("a\0 disk\0"), "a disk");
         let long = as_string(&"ü".repeat(3000));

@@ -1,9 +1,9 @@
-//! What the connections of a disk do, on one reactor, while none of them has a request: sleep, or
-//! look for a while.
+//! What the connections of one disk on one reactor do while none of them has a request: sleep, or
+//! busy-poll for a while.
 //!
-//! In: requests that come and go. Out: the reactor stays awake for as long as that proves to pay
-//! ([`PollingPolicy`]), and takes the next bytes without a wake-up. What must hold: what the disk
-//! has is waited for asleep, however many look; and one connection looks at a time, for all.
+//! In: requests that begin and end. Out: the reactor stays awake for as long as [`PollingPolicy`]
+//! says, and then reads the next bytes without a wake-up. What must hold: while the disk works on a
+//! request, the reactor sleeps. Only one connection busy-polls at a time, for all of them.
 
 use std::cell::{Cell, RefCell};
 use std::rc::{Rc, Weak};
@@ -19,20 +19,20 @@ use crate::policy::polling::PollingPolicy;
 pub struct Idle {
     handle: Handle,
     disk: Arc<Disk>,
-    /// Requests that are here, but those whose payload is yet to come.
-    open: Cell<u32>,
-    /// Requests since ever.
-    came: Cell<u64>,
+    /// Number of requests in progress, without those whose payload has not arrived.
+    in_progress: Cell<u32>,
+    /// Number of all requests so far.
+    arrived: Cell<u64>,
     polling: RefCell<PollingPolicy>,
     is_polling: Cell<bool>,
 }
 
-/// Those of a reactor, one for each disk.
+/// The instances of a reactor, one for each disk.
 #[derive(Default)]
 struct Idles(RefCell<Vec<Weak<Idle>>>);
 
 impl Idle {
-    /// The reactor's for that disk.
+    /// Returns the reactor's instance for the disk.
     pub fn local(handle: &Handle, exported: &Exported) -> Rc<Self> {
         let all = handle.local::<Idles>();
         let mut all = all.0.borrow_mut();
@@ -45,12 +45,12 @@ impl Idle {
             let counters = Counters::local(handle, &exported.disk);
             let polling =
                 RefCell::new(PollingPolicy::for_clients(exported.poll, handle.now(), counters));
-            let (open, came, is_polling) = Default::default();
+            let (in_progress, arrived, is_polling) = Default::default();
             let idle = Idle {
                 handle: handle.clone(),
                 disk: exported.disk.clone(),
-                open,
-                came,
+                in_progress,
+                arrived,
                 polling,
                 is_polling,
             };
@@ -60,39 +60,40 @@ impl Idle {
         })
     }
 
-    /// A request has come.
+    /// Notes that a request has arrived.
     #[inline]
-    pub fn came(&self) {
-        self.came.set(self.came.get() + 1);
+    pub fn arrived(&self) {
+        self.arrived.set(self.arrived.get() + 1);
         self.polling.borrow_mut().requests_arrived(self.handle.now());
         self.enter();
     }
 
-    /// It is here: it has its payload, if it is to have one.
+    /// Notes that a request is in progress: it needs no payload, or has it.
     #[inline]
     pub fn enter(&self) {
-        self.open.set(self.open.get() + 1);
+        self.in_progress.set(self.in_progress.get() + 1);
     }
 
-    /// It is answered, or waits for its payload.
+    /// Notes that a request is answered, or waits for its payload.
     #[inline]
     pub fn leave(&self) {
-        self.open.set(self.open.get() - 1);
+        self.in_progress.set(self.in_progress.get() - 1);
     }
 
-    /// A connection has nothing to do, as long as `idle` says so: it is_polling, if it is the last
-    /// one, and if that pays.
+    /// Busy-polls if the policy says so, while no connection of the disk has a request and `idle`
+    /// returns true.
     pub async fn busy_poll(&self, idle: impl Fn() -> bool) {
-        if self.open.get() > 0 || self.is_polling.get() {
+        if self.in_progress.get() > 0 || self.is_polling.get() {
             return;
         }
-        let Some(limit) = self.polling.borrow_mut().went_empty(self.handle.now(), self.came.get())
+        let Some(limit) =
+            self.polling.borrow_mut().went_empty(self.handle.now(), self.arrived.get())
         else {
             return;
         };
         let until = self.handle.now() + limit;
         self.is_polling.set(true);
-        while self.open.get() == 0 && idle() && self.handle.now() < until {
+        while self.in_progress.get() == 0 && idle() && self.handle.now() < until {
             self.handle.yield_now().await;
         }
         self.is_polling.set(false);

@@ -1,9 +1,9 @@
-//! The connections of a reactor, for whoever must end them: those that dawdle, and those of a disk
-//! that goes.
+//! The connections of a reactor, and the reasons to end them: a client that is too slow, and a disk
+//! that is removed.
 //!
-//! What must hold: a client that has chosen nothing in time is let go; one that takes no answers
-//! is, when others have no room for that; and the end of a disk waits for its requests, not for its
-//! clients.
+//! What must hold: a client that has chosen no export in time is disconnected. A client that reads
+//! no answers is disconnected if others wait for the memory. The end of a disk waits for its
+//! requests, but not for its clients.
 
 use std::cell::{Cell, OnceCell, RefCell};
 use std::rc::{Rc, Weak};
@@ -19,34 +19,35 @@ use super::shared::Shared;
 use super::stream::Stream;
 use crate::Reactors;
 
-/// How often it is looked for those that dawdle, while there can be any.
-const LOOK: Duration = Duration::from_millis(500);
-/// How long a client may keep an answer or its payload waiting while others wait for room.
+/// Time between two checks for slow clients, while there may be any.
+const CHECK_PERIOD: Duration = Duration::from_millis(500);
+/// How long a client may make no progress in a transfer while others wait for memory.
 const STALLED: Duration = Duration::from_secs(4);
-/// How long a client may keep its last answers from being sent while its disk ends.
+/// How long a client may take to read its last answers while its disk ends.
 const LAST_ANSWERS: Duration = Duration::from_secs(2);
 
 /// One connection.
 pub struct Link {
     server: Arc<Shared>,
     stream: Rc<Stream>,
-    /// When it must have chosen an export.
+    /// Time until which it must have chosen an export.
     deadline: Instant,
     late: Cell<bool>,
     exported: OnceCell<Arc<Exported>>,
-    /// Who the client is, when that is known.
+    /// The client's identity, when it is known.
     peer: OnceCell<Peer>,
 }
 
 #[derive(Default)]
 struct Links {
     all: RefCell<Vec<Weak<Link>>>,
-    /// A task looks for those that dawdle.
+    /// A task checks for slow clients.
     watched: Cell<bool>,
 }
 
 impl Link {
-    /// A new connection of this reactor, which has that time to choose an export.
+    /// Registers a new connection of this reactor. `handshake`: time in which it must choose an
+    /// export.
     pub fn enter(
         handle: &Handle,
         stream: &Rc<Stream>,
@@ -69,7 +70,7 @@ impl Link {
         link
     }
 
-    /// It has chosen its export.
+    /// Notes the export that the client has chosen.
     pub fn chose(&self, exported: &Arc<Exported>, peer: Peer) {
         let _ = self.peer.set(peer);
         let _ = self.exported.set(exported.clone());
@@ -83,14 +84,15 @@ impl Link {
         self.exported.get().is_some_and(|exported| Arc::ptr_eq(&exported.disk, disk))
     }
 
-    /// It has an export that its client may not have any more.
-    pub fn is_strange(&self) -> bool {
+    /// Returns whether its client may not use the chosen export any more.
+    pub fn is_not_allowed(&self) -> bool {
         let chosen = self.exported.get().zip(self.peer.get());
         chosen.is_some_and(|(exported, peer)| !exported.is_for(peer))
     }
 
-    /// Whether it was let go, or may have to be later.
-    fn look(&self, short: bool) -> bool {
+    /// Checks the deadlines, and disconnects a client that has missed one. Returns whether this
+    /// connection needs further checks. `short`: requests wait for memory.
+    fn check(&self, short: bool) -> bool {
         if self.exported.get().is_none() && Instant::now() >= self.deadline {
             self.late.set(true);
             self.stream.shutdown();
@@ -108,15 +110,15 @@ impl Links {
         self.all.borrow().iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// Runs while somebody may dawdle. A connection that has chosen, and whose answers have room,
-    /// is none of its business: an idle client wakes nobody.
+    /// Checks connections while one may be too slow. A connection needs no checks if it has chosen
+    /// an export and no request waits for memory. So idle clients cause no wake-ups.
     async fn watch(self: Rc<Self>, handle: Handle) {
         let buffers = handle.local::<Buffers>();
         loop {
-            handle.sleep(LOOK).await;
+            handle.sleep(CHECK_PERIOD).await;
             let living = self.living();
             let short = buffers.are_short();
-            let waiting = living.iter().filter(|link| link.look(short)).count();
+            let waiting = living.iter().filter(|link| link.check(short)).count();
             if living.is_empty() {
                 buffers.forget();
             }
@@ -127,7 +129,7 @@ impl Links {
     }
 }
 
-/// Looks for those that dawdle, from now on.
+/// Starts the task that checks for slow clients, if it does not run.
 pub fn watch(handle: &Handle) {
     let links = handle.local::<Links>();
     if !links.watched.replace(true) {
@@ -135,7 +137,7 @@ pub fn watch(handle: &Handle) {
     }
 }
 
-/// Ends the connections of `server` that have chosen nothing.
+/// Ends the connections of `server` that have not chosen an export.
 pub fn end_undecided(reactors: &Reactors, server: &Arc<Shared>) {
     for reactor in reactors.all() {
         let server = server.clone();
@@ -149,21 +151,21 @@ pub fn end_undecided(reactors: &Reactors, server: &Arc<Shared>) {
     }
 }
 
-/// Ends the connections of clients that may not have `disk` any more.
-pub fn end_strangers(reactors: &Reactors, disk: &Arc<Disk>) {
+/// Ends the connections of clients that may not use `disk` any more.
+pub fn end_not_allowed(reactors: &Reactors, disk: &Arc<Disk>) {
     for reactor in reactors.all() {
         let disk = disk.clone();
         reactor.run(move |handle| {
             let living = handle.local::<Links>().living();
             living
                 .iter()
-                .filter(|link| link.is_of(&disk) && link.is_strange())
+                .filter(|link| link.is_of(&disk) && link.is_not_allowed())
                 .for_each(|link| link.stream.shutdown());
         });
     }
 }
 
-/// Describes the clients that have chosen `disk`, those of the first reactor first.
+/// Describes the clients of `disk`, those of the first reactor first.
 pub fn clients(reactors: &Reactors, disk: &Arc<Disk>) -> Vec<String> {
     let of_reactor = |reactor: &Remote| {
         let disk = disk.clone();
@@ -176,8 +178,8 @@ pub fn clients(reactors: &Reactors, disk: &Arc<Disk>) -> Vec<String> {
     reactors.all().filter_map(of_reactor).flatten().collect()
 }
 
-/// Ends the connections of `disk` on all reactors: what they have asked for is answered, as far as
-/// they take it in time.
+/// Ends the connections of `disk` on all reactors, after their requests are answered. Clients that
+/// do not read the answers in time are disconnected.
 pub fn end(reactors: &Reactors, disk: &Arc<Disk>) {
     for reactor in reactors.all() {
         let disk = disk.clone();
@@ -197,7 +199,7 @@ async fn end_here(handle: &Handle, disk: &Arc<Disk>) {
     if of_disk().is_empty() {
         return;
     }
-    // What waits for limits is let through: nobody waits for that now.
+    // Requests that wait for throttles are admitted now, because the export ends.
     let served = LocalDisk::known(handle, disk);
     served.iter().for_each(|served| served.suspend());
     of_disk().iter().for_each(|link| link.stream.shutdown_read());

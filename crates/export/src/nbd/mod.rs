@@ -2,15 +2,18 @@
 //! over Unix sockets and TCP.
 //!
 //! ```text
-//!   address ─► thread (accept) ─► reactor: negotiation ─► receiver ─► workers (requests, side by side) ─► sender
+//!   address ─► thread (accept) ─► reactor: negotiation ─► receiver ─► workers ─► disk
+//!                                                         sender ◄─── answers ◄───┘
 //! ```
-//! A `Server` is one address; it has any number of disks, by name. Its thread accepts clients and
-//! deals them out to the reactors; all else happens there. A flush on one connection covers what
-//! was written on all of them, because it is the disk's. Source: the NBD project's proto.md, whose
-//! numbers are in crate `nbd`.
+//! A [`Server`] serves one address, with any number of disks, by name. Its thread accepts clients
+//! and distributes them over the reactors, which do everything else. A flush on one connection
+//! covers the writes of all connections, because the disk flushes as a whole. Source: the NBD
+//! project's `proto.md`. Its constants are in crate `nbd`.
 //!
-//! What must hold: a client that says nothing, or takes nothing, costs a bounded amount, for a
-//! bounded time where others wait; a server that ends waits for requests, not for clients.
+//! What must hold:
+//! - A client that sends nothing, or reads nothing, costs a bounded amount of memory. If others
+//!   wait for that memory, it is disconnected after a bounded time.
+//! - A server that ends waits for requests, but not for clients.
 
 mod block_status;
 mod buffers;
@@ -20,9 +23,9 @@ mod idle;
 mod inbox;
 mod links;
 mod negotiate;
+mod quota;
 mod receive;
 mod reply;
-mod room;
 mod send;
 mod shared;
 mod stream;
@@ -53,14 +56,15 @@ use stream::Stream;
 pub use exported::Exported;
 pub use shared::{Limits, Settings};
 
-/// How soon a server that could not accept a client tries again.
+/// Time after which a server that could not accept a client tries again.
 const RETRY: Duration = Duration::from_millis(200);
 
 /// A listening server. Drop closes its address, and the connections of clients that have not chosen
 /// a disk.
 pub struct Server {
     shared: Arc<Shared>,
-    /// Not among what clients share: the last of these ends the reactors, and waits for them.
+    /// Not in [`Shared`], because the last reference to the reactors waits for their end, and must
+    /// not be held by a client.
     reactors: Arc<Reactors>,
     thread: Option<JoinHandle<()>>,
 }
@@ -95,32 +99,32 @@ impl Server {
         &self.shared.address
     }
 
-    /// Other settings, for clients that come from now on.
+    /// Sets new settings, for clients that connect from now on.
     pub fn set(&self, settings: Arc<Settings>) {
         *self.shared.settings.lock().unwrap_or_else(PoisonError::into_inner) = settings;
-        // It may have room for more.
+        // The new limit may allow more clients.
         self.shared.ring();
     }
 
-    /// Offers one more disk, until the offer is dropped.
+    /// Exports one more disk, until the [`Offer`] is dropped.
     pub fn offer(self: &Arc<Self>, exported: Exported) -> Offer {
         let disk = exported.disk.clone();
         self.shared.exports.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::new(exported));
         Offer { server: self.clone(), disk, is_stopped: false }
     }
 
-    /// From now on only clients of these names may have the disk, as [`Exported::only_for`] says;
-    /// others who have it go.
+    /// From now on only clients with these names may use the disk (see [`Exported::only_for`]).
+    /// Disconnects other clients of the disk.
     pub fn allow(&self, disk: &Arc<Disk>, names: &[String]) {
         self.shared
             .exports()
             .iter()
             .filter(|exported| Arc::ptr_eq(&exported.disk, disk))
             .for_each(|e| e.allow(names));
-        links::end_strangers(&self.reactors, disk);
+        links::end_not_allowed(&self.reactors, disk);
     }
 
-    /// Offers a disk no more: answers what its clients have asked, and lets them go.
+    /// Ends the export of a disk: answers the requests of its clients, and disconnects them.
     fn remove(&self, disk: &Arc<Disk>) {
         let mut exports = self.shared.exports.lock().unwrap_or_else(PoisonError::into_inner);
         exports.retain(|exported| !Arc::ptr_eq(&exported.disk, disk));
@@ -140,7 +144,7 @@ impl Drop for Server {
     }
 }
 
-/// A disk that a server offers. The address is closed with its last offer.
+/// A disk that a server exports. The server's address is closed with its last offer.
 pub struct Offer {
     server: Arc<Server>,
     disk: Arc<Disk>,
@@ -148,7 +152,7 @@ pub struct Offer {
 }
 
 impl Export for Offer {
-    /// NBD has no message for it: clients see the size when they connect.
+    /// NBD has no message for a new size. Clients see it when they connect.
     fn resize(&mut self) {}
 
     fn stop(&mut self) {
@@ -172,18 +176,18 @@ impl Drop for Offer {
     }
 }
 
-/// The server's thread.
+/// Runs the server's thread.
 fn listen(shared: &Arc<Shared>, listener: &Listener, reactors: &Reactors) {
     while !shared.stop.load(Ordering::SeqCst) {
         let _ = rustix::io::read(&shared.wake, &mut [0; 8]);
-        // In this order: a client that goes after it was counted here rings by this limit, or by a
-        // later one, which rings itself.
+        // The limit is read before the count. A client that leaves after the count was read sees
+        // this limit or a later one, and wakes this thread. (`set` wakes it too.)
         let many = shared.settings().limits.clients;
         if shared.clients.load(Ordering::SeqCst) >= many {
             shared.log.warn(
                 &shared.address,
                 None,
-                format_args!("{many} clients are here: others wait until one goes"),
+                format_args!("{many} clients are connected: others wait until one disconnects"),
             );
             wait(shared, None);
             continue;
@@ -193,8 +197,8 @@ fn listen(shared: &Arc<Shared>, listener: &Listener, reactors: &Reactors) {
                 &shared.address,
                 None,
                 format_args!(
-                    "{left} of {limit} descriptors are left, which are kept for the server itself: clients wait until others go \
-                     (raise the limit: ulimit -n, LimitNOFILE)"
+                    "{left} of {limit} descriptors are left, which are kept for the server itself: \
+                     clients wait until others disconnect (raise the limit: ulimit -n, LimitNOFILE)"
                 ),
             );
             wait(shared, Some(RETRY));
@@ -204,12 +208,8 @@ fn listen(shared: &Arc<Shared>, listener: &Listener, reactors: &Reactors) {
             Ok(Some(fd)) => deal_out(shared, reactors, fd),
             Ok(None) => {}
             Err(e) => {
-                // Out of descriptors, most likely: listening goes on, slowly.
-                shared.log.warn(
-                    &shared.address,
-                    None,
-                    format_args!("accepting a client failed: {e}"),
-                );
+                // Most likely no descriptor is left. The thread goes on, slowly.
+                shared.log.warn(&shared.address, None, format_args!("cannot accept a client: {e}"));
                 wait(shared, Some(RETRY));
             }
         }
@@ -221,23 +221,28 @@ fn deal_out(shared: &Arc<Shared>, reactors: &Reactors, fd: OwnedFd) {
     shared.clients.fetch_add(1, Ordering::SeqCst);
     let fd = Accepted { fd, server: shared.clone() };
     let client = Client { server: shared.clone(), settings: shared.settings() };
-    // Dropped unrun when the reactor has ended.
+    // If the reactor has ended, the closure is dropped without a call.
     reactors.next().run(move |handle| match Stream::new(handle, fd) {
         Ok(stream) => {
             let stream = Rc::new(stream);
-            // Known from here on to what ends the server.
+            // From here on, the end of the server also ends this connection.
             let link =
                 Link::enter(handle, &stream, &client.server, client.settings.limits.handshake);
             handle.spawn(serve(handle.clone(), client, stream, link));
         }
         Err(e) => {
             let server = &client.server;
-            server.log.warn(&server.address, None, format_args!("a client's socket: {e}"));
+            server.log.warn(
+                &server.address,
+                None,
+                format_args!("cannot use a client's socket: {e}"),
+            );
         }
     });
 }
 
-/// Until somebody rings: a client that has gone, or the end; or until that time is over.
+/// Waits until the thread is woken (by a client that has left, or by the end), or until `limit` is
+/// over.
 fn wait(shared: &Shared, limit: Option<Duration>) {
     let mut fds = [rustix::event::PollFd::new(&shared.wake, rustix::event::PollFlags::IN)];
     let limit = limit.and_then(|limit| rustix::event::Timespec::try_from(limit).ok());
@@ -249,8 +254,8 @@ struct Client {
     settings: Arc<Settings>,
 }
 
-/// A client's socket. The client is counted until it is closed, also if a thread closes descriptors
-/// that the client has sent.
+/// A client's socket. The client counts until the socket is closed. A thread that closes received
+/// descriptors may close it later than the reactor.
 struct Accepted {
     fd: OwnedFd,
     server: Arc<Shared>,
@@ -271,41 +276,43 @@ impl Drop for Accepted {
     }
 }
 
-/// One client, from its first byte to its last.
+/// Serves one client, from its first byte to its last.
 async fn serve(handle: Handle, client: Client, stream: Rc<Stream>, link: Rc<Link>) {
     let shared = &*client.server;
     let (mut inbox, from) = (Inbox::default(), stream.from());
-    let (terms, peer) =
-        match Negotiation::new(shared, &client.settings, &stream, &mut inbox).run().await {
-            Ok(Some(settled)) => settled,
-            Ok(None) => return stream.close(),
-            Err(_) if link.was_late() => {
-                let limit = client.settings.limits.handshake.as_secs_f64();
-                return shared.log.warn(
-                    &shared.address,
-                    None,
-                    format_args!("a client ({from}) chose nothing in {limit} s: it was let go"),
-                );
-            }
-            // It looked whether anybody listens.
-            Err(e)
-                if e.kind() == io::ErrorKind::UnexpectedEof
-                    || e.kind() == io::ErrorKind::ConnectionReset =>
-            {
-                return;
-            }
-            Err(e) => {
-                return shared.log.warn(
-                    &shared.address,
-                    None,
-                    format_args!("a client ({from}) was let go: {e}"),
-                );
-            }
-        };
+    let (terms, peer) = match Negotiation::new(shared, &client.settings, &stream, &mut inbox)
+        .run()
+        .await
+    {
+        Ok(Some(settled)) => settled,
+        Ok(None) => return stream.close(),
+        Err(_) if link.was_late() => {
+            let limit = client.settings.limits.handshake.as_secs_f64();
+            return shared.log.warn(
+                &shared.address,
+                None,
+                format_args!("a client ({from}) chose no export in {limit} s: it was disconnected"),
+            );
+        }
+        // The client has only checked whether a server listens.
+        Err(e)
+            if e.kind() == io::ErrorKind::UnexpectedEof
+                || e.kind() == io::ErrorKind::ConnectionReset =>
+        {
+            return;
+        }
+        Err(e) => {
+            return shared.log.warn(
+                &shared.address,
+                None,
+                format_args!("a client ({from}) was disconnected: {e}"),
+            );
+        }
+    };
     let exported = terms.exported.clone();
     link.chose(&exported, peer);
-    // It was removed, or the client's name was, while it chose.
-    if link.is_strange() || !shared.exports().iter().any(|e| Arc::ptr_eq(e, &exported)) {
+    // Meanwhile the export, or the client's permission, was removed.
+    if link.is_not_allowed() || !shared.exports().iter().any(|e| Arc::ptr_eq(e, &exported)) {
         return;
     }
     let receiver = match Receiver::new(&handle, stream.clone(), terms) {
@@ -314,25 +321,27 @@ async fn serve(handle: Handle, client: Client, stream: Rc<Stream>, link: Rc<Link
             return shared.log.warn(
                 &exported.name,
                 None,
-                format_args!("opening the disk for a client ({from}): {e}"),
+                format_args!("cannot open the disk for a client ({from}): {e}"),
             );
         }
     };
     shared.log.info(&exported.name, None, format_args!("an NBD client connected ({from})"));
     let end = receiver.run(inbox).await;
     stream.close();
-    // The last one that goes takes the reactor's spare buffers with it.
+    // If this is the last connection of the reactor, the spare buffers are freed.
     drop(link);
     links::watch(&handle);
     match end {
-        End::Gone => {
-            shared.log.info(&exported.name, None, format_args!("an NBD client went ({from})"))
-        }
+        End::Gone => shared.log.info(
+            &exported.name,
+            None,
+            format_args!("an NBD client disconnected ({from})"),
+        ),
         End::Broken(why) => {
             shared.log.warn(
                 &exported.name,
                 None,
-                format_args!("an NBD client ({from}) was let go: {why}"),
+                format_args!("an NBD client ({from}) was disconnected: {why}"),
             );
         }
     }

@@ -1,9 +1,9 @@
 //! The option phase of fixed newstyle negotiation.
 //!
-//! In: a new connection. Out: what client and server have settled, or that the client goes. What
-//! must hold: an option costs the server no more memory than [`MOST_OPTION`], a client has
-//! [`MOST_OPTIONS`] of them, and all its time is bounded by whoever calls; nothing of an export is
-//! told to a client that may not have it.
+//! In: a new connection. Out: the agreed terms, or the end of the connection. What must hold: an
+//! option costs the server at most [`MOST_OPTION`] bytes of memory, and a client may send
+//! [`MOST_OPTIONS`] of them. The caller bounds the time. A client learns nothing of an export that
+//! it may not use.
 
 use std::io;
 use std::sync::Arc;
@@ -19,13 +19,13 @@ use super::shared::{Settings, Shared};
 use super::stream::Stream;
 use super::terms::Terms;
 
-/// Bytes of an option's data that are looked at.
+/// Most bytes of an option's data that are read.
 const MOST_OPTION: u32 = 64 << 10;
-/// Bytes of an option's data that are passed over, to say that they are too many.
+/// Most bytes of an option's data that are skipped to report that they are too many.
 const MOST_SKIPPED: u32 = 32 << 20;
 const MOST_OPTIONS: u32 = 1024;
-/// Names of exports that an error lists, and bytes of a name: clients take messages of up to 4096
-/// bytes.
+/// Most names of exports that an error message lists, and most bytes of a name. Clients accept
+/// messages of up to 4096 bytes.
 const MOST_NAMES: usize = 8;
 const MOST_NAME: usize = 200;
 
@@ -37,18 +37,18 @@ pub struct Negotiation<'a> {
     peer: Peer,
     no_zeroes: bool,
     headers: Headers,
-    /// Chosen contexts, and the export whose they are.
+    /// The chosen contexts, and the name of their export.
     contexts: Option<(Vec<u8>, Contexts)>,
 }
 
-/// What a client asks for.
+/// The export and information for which a client asks.
 struct Asked {
     exported: Arc<Exported>,
     name: Vec<u8>,
     infos: Vec<u16>,
 }
 
-/// What is told in an error's reply.
+/// The error code and the message of an error reply.
 type Refusal = (u32, String);
 
 impl<'a> Negotiation<'a> {
@@ -71,7 +71,8 @@ impl<'a> Negotiation<'a> {
         }
     }
 
-    /// What was settled, with whom. None: the client has ended it.
+    /// Returns the agreed terms and the client's identity, or `None` if the client has ended the
+    /// negotiation.
     pub async fn run(mut self) -> io::Result<Option<(Terms, Peer)>> {
         let mut greeting = Vec::new();
         greeting.extend(wire::GREETING.to_be_bytes());
@@ -81,17 +82,18 @@ impl<'a> Negotiation<'a> {
         let flags = wire::u32_at(&self.inbox.exactly(self.stream, 4).await?, 0);
         let known = u32::from(handshake::FIXED_NEWSTYLE | handshake::NO_ZEROES);
         if flags & !known != 0 {
-            return Err(invalid(format!(
-                "its handshake flags are {flags:#x}, of which some are not known"
-            )));
+            return Err(invalid(format!("its handshake flags {flags:#x} include unknown ones")));
         }
-        // A client that does not know answers to options can choose, and no more.
+        // A client without fixed newstyle cannot receive replies to options. It can only choose an
+        // export.
         let fixed = flags & u32::from(handshake::FIXED_NEWSTYLE) != 0;
         self.no_zeroes = flags & u32::from(handshake::NO_ZEROES) != 0;
         for _ in 0..MOST_OPTIONS {
             let header = self.inbox.exactly(self.stream, OptionHeader::BYTES).await?;
             let header = OptionHeader::parse(&header).map_err(|magic| {
-                invalid(format!("an option begins with {magic:#018x}, which is no option's magic"))
+                invalid(format!(
+                    "an option begins with {magic:#018x}, which is not the magic of options"
+                ))
             })?;
             if !fixed && header.option != opt::EXPORT_NAME {
                 return Err(invalid(format!(
@@ -101,10 +103,13 @@ impl<'a> Negotiation<'a> {
             }
             let long = header.len > MOST_OPTION;
             if long && (header.len > MOST_SKIPPED || header.option == opt::EXPORT_NAME) {
-                return Err(invalid(format!("option {} has {} bytes", header.option, header.len)));
+                return Err(invalid(format!(
+                    "option {} has {} bytes, which is too long",
+                    header.option, header.len
+                )));
             }
-            // Whether TLS is demanded, whether the option is known at all, and whether it may have
-            // data comes before its length.
+            // Errors about TLS, unknown options, and options without data come before an error
+            // about the length.
             let data = match long {
                 true => self.inbox.skip(self.stream, header.len.into()).await.map(|()| vec![0])?,
                 false => self.inbox.exactly(self.stream, header.len as usize).await?,
@@ -116,7 +121,7 @@ impl<'a> Negotiation<'a> {
                 if header.option == opt::EXPORT_NAME {
                     return Err(invalid("it does not use TLS, which is required here".into()));
                 }
-                self.refuse_loudly(
+                self.refuse_and_log(
                     header.option,
                     (rep::ERR_TLS_REQD, "TLS is required here".into()),
                 )
@@ -129,7 +134,7 @@ impl<'a> Negotiation<'a> {
                     return Ok(Some((terms, self.peer)));
                 }
                 opt::ABORT => {
-                    // It may have gone without waiting for that.
+                    // The client may not wait for the acknowledgement.
                     let _ = self.answer(opt::ABORT, rep::ACK, &[]).await;
                     return Ok(None);
                 }
@@ -138,8 +143,10 @@ impl<'a> Negotiation<'a> {
                     if header.option == opt::SET_META_CONTEXT {
                         self.contexts = None;
                     }
-                    let refusal =
-                        (rep::ERR_TOO_BIG, format!("an option may have {MOST_OPTION} bytes"));
+                    let refusal = (
+                        rep::ERR_TOO_BIG,
+                        format!("an option may have at most {MOST_OPTION} bytes"),
+                    );
                     self.refuse(header.option, refusal).await?;
                 }
                 opt::GO => {
@@ -150,10 +157,10 @@ impl<'a> Negotiation<'a> {
                 option => self.option(option, &data).await?,
             }
         }
-        Err(invalid(format!("it has sent {MOST_OPTIONS} options and chosen nothing")))
+        Err(invalid(format!("it has sent {MOST_OPTIONS} options and chosen no export")))
     }
 
-    /// An option that leaves the phase as it is.
+    /// Handles an option that does not end the phase.
     async fn option(&mut self, option: u32, data: &[u8]) -> io::Result<()> {
         let empty = || match data {
             [] => Ok(()),
@@ -205,8 +212,8 @@ impl<'a> Negotiation<'a> {
         }
     }
 
-    /// What came before TLS is forgotten; bytes that came with the wish for it are nobody's whom
-    /// TLS could vouch for.
+    /// Starts TLS. The state from before TLS is dropped. Bytes that came in clear text after the
+    /// option end the connection, because TLS does not protect them.
     async fn start_tls(&mut self, data: &[u8]) -> io::Result<()> {
         let refusal = match self.tls {
             None => (rep::ERR_POLICY, "TLS is not set up on this server"),
@@ -236,7 +243,7 @@ impl<'a> Negotiation<'a> {
         Ok(())
     }
 
-    /// Which contexts are to be told to the client, with their numbers.
+    /// Returns the contexts that the client selects or lists, with their ids.
     fn meta_context(
         &mut self,
         option: u32,
@@ -249,7 +256,7 @@ impl<'a> Negotiation<'a> {
         let mut fields = Fields(data);
         let (name, queries) = (fields.string()?, fields.u32()?);
         if self.headers == Headers::Simple {
-            return Err((rep::ERR_INVALID, "structured replies are to be chosen first".into()));
+            return Err((rep::ERR_INVALID, "structured replies must be chosen first".into()));
         }
         let mut contexts = Contexts::default();
         for _ in 0..queries {
@@ -260,14 +267,14 @@ impl<'a> Negotiation<'a> {
         if !sets && queries == 0 {
             contexts.choose_all();
         }
-        let told = contexts
+        let replies = contexts
             .iter()
             .map(|context: Context| (if sets { context.id() } else { 0 }, context.name()))
             .collect();
         if sets {
             self.contexts = Some((name.to_vec(), contexts));
         }
-        Ok(told)
+        Ok(replies)
     }
 
     async fn go(&mut self, data: &[u8]) -> io::Result<Option<Terms>> {
@@ -288,7 +295,7 @@ impl<'a> Negotiation<'a> {
                 Ok(Some(asked))
             }
             Err(refusal) => {
-                self.refuse_loudly(option, refusal).await?;
+                self.refuse_and_log(option, refusal).await?;
                 Ok(None)
             }
         }
@@ -300,8 +307,8 @@ impl<'a> Negotiation<'a> {
         let infos = (0..count).map(|_| fields.u16()).collect::<Result<Vec<_>, _>>()?;
         fields.end()?;
         let exported = self.find(name).map_err(|refusal| match self.tls {
-            // It may be one of those that are there under TLS only, and whose names are nobody
-            // else's business.
+            // The name may be that of an export which is visible only with TLS. The reply must be
+            // the same for names that do not exist.
             Some(_) if !self.peer.tls && self.shared.has_exports_under_tls() => {
                 (rep::ERR_TLS_REQD, format!("without TLS {}", refusal.1))
             }
@@ -310,7 +317,7 @@ impl<'a> Negotiation<'a> {
         Ok(Asked { exported, name: name.to_vec(), infos })
     }
 
-    /// The names that the client could have said, as far as they fit in a line.
+    /// Returns the names of the exports that the client may use, for an error message.
     fn there_are(&self) -> String {
         let exports = self.shared.visible(&self.peer);
         if exports.is_empty() {
@@ -343,7 +350,8 @@ impl<'a> Negotiation<'a> {
         }
     }
 
-    /// The oldest way to choose: it cannot be refused but by ending the connection.
+    /// Handles NBD_OPT_EXPORT_NAME. The protocol has no error reply for it, so a refusal ends the
+    /// connection.
     async fn export_name(&mut self, name: &[u8]) -> io::Result<Terms> {
         let exported = self.find(name).map_err(|(_, why)| invalid(why))?;
         let mut reply = Vec::from(exported.disk.capacity().to_be_bytes());
@@ -355,8 +363,8 @@ impl<'a> Negotiation<'a> {
         Ok(self.terms(exported, name))
     }
 
-    /// Refuses what keeps the client out, with a line in the log.
-    async fn refuse_loudly(&mut self, option: u32, refusal: Refusal) -> io::Result<()> {
+    /// Refuses an option that keeps the client out, and logs that.
+    async fn refuse_and_log(&mut self, option: u32, refusal: Refusal) -> io::Result<()> {
         let (name, from) = (&self.shared.address, self.stream.from());
         self.shared.log.warn(
             name,
@@ -382,7 +390,7 @@ impl<'a> Negotiation<'a> {
     }
 }
 
-/// The information that is told of an export: what it must, and what was asked for.
+/// Returns the information about an export: the required parts, and those that the client asks for.
 fn described(exported: &Exported, asked: &[u16], headers: Headers) -> Vec<(u16, Vec<u8>)> {
     let mut all = Vec::new();
     let mut size = Vec::from(exported.disk.capacity().to_be_bytes());
@@ -402,7 +410,7 @@ fn described(exported: &Exported, asked: &[u16], headers: Headers) -> Vec<(u16, 
     all
 }
 
-/// An option's data, taken apart.
+/// Parser for an option's data.
 struct Fields<'a>(&'a [u8]);
 
 impl<'a> Fields<'a> {
@@ -410,7 +418,7 @@ impl<'a> Fields<'a> {
         let (now, later) = self
             .0
             .split_at_checked(len)
-            .ok_or((rep::ERR_INVALID, "its data are too short".into()))?;
+            .ok_or((rep::ERR_INVALID, "the option's data are too short".into()))?;
         self.0 = later;
         Ok(now)
     }
@@ -428,7 +436,10 @@ impl<'a> Fields<'a> {
         let string = self.take(len)?;
         match len {
             0..=wire::MOST_STRING => Ok(string),
-            _ => Err((rep::ERR_TOO_BIG, format!("a name may have {} bytes", wire::MOST_STRING))),
+            _ => Err((
+                rep::ERR_TOO_BIG,
+                format!("a name may have at most {} bytes", wire::MOST_STRING),
+            )),
         }
     }
 
@@ -436,12 +447,12 @@ impl<'a> Fields<'a> {
         if self.0.is_empty() {
             Ok(())
         } else {
-            Err((rep::ERR_INVALID, "its data are too long".into()))
+            Err((rep::ERR_INVALID, "the option's data are too long".into()))
         }
     }
 }
 
-/// A client's text, for a log, a terminal or a message: control characters are escaped.
+/// Returns a client's text with control characters escaped, for a log or a message.
 fn printable(text: &[u8]) -> String {
     String::from_utf8_lossy(&text[..text.len().min(MOST_NAME)]).escape_debug().to_string()
 }

@@ -4,9 +4,9 @@
 //!   socket ─► run: inbox, header, payload ─► workers (a task for each request) ─► disk
 //!   socket ◄─ send: all answers that are there, in one write ◄─── answers ◄──────┘
 //! ```
-//! Requests of one connection run side by side, and are answered as they end. What must hold: the
-//! number of requests in flight is bounded; after a broken header nothing more is taken; the end of
-//! the connection is the end of its last request.
+//! Requests of one connection run concurrently, and are answered as they end. What must hold: the
+//! number of requests in flight is bounded. After an invalid header, nothing more is taken. The
+//! connection ends after its last request.
 
 use std::cell::Cell;
 use std::io;
@@ -18,24 +18,25 @@ use blockyard_nbd::wire::{self, Headers, cmd, errno, flag};
 use blockyard_ring::{Handle, Segments, Signal, TaskId};
 
 use super::block_status;
-use super::connection::{Connection, Owed, is_heavy};
+use super::connection::{Connection, RequestToken, is_heavy};
 use super::inbox::Inbox;
+use super::quota::GUARANTEED;
 use super::reply::Body;
-use super::room::GUARANTEED;
 use super::stream::Stream;
 use super::terms::Terms;
 use super::worker::{Job, Workers};
 use crate::budget::{self, Budget, REQUEST};
 
-/// Requests of one connection that are on their way at a time.
+/// Most requests of one connection in flight.
 const MOST_IN_FLIGHT: u32 = 128;
-/// Requests that begin before the clock is read.
-const LOOK: u32 = 8;
-/// Bytes of a read that is begun before the next one is looked at.
+/// Number of requests between two checks of the clock.
+const REQUESTS_PER_CHECK: u32 = 8;
+/// Least length in bytes of a read after which the reactor serves others before the next request.
 const LARGE: u64 = 128 << 10;
-/// Bytes that were read and not sent, beyond which no large read is begun.
+/// Bytes that are read and not sent, beyond which no large read begins.
 const MOST_UNSENT: u64 = 1 << 20;
-/// Bytes of payload beyond which a client that may not send them is not listened to any more.
+/// Longest payload in bytes that is skipped after an error. For a longer one the client is
+/// disconnected.
 const MOST_SKIPPED: u64 = 64 << 20;
 
 pub struct Receiver {
@@ -45,13 +46,14 @@ pub struct Receiver {
     sender: Cell<TaskId>,
     budget: Budget,
     wrote: Cell<bool>,
-    /// The disk leaves what is read as it was: see [`Source::Null`].
+    /// The disk does not write into read buffers (see [`Source::Null`]), so these must be cleared
+    /// first.
     scrubs: bool,
 }
 
-/// Why nothing more is taken.
+/// Why no more requests are taken.
 pub enum End {
-    /// The client said so, or went.
+    /// The client ended the connection.
     Gone,
     Broken(String),
 }
@@ -68,7 +70,7 @@ impl Receiver {
         Ok(Receiver { connection, workers, sender, budget, wrote, scrubs })
     }
 
-    /// Serves the client until it goes, and all that it asked for is done.
+    /// Serves the client until it disconnects and all its requests are done.
     pub async fn run(self, inbox: Inbox) -> End {
         let handle = &self.connection.handle;
         handle.label(&format!("disk {}, over NBD", self.connection.terms.exported.disk.name()));
@@ -91,7 +93,7 @@ impl Receiver {
                 End::Gone
             }
             Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => {
-                End::Broken("it went in the middle of a request".into())
+                End::Broken("it disconnected in the middle of a request".into())
             }
             Err(e) => End::Broken(e.to_string()),
         };
@@ -100,7 +102,7 @@ impl Receiver {
         sending.wait().await;
         self.workers.close();
         if self.wrote.get() {
-            // What it did not flush is not to be lost for that.
+            // Writes that the client did not flush should not be lost when it disconnects.
             let _ = self.connection.served.settle().await;
         }
         end
@@ -113,7 +115,7 @@ impl Receiver {
             while let Some(bytes) = inbox.take::<32>(headers.request_bytes()) {
                 let request = wire::Request::parse(headers, &bytes).map_err(|magic| {
                     invalid(format!(
-                        "a request begins with {magic:#010x}, which is no request's magic"
+                        "a request begins with {magic:#010x}, which is not the magic of requests"
                     ))
                 })?;
                 if request.command == cmd::DISC || connection.broken.get() {
@@ -127,17 +129,17 @@ impl Receiver {
                 }
                 connection.in_flight.set(connection.in_flight.get() + 1);
                 connection.unanswered.set(connection.unanswered.get() + 1);
-                connection.idle.came();
+                connection.idle.arrived();
                 let begun = self.begin(request, &mut inbox).await;
-                begun.inspect_err(|_| connection.went())?;
+                begun.inspect_err(|_| connection.finished())?;
                 let large_read = request.len >= LARGE && request.command == cmd::READ;
-                self.book(&request);
-                if self.has_lasted() || large_read {
+                self.count(&request);
+                if self.is_too_long() || large_read {
                     connection.handle.yield_now().await;
                 }
                 if large_read {
-                    // From the page cache it is answered at once: its data go out while they are in
-                    // the processor's cache. A disk that takes its time is to have the next one
+                    // A read from the page cache is complete at once. Its data should be sent while
+                    // they are in the processor's cache. A slow disk should get the next request
                     // meanwhile.
                     while connection.unsent.get() > MOST_UNSENT && connection.unanswered.get() == 0
                     {
@@ -149,7 +151,7 @@ impl Receiver {
                 return Ok(());
             }
             if !connection.replies.borrow().is_empty() {
-                // What was answered at once goes out before the kernel is asked for more.
+                // Send the answers that are ready before the next read.
                 connection.handle.poll_now(self.sender.get());
             }
             let empty = inbox.is_empty();
@@ -159,8 +161,8 @@ impl Receiver {
         }
     }
 
-    /// Books a request that began.
-    fn book(&self, request: &wire::Request) {
+    /// Counts a request in the iteration's budget.
+    fn count(&self, request: &wire::Request) {
         let moves = matches!(request.command, cmd::READ | cmd::WRITE);
         self.budget.spend(
             self.connection.handle.iteration(),
@@ -169,19 +171,19 @@ impl Receiver {
         );
     }
 
-    /// Whether other tasks of the reactor go on before the next request, because the turn has
-    /// lasted.
-    fn has_lasted(&self) -> bool {
-        self.connection.in_flight.get().is_multiple_of(LOOK)
+    /// Returns whether the reactor should serve other tasks before the next request, because the
+    /// iteration has lasted too long.
+    fn is_too_long(&self) -> bool {
+        self.connection.in_flight.get().is_multiple_of(REQUESTS_PER_CHECK)
             && budget::is_over(self.connection.handle.now(), Instant::now())
     }
 
-    /// Starts a request; its payload is read first. An error: it was not answered, and what follows
-    /// cannot be understood.
+    /// Starts a request after reading its payload. Returns an error if it was not answered and the
+    /// following bytes cannot be parsed.
     async fn begin(&self, request: wire::Request, inbox: &mut Inbox) -> io::Result<()> {
         let wire::Request { command, len, .. } = request;
         let connection = &*self.connection;
-        let judged = connection.terms.judge(&request);
+        let checked = connection.terms.check(&request);
         if is_heavy(&request) {
             while connection.heavy.get() {
                 connection.sent.wait().await;
@@ -189,7 +191,7 @@ impl Receiver {
             connection.heavy.set(true);
         }
         if command == cmd::WRITE {
-            return self.begin_write(request, judged, inbox).await;
+            return self.begin_write(request, checked, inbox).await;
         }
         let mut effect = len;
         let mut only = None;
@@ -198,7 +200,8 @@ impl Receiver {
             if len > block_status::MOST_PAYLOAD {
                 return self.refuse_payload(request, inbox).await;
             }
-            let payload = self.owed(inbox.exactly(&connection.stream, len as usize)).await?;
+            let payload =
+                self.await_payload(inbox.exactly(&connection.stream, len as usize)).await?;
             let Some(asked) = connection.terms.contexts.narrowed(&payload) else {
                 connection.reply(&request, Err(errno::EINVAL), Body::None);
                 return Ok(());
@@ -207,7 +210,7 @@ impl Receiver {
         } else if extended && request.flags & flag::PAYLOAD_LEN != 0 {
             return self.refuse_payload(request, inbox).await;
         }
-        if let Err(error) = judged {
+        if let Err(error) = checked {
             connection.reply(&request, Err(error), Body::None);
             return Ok(());
         }
@@ -215,22 +218,21 @@ impl Receiver {
             cmd::READ => {
                 let buffer = connection.take(len as usize).await;
                 if connection.broken.get() {
-                    // Nobody will take it: all that was asked for before is let go, and this with
-                    // it.
+                    // The answer cannot be sent. Frees the buffer and ends the connection.
                     connection.give_back(buffer, len as usize);
                     return Err(io::ErrorKind::BrokenPipe.into());
                 }
                 if self.scrubs {
                     buffer.zero(0, buffer.len());
                 }
-                self.hand_on(request, Op::Read, buffer);
+                self.submit(request, Op::Read, buffer);
             }
-            cmd::FLUSH => self.hand_on(
+            cmd::FLUSH => self.submit(
                 wire::Request { offset: 0, len: 0, ..request },
                 Op::Flush,
                 Segments::default(),
             ),
-            cmd::TRIM => self.hand_on(request, Op::Discard, Segments::default()),
+            cmd::TRIM => self.submit(request, Op::Discard, Segments::default()),
             cmd::WRITE_ZEROES => {
                 let (unmap, fast) =
                     (request.flags & flag::NO_HOLE == 0, request.flags & flag::FAST_ZERO != 0);
@@ -240,7 +242,7 @@ impl Receiver {
                     self.wrote.set(true);
                     self.workers.start(Job::Zeroes { request, op });
                 } else {
-                    self.hand_on(request, op, Segments::default());
+                    self.submit(request, op, Segments::default());
                 }
             }
             cmd::CACHE => self.workers.start(Job::Cache(request)),
@@ -254,10 +256,10 @@ impl Receiver {
     async fn begin_write(
         &self,
         request: wire::Request,
-        judged: Result<(), u32>,
+        checked: Result<(), u32>,
         inbox: &mut Inbox,
     ) -> io::Result<()> {
-        if let Err(error) = judged {
+        if let Err(error) = checked {
             self.skip(request.len, inbox).await?;
             self.connection.reply(&request, Err(error), Body::None);
             return Ok(());
@@ -268,7 +270,7 @@ impl Receiver {
         } else {
             let payload = self.connection.take(len).await;
             if let Err(e) =
-                self.owed(inbox.payload(&self.connection.stream, &payload, 0..len)).await
+                self.await_payload(inbox.payload(&self.connection.stream, &payload, 0..len)).await
             {
                 self.connection.give_back(payload, len);
                 return Err(e);
@@ -276,62 +278,63 @@ impl Receiver {
             payload
         };
         let fua = request.flags & flag::FUA != 0 || !self.connection.terms.write_back();
-        self.hand_on(request, Op::Write { fua }, payload);
+        self.submit(request, Op::Write { fua }, payload);
         Ok(())
     }
 
-    /// Receives a payload that is longer than what each connection may always hold: room for it is
-    /// taken as it arrives.
+    /// Receives a payload that is longer than the guaranteed memory of a connection. Takes memory
+    /// from the quota as the payload arrives.
     async fn receive_long(&self, len: usize, inbox: &mut Inbox) -> io::Result<Segments> {
-        let (connection, account) = (&*self.connection, self.connection.account());
+        let (connection, usage) = (&*self.connection, self.connection.usage());
         connection.hold(len).await;
-        let give_up = || connection.held.set(connection.held.get() - len);
-        let mut growing = connection.buffers.growing(len).inspect_err(|_| give_up())?;
+        let release = || connection.held.set(connection.held.get() - len);
+        let mut growing = connection.buffers.growing(len).inspect_err(|_| release())?;
         let mut done = 0;
         while done < len {
-            let to = connection.buffers.grow(&connection.handle, &mut growing, account).await;
-            if let Err(e) =
-                self.owed(inbox.payload(&connection.stream, &growing.payload, done..to)).await
+            let to = connection.buffers.grow(&connection.handle, &mut growing, usage).await;
+            if let Err(e) = self
+                .await_payload(inbox.payload(&connection.stream, &growing.payload, done..to))
+                .await
             {
-                give_up();
-                connection.buffers.abandon(growing, account);
+                release();
+                connection.buffers.abandon(growing, usage);
                 return Err(e);
             }
             done = to;
         }
-        Ok(connection.buffers.grown(growing, account))
+        Ok(connection.buffers.grown(growing, usage))
     }
 
-    /// A request with a payload that it may not have.
+    /// Refuses a request that must not have a payload.
     async fn refuse_payload(&self, request: wire::Request, inbox: &mut Inbox) -> io::Result<()> {
         self.skip(request.len, inbox).await?;
         self.connection.reply(&request, Err(errno::EINVAL), Body::None);
         Ok(())
     }
 
-    /// Passes over a payload: what follows it is to be understood.
+    /// Skips a payload, so that the following bytes can be parsed.
     async fn skip(&self, len: u64, inbox: &mut Inbox) -> io::Result<()> {
         if len > MOST_SKIPPED {
             return Err(invalid(format!(
-                "it sends {len} bytes at once, which may be refused only by reading them"
+                "it sends a payload of {len} bytes that is not allowed, and too long to skip"
             )));
         }
-        self.owed(inbox.skip(&self.connection.stream, len)).await
+        self.await_payload(inbox.skip(&self.connection.stream, len)).await
     }
 
-    /// What the client owes a request: it is the client's turn.
-    async fn owed<T>(&self, payload: impl Future<Output = T>) -> T {
+    /// Awaits bytes of a request's payload. Meanwhile the connection counts as idle.
+    async fn await_payload<T>(&self, payload: impl Future<Output = T>) -> T {
         self.connection.idle.leave();
-        let paid = payload.await;
+        let received = payload.await;
         self.connection.idle.enter();
-        paid
+        received
     }
 
-    fn hand_on(&self, request: wire::Request, op: Op, segments: Segments) {
+    fn submit(&self, request: wire::Request, op: Op, segments: Segments) {
         if op != Op::Read && op != Op::Flush {
             self.wrote.set(true);
         }
-        let token = Owed { connection: self.connection.clone(), request };
+        let token = RequestToken { connection: self.connection.clone(), request };
         let flushes = op == Op::Discard && request.flags & flag::FUA != 0;
         let request = Request::new(
             op,

@@ -1,4 +1,4 @@
-//! One answer: the protocol's error for a failure, and the bytes that a client reads.
+//! An answer: the protocol's error code, and the bytes to send.
 
 use blockyard_disk::{Failure, Op};
 use blockyard_nbd::wire::{self, Chunk, Headers, SimpleReply, chunk, cmd, errno};
@@ -12,13 +12,13 @@ pub struct Reply {
 
 pub enum Body {
     None,
-    /// A read's. (A write's buffer comes back this way, too.)
+    /// Data of a read. (A write's buffer is returned this way, too.)
     Buffer(Segments),
-    /// Payloads of chunks of block status.
+    /// Payloads of the block status chunks.
     Chunks(Vec<Vec<u8>>),
 }
 
-/// The protocol's error for a failure.
+/// Returns the protocol's error code for a failure.
 pub fn error_of(failure: Failure, op: Op) -> u32 {
     match failure {
         Failure::Io | Failure::Poisoned => errno::EIO,
@@ -26,7 +26,7 @@ pub fn error_of(failure: Failure, op: Op) -> u32 {
         Failure::ReadOnly => errno::EPERM,
         Failure::OutOfRange if op == Op::Read => errno::EINVAL,
         Failure::OutOfRange => errno::ENOSPC,
-        // Only who asks for fast zeroes takes it for an answer.
+        // Clients accept this error only for fast zeroes.
         Failure::Unsupported if matches!(op, Op::WriteZeroes { fast: true, .. }) => errno::ENOTSUP,
         Failure::Unsupported => errno::EIO,
     }
@@ -36,14 +36,14 @@ fn reason(error: u32) -> &'static str {
     match error {
         errno::EPERM => "the export is read-only",
         errno::EINVAL => "the request is not valid: its range, its flags or its command",
-        errno::ENOSPC => "there is no space, or it lies beyond the end",
+        errno::ENOSPC => "no space is left, or the range is beyond the end",
         errno::ENOTSUP => "not supported here",
         _ => "the disk failed: see the server's log",
     }
 }
 
 impl Reply {
-    /// Bytes that were read for it.
+    /// Returns how many bytes of read data it carries.
     pub fn data_bytes(&self) -> u64 {
         match &self.body {
             Body::Buffer(data) if self.request.command == cmd::READ => data.len() as u64,
@@ -51,7 +51,7 @@ impl Reply {
         }
     }
 
-    /// All but the data of a read.
+    /// Appends the answer to `out`, except the data of a read.
     pub fn put(&self, headers: Headers, out: &mut Vec<u8>) {
         let wire::Request { cookie, offset, .. } = self.request;
         let header = |kind, len: usize, last| {
@@ -59,7 +59,7 @@ impl Reply {
             Chunk { flags, kind, cookie, offset, len: len as u64 }
         };
         match (headers, self.status, &self.body) {
-            // A client without structured replies is told nothing else.
+            // A client without structured replies gets simple ones.
             (Headers::Simple, status, _) => {
                 SimpleReply { error: status.err().unwrap_or(0), cookie }.put(out)
             }
@@ -100,9 +100,9 @@ fn block_status_kind(headers: Headers) -> u16 {
 mod tests {
     use super::*;
 
-    /// A client without the flag would take it for a server that cannot write zeroes at all.
+    /// Without the flag, a client would conclude that the server cannot write zeroes at all.
     #[test]
-    fn not_supported_is_an_answer_to_fast_zeroes_only() {
+    fn not_supported_is_returned_for_fast_zeroes_only() {
         let zeroes = |fast| Op::WriteZeroes { unmap: true, fua: false, fast };
         assert_eq!(error_of(Failure::Unsupported, zeroes(true)), errno::ENOTSUP);
         for op in [zeroes(false), Op::Discard, Op::Read] {

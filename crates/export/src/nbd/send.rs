@@ -1,8 +1,8 @@
 //! Sends the answers of a connection.
 //!
-//! In: answers, as requests end. Out: as many as are there in one write, headers and data side by
-//! side. What must hold: an answer goes out whole, or the connection ends; what its request held is
-//! given back afterwards.
+//! In: answers, as requests end. Out: all answers that are ready in one write, headers and data.
+//! What must hold: an answer is sent as a whole, or the connection ends. The buffer of its request
+//! is returned afterwards.
 
 use std::rc::Rc;
 
@@ -12,13 +12,13 @@ use blockyard_ring::{MOST_PIECES, Segments};
 use super::connection::{Connection, is_heavy};
 use super::reply::{Body, Reply};
 
-/// Bytes of headers (and block status) that go out at a time.
+/// Most bytes of headers and block status in one write.
 const HEADERS: usize = 64 << 10;
 
 impl Connection {
     /// Sends answers until the last one.
     pub async fn send(self: Rc<Self>) {
-        let room = Segments::buffer(HEADERS);
+        let header_buffer = Segments::buffer(HEADERS);
         let (mut batch, mut text, mut out) =
             (Vec::new(), Vec::with_capacity(HEADERS), Segments::default());
         loop {
@@ -34,12 +34,13 @@ impl Connection {
             std::mem::swap(&mut batch, &mut *self.replies.borrow_mut());
             let mut from = 0;
             while from < batch.len() {
-                let to = self.gather(&batch[from..], &room, &mut text, &mut out).await + from;
+                let to =
+                    self.gather(&batch[from..], &header_buffer, &mut text, &mut out).await + from;
                 if !self.broken.get() && !out.is_empty() {
                     let sent;
                     (out, sent) = self.stream.write(out).await;
                     if sent.is_err() {
-                        self.give_up();
+                        self.disconnect();
                     }
                 }
                 out.release();
@@ -53,12 +54,12 @@ impl Connection {
         }
     }
 
-    /// Puts as many replies into `out` as go in one write; how many. One whose text is long goes by
-    /// itself, in parts.
+    /// Gathers as many replies as fit in one write into `out`. Returns their number. A reply whose
+    /// text is longer than [`HEADERS`] is sent by itself, in parts.
     async fn gather(
         &self,
         replies: &[Reply],
-        room: &Segments,
+        header_buffer: &Segments,
         text: &mut Vec<u8>,
         out: &mut Segments,
     ) -> usize {
@@ -68,15 +69,15 @@ impl Connection {
             let before = text.len();
             reply.put(self.terms.headers, text);
             if text.len() > HEADERS && count == 0 {
-                self.send_long(text, room).await;
+                self.send_long(text, header_buffer).await;
                 return 1;
             }
             if text.len() > HEADERS || out.count() + 3 > MOST_PIECES {
                 text.truncate(before);
                 break;
             }
-            room.copy_in(before, &text[before..]);
-            out.gather(room, before, text.len() - before);
+            header_buffer.copy_in(before, &text[before..]);
+            out.gather(header_buffer, before, text.len() - before);
             if let (cmd::READ, Ok(()), Body::Buffer(data)) =
                 (reply.request.command, reply.status, &reply.body)
             {
@@ -87,17 +88,19 @@ impl Connection {
         count
     }
 
-    async fn send_long(&self, text: &[u8], room: &Segments) {
+    async fn send_long(&self, text: &[u8], header_buffer: &Segments) {
         for part in text.chunks(HEADERS) {
-            room.copy_in(0, part);
-            if !self.broken.get() && self.stream.write(room.slice(0, part.len())).await.1.is_err() {
-                self.give_up();
+            header_buffer.copy_in(0, part);
+            if !self.broken.get()
+                && self.stream.write(header_buffer.slice(0, part.len())).await.1.is_err()
+            {
+                self.disconnect();
             }
         }
     }
 
-    /// The client does not listen: nothing more is sent, nor taken.
-    fn give_up(&self) {
+    /// Ends the connection, because the client reads nothing or is gone.
+    fn disconnect(&self) {
         self.broken.set(true);
         self.stream.shutdown();
     }
@@ -110,6 +113,6 @@ impl Connection {
         if let Body::Buffer(segments) = std::mem::replace(&mut reply.body, Body::None) {
             self.give_back(segments, reply.request.len as usize);
         }
-        self.went();
+        self.finished();
     }
 }

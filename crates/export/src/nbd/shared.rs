@@ -1,4 +1,4 @@
-//! What the accepting thread of a server, the reactors and the program share.
+//! State that a server's accepting thread, the reactors and the program share.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicUsize};
@@ -10,12 +10,12 @@ use blockyard_nbd::ServerTls;
 use super::exported::{Exported, Peer};
 use crate::log::Log;
 
-/// What clients may do to a server.
+/// Limits for the clients of a server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Clients at a time; others wait until one goes.
+    /// Most clients at a time. Others wait until one disconnects.
     pub clients: usize,
-    /// The time in which a client must have chosen its export.
+    /// Time in which a client must choose its export.
     pub handshake: Duration,
 }
 
@@ -25,20 +25,21 @@ impl Default for Limits {
     }
 }
 
-/// How a server takes clients up.
+/// Settings for new clients.
 #[derive(Debug, Default)]
 pub struct Settings {
     pub limits: Limits,
     pub tls: Option<ServerTls>,
 }
 
-/// What the accepting thread, the reactors and the program share.
+/// State that a server's accepting thread, the reactors and the program share.
 pub struct Shared {
     pub exports: Mutex<Vec<Arc<Exported>>>,
-    /// For clients that connect from now on. A connected client keeps those under which it came.
+    /// Settings for clients that connect from now on. A connected client keeps the settings of its
+    /// start.
     pub settings: Mutex<Arc<Settings>>,
     pub log: Log,
-    /// What it is called in the log.
+    /// The address, as the log shows it.
     pub address: String,
     pub clients: AtomicUsize,
     pub stop: AtomicBool,
@@ -54,21 +55,21 @@ impl Shared {
         self.settings.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Those that a client may see.
+    /// Returns the exports that a client may see.
     pub fn visible(&self, peer: &Peer) -> Vec<Arc<Exported>> {
         let mut exports = self.exports();
         exports.retain(|exported| exported.is_for(peer));
         exports
     }
 
-    /// Whether there are exports for clients of certain names only.
+    /// Returns whether some exports are only for clients with certain names in their certificates.
     pub fn has_exports_under_tls(&self) -> bool {
         let is_open = |exported: &Arc<Exported>| exported.is_for(&Peer::default());
         !self.exports().iter().all(is_open)
     }
 
-    /// The export of that name. The empty name means the only one. What a client may not see is not
-    /// there.
+    /// Returns the export of this name, if the client may see it. The empty name means the only
+    /// export.
     pub fn find(&self, name: &[u8], peer: &Peer) -> Option<Arc<Exported>> {
         let exports = self.visible(peer);
         let named = exports.iter().find(|exported| exported.name.as_bytes() == name);

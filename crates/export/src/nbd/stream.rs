@@ -1,4 +1,4 @@
-//! The bytes of a connection, whatever carries them.
+//! The byte stream of a connection, plain or TLS.
 
 use std::cell::{Cell, OnceCell};
 use std::io;
@@ -9,52 +9,53 @@ use std::time::{Duration, Instant};
 use blockyard_nbd::{Link, ServerTls};
 use blockyard_ring::{Handle, Segments, Socket, write_rest};
 
-use super::room::Account;
+use super::quota::Usage;
 
-/// Bytes that a client which holds `held` bytes of room must move, again and again, not to be taken
-/// for one that has stopped. In proportion: a client that moves little must not hold much.
+/// Bytes that a client must transfer within the time limit, if it holds `held` bytes of the quota.
+/// Otherwise it counts as stalled. The more a client holds, the more it must transfer.
 fn progress(held: usize) -> usize {
     (held / 8).max(64 << 10)
 }
 
-/// Bytes of answers that the kernel may keep for a client, as far as it allows it.
+/// Size of the socket's send buffer in bytes, as far as the kernel allows it.
 const SENT_AHEAD: usize = 256 << 10;
 
 pub struct Stream {
     plain: Link,
-    /// Since TLS was begun.
+    /// Set when TLS begins.
     secure: OnceCell<Link>,
     handle: Handle,
-    /// Where the client comes from, for the log.
+    /// The client's address, for the log.
     from: String,
-    /// The room that the client's requests hold.
-    pub account: Rc<Account>,
-    /// Since when the client has made no [`progress`] in taking what is being sent.
+    /// The buffer memory that the client's requests hold.
+    pub usage: Rc<Usage>,
+    /// Time since which the client has read less than [`progress`] of the data that are being sent.
     sending_since: Cell<Option<Instant>>,
-    /// Since when the client owes a payload, and has made no [`progress`] in sending it.
-    owed_since: Cell<Option<Instant>>,
-    /// What it has sent of it since then.
-    paid: Cell<usize>,
+    /// Time since which the client has sent less than [`progress`] of a payload for which a buffer
+    /// waits.
+    payload_since: Cell<Option<Instant>>,
+    /// Bytes of the payload that it has sent since then.
+    payload_received: Cell<usize>,
 }
 
 impl Stream {
     pub fn new(handle: &Handle, fd: impl AsFd + Send + Sync + 'static) -> io::Result<Self> {
         let _ = rustix::net::sockopt::set_tcp_nodelay(&fd, true);
         let _ = rustix::net::sockopt::set_socket_send_buffer_size(&fd, SENT_AHEAD);
-        // A client whose machine is gone is noticed, in the end.
+        // Notices a client whose machine is gone, after some time.
         let _ = rustix::net::sockopt::set_socket_keepalive(&fd, true);
         let from = crate::listener::peer(&fd);
-        let (account, sending_since, owed_since, paid) = Default::default();
+        let (usage, sending_since, payload_since, payload_received) = Default::default();
         let (plain, secure) = (Link::new(Socket::new(handle, fd)?, None), OnceCell::new());
         Ok(Stream {
             plain,
             secure,
             handle: handle.clone(),
             from,
-            account,
+            usage,
             sending_since,
-            owed_since,
-            paid,
+            payload_since,
+            payload_received,
         })
     }
 
@@ -67,37 +68,37 @@ impl Stream {
         self.secure.get().unwrap_or(&self.plain)
     }
 
-    /// From here on all bytes are TLS's. The names that the client's certificate has, if it has
-    /// shown one.
+    /// Starts TLS. From here on all bytes are encrypted. Returns the names in the client's
+    /// certificate, if it has sent one.
     pub async fn start_tls(&self, tls: &ServerTls) -> io::Result<Vec<String>> {
         let session = tls.session().map_err(io::Error::other)?;
         self.secure.get_or_init(|| self.plain.under_tls(session)).handshake().await
     }
 
-    /// Reads what is there, at least one byte; 0: the client has ended.
+    /// Reads at least one byte. Returns 0 if the client has ended the connection.
     #[inline]
     pub async fn read(&self, segments: Segments) -> (Segments, io::Result<usize>) {
         self.link().read(segments).await
     }
 
-    /// Reads as [`Stream::read`] does, of a payload that the client owes and a buffer waits for.
-    pub async fn read_owed(&self, segments: Segments) -> (Segments, io::Result<usize>) {
-        if self.owed_since.get().is_none() {
-            self.owed_since.set(Some(self.handle.now()));
+    /// Like [`Stream::read`], for a payload for which a buffer waits. Tracks the client's progress.
+    pub async fn read_payload(&self, segments: Segments) -> (Segments, io::Result<usize>) {
+        if self.payload_since.get().is_none() {
+            self.payload_since.set(Some(self.handle.now()));
         }
         let (segments, read) = self.read(segments).await;
-        self.paid.set(self.paid.get() + read.as_ref().unwrap_or(&0));
-        if self.paid.get() >= progress(self.account.held()) {
-            self.paid.set(0);
-            self.owed_since.set(Some(self.handle.now()));
+        self.payload_received.set(self.payload_received.get() + read.as_ref().unwrap_or(&0));
+        if self.payload_received.get() >= progress(self.usage.held()) {
+            self.payload_received.set(0);
+            self.payload_since.set(Some(self.handle.now()));
         }
         (segments, read)
     }
 
-    /// The client has paid.
-    pub fn nothing_owed(&self) {
-        self.owed_since.set(None);
-        self.paid.set(0);
+    /// Notes that the payload is complete.
+    pub fn payload_complete(&self) {
+        self.payload_since.set(None);
+        self.payload_received.set(0);
     }
 
     /// Sends all of `segments`.
@@ -111,7 +112,7 @@ impl Stream {
         self.sending_since.set(Some(self.handle.now()));
         let mut noted = done;
         let sent = write_rest(segments, done, async |segments, done| {
-            if done - noted >= progress(self.account.held()) {
+            if done - noted >= progress(self.usage.held()) {
                 noted = done;
                 self.sending_since.set(Some(self.handle.now()));
             }
@@ -122,14 +123,14 @@ impl Stream {
         sent
     }
 
-    /// Whether the client holds room that others could have, and has kept an answer or a payload
-    /// waiting for so long.
+    /// Returns whether the client holds shared bytes of the quota, and has made no progress for
+    /// longer than `limit`.
     pub fn stalls(&self, limit: Duration) -> bool {
-        let since = [self.sending_since.get(), self.owed_since.get()];
-        self.account.shares() && since.iter().flatten().any(|since| since.elapsed() > limit)
+        let since = [self.sending_since.get(), self.payload_since.get()];
+        self.usage.shares() && since.iter().flatten().any(|since| since.elapsed() > limit)
     }
 
-    /// All is said: ends TLS, if it is in use.
+    /// Ends TLS, if it is in use.
     pub fn close(&self) {
         self.link().close();
     }
@@ -148,7 +149,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_client_that_holds_much_must_move_much() {
+    fn a_client_that_holds_more_must_transfer_more() {
         assert_eq!(progress(256 << 10), 64 << 10);
         assert_eq!(progress(32 << 20), 4 << 20);
         assert_eq!(progress(64 << 20), 8 << 20);

@@ -1,4 +1,4 @@
-//! What client and server have settled in the option phase, and which requests it allows.
+//! The result of the option phase, and the requests that it allows.
 
 use std::sync::Arc;
 
@@ -14,8 +14,8 @@ pub struct Terms {
 }
 
 impl Terms {
-    /// Whether the request is one; the answer where it is none.
-    pub fn judge(&self, request: &wire::Request) -> Result<(), u32> {
+    /// Returns the error code if the request is not allowed or not valid.
+    pub fn check(&self, request: &wire::Request) -> Result<(), u32> {
         let wire::Request { flags, command, offset, len, .. } = *request;
         let extended = self.headers == Headers::Extended;
         let allowed = flag::FUA
@@ -41,8 +41,7 @@ impl Terms {
             | cmd::BLOCK_STATUS => {}
             _ => return Err(errno::EINVAL),
         }
-        // (A write has its payload whether its flag says so or not: QEMU's client leaves the flag
-        // out.)
+        // A write has a payload even without this flag, which QEMU's client omits.
         let status_payload = command == cmd::BLOCK_STATUS && flags & flag::PAYLOAD_LEN != 0;
         if writes && self.exported.disk.options().read_only {
             return Err(errno::EPERM);
@@ -68,7 +67,7 @@ impl Terms {
         Ok(())
     }
 
-    /// Without a write cache each write is durable before its answer.
+    /// Returns false if each write must be durable before its answer.
     pub fn write_back(&self) -> bool {
         self.exported.flags & export::SEND_FLUSH == 0
             || self.exported.disk.options().cache.write_back()

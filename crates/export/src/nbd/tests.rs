@@ -19,7 +19,7 @@ use crate::PollMode;
 mod negotiation;
 mod transmission;
 
-/// The one export, of a disk in memory.
+/// Name of the only export, a disk in memory.
 const NAME: &str = "disk";
 const SIZE: u64 = 16 << 20;
 
@@ -35,7 +35,7 @@ fn disk(name: &str, read_only: bool) -> Arc<Disk> {
     Arc::new(Disk::new(options, Source::open(&ChainOptions::new(format!("ram:{SIZE}"))).unwrap()))
 }
 
-/// A server on one reactor.
+/// Starts a server on one reactor.
 fn serve_on(listener: Listener) -> (Offer, Arc<Disk>, Arc<Reactors>) {
     let disk = disk(NAME, false);
     let reactors = Arc::new(Reactors::start(1, &[]).unwrap());
@@ -51,7 +51,7 @@ struct Paired {
 }
 
 impl Paired {
-    /// It offers these.
+    /// Starts a server with these exports.
     fn offering(all: impl IntoIterator<Item = Exported>) -> Self {
         let listener = Listener::bind(&socket()).unwrap();
         let reactors = Arc::new(Reactors::start(1, &[]).unwrap());
@@ -61,7 +61,7 @@ impl Paired {
         Paired { server, _offers: offers }
     }
 
-    /// It offers [`NAME`].
+    /// Starts a server with one export, [`NAME`].
     fn new() -> Self {
         Self::offering([Exported::new(disk(NAME, false), NAME, "a disk in memory", None)])
     }
@@ -80,8 +80,8 @@ fn bytes<const N: usize>(stream: &mut UnixStream) -> [u8; N] {
     bytes
 }
 
-/// The server has closed the connection, and sent nothing more.
-fn is_let_go(stream: &mut UnixStream) -> bool {
+/// Returns true if the server closes the connection without sending more.
+fn is_disconnected(stream: &mut UnixStream) -> bool {
     match stream.read(&mut [0; 1]) {
         Ok(n) => n == 0,
         Err(e) => e.kind() == io::ErrorKind::ConnectionReset,
@@ -91,7 +91,7 @@ fn is_let_go(stream: &mut UnixStream) -> bool {
 struct Client(UnixStream);
 
 impl Client {
-    /// It has chosen the export.
+    /// Returns a client that has chosen the export.
     fn ready(mut stream: UnixStream) -> Self {
         stream.read_exact(&mut [0; 18]).unwrap();
         let flags = u32::from(handshake::FIXED_NEWSTYLE | handshake::NO_ZEROES);
@@ -111,7 +111,7 @@ impl Client {
         bytes
     }
 
-    /// The answer to a read of so many bytes.
+    /// Receives the answer to a read of `len` bytes.
     fn take_read(&mut self, len: usize) {
         let mut bytes = vec![0xff; 16 + len];
         self.0.read_exact(&mut bytes).unwrap();
@@ -131,8 +131,8 @@ impl Client {
     }
 }
 
-/// A TCP connection with SO_LINGER of an hour and a full send buffer. Its close blocks until the
-/// other side is closed.
+/// Returns a TCP connection with SO_LINGER of an hour and a full send buffer. Its close blocks
+/// until the other side is closed.
 fn lingering() -> (TcpStream, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let mut ours = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -144,12 +144,12 @@ fn lingering() -> (TcpStream, TcpStream) {
 }
 
 #[test]
-fn clients_send_no_descriptors_where_the_kernel_can_refuse_them() {
+fn the_kernel_refuses_descriptors_from_clients_if_it_can() {
     let path = socket();
     let (_offer, ..) = serve_on(Listener::bind(&path).unwrap());
     let mut client = Client::ready(UnixStream::connect(&path).unwrap());
     let sent = client.send_with(&Client::read_of(0, 512), &[client.0.as_fd()]);
-    // A kernel before 6.16 takes them, and the next test says what follows.
+    // A kernel before 6.16 accepts them. The next test covers that.
     let refuses = rights::refuse(UnixStream::pair().unwrap().0);
     assert_eq!(sent.err(), refuses.then_some(Errno::PERM));
     if refuses {
@@ -158,17 +158,19 @@ fn clients_send_no_descriptors_where_the_kernel_can_refuse_them() {
 }
 
 /// A client of an inherited socket may have connected before this server could refuse descriptors,
-/// as on older kernels. If the reactor closed the descriptor, this test would not end.
+/// and older kernels cannot refuse them. If the reactor closed the descriptor, this test would
+/// never end.
 #[test]
-fn a_client_that_sends_a_descriptor_is_let_go_and_holds_up_no_other() {
+fn a_client_that_sends_a_descriptor_is_disconnected_and_blocks_no_other() {
     let path = socket();
     let listener = Listener::bind(&path).unwrap();
     let (early, late) = (UnixStream::connect(&path).unwrap(), UnixStream::connect(&path).unwrap());
     let (offer, _disk, reactors) = serve_on(listener);
     let (lingers, other) = lingering();
-    let (mut client, mut beside) = (Client::ready(early), Client::ready(late));
+    let (mut client, mut other_client) = (Client::ready(early), Client::ready(late));
     client.reads();
-    // Meanwhile the reactor is busy: what it finds is the last reference to the descriptor.
+    // The reactor is busy until the test has closed its own descriptor. So the received one is the
+    // last reference.
     let ((began, busy), (release, released)) = (channel(), channel::<()>());
     reactors.next().run(move |_| {
         began.send(()).unwrap();
@@ -177,21 +179,24 @@ fn a_client_that_sends_a_descriptor_is_let_go_and_holds_up_no_other() {
     busy.recv().unwrap();
     client.send_with(&Client::read_of(0, 512), &[lingers.as_fd()]).unwrap();
     drop((lingers, release));
-    assert!(client.0.read(&mut [0; 16]).is_ok_and(|n| n == 0), "it is let go, and gets no answer");
-    beside.reads();
+    assert!(
+        client.0.read(&mut [0; 16]).is_ok_and(|n| n == 0),
+        "it is disconnected without an answer"
+    );
+    other_client.reads();
     assert_eq!(
         offer.server.shared.clients.load(Ordering::SeqCst),
         2,
         "it is counted until its socket is closed"
     );
-    drop((beside, other));
-    // The reactor answers: it closed nothing that waits.
+    drop((other_client, other));
+    // The reactor answers, so it is not blocked in a close.
     reactors.next().ask(|_, reply| reply.send(())).unwrap();
 }
 
-/// A task beside the connection counts the reads of each turn.
+/// A task on the same reactor counts the reads of each iteration.
 #[test]
-fn requests_that_are_answered_on_the_spot_leave_turns_to_others() {
+fn requests_that_complete_at_once_leave_time_to_others() {
     const READS: u64 = 400;
     const LEN: u64 = 64 << 10;
     let path = socket();
@@ -202,11 +207,11 @@ fn requests_that_are_answered_on_the_spot_leave_turns_to_others() {
         let tasks = handle.clone();
         handle.spawn(async move {
             let served = LocalDisk::local(&tasks, &disk).unwrap();
-            let (mut most, mut before, mut looks) = (0, 0, 0);
+            let (mut most, mut before, mut checks) = (0, 0, 0);
             while before < READS {
                 tasks.yield_now().await;
-                looks += 1;
-                assert!(looks < 10_000_000, "{before} reads were answered");
+                checks += 1;
+                assert!(checks < 10_000_000, "{before} reads were answered");
                 let now =
                     served.statistics().summary(OpKind::Read).map_or(0, |summary| summary.requests);
                 most = most.max(now - before);
@@ -219,6 +224,6 @@ fn requests_that_are_answered_on_the_spot_leave_turns_to_others() {
     client.0.write_all(&pipeline).unwrap();
     (0..READS).for_each(|_| client.take_read(LEN as usize));
     let most = most.recv().unwrap();
-    // A look sees two turns at most, of 1 MiB and one request each.
-    assert!(most <= 2 * 17, "{most} reads of 64 KiB between two looks");
+    // Two iterations may pass between two checks, each with 1 MiB and one request.
+    assert!(most <= 2 * 17, "{most} reads of 64 KiB between two checks");
 }

@@ -1,5 +1,5 @@
-//! Workers: tasks that each carry one request after another to the disk and back. They are reused,
-//! so that the steady state allocates nothing.
+//! Workers: reusable tasks, of which each carries out one job after another (a request, or a part
+//! of the protocol that needs the disk). They are reused, so the steady state allocates nothing.
 
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
@@ -11,16 +11,16 @@ use blockyard_nbd::wire::{self, errno};
 use blockyard_ring::{Segments, TaskId};
 
 use super::block_status::{self, Contexts};
-use super::connection::{Connection, Owed, ZEROED_AT_A_TIME};
+use super::connection::{Connection, RequestToken, ZEROED_AT_A_TIME};
 use super::reply::{Body, error_of};
 
-/// Bytes that are read at a time of what a client wants cached.
+/// Bytes of a cache request that are read at a time.
 const CACHED_AT_A_TIME: u64 = 1 << 20;
 
 /// The workers of a connection.
 pub struct Workers {
     connection: Rc<Connection>,
-    /// Those that have nothing to do.
+    /// Workers without a job.
     idle: RefCell<Vec<Rc<Worker>>>,
 }
 
@@ -31,12 +31,12 @@ struct Worker {
     closed: Cell<bool>,
 }
 
-/// What one worker does at a time.
+/// What a worker does for one request.
 pub enum Job {
-    /// `flushes`: what it changed is durable before its answer, which the operation does not see to
+    /// `flushes`: sync the disk before the answer, because the operation does not ensure durability
     /// by itself.
     Request {
-        request: Request<Owed>,
+        request: Request<RequestToken>,
         flushes: bool,
     },
     Status {
@@ -44,7 +44,7 @@ pub enum Job {
         only: Option<Contexts>,
     },
     Cache(wire::Request),
-    /// A long write of zeroes.
+    /// A write of zeroes that is done in pieces.
     Zeroes {
         request: wire::Request,
         op: Op,
@@ -56,7 +56,7 @@ impl Workers {
         Rc::new(Workers { connection, idle: RefCell::default() })
     }
 
-    /// Starts `job` here and now.
+    /// Gives `job` to an idle worker, or to a new one, and polls it at once.
     pub fn start(self: &Rc<Self>, job: Job) {
         let idle = self.idle.borrow_mut().pop();
         let worker = idle.unwrap_or_else(|| Worker::start(self));
@@ -64,7 +64,7 @@ impl Workers {
         self.connection.handle.poll_now(worker.task.get());
     }
 
-    /// Ends the workers that have nothing to do.
+    /// Ends the idle workers. A busy one ends after its job.
     pub fn close(&self) {
         for worker in self.idle.borrow_mut().drain(..) {
             worker.closed.set(true);
@@ -90,7 +90,7 @@ impl Worker {
                 None => Poll::Pending,
             });
             let Some(job) = next.await else { return };
-            // Whoever waits for an answer keeps its connection.
+            // A worker with a job keeps the connection alive.
             let Some(workers) = workers.upgrade() else { return };
             let connection = &workers.connection;
             match job {
@@ -137,8 +137,8 @@ impl Connection {
         }
     }
 
-    /// What is to be fast is refused as a whole, before its first piece is done: as far as that can
-    /// be known.
+    /// Checks, as far as possible, that all pieces of a fast write of zeroes will be fast, before
+    /// the first piece is done. Otherwise returns the error for the whole request.
     async fn may_zero(&self, request: &wire::Request, op: Op) -> Result<(), u32> {
         let Op::WriteZeroes { unmap, fast: true, .. } = op else { return Ok(()) };
         let (mut at, end) = (request.offset, request.offset + request.len);
@@ -154,8 +154,9 @@ impl Connection {
         Ok(())
     }
 
-    /// A request that may take long, piece by piece, as long as the client is there. What is read,
-    /// the client will want: it is in the page cache then, or in the overlay (copy-on-read).
+    /// Does a long request piece by piece, until it is done or the client is gone. Data of a cache
+    /// request are read and dropped. They are in the page cache then, or in the overlay
+    /// (copy-on-read).
     async fn in_pieces(&self, request: wire::Request, op: Op, piece: u64) {
         let (mut at, end) = (request.offset, request.offset + request.len);
         let mut status = Ok(());
@@ -167,29 +168,30 @@ impl Connection {
             let len = (end - at).min(piece);
             let buffered = if op == Op::Read { len as usize } else { 0 };
             let buffer = match op {
-                Op::Read => self.buffers.take(&self.handle, buffered, self.account()).await,
+                Op::Read => self.buffers.take(&self.handle, buffered, self.usage()).await,
                 _ => Segments::default(),
             };
             let done = Rc::new(Cell::new(None));
-            let part = Request::new(op, at, len, buffer, self.handle.now(), Passing(done.clone()));
+            let part =
+                Request::new(op, at, len, buffer, self.handle.now(), PieceToken(done.clone()));
             self.served.serve(part).await.answer();
             let (ended, buffer) = done.take().unwrap_or((Err(Failure::Io), Segments::default()));
             if op == Op::Read {
-                self.buffers.give_back(buffer, buffered, self.account());
+                self.buffers.give_back(buffer, buffered, self.usage());
             }
             status = ended.map_err(|failure| error_of(failure, op));
             at += len;
-            // What is answered on the spot must not keep the reactor from its other tasks.
+            // Pieces that complete at once must not keep the reactor from its other tasks.
             self.handle.yield_now().await;
         }
         self.reply(&request, status, Body::None);
     }
 }
 
-/// The token of a part of a request.
-struct Passing(Rc<Cell<Option<(blockyard_disk::Status, Segments)>>>);
+/// The token of a piece.
+struct PieceToken(Rc<Cell<Option<(blockyard_disk::Status, Segments)>>>);
 
-impl blockyard_disk::Token for Passing {
+impl blockyard_disk::Token for PieceToken {
     fn answer(self, status: blockyard_disk::Status, segments: Segments) {
         self.0.set(Some((status, segments)));
     }

@@ -58,8 +58,8 @@ pub enum UblkError {
     )]
     Served { id: u32, server: i32 },
     #[error(
-        "/dev/ublkb{id} belongs to another disk, whose server has ended: serve that one, or remove it (blockyard detach \
-         /dev/ublkb{id})"
+        "/dev/ublkb{id} belongs to another disk, whose server has ended: serve that one, or \
+         remove it (blockyard detach /dev/ublkb{id})"
     )]
     Another { id: u32 },
     #[error("there is no device /dev/ublkb{id}")]
@@ -67,14 +67,16 @@ pub enum UblkError {
     #[error("/dev/ublkb{id} is in use{by}: unmount it first")]
     InUse { id: u32, by: String },
     #[error(
-        "/dev/ublkb{id} is in use{by}, and another file has the path of its image now: put the first one back, or unmount the \
-         device and remove it (blockyard detach /dev/ublkb{id})"
+        "/dev/ublkb{id} is in use{by}, and another file has the path of its image now: \
+         put the first one back, or unmount the device and remove it \
+         (blockyard detach /dev/ublkb{id})"
     )]
     OtherFile { id: u32, by: String },
     #[error("/dev/ublkb{id} was removed and is still open{by}: close that, or give another number")]
     StillOpen { id: u32, by: String },
     #[error(
-        "/dev/ublkb{id}: a process that may not open it cannot check whether it is in use (--force removes it nevertheless)"
+        "/dev/ublkb{id}: a process that may not open it cannot check whether it is in use \
+         (--force removes it nevertheless)"
     )]
     Unseen { id: u32 },
     #[error("/dev/ublkb{id}: {what}")]
@@ -415,7 +417,8 @@ impl Ublk {
         let capacity = self.shared.disk.capacity();
         let changed = if self.device.flags & abi::F_UPDATE_SIZE == 0 {
             Err(io::Error::other(
-                "Linux 6.16 or later can change it; on older kernels remove the device and make it again",
+                "Linux 6.16 or later can change it; on older kernels remove the device and make it \
+                 again",
             ))
         } else if self.would_truncate(capacity) {
             Err(io::Error::other(

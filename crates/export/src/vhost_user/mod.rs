@@ -219,7 +219,7 @@ impl Export for VhostUser {
         // The blocked thread stays until the process ends. Its queues are stopped without it.
         let device = &self.export.device;
         let what = format_args!(
-            "a descriptor of the front end blocks the session: its queues are stopped without the session"
+            "a descriptor of the front end blocks the session: its queues are stopped without it"
         );
         device.log.warn(device.disk.name(), None, what);
         QueueHandle::stop_all(device, &self.export.reactors);

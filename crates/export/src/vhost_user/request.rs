@@ -308,7 +308,10 @@ mod tests {
             let descs = [desc(0, 16, false), desc(0x100, room, true), desc(0x200, 1, true)];
             let parsed = ask(&memory, &descs, &mut Segments::default()).unwrap();
             assert!(
-                matches!(parsed.ask, Ask::Now { status: Ok(()), written, op: None } if written == len + 1),
+                matches!(
+                    parsed.ask,
+                    Ask::Now { status: Ok(()), written, op: None } if written == len + 1
+                ),
                 "{parsed:?}"
             );
         }
@@ -327,12 +330,19 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+        #![proptest_config(ProptestConfig {
+            failure_persistence: None, ..ProptestConfig::default()
+        })]
 
         /// Whatever a chain contains, the parsed request has valid lengths and lies in guest
         /// memory.
         #[test]
-        fn every_chain_is_parsed_or_refused(descs in descs(), kind in 0..15u32, sector in prop_oneof![0..99u64, any::<u64>()], tail: [u8; 64]) {
+        fn every_chain_is_parsed_or_refused(
+            descs in descs(),
+            kind in 0..15u32,
+            sector in prop_oneof![0..99u64, any::<u64>()],
+            tail: [u8; 64],
+        ) {
             let memory = memory(8);
             let header = u128::from(kind) | u128::from(sector) << 64;
             for at in [0x10, 0x500, 0x1ff0] {
@@ -341,18 +351,24 @@ mod tests {
             memory.slice(0x520, 64, 1).unwrap().write(0, &tail);
             let mut segments = Segments::default();
             for first in [0x10, 0x500, 0xffc] {
-                let descs = [&[desc(first, 16 + 16 * u32::from(tail[0] % 5), false)], &descs[..]].concat();
+                let head = desc(first, 16 + 16 * u32::from(tail[0] % 5), false);
+                let descs = [&[head], &descs[..]].concat();
                 let Ok(parsed) = ask(&memory, &descs, &mut segments) else { continue };
                 prop_assert!(memory.slice(parsed.status, 1, 1).is_ok());
                 match parsed.ask {
                     Ask::One { op: Op::Read | Op::Write { .. }, offset, len } => {
                         prop_assert_eq!(segments.len() as u64, len);
-                        prop_assert!(offset % SECTOR == 0 && len % SECTOR == 0 && len <= REQUEST_MAX);
+                        prop_assert!(offset % SECTOR == 0 && len % SECTOR == 0);
+                        prop_assert!(len <= REQUEST_MAX);
                         let mut bytes = vec![0; len as usize];
                         segments.copy_out(0, &mut bytes);
                     }
-                    Ask::One { op: Op::Flush, offset, len } => prop_assert_eq!((offset, len), (0, 0)),
-                    Ask::One { offset, len, .. } => prop_assert!(offset % SECTOR == 0 && len <= 1 << 30),
+                    Ask::One { op: Op::Flush, offset, len } => {
+                        prop_assert_eq!((offset, len), (0, 0))
+                    }
+                    Ask::One { offset, len, .. } => {
+                        prop_assert!(offset % SECTOR == 0 && len <= 1 << 30)
+                    }
                     Ask::Ranges { ranges, .. } => prop_assert!((2..=64).contains(&ranges.len())),
                     Ask::Now { written, .. } => prop_assert!((1..=21).contains(&written)),
                 }

@@ -87,8 +87,8 @@ impl<'a> Waiting<'a> {
         match self.export.tuning.second_client {
             SecondClient::Wait => {
                 let what = format_args!(
-                    "a second front end ({process}) connected: it waits until the first one ({served}) is gone \
-                     (--second-client refuse closes its connection instead)"
+                    "a second front end ({process}) connected: it waits until the \
+                     first one ({served}) is gone (--second-client refuse closes its connection instead)"
                 );
                 device.log.warn(name, None, what);
                 self.clients.retain(|client| !client.is_gone());

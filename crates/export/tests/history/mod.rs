@@ -1,4 +1,4 @@
-//! One history of a driver, a device and the memory between them, checked at each step.
+//! One history of a driver, a device and the memory between them. Each step is checked.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -13,31 +13,31 @@ use blockyard_ring::{GuestMemory, Mapper, Region};
 
 #[derive(Clone, Copy, Debug)]
 pub enum Step {
-    /// The driver offers up to `count` chains; `shape` decides what they look like.
+    /// The driver makes up to `count` chains available. `shape` determines their descriptors.
     Offer {
         count: usize,
         shape: u64,
     },
-    /// The device takes up to so many.
+    /// The device takes up to so many chains.
     Take(usize),
-    /// The device is done with up to `count` of those that it has.
+    /// The device pushes up to `count` of the chains that it has taken.
     Use {
         count: usize,
         which: u64,
     },
     Publish,
-    /// The driver takes up to so many back.
+    /// The driver reaps up to so many used chains.
     Reap(usize),
     DriverSleeps,
     DeviceSleeps,
-    /// The device is stopped with nothing in flight, and another goes on from its base.
+    /// The device is stopped with nothing in flight. Another one continues from its base.
     HandOver,
-    /// The device is killed, this far into its next publication; another goes on with what the
-    /// in-flight region tells.
+    /// The device is killed after so many steps of its next publication. Another one recovers from
+    /// the in-flight region.
     Crash(u8),
 }
 
-/// What differs between the layouts.
+/// The differences between the two layouts.
 pub trait Layout: Driver {
     const PACKED: bool;
 
@@ -91,7 +91,7 @@ impl Layout for PackedRing {
     }
 }
 
-/// The driver's memory, mapped a second time as a back end does.
+/// Maps the driver's memory a second time, as a back end does.
 pub fn map(memory: &Memory) -> GuestMemory {
     let region = memory.region();
     let path = format!("/proc/self/fd/{}", region.mmap_handle);
@@ -102,7 +102,7 @@ pub fn map(memory: &Memory) -> GuestMemory {
     GuestMemory::default().with(mapped).unwrap()
 }
 
-/// A chain on its way.
+/// A chain that is not reaped.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Chain {
     slot: u16,
@@ -124,15 +124,16 @@ pub struct History<R: Layout> {
     region: Option<InflightRegion>,
     inflight: Option<Inflight>,
     free: Vec<u16>,
-    /// Offered and not taken; with the device, in the order taken; used and not published;
-    /// published and not reaped.
+    /// Chains by state: available; taken, in this order; pushed and not published; published and
+    /// not reaped.
     waiting: VecDeque<Chain>,
     taken: Vec<Taken>,
     pushed: Vec<(Taken, u32)>,
     back: VecDeque<(u16, u32)>,
     driver_sleeps: bool,
     device_sleeps: bool,
-    /// Signals for nothing are allowed now: a new device does not know what its predecessor told.
+    /// A signal without a new used element is allowed, because a new device does not know what the
+    /// previous one has signalled.
     fresh: bool,
     pub offered: u64,
 }
@@ -167,7 +168,7 @@ impl<R: Layout> History<R> {
         }
     }
 
-    /// The steps, and then all that is left to its end.
+    /// Runs the steps, and then completes all chains.
     pub fn run(&mut self, steps: &[Step]) {
         for step in steps {
             self.step(*step);
@@ -300,7 +301,7 @@ impl<R: Layout> History<R> {
         self.fresh = false;
     }
 
-    /// The steps of a publication, as far as the device lives.
+    /// Makes the first `steps` steps of a publication.
     fn publish_until(&mut self, steps: u8) {
         if steps > 0
             && let (Some(inflight), Ring::Packed(ring)) = (&mut self.inflight, &self.ring)
@@ -333,7 +334,7 @@ impl<R: Layout> History<R> {
             assert_eq!(self.driver.reap(), Some((slot.into(), written)));
             self.free.push(slot);
         }
-        // A driver that has looked asks anew not to be told.
+        // A driver that has reaped disables notifications again.
         self.driver.disarm();
     }
 
@@ -359,7 +360,7 @@ impl<R: Layout> History<R> {
         }
     }
 
-    /// A device that begins tells a driver that may have been forgotten.
+    /// A new device signals a driver that may have missed a notification.
     fn begins(&mut self) {
         self.device_sleeps = false;
         self.fresh = true;
@@ -377,7 +378,7 @@ impl<R: Layout> History<R> {
     }
 
     fn crash(&mut self, after: u8) {
-        // Died in the middle of a publication, or with nothing to publish.
+        // Killed during a publication, or with nothing to publish.
         if !self.pushed.is_empty() {
             self.publish_until(after);
         }
@@ -421,7 +422,8 @@ impl<R: Layout> History<R> {
             }
             Ring::Packed(_) => assert!(self.taken.is_empty() && self.pushed.is_empty()),
         }
-        // Exactly what no driver has seen come back; those used and not shown are unanswered too.
+        // Unanswered are the chains that the driver has not seen as used. Pushed ones that were not
+        // published are unanswered too.
         self.taken.extend(self.pushed.drain(..).map(|(taken, _)| taken));
         let sorted = |list: &[Taken]| {
             let mut chains: Vec<_> =

@@ -132,7 +132,7 @@ fn names_that_hold_control_characters() {
     raw.ends();
     let me = format!("(pid {})", std::process::id());
     disk.daemon.wait_log(&format!("a client was refused {me}: {text}"));
-    disk.daemon.wait_log(&format!("a client {me} was let go: {text}"));
+    disk.daemon.wait_log(&format!("a client {me} was disconnected: {text}"));
     let log = ends(disk, ());
     assert!(!log.contains(['\0', '\x1b']), "{log:?}");
 }

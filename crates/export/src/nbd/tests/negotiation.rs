@@ -1,4 +1,4 @@
-//! The option phase, by a client whose bytes are written out.
+//! The option phase, tested byte by byte.
 
 use blockyard_nbd::wire::{OPTION_REPLY, export, info, rep};
 
@@ -9,7 +9,7 @@ const FIXED: u32 = handshake::FIXED_NEWSTYLE as u32 | handshake::NO_ZEROES as u3
 struct Asker(UnixStream);
 
 impl Asker {
-    /// It has taken the greeting, and answered with these flags.
+    /// Reads the greeting and answers with these flags.
     fn new(server: &Paired, flags: u32) -> Self {
         let mut stream = server.connect();
         let greeting: [u8; 18] = bytes(&mut stream);
@@ -19,15 +19,15 @@ impl Asker {
         Asker(stream)
     }
 
-    fn say(&mut self, option: u32, data: &[u8]) {
+    fn send(&mut self, option: u32, data: &[u8]) {
         let mut bytes = wire::OPTION.to_be_bytes().to_vec();
         bytes.extend([option, data.len() as u32].map(u32::to_be_bytes).as_flattened());
         bytes.extend(data);
         self.0.write_all(&bytes).unwrap();
     }
 
-    /// The kind and the data of the next reply.
-    fn hear(&mut self, option: u32) -> (u32, Vec<u8>) {
+    /// Returns kind and data of the next reply.
+    fn reply(&mut self, option: u32) -> (u32, Vec<u8>) {
         let head: [u8; 20] = bytes(&mut self.0);
         assert_eq!((wire::u64_at(&head, 0), wire::u32_at(&head, 8)), (OPTION_REPLY, option));
         let mut data = vec![0; wire::u32_at(&head, 16) as usize];
@@ -35,12 +35,12 @@ impl Asker {
         (wire::u32_at(&head, 12), data)
     }
 
-    /// The kinds of the replies to an option, up to the last one, and their data.
+    /// Returns kinds and data of all replies to an option.
     fn ask(&mut self, option: u32, data: &[u8]) -> Vec<(u32, Vec<u8>)> {
-        self.say(option, data);
-        let mut replies = vec![self.hear(option)];
+        self.send(option, data);
+        let mut replies = vec![self.reply(option)];
         while matches!(replies.last(), Some((rep::INFO | rep::SERVER | rep::META_CONTEXT, _))) {
-            replies.push(self.hear(option));
+            replies.push(self.reply(option));
         }
         replies
     }
@@ -54,15 +54,15 @@ fn string(text: &str) -> Vec<u8> {
     [&(text.len() as u32).to_be_bytes(), text.as_bytes()].concat()
 }
 
-/// The data of GO and INFO.
-fn wish(name: &str, infos: &[u16]) -> Vec<u8> {
+/// Returns the data of GO and INFO.
+fn go_data(name: &str, infos: &[u16]) -> Vec<u8> {
     let mut data = string(name);
     data.extend((infos.len() as u16).to_be_bytes());
     data.extend(infos.iter().flat_map(|info| info.to_be_bytes()));
     data
 }
 
-/// The data of the options for contexts.
+/// Returns the data of the meta context options.
 fn contexts(name: &str, queries: &[&str]) -> Vec<u8> {
     let mut data = string(name);
     data.extend((queries.len() as u32).to_be_bytes());
@@ -71,15 +71,15 @@ fn contexts(name: &str, queries: &[&str]) -> Vec<u8> {
 }
 
 #[test]
-fn an_export_is_described_as_asked() {
+fn an_export_is_described_as_the_client_asks() {
     let server = Paired::new();
     let mut asker = Asker::new(&server, FIXED);
     let replies =
-        asker.ask(opt::INFO, &wish(NAME, &[info::DESCRIPTION, info::BLOCK_SIZE, info::NAME]));
+        asker.ask(opt::INFO, &go_data(NAME, &[info::DESCRIPTION, info::BLOCK_SIZE, info::NAME]));
     let kinds: Vec<_> =
         replies.iter().map(|(kind, data)| (*kind, data.get(..2).map(<[u8]>::to_vec))).collect();
-    let told = |kind: u16| (rep::INFO, Some(kind.to_be_bytes().to_vec()));
-    let all = [info::EXPORT, info::NAME, info::DESCRIPTION, info::BLOCK_SIZE].map(told);
+    let expected = |kind: u16| (rep::INFO, Some(kind.to_be_bytes().to_vec()));
+    let all = [info::EXPORT, info::NAME, info::DESCRIPTION, info::BLOCK_SIZE].map(expected);
     assert_eq!(kinds, [&all[..], &[(rep::ACK, None)]].concat());
     assert_eq!(wire::u64_at(&replies[0].1, 2), SIZE);
     let flags = u16::from_be_bytes([replies[0].1[10], replies[0].1[11]]);
@@ -91,18 +91,18 @@ fn an_export_is_described_as_asked() {
     );
     let sizes = [1, 4096, wire::MOST_PAYLOAD].map(u32::to_be_bytes);
     assert_eq!(replies[3].1[2..], *sizes.as_flattened());
-    // What is not asked for is not told, and the empty name means the only export.
-    let replies = asker.ask(opt::GO, &wish("", &[]));
+    // Only the required information is sent unasked. The empty name means the only export.
+    let replies = asker.ask(opt::GO, &go_data("", &[]));
     assert_eq!(replies.iter().map(|(kind, _)| *kind).collect::<Vec<_>>(), [rep::INFO, rep::ACK]);
     Client(asker.0).reads();
 }
 
 #[test]
-fn the_oldest_option_has_its_zeroes_unless_they_are_declined() {
+fn export_name_is_answered_with_zeroes_unless_no_zeroes_is_set() {
     for (flags, zeroes) in [(FIXED, 0), (handshake::FIXED_NEWSTYLE.into(), 124), (0, 124)] {
         let server = Paired::new();
         let mut asker = Asker::new(&server, flags);
-        asker.say(opt::EXPORT_NAME, NAME.as_bytes());
+        asker.send(opt::EXPORT_NAME, NAME.as_bytes());
         let head: [u8; 10] = bytes(&mut asker.0);
         assert_eq!(wire::u64_at(&head, 0), SIZE);
         let mut rest = vec![0xff; zeroes];
@@ -113,7 +113,7 @@ fn the_oldest_option_has_its_zeroes_unless_they_are_declined() {
 }
 
 #[test]
-fn a_refused_option_leaves_the_client_its_next_one() {
+fn the_negotiation_continues_after_a_refused_option() {
     let server = Paired::new();
     let mut asker = Asker::new(&server, FIXED);
     let long = vec![0; (64 << 10) + 1];
@@ -124,12 +124,12 @@ fn a_refused_option_leaves_the_client_its_next_one() {
         (99, long.clone(), rep::ERR_UNSUP),
         (opt::STARTTLS, vec![], rep::ERR_POLICY),
         (opt::LIST, vec![1], rep::ERR_INVALID),
-        (opt::GO, wish("another", &[]), rep::ERR_UNKNOWN),
+        (opt::GO, go_data("another", &[]), rep::ERR_UNKNOWN),
         (opt::GO, long.clone(), rep::ERR_TOO_BIG),
         (opt::GO, vec![], rep::ERR_INVALID),
         (opt::GO, name, rep::ERR_INVALID),
-        (opt::GO, [wish(NAME, &[]), vec![0]].concat(), rep::ERR_INVALID),
-        (opt::INFO, wish(&"x".repeat(4097), &[]), rep::ERR_TOO_BIG),
+        (opt::GO, [go_data(NAME, &[]), vec![0]].concat(), rep::ERR_INVALID),
+        (opt::INFO, go_data(&"x".repeat(4097), &[]), rep::ERR_TOO_BIG),
         (opt::SET_META_CONTEXT, contexts(NAME, &["base:allocation"]), rep::ERR_INVALID),
         (opt::STRUCTURED_REPLY, vec![0], rep::ERR_INVALID),
     ] {
@@ -139,7 +139,7 @@ fn a_refused_option_leaves_the_client_its_next_one() {
     assert_eq!(asker.last(opt::STRUCTURED_REPLY, &[]), rep::ERR_INVALID, "twice");
     assert_eq!(asker.last(opt::EXTENDED_HEADERS, &[]), rep::ACK);
     assert_eq!(asker.last(opt::STRUCTURED_REPLY, &[]), rep::ERR_EXT_HEADER_REQD);
-    assert_eq!(asker.last(opt::GO, &wish(NAME, &[])), rep::ACK);
+    assert_eq!(asker.last(opt::GO, &go_data(NAME, &[])), rep::ACK);
 }
 
 #[test]
@@ -154,9 +154,13 @@ fn the_list_has_the_exports_that_a_client_may_see() {
     let replies = asker.ask(opt::LIST, &[]);
     let described = [string("a"), b"first".to_vec()].concat();
     assert_eq!(replies, [(rep::SERVER, described), (rep::SERVER, string("b")), (rep::ACK, vec![])]);
-    assert_eq!(asker.last(opt::GO, &wish("c", &[])), rep::ERR_UNKNOWN);
-    assert_eq!(asker.last(opt::GO, &wish("", &[])), rep::ERR_UNKNOWN, "it means no one of several");
-    assert_eq!(asker.last(opt::GO, &wish("b", &[])), rep::ACK);
+    assert_eq!(asker.last(opt::GO, &go_data("c", &[])), rep::ERR_UNKNOWN);
+    assert_eq!(
+        asker.last(opt::GO, &go_data("", &[])),
+        rep::ERR_UNKNOWN,
+        "the empty name is none of several"
+    );
+    assert_eq!(asker.last(opt::GO, &go_data("b", &[])), rep::ACK);
 }
 
 #[test]
@@ -171,24 +175,27 @@ fn contexts_are_listed_and_chosen_by_name() {
             |data: &[u8]| (wire::u32_at(data, 0), String::from_utf8(data[4..].to_vec()).unwrap());
         replies.iter().map(|(_, data)| name(data)).collect()
     };
-    let told = |id: u32, name: &str| (id, name.to_string());
-    let all =
-        ["base:allocation", "qemu:allocation-depth", "blockyard:layers"].map(|name| told(0, name));
+    let expected = |id: u32, name: &str| (id, name.to_string());
+    let all = ["base:allocation", "qemu:allocation-depth", "blockyard:layers"]
+        .map(|name| expected(0, name));
     assert_eq!(names(opt::LIST_META_CONTEXT, &[]), all);
-    assert_eq!(names(opt::LIST_META_CONTEXT, &["qemu:", "x"]), [told(0, "qemu:allocation-depth")]);
+    assert_eq!(
+        names(opt::LIST_META_CONTEXT, &["qemu:", "x"]),
+        [expected(0, "qemu:allocation-depth")]
+    );
     assert_eq!(names(opt::SET_META_CONTEXT, &["qemu:"]), [], "only whole names are chosen");
     let chosen = names(opt::SET_META_CONTEXT, &["blockyard:layers", "base:allocation"]);
-    assert_eq!(chosen, [told(3, "blockyard:layers"), told(1, "base:allocation")]);
+    assert_eq!(chosen, [expected(3, "blockyard:layers"), expected(1, "base:allocation")]);
 }
 
 #[test]
-fn a_client_that_breaks_the_phase_is_let_go() {
+fn a_client_that_breaks_the_phase_is_disconnected() {
     type Breaks = fn(&mut Asker);
     let broken: [(&str, u32, Breaks); 5] = [
         ("unknown flags", FIXED | 4, |_| {}),
-        ("an option before fixed newstyle", 0, |asker| asker.say(opt::LIST, &[])),
+        ("an option before fixed newstyle", 0, |asker| asker.send(opt::LIST, &[])),
         ("no option's magic", FIXED, |asker| asker.0.write_all(&[1; 16]).unwrap()),
-        ("a name that is not there", FIXED, |asker| asker.say(opt::EXPORT_NAME, b"another")),
+        ("a name that is not there", FIXED, |asker| asker.send(opt::EXPORT_NAME, b"another")),
         ("too long an option", FIXED, |asker| {
             let head = [wire::OPTION.to_be_bytes().to_vec(), [0, 0, 0, 99, 0x7f, 0, 0, 0].to_vec()]
                 .concat();
@@ -199,7 +206,7 @@ fn a_client_that_breaks_the_phase_is_let_go() {
         let server = Paired::new();
         let mut asker = Asker::new(&server, flags);
         breaks(&mut asker);
-        assert!(is_let_go(&mut asker.0), "{what}");
+        assert!(is_disconnected(&mut asker.0), "{what}");
     }
 }
 
@@ -210,7 +217,7 @@ fn a_client_has_a_bounded_number_of_options() {
     for _ in 0..1024 {
         assert_eq!(asker.last(99, &[]), rep::ERR_UNSUP);
     }
-    assert!(is_let_go(&mut asker.0));
+    assert!(is_disconnected(&mut asker.0));
 }
 
 #[test]
@@ -218,5 +225,5 @@ fn an_abort_is_acknowledged_and_ends_the_connection() {
     let server = Paired::new();
     let mut asker = Asker::new(&server, FIXED);
     assert_eq!(asker.last(opt::ABORT, &[]), rep::ACK);
-    assert!(is_let_go(&mut asker.0));
+    assert!(is_disconnected(&mut asker.0));
 }

@@ -1,4 +1,4 @@
-//! Requests and answers of one connection, byte by byte.
+//! The transmission phase of one connection, tested byte by byte.
 
 use blockyard_nbd::wire::{Chunk, chunk, errno, flag, rep};
 
@@ -58,7 +58,7 @@ impl Asker {
         self.stream.write_all(&bytes).unwrap();
     }
 
-    /// The error of a simple answer to a request at `offset`.
+    /// Returns the error code of a simple answer to a request at `offset`.
     fn simple(&mut self, offset: u64) -> u32 {
         let head: [u8; 16] = bytes(&mut self.stream);
         let reply = wire::SimpleReply::parse(&head).expect("a simple answer");
@@ -71,7 +71,7 @@ impl Asker {
         self.simple(offset)
     }
 
-    /// The next chunk and its payload.
+    /// Returns the next chunk and its payload.
     fn chunk(&mut self) -> (Chunk, Vec<u8>) {
         let mut head = vec![0; self.headers.chunk_bytes()];
         self.stream.read_exact(&mut head).unwrap();
@@ -83,7 +83,7 @@ impl Asker {
 }
 
 #[test]
-fn what_is_written_is_read() {
+fn written_data_are_read_back() {
     let server = Paired::new();
     let mut asker = Asker::new(&server, Headers::Simple);
     let long: Vec<u8> = (0..1 << 20).map(|n: u32| (n / 7) as u8).collect();
@@ -104,7 +104,7 @@ fn what_is_written_is_read() {
 }
 
 #[test]
-fn a_refused_request_leaves_the_next_one_to_be_understood() {
+fn the_connection_continues_after_a_refused_request() {
     let server = Paired::new();
     let mut asker = Asker::new(&server, Headers::Simple);
     let payload = [0x25; 512];
@@ -144,7 +144,7 @@ fn a_read_only_disk_is_not_changed() {
 }
 
 #[test]
-fn requests_are_in_blocks_where_the_export_has_them() {
+fn requests_must_be_multiples_of_the_export_s_block_size() {
     let server = Paired::offering([Exported::new(disk(NAME, false), NAME, "", Some(512))]);
     let mut asker = Asker::new(&server, Headers::Simple);
     assert_eq!(asker.ask(cmd::WRITE, 0, 512, 256, &[0; 256]), errno::EINVAL);
@@ -154,7 +154,7 @@ fn requests_are_in_blocks_where_the_export_has_them() {
 }
 
 #[test]
-fn structured_answers_say_where_data_are_and_what_is_wrong() {
+fn structured_answers_have_offsets_and_error_messages() {
     for headers in [Headers::Structured, Headers::Extended] {
         let server = Paired::new();
         let mut asker = Asker::new(&server, headers);
@@ -180,7 +180,7 @@ fn structured_answers_say_where_data_are_and_what_is_wrong() {
             if extended { chunk::BLOCK_STATUS_EXT } else { chunk::BLOCK_STATUS }
         );
         assert_eq!((wire::u32_at(&payload, 0), payload.len()), (1, if extended { 24 } else { 12 }));
-        // With extended headers the payload's length is said; without them there may be none.
+        // With extended headers the payload has a length. Without them there is no payload.
         asker.send(
             cmd::TRIM,
             flag::PAYLOAD_LEN,
@@ -219,28 +219,28 @@ fn a_connection_ends_with_its_last_answer() {
     let mut asker = Asker::new(&server, Headers::Simple);
     asker.send(cmd::WRITE, 0, 0, 3, b"end");
     asker.send(cmd::DISC, 0, 0, 0, &[]);
-    // Nothing is taken after it.
+    // A request after the disconnect is ignored.
     asker.send(cmd::READ, 0, 0, 3, &[]);
     assert_eq!(asker.simple(0), 0);
-    assert!(is_let_go(&mut asker.stream));
+    assert!(is_disconnected(&mut asker.stream));
     let mut other = Asker::new(&server, Headers::Simple);
     other.send(cmd::READ, 0, 0, 3, &[]);
     assert_eq!((other.simple(0), &bytes(&mut other.stream)), (0, b"end"));
 }
 
 #[test]
-fn a_client_that_breaks_the_protocol_is_let_go_alone() {
+fn a_client_that_breaks_the_protocol_is_disconnected_alone() {
     let server = Paired::new();
-    let mut beside = Client::ready(server.connect());
+    let mut other_client = Client::ready(server.connect());
     let mut broken = Asker::new(&server, Headers::Simple);
     broken.stream.write_all(&[0x11; 28]).unwrap();
-    assert!(is_let_go(&mut broken.stream), "no request's magic");
+    assert!(is_disconnected(&mut broken.stream), "no request's magic");
     let mut long = Asker::new(&server, Headers::Extended);
     long.send(cmd::TRIM, flag::PAYLOAD_LEN, 0, (64 << 20) + 1, &[]);
-    assert!(is_let_go(&mut long.stream), "more than is passed over");
+    assert!(is_disconnected(&mut long.stream), "more than is passed over");
     let mut short = Asker::new(&server, Headers::Simple);
     short.send(cmd::WRITE, 0, 0, 512, &[1; 100]);
     short.stream.shutdown(std::net::Shutdown::Write).unwrap();
-    assert!(is_let_go(&mut short.stream), "it goes in the middle of a payload");
-    beside.reads();
+    assert!(is_disconnected(&mut short.stream), "it goes in the middle of a payload");
+    other_client.reads();
 }

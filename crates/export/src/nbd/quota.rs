@@ -1,13 +1,15 @@
-//! Room: how many bytes of buffers the connections of one reactor may hold.
+//! The quota of buffer memory for the connections of one reactor.
 //!
-//! In: sizes of buffers, and the account of the connection that needs one. Out: permission to hold
-//! so many bytes more. What must hold:
-//! - A connection has its first [`GUARANTEED`] bytes at once, whatever all others do, also while it
+//! In: the size of a buffer, and the usage of the connection that needs it. Out: permission to hold
+//! so many more bytes. What must hold:
+//! - A connection gets its first [`GUARANTEED`] bytes at once, whatever others hold, even while it
 //!   waits for more.
-//! - What connections hold beyond that is at most [`MOST`] bytes in all.
-//! - A request waits only while room is short. The connection that holds least is served first.
-//! - Payloads that arrive in steps cannot wait for one another for ever: [`LONGEST`] bytes of the
-//!   room are for one connection at a time, which completes its payload with them.
+//! - All bytes beyond these are at most [`MOST`] for all connections together.
+//! - A request waits only while the quota is used up. The connection that holds least is served
+//!   first.
+//! - Payloads get their memory in steps, and could wait for one another for ever. So the last
+//!   [`LONGEST`] bytes of the quota are reserved for one payload at a time, which can then be
+//!   completed.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -16,79 +18,79 @@ use std::rc::Rc;
 use blockyard_nbd::wire;
 use blockyard_ring::{Handle, Signal};
 
-/// Bytes that connections of one reactor share.
+/// Bytes that the connections of one reactor share.
 const MOST: usize = 256 << 20;
-/// Bytes that each connection may hold besides, whatever the others hold.
+/// Bytes that each connection may hold in addition, whatever others hold.
 pub const GUARANTEED: usize = 256 << 10;
-/// Bytes of the longest request.
+/// Most bytes of a payload.
 const LONGEST: usize = wire::MOST_PAYLOAD as usize;
 
 #[derive(Default)]
-pub struct Room {
-    /// Bytes that connections hold beyond what is guaranteed to them.
+pub struct Quota {
+    /// Bytes that all connections hold beyond their guaranteed bytes.
     shared: Cell<usize>,
     waiting: RefCell<VecDeque<Rc<Waiting>>>,
     reserve: RefCell<Reserve>,
-    /// What to do when a request must wait.
+    /// Called when a request must wait.
     alarm: Cell<Option<fn(&Handle)>>,
 }
 
-/// What one connection holds.
+/// Bytes that one connection holds.
 #[derive(Default)]
-pub struct Account {
+pub struct Usage {
     held: Cell<usize>,
 }
 
-/// The last [`LONGEST`] bytes of the room, which only a payload that arrives may take.
+/// The last [`LONGEST`] bytes of the quota, which only an arriving payload may take.
 #[derive(Default)]
 enum Reserve {
     #[default]
     Free,
-    /// For the payload of this connection.
-    For(Rc<Account>),
-    /// That payload is complete, and its bytes are not given back yet.
+    /// Reserved for the payload of this connection.
+    For(Rc<Usage>),
+    /// That payload is complete, and its bytes are not returned yet.
     Used,
 }
 
-/// What the bytes are for.
+/// The purpose of the bytes.
 #[derive(Clone, Copy, PartialEq)]
 pub enum Need {
-    /// A whole buffer, filled by the disk or with few bytes of a client.
+    /// A whole buffer. The disk fills it, or a client with a short payload.
     Buffer,
-    /// The next step of a payload that arrives.
+    /// The next step of an arriving payload.
     Payload,
 }
 
 struct Waiting {
-    account: Rc<Account>,
+    usage: Rc<Usage>,
     size: usize,
     need: Need,
     signal: Signal,
     granted: Cell<bool>,
 }
 
-impl Account {
+impl Usage {
     pub fn held(&self) -> usize {
         self.held.get()
     }
 
-    /// Whether it holds room that others could have.
+    /// Returns whether it holds more than its guaranteed bytes.
     pub fn shares(&self) -> bool {
         self.held.get() > GUARANTEED
     }
 
-    /// Shared bytes that `size` more bytes take.
+    /// Returns how many of `size` further bytes would be shared bytes.
     fn beyond(&self, size: usize) -> usize {
         let held = self.held.get();
         (held + size).saturating_sub(GUARANTEED) - held.saturating_sub(GUARANTEED)
     }
 }
 
-impl Room {
-    /// Waits until `account` may hold `size` bytes more.
+impl Quota {
+    /// Waits until the connection with this `usage` may hold `size` more bytes.
     #[inline]
-    pub async fn take(&self, handle: &Handle, account: &Rc<Account>, size: usize, need: Need) {
-        if let Some(waiting) = self.enter(handle, account, size, need) {
+    pub async fn take(&self, handle: &Handle, usage: &Rc<Usage>, size: usize, need: Need) {
+        if let Some(waiting) = self.enter(handle, usage, size, need) {
             if let Some(alarm) = self.alarm.get() {
                 alarm(handle);
             }
@@ -98,25 +100,25 @@ impl Room {
         }
     }
 
-    /// Takes the room, or a place in the wait queue.
+    /// Takes the bytes, or returns a place in the wait queue.
     fn enter(
         &self,
         handle: &Handle,
-        account: &Rc<Account>,
+        usage: &Rc<Usage>,
         size: usize,
         need: Need,
     ) -> Option<Rc<Waiting>> {
-        let beyond = account.beyond(size);
+        let beyond = usage.beyond(size);
         let first = self.waiting.borrow().is_empty()
-            || (need == Need::Payload && self.is_reserved_for(account));
-        if beyond == 0 || (first && self.fits(account, beyond, need)) {
-            self.grant(account, size);
+            || (need == Need::Payload && self.is_reserved_for(usage));
+        if beyond == 0 || (first && self.fits(usage, beyond, need)) {
+            self.grant(usage, size);
             return None;
         }
-        let (account, signal, granted) = (account.clone(), Signal::new(handle), Cell::new(false));
-        let waiting = Rc::new(Waiting { account, size, need, signal, granted });
+        let (usage, signal, granted) = (usage.clone(), Signal::new(handle), Cell::new(false));
+        let waiting = Rc::new(Waiting { usage, size, need, signal, granted });
         self.waiting.borrow_mut().push_back(waiting.clone());
-        // It may be the payload that the reserve is for.
+        // This may be the payload for which the reserve is free.
         self.serve();
         Some(waiting)
     }
@@ -131,74 +133,72 @@ impl Room {
     }
 
     #[inline]
-    pub fn give_back(&self, account: &Account, size: usize) {
-        let held = account.held.replace(account.held.get() - size);
-        let beyond =
-            held.saturating_sub(GUARANTEED) - account.held.get().saturating_sub(GUARANTEED);
+    pub fn give_back(&self, usage: &Usage, size: usize) {
+        let held = usage.held.replace(usage.held.get() - size);
+        let beyond = held.saturating_sub(GUARANTEED) - usage.held.get().saturating_sub(GUARANTEED);
         self.shared.set(self.shared.get() - beyond);
         if self.is_short() || !matches!(*self.reserve.borrow(), Reserve::Free) {
             self.serve();
         }
     }
 
-    /// The payload of this connection is complete, or will not be.
-    pub fn payload_ended(&self, account: &Rc<Account>) {
-        if self.is_reserved_for(account) {
+    /// Notes that the connection's payload is complete, or was abandoned.
+    pub fn payload_ended(&self, usage: &Rc<Usage>) {
+        if self.is_reserved_for(usage) {
             self.reserve.replace(Reserve::Used);
             self.serve();
         }
     }
 
-    fn is_reserved_for(&self, account: &Rc<Account>) -> bool {
-        matches!(&*self.reserve.borrow(), Reserve::For(owner) if Rc::ptr_eq(owner, account))
+    fn is_reserved_for(&self, usage: &Rc<Usage>) -> bool {
+        matches!(&*self.reserve.borrow(), Reserve::For(owner) if Rc::ptr_eq(owner, usage))
     }
 
-    fn fits(&self, account: &Rc<Account>, beyond: usize, need: Need) -> bool {
-        let reserved = need == Need::Payload && self.is_reserved_for(account);
+    fn fits(&self, usage: &Rc<Usage>, beyond: usize, need: Need) -> bool {
+        let reserved = need == Need::Payload && self.is_reserved_for(usage);
         self.shared.get() + beyond <= if reserved { MOST } else { MOST - LONGEST }
     }
 
-    fn grant(&self, account: &Account, size: usize) {
-        self.shared.set(self.shared.get() + account.beyond(size));
-        account.held.set(account.held.get() + size);
+    fn grant(&self, usage: &Usage, size: usize) {
+        self.shared.set(self.shared.get() + usage.beyond(size));
+        usage.held.set(usage.held.get() + size);
     }
 
-    /// Serves the wait queue as far as there is room.
+    /// Grants waiting requests while there is quota.
     fn serve(&self) {
         if matches!(*self.reserve.borrow(), Reserve::Used) && self.shared.get() <= MOST - LONGEST {
             self.reserve.replace(Reserve::Free);
         }
         while let Some(at) = self.next() {
             let Some(next) = self.waiting.borrow_mut().remove(at) else { break };
-            self.grant(&next.account, next.size);
+            self.grant(&next.usage, next.size);
             next.granted.set(true);
             next.signal.ring();
         }
     }
 
-    /// The place of the request that is served next, if one can be.
+    /// Returns the index of the waiting request to grant next, if one can be granted.
     fn next(&self) -> Option<usize> {
         let waiting = self.waiting.borrow();
-        if let Some(at) =
-            waiting.iter().position(|waiting| waiting.account.beyond(waiting.size) == 0)
+        if let Some(at) = waiting.iter().position(|waiting| waiting.usage.beyond(waiting.size) == 0)
         {
             return Some(at);
         }
         let smallest = |payload: bool| {
             let all =
                 waiting.iter().enumerate().filter(|(_, w)| !payload || w.need == Need::Payload);
-            all.min_by_key(|(_, w)| w.account.held()).map(|(at, _)| at)
+            all.min_by_key(|(_, w)| w.usage.held()).map(|(at, _)| at)
         };
         let first = smallest(false)?;
-        let Waiting { account, size, need, .. } = &*waiting[first];
-        if self.fits(account, account.beyond(*size), *need) {
+        let Waiting { usage, size, need, .. } = &*waiting[first];
+        if self.fits(usage, usage.beyond(*size), *need) {
             return Some(first);
         }
         if !matches!(*self.reserve.borrow(), Reserve::Free) {
             return None;
         }
         let payload = smallest(true)?;
-        self.reserve.replace(Reserve::For(waiting[payload].account.clone()));
+        self.reserve.replace(Reserve::For(waiting[payload].usage.clone()));
         Some(payload)
     }
 }
@@ -209,40 +209,39 @@ mod tests {
 
     const MB: usize = 1 << 20;
 
-    struct Reactor(blockyard_ring::Executor, Room);
+    struct Reactor(blockyard_ring::Executor, Quota);
 
     impl Reactor {
         fn new() -> Self {
-            Reactor(blockyard_ring::Executor::new().unwrap(), Room::default())
+            Reactor(blockyard_ring::Executor::new().unwrap(), Quota::default())
         }
 
-        /// None: the room was there.
-        fn take(&self, account: &Rc<Account>, size: usize) -> Option<Rc<Waiting>> {
-            self.1.enter(self.0.handle(), account, size, Need::Buffer)
+        /// Returns `None` if the bytes were granted at once.
+        fn take(&self, usage: &Rc<Usage>, size: usize) -> Option<Rc<Waiting>> {
+            self.1.enter(self.0.handle(), usage, size, Need::Buffer)
         }
 
-        fn step(&self, account: &Rc<Account>, size: usize) -> Option<Rc<Waiting>> {
-            self.1.enter(self.0.handle(), account, size, Need::Payload)
+        fn step(&self, usage: &Rc<Usage>, size: usize) -> Option<Rc<Waiting>> {
+            self.1.enter(self.0.handle(), usage, size, Need::Payload)
         }
 
-        /// Seven connections that hold all that whole buffers may have.
-        fn full(&self) -> Vec<Rc<Account>> {
-            let all: Vec<Rc<Account>> = (0..7).map(|_| Rc::default()).collect();
-            all.iter()
-                .for_each(|account| assert!(self.take(account, 32 * MB + GUARANTEED).is_none()));
+        /// Makes seven connections hold all bytes that whole buffers may take.
+        fn full(&self) -> Vec<Rc<Usage>> {
+            let all: Vec<Rc<Usage>> = (0..7).map(|_| Rc::default()).collect();
+            all.iter().for_each(|usage| assert!(self.take(usage, 32 * MB + GUARANTEED).is_none()));
             all
         }
     }
 
     #[test]
-    fn the_guaranteed_part_is_there_at_once_also_when_it_is_free_again() {
+    fn guaranteed_bytes_are_granted_at_once_even_after_a_wait() {
         let reactor = Reactor::new();
         let _full = reactor.full();
         let client = Rc::default();
         for _ in 0..64 {
             assert!(reactor.take(&client, 4096).is_none());
         }
-        // It waits for the 65th behind another one.
+        // The 65th request waits, behind another connection's.
         let other = Rc::default();
         let long = reactor.take(&other, MB).unwrap();
         let waiting = reactor.take(&client, 4096).unwrap();
@@ -253,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn the_smallest_holder_is_first() {
+    fn the_connection_that_holds_least_is_first() {
         let reactor = Reactor::new();
         let full = reactor.full();
         let greedy = reactor.take(&full[1], 4 * MB).unwrap();
@@ -269,49 +268,49 @@ mod tests {
         assert!(greedy.granted.get() && !reactor.1.is_short());
     }
 
-    /// Payloads that have taken all the room in steps, and each need more of it, are completed one
+    /// Payloads have taken the whole quota in steps, and each needs more. They are completed one
     /// after the other.
     #[test]
-    fn payloads_do_not_wait_for_one_another_for_ever() {
+    fn arriving_payloads_do_not_deadlock() {
         let reactor = Reactor::new();
-        let accounts: Vec<Rc<Account>> = (0..16).map(|_| Rc::default()).collect();
+        let usages: Vec<Rc<Usage>> = (0..16).map(|_| Rc::default()).collect();
         let mut waiting: Vec<Option<Rc<Waiting>>> =
-            accounts.iter().map(|account| reactor.step(account, GUARANTEED)).collect();
+            usages.iter().map(|usage| reactor.step(usage, GUARANTEED)).collect();
         let mut done = 0;
-        while done < accounts.len() {
+        while done < usages.len() {
             let mut steps = 0;
-            for (account, waits) in accounts.iter().zip(&mut waiting) {
+            for (usage, waits) in usages.iter().zip(&mut waiting) {
                 assert!(reactor.1.shared.get() <= MOST);
-                if waits.as_ref().is_some_and(|waits| !waits.granted.get()) || account.held() == 0 {
+                if waits.as_ref().is_some_and(|waits| !waits.granted.get()) || usage.held() == 0 {
                     continue;
                 }
                 steps += 1;
-                if account.held() == LONGEST {
-                    reactor.1.payload_ended(account);
-                    reactor.1.give_back(account, LONGEST);
+                if usage.held() == LONGEST {
+                    reactor.1.payload_ended(usage);
+                    reactor.1.give_back(usage, LONGEST);
                     (*waits, done) = (None, done + 1);
                 } else {
-                    *waits = reactor.step(account, account.held());
+                    *waits = reactor.step(usage, usage.held());
                 }
             }
             assert!(
                 steps > 0,
-                "{done} of {} payloads are complete, and all others wait",
-                accounts.len()
+                "{done} of {} payloads are complete, and all others wait for ever",
+                usages.len()
             );
         }
         assert_eq!((reactor.1.shared.get(), reactor.1.is_short()), (0, false));
         assert!(matches!(*reactor.1.reserve.borrow(), Reserve::Free));
     }
 
-    /// The reserve is for one payload, not for the next ones of its connection.
+    /// The reserve is for one payload, and not for the next one of its connection.
     #[test]
-    fn the_reserve_is_free_when_its_bytes_are_back() {
+    fn the_reserve_is_free_after_its_bytes_are_returned() {
         let reactor = Reactor::new();
         let full = reactor.full();
         let client = Rc::default();
         assert!(reactor.step(&client, GUARANTEED).is_none());
-        // Nothing fits any more: the reserve carries this payload to its end.
+        // No further step fits. The reserve lets this payload be completed.
         assert!(reactor.step(&client, GUARANTEED).is_some_and(|waiting| waiting.granted.get()));
         assert!(reactor.step(&client, LONGEST - 2 * GUARANTEED).is_none());
         reactor.1.payload_ended(&client);
@@ -319,7 +318,7 @@ mod tests {
         assert!(!next.granted.get());
         reactor.1.give_back(&client, LONGEST);
         assert!(next.granted.get());
-        full.iter().for_each(|account| reactor.1.give_back(account, 32 * MB + GUARANTEED));
+        full.iter().for_each(|usage| reactor.1.give_back(usage, 32 * MB + GUARANTEED));
         reactor.1.give_back(&client, GUARANTEED);
         assert_eq!(reactor.1.shared.get(), 0);
     }
