@@ -59,7 +59,7 @@ fuzz_target!(|data: &[u8]| {
         packed: shape.packed,
         event_idx: shape.event_idx,
         inflight: None,
-        is_settled: false,
+        is_base_valid: false,
         kick: None,
         in_band: true,
         call: Call::None,

@@ -14,8 +14,8 @@ pub trait Export: Send {
     /// throttle are admitted at once. A second call does nothing.
     fn stop(&mut self);
 
-    /// From now on only clients whose certificate has one of these names may connect. An empty list
-    /// admits every client. Exports without certificates ignore this.
+    /// From now on only clients with a certificate that has one of these names may connect. An
+    /// empty list admits every client. Exports without certificates ignore this.
     fn allow(&mut self, _names: &[String]) {}
 
     /// Describes each connected client for people: `process 4711`, `192.0.2.7:40312`, `domain 3`.

@@ -116,9 +116,9 @@ impl<T: Token + 'static> Lanes<T> {
                 Load::Run(mut run) => {
                     let volatile = run.is_volatile();
                     served.serve_run(&mut run).await;
-                    let settled =
+                    let synced =
                         if promises_more(volatile) { served.settle().await } else { Ok(()) };
-                    run.finished().for_each(|finished| finished.and(settled).answer());
+                    run.finished().for_each(|finished| finished.and(synced).answer());
                     if let Some(lanes) = lanes.upgrade() {
                         lanes.runs.borrow_mut().push(run);
                     }

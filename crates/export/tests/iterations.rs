@@ -100,7 +100,7 @@ impl Guest {
             packed: false,
             event_idx: false,
             inflight: None,
-            is_settled: false,
+            is_base_valid: false,
             kick: None,
             in_band: true,
             call: Call::None,

@@ -32,7 +32,7 @@ fn eventfd(count: u32) -> OwnedFd {
     rustix::event::eventfd(count, EventfdFlags::CLOEXEC).unwrap()
 }
 
-/// Returns the next connection. Waits for ever if none comes.
+/// Returns the next connection. Waits without a limit if none comes.
 fn accept(listener: &Listener) -> OwnedFd {
     listener.accept(eventfd(0).as_fd()).unwrap().expect("a connection")
 }

@@ -19,7 +19,7 @@ use crate::policy::polling::PollingPolicy;
 pub struct Idle {
     handle: Handle,
     disk: Arc<Disk>,
-    /// Number of requests in progress, without those whose payload has not arrived.
+    /// Number of requests in progress. A request that still waits for its payload does not count.
     in_progress: Cell<u32>,
     /// Number of all requests so far.
     arrived: Cell<u64>,

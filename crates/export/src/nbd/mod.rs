@@ -284,7 +284,7 @@ async fn serve(handle: Handle, client: Client, stream: Rc<Stream>, link: Rc<Link
         .run()
         .await
     {
-        Ok(Some(settled)) => settled,
+        Ok(Some(agreed)) => agreed,
         Ok(None) => return stream.close(),
         Err(_) if link.was_late() => {
             let limit = client.settings.limits.handshake.as_secs_f64();

@@ -7,7 +7,7 @@
 //! - All bytes beyond these are at most [`MOST`] for all connections together.
 //! - A request waits only while the quota is used up. The connection that holds least is served
 //!   first.
-//! - Payloads get their memory in steps, and could wait for one another for ever. So the last
+//! - Payloads get their memory in steps, and could deadlock. So the last
 //!   [`LONGEST`] bytes of the quota are reserved for one payload at a time, which can then be
 //!   completed.
 
@@ -295,7 +295,7 @@ mod tests {
             }
             assert!(
                 steps > 0,
-                "{done} of {} payloads are complete, and all others wait for ever",
+                "{done} of {} payloads are complete, and all others wait",
                 usages.len()
             );
         }

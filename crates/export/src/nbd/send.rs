@@ -54,8 +54,8 @@ impl Connection {
         }
     }
 
-    /// Gathers as many replies as fit in one write into `out`. Returns their number. A reply whose
-    /// text is longer than [`HEADERS`] is sent by itself, in parts.
+    /// Gathers as many replies as fit in one write into `out`. Returns their number. A reply with a
+    /// text longer than [`HEADERS`] is sent by itself, in parts.
     async fn gather(
         &self,
         replies: &[Reply],

@@ -42,7 +42,7 @@ impl Stream {
     pub fn new(handle: &Handle, fd: impl AsFd + Send + Sync + 'static) -> io::Result<Self> {
         let _ = rustix::net::sockopt::set_tcp_nodelay(&fd, true);
         let _ = rustix::net::sockopt::set_socket_send_buffer_size(&fd, SENT_AHEAD);
-        // Notices a client whose machine is gone, after some time.
+        // After some time, this ends the connection if the client's machine is gone.
         let _ = rustix::net::sockopt::set_socket_keepalive(&fd, true);
         let from = crate::listener::peer(&fd);
         let (usage, sending_since, payload_since, payload_received) = Default::default();

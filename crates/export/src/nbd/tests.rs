@@ -44,7 +44,7 @@ fn serve_on(listener: Listener) -> (Offer, Arc<Disk>, Arc<Reactors>) {
     (offer, disk, reactors)
 }
 
-/// A server whose clients are ends of socket pairs.
+/// A server with clients at the other ends of socket pairs.
 struct Paired {
     server: Arc<Server>,
     _offers: Vec<Offer>,

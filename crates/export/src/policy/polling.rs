@@ -32,12 +32,14 @@ use std::time::{Duration, Instant};
 
 use super::Counters;
 
-/// Longest busy-poll. A guest whose mean pause is twice as long is not busy-polled for.
+/// Longest busy-poll. If a guest's mean pause is at least twice as long, the queue does not
+/// busy-poll.
 const BUSY_POLL: Duration = Duration::from_micros(50);
 /// Longest busy-poll for User Mode Linux, whose system calls take longer.
 const BUSY_POLL_LONG: Duration = Duration::from_micros(300);
-/// Second busy-poll time that is tried for NBD clients, besides [`BUSY_POLL`]. A client whose
-/// processor enters a sleep state between two requests needs longer to send the next one.
+/// Second busy-poll time that is tried for NBD clients, besides [`BUSY_POLL`]. If a client's
+/// processor enters a sleep state between two requests, the client needs longer to send the next
+/// one.
 const BUSY_POLL_LONGER: Duration = Duration::from_micros(200);
 /// How long the queue waits after a kick for more requests.
 const GATHER: Duration = Duration::from_micros(200);
@@ -59,8 +61,8 @@ const CLEARLY_FASTER: f64 = 1.15;
 /// decision.
 const HOLD: Duration = Duration::from_secs(1);
 const MAX_HOLD: Duration = Duration::from_secs(16);
-/// Between trials the rate is measured in windows. `WINDOWS` windows in a row whose rate leaves
-/// `SAME_LOAD`, relative to the expected rate, start a trial early.
+/// Between trials the rate is measured in windows. If the rate of `WINDOWS` windows in a row leaves
+/// `SAME_LOAD`, relative to the expected rate, a trial starts early.
 const WINDOW: Duration = Duration::from_millis(50);
 const WINDOWS: u32 = 2;
 const SAME_LOAD: std::ops::Range<f64> = 0.5..2.0;
@@ -254,7 +256,7 @@ impl Rates {
 #[derive(Clone, Copy, Debug)]
 enum State {
     /// `rate`: the expected rate, from the trial or from the first window. `changed_windows`:
-    /// number of windows in a row whose rate left [`SAME_LOAD`].
+    /// number of windows in a row with a rate outside [`SAME_LOAD`].
     Decided {
         until: Option<Instant>,
         rate: Option<f64>,

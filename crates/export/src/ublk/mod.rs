@@ -58,7 +58,7 @@ pub enum UblkError {
     )]
     Served { id: u32, server: i32 },
     #[error(
-        "/dev/ublkb{id} belongs to another disk, whose server has ended: serve that one, or \
+        "/dev/ublkb{id} belongs to another disk, and the server of that disk has ended: serve that one, or \
          remove it (blockyard detach /dev/ublkb{id})"
     )]
     Another { id: u32 },
@@ -312,7 +312,7 @@ impl Ublk {
         self.control.start(&self.device).map_err(self.error("starting it"))
     }
 
-    /// Takes over a device whose server has died. If this fails, the device stays as it is, for
+    /// Takes over a device after its server has died. If this fails, the device stays as it is, for
     /// another try.
     fn take_over(&mut self, reactors: &Reactors) -> Result<(), UblkError> {
         let params =
@@ -343,8 +343,8 @@ impl Ublk {
         Ok(())
     }
 
-    /// Returns an error if the image cannot keep what the kernel was told of the device when it was
-    /// made.
+    /// Returns an error if the image cannot keep the properties that the kernel got when the device
+    /// was made.
     fn check_takeover(&self, params: &Params) -> io::Result<()> {
         let disk = &self.shared.disk;
         let refuse = |what: &str| Err(io::Error::other(what.to_string()));

@@ -44,8 +44,8 @@ pub fn remove(id: u32, force: bool) -> Result<Option<Pid>, UblkError> {
     Ok(server)
 }
 
-/// Removes a device whose image's path belongs to another file now. Fails if the device is in use,
-/// because its users may have cached data of the first file.
+/// Removes a device if the path of its image belongs to another file now. Fails if the device is in
+/// use, because its users may have cached data of the first file.
 pub(super) fn replace(control: &mut Control, device: &DeviceInfo) -> Result<(), UblkError> {
     let id = device.id;
     let error = |source| UblkError::Device {

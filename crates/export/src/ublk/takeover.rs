@@ -1,4 +1,4 @@
-//! Takes over devices whose server has died.
+//! Takes over devices after their server has died.
 //!
 //! The driver keeps 64 bits for the server with each device. They identify the disk. What must
 //! hold: a device is never taken over for another disk. A file system on it would otherwise read
@@ -85,7 +85,7 @@ pub(super) fn lock(id: u32) -> Option<NumberLock> {
     })
 }
 
-/// Calls `add`, which adds a device whose number the driver chooses, and locks that number.
+/// Calls `add`, which adds a device and lets the driver choose the number, and locks that number.
 pub(super) fn lock_new<E>(add: impl FnOnce() -> Result<u32, E>) -> Result<Option<NumberLock>, E> {
     let _adding = wait_for(|| NumberLock::try_new(ADDING));
     add().map(|id| wait_for(|| NumberLock::try_new(id)))
@@ -139,7 +139,7 @@ fn wait_left(
             abi::S_QUIESCED => return Ok(Some(info)),
             // Its number becomes free when it is closed. `Ublk::add_when_free` waits for that.
             abi::S_DEAD if is_removed(&info) => return Ok(None),
-            // It belongs to another disk, whose server may be about to start it.
+            // It belongs to another disk, and a server of that disk may be about to start it.
             abi::S_DEAD if !is_ours(&info, options) => return Err(UblkError::Another { id }),
             // It was added but never started, because its server died before.
             abi::S_DEAD if !is_alive(&info) && locked => {

@@ -27,7 +27,7 @@ impl Session {
     ) -> io::Result<()> {
         match self.take(message) {
             Ok(Some((layout, file))) => socket::give_inflight(stream, &layout, file.as_fd()),
-            // The front end would wait for the answer for ever.
+            // The front end would wait for the answer without a limit.
             Err(e) if socket::has_data_answer(request) => Err(io::Error::other(e.to_string())),
             outcome if reply && self.state.acknowledges() => {
                 socket::acknowledge(stream, request, outcome.is_ok())

@@ -73,8 +73,8 @@ pub struct Tuning {
     pub in_band: bool,
     /// Register the guest's memory with io_uring, which pins it.
     pub pin_memory: bool,
-    /// Accept guest memory in files whose pages another process can withhold (FUSE, network file
-    /// systems).
+    /// Accept guest memory in files of FUSE and network file systems, although another process can
+    /// withhold their pages.
     pub any_memory_file: bool,
     pub second_client: SecondClient,
 }
@@ -178,7 +178,7 @@ impl Export for VhostUser {
         let disk = self.export.device.disk.clone();
         // The front end owns the other end of the channel and can block the sender, so nothing
         // waits for this thread.
-        let told = std::thread::Builder::new().name("config".into()).stack_size(256 << 10).spawn(
+        let sender = std::thread::Builder::new().name("config".into()).stack_size(256 << 10).spawn(
             move || {
                 if let Err(e) = channel.config_changed() {
                     tracing::warn!(
@@ -188,7 +188,7 @@ impl Export for VhostUser {
                 }
             },
         );
-        if let Err(e) = told {
+        if let Err(e) = sender {
             let disk = self.export.device.disk.name();
             tracing::warn!(
                 disk,
@@ -395,7 +395,7 @@ impl Messages {
             }
             Next::Other { request } => match self.handler.handle_request() {
                 Ok(()) => Ok(true),
-                // The front end would wait for the answer for ever.
+                // The front end would wait for the answer without a limit.
                 Err(e) if socket::has_data_answer(request) => Err(LetGo::Protocol(e.into())),
                 Err(Error::ReqHandlerError(_) | Error::InvalidOperation(_)) => Ok(true),
                 Err(Error::Disconnected) => Ok(false),

@@ -80,7 +80,7 @@ pub struct QueueSetup {
     pub event_idx: bool,
     pub inflight: Option<InflightRegion>,
     /// `base` is valid, and nothing of the ring is in flight, whatever the in-flight region says.
-    pub is_settled: bool,
+    pub is_base_valid: bool,
     pub kick: Option<OwnedFd>,
     /// The front end kicks by messages. Without a kick descriptor, the queue need not poll by a
     /// timer.
@@ -369,7 +369,7 @@ impl Queue {
         taken
     }
 
-    /// Makes requests of the chain whose descriptors are in `core.descs`. `entry`: its entry in the
+    /// Makes requests of the chain that was popped into `core.descs`. `entry`: its entry in the
     /// in-flight region, if it has one already.
     #[inline]
     fn begin(

@@ -88,9 +88,10 @@ impl Session {
     /// Maps memory and starts rings as the state says.
     fn begin(&mut self) -> Result<()> {
         self.map_table()?;
-        if let Some(told) = &self.state.inflight {
-            let file = self.duplicate(&told.file)?;
-            self.inflight = Some(self.map_inflight(file, (told.offset, told.len), told.queues)?);
+        if let Some(recorded) = &self.state.inflight {
+            let file = self.duplicate(&recorded.file)?;
+            self.inflight =
+                Some(self.map_inflight(file, (recorded.offset, recorded.len), recorded.queues)?);
         }
         *super::lock(&self.export.channel) = self.state.back_channel.clone();
         for index in 0..self.state.vrings.len() {
@@ -241,7 +242,7 @@ impl Session {
             packed: self.state.has(config::F_PACKED),
             event_idx: self.state.has(config::F_EVENT_IDX),
             inflight: self.inflight.clone(),
-            is_settled: vring.is_settled,
+            is_base_valid: vring.is_base_valid,
             kick: self.copy(&vring.kick)?,
             in_band: self.state.in_band(),
             call: self.call(index)?,

@@ -72,7 +72,7 @@ pub struct Vring {
     /// This session has stopped the ring after its last request. So nothing of the ring is in
     /// flight, and the front end's base is valid. (After a back end was killed, only the in-flight
     /// region has the position.)
-    pub is_settled: bool,
+    pub is_base_valid: bool,
     pub kick: Option<OwnedFd>,
     pub call: Option<OwnedFd>,
     pub error: Option<OwnedFd>,
@@ -314,7 +314,7 @@ impl SessionState {
     /// stay, because the front end keeps them across a reset.
     pub fn reset(&mut self) {
         for vring in &mut self.vrings {
-            *vring = Vring { is_settled: true, ..Vring::default() };
+            *vring = Vring { is_base_valid: true, ..Vring::default() };
         }
         self.features = 0;
     }
@@ -325,7 +325,7 @@ impl Vring {
     /// position is not known.
     pub fn stopped(&mut self, base: Option<u32>) {
         self.started = false;
-        self.is_settled = base.is_some();
+        self.is_base_valid = base.is_some();
         self.base = base.unwrap_or(self.base);
     }
 }

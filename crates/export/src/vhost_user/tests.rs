@@ -10,7 +10,7 @@ use rustix::net::sockopt;
 
 use super::*;
 
-/// Returns a TCP connection whose close takes a minute, because its other side does not read.
+/// Returns a TCP connection. Its close takes a minute, because the other side does not read.
 fn lingering() -> (TcpStream, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let mut ours = TcpStream::connect(listener.local_addr().unwrap()).unwrap();

@@ -16,7 +16,7 @@ struct Guest {
 
 #[derive(Default, PartialEq, Debug)]
 struct Shares {
-    looked: f64,
+    polled: f64,
     gathered: f64,
 }
 
@@ -33,17 +33,17 @@ impl Guest {
     fn run(&mut self, pause: Duration, rate: impl Fn(bool, bool) -> f64, time: Duration) -> Shares {
         let (start, mut times, mut shares) = (self.now, 0.0, Shares::default());
         while self.now - start < time {
-            let looks = self.policy.went_empty(self.now, self.done as u64).is_some();
+            let polls = self.policy.went_empty(self.now, self.done as u64).is_some();
             let gathers = self.policy.gather().is_some();
             self.now += pause;
             self.policy.requests_arrived(self.now);
-            self.now += Duration::from_secs_f64(1e-3 / rate(looks, gathers));
+            self.now += Duration::from_secs_f64(1e-3 / rate(polls, gathers));
             self.done += 1.0;
             times += 1.0;
-            shares.looked += f64::from(u8::from(looks));
+            shares.polled += f64::from(u8::from(polls));
             shares.gathered += f64::from(u8::from(gathers));
         }
-        Shares { looked: shares.looked / times, gathered: shares.gathered / times }
+        Shares { polled: shares.polled / times, gathered: shares.gathered / times }
     }
 }
 
@@ -56,9 +56,9 @@ fn us(n: u64) -> Duration {
 #[test]
 fn busy_polling_is_kept_if_it_is_faster_and_dropped_if_it_is_slower() {
     let mut auto = Guest::new(PollMode::Auto, false);
-    assert!(auto.run(us(2), |looks, _| if looks { 200.0 } else { 100.0 }, TIME).looked > 0.8);
+    assert!(auto.run(us(2), |polls, _| if polls { 200.0 } else { 100.0 }, TIME).polled > 0.8);
     let mut auto = Guest::new(PollMode::Auto, false);
-    assert!(auto.run(us(2), |looks, _| if looks { 90.0 } else { 100.0 }, TIME).looked < 0.1);
+    assert!(auto.run(us(2), |polls, _| if polls { 90.0 } else { 100.0 }, TIME).polled < 0.1);
     let mut off = Guest::new(PollMode::Off, true);
     assert_eq!(off.run(us(2), |_, _| 100.0, TIME), Shares::default());
 }
@@ -68,7 +68,7 @@ fn a_guest_with_long_pauses_is_not_busy_polled_for() {
     for by_stream in [false, true] {
         let mut auto = Guest::new(PollMode::Auto, by_stream);
         assert_eq!(
-            auto.run(us(1000), |looks, _| if looks { 200.0 } else { 100.0 }, TIME),
+            auto.run(us(1000), |polls, _| if polls { 200.0 } else { 100.0 }, TIME),
             Shares::default()
         );
     }
@@ -76,10 +76,10 @@ fn a_guest_with_long_pauses_is_not_busy_polled_for() {
 
 #[test]
 fn queues_of_streams_gather_if_that_is_faster() {
-    let gathering = |looks, gathers| {
+    let gathering = |polls, gathers| {
         if gathers {
             25.0
-        } else if looks {
+        } else if polls {
             10.0
         } else {
             20.0
@@ -113,14 +113,14 @@ fn a_guest_that_sends_one_request_at_a_time_ends_gathering() {
 #[test]
 fn a_machine_that_stands_still_for_a_moment_does_not_change_the_decision() {
     let mut auto = Guest::new(PollMode::Auto, false);
-    let looked = std::cell::Cell::new(0);
-    let rate = |looks, _| match looks {
-        true if looked.replace(looked.get() + 1) == 30 => 1.0 / 30.0,
+    let polled = std::cell::Cell::new(0);
+    let rate = |polls, _| match polls {
+        true if polled.replace(polled.get() + 1) == 30 => 1.0 / 30.0,
         true => 30.0,
         false => 20.0,
     };
     let shares = auto.run(us(20), rate, HOLD / 2);
-    assert!(looked.get() > 30 && shares.looked > 0.7, "{shares:?}");
+    assert!(polled.get() > 30 && shares.polled > 0.7, "{shares:?}");
 }
 
 #[test]
@@ -132,19 +132,19 @@ fn a_client_with_slow_answers_is_busy_polled_for_longer() {
             now,
             done: 0.0,
         };
-        let (mut looked, mut slept) = (0, 0);
+        let (mut polled, mut slept) = (0, 0);
         while guest.now - now < TIME {
             let busy_poll = guest.policy.went_empty(guest.now, guest.done as u64);
             // Without busy-polling, the server must be woken for each request.
             guest.now += us(60);
             guest.policy.requests_arrived(guest.now);
-            let found = busy_poll.is_some_and(|look| look >= needs);
+            let found = busy_poll.is_some_and(|time| time >= needs);
             guest.now += us(if found { 20 } else { 60 });
             guest.done += 1.0;
-            looked += u32::from(busy_poll == Some(BUSY_POLL_LONGER));
+            polled += u32::from(busy_poll == Some(BUSY_POLL_LONGER));
             slept += u32::from(busy_poll.is_none());
         }
-        (looked as f64 / guest.done, f64::from(slept) / guest.done)
+        (polled as f64 / guest.done, f64::from(slept) / guest.done)
     };
     assert!(run(us(60)).0 > 0.8, "{:?}", run(us(60)));
     // Where the short busy-poll is enough, the longer one is not used. Where neither helps, the
@@ -157,23 +157,23 @@ fn a_client_with_slow_answers_is_busy_polled_for_longer() {
 fn a_trial_whose_rate_does_not_last_is_repeated() {
     let mut auto = Guest::new(PollMode::Auto, false);
     // Sleeping is fast until the first trial has ended.
-    let first = auto.run(us(20), |looks, _| if looks { 40.0 } else { 55.0 }, WINDOW + us(40_000));
-    assert!(first.looked < 0.5, "{first:?}");
+    let first = auto.run(us(20), |polls, _| if polls { 40.0 } else { 55.0 }, WINDOW + us(40_000));
+    assert!(first.polled < 0.5, "{first:?}");
     assert!(
         matches!(auto.policy.state, State::Decided { rate: Some(_), .. }),
         "{:?}",
         auto.policy.state
     );
-    let later = auto.run(us(60), |looks, _| if looks { 40.0 } else { 15.0 }, HOLD / 2);
-    assert!(later.looked > 0.5, "{later:?}");
+    let later = auto.run(us(60), |polls, _| if polls { 40.0 } else { 15.0 }, HOLD / 2);
+    assert!(later.polled > 0.5, "{later:?}");
 }
 
 #[test]
 fn a_changed_load_starts_a_trial_at_once() {
     let mut auto = Guest::new(PollMode::Auto, false);
     // Runs long enough for the time between trials to grow.
-    auto.run(us(2), |looks, _| if looks { 90.0 } else { 100.0 }, TIME * 4);
-    assert!(auto.run(us(4), |looks, _| if looks { 40.0 } else { 20.0 }, TIME / 4).looked > 0.5);
+    auto.run(us(2), |polls, _| if polls { 90.0 } else { 100.0 }, TIME * 4);
+    assert!(auto.run(us(4), |polls, _| if polls { 40.0 } else { 20.0 }, TIME / 4).polled > 0.5);
 }
 
 /// Rates vary by a quarter, and one request in ten thousand takes longer than a slice. Busy-polling
@@ -183,15 +183,15 @@ fn noisy_rates_are_compared_by_their_medians() {
     for seed in 0..20 {
         for gain in [1.2, 0.8] {
             let random = std::cell::RefCell::new(Seeded(seed));
-            let rate = |looks: bool, _| {
+            let rate = |polls: bool, _| {
                 let mut random = random.borrow_mut();
                 let (noise, rare) = (random.next(), random.next());
-                let rate = if looks { 40.0 * gain } else { 40.0 } * (0.75 + noise / 2.0);
+                let rate = if polls { 40.0 * gain } else { 40.0 } * (0.75 + noise / 2.0);
                 if rare < 1e-4 { 0.1 } else { rate }
             };
             let mut auto = Guest::new(PollMode::Auto, false);
             let shares = auto.run(us(5), rate, TIME);
-            assert_eq!(shares.looked > 0.5, gain > 1.0, "seed {seed}, gain {gain}: {shares:?}");
+            assert_eq!(shares.polled > 0.5, gain > 1.0, "seed {seed}, gain {gain}: {shares:?}");
         }
     }
 }
@@ -202,7 +202,7 @@ fn figures_hold_the_choices_and_the_measured_rates() {
     let mut policy = PollingPolicy::new(PollMode::Auto, false, origin(), counters.clone());
     policy.set_notified_by_stream(false);
     let mut guest = Guest { policy, ..Guest::new(PollMode::Auto, false) };
-    guest.run(us(20), |looks, _| if looks { 40.0 } else { 20.0 }, TIME);
+    guest.run(us(20), |polls, _| if polls { 40.0 } else { 20.0 }, TIME);
     let figures = counters.polling.get();
     let (sleep, busy_poll) = (figures.of(Strategy::Sleep), figures.of(Strategy::BusyPoll));
     assert!(busy_poll.chosen > 0 && sleep.chosen == 0, "{figures:?}");

@@ -40,7 +40,7 @@ impl QueueHandle {
         })
     }
 
-    /// Stops all queues of a device whose session is blocked.
+    /// Stops all queues of a device. Used if its session is blocked.
     pub fn stop_all(device: &Arc<DeviceState>, reactors: &Reactors) {
         for remote in reactors.all() {
             let device = device.clone();

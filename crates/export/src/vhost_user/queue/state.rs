@@ -79,7 +79,7 @@ impl Core {
             if u32::from(noted.size()) < setup.size {
                 return Err(RingError::Inflight { ring: setup.size, region: noted.size() });
             }
-            if setup.is_settled {
+            if setup.is_base_valid {
                 noted.format_if_idle();
             }
         }

@@ -295,7 +295,7 @@ fn a_session_continues_with_the_state_of_another_one() {
     let mut state = front.session().release();
     assert_eq!(front.session().state.features, 0, "the session that released its state is as new");
     let ring = &state.vrings[0];
-    assert_eq!((ring.base, ring.is_settled, ring.started, ring.enabled), (3, true, true, true));
+    assert_eq!((ring.base, ring.is_base_valid, ring.started, ring.enabled), (3, true, true, true));
     assert_eq!(state.features, FEATURES);
     // The test changes the write cache to a value that a new session does not start with.
     assert!(std::mem::replace(&mut state.write_back, false));
@@ -322,7 +322,7 @@ fn a_session_continues_with_the_state_of_another_one() {
     );
     let session = front.session();
     let ring = &session.state.vrings[0];
-    assert_eq!((ring.base, ring.is_settled, ring.started), (5, true, false));
+    assert_eq!((ring.base, ring.is_base_valid, ring.started), (5, true, false));
     assert!(ring.kick.is_none() && ring.call.is_none());
 }
 
@@ -364,8 +364,8 @@ fn a_reset_keeps_memory_and_in_flight_region() {
     front.read();
     assert_eq!(front.send(R::RESET_DEVICE, &[], &[]), DONE);
     let session = front.session();
-    let settled = state::Vring { is_settled: true, ..state::Vring::default() };
-    assert_eq!(format!("{:?}", session.state.vrings[0]), format!("{settled:?}"));
+    let reset = state::Vring { is_base_valid: true, ..state::Vring::default() };
+    assert_eq!(format!("{:?}", session.state.vrings[0]), format!("{reset:?}"));
     assert_eq!((session.state.features, session.state.memory.len()), (0, 1));
     assert!(session.state.inflight.is_some() && session.running(0).is_none());
 }

@@ -164,16 +164,16 @@ fn a_reset_clears_rings_and_features_and_keeps_the_rest() {
     state.memory.push(MemoryRegion { guest: 0, user: 0, size: 4096, offset: 0, file: None });
     state.reset();
     assert_eq!((state.features, state.protocol, state.memory.len()), (0, protocol, 1));
-    let settled = format!("{:?}", Vring { is_settled: true, ..Vring::default() });
-    state.vrings.iter().for_each(|vring| assert_eq!(format!("{vring:?}"), settled));
+    let reset = format!("{:?}", Vring { is_base_valid: true, ..Vring::default() });
+    state.vrings.iter().for_each(|vring| assert_eq!(format!("{vring:?}"), reset));
 }
 
 #[test]
 fn the_base_of_a_ring_is_valid_only_if_the_ring_was_stopped() {
     let mut vring = Vring { base: 5, started: true, ..Vring::default() };
     vring.stopped(Some(9));
-    assert_eq!((vring.base, vring.is_settled, vring.started), (9, true, false));
+    assert_eq!((vring.base, vring.is_base_valid, vring.started), (9, true, false));
     vring.started = true;
     vring.stopped(None);
-    assert_eq!((vring.base, vring.is_settled, vring.started), (9, false, false));
+    assert_eq!((vring.base, vring.is_base_valid, vring.started), (9, false, false));
 }
