@@ -11,9 +11,9 @@ mod history;
 use std::sync::Arc;
 use std::time::Duration;
 
-use blockyard_driver::ring::{Buffer, RingOptions};
+use blockyard_driver::ring::{Buffer, Ring as _, RingOptions};
 use blockyard_driver::{Memory, PackedRing, SplitRing};
-use blockyard_export::vhost_user::parts;
+use blockyard_export::vhost_user::parts::{self, MAX_CHAIN, RingError};
 use history::{History, Layout, Step};
 use proptest::prelude::*;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
@@ -240,6 +240,31 @@ fn no_notification_is_lost() {
             );
         }
     }
+}
+
+/// A front end can write any number of indirect descriptors into the in-flight region.
+#[test]
+fn a_chain_from_the_in_flight_region_has_no_more_descriptors_than_one_from_the_ring() {
+    let options = RingOptions { size: 64, slots: 1, event_idx: false, indirect: false };
+    let mut memory = Memory::new(1 << 20).unwrap();
+    let at = PackedRing::new(&mut memory, options).unwrap().addresses();
+    let (table, slice) = memory.piece(MAX_CHAIN as u64 * 16, 16).unwrap();
+    for index in 0..MAX_CHAIN {
+        slice.copy_in(index * 16 + 8, 1u32.to_le_bytes());
+    }
+    let guest = std::rc::Rc::new(history::map(&memory));
+    let parts = (at.desc, at.avail, at.used);
+    let ring = parts::PackedRing::new(guest, parts, 64, 0, false).unwrap();
+    let mut indirect = [0; 16];
+    indirect[..8].copy_from_slice(&table.to_le_bytes());
+    indirect[8..12].copy_from_slice(&(MAX_CHAIN as u32 * 16).to_le_bytes());
+    indirect[14..].copy_from_slice(&4u16.to_le_bytes());
+    let mut descs = Vec::new();
+    assert_eq!(ring.retake(&[indirect], &mut descs).unwrap().count, 1);
+    assert_eq!(descs.len(), MAX_CHAIN);
+    let refused = ring.retake(&[indirect; 30], &mut descs);
+    assert!(matches!(refused, Err(RingError::ChainTooLong { .. })), "{refused:?}");
+    assert!(descs.len() <= 2 * MAX_CHAIN);
 }
 
 /// Limits of ring sizes, addresses and positions.

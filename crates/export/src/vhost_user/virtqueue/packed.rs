@@ -172,6 +172,10 @@ impl PackedRing {
             } else {
                 push(id, addr, len, flags, descs)?;
             }
+            // The region is the front end's memory, so it may hold any number of indirect tables.
+            if descs.len() > MAX_CHAIN {
+                return Err(RingError::ChainTooLong { head: id, max: MAX_CHAIN });
+            }
         }
         if id < self.size {
             Ok(Head { id, count: raw.len() as u16 })
