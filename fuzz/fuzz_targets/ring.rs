@@ -12,7 +12,7 @@ use std::rc::Rc;
 
 use blockyard_disk::Op;
 use blockyard_export::vhost_user::parts::{
-    Ask, Head, Inflight, InflightRegion, MAX_CHAIN, Ring, Terms, allocate, parse,
+    Action, Head, Inflight, InflightRegion, MAX_CHAIN, ParseContext, Ring, allocate, parse,
 };
 use blockyard_ring::{GuestMemory, Mapper, Segments};
 use guest::{Bytes, Shape, change, memory};
@@ -80,7 +80,7 @@ impl Device {
 
     /// False: the ring is broken.
     fn parse(&mut self, head: Head, descs: &[blockyard_export::vhost_user::parts::Desc]) -> bool {
-        let terms = Terms { memory: &self.memory, serial: "serial", fua: false };
+        let terms = ParseContext { memory: &self.memory, serial: "serial", fua: false };
         let Ok(parsed) = parse(head.id, descs, terms, &mut self.segments) else { return false };
         let entry = match (&mut self.inflight, &self.ring) {
             (None, _) => head.id,
@@ -92,8 +92,8 @@ impl Device {
         };
         assert_ne!(entry, u16::MAX, "the region is full");
         self.taken.push((head, entry));
-        match parsed.ask {
-            Ask::One { op: op @ (Op::Read | Op::Write { .. }), offset, len } => {
+        match parsed.action {
+            Action::One { op: op @ (Op::Read | Op::Write { .. }), offset, len } => {
                 assert!(offset.is_multiple_of(512) && len.is_multiple_of(512) && len <= 256 << 20);
                 assert_eq!(self.segments.len() as u64, len);
                 assert!(self.segments.count() <= 1024);
@@ -107,12 +107,12 @@ impl Device {
                     }
                 }
             }
-            Ask::One { offset, len, .. } => assert!(offset.is_multiple_of(512) && len <= 1 << 30),
-            Ask::Ranges { ranges, .. } => {
+            Action::One { offset, len, .. } => assert!(offset.is_multiple_of(512) && len <= 1 << 30),
+            Action::Ranges { ranges, .. } => {
                 assert!((2..=64).contains(&ranges.len()));
                 assert!(ranges.iter().all(|(offset, len)| offset.is_multiple_of(512) && *len <= 1 << 30));
             }
-            Ask::Now { written, .. } => assert!((1..=21).contains(&written)),
+            Action::Now { written, .. } => assert!((1..=21).contains(&written)),
         }
         // Checked when it was parsed.
         self.memory.write_byte(parsed.status, 0).unwrap();

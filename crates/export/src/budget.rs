@@ -21,6 +21,7 @@ use blockyard_ring::Handle;
 /// Descriptors in an iteration's budget: about 50 us of work. Each request also counts as
 /// [`REQUEST`] descriptors.
 const DESCRIPTORS: u32 = 1024;
+/// A request counts as this many descriptors, in addition to its own.
 pub const REQUEST: u32 = 8;
 /// Bytes in an iteration's budget. Storage that answers at once copies these bytes during the
 /// iteration.

@@ -38,6 +38,8 @@ enum Load<T: Token> {
 }
 
 impl<T: Token + 'static> Lanes<T> {
+    /// Returns the lanes of a queue. `has_write_back` returns whether the guest sees a volatile
+    /// write cache now.
     pub fn new(
         handle: &Handle,
         served: Rc<LocalDisk<Store>>,

@@ -18,6 +18,7 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::net::SocketFlags;
 
+/// Reasons why a socket or address cannot be listened on.
 #[derive(Debug, thiserror::Error)]
 pub enum SocketError {
     #[error(

@@ -20,12 +20,14 @@ pub struct Log {
 }
 
 impl Log {
+    /// Logs `what` as information on a disk or its queue, unless there were too many such lines.
     pub fn info(&self, disk: &str, queue: Option<u16>, what: Arguments<'_>) {
         if let Some(withheld) = self.infos.admit(Instant::now()) {
             tracing::info!(disk, queue, "{what}{}", Withheld(withheld));
         }
     }
 
+    /// Logs `what` as a warning on a disk or its queue, unless there were too many such lines.
     pub fn warn(&self, disk: &str, queue: Option<u16>, what: Arguments<'_>) {
         if let Some(withheld) = self.warnings.admit(Instant::now()) {
             tracing::warn!(disk, queue, "{what}{}", Withheld(withheld));
@@ -33,6 +35,7 @@ impl Log {
     }
 }
 
+/// A limit on the rate of log lines: a burst, and then one line for each pause.
 #[derive(Debug, Default)]
 pub(crate) struct Budget(Mutex<State>);
 
@@ -65,6 +68,7 @@ impl Budget {
     }
 }
 
+/// Displays how many lines were left out, or nothing for 0.
 pub(crate) struct Withheld(pub u64);
 
 impl std::fmt::Display for Withheld {

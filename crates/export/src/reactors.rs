@@ -10,6 +10,7 @@ use blockyard_ring::{Executor, Pulse, Remote};
 
 use crate::watchdog::Watchdog;
 
+/// The reactors and their watchdog.
 pub struct Reactors {
     reactors: Vec<Reactor>,
     watchdog: Option<Watchdog>,

@@ -21,6 +21,7 @@ use crate::log::{Budget, Withheld};
 const PERIOD: Duration = Duration::from_millis(400);
 const CHECKS: u32 = 3;
 
+/// Watches the reactors from its own thread. Drop ends it.
 pub struct Watchdog {
     watcher: Arc<Watcher>,
     stop: Arc<AtomicBool>,

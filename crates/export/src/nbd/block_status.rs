@@ -25,6 +25,7 @@ const LOOKUPS_AT_ONCE: usize = 64;
 /// Most bytes of a request's payload: the effect length and the context ids.
 pub const MOST_PAYLOAD: u64 = 8 + 4 * 16;
 
+/// The metadata contexts that this server has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Context {
     Allocation,
@@ -35,6 +36,7 @@ pub enum Context {
 impl Context {
     pub const ALL: [Context; 3] = [Context::Allocation, Context::Depth, Context::Layers];
 
+    /// Returns the context's name in the protocol.
     pub fn name(self) -> &'static str {
         match self {
             Context::Allocation => "base:allocation",
@@ -92,6 +94,7 @@ impl Contexts {
         }
     }
 
+    /// Adds all contexts.
     pub fn choose_all(&mut self) {
         self.0 = Context::ALL.to_vec();
     }

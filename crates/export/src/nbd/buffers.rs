@@ -20,6 +20,7 @@ const KEPT: usize = 32 << 20;
 const SMALLEST: usize = 4096;
 const SIZES: usize = 14;
 
+/// The free buffers of a reactor, and the quota for buffers in use.
 #[derive(Default)]
 pub struct Buffers {
     free: RefCell<[Vec<Segments>; SIZES]>,

@@ -24,6 +24,7 @@ const MOST_HELD: usize = 64 << 20;
 /// Bytes of a write of zeroes that are done at a time.
 pub const ZEROED_AT_A_TIME: u64 = 1 << 30;
 
+/// The state of one connection in its transmission phase.
 pub struct Connection {
     pub handle: Handle,
     pub stream: Rc<Stream>,
@@ -77,6 +78,7 @@ impl Connection {
         }))
     }
 
+    /// Queues the answer of a request, and wakes the sender.
     #[inline]
     pub fn reply(&self, request: &wire::Request, status: Result<(), u32>, body: Body) {
         let reply = Reply { request: *request, status, body };
@@ -92,6 +94,7 @@ impl Connection {
         self.idle.leave();
     }
 
+    /// Returns the connection's use of the reactor's buffer quota.
     pub fn usage(&self) -> &Rc<Usage> {
         &self.stream.usage
     }
@@ -110,6 +113,7 @@ impl Connection {
         self.buffers.take(&self.handle, len, self.usage()).await
     }
 
+    /// Frees a buffer that was taken with `len` bytes.
     pub fn give_back(&self, buffer: Segments, len: usize) {
         self.held.set(self.held.get() - len);
         self.buffers.give_back(buffer, len, self.usage());

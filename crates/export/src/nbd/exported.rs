@@ -90,10 +90,12 @@ impl Exported {
         self
     }
 
+    /// Replaces the list of permitted names.
     pub(super) fn allow(&self, names: &[String]) {
         *self.allowed.lock().unwrap_or_else(PoisonError::into_inner) = names.to_vec();
     }
 
+    /// Returns whether this client may use the disk.
     pub(super) fn is_for(&self, peer: &Peer) -> bool {
         let knows = |name: &String| peer.names.iter().any(|has| has.eq_ignore_ascii_case(name));
         let allowed = self.allowed.lock().unwrap_or_else(PoisonError::into_inner);

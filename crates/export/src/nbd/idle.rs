@@ -16,6 +16,7 @@ use super::exported::Exported;
 use crate::policy::Counters;
 use crate::policy::polling::PollingPolicy;
 
+/// The state of one disk on one reactor.
 pub struct Idle {
     handle: Handle,
     disk: Arc<Disk>,

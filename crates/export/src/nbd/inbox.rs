@@ -14,6 +14,7 @@ use super::stream::Stream;
 /// Size of the buffer, and so of a read, in bytes.
 const SIZE: usize = 128 << 10;
 
+/// The received bytes that are not parsed yet.
 pub struct Inbox {
     buffer: Segments,
     start: usize,

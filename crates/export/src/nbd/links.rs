@@ -76,6 +76,7 @@ impl Link {
         let _ = self.exported.set(exported.clone());
     }
 
+    /// Returns whether the client was disconnected because it had chosen no export in time.
     pub fn was_late(&self) -> bool {
         self.late.get()
     }

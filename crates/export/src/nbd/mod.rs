@@ -70,6 +70,7 @@ pub struct Server {
 }
 
 impl Server {
+    /// Starts the thread that accepts clients. `address` is shown in the log.
     pub fn start(
         listener: Listener,
         address: &str,
@@ -95,6 +96,7 @@ impl Server {
         Ok(Arc::new(Server { shared, reactors, thread: Some(thread) }))
     }
 
+    /// Returns the address, as the log shows it.
     pub fn address(&self) -> &str {
         &self.shared.address
     }

@@ -29,6 +29,7 @@ const MOST_OPTIONS: u32 = 1024;
 const MOST_NAMES: usize = 8;
 const MOST_NAME: usize = 200;
 
+/// The negotiation with one client.
 pub struct Negotiation<'a> {
     shared: &'a Shared,
     tls: Option<&'a ServerTls>,
@@ -457,6 +458,7 @@ fn printable(text: &[u8]) -> String {
     String::from_utf8_lossy(&text[..text.len().min(MOST_NAME)]).escape_debug().to_string()
 }
 
+/// Returns an error for a client that breaks the protocol.
 pub fn invalid(what: String) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, what)
 }

@@ -7,9 +7,8 @@
 //! - All bytes beyond these are at most [`MOST`] for all connections together.
 //! - A request waits only while the quota is used up. The connection that holds least is served
 //!   first.
-//! - Payloads get their memory in steps, and could deadlock. So the last
-//!   [`LONGEST`] bytes of the quota are reserved for one payload at a time, which can then be
-//!   completed.
+//! - Payloads get their memory in steps, so they could deadlock. To prevent that, the last
+//!   [`LONGEST`] bytes of the quota are reserved for one payload at a time, which can complete.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -25,6 +24,7 @@ pub const GUARANTEED: usize = 256 << 10;
 /// Most bytes of a payload.
 const LONGEST: usize = wire::MOST_PAYLOAD as usize;
 
+/// The quota of one reactor, and the requests that wait for it.
 #[derive(Default)]
 pub struct Quota {
     /// Bytes that all connections hold beyond their guaranteed bytes.
@@ -70,6 +70,7 @@ struct Waiting {
 }
 
 impl Usage {
+    /// Returns the number of bytes that the connection holds.
     pub fn held(&self) -> usize {
         self.held.get()
     }
@@ -128,10 +129,12 @@ impl Quota {
         self.alarm.set(Some(alarm));
     }
 
+    /// Returns whether a request waits.
     pub fn is_short(&self) -> bool {
         !self.waiting.borrow().is_empty()
     }
 
+    /// Returns `size` bytes, and grants waiting requests.
     #[inline]
     pub fn give_back(&self, usage: &Usage, size: usize) {
         let held = usage.held.replace(usage.held.get() - size);

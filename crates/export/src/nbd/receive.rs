@@ -39,6 +39,7 @@ const MOST_UNSENT: u64 = 1 << 20;
 /// disconnected.
 const MOST_SKIPPED: u64 = 64 << 20;
 
+/// The receiving side of a connection.
 pub struct Receiver {
     connection: Rc<Connection>,
     workers: Rc<Workers>,

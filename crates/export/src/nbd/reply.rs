@@ -4,12 +4,14 @@ use blockyard_disk::{Failure, Op};
 use blockyard_nbd::wire::{self, Chunk, Headers, SimpleReply, chunk, cmd, errno};
 use blockyard_ring::Segments;
 
+/// An answer to `request`. `status` is an error code of the protocol.
 pub struct Reply {
     pub request: wire::Request,
     pub status: Result<(), u32>,
     pub body: Body,
 }
 
+/// The contents of an answer.
 pub enum Body {
     None,
     /// Data of a read. (A write's buffer is returned this way, too.)

@@ -20,6 +20,7 @@ fn progress(held: usize) -> usize {
 /// Size of the socket's send buffer in bytes, as far as the kernel allows it.
 const SENT_AHEAD: usize = 256 << 10;
 
+/// A connection's socket, plain or with TLS.
 pub struct Stream {
     plain: Link,
     /// Set when TLS begins.
@@ -59,6 +60,7 @@ impl Stream {
         })
     }
 
+    /// Returns the client's address, for the log.
     pub fn from(&self) -> &str {
         &self.from
     }
@@ -135,10 +137,12 @@ impl Stream {
         self.link().close();
     }
 
+    /// Shuts both directions of the socket down.
     pub fn shutdown(&self) {
         self.plain.shutdown();
     }
 
+    /// Shuts the receiving direction of the socket down.
     pub fn shutdown_read(&self) {
         self.plain.shutdown_read();
     }

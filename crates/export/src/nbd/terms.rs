@@ -7,6 +7,7 @@ use blockyard_nbd::wire::{self, Headers, cmd, errno, export, flag};
 use super::block_status::Contexts;
 use super::exported::Exported;
 
+/// The chosen export, header format and contexts.
 pub struct Terms {
     pub exported: Arc<Exported>,
     pub headers: Headers,

@@ -82,6 +82,8 @@ pub(crate) struct Coalescer {
 }
 
 impl Coalescer {
+    /// `wait`: longest time that a completion may wait. `queue_size`: number of entries of the
+    /// ring.
     pub fn new(wait: Duration, queue_size: u16, counters: Rc<Counters>) -> Self {
         let most = (u32::from(queue_size) / 4).clamp(1, 32);
         Coalescer { wait, most, pending: 0, due: None, skip: 0, next_skip: SKIP, counters }

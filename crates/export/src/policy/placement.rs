@@ -27,6 +27,7 @@ impl PlacementFigures {
     }
 }
 
+/// Decides on which processors the reactor's thread runs.
 #[derive(Debug)]
 pub(crate) struct Placement {
     /// The reactor's own processors, and those that guest and reactor share. `None` if the guest
@@ -44,6 +45,7 @@ impl Placement {
         Placement { sets, co_located: false, counters }
     }
 
+    /// Returns whether co-location is possible.
     pub fn can_move(&self) -> bool {
         self.sets.is_some()
     }

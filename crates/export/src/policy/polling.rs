@@ -67,6 +67,7 @@ const WINDOW: Duration = Duration::from_millis(50);
 const WINDOWS: u32 = 2;
 const SAME_LOAD: std::ops::Range<f64> = 0.5..2.0;
 
+/// How a queue polls (`--poll`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PollMode {
     /// Tries the strategies, and keeps the fastest.
@@ -97,6 +98,7 @@ impl Strategy {
         Strategy::GatherCoLocated,
     ];
 
+    /// Returns the strategy's name for the log.
     pub fn name(self) -> &'static str {
         match self {
             Strategy::Sleep => "sleep",
@@ -139,6 +141,7 @@ impl TrialFigures {
 }
 
 impl PollingFigures {
+    /// Returns the figures of one strategy.
     pub fn of(&self, strategy: Strategy) -> TrialFigures {
         self.strategies[strategy as usize]
     }
@@ -268,6 +271,7 @@ enum State {
     },
 }
 
+/// Decides what one queue, or the NBD connections of one disk, do when idle.
 #[derive(Debug)]
 pub(crate) struct PollingPolicy {
     mode: PollMode,

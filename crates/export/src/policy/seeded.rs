@@ -4,6 +4,7 @@
 pub struct Seeded(pub u64);
 
 impl Seeded {
+    /// Returns the next number.
     pub fn next(&mut self) -> f64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;

@@ -49,6 +49,7 @@ const MAX_WAIT: Duration = Duration::from_secs(5);
 /// thread for seconds. If a takeover gave up, its device would have no server.
 const MAX_START: Duration = Duration::from_secs(30);
 
+/// Reasons why a device cannot be made, taken over or removed.
 #[derive(Debug, thiserror::Error)]
 pub enum UblkError {
     #[error("/dev/ublk-control: {}", explain_control(.0))]
@@ -194,6 +195,7 @@ impl Ublk {
         ublk::block_device(self.device.id)
     }
 
+    /// Returns the N of /dev/ublkbN.
     pub fn id(&self) -> u32 {
         self.device.id
     }

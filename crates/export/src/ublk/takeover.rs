@@ -185,8 +185,8 @@ pub(super) fn begin(control: &mut Control, info: &DeviceInfo) -> io::Result<()> 
                 std::thread::sleep(Duration::from_millis(10))
             }
             // Linux before 6.7 refuses this if no queue of a quiesced device has had a server since
-            // the last recovery, because that server was killed during its takeover. Then there is
-            // nothing to forget.
+            // the last recovery. That happens if the server was killed during its takeover. Then
+            // there is nothing to forget.
             Err(Some(Errno::INVAL)) if is_quiesced(control, info.id) => return Ok(()),
             _ => return begun,
         }

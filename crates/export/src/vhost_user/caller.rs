@@ -27,6 +27,7 @@ struct Calls {
 }
 
 impl Caller {
+    /// Starts the thread for a session with this number of queues.
     pub fn start(channel: Arc<BackChannel>, queues: u16) -> io::Result<Arc<Self>> {
         let wanted = (0..queues).map(|_| AtomicBool::new(false)).collect();
         let calls =

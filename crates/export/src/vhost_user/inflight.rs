@@ -86,8 +86,8 @@ fn layout(is_packed: bool) -> (usize, usize) {
     if is_packed { (packed::HEADER, packed::ENTRY) } else { (split::HEADER, split::ENTRY) }
 }
 
-/// Length of our own notes in bytes. They are behind the queues' parts in a region that we made,
-/// and hold what the guest has set and the front end does not repeat. Front ends hand on the whole
+/// Length of our own notes in bytes. They are behind the queues' parts, in regions that we made.
+/// They hold settings of the guest that the front end does not repeat. Front ends hand on the whole
 /// region, so the next back end gets the notes too.
 const NOTES: u64 = 64;
 const NOTES_MARK: u64 = u64::from_le_bytes(*b"blkyard1");
@@ -244,6 +244,7 @@ impl Inflight {
 
     // Split rings: a chain's entry is the index of its head.
 
+    /// Notes that the chain at `head` is taken.
     pub fn taken_split(&mut self, head: u16) {
         self.counter = self.counter.wrapping_add(1);
         let at = self.at(head);
@@ -251,6 +252,7 @@ impl Inflight {
         self.set_inflight(at, true);
     }
 
+    /// Notes that the chain's used element is pushed, and will be published with the next batch.
     pub fn pushed_split(&mut self, head: u16) {
         let at = self.at(head);
         self.store(at + split::NEXT, self.load(split::LAST_BATCH_HEAD));
@@ -258,6 +260,7 @@ impl Inflight {
         self.batch.push(head);
     }
 
+    /// Notes that the batch is published. `used_index` is the ring's used index now.
     pub fn published_split(&mut self, used_index: u16) {
         self.clear_batch();
         self.store(split::USED_IDX, used_index);
@@ -310,6 +313,7 @@ impl Inflight {
         entry
     }
 
+    /// Notes that the chain's used element is pushed, and will be published with the next batch.
     pub fn pushed_packed(&mut self, entry: u16) {
         // The entry becomes free only when it is published, because until then chains take entries
         // from the same free list.

@@ -50,7 +50,7 @@ pub mod parts {
     pub use super::inflight::{Inflight, InflightRegion, PackedChain, allocate, queue_bytes};
     pub use super::notify::Call;
     pub use super::queue::{DeviceState, QueueHandle, QueueSetup};
-    pub use super::request::{Ask, Parsed, Terms, parse};
+    pub use super::request::{Action, ParseContext, Parsed, parse};
     pub use super::virtqueue::{Desc, Head, MAX_CHAIN, PackedRing, Ring, RingError, SplitRing};
     pub use crate::log::Log;
 }
@@ -336,7 +336,7 @@ fn listen(export: &Arc<Shared>, listener: &Listener) {
 
 /// Why a front end is disconnected.
 #[derive(Debug, thiserror::Error)]
-enum LetGo {
+enum Disconnect {
     #[error("cannot duplicate its socket: {0}")]
     Copying(io::Error),
     /// A message that cannot be answered.
@@ -345,12 +345,16 @@ enum LetGo {
 }
 
 /// Handles one front end's messages until it disconnects.
-fn serve(export: &Arc<Shared>, client: Client, waiting: &mut Waiting<'_>) -> Result<(), LetGo> {
+fn serve(
+    export: &Arc<Shared>,
+    client: Client,
+    waiting: &mut Waiting<'_>,
+) -> Result<(), Disconnect> {
     let Client { stream, process } = client;
-    let connection = stream.try_clone().map_err(LetGo::Copying)?;
+    let connection = stream.try_clone().map_err(Disconnect::Copying)?;
     let session = Session::new(export.clone(), process, export.new_state())
-        .map_err(|e| LetGo::Protocol(e.into()))?;
-    let mut messages = Messages::new(stream, session).map_err(LetGo::Copying)?;
+        .map_err(|e| Disconnect::Protocol(e.into()))?;
+    let mut messages = Messages::new(stream, session).map_err(Disconnect::Copying)?;
     *lock(&export.connection) = Some(Connection { stream: connection, process });
     let result = loop {
         if export.stop.load(Ordering::SeqCst) {
@@ -386,20 +390,20 @@ impl Messages {
     }
 
     /// Waits for the next message and handles it. Returns false if the front end has disconnected.
-    fn next(&mut self) -> Result<bool, LetGo> {
-        match socket::next(&self.stream).map_err(|e| LetGo::Protocol(e.into()))? {
+    fn next(&mut self) -> Result<bool, Disconnect> {
+        match socket::next(&self.stream).map_err(|e| Disconnect::Protocol(e.into()))? {
             Next::Gone => Ok(false),
             Next::Taken { request, reply, message } => {
                 let answered = lock(&self.session).answer(&self.stream, request, reply, message);
-                answered.map(|()| true).map_err(|e| LetGo::Protocol(e.into()))
+                answered.map(|()| true).map_err(|e| Disconnect::Protocol(e.into()))
             }
             Next::Other { request } => match self.handler.handle_request() {
                 Ok(()) => Ok(true),
                 // The front end would wait for the answer without a limit.
-                Err(e) if socket::has_data_answer(request) => Err(LetGo::Protocol(e.into())),
+                Err(e) if socket::has_data_answer(request) => Err(Disconnect::Protocol(e.into())),
                 Err(Error::ReqHandlerError(_) | Error::InvalidOperation(_)) => Ok(true),
                 Err(Error::Disconnected) => Ok(false),
-                Err(e) => Err(LetGo::Protocol(e.into())),
+                Err(e) => Err(Disconnect::Protocol(e.into())),
             },
         }
     }

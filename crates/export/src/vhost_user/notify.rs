@@ -42,6 +42,7 @@ impl Call {
         matches!(self, Call::Stream(_))
     }
 
+    /// Signals the guest. Never blocks.
     #[inline]
     pub fn ring(&mut self) {
         match self {

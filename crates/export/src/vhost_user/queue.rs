@@ -30,7 +30,7 @@ use blockyard_ring::{GuestMemory, Handle, Reply, Segments, Signal, Watch, park};
 use super::inflight::InflightRegion;
 use super::notify::{Call, signal_error};
 use super::placement;
-use super::request::{Ask, Terms, parse, wire_status};
+use super::request::{Action, ParseContext, parse, wire_status};
 use super::virtqueue::{Head, RingError};
 use crate::PollMode;
 use crate::budget::{self, Budget, REQUEST};
@@ -40,7 +40,7 @@ use crate::policy::Counters;
 use crate::policy::notify::Coalesce;
 use crate::policy::placement::Placement;
 use crate::start::StartError;
-use state::{Again, Core, Pending};
+use state::{Core, Pending, Unanswered};
 
 pub use handle::QueueHandle;
 
@@ -98,6 +98,7 @@ pub struct QueueSetup {
 #[derive(Default)]
 struct Queues(RefCell<HashMap<u64, Rc<Queue>>>);
 
+/// A virtqueue that runs on a reactor.
 pub struct Queue {
     index: u16,
     handle: Handle,
@@ -146,7 +147,7 @@ impl Queue {
         let placement =
             Placement::new(placement::home(), placement::guest(setup.peer), counters.clone());
         let core = Core::new(&mut setup, placement, handle.now(), counters);
-        let (core, again) = core.map_err(|e| StartError::ring("", e))?;
+        let (core, unanswered) = core.map_err(|e| StartError::ring("", e))?;
         let queue = Rc::new(Queue {
             index: setup.index,
             handle: handle.clone(),
@@ -166,7 +167,7 @@ impl Queue {
         });
         handle.local::<Queues>().0.borrow_mut().insert(id, queue.clone());
         let watch = kick.map(|fd| handle.watch(fd));
-        handle.spawn(queue.run(watch, again));
+        handle.spawn(queue.run(watch, unanswered));
         Ok(())
     }
 
@@ -177,14 +178,14 @@ impl Queue {
         self.wake.ring();
     }
 
-    async fn run(self: Rc<Self>, mut watch: Option<Watch>, again: Vec<Again>) {
+    async fn run(self: Rc<Self>, mut watch: Option<Watch>, unanswered: Vec<Unanswered>) {
         self.handle.label(&format!("disk {}, queue {}", self.device.disk.name(), self.index));
         // Requests of the previous back end count as new ones for a throttle that is still in debt.
         // A drain waits for them too, because the in-flight region contains them.
-        while let Some(time) = self.held_back(!again.is_empty()) {
+        while let Some(time) = self.held_back(!unanswered.is_empty()) {
             self.handle.sleep(time).await;
         }
-        self.take_again(again).await;
+        self.repeat_unanswered(unanswered).await;
         if self.stopping.borrow().is_some() {
             self.served.drain();
         }
@@ -384,10 +385,11 @@ impl Queue {
             return Err(RingError::Id(head.id));
         }
         let fua = !self.device.write_back.load(Ordering::Relaxed);
-        let terms = Terms { memory: &core.memory, serial: &self.device.disk.options().serial, fua };
+        let context =
+            ParseContext { memory: &core.memory, serial: &self.device.disk.options().serial, fua };
         let mut segments = core.pool.pop().unwrap_or_default();
         let descriptors = core.descs.len() as u32 + REQUEST;
-        let parsed = parse(head.id, &core.descs, terms, &mut segments)?;
+        let parsed = parse(head.id, &core.descs, context, &mut segments)?;
         let entry = entry.unwrap_or_else(|| core.note_taken(head));
         let mut pending = Pending {
             parts: 1,
@@ -400,11 +402,11 @@ impl Queue {
         let arrived = self.handle.now();
         self.budget.spend(
             self.handle.iteration(),
-            descriptors * parsed.ask.requests(),
+            descriptors * parsed.action.requests(),
             segments.len() as u64,
         );
-        match parsed.ask {
-            Ask::One { op, offset, len } => {
+        match parsed.action {
+            Action::One { op, offset, len } => {
                 if op == blockyard_disk::Op::Read {
                     pending.written += len as u32;
                 }
@@ -413,7 +415,7 @@ impl Queue {
                 let token = ChainToken { queue: self.clone(), id: head.id };
                 requests.push(Request::new(op, offset, len, segments, arrived, token));
             }
-            Ask::Ranges { op, ranges } => {
+            Action::Ranges { op, ranges } => {
                 pending.parts = ranges.len() as u32;
                 core.pending[usize::from(head.id)] = pending;
                 self.in_flight.set(self.in_flight.get() + pending.parts);
@@ -429,7 +431,7 @@ impl Queue {
                     ));
                 }
             }
-            Ask::Now { status, written, op } => {
+            Action::Now { status, written, op } => {
                 if let Some(op) = op {
                     self.served.count_refused(op);
                 }
@@ -481,19 +483,19 @@ impl Queue {
 
     /// Starts the requests that the previous back end left unanswered, within the budget of each
     /// iteration.
-    async fn take_again(self: &Rc<Self>, again: Vec<Again>) {
-        if !again.is_empty() {
+    async fn repeat_unanswered(self: &Rc<Self>, unanswered: Vec<Unanswered>) {
+        if !unanswered.is_empty() {
             self.device.log.info(
                 self.device.disk.name(),
                 Some(self.index),
                 format_args!(
                     "{} requests were in flight when the last back end ended: repeating them",
-                    again.len()
+                    unanswered.len()
                 ),
             );
         }
         let mut requests = Vec::new();
-        for chain in again {
+        for chain in unanswered {
             let head = self.core.borrow_mut().retake(&chain);
             if let Err(e) =
                 head.and_then(|head| self.begin(head, Some(chain.entry()), &mut requests))

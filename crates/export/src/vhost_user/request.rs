@@ -26,7 +26,7 @@ pub const S_UNSUPP: u8 = 2;
 
 /// What a chain asks for.
 #[derive(Debug)]
-pub enum Ask {
+pub enum Action {
     /// One request for `len` bytes at `offset`, both in bytes.
     One { op: Op, offset: u64, len: u64 },
     /// Several ranges with one status. Each is offset and length in bytes.
@@ -35,27 +35,28 @@ pub enum Ask {
     Now { status: Status, written: u32, op: Option<Op> },
 }
 
-impl Ask {
+impl Action {
     /// Number of requests for the disk, or 1 if there is none.
     #[inline]
     pub fn requests(&self) -> u32 {
         match self {
-            Ask::Ranges { ranges, .. } => ranges.len() as u32,
-            Ask::One { .. } | Ask::Now { .. } => 1,
+            Action::Ranges { ranges, .. } => ranges.len() as u32,
+            Action::One { .. } | Action::Now { .. } => 1,
         }
     }
 }
 
+/// A parsed chain.
 #[derive(Debug)]
 pub struct Parsed {
-    pub ask: Ask,
+    pub action: Action,
     /// Guest address of the status byte.
     pub status: u64,
 }
 
 /// What the parser needs to know of the device.
 #[derive(Clone, Copy)]
-pub struct Terms<'a> {
+pub struct ParseContext<'a> {
     pub memory: &'a Rc<GuestMemory>,
     pub serial: &'a str,
     /// Writes must be durable before their answer, because the guest sees no write cache.
@@ -68,7 +69,7 @@ pub struct Terms<'a> {
 pub fn parse(
     head: u16,
     descs: &[Desc],
-    terms: Terms<'_>,
+    context: ParseContext<'_>,
     segments: &mut Segments,
 ) -> Result<Parsed, RingError> {
     let bad = |what| RingError::Request { head, what };
@@ -86,39 +87,41 @@ pub fn parse(
         .addr
         .checked_add(u64::from(last.len) - 1)
         .ok_or(bad("its status byte is beyond 64 bits"))?;
-    terms.memory.slice(status, 1, 1)?;
+    context.memory.slice(status, 1, 1)?;
     let mut header = [0; HEADER as usize];
-    segments.reset(terms.memory);
+    segments.reset(context.memory);
     gather(segments, readable, 0, HEADER)?;
     segments.copy_out(0, &mut header);
-    segments.reset(terms.memory);
+    segments.reset(context.memory);
     let (kind, sector) = (u32_at(&header, 0), u64_at(&header, 8));
     let (data_out, data_in) = (out_len - HEADER, in_len - 1);
-    let ask = match kind {
+    let action = match kind {
         // Data in the wrong direction is an error, because the device could only ignore it.
         0 if data_out > 0 => Err(Failure::Io),
         1 if data_in > 0 => Err(Failure::Io),
         0 => transfer(Op::Read, sector, writable, (0, data_in), segments),
-        1 => transfer(Op::Write { fua: terms.fua }, sector, readable, (HEADER, data_out), segments),
-        4 => Ok(Ask::One { op: Op::Flush, offset: 0, len: 0 }),
-        8 => identify(terms.serial, writable, data_in, segments),
-        11 => ranges(false, terms.fua, readable, data_out, segments),
-        13 => ranges(true, terms.fua, readable, data_out, segments),
+        1 => {
+            transfer(Op::Write { fua: context.fua }, sector, readable, (HEADER, data_out), segments)
+        }
+        4 => Ok(Action::One { op: Op::Flush, offset: 0, len: 0 }),
+        8 => identify(context.serial, writable, data_in, segments),
+        11 => ranges(false, context.fua, readable, data_out, segments),
+        13 => ranges(true, context.fua, readable, data_out, segments),
         _ => Err(Failure::Unsupported),
     };
     // Data outside guest memory, or a wrong length, makes only this request fail. The ring is still
     // usable.
-    let ask = ask.unwrap_or_else(|failure| {
+    let action = action.unwrap_or_else(|failure| {
         let op = match kind {
             0 => Some(Op::Read),
-            1 => Some(Op::Write { fua: terms.fua }),
+            1 => Some(Op::Write { fua: context.fua }),
             11 => Some(Op::Discard),
-            13 => Some(Op::WriteZeroes { unmap: false, fua: terms.fua, fast: false }),
+            13 => Some(Op::WriteZeroes { unmap: false, fua: context.fua, fast: false }),
             _ => None,
         };
-        Ask::Now { status: Err(failure), written: 1, op }
+        Action::Now { status: Err(failure), written: 1, op }
     });
-    Ok(Parsed { ask, status })
+    Ok(Parsed { action, status })
 }
 
 /// Returns the status byte for an outcome.
@@ -137,13 +140,13 @@ fn transfer(
     descs: &[Desc],
     (skip, len): (u64, u64),
     segments: &mut Segments,
-) -> Result<Ask, Failure> {
+) -> Result<Action, Failure> {
     if !len.is_multiple_of(SECTOR) || len > REQUEST_MAX {
         return Err(Failure::Io);
     }
     let offset = sector.checked_mul(SECTOR).ok_or(Failure::OutOfRange)?;
     gather(segments, descs, skip, len).map_err(|_| Failure::Io)?;
-    Ok(Ask::One { op, offset, len })
+    Ok(Action::One { op, offset, len })
 }
 
 fn identify(
@@ -151,14 +154,14 @@ fn identify(
     writable: &[Desc],
     data_in: u64,
     segments: &mut Segments,
-) -> Result<Ask, Failure> {
+) -> Result<Action, Failure> {
     let len = data_in.min(ID_LEN);
     gather(segments, writable, 0, len).map_err(|_| Failure::Io)?;
     let mut id = [0; ID_LEN as usize];
     let serial = &serial.as_bytes()[..serial.len().min(id.len())];
     id[..serial.len()].copy_from_slice(serial);
     segments.copy_in(0, &id[..len as usize]);
-    Ok(Ask::Now { status: Ok(()), written: len as u32 + 1, op: None })
+    Ok(Action::Now { status: Ok(()), written: len as u32 + 1, op: None })
 }
 
 fn ranges(
@@ -167,7 +170,7 @@ fn ranges(
     readable: &[Desc],
     data: u64,
     segments: &mut Segments,
-) -> Result<Ask, Failure> {
+) -> Result<Action, Failure> {
     let count = data / RANGE;
     if data == 0 || !data.is_multiple_of(RANGE) || count > u64::from(DISCARD_SEGMENTS) {
         return Err(Failure::Io);
@@ -195,8 +198,8 @@ fn ranges(
     segments.release();
     let op = if zeroes { Op::WriteZeroes { unmap, fua, fast: false } } else { Op::Discard };
     Ok(match ranges[..] {
-        [(offset, len)] => Ask::One { op, offset, len },
-        _ => Ask::Ranges { op, ranges },
+        [(offset, len)] => Action::One { op, offset, len },
+        _ => Action::Ranges { op, ranges },
     })
 }
 
@@ -271,7 +274,7 @@ mod tests {
         parse(
             0,
             descs,
-            Terms { memory, serial: "a serial of more than twenty bytes", fua: true },
+            ParseContext { memory, serial: "a serial of more than twenty bytes", fua: true },
             segments,
         )
     }
@@ -292,8 +295,8 @@ mod tests {
         let parsed = ask(&memory, &descs, &mut segments).unwrap();
         assert!(
             matches!(
-                parsed.ask,
-                Ask::Now { status: Err(Failure::Io), written: 1, op: Some(Op::Read) }
+                parsed.action,
+                Action::Now { status: Err(Failure::Io), written: 1, op: Some(Op::Read) }
             ),
             "{parsed:?}"
         );
@@ -309,8 +312,8 @@ mod tests {
             let parsed = ask(&memory, &descs, &mut Segments::default()).unwrap();
             assert!(
                 matches!(
-                    parsed.ask,
-                    Ask::Now { status: Ok(()), written, op: None } if written == len + 1
+                    parsed.action,
+                    Action::Now { status: Ok(()), written, op: None } if written == len + 1
                 ),
                 "{parsed:?}"
             );
@@ -355,22 +358,22 @@ mod tests {
                 let descs = [&[head], &descs[..]].concat();
                 let Ok(parsed) = ask(&memory, &descs, &mut segments) else { continue };
                 prop_assert!(memory.slice(parsed.status, 1, 1).is_ok());
-                match parsed.ask {
-                    Ask::One { op: Op::Read | Op::Write { .. }, offset, len } => {
+                match parsed.action {
+                    Action::One { op: Op::Read | Op::Write { .. }, offset, len } => {
                         prop_assert_eq!(segments.len() as u64, len);
                         prop_assert!(offset % SECTOR == 0 && len % SECTOR == 0);
                         prop_assert!(len <= REQUEST_MAX);
                         let mut bytes = vec![0; len as usize];
                         segments.copy_out(0, &mut bytes);
                     }
-                    Ask::One { op: Op::Flush, offset, len } => {
+                    Action::One { op: Op::Flush, offset, len } => {
                         prop_assert_eq!((offset, len), (0, 0))
                     }
-                    Ask::One { offset, len, .. } => {
+                    Action::One { offset, len, .. } => {
                         prop_assert!(offset % SECTOR == 0 && len <= 1 << 30)
                     }
-                    Ask::Ranges { ranges, .. } => prop_assert!((2..=64).contains(&ranges.len())),
-                    Ask::Now { written, .. } => prop_assert!((1..=21).contains(&written)),
+                    Action::Ranges { ranges, .. } => prop_assert!((2..=64).contains(&ranges.len())),
+                    Action::Now { written, .. } => prop_assert!((1..=21).contains(&written)),
                 }
             }
         }

@@ -123,19 +123,23 @@ impl Session {
         base.is_some()
     }
 
+    /// Returns the running rings.
     pub(super) fn queues(&self) -> impl Iterator<Item = &QueueHandle> {
         self.queues.iter().flatten()
     }
 
+    /// Returns a ring if it runs.
     pub(super) fn running(&self, index: usize) -> Option<&QueueHandle> {
         self.queues.get(index)?.as_ref()
     }
 
+    /// Logs why a message is refused, and returns the error for the front end.
     pub(super) fn refuse(&self, what: std::fmt::Arguments<'_>) -> Error {
         self.device.log.warn(self.device.disk.name(), None, format_args!("refused: {what}"));
         no()
     }
 
+    /// Turns a refusal by the state into an error for the front end, and logs it.
     pub(super) fn allowed<T>(&self, outcome: std::result::Result<T, Refusal>) -> Result<T> {
         outcome.map_err(|why| self.refuse(format_args!("{why}")))
     }
@@ -194,6 +198,7 @@ impl Session {
         fd.as_ref().map(|fd| self.duplicate(fd)).transpose()
     }
 
+    /// Duplicates a descriptor. Fails if the process has none left.
     pub(super) fn duplicate(&self, fd: &OwnedFd) -> Result<OwnedFd> {
         fd.try_clone().map_err(|e| self.refuse(format_args!("cannot duplicate a descriptor: {e}")))
     }

@@ -1,8 +1,11 @@
 //! Peeks at each message before the `vhost` crate reads it.
 //!
-//! A message is handled here in three cases: the crate does not know it (in-band kick), the crate
-//! does not hand on its contents (the back channel's descriptor), or the crate ends the session
-//! although a refusal would be enough. All other messages stay on the socket.
+//! A message is handled here in three cases:
+//! - The crate does not know it (in-band kick).
+//! - The crate does not hand on its contents (the back channel's descriptor).
+//! - The crate ends the session, although a refusal would be enough.
+//!
+//! All other messages stay on the socket.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;

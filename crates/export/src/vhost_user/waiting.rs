@@ -19,6 +19,7 @@ use crate::Listener;
 /// Most front ends that wait, each with an open descriptor.
 const MOST: usize = 8;
 
+/// A connected front end.
 pub struct Client {
     pub stream: UnixStream,
     /// Its process, if it is in our PID namespace.
@@ -36,6 +37,7 @@ impl Client {
     }
 }
 
+/// The front ends that wait until the served one disconnects.
 pub struct Waiting<'a> {
     export: &'a Shared,
     listener: &'a Listener,

@@ -64,6 +64,7 @@ impl QueueHandle {
         }
     }
 
+    /// Enables or disables the ring.
     pub fn set_enabled(&self, enabled: bool) -> PendingReply<()> {
         self.with(move |queue| {
             queue.enabled.set(enabled);
@@ -71,14 +72,17 @@ impl QueueHandle {
         })
     }
 
+    /// Replaces the call descriptor.
     pub fn set_call(&self, call: Call) -> PendingReply<()> {
         self.with(move |queue| queue.core.borrow_mut().set_call(call, queue.coalesce))
     }
 
+    /// Replaces the error descriptor.
     pub fn set_error(&self, error: Option<OwnedFd>) -> PendingReply<()> {
         self.with(move |queue| queue.core.borrow_mut().error = error)
     }
 
+    /// Replaces the guest's memory.
     pub fn set_memory(&self, memory: GuestMemory) -> PendingReply<()> {
         self.with(move |queue| queue.core.borrow_mut().set_memory(Rc::new(memory)))
     }

@@ -51,27 +51,29 @@ pub(super) struct Core {
 }
 
 /// A chain that the previous back end left unanswered.
-pub(super) enum Again {
+pub(super) enum Unanswered {
     Split(u16),
     Packed(PackedChain),
 }
 
-impl Again {
+impl Unanswered {
+    /// Returns the chain's entry in the in-flight region.
     pub(super) fn entry(&self) -> u16 {
         match self {
-            Again::Split(head) => *head,
-            Again::Packed(chain) => chain.entry,
+            Unanswered::Split(head) => *head,
+            Unanswered::Packed(chain) => chain.entry,
         }
     }
 }
 
 impl Core {
+    /// Sets the ring up, and returns the chains that the previous back end left unanswered.
     pub(super) fn new(
         setup: &mut QueueSetup,
         placement: Placement,
         now: Instant,
         counters: Rc<Counters>,
-    ) -> Result<(Core, Vec<Again>), RingError> {
+    ) -> Result<(Core, Vec<Unanswered>), RingError> {
         let memory = Rc::new(setup.memory.clone());
         let region = setup.inflight.as_ref().map(|region| region.queue(setup.index, setup.packed));
         let mut inflight = region.transpose()?.flatten();
@@ -83,7 +85,7 @@ impl Core {
                 noted.format_if_idle();
             }
         }
-        let (ring, again) = if setup.packed {
+        let (ring, unanswered) = if setup.packed {
             Self::packed(setup, &memory, &mut inflight)?
         } else {
             Self::split(setup, &memory, &mut inflight)?
@@ -110,14 +112,14 @@ impl Core {
             unpublished: 0,
             broken: false,
         };
-        Ok((core, again))
+        Ok((core, unanswered))
     }
 
     fn split(
         setup: &QueueSetup,
         memory: &Rc<GuestMemory>,
         inflight: &mut Option<Inflight>,
-    ) -> Result<(Ring, Vec<Again>), RingError> {
+    ) -> Result<(Ring, Vec<Unanswered>), RingError> {
         let mut ring = SplitRing::new(
             memory.clone(),
             setup.parts,
@@ -125,21 +127,22 @@ impl Core {
             setup.base as u16,
             setup.event_idx,
         )?;
-        let again = inflight.as_mut().map_or_else(Vec::new, |i| i.recover_split(ring.used_index()));
-        if !again.is_empty() {
-            ring.restore(again.len() as u16);
+        let unanswered =
+            inflight.as_mut().map_or_else(Vec::new, |i| i.recover_split(ring.used_index()));
+        if !unanswered.is_empty() {
+            ring.restore(unanswered.len() as u16);
         }
-        Ok((Ring::Split(ring), again.into_iter().map(Again::Split).collect()))
+        Ok((Ring::Split(ring), unanswered.into_iter().map(Unanswered::Split).collect()))
     }
 
     fn packed(
         setup: &QueueSetup,
         memory: &Rc<GuestMemory>,
         inflight: &mut Option<Inflight>,
-    ) -> Result<(Ring, Vec<Again>), RingError> {
+    ) -> Result<(Ring, Vec<Unanswered>), RingError> {
         let mut ring =
             PackedRing::new(memory.clone(), setup.parts, setup.size, setup.base, setup.event_idx)?;
-        let mut again = Vec::new();
+        let mut unanswered = Vec::new();
         if let Some(inflight) = inflight
             && inflight.is_used()
         {
@@ -148,11 +151,12 @@ impl Core {
             // This cannot overflow: the chains of a region have at most 32768 descriptors together.
             let ahead = chains.iter().map(|c| c.raw.len() as u16).sum();
             ring.restore(used, ahead)?;
-            again = chains.into_iter().map(Again::Packed).collect();
+            unanswered = chains.into_iter().map(Unanswered::Packed).collect();
         }
-        Ok((Ring::Packed(ring), again))
+        Ok((Ring::Packed(ring), unanswered))
     }
 
+    /// Notes a taken chain in the in-flight region. Returns its entry.
     #[inline]
     pub(super) fn note_taken(&mut self, head: Head) -> u16 {
         match (&mut self.inflight, &self.ring) {
@@ -165,6 +169,7 @@ impl Core {
         }
     }
 
+    /// Pushes a used element, and notes that in the in-flight region.
     #[inline]
     pub(super) fn push_used(&mut self, head: Head, entry: u16, written: u32) {
         match (&mut self.inflight, &self.ring) {
@@ -176,6 +181,7 @@ impl Core {
         self.unpublished += 1;
     }
 
+    /// Publishes the pushed used elements, and clears their entries in the in-flight region.
     #[inline]
     pub(super) fn publish(&mut self) {
         if let (Some(inflight), Ring::Packed(ring)) = (&mut self.inflight, &self.ring) {
@@ -190,14 +196,17 @@ impl Core {
         }
     }
 
-    pub(super) fn retake(&mut self, chain: &Again) -> Result<Head, RingError> {
+    /// Reads an unanswered chain of the previous back end into `descs`.
+    pub(super) fn retake(&mut self, chain: &Unanswered) -> Result<Head, RingError> {
         self.descs.clear();
         match (chain, &self.ring) {
-            (Again::Split(head), Ring::Split(ring)) => {
+            (Unanswered::Split(head), Ring::Split(ring)) => {
                 ring.chain(*head, &mut self.descs)?;
                 Ok(Head { id: *head, count: 1 })
             }
-            (Again::Packed(chain), Ring::Packed(ring)) => ring.retake(&chain.raw, &mut self.descs),
+            (Unanswered::Packed(chain), Ring::Packed(ring)) => {
+                ring.retake(&chain.raw, &mut self.descs)
+            }
             _ => Err(RingError::Id(chain.entry())),
         }
     }

@@ -41,6 +41,7 @@ impl Position {
     }
 }
 
+/// A packed virtqueue.
 pub struct PackedRing {
     memory: Rc<GuestMemory>,
     desc: SharedSlice,

@@ -11,6 +11,7 @@ use super::{fields, indirect_count, passes, push};
 const AVAIL_F_NO_INTERRUPT: u16 = 1;
 const USED_F_NO_NOTIFY: u16 = 1;
 
+/// A split virtqueue.
 pub struct SplitRing {
     memory: Rc<GuestMemory>,
     desc: SharedSlice,
