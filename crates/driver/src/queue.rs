@@ -150,6 +150,11 @@ impl<R: Ring> Queue<R> {
         }
     }
 
+    /// Returns the eventfd by which the device notifies the driver. A write to it ends a sleep.
+    pub fn call_eventfd(&self) -> Arc<OwnedFd> {
+        self.call.clone()
+    }
+
     /// Returns the number of requests in flight.
     pub fn in_flight(&self) -> usize {
         self.in_flight

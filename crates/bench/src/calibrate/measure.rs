@@ -22,6 +22,8 @@ const PLENTY: u16 = 64;
 const PLENTY_LARGE: u16 = 16;
 /// Pairs of write and flush at once, beside reads: enough of them to be seen.
 const PAIRS: u16 = 4;
+/// Seconds of a round after which a device without a single answer is an error.
+const LONGEST_ROUND: f64 = 10.0;
 pub const DEPTHS: [u16; 9] = [1, 2, 4, 8, 16, 32, 64, 128, 256];
 /// Bytes that a discard, or zeroes, are measured with.
 const CLEARED: u64 = 64 << 10;
@@ -168,20 +170,27 @@ impl Plan<'_> {
         self.run(&self.load(rw, bs, depth, seconds))
     }
 
-    /// Operations a second.
+    /// Returns the number of operations a second. A round in which no operation ends, because the
+    /// device is slow or the machine is busy, is followed by one of twice its time.
     fn run(&self, load: &Load) -> Result<f64> {
-        self.stop.check()?;
-        let report = client::measure(load)?;
-        if let Some(first) = report.first_error {
-            anyhow::bail!("{}: {first}", self.path.display());
+        let mut load = load.clone();
+        loop {
+            self.stop.check()?;
+            let report = client::measure(&load)?;
+            if let Some(first) = report.first_error {
+                anyhow::bail!("{}: {first}", self.path.display());
+            }
+            if report.operations > 0 {
+                return Ok(report.iops);
+            }
+            anyhow::ensure!(
+                load.runtime < LONGEST_ROUND,
+                "{}: no operation ended within {} s",
+                self.path.display(),
+                load.runtime
+            );
+            load.runtime *= 2.0;
         }
-        anyhow::ensure!(
-            report.operations > 0,
-            "{}: nothing was done in {} s",
-            self.path.display(),
-            load.runtime
-        );
-        Ok(report.iops)
     }
 
     /// Nanoseconds of one call; None: the file or the device does not know it.

@@ -40,8 +40,9 @@ pub const BLOCKYARD: &str =
         (None, Some(bench)) => bench.split_at(bench.len() - "-bench".len()).0,
         (None, None) => panic!("cargo names no program"),
     };
-/// For what takes a moment: longer means that it hangs.
-pub const SOON: Duration = Duration::from_secs(10);
+/// Limit of a wait for something that takes a moment. A program that takes longer hangs. A busy
+/// machine may delay it by several seconds.
+pub const SOON: Duration = Duration::from_secs(30);
 /// For a tool's whole run, on a busy machine.
 pub const TOOL: Duration = Duration::from_secs(60);
 

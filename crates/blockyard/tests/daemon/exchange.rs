@@ -1,11 +1,11 @@
 //! Front ends connect, disconnect and die, and a disk closes, while the server quiesces requests to
 //! exchange images.
 
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
-use std::time::Duration;
 
 use blockyard_bench::client::workload::Pattern;
 use blockyard_bench::client::{Options, measure};
@@ -56,16 +56,21 @@ impl Exchanges {
 /// message, as a killed process does.
 struct Dying {
     stop: Arc<AtomicBool>,
+    answers: Arc<AtomicU64>,
+    calls: Vec<Arc<OwnedFd>>,
     thread: JoinHandle<()>,
 }
 
 impl Dying {
     fn start(socket: &Path) -> Self {
         let plan = Plan { queues: 2, ..Plan::default() };
-        let mut session = Session::<SplitRing>::start(socket, &plan).unwrap();
-        let stop = Arc::new(AtomicBool::new(false));
-        let until = stop.clone();
+        let session = Session::<SplitRing>::start(socket, &plan).unwrap();
+        let calls = session.queues.iter().map(Queue::call_eventfd).collect();
+        let (stop, answers): (Arc<AtomicBool>, Arc<AtomicU64>) = Default::default();
+        let (until, count) = (stop.clone(), answers.clone());
         let thread = std::thread::spawn(move || {
+            // The thread owns the whole session, because its connection must stay open.
+            let mut session = session;
             let mut next = 0;
             let mut submit = |queue: &mut Queue<SplitRing>, slot| {
                 next += 1;
@@ -79,18 +84,26 @@ impl Dying {
             while !until.load(Ordering::SeqCst) {
                 for queue in &mut session.queues {
                     while let Some((slot, _)) = queue.reap().unwrap() {
+                        count.fetch_add(1, Ordering::SeqCst);
                         submit(queue, slot);
                     }
                     queue.publish().unwrap();
-                    queue.sleep(Some(Duration::from_millis(2))).unwrap();
+                    queue.sleep(None).unwrap();
                 }
             }
         });
-        Dying { stop, thread }
+        Dying { stop, answers, calls, thread }
+    }
+
+    fn answers(&self) -> u64 {
+        self.answers.load(Ordering::SeqCst)
     }
 
     fn die(self) {
         self.stop.store(true, Ordering::SeqCst);
+        for call in &self.calls {
+            rustix::io::write(call, &1u64.to_ne_bytes()).unwrap();
+        }
         self.thread.join().unwrap();
     }
 }
@@ -122,7 +135,7 @@ fn front_ends_may_connect_disconnect_and_die_during_exchanges() {
         assert!(report.verified_blocks > 0);
         // A front end that dies.
         let client = Dying::start(&socket);
-        std::thread::sleep(Duration::from_millis(100 + 17 * (round % 6)));
+        until("the front end has answers", SOON, || client.answers() >= 16 + 3 * (round % 6));
         client.die();
     }
     exchanges.stop.store(true, Ordering::SeqCst);
@@ -141,7 +154,7 @@ fn a_disk_closes_during_an_exchange() {
         let client = Dying::start(&socket);
         let exchanges = Exchanges::start(&server.disk, folder.to_path_buf());
         until("there is an overlay", SOON, || folder.join("0.qcow2").exists());
-        std::thread::sleep(Duration::from_millis(300 + 37 * round));
+        until("images were exchanged", SOON, || exchanges.rounds() > round);
         server.end();
         let error = exchanges.thread.join().unwrap().unwrap_err();
         assert!(matches!(*error.why, Why::Ended), "{error}");

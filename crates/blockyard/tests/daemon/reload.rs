@@ -47,9 +47,8 @@ impl Yard {
         let from = self.daemon.log().len();
         self.daemon.signal(Signal::HUP);
         self.daemon.wait_log_after(from, said);
-        // More lines may follow.
-        std::thread::sleep(Duration::from_millis(50));
-        self.daemon.log()[from..].to_string()
+        // The last line of each reload, be it "reloaded: " or "not reloaded: ".
+        self.daemon.wait_log_after(from, "reloaded: ")
     }
 
     fn socket(&self, disk: &str) -> PathBuf {
