@@ -22,14 +22,24 @@ use crate::executor::Handle;
 
 /// Threads of one file on one executor.
 pub(crate) const MOST: usize = 4;
-/// How long an idle thread waits for more work.
-const LINGER: Duration = Duration::from_secs(2);
+/// How long an idle thread waits for more work. The tests show that threads end for another reason.
+const LINGER: Duration = Duration::from_secs(if cfg!(test) { 3600 } else { 2 });
 
 type Work = Box<dyn FnOnce() + Send>;
 
-/// A pool of threads, which end after some time without work.
+/// A pool of threads. They end after some time without work, and soon after the last clone of this
+/// is dropped.
 #[derive(Clone)]
-pub(crate) struct Workers(Arc<Pool>);
+pub(crate) struct Workers(Arc<Owner>);
+
+struct Owner(Arc<Pool>);
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        self.0.queue().is_closed = true;
+        self.0.comes.notify_all();
+    }
+}
 
 struct Pool {
     most: usize,
@@ -43,6 +53,8 @@ struct Queue {
     /// Threads that wait for work.
     idle: usize,
     waiting: VecDeque<Work>,
+    /// No more work comes.
+    is_closed: bool,
 }
 
 impl Default for Workers {
@@ -54,7 +66,8 @@ impl Default for Workers {
 impl Workers {
     /// Creates a pool of at most `most` threads.
     pub fn of(most: usize) -> Self {
-        Workers(Arc::new(Pool { most, queue: Mutex::default(), comes: Condvar::new() }))
+        let pool = Pool { most, queue: Mutex::default(), comes: Condvar::new() };
+        Workers(Arc::new(Owner(Arc::new(pool))))
     }
 
     /// Runs `f` on one of the threads.
@@ -72,14 +85,14 @@ impl Workers {
         let mut queue = self.queue();
         queue.waiting.push_back(work);
         if queue.waiting.len() <= queue.idle {
-            self.0.comes.notify_one();
+            self.pool().comes.notify_one();
             return Ok(());
         }
-        if queue.threads == self.0.most {
+        if queue.threads == self.pool().most {
             return Ok(());
         }
-        let workers = self.clone();
-        match std::thread::Builder::new().name("blocking".into()).spawn(move || workers.work()) {
+        let pool = self.pool().clone();
+        match std::thread::Builder::new().name("blocking".into()).spawn(move || pool.work()) {
             Ok(_) => queue.threads += 1,
             // The existing threads do the work.
             Err(_) if queue.threads > 0 => {}
@@ -91,6 +104,16 @@ impl Workers {
         Ok(())
     }
 
+    fn pool(&self) -> &Arc<Pool> {
+        &self.0.0
+    }
+
+    fn queue(&self) -> MutexGuard<'_, Queue> {
+        self.pool().queue()
+    }
+}
+
+impl Pool {
     fn work(&self) {
         while let Some(work) = self.next() {
             let _ = catch_unwind(AssertUnwindSafe(work));
@@ -106,19 +129,18 @@ impl Workers {
                 return Some(work);
             }
             let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
+            if left.is_zero() || queue.is_closed {
                 queue.threads -= 1;
                 return None;
             }
             queue.idle += 1;
-            queue =
-                self.0.comes.wait_timeout(queue, left).unwrap_or_else(PoisonError::into_inner).0;
+            queue = self.comes.wait_timeout(queue, left).unwrap_or_else(PoisonError::into_inner).0;
             queue.idle -= 1;
         }
     }
 
     fn queue(&self) -> MutexGuard<'_, Queue> {
-        self.0.queue.lock().unwrap_or_else(PoisonError::into_inner)
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -223,6 +245,25 @@ mod tests {
             }
             while ended.load(Ordering::Relaxed) < gates.len() {
                 handle.sleep(std::time::Duration::from_millis(1)).await;
+            }
+        });
+    }
+
+    #[test]
+    fn idle_threads_end_with_the_last_user_of_their_pool() {
+        run(async |handle| {
+            let workers = Workers::default();
+            let other = workers.clone();
+            workers.call(&handle, || ()).await.unwrap();
+            let pool = Arc::downgrade(workers.pool());
+            drop(workers);
+            other.call(&handle, || ()).await.unwrap();
+            let start = Instant::now();
+            drop(other);
+            // The thread has the last reference to the pool.
+            while pool.strong_count() > 0 {
+                assert!(start.elapsed() < LINGER / 60, "the thread waits for more work");
+                std::thread::yield_now();
             }
         });
     }
