@@ -265,6 +265,38 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_disk_is_over_its_share_if_most_of_its_operations_waited() {
+        let account = Account::new(&Knobs::default(), None);
+        let is_over = |waits: u64, begun: u64, waiting: u64| {
+            (0..begun).for_each(|_| account.began());
+            account.waits.store(waits, Relaxed);
+            account.waiting.store(waiting, Relaxed);
+            account.take_counts(1).is_over_share
+        };
+        assert!(is_over(6, 10, 0));
+        assert!(!is_over(5, 10, 0), "half of them is not most");
+        assert!(!is_over(0, 0, 0), "it has done nothing");
+        assert!(is_over(0, 0, 1), "all that it has waits");
+        assert!(!is_over(0, 1, 1));
+    }
+
+    #[test]
+    fn a_disk_has_the_reservation_of_its_group() {
+        let reserve = Knobs { reserve_iops: Some(100), ..Knobs::default() };
+        let group = |knobs: &Knobs| Some(Arc::new(Group::new("group", knobs)));
+        for (own, of_group, expected) in [
+            (Knobs::default(), None, false),
+            (reserve.clone(), None, true),
+            (Knobs { reserve_bps: Some(1), ..Knobs::default() }, None, true),
+            (Knobs::default(), group(&Knobs::default()), false),
+            (Knobs::default(), group(&reserve), true),
+            (reserve.clone(), group(&Knobs::default()), true),
+        ] {
+            assert_eq!(Account::new(&own, of_group).has_reservation(), expected);
+        }
+    }
+
+    #[test]
     fn shares_stay_exact_over_a_thousand_million_operations() {
         const OPERATIONS: u64 = 1_000_000_000;
         let weights = [1, 7, 977, 9973];

@@ -80,11 +80,12 @@ fn weights_decide_under_saturation() {
         work.into_iter().zip(weights).map(guest).collect()
     };
     let read = |bytes| vec![(OperationKind::Read, bytes)];
-    within(
-        &run(Model::PLAIN, &guests([read(4096), read(4096), read(4096), read(4096)])),
-        &weights,
-        0.01,
-    );
+    let got = run(Model::PLAIN, &guests([read(4096), read(4096), read(4096), read(4096)]));
+    within(&got, &weights, 0.01);
+    for Got { figures, .. } in &got {
+        let ratio = figures.owed_ns as f64 / figures.used_ns as f64;
+        assert!((0.9..1.1).contains(&ratio), "what is owed is used: {figures:?}");
+    }
     let model = Model { per_mib: 20 * MS, spread: 30, span: 20 * S, ..Model::PLAIN };
     let mixed = [
         read(65_536),
