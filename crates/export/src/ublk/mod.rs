@@ -59,8 +59,8 @@ pub enum UblkError {
     )]
     Served { id: u32, server: i32 },
     #[error(
-        "/dev/ublkb{id} belongs to another disk, and the server of that disk has ended: serve that one, or \
-         remove it (blockyard detach /dev/ublkb{id})"
+        "/dev/ublkb{id} belongs to another disk, and the server of that disk has ended: \
+         serve that one, or remove it (blockyard detach /dev/ublkb{id})"
     )]
     Another { id: u32 },
     #[error("there is no device /dev/ublkb{id}")]

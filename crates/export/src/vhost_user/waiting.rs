@@ -90,7 +90,8 @@ impl<'a> Waiting<'a> {
             SecondClient::Wait => {
                 let what = format_args!(
                     "a second front end ({process}) connected: it waits until the \
-                     first one ({served}) is gone (--second-client refuse closes its connection instead)"
+                     first one ({served}) is gone \
+                     (--second-client refuse closes its connection instead)"
                 );
                 device.log.warn(name, None, what);
                 self.clients.retain(|client| !client.is_gone());

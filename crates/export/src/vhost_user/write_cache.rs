@@ -13,7 +13,7 @@ use super::session::Session;
 impl Session {
     /// Resets the write cache after SET_FEATURES. A driver that cannot flush must start without a
     /// write cache (virtio 1.2, 5.2.5.2). Front ends repeat SET_FEATURES, so the cache is reset
-    /// only if the features for it have changed or are incomplete.
+    /// only if the driver's features for it have changed, or if it has none.
     pub(super) fn reset_write_cache(&mut self, before: u64) {
         const CACHE_FEATURES: u64 = config::F_FLUSH | config::F_CONFIG_WCE;
         if (before ^ self.state.features) & CACHE_FEATURES != 0 || !self.state.has(CACHE_FEATURES) {
