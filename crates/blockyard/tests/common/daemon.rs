@@ -13,19 +13,19 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use super::{BLOCKYARD, SOON, TOOL, until, wait};
 
-/// A running daemon; dropped, it is killed.
+/// A running daemon. Dropping it kills the process.
 pub struct Daemon {
     child: Child,
     out: Gathered,
     log: Gathered,
 }
 
-/// How long the last words of one that has ended are waited for, when who is left behind by it
-/// keeps its output open.
-const WORDS: Duration = Duration::from_secs(2);
+/// How long to wait for the last output of a daemon that ended, if another process keeps its output
+/// open.
+const OUTPUT_TIMEOUT: Duration = Duration::from_secs(2);
 
 impl Daemon {
-    /// `blockyard serve IMAGE --vhost-user SOCKET OPTIONS...`, ready.
+    /// Starts `blockyard serve IMAGE --vhost-user SOCKET OPTIONS...` and waits until it is ready.
     #[track_caller]
     pub fn serve(image: impl AsRef<OsStr>, socket: &Path, options: &[&str]) -> Self {
         let mut command = Command::new(BLOCKYARD);
@@ -35,8 +35,8 @@ impl Daemon {
         daemon
     }
 
-    /// The same right after another daemon of the same image was killed: the kernel may still be
-    /// taking that one's requests apart, and then its lock lingers.
+    /// The same, directly after another daemon of the same image was killed. The kernel may still
+    /// cancel that one's requests and hold its lock.
     #[track_caller]
     pub fn serve_again(image: &Path, socket: &Path, options: &[&str]) -> Self {
         let mut command = Command::new(BLOCKYARD);
@@ -53,14 +53,14 @@ impl Daemon {
         }
     }
 
-    /// Any command that starts a daemon; not waited for.
+    /// Starts a command that is a daemon. Does not wait.
     #[track_caller]
     pub fn start(command: &mut Command) -> Self {
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         Self::start_with(command)
     }
 
-    /// The same, with what `command` has for standard input, output and error.
+    /// The same, with the standard input, output and error of `command`.
     #[track_caller]
     pub fn start_with(command: &mut Command) -> Self {
         let mut child = command.spawn().unwrap_or_else(|e| panic!("starting {command:?}: {e}"));
@@ -69,13 +69,13 @@ impl Daemon {
         Daemon { child, out, log }
     }
 
-    /// Waits for the line `ready`; panics with the log when the daemon ends instead.
+    /// Waits for the line `ready`. Panics with the log if the daemon ends instead.
     #[track_caller]
     pub fn wait_ready(&mut self) {
         assert!(self.became_ready(), "the daemon ended before it was ready: {}", self.log());
     }
 
-    /// True when it is ready, false when it has ended.
+    /// Waits until the daemon is ready or has ended. Returns whether it is ready.
     #[track_caller]
     pub fn became_ready(&mut self) -> bool {
         let mut ended = false;
@@ -84,7 +84,7 @@ impl Daemon {
             ended || self.ready()
         });
         if ended {
-            self.hear();
+            self.collect_output();
         }
         self.ready()
     }
@@ -93,10 +93,10 @@ impl Daemon {
         self.out.text().lines().any(|line| line == "ready")
     }
 
-    /// The last words of one that has ended may still be on their way.
-    fn hear(&self) {
+    /// Waits until the output of a daemon that ended is complete.
+    fn collect_output(&self) {
         let start = Instant::now();
-        while !(self.out.is_whole() && self.log.is_whole()) && start.elapsed() < WORDS {
+        while !(self.out.is_whole() && self.log.is_whole()) && start.elapsed() < OUTPUT_TIMEOUT {
             std::thread::sleep(Duration::from_millis(1));
         }
     }
@@ -105,24 +105,23 @@ impl Daemon {
         self.child.id()
     }
 
-    /// What it has written to standard error so far.
+    /// Returns its standard error so far.
     pub fn log(&self) -> String {
         self.log.text()
     }
 
-    /// What it has written to standard output so far.
+    /// Returns its standard output so far.
     pub fn out(&self) -> String {
         self.out.text()
     }
 
-    /// Waits until the log holds `text`.
+    /// Waits until the log has `text`.
     #[track_caller]
     pub fn wait_log(&self, text: &str) {
         until(&format!("the log says {text:?}"), SOON, || self.log.text().contains(text));
     }
 
-    /// Waits until the log holds `text` past its first `from` bytes (a `log().len()` of before);
-    /// returns what is there.
+    /// Waits until the log has `text` after its first `from` bytes. Returns the log from there.
     #[track_caller]
     pub fn wait_log_after(&self, from: usize, text: &str) -> String {
         until(&format!("the log says {text:?}"), SOON, || self.log.text()[from..].contains(text));
@@ -139,20 +138,20 @@ impl Daemon {
         self.child.try_wait().unwrap().is_none()
     }
 
-    /// kill -9.
+    /// Kills it with SIGKILL.
     pub fn kill(mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 
-    /// SIGTERM; the status it ends with.
+    /// Sends SIGTERM. Returns the exit status.
     #[track_caller]
     pub fn terminate(&mut self) -> ExitStatus {
         self.signal(Signal::TERM);
         self.ended(SOON)
     }
 
-    /// SIGTERM, which must end it with status 0; its whole log.
+    /// Sends SIGTERM, expects status 0, and returns the whole log.
     #[track_caller]
     pub fn stop(mut self) -> String {
         let status = self.terminate();
@@ -160,18 +159,18 @@ impl Daemon {
         self.log()
     }
 
-    /// The status it ends with by itself, within `limit`; then all that it has said is known.
+    /// Waits at most `limit` until it ends by itself. Returns the status. The log is complete then.
     #[track_caller]
     pub fn ended(&mut self, limit: Duration) -> ExitStatus {
         let status = wait(&mut self.child, limit);
         let status =
             status.unwrap_or_else(|| panic!("still there after {limit:?}: {}", self.log()));
-        self.hear();
+        self.collect_output();
         status
     }
 
-    /// Waits until it has answered a request of this kind (`read`, `write`, `flush`, ...), of a
-    /// disk by its name if there are many.
+    /// Waits until it has completed a request of this kind (`read`, `write`, `flush`, ...) on this
+    /// disk.
     #[track_caller]
     pub fn until_served(&self, kind: &str, disk: &str) {
         let (kind, disk) = (format!(" {kind}: queue time"), format!("disk=\"{disk}"));
@@ -182,10 +181,10 @@ impl Daemon {
         });
     }
 
-    /// Descriptors it has open, as their links in /proc say, sorted.
+    /// Returns the targets of its open descriptors in /proc, sorted.
     pub fn descriptors(&self) -> Vec<String> {
         let entries = std::fs::read_dir(format!("/proc/{}/fd", self.pid())).unwrap();
-        // One may go while we look.
+        // A descriptor may be closed during the listing.
         let link = |e: std::io::Result<std::fs::DirEntry>| std::fs::read_link(e.ok()?.path()).ok();
         let mut links: Vec<_> =
             entries.filter_map(link).map(|l| l.to_string_lossy().into_owned()).collect();
@@ -193,8 +192,7 @@ impl Daemon {
         links
     }
 
-    /// How often each thread has been switched away from, of its own will and not, by number and
-    /// name.
+    /// Returns the numbers of voluntary and involuntary context switches of each thread.
     #[track_caller]
     pub fn switches(&self) -> BTreeMap<String, (u64, u64)> {
         let tasks = std::fs::read_dir(format!("/proc/{}/task", self.pid())).unwrap();
@@ -212,14 +210,13 @@ impl Daemon {
         tasks.map(count).collect()
     }
 
-    /// Waits until none of its threads is awake now and then any more; how often each has been.
-    /// What cannot be done without waiting the kernel gives to threads of its own, and the last of
-    /// those waits for 5 s for more.
+    /// Waits until its threads stay asleep, and returns their context switches. The kernel's
+    /// io_uring workers wait 5 s for more work before they end.
     #[track_caller]
     pub fn quiet(&self) -> BTreeMap<String, (u64, u64)> {
         std::thread::sleep(Duration::from_secs(6));
         let mut before = self.switches();
-        until("its threads have come to rest", TOOL, || {
+        until("its threads sleep", TOOL, || {
             std::thread::sleep(Duration::from_secs(1));
             let now = self.switches();
             std::mem::replace(&mut before, now.clone()) == now
@@ -227,7 +224,7 @@ impl Daemon {
         before
     }
 
-    /// A field of /proc/PID/status that counts kilobytes, for one VmRSS, in kilobytes.
+    /// Returns a field of /proc/PID/status in kilobytes, such as VmRSS.
     #[track_caller]
     pub fn kilobytes(&self, field: &str) -> u64 {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.pid())).unwrap();
@@ -247,7 +244,7 @@ impl Drop for Daemon {
     }
 }
 
-/// Text that is gathered line by line, until its end.
+/// Output of a process, collected line by line until its end.
 #[derive(Default)]
 struct Gathered {
     text: Arc<Mutex<String>>,

@@ -1,4 +1,4 @@
-//! A script in a whole guest (see guests/README.md).
+//! Runs a script in a virtual machine (see guests/README.md).
 
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader};
@@ -18,20 +18,20 @@ pub enum GuestKind {
     Xen,
 }
 
-/// A guest that runs; dropped, it is ended.
+/// A running guest. Dropping it ends the guest.
 pub struct Guest {
     runner: Child,
     lines: Receiver<String>,
     errors: Option<std::thread::JoinHandle<String>>,
     seen: String,
     end: Instant,
-    /// Holds the script, and QEMU's runner's own folder. A guest that serves many tests has none.
+    /// Holds the script and the folder of QEMU's runner. `None` for a guest that serves many tests.
     folder: Option<Folder>,
 }
 
 impl Guest {
-    /// Boots a guest with the disks and other `options` of its runner, and runs a script there.
-    /// Commands that fail end the script (`set -e`). The whole run is to take less than `limit`.
+    /// Boots a guest with `options` for its runner, such as disks, and runs a script in it. A
+    /// failed command ends the script (`set -e`). The run must take less than `limit`.
     #[track_caller]
     pub fn start<S: Into<OsString>>(
         kind: GuestKind,
@@ -40,14 +40,14 @@ impl Guest {
         limit: Duration,
     ) -> Self {
         let folder = Folder::new();
-        // The runner's own folder goes into ours, for `job`. (UML would put its memory there.)
+        // The runner's folder is in ours, for `job`. (UML would put its memory there.)
         let temporary = (kind == GuestKind::Qemu).then(|| folder.to_path_buf());
         Self::start_in(kind, options, script, limit, folder, temporary)
     }
 
-    /// The same for a QEMU guest that no destructor ends, because it stays for tests to come: it
-    /// must end by itself. It leaves no files. It has started when it has written a line that
-    /// begins with `ready`.
+    /// The same for a QEMU guest that no destructor ends, because later tests use it. It must end
+    /// by itself, and leaves no files. It has started when it prints a line that begins with
+    /// `ready`.
     #[track_caller]
     pub fn start_to_stay<S: Into<OsString>>(
         options: impl IntoIterator<Item = S>,
@@ -91,20 +91,20 @@ impl Guest {
             out.lines().map_while(Result::ok).try_for_each(|line| send.send(line))
         });
         let errors = Some(collect(runner.stderr.take().unwrap()));
-        // The runner has its own limit, and tells more when that is over: this one is for the
-        // runner.
+        // The runner has the same limit, and prints details when it expires. This limit is longer,
+        // for a runner that hangs.
         let end = Instant::now() + limit + SOON;
         Guest { runner, lines, errors, seen: String::new(), end, folder: Some(folder) }
     }
 
-    /// Begins a new part of the run: the output so far is forgotten, and the guest has `limit` from
+    /// Begins a new part of the run: clears the collected output, and gives the guest `limit` from
     /// now.
     pub fn begin_part(&mut self, limit: Duration) {
         self.seen.clear();
         self.end = Instant::now() + limit;
     }
 
-    /// A disk option for a vhost-user socket.
+    /// Returns a disk option for a vhost-user socket.
     pub fn vhost(socket: &Path, more: &str) -> [OsString; 2] {
         let mut disk = OsString::from("vhost=");
         disk.push(socket);
@@ -112,7 +112,7 @@ impl Guest {
         ["--disk".into(), disk]
     }
 
-    /// Waits for an output line that begins with `prefix`; the rest of it.
+    /// Waits for an output line that begins with `prefix`. Returns the rest of the line.
     #[track_caller]
     pub fn expect(&mut self, prefix: &str) -> String {
         loop {
@@ -130,8 +130,8 @@ impl Guest {
         }
     }
 
-    /// What a QEMU guest reads its script from as it boots; once a boot, so after a reset it must
-    /// be given again.
+    /// Returns the file from which a QEMU guest reads its script at boot. Each boot consumes it, so
+    /// it must be provided again before a reset.
     #[track_caller]
     pub fn job(&self) -> PathBuf {
         let folder = self.folder.as_ref().expect("the guest has a folder");
@@ -143,12 +143,12 @@ impl Guest {
     pub fn seen(&self) -> String {
         self.seen.clone()
     }
-    /// Whether the guest still runs. Never waits.
+    /// Returns whether the guest runs. Does not wait.
     pub fn running(&mut self) -> bool {
         self.runner.try_wait().unwrap().is_none()
     }
 
-    /// Waits for the end, which must be good; all output, from the beginning.
+    /// Waits until the guest ends successfully. Returns its whole output.
     #[track_caller]
     pub fn finish(mut self) -> String {
         while self.line().is_some() {}
@@ -182,7 +182,7 @@ impl Drop for Guest {
         if self.runner.try_wait().is_ok_and(|s| s.is_some()) {
             return;
         }
-        // It ends the guest and removes its folder.
+        // The runner ends the guest and removes its folder.
         let _ = kill_process(Pid::from_child(&self.runner), Signal::TERM);
         if wait(&mut self.runner, SOON).is_none() {
             let _ = self.runner.kill();
@@ -191,7 +191,7 @@ impl Drop for Guest {
     }
 }
 
-/// Boots, runs, ends well: the output.
+/// Boots a guest, runs a script, expects success, and returns the output.
 #[track_caller]
 pub fn run_guest<S: Into<OsString>>(
     kind: GuestKind,

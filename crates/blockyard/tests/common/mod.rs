@@ -1,17 +1,17 @@
-//! What the tests of the whole program share: a folder of their own, the daemon, guests, tools, all
-//! with time limits.
+//! Shared by the tests of the whole program: folders, the daemon, guests and tools, all with time
+//! limits.
 //!
 //! ```text
 //!   daemon    `blockyard serve` as a process: ready line, log, signals, its descriptors and memory
-//!   guest     guests/uml and guests/qemu: a script in a whole guest, its output line by line
-//!   server    a disk that this very process serves
-//!   here      folders, images, commands that end
+//!   guest     guests/uml and guests/qemu: runs a script in a virtual machine; output line by line
+//!   server    a disk that the test's own process serves
+//!   here      folders, images, commands
 //! ```
 //!
-//! What must hold: nothing outlives its value (processes are killed by their id, folders removed),
-//! and nothing waits without a limit. A tool that is missing is a failure that says so.
+//! What must hold: dropping a value kills its processes (by their IDs) and removes its folders.
+//! Nothing waits without a limit. A missing tool fails the test.
 
-// Each test program takes its own part of this.
+// Each test program uses a part of this.
 #![allow(dead_code, unused_imports)]
 
 pub mod daemon;
@@ -32,8 +32,8 @@ pub use guest::{Guest, GuestKind};
 pub use rustix::process::Signal;
 pub use server::Server;
 
-/// The program under test. Tests of `blockyard-bench` find it beside that one: `cargo test
-/// --workspace` builds both.
+/// The program under test. Tests of `blockyard-bench` expect it beside their own program: `cargo
+/// test --workspace` builds both.
 pub const BLOCKYARD: &str =
     match (option_env!("CARGO_BIN_EXE_blockyard"), option_env!("CARGO_BIN_EXE_blockyard-bench")) {
         (Some(program), _) => program,
@@ -43,11 +43,11 @@ pub const BLOCKYARD: &str =
 /// Limit of a wait for something that takes a moment. A program that takes longer hangs. A busy
 /// machine may delay it by several seconds.
 pub const SOON: Duration = Duration::from_secs(30);
-/// For a tool's whole run, on a busy machine.
+/// Timeout for a whole run of a tool on a busy machine.
 pub const TOOL: Duration = Duration::from_secs(60);
 
-/// A folder that goes with its value. Not in /tmp, which may be memory: O_DIRECT and holes are to
-/// be real.
+/// A folder. Dropping it removes it. Not in /tmp, which may be a tmpfs, because tests need O_DIRECT
+/// and holes.
 pub struct Folder(PathBuf);
 
 impl Folder {
@@ -55,14 +55,14 @@ impl Folder {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let base =
             std::env::var_os("TMPDIR").map_or_else(|| PathBuf::from("/var/tmp"), PathBuf::from);
-        // Short, because sockets go in there.
+        // Short, because paths of sockets are limited.
         let name = format!("by-{}-{}", std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed));
         let path = base.join(name);
         std::fs::create_dir(&path).unwrap_or_else(|e| panic!("creating {}: {e}", path.display()));
         Folder(path)
     }
 
-    /// A new sparse file of `bytes` bytes.
+    /// Creates a sparse file of `bytes` bytes, and returns its path.
     pub fn image(&self, name: &str, bytes: u64) -> PathBuf {
         let path = self.join(name);
         std::fs::File::create_new(&path).unwrap().set_len(bytes).unwrap();
@@ -84,12 +84,12 @@ impl Drop for Folder {
     }
 }
 
-/// Bytes that a file takes on the disk.
+/// Returns the bytes that a file occupies on the disk.
 pub fn allocated(path: &Path) -> u64 {
     std::fs::metadata(path).unwrap().blocks() * 512
 }
 
-/// A program that has ended.
+/// Result of a program that has ended.
 pub struct Finished {
     pub status: ExitStatus,
     pub out: String,
@@ -97,7 +97,7 @@ pub struct Finished {
 }
 
 impl Finished {
-    /// Its standard output; panics unless it ended with status 0.
+    /// Returns its standard output. Panics if the status is not 0.
     #[track_caller]
     pub fn good(self) -> String {
         assert!(self.status.success(), "{}\n{}{}", self.status, self.out, self.err);
@@ -105,7 +105,7 @@ impl Finished {
     }
 }
 
-/// Runs a command to its end; panics when that takes longer than `limit`.
+/// Runs a command to its end. Panics if that takes longer than `limit`.
 #[track_caller]
 pub fn run(command: &mut Command, limit: Duration) -> Finished {
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -129,26 +129,26 @@ pub fn blockyard<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Finished
     run(Command::new(BLOCKYARD).args(args), TOOL)
 }
 
-/// Runs a program of guests/tool: qemu-img, e2fsck, xfs_repair, fio, md5sum...
+/// Runs a program of guests/tool, such as qemu-img, e2fsck, fio or md5sum.
 #[track_caller]
 pub fn tool<S: AsRef<OsStr>>(name: &str, args: impl IntoIterator<Item = S>) -> Finished {
     run(Command::new(guests().join("tool")).arg(name).args(args), TOOL)
 }
 
-/// The MD5 sum of a file's bytes, in hexadecimal. (An emulated guest takes half the time for it
-/// that SHA-256 takes.)
+/// Returns the MD5 sum of a file in hexadecimal. (MD5 takes half the time of SHA-256 in an emulated
+/// guest.)
 #[track_caller]
 pub fn md5(path: &Path) -> String {
     let out = tool("md5sum", [path]).good();
     out.split_whitespace().next().expect("md5sum prints a sum").to_string()
 }
 
-/// The folder of the guests' runners.
+/// Returns the folder of the guests' runners.
 pub fn guests() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../guests")
 }
 
-/// Waits until `done` says so; panics with `what` when that takes longer than `limit`.
+/// Waits until `done` returns true. Panics with `what` if that takes longer than `limit`.
 #[track_caller]
 pub fn until(what: &str, limit: Duration, mut done: impl FnMut() -> bool) {
     let start = Instant::now();
@@ -158,17 +158,17 @@ pub fn until(what: &str, limit: Duration, mut done: impl FnMut() -> bool) {
     }
 }
 
-/// Whether somebody listens on a socket. (It is there before that: between bind and listen a client
-/// is refused.)
+/// Returns whether a process listens on a socket. (The file exists before that: between bind and
+/// listen a connection is refused.)
 pub fn listens(socket: &Path) -> bool {
-    // Kind, state and path of each: 00010000 is the flag of one that accepts.
+    // Columns: type, state and path. 00010000 is the flag of a listening socket.
     let all = std::fs::read_to_string("/proc/net/unix").unwrap();
     let path = socket.to_str().unwrap();
     all.lines()
         .any(|line| line.contains(" 00010000 ") && line.split_whitespace().last() == Some(path))
 }
 
-/// The status of a child that ends within `limit`.
+/// Returns the status of a child that ends within `limit`, else `None`.
 fn wait(child: &mut Child, limit: Duration) -> Option<ExitStatus> {
     let start = Instant::now();
     loop {

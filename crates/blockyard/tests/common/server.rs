@@ -1,5 +1,5 @@
-//! A disk on a socket, served by the test's own process with the program's own parts: for calls
-//! that the control socket will make, and nobody else can.
+//! A disk on a socket, served by the test's own process, for operations that no command offers yet:
+//! snapshot, commit and stream.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

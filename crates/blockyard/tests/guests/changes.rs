@@ -1,4 +1,4 @@
-//! What changes while a guest runs: the disk's size, the machine's memory.
+//! Changes while a guest runs: the size of the disk, and the memory of the machine.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use crate::qmp::Qmp;
 
 const MIB: u64 = 1 << 20;
 
-/// `tell` waits for the new size; then the new part is used.
+/// `tell` waits for the new size. Then the script uses the new part.
 const GROW: &str = r#"
 read -r before </sys/block/vda/size
 tell ready
@@ -40,8 +40,7 @@ fn the_disk_grows(kind: GuestKind) {
     fixture.stop();
 }
 
-/// Memory comes and goes under load. Once it is there, one read is into more memory than there was
-/// at first.
+/// Plugs memory in and out under load. After plugging, one read is larger than the original memory.
 const PLUG: &str = r#"
 kilobytes() { sed -n "s/^$1: *\([0-9]*\) kB/\1/p" /proc/meminfo; }
 until_total() { # COMPARISON
@@ -100,7 +99,7 @@ fn memory_is_plugged_in_and_out_under_load_in_qemu() {
     );
     guest.expect("tell unplug");
     let unplugged = ["DEVICE_DELETED", "DEVICE_UNPLUG_GUEST_ERROR", "MEM_UNPLUG_ERROR"];
-    // The guest may find a page of it in use, and may be asked again.
+    // The guest may still use a page of it: request the removal again.
     for _ in 0..20 {
         qmp.execute("device_del", json!({ "id": "dimm" }));
         if qmp.event(&unplugged) == unplugged[0] {
@@ -113,7 +112,8 @@ fn memory_is_plugged_in_and_out_under_load_in_qemu() {
     fixture.stop();
 }
 
-/// Random bytes here and there in the first `bytes` of the image; the MD5 sum of those.
+/// Writes random bytes at several places of the first `bytes` of the image. Returns the MD5 sum of
+/// that part.
 fn scatter(fixture: &GuestFixture, bytes: u64) -> String {
     use std::os::unix::fs::FileExt;
     let image = std::fs::File::options().read(true).write(true).open(&fixture.image).unwrap();

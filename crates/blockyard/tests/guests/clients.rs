@@ -36,12 +36,12 @@ fn qemu_img_converts_compares_and_loads() {
         assert!(is_new || now == before, "a block is neither what it was nor what qemu-img wrote");
         new += usize::from(is_new);
     }
-    // Steps of five blocks, modulo 4096 blocks, meet none twice.
+    // Steps of five blocks, modulo 4096 blocks, visit each block once.
     assert_eq!(new, 4000);
     assert!(Statistics(fixture.stop()).figure("flush", "requests") > 0);
 }
 
-/// A file of random bytes.
+/// Creates a file of random bytes.
 fn random_image(folder: &Folder, bytes: u64) -> PathBuf {
     let path = folder.join("random");
     let mut random = std::io::Read::take(std::fs::File::open("/dev/urandom").unwrap(), bytes);
@@ -58,7 +58,7 @@ fn libblkio_writes_reads_flushes_and_discards() {
     let bytes = std::fs::read(random_image(&fixture.folder, MIB)).unwrap();
     client.memory(&bytes);
     let base = client.region.addr as *const u8;
-    // 16 requests of 64 KiB at once, the last first on the disk.
+    // 16 requests of 64 KiB at once, in descending order of offsets.
     for i in 0..16 {
         let (from, to) = ((i as u64) << 16, 4 * MIB - ((i as u64 + 1) << 16));
         client.queue.write(to, base.wrapping_add(from as usize), 1 << 16, i, ReqFlags::empty());
@@ -89,7 +89,7 @@ fn libblkio_writes_reads_flushes_and_discards() {
     );
     assert!(std::fs::read(&fixture.image).unwrap()[place].iter().all(|b| *b == 0));
 
-    // Beyond the end: an answer without data, and the next request works.
+    // A read after the end completes without data, and the next request works.
     client.memory(&[5; 4096]);
     client.queue.read(8 * MIB, base.cast_mut(), 4096, 7, ReqFlags::empty());
     client.complete(1);
@@ -111,9 +111,9 @@ fn libblkio_writes_reads_flushes_and_discards() {
     );
 }
 
-/// What libblkio makes of a request that failed, as QEMU tells it.
+/// Checks how libblkio reports a failed request. QEMU reports the same.
 #[test]
-fn libblkio_is_told_of_errors() {
+fn libblkio_reports_errors() {
     let mut fixture =
         GuestFixture::new(16 * MIB, &["--filter", "error:read=1,write=1,range=1048576-2097152"]);
     let disk =
@@ -137,7 +137,7 @@ struct Client {
     queue: Blkioq,
     blkio: Blkio,
     region: MemoryRegion,
-    /// The region once more, as a file: no raw memory access is needed here.
+    /// The memory region once more, as a file, because the tests may not access raw memory.
     file: std::fs::File,
 }
 
@@ -155,7 +155,7 @@ impl Client {
         Client { queue: started.queues.remove(0), blkio, region, file }
     }
 
-    /// Fills the start of the memory.
+    /// Writes to the start of the memory.
     fn memory(&self, bytes: &[u8]) {
         std::os::unix::fs::FileExt::write_all_at(&self.file, bytes, 0).unwrap();
     }
@@ -166,8 +166,8 @@ impl Client {
         bytes
     }
 
-    /// Waits for `count` requests. (Whether each was done well stands where the crate's users must
-    /// vouch for it by `unsafe`: it is seen by the data, and in the server's statistics.)
+    /// Waits for `count` completions. (Their results are readable only by `unsafe` code. Tests
+    /// check the data and the server's statistics instead.)
     #[track_caller]
     fn complete(&mut self, count: usize) {
         let mut space: Vec<_> =

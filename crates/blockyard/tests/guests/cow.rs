@@ -1,5 +1,5 @@
-//! COW files, served here and by User Mode Linux's own driver, `ubd`: each reads what the other
-//! wrote, and what `ubd` reads wrong is right here.
+//! COW files, served by this program and by User Mode Linux's driver `ubd`. Each reads what the
+//! other wrote. Where `ubd` reads wrong data, this program reads the right data.
 
 use std::ffi::OsString;
 use std::fs;
@@ -17,7 +17,7 @@ use crate::common::{Daemon, Folder, Guest, GuestKind, md5};
 
 const SIZE: u64 = 8 << 20;
 
-/// A backing file, and a place for a COW file.
+/// A backing file, and a path for a COW file.
 struct Files {
     folder: Folder,
     base: PathBuf,
@@ -32,15 +32,15 @@ impl Files {
         Files { folder, base, cow }
     }
 
-    /// Runs a script in a guest that has the COW file over the backing file as /dev/ubda, and the
-    /// folder as /share.
+    /// Runs a script in a guest with the COW file and its backing file as /dev/ubda, and the folder
+    /// as /share.
     fn boot(&self, script: &str) -> String {
         let disk = format!("ubdcow={}:{}", self.cow.display(), self.base.display());
         let share = self.folder.to_str().unwrap();
         run_guest(GuestKind::Uml, ["--disk", &disk, "--share", share], script)
     }
 
-    /// The same with the COW file served by us, as /dev/vda.
+    /// The same with the COW file served by this program, as /dev/vda.
     fn serve_and_boot(&self, script: &str) -> String {
         let socket = self.folder.join("disk.sock");
         let daemon = Daemon::serve(&self.cow, &socket, &["--format", "cow"]);
@@ -51,7 +51,7 @@ impl Files {
         seen
     }
 
-    /// Makes the COW file.
+    /// Creates the COW file.
     fn create(&self, version: u32) {
         fs::File::create_new(&self.cow).unwrap();
         let (name, facts) =
@@ -73,7 +73,7 @@ impl Files {
         });
     }
 
-    /// All of the disk, as this program reads it, into a file.
+    /// Reads the whole disk by this program into a file.
     fn merged(&self, name: &str) -> PathBuf {
         let path = self.folder.join(name);
         fs::File::create_new(&path).unwrap();
@@ -90,7 +90,7 @@ impl Files {
         path
     }
 
-    /// Work on the COW file; it can open other files.
+    /// Runs an operation on the COW file, which can open other files.
     fn on_cow<F: Future<Output = ()> + 'static>(
         &self,
         work: impl FnOnce(Raw<Store>, &dyn Fn(&Path) -> Raw<Store>) -> F,
@@ -105,7 +105,8 @@ impl Files {
     }
 }
 
-/// 4 KiB blocks: what `ubd` reads right, as it reads a page from one file.
+/// Returns writes of 4 KiB blocks. `ubd` reads these correctly, because it reads a page from one
+/// file.
 fn blocks(seed: u64) -> Vec<(u64, Vec<u8>)> {
     let mut rng = Rng::new(seed);
     let mut block = || {
@@ -115,7 +116,7 @@ fn blocks(seed: u64) -> Vec<(u64, Vec<u8>)> {
     (0..200).map(|_| block()).collect()
 }
 
-/// Writes sector 1, and reads the first 32.
+/// Returns a script that writes sector 1 and reads the first 32 sectors.
 fn write_and_read(device: &str) -> String {
     format!(
         "head -c 512 /dev/zero | tr '\\0' x >/tmp/x
@@ -125,7 +126,7 @@ fn write_and_read(device: &str) -> String {
 }
 
 #[test]
-fn stock_ubd_reads_wrong_data_where_a_page_is_of_two_files_and_a_served_disk_does_not() {
+fn ubd_reads_wrong_data_from_pages_in_two_files_and_a_served_disk_does_not() {
     let files = Files::new();
     let mut disk = fs::read(&files.base).unwrap();
     disk[512..1024].fill(b'x');
@@ -150,7 +151,7 @@ fn stock_ubd_reads_wrong_data_where_a_page_is_of_two_files_and_a_served_disk_doe
 }
 
 #[test]
-fn a_served_disk_with_a_file_system_is_the_kernel_s_afterwards() {
+fn the_kernel_reads_a_file_system_that_was_written_to_a_served_disk() {
     let files = Files::new();
     files.create(3);
     let fill = "mkfs.ext4 -q -b 4096 /dev/vda && mount /dev/vda /mnt
@@ -165,9 +166,9 @@ fn a_served_disk_with_a_file_system_is_the_kernel_s_afterwards() {
 }
 
 #[test]
-fn what_the_kernel_wrote_is_read_here() {
+fn cow_files_of_the_kernel_are_readable() {
     let files = Files::new();
-    // The kernel makes the file; the disk as the guest sees it is the judge.
+    // The kernel creates the file. The disk in the guest is the reference.
     let seen = files.boot(
         "for seek in 0 5 700 2040; do
             dd if=/dev/urandom of=/dev/ubda bs=4k count=8 seek=$seek oflag=direct conv=notrunc,fsync status=none
@@ -186,7 +187,7 @@ fn what_the_kernel_wrote_is_read_here() {
 }
 
 #[test]
-fn what_we_wrote_is_read_by_the_kernel_which_goes_on_with_it() {
+fn the_kernel_continues_a_cow_file_of_this_program() {
     for version in [1, 2, 3] {
         let files = Files::new();
         files.create(version);
@@ -205,7 +206,7 @@ fn what_we_wrote_is_read_by_the_kernel_which_goes_on_with_it() {
             "version {version}: what it wrote then"
         );
         assert_ne!(sums[0], sums[1]);
-        // And back: what is here after a kernel's hands goes on being ours.
+        // And back: this program continues with a file that the kernel has changed.
         files.write(blocks(77));
         assert_eq!(
             files.boot("md5sum </dev/ubda").split_whitespace().next(),

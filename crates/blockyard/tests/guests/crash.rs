@@ -5,14 +5,14 @@ use std::time::Duration;
 use crate::common::{Guest, GuestKind};
 use crate::fixture::{GuestFixture, script_with_prelude};
 
-/// Kills of each daemon, and kills of both that find requests in flight.
+/// Number of kills of each daemon, and of kills that must find requests in flight in both.
 const KILLS: u32 = 20;
-/// An emulated guest is slower than the disk: without a delay most kills would find nothing in
-/// flight.
+/// Delay of each request. Without it most kills would find no request in flight, because an
+/// emulated guest is slower than the disk.
 const DELAY: &str = "delay:read=8ms,write=8ms";
 
-/// Two loads at once, each with checksums, again and again until both disks have grown; then
-/// everything once more.
+/// Two loads at once with checksums, repeated until both disks have grown, and a final verification
+/// of everything.
 const SCRIPT: &str = r#"
 hammer() { # DISK ROUND...
     load --filename="$1" --randseed="$2" \
@@ -38,7 +38,7 @@ wait $first
 "#;
 
 #[test]
-fn twenty_kills_of_each_daemon_under_load_in_qemu() {
+fn a_guest_survives_twenty_kills_of_each_daemon_in_qemu() {
     let mut fixtures =
         [(); 2].map(|()| GuestFixture::new(16 << 20, &["--queues", "2", "--filter", DELAY]));
     let disks = [",queues=2", ",queues=2,packed=on"];
@@ -52,13 +52,13 @@ fn twenty_kills_of_each_daemon_under_load_in_qemu() {
     );
     guest.expect("started");
     let mut hits = 0;
-    // A busy machine leaves more kills without a request in flight: then there are more kills.
+    // On a busy machine more kills find no request in flight: then the test kills more often.
     for n in 0.. {
         if n >= KILLS && hits >= KILLS {
             break;
         }
         for fixture in &mut fixtures {
-            // In the middle of something, and at another moment each time.
+            // During the load, at a different moment each time.
             fixture.until_served("write");
             hits += u32::from(
                 fixture.daemon().log().contains("in flight when the last back end ended"),

@@ -1,5 +1,4 @@
-//! The guest takes the device away from itself in mid-load: driver unbound and bound, machine
-//! reset.
+//! The guest resets the device under load: it unbinds and binds the driver, and resets the machine.
 
 use std::time::Duration;
 
@@ -10,7 +9,7 @@ use crate::fixture::GuestFixture;
 use crate::qmp::Qmp;
 
 const MIB: u64 = 1 << 20;
-/// What the daemon's own memory may grow by, in kilobytes: allocators keep what they once had.
+/// Allowed growth of the daemon's memory in kilobytes. Allocators keep freed memory.
 const GROWTH: u64 = 1024;
 
 const UNBIND: &str = r#"
@@ -41,7 +40,7 @@ done
 "#;
 
 #[test]
-fn the_driver_is_unbound_and_bound_in_mid_load() {
+fn the_driver_can_be_unbound_and_bound_under_load() {
     let mut fixture = GuestFixture::new(32 * MIB, &["--queues", "2"]);
     let mut guest =
         fixture.boot(GuestKind::Qemu, ",queues=2", &[], UNBIND, Duration::from_secs(120));
@@ -74,7 +73,7 @@ sleep 60
 "#;
 
 #[test]
-fn the_machine_is_reset_in_mid_load() {
+fn the_machine_can_be_reset_under_load() {
     let mut fixture = GuestFixture::new(32 * MIB, &["--queues", "2"]);
     let monitor = fixture.folder.join("qmp");
     let options = ["--qmp", monitor.to_str().unwrap()];
@@ -84,10 +83,10 @@ fn the_machine_is_reset_in_mid_load() {
     fixture.until_served("write");
     let before = Footprint::of(fixture.daemon());
     let mut qmp = Qmp::connect(&monitor);
-    // Else the runner's -no-reboot makes an end of it.
+    // Without this, -no-reboot of the runner would end the guest.
     qmp.execute("set-action", json!({ "reboot": "reset" }));
     qmp.execute("system_reset", json!({}));
-    // The second boot wants its job again.
+    // The second boot reads its script again.
     let job = guest.job();
     let file = json!({ "type": "file", "data": { "in": job, "out": "/dev/null" } });
     qmp.execute("chardev-change", json!({ "id": "job", "backend": file }));
@@ -99,8 +98,8 @@ fn the_machine_is_reset_in_mid_load() {
     fixture.stop();
 }
 
-/// What the daemon holds. (Not the guest's memory, which is mapped there and shows page by page as
-/// it is used.)
+/// Resources of the daemon. (Without guest memory, whose pages appear in the mapping as they are
+/// used.)
 struct Footprint {
     descriptors: Vec<String>,
     own: u64,
@@ -111,10 +110,10 @@ impl Footprint {
         Footprint { descriptors: daemon.descriptors(), own: daemon.kilobytes("RssAnon") }
     }
 
-    /// Panics when the daemon holds more now.
+    /// Panics if the daemon has more resources now.
     #[track_caller]
     fn check(&self, daemon: &Daemon) {
-        // What is being closed may take a moment.
+        // The daemon closes them asynchronously.
         until(
             &format!(
                 "as many descriptors as before: {:?} {:?}",

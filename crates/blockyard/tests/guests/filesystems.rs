@@ -1,4 +1,4 @@
-//! File systems in guests: made, loaded, trimmed, checked, and the same on the host.
+//! File systems in guests: created, loaded, trimmed, checked, and compared on the host.
 
 use std::path::Path;
 use std::process::Command;
@@ -11,9 +11,9 @@ use crate::common::{BLOCKYARD, Daemon, Folder, Guest, GuestKind, allocated, md5,
 use crate::fixture::{GuestFixture, Statistics, script_with_prelude};
 
 const MIB: u64 = 1 << 20;
-/// mkfs.xfs makes nothing smaller than 300 MB.
+/// Minimum size for mkfs.xfs.
 const DISKS: [u64; 2] = [96 * MIB, 304 * MIB];
-/// What the guest writes, deletes and trims.
+/// The script: the guest writes, deletes and trims.
 const BIG: u64 = 40 * MIB;
 
 const SCRIPT: &str = r#"
@@ -112,7 +112,7 @@ fn daemon_of_two(folder: &Folder, images: [&Path; 2], sockets: [&Path; 2]) -> Da
     daemon
 }
 
-/// The most that an image took on the host's disk, watched all the time.
+/// Maximum space of an image on the host's disk, sampled all the time.
 struct Peak {
     most: Arc<AtomicU64>,
     stop: Arc<AtomicBool>,
@@ -145,9 +145,9 @@ impl Drop for Peak {
     }
 }
 
-/// Kicks and calls by message, as User Mode Linux has them in simulated time.
+/// Kicks and calls by vhost-user messages, as User Mode Linux uses them in simulated time.
 #[test]
-fn user_mode_linux_with_in_band_notifications() {
+fn in_band_notifications_work_in_user_mode_linux() {
     let mut fixture = GuestFixture::new(64 * MIB, &["--in-band-notifications"]);
     let script = "mkfs.ext4 -q /dev/vda && mount /dev/vda /mnt
         load --directory=/mnt --name=job --rw=randrw --bs=4k --size=2M --end_fsync=1
@@ -157,10 +157,10 @@ fn user_mode_linux_with_in_band_notifications() {
     tool("e2fsck", ["-fn".as_ref(), fixture.image.as_os_str()]).good();
 }
 
-/// A guest on an overlay: its file system, loaded, and checked on the host; what is below stays as
-/// it was.
+/// A guest on an overlay: its file system is loaded, and checked on the host. The base stays
+/// unchanged.
 #[test]
-fn user_mode_linux_on_an_overlay() {
+fn file_systems_work_on_an_overlay_in_user_mode_linux() {
     let folder = Folder::new();
     let (base, overlay, socket) =
         (folder.image("base.img", 96 * MIB), folder.join("disk.qcow2"), folder.join("s"));

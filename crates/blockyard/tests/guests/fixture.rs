@@ -1,4 +1,4 @@
-//! One disk, its daemon, and a guest that uses it.
+//! A disk, its daemon, and a guest that uses it.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -28,7 +28,7 @@ load() { # ARGUMENTS...
 }
 "#;
 
-/// How much larger the disk gets at each `go_on`.
+/// Bytes by which each `go_on` grows the disk.
 pub const STEP: u64 = 1 << 20;
 
 pub struct GuestFixture {
@@ -40,7 +40,7 @@ pub struct GuestFixture {
 }
 
 impl GuestFixture {
-    /// A daemon with an empty image of `bytes` bytes.
+    /// Starts a daemon with an empty image of `bytes` bytes.
     #[track_caller]
     pub fn new(bytes: u64, options: &[&str]) -> Self {
         let folder = Folder::new();
@@ -68,7 +68,7 @@ impl GuestFixture {
         self.daemon.as_mut().expect("the daemon runs")
     }
 
-    /// Lets a guest that has said `tell` go on.
+    /// Lets a guest continue that waits in `tell`.
     #[track_caller]
     pub fn go_on(&mut self) {
         let file = std::fs::OpenOptions::new().write(true).open(&self.image).unwrap();
@@ -84,24 +84,24 @@ impl GuestFixture {
         self.daemon = Some(Daemon::serve_again(&self.image, &self.socket, &options));
     }
 
-    /// Stops the daemon, which must end well; its log.
+    /// Stops the daemon, which must exit with status 0. Returns its log.
     #[track_caller]
     pub fn stop(&mut self) -> String {
         self.daemon.take().expect("the daemon runs").stop()
     }
 
-    /// The statistics that the daemon logs when it is asked for them.
+    /// Returns the statistics that the daemon logs on SIGUSR1.
     #[track_caller]
     pub fn statistics(&mut self) -> Statistics {
         let daemon = self.daemon();
         let before = daemon.log().len();
         daemon.signal(Signal::USR1);
-        // There is a line for each kind of request that came, and no sign of the end.
+        // There is a line for each kind of request that occurred, and no line marks the end.
         std::thread::sleep(Duration::from_millis(100));
         Statistics(daemon.log()[before..].to_string())
     }
 
-    /// Waits until a request of the kind has been answered.
+    /// Waits until the daemon has completed a request of the kind.
     #[track_caller]
     pub fn until_served(&mut self, kind: &str) {
         let start = std::time::Instant::now();
@@ -119,8 +119,8 @@ pub fn script_with_prelude(script: &str) -> String {
 pub struct Statistics(pub String);
 
 impl Statistics {
-    /// A figure (`requests`, `bytes`, `errors`) of a kind of request (`read`, `write`, `flush`,
-    /// `discard`, `write-zeroes`), of all disks together; 0 when there was none.
+    /// Returns a figure (`requests`, `bytes`, `errors`) of a kind of request (`read`, `write`,
+    /// `flush`, `discard`, `write-zeroes`), summed over all disks. Returns 0 if there were none.
     pub fn figure(&self, kind: &str, figure: &str) -> u64 {
         let mark = format!(" {kind}: queue time");
         let lines = self.0.lines().filter(|l| l.contains(&mark));

@@ -1,8 +1,8 @@
-//! What a guest's sync does to the image, as the host's kernel sees it.
+//! Effects of a guest's sync on the image, as the host's kernel sees them.
 //!
-//! The daemon's operations do not show as system calls, so the evidence is the kernel's own trace:
-//! operations submitted to the daemon's io_uring, and, where the image lies on ext4, the file
-//! system's report of each sync of the image.
+//! io_uring operations are not visible as system calls. So the test uses the kernel's trace events:
+//! operations that the daemon submits to its io_uring, and, if the image is on ext4, each sync of
+//! the image.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -31,12 +31,12 @@ fn a_guests_sync_is_an_fdatasync_of_the_image() {
         "{fsyncs} fsync operations for {flushes} flushes: {log}"
     );
     if let Some(syncs) = syncs {
-        // 1: the data, and what is needed to find it; 0 would be fsync.
+        // 1: fdatasync (data, and the metadata to find it); 0 would be fsync.
         assert_eq!(syncs, vec![1; fsyncs], "the file system saw other syncs of the image");
     }
 }
 
-/// One write at a time: each has a sync of its own, before its answer.
+/// One write at a time: each has its own sync before its completion.
 #[test]
 fn without_a_write_cache_writes_are_durable_and_the_guest_syncs_nothing() {
     for mode in ["directsync", "writethrough"] {
@@ -46,12 +46,12 @@ fn without_a_write_cache_writes_are_durable_and_the_guest_syncs_nothing() {
         let writes = Statistics(log.clone()).figure("write", "requests") as usize;
         assert!(writes >= 4 * ROUNDS, "{mode}: {log}");
         let of = |name: &str| operations.iter().filter(|o| o.starts_with(name)).count();
-        // Past the page cache a write is durable by itself; in it, by an fdatasync that others may
-        // share.
+        // Without the page cache each write is durable by itself. With it, an fdatasync that
+        // several writes may share makes it durable.
         let fsyncs = if mode == "directsync" { 0 } else { writes };
         assert_eq!(of("FSYNC"), fsyncs, "{mode}: {operations:?}");
-        // (One that takes new space may be refused on submission, with nothing written, and made
-        // again.)
+        // (The kernel may refuse a write that allocates space at submission. The daemon submits it
+        // again then.)
         assert!(mode == "writethrough" || of("WRITE") >= writes, "{mode}: {operations:?}");
         if let Some(syncs) = syncs {
             assert_eq!(
@@ -64,11 +64,11 @@ fn without_a_write_cache_writes_are_durable_and_the_guest_syncs_nothing() {
 }
 
 struct Seen {
-    /// What the guest was told of the disk's cache.
+    /// What the guest reads of the disk's write cache.
     cache: String,
     /// Names of the operations that the daemon submitted while the guest ran.
     operations: Vec<String>,
-    /// The file system's syncs of the image: 1 for data only; None when it is not ext4.
+    /// The file system's syncs of the image: 1 means data only. `None` if it is not ext4.
     syncs: Option<Vec<u32>>,
     /// The daemon's whole log.
     log: String,
@@ -90,14 +90,15 @@ fn watch(options: &[&str]) -> Seen {
     Seen { cache, operations, syncs, log }
 }
 
-/// The kernel's trace in an instance of its own, so that nobody else's tracing is disturbed.
+/// A trace instance of its own, which does not disturb other tracing.
 struct Trace {
     mounted: PathBuf,
     instance: PathBuf,
 }
 
 impl Trace {
-    /// Traces what the daemon's threads submit to their io_uring, and syncs of the image by anyone.
+    /// Traces the submissions of the daemon's threads to their io_uring, and all syncs of the
+    /// image.
     fn start(daemon: &Daemon, image: &Path) -> Self {
         let mounted = std::env::temp_dir().join(format!(
             "blockyard-trace-{}-{}",

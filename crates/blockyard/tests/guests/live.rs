@@ -1,8 +1,7 @@
-//! Images exchanged under a guest that verifies what it reads: snapshot, commit, snapshot, stream,
-//! round after round.
+//! Images are exchanged under a guest that verifies its data: snapshot, commit, snapshot, stream,
+//! in a loop.
 //!
-//! The server is the test itself, with the program's own parts: what the control socket will call
-//! is called here.
+//! The test's own process is the server. It calls the functions that a control socket will call.
 
 use std::time::Duration;
 
@@ -12,7 +11,8 @@ use crate::common::{Folder, Guest, GuestKind, Server, md5, tool};
 use crate::fixture::script_with_prelude;
 
 const SIZE: u64 = 64 << 20;
-/// Nobody holds requests back for longer; in truth it is a hundredth of that on an idle machine.
+/// Maximum time for which a quiesce may hold requests. On an idle machine it takes a hundredth of
+/// that.
 const LONGEST: Duration = Duration::from_secs(5);
 
 const SCRIPT: &str = r#"
@@ -48,7 +48,7 @@ fn exchange(kind: GuestKind) {
     let script = script_with_prelude(SCRIPT);
     let mut options = Guest::vhost(&socket, "").to_vec();
     if kind == GuestKind::Qemu {
-        // With two processors the emulator now and then delivers no timer interrupt to one of them,
+        // With two processors the emulator sometimes delivers no timer interrupt to one of them,
         // and the guest hangs.
         options.extend(["--smp".into(), "1".into()]);
     }

@@ -1,5 +1,5 @@
-//! Two guests on one server and one slow device: one has less memory than it uses, and swaps; the
-//! other's data are verified.
+//! Two guests on one server and one slow device. One has less memory than it uses, and swaps. The
+//! data of the other is verified.
 
 use std::path::Path;
 use std::process::Command;
@@ -10,7 +10,7 @@ use crate::fixture::{Statistics, script_with_prelude};
 
 const LIMIT: Duration = Duration::from_secs(150);
 
-/// What it writes to its memory it finds there again, though most of it was swapped out in between.
+/// It writes to its memory, most of which is swapped out, and reads the same data again.
 const THRASHER: &str = r#"
     mkswap /dev/vda >/dev/null
     swapon /dev/vda
@@ -78,7 +78,7 @@ fn one_swaps_and_the_other_finds_its_data() {
     };
     let out = thrasher.finish();
     let (inward, outward) = (pages("pswpin", &out), pages("pswpout", &out));
-    // Several times the memory that the guest has.
+    // Several times the guest's memory.
     assert!(inward > 20_000 && outward > 20_000, "it swapped {inward} pages in and {outward} out");
     let figures = Statistics(daemon.stop());
     assert_eq!(

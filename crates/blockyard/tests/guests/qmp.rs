@@ -1,4 +1,4 @@
-//! QEMU's monitor, in JSON.
+//! QEMU's monitor (QMP), in JSON.
 
 use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Write};
@@ -11,12 +11,12 @@ use crate::common::TOOL;
 
 pub struct Qmp {
     stream: BufReader<UnixStream>,
-    /// Those that nobody has asked for yet.
+    /// Events that no call has consumed yet.
     events: VecDeque<Value>,
 }
 
 impl Qmp {
-    /// Connects to the socket of a QEMU that runs.
+    /// Connects to the QMP socket of a running QEMU.
     #[track_caller]
     pub fn connect(path: &Path) -> Self {
         let stream =
@@ -29,7 +29,7 @@ impl Qmp {
         qmp
     }
 
-    /// Runs a command, which must succeed; its answer.
+    /// Runs a command, which must succeed. Returns its result.
     #[track_caller]
     pub fn execute(&mut self, command: &str, arguments: Value) -> Value {
         let text = json!({ "execute": command, "arguments": arguments }).to_string();
@@ -44,7 +44,7 @@ impl Qmp {
         }
     }
 
-    /// Waits for one of these events; its name.
+    /// Waits for one of these events. Returns its name.
     #[track_caller]
     pub fn event(&mut self, names: &[&'static str]) -> &'static str {
         loop {

@@ -1,5 +1,5 @@
-//! The guests' tools themselves: what the runner leaves behind when it is told to end at a bad
-//! moment; whose modules QEMU loads.
+//! The guests' tools: what the runner leaves behind when it is stopped at a bad moment, and which
+//! modules QEMU loads.
 
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
@@ -9,16 +9,16 @@ use rustix::process::{Pid, Signal, kill_process_group};
 
 use crate::common::{Daemon, Folder, TOOL, guests, run, until};
 
-/// As a benchmark that is interrupted ends it: with all its group, and so with the `rm` that it has
-/// just begun.
+/// Stops the runner's process group, as an interrupted benchmark does. This includes the `rm` that
+/// the runner has just started.
 #[test]
-fn told_to_end_while_it_cleans_up_it_does_so_to_the_end() {
+fn a_runner_that_is_stopped_during_cleanup_completes_it() {
     let folder = Folder::new();
     let (bin, temporary, script, removing) =
         (folder.join("bin"), folder.join("t"), folder.join("script"), folder.join("removing"));
     [&bin, &temporary].iter().for_each(|folder| std::fs::create_dir(folder).unwrap());
     std::fs::write(&script, "true\n").unwrap();
-    // One that takes its time, and shows when it begins.
+    // An `rm` that is slow, and signals when it starts.
     let slow = format!("#!/bin/sh\n: >'{}'\nsleep 1\nexec /bin/rm \"$@\"\n", removing.display());
     std::fs::write(bin.join("rm"), slow).unwrap();
     std::fs::set_permissions(bin.join("rm"), std::fs::Permissions::from_mode(0o755)).unwrap();
@@ -35,8 +35,8 @@ fn told_to_end_while_it_cleans_up_it_does_so_to_the_end() {
     assert!(left.is_empty(), "left behind: {left:?}");
 }
 
-/// Modules of another QEMU that is installed on the host do not fit, and QEMU ends or lacks devices
-/// then. (What lies below /var/run/qemu is looked up by the exact version, and fits.)
+/// Modules of another QEMU on the host do not match. QEMU would exit or lack devices. (Modules
+/// below /var/run/qemu are looked up by the exact version, and match.)
 #[test]
 fn qemu_loads_no_modules_of_the_host() {
     let folder = Folder::new();

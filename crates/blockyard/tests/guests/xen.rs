@@ -1,5 +1,5 @@
-//! A PV guest of an emulated Xen, whose disk this program serves from dom0. `scripts/soak.d/xen-*`
-//! have the rest.
+//! A PV guest of an emulated Xen whose disk this program serves from dom0. `scripts/soak.d/xen-*`
+//! have further tests.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use crate::fixture::script_with_prelude;
 
 const MIB: u64 = 1 << 20;
 
-/// One boot shows as much as fits: the kernel's own driver reads, writes, flushes and discards.
+/// One boot tests as much as possible: the kernel's driver reads, writes, flushes and discards.
 const SCRIPT: &str = r#"
 mkfs.ext4 -q /dev/xvda
 mount /dev/xvda /mnt

@@ -1,12 +1,11 @@
-//! A neighbour beside an attack: another disk of the same reactor is served while the attack goes
-//! on.
+//! Neighbours during an attack: the server must serve another disk of the same reactor.
 //!
-//! A case calls [`beside`] with a function that makes one step of its attack after another, as long
-//! as [`Attack::goes_on`] returns true. In `make test` the neighbour's reads must be answered while
-//! the attack makes steps. With `BLOCKYARD_BESIDE=SECONDS` (scripts/soak.d/hostile) the neighbour's
-//! latencies are measured as well, alone and beside the attack in turns: its p99 beside is at most
-//! [`MOST_TIMES`] its p99 alone. The name of each such test begins with `beside_`, so that the soak
-//! part finds it.
+//! A case calls [`beside`] with a function that repeats steps of its attack while
+//! [`Attack::goes_on`] returns true. In `make test` the neighbour's reads must complete while the
+//! attack makes steps. With `BLOCKYARD_BESIDE=SECONDS` (scripts/soak.d/hostile) the test also
+//! measures the neighbour's latencies, alternately without and with the attack. The p99 with the
+//! attack must be at most [`MOST_TIMES`] the p99 without it. The names of these tests begin with
+//! `beside_`, so that the soak part finds them.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -20,16 +19,16 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use super::daemon::{Daemon, OTHER};
 use super::guest::{D, Guest, Layout, NONE, into, out, rung};
 
-/// Reads of the neighbour, and steps of the attack meanwhile, in `make test`.
+/// Number of reads of the neighbour and of steps of the attack, in `make test`.
 const READS: u32 = 100;
 const STEPS: u64 = 10;
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Rounds of a measurement. Each has one part alone and one part beside the attack.
+/// Rounds of a measurement. Each has a part without and a part with the attack.
 const ROUNDS: u32 = 5;
 const MOST_TIMES: f64 = 3.0;
 
-/// One run of an attack, as its function sees it.
+/// A run of an attack, for the function that makes its steps.
 pub struct Attack<'a> {
     daemon: &'a Daemon,
     ends: &'a AtomicBool,
@@ -39,12 +38,13 @@ pub struct Attack<'a> {
 }
 
 impl Attack<'_> {
-    /// The socket of a disk. The neighbour uses `OTHER`; the attack takes `VICTIM` or `SLOW`.
+    /// Returns the socket of a disk. The neighbour uses `OTHER`; the attack uses `VICTIM` or
+    /// `SLOW`.
     pub fn socket(&self, disk: &str) -> PathBuf {
         self.daemon.socket(disk)
     }
 
-    /// Counts a step. False: the attack is over.
+    /// Counts a step. Returns false when the attack is over.
     pub fn goes_on(&self) -> bool {
         if self.steps.fetch_add(1, Ordering::Relaxed) == 0 {
             self.watcher.unpark();
@@ -53,7 +53,7 @@ impl Attack<'_> {
     }
 }
 
-/// Ends the attack, also when the neighbour's side panics.
+/// Ends the attack, also if the neighbour's side panics.
 struct End<'a>(&'a AtomicBool);
 
 impl Drop for End<'_> {
@@ -62,8 +62,8 @@ impl Drop for End<'_> {
     }
 }
 
-/// Checks that the attack `what` does not keep a neighbour waiting. `attack` connects, and makes
-/// steps until it is over; it is run several times in a measurement.
+/// Checks that the attack `what` does not delay a neighbour. `attack` connects and makes steps
+/// until it is over. A measurement runs it several times.
 pub fn beside(what: &str, daemon: &Daemon, attack: impl Fn(&Attack<'_>) + Sync) {
     let mut neighbour = Neighbour::start(daemon);
     let Ok(seconds) = std::env::var("BLOCKYARD_BESIDE") else {
@@ -90,7 +90,7 @@ pub fn beside(what: &str, daemon: &Daemon, attack: impl Fn(&Attack<'_>) + Sync) 
     );
 }
 
-/// Calls `look` while the attack goes on, with the number of its steps.
+/// Calls `look` during the attack, with the number of steps.
 fn during<T>(
     daemon: &Daemon,
     attack: &(impl Fn(&Attack<'_>) + Sync),
@@ -117,8 +117,8 @@ fn during<T>(
     })
 }
 
-/// In a measurement the attack's own use of processors is not to slow the neighbour down: what its
-/// use of the daemon does is the question.
+/// Lowers the priority of the attacker in a measurement. Its own CPU time must not slow the
+/// neighbour down: the test measures the effect of the daemon's work.
 fn yields_to_all() {
     if std::env::var_os("BLOCKYARD_BESIDE").is_some() {
         let thread = rustix::thread::gettid().as_raw_nonzero().to_string();
@@ -142,8 +142,8 @@ impl Neighbour {
         Neighbour { guest, chain: [out(header, 16), into(data, 4096), into(status, 1)], status }
     }
 
-    /// One read; how long it took. Sleeps until the device signals, so it takes no processor time
-    /// from the daemon.
+    /// Does one read and returns its duration. Sleeps until the device signals, so it takes no CPU
+    /// time from the daemon.
     fn read(&mut self, what: &str) -> Duration {
         let start = Instant::now();
         self.guest.bytes_at(self.status, &[NONE]);

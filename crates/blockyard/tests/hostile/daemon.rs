@@ -1,5 +1,4 @@
-//! A daemon with three disks, watched closely: its log, its memory, its descriptors, and how it
-//! ends.
+//! A daemon with three disks. Tests check its log, memory and descriptors, and how it ends.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -7,17 +6,17 @@ use std::time::Duration;
 
 use crate::common::{self, BLOCKYARD, Folder, SOON, until};
 
-/// The disk that is maltreated, one that must not notice, and one whose reads take their time.
+/// The attacked disk, the disk of the neighbour, and a disk whose reads are slow.
 pub const VICTIM: &str = "victim";
 pub const OTHER: &str = "other";
 pub const SLOW: &str = "slow";
 pub const QUEUES: u16 = 2;
-/// Queues of each disk of a crowded daemon.
+/// Number of queues of each disk of a crowded daemon.
 pub const MANY_QUEUES: u16 = 16;
-/// Bytes of each disk.
+/// Size of each disk in bytes.
 pub const CAPACITY: u64 = 32 << 20;
 
-/// The files of guests' memory, as `/proc/PID/maps` shows them: of the driver, and of the tests.
+/// Names of guest memory files in `/proc/PID/maps`: those of the driver, and those of the tests.
 const GUEST_MEMORY: [&str; 3] = ["/memfd:blockyard-bench", "/memfd:extra", "/memfd:hostile"];
 
 pub struct Daemon {
@@ -26,28 +25,28 @@ pub struct Daemon {
 }
 
 impl Daemon {
-    /// Disks in memory.
+    /// Starts a daemon with disks in memory.
     pub fn start() -> Self {
         Self::with(|_, _| format!("ram:{CAPACITY}"))
     }
 
-    /// Disks in memory, of which the slow one takes so long for a read.
+    /// Starts a daemon with disks in memory. Each read of the slow disk takes `delay`.
     pub fn slow(delay: &str) -> Self {
         Self::made(|_, _| format!("ram:{CAPACITY}"), delay, "")
     }
 
-    /// Disks with many queues, which share one reactor with all others. `image` as of
+    /// Starts a daemon with disks of many queues, all on one reactor. `image`: as in
     /// [`Daemon::with`].
     pub fn crowded(image: impl Fn(&Folder, &str) -> String) -> Self {
         Self::configured(image, "200ms", "", MANY_QUEUES, "reactors = 1\n")
     }
 
-    /// Disks in memory, of which the victim has these limits.
+    /// Starts a daemon with disks in memory. The attacked disk has these limits.
     pub fn limited(limits: &str) -> Self {
         Self::made(|_, _| format!("ram:{CAPACITY}"), "400ms", limits)
     }
 
-    /// `image` gives the image of a disk, in a folder if it wants to.
+    /// Starts a daemon. `image` returns the image of a disk, which may be in the folder.
     pub fn with(image: impl Fn(&Folder, &str) -> String) -> Self {
         Self::made(image, "400ms", "")
     }
@@ -86,7 +85,7 @@ impl Daemon {
         Daemon { daemon, folder }
     }
 
-    /// Waits until requests of the disk wait for its limits or for its device.
+    /// Waits until requests of the disk wait for its limits or its device.
     pub fn until_waiting(&self, disk: &str) {
         let of_disk = format!("disk=\"{disk}\"");
         until("requests wait for their share", SOON, || {
@@ -107,19 +106,19 @@ impl Daemon {
         self.daemon.log().lines().map(String::from).collect()
     }
 
-    /// The lines that say that something is wrong.
+    /// Returns the log lines that report errors or warnings.
     pub fn complaints(&self) -> Vec<String> {
         self.log().into_iter().filter(|l| !l.contains(" INFO ")).collect()
     }
 
-    /// Waits until there is a complaint, and a moment longer for one too many.
+    /// Waits for a complaint, and a moment longer for a second one.
     pub fn complained(&self) -> Vec<String> {
         until("a complaint", SOON, || !self.complaints().is_empty());
         std::thread::sleep(Duration::from_millis(10));
         self.complaints()
     }
 
-    /// Memory of its own (not the guests' that it shares), in bytes.
+    /// Returns the bytes of its own memory, without the shared memory of guests.
     pub fn own_memory(&self) -> u64 {
         self.daemon.kilobytes("RssAnon") << 10
     }
@@ -128,19 +127,19 @@ impl Daemon {
         self.daemon.descriptors().len()
     }
 
-    /// Waits until it has no more descriptors than these: front ends that went away are let go in
-    /// their own time.
+    /// Waits until it has at most this many descriptors. It closes those of disconnected front ends
+    /// asynchronously.
     pub fn keeps_descriptors(&self, most: usize, what: &str) {
         until(&format!("{what}: at most {most} descriptors"), SOON, || self.descriptors() <= most);
     }
 
-    /// Waits until it maps no more of guests' memory than these pieces.
+    /// Waits until it has at most this many mappings of guest memory.
     pub fn keeps_mappings(&self, most: usize) {
         until(&format!("at most {most} mappings"), SOON, || self.mappings() <= most);
     }
 
-    /// Mappings of guests' memory. (Those of the process itself come and go with its threads and
-    /// its allocator.)
+    /// Returns the number of mappings of guest memory. Other mappings depend on its threads and its
+    /// allocator.
     pub fn mappings(&self) -> usize {
         let of_guests = |line: &&str| GUEST_MEMORY.iter().any(|name| line.contains(name));
         std::fs::read_to_string(self.proc("maps")).unwrap().lines().filter(of_guests).count()
@@ -150,7 +149,7 @@ impl Daemon {
         Path::new("/proc").join(self.daemon.pid().to_string()).join(what)
     }
 
-    /// Ends it as an administrator does: it must still be there, drain, and have nothing to hide.
+    /// Ends it by SIGTERM. It must still run, drain, and exit with status 0.
     pub fn end(mut self) {
         assert!(self.daemon.running(), "the daemon died: {:#?}", self.log());
         let log = self.daemon.stop();

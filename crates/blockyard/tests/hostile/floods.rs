@@ -1,4 +1,4 @@
-//! The same wrong thing very often: the log stays short, and nothing grows.
+//! The same error very often: the log stays short, and memory and descriptors do not grow.
 
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
@@ -10,8 +10,8 @@ use super::daemon::{CAPACITY, Daemon, OTHER, VICTIM};
 use super::guest::{BOTH, D, Guest, Layout, event, into, out};
 use super::messages::{Fate, send};
 
-/// Offers chains of the same descriptors, a few at a time, until `count` were answered. Statuses
-/// are the last one's.
+/// Offers chains of the same descriptors, a few at a time, until `count` were completed. The last
+/// descriptor is the status.
 fn flood(guest: &mut Guest, chain: &[D], count: u32) {
     let taken = chain.len() as u16;
     let deep = u32::from(guest.rings[0].size / taken / 2).max(1);
@@ -35,7 +35,7 @@ fn flood(guest: &mut Guest, chain: &[D], count: u32) {
     }
 }
 
-/// Bad requests of several kinds: no line at all, or one now and then.
+/// Bad requests of several kinds cause no log line, or a few.
 #[test]
 fn bad_requests_do_not_fill_the_log() {
     for layout in BOTH {
@@ -65,7 +65,7 @@ fn bad_requests_do_not_fill_the_log() {
     }
 }
 
-/// Chains of many ranges take more than they give back, if nobody looks.
+/// Chains with many ranges use more memory than their results free.
 #[test]
 fn discards_of_many_ranges_take_no_memory() {
     for layout in BOTH {
@@ -85,8 +85,8 @@ fn discards_of_many_ranges_take_no_memory() {
     }
 }
 
-/// Requests that a disk with O_DIRECT must copy, as large as can be and all at once: the copies are
-/// bounded.
+/// Requests that a disk with O_DIRECT must copy, of maximum size and all at once: the memory for
+/// copies is bounded.
 #[test]
 fn large_unaligned_requests_take_bounded_memory() {
     let daemon = Daemon::with(|folder, disk| match disk {
@@ -130,9 +130,9 @@ fn large_unaligned_requests_take_bounded_memory() {
     daemon.end();
 }
 
-/// A guest that breaks its ring and resets it again and again.
+/// A guest that breaks its ring and resets it in a loop.
 #[test]
-fn rings_broken_over_and_over_do_not_fill_the_log() {
+fn rings_that_break_in_a_loop_do_not_fill_the_log() {
     let daemon = Daemon::start();
     let mut other = Guest::start(&daemon.socket(OTHER), Layout::Split);
     let mut guest = Guest::start(&daemon.socket(VICTIM), Layout::Split);
@@ -177,9 +177,10 @@ fn refused_messages_do_not_fill_the_log() {
     daemon.end();
 }
 
-/// Front ends that come, run their rings, and go without a word, or with one that is none.
+/// Front ends that connect, run their rings, and disconnect without a message, or with an invalid
+/// one.
 #[test]
-fn front_ends_that_come_and_go_leave_nothing_behind() {
+fn disconnected_front_ends_leave_no_resources_behind() {
     let daemon = Daemon::start();
     let mut other = Guest::start(&daemon.socket(OTHER), Layout::Split);
     let visit = |layout: Layout, garbage: bool| {

@@ -1,4 +1,4 @@
-//! A guest that writes into its rings what it likes: any descriptor, any index, both layouts.
+//! A guest that writes arbitrary descriptors and indices into its rings, in both layouts.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
@@ -21,7 +21,7 @@ const AVAIL: u16 = 1 << 7;
 const USED: u16 = 1 << 15;
 
 pub const SIZE: u16 = 64;
-/// What a status byte is before there is an answer.
+/// Value of a status byte before the device writes it.
 pub const NONE: u8 = 0xff;
 const PATIENCE: Duration = Duration::from_secs(10);
 
@@ -33,7 +33,7 @@ pub enum Layout {
 
 pub const BOTH: &[Layout] = &[Layout::Split, Layout::Packed];
 
-/// A descriptor; chains get their NEXT flags from `Ring::offer`.
+/// A descriptor. `Ring::offer` sets the NEXT flags of a chain.
 #[derive(Clone, Copy, Debug)]
 pub struct D {
     pub addr: u64,
@@ -41,7 +41,7 @@ pub struct D {
     pub flags: u16,
 }
 
-/// One the device reads, and one it writes.
+/// A descriptor that the device reads.
 pub fn out(addr: u64, len: u32) -> D {
     D { addr, len, flags: 0 }
 }
@@ -54,13 +54,13 @@ pub fn event() -> Arc<OwnedFd> {
     Arc::new(rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap())
 }
 
-/// How often an eventfd was rung since the last look.
+/// Returns how often an eventfd was signalled since the last call.
 pub fn rung(event: &OwnedFd) -> u64 {
     let mut count = [0; 8];
     rustix::io::read(event, &mut count).map_or(0, |_| u64::from_ne_bytes(count))
 }
 
-/// A virtqueue with nothing between the test and its bytes.
+/// A virtqueue to whose memory tests write directly.
 pub struct Ring {
     pub layout: Layout,
     pub size: u16,
@@ -69,10 +69,11 @@ pub struct Ring {
     pub used: SharedSlice,
     pub setup: RingSetup,
     pub error: Arc<OwnedFd>,
-    /// Split: the available index. Packed: the place of the next descriptor, and its wrap counter.
+    /// Split ring: the available index. Packed ring: position and wrap counter of the next
+    /// descriptor.
     pub at: u16,
     pub wrap: bool,
-    /// Where the next used element will be.
+    /// Position of the next used element.
     used_at: u16,
     used_wrap: bool,
     next_id: u16,
@@ -104,7 +105,7 @@ impl Ring {
         ring
     }
 
-    /// As a driver leaves it that has just been loaded.
+    /// Resets the ring to the state of a newly loaded driver.
     pub fn clear(&mut self) {
         for slice in [&self.desc, &self.avail, &self.used] {
             slice.write(0, &vec![0; slice.len()]);
@@ -116,7 +117,7 @@ impl Ring {
         if self.layout == Layout::Split { 0 } else { 0x8000_8000 }
     }
 
-    /// Split: any descriptor at any place.
+    /// Split ring: writes any descriptor at any index.
     pub fn write_split(&self, index: u16, d: D, next: u16) {
         let at = usize::from(index) * 16;
         self.desc.copy_in(at, d.addr.to_le_bytes());
@@ -125,14 +126,14 @@ impl Ring {
         self.desc.copy_in(at + 14, next.to_le_bytes());
     }
 
-    /// Split: shows `head` to the device.
+    /// Split ring: makes `head` available to the device.
     pub fn push_split(&mut self, head: u16) {
         self.avail.store_u16(4 + 2 * usize::from(self.at % self.size), head, Ordering::Relaxed);
         self.at = self.at.wrapping_add(1);
         self.avail.store_u16(2, self.at, Ordering::Release);
     }
 
-    /// Packed: the next descriptor, available unless `flags` already say otherwise.
+    /// Packed ring: writes the next descriptor. Makes it available, unless `flags` say otherwise.
     pub fn push_packed(&mut self, d: D, id: u16) {
         let at = usize::from(self.at) * 16;
         self.desc.copy_in(at, d.addr.to_le_bytes());
@@ -146,7 +147,7 @@ impl Ring {
         }
     }
 
-    /// A chain, as a driver makes one; not kicked.
+    /// Offers a chain as a driver does, without a kick.
     pub fn offer(&mut self, chain: &[D]) -> u16 {
         let head = self.next_id;
         let last = chain.len() - 1;
@@ -162,8 +163,8 @@ impl Ring {
                 self.push_split(head);
             }
             Layout::Packed => {
-                // The first descriptor's flags are written last: the others are put in behind it
-                // before.
+                // The flags of the first descriptor are written last, because they make the chain
+                // available.
                 let (start, wrap) = (self.at, self.wrap);
                 let step = |n: usize| (start + n as u16) % self.size;
                 let places: Vec<u16> = (0..chain.len()).map(step).collect();
@@ -189,7 +190,8 @@ impl Ring {
         rustix::io::write(&*self.setup.kick, &1u64.to_ne_bytes()).unwrap();
     }
 
-    /// The next used element: id, and bytes written. `taken`: descriptors that its chain has.
+    /// Returns the next used element: ID and bytes written. `taken`: number of descriptors of its
+    /// chain.
     pub fn reap(&mut self, taken: u16) -> Option<(u16, u32)> {
         match self.layout {
             Layout::Split => {
@@ -238,17 +240,17 @@ pub struct Guest {
     pub memory: Memory,
     pub rings: Vec<Ring>,
     pub layout: Layout,
-    /// Where `works` has its requests: 512 bytes each way, a header, a status.
+    /// Buffers of `works`: 512 bytes in each direction, a header, a status.
     scratch: u64,
 }
 
 impl Guest {
-    /// Connected, with its memory shown; no ring is running.
+    /// Connects and shares memory. No ring runs.
     pub fn connect(path: &Path, layout: Layout) -> Self {
         Self::connect_with(path, layout, PROTOCOL)
     }
 
-    /// The same, with these features of the protocol.
+    /// The same, with these protocol features.
     pub fn connect_with(path: &Path, layout: Layout, protocol: VhostUserProtocolFeatures) -> Self {
         Self::connect_queues(path, layout, protocol, QUEUES)
     }
@@ -271,12 +273,12 @@ impl Guest {
         Guest { connection, memory, rings, layout, scratch }
     }
 
-    /// Connected and running.
+    /// Connects and starts the rings.
     pub fn start(path: &Path, layout: Layout) -> Self {
         Self::start_queues(path, layout, QUEUES)
     }
 
-    /// The same, with so many queues.
+    /// The same, with this number of queues.
     pub fn start_queues(path: &Path, layout: Layout, queues: u16) -> Self {
         let mut guest = Self::connect_queues(path, layout, PROTOCOL, queues);
         for queue in 0..guest.rings.len() {
@@ -297,7 +299,7 @@ impl Guest {
         self.connection.enable(queue as u16, true)
     }
 
-    /// What a driver does with a device that fails: resets the queue, and begins anew.
+    /// Resets a queue and starts it again, as a driver does with a failed device.
     pub fn reset_ring(&mut self, queue: usize) {
         self.connection.stop_ring(queue as u16).unwrap();
         self.rings[queue].clear();
@@ -310,7 +312,7 @@ impl Guest {
         addr
     }
 
-    /// Writes over bytes that were placed before.
+    /// Overwrites bytes at an address.
     pub fn bytes_at(&self, addr: u64, bytes: &[u8]) {
         self.memory.slice(addr, bytes.len() as u64, 1).unwrap().write(0, bytes);
     }
@@ -334,7 +336,7 @@ impl Guest {
         bytes
     }
 
-    /// An indirect descriptor of a table of these, with the layout's way to chain them.
+    /// Returns an indirect descriptor with a table of these, chained as in the layout.
     pub fn table(&mut self, chain: &[D]) -> D {
         let mut bytes = Vec::new();
         for (at, d) in chain.iter().enumerate() {
@@ -363,7 +365,7 @@ impl Guest {
         head
     }
 
-    /// A write and a read of it: the queue works.
+    /// Checks that a queue works, by a write and a read.
     pub fn works(&mut self, queue: usize, sector: u64) {
         let bytes: Vec<u8> = (0..512u32).map(|i| (i * 7 + sector as u32) as u8).collect();
         let (data, back, header, status) =

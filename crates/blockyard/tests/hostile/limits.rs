@@ -1,4 +1,4 @@
-//! Front ends that stop and start their queues so that their disk's limits do not hold.
+//! Front ends that stop and start their queues to bypass their disk's limits.
 
 use blockyard_driver::request::OUT;
 
@@ -6,8 +6,8 @@ use super::beside::beside;
 use super::daemon::{Daemon, OTHER, VICTIM};
 use super::guest::{BOTH, Guest, Layout, SIZE, into, out};
 
-/// Writes at a limit of a byte a second: none but the first passes in its time, and the line is
-/// soon full.
+/// Offers writes at a limit of one byte per second: only the first one is admitted in time, and the
+/// wait queue fills.
 fn offer(guest: &mut Guest, chains: u16) {
     let (header, data) = (guest.header(OUT, 0), guest.bytes(&[7; 4096]));
     for _ in 0..chains {
@@ -22,10 +22,10 @@ fn answered(guest: &mut Guest) -> usize {
     std::iter::from_fn(|| guest.rings[0].reap(1)).count()
 }
 
-/// A drain lets pass what stands in line; what passed holds the next start back, whichever way the
-/// queue was stopped.
+/// A drain admits the requests in the wait queue. Their cost delays the next start, whichever way
+/// the queue was stopped.
 #[test]
-fn queues_that_stop_and_start_do_not_get_past_their_limits() {
+fn queues_that_stop_and_start_do_not_exceed_their_limits() {
     for layout in BOTH {
         let daemon = Daemon::limited("bps = 1");
         let mut other = Guest::start(&daemon.socket(OTHER), *layout);
@@ -33,7 +33,7 @@ fn queues_that_stop_and_start_do_not_get_past_their_limits() {
         offer(&mut guest, 1);
         guest.rings[0].wait(1);
         offer(&mut guest, SIZE / 2);
-        // The queue takes some, which stand in line, and then no more. Only a stop lets them pass.
+        // The queue takes some requests, which wait, and then no more. Only a stop admits them.
         daemon.until_waiting(VICTIM);
         guest.connection.stop_ring(0).unwrap();
         let passed = answered(&mut guest);
@@ -49,7 +49,7 @@ fn queues_that_stop_and_start_do_not_get_past_their_limits() {
             guest.connection.stop_ring(0).unwrap();
             assert_eq!(answered(&mut guest), 0, "{layout:?}, round {round}");
         }
-        // A front end that leaves and comes back owes as much.
+        // A front end that disconnects and reconnects has the same debt.
         drop(guest);
         let mut guest = Guest::start(&daemon.socket(VICTIM), *layout);
         offer(&mut guest, 1);
@@ -60,7 +60,7 @@ fn queues_that_stop_and_start_do_not_get_past_their_limits() {
     }
 }
 
-/// A queue that stops and starts all the time keeps no neighbour waiting.
+/// A queue that stops and starts in a loop does not delay a neighbour.
 #[test]
 fn beside_a_queue_that_stops_and_starts() {
     let daemon = Daemon::limited("iops = 100");

@@ -1,19 +1,19 @@
 //! Hostile guests and hostile front ends against a running daemon.
 //!
 //! ```text
-//!   requests   chains of a sound ring that ask for what cannot be     -> an error status, the ring goes on
-//!   rings      rings that no driver makes                             -> that queue stops, one line in the log
-//!   moving     memory that changes under the device, kicks without end, memory taken away
-//!   messages   vhost-user messages of every wrong kind                -> refused, or the front end is let go
-//!   limits     queues that stop and start                    -> no more than the limits allow
-//!   floods     anything of this very often                            -> neither log nor memory nor descriptors grow
-//!   beside     a neighbour of the same reactor beside each of these   -> it is served while the attack goes on
-//!   neighbours discards, garbage in flight, sessions, each without end    -> the neighbour is served meanwhile
-//!   regions    address space taken, files that can be withheld, in-flight regions over a reset
-//!   turns      chains without end, descriptors that would block       -> the reactor goes on, the daemon ends
+//!   requests   invalid requests on a valid ring        -> an error status, the ring continues
+//!   rings      rings that no driver makes              -> that queue stops, one line in the log
+//!   moving     memory that changes under the device, kicks in a loop, memory that is removed
+//!   messages   wrong vhost-user messages of every kind -> refused, or disconnected
+//!   limits     queues that stop and start              -> no more requests than the limits allow
+//!   floods     any of these very often                 -> log, memory and descriptors do not grow
+//!   beside     a neighbour on the same reactor         -> it is served during the attack
+//!   neighbours discards, garbage in flight, sessions, each in a loop -> the neighbour is served
+//!   regions    used-up address space, files that can be withheld, in-flight regions after a reset
+//!   turns      endless chains, descriptors that block  -> the reactor continues, the daemon ends
 //! ```
-//! After each: the other queue, the other disk, and (reset) the same queue work; the daemon ends as
-//! it should.
+//! After each attack the other queue, the other disk and (after a reset) the same queue work. The
+//! daemon ends with status 0.
 
 mod beside;
 #[path = "../common/mod.rs"]

@@ -1,5 +1,5 @@
-//! Vhost-user messages of every wrong kind. Each is refused, or the front end is let go; the next
-//! one is served.
+//! Wrong vhost-user messages of every kind. The server refuses each or disconnects the front end,
+//! and serves the next front end.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -19,12 +19,12 @@ const REPLY: u32 = 4;
 const NEED_REPLY: u32 = 8;
 const HEADER: usize = 12;
 
-/// What became of a message.
+/// Result of a message.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Fate {
     Done,
     Refused,
-    LetGo,
+    Disconnected,
 }
 
 fn message(request: u32, flags: u32, size: u32, payload: &[u8]) -> Vec<u8> {
@@ -33,7 +33,7 @@ fn message(request: u32, flags: u32, size: u32, payload: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// Sends a message that wants a status, and waits for that or for the end.
+/// Sends a message that requests a reply, and waits for the reply or the end of the connection.
 pub fn send(
     connection: &Connection,
     request: FrontendReq,
@@ -42,7 +42,7 @@ pub fn send(
 ) -> Fate {
     let bytes = message(request as u32, VERSION | NEED_REPLY, payload.len() as u32, payload);
     if connection.send_bytes(&bytes, fds).is_err() {
-        return Fate::LetGo;
+        return Fate::Disconnected;
     }
     let mut reply = [0; HEADER + 8];
     match connection.socket().read_exact(&mut reply) {
@@ -56,9 +56,9 @@ pub fn send(
                 std::io::ErrorKind::UnexpectedEof | std::io::ErrorKind::ConnectionReset
             ) =>
         {
-            Fate::LetGo
+            Fate::Disconnected
         }
-        Err(e) => panic!("{request:?}: neither answered nor let go: {e}"),
+        Err(e) => panic!("{request:?}: neither answered nor disconnected: {e}"),
     }
 }
 
@@ -66,17 +66,17 @@ fn words(words: &[u64]) -> Vec<u8> {
     words.iter().flat_map(|w| w.to_le_bytes()).collect()
 }
 
-/// A vring's number and a value.
+/// Returns the payload of a vring index and a value.
 fn state(index: u32, value: u32) -> Vec<u8> {
     words(&[u64::from(index) | u64::from(value) << 32])
 }
 
-/// SET_VRING_ADDR of user addresses.
+/// Returns the payload of SET_VRING_ADDR with user addresses.
 fn addresses(index: u32, desc: u64, avail: u64, used: u64) -> Vec<u8> {
     words(&[index.into(), desc, used, avail, 0])
 }
 
-/// SET_MEM_TABLE of (guest, size, user, offset).
+/// Returns the payload of SET_MEM_TABLE with regions (guest address, size, user address, offset).
 fn table(regions: &[[u64; 4]]) -> Vec<u8> {
     [words(&[regions.len() as u64]), regions.iter().flat_map(|r| words(r)).collect()].concat()
 }
@@ -92,12 +92,12 @@ pub fn memfd(len: u64) -> OwnedFd {
     fd
 }
 
-/// Runs `act` on a fresh front end (whose rings are not running), and looks whether all is well
+/// Runs `act` on a new front end whose rings do not run, and checks that the daemon works
 /// afterwards.
 fn survives(name: &str, want: &[Fate], act: impl Fn(&mut Guest) -> Fate) {
     let daemon = Daemon::start();
     let mut other = Guest::start(&daemon.socket(OTHER), Layout::Split);
-    // With no front end at this disk.
+    // Without a front end at this disk.
     let descriptors = daemon.descriptors();
     let mut guest = Guest::connect(&daemon.socket(VICTIM), Layout::Split);
     let fate = act(&mut guest);
@@ -113,11 +113,11 @@ fn survives(name: &str, want: &[Fate], act: impl Fn(&mut Guest) -> Fate) {
     daemon.end();
 }
 
-const NO: &[Fate] = &[Fate::Refused, Fate::LetGo];
-const ANY: &[Fate] = &[Fate::Done, Fate::Refused, Fate::LetGo];
+const NO: &[Fate] = &[Fate::Refused, Fate::Disconnected];
+const ANY: &[Fate] = &[Fate::Done, Fate::Refused, Fate::Disconnected];
 
 #[test]
-fn rings_that_cannot_be_are_refused() {
+fn invalid_rings_are_refused() {
     use FrontendReq::{SET_VRING_ADDR, SET_VRING_BASE, SET_VRING_KICK, SET_VRING_NUM};
     let start = |g: &mut Guest| {
         let kick = event();
@@ -143,7 +143,7 @@ fn rings_that_cannot_be_are_refused() {
             start(g)
         });
     }
-    // Offsets from the memory's start in the front end's process, and what they are.
+    // Columns: offsets from the start of the memory in the front end's process, and what is wrong.
     let len = 8 << 20;
     let far = 1 << 60;
     for (name, desc, avail, used) in [
@@ -174,7 +174,7 @@ fn rings_that_cannot_be_are_refused() {
 }
 
 #[test]
-fn queues_that_are_not_are_refused() {
+fn missing_queues_are_refused() {
     use FrontendReq as R;
     for index in [u32::from(QUEUES), 255, 256, 65536, u32::MAX] {
         for request in [R::SET_VRING_NUM, R::SET_VRING_BASE, R::SET_VRING_ENABLE] {
@@ -204,7 +204,7 @@ fn queues_that_are_not_are_refused() {
 }
 
 #[test]
-fn memory_that_cannot_be_is_refused() {
+fn invalid_memory_is_refused() {
     let page = 4096;
     let user = 0x7000_0000_0000;
     let tables: &[(&str, &[[u64; 4]])] = &[
@@ -273,7 +273,7 @@ fn memory_that_cannot_be_is_refused() {
 }
 
 #[test]
-fn in_flight_regions_that_cannot_be_are_refused() {
+fn invalid_in_flight_regions_are_refused() {
     use FrontendReq::{GET_INFLIGHT_FD, SET_INFLIGHT_FD};
     let len = 1 << 20;
     for (name, payload) in [
@@ -307,7 +307,7 @@ fn in_flight_regions_that_cannot_be_are_refused() {
     }
 }
 
-/// A region of a petabyte is mapped, but not touched.
+/// The daemon maps a region of a petabyte, but does not touch it.
 #[test]
 fn a_vast_in_flight_region_takes_no_memory() {
     let daemon = Daemon::start();
@@ -329,8 +329,8 @@ fn a_vast_in_flight_region_takes_no_memory() {
     daemon.end();
 }
 
-/// A region full of nonsense, as a front end may keep one for a back end that died: a queue that
-/// cannot start or stops.
+/// A region with random contents, as a front end may keep it for a crashed back end. Its queue must
+/// still start or stop.
 #[test]
 fn a_garbage_filled_in_flight_region_stops_its_queue_at_most() {
     for layout in BOTH {
@@ -347,7 +347,7 @@ fn a_garbage_filled_in_flight_region_stops_its_queue_at_most() {
                 == Fate::Done
                 && guest.start_ring(0).is_ok()
             {
-                // It runs, or it is broken: it can be stopped either way.
+                // Whether it runs or is broken, it can be stopped.
                 guest.rings[0].kick();
                 guest.connection.stop_ring(0).unwrap();
             }
@@ -363,7 +363,7 @@ fn a_garbage_filled_in_flight_region_stops_its_queue_at_most() {
     }
 }
 
-/// A header that is believed, and entries of which many say that they are in flight.
+/// Returns a region with a valid header, and with many entries that are marked as in flight.
 pub fn garbage(seed: u64, len: usize, layout: Layout) -> Vec<u8> {
     let mut random = Random::new(seed + 1);
     let mut bytes: Vec<u8> = (0..len).map(|_| random.next() as u8).collect();
@@ -375,7 +375,7 @@ pub fn garbage(seed: u64, len: usize, layout: Layout) -> Vec<u8> {
     for at in (header..len - entry).step_by(entry) {
         bytes[at] = u8::from(random.below(4) > 0);
         match seed % 4 {
-            // Heads that are, counters at their end, chains as long as can be.
+            // Valid heads, maximum counters, chains of maximum length.
             0 => bytes[at + 8..at + 16].fill(0xff),
             1 if layout == Layout::Packed => {
                 bytes[at + 6..at + 8].copy_from_slice(&entries.to_le_bytes())
@@ -393,7 +393,7 @@ pub fn garbage(seed: u64, len: usize, layout: Layout) -> Vec<u8> {
 }
 
 #[test]
-fn what_is_no_message_ends_the_connection() {
+fn invalid_messages_end_the_connection() {
     let get = FrontendReq::GET_FEATURES as u32;
     let bad: &[(&str, Vec<u8>)] = &[
         ("request 0", message(0, VERSION, 0, &[])),
@@ -412,23 +412,23 @@ fn what_is_no_message_ends_the_connection() {
         ("a back channel with a wrong size", message(21, VERSION, 9, &[0; 9])),
     ];
     for (name, bytes) in bad {
-        survives(name, &[Fate::LetGo], |g| {
+        survives(name, &[Fate::Disconnected], |g| {
             g.connection.send_bytes(bytes, &[]).unwrap();
             ended(g)
         });
     }
-    survives("descriptors where none belong", &[Fate::LetGo], |g| {
+    survives("descriptors where none belong", &[Fate::Disconnected], |g| {
         g.connection.send_bytes(&message(get, VERSION, 0, &[]), &[event().as_fd()]).unwrap();
         ended(g)
     });
     survives("half a header", ANY, |g| {
         g.connection.send_bytes(&message(get, VERSION, 0, &[])[..6], &[event().as_fd()]).unwrap();
-        Fate::LetGo
+        Fate::Disconnected
     });
     survives("half a message", ANY, |g| {
         let half = &message(FrontendReq::SET_MEM_TABLE as u32, VERSION, 40, &[0; 40])[..30];
         g.connection.send_bytes(half, &[event().as_fd()]).unwrap();
-        Fate::LetGo
+        Fate::Disconnected
     });
 }
 
@@ -437,8 +437,8 @@ fn ended(guest: &Guest) -> Fate {
     let mut socket = guest.connection.socket();
     socket.set_read_timeout(Some(SOON)).unwrap();
     match socket.read_to_end(&mut rest) {
-        Ok(_) => Fate::LetGo,
-        Err(e) if e.kind() == std::io::ErrorKind::ConnectionReset => Fate::LetGo,
+        Ok(_) => Fate::Disconnected,
+        Err(e) if e.kind() == std::io::ErrorKind::ConnectionReset => Fate::Disconnected,
         Err(_) => Fate::Done,
     }
 }
@@ -478,7 +478,7 @@ fn descriptors_of_the_wrong_kind_are_refused() {
         }
     }
     std::fs::remove_file(path).unwrap();
-    // To write to a pipe, or to wait for it, may block on what its other users do; and an epoll
+    // Writing to a pipe, or polling it, may block because of its other users. An epoll descriptor
     // looks like an eventfd.
     let (reader, writer) = std::io::pipe().unwrap();
     let (socket, _other) = std::os::unix::net::UnixStream::pair().unwrap();
@@ -501,16 +501,16 @@ fn descriptors_of_the_wrong_kind_are_refused() {
     });
 }
 
-/// Notifiers whose other end is gone, or never read.
+/// Notifiers whose other end is closed, or is never read.
 #[test]
-fn dead_notifiers_cost_nothing() {
+fn dead_notifiers_do_not_block_the_server() {
     let daemon = Daemon::start();
     let mut other = Guest::start(&daemon.socket(OTHER), Layout::Split);
     let mut guest = Guest::start(&daemon.socket(VICTIM), Layout::Split);
     let set = |guest: &Guest, request: FrontendReq, fd: BorrowedFd<'_>| {
         assert_eq!(send(&guest.connection, request, &words(&[0]), &[fd]), Fate::Done);
     };
-    // Calls into a socket that is full and stays so, then into one whose other end is closed.
+    // Call into a full socket, and then into one whose other end is closed.
     let (reader, mut writer) = std::os::unix::net::UnixStream::pair().unwrap();
     writer.set_nonblocking(true).unwrap();
     while writer.write(&[0; 4096]).is_ok() {}
@@ -526,7 +526,7 @@ fn dead_notifiers_cost_nothing() {
     daemon.end();
 }
 
-/// Nonsense of every request, size and number of descriptors.
+/// Random requests, sizes and numbers of descriptors.
 #[test]
 fn random_messages_leave_nothing_behind() {
     let daemon = Daemon::start();
@@ -545,7 +545,7 @@ fn random_messages_leave_nothing_behind() {
             let size =
                 [0, 8, 8, 16, 24, 40, 40, 1 + random.below(80)][random.below(8) as usize] as usize;
             let mut payload: Vec<u8> = (0..size).map(|_| random.next() as u8).collect();
-            // Small numbers get further than large ones.
+            // Small numbers are valid more often than large ones.
             for byte in payload.iter_mut().enumerate().filter(|(at, _)| at % 8 > 1).map(|(_, b)| b)
             {
                 *byte = if random.below(3) > 0 { 0 } else { *byte };

@@ -1,5 +1,5 @@
-//! Memory that changes under the device: rings rewritten while it reads them, kicks without end,
-//! regions taken away with requests in them, files cut short.
+//! Memory that changes under the device: rings rewritten during use, kicks in a loop, regions
+//! removed while requests use them, truncated files.
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use vhost::vhost_user::message::FrontendReq;
 use super::daemon::{Daemon, OTHER, SLOW, VICTIM};
 use super::guest::{BOTH, Guest, Layout, into, out, rung};
 
-/// A small generator: the same numbers in each run.
+/// A small random number generator. It returns the same numbers in each run.
 pub struct Random(u64);
 
 impl Random {
@@ -35,7 +35,7 @@ impl Random {
     }
 }
 
-/// Writes nonsense that looks like sense all over a ring, until told to stop.
+/// Writes plausible random values all over a ring, until it is stopped.
 fn rewrite(
     desc: &SharedSlice,
     avail: &SharedSlice,
@@ -72,7 +72,7 @@ fn rewrite(
 }
 
 #[test]
-fn a_ring_rewritten_while_in_use_harms_nobody_else() {
+fn a_ring_that_changes_during_use_affects_no_other_queue() {
     for layout in BOTH {
         let daemon = Daemon::start();
         let mut other = Guest::start(&daemon.socket(OTHER), *layout);
@@ -108,7 +108,7 @@ fn a_ring_rewritten_while_in_use_harms_nobody_else() {
             guest.works(0, 8);
         }
         let log = daemon.complaints();
-        // One line for each break, as long as they are few.
+        // One line for each break, while they are rare.
         assert!(log.len() as u64 <= breaks.max(round).min(12), "{log:#?}");
         assert!(log.iter().all(|l| l.contains("the guest broke its ring")), "{log:#?}");
         daemon.end();
@@ -116,7 +116,7 @@ fn a_ring_rewritten_while_in_use_harms_nobody_else() {
 }
 
 #[test]
-fn kicks_without_end_starve_nobody() {
+fn endless_kicks_starve_no_other_queue() {
     for layout in BOTH {
         let daemon = Daemon::start();
         let mut other = Guest::start(&daemon.socket(OTHER), *layout);
@@ -128,7 +128,7 @@ fn kicks_without_end_starve_nobody() {
             let kicker = scope.spawn(|| {
                 let mut kicks = 0u64;
                 while !stop.load(Ordering::Relaxed) {
-                    // Full: the counter is never read, so begin anew.
+                    // The counter is full because nothing reads it: reset it.
                     if rustix::io::write(&*kick, &1u64.to_ne_bytes()).is_err() {
                         rung(&kick);
                     }
@@ -159,10 +159,10 @@ fn kicks_without_end_starve_nobody() {
     }
 }
 
-/// The front end keeps the region of what is in flight: it is a note for our successor, and nothing
-/// here depends on it.
+/// The server uses the in-flight region only for its successor. Changes of it must not affect this
+/// server.
 #[test]
-fn an_in_flight_region_rewritten_while_in_use_changes_nothing() {
+fn a_changed_in_flight_region_affects_no_request() {
     for layout in BOTH {
         let daemon = Daemon::start();
         let mut guest = Guest::connect(&daemon.socket(VICTIM), *layout);
@@ -193,7 +193,7 @@ fn an_in_flight_region_rewritten_while_in_use_changes_nothing() {
     }
 }
 
-/// A region of the guest beside its first one.
+/// A region of guest memory in addition to the first one.
 pub struct Extra {
     pub info: VhostUserMemoryRegionInfo,
     slice: SharedSlice,
@@ -217,7 +217,7 @@ pub fn extra(guest_addr: u64, len: u64) -> Extra {
 pub const EXTRA: u64 = 0x9_0000_0000;
 
 #[test]
-fn memory_may_go_while_requests_are_in_it() {
+fn memory_can_be_removed_while_requests_use_it() {
     for layout in BOTH {
         let daemon = Daemon::start();
         let mut other = Guest::start(&daemon.socket(OTHER), *layout);
@@ -227,12 +227,12 @@ fn memory_may_go_while_requests_are_in_it() {
             let extra = extra(EXTRA, 1 << 20);
             guest.connection.frontend().add_mem_region(&extra.info).unwrap();
             let (header, status) = (guest.header(IN, 0), guest.status());
-            // Data there, and in one of the chains the status too.
+            // Data, and for one of the chains also the status, in that region.
             let chain = [out(header, 16), into(EXTRA, 4096), into(status, 1)];
             guest.offer(0, &chain);
             guest.offer(0, &[out(header, 16), into(EXTRA + 8192, 4096 + 1)]);
-            // A flush that is answered came after them: both have been taken, and wait for the
-            // disk.
+            // The flush was submitted after them. Its completion shows that the server has taken
+            // both, which wait for the disk.
             let (flush, flushed) = (guest.header(FLUSH, 0), guest.status());
             guest.offer(0, &[out(flush, 16), into(flushed, 1)]);
             guest.rings[0].wait(2);
@@ -242,7 +242,7 @@ fn memory_may_go_while_requests_are_in_it() {
             guest.rings[0].wait(3);
             guest.rings[0].wait(2);
             assert_eq!(guest.byte(status), 0, "round {round}");
-            // It is gone for requests that come now.
+            // The region is gone for requests from now on.
             let (header, status) = (guest.header(OUT, 0), guest.status());
             guest.offer(0, &[out(header, 16), out(EXTRA, 512), into(status, 1)]);
             guest.rings[0].wait(3);
@@ -255,13 +255,13 @@ fn memory_may_go_while_requests_are_in_it() {
 }
 
 #[test]
-fn memory_may_come_with_everything_in_it() {
+fn added_memory_may_hold_all_parts_of_a_request() {
     for layout in BOTH {
         let daemon = Daemon::start();
         let mut guest = Guest::start(&daemon.socket(VICTIM), *layout);
         let extra = extra(EXTRA, 1 << 20);
         guest.connection.frontend().add_mem_region(&extra.info).unwrap();
-        // Table, header and status: all in the new region.
+        // Table, header and status are in the new region.
         let table = guest.table(&[out(EXTRA + 64, 16), into(EXTRA + 128, 1)]);
         extra.slice.write(0, &guest.read(table.addr, table.len as usize));
         extra.slice.write(64, &u128::from(FLUSH).to_le_bytes());
@@ -274,7 +274,7 @@ fn memory_may_come_with_everything_in_it() {
 }
 
 #[test]
-fn regions_that_touch_are_one_and_holes_are_none() {
+fn buffers_may_span_adjacent_regions_but_not_holes() {
     for layout in BOTH {
         let daemon = Daemon::start();
         let mut guest = Guest::start(&daemon.socket(VICTIM), *layout);
@@ -303,7 +303,7 @@ fn regions_that_touch_are_one_and_holes_are_none() {
 }
 
 #[test]
-fn a_new_kick_keeps_what_else_was_told() {
+fn a_new_kick_descriptor_keeps_the_other_settings() {
     let daemon = Daemon::start();
     let mut guest = Guest::start(&daemon.socket(VICTIM), Layout::Split);
     guest.works(0, 0);
@@ -320,9 +320,9 @@ fn a_new_kick_keeps_what_else_was_told() {
     daemon.end();
 }
 
-/// A front end that cuts its memory's file short: touching it is a bus error.
+/// A front end that truncates its memory file. Access to the missing pages is a bus error.
 #[test]
-fn memory_cut_short_stops_its_own_queues_only() {
+fn truncated_memory_stops_only_its_own_queues() {
     for layout in BOTH {
         let daemon = Daemon::start();
         let mut other = Guest::start(&daemon.socket(OTHER), *layout);
@@ -336,7 +336,7 @@ fn memory_cut_short_stops_its_own_queues_only() {
         guest.rings[0].wait(2);
         other.works(0, 0);
         guest.works(1, 8);
-        // The rings themselves.
+        // Truncate the rings too.
         let region = guest.memory.region();
         let path = format!("/proc/self/fd/{}", region.mmap_handle);
         std::fs::File::options().write(true).open(path).unwrap().set_len(0).unwrap();

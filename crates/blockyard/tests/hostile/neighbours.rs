@@ -16,13 +16,13 @@ use super::messages::{Fate, garbage, inflight, memfd, send};
 use super::regions::add;
 use crate::common::Folder;
 
-/// Ranges of a request: as many as the device offers.
+/// Ranges of a request: the maximum that the device offers.
 const RANGES: u64 = 64;
-/// Requests of all rings at a time.
+/// Requests in flight, over all rings.
 const REQUESTS: u16 = 60;
 
-/// Fills the rings with requests of 64 ranges of 4 KiB each, as often as the device has answered
-/// all of them.
+/// Fills the rings with requests of 64 ranges of 4 KiB each, again whenever the device has
+/// completed all of them.
 fn ranges_without_end(attack: &Attack<'_>, queues: u16, kind: u32) {
     let mut guest = Guest::start_queues(&attack.socket(VICTIM), Layout::Split, queues);
     let mut ranges = Vec::new();
@@ -50,8 +50,8 @@ fn ranges_without_end(attack: &Attack<'_>, queues: u16, kind: u32) {
     assert_eq!(guest.byte(status), 0);
 }
 
-/// The victim is a file. The neighbour's disk is in memory, so it does not share the file system's
-/// locks.
+/// Makes the attacked disk a file. The neighbour's disk is in memory, so it does not use the file
+/// system's locks.
 fn victim_in_a_file(folder: &Folder, disk: &str) -> String {
     if disk != VICTIM {
         return format!("ram:{CAPACITY}");
@@ -181,7 +181,7 @@ fn beside_front_ends_that_come_and_go() {
     daemon.end();
 }
 
-/// The back channel's buffer is full, and the front end acknowledges nothing.
+/// The buffer of the back channel is full, and the front end acknowledges nothing.
 #[test]
 fn beside_a_back_channel_that_is_replaced() {
     let daemon = Daemon::start();

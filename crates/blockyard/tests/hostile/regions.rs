@@ -1,5 +1,5 @@
-//! Memory regions: address space taken by one front end, files whose pages can be withheld,
-//! in-flight regions over a reset.
+//! Memory regions: address space that one front end uses up, files whose pages can be withheld,
+//! in-flight regions after a reset.
 
 use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -11,8 +11,8 @@ use super::daemon::{Daemon, OTHER, VICTIM};
 use super::guest::{BOTH, Guest, Layout};
 use super::messages::{Fate, send};
 
-/// Adds sparse regions, as large as the daemon takes them and then ever smaller ones, until it
-/// takes no page more. Returns the bytes that it has taken.
+/// Adds sparse regions of maximum size, then smaller ones, until the server accepts no more.
+/// Returns the accepted bytes.
 fn take_all(guest: &Guest) -> u64 {
     let file = rustix::fs::memfd_create("vast", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
     rustix::fs::ftruncate(&file, 1 << 47).unwrap();
@@ -34,12 +34,12 @@ pub fn add(guest: &Guest, region: [u64; 4], file: BorrowedFd<'_>) -> Fate {
 }
 
 #[test]
-fn a_front_end_that_maps_all_it_can_leaves_the_others_their_memory() {
+fn a_front_end_cannot_use_up_the_address_space_of_others() {
     let daemon = Daemon::start();
     let attacker = Guest::connect(&daemon.socket(VICTIM), Layout::Split);
     let taken = take_all(&attacker);
     assert!(((1 << 40)..=(16 << 40)).contains(&taken), "{taken:#x} bytes");
-    // A front end with a vast guest comes to another disk.
+    // A front end with a large guest connects to another disk.
     let mut other = Guest::start(&daemon.socket(OTHER), Layout::Split);
     let vast: OwnedFd = rustix::fs::memfd_create("guest", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
     rustix::fs::ftruncate(&vast, 4 << 40).unwrap();
@@ -50,7 +50,7 @@ fn a_front_end_that_maps_all_it_can_leaves_the_others_their_memory() {
         complaints.iter().any(|line| line.contains("one front end may map at most")),
         "{complaints:#?}"
     );
-    // When it is gone, its successor has room.
+    // When it disconnects, the next front end has room.
     drop(attacker);
     let again = Guest::connect(&daemon.socket(VICTIM), Layout::Split);
     assert_eq!(take_all(&again), taken);
@@ -70,10 +70,11 @@ fn beside_a_front_end_that_takes_address_space() {
 }
 
 #[test]
-fn memory_whose_pages_can_be_withheld_is_refused() {
+fn memory_in_files_that_can_be_withheld_is_refused() {
     let daemon = Daemon::start();
     let guest = Guest::connect(&daemon.socket(VICTIM), Layout::Split);
-    // Files of procfs stand for all file systems that are not known to be memory or a local disk.
+    // Files of procfs stand for all file systems that are neither memory nor a known local file
+    // system.
     let file = File::options().read(true).write(true).open("/proc/self/comm").unwrap();
     assert_eq!(add(&guest, [1 << 40, 4096, 1 << 40, 0], file.as_fd()), Fate::Refused);
     let zero = File::options().read(true).write(true).open("/dev/zero").unwrap();
@@ -86,7 +87,8 @@ fn memory_whose_pages_can_be_withheld_is_refused() {
     daemon.end();
 }
 
-/// The front end keeps the in-flight region over RESET_DEVICE; the driver begins its ring anew.
+/// The front end keeps the in-flight region after RESET_DEVICE. The driver initializes its ring
+/// again.
 #[test]
 fn a_reset_device_serves_a_fresh_ring_with_the_same_in_flight_region() {
     for layout in BOTH {

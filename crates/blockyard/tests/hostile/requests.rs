@@ -1,5 +1,5 @@
-//! Bad requests on a sound ring, and odd ones that are right: each is answered by its status, and
-//! nobody complains.
+//! Invalid requests on a valid ring, and unusual valid ones. Each completes with its status, and
+//! the log has no complaint.
 
 use blockyard_driver::request::{DISCARD, FLUSH, ID, IN, OUT, WRITE_ZEROES};
 use blockyard_driver::status::{IOERR, OK, UNSUPP};
@@ -9,7 +9,7 @@ use super::guest::{BOTH, D, Guest, into, out};
 
 const SECTORS: u64 = CAPACITY / 512;
 
-/// What a case offers, and where the status of it will be.
+/// The chain of a case, and the address of its status.
 struct Asked {
     chain: Vec<D>,
     status: u64,
@@ -25,7 +25,7 @@ const fn case(name: &'static str, want: u8, make: fn(&mut Guest) -> Asked) -> Ca
     Case { name, make, want }
 }
 
-/// Header, data, status, each in a descriptor of its own.
+/// Builds a chain with header, data and status, each in its own descriptor.
 fn usual(guest: &mut Guest, kind: u32, sector: u64, data: &[D]) -> Asked {
     let (header, status) = (guest.header(kind, sector), guest.status());
     let chain = [&[out(header, 16)], data, &[into(status, 1)]].concat();
@@ -47,7 +47,7 @@ fn write(guest: &mut Guest, sector: u64, len: u32) -> Asked {
     usual(guest, OUT, sector, &[out(addr, len)])
 }
 
-/// Discard or write-zeroes of (sector, sectors, flags).
+/// Builds a discard or write-zeroes with ranges (sector, sectors, flags).
 fn ranges(guest: &mut Guest, kind: u32, ranges: &[(u64, u32, u32)]) -> Asked {
     let bytes = ranges.iter().flat_map(|(sector, sectors, flags)| {
         (u128::from(*sector) | u128::from(*sectors) << 64 | u128::from(*flags) << 96).to_le_bytes()
@@ -62,13 +62,13 @@ fn identify(guest: &mut Guest, len: u32) -> Asked {
     usual(guest, ID, 0, &[into(addr, len)])
 }
 
-/// The end of the guest's only region.
+/// Returns the end of the guest's only region.
 fn end(guest: &Guest) -> u64 {
     let (start, len) = guest.memory.range();
     start + len
 }
 
-/// As many descriptors of the same 1 MiB.
+/// Returns `count` descriptors of the same 1 MiB.
 fn same(guest: &mut Guest, count: usize, make: fn(u64, u32) -> D) -> Vec<D> {
     let addr = guest.memory.take(1 << 20, 4096).unwrap();
     vec![make(addr, 1 << 20); count]
@@ -267,7 +267,7 @@ const IDS: &[Case] = &[
     case("id of 4 GiB", OK, |g| usual(g, ID, 0, &[into(end(g) - 20, u32::MAX)])),
 ];
 
-/// All of a table on one ring of each layout: what a case does must not be felt by the next.
+/// Runs all cases of a table on one ring of each layout. A case must not affect the next one.
 fn answered(cases: &[Case]) {
     for layout in BOTH {
         let daemon = Daemon::start();
@@ -305,7 +305,7 @@ fn answered(cases: &[Case]) {
     }
 }
 
-/// What the first sectors hold; bad writes and discards aim there.
+/// Returns the first sectors of the disk, which bad writes and discards target.
 fn sectors(guest: &mut Guest) -> Vec<u8> {
     let data = guest.bytes(&[0; 16384]);
     let asked = usual(guest, IN, 0, &[into(data, 16384)]);
@@ -341,7 +341,7 @@ fn data_outside_the_memory_is_an_error() {
 }
 
 #[test]
-fn odd_framing_is_understood() {
+fn unusual_framing_is_accepted() {
     answered(FRAMING);
 }
 
@@ -351,7 +351,7 @@ fn bad_ranges_are_errors() {
 }
 
 #[test]
-fn an_id_is_as_long_as_there_is_room() {
+fn an_id_is_cut_to_the_buffer() {
     answered(IDS);
     let daemon = Daemon::start();
     let mut guest = Guest::start(&daemon.socket(VICTIM), BOTH[0]);

@@ -1,5 +1,5 @@
-//! Rings that no driver makes: the queue stops, says why once, and works again when the guest
-//! resets it.
+//! Rings that no driver makes: the queue stops, logs the reason once, and works again after the
+//! guest resets it.
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -18,7 +18,7 @@ struct Case {
     on: &'static [Layout],
     /// Breaks the ring of queue 0.
     act: fn(&mut Guest),
-    /// What the log says of it.
+    /// Expected part of the log line.
     says: &'static str,
 }
 
@@ -31,7 +31,7 @@ const fn case(
     Case { name, on, act, says }
 }
 
-/// A good read's chain.
+/// Returns the chain of a valid read.
 fn good(guest: &mut Guest) -> Vec<D> {
     let (header, data, status) = (guest.header(IN, 0), guest.bytes(&[0; 512]), guest.status());
     vec![out(header, 16), into(data, 512), into(status, 1)]
@@ -45,7 +45,7 @@ fn indirect(addr: u64, len: u32) -> D {
     D { addr, len, flags: INDIRECT }
 }
 
-/// One descriptor that claims a table, offered.
+/// Offers a descriptor that refers to an indirect table.
 fn table(guest: &mut Guest, addr: u64, len: u32) {
     offer(guest, &[indirect(addr, len)]);
 }
@@ -91,7 +91,7 @@ const LOOPS: &[Case] = &[
     case("a loop in an indirect table", SPLIT, "loops", |g| {
         let header = g.header(IN, 0);
         let table = g.table(&[out(header, 1), out(header, 1)]);
-        // The second descriptor's next is the first.
+        // The second descriptor's next index is the first descriptor.
         let slice = g.memory.slice(table.addr, 32, 1).unwrap();
         slice.copy_in(16 + 12, (u32::from(NEXT)).to_le_bytes());
         offer(g, &[table]);
@@ -262,7 +262,7 @@ const FRAMES: &[Case] = &[
     ),
 ];
 
-/// Each case has a daemon of its own: its log is counted.
+/// Runs each case with its own daemon, whose log lines are counted.
 fn breaks(cases: &[Case]) {
     for case in cases {
         for layout in case.on {
@@ -283,8 +283,8 @@ fn breaks(cases: &[Case]) {
     }
 }
 
-/// Queue 0 has stopped: the error eventfd was rung once, one line says so, and kicks change
-/// nothing.
+/// Checks that queue 0 has stopped: the error eventfd was signalled once, the log has one line, and
+/// kicks change nothing.
 fn stopped(daemon: &Daemon, guest: &mut Guest, what: &str, says: &str) {
     let error = guest.rings[0].error.clone();
     let mut poll = [rustix::event::PollFd::new(&*error, rustix::event::PollFlags::IN)];
@@ -313,7 +313,7 @@ fn loops_stop_the_queue() {
 }
 
 #[test]
-fn indices_that_cannot_be_stop_the_queue() {
+fn invalid_indices_stop_the_queue() {
     breaks(INDICES);
 }
 
@@ -323,11 +323,11 @@ fn bad_indirect_tables_stop_the_queue() {
 }
 
 #[test]
-fn chains_that_cannot_be_answered_stop_the_queue() {
+fn chains_without_a_status_stop_the_queue() {
     breaks(FRAMES);
 }
 
-/// The same chain again while the disk is still at work on it.
+/// Offers the same chain again while the disk processes it.
 #[test]
 fn a_chain_offered_twice_stops_the_queue_after_its_answer() {
     for layout in BOTH {
@@ -335,7 +335,8 @@ fn a_chain_offered_twice_stops_the_queue_after_its_answer() {
         let mut other = Guest::start(&daemon.socket(OTHER), *layout);
         let mut guest = Guest::start(&daemon.socket(SLOW), *layout);
         let chain = good(&mut guest);
-        // Both are there at the one kick: the first is with the disk when the second is looked at.
+        // One kick announces both. The disk has the first one when the server checks the second
+        // one.
         let head = guest.rings[0].offer(&chain);
         match layout {
             Layout::Split => guest.rings[0].push_split(head),
@@ -349,7 +350,7 @@ fn a_chain_offered_twice_stops_the_queue_after_its_answer() {
         guest.rings[0].kick();
         stopped(&daemon, &mut guest, "twice", "in flight already");
         other.works(0, 0);
-        // What was in order is still answered.
+        // Valid requests are still completed.
         assert_eq!(guest.rings[0].wait(3), (head, 513));
         assert_eq!(guest.byte(chain[2].addr), 0);
         guest.reset_ring(0);
@@ -358,7 +359,7 @@ fn a_chain_offered_twice_stops_the_queue_after_its_answer() {
     }
 }
 
-/// A packed ring made available all round while its descriptors are in flight.
+/// A packed ring that makes descriptors available all around while they are in flight.
 #[test]
 fn a_packed_ring_that_overtakes_itself_stops() {
     let daemon = Daemon::slow("3s");
@@ -372,14 +373,14 @@ fn a_packed_ring_that_overtakes_itself_stops() {
         }
     };
     (0..reads).for_each(|id| read(&mut guest, id));
-    // One descriptor is left. A flush that is answered came after them: all of them have been
-    // taken.
+    // One descriptor is left. A completed flush shows that the server has taken all requests before
+    // it.
     let (flush, flushed) = (guest.header(FLUSH, 0), guest.status());
     let flush = guest.table(&[out(flush, 16), into(flushed, 1)]);
     guest.rings[0].push_packed(flush, reads);
     guest.rings[0].kick();
     assert_eq!(guest.rings[0].wait(1).0, reads);
-    // Where there is room for one descriptor, and no more.
+    // Where one descriptor fits, and no more.
     read(&mut guest, reads);
     guest.rings[0].kick();
     stopped(&daemon, &mut guest, "overtaken", "available anew");

@@ -1,4 +1,4 @@
-//! One guest beside others on a reactor: chains without end, and descriptors that would block.
+//! One guest beside others on a reactor: endless chains, and descriptors that block.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -20,21 +20,21 @@ use super::messages::{Fate, send};
 use super::moving::{EXTRA, extra};
 use crate::common::SOON;
 
-/// Split rings, each with a request in flight that takes its time, and behind it one chain of 1,026
-/// descriptors again and again. The device refuses that one on the spot, because a part of its data
-/// lies outside the memory.
+/// Split rings. Each has a slow request in flight, and after it the same chain of 1,026 descriptors
+/// again and again. The device refuses that chain at once, because a part of its data is outside
+/// guest memory.
 struct Endless {
     guest: Guest,
-    /// Of each ring, where the slow request's status is.
+    /// Address of the slow request's status, for each ring.
     slow_status: Vec<u64>,
-    /// Of each ring, the available index that the device sees.
+    /// The available index that the device reads, for each ring.
     shown: Vec<u16>,
 }
 
 const SLOW_HEAD: u16 = 60;
 
 impl Endless {
-    /// `regions`: as many memory regions besides, in which the data of the chains lie.
+    /// `regions`: number of additional memory regions, which hold the data of the chains.
     fn start(path: &Path, queues: u16, regions: u64) -> Self {
         let mut guest = Guest::start_queues(path, Layout::Split, queues);
         let more: Vec<_> = (0..regions).map(|n| extra(EXTRA + 8192 * n, 4096)).collect();
@@ -65,7 +65,7 @@ impl Endless {
         Endless { guest, slow_status, shown: vec![0; queues.into()] }
     }
 
-    /// Fills the rings again; how many chains of each the device has answered so far.
+    /// Fills the rings again. Returns how many chains of each the device has completed so far.
     fn refill(&mut self) -> Vec<u16> {
         (0..self.shown.len()).map(|queue| self.refill_ring(queue)).collect()
     }
@@ -123,14 +123,15 @@ fn endless(what: &str, daemon: Daemon, queues: u16, regions: u64) {
     daemon.end();
 }
 
-/// An eventfd that blocks a writer: its counter is at its maximum, and O_NONBLOCK is clear.
+/// Returns an eventfd that blocks a writer: its counter is at the maximum, and O_NONBLOCK is clear.
 fn blocking() -> OwnedFd {
     let event = rustix::event::eventfd(0, EventfdFlags::CLOEXEC).unwrap();
     rustix::io::write(&event, &(u64::MAX - 1).to_ne_bytes()).unwrap();
     event
 }
 
-/// Gives queue 0 call and error descriptors that block, and makes the device use both; and lets go.
+/// Sets call and error descriptors that block for queue 0, makes the device use both, and
+/// disconnects.
 fn breaks_with_blocking_descriptors(path: &Path, layout: Layout) {
     let mut guest = Guest::start(path, layout);
     let (call, error) = (blocking(), blocking());
@@ -138,7 +139,7 @@ fn breaks_with_blocking_descriptors(path: &Path, layout: Layout) {
         [(FrontendReq::SET_VRING_CALL, &call), (FrontendReq::SET_VRING_ERR, &error)]
     {
         assert_eq!(send(&guest.connection, request, &[0; 8], &[fd.as_fd()]), Fate::Done);
-        // A back end may have made it non-blocking: the open file is the front end's, too.
+        // A back end may have set O_NONBLOCK. The front end shares the open file description.
         rustix::io::ioctl_fionbio(fd, false).unwrap();
     }
     guest.works(0, 0);
@@ -147,7 +148,7 @@ fn breaks_with_blocking_descriptors(path: &Path, layout: Layout) {
         Layout::Packed => guest.rings[0].push_packed(out(0, 16), u16::MAX),
     }
     guest.rings[0].kick();
-    // The other queue of the same reactor goes on, and so does the session.
+    // The other queue of the same reactor continues, and so does the session.
     guest.works(1, 8);
     guest.reset_ring(0);
 }
@@ -161,7 +162,7 @@ fn beside_descriptors_that_would_block() {
                 breaks_with_blocking_descriptors(&attack.socket(VICTIM), *layout);
             }
         });
-        // One that is still there at the end.
+        // One such descriptor remains at the end.
         let mut guest = Guest::start(&daemon.socket(VICTIM), *layout);
         let call = blocking();
         assert_eq!(
@@ -174,7 +175,7 @@ fn beside_descriptors_that_would_block() {
     }
 }
 
-/// The front end takes calls by messages, and neither acknowledges nor reads them.
+/// The front end receives calls as messages, and neither acknowledges nor reads them.
 #[test]
 fn beside_calls_by_messages_that_are_not_acknowledged() {
     let daemon = Daemon::start();

@@ -1,4 +1,4 @@
-//! bitmap and amend: QEMU finds the bitmaps that we made, and the bits in them.
+//! bitmap and amend: QEMU reads our bitmaps and their bits.
 
 use std::path::Path;
 use std::process::Command;
@@ -12,7 +12,7 @@ use crate::fixture::{
 };
 use crate::mistakes::refused;
 
-/// Bitmaps as QEMU lists them: name, flags, granularity.
+/// Returns the bitmaps in QEMU's list: name, flags, granularity.
 fn listed(path: &Path) -> Vec<(String, Vec<String>, u64)> {
     let info = json(&qemu_img(&["info", "-f", "qcow2", "--output", "json", text(path)]));
     let all = info["format-specific"]["data"]["bitmaps"].as_array().cloned().unwrap_or_default();
@@ -21,14 +21,14 @@ fn listed(path: &Path) -> Vec<(String, Vec<String>, u64)> {
     all.iter().map(|b| (string(&b["name"]), flags(b), b["granularity"].as_u64().unwrap())).collect()
 }
 
-/// Nothing in the image is damaged or leaked.
+/// Checks that nothing in the image is damaged or leaked.
 fn sound(path: &Path) {
     qemu_img(&["check", "-q", "-f", "qcow2", text(path)]);
     image(&["check", text(path)]);
 }
 
-/// The dirty pieces of a bitmap, by QEMU's own reader (`map` of a bitmap over NBD) on a copy: start
-/// and length.
+/// Returns the dirty ranges of a bitmap (start and length), as QEMU reads them: `map` of the bitmap
+/// over NBD, on a copy of the image.
 fn dirty(path: &Path, bitmap: &str) -> Vec<(u64, u64)> {
     let script = "set -e; image=$1 bitmap=$2; cp \"$image\" \"$image.copy\"\n\
         \"$0\" qemu-nbd -f qcow2 -B \"$bitmap\" -k \"$image.nbd\" --fork --pid-file=\"$image.pid\" \"$image.copy\"\n\
@@ -37,17 +37,17 @@ fn dirty(path: &Path, bitmap: &str) -> Vec<(u64, u64)> {
         server=$(cat \"$image.pid\")\n\
         kill \"$server\"\n\
         while [ -e \"/proc/$server/exe\" ]; do sleep 0.01; done";
-    // (Until the server has gone it writes to the copy, which the next call makes anew.)
+    // (The server writes to the copy until it ends. The next call makes another copy.)
     let mut command = Command::new("sh");
     command.args(["-c", script]).arg(guests().join("tool")).arg(path).arg(bitmap);
-    // Dirty pieces are shown as pieces without data.
+    // Dirty ranges are reported as ranges without data.
     let all = json(&run(&mut command, Duration::from_secs(60)).good());
     let piece = |p: &Value| (p["start"].as_u64().unwrap(), p["length"].as_u64().unwrap());
     all.as_array().unwrap().iter().filter(|p| p["data"] == false).map(piece).collect()
 }
 
 #[test]
-fn bitmaps_are_added_and_changed_as_qemu_img_does() {
+fn bitmaps_change_in_the_same_way_as_with_qemu_img() {
     let images = Images::new();
     for options in ["", "cluster_size=512", "extended_l2=on,cluster_size=2M"] {
         let (ours, theirs) = (images.path("ours.qcow2"), images.path("theirs.qcow2"));
@@ -102,7 +102,7 @@ fn bitmaps_are_added_and_changed_as_qemu_img_does() {
 }
 
 #[test]
-fn bits_are_kept_merged_and_resized() {
+fn bits_survive_merges_and_resizes() {
     let images = Images::new();
     let path = images.path("a.qcow2");
     qemu_img(&["create", "-q", "-f", "qcow2", "-o", "cluster_size=4k", text(&path), "24M"]);
@@ -129,7 +129,7 @@ fn bits_are_kept_merged_and_resized() {
     assert_eq!(dirty(&path, "all"), all);
     sound(&path);
 
-    // Larger by parts of a piece; smaller in the middle of what is dirty.
+    // Grow by less than a granule; shrink in the middle of a dirty range.
     image(&["resize", text(&path), "40000k"]);
     assert_eq!(dirty(&path, "all"), all);
     image(&["resize", "--shrink", text(&path), "23900k"]);
@@ -145,14 +145,14 @@ fn bits_are_kept_merged_and_resized() {
     image(&["bitmap", "--add", "-g", "1M", text(&other), "copy"]);
     image(&["bitmap", "--merge", "coarse", "-b", text(&path), text(&other), "copy"]);
     assert_eq!(dirty(&other, "copy"), [(1 << 20, 1 << 20), (23 << 20, 1 << 20)]);
-    // All of the first megabyte: a table entry without data, where QEMU writes one.
+    // All of the first megabyte: QEMU writes a table entry without data there.
     qemu_img(&["bitmap", "--merge", "all", "-b", text(&path), "-F", "qcow2", text(&other), "copy"]);
     assert_eq!(dirty(&other, "copy"), [(0, 3 << 20), (23 << 20, 1 << 20)]);
     sound(&other);
 }
 
 #[test]
-fn options_change_where_an_image_stands() {
+fn options_of_an_image_change_in_place() {
     let images = Images::new();
     images.raw("base.raw", 7 * MIB, 1);
     let path = images.qcow2("a.qcow2", "compat=0.10", Some(("base.raw", "raw")), SIZE, 3);

@@ -1,4 +1,4 @@
-//! check: the same findings as QEMU's, statuses of our own, repairs that lose nothing.
+//! check: the same findings as QEMU, our own exit statuses, and repairs that lose no data.
 
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -12,7 +12,7 @@ use crate::fixture::{
 use crate::mistakes::refused;
 
 #[test]
-fn sound_images_are_told_of_as_qemu_does() {
+fn consistent_images_are_reported_as_by_qemu() {
     for options in QCOW2 {
         println!("{options}");
         let images = Images::new();
@@ -31,10 +31,10 @@ fn write_at(path: &Path, offset: u64, bytes: &[u8]) {
     std::fs::File::options().write(true).open(path).unwrap().write_all_at(bytes, offset).unwrap();
 }
 
-/// The refcount block of a new image with clusters of 64 KiB and counts of 16 bits.
+/// Offset of the refcount block of a new image with 64 KiB clusters and 16-bit refcounts.
 const COUNTS: u64 = 0x20000;
 
-/// Ours ends with `status`, and what it tells is what QEMU tells.
+/// Checks that ours exits with `status` and reports the same as QEMU.
 #[track_caller]
 fn found(path: &Path, status: i32) {
     let args = ["check", "--output", "json", text(path)];
@@ -47,7 +47,7 @@ fn found(path: &Path, status: i32) {
 }
 
 #[test]
-fn leaks_are_status_4_and_given_back() {
+fn leaks_are_status_4_and_repaired() {
     let images = Images::new();
     let path = images.qcow2("a.qcow2", "", None, SIZE, 1);
     let copy = images.path("copy.raw");
@@ -78,7 +78,7 @@ fn corruptions_are_status_3_and_repaired() {
     let path = images.qcow2("a.qcow2", "", None, SIZE, 1);
     let copy = images.path("copy.raw");
     qemu_img(&["convert", "-O", "raw", text(&path), text(&copy)]);
-    // Two clusters of data count as free.
+    // Two data clusters have refcount 0.
     write_at(&path, COUNTS + 2 * 5, &[0, 0, 0, 0]);
     found(&path, 3);
     let leaks_only = image_any(&["check", "--repair", "leaks", text(&path)]);
@@ -90,7 +90,7 @@ fn corruptions_are_status_3_and_repaired() {
 }
 
 #[test]
-fn what_cannot_be_checked() {
+fn images_that_cannot_be_checked_are_refused() {
     let images = Images::new();
     let raw = images.raw("a.raw", 4 * MIB, 1);
     refused(&["check", text(&raw)], 1, &["a.raw", "no metadata to check"]);
@@ -99,7 +99,7 @@ fn what_cannot_be_checked() {
 }
 
 #[test]
-fn cow_files() {
+fn cow_files_are_checked_and_repaired() {
     let images = Images::new();
     images.raw("base.raw", SIZE, 1);
     let path = images.path("a.cow");
@@ -118,9 +118,10 @@ fn cow_files() {
     image(&["compare", text(&path), text(&images.path("base.raw"))]);
 }
 
-/// Ours ends with status 4 and says what to do, QEMU calls it corrupt; opening the image mends it.
+/// Checks that ours exits with status 4 and gives advice, while QEMU reports corruption. Opening
+/// the image repairs it.
 #[track_caller]
-fn mended_by_opening(path: &Path) {
+fn repaired_by_opening(path: &Path) {
     assert_eq!(tool("qemu-img", ["check", text(path)]).status.code(), Some(2));
     let done = image_any(&["check", text(path)]);
     assert_eq!(done.status.code(), Some(4), "{}{}", done.out, done.err);
@@ -156,19 +157,19 @@ fn an_image_that_was_not_closed_is_status_4() {
         ["-f", "qcow2", "-c", "write -P 9 16M 1M", "-c", "flush", "-c", "sigraise 9", text(&path)],
     );
     assert!(!killed.status.success());
-    mended_by_opening(&path);
-    // With anything else wrong it is corrupt: an L1 entry with a reserved bit.
+    repaired_by_opening(&path);
+    // An additional error makes it corrupt: an L1 entry with a reserved bit.
     let header = Header::parse(&std::fs::read(&path).unwrap(), u64::MAX).unwrap();
     write_at(&path, header.l1_offset + 7, &[1]);
     assert_eq!(image_any(&["check", "-q", text(&path)]).status.code(), Some(3));
 }
 
-/// A cut of a command leaves them in an image of version 2.
+/// An interrupted command leaves such flags in an image of version 2.
 #[test]
 fn copied_flags_that_are_not_set_are_status_4() {
     let images = Images::new();
     let path = images.qcow2("a.qcow2", "compat=0.10", None, SIZE, 1);
     let header = Header::parse(&std::fs::read(&path).unwrap(), u64::MAX).unwrap();
     write_at(&path, header.l1_offset, &[0]);
-    mended_by_opening(&path);
+    repaired_by_opening(&path);
 }

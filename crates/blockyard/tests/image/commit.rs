@@ -1,4 +1,4 @@
-//! commit: what an overlay holds goes into a backing file; QEMU says what is in both then.
+//! commit: writes the data of an overlay into its backing file. QEMU reads both afterwards.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -7,14 +7,14 @@ use crate::common::{BLOCKYARD, SOON, allocated, until};
 use crate::fixture::{Images, MIB, SIZE, image, json, qemu_img, qemu_io, sound_and_same, text};
 use crate::mistakes::refused;
 
-/// Bytes of the disk that the topmost image holds itself.
+/// Returns the bytes that the topmost image itself holds.
 pub fn own(path: &Path) -> u64 {
     let map = json(&qemu_img(&["map", "--output", "json", text(path)]));
     let own = map.as_array().unwrap().iter().filter(|e| e["depth"] == 0 && e["present"] == true);
     own.map(|e| e["length"].as_u64().unwrap()).sum()
 }
 
-/// The disk as a raw file.
+/// Copies the disk into a raw file.
 pub fn copy(images: &Images, path: &Path) -> std::path::PathBuf {
     let copy = images.path("expected.raw");
     qemu_img(&["convert", "-O", "raw", text(path), text(&copy)]);
@@ -28,7 +28,7 @@ pub fn size(path: &Path, format: &str) -> u64 {
 }
 
 #[test]
-fn the_backing_file_shows_what_the_overlay_showed() {
+fn the_backing_file_has_the_overlays_data_after_a_commit() {
     let all = [
         "compat=0.10",
         "cluster_size=512",
@@ -41,11 +41,11 @@ fn the_backing_file_shows_what_the_overlay_showed() {
         let top = images.chain(options);
         let (middle, expected) = (images.path("middle.qcow2"), copy(&images, &top));
         let had = own(&top);
-        // With -d nothing is taken away.
+        // With -d the overlay is not emptied.
         assert_eq!(image(&["commit", "-q", "-d", text(&top)]), "");
         sound_and_same((&middle, "qcow2"), (&expected, "raw"));
         assert_eq!((own(&top), size(&middle, "qcow2")), (had, SIZE));
-        // There are more changes, and a snapshot in the way.
+        // There are more changes, and a snapshot that prevents emptying the image.
         if !options.contains("data_file") {
             image(&["snapshot", "-c", "before", text(&top)]);
         }
@@ -53,7 +53,7 @@ fn the_backing_file_shows_what_the_overlay_showed() {
         qemu_io(&top, "qcow2", &write);
         qemu_io(&expected, "raw", &write);
         let committed = match number {
-            // QEMU's own, for what is the same afterwards.
+            // A commit by QEMU, for comparison.
             0 => qemu_img(&["commit", text(&top)]),
             _ => image(&["commit", text(&top)]),
         };
@@ -69,7 +69,7 @@ fn the_backing_file_shows_what_the_overlay_showed() {
 }
 
 #[test]
-fn zeroes_hide_what_was_below_and_take_no_space() {
+fn committed_zeroes_hide_old_data_and_take_no_space() {
     let images = Images::new();
     let base = images.qcow2("base.qcow2", "", None, SIZE, 1);
     qemu_io(&base, "qcow2", &["write -P 1 0 24M"]);
@@ -84,7 +84,7 @@ fn zeroes_hide_what_was_below_and_take_no_space() {
 }
 
 #[test]
-fn a_deeper_image_is_committed_into_and_the_overlay_stays() {
+fn a_commit_into_a_deeper_image_keeps_the_overlay() {
     for (options, cache) in [("", "writeback"), ("extended_l2=on,cluster_size=128k", "none")] {
         let images = Images::new();
         let top = images.chain(options);
@@ -99,7 +99,7 @@ fn a_deeper_image_is_committed_into_and_the_overlay_stays() {
             image(&["commit", "-t", cache, "-b", "base.raw", text(&top)]),
             "Image committed.\n"
         );
-        // It had 7 MiB and a sector.
+        // Its size was 7 MiB and one sector.
         assert_eq!((std::fs::metadata(&base).unwrap().len(), own(&top)), (SIZE, had));
         sound_and_same((&top, "qcow2"), (&expected, "raw"));
         sound_and_same((&base, "raw"), (&expected, "raw"));
@@ -107,7 +107,7 @@ fn a_deeper_image_is_committed_into_and_the_overlay_stays() {
 }
 
 #[test]
-fn cow_files_know_their_backing_file_again() {
+fn a_commit_updates_the_backing_time_of_a_cow_file() {
     for size in [SIZE, 7 * MIB + 100] {
         let images = Images::new();
         let (base, cow) = (images.raw("base.raw", SIZE, 1), images.path("over.cow"));
@@ -127,7 +127,7 @@ fn cow_files_know_their_backing_file_again() {
 }
 
 #[test]
-fn what_cannot_be_committed() {
+fn impossible_commits_are_refused() {
     let images = Images::new();
     let raw = images.raw("a.raw", 4 * MIB, 1);
     let alone = images.qcow2("alone.qcow2", "", None, SIZE, 1);
@@ -139,9 +139,9 @@ fn what_cannot_be_committed() {
     refused(&["commit", text(&top)], 1, &["middle.qcow2", "qcow2 header"]);
 }
 
-/// While a slow commit runs nobody else changes what it reads and writes.
+/// During a slow commit no other command changes its images.
 #[test]
-fn others_are_locked_out() {
+fn a_commit_locks_its_images() {
     let images = Images::new();
     let top = images.chain("");
     let (middle, expected) = (images.path("middle.qcow2"), copy(&images, &top));

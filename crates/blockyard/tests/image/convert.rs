@@ -1,4 +1,4 @@
-//! convert: from everything to everything.
+//! convert: between all formats and options.
 
 use crate::common::allocated;
 use crate::fixture::{
@@ -7,7 +7,7 @@ use crate::fixture::{
 use crate::mistakes::refused;
 
 #[test]
-fn everything_becomes_raw_and_stays_sparse() {
+fn all_formats_convert_to_sparse_raw_images() {
     for options in QCOW2 {
         println!("{options}");
         let images = Images::new();
@@ -17,14 +17,14 @@ fn everything_becomes_raw_and_stays_sparse() {
         qemu_img(&["convert", "-O", "raw", text(&source), text(&theirs)]);
         sound_and_same((&ours, "raw"), (&source, "qcow2"));
         assert_eq!(std::fs::metadata(&ours).unwrap().len(), SIZE);
-        // (File systems may take a block or two for the list of extents.)
+        // (A file system may use some blocks for the list of extents.)
         assert!(
             allocated(&ours) <= allocated(&theirs) + 16384,
             "{} {}",
             allocated(&ours),
             allocated(&theirs)
         );
-        // Read past the page cache, written without it, and all of it.
+        // Read through the page cache, written without it, and without leaving out zeroes.
         let full = images.path("full.raw");
         image(&["convert", "-T", "none", "-t", "none", "-S", "0", text(&source), text(&full)]);
         sound_and_same((&full, "raw"), (&ours, "raw"));
@@ -33,7 +33,7 @@ fn everything_becomes_raw_and_stays_sparse() {
 }
 
 #[test]
-fn what_exists_is_replaced_only_when_that_is_said() {
+fn an_existing_target_is_replaced_only_with_force() {
     let images = Images::new();
     let source = images.raw("a.raw", SIZE, 1);
     let target = images.path("b.raw");
@@ -56,7 +56,7 @@ fn what_exists_is_replaced_only_when_that_is_said() {
     assert_eq!(names.len(), 2, "nothing else is left: {names:?}");
 }
 
-/// The clusters that `qemu-img map` calls compressed, in bytes.
+/// Returns the bytes of the clusters that `qemu-img map` reports as compressed.
 fn compressed(path: &std::path::Path) -> u64 {
     let map = json(&qemu_img(&["map", "--output", "json", text(path)]));
     let entries = map.as_array().unwrap().iter().filter(|entry| entry["compressed"] == true);
@@ -64,13 +64,13 @@ fn compressed(path: &std::path::Path) -> u64 {
 }
 
 #[test]
-fn raw_becomes_qcow2_of_all_options() {
+fn raw_images_convert_to_qcow2_with_all_options() {
     for options in QCOW2 {
         println!("{options}");
         let images = Images::new();
         let source = images.raw("source.raw", SIZE - MIB + 512, 9);
         let target = images.path("target.qcow2");
-        // QEMU looks for a relative name wherever it runs.
+        // QEMU resolves a relative name in its working directory.
         let here = options.replace("data.bin", text(&images.path("target.data")));
         image(&["convert", "-o", &here, text(&source), text(&target)]);
         sound_and_same((&target, "qcow2"), (&source, "raw"));
@@ -86,7 +86,7 @@ fn raw_becomes_qcow2_of_all_options() {
         if here.contains("data_file") {
             assert!(allocated(&images.path("target.data")) < 4 * MIB);
         }
-        // What is not left out.
+        // With -S 0 zeroes are not left out.
         let full = images.path("full.qcow2");
         image(&[
             "convert",
@@ -104,7 +104,7 @@ fn raw_becomes_qcow2_of_all_options() {
 }
 
 #[test]
-fn chains_of_three_become_one_compressed() {
+fn a_chain_converts_to_one_compressed_image() {
     for (number, options) in QCOW2
         .into_iter()
         .filter(|o| !o.contains("data_file") && !o.contains("prealloc"))
@@ -113,7 +113,7 @@ fn chains_of_three_become_one_compressed() {
         println!("{options}");
         let images = Images::new();
         let source = images.chain(QCOW2[number]);
-        // A part of it does not get smaller.
+        // A part of the data does not compress.
         let noise = std::fs::File::open("/dev/urandom").unwrap();
         let mut bytes = vec![0; 3 << 20];
         std::io::Read::read_exact(&mut &noise, &mut bytes).unwrap();
@@ -135,7 +135,7 @@ fn chains_of_three_become_one_compressed() {
             sound_and_same((&target, "qcow2"), (&source, "qcow2"));
         }
         qemu_img(&["convert", "-c", "-O", "qcow2", "-o", options, text(&source), text(&theirs)]);
-        // (A little noise gets smaller by chance.)
+        // (Some random clusters compress by chance.)
         assert!(compressed(&target).abs_diff(compressed(&theirs)) < 65536);
         let (ours, theirs) =
             (std::fs::metadata(&target).unwrap().len(), std::fs::metadata(&theirs).unwrap().len());
@@ -148,7 +148,7 @@ fn chains_of_three_become_one_compressed() {
 }
 
 #[test]
-fn overlays_get_what_differs() {
+fn an_overlay_gets_only_the_data_that_differs() {
     let images = Images::new();
     let source = images.chain("");
     for (backing, format) in [("middle.qcow2", "qcow2"), ("base.raw", "raw")] {
@@ -163,7 +163,7 @@ fn overlays_get_what_differs() {
                 (&info["backing-filename"], &info["backing-filename-format"]),
                 (&backing.into(), &format.into())
             );
-            // Less than all of it.
+            // Less than the whole disk.
             let map = json(&qemu_img(&["map", "--output", "json", text(&target)]));
             let own: u64 = map
                 .as_array()
@@ -175,7 +175,7 @@ fn overlays_get_what_differs() {
             assert!(own < if backing == "base.raw" { 8 * MIB } else { 6 * MIB }, "{own}");
         }
     }
-    // Another base than the source has: what the guest sees is the same all the same.
+    // Another base than that of the source: the guest still sees the same data.
     images.raw("other.raw", 20 * MIB, 77);
     let target = images.path("other.qcow2");
     image(&["convert", "-B", "other.raw", "-F", "raw", text(&source), text(&target)]);
@@ -183,7 +183,7 @@ fn overlays_get_what_differs() {
 }
 
 #[test]
-fn cow_files_are_made_and_read() {
+fn cow_files_are_created_and_read() {
     let images = Images::new();
     let base = images.raw("base.raw", SIZE, 1);
     let source = images.raw("source.raw", SIZE, 2);
@@ -198,7 +198,7 @@ fn cow_files_are_made_and_read() {
 }
 
 #[test]
-fn a_target_that_is_there_is_written_into() {
+fn an_existing_target_is_written_with_no_create() {
     let images = Images::new();
     let source = images.chain("");
     for (name, format, options) in
@@ -223,16 +223,16 @@ fn a_target_that_is_there_is_written_into() {
     );
 }
 
-/// Both of these have an image in common, and data of their own over it. (What is the same is
-/// passed over in whole MiB.)
+/// Both images share a backing image, and have data of their own. (Equal data is skipped in whole
+/// MiB.)
 #[test]
-fn a_target_over_the_same_images_keeps_none_of_its_own_data() {
+fn a_target_with_a_shared_base_keeps_no_old_data() {
     let images = Images::new();
     let base = images.raw("base.raw", SIZE, 1);
     qemu_io(&base, "raw", &["write -P 99 10M 6M"]);
     images.qcow2("middle.qcow2", "", Some(("base.raw", "raw")), SIZE, 3);
     let source = images.qcow2("source.qcow2", "", Some(("middle.qcow2", "qcow2")), SIZE, 5);
-    // Over the same image; over another one, that is over the same.
+    // Directly over the same image, and over another image with the same base.
     images.qcow2("other.qcow2", "", Some(("base.raw", "raw")), SIZE, 90);
     for backing in ["middle.qcow2", "other.qcow2"] {
         for own in ["write -P 77 12M 64k", "write -z 12M 1M", "write -P 78 20M 1M"] {
@@ -245,9 +245,9 @@ fn a_target_over_the_same_images_keeps_none_of_its_own_data() {
     }
 }
 
-/// The same file below is not the same disk if its format is another one.
+/// The same backing file in another format is another disk.
 #[test]
-fn a_backing_file_in_another_format_is_another_disk() {
+fn a_backing_file_in_another_format_is_not_shared() {
     let images = Images::new();
     let base = images.qcow2("base.qcow2", "", None, SIZE, 1);
     qemu_io(&base, "qcow2", &["write -P 99 10M 6M"]);
@@ -263,7 +263,7 @@ fn a_backing_file_in_another_format_is_another_disk() {
 }
 
 #[test]
-fn several_sources_stand_one_behind_another() {
+fn several_sources_are_concatenated() {
     let images = Images::new();
     let one = images.raw("one.raw", 5 * MIB + 512, 1);
     let two = images.qcow2("two.qcow2", "", None, 11 * MIB + 1024, 30);
@@ -286,7 +286,7 @@ fn several_sources_stand_one_behind_another() {
 }
 
 #[test]
-fn a_snapshot_is_converted() {
+fn an_internal_snapshot_can_be_converted() {
     let images = Images::new();
     images.raw("base.raw", 7 * MIB, 1);
     let path = images.qcow2("a.qcow2", "", Some(("base.raw", "raw")), 12 * MIB, 3);
@@ -299,7 +299,7 @@ fn a_snapshot_is_converted() {
         image(&["convert", "-W", "--force", "-l", name, text(&path), text(&raw)]);
         sound_and_same((&raw, "raw"), (&then, "raw"));
     }
-    // The overlay's base is the same file, which shows another disk now.
+    // The overlay's base is the same file, but shows another disk now.
     let over = images.path("over.qcow2");
     image(&["convert", "-l", "then", "-B", "a.qcow2", "-F", "qcow2", text(&path), text(&over)]);
     sound_and_same((&over, "qcow2"), (&then, "raw"));
@@ -315,8 +315,7 @@ fn a_snapshot_is_converted() {
     );
 }
 
-/// As `dd` does it: `count` blocks behind those that `skip` leaves out. (QEMU 10.0 counts both from
-/// the beginning.)
+/// As in dd(1): `count` blocks after the `skip` blocks. (QEMU 10.0 counts both from the beginning.)
 #[test]
 fn dd_copies_a_part() {
     let images = Images::new();
@@ -349,8 +348,8 @@ fn dd_copies_a_part() {
     refused(&["dd", &from, &format!("of={}", text(&path)), "--force"], 1, &["cannot be replaced"]);
 }
 
-/// Several threads unpack clusters, in any order; the error names the one that is broken, and
-/// nothing is left.
+/// Several threads decompress clusters in any order. The error names the broken cluster, and no
+/// file is left.
 #[test]
 fn a_broken_compressed_cluster_is_named() {
     let images = Images::new();
@@ -375,14 +374,14 @@ fn a_broken_compressed_cluster_is_named() {
     }
 }
 
-/// Where the compressed data of the first cluster that has any begin in the file: by the format,
-/// version 3, 64 KiB.
+/// Returns the file offset of the data of the first compressed cluster, from the L2 entry (version
+/// 3, 64 KiB clusters).
 fn first_compressed(path: &std::path::Path) -> usize {
     let bytes = std::fs::read(path).unwrap();
     let word = |at: usize| u64::from_be_bytes(bytes[at..at + 8].try_into().unwrap());
     let l1 = word(40) as usize;
     let table = (word(l1) & 0x00ff_ffff_ffff_fe00) as usize;
     let entry = (0..8192).map(|n| word(table + n * 8)).find(|entry| entry >> 62 == 1).unwrap();
-    // 62 - (cluster_bits - 8) bits are the offset.
+    // The offset has 62 - (cluster_bits - 8) bits.
     (entry & ((1 << 54) - 1)) as usize
 }

@@ -1,4 +1,4 @@
-//! create: new images, judged by what QEMU says of them.
+//! create: new images, compared by QEMU.
 
 use serde_json::Value;
 
@@ -13,7 +13,7 @@ fn info(path: &std::path::Path) -> Value {
 }
 
 #[test]
-fn qcow2_images_are_as_qemu_makes_them() {
+fn qcow2_images_are_the_same_as_those_of_qemu() {
     for options in
         QCOW2.into_iter().chain(["preallocation=falloc", "preallocation=full,cluster_size=4k"])
     {
@@ -21,7 +21,7 @@ fn qcow2_images_are_as_qemu_makes_them() {
         let images = Images::new();
         let (ours, theirs) = (images.path("a.qcow2"), images.path("b.qcow2"));
         let with = |data: &str| options.replace("data.bin", data);
-        // QEMU looks for a relative name wherever it runs.
+        // QEMU resolves a relative name in its working directory.
         let here = with(text(&images.path("a.data")));
         let said = image(&["create", "-o", &here, text(&ours), "24M"]);
         assert!(
@@ -43,11 +43,11 @@ fn qcow2_images_are_as_qemu_makes_them() {
 }
 
 #[test]
-fn overlays_are_made_fast_ones_over_what_is_there() {
+fn overlays_have_fast_options_and_the_size_of_their_base() {
     let images = Images::new();
     let base = images.raw("base.raw", 7 * MIB + 512, 3);
     let overlay = images.path("overlay.qcow2");
-    // The name begins at the image's folder, wherever the command runs.
+    // The name is relative to the folder of the image, not to the working directory.
     image(&["create", "-b", "base.raw", text(&overlay)]);
     let told = info(&overlay);
     assert_eq!(told["virtual-size"], 7 * MIB + 512);
@@ -56,7 +56,7 @@ fn overlays_are_made_fast_ones_over_what_is_there() {
     assert_eq!(told["backing-filename"], "base.raw");
     assert_eq!(told["backing-filename-format"], "raw");
     sound_and_same((&overlay, "qcow2"), (&base, "raw"));
-    // What is asked for counts.
+    // Given options override the defaults.
     for (options, cluster, extended) in [
         ("extended_l2=off", 65536, Some(false)),
         ("cluster_size=4k", 4096, Some(false)),
@@ -91,7 +91,7 @@ fn overlays_are_made_fast_ones_over_what_is_there() {
     );
     image(&["create", "-q", "-u", "-b", "missing.raw", text(&images.path("x.qcow2")), "1M"]);
     assert_eq!(info(&images.path("x.qcow2"))["backing-filename"], "missing.raw");
-    // A base elsewhere is named with the option that its overlay will need.
+    // For a base in another folder, the warning names the option that opens the overlay.
     let other = Images::new();
     let far = other.path("far.qcow2");
     let done = image_any(&["create", "-q", "-b", text(&base), text(&far)]);
@@ -99,7 +99,7 @@ fn overlays_are_made_fast_ones_over_what_is_there() {
 }
 
 #[test]
-fn raw_and_cow() {
+fn raw_and_cow_images_are_created() {
     let images = Images::new();
     for (preallocation, least, most) in
         [("off", 0, 8192), ("falloc", 5 * MIB, 6 * MIB), ("full", 5 * MIB, 6 * MIB)]
@@ -133,7 +133,7 @@ fn raw_and_cow() {
 }
 
 #[test]
-fn mistakes() {
+fn wrong_options_are_refused() {
     let images = Images::new();
     let new = images.path("new.qcow2");
     let new = text(&new);

@@ -1,4 +1,4 @@
-//! Images made by QEMU: of many options, with data, zeroes, holes and compressed clusters, alone
+//! Images that QEMU creates with many options: data, zeroes, holes and compressed clusters, alone
 //! and in chains.
 
 use std::path::{Path, PathBuf};
@@ -31,13 +31,13 @@ pub fn text(path: &Path) -> &str {
     path.to_str().unwrap()
 }
 
-/// Runs `qemu-img`, which must go well.
+/// Runs `qemu-img`, which must succeed. Returns its output.
 #[track_caller]
 pub fn qemu_img(args: &[&str]) -> String {
     tool("qemu-img", args).good()
 }
 
-/// Runs `blockyard image`, which must go well, and say nothing on standard error.
+/// Runs `blockyard image`, which must succeed without output on standard error. Returns its output.
 #[track_caller]
 pub fn image(args: &[&str]) -> String {
     let done = image_any(args);
@@ -56,7 +56,7 @@ pub fn json(text: &str) -> Value {
     serde_json::from_str(text).unwrap_or_else(|e| panic!("{e}: {text}"))
 }
 
-/// The same question to both, as JSON; the answers must be the same.
+/// Runs a command of both programs with JSON output, and checks that the results are equal.
 #[track_caller]
 pub fn same_answer(args: &[&str]) -> Value {
     let args = [args, &["--output", "json"]].concat();
@@ -74,7 +74,7 @@ pub fn qemu_io(image: &Path, format: &str, commands: &[&str]) {
     assert!(!out.contains("failed"), "{out}");
 }
 
-/// QEMU finds nothing wrong, and the same disk.
+/// Checks with QEMU that an image is consistent and has the same disk as `expected`.
 #[track_caller]
 pub fn sound_and_same(image: (&Path, &str), expected: (&Path, &str)) {
     if image.1 == "qcow2" {
@@ -95,7 +95,7 @@ impl Images {
         self.0.join(name)
     }
 
-    /// A raw file with data and holes; patterns depend on `seed`.
+    /// Creates a raw file with data and holes. `seed` selects the patterns.
     pub fn raw(&self, name: &str, size: u64, seed: u8) -> PathBuf {
         let path = self.0.image(name, size);
         let p = |n: u8| seed.wrapping_add(n) | 1;
@@ -109,7 +109,8 @@ impl Images {
         path
     }
 
-    /// A qcow2 image of these options, with writes of all kinds. `backing`: name and format.
+    /// Creates a qcow2 image with these options and writes of all kinds. `backing`: name and
+    /// format.
     pub fn qcow2(
         &self,
         name: &str,
@@ -120,7 +121,7 @@ impl Images {
     ) -> PathBuf {
         let path = self.path(name);
         let options = options.replace("data.bin", text(&self.path(&format!("{name}.data"))));
-        // Metadata are not preallocated in overlays.
+        // Overlays have no metadata preallocation.
         let options =
             if backing.is_some() { options.replace("preallocation=metadata", "") } else { options };
         let mut args = vec!["create", "-q", "-f", "qcow2"];
@@ -150,7 +151,7 @@ impl Images {
             format!("write -P {} {} 70k", p(3), 5 * MIB + 512),
             format!("discard {} 128k", 2560 * 1024 + shift),
         ];
-        // Clusters that have a place already are not compressed.
+        // Clusters that are allocated already cannot be compressed.
         if !options.contains("data_file") && !options.contains("preallocation") {
             let cluster = ["512", "4k", "128k", "2M"]
                 .into_iter()
@@ -166,7 +167,7 @@ impl Images {
         qemu_io(path, "qcow2", &commands.iter().map(String::as_str).collect::<Vec<_>>());
     }
 
-    /// Three images: raw (smaller), qcow2, and one of `options` on top.
+    /// Creates three images: raw (smaller), qcow2, and one with `options` on top.
     pub fn chain(&self, options: &str) -> PathBuf {
         self.raw("base.raw", 7 * MIB + 512, 1);
         self.qcow2("middle.qcow2", "", Some(("base.raw", "raw")), 16 * MIB, 3);

@@ -1,19 +1,18 @@
-//! `blockyard image`, run as a program beside `qemu-img`, which is the judge of what it says and of
-//! what it writes.
+//! `blockyard image` beside `qemu-img`, which checks its output and its images.
 //!
 //! ```text
-//!   fixture    images of QEMU's with all there is in them, alone and in chains; JSON compared
-//!   create     new images, judged by what QEMU says of them
-//!   tell       info, map, compare: the same answers as qemu-img's
-//!   check      damage found, told and repaired
-//!   convert    from everything to everything
-//!   commit     an overlay into its backing file, or a deeper one
-//!   rebase     another backing file
-//!   resize     another size
-//!   snapshot   taken, applied, deleted
-//!   replace    what `--force` replaces, and what it must not
-//!   mutants    damage at random, judged by both checkers
-//!   mistakes   bad options and broken images: one line and an exit status
+//!   fixture    images that QEMU creates, with all features, alone and in chains; compares JSON
+//!   create     new images, compared by QEMU
+//!   tell       info, map, compare: the same output as qemu-img
+//!   check      finds, reports and repairs damage
+//!   convert    between all formats
+//!   commit     an overlay into its backing file, or into a deeper one
+//!   rebase     changes of the backing file
+//!   resize     changes of the size
+//!   snapshot   created, applied, deleted
+//!   replace    which files `--force` replaces, and which it refuses to
+//!   mutants    random damage, checked by both programs
+//!   mistakes   wrong options and broken images: one line and an exit status
 //! ```
 
 #[path = "../common/mod.rs"]

@@ -1,4 +1,4 @@
-//! Mistakes: one line that names the file and what is wrong with it, and an exit status.
+//! Errors: one line with the file and the reason, and an exit status.
 
 use crate::common::{Signal, blockyard};
 use crate::fixture::{Images, MIB, image_any, qemu_img, text};
@@ -21,7 +21,7 @@ pub fn refused(args: &[&str], status: i32, parts: &[&str]) {
 }
 
 #[test]
-fn options_and_names() {
+fn wrong_options_and_names_are_refused() {
     let images = Images::new();
     let nameless = images.0.image("disk", MIB);
     let raw = images.0.image("disk.raw", MIB);
@@ -51,7 +51,7 @@ fn options_and_names() {
 }
 
 #[test]
-fn backing_files_that_are_not_there_or_not_allowed() {
+fn missing_and_forbidden_backing_files_are_refused() {
     let (images, other) = (Images::new(), Images::new());
     let base = other.raw("base.raw", 4 * MIB, 1);
     let overlay = images.path("overlay.qcow2");
@@ -64,7 +64,7 @@ fn backing_files_that_are_not_there_or_not_allowed() {
     std::fs::remove_file(&base).unwrap();
     let way_out = "restore it, or name its new place";
     refused(&["map", text(&overlay)], 1, &["overlay.qcow2", "base.raw", "is missing", way_out]);
-    // Alone it can be told of.
+    // `info` works without its backing file.
     assert!(image_any(&["info", text(&overlay)]).status.success());
 }
 
@@ -79,7 +79,7 @@ fn an_interrupted_or_killed_conversion_leaves_nothing() {
             .stderr(std::process::Stdio::null())
             .spawn()
             .unwrap();
-        // A file without a name: "FOLDER/#INODE (deleted)".
+        // A file without a name appears as "FOLDER/#INODE (deleted)".
         let descriptors = format!("/proc/{}/fd", child.id());
         let is_new = |link: &std::path::Path| {
             link.parent() == Some(&*images.0)

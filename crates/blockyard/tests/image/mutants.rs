@@ -1,9 +1,9 @@
-//! Images with damaged metadata, judged by both checkers: what QEMU finds wrong, ours must find
-//! wrong, too.
+//! Images with damaged metadata, checked by both programs. If QEMU finds an error, ours must find
+//! one too.
 //!
-//! In: images of QEMU's, and damage that a seed decides. Out: the mutants of which QEMU says worse
-//! than we do. `BLOCKYARD_MUTANTS=N` makes N of them (scripts/soak.d/check-mutants),
-//! `BLOCKYARD_SEED=N` the one of that seed.
+//! In: images that QEMU creates, and damage from a seed. Out: mutants that QEMU rates worse than we
+//! do. `BLOCKYARD_MUTANTS=N` tests N mutants (scripts/soak.d/check-mutants), and `BLOCKYARD_SEED=N`
+//! only the one of that seed.
 
 use std::path::Path;
 
@@ -14,10 +14,10 @@ use crate::common::tool;
 use crate::fixture::{Images, MIB, image_any, qemu_img, qemu_io, text};
 
 const SIZE: u64 = 24 * MIB;
-/// Mutants of a run of all tests.
+/// Number of mutants in a run of all tests.
 const FEW: u64 = 12;
 
-/// Creation options of the images that are damaged.
+/// Options of the images to damage.
 const TEMPLATES: [&str; 5] = [
     "cluster_size=4k",
     "compat=0.10,cluster_size=4k",
@@ -26,7 +26,7 @@ const TEMPLATES: [&str; 5] = [
     "lazy_refcounts=on,compression_type=zstd,cluster_size=4k",
 ];
 
-/// A sound image with all there is in its format.
+/// A consistent image with all features of its format.
 struct Template {
     options: &'static str,
     bytes: Vec<u8>,
@@ -58,13 +58,13 @@ impl Template {
         u64::from_be_bytes(self.bytes[at as usize..][..8].try_into().unwrap())
     }
 
-    /// Offsets that the words of a table hold.
+    /// Returns the offsets in the entries of a table.
     fn offsets(&self, at: u64, entries: u64) -> Vec<u64> {
         let words = (0..entries).map(|n| self.word(at + n * 8) & 0x00ff_ffff_ffff_fe00);
         words.filter(|&offset| offset != 0 && offset < self.bytes.len() as u64).collect()
     }
 
-    /// Where metadata lie: a name, an offset, bytes.
+    /// Returns the locations of metadata: name, offset, bytes.
     fn places(&self) -> Vec<(&'static str, u64, u64)> {
         let (header, cluster) = (&self.header, self.header.cluster_size());
         let mut places = vec![("header", 0, header.header_length.into())];
@@ -90,7 +90,7 @@ impl Template {
         places
     }
 
-    /// Damages one place; says what was done.
+    /// Damages one location. Returns a description.
     fn damage(&self, bytes: &mut [u8], rng: &mut Rng) -> String {
         let places = self.places();
         let (name, start, len) = places[rng.below(places.len() as u64) as usize];
@@ -121,7 +121,8 @@ impl Template {
     }
 }
 
-/// How bad a checker says it is: 0 sound, 1 leaks, 2 corrupt or not to be opened.
+/// Returns how a checker rates the image (0 consistent, 1 leaks, 2 corrupt or unreadable), and its
+/// output.
 fn ours(path: &Path) -> (u8, String) {
     let done = image_any(&["check", "-f", "qcow2", text(path)]);
     let said = done.out + &done.err;
@@ -143,9 +144,9 @@ fn theirs(path: &Path) -> (u8, String) {
     }
 }
 
-/// The exception: flags that are not set, or refcounts that the dirty bit stands for, endanger
-/// nothing, because opening the image for writing mends them. Ours ends with status 4 then
-/// (docs/images.md), QEMU's calls the image corrupt.
+/// Returns whether the mutant is the documented exception. Unset flags, or refcounts that the dirty
+/// bit covers, endanger no data, because opening the image for writing repairs them. Ours exits
+/// with status 4 (docs/images.md), while QEMU reports corruption.
 fn is_excepted(ours: &str) -> bool {
     ours.contains("Opening the image for writing")
 }
@@ -164,7 +165,7 @@ fn number(name: &str) -> Option<u64> {
 }
 
 #[test]
-fn ours_is_never_laxer_than_qemu_s() {
+fn our_check_finds_every_error_that_qemu_finds() {
     let images = Images::new();
     let templates = TEMPLATES.map(|options| Template::new(&images, options));
     let path = images.path("mutant.qcow2");
@@ -187,7 +188,7 @@ fn ours_is_never_laxer_than_qemu_s() {
     assert!(laxer.is_empty(), "{}", laxer.join("\n\n"));
 }
 
-/// Sets bytes at `at`; QEMU calls it corrupt, and so do we, by a line that has `part`.
+/// Writes bytes at `at`. Both programs must report corruption, ours with a line that has `part`.
 #[track_caller]
 fn both_find(template: &Template, path: &Path, at: u64, new: &[u8], part: &str) {
     let mut bytes = template.bytes.clone();
@@ -199,7 +200,7 @@ fn both_find(template: &Template, path: &Path, at: u64, new: &[u8], part: &str) 
 }
 
 #[test]
-fn bitmap_entries_that_break_the_rules_snapshots_that_are_not_there_and_flags_alone() {
+fn both_find_bad_bitmap_entries_missing_snapshots_and_wrong_flags() {
     let images = Images::new();
     let path = images.path("mutant.qcow2");
     let template = Template::new(&images, "cluster_size=4k");
@@ -211,7 +212,7 @@ fn bitmap_entries_that_break_the_rules_snapshots_that_are_not_there_and_flags_al
     both(entry + 17, &[8], "its granularity is 2^8");
     both(entry + 17, &[32], "its granularity is 2^32");
     both(entry + 17, &[9], "the disk's size needs 2");
-    // The name is "first": less of it, and extra data instead; then none of it.
+    // The name is "first": first a shorter name and extra data, then no name.
     both(entry + 18, &[0, 1, 0, 0, 0, 4], "4 bytes of extra data");
     both(entry + 18, &[0, 0], "its name must have");
     let header = &template.header;

@@ -1,4 +1,4 @@
-//! rebase: another backing file and the same disk, as QEMU sees it.
+//! rebase: another backing file and the same disk, checked by QEMU.
 
 use crate::commit::{copy, own};
 use crate::common::allocated;
@@ -11,8 +11,8 @@ fn backing(path: &std::path::Path) -> (Option<String>, Option<String>) {
     (text("backing-filename"), text("backing-filename-format"))
 }
 
-/// The images' names and formats that the same overlay gets one after the other, larger and smaller
-/// ones; at last none.
+/// Names and formats of the backing files that the overlay gets one after the other, larger and
+/// smaller. The last one is none.
 const BASES: [(&str, &str); 5] = [
     ("base.raw", "raw"),
     ("other.raw", "raw"),
@@ -22,7 +22,7 @@ const BASES: [(&str, &str); 5] = [
 ];
 
 #[test]
-fn the_disk_stays_what_it_is() {
+fn a_rebase_does_not_change_the_disk() {
     let all = ["compat=0.10", "extended_l2=on,cluster_size=128k", "cluster_size=512"];
     for (number, options) in all.into_iter().enumerate() {
         let images = Images::new();
@@ -43,7 +43,7 @@ fn the_disk_stays_what_it_is() {
             let with = ["-b", name, "-F", format];
             let with = if name.is_empty() { &with[..2] } else { &with[..] };
             match (number, name) {
-                // One of QEMU's among ours: it goes on from what we left, and we from what it did.
+                // One rebase by QEMU in between: both continue with images of the other.
                 (2, "small.qcow2") => qemu_img(&[&["rebase"], with, &[text(&top)]].concat()),
                 _ => image(&[&["rebase"], with, &[text(&top)]].concat()),
             };
@@ -51,7 +51,7 @@ fn the_disk_stays_what_it_is() {
             assert_eq!(backing(&top), (name.clone(), name.map(|_| format.to_string())));
             sound_and_same((&top, "qcow2"), (&expected, "raw"));
             image(&["compare", text(&top), text(&expected)]);
-            // What the middle image held was taken up, and not what was the same in both.
+            // The overlay has the data of the middle image, except what is equal in both.
             if format == "raw" && with[1] == "base.raw" {
                 assert!((had..had + 7 * MIB).contains(&own(&top)), "{had} {}", own(&top));
             }
@@ -60,7 +60,7 @@ fn the_disk_stays_what_it_is() {
 }
 
 #[test]
-fn what_is_taken_up_is_compressed_if_that_is_asked_for() {
+fn copied_clusters_are_compressed_with_the_option() {
     for options in [
         "compat=0.10",
         "extended_l2=on,cluster_size=128k",
@@ -94,23 +94,23 @@ fn what_is_taken_up_is_compressed_if_that_is_asked_for() {
 }
 
 #[test]
-fn images_that_both_chains_have_are_not_read() {
+fn images_in_both_chains_are_not_read() {
     let images = Images::new();
     let top = images.chain("");
     let expected = copy(&images, &top);
-    // An overlay between the two, with nothing in it.
+    // An empty overlay between the two.
     image(&["create", "-q", "-b", "middle.qcow2", text(&images.path("between.qcow2"))]);
     let had = own(&top);
     for name in ["between.qcow2", "middle.qcow2"] {
         image(&["rebase", "-b", name, text(&top)]);
-        // But where the middle image ends there is something to look at.
+        // After the end of the middle image there is data to compare.
         assert_eq!(own(&top), had);
         sound_and_same((&top, "qcow2"), (&expected, "raw"));
     }
 }
 
 #[test]
-fn only_the_name() {
+fn unsafe_rebase_changes_only_the_name() {
     let images = Images::new();
     let top = images.chain("");
     let expected = copy(&images, &top);
@@ -128,7 +128,7 @@ fn only_the_name() {
     image(&["rebase", "-u", "-b", "", text(&top)]);
     assert_eq!(backing(&top), (None, None));
     qemu_img(&["check", "-q", text(&top)]);
-    // A base elsewhere is named with the option that the image will need.
+    // For a base in another folder, the warning names the option that opens the image.
     let other = Images::new();
     let far = other.raw("far.raw", SIZE, 3);
     let done = image_any(&["rebase", "-b", text(&far), text(&top)]);
@@ -136,7 +136,7 @@ fn only_the_name() {
 }
 
 #[test]
-fn cow_files() {
+fn cow_files_can_be_rebased() {
     let images = Images::new();
     let (source, cow) = (images.raw("source.raw", SIZE, 9), images.path("over.cow"));
     images.raw("base.raw", SIZE, 1);
@@ -156,7 +156,7 @@ fn cow_files() {
     refused(&["rebase", "-u", "-b", "small.raw", text(&cow)], 1, &["over.cow", "as many sectors"]);
     refused(&["rebase", "-b", "", text(&cow)], 1, &["over.cow", "convert"]);
     refused(&["rebase", "-b", "x.qcow2", text(&cow)], 1, &["x.qcow2", "is raw"]);
-    // The backing file was touched: it has to be named anew by somebody who knows.
+    // The backing file has another modification time: only an unsafe rebase accepts that.
     let touched = std::fs::File::options().write(true).open(&real).unwrap();
     touched.set_modified(std::time::SystemTime::UNIX_EPOCH).unwrap();
     refused(&["map", text(&cow)], 1, &["over.cow", "rebase --unsafe -b"]);
@@ -165,7 +165,7 @@ fn cow_files() {
 }
 
 #[test]
-fn what_cannot_be_rebased() {
+fn impossible_rebases_are_refused() {
     let images = Images::new();
     let (raw, top) = (images.raw("a.raw", 4 * MIB, 1), images.chain(""));
     refused(&["rebase", text(&top)], 2, &["--backing"]);

@@ -1,5 +1,5 @@
-//! What `--force` replaces, and what it must not: files that are in use, that the command reads, or
-//! that it refuses later.
+//! Files that `--force` replaces, and files that it must not replace: those that are in use, those
+//! that the command reads, and all files if the command fails later.
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt;
@@ -10,8 +10,7 @@ use blockyard_image::tools::open_file;
 use crate::fixture::{Images, MIB, image, qemu_img, qemu_io, sound_and_same, text};
 use crate::mistakes::refused;
 
-/// Runs the command, which must be refused and leave each of `files` as it is, and nothing beside
-/// them.
+/// Runs a command, which must be refused, leave each of `files` unchanged, and create no file.
 #[track_caller]
 fn refused_unchanged(images: &Images, args: &[&str], parts: &[&str]) {
     let look = || {
@@ -37,7 +36,7 @@ fn data_option(data: &Path) -> String {
 }
 
 #[test]
-fn a_data_file_that_is_in_use() {
+fn a_data_file_in_use_is_not_replaced() {
     let images = Images::new();
     let (source, data) = (images.raw("a.raw", 4 * MIB, 1), images.raw("data", 4 * MIB, 2));
     let (new, option) = (images.path("new.qcow2"), data_option(&data));
@@ -52,7 +51,7 @@ fn a_data_file_that_is_in_use() {
 }
 
 #[test]
-fn what_the_command_reads() {
+fn files_that_the_command_reads_are_not_replaced() {
     let images = Images::new();
     let base = images.raw("base.raw", 4 * MIB, 1);
     images.qcow2("middle.qcow2", "", Some(("base.raw", "raw")), 10 * MIB, 2);
@@ -103,7 +102,7 @@ fn what_the_command_reads() {
             text(&new),
         ]);
     }
-    // Not even if the backing file need not be there.
+    // Not even if the backing file does not have to exist.
     let parts = ["cannot be replaced"];
     refused_unchanged(
         &images,
@@ -113,7 +112,7 @@ fn what_the_command_reads() {
 }
 
 #[test]
-fn a_backing_chain_that_cannot_be_known() {
+fn nothing_is_replaced_if_the_backing_chain_cannot_be_opened() {
     let (images, other) = (Images::new(), Images::new());
     let base = other.raw("base.raw", 4 * MIB, 1);
     let middle = images.path("middle.qcow2");
@@ -125,7 +124,7 @@ fn a_backing_chain_that_cannot_be_known() {
 }
 
 #[test]
-fn nothing_is_replaced_before_the_options_are_good() {
+fn nothing_is_replaced_if_an_option_is_wrong() {
     let images = Images::new();
     let (old, data, source) = (
         images.raw("old.qcow2", 4 * MIB, 1),
@@ -167,7 +166,7 @@ fn an_image_and_its_data_file_are_replaced_together() {
     image(&["create", "-q", "-o", &option, text(&target), "16M"]);
     qemu_io(&target, "qcow2", &["write -P 9 0 16M"]);
     let count = || std::fs::read_dir(&*images.0).unwrap().count();
-    // A reader of the old data file goes on with what it has.
+    // A reader of the old data file keeps its data.
     let old = std::fs::File::open(&data).unwrap();
     image(&["convert", "--force", "-o", &option, text(&source), text(&target)]);
     sound_and_same((&target, "qcow2"), (&source, "raw"));
@@ -182,14 +181,15 @@ fn an_image_and_its_data_file_are_replaced_together() {
 }
 
 #[test]
-fn what_a_killed_command_left_goes() {
+fn files_of_a_killed_command_are_removed() {
     let images = Images::new();
     let mut child = std::process::Command::new("true").spawn().unwrap();
     let gone = child.id();
     child.wait().unwrap();
     let part = |name: &str, process| images.0.image(&format!(".{name}.{process}.part"), MIB);
     let left = part("b.raw", gone);
-    // Another name; one that lives; one in use, by a process that is not known here.
+    // Kept: a file for another name, one of a running process, and one that an unknown process has
+    // locked.
     let stays =
         [part("c.raw", gone), part("b.raw", std::process::id()), part("b.raw", u32::MAX >> 1)];
     let _user = open_file(&stays[2], false).unwrap();

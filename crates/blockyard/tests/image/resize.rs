@@ -1,4 +1,4 @@
-//! resize: what was there stays, and what is new reads as zeroes.
+//! resize: old data stays, and new space reads as zeroes.
 
 use std::path::Path;
 
@@ -14,7 +14,7 @@ fn set_len(path: &Path, len: u64) {
 }
 
 #[test]
-fn larger_and_smaller() {
+fn an_image_grows_and_shrinks() {
     for (number, options) in
         ["", "compat=0.10", "cluster_size=512", "extended_l2=on", "data_file=data.bin"]
             .into_iter()
@@ -44,7 +44,7 @@ fn larger_and_smaller() {
 }
 
 #[test]
-fn overlays_do_not_show_what_a_longer_backing_file_has() {
+fn a_grown_overlay_does_not_show_data_of_a_longer_backing_file() {
     for options in ["", "cluster_size=512", "extended_l2=on,cluster_size=128k"] {
         let images = Images::new();
         images.raw("base.raw", SIZE, 3);
@@ -66,7 +66,7 @@ fn overlays_do_not_show_what_a_longer_backing_file_has() {
 }
 
 #[test]
-fn raw_images() {
+fn raw_images_grow_and_shrink() {
     let images = Images::new();
     let path = images.raw("a.raw", SIZE, 3);
     let expected = copy(&images, &path);
@@ -100,7 +100,7 @@ fn raw_images() {
 }
 
 #[test]
-fn space_is_taken_as_it_was_asked_for() {
+fn preallocation_takes_the_requested_space() {
     for options in ["extended_l2=on,cluster_size=64k", "data_file=data.bin", ""] {
         println!("{options}");
         let images = Images::new();
@@ -117,7 +117,7 @@ fn space_is_taken_as_it_was_asked_for() {
             set_len(&expected, len);
             sound_and_same((&path, "qcow2"), (&expected, "raw"));
             let more = allocated(&file) - before;
-            // (A cluster at the old end is not whole.)
+            // (The cluster at the old end is partial.)
             assert!(if takes { more >= 19 * MIB } else { more < 4 * MIB }, "{mode}: {more}");
             let map = json(&qemu_img(&[
                 "map",
@@ -129,7 +129,7 @@ fn space_is_taken_as_it_was_asked_for() {
             ]));
             assert_eq!(map[0].get("offset").is_some(), mode != "off", "{mode}: {map}");
         }
-        // It may be written to.
+        // The image is writable.
         for file in [(&path, "qcow2"), (&expected, "raw")] {
             qemu_io(file.0, file.1, &["write -P 7 20M 70M"]);
         }
@@ -138,7 +138,7 @@ fn space_is_taken_as_it_was_asked_for() {
 }
 
 #[test]
-fn what_cannot_be() {
+fn impossible_sizes_are_refused() {
     let images = Images::new();
     let path = images.qcow2("a.qcow2", "", None, SIZE, 1);
     let raw = images.raw("base.raw", SIZE, 1);
@@ -175,7 +175,7 @@ fn what_cannot_be() {
 }
 
 #[test]
-fn an_overlay_of_an_image_elsewhere() {
+fn an_overlay_with_a_base_in_another_folder_can_be_resized() {
     let (images, elsewhere) = (Images::new(), Images::new());
     let base = elsewhere.raw("base.raw", SIZE, 3);
     let path = images.qcow2("a.qcow2", "", Some((text(&base), "raw")), 10 * MIB, 5);
@@ -191,7 +191,7 @@ fn an_overlay_of_an_image_elsewhere() {
         set_len(&expected, len);
         sound_and_same((&path, "qcow2"), (&expected, "raw"));
     }
-    // The last cluster may have to be completed from the backing file.
+    // Completing the last cluster may need data of the backing file.
     let odd = images.qcow2("b.qcow2", "", Some((text(&base), "raw")), 10 * MIB + 512, 5);
     refused(&["resize", text(&odd), "11M"], 1, &["b.qcow2", "--backing-folder"]);
     image(&["resize", "--backing-folder", text(&elsewhere.path("")), text(&odd), "11M"]);

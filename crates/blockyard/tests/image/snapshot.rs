@@ -1,4 +1,4 @@
-//! snapshot: taken, applied and deleted by us and by QEMU, in turn.
+//! snapshot: created, applied and deleted by this program and by QEMU in turn.
 
 use std::path::Path;
 
@@ -6,7 +6,7 @@ use crate::common::tool;
 use crate::fixture::{Images, MIB, SIZE, image, json, qemu_img, qemu_io, sound_and_same, text};
 use crate::mistakes::refused;
 
-/// Both list the same.
+/// Checks that both programs list the same snapshots. Returns their number.
 fn same_list(path: &Path) -> usize {
     let list = image(&["snapshot", "-l", text(path)]);
     assert_eq!(list, qemu_img(&["snapshot", "-l", text(path)]));
@@ -21,7 +21,7 @@ fn same_list(path: &Path) -> usize {
 }
 
 #[test]
-fn both_do_the_same() {
+fn snapshots_work_with_both_programs() {
     for options in ["compat=0.10", "extended_l2=on,cluster_size=128k,refcount_bits=64"] {
         println!("{options}");
         let images = Images::new();
@@ -53,7 +53,7 @@ fn both_do_the_same() {
             qemu_io(&path, "qcow2", &["write -P 3 5M 3M"]);
         }
         assert_eq!(same_list(&path), 3);
-        // By its id.
+        // By its ID.
         image(&["snapshot", "-a", "3", text(&path)]);
         sound_and_same((&path, "qcow2"), (&states[2], "raw"));
         for (left, ours) in [(2, true), (1, false), (0, true)] {
@@ -65,7 +65,7 @@ fn both_do_the_same() {
 }
 
 #[test]
-fn a_snapshot_of_another_size_brings_it_back() {
+fn applying_a_snapshot_restores_its_size() {
     let images = Images::new();
     let path = images.qcow2("a.qcow2", "", None, SIZE, 5);
     let before = images.path("before.raw");
@@ -79,7 +79,7 @@ fn a_snapshot_of_another_size_brings_it_back() {
 }
 
 #[test]
-fn mistakes() {
+fn wrong_snapshot_commands_are_refused() {
     let images = Images::new();
     let (path, raw) = (images.qcow2("a.qcow2", "", None, SIZE, 5), images.raw("a.raw", 4 * MIB, 1));
     image(&["snapshot", "-c", "one", text(&path)]);

@@ -6,7 +6,7 @@ use crate::fixture::{
 };
 
 #[test]
-fn qcow2_images_of_all_options_are_told_of_as_qemu_does() {
+fn info_and_map_print_the_same_as_qemu_img() {
     for options in QCOW2 {
         println!("{options}");
         let images = Images::new();
@@ -23,7 +23,7 @@ fn qcow2_images_of_all_options_are_told_of_as_qemu_does() {
 }
 
 #[test]
-fn what_people_read_is_what_qemu_img_prints() {
+fn the_text_is_that_of_qemu_img() {
     let images = Images::new();
     let raw = images.raw("a.raw", 9 * MIB, 1);
     images.qcow2("b.qcow2", "compat=0.10", Some(("a.raw", "raw")), 10 * MIB, 2);
@@ -39,7 +39,7 @@ fn what_people_read_is_what_qemu_img_prints() {
         let path = if args.contains(&"raw") { &raw } else { &top };
         let args = [args, &[text(path)]].concat();
         if args[0] == "map" {
-            // Compressed clusters, which qemu-img does not tell of in this form, are told of here.
+            // We list compressed clusters, which the text of qemu-img omits.
             let ours = image(&args);
             assert!(
                 ours.starts_with("Offset          Length          Mapped to       File\n"),
@@ -66,7 +66,7 @@ fn what_people_read_is_what_qemu_img_prints() {
 }
 
 #[test]
-fn snapshots_and_bitmaps_are_in_info() {
+fn info_lists_snapshots_and_bitmaps() {
     let images = Images::new();
     let path = images.qcow2("a.qcow2", "", None, SIZE, 7);
     for name in ["first", "a second one, of a longer name"] {
@@ -79,7 +79,7 @@ fn snapshots_and_bitmaps_are_in_info() {
 }
 
 #[test]
-fn files_that_end_in_the_middle_of_a_sector() {
+fn files_with_a_partial_last_sector_are_reported_as_by_qemu() {
     let images = Images::new();
     let path = images.path("odd.raw");
     std::fs::write(&path, vec![7; 70_000]).unwrap();
@@ -90,7 +90,7 @@ fn files_that_end_in_the_middle_of_a_sector() {
 }
 
 #[test]
-fn new_images_are_measured_as_qemu_measures_them() {
+fn measure_prints_the_same_as_qemu_img() {
     let images = Images::new();
     let raw = images.raw("a.raw", 9 * MIB + 512, 1);
     images.raw("base.raw", 7 * MIB, 1);
@@ -131,9 +131,9 @@ fn new_images_are_measured_as_qemu_measures_them() {
     assert_eq!(neither.status.code(), Some(2), "{}", neither.err);
 }
 
-/// A server has the image: others may look at it where they say that they know.
+/// While a server has the image open, other programs can read it only with -U.
 #[test]
-fn a_served_image_is_shown_to_those_that_force_sharing() {
+fn a_served_image_is_readable_with_force_share() {
     let images = Images::new();
     images.raw("base.raw", 7 * MIB, 1);
     let path = images.qcow2("served.qcow2", "", Some(("base.raw", "raw")), SIZE, 3);
@@ -157,7 +157,7 @@ fn a_served_image_is_shown_to_those_that_force_sharing() {
     drop(daemon);
 }
 
-/// Both compare, and say the same with the same status.
+/// Compares with both programs, whose output and status must be equal. Returns the status.
 fn compared(args: &[&str]) -> i32 {
     let args = [&["compare"], args].concat();
     let (ours, theirs) = (image_any(&args), tool("qemu-img", &args));
@@ -176,18 +176,18 @@ fn compared(args: &[&str]) -> i32 {
 }
 
 #[test]
-fn comparisons_end_as_qemu_s_do() {
+fn comparisons_print_the_same_as_qemu_img() {
     let images = Images::new();
     let top = images.chain("extended_l2=on,cluster_size=128k,compression_type=zstd");
     let copy = images.path("copy.raw");
     qemu_img(&["convert", "-O", "raw", text(&top), text(&copy)]);
     let both = [text(&top), text(&copy)];
     assert_eq!(compared(&both), 0);
-    // As for the sizes; but only one knows of all its zeroes.
+    // Equal data and sizes, but only one image has explicit zeroes.
     assert_eq!(compared(&[&["-s"], &both[..]].concat()), 1);
     assert_eq!(compared(&["-s", both[1], both[1]]), 0);
     assert_eq!(image(&[&["compare", "-q"], &both[..]].concat()), "");
-    // Only the size differs; then a byte behind the other's end.
+    // Only the size differs; then one byte after the other image's end differs too.
     let longer = std::fs::File::options().write(true).open(&copy).unwrap();
     longer.set_len(SIZE + 5 * MIB).unwrap();
     assert_eq!(compared(&both), 0);

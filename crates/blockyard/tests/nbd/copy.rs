@@ -1,17 +1,17 @@
-//! Whole disks in and out, by the programs that people have for it.
+//! Copies of whole disks in both directions, by common programs.
 
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use crate::common::{Folder, SOON, Signal, allocated, tool, until};
-use crate::fixture::{MB, NbdServer, beside, same, sparse};
+use crate::fixture::{MB, NbdServer, same, sparse, start_in_background};
 
 fn text(path: &Path) -> &str {
     path.to_str().unwrap()
 }
 
 #[test]
-fn nbdcopy_out() {
+fn nbdcopy_reads_a_disk() {
     let folder = Folder::new();
     let image = sparse(&folder, "disk.img");
     let disk = NbdServer::start(&image, folder.join("s"), &["--read-only", "--reactors", "2"]);
@@ -24,7 +24,7 @@ fn nbdcopy_out() {
     .good();
     for copy in [&one, &many] {
         same(&image, copy);
-        // nbdcopy asks where the holes are, and leaves them.
+        // nbdcopy finds the holes, and leaves them out.
         assert!(
             allocated(copy) <= allocated(&image) + MB,
             "{} of {}",
@@ -36,12 +36,12 @@ fn nbdcopy_out() {
 }
 
 #[test]
-fn nbdcopy_in_and_across() {
+fn nbdcopy_writes_a_disk_and_copies_between_two() {
     let folder = Folder::new();
     let source = sparse(&folder, "source");
     let (first, second) = (folder.image("first.img", 64 * MB), folder.join("second.qcow2"));
     tool("qemu-img", ["create", "-q", "-f", "qcow2", text(&second), "64M"]).good();
-    // Old contents are to go, where the source has holes too.
+    // Old data must be overwritten, also by the source's holes.
     let junk = std::fs::File::options().write(true).open(&first).unwrap();
     junk.write_all_at(&vec![0xee; 12 << 20], 0).unwrap();
     let to = NbdServer::start(&first, folder.join("s"), &[]);
@@ -61,7 +61,7 @@ fn nbdcopy_in_and_across() {
 }
 
 #[test]
-fn qemu_img_convert_compare_map() {
+fn qemu_img_converts_compares_and_maps_a_disk() {
     let folder = Folder::new();
     let source = sparse(&folder, "source");
     let disk = NbdServer::empty(&folder, 64 * MB, &["--reactors", "2"]);
@@ -81,14 +81,14 @@ fn qemu_img_convert_compare_map() {
     disk.daemon.stop();
 }
 
-/// The disk as a file, by FUSE: the page cache of this kernel is a client too.
+/// The disk as a file, by FUSE: the kernel's page cache is a client too.
 #[test]
-fn nbdfuse() {
+fn nbdfuse_makes_the_disk_a_file() {
     let folder = Folder::new();
     let disk = NbdServer::empty(&folder, 16 * MB, &[]);
     let mount = folder.join("mount");
     std::fs::create_dir(&mount).unwrap();
-    let mut fuse = beside("nbdfuse", [text(&mount), &disk.uri()]);
+    let mut fuse = start_in_background("nbdfuse", [text(&mount), &disk.uri()]);
     let file = mount.join("nbd");
     until("nbdfuse has mounted", SOON, || !fuse.running() || file.exists());
     assert!(fuse.running(), "it needs /dev/fuse, and root or fusermount3: {}", fuse.log());

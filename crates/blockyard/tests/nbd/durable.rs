@@ -1,13 +1,13 @@
-//! Several connections of one disk are one disk: what a flush on one of them has covered survives a
-//! kill -9, whichever wrote.
+//! All connections of a disk share its write cache: a flush on one connection makes the completed
+//! writes of all of them survive kill -9.
 
 use std::process::Command;
 
 use crate::common::{BLOCKYARD, Daemon, Folder, SOON, tool, until};
 use crate::fixture::{MB, NbdServer, python, uri};
 
-/// A qcow2 image keeps what it has allocated in memory until a flush: without one that covers the
-/// writes of the other connections, their data could not be found again after the kill.
+/// A qcow2 image keeps new allocations in memory until a flush. Without a flush that covers the
+/// other connections' writes, their data would be lost after the kill.
 #[test]
 fn a_flush_on_one_connection_covers_the_writes_of_others() {
     let folder = Folder::new();
@@ -34,7 +34,7 @@ connections[3].flush()
     }
     unlocked(&image);
     let check = tool("qemu-img", ["check", "--output=json", image.to_str().unwrap()]);
-    // 3: leaked clusters, which a kill may leave; corruptions are 2.
+    // 3: leaked clusters, which a kill may leave. 2 would be corruptions.
     assert!(matches!(check.status.code(), Some(0 | 3)), "{}{}", check.out, check.err);
     let reads: Vec<String> = (0..60u64)
         .flat_map(|i| {
@@ -52,7 +52,7 @@ connections[3].flush()
     assert_eq!(out.matches("65536/65536").count(), 300, "{out}");
 }
 
-/// A write with FUA is there after a kill, and no flush was asked for.
+/// A write with FUA survives a kill without a flush.
 #[test]
 fn writes_with_fua_survive_a_kill() {
     let folder = Folder::new();
@@ -76,14 +76,14 @@ h.zero(65536, 9 << 20, nbd.CMD_FLAG_FUA)
     assert!(!out.contains("verification failed"), "{out}");
 }
 
-/// What was acknowledged before SIGTERM, without a flush, is on the disk when the server has ended.
+/// Acknowledged writes without a flush are on the disk when the server has ended after SIGTERM.
 #[test]
 fn sigterm_drains_and_flushes() {
     let folder = Folder::new();
     let disk = NbdServer::empty(&folder, 64 * MB, &["--cache", "writeback"]);
     let socket = disk.socket.clone();
-    // Still connected when the signal comes.
-    let mut client = crate::fixture::beside(
+    // The client is still connected when the signal arrives.
+    let mut client = crate::fixture::start_in_background(
         "python3",
         [
             "-c",
@@ -101,15 +101,15 @@ fn sigterm_drains_and_flushes() {
     assert!(!socket.exists(), "its socket stayed behind");
 }
 
-/// The kernel takes a moment to let go of the lock of a process that was killed with requests on
-/// their way.
+/// Waits until the kernel releases the lock of a killed process that had requests in flight.
 fn unlocked(image: &std::path::Path) {
     until("the lock is gone", SOON, || {
         !tool("qemu-img", ["info", image.to_str().unwrap()]).err.contains("lock")
     });
 }
 
-/// A daemon on a socket and image whose last one was killed: both may take a moment.
+/// Starts a daemon after another one on the same socket and image was killed. Both may be in use
+/// for a moment.
 fn serve_again(image: &std::path::Path, socket: &std::path::Path, options: &[&str]) -> Daemon {
     let mut command = Command::new(BLOCKYARD);
     command

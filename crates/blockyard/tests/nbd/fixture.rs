@@ -1,4 +1,4 @@
-//! A disk on NBD: its daemon, its socket, its URI; and the programs that are pointed at it.
+//! A disk on NBD with its daemon, socket and URI, and the client programs.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -18,7 +18,8 @@ pub struct NbdServer {
 }
 
 impl NbdServer {
-    /// `blockyard serve IMAGE --nbd unix:SOCKET --name disk OPTIONS...`, ready.
+    /// Starts `blockyard serve IMAGE --nbd unix:SOCKET --name disk OPTIONS...` and waits until it
+    /// is ready.
     #[track_caller]
     pub fn start(image: impl AsRef<OsStr>, socket: PathBuf, options: &[&str]) -> Self {
         let mut command = Command::new(BLOCKYARD);
@@ -34,7 +35,7 @@ impl NbdServer {
         NbdServer { daemon, socket }
     }
 
-    /// A sparse raw image of `bytes` in `folder`, on a socket there.
+    /// Creates a sparse raw image of `bytes` in `folder`, and serves it on a socket there.
     #[track_caller]
     pub fn empty(folder: &Folder, bytes: u64, options: &[&str]) -> Self {
         Self::start(folder.image("disk.img", bytes), folder.join("s"), options)
@@ -45,7 +46,7 @@ impl NbdServer {
     }
 }
 
-/// `unix:SOCKET`.
+/// Returns `unix:SOCKET`.
 pub fn address(socket: &Path) -> String {
     format!("unix:{}", socket.display())
 }
@@ -54,7 +55,7 @@ pub fn uri(socket: &Path, name: &str) -> String {
     format!("nbd+unix:///{name}?socket={}", socket.display())
 }
 
-/// Runs one of the scripts of libnbd/ with a URI.
+/// Runs a script of libnbd/ with a URI.
 #[track_caller]
 pub fn script(name: &str, uri: &str) -> String {
     let file = Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -66,13 +67,13 @@ pub fn script(name: &str, uri: &str) -> String {
     run(&mut command, TOOL).good()
 }
 
-/// Python for libnbd: `nbd` is imported, `URI` is set.
+/// Runs Python code with libnbd: `nbd` is imported, `URI` is set.
 #[track_caller]
 pub fn python(uri: &str, code: &str) -> Finished {
     tool("python3", ["-B", "-c", &format!("import nbd\nURI = {uri:?}\n{code}")])
 }
 
-/// qemu-nbd of the tree with the same image: what ours is compared with. Dropped, it is killed.
+/// qemu-nbd with the same image, for comparison. Dropping it kills the process.
 pub struct Stock {
     _daemon: Daemon,
     pub uri: String,
@@ -92,13 +93,16 @@ impl Stock {
     }
 }
 
-/// Any program of the tree that runs on beside the test. Dropped, it is killed.
+/// Starts any program of the tree in the background. Dropping it kills the process.
 #[track_caller]
-pub fn beside<S: AsRef<OsStr>>(name: &str, args: impl IntoIterator<Item = S>) -> Daemon {
+pub fn start_in_background<S: AsRef<OsStr>>(
+    name: &str,
+    args: impl IntoIterator<Item = S>,
+) -> Daemon {
     Daemon::start(Command::new(guests().join("tool")).arg(name).args(args))
 }
 
-/// Bytes that look like nothing, the same for the same seed.
+/// Returns random bytes, the same for the same seed.
 pub fn noise(bytes: u64, seed: u64) -> Vec<u8> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = || {
@@ -110,7 +114,7 @@ pub fn noise(bytes: u64, seed: u64) -> Vec<u8> {
     (0..bytes).map(|_| next()).collect()
 }
 
-/// A sparse file of 64 MiB with noise here and there, whose end is a hole.
+/// Creates a sparse file of 64 MiB with random data in some places. Its end is a hole.
 pub fn sparse(folder: &Folder, name: &str) -> PathBuf {
     use std::os::unix::fs::FileExt;
     let path = folder.image(name, 64 * MB);
@@ -123,7 +127,7 @@ pub fn sparse(folder: &Folder, name: &str) -> PathBuf {
     path
 }
 
-/// Whether two files hold the same; told without their bytes.
+/// Checks that two files are equal, without printing their bytes.
 #[track_caller]
 pub fn same(a: &Path, b: &Path) {
     let read =
@@ -140,5 +144,5 @@ pub fn same(a: &Path, b: &Path) {
     );
 }
 
-/// For what copies a disk on a busy machine.
+/// Timeout for a copy of a disk on a busy machine.
 pub const COPY: Duration = Duration::from_secs(120);

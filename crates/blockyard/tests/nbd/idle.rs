@@ -1,11 +1,11 @@
-//! What a server does whose client asks for nothing: it sleeps, or looks for a while (`--poll`).
+//! A server without requests: it sleeps, or busy-polls for a while (`--poll`).
 
 use std::time::Duration;
 
 use crate::common::{Folder, TOOL, until};
-use crate::fixture::{NbdServer, beside, python};
+use crate::fixture::{NbdServer, python, start_in_background};
 
-/// How often the reactor went to sleep.
+/// Returns how often the reactor went to sleep.
 fn sleeps(disk: &NbdServer) -> u64 {
     let switches = disk.daemon.switches();
     switches
@@ -16,15 +16,15 @@ fn sleeps(disk: &NbdServer) -> u64 {
 }
 
 #[test]
-fn a_client_that_has_gone_quiet_costs_nothing() {
+fn an_idle_client_costs_no_cpu_time() {
     let folder = Folder::new();
-    // As long a look as may be asked for: it has an end, too.
+    // The longest time for busy-polling: it must end too.
     for poll in ["auto", "100000"] {
         let disk = NbdServer::start("ram:64M", folder.join("s"), &["--poll", poll]);
-        // Enough for looking to be tried, and kept.
+        // Enough requests for the server to try and keep busy-polling.
         let code = "import nbd, sys, time\nh = nbd.NBD()\nh.connect_uri(sys.argv[1])\n\
                     for i in range(20000): h.pread(4096, i % 1000 * 4096)\nprint('ready', flush=True)\ntime.sleep(600)";
-        let mut client = beside("python3", ["-B", "-c", code, &disk.uri()]);
+        let mut client = start_in_background("python3", ["-B", "-c", code, &disk.uri()]);
         until("the client has asked", TOOL, || client.out().contains("ready") || !client.running());
         let before = disk.daemon.quiet();
         std::thread::sleep(Duration::from_secs(4));
@@ -35,7 +35,7 @@ fn a_client_that_has_gone_quiet_costs_nothing() {
 }
 
 #[test]
-fn it_looks_for_as_long_as_it_is_told() {
+fn the_server_busy_polls_for_the_configured_time() {
     let folder = Folder::new();
     let slept = ["off", "100000"].map(|poll| {
         let disk = NbdServer::start("ram:64M", folder.join("s"), &["--poll", poll]);
@@ -48,7 +48,7 @@ fn it_looks_for_as_long_as_it_is_told() {
         slept
     });
     let [off, looking] = slept;
-    // (Of 300: on a busy machine it may find the next request there before it sleeps.)
+    // (Of 300: on a busy machine the next request may arrive before the server sleeps.)
     assert!(off >= 200, "without looking it sleeps before each request: {off}");
     assert!(looking < 100, "a request every 3 ms is waited for awake: {looking} sleeps");
 }

@@ -1,5 +1,5 @@
-//! nbdinfo: what the server lists and tells, and its maps beside those of qemu-nbd for the same
-//! image.
+//! nbdinfo: what the server lists and reports. Its block status is compared with that of qemu-nbd
+//! for the same image.
 
 use std::path::Path;
 
@@ -14,7 +14,7 @@ fn json(args: &[&str]) -> Value {
 }
 
 #[test]
-fn what_is_told_of_an_export() {
+fn nbdinfo_shows_the_properties_of_an_export() {
     let folder = Folder::new();
     let disk = NbdServer::empty(&folder, 64 * MB, &[]);
     let told = json(&[&disk.uri()]);
@@ -44,7 +44,7 @@ fn what_is_told_of_an_export() {
     for context in ["base:allocation", "qemu:allocation-depth"] {
         assert!(contexts.contains(&context.into()), "{told}");
     }
-    // The same as questions with an exit status, which scripts ask: 0 yes, 2 no.
+    // The same as queries with an exit status, for scripts: 0 yes, 2 no.
     for (question, what, status) in [
         ("--can", "multi-conn", 0),
         ("--can", "write", 0),
@@ -62,17 +62,17 @@ fn what_is_told_of_an_export() {
 }
 
 #[test]
-fn an_export_that_is_not_there() {
+fn a_missing_export_is_reported_by_name() {
     let folder = Folder::new();
     let disk = NbdServer::empty(&folder, MB, &[]);
     let finished = tool("nbdinfo", [crate::fixture::uri(&disk.socket, "other")]);
     assert_eq!(finished.status.code(), Some(1));
-    // The message is the server's, and has the name in it.
+    // The message is the server's, and contains the name.
     assert!(finished.err.contains("other"), "{}", finished.err);
     disk.daemon.stop();
 }
 
-/// Runs of one kind, neighbours joined: (length, kind).
+/// Returns the extents of a map, adjacent equal ones joined: (length, flags).
 fn runs(uri: &str, context: &str) -> Vec<(u64, u64)> {
     let out = tool("nbdinfo", ["--json", &format!("--map={context}"), uri]).good();
     let map: Value = serde_json::from_str(&out).unwrap_or_else(|e| panic!("{e}: {out}"));
@@ -90,14 +90,15 @@ fn runs(uri: &str, context: &str) -> Vec<(u64, u64)> {
     runs
 }
 
-fn as_qemu_nbd_tells_it(image: &Path, format: &str, folder: &Folder) -> Vec<(u64, u64)> {
+fn same_map_as_qemu_nbd(image: &Path, format: &str, folder: &Folder) -> Vec<(u64, u64)> {
     let ours = NbdServer::start(image, folder.join("s"), &["--read-only", "--format", format]);
     let theirs = Stock::start(image, format, &folder.join("t"));
     let map = runs(&ours.uri(), "base:allocation");
     assert_eq!(map, runs(&theirs.uri, "base:allocation"), "base:allocation");
     let depths = runs(&ours.uri(), "qemu:allocation-depth");
     assert_eq!(depths, runs(&theirs.uri, "qemu:allocation-depth"), "qemu:allocation-depth");
-    // Ours has the same numbers in its lower half, and what qemu-nbd cannot tell in the upper one.
+    // The lower half of our numbers equals qemu-nbd's. The upper half has flags that qemu-nbd does
+    // not report.
     let layers = runs(&ours.uri(), "blockyard:layers");
     let mut lower: Vec<(u64, u64)> = Vec::new();
     for (length, kind) in layers {
@@ -112,15 +113,15 @@ fn as_qemu_nbd_tells_it(image: &Path, format: &str, folder: &Folder) -> Vec<(u64
 }
 
 #[test]
-fn maps_of_a_raw_image() {
+fn the_map_of_a_raw_image_is_that_of_qemu_nbd() {
     let folder = Folder::new();
     let image = sparse(&folder, "disk.img");
-    as_qemu_nbd_tells_it(&image, "raw", &folder);
+    same_map_as_qemu_nbd(&image, "raw", &folder);
 }
 
-/// Three images deep, and zeroes above data.
+/// Three images deep, with zeroes over data.
 #[test]
-fn maps_of_a_chain() {
+fn the_map_of_a_chain_is_that_of_qemu_nbd() {
     let folder = Folder::new();
     sparse(&folder, "base.img");
     let create = |name: &str, backing: &str, format: &str, size: &str| {
@@ -140,7 +141,7 @@ fn maps_of_a_chain() {
     io("top.qcow2", "write -P 3 30M 1M");
     io("top.qcow2", "write -z 41M 128k");
     io("top.qcow2", "write -P 4 60M 64k");
-    let depths = as_qemu_nbd_tells_it(&folder.join("top.qcow2"), "qcow2", &folder);
+    let depths = same_map_as_qemu_nbd(&folder.join("top.qcow2"), "qcow2", &folder);
     let kinds: std::collections::BTreeSet<u64> = depths.iter().map(|(_, kind)| *kind).collect();
     assert!(kinds.contains(&1) && kinds.contains(&2) && kinds.contains(&3), "{depths:?}");
 }

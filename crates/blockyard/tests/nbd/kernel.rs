@@ -1,13 +1,13 @@
-//! The kernel's own NBD driver: Blockyard serves inside a User Mode Linux guest, whose kernel is
-//! the client there.
+//! The kernel's NBD driver. Blockyard serves inside a User Mode Linux guest, and the guest's kernel
+//! is the client.
 
 use std::time::Duration;
 
 use crate::common::{BLOCKYARD, Guest, GuestKind};
 
-/// mkfs, fio with checksums through the file system, unmount, check; then the image's own contents
-/// by Blockyard's disk again, attached anew by another number of connections; trim gives space
-/// back.
+/// The script: mkfs, fio with checksums on the file system, unmount, check. Then Blockyard serves
+/// the image again, with another number of connections, and its contents are compared. Trim frees
+/// space.
 const SCRIPT: &str = r#"
 modprobe nbd nbds_max=2
 truncate -s 400M /tmp/disk.img
@@ -51,7 +51,7 @@ kill $server; wait $server
 "#;
 
 #[test]
-fn a_file_system_on_the_kernels_driver() {
+fn a_file_system_works_on_the_kernels_nbd_driver() {
     let options = ["--file", BLOCKYARD, "--mem", "1G"];
     let mut guest = Guest::start(GuestKind::Uml, options, SCRIPT, Duration::from_secs(120));
     let queue = guest.expect("flush ");
@@ -66,6 +66,6 @@ fn a_file_system_on_the_kernels_driver() {
     assert!(out.contains("err= 0") && out.contains("READ:"), "{out}");
     let (before, after) = blocks.split_once(' ').unwrap();
     let number = |text: &str| text.parse::<u64>().unwrap();
-    // 16 MiB of file and 48 of fio's, in blocks of 512 bytes.
+    // A file of 16 MiB and fio's 48 MiB, in blocks of 512 bytes.
     assert!(number(before) > number(after) + (60 << 11), "trim gave nothing back: {blocks}");
 }

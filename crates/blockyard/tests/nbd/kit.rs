@@ -1,14 +1,14 @@
-//! nbdkit's nbd plugin (libnbd) in front of the server, with filters that make trouble: it must be
-//! the filter's alone.
+//! nbdkit's nbd plugin (libnbd) in front of the server, with filters that inject faults. Only the
+//! filters may cause errors.
 
 use std::process::Command;
 use std::time::Instant;
 
 use crate::common::{BLOCKYARD, Daemon, Folder, SOON, TOOL, guests, listens, run, tool, until};
-use crate::fixture::{COPY, MB, NbdServer, address, beside, same, sparse, uri};
+use crate::fixture::{COPY, MB, NbdServer, address, same, sparse, start_in_background, uri};
 
-/// nbdkit with `filters` (the first is next to the client) and their parameters; the URI to reach
-/// it.
+/// Starts nbdkit with `filters` (the first is next to the client) and their parameters. Returns its
+/// URI.
 struct Kit {
     daemon: Daemon,
     uri: String,
@@ -23,7 +23,7 @@ impl Kit {
         args.extend(filters.iter().map(|f| format!("--filter={f}")));
         args.extend(["nbd".into(), behind.into()]);
         args.extend(parameters.iter().map(ToString::to_string));
-        let mut daemon = beside("nbdkit", args);
+        let mut daemon = start_in_background("nbdkit", args);
         until("nbdkit listens", SOON, || listens(&socket) || !daemon.running());
         assert!(daemon.running(), "{}", daemon.log());
         Kit { daemon, uri: uri(&socket, "") }
@@ -35,9 +35,10 @@ fn copy(from: &str, to: &str) {
         .good();
 }
 
-/// One request in ten fails before it reaches us, and is tried again: in the end all is there.
+/// One request in ten fails before it reaches the server, and is retried. In the end all data is
+/// right.
 #[test]
-fn requests_that_fail_on_the_way() {
+fn a_copy_with_retried_requests_is_complete() {
     let folder = Folder::new();
     let source = sparse(&folder, "source");
     let disk = NbdServer::empty(&folder, 64 * MB, &[]);
@@ -54,13 +55,13 @@ fn requests_that_fail_on_the_way() {
     same(&source, &folder.join("disk.img"));
 }
 
-/// A client that waits 200 ms before each request holds up nobody else, and nothing of ours.
+/// A client that waits 200 ms before each request does not delay other clients.
 #[test]
-fn a_slow_client_beside_a_fast_one() {
+fn a_slow_client_does_not_delay_a_fast_one() {
     let folder = Folder::new();
     let disk = NbdServer::empty(&folder, 64 * MB, &[]);
     let kit = Kit::start(&folder, &["delay"], &disk.uri(), &["rdelay=200ms", "wdelay=200ms"]);
-    let slow = beside(
+    let slow = start_in_background(
         "qemu-io",
         ["-f", "raw", "-c", "write -P 5 32M 4k", "-c", "read -P 5 32M 4k", &kit.uri],
     );
@@ -86,10 +87,9 @@ fn a_slow_client_beside_a_fast_one() {
     disk.daemon.stop();
 }
 
-/// Bits that flip on the way are seen: what reads back the same without the filter does not with
-/// it.
+/// Flipped bits are detected: data that is right without the filter is wrong with it.
 #[test]
-fn bits_that_flip_on_the_way() {
+fn flipped_bits_are_detected() {
     let folder = Folder::new();
     let source = sparse(&folder, "source");
     let disk = NbdServer::start(&source, folder.join("s"), &[]);
@@ -107,10 +107,10 @@ fn bits_that_flip_on_the_way() {
     disk.daemon.stop();
 }
 
-/// The server is killed in the middle of a copy and started again: the retry filter connects anew,
-/// and the copy is whole.
+/// The server is killed during a copy and restarted. The retry filter reconnects, and the copy is
+/// complete.
 #[test]
-fn a_server_that_dies_under_a_copy() {
+fn a_copy_survives_a_restart_of_the_server() {
     let folder = Folder::new();
     let source = sparse(&folder, "source");
     let (image, socket) = (folder.image("disk.img", 64 * MB), folder.join("s"));
@@ -131,11 +131,10 @@ fn a_server_that_dies_under_a_copy() {
         }
     };
     let mut daemon = serve();
-    // Slow enough that it is not over before the server has died: 5 ms for each of 192 and more
-    // requests.
+    // Slow enough to last until the server dies: 5 ms for each of at least 192 requests.
     let parameters = ["retries=10", "retry-delay=1", "wdelay=20ms"];
     let kit = Kit::start(&folder, &["retry", "delay"], &uri(&socket, "disk"), &parameters);
-    let mut copy = beside(
+    let mut copy = start_in_background(
         "nbdcopy",
         [
             "--connections=1",
@@ -153,7 +152,7 @@ fn a_server_that_dies_under_a_copy() {
     }
     let status = copy.ended(COPY);
     assert!(status.success(), "{}", copy.log());
-    // What the copy wrote before a crash is in the page cache or on the disk: it was acknowledged.
+    // Acknowledged writes of the copy before the kill are in the page cache or on the disk.
     tool("qemu-io", ["-f", "raw", "-c", "flush", &uri(&socket, "disk")]).good();
     assert!(kit.daemon.log().len() < 100_000);
     drop(kit);

@@ -5,8 +5,8 @@ use std::process::Command;
 use crate::common::{Folder, guests, run};
 use crate::fixture::{COPY, MB, NbdServer};
 
-/// Each job is a connection, with a part of the disk of its own. fio reads back and checks the
-/// checksum in each block.
+/// Runs jobs with a connection and a part of the disk each. fio reads back and checks the checksum
+/// in each block.
 fn verified(uri: &str, rw: &str, bs: &str) {
     let mut command = Command::new(guests().join("tool"));
     command.args([
@@ -33,18 +33,18 @@ fn verified(uri: &str, rw: &str, bs: &str) {
 }
 
 #[test]
-fn fio_verifies_a_raw_disk() {
+fn fio_verifies_writes_to_a_raw_disk() {
     let folder = Folder::new();
     let disk = NbdServer::empty(&folder, 64 * MB, &["--reactors", "2"]);
     verified(&disk.uri(), "randwrite", "4k-4k");
     verified(&disk.uri(), "write", "1m-1m");
-    // Sizes that are no multiple of a sector, which O_DIRECT cannot do by itself.
+    // Sizes that are not a multiple of a sector, which O_DIRECT does not support.
     verified(&disk.uri(), "randwrite", "1k-70k");
     disk.daemon.stop();
 }
 
 #[test]
-fn fio_verifies_a_qcow2_disk() {
+fn fio_verifies_writes_to_a_qcow2_disk() {
     let folder = Folder::new();
     let image = folder.join("disk.qcow2");
     crate::common::blockyard(["image", "create", "-f", "qcow2", image.to_str().unwrap(), "64M"])

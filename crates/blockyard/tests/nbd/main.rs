@@ -1,19 +1,19 @@
-//! The NBD server, judged by clients that we did not write, and by bad ones that we did.
+//! The NBD server, tested by clients of other projects, and by hostile clients of our own.
 //!
 //! ```text
-//!   info       nbdinfo: what is listed and told, maps beside those of qemu-nbd
-//!   copy       nbdcopy, qemu-img, nbdfuse: whole disks in and out
+//!   info       nbdinfo: lists, properties, block status compared with qemu-nbd
+//!   copy       nbdcopy, qemu-img, nbdfuse: copies of whole disks
 //!   shell      libnbd scripts (libnbd/): every option, command and error
-//!   zeroes     fast zeroes: of long ranges, and of disks that lie on another server
-//!   kit        nbdkit's nbd plugin in front, with filters that fail, wait, flip bits and try again
-//!   load       fio's nbd engine, verified
-//!   durable    several connections of one disk, kill -9, and what a flush has covered
+//!   zeroes     fast zeroes: of long ranges, and of disks on another server
+//!   kit        nbdkit's nbd plugin in front, with filters that fail, delay, flip bits and retry
+//!   load       fio's nbd engine with verification
+//!   durable    several connections of one disk, kill -9, and what a flush covers
 //!   names      several exports on one address; sizes that change
 //!   pages      the commands of the pages in docs/
-//!   iotests    QEMU's own tests, with Blockyard for qemu-nbd
+//!   iotests    QEMU's own tests, with Blockyard instead of qemu-nbd
 //!   kernel     the kernel's driver, in a User Mode Linux guest
-//!   idle       clients that ask for nothing: when it sleeps, when it looks
-//!   hostile    half-open handshakes, floods, lies about lengths, clients that vanish and that do not read
+//!   idle       clients without requests: when the server sleeps, when it busy-polls
+//!   hostile    half-open handshakes, floods, wrong lengths, clients that disconnect or do not read
 //! ```
 
 #[path = "../common/mod.rs"]

@@ -5,7 +5,7 @@ use std::process::Command;
 use crate::common::{BLOCKYARD, Daemon, Folder, Signal, tool};
 use crate::fixture::{MB, NbdServer, address, python, uri};
 
-/// Three disks on one socket, one of them read-only; `more` is appended to the file.
+/// Starts three disks on one socket, one of them read-only. `more` is appended to the file.
 fn yard(folder: &Folder) -> Daemon {
     let socket = address(&folder.join("s"));
     let mut file = String::new();
@@ -26,7 +26,7 @@ fn yard(folder: &Folder) -> Daemon {
 }
 
 #[test]
-fn each_name_is_its_own_disk() {
+fn each_name_selects_its_own_disk() {
     let folder = Folder::new();
     let daemon = yard(&folder);
     let socket = folder.join("s");
@@ -49,7 +49,7 @@ fn each_name_is_its_own_disk() {
         .good();
         assert!(out.contains("4194304/4194304") && !out.contains("failed"), "{name}: {out}");
     }
-    // Writes go to the disk that was named, and to no other.
+    // Writes go only to the selected disk.
     tool("qemu-io", ["-f", "raw", "-c", "write -P 9 1M 64k", &uri(&socket, "two")]).good();
     assert!(
         tool("qemu-io", ["-f", "raw", "-c", "write -P 9 1M 64k", &uri(&socket, "three")])
@@ -65,9 +65,9 @@ fn each_name_is_its_own_disk() {
     }
 }
 
-/// Contexts are chosen for one export; another one that is opened has none of them.
+/// Metadata contexts belong to one export. Opening another one does not use them.
 #[test]
-fn contexts_are_of_the_export_they_were_chosen_for() {
+fn contexts_belong_to_their_export() {
     let folder = Folder::new();
     let daemon = yard(&folder);
     let code = "
@@ -91,10 +91,10 @@ assert len(h.pread(512, 0)) == 512
     daemon.stop();
 }
 
-/// Disks that come and go by SIGHUP: connections of those that stay go on, those of one that went
-/// end.
+/// SIGHUP adds and removes disks. Connections to the remaining disks continue, and those to removed
+/// disks end.
 #[test]
-fn exports_come_and_go() {
+fn a_reload_adds_and_removes_exports() {
     let folder = Folder::new();
     let daemon = yard(&folder);
     let socket = folder.join("s");
@@ -115,10 +115,10 @@ fn exports_come_and_go() {
     daemon.stop();
 }
 
-/// NBD tells a size once, when a client opens the export: one that connects after a resize sees the
-/// new one.
+/// NBD reports a size only when a client opens the export. A client that connects after a resize
+/// gets the new size.
 #[test]
-fn a_new_size_is_seen_by_those_who_connect_anew() {
+fn a_new_client_sees_a_new_size() {
     let folder = Folder::new();
     let disk = NbdServer::empty(&folder, 4 * MB, &[]);
     let size = || tool("nbdinfo", ["--size", &disk.uri()]).good().trim().parse::<u64>().unwrap();

@@ -1,10 +1,10 @@
-//! libnbd's own calls, in scripts: what they hold the server to is in each script's text.
+//! libnbd calls in scripts. Each script says what it checks.
 
 use crate::common::Folder;
 use crate::fixture::{MB, NbdServer, script, uri};
 
 #[test]
-fn options_of_the_handshake() {
+fn the_handshake_supports_all_options() {
     let folder = Folder::new();
     let disk = NbdServer::empty(&folder, 64 * MB, &[]);
     let out = script("handshake", &disk.uri());
@@ -12,10 +12,9 @@ fn options_of_the_handshake() {
     disk.daemon.stop();
 }
 
-/// Through the page cache, where any alignment goes straight through, and with O_DIRECT, where it
-/// does not.
+/// Through the page cache, which supports any alignment, and with O_DIRECT, which does not.
 #[test]
-fn commands_on_a_raw_disk() {
+fn all_commands_work_on_a_raw_disk() {
     for cache in ["none", "writeback"] {
         let folder = Folder::new();
         let disk = NbdServer::empty(&folder, 64 * MB, &["--cache", cache]);
@@ -25,7 +24,7 @@ fn commands_on_a_raw_disk() {
 }
 
 #[test]
-fn commands_on_a_qcow2_disk() {
+fn all_commands_work_on_a_qcow2_disk() {
     let folder = Folder::new();
     let image = folder.join("disk.qcow2");
     crate::common::tool(
@@ -39,9 +38,9 @@ fn commands_on_a_qcow2_disk() {
     crate::common::tool("qemu-img", ["check", "-q", image.to_str().unwrap()]).good();
 }
 
-/// qcow2 of version 2 has no entry for zeroes over a base.
+/// qcow2 version 2 has no entry for zeroes over a base.
 #[test]
-fn zeroes_that_cannot_be_fast() {
+fn zeroes_that_cannot_be_fast_are_refused() {
     let folder = Folder::new();
     let (base, image) = (folder.join("base.raw"), folder.join("disk.qcow2"));
     std::fs::write(&base, vec![7; 64 << 20]).unwrap();
@@ -63,9 +62,9 @@ fn zeroes_that_cannot_be_fast() {
     disk.daemon.stop();
 }
 
-/// The default export is also the one without a name.
+/// The default export has the empty name.
 #[test]
-fn commands_by_tcp_and_without_a_name() {
+fn the_default_export_works_over_tcp() {
     let folder = Folder::new();
     let image = folder.image("disk.img", 32 * MB);
     let (port, daemon) = loop {
@@ -77,7 +76,7 @@ fn commands_by_tcp_and_without_a_name() {
         if daemon.became_ready() {
             break (port, daemon);
         }
-        // Somebody may have taken it since.
+        // Another process may have taken the port since.
         assert!(daemon.log().contains("Address already in use"), "{}", daemon.log());
     };
     script("commands", &format!("nbd://127.0.0.1:{port}"));
@@ -86,7 +85,7 @@ fn commands_by_tcp_and_without_a_name() {
 }
 
 #[test]
-fn block_status() {
+fn block_status_shows_the_extents() {
     for options in [&[][..], &["--nbd-block-size", "512"]] {
         let folder = Folder::new();
         let disk = NbdServer::empty(&folder, 64 * MB, options);
@@ -96,12 +95,12 @@ fn block_status() {
 }
 
 #[test]
-fn a_read_only_export() {
+fn a_read_only_export_refuses_writes() {
     let folder = Folder::new();
     let image = folder.image("disk.img", MB);
     let disk = NbdServer::start(&image, folder.join("s"), &["--read-only"]);
     script("readonly", &disk.uri());
-    // Its lock is shared: a second server of the same image, read-only too.
+    // Its lock is shared: a second read-only server of the same image starts.
     let second = NbdServer::start(&image, folder.join("t"), &["--read-only"]);
     script("readonly", &uri(&second.socket, "disk"));
     disk.daemon.stop();

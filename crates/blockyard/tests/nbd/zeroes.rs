@@ -1,11 +1,11 @@
-//! Fast zeroes: of ranges that are done in pieces, and of disks that lie on another server.
+//! Fast zeroes of ranges that take several operations, and of disks on another server.
 
 use crate::common::{Folder, SOON, listens, tool, until};
-use crate::fixture::{MB, NbdServer, beside, python, script, uri};
+use crate::fixture::{MB, NbdServer, python, script, start_in_background, uri};
 
-/// A range of more than one piece is refused as a whole: its first piece is as it was.
+/// If a range takes several operations, it is refused before the first one.
 #[test]
-fn a_long_range_is_refused_before_any_of_it_is_changed() {
+fn a_refused_long_range_changes_nothing() {
     let folder = Folder::new();
     let image = folder.join("disk.qcow2");
     tool("qemu-img", ["create", "-q", "-f", "qcow2", image.to_str().unwrap(), "4G"]).good();
@@ -30,15 +30,15 @@ for at in (0, 3 * GB):
 "#;
     python(&disk.uri(), code).good();
     let log = disk.daemon.stop();
-    // A refusal is an answer, and no fault of the disk.
+    // A refusal is not an error of the disk.
     assert!(!log.contains("WARN"), "{log}");
     tool("qemu-img", ["check", "-q", image.to_str().unwrap()]).good();
 }
 
-/// A disk that lies on another server has the fast zeroes of that one: it makes them, it refuses
-/// each, or it does not offer them.
+/// A disk on another server has fast zeroes if that server has them. It makes them, refuses each,
+/// or does not advertise them.
 #[test]
-fn of_a_disk_on_another_server() {
+fn a_remote_disk_has_the_fast_zeroes_of_its_server() {
     for (mode, fast) in [("ignore", true), ("slow", false), ("none", false)] {
         let folder = Folder::new();
         let (base, behind) = (folder.join("base.raw"), folder.join("kit"));
@@ -46,7 +46,7 @@ fn of_a_disk_on_another_server() {
         let (path, socket) = (base.to_str().unwrap(), behind.to_str().unwrap());
         let args = ["-f", "-U", socket, "--filter=nozero", "file", path, "zeromode=plugin"];
         let mode = format!("fastzeromode={mode}");
-        let mut kit = beside("nbdkit", args.iter().copied().chain([mode.as_str()]));
+        let mut kit = start_in_background("nbdkit", args.iter().copied().chain([mode.as_str()]));
         until("nbdkit listens", SOON, || listens(&behind) || !kit.running());
         let disk = NbdServer::start(uri(&behind, ""), folder.join("s"), &[]);
         script(if fast { "fast_zeroes" } else { "slow_zeroes" }, &disk.uri());

@@ -1,4 +1,4 @@
-//! The report: each figure with the range in which it should be.
+//! The report: each figure with its expected range.
 
 use std::ops::Range;
 
@@ -8,7 +8,7 @@ pub struct Figures {
 }
 
 impl Figures {
-    /// Prints a figure, and notes whether it is in its range.
+    /// Prints a figure, and records whether it is in its range.
     pub fn row(&mut self, what: &str, found: f64, expected: Range<f64>) {
         let good = expected.contains(&found);
         let row =
@@ -19,12 +19,12 @@ impl Figures {
         }
     }
 
-    /// The same for a value and a tolerance, which is a part of it.
+    /// The same with an expected value and a relative tolerance.
     pub fn near(&mut self, what: &str, found: f64, value: f64, tolerance: f64) {
         self.row(what, found, value * (1.0 - tolerance)..value * (1.0 + tolerance));
     }
 
-    /// Fails if a figure was outside its range.
+    /// Fails if a figure is outside its range.
     #[track_caller]
     pub fn judge(self) {
         assert!(self.outside.is_empty(), "outside their ranges:\n{}", self.outside.join("\n"));

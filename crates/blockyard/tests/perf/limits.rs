@@ -1,6 +1,6 @@
-//! Limits and groups: the rates that they let pass, and how soon a change is in effect.
+//! Limits and groups: the rates that they allow, and how soon a change takes effect.
 //!
-//! Disks lie on `null:`, which costs nothing: what is measured is what the limits let pass.
+//! The disks are `null:`, which has no cost of its own, so the test measures only the limits.
 
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -18,7 +18,7 @@ fn load(disks: &Disks, disk: &str) -> Options {
 }
 
 #[test]
-fn limits_are_reached_and_hold() {
+fn limits_are_reached_and_not_exceeded() {
     let mut figures = Figures::default();
     let disks = Disks::start(&format!(
         "reactors = 2\n{}{}{}{}",
@@ -45,7 +45,7 @@ fn limits_are_reached_and_hold() {
             0.02,
         );
     }
-    // Of two limits the one that is reached first.
+    // Of two limits the lower one applies.
     for (bs, depth, rate) in [(4096, 32, 500.0), (256 << 10, 8, 256.0)] {
         let found = good(&Options { bs, depth, ..load(&disks, "both") }).iops;
         figures.near(
@@ -60,13 +60,13 @@ fn limits_are_reached_and_hold() {
 }
 
 #[test]
-fn a_burst_takes_its_time() {
+fn a_burst_lasts_for_its_length() {
     let mut figures = Figures::default();
     let folder = Folder::new();
     let socket = folder.join("s");
     let daemon = Daemon::serve("null:1G", &socket, &["--iops", "500,max=4000,length=1"]);
-    // 4000 in the first second, 500 a second behind it; the client counts completions, which come a
-    // moment late.
+    // 4000 per second in the first second, then 500 per second. The client counts completions,
+    // which arrive a moment later.
     let took = good(&Options { ops: Some(4500), ..Options::for_socket(socket) }).seconds;
     figures.row("s for 4500 operations, 500/s with a burst of 4000", took, 1.95..2.05);
     daemon.stop();
@@ -74,14 +74,14 @@ fn a_burst_takes_its_time() {
 }
 
 #[test]
-fn a_change_is_in_effect_within_100_ms() {
+fn a_change_takes_effect_within_100_ms() {
     let mut figures = Figures::default();
     let text = |keys: &str| disk("a", keys);
     // A sector every 6 s.
     const SLOW: &str = "bps = 85";
     let disks = Disks::start(&text(SLOW));
     let mut guest = disks.guest("a");
-    // The first one empties the bucket.
+    // The first request empties the token bucket.
     guest.read(0, 512).unwrap();
     for keys in ["iops = 5000", "bps = \"1G\"", "", "weight = 5"] {
         let from = disks.daemon.log().len();
@@ -126,10 +126,10 @@ fn disks_of_a_group_share_its_rate_evenly() {
     figures.judge();
 }
 
-/// Four servers of 5 ms: 800 reads a second.
+/// A device model with four servers of 5 ms: 800 reads per second.
 const DEVICE: &str = "image = \"delay:1G,parallel=4,read=5ms,device=d\"";
 
-/// In both orders of arrival: the share of a disk must not depend on the order.
+/// In both orders of connection: the share of a disk must not depend on the order.
 #[test]
 fn a_disk_gets_half_of_a_device_beside_a_thrasher() {
     let mut figures = Figures::default();

@@ -1,6 +1,6 @@
-//! Rates, latencies and shares on the real clock: `make perf`, on a quiet machine. Neither `make
-//! test` nor CI runs this, because what else the machine does changes the figures. Their arithmetic
-//! is tested on a simulated clock in `sched` and `disk`.
+//! Rates, latencies and shares in real time: `make perf`, on a quiet machine. `make test` and CI do
+//! not run this, because other load on the machine changes the figures. Tests in `sched` and `disk`
+//! check the calculations in simulated time.
 //!
 //! Each test prints a table of its figures, and fails if one is outside its range.
 
@@ -10,7 +10,7 @@ mod common;
 #[path = "../daemon/disks.rs"]
 mod disks;
 mod figures;
-// It has more than what is measured here.
+// This module has more than these tests use.
 #[allow(dead_code)]
 #[path = "../daemon/guest.rs"]
 mod guest;

@@ -1,4 +1,4 @@
-//! `attach` and `detach`, as people use them.
+//! `attach` and `detach`, as users call them.
 
 use crate::fixture::{on_both_kernels, on_kernel};
 
@@ -49,12 +49,11 @@ blockyard detach $device
 "#;
 
 #[test]
-fn a_device_comes_and_goes() {
+fn attach_makes_a_device_and_detach_removes_it() {
     on_both_kernels(ATTACH);
 }
 
-/// A user whom the machine's owner lets use the driver: what a udev rule would do is done here by
-/// hand.
+/// A user without privileges who may use the driver. The script does the work of a udev rule.
 const UNPRIVILEGED: &str = r#"
 truncate -s 32M a.img
 chown 1000 a.img
@@ -141,11 +140,12 @@ gone
 "#;
 
 #[test]
-fn a_user_without_privileges_who_is_let() {
+fn a_user_without_privileges_can_attach_with_a_udev_rule() {
     on_both_kernels(UNPRIVILEGED);
 }
 
-/// Without ublk it is the kernel's NBD client; without that, too, it says what to load.
+/// Without ublk it uses the kernel's NBD client. Without that too, the message names the modules to
+/// load.
 const NBD: &str = r#"
 rmmod ublk_drv
 truncate -s 32M a.img b.img
@@ -177,6 +177,6 @@ blockyard detach $device
 "#;
 
 #[test]
-fn without_the_driver_it_is_the_kernels_nbd() {
+fn without_ublk_attach_uses_the_kernels_nbd_client() {
     on_kernel("6", NBD);
 }

@@ -1,9 +1,9 @@
-//! The server dies, the device does not.
+//! The server dies, and its device stays.
 
 use crate::fixture::{on_both_kernels, on_kernel};
 
-/// Under verified load the server is killed ten times, on either kernel; the next one has the image
-/// in the page cache, or past it, in turn.
+/// The server is killed ten times under verified load, on each kernel. Its successors use the page
+/// cache and O_DIRECT alternately.
 const KILLS: &str = r#"
 truncate -s 64M a.img
 serve a.img --ublk=0
@@ -24,17 +24,17 @@ stop
 "#;
 
 #[test]
-fn kill_nine_and_no_request_is_lost_where_data_are_copied() {
+fn kill_9_loses_no_request_with_copied_data() {
     on_kernel("6", KILLS);
 }
 
 #[test]
-fn kill_nine_and_no_request_is_lost_where_data_stay_with_the_kernel() {
+fn kill_9_loses_no_request_with_zero_copy() {
     on_kernel("7", KILLS);
 }
 
-/// A mounted device is kept at the end of the program, and served again by the next one of the same
-/// disk, and of no other.
+/// A mounted device stays when the program ends. The next server of the same disk takes it over,
+/// and servers of other disks do not.
 const KEPT: &str = r#"
 truncate -s 64M a.img b.img
 serve a.img --ublk
@@ -68,6 +68,6 @@ e2fsck -fn a.img >/dev/null
 "#;
 
 #[test]
-fn a_mounted_device_outlives_its_server() {
+fn a_mounted_device_survives_its_server() {
     on_both_kernels(KEPT);
 }

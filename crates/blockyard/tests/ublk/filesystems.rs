@@ -1,5 +1,5 @@
-//! A raw image as a block device: file systems, what the kernel is told of it, and what it asks
-//! for.
+//! A raw image as a block device: file systems, the parameters that the kernel sees, and its
+//! requests.
 
 use crate::fixture::on_kernel;
 
@@ -63,12 +63,12 @@ mount -o loop,ro a.img /mnt 2>/dev/null || { modprobe loop && mount -o loop,ro a
 "#;
 
 #[test]
-fn file_systems_live_on_it_where_data_are_copied() {
+fn file_systems_work_with_copied_data() {
     on_kernel("6", DEVICE);
 }
 
 #[test]
-fn file_systems_live_on_it_where_data_stay_with_the_kernel() {
+fn file_systems_work_with_zero_copy() {
     on_kernel("7", DEVICE);
 }
 
@@ -122,6 +122,6 @@ stop
 "#;
 
 #[test]
-fn cache_modes_queues_and_errors() {
+fn cache_modes_queues_and_errors_reach_the_kernel() {
     on_kernel("7", MODES);
 }

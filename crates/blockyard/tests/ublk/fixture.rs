@@ -1,9 +1,9 @@
 //! Guests with the program under test, a disk for images and the ublk driver. An emulated boot
 //! takes seconds, so a guest runs the scripts of several tests, one after another.
 //!
-//! What must hold: a script finds what it finds after a boot: its guest, else idle, has no device,
-//! no process, no module and no file of an earlier one. A guest whose script failed, or that cannot
-//! be cleaned, runs no other. A guest ends with this process.
+//! What must hold: each script finds the guest as after a boot: idle, without devices, processes,
+//! modules and files of an earlier script. A guest runs no other script if one failed or if
+//! cleaning failed. A guest ends with this process.
 
 use std::ffi::OsString;
 use std::fs::{File, OpenOptions};
@@ -16,8 +16,8 @@ use rustix::fs::{CWD, FileType, Mode, mknodat};
 
 use crate::common::{BLOCKYARD, Folder, Guest, TOOL, run};
 
-/// What a guest does: it runs each script that comes through its FIFO, and says how the script
-/// ended and whether the guest is clean.
+/// The guest runs each script that it reads from its FIFO. It prints how the script ended and
+/// whether the guest is clean.
 const SERVE_SCRIPTS: &str = r#"
 clean() {
     pkill -KILL -f '^/host/blockyard|^sleep|^fio|^strace' || :
@@ -139,20 +139,20 @@ case $(uname -r) in
 esac
 "#;
 
-/// What a script may take.
+/// Timeout for a script.
 const LIMIT: Duration = Duration::from_secs(120);
-/// What all scripts of a guest may take; then its runner ends it.
+/// Timeout for all scripts of a guest. Then its runner ends it.
 const ALL: Duration = Duration::from_secs(1800);
 
 /// A guest that waits for a script, or runs one.
 struct ScriptGuest {
     kernel: &'static str,
     guest: Guest,
-    /// The guest ends when nothing has this FIFO open.
+    /// Writing end of the FIFO. The guest ends when no process has it open.
     scripts: File,
 }
 
-/// Clean guests that no test uses. They outlive the tests, and end with the process.
+/// Clean guests that no test uses. They stay for later tests, and end with the process.
 static IDLE: Mutex<Vec<ScriptGuest>> = Mutex::new(Vec::new());
 
 impl ScriptGuest {
@@ -162,10 +162,10 @@ impl ScriptGuest {
         let disk = folder.image("disk.img", 400 << 20);
         let fifo = folder.join("scripts");
         mknodat(CWD, &fifo, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
-        // Without what debuggers read, because it is copied into the guest.
+        // Without debug information, because it is copied into the guest.
         let program = folder.join("blockyard");
         run(Command::new("strip").arg("-o").arg(&program).arg(BLOCKYARD), TOOL).good();
-        // For reading, too: the open of a FIFO without a reader would wait.
+        // Also open for reading, because opening a FIFO without a reader blocks.
         let scripts = OpenOptions::new().read(true).write(true).open(&fifo).unwrap();
         let mut options: Vec<OsString> =
             vec!["--kernel".into(), kernel.into(), "--file".into(), program.into()];
@@ -191,7 +191,7 @@ impl ScriptGuest {
     }
 }
 
-/// Runs the script on a kernel (6 or 7), in a guest that nothing else uses meanwhile.
+/// Runs the script on a kernel (6 or 7), in a guest that no other test uses meanwhile.
 #[track_caller]
 pub fn on_kernel(kernel: &'static str, script: &str) {
     let idle = {
@@ -201,7 +201,7 @@ pub fn on_kernel(kernel: &'static str, script: &str) {
     idle.unwrap_or_else(|| ScriptGuest::boot(kernel)).run(script);
 }
 
-/// Runs the script on both kernels: first on one that has an idle guest.
+/// Runs the script on both kernels, first on one that has an idle guest.
 #[track_caller]
 pub fn on_both_kernels(script: &str) {
     let newer_first = {

@@ -1,4 +1,4 @@
-//! A device that something uses is not taken away, however it is used.
+//! A device in use is not removed, whatever uses it.
 
 use crate::fixture::on_both_kernels;
 
@@ -64,6 +64,6 @@ stop
 "#;
 
 #[test]
-fn a_device_in_use_is_not_taken_away() {
+fn a_device_in_use_is_not_removed() {
     on_both_kernels(OPEN);
 }

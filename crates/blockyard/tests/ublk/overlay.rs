@@ -1,5 +1,5 @@
-//! qcow2 overlays as block devices. Where data stay with the kernel, what must be touched is copied
-//! by system calls: zeroes for holes, compressed clusters.
+//! qcow2 overlays as block devices. With zero copy, system calls copy the data that needs
+//! processing: zeroes for holes, compressed clusters.
 
 use crate::fixture::on_both_kernels;
 
@@ -49,6 +49,6 @@ fi
 "#;
 
 #[test]
-fn overlays_are_what_they_are_elsewhere() {
+fn overlays_have_the_same_data_as_with_other_exports() {
     on_both_kernels(OVERLAY);
 }

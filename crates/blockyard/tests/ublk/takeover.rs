@@ -1,11 +1,11 @@
-//! What a server may take over, and what happens if it is killed while it does.
+//! What a server takes over, and what happens if it is killed during the takeover.
 
 use crate::fixture::{on_both_kernels, on_kernel};
 
-/// strace kills the server at a system call on the character device: after the driver was told that
-/// a takeover begins, before any queue fetches (the last open), and when all queues fetch (mmap).
-/// Each time the next server goes on. At last it is killed when the first of two queues has fetched
-/// and the second one has not.
+/// strace kills the server at a system call on the character device: after the driver has started
+/// the takeover and before any queue fetches (the last open), and when all queues fetch (mmap).
+/// Each time the next server continues. Finally it is killed when the first of two queues has
+/// fetched and the second has not.
 const KILLED: &str = r#"
 truncate -s 64M a.img
 serve a.img --ublk=0 --queues 2
@@ -66,7 +66,7 @@ e2fsck -fn a.img >/dev/null
 "#;
 
 #[test]
-fn a_takeover_that_is_killed_is_begun_again() {
+fn a_killed_takeover_is_repeated() {
     on_both_kernels(KILLED);
 }
 
@@ -126,12 +126,11 @@ stop
 "#;
 
 #[test]
-fn a_disk_that_became_less_takes_no_device_over() {
+fn a_smaller_disk_takes_no_device_over() {
     on_both_kernels(REFUSED);
 }
 
-/// Several processes that want one device: one gets it, and each other finds what that one has
-/// left.
+/// Several processes start for one device. One gets it. The others wait and find its device later.
 const RACES: &str = r#"
 truncate -s 64M a.img
 each() { # COMMAND...: four at once; the successes, and what the others said
@@ -169,12 +168,12 @@ blockyard detach /dev/ublkb5
 "#;
 
 #[test]
-fn of_several_that_want_one_device_one_gets_it() {
+fn one_of_several_servers_gets_a_device() {
     on_both_kernels(RACES);
 }
 
-/// Also when room for zero copy ends: then a device is made anew, under the same number. A disk
-/// that fails ends no other.
+/// Also when the room for zero copy runs out: then the server makes a new device with the same
+/// number. A disk that fails does not stop the others.
 const MANY: &str = r#"
 disks() { # COUNT: the first is one that cannot be
     printf '[[disk]]\nimage = "/tmp/images/none.img"\nublk = 100\n'
@@ -203,6 +202,6 @@ fails 1 'none2.img' -- blockyard serve none2.img --ublk
 "#;
 
 #[test]
-fn more_devices_than_have_room_for_zero_copy() {
+fn devices_without_room_for_zero_copy_still_work() {
     on_kernel("7", MANY);
 }

@@ -1,6 +1,6 @@
-//! Who makes the writes: the server's own thread, not io_uring's workers, also where ext4 refuses
-//! what would have to wait for the file's time of change to be noted; and not a device below what
-//! would have to be split on the way.
+//! The server's own thread makes the writes, not io_uring's workers. This includes writes that ext4
+//! refuses because updating the modification time would block. No request is larger than the device
+//! below allows, because the kernel would have to split it.
 
 use crate::fixture::on_kernel;
 
@@ -26,7 +26,7 @@ requests=$(figure requests)
 "#;
 
 #[test]
-fn writes_are_not_left_to_workers_for_the_time_of_change() {
+fn updates_of_the_modification_time_need_no_workers() {
     on_kernel("7", WRITES);
 }
 
@@ -47,6 +47,6 @@ stop
 "#;
 
 #[test]
-fn no_request_is_larger_than_the_device_below_takes() {
+fn no_request_exceeds_the_limit_of_the_device_below() {
     on_kernel("7", DEVICE);
 }

@@ -1,4 +1,4 @@
-//! Too many clients, and clients that do not take or send what they have asked for or announced.
+//! Too many clients, and clients that do not read replies or do not send announced data.
 
 use std::process::Command;
 use std::sync::Arc;
@@ -7,9 +7,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use super::*;
 use crate::common::BLOCKYARD;
 
-/// Clients that connect and say nothing, or half of what they should, in thousands all told.
+/// Thousands of clients that connect and send nothing, or half a handshake.
 #[test]
-fn half_open_handshakes() {
+fn half_open_handshakes_are_disconnected() {
     let (_folder, disk) = disk();
     let mut good = Good::new(&disk.socket);
     let before = disk.daemon.descriptors().len();
@@ -26,7 +26,7 @@ fn half_open_handshakes() {
             }
         }
         held.push(raw);
-        // A hundred at a time; then others come, and these have gone.
+        // A hundred at a time. Before the next hundred the server has disconnected these.
         if held.len() == 100 {
             good.is_unharmed();
             held.clear();
@@ -41,15 +41,15 @@ fn half_open_handshakes() {
     ends(disk, held);
 }
 
-/// More clients than there may be: those who are in work on, and the others wait.
+/// More clients than the limit: the admitted ones continue, and the others wait.
 #[test]
-fn a_thousand_connections() {
+fn a_thousand_connections_wait_beyond_the_limit() {
     let (_folder, disk) = disk();
     let mut good = Good::new(&disk.socket);
     let mut held: Vec<UnixStream> = Vec::new();
     for _ in 0..1000 {
-        // Beyond the limit they stand in the kernel's queue, and beyond that they are refused: by
-        // the kernel.
+        // Beyond the limit they wait in the kernel's backlog. Beyond the backlog the kernel refuses
+        // them.
         match rustix_connect(&disk.socket) {
             Some(stream) => held.push(stream),
             None => break,
@@ -66,10 +66,10 @@ fn a_thousand_connections() {
     ends(disk, held);
 }
 
-/// Clients that take all descriptors which they can have: what a reload opens is still there, and a
-/// low limit was raised.
+/// Clients use up all descriptors that they can have. A reload can still open its files. The server
+/// raised a low limit.
 #[test]
-fn clients_that_use_up_descriptors() {
+fn clients_cannot_use_up_the_servers_descriptors() {
     let folder = Folder::new();
     let (socket, config, image) =
         (folder.join("s"), folder.join("toml"), folder.image("second.img", MB));
@@ -105,7 +105,7 @@ fn clients_that_use_up_descriptors() {
     stop(daemon);
 }
 
-/// Connects if that is possible at once.
+/// Returns a connection, or `None` if it would block.
 fn rustix_connect(socket: &Path) -> Option<UnixStream> {
     use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
     let fd = rustix::net::socket_with(
@@ -118,9 +118,9 @@ fn rustix_connect(socket: &Path) -> Option<UnixStream> {
     rustix::net::connect(&fd, &SocketAddrUnix::new(socket).unwrap()).ok().map(|()| fd.into())
 }
 
-/// Clients that ask for gigabytes and read nothing of it.
+/// Clients that request gigabytes and read no replies.
 #[test]
-fn readers_that_do_not_read() {
+fn clients_that_read_no_replies_block_no_others() {
     let (_folder, disk) = disk();
     let mut good = Good::new(&disk.socket);
     let held: Vec<Raw> = (0..12)
@@ -137,14 +137,14 @@ fn readers_that_do_not_read() {
     good.is_unharmed();
     let memory = disk.daemon.kilobytes("VmHWM");
     assert!(memory < MOST_MEMORY, "it took {memory} kB");
-    // Who has come later is served too.
+    // A client that connects later is served too.
     Good::new(&disk.socket).is_unharmed();
     ends(disk, held);
 }
 
 /// Clients that announce writes, and then send a byte now and then.
 #[test]
-fn writers_that_do_not_write() {
+fn clients_that_send_no_payload_block_no_others() {
     let (_folder, disk) = disk();
     let mut good = Good::new(&disk.socket);
     let mut held: Vec<Raw> = (0..24)
@@ -162,11 +162,11 @@ fn writers_that_do_not_write() {
     ends(disk, held);
 }
 
-/// Clients that hold all the room there is, and take just enough to look alive: those that have
-/// large requests wait for a short time, and others not at all.
+/// Clients that hold all buffers, and read just enough not to be disconnected. Large requests of
+/// others wait for a short time, and small ones do not wait.
 #[test]
-fn clients_that_drip() {
-    /// A fifth of a second's.
+fn slow_readers_delay_others_only_for_a_short_time() {
+    /// Bytes of a fifth of a second.
     const DRIP: usize = 40 << 10;
     let (_folder, disk) = disk();
     let (mut small, mut large) =
@@ -179,7 +179,7 @@ fn clients_that_drip() {
         let mut bytes = vec![1; DRIP];
         while !stop.load(Ordering::SeqCst) {
             for raw in &mut held {
-                // As much as goes, whether it was let go or not.
+                // As much as possible, whether the client was disconnected or not.
                 let _ = raw.stream.set_nonblocking(true);
                 let _ = raw.stream.read(&mut bytes);
             }
@@ -188,7 +188,7 @@ fn clients_that_drip() {
         held
     });
     std::thread::sleep(Duration::from_millis(500));
-    // On a busy machine there may be room still at first: that shows nothing.
+    // On a busy machine there may still be free buffers at first: that run proves nothing.
     let mut took = Vec::new();
     while took.last().is_none_or(|last| *last <= Duration::from_secs(2)) {
         assert!(took.len() < 10, "there was room: {took:?}");
@@ -204,10 +204,10 @@ fn clients_that_drip() {
     ends(disk, drip.join().unwrap());
 }
 
-/// Clients that have announced more than all the room there is, and sent a part of it, hold that
-/// part: what others ask for is answered, without any of those clients being let go for it.
+/// Clients that announced more payload than the buffers hold, and sent a part of it, occupy only
+/// that part. Requests of other clients complete, and none of those clients is disconnected.
 #[test]
-fn payloads_that_are_announced_hold_no_room() {
+fn announced_payloads_occupy_no_buffers() {
     let (_folder, disk) = disk();
     let mut pipelined = Raw::ready(&disk.socket, Headers::Simple);
     let mut held: Vec<Raw> = (0..24).map(|_| Raw::ready(&disk.socket, Headers::Simple)).collect();
@@ -240,10 +240,9 @@ fn payloads_that_are_announced_hold_no_room() {
     ends(disk, held);
 }
 
-/// SIGTERM in the middle of all of it: a client that floods, one that reads nothing, one that is
-/// half-open.
+/// SIGTERM with three clients: one floods, one reads nothing, one is in the handshake.
 #[test]
-fn an_end_in_the_middle_of_a_flood() {
+fn sigterm_ends_the_server_during_a_flood() {
     let (_folder, disk) = disk();
     let mut mute = Raw::ready(&disk.socket, Headers::Structured);
     (0..60).for_each(|_| mute.request(cmd::READ, 0, MB));

@@ -1,5 +1,5 @@
-//! Clients that are broken or mean. In all cases: the daemon stays, its memory stays within bounds,
-//! another client works on, and SIGTERM ends it in bounded time with the sockets still held.
+//! Broken or hostile clients. In all cases the daemon continues, its memory is bounded, another
+//! client works, and SIGTERM ends it within bounded time while the sockets are open.
 
 mod floods;
 mod options;
@@ -17,20 +17,20 @@ use blockyard_nbd::wire::{
 use crate::common::{Daemon, Folder, SOON};
 use crate::fixture::{MB, NbdServer};
 
-/// Kilobytes that a daemon may have held at most, whatever came: 256 MiB of requests for each of
-/// two reactors, and itself.
+/// Maximum memory of a daemon in kilobytes: 256 MiB of requests for each of two reactors, and its
+/// own memory.
 const MOST_MEMORY: u64 = 640 << 10;
-/// What a request of a well-behaved client may take, beside bad ones, on a busy machine.
+/// Maximum time for a request of a well-behaved client beside bad ones, on a busy machine.
 const UNHARMED: Duration = Duration::from_secs(4);
 
-/// A client that can say anything.
+/// A client that can send arbitrary bytes.
 struct Raw {
     stream: UnixStream,
     headers: Headers,
 }
 
 impl Raw {
-    /// Connected; nothing said yet.
+    /// Connects, and sends nothing.
     fn silent(socket: &Path) -> Self {
         let stream = UnixStream::connect(socket).unwrap();
         stream.set_read_timeout(Some(SOON * 2)).unwrap();
@@ -38,7 +38,7 @@ impl Raw {
         Raw { stream, headers: Headers::Simple }
     }
 
-    /// Greeted, and among options.
+    /// Connects, and reads the greeting. Options can follow.
     #[track_caller]
     fn greeted(socket: &Path) -> Self {
         let mut raw = Self::silent(socket);
@@ -51,7 +51,7 @@ impl Raw {
         raw
     }
 
-    /// In the transmission phase of the export `disk`.
+    /// Enters the transmission phase of the export `disk`.
     #[track_caller]
     fn ready(socket: &Path, headers: Headers) -> Self {
         let mut raw = Self::greeted(socket);
@@ -92,7 +92,7 @@ impl Raw {
         self.option_of(option, data.len() as u32, data);
     }
 
-    /// An option that says `len`, whatever its data have.
+    /// Sends an option with the length `len`, which may differ from that of `data`.
     fn option_of(&mut self, option: u32, len: u32, data: &[u8]) {
         let mut bytes = Vec::new();
         OptionHeader { option, len }.put(&mut bytes);
@@ -107,7 +107,7 @@ impl Raw {
         (reply, data)
     }
 
-    /// Sends a request's header.
+    /// Sends the header of a request.
     #[track_caller]
     fn request(&mut self, command: u16, offset: u64, len: u64) {
         let flags = if command == cmd::WRITE && self.headers == Headers::Extended {
@@ -125,14 +125,13 @@ impl Raw {
         self.write(&bytes);
     }
 
-    /// The error of a simple reply, which carries no data.
+    /// Reads a simple reply without data. Returns its error.
     #[track_caller]
     fn error(&mut self) -> u32 {
         SimpleReply::parse(&self.read(SimpleReply::BYTES)).unwrap().error
     }
 
-    /// The server has ended the connection: with its end, or with a reset, and nothing else was
-    /// said.
+    /// Checks that the server has closed the connection (end or reset) without further data.
     #[track_caller]
     fn ends(mut self) {
         let mut rest = Vec::new();
@@ -143,12 +142,12 @@ impl Raw {
     }
 }
 
-/// The data of NBD_OPT_GO and NBD_OPT_INFO.
+/// Returns the data of NBD_OPT_GO and NBD_OPT_INFO.
 fn go(name: &str) -> Vec<u8> {
     [&(name.len() as u32).to_be_bytes()[..], name.as_bytes(), &[0, 0]].concat()
 }
 
-/// A client that behaves, on a connection made before the trouble begins.
+/// A well-behaved client, connected before the bad ones.
 struct Good(Raw, u64);
 
 impl Good {
@@ -156,7 +155,7 @@ impl Good {
         Good(Raw::ready(socket, Headers::Simple), 0)
     }
 
-    /// Writes and reads back; how long the longer of the two took.
+    /// Writes and reads back. Returns the longer of the two durations.
     #[track_caller]
     fn works(&mut self) -> Duration {
         self.1 += 1;
@@ -188,8 +187,8 @@ fn disk() -> (Folder, NbdServer) {
     (folder, disk)
 }
 
-/// The daemon ends at SIGTERM, soon and well, and its log is short. `held`: what still hangs on to
-/// it.
+/// Checks that the daemon ends soon after SIGTERM with status 0, and that its log is short. `held`:
+/// open connections.
 #[track_caller]
 fn ends<T>(disk: NbdServer, held: T) -> String {
     let memory = disk.daemon.kilobytes("VmHWM");

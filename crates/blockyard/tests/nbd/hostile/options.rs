@@ -1,10 +1,10 @@
-//! The handshake: wrong magic, wrong lengths, too much of everything.
+//! The handshake: wrong magic, wrong lengths, too many options.
 
 use super::*;
 
-/// Each line: an option, its data, and the answer, after which the client goes on.
+/// Columns: an option, its data, and the reply, after which the client continues.
 #[test]
-fn options_that_make_no_sense() {
+fn invalid_options_get_an_error_reply() {
     let (_folder, disk) = disk();
     let long = vec![b'x'; 5000];
     let named = |len: u32, rest: &[u8]| [&len.to_be_bytes()[..], rest].concat();
@@ -28,7 +28,7 @@ fn options_that_make_no_sense() {
         (opt::LIST_META_CONTEXT, named(4, b"disk\0\0\0\0"), rep::ERR_INVALID),
         (opt::SET_META_CONTEXT, named(4, b"disk\xff\xff\xff\xff"), rep::ERR_INVALID),
         (opt::SET_META_CONTEXT, vec![0xff; 64 << 10], rep::ERR_INVALID),
-        // Too long to be looked at: what it is counts all the same.
+        // Too long for the buffer: the reply depends on the option anyway.
         (77, vec![0; 1 << 20], rep::ERR_UNSUP),
         (opt::LIST, vec![0; 1 << 20], rep::ERR_INVALID),
         (opt::STARTTLS, vec![0; 1 << 20], rep::ERR_POLICY),
@@ -53,10 +53,10 @@ fn options_that_make_no_sense() {
     ends(disk, ());
 }
 
-/// A long farewell is one, and contexts that are asked for at too great a length are those of
-/// before no more.
+/// An overlong NBD_OPT_ABORT still ends the session. An overlong NBD_OPT_SET_META_CONTEXT still
+/// clears earlier contexts.
 #[test]
-fn options_that_are_too_long() {
+fn overlong_options_keep_their_effect() {
     let (_folder, disk) = disk();
     let mut raw = Raw::greeted(&disk.socket);
     raw.option(opt::ABORT, &vec![0; 1 << 20]);
@@ -88,9 +88,9 @@ fn options_that_are_too_long() {
 }
 
 #[test]
-fn words_that_are_not_of_the_protocol() {
+fn invalid_messages_end_the_connection() {
     let (_folder, disk) = disk();
-    // Handshake flags that nobody has defined.
+    // Undefined handshake flags.
     let mut raw = Raw::silent(&disk.socket);
     raw.read(18);
     raw.write(&u32::MAX.to_be_bytes());
@@ -99,15 +99,15 @@ fn words_that_are_not_of_the_protocol() {
     let mut raw = Raw::greeted(&disk.socket);
     raw.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n");
     raw.ends();
-    // An option that says 4 GiB: nobody waits for those.
+    // An option with a length of 4 GiB: the server does not wait for its data.
     let mut raw = Raw::greeted(&disk.socket);
     raw.option_of(opt::LIST, u32::MAX, &[]);
     raw.ends();
-    // A name that cannot be: there is no other answer to this option.
+    // An invalid name: this option has no error reply.
     let mut raw = Raw::greeted(&disk.socket);
     raw.option(opt::EXPORT_NAME, b"no such");
     raw.ends();
-    // A request that is none.
+    // Not a request.
     for headers in [Headers::Simple, Headers::Structured, Headers::Extended] {
         let mut raw = Raw::ready(&disk.socket, headers);
         raw.write(&[0x55; 32]);
@@ -116,10 +116,10 @@ fn words_that_are_not_of_the_protocol() {
     ends(disk, ());
 }
 
-/// What a client has sent is escaped where it is repeated: to the client, and in the log, which
-/// names the client and what it could have asked for.
+/// The server escapes names from clients in its replies and in the log. The log names the client
+/// and the existing exports.
 #[test]
-fn names_that_hold_control_characters() {
+fn control_characters_in_names_are_escaped() {
     let (_folder, disk) = disk();
     let evil = "no\0 \x1b[31msuch\n";
     let mut raw = Raw::greeted(&disk.socket);
@@ -137,9 +137,9 @@ fn names_that_hold_control_characters() {
     assert!(!log.contains(['\0', '\x1b']), "{log:?}");
 }
 
-/// An option takes no more memory than it may, and there is an end to options.
+/// The memory for options, and the number of options, are bounded.
 #[test]
-fn options_without_an_end() {
+fn endless_options_end_the_connection() {
     let (_folder, disk) = disk();
     let mut good = Good::new(&disk.socket);
     let mut raw = Raw::greeted(&disk.socket);
@@ -162,8 +162,8 @@ fn options_without_an_end() {
     }
     assert!((100..100_000).contains(&answered), "{answered} options answered");
     good.is_unharmed();
-    // Thousands of options, whose answers nobody reads: the client stands still, and is let go in
-    // the end.
+    // Thousands of options whose replies are not read: the client blocks, and the server finally
+    // disconnects it.
     let mut mute = Raw::greeted(&disk.socket);
     let mut bytes = Vec::new();
     (0..10_000).for_each(|_| OptionHeader { option: opt::LIST, len: 0 }.put(&mut bytes));

@@ -1,10 +1,10 @@
-//! Requests that lie about their lengths, and clients that vanish in the middle of one.
+//! Requests with wrong lengths, and clients that disconnect in the middle of a request.
 
 use super::*;
 use wire::errno;
 
 #[test]
-fn lengths_that_cannot_be() {
+fn invalid_lengths_are_refused() {
     let (_folder, disk) = disk();
     let mut good = Good::new(&disk.socket);
     let mut raw = Raw::ready(&disk.socket, Headers::Simple);
@@ -27,14 +27,14 @@ fn lengths_that_cannot_be() {
         let range = matches!(error, errno::EINVAL | errno::ENOSPC | errno::EOVERFLOW);
         assert!(range, "command {command} at {offset} of {len}: {error}");
     }
-    // The data of a write that is refused are passed over, and the next request is understood.
+    // The server skips the payload of a refused write, and parses the next request.
     raw.request(cmd::WRITE, 64 * MB - 4096, 8192);
     raw.write(&[0xaa; 8192]);
     assert_eq!(raw.error(), errno::ENOSPC);
     raw.request(cmd::READ, 64 * MB - 4096, 4096);
     assert_eq!(raw.error(), 0);
     assert!(raw.read(4096).iter().all(|b| *b == 0), "a refused write has written");
-    // A write of 4 GiB is not listened to.
+    // A write of 4 GiB ends the connection.
     raw.request(cmd::WRITE, 0, u32::MAX.into());
     raw.ends();
     let mut raw = Raw::ready(&disk.socket, Headers::Extended);
@@ -44,9 +44,9 @@ fn lengths_that_cannot_be() {
     ends(disk, ());
 }
 
-/// A write whose data do not all come writes nothing: not even what came.
+/// A write whose payload is incomplete writes nothing.
 #[test]
-fn clients_that_vanish_in_the_middle_of_a_write() {
+fn a_write_without_its_whole_payload_writes_nothing() {
     let (folder, disk) = disk();
     let mut good = Good::new(&disk.socket);
     for i in 0..50u64 {
@@ -62,7 +62,7 @@ fn clients_that_vanish_in_the_middle_of_a_write() {
 }
 
 #[test]
-fn clients_that_vanish_in_the_middle_of_reads() {
+fn clients_that_disconnect_during_reads_leave_no_memory_behind() {
     let (_folder, disk) = disk();
     let mut good = Good::new(&disk.socket);
     for i in 0..50usize {
@@ -72,13 +72,13 @@ fn clients_that_vanish_in_the_middle_of_reads() {
         drop(raw);
     }
     good.is_unharmed();
-    // All are gone: so is what they held.
+    // All clients are gone, and their memory is freed.
     ends(disk, ());
 }
 
-/// Halves of headers, with a pause in between, and then the rest: slow is not wrong.
+/// Halves of headers with pauses: a slow client is not an error.
 #[test]
-fn requests_that_come_in_pieces() {
+fn requests_may_arrive_in_pieces() {
     let (_folder, disk) = disk();
     let mut raw = Raw::ready(&disk.socket, Headers::Simple);
     let mut bytes = Vec::new();
@@ -88,7 +88,7 @@ fn requests_that_come_in_pieces() {
     let mut read = Vec::new();
     Request { flags: 0, command: cmd::READ, cookie: 9, offset: 4095, len: 3002 }
         .put(Headers::Simple, &mut read);
-    // The last piece of the write has the first of the read behind it.
+    // The last piece of the write contains the beginning of the read.
     bytes.extend(&read[..9]);
     for piece in bytes.chunks(97) {
         raw.write(piece);
