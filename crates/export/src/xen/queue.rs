@@ -1,13 +1,13 @@
-//! A queue of a device on its reactor: takes requests out of the ring, hands them to the disk,
-//! answers, notifies.
+//! A queue of a device on its reactor: takes requests from the ring, submits them to the disk,
+//! writes responses, notifies.
 //!
 //! ```text
 //!   event ─► run: take a batch ─► map or copy its pages ─► lanes ─► disk
-//!             ▲   publish, notify once ◄────────────────────── answers ◄──┘
+//!             ▲   publish, notify once ◄──────────────────── responses ◄──┘
 //! ```
-//! What must hold: a request that was taken is answered once; an answer is in the ring before the
-//! index that shows it; after `stop` nothing is taken, and the reply is sent when nothing is in
-//! flight and no page of the guest is mapped.
+//! What must hold: a request that was taken gets one response. A response is in the ring before the
+//! index that publishes it. After `stop` no request is taken, and the reply is sent when nothing is
+//! in flight and no page of the guest is mapped.
 
 mod copies;
 mod pages;
@@ -32,9 +32,9 @@ use crate::log::Log;
 use crate::start::StartError;
 use copies::Read;
 pub use pages::Data;
-use pages::{Pages, Wanted};
+use pages::{Pages, Prepared};
 
-/// Requests taken before what they ask is submitted.
+/// Most requests that are taken before they are submitted to the disk.
 const BATCH: usize = 32;
 
 /// What the queues of a device share with the thread that started them.
@@ -44,7 +44,7 @@ pub struct Shared {
     pub counts: Counts,
 }
 
-/// What the queues of a device have done, for the log.
+/// Counters of a device's queues, for the log.
 #[derive(Debug, Default)]
 pub struct Counts {
     pub requests: AtomicU64,
@@ -56,7 +56,7 @@ pub struct Counts {
     pub copied: AtomicU64,
 }
 
-/// Everything that a queue is started with.
+/// The parameters of a queue.
 pub struct QueueSetup {
     pub index: u16,
     pub shared: Arc<Shared>,
@@ -65,9 +65,10 @@ pub struct QueueSetup {
     pub channel: Channel,
     pub grants: Grants,
     pub data: Data,
-    /// Each write is durable before its answer, because the front end was offered no flush.
+    /// Whether each write must be durable before its response, because flushes were not offered to
+    /// the front end.
     pub fua: bool,
-    /// Where the record of what is taken is kept, and what tells this ring from others.
+    /// Path of the record of requests in flight, and the key that identifies this ring.
     pub record: Option<(PathBuf, u64)>,
 }
 
@@ -75,7 +76,7 @@ pub struct QueueSetup {
 #[derive(Default)]
 struct Queues(RefCell<HashMap<u64, Rc<Queue>>>);
 
-/// A running queue, as the control thread knows it.
+/// A running queue, for the device's thread.
 pub struct QueueHandle {
     remote: Remote,
     id: u64,
@@ -89,11 +90,11 @@ impl QueueHandle {
         started.unwrap_or_else(|| Err(StartError::ended())).map(|()| QueueHandle { remote, id })
     }
 
-    /// Takes nothing more, waits for what is in flight, and unmaps all.
+    /// Takes no more requests, waits for those in flight, and unmaps everything.
     pub fn stop(self) {
         let id = self.id;
         self.remote.ask(move |handle, reply| {
-            // Without the queue the reply is dropped.
+            // If the queue is gone, the reply is dropped.
             let queue = handle.local::<Queues>().0.borrow_mut().remove(&id);
             if let Some(queue) = queue {
                 queue.stop(reply);
@@ -110,31 +111,32 @@ struct Queue {
     ring: RefCell<Ring>,
     channel: Channel,
     pages: RefCell<Pages>,
-    /// Each write is durable before its answer, because the front end was offered no flush.
+    /// Whether each write must be durable before its response, because flushes were not offered to
+    /// the front end.
     fua: bool,
     lanes: Rc<Lanes<Slot>>,
     requests: RefCell<Vec<Request<Slot>>>,
     pool: RefCell<Vec<Segments>>,
-    /// Finished reads. Their data must be copied to the guest.
+    /// Completed reads. Their data must be copied to the guest.
     reads: RefCell<Vec<Read>>,
     wake: Signal,
     budget: Budget,
     in_flight: Cell<u32>,
-    /// A request that waits for all before it, and that all after it wait for.
+    /// A barrier that waits for all requests before it, and for which all later ones wait.
     barrier: Cell<Option<abi::Request>>,
     broken: Cell<bool>,
     stopping: RefCell<Option<Reply<()>>>,
 }
 
-/// Names the request of the front end that is answered.
+/// The front end's request that a response belongs to.
 struct Slot {
     queue: Rc<Queue>,
     id: u64,
     operation: u8,
     slot: u32,
-    /// A part of a request, which another part answers.
+    /// Whether it is a part of a request, and another part sends the response.
     part: bool,
-    /// A read whose data are copied to the guest before it is answered.
+    /// Number of a read, if its data is copied to the guest before the response.
     read: Option<u32>,
 }
 
@@ -165,13 +167,13 @@ impl Token for Slot {
     }
 }
 
-/// Whether all before it are answered before it begins, and all after it wait for it. (A flush with
-/// data is one.)
+/// Returns whether the request is a barrier: it begins after all earlier ones are complete, and
+/// later ones wait for it. (A flush with data is a barrier.)
 fn is_barrier(request: &abi::Request) -> bool {
     request.ask == Ask::Barrier || (request.ask == Ask::Flush && request.segments > 0)
 }
 
-/// The most bytes that a request moves.
+/// Returns the largest number of bytes that a request transfers.
 fn bytes(request: &abi::Request) -> usize {
     request.segments * 4096
 }
@@ -188,19 +190,20 @@ impl Queue {
     fn start(handle: &Handle, setup: QueueSetup, id: u64) -> Result<(), StartError> {
         let QueueSetup { index, shared, ring, abi, channel, grants, data, fua, record } = setup;
         let served = LocalDisk::local(handle, &shared.disk).map_err(StartError::disk)?;
-        let watch =
-            channel.descriptor().map_err(|e| StartError::ring("watching the event channel", e))?;
+        let watch = channel
+            .descriptor()
+            .map_err(|e| StartError::ring("cannot watch the event channel", e))?;
         let watch = handle.watch(watch);
         let mut ring = Ring::new(Arc::new(ring).slice(), abi);
         let again = match record {
-            Some((path, key)) => ring
-                .keep_record(&path, key)
-                .map_err(|e| StartError::ring(format!("record {}", path.display()), e))?,
+            Some((path, key)) => ring.keep_record(&path, key).map_err(|e| {
+                StartError::ring(format!("cannot open record {}", path.display()), e)
+            })?,
             None => Vec::new(),
         };
         let pages = Pages::new(grants, data);
         let budget = Budget::of(handle, &shared.disk);
-        // The guest cannot change the cache.
+        // The guest cannot change the cache mode.
         let lanes = Lanes::new(handle, served.clone(), || true);
         let queue = Rc::new(Queue {
             index,
@@ -228,7 +231,7 @@ impl Queue {
     }
 
     fn stop(&self, reply: Reply<()>) {
-        // What is in flight must not wait for a limit.
+        // Requests in flight must not wait for a throttle.
         self.served.drain();
         *self.stopping.borrow_mut() = Some(reply);
         self.wake.ring();
@@ -237,7 +240,7 @@ impl Queue {
     async fn run(self: Rc<Self>, mut watch: Watch, again: Vec<abi::Request>) {
         self.handle.label(&format!("disk {}, queue {}", self.shared.disk.name(), self.index));
         self.take_again(again).await;
-        // The last back end may have published without telling.
+        // The last back end may have published without a notification.
         self.notify();
         loop {
             self.wake.clear();
@@ -247,7 +250,7 @@ impl Queue {
                 break;
             }
             let takes = !stopping && !self.broken.get();
-            // Requests that finish free their buffers, and ring `wake`.
+            // A completed request frees its buffer, and rings `wake`.
             let takes = takes && self.room() > 0;
             let held_back = if takes { self.served.held_back() } else { None };
             if takes && held_back.is_none() {
@@ -276,14 +279,15 @@ impl Queue {
             }
         }
         let reply = self.retire();
-        // The ring's own pages, and the channel.
+        // Drops the ring's pages, and the channel.
         drop((watch, self));
         if let Some(reply) = reply {
             reply.send(());
         }
     }
 
-    /// Starts what the last server had taken and not answered, a batch in each turn.
+    /// Repeats the requests that the last server had taken without a response, one batch per
+    /// iteration.
     async fn take_again(self: &Rc<Self>, mut again: Vec<abi::Request>) {
         if again.is_empty() {
             return;
@@ -292,11 +296,11 @@ impl Queue {
             self.shared.disk.name(),
             Some(self.index),
             format_args!(
-                "{} requests were in flight when the last server ended: they are done again",
+                "{} requests were in flight when the last server ended: repeating them",
                 again.len()
             ),
         );
-        // Nothing was taken after a barrier, so there is one at most.
+        // Nothing was taken after a barrier, so there is at most one.
         again.retain(|request| {
             let is_barrier = is_barrier(request);
             if is_barrier {
@@ -320,14 +324,14 @@ impl Queue {
         }
     }
 
-    /// Bytes of requests that may be taken. A queue without a request in flight takes one of any
-    /// size.
+    /// Returns the number of bytes of requests that may be taken. If nothing is in flight, one
+    /// request of any size fits.
     fn room(&self) -> usize {
         let least = usize::from(self.in_flight.get() == 0);
         self.pages.borrow().room().max(least)
     }
 
-    /// How many of these requests there is room for.
+    /// Returns how many of these requests fit.
     fn fitting(&self, requests: &[abi::Request]) -> usize {
         let mut room = self.room();
         let fits = |request: &&abi::Request| {
@@ -338,12 +342,12 @@ impl Queue {
         requests.iter().take_while(fits).count()
     }
 
-    /// Lets the next event come. A channel that fails is of a domain that is gone.
+    /// Takes an event, which unmasks the next one. The channel fails only if the domain is gone.
     fn take_event(&self) {
         match self.channel.take() {
             Ok(true) => _ = self.shared.counts.events.fetch_add(1, Ordering::Relaxed),
             Ok(false) => {}
-            Err(e) => self.break_queue(&format!("its event channel: {e}")),
+            Err(e) => self.break_queue(&format!("its event channel failed: {e}")),
         }
     }
 
@@ -353,7 +357,7 @@ impl Queue {
             tracing::debug!(
                 disk = self.shared.disk.name(),
                 queue = self.index,
-                "notifying the front end: {e}"
+                "cannot notify the front end: {e}"
             );
         }
     }
@@ -373,14 +377,14 @@ impl Queue {
         }
     }
 
-    /// Takes a batch of requests, within the turn's budget; how many it took.
+    /// Takes a batch of requests within the iteration's budget. Returns their number.
     fn take(self: &Rc<Self>) -> usize {
         let mut batch = self.pages.borrow_mut().batch();
-        let turn = self.handle.iteration();
+        let iteration = self.handle.iteration();
         let mut room = self.room();
         while batch.len() < BATCH
             && room > 0
-            && !self.budget.is_spent(turn)
+            && !self.budget.is_spent(iteration)
             && self.barrier.get().is_none()
         {
             match self.ring.borrow_mut().pop() {
@@ -393,7 +397,7 @@ impl Queue {
                         batch.push(request);
                     }
                     self.budget.spend(
-                        turn,
+                        iteration,
                         REQUEST + request.segments as u32,
                         bytes(&request) as u64,
                     );
@@ -411,7 +415,7 @@ impl Queue {
         taken
     }
 
-    /// Makes requests to the disk of those of the front end, with their pages.
+    /// Starts the disk requests for a batch of the front end's requests, with their pages.
     fn begin(self: &Rc<Self>, batch: &[abi::Request]) {
         let mut pages = self.pages.borrow_mut();
         pages.prepare(batch, &self.shared.counts);
@@ -443,7 +447,7 @@ impl Queue {
         read: Option<u32>,
     ) -> Request<Slot> {
         self.in_flight.set(self.in_flight.get() + 1);
-        // The front end's own flushes come as one operation, those of barriers before their write.
+        // A flush of the front end is one operation. A barrier's flush is a part, before its write.
         let part = op == Op::Flush && (request.ask == Ask::Barrier || request.segments > 0);
         let abi::Request { id, operation, slot, .. } = *request;
         let slot = Slot { queue: self.clone(), id, operation, slot, part, read };
@@ -451,30 +455,31 @@ impl Queue {
         Request::new(op, offset, len, segments, self.handle.now(), slot)
     }
 
-    /// What a request asks of the disk, and of how many bytes; or how it is refused.
-    fn operation(&self, request: &abi::Request, filled: Wanted) -> Result<(Op, u64), i16> {
+    /// Returns the disk operation of a request and its length in bytes, or the status that refuses
+    /// it.
+    fn operation(&self, request: &abi::Request, filled: Prepared) -> Result<(Op, u64), i16> {
         let op = match request.ask {
             Ask::Read => Op::Read,
             Ask::Write => Op::Write { fua: self.fua },
-            // With data it is a barrier.
+            // A flush with data is a barrier, which does not reach this point.
             Ask::Flush => return Ok((Op::Flush, 0)),
             Ask::Discard(len) => return Ok((Op::Discard, len)),
             Ask::SecureDiscard | Ask::Unknown => return Err(abi::UNSUPPORTED),
             Ask::Barrier | Ask::Bad => return Err(abi::ERROR),
         };
         match filled {
-            Wanted::Filled(len) => Ok((op, len)),
-            Wanted::Impossible => Err(abi::ERROR),
+            Prepared::Filled(len) => Ok((op, len)),
+            Prepared::Failed => Err(abi::ERROR),
         }
     }
 
-    /// Hands the requests to the disk, and keeps the room of their list.
+    /// Submits the requests to the disk, and keeps the capacity of their vector.
     fn dispatch(&self, mut requests: Vec<Request<Slot>>) {
         self.lanes.dispatch(&mut requests);
         *self.requests.borrow_mut() = requests;
     }
 
-    /// Flushes what was answered before, writes, and makes that durable. Nothing else of this queue
+    /// Serves a barrier: flushes earlier writes, then writes, durably. Nothing else of this queue
     /// is in flight.
     async fn serve_barrier(self: &Rc<Self>) {
         let Some(request) = self.barrier.take() else { return };
@@ -491,14 +496,14 @@ impl Queue {
         let status = flushed.status();
         flushed.answer();
         match filled {
-            Wanted::Filled(len) if status.is_ok() && len > 0 => {
+            Prepared::Filled(len) if status.is_ok() && len > 0 => {
                 let write = self.request(&request, Op::Write { fua: true }, len, segments, None);
                 self.served.serve(write).await.answer();
             }
             filled => {
                 self.give_back(segments);
                 let status =
-                    if filled == Wanted::Impossible { abi::ERROR } else { wire_status(status) };
+                    if filled == Prepared::Failed { abi::ERROR } else { wire_status(status) };
                 self.finish(request.id, request.operation, request.slot, status);
             }
         }
@@ -523,18 +528,21 @@ impl Queue {
         }
     }
 
-    /// Stops this queue for good, and says why, once.
+    /// Stops this queue for good, and logs why, once.
     fn break_queue(&self, why: &str) {
         if !self.broken.replace(true) {
             self.shared.log.warn(
                 self.shared.disk.name(),
                 Some(self.index),
-                format_args!("the front end broke its ring, and the queue stops until it connects anew: {why}"),
+                format_args!(
+                    "the front end broke its ring; the queue stops until the front end reconnects: \
+                     {why}"
+                ),
             );
         }
     }
 
-    /// The end: nothing is in flight.
+    /// Releases everything at the end, when nothing is in flight. Returns the reply to send.
     fn retire(&self) -> Option<Reply<()>> {
         self.lanes.close();
         self.pages.borrow_mut().clear();

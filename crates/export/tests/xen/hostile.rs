@@ -124,7 +124,7 @@ fn a_state_that_is_not_text_causes_one_error() {
     let garbage = [path.as_bytes(), b"\0", b"\xff"];
     front.front.store.ask(message::WRITE, &path, &garbage).unwrap();
     front.wait_for_state(5);
-    assert!(front.back("error").unwrap().contains("no text"));
+    assert!(front.back("error").unwrap().contains("not text"));
     // Another error would overwrite this.
     front.front.store.write(&format!("{BACK}/error"), "seen").unwrap();
     front.front.store.ask(message::WRITE, &path, &garbage).unwrap();

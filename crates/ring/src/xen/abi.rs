@@ -1,9 +1,9 @@
-//! Numbers and structures of the kernel's devices for Xen (`include/uapi/xen/{evtchn,gntdev}.h`),
-//! and of xenstore's wire protocol (`xen/include/public/io/xs_wire.h`), in the byte order of x86.
+//! Constants and structures of the kernel's Xen devices (`include/uapi/xen/{evtchn,gntdev}.h`), and
+//! of xenstore's wire protocol (`xen/include/public/io/xs_wire.h`), in the byte order of x86.
 //!
-//! What must hold: every structure is plain integers without a gap.
+//! What must hold: every structure consists of integers without padding.
 
-/// Bytes of a page of a grant. Xen has no other pages for grants on x86.
+/// Size of a granted page in bytes. On x86, Xen has only this size for grants.
 pub const PAGE: usize = 4096;
 
 /// `_IOC(_IOC_NONE, kind, number, size)`.
@@ -27,12 +27,12 @@ pub(super) struct BindInterdomain {
     pub port: u32,
 }
 
-/// `struct ioctl_gntdev_map_grant_ref` has a header and any number of grants, so it is words:
-/// count, index (which the kernel returns), and domain and reference of each grant. With one grant
-/// it has this many.
+/// `struct ioctl_gntdev_map_grant_ref` has a header and any number of grants, so it is represented
+/// as words: count, index (set by the kernel), and domain and reference of each grant. This is the
+/// number of words with one grant.
 pub(super) const MAP_WORDS: usize = 3;
 
-/// The words of a request to map `references` of `domain`.
+/// Returns the words of a request to map `references` of `domain`.
 pub(super) fn map_words(domain: u16, references: &[u32]) -> Vec<u64> {
     let grants = references.iter().map(|reference| u64::from(domain) | u64::from(*reference) << 32);
     [references.len() as u64, 0].into_iter().chain(grants).collect()
@@ -70,7 +70,7 @@ pub(super) struct CopySegment {
 pub(super) const COPY_FROM_GRANT: u16 = 1;
 pub(super) const COPY_TO_GRANT: u16 = 2;
 
-/// A place in a granted page: reference, offset and domain.
+/// Returns a position in a granted page, from reference, offset and domain.
 pub(super) fn foreign(domain: u16, reference: u32, offset: u16) -> u64 {
     u64::from(reference) | u64::from(offset) << 32 | u64::from(domain) << 48
 }
@@ -94,10 +94,10 @@ pub mod message {
     pub const DIRECTORY_PART: u32 = 22;
 }
 
-/// Bytes of a message's body, at most.
+/// Largest body of a message in bytes.
 pub const PAYLOAD_MAX: usize = 4096;
 
-/// What a message begins with: `struct xsd_sockmsg`.
+/// Header of a message: `struct xsd_sockmsg`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
     pub kind: u32,
@@ -140,9 +140,9 @@ const _: () = assert!(
 mod tests {
     use super::*;
 
-    /// As a C compiler makes them of the kernel's headers.
+    /// The values that a C compiler computes from the kernel's headers.
     #[test]
-    fn numbers_of_calls() {
+    fn ioctl_numbers_match_the_kernel_headers() {
         assert_eq!(
             [EVTCHN_BIND_INTERDOMAIN, EVTCHN_UNBIND, EVTCHN_NOTIFY],
             [0x84501, 0x44503, 0x44504]
@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn fields_of_structures() {
+    fn structures_are_encoded_as_in_the_headers() {
         assert_eq!(map_words(0x102, &[3, 4]), [2, 0, 0x3_0000_0102, 0x4_0000_0102]);
         assert_eq!(foreign(0x0102, 0x0304_0506, 0x0708).to_le_bytes(), [6, 5, 4, 3, 8, 7, 2, 1]);
         let header = Header { kind: 0x0102, request: 3, transaction: 4, len: 5 };

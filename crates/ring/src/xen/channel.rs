@@ -1,9 +1,10 @@
-//! An event channel that is bound to one of another domain.
+//! An event channel that is bound to another domain's port.
 //!
-//! In: the number of the other domain's port. Out: a descriptor that a reactor watches, and signals
-//! to the other domain. What must hold: after an event the port is masked until [`Channel::take`]
-//! has unmasked it, so that a guest that notifies without end makes one event at a time. No call
-//! waits.
+//! In: the number of the other domain's port. Out: a descriptor that a reactor watches, and events
+//! for the other domain.
+//!
+//! What must hold: after an event the port stays masked until [`Channel::take`] unmasks it. So a
+//! guest that notifies endlessly causes one event at a time. No call blocks.
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -15,21 +16,21 @@ use rustix::io::Errno;
 use super::abi::{self, BindInterdomain};
 use super::machine::Domain;
 
-/// See the module's page. The channel is unbound when it is dropped.
+/// A bound event channel. Dropping it unbinds the channel.
 pub struct Channel(EventDevice);
 
 enum EventDevice {
-    /// A file of /dev/xen/evtchn, which has this port and no other.
+    /// A file of /dev/xen/evtchn that is bound to this port only.
     Kernel { file: OwnedFd, port: u32 },
-    /// Without a hypervisor: the other side's events come by one eventfd, and go by the other.
+    /// Without a hypervisor: two eventfds, one for each direction.
     Simulated { mine: Arc<OwnedFd>, theirs: Arc<OwnedFd>, domain: Arc<Domain>, port: u32 },
 }
 
 impl Drop for Channel {
-    /// The file may stay open for a while, because a ring of the kernel still watches it.
+    /// Unbinds explicitly, because the file may stay open for a while: io_uring still watches it.
     fn drop(&mut self) {
         match &self.0 {
-            // SAFETY: the kernel reads a structure of one number.
+            // SAFETY: the kernel reads a structure that consists of one number.
             EventDevice::Kernel { file, port } => unsafe {
                 libc::ioctl(file.as_raw_fd(), abi::EVTCHN_UNBIND, &raw const *port);
             },
@@ -43,16 +44,16 @@ impl Channel {
     pub(super) fn bind(domain: u16, port: u32) -> io::Result<Self> {
         let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NONBLOCK;
         let file = rustix::fs::open("/dev/xen/evtchn", flags, Mode::empty())?;
-        let asked = BindInterdomain { domain: domain.into(), port };
-        // SAFETY: the kernel reads a structure of this size, which lives until the call returns.
+        let request = BindInterdomain { domain: domain.into(), port };
+        // SAFETY: the kernel reads a structure of this size, which outlives the call.
         let local = unsafe {
-            libc::ioctl(file.as_raw_fd(), abi::EVTCHN_BIND_INTERDOMAIN, &raw const asked)
+            libc::ioctl(file.as_raw_fd(), abi::EVTCHN_BIND_INTERDOMAIN, &raw const request)
         };
         if local < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: as above, a number of 16 bits. From here on the file binds to no other domain.
-        // (Kernels before 4.10 refuse.)
+        // SAFETY: as above, for a number of 16 bits. After this call the file can bind to no other
+        // domain. (Kernels before 4.10 refuse the call.)
         unsafe { libc::ioctl(file.as_raw_fd(), abi::EVTCHN_RESTRICT_DOMID, &raw const domain) };
         Ok(Channel(EventDevice::Kernel { file, port: local as u32 }))
     }
@@ -66,7 +67,7 @@ impl Channel {
         Channel(EventDevice::Simulated { mine, theirs, domain, port })
     }
 
-    /// A descriptor that becomes readable with each event, for [`crate::Handle::watch`].
+    /// Returns a descriptor that becomes readable with each event, for [`crate::Handle::watch`].
     pub fn descriptor(&self) -> io::Result<OwnedFd> {
         match &self.0 {
             EventDevice::Kernel { file, .. } => file.try_clone(),
@@ -74,7 +75,7 @@ impl Channel {
         }
     }
 
-    /// Takes the event that has come, and lets the next one come. Returns whether there was one.
+    /// Takes an event and unmasks the next one. Returns whether there was one.
     pub fn take(&self) -> io::Result<bool> {
         match &self.0 {
             EventDevice::Kernel { file, port } => {
@@ -99,14 +100,14 @@ impl Channel {
     pub fn notify(&self) -> io::Result<()> {
         match &self.0 {
             EventDevice::Kernel { file, port } => {
-                // SAFETY: the kernel reads a structure of one number.
+                // SAFETY: the kernel reads a structure that consists of one number.
                 let done =
                     unsafe { libc::ioctl(file.as_raw_fd(), abi::EVTCHN_NOTIFY, &raw const *port) };
                 if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
             }
             EventDevice::Simulated { theirs, .. } => {
                 match rustix::io::write(theirs, &1u64.to_ne_bytes()) {
-                    // A full counter is an event that was not taken yet.
+                    // If the counter is full, an event is pending already.
                     Ok(_) | Err(Errno::AGAIN) => Ok(()),
                     Err(e) => Err(e.into()),
                 }

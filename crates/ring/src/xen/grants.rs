@@ -1,13 +1,14 @@
 //! The pages that a guest grants: mapped into this process, or copied by the hypervisor.
 //!
-//! In: grant references, as the guest wrote them. Out: a [`Region`] of guest memory, which is
-//! accessed as any other; or bytes that were copied, with a status for each piece. What must hold
-//! - A mapping is whole or not at all, and lasts as long as its region. The guest cannot take a
-//!   mapped page back.
-//! - A page that is mapped to be read only is never written to by this process: the kernel refuses,
-//!   as for any memory.
-//! - A copy touches the segments and offsets that its caller named, inside one page of the guest,
-//!   and nothing else.
+//! In: grant references from the guest. Out: a [`Region`] of guest memory, accessed like any other;
+//! or copied bytes, with a status for each copy.
+//!
+//! What must hold
+//! - Either all pages of a mapping are mapped, or none. They stay mapped as long as the region
+//!   exists. The guest cannot revoke a mapped page.
+//! - This process never writes to a page that is mapped read-only: the kernel prevents it.
+//! - A copy accesses only the segments and offsets that its caller named, inside one page of the
+//!   guest.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -22,7 +23,8 @@ use super::machine::Domain;
 use crate::memory::Region;
 use crate::segments::Segments;
 
-/// Grants of one domain, by a file of their own: what is left when it is closed, the kernel unmaps.
+/// Grants of one domain, through a file of their own: when it is closed, the kernel unmaps what is
+/// left.
 pub struct Grants(GrantDevice);
 
 enum GrantDevice {
@@ -30,7 +32,7 @@ enum GrantDevice {
     Simulated(Arc<Domain>),
 }
 
-/// What is done to the pages of a mapping when their memory is unmapped.
+/// Releases the grants of a mapping, after its memory was unmapped.
 pub(crate) enum Release {
     Kernel { file: Arc<OwnedFd>, index: u64, count: u32 },
     Simulated { domain: Arc<Domain>, references: Vec<u32> },
@@ -40,15 +42,15 @@ impl Drop for Release {
     fn drop(&mut self) {
         match self {
             Release::Kernel { file, index, count } => {
-                let asked = abi::Unmap { index: *index, count: *count, pad: 0 };
-                // SAFETY: the kernel reads a structure of this size. Nothing of this process is
-                // mapped there any more.
+                let request = abi::Unmap { index: *index, count: *count, pad: 0 };
+                // SAFETY: the kernel reads a structure of this size. The pages are no longer mapped
+                // in this process.
                 let done = unsafe {
-                    libc::ioctl(file.as_raw_fd(), abi::GNTDEV_UNMAP_GRANT_REF, &raw const asked)
+                    libc::ioctl(file.as_raw_fd(), abi::GNTDEV_UNMAP_GRANT_REF, &raw const request)
                 };
                 if done < 0 {
                     tracing::error!(
-                        "unmapping {count} pages of a guest: {}",
+                        "cannot unmap {count} pages of a guest: {}",
                         io::Error::last_os_error()
                     );
                 }
@@ -69,8 +71,8 @@ impl Grants {
         Grants(GrantDevice::Simulated(domain))
     }
 
-    /// Maps pages, one behind the other, to be read and (`write`) written. One page that cannot be
-    /// mapped is an error of all. The region's guest addresses begin at 0.
+    /// Maps pages contiguously, readable and (with `write`) writable. If one page cannot be mapped,
+    /// none is. The region's guest addresses begin at 0.
     pub fn map(&self, references: &[u32], write: bool) -> io::Result<Region> {
         let len = references.len() * PAGE;
         let (base, release) = match &self.0 {
@@ -83,23 +85,22 @@ impl Grants {
                 )
             }
         };
-        // SAFETY: a mapping of this length that nothing else knows, made above.
+        // SAFETY: the mapping has this length, was created above, and nothing else uses it.
         Ok(unsafe { Region::granted(base, len, release) })
     }
 
-    /// Makes the copies of a batch, in one call, and leaves a status for each. An error: no copy
-    /// was made, or not all were, and there are no statuses.
+    /// Makes the copies of a batch in one call, and sets a status for each. After an error some
+    /// copies may have been made, and there are no statuses.
     pub fn copy(&self, batch: &mut CopyBatch) -> io::Result<()> {
         match &self.0 {
             GrantDevice::Kernel { file, .. } => {
                 let CopyBatch { segments, .. } = batch;
                 let count = segments.len() as u32;
-                let asked = abi::Copy { count, pad: 0, segments: segments.as_mut_ptr() as u64 };
-                // SAFETY: the kernel reads and writes as many segments as there are. Each names
-                // memory that lives until the batch is cleared (see CopyBatch), and a page that is
-                // the guest's.
+                let request = abi::Copy { count, pad: 0, segments: segments.as_mut_ptr() as u64 };
+                // SAFETY: the kernel reads and writes `count` segments. Each refers to memory that
+                // lives until the batch is cleared (see CopyBatch), and to a page of the guest.
                 let done = unsafe {
-                    libc::ioctl(file.as_raw_fd(), abi::GNTDEV_GRANT_COPY, &raw const asked)
+                    libc::ioctl(file.as_raw_fd(), abi::GNTDEV_GRANT_COPY, &raw const request)
                 };
                 if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
             }
@@ -110,7 +111,7 @@ impl Grants {
         }
     }
 
-    /// The number of the domain whose pages these are.
+    /// Returns the number of the domain that grants the pages.
     fn domain(&self) -> u16 {
         match &self.0 {
             GrantDevice::Kernel { domain, .. } => *domain,
@@ -130,8 +131,7 @@ fn map_device(
         .filter(|count| *count > 0)
         .ok_or(io::ErrorKind::InvalidInput)?;
     let mut words = abi::map_words(domain, references);
-    // SAFETY: the kernel reads as many words as the first one says there are, and writes the
-    // second.
+    // SAFETY: the kernel reads as many words as the first one says, and writes the second.
     let done =
         unsafe { libc::ioctl(file.as_raw_fd(), abi::GNTDEV_MAP_GRANT_REF, words.as_mut_ptr()) };
     if done < 0 {
@@ -140,7 +140,7 @@ fn map_device(
     let release = Release::Kernel { file: file.clone(), index: words[1], count };
     let protection = if write { ProtFlags::READ | ProtFlags::WRITE } else { ProtFlags::READ };
     let len = references.len() * PAGE;
-    // SAFETY: a fresh mapping at an address of the kernel's choosing aliases no Rust object.
+    // SAFETY: a new mapping at an address of the kernel's choice aliases no Rust object.
     let mapped = unsafe {
         rustix::mm::mmap(
             std::ptr::null_mut(),
@@ -152,11 +152,11 @@ fn map_device(
         )
     }?;
     let base =
-        NonNull::new(mapped.cast()).ok_or_else(|| io::Error::other("a mapping at address 0"))?;
+        NonNull::new(mapped.cast()).ok_or_else(|| io::Error::other("mmap returned address 0"))?;
     Ok((base, release))
 }
 
-/// How a copy ended: Xen's number, 0 or negative.
+/// Status of a copy: 0, or a negative number of Xen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CopyStatus(pub i16);
 
@@ -166,22 +166,22 @@ impl CopyStatus {
     }
 }
 
-/// Copies between pages of a guest and memory of this process, made by one call. Used again: its
-/// vector keeps its room.
+/// Copies between pages of a guest and memory of this process, made in one call. It is reusable:
+/// its vectors keep their capacity.
 #[derive(Default)]
 pub struct CopyBatch {
     segments: Vec<CopySegment>,
-    /// What keeps the memory alive that `segments` name.
+    /// Keep alive the memory that `segments` refer to.
     owners: Vec<Segments>,
 }
 
 impl CopyBatch {
-    /// Adds the copy of `len` bytes between page `reference` of the guest of `grants`, from
-    /// `offset`, and `memory`, from `at`. `to_guest`: out of `memory` into the page. False, and
-    /// nothing is added: the range is not inside one page.
+    /// Adds a copy of `len` bytes between page `reference` of the guest, at `offset`, and `memory`,
+    /// at `at`. `to_guest`: from `memory` into the page. Returns false, and adds nothing, if the
+    /// range is not inside one page.
     ///
-    /// Panics if the range is not inside `memory`, which is a buffer of this process: its lengths
-    /// are our own sums.
+    /// Panics if the range is not inside `memory`, which is a buffer of this process: callers
+    /// compute these lengths, never a guest.
     #[must_use]
     pub fn push(
         &mut self,
@@ -214,7 +214,7 @@ impl CopyBatch {
         self.segments.is_empty()
     }
 
-    /// How the copies ended, in the order in which they were added.
+    /// Returns the statuses of the copies, in the order in which they were added.
     pub fn statuses(&self) -> impl Iterator<Item = CopyStatus> + '_ {
         self.segments.iter().map(|segment| CopyStatus(segment.status))
     }

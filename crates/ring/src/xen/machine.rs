@@ -1,10 +1,11 @@
-//! A machine with domains, without a hypervisor: a xenstore, event channels and granted pages in
+//! A simulated machine with domains, without a hypervisor: xenstore, event channels and grants in
 //! this process.
 //!
-//! A back end reaches it as [`super::Host::Machine`], by the same types as the devices of a kernel.
-//! A front end of our own, in a test or a benchmark, is a [`Domain`]. What must hold: a page that
-//! is mapped stays granted, as with Xen; what a front end does with its own memory, grants and
-//! nodes is up to it.
+//! A back end uses it as [`super::Host::Machine`], by the same types as a kernel's devices. The
+//! front end of a test or a benchmark is a [`Domain`].
+//!
+//! What must hold: a mapped page stays granted, as in Xen. A front end may do anything with its own
+//! memory, grants and nodes.
 
 mod domain;
 mod server;
@@ -21,10 +22,10 @@ pub use domain::{Domain, FrontChannel, GrantCounts};
 use super::{Channel, Store};
 use server::Tree;
 
-/// See the module's page.
+/// A simulated machine; see the module documentation.
 #[derive(Default)]
 pub struct Machine {
-    /// Number of the domain that the back end is in.
+    /// Number of the back end's domain.
     own: u16,
     tree: Arc<Mutex<Tree>>,
     domains: Mutex<HashMap<u16, Arc<Domain>>>,
@@ -43,12 +44,12 @@ impl Machine {
         Arc::default()
     }
 
-    /// A machine whose back end is in domain `own`, a driver domain.
+    /// Creates a machine with its back end in domain `own`, a driver domain.
     pub fn with_driver_domain(own: u16) -> Arc<Self> {
         Arc::new(Machine { own, ..Machine::default() })
     }
 
-    /// The back end's connection to xenstore.
+    /// Opens a connection of the back end to xenstore.
     pub(super) fn own_store(&self) -> io::Result<Store> {
         let mut connections = lock(&self.connections);
         if connections.refused {
@@ -74,8 +75,7 @@ impl Machine {
         lock(&self.connections).refused = false;
     }
 
-    /// A connection of domain `domain` to xenstore. It stores permissions and does not enforce
-    /// them.
+    /// Opens a connection of domain `domain` to xenstore. Permissions are stored, but not enforced.
     pub fn store(&self, domain: u16) -> io::Result<Store> {
         self.open(domain).map(|(store, _)| store)
     }
@@ -86,14 +86,14 @@ impl Machine {
         Ok((Store::over(ours.into()), stream))
     }
 
-    /// Makes a domain with `pages` pages of memory.
+    /// Creates a domain with `pages` pages of memory.
     pub fn add(&self, number: u16, pages: usize) -> io::Result<Arc<Domain>> {
         let domain = Arc::new(Domain::new(number, pages)?);
         lock(&self.domains).insert(number, domain.clone());
         Ok(domain)
     }
 
-    /// Takes a domain away. What is mapped of it stays until it is unmapped.
+    /// Removes a domain. Its mapped pages stay mapped until they are unmapped.
     pub fn remove(&self, number: u16) {
         lock(&self.domains).remove(&number);
     }

@@ -1,13 +1,17 @@
-//! What a back end of Xen needs of its domain's kernel: xenstore, event channels and grants of
+//! What a Xen back end needs from its domain's kernel: xenstore, event channels and grants of
 //! guests' pages.
 //!
 //! ```text
-//!   abi      numbers and structures of /dev/xen/{xenbus,evtchn,gntdev}      store    xenstore: nodes, transactions, watches
-//!   channel  an event channel: a descriptor that a reactor watches          grants   pages of a guest: mapped, or copied
-//!   machine  all three without a hypervisor, in this process: for tests, fuzzing and benchmarks
+//!   abi      constants and structures of /dev/xen/{xenbus,evtchn,gntdev}
+//!   store    xenstore: nodes, transactions, watches
+//!   channel  an event channel: a descriptor that a reactor watches
+//!   grants   pages of a guest: mapped, or copied
+//!   machine  all of these without a hypervisor, for tests, fuzzing and benchmarks
 //! ```
+//!
 //! In: numbers that a guest wrote into xenstore or into its ring. Out: memory, events, nodes; or an
-//! error. What must hold: see the parts. No number that a guest gives makes more than an error.
+//! error. What must hold: an invalid number from a guest causes an error, and nothing else. See the
+//! modules for more.
 
 pub mod abi;
 mod channel;
@@ -24,8 +28,8 @@ pub use grants::{CopyBatch, CopyStatus, Grants};
 pub use machine::Machine;
 pub use store::{Access, Node, Store, StoreError, Transaction};
 
-/// Where a back end runs: in a domain of Xen, or beside a front end of our own. The one choice
-/// between the two.
+/// Where a back end runs: in a domain of Xen, or in a simulated machine in this process. The only
+/// place that distinguishes the two.
 #[derive(Clone, Default)]
 pub enum Host {
     /// The devices of this domain's kernel.
@@ -35,7 +39,7 @@ pub enum Host {
 }
 
 impl Host {
-    /// A connection to xenstore.
+    /// Opens a connection to xenstore.
     pub fn store(&self) -> io::Result<Store> {
         match self {
             Host::Xen => Store::open(),
@@ -43,7 +47,7 @@ impl Host {
         }
     }
 
-    /// Binds the channel that domain `domain` offers by its number `port`.
+    /// Binds port `port` of domain `domain`.
     pub fn channel(&self, domain: u16, port: u32) -> io::Result<Channel> {
         match self {
             Host::Xen => Channel::bind(domain, port),
@@ -51,7 +55,7 @@ impl Host {
         }
     }
 
-    /// The pages that domain `domain` grants.
+    /// Opens the grants of domain `domain`.
     pub fn grants(&self, domain: u16) -> io::Result<Grants> {
         match self {
             Host::Xen => Grants::open(domain),

@@ -1,11 +1,13 @@
-//! xenstore: a tree of nodes that all domains share, over its wire protocol.
+//! A client of xenstore, the tree of nodes that all domains share, over its wire protocol.
 //!
-//! In: paths and values. Out: values, or the names of watches whose nodes have changed. Calls
-//! block, each for at most [`PATIENCE`]: not for a reactor's thread. What must hold
-//! - Other domains write these nodes. A value is bytes of bounded length, and text only if it is
-//!   UTF-8 without NUL.
-//! - However often a watched node changes, one token is kept of it until the caller takes it.
-//! - After a message that makes no sense the connection is not used again.
+//! In: paths and values. Out: values, or the tokens of watches after a change of their nodes. Calls
+//! block, each for at most [`PATIENCE`], so a reactor's thread must not call them.
+//!
+//! What must hold
+//! - Other domains write these nodes. A value is a limited number of bytes, and is text only if it
+//!   is UTF-8 without NUL.
+//! - However often a watched node changes, one token is kept until the caller takes it.
+//! - After an invalid message the connection is not used again.
 
 use std::collections::BTreeSet;
 use std::fmt::Display;
@@ -19,49 +21,47 @@ use rustix::io::Errno;
 
 use super::abi::{Header, PAYLOAD_MAX, message};
 
-/// How long an answer is waited for.
+/// How long to wait for a reply.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Requests for the names below one node, each of which returns up to [`PAYLOAD_MAX`] bytes.
+/// Most requests to list one node's children, each of which returns up to [`PAYLOAD_MAX`] bytes.
 const PARTS_MOST: usize = 256;
 
-/// How often a transaction is begun anew because others changed the same nodes.
+/// How often a transaction is repeated because others changed the same nodes.
 const CONFLICTS: u32 = 100;
 
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
     #[error("xenstore: {0}")]
     Io(#[from] io::Error),
-    /// What xenstored answers, such as `EACCES`.
+    /// The error that xenstored returned, such as `EACCES`.
     #[error("xenstore: {path}: {name}")]
     Refused { path: String, name: String },
-    #[error(
-        "xenstore: {0}: a path and its value have to fit into {PAYLOAD_MAX} bytes, without NUL"
-    )]
+    #[error("xenstore: {0}: path and value must fit into {PAYLOAD_MAX} bytes, without NUL")]
     TooLong(String),
-    #[error("xenstore: {0}: the value is no text")]
+    #[error("xenstore: {0}: the value is not text")]
     NoText(String),
     #[error("xenstore: {0}")]
     Protocol(&'static str),
-    #[error("xenstore: {0}: too many nodes below it")]
+    #[error("xenstore: {0}: the node has too many children")]
     TooMany(String),
-    #[error("xenstore: other domains change the same nodes again and again")]
+    #[error("xenstore: a transaction conflicts with other domains again and again")]
     Conflict,
 }
 
 impl StoreError {
-    /// Whether the node is not there.
+    /// Returns whether the node does not exist.
     pub fn is_missing(&self) -> bool {
         matches!(self, StoreError::Refused { name, .. } if name == "ENOENT")
     }
 
-    /// Whether the connection cannot be used any more. Other errors are of one request.
+    /// Returns whether the connection cannot be used any more. Other errors concern one request.
     pub fn is_lost(&self) -> bool {
         matches!(self, StoreError::Io(_) | StoreError::Protocol(_))
     }
 }
 
-/// What a domain may do with a node.
+/// Rights of a domain on a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
     None,
@@ -81,7 +81,7 @@ impl Access {
     }
 }
 
-/// A connection. See the module's page.
+/// A connection to xenstore.
 pub struct Store {
     file: OwnedFd,
     last: u32,
@@ -89,18 +89,18 @@ pub struct Store {
     broken: bool,
 }
 
-/// Changes that are seen by others all at once, or not at all. See [`Store::transaction`].
+/// Changes that others see all at once, or not at all; see [`Store::transaction`].
 pub struct Transaction<'a> {
     store: &'a mut Store,
     id: u32,
 }
 
-/// What can be done with nodes, in a transaction and outside.
+/// Operations on nodes, inside and outside of transactions.
 pub trait Node {
-    /// Sends one request, and returns the answer.
+    /// Sends one request, and returns the reply.
     fn ask(&mut self, kind: u32, path: &str, body: &[&[u8]]) -> Result<Vec<u8>, StoreError>;
 
-    /// The value of a node; `None`: it is not there.
+    /// Returns the value of a node, or `None` if it does not exist.
     fn read(&mut self, path: &str) -> Result<Option<String>, StoreError> {
         let value = match self.ask(message::READ, path, &[path.as_bytes(), b"\0"]) {
             Err(e) if e.is_missing() => return Ok(None),
@@ -110,7 +110,7 @@ pub trait Node {
         text.map(Some).ok_or_else(|| StoreError::NoText(path.into()))
     }
 
-    /// Writes a node, and makes it and those above it where they are missing.
+    /// Writes a node. Creates it and its parents if they are missing.
     fn write(&mut self, path: &str, value: impl Display) -> Result<(), StoreError>
     where
         Self: Sized,
@@ -119,12 +119,12 @@ pub trait Node {
         self.ask(message::WRITE, path, &[path.as_bytes(), b"\0", value.as_bytes()]).map(drop)
     }
 
-    /// Makes an empty node, where there is none.
+    /// Creates an empty node, if it does not exist.
     fn make(&mut self, path: &str) -> Result<(), StoreError> {
         self.ask(message::MKDIR, path, &[path.as_bytes(), b"\0"]).map(drop)
     }
 
-    /// Removes a node and all below it, where there is one.
+    /// Removes a node and everything below it, if it exists.
     fn remove(&mut self, path: &str) -> Result<(), StoreError> {
         match self.ask(message::RM, path, &[path.as_bytes(), b"\0"]) {
             Err(e) if e.is_missing() => Ok(()),
@@ -132,7 +132,7 @@ pub trait Node {
         }
     }
 
-    /// The names of the nodes below a node, none if it is not there.
+    /// Returns the names of a node's children; none if the node does not exist.
     fn list(&mut self, path: &str) -> Result<Vec<String>, StoreError> {
         let names = match self.ask(message::DIRECTORY, path, &[path.as_bytes(), b"\0"]) {
             Err(e) if e.is_missing() => return Ok(Vec::new()),
@@ -143,7 +143,7 @@ pub trait Node {
         Ok(names.map(|name| String::from_utf8_lossy(name).into_owned()).collect())
     }
 
-    /// The names below a node that are too many for one message, each with NUL.
+    /// Returns names that do not fit into one message, each followed by NUL.
     fn list_in_parts(&mut self, path: &str) -> Result<Vec<u8>, StoreError> {
         let mut names: Vec<u8> = Vec::new();
         let mut generation = Vec::new();
@@ -157,16 +157,16 @@ pub trait Node {
             let at = part
                 .iter()
                 .position(|byte| *byte == 0)
-                .ok_or(StoreError::Protocol("a part without its number"))?;
+                .ok_or(StoreError::Protocol("a part of a list has no generation"))?;
             if !names.is_empty() && part[..at] != generation {
-                // The names have changed.
+                // The names have changed meanwhile: start again.
                 names.clear();
                 continue;
             }
             generation = part[..at].to_vec();
             let more = &part[at + 1..];
             names.extend_from_slice(more);
-            // An empty name is the end.
+            // An empty name marks the end.
             if more.is_empty() || more == b"\0" || more.ends_with(b"\0\0") {
                 return Ok(names);
             }
@@ -174,8 +174,8 @@ pub trait Node {
         Err(StoreError::TooMany(path.into()))
     }
 
-    /// Gives a node to domain `owner`, with rights for other domains, and `others` for those that
-    /// are not named. Nodes that are made below it later have the same.
+    /// Sets the owner of a node, the rights of the `named` domains, and `others` for all other
+    /// domains. Nodes that are created below it later inherit this.
     fn set_access(
         &mut self,
         path: &str,
@@ -192,20 +192,20 @@ pub trait Node {
 }
 
 impl Store {
-    /// The connection of this domain's kernel.
+    /// Opens the connection of this domain's kernel.
     pub(super) fn open() -> io::Result<Self> {
         let file =
             rustix::fs::open("/dev/xen/xenbus", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
         Ok(Self::over(file))
     }
 
-    /// A connection over any descriptor that speaks the protocol.
+    /// Creates a connection over a descriptor that speaks the protocol.
     pub fn over(file: OwnedFd) -> Self {
         Store { file, last: 0, events: BTreeSet::new(), broken: false }
     }
 
     /// Makes changes that others see all at once. `changes` may run several times. If it fails,
-    /// nothing is changed.
+    /// nothing changes.
     pub fn transaction<T>(
         &mut self,
         mut changes: impl FnMut(&mut Transaction<'_>) -> Result<T, StoreError>,
@@ -214,7 +214,7 @@ impl Store {
             let id = self.send(0, message::TRANSACTION_START, "", &[b"\0"])?;
             let id =
                 std::str::from_utf8(&id).ok().and_then(|id| id.trim_end_matches('\0').parse().ok());
-            let id = id.ok_or(StoreError::Protocol("a transaction without a number"))?;
+            let id = id.ok_or(StoreError::Protocol("a transaction has no number"))?;
             let done = changes(&mut Transaction { store: self, id });
             let end: &[u8] = if done.is_ok() { b"T\0" } else { b"F\0" };
             let ended = self.send(id, message::TRANSACTION_END, "", &[end]);
@@ -229,20 +229,21 @@ impl Store {
         Err(StoreError::Conflict)
     }
 
-    /// Reports each change of a node, and of all below it, by `token`; and once at the beginning.
+    /// Watches a node and everything below it: reports each change by `token`, and once at the
+    /// beginning.
     pub fn watch(&mut self, path: &str, token: &str) -> Result<(), StoreError> {
         self.ask(message::WATCH, path, &[path.as_bytes(), b"\0", token.as_bytes(), b"\0"]).map(drop)
     }
 
-    /// Ends a watch. What it has reported and was not taken yet is dropped.
+    /// Ends a watch. Drops its token if that was not taken yet.
     pub fn unwatch(&mut self, path: &str, token: &str) -> Result<(), StoreError> {
         self.ask(message::UNWATCH, path, &[path.as_bytes(), b"\0", token.as_bytes(), b"\0"])?;
         self.events.remove(token);
         Ok(())
     }
 
-    /// Takes the token of a watch whose nodes have changed. Waits for one at most until `deadline`,
-    /// or until `wake` can be read.
+    /// Takes the token of a watch after a change of its nodes. Waits for one until `deadline` or
+    /// until `wake` is readable.
     pub fn event(
         &mut self,
         wake: BorrowedFd<'_>,
@@ -283,7 +284,7 @@ impl Store {
         let header = Header { kind, request: self.last, transaction, len: len as u32 };
         let mut bytes = header.bytes().to_vec();
         body.iter().for_each(|part| bytes.extend_from_slice(part));
-        // Set until the answer was read whole.
+        // Set until the reply was read completely.
         self.broken = true;
         self.write_all(&bytes)?;
         let deadline = Instant::now() + PATIENCE;
@@ -295,7 +296,7 @@ impl Store {
             }
             if header.request != self.last || (header.kind != kind && header.kind != message::ERROR)
             {
-                return Err(StoreError::Protocol("an answer to another request"));
+                return Err(StoreError::Protocol("received a reply to another request"));
             }
             self.broken = false;
             if header.kind == message::ERROR {
@@ -306,7 +307,7 @@ impl Store {
         }
     }
 
-    /// Keeps the token of a watch's event.
+    /// Keeps the token of a watch event.
     fn note(&mut self, header: Header, body: &[u8]) -> Result<(), StoreError> {
         let mut parts = body.split(|byte| *byte == 0);
         let (_path, token) = (parts.next(), parts.next());
@@ -317,7 +318,7 @@ impl Store {
             }
             _ => {
                 self.broken = true;
-                Err(StoreError::Protocol("a message that is neither an answer nor an event"))
+                Err(StoreError::Protocol("received a message that is neither a reply nor an event"))
             }
         }
     }
@@ -328,7 +329,7 @@ impl Store {
         let header = Header::parse(&header);
         if header.len as usize > PAYLOAD_MAX {
             self.broken = true;
-            return Err(StoreError::Protocol("a message that is too long"));
+            return Err(StoreError::Protocol("received a message that is too long"));
         }
         let mut body = vec![0; header.len as usize];
         self.read_all(&mut body, deadline)?;
@@ -382,7 +383,7 @@ impl Node for Transaction<'_> {
     }
 }
 
-/// Which of the descriptors can be read; `None`: none until the deadline.
+/// Returns which of the descriptors is readable; `None`: none until the deadline.
 fn wait(fds: &[BorrowedFd<'_>], deadline: Option<Instant>) -> io::Result<Option<usize>> {
     loop {
         let mut polled: Vec<_> =

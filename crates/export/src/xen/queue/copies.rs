@@ -1,10 +1,12 @@
 //! Data that the hypervisor copies between pages of the guest and buffers of this process.
 //!
-//! In: the requests of a batch with their segments, and reads that the disk has done. Out: buffers,
-//! and statuses. Data of writes are copied before the disk gets them, data of reads before the
-//! response, and pages that describe segments before both: each batch by one call. What must hold:
-//! a copy that fails, fails its request and no other. Buffers and lists are used again. `held` has
-//! the bytes of all buffers that requests have, so that the queue can bound them.
+//! In: the requests of a batch with their segments, and reads that the disk has completed. Out:
+//! buffers, and statuses.
+//!
+//! Data of writes is copied before the disk gets it, data of reads before the response. Pages that
+//! describe segments are copied before both. Each batch needs one call for each of these. What must
+//! hold: a copy that fails affects its own request only. Buffers and vectors are reused. `held`
+//! counts the bytes of all buffers in requests, so that the queue can limit them.
 
 use std::sync::atomic::Ordering;
 
@@ -15,47 +17,47 @@ use super::super::abi::{self, Ask, SEGMENT_BYTES, Segment};
 use super::Counts;
 use super::pages::{moves, tables};
 
-/// Buffers that are kept, at most, and their bytes.
+/// Limits on buffers that are kept for reuse: their number, and their bytes.
 const BUFFERS: usize = 64;
 const KEPT: usize = 8 << 20;
 
-/// With this many bytes in buffers of requests a queue takes no further request.
+/// If the buffers of requests have this many bytes, the queue takes no further request.
 const HELD: usize = 32 << 20;
 
 #[derive(Default)]
 pub(super) struct Copies {
     batch: CopyBatch,
     buffers: Vec<Segments>,
-    /// Bytes of the buffers that are kept, and of those that requests have.
+    /// Bytes of the buffers that are kept for reuse, and of those in requests.
     kept: usize,
     held: usize,
-    /// Those of the requests of the batch at hand; `None`: it has none, or its data could not be
-    /// copied.
+    /// The buffers of the current batch's requests. `None`: the request has none, or its data could
+    /// not be copied.
     filled: Vec<Option<Segments>>,
-    /// The segments that pages of the batch at hand describe, and which of these pages could be
+    /// The segments that pages of the current batch describe, and which of these pages could be
     /// read.
     descriptions: Segments,
     tables: Vec<bool>,
-    /// The page and the offset in `descriptions` that come next.
+    /// The next page, and the next offset in `descriptions`.
     table: usize,
     described: usize,
-    /// Where the data of reads go, by number, and the numbers that are free.
+    /// Target segments of reads, by number, and the free numbers.
     targets: Vec<Vec<Segment>>,
     free: Vec<u32>,
 }
 
-/// A read that the disk has done, and whose data the guest does not have yet.
+/// A read that the disk has completed. Its data is not yet in the guest's pages.
 pub struct Read {
     pub id: u64,
     pub operation: u8,
     pub slot: u32,
-    /// Of [`super::pages::Pages::note_read`].
+    /// Number from [`super::pages::Pages::note_read`].
     pub number: u32,
     pub buffer: Segments,
 }
 
 impl Copies {
-    /// Makes the buffers of a batch, and copies the data of writes to them.
+    /// Allocates the buffers of a batch, and copies the data of writes into them.
     pub fn prepare(
         &mut self,
         grants: &Grants,
@@ -94,12 +96,12 @@ impl Copies {
         self.batch.clear();
     }
 
-    /// Bytes of requests that the queue may take.
+    /// Returns the number of bytes of requests that the queue may take.
     pub fn room(&self) -> usize {
         HELD.saturating_sub(self.held)
     }
 
-    /// The buffer of request `at` of the batch.
+    /// Takes the buffer of request `at` of the batch.
     pub fn take(&mut self, at: usize) -> Option<Segments> {
         self.filled[at].take()
     }
@@ -108,7 +110,7 @@ impl Copies {
         self.filled.clear();
     }
 
-    /// Copies the pages that describe segments of a batch's requests, by one call.
+    /// Copies the pages that describe the segments of a batch's requests, in one call.
     pub fn describe(&mut self, grants: &Grants, batch: &[abi::Request], counts: &Counts) {
         let tables = || batch.iter().filter(|request| moves(request.ask)).flat_map(tables);
         let len = tables().map(|(_, segments)| segments * SEGMENT_BYTES).sum();
@@ -130,7 +132,7 @@ impl Copies {
                 (reference, 0, bytes as u16),
                 false,
             );
-            debug_assert!(added, "a page has room for all its segments");
+            debug_assert!(added, "all segments of a page fit into it");
             at += bytes;
         }
         let copied = copy(grants, &mut self.batch, counts);
@@ -138,8 +140,8 @@ impl Copies {
         self.batch.clear();
     }
 
-    /// Appends the segments of the next request that has them in pages. The calls have the order of
-    /// the batch. False: a page cannot be read.
+    /// Appends the segments of the next indirect request. Must be called in the order of the batch.
+    /// Returns false if a page cannot be read.
     pub fn segments(&mut self, request: &abi::Request, to: &mut Vec<Segment>) -> bool {
         let mut good = true;
         for (_, segments) in tables(request) {
@@ -155,7 +157,7 @@ impl Copies {
         good
     }
 
-    /// Keeps the segments of a read until [`Copies::finish`].
+    /// Keeps the target segments of a read until [`Copies::finish`]. Returns its number.
     pub fn note(&mut self, segments: &[Segment]) -> u32 {
         let number = self.free.pop().unwrap_or_else(|| {
             self.targets.push(Vec::new());
@@ -171,7 +173,7 @@ impl Copies {
         self.free.push(number);
     }
 
-    /// Copies what was read to the guest, and calls `answer` with each read and its status.
+    /// Copies data that was read to the guest, and calls `answer` with each read and its status.
     pub fn finish(
         &mut self,
         grants: &Grants,
@@ -209,7 +211,7 @@ impl Copies {
         }
     }
 
-    /// A buffer of `len` bytes, which hold anything.
+    /// Returns a buffer of `len` bytes with undefined content.
     fn buffer(&mut self, len: usize) -> Segments {
         let mut buffer = self.buffers.pop().unwrap_or_default();
         self.kept -= buffer.capacity();
@@ -225,7 +227,7 @@ fn length(segments: &[Segment]) -> usize {
     segments.iter().filter_map(|segment| segment.range()).map(|(_, len)| usize::from(len)).sum()
 }
 
-/// Adds the copies between a buffer and segments, whose ranges are inside their pages.
+/// Adds the copies between a buffer and segments. Their ranges are inside their pages.
 fn push(
     batch: &mut CopyBatch,
     grants: &Grants,
@@ -242,7 +244,7 @@ fn push(
     }
 }
 
-/// Makes the copies; false: the call failed.
+/// Makes the copies. Returns false if the call failed.
 fn copy(grants: &Grants, batch: &mut CopyBatch, counts: &Counts) -> bool {
     if batch.is_empty() {
         return true;
@@ -257,7 +259,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_held_and_what_is_kept_is_counted_by_the_size_of_the_buffers() {
+    fn held_and_kept_bytes_are_counted_by_buffer_size() {
         let mut copies = Copies::default();
         let mut buffers: Vec<_> = (0..32).map(|_| copies.buffer(1 << 20)).collect();
         assert_eq!((copies.room(), copies.kept), (0, 0));

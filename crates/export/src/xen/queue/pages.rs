@@ -1,11 +1,12 @@
-//! The pages of a guest that a batch of requests needs: one call maps the new pages of a batch if
-//! pages stay mapped, else those of a request.
+//! The pages of a guest that a batch of requests needs. With persistent grants, one call maps the
+//! new pages of a batch; otherwise one call maps the pages of each request.
 //!
-//! In: requests of one batch. Out: their segments. Pages of reads are mapped to be written, those
-//! of writes only to be read: the guest grants no more. With persistent grants pages are mapped for
-//! both, and stay. Where data are copied (`copies`), segments are buffers of this process. What
-//! must hold: a request gets its own pages, all of them or none. What stays mapped is bounded. A
-//! page that cannot be mapped fails its request, and no other.
+//! In: requests of one batch. Out: their segments. Pages for reads are mapped writable, those for
+//! writes read-only, because the guest grants no more. With persistent grants pages are mapped
+//! writable, and stay mapped. If data is copied (`copies`), segments are buffers of this process.
+//!
+//! What must hold: a request gets all its own pages, or none. The number of pages that stay mapped
+//! is limited. A page that cannot be mapped affects its own request only.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -18,25 +19,26 @@ use super::super::abi::{self, Ask, Place, SEGMENT_BYTES, SEGMENTS_OF_PAGE, Segme
 use super::Counts;
 use super::copies::{Copies, Read};
 
-/// Pages that stay mapped, at most, of one queue. As many as front ends of Linux keep.
+/// Most pages of a queue that stay mapped: as many as Linux front ends use.
 const PERSISTENT: usize = 1056;
 const PAGE: u64 = 4096;
 
-/// What became of a request's segments.
+/// Result of preparing a request's segments.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Wanted {
-    /// Bytes.
+pub enum Prepared {
+    /// The length in bytes.
     Filled(u64),
-    Impossible,
+    /// A segment is invalid, or a page cannot be read or mapped.
+    Failed,
 }
 
-/// See the module's page.
+/// The guest's pages of a queue; see the module documentation.
 pub struct Pages {
     grants: Grants,
     persistent: Option<HashMap<u32, Page>>,
     copies: Option<Copies>,
-    /// For the batch at hand: each request's segments in `segments`, and its pages in `found`, in
-    /// the same order.
+    /// For the current batch: the segments of each request in `segments`, and its pages in `found`,
+    /// in the same order.
     segments: Vec<Segment>,
     found: Vec<Option<Page>>,
     bounds: Vec<Option<(usize, usize)>>,
@@ -45,12 +47,12 @@ pub struct Pages {
     requests: Vec<abi::Request>,
 }
 
-/// How the data of requests come.
+/// How the data of requests is transferred.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Data {
     /// In pages that are mapped for each request.
     Mapped,
-    /// In pages that stay mapped, because the guest uses the same ones again.
+    /// In pages that stay mapped, because the guest reuses them (persistent grants).
     Persistent,
     Copied,
 }
@@ -70,7 +72,7 @@ impl Pages {
         Pages { grants, persistent, copies, segments, found, bounds, ranges, references, requests }
     }
 
-    /// A vector for the requests of a batch; [`Pages::keep`] takes it back.
+    /// Returns an empty vector for the requests of a batch; [`Pages::keep`] takes it back.
     pub fn batch(&mut self) -> Vec<abi::Request> {
         let mut requests = std::mem::take(&mut self.requests);
         requests.clear();
@@ -81,7 +83,7 @@ impl Pages {
         self.requests = batch;
     }
 
-    /// Maps the pages of the requests of a batch, or copies the data of writes out of them.
+    /// Maps the pages of a batch's requests, or copies the data of writes from them.
     pub fn prepare(&mut self, batch: &[abi::Request], counts: &Counts) {
         if let Some(copies) = &mut self.copies {
             copies.describe(&self.grants, batch, counts);
@@ -106,7 +108,7 @@ impl Pages {
         }
     }
 
-    /// Forgets the batch. What its requests need, they keep.
+    /// Forgets the batch. Its requests keep what they need.
     pub fn end_batch(&mut self) {
         self.segments.clear();
         self.found.clear();
@@ -114,14 +116,14 @@ impl Pages {
         self.copies.iter_mut().for_each(Copies::end_batch);
     }
 
-    /// Where the data of a read go when the disk has read them, if they are copied.
+    /// Keeps the target segments of a read, if data is copied. Returns its number.
     pub fn note_read(&mut self, at: usize) -> Option<u32> {
         let (copies, (from, to)) = (self.copies.as_mut()?, self.bounds[at]?);
         Some(copies.note(&self.segments[from..to]))
     }
 
-    /// Copies what was read to the guest, by one call, and calls `answer` with each read and its
-    /// status.
+    /// Copies data that was read to the guest, in one call, and calls `answer` with each read and
+    /// its status.
     pub fn finish_reads(
         &mut self,
         reads: &mut Vec<Read>,
@@ -133,13 +135,13 @@ impl Pages {
         }
     }
 
-    /// Takes back where the data of a read would have gone.
+    /// Forgets the target segments of a read that failed.
     pub fn forget_read(&mut self, number: u32) {
         self.copies.iter_mut().for_each(|copies| copies.forget(number));
     }
 
-    /// Bytes of requests that the queue may take. Pages that are mapped are the guest's memory, and
-    /// have no bound here.
+    /// Returns the number of bytes of requests that the queue may take. Mapped pages are the
+    /// guest's memory, which is not limited here.
     pub fn room(&self) -> usize {
         self.copies.as_ref().map_or(usize::MAX, Copies::room)
     }
@@ -152,40 +154,40 @@ impl Pages {
         }
     }
 
-    /// Unmaps all that stayed.
+    /// Unmaps all persistent pages.
     pub fn clear(&mut self) {
         self.end_batch();
         self.persistent = None;
     }
 
     /// Makes `segments` the memory of request `at` of the batch.
-    pub fn fill(&mut self, at: usize, request: &abi::Request, segments: &mut Segments) -> Wanted {
+    pub fn fill(&mut self, at: usize, request: &abi::Request, segments: &mut Segments) -> Prepared {
         if let Some(copies) = &mut self.copies {
             let buffer = self.bounds[at].and_then(|_| copies.take(at));
-            let Some(buffer) = buffer else { return Wanted::Impossible };
+            let Some(buffer) = buffer else { return Prepared::Failed };
             *segments = buffer;
-            return Wanted::Filled(segments.len() as u64);
+            return Prepared::Filled(segments.len() as u64);
         }
         segments.reset_regions();
-        let Some((from, to)) = self.bounds[at] else { return Wanted::Impossible };
+        let Some((from, to)) = self.bounds[at] else { return Prepared::Failed };
         debug_assert_eq!(to - from, if moves(request.ask) { request.segments } else { 0 });
         let mut len = 0;
         for (segment, page) in self.segments[from..to].iter().zip(&self.found[from..to]) {
             let (Some((offset, bytes)), Some(page)) = (segment.range(), page) else {
-                return Wanted::Impossible;
+                return Prepared::Failed;
             };
             if segments
                 .push_region(&page.region, page.offset + u64::from(offset), bytes.into())
                 .is_err()
             {
-                return Wanted::Impossible;
+                return Prepared::Failed;
             }
             len += u64::from(bytes);
         }
-        Wanted::Filled(len)
+        Prepared::Filled(len)
     }
 
-    /// Appends the segments of a request. False: they are not to be had.
+    /// Appends the segments of a request. Returns false if they are invalid or cannot be read.
     fn collect(&mut self, request: &abi::Request, counts: &Counts) -> bool {
         if !moves(request.ask) {
             return true;
@@ -211,14 +213,14 @@ impl Pages {
         self.segments[from..].iter().all(|segment| segment.range().is_some())
     }
 
-    /// Copies the segments out of one mapped page that describes them, once.
+    /// Copies the segments from one mapped page that describes them, once.
     fn collect_indirect(&mut self, reference: u32, segments: usize, counts: &Counts) -> bool {
         let known = self.persistent.as_ref().and_then(|persistent| persistent.get(&reference));
         let page = match known {
             Some(page) => page.clone(),
             None => {
-                // A front end with persistent grants keeps these pages, too, and may use them for
-                // data later.
+                // A front end with persistent grants keeps these pages too, and may later use them
+                // for data.
                 let stays = self
                     .persistent
                     .as_ref()
@@ -242,7 +244,7 @@ impl Pages {
         true
     }
 
-    /// Finds the pages of those requests whose operation is one of `group`.
+    /// Finds or maps the pages of requests with an operation in `group`.
     fn map_group(
         &mut self,
         batch: &[abi::Request],
@@ -255,15 +257,15 @@ impl Pages {
         let of_group = batch.iter().zip(&self.bounds).filter(|(request, _)| group(request.ask));
         ranges.extend(of_group.filter_map(|(_, range)| *range));
         if self.persistent.is_none() {
-            // A mapping is unmapped as a whole. With one mapping for a batch, a request that is
-            // answered would leave its pages mapped. The guest takes its grants back then, and
-            // Linux's driver stops the device if it cannot (XSA-396).
+            // A mapping is unmapped as a whole. With one mapping per batch, the pages of a
+            // completed request would stay mapped. The guest then revokes its grants, and Linux's
+            // driver stops the device if it cannot (XSA-396).
             ranges.iter().for_each(|range| self.find(&[*range], write, counts));
             self.ranges = ranges;
             return;
         }
         self.find(&ranges, write, counts);
-        // One page that cannot be mapped must not fail the others' requests.
+        // A page that cannot be mapped must not fail other requests, so map each request alone.
         for range in ranges.iter().filter(|_| ranges.len() > 1) {
             if self.found[range.0..range.1].iter().any(Option::is_none) {
                 self.find(&[*range], write, counts);
@@ -293,7 +295,7 @@ impl Pages {
         let region = Arc::new(region);
         let page = |at: usize| Page { region: region.clone(), offset: at as u64 * PAGE };
         let Some(persistent) = &mut self.persistent else {
-            // In the order of the segments.
+            // The mapping has the order of the segments.
             let mapped = ranges.iter().flat_map(|(from, to)| *from..*to).enumerate();
             mapped.for_each(|(at, segment)| self.found[segment] = Some(page(at)));
             return;
@@ -316,12 +318,13 @@ fn count(counts: &Counts, pages: usize) {
     counts.pages.fetch_add(pages as u64, Ordering::Relaxed);
 }
 
-/// Whether a request has pages.
+/// Returns whether a request has pages.
 pub(super) fn moves(ask: Ask) -> bool {
     matches!(ask, Ask::Read | Ask::Write | Ask::Barrier | Ask::Flush)
 }
 
-/// The pages that describe a request's segments: references, and how many segments each has.
+/// Returns the pages that describe a request's segments: their references, and the number of
+/// segments in each.
 pub(super) fn tables(request: &abi::Request) -> impl Iterator<Item = (u32, usize)> {
     let references: &[u32] = match &request.place {
         Place::Pages(references) => &references[..request.segments.div_ceil(SEGMENTS_OF_PAGE)],
@@ -339,7 +342,7 @@ mod tests {
     use super::super::super::abi::{Abi, ENTRY_MOST, Request};
     use super::*;
 
-    /// A read of one page.
+    /// Returns a read of one page.
     fn read(reference: u32) -> Request {
         let mut bytes = [0; ENTRY_MOST];
         bytes[1] = 1;
@@ -348,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_that_is_answered_is_not_mapped_although_its_batch_is_in_flight() {
+    fn a_completed_request_is_unmapped_while_its_batch_is_in_flight() {
         let machine = Machine::new();
         let domain = machine.add(3, 2).unwrap();
         let batch = [read(domain.grant(0, false)), read(domain.grant(1, false))];
@@ -356,7 +359,7 @@ mod tests {
         pages.prepare(&batch, &Counts::default());
         let mut segments = [Segments::default(), Segments::default()];
         for (at, segments) in segments.iter_mut().enumerate() {
-            assert_eq!(pages.fill(at, &batch[at], segments), Wanted::Filled(512));
+            assert_eq!(pages.fill(at, &batch[at], segments), Prepared::Filled(512));
         }
         pages.end_batch();
         assert_eq!(domain.mapped(), 2);
@@ -365,7 +368,7 @@ mod tests {
         pages.give_back(&mut segments[1]);
         assert_eq!(domain.mapped(), 0);
     }
-    /// An indirect write whose segments page `reference` describes.
+    /// Returns an indirect write with segments that page `reference` describes.
     fn indirect_write(reference: u32, segments: u8) -> Request {
         let mut bytes = [0; ENTRY_MOST];
         bytes[..3].copy_from_slice(&[6, 1, segments]);
@@ -374,13 +377,13 @@ mod tests {
     }
 
     #[test]
-    fn pages_that_describe_segments_of_a_batch_are_copied_by_one_call() {
+    fn descriptions_of_a_batch_are_copied_in_one_call() {
         let machine = Machine::new();
         let domain = machine.add(3, 64).unwrap();
         let memory = domain.memory();
         let references: Vec<u32> = (0..64).map(|page| domain.grant(page, true)).collect();
-        // Pages 0 to 3 describe 12 segments each, of pages 16 to 63, which have their numbers in
-        // them.
+        // Pages 0 to 3 describe 12 segments each, in pages 16 to 63. Each of these pages contains
+        // its number.
         for (page, reference) in references.iter().enumerate().skip(16) {
             memory.write(page * PAGE as usize, &[page as u8; PAGE as usize]);
             let (table, at) = ((page - 16) / 12, (page - 16) % 12);
@@ -391,8 +394,7 @@ mod tests {
         }
         let mut batch: Vec<_> =
             references[..4].iter().map(|table| indirect_write(*table, 12)).collect();
-        // A page that the guest has not granted fails its request, and no other. One request has
-        // its segments with it.
+        // A page that the guest has not granted fails its own request only. One request is direct.
         batch.insert(1, indirect_write(99_999, 12));
         batch.insert(2, read(references[16]));
         let mut pages = Pages::new(Host::Machine(machine).grants(3).unwrap(), Data::Copied);
@@ -405,10 +407,10 @@ mod tests {
                 let mut segments = Segments::default();
                 let filled = pages.fill(at, request, &mut segments);
                 match (at, table) {
-                    (1, _) => assert_eq!(filled, Wanted::Impossible),
-                    (2, _) => assert_eq!(filled, Wanted::Filled(512)),
+                    (1, _) => assert_eq!(filled, Prepared::Failed),
+                    (2, _) => assert_eq!(filled, Prepared::Filled(512)),
                     (_, table) => {
-                        assert_eq!(filled, Wanted::Filled(12 * PAGE));
+                        assert_eq!(filled, Prepared::Filled(12 * PAGE));
                         for page in 0..12 {
                             let mut byte = [0];
                             segments.copy_out(page * PAGE as usize, &mut byte);
@@ -419,7 +421,7 @@ mod tests {
                 pages.give_back(&mut segments);
             }
             pages.end_batch();
-            // One for the pages that describe, one for the data.
+            // One call for the descriptions, one for the data.
             assert_eq!(counts.copies.load(Ordering::Relaxed), 2);
             assert_eq!(counts.copied.load(Ordering::Relaxed), 5 + 4 * 12);
         }

@@ -1,4 +1,4 @@
-//! A domain of a [`super::Machine`]: the side of the front end.
+//! A domain of a [`super::Machine`]: the front end's side.
 
 use std::collections::HashMap;
 use std::io;
@@ -15,11 +15,11 @@ use crate::memory::{Region, SharedSlice};
 use crate::xen::Channel;
 use crate::xen::abi::{COPY_TO_GRANT, CopySegment, PAGE};
 
-/// Xen's numbers for copies that fail.
+/// Xen's error numbers for copies.
 const BAD_REFERENCE: i16 = -3;
 const BAD_COPY: i16 = -10;
 
-/// See the module's page.
+/// A simulated domain.
 pub struct Domain {
     number: u16,
     memory: Arc<Region>,
@@ -29,8 +29,7 @@ pub struct Domain {
     counts: Counters,
 }
 
-/// What back ends have done with the pages of a domain: calls, and pages or pieces that they were
-/// for.
+/// Counters of back ends' grant operations on a domain: calls, and the pages or segments in them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GrantCounts {
     pub map_calls: u64,
@@ -41,7 +40,7 @@ pub struct GrantCounts {
 }
 
 impl GrantCounts {
-    /// Calls of all kinds.
+    /// Returns the number of calls of all kinds.
     pub fn calls(&self) -> u64 {
         self.map_calls + self.unmap_calls + self.copy_calls
     }
@@ -75,7 +74,7 @@ struct Ends {
     bound: bool,
 }
 
-/// The front end's end of a channel.
+/// The front end's side of a channel.
 pub struct FrontChannel {
     pub port: u32,
     front: Arc<OwnedFd>,
@@ -83,12 +82,12 @@ pub struct FrontChannel {
 }
 
 impl FrontChannel {
-    /// Becomes readable with each event.
+    /// Returns a descriptor that becomes readable with each event.
     pub fn descriptor(&self) -> io::Result<OwnedFd> {
         copy_of(&self.front)
     }
 
-    /// Takes the events that have come; returns how many.
+    /// Takes the events that have arrived. Returns their number.
     pub fn take(&self) -> u64 {
         let mut count = [0; 8];
         rustix::io::read(&self.front, &mut count).map_or(0, |_| u64::from_ne_bytes(count))
@@ -111,34 +110,34 @@ impl Domain {
         self.number
     }
 
-    /// Its memory.
+    /// Returns its whole memory.
     pub fn memory(&self) -> SharedSlice {
         self.memory.slice()
     }
 
-    /// Grants page number `page`, and returns the reference.
+    /// Grants page number `page`. Returns the grant reference.
     pub fn grant(&self, page: usize, read_only: bool) -> u32 {
         let mut grants = lock(&self.grants);
-        // As Xen's, the first references are for others.
+        // The first references are reserved, as in Xen.
         grants.last = grants.last.max(7) + 1;
         let reference = grants.last;
         grants.granted.insert(reference, Grant { page, read_only, mapped: 0 });
         reference
     }
 
-    /// Takes a grant back. False: the page is mapped, and stays granted.
+    /// Revokes a grant. Returns false if the page is mapped; then it stays granted.
     pub fn revoke(&self, reference: u32) -> bool {
         let mut grants = lock(&self.grants);
         let is_mapped = grants.granted.get(&reference).is_some_and(|grant| grant.mapped > 0);
         !is_mapped && grants.granted.remove(&reference).is_some()
     }
 
-    /// Mappings of its pages that back ends have now.
+    /// Returns the number of its pages that back ends have mapped.
     pub fn mapped(&self) -> u32 {
         lock(&self.grants).granted.values().map(|grant| grant.mapped).sum()
     }
 
-    /// Grant operations of back ends so far.
+    /// Returns the counters of back ends' grant operations.
     pub fn counts(&self) -> GrantCounts {
         let Counters { map_calls, mapped, unmap_calls, copy_calls, copied } = &self.counts;
         let of = |count: &AtomicU64| count.load(Ordering::Relaxed);
@@ -151,7 +150,7 @@ impl Domain {
         }
     }
 
-    /// Makes a channel that a back end may bind.
+    /// Creates a channel that a back end may bind.
     pub fn channel(&self) -> io::Result<FrontChannel> {
         let event = || {
             rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map(Arc::new)
@@ -163,7 +162,7 @@ impl Domain {
         Ok(FrontChannel { port, front, back })
     }
 
-    /// Lets the next back end bind the channel.
+    /// Unbinds the channel, so that the next back end can bind it.
     pub(in crate::xen) fn unbind(&self, port: u32) {
         lock(&self.channels).entry(port).and_modify(|ends| ends.bound = false);
     }
@@ -175,25 +174,25 @@ impl Domain {
             .filter(|ends| !ends.bound)
             .ok_or(io::ErrorKind::InvalidInput)?;
         ends.bound = true;
-        // A channel that was bound has an event, as with Xen.
+        // After binding, an event is pending, as in Xen.
         let _ = rustix::io::write(&ends.back, &1u64.to_ne_bytes());
         Ok(Channel::pair(ends.back.clone(), ends.front.clone(), self.clone(), port))
     }
 
-    /// Maps pages one behind the other.
+    /// Maps pages contiguously.
     pub(in crate::xen) fn map(&self, references: &[u32], write: bool) -> io::Result<NonNull<u8>> {
         let mut grants = lock(&self.grants);
         let page = |reference: &u32| {
             let grant =
                 grants.granted.get(reference).filter(|grant| !(write && grant.read_only))?;
-            // A front end may grant what it does not have.
+            // A front end may grant pages that it does not have.
             (grant.page < self.memory.size() as usize / PAGE).then_some(grant.page)
         };
         let pages = references.iter().map(page).collect::<Option<Vec<_>>>();
         let pages = pages.filter(|pages| !pages.is_empty()).ok_or(io::ErrorKind::InvalidInput)?;
         let protection = if write { ProtFlags::READ | ProtFlags::WRITE } else { ProtFlags::READ };
         let len = pages.len() * PAGE;
-        // SAFETY: a fresh mapping at an address of the kernel's choosing aliases no Rust object.
+        // SAFETY: a new mapping at an address of the kernel's choice aliases no Rust object.
         let base = unsafe {
             rustix::mm::mmap_anonymous(
                 std::ptr::null_mut(),
@@ -204,7 +203,7 @@ impl Domain {
         }?;
         for (at, page) in pages.iter().enumerate() {
             let flags = MapFlags::SHARED | MapFlags::FIXED;
-            // SAFETY: it replaces one page of the mapping above, which nothing else knows yet.
+            // SAFETY: it replaces one page of the mapping above, which nothing else uses yet.
             let mapped = unsafe {
                 rustix::mm::mmap(
                     base.cast::<u8>().add(at * PAGE).cast(),
@@ -216,7 +215,7 @@ impl Domain {
                 )
             };
             if let Err(e) = mapped {
-                // SAFETY: the mapping above.
+                // SAFETY: the mapping was created above.
                 let _ = unsafe { rustix::mm::munmap(base, len) };
                 return Err(e.into());
             }
@@ -226,10 +225,10 @@ impl Domain {
         for reference in references {
             grants.granted.entry(*reference).and_modify(|grant| grant.mapped += 1);
         }
-        NonNull::new(base.cast()).ok_or_else(|| io::Error::other("a mapping at address 0"))
+        NonNull::new(base.cast()).ok_or_else(|| io::Error::other("mmap returned address 0"))
     }
 
-    /// Notes that pages are not mapped any more.
+    /// Counts the pages as unmapped.
     pub(in crate::xen) fn release(&self, references: &[u32]) {
         self.counts.unmap_calls.fetch_add(1, Ordering::Relaxed);
         let mut grants = lock(&self.grants);
@@ -238,7 +237,7 @@ impl Domain {
         }
     }
 
-    /// Does what Xen does for the segments of a batch.
+    /// Makes the copies of a batch as Xen does.
     pub(in crate::xen) fn copy(&self, segments: &mut [CopySegment]) {
         self.counts.copy_calls.fetch_add(1, Ordering::Relaxed);
         self.counts.copied.fetch_add(segments.len() as u64, Ordering::Relaxed);
@@ -267,8 +266,8 @@ impl Domain {
         };
         let (source, target) =
             if to_guest { (here as *const u8, page) } else { (page.cast_const(), here as *mut u8) };
-        // SAFETY: one is inside the domain's memory, the other a buffer that the batch keeps and
-        // that is long enough (see CopyBatch::push). They are different mappings.
+        // SAFETY: one pointer is inside the domain's memory, the other inside a buffer that the
+        // batch keeps and that is long enough (see CopyBatch::push). They are different mappings.
         unsafe { std::ptr::copy_nonoverlapping(source, target, len as usize) };
         segment.status = 0;
     }

@@ -1,7 +1,7 @@
 //! The xenstore of a [`super::Machine`]: a tree, and a thread for each connection.
 //!
-//! Transactions work on a copy of the tree. At the end they fail with EAGAIN if the tree was
-//! changed meanwhile.
+//! A transaction works on a copy of the tree. Its end fails with EAGAIN if the tree was changed
+//! meanwhile.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io::{self, Read, Write};
@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, Weak};
 use super::lock;
 use crate::xen::abi::{Header, PAYLOAD_MAX, message};
 
-/// Paths and values, and who watches them.
+/// Paths and values, and the watches on them.
 #[derive(Default)]
 pub(super) struct Tree {
     nodes: Nodes,
@@ -27,15 +27,15 @@ struct Watch {
     connection: Arc<Mutex<UnixStream>>,
 }
 
-/// A transaction under way.
+/// A running transaction.
 struct Copy {
     nodes: Nodes,
     generation: u64,
     changed: Vec<String>,
 }
 
-/// Serves a connection on a thread of its own, until the other end is closed. Returns the stream,
-/// which is gone with the thread.
+/// Serves a connection on a thread of its own, until the other end is closed. The thread owns the
+/// returned stream.
 pub(super) fn serve(
     tree: &Arc<Mutex<Tree>>,
     domain: u16,
@@ -84,8 +84,8 @@ impl Connection {
         };
         send(&self.answers, Header { kind, ..header }, &body)?;
         if header.kind == message::WATCH && kind == message::WATCH {
-            // Each watch reports once at the beginning. Meanwhile other connections may have added
-            // theirs.
+            // Each watch reports once at the beginning. Other connections may have added watches
+            // meanwhile.
             let tree = lock(&self.tree);
             let mine = |watch: &&Watch| Arc::ptr_eq(&watch.connection, &self.answers);
             if let Some(watch) = tree.watches.iter().rfind(mine) {
@@ -176,11 +176,11 @@ impl Tree {
         self.generation += 1;
         for watch in &self.watches {
             for path in paths {
-                // Those above a removed node see it, and those below.
+                // Watches above a removed node are notified, and those below it.
                 if is_below(path, &watch.path)
                     || (is_below(&watch.path, path) && !self.nodes.contains_key(path))
                 {
-                    // A connection that has ended is removed by its own thread.
+                    // If the connection has ended, its own thread removes its watches.
                     let _ = watch.report(path);
                 }
             }
@@ -201,12 +201,12 @@ fn send(stream: &Mutex<UnixStream>, header: Header, body: &[u8]) -> io::Result<(
     lock(stream).write_all(&[&header.bytes()[..], body].concat())
 }
 
-/// Whether `path` is `above`, or lies below it.
+/// Returns whether `path` is `above`, or below it.
 fn is_below(path: &str, above: &str) -> bool {
     path.strip_prefix(above).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
 }
 
-/// Does what one request says, and returns the answer, and whether it has changed something.
+/// Executes a request. Returns the reply, and whether it changed a node.
 fn act(nodes: &mut Nodes, kind: u32, path: &str, rest: &[u8]) -> (Answer, bool) {
     let ok = || Ok(b"OK\0".to_vec());
     match kind {
@@ -230,7 +230,7 @@ fn act(nodes: &mut Nodes, kind: u32, path: &str, rest: &[u8]) -> (Answer, bool) 
     }
 }
 
-/// Makes a node and those above it; false: it is there.
+/// Creates a node and its missing parents. Returns false if it existed.
 fn make(nodes: &mut Nodes, path: &str) -> bool {
     let mut new = false;
     for (at, _) in path.match_indices('/').skip(1).chain([(path.len(), "")]) {
@@ -258,13 +258,13 @@ fn fits(names: Vec<u8>) -> Answer {
     if names.len() > PAYLOAD_MAX { Err("E2BIG") } else { Ok(names) }
 }
 
-/// Those of the names that fit into an answer, from an offset on. An empty name ends the last part.
+/// Returns the names from an offset on that fit into one reply. An empty name ends the last part.
 fn part(names: &[u8], offset: &[u8]) -> Answer {
     let offset = std::str::from_utf8(offset)
         .ok()
         .and_then(|text| text.trim_end_matches('\0').parse::<usize>().ok());
     let rest = names.get(offset.ok_or("EINVAL")?..).unwrap_or_default();
-    // The number of the list: what it has, as a test changes it.
+    // The generation of the list: a hash of its content.
     let number = names
         .iter()
         .fold(names.len() as u64, |sum, byte| sum.wrapping_mul(31).wrapping_add((*byte).into()));
@@ -285,7 +285,7 @@ fn part(names: &[u8], offset: &[u8]) -> Answer {
 mod tests {
     use super::*;
 
-    /// A connection, and its request to watch `/x`.
+    /// Opens a connection.
     fn connect(tree: &Arc<Mutex<Tree>>) -> UnixStream {
         let (ours, theirs) = UnixStream::pair().unwrap();
         serve(tree, 0, theirs).unwrap();
@@ -300,7 +300,7 @@ mod tests {
         stream.write_all(&[&header.bytes()[..], &body].concat()).unwrap();
     }
 
-    /// Returns the next message: its kind and its body.
+    /// Returns the type and the body of the next message.
     fn next(stream: &mut UnixStream) -> (u32, Vec<u8>) {
         let mut header = [0; Header::BYTES];
         stream.read_exact(&mut header).unwrap();
@@ -317,12 +317,12 @@ mod tests {
     }
 
     #[test]
-    fn a_new_watch_reports_itself_although_another_connection_adds_one() {
+    fn a_new_watch_reports_itself_even_if_another_connection_adds_one() {
         let tree = Arc::new(Mutex::new(Tree::default()));
         let (mut one, mut two) = (connect(&tree), connect(&tree));
         watch(&mut one, "first");
         watches(&mut one, "first");
-        // The answer to the next request waits for this lock.
+        // The reply to the next request waits for this lock.
         let answers = lock(&tree).watches[0].connection.clone();
         let held = lock(&answers);
         watch(&mut one, "second");

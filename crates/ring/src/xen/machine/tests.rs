@@ -10,7 +10,7 @@ fn event(store: &mut Store, never: &OwnedFd) -> Option<String> {
 }
 
 #[test]
-fn nodes_transactions_and_watches() {
+fn transactions_are_atomic_and_watches_report_them() {
     let machine = Machine::new();
     let (mut one, mut two) = (machine.store(0).unwrap(), machine.store(1).unwrap());
     let (never, _writer) = rustix::pipe::pipe().unwrap();
@@ -22,7 +22,8 @@ fn nodes_transactions_and_watches() {
         t.write("/x/a/b", 1)?;
         t.set_access("/x/a", 0, Access::None, &[(1, Access::Read)])?;
         if tries == 1 {
-            // Others see nothing of it yet, and their change makes it begin anew.
+            // Other connections do not see the changes yet. Their own change makes the transaction
+            // start again.
             assert_eq!(two.read("/x/a/b").unwrap(), None);
             two.write("/y", "z").unwrap();
         }
@@ -57,7 +58,7 @@ fn a_channel_is_bound_once_and_carries_events_both_ways() {
             && host.channel(3, 99).is_err()
             && host.channel(4, 1).is_err()
     );
-    assert!(back.take().unwrap(), "a bound channel has an event");
+    assert!(back.take().unwrap(), "an event is pending after binding");
     assert!(!back.take().unwrap());
     front.notify();
     front.notify();
@@ -83,7 +84,7 @@ fn pages_are_mapped_in_the_order_of_their_references() {
     domain.memory().write(2 * PAGE, b"page 2");
     region.slice().write(PAGE, b"page 0");
     assert_eq!((&domain.memory().copy_out(0), &region.slice().copy_out(0)), (b"page 0", b"page 2"));
-    // Segments keep the mapping, and the mapping the grant.
+    // Segments keep the mapping alive, and the mapping the grant.
     let mut segments = Segments::default();
     segments.reset_regions();
     segments.push_region(&region, 2, 4).unwrap();
@@ -103,7 +104,7 @@ fn pages_are_mapped_in_the_order_of_their_references() {
 }
 
 #[test]
-fn pages_that_cannot_be_mapped_are_an_error_of_all() {
+fn if_one_page_cannot_be_mapped_none_is() {
     let (domain, grants) = grants();
     let (good, read_only, beyond) =
         (domain.grant(0, false), domain.grant(1, true), domain.grant(4, false));
@@ -143,7 +144,7 @@ fn each_copy_has_its_status() {
 }
 
 #[test]
-fn a_node_may_have_more_names_than_a_message_has_room_for() {
+fn a_list_of_names_may_exceed_one_message() {
     let machine = Machine::new();
     let mut store = machine.store(0).unwrap();
     let names: Vec<_> = (1000..2000).map(|number| format!("node-{number}")).collect();

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 use super::super::abi::{Header, message};
 use super::*;
 
-/// A store whose xenstored answers with these bytes, whatever the request is.
+/// Returns a store. Its xenstored sends these bytes in reply to any request.
 fn answering(bytes: &[u8]) -> (Store, UnixStream) {
     let (ours, theirs) = UnixStream::pair().unwrap();
     rustix::io::write(&theirs, bytes).unwrap();
@@ -16,7 +16,7 @@ fn message(kind: u32, request: u32, body: &[u8]) -> Vec<u8> {
     [&header.bytes()[..], body].concat()
 }
 
-fn asked(peer: &UnixStream) -> Vec<u8> {
+fn sent(peer: &UnixStream) -> Vec<u8> {
     let mut bytes = vec![0; 8192];
     let len = rustix::io::read(peer, &mut bytes).unwrap();
     bytes.truncate(len);
@@ -24,23 +24,23 @@ fn asked(peer: &UnixStream) -> Vec<u8> {
 }
 
 #[test]
-fn requests_are_as_the_wire_has_them() {
+fn requests_have_the_format_of_the_wire_protocol() {
     let (mut store, peer) = answering(&message(message::WRITE, 1, b"OK\0"));
     store.write("/a/b", 7).unwrap();
     assert_eq!(
-        asked(&peer),
+        sent(&peer),
         [11, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 6, 0, 0, 0, b'/', b'a', b'/', b'b', 0, b'7']
     );
     let (mut store, peer) = answering(&message(message::SET_PERMS, 1, b"OK\0"));
     store.set_access("/a", 0, Access::None, &[(12, Access::Read)]).unwrap();
-    assert_eq!(&asked(&peer)[16..], b"/a\0n0\0r12\0");
+    assert_eq!(&sent(&peer)[16..], b"/a\0n0\0r12\0");
     let (mut store, peer) = answering(&message(message::WATCH, 1, b"OK\0"));
     store.watch("/a", "t").unwrap();
-    assert_eq!(&asked(&peer)[16..], b"/a\0t\0");
+    assert_eq!(&sent(&peer)[16..], b"/a\0t\0");
 }
 
 #[test]
-fn errors_have_their_names() {
+fn errors_contain_the_name_of_the_errno() {
     let (mut store, _peer) = answering(&message(message::ERROR, 1, b"EACCES\0"));
     let error = store.write("/a", 1).unwrap_err();
     assert_eq!(error.to_string(), "xenstore: /a: EACCES");
@@ -55,7 +55,7 @@ fn errors_have_their_names() {
 }
 
 #[test]
-fn a_message_that_makes_no_sense_ends_the_connection() {
+fn an_invalid_message_ends_the_connection() {
     for bytes in
         [message(message::READ, 2, b""), message(message::WRITE, 1, b""), message(99, 1, b"")]
     {
@@ -81,27 +81,27 @@ fn many_changes_of_a_node_are_one_event() {
     let wake = peer.as_fd();
     let mut next = || store.event(wake, Some(Instant::now() + Duration::from_secs(60))).unwrap();
     assert_eq!((next().as_deref(), next().as_deref()), (Some("one"), Some("two")));
-    // The request of before can be read there: it wakes.
+    // The peer's unread request makes `wake` readable.
     assert_eq!(next(), None);
 }
 
 #[test]
-fn names_that_are_too_many_for_one_message_come_in_parts() {
+fn lists_that_exceed_one_message_come_in_parts() {
     let part = |request, body: &[u8]| message(message::DIRECTORY_PART, request, body);
     let answers = [
         message(message::ERROR, 1, b"E2BIG\0"),
         part(2, b"7\0one\0two\0"),
-        // Somebody has made a node meanwhile.
+        // The names have changed meanwhile.
         part(3, b"8\0three\0"),
         part(4, b"8\0one\0two\0new\0"),
         part(5, b"8\0three\0\0"),
     ];
     let (mut store, peer) = answering(&answers.concat());
     assert_eq!(store.list("/a").unwrap(), ["one", "two", "new", "three"]);
-    let asked = asked(&peer);
+    let requests = sent(&peer);
     let offsets = [b"/a\x000\0".as_slice(), b"/a\x008\0", b"/a\x0012\0"];
-    let times =
-        offsets.map(|offset| asked.windows(offset.len()).filter(|bytes| *bytes == offset).count());
+    let times = offsets
+        .map(|offset| requests.windows(offset.len()).filter(|bytes| *bytes == offset).count());
     assert_eq!(times, [2, 1, 1]);
     let endless = [message(message::ERROR, 1, b"E2BIG\0"), part(2, b"no number")].concat();
     let (mut store, _peer) = answering(&endless);
