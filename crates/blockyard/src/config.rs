@@ -241,10 +241,20 @@ mod tests {
         assert_eq!((config.fair_share, config.costs), (Some(false), Some("/etc/costs".into())));
     }
 
+    const DISK: &str = "[[disk]]\nimage = \"a\"\nvhost-user = \"s\"\n";
+
+    /// Checks that each text is refused with one line that contains the second one.
+    fn each_is_an_error(cases: &[(String, &str)]) {
+        for (text, part) in cases {
+            let error = read(text).unwrap_err();
+            assert!(error.contains(part) && !error.contains('\n'), "{error}");
+        }
+    }
+
     #[test]
     fn errors_name_the_line_or_the_disk() {
-        let disk = "[[disk]]\nimage = \"a\"\nvhost-user = \"s\"\n";
-        for (text, part) in [
+        let disk = DISK;
+        each_is_an_error(&[
             (
                 format!("{disk}cach = \"none\"\n"),
                 "line 4: unknown key `cach`: did you mean `cache`?",
@@ -291,6 +301,13 @@ mod tests {
                 "line 2: unknown key `wieght`: did you mean `weight`?",
             ),
             (format!("[group.g]\ngroup = \"h\"\n{disk}"), "line 2: unknown key `group`"),
+        ]);
+    }
+
+    #[test]
+    fn errors_name_a_value_of_the_wrong_type_and_an_unknown_key() {
+        let disk = DISK;
+        each_is_an_error(&[
             (format!("{disk}iops = 1.5\n"), "line 4: iops: limit \"1.5\": it is RATE"),
             (format!("{disk}iops = -5\n"), "line 4: iops: limit \"-5\": it is RATE"),
             (
@@ -332,9 +349,6 @@ mod tests {
                 "[group.g]\niops = 5\nreserve-iops = 6\n".into(),
                 "group \"g\": reserve-iops is 6, more than",
             ),
-        ] {
-            let error = read(&text).unwrap_err();
-            assert!(error.contains(part) && !error.contains('\n'), "{error}");
-        }
+        ]);
     }
 }

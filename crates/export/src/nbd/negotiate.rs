@@ -75,20 +75,7 @@ impl<'a> Negotiation<'a> {
     /// Returns the agreed terms and the client's identity, or `None` if the client has ended the
     /// negotiation.
     pub async fn run(mut self) -> io::Result<Option<(Terms, Peer)>> {
-        let mut greeting = Vec::new();
-        greeting.extend(wire::GREETING.to_be_bytes());
-        greeting.extend(wire::OPTION.to_be_bytes());
-        greeting.extend((handshake::FIXED_NEWSTYLE | handshake::NO_ZEROES).to_be_bytes());
-        self.write(&greeting).await?;
-        let flags = wire::u32_at(&self.inbox.exactly(self.stream, 4).await?, 0);
-        let known = u32::from(handshake::FIXED_NEWSTYLE | handshake::NO_ZEROES);
-        if flags & !known != 0 {
-            return Err(invalid(format!("its handshake flags {flags:#x} include unknown ones")));
-        }
-        // A client without fixed newstyle cannot receive replies to options. It can only choose an
-        // export.
-        let fixed = flags & u32::from(handshake::FIXED_NEWSTYLE) != 0;
-        self.no_zeroes = flags & u32::from(handshake::NO_ZEROES) != 0;
+        let fixed = self.greet().await?;
         for _ in 0..MOST_OPTIONS {
             let header = self.inbox.exactly(self.stream, OptionHeader::BYTES).await?;
             let header = OptionHeader::parse(&header).map_err(|magic| {
@@ -159,6 +146,23 @@ impl<'a> Negotiation<'a> {
             }
         }
         Err(invalid(format!("it has sent {MOST_OPTIONS} options and chosen no export")))
+    }
+
+    /// Exchanges the greeting and the handshake flags. Returns whether the client knows fixed
+    /// newstyle. A client without it cannot receive replies to options. It can only choose an export.
+    async fn greet(&mut self) -> io::Result<bool> {
+        let mut greeting = Vec::new();
+        greeting.extend(wire::GREETING.to_be_bytes());
+        greeting.extend(wire::OPTION.to_be_bytes());
+        greeting.extend((handshake::FIXED_NEWSTYLE | handshake::NO_ZEROES).to_be_bytes());
+        self.write(&greeting).await?;
+        let flags = wire::u32_at(&self.inbox.exactly(self.stream, 4).await?, 0);
+        let known = u32::from(handshake::FIXED_NEWSTYLE | handshake::NO_ZEROES);
+        if flags & !known != 0 {
+            return Err(invalid(format!("its handshake flags {flags:#x} include unknown ones")));
+        }
+        self.no_zeroes = flags & u32::from(handshake::NO_ZEROES) != 0;
+        Ok(flags & u32::from(handshake::FIXED_NEWSTYLE) != 0)
     }
 
     /// Handles an option that does not end the phase.

@@ -106,11 +106,13 @@ fn many_chunks_in_any_order_and_holes() {
     });
 }
 
+/// What a server answers to a request that it should answer well.
+type Lie = fn(&Request, &Disk) -> Vec<u8>;
+
 /// Each wrong answer ends the connection, and the request fails in time with an error that says
 /// why. When the server answers correctly again, it is used again.
 #[test]
 fn wrong_answers_end_in_errors() {
-    type Lie = fn(&Request, &Disk) -> Vec<u8>;
     let lies: [(&str, Headers, Lie); 19] = [
         ("no reply", Headers::Simple, |_, _| vec![0x42; 64]),
         ("no reply", Headers::Structured, |_, _| vec![0x42; 64]),
@@ -176,47 +178,46 @@ fn wrong_answers_end_in_errors() {
     // Each client waits for its server most of the time.
     std::thread::scope(|scope| {
         for (says, headers, lie) in lies {
-            scope.spawn(move || {
-                let honest = Arc::new(AtomicBool::new(false));
-                let is_honest = honest.clone();
-                let answer = move |_, request: &Request, disk: &mut Disk| {
-                    Some(if is_honest.load(Ordering::SeqCst) {
-                        good(request, disk)
-                    } else {
-                        lie(request, disk)
-                    })
-                };
-                let server = Server::start(headers, |_, _| (), script(answer));
-                on_image(&server, TALKING, async move |raw| {
-                    let start = Instant::now();
-                    let mut error = raw.read(Segments::buffer(4096), 4096).await.1;
-                    if says.contains("nobody asked") && error.is_ok() {
-                        // An error behind a correct answer is detected by the next request.
-                        error = raw.read(Segments::buffer(4096), 4096).await.1;
-                        if error.is_ok() {
-                            return;
-                        }
-                    }
-                    let error = error.expect_err(says).to_string();
-                    assert!(error.contains(says), "{says}: {error}");
-                    assert!(
-                        start.elapsed() < Duration::from_secs(7),
-                        "{says}: {:?}",
-                        start.elapsed()
-                    );
-                    honest.store(true, Ordering::SeqCst);
-                    for _ in 0..1000 {
-                        let (segments, result) = raw.read(Segments::buffer(4096), 4096).await;
-                        if result.is_ok() {
-                            assert!(is_pattern(&segments, 4096));
-                            return;
-                        }
-                        std::thread::sleep(Duration::from_millis(20));
-                    }
-                    panic!("{says}: it never came back");
-                });
-            });
+            scope.spawn(move || ends_in_an_error(says, headers, lie));
         }
+    });
+}
+
+/// Reads from a server that answers wrongly, then from the same server when it answers correctly.
+fn ends_in_an_error(says: &'static str, headers: Headers, lie: Lie) {
+    let honest = Arc::new(AtomicBool::new(false));
+    let is_honest = honest.clone();
+    let answer = move |_, request: &Request, disk: &mut Disk| {
+        Some(if is_honest.load(Ordering::SeqCst) {
+            good(request, disk)
+        } else {
+            lie(request, disk)
+        })
+    };
+    let server = Server::start(headers, |_, _| (), script(answer));
+    on_image(&server, TALKING, async move |raw| {
+        let start = Instant::now();
+        let mut error = raw.read(Segments::buffer(4096), 4096).await.1;
+        if says.contains("nobody asked") && error.is_ok() {
+            // An error behind a correct answer is detected by the next request.
+            error = raw.read(Segments::buffer(4096), 4096).await.1;
+            if error.is_ok() {
+                return;
+            }
+        }
+        let error = error.expect_err(says).to_string();
+        assert!(error.contains(says), "{says}: {error}");
+        assert!(start.elapsed() < Duration::from_secs(7), "{says}: {:?}", start.elapsed());
+        honest.store(true, Ordering::SeqCst);
+        for _ in 0..1000 {
+            let (segments, result) = raw.read(Segments::buffer(4096), 4096).await;
+            if result.is_ok() {
+                assert!(is_pattern(&segments, 4096));
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        panic!("{says}: it never came back");
     });
 }
 
