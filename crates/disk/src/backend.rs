@@ -45,6 +45,7 @@ pub enum Source {
     },
 }
 
+/// Error of [`Source::open`].
 #[derive(Debug, thiserror::Error)]
 pub enum SourceError {
     #[error(transparent)]
@@ -143,6 +144,7 @@ impl Source {
         }
     }
 
+    /// Returns the block sizes that the guest should use, in bytes.
     pub fn geometry(&self) -> Geometry {
         match self {
             Source::File(file) | Source::Delay { file: Some(file), .. } => file.geometry(),
@@ -253,6 +255,7 @@ pub enum Backend<S> {
 }
 
 impl Backend<Store> {
+    /// Opens the back end on one reactor.
     pub fn open(handle: &Handle, source: &Source) -> io::Result<Self> {
         let raw = |file: &Arc<ImageFile>| Raw::open(file, handle);
         Ok(match source {
@@ -273,6 +276,7 @@ fn gone<T>(why: &str) -> io::Result<T> {
 }
 
 impl<S: Storage> Backend<S> {
+    /// Reads `segments.len()` bytes from `offset`. Returns the segments.
     #[inline]
     pub async fn read(&self, segments: Segments, offset: u64) -> (Segments, io::Result<()>) {
         match self {
@@ -329,6 +333,7 @@ impl<S: Storage> Backend<S> {
         }
     }
 
+    /// Makes all writes durable that completed before this call.
     pub async fn flush(&self) -> io::Result<()> {
         match self {
             Backend::Raw(raw) => raw.flush().await,
@@ -350,6 +355,7 @@ impl<S: Storage> Backend<S> {
         }
     }
 
+    /// Discards a range. Offset and length are in bytes.
     pub async fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
         match self {
             Backend::Raw(raw) => raw.discard(offset, len).await,

@@ -13,6 +13,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 const SMALLEST: u64 = 64 << 10;
 const MOST: u64 = 1 << 22;
 
+/// A bitmap of the changed parts of a disk; see the module documentation.
 #[derive(Debug)]
 pub struct DirtyMap {
     /// Size of a part is 2^bits bytes.
@@ -35,6 +36,7 @@ impl DirtyMap {
         }
     }
 
+    /// Returns a guard that records the range as changed when it is dropped.
     pub fn changing(&self, offset: u64, len: u64) -> Changing<'_> {
         Changing(self, offset, len)
     }

@@ -47,7 +47,8 @@ pub struct Disk {
     /// The image is a raw file whose writes go through the host's page cache, which may lose them
     /// later.
     pub(crate) cached: bool,
-    /// The same for a raw file or the topmost image of a chain.
+    /// Writes to the raw file, or to the topmost image of a chain, go through the host's page
+    /// cache.
     dirties: bool,
     /// The image is a block device.
     pub(crate) on_device: bool,
@@ -88,6 +89,7 @@ impl Disk {
         Disk::sharing(options, source, share)
     }
 
+    /// Returns a disk with a share of a device, and limits.
     pub fn sharing(options: DiskOptions, source: Source, share: Arc<Share>) -> Self {
         let capacity = AtomicU64::new(source.capacity());
         let dirties = source

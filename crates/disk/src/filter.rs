@@ -20,6 +20,7 @@ pub enum Filter {
     Error { odds: [f64; 5], range: Range<u64> },
 }
 
+/// Error in the text form of a filter.
 #[derive(Debug, thiserror::Error, PartialEq)]
 pub enum FilterError {
     #[error(
@@ -32,6 +33,7 @@ pub enum FilterError {
 }
 
 impl Filter {
+    /// Returns the delay of requests of this kind, if there is one.
     pub fn delay(&self, kind: OpKind) -> Option<Duration> {
         match self {
             Filter::Delay { times } => Some(times[kind as usize]).filter(|t| !t.is_zero()),

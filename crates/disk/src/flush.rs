@@ -12,6 +12,7 @@ use std::future::{Future, poll_fn};
 use std::sync::Mutex;
 use std::task::{Poll, Waker};
 
+/// The flushes of one disk; see the module documentation.
 #[derive(Debug, Default)]
 pub struct FlushGroup {
     state: Mutex<State>,

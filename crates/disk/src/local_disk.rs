@@ -243,6 +243,7 @@ impl<S: Storage> LocalDisk<S> {
         self.statistics.borrow_mut().record_refused(op);
     }
 
+    /// Returns what this reactor has counted for the disk.
     pub fn statistics(&self) -> Statistics {
         let mut statistics = self.statistics.borrow().clone();
         statistics.writes.merge(&self.image.borrow().writes());
@@ -338,6 +339,7 @@ impl<S: Storage> LocalDisk<S> {
         self.throttle.suspend();
     }
 
+    /// Ends [`LocalDisk::suspend`].
     pub fn resume(&self) {
         self.throttle.resume();
     }

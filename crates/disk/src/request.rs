@@ -14,6 +14,7 @@ use std::time::Instant;
 
 use blockyard_ring::Segments;
 
+/// The operation of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Op {
     Read,
@@ -46,6 +47,7 @@ pub enum Failure {
 }
 
 impl Failure {
+    /// Returns the failure that corresponds to an I/O error.
     pub fn of(error: &io::Error) -> Self {
         match error.kind() {
             io::ErrorKind::StorageFull
@@ -57,6 +59,7 @@ impl Failure {
     }
 }
 
+/// The result of a request.
 pub type Status = Result<(), Failure>;
 
 /// The export's own data of a request, which the disk passes back with the answer.
@@ -103,6 +106,7 @@ impl<T: Token> Request<T> {
         matches!(self.op, Op::Write { fua: false } | Op::WriteZeroes { fua: false, .. })
     }
 
+    /// Sets the status of the request.
     #[inline]
     pub fn finish(self, status: Status) -> Finished<T> {
         Finished { status, segments: self.segments, owed: self.owed }
@@ -110,6 +114,7 @@ impl<T: Token> Request<T> {
 }
 
 impl<T: Token> Finished<T> {
+    /// Answers the guest.
     #[inline]
     pub fn answer(mut self) {
         if let Some(token) = self.owed.0.take() {
@@ -117,6 +122,7 @@ impl<T: Token> Finished<T> {
         }
     }
 
+    /// Returns the status that the guest will get.
     pub fn status(&self) -> Status {
         self.status
     }

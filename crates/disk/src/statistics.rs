@@ -10,6 +10,7 @@ use hdrhistogram::Histogram;
 
 use crate::request::Op;
 
+/// The kind of a request, without its flags.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OpKind {
     Read,
@@ -33,6 +34,7 @@ impl OpKind {
         }
     }
 
+    /// Returns the kind's name in text forms and statistics.
     pub fn name(self) -> &'static str {
         match self {
             OpKind::Read => "read",
@@ -80,6 +82,8 @@ pub struct Statistics {
 }
 
 impl Statistics {
+    /// Counts a request with its time in the queue and its service time. `bytes` count if it
+    /// succeeded.
     #[inline]
     pub fn record(&mut self, op: Op, bytes: u64, queue: Duration, service: Duration, ok: bool) {
         let kind = self.kind(op);
@@ -109,6 +113,7 @@ impl Statistics {
         self.kinds[OpKind::of(op) as usize].get_or_insert_with(|| Box::new(KindStatistics::new()))
     }
 
+    /// Adds the statistics of another reactor.
     pub fn merge(&mut self, other: &Statistics) {
         self.writes.merge(&other.writes);
         for (mine, theirs) in self.kinds.iter_mut().zip(&other.kinds) {

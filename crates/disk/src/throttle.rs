@@ -172,6 +172,7 @@ impl Throttle {
         number <= self.drained.get() || self.suspended.get() > 0
     }
 
+    /// Waits until the limits and the device admit a request. `number`: see [`Throttle::arrive`].
     #[inline]
     pub async fn enter(&self, operation: &Operation, number: u64) -> Admission<'_> {
         if self.is_open() {
@@ -299,6 +300,7 @@ impl Throttle {
         self.drain();
     }
 
+    /// Ends [`Throttle::suspend`].
     pub fn resume(&self) {
         // This reactor may have opened the disk after the others were suspended.
         self.suspended.set(self.suspended.get().saturating_sub(1));

@@ -119,6 +119,7 @@ impl Account {
         account
     }
 
+    /// Changes the knobs.
     pub fn set(&self, knobs: &Knobs) {
         self.own_weight.store(knobs.weight.clamp(1, Knobs::MAX_WEIGHT), Relaxed);
         self.reserve.set(knobs);
@@ -138,10 +139,12 @@ impl Account {
         self.own_weight.load(Relaxed)
     }
 
+    /// Returns the effective weight.
     pub fn weight(&self) -> f64 {
         f64::from_bits(self.weight.load(Relaxed))
     }
 
+    /// Sets the effective weight.
     pub fn set_weight(&self, weight: f64) {
         let weight = weight.max(MIN_WEIGHT);
         self.weight.store(weight.to_bits(), Relaxed);
@@ -149,6 +152,7 @@ impl Account {
             .store(((1u64 << (20 + FRACTION_BITS)) as f64 / weight).round() as u64, Relaxed);
     }
 
+    /// Sets the cost that is due to the disk in a nanosecond.
     pub fn set_rate(&self, rate: f64) {
         self.rate.store(rate.max(MIN_RATE).to_bits(), Relaxed);
     }
@@ -179,12 +183,14 @@ impl Account {
         self.reserve.is_set() || self.group.as_ref().is_some_and(|group| group.reserve.is_set())
     }
 
+    /// Returns whether an operation of the disk, or of its group, is due by reservation.
     #[inline]
     pub fn reservation_is_due(&self, now: Time) -> bool {
         self.reserve.is_due(now)
             || self.group.as_ref().is_some_and(|group| group.reserve.is_due(now))
     }
 
+    /// Counts an admitted operation against the reservations of the disk and its group.
     #[inline]
     pub fn charge_reservation(&self, now: Time, requests: u32, bytes: u64) {
         self.reserve.charge(now, requests, bytes);
@@ -193,15 +199,18 @@ impl Account {
         }
     }
 
+    /// Counts an admitted operation.
     #[inline]
     pub fn began(&self) {
         self.begun.fetch_add(1, Relaxed);
     }
 
+    /// Counts cost in addition to that of requests.
     pub fn costs_more(&self, cost_ns: u64) {
         self.cost_ns.fetch_add(cost_ns, Relaxed);
     }
 
+    /// Counts a completed operation: its cost, service time, latency and baseline service time.
     #[inline]
     pub fn served(&self, cost_ns: u64, service_ns: u64, latency_ns: u64, baseline_ns: u64) {
         self.cost_ns.fetch_add(cost_ns, Relaxed);
@@ -218,6 +227,7 @@ impl Account {
         !before(end, self.start_tag.load(Relaxed)) && self.waiting.load(Relaxed) == 0
     }
 
+    /// Sets how much cost, in nanoseconds, the disk may use ahead of its share.
     pub fn set_margin(&self, cost: u64) {
         self.margin.store(self.virtual_cost(cost), Relaxed);
     }
@@ -227,10 +237,12 @@ impl Account {
         self.operations.load(Relaxed) == 0 && self.waiting.load(Relaxed) == 0
     }
 
+    /// Returns whether the disk had operations in the last `within` nanoseconds.
     pub fn is_busy(&self, now: Time, within: u64) -> bool {
         now < self.busy_at.load(Relaxed).saturating_add(within)
     }
 
+    /// Returns the counters of the control period that ends, and resets them.
     pub fn take_counts(&self, now: Time) -> Counts {
         let (waits, begun) = (self.waits.swap(0, Relaxed), self.begun.swap(0, Relaxed));
         let counts = Counts {

@@ -4,6 +4,7 @@
 //! The linear model of Linux's blk-iocost: a base cost by type and by whether the operation is
 //! sequential, and a cost for each byte.
 
+/// The kind of an operation on a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OperationKind {
     Read,
@@ -67,6 +68,7 @@ pub struct Calibration {
 }
 
 impl Calibration {
+    /// Returns a calibration with only a cost model.
     pub const fn of(costs: Costs) -> Self {
         Calibration { costs, window_ns: None, baseline_read_ns: 0, baseline_write_ns: 0 }
     }

@@ -60,6 +60,7 @@ impl Debt {
         worth
     }
 
+    /// Removes a waiting operation. `worth`: what [`Debt::join`] returned.
     pub fn leave(&self, worth: u64) {
         self.queued_ns.fetch_sub(worth, Relaxed);
         self.waiting.fetch_sub(1, Relaxed);

@@ -21,8 +21,10 @@ pub struct DeviceProfile {
 }
 
 impl DeviceProfile {
+    /// A typical flash device.
     pub const FLASH: DeviceProfile =
         DeviceProfile { class: DeviceClass::FLASH, calibration: Calibration::of(Costs::FLASH) };
+    /// A typical rotational device.
     pub const ROTATIONAL: DeviceProfile = DeviceProfile {
         class: DeviceClass::ROTATIONAL,
         calibration: Calibration::of(Costs::ROTATIONAL),

@@ -43,7 +43,9 @@ pub struct DeviceClass {
 }
 
 impl DeviceClass {
+    /// Settings for flash devices.
     pub const FLASH: DeviceClass = DeviceClass { queue_ns: 1_000_000, period_ns: 20_000_000 };
+    /// Settings for rotational devices.
     pub const ROTATIONAL: DeviceClass =
         DeviceClass { queue_ns: 40_000_000, period_ns: 100_000_000 };
 }
@@ -141,6 +143,7 @@ impl InFlightWindow {
         self.initial.max(self.size)
     }
 
+    /// Returns the estimated capacity, in nanoseconds of cost a nanosecond.
     pub fn capacity(&self) -> f64 {
         self.capacity
     }

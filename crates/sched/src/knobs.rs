@@ -19,7 +19,9 @@ pub struct Knobs {
 }
 
 impl Knobs {
+    /// Default weight.
     pub const WEIGHT: u32 = 100;
+    /// Largest weight.
     pub const MAX_WEIGHT: u32 = 10_000;
 }
 
@@ -51,6 +53,7 @@ pub struct Limit {
     pub length: Duration,
 }
 
+/// Error in the text form of a limit.
 #[derive(Debug, thiserror::Error, PartialEq)]
 pub enum KnobError {
     #[error(
@@ -63,6 +66,7 @@ pub enum KnobError {
 }
 
 impl Limit {
+    /// Returns a limit without a burst.
     pub fn of(rate: u64) -> Self {
         Limit { rate, max: None, length: Duration::from_secs(1) }
     }

@@ -64,6 +64,7 @@ impl Clock {
 }
 
 impl Reserve {
+    /// Changes the reserved rates.
     pub fn set(&self, knobs: &Knobs) {
         self.operations.set(knobs.reserve_iops);
         self.bytes.set(knobs.reserve_bps);
@@ -74,17 +75,20 @@ impl Reserve {
         self.operations.interval.load(Relaxed) > 0 || self.bytes.interval.load(Relaxed) > 0
     }
 
+    /// Returns whether an operation is due by reservation.
     #[inline]
     pub fn is_due(&self, now: Time) -> bool {
         self.operations.is_due(now) || self.bytes.is_due(now)
     }
 
+    /// Counts an admitted operation against the reservation.
     #[inline]
     pub fn charge(&self, now: Time, requests: u32, bytes: u64) {
         self.operations.charge(now, requests.into());
         self.bytes.charge(now, bytes);
     }
 
+    /// Returns when the reservation is due for the last of `ahead` waiting operations.
     pub fn next(&self, now: Time, ahead: u64) -> Option<Time> {
         // The sizes of the waiting operations are unknown here; assume 4 KiB each.
         let ahead = ahead.saturating_sub(1);

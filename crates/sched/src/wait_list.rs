@@ -91,6 +91,7 @@ pub(crate) struct WaitList {
 }
 
 impl WaitList {
+    /// Adds an operation of a disk. `tag`: start tag of the disk's next operation.
     pub fn push(&mut self, disk: usize, tag: u64, waiter: Waiter) {
         if self.queues.len() <= disk {
             self.queues.resize_with(disk + 1, VecDeque::new);

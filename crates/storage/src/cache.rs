@@ -21,6 +21,7 @@ pub enum CacheMode {
 }
 
 impl CacheMode {
+    /// All modes with their names.
     pub const NAMES: [(&str, CacheMode); 5] = [
         ("none", CacheMode::None),
         ("writeback", CacheMode::Writeback),

@@ -22,6 +22,7 @@ use crate::schemes::{SCHEMES, Store, scheme_of};
 use crate::sim::{Journal, Recorded};
 use crate::storage::{Alignment, Capabilities};
 
+/// Options for opening an image file.
 #[derive(Clone, Debug)]
 pub struct OpenOptions {
     pub path: PathBuf,
@@ -151,6 +152,7 @@ pub struct ImageFile {
 }
 
 impl ImageFile {
+    /// Opens and locks an image file, or connects to what its name's scheme describes.
     pub fn open(options: &OpenOptions) -> Result<Self, OpenError> {
         match scheme_of(&options.path) {
             Some((scheme, name)) => {
@@ -325,6 +327,7 @@ impl ImageFile {
             .map_or_else(write, |journal| journal.note(&self.path, Some(overlay), write))
     }
 
+    /// Durably removes the record of an overlay, if there is one.
     pub fn remove_overlay_record(&self) -> io::Result<()> {
         let remove = || self.fd().map_or(Ok(()), record::remove);
         self.journal.as_ref().map_or_else(remove, |journal| journal.note(&self.path, None, remove))
@@ -410,6 +413,7 @@ impl ImageFile {
         self.id
     }
 
+    /// Returns the cache mode that was requested.
     pub fn cache(&self) -> CacheMode {
         self.cache
     }

@@ -10,6 +10,7 @@ use std::ops::Range;
 use std::sync::Mutex;
 use std::task::{Poll, Waker};
 
+/// A lock on byte ranges; see the module documentation.
 #[derive(Debug, Default)]
 pub struct RangeLock {
     held: Mutex<Held>,
@@ -38,6 +39,7 @@ impl RangeLock {
     }
 }
 
+/// Holds a range until it is dropped.
 pub struct RangeGuard<'a> {
     lock: &'a RangeLock,
     range: Range<u64>,

@@ -7,6 +7,7 @@ use blockyard_disk::SourceError;
 
 use crate::settings::WayError;
 
+/// Error of a command of the yard.
 #[derive(Debug, thiserror::Error)]
 pub enum YardError {
     #[error("no disk is called \"{disk}\"")]

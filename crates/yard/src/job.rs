@@ -15,6 +15,7 @@ const MAX_RUNNING: usize = 16;
 /// Most jobs that have ended and are still listed.
 const MAX_ENDED: usize = 64;
 
+/// What a job does.
 #[derive(Clone, Debug)]
 pub enum JobKind {
     /// Puts an overlay on the image. The image no longer changes from then on.
@@ -35,6 +36,7 @@ impl fmt::Display for JobKind {
     }
 }
 
+/// The state of a job.
 #[derive(Clone, Debug)]
 pub enum JobState {
     Running,

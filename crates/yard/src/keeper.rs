@@ -44,6 +44,7 @@ pub(crate) enum Message {
     Close(SyncSender<Vec<Ended>>),
 }
 
+/// The state of a disk in the yard.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DiskState {
     /// Its image is being opened, or its exports start.

@@ -4,11 +4,13 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+/// A command to run.
 pub type Task = Box<dyn FnOnce() + Send>;
 
 /// Opening an image needs more than a reactor's stack.
 const STACK_BYTES: usize = 2 << 20;
 
+/// A pool of threads; see the module documentation.
 pub struct Pool {
     queue: Arc<Mutex<Queue>>,
     name: &'static str,

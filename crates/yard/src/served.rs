@@ -110,6 +110,7 @@ impl ServedDisk {
         }
     }
 
+    /// Returns the clients and the statistics of the disk.
     pub fn report(&self, reactors: &Reactors) -> Report {
         let (statistics, policies) = statistics(&self.disk, reactors);
         Report {
@@ -122,6 +123,7 @@ impl ServedDisk {
         }
     }
 
+    /// Changes the knobs, or the clients that may connect.
     pub fn change(&mut self, change: &Change) {
         if let Some(knobs) = &change.knobs {
             self.disk.share().set(knobs, sched_time());

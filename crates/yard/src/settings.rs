@@ -24,6 +24,7 @@ pub trait Way: Send + Sync {
     ) -> Result<Box<dyn Export>, WayError>;
 }
 
+/// Settings of a disk.
 #[derive(Clone)]
 pub struct DiskSettings {
     /// Name of the disk, unique in the yard, also used in messages.

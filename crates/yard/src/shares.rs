@@ -21,6 +21,7 @@ pub struct MeasuredDevice {
     pub calibration: Calibration,
 }
 
+/// The devices and groups that disks share; see the module documentation.
 pub struct Shares {
     host: Host,
     groups: RwLock<BTreeMap<String, Knobs>>,

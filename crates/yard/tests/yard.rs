@@ -323,7 +323,7 @@ fn the_end_closes_a_disk_whose_name_is_added_again_while_images_open_slowly() {
     drop(held);
 }
 
-/// SIGUSR1 asks for a report on the main thread, which also waits for SIGTERM.
+/// The server makes the report of SIGUSR1 on its main thread, which also waits for SIGTERM.
 #[test]
 fn commands_for_a_served_disk_do_not_wait_for_images_that_open_slowly() {
     let stage = Stage::new("slow");

@@ -42,6 +42,7 @@ impl Ram {
         }
     }
 
+    /// Zeroes a range in pieces. Offset and length are in bytes.
     pub async fn zero(&self, offset: u64, len: usize) -> io::Result<()> {
         self.in_pieces(offset, len, |ram, _| ram.zero(0, ram.len())).await
     }

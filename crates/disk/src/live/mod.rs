@@ -77,6 +77,7 @@ pub struct WorkError {
     pub why: Box<Why>,
 }
 
+/// Why a snapshot, commit or stream failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Why {
     #[error("another snapshot, commit or stream of this disk is under way")]

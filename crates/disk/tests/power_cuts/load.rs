@@ -1,4 +1,4 @@
-//! The run: lanes of requests on one or two reactors, until they end or the power goes.
+//! The run: lanes of requests on one or two reactors, until they end or the power is cut.
 
 use std::cell::{Cell, RefCell};
 use std::fmt;

@@ -72,6 +72,7 @@ impl Bucket {
         }
     }
 
+    /// Charges an operation that cannot wait.
     pub fn force(&self, now: Time, amount: u64) {
         let cost = self.cost(amount);
         let _ = self
@@ -79,6 +80,7 @@ impl Bucket {
             .fetch_update(AcqRel, Acquire, |full| Some(full.max(now).saturating_add(cost)));
     }
 
+    /// Returns the tokens of a charge.
     pub fn refund(&self, amount: u64) {
         let cost = self.refunded(amount);
         let _ = self.full.fetch_update(AcqRel, Acquire, |full| Some(full.saturating_sub(cost)));

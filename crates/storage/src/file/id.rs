@@ -14,6 +14,7 @@ pub enum FileId {
 }
 
 impl FileId {
+    /// Returns the identity from a `stat` result.
     pub fn of(stat: &Stat) -> Self {
         match FileType::from_raw_mode(stat.st_mode) {
             FileType::BlockDevice => FileId::BlockDevice { number: stat.st_rdev },
@@ -26,6 +27,7 @@ impl FileId {
         Ok(FileId::of(&rustix::fs::stat(path)?))
     }
 
+    /// Returns the file of a descriptor.
     pub fn of_fd(fd: impl AsFd) -> io::Result<Self> {
         Ok(FileId::of(&rustix::fs::fstat(fd)?))
     }

@@ -16,6 +16,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{XattrFlags, fgetxattr, fremovexattr, fsetxattr, fsync};
 use rustix::io::Errno;
 
+/// Name of the extended attribute.
 pub const ATTRIBUTE: &str = "user.blockyard.overlay";
 /// Largest value of an extended attribute on Linux.
 const MAX_VALUE: usize = 64 << 10;

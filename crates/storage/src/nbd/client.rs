@@ -47,6 +47,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 /// Most requests in one send.
 const REQUESTS_AT_A_TIME: usize = 64;
 
+/// A client of one export on one reactor; see the module documentation.
 pub struct Client(Rc<Inner>);
 
 impl Client {
@@ -361,7 +362,7 @@ impl Inner {
         }
         let mut slots = self.slots.borrow_mut();
         if slots.busy() == 0 && self.trouble.get().is_none() {
-            // A server that closes idle connections must not be reconnected for ever.
+            // A server that closes idle connections is not reconnected until there is a request.
             if !self.used.get() {
                 return tracing::info!(
                     "image {}: {why}: reconnecting at the next request",

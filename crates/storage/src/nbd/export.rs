@@ -1,7 +1,7 @@
 //! The properties of an export that all its connections share, and whether writes may be lost.
 //!
 //! What must hold: a new connection offers at least what the first one did. Acknowledged writes
-//! that may be lost count as lost for ever.
+//! that may be lost count as lost until the image is opened again.
 
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::Duration;
@@ -53,6 +53,7 @@ pub(super) fn unsuitable(what: impl Into<String>) -> NbdError {
 }
 
 impl Export {
+    /// Returns the block sizes that the server has announced, in bytes.
     pub fn geometry(&self) -> Geometry {
         let terms = &self.terms;
         Geometry {
@@ -67,6 +68,7 @@ impl Export {
         }
     }
 
+    /// Returns a connection that is not in use, if there is one.
     pub fn take_idle(&self) -> Option<Dialed> {
         self.idle.lock().unwrap_or_else(PoisonError::into_inner).take()
     }

@@ -17,6 +17,7 @@ use blockyard_ring::{Executor, Remote};
 use super::client::Client;
 use super::export::Export;
 
+/// The thread that holds the connection; see the module documentation.
 #[derive(Debug)]
 pub struct Hub(Remote);
 
@@ -26,6 +27,7 @@ thread_local! {
 }
 
 impl Hub {
+    /// Starts the thread.
     pub fn start(export: &Arc<Export>) -> io::Result<Self> {
         let (sender, receiver) = mpsc::sync_channel(1);
         let export = export.clone();

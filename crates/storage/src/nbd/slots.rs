@@ -27,6 +27,7 @@ pub struct Ask {
 /// [`blockyard_nbd::wire::state`].
 pub type Piece = (u64, u32);
 
+/// The state of a request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum State {
     #[default]
@@ -37,6 +38,7 @@ pub enum State {
     Done,
 }
 
+/// A request, and the part of its answer that has arrived.
 #[derive(Default)]
 pub struct Slot {
     pub ask: Option<Ask>,
@@ -58,6 +60,7 @@ pub struct Slot {
     abandoned: bool,
 }
 
+/// The slots of a client; see the module documentation.
 #[derive(Default)]
 pub struct Slots {
     slots: Vec<Slot>,
@@ -82,6 +85,7 @@ impl Slots {
         !self.to_send.is_empty()
     }
 
+    /// Adds a request that waits to be sent. Returns its index.
     pub fn begin(&mut self, ask: Ask, segments: Segments) -> u32 {
         let index = self.free.pop().unwrap_or_else(|| {
             self.slots.push(Slot::default());
@@ -111,6 +115,7 @@ impl Slots {
         (slot.state == State::Sent && slot.cookie == cookie).then_some((index, slot.ask?, slot))
     }
 
+    /// Returns the slot at `index`.
     pub fn get(&mut self, index: u32) -> &mut Slot {
         &mut self.slots[index as usize]
     }
@@ -133,6 +138,7 @@ impl Slots {
         std::mem::take(&mut self.slots[index as usize])
     }
 
+    /// Returns the slot when the request has ended. Otherwise `waker` is woken then.
     pub fn poll(&mut self, index: u32, waker: &Waker) -> Poll<Slot> {
         let slot = &mut self.slots[index as usize];
         if slot.state == State::Done {

@@ -110,6 +110,7 @@ impl Journal {
         self.state().lines.push(Line::Ended { op, ok });
     }
 
+    /// Returns the number of lines so far.
     pub fn len(&self) -> usize {
         self.state().lines.len()
     }
@@ -236,6 +237,7 @@ pub struct LeftFile {
 }
 
 impl Replay {
+    /// Returns the number of lines.
     pub fn len(&self) -> usize {
         self.lines.len()
     }

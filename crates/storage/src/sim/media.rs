@@ -38,10 +38,12 @@ pub struct SimImage {
 }
 
 impl SimImage {
+    /// Returns an image of `len` bytes of zeroes.
     pub fn zeroed(len: u64) -> Self {
         SimImage { len, unit: SECTOR as u64, sectors: BTreeMap::new() }
     }
 
+    /// Returns an image with these contents.
     pub fn from_bytes(bytes: &[u8]) -> Self {
         let mut image = SimImage::zeroed(bytes.len() as u64);
         image.fill(0, bytes);
@@ -218,6 +220,7 @@ impl Media {
         self.land(op, sector, offset, len, None, None);
     }
 
+    /// Changes the length, and zeroes what is truncated.
     pub fn set_len(&mut self, op: u64, len: u64) {
         if len < self.len() {
             let entry = self.journal_end();

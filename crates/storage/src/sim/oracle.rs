@@ -40,9 +40,11 @@ pub struct Mismatch {
 #[must_use = "an answered write is told to the oracle with its token"]
 pub struct WriteToken(Rc<Write>);
 
+/// A flush that has started.
 #[must_use = "an answered flush is told to the oracle with its token"]
 pub struct FlushToken(u64);
 
+/// A read that has started.
 #[must_use = "an answered read is checked with its token"]
 pub struct ReadToken(u64);
 
@@ -119,6 +121,7 @@ impl Oracle {
         Oracle::default()
     }
 
+    /// Notes that a write starts.
     pub fn write_started(&mut self, offset: u64, data: &[u8]) -> WriteToken {
         self.started("write", offset, Rc::new(data.to_vec()), false)
     }
@@ -158,12 +161,14 @@ impl Oracle {
         self.flushes_may_fail = true;
     }
 
+    /// Notes that a flush starts.
     pub fn flush_started(&mut self) -> FlushToken {
         let now = self.tick();
         self.flushes.push(now);
         FlushToken(now)
     }
 
+    /// Notes that a flush was answered.
     pub fn flush_answered(&mut self, token: FlushToken, ok: bool) {
         self.tick();
         self.flushes.retain(|&start| start != token.0);
@@ -181,6 +186,7 @@ impl Oracle {
         }
     }
 
+    /// Notes that a read starts.
     pub fn read_started(&mut self) -> ReadToken {
         let now = self.tick();
         self.reads.push(now);

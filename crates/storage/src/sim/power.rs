@@ -40,6 +40,7 @@ impl Power {
         self.0.off.get()
     }
 
+    /// Cuts the power.
     pub fn cut(&self) {
         self.0.off.set(true);
     }

@@ -38,6 +38,7 @@ impl Rng {
         &items[self.below(items.len() as u64) as usize]
     }
 
+    /// Puts the items into random order.
     pub fn shuffle<T>(&mut self, items: &mut [T]) {
         for last in (1..items.len()).rev() {
             items.swap(last, self.below(last as u64 + 1) as usize);

@@ -76,6 +76,7 @@ impl Sim {
         &self.handle
     }
 
+    /// Starts a task; see [`SimHandle::spawn`].
     pub fn spawn<T: 'static>(&self, future: impl Future<Output = T> + 'static) -> Join<T> {
         self.handle.spawn(future)
     }

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+/// The kind of an operation on the simulated disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OpKind {
     Read,
@@ -24,6 +25,7 @@ pub struct Trace {
     pub len: u64,
 }
 
+/// What happened to an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
     Started,
