@@ -17,6 +17,7 @@
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
 mod backend;
+mod current_image;
 mod dirty;
 mod disk;
 mod filter;

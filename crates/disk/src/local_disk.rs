@@ -4,21 +4,19 @@
 //!
 //! What must hold: a request uses the same image from its admission to its answer.
 
-use std::cell::{Cell, RefCell};
-use std::future::poll_fn;
+use std::cell::RefCell;
 use std::io;
-use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use blockyard_image::{BlockStatus, Store};
-use blockyard_ring::{Handle, Meter, Segments, WriteFigures};
+use blockyard_ring::{Handle, Segments};
 use blockyard_storage::Storage;
 
 use crate::backend::{Backend, Source};
-use crate::dirty::DirtyMap;
+use crate::current_image::{CurrentImage, FileIo};
 use crate::disk::Disk;
 use crate::filter::Dice;
 use crate::quiesce::{InFlightGuard, Quiesce};
@@ -42,110 +40,6 @@ pub struct LocalDisk<S> {
     throttle: Throttle,
     statistics: RefCell<Statistics>,
     dice: Dice,
-}
-
-/// The image that this reactor has open, until it is exchanged for another.
-pub(crate) struct CurrentImage<S> {
-    pub(crate) backend: Backend<S>,
-    /// Records the ranges that are written, during a commit.
-    dirty: Option<Arc<DirtyMap>>,
-    /// For images: counts the I/O of their files, and how much of it was charged to requests.
-    metered: Option<Metered>,
-}
-
-/// I/O of an image's files: operations, and bytes of those that move data.
-#[derive(Clone, Copy, Default)]
-struct FileIo {
-    operations: u64,
-    bytes: u64,
-}
-
-struct Metered {
-    did: Rc<Meter>,
-    /// I/O that belongs to a request, or was charged already. The image's own tasks do the rest.
-    known: Cell<FileIo>,
-}
-
-impl Metered {
-    fn did(&self) -> FileIo {
-        let (operations, bytes) = self.did.counted();
-        FileIo { operations, bytes }
-    }
-}
-
-impl FileIo {
-    fn since(self, before: FileIo) -> FileIo {
-        FileIo {
-            operations: self.operations.saturating_sub(before.operations),
-            bytes: self.bytes.saturating_sub(before.bytes),
-        }
-    }
-
-    fn and(self, other: FileIo) -> FileIo {
-        FileIo { operations: self.operations + other.operations, bytes: self.bytes + other.bytes }
-    }
-}
-
-impl CurrentImage<Store> {
-    pub(crate) fn open(
-        handle: &Handle,
-        source: &Source,
-        dirty: Option<Arc<DirtyMap>>,
-    ) -> io::Result<Self> {
-        if source.chain().is_none() && source.file().is_none() {
-            return Ok(CurrentImage {
-                backend: Backend::open(handle, source)?,
-                dirty,
-                metered: None,
-            });
-        }
-        let meter = Rc::new(Meter::default());
-        let backend = Backend::open(&handle.metered(&meter), source)?;
-        let metered = Metered { did: meter, known: Cell::default() };
-        metered.known.set(metered.did());
-        Ok(CurrentImage { backend, dirty, metered: Some(metered) })
-    }
-}
-
-impl<S> CurrentImage<S> {
-    /// Runs a request's future. Returns its output, and the I/O of the image's files that its polls
-    /// began.
-    #[inline]
-    async fn measured<T>(&self, request: impl Future<Output = T>) -> (T, FileIo) {
-        let Some(metered) = &self.metered else { return (request.await, FileIo::default()) };
-        let mut request = pin!(request);
-        let mut work = FileIo::default();
-        let done = poll_fn(|cx| {
-            let before = metered.did();
-            let polled = request.as_mut().poll(cx);
-            let new = metered.did().since(before);
-            metered.known.set(metered.known.get().and(new));
-            work = work.and(new);
-            polled
-        });
-        (done.await, work)
-    }
-
-    /// Returns the I/O that is not charged yet. The request was charged for one operation of
-    /// `charged` bytes, and its polls began `work`. A request that was charged too much is no
-    /// credit for others.
-    #[inline]
-    fn uncharged(&self, work: FileIo, charged: u64) -> Option<FileIo> {
-        let Metered { known, .. } = self.metered.as_ref()?;
-        let own = work.since(FileIo { operations: 1, bytes: charged });
-        let all = self.metered.as_ref()?.did();
-        let more = own.and(all.since(known.replace(all)));
-        (more.operations > 0 || more.bytes > 0).then_some(more)
-    }
-
-    /// Returns what the write policies chose for the files of this image.
-    fn writes(&self) -> WriteFigures {
-        self.metered.as_ref().map_or_else(WriteFigures::default, |metered| metered.did.writes())
-    }
-
-    pub(crate) fn gone(why: &io::Error) -> Self {
-        CurrentImage { backend: Backend::Gone(why.to_string()), dirty: None, metered: None }
-    }
 }
 
 /// A request that was admitted.
@@ -191,8 +85,8 @@ impl LocalDisk<Store> {
     }
 
     /// Poisons the disk if a sync that the image made on its own has failed; see [`Backend::lost`].
-    pub(crate) fn look_for_losses(&self) {
-        self.note_lost(&self.image.borrow());
+    pub(crate) fn poison_if_writes_lost(&self) {
+        self.poison_if_lost(&self.image.borrow());
     }
 
     /// Returns the disk on a reactor, if the reactor has it open.
@@ -215,7 +109,7 @@ impl LocalDisk<Store> {
 
 impl<S: Storage> LocalDisk<S> {
     pub fn new(disk: Arc<Disk>, backend: Backend<S>, handle: Option<Handle>) -> Self {
-        LocalDisk::with_image(disk, CurrentImage { backend, dirty: None, metered: None }, handle)
+        LocalDisk::with_image(disk, CurrentImage::unmetered(backend), handle)
     }
 
     fn with_image(disk: Arc<Disk>, image: CurrentImage<S>, handle: Option<Handle>) -> Self {
@@ -300,16 +194,16 @@ impl<S: Storage> LocalDisk<S> {
         // A request that will be refused costs nothing.
         let len = if self.check(&request).is_ok() { request.len } else { 0 };
         let admitted = self.enter_for(request.op, request.offset, len, 1).await;
-        let (finished, work) =
+        let (finished, file_io) =
             admitted.image.measured(self.serve_in(&admitted.image, request)).await;
-        self.settle_costs(&admitted, work);
+        self.charge_image_io(&admitted, file_io);
         finished
     }
 
     /// Charges the disk for the I/O that its image has done beyond its requests.
     #[inline]
-    fn settle_costs(&self, admitted: &Admitted<'_, S>, work: FileIo) {
-        if let Some(more) = admitted.image.uncharged(work, admitted.charged) {
+    fn charge_image_io(&self, admitted: &Admitted<'_, S>, file_io: FileIo) {
+        if let Some(more) = admitted.image.uncharged(file_io, admitted.charged) {
             self.throttle.share().charge_more(more.operations, more.bytes);
         }
     }
@@ -328,7 +222,7 @@ impl<S: Storage> LocalDisk<S> {
     }
 
     /// Admits the requests that wait on this reactor for limits or the device, because a queue is
-    /// drained. Their cost becomes a debt of the disk; see [`LocalDisk::held_back`].
+    /// drained. Their cost becomes a debt of the disk; see [`LocalDisk::queue_pause`].
     pub fn drain(&self) {
         self.throttle.drain();
     }
@@ -347,8 +241,8 @@ impl<S: Storage> LocalDisk<S> {
     /// Returns how long a queue must wait before it checks again whether it may take requests,
     /// because the disk has a debt for requests that drains admitted. None: it may take requests.
     #[inline]
-    pub fn held_back(&self) -> Option<Duration> {
-        self.throttle.held_back()
+    pub fn queue_pause(&self) -> Option<Duration> {
+        self.throttle.queue_pause()
     }
 
     #[inline]
@@ -367,7 +261,7 @@ impl<S: Storage> LocalDisk<S> {
                 request.segments = segments;
                 result
                     .map_err(|e| self.failure(op, request.offset, &e))
-                    .and_then(|()| self.still_good(op))
+                    .and_then(|()| self.check_not_poisoned(op))
             }
             Err(failure) => Err(failure),
         };
@@ -396,7 +290,7 @@ impl<S: Storage> LocalDisk<S> {
 
     /// Flushes what a client may have left unsynced. Exports call it at a disconnect and at the
     /// end.
-    pub async fn settle(&self) -> Status {
+    pub async fn flush_unsynced(&self) -> Status {
         let admitted = self.enter().await;
         let (_, result) = self.perform(&admitted.image, Op::Flush, 0, 0, Segments::default()).await;
         result.map_err(|e| self.failure(Op::Flush, 0, &e))
@@ -405,7 +299,7 @@ impl<S: Storage> LocalDisk<S> {
     /// Closes the image at the end of the disk; see [`Backend::close`].
     pub async fn close(&self) -> Status {
         if self.disk.options().read_only || self.disk.poisoned().is_some() {
-            return self.still_good(Op::Flush);
+            return self.check_not_poisoned(Op::Flush);
         }
         let closed = self.enter().await.image.backend.close().await;
         closed
@@ -430,12 +324,12 @@ impl<S: Storage> LocalDisk<S> {
         if self.disk.options().read_only && request.op != Op::Flush {
             return Err(Failure::ReadOnly);
         }
-        self.still_good(request.op)
+        self.check_not_poisoned(request.op)
     }
 
     /// Fails all but reads on a poisoned disk, also those that were in flight when it was poisoned.
     #[inline]
-    fn still_good(&self, op: Op) -> Status {
+    fn check_not_poisoned(&self, op: Op) -> Status {
         if op != Op::Read && self.disk.poisoned().is_some() {
             Err(Failure::Poisoned)
         } else {
@@ -472,7 +366,11 @@ impl<S: Storage> LocalDisk<S> {
             Op::Flush => (segments, self.flush(image).await),
             Op::Discard => (
                 segments,
-                image.backend.discard(offset, len).await.inspect_err(|_| self.note_lost(image)),
+                image
+                    .backend
+                    .discard(offset, len)
+                    .await
+                    .inspect_err(|_| self.poison_if_lost(image)),
             ),
             Op::WriteZeroes { unmap, fua, fast } => {
                 let zeroed = image.backend.write_zeroes(offset, len, unmap, fast).await;
@@ -506,7 +404,7 @@ impl<S: Storage> LocalDisk<S> {
             Err(e) if durable && self.disk.lost_others_with(e) => {
                 self.disk.poison("a durable write", e)
             }
-            Err(_) => self.note_lost(image),
+            Err(_) => self.poison_if_lost(image),
             Ok(()) => {}
         }
         if shares && result.is_ok() {
@@ -517,7 +415,7 @@ impl<S: Storage> LocalDisk<S> {
 
     /// Poisons the disk if a sync that the image made on its own has failed. No later flush would
     /// report that failure.
-    fn note_lost(&self, image: &CurrentImage<S>) {
+    fn poison_if_lost(&self, image: &CurrentImage<S>) {
         if let Some(e) = image.backend.lost() {
             let what = if image.backend.flushes_whole() {
                 "writing metadata"
@@ -534,7 +432,7 @@ impl<S: Storage> LocalDisk<S> {
         zeroed: io::Result<()>,
         durable: bool,
     ) -> io::Result<()> {
-        zeroed.inspect_err(|_| self.note_lost(image))?;
+        zeroed.inspect_err(|_| self.poison_if_lost(image))?;
         self.disk.note_unsynced();
         // Only a sync makes zeroed ranges durable, because they are metadata. It must be the flush
         // group's sync: a separate one could consume the error that the group must see.

@@ -20,9 +20,10 @@ use blockyard_image::Store;
 use blockyard_ring::Handle;
 
 use crate::backend::Source;
+use crate::current_image::CurrentImage;
 use crate::dirty::DirtyMap;
 use crate::disk::Disk;
-use crate::local_disk::{CurrentImage, LocalDisk};
+use crate::local_disk::LocalDisk;
 use crate::quiesce::Reply;
 
 /// Longest time that a quiesce waits for the requests in flight. New requests wait as long.

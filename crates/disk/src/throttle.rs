@@ -284,7 +284,7 @@ impl Throttle {
     }
 
     /// Admits all waiting requests, because a queue of this disk is drained. Their cost becomes a
-    /// debt of the disk ([`Throttle::held_back`]).
+    /// debt of the disk ([`Throttle::queue_pause`]).
     pub fn drain(&self) {
         self.drained.set(self.arrived.get());
         self.share.release(self.now());
@@ -309,17 +309,17 @@ impl Throttle {
     /// Returns how long a queue of the disk must wait before it checks again whether it may take
     /// requests. None: it may take requests.
     #[inline]
-    pub fn held_back(&self) -> Option<Duration> {
+    pub fn queue_pause(&self) -> Option<Duration> {
         if self.is_open() || self.suspended.get() > 0 {
             return None;
         }
         let now = self.now();
-        let until = self.share.held_back(now)?;
+        let until = self.share.paused_until(now)?;
         Some(Duration::from_nanos(until - now).min(MAX_SLEEP))
     }
 }
 
-/// The cost of a request that waits for limits or the device; [`Share::held_back`] counts it.
+/// The cost of a request that waits for limits or the device; [`Share::paused_until`] counts it.
 struct PendingCost<'a> {
     share: &'a Share,
     cost_ns: u64,

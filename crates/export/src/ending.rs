@@ -13,7 +13,7 @@ pub fn sync(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
         let disk = disk.clone();
         let synced = reactor.ask(move |handle, reply| match LocalDisk::known(handle, &disk) {
             Some(served) => {
-                handle.spawn(async move { reply.send(served.settle().await.is_ok()) });
+                handle.spawn(async move { reply.send(served.flush_unsynced().await.is_ok()) });
             }
             None => reply.send(true),
         });

@@ -111,15 +111,18 @@ impl<T: Token + 'static> Lanes<T> {
                     let volatile = request.is_volatile();
                     let mut finished = served.serve(request).await;
                     if promises_more(volatile) {
-                        finished = finished.and(served.settle().await);
+                        finished = finished.and(served.flush_unsynced().await);
                     }
                     finished.answer();
                 }
                 Load::Run(mut run) => {
                     let volatile = run.is_volatile();
                     served.serve_run(&mut run).await;
-                    let synced =
-                        if promises_more(volatile) { served.settle().await } else { Ok(()) };
+                    let synced = if promises_more(volatile) {
+                        served.flush_unsynced().await
+                    } else {
+                        Ok(())
+                    };
                     run.finished().for_each(|finished| finished.and(synced).answer());
                     if let Some(lanes) = lanes.upgrade() {
                         lanes.runs.borrow_mut().push(run);

@@ -73,7 +73,7 @@ impl Debt {
     /// Returns until when the disk's queues must take no requests. `is_ahead` returns whether the
     /// disk exceeds its share while another disk waits for the device.
     #[inline]
-    pub fn held_back(&self, now: Time, is_ahead: impl FnOnce() -> bool) -> Option<Time> {
+    pub fn paused_until(&self, now: Time, is_ahead: impl FnOnce() -> bool) -> Option<Time> {
         let paid = self.limits.load(Relaxed).max(self.device.load(Relaxed));
         if paid > now {
             return Some(paid);
@@ -111,13 +111,13 @@ mod tests {
         for (disk, group) in [(bps(1000), Knobs::default()), (Knobs::default(), bps(1000))] {
             let share = host.share(None, Some(("g", &group)), &disk);
             host.set_group("g", &group, NOW);
-            assert_eq!(share.held_back(NOW), None);
+            assert_eq!(share.paused_until(NOW), None);
             for _ in 0..3 {
                 let _ = share.force(NOW, &write(1000));
             }
-            let paid = share.held_back(NOW).unwrap();
+            let paid = share.paused_until(NOW).unwrap();
             assert!((NOW + 29 * SECOND / 10..=NOW + 3 * SECOND).contains(&paid), "{paid}");
-            assert_eq!(share.held_back(paid), None);
+            assert_eq!(share.paused_until(paid), None);
             // A faster limit is paid sooner. A limit that was removed is owed nothing.
             share.set(&if disk == Knobs::default() { disk.clone() } else { bps(100_000) }, NOW);
             host.set_group(
@@ -125,10 +125,10 @@ mod tests {
                 &if group == Knobs::default() { group.clone() } else { bps(100_000) },
                 NOW,
             );
-            assert!(share.held_back(NOW).is_none_or(|paid| paid <= NOW + SECOND / 20));
+            assert!(share.paused_until(NOW).is_none_or(|paid| paid <= NOW + SECOND / 20));
             share.set(&Knobs::default(), NOW);
             host.set_group("g", &Knobs::default(), NOW);
-            assert_eq!(share.held_back(NOW), None);
+            assert_eq!(share.paused_until(NOW), None);
         }
     }
 
@@ -141,15 +141,19 @@ mod tests {
         let alone = one.ask(NOW, &read).unwrap();
         one.done(NOW, alone);
         let _ = one.force(NOW, &read);
-        assert_eq!(one.held_back(NOW), None, "a disk that has the device to itself owes nothing");
+        assert_eq!(
+            one.paused_until(NOW),
+            None,
+            "a disk that has the device to itself owes nothing"
+        );
         let beside = two.ask(NOW, &read).unwrap();
         two.done(NOW, beside);
         for _ in 0..1000 {
             let _ = one.force(NOW, &read);
         }
         let cost = one.device().unwrap().costs().of(&read);
-        assert!(one.held_back(NOW).unwrap() >= NOW + 1000 * cost);
-        assert_eq!(two.held_back(NOW), None);
+        assert!(one.paused_until(NOW).unwrap() >= NOW + 1000 * cost);
+        assert_eq!(two.paused_until(NOW), None);
     }
 
     /// The debt in nanoseconds relies on an assumed speed of the device. A disk that still waits
@@ -168,12 +172,12 @@ mod tests {
         let token = std::sync::Arc::default();
         two.wait(NOW, &read, &token, std::task::Waker::noop());
         let later = NOW + 3600 * SECOND;
-        assert_eq!(one.held_back(later), Some(later + CHECK_PERIOD_NS));
+        assert_eq!(one.paused_until(later), Some(later + CHECK_PERIOD_NS));
         // The device completes the operations, and the waiting disk begins.
         forced.into_iter().for_each(|grant| one.done(NOW, grant));
         granted.into_iter().for_each(|grant| two.done(NOW, grant));
         assert!(token.take_grant());
-        assert_eq!(one.held_back(later), None);
+        assert_eq!(one.paused_until(later), None);
     }
 
     /// The cost of the waiting operations bounds what a drain admits.
@@ -181,11 +185,11 @@ mod tests {
     fn many_waiting_operations_hold_the_queues_back() {
         let share = Host::default().share(None, None, &bps(1000));
         let mut queue: Vec<u64> = (0..30).map(|_| share.join_queue(&write(1000))).collect();
-        assert_eq!(share.held_back(NOW), None, "half a minute of waiting is allowed");
+        assert_eq!(share.paused_until(NOW), None, "half a minute of waiting is allowed");
         queue.push(share.join_queue(&write(1)));
-        assert_eq!(share.held_back(NOW), Some(NOW + CHECK_PERIOD_NS));
+        assert_eq!(share.paused_until(NOW), Some(NOW + CHECK_PERIOD_NS));
         queue.push(share.join_queue(&write(u64::MAX)));
         queue.drain(..).for_each(|worth| share.leave_queue(worth));
-        assert_eq!(share.held_back(NOW), None);
+        assert_eq!(share.paused_until(NOW), None);
     }
 }

@@ -290,8 +290,8 @@ impl Share {
     /// Returns until when the disk's queues must take no requests: a debt is not paid yet, or so
     /// many operations wait that a drain would admit too much. None: they may take requests.
     #[inline]
-    pub fn held_back(&self, now: Time) -> Option<Time> {
-        self.debt.held_back(now, || {
+    pub fn paused_until(&self, now: Time) -> Option<Time> {
+        self.debt.paused_until(now, || {
             self.device.as_ref().is_some_and(|device| device.is_ahead(&self.account))
         })
     }

@@ -19,7 +19,7 @@ use crate::settings::DiskSettings;
 use crate::shares::Shares;
 
 /// Threads of each pool.
-const AT_A_TIME: usize = 4;
+const THREADS_PER_POOL: usize = 4;
 
 /// State that all commands use.
 pub(crate) struct Context {
@@ -104,7 +104,8 @@ pub(crate) struct Keeper {
 
 impl Keeper {
     pub fn new(context: Arc<Context>, messages: Sender<Message>) -> Self {
-        let (opening, others) = (Pool::new("yard open", AT_A_TIME), Pool::new("yard", AT_A_TIME));
+        let (opening, others) =
+            (Pool::new("yard open", THREADS_PER_POOL), Pool::new("yard", THREADS_PER_POOL));
         Keeper {
             context,
             messages,

@@ -19,7 +19,7 @@ use blockyard_image::{
     Chain, ChainError, CopyDown, Image, ImageError, Store, WritableBacking, join_all,
 };
 
-use super::{Why, Work, WorkError, Worker, still_good};
+use super::{Why, Work, WorkError, Worker, check_not_poisoned};
 use crate::backend::Source;
 use crate::dirty::DirtyMap;
 use crate::disk::Disk;
@@ -28,13 +28,13 @@ use crate::quiesced::{QuiesceError, QuiescedDisk};
 
 /// Most passes over the writes made meanwhile, while the guest continues; and bytes that may be
 /// left for the quiesce.
-const PASSES: usize = 6;
-const LITTLE: u64 = 4 << 20;
+const MAX_PASSES: usize = 6;
+const FEW_BYTES: u64 = 4 << 20;
 /// Time of one quiesce. A guest that writes faster than the copy is held back repeatedly, with
 /// pauses that become shorter.
-const HELD_BACK: Duration = Duration::from_millis(50);
+const QUIESCE_TIME: Duration = Duration::from_millis(50);
 /// Number of concurrent copies of ranges that were written meanwhile.
-const AT_A_TIME: usize = 8;
+const CONCURRENT_COPIES: usize = 8;
 
 impl Disk {
     /// Commits the topmost image; see the module documentation. No other overlay may use the
@@ -125,19 +125,19 @@ impl Commit<'_> {
     /// Copies everything. Returns the quiesced disk, when nothing is left to be copied.
     async fn copy(&self) -> Result<QuiescedDisk, Why> {
         self.copy_down(0, self.worker.disk.capacity()).await?;
-        for _ in 0..PASSES {
-            if self.dirty.bytes() <= LITTLE {
+        for _ in 0..MAX_PASSES {
+            if self.dirty.bytes() <= FEW_BYTES {
                 break;
             }
             self.copy_dirty(None).await?;
         }
         // This leaves little to write during the quiesce.
         self.flush_backing().await?;
-        self.worker.settle(&self.local_disk).await?;
-        let mut pause = HELD_BACK;
+        self.worker.flush_unsynced(&self.local_disk).await?;
+        let mut pause = QUIESCE_TIME;
         loop {
             let quiesced = self.worker.disk.quiesce("commit")?;
-            self.copy_dirty(Some(Instant::now() + HELD_BACK)).await?;
+            self.copy_dirty(Some(Instant::now() + QUIESCE_TIME)).await?;
             if self.dirty.bytes() == 0 {
                 return Ok(quiesced);
             }
@@ -166,7 +166,7 @@ impl Commit<'_> {
             next = at + len;
             Some(async move { self.copy_down(at, len).await })
         });
-        join_all(AT_A_TIME, parts).await
+        join_all(CONCURRENT_COPIES, parts).await
     }
 
     fn wrong(&self, error: ImageError) -> ChainError {
@@ -184,9 +184,9 @@ impl Commit<'_> {
     async fn make_durable(&self) -> Result<(), Why> {
         self.work.check_cancelled(&self.worker.disk)?;
         self.flush_backing().await?;
-        self.worker.settle(&self.local_disk).await?;
+        self.worker.flush_unsynced(&self.local_disk).await?;
         if self.local_disk.close().await.is_err() {
-            still_good(&self.worker.disk)?;
+            check_not_poisoned(&self.worker.disk)?;
         }
         Ok(())
     }

@@ -57,7 +57,7 @@ impl Work {
         match () {
             _ if disk.has_ended() => Err(Why::Ended),
             _ if self.cancelled.load(Ordering::SeqCst) => Err(Why::Cancelled),
-            _ => still_good(disk),
+            _ => check_not_poisoned(disk),
         }
     }
 
@@ -96,7 +96,7 @@ pub enum Why {
     Image(#[from] ChainError),
 }
 
-fn still_good(disk: &Disk) -> Result<(), Why> {
+fn check_not_poisoned(disk: &Disk) -> Result<(), Why> {
     disk.poisoned().map_or(Ok(()), |why| Err(Why::Poisoned(why.into())))
 }
 
@@ -109,7 +109,7 @@ impl Disk {
     ) -> Result<(), WorkError> {
         let error = |why| WorkError { disk: self.name().into(), work: name, why: Box::new(why) };
         let _lock = self.begin_work().map_err(error)?;
-        still_good(self).map_err(error)?;
+        check_not_poisoned(self).map_err(error)?;
         if self.options().read_only {
             return Err(error(Why::NotPossible("the disk is read-only".into())));
         }
@@ -163,9 +163,9 @@ impl Worker {
 
     /// Makes the guests' writes durable. A failure poisons the disk, as that of a guest's own flush
     /// does.
-    async fn settle(&self, local_disk: &LocalDisk<Store>) -> Result<(), Why> {
-        let settled = local_disk.settle().await;
-        still_good(&self.disk)?;
+    async fn flush_unsynced(&self, local_disk: &LocalDisk<Store>) -> Result<(), Why> {
+        let settled = local_disk.flush_unsynced().await;
+        check_not_poisoned(&self.disk)?;
         settled.map_err(|_| Why::NotPossible("a flush failed".into()))
     }
 }

@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use blockyard_image::qcow2::CreateOptions;
 
-use super::{Why, WorkError, Worker, still_good};
+use super::{Why, WorkError, Worker, check_not_poisoned};
 use crate::backend::Source;
 use crate::disk::Disk;
 
@@ -52,11 +52,11 @@ impl Worker {
         let mut new = old.grow(&self.handle, &options.overlay, options.shape.as_ref()).await?;
         let local_disk = self.local_disk(&self.disk.source())?;
         // This leaves little to do during the quiesce.
-        self.settle(&local_disk).await?;
+        self.flush_unsynced(&local_disk).await?;
         let quiesced = self.disk.quiesce("snapshot")?;
-        self.settle(&local_disk).await?;
+        self.flush_unsynced(&local_disk).await?;
         if local_disk.close().await.is_err() {
-            still_good(&self.disk)?;
+            check_not_poisoned(&self.disk)?;
         }
         match new.record() {
             Err(e) if options.unrecorded => {

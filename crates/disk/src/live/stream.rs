@@ -28,14 +28,14 @@ impl Worker {
         let image =
             chain.image(&self.handle).map_err(|e| Why::Quiesce(QuiesceError::Reactor(e)))?;
         let copied = copy_up(&image, &work.progress, async |_| work.check(&self.disk)).await;
-        local_disk.look_for_losses();
+        local_disk.poison_if_writes_lost();
         work.check_cancelled(&self.disk)?;
         copied.map_err(|error| ChainError::Image { path: chain.options().path.clone(), error })?;
-        self.settle(&local_disk).await?;
+        self.flush_unsynced(&local_disk).await?;
         let quiesced = self.disk.quiesce("stream")?;
-        self.settle(&local_disk).await?;
+        self.flush_unsynced(&local_disk).await?;
         let alone = chain.alone(&self.handle).await;
-        local_disk.look_for_losses();
+        local_disk.poison_if_writes_lost();
         quiesced.exchange(&Source::Chain(alone?), None)?;
         Ok(())
     }

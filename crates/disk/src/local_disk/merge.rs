@@ -20,7 +20,8 @@ use blockyard_ring::Segments;
 
 use blockyard_storage::Storage;
 
-use super::{CurrentImage, LocalDisk};
+use super::LocalDisk;
+use crate::current_image::CurrentImage;
 use crate::request::{Finished, Op, Request, Token};
 
 /// Largest run in bytes. At this length the transfer costs far more than the operation, so a longer
@@ -110,19 +111,21 @@ impl<S: Storage> LocalDisk<S> {
         let len = if good { run.parts.iter().map(|part| part.len).sum() } else { 0 };
         let entered = self.enter_for(op, offset, len, run.parts.len() as u32).await;
         let admitted = self.now();
-        let (done, mut work) = entered.image.measured(self.perform_run(&entered.image, run)).await;
+        let (done, mut file_io) =
+            entered.image.measured(self.perform_run(&entered.image, run)).await;
         if !done {
-            work = work.and(entered.image.measured(self.serve_each(&entered.image, run)).await.1);
-            return self.settle_costs(&entered, work);
+            file_io =
+                file_io.and(entered.image.measured(self.serve_each(&entered.image, run)).await.1);
+            return self.charge_image_io(&entered, file_io);
         }
         if let Some(first) = run.parts.first() {
             self.statistics.borrow_mut().record_merged(first.op, run.parts.len() as u64 - 1);
         }
         for part in run.parts.drain(..) {
-            let status = self.still_good(part.op);
+            let status = self.check_not_poisoned(part.op);
             run.finished.push(self.conclude(part, admitted, status));
         }
-        self.settle_costs(&entered, work);
+        self.charge_image_io(&entered, file_io);
     }
 
     /// Serves the run by one operation. Returns false if that is impossible or fails.

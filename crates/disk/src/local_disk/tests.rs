@@ -102,7 +102,7 @@ fn cache_mode_unsafe_never_syncs() {
         for op in [DURABLE, Op::WriteZeroes { unmap: false, fua: true, fast: false }, Op::Flush] {
             assert_eq!(ask(&served, op, 0, if op == Op::Flush { 0 } else { 512 }).await, Ok(()));
         }
-        assert_eq!(served.settle().await, Ok(()));
+        assert_eq!(served.flush_unsynced().await, Ok(()));
     });
 }
 
@@ -122,7 +122,7 @@ fn a_failed_sync_poisons_the_disk() {
                 assert_eq!(ask(&served, later, 0, 512).await, POISONED, "{later:?} after {op:?}");
             }
             assert_eq!(ask(&served, Op::Read, 0, 512).await, Ok(()));
-            assert_eq!(served.settle().await, POISONED);
+            assert_eq!(served.flush_unsynced().await, POISONED);
             assert!(served.disk().poisoned().unwrap().contains("Input/output error"));
         });
     }

@@ -61,7 +61,7 @@ fn a_drain_admits_the_waiting_requests_and_no_later_ones() {
         stage.throttle.drain();
         assert_eq!(stage.passed().await, [1, 2, 3]);
         assert_eq!(stage.come(2).await, [1, 2, 3], "later requests wait, even during the drain");
-        assert!(stage.throttle.held_back().is_some(), "the admitted requests are a debt");
+        assert!(stage.throttle.queue_pause().is_some(), "the admitted requests are a debt");
         stage.throttle.drain();
         assert_eq!(stage.passed().await, [1, 2, 3, 4, 5]);
     });
@@ -73,32 +73,32 @@ fn at_the_end_of_an_export_every_request_is_admitted() {
         assert_eq!(stage.come(2).await, [1]);
         stage.throttle.suspend();
         assert_eq!(stage.come(2).await, [1, 2, 3, 4]);
-        assert_eq!(stage.throttle.held_back(), None);
+        assert_eq!(stage.throttle.queue_pause(), None);
         stage.throttle.resume();
         assert_eq!(stage.come(1).await, [1, 2, 3, 4]);
-        assert!(stage.throttle.held_back().is_some());
+        assert!(stage.throttle.queue_pause().is_some());
     });
 }
 
 #[test]
 fn a_request_that_stops_waiting_no_longer_counts() {
     run(async |stage| {
-        assert!(stage.throttle.held_back().is_none());
+        assert!(stage.throttle.queue_pause().is_none());
         let number = stage.throttle.arrive();
         drop(stage.throttle.enter(&WRITE, number).await);
         assert!(
-            stage.throttle.held_back().is_none(),
+            stage.throttle.queue_pause().is_none(),
             "an operation that was admitted in time is no debt"
         );
         let number = stage.throttle.arrive();
         let mut waiting = Box::pin(stage.throttle.enter(&WRITE, number));
         assert!(poll_fn(|cx| Poll::Ready(waiting.as_mut().poll(cx).is_pending())).await);
         assert!(
-            stage.throttle.held_back().is_some(),
+            stage.throttle.queue_pause().is_some(),
             "more than half a minute of waiting operations"
         );
         drop(waiting);
-        assert!(stage.throttle.held_back().is_none());
+        assert!(stage.throttle.queue_pause().is_none());
     });
 }
 

@@ -66,7 +66,7 @@ impl Drop for Reactor {
 pub fn close(disk: &Arc<Disk>, reactors: &[Reactor]) {
     disk.end_work();
     for reactor in reactors {
-        assert_eq!(reactor.on(disk, async |served| served.settle().await), Ok(()));
+        assert_eq!(reactor.on(disk, async |served| served.flush_unsynced().await), Ok(()));
     }
     for reactor in &reactors[1..] {
         let disk = disk.clone();

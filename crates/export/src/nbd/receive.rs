@@ -104,7 +104,7 @@ impl Receiver {
         self.workers.close();
         if self.wrote.get() {
             // Writes that the client did not flush should not be lost when it disconnects.
-            let _ = self.connection.served.settle().await;
+            let _ = self.connection.served.flush_unsynced().await;
         }
         end
     }

@@ -97,7 +97,7 @@ impl Worker {
                 Job::Request { request, flushes } => {
                     let mut finished = connection.served.serve(request).await;
                     if flushes {
-                        finished = finished.and(connection.served.settle().await);
+                        finished = finished.and(connection.served.flush_unsynced().await);
                     }
                     finished.answer();
                 }

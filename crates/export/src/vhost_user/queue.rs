@@ -266,7 +266,7 @@ impl Queue {
     /// than the disk's limits allow.
     #[inline]
     fn held_back(&self, takes: bool) -> Option<Duration> {
-        if takes { self.served.held_back() } else { None }
+        if takes { self.served.queue_pause() } else { None }
     }
 
     fn went_empty(&self) -> Option<Duration> {

@@ -252,7 +252,7 @@ impl Queue {
             let takes = !stopping && !self.broken.get();
             // A completed request frees its buffer, and rings `wake`.
             let takes = takes && self.room() > 0;
-            let held_back = if takes { self.served.held_back() } else { None };
+            let held_back = if takes { self.served.queue_pause() } else { None };
             if takes && held_back.is_none() {
                 if self.barrier.get().is_some() {
                     if self.in_flight.get() == 0 {

@@ -25,7 +25,7 @@ use blockyard_nbd::wire::{cmd, export, flag, state};
 /// Largest range of a command without data, in bytes.
 const MAX_RANGE: u64 = 1 << 30;
 /// Most requests of one operation in flight.
-const AT_A_TIME: usize = 16;
+const MAX_IN_FLIGHT: usize = 16;
 
 /// An export on one reactor.
 #[derive(Clone)]
@@ -116,7 +116,7 @@ impl Nbd {
             };
             self.ask(part, piece).await.1.map(|_| ())
         });
-        join::all(AT_A_TIME, work).await
+        join::all(MAX_IN_FLIGHT, work).await
     }
 
     fn zeroes(&self, flags: u16, offset: u64, len: u64, unmap: bool) -> io::Result<Ask> {

@@ -274,7 +274,7 @@ impl Media {
     /// and the journal up to `end`.
     pub fn sync(&mut self, covered: impl Fn(u64) -> bool, end: u64, rng: &mut Rng) {
         let eager = rng.one_in(2);
-        self.settle(0..u64::MAX, end, covered, |room| {
+        self.make_durable(0..u64::MAX, end, covered, |room| {
             if eager { rng.below(room as u64 + 1) as usize } else { 0 }
         });
     }
@@ -284,13 +284,13 @@ impl Media {
         // Truncated sectors outside the range stay cached. Later operations on them take the
         // committed entry into account.
         let range = self.sectors(offset, len);
-        self.settle(range, self.journal_end(), |other| other == op, |_| 0);
+        self.make_durable(range, self.journal_end(), |other| other == op, |_| 0);
     }
 
     /// Applies a failed sync: the journal becomes durable. Each covered sector becomes durable or
     /// is lost.
     pub fn sync_failed(&mut self, covered: impl Fn(u64) -> bool, end: u64, rng: &mut Rng) {
-        self.settle(0..u64::MAX, end, |_| false, |_| 0);
+        self.make_durable(0..u64::MAX, end, |_| false, |_| 0);
         let lose_all = rng.one_in(2);
         for (&sector, versions) in &mut self.cached {
             let Some(last) = versions.iter().rposition(|v| covered(v.op)) else { continue };
@@ -314,7 +314,7 @@ impl Media {
 
     /// Makes versions durable: in each sector of `range` up to the last `covered` one, and `more`
     /// of the later ones.
-    fn settle(
+    fn make_durable(
         &mut self,
         range: Range<u64>,
         journal_end: u64,

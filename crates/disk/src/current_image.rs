@@ -1,0 +1,130 @@
+//! The image of a disk as one reactor has it open, and the I/O of the image's files.
+//!
+//! In: the polls of requests. Out: the I/O that no request has been charged for yet, which the disk
+//! then pays for.
+
+use std::cell::Cell;
+use std::future::poll_fn;
+use std::io;
+use std::pin::pin;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use blockyard_image::Store;
+use blockyard_ring::{Handle, Meter, WriteFigures};
+
+use crate::backend::{Backend, Source};
+use crate::dirty::DirtyMap;
+
+/// The image that this reactor has open, until it is exchanged for another.
+pub(crate) struct CurrentImage<S> {
+    pub(crate) backend: Backend<S>,
+    /// Records the ranges that are written, during a commit.
+    pub(crate) dirty: Option<Arc<DirtyMap>>,
+    /// For images: counts the I/O of their files, and how much of it was charged to requests.
+    metered: Option<Metered>,
+}
+
+/// I/O of an image's files: operations, and bytes of those that move data.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct FileIo {
+    pub(crate) operations: u64,
+    pub(crate) bytes: u64,
+}
+
+/// Counts the I/O of an image's files.
+struct Metered {
+    meter: Rc<Meter>,
+    /// I/O that belongs to a request, or was charged already. The image's own tasks do the rest.
+    accounted: Cell<FileIo>,
+}
+
+impl Metered {
+    /// Returns the I/O that the files have begun so far.
+    fn done(&self) -> FileIo {
+        let (operations, bytes) = self.meter.counted();
+        FileIo { operations, bytes }
+    }
+}
+
+impl FileIo {
+    fn since(self, before: FileIo) -> FileIo {
+        FileIo {
+            operations: self.operations.saturating_sub(before.operations),
+            bytes: self.bytes.saturating_sub(before.bytes),
+        }
+    }
+
+    pub(crate) fn and(self, other: FileIo) -> FileIo {
+        FileIo { operations: self.operations + other.operations, bytes: self.bytes + other.bytes }
+    }
+}
+
+impl CurrentImage<Store> {
+    /// Opens the image on one reactor.
+    pub(crate) fn open(
+        handle: &Handle,
+        source: &Source,
+        dirty: Option<Arc<DirtyMap>>,
+    ) -> io::Result<Self> {
+        if source.chain().is_none() && source.file().is_none() {
+            return Ok(CurrentImage {
+                backend: Backend::open(handle, source)?,
+                dirty,
+                metered: None,
+            });
+        }
+        let meter = Rc::new(Meter::default());
+        let backend = Backend::open(&handle.metered(&meter), source)?;
+        let metered = Metered { meter, accounted: Cell::default() };
+        metered.accounted.set(metered.done());
+        Ok(CurrentImage { backend, dirty, metered: Some(metered) })
+    }
+}
+
+impl<S> CurrentImage<S> {
+    /// Returns an image whose I/O is not counted.
+    pub(crate) fn unmetered(backend: Backend<S>) -> Self {
+        CurrentImage { backend, dirty: None, metered: None }
+    }
+
+    /// Runs a request's future. Returns its output, and the I/O of the image's files that its polls
+    /// began.
+    #[inline]
+    pub(crate) async fn measured<T>(&self, request: impl Future<Output = T>) -> (T, FileIo) {
+        let Some(metered) = &self.metered else { return (request.await, FileIo::default()) };
+        let mut request = pin!(request);
+        let mut file_io = FileIo::default();
+        let done = poll_fn(|cx| {
+            let before = metered.done();
+            let polled = request.as_mut().poll(cx);
+            let new = metered.done().since(before);
+            metered.accounted.set(metered.accounted.get().and(new));
+            file_io = file_io.and(new);
+            polled
+        });
+        (done.await, file_io)
+    }
+
+    /// Returns the I/O that is not charged yet. The request was charged for one operation of
+    /// `charged` bytes, and its polls began `file_io`. A request that was charged too much is no
+    /// credit for others.
+    #[inline]
+    pub(crate) fn uncharged(&self, file_io: FileIo, charged: u64) -> Option<FileIo> {
+        let Metered { accounted, .. } = self.metered.as_ref()?;
+        let own = file_io.since(FileIo { operations: 1, bytes: charged });
+        let all = self.metered.as_ref()?.done();
+        let more = own.and(all.since(accounted.replace(all)));
+        (more.operations > 0 || more.bytes > 0).then_some(more)
+    }
+
+    /// Returns what the write policies chose for the files of this image.
+    pub(crate) fn writes(&self) -> WriteFigures {
+        self.metered.as_ref().map_or_else(WriteFigures::default, |metered| metered.meter.writes())
+    }
+
+    /// Returns an image that fails every request.
+    pub(crate) fn gone(why: &io::Error) -> Self {
+        CurrentImage { backend: Backend::Gone(why.to_string()), dirty: None, metered: None }
+    }
+}
