@@ -19,7 +19,8 @@ use libfuzzer_sys::fuzz_target;
 fuzz_target!(|data: &[u8]| {
     let mut bytes = Bytes(data);
     let shape = Shape::of(&mut bytes);
-    let (entries, queues, index) = (bytes.u16() % 200, u16::from(bytes.u8() % 4), u16::from(bytes.u8() % 4));
+    let (entries, queues, index) =
+        (bytes.u16() % 200, u16::from(bytes.u8() % 4), u16::from(bytes.u8() % 4));
     let len = (queue_bytes(entries, shape.packed) * u64::from(queues.max(1))).max(1);
     let (content, rest) = bytes.0.split_at(bytes.0.len().min(len as usize));
     let (_, fd) = Region::memfd("fuzz", 0, 0, len).unwrap();
@@ -72,7 +73,11 @@ fn recover(ring: &mut Ring, inflight: &mut Inflight) {
             inflight.taken_split(0);
         }
         Ring::Packed(ring) => {
-            let Ok((chains, used)) = inflight.recover_packed(|index, wrap| ring.was_used(index, wrap)) else { return };
+            let Ok((chains, used)) =
+                inflight.recover_packed(|index, wrap| ring.was_used(index, wrap))
+            else {
+                return;
+            };
             let total: usize = chains.iter().map(|c| c.raw.len()).sum();
             assert!(total <= usize::from(size));
             if ring.restore(used, total as u16).is_err() {

@@ -37,22 +37,32 @@ struct World {
 fn world() -> &'static World {
     static WORLD: OnceLock<World> = OnceLock::new();
     WORLD.get_or_init(|| {
-        let folder = std::env::temp_dir().join(format!("blockyard-fuzz-nbd-{}", std::process::id()));
+        let folder =
+            std::env::temp_dir().join(format!("blockyard-fuzz-nbd-{}", std::process::id()));
         std::fs::create_dir(&folder).unwrap();
         let socket = folder.join("s");
         let reactors = Arc::new(Reactors::start(1, &[]).unwrap());
-        let server =
-            Server::start(Listener::bind(&socket).unwrap(), "fuzz", Arc::new(Settings::default()), reactors).unwrap();
+        let server = Server::start(
+            Listener::bind(&socket).unwrap(),
+            "fuzz",
+            Arc::new(Settings::default()),
+            reactors,
+        )
+        .unwrap();
         let holes = folder.join("holes.raw");
         let file = File::create(&holes).unwrap();
         file.set_len(1 << 20).unwrap();
-        (0..16u64).for_each(|n| file.write_all_at(&[n as u8 + 1; 4096], (n << 16) + (n % 3 << 12)).unwrap());
+        (0..16u64).for_each(|n| {
+            file.write_all_at(&[n as u8 + 1; 4096], (n << 16) + (n % 3 << 12)).unwrap()
+        });
         let mut offers = Vec::new();
         for (name, read_only) in [("disk", false), ("ro", true)] {
             let (name, serial, cache) = (name.to_string(), "fuzz".into(), CacheMode::None);
-            let options = DiskOptions { name: name.clone(), serial, read_only, cache, filters: Vec::new() };
+            let options =
+                DiskOptions { name: name.clone(), serial, read_only, cache, filters: Vec::new() };
             let image = if read_only { holes.clone() } else { "ram:1M".into() };
-            let image = ChainOptions { read_only, format: Some(Format::Raw), ..ChainOptions::new(image) };
+            let image =
+                ChainOptions { read_only, format: Some(Format::Raw), ..ChainOptions::new(image) };
             let disk = Arc::new(Disk::new(options, Source::open(&image).unwrap()));
             offers.push(server.offer(Exported::new(disk, &name, "a disk of the fuzzer's", None)));
         }

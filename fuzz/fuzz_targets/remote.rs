@@ -23,12 +23,16 @@ use server::{SIZE, Script, Server};
 
 /// The longest that all requests may take together, on a busy machine.
 const SOON: Duration = Duration::from_secs(20);
-const PATIENCE: nbd::Options = nbd::Options { reconnect: Duration::from_millis(1), timeout: Duration::from_millis(25) };
+const PATIENCE: nbd::Options =
+    nbd::Options { reconnect: Duration::from_millis(1), timeout: Duration::from_millis(25) };
 
 fuzz_target!(|data: &[u8]| {
     let script = Script::of(data);
     let server = Server::start(script.clone());
-    let options = OpenOptions { nbd: PATIENCE, ..OpenOptions::new(server.uri(), script.read_only, CacheMode::None) };
+    let options = OpenOptions {
+        nbd: PATIENCE,
+        ..OpenOptions::new(server.uri(), script.read_only, CacheMode::None)
+    };
     let start = Instant::now();
     // A server that does not negotiate is an error, and that is all.
     if let Ok(file) = ImageFile::open(&options) {
@@ -38,13 +42,17 @@ fuzz_target!(|data: &[u8]| {
         executor
             .block_on(async move {
                 for (offset, len) in [(0, 4096), (512, 65536), (SIZE - 4096, 4096)] {
-                    let (segments, result) = raw.read(Segments::from_bytes(&vec![server::NEVER; len]), offset).await;
+                    let (segments, result) =
+                        raw.read(Segments::from_bytes(&vec![server::NEVER; len]), offset).await;
                     if result.is_ok() {
                         // Every byte has come, or is a hole: none is what was there before. (The
                         // server never sends it.)
                         let mut bytes = vec![0; len];
                         segments.copy_out(0, &mut bytes);
-                        assert!(lies || !bytes.contains(&server::NEVER), "bytes at {offset}+{len} never came");
+                        assert!(
+                            lies || !bytes.contains(&server::NEVER),
+                            "bytes at {offset}+{len} never came"
+                        );
                     }
                     let _ = raw.status(offset, 1 << 19).await;
                 }

@@ -27,10 +27,20 @@ fuzz_target!(|data: &[u8]| {
     let Ok(ring) = shape.ring(&memory) else { return };
     let inflight = shape.event_idx.then(|| {
         let (fd, len) = allocate(1, shape.size, shape.packed).unwrap();
-        InflightRegion::map(&Mapper::new(false), fd, (0, len), 1).unwrap().queue(0, shape.packed).unwrap().unwrap()
+        InflightRegion::map(&Mapper::new(false), fd, (0, len), 1)
+            .unwrap()
+            .queue(0, shape.packed)
+            .unwrap()
+            .unwrap()
     });
-    let mut device =
-        Device { ring, memory, size: shape.size, inflight, taken: Vec::new(), segments: Segments::default() };
+    let mut device = Device {
+        ring,
+        memory,
+        size: shape.size,
+        inflight,
+        taken: Vec::new(),
+        segments: Segments::default(),
+    };
     device.run(&mut Bytes(script));
 });
 
@@ -61,7 +71,8 @@ impl Device {
                     };
                     assert!(head.id < self.size && head.count >= 1 && head.count <= self.size);
                     assert!(descs.len() <= 2 * MAX_CHAIN);
-                    if self.taken.iter().any(|(h, _)| h.id == head.id) || !self.parse(head, &descs) {
+                    if self.taken.iter().any(|(h, _)| h.id == head.id) || !self.parse(head, &descs)
+                    {
                         return;
                     }
                     assert!(self.taken.len() <= usize::from(self.size));
@@ -107,10 +118,16 @@ impl Device {
                     }
                 }
             }
-            Action::One { offset, len, .. } => assert!(offset.is_multiple_of(512) && len <= 1 << 30),
+            Action::One { offset, len, .. } => {
+                assert!(offset.is_multiple_of(512) && len <= 1 << 30)
+            }
             Action::Ranges { ranges, .. } => {
                 assert!((2..=64).contains(&ranges.len()));
-                assert!(ranges.iter().all(|(offset, len)| offset.is_multiple_of(512) && *len <= 1 << 30));
+                assert!(
+                    ranges
+                        .iter()
+                        .all(|(offset, len)| offset.is_multiple_of(512) && *len <= 1 << 30)
+                );
             }
             Action::Now { written, .. } => assert!((1..=21).contains(&written)),
         }

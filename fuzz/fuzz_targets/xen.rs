@@ -39,7 +39,8 @@ fn world() -> &'static World {
             cache: CacheMode::None,
             filters: Vec::new(),
         };
-        let disk = Arc::new(Disk::new(options, Source::open(&ChainOptions::new("ram:1M")).unwrap()));
+        let disk =
+            Arc::new(Disk::new(options, Source::open(&ChainOptions::new("ram:1M")).unwrap()));
         let shared = Shared { disk, log: Log::default(), counts: Counts::default() };
         World { reactors: Reactors::start(1, &[]).unwrap(), shared: Arc::new(shared) }
     })

@@ -69,7 +69,10 @@ impl Talk {
         if contexts && headers != Headers::Simple {
             let query = |name: &[u8]| [&(name.len() as u32).to_be_bytes(), name].concat();
             let queries = [query(b"base:allocation"), query(b"qemu:allocation-depth")].concat();
-            self.option(opt::SET_META_CONTEXT, &[&named[..], &2u32.to_be_bytes(), &queries].concat());
+            self.option(
+                opt::SET_META_CONTEXT,
+                &[&named[..], &2u32.to_be_bytes(), &queries].concat(),
+            );
         }
         self.option(opt::GO, &[&named[..], &[0, 0]].concat());
     }
@@ -111,7 +114,8 @@ impl Talk {
         while !bytes.0.is_empty() && whole {
             let (command, shape) = (u16::from(bytes.u8() % 10), bytes.u8());
             let mut flags = u16::from(bytes.u8()) & 0x3f;
-            let offset = (u64::from(u16::from_le_bytes(bytes.array())) << (shape & 7)) + u64::from(bytes.u8());
+            let offset = (u64::from(u16::from_le_bytes(bytes.array())) << (shape & 7))
+                + u64::from(bytes.u8());
             let mut len = u64::from(u16::from_le_bytes(bytes.array())) << ((shape >> 3 & 3) << 2);
             if shape & 0xe0 == 0xe0 {
                 len = u64::MAX >> (len & 63);
@@ -171,7 +175,10 @@ impl Talk {
                 Ok(n) => said.extend(&room[..n]),
                 Err(e) if e.kind() == ErrorKind::WouldBlock => {
                     let wanted = if open { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN };
-                    let _ = poll(&mut [PollFd::new(&stream, wanted)], Some(&Timespec { tv_sec: 1, tv_nsec: 0 }));
+                    let _ = poll(
+                        &mut [PollFd::new(&stream, wanted)],
+                        Some(&Timespec { tv_sec: 1, tv_nsec: 0 }),
+                    );
                 }
                 Err(_) => return said,
             }

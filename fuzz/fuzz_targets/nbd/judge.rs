@@ -1,6 +1,8 @@
 //! Whether what the server has said is its protocol.
 
-use blockyard_nbd::wire::{self, Chunk, Headers, OptionReply, Request, SimpleReply, chunk, cmd, flag, rep};
+use blockyard_nbd::wire::{
+    self, Chunk, Headers, OptionReply, Request, SimpleReply, chunk, cmd, flag, rep,
+};
 
 use crate::client::Talk;
 
@@ -19,7 +21,10 @@ impl<'a> Said<'a> {
 pub fn judge(talk: &Talk, said: &[u8]) {
     let mut said = Said(said);
     let Some(greeting) = said.take(18) else { return };
-    assert_eq!((wire::u64_at(greeting, 0), wire::u64_at(greeting, 8)), (wire::GREETING, wire::OPTION));
+    assert_eq!(
+        (wire::u64_at(greeting, 0), wire::u64_at(greeting, 8)),
+        (wire::GREETING, wire::OPTION)
+    );
     // Without a good handshake before it nobody knows where options end and requests begin
     // (NBD_OPT_EXPORT_NAME).
     let Some(headers) = talk.headers else { return };
@@ -34,7 +39,11 @@ pub fn judge(talk: &Talk, said: &[u8]) {
             break;
         }
     }
-    let answered = if headers == Headers::Simple { simple(talk, said) } else { structured(talk, headers, said) };
+    let answered = if headers == Headers::Simple {
+        simple(talk, said)
+    } else {
+        structured(talk, headers, said)
+    };
     let (Some(answered), Some(requests)) = (answered, &talk.requests) else { return };
     // Up to a DISC, or what the server will not skip, all are answered.
     for (cookie, request) in requests.iter().enumerate() {
@@ -52,7 +61,9 @@ fn simple(talk: &Talk, mut said: Said<'_>) -> Option<Vec<u64>> {
     let mut answered = Vec::new();
     while !said.0.is_empty() {
         let reply = SimpleReply::parse(said.take(SimpleReply::BYTES)?).expect("a simple reply");
-        let request = requests.get(reply.cookie as usize).unwrap_or_else(|| panic!("nobody asked: {reply:?}"));
+        let request = requests
+            .get(reply.cookie as usize)
+            .unwrap_or_else(|| panic!("nobody asked: {reply:?}"));
         once(&mut answered, reply.cookie);
         if reply.error == 0 && request.command == cmd::READ {
             said.take(request.len as usize)?;
@@ -67,9 +78,11 @@ fn structured(talk: &Talk, headers: Headers, mut said: Said<'_>) -> Option<Vec<u
     while !said.0.is_empty() {
         // Structured replies are for reads and block status; others may be answered simply, without
         // extended headers.
-        if headers == Headers::Structured && wire::u32_at(said.0.get(..4)?, 0) == SimpleReply::MAGIC {
+        if headers == Headers::Structured && wire::u32_at(said.0.get(..4)?, 0) == SimpleReply::MAGIC
+        {
             let reply = SimpleReply::parse(said.take(SimpleReply::BYTES)?).unwrap();
-            let reads = known.is_some_and(|known| known[reply.cookie as usize].command == cmd::READ);
+            let reads =
+                known.is_some_and(|known| known[reply.cookie as usize].command == cmd::READ);
             assert!(!reads, "a read has a simple reply");
             once(&mut answered, reply.cookie);
             continue;
@@ -78,12 +91,21 @@ fn structured(talk: &Talk, headers: Headers, mut said: Said<'_>) -> Option<Vec<u
         let payload = said.take(header.len as usize)?;
         assert!(!answered.contains(&header.cookie), "a chunk behind the last: {header:?}");
         if let Some(known) = known {
-            let request = known.get(header.cookie as usize).unwrap_or_else(|| panic!("nobody asked: {header:?}"));
-            assert!(headers != Headers::Extended || header.offset == request.offset, "{header:?} of {request:?}");
+            let request = known
+                .get(header.cookie as usize)
+                .unwrap_or_else(|| panic!("nobody asked: {header:?}"));
+            assert!(
+                headers != Headers::Extended || header.offset == request.offset,
+                "{header:?} of {request:?}"
+            );
             match header.kind {
                 chunk::BLOCK_STATUS => status(request, &payload[4..], 8),
                 chunk::BLOCK_STATUS_EXT => {
-                    assert_eq!(wire::u32_at(payload, 4) as usize, (payload.len() - 8) / 16, "descriptors");
+                    assert_eq!(
+                        wire::u32_at(payload, 4) as usize,
+                        (payload.len() - 8) / 16,
+                        "descriptors"
+                    );
                     status(request, &payload[8..], 16);
                 }
                 _ => {}
@@ -91,11 +113,17 @@ fn structured(talk: &Talk, headers: Headers, mut said: Said<'_>) -> Option<Vec<u
             if header.kind == chunk::OFFSET_DATA {
                 let at = wire::u64_at(payload, 0);
                 let end = at.checked_add(header.len - 8).unwrap();
-                assert!(at >= request.offset && end <= request.offset + request.len, "{header:?} of {request:?}");
+                assert!(
+                    at >= request.offset && end <= request.offset + request.len,
+                    "{header:?} of {request:?}"
+                );
             }
         }
         if header.kind & chunk::IS_ERROR != 0 {
-            assert!(payload.len() >= 6 && wire::u32_at(payload, 0) != 0, "an error without a number: {header:?}");
+            assert!(
+                payload.len() >= 6 && wire::u32_at(payload, 0) != 0,
+                "an error without a number: {header:?}"
+            );
         }
         if header.flags & chunk::DONE != 0 {
             once(&mut answered, header.cookie);
@@ -107,7 +135,11 @@ fn structured(talk: &Talk, headers: Headers, mut said: Said<'_>) -> Option<Vec<u
 /// Descriptors of `each` bytes: some, none empty, and with one asked for, one, and not longer than
 /// that.
 fn status(request: &Request, descriptors: &[u8], each: usize) {
-    assert!(!descriptors.is_empty() && descriptors.len().is_multiple_of(each), "{} bytes of {each}", descriptors.len());
+    assert!(
+        !descriptors.is_empty() && descriptors.len().is_multiple_of(each),
+        "{} bytes of {each}",
+        descriptors.len()
+    );
     let lengths = descriptors.chunks_exact(each).map(|descriptor| match each {
         8 => wire::u32_at(descriptor, 0).into(),
         _ => wire::u64_at(descriptor, 0),

@@ -9,7 +9,8 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use blockyard_nbd::wire::{
-    self, Chunk, Headers, OptionHeader, OptionReply, Request, SimpleReply, chunk, cmd, export, info, opt, rep,
+    self, Chunk, Headers, OptionHeader, OptionReply, Request, SimpleReply, chunk, cmd, export,
+    info, opt, rep,
 };
 
 use crate::bytes::Bytes;
@@ -43,7 +44,13 @@ impl Script {
             _ => Some(Headers::Extended),
         };
         let (raw, contexts, read_only) = (mode & 8 != 0, mode & 4 != 0, mode & 16 != 0);
-        Script { headers, raw, contexts, read_only, bytes: data.get(1..).unwrap_or_default().into() }
+        Script {
+            headers,
+            raw,
+            contexts,
+            read_only,
+            bytes: data.get(1..).unwrap_or_default().into(),
+        }
     }
 
     /// It may say any byte as data.
@@ -62,7 +69,8 @@ impl Server {
     pub fn start(script: Script) -> Self {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        let path = std::env::temp_dir().join(format!("blockyard-fuzz-{}-{number}", std::process::id()));
+        let path =
+            std::env::temp_dir().join(format!("blockyard-fuzz-{}-{number}", std::process::id()));
         let listener = UnixListener::bind(&path).unwrap();
         let ended = Arc::new(AtomicBool::new(false));
         let stop = ended.clone();
@@ -150,7 +158,8 @@ fn settle(stream: &mut UnixStream, headers: Headers, script: &Script) -> std::io
             out.extend(data);
         };
         match (header.option, headers) {
-            (opt::EXTENDED_HEADERS, Headers::Extended) | (opt::STRUCTURED_REPLY, Headers::Structured) => {
+            (opt::EXTENDED_HEADERS, Headers::Extended)
+            | (opt::STRUCTURED_REPLY, Headers::Structured) => {
                 say(rep::ACK, b"");
             }
             (opt::SET_META_CONTEXT, _) if script.contexts => {
@@ -158,9 +167,15 @@ fn settle(stream: &mut UnixStream, headers: Headers, script: &Script) -> std::io
                 say(rep::ACK, b"");
             }
             (opt::GO, _) => {
-                let flags = export::HAS_FLAGS | export::SEND_FLUSH | export::SEND_FUA | export::SEND_TRIM;
-                let flags = flags | export::SEND_WRITE_ZEROES | export::SEND_FAST_ZERO | export::CAN_MULTI_CONN;
-                let facts = [&info::EXPORT.to_be_bytes()[..], &SIZE.to_be_bytes(), &flags.to_be_bytes()].concat();
+                let flags =
+                    export::HAS_FLAGS | export::SEND_FLUSH | export::SEND_FUA | export::SEND_TRIM;
+                let flags = flags
+                    | export::SEND_WRITE_ZEROES
+                    | export::SEND_FAST_ZERO
+                    | export::CAN_MULTI_CONN;
+                let facts =
+                    [&info::EXPORT.to_be_bytes()[..], &SIZE.to_be_bytes(), &flags.to_be_bytes()]
+                        .concat();
                 say(rep::INFO, &facts);
                 say(rep::ACK, b"");
             }
@@ -184,7 +199,11 @@ fn answer(headers: Headers, request: &Request, bytes: &mut Bytes<'_>) -> Option<
     }
     if headers == Headers::Simple || shape & 7 == 7 {
         let error = if shape & 8 != 0 { u32::from_le_bytes(bytes.array()) } else { 0 };
-        let cookie = if shape & 0x30 == 0x30 { cookie ^ u64::from(u32::from_le_bytes(bytes.array())) } else { cookie };
+        let cookie = if shape & 0x30 == 0x30 {
+            cookie ^ u64::from(u32::from_le_bytes(bytes.array()))
+        } else {
+            cookie
+        };
         SimpleReply { error, cookie }.put(&mut out);
         if error == 0 && request.command == cmd::READ && shape & 0x40 == 0 {
             out.resize(out.len() + request.len as usize, 1);
@@ -197,8 +216,16 @@ fn answer(headers: Headers, request: &Request, bytes: &mut Bytes<'_>) -> Option<
         let last = n == shape & 7;
         let (kind, payload) = piece(headers, request, &mut at, last, bytes);
         let flags = if last { chunk::DONE } else { u16::from(shape & 0x80 != 0) };
-        let len = if shape & 0x78 == 0x78 { u32::from_le_bytes(bytes.array()).into() } else { payload.len() as u64 };
-        let offset = if shape & 0x38 == 0x38 { u32::from_le_bytes(bytes.array()).into() } else { request.offset };
+        let len = if shape & 0x78 == 0x78 {
+            u32::from_le_bytes(bytes.array()).into()
+        } else {
+            payload.len() as u64
+        };
+        let offset = if shape & 0x38 == 0x38 {
+            u32::from_le_bytes(bytes.array()).into()
+        } else {
+            request.offset
+        };
         Chunk { flags, kind, cookie, offset, len }.put(headers, &mut out);
         out.extend(payload);
     }
@@ -207,7 +234,13 @@ fn answer(headers: Headers, request: &Request, bytes: &mut Bytes<'_>) -> Option<
 }
 
 /// A chunk's kind and payload. `at`: what of a read was answered so far.
-fn piece(headers: Headers, request: &Request, at: &mut u64, last: bool, bytes: &mut Bytes<'_>) -> (u16, Vec<u8>) {
+fn piece(
+    headers: Headers,
+    request: &Request,
+    at: &mut u64,
+    last: bool,
+    bytes: &mut Bytes<'_>,
+) -> (u16, Vec<u8>) {
     let (kind, left) = (bytes.u8(), request.len - *at);
     let some = |unit: u64| if last { left } else { left.min(u64::from(kind >> 3) * unit + 1) };
     let mut payload = Vec::new();
@@ -221,7 +254,8 @@ fn piece(headers: Headers, request: &Request, at: &mut u64, last: bool, bytes: &
             chunk::OFFSET_DATA
         }
         (cmd::READ, 4..=5) if left > 0 => {
-            let len = if kind == 0xfc { u32::from_le_bytes(bytes.array()) } else { some(4096) as u32 };
+            let len =
+                if kind == 0xfc { u32::from_le_bytes(bytes.array()) } else { some(4096) as u32 };
             payload.extend((request.offset + *at).to_be_bytes());
             payload.extend(len.to_be_bytes());
             *at += some(4096);
@@ -232,7 +266,8 @@ fn piece(headers: Headers, request: &Request, at: &mut u64, last: bool, bytes: &
             let len = usize::from(bytes.u8());
             payload.extend(u32::from(kind >> 4).to_be_bytes());
             let message = bytes.some(len).to_vec();
-            let len = if kind & 16 != 0 { u16::from(bytes.u8()) << 8 } else { message.len() as u16 };
+            let len =
+                if kind & 16 != 0 { u16::from(bytes.u8()) << 8 } else { message.len() as u16 };
             payload.extend(len.to_be_bytes());
             payload.extend(message);
             if kind & 8 != 0 { chunk::ERROR_OFFSET } else { chunk::ERROR }

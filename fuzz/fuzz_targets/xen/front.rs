@@ -126,14 +126,22 @@ impl Front {
             entry[sector..sector + 8].copy_from_slice(&place.to_le_bytes());
             match operation {
                 DISCARD => {
-                    let sectors = if count == 0xff { u64::from_le_bytes(bytes.array()) } else { count.into() };
+                    let sectors = if count == 0xff {
+                        u64::from_le_bytes(bytes.array())
+                    } else {
+                        count.into()
+                    };
                     entry[rest..rest + 8].copy_from_slice(&sectors.to_le_bytes());
                 }
                 INDIRECT => {
                     // The page of its segments may change, or be read from the disk: it may name
                     // pages of the ring.
                     self.tame = false;
-                    entry[1..4].copy_from_slice(&[bytes.u8() % 3, count, u8::from(bytes.u8() == 0xff)]);
+                    entry[1..4].copy_from_slice(&[
+                        bytes.u8() % 3,
+                        count,
+                        u8::from(bytes.u8() == 0xff),
+                    ]);
                     let table = self.reference(bytes);
                     entry[rest + 4..rest + 8].copy_from_slice(&table.to_le_bytes());
                     let page = FIRST_DATA + usize::from(bytes.u8()) % (PAGES - FIRST_DATA);
@@ -205,7 +213,11 @@ impl Front {
                 let _ = self.domain.revoke(reference);
             }
             3 => self.grant(bytes),
-            4 => self.memory.store_u32(RSP_EVENT, u32::from_le_bytes(bytes.array()), Ordering::SeqCst),
+            4 => self.memory.store_u32(
+                RSP_EVENT,
+                u32::from_le_bytes(bytes.array()),
+                Ordering::SeqCst,
+            ),
             5 | 6 => {
                 self.put(bytes);
                 self.publish();
@@ -238,13 +250,17 @@ impl Front {
         let answers = self.answers();
         assert!(answers <= self.written, "{answers} answers to {} requests", self.written);
         // Later requests have overwritten older answers.
-        let first = answers.saturating_sub(self.entries).max(self.written.saturating_sub(self.entries));
+        let first =
+            answers.saturating_sub(self.entries).max(self.written.saturating_sub(self.entries));
         let mut seen = Vec::new();
         for index in first..answers {
             let bytes = self.memory.copy_out::<12>(self.place(index));
             let id = u64::from_le_bytes(bytes[..8].try_into().unwrap());
             let status = i16::from_le_bytes([bytes[10], bytes[11]]);
-            assert!(id < self.written.into() && !seen.contains(&id), "answer {index} is for {id}, after {seen:?}");
+            assert!(
+                id < self.written.into() && !seen.contains(&id),
+                "answer {index} is for {id}, after {seen:?}"
+            );
             assert!((-2..=0).contains(&status), "status {status}");
             seen.push(id);
         }
