@@ -41,10 +41,11 @@ build: ## the programs, optimised: target/release/blockyard and blockyard-bench 
 	@scripts/setup build
 	$(CARGO) build --release --locked
 
-lint: ## format check, lengths of files and commit subjects, clippy
+lint: ## format check, lengths of files and commit subjects, links of pages, clippy
 	@scripts/setup lint
 	$(CARGO) fmt --all --check
 	@scripts/check-lengths
+	@scripts/check-links
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
 
 # Not after `build`: that belongs to the user, and this may be root, who has no cargo.
