@@ -101,6 +101,11 @@ fn wrappers(folder: &Folder, programs: &[&str]) -> PathBuf {
 }
 
 #[test]
+fn readme() {
+    runs_as_it_stands("../README.md", &["nbdcopy"]);
+}
+
+#[test]
 fn fio() {
     runs_as_it_stands("fio.md", &["fio"]);
 }
