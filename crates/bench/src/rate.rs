@@ -28,6 +28,7 @@ pub struct Options {
     pub operation: Operation,
     /// A file, a block device, a vhost-user-blk socket, or nbd://HOST[:PORT][/EXPORT],
     /// nbd+unix:///[EXPORT]?socket=PATH
+    #[allow(rustdoc::broken_intra_doc_links)] // the brackets are text of --help
     #[arg(value_name = "TARGET")]
     pub target: String,
     /// Operations to do [default: no limit, for --seconds]

@@ -443,7 +443,7 @@ impl Handle {
         self.0.iteration.get()
     }
 
-    /// Runs `f`, which may block, on a thread of this executor's pool; see [`Workers`].
+    /// Runs `f`, which may block, on a thread of this executor's pool; see `Workers`.
     pub async fn blocking<T: Send + 'static>(
         &self,
         f: impl FnOnce() -> T + Send + 'static,

@@ -1,7 +1,7 @@
 //! Submits work to an executor's thread from other threads.
 //!
 //! In: closures from any thread. Out: they run on the executor's thread, in order. They go through
-//! the [`Inbox`].
+//! the `Inbox`.
 
 use std::fmt;
 use std::sync::{Arc, mpsc};

@@ -8,7 +8,7 @@
 //! - From Linux 6.16 on, a socket can refuse them ([`refuse`]). Then reads need no check.
 //! - On older kernels, and if bytes may have arrived earlier, each read first peeks at the bytes
 //!   (MSG_PEEK). The kernel then reports descriptors (MSG_CTRUNC), but closes none, because they
-//!   stay queued. When the socket ends, a thread discards what is queued ([`discard`]).
+//!   stay queued. When the socket ends, a thread discards what is queued (`discard`).
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};

@@ -319,7 +319,7 @@ impl ImageFile {
         })
     }
 
-    /// Durably records that the overlay is on this image; see [`record`].
+    /// Durably records that the overlay is on this image; see `record`.
     pub fn record_overlay(&self, overlay: &Path) -> io::Result<()> {
         let write = || record::write(self.local()?, &self.path, overlay);
         self.journal

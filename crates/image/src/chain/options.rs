@@ -35,7 +35,7 @@ pub struct ChainOptions {
     /// Show the disk as of this snapshot of the topmost image (name or id). Read-only chains.
     pub snapshot: Option<String>,
     /// If a backing file may not be opened, end the chain above it instead of failing; see
-    /// [`Chain::cut`].
+    /// [`Chain::cut`](super::Chain::cut).
     pub cut_outside: bool,
     /// Open only the topmost image, as if it had no backing file.
     pub no_backing: bool,

@@ -1,7 +1,7 @@
 //! Changes options of a closed image in place.
 //!
 //! In: a closed image, held exclusively. Out: the same disk with other options. Invariant: the
-//! header is replaced atomically ([`super::rewrite`]), so a power cut leaves the old options or the
+//! header is replaced atomically (`super::rewrite`), so a power cut leaves the old options or the
 //! new ones.
 
 use blockyard_storage::Storage;

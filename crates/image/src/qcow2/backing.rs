@@ -2,7 +2,7 @@
 //!
 //! In: an open header, a name and its format. Out: the header's cluster with them. What must hold:
 //! at every power cut the image names the old file with its format, or the new one with its own
-//! ([`super::rewrite`]).
+//! (`super::rewrite`).
 
 use blockyard_storage::Storage;
 

@@ -3,7 +3,7 @@
 //! In: a closed image, held exclusively. Out: the same with a larger or smaller disk; the new part
 //! reads as zeroes. Invariant: stale data behind the old end (in its last cluster, or in a longer
 //! backing file) never show, because they are zeroed before the header gets the new size. For power
-//! cuts see [`super::change`].
+//! cuts see `super::change`.
 
 mod tables;
 mod tail;

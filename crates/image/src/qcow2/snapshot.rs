@@ -1,7 +1,7 @@
 //! Internal snapshots: another L1 table that keeps clusters as they were.
 //!
 //! In: a closed image, held exclusively. Out: the same image with a snapshot added, removed or
-//! applied. For power cuts see [`super::change`].
+//! applied. For power cuts see `super::change`.
 
 pub mod table;
 

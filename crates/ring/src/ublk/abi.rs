@@ -1,7 +1,7 @@
 //! Constants and structures of ublk (`linux/ublk_cmd.h`, as of 7.x), in the host's byte order.
 //!
 //! What must hold: every structure consists of integers without padding, so that it can be passed
-//! as bytes ([`Plain`]).
+//! as bytes (`Plain`).
 
 /// Feature flags of the driver and of a device.
 pub const F_SUPPORT_ZERO_COPY: u64 = 1 << 0;

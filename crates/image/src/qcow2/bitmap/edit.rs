@@ -6,7 +6,7 @@
 //! ```
 //!
 //! In: a closed image, held exclusively. Out: the same disk with other bitmaps. Invariant: at every
-//! power cut the image has the old bitmaps or the new ones ([`crate::qcow2::change`]). The limits
+//! power cut the image has the old bitmaps or the new ones (`crate::qcow2::change`). The limits
 //! are those that QEMU checks when it loads bitmaps.
 
 use blockyard_storage::Storage;
