@@ -10,7 +10,9 @@ use std::process::Command;
 use std::time::Duration;
 
 use crate::common::{BLOCKYARD, Folder, GuestKind, guests, run};
-use crate::fixture::COPY;
+
+/// For all commands of a page, on a busy machine.
+const LIMIT: Duration = Duration::from_secs(240);
 
 fn page(name: &str) -> String {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs").join(name);
@@ -67,7 +69,7 @@ fn runs_as_it_stands(name: &str, programs: &[&str]) {
     let mut command = Command::new("bash");
     command.arg("script").current_dir(&*folder).env("BLOCKYARD", BLOCKYARD);
     command.env("PATH", format!("{}:{}", bin.display(), std::env::var("PATH").unwrap()));
-    let finished = run(&mut command, COPY);
+    let finished = run(&mut command, LIMIT);
     assert!(
         finished.status.success(),
         "{name}: {}\n{}\n{}",
@@ -201,7 +203,7 @@ fn runs_in_a_guest(name: &str, kind: GuestKind, options: &[&str]) {
     assert!(text.lines().count() > 3, "{name} has no commands for a guest");
     let script = format!("cd /tmp\nBLOCKYARD=/host/blockyard\n{SERVE}{text}{END}");
     let options = options.iter().copied().chain(["--file", BLOCKYARD]);
-    let mut guest = crate::common::Guest::start(kind, options, &script, Duration::from_secs(120));
+    let mut guest = crate::common::Guest::start(kind, options, &script, LIMIT);
     guest.expect("all of it has run");
     guest.finish();
 }
