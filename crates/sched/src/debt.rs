@@ -159,7 +159,7 @@ mod tests {
     /// The debt in nanoseconds relies on an assumed speed of the device. A disk that still waits
     /// shows that the device has not caught up.
     #[test]
-    fn a_disk_that_is_ahead_of_its_share_is_held_back_while_another_waits() {
+    fn queues_of_a_disk_over_its_share_pause_while_another_disk_waits() {
         let host = Host::default();
         let share = || host.share(Some(("d", &DeviceProfile::FLASH)), None, &Knobs::default());
         let (one, two) = (share(), share());

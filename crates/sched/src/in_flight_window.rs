@@ -372,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn it_waits_step_within_share_their_share_to_come_back_for_a_second() {
+    fn the_window_stays_for_a_second_after_the_last_protected_operation() {
         let mut window = InFlightWindow::new(DeviceClass::FLASH, None);
         let polite = PeriodStats {
             within_operations: 100,

@@ -18,18 +18,37 @@ macro_rules! forward {
     };
     (@ write { $($from:pat => $how:ident $to:expr),* }) => {
         #[inline]
-        async fn write(&self, segments: Segments, offset: u64, durable: bool) -> (Segments, io::Result<usize>) {
+        async fn write(
+            &self,
+            segments: Segments,
+            offset: u64,
+            durable: bool,
+        ) -> (Segments, io::Result<usize>) {
             match self { $($from => forward!($how $to.write(segments, offset, durable)).await),* }
         }
     };
     (@ sync $arms:tt) => { forward!(@@ sync () () -> (); $arms); };
-    (@ discard $arms:tt) => { forward!(@@ discard (offset: u64, len: u64) (offset, len) -> (); $arms); };
-    (@ zero $arms:tt) => { forward!(@@ zero (offset: u64, len: u64, unmap: bool) (offset, len, unmap) -> (); $arms); };
-    (@ zero_fast $arms:tt) => { forward!(@@ zero_fast (offset: u64, len: u64, unmap: bool) (offset, len, unmap) -> (); $arms); };
-    (@ allocate $arms:tt) => { forward!(@@ allocate (offset: u64, len: u64) (offset, len) -> (); $arms); };
+    (@ discard $arms:tt) => {
+        forward!(@@ discard (offset: u64, len: u64) (offset, len) -> (); $arms);
+    };
+    (@ zero $arms:tt) => {
+        forward!(@@ zero (offset: u64, len: u64, unmap: bool) (offset, len, unmap) -> (); $arms);
+    };
+    (@ zero_fast $arms:tt) => {
+        forward!(
+            @@ zero_fast (offset: u64, len: u64, unmap: bool) (offset, len, unmap) -> (); $arms
+        );
+    };
+    (@ allocate $arms:tt) => {
+        forward!(@@ allocate (offset: u64, len: u64) (offset, len) -> (); $arms);
+    };
     (@ set_len $arms:tt) => { forward!(@@ set_len (len: u64) (len) -> (); $arms); };
-    (@ next_data $arms:tt) => { forward!(@@ next_data (offset: u64) (offset) -> Option<std::ops::Range<u64>>; $arms); };
-    (@@ $name:ident ($($arg:ident: $type:ty),*) $args:tt -> $out:ty; { $($from:pat => $how:ident $to:expr),* }) => {
+    (@ next_data $arms:tt) => {
+        forward!(@@ next_data (offset: u64) (offset) -> Option<std::ops::Range<u64>>; $arms);
+    };
+    (@@ $name:ident ($($arg:ident: $type:ty),*) $args:tt -> $out:ty;
+        { $($from:pat => $how:ident $to:expr),* }
+    ) => {
         async fn $name(&self, $($arg: $type),*) -> io::Result<$out> {
             match self { $($from => forward!($how $to.$name $args).await),* }
         }

@@ -26,7 +26,8 @@ pub enum YardError {
     #[error("disk {disk}: finding the image's size")]
     Size { disk: String, source: io::Error },
     #[error(
-        "disk {disk}: {running} jobs run already, and no more may: wait until one ends or cancel one"
+        "disk {disk}: {running} jobs run already, and no more may: wait until one ends, \
+         or cancel one"
     )]
     TooManyJobs { disk: String, running: usize },
     #[error("disk {disk}: starting a thread")]

@@ -1,7 +1,7 @@
 //! The requests of one reactor to one export, over one connection at a time.
 //!
 //! ```text
-//!   ask ──► slot: waiting ──► sender: header, data ──► server ──► receiver: checks, fills segments ──► done
+//!   ask ──► slot: waiting ──► sender: header, data ──► server ──► receiver ──► slot: done
 //!              ▲                                         │
 //!              └─────── the connection is lost ──────────┘
 //! ```

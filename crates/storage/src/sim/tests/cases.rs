@@ -376,7 +376,8 @@ fn the_step_limit_stops_a_task_that_spins() {
         }
     };
     let stalled = Sim::new(9).step_limit(1000).block_on::<()>(spin).unwrap_err();
-    let text = "seed 9: the step limit is reached, and tasks still spin after 1000 steps, with 1 tasks left";
+    let text = "seed 9: the step limit is reached, and tasks still spin after 1000 steps, \
+                with 1 tasks left";
     assert_eq!(stalled.to_string(), text);
 }
 
