@@ -1,12 +1,12 @@
-//! What went wrong with an NBD peer, or with what names it.
+//! Errors of NBD connections and NBD URIs.
 
 use std::error::Error;
 use std::fmt;
 
-/// What a caller may want to tell apart.
+/// The kind of an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// The text is no NBD URI.
+    /// The text is not an NBD URI.
     Name,
     /// Certificates, keys, or the TLS session.
     Tls,
@@ -14,11 +14,11 @@ pub enum Kind {
     Closed,
     /// The peer does not answer in time.
     Silent,
-    /// The peer refuses what was asked for.
+    /// The peer refuses the option or the export.
     Refused,
-    /// The peer's bytes are not what the protocol allows.
+    /// The peer sends bytes that the protocol does not allow.
     Protocol,
-    /// The export exists, but is not what this side needs.
+    /// The export exists, but does not fit this side's needs.
     Unsuitable,
     /// The export can be read only.
     ReadOnly,
@@ -30,7 +30,7 @@ pub enum Kind {
 #[derive(Debug)]
 pub struct NbdError {
     pub kind: Kind,
-    /// What it is about: a URI, a file of certificates, an export; empty: the connection.
+    /// The object of the error: a URI, a certificate file, an export. Empty: the connection.
     pub context: String,
     pub what: String,
     pub source: Option<Box<dyn Error + Send + Sync>>,
@@ -45,13 +45,13 @@ impl NbdError {
         Self::new(Kind::Protocol, what)
     }
 
-    /// `source` is what is wrong.
+    /// Creates an error with `source` as its cause.
     pub fn of(kind: Kind, source: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
         let source = source.into();
         NbdError { source: Some(source), ..Self::new(kind, "") }
     }
 
-    /// The same, about this.
+    /// Returns the same error with this context.
     pub fn about(self, context: impl Into<String>) -> Self {
         NbdError { context: context.into(), ..self }
     }
@@ -69,5 +69,5 @@ impl fmt::Display for NbdError {
     }
 }
 
-/// Without a source: the text has it already, and errors are told as one line of all of them.
+/// Has no source, because its text includes the source's. Logs print an error as one line.
 impl Error for NbdError {}

@@ -3,11 +3,11 @@
 //!
 //! ```text
 //!   wire       numbers and headers                     uri        where an export is
-//!   error      what went wrong with a peer
-//!   negotiate  a client's side of the option phase     link, tls  the bytes of a connection, plain or by TLS
+//!   error      errors of peers and URIs
+//!   negotiate  a client's side of the option phase     link, tls  a connection, plain or by TLS
 //! ```
-//! Source: the NBD project's proto.md and uri.md. What must hold: a value of the other side is
-//! checked before it is used.
+//! Source: the NBD project's proto.md and uri.md. What must hold: each value from the
+//! peer is checked before its use.
 
 pub mod error;
 pub mod link;

@@ -1,8 +1,8 @@
-//! A connection's bytes: as they are, or by TLS.
+//! The bytes of a connection, plain or by TLS.
 //!
-//! In: segments to fill, or to send. Out: the same as of a [`Socket`], which this is in the place
-//! of. Under TLS bytes are copied; one sends at a time, and one receives. What must hold: a record
-//! that does not verify ends the connection.
+//! In: segments to fill, or to send. Out: the same results as those of a [`Socket`]. TLS copies the
+//! bytes. One task sends at a time, and one receives. What must hold: a TLS record that does not
+//! verify ends the connection.
 
 use std::cell::{Cell, RefCell};
 use std::io::{self, Read, Write};
@@ -14,13 +14,13 @@ use rustix::io::Errno;
 use rustix::net::{RecvFlags, recv};
 use rustls::Connection;
 
-/// Why a connection is of no more use.
+/// Reasons to end a connection.
 pub const CLOSED: &str = "the server closed the connection";
-pub const UNASKED: &str = "the server has sent what nobody asked for";
+pub const UNASKED: &str = "the server has sent bytes without a request";
 
-/// Reads of what TLS sends by itself, at a time: who has more to say is not a server to stay with.
+/// Most TLS control records read in a row. A server that sends more is disconnected.
 const MOST_TICKETS: usize = 16;
-/// Bytes that are encrypted, or received, at a time.
+/// Number of bytes that are encrypted or received at a time.
 const AT_A_TIME: usize = 64 << 10;
 
 #[derive(Clone)]
@@ -29,18 +29,18 @@ pub enum Link {
     Tls(Rc<Secure>),
 }
 
-/// A socket under TLS.
+/// A socket with a TLS session.
 pub struct Secure {
     socket: Socket,
-    /// None: somebody else goes on with it.
+    /// None: [`Link::keep`] has given the session away.
     session: RefCell<Option<Connection>>,
-    /// Received, and not decrypted yet; what of it is done.
+    /// Bytes that were received and are not decrypted yet, and the number of those that are.
     received: RefCell<Vec<u8>>,
     used: Cell<usize>,
 }
 
 impl Link {
-    /// `session`: its handshake is done, or is to be done by [`Link::handshake`].
+    /// Creates a link. The handshake of `session` is done, or [`Link::handshake`] does it.
     pub fn new(socket: Socket, session: Option<Connection>) -> Self {
         match session {
             None => Link::Plain(socket),
@@ -63,7 +63,7 @@ impl Link {
         }
     }
 
-    /// Reads what is there, at least one byte; 0: the other side has ended.
+    /// Reads at least one byte. Returns 0 if the peer has closed the connection.
     #[inline]
     pub async fn read(&self, segments: Segments) -> (Segments, io::Result<usize>) {
         match self {
@@ -75,8 +75,8 @@ impl Link {
         }
     }
 
-    /// Whether the other side has ended, or says what nobody waits for: then why the connection is
-    /// of no more use. Nobody may be reading.
+    /// Returns the reason to end an idle connection: the peer has closed it, or has sent bytes
+    /// without a request. No read may be in progress.
     pub fn has_ended(&self) -> Option<String> {
         match self {
             Link::Plain(socket) => {
@@ -96,12 +96,12 @@ impl Link {
         Ok(handle.watch(self.socket().fd().try_clone_to_owned()?))
     }
 
-    /// The same connection from here on by TLS.
+    /// Starts TLS on this connection.
     pub fn under_tls(&self, session: Connection) -> Link {
         Link::new(self.socket().clone(), Some(session))
     }
 
-    /// Sends as much as goes at once, from the start on; what goes through TLS does not.
+    /// Sends as many bytes as the socket takes without waiting. Sends none under TLS.
     #[inline]
     pub fn write_now(&self, segments: &Segments) -> io::Result<usize> {
         match self {
@@ -110,7 +110,7 @@ impl Link {
         }
     }
 
-    /// Sends some of `segments` from `offset`, as much as the socket takes.
+    /// Sends some of `segments` from `offset`. Returns the number of bytes that the socket took.
     #[inline]
     pub async fn write(&self, segments: Segments, offset: usize) -> (Segments, io::Result<usize>) {
         match self {
@@ -133,8 +133,7 @@ impl Link {
         }
     }
 
-    /// All is said: TLS ends before the socket is closed, as far as that goes without waiting.
-    /// Nothing may be on its way.
+    /// Ends TLS before the socket is closed, if that needs no wait. No send may be in progress.
     pub fn close(&self) {
         if let Link::Tls(secure) = self {
             secure.close();
@@ -149,8 +148,8 @@ impl Link {
         self.socket().shutdown_read();
     }
 
-    /// The connection for somebody else, who goes on with it. Nothing may be on its way here, nor
-    /// be begun.
+    /// Takes the connection out, for another owner. No send or read may be in progress, and none
+    /// may follow.
     pub fn keep(&self) -> io::Result<(OwnedFd, Option<Connection>)> {
         let session = match self {
             Link::Plain(_) => None,
@@ -162,8 +161,7 @@ impl Link {
         Ok((self.socket().keep()?, session))
     }
 
-    /// The handshake, on the side of a server. The names of the client, if it has shown a
-    /// certificate.
+    /// Does a server's handshake. Returns the names of the client, if it has a certificate.
     pub async fn handshake(&self) -> io::Result<Vec<String>> {
         let Link::Tls(secure) = self else { return Ok(Vec::new()) };
         loop {
@@ -172,7 +170,7 @@ impl Link {
                 return secure.with(|session| crate::tls::names(session));
             }
             if let Err(e) = secure.take_records() {
-                // The client is told why.
+                // The alert names the reason.
                 let _ = secure.send_records().await;
                 return Err(e);
             }
@@ -192,7 +190,7 @@ impl Secure {
         session
             .as_mut()
             .map(work)
-            .ok_or_else(|| io::Error::other("the TLS session is somebody else's"))
+            .ok_or_else(|| io::Error::other("the TLS session has another owner"))
     }
 
     fn is_empty(&self) -> bool {
@@ -218,7 +216,7 @@ impl Secure {
         }
     }
 
-    /// What comes where nobody asks is of TLS itself (a ticket for later sessions), or the end.
+    /// Bytes without a request belong to TLS itself (session tickets), or are the end.
     fn has_ended(&self) -> Option<String> {
         let (mut bytes, room) = ([0; 4096], Segments::buffer(4096));
         for _ in 0..MOST_TICKETS {
@@ -246,7 +244,7 @@ impl Secure {
         Some(UNASKED.into())
     }
 
-    /// Hands some of what was received to the session.
+    /// Passes some of the received bytes to the session.
     fn take_records(&self) -> io::Result<()> {
         let received = self.received.borrow();
         let mut rest = &received[self.used.get()..];
@@ -263,7 +261,7 @@ impl Secure {
         Ok(())
     }
 
-    /// Receives more; false: the other side has ended.
+    /// Receives more bytes. Returns false if the peer has closed the connection.
     async fn receive(&self) -> io::Result<bool> {
         let (segments, n) = self.socket.read(Segments::buffer(AT_A_TIME)).await;
         let mut received = self.received.borrow_mut();

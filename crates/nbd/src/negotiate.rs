@@ -1,36 +1,36 @@
 //! The option phase of a client: what server and client agree on.
 //!
-//! In: a connected stream, blocking, that keeps a deadline of its own, and an export's name. Out:
-//! [`Terms`]. What must hold: no reply is longer than this asks for; numbers that no disk can have
-//! are refused here, so that others may reckon with them.
+//! In: a connected, blocking stream with a deadline of its own, and an export's name. Out:
+//! [`Terms`]. What must hold: the length of each reply is bounded; numbers that no disk can have
+//! are refused here.
 
 use std::io::{Read, Write};
 
 use crate::error::{Kind, NbdError};
 use crate::wire::{self, Headers, OptionHeader, OptionReply, export, handshake, info, opt, rep};
 
-/// No answer to an option is longer, in bytes; and there are no more of them to one option.
+/// Longest reply to an option in bytes, and most replies to one option.
 const REPLY_MOST: u32 = 16 << 10;
 const REPLIES_MOST: usize = 64;
-/// Letters of a server's message that are shown.
+/// Number of characters of a server's message that are logged.
 const MESSAGE_MOST: usize = 200;
 const ALLOCATION: &str = "base:allocation";
-/// Blocks may not be larger than this, in bytes (the protocol's own limit for the smallest block).
+/// Largest minimum block size in bytes (the protocol's limit).
 const BLOCK_MOST: u32 = 64 << 10;
 
-/// What server and client have agreed on.
+/// The terms that server and client have agreed on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Terms {
-    /// Bytes of the export.
+    /// Size of the export in bytes.
     pub size: u64,
     /// See [`wire::export`].
     pub flags: u16,
-    /// Requests are multiples of this many bytes, best of that many, and move at most so many.
+    /// Minimum, preferred and maximum block size in bytes.
     pub minimum: u32,
     pub preferred: u32,
     pub maximum: u32,
     pub headers: Headers,
-    /// The number of the meta context base:allocation.
+    /// Id of the meta context base:allocation.
     pub allocation: Option<u32>,
 }
 
@@ -40,7 +40,7 @@ impl Terms {
     }
 }
 
-/// Reads the greeting, and says what this client is.
+/// Reads the greeting, and sends the client's flags.
 pub fn greet(stream: &mut impl Stream) -> Result<(), NbdError> {
     let greeting: [u8; 18] = bytes(stream)?;
     let (magic, option) = (wire::u64_at(&greeting, 0), wire::u64_at(&greeting, 8));
@@ -55,7 +55,7 @@ pub fn greet(stream: &mut impl Stream) -> Result<(), NbdError> {
     send(stream, &u32::from(ours).to_be_bytes())
 }
 
-/// Asks for TLS, which begins with the next byte.
+/// Requests TLS (NBD_OPT_STARTTLS). The next byte belongs to TLS.
 pub fn start_tls(stream: &mut impl Stream) -> Result<(), NbdError> {
     match ask(stream, opt::STARTTLS, &[], |_, _| {
         Err(NbdError::protocol("the server answers STARTTLS with more than yes or no"))
@@ -70,7 +70,7 @@ pub fn start_tls(stream: &mut impl Stream) -> Result<(), NbdError> {
     }
 }
 
-/// Asks for all that this client can make use of, and for the export.
+/// Negotiates all features that this client uses, and the export.
 pub fn agree(stream: &mut impl Stream, name: &str) -> Result<Terms, NbdError> {
     let mut headers = Headers::Simple;
     for (option, these) in
@@ -93,7 +93,7 @@ pub fn agree(stream: &mut impl Stream, name: &str) -> Result<Terms, NbdError> {
         data.extend(1u32.to_be_bytes());
         data.extend((ALLOCATION.len() as u32).to_be_bytes());
         data.extend(ALLOCATION.as_bytes());
-        // A server without it is no worse, but for what is known of holes.
+        // Without this context the client only lacks knowledge of holes.
         ask(stream, opt::SET_META_CONTEXT, &data, |kind, data| {
             if kind == rep::META_CONTEXT && data.len() >= 4 && &data[4..] == ALLOCATION.as_bytes() {
                 allocation = Some(wire::u32_at(data, 0));
@@ -104,8 +104,8 @@ pub fn agree(stream: &mut impl Stream, name: &str) -> Result<Terms, NbdError> {
     Ok(Terms { headers, allocation, ..go(stream, name)? })
 }
 
-/// Asks for the export. Requests and replies then have simple headers, unless the server has
-/// granted others before.
+/// Requests the export (NBD_OPT_GO). Requests and replies have simple headers, unless the server
+/// has granted others before.
 pub fn go(stream: &mut impl Stream, name: &str) -> Result<Terms, NbdError> {
     let mut data = named(name);
     data.extend(1u16.to_be_bytes());
@@ -152,7 +152,7 @@ pub fn go(stream: &mut impl Stream, name: &str) -> Result<Terms, NbdError> {
 }
 
 impl Terms {
-    /// What other parts may rely on.
+    /// Checks the numbers of the server.
     fn sound(mut self) -> Result<Self, NbdError> {
         if !self.has(export::HAS_FLAGS) {
             return Err(unsuitable(format!("the export's flags {:#x} are none", self.flags)));
@@ -172,7 +172,7 @@ impl Terms {
         }
         self.preferred = preferred.clamp(minimum.max(512), 2 << 20);
         self.maximum = maximum.min(wire::MOST_PAYLOAD) & !(minimum - 1);
-        // What is behind the last whole block cannot be asked for.
+        // Requests cannot cover bytes behind the last whole block.
         self.size &= !u64::from(minimum - 1);
         if self.size == 0 {
             return Err(unsuitable("the export is smaller than its block".into()));
@@ -187,19 +187,19 @@ fn named(name: &str) -> Vec<u8> {
     data
 }
 
-/// What the option phase goes over.
+/// A stream for the option phase.
 pub trait Stream: Read + Write {}
 impl<T: Read + Write> Stream for T {}
 
-/// How a server ends its answer to an option.
+/// The last reply to an option.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Answer {
     Granted,
-    /// The error, and what the server says of it.
+    /// The error number, and the server's message.
     Refused(u32, String),
 }
 
-/// Sends an option, and gives what comes before the answer's end to `part`.
+/// Sends an option. Calls `part` with each reply before the last one.
 pub fn ask(
     stream: &mut impl Stream,
     option: u32,
@@ -259,7 +259,7 @@ fn refusal(name: &str, error: u32, message: &str) -> NbdError {
     NbdError::new(Kind::Refused, format!("{what}{message}")).about(format!("export \"{name}\""))
 }
 
-/// A server's words, for a line of the log.
+/// Returns a server's message for a line of the log.
 pub fn printable(bytes: &[u8]) -> String {
     let text = String::from_utf8_lossy(bytes);
     text.chars().take(MESSAGE_MOST).map(|c| if c.is_control() { ' ' } else { c }).collect()
@@ -291,7 +291,7 @@ fn gone(error: std::io::Error) -> NbdError {
 mod tests {
     use super::*;
 
-    /// A server that has said all of it before it is asked.
+    /// A server that has sent all its replies before it reads options.
     struct Script {
         says: std::io::Cursor<Vec<u8>>,
         hears: Vec<u8>,
@@ -374,7 +374,7 @@ mod tests {
             reply(opt::EXTENDED_HEADERS, rep::ACK, b""),
             reply(opt::SET_META_CONTEXT, rep::META_CONTEXT, &context),
             reply(opt::SET_META_CONTEXT, rep::ACK, b""),
-            // A name, which was not asked for, is no harm.
+            // An unrequested name is ignored.
             reply(opt::GO, rep::INFO, b"\0\x01disk"),
             export_info((10 << 20) + 700, 0x10d),
             block_info([512, 65536, u32::MAX]),

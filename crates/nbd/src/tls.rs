@@ -1,10 +1,10 @@
-//! TLS for both sides: certificates from a folder, and who the other side is.
+//! TLS for both sides: certificates from a folder, and the identity of the peer.
 //!
 //! In: a folder with the file names that QEMU and nbdkit use (`ca-cert.pem`, `ca-crl.pem`,
 //! `server-cert.pem`, `server-key.pem`, `client-cert.pem`, `client-key.pem`). Out: sessions, and
-//! the names of a peer's certificate. What must hold: a server is believed only by a certificate of
-//! `ca-cert.pem`'s, for its own name; a client's names are told only from a certificate that was
-//! verified. (Pre-shared keys are not among what rustls does.)
+//! the names of a peer's certificate. What must hold: a server must have a certificate that
+//! `ca-cert.pem` has signed, for its own name; a client's names come only from a verified
+//! certificate. (rustls has no pre-shared keys.)
 
 use std::error::Error;
 use std::path::{Path, PathBuf};
@@ -24,7 +24,7 @@ use crate::error::{Kind, NbdError};
 const AUTHORITIES: &str = "ca-cert.pem";
 const REVOKED: &str = "ca-crl.pem";
 
-/// Files of a folder.
+/// The certificate files of a folder.
 struct Folder<'a>(&'a Path);
 
 impl Folder<'_> {
@@ -62,7 +62,7 @@ impl Folder<'_> {
         if self.has(REVOKED) { self.all(REVOKED) } else { Ok(Vec::new()) }
     }
 
-    /// Why a certificate and its key are not taken.
+    /// Returns the error about a certificate and its key.
     fn mismatched(&self, who: &str, error: rustls::Error) -> NbdError {
         let certificate = format!("{who}-cert.pem");
         match error {
@@ -73,7 +73,7 @@ impl Folder<'_> {
         }
     }
 
-    /// The certificates and the key of one who shows them.
+    /// Reads the certificates and the key of one side (`who`: server or client).
     fn own(
         &self,
         who: &str,
@@ -98,8 +98,8 @@ fn provider() -> Arc<CryptoProvider> {
     Arc::new(rustls::crypto::ring::default_provider())
 }
 
-/// A client's session with the server of that name. The client shows its own certificate, where the
-/// folder has one.
+/// Creates a client's session with the server of that name. The client sends its own certificate if
+/// the folder has one.
 pub fn client(folder: &Path, server: &str) -> Result<ClientConnection, NbdError> {
     let folder = Folder(folder);
     let name = ServerName::try_from(server.to_string()).map_err(|_| {
@@ -124,17 +124,17 @@ pub fn client(folder: &Path, server: &str) -> Result<ClientConnection, NbdError>
     ClientConnection::new(Arc::new(config), name).map_err(tls)
 }
 
-/// How a server speaks TLS.
+/// TLS settings of a server.
 #[derive(Debug)]
 pub struct ServerTls {
     config: Arc<ServerConfig>,
-    /// Clients without TLS get nothing.
+    /// Clients without TLS are refused.
     pub required: bool,
 }
 
 impl ServerTls {
-    /// `verify_peer`: clients must show a certificate of `ca-cert.pem`'s. Else they may, where
-    /// there is that file.
+    /// `verify_peer`: clients must have a certificate that `ca-cert.pem` has signed. Otherwise they
+    /// may have one, if the folder has that file.
     pub fn open(folder: &Path, required: bool, verify_peer: bool) -> Result<Self, NbdError> {
         let folder = Folder(folder);
         let builder = ServerConfig::builder_with_provider(provider())
@@ -155,8 +155,8 @@ impl ServerTls {
         let mut config = builder
             .with_single_cert(certificates, key)
             .map_err(|e| folder.mismatched("server", e))?;
-        // No sessions to resume: a resumed one does not judge the client's certificate again, which
-        // may have expired.
+        // No session can be resumed, because a resumed one does not verify the client's certificate
+        // again, which may have expired.
         config.session_storage = Arc::new(NoServerSessionStorage {});
         config.send_tls13_tickets = 0;
         Ok(ServerTls { config: Arc::new(config), required })
@@ -167,8 +167,7 @@ impl ServerTls {
     }
 }
 
-/// What a peer's certificate, which the session has verified, calls it: DNS names, and the
-/// subject's common name.
+/// Returns the names in the peer's verified certificate: DNS names, and the subject's common name.
 pub fn names(session: &Connection) -> Vec<String> {
     let Some([certificate, ..]) = session.peer_certificates() else { return Vec::new() };
     let Ok(parsed) = webpki::EndEntityCert::try_from(certificate) else { return Vec::new() };
@@ -177,7 +176,7 @@ pub fn names(session: &Connection) -> Vec<String> {
     names
 }
 
-/// Of a subject: `SET { SEQUENCE { OID, string } }`, one after the other (DER).
+/// Returns the common names of a subject: `SET { SEQUENCE { OID, string } }`, repeated (DER).
 fn common_names(mut subject: &[u8]) -> Vec<String> {
     const SEQUENCE: u8 = 0x30;
     const SET: u8 = 0x31;
@@ -185,7 +184,7 @@ fn common_names(mut subject: &[u8]) -> Vec<String> {
     const STRINGS: [u8; 3] = [12, 19, 22];
     const COMMON_NAME: [u8; 3] = [0x55, 4, 3];
     let mut names = Vec::new();
-    // Some give it with its own header.
+    // Some certificates have a header around it.
     if let Some((SEQUENCE, inner, [])) = element(subject) {
         subject = inner;
     }
@@ -206,7 +205,7 @@ fn common_names(mut subject: &[u8]) -> Vec<String> {
     names
 }
 
-/// A DER element's tag, its content, and what follows it.
+/// Splits DER bytes into the first element's tag, its content, and the rest.
 fn element(bytes: &[u8]) -> Option<(u8, &[u8], &[u8])> {
     let [tag, len, rest @ ..] = bytes else { return None };
     let (len, rest) = match *len {
@@ -227,7 +226,7 @@ mod tests {
 
     use super::*;
 
-    /// Carries all that one side has to say to the other.
+    /// Passes all pending bytes of one side to the other.
     fn carry(from: &mut Connection, to: &mut Connection) {
         let mut records = Vec::new();
         while from.wants_write() {
@@ -240,7 +239,7 @@ mod tests {
         }
     }
 
-    /// A certificate is judged in a handshake only, so each connection has a whole one.
+    /// Only a handshake verifies a certificate, so each connection has a full handshake.
     #[test]
     fn a_client_that_comes_again_shows_its_certificate_again() {
         let folder = std::env::temp_dir().join(format!("blockyard-tls-{}", std::process::id()));
@@ -317,7 +316,7 @@ mod tests {
         let whole = [&[0x30, 0x81, subject.len() as u8], &subject[..]].concat();
         assert_eq!(common_names(&whole), ["vm1", "vm2"]);
         for cut in 0..subject.len() {
-            // No panic, and nothing that was not there.
+            // It does not panic, and returns no bytes from outside.
             assert!(common_names(&subject[..cut]).len() <= 2);
         }
     }

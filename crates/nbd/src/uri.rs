@@ -1,8 +1,7 @@
 //! NBD URIs, as the NBD project's uri.md has them.
 //!
-//! In: text, of a person or of an image's header. Out: where the server is, and which of its
-//! exports is meant; and the text again. What must hold: what is not understood is refused, never
-//! passed over.
+//! In: text from a person or an image's header. Out: the server's address and the export's name,
+//! and the text again. What must hold: an unknown part is an error, and is never ignored.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -10,7 +9,7 @@ use std::path::PathBuf;
 use crate::error::{Kind, NbdError};
 use crate::wire::{MOST_STRING, PORT};
 
-/// What such a URI may look like, for messages.
+/// The forms of a URI, for messages.
 pub const FORMS: &str =
     "nbd://HOST[:PORT][/EXPORT] or nbd+unix:///[EXPORT]?socket=PATH (nbds: with TLS)";
 
@@ -19,7 +18,7 @@ pub struct Uri {
     pub host: Host,
     pub export: String,
     pub tls: bool,
-    /// Where certificates and keys are, and the name that the server's certificate is to have.
+    /// The folder of certificates and keys, and the name that the server's certificate must have.
     pub tls_certificates: Option<PathBuf>,
     pub tls_hostname: Option<String>,
 }
@@ -38,7 +37,7 @@ const SCHEMES: [(&str, bool, bool); 4] = [
     ("nbds+unix", true, true),
 ];
 
-/// Whether a name is meant as such a URI, right or wrong.
+/// Returns whether a name has a scheme of NBD. It may still be a wrong URI.
 pub fn is_uri(name: &str) -> bool {
     name.split_once("://").is_some_and(|(scheme, _)| scheme.starts_with("nbd"))
 }
@@ -91,8 +90,8 @@ impl Uri {
         Ok(Uri { host, export, tls: *tls, tls_certificates, tls_hostname })
     }
 
-    /// All exports of the same server, as an operator may allow them: a text to be shown, with
-    /// FOLDER where certificates are to be named.
+    /// Returns the URI of all exports of the same server, for messages. It has FOLDER in the place
+    /// of a folder of certificates.
     pub fn whole_server(&self) -> Uri {
         let folder = || self.tls.then(|| "FOLDER".into());
         Uri {
@@ -102,7 +101,7 @@ impl Uri {
         }
     }
 
-    /// `other`, with what this says of TLS where that says nothing.
+    /// Returns `other`, with this URI's TLS settings if it has none.
     pub fn complete(&self, other: &Uri) -> Uri {
         let tls_certificates =
             other.tls_certificates.clone().or_else(|| self.tls_certificates.clone());
@@ -110,9 +109,8 @@ impl Uri {
         Uri { tls_certificates, tls_hostname, ..other.clone() }
     }
 
-    /// Whether this, as an operator allows it, takes in `other`: the same server, reached in the
-    /// same way; and the same export, or one below it as a path is, where this names any. What it
-    /// says of TLS `other` may leave out.
+    /// Returns whether an operator who allows this URI allows `other`: the same server and
+    /// transport, and the same export or one below it as a path. `other` may lack TLS settings.
     pub fn takes_in(&self, other: &Uri) -> bool {
         let same = Uri { export: other.export.clone(), ..self.clone() } == self.complete(other);
         let export = self.export.trim_end_matches('/');
@@ -124,7 +122,7 @@ impl Uri {
     }
 }
 
-/// A host and perhaps a port; an IPv6 address is in brackets, and has colons of its own.
+/// Splits a host and an optional port. An IPv6 address is in brackets.
 fn tcp(authority: &str) -> Result<Host, &'static str> {
     let (name, port) = match authority.rsplit_once(':').filter(|(_, port)| !port.ends_with(']')) {
         Some((name, port)) => {
@@ -142,7 +140,7 @@ fn tcp(authority: &str) -> Result<Host, &'static str> {
     if good { Ok(Host::Tcp(bare.unwrap_or(name).into(), port)) } else { Err("the host is none") }
 }
 
-/// %XX are bytes.
+/// Decodes %XX to bytes.
 fn decode(text: &str) -> Result<String, &'static str> {
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.as_bytes();
@@ -163,7 +161,7 @@ fn decode(text: &str) -> Result<String, &'static str> {
     String::from_utf8(bytes).map_err(|_| "it is not UTF-8")
 }
 
-/// As [`decode`] reads it; `plain`: signs that stay as they are, beside letters and digits.
+/// Encodes text for [`decode`]. `plain`: characters that stay, beside letters and digits.
 fn encode(f: &mut fmt::Formatter<'_>, text: &str, plain: &str) -> fmt::Result {
     for byte in text.bytes() {
         match char::from(byte) {
@@ -246,8 +244,10 @@ mod tests {
             ("nbd+unix:///?socket=/run/s", "nbd+unix:///?socket=/run/s", unix("/run/s", "")),
             ("nbd+unix:///x?socket=/a%26b", "nbd+unix:///x?socket=/a%26b", unix("/a&b", "x")),
             (
-                "nbds://10.0.0.1:5000/x?tls-hostname=host.example&tls-certificates=/etc/pki%20%26%20more",
-                "nbds://10.0.0.1:5000/x?tls-certificates=/etc/pki%20%26%20more&tls-hostname=host.example",
+                "nbds://10.0.0.1:5000/x?tls-hostname=host.example\
+                 &tls-certificates=/etc/pki%20%26%20more",
+                "nbds://10.0.0.1:5000/x?tls-certificates=/etc/pki%20%26%20more\
+                 &tls-hostname=host.example",
                 secret,
             ),
             (

@@ -1,22 +1,22 @@
-//! The numbers and headers of the NBD protocol, as both sides of it need them.
+//! Numbers and headers of the NBD protocol, for both sides.
 //!
-//! All are big-endian on the wire. Source: the NBD project's proto.md. What must hold: nothing here
-//! judges a value beyond its magic; whoever reads one does.
+//! All are big-endian on the wire. Source: the NBD project's proto.md. What must hold: this module
+//! checks magic numbers only. The reader of a value checks the rest.
 
-/// The server's greeting, which [`OPTION`] and the handshake flags follow.
+/// The server's greeting. [`OPTION`] and the handshake flags follow it.
 pub const GREETING: u64 = u64::from_be_bytes(*b"NBDMAGIC");
 /// Begins the greeting's second half, and each option of a client.
 pub const OPTION: u64 = u64::from_be_bytes(*b"IHAVEOPT");
 pub const OPTION_REPLY: u64 = 0x0003_e889_0455_65a9;
 
-/// The port that is NBD's at IANA.
+/// The port that IANA has assigned to NBD.
 pub const PORT: u16 = 10809;
-/// Bytes that a name or description may have.
+/// Most bytes of a name or description.
 pub const MOST_STRING: usize = 4096;
-/// Bytes of the longest request where nobody says otherwise.
+/// Most bytes of a request if no other limit is negotiated.
 pub const MOST_PAYLOAD: u32 = 32 << 20;
 
-/// Handshake flags of the server; the client answers with those it takes.
+/// Handshake flags of the server. The client answers with those that it accepts.
 pub mod handshake {
     pub const FIXED_NEWSTYLE: u16 = 1;
     pub const NO_ZEROES: u16 = 2;
@@ -56,7 +56,7 @@ pub mod rep {
     pub const ERR_EXT_HEADER_REQD: u32 = ERROR | 10;
 }
 
-/// Kinds of information in [`rep::INFO`] (NBD_INFO_*).
+/// Types of information in [`rep::INFO`] (NBD_INFO_*).
 pub mod info {
     pub const EXPORT: u16 = 0;
     pub const NAME: u16 = 1;
@@ -102,7 +102,7 @@ pub mod flag {
     pub const PAYLOAD_LEN: u16 = 1 << 5;
 }
 
-/// Kinds of chunks of structured and extended replies (NBD_REPLY_TYPE_*).
+/// Types of chunks of structured and extended replies (NBD_REPLY_TYPE_*).
 pub mod chunk {
     pub const NONE: u16 = 0;
     pub const OFFSET_DATA: u16 = 1;
@@ -113,7 +113,7 @@ pub mod chunk {
     pub const IS_ERROR: u16 = 1 << 15;
     pub const ERROR: u16 = IS_ERROR | 1;
     pub const ERROR_OFFSET: u16 = IS_ERROR | 2;
-    /// A flag of the chunk's header: the last of its reply.
+    /// A flag of the chunk's header: the last chunk of its reply.
     pub const DONE: u16 = 1;
 }
 
@@ -135,7 +135,7 @@ pub mod state {
     pub const ZERO: u32 = 2;
 }
 
-/// How requests and replies are written, as the option phase has settled it.
+/// The headers of requests and replies, as negotiated.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Headers {
     #[default]
@@ -154,7 +154,7 @@ impl Headers {
         }
     }
 
-    /// Of a chunk's header.
+    /// Returns the size of a chunk's header in bytes.
     pub fn chunk_bytes(self) -> usize {
         match self {
             Headers::Simple => SimpleReply::BYTES,
@@ -190,7 +190,7 @@ impl Request {
     const MAGIC: u32 = 0x2560_9513;
     const EXTENDED_MAGIC: u32 = 0x21e4_1c71;
 
-    /// `bytes` are [`Headers::request_bytes`]. The wrong magic is the error.
+    /// Parses [`Headers::request_bytes`] bytes. Returns a wrong magic as the error.
     #[inline]
     pub fn parse(headers: Headers, bytes: &[u8]) -> Result<Self, u32> {
         let (magic, len) = match headers {
@@ -204,7 +204,7 @@ impl Request {
         Ok(Request { flags, command, cookie: u64_at(bytes, 8), offset: u64_at(bytes, 16), len })
     }
 
-    /// Appends it. Without extended headers `len` has 32 bits.
+    /// Appends the header to `bytes`. Without extended headers `len` has 32 bits.
     pub fn put(&self, headers: Headers, out: &mut Vec<u8>) {
         let extended = headers == Headers::Extended;
         out.extend(if extended { Self::EXTENDED_MAGIC } else { Self::MAGIC }.to_be_bytes());
@@ -219,7 +219,7 @@ impl Request {
     }
 }
 
-/// A simple reply; of a read, the data follow.
+/// A simple reply. The data of a read follow it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SimpleReply {
     pub error: u32,
@@ -245,13 +245,13 @@ impl SimpleReply {
     }
 }
 
-/// A chunk's header; `len` bytes of payload follow.
+/// A chunk's header. `len` bytes of payload follow it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Chunk {
     pub flags: u16,
     pub kind: u16,
     pub cookie: u64,
-    /// The request's, of extended headers only.
+    /// The offset of the request. Only extended headers have it.
     pub offset: u64,
     pub len: u64,
 }
@@ -260,7 +260,7 @@ impl Chunk {
     pub const MAGIC: u32 = 0x668e_33ef;
     pub const EXTENDED_MAGIC: u32 = 0x6e8a_278c;
 
-    /// `bytes` are [`Headers::chunk_bytes`]. The wrong magic is the error.
+    /// Parses [`Headers::chunk_bytes`] bytes. Returns a wrong magic as the error.
     pub fn parse(headers: Headers, bytes: &[u8]) -> Result<Self, u32> {
         let extended = headers == Headers::Extended;
         if u32_at(bytes, 0) != if extended { Self::EXTENDED_MAGIC } else { Self::MAGIC } {
@@ -296,7 +296,7 @@ impl Chunk {
     }
 }
 
-/// An option's header, of a client; `len` bytes of data follow.
+/// The header of a client's option. `len` bytes of data follow it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OptionHeader {
     pub option: u32,
@@ -320,7 +320,7 @@ impl OptionHeader {
     }
 }
 
-/// The header of a server's reply to an option; `len` bytes of data follow.
+/// The header of a server's reply to an option. `len` bytes of data follow it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OptionReply {
     pub option: u32,

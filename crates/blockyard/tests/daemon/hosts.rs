@@ -98,7 +98,7 @@ fn an_image_without_o_direct_is_served_through_the_page_cache() {
         }
     }
     let daemon = Daemon::serve(notes, &socket, &["--read-only", "--cache", "writeback"]);
-    assert!(!daemon.stop().contains("WARN"), "where nobody asked for O_DIRECT nothing is amiss");
+    assert!(!daemon.stop().contains("WARN"), "without O_DIRECT there is no warning");
 }
 
 #[test]

@@ -121,7 +121,7 @@ fn wrong_answers_end_in_errors() {
         ("was not sent", Headers::Extended, |request, disk| {
             done(&Request { cookie: u64::MAX, ..*request }, disk)
         }),
-        ("nobody asked for", Headers::Simple, |request, disk| {
+        ("bytes without a request", Headers::Simple, |request, disk| {
             let bytes = vec![1; request.len as usize + 4];
             data(request, disk, request.offset, &bytes, 0)
         }),
@@ -198,7 +198,7 @@ fn ends_in_an_error(says: &'static str, headers: Headers, lie: Lie) {
     on_image(&server, TALKING, async move |raw| {
         let start = Instant::now();
         let mut error = raw.read(Segments::buffer(4096), 4096).await.1;
-        if says.contains("nobody asked") && error.is_ok() {
+        if says.contains("without a request") && error.is_ok() {
             // An error behind a correct answer is detected by the next request.
             error = raw.read(Segments::buffer(4096), 4096).await.1;
             if error.is_ok() {
