@@ -24,7 +24,7 @@ pub enum Filter {
 #[derive(Debug, thiserror::Error, PartialEq)]
 pub enum FilterError {
     #[error(
-        "unknown filter \"{0}\": use delay:KIND=TIME,... or error:KIND=PROBABILITY,...\
+        "filter \"{0}\" is not known: use delay:KIND=TIME,... or error:KIND=PROBABILITY,...\
          [,range=START-END]"
     )]
     Unknown(String),

@@ -56,7 +56,10 @@ impl fmt::Display for CacheMode {
 
 /// A name that is not among [`CacheMode::NAMES`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("cache mode \"{0}\" is not known: use none, writeback, writethrough, directsync or unsafe")]
+#[error(
+    "cache mode \"{0}\" is not known: use one of none, \
+     writeback, writethrough, directsync, unsafe"
+)]
 pub struct UnknownCacheMode(pub String);
 
 impl FromStr for CacheMode {
