@@ -30,6 +30,7 @@ pub struct ImageError {
 }
 
 impl ImageError {
+    /// Error of a kind about a structure, at an offset of its file in bytes.
     pub fn new(
         kind: ErrorKind,
         structure: impl Into<String>,
@@ -45,6 +46,7 @@ impl ImageError {
         }
     }
 
+    /// Error: the bytes violate the format.
     pub fn invalid(
         structure: impl Into<String>,
         offset: impl Into<Option<u64>>,
@@ -53,10 +55,12 @@ impl ImageError {
         Self::new(ErrorKind::Invalid, structure, offset, what)
     }
 
+    /// Error: this program does not support it.
     pub fn unsupported(structure: impl Into<String>, what: impl Into<String>) -> Self {
         Self::new(ErrorKind::Unsupported, structure, None, what)
     }
 
+    /// Error: the request is impossible.
     pub fn refused(structure: impl Into<String>, what: impl Into<String>) -> Self {
         Self::new(ErrorKind::Refused, structure, None, what)
     }

@@ -19,7 +19,7 @@ pub enum Place {
     Absent,
 }
 
-/// `len` bytes at the requested offset whose bytes are in one place.
+/// A range with all its bytes in one place: `len` bytes from the requested offset on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
     pub len: u64,

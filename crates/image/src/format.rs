@@ -7,6 +7,7 @@ use std::str::FromStr;
 
 use blockyard_storage::scheme_of;
 
+/// Format of an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
     Raw,
@@ -16,6 +17,7 @@ pub enum Format {
 }
 
 impl Format {
+    /// Names of the formats in options.
     pub const NAMES: [(&str, Format); 3] =
         [("raw", Format::Raw), ("qcow2", Format::Qcow2), ("cow", Format::Cow)];
 

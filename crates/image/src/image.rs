@@ -53,10 +53,12 @@ impl<S: Storage> Image<S> {
         self.top().size()
     }
 
+    /// Returns the images, topmost first.
     pub fn layers(&self) -> &[Layer<S>] {
         &self.layers
     }
 
+    /// Returns the images, topmost first, and consumes the chain.
     pub(crate) fn into_layers(self) -> Vec<Layer<S>> {
         self.layers
     }
@@ -76,6 +78,7 @@ impl<S: Storage> Image<S> {
         Layers::with(&self.layers, self.lookup_cache.as_ref())
     }
 
+    /// Reads `segments.len()` bytes at `offset`.
     #[inline]
     pub async fn read(&self, segments: Segments, offset: u64) -> (Segments, io::Result<()>) {
         let _guard = self.epoch.enter(&self.participant);
@@ -83,7 +86,7 @@ impl<S: Storage> Image<S> {
             && let Err(e) = Box::pin(self.populate_held(offset, segments.len() as u64)).await
         {
             // A failed copy-up must not fail the guest's read.
-            tracing::debug!("copy-on-read at offset {offset}: {e}");
+            tracing::debug!("copy-on-read at offset {offset} failed: {e}");
         }
         self.all().read(segments, offset).await
     }
@@ -99,6 +102,7 @@ impl<S: Storage> Image<S> {
         }
     }
 
+    /// Deallocates a range where that is cheap: it reads as zeroes or unchanged afterwards.
     pub async fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
         {
             let _guard = self.epoch.enter(&self.participant);
@@ -111,6 +115,7 @@ impl<S: Storage> Image<S> {
         self.give_space_back().await
     }
 
+    /// Zeroes a range. With `unmap` its space may be deallocated. Durable after a flush.
     pub async fn write_zeroes(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
         self.zeroes(offset, len, unmap, false).await
     }

@@ -137,6 +137,7 @@ pub struct Layers<'a, S> {
 }
 
 impl<'a, S: Storage> Layers<'a, S> {
+    /// Layers without a lookup cache.
     pub fn new(layers: &'a [Layer<S>]) -> Self {
         Layers { layers, lookup_cache: None }
     }
@@ -194,6 +195,7 @@ impl<S: Storage> Layers<'_, S> {
         Ok(LookupResult { layer: self.layers.len(), extent: Extent { len, place: Place::Zero } })
     }
 
+    /// Looks up the bytes at `offset`, and loads the metadata that this needs.
     pub async fn find(&self, offset: u64, len: u64) -> io::Result<LookupResult> {
         loop {
             match self.try_find(offset, len) {

@@ -20,13 +20,14 @@ struct CachedLookup {
     found: LookupResult,
 }
 
+/// Direct-mapped cache of lookups, one for each reactor.
 pub struct LookupCache {
     granule_bits: u32,
     entries: RefCell<Vec<CachedLookup>>,
 }
 
 impl LookupCache {
-    /// Cache for a disk of `size` bytes whose layers map granules of `granule` bytes (a power of
+    /// Cache for a disk of `size` bytes. Its layers map granules of `granule` bytes (a power of
     /// two).
     pub fn new(size: u64, granule: u64) -> Self {
         let places = size.div_ceil(granule).clamp(1, MOST).next_power_of_two();

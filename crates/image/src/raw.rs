@@ -4,8 +4,9 @@
 //! that meets the O_DIRECT alignment; other requests go through a bounce buffer.
 //!
 //! Invariants:
-//! - A file whose length is not a multiple of the sector size reads as zeroes up to the end of its
-//!   last sector. It grows to that end when the sector is written (as with QEMU), never further.
+//! - If a file's length is not a multiple of the sector size, it reads as zeroes up to the end of
+//!   its last sector. It grows to that end when the sector is written (as with QEMU), never
+//!   further.
 //! - A write of part of a block never undoes a write or zeroing of the rest of the block.
 //!   Overlapping requests in flight at once have no order.
 //!

@@ -44,6 +44,7 @@ impl WritableBacking {
         self.chain.image(handle).map_err(failed)
     }
 
+    /// Returns the chain that begins at the backing image.
     pub fn chain(&self) -> &Chain {
         &self.chain
     }
@@ -59,7 +60,10 @@ impl Drop for WritableBacking {
     fn drop(&mut self) {
         for (writer, reader) in &self.locks {
             if let Err(e) = writer.hand_lock_to(reader) {
-                tracing::warn!("image {}: locking it for reading: {e}", reader.path().display());
+                tracing::warn!(
+                    "image {}: cannot turn its write lock into a read lock: {e}",
+                    reader.path().display()
+                );
             }
         }
     }

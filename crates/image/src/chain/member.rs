@@ -28,6 +28,7 @@ pub(crate) enum Meta {
 }
 
 impl ChainLayer {
+    /// Returns the shared state, if this is a qcow2 image.
     pub fn qcow2(&self) -> Option<&Arc<qcow2::Shared>> {
         match &self.meta {
             Meta::Qcow2(shared) => Some(shared),
@@ -35,6 +36,7 @@ impl ChainLayer {
         }
     }
 
+    /// Returns the shared state, if this is a COW file.
     pub fn cow(&self) -> Option<&Arc<cow::Shared>> {
         match &self.meta {
             Meta::Cow(shared) => Some(shared),

@@ -48,6 +48,7 @@ impl PendingImage {
         PendingImage { path, format, named_by: Some((self.path.clone(), name.into())), found: None }
     }
 
+    /// Returns an error about this name in the image that names it.
     pub(super) fn refuse(&self, what: impl Into<String>) -> ChainError {
         let (path, backing) = self.named_by.clone().unwrap_or_default();
         ChainError::Backing { path, backing, what: what.into() }
@@ -69,6 +70,7 @@ impl PendingImage {
         self
     }
 
+    /// Checks the chain's depth and that the image is not in the chain already. Adds it to `seen`.
     pub(super) fn may_be_opened(
         &self,
         depth: usize,
@@ -165,6 +167,7 @@ pub(crate) struct Allowed {
 }
 
 impl Allowed {
+    /// Returns what the options allow.
     pub fn by(options: &ChainOptions) -> Self {
         let owned = |name: &PathBuf| scheme_of(name).map(|(_, name)| name.to_string());
         let own =

@@ -76,7 +76,7 @@ impl Chain {
             let image = chain.image(handle).map_err(ChainError::Executor)?;
             if let Err(e) = image.prime().await {
                 tracing::warn!(
-                    "image {}: loading its metadata ahead: {e}",
+                    "image {}: cannot load its metadata in advance: {e}",
                     chain.options.path.display()
                 );
             }
@@ -248,10 +248,12 @@ impl Chain {
         }
     }
 
+    /// Returns the options with which the chain was opened.
     pub fn options(&self) -> &ChainOptions {
         &self.options
     }
 
+    /// Returns the images, topmost first.
     pub fn layers(&self) -> &[Arc<ChainLayer>] {
         &self.layers
     }

@@ -9,6 +9,7 @@ use blockyard_storage::{CacheMode, Overlaid, nbd};
 
 use crate::format::Format;
 
+/// Options of opening a chain.
 #[derive(Clone, Debug)]
 pub struct ChainOptions {
     pub path: PathBuf,
@@ -39,7 +40,7 @@ pub struct ChainOptions {
     pub cut_outside: bool,
     /// Open only the topmost image, as if it had no backing file.
     pub no_backing: bool,
-    /// Accept a COW file's backing file whose size or mtime has changed.
+    /// Accept a changed size or mtime of a COW file's backing file.
     pub accept_changed_backing: bool,
     /// Options of images on an NBD server.
     pub nbd: nbd::Options,
@@ -52,6 +53,7 @@ pub struct ChainOptions {
 }
 
 impl ChainOptions {
+    /// Default options: writable, format by the file's name.
     pub fn new(path: impl Into<PathBuf>) -> Self {
         ChainOptions {
             path: path.into(),

@@ -1,8 +1,8 @@
 //! Puts a new overlay on an open chain in use: an external snapshot of a served disk.
 //!
-//! In: the chain, and the overlay's path. Out: a second chain whose topmost image is the new
-//! overlay. The images below are the same open images as in the first chain. The caller replaces
-//! the first chain ([`GrownChain::keep`]), or drops the new one, which removes the overlay.
+//! In: the chain, and the overlay's path. Out: a second chain with the new overlay as topmost
+//! image. The images below are the same open images as in the first chain. The caller replaces the
+//! first chain ([`GrownChain::keep`]), or drops the new one, which removes the overlay.
 //!
 //! Invariants: the overlay is complete, durable and locked before it is in any chain. A later open
 //! by the rules of its folder finds its backing image. At no moment can another process write to an
@@ -56,7 +56,7 @@ impl Drop for GrownChain {
                 && let Err(e) = self.writer.file.remove_overlay_record()
             {
                 let path = self.writer.file.path().display();
-                tracing::warn!("image {path}: removing the record of its overlay: {e}");
+                tracing::warn!("image {path}: cannot remove the record of its overlay: {e}");
             }
             // The images below share the cache memory without the overlay again.
             cache_shares::apply(&self.chain.layers[1..], self.chain.options.l2_cache);
@@ -65,6 +65,7 @@ impl Drop for GrownChain {
 }
 
 impl GrownChain {
+    /// Returns the chain with the overlay as topmost image.
     pub fn chain(&self) -> &Arc<Chain> {
         &self.chain
     }
@@ -91,7 +92,10 @@ impl GrownChain {
         self.unfinished.0 = None;
         let hand = |from: &ImageFile, to: &ImageFile| {
             if let Err(e) = from.hand_lock_to(to) {
-                tracing::warn!("image {}: locking it for reading: {e}", from.path().display());
+                tracing::warn!(
+                    "image {}: cannot turn its write lock into a read lock: {e}",
+                    from.path().display()
+                );
             }
         };
         let backing = &self.chain.layers[1];
@@ -237,7 +241,7 @@ impl ChainLayer {
         let reader = |file: &Arc<ImageFile>| {
             file.reader().map(Arc::new).unwrap_or_else(|e| {
                 tracing::debug!(
-                    "image {}: opening it once more, to read: {e}",
+                    "image {}: cannot open it again for reading: {e}",
                     file.path().display()
                 );
                 file.clone()

@@ -82,7 +82,8 @@ impl CopyDown {
     ) -> Result<(), ImageError> {
         let end = self.sweep.end();
         if end > into.size().next_multiple_of(SECTOR) {
-            let what = format!("it ends at {}, and has to have {end} bytes first", into.size());
+            let what =
+                format!("it has {} bytes, but needs at least {end}: enlarge it first", into.size());
             return Err(ImageError::refused(BELOW, what));
         }
         let piece = into.layers().first().map_or(PIECE, |layer| PIECE.max(layer.cluster_size()));

@@ -15,23 +15,28 @@ pub struct Progress {
 }
 
 impl Progress {
+    /// Bytes of the whole job.
     pub fn total(&self) -> u64 {
         self.total.load(Ordering::Relaxed)
     }
 
+    /// Bytes that are finished.
     pub fn done(&self) -> u64 {
         self.done.load(Ordering::Relaxed)
     }
 
+    /// Adds to the bytes of the whole job.
     pub(crate) fn expect(&self, bytes: u64) {
         self.total.fetch_add(bytes, Ordering::Relaxed);
     }
 
+    /// Adds to the finished bytes.
     pub(crate) fn add(&self, bytes: u64) {
         self.done.fetch_add(bytes, Ordering::Relaxed);
     }
 }
 
+/// A range that several workers process piece by piece.
 #[derive(Debug)]
 pub(crate) struct Sweep {
     end: u64,
@@ -49,6 +54,7 @@ pub(crate) struct Piece<T> {
 }
 
 impl Sweep {
+    /// Sweep over `range`, in bytes.
     pub fn new(range: Range<u64>) -> Self {
         Sweep {
             end: range.end,

@@ -59,6 +59,7 @@ struct FrameState {
     writing: u8,
 }
 
+/// The cache of a COW file's bitmap.
 pub(super) struct SectorBitmap {
     sets: Box<[CacheSet]>,
     /// All pages of the bitmap fit into the cache.
@@ -104,7 +105,8 @@ impl SectorBitmap {
     }
 
     /// Returns whether sector `first` is stored in the overlay, and the length of the run of equal
-    /// bits from it on, bounded by `count` and the page's end. None: the page is not cached.
+    /// bits that begins there. The run is bounded by `count` and by the page's end. None: the page
+    /// is not cached.
     pub fn run(&self, first: u64, count: u64) -> Option<(bool, u64)> {
         let (page, at) = (first / PAGE_SECTORS, (first % PAGE_SECTORS) as usize);
         let end = (at as u64).saturating_add(count).min(PAGE_SECTORS) as usize;
@@ -127,6 +129,7 @@ impl SectorBitmap {
         None
     }
 
+    /// Returns true if the page is cached.
     pub fn has(&self, page: u64) -> bool {
         self.set_of(page).way_of(page).is_some()
     }
@@ -301,6 +304,7 @@ pub(super) struct FlushBatch<'a> {
 }
 
 impl FlushBatch<'_> {
+    /// Returns true if there is nothing to write.
     pub fn is_empty(&self) -> bool {
         self.copies.is_empty()
     }

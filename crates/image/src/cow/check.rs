@@ -45,6 +45,7 @@ pub async fn info<S: Storage>(file: &Raw<S>) -> Result<Report, ImageError> {
     check(file, Repair::default()).await
 }
 
+/// Checks a COW file, and makes the repairs that `repair` permits.
 pub async fn check<S: Storage>(file: &Raw<S>, repair: Repair) -> Result<Report, ImageError> {
     let (header, file_len) = read_header_and_len(file).await?;
     let disk_end = header.data_offset + header.sectors() * SECTOR;
@@ -131,7 +132,7 @@ async fn set_len<S: Storage>(file: &Raw<S>, len: u64) -> Result<(), ImageError> 
 #[derive(Default)]
 struct BitmapCounts {
     own: u64,
-    /// Of those, sectors whose data lie behind the file's end.
+    /// Of those, sectors with data behind the file's end.
     lost: u64,
     /// Bits set beyond the last sector.
     beyond: u64,
@@ -139,7 +140,7 @@ struct BitmapCounts {
 }
 
 impl BitmapCounts {
-    /// Counts the bits of `bytes`, whose first bit describes sector `first`. Most of a large bitmap
+    /// Counts the bits of `bytes`; `first` is the sector of the first bit. Most of a large bitmap
     /// is zeroes: whole zero pieces are skipped by one comparison.
     fn count(&mut self, header: &Header, file_len: u64, first: u64, bytes: &[u8]) {
         const ZEROES: [u8; 512] = [0; 512];
@@ -151,7 +152,7 @@ impl BitmapCounts {
         }
     }
 
-    /// `held`: number of sectors whose data lie inside the file.
+    /// `held`: number of sectors with data inside the file.
     fn count_piece(&mut self, header: &Header, held: u64, first: u64, bytes: &[u8]) {
         for (i, byte) in bytes.iter().enumerate().filter(|(_, byte)| **byte != 0) {
             for bit in (0..8).filter(|bit| byte >> bit & 1 == 1) {

@@ -14,6 +14,7 @@ use super::read_header;
 use crate::error::ImageError;
 use crate::raw::Raw;
 
+/// Parameters of a new COW file.
 #[derive(Clone, Copy, Debug)]
 pub struct CreateOptions<'a> {
     pub backing: Backing<'a>,

@@ -6,8 +6,8 @@
 //! them. So no bit becomes durable before its data. Otherwise, after a power cut, the guest would
 //! read stale blocks in place of the backing file's data.
 //!
-//! Invariants: one flush at a time. After a failed sync every write and flush fails, because Linux
-//! reports a failed write-back only once, and perhaps to a sync that no guest requested.
+//! Invariants: one flush at a time. After a failed sync every write and flush fails. Linux reports
+//! a failed write-back only once, and perhaps to a sync that no guest requested.
 
 use std::io;
 use std::sync::atomic::Ordering;
@@ -88,6 +88,7 @@ impl Shared {
         self.still_trusted().err()
     }
 
+    /// Fails if a sync has failed.
     pub(super) fn still_trusted(&self) -> io::Result<()> {
         if self.failed.load(Ordering::Relaxed) {
             let what = "an earlier sync of the file failed, and earlier writes may be lost: open \

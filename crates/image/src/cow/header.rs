@@ -179,6 +179,7 @@ pub struct Backing<'a> {
 }
 
 impl Header {
+    /// Decodes and checks a header.
     pub(super) fn decode(bytes: &[u8]) -> Result<Self, ImageError> {
         let layout = HeaderLayout::of(bytes)?;
         let fields = layout.fields();
@@ -330,6 +331,7 @@ impl Header {
         })
     }
 
+    /// Returns the version: 1, 2 or 3.
     pub fn version(&self) -> u32 {
         self.layout.version()
     }
@@ -355,6 +357,7 @@ impl Header {
         self.data_offset + self.backing_size
     }
 
+    /// Returns the header's bytes.
     pub(super) fn encode(&self) -> Vec<u8> {
         let (fields, little) = (self.layout.fields(), self.layout.little());
         let mut bytes = vec![0; fields.len];

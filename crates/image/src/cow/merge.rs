@@ -47,7 +47,7 @@ pub async fn merge<S: Storage, B: Storage, T: Storage>(
     target.flush().await.map_err(failed("syncing"))
 }
 
-/// Range of the disk whose bytes lie contiguously in one file.
+/// Range of the disk with contiguous bytes in one file.
 struct DiskExtent {
     offset: u64,
     len: u64,

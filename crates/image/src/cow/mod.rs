@@ -20,8 +20,8 @@
 //! - A bit becomes durable only after its sector's data (`flush`).
 //! - No bit is cleared while the file is open.
 //! - An inconsistent header or a truncated file is refused before anything is written.
-//! - If the device writes 512-byte sectors atomically, so does a COW file whose data begin at a
-//!   multiple of 512. Version 3 allows other alignments; with those a power cut can tear sectors.
+//! - If the device writes 512-byte sectors atomically, so does a COW file with data at a multiple
+//!   of 512. Version 3 allows other alignments; with those a power cut can tear sectors.
 //!
 //! Memory: the bitmap has 1/4096 of the disk's size, 256 MiB for 1 TiB. At most
 //! [`CowOptions::bitmap_memory`] bytes of it are cached, in pages of 4 KiB that are read on first

@@ -19,7 +19,7 @@ pub(super) const SHAPES: [Alignment; 3] = [
     Alignment { memory_align: 512, offset_align: 4096 },
 ];
 
-/// Size in bytes of a disk whose bitmap has this many pages, the last one partial.
+/// Size in bytes of a disk with so many bitmap pages, the last one partial.
 pub(super) fn size_of(pages: u64) -> u64 {
     (pages - 1) * PAGE_SECTORS * SECTOR + (64 << 10)
 }
@@ -320,7 +320,7 @@ fn broken_files_are_refused_and_not_changed() {
         assert!(error.to_string().contains("a new one must be empty"), "{error}");
     });
     Bench::new(9, SHAPES[0]).run(9, |bench| async move {
-        // An old file whose bitmap is one byte too short.
+        // An old file with a bitmap that is one byte too short.
         bench.create(2, 4096).await;
         let mut bytes = bench.disk.contents();
         bytes[4108..4116].copy_from_slice(&(4096u64 + 1024).to_be_bytes());

@@ -1,13 +1,13 @@
 //! Allocates host clusters. Clusters are reserved ahead in runs, and released when nothing needs
 //! them any more.
 //!
-//! In: requests for clusters; clusters that an L2 entry no longer names. Out: clusters whose
-//! refcount is 1 in memory, and becomes 1 in the file before an entry that names them (flush.rs).
+//! In: requests for clusters; clusters that an L2 entry no longer names. Out: clusters with
+//! refcount 1 in memory, which becomes 1 in the file before an entry names them (flush.rs).
 //!
 //! Invariants: an allocated cluster has refcount 0 in the file, or is a leak there. A freed cluster
-//! is reused only after the entry without it is durable and all requests that may have looked it up
-//! have left their epoch. A power cut leaves reserved clusters as leaks, at most [`LARGEST_RUN`]
-//! bytes.
+//! is reused only after two events: the entry without it is durable, and all requests that may have
+//! looked it up have left their epoch. A power cut leaves reserved clusters as leaks, at most
+//! [`LARGEST_RUN`] bytes.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -75,6 +75,7 @@ pub struct Grown {
     pub fresh: bool,
 }
 
+/// Allocator of host clusters, shared by all reactors.
 #[derive(Debug)]
 pub struct Allocator {
     cluster_bits: u32,
@@ -151,6 +152,7 @@ impl Allocator {
         }
     }
 
+    /// Returns true if clusters are reserved.
     pub fn has_some(&self) -> bool {
         !self.state().runs.is_empty()
     }
@@ -221,6 +223,7 @@ impl Allocator {
         (state.end, blocks.filter(missing).collect())
     }
 
+    /// Returns the refcount table: offsets of the blocks, 0 for none.
     pub fn table(&self) -> Vec<u64> {
         self.state().table.clone()
     }
@@ -302,6 +305,7 @@ impl Allocator {
         Ok(())
     }
 
+    /// Returns the number of the refcount block that counts a cluster.
     pub fn block_of(&self, cluster: u64) -> u64 {
         cluster / self.per_block()
     }
@@ -401,6 +405,7 @@ impl Allocator {
         std::mem::take(&mut self.state().freed)
     }
 
+    /// Returns clusters that [`Allocator::take_freed`] took, because their entries are not durable.
     pub fn freed_again(&self, mut freed: Vec<Freed>) {
         self.state().freed.append(&mut freed);
     }
@@ -410,10 +415,12 @@ impl Allocator {
         self.state().leaving.append(&mut freed);
     }
 
+    /// Takes the clusters that wait for their readers' epoch.
     pub fn take_leaving(&self) -> Vec<Freed> {
         std::mem::take(&mut self.state().leaving)
     }
 
+    /// Returns true if refcounts have changed that the file does not have.
     pub fn has_changed_counts(&self) -> bool {
         self.state().blocks.values().any(|b| !b.dirty.is_empty())
     }
@@ -441,6 +448,7 @@ impl Allocator {
         changed
     }
 
+    /// Takes copies back from a write-back; if it failed, their refcounts are dirty again.
     pub fn counts_written(&self, sections: &[ChangedSection], ok: bool) {
         let mut state = self.state();
         for ChangedSection { block, section, .. } in sections {
@@ -472,10 +480,12 @@ impl Allocator {
         self.state().blocks.len() << self.cluster_bits
     }
 
+    /// Returns the number of clusters of the file.
     pub fn end(&self) -> u64 {
         self.state().end
     }
 
+    /// Sets the number of clusters, after the file was truncated.
     pub fn set_end(&self, end: u64) {
         self.state().end = end;
     }

@@ -37,8 +37,8 @@ pub async fn amend<S: Storage>(file: &Raw<S>, wanted: Amend) -> Result<(), Image
         if new.version != old.version
             && snapshots.iter().any(|snapshot| snapshot.disk_size.is_none())
         {
-            let what = "a snapshot of version 2 does not say the disk's size, which version 3 \
-                demands: delete it first";
+            let what = "a snapshot of version 2 does not store the disk's size, which version 3 \
+                requires: delete it first";
             return Err(ImageError::refused(STRUCTURE, what));
         }
     }
@@ -70,7 +70,7 @@ fn set_version(header: &mut Header, version: u32) -> Result<(), ImageError> {
         // Version 2 has no zero clusters: they would have to be written as data.
         _ => Err(ImageError::refused(
             STRUCTURE,
-            "an older version is made by `image convert -o compat=0.10`",
+            "the version cannot be lowered in place: run `image convert -o compat=0.10`",
         )),
     }
 }

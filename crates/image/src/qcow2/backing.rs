@@ -1,7 +1,7 @@
-//! Another backing file's name in an image's header.
+//! Replaces the backing file's name in an image's header.
 //!
-//! In: an open header, a name and its format. Out: the header's cluster with them. What must hold:
-//! at every power cut the image names the old file with its format, or the new one with its own
+//! In: a header, a name and its format. Out: the header's cluster with them. Invariant: at every
+//! power cut the image names the old file with its format, or the new one with its format
 //! (`super::rewrite`).
 
 use blockyard_storage::Storage;
@@ -15,8 +15,8 @@ use crate::raw::Raw;
 
 const STRUCTURE: &str = "qcow2 backing file name";
 
-/// Writes another backing file's name and format, or that there is none. What the guest sees is the
-/// caller's business. Durable when it answers; `header` is what is in the file then.
+/// Stores another backing file's name and format, or that there is none. The caller must keep the
+/// guest's data unchanged. Durable on return; `header` is then what the file has.
 pub async fn set_backing<S: Storage>(
     file: &Raw<S>,
     header: &mut Header,
@@ -41,13 +41,13 @@ pub async fn set_backing<S: Storage>(
 }
 
 impl<S: Storage> Qcow2<S> {
-    /// The open image names no backing file any more. Nothing is in flight, and it has all of the
-    /// disk.
+    /// Removes the backing file's name from the open image. The image must hold the whole disk, and
+    /// no request may be in flight.
     pub(crate) async fn forget_backing(&self) -> Result<(), ImageError> {
         let _permit = self.shared.writing_back.acquire().await;
         let mut header = self.shared.header();
         let done = set_backing(&self.file, &mut header, None).await;
-        // Half-way, the file's header is not the one in memory.
+        // After a failure in the middle the file's header may differ from the one in memory.
         if let Err(ImageError { source: Some(e), .. }) = &done {
             self.shared.lose(e);
         }

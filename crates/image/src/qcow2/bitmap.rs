@@ -1,7 +1,7 @@
 //! Persistent bitmaps: what a writer must do if it does not update them.
 //!
-//! In: an image before its first write. Out: the same image, whose bitmaps are marked if they can
-//! no longer be trusted. Invariant: a bitmap with the auto flag is marked in-use before the first
+//! In: an image before its first write. Out: the same image; its bitmaps are marked if they can no
+//! longer be trusted. Invariant: a bitmap with the auto flag is marked in-use before the first
 //! write, because this program does not record writes. The directory is changed in place, and the
 //! image's bitmaps autoclear bit is off meanwhile. A power cut then invalidates the bitmaps, and
 //! costs no data.

@@ -155,6 +155,7 @@ async fn put_header<S: Storage>(
     flush(file).await
 }
 
+/// Reads an L1 table of `entries` entries.
 pub async fn read_l1<S: Storage>(
     file: &Raw<S>,
     offset: u64,
@@ -164,6 +165,7 @@ pub async fn read_l1<S: Storage>(
     read.map_err(|e| ImageError::io("qcow2 L1 table", offset, "reading", e))
 }
 
+/// Returns the length of the file in bytes.
 pub async fn length<S: Storage>(file: &Raw<S>) -> Result<u64, ImageError> {
     file.storage()
         .len()
@@ -176,7 +178,7 @@ pub async fn trim<S: Storage>(file: &Raw<S>, end: u64) -> Result<(), ImageError>
     if file.is_device() || length(file).await? <= end {
         return Ok(());
     }
-    let io = |e| ImageError::io("qcow2 file", None, "cutting off what is free at its end", e);
+    let io = |e| ImageError::io("qcow2 file", None, "truncating free clusters at its end", e);
     file.storage().set_len(end).await.map_err(io)?;
     flush(file).await
 }

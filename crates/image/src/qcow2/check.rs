@@ -271,6 +271,7 @@ pub(super) async fn clear_bits<S: Storage>(
     flush(file).await
 }
 
+/// Makes all earlier writes durable.
 pub(super) async fn flush<S: Storage>(file: &Raw<S>) -> Result<(), ImageError> {
     file.flush().await.map_err(|e| ImageError::io("qcow2 image", None, "flushing", e))
 }

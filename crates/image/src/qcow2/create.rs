@@ -37,6 +37,7 @@ pub enum Preallocation {
     Full,
 }
 
+/// Parameters of a new image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CreateOptions {
     /// Size of the guest's disk in bytes; rounded up to a whole sector.
@@ -84,6 +85,7 @@ impl CreateOptions {
         }
     }
 
+    /// Refuses invalid combinations of options.
     pub(crate) fn check(&self, has_data: bool) -> Result<(), ImageError> {
         let refuse = |what: &str| Err(ImageError::refused(STRUCTURE, what));
         if !matches!(self.version, 2 | 3) {

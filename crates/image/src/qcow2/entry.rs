@@ -9,15 +9,19 @@ use super::header::Header;
 
 /// The cluster's refcount is exactly one (accurate in the active tables only).
 pub const COPIED: u64 = 1 << 63;
+/// The entry describes a compressed cluster.
 pub const COMPRESSED: u64 = 1 << 62;
 /// The cluster reads as zeroes (version 3, standard L2 entries).
 pub const ZERO: u64 = 1;
 /// Bits 9 to 55: the offset of an L2 table or of a cluster.
 pub const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
+/// Reserved bits of an L1 entry.
 pub const L1_RESERVED: u64 = !(COPIED | OFFSET_MASK);
+/// Reserved bits of an uncompressed L2 entry.
 pub const L2_RESERVED: u64 = !(COPIED | COMPRESSED | ZERO | OFFSET_MASK);
 /// Bits 9 to 63: the offset of a refcount block.
 pub const REFCOUNT_TABLE_OFFSET_MASK: u64 = !REFCOUNT_TABLE_RESERVED;
+/// Reserved bits of a refcount table entry.
 pub const REFCOUNT_TABLE_RESERVED: u64 = 0x1ff;
 /// No table or cluster lies at or beyond this offset.
 pub const MAX_OFFSET: u64 = 1 << 56;
@@ -140,6 +144,7 @@ impl Cluster {
     }
 }
 
+/// An L2 entry: its meaning, and its COPIED flag.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct L2Entry {
     pub cluster: Cluster,

@@ -213,8 +213,9 @@ impl<S: Storage> Qcow2<S> {
         file.flush().await.inspect_err(|e| self.shared.lose(e))
     }
 
-    /// Releases clusters whose entries are durably gone, after the epoch of requests that may still
-    /// use them. If that epoch has not ended, a later flush releases them; this one does not wait.
+    /// Releases clusters after their entries are durably gone and the epoch of requests that may
+    /// still use them has ended. If it has not, a later flush releases them; this one does not
+    /// wait.
     async fn release(&self) -> io::Result<()> {
         let (alloc, epoch) = (&self.shared.alloc, &self.shared.epoch);
         let mut leaving = std::mem::take(&mut *lock(&self.shared.leaving));

@@ -55,12 +55,14 @@ pub const V3_LENGTH: u32 = 104;
 const COMPRESSION_AT: usize = 104;
 const STRUCTURE: &str = "qcow2 header";
 
+/// Compression method of compressed clusters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Compression {
     Zlib,
     Zstd,
 }
 
+/// Contents of the bitmaps extension.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BitmapsExtension {
     pub count: u32,
@@ -68,12 +70,14 @@ pub struct BitmapsExtension {
     pub directory_offset: u64,
 }
 
+/// A header extension: type and data.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Extension {
     pub kind: u32,
     pub data: Vec<u8>,
 }
 
+/// Header of a qcow2 image (specification, "Header").
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Header {
     pub version: u32,
@@ -247,22 +251,27 @@ impl Header {
         bytes::write(file, 0, &sector).await.map_err(|e| ImageError::io(STRUCTURE, 0, "writing", e))
     }
 
+    /// Size of a cluster in bytes.
     pub fn cluster_size(&self) -> u64 {
         1 << self.cluster_bits
     }
 
+    /// Returns true if refcounts may be outdated.
     pub fn has_dirty(&self) -> bool {
         self.incompatible & INCOMPATIBLE_DIRTY != 0
     }
 
+    /// Returns true if the image is marked as corrupt.
     pub fn has_corrupt(&self) -> bool {
         self.incompatible & INCOMPATIBLE_CORRUPT != 0
     }
 
+    /// Returns true if L2 entries have subcluster bitmaps.
     pub fn extended_l2(&self) -> bool {
         self.incompatible & INCOMPATIBLE_EXTENDED_L2 != 0
     }
 
+    /// Returns true if guest data are in an external data file.
     pub fn has_data_file(&self) -> bool {
         self.incompatible & INCOMPATIBLE_DATA_FILE != 0
     }
@@ -284,6 +293,7 @@ impl Header {
         1 << self.refcount_order
     }
 
+    /// Size of an L2 entry in bytes.
     pub fn l2_entry_size(&self) -> u64 {
         if self.extended_l2() { 16 } else { 8 }
     }

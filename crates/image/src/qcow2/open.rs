@@ -27,6 +27,7 @@ use super::view::Qcow2;
 /// Most bytes of cached L2 tables; 32 MiB map 256 GiB with clusters of 64 KiB.
 pub const L2_CACHE_LIMIT: u64 = 32 << 20;
 
+/// Options of opening an image.
 #[derive(Clone, Debug, Default)]
 pub struct Qcow2Options {
     pub read_only: bool,
@@ -211,6 +212,6 @@ async fn last_counted<S: Storage>(
         ErrorKind::Invalid,
         "qcow2 refcount table",
         header.refcount_table_offset,
-        "it counts no cluster",
+        "all its refcounts are 0",
     ))
 }

@@ -197,7 +197,7 @@ impl<S: Storage> Qcow2<S> {
                 Err(absent) => self.load_counts(absent).await?,
             }
         }
-        Err(io::Error::other("refcount blocks do not stay in memory"))
+        Err(io::Error::other("refcount blocks are evicted before they can be used"))
     }
 
     /// Plans what goes beyond the end: a new refcount table if the old one is full, new refcount
@@ -264,7 +264,7 @@ impl<S: Storage> Qcow2<S> {
         let (bits, alloc) = (self.shape().layout.cluster_bits, &self.shared.alloc);
         let Some(tables) = plan.grown.used.first() else { return Ok(()) };
         if plan.table_at.is_some_and(|(_, clusters)| clusters << bits > LARGEST_TABLE) {
-            let what = "the file has grown beyond what 8 MiB of it can count";
+            let what = "the file is too large for a refcount table of 8 MiB";
             return Err(ImageError::refused("qcow2 refcount table", what).into());
         }
         // They are contiguous.
@@ -290,7 +290,7 @@ impl<S: Storage> Qcow2<S> {
         let _permit = self.shared.writing_back.acquire().await;
         let counted = self.with_counts(block, |alloc| alloc.count_tables(block, tables)).await?;
         let (offset, counts) =
-            counted.ok_or_else(|| io::Error::other("a refcount block is gone"))?;
+            counted.ok_or_else(|| io::Error::other("a refcount block was evicted"))?;
         bytes::write(&self.file, offset, &counts).await
     }
 
@@ -311,8 +311,8 @@ impl<S: Storage> Qcow2<S> {
         bytes::write(&self.file, offset + from as u64, &table[from..to]).await
     }
 
-    /// Writes the header that names the new table, whose clusters count as used. The old table's
-    /// clusters are free when that is durable.
+    /// Writes the header that names the new table. The new table's clusters count as used; those of
+    /// the old table are free when that is durable.
     async fn switch_refcount_table(&self, offset: u64, clusters: u64) -> io::Result<()> {
         let mut header = self.shared.header();
         let bits = self.shape().layout.cluster_bits;

@@ -104,7 +104,9 @@ fn may_be_resized(old: &Header, has_data: bool, wanted: Resize) -> Result<(), Im
         return refuse("an image with snapshots cannot become smaller: delete them first".into());
     }
     if old.snapshot_count > 0 && old.version < 3 {
-        return refuse("snapshots of version 2 do not know their size: delete them first".into());
+        return refuse(
+            "snapshots of version 2 do not store the disk's size: delete them first".into(),
+        );
     }
     if old.l1_needed(wanted.size) * 8 > MAX_L1_BYTES {
         return refuse(format!("{} bytes need an L1 table larger than 32 MiB", wanted.size));

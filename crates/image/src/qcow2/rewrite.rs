@@ -32,7 +32,7 @@ pub(super) async fn rewrite<S: Storage>(
             // The feature names are informational: drop them if the rest does not fit.
             new.extensions.retain(|extension| extension.kind != EXTENSION_FEATURE_NAMES);
             lay_out(new, &cluster, old).ok_or_else(|| {
-                let what = "its first cluster has no free place for an atomic change of the header";
+                let what = "its first cluster has no room for an atomic change of the header";
                 ImageError::refused(STRUCTURE, what)
             })?
         }

@@ -44,11 +44,13 @@ impl Shape {
         }
     }
 
+    /// Size of a cluster in bytes.
     #[inline]
     pub fn cluster_size(&self) -> u64 {
         1 << self.layout.cluster_bits
     }
 
+    /// Returns the number of the guest cluster that contains `offset`.
     #[inline]
     pub fn cluster(&self, offset: u64) -> u64 {
         offset >> self.layout.cluster_bits
@@ -70,6 +72,7 @@ impl Shape {
         self.table_entries / self.slice_entries
     }
 
+    /// Size of a slice in bytes.
     pub fn slice_bytes(&self) -> u64 {
         self.cluster_size().min(SLICE_BYTES)
     }
@@ -125,6 +128,7 @@ impl Shared {
         self.size.load(Ordering::Relaxed)
     }
 
+    /// Returns a copy of the header.
     pub fn header(&self) -> Header {
         lock(&self.header).clone()
     }
@@ -174,11 +178,13 @@ impl Shared {
         &self.touched[cluster as usize % self.touched.len()]
     }
 
+    /// Returns the L1 entry with this index.
     pub(super) fn l1_entry(&self, index: u64) -> u64 {
         lock(&self.l1).entries.get(index as usize).copied().unwrap_or(0)
     }
 }
 
+/// Locks a mutex, also if a thread panicked while it held it.
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -35,6 +35,7 @@ pub struct Entry {
     pub bitmap: u64,
 }
 
+/// A cached slice of an L2 table.
 #[derive(Debug)]
 pub struct Slice {
     pub number: u64,
@@ -102,6 +103,7 @@ impl Slice {
         self.words.iter().flat_map(|w| w.load(Ordering::Acquire).to_be_bytes()).collect()
     }
 
+    /// Number of entries.
     pub fn entries(&self) -> usize {
         self.words.len() >> usize::from(self.extended)
     }
@@ -149,6 +151,7 @@ impl L2SliceCache {
         L2SliceCache { state: Mutex::default(), limit: AtomicUsize::new(limit.max(FEWEST)) }
     }
 
+    /// Most slices kept.
     pub fn limit(&self) -> usize {
         self.limit.load(Ordering::Relaxed)
     }
@@ -224,6 +227,7 @@ impl L2SliceCache {
         }
     }
 
+    /// Number of evictions so far.
     pub fn evictions(&self) -> u64 {
         self.state().evictions
     }

@@ -52,10 +52,12 @@ impl<S: Storage> Qcow2<S> {
         &self.shared
     }
 
+    /// Size of the guest's disk in bytes.
     pub fn size(&self) -> u64 {
         self.shared.size()
     }
 
+    /// Returns the epoch of the image's requests.
     pub(crate) fn epoch(&self) -> Arc<Epoch> {
         self.shared.epoch.clone()
     }

@@ -8,8 +8,8 @@ use blockyard_storage::sim::{OpKind, Sim, SimConfig, SimDisk, SimImage, yield_no
 const DIRECT: Alignment = Alignment { memory_align: 512, offset_align: 512 };
 const BLOCKS: Alignment = Alignment { memory_align: 512, offset_align: 4096 };
 
-/// A file whose last block has garbage behind the file's end, as a device may have. It records the
-/// calls.
+/// A file with garbage in its last block behind the file's end, as a device may have. It records
+/// the calls.
 #[derive(Clone, Default)]
 struct Junk {
     bytes: Rc<RefCell<Vec<u8>>>,

@@ -11,6 +11,7 @@
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, PoisonError};
 
+/// The current epoch, and the counters of all reactors.
 #[derive(Debug, Default)]
 pub struct Epoch {
     current: AtomicU64,
@@ -40,6 +41,7 @@ impl Epoch {
         participant
     }
 
+    /// Enters the current epoch; the guard leaves it.
     #[inline]
     pub fn enter<'a>(&self, participant: &'a Participant) -> EpochGuard<'a> {
         loop {

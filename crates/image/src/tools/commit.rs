@@ -97,7 +97,7 @@ impl RateLimit {
     }
 }
 
-/// Empties the topmost image, whose contents the image below has. It was opened with `only_locked`.
+/// Empties the topmost image after its commit. It was opened with `only_locked`.
 pub fn make_empty(chain: &Arc<Chain>) -> Result<(), ChainError> {
     let chain = chain.clone();
     on_reactor(|handle| async move {

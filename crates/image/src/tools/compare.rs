@@ -22,6 +22,7 @@ use super::reactors::on_reactors;
 const PIECE: u64 = 1 << 20;
 const AT_A_TIME: usize = 8;
 
+/// Result of a comparison.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Comparison {
     /// Offset in bytes of the first sector that differs.

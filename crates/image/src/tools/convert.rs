@@ -39,6 +39,7 @@ const ZEROES: u64 = 64 << 20;
 /// Granularity in which zeroes are left out of raw files, in bytes.
 const HOLE: u64 = 4096;
 
+/// Options of a conversion.
 #[derive(Clone, Copy, Debug)]
 pub struct ConvertOptions {
     /// Number of threads, and pieces in flight on each.
@@ -85,8 +86,8 @@ struct ConvertJob {
     direct: bool,
 }
 
-/// Copies `source`, whose parts are concatenated, to `target`, which must be large enough. Nothing
-/// is durable until the target is closed.
+/// Copies the concatenated parts of `source` to `target`, which must be large enough. Nothing is
+/// durable until the target is closed.
 pub fn convert(
     source: &[Part],
     target: &Arc<Chain>,

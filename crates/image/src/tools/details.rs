@@ -9,6 +9,7 @@ use crate::qcow2::snapshot::table::{self, Snapshot};
 use super::file::{of_file, raw_of};
 use super::reactors::on_reactor;
 
+/// Snapshots and bitmaps of one image.
 #[derive(Debug, Default)]
 pub struct Details {
     pub snapshots: Vec<Snapshot>,

@@ -18,6 +18,7 @@ use crate::layout_scan;
 
 const DATA: &str = "the disk";
 
+/// An open chain on one reactor.
 pub struct Disk<S> {
     pub image: Image<S>,
     path: PathBuf,
@@ -39,6 +40,7 @@ impl Disk<Store> {
 }
 
 impl<S: Storage> Disk<S> {
+    /// Makes a disk of an image; `path` is its name in errors.
     pub async fn new(image: Image<S>, path: impl Into<PathBuf>) -> Result<Self, ChainError> {
         let path = path.into();
         let mut disk = Disk { image, path, sparse: Vec::new() };

@@ -18,11 +18,13 @@ pub fn open_file(path: &Path, read_only: bool) -> Result<ImageFile, ChainError> 
     Ok(ImageFile::open(&OpenOptions::new(path, read_only, CacheMode::Writeback))?)
 }
 
+/// Opens the file for raw access on a reactor.
 pub(super) fn raw_of(handle: &Handle, file: &ImageFile) -> Result<Raw<Store>, ChainError> {
     Raw::open(file, handle)
         .map_err(|e| of_file(file, ImageError::io("file", None, "opening it for io_uring", e)))
 }
 
+/// Adds the file's path to an error.
 pub(super) fn of_file(file: &ImageFile, error: ImageError) -> ChainError {
     ChainError::Image { path: file.path().into(), error }
 }

@@ -44,6 +44,7 @@ const KEEPING: Qcow2Options = Qcow2Options {
     unfinished: false,
 };
 
+/// Parameters of a resize.
 #[derive(Clone, Copy, Debug)]
 pub struct NewSize {
     /// In bytes.

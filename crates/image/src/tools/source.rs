@@ -44,6 +44,7 @@ struct Placed<S> {
 }
 
 impl Source<Store> {
+    /// Opens all parts on a reactor.
     pub async fn of(parts: &[Part], handle: &Handle) -> Result<Self, ChainError> {
         let (mut placed, mut at) = (Vec::new(), 0);
         for Part { chain, range } in parts.iter().filter(|part| !part.range.is_empty()) {

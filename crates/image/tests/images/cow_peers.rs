@@ -259,7 +259,7 @@ fn both_detect_a_changed_backing_file() {
     );
     let (good, text) = uml("uml_moo", &[&cow, &merged]);
     assert!(!good && text.contains("mtime mismatch"), "{text}");
-    // Both accept it if told to.
+    // Both programs accept the change if an option permits it.
     let facts = fs::metadata(&base).unwrap();
     let host = Host::new(CacheMode::None);
     let (file, name) = (host.raw(&cow), base.to_str().unwrap().to_string());

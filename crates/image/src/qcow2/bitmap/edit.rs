@@ -336,7 +336,7 @@ impl Bits {
                 }
                 _ => {
                     return Err(invalid(format!(
-                        "table entry {index}: {word:#x} is no cluster of the file"
+                        "table entry {index}: {word:#x} is not a cluster of the file"
                     )));
                 }
             }

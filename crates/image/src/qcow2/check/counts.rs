@@ -77,6 +77,7 @@ impl Page {
     }
 }
 
+/// Counted references of the clusters in a window.
 pub struct Counts {
     window: Range<u64>,
     limit: usize,
@@ -103,6 +104,7 @@ impl Counts {
         }
     }
 
+    /// Returns the clusters that are counted.
     pub fn window(&self) -> Range<u64> {
         self.window.clone()
     }

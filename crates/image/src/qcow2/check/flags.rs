@@ -25,15 +25,17 @@ pub struct FlagRepair {
     pub clear: ClearCopied,
 }
 
+/// Which COPIED flags a repair clears.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ClearCopied {
     None,
     /// Flags of clusters with more than one counted reference, whatever the refcount is now.
     Shared,
-    /// Flags of clusters whose refcount is not 1.
+    /// Flags of clusters with a refcount other than 1.
     Wrong,
 }
 
+/// Check of the active tables.
 pub struct Flags<'a, S> {
     pub file: &'a Raw<S>,
     pub header: &'a Header,
@@ -74,6 +76,7 @@ impl TableBuffer {
 }
 
 impl<S: Storage> Flags<'_, S> {
+    /// Checks all entries, and repairs flags if requested.
     pub async fn run(&mut self) -> Result<(), ImageError> {
         let mut seen = HashSet::new();
         let entries = u64::from(self.header.l1_size);

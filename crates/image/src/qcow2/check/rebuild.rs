@@ -14,6 +14,7 @@ use crate::raw::Raw;
 
 const STRUCTURE: &str = "qcow2 refcount table";
 
+/// Writer of new refcount structures.
 pub struct Builder<'a, S> {
     file: &'a Raw<S>,
     width: RefcountWidth,

@@ -11,6 +11,7 @@ pub enum Repair {
     All,
 }
 
+/// Kinds of findings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FindingKind {
     /// A cluster has more references than its refcount: it may be overwritten.
@@ -43,6 +44,7 @@ impl FindingKind {
     }
 }
 
+/// Something that is wrong with an image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finding {
     pub kind: FindingKind,
@@ -86,6 +88,7 @@ pub struct Report {
 }
 
 impl Report {
+    /// Returns true if nothing is wrong, not even a leak.
     pub fn is_clean(&self) -> bool {
         self.corruptions == 0 && self.leaks == 0 && self.check_errors == 0
     }
@@ -119,6 +122,7 @@ pub(in crate::qcow2) struct Tally {
 }
 
 impl Tally {
+    /// Adds a finding.
     pub(super) fn find(
         &mut self,
         kind: FindingKind,
@@ -162,6 +166,7 @@ impl Tally {
         self.report.image_end_offset = self.report.image_end_offset.max(offset);
     }
 
+    /// Notes metadata that share their cluster.
     pub(super) fn overlap(&mut self, cluster: u64) {
         if self.overlaps.len() < MAX_FINDINGS {
             self.overlaps.push(cluster);

@@ -18,7 +18,7 @@ use crate::qcow2::header::Header;
 use crate::qcow2::refblock::RefcountWidth;
 use crate::raw::Raw;
 
-/// Most ranges of freed clusters of one block whose space is deallocated in the host.
+/// Most ranges of freed clusters of one block that are deallocated in the host.
 const FREED: usize = 1 << 16;
 
 /// The usable refcount blocks.
@@ -85,6 +85,7 @@ impl Refcounts {
         (0..).zip(&self.blocks).filter_map(|(index, block)| Some((index, (*block)?)))
     }
 
+    /// Number of clusters that one block counts.
     pub fn per_block(&self) -> u64 {
         self.width.per_block(1 << self.cluster_bits)
     }
@@ -94,6 +95,7 @@ impl Refcounts {
         *self.blocks.get(usize::try_from(cluster / self.per_block()).ok()?)?
     }
 
+    /// Reads a refcount block at an offset.
     pub async fn read_block<S: Storage>(
         &self,
         file: &Raw<S>,
@@ -123,6 +125,7 @@ pub struct RefcountRepair {
 }
 
 impl<S: Storage> Compare<'_, S> {
+    /// Compares all refcounts in the window of the counts.
     pub async fn run(&mut self) -> Result<(), ImageError> {
         let (window, per_block) = (self.counts.window(), self.refcounts.per_block());
         for (index, block) in self.refcounts.blocks() {

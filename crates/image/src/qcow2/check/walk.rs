@@ -77,6 +77,7 @@ impl DistinctTables {
     }
 }
 
+/// Walk over all tables of an image.
 pub struct Walk<'a, S> {
     pub file: &'a Raw<S>,
     pub header: &'a Header,

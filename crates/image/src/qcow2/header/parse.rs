@@ -300,8 +300,8 @@ impl Header {
             }
             if end > file_len {
                 let what = format!(
-                    "it ends at {end}, beyond the end of the file at {file_len}: the file was cut \
-                     short"
+                    "it ends at {end}, beyond the end of the file at {file_len}: the file is \
+                     truncated"
                 );
                 return Err(ImageError::invalid(table.name, table.offset, what));
             }

@@ -11,6 +11,7 @@ use crate::qcow2::change::OfflineChange;
 use crate::qcow2::entry::{Cluster, EntryFormat, L1Entry, L2Entry, SubclusterBitmap};
 use crate::qcow2::header::Header;
 
+/// L1 and L2 tables of a resize.
 pub struct ResizeTables<'a, S> {
     pub change: &'a OfflineChange<'a, S>,
     pub layout: EntryFormat,
@@ -31,6 +32,7 @@ impl<'a, S: Storage> ResizeTables<'a, S> {
         1 << self.layout.cluster_bits
     }
 
+    /// Returns true if an L1 entry from index `first` on names a table.
     pub fn has_entries_from(&self, first: u64) -> bool {
         self.l1.chunks_exact(8).skip(first as usize).any(|word| be64(word, 0) != 0)
     }
@@ -67,6 +69,7 @@ impl<'a, S: Storage> ResizeTables<'a, S> {
         (cluster % (self.cluster_size() / size) * size) as usize
     }
 
+    /// Decodes a guest cluster's entry in its table.
     pub fn entry(&self, table: &[u8], cluster: u64) -> Result<L2Entry, ImageError> {
         let at = self.place_of(cluster);
         let bitmap = if self.layout.extended_l2 { be64(table, at + 8) } else { 0 };

@@ -24,10 +24,12 @@ pub enum Tail {
 }
 
 impl Tail {
+    /// Returns true if the last cluster needs a new place.
     pub fn moves(&self) -> bool {
         matches!(self, Tail::Moved(..))
     }
 
+    /// Returns true if the last cluster's entry changes.
     pub fn changes_entry(&self) -> bool {
         !matches!(self, Tail::Zero)
     }
@@ -105,8 +107,8 @@ pub async fn of<S: Storage>(
 }
 
 fn backing_shows() -> ImageError {
-    let what = "the backing file is larger than the image, and shows in the image's last cluster, \
-        which has no data of its own: write the last sector of the disk, and resize then";
+    let what = "the backing file is larger than the image and would show in its last cluster: \
+        write the last sector of the disk, then resize";
     ImageError::refused(STRUCTURE, what)
 }
 

@@ -21,6 +21,7 @@ const MAX_EXTRA: usize = 1024;
 struct TooMuchExtra(usize);
 const PIECE: u64 = 1 << 16;
 
+/// An internal snapshot (specification, "Snapshots").
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Snapshot {
     pub l1_offset: u64,
@@ -35,7 +36,7 @@ pub struct Snapshot {
     /// Time that the VM had run, in nanoseconds.
     pub vm_clock: u64,
     pub vm_state_size: u64,
-    /// Size of the disk in bytes; None in old images, whose size never changed.
+    /// Size of the disk in bytes; None in old images, where it never changed.
     pub disk_size: Option<u64>,
     /// Unknown extra data.
     pub extra: Vec<u8>,

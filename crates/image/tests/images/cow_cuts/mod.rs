@@ -4,7 +4,7 @@
 //! ```text
 //!   plan   parameters of a run, derived from its seed: header, memory, injected errors
 //!   life   boots: a guest's load on one or two reactors, a commit, another backing file
-//!   client   a guest's clients, whose requests the oracle records
+//!   client   a guest's clients; the oracle records their requests
 //! ```
 //!
 //! After each cut the file must open, pass the check, and hold over its backing file the data that

@@ -39,7 +39,7 @@ pub struct Findings {
     /// COPIED flags that are clear but could be set: a write copies more than necessary, nothing
     /// else.
     pub careful: u64,
-    /// Clusters whose refcount exceeds their references.
+    /// Clusters with a refcount above their references.
     pub leaks: u64,
 }
 
@@ -261,8 +261,8 @@ impl Counter<'_> {
         }
     }
 
-    /// Counts the L2 tables of an L1 table. `counts`: this is the active one, whose COPIED flags
-    /// must be right.
+    /// Counts the L2 tables of an L1 table. `counts`: given for the active table, where COPIED
+    /// flags must be right.
     fn tables(&mut self, l1: Table, counts: Option<&BTreeMap<u64, u64>>) {
         let (image, layout) = (self.image, self.image.layout);
         for (index, word) in image.words(l1).enumerate().filter(|(_, word)| *word != 0) {

@@ -109,7 +109,7 @@ impl Operation {
         view
     }
 
-    /// Runs it on `disks`, whose power may be cut meanwhile; the topmost image shows `view`.
+    /// Runs it on `disks`; a power cut may happen meanwhile. The topmost image shows `view`.
     pub fn run(
         &self,
         plan: &Plan,

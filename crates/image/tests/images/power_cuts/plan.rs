@@ -180,7 +180,7 @@ impl Plan {
         }
     }
 
-    /// A file whose refcount table is nearly full: the first requests make a new table necessary.
+    /// A file with a nearly full refcount table: the first requests make a new table necessary.
     pub fn recounting(seed: u64) -> Self {
         let mut rng = Rng::new(seed ^ 0x7265_636e);
         let layout = Layout {

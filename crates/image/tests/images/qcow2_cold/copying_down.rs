@@ -130,7 +130,7 @@ fn only_allocated_ranges_are_read_and_an_error_ends_the_commit() {
     let [small, stopped, again] = error.unwrap();
     assert_eq!(
         small.unwrap_err().to_string(),
-        "backing image: it ends at 5242880, and has to have 8388608 bytes first"
+        "backing image: it has 5242880 bytes, but needs at least 8388608: enlarge it first"
     );
     assert_eq!(stopped.unwrap_err().kind, ErrorKind::Refused);
     again.unwrap();

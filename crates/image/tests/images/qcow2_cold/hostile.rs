@@ -94,7 +94,7 @@ fn snapshots_that_share_and_overlap_their_tables() {
     let mut hostile = Hostile::new();
     (hostile.header.l1_size, hostile.header.snapshot_count) = (1, 65536);
     hostile.words(TIB, [3 * TIB].into_iter());
-    // Entries of 40 bytes, whose L1 tables overlap one another except for their first cluster.
+    // Entries of 40 bytes. Their L1 tables overlap one another except for their first cluster.
     let entry = |n: u64| [4 * TIB + n % 60_000 * CLUSTER, (4 << 20) << 32, 0, 0, 0];
     hostile.words(2 * TIB, (0..65536).flat_map(entry));
     let report = hostile.check();

@@ -2,9 +2,8 @@
 //! in memory.
 //!
 //! The model is a plain vector with the guest's disk. Every case runs with the page cache and with
-//! O_DIRECT, on files whose length is not a multiple of the sector size, with memory that does not
-//! meet the O_DIRECT alignment. Only the tests on block devices need root, `losetup` and loop
-//! devices.
+//! O_DIRECT, on files of unaligned length, with memory that does not meet the O_DIRECT alignment.
+//! Only the tests on block devices need root, `losetup` and loop devices.
 
 mod devices;
 
