@@ -136,4 +136,29 @@ mod tests {
         let options: Vec<_> = help.lines().filter(|line| line.trim().starts_with('-')).collect();
         assert!(options.last().is_some_and(|line| line.trim().starts_with("-h, --help")), "{help}");
     }
+
+    /// Returns the completions for a shell.
+    fn completions(shell: clap_complete::Shell) -> String {
+        let mut script = Vec::new();
+        clap_complete::generate(shell, &mut command(), "blockyard", &mut script);
+        String::from_utf8(script).unwrap()
+    }
+
+    #[test]
+    fn shells_complete_values_and_files() {
+        use clap_complete::Shell::{Bash, Fish, Zsh};
+        for (shell, parts) in [
+            (
+                Bash,
+                ["none writeback writethrough directsync unsafe", "compgen -f", "raw qcow2 cow"],
+            ),
+            (Zsh, ["writethrough", "_files -/", "qcow2"]),
+            (Fish, ["writethrough\\t", "-l backing-folder", "qcow2\\t"]),
+        ] {
+            let script = completions(shell);
+            for part in parts {
+                assert!(script.contains(part), "{shell}: {part}");
+            }
+        }
+    }
 }

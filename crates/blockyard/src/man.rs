@@ -219,11 +219,16 @@ fn statuses(path: &str) -> Terms {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering};
+
     use super::*;
 
     /// Returns the pages of all commands, with their names.
     fn pages() -> Vec<(String, String)> {
-        let folder = std::env::temp_dir().join(format!("blockyard-man-{}", std::process::id()));
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let name = format!("blockyard-man-{}-{number}", std::process::id());
+        let folder = std::env::temp_dir().join(name);
         std::fs::create_dir_all(&folder).unwrap();
         write_pages(crate::cli::command(), &folder).unwrap();
         let pages = std::fs::read_dir(&folder).unwrap().map(|entry| {

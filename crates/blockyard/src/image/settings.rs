@@ -190,6 +190,6 @@ mod tests {
         );
         let wrong =
             Settings::parse(Format::Qcow2, &["compat=2".into()]).unwrap().version().unwrap_err();
-        assert_eq!(wrong.to_string(), "option compat=\"2\": it is 0.10 or 1.1");
+        assert_eq!(wrong.to_string(), "option compat=\"2\": it must be 0.10 or 1.1");
     }
 }
