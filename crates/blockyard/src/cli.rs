@@ -32,7 +32,7 @@ pub struct Cli {
 pub enum Command {
     /// Serve a disk image, or all disks of a configuration file.
     ///
-    /// An export option says who can use the disk: a virtual machine (--vhost-user), NBD clients
+    /// An export option selects the clients of the disk: a virtual machine (--vhost-user), NBD clients
     /// (--nbd), this host (--ublk) or a guest of Xen (--xen). A disk may have several.
     Serve(Box<ServeOptions>),
     /// Attach an image as a block device of this host.

@@ -51,7 +51,7 @@ impl Backing {
         let format = format.or_else(|| Format::of_name(&path));
         let format = format.ok_or_else(|| {
             anyhow!(
-                "backing file {name}: its name does not tell its format: give -F raw, qcow2 or cow"
+                "backing file {name}: its format is not clear from the name: give -F raw, qcow2 or cow"
             )
         })?;
         Ok(Backing { name: name.into(), format, path })

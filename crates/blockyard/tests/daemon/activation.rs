@@ -45,7 +45,7 @@ impl Manager {
     #[track_caller]
     fn next(&self) -> String {
         let mut bytes = [0; 256];
-        let len = self.notified.recv(&mut bytes).expect("the service manager is told");
+        let len = self.notified.recv(&mut bytes).expect("the service manager is notified");
         String::from_utf8_lossy(&bytes[..len]).trim().to_string()
     }
 

@@ -83,7 +83,7 @@ fn switch(guest: &mut Guest, wce: u8) -> bool {
 fn each_cache_mode_has_its_durability() {
     // Columns: the guest sees a write cache; writes are durable at once; writes are durable after a
     // flush.
-    for (mode, told, at_once, flushed) in [
+    for (mode, expected_wce, at_once, flushed) in [
         ("none", 1, true, true),
         ("writeback", 1, false, true),
         ("unsafe", 1, false, false),
@@ -93,7 +93,7 @@ fn each_cache_mode_has_its_durability() {
         let fixture = CacheFixture::new(mode);
         let mut guest = fixture.guest(0);
         assert!(guest.has(feature::FLUSH) && guest.has(feature::CONFIG_WCE), "{mode}");
-        assert_eq!(guest.session.link.config.wce, told, "{mode}");
+        assert_eq!(guest.session.link.config.wce, expected_wce, "{mode}");
         // `dirty` counts the page cache only. With O_DIRECT these two modes leave nothing there.
         assert_eq!(fixture.writes_are_durable(&mut guest, 3), at_once, "{mode}: a write");
         let flushes = (0..4).all(|seed| {

@@ -33,11 +33,11 @@ impl Disks {
         Instant::now()
     }
 
-    /// Reloads another configuration file, and waits until the log has `said`.
-    pub fn reload(&self, text: &str, said: &str) -> String {
+    /// Reloads another configuration file, and waits until the log has `expected`.
+    pub fn reload(&self, text: &str, expected: &str) -> String {
         let from = self.daemon.log().len();
         self.begin_reload(text);
-        self.daemon.wait_log_after(from, said)
+        self.daemon.wait_log_after(from, expected)
     }
 
     /// Returns the log line about a disk's share.

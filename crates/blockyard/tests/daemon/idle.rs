@@ -130,7 +130,7 @@ fn disconnected_front_ends_leave_no_resources_behind() {
         assert_eq!(guest.write(0, &bytes), status::OK);
         assert_eq!(guest.read(0, 4096).unwrap(), bytes);
         guest.leave();
-        until("the guest's memory is let go", SOON, || shared(daemon) == inherited);
+        until("the guest's memory is released", SOON, || shared(daemon) == inherited);
         until(&format!("no descriptors but {idle:?}"), SOON, || {
             kinds(&daemon.descriptors()) == idle
         });

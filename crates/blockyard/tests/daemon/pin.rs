@@ -20,7 +20,7 @@ fn pinned(daemon: &Daemon) -> u64 {
 
 #[track_caller]
 fn nothing_pinned(daemon: &Daemon) {
-    until("the guest's memory is let go", SOON, || pinned(daemon) == 0);
+    until("the guest's memory is released", SOON, || pinned(daemon) == 0);
 }
 
 fn memory_of(guest: &Guest) -> u64 {
@@ -102,7 +102,7 @@ fn regions_are_pinned_and_unpinned_under_load() {
         until("the new region is pinned", SOON, || pinned(&daemon) == own + (4 << 10));
         guest.session.link.connection.frontend().remove_mem_region(&info).unwrap();
         works(&mut guest, &image, round * 2 + 1);
-        until("the region is let go", SOON, || pinned(&daemon) == own);
+        until("the region is released", SOON, || pinned(&daemon) == own);
     }
     // A stopped queue keeps the memory pinned, because its front end is still connected.
     guest.session.link.connection.stop_ring(0).unwrap();

@@ -35,18 +35,18 @@ impl Yard {
         Yard { daemon, folder }
     }
 
-    /// Writes the file, reloads it, waits until the log has `said`, and returns the new log lines.
+    /// Writes the file, reloads it, waits until the log has `expected`, and returns the new log lines.
     #[track_caller]
-    fn reload(&self, disks: &[(&str, &str)], said: &str) -> String {
+    fn reload(&self, disks: &[(&str, &str)], expected: &str) -> String {
         configure(&self.folder, disks);
-        self.hangup(said)
+        self.hangup(expected)
     }
 
     #[track_caller]
-    fn hangup(&self, said: &str) -> String {
+    fn hangup(&self, expected: &str) -> String {
         let from = self.daemon.log().len();
         self.daemon.signal(Signal::HUP);
-        self.daemon.wait_log_after(from, said);
+        self.daemon.wait_log_after(from, expected);
         // The last line of each reload, be it "reloaded: " or "not reloaded: ".
         self.daemon.wait_log_after(from, "reloaded: ")
     }
@@ -142,12 +142,12 @@ fn a_reload_adds_removes_and_changes_disks_around_a_busy_one() {
 fn a_bad_file_changes_nothing() {
     let yard = Yard::start(&[("a", ""), ("b", "")]);
     let (mut a, mut b) = (yard.guest("a"), yard.guest("b"));
-    for (disks, said) in [
+    for (disks, expected) in [
         (&[("a", "cache = \"fast\"")][..], "line 4: cache: cache mode \"fast\" is not known"),
         (&[("a", ""), ("a", "")], "two disks are called \"a\""),
         (&[("a", "serial = \"123456789012345678901\"")], "has 21 bytes"),
     ] {
-        let log = yard.reload(disks, said);
+        let log = yard.reload(disks, expected);
         assert!(
             changes(&log) == 1 && log.contains("ERROR") && log.contains("not reloaded: "),
             "{log}"
@@ -238,7 +238,7 @@ fn connect_with_back_channel(socket: &Path) -> (Guest, UnixStream) {
 #[track_caller]
 fn take_config_change(mut channel: &UnixStream) {
     let mut message = [0; 12];
-    channel.read_exact(&mut message).expect("the change is told");
+    channel.read_exact(&mut message).expect("the change is announced");
     let word = |at: usize| u32::from_le_bytes(message[at..at + 4].try_into().unwrap());
     // VHOST_USER_BACKEND_CONFIG_CHANGE_MSG, version 1 and need_reply, no payload.
     assert_eq!((word(0), word(4), word(8)), (2, 9, 0));

@@ -139,10 +139,10 @@ fn an_idle_client_reconnects_before_the_next_request() {
         daemon.wait_log("connecting again");
         let peer = fixture.peer(&["--read-only", shared]);
         daemon.wait_log("connected again");
-        let said = daemon.log();
+        let log = daemon.log();
         assert!(guest.read(2 * MIB / 512, 4096).unwrap() == expected[2 * MIB as usize..][..4096]);
-        assert_eq!(daemon.log(), said, "{shared}: the request was the one to miss it");
-        assert_eq!(said.matches(" again").count(), 2, "{shared}: {said}");
+        assert_eq!(daemon.log(), log, "{shared}: the request was the one to miss it");
+        assert_eq!(log.matches(" again").count(), 2, "{shared}: {log}");
         drop(guest);
         drop(peer);
         daemon.stop();
@@ -206,7 +206,7 @@ fn names_in_image_headers_open_no_connections() {
     assert_eq!(
         listener.accept().unwrap_err().kind(),
         std::io::ErrorKind::WouldBlock,
-        "somebody connected"
+        "a client connected"
     );
 }
 

@@ -15,12 +15,12 @@ use crate::tls::{Authority, TlsFixture, authority, certify};
 const APPLIED: &str = "new settings for NBD clients: ";
 const REFUSED: &str = "not reloaded: ";
 
-/// Sends SIGHUP, waits until the log has `says`, and returns the new log lines.
+/// Sends SIGHUP, waits until the log has `expected`, and returns the new log lines.
 #[track_caller]
-fn reload(daemon: &Daemon, says: &str) -> String {
+fn reload(daemon: &Daemon, expected: &str) -> String {
     let from = daemon.log().len();
     daemon.signal(Signal::HUP);
-    daemon.wait_log_after(from, says)
+    daemon.wait_log_after(from, expected)
 }
 
 /// Writes a revocation list of the authority with the certificates of these names.
@@ -58,8 +58,8 @@ fn new_clients_see_a_renewed_certificate() {
     let bytes = pattern(3, 4096);
     certify(&fixture.server, &fixture.ours, "server", "renewed.example", false);
     fixture.all_may("all", &fixture.vm1);
-    let said = reload(&daemon, APPLIED);
-    assert!(said.contains("TLS: required, certificates read again"), "{said}");
+    let logged = reload(&daemon, APPLIED);
+    assert!(logged.contains("TLS: required, certificates read again"), "{logged}");
     fixture.none_may("all", &fixture.vm1, "not valid for name");
     fixture.host = "renewed.example";
     fixture.all_may("all", &fixture.vm1);
@@ -70,7 +70,7 @@ fn new_clients_see_a_renewed_certificate() {
     let (certificate, key) = (&files[0].1, &files[1].1);
     let half = certificate[..certificate.len() / 2].to_vec();
     let others_key = std::fs::read(fixture.vm1.join("client-key.pem")).unwrap();
-    for (name, content, says) in [
+    for (name, content, expected) in [
         ("server-cert.pem", Some(half), "server-cert.pem: "),
         ("server-cert.pem", None, "server-cert.pem: "),
         ("server-key.pem", Some(b"nothing of a key".to_vec()), "server-key.pem: "),
@@ -81,9 +81,12 @@ fn new_clients_see_a_renewed_certificate() {
         let path = fixture.server.join(name);
         let _ = std::fs::remove_file(&path);
         content.iter().for_each(|content| std::fs::write(&path, content).unwrap());
-        let said = reload(&daemon, REFUSED);
-        assert!(said.contains("not reloaded: TLS: ") && said.contains(says), "{says}: {said}");
-        assert!(!said.contains(APPLIED), "{said}");
+        let logged = reload(&daemon, REFUSED);
+        assert!(
+            logged.contains("not reloaded: TLS: ") && logged.contains(expected),
+            "{expected}: {logged}"
+        );
+        assert!(!logged.contains(APPLIED), "{logged}");
         fixture.all_may("all", &fixture.vm1);
         let _ = std::fs::remove_file(&path);
         files.iter().for_each(|(name, content)| {
@@ -176,10 +179,10 @@ fn a_reload_changes_whether_tls_is_required() {
     fixture.configure("tls-required = true");
     reload(&daemon, APPLIED);
     assert!(!served());
-    fixture.all_may("all", &fixture.nobody);
+    fixture.all_may("all", &fixture.anonymous);
     fixture.configure("tls-verify-peer = true");
     reload(&daemon, APPLIED);
-    fixture.none_may("all", &fixture.nobody, "TLS: ");
+    fixture.none_may("all", &fixture.anonymous, "TLS: ");
     fixture.all_may("all", &fixture.vm2);
     let path = fixture.configure("");
     reload(&daemon, APPLIED);
@@ -189,10 +192,10 @@ fn a_reload_changes_whether_tls_is_required() {
     let without: Vec<_> =
         config.lines().filter(|line| !line.starts_with("tls-certificates")).collect();
     std::fs::write(&path, without.join("\n")).unwrap();
-    let said = reload(&daemon, REFUSED);
+    let logged = reload(&daemon, REFUSED);
     assert!(
-        said.contains("disk \"vm1\": tls-allow names client certificates, and there is no TLS"),
-        "{said}"
+        logged.contains("disk \"vm1\": tls-allow names client certificates, and there is no TLS"),
+        "{logged}"
     );
     fixture.all_may("vm1", &fixture.vm1);
     daemon.stop();
@@ -217,7 +220,7 @@ fn a_reload_changes_which_clients_may_use_a_disk() {
     };
     allow("tls-allow = [\"vm1.example\", \"vm2.example\"]");
     fixture.all_may("vm1", &fixture.vm2);
-    fixture.none_may("vm1", &fixture.nobody, "no such export");
+    fixture.none_may("vm1", &fixture.anonymous, "no such export");
     assert!(guest.read(0, 4096).unwrap() == pattern(4, 4096));
     assert!(
         !other.log().contains("again"),
@@ -226,13 +229,13 @@ fn a_reload_changes_which_clients_may_use_a_disk() {
     );
     // Remove the name of a connected client.
     let from = daemon.log().len();
-    let said = allow("tls-allow = [\"vm2.example\"]");
-    assert!(said.contains("-> [\"vm2.example\"]"), "{said}");
+    let logged = allow("tls-allow = [\"vm2.example\"]");
+    assert!(logged.contains("-> [\"vm2.example\"]"), "{logged}");
     daemon.wait_log_after(from, "an NBD client disconnected");
     fixture.none_may("vm1", &fixture.vm1, "no such export");
     fixture.all_may("vm1", &fixture.vm2);
     allow("");
-    fixture.all_may("vm1", &fixture.nobody);
+    fixture.all_may("vm1", &fixture.anonymous);
     assert!(guest.read(0, 4096).unwrap() == pattern(4, 4096));
     other.wait_log("connected again");
     assert!(!daemon.log().contains("closing "), "{}", daemon.log());
@@ -259,8 +262,8 @@ fn a_reload_changes_the_limits_of_clients() {
     fixture.configure("max-clients = 0");
     assert!(reload(&daemon, REFUSED).contains("max-clients is a number from 1 to 100000"));
     fixture.configure("max-clients = 2\nhandshake = \"200ms\"");
-    let said = reload(&daemon, APPLIED);
-    assert!(said.contains("at most 2 for each address, handshake within 200ms"), "{said}");
+    let logged = reload(&daemon, APPLIED);
+    assert!(logged.contains("at most 2 for each address, handshake within 200ms"), "{logged}");
     // The second client has the short time, and is disconnected. Then the third one is admitted.
     // The first one keeps its longer time.
     assert!(is_greeted(&mut second, SOON));
@@ -268,6 +271,9 @@ fn a_reload_changes_the_limits_of_clients() {
     assert!(is_greeted(&mut third, SOON));
     first.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
     let end = first.read(&mut [0]);
-    assert!(end.is_err_and(|e| e.kind() == std::io::ErrorKind::WouldBlock), "the first was let go");
+    assert!(
+        end.is_err_and(|e| e.kind() == std::io::ErrorKind::WouldBlock),
+        "the first one was disconnected"
+    );
     daemon.stop();
 }

@@ -185,13 +185,15 @@ fn only_a_change_of_group_or_device_closes_a_disk() {
         disk("b", "")
     ));
     let mut b = disks.guest("b");
-    for (keys, said) in
+    for (keys, expected) in
         [("group = \"h\"", true), ("group = \"h\"\nweight = 7", false), ("device = \"d\"", true)]
     {
         let text = format!("[group.g]\n[group.h]\n{}{}", disk("a", keys), disk("b", ""));
-        let log = disks
-            .reload(&text, if said { "serving null:1G" } else { "changed without closing it: " });
-        assert_eq!(log.contains("closing and opening it"), said, "{log}");
+        let log = disks.reload(
+            &text,
+            if expected { "serving null:1G" } else { "changed without closing it: " },
+        );
+        assert_eq!(log.contains("closing and opening it"), expected, "{log}");
         assert!(!log.contains("disk=\"b\""), "{log}");
         disks.guest("a").read(0, 512).unwrap();
         b.read(0, 512).unwrap();
@@ -204,7 +206,7 @@ fn a_reload_with_wrong_knobs_changes_nothing() {
     let disks = Disks::start(&disk("a", "iops = 1"));
     let mut guest = disks.guest("a");
     guest.read(0, 512).unwrap();
-    for (text, said) in [
+    for (text, expected) in [
         (
             disk("a", "iops = \"100,max=5\""),
             "line 5: iops: limit \"100,max=5\": max is less than the rate",
@@ -216,7 +218,7 @@ fn a_reload_with_wrong_knobs_changes_nothing() {
             "group \"g\": reserve-bps is 5",
         ),
     ] {
-        let log = disks.reload(&text, said);
+        let log = disks.reload(&text, expected);
         let lines = log.lines().filter(|l| !l.contains("front end")).count();
         assert!(lines == 1 && log.contains("not reloaded: "), "{log}");
     }

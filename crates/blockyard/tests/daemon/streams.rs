@@ -128,9 +128,9 @@ fn commands_end_without_a_message_if_the_reader_closed_the_pipe() {
             .stdout(Stdio::from(writer))
             .stderr(Stdio::piped());
         let done = child.spawn().unwrap().wait_with_output().unwrap();
-        let said = String::from_utf8_lossy(&done.stderr);
+        let stderr = String::from_utf8_lossy(&done.stderr);
         // The status that a shell reports for a program that SIGPIPE ended.
-        assert_eq!((done.status.code(), &*said), (Some(141), ""), "{arguments:?}");
+        assert_eq!((done.status.code(), &*stderr), (Some(141), ""), "{arguments:?}");
     }
     let help =
         run(Command::new("bash").args(["-c", &format!("'{BLOCKYARD}' --help | head -n 1")]), TOOL);
@@ -149,10 +149,10 @@ fn commands_report_a_write_error_of_standard_output() {
             .stdout(Stdio::from(full))
             .stderr(Stdio::piped());
         let done = child.spawn().unwrap().wait_with_output().unwrap();
-        let said = String::from_utf8_lossy(&done.stderr);
-        assert_eq!(done.status.code(), Some(1), "{arguments:?}: {said}");
+        let stderr = String::from_utf8_lossy(&done.stderr);
+        assert_eq!(done.status.code(), Some(1), "{arguments:?}: {stderr}");
         let line =
             "blockyard: standard output cannot be written: No space left on device (os error 28)";
-        assert_eq!(said.lines().last(), Some(line), "{arguments:?}: {said}");
+        assert_eq!(stderr.lines().last(), Some(line), "{arguments:?}: {stderr}");
     }
 }

@@ -31,19 +31,19 @@ pub fn authority(name: &str) -> Authority {
     CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap()
 }
 
-/// Writes `WHO-cert.pem` and `WHO-key.pem` into a folder, and the certificate of the authority. The
+/// Writes `OWNER-cert.pem` and `OWNER-key.pem` into a folder, and the certificate of the authority. The
 /// bytes of the name are the serial number.
 pub fn certify(
     folder: &Path,
     authority: &Authority,
-    who: &str,
+    owner: &str,
     name: &str,
     expired: bool,
 ) -> PathBuf {
     std::fs::create_dir_all(folder).unwrap();
     let mut params = CertificateParams::new(vec![name.to_string()]).unwrap();
     params.distinguished_name.push(DnType::CommonName, format!("{name} itself"));
-    let usage = match who {
+    let usage = match owner {
         "server" => ExtendedKeyUsagePurpose::ServerAuth,
         _ => ExtendedKeyUsagePurpose::ClientAuth,
     };
@@ -55,8 +55,8 @@ pub fn certify(
     }
     let key = KeyPair::generate().unwrap();
     let certificate = params.signed_by(&key, authority).unwrap();
-    std::fs::write(folder.join(format!("{who}-cert.pem")), certificate.pem()).unwrap();
-    std::fs::write(folder.join(format!("{who}-key.pem")), key.serialize_pem()).unwrap();
+    std::fs::write(folder.join(format!("{owner}-cert.pem")), certificate.pem()).unwrap();
+    std::fs::write(folder.join(format!("{owner}-key.pem")), key.serialize_pem()).unwrap();
     std::fs::write(folder.join("ca-cert.pem"), authority.pem()).unwrap();
     folder.into()
 }
@@ -74,7 +74,7 @@ pub struct TlsFixture {
     pub vm1: PathBuf,
     pub vm2: PathBuf,
     pub stranger: PathBuf,
-    pub nobody: PathBuf,
+    pub anonymous: PathBuf,
     pub late: PathBuf,
 }
 
@@ -84,9 +84,9 @@ impl TlsFixture {
         let (ours, others) = (authority("ours"), authority("others"));
         let client =
             |name: &str, expired| certify(&folder.join(name), &ours, "client", name, expired);
-        let nobody = folder.join("nobody");
-        std::fs::create_dir(&nobody).unwrap();
-        std::fs::write(nobody.join("ca-cert.pem"), ours.pem()).unwrap();
+        let anonymous = folder.join("anonymous");
+        std::fs::create_dir(&anonymous).unwrap();
+        std::fs::write(anonymous.join("ca-cert.pem"), ours.pem()).unwrap();
         let stranger = certify(&folder.join("stranger"), &others, "client", "vm1.example", false);
         // It trusts our server, which does not trust it.
         std::fs::write(stranger.join("ca-cert.pem"), ours.pem()).unwrap();
@@ -100,7 +100,7 @@ impl TlsFixture {
             vm2: client("vm2.example", false),
             late: client("late.example", true),
             stranger,
-            nobody,
+            anonymous,
             disk,
             folder,
             ours,
@@ -154,20 +154,20 @@ impl TlsFixture {
 
     #[track_caller]
     pub fn all_may(&self, export: &str, certificates: &Path) {
-        for (who, answer) in
+        for (client, answer) in
             ["blockyard", "libnbd", "QEMU"].iter().zip(self.ask_all(export, certificates))
         {
-            assert!(answer.status.success(), "{who}: {export}: {}{}", answer.out, answer.err);
+            assert!(answer.status.success(), "{client}: {export}: {}{}", answer.out, answer.err);
         }
     }
 
-    /// Checks that no client has access. `says`: the message of our own client.
+    /// Checks that no client has access. `expected`: the message of our own client.
     #[track_caller]
-    pub fn none_may(&self, export: &str, certificates: &Path, says: &str) {
+    pub fn none_may(&self, export: &str, certificates: &Path, expected: &str) {
         let answers = self.ask_all(export, certificates);
-        assert!(answers[0].err.contains(says), "{says}: {}", answers[0].err);
-        for (who, answer) in ["blockyard", "libnbd", "QEMU"].iter().zip(answers) {
-            assert!(!answer.status.success(), "{who}: {export}: {}", answer.out);
+        assert!(answers[0].err.contains(expected), "{expected}: {}", answers[0].err);
+        for (client, answer) in ["blockyard", "libnbd", "QEMU"].iter().zip(answers) {
+            assert!(!answer.status.success(), "{client}: {export}: {}", answer.out);
         }
     }
 }
@@ -176,11 +176,11 @@ impl TlsFixture {
 fn only_allowed_clients_have_access() {
     let fixture = TlsFixture::new();
     let daemon = fixture.serve("tls-required = true");
-    for certificates in [&fixture.vm1, &fixture.vm2, &fixture.nobody] {
+    for certificates in [&fixture.vm1, &fixture.vm2, &fixture.anonymous] {
         fixture.all_may("all", certificates);
     }
     fixture.all_may("vm1", &fixture.vm1);
-    for certificates in [&fixture.vm2, &fixture.nobody] {
+    for certificates in [&fixture.vm2, &fixture.anonymous] {
         fixture.none_may("vm1", certificates, "no such export");
         let list = tool("nbdinfo", ["--list", &fixture.uri("", certificates)]).good();
         assert!(list.contains("\"all\"") && !list.contains("vm1"), "{list}");
@@ -207,7 +207,7 @@ fn tls_and_client_certificates_are_required_or_optional() {
     let fixture = TlsFixture::new();
     let daemon = fixture.serve("tls-verify-peer = true");
     fixture.all_may("all", &fixture.vm2);
-    for certificates in [&fixture.nobody, &fixture.stranger, &fixture.late] {
+    for certificates in [&fixture.anonymous, &fixture.stranger, &fixture.late] {
         fixture.none_may("all", certificates, "TLS: ");
     }
     daemon.stop();
@@ -231,15 +231,19 @@ fn tls_and_client_certificates_are_required_or_optional() {
     fixture.none_may("vm1", &fixture.vm2, "no such export");
     fixture.all_may("vm1", &fixture.vm1);
     daemon.stop();
-    for (options, says) in [
+    for (options, expected) in [
         (&["--tls-required"][..], "say where its certificates are"),
         (&["--tls-allow", "x"], "there is no TLS"),
         (&["--tls-certificates", "/nonexistent"], "/nonexistent/server-cert.pem"),
-        (&["--tls-certificates", fixture.nobody.to_str().unwrap()], "nobody/server-cert.pem"),
+        (&["--tls-certificates", fixture.anonymous.to_str().unwrap()], "anonymous/server-cert.pem"),
     ] {
         let address = format!("unix:{}", fixture.socket.display());
         let wrong = blockyard(["serve", "ram:1M", "--nbd", &address].iter().chain(options));
-        assert!(!wrong.status.success() && wrong.err.contains(says), "{says}: {}", wrong.err);
+        assert!(
+            !wrong.status.success() && wrong.err.contains(expected),
+            "{expected}: {}",
+            wrong.err
+        );
     }
     // tls-allow is refused for a disk without an NBD export, with TLS or without it.
     let certificates = ["--tls-certificates", fixture.server.to_str().unwrap()];
@@ -358,10 +362,10 @@ fn tls_is_closed_before_the_connection() {
             }
         }
         session.writer().write_all(&bytes).unwrap();
-        let (mut said, mut ended) = (Vec::new(), None);
+        let (mut received, mut ended) = (Vec::new(), None);
         while ended.is_none() {
             session.complete_io(&mut stream).unwrap();
-            ended = match session.reader().read_to_end(&mut said) {
+            ended = match session.reader().read_to_end(&mut received) {
                 Ok(_) => Some("TLS has ended".to_string()),
                 Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => None,
                 Err(e) => Some(e.to_string()),
@@ -369,7 +373,7 @@ fn tls_is_closed_before_the_connection() {
         }
         assert_eq!(ended.as_deref(), Some("TLS has ended"));
         let last = if choose == opt::GO { 16 } else { OptionReply::BYTES };
-        let last = &said[said.len() - last..];
+        let last = &received[received.len() - last..];
         match choose {
             opt::GO => {
                 assert_eq!(SimpleReply::parse(last), Ok(SimpleReply { error: 0, cookie: 7 }))
@@ -413,9 +417,7 @@ fn a_remote_disk_reconnects_with_tls() {
     }
     // It also reconnects if no request is in flight, after a connection that worked.
     assert!(guest.read(0, 4096).unwrap() == whole[..4096]);
-    until("it has told of all three", SOON, || {
-        daemon.log().matches("connected again").count() >= 3
-    });
+    until("it has logged all three", SOON, || daemon.log().matches("connected again").count() >= 3);
     let from = daemon.log().len();
     drop(peer);
     daemon.wait_log_after(from, "connecting again");
@@ -424,7 +426,7 @@ fn a_remote_disk_reconnects_with_tls() {
     let from = daemon.log().len();
     assert!(guest.read(0, 4096).unwrap() == whole[..4096]);
     assert_eq!(&daemon.log()[from..], "", "the request was the one to miss it");
-    let refused = blockyard(["image", "info", &fixture.uri("all", &fixture.nobody)]);
+    let refused = blockyard(["image", "info", &fixture.uri("all", &fixture.anonymous)]);
     assert!(refused.err.contains("blockyard: image"), "{}", refused.err);
     drop(guest);
     daemon.stop();

@@ -104,8 +104,11 @@ fn cow_files_are_checked_and_repaired() {
     images.raw("base.raw", SIZE, 1);
     let path = images.path("a.cow");
     image(&["create", "-q", "-b", "base.raw", text(&path)]);
-    let told = json(&image(&["check", "--json", text(&path)]));
-    assert_eq!((&told["total-clusters"], &told["check-errors"]), (&(SIZE / 512).into(), &0.into()));
+    let fields = json(&image(&["check", "--json", text(&path)]));
+    assert_eq!(
+        (&fields["total-clusters"], &fields["check-errors"]),
+        (&(SIZE / 512).into(), &0.into())
+    );
     let len = std::fs::metadata(&path).unwrap().len();
     let file = std::fs::File::options().write(true).open(&path).unwrap();
     file.set_len(len + 5000).unwrap();
@@ -131,10 +134,10 @@ fn repaired_by_opening(path: &Path) {
         "{}",
         done.out
     );
-    let told = json(&image_any(&["check", "--json", text(path)]).out);
+    let fields = json(&image_any(&["check", "--json", text(path)]).out);
     assert!(
-        told["mended-by-opening"].as_u64() > Some(0) && told.get("corruptions").is_none(),
-        "{told}"
+        fields["mended-by-opening"].as_u64() > Some(0) && fields.get("corruptions").is_none(),
+        "{fields}"
     );
     let (opened, repaired) =
         (path.with_extension("opened.qcow2"), path.with_extension("repaired.qcow2"));

@@ -23,10 +23,10 @@ fn qcow2_images_are_the_same_as_those_of_qemu() {
         let with = |data: &str| options.replace("data.bin", data);
         // QEMU resolves a relative name in its working directory.
         let here = with(text(&images.path("a.data")));
-        let said = image(&["create", "-o", &here, text(&ours), "24M"]);
+        let output = image(&["create", "-o", &here, text(&ours), "24M"]);
         assert!(
-            said.starts_with(&format!("Formatting '{}', fmt=qcow2 cluster_size=", text(&ours))),
-            "{said}"
+            output.starts_with(&format!("Formatting '{}', fmt=qcow2 cluster_size=", text(&ours))),
+            "{output}"
         );
         let data = with(text(&images.path("b.data")));
         qemu_img(&["create", "-q", "-f", "qcow2", "-o", &data, text(&theirs), "24M"]);
@@ -49,12 +49,12 @@ fn overlays_have_fast_options_and_the_size_of_their_base() {
     let overlay = images.path("overlay.qcow2");
     // The name is relative to the folder of the image, not to the working directory.
     image(&["create", "-b", "base.raw", text(&overlay)]);
-    let told = info(&overlay);
-    assert_eq!(told["virtual-size"], 7 * MIB + 512);
-    assert_eq!(told["cluster-size"], 131072);
-    assert_eq!(told["format-specific"]["data"]["extended-l2"], true);
-    assert_eq!(told["backing-filename"], "base.raw");
-    assert_eq!(told["backing-filename-format"], "raw");
+    let fields = info(&overlay);
+    assert_eq!(fields["virtual-size"], 7 * MIB + 512);
+    assert_eq!(fields["cluster-size"], 131072);
+    assert_eq!(fields["format-specific"]["data"]["extended-l2"], true);
+    assert_eq!(fields["backing-filename"], "base.raw");
+    assert_eq!(fields["backing-filename-format"], "raw");
     sound_and_same((&overlay, "qcow2"), (&base, "raw"));
     // Given options override the defaults.
     for (options, cluster, extended) in [
@@ -68,13 +68,13 @@ fn overlays_have_fast_options_and_the_size_of_their_base() {
             ["create", "-q", "--force", "-o", options, "-b", "overlay.qcow2", "-F", "qcow2"];
         let top = images.path("top.qcow2");
         assert_eq!(image(&[&image_options[..], &[text(&top), "20M"]].concat()), "");
-        let told = info(&top);
+        let fields = info(&top);
         assert_eq!(
-            (&told["virtual-size"], &told["cluster-size"]),
+            (&fields["virtual-size"], &fields["cluster-size"]),
             (&(20 * MIB).into(), &cluster.into())
         );
         assert_eq!(
-            told["format-specific"]["data"].get("extended-l2"),
+            fields["format-specific"]["data"].get("extended-l2"),
             extended.map(Value::Bool).as_ref()
         );
         sound_and_same((&top, "qcow2"), (&base, "raw"));
@@ -125,9 +125,9 @@ fn raw_and_cow_images_are_created() {
         let cow = images.path(&format!("{version}.cow"));
         image(&["create", "-b", "base.raw", "-o", &format!("version={version}"), text(&cow)]);
         image(&["compare", text(&cow), text(&base)]);
-        let told = json(&image(&["info", "--json", text(&cow)]));
-        assert_eq!((&told["format"], &told["virtual-size"]), (&"cow".into(), &SIZE.into()));
-        assert_eq!(told["full-backing-filename"], text(&base.canonicalize().unwrap()));
+        let fields = json(&image(&["info", "--json", text(&cow)]));
+        assert_eq!((&fields["format"], &fields["virtual-size"]), (&"cow".into(), &SIZE.into()));
+        assert_eq!(fields["full-backing-filename"], text(&base.canonicalize().unwrap()));
     }
     refused(&["create", text(&images.path("x.cow")), "1M"], 2, &["cow image has a backing file"]);
 }

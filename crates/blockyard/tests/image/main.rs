@@ -3,7 +3,7 @@
 //! ```text
 //!   fixture    images that QEMU creates, with all features, alone and in chains; compares JSON
 //!   create     new images, compared by QEMU
-//!   tell       info, map, compare: the same output as qemu-img
+//!   inspect    info, map, compare: the same output as qemu-img
 //!   check      finds, reports and repairs damage
 //!   convert    between all formats
 //!   commit     an overlay into its backing file, or into a deeper one
@@ -24,10 +24,10 @@ mod check;
 mod commit;
 mod convert;
 mod create;
+mod inspect;
 mod mistakes;
 mod mutants;
 mod rebase;
 mod replace;
 mod resize;
 mod snapshot;
-mod tell;

@@ -125,22 +125,22 @@ impl Template {
 /// output.
 fn ours(path: &Path) -> (u8, String) {
     let done = image_any(&["check", "-f", "qcow2", text(path)]);
-    let said = done.out + &done.err;
+    let output = done.out + &done.err;
     match done.status.code() {
-        Some(0) => (0, said),
-        Some(4) => (1, said),
-        Some(1 | 3) => (2, said),
-        _ => panic!("image check ended with {}: {said}", done.status),
+        Some(0) => (0, output),
+        Some(4) => (1, output),
+        Some(1 | 3) => (2, output),
+        _ => panic!("image check ended with {}: {output}", done.status),
     }
 }
 
 fn theirs(path: &Path) -> (u8, String) {
     let done = tool("qemu-img", ["check", "-f", "qcow2", text(path)]);
-    let said = done.out + &done.err;
+    let output = done.out + &done.err;
     match done.status.code() {
-        Some(0) => (0, said),
-        Some(3) => (1, said),
-        _ => (2, said),
+        Some(0) => (0, output),
+        Some(3) => (1, output),
+        _ => (2, output),
     }
 }
 
