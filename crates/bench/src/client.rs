@@ -2,15 +2,15 @@
 //! measured and verified.
 //!
 //! ```text
-//!   options -> Setup -> vhost (connection, reconnection)  -> worker (one thread a queue) --+-> load -> workload, verify
-//!                    |-> xen (a front end of blkif, in this process) -> worker --------+
-//!                    \-> host (the file, through io_uring, one thread a queue) ------------/
-//!                                                                     tallies -> report
+//!   options -> Setup -> vhost (connection)      -> worker (a thread a queue) --+-> load -> workload
+//!                    |-> xen (front end, blkif) -> worker ---------------------+           verify
+//!                    \-> host (file, io_uring; a thread a queue) --------------/
+//!                                                            tallies -> report
 //! ```
 //!
-//! In: options. Out: a table or JSON on standard output. What must hold: a run in which a request
-//! failed, or read what was not last written, is an error; the client itself is never what limits a
-//! back end (see `worker`).
+//! In: options. Out: a table or JSON on standard output. What must hold: a run with a failed
+//! request, or with a read of wrong data, is an error; the client never limits a back end (see
+//! `worker`).
 
 pub mod cpu;
 mod host;
@@ -128,8 +128,7 @@ pub struct Options {
     /// which the run fails
     #[arg(long, value_name = "SECONDS", default_value_t = 30.0, value_parser = parse_seconds)]
     pub timeout: f64,
-    /// Once it is set the measured time is over. (For who has something done meanwhile, and cannot
-    /// say how long that takes.)
+    /// Ends the measured time once it is set. For callers that cannot state the time before.
     #[arg(skip)]
     #[serde(skip)]
     pub over: Arc<AtomicBool>,
@@ -139,7 +138,7 @@ pub struct Options {
     pub back_end_is_here: bool,
 }
 
-/// Sizes in bytes, and in so many of a hundred operations; the smallest divides all.
+/// Sizes in bytes with their percentage of operations. The smallest size divides all others.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Sizes(pub Vec<(u64, u8)>);
 
@@ -162,7 +161,7 @@ pub(crate) fn parse_split(text: &str) -> Result<Sizes> {
 }
 
 impl Options {
-    /// Bytes of the largest operation.
+    /// Returns the size of the largest operation in bytes.
     fn largest(&self) -> u64 {
         self.bssplit.iter().flat_map(|s| &s.0).map(|s| s.0).max().unwrap_or(self.bs)
     }
@@ -189,12 +188,12 @@ impl Options {
         Ok(())
     }
 
-    /// The defaults, for a host file or block device.
+    /// Returns the defaults for a host file or block device.
     pub fn for_file(file: PathBuf) -> Self {
         Options { socket: None, file: Some(file), ..Options::for_socket("unused".into()) }
     }
 
-    /// The defaults, for a socket.
+    /// Returns the defaults for a socket.
     pub fn for_socket(socket: PathBuf) -> Self {
         #[derive(clap::Parser)]
         struct Defaults {
@@ -220,8 +219,8 @@ pub fn run(options: &Options) -> Result<()> {
     }
 }
 
-/// Runs the load. Operations that were answered with an error are in the report; everything else
-/// that goes wrong is an error here.
+/// Runs the load. The report has operations that the target answered with an error. All other
+/// failures are returned as errors.
 pub fn measure(options: &Options) -> Result<Report> {
     if let Some(options) = options.in_smallest_blocks() {
         return measure(&options);
@@ -240,7 +239,7 @@ pub fn measure(options: &Options) -> Result<Report> {
     }
 }
 
-/// The options applied to a disk of a certain size: what each queue does.
+/// The options for a disk of a known size: the work of each queue.
 struct Setup<'a> {
     options: &'a Options,
     seed: u64,
@@ -261,8 +260,7 @@ impl<'a> Setup<'a> {
             size <= left,
             "--offset {offset} and --size {size} reach beyond the disk's {capacity} bytes"
         );
-        // Another one each time: what an earlier run left on the disk must not pass for what this
-        // one writes.
+        // A new seed each time, so that data of an earlier run do not pass for those of this one.
         let clock =
             || SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |d| d.as_nanos() as u64);
         let setup = Setup {
@@ -281,8 +279,8 @@ impl<'a> Setup<'a> {
         Ok(setup)
     }
 
-    /// First block and number of blocks of a queue. Random queues share the disk; sequential ones
-    /// and those that know what they have written have a part each.
+    /// Returns first block and number of blocks of a queue. Random queues share the disk.
+    /// Sequential and verifying queues have a part each.
     fn part(&self, queue: u16) -> (u64, u64) {
         if self.options.rw.is_random() && !self.options.verify {
             return (self.first, self.blocks);
@@ -318,21 +316,20 @@ impl<'a> Setup<'a> {
         Load::new(Workload::new(mix, self.seed, queue), verifier, pacer, limit, over, options.bs)
     }
 
-    /// Sizes in blocks.
+    /// Returns the sizes in blocks.
     fn split(&self) -> Split {
         let sizes = self.options.bssplit.iter().flat_map(|s| &s.0);
         Split(sizes.map(|(size, share)| ((size / self.options.bs) as u32, *share)).collect())
     }
 
-    /// What blocks hold that are written without `--verify`: nothing that could be taken for
-    /// zeroes.
+    /// Contents of blocks that are written without `--verify`. They are never zeroes.
     fn filler(&self) -> Vec<u8> {
         let mut random = workload::Random::new(self.seed, u64::MAX);
         (0..self.options.largest() / 8).flat_map(|_| random.word().to_le_bytes()).collect()
     }
 }
 
-/// Bytes with an optional suffix: powers of 1024.
+/// Parses a number of bytes with an optional suffix (powers of 1024).
 pub(crate) fn parse_size(text: &str) -> Result<u64> {
     let text = text.trim();
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());

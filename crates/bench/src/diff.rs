@@ -133,7 +133,7 @@ mod tests {
             !slower(&[1000.0, 500.0, 2000.0], &[900.0, 450.0, 1800.0], 0.0),
             "so noisy that 10% are nothing"
         );
-        assert!(!slower(&[1000.0], &[500.0], 0.0), "one round tells nothing of the noise");
+        assert!(!slower(&[1000.0], &[500.0], 0.0), "one round does not show the noise");
         assert!(rows(&results(&[1.0]), &Results::default(), 0.0).is_empty());
     }
 }

@@ -1,7 +1,7 @@
 //! `blockyard bench job`: the loads of the reports that this project began with, by name.
 //!
 //! In: a name. Out: a job file for fio, and a run of it on a target; without fio the same load by
-//! our own engine (`client`). What must hold: what runs is what `--print` shows.
+//! our own engine (`client`). What must hold: `--print` shows exactly what runs.
 
 use std::path::Path;
 use std::process::Command;
@@ -23,7 +23,7 @@ pub enum Job {
     /// IOMeter's file server mix (Xen, 2011): 512 B to 64 KiB, 80% reads as in the job file, depth
     /// 256, 2 jobs
     Fileserver,
-    /// The same with 80% writes, as the report's text has it
+    /// The same with 80% writes, as in the report's text
     FileserverWrites,
     /// Random writes of 64 KiB, depth 256, 4 jobs (Xen, 2011)
     #[value(name = "random-writes-64k")]
@@ -34,7 +34,7 @@ pub enum Job {
     StreamWrite,
 }
 
-/// A job, or one of the experiments that are none.
+/// A job, or an experiment without a job file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Name {
     Job(Job),
@@ -54,12 +54,12 @@ impl Name {
     }
 }
 
-/// What a job is made of.
+/// The parameters of a job.
 struct Parts {
     pattern: Pattern,
-    /// Reads in a hundred.
+    /// Percentage of reads.
     reads: u8,
-    /// As fio's and our own `bssplit`, or one size.
+    /// Sizes in the syntax of `bssplit`, or one size.
     sizes: &'static str,
     depth: u16,
     jobs: u16,
@@ -87,7 +87,7 @@ impl Job {
         Parts { pattern, reads, sizes, depth, jobs }
     }
 
-    /// fio's job file. `log`: where it puts throughput over time, a tenth of a second each.
+    /// Returns fio's job file. `log`: the file for throughput, a line for each tenth of a second.
     pub fn file(self, target: &str, seconds: f64, log: Option<&str>) -> String {
         let Parts { pattern, reads, sizes, depth, jobs } = self.parts();
         let rw = pattern.to_possible_value().map(|v| v.get_name().to_string()).unwrap_or_default();
@@ -109,7 +109,7 @@ impl Job {
         )
     }
 
-    /// The same for our own engine.
+    /// Returns the same load for our own engine.
     fn options(self, target: &Place, seconds: f64) -> Result<client::Options> {
         let Parts { pattern, reads, sizes, depth, jobs } = self.parts();
         let mut options = client::Options::for_socket("socket".into());
@@ -180,7 +180,7 @@ pub fn run(options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// mke2fs asks nobody.
+/// mke2fs asks no question.
 fn experiment_on(experiment: Experiment, target: &str, destroy: bool) -> Result<()> {
     let path = Path::new(target);
     if !path.is_dir() && !destroy {
@@ -258,7 +258,7 @@ fn by_fio(fio: &Path, job: Job, target: &str, seconds: f64) -> Result<Run> {
     done
 }
 
-/// What fio tells of one group, as JSON, and its log of throughput.
+/// Results of one group in fio's JSON, and its log of throughput.
 pub fn read(text: &str, log: &str) -> Result<Run> {
     // Notes for people come first.
     let text = &text[text.find('{').context("fio printed no JSON")?..];
@@ -298,7 +298,7 @@ fn throughput(log: &str) -> Vec<f64> {
     for line in log.lines() {
         let mut columns = line.split(", ").map(|c| c.trim().parse::<f64>());
         let (Some(Ok(at)), Some(Ok(rate))) = (columns.next(), columns.next()) else { continue };
-        // A line tells of the tenth that ends with it; jobs have lines of their own.
+        // A line has the tenth of a second that ends with it. Each job has lines of its own.
         let step = (at / 100.0).round().max(1.0) as usize - 1;
         if steps.len() <= step {
             steps.resize(step + 1, 0.0);

@@ -1,5 +1,5 @@
-//! What does not outlive what it was made for: processes, and an interruption that ends them; and
-//! files of random bytes.
+//! Processes that end with their owner, also when the user interrupts the run; and files of random
+//! bytes.
 
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::fs::FileExt;
@@ -15,17 +15,17 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use rustix::process::{Pid, Signal, kill_process_group, test_kill_process_group};
 
-/// Set when the user wants it to end.
+/// Set when the user interrupts the run.
 #[derive(Clone, Default)]
 pub struct Stop(Arc<AtomicBool>);
 
-/// What a run that was interrupted ends with.
+/// The error of an interrupted run.
 #[derive(Debug, thiserror::Error)]
 #[error("interrupted")]
 pub struct Interrupted;
 
 impl Stop {
-    /// Set by SIGINT, SIGTERM and SIGHUP from now on.
+    /// Installs handlers for SIGINT, SIGTERM and SIGHUP, which set it.
     pub fn on_signals() -> Result<Self> {
         let stop = Stop::default();
         for signal in
@@ -41,24 +41,24 @@ impl Stop {
     }
 }
 
-/// A process; dropped, it is told to end (SIGTERM), and killed if it does not.
+/// A process. The drop sends SIGTERM, and SIGKILL if the process does not end.
 pub struct Process {
     child: Child,
     name: String,
     lines: Receiver<(Instant, String)>,
     errors: Arc<Mutex<String>>,
-    /// Gathers `errors`, until all have closed them.
+    /// Reads standard error until all writers have closed it.
     listener: JoinHandle<()>,
 }
 
-/// How long one may take to end: it removes what it made, and its disk may be slow.
+/// Time a process has to end. It removes its files, and its disk may be slow.
 const ENDING: Duration = Duration::from_secs(30);
-/// How long what is left of one that has ended is waited for: its last words, and who was killed
-/// with it.
+/// Longest wait for the rest of an ended process: its last output, and the killed processes of its
+/// group.
 const REST: Duration = Duration::from_secs(2);
 
 impl Process {
-    /// Starts it, with its output line by line. It goes also if we are killed.
+    /// Starts a process, whose output comes line by line. It ends also if this process is killed.
     pub fn start(command: &Command) -> Result<Self> {
         let name = command.get_program().to_string_lossy().into_owned();
         let mut under = Command::new("setpriv");
@@ -71,7 +71,7 @@ impl Process {
                 under.env(key, value);
             }
         }
-        // A group of its own: a script's commands end with it.
+        // A process group of its own, so that a script's commands end with it.
         under.process_group(0);
         under.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = under
@@ -89,7 +89,7 @@ impl Process {
             let mut bytes = [0; 4096];
             while let Ok(n @ 1..) = from.read(&mut bytes) {
                 let mut text = to.lock().unwrap_or_else(|e| e.into_inner());
-                // Of a talkative one the beginning is enough.
+                // The beginning of long output is enough.
                 if text.len() < 1 << 20 {
                     text.push_str(&String::from_utf8_lossy(&bytes[..n]));
                 }
@@ -102,12 +102,12 @@ impl Process {
         self.child.id()
     }
 
-    /// What it wrote to standard error so far.
+    /// Returns what the process has written to standard error so far.
     pub fn errors(&self) -> String {
         self.errors.lock().unwrap_or_else(|e| e.into_inner()).clone()
     }
 
-    /// The next line of its output and when it came; None: it has closed its output.
+    /// Returns the next line of output and its time. None: the process has closed its output.
     pub fn line(&self, stop: &Stop, limit: Instant) -> Result<Option<(Instant, String)>> {
         loop {
             stop.check()?;
@@ -125,7 +125,7 @@ impl Process {
         }
     }
 
-    /// Waits for its end, which must be a good one.
+    /// Waits for the end of the process. A status other than 0 is an error.
     pub fn finish(&mut self) -> Result<()> {
         let begin = Instant::now();
         let status = loop {
@@ -147,8 +147,7 @@ impl Process {
         Ok(())
     }
 
-    /// The last of its words may be on their way still. (Whoever it has left behind may keep its
-    /// standard error open.)
+    /// Waits for its last output. A process that it has left behind may keep standard error open.
     fn hear(&self) {
         let begin = Instant::now();
         while !self.listener.is_finished() && begin.elapsed() < REST {
@@ -156,7 +155,7 @@ impl Process {
         }
     }
 
-    /// SIGTERM, and its end.
+    /// Sends SIGTERM, and waits for the end.
     pub fn end(&mut self) -> Result<()> {
         if self.child.try_wait()?.is_some() {
             return Ok(());
@@ -174,7 +173,7 @@ impl Process {
             }
             std::thread::sleep(Duration::from_millis(5));
         }
-        // Who is left of the group takes its time; it has none. Until it is gone it may make files.
+        // The killed processes of the group need a moment to end. Until then they may create files.
         if let Some(group) = group {
             let _ = kill_process_group(group, Signal::KILL);
             let begin = Instant::now();
@@ -193,7 +192,7 @@ impl Drop for Process {
     }
 }
 
-/// A durable file of random bytes: every block has its place, and none is a hole.
+/// Creates a durable file of random bytes without holes.
 pub fn fill(path: &Path, size: u64, stop: &Stop) -> Result<()> {
     const PIECE: usize = 1 << 20;
     let write = || {

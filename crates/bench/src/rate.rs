@@ -43,7 +43,7 @@ pub struct Options {
     /// Bytes of the largest operation, at most 1g
     #[arg(long, value_name = "SIZE", default_value = "1M", value_parser = parse_size)]
     pub max_size: u64,
-    /// Decides sizes and places [default: another one each time, told on standard error]
+    /// Decides sizes and places [default: another one each time, printed on standard error]
     #[arg(long, value_name = "N")]
     pub seed: Option<u64>,
     /// O_DIRECT: past the host's page cache (files and devices; a vhost-user or NBD server decides
@@ -196,7 +196,7 @@ impl Run {
     }
 }
 
-/// Sizes whose logarithm is evenly distributed.
+/// Sizes with an evenly distributed logarithm.
 #[derive(Clone, Copy, Debug)]
 struct Sizes {
     min: u64,

@@ -7,7 +7,7 @@
 //! ```
 //! In: an image, a load. Out: a table, or JSON. What must hold: all rows use the same disk,
 //! reactors and load, one after the other, in each round. The back end's CPU time is that of this
-//! process, less that of the load's threads.
+//! process without the load's threads.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -26,7 +26,7 @@ use crate::client;
 use crate::client::report::Report;
 use crate::client::xen::{FrontEnd, Loads};
 
-/// The domain and the device that the load is in.
+/// The domain and the device of the load.
 const DOMAIN: u16 = 1;
 const DEVICE: &str = "xvda";
 
@@ -43,10 +43,10 @@ pub struct Options {
     /// Threads that serve queues.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
     reactors: u16,
-    /// How often each row is measured; the table has the round with the median IOPS.
+    /// Number of rounds; the table has the round with the median IOPS.
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..=100))]
     rounds: u16,
-    /// Only rows whose name contains this.
+    /// Only rows with this text in their name.
     #[arg(long, value_name = "TEXT", default_value = "")]
     only: String,
     /// A JSON array of all measurements instead of the table.
@@ -54,15 +54,15 @@ pub struct Options {
     json: bool,
 }
 
-/// A back end, and how it is driven.
+/// A back end, and the settings of its front end.
 #[derive(Clone, Copy)]
 enum Kind {
     VhostUser(PollMode),
     Xen { data: XenData, persistent: bool },
 }
 
-/// The first and the last row of Xen are what `auto` does for front ends with persistent grants and
-/// without.
+/// `auto` chooses the first row of Xen for front ends with persistent grants, and the last row for
+/// others.
 const ROWS: [(&str, Kind); 5] = [
     ("vhost-user", Kind::VhostUser(PollMode::Auto)),
     ("vhost-user, no polling", Kind::VhostUser(PollMode::Off)),
@@ -177,7 +177,7 @@ impl<'a> Stage<'a> {
     }
 }
 
-/// One line a row, of the round with the median IOPS.
+/// Returns a line for each row, from the round with the median IOPS.
 fn table(rows: &[(&'static str, Kind)], measured: &[Measured]) -> String {
     let mut text = format!(
         "{:<24}{:>10}{:>12}{:>13}{:>10}{:>10}{:>9}{:>9}{:>9}{:>10}\n",

@@ -45,7 +45,7 @@ impl Times {
     }
 }
 
-/// One round of what tells the cost of a flush: the rate of reads alone and beside pairs of write
+/// One round of the measurement of a flush: the rate of reads alone and beside pairs of write
 /// and flush, and the rate of those pairs.
 #[derive(Clone, Copy, Debug)]
 pub struct Displaced {

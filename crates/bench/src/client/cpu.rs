@@ -5,7 +5,7 @@ use anyhow::{Context, Result};
 use rustix::time::ClockId;
 use serde::Serialize;
 
-/// CPU seconds of a process so far, user and system, all its threads (also those that have ended).
+/// Returns the CPU seconds of a process: user and system, of all its threads, ended ones included.
 pub fn seconds(pid: u32) -> Result<f64> {
     let path = format!("/proc/{pid}/stat");
     let stat = std::fs::read_to_string(&path)
@@ -14,18 +14,18 @@ pub fn seconds(pid: u32) -> Result<f64> {
     Ok(ticks as f64 / rustix::param::clock_ticks_per_second() as f64)
 }
 
-/// Fields 14 and 15; the name (field 2) may hold spaces and parentheses.
+/// Parses fields 14 and 15. The name (field 2) may contain spaces and parentheses.
 fn parse(stat: &str) -> Option<u64> {
     let mut fields = stat[stat.rfind(')')? + 1..].split_ascii_whitespace().skip(11);
     let mut next = || fields.next()?.parse::<u64>().ok();
     Some(next()? + next()?)
 }
 
-/// What a process used in the measured part.
+/// CPU time of a process in the measured part.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Usage {
     pub seconds: f64,
-    /// Of one core, while it ran.
+    /// CPU seconds for each second of the measured part.
     pub cores: f64,
     pub iops_per_core: f64,
     pub seconds_per_million_ios: f64,
@@ -43,7 +43,7 @@ impl Usage {
     }
 }
 
-/// CPU nanoseconds of this thread so far.
+/// Returns the CPU nanoseconds of this thread so far.
 pub fn thread_nanos() -> u64 {
     nanos(ClockId::ThreadCPUTime)
 }
@@ -53,13 +53,13 @@ fn nanos(clock: ClockId) -> u64 {
     time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
 }
 
-/// Where the back end runs.
+/// The process of the back end.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum BackEnd {
     #[default]
     Unknown,
     Process(u32),
-    /// In this process, as the load does. It uses what the load's threads do not use.
+    /// This process, as the load's. Its CPU time is that of the process without the load's threads.
     Here,
 }
 
@@ -94,12 +94,13 @@ impl Meter {
         Ok(())
     }
 
-    /// Each queue's end; the last one stands. A back end that is gone by then has no figure.
+    /// Notes the end of a queue. The last call counts. A back end that has ended has no figure.
     pub fn end(&mut self) {
         self.end = self.read().ok();
     }
 
-    /// (ours, the back end's). `load`: CPU seconds of the threads that make the load.
+    /// Returns the CPU time of this process and of the back end. `load`: CPU seconds of the load's
+    /// threads.
     pub fn usage(
         &self,
         elapsed: f64,

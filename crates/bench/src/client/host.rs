@@ -1,7 +1,7 @@
-//! The same load on a host file or block device: what a back end is compared with.
+//! The same load on a host file or block device, to compare a back end with.
 //!
-//! In: options and a path. Out: the report. One thread and one io_uring a queue, one task a slot,
-//! no descriptor and no ring in between; O_DIRECT unless asked otherwise.
+//! In: options and a path. Out: the report. Each queue has one thread and one io_uring, each
+//! slot one task. No virtqueue is involved. O_DIRECT is the default.
 
 use std::cell::{Cell, RefCell};
 use std::os::fd::OwnedFd;
@@ -21,7 +21,7 @@ use super::report::{Report, Target};
 use super::workload::{Kind, Operation};
 use super::{Options, Setup};
 
-/// How often a slot with nothing to do looks again, while others finish.
+/// Interval at which an idle slot checks for work.
 const LULL: Duration = Duration::from_millis(1);
 
 enum Event {
@@ -74,7 +74,7 @@ pub fn run(options: &Options, path: &Path) -> Result<Report> {
     Ok(Report::new(options, target, &tally, &meter, 0))
 }
 
-/// One thread's slots and what they share.
+/// State that the slots of one thread share.
 struct Slots {
     load: RefCell<Load>,
     file: UringFile,
@@ -133,7 +133,7 @@ fn drive(
 }
 
 impl Slots {
-    /// The executor's time, which it reads once a turn.
+    /// Returns the executor's time, which it reads once in an iteration.
     fn now(&self) -> u64 {
         self.handle.now().saturating_duration_since(self.epoch).as_nanos() as u64
     }

@@ -1,9 +1,8 @@
 //! One queue's work from its first operation to its last: warm-up, measured part, draining, reading
 //! back.
 //!
-//! In: the time (nanoseconds since the run began), and what became of each operation. Out: the next
-//! operation, and at the end a tally. It knows nothing of rings or files, and both kinds of load go
-//! through it.
+//! In: the time (nanoseconds since the run began), and the result of each operation. Out: the next
+//! operation, and a tally at the end. It is independent of rings and files. All targets use it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,23 +13,24 @@ use hdrhistogram::Histogram;
 use super::verify::Verifier;
 use super::workload::{Kind, Operation, Pacer, Workload};
 
-/// What was counted in the measured part.
+/// Counts of the measured part.
 pub struct Tally {
-    /// Nanoseconds from submission to the completion being seen.
+    /// Nanoseconds from submission until this thread sees the completion.
     pub latency: Histogram<u64>,
     pub reads: u64,
     pub writes: u64,
     pub flushes: u64,
-    /// Read and written.
+    /// Bytes read and written.
     pub bytes: u64,
     pub elapsed_ns: u64,
-    /// The measured time, [`SLICE`] by `SLICE`; empty where operations are counted instead.
+    /// Counts of each [`SLICE`] of the measured time. Empty if the run ends by a number of
+    /// operations.
     pub slices: Vec<Slice>,
     pub kicks: u64,
     pub signals: u64,
-    /// CPU time of the thread that makes the load, in nanoseconds; 0: not counted by itself.
+    /// CPU time of the load's thread in nanoseconds. 0: not measured.
     pub cpu_ns: u64,
-    /// Requests that were answered with an error, in the whole run, and the first of them.
+    /// Number of requests with an error in the whole run, and the first error.
     pub errors: u64,
     pub first_error: Option<String>,
     pub verified: u64,
@@ -58,7 +58,7 @@ impl Tally {
         })
     }
 
-    /// Another queue's tally into this one.
+    /// Adds another queue's tally.
     pub fn merge(&mut self, other: Tally) -> Result<()> {
         self.latency.add(&other.latency)?;
         self.reads += other.reads;
@@ -83,24 +83,24 @@ impl Tally {
     }
 }
 
-/// Nanoseconds of a slice.
+/// Length of a slice in nanoseconds.
 pub const SLICE: u64 = 100_000_000;
 
-/// What was finished in a slice of the time.
+/// Completions in one slice of the time.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Slice {
     pub operations: u64,
     pub bytes: u64,
-    /// Of all of them together.
+    /// Sum of their latencies in nanoseconds.
     pub latency_ns: u64,
 }
 
-/// When a load ends.
+/// The end of a load.
 #[derive(Clone, Copy, Debug)]
 pub enum Limit {
-    /// Measured from `from` until `until`, nanoseconds.
+    /// Measures from `from` until `until`, in nanoseconds.
     Time { from: u64, until: u64 },
-    /// So many operations, all of them measured.
+    /// Ends after this number of operations. All of them are measured.
     Operations(u64),
 }
 
@@ -114,13 +114,13 @@ enum Stage {
     Over,
 }
 
-/// What to do now.
+/// The next action of a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Next {
     Do(Operation),
-    /// Nothing before this time.
+    /// Wait until this time.
     At(u64),
-    /// Nothing before something in flight has finished.
+    /// Wait until a request in flight completes.
     Finish,
     Over,
 }
@@ -130,7 +130,7 @@ pub struct Load {
     pub verifier: Option<Verifier>,
     pacer: Option<Pacer>,
     limit: Limit,
-    /// Set: the measured time is over.
+    /// If set, the measured time is over.
     over: Arc<AtomicBool>,
     stage: Stage,
     in_flight: u64,
@@ -168,7 +168,7 @@ impl Load {
         })
     }
 
-    /// Whether operations that finish now are counted.
+    /// Returns whether completions are counted now.
     #[inline]
     pub fn counting(&self) -> bool {
         match self.limit {
@@ -177,7 +177,7 @@ impl Load {
         }
     }
 
-    /// Moves on with the time.
+    /// Moves the load on to this time.
     #[inline]
     pub fn tick(&mut self, now: u64) {
         match (self.limit, self.stage) {
@@ -203,7 +203,7 @@ impl Load {
         }
     }
 
-    /// The next operation, which counts as started.
+    /// Returns the next operation, and counts it as started.
     #[inline]
     pub fn next(&mut self, now: u64) -> Next {
         match self.stage {
@@ -244,7 +244,7 @@ impl Load {
         }
     }
 
-    /// An operation has finished, and how; `read` gives what was read, for checking.
+    /// Notes the completion of an operation. `read` returns the data that were read, to check them.
     #[inline]
     pub fn finish(
         &mut self,
@@ -301,7 +301,7 @@ impl Load {
     }
 }
 
-/// Why an operation failed.
+/// The reason why an operation failed.
 pub enum Failure {
     Status(u8),
     Io(std::io::Error),
@@ -403,7 +403,7 @@ mod tests {
                 .unwrap()
                 .contains("write of 512 bytes at offset 512: status 1")
         );
-        // The failed one is not expected to be there.
+        // The data of the failed write are not expected.
         let back = operation(load.next(10));
         assert_eq!(back, Operation::one(Kind::Read, 0));
         assert_eq!(load.next(10), Next::Finish);

@@ -9,13 +9,13 @@ use super::Options;
 use super::cpu::{Meter, Usage};
 use super::load::{Slice, Tally};
 
-/// What was on the other side.
+/// The target of the load.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Target {
     /// `vhost-user`, `xen` or `file`.
     pub kind: &'static str,
     pub capacity_bytes: u64,
-    /// `split`, `packed` or `blkif`; none for a file.
+    /// `split`, `packed` or `blkif`. None: a file.
     pub ring: Option<&'static str>,
     pub queue_size: Option<u16>,
     /// Negotiated feature bits.
@@ -49,14 +49,14 @@ impl Latency {
     }
 }
 
-/// Grant operations of a back end of Xen: pages and pieces, and the calls that they took.
+/// Grant operations of a Xen back end: pages and segments, and the number of calls.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Grants {
     pub maps_per_io: f64,
     pub copies_per_io: f64,
-    /// To map, to unmap, to copy.
+    /// Calls to map, to unmap, to copy.
     pub calls_per_io: f64,
-    /// Grants that were mapped still when their request was answered.
+    /// Grants that were still mapped when their request was answered.
     pub still_mapped: u64,
 }
 
@@ -77,20 +77,20 @@ pub struct Report {
     pub signals: u64,
     pub kicks_per_io: f64,
     pub signals_per_io: f64,
-    /// What a back end of Xen did to get at the data.
+    /// Grant operations, if the target is a Xen back end.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub grants: Option<Grants>,
     pub client_cpu: Option<Usage>,
     pub backend_cpu: Option<Usage>,
-    /// Requests answered with an error, warm-up included.
+    /// Number of requests with an error, warm-up included.
     pub errors: u64,
     pub first_error: Option<String>,
-    /// Blocks that were read and compared.
+    /// Number of blocks that were read and compared.
     pub verified_blocks: u64,
     pub reconnects: u64,
     /// The longest time without a completion around a reconnection.
     pub longest_stall_ms: f64,
-    /// For who measures several at once.
+    /// All latencies, to merge several reports.
     #[serde(skip)]
     pub slices: Vec<Slice>,
 }

@@ -1,11 +1,11 @@
 //! Data that proves where and when it was written.
 //!
-//! In: blocks to write, blocks that were read. Out: contents, or the first thing that is wrong with
-//! them. Every block written carries a header (magic, offset, generation, seed, length), filler
-//! made from those, and a CRC32C of it all.
+//! In: blocks to write, blocks that were read. Out: contents, or the first error in them. Every
+//! block written carries a header (magic, offset, generation, seed, length), filler made from
+//! those, and a CRC32C of it all.
 //!
-//! What must hold: a block that is being written is in no other request, and a block that is being
-//! read in no write (`claim`): so what a read must find is always one generation, known here.
+//! What must hold: a block in a write is in no other request, and a block in a read is in no write
+//! (`claim`). So a read must always find one known generation.
 
 use anyhow::{Result, bail};
 
@@ -15,24 +15,24 @@ const MAGIC: u64 = u64::from_le_bytes(*b"BlkYdVfy");
 /// magic, offset, seed: 8 bytes each; generation, length, CRC: 4 bytes each.
 const HEADER: usize = 36;
 const CRC: usize = 32;
-/// Where a write is on its way; else the number of reads on their way.
+/// Marks a block with a write in flight. Other values are the number of reads in flight.
 const WRITING: u16 = u16::MAX;
 
 pub struct Verifier {
     seed: u64,
     block_size: usize,
     first: u64,
-    /// 0: never written by this run, contents unknown.
+    /// 0: this run has not written the block, and its contents are unknown.
     generations: Vec<u32>,
     busy: Vec<u16>,
     expected: Vec<u8>,
     found: Vec<u8>,
-    /// Blocks whose contents were compared.
+    /// Number of blocks that were compared.
     pub checked: u64,
 }
 
 impl Verifier {
-    /// For `blocks` blocks from block `first`.
+    /// Creates the record of `blocks` blocks from block `first` on.
     pub fn new(seed: u64, block_size: usize, first: u64, blocks: u64) -> Self {
         Verifier {
             seed,
@@ -50,8 +50,8 @@ impl Verifier {
         (block - self.first) as usize
     }
 
-    /// Moves the operation on to the next block where it is alone, and takes that. There are more
-    /// blocks than slots.
+    /// Moves the operation to the next block without a conflicting request, and claims it. There
+    /// are more blocks than slots.
     pub fn claim(&mut self, mut operation: Operation) -> Operation {
         if operation.kind == Kind::Flush {
             return operation;
@@ -71,7 +71,7 @@ impl Verifier {
         operation
     }
 
-    /// The operation is over. After a failed write nobody knows what the block holds.
+    /// Ends the claim. After a failed write the contents of the block are unknown.
     pub fn release(&mut self, operation: Operation, ok: bool) {
         let at = self.at(operation.block);
         match operation.kind {
@@ -86,14 +86,14 @@ impl Verifier {
         }
     }
 
-    /// The next block at or after `from` that this run has written.
+    /// Returns the next block at or after `from` that this run has written.
     pub fn written_from(&self, from: u64) -> Option<u64> {
         let start = self.at(from.max(self.first)).min(self.generations.len());
         let found = self.generations[start..].iter().position(|g| *g != 0)?;
         Some(self.first + (start + found) as u64)
     }
 
-    /// What a claimed write puts into its block.
+    /// Fills the buffer of a claimed write.
     pub fn contents(&mut self, block: u64) -> &[u8] {
         let generation = self.generations[self.at(block)];
         self.fill(block, generation);
@@ -116,7 +116,7 @@ impl Verifier {
         bytes[CRC..HEADER].copy_from_slice(&crc.to_le_bytes());
     }
 
-    /// `check` for what `read` copies out.
+    /// Checks the bytes that `read` copies out.
     pub fn check_read(&mut self, block: u64, read: impl FnOnce(&mut [u8])) -> Result<()> {
         let mut found = std::mem::take(&mut self.found);
         read(&mut found);
@@ -125,7 +125,7 @@ impl Verifier {
         checked
     }
 
-    /// Whether a block that was read holds what was last written there. Unknown blocks pass.
+    /// Checks that a block has the contents that were written last. Unknown blocks pass.
     pub fn check(&mut self, block: u64, found: &[u8]) -> Result<()> {
         let generation = self.generations[self.at(block)];
         if generation == 0 {
@@ -161,7 +161,7 @@ fn describe(found: &[u8], whole: bool, seed: u64) -> String {
     format!("generation {generation} of offset {offset}{run}{state}")
 }
 
-/// The CRC32C of a block, its own place taken as zeroes.
+/// Returns the CRC32C of a block, with zeroes in the place of the CRC.
 fn checksum(block: &[u8]) -> u32 {
     let crc = crc32c::crc32c(&block[..CRC]);
     let crc = crc32c::crc32c_append(crc, &[0; HEADER - CRC]);

@@ -1,9 +1,7 @@
-//! The run on a vhost-user-blk back end: owns the connection, starts the workers, watches over
-//! both.
+//! The run on a vhost-user-blk back end: owns the connection, starts the workers, supervises both.
 //!
-//! In: options and a path. Out: the report. What must hold: while rings are handed to a new back
-//! end no worker touches its own; a back end that goes away, or goes silent, ends the run with an
-//! error and not with a hang.
+//! In: options and a path. Out: the report. What must hold: no worker touches its ring while a new
+//! back end takes it over; a back end that disconnects or hangs ends the run with an error.
 
 use std::os::fd::OwnedFd;
 use std::path::Path;
@@ -22,9 +20,9 @@ use super::report::{Report, Target};
 use super::worker::{Event, Outbox, PAUSE, RUN, STOP, Shared, Wiring, Worker};
 use super::{Options, Setup};
 
-/// How long a back end may be away.
+/// Longest time without a back end.
 const AWAY: Duration = Duration::from_secs(10);
-/// How often the supervisor looks whether the workers get anywhere.
+/// Interval at which the supervisor checks the progress of the workers.
 const WATCH: Duration = Duration::from_millis(250);
 
 pub fn run(options: &Options, socket: &Path) -> Result<Report> {
@@ -66,10 +64,10 @@ fn drive<R: Ring>(options: &Options, socket: &Path) -> Result<Report> {
     let read_only = features & feature::READ_ONLY != 0;
     anyhow::ensure!(!(read_only && options.rw.writes()), "the disk is read-only");
     let capacity = match link.config.capacity_sectors.saturating_mul(512) {
-        // A back end without CONFIG: the person knows.
+        // A back end without CONFIG has no capacity: the user states it.
         0 => options
             .size
-            .context("the back end tells no capacity: give --size")?
+            .context("the back end reports no capacity: give --size")?
             .saturating_add(options.offset),
         capacity => capacity,
     };
@@ -98,7 +96,7 @@ fn drive<R: Ring>(options: &Options, socket: &Path) -> Result<Report> {
 
 struct Hand {
     shared: Arc<Shared>,
-    /// Dropped: the worker gives up instead of resuming.
+    /// If it is dropped, the worker ends instead of resuming.
     resume: Option<Sender<()>>,
     thread: std::thread::JoinHandle<()>,
 }
@@ -108,7 +106,7 @@ struct Supervisor<'a, R> {
     link: Link,
     rings: Vec<(RingSetup, u32)>,
     hands: Vec<Hand>,
-    /// Queues of workers that are done.
+    /// Queues of workers that have ended.
     idle: Vec<Option<Box<Queue<R>>>>,
     events: Receiver<Event<Queue<R>>>,
     sender: Option<Sender<Event<Queue<R>>>>,
@@ -169,7 +167,7 @@ impl<'a, R: Ring> Supervisor<'a, R> {
         self.idle.iter().all(Option::is_some)
     }
 
-    /// Until every worker is done.
+    /// Waits until every worker has ended.
     fn watch(&mut self, meter: &mut Meter) -> Result<()> {
         let limit = Duration::from_secs_f64(self.options.timeout);
         let mut progress = vec![(0, Instant::now()); self.hands.len()];
@@ -226,7 +224,7 @@ impl<'a, R: Ring> Supervisor<'a, R> {
         Ok(())
     }
 
-    /// Waits for an event, for the connection to end, or for the time to look at the workers again.
+    /// Waits for an event, for the end of the connection, or for the time of the next check.
     fn doze(&self) -> Result<()> {
         let limit = Timespec { tv_sec: 0, tv_nsec: WATCH.subsec_nanos().into() };
         let socket = self.link.connection.socket();
@@ -237,7 +235,7 @@ impl<'a, R: Ring> Supervisor<'a, R> {
         Ok(())
     }
 
-    /// Whether the back end has closed the connection.
+    /// Returns whether the back end has closed the connection.
     fn lost(&self) -> bool {
         let mut fds = [PollFd::new(self.link.connection.socket(), PollFlags::RDHUP)];
         rustix::event::poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }))
@@ -251,7 +249,7 @@ impl<'a, R: Ring> Supervisor<'a, R> {
         }
     }
 
-    /// Stands the workers still, hands everything to the next back end, and lets them go on.
+    /// Pauses the workers, sets up the next back end with their rings, and resumes them.
     fn reconnect(&mut self, meter: &mut Meter) -> Result<()> {
         tracing::info!(
             "the back end has closed the connection: connecting again for up to {AWAY:?}"
@@ -291,7 +289,7 @@ impl<'a, R: Ring> Supervisor<'a, R> {
         Ok(())
     }
 
-    /// Ends the workers, done or not, and waits for them.
+    /// Ends the workers, and waits for them.
     fn end(&mut self) {
         self.command(STOP);
         for mut hand in std::mem::take(&mut self.hands) {

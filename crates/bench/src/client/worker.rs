@@ -1,9 +1,8 @@
-//! One queue's thread: reap, submit, publish, wait; and standing still while the back end is
-//! replaced.
+//! The thread of a queue: reap, submit, publish, wait; and pause while the back end is replaced.
 //!
 //! In: a queue and its load. Out: events to the supervisor, which owns the connection. What must
-//! hold: a turn reads the clock once and allocates nothing; the back end is kicked only when it
-//! asks for it, and asked for a signal only when this thread is about to sleep.
+//! hold: an iteration reads the clock once and allocates nothing; the worker kicks only if the back
+//! end wants that, and wants a call only before it sleeps.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -18,32 +17,32 @@ use super::cpu;
 use super::load::{Failure, Load, Next};
 use super::workload::{Kind, Operation};
 
-/// What the supervisor wants of a worker. It writes the call eventfd after a change, in case the
-/// worker sleeps.
+/// Commands of the supervisor. After a change it writes the call eventfd, because the worker may
+/// sleep.
 pub const RUN: u8 = 0;
 pub const PAUSE: u8 = 1;
 pub const STOP: u8 = 2;
 
-/// How often a spinning worker looks at its ring before it looks up.
+/// Number of polls of the ring between two checks for commands.
 const SPINS: u32 = 256;
 
 #[derive(Default)]
 pub struct Shared {
     pub command: AtomicU8,
-    /// Grows while the worker gets anywhere.
+    /// Grows with each completion.
     pub progress: AtomicU64,
 }
 
 pub enum Event<Q> {
-    /// The measured part of a queue begins, has ended.
+    /// The measured part of a queue begins or ends.
     Begin,
     End,
-    /// Standing still, with the SET_VRING_BASE for the next back end.
+    /// The worker pauses. Has the SET_VRING_BASE for the next back end.
     Paused {
         index: usize,
         base: u32,
     },
-    /// Done, or failed. The queue comes back: a later back end is told of it all the same.
+    /// The worker has ended. Returns the queue, because a later back end must know it.
     Over {
         index: usize,
         queue: Box<Q>,
@@ -51,7 +50,7 @@ pub enum Event<Q> {
     },
 }
 
-/// Events, and an eventfd that wakes their receiver.
+/// Sends events, and wakes their receiver by an eventfd.
 pub struct Outbox<Q> {
     pub events: Sender<Event<Q>>,
     pub bell: Arc<OwnedFd>,
@@ -59,13 +58,13 @@ pub struct Outbox<Q> {
 
 impl<Q> Outbox<Q> {
     fn send(&self, event: Event<Q>) {
-        // Nobody listens any more when the run has failed elsewhere.
+        // Without a receiver the run has failed elsewhere.
         let _ = self.events.send(event);
         let _ = rustix::io::write(&*self.bell, &1u64.to_ne_bytes());
     }
 }
 
-/// What a worker shares with its supervisor, and how it works.
+/// The settings of a worker, and what it shares with its supervisor.
 pub struct Wiring<Q> {
     pub index: usize,
     pub shared: Arc<Shared>,
@@ -75,7 +74,7 @@ pub struct Wiring<Q> {
     pub block_size: u32,
     pub depth: u16,
     pub poll: bool,
-    /// The next back end is handed the in-flight buffer.
+    /// The next back end receives the in-flight region.
     pub inflight_known: bool,
 }
 
@@ -83,10 +82,10 @@ pub struct Worker<Q> {
     queue: Q,
     load: Load,
     wiring: Wiring<Q>,
-    /// What each slot carries, and since when.
+    /// The operation of each slot, and its start.
     slots: Vec<(Operation, u64)>,
     free: Vec<u16>,
-    /// Kicks, signals and this thread's CPU time when the counting began.
+    /// Number of kicks and calls, and this thread's CPU time, at the start of the measured part.
     marks: Option<((u64, u64), u64)>,
     last_done: u64,
     stalled_since: Option<u64>,
@@ -144,7 +143,7 @@ impl<Q: RequestQueue> Worker<Q> {
         self.wiring.epoch.elapsed().as_nanos() as u64
     }
 
-    /// Takes everything that has finished.
+    /// Reaps all completions.
     fn reap(&mut self, now: u64) -> Result<usize> {
         let mut reaped = 0;
         while let Some((slot, status)) = self.queue.reap()? {
@@ -166,7 +165,7 @@ impl<Q: RequestQueue> Worker<Q> {
         Ok(reaped)
     }
 
-    /// Moves the load on with the time, and notes where its counting begins and ends.
+    /// Moves the load on with the time, and notes the start and the end of the measured part.
     #[inline]
     fn mark(&mut self, now: u64) -> Result<()> {
         self.load.tick(now);
@@ -189,7 +188,7 @@ impl<Q: RequestQueue> Worker<Q> {
         Ok(())
     }
 
-    /// Fills the free slots; what the load said when it had nothing more (None: no slot is free).
+    /// Fills the free slots. Returns the load's last action. None: no slot is free.
     fn fill(&mut self, now: u64) -> Option<Next> {
         while let Some(slot) = self.free.pop() {
             let operation = match self.load.next(now) {
@@ -219,7 +218,7 @@ impl<Q: RequestQueue> Worker<Q> {
         None
     }
 
-    /// Nothing was finished: waits for the ring, or until the load has something to start.
+    /// Waits for the ring, or until the load has an operation to start.
     fn wait(&mut self, next: Option<Next>, now: u64) -> Result<()> {
         let limit = match next {
             Some(Next::At(at)) => Some(Duration::from_nanos(at.saturating_sub(now))),
@@ -243,8 +242,8 @@ impl<Q: RequestQueue> Worker<Q> {
         Ok(())
     }
 
-    /// The back end is gone: takes what it had finished, gets the ring ready for the next one, and
-    /// waits for that.
+    /// Reaps what the lost back end has completed, prepares the ring for the next one, and waits
+    /// for that.
     fn pause(&mut self) -> Result<()> {
         let now = self.now();
         self.reap(now)?;

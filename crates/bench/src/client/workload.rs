@@ -1,7 +1,7 @@
-//! Which operation comes next: patterns, mixes, flushes, and the pace.
+//! Chooses the next operation: patterns, mixes, flushes, and the rate.
 //!
-//! In: a seed, a range of blocks. Out: operations, the same for the same seed. One of these a
-//! queue; block numbers are absolute (byte offset / block size).
+//! In: a seed, a range of blocks. Out: operations, the same for the same seed. Each queue has
+//! one; block numbers are absolute (byte offset / block size).
 
 use clap::ValueEnum;
 use serde::Serialize;
@@ -25,7 +25,7 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// Evenly among 0..bound.
+    /// Returns a number of 0..bound, evenly distributed.
     #[inline]
     pub fn below(&mut self, bound: u64) -> u64 {
         ((u128::from(self.word()) * u128::from(bound)) >> 64) as u64
@@ -79,7 +79,7 @@ pub enum Kind {
 pub struct Operation {
     pub kind: Kind,
     pub block: u64,
-    /// How many blocks.
+    /// Number of blocks.
     pub count: u32,
 }
 
@@ -89,7 +89,7 @@ impl Operation {
     }
 }
 
-/// Operations of several sizes: blocks, and in so many of a hundred operations.
+/// Operations of several sizes: number of blocks, and percentage of operations.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Split(pub Vec<(u32, u8)>);
 
@@ -110,15 +110,15 @@ impl Split {
     }
 }
 
-/// What a queue does.
+/// The work of a queue.
 #[derive(Clone, Debug)]
 pub struct Mix {
     pub pattern: Pattern,
     /// Reads in a hundred operations.
     pub read_share: u8,
-    /// A flush after so many writes; 0: none.
+    /// Number of writes between flushes. 0: no flushes.
     pub flush_every: u64,
-    /// The first block and how many.
+    /// First block and number of blocks.
     pub first: u64,
     pub blocks: u64,
     /// Empty: one block each.
@@ -164,21 +164,21 @@ impl Workload {
     }
 }
 
-/// Spreads operations evenly over time; nanoseconds.
+/// Spreads operations evenly over time. Times are in nanoseconds.
 pub struct Pacer {
     interval: f64,
     due: f64,
 }
 
 impl Pacer {
-    /// What could not be started in time is made up for up to this.
+    /// Longest delay of operations that is made up for.
     const BACKLOG: f64 = 100e6;
 
     pub fn new(per_second: f64) -> Self {
         Pacer { interval: 1e9 / per_second, due: 0.0 }
     }
 
-    /// When the next operation may start; None: now, and it counts as started.
+    /// Returns the time of the next operation. None: it starts now, and counts as started.
     pub fn wait(&mut self, now: u64) -> Option<u64> {
         let now = now as f64;
         if self.due > now {

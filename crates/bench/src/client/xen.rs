@@ -1,9 +1,9 @@
-//! The run on a back end of Xen in this process, over a [`Machine`]: the same load as on the other
+//! The run on a Xen back end in this process, over a [`Machine`]. The load is that of the other
 //! targets.
 //!
 //! In: options, a machine, and a device that a back end has made there. Out: the report, with the
-//! back end's grant operations. What must hold: a back end that goes silent ends the run with an
-//! error and not with a hang.
+//! back end's grant operations. What must hold: a back end that hangs ends the run with an
+//! error.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -25,7 +25,7 @@ use super::worker::{Event, Outbox, STOP, Shared, Wiring, Worker};
 use super::workload::Pattern;
 use super::{Options, Setup, Sizes, parse_seconds, parse_size, parse_split};
 
-/// How often the supervisor looks whether the workers get anywhere.
+/// Interval at which the supervisor checks the progress of the workers.
 const WATCH: Duration = Duration::from_millis(250);
 
 /// Options of a load that several back ends of this process serve in turn.
@@ -75,7 +75,7 @@ impl Loads {
     }
 }
 
-/// Which device, and how it is driven.
+/// The device, and the settings of its front end.
 #[derive(Clone, Copy, Debug)]
 pub struct FrontEnd {
     pub domain: u16,
@@ -189,7 +189,7 @@ impl<'a> Run<'a> {
         Ok(run)
     }
 
-    /// Until every worker is done.
+    /// Waits until every worker has ended.
     fn watch(&mut self) -> Result<()> {
         let limit = Duration::from_secs_f64(self.options.timeout);
         let mut progress = vec![(0, Instant::now()); self.hands.len()];
@@ -230,7 +230,7 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// Ends the workers, done or not, and waits for them.
+    /// Ends the workers, and waits for them.
     fn end(&mut self) {
         for hand in &self.hands {
             hand.shared.command.store(STOP, Ordering::Release);
@@ -240,7 +240,7 @@ impl<'a> Run<'a> {
     }
 
     fn grants(&self, operations: u64) -> Grants {
-        // Counts only grow: the smallest mark is from the beginning, the largest from the end.
+        // A count never falls, so the smallest mark is the start, and the largest is the end.
         let from = self.marks.iter().min_by_key(|mark| mark.calls()).copied().unwrap_or_default();
         let to = self.marks.iter().max_by_key(|mark| mark.calls()).copied().unwrap_or_default();
         let per = |count: u64| count as f64 / operations.max(1) as f64;

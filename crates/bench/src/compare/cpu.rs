@@ -34,7 +34,7 @@ impl Snapshot {
     }
 
     /// Seconds of the kernel's own threads since `before` (workers of io_uring belong to their
-    /// processes). What those used that have ended meanwhile nobody knows any more.
+    /// processes). The CPU time of processes that have ended meanwhile is unknown.
     pub fn kernel_since(&self, before: &Snapshot) -> f64 {
         let old = |pid| before.processes.get(pid).map_or(0, |p| p.2);
         seconds(

@@ -1,4 +1,4 @@
-//! What figures depend on: told with them.
+//! The environment of a measurement, which each report states.
 
 use std::path::Path;
 use std::process::Command;

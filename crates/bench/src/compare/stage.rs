@@ -25,7 +25,7 @@ use crate::results::{Cpu, Run, Spent};
 /// A script that is silent for so long has failed.
 const SILENCE: Duration = Duration::from_secs(300);
 
-/// A run, in seconds, that tells how fast the guest's clock goes.
+/// Length in seconds of the run that measures the guest's clock.
 const LONG: f64 = 1.0;
 
 pub struct Stage {
@@ -41,7 +41,7 @@ pub struct Stage {
 
 /// What came of a script.
 pub struct Played {
-    /// With times and CPU time; the rest is for who knows the script.
+    /// Marks with times and CPU time, and other lines of the script.
     pub run: Run,
     pub data: HashMap<String, Vec<String>>,
     /// How much faster than the guest's the host's clock went.
@@ -225,7 +225,7 @@ impl Stage {
             }
             _ => "fio".into(),
         };
-        // (A guest's console is a terminal: nobody is to draw bars on it.)
+        // A guest's console is a terminal, on which programs would draw progress bars.
         let head = format!(
             "set -euo pipefail\nexec 2> >(exec cat >&2)\nDISK='{target}' BENCH='{}' FIO='{fio}' FOLDER='{}'\n",
             program.display(),
@@ -235,7 +235,7 @@ impl Stage {
         std::fs::write(&file, format!("{head}{mark}{script}\n"))?;
         let started = Instant::now();
         let mut player = Process::start(&self.player(system, &image, &file)?)?;
-        // What went wrong first is told first: a script that has failed has no marks either.
+        // The first error comes first, because a failed script has no marks either.
         let mut said = Vec::new();
         let played = match self.listen(&player, server.as_ref(), started, &mut said) {
             Err(e) if e.is::<crate::process::Interrupted>() => return Err(e),
@@ -272,7 +272,7 @@ impl Stage {
         }
     }
 
-    /// Who runs the script.
+    /// The host or guest that runs the script.
     fn player(&mut self, system: &System, image: &Path, script: &Path) -> Result<Command> {
         if !system.uml() && !system.qemu() {
             let mut command = Command::new("bash");

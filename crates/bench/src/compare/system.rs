@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::Path;
 use std::str::FromStr;
 
-/// Who uses the disk, and by which driver.
+/// The user of the disk, host or guest, and its driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     Host,

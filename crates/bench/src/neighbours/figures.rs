@@ -177,8 +177,8 @@ impl Rounds<'_> {
     }
 
     /// How much longer operations took than alone, in a hundred: the mean of all slices; less is
-    /// nothing. Who asks for more than half of the device takes longer for that alone, and it is
-    /// not held against the neighbour.
+    /// nothing. A disk that wants more than half of the device takes longer for that alone, and it
+    /// is not held against the neighbour.
     fn impact(&self, name: &str, scene: &str) -> Figure {
         let of_round = |round: &Round| {
             let alone =

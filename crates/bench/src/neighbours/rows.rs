@@ -1,6 +1,6 @@
 //! The rows: which scenes each is made of.
 //!
-//! In: a row's name, and what operations cost the device. Out: scenes. What comes of them is told
+//! In: a row's name, and what operations cost the device. Out: scenes. Their results are described
 //! in `figures`.
 
 use std::str::FromStr;
@@ -13,7 +13,7 @@ use crate::client::{Options as Load, Sizes};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Row {
-    /// Somebody polite beside a thrasher; with a latency target, or without.
+    /// A disk within its share beside a thrasher, with or without a latency target.
     Thrash(Polite, bool),
     /// Weights 1:2:4:8.
     Weights(Loads),

@@ -7,7 +7,7 @@
 //!   png     the same in pixels
 //! ```
 //! In: series of points. Out: SVG text. What must hold: the same figures give the same text; a
-//! series is told from others by its colour, its dash and its marker, so that it is also without
+//! series differs from others by its colour, its dash and its marker, so that it is also without
 //! colours; light and dark are the reader's choice.
 
 pub mod bars;

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-/// Colours that people tell apart who see fewer of them (Okabe and Ito, 2008): for a white ground,
+/// Colours that colour-blind people can distinguish (Okabe and Ito, 2008): for a white ground,
 /// and for a dark one; dashes and markers besides.
 pub const COLOURS: [(&str, &str); 8] = [
     ("#3a3a3a", "#d8d8d8"),
@@ -22,7 +22,7 @@ pub const STYLE: &str = "\
 .by .title{font-size:16px;font-weight:600;fill:#111}.by .small{font-size:11px}.by .grid{stroke:#ddd;stroke-width:1}\
 .by .axis{stroke:#888;stroke-width:1}.by .ground{fill:#fff}";
 
-/// The rules for readers who like it dark.
+/// The rules for dark mode.
 pub fn dark() -> String {
     let mut rules = String::from(
         ".by text{fill:#ccc}.by .title{fill:#eee}.by .grid{stroke:#333}.by .axis{stroke:#777}.by .ground{fill:#16181c}",
@@ -81,7 +81,7 @@ impl Svg {
         self.add(&format!("<text x=\"{x:.1}\" y=\"{y:.1}\" {attributes}>{}</text>", escape(text)));
     }
 
-    /// A marker that is told from others by its form.
+    /// A marker with a form of its own.
     pub fn marker(&mut self, series: usize, x: f64, y: f64) {
         let look = fill(series);
         let r = 3.2;
@@ -97,7 +97,7 @@ impl Svg {
         });
     }
 
-    /// As a part of a page, which has the style. `about`: for those who cannot see it.
+    /// As a part of a page, which has the style. `about`: the text for screen readers.
     pub fn inline(&self, about: &str) -> String {
         format!(
             "<svg class=\"by\" xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {} {}\" role=\"img\" aria-label=\"{}\">\n{}</svg>\n",

@@ -71,7 +71,7 @@ fn split(results: &Results, work: &str, f: &Figures) -> Option<String> {
     ))
 }
 
-/// What to do about it: who has no processor left.
+/// Explains which side has no processor time left.
 fn limit(f: &Figures) -> String {
     let percent = |cores: f64| format!("{:.0}%", cores * 100.0);
     match f.backend_cores {
@@ -82,7 +82,7 @@ fn limit(f: &Figures) -> String {
             format!("the guest is CPU-bound: {} of a core", percent(f.guest_cores))
         }
         Some(backend) => format!(
-            "nobody lacks CPU (guest {}, server {} of a core): it waits",
+            "no side lacks CPU (guest {}, server {} of a core): it waits",
             percent(f.guest_cores),
             percent(backend)
         ),

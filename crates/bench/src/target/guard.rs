@@ -1,4 +1,4 @@
-//! Whether writing to a target would destroy something: asked before the first write.
+//! Checks before the first write whether it would destroy data on the target.
 //!
 //! In: a target and, of a device, its path. Out: an error that says what is there. What must hold:
 //! signatures are those of libblkid's superblocks that live guests and hosts have; a target that
@@ -60,7 +60,7 @@ pub fn look(place: &Place) -> Result<()> {
     check(&mut *target, path, &mut vec![0; LOOKED_AT])
 }
 
-/// The kernel opens a device exclusively for nobody while it is mounted, swapped to, or part of
+/// The kernel opens no device exclusively while it is mounted, swapped to, or part of
 /// another device.
 fn not_in_use(path: &Path) -> Result<()> {
     let exclusive =

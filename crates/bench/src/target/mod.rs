@@ -5,7 +5,7 @@
 //!   nbd     an NBD server, as its client                         guard   whether there is something to be lost
 //! ```
 //! In: a name. Out: a [`Target`]. What must hold: nothing is written before [`guard::check`] has
-//! seen it, or was told not to look; an operation that did not move all its bytes is an error.
+//! seen it, or has an option not to look; an operation that did not move all its bytes is an error.
 
 mod file;
 pub mod guard;

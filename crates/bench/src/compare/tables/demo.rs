@@ -55,7 +55,8 @@ cd /
 "#;
 
 pub struct Demo {
-    /// Serves the overlay during all rounds. Before `place`, whose folder it uses.
+    /// Serves the overlay during all rounds. Dropped before `place`, because it uses the folder of
+    /// that.
     server: Process,
     place: Place,
     /// The guest's kernel, and how it catches system calls.

@@ -41,7 +41,7 @@ pub struct ImageTools {
     /// The command that the wrapper guests/tool ends with.
     qemu_img: Vec<String>,
     modules: String,
-    /// Rows and systems whose first result was judged.
+    /// Rows and systems of which the first result was checked.
     judged: BTreeSet<(usize, usize)>,
 }
 

@@ -93,7 +93,7 @@ copy() { # ROW SYSTEM
 "#;
 
 pub struct Ublk {
-    /// Before `place`, whose folder the guest uses until its end.
+    /// Dropped before `place`, because the guest uses the folder of that.
     guest: Process,
     place: Place,
     kernel: String,
