@@ -1,8 +1,7 @@
-//! The file of what operations cost devices: written by `bench calibrate`, read by `serve --costs`.
+//! The file of device costs: `bench calibrate` writes it, `serve --costs` reads it.
 //!
-//! In: the costs of a device. Out: TOML, one `[[device]]` table a device. What must hold: writing
-//! one device's keeps those of the others, and a power cut leaves the file as it was, or as it was
-//! to be.
+//! In: the costs of a device. Out: TOML, one `[[device]]` table a device. What must hold: a write
+//! of one device's costs keeps the others; a power cut leaves the old file or the new one.
 
 use std::path::Path;
 
@@ -13,7 +12,7 @@ use toml::{Table, Value};
 
 use crate::file::replace;
 
-/// Where it is when nothing else is said.
+/// Default path of the file.
 pub const USUAL: &str = "/var/lib/blockyard/costs.toml";
 
 /// One `[[device]]`; all but the first two in nanoseconds.
@@ -33,9 +32,9 @@ pub struct DeviceCosts {
     pub flush: u64,
     pub discard: u64,
     pub write_zeroes: u64,
-    /// The cost of what must be in flight for 98% of the most that the device can do.
+    /// Cost in flight that gives 98% of the device's highest rate.
     pub window: u64,
-    /// Of 4 KiB, when nothing else is in flight.
+    /// Latency of 4 KiB with nothing else in flight.
     pub base_latency_read: u64,
     pub base_latency_write: u64,
 }
@@ -55,7 +54,7 @@ impl DeviceCosts {
         }
     }
 
-    /// Puts it into the file, in the place of what is there of the same device.
+    /// Writes the costs to the file, and replaces those of the same device.
     pub fn save(&self, path: &Path) -> Result<()> {
         let name = || path.display().to_string();
         let text = match std::fs::read_to_string(path) {
@@ -70,7 +69,7 @@ impl DeviceCosts {
         replace(path, text.as_bytes())
     }
 
-    /// The text with this device's costs in it.
+    /// Returns the text with this device's costs.
     fn put(&self, text: &str) -> Result<String> {
         let mut all: Table = text.parse()?;
         let devices = all.entry("device").or_insert_with(|| Value::Array(Vec::new()));
@@ -86,7 +85,7 @@ impl DeviceCosts {
         Ok(toml::to_string(&all)?)
     }
 
-    /// What the file says of a device.
+    /// Returns the costs of a device.
     pub fn load(path: &Path, device: &str) -> Result<Self> {
         let found = read(path)?.into_iter().find(|d| d.device == device);
         found.with_context(|| {
@@ -115,7 +114,7 @@ impl DeviceCosts {
     }
 }
 
-/// All devices of a file.
+/// Returns all devices of a file.
 pub fn read(path: &Path) -> Result<Vec<DeviceCosts>> {
     #[derive(Deserialize)]
     #[serde(deny_unknown_fields)]

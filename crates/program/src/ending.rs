@@ -1,4 +1,4 @@
-//! How a program ends: errors as one line for a person, and the exit status.
+//! The end of a program: errors as one line, and the exit status.
 //!
 //! Exit status of every command: 0 done, 1 failed, 2 usage, 141 the reader of standard output has
 //! gone (`| head`). 141 is what a shell reports of a program that SIGPIPE ended.
@@ -18,7 +18,7 @@ pub struct Failure {
 }
 
 impl Failure {
-    /// An error in what the user asked for.
+    /// An error in the arguments.
     pub fn usage(error: impl Into<anyhow::Error>) -> Self {
         Self::with_status(2, error)
     }

@@ -1,4 +1,4 @@
-//! Where the other program is: beside this one, in the folder of helper programs, or in `PATH`.
+//! Finds the other program: beside this one, in the folder of helper programs, or in `PATH`.
 
 use std::ffi::OsStr;
 use std::os::unix::fs::PermissionsExt;

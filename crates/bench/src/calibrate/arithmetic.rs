@@ -1,25 +1,25 @@
-//! From rates to costs.
+//! Computes costs from measured rates.
 //!
-//! In: how long the device took for an operation of each sort while it had plenty of them. Out: the
-//! linear model of [`blockyard_sched::Costs`]. What must hold: the model gives back what was
-//! measured, at 4 KiB and at 1 MiB.
+//! In: the time of each kind of operation on a busy device. Out: the linear model of
+//! [`blockyard_sched::Costs`]. What must hold: the model yields the measured times at 4 KiB and at
+//! 1 MiB.
 
 use blockyard_sched::Costs;
 
-/// Nanoseconds an operation.
+/// Nanoseconds for an operation of each kind.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Times {
     /// 4 KiB at random places.
     pub random: f64,
-    /// 4 KiB, one after the other.
+    /// 4 KiB, sequential.
     pub sequential: f64,
-    /// 1 MiB, one after the other.
+    /// 1 MiB, sequential.
     pub stream: f64,
     /// 4 KiB at random places with nothing else in flight.
     pub alone: f64,
 }
 
-/// A base, the base of sequential ones, and so much for a MiB.
+/// Base cost, base cost of a sequential operation, and cost of a MiB, in nanoseconds.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Line {
     pub random: u64,
@@ -27,13 +27,12 @@ pub struct Line {
     pub per_mib: u64,
 }
 
-/// 4 KiB of a MiB.
+/// Fraction of a MiB in 4 KiB.
 const PART: f64 = 1.0 / 256.0;
 
 impl Times {
-    /// Through both points that were measured of sequential operations. Where the kernel has put
-    /// small ones together, they can cost less than their bytes; no base is less than a hundredth
-    /// of the operation.
+    /// Returns the line through both sequential points. If the kernel merges small operations, they
+    /// can cost less than their bytes. No base is less than a hundredth of the operation.
     pub fn line(&self) -> Line {
         let per_mib = ((self.stream - self.sequential) / (1.0 - PART)).max(0.0);
         let base = |time: f64| (time - per_mib * PART).max(time / 100.0).max(1.0).round() as u64;
@@ -55,7 +54,7 @@ pub struct Displaced {
 }
 
 impl Displaced {
-    /// What a pair took of the device, in nanoseconds: the reads that were not done meanwhile.
+    /// Returns the device time of a pair in nanoseconds: the time of the reads that it displaced.
     pub fn pair(&self) -> f64 {
         if self.pairs <= 0.0 || self.reads_alone <= 0.0 {
             return 0.0;
@@ -64,22 +63,21 @@ impl Displaced {
     }
 }
 
-/// The cost of a flush: what is left of the pair's without the write of 16 KiB. Not less than a
-/// small write, for it is never free; not more than how long it takes.
+/// Returns the cost of a flush: that of the pair without the write of 16 KiB. At least that of a
+/// small write, because a flush is never free. At most its latency.
 pub fn flush(pair: f64, write: &Line, takes: f64) -> u64 {
     let written = write.random as f64 + write.per_mib as f64 / 64.0;
     let least = write.random as f64;
     (pair - written).clamp(least, takes.max(least)).round() as u64
 }
 
-/// Which depth is enough: the first that gives 98% of the most. `rates`: by depth, in ascending
-/// order.
+/// Returns the first depth with 98% of the highest rate. `rates`: by depth, in ascending order.
 pub fn enough(rates: &[(u16, f64)]) -> u16 {
     let most = rates.iter().map(|r| r.1).fold(0.0, f64::max);
     rates.iter().find(|r| r.1 >= 0.98 * most).map_or(1, |r| r.0)
 }
 
-/// What was not measured, in the proportion of the defaults.
+/// Scales the default costs of operations that were not measured.
 pub fn in_proportion(reads: &Line, of: impl Fn(&Costs) -> u64) -> u64 {
     let ratio = of(&Costs::FLASH) as f64 / Costs::FLASH.read as f64;
     (reads.random as f64 * ratio).round().max(1.0) as u64

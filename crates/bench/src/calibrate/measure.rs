@@ -1,7 +1,7 @@
-//! The rounds: every step for a short while, in turn, several times; medians.
+//! The rounds: each step for a short time, in turn, several times. The results are medians.
 //!
 //! In: a file or a block device, and whether it may be written to. Out: rates and times. What must
-//! hold: nothing is written unless it may be; what is discarded is not read or written again.
+//! hold: nothing is written without permission; discarded ranges are not read or written again.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -16,19 +16,19 @@ use crate::client::{self, Options as Load};
 use crate::process::Stop;
 use crate::statistics::median;
 
-/// Operations in flight that keep a device busy.
+/// Number of operations in flight that keep a device busy.
 const PLENTY: u16 = 64;
 /// The same, of 1 MiB.
 const PLENTY_LARGE: u16 = 16;
-/// Pairs of write and flush at once, beside reads: enough of them to be seen.
+/// Number of concurrent pairs of write and flush beside reads. Their effect must be measurable.
 const PAIRS: u16 = 4;
 /// Seconds of a round after which a device without a single answer is an error.
 const LONGEST_ROUND: f64 = 10.0;
 pub const DEPTHS: [u16; 9] = [1, 2, 4, 8, 16, 32, 64, 128, 256];
-/// Bytes that a discard, or zeroes, are measured with.
+/// Size in bytes of a measured discard or write of zeroes.
 const CLEARED: u64 = 64 << 10;
 
-/// What is done, and how long each time.
+/// The target, and the time of each step.
 pub struct Plan<'a> {
     pub path: &'a Path,
     /// Bytes to use, a multiple of 16 MiB.
@@ -42,9 +42,9 @@ pub struct Plan<'a> {
 #[derive(Clone, Debug)]
 pub struct Written {
     pub times: Times,
-    /// Nanoseconds of the device that a pair of write (16 KiB) and flush took.
+    /// Device time of a pair of write (16 KiB) and flush, in nanoseconds.
     pub pair: f64,
-    /// How long a flush takes, in nanoseconds.
+    /// Latency of a flush in nanoseconds.
     pub flush: f64,
     /// None: not supported.
     pub discard: Option<f64>,
@@ -59,7 +59,7 @@ pub struct Measured {
     pub written: Option<Written>,
 }
 
-/// Figures by name, one a round.
+/// Figures by name, one for each round.
 type Figures = BTreeMap<&'static str, Vec<f64>>;
 
 impl Plan<'_> {
@@ -139,8 +139,7 @@ impl Plan<'_> {
         });
         let pairs = pairs.map_err(|_| anyhow::anyhow!("a thread has died"))?? / 2.0;
         note("pair", Displaced { reads_alone, reads: reads?, pairs }.pair());
-        // Holes are made in the last sixteenth, where nothing else is done: first discarded, then
-        // zeroed.
+        // Only discards and zeroes use the last sixteenth: first discards, then zeroes.
         for (name, flags) in [
             ("discard", FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE),
             ("write zeroes", FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE),
@@ -193,7 +192,7 @@ impl Plan<'_> {
         }
     }
 
-    /// Nanoseconds of one call; None: the file or the device does not know it.
+    /// Returns the nanoseconds of a call. None: the file or the device does not support it.
     fn clear(&self, flags: FallocateFlags, seconds: f64, round: u32) -> Result<Option<f64>> {
         self.stop.check()?;
         let fd =

@@ -1,11 +1,11 @@
 //! `blockyard bench calibrate`: what operations cost a device, for fair shares.
 //!
 //! ```text
-//!   options -> measure (rounds of short loads, by the client's engine) -> arithmetic (the linear model) -> costs (the file)
+//!   options -> measure (rounds of short loads) -> arithmetic (linear model) -> costs (the file)
 //! ```
-//! In: a folder, a file, or a block device. Out: a table, and a file of costs with this device's in
-//! it. What must hold: only a file of our own is written to, unless it is said; that file does not
-//! stay.
+//! In: a folder, a file, or a block device. Out: a table, and a file of costs with those of this
+//! device. What must hold: without an option only a file of our own is written to, and it is
+//! removed.
 
 mod arithmetic;
 mod measure;
@@ -55,7 +55,7 @@ pub struct Options {
     json: bool,
 }
 
-/// The least that can be measured on.
+/// Smallest size of a target in bytes.
 const LEAST: u64 = 64 << 20;
 
 pub fn run(options: &Options) -> Result<()> {
@@ -71,7 +71,7 @@ pub fn run(options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// The costs of the device that holds a folder, measured with a file there.
+/// Measures the costs of a folder's device with a file in the folder.
 pub fn of_folder(folder: &Path, size: u64, seconds: f64, stop: &Stop) -> Result<DeviceCosts> {
     let options = Options {
         target: folder.into(),
@@ -149,7 +149,7 @@ fn costs(device: String, measured: &Measured) -> DeviceCosts {
         flush: in_proportion(&read, |c| c.flush),
         discard: in_proportion(&read, |c| c.discard),
         write_zeroes: in_proportion(&read, |c| c.write_zeroes),
-        // What the operations that are in flight at that depth cost.
+        // The cost of the operations in flight at that depth.
         window: nanos(f64::from(depth) * measured.reads.random),
         base_latency_read: nanos(measured.reads.alone),
         base_latency_write: nanos(measured.reads.alone),
@@ -166,7 +166,7 @@ fn costs(device: String, measured: &Measured) -> DeviceCosts {
     costs
 }
 
-/// The kernel's name of the device, and what it calls itself.
+/// Returns the kernel's name of the device, and its model.
 fn describe(key: &str) -> String {
     let folder = std::fs::canonicalize(format!("/sys/dev/block/{key}"));
     let Ok(folder) = folder else { return String::new() };

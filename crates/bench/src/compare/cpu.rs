@@ -20,7 +20,8 @@ impl Snapshot {
         Snapshot { processes: pids.filter_map(stat).collect() }
     }
 
-    /// Seconds of a process and all below it, also of those that have ended and were waited for.
+    /// Returns the CPU seconds of a process and its descendants, with ended ones that were waited
+    /// for.
     pub fn tree(&self, root: u32) -> f64 {
         let mut ticks = 0;
         let mut open = vec![root];
@@ -33,8 +34,8 @@ impl Snapshot {
         seconds(ticks)
     }
 
-    /// Seconds of the kernel's own threads since `before` (workers of io_uring belong to their
-    /// processes). The CPU time of processes that have ended meanwhile is unknown.
+    /// Returns the CPU seconds of the kernel's own threads since `before` (workers of io_uring
+    /// belong to their processes). The CPU time of processes that have ended meanwhile is unknown.
     pub fn kernel_since(&self, before: &Snapshot) -> f64 {
         let old = |pid| before.processes.get(pid).map_or(0, |p| p.2);
         seconds(

@@ -32,7 +32,7 @@ pub fn environment(image_folder: &Path, guests: Option<&Path>) -> Vec<(String, S
         .collect()
 }
 
-/// The first line that a command prints; nothing, if it cannot.
+/// Returns the first line that a command prints. Empty: it failed.
 fn output(command: &mut Command) -> String {
     let out = command
         .output()
@@ -41,7 +41,7 @@ fn output(command: &mut Command) -> String {
     out.lines().next().unwrap_or_default().trim().to_string()
 }
 
-/// The file system and device below a folder.
+/// Returns the file system and the device of a folder.
 fn disk(folder: &Path) -> String {
     output(Command::new("findmnt").args(["-no", "FSTYPE,SOURCE", "--target"]).arg(folder))
         .split_whitespace()

@@ -1,14 +1,13 @@
-//! `blockyard bench compare`: the same work on several systems, in turn, several times over.
+//! `blockyard bench compare`: the same work on several systems, in interleaved rounds.
 //!
 //! ```text
-//!   system       what is compared            work         what is done: scripts, and what they print
-//!   stage        images, servers, guests     environment  what figures depend on
-//!   cpu          processor time                  tables       the tables of docs/benchmark-tables.md
+//!   system  the compared systems       work         scripts, and their output
+//!   stage   images, servers, guests    environment  the machine, for reports
+//!   cpu     processor time             tables       the tables of docs/benchmark-tables.md
 //! ```
 //! In: names of works and systems. Out: [`Results`], saved after each run; a table, and a report if
 //! wanted. What must hold: systems take turns, and each round begins with another one, so that a
-//! machine which slows down slows down all; whenever it is interrupted, nothing of it stays but the
-//! rounds that were finished.
+//! slow minute of the machine affects all; an interrupted run leaves only its finished rounds.
 
 mod cpu;
 pub(crate) mod environment;

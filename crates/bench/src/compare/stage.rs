@@ -1,5 +1,4 @@
-//! Where systems are measured: a folder with images, a server, a guest. All of it goes with its
-//! value.
+//! The place of a measurement: a folder with images, a server, a guest. The drop removes all.
 //!
 //! In: a system and a script. Out: what the script printed, the time between its marks by the
 //! host's clock, and CPU time.
@@ -22,7 +21,7 @@ use crate::experiment::Contents;
 use crate::process::{Process, Stop, fill};
 use crate::results::{Cpu, Run, Spent};
 
-/// A script that is silent for so long has failed.
+/// A script without output for this time has failed.
 const SILENCE: Duration = Duration::from_secs(300);
 
 /// Length in seconds of the run that measures the guest's clock.
@@ -31,7 +30,7 @@ const LONG: f64 = 1.0;
 pub struct Stage {
     folder: PathBuf,
     guests: Option<PathBuf>,
-    /// The server, and this program: guests and scripts run it.
+    /// Path of this program, which is also the server. Guests and scripts run it.
     program: PathBuf,
     bench: PathBuf,
     size: u64,
@@ -39,20 +38,20 @@ pub struct Stage {
     stop: Stop,
 }
 
-/// What came of a script.
+/// The results of a script.
 pub struct Played {
     /// Marks with times and CPU time, and other lines of the script.
     pub run: Run,
     pub data: HashMap<String, Vec<String>>,
-    /// How much faster than the guest's the host's clock went.
+    /// Ratio of the host's clock to the guest's clock.
     pub clock: f64,
-    /// What the server says of its part.
+    /// The server's own figures.
     pub spent: Spent,
 }
 
 impl Stage {
-    /// A folder below `TMPDIR` or /var/tmp: images are to be on a disk. `size`: of the disks, in
-    /// bytes.
+    /// Creates a folder below `TMPDIR` or /var/tmp, because images must be on a disk. `size`: bytes
+    /// of each disk.
     pub fn new(guests: Option<PathBuf>, size: u64, stop: Stop) -> Result<Self> {
         let base = std::env::var_os("TMPDIR").map_or_else(|| "/var/tmp".into(), PathBuf::from);
         let folder = base.join(format!("blockyard-bench.{}", std::process::id()));
@@ -69,7 +68,7 @@ impl Stage {
         })
     }
 
-    /// The raw image that all systems use, or lie over.
+    /// Returns the raw image, which all systems use directly or as a base.
     fn base(&self, contents: Contents) -> Result<PathBuf> {
         let path =
             self.folder.join(if contents == Contents::Linux { "linux.img" } else { "base.img" });
@@ -92,7 +91,7 @@ impl Stage {
         Ok(path)
     }
 
-    /// The system's image, none of it in the page cache.
+    /// Returns the system's image, with no page of it in the page cache.
     fn image(&self, system: &System, contents: Contents) -> Result<PathBuf> {
         let base = self.base(contents)?;
         let make = |arguments: &[&std::ffi::OsStr]| {
@@ -149,7 +148,7 @@ impl Stage {
         Ok(command)
     }
 
-    /// The server of the system's disk, listening, if it has one.
+    /// Starts the server of the system's disk, if there is one, and waits until it listens.
     fn server(&self, system: &System, image: &Path) -> Result<Option<Process>> {
         let (socket, format) =
             (self.folder.join("s"), if system.image == Image::Raw { "raw" } else { "qcow2" });
@@ -208,7 +207,7 @@ impl Stage {
         Ok(Some(server))
     }
 
-    /// Plays a script on a system.
+    /// Runs a script on a system.
     pub fn play(&mut self, system: &System, contents: Contents, script: &str) -> Result<Played> {
         let image = self.image(system, contents)?;
         let mut server = self.server(system, &image)?;
@@ -258,7 +257,7 @@ impl Stage {
         Ok(played)
     }
 
-    /// What a script calls the disk.
+    /// Returns the path of the disk for scripts.
     fn target(&self, system: &System, image: &Path) -> String {
         match system.kind {
             Kind::Host | Kind::Ublk => image.display().to_string(),
@@ -276,7 +275,7 @@ impl Stage {
     fn player(&mut self, system: &System, image: &Path, script: &Path) -> Result<Command> {
         if !system.uml() && !system.qemu() {
             let mut command = Command::new("bash");
-            // What it makes goes with the folder, also when it is ended in the midst.
+            // Its files are in the folder, which is removed after an interruption, too.
             command.arg(script).env("TMPDIR", &self.folder);
             return Ok(command);
         }
@@ -286,7 +285,7 @@ impl Stage {
             Kind::QemuVirtio => format!("file={}", image.display()),
             _ => format!("vhost={}/s", self.folder.display()),
         };
-        // Its name there is the file's.
+        // In the guest it has the name of the file.
         let copy = self.folder.join("blockyard-bench");
         if !copy.exists() {
             std::fs::copy(&self.bench, &copy)?;
@@ -304,8 +303,8 @@ impl Stage {
         Ok(command)
     }
 
-    /// How UML guests catch system calls: by seccomp where the kernel can, for it is several times
-    /// as fast.
+    /// Mode in which UML guests catch system calls: seccomp if the kernel has it. It is several
+    /// times as fast.
     fn seccomp(&mut self, guests: &Path) -> Result<String> {
         if let Some(mode) = &self.seccomp {
             return Ok(mode.clone());
@@ -349,7 +348,7 @@ impl Stage {
                 _ => said.push(line),
             }
         }
-        // Without a beginning it began with the guest.
+        // A script without a first mark begins with the guest.
         if !marks.iter().any(|m| m.0 == "begin") {
             let clock =
                 marks.first().map_or(0, |m| m.2.saturating_sub((m.1 - started).as_micros() as u64));
@@ -373,8 +372,7 @@ impl Stage {
             kernel: end.3.kernel_since(&begin.3),
         };
         let run = Run { steps, seconds, guest_seconds: Some(guest_seconds), cpu, ..Run::default() };
-        // A mark may come some milliseconds late: of a short run they would say more than the
-        // clocks.
+        // A mark may be some milliseconds late, which is too much for a short run.
         let clock = if guest_seconds >= LONG { seconds / guest_seconds } else { 1.0 };
         Ok(Played { run, data, clock, spent: Spent::default() })
     }
@@ -386,8 +384,7 @@ impl Drop for Stage {
     }
 }
 
-/// The server's own figures, from the last words of its log: medians of what most of its requests
-/// were.
+/// Parses the server's own figures at the end of its log: medians for the most common operation.
 fn spent(log: &str) -> Spent {
     let figure = |line: &str, after: &str| -> Option<f64> {
         let rest = &line[line.find(after)? + after.len()..];

@@ -1,4 +1,4 @@
-//! The systems that are compared: what serves the disk, what uses it, over which kind of image.
+//! The compared systems: the server of the disk, its user, and the kind of image.
 
 use std::fmt;
 use std::path::Path;
@@ -46,11 +46,11 @@ impl Kind {
     }
 }
 
-/// What the disk is.
+/// The kind of image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Image {
     Raw,
-    /// Allocated.
+    /// A raw, allocated image.
     Qcow2,
     /// An empty overlay on a raw image.
     Overlay,
@@ -97,7 +97,7 @@ impl FromStr for System {
 }
 
 impl System {
-    /// What it promises, in a line.
+    /// Returns its durability in one line.
     pub fn about(&self) -> String {
         let image = match self.image {
             Image::Raw => "",
@@ -107,8 +107,8 @@ impl System {
         format!("{}{image}", self.kind.entry().2)
     }
 
-    /// Whether it answers a guest's flush without a sync, so that nothing that it answers is
-    /// durable.
+    /// Returns whether it answers a guest's flush without a sync, so that no answer means
+    /// durability.
     pub fn drops_flushes(&self) -> bool {
         self.kind == Kind::UmlUbd
     }
@@ -125,7 +125,7 @@ impl System {
         matches!(self.kind, Kind::Nbd | Kind::NbdQsd)
     }
 
-    /// The part of `guests/setup` that it needs.
+    /// Returns the part of `guests/setup` that it needs.
     pub fn part(&self) -> Option<&'static str> {
         match self.kind {
             Kind::Host | Kind::Nbd | Kind::Ublk => None,
@@ -135,7 +135,8 @@ impl System {
         }
     }
 
-    /// Why it cannot be measured here, if it cannot; `guests`: the folder of the guests' runners.
+    /// Returns the reason why it cannot be measured here. `guests`: the folder of the guests'
+    /// runners.
     pub fn missing(&self, guests: Option<&Path>) -> Option<String> {
         if self.kind == Kind::Ublk {
             let there = Path::new("/dev/ublk-control").exists();

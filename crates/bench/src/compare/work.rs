@@ -1,4 +1,4 @@
-//! What is done on each system.
+//! The work that each system does.
 
 use std::fmt;
 use std::str::FromStr;
@@ -25,7 +25,7 @@ pub enum Work {
     Experiment(Experiment),
 }
 
-/// How much of it.
+/// Bounds of the work.
 #[derive(Clone, Copy, Debug)]
 pub struct Amount {
     pub ops: u64,
@@ -64,7 +64,7 @@ impl FromStr for Work {
 }
 
 impl Work {
-    /// A sentence about it.
+    /// Returns a sentence about the work.
     pub fn about(&self, amount: &Amount) -> String {
         let Amount { ops, seconds, min_size, max_size } = amount;
         let what = match self {
@@ -92,7 +92,7 @@ impl Work {
         }
     }
 
-    /// Why it cannot be done on a system, if it cannot.
+    /// Returns the reason why a system cannot do it.
     pub fn refuses(&self, system: &System) -> Option<&'static str> {
         let guest = system.uml() || system.qemu();
         match self {
@@ -106,7 +106,7 @@ impl Work {
         }
     }
 
-    /// The script, as [`super::stage`] plays it. The same in each round and on each system.
+    /// Returns the script for [`super::stage`]. It is the same in each round and on each system.
     pub fn script(&self, amount: &Amount) -> String {
         let Amount { ops, seconds, min_size, max_size } = amount;
         match self {
@@ -128,7 +128,7 @@ impl Work {
         }
     }
 
-    /// The run, from what the script printed.
+    /// Parses the output of the script.
     pub fn read(&self, played: Played) -> Result<Run> {
         let Played { mut run, data, clock, spent } = played;
         run.work = self.to_string();

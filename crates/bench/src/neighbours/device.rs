@@ -1,4 +1,4 @@
-//! What neighbours share: a folder's disk, or a model of one, and what operations cost it.
+//! The device that neighbours share: a folder's disk or a model, and the costs of its operations.
 
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -16,7 +16,7 @@ pub enum Device {
     Model(Model),
 }
 
-/// So many servers, first come first served; the same words as an image `delay:SIZE,...` has.
+/// A model with several servers, first come first served, as an image `delay:SIZE,...`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Model {
     text: String,
@@ -31,7 +31,7 @@ pub struct Model {
 /// Its name, in images and in the file of costs.
 pub const NAME: &str = "model";
 
-/// What is in flight beyond the servers, while completions are on their way: an eighth.
+/// Additional operations in flight while completions are under way: an eighth of the servers.
 const SPARE: u64 = 8;
 
 impl FromStr for Model {
@@ -80,7 +80,7 @@ impl Model {
         format!("delay:{size},{},device={NAME}", self.text)
     }
 
-    /// Exactly: a server that has a request for so long is one of so many.
+    /// Returns the exact costs: the time of a request, divided by the number of servers.
     pub fn costs(&self) -> DeviceCosts {
         let part = |time: u64| time / self.parallel;
         let per_mib = (1_000_000_000u128 << 20) / u128::from(self.bandwidth);
@@ -105,7 +105,7 @@ impl Model {
     }
 }
 
-/// Nanoseconds of the device's time that a load took, a second.
+/// Returns the device time of a load in nanoseconds a second.
 pub fn spent(costs: &Costs, report: &Report) -> f64 {
     let moved = (report.reads + report.writes).max(1) as f64;
     let mib = report.bytes_per_second * report.seconds / moved / f64::from(1 << 20);

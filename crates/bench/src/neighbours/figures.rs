@@ -1,4 +1,4 @@
-//! What came of a row: figures, each with what it should be.
+//! The results of a row: figures, each with its goal.
 //!
 //! In: the reports of all rounds. Out: figures. What must hold: rates are compared with those of
 //! the same round; the names are those of resctl-bench where it has one (isol-01, lat-imp,
@@ -15,7 +15,7 @@ use crate::client::load::{SLICE, Slice};
 use crate::client::report::Report;
 use crate::statistics::{median, quantile, sorted};
 
-/// The reports of each scene of a row, once.
+/// The reports of all scenes of a row in one round.
 pub struct Round(pub Vec<(&'static str, Vec<Option<Report>>)>);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -38,7 +38,7 @@ pub enum Goal {
 pub struct Figure {
     pub name: String,
     pub unit: Unit,
-    /// One a round; or one, of all rounds' slices.
+    /// A value for each round, or one for the slices of all rounds.
     pub values: Vec<f64>,
     pub median: f64,
     pub goal: Option<Goal>,
@@ -54,7 +54,7 @@ impl Figure {
         Figure { goal: Some(goal), ..self }
     }
 
-    /// Not known where there is no goal, or no figure.
+    /// None: there is no goal or no value.
     pub fn met(&self) -> Option<bool> {
         if self.median.is_nan() {
             return None;
@@ -72,7 +72,7 @@ impl Round {
         found.into_iter().flat_map(|(_, reports)| reports.iter().flatten())
     }
 
-    /// Of the scene's first disk with a load.
+    /// Returns the report of the scene's first disk with a load.
     fn of(&self, scene: &str, what: impl Fn(&Report) -> f64) -> f64 {
         self.reports(scene).next().map_or(f64::NAN, what)
     }
@@ -81,18 +81,18 @@ impl Round {
         self.of(scene, |r| r.iops)
     }
 
-    /// What half of the device gives the polite one, alone.
+    /// Returns the rate of the first disk alone on half of the device.
     fn half(&self) -> f64 {
         self.rate("alone").min(self.rate("saturated") / 2.0)
     }
 
-    /// Nanoseconds of the device a second, of all disks.
+    /// Returns the device time of all disks in nanoseconds a second.
     fn spent(&self, scene: &str, costs: &DeviceCosts) -> f64 {
         self.reports(scene).map(|r| spent(&costs.costs(), r)).sum()
     }
 }
 
-/// `model`: the device is one, and nothing but it takes time.
+/// `model`: the device is a model, so that only its time counts.
 pub fn of(row: Row, rounds: &[Round], costs: &DeviceCosts, model: bool) -> Vec<Figure> {
     let all = Rounds { rounds, costs };
     match row {
@@ -121,7 +121,7 @@ impl Rounds<'_> {
         self.each(name, Unit::Percent, |round| 100.0 * what(round))
     }
 
-    /// What all disks got of the device with the scheduler, of what they got without.
+    /// Returns the device time of all disks with the scheduler, as a part of that without.
     fn total(&self, name: &str) -> Figure {
         self.percent(name, |r| r.spent("with", self.costs) / r.spent("without", self.costs))
     }
@@ -160,8 +160,8 @@ impl Rounds<'_> {
         ]
     }
 
-    /// The first percentile of the slices' rates, in a hundred of what half of the device gives;
-    /// more than that is that.
+    /// Returns the first percentile of the slices' rates, in percent of the rate on half of the
+    /// device, at most 100.
     fn isolation(&self, name: &str, scene: &str) -> Figure {
         let of_round = |round: &Round| {
             let wanted = round.half() * SLICE as f64 / 1e9;
@@ -176,9 +176,9 @@ impl Rounds<'_> {
         Figure::new(name, Unit::Percent, vec![quantile(&slices, 0.01)])
     }
 
-    /// How much longer operations took than alone, in a hundred: the mean of all slices; less is
-    /// nothing. A disk that wants more than half of the device takes longer for that alone, and it
-    /// is not held against the neighbour.
+    /// Returns by how many percent operations took longer than alone: the mean of all slices, at
+    /// least
+    /// 0. The part that comes from a demand of more than half of the device does not count.
     fn impact(&self, name: &str, scene: &str) -> Figure {
         let of_round = |round: &Round| {
             let alone =
@@ -196,7 +196,7 @@ impl Rounds<'_> {
         Figure::new(name, Unit::Percent, vec![slices.iter().sum::<f64>() / slices.len() as f64])
     }
 
-    /// Shares of the device's time against those owed.
+    /// Compares the shares of the device time with those owed.
     fn weights(&self) -> Vec<Figure> {
         let owed = |n: usize| f64::from(WEIGHTS[n]) / f64::from(WEIGHTS.iter().sum::<u32>());
         let share = |round: &Round, n: usize| {
@@ -242,8 +242,8 @@ impl Rounds<'_> {
         ]
     }
 
-    /// The second that is farthest from the limit, by how much of it; where only reads or writes
-    /// are limited, the whole.
+    /// Returns the largest deviation from the limit in a second, as a part of the limit. With a
+    /// limit on reads or writes only: the deviation of the whole time.
     fn limits(&self) -> Vec<Figure> {
         let farthest = |scene: &'static str, limit: u64, what: fn(&Slice) -> u64| {
             let off = move |r: &Report| {
@@ -276,7 +276,7 @@ impl Rounds<'_> {
                 .sum::<u64>()
         };
         let after = |r: &Report| {
-            // The bucket is empty, and the rate is what it will be.
+            // The bucket is empty, and the rate is steady.
             let slices = &r.slices[r.slices.len().min(20)..];
             slices.iter().map(|s| s.operations).sum::<u64>() as f64
                 / (slices.len() as f64 * SLICE as f64 / 1e9)
@@ -312,21 +312,21 @@ impl Rounds<'_> {
     }
 }
 
-/// 1: all have the same; 1/n: one has all.
+/// Returns Jain's index. 1: all are equal. 1/n: one has all.
 fn jain(rates: &[f64]) -> f64 {
     let (sum, squares) = (rates.iter().sum::<f64>(), rates.iter().map(|r| r * r).sum::<f64>());
     sum * sum / (rates.len() as f64 * squares)
 }
 
-/// The sums of each second, one beginning with each slice.
+/// Returns the sum of each second. A second begins with each slice.
 fn seconds(slices: &[Slice], what: fn(&Slice) -> u64) -> impl Iterator<Item = f64> {
     slices
         .windows((1_000_000_000 / SLICE) as usize)
         .map(move |w| w.iter().map(what).sum::<u64>() as f64)
 }
 
-/// By how much more was let through, from the beginning until any slice's end, than `MAX` while the
-/// burst lasts and `RATE` behind it allow; as a part of what they allow in a second.
+/// Returns the largest excess over `MAX` (in the burst) and `RATE` (after it), from the start until
+/// any slice's end, as a part of a second's rate.
 fn over(slices: &[Slice]) -> f64 {
     let mut sum = 0.0;
     let mut most = f64::NEG_INFINITY;
@@ -349,7 +349,7 @@ mod tests {
     use crate::client::report::Target;
     use crate::neighbours::rows::{Loads, Polite};
 
-    /// A second of so many operations, each so long.
+    /// Makes the slices of a second with this number of operations of this latency.
     fn report(operations: u64, latency_us: u64) -> Option<Report> {
         let mut tally = Tally::new().unwrap();
         (tally.reads, tally.bytes, tally.elapsed_ns) =
@@ -402,7 +402,7 @@ mod tests {
         is(&figures, "p99 x", 1.2, Some(true));
         is(&figures, "isol-01 %", 96.0, Some(false));
         is(&figures, "isol-01 alone", 100.0, None);
-        // Beside one that wants no more than its half it is not forgiven.
+        // The same latency counts if the disk wants at most half of the device.
         let small = Round(vec![
             ("alone", vec![report(4_000, 100)]),
             ("saturated", vec![report(10_000, 100)]),

@@ -1,13 +1,14 @@
-//! `blockyard bench neighbours`: what guests of one device do to each other, with fair shares and
-//! without.
+//! `blockyard bench neighbours`: effects of guests of one device on each other, with fair shares
+//! and without.
 //!
 //! ```text
-//!   rows     what is played: scenes            scene    disks, knobs, loads        stage   images, server, clients
-//!   device   a folder's disk, or a model       figures  what came of it            table   for people
+//!   rows    the scenes of each row       scene    disks, knobs, loads
+//!   stage   images, server, clients      device   a folder's disk, or a model
+//!   figures  results                     table    for people
 //! ```
 //! In: rows, and a folder or a model of a device. Out: a table, JSON, a picture. What must hold:
 //! scenes take turns, and each round begins with another one, so that a disk that becomes slower
-//! does so for all; nothing stays but the report.
+//! affects all; only the report remains.
 
 mod device;
 mod figures;
@@ -34,7 +35,7 @@ use crate::client::{parse_seconds, parse_size};
 use crate::compare::environment::environment;
 use crate::process::{Interrupted, Stop};
 
-/// 16 servers: 70,000 operations of 4 KiB a second, 2 GiB a second.
+/// A model with 16 servers: 70,000 operations of 4 KiB a second, 2 GiB a second.
 const MODEL: &str = "parallel=16,read=200us,write=200us,flush=1ms,bandwidth=2g";
 
 /// Disks of one device beside one another, with fair shares and without: what a thrashing guest
@@ -75,7 +76,7 @@ pub struct Options {
     json: bool,
 }
 
-/// All that was measured.
+/// All measurements.
 #[derive(Serialize)]
 struct Results {
     environment: Vec<(String, String)>,
@@ -86,7 +87,7 @@ struct Results {
     rows: Vec<Played>,
 }
 
-/// A row, and what came of it.
+/// A row and its results.
 #[derive(Serialize)]
 pub struct Played {
     pub row: String,
@@ -95,7 +96,7 @@ pub struct Played {
     pub rounds: Vec<Vec<Client>>,
 }
 
-/// One client of one scene.
+/// The report of one client of a scene.
 #[derive(Serialize)]
 pub struct Client {
     scene: &'static str,
@@ -103,7 +104,7 @@ pub struct Client {
     iops: f64,
     bytes_per_second: f64,
     latency_us: Latency,
-    /// Operations in each slice of 100 ms.
+    /// Number of operations in each slice of 100 ms.
     slices: Vec<u64>,
 }
 

@@ -1,6 +1,6 @@
-//! The rows: which scenes each is made of.
+//! The rows and their scenes.
 //!
-//! In: a row's name, and what operations cost the device. Out: scenes. Their results are described
+//! In: a row's name, and the device's costs. Out: scenes. Their results are described
 //! in `figures`.
 
 use std::str::FromStr;

@@ -1,7 +1,7 @@
-//! Where a scene is played: images, a server with a configuration, a client for each disk.
+//! Runs a scene: images, a server with a configuration, a client for each disk.
 //!
-//! In: a scene. Out: each client's report. What must hold: all of it goes with its value; a client
-//! that is measured is measured while its neighbours work.
+//! In: a scene. Out: each client's report. What must hold: the drop removes all; clients are
+//! measured while their neighbours work.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

@@ -1,5 +1,5 @@
-//! Pictures as PNG, for where SVG is not taken. The font comes with the program: a server may have
-//! none.
+//! Pictures as PNG, for readers without SVG. The font comes with the program, because a server may
+//! have none.
 
 use anyhow::{Context, Result};
 use resvg::{tiny_skia, usvg};

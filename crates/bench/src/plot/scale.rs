@@ -1,15 +1,15 @@
-//! From values to places on an axis.
+//! Maps values to places on an axis.
 
-/// How values are laid out.
+/// The layout of values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     Linear,
     Log,
-    /// Percentiles from 0 to 1, each nine as wide as the one before.
+    /// Percentiles from 0 to 1. Each further nine has the same width.
     Nines,
 }
 
-/// How values are written.
+/// The form of values in text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unit {
     Bytes,
@@ -19,7 +19,7 @@ pub enum Unit {
     Percentile,
 }
 
-/// One axis: which values, and how.
+/// One axis: its range, layout and form.
 #[derive(Clone, Debug)]
 pub struct Scale {
     kind: Kind,
@@ -29,8 +29,8 @@ pub struct Scale {
 }
 
 impl Scale {
-    /// For values that are all inside; a little more on a linear scale, whole octaves or decades on
-    /// a logarithmic one.
+    /// Creates an axis that includes all values: a little more on a linear scale, whole octaves or
+    /// decades on a logarithmic one.
     pub fn of(kind: Kind, unit: Unit, values: impl IntoIterator<Item = f64>) -> Self {
         let usable =
             |v: &f64| v.is_finite() && (kind == Kind::Linear || *v > 0.0 || kind == Kind::Nines);
@@ -46,7 +46,7 @@ impl Scale {
             Kind::Log if unit == Unit::Bytes => {
                 ((low.log2() + 1e-9).floor().exp2(), (high.log2() - 1e-9).ceil().exp2())
             }
-            // A decade at least, so that there is something to be written on it.
+            // At least a decade, so that the axis has a label.
             Kind::Log => {
                 let more = (10.0 / (high / low)).max(1.7).sqrt();
                 (low / more, high * more)
@@ -65,13 +65,13 @@ impl Scale {
         }
     }
 
-    /// 0 at the axis' beginning, 1 at its end.
+    /// Returns the place of a value: 0 at the start of the axis, 1 at its end.
     pub fn place(&self, value: f64) -> f64 {
         let (low, high) = (self.linear(self.low), self.linear(self.high));
         ((self.linear(value) - low) / (high - low)).clamp(0.0, 1.0)
     }
 
-    /// The values that are written, with their words.
+    /// Returns the labelled values with their labels.
     pub fn ticks(&self) -> Vec<(f64, String)> {
         let values: Vec<f64> = match (self.kind, self.unit) {
             (Kind::Nines, _) => vec![0.0, 0.5, 0.9, 0.99, 0.999],
@@ -88,7 +88,7 @@ fn steps(low: f64, high: f64, factor: f64) -> Vec<f64> {
     std::iter::successors(Some(low), next).take_while(|v| *v <= high * 1.0001).collect()
 }
 
-/// Powers of ten; also 2 and 5 times them where there are few.
+/// Returns powers of ten, and 2 and 5 times them if there are few.
 fn decades(low: f64, high: f64) -> Vec<f64> {
     let (first, last) = (low.log10().floor() as i32, high.log10().ceil() as i32);
     let few = last - first <= 3;
@@ -97,7 +97,7 @@ fn decades(low: f64, high: f64) -> Vec<f64> {
     parts.filter(|v| (low..=high).contains(v)).collect()
 }
 
-/// About five, from 0 on.
+/// Returns about five values from 0 on.
 fn even(high: f64) -> Vec<f64> {
     let rough = high / 5.0;
     let power = 10f64.powf(rough.log10().floor());
@@ -109,7 +109,7 @@ fn even(high: f64) -> Vec<f64> {
     (0..).map(|i| f64::from(i) * step).take_while(|v| *v <= high).collect()
 }
 
-/// A value for people: three digits, and the unit's own prefixes.
+/// Formats a value with three digits and the unit's prefixes.
 pub fn words(value: f64, unit: Unit) -> String {
     let scaled = |steps: &[(f64, &str)]| {
         let (by, name) = steps
@@ -135,7 +135,7 @@ pub fn words(value: f64, unit: Unit) -> String {
     }
 }
 
-/// Three digits, without zeroes that say nothing.
+/// Formats three digits without trailing zeroes.
 pub fn short(value: f64) -> String {
     let digits = match value.abs() {
         v if v >= 99.95 && v.fract() != 0.0 && v < 100.0 => 1,

@@ -33,7 +33,7 @@ pub fn dark() -> String {
     rules
 }
 
-/// Colour and dash of the series of this number, as attributes of a line.
+/// Returns colour and dash of the series of this number, as attributes of a line.
 pub fn line(series: usize) -> String {
     let number = series % COLOURS.len();
     let dash = DASHES[series / 2 % DASHES.len()];
@@ -50,7 +50,7 @@ pub fn fill(series: usize) -> String {
     format!("class=\"f{number}\" fill=\"{}\"", COLOURS[number].0)
 }
 
-/// A picture that grows.
+/// A picture under construction.
 pub struct Svg {
     body: String,
     width: f64,
@@ -62,7 +62,7 @@ impl Svg {
         Svg { body: String::new(), width, height }
     }
 
-    /// Pictures below one another.
+    /// Stacks pictures vertically.
     pub fn stack(parts: &[Svg]) -> Self {
         let mut all = Svg::new(parts.iter().map(|p| p.width).fold(0.0, f64::max), 0.0);
         for part in parts {
@@ -97,7 +97,8 @@ impl Svg {
         });
     }
 
-    /// As a part of a page, which has the style. `about`: the text for screen readers.
+    /// Returns the picture as a part of a page, which has the style. `about`: the text for screen
+    /// readers.
     pub fn inline(&self, about: &str) -> String {
         format!(
             "<svg class=\"by\" xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {} {}\" role=\"img\" aria-label=\"{}\">\n{}</svg>\n",
@@ -108,7 +109,7 @@ impl Svg {
         )
     }
 
-    /// As a file of its own.
+    /// Returns the picture as a file of its own.
     pub fn file(&self, about: &str) -> String {
         format!(
             "<svg class=\"by\" xmlns=\"http://www.w3.org/2000/svg\" width=\"{w}\" height=\"{h}\" viewBox=\"0 0 {w} {h}\" role=\"img\">\n\

@@ -7,7 +7,7 @@ use super::svg::{self, Svg};
 pub struct Point {
     pub x: f64,
     pub y: f64,
-    /// From where to where most figures were.
+    /// Range of most values.
     pub band: Option<(f64, f64)>,
 }
 
@@ -19,7 +19,7 @@ pub struct Series {
     pub look: usize,
 }
 
-/// A picture of curves.
+/// Draws a picture of curves.
 #[derive(Clone, Debug)]
 pub struct Chart {
     pub title: String,
@@ -55,7 +55,7 @@ impl Chart {
         svg
     }
 
-    /// Names of the series in lines, as many as they need; answers where they end.
+    /// Draws the names of the series in lines. Returns the end of the last line.
     fn legend(&self, svg: &mut Svg, width: f64) -> f64 {
         let (mut x, mut y) = (LEFT, 44.0);
         for series in &self.series {
@@ -103,7 +103,7 @@ impl Chart {
     }
 }
 
-/// Where the curves are.
+/// The area of the curves.
 pub struct Frame {
     pub x: f64,
     pub y: f64,
@@ -130,7 +130,7 @@ impl Frame {
         svg.text(self.x + self.width / 2.0, bottom + 38.0, "text-anchor=\"middle\"", x_name);
     }
 
-    /// The values at the side, and the frame's own two lines.
+    /// Draws the values at the side, and two lines of the frame.
     pub fn rows(&self, svg: &mut Svg, y: &Scale, name: &str) {
         let (bottom, right) = (self.bottom(), self.x + self.width);
         for (value, words) in y.ticks() {

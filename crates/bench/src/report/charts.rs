@@ -9,14 +9,14 @@ use crate::statistics::{quantile, sorted};
 
 const SIZE: (f64, f64) = (720.0, 430.0);
 
-/// The number by which a system looks alike in all pictures; the host is the first.
+/// Returns the number of a system's colour and dash in all pictures. The host is the first.
 fn look(results: &Results, system: &str) -> usize {
     let mut systems = results.systems();
     systems.sort_by_key(|s| *s != "host");
     systems.iter().position(|s| *s == system).unwrap_or(0)
 }
 
-/// Each operation by its size: the median of all rounds, and from the 5th to the 95th percentile.
+/// Draws operations by size: the median of all rounds, and the 5th to the 95th percentile.
 pub fn by_size(results: &Results, work: &str) -> Option<Chart> {
     let series: Vec<Series> = results
         .systems()
@@ -32,7 +32,7 @@ pub fn by_size(results: &Results, work: &str) -> Option<Chart> {
     (!series.is_empty()).then(|| sizes(&title, series))
 }
 
-/// Such a curve of samples from anywhere.
+/// Returns such a curve for other samples.
 pub fn curve(name: &str, look: usize, samples: &[Sample]) -> Series {
     let points =
         samples::bins(samples).into_iter().filter(|b| b.seconds.len() > 2).map(|bin| Point {
@@ -63,7 +63,7 @@ pub fn latencies(results: &Results, work: &str) -> Option<Chart> {
                 results.of(work, system).last().map(|r| r.latency.clone()).unwrap_or_default();
             return told.into_iter().map(|(x, y)| Point { x, y, band: None }).collect();
         }
-        // Beyond what so many samples can tell there is nothing to draw.
+        // Too few samples for higher percentiles.
         let most = 1.0 - 1.0 / all.len() as f64;
         steps
             .filter(|q| *q <= most)
@@ -87,7 +87,7 @@ pub fn latencies(results: &Results, work: &str) -> Option<Chart> {
     })
 }
 
-/// The last round, a tenth of a second at a time.
+/// Draws the last round in steps of a tenth of a second.
 pub fn over_time(results: &Results, work: &str) -> Option<Chart> {
     let series = |system: &str| {
         let steps = results.of(work, system).last().map(figures::throughput).unwrap_or_default();

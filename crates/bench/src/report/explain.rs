@@ -1,15 +1,14 @@
-//! Where the time went, in sentences that a person can act on. Each says what was measured, and
-//! nothing else.
+//! Says in sentences where the time went. Each sentence states a measurement.
 
 use super::figures::{self, Figures};
 use crate::plot::scale::{Unit, words};
 use crate::results::{Results, Run};
 use crate::statistics::median;
 
-/// So much of a processor is all of it, as the kernel counts.
+/// A processor counts as busy from this part on, because the kernel counts in ticks.
 const BUSY: f64 = 0.9;
 
-/// One for each system that is not the host.
+/// Returns a sentence for each system except the host.
 pub fn sentences(results: &Results, work: &str) -> Vec<String> {
     let all = figures::of(results, work);
     let host = all.iter().find(|f| f.system == "host");
@@ -45,7 +44,7 @@ fn sentence(results: &Results, work: &str, f: &Figures, host: Option<&Figures>) 
     format!("{}: {}.", f.system, parts.join("; "))
 }
 
-/// What the server and the guest's own tool say of an operation.
+/// Compares the server's and the guest's figures of an operation.
 fn split(results: &Results, work: &str, f: &Figures) -> Option<String> {
     let mid = |of: fn(&Run) -> Option<f64>| {
         let value = median(results.of(work, &f.system).filter_map(of));

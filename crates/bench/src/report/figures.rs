@@ -6,13 +6,13 @@ use crate::statistics::{median, quantile, sorted};
 
 pub struct Figures {
     pub system: String,
-    /// Whether the system answers flushes without a sync.
+    /// The system answers flushes without a sync.
     pub drops_flushes: bool,
     pub per_second: f64,
-    /// Of the whole run, and of each of its commands.
+    /// Seconds of the whole run, and of each of its commands.
     pub seconds: f64,
     pub steps: Vec<(String, f64)>,
-    /// The least and the most of the rounds.
+    /// Minimum and maximum of the rounds.
     pub range: (f64, f64),
     pub bytes_per_second: f64,
     /// Seconds of an operation.
@@ -28,7 +28,7 @@ pub struct Figures {
 }
 
 impl Figures {
-    /// The system's name for a table: it says if the row's writes are not durable.
+    /// Returns the system's name for a table, with a mark if its writes are not durable.
     pub fn row_name(&self) -> String {
         if self.drops_flushes {
             format!("{} (not durable)", self.system)
@@ -38,7 +38,7 @@ impl Figures {
     }
 }
 
-/// Of each system, in the order of the results.
+/// Returns the figures of each system, in the order of the results.
 pub fn of(results: &Results, work: &str) -> Vec<Figures> {
     let systems = results.systems().into_iter().filter(|s| results.of(work, s).next().is_some());
     let mut all: Vec<_> = systems.map(|system| one(results, work, system)).collect();
@@ -88,7 +88,7 @@ fn steps(runs: &[&Run]) -> Vec<(String, f64)> {
     first.into_iter().map(|(name, _)| (name.clone(), mid(&name))).collect()
 }
 
-/// Bytes in each tenth of a second: as measured, or from operations that were timed one by one.
+/// Returns the bytes in each tenth of a second: as measured, or summed from single operations.
 pub fn throughput(run: &Run) -> Vec<f64> {
     const STEP: f64 = 0.1;
     if !run.throughput.is_empty() {
@@ -103,12 +103,12 @@ pub fn throughput(run: &Run) -> Vec<f64> {
         }
         steps[step] += *bytes as f64;
     }
-    // The last one was not whole.
+    // The last slice is shorter.
     steps.pop();
     steps
 }
 
-/// Standard deviation by mean; None of fewer than three.
+/// Returns standard deviation / mean. None: fewer than three values.
 pub fn variation(values: &[f64]) -> Option<f64> {
     let n = values.len() as f64;
     let mean = values.iter().sum::<f64>() / n;

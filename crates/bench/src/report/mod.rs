@@ -1,4 +1,4 @@
-//! Results for people: a table, and a page with pictures that needs nothing but itself.
+//! Results for people: a table, and a self-contained page with pictures.
 //!
 //! ```text
 //!   figures   medians and ranges of a work on a system      charts   pictures of them
@@ -22,13 +22,13 @@ use crate::plot::scale::{Unit, short, words};
 
 use crate::results::{Results, Run};
 
-/// `index.html`, and the figures beside it.
+/// Writes `index.html`, and the figures beside it.
 pub fn write(results: &Results, folder: &Path) -> Result<()> {
     results.save(folder)?;
     replace(&folder.join("index.html"), page::page(results).as_bytes())
 }
 
-/// The figure of a run, in words.
+/// Returns the unit of a run's figure.
 pub fn figure(run: &Run) -> String {
     if run.steps.is_empty() {
         format!("{:.0} a second", run.per_second())
@@ -37,11 +37,11 @@ pub fn figure(run: &Run) -> String {
     }
 }
 
-/// What the table's columns are.
+/// A line about the columns of the table.
 const COLUMNS: [&str; 8] =
     ["system", "ops/s", "MB/s", "median", "p99", "to host", "CPU s/M ops", "guest's cores"];
 
-/// The table of a work: its columns' names, and a line for each system.
+/// Returns the table of a work: names of columns, and a line for each system.
 fn rows(results: &Results, work: &str) -> Vec<Vec<String>> {
     let figures = figures::of(results, work);
     let steps = figures.iter().map(|f| &f.steps).max_by_key(|s| s.len()).filter(|s| !s.is_empty());
@@ -76,7 +76,7 @@ fn row(f: &Figures) -> [String; 8] {
     ]
 }
 
-/// Rows of as many cells each, one below another: the first on the left, the others on the right.
+/// Formats rows of cells: the first column is left-aligned, the others are right-aligned.
 pub fn columns(rows: &[Vec<String>]) -> String {
     let mut text = String::new();
     let wide = |column: usize| rows.iter().map(|r| r[column].chars().count()).max().unwrap_or(0);
@@ -90,7 +90,8 @@ pub fn columns(rows: &[Vec<String>]) -> String {
     text
 }
 
-/// As text: medians of the rounds; `to host`: operations a second, divided by the host's.
+/// Formats the results as text: medians of the rounds. `to host`: operations a second, divided by
+/// the host's.
 pub fn table(results: &Results) -> String {
     let mut text = String::new();
     for work in results.works() {

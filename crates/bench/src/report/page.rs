@@ -1,4 +1,4 @@
-//! The page: HTML with its style and pictures inside, no script, nothing from elsewhere.
+//! The page: HTML with style and pictures inside, without scripts or external files.
 
 use std::fmt::Write;
 
@@ -84,12 +84,12 @@ fn section(body: &mut String, results: &Results, work: &str) {
     }
 }
 
-/// On a small screen it can be moved, for its words are to be read.
+/// On a small screen the picture scrolls, so that its text stays readable.
 fn picture(body: &mut String, svg: &Svg, about: &str) {
     let _ = writeln!(body, "<div class=\"picture\">{}</div>", svg.inline(about));
 }
 
-/// How it was measured.
+/// Returns the method of the measurement.
 fn about(body: &mut String, results: &Results) {
     let _ = writeln!(body, "<h2>How it was measured</h2>\n<div class=\"wide\"><table>");
     for (name, value) in &results.environment {

@@ -1,5 +1,5 @@
-//! A file or a block device, by plain system calls: what a program on the host (or in a guest)
-//! would do.
+//! A file or a block device, by plain system calls, as a program on the host or in a guest uses
+//! them.
 //!
 //! In: a path. Out: a [`Target`]. What must hold: a durable write is durable by itself (O_DSYNC),
 //! as the kernel promises it.

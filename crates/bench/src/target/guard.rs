@@ -12,7 +12,7 @@ use rustix::fs::OFlags;
 
 use super::{Access, Place, Target};
 
-/// (offset, bytes there, what it is).
+/// Offset, bytes there, and name of the contents.
 const SIGNATURES: [(usize, &[u8], &str); 16] = [
     (0x438, &[0x53, 0xef], "an ext2, ext3 or ext4 file system"),
     (0, b"XFSB", "an XFS file system"),
@@ -31,10 +31,10 @@ const SIGNATURES: [(usize, &[u8], &str); 16] = [
     (0, b"QFI\xfb", "a qcow2 image"),
     (0x1000, &[0xfc, 0x4e, 0x2b, 0xa9], "a member of an md RAID"),
 ];
-/// All of them lie below, in bytes.
+/// All signatures are below this offset in bytes.
 pub const LOOKED_AT: usize = 0x11000;
 
-/// Refuses a target that holds something, or a device in use. `path`: of a file or device. `bytes`:
+/// Refuses a target with data, or a device in use. `path`: of a file or device. `bytes`:
 /// room for [`LOOKED_AT`].
 pub fn check(target: &mut dyn Target, path: Option<&Path>, bytes: &mut [u8]) -> Result<()> {
     if let Some(path) =
@@ -51,7 +51,7 @@ pub fn check(target: &mut dyn Target, path: Option<&Path>, bytes: &mut [u8]) -> 
     Ok(())
 }
 
-/// As [`check`], of what is not open yet.
+/// Does [`check`] for a target that is not open yet.
 pub fn look(place: &Place) -> Result<()> {
     let largest = LOOKED_AT as u64;
     let mut target =
@@ -78,7 +78,7 @@ fn not_in_use(path: &Path) -> Result<()> {
 fn holds(bytes: &[u8]) -> Option<&'static str> {
     let found =
         SIGNATURES.iter().find(|(at, magic, _)| bytes.get(*at..at + magic.len()) == Some(magic));
-    // A boot sector of its own, with an entry that is no garbage.
+    // A boot sector with a valid entry.
     let table = || {
         let sector = bytes.get(..512).filter(|s| s[510..] == [0x55, 0xaa])?;
         let entries = || sector[446..510].chunks(16);

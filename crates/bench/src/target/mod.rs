@@ -1,11 +1,11 @@
-//! What is measured, one operation at a time: a file, a block device, or the far end of a protocol.
+//! Targets of single operations: a file, a block device, or a server.
 //!
 //! ```text
-//!   file    files and block devices, by plain system calls       vhost   a vhost-user-blk server, as its driver
-//!   nbd     an NBD server, as its client                         guard   whether there is something to be lost
+//!   file   files and block devices      vhost  a vhost-user-blk server
+//!   nbd    an NBD server                guard  checks for data that would be lost
 //! ```
-//! In: a name. Out: a [`Target`]. What must hold: nothing is written before [`guard::check`] has
-//! seen it, or has an option not to look; an operation that did not move all its bytes is an error.
+//! In: a name. Out: a [`Target`]. What must hold: nothing is written before [`guard::check`],
+//! except by option; an operation that moves fewer bytes than requested is an error.
 
 mod file;
 pub mod guard;
@@ -21,31 +21,31 @@ use blockyard_nbd::uri::{self, Uri};
 /// Bytes of a sector.
 const SECTOR: u64 = 512;
 
-/// Something that holds bytes. Offsets and lengths are multiples of [`Target::block`], inside
+/// A target of operations. Offsets and lengths are multiples of [`Target::block`], inside
 /// [`Target::size`].
 pub trait Target {
     /// Bytes.
     fn size(&self) -> u64;
-    /// Bytes that offsets and lengths must be multiples of.
+    /// Returns the alignment of offsets and lengths in bytes.
     fn block(&self) -> u64;
     fn read(&mut self, offset: u64, bytes: &mut [u8]) -> Result<()>;
-    /// `durable`: on stable storage when it answers.
+    /// Writes at an offset. `durable`: the data are on stable storage when it returns.
     fn write(&mut self, offset: u64, bytes: &mut [u8], durable: bool) -> Result<()>;
 }
 
-/// How a target is opened.
+/// Options to open a target.
 #[derive(Clone, Copy, Debug)]
 pub struct Access {
     pub writes: bool,
-    /// Each write is durable when it answers.
+    /// Each write is durable when it returns.
     pub durable: bool,
     /// Past the host's page cache (files and devices).
     pub direct: bool,
-    /// The largest operation, in bytes.
+    /// Size of the largest operation in bytes.
     pub largest: u64,
 }
 
-/// Where a target is, as people write it.
+/// The address of a target as text.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Place {
     File(PathBuf),
@@ -56,7 +56,7 @@ pub enum Place {
 
 impl Place {
     /// `nbd://HOST[:PORT][/EXPORT]`, `nbd+unix:///[EXPORT]?socket=PATH`, `vhost-user:SOCKET`, or a
-    /// path: a socket is a vhost-user-blk server's.
+    /// path. A socket counts as that of a vhost-user-blk server.
     pub fn parse(text: &str) -> Result<Self> {
         if uri::is_uri(text) || text.starts_with("nbd:") {
             return nbd::parse(text).map(Place::Nbd);

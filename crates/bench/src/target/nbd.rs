@@ -1,7 +1,7 @@
 //! An NBD server, one request at a time.
 //!
 //! In: an NBD URI without TLS. Out: a [`Target`]. Simple replies, because each has one request.
-//! What must hold: a server that goes silent ends the run.
+//! What must hold: a server that hangs ends the run.
 
 use std::io::{BufReader, Read, Write};
 use std::net::TcpStream;
@@ -28,7 +28,7 @@ pub struct Nbd {
     cookie: u64,
 }
 
-/// The export that a text names.
+/// Parses the address of an export.
 pub fn parse(text: &str) -> Result<Uri> {
     let uri = Uri::parse(text).map_err(anyhow::Error::msg)?;
     anyhow::ensure!(!uri.tls, "{text}: this command measures without TLS (nbd, nbd+unix)");
@@ -121,7 +121,7 @@ impl Target for Nbd {
 
 impl Drop for Nbd {
     fn drop(&mut self) {
-        // There is no answer to it.
+        // NBD_CMD_DISC has no reply.
         let _ = self.ask(cmd::DISC, 0, 0, 0);
     }
 }

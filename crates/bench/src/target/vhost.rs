@@ -1,5 +1,5 @@
-//! A vhost-user-blk server, one request at a time: what a guest's driver would do for a program
-//! that waits for each.
+//! A vhost-user-blk server, one request at a time, as a guest's driver serves a program that waits
+//! for each.
 //!
 //! In: a socket's path. Out: a [`Target`]. What must hold: a durable write is a write and the FLUSH
 //! behind it.
@@ -74,8 +74,7 @@ impl Target for Vhost {
 
 impl Drop for Vhost {
     fn drop(&mut self) {
-        // The server sees its rings stopped, as from a guest that shuts down; if it is gone, so is
-        // what would be stopped.
+        // Stops the rings, as a guest that shuts down does. The server may have ended already.
         let _ = self.session.link.stop();
     }
 }

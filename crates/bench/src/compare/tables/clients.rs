@@ -10,7 +10,7 @@ use anyhow::Result;
 use super::place::{Image, Place, Server, back_end, load, settle};
 use super::{Figures, Measured, Row, Table, cell, grouped, markdown};
 
-/// What lies under the servers.
+/// The storage below the servers.
 #[derive(Clone, Copy, PartialEq)]
 enum Under {
     Direct,
@@ -30,7 +30,7 @@ pub struct Clients {
     loads: Vec<Load>,
 }
 
-/// In the order of a row's systems; `host` is left out where there is no storage.
+/// Systems in the order of a row. Rows without storage have no `host`.
 const SYSTEMS: [&str; 3] = ["host", "qsd", "blockyard"];
 
 fn loads() -> Vec<Load> {

@@ -4,7 +4,7 @@
 //! Each system has an image of its own, made alike; Blockyard's disk is an overlay on such an
 //! image. The script prints a mark around each command with the guest's clock, and the host notes
 //! when the line comes. In: nothing. Out: a table for people. What must hold: afterwards the disk
-//! that Blockyard served is clean, and the base image of its overlay is what it was.
+//! that Blockyard served is clean, and the base image of its overlay is unchanged.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -63,9 +63,9 @@ pub struct Demo {
     release: String,
     seccomp: &'static str,
     base: String,
-    /// A guest has written to Blockyard's disk.
+    /// Set once a guest has written to Blockyard's disk.
     written: bool,
-    /// What was found after the last round.
+    /// Results of the checks after the last round.
     found: String,
 }
 
@@ -74,7 +74,7 @@ impl Demo {
         let user = run(Command::new("id").arg("-un"))?;
         output::note(format_args!("as user {}, in {}", user.trim(), place.folder.display()));
         std::fs::create_dir(place.folder.join("host"))?;
-        // The guest's kernel has no work of its own to do on them: no lazy initialisation.
+        // No lazy initialisation, so that the guest's kernel does no work of its own on them.
         let options = ["-q", "-t", "ext4", "-E", "lazy_itable_init=0,lazy_journal_init=0"];
         for name in ["ubds.img", "ubd.img", "base.img"] {
             run(place.tool("mke2fs")?.args(options).arg(place.folder.join(name)).arg("512M"))?;
@@ -95,7 +95,7 @@ impl Demo {
         Ok(Demo { server, place, release, seccomp, base, written: false, found: String::new() })
     }
 
-    /// Marks of the script: when each came, and the clock of the system in seconds.
+    /// Marks of the script: the time of arrival, and the clock of the system in seconds.
     fn marks(&self, system: usize) -> Result<Vec<(Instant, f64)>> {
         let (_, file, kind, device) = SYSTEMS[system];
         let (script, target) = (self.place.folder.join("script"), self.place.folder.join(file));
@@ -129,7 +129,7 @@ impl Demo {
         Ok(marks)
     }
 
-    /// What others find in the disk that Blockyard served, and in the image below it.
+    /// Checks the disk that Blockyard served, and the image below it, with other programs.
     fn look(&mut self) -> Result<String> {
         self.server.end()?;
         let [base, overlay, seen] =

@@ -3,11 +3,11 @@
 //!
 //! ```text
 //!   copy   mount, copy a file of 20 MB, unmount: seconds by the guest's clock
-//!   boot   from the start of the kernel until the guest has started from a root file system on the disk: it mounts it for
-//!          writing, runs programs that read 60 MB of it, writes a log, syncs. Seconds by the host's clock
+//!   boot   start from a root file system on the disk: kernel, mount for writing, programs that
+//!          read 60 MB, a log, sync. Seconds by the host's clock
 //! ```
-//! Each measurement makes the disk anew. The guest runs on processor 0, the back end anywhere. What
-//! must hold: the bases are what they were.
+//! Each measurement has a new disk. The guest runs on processor 0, the back end on any. What must
+//! hold: the bases do not change.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -45,7 +45,7 @@ echo "took 0"
 const EXPERIMENTS: [(&str, &str, &str); 2] =
     [("mount, copy 20 MB, unmount", COPY, "copy-base.img"), ("boot", BOOT, "boot-base.img")];
 
-/// Names of the systems; which server; whether it serves an overlay.
+/// Names of the systems, their servers, and whether they serve an overlay.
 const SYSTEMS: [(&str, Server, bool); 4] = [
     ("blockyard, raw", Server::Blockyard, false),
     ("blockyard, overlay", Server::Blockyard, true),
@@ -73,7 +73,7 @@ impl OverlayGuests {
         Ok(OverlayGuests { place, sums })
     }
 
-    /// The disk of a system: a copy of the base, or an overlay on it; made anew.
+    /// Makes the disk of a system: a copy of the base, or an overlay on it.
     fn disk(&self, server: Server, overlay: bool, base: &Path) -> Result<PathBuf> {
         let disk = self.place.folder.join(if overlay { "disk.qcow2" } else { "disk.img" });
         let _ = std::fs::remove_file(&disk);
@@ -96,7 +96,7 @@ impl OverlayGuests {
         Ok(disk)
     }
 
-    /// Seconds that a script takes in a guest: by its own clock if it says them, else by the
+    /// Returns the seconds of a script in a guest: by its own clock if it prints them, else by the
     /// host's.
     fn guest(&self, script: &str, socket: &Path) -> Result<f64> {
         let file = self.place.folder.join("script");

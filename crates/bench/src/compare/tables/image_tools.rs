@@ -1,18 +1,18 @@
 //! `blockyard image` beside `qemu-img`: the same work on the same files, at equal durability.
 //!
 //! ```text
-//!   durability  `blockyard image` syncs what it has written before it ends. `qemu-img` leaves that to the kernel in some
-//!               commands. So each run of it ends with an fsync of the file that it wrote, and of its folder, within the
-//!               measured time. Its cache mode is its default
-//!   start       both programs start directly: the wrapper guests/tool is not in the figures. The row "start" shows
-//!               what the dynamic linker takes
+//!   durability  `blockyard image` syncs what it has written before it ends. Some commands of
+//!               `qemu-img` do not. So each run of it ends with an fsync of its output and of the
+//!               folder, within the measured time. Its cache mode is its default
+//!   start       both programs start directly, without the wrapper guests/tool. The row "start"
+//!               shows the time of the dynamic linker
 //!   sources     are in the page cache, outputs are new files. The system is synced before each run
-//!   memory      is touched before each run, as much as the largest output takes: a virtual machine gives free memory
-//!               back to its host, and the first program that used it again would pay for all
+//!   memory      is touched before each run, as much as the largest output takes. A virtual
+//!               machine gives free memory back to its host, and the next program pays for it
 //!   CPU         user and system time of the process with all of its threads, as bash reports it
 //! ```
 //! In: the works of `image_works`. Out: seconds of the wall and of the processor. What must hold:
-//! the first result of each program is what `qemu-img compare` and `qemu-img check` accept.
+//! `qemu-img compare` and `qemu-img check` accept the first result of each program.
 
 use std::collections::BTreeSet;
 use std::os::unix::fs::FileExt;
@@ -31,14 +31,13 @@ use crate::process::{Process, Stop, fill};
 const QEMU: usize = 0;
 const SYSTEMS: [&str; 2] = ["qemu-img", "blockyard"];
 const MIB: u64 = 1 << 20;
-/// Prints the seconds that a command took: of the wall, of user and of system time. It has no
-/// processes of its own.
+/// Prints wall, user and system seconds of a command. Starts no process of its own.
 const TIMED: &str = r#"TIMEFORMAT='took %3R %3U %3S'; { time "$@" >/dev/null 2>&3; } 3>&2 2>&1"#;
 
 pub struct ImageTools {
     place: Place,
     works: Vec<Work>,
-    /// The command that the wrapper guests/tool ends with.
+    /// Returns the command that the wrapper guests/tool runs.
     qemu_img: Vec<String>,
     modules: String,
     /// Rows and systems of which the first result was checked.
@@ -72,7 +71,7 @@ impl ImageTools {
         self.place.folder.join(name)
     }
 
-    /// Makes a source of the works, unless it is there.
+    /// Makes a source of the works if it is missing.
     fn source(&self, name: &str) -> Result<()> {
         let (path, size, stop) = (self.file(name), self.place.size, &self.place.stop);
         if path.exists() {
@@ -117,7 +116,7 @@ impl ImageTools {
         run(command.arg(path)).map(drop)
     }
 
-    /// The file that a work writes, as it is before the work.
+    /// Prepares the file that a work writes.
     fn begin(&self, work: &Work) -> Result<PathBuf> {
         let out = self.file(work.out);
         let copies: &[(&str, &str)] = match work.begin {
@@ -133,7 +132,7 @@ impl ImageTools {
         Ok(out)
     }
 
-    /// The program of a system with the arguments of a work.
+    /// Returns the program of a system with the arguments of a work.
     fn command(&self, work: &Work, system: usize, out: &Path) -> Vec<String> {
         let ours = [self.place.program.display().to_string(), "image".into()];
         let (program, words) = match system {
@@ -149,7 +148,7 @@ impl ImageTools {
         program.iter().cloned().chain(words.split_whitespace().map(place)).collect()
     }
 
-    /// Runs a program to its end: seconds of the wall, and of the processor.
+    /// Runs a program to its end. Returns wall and processor seconds.
     fn timed(&self, words: &[String]) -> Result<(f64, f64)> {
         let mut command = Command::new("bash");
         command.args(["-c", TIMED, "timed"]).args(words).env("QEMU_MODULE_DIR", &self.modules);
@@ -230,7 +229,7 @@ impl Table for ImageTools {
                 m.row.name.clone(),
                 seconds(0, "wall"),
                 seconds(1, "wall"),
-                // Of each round: what else the machine did falls on both.
+                // Ratios within a round, because other load of the machine affects both.
                 cell(m.ratio(1, 0, "wall"), |x| format!("{x:.2}")),
                 seconds(0, "cpu"),
                 seconds(1, "cpu"),

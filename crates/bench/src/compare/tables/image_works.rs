@@ -1,6 +1,6 @@
 //! The works of the table `image-tools`: arguments for `blockyard image` and for `qemu-img`.
 
-/// What the written file is before the work.
+/// The output file before the work.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Begin {
     /// It does not exist.
@@ -17,7 +17,7 @@ pub struct Work {
     pub name: String,
     pub ours: String,
     pub theirs: String,
-    /// Sources that are in the page cache.
+    /// Sources that must be in the page cache.
     pub reads: Vec<&'static str>,
     pub begin: Begin,
     pub out: &'static str,
@@ -47,7 +47,7 @@ impl Work {
         Work { reads: reads.to_vec(), ..self }
     }
 
-    /// Names of all files that must be there before the work.
+    /// Returns the names of all files that the work needs.
     pub fn sources(&self) -> Vec<&'static str> {
         let begin: &[&'static str] = match self.begin {
             Begin::Nothing => &[],
@@ -58,7 +58,7 @@ impl Work {
         self.reads.iter().chain(begin).copied().chain(judged).collect()
     }
 
-    /// Whether the output may be as large as the source.
+    /// Returns whether the output may be as large as the source.
     pub fn writes(&self) -> bool {
         ["convert", "create", "rebase"].iter().any(|verb| self.name.starts_with(verb))
     }

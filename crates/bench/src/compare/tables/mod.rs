@@ -2,16 +2,20 @@
 //! several systems, in interleaved rounds.
 //!
 //! ```text
-//!   place     folder, images, servers        clients   the host's file, qemu-storage-daemon, Blockyard: one load generator
-//!   overlays  copy-on-write images           guests    experiments in a guest, on a raw disk and on overlays
+//!   place        folder, images, servers
+//!   clients      the host's file, qemu-storage-daemon and Blockyard, by one load generator
+//!   overlays     copy-on-write images
+//!   guests       experiments in a guest, on a raw disk and on overlays
 //!   image_tools  `blockyard image` beside `qemu-img` (image_works: the rows)
-//!   nbd       NBD servers, by fio                  thrash    two guests, one of which swaps (thrash_scripts: what they run)
-//!   ublk      block devices of a host, in a QEMU guest   uml   drivers in a User Mode Linux guest
-//!   demo      the experiment of `make demo`
+//!   nbd          NBD servers, by fio
+//!   thrash       two guests, one of which swaps (thrash_scripts: their scripts)
+//!   ublk         block devices of a host, in a QEMU guest
+//!   uml          drivers in a User Mode Linux guest
+//!   demo         the experiment of `make demo`
 //! ```
-//! In: the name of a table. Out: Markdown, or all figures as JSON. What must hold: in each round
-//! the systems of a row are measured one right after the other, so that a slow minute of the
-//! machine hits all of them; figures are medians of the rounds.
+//! In: the name of a table. Out: Markdown, or all figures as JSON. What must hold: a round
+//! measures the systems of a row one right after the other, so that a slow minute of the machine
+//! affects all of them; figures are medians of the rounds.
 
 mod clients;
 mod demo;
@@ -76,7 +80,7 @@ impl Name {
     }
 }
 
-/// How a table is measured.
+/// Options of a table.
 pub struct Plan<'a> {
     pub name: Name,
     pub rounds: u32,
@@ -86,27 +90,27 @@ pub struct Plan<'a> {
     pub only: &'a str,
     /// Only systems with one of these names, if there are any.
     pub peers: &'a [String],
-    /// The guest's kernel, where a table has a choice.
+    /// The guest's kernel, for tables with a choice.
     pub kernel: Option<&'a str>,
-    /// Processors of the guest and of the back end, where a table has a choice.
+    /// Processors of the guest and of the back end, for tables with a choice.
     pub guest_cpus: Option<&'a str>,
     pub server_cpus: Option<&'a str>,
     pub json: bool,
 }
 
 impl Plan<'_> {
-    /// Whether a row is measured.
+    /// Returns whether a row is measured.
     fn wants(&self, row: &str) -> bool {
         row.contains(self.only)
     }
 
-    /// Whether a system is measured.
+    /// Returns whether a system is measured.
     fn wants_peer(&self, system: &str) -> bool {
         self.peers.is_empty() || self.peers.iter().any(|peer| peer == system)
     }
 }
 
-/// A program or a script that is silent for so long has failed.
+/// A program or a script without output for this time has failed.
 const SILENCE: Duration = Duration::from_secs(300);
 
 /// The figures of one measurement, by their names.
@@ -117,16 +121,16 @@ struct Row {
     systems: Vec<String>,
 }
 
-/// Rows, how they are measured, and what the table looks like.
+/// A table: its rows, their measurement, and its form.
 trait Table {
     fn rows(&self) -> Vec<Row>;
 
-    /// Measures a system of a row once; both by their numbers.
+    /// Measures a system of a row once. Both are numbers.
     fn measure(&mut self, row: usize, system: usize) -> Result<Figures>;
 
     fn markdown(&self, measured: &[Measured]) -> String;
 
-    /// Checks what the measurements must have left as it was.
+    /// Checks that the measurements have left files unchanged that they must not change.
     fn check(&mut self) -> Result<()> {
         Ok(())
     }
@@ -224,7 +228,7 @@ fn rounds(table: &mut dyn Table, plan: &Plan<'_>, stop: &Stop) -> Result<Vec<Mea
     Ok(measured)
 }
 
-/// All figures of all rounds.
+/// Returns all figures of all rounds.
 fn json(measured: &[Measured]) -> String {
     let row = |m: &Measured| {
         let systems = m
@@ -238,19 +242,19 @@ fn json(measured: &[Measured]) -> String {
     format!("{}\n", serde_json::Value::Object(measured.iter().map(row).collect()))
 }
 
-/// A whole number with commas between its thousands.
+/// Formats a whole number with commas between thousands.
 fn grouped(number: f64) -> String {
     let digits = format!("{number:.0}");
     let groups: Vec<_> = digits.as_bytes().rchunks(3).rev().map(String::from_utf8_lossy).collect();
     groups.join(",")
 }
 
-/// A cell for a figure that may be missing.
+/// Formats a cell for a figure that may be missing.
 fn cell(figure: Option<f64>, text: impl Fn(f64) -> String) -> String {
     figure.map(text).unwrap_or_default()
 }
 
-/// A table of Markdown: `head` is its first line, all columns but the first are figures.
+/// Formats a Markdown table. `head` is its first line. All columns but the first have figures.
 fn markdown(head: &[String], lines: &[Vec<String>]) -> String {
     let line = |cells: &[String]| format!("| {} |\n", cells.join(" | "));
     let mut text = line(head);
@@ -263,7 +267,7 @@ fn markdown(head: &[String], lines: &[Vec<String>]) -> String {
 mod tests {
     use super::*;
 
-    /// Its figure is the number of the measurement.
+    /// The figure of each measurement is its number.
     struct Counts {
         calls: Vec<(usize, usize)>,
     }
@@ -320,7 +324,7 @@ mod tests {
         assert_eq!(measured[0].ratio(1, 0, "calls"), Some(13.0 / 12.0));
         assert_eq!(measured[0].ratio(1, 0, "other"), None);
         assert!(rounds(&mut table, &plan(1, "nothing"), &Stop::default()).is_err());
-        // Of the systems that are wanted each round begins with another one, too.
+        // With chosen systems, too, each round begins with another one.
         let (peers, wrong) = (["c", "a"].map(String::from), ["d".to_string()]);
         table.calls.clear();
         let measured =

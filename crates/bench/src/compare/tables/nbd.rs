@@ -3,12 +3,13 @@
 //! server's, for each I/O.
 //!
 //! ```text
-//!   direct  a file on the disk, O_DIRECT. nbdkit's file plugin has no O_DIRECT: its cache=none drops the pages behind itself.
-//!           Page cache answers its writes, so the table has them in brackets, and compares nothing with them
+//!   direct  a file on the disk, O_DIRECT. nbdkit's file plugin has no O_DIRECT, its cache=none
+//!           drops pages afterwards. The page cache answers its writes, so they are in brackets
+//!           in the table, and are not compared
 //!   cached  the same file in the page cache
-//!   null    no storage at all: what the protocol costs
+//!   null    no storage: the cost of the protocol
 //! ```
-//! The host's row is fio on the file itself, by io_uring: what the storage gives at that time.
+//! The host's row is fio on the file itself, by io_uring: the rate of the storage at that time.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -78,7 +79,7 @@ impl Load {
         format!("{under}: {bs} {order} {rw}, depth {depth}, {connections} connection{many}")
     }
 
-    /// Whether Blockyard is compared with this server.
+    /// Returns whether Blockyard is compared with this server.
     fn compares_with(&self, server: usize) -> bool {
         server == 1 || (server == 2 && !(self.under == Under::Direct && self.rw.ends_with("write")))
     }
@@ -137,7 +138,7 @@ impl Nbd {
         Ok((self.place.start(&command, &socket)?, socket))
     }
 
-    /// fio's job of such a load.
+    /// Returns fio's job for the load.
     fn fio(&self, load: &Load, target: &[String]) -> Result<Value> {
         let Load { under, rw, bs, depth, connections } = load;
         let mib = self.place.size >> 20;

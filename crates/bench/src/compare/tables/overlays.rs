@@ -1,7 +1,7 @@
 //! Copy-on-write images: Blockyard's qcow2 beside its own raw and qemu-storage-daemon's qcow2.
 //!
-//! Before each measurement of first writes the overlay is made anew. All overlays lie over the same
-//! base, a raw file in which every block was written.
+//! Each measurement of first writes has a new overlay. All overlays have the same base, a raw file
+//! in which every block was written.
 
 use std::path::{Path, PathBuf};
 
@@ -10,17 +10,17 @@ use anyhow::Result;
 use super::place::{Image, Place, Server, back_end, load, settle};
 use super::{Figures, Measured, Row, Table, cell, grouped, markdown};
 
-/// What `blockyard image create -b` chooses, and QEMU's own.
+/// The options that `blockyard image create -b` chooses, and QEMU's default.
 const OURS: &str = "extended_l2=on,cluster_size=128k";
 const QEMUS: &str = "cluster_size=64k";
-/// First writes of a measurement.
+/// Number of first writes in a measurement.
 const OPS: u64 = 8000;
 
-/// How an image is made.
+/// The kind of an image.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Made {
     Raw,
-    /// Allocated, and laid out on the host in the order of the disk.
+    /// Allocated, in the order of the disk on the host.
     Full,
     /// Empty, over the raw file.
     Overlay,
@@ -30,7 +30,7 @@ enum Made {
     Tera,
 }
 
-/// A back end over an image with qcow2 options.
+/// A back end with an image and its qcow2 options.
 #[derive(Clone, Copy)]
 struct System {
     name: &'static str,
@@ -132,7 +132,7 @@ impl Overlays {
         Ok(Overlays { place, base, loads: loads() })
     }
 
-    /// The image's path and format, ready for a measurement.
+    /// Prepares an image. Returns its path and format.
     fn image(&self, made: Made, options: &str) -> Result<(PathBuf, &'static str)> {
         if made == Made::Raw {
             return Ok((self.base.clone(), "raw"));
@@ -239,8 +239,7 @@ impl Table for Overlays {
     }
 }
 
-/// What a process has in memory of its own, in MiB: not the files and the client's memory that it
-/// maps.
+/// Returns the private memory of a process in MiB, without mapped files and client memory.
 fn memory(pid: u32) -> Result<f64> {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
     let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"));

@@ -1,5 +1,5 @@
-//! Where tables are measured: a folder with images, servers on sockets, tools. All of it goes with
-//! its value.
+//! The place of a table's measurements: a folder with images, servers on sockets, tools. The drop
+//! removes all.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ use super::Figures;
 use crate::client;
 use crate::process::{Process, Stop, fill};
 
-/// A server listens after this time, or has failed.
+/// A server that does not listen after this time has failed.
 const LISTENS: Duration = Duration::from_secs(20);
 
 pub struct Place {
@@ -33,7 +33,7 @@ pub enum Server {
     Qsd,
 }
 
-/// What a back end serves.
+/// The disk of a back end.
 pub struct Image<'a> {
     pub path: &'a Path,
     /// `raw`, `qcow2`, or `null` for no storage at all.
@@ -55,7 +55,7 @@ impl Place {
             .context("no guests are installed (BLOCKYARD_GUESTS names their folder)")
     }
 
-    /// A program of the guests' tree.
+    /// Returns a program of the guests' tree.
     pub fn tool(&self, name: &str) -> Result<Command> {
         let mut command = Command::new(self.guests()?.join("tool"));
         command.arg(name);
@@ -66,7 +66,7 @@ impl Place {
         run(self.tool("qemu-img")?.args(words.split_whitespace()).args(files)).map(drop)
     }
 
-    /// The raw file: every block of it is written.
+    /// Returns the raw file. Every block of it is written.
     pub fn base(&self) -> Result<PathBuf> {
         let path = self.folder.join("base.img");
         if !path.exists() {
@@ -149,7 +149,7 @@ impl Drop for Place {
     }
 }
 
-/// Writes a durable file of zeroes: each block has its place.
+/// Writes a durable file of zeroes without holes.
 pub fn zeroes(path: &Path, size: u64, stop: &Stop) -> Result<()> {
     use std::io::Write;
     let mut file =
@@ -162,7 +162,7 @@ pub fn zeroes(path: &Path, size: u64, stop: &Stop) -> Result<()> {
     Ok(file.sync_all()?)
 }
 
-/// Runs a command to its end; what it printed.
+/// Runs a command to its end. Returns its output.
 pub fn run(command: &mut Command) -> Result<String> {
     let done = command
         .output()
@@ -175,8 +175,8 @@ pub fn run(command: &mut Command) -> Result<String> {
     Ok(String::from_utf8_lossy(&done.stdout).into_owned())
 }
 
-/// Nothing of the file is dirty, and it is in the page cache or out of it: a direct write of a
-/// cached page costs more.
+/// Syncs the file, and puts it into the page cache or drops it from there, because a direct write
+/// of a cached page costs more.
 pub fn settle(path: &Path, cached: bool) -> Result<()> {
     let mut file =
         std::fs::File::open(path).with_context(|| format!("opening {}", path.display()))?;
@@ -189,7 +189,7 @@ pub fn settle(path: &Path, cached: bool) -> Result<()> {
     Ok(())
 }
 
-/// Puts a load of `bench client` on a target. `words` and `more`: its options.
+/// Runs a load of `bench client` on a target. `words` and `more`: its options.
 pub fn load(words: &str, more: impl IntoIterator<Item = OsString>) -> Result<Figures> {
     #[derive(Parser)]
     #[command(no_binary_name = true)]
@@ -213,7 +213,7 @@ pub fn load(words: &str, more: impl IntoIterator<Item = OsString>) -> Result<Fig
     Ok(figures)
 }
 
-/// The options that name a back end and its process.
+/// Returns the options that name a back end and its process.
 pub fn back_end(server: &Process, socket: &Path) -> [OsString; 3] {
     ["--backend-pid".into(), server.pid().to_string().into(), socket.into()]
 }

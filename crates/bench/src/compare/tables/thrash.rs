@@ -2,9 +2,11 @@
 //! and swaps to its disk.
 //!
 //! ```text
-//!   worker    fio with checksums (random writes, each read back), then small steps as a person at a terminal makes them:
-//!             save a new file of 4 KiB (synchronous, with its folder), read three small files that are in no cache, pause
-//!   thrasher  is idle, or uses twice the memory that it has; the server shares the device fairly, or does not
+//!   worker    fio with checksums (random writes, each read back), then small steps, as of a
+//!             person at a terminal: save a new file of 4 KiB (synced, with its folder), read
+//!             three small uncached files, pause
+//!   thrasher  is idle, or uses twice the memory that it has; the server shares the device fairly,
+//!             or does not
 //! ```
 //! A row is a device: the machine's disk, and Blockyard's model of a slower one before the same
 //! files. An emulated guest needs much processor time for each page that it swaps, so it does not
@@ -28,7 +30,7 @@ use crate::compare::cpu::Snapshot;
 use crate::process::{Process, Stop};
 use crate::statistics::median;
 
-/// 4 requests of 1 ms at a time: 4000 a second, and 128 MiB. Such disks are rented out.
+/// 4 concurrent requests of 1 ms: 4000 a second, and 128 MiB a second. Clouds rent out such disks.
 const MODEL: &str = "parallel=4,read=1ms,write=1ms,flush=2ms,bandwidth=128M,device=slow";
 const MODEL_COSTS: &str = r#"[[device]]
 device = "slow"
@@ -47,7 +49,7 @@ base-latency-read = 1000000
 base-latency-write = 1000000
 "#;
 
-/// Names of the rows, and whether the model of a device is before the files.
+/// Names of the rows, and whether a model of a device delays the files.
 const DEVICES: [(&str, bool); 2] = [("the machine's disk", false), ("4,000 IOPS, 128 MiB/s", true)];
 
 /// Names of the systems; whether the neighbour thrashes; whether the server shares fairly.
@@ -64,16 +66,16 @@ const USED_MIB: u32 = 256;
 const PROCESSES: u32 = 32;
 /// Depth of fio.
 const DEPTH: u32 = 4;
-/// The neighbour thrashes from this number of pages swapped in on.
+/// Number of swapped-in pages from which on the neighbour counts as thrashing.
 const THRASHES: u64 = 5000;
 
-/// A guest is up, or swaps, after this time.
+/// A guest that is not up, or does not swap, after this time has failed.
 const READY: Duration = Duration::from_secs(120);
 
 pub struct Thrash {
     place: Place,
     costs: PathBuf,
-    /// The file of costs has those of the machine's disk.
+    /// Set once the file of costs has those of the machine's disk.
     calibrated: bool,
     /// Durations of all steps of all rounds in ms, by row and system.
     steps: BTreeMap<(usize, usize), Vec<f64>>,
@@ -158,7 +160,7 @@ impl Thrash {
         })
     }
 
-    /// Runs both guests once: figures, and the steps of the worker.
+    /// Runs both guests once. Returns figures, and the steps of the worker.
     fn run(&self, model: bool, thrashes: bool, fair: bool) -> Result<(Figures, Vec<f64>)> {
         let limit = READY + Duration::from_secs_f64(self.place.seconds);
         let mut server = self.server(model, fair)?;
@@ -264,7 +266,7 @@ impl Table for Thrash {
     }
 }
 
-/// A script in a guest, and its lines with the time when they came.
+/// A script in a guest, and its lines with their time of arrival.
 struct Guest<'a> {
     name: &'static str,
     share: PathBuf,
@@ -306,7 +308,7 @@ impl Guest<'_> {
         format!("; it said: {}", lines.join("; "))
     }
 
-    /// The script waits for a file with this name.
+    /// Creates the file that the script waits for.
     fn tell(&self, word: &str, text: &str) -> Result<()> {
         let new = self.share.join(format!("{word}.new"));
         std::fs::write(&new, text)?;
@@ -321,7 +323,7 @@ impl Guest<'_> {
     }
 }
 
-/// Rate and p99 of both directions, from fio's JSON; its checksums must have been right.
+/// Parses rate and p99 of both directions from fio's JSON. A wrong checksum is an error.
 fn of_fio(text: &str) -> Result<Figures> {
     let job =
         serde_json::from_str::<Value>(text).context("fio's figures are no JSON")?["jobs"][0].take();
@@ -333,14 +335,14 @@ fn of_fio(text: &str) -> Result<Figures> {
     Ok(Figures::from([("iops", iops), ("p99_ms", p99(read)?.max(p99(write)?))]))
 }
 
-/// Duration in ms of a step: its save and its reads, each in us.
+/// Returns the duration of a step in ms, from its save and its reads in us.
 fn step(line: &str) -> Option<f64> {
     let parts: Option<Vec<f64>> =
         line.strip_prefix("step ")?.split(' ').map(|us| us.parse().ok()).collect();
     Some(parts?.iter().sum::<f64>() / 1000.0)
 }
 
-/// Pages in and out a second, between the first and the last figures in that time.
+/// Returns pages in and out a second, between the first and the last figures of that time.
 fn swapping(said: &[(Instant, String)], begin: Instant, end: Instant) -> Result<(f64, f64)> {
     let figures = |(at, line): &(Instant, String)| {
         let mut numbers = line.strip_prefix("swapped ")?.split(' ').map(|n| n.parse::<f64>().ok());

@@ -1,7 +1,7 @@
-//! What the two guests of the thrashing neighbour run. They read `/share`, and print lines for the
-//! host.
+//! Scripts of the two guests with the thrashing neighbour. They read `/share`, and print lines for
+//! the host.
 
-/// Waits without a process: one would take longer in such a guest than the pause.
+/// Waits without a process, because a process takes longer in such a guest than the pause.
 pub const PAUSE: &str = r#"
 exec 9<> <(:)
 pause() { read -r -t "$1" <&9 || :; } # without a process

@@ -18,7 +18,7 @@ use super::place::{Place, run, zeroes};
 use super::{Figures, Measured, Plan, Row, SILENCE, Table, cell, markdown, order};
 use crate::process::Process;
 
-/// Name, how the system reaches the image, with which cache, which image.
+/// Name, access to the image, cache mode, and image.
 const SYSTEMS: [(&str, &str); 6] = [
     ("loop", "loop off raw"),
     ("ublk, writeback", "ublk writeback raw"),
@@ -30,7 +30,7 @@ const SYSTEMS: [(&str, &str); 6] = [
 /// Systems that are compared, by their numbers.
 const RATIOS: [(usize, usize); 4] = [(4, 3), (5, 4), (1, 0), (2, 1)];
 
-/// Name, what the guest does, digits of a figure.
+/// Name, work of the guest, digits of a figure.
 const ROWS: [(&str, &str, usize); 5] = [
     ("1 MiB write, depth 4, MB/s", "measure write --bs=1M --iodepth=4", 0),
     ("1 MiB read, depth 4, MB/s", "measure read --bs=1M --iodepth=4", 0),
@@ -99,7 +99,7 @@ pub struct Ublk {
     kernel: String,
     /// Figures that no measurement has taken yet, by row and system.
     results: BTreeMap<(usize, usize), VecDeque<f64>>,
-    /// What else the guest printed.
+    /// Other output of the guest.
     said: Vec<String>,
 }
 
@@ -114,7 +114,7 @@ impl Ublk {
             place.folder.join("script"),
         );
         let mib = (place.size >> 20).max(1);
-        // Written, not only allocated: otherwise the first system at a place would pay for the
+        // Written, not only allocated. Otherwise the first system at an offset would pay for the
         // host's own first writes.
         zeroes(&disk, (mib * 2 * systems.len() as u64 + 128) << 20, &place.stop)?;
         run(Command::new("strip").arg("-o").args([&program, &place.program]))?;
@@ -235,7 +235,7 @@ impl Table for Ublk {
         markdown(&head, &measured.iter().map(line).collect::<Vec<_>>())
     }
 
-    /// The guest compares the last copies, and ends well.
+    /// Checks that the guest compares the last copies, and ends with status 0.
     fn check(&mut self) -> Result<()> {
         while self.listen()? {}
         self.finish()
@@ -254,7 +254,7 @@ mod tests {
         let loads = [3, 4, 4, 3].map(read);
         assert_eq!(lines[..2], ["begin 3 loop on raw", "begin 4 ublk none raw"]);
         assert_eq!(lines[2..6], loads);
-        // Copies discard what the loads need.
+        // A copy discards data that the loads need.
         assert_eq!(lines[6..], ["copy  4 3", "copy  4 4", "copy  4 4", "copy  4 3"]);
     }
 

@@ -1,10 +1,10 @@
 //! UML's stock driver and Blockyard inside a User Mode Linux guest.
 //!
-//! A turn of a system boots one guest, which runs the loads of all rows. fio counts the operations
-//! in the guest. Durations are those of the host, because the guest's clock may lag, and so is the
-//! CPU time of the back end (ubd has none: its part is inside the guest): both are taken at marks
-//! that the guest prints. In: where guest and back end may run. Out: operations a second, CPU time
-//! for each. What must hold: systems with equal promises are compared, and no others.
+//! Each measurement of a system boots one guest, which runs the loads of all rows. fio counts the
+//! operations in the guest. The host measures durations, because the guest's clock may lag, and the
+//! CPU time of the back end, at marks that the guest prints. (ubd has no back end: it runs in the
+//! guest.) In: processors of guest and back end. Out: operations a second, CPU time for each. What
+//! must hold: only systems of equal durability are compared.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -18,7 +18,7 @@ use super::{Figures, Measured, Plan, Row, SILENCE, Table, cell, grouped, markdow
 use crate::compare::cpu::Snapshot;
 use crate::process::Process;
 
-/// Name, the guest's kind of disk, how the back end caches.
+/// Name, the guest's kind of disk, cache mode of the back end.
 const SYSTEMS: [(&str, &str, Option<&str>); 6] = [
     // Page cache, FLUSH dropped.
     ("ubd", "ubd", None),
@@ -31,9 +31,9 @@ const SYSTEMS: [(&str, &str, Option<&str>); 6] = [
     ("blockyard writethrough", "vhost", Some("writethrough")),
 ];
 
-/// Systems with equal promises: ours, and the one that it must not be behind. (writeback and none
-/// promise more than ubd, which drops flushes, and less than ubd with O_SYNC. The table has them
-/// for what a real flush costs.)
+/// Systems of equal durability: ours, and the one to compare with. (writeback and none are more
+/// durable than ubd, which drops flushes, and less than ubd with O_SYNC. The table has them to show
+/// the cost of a real flush.)
 const PAIRS: [(usize, usize, &str); 2] =
     [(1, 0, "unsafe to ubd"), (5, 4, "writethrough to ubd O_SYNC")];
 
@@ -104,7 +104,7 @@ impl Uml {
         Ok(Uml { place, base, guest_cpus, server_cpus, script, boots: BTreeMap::new() })
     }
 
-    /// Boots a guest on a system's disk: figures of all rows.
+    /// Boots a guest on a system's disk. Returns figures of all rows.
     fn boot(&self, system: usize) -> Result<Vec<(usize, Figures)>> {
         let (name, kind, cache) = SYSTEMS[system];
         settle(&self.base, true)?;
@@ -155,7 +155,7 @@ impl Uml {
     }
 }
 
-/// A moment in the guest: when its line came, CPU seconds of the back end and requests of the disk
+/// A mark of the guest: its time of arrival, CPU seconds of the back end and requests of the disk
 /// so far.
 struct Mark {
     came: Instant,
