@@ -2,10 +2,10 @@
 //! measured and verified.
 //!
 //! ```text
-//!   options -> Setup -> vhost (connection)      -> worker (a thread a queue) --+-> load -> workload
-//!                    |-> xen (front end, blkif) -> worker ---------------------+           verify
-//!                    \-> host (file, io_uring; a thread a queue) --------------/
-//!                                                            tallies -> report
+//!   options -> Setup -> vhost (connection)   -> worker (a thread a queue) --+-> load -> workload
+//!                    |-> xen (front end, blkif) -> worker -------------------+         verify
+//!                    \-> host (file, io_uring; a thread a queue) ------------/
+//!                                                          tallies -> report
 //! ```
 //!
 //! In: options. Out: a table or JSON on standard output. What must hold: a run with a failed

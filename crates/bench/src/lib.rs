@@ -1,20 +1,20 @@
-//! Load generators, the systems that they are compared on, and what comes of it. `main.rs` is their
-//! command line.
+//! Load generators, the systems that they compare, and reports. `main.rs` is their command line.
 //!
 //! ```text
-//!   client   `bench client`: load on a vhost-user-blk back end (or a host file), measured and verified
-//!   rate     `bench rate`: one operation at a time, of random size and place, each timed
-//!   target   what it measures: files, devices, vhost-user and NBD servers
-//!   figures  `bench median`, `percentile`: what became of those, by size (samples: the two columns, sorted into bins)
-//!   job      `bench job`: loads with names, by fio or by the client's engine
-//!   experiment  those that are no load: dd and rm, mounting and copying, booting
-//!   compare  `bench compare`: the same work on the host and in guests, in turn
-//!   calibrate  `bench calibrate`: what operations cost a device      xen  `bench xen`: back ends compared
+//!   client      `bench client`: load on a vhost-user-blk back end or a host file, verified
+//!   rate        `bench rate`: one operation at a time, of random size and place, each timed
+//!   target      files, devices, vhost-user and NBD servers for `rate`
+//!   figures     `bench median`, `percentile`: figures by size (samples: size and time in bins)
+//!   job         `bench job`: named loads, by fio or by the client's engine
+//!   experiment  dd and rm, mount and copy, boot
+//!   compare     `bench compare`: the same work on the host and in guests, in turn
+//!   calibrate   `bench calibrate`: the costs of a device's operations
+//!   xen         `bench xen`: the blkif back end beside vhost-user
 //!   neighbours  `bench neighbours`: disks of one device beside one another
-//!   process  what goes with its value: processes, interruption
-//!   results  all of that as data         report  as a table and a page       draw  `bench plot`
-//!   diff     `bench diff`: two sets of results
-//!   statistics  quantiles                plot    pictures, as SVG and PNG
+//!   process     processes that end with their owner, interruption
+//!   results     all figures as data     report  a table and a page     draw  `bench plot`
+//!   diff        `bench diff`: two sets of results
+//!   statistics  quantiles               plot    pictures, as SVG and PNG
 //! ```
 //! `compare -> results -> {report, draw, diff} -> plot -> statistics`. Nothing points back.
 

@@ -4,7 +4,7 @@
 //! In: a target and what to do. Out: two columns on standard output as the operations end, size in
 //! bytes and duration in seconds. (After the `rate` of the first of the reports that this project
 //! began with.) What must hold: the seed decides sizes and places; nothing that is in use, or holds
-//! a file system, is written to unless that was asked for; what was printed is whole lines,
+//! a file system, is written to, except by option; printed lines are whole,
 //! whenever the run ends.
 
 use std::io::{IsTerminal, Write};

@@ -32,8 +32,8 @@ pub struct Cli {
 pub enum Command {
     /// Serve a disk image, or all disks of a configuration file.
     ///
-    /// An export option selects the clients of the disk: a virtual machine (--vhost-user), NBD clients
-    /// (--nbd), this host (--ublk) or a guest of Xen (--xen). A disk may have several.
+    /// An export option selects the clients of the disk: a virtual machine (--vhost-user), NBD
+    /// clients (--nbd), this host (--ublk) or a guest of Xen (--xen). A disk may have several.
     Serve(Box<ServeOptions>),
     /// Attach an image as a block device of this host.
     ///

@@ -35,7 +35,8 @@ impl Yard {
         Yard { daemon, folder }
     }
 
-    /// Writes the file, reloads it, waits until the log has `expected`, and returns the new log lines.
+    /// Writes the file, reloads it, waits until the log has `expected`, and returns the new log
+    /// lines.
     #[track_caller]
     fn reload(&self, disks: &[(&str, &str)], expected: &str) -> String {
         configure(&self.folder, disks);

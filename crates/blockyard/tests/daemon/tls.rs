@@ -31,8 +31,8 @@ pub fn authority(name: &str) -> Authority {
     CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap()
 }
 
-/// Writes `OWNER-cert.pem` and `OWNER-key.pem` into a folder, and the certificate of the authority. The
-/// bytes of the name are the serial number.
+/// Writes `OWNER-cert.pem` and `OWNER-key.pem` into a folder, and the certificate of the authority.
+/// The bytes of the name are the serial number.
 pub fn certify(
     folder: &Path,
     authority: &Authority,

@@ -183,7 +183,7 @@ fn missing_queues_are_refused() {
         survives("addresses", NO, |g| {
             send(&g.connection, R::SET_VRING_ADDR, &addresses(index, 0, 0, 0), &[])
         });
-        survives("a base is asked for", NO, |g| {
+        survives("GET_VRING_BASE", NO, |g| {
             send(&g.connection, R::GET_VRING_BASE, &state(index, 0), &[])
         });
     }

@@ -89,7 +89,7 @@ load() { # ARGUMENTS...
         --group_reporting "$@" || { cat /tmp/fio.log && return 1; }
 }
 
-# The same in the background, until it is told to end. (The limit is for a load that nothing ends.)
+# The same in the background, until it receives a signal. (The limit is for a load that nothing ends.)
 begin_load() { # ARGUMENTS...
     load --time_based --runtime=100 --verify_backlog=64 "$@" >/dev/null &
     load=$!

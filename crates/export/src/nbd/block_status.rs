@@ -169,7 +169,7 @@ pub async fn chunks(
                 Some((so_far, _)) => *so_far += len,
                 None => extents.push((len.min(longest), flags)),
             }
-            // If one extent is asked for, the answer ends where the first context changes.
+            // With REQ_ONE the answer ends where the first context changes.
             full |= extents.len() >= if one { 2 } else { MOST_EXTENTS };
         }
         if full || len > longest {

@@ -149,7 +149,8 @@ impl<'a> Negotiation<'a> {
     }
 
     /// Exchanges the greeting and the handshake flags. Returns whether the client knows fixed
-    /// newstyle. A client without it cannot receive replies to options. It can only choose an export.
+    /// newstyle. A client without it cannot receive replies to options. It can only choose an
+    /// export.
     async fn greet(&mut self) -> io::Result<bool> {
         let mut greeting = Vec::new();
         greeting.extend(wire::GREETING.to_be_bytes());

@@ -37,11 +37,11 @@ pub struct Mismatch {
 
 /// A write that has started. Return it to the oracle when the write is answered; drop it if it
 /// never is.
-#[must_use = "an answered write is told to the oracle with its token"]
+#[must_use = "an answered write is reported to the oracle with its token"]
 pub struct WriteToken(Rc<Write>);
 
 /// A flush that has started.
-#[must_use = "an answered flush is told to the oracle with its token"]
+#[must_use = "an answered flush is reported to the oracle with its token"]
 pub struct FlushToken(u64);
 
 /// A read that has started.

@@ -135,7 +135,7 @@ pub fn our_check(files: &Files) -> Result<Report, String> {
         *told.borrow_mut() = Some(check::check(&raw, None, Repair::No).await?);
         Ok(())
     })?;
-    Ok(report.take().expect("it was told"))
+    Ok(report.take().expect("the check has ended"))
 }
 
 /// Returns the image after some work, on a disk with power.
