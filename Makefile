@@ -17,10 +17,11 @@ units = $(DESTDIR)$(PREFIX)/lib/systemd/system
 
 help: ## list these commands
 	@echo "Blockyard: make COMMAND"
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | while IFS='	' read -r c t; do \
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | \
+		while IFS='	' read -r c t; do \
 		printf '  %-10s %s\n' "$$c" "$$t"; done
 
-demo: ## boot a User Mode Linux guest on a Blockyard disk, and measure it beside the host and the stock driver
+demo: ## boot a User Mode Linux guest on a Blockyard disk, and compare it with host and stock driver
 	@scripts/demo
 
 test: ## install what the tests need, and run all of them
@@ -32,12 +33,13 @@ soak: ## run the tests that take hours: power cuts, long loads, fuzzing (scripts
 perf: ## compare rates, latencies and shares with their known figures, on a quiet machine
 	@scripts/setup test
 	$(CARGO) build --locked --workspace
-	$(CARGO) test --locked -p blockyard -p blockyard-bench --test perf --no-fail-fast -- --test-threads=1 --nocapture
+	$(CARGO) test --locked -p blockyard -p blockyard-bench --test perf --no-fail-fast \
+		-- --test-threads=1 --nocapture
 
 bench: ## measure against the host's file and qemu-storage-daemon; writes docs/benchmark-tables.md
 	@bench/run
 
-build: ## the programs, optimised: target/release/blockyard and blockyard-bench (4 minutes the first time)
+build: ## optimised programs: target/release/blockyard, blockyard-bench (4 minutes the first time)
 	@scripts/setup build
 	$(CARGO) build --release --locked
 
@@ -48,13 +50,14 @@ lint: ## format check, lengths of files and commit subjects, links of pages, cli
 	@scripts/check-links
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
 
-# Not after `build`: that belongs to the user, and this may be root, who has no cargo.
-install: ## programs, man pages, documentation, completions, systemd units, guests to compare (PREFIX=/usr/local, DESTDIR=)
+# Does not depend on `build`: the user runs that, and this may run as root, which has no cargo.
+install: ## programs, man pages, documentation, completions, units, guests (PREFIX=, DESTDIR=)
 	@test -x $(binary) -a -x $(bench) || { echo "first: make build" >&2; exit 1; }
 	install -Dm755 -t $(DESTDIR)$(PREFIX)/bin $(binary) $(bench)
 	install -d $(share)/man/man1
 	$(binary) man $(share)/man/man1
-	install -d $(share)/bash-completion/completions $(share)/zsh/site-functions $(share)/fish/vendor_completions.d
+	install -d $(share)/bash-completion/completions $(share)/zsh/site-functions \
+		$(share)/fish/vendor_completions.d
 	$(binary) completions bash >$(share)/bash-completion/completions/blockyard
 	$(binary) completions zsh >$(share)/zsh/site-functions/_blockyard
 	$(binary) completions fish >$(share)/fish/vendor_completions.d/blockyard.fish
@@ -67,15 +70,19 @@ install: ## programs, man pages, documentation, completions, systemd units, gues
 	install -Dm644 -t $(share)/doc/blockyard/docs docs/*.md docs/*.svg
 	install -Dm644 -t $(share)/doc/blockyard/docs/design docs/design/*.md
 	install -d $(share)/blockyard/guests
-	install -m755 guests/setup guests/tool guests/uml guests/qemu guests/guest-init $(share)/blockyard/guests
-	install -m755 guests/xen guests/xen-block guests/xen-dom0 guests/xen-initramfs $(share)/blockyard/guests
+	install -m755 guests/setup guests/tool guests/uml guests/qemu guests/guest-init \
+		$(share)/blockyard/guests
+	install -m755 guests/xen guests/xen-block guests/xen-dom0 guests/xen-initramfs \
+		$(share)/blockyard/guests
 	install -m644 guests/lib.sh guests/xen-serve guests/README.md $(share)/blockyard/guests
 	install -Dm755 contrib/block-blockyard $(share)/blockyard/contrib/block-blockyard
 
 uninstall: ## remove what install put there
-	rm -f $(DESTDIR)$(PREFIX)/bin/blockyard $(DESTDIR)$(PREFIX)/bin/blockyard-bench $(share)/man/man1/blockyard.1 $(share)/man/man1/blockyard-*.1 \
+	rm -f $(DESTDIR)$(PREFIX)/bin/blockyard $(DESTDIR)$(PREFIX)/bin/blockyard-bench \
+		$(share)/man/man1/blockyard.1 $(share)/man/man1/blockyard-*.1 \
 		$(share)/bash-completion/completions/blockyard $(share)/zsh/site-functions/_blockyard \
-		$(share)/fish/vendor_completions.d/blockyard.fish $(units)/blockyard.service $(units)/blockyard@.service \
+		$(share)/fish/vendor_completions.d/blockyard.fish \
+		$(units)/blockyard.service $(units)/blockyard@.service \
 		$(units)/blockyard@.socket $(DESTDIR)$(PREFIX)/lib/sysusers.d/blockyard.conf \
 		$(DESTDIR)$(PREFIX)/lib/tmpfiles.d/blockyard.conf
 	rm -rf $(share)/doc/blockyard $(share)/blockyard

@@ -1,14 +1,17 @@
 # shellcheck shell=bash
 # Shared by setup, tool, uml, qemu and xen. Source it; it runs nothing.
 
-# Root's is the machine's: what root runs as another user (`make demo` does) must reach it.
+# Root's cache is in /var/cache, because programs that root starts as another user (`make demo`
+# does so) must reach it.
 cache=/var/cache/blockyard
 ((EUID == 0)) || cache=${XDG_CACHE_HOME:-$HOME/.cache}/blockyard
 cache=${BLOCKYARD_TOOLS:-$cache}
 tree=$cache/tree
 
-# Raised by hand when a part's recipe changes: `setup` then builds it anew.
-declare -A version=([tree]=3 [uml]=1 [qemu]=1 [qemu7]=1 [xen]=1 [xenqemu]=1 [iotests]=1 [selftests]=2)
+# Raise the number by hand when a part's recipe changes: `setup` then rebuilds the part.
+declare -A version=(
+    [tree]=3 [uml]=1 [qemu]=1 [qemu7]=1 [xen]=1 [xenqemu]=1 [iotests]=1 [selftests]=2
+)
 
 die() { # STATUS MESSAGE...
     local status=$1
@@ -25,28 +28,28 @@ need() { # PART
     have "$1" || die 125 "part '$1' is not in $cache: run ${BASH_SOURCE[0]%/*}/setup $1"
 }
 
-# Programs of the tree need the tree's C library, which is newer than the host's. Calling its
-# loader by hand needs neither chroot nor root; --inhibit-cache keeps the host's libraries out.
-# libceph-common lies in a folder of its own, which librados names by an absolute RUNPATH.
+# Programs of the tree need the tree's C library, which is newer than the host's. Calling its loader
+# directly needs neither chroot nor root. --inhibit-cache excludes the host's libraries.
+# libceph-common is in a folder of its own, which librados names by an absolute RUNPATH.
 libs=$tree/usr/lib/x86_64-linux-gnu
-# shellcheck disable=SC2034 # used by those who source this
+# shellcheck disable=SC2034 # used by the scripts that source this file
 loader=("$tree/usr/lib64/ld-linux-x86-64.so.2" --inhibit-cache --library-path "$libs:$libs/ceph")
 
 # ---- the runners ----
 
 run='' guest_pid='' out_pid='' watch_pid=''
 
-# Removes what a run made and ends what it started, and nothing else. To its end: a signal to the whole group that comes
-# when the guest has just ended would find `rm` at work, and end that.
+# Removes the files that a run made and ends the processes that it started, nothing else. It ignores
+# signals: one to the whole process group, just after the guest ends, would kill the running `rm`.
 cleanup() {
     trap '' INT TERM HUP
     local p
     # The guest leads a process group of its own (see run_guest): User Mode Linux has a process
-    # per address space in there. (Asked of bash, for we may come before a number was noted.)
+    # for each address space in it. `jobs -p` finds a guest whose number is not yet in $guest_pid.
     for p in $(jobs -p) $guest_pid; do
         kill -KILL -- "-$p" 2>/dev/null || kill -KILL "$p" 2>/dev/null || :
     done
-    # Until they are gone they may make files in the folder.
+    # Until these processes have ended they may create files in the folder.
     wait 2>/dev/null || :
     guest_pid=
     [[ -z $run ]] || rm -rf -- "$run"
@@ -59,17 +62,18 @@ join() { # WORD...: with commas
 
 begin_run() {
     trap cleanup EXIT
-    # Also where `cleanup` has begun, and knows nothing of the signal yet: `exit` alone would make an end of it there.
+    # A signal may arrive when `cleanup` has begun but does not ignore signals yet. `exit` alone
+    # would then end it early, so each trap calls `cleanup` again.
     trap 'cleanup && exit 130' INT
     trap 'cleanup && exit 143' TERM
     trap 'cleanup && exit 129' HUP
-    # No folder is made whose name does not get here.
+    # A signal must not end mktemp between creating the folder and printing its name.
     run=$(trap '' INT TERM HUP && exec mktemp -d "${TMPDIR:-/tmp}/blockyard-guest.XXXXXX")
     mkdir "$run/job"
     mkfifo "$run/out"
 }
 
-# The guest gets a folder with its init, the script and its environment, and what is in $files.
+# Fills the folder that the guest mounts: its init, the script, its environment, and $files.
 files=()
 fill_job() { # SCRIPT K=V...
     local script=$1 pair file
@@ -85,15 +89,15 @@ fill_job() { # SCRIPT K=V...
     done >"$run/job/env"
 }
 
-# Runs the guest; what it writes to $run/out goes to our standard output as it comes, its consoles
-# go to $run/console. Exits with the status that the guest left in the file STATUS.
+# Runs the guest. Its output ($run/out) goes to our standard output as it comes, its consoles go to
+# $run/console. Exits with the status that the guest wrote to STATUS_FILE.
 run_guest() { # TIMEOUT STATUS_FILE COMMAND...
     local timeout=$1 status_file=$2 ended status
     shift 2
     cat "$run/out" &
     out_pid=$!
-    # setsid: a process group to end as a whole. pdeathsig: should this script be killed by
-    # SIGKILL, what it started goes with it. Core files of a panicking kernel help nobody.
+    # setsid: makes a process group that can be killed as a whole. pdeathsig: the guest ends if this
+    # script gets SIGKILL. No core files, because those of a panicking kernel are useless.
     (
         ulimit -c 0
         exec setsid setpriv --pdeathsig KILL "$@"
@@ -101,13 +105,13 @@ run_guest() { # TIMEOUT STATUS_FILE COMMAND...
     guest_pid=$!
     setpriv --pdeathsig KILL sleep "$timeout" &
     watch_pid=$!
-    # Quiet: bash reports a kernel that aborts, and the console says it better.
+    # 2>/dev/null: bash would report a kernel that aborts, and the console has the details.
     { wait -n -p ended "$guest_pid" "$watch_pid" || :; } 2>/dev/null
     if [[ $ended == "$watch_pid" ]]; then
         watch_pid=
         guest_failed "no end after $timeout s"
     fi
-    # Stragglers of the group would hold the pipe open; then let the last of the output through.
+    # Kill the rest of the group, which would hold the pipe open. Then wait for the last output.
     kill -KILL -- "-$guest_pid" 2>/dev/null || :
     guest_pid=
     wait "$out_pid" || :
