@@ -5,8 +5,8 @@
 //! opens too (`UBLK_CMD_TRY_STOP_DEV`). On older kernels, `/proc` shows the open files of all
 //! processes.
 //!
-//! What must hold: this never waits for a file system. It reads no attribute for which a file
-//! server must be asked. It does not find: programs in a PID namespace that this process cannot
+//! What must hold: this never waits for a file system. It reads no attribute that needs a
+//! query to a file server. It does not find: programs in a PID namespace that this process cannot
 //! see; files of other users if this process is not root; a program that has mapped the device and
 //! then closed it.
 
