@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# Shared by the parts of scripts/soak.d that run whole guests with ublk. Source it in the repository's root.
-# Sets $work (removed at exit), $work/blockyard and $kernels; defines `in_guest`.
+# Shared by the parts of scripts/soak.d that run whole guests with ublk. Source it in the
+# repository's root. Sets $work (removed at exit), $work/blockyard and $kernels; defines `in_guest`.
 . guests/lib.sh
 PATH=$PATH:${CARGO_HOME:-$HOME/.cargo}/bin
 # KERNELS="6 7": the guests' kernels (see guests/README.md). BLOCKYARD: the program to test.

@@ -1,6 +1,7 @@
 # shellcheck shell=bash
-# Shared by the parts of scripts/soak.d that boot an emulated Xen. Source it in the repository's root.
-# Sets $work (removed at exit) and $work/blockyard; defines `in_xen`. BLOCKYARD: the program to test.
+# Shared by the parts of scripts/soak.d that boot an emulated Xen. Source it in the repository's
+# root. Sets $work (removed at exit) and $work/blockyard; defines `in_xen`. BLOCKYARD: the program
+# to test.
 # shellcheck source=guests/lib.sh
 . guests/lib.sh
 PATH=$PATH:${CARGO_HOME:-$HOME/.cargo}/bin
@@ -12,7 +13,7 @@ work=$(mktemp -d "${TMPDIR:-/var/tmp}/blockyard-soak.XXXXXX")
 trap 'rm -rf -- "$work"' EXIT
 strip -o "$work/blockyard" "$program"
 
-# What scripts of both domains begin with.
+# The beginning of the scripts of both domains.
 cat >"$work/common" <<'BOTH'
 set -euo pipefail
 
@@ -23,7 +24,7 @@ until_done() { # COMMAND...
         if "$@"; then return; fi
         sleep 0.1
     done
-    echo "this does not become true: $*"
+    echo "this does not become true within 120 s: $*"
     return 1
 }
 
@@ -32,7 +33,7 @@ quiet_kernel() {
     ! dmesg | grep -E 'I/O error|BUG|WARNING|Oops|hung task|soft lockup|Failed to end'
 }
 
-# Ends the servers of this script. A flush that fails is a status.
+# Ends the servers of this script. Fails if a server ends with an error, such as of its last flush.
 stop_servers() {
     local pid
     for pid in $(jobs -p); do
@@ -51,15 +52,16 @@ in_xen() { # DOM0_SCRIPT DOMU_SCRIPT OPTION...
     guests/xen --program "$work/blockyard" --dom0 "$work/dom0-all" "$@" "$work/domu-all"
 }
 
-# For scripts of dom0: what back ends hold of the guests.
+# For scripts of dom0: counts the resources of guests that back ends hold.
 cat >"$work/holdings" <<'DOM0'
-# Event channels of dom0 to guests, and nodes of back ends. Two listings are alike if nothing was leaked.
+# Prints the numbers of event channels between dom0 and guests, and of Xenstore nodes of back ends.
+# Without leaks, two calls print the same.
 holdings() {
     echo "$(/usr/lib/xen-4.17/bin/lsevtchn 0 | grep -c Interdomain || :) channels," \
         "$(xenstore-ls /local/domain/0/backend 2>/dev/null | wc -l) nodes"
 }
 
-# Fails if a domain that has ended is there still, which is so while grants of it are mapped.
+# Fails if a domain that has ended still exists, which it does while its grants are mapped.
 no_grants_left() {
     xl dmesg -c >/dev/null
     xl debug-keys g

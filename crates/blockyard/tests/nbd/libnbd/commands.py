@@ -1,5 +1,6 @@
-"""Every command with every flag, its data against a copy of ours, and every wrong request that a client can make: each
-gets its error, and the connection goes on. The export is at least 16 MiB, all zeroes, and writable."""
+"""Every command with every flag, with its data compared to a local copy, and every wrong request
+that a client can make: each gets its error, and the connection stays usable. The export has at
+least 16 MiB, is all zeroes, and is writable."""
 
 import errno
 import random
@@ -12,7 +13,7 @@ RANGE = ["EINVAL", "ENOSPC"]
 
 
 def random_work_against_a_copy():
-    """What is read is what was written, by all three kinds of headers in turn, unaligned too."""
+    """Reads return the data written, with each kind of headers in turn, also unaligned."""
     chance = random.Random(6)
     copy = bytearray(SIZE)
     connections = [connect(headers) for headers in HEADERS]
@@ -24,9 +25,12 @@ def random_work_against_a_copy():
         length = max(align, chance.randrange(1, 300_000) // align * align)
         offset = chance.randrange(0, SIZE - length) // align * align
         fua = chance.choice([0, nbd.CMD_FLAG_FUA])
-        what = chance.choice(["read", "read", "write", "write", "zero", "hole", "trim", "cache", "flush"])
+        what = chance.choice(
+            ["read", "read", "write", "write", "zero", "hole", "trim", "cache", "flush"])
         if what == "read":
-            assert h.pread(length, offset, chance.choice([0, nbd.CMD_FLAG_DF]) if step % 3 else 0) == copy[offset:offset + length], (step, offset, length)
+            flags = chance.choice([0, nbd.CMD_FLAG_DF]) if step % 3 else 0
+            data = h.pread(length, offset, flags)
+            assert data == copy[offset:offset + length], (step, offset, length)
         elif what == "write":
             data = chance.randbytes(length)
             h.pwrite(data, offset, fua)
@@ -35,7 +39,7 @@ def random_work_against_a_copy():
             h.zero(length, offset, fua | (nbd.CMD_FLAG_NO_HOLE if what == "zero" else 0))
             copy[offset:offset + length] = bytes(length)
         elif what == "trim":
-            # What a trimmed range reads as is the server's choice; it must stay that.
+            # The server chooses what a trimmed range reads as. Later reads must return the same.
             h.trim(length, offset, fua)
             copy[offset:offset + length] = h.pread(length, offset)
         elif what == "cache":
@@ -47,7 +51,7 @@ def random_work_against_a_copy():
 
 
 def many_at_once():
-    """Requests of one connection run side by side, and answers come in any order."""
+    """Requests of one connection run concurrently, and their replies come in any order."""
     for headers in HEADERS:
         h = connect(headers)
         cookies = {}
@@ -105,8 +109,9 @@ def requests_outside_of_the_disk():
     for headers in HEADERS:
         h = connect(headers)
         size = h.get_size()
-        for offset, length in ((size, 512), (size - 512, 1024), (size + (1 << 40), 512), ((1 << 63) - 1024, 512), ((1 << 64) - 512, 1024)):
-            # libnbd has offsets of 64 bits without a sign; Python's call takes those too.
+        for offset, length in ((size, 512), (size - 512, 1024), (size + (1 << 40), 512),
+                               ((1 << 63) - 1024, 512), ((1 << 64) - 512, 1024)):
+            # Offsets of libnbd are unsigned, of 64 bits, and the Python call accepts all of them.
             refused(h.pread, length, offset, names=RANGE)
             refused(h.pwrite, bytes(length), offset, names=RANGE)
             refused(h.zero, length, offset, names=RANGE)
@@ -120,7 +125,7 @@ def requests_outside_of_the_disk():
             alive(h)
 
 
-def flags_that_nobody_knows():
+def unknown_flags_are_refused():
     for headers in HEADERS:
         h = connect(headers)
         before = h.pread(512, 0)
@@ -130,7 +135,7 @@ def flags_that_nobody_knows():
             refused(h.zero, 512, 0, flag, names=["EINVAL"])
             refused(h.trim, 512, 0, flag, names=["EINVAL"])
             refused(h.flush, flag, names=["EINVAL"])
-        # Known ones, where they mean nothing.
+        # Known flags, with commands that do not have them.
         refused(h.pwrite, b"z" * 512, 0, nbd.CMD_FLAG_DF, names=["EINVAL"])
         refused(h.trim, 512, 0, nbd.CMD_FLAG_NO_HOLE, names=["EINVAL"])
         refused(h.pwrite, b"z" * 512, 0, nbd.CMD_FLAG_FAST_ZERO, names=["EINVAL"])
@@ -138,9 +143,10 @@ def flags_that_nobody_knows():
 
 
 def nothing_long():
-    """Requests without a length do nothing, or are refused; no more than that."""
+    """Requests of length 0 do nothing or are refused."""
     h = connect()
-    for call in (lambda: h.pwrite(b"", 0), lambda: h.zero(0, 0), lambda: h.trim(0, 0), lambda: h.cache(0, 0)):
+    for call in (lambda: h.pwrite(b"", 0), lambda: h.zero(0, 0),
+                 lambda: h.trim(0, 0), lambda: h.cache(0, 0)):
         try:
             call()
         except nbd.Error as e:
@@ -149,7 +155,7 @@ def nothing_long():
 
 
 def payloads_longer_than_allowed():
-    """Refused with the connection kept, or the connection ends: the data were never taken in."""
+    """The server refuses the request or closes the connection. It never stores the data."""
     for headers in HEADERS:
         h = connect(headers)
         most = h.get_block_size(nbd.SIZE_PAYLOAD) or 32 << 20
@@ -169,5 +175,6 @@ def durable_writes():
         h.flush()
 
 
-script(random_work_against_a_copy, many_at_once, reads_that_may_not_be_fragmented, fast_zeroes_are_fast_or_refused,
-       requests_outside_of_the_disk, flags_that_nobody_knows, nothing_long, payloads_longer_than_allowed, durable_writes)
+script(random_work_against_a_copy, many_at_once, reads_that_may_not_be_fragmented,
+       fast_zeroes_are_fast_or_refused, requests_outside_of_the_disk, unknown_flags_are_refused,
+       nothing_long, payloads_longer_than_allowed, durable_writes)

@@ -1,4 +1,5 @@
-"""Options and their errors. The server has one export, which has the name of the URI and is its default one."""
+"""Options and their errors. The server has one export: it has the name of the URI and is the
+default one."""
 
 import nbd
 from judge import HEADERS, URI, alive, connect, handle, options, refused, script
@@ -42,9 +43,11 @@ def information_before_the_start():
     size = h.get_size()
     minimum, preferred = h.get_block_size(nbd.SIZE_MINIMUM), h.get_block_size(nbd.SIZE_PREFERRED)
     maximum, payload = h.get_block_size(nbd.SIZE_MAXIMUM), h.get_block_size(nbd.SIZE_PAYLOAD)
-    assert minimum in (1, 512, 4096) and preferred >= minimum and preferred & (preferred - 1) == 0, (minimum, preferred)
+    assert minimum in (1, 512, 4096), minimum
+    assert preferred >= minimum and preferred & (preferred - 1) == 0, (minimum, preferred)
     assert payload >= 1 << 20 and maximum >= payload, (maximum, payload)
-    assert h.can_multi_conn() and h.can_flush() and h.can_fua() and h.can_trim() and h.can_zero() and h.can_df()
+    assert h.can_multi_conn() and h.can_flush() and h.can_fua()
+    assert h.can_trim() and h.can_zero() and h.can_df()
     assert h.can_cache() and not h.is_read_only()
     assert h.get_canonical_export_name() is not None
     h.opt_go()
@@ -76,7 +79,7 @@ def options_late_and_twice():
     h.set_opt_mode(True)
     h.connect_uri(URI)
     assert not h.get_structured_replies_negotiated()
-    # Contexts want structured replies.
+    # Contexts need structured replies.
     refused(h.opt_set_meta_context_queries, ["base:allocation"], lambda name: None)
     assert h.opt_structured_reply()
     assert h.get_structured_replies_negotiated()
@@ -105,10 +108,13 @@ def contexts_listed():
 
     everything = listed()
     assert "base:allocation" in everything and "qemu:allocation-depth" in everything, everything
-    assert listed("base:") == ["base:allocation"] and listed("base:allocation") == ["base:allocation"]
+    assert listed("base:") == ["base:allocation"]
+    assert listed("base:allocation") == ["base:allocation"]
     assert "qemu:allocation-depth" in listed("qemu:")
-    assert listed("qemu:dirty-bitmap:none") == [] and listed("base:nothing") == [] and listed("nobody:") == []
-    assert sorted(listed("base:", "qemu:", "nobody:")) == sorted(n for n in everything if n.split(":")[0] in ("base", "qemu"))
+    assert listed("qemu:dirty-bitmap:none") == [] and listed("base:nothing") == []
+    assert listed("nobody:") == []
+    known = sorted(n for n in everything if n.split(":")[0] in ("base", "qemu"))
+    assert sorted(listed("base:", "qemu:", "nobody:")) == known
     assert all(listed(name) == [name] for name in everything)
     # Listing chooses nothing.
     h.opt_go()
@@ -118,12 +124,14 @@ def contexts_listed():
 def contexts_chosen():
     h = options()
     names = []
-    chosen = h.opt_set_meta_context_queries(["base:allocation", "nobody:here", "qemu:allocation-depth"],
-                                            lambda name: names.append(name))
+    chosen = h.opt_set_meta_context_queries(
+        ["base:allocation", "nobody:here", "qemu:allocation-depth"],
+        lambda name: names.append(name))
     assert chosen == 2 and sorted(names) == ["base:allocation", "qemu:allocation-depth"], names
     # A second choice takes the place of the first. A namespace alone chooses nothing.
     names.clear()
-    assert h.opt_set_meta_context_queries(["qemu:allocation-depth", "base:"], lambda name: names.append(name)) == 1, names
+    assert h.opt_set_meta_context_queries(
+        ["qemu:allocation-depth", "base:"], lambda name: names.append(name)) == 1, names
     h.set_request_meta_context(False)
     h.opt_go()
     assert h.can_meta_context("qemu:allocation-depth") and not h.can_meta_context("base:allocation")
@@ -140,16 +148,18 @@ def contexts_of_an_unknown_export():
     alive(h)
 
 
-def contexts_asked_for_at_the_start():
+def contexts_requested_at_the_start():
     h = connect(contexts=["base:allocation", "nobody:here"])
     assert h.can_meta_context("base:allocation") and not h.can_meta_context("nobody:here")
-    # Without structured replies there are none, asked for or not; a block status is an error then, and only that.
+    # Without structured replies there are no contexts, even if the client requests them. A block
+    # status is then an error, and the connection stays usable.
     for headers in ("simple", "structured"):
         h = connect(headers)
         refused(h.block_status, 4096, 0, lambda *extents: 0)
         alive(h)
 
 
-script(every_kind_of_headers, clients_without_fixed_newstyle, a_list_and_what_is_in_it, information_before_the_start,
-       unknown_exports_are_refused_and_forgiven, an_abort, options_late_and_twice, no_tls_where_there_is_none,
-       contexts_listed, contexts_chosen, contexts_of_an_unknown_export, contexts_asked_for_at_the_start)
+script(every_kind_of_headers, clients_without_fixed_newstyle, a_list_and_what_is_in_it,
+       information_before_the_start, unknown_exports_are_refused_and_forgiven, an_abort,
+       options_late_and_twice, no_tls_where_there_is_none, contexts_listed, contexts_chosen,
+       contexts_of_an_unknown_export, contexts_requested_at_the_start)

@@ -1,5 +1,6 @@
-"""What the scripts beside it share: connections of every kind to the server at URI (the first argument), and ways to say
-what is wanted of it. A script ends with status 0 when all of that held, and else says by whom it is not so."""
+"""Shared by the scripts in this folder: connections of every kind to the server at URI (the first
+argument), and assertions. A script ends with status 0 if all assertions hold. Otherwise it ends
+with the traceback of the one that failed."""
 
 import errno
 import sys
@@ -11,7 +12,7 @@ HEADERS = ("simple", "structured", "extended")
 
 
 def handle(headers="extended", contexts=(), strict=False):
-    """Not connected yet. Not strict: what libnbd itself would refuse reaches the server."""
+    """Returns an unconnected handle. Unless `strict`, libnbd sends requests that it would refuse."""
     h = nbd.NBD()
     if not strict:
         h.set_strict_mode(nbd.STRICT_AUTO_FLAG)
@@ -31,7 +32,7 @@ def connect(headers="extended", contexts=(), strict=False, uri=URI):
 
 
 def options(headers="extended", uri=URI):
-    """Connected, and still among options."""
+    """Returns a handle that is connected and still negotiates options."""
     h = handle(headers)
     h.set_opt_mode(True)
     h.connect_uri(uri)
@@ -40,7 +41,7 @@ def options(headers="extended", uri=URI):
 
 
 def refused(call, *args, names=None, **more):
-    """The call must fail, with one of the errors named; what it said."""
+    """Fails unless the call fails with one of the errors `names`. Returns the error's text."""
     try:
         result = call(*args, **more)
     except nbd.Error as e:
@@ -51,13 +52,13 @@ def refused(call, *args, names=None, **more):
 
 
 def alive(h):
-    """The connection still does its work."""
+    """Fails unless the connection still serves requests."""
     assert h.aio_is_ready(), h.connection_state()
     assert len(h.pread(512, 0)) == 512
 
 
 def extents(h, count, offset, context="base:allocation", flags=0):
-    """(length, flags) of one context."""
+    """Returns the extents of one context as a list of (length in bytes, flags)."""
     found = []
 
     def note(name, at, entries, error):

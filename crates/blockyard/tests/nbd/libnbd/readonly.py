@@ -1,4 +1,4 @@
-"""A read-only export: said in its flags, and meant."""
+"""A read-only export: its flags say so, and it refuses writes."""
 
 from judge import HEADERS, alive, connect, refused, script
 
@@ -8,7 +8,8 @@ def writes_are_refused():
         h = connect(headers)
         assert h.is_read_only()
         before = h.pread(4096, 0)
-        for call in (lambda: h.pwrite(b"w" * 4096, 0), lambda: h.zero(4096, 0), lambda: h.trim(4096, 0)):
+        for call in (lambda: h.pwrite(b"w" * 4096, 0), lambda: h.zero(4096, 0),
+                     lambda: h.trim(4096, 0)):
             refused(call, names=["EPERM"])
         h.flush()
         assert h.pread(4096, 0) == before

@@ -1,4 +1,5 @@
-"""An export of 16 MiB or more that has data everywhere, and nothing for zeroes but writing them: what is to be fast is refused."""
+"""An export of at least 16 MiB that has data everywhere and can zero only by writing zeroes: the
+server refuses fast zeroes."""
 
 import nbd
 
@@ -11,7 +12,8 @@ def fast_zeroes_are_refused_and_change_nothing():
         assert h.can_fast_zero()
         before = h.pread(8 << 20, 0)
         assert 0 not in before
-        for length, offset in ((1 << 20, 0), (65536, 1 << 20), (4096, 4096), (512, 3 << 20), ((4 << 20) + 512, (2 << 20) + 512)):
+        for length, offset in ((1 << 20, 0), (65536, 1 << 20), (4096, 4096), (512, 3 << 20),
+                               ((4 << 20) + 512, (2 << 20) + 512)):
             for more in (0, nbd.CMD_FLAG_NO_HOLE, nbd.CMD_FLAG_FUA):
                 refused(h.zero, length, offset, nbd.CMD_FLAG_FAST_ZERO | more, names=["ENOTSUP"])
         assert h.pread(8 << 20, 0) == before

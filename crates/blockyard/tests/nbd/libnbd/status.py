@@ -1,4 +1,5 @@
-"""Block status. The export is all zeroes and not allocated, at least 16 MiB, and its block size is 64 KiB at most."""
+"""Block status. The export is all zeroes and not allocated. It has at least 16 MiB, and its block
+size is at most 64 KiB."""
 
 import nbd
 from judge import alive, connect, extents, refused, script
@@ -31,9 +32,9 @@ def written_and_not():
                 assert flags == HOLE, found
             at += length
         assert data == [(2 * MB, MB), (8 * MB, MB)], found
-        # In the middle of an extent.
+        # Starts in the middle of an extent.
         assert extents(h, MB, 2 * MB + 4096)[0] == (MB - 4096, 0)
-        # A raw image is all its own, holes too.
+        # A raw image has no backing file, so even its holes are its own.
         assert {flags for _, flags in extents(h, 16 * MB, 0, "qemu:allocation-depth")} == {1}
 
 
@@ -83,7 +84,7 @@ def wrong_requests():
     for length, offset in ((512, size), (1024, size - 512), (1 << 60, 0)):
         refused(h.block_status_64, length, offset, nothing, names=["EINVAL"])
     refused(h.block_status_64, 512, 0, nothing, nbd.CMD_FLAG_FUA | 1 << 9, names=["EINVAL"])
-    # What is told are whole blocks, and so is what is asked for.
+    # Both the request and the reply must be whole blocks.
     block = h.get_block_size(nbd.SIZE_MINIMUM)
     if block > 1:
         refused(h.block_status_64, block, block // 2, nothing, names=["EINVAL"])
@@ -91,4 +92,5 @@ def wrong_requests():
     alive(h)
 
 
-script(written_and_not, only_one, the_whole_disk_in_steps, chosen_contexts_only, filtered_by_a_payload, wrong_requests)
+script(written_and_not, only_one, the_whole_disk_in_steps, chosen_contexts_only,
+       filtered_by_a_payload, wrong_requests)
