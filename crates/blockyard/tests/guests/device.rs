@@ -16,7 +16,7 @@ const UNBIND: &str = r#"
 device=$(basename "$(readlink -f /sys/block/vda/device)")
 driver=/sys/bus/virtio/drivers/virtio_blk
 for n in 0 1 2 3 4 5; do
-    # Its errors at the end are what it is for.
+    # It must fail in the end.
     fio --eta=never --output=/dev/null --name=victim --filename=/dev/vda --offset=16M --size=16M --ioengine=libaio --direct=1 \
         --iodepth=32 --rw=randrw --bs=16k --time_based --runtime=60 2>/dev/null &
     fio=$!

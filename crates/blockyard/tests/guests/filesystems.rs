@@ -27,7 +27,7 @@ exercise() { # FILE-SYSTEM DISK
     rm /mnt/*.0
     head -c 40M /dev/urandom >/mnt/big
     sync
-    # Long enough for the host to look, though it is busy.
+    # Long enough for a busy host to sample the size.
     sleep 1
     rm /mnt/big
     # XFS frees a file's blocks in the background, some time after rm and sync: umount waits for it.

@@ -7,7 +7,7 @@ use crate::common::{Daemon, Folder, Guest, GuestKind, Signal, TOOL};
 
 /// Shell functions for the scripts.
 const PRELUDE: &str = r#"
-# Tells the host something, and waits until it has made the first disk larger (GuestFixture::go_on).
+# Sends a word to the host, and waits until it has grown the first disk (GuestFixture::go_on).
 tell() { # WORD...
     local before now
     read -r before </sys/block/vda/size
@@ -21,7 +21,7 @@ tell() { # WORD...
     return 1
 }
 
-# fio in short: random data with checksums, 32 requests in flight, quiet unless it fails.
+# Runs fio: random data with checksums, 32 requests in flight, output only if it fails.
 load() { # ARGUMENTS...
     fio --eta=never --output=/tmp/fio.log --ioengine=libaio --direct=1 --iodepth=32 --verify=crc32c --verify_fatal=1 \
         --group_reporting "$@" || { cat /tmp/fio.log && return 1; }

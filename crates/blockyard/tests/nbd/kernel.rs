@@ -31,7 +31,7 @@ umount /mnt
 e2fsck -fn /dev/nbd0
 nbd-client -d /dev/nbd0
 kill $server; wait $server
-# The server came to its end with everything on the disk; a new one, and one connection.
+# The server exited with all data on the disk. Start another one, with one connection.
 serve
 nbd-client -unix /tmp/s /dev/nbd0 -N disk
 mount /dev/nbd0 /mnt

@@ -48,7 +48,7 @@ servers=()
 
 const END: &str = r#"
 for server in "${servers[@]}"; do
-    # A page may have ended it.
+    # The page itself may have stopped it.
     if kill "$server" 2>/dev/null; then wait "$server"; fi
 done
 echo "all of it has run"

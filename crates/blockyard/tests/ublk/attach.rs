@@ -20,19 +20,19 @@ other=$(blockyard attach b.img --ublk=7)
 fails 1 'is in use: unmount it first' -- blockyard detach $device
 umount /mnt
 blockyard detach $device
-# The server has ended, and has closed the image.
+# The server has exited and closed the image.
 [[ ! -e $device && -b $other && $(pgrep -cf -- --attached) == 1 ]]
 grep -q 'not served any more' /run/blockyard/${device#/dev/}.log
 e2fsck -fn a.img >/dev/null
 
-# By force, while it is open.
+# With --force, while it is open.
 exec 5<$other
 if [[ $zero_copy ]]; then fails 1 'is in use' -- blockyard detach $other; fi
 blockyard detach --force $other
 exec 5<&-
 [[ ! -e $other ]] && ! pgrep -f -- --attached
 
-# What a server has left is found again, and can be removed without one.
+# A device that a server left can be removed without a server.
 device=$(blockyard attach a.img)
 pkill -9 -f -- --attached
 while pgrep -f -- --attached >/dev/null; do sleep 0.01; done
@@ -59,7 +59,7 @@ truncate -s 32M a.img
 chown 1000 a.img
 chmod 777 . /tmp
 chmod 666 /dev/ublk-control
-# Without the rule its nodes are root's, who can remove it.
+# Without the udev rule the nodes belong to root, which can remove the device.
 fails 1 '/dev/ublkb0: cannot open its character device: Permission denied' -- \
     setpriv --reuid 1000 --clear-groups /host/blockyard serve a.img --ublk=0
 blockyard detach /dev/ublkb0
@@ -76,7 +76,7 @@ serve_as_user() {
 }
 gone() { ! ls /dev/ublkb0 /dev/ublkc0 2>/dev/null || { cat /tmp/log && return 1; }; }
 
-# The block device stays root's. It goes with its server all the same, before that has ended, and every time.
+# The block device belongs to root. The server still removes it before it exits, every time.
 for ((round = 0; round < 5; round++)); do
     serve_as_user
     grep -q 'as always for users without privileges' /tmp/log || { cat /tmp/log && exit 1; }
@@ -86,7 +86,8 @@ for ((round = 0; round < 5; round++)); do
     ! grep WARN /tmp/log
 done
 
-# In use, it ends with its server, too, for the driver keeps none for a user; what was written before is in the image.
+# A device in use also ends with its server, because the driver keeps no devices of unprivileged
+# users. Earlier writes are in the image.
 serve_as_user
 mkfs.ext4 -q /dev/ublkb0
 mount /dev/ublkb0 /mnt
@@ -102,8 +103,8 @@ mount -o loop a.img /mnt
 [[ $(md5sum </mnt/f) == "$sum" ]]
 umount /mnt
 
-# A driver that does not come to an end with it is not taken for one that has: in use it waits for the last who has it open,
-# and a list that goes on naming the device says that it was not taken out of sight.
+# The server reports a device that the driver does not remove. The driver waits for the last program
+# that has the device open, and keeps the device in its list.
 serve_as_user
 exec 5</dev/ublkb0
 mkdir -p /tmp/listed/ublkc0
@@ -117,7 +118,7 @@ grep -q '/dev/ublkb0 is not removed: the driver has not removed the device for 5
 for ((i = 0; i < 100; i++)); do [[ ! -e /dev/ublkc0 ]] && break || sleep 0.05; done
 gone
 
-# Removed by its user: where the driver tells whether it is in use, or by force.
+# The user removes it: without --force if the driver reports whether it is in use.
 serve_as_user
 exec 5</dev/ublkb0
 if [[ $zero_copy ]]; then
@@ -132,7 +133,7 @@ fi
 gone
 stop
 
-# The rule gives it both nodes.
+# The udev rule gives the user both nodes.
 serve_as_user
 chown 1000 /dev/ublkb0
 stop

@@ -12,7 +12,7 @@ queue() { cat "/sys/block/ublkb3/queue/$1"; }
 (($(queue discard_max_bytes) > 0 && $(queue write_zeroes_max_bytes) > 0))
 if [[ $zero_copy ]]; then grep -q 'ublkb3 made: zero copy' /tmp/log; else grep -q 'ublkb3 made: data are copied' /tmp/log; fi
 
-# A file system, and what is in it afterwards.
+# A file system, and its contents afterwards.
 mkfs.ext4 -q /dev/ublkb3
 mount /dev/ublkb3 /mnt
 load --name=a --directory=/mnt --rw=randwrite --bsrange=512-64k --blockalign=512 --size=16M --fsync=32 --do_verify=1
@@ -26,7 +26,7 @@ fstrim /mnt
 (($(stat -c %b a.img) < used - 20000)) || { echo "$used blocks, and after fstrim $(stat -c %b a.img)" && exit 1; }
 umount /mnt
 
-# Discards give space back; zeroes are zeroes.
+# Discards free space. WRITE_ZEROES makes zeroes.
 dd if=/dev/urandom of=/dev/ublkb3 bs=1M seek=150 count=8 oflag=direct status=none
 blkdiscard -o 157286400 -l 4194304 /dev/ublkb3
 blkdiscard -z -o 161480704 -l 4194304 /dev/ublkb3
@@ -34,7 +34,7 @@ dd if=/dev/ublkb3 bs=1M skip=150 count=8 iflag=direct status=none | cmp -n 83886
 map=$(blockyard image map -U -f raw a.img)
 (($(wc -l <<<"$map") > 1)) && ! grep 0x9600000 <<<"$map" || { echo "$map" && exit 1; }
 
-# It grows, where the kernel lets it.
+# The device grows, if the kernel supports that.
 truncate -s 300M a.img
 kill -HUP $pid
 for ((i = 0; i < 200; i++)); do grep -qE 'has its size|keeps its size' /tmp/log && break || sleep 0.02; done
@@ -45,9 +45,9 @@ else
     grep -q 'keeps its size: Linux 6.16 or later can change it' /tmp/log
 fi
 
-# The end: the device goes, what was written is in the image.
+# SIGTERM: the device is removed, and all writes are in the image.
 if [[ $zero_copy ]]; then
-    # There is no memory that data could be in, and nothing was copied.
+    # With zero copy the server has no data buffers and copies nothing.
     ! grep -q memfd:ublk /proc/$pid/maps
     stop
     (($(figure copied) == 0 && $(figure bytes) > 50000000)) || { cat /tmp/log && exit 1; }
@@ -76,23 +76,23 @@ const MODES: &str = r#"
 dd if=/dev/urandom of=a.img bs=1M count=8 status=none
 md5=$(md5sum <a.img)
 
-# Read-only: the kernel lets nobody write.
+# Read-only: the kernel refuses writes.
 serve a.img --ublk=1 --read-only
 [[ $(blockdev --getro /dev/ublkb1) == 1 ]]
-# All of the program stays in memory, also if swap lies on the device.
+# The whole program is locked in memory, because swap may be on the device.
 sed -n '/\/host\/blockyard/,/^VmFlags/p' /proc/$pid/smaps >/tmp/program
 [[ ! $(sed -n 's/^\(Size\|Rss\): *//p' /tmp/program | uniq -u) ]] && ! grep '^VmFlags' /tmp/program | grep -v ' lo' || { cat /tmp/program && exit 1; }
 ! dd if=/dev/zero of=/dev/ublkb1 bs=4k count=1 oflag=direct status=none 2>/dev/null
 [[ $(md5sum </dev/ublkb1) == "$md5" ]]
 stop
 
-# Without a write cache nobody flushes.
+# Without a write cache the kernel sends no flushes.
 serve a.img --ublk=1 --cache writethrough
 [[ $(cat /sys/block/ublkb1/queue/write_cache) == "write through" ]]
 load --name=a --filename=/dev/ublkb1 --rw=randwrite --bs=4k --size=4M --do_verify=1
 stop
 
-# Through the page cache, too, the data stay with the kernel: it copies once.
+# Zero copy works with the page cache too: the kernel copies once.
 serve a.img --ublk=1 --cache writeback --queues 2 --queue-size 16 --reactors 2
 [[ $(ls -d /sys/block/ublkb1/mq/* | wc -l) == 2 && $(cat /sys/block/ublkb1/queue/nr_requests) == 16 ]]
 # The next server may take it over with O_DIRECT.
@@ -105,14 +105,14 @@ stop
 (($(figure copied) == 0 && $(figure bytes) > 8000000)) || { cat /tmp/log && exit 1; }
 [[ $(md5sum <a.img) == "$md5" ]]
 
-# Its end is in the middle of a block: what is beyond is zeroes, and is not written to the file.
+# It ends in the middle of a block. The rest of the block reads as zeroes and is not written.
 head -c 1000001 a.img >odd.img
 md5=$( (cat odd.img && head -c 447 /dev/zero) | md5sum)
 serve odd.img --ublk=1 --cache writeback
 [[ $(md5sum </dev/ublkb1) == "$md5" ]]
 stop
 
-# A disk in memory, and errors that a filter makes.
+# A disk in memory, with errors from a filter.
 serve ram:16M --ublk=1 --filter error:write=1,range=8388608-16777216
 grep memfd:ublk /proc/$pid/maps >/dev/null
 dd if=/dev/zero of=/dev/ublkb1 bs=1M count=4 oflag=direct status=none

@@ -55,8 +55,8 @@ const PRELUDE: &str = r#"
 blockyard() { /host/blockyard "$@"; }
 pid=
 
-# Serves an image by ublk, in the background: $pid, the log in /tmp/log. Tried again while a server that was killed still
-# holds its image.
+# Serves an image by ublk in the background: $pid, the log in /tmp/log. Retries while a killed server
+# still holds the lock of its image.
 serve() { # IMAGE OPTIONS...
     for ((try = 0; try < 100; try++)); do
         : >/tmp/out
@@ -72,18 +72,18 @@ serve() { # IMAGE OPTIONS...
     return 1
 }
 
-# SIGTERM, which must end it well.
+# Sends SIGTERM and expects status 0.
 stop() {
     kill -TERM $pid
     wait $pid || { cat /tmp/log && return 1; }
 }
 
-# What the last log line about a device's end says of a figure: requests, bytes, copied.
+# Prints a figure of the last log line about the end of a device: requests, bytes, copied.
 figure() { # NAME
     sed -n "s/.*not served any more.* $1=\([0-9]*\).*/\1/p" /tmp/log | tail -n 1
 }
 
-# fio in short: random data with checksums, quiet unless it fails.
+# Runs fio: random data with checksums, output only if it fails.
 load() { # ARGUMENTS...
     fio --eta=never --output=/tmp/fio.log --ioengine=libaio --direct=1 --iodepth=16 --verify=crc32c --verify_fatal=1 \
         --group_reporting "$@" || { cat /tmp/fio.log && return 1; }
@@ -95,7 +95,8 @@ begin_load() { # ARGUMENTS...
     load=$!
 }
 
-# Ends it: the load must have run until now, without an error. At SIGTERM fio ends with a status of its own.
+# Ends the load, which must have run until now without an error. fio has a special status after
+# SIGTERM.
 end_load() {
     local ended=0
     pkill -TERM -x fio || { cat /tmp/fio.log && return 1; }
@@ -105,7 +106,7 @@ end_load() {
     }
 }
 
-# Waits until a device has answered some more reads and writes of the load.
+# Waits until a device has completed more reads and writes of the load.
 answered() { # NAME
     local from now
     read -r -a from </sys/block/$1/stat

@@ -5,13 +5,13 @@ use crate::fixture::on_both_kernels;
 const OPEN: &str = r#"
 truncate -s 64M a.img
 serve a.img --ublk=0
-# A program that reads.
+# A program reads the device.
 sleep 100 </dev/ublkb0 &
 reader=$!
 until [[ $(readlink /proc/$reader/fd/0) == /dev/ublkb0 ]]; do sleep 0.01; done
 fails 1 "is in use by process $reader (sleep): unmount it first" -- blockyard detach /dev/ublkb0
 kill $reader
-# One that has a node of its own, under another name; and one that has a partition open.
+# A program uses another device node, and a program has a partition open.
 mknod /tmp/node b $(stat -c '0x%t 0x%T' /dev/ublkb0)
 sleep 100 <>/tmp/node &
 reader=$!
@@ -36,7 +36,7 @@ modprobe loop
 loop=$(losetup -f --show /dev/ublkb0)
 fails 1 "is in use" -- blockyard detach /dev/ublkb0
 losetup -d $loop
-# Swap, and a mount in another namespace.
+# Swap, and a mount in another mount namespace.
 mkswap -q /dev/ublkb0p1
 swapon /dev/ublkb0p1
 fails 1 'is in use: unmount it first' -- blockyard detach /dev/ublkb0
@@ -49,7 +49,7 @@ fails 1 'is in use' -- blockyard detach /dev/ublkb0
 kill $other
 wait $other 2>/dev/null || :
 
-# SIGTERM under load: the device is kept, and the load goes on with the next server.
+# SIGTERM under load: the device stays, and the load continues with the next server.
 begin_load --name=a --filename=/dev/ublkb0 --rw=randrw --bs=4k --size=32M
 answered ublkb0
 stop

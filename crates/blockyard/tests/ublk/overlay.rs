@@ -11,7 +11,7 @@ blockyard image create -f qcow2 -b base.img -F raw top.qcow2 >/dev/null
 serve top.qcow2 --ublk=0 --queues 2 --reactors 2
 cmp /dev/ublkb0 base.img
 
-# Random writes, most of them parts of clusters, into a raw file, and the same into the overlay.
+# The same random writes, mostly parts of clusters, into a raw file and into the overlay.
 writes() {
     fio --eta=never --output=/tmp/fio.log --name=a --ioengine=libaio --iodepth=8 --direct=1 --buffer_pattern=0x5eed "$@"
 }
@@ -19,7 +19,7 @@ writes --filename=expected.img --rw=randwrite --bsrange=512-24k --blockalign=512
 writes --read_iolog=/tmp/iolog --replay_redirect=/dev/ublkb0 --replay_no_stall=1
 echo 3 >/proc/sys/vm/drop_caches
 cmp /dev/ublkb0 expected.img
-# What was flushed survives a kill. (A qcow2 image's metadata are in the server's memory until then.)
+# Flushed data survives a kill. (Until a flush, qcow2 metadata is in the server's memory.)
 sync /dev/ublkb0
 kill -9 $pid
 wait $pid 2>/dev/null || :

@@ -22,9 +22,10 @@ for call in open:$last mmap:1 open:$last open:$last open:1; do
     ! grep -q ready /tmp/out
     grep -q 'killed by SIGKILL' /tmp/strace || { cat /tmp/strace /tmp/log && exit 1; }
 done
-# Killed between the fetches of two queues. The server stops when it opens the device, and the first strace leaves it so. Then
-# one strace holds the thread of the second queue at its first mprotect: its heap grows for the tasks that fetch, and they have
-# submitted nothing yet. Another strace shows when the first queue has fetched.
+# Kill the server after the first queue has fetched and before the second one has. The first strace
+# stops the server when it opens the device. Then one strace holds the thread of the second queue at
+# its first mprotect: its heap grows for the tasks that fetch, before they submit anything. Another
+# strace shows when the first queue has fetched.
 strace -f -o /tmp/first -e trace=open -P /dev/ublkc0 -e inject=open:signal=STOP:when=$last \
     /host/blockyard serve a.img --ublk=0 --queues 2 --reactors 2 >/tmp/out 2>>/tmp/log &
 first=$!
@@ -84,14 +85,14 @@ refused() { # WORDS OPTIONS...
     shift
     fails 1 'this disk cannot take it over' "$words" -- blockyard serve a.img --ublk=0 "$@"
 }
-# A server that cannot write, for a device that is written to.
+# A read-only server for a writable device.
 refused 'it is writable, and the disk is read-only now' --read-only
-# An image that has become smaller.
+# An image that was shrunk.
 cp a.img whole.img
 truncate -s 32M a.img
 refused 'it has 67108864 bytes, and the image has 33554432 now'
 cp whole.img a.img
-# Another file under the image's path: what is mounted has cached what the first one has.
+# Another file with the image's path: the mounted file system has cached data of the first one.
 mv a.img first.img
 cp first.img a.img
 fails 1 'is in use, and another file has the path of its image now' -- blockyard serve a.img --ublk=0
@@ -100,7 +101,7 @@ serve a.img --ublk=0
 echo 3 >/proc/sys/vm/drop_caches
 [[ $(</mnt/f) == hello ]]
 
-# An image that becomes smaller while it is served.
+# An image that shrinks while a server has it open.
 truncate -s 32M a.img
 kill -HUP $pid
 until grep 'ublkb0 keeps its size' /tmp/log; do sleep 0.01; done
@@ -110,11 +111,11 @@ truncate -s 64M a.img
 kill -HUP $pid
 if [[ $zero_copy ]]; then until grep -q 'ublkb0 has its size' /tmp/log; do sleep 0.01; done; fi
 umount /mnt
-# Nothing uses it now.
+# The device is not in use now.
 truncate -s 48M a.img
 kill -HUP $pid
 if [[ $zero_copy ]]; then until [[ $(blockdev --getsize64 /dev/ublkb0) == 50331648 ]]; do sleep 0.01; done; fi
-# A device that nothing uses is made anew, of the file that has the path.
+# A device that is not in use is replaced by a new one, for the file that has the path.
 kill -9 $pid
 wait $pid 2>/dev/null || :
 rm a.img
@@ -143,7 +144,7 @@ for ((round = 0; round < 2; round++)); do
     blockyard attach a.img --read-only >/dev/null
     pkill -9 -f -- --attached
     while pgrep -f -- --attached >/dev/null; do sleep 0.01; done
-    # One takes the device over; for the others new ones are made.
+    # One server takes the device over. The others make new devices.
     each blockyard attach a.img --read-only
     [[ $good == 4 && $(sort -u /tmp/each.? | wc -l) == 4 ]] || { cat /tmp/each.? && exit 1; }
     for device in $(cat /tmp/each.?); do
@@ -151,12 +152,13 @@ for ((round = 0; round < 2; round++)); do
         [[ $good == 1 && $(grep -l "there is no device $device" /tmp/each.? | wc -l) == 3 ]] || { cat /tmp/each.? && exit 1; }
     done
 done
-# One number, wanted by all.
+# All request the same number.
 each blockyard attach a.img --read-only --ublk=5
 [[ $good == 1 && $(grep -l '/dev/ublkb5 is served by process' /tmp/each.? | wc -l) == 3 ]] || { cat /tmp/each.? && exit 1; }
 blockyard detach /dev/ublkb5
 
-# The number of a removed device that a program still has open: it is waited for, and the program is named.
+# The number of a removed device that a program still has open: the server waits and names the
+# program.
 blockyard attach a.img --ublk=5 >/dev/null
 sleep 100 5</dev/ublkb5 &
 sleeper=$!
@@ -189,7 +191,7 @@ grep -q 'ERROR.*none.img' /tmp/log
 grep -q '1 of 41 disks are not served' /tmp/log
 [[ ! $zero_copy ]] || grep -q 'ublkb39 made: data are copied' /tmp/log
 cmp /dev/ublkb39 d39.img
-# It comes with the next reload.
+# The next reload adds it.
 truncate -s 8M none.img
 kill -HUP $pid
 until [[ -b /dev/ublkb100 ]]; do sleep 0.01; done

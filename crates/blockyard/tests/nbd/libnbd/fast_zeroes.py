@@ -1,4 +1,4 @@
-"""An export of 16 MiB or more that has data everywhere, and zeroes of its own that are fast."""
+"""An export of at least 16 MiB with data everywhere, whose fast zeroes work."""
 
 import nbd
 

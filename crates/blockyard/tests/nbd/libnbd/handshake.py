@@ -14,7 +14,7 @@ def every_kind_of_headers():
 
 
 def clients_without_fixed_newstyle():
-    """NBD_OPT_EXPORT_NAME, with the 124 zeroes and without."""
+    """NBD_OPT_EXPORT_NAME, with and without the 124 zero bytes."""
     for flags in (0, nbd.HANDSHAKE_FLAG_FIXED_NEWSTYLE, nbd.HANDSHAKE_FLAG_NO_ZEROES):
         h = handle("simple")
         h.set_handshake_flags(flags)
@@ -116,7 +116,7 @@ def contexts_listed():
     known = sorted(n for n in everything if n.split(":")[0] in ("base", "qemu"))
     assert sorted(listed("base:", "qemu:", "nobody:")) == known
     assert all(listed(name) == [name] for name in everything)
-    # Listing chooses nothing.
+    # Listing contexts selects none.
     h.opt_go()
     assert not h.can_meta_context("base:allocation")
 
@@ -128,7 +128,7 @@ def contexts_chosen():
         ["base:allocation", "nobody:here", "qemu:allocation-depth"],
         lambda name: names.append(name))
     assert chosen == 2 and sorted(names) == ["base:allocation", "qemu:allocation-depth"], names
-    # A second choice takes the place of the first. A namespace alone chooses nothing.
+    # A second selection replaces the first. A namespace alone selects nothing.
     names.clear()
     assert h.opt_set_meta_context_queries(
         ["qemu:allocation-depth", "base:"], lambda name: names.append(name)) == 1, names
