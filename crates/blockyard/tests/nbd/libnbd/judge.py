@@ -12,7 +12,7 @@ HEADERS = ("simple", "structured", "extended")
 
 
 def handle(headers="extended", contexts=(), strict=False):
-    """Returns an unconnected handle. Unless `strict`, libnbd sends requests that it would refuse."""
+    """Returns an unconnected handle. Unless `strict`, libnbd also sends wrong requests."""
     h = nbd.NBD()
     if not strict:
         h.set_strict_mode(nbd.STRICT_AUTO_FLAG)
