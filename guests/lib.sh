@@ -84,7 +84,7 @@ fill_job() { # SCRIPT K=V...
     cat -- "$script" >"$run/job/script" || die 2 "cannot read the script $script"
     cp -- "${BASH_SOURCE[0]%/*}/guest-init" "$run/job/init"
     for pair; do
-        [[ $pair =~ ^[A-Za-z_][A-Za-z_0-9]*= ]] || die 2 "--env wants NAME=VALUE, not '$pair'"
+        [[ $pair =~ ^[A-Za-z_][A-Za-z_0-9]*= ]] || die 2 "--env needs NAME=VALUE, not '$pair'"
         printf 'export %s=%q\n' "${pair%%=*}" "${pair#*=}"
     done >"$run/job/env"
 }
