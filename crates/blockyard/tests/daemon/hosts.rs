@@ -135,7 +135,7 @@ fn a_kernel_without_io_uring_is_refused() {
     for (error, parts) in [
         ("ENOSYS", ["this kernel has no io_uring", "5.15"]),
         ("EPERM", ["io_uring is forbidden here", "kernel.io_uring_disabled"]),
-        ("ENOMEM", ["io_uring got no memory", "ulimit -l"]),
+        ("ENOMEM", ["no memory for io_uring", "ulimit -l"]),
     ] {
         let mut strace = Command::new(guests().join("tool"));
         strace.args(["strace", "-qq", "-f", "-o", "/dev/null", "-e", "trace=io_uring_setup", "-e"]);
@@ -169,7 +169,7 @@ fn a_limit_of_locked_memory_is_reported() {
     let mut little = start("0");
     if !little.became_ready() {
         assert!(
-            little.log().contains("io_uring got no memory (see ulimit -l)"),
+            little.log().contains("no memory for io_uring (see ulimit -l)"),
             "{}",
             little.log()
         );

@@ -269,7 +269,7 @@ fn the_error_filter_fails_the_configured_requests() {
     assert_eq!(guest.ranges(request::DISCARD, &[(8, 1, 0)]), status::OK);
     assert_eq!(guest.flush(), status::OK);
     let log = daemon.stop();
-    assert!(log.contains("read failed: the error filter says so"), "{log}");
+    assert!(log.contains("read failed: the error filter fails this request"), "{log}");
     assert!(figure(&log, "read", "errors=") == 4.0, "{log}");
 }
 

@@ -43,7 +43,7 @@ fn wrong_option_values_are_refused() {
             &["\"foo\" is not known", "writeback, writethrough, directsync, unsafe"],
         ),
         (&["--cahce", "none"], &["'--cahce'", "'--cache'"]),
-        (&["--format", "vmdk"], &["\"vmdk\" is not known", "raw, qcow2, cow"]),
+        (&["--format", "vmdk"], &["\"vmdk\" is not known", "raw, qcow2 or cow"]),
         (&["--l2-cache", "much"], &["a size is a number of bytes"]),
         (&["--reactors", "0"], &["'0'", "--reactors"]),
         (&["--poll", "often"], &["poll is auto, off, or microseconds"]),

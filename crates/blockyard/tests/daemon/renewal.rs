@@ -238,7 +238,7 @@ fn a_reload_changes_which_clients_may_use_a_disk() {
     fixture.all_may("vm1", &fixture.anonymous);
     assert!(guest.read(0, 4096).unwrap() == pattern(4, 4096));
     other.wait_log("connected again");
-    assert!(!daemon.log().contains("closing "), "{}", daemon.log());
+    assert!(!daemon.log().contains("closing and opening"), "{}", daemon.log());
     drop(guest);
     other.stop();
     daemon.stop();

@@ -97,7 +97,7 @@ fn a_changed_limit_applies_to_waiting_requests() {
             second.join().unwrap();
         });
     }
-    assert!(!disks.daemon.log().contains("closing it"), "{}", disks.daemon.log());
+    assert!(!disks.daemon.log().contains("closing and opening"), "{}", disks.daemon.log());
     disks.daemon.stop();
 }
 
@@ -148,7 +148,7 @@ fn disks_of_a_group_share_its_limit() {
         waits.join().unwrap();
         second.join().unwrap();
     });
-    assert!(!disks.daemon.log().contains("closing it"), "{}", disks.daemon.log());
+    assert!(!disks.daemon.log().contains("closing and opening"), "{}", disks.daemon.log());
     disks.daemon.stop();
 }
 
@@ -277,12 +277,12 @@ fn statistics_show_why_a_disk_is_slow() {
     };
     // With 10 in flight and 200 per second, each request waits 50 ms, except the first ones.
     good(&Options { depth: 10, ops: Some(60), ..disks.load("limited") });
-    assert!(figure("limited", "waited ") > 25_000.0, "{}", disks.share("limited"));
+    assert!(figure("limited", "mean wait ") > 25_000.0, "{}", disks.share("limited"));
     assert!(disks.share("limited").contains("no device is shared"));
     // The device, while no other disk uses it.
     good(&Options { depth: 2, ops: Some(40), ..disks.load("polite") });
-    assert_eq!(figure("polite", "waited "), 0.0);
-    assert!(figure("polite", "took ") > 3_000.0, "{}", disks.share("polite"));
+    assert_eq!(figure("polite", "mean wait "), 0.0);
+    assert!(figure("polite", "mean service time ") > 3_000.0, "{}", disks.share("polite"));
     let thrash = Options { depth: 256, runtime: 120.0, ..disks.load("thrash") };
     std::thread::scope(|scope| {
         let client = scope.spawn(|| good(&thrash));
@@ -293,7 +293,7 @@ fn statistics_show_why_a_disk_is_slow() {
         client.join().unwrap();
     });
     for name in ["polite", "thrash"] {
-        assert_eq!(figure(name, "waited "), 0.0);
+        assert_eq!(figure(name, "mean wait "), 0.0);
         assert!(figure(name, "limits, ") > 5_000.0, "{}", disks.share(name));
     }
     disks.daemon.stop();

@@ -232,7 +232,7 @@ fn tls_and_client_certificates_are_required_or_optional() {
     fixture.all_may("vm1", &fixture.vm1);
     daemon.stop();
     for (options, expected) in [
-        (&["--tls-required"][..], "say where its certificates are"),
+        (&["--tls-required"][..], "no certificates are configured"),
         (&["--tls-allow", "x"], "there is no TLS"),
         (&["--tls-certificates", "/nonexistent"], "/nonexistent/server-cert.pem"),
         (&["--tls-certificates", fixture.anonymous.to_str().unwrap()], "anonymous/server-cert.pem"),
