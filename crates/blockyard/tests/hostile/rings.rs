@@ -383,7 +383,7 @@ fn a_packed_ring_that_overtakes_itself_stops() {
     // Where one descriptor fits, and no more.
     read(&mut guest, reads);
     guest.rings[0].kick();
-    stopped(&daemon, &mut guest, "overtaken", "available anew");
+    stopped(&daemon, &mut guest, "overtaken", "made available again");
     for _ in 0..reads {
         assert_eq!(guest.rings[0].wait(3).1, 513);
     }

@@ -311,7 +311,7 @@ fn an_internal_snapshot_can_be_converted() {
     refused(
         &["convert", "-l", "1", text(&raw), text(&images.path("x.qcow2"))],
         2,
-        &["no qcow2 image"],
+        &["is not a qcow2 image"],
     );
 }
 

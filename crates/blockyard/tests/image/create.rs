@@ -129,7 +129,11 @@ fn raw_and_cow_images_are_created() {
         assert_eq!((&fields["format"], &fields["virtual-size"]), (&"cow".into(), &SIZE.into()));
         assert_eq!(fields["full-backing-filename"], text(&base.canonicalize().unwrap()));
     }
-    refused(&["create", text(&images.path("x.cow")), "1M"], 2, &["cow image has a backing file"]);
+    refused(
+        &["create", text(&images.path("x.cow")), "1M"],
+        2,
+        &["a cow image needs a backing file"],
+    );
 }
 
 #[test]

@@ -89,7 +89,7 @@ fn copied_clusters_are_compressed_with_the_option() {
     images.raw("base.raw", SIZE, 3);
     let cow = images.path("a.cow");
     image(&["create", "-q", "-b", "base.raw", text(&cow)]);
-    refused(&["rebase", "-c", "-b", "base.raw", text(&cow)], 2, &["-c", "qcow2's alone"]);
+    refused(&["rebase", "-c", "-b", "base.raw", text(&cow)], 2, &["-c", "only qcow2 images"]);
     refused(&["rebase", "-c", "-u", "-b", "base.raw", text(&cow)], 2, &["--unsafe"]);
 }
 

@@ -6,7 +6,7 @@ const ATTACH: &str = r#"
 truncate -s 64M a.img b.img
 fails 1 'there is no such file' -- blockyard attach none.img
 fails 2 'image' -- blockyard attach
-fails 2 'no device of this program' -- blockyard detach /dev/vda
+fails 2 'is not a device of this program' -- blockyard detach /dev/vda
 fails 1 'there is no device /dev/ublkb9' -- blockyard detach /dev/ublkb9
 
 device=$(blockyard attach a.img)
@@ -79,7 +79,7 @@ gone() { ! ls /dev/ublkb0 /dev/ublkc0 2>/dev/null || { cat /tmp/log && return 1;
 # The block device belongs to root. The server still removes it before it exits, every time.
 for ((round = 0; round < 5; round++)); do
     serve_as_user
-    grep -q 'as always for users without privileges' /tmp/log || { cat /tmp/log && exit 1; }
+    grep -q 'because the user has no privileges' /tmp/log || { cat /tmp/log && exit 1; }
     [[ $round -gt 0 ]] || load --name=a --filename=/dev/ublkb0 --rw=randrw --bs=4k --size=8M --do_verify=1
     stop
     gone
@@ -94,7 +94,7 @@ mount /dev/ublkb0 /mnt
 dd if=/dev/urandom of=/mnt/f bs=1M count=4 status=none
 sum=$(md5sum </mnt/f)
 stop
-[[ ! $zero_copy ]] || grep -q 'is in use, and ends with its server' /tmp/log || { cat /tmp/log && exit 1; }
+[[ ! $zero_copy ]] || grep -q '/dev/ublkb0 is in use, and ' /tmp/log || { cat /tmp/log && exit 1; }
 umount /mnt
 for ((i = 0; i < 100; i++)); do [[ ! -e /dev/ublkc0 ]] && break || sleep 0.05; done
 gone
@@ -150,7 +150,7 @@ fn a_user_without_privileges_can_attach_with_a_udev_rule() {
 const NBD: &str = r#"
 rmmod ublk_drv
 truncate -s 32M a.img b.img
-fails 1 'modprobe ublk_drv; or nbd' -- blockyard attach a.img
+fails 1 'run `modprobe ublk_drv` (or `modprobe nbd`' -- blockyard attach a.img
 modprobe nbd
 device=$(blockyard attach a.img)
 other=$(blockyard attach b.img --read-only)

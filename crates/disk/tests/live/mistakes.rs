@@ -86,7 +86,7 @@ fn a_snapshot_that_fails_leaves_no_overlay_and_the_disk_as_it_was() {
     std::fs::create_dir(scratch.path("other")).unwrap();
     let cases = [
         ("there.qcow2", "the file exists already"),
-        ("nowhere/new.qcow2", "outside the folders"),
+        ("nowhere/new.qcow2", "outside the allowed folders"),
         ("other/new.qcow2", "outside the allowed folders: put the overlay beside it"),
         ("base.raw", "the file exists already"),
     ];
