@@ -35,7 +35,8 @@ pub(crate) struct FileIo {
 /// Counts the I/O of an image's files.
 struct Metered {
     meter: Rc<Meter>,
-    /// I/O that belongs to a request, or was charged already. The image's own tasks do the rest.
+    /// I/O that a request caused, or that the throttle has charged already. All other I/O comes
+    /// from the image's own tasks and is not charged yet.
     accounted: Cell<FileIo>,
 }
 

@@ -9,14 +9,15 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Smallest size of a part in bytes, and largest number of parts.
+/// Minimum size of a part, in bytes.
 const SMALLEST: u64 = 64 << 10;
+/// Maximum number of parts.
 const MOST: u64 = 1 << 22;
 
 /// A bitmap of the changed parts of a disk; see the module documentation.
 #[derive(Debug)]
 pub struct DirtyMap {
-    /// Size of a part is 2^bits bytes.
+    /// log2 of a part's size in bytes.
     bits: u32,
     size: u64,
     words: Vec<AtomicU64>,

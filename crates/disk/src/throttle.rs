@@ -39,7 +39,7 @@ pub fn sched_time() -> Time {
 
 fn time_of(at: Instant) -> Time {
     static START: OnceLock<Instant> = OnceLock::new();
-    // Not 0, so that a time that was never set is in the past.
+    // Add one second. A time field that was never set is 0, and must be in the past.
     at.saturating_duration_since(*START.get_or_init(Instant::now)).as_nanos() as u64 + 1_000_000_000
 }
 

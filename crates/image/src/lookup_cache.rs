@@ -10,7 +10,7 @@ use std::cell::RefCell;
 use crate::extent::{Extent, Place};
 use crate::layer::LookupResult;
 
-/// Most granules cached by a reactor; each entry has 48 bytes.
+/// Maximum number of granules that a reactor caches. Each entry takes 48 bytes.
 const MOST: u64 = 1 << 16;
 
 #[derive(Clone, Copy)]

@@ -118,7 +118,7 @@ pub struct Outcome {
     pub vectored: bool,
     /// Number of regions that are not registered.
     pub plain: usize,
-    /// Reason of the first region that is not registered.
+    /// Why the first unregistered region could not be registered.
     pub refused: Option<Refusal>,
 }
 

@@ -67,8 +67,8 @@ impl Drop for LockedFile {
 /// A file descriptor that a ring reads and writes.
 pub(crate) type Descriptor = Arc<dyn AsFd + Send + Sync>;
 
-/// Most bytes of the page cache that the kernel may copy on submission, which takes up to about 200
-/// us.
+/// Maximum number of bytes that the kernel may copy from or to the page cache on submission. That
+/// takes up to about 200 us.
 const LONGEST_ON_SUBMISSION: usize = 1 << 20;
 
 /// A file's descriptor on one ring. Operations in flight keep it alive.

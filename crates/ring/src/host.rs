@@ -8,7 +8,7 @@ use rustix::process::{Resource, Rlimit};
 
 use crate::segments::Segments;
 
-/// Most entries of an iovec that one system call takes (IOV_MAX).
+/// Maximum number of iovec entries in a system call (IOV_MAX).
 const IOV_MOST: usize = 1024;
 
 /// Limits and topology of the storage under an image, in bytes; 0 means unknown.

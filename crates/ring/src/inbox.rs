@@ -133,7 +133,8 @@ impl Inbox {
         self.ring.pop()
     }
 
-    /// Returns the calls in the list, behind all jobs that are in the ring.
+    /// Takes all jobs: first those in the ring, then the calls in the overflow list. Takes none if
+    /// the list is empty.
     pub fn take_kept(&self) -> Vec<Job> {
         if self.kept_len.load(SeqCst) == 0 {
             return Vec::new();

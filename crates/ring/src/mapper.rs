@@ -79,7 +79,7 @@ impl std::fmt::Display for MemoryFile {
     }
 }
 
-/// Maps one front end's memory within limits.
+/// Maps one front end's memory, within the limits of [`Quota`].
 #[derive(Clone)]
 pub struct Mapper {
     account: Arc<Account>,

@@ -3,8 +3,8 @@
 //! In: the executor's iterations, and the labels of its tasks. Out: whether it sleeps, whether an
 //! iteration takes long, and which task was polled last.
 //!
-//! What must hold: without locks, an iteration costs one store, and a poll one more. An executor
-//! that sleeps does not wake the watchdog.
+//! What must hold: an executor takes no lock for this. It makes one store for each iteration, and
+//! one for each poll of a task. An executor that sleeps does not wake the watchdog.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};

@@ -58,7 +58,7 @@ impl Amount {
 pub enum Exceeded {
     /// The front end's own limit.
     Own { bytes: u64, mappings: u64 },
-    /// The shared part of the limit of all front ends is used up.
+    /// The limit of all front ends together, without what is reserved for the others.
     All { bytes: u64, mappings: u64 },
 }
 

@@ -20,7 +20,7 @@ use crate::rights;
 use crate::segments::Segments;
 use crate::uring::Action;
 
-/// Most iovec entries that the kernel takes per call (UIO_MAXIOV).
+/// Maximum number of iovec entries that the kernel takes per call (UIO_MAXIOV).
 pub const MOST_PIECES: usize = 1024;
 
 /// A connected stream socket. Clones are the same connection.

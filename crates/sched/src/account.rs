@@ -47,18 +47,20 @@ pub(crate) struct Account {
     pub busy_at: AtomicU64,
     /// The disk's number on the device.
     pub number: OnceLock<usize>,
-    /// Effective weight: its own, or its part of its group's. The bits of an f64.
+    /// Effective weight: the disk's own weight, or its part of the group's weight. The value holds
+    /// the bits of an f64.
     weight: AtomicU64,
-    /// Cost that is due to the disk in a nanosecond, as of the last period. The bits of an f64.
+    /// The disk's share of the device in the last period, in nanoseconds of cost a nanosecond. The
+    /// value holds the bits of an f64.
     rate: AtomicU64,
-    /// In nanoseconds. 0: none.
+    /// Latency target of the disk, in nanoseconds. 0: no target.
     latency_target: AtomicU64,
     pub sums: Sums,
 }
 
 /// Fraction bits of [`Account::virtual_rate`].
 const FRACTION_BITS: u32 = 20;
-/// Smallest effective weight. Bounds the ratio between two disks' shares.
+/// Smallest effective weight. It bounds the ratio between two disks' shares.
 const MIN_WEIGHT: f64 = 0.01;
 /// Smallest rate at which a debt to the device is paid, in cost a nanosecond.
 const MIN_RATE: f64 = 1e-4;
@@ -152,12 +154,13 @@ impl Account {
             .store(((1u64 << (20 + FRACTION_BITS)) as f64 / weight).round() as u64, Relaxed);
     }
 
-    /// Sets the cost that is due to the disk in a nanosecond.
+    /// Sets the disk's share of the device, in nanoseconds of cost a nanosecond.
     pub fn set_rate(&self, rate: f64) {
         self.rate.store(rate.max(MIN_RATE).to_bits(), Relaxed);
     }
 
-    /// Returns the nanoseconds in which `cost` is due to the disk.
+    /// Returns the time in which the disk's share of the device covers `cost`. Both are in
+    /// nanoseconds.
     pub fn time_of(&self, cost: u64) -> u64 {
         (cost as f64 / f64::from_bits(self.rate.load(Relaxed))) as u64
     }

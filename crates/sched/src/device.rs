@@ -41,15 +41,16 @@ const QUIET_NS: u64 = 100_000_000;
 const MAX_RESERVATION_LEAD_NS: u64 = 10_000_000;
 
 /// Margin by which a disk may exceed its share before it waits, as a fraction of its part of the
-/// window. Operations arrive in bursts.
+/// window. The margin is necessary because operations arrive in bursts.
 const MARGIN: f64 = 1.0;
 
-/// Most that one operation takes of the window, in operations of 4 KiB ([`SMALL`]).
+/// Maximum that one operation takes of the window, as a multiple of the cost of a 4 KiB read
+/// ([`SMALL`]).
 const MAX_HELD_FACTOR: u64 = 4;
 const SMALL: Operation =
     Operation { kind: OperationKind::Read, bytes: 4096, sequential: false, requests: 1 };
 
-/// On a cache line of its own.
+/// A value on cache lines that hold nothing else.
 #[repr(align(128))]
 #[derive(Debug, Default)]
 struct CacheAligned<T>(T);
@@ -59,7 +60,7 @@ struct CacheAligned<T>(T);
 pub struct Device {
     name: String,
     costs: Costs,
-    /// Most that one operation takes of the window, in nanoseconds of cost.
+    /// Maximum that one operation takes of the window, in nanoseconds of cost.
     max_held_ns: u64,
     pub(crate) baseline: Baseline,
     /// Virtual time: start tag of the last operation that was admitted in order.
@@ -69,11 +70,11 @@ pub struct Device {
     /// Size of the in-flight window in nanoseconds. This field and the next ones change rarely.
     window: CacheAligned<AtomicU64>,
     waiting: AtomicUsize,
-    /// More than one disk is present.
+    /// Whether more than one disk had operations in the last [`ABSENT_NS`].
     shared: AtomicBool,
-    /// It has heads that seek.
+    /// Whether the device is rotational: its heads seek.
     rotational: bool,
-    /// More than one disk was busy in the last period.
+    /// Whether more than one disk was busy in the last control period.
     was_shared: AtomicBool,
     next_period_at: AtomicU64,
     state: Mutex<State>,
@@ -96,7 +97,7 @@ pub struct Grant {
     arrived: Time,
     began: Time,
     class: OperationClass,
-    /// No other disk had an operation in flight when it began.
+    /// Whether no other disk had an operation in flight when this one began.
     was_alone: bool,
 }
 
@@ -526,7 +527,7 @@ impl Device {
             }
         }
         self.update_presence(&state, now);
-        // After an idle time only its end counts.
+        // After an idle time, measure only its last period.
         let stats = take_stats(&state, now, elapsed.min(2 * state.window.period()));
         self.was_shared.store(stats.busy_disks > 1, Relaxed);
         state.window.adjust(now, &stats);

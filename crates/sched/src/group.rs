@@ -13,7 +13,7 @@ pub struct Group {
     weight: AtomicU32,
     pub(crate) limiter: Limiter,
     pub(crate) reserve: Reserve,
-    /// In nanoseconds; 0: none.
+    /// Latency target of the group's disks, in nanoseconds. 0: no target.
     pub(crate) latency_target: AtomicU64,
 }
 

@@ -14,22 +14,23 @@
 //! 3. The device stays busy: the window grows until operations spend [`DeviceClass::queue`] in the
 //!    device's queue.
 
-/// Largest accepted slowdown of a disk within its share: its service time over that without
-/// neighbours.
+/// Largest accepted slowdown of a disk within its share. A slowdown is the service time divided by
+/// the service time without neighbours.
 pub(crate) const MAX_SLOWDOWN: f64 = 1.5;
-/// A slowdown up to this counts as none.
+/// A slowdown up to this ratio counts as no slowdown.
 pub(crate) const NO_SLOWDOWN: f64 = 1.03;
 
-/// Operations that make a sample of the slowdown. [`CERTAIN_SAMPLES`] are necessary for a small
-/// slowdown, unless [`CERTAIN_NS`] have passed. [`MIN_SAMPLES`] are enough for one above
-/// [`MAX_SLOWDOWN`].
+/// Number of operations over which a slowdown above [`MAX_SLOWDOWN`] is averaged.
 const MIN_SAMPLES: u64 = 8;
+/// Number of operations over which a smaller slowdown is averaged. After [`CERTAIN_NS`]
+/// nanoseconds [`MIN_SAMPLES`] operations are enough for it too.
 const CERTAIN_SAMPLES: u64 = 100;
 const CERTAIN_NS: u64 = 400_000_000;
 /// Time for which the window still protects disks within their share after their last operation, in
 /// nanoseconds.
 const PROTECTION_NS: u64 = 1_000_000_000;
-/// Smallest window beyond what protected disks need, in nanoseconds of cost.
+/// Part of the window that the disks over their share always keep, in nanoseconds of cost. It is
+/// added to what the protected disks have in flight.
 const MIN_SIZE_NS: f64 = 1_000.0;
 
 /// Class of a device: how it is controlled.
@@ -56,7 +57,7 @@ pub(crate) struct PeriodStats {
     pub elapsed_ns: u64,
     /// Number of disks that had operations.
     pub busy_disks: u32,
-    /// An operation waited for the device.
+    /// Whether an operation waited for the device.
     pub had_waiters: bool,
     /// Cost of the operations that completed: of all disks, and of the disks over their share.
     pub completed_cost_ns: u64,
@@ -85,25 +86,27 @@ pub(crate) struct PeriodStats {
 pub(crate) struct InFlightWindow {
     class: DeviceClass,
     size: f64,
-    /// The initial size.
+    /// Initial size of the window, in nanoseconds of cost.
     initial: f64,
     /// Capacity that the device has shown, in nanoseconds of cost a nanosecond: 1 if the cost model
     /// is right.
     capacity: f64,
     /// Completed cost of the recent periods, and their length, both in nanoseconds.
     recent: (f64, f64),
-    /// Operations of disks within their share, until there are enough for a sample.
+    /// Sums over completed operations of disks within their share, until there are enough of them
+    /// to compute a slowdown.
     within: WithinShare,
-    /// Time when the last of them completed.
+    /// Time when an operation of a disk within its share last completed, in nanoseconds.
     within_at: Option<u64>,
-    /// Most cost that they have had in flight lately. A smaller window would make them wait for
-    /// themselves.
+    /// Highest total cost that the disks within their share recently had in flight, in
+    /// nanoseconds. With a smaller window, operations of a single disk would wait for each other.
     held: f64,
     /// Window size at the last slowdown. The window grows slowly when it is near this size.
     knee: f64,
 }
 
-/// A sample of operations of disks within their share, as in [`PeriodStats`].
+/// Number and summed times of completed operations of disks within their share. The fields have the
+/// same meaning as the `within_*` fields of [`PeriodStats`].
 #[derive(Debug, Default)]
 struct WithinShare {
     operations: u64,
@@ -171,7 +174,8 @@ impl InFlightWindow {
             (None, None)
                 if self.within_at.is_some_and(|at| now < at.saturating_add(PROTECTION_NS)) =>
             {
-                // Their operations are too rare for a sample so far.
+                // The disks within their share have completed too few operations so far to compute
+                // a slowdown.
                 if stats.over_share_exceeds(self.capacity * stats.elapsed_ns as f64) {
                     1.0
                 } else {

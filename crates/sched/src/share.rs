@@ -22,7 +22,7 @@ use crate::wait_list::WaitToken;
 /// are in nanoseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Figures {
-    /// Effective weight: its own, or its part of its group's.
+    /// Effective weight: the disk's own weight, or its part of the group's weight.
     pub weight: f64,
     /// Device time that was due to the disk while it was busy, that it used, and that it left to
     /// others.

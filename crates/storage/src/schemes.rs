@@ -18,7 +18,7 @@ use crate::storage::Storage;
 
 /// A kind of storage names that are no paths, and what opens them.
 pub trait Scheme: Sync {
-    /// Returns the form of such names, for messages and help.
+    /// Returns the syntax of such names, for messages and help.
     fn forms(&self) -> &'static str;
     /// Returns whether the name belongs to this scheme, well-formed or not.
     fn owns(&self, name: &str) -> bool;
@@ -109,7 +109,8 @@ mod tests {
         );
     }
 
-    /// A storage with alignment requirements. Each of its methods returns another result.
+    /// A storage with alignment requirements. Each method returns a different value, so that a test
+    /// notices a wrapper that forwards a call to the wrong method.
     #[derive(Clone)]
     struct Demanding;
 

@@ -30,7 +30,7 @@ pub enum YardError {
          or cancel one"
     )]
     TooManyJobs { disk: String, running: usize },
-    #[error("disk {disk}: starting a thread")]
+    #[error("disk {disk}: cannot start a thread")]
     Thread { disk: String, source: io::Error },
     #[error("the server is ending, and accepts no more commands")]
     Closing,

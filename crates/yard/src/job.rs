@@ -9,10 +9,10 @@ use blockyard_disk::{Disk, SnapshotOptions, Work, WorkError};
 
 use crate::error::YardError;
 
-/// Most jobs that run at a time, for all disks together.
+/// Maximum number of jobs that run at a time, for all disks together.
 const MAX_RUNNING: usize = 16;
 
-/// Most jobs that have ended and are still listed.
+/// Maximum number of ended jobs that are still listed.
 const MAX_ENDED: usize = 64;
 
 /// What a job does.

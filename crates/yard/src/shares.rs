@@ -30,7 +30,7 @@ pub struct Shares {
 }
 
 impl Shares {
-    /// If `is_fair` is false, disks share no device: only their limits apply.
+    /// If `is_fair` is false, disks are not scheduled against each other: only their limits apply.
     pub fn new(
         is_fair: bool,
         measured: Vec<MeasuredDevice>,

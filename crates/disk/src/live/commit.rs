@@ -205,7 +205,7 @@ impl Commit<'_> {
         if let Err(e) = &exchanged {
             tracing::warn!(
                 disk = name,
-                "commit failed, and its backing image cannot be opened again: {e}"
+                "commit failed, and the disk's backing image cannot be opened again: {e}"
             );
         }
         Done { result: Err(why), reopened: exchanged.is_ok() }

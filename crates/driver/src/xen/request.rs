@@ -18,7 +18,7 @@ pub mod status {
     pub const UNSUPPORTED: i16 = -2;
 }
 
-/// Most segments in a ring entry, and in an indirect request.
+/// Maximum number of segments in a ring entry, and in an indirect request.
 pub const DIRECT_SEGMENTS: usize = 11;
 pub const INDIRECT_SEGMENTS: usize = 256;
 pub const SEGMENT_BYTES: usize = 8;

@@ -104,7 +104,7 @@ pub struct Session {
     pub front: Front,
     pub queues: Vec<Queue>,
     pub offer: Offer,
-    /// The plan as negotiated.
+    /// The requested plan, without persistent grants if the back end does not offer them.
     pub plan: Plan,
 }
 

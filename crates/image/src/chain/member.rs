@@ -44,7 +44,8 @@ impl ChainLayer {
         }
     }
 
-    /// Returns the size of its disk in bytes, rounded up to whole sectors.
+    /// Returns the size of the virtual disk that this image holds, in bytes, rounded up to whole
+    /// sectors.
     pub fn size(&self) -> u64 {
         match &self.meta {
             Meta::Raw => self.file.size().next_multiple_of(SECTOR),

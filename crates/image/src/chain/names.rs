@@ -17,7 +17,7 @@ use super::error::ChainError;
 use super::options::ChainOptions;
 use crate::format::Format;
 
-/// Most images of one chain.
+/// Maximum number of images in a chain.
 pub const MAX_DEPTH: usize = 200;
 
 /// Identity of an image, to detect cycles in a chain.
@@ -59,7 +59,7 @@ impl PendingImage {
         scheme_of(&self.path)
     }
 
-    /// Replaces a name from an image by the operator's form of it, which may for instance add
+    /// Replaces a name from an image by the operator's name for it, which may for instance add
     /// certificates.
     pub(super) fn permitted(mut self, allowed: &Allowed) -> PendingImage {
         if self.named_by.is_some()

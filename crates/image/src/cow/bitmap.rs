@@ -25,8 +25,8 @@ const PART_WORDS: usize = PART / 8;
 
 const WAYS: usize = 8;
 
-/// Most dirty pages before a write-back, which bounds the time of a flush and the memory of its
-/// copies.
+/// Maximum number of dirty pages before a write-back. It bounds the time of a flush, and the memory
+/// of the copies that the flush makes.
 const DIRTY_PAGES: usize = 4096;
 
 /// Mask of a stamp's page number plus one; 0: the frame is empty.
@@ -95,7 +95,7 @@ impl SectorBitmap {
         self.dirty_pages() > most
     }
 
-    /// Returns the number of pages with bits that no flush has taken.
+    /// Returns the number of pages with changes that no flush has begun to write.
     pub fn dirty_pages(&self) -> usize {
         self.dirty_count.load(Ordering::Relaxed)
     }

@@ -69,7 +69,7 @@ const PRIME: u64 = 64;
 #[derive(Clone, Copy, Debug)]
 pub struct CowOptions {
     pub read_only: bool,
-    /// Most memory that the bitmap cache may take, in bytes.
+    /// Maximum memory of the bitmap cache, in bytes.
     pub bitmap_memory: u64,
     /// If the backing file's size or mtime differs from the header, only log a warning.
     pub accept_changed_backing: bool,
@@ -151,8 +151,8 @@ impl<S: Storage> Cow<S> {
         }
     }
 
-    /// Returns the place of the bytes from `offset` on, up to `len` of them. None: that bitmap page
-    /// is not cached; call [`Cow::load`] first.
+    /// Returns where the bytes from `offset` on are stored, up to `len` of them. None: their bitmap
+    /// page is not cached; call [`Cow::load`] first.
     #[inline]
     pub fn try_lookup(&self, offset: u64, len: u64) -> Option<Extent> {
         self.shared.lookup(offset, len)

@@ -39,8 +39,8 @@ pub struct Run {
 pub struct Freed {
     pub start: u64,
     pub count: u64,
-    /// Held compressed data. Caches of decompressed clusters are keyed by place, so they become
-    /// invalid.
+    /// Whether the clusters held compressed data. Caches of decompressed clusters use the host
+    /// offset as key, so their entries become invalid.
     pub compressed: bool,
 }
 

@@ -56,8 +56,8 @@ mod tests {
     const SHAPE: Alignment = Alignment { memory_align: 1, offset_align: 1 };
     const CLUSTER: u64 = 2 << 20;
 
-    /// Measures the bytes in flight and their maximum. Operations of up to 64 KiB are not counted,
-    /// because they are no bounce buffers.
+    /// Measures the bytes in flight and their maximum. Ignores operations of up to 64 KiB, because
+    /// those do not use bounce buffers.
     #[derive(Clone)]
     struct Meter {
         disk: SimDisk,

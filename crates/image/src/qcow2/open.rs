@@ -24,7 +24,7 @@ use super::shared::{L1, Shape, Shared};
 use super::tables::L2SliceCache;
 use super::view::Qcow2;
 
-/// Most bytes of cached L2 tables; 32 MiB map 256 GiB with clusters of 64 KiB.
+/// Maximum size of the cached L2 tables, in bytes. 32 MiB map 256 GiB with clusters of 64 KiB.
 pub const L2_CACHE_LIMIT: u64 = 32 << 20;
 
 /// Options of opening an image.

@@ -26,7 +26,7 @@ const ROOM: u64 = 256 << 10;
 /// Largest O_DIRECT block, in bytes.
 const BLOCK: u64 = 4096;
 
-/// Place of the next compressed cluster.
+/// Where the next compressed cluster is written.
 #[derive(Debug)]
 pub(super) struct Packing {
     one_at_a_time: Semaphore,

@@ -113,7 +113,7 @@ pub struct Shared {
     pub(super) syncing: Semaphore,
     /// Error of the first failed sync, or of a failed write of metadata that the image depends on.
     pub(super) lost: OnceLock<(io::ErrorKind, String)>,
-    /// Changes when a place of compressed data may hold other data.
+    /// Counter that advances when a host offset of compressed data may hold other data.
     pub(super) recompressed: AtomicU64,
     pub(super) compression: Compression,
     /// Clusters to release when the requests that entered before the last epoch change have left.

@@ -129,7 +129,7 @@ struct CacheState {
 #[derive(Debug)]
 pub struct L2SliceCache {
     state: Mutex<CacheState>,
-    /// Most slices kept; dirty slices may exceed it.
+    /// Maximum number of cached slices. Dirty slices may exceed it.
     limit: AtomicUsize,
 }
 

@@ -120,8 +120,8 @@ impl<S: Storage> Qcow2<S> {
         (empty > 0).then(|| len.min((first + empty) * reach - offset))
     }
 
-    /// Returns the place of `offset` in its entry's host cluster, allocated or only preallocated.
-    /// None: no host cluster, or the entry is not cached.
+    /// Returns the host offset of guest offset `offset`, in an allocated or preallocated cluster.
+    /// None: no host cluster, or the L2 entry is not cached.
     pub(crate) fn kept(&self, offset: u64) -> Option<u64> {
         let shape = self.shape();
         let entry = self.entry(shape.cluster(offset))?;

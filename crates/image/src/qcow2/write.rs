@@ -48,7 +48,7 @@ pub(super) enum WriteStep {
     /// the write does not cover.
     Complete { len: u64, host: u64 },
     /// Clusters (of one L2 table) that need host clusters. With `whole`, data that the write does
-    /// not cover are copied from the old place.
+    /// not cover are copied from the old clusters.
     Fill { len: u64, whole: bool },
     /// The L2 entries are not cached.
     Load,
@@ -471,8 +471,9 @@ impl<S: Storage> Qcow2<S> {
         Ok(true)
     }
 
-    /// Changes an entry in memory; returns the old one. The caller holds the cluster, and the L2
-    /// table is exclusive.
+    /// Changes the L2 entry of a guest cluster in memory, and returns the old entry. The caller
+    /// must hold the lock of the guest cluster (`Shared::held`). The L2 table must have refcount 1
+    /// ([`Qcow2::own_table`]).
     pub(super) async fn change(
         &self,
         cluster: u64,

@@ -21,7 +21,7 @@ use super::view::Qcow2;
 /// Guest clusters that a long request holds at a time, and bytes copied up at a time.
 const HELD: u64 = 256;
 const COPY: u64 = 1 << 20;
-/// Most bytes freed by the guest that wait for its next flush.
+/// Maximum number of bytes that the guest freed and that wait for its next flush.
 const OWED: u64 = 64 << 20;
 /// Size of written zeroes in bytes.
 const ZEROES: u64 = 1 << 20;

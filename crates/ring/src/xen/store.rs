@@ -24,7 +24,8 @@ use super::abi::{Header, PAYLOAD_MAX, message};
 /// How long to wait for a reply.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Most requests to list one node's children, each of which returns up to [`PAYLOAD_MAX`] bytes.
+/// Maximum number of requests to list one node's children, each of which returns up to
+/// [`PAYLOAD_MAX`] bytes.
 const PARTS_MOST: usize = 256;
 
 /// How often a transaction is repeated because others changed the same nodes.

@@ -44,7 +44,7 @@ use blockyard_nbd::{Kind, NbdError};
 /// Pauses between attempts to connect.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(2);
-/// Most requests in one send.
+/// Maximum number of requests in one send.
 const REQUESTS_AT_A_TIME: usize = 64;
 
 /// A client of one export on one reactor; see the module documentation.
@@ -214,7 +214,7 @@ impl Inner {
         }
         let options = self.export.options;
         let began = Instant::now();
-        // After requests have failed, one attempt at a time.
+        // Once requests fail at once, make one attempt and do not retry here.
         let patience =
             if self.down.borrow().is_some() { Duration::ZERO } else { options.reconnect };
         loop {

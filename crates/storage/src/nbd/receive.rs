@@ -23,7 +23,7 @@ const BUFFER: usize = 16 << 10;
 /// Longest accepted block status chunk, and longest accepted error chunk, in bytes.
 const MAX_STATUS: u64 = 2 << 20;
 const MAX_ERROR: u64 = 4096 + 64;
-/// Most chunks of data of one read.
+/// Maximum number of data chunks in the reply to one read.
 const MAX_PARTS: usize = 4096;
 
 pub(super) struct Receiver<'a> {

@@ -12,9 +12,10 @@ use blockyard_ring::{Handle, Signal};
 use super::export::Export;
 use super::slots::{Ask, Slots};
 
-/// Most bytes in one send, and bytes of a long transfer that count as progress.
+/// Maximum number of bytes in one send. A long transfer counts as progress each time that it moved
+/// this many.
 pub(super) const SENT_AT_A_TIME: usize = 256 << 10;
-/// Most memory pieces of a request that are sent or filled without a copy.
+/// Maximum number of memory pieces of a request that are sent or filled without a copy.
 pub(super) const PIECES: usize = 448;
 
 pub(super) struct Inner {
@@ -34,16 +35,16 @@ pub(super) struct Inner {
     pub(super) ended: Cell<bool>,
     /// Time of the last answer (or of much of one), or of the first request after an idle time.
     pub(super) progress: Cell<Instant>,
-    /// Time since when there is no progress, and the pause before the next attempt.
+    /// Time since when there is no progress, and the pause before the next attempt to connect.
     pub(super) trouble: Cell<Option<Instant>>,
     pub(super) pause: Cell<Duration>,
-    /// Requests fail at once: the reason, and when to try again.
+    /// While requests fail at once: the reason, and the time of the next attempt to connect.
     pub(super) down: RefCell<Option<(String, Instant)>>,
     pub(super) try_again: Cell<bool>,
-    /// Reconnect without a waiting request: the last connection was in use, and ended between two
-    /// requests.
+    /// Whether to reconnect although no request waits. It is set when a connection that has served
+    /// requests ends while no request is in flight.
     pub(super) reconnect_idle: Cell<bool>,
-    /// The log already says that requests fail.
+    /// Whether the log already says that requests fail.
     pub(super) given_up: Cell<bool>,
     /// Number of acknowledged writes, and how many of them a flush covered.
     pub(super) acknowledged: Cell<u64>,

@@ -24,7 +24,7 @@ use blockyard_nbd::wire::{cmd, export, flag, state};
 
 /// Largest range of a command without data, in bytes.
 const MAX_RANGE: u64 = 1 << 30;
-/// Most requests of one operation in flight.
+/// Maximum number of requests that one operation has in flight.
 const MAX_IN_FLIGHT: usize = 16;
 
 /// An export on one reactor.

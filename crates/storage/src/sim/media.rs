@@ -207,7 +207,8 @@ impl Media {
         sectors.into_iter().collect()
     }
 
-    /// Applies one sector of a write at `offset`.
+    /// Writes the part of `data`, which begins at `offset`, that lies in `sector`, for operation
+    /// `op`.
     pub fn write(&mut self, op: u64, sector: u64, offset: u64, data: &Rc<Vec<u8>>) {
         let end = self.land(op, sector, offset, data.len() as u64, Some(data), None);
         if end > self.len() {
@@ -215,12 +216,12 @@ impl Media {
         }
     }
 
-    /// Applies one sector of a zeroed range.
+    /// Zeroes the part of `offset..offset + len` that lies in `sector`, for operation `op`.
     pub fn zero(&mut self, op: u64, sector: u64, offset: u64, len: u64) {
         self.land(op, sector, offset, len, None, None);
     }
 
-    /// Changes the length, and zeroes what is truncated.
+    /// Changes the length, and zeroes the data behind a shorter length, for operation `op`.
     pub fn set_len(&mut self, op: u64, len: u64) {
         if len < self.len() {
             let entry = self.journal_end();

@@ -10,7 +10,7 @@ use crate::raw::Raw;
 const FIXED: usize = 24;
 /// The only type of bitmap that the format has.
 pub(super) const DIRTY_TRACKING: u8 = 1;
-/// Most bytes of a bitmap's data that QEMU accepts.
+/// Maximum size of a bitmap's data that QEMU accepts, in bytes.
 pub(super) const MAX_BITMAP_BYTES: u64 = 512 << 20;
 
 /// Not saved by its last writer: its bits may be outdated.
@@ -19,7 +19,7 @@ pub const IN_USE: u32 = 1;
 pub const AUTO: u32 = 1 << 1;
 /// Bytes of the disk for each bit: 512 to 2 GiB, as powers of two.
 pub(super) const GRANULARITY_BITS: std::ops::RangeInclusive<u8> = 9..=31;
-/// Most bytes of a name.
+/// Maximum length of a name, in bytes.
 pub(super) const MAX_NAME: usize = 1023;
 
 /// A directory entry: where the bitmap's table lies, and its flags.
@@ -41,7 +41,7 @@ pub struct BitmapEntry {
 }
 
 impl BitmapEntry {
-    /// Returns what is wrong with its table's place or size.
+    /// Returns what is wrong with the offset or size of the bitmap's table.
     pub fn table_fault(&self, header: &Header) -> Option<String> {
         if u64::from(self.table_size) << header.cluster_bits > MAX_BITMAP_BYTES {
             return Some(format!(

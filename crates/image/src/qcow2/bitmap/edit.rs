@@ -25,7 +25,7 @@ use crate::qcow2::header::{
 use crate::raw::Raw;
 
 const STRUCTURE: &str = "qcow2 bitmaps";
-/// Most bytes of bitmap data that a resize holds in memory.
+/// Maximum size of the bitmap data that a resize holds in memory, in bytes.
 const MOST_HELD: usize = 1 << 30;
 /// Table entry without a cluster: all bits of its part are set.
 const ALL_ONES: u64 = 1;

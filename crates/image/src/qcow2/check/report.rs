@@ -65,12 +65,12 @@ impl fmt::Display for Finding {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Report {
     pub corruptions: u64,
-    /// Of the corruptions: COPIED flags that are clear but could be set. Harmless: a write copies
-    /// more than necessary.
+    /// Number of corruptions that are COPIED flags which are clear but could be set. They are
+    /// harmless: a write copies more than necessary.
     pub unset_flags: u64,
-    /// Of the corruptions: violations of the format that are harmless.
+    /// Number of corruptions that are harmless violations of the format.
     pub harmless: u64,
-    /// Of the corruptions: those that an open for writing repairs. Harmless.
+    /// Number of corruptions that an open for writing repairs. They are harmless.
     pub mended_by_opening: u64,
     pub leaks: u64,
     pub corruptions_fixed: u64,

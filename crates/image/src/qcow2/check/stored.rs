@@ -18,7 +18,8 @@ use crate::qcow2::header::Header;
 use crate::qcow2::refblock::RefcountWidth;
 use crate::raw::Raw;
 
-/// Most ranges of freed clusters of one block that are deallocated in the host.
+/// Maximum number of ranges of freed clusters of one refcount block that are deallocated in the
+/// host.
 const FREED: usize = 1 << 16;
 
 /// The usable refcount blocks.

@@ -51,7 +51,7 @@ impl Snapshot {
         String::from_utf8_lossy(&self.name).into_owned()
     }
 
-    /// Returns what is wrong with its L1 table's place or size.
+    /// Returns what is wrong with the offset or size of the snapshot's L1 table.
     pub fn l1_fault(&self, header: &Header) -> Option<String> {
         let bytes = u64::from(self.l1_size) * 8;
         if bytes > MAX_L1_BYTES {

@@ -112,10 +112,10 @@ struct Client<S> {
     power: Power,
     spots: u64,
     rng: Rng,
-    /// Errors are injected, so requests may fail.
+    /// Whether errors are injected, so that requests may fail.
     troubled: bool,
-    /// A sync may fail. A read may then return stale data of the place instead of the disk's former
-    /// data.
+    /// Whether a sync may fail. A read may then return stale data that the file has at this offset,
+    /// instead of the disk's former data.
     lossy: bool,
     flushes: Rc<Cell<u64>>,
 }

@@ -26,7 +26,7 @@ use blockyard_storage::sim::Rng;
 use self::life::{Life, Tally};
 use self::plan::Plan;
 
-/// Number of random cuts of an ordinary run.
+/// Number of random power cuts if `BLOCKYARD_CUTS` is not set.
 const CUTS: u64 = 5_000;
 
 /// Seeds that failed once.

@@ -18,14 +18,15 @@ pub struct Plan {
     pub version: u32,
     pub alignment: u32,
     pub shape: Alignment,
-    /// Number of used parts of the disk, 16 MiB apart: each has its own bitmap page.
+    /// Number of areas of the disk that clients use. They are 16 MiB apart, so that each has its
+    /// own bitmap page.
     pub spots: u64,
-    /// Bytes of the bitmap cache.
+    /// Size of the bitmap cache, in bytes.
     pub memory: u64,
     pub reactors: usize,
-    /// Number of clients over all queues, each with one request in flight; and requests of each
-    /// client.
+    /// Number of clients of all queues together. Each has one request in flight.
     pub clients: usize,
+    /// Number of requests that each client makes.
     pub requests: usize,
     /// Bytes that the device writes atomically.
     pub atomic: usize,

@@ -48,7 +48,7 @@ struct Builder {
     file: Vec<u8>,
     data: Option<Vec<u8>>,
     counts: Vec<u64>,
-    /// Place of the next compressed cluster, and end of its space.
+    /// Offset of the next compressed cluster, and end of the space for it.
     room: (u64, u64),
 }
 

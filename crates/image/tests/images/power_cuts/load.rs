@@ -63,7 +63,8 @@ pub fn run<S: Storage>(
     }
 }
 
-/// Runs a future on the disks; after a power cut it stops waiting.
+/// Runs a future that uses the disks until it ends. At a power cut, lets all waiting operations of
+/// the disks end, so that the future ends too.
 pub fn wait<T: 'static>(
     sim: &Sim,
     power: &Power,
@@ -110,10 +111,10 @@ pub async fn read_all<S: Storage>(
 /// once, and no other request of this boot changes it, because `Qcow2::write_compressed` requires
 /// that.
 struct Packed {
-    /// In clusters.
+    /// Half for compressed writes, as a range of cluster numbers.
     half: Range<u64>,
     next: Cell<u64>,
-    /// The other half, in sectors, for the requests that change data.
+    /// The other half of the disk, as a range of sectors: all other writes go there.
     rest: Range<u64>,
 }
 
@@ -133,7 +134,7 @@ struct Client<S> {
     image: Rc<Image<S>>,
     packed: Option<Rc<Packed>>,
     zstd: bool,
-    /// In sectors: the disk, a cluster, a unit of allocation.
+    /// Sizes of the disk, of a cluster and of a unit of allocation, in sectors.
     sectors: u64,
     cluster: u64,
     unit: u64,

@@ -16,7 +16,7 @@ use super::chain::{Disks, View};
 use super::load;
 use super::plan::Plan;
 
-/// Most snapshots of an image.
+/// Maximum number of snapshots in an image.
 const SNAPSHOTS: usize = 3;
 
 #[derive(Clone, Debug, PartialEq)]

@@ -29,14 +29,15 @@ impl DamagedImage {
         self.bytes[at as usize..][..8].copy_from_slice(&word.to_be_bytes());
     }
 
-    /// Returns the place of the n-th L1 entry with a table, and the table's offset.
+    /// Returns the offset of the n-th L1 entry that names a table, and the table's offset.
     fn l1(&self, n: usize) -> (u64, u64) {
         let all = (0..u64::from(self.header.l1_size)).map(|i| self.header.l1_offset + i * 8);
         let at = all.filter(|&at| self.get(at) != 0).nth(n).unwrap();
         (at, self.get(at) & OFFSET_MASK)
     }
 
-    /// Returns the place and the word of the n-th L2 entry of the first table that names a cluster.
+    /// Returns the offset and the value of the n-th L2 entry that names a cluster, in the first
+    /// table.
     fn l2(&self, n: usize) -> (u64, u64) {
         let (_, table) = self.l1(0);
         let all = (0..self.header.l2_entries()).map(|i| table + i * self.header.l2_entry_size());

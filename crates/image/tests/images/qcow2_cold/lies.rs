@@ -70,8 +70,8 @@ async fn find(raw: Raw<impl blockyard_image::Storage>) -> Result<(), ImageError>
     }
 }
 
-/// Runs all four: open for reading, open for writing, check, list. Every error must name a place,
-/// and only the open for writing may write.
+/// Opens the image for reading, opens it for writing, checks it, and lists its contents. Every
+/// error must name a structure or an offset. Only the open for writing may write.
 fn opinions(what: &str, bytes: &[u8]) -> [Result<Vec<u8>, String>; 4] {
     let image = SimImage::from_bytes(bytes);
     let none = |result: Result<(), ImageError>| result.map(|()| Vec::new());
@@ -128,7 +128,7 @@ const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
 struct Places {
     l1: u64,
     l2: u64,
-    /// Two entries of that L2 table: one of data, and one of compressed data.
+    /// Two entries of the L2 table at `l2`: one of a data cluster, one of a compressed cluster.
     data_entry: u64,
     packed_entry: u64,
     refcounts: u64,

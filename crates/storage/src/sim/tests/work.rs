@@ -156,7 +156,8 @@ fn work(
     sim.block_on(all).unwrap_or(Ok(()))
 }
 
-/// Makes three power cuts. The disk after each one is judged, and is the start of the next part.
+/// Runs a load three times, each until a power cut. After each cut, checks the disk's contents. The
+/// next load starts with them.
 fn life(seed: u64, lie: Lie) -> Result<Vec<Trace>, String> {
     let mut rng = Rng::new(seed);
     let mut image = SimImage::zeroed(DISK).atomic(*rng.pick(&[512, 512, 1024, 4096]));
