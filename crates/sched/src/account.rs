@@ -18,9 +18,10 @@ pub(crate) struct Account {
     pub start_tag: AtomicU64,
     /// Virtual time for a nanosecond of cost: 2^20 / weight, with [`FRACTION_BITS`] fraction bits.
     virtual_rate: AtomicU64,
-    /// How far the start tag may exceed the device's virtual time within the disk's share.
+    /// Virtual time by which the start tag may exceed the device's virtual time, while the disk
+    /// still counts as within its share.
     margin: AtomicU64,
-    /// Number of operations that wait for the device.
+    /// Number of the disk's operations that wait for the device.
     pub waiting: AtomicU64,
     /// Cost in nanoseconds, and number, of the operations in flight.
     pub in_flight: AtomicU64,
@@ -35,7 +36,7 @@ pub(crate) struct Account {
     latency_ns: AtomicU64,
     baseline_ns: AtomicU64,
     pub group: Option<Arc<Group>>,
-    /// The disk has had operations in the last seconds.
+    /// Whether the disk has had operations in the last seconds.
     pub present: AtomicBool,
     /// The weight that the operator has set.
     own_weight: AtomicU32,
@@ -80,7 +81,7 @@ pub(crate) struct Sums {
 /// Counters of one control period; see [`Account`].
 pub(crate) struct Counts {
     pub busy: bool,
-    /// The disk is over its share: most of its operations had to wait.
+    /// Whether the disk is over its share: most of its operations had to wait.
     pub is_over_share: bool,
     pub cost_ns: u64,
     pub served: u64,
@@ -319,7 +320,7 @@ mod tests {
         let accounts =
             weights.map(|weight| Account::new(&Knobs { weight, ..Knobs::default() }, None));
         let steps: [u64; 4] = std::array::from_fn(|i| accounts[i].virtual_cost(costs[i]));
-        // The tags wrap around.
+        // Begin close to the largest value, so that the tags wrap around during the test.
         let mut tags = [u64::MAX - 1_000_000; 4];
         let mut counts = [0u64; 4];
         for _ in 0..OPERATIONS {
@@ -336,7 +337,7 @@ mod tests {
         let (all, sum) = (used.iter().sum::<f64>(), weights.iter().sum::<u32>());
         for ((used, weight), cost) in used.iter().zip(weights).zip(costs) {
             let due = all * f64::from(weight) / f64::from(sum);
-            // At most one operation of each disk is in flight. Rounding may cost a millionth.
+            // Allow for one operation of each disk in flight, and a millionth for rounding.
             let most = 2.0 * cost.max(4_001 * u64::from(weight)) as f64 + due * 1e-6;
             assert!(
                 (used - due).abs() <= most,

@@ -29,7 +29,8 @@ struct Cell {
     count: AtomicU64,
 }
 
-/// Service times with neighbours that make one sample. A single short one may be chance.
+/// Number of service times with neighbours that are averaged before they lower the expected time.
+/// A single short one may be chance.
 const BATCH: u64 = 256;
 
 /// A class of operations that have the same expected service time.
@@ -156,7 +157,7 @@ mod tests {
     #[test]
     fn a_calibration_applies_to_other_sizes_and_depths() {
         let costs = Costs { read: 10_000, read_per_mib: 256_000, ..Costs::FLASH };
-        // 11 us of cost, 110 us alone: ten at a time.
+        // A read costs 11 us and takes 110 us alone, so the device works on ten at a time.
         let baseline =
             Baseline::new(&Calibration { baseline_read_ns: 110_000, ..Calibration::of(costs) });
         let expected = |bytes, others| {

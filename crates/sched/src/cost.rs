@@ -19,9 +19,9 @@ pub enum OperationKind {
 pub struct Operation {
     pub kind: OperationKind,
     pub bytes: u64,
-    /// It begins where an earlier operation ended.
+    /// Whether the operation begins where an earlier one ended.
     pub sequential: bool,
-    /// Number of guest requests in it: more than 1 if adjacent requests were merged.
+    /// Number of guest requests in the operation: more than 1 if adjacent requests were merged.
     pub requests: u32,
 }
 

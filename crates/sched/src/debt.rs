@@ -24,7 +24,7 @@ pub(crate) struct Debt {
     /// Times when the debt to the limits is paid, and the debt to the device.
     limits: AtomicU64,
     device: AtomicU64,
-    /// The disk has had a debt to the device, and may still exceed its share.
+    /// Whether the disk has had a debt to the device and may still exceed its share.
     ahead: AtomicBool,
     /// Cost of the waiting operations, in nanoseconds.
     queued_ns: AtomicU64,
@@ -118,7 +118,7 @@ mod tests {
             let paid = share.paused_until(NOW).unwrap();
             assert!((NOW + 29 * SECOND / 10..=NOW + 3 * SECOND).contains(&paid), "{paid}");
             assert_eq!(share.paused_until(paid), None);
-            // A faster limit is paid sooner. A limit that was removed is owed nothing.
+            // After a change to a faster limit the debt is paid sooner. A removed limit has no debt.
             share.set(&if disk == Knobs::default() { disk.clone() } else { bps(100_000) }, NOW);
             host.set_group(
                 "g",

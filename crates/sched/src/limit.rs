@@ -51,11 +51,11 @@ pub struct Limiter {
 struct Meter {
     /// Largest amount of one operation so far, which sets [`Bucket::slack`].
     largest: AtomicU64,
-    /// The bucket of 10 ms, and the bucket of the burst.
+    /// The bucket that holds 10 ms of the rate, and the bucket that holds the burst.
     buckets: [Bucket; 2],
 }
 
-/// The limits changed during the call: retry with the new ones.
+/// Error: the limits changed during the call. Retry with the new ones.
 struct Changed;
 
 impl Limiter {

@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use crate::Time;
 use crate::knobs::Knobs;
 
-/// How far back a missed reservation is caught up, in nanoseconds. An idle disk saves up no more
-/// than this.
+/// Maximum time for which a missed reservation is caught up, in nanoseconds. An idle disk saves up
+/// no more than the reservation of this time.
 const CATCH_UP_NS: u64 = 100_000_000;
 
 #[derive(Debug, Default)]

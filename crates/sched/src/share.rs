@@ -24,8 +24,8 @@ use crate::wait_list::WaitToken;
 pub struct Figures {
     /// Effective weight: the disk's own weight, or its part of the group's weight.
     pub weight: f64,
-    /// Device time that was due to the disk while it was busy, that it used, and that it left to
-    /// others.
+    /// Device time while the disk was busy: what its share allowed, what it used, and what it left
+    /// to others.
     pub owed_ns: u64,
     pub used_ns: u64,
     pub donated_ns: u64,

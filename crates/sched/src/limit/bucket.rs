@@ -13,7 +13,8 @@ use crate::Time;
 pub(super) struct Bucket {
     /// Units (operations or bytes) a second. 0: this bucket is not used.
     rate: AtomicU64,
-    /// Size of the bucket, in nanoseconds of the rate: what a full bucket grants at once.
+    /// Size of the bucket, in nanoseconds of its rate. It is the amount that a full bucket admits
+    /// at once.
     holds: AtomicU64,
     /// How long before the bucket is full it admits the next operation, in nanoseconds. It is the
     /// size of the bucket less the cost of the largest operation, because the last admitted
@@ -80,7 +81,7 @@ impl Bucket {
             .fetch_update(AcqRel, Acquire, |full| Some(full.max(now).saturating_add(cost)));
     }
 
-    /// Returns the tokens of a charge.
+    /// Gives the tokens of a charge back.
     pub fn refund(&self, amount: u64) {
         let cost = self.refunded(amount);
         let _ = self.full.fetch_update(AcqRel, Acquire, |full| Some(full.saturating_sub(cost)));
@@ -171,8 +172,8 @@ mod tests {
         bucket.succeed(&Bucket::default(), 1000, 10_000_000, 1, 0);
         assert_eq!(bucket.charge(5, 1, || Err("changed")), Err("changed"));
         assert_eq!(bucket.full.load(Acquire), 0);
-        // The bucket changes between the load and the exchange. The charge applies to the new
-        // value.
+        // The bucket changes between the load and the compare-and-exchange. The charge must apply
+        // to the new value.
         let mut changed = [9_000_000, 3_000_000].into_iter();
         let changed = std::cell::RefCell::new(&mut changed);
         let change = || {

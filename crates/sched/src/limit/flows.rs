@@ -84,7 +84,7 @@ impl Flows {
         })
     }
 
-    /// Start tag of the flow's next operation.
+    /// Returns the start tag of the flow's next operation.
     fn begins(&self, limit: usize, flow: &Flow) -> u64 {
         flow.tags[limit]
             .load(Relaxed)

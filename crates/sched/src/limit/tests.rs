@@ -146,7 +146,8 @@ fn all_limits_are_charged_or_none() {
     }
     let reads = greedy(&limiter, 0, 100 * MS, 0, || op(OperationKind::Read, 0, 1));
     assert!((109_990..=110_000).contains(&reads.len()), "{}", reads.len());
-    // The same with operations that are refunded, at a rate that does not divide a second.
+    // The same with operations that are refunded, at a rate whose interval between operations is no
+    // whole number of nanoseconds.
     let limiter = Limiter::new(&iops(Limit::of(70_001)));
     for _ in 0..1_000_000 {
         limiter.take(0, &read(0), None).unwrap();
@@ -188,7 +189,7 @@ fn after_any_idle_time_at_most_the_burst_is_granted() {
         let within = |to: u64| passed.iter().filter(|p| p.0 < start + to).count();
         assert!((5000..=5050).contains(&within(S)), "{}", within(S));
         assert!((9950..=10_050).contains(&within(2 * S)), "{}", within(2 * S));
-        // Then the rate: 8000 of the burst, and 10 s of the rate.
+        // After the burst of 8000 operations only the rate is admitted, here for 10 s.
         assert!((17_990..=18_000).contains(&passed.len()), "{}", passed.len());
     }
 }
@@ -464,8 +465,8 @@ proptest! {
     }
 }
 
-/// Simulates several flows that retry when the limiter returned, on reactors that are late. Returns
-/// the admitted amount of each, a second.
+/// Simulates several flows that retry late after the time that the limiter returned. Returns the
+/// amount a second that was admitted for each flow.
 fn compete(
     limiter: &Limiter,
     from: Time,
@@ -503,7 +504,7 @@ fn waiting_flows_share_a_limit_by_weight() {
         for (got, due) in got.iter().zip(due) {
             assert!((got / due - 1.0).abs() < 0.03, "{got} of {due} at {rate}");
         }
-        // The part of a flow that does not wait goes to the others.
+        // If a flow does not use its part of the limit, the others get it.
         let got = compete(&limiter, 50 * S, 40, &all[..2]);
         assert!(
             got.iter().all(|got| (got / (rate as f64 / 2.0) - 1.0).abs() < 0.03),

@@ -13,7 +13,8 @@ use blockyard_storage::sim::{
 
 use super::plan::Plan;
 
-/// Distance of the used parts of a disk in bytes, and the sectors of each.
+/// Distance between the areas of a disk that clients use, in bytes; and the number of sectors in an
+/// area.
 pub const SPOT: u64 = 16 << 20;
 pub const SPOT_SECTORS: u64 = 48;
 
@@ -53,7 +54,7 @@ pub struct Load {
     pub oracle: Rc<RefCell<Oracle>>,
     pub power: Power,
     pub rng: Rng,
-    /// Successful flushes.
+    /// Number of successful flushes.
     pub flushes: Rc<Cell<u64>>,
 }
 
@@ -138,8 +139,8 @@ impl<S: Storage> Client<S> {
         Ok(())
     }
 
-    /// Returns offset and length in bytes. Each spot but the first spans the border of two bitmap
-    /// pages.
+    /// Returns a random offset and length in bytes. Each area except the first one spans the border
+    /// of two bitmap pages.
     fn range(&mut self) -> (u64, u64) {
         let start = spot_start(self.rng.below(self.spots));
         let first = self.rng.below(SPOT_SECTORS);
@@ -210,7 +211,7 @@ impl<S: Storage> Client<S> {
     }
 }
 
-/// Returns the start of a spot in bytes.
+/// Returns the start offset of an area, in bytes.
 pub fn spot_start(spot: u64) -> u64 {
     (spot * SPOT).saturating_sub(SPOT_SECTORS / 2 * SECTOR as u64)
 }

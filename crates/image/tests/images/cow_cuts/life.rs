@@ -24,11 +24,12 @@ pub struct Tally {
     pub survived: u64,
     flushes: u64,
     syncs: u64,
-    /// Cuts that left bits which the file did not have before.
+    /// Number of power cuts that left bits in the bitmap which were not there before.
     bits_grew: u64,
     commits_cut: u64,
     rebases_cut: u64,
-    /// Files cut during their creation: no COW file yet, or complete.
+    /// Number of power cuts during a creation that left no COW file yet, and that left a complete
+    /// one.
     unborn: u64,
     born: u64,
     troubled: u64,
@@ -183,7 +184,7 @@ impl Life {
         Boot { power, cow, base }
     }
 
-    /// Runs `work`; None: the power was cut meanwhile.
+    /// Runs `work`. Returns None if the power was cut meanwhile.
     fn run<T: 'static, F: Future<Output = T> + 'static>(
         &mut self,
         boot: &Boot,
@@ -196,7 +197,7 @@ impl Life {
             if disks[0].is_off() && !std::mem::replace(&mut gave_up, true) {
                 disks.iter().for_each(SimDisk::give_up);
             }
-            // Poll again when the power is cut while another task is polled.
+            // Poll again at each step, to notice a power cut while another task is polled.
             cx.waker().wake_by_ref();
             work.as_mut().poll(cx)
         });
@@ -204,8 +205,8 @@ impl Life {
         Ok((!boot.power.is_off()).then_some(value))
     }
 
-    /// Creates the file, with a cut after so many events. Returns true if it was complete before.
-    /// Completes it otherwise.
+    /// Creates the file, with a power cut after `cut_after` events. Returns true if the file was
+    /// complete before the cut. Otherwise creates it again without a cut.
     pub fn be_created(&mut self, cut_after: u64, tally: &mut Tally) -> Result<bool, String> {
         let explain = self.explain(cut_after, "making it");
         let survived = self.create(cut_after).map_err(&explain)?;
@@ -253,8 +254,8 @@ impl Life {
         }
     }
 
-    /// Runs a guest's load. Returns true if it ended before the cut. `wrap` makes the file's
-    /// storage.
+    /// Runs a guest's load. Returns true if it ended before the power cut. `wrap` creates the
+    /// file's storage.
     pub fn load<S: Storage + Clone>(
         &mut self,
         cut_after: u64,
@@ -288,8 +289,8 @@ impl Life {
         Ok(survived)
     }
 
-    /// Commits the file into its backing file, with a cut after so many events: the disk stays the
-    /// same.
+    /// Commits the file into its backing file, with a power cut after `cut_after` events. Checks
+    /// that the disk's contents stay the same.
     pub fn commit(&mut self, cut_after: u64, tally: &mut Tally) -> Result<bool, String> {
         let explain = self.explain(cut_after, "a commit");
         let boot = self.boot(cut_after);
@@ -318,7 +319,7 @@ impl Life {
         Ok(survived)
     }
 
-    /// Stores another backing file's name, with a cut after so many events.
+    /// Stores another backing file's name, with a power cut after `cut_after` events.
     pub fn rebase(&mut self, cut_after: u64, tally: &mut Tally) -> Result<bool, String> {
         let explain = self.explain(cut_after, "a rebase");
         let boot = self.boot(cut_after);
@@ -341,7 +342,8 @@ impl Life {
         Ok(survived)
     }
 
-    /// Checks some of the images that a cut here may leave; the last one is used by the next boot.
+    /// Checks some of the images that a power cut at this event may leave. The next boot uses the
+    /// last one.
     fn judge_left(&mut self, boot: &Boot) -> Result<Header, String> {
         for _ in 0..2 {
             self.look(boot.cow.power_cut(), boot.base.power_cut())?;
@@ -361,7 +363,7 @@ impl Life {
         Ok(report.header)
     }
 
-    /// Checks that the file opens, has no errors, and holds the promised data.
+    /// Checks that the file opens, has no errors, and holds the data that the oracle expects.
     fn look(&self, cow: SimImage, base: SimImage) -> Result<(cow::Report, Contents), String> {
         let file = Raw::on(SimDisk::new(cow, SimConfig::new(1)), self.plan.shape);
         let base = Raw::on(SimDisk::new(base, SimConfig::new(1)), self.plan.shape);

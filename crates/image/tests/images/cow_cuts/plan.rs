@@ -28,7 +28,7 @@ pub struct Plan {
     pub clients: usize,
     /// Number of requests that each client makes.
     pub requests: usize,
-    /// Bytes that the device writes atomically.
+    /// Largest write that the device makes atomically, in bytes.
     pub atomic: usize,
     pub discard_zeroes: bool,
     /// Operations of the COW file that fail during loads.
@@ -36,7 +36,7 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Only power cuts, no other errors.
+    /// Returns a plan with power cuts but no other errors.
     pub fn quiet(seed: u64) -> Self {
         let mut rng = Rng::new(seed ^ 0x706c_616e);
         let version = *rng.pick(&[1, 2, 3, 3, 3]);
@@ -48,7 +48,7 @@ impl Plan {
             alignment,
             shape: *rng.pick(&SHAPES),
             spots,
-            // Eight pages, or the whole bitmap.
+            // The bitmap cache holds eight pages, or the whole bitmap.
             memory: if rng.one_in(2) { 1 } else { u64::MAX },
             reactors: rng.between(1, 2) as usize,
             clients: rng.between(1, 7) as usize,

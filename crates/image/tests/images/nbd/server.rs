@@ -19,7 +19,7 @@ const FLUSH_TRIM_ZEROES: u16 = 1 | 1 << 2 | 1 << 5 | 1 << 6;
 /// Script of a server: returns the answer's bytes, or None to close the connection.
 pub type Script = Box<dyn FnMut(usize, &Request, &mut Disk) -> Option<Vec<u8>> + Send>;
 
-/// The disk that it serves.
+/// The disk that the server offers.
 pub struct Disk {
     pub headers: Headers,
     pub size: u64,
@@ -150,7 +150,7 @@ fn serve(
     }
 }
 
-/// Answers correctly.
+/// Answers a request correctly.
 pub fn good(request: &Request, disk: &mut Disk) -> Vec<u8> {
     let range = request.offset as usize..(request.offset + request.len) as usize;
     match request.command {

@@ -13,11 +13,11 @@ const MAGIC: u32 = 0x5146_49fb;
 #[derive(Clone, Debug)]
 pub struct Recipe {
     pub layout: Layout,
-    /// Size in bytes, whole sectors.
+    /// Size of the disk in bytes, a multiple of the sector size.
     pub size: u64,
     /// Percentage of guest clusters with an entry.
     pub full: u64,
-    /// Adds a snapshot that shares all clusters.
+    /// Whether to add a snapshot that shares all clusters.
     pub snapshot: bool,
     pub zstd: bool,
     /// Minimum number of clusters of the L1 table.
@@ -111,7 +111,7 @@ impl Builder {
         self.header((l1_at, l1_size), refcounts, snapshots);
     }
 
-    /// Makes an L2 table and its clusters. None: it would be empty.
+    /// Makes an L2 table and its clusters. Returns None if the table would be empty.
     fn table(&mut self, index: u64) -> Option<u64> {
         let layout = self.recipe.layout;
         let first = index * layout.l2_entries();

@@ -54,7 +54,7 @@ pub fn contents(layers: &[Files]) -> Result<Vec<u8>, String> {
     })
 }
 
-/// All visible contents of a chain.
+/// Contents of a chain that a user can see: the disk and its snapshots.
 #[derive(Clone, PartialEq, Eq)]
 pub struct View {
     pub disk: Vec<u8>,
@@ -177,7 +177,7 @@ impl Disks {
         std::iter::once(&self.layers[0].0).chain(&self.layers[0].1)
     }
 
-    /// Cuts the power; returns one of the many possible results.
+    /// Cuts the power, and returns one of the many possible states of the files.
     pub fn power_cut(&self) -> Vec<Files> {
         let files = |((main, data), &qcow2): (&(SimDisk, Option<SimDisk>), &bool)| Files {
             main: main.power_cut(),

@@ -21,7 +21,7 @@ pub struct Parsed<'a> {
 pub struct Snapshot {
     l1: Table,
     pub name: String,
-    /// Size of the disk when it was taken.
+    /// Size of the disk when the snapshot was taken, in bytes.
     size: u64,
 }
 
@@ -36,10 +36,10 @@ struct Table {
 #[derive(Debug, Default)]
 pub struct Findings {
     pub corruptions: Vec<String>,
-    /// COPIED flags that are clear but could be set: a write copies more than necessary, nothing
-    /// else.
+    /// Number of COPIED flags that are clear but could be set. They are harmless: a write copies
+    /// more than necessary.
     pub careful: u64,
-    /// Clusters with a refcount above their references.
+    /// Number of clusters with a refcount above the number of their references.
     pub leaks: u64,
 }
 
@@ -133,7 +133,7 @@ impl<'a> Parsed<'a> {
         counts
     }
 
-    /// Returns what the guest sees: of the active state or of a snapshot. `below`: contents of the
+    /// Returns the disk's contents in the active state or in a snapshot. `below`: contents of the
     /// backing images.
     pub fn read(
         &self,

@@ -32,7 +32,7 @@ impl Layout {
         1 << self.cluster_bits
     }
 
-    /// Bytes of an L2 entry.
+    /// Size of an L2 entry, in bytes.
     pub fn l2_entry(&self) -> usize {
         if self.extended { 16 } else { 8 }
     }
@@ -41,7 +41,7 @@ impl Layout {
         self.cluster() / self.l2_entry() as u64
     }
 
-    /// Bytes of the guest's disk that one L2 table maps.
+    /// Number of bytes of the guest's disk that one L2 table maps.
     pub fn l2_reach(&self) -> u64 {
         self.l2_entries() * self.cluster()
     }

@@ -1,4 +1,5 @@
-//! Checks the answers of one boot: by the oracle, and by rules that the oracle does not know.
+//! Checks the answers to the guest's requests during one boot: against the oracle, and against
+//! these rules, which the oracle does not know.
 //!
 //! - Without an injected error no request fails.
 //! - After a failed sync of the image's files no flush succeeds. Reads are not checked any more
@@ -18,7 +19,7 @@ pub struct Judge {
     pub oracle: Rc<RefCell<Oracle>>,
     pub disks: Rc<Disks>,
     pub power: Power,
-    /// Errors are injected, and possibly some after which the disk refuses all further work.
+    /// Whether errors are injected. After some of them the disk may refuse all further work.
     trouble: bool,
     syncs_fail: bool,
     poisoned: Cell<bool>,
@@ -41,7 +42,7 @@ impl Judge {
         }
     }
 
-    /// The disk accepts only reads.
+    /// Whether the disk accepts only reads.
     pub fn poisoned(&self) -> bool {
         self.poisoned.get()
     }
@@ -61,7 +62,7 @@ impl Judge {
         Ok(true)
     }
 
-    /// Data that were acknowledged and not flushed may be lost.
+    /// Whether data that were acknowledged but not flushed may be lost.
     fn poison(&self) {
         if !self.poisoned.replace(true) {
             let mut oracle = self.oracle.borrow_mut();

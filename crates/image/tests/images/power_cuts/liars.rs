@@ -13,7 +13,8 @@ use blockyard_storage::Storage;
 pub enum Lie {
     /// No sync has an effect.
     NoSync,
-    /// Every other sync is skipped: the one before the entries, or the one after.
+    /// Every other sync has no effect. A flush makes two: one before it writes L2 entries, and one
+    /// after.
     HalfTheSyncs,
     /// The end of a long write is not written.
     LosesPieces,

@@ -16,7 +16,7 @@ use super::plan::Plan;
 use super::qemu;
 use super::tally::Tally;
 
-/// Number of images checked after each cut, of the many possible results.
+/// Number of images that are checked after each power cut. A cut can leave many different ones.
 const JUDGED: usize = 3;
 
 /// Result of a boot or of a command.
@@ -31,8 +31,8 @@ pub struct Life {
     layers: Vec<Files>,
     view: View,
     leaks: u64,
-    /// An interrupted command may leave, until the next open for writing: the dirty bit; or in
-    /// version 2, which has none, clear COPIED flags.
+    /// Whether an interrupted command may have left the dirty bit set, until the next open for
+    /// writing. In version 2, which has no dirty bit, it may have left clear COPIED flags.
     dirty: bool,
     careful: bool,
     oracle: Rc<RefCell<Oracle>>,
@@ -66,7 +66,7 @@ impl Life {
         oracle.write_answered(token, true, true);
     }
 
-    /// One boot, with a cut after so many events. `wrap` makes the storage.
+    /// Runs one boot, with a power cut after `cut_after` events. `wrap` creates the storage.
     pub fn boot<S: Storage + Clone>(
         &mut self,
         cut_after: u64,
@@ -166,7 +166,8 @@ impl Life {
         }
     }
 
-    /// Checks some of the images that a cut here may leave; the last one is used by the next boot.
+    /// Checks some of the images that a power cut at this event may leave. The next boot uses the
+    /// last one.
     fn judge_boot(&mut self, judge: &Judge, closed: bool, tally: &mut Tally) -> Result<(), String> {
         for nth in 1..=JUDGED {
             let layers = judge.disks.power_cut();
@@ -251,7 +252,8 @@ impl Life {
         Operation::random(&mut self.rng, &self.plan, &self.view)
     }
 
-    /// Runs the command with a cut after so many events. `keep`: continue with the state after it.
+    /// Runs the command with a power cut after `cut_after` events. `keep`: continue with the state
+    /// after the command.
     pub fn operate_once(
         &mut self,
         operation: &Operation,

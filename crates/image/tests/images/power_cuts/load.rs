@@ -80,7 +80,7 @@ pub fn wait<T: 'static>(
             if power.is_off() && !std::mem::replace(&mut gave_up, true) {
                 disks.all().for_each(|disk| disk.give_up());
             }
-            // Poll again, whichever task is polled when the power is cut.
+            // Poll again at each step, to notice a power cut while another task is polled.
             if done.is_pending() && !gave_up {
                 cx.waker().wake_by_ref();
             }
@@ -138,7 +138,7 @@ struct Client<S> {
     sectors: u64,
     cluster: u64,
     unit: u64,
-    /// Places that clients use again and again.
+    /// Offsets that clients use again and again.
     hot: Rc<Vec<u64>>,
     spread: bool,
     rng: Rng,
@@ -190,7 +190,7 @@ impl<S: Storage> Client<S> {
         }
     }
 
-    /// Writes the next cluster of the half as `tools::convert` does.
+    /// Writes the next cluster of `Packed::half` compressed, as `tools::convert` does.
     async fn pack(&mut self, packed: &Packed) -> Result<bool, String> {
         let cluster = packed.next.get();
         if cluster == packed.half.end {
@@ -218,7 +218,7 @@ impl<S: Storage> Client<S> {
         self.judge.changed("compressed write", token, result)
     }
 
-    /// Returns offset and length in bytes, whole sectors.
+    /// Returns a random offset and length in bytes, in whole sectors.
     fn range(&mut self) -> (u64, u64) {
         if self.spread {
             let count = self.unit * self.rng.between(1, 3);

@@ -41,7 +41,7 @@ use self::operation::KINDS;
 use self::plan::{Plan, SHAPES};
 use self::tally::Tally;
 
-/// Number of random cuts of an ordinary run.
+/// Number of random power cuts if `BLOCKYARD_CUTS` is not set.
 const CUTS: u64 = 6_000;
 
 /// Seeds of plans that failed once.
@@ -49,8 +49,8 @@ const QUIET: [u64; 1] = [2451];
 const GROWING: [u64; 0] = [];
 const TROUBLED: [u64; 11] = [171, 236, 395, 446, 449, 483, 485, 639, 722, 755, 959];
 
-/// A complete boot, to count its events. Then boots that are cut at random events, each with the
-/// state that the one before left, and commands on the image in between.
+/// Runs a complete boot to count its events. Then runs boots with power cuts at random events. Each
+/// begins with the state that the previous one left. Runs commands on the image in between.
 fn random_life(plan: Plan, tally: &mut Tally) -> Result<(), String> {
     let mut rng = Rng::new(plan.seed);
     let events = Life::new(plan.clone()).boot(u64::MAX, |disk| disk, tally)?.events;
@@ -66,7 +66,7 @@ fn random_life(plan: Plan, tally: &mut Tally) -> Result<(), String> {
     Ok(())
 }
 
-/// Runs with so many percent of all cuts.
+/// Runs plans until `percent` percent of all power cuts were made.
 fn random_lives(plan: impl Fn(u64) -> Plan + Sync, percent: u64, failed_once: &[u64]) -> Tally {
     let cuts = lives::cuts(CUTS) * percent / 100;
     // QEMU is slow.
@@ -177,7 +177,7 @@ fn commands_between_boots_survive_a_cut_at_every_event() {
 #[test]
 fn defective_storage_is_detected() {
     const ENOUGH: usize = 5;
-    // To detect it, a cut must fall between two syncs.
+    // Only a power cut between two syncs shows this defect.
     for (lie, runs) in [
         (Lie::NoSync, 60),
         (Lie::HalfTheSyncs, 800),

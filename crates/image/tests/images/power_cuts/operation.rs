@@ -45,7 +45,7 @@ pub struct Outcome {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Done {
     Well,
-    /// Refused; nothing was changed.
+    /// The command was refused, and changed nothing.
     Refused,
 }
 
@@ -87,12 +87,12 @@ impl Operation {
         }
     }
 
-    /// Number of images, from the top, that it may write to.
+    /// Returns the number of images, from the top, that the command may write to.
     pub fn changes(&self) -> usize {
         if *self == Operation::Commit { 2 } else { 1 }
     }
 
-    /// Returns the contents after the command.
+    /// Returns the disk's contents after the command.
     pub fn after(&self, before: &View) -> View {
         let mut view = before.clone();
         match self {
@@ -109,7 +109,8 @@ impl Operation {
         view
     }
 
-    /// Runs it on `disks`; a power cut may happen meanwhile. The topmost image shows `view`.
+    /// Runs the command on `disks`. A power cut may happen meanwhile. `view`: contents of the
+    /// topmost image before the command.
     pub fn run(
         &self,
         plan: &Plan,
@@ -143,7 +144,7 @@ impl Operation {
 struct Work {
     plan: Plan,
     disks: Rc<Disks>,
-    /// Size of the topmost image's disk in bytes.
+    /// Returns the size of the topmost image's disk, in bytes.
     size: u64,
 }
 
@@ -171,7 +172,7 @@ impl Work {
         (raw(main), data.as_ref().map(raw))
     }
 
-    /// Size of the n-th image's disk in bytes; 0: no such image.
+    /// Returns the size of the n-th image's disk, in bytes. 0: no such image.
     async fn size_of(&self, n: usize) -> Result<u64, ImageError> {
         match self.disks.qcow2.get(n) {
             None => Ok(0),

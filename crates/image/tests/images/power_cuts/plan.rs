@@ -26,10 +26,10 @@ pub enum LayerPlan {
 #[derive(Clone, Debug)]
 pub struct Plan {
     pub seed: u64,
-    /// Topmost first; the topmost is qcow2.
+    /// The images, topmost first. The topmost one is qcow2.
     pub layers: Vec<LayerPlan>,
     pub shape: Alignment,
-    /// Bytes that the device writes atomically.
+    /// Largest write that the device makes atomically, in bytes.
     pub atomic: usize,
     pub discard_zeroes: bool,
     pub reactors: usize,
@@ -40,18 +40,18 @@ pub struct Plan {
     pub cache: Option<u64>,
     pub reserve: Option<u64>,
     pub copy_on_read: bool,
-    /// Longest time of slow operations.
+    /// Longest time that a slow operation takes.
     pub slow: u64,
-    /// Requests go to the whole disk, free clusters more often, and rarely flush: metadata are
-    /// written back without a flush.
+    /// Whether requests go to the whole disk, free clusters more often, and rarely flush. Then
+    /// metadata are written back without a flush.
     pub spread: bool,
-    /// Some requests write compressed clusters.
+    /// Whether some requests write compressed clusters.
     pub packs: bool,
     pub trouble: Option<Trouble>,
 }
 
 impl Plan {
-    /// Only power cuts, no other errors.
+    /// Returns a plan with power cuts but no other errors.
     pub fn quiet(seed: u64) -> Self {
         let mut rng = Rng::new(seed ^ 0x7163_6f77);
         let cluster_bits = *rng.pick(&[9, 9, 9, 9, 10, 11, 12, 12, 12, 13, 14, 16, 16]);
@@ -191,8 +191,8 @@ impl Plan {
             data_file: false,
             raw_data_file: false,
         };
-        // Beside the L1 table: the header, one cluster of the refcount table, and the blocks that
-        // it names.
+        // Clusters besides the L1 table: the header, one of the refcount table, and the refcount
+        // blocks that it names.
         let (per_table, left) = (layout.cluster() / 8, rng.between(0, 6));
         let l1_clusters = per_table * layout.per_block() - 2 - per_table - left;
         let recipe = recipe(&mut rng, layout, 64 * SECTOR as u64, None);
@@ -304,12 +304,12 @@ fn recipe(
     }
 }
 
-/// Operations that fail.
+/// Which operations fail.
 #[derive(Clone, Debug)]
 pub struct Trouble {
     pub kind: OpKind,
     pub fault: Fault,
-    /// They fail on the external data file, if there is one.
+    /// Whether they fail on the external data file, if there is one.
     pub data_file: bool,
 }
 

@@ -13,18 +13,18 @@ pub struct Tally {
     pub flushes: u64,
     pub events: u64,
     pub judged: u64,
-    /// Errors returned to the guest, and boots with errors.
+    /// Number of errors returned to the guest, and of boots with errors.
     pub errors: u64,
     pub troubled: u64,
-    /// Images with leaks.
+    /// Number of images with leaked clusters.
     pub leaky: u64,
-    /// Images checked by QEMU; one in `one_in` is, none if 0.
+    /// Number of images that QEMU has checked. It checks one in `one_in`, or none if that is 0.
     pub by_qemu: u64,
     pub one_in: u64,
-    /// Commands that were cut, by kind; and commands that were refused.
+    /// Number of commands that a power cut interrupted, by kind; and of commands that were refused.
     pub operations: [u64; KINDS.len()],
     pub refused: u64,
-    /// Images with the old state after a cut, and images with the new state.
+    /// Number of images that had the old state after a power cut, and of those with the new state.
     pub states: [u64; 2],
 }
 

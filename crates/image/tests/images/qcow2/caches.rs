@@ -46,7 +46,8 @@ fn the_images_of_a_chain_share_one_limit() {
     }
 }
 
-/// Uses the limit fully and does not exceed it; an overlay on top reduces the shares.
+/// The caches of a chain use the limit fully and do not exceed it. An overlay on top reduces the
+/// part of each image.
 #[test]
 fn reads_all_over_the_disk_stay_within_the_limit() {
     const LIMIT: u64 = M;

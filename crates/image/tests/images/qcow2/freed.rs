@@ -35,8 +35,8 @@ fn a_guest_that_never_flushes_does_not_fill_the_host() {
     }
 }
 
-/// Everything that it needs is cached, so it never waits: it must yield to the reactor's other
-/// requests.
+/// A request that finds all metadata in the cache never waits. It must still yield to the reactor's
+/// other requests.
 #[test]
 fn a_long_discard_of_unallocated_space_yields_to_other_requests() {
     const SIZE: u64 = 1 << 30;

@@ -20,7 +20,7 @@ const SECTOR: u64 = 512;
 const SIZE: u64 = 6 << 20;
 const REACTORS: u64 = 2;
 const CLIENTS: u64 = 8;
-/// Sectors of a stripe, in the first and in the second half of the disk.
+/// Number of sectors in a stripe, in the first and in the second half of the disk.
 const STRIPES: [u64; 2] = [3, 205];
 const TIME: Duration = Duration::from_millis(1500);
 

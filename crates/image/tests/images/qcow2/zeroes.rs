@@ -11,8 +11,8 @@ const CLUSTER: u64 = 64 << 10;
 const NO_BASE: bool = false;
 const BASE: bool = true;
 
-/// An image over a base with data, or one that has all data itself, compressed or not; all bytes
-/// are 7.
+/// An image whose bytes are all 7. The data are in its base, or in the image itself, compressed or
+/// not.
 fn image(scratch: &Scratch, options: &str, over_base: bool) {
     std::fs::write(scratch.path("base.raw"), vec![7; SIZE as usize]).unwrap();
     let (options, compressed) = match options.strip_suffix(",compressed") {
@@ -38,7 +38,7 @@ fn zeroes_are_fast_or_refused_with_nothing_changed() {
         ("compat=1.1", BASE, (one, 4 * one), false, true),
         ("compat=1.1", BASE, (SIZE - one, one), true, true),
         ("compat=1.1,compressed", NO_BASE, (one, 4 * one), true, true),
-        // Parts of clusters, anywhere in the range, would be data.
+        // The format cannot store zeroes in a part of a cluster except as data.
         ("compat=1.1", BASE, (512, 4 * one - 512), true, false),
         ("compat=1.1", BASE, (one, 4 * one + 512), true, false),
         ("compat=1.1", NO_BASE, (512, 4 * one), false, false),
@@ -51,12 +51,12 @@ fn zeroes_are_fast_or_refused_with_nothing_changed() {
         ("compat=0.10", NO_BASE, (one, 4 * one), false, false),
         ("compat=0.10", BASE, (one, 4 * one), true, false),
         ("compat=0.10", BASE, (512, 4 * one), true, false),
-        // Subclusters; a compressed cluster has none.
+        // Subclusters can be zero one by one. A compressed cluster has no subclusters.
         ("extended_l2=on", BASE, (unit, 3 * unit), true, true),
         ("extended_l2=on", BASE, (unit, 512), true, false),
         ("extended_l2=on,compressed", NO_BASE, (one, one), true, true),
         ("extended_l2=on,compressed", NO_BASE, (one, one + unit), true, false),
-        // A raw external data file: the host's zeroes.
+        // With a raw external data file, the host must zero the range of the file.
         ("data_file=DATA,data_file_raw=on", NO_BASE, (one, 4 * one), true, true),
         ("data_file=DATA,data_file_raw=on", NO_BASE, (one, 4 * one), false, true),
     ] {

@@ -56,7 +56,7 @@ fn bitmaps_that_record_are_marked_and_the_others_stay_valid() {
     let header = Header::parse(&std::fs::read(&path).unwrap(), u64::MAX).unwrap();
     assert_eq!(header.autoclear, AUTOCLEAR_BITMAPS);
     assert!(qemu_check(&path, None).is_clean());
-    // They are marked already, so nothing is written.
+    // The bitmaps are marked already, so nothing is written.
     let before = std::fs::read(&path).unwrap();
     on_file(&path, prepare).unwrap();
     assert!(std::fs::read(&path).unwrap() == before);

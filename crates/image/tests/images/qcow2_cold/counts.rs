@@ -134,8 +134,8 @@ fn refcounts_of_preallocated_clusters_are_written_together() {
     const TABLES: usize = (SIZE / (64 * 512)) as usize;
     on_new_image(CreateOptions { cluster_size: 512, ..CreateOptions::new(SIZE) }, async |disk| {
         let header = Header::read(&raw(&disk)).await.unwrap();
-        // Without a reservation ahead it would reserve one refcount block's clusters at a time,
-        // with a sync for each block.
+        // If the image did not reserve clusters ahead, it would reserve those of one refcount block
+        // at a time, with a sync for each block.
         let options = Qcow2Options { reserve: Some(256 * 512), ..Qcow2Options::default() };
         let image = Qcow2::open(header, raw(&disk), None, &options).await.unwrap();
         let before = (count(&disk, OpKind::Sync), count(&disk, OpKind::Write));

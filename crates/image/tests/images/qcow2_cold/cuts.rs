@@ -6,7 +6,7 @@ use blockyard_image::qcow2::{Header, rebuild_refcounts};
 use blockyard_image::{Alignment, ImageError, Raw};
 use blockyard_storage::sim::{Power, Sim, SimConfig, SimDisk, SimImage};
 
-/// Number of possible images checked after each cut.
+/// Number of images that are checked after each power cut. A cut can leave many different ones.
 const OUTCOMES: u64 = 6;
 
 const DIRECT: Alignment = Alignment { memory_align: 512, offset_align: 512 };
@@ -26,8 +26,9 @@ pub fn on_image<T: 'static, F: Future<Output = T> + 'static>(
     (value, SimImage::from_bytes(&disk.contents()))
 }
 
-/// Cuts `operation` after 0, 1, 2, ... events, until it ends. `judge` gets whether it ended, and
-/// the image that is left. Returns the number of cuts.
+/// Cuts the power after 0, 1, 2, ... events of `operation`, until the operation ends before the
+/// cut. Calls `judge` with whether it ended, and with the image that is left. Returns the number of
+/// power cuts.
 pub fn everywhere<F: Future<Output = Result<(), ImageError>> + 'static>(
     what: &str,
     image: &SimImage,
@@ -97,7 +98,7 @@ fn word(bytes: &[u8], at: u64) -> u64 {
     bytes.get(at as usize..at as usize + 8).map_or(0, |b| u64::from_be_bytes(b.try_into().unwrap()))
 }
 
-/// Returns what the guest sees through an L1 table, by a reader of its own. The image must have no
+/// Returns the disk's contents by an L1 table, without the crate's code. The image must have no
 /// compressed clusters and no backing file.
 pub fn guest_of(image: &SimImage, l1_offset: u64, l1_size: u64, size: u64) -> Vec<u8> {
     let (bytes, header) = (image.bytes(), header(image).unwrap());

@@ -69,9 +69,9 @@ impl DamagedImage {
 /// How the two checks must agree, and what a repair achieves.
 #[derive(Clone, Copy, PartialEq)]
 enum Expect {
-    /// Both count the same and repair everything; the guest's data are unchanged.
+    /// Both checks count the same errors and repair all of them. The guest's data are unchanged.
     Same,
-    /// Both find corruption and repair it; the guest's data are unchanged.
+    /// Both checks find corruption and repair it. The guest's data are unchanged.
     Mended,
     /// Like `Mended`, but QEMU cannot repair it.
     MendedHere,

@@ -27,7 +27,7 @@ fn image(scratch: &Scratch) -> Vec<u8> {
     load(&path).bytes()
 }
 
-/// Opens it, and reads the whole disk.
+/// Opens the image, and reads the whole disk.
 async fn read(
     raw: Raw<impl blockyard_image::Storage>,
     read_only: bool,
@@ -61,7 +61,7 @@ async fn list(raw: Raw<impl blockyard_image::Storage>) -> Result<(), ImageError>
     }
 }
 
-/// Returns the first finding of a check.
+/// Checks the image. Returns the first finding that is not a leak, as an error.
 async fn find(raw: Raw<impl blockyard_image::Storage>) -> Result<(), ImageError> {
     let report = check(&raw, None, Repair::No).await?;
     match report.findings.into_iter().find(|finding| finding.kind != FindingKind::Leak) {

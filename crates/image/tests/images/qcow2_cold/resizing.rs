@@ -58,7 +58,8 @@ fn old_data_stay_and_the_new_part_reads_as_zeroes() {
             &path,
             &["read -P 1 0 3M", "read -P 0 3M 67M", "write -P 2 40M 31457792", "write -P 3 2M 64k"],
         );
-        // Into the middle of a cluster and back: the data behind the smaller size are gone.
+        // Shrinks into the middle of a cluster, and grows again. The data behind the smaller size
+        // must read as zeroes.
         smaller(&path, 2 * MIB + 512).unwrap();
         sound(&path, options);
         assert!(blocks(&path) < 16 * MIB, "{options}: the host keeps {}", blocks(&path));
@@ -122,7 +123,7 @@ fn snapshots_keep_data_behind_the_old_end() {
         if !compressed {
             qemu_img(&["snapshot", "-c", "one", &path]);
         }
-        // As by a program that shrinks a disk and keeps its last cluster.
+        // Simulates a program that shrinks a disk and does not zero the rest of its last cluster.
         let mut bytes = std::fs::read(&path).unwrap();
         bytes[24..32].copy_from_slice(&(100u64 << 10).to_be_bytes());
         std::fs::write(&path, &bytes).unwrap();

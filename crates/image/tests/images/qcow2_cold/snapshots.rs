@@ -151,7 +151,8 @@ fn all_of(image: &SimImage) -> (Vec<u8>, Vec<(String, Vec<u8>)>) {
     (guest(image), list.iter().map(holds).collect())
 }
 
-/// QEMU also finds the old or the new state, after the repair that the dirty bit demands.
+/// After a power cut, QEMU too finds the old or the new state. Before that it makes the repair that
+/// the dirty bit demands.
 fn qemu_repairs(
     scratch: &Scratch,
     left: &SimImage,
@@ -226,7 +227,7 @@ fn every_power_cut_leaves_the_old_or_the_new_state() {
     assert!(cuts > 200, "{cuts} cuts");
 }
 
-/// A power cut may leave clear flags in version 2. Writes must work, and only copy more than
+/// In version 2 a power cut may leave COPIED flags clear. Writes must work, and may copy more than
 /// necessary.
 #[test]
 fn clear_copied_flags_do_not_prevent_writes() {

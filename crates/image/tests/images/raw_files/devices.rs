@@ -24,8 +24,8 @@ impl Drop for Loop {
     }
 }
 
-/// Fast zeroes use the device's own zeroing, in whole blocks. If the kernel would have to write
-/// zeroes, they are refused, and nothing changes.
+/// A fast zero request uses the device's own zeroing, in whole blocks. If the kernel would have to
+/// write zeroes, the request fails, and nothing changes.
 #[test]
 fn fast_zeroes_of_a_block_device() {
     const LEN: u64 = 4 << 20;

@@ -43,7 +43,7 @@ impl Scratch {
         Scratch(path)
     }
 
-    /// Bytes that it occupies on its file system.
+    /// Returns the number of bytes that the file occupies on its file system.
     fn allocated(&self) -> u64 {
         fs::metadata(&self.0).unwrap().blocks() * 512
     }
