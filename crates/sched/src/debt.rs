@@ -118,7 +118,7 @@ mod tests {
             let paid = share.paused_until(NOW).unwrap();
             assert!((NOW + 29 * SECOND / 10..=NOW + 3 * SECOND).contains(&paid), "{paid}");
             assert_eq!(share.paused_until(paid), None);
-            // After a change to a faster limit the debt is paid sooner. A removed limit has no debt.
+            // A debt is paid sooner after a change to a faster limit. A removed limit has no debt.
             share.set(&if disk == Knobs::default() { disk.clone() } else { bps(100_000) }, NOW);
             host.set_group(
                 "g",
