@@ -79,7 +79,7 @@ impl std::fmt::Display for MemoryFile {
     }
 }
 
-/// Maps one front end's memory, within the limits of [`Quota`].
+/// Maps one front end's memory, within the limits on the memory that front ends may map.
 #[derive(Clone)]
 pub struct Mapper {
     account: Arc<Account>,
