@@ -3,8 +3,7 @@
 //! In: the pulse of each reactor, which counts its iterations. Out: a log message for an iteration
 //! that does not end, and another one when it has ended. What must hold: a reactor's only work for
 //! the watchdog is to store what it polls. While all reactors sleep, the watchdog sleeps too. A
-//! stall gives one message, and the number of messages is limited. all of them sleep, it sleeps,
-//! too; a stall is one message, and many stalls are few.
+//! stall gives one message, and the number of messages is limited.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -11,8 +11,8 @@
 //! served from another chain of images, or an error and the disk as it was.
 //!
 //! What must hold: a guest sees the same disk before and after, whatever fails, also after a power
-//! cut. Only one such work runs on a disk at a time. Requests are held back only while images are
-//! exchanged ([`crate::quiesce`]), never while data are copied.
+//! cut. Only one such work runs on a disk at a time. The disk is quiesced only to exchange images,
+//! and, for a commit, to begin and to copy the last changes ([`crate::quiesce`]).
 
 mod commit;
 mod snapshot;
