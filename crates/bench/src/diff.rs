@@ -82,7 +82,7 @@ pub fn rows(old: &Results, new: &Results, tolerate: f64) -> Vec<Row> {
             }
             let ratio = median(after.iter().copied()) / median(before.iter().copied());
             let interval = interval(&before, &after);
-            // With one round on a side nothing is known of the noise.
+            // With one or two rounds on a side the noise is unknown.
             let known = before.len() > 2 && after.len() > 2;
             let slower = known && interval.1 < 1.0 - tolerate;
             rows.push(Row { work: work.into(), system: system.into(), ratio, interval, slower });

@@ -18,13 +18,13 @@ pub struct Options {
     /// A report's folder or results.json; or files that `bench rate` printed, a curve each
     #[arg(value_name = "FILE", required = true)]
     pub files: Vec<PathBuf>,
-    /// Where to: a folder for the page, or a file NAME.svg or NAME.png for one picture
+    /// Output: a folder for the page, or a file NAME.svg or NAME.png for one picture
     #[arg(short, long, value_name = "PATH")]
     pub output: PathBuf,
-    /// Which picture
+    /// The picture to draw
     #[arg(long, value_enum, default_value_t = Picture::Size)]
     pub picture: Picture,
-    /// Of which work [default: all, below one another]
+    /// Draw only this work [default: all, below one another]
     #[arg(long, value_name = "WORK")]
     pub work: Option<String>,
     /// The picture's title

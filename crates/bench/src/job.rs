@@ -268,7 +268,7 @@ pub fn read(text: &str, log: &str) -> Result<Run> {
     let sum = |name: &str| number("read", name) + number("write", name);
     let operations = sum("total_ios");
     anyhow::ensure!(operations > 0.0, "fio did nothing");
-    // Of a mix, what most operations were.
+    // A mix reports the latencies of its more frequent direction.
     let side =
         if number("read", "total_ios") >= number("write", "total_ios") { "read" } else { "write" };
     let percentiles = job[side]["clat_ns"]["percentile"].as_object().into_iter().flatten();

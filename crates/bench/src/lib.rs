@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   client      `bench client`: load on a vhost-user-blk back end or a host file, verified
-//!   rate        `bench rate`: one operation at a time, of random size and place, each timed
+//!   rate        `bench rate`: times one operation after another, of random size and offset
 //!   target      files, devices, vhost-user and NBD servers for `rate`
 //!   figures     `bench median`, `percentile`: figures by size (samples: size and time in bins)
 //!   job         `bench job`: named loads, by fio or by the client's engine

@@ -2,10 +2,9 @@
 //! timed.
 //!
 //! In: a target and what to do. Out: two columns on standard output as the operations end, size in
-//! bytes and duration in seconds. (After the `rate` of the first of the reports that this project
-//! began with.) What must hold: the seed decides sizes and places; nothing that is in use, or holds
-//! a file system, is written to, except by option; printed lines are whole,
-//! whenever the run ends.
+//! bytes and duration in seconds. What must hold: the seed decides sizes and offsets; without an
+//! option nothing is written to a target that is in use or holds a file system; each printed line
+//! is whole, even if the run is interrupted.
 
 use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -43,7 +42,7 @@ pub struct Options {
     /// Bytes of the largest operation, at most 1g
     #[arg(long, value_name = "SIZE", default_value = "1M", value_parser = parse_size)]
     pub max_size: u64,
-    /// Decides sizes and places [default: another one each time, printed on standard error]
+    /// Decides sizes and offsets [default: another one each time, printed on standard error]
     #[arg(long, value_name = "N")]
     pub seed: Option<u64>,
     /// O_DIRECT: past the host's page cache (files and devices; a vhost-user or NBD server decides
@@ -237,10 +236,10 @@ impl Buffer {
         &mut self.memory[self.start..self.start + len]
     }
 
-    /// With what does not compress.
+    /// Fills the buffer with data that does not compress.
     fn fill(&mut self, seed: u64) {
         let mut random = Random::new(seed, 1);
-        // (Where the memory lies must not matter.)
+        // The data must not depend on the address of the buffer.
         for word in self.memory[self.start..].chunks_exact_mut(8) {
             word.copy_from_slice(&random.word().to_ne_bytes());
         }

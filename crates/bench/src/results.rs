@@ -1,7 +1,6 @@
-//! What was measured, as data: what `bench compare` writes, and everything else is drawn and
-//! computed from.
+//! Measured data. `bench compare` writes it; reports, pictures and comparisons are made from it.
 //!
-//! In and out: JSON (all of it) and CSV (a line for each operation that was timed by itself). What
+//! In and out: JSON (all data) and CSV (a line for each operation that was timed by itself). What
 //! must hold: a newer program reads what an older one wrote; a file is whole whenever the program
 //! ends.
 
@@ -11,16 +10,16 @@ use anyhow::{Context, Result};
 use blockyard_program::file::replace;
 use serde::{Deserialize, Serialize};
 
-/// Raised when what is there comes to mean something else.
+/// Version of the file format. It is raised when an existing field changes its meaning.
 const FORMAT: u32 = 1;
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Results {
     pub format: u32,
     pub environment: Vec<(String, String)>,
-    /// The command that made it.
+    /// The command line that made these results.
     pub command: Vec<String>,
-    /// What the names of works and systems mean.
+    /// Names of works and systems, and what they mean.
     #[serde(default)]
     pub about: Vec<(String, String)>,
     /// Systems that could not be measured, and why.
@@ -29,20 +28,21 @@ pub struct Results {
     pub runs: Vec<Run>,
 }
 
-/// One piece of work on one system, once.
+/// One run of one piece of work on one system.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Run {
     pub system: String,
     pub work: String,
     pub round: u32,
-    /// By the host's clock, from mark to mark.
+    /// Duration by the host's clock, from the script's mark `begin` to its mark `end`.
     pub seconds: f64,
-    /// The same by the guest's clock, where there is a guest.
+    /// The same duration by the guest's clock. `None`: the run had no guest.
     #[serde(default)]
     pub guest_seconds: Option<f64>,
     pub operations: u64,
     pub bytes: u64,
-    /// Operations timed one by one: bytes, seconds. By the guest's clock, set right by the host's.
+    /// Operations timed one by one: bytes, seconds. Measured by the guest's clock, and corrected by
+    /// the ratio of the host's clock to it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub samples: Vec<(u64, f64)>,
     /// Latencies: quantile (0 to 1), seconds.
@@ -55,8 +55,7 @@ pub struct Run {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub steps: Vec<(String, f64)>,
     pub cpu: Cpu,
-    /// Where an operation's time went, as far as it was measured: seconds, the mean or median of
-    /// each.
+    /// Parts of an operation's latency, as far as they were measured. Each is a mean or a median.
     #[serde(default)]
     pub spent: Spent,
 }
@@ -64,22 +63,23 @@ pub struct Run {
 /// CPU seconds, user and system, in the measured part.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Cpu {
-    /// The guest's processes on the host; or, without a guest, the load generator.
+    /// CPU seconds of the guest's processes on the host, or of the load generator if there is no
+    /// guest.
     pub guest: f64,
-    /// The server's.
+    /// CPU seconds of the server.
     pub backend: Option<f64>,
-    /// Of the host kernel's own threads.
+    /// CPU seconds of the host kernel's own threads.
     pub kernel: f64,
 }
 
-/// Seconds of one operation.
+/// Parts of one operation's latency, in seconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Spent {
-    /// From the program to the driver (fio's submission latency).
+    /// Time from the program's call until the driver has the operation (fio's submission latency).
     pub submission: Option<f64>,
-    /// In the server, before it began.
+    /// Time that the operation waits in the server before the server starts it.
     pub queueing: Option<f64>,
-    /// In the server and below.
+    /// Time from the start of the operation in the server until its completion there.
     pub service: Option<f64>,
 }
 
@@ -130,7 +130,7 @@ impl Results {
         self.about.iter().find(|a| a.0 == name).map(|a| a.1.as_str())
     }
 
-    /// In the order in which they came first.
+    /// Returns the names of all systems, in the order of their first runs.
     pub fn systems(&self) -> Vec<&str> {
         unique(self.runs.iter().map(|r| r.system.as_str()))
     }
@@ -153,7 +153,7 @@ impl Run {
         self.bytes as f64 / self.seconds
     }
 
-    /// CPU seconds for a million operations, of all that was involved.
+    /// Returns the CPU seconds for a million operations: of guest, server and kernel together.
     pub fn cpu_per_million(&self) -> f64 {
         let all = self.cpu.guest + self.cpu.backend.unwrap_or(0.0) + self.cpu.kernel;
         all * 1e6 / self.operations.max(1) as f64

@@ -41,13 +41,13 @@ fn parse(line: &str) -> Option<Sample> {
 /// Operations of about the same size.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Bin {
-    /// What stands for the sizes in it: their geometric mean, in bytes.
+    /// Geometric mean of the sizes in this bin, in bytes. It represents all of them.
     pub bytes: u64,
-    /// In ascending order.
+    /// Durations of the operations in seconds, in ascending order.
     pub seconds: Vec<f64>,
 }
 
-/// Sizes from one power of two to the next are so many bins.
+/// Number of bins from one power of two of the size to the next.
 pub const BINS_AN_OCTAVE: u32 = 4;
 /// So many sizes are shown as they are.
 const FEW_SIZES: usize = 32;

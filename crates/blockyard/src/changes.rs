@@ -10,7 +10,7 @@ use crate::options::disk::DiskArgs;
 /// The configuration file as the server applied it last.
 pub struct Known {
     pub file: Table,
-    /// As it was when the server started.
+    /// The configuration file as the server read it at its start.
     pub at_start: Table,
 }
 

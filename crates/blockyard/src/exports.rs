@@ -131,7 +131,8 @@ pub fn records() -> Option<PathBuf> {
         Ok(()) => Some(folder),
         Err(e) => {
             tracing::warn!(
-                "folder {}: {e}: if this server is killed, the next one cannot answer its requests",
+                "cannot create folder {}: {e}; if this server is killed, the next server cannot \
+                 answer the requests that were in flight",
                 folder.display()
             );
             None

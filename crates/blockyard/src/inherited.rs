@@ -14,7 +14,7 @@ pub fn socket(text: &str) -> anyhow::Result<(OwnedFd, Claim)> {
         Err(_) => named(text)?,
     };
     inherited::take(number)
-        .with_context(|| format!("fd:{text}: no listening socket was inherited there"))
+        .with_context(|| format!("fd:{text}: this descriptor is not an inherited listening socket"))
 }
 
 /// Returns the descriptor of a name in LISTEN_FDNAMES.
@@ -28,6 +28,6 @@ fn named(name: &str) -> anyhow::Result<i32> {
     let count = var("LISTEN_FDS").parse().unwrap_or(0);
     match at {
         Some(at) if at < count => Ok(3 + at as i32),
-        _ => bail!("fd:{name}: the sockets passed are called \"{names}\""),
+        _ => bail!("fd:{name}: no inherited socket has this name; the names are \"{names}\""),
     }
 }

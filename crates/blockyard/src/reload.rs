@@ -56,7 +56,7 @@ impl Server {
             tracing::info!("changed for NBD: {nbd}");
         }
         self.log_groups(&inner(&config.file, "group"));
-        // Before disks are closed and opened, which takes long.
+        // The groups' settings come first, because closing and opening disks takes long.
         self.yard.set_groups(config.group_knobs());
         let mut tally = Tally { changed: self.change_in_use(&config), ..Tally::default() };
         let old = self.remove_others(&config, &mut tally);

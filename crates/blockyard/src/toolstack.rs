@@ -132,7 +132,8 @@ struct Shared {
     host: Host,
     yard: Yard,
     records: Option<PathBuf>,
-    /// Watches with their types of back end. A watch may report disks before the others start.
+    /// Back-end types (the KIND in `backend/KIND`) and their watches. Set once all watches have
+    /// started. A watch may report disks before that.
     watches: OnceLock<Vec<(String, Watch)>>,
 }
 

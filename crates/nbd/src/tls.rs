@@ -133,8 +133,9 @@ pub struct ServerTls {
 }
 
 impl ServerTls {
-    /// `verify_peer`: clients must have a certificate that `ca-cert.pem` has signed. Otherwise they
-    /// may have one, if the folder has that file.
+    /// Loads the certificates of a server from `folder`. `verify_peer`: clients must have a
+    /// certificate signed by the CA in `ca-cert.pem`. Without `verify_peer` a certificate is
+    /// optional, and verified if the client sends one and the folder has that file.
     pub fn open(folder: &Path, required: bool, verify_peer: bool) -> Result<Self, NbdError> {
         let folder = Folder(folder);
         let builder = ServerConfig::builder_with_provider(provider())
@@ -316,7 +317,7 @@ mod tests {
         let whole = [&[0x30, 0x81, subject.len() as u8], &subject[..]].concat();
         assert_eq!(common_names(&whole), ["vm1", "vm2"]);
         for cut in 0..subject.len() {
-            // It does not panic, and returns no bytes from outside.
+            // A truncated subject causes no panic, and no name has bytes from behind its end.
             assert!(common_names(&subject[..cut]).len() <= 2);
         }
     }

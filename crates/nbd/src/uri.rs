@@ -90,8 +90,8 @@ impl Uri {
         Ok(Uri { host, export, tls: *tls, tls_certificates, tls_hostname })
     }
 
-    /// Returns the URI of all exports of the same server, for messages. It has FOLDER in the place
-    /// of a folder of certificates.
+    /// Returns the URI of all exports of the same server, for messages. FOLDER stands
+    /// for the folder of certificates.
     pub fn whole_server(&self) -> Uri {
         let folder = || self.tls.then(|| "FOLDER".into());
         Uri {

@@ -11,7 +11,7 @@ pub fn start(level: Level, writer: impl for<'w> MakeWriter<'w> + Send + Sync + '
     let journal = std::env::var_os("JOURNAL_STREAM").is_some();
     let log = tracing_subscriber::fmt()
         .with_writer(writer)
-        // It would report a failed write by `eprintln!`, which panics.
+        // The library would report a failed write by `eprintln!`, which panics.
         .log_internal_errors(false)
         .with_max_level(level)
         .with_target(false)

@@ -80,7 +80,7 @@ impl Argument {
         let takes_value = arg.get_action().takes_values();
         let value =
             |v: PossibleValue| (v.get_name().to_string(), v.get_help().map(ToString::to_string));
-        // Of a flag these are "true" and "false".
+        // The possible values of a flag are "true" and "false", which are not listed.
         let values = if takes_value { arg.get_possible_values() } else { Vec::new() };
         Argument {
             id: arg.get_id().to_string(),

@@ -4,7 +4,7 @@ use std::ffi::OsStr;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
-/// The program is in none of the places.
+/// Error: the program is in none of the searched folders.
 #[derive(Debug, thiserror::Error)]
 #[error(
     "{name} is missing: it is not in {places}; install it beside blockyard, or build it (make build)"

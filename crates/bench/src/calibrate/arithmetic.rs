@@ -9,13 +9,13 @@ use blockyard_sched::Costs;
 /// Nanoseconds for an operation of each kind.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Times {
-    /// 4 KiB at random places.
+    /// 4 KiB at random offsets.
     pub random: f64,
     /// 4 KiB, sequential.
     pub sequential: f64,
     /// 1 MiB, sequential.
     pub stream: f64,
-    /// 4 KiB at random places with nothing else in flight.
+    /// 4 KiB at random offsets, with nothing else in flight.
     pub alone: f64,
 }
 

@@ -18,7 +18,7 @@ use crate::statistics::median;
 
 /// Number of operations in flight that keep a device busy.
 const PLENTY: u16 = 64;
-/// The same, of 1 MiB.
+/// Number of operations of 1 MiB in flight that keep a device busy.
 const PLENTY_LARGE: u16 = 16;
 /// Number of concurrent pairs of write and flush beside reads. Their effect must be measurable.
 const PAIRS: u16 = 4;
@@ -46,7 +46,7 @@ pub struct Written {
     pub pair: f64,
     /// Latency of a flush in nanoseconds.
     pub flush: f64,
-    /// None: not supported.
+    /// `None`: the file or the device does not support the operation.
     pub discard: Option<f64>,
     pub write_zeroes: Option<f64>,
 }

@@ -91,7 +91,7 @@ pub const SLICE: u64 = 100_000_000;
 pub struct Slice {
     pub operations: u64,
     pub bytes: u64,
-    /// Sum of their latencies in nanoseconds.
+    /// Sum of the completions' latencies in nanoseconds.
     pub latency_ns: u64,
 }
 
@@ -177,7 +177,7 @@ impl Load {
         }
     }
 
-    /// Moves the load on to this time.
+    /// Advances the stage of the load (warm-up, measured part, draining) to the time `now`.
     #[inline]
     pub fn tick(&mut self, now: u64) {
         match (self.limit, self.stage) {

@@ -1,12 +1,13 @@
 //! Chooses the next operation: patterns, mixes, flushes, and the rate.
 //!
 //! In: a seed, a range of blocks. Out: operations, the same for the same seed. Each queue has
-//! one; block numbers are absolute (byte offset / block size).
+//! its own workload. Block numbers count from the start of the disk (byte offset / block size).
 
 use clap::ValueEnum;
 use serde::Serialize;
 
-/// A generator of our own (splitmix64): the sequence must not change with a library's version.
+/// A random number generator (splitmix64). It is not a library's, because the sequence must not
+/// change with a library's version.
 pub struct Random(u64);
 
 impl Random {

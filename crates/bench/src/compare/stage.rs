@@ -1,4 +1,4 @@
-//! The place of a measurement: a folder with images, a server, a guest. The drop removes all.
+//! The setup of a measurement: a folder with images, a server, a guest. Dropping it removes all.
 //!
 //! In: a system and a script. Out: what the script printed, the time between its marks by the
 //! host's clock, and CPU time.
@@ -271,11 +271,12 @@ impl Stage {
         }
     }
 
-    /// The host or guest that runs the script.
+    /// Returns the command that runs the script on the host or in a guest.
     fn player(&mut self, system: &System, image: &Path, script: &Path) -> Result<Command> {
         if !system.uml() && !system.qemu() {
             let mut command = Command::new("bash");
-            // Its files are in the folder, which is removed after an interruption, too.
+            // The script puts its temporary files into `folder`, which is removed even after an
+            // interruption.
             command.arg(script).env("TMPDIR", &self.folder);
             return Ok(command);
         }
@@ -285,7 +286,7 @@ impl Stage {
             Kind::QemuVirtio => format!("file={}", image.display()),
             _ => format!("vhost={}/s", self.folder.display()),
         };
-        // In the guest it has the name of the file.
+        // In the guest, this program has the file name of this copy.
         let copy = self.folder.join("blockyard-bench");
         if !copy.exists() {
             std::fs::copy(&self.bench, &copy)?;
@@ -372,7 +373,8 @@ impl Stage {
             kernel: end.3.kernel_since(&begin.3),
         };
         let run = Run { steps, seconds, guest_seconds: Some(guest_seconds), cpu, ..Run::default() };
-        // A mark may be some milliseconds late, which is too much for a short run.
+        // The host may receive the script's `mark` lines some milliseconds late. In a short run
+        // that would distort the ratio of the clocks.
         let clock = if guest_seconds >= LONG { seconds / guest_seconds } else { 1.0 };
         Ok(Played { run, data, clock, spent: Spent::default() })
     }

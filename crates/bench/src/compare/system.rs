@@ -135,8 +135,8 @@ impl System {
         }
     }
 
-    /// Returns the reason why it cannot be measured here. `guests`: the folder of the guests'
-    /// runners.
+    /// Returns why this system cannot be measured on this machine, or `None` if it can. `guests`:
+    /// the folder with the scripts that start guests.
     pub fn missing(&self, guests: Option<&Path>) -> Option<String> {
         if self.kind == Kind::Ublk {
             let there = Path::new("/dev/ublk-control").exists();

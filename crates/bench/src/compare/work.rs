@@ -17,15 +17,15 @@ use crate::samples;
 /// One piece of work.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Work {
-    /// `bench rate`, past the page cache.
+    /// A run of `bench rate`, with O_DIRECT.
     Rate(Operation),
-    /// `bench job`, by fio.
+    /// A run of `bench job`, by fio.
     Job(Job),
-    /// A few commands.
+    /// Commands such as dd, cp or mount, each timed.
     Experiment(Experiment),
 }
 
-/// Bounds of the work.
+/// Limits of a run, and the bounds of its operations' sizes in bytes.
 #[derive(Clone, Copy, Debug)]
 pub struct Amount {
     pub ops: u64,
@@ -92,7 +92,7 @@ impl Work {
         }
     }
 
-    /// Returns the reason why a system cannot do it.
+    /// Returns why a system cannot do this work, or `None` if it can.
     pub fn refuses(&self, system: &System) -> Option<&'static str> {
         let guest = system.uml() || system.qemu();
         match self {
@@ -136,8 +136,8 @@ impl Work {
             let text =
                 |name: &str| data.get(name).map(|lines| lines.join("\n")).unwrap_or_default();
             let told = job::read(&text("fio"), &text("log"))?;
-            // How long it took is the host's to say; what was laid out before, and drained after,
-            // is in it.
+            // The duration by the host's clock includes the preparation before the load and the
+            // draining after it.
             let seconds = told.seconds * clock;
             let latency = told.latency.iter().map(|(q, s)| (*q, s * clock)).collect();
             let spent = Spent { submission: told.spent.submission, ..spent };

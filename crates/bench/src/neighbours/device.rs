@@ -28,7 +28,7 @@ pub struct Model {
     bandwidth: u64,
 }
 
-/// Its name, in images and in the file of costs.
+/// Name of the simulated device, in images and in the file of costs.
 pub const NAME: &str = "model";
 
 /// Additional operations in flight while completions are under way: an eighth of the servers.

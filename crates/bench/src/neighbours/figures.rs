@@ -92,7 +92,7 @@ impl Round {
     }
 }
 
-/// `model`: the device is a model, so that only its time counts.
+/// Returns the figures of a row. `model`: the device is simulated, so a stricter goal applies.
 pub fn of(row: Row, rounds: &[Round], costs: &DeviceCosts, model: bool) -> Vec<Figure> {
     let all = Rounds { rounds, costs };
     match row {
@@ -121,7 +121,7 @@ impl Rounds<'_> {
         self.each(name, Unit::Percent, |round| 100.0 * what(round))
     }
 
-    /// Returns the device time of all disks with the scheduler, as a part of that without.
+    /// Returns the device time of all disks with the scheduler, in percent of that without it.
     fn total(&self, name: &str) -> Figure {
         self.percent(name, |r| r.spent("with", self.costs) / r.spent("without", self.costs))
     }
@@ -177,8 +177,7 @@ impl Rounds<'_> {
     }
 
     /// Returns by how many percent operations took longer than alone: the mean of all slices, at
-    /// least
-    /// 0. The part that comes from a demand of more than half of the device does not count.
+    /// least 0. The part that comes from a demand of more than half of the device does not count.
     fn impact(&self, name: &str, scene: &str) -> Figure {
         let of_round = |round: &Round| {
             let alone =
@@ -196,7 +195,7 @@ impl Rounds<'_> {
         Figure::new(name, Unit::Percent, vec![slices.iter().sum::<f64>() / slices.len() as f64])
     }
 
-    /// Compares the shares of the device time with those owed.
+    /// Compares each disk's share of the device time with the share that its weight gives it.
     fn weights(&self) -> Vec<Figure> {
         let owed = |n: usize| f64::from(WEIGHTS[n]) / f64::from(WEIGHTS.iter().sum::<u32>());
         let share = |round: &Round, n: usize| {
@@ -242,8 +241,8 @@ impl Rounds<'_> {
         ]
     }
 
-    /// Returns the largest deviation from the limit in a second, as a part of the limit. With a
-    /// limit on reads or writes only: the deviation of the whole time.
+    /// Returns the largest deviation from the limit in any second, as a fraction of the limit. With
+    /// a limit on reads or writes only: the deviation of the mean over the whole time.
     fn limits(&self) -> Vec<Figure> {
         let farthest = |scene: &'static str, limit: u64, what: fn(&Slice) -> u64| {
             let off = move |r: &Report| {

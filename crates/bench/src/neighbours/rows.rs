@@ -92,12 +92,13 @@ pub struct Known {
 
 pub const WEIGHTS: [u32; 4] = [1, 2, 4, 8];
 pub const EQUALS: usize = 64;
-/// Of `limits`, a second.
+/// Limits of the row `limits`, in operations or bytes per second.
 pub const IOPS: u64 = 5000;
 pub const BPS: u64 = 40 << 20;
 pub const IOPS_READ: u64 = 3000;
 pub const IOPS_WRITE: u64 = 1000;
-/// Of `burst`: a second, a second, seconds.
+/// Limits of the row `burst`: the rate and the maximum rate in operations per second, and the
+/// length of a burst in seconds.
 pub const RATE: u64 = 2000;
 pub const MAX: u64 = 6000;
 pub const LENGTH: f64 = 1.0;

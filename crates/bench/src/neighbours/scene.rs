@@ -1,4 +1,4 @@
-//! What is played: disks with their knobs and loads, with the scheduler or without.
+//! A test scene: disks with their settings and loads, with or without the scheduler.
 
 use toml::{Table, Value};
 
@@ -10,16 +10,16 @@ pub struct Disk {
     pub name: String,
     /// Keys of its `[[disk]]` table.
     pub knobs: Table,
-    /// None: it is there, and idle.
+    /// `None`: the disk is served, but idle.
     pub load: Option<Load>,
-    /// It is there to disturb: it begins before the others, and ends after them.
+    /// The disk only disturbs the others. Its load begins before theirs, and ends after them.
     pub beside: bool,
 }
 
 #[derive(Clone, Debug)]
 pub struct Scene {
     pub name: &'static str,
-    /// With the scheduler.
+    /// Whether the scheduler is on.
     pub fair: bool,
     pub disks: Vec<Disk>,
     /// Seconds.
@@ -58,7 +58,7 @@ pub fn load(rw: Pattern, bs: u64, depth: u16) -> Load {
     Load { rw, bs, depth, ..Load::for_socket("unused".into()) }
 }
 
-/// A guest that swaps: 4 KiB at random places, as many reads as writes, 256 in flight on each of
+/// A guest that swaps: 4 KiB at random offsets, as many reads as writes, 256 in flight on each of
 /// four queues.
 pub fn thrasher() -> Disk {
     Disk::new("thrasher", Load { queues: 4, ..load(Pattern::Randrw, 4096, 256) }).beside()

@@ -9,7 +9,7 @@ use super::xy::Frame;
 pub struct Bar {
     pub name: String,
     pub value: f64,
-    /// The least and the largest figure.
+    /// The smallest and the largest value of the rounds.
     pub range: Option<(f64, f64)>,
     pub look: usize,
 }
@@ -31,7 +31,7 @@ const ROW: f64 = 26.0;
 const TOP: f64 = 44.0;
 
 impl Bars {
-    /// Lying: names of systems are long.
+    /// The bars are horizontal, because names of systems are long.
     pub fn draw(&self) -> Svg {
         let height = TOP + ROW * self.bars.len() as f64 + 14.0;
         let mut svg = Svg::new(self.width, height);

@@ -1,7 +1,7 @@
 //! Pictures of figures, as self-contained SVG: for the report's page, for files, for paper.
 //!
 //! ```text
-//!   scale  maps values to places, chooses the values on an axis
+//!   scale  maps values to positions, chooses the values on an axis
 //!   xy     curves with bands      bars   groups of bars with whiskers
 //!   svg    the text of a picture  png    the same in pixels
 //! ```

@@ -1,4 +1,4 @@
-//! Maps values to places on an axis.
+//! Maps values to positions on an axis.
 
 /// The layout of values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -9,7 +9,7 @@ pub enum Kind {
     Nines,
 }
 
-/// The form of values in text.
+/// How values are formatted as text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unit {
     Bytes,
@@ -19,7 +19,7 @@ pub enum Unit {
     Percentile,
 }
 
-/// One axis: its range, layout and form.
+/// One axis: its range, its layout, and the unit of its values.
 #[derive(Clone, Debug)]
 pub struct Scale {
     kind: Kind,
@@ -65,7 +65,7 @@ impl Scale {
         }
     }
 
-    /// Returns the place of a value: 0 at the start of the axis, 1 at its end.
+    /// Returns the position of a value: 0 at the start of the axis, 1 at its end.
     pub fn place(&self, value: f64) -> f64 {
         let (low, high) = (self.linear(self.low), self.linear(self.high));
         ((self.linear(value) - low) / (high - low)).clamp(0.0, 1.0)

@@ -81,7 +81,7 @@ impl Svg {
         self.add(&format!("<text x=\"{x:.1}\" y=\"{y:.1}\" {attributes}>{}</text>", escape(text)));
     }
 
-    /// A marker with a form of its own.
+    /// Adds a marker. Each series has its own shape.
     pub fn marker(&mut self, series: usize, x: f64, y: f64) {
         let look = fill(series);
         let r = 3.2;

@@ -15,7 +15,7 @@ pub struct Point {
 pub struct Series {
     pub name: String,
     pub points: Vec<Point>,
-    /// Its colour, dash and marker: the same for a system in all pictures.
+    /// Index of the series' colour, dash and marker. A system has the same index in all pictures.
     pub look: usize,
 }
 

@@ -1,5 +1,5 @@
-//! Verified loads at a depth on a device of Xen, without a hypervisor: data, and the grant
-//! operations and notifications that they cost.
+//! Verified loads with several requests in flight on a Xen block device, without a hypervisor. The
+//! tests check the data, and the number of grant operations and notifications.
 
 use std::process::Command;
 use std::sync::Arc;

@@ -19,7 +19,7 @@ const MIN_EXTENDED_CLUSTER: u64 = 64 << 10;
 /// A backing file, as the command line names it.
 #[derive(Clone, Debug)]
 pub struct Backing {
-    /// As the header of the image will have it.
+    /// The backing file's name that is stored in the header of the new image.
     pub name: String,
     pub format: Format,
     /// Path of the file.
@@ -73,12 +73,13 @@ impl Backing {
         options
     }
 
-    /// Opens it with its backing chain. `target` must not replace any of these files.
+    /// Opens the backing file with its backing chain. `target` must not replace any of these files.
     pub fn chain(&self, folders: &FolderArgs, target: &Path) -> Result<Arc<Chain>> {
         let chain = Chain::open(&self.reading(folders, target));
-        Ok(Arc::new(
-            chain.context("--force must open the backing file, to check what it replaces")?,
-        ))
+        Ok(Arc::new(chain.context(
+            "cannot open the backing file, which --force needs to check that it does not \
+                 replace a file of the backing chain",
+        )?))
     }
 
     /// Returns path, size in bytes and modification time, for the header of a COW file.

@@ -111,7 +111,7 @@ impl Sources {
     }
 }
 
-/// Returns whether two paths are the same place. There may be no file yet.
+/// Returns whether two paths name the same file. The file need not exist yet.
 fn same_place(a: &Path, b: &Path) -> bool {
     let folder_of = |path| FileId::of_path(folder(path)).ok();
     match (FileId::of_path(a), FileId::of_path(b)) {

@@ -22,7 +22,7 @@ pub struct ProgressArgs {
     pub quiet: bool,
 }
 
-/// Form of the progress display.
+/// How progress is displayed.
 #[derive(Clone, Copy, PartialEq)]
 enum Display {
     None,

@@ -40,8 +40,8 @@ pub const BLOCKYARD: &str =
         (None, Some(bench)) => bench.split_at(bench.len() - "-bench".len()).0,
         (None, None) => panic!("cargo names no program"),
     };
-/// Limit of a wait for something that takes a moment. A program that takes longer hangs. A busy
-/// machine may delay it by several seconds.
+/// Timeout for things that should be immediate. A slower program counts as hung. A busy machine may
+/// delay it by several seconds.
 pub const SOON: Duration = Duration::from_secs(30);
 /// Timeout for a whole run of a tool on a busy machine.
 pub const TOOL: Duration = Duration::from_secs(60);

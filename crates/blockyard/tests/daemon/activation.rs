@@ -159,8 +159,11 @@ fn nbd_clients_connect_to_an_inherited_socket() {
 fn missing_sockets_are_refused() {
     let manager = Manager::new();
     for (fd, parts) in [
-        ("fd:backup", &["fd:backup", "the sockets passed are called \"root:data\""][..]),
-        ("fd:9", &["fd:9: no listening socket was inherited there"]),
+        (
+            "fd:backup",
+            &["fd:backup", "no inherited socket has this name; the names are \"root:data\""][..],
+        ),
+        ("fd:9", &["fd:9: this descriptor is not an inherited listening socket"]),
         ("fd:0", &["fd:0: inherited sockets begin at descriptor 3"]),
         ("fd:-1", &["fd:-1: inherited sockets begin at descriptor 3"]),
     ] {

@@ -118,8 +118,8 @@ fn disconnected_front_ends_leave_no_resources_behind() {
     let folder = Folder::new();
     let (image, socket) = (folder.image("disk", 64 << 20), folder.join("s"));
     let mut daemon = Daemon::serve(&image, &socket, &["--reactors", "2"]);
-    // A client in this process may have received descriptors of its own: the `vhost` crate accepts
-    // them that way.
+    // The daemon may inherit memfds from this process: the `vhost` crate, which the tests' clients
+    // use, may receive descriptors without FD_CLOEXEC. They are not counted as leaks.
     let shared =
         |daemon: &Daemon| daemon.descriptors().iter().filter(|d| d.contains("memfd")).count();
     let inherited = shared(&daemon);

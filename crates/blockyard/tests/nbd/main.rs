@@ -4,7 +4,7 @@
 //!   info       nbdinfo: lists, properties, block status compared with qemu-nbd
 //!   copy       nbdcopy, qemu-img, nbdfuse: copies of whole disks
 //!   shell      libnbd scripts (libnbd/): every option, command and error
-//!   zeroes     fast zeroes: of long ranges, and of disks on another server
+//!   zeroes     NBD_CMD_FLAG_FAST_ZERO: on long ranges, and on disks of another NBD server
 //!   kit        nbdkit's nbd plugin in front, with filters that fail, delay, flip bits and retry
 //!   load       fio's nbd engine with verification
 //!   durable    several connections of one disk, kill -9, and what a flush covers

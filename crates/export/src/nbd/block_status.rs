@@ -18,7 +18,7 @@ use super::reply::error_of;
 
 /// Most extents of one answer, for each context. The client asks again for the rest.
 const MOST_EXTENTS: usize = 4096;
-/// Most lookups in the image for one answer. Then the answer is sent with what was found.
+/// Maximum number of lookups in the image for one answer. After them the server sends what it has.
 const MOST_LOOKUPS: usize = 16384;
 /// Number of lookups after which the reactor serves its other tasks.
 const LOOKUPS_AT_ONCE: usize = 64;

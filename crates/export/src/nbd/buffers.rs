@@ -12,8 +12,8 @@ use blockyard_ring::{Handle, Segments};
 
 use super::quota::{GUARANTEED, Need, Quota, Usage};
 
-/// Most bytes of free buffers that are kept; and most bytes of recycled buffers that arriving
-/// payloads use beyond their quota.
+/// Maximum number of bytes in free buffers that are kept. It is also the maximum number of bytes of
+/// recycled buffers that arriving payloads may use beyond their quota.
 const KEPT: usize = 32 << 20;
 /// Smallest buffer in bytes, and the number of sizes. Each size is twice the last, up to the
 /// longest request.

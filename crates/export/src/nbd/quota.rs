@@ -101,7 +101,7 @@ impl Quota {
         }
     }
 
-    /// Takes the bytes, or returns a place in the wait queue.
+    /// Takes the bytes and returns `None`, or enters the wait queue and returns the new waiter.
     fn enter(
         &self,
         handle: &Handle,

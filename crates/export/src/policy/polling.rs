@@ -127,8 +127,9 @@ pub struct PollingFigures {
 pub struct TrialFigures {
     /// Trials that chose this strategy.
     pub chosen: u64,
+    /// Number of measured time slices.
     pub slices: u64,
-    /// Sum of the slices' rates, in requests per second.
+    /// Sum of the request rates of the trial's time slices, in requests per second.
     rates: f64,
 }
 
@@ -213,7 +214,7 @@ const FOR_STREAMS: &TrialPlan = &TrialPlan {
     rounds: 2,
     decisive_after: 1,
 };
-/// For NBD clients.
+/// The trial plan for NBD clients.
 const FOR_CLIENTS: &TrialPlan = &TrialPlan {
     candidates: &[
         SLEEP,

@@ -144,7 +144,7 @@ impl QueueHandle {
         self.remote.ask(move |handle, reply| match DeviceQueues::find(handle, key) {
             Some(queue) => {
                 *queue.waiting.borrow_mut() = Some(reply);
-                // It has never fetched.
+                // A queue that has never fetched has no requests to wait for.
                 if queue.running.get() == 0 { queue.end() } else { f(&queue) }
             }
             None => reply.send(()),

@@ -63,10 +63,10 @@ fn to_ring(region: [u8; 16]) -> [u8; 16] {
     [a0, a1, a2, a3, a4, a5, a6, a7, l0, l1, l2, l3, i0, i1, f0, f1]
 }
 
-/// A chain of a packed ring, as it was taken.
+/// A descriptor chain of a packed ring, as the back end read it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PackedChain {
-    /// Its first entry in the region.
+    /// First entry of the chain in the in-flight region.
     pub entry: u16,
     /// Descriptors in the ring's format (address, length, id, flags).
     pub raw: Vec<[u8; 16]>,
@@ -150,7 +150,8 @@ impl InflightRegion {
         }
     }
 
-    /// Stores in the notes whether the guest sees a volatile write cache.
+    /// Stores whether the guest sees a volatile write cache, in the back end's own part of the
+    /// in-flight region (the notes).
     pub fn note_write_back(&self, write_back: bool) {
         if let Some(slice) = self.notes.and_then(|at| self.memory.slice(at, NOTES, 8).ok()) {
             slice.copy_in(WRITE_BACK, [1 + u8::from(write_back)]);

@@ -82,10 +82,10 @@ pub struct Tuning {
 /// What happens to a front end that connects while another one is served.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SecondClient {
-    /// It waits until the first front end disconnects.
+    /// The second front end waits until the first one disconnects.
     #[default]
     Wait,
-    /// Its connection is closed.
+    /// The server closes the connection of the second front end.
     Refuse,
 }
 
@@ -124,9 +124,9 @@ impl Drop for OwnWait {
     }
 }
 
-/// How long `stop` waits for a session that waits for neither reactor nor storage. A descriptor of
-/// the front end may block the session: FUSE files answer, and sockets close, when another process
-/// lets them.
+/// Longest time that `stop` waits for a session that waits for neither a reactor nor storage. Such
+/// a session may be blocked by a descriptor from the front end: another process decides when a FUSE
+/// file answers, or when closing a socket returns.
 const DESCRIPTOR_TIME: Duration = Duration::from_secs(5);
 
 /// A listening export. `stop` or drop ends it.
@@ -337,7 +337,7 @@ fn listen(export: &Arc<Shared>, listener: &Listener) {
 /// Why a front end is disconnected.
 #[derive(Debug, thiserror::Error)]
 enum Disconnect {
-    #[error("cannot duplicate its socket: {0}")]
+    #[error("cannot duplicate the socket of its connection: {0}")]
     Copying(io::Error),
     /// A message that cannot be answered.
     #[error("{0}")]

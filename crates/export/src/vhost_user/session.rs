@@ -139,7 +139,7 @@ impl Session {
         no()
     }
 
-    /// Turns a refusal by the state into an error for the front end, and logs it.
+    /// Passes a result on. Logs a refusal, and turns it into an error for the front end.
     pub(super) fn allowed<T>(&self, outcome: std::result::Result<T, Refusal>) -> Result<T> {
         outcome.map_err(|why| self.refuse(format_args!("{why}")))
     }

@@ -62,7 +62,7 @@ pub struct InflightFile {
     pub queues: u16,
 }
 
-/// What a front end has set of one ring.
+/// One ring's settings, as the front end sent them.
 #[derive(Debug, Default)]
 pub struct Vring {
     pub size: u32,

@@ -119,7 +119,7 @@ pub enum Ask {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {
     Here([Segment; SEGMENTS]),
-    /// In pages of the guest with these grant references (an indirect request).
+    /// The descriptions are in guest pages with these grant references (an indirect request).
     Pages([u32; INDIRECT_PAGES]),
 }
 
@@ -135,7 +135,7 @@ pub struct Request {
     pub offset: u64,
     pub segments: usize,
     pub place: Place,
-    /// Its slot in the record of requests in flight.
+    /// Slot of the request in the record of requests in flight.
     pub slot: u32,
 }
 

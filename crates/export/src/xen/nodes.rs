@@ -149,20 +149,21 @@ impl Paths {
         Paths { front: frontend.clone(), cdrom: *cdrom, ..Self::of_device(own, &wanted.device) }
     }
 
-    /// As `of_toolstack`, with the back end's side only.
+    /// Like `of_toolstack`, but without the front end's nodes.
     pub fn of_device(own: u16, device: &ToolstackDevice) -> Self {
         let (front, incarnation) = Default::default();
         Paths { back: device.path(own), front, toolstack: true, cdrom: false, incarnation }
     }
 
-    /// Accepts the device that has these nodes now: reads its incarnation.
+    /// Takes over the device that has these nodes now. Reads its node `incarnation`, a random
+    /// number that distinguishes it from a later device with the same nodes.
     pub fn adopt(&mut self, store: &mut Store) -> Result<(), StoreError> {
         self.incarnation = store.read(&format!("{}/{INCARNATION}", self.back))?;
         Ok(())
     }
 
-    /// Returns whether the nodes still belong to the same device. A toolstack's device has no
-    /// incarnation; its state 1 shows that it is new.
+    /// Returns whether the nodes still belong to the same device. A toolstack's device has no node
+    /// `incarnation`; its state 1 shows that it is new.
     pub fn is_same(&self, node: &mut impl Node) -> Result<bool, StoreError> {
         Ok(self.toolstack
             || node.read(&format!("{}/{INCARNATION}", self.back))? == self.incarnation)

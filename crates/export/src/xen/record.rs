@@ -38,7 +38,7 @@ const FREE: u32 = 0;
 const IN_FLIGHT: u32 = 1;
 const ANSWERED: u32 = 2;
 
-/// A request without a response: its slot, and its ring entry as it was taken.
+/// A request without a response: its slot, and a copy of its ring entry.
 pub type InFlight = (u32, [u8; ENTRY_MOST]);
 
 /// The record of one queue.
@@ -93,7 +93,8 @@ impl Record {
             let at = place(slot);
             let index = self.load(at + INDEX);
             let in_flight = match self.load(at) {
-                // Not taken completely if its index is not counted: then it is still in the ring.
+                // If `taken` does not count the request's index, the server ended while it took the
+                // request. Then the request is still in the ring.
                 IN_FLIGHT => is_before(index, taken),
                 ANSWERED => !is_before(index, shown),
                 _ => false,

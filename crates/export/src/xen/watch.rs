@@ -90,7 +90,7 @@ pub struct Wanted {
 pub struct WatchOptions {
     /// The type of back end: nodes below `backend/KIND`.
     pub kind: String,
-    /// Only devices with a hotplug script of this file name; `None`: all.
+    /// Serves only devices with a hotplug script of this file name. `None`: all devices.
     pub script: Option<String>,
     /// Number of queues to offer, at most 8.
     pub queues: u16,

@@ -55,8 +55,8 @@ cd /
 "#;
 
 pub struct Demo {
-    /// Serves the overlay during all rounds. Dropped before `place`, because it uses the folder of
-    /// that.
+    /// Serves the overlay during all rounds. Dropped before `place`, because the server uses
+    /// the folder of `place`.
     server: Process,
     place: Place,
     /// The guest's kernel, and how it catches system calls.

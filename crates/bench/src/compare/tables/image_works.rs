@@ -3,7 +3,7 @@
 /// The output file before the work.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Begin {
-    /// It does not exist.
+    /// There is no output file.
     Nothing,
     /// A copy of an empty image of 1 GiB.
     Tiny,

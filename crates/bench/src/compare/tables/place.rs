@@ -1,5 +1,5 @@
-//! The place of a table's measurements: a folder with images, servers on sockets, tools. The drop
-//! removes all.
+//! The setup of a table's measurements: a folder with images, servers on sockets, tools. Dropping
+//! it removes all.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};

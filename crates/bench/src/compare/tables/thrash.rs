@@ -30,7 +30,8 @@ use crate::compare::cpu::Snapshot;
 use crate::process::{Process, Stop};
 use crate::statistics::median;
 
-/// 4 concurrent requests of 1 ms: 4000 a second, and 128 MiB a second. Clouds rent out such disks.
+/// A device with 4 concurrent requests of 1 ms: 4000 requests and 128 MiB a second, like a small
+/// disk of a cloud provider.
 const MODEL: &str = "parallel=4,read=1ms,write=1ms,flush=2ms,bandwidth=128M,device=slow";
 const MODEL_COSTS: &str = r#"[[device]]
 device = "slow"
@@ -64,9 +65,9 @@ const THRASHER_MEMORY: &str = "128M";
 /// MiB that the thrasher uses, and the number of processes that use it.
 const USED_MIB: u32 = 256;
 const PROCESSES: u32 = 32;
-/// Depth of fio.
+/// Number of operations that fio keeps in flight.
 const DEPTH: u32 = 4;
-/// Number of swapped-in pages from which on the neighbour counts as thrashing.
+/// Number of swapped-in pages at which the neighbour counts as thrashing.
 const THRASHES: u64 = 5000;
 
 /// A guest that is not up, or does not swap, after this time has failed.
@@ -75,7 +76,7 @@ const READY: Duration = Duration::from_secs(120);
 pub struct Thrash {
     place: Place,
     costs: PathBuf,
-    /// Set once the file of costs has those of the machine's disk.
+    /// Set once the file of costs has the costs of the machine's disk.
     calibrated: bool,
     /// Durations of all steps of all rounds in ms, by row and system.
     steps: BTreeMap<(usize, usize), Vec<f64>>,
@@ -350,7 +351,9 @@ fn swapping(said: &[(Instant, String)], begin: Instant, end: Instant) -> Result<
     };
     let all: Vec<_> = said.iter().filter_map(figures).collect();
     let [first, .., last] = all[..] else {
-        anyhow::bail!("the thrasher prints no figures of its swap")
+        anyhow::bail!(
+            "the thrasher has printed fewer than two `swapped` lines in the measured time"
+        )
     };
     let seconds = (last.0 - first.0).as_secs_f64();
     Ok(((last.1 - first.1) / seconds, (last.2 - first.2) / seconds))

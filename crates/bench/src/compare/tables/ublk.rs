@@ -93,7 +93,7 @@ copy() { # ROW SYSTEM
 "#;
 
 pub struct Ublk {
-    /// Dropped before `place`, because the guest uses the folder of that.
+    /// Dropped before `place`, because the guest uses the folder of `place`.
     guest: Process,
     place: Place,
     kernel: String,

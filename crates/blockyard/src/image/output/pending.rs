@@ -32,7 +32,7 @@ pub struct Pending {
 
 struct UnnamedFile {
     file: Arc<OwnedFd>,
-    /// Its temporary name, on file systems without O_TMPFILE.
+    /// The file's temporary name, on file systems without O_TMPFILE.
     temporary: Option<Unfinished>,
 }
 

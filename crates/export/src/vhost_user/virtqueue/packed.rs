@@ -185,8 +185,8 @@ impl PackedRing {
         }
     }
 
-    /// Continues at the used position from the in-flight region, with `ahead` ring entries in
-    /// flight beyond it.
+    /// Continues after a restart. `(index, wrap)`: the used position, from the in-flight region.
+    /// `ahead`: number of ring entries after that position that are still in flight.
     pub fn restore(&mut self, (index, wrap): (u16, bool), ahead: u16) -> Result<(), RingError> {
         if index >= self.size {
             return Err(RingError::DescIndex { index, size: self.size });

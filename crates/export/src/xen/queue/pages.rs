@@ -50,9 +50,9 @@ pub struct Pages {
 /// How the data of requests is transferred.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Data {
-    /// In pages that are mapped for each request.
+    /// The guest's pages are mapped for each request.
     Mapped,
-    /// In pages that stay mapped, because the guest reuses them (persistent grants).
+    /// The guest's pages stay mapped, because the guest reuses them (persistent grants).
     Persistent,
     Copied,
 }
