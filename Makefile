@@ -48,6 +48,7 @@ lint: ## format check, lengths of files and commit subjects, links of pages, cli
 	$(CARGO) fmt --all --check
 	@scripts/check-lengths
 	@scripts/check-links
+	@scripts/check-language
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
 
 # Does not depend on `build`: the user runs that, and this may run as root, which has no cargo.

@@ -1,5 +1,5 @@
 //! A whole queue on a reactor, over a disk in memory: whatever the guest's memory holds, it stops
-//! when it is told to, and the next one starts.
+//! on command, and the next one starts.
 //!
 //! Input: the ring's shape, how long it runs, changes of memory meanwhile, then the guest's memory.
 

@@ -54,7 +54,7 @@ pub fn judge(talk: &Talk, said: &[u8]) {
     }
 }
 
-/// Cookies that were answered, each once. None: the stream was broken off, or what was asked is not
+/// Cookies of answered requests, each once. None: the stream was cut off, or the requests are not
 /// known.
 fn simple(talk: &Talk, mut said: Said<'_>) -> Option<Vec<u64>> {
     let requests = talk.requests.as_ref()?;
