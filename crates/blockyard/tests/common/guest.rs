@@ -29,6 +29,10 @@ pub struct Guest {
     folder: Option<Folder>,
 }
 
+/// Smallest limit of a run. It only ends guests that hang: on a busy machine an emulated guest takes
+/// several times its usual time.
+const LEAST_LIMIT: Duration = Duration::from_secs(300);
+
 impl Guest {
     /// Boots a guest with `options` for its runner, such as disks, and runs a script in it. A
     /// failed command ends the script (`set -e`). The run must take less than `limit`.
@@ -70,6 +74,7 @@ impl Guest {
         folder: Folder,
         temporary: Option<PathBuf>,
     ) -> Self {
+        let limit = limit.max(LEAST_LIMIT);
         let runner = guests().join(match kind {
             GuestKind::Uml => "uml",
             GuestKind::Qemu => "qemu",

@@ -141,7 +141,7 @@ esac
 "#;
 
 /// Timeout for a script.
-const LIMIT: Duration = Duration::from_secs(120);
+const LIMIT: Duration = Duration::from_secs(300);
 /// Timeout for all scripts of a guest. Then its runner ends it.
 const ALL: Duration = Duration::from_secs(1800);
 
