@@ -21,8 +21,8 @@ use crate::flush::FlushGroup;
 use crate::once_a_second::OnceASecond;
 use crate::request::Failure;
 
-/// Bytes that a disk with neighbours may leave in the page cache before it syncs them: a few
-/// milliseconds of device time.
+/// Maximum number of unsynced bytes that a disk with neighbours leaves in the page cache. Writing
+/// them takes a few milliseconds of device time.
 const MOST_DIRTY: u64 = 8 << 20;
 
 /// Settings of a disk.
@@ -40,7 +40,7 @@ pub struct DiskOptions {
 #[derive(Debug)]
 pub struct Disk {
     options: DiskOptions,
-    /// Its share of the device that holds its image, and its limits.
+    /// The disk's share of the device that holds its image, and its limits.
     share: Arc<Share>,
     capacity: AtomicU64,
     pub(crate) flushes: FlushGroup,
@@ -52,9 +52,9 @@ pub struct Disk {
     dirties: bool,
     /// The image is a block device.
     pub(crate) on_device: bool,
-    /// A write was acknowledged that no sync has covered yet.
+    /// Whether a write was acknowledged that no sync has covered yet.
     pub(crate) unsynced: AtomicBool,
-    /// Bytes written to the page cache since the last sync.
+    /// Number of bytes written to the page cache since the last sync.
     pub(crate) dirty: AtomicU64,
     /// Reason why writes fail; see [`Failure::Poisoned`].
     poisoned: OnceLock<String>,

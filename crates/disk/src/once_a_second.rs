@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 pub(crate) struct OnceASecond {
     /// Time of the first call.
     start: OnceLock<Instant>,
-    /// Milliseconds from there to the time when the next line is allowed.
+    /// Time when the next line is allowed, in milliseconds since `start`.
     next: AtomicU64,
 }
 

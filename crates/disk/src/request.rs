@@ -74,7 +74,7 @@ pub struct Request<T: Token> {
     pub op: Op,
     pub offset: u64,
     pub len: u64,
-    /// Time when it was taken from its queue.
+    /// Time when the request was taken from its queue.
     pub arrived: Instant,
     pub segments: Segments,
     owed: Owed<T>,

@@ -22,7 +22,8 @@ use super::connection::RingSetup;
 use super::ring::{Buffer, Ring, RingOptions};
 use super::{Memory, status};
 
-/// Bytes per slot for header and status: a cache line, as in a guest's request structure.
+/// Size of the space for header and status in each slot, in bytes. It is a cache line, as in a
+/// guest's request structure.
 const LINE: u64 = 64;
 const STATUS: u64 = 16;
 

@@ -24,7 +24,7 @@ pub struct Plan {
     pub queue_size: u16,
     /// Requests in flight per queue.
     pub slots: u16,
-    /// Bytes of data per request.
+    /// Size of the data buffer of a request, in bytes.
     pub data_len: u32,
     pub event_idx: bool,
     pub indirect: bool,

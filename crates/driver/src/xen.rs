@@ -26,7 +26,7 @@ pub use request::{Abi, Entry, operation, segment, status};
 pub use ring::{FrontRing, Response};
 pub use session::{Offer, Plan, Session};
 
-/// Bytes of a page, and of a blkif sector.
+/// Sizes of a page and of a blkif sector, in bytes.
 pub const PAGE: usize = 4096;
 pub const SECTOR: usize = 512;
 

@@ -93,7 +93,7 @@ fn kept<S: Storage>(layer: &Layer<S>, offset: u64, found: BlockStatus) -> BlockS
     if host.is_some() {
         return BlockStatus { len: here, offset: host, ..found };
     }
-    // As far as no cluster is preallocated.
+    // Extend the range up to the next preallocated cluster.
     let mut len = here;
     while len < found.len && image.kept(offset + len).is_none() {
         len = found.len.min(len + cluster);

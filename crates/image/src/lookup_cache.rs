@@ -15,7 +15,7 @@ const MOST: u64 = 1 << 16;
 
 #[derive(Clone, Copy)]
 struct CachedLookup {
-    /// None: the entry is empty.
+    /// Number of the granule that this entry caches. None: the entry is empty.
     granule: Option<u64>,
     found: LookupResult,
 }

@@ -102,7 +102,7 @@ mod tests {
             reply.send(3);
             handle.stop();
         });
-        // It has not run yet.
+        // The call has not run yet.
         assert_eq!(answer.until(Instant::now()), Err(NoReply::Late));
         executor.run().unwrap();
         assert_eq!(answer.until(Instant::now() + Duration::from_secs(60)), Ok(3));

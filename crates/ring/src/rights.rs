@@ -23,7 +23,7 @@ use crate::segments::Segments;
 const SO_PASSRIGHTS: libc::c_int = 83;
 /// Linux 6.5.
 const SO_PASSPIDFD: libc::c_int = 76;
-/// Bytes that are discarded per read.
+/// Maximum number of bytes that one read discards.
 const DISCARDED: usize = 16 << 10;
 
 /// Makes a Unix socket refuse descriptors: the sender gets EPERM. On a listening socket it applies
@@ -238,7 +238,7 @@ mod tests {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let refuses = refuse(&ours);
         assert_eq!(may_arrive(ours.as_fd()), !refuses);
-        // A kernel before 6.16 accepts them.
+        // A kernel before 6.16 accepts descriptors.
         assert_eq!(send(&theirs, b"with", &[ours.as_fd()]).err(), refuses.then_some(Errno::PERM));
         let (tcp, _other) = lingering();
         assert!(!refuse(&tcp) && !may_arrive(tcp.as_fd()));

@@ -226,7 +226,7 @@ impl Segments {
     /// message.
     pub fn gather(&mut self, other: &Segments, offset: usize, len: usize) {
         if other.request().is_some() {
-            // Its entries are offsets, which cannot be mixed with addresses.
+            // The entries of `other` are offsets, which cannot be mixed with addresses.
             let copy = Segments::buffer(len);
             copy.copy_from(0, other, offset, len);
             return self.gather(&copy, 0, len);

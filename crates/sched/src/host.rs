@@ -49,8 +49,8 @@ impl Host {
         self.names.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Creates the share of a disk. `device`: name and profile of the device, None if the disk
-    /// shares none. `group`: name and knobs of its group.
+    /// Creates the share of a disk. `device`: name and profile of the device; None: the disk is not
+    /// scheduled against others. `group`: name and knobs of the disk's group.
     pub fn share(
         &self,
         device: Option<(&str, &DeviceProfile)>,

@@ -144,7 +144,7 @@ pub struct ImageFile {
     geometry: Geometry,
     capabilities: Capabilities,
     read_only: bool,
-    /// None if it is no file of this host.
+    /// Identity of the file. None: the storage is not a file of this host.
     id: Option<FileId>,
     cache: CacheMode,
     range_lock: Arc<RangeLock>,
@@ -456,7 +456,7 @@ mod tests {
     fn a_writer_becomes_a_reader_and_no_other_process_takes_the_lock_in_between() {
         let path = scratch("reader", 4096);
         let writer = ImageFile::open(&options(&path, false)).unwrap();
-        // Its old path names another file, which must not be used.
+        // The old path names another file now, which must not be used.
         let moved = path.with_extension("moved");
         std::fs::rename(&path, &moved).unwrap();
         let _other = scratch("reader", 1);

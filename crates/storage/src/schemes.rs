@@ -196,7 +196,7 @@ mod tests {
             capabilities: Capabilities::default(),
         });
         let through = size_of_val(&store.read(Segments::default(), 0));
-        // Its own arguments and the state of the future.
+        // The future may be larger by its own arguments and its state.
         assert!(
             through <= alone + size_of::<Segments>() + 64,
             "{through} bytes, {alone} without the table"

@@ -47,12 +47,12 @@ pub(crate) enum Message {
 /// The state of a disk in the yard.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DiskState {
-    /// Its image is being opened, or its exports start.
+    /// The disk's image is being opened, or its exports start.
     Opening,
     Serving,
-    /// A command is working on it. Clients do not notice.
+    /// A command works on the disk. Clients do not notice.
     Busy,
-    /// Its exports end, and its image is flushed and closed.
+    /// The disk's exports end, and its image is flushed and closed.
     Closing,
 }
 
@@ -65,7 +65,7 @@ pub struct DiskInfo {
     pub image: Option<PathBuf>,
     /// The images that it consists of now.
     pub images: String,
-    /// In bytes; 0 while the image is being opened.
+    /// Size of the disk in bytes; 0 while the image is being opened.
     pub capacity: u64,
     pub is_read_only: bool,
     /// Where its exports offer it.

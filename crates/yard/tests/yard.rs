@@ -239,7 +239,7 @@ fn a_disk_that_cannot_be_added_leaves_nothing() {
 fn commands_for_a_disk_wait_for_one_another_and_for_no_other_disk() {
     let stage = Stage::new("order");
     let yard = &stage.yard;
-    // As many as may be opened at a time.
+    // Open as many disks as may be opened at a time.
     let (mut held, names) = (Vec::new(), ["1", "2", "3", "4"]);
     let (sender, receiver) = sync_channel(16);
     for name in names {

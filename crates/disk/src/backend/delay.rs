@@ -83,7 +83,7 @@ pub(super) enum Below {
 struct Shape {
     servers: usize,
     times: [Duration; 5],
-    /// In bytes a second.
+    /// Bandwidth of the device, in bytes a second.
     bandwidth: Option<u64>,
     /// Service times are exponentially distributed; the seed.
     exponential: Option<u64>,
@@ -91,7 +91,7 @@ struct Shape {
 
 #[derive(Debug)]
 struct State {
-    /// Time when each server that was used becomes free.
+    /// For each server of the model that has served a request: the time when it becomes free.
     free: BinaryHeap<Reverse<Instant>>,
     dice: Dice,
 }

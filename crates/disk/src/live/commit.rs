@@ -26,9 +26,9 @@ use crate::disk::Disk;
 use crate::local_disk::LocalDisk;
 use crate::quiesced::{QuiesceError, QuiescedDisk};
 
-/// Most passes over the writes made meanwhile, while the guest continues; and bytes that may be
-/// left for the quiesce.
+/// Maximum number of passes that copy the writes made meanwhile, while the guest continues.
 const MAX_PASSES: usize = 6;
+/// Number of bytes that may be left to copy while the disk is quiesced.
 const FEW_BYTES: u64 = 4 << 20;
 /// Time of one quiesce. A guest that writes faster than the copy is held back repeatedly, with
 /// pauses that become shorter.

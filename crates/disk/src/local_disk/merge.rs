@@ -27,8 +27,8 @@ use crate::request::{Finished, Op, Request, Token};
 /// Largest run in bytes. At this length the transfer costs far more than the operation, so a longer
 /// run gains nothing, and its first request would wait for its last.
 const MAX_BYTES: u64 = 1 << 20;
-/// Most iovec entries of a run: 1 MiB in 4 KiB pages, and as many again for data that cross page
-/// boundaries. The kernel accepts 1024 (IOV_MAX).
+/// Maximum number of iovec entries of a run: 1 MiB in 4 KiB pages, and as many again for data that
+/// cross page boundaries. The kernel accepts 1024 (IOV_MAX).
 const MAX_PIECES: usize = 512;
 
 /// A run of requests, and their answers. Reusing it keeps the capacity of its vectors.

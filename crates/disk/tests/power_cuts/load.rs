@@ -314,7 +314,7 @@ fn check(
     judge.oracle.borrow_mut().check_read(token, offset, &content).map_err(|e| e.to_string())
 }
 
-/// A lane: keeps one request of a queue in flight.
+/// One client of a queue. It always has one request in flight.
 struct Lane<S> {
     judge: Rc<Judge>,
     served: Rc<LocalDisk<S>>,

@@ -18,7 +18,7 @@ pub const SHAPES: [Alignment; 3] = [
 pub struct Plan {
     pub seed: u64,
     pub shape: Alignment,
-    /// Bytes that the guest may address. The file is shorter by `missing` bytes at first.
+    /// Size of the guest's disk in bytes. The file is shorter by `missing` bytes at first.
     pub capacity: u64,
     pub missing: u64,
     pub reactors: usize,
@@ -27,7 +27,7 @@ pub struct Plan {
     pub requests: usize,
     /// Every write is durable, as for a guest that sees no write cache.
     pub writethrough: bool,
-    /// Bytes that the device writes atomically.
+    /// Largest write that the device makes atomically, in bytes.
     pub atomic: usize,
     pub discard_zeroes: bool,
     pub trouble: Option<Trouble>,

@@ -29,7 +29,7 @@ use crate::{request, status as virtio_status};
 #[derive(Clone, Copy, Debug)]
 pub struct QueueOptions {
     pub slots: u16,
-    /// Bytes of data per request.
+    /// Size of the data buffer of a request, in bytes.
     pub data_len: u32,
     pub persistent: bool,
 }

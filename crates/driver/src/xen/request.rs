@@ -22,7 +22,7 @@ pub mod status {
 pub const DIRECT_SEGMENTS: usize = 11;
 pub const INDIRECT_SEGMENTS: usize = 256;
 pub const SEGMENT_BYTES: usize = 8;
-/// Bytes before a ring's entries.
+/// Number of bytes before the first entry of a ring.
 pub const HEADER: usize = 64;
 /// Size of the longer layout's entry in bytes.
 pub const ENTRY_MOST: usize = 112;

@@ -18,7 +18,7 @@ pub struct Plan {
     pub terms: Terms,
     /// Requests in flight per queue.
     pub slots: u16,
-    /// Bytes of data per request.
+    /// Size of the data buffer of a request, in bytes.
     pub data_len: u32,
     /// Longest time that the back end may take for each step.
     pub limit: Duration,

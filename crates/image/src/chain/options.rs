@@ -13,7 +13,7 @@ use crate::format::Format;
 #[derive(Clone, Debug)]
 pub struct ChainOptions {
     pub path: PathBuf,
-    /// None: derived from the file's name.
+    /// Format of the topmost image. None: derived from the file's name.
     pub format: Option<Format>,
     pub read_only: bool,
     /// Opens (and locks) the topmost image's files for writing, but allows only reads of the disk.

@@ -28,11 +28,13 @@ use crate::extent::Place;
 use crate::image::Image;
 use blockyard_ring::join;
 
-/// Bytes copied at a time (more if the backing image's clusters are larger).
+/// Size of one copy in bytes. It is larger if the backing image's clusters are larger.
 const PIECE: u64 = 1 << 20;
+/// Number of copies in flight.
 const AT_A_TIME: usize = 8;
-/// Bytes zeroed at a time, and most bytes skipped at a time.
+/// Maximum number of bytes that are zeroed at a time.
 const ZEROES: u64 = 64 << 20;
+/// Maximum number of bytes that are skipped at a time.
 const PASSED: u64 = 1 << 30;
 
 const ABOVE: &str = "overlay";

@@ -20,8 +20,9 @@ use crate::image::Image;
 use crate::layer::Layer;
 use blockyard_ring::join;
 
-/// Bytes copied at a time, and number of copies in flight.
+/// Size of one copy, in bytes.
 const PIECE: u64 = 1 << 20;
+/// Number of copies in flight.
 const AT_A_TIME: usize = 4;
 
 const TOP: &str = "image to stand alone";

@@ -15,12 +15,12 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Bytes of the whole job.
+    /// Returns the number of bytes of the whole job.
     pub fn total(&self) -> u64 {
         self.total.load(Ordering::Relaxed)
     }
 
-    /// Bytes that are finished.
+    /// Returns the number of bytes that are finished.
     pub fn done(&self) -> u64 {
         self.done.load(Ordering::Relaxed)
     }

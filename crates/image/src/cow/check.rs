@@ -132,7 +132,7 @@ async fn set_len<S: Storage>(file: &Raw<S>, len: u64) -> Result<(), ImageError> 
 #[derive(Default)]
 struct BitmapCounts {
     own: u64,
-    /// Of those, sectors with data behind the file's end.
+    /// Number of sectors, among those counted in `own`, whose data lie behind the file's end.
     lost: u64,
     /// Bits set beyond the last sector.
     beyond: u64,

@@ -14,7 +14,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::refblock::RefcountWidth;
 
-/// Bytes reserved at once: starts small, to keep small images small, and doubles each time.
+/// Size of the first reservation of clusters, and of the largest one, in bytes. The first one is
+/// small, to keep small images small. Each next one is twice as large.
 const SMALLEST_RUN: u64 = 1 << 20;
 const LARGEST_RUN: u64 = 64 << 20;
 
@@ -80,7 +81,7 @@ pub struct Grown {
 pub struct Allocator {
     cluster_bits: u32,
     width: RefcountWidth,
-    /// Bytes reserved at once: first and largest value.
+    /// Size of the first reservation and of the largest one, in bytes.
     runs: (u64, u64),
     state: Mutex<AllocatorState>,
 }
@@ -89,7 +90,7 @@ pub struct Allocator {
 struct AllocatorState {
     /// Reserved and not yet allocated.
     runs: VecDeque<Run>,
-    /// Bytes of the next reservation.
+    /// Size of the next reservation, in bytes.
     next_run: u64,
     /// The refcount table: offsets of the blocks, 0 for none.
     table: Vec<u64>,

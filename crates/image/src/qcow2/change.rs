@@ -53,7 +53,7 @@ impl<'a, S: Storage> OfflineChange<'a, S> {
         }
         let mut found = inspect(file, &old).await?;
         if found.report.is_safe() && found.report.unset_flags > 0 {
-            // An interrupted change of version 2 leaves such flags.
+            // An interrupted change of a version 2 image leaves COPIED flags clear.
             old = rebuild_refcounts(file).await?;
             found = inspect(file, &old).await?;
         }

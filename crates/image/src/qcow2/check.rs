@@ -41,9 +41,10 @@ const HEADER: &str = "qcow2 header";
 /// Limits of one pass. The defaults suffice for many terabytes in less than 512 MiB of memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Bytes of memory for counts.
+    /// Maximum memory for the reference counts, in bytes.
     pub memory: usize,
-    /// L2 tables remembered; by default as many as the active L1 table may name.
+    /// Maximum number of L2 tables that the check remembers. The default is the number that the
+    /// active L1 table may name.
     pub tables: usize,
 }
 

@@ -19,7 +19,7 @@ use super::entry::{Cluster, L2Entry};
 use super::header::Compression;
 use super::view::Qcow2;
 
-/// Bytes of decompressed clusters that a reactor caches for an image.
+/// Maximum size of the decompressed clusters that a reactor caches for an image, in bytes.
 const KEPT: usize = 2 << 20;
 
 /// Largest zstd window (log2). QEMU and zstd refuse larger ones by default; a cluster has at most

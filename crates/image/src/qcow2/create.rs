@@ -31,9 +31,9 @@ pub enum Preallocation {
     Off,
     /// L2 tables that map each guest cluster; the file has its full length, and is sparse.
     Metadata,
-    /// As `Metadata`, and the host reserves the space (fallocate).
+    /// Like `Metadata`; in addition the host reserves the space (fallocate).
     Falloc,
-    /// As `Metadata`, and the space is written.
+    /// Like `Metadata`; in addition the space is written with zeroes.
     Full,
 }
 

@@ -71,7 +71,7 @@ impl<S: Storage> Qcow2<S> {
         if many { self.write_back(false).await } else { Ok(()) }
     }
 
-    /// Maximum number of L2 slices that may stay dirty until a guest flushes.
+    /// Maximum number of L2 slices that stay dirty until the guest flushes.
     fn dirty_limit(&self) -> usize {
         (self.shared.tables.limit() / 2).max(4)
     }

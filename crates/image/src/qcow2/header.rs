@@ -108,7 +108,7 @@ pub struct Header {
     /// All extensions in order. Known ones are written from the fields above: a missing format or
     /// data file is omitted; missing bitmaps keep their bytes.
     pub extensions: Vec<Extension>,
-    /// Bytes behind the compression type, if the header is longer than known here.
+    /// Header bytes behind the compression type, if the header is longer than this program knows.
     pub unknown_fields: Vec<u8>,
 }
 
@@ -303,7 +303,7 @@ impl Header {
         self.cluster_size() / self.l2_entry_size()
     }
 
-    /// Bytes of the virtual disk that one L1 entry maps.
+    /// Returns the number of bytes of the virtual disk that one L1 entry maps.
     pub fn l2_reach(&self) -> u64 {
         self.l2_entries() << self.cluster_bits
     }

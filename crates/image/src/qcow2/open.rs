@@ -31,9 +31,10 @@ pub const L2_CACHE_LIMIT: u64 = 32 << 20;
 #[derive(Clone, Debug, Default)]
 pub struct Qcow2Options {
     pub read_only: bool,
-    /// Bytes of L2 tables to cache; None: all of the image's, up to [`L2_CACHE_LIMIT`].
+    /// Maximum size of the cached L2 tables, in bytes. None: all tables of the image, up to
+    /// [`L2_CACHE_LIMIT`].
     pub l2_cache: Option<u64>,
-    /// Bytes of clusters reserved at once; None: starts small and grows.
+    /// Size of a reservation of clusters, in bytes. None: the size starts small and grows.
     pub reserve: Option<u64>,
     /// The writes do not change the disk's contents, so bitmaps that record writes stay valid.
     pub keeps_disk: bool,

@@ -20,8 +20,8 @@ use super::shared::lock;
 use super::tables::Entry;
 use super::view::Qcow2;
 
-/// Bytes of host clusters allocated at a time, so that packed data lie together; at least two
-/// clusters.
+/// Size of the host clusters allocated at a time, in bytes, but at least two clusters. So
+/// compressed data lie together.
 const ROOM: u64 = 256 << 10;
 /// Largest O_DIRECT block, in bytes.
 const BLOCK: u64 = 4096;

@@ -19,12 +19,12 @@ use super::view::Qcow2;
 /// Refcount blocks searched for free clusters before the file is extended.
 const SEARCHED: usize = 4;
 
-/// Bytes of new refcount blocks in one write.
+/// Maximum size of one write of new refcount blocks, in bytes.
 const WRITTEN_TOGETHER: usize = 1 << 20;
 
 const UNSUPPORTED: io::ErrorKind = io::ErrorKind::Unsupported;
 
-/// Bytes of refcounts that a reservation ahead covers at once.
+/// Size of the refcounts that one reservation ahead covers, in bytes.
 const COUNTED_AHEAD: u64 = 4 << 20;
 
 /// QEMU's limit of a refcount table in bytes: it refuses larger ones.
@@ -267,7 +267,7 @@ impl<S: Storage> Qcow2<S> {
             let what = "the file is too large for a refcount table of 8 MiB";
             return Err(ImageError::refused("qcow2 refcount table", what).into());
         }
-        // They are contiguous.
+        // The new refcount blocks are contiguous.
         for some in plan.blocks.chunks((WRITTEN_TOGETHER >> bits).max(1)) {
             let counts: Vec<u8> =
                 some.iter().flat_map(|&(block, _)| alloc.first_counts(block, tables)).collect();

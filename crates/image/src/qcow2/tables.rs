@@ -43,9 +43,9 @@ pub struct Slice {
     extended: bool,
     /// Sequence counter of changes to extended entries; odd while a change is in progress.
     changes: AtomicU64,
-    /// It differs from the file, and is in the list of dirty slices.
+    /// Whether the slice differs from the file. Then it is in the list of dirty slices.
     dirty: AtomicBool,
-    /// A copy of it is being written to the file.
+    /// Whether a copy of the slice is being written to the file.
     writing: AtomicBool,
     /// Evicted from the map: a reactor that still has it must look in the map again.
     retired: AtomicBool,
@@ -151,7 +151,7 @@ impl L2SliceCache {
         L2SliceCache { state: Mutex::default(), limit: AtomicUsize::new(limit.max(FEWEST)) }
     }
 
-    /// Most slices kept.
+    /// Returns the maximum number of cached slices.
     pub fn limit(&self) -> usize {
         self.limit.load(Ordering::Relaxed)
     }

@@ -23,7 +23,7 @@ use super::entry::{Cluster, L1Entry, L2Entry, MAX_OFFSET};
 use super::shared::{Shape, Shared, lock};
 use super::tables::{Entry, LocalSlices, Slice, SliceLookup};
 
-/// Bytes of one L2 table read at once when requests are sequential.
+/// Number of bytes of an L2 table that are read at once when requests are sequential.
 const READ_AHEAD: u64 = 64 << 10;
 
 /// One reactor's view of an image. All views of an image have the same `Shared`.

@@ -29,12 +29,12 @@ use super::shared::lock;
 use super::tables::Entry;
 use super::view::Qcow2;
 
-/// Most guest data copied into a bounce buffer, in bytes, to be one write together with the
-/// copied-up edges.
+/// Maximum size of guest data that are copied into a bounce buffer, in bytes. There they become one
+/// write together with the copied-up edges.
 const COPIED_TOGETHER: usize = 256 << 10;
 /// For data shorter than this, one read covers both edges and what lies between.
 const READ_ALONG: usize = 32 << 10;
-/// Bytes of new clusters that one request writes at a time.
+/// Maximum size of the new clusters that one request writes at a time, in bytes.
 const FILLED_AT_ONCE: u64 = 2 << 20;
 /// Number of pieces of one request in flight.
 const PIECES: usize = 8;

@@ -61,7 +61,7 @@ pub fn commit(
         into.close().await.map_err(|e| failed(&owned, ImageError::io(BELOW, None, "closing it", e)))
     });
     copied.and(closed)?;
-    // It holds all data of the overlays above, so it may be opened for writing again.
+    // The target image holds all data of the overlays above, so it may be opened for writing again.
     let file = &chain.layers()[depth].file;
     let removed = file.remove_overlay_record();
     removed.map_err(|e| {

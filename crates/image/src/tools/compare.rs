@@ -18,8 +18,9 @@ use blockyard_ring::join;
 use super::disk::Disk;
 use super::reactors::on_reactors;
 
-/// Bytes compared at a time, and number of such pieces in flight on each reactor.
+/// Number of bytes that are compared at a time.
 const PIECE: u64 = 1 << 20;
+/// Number of such pieces in flight on each reactor.
 const AT_A_TIME: usize = 8;
 
 /// Result of a comparison.

@@ -27,7 +27,7 @@ use super::disk::Disk;
 use super::reactors::on_reactors;
 use super::source::{self, Part, Source};
 
-/// Bytes read at a time; more if the target's clusters are larger.
+/// Size of one read in bytes. It is larger if the target's clusters are larger.
 const PIECE: u64 = 1 << 20;
 /// The same if the target is written through the page cache. Smaller pieces are still in the
 /// processor's cache when this thread copies them. For qcow2 the pieces are larger, because small

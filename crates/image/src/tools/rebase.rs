@@ -37,8 +37,9 @@ use super::disk::Disk;
 use super::file::{of_file, raw_of};
 use super::reactors::{on_reactor, on_reactors};
 
-/// Bytes compared at a time, and number of such pieces in flight on each reactor.
+/// Number of bytes that are compared at a time.
 const PIECE: u64 = 1 << 20;
+/// Number of such pieces in flight on each reactor.
 const AT_A_TIME: usize = 8;
 /// Granularity in bytes in which a COW file stores what differs.
 const BLOCK: u64 = 4096;

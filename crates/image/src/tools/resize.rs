@@ -47,7 +47,7 @@ const KEEPING: Qcow2Options = Qcow2Options {
 /// Parameters of a resize.
 #[derive(Clone, Copy, Debug)]
 pub struct NewSize {
-    /// In bytes.
+    /// New size of the disk, in bytes.
     pub size: u64,
     /// Permit a smaller size, which loses what lies beyond it.
     pub shrink: bool,

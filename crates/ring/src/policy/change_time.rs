@@ -35,7 +35,7 @@ pub(crate) enum Attempt {
     Plain,
     /// The write fails if it would have to wait (RWF_NOWAIT).
     NoWait,
-    /// As `NoWait`, after the time was noted.
+    /// Like `NoWait`; the change time was noted before.
     Noted,
 }
 

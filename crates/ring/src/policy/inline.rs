@@ -26,9 +26,9 @@ const LONGEST: usize = 256 << 10;
 /// Which component makes the writes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Way {
-    /// Not known before the first write, which uses RWF_NOWAIT.
+    /// The better way is unknown until the first write, which uses RWF_NOWAIT.
     Unknown,
-    /// io_uring is as good or better.
+    /// io_uring is at least as fast.
     Ring,
     Inline,
 }

@@ -23,7 +23,7 @@ const LINGER_STEP: Duration = Duration::from_millis(10);
 /// Why a file was not locked.
 #[derive(Debug, thiserror::Error)]
 pub enum LockError {
-    /// These processes hold the lock.
+    /// Other processes hold the lock; the text names them.
     #[error("it is in use by {0}")]
     Held(String),
     #[error(transparent)]

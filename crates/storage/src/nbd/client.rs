@@ -305,7 +305,8 @@ impl Inner {
                 if let Err(e) = socket.write_full(piece).await.1 {
                     return format!("sending: {e}");
                 }
-                // That a server reads data is no answer, but it is progress of a long payload.
+                // When the server reads data, that is no answer, but it is progress of a long
+                // payload.
                 if done < out.len() {
                     self.progress.set(Instant::now());
                 }

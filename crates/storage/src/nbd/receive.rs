@@ -18,7 +18,7 @@ use blockyard_nbd::link::{CLOSED, Link, UNASKED};
 use blockyard_nbd::negotiate::{Terms, printable};
 use blockyard_nbd::wire::{self, Chunk, Headers, SimpleReply, chunk, cmd, errno};
 
-/// Bytes to read while it is unknown which request they belong to.
+/// Size of the buffer for received bytes whose request is not known yet, in bytes.
 const BUFFER: usize = 16 << 10;
 /// Longest accepted block status chunk, and longest accepted error chunk, in bytes.
 const MAX_STATUS: u64 = 2 << 20;
@@ -34,7 +34,7 @@ pub(super) struct Receiver<'a> {
     /// The part of the buffer that holds unused bytes.
     from: usize,
     to: usize,
-    /// Bytes received since progress was noted.
+    /// Number of bytes received since progress was last noted.
     moved: usize,
 }
 

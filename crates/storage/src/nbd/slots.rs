@@ -45,15 +45,15 @@ pub struct Slot {
     pub segments: Segments,
     pub state: State,
     pub cookie: u64,
-    /// Bytes of the answer that have arrived.
+    /// Number of bytes of the answer that have arrived.
     pub got: u64,
     /// The ranges that have arrived, if the answer has several chunks.
     pub parts: Vec<(u64, u64)>,
     pub error: Option<io::Error>,
     pub pieces: Vec<Piece>,
-    /// Number of acknowledged writes when it was sent: what a flush covers.
+    /// Number of writes that were acknowledged when the request was sent. A flush covers these.
     pub covers: u64,
-    /// Time when it was sent.
+    /// Time when the request was sent.
     pub since: Option<Instant>,
     waker: Option<Waker>,
     /// The caller has stopped waiting.

@@ -57,7 +57,7 @@ impl Inner {
     async fn wait_while_idle(&self, socket: &Link) -> Option<String> {
         let mut watch = match socket.watch(&self.handle) {
             Ok(watch) => watch,
-            // Then the next request detects the end.
+            // Without a watch, the next request detects the end of the connection.
             Err(_) => {
                 self.watch.wait().await;
                 return None;

@@ -49,7 +49,8 @@ pub struct FlushToken(u64);
 pub struct ReadToken(u64);
 
 struct Write {
-    /// Its number and start time at once: each call advances the oracle's clock.
+    /// Start time of the write on the oracle's clock. Each call advances the clock, so the time is
+    /// also the write's number.
     started: u64,
     what: &'static str,
     sectors: Range<u64>,

@@ -13,11 +13,11 @@ pub(super) const DIRTY_TRACKING: u8 = 1;
 /// Maximum size of a bitmap's data that QEMU accepts, in bytes.
 pub(super) const MAX_BITMAP_BYTES: u64 = 512 << 20;
 
-/// Not saved by its last writer: its bits may be outdated.
+/// Flag: the last writer did not save the bitmap, so its bits may be outdated.
 pub const IN_USE: u32 = 1;
-/// Every write to the image must be recorded.
+/// Flag: every write to the image must be recorded in the bitmap.
 pub const AUTO: u32 = 1 << 1;
-/// Bytes of the disk for each bit: 512 to 2 GiB, as powers of two.
+/// Allowed values of log2 of the number of disk bytes that a bit stands for: 512 bytes to 2 GiB.
 pub(super) const GRANULARITY_BITS: std::ops::RangeInclusive<u8> = 9..=31;
 /// Maximum length of a name, in bytes.
 pub(super) const MAX_NAME: usize = 1023;
@@ -30,7 +30,7 @@ pub struct BitmapEntry {
     /// Length of the entry with padding, in bytes.
     pub len: u64,
     pub table_offset: u64,
-    /// In entries.
+    /// Number of entries of the table.
     pub table_size: u32,
     pub flags: u32,
     pub kind: u8,

@@ -28,11 +28,11 @@ const STORED_ONE: u8 = 0x80;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Count {
     pub references: u64,
-    /// It holds metadata that are written in place.
+    /// Whether the cluster holds metadata that are written in place.
     pub exclusive: bool,
-    /// Exclusive, and something else references it too.
+    /// Whether the cluster is exclusive, although something else references it too.
     pub overlap: bool,
-    /// The stored refcount is 1.
+    /// Whether the stored refcount is 1.
     pub stored_one: bool,
 }
 
@@ -83,7 +83,7 @@ pub struct Counts {
     limit: usize,
     used: usize,
     pages: Vec<(u64, Page)>,
-    /// Maps a page number to its place in `pages`.
+    /// Maps a page number to its index in `pages`.
     index: HashMap<u64, u32>,
     /// The page used last, because references come in runs.
     last: Cell<(u64, u32)>,

@@ -14,17 +14,17 @@ const STRUCTURE: &str = "qcow2 last cluster";
 
 /// How the last cluster changes.
 pub enum Tail {
-    /// Its rest reads as zeroes already.
+    /// The rest of the last cluster reads as zeroes already.
     Zero,
-    /// Its entry changes to this.
+    /// The last cluster's L2 entry changes to this.
     Entry(L2Entry),
-    /// Its data, with zeroes at the end, go to a new cluster, because a snapshot shares the old
-    /// one. With the bitmap of allocated subclusters.
+    /// The last cluster's data, with zeroes at the end, go to a new host cluster, because a
+    /// snapshot shares the old one. The second field is the bitmap of allocated subclusters.
     Moved(Vec<u8>, SubclusterBitmap),
 }
 
 impl Tail {
-    /// Returns true if the last cluster needs a new place.
+    /// Returns true if the last cluster must move to a new host cluster.
     pub fn moves(&self) -> bool {
         matches!(self, Tail::Moved(..))
     }

@@ -25,7 +25,7 @@ const PIECE: u64 = 1 << 16;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Snapshot {
     pub l1_offset: u64,
-    /// In entries.
+    /// Number of entries of the L1 table.
     pub l1_size: u32,
     /// Names are bytes; they are shown as UTF-8 if they are valid.
     pub id: Vec<u8>,

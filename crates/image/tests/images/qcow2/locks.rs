@@ -1,4 +1,5 @@
-//! Image locks: QEMU has an image open and this crate opens it, and vice versa.
+//! Image locks: this crate opens an image that QEMU has open, and QEMU opens an image that this
+//! crate has open.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
@@ -12,7 +13,7 @@ fn open(path: &Path, read_only: bool) -> Result<ImageFile, OpenError> {
     ImageFile::open(&OpenOptions::new(path, read_only, CacheMode::Writeback))
 }
 
-/// A `qemu-io` that has the file open until it is dropped. None: it could not open it.
+/// A `qemu-io` process that has the file open until this is dropped.
 struct Qemu(Child);
 
 impl Qemu {
@@ -36,7 +37,7 @@ impl Qemu {
 
 impl Drop for Qemu {
     fn drop(&mut self) {
-        // It exits at the end of its input.
+        // `qemu-io` exits at the end of its input.
         drop(self.0.stdin.take());
         self.0.wait().unwrap();
     }
