@@ -405,7 +405,8 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn set_protocol_features(&mut self, features: u64) -> Result<()> {
-        self.apply(Change::Protocol(features))
+        let offered = self.get_protocol_features()?;
+        self.apply(Change::Protocol { accepted: features, offered })
     }
 
     fn get_queue_num(&mut self) -> Result<u64> {

@@ -107,7 +107,11 @@ pub enum Change {
         /// The feature bits that the device offers.
         offered: u64,
     },
-    Protocol(u64),
+    Protocol {
+        accepted: u64,
+        /// The protocol features that the back end offers.
+        offered: VhostUserProtocolFeatures,
+    },
     Size {
         index: u32,
         entries: u32,
@@ -166,6 +170,8 @@ pub enum Effect {
 pub enum Refusal {
     #[error("SET_FEATURES of {0:#x}, which were not offered")]
     Features(u64),
+    #[error("SET_PROTOCOL_FEATURES of {0:#x}, which were not offered")]
+    Protocol(u64),
     #[error("a message for queue {index}, but there are {queues}")]
     NoSuchQueue { index: u32, queues: usize },
     #[error("queue {index}: a ring of {entries} entries is not possible")]
@@ -212,8 +218,12 @@ impl SessionState {
                     before: std::mem::replace(&mut self.features, accepted),
                 });
             }
-            Change::Protocol(bits) => {
-                self.protocol = VhostUserProtocolFeatures::from_bits_truncate(bits)
+            Change::Protocol { accepted, offered } => {
+                let unknown = accepted & !offered.bits();
+                if unknown != 0 {
+                    return Err(Refusal::Protocol(unknown));
+                }
+                self.protocol = VhostUserProtocolFeatures::from_bits_truncate(accepted);
             }
             Change::Size { index, entries } => {
                 if entries == 0 || entries > MAX_ENTRIES {

@@ -233,8 +233,10 @@ fn a_refused_message_leaves_the_state_unchanged() {
     let (memory, region) = front.region();
     let at = 0x40_0000_0000u64;
     let no_region = words(&[0, at, 4096, at, 0]);
-    let messages: [(R, Vec<u8>, &[&OwnedFd]); 13] = [
+    let protocol = front.session().state.protocol | VhostUserProtocolFeatures::INBAND_NOTIFICATIONS;
+    let messages: [(R, Vec<u8>, &[&OwnedFd]); 14] = [
         (R::SET_FEATURES, words(&[FEATURES | 1 << 63]), &[]),
+        (R::SET_PROTOCOL_FEATURES, words(&[protocol.bits()]), &[]),
         (R::SET_VRING_NUM, of_ring(0, 0), &[]),
         (R::SET_VRING_NUM, of_ring(2, 64), &[]),
         (R::SET_VRING_BASE, of_ring(2, 0), &[]),

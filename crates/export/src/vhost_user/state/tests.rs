@@ -12,6 +12,13 @@ fn accept(accepted: u64) -> Change {
     Change::Features { accepted, offered: OFFERED }
 }
 
+/// Accepts protocol features of a device that offers all but in-band notifications.
+fn accept_protocol(accepted: VhostUserProtocolFeatures) -> Change {
+    let offered =
+        VhostUserProtocolFeatures::all() - VhostUserProtocolFeatures::INBAND_NOTIFICATIONS;
+    Change::Protocol { accepted: accepted.bits(), offered }
+}
+
 /// Returns a state of two queues with negotiated features.
 fn state() -> SessionState {
     let mut state = SessionState::new(2, true);
@@ -26,8 +33,7 @@ fn each_message_changes_its_part_and_returns_the_effect() {
     let (kick, call, error) = (event(), event(), event());
     let numbers = [&kick, &call, &error].map(|fd| format!("{fd:?}"));
     for (change, effect) in [
-        // A bit that no version of the protocol has is dropped.
-        (Change::Protocol(protocol.bits() | 1 << 63), Effect::None),
+        (accept_protocol(protocol), Effect::None),
         (Change::Size { index: 1, entries: 32768 }, Effect::None),
         (Change::Addresses { index: 1, flags: 0, parts: PARTS }, Effect::None),
         (Change::Base { index: 1, base: 7 }, Effect::None),
@@ -70,8 +76,10 @@ fn a_refused_change_leaves_the_state_as_it_was() {
     set.into_iter().for_each(|change| drop(state.apply(change).unwrap()));
     let before = format!("{state:?}");
     let no_queue = Refusal::NoSuchQueue { index: 2, queues: 2 };
+    let in_band = VhostUserProtocolFeatures::INBAND_NOTIFICATIONS;
     for (change, refusal) in [
         (accept(F_PROTOCOL | 1 << 63), Refusal::Features(1 << 63)),
+        (accept_protocol(in_band), Refusal::Protocol(in_band.bits())),
         (Change::Size { index: 0, entries: 0 }, Refusal::Size { index: 0, entries: 0 }),
         (Change::Size { index: 0, entries: 32769 }, Refusal::Size { index: 0, entries: 32769 }),
         (Change::Enable { index: 0, state: 2 }, Refusal::Enable { index: 0, state: 2 }),
@@ -146,7 +154,7 @@ fn an_in_flight_region_that_is_too_small_is_refused() {
     }
     let feature = VhostUserProtocolFeatures::INFLIGHT_SHMFD;
     assert_eq!(state.negotiated(feature), Err(Refusal::NotNegotiated(feature)));
-    let _ = state.apply(Change::Protocol(feature.bits())).unwrap();
+    let _ = state.apply(accept_protocol(feature)).unwrap();
     assert_eq!(state.negotiated(feature), Ok(()));
 }
 
@@ -155,7 +163,7 @@ fn a_reset_clears_rings_and_features_and_keeps_the_rest() {
     let mut state = state();
     let protocol = VhostUserProtocolFeatures::RESET_DEVICE;
     let changes = [
-        Change::Protocol(protocol.bits()),
+        accept_protocol(protocol),
         Change::Addresses { index: 0, flags: 0, parts: PARTS },
         Change::Base { index: 0, base: 3 },
         Change::Enable { index: 0, state: 1 },
