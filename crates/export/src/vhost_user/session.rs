@@ -7,7 +7,8 @@
 //! - Removed memory stays mapped until the last request in it is answered (regions have reference
 //!   counts).
 //! - `GET_VRING_BASE` and the end of a session wait for the requests in flight.
-//! - A change stays in the state even if a reactor or the process cannot carry it out.
+//! - A descriptor that is refused leaves the one before in the state. Another change stays in the
+//!   state even if a reactor or the process cannot carry it out.
 
 use std::cell::OnceCell;
 use std::fs::File;
@@ -31,7 +32,7 @@ use super::notify::{self, Call};
 use super::pin::Pins;
 use super::queue::{DeviceState, QueueHandle, QueueSetup};
 use super::refusal::{Causes, no};
-use super::state::{Change, Effect, InflightFile, Parts, Refusal, SessionState};
+use super::state::{Change, Effect, InflightFile, Parts, Refusal, SessionState, Vring};
 use super::{Shared, Tuning};
 
 const NO_CALL: &str =
@@ -169,6 +170,24 @@ impl Session {
         }
     }
 
+    /// Makes a change of a ring's descriptor. If it is refused, puts the old descriptor back.
+    fn exchange(
+        &mut self,
+        index: u8,
+        descriptor: fn(&mut Vring) -> &mut Option<OwnedFd>,
+        change: Change,
+    ) -> Result<()> {
+        let index = usize::from(index);
+        let before = self.state.vrings.get_mut(index).and_then(|vring| descriptor(vring).take());
+        let outcome = self.apply(change);
+        if outcome.is_err()
+            && let Some(vring) = self.state.vrings.get_mut(index)
+        {
+            *descriptor(vring) = before;
+        }
+        outcome
+    }
+
     fn call(&self, index: usize) -> Result<Call> {
         Ok(match (self.copy(&self.state.vrings[index].call)?, &self.state.back_channel) {
             (Some(fd), _) => Call::fd(fd).map_err(|e| {
@@ -225,6 +244,13 @@ impl Session {
         if vring.started {
             return Ok(());
         }
+        let setup = self.setup(index)?;
+        self.start_with(index, setup)
+    }
+
+    /// Returns what a ring needs at its start. Returns an error if something is not set.
+    fn setup(&self, index: usize) -> Result<QueueSetup> {
+        let vring = &self.state.vrings[index];
         let Some(Parts { descriptors, available, used }) = vring.parts else {
             return Err(
                 self.refuse(format_args!("queue {index} is started before its addresses are set"))
@@ -237,7 +263,7 @@ impl Session {
                 ))
             })
         };
-        let setup = QueueSetup {
+        Ok(QueueSetup {
             index: index as u16,
             device: self.device.clone(),
             memory: self.memory.clone(),
@@ -257,7 +283,10 @@ impl Session {
             poll: self.tuning.poll,
             coalesce: self.tuning.coalesce,
             peer: self.peer,
-        };
+        })
+    }
+
+    fn start_with(&mut self, index: usize, setup: QueueSetup) -> Result<()> {
         let _wait = self.export.own_wait();
         let reactor = self.export.reactors.next();
         if let Some(pins) = &mut self.pins {
@@ -271,15 +300,18 @@ impl Session {
     }
 
     /// Stops and starts a ring. A new kick descriptor for a running ring means this (QEMU sends one
-    /// when it switches to another notifier).
+    /// when it switches to another notifier). A ring that cannot start is not stopped.
     fn restart(&mut self, index: usize) -> Result<()> {
+        let mut setup = self.setup(index)?;
         let wait = self.export.own_wait();
         let is_stopped = self.stop(index);
         drop(wait);
         if !is_stopped {
             return Err(self.refuse(format_args!("queue {index}: its reactor has ended")));
         }
-        self.start(index)
+        let vring = &self.state.vrings[index];
+        (setup.base, setup.is_base_valid) = (vring.base, vring.is_base_valid);
+        self.start_with(index, setup)
     }
 
     fn reset(&mut self) {
@@ -377,17 +409,17 @@ impl VhostUserBackendReqHandlerMut for Session {
 
     fn set_vring_kick(&mut self, index: u8, fd: Option<File>) -> Result<()> {
         let fd = self.notifier(fd, notify::is_kick, "a kick descriptor that is no eventfd")?;
-        self.apply(Change::Kick { index: index.into(), fd })
+        self.exchange(index, |ring| &mut ring.kick, Change::Kick { index: index.into(), fd })
     }
 
     fn set_vring_call(&mut self, index: u8, fd: Option<File>) -> Result<()> {
         let fd = self.notifier(fd, notify::is_call, NO_CALL)?;
-        self.apply(Change::Call { index: index.into(), fd })
+        self.exchange(index, |ring| &mut ring.call, Change::Call { index: index.into(), fd })
     }
 
     fn set_vring_err(&mut self, index: u8, fd: Option<File>) -> Result<()> {
         let fd = self.notifier(fd, notify::is_call, NO_CALL)?;
-        self.apply(Change::Error { index: index.into(), fd })
+        self.exchange(index, |ring| &mut ring.error, Change::Error { index: index.into(), fd })
     }
 
     fn get_protocol_features(&mut self) -> Result<VhostUserProtocolFeatures> {

@@ -268,6 +268,43 @@ fn a_refused_message_leaves_the_state_unchanged() {
 }
 
 #[test]
+fn a_ring_without_addresses_keeps_its_old_kick_and_runs_on() {
+    let mut front = Front::new();
+    let before = front.state();
+    assert_eq!(front.send(R::SET_VRING_KICK, &words(&[0]), &[&event()]), REFUSED);
+    assert_eq!(front.state(), before, "a ring that does not run");
+    let mut front = Front::started();
+    front.read();
+    let mut misaligned = front.addresses();
+    misaligned[8] |= 1;
+    assert_eq!(front.send(R::SET_VRING_ADDR, &misaligned, &[]), REFUSED);
+    let before = front.state();
+    assert_eq!(front.send(R::SET_VRING_KICK, &words(&[0]), &[&event()]), REFUSED);
+    assert_eq!(front.state(), before, "a running ring");
+    assert!(front.session().running(0).is_some());
+    front.read();
+}
+
+#[test]
+fn a_call_or_error_descriptor_that_cannot_be_used_leaves_the_old_one() {
+    let mut front = Front::started();
+    front.read();
+    assert_eq!(front.send(R::SET_VRING_ERR, &words(&[0]), &[&event()]), DONE);
+    let before = front.state();
+    // The change fails as if the descriptor cannot be duplicated, because no queue has its index.
+    let refused = |session: &mut Session, descriptor, change| {
+        assert!(session.exchange(0, descriptor, change).is_err());
+    };
+    let (wrong, fd) = (9, || Some(event()));
+    let mut session = front.session();
+    refused(&mut session, |ring| &mut ring.call, Change::Call { index: wrong, fd: fd() });
+    refused(&mut session, |ring| &mut ring.error, Change::Error { index: wrong, fd: fd() });
+    drop(session);
+    assert_eq!(front.state(), before);
+    front.read();
+}
+
+#[test]
 fn memory_that_is_removed_leaves_the_state() {
     let mut front = Front::new();
     let (memory, region) = front.region();
