@@ -23,7 +23,7 @@ pub enum Experiment {
     Boot,
 }
 
-/// What the disk holds before.
+/// Contents of the disk before the experiment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Contents {
     Random,

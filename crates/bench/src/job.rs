@@ -163,7 +163,7 @@ pub struct Options {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Engine {
     Fio,
-    /// That of `bench client`
+    /// The engine of `bench client`
     Own,
 }
 
@@ -230,7 +230,7 @@ fn load(options: &Options, job: Job, target: &str) -> Result<()> {
     Ok(())
 }
 
-/// Where fio is, on the path.
+/// Returns the path of fio, if a folder in `PATH` has it.
 fn fio() -> Option<std::path::PathBuf> {
     let paths = std::env::var_os("PATH")?;
     std::env::split_paths(&paths).map(|folder| folder.join("fio")).find(|file| file.is_file())
@@ -260,7 +260,7 @@ fn by_fio(fio: &Path, job: Job, target: &str, seconds: f64) -> Result<Run> {
 
 /// Results of one group in fio's JSON, and its log of throughput.
 pub fn read(text: &str, log: &str) -> Result<Run> {
-    // Notes for people come first.
+    // fio may print notes before the JSON.
     let text = &text[text.find('{').context("fio printed no JSON")?..];
     let all: Value = serde_json::from_str(text).context("what fio printed")?;
     let job = &all["jobs"][0];

@@ -75,8 +75,7 @@ pub fn run(options: &Options) -> Result<()> {
     let mut shown = Instant::now();
     let end = run.each(|bytes, took, done, elapsed| {
         writeln!(out, "{bytes} {:.9}", took.as_secs_f64()).map_err(OutputError::from)?;
-        // A person, or a program that draws, sees them come; a fast target is not slowed down by
-        // it.
+        // Readers see the lines within 100 ms. Flushing each line would slow down a fast target.
         if shown.elapsed() > Duration::from_millis(100) {
             out.flush().map_err(OutputError::from)?;
             bar.set_position(if options.ops.is_some() { done } else { elapsed.as_millis() as u64 });
@@ -86,7 +85,7 @@ pub fn run(options: &Options) -> Result<()> {
     });
     bar.finish_and_clear();
     let end = end.and_then(|()| Ok(out.flush().map_err(OutputError::from)?));
-    // What is left cannot be written either.
+    // Discards what the buffer still holds. After an error, writing it would fail, too.
     drop(out.into_parts());
     end
 }
@@ -104,7 +103,7 @@ fn bar(options: &Options) -> ProgressBar {
     bar
 }
 
-/// A run that has not begun.
+/// A run that is prepared and has not begun.
 pub struct Run {
     target: Box<dyn Target>,
     operation: Operation,
@@ -166,8 +165,8 @@ impl Run {
         })
     }
 
-    /// Does all operations; `tell`: bytes, how long it took, operations done, time since the run
-    /// began.
+    /// Does all operations. Calls `tell` after each with its bytes, its duration, the number of
+    /// operations so far, and the time since the run began.
     pub fn each(
         &mut self,
         mut tell: impl FnMut(u64, Duration, u64, Duration) -> Result<()>,
@@ -204,20 +203,21 @@ struct Sizes {
 }
 
 impl Sizes {
-    /// A whole number of blocks from `min` to `max`.
+    /// Draws a size: a whole number of blocks, from `min` to `max` bytes.
     fn draw(&self, random: &mut Random) -> u64 {
         if self.min == self.max {
             return self.min;
         }
         let even = random.word() as f64 / u64::MAX as f64;
-        // (The largest one gets the share of its block, as all others do.)
+        // The range ends one block behind `max`, because sizes are rounded down. So `max` is as
+        // likely as it should be.
         let (low, high) = ((self.min as f64).ln(), ((self.max + self.block) as f64).ln());
         let size = (low + even * (high - low)).exp() as u64;
         (size / self.block * self.block).clamp(self.min, self.max)
     }
 }
 
-/// Memory as O_DIRECT wants it.
+/// A buffer that is aligned for O_DIRECT.
 struct Buffer {
     memory: Vec<u8>,
     start: usize,
@@ -260,8 +260,7 @@ mod tests {
             assert!(size.is_multiple_of(512) && (512..=1 << 20).contains(&size), "{size}");
             octaves[(size / 512).ilog2() as usize] += 1;
         }
-        // An octave is an eleventh of all; what is less than a block wide counts for the block
-        // below.
+        // 512 B to 1 MiB are 11 octaves, each with an eleventh of all sizes.
         assert!(octaves[..11].iter().all(|n| (9_500..10_500).contains(n)), "{octaves:?}");
         assert_eq!(Sizes { min: 4096, max: 4096, block: 512 }.draw(&mut random), 4096);
     }

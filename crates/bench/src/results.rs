@@ -104,7 +104,8 @@ impl Results {
         Ok(results)
     }
 
-    /// Writes `results.json` and `results.csv` into a folder: each is whole or the one before.
+    /// Writes `results.json` and `results.csv` into a folder. Each file is replaced as a whole:
+    /// after an interruption it is the new or the previous one.
     pub fn save(&self, folder: &Path) -> Result<()> {
         replace(&folder.join("results.json"), &serde_json::to_vec(self)?)?;
         replace(&folder.join("results.csv"), self.csv().as_bytes())

@@ -1,8 +1,8 @@
 //! What `bench rate` prints, read again: one operation a line, its size in bytes and its duration
 //! in seconds.
 //!
-//! In: text. Out: samples, sorted into bins by size. What must hold: a line that is no sample is
-//! named, not passed over.
+//! In: text. Out: samples, sorted into bins by size. What must hold: a line that is no sample
+//! is an error that names the line.
 
 use std::io::BufRead;
 
@@ -15,7 +15,7 @@ pub struct Sample {
     pub seconds: f64,
 }
 
-/// Reads samples; empty lines and those that begin with `#` are none.
+/// Parses samples. Skips empty lines and lines that begin with `#`.
 pub fn read(input: impl BufRead) -> Result<Vec<Sample>> {
     let mut samples = Vec::new();
     for (number, line) in input.lines().enumerate() {
@@ -49,11 +49,12 @@ pub struct Bin {
 
 /// Number of bins from one power of two of the size to the next.
 pub const BINS_AN_OCTAVE: u32 = 4;
-/// So many sizes are shown as they are.
+/// Up to this number of distinct sizes, each size has its own bin.
 const FEW_SIZES: usize = 32;
 
-/// By size, the smallest first. A few sizes only are a bin each; many are put together by a quarter
-/// of an octave, so that the bins are evenly wide where sizes are drawn log-uniformly.
+/// Returns the samples in bins, in ascending order of size. With at most `FEW_SIZES` sizes, each
+/// size is a bin. With more, a bin is a quarter of an octave wide: log-uniform sizes fill bins
+/// evenly.
 pub fn bins(samples: &[Sample]) -> Vec<Bin> {
     let mut samples = samples.to_vec();
     samples.sort_by(|a, b| a.bytes.cmp(&b.bytes).then(a.seconds.total_cmp(&b.seconds)));

@@ -4,7 +4,7 @@
 //! definition 7 (linear between the two nearest samples; what numpy and R do when nothing else is
 //! said), so that others can compute them again.
 
-/// The quantile `q` (0 to 1) of samples in ascending order; NaN of none.
+/// Returns the quantile `q` (0 to 1) of samples in ascending order, or NaN if there are none.
 pub fn quantile(sorted: &[f64], q: f64) -> f64 {
     let Some(last) = sorted.len().checked_sub(1) else { return f64::NAN };
     let place = q.clamp(0.0, 1.0) * last as f64;
@@ -13,7 +13,7 @@ pub fn quantile(sorted: &[f64], q: f64) -> f64 {
     sorted[below] + (sorted[above] - sorted[below]) * part
 }
 
-/// Ascending, without what is no number.
+/// Returns the values in ascending order, without NaN.
 pub fn sorted(values: impl IntoIterator<Item = f64>) -> Vec<f64> {
     let mut values: Vec<f64> = values.into_iter().filter(|v| !v.is_nan()).collect();
     values.sort_by(f64::total_cmp);

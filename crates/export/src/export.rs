@@ -14,7 +14,7 @@ pub trait Export: Send {
     /// throttle are admitted at once. A second call does nothing.
     fn stop(&mut self);
 
-    /// From now on only clients with a certificate that has one of these names may connect. An
+    /// Restricts new connections to clients whose certificate has one of these names. An
     /// empty list admits every client. Exports without certificates ignore this.
     fn allow(&mut self, _names: &[String]) {}
 

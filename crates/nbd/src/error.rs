@@ -69,5 +69,6 @@ impl fmt::Display for NbdError {
     }
 }
 
-/// Has no source, because its text includes the source's. Logs print an error as one line.
+/// The error has no `source`, because its text includes the source's: logs print an error as one
+/// line.
 impl Error for NbdError {}

@@ -11,9 +11,9 @@ pub const OPTION_REPLY: u64 = 0x0003_e889_0455_65a9;
 
 /// The port that IANA has assigned to NBD.
 pub const PORT: u16 = 10809;
-/// Most bytes of a name or description.
+/// Maximum number of bytes of a name or description.
 pub const MOST_STRING: usize = 4096;
-/// Most bytes of a request if no other limit is negotiated.
+/// Maximum number of bytes of a request if no other limit is negotiated.
 pub const MOST_PAYLOAD: u32 = 32 << 20;
 
 /// Handshake flags of the server. The client answers with those that it accepts.

@@ -262,7 +262,8 @@ mod tests {
         assert_eq!((found.device.as_str(), found.window), ("254:1", 16 * 20_000));
         assert_eq!((found.base_latency_write, found.write_zeroes), (150_000, 50_000));
         assert_eq!((found.read, found.write), (found.write, found.read));
-        // The pair without its write of 16 KiB: a base, and a 64th of a MiB.
+        // The flush costs the pair without its write of 16 KiB, which costs a base and a 64th of
+        // a MiB.
         let write = found.write + found.write_per_mib / 64;
         assert!((found.flush + write).abs_diff(400_000) <= 2, "{found:?}");
         let guessed = costs("254:1".into(), &measured(false));

@@ -226,7 +226,7 @@ impl<Q: RequestQueue> Worker<Q> {
         };
         if self.queue.in_flight() == 0 {
             self.wiring.shared.progress.fetch_add(1, Ordering::Relaxed);
-            // Short, so that a command is seen soon.
+            // A short wait, so that the worker sees a command soon.
             std::thread::sleep(limit.unwrap_or_default().min(Duration::from_millis(100)));
             return Ok(());
         }

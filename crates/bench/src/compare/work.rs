@@ -136,8 +136,8 @@ impl Work {
             let text =
                 |name: &str| data.get(name).map(|lines| lines.join("\n")).unwrap_or_default();
             let told = job::read(&text("fio"), &text("log"))?;
-            // The duration by the host's clock includes the preparation before the load and the
-            // draining after it.
+            // fio's duration, converted to the host's clock. The time between the script's marks
+            // would include the preparation before the load and the draining after it.
             let seconds = told.seconds * clock;
             let latency = told.latency.iter().map(|(q, s)| (*q, s * clock)).collect();
             let spent = Spent { submission: told.spent.submission, ..spent };
@@ -163,7 +163,8 @@ impl Work {
         run.spent = spent;
         run.operations = samples.len() as u64;
         run.bytes = samples.iter().map(|s| s.bytes).sum();
-        // A guest's clock that goes slowly makes its disk look fast.
+        // A guest's clock may be slow, which would make its disk look fast. So durations are
+        // converted to the host's clock.
         run.samples = samples.iter().map(|s| (s.bytes, s.seconds * clock)).collect();
         Ok(run)
     }

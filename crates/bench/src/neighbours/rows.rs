@@ -82,10 +82,11 @@ pub const ALL: [(&str, Row, &str); 15] = [
     ("lone", Row::Lone, "one disk alone, random reads of 4 KiB, depth 128 and one at a time"),
 ];
 
-/// What is known of the device before rows are played.
+/// Properties of the device that are known before the rows are measured.
 pub struct Known {
     pub costs: DeviceCosts,
-    /// Nanoseconds that random reads of 4 KiB take alone, one at a time and at depth 8: the mean.
+    /// Mean latency of random 4 KiB reads without other load, in nanoseconds: at depth 1 here, at
+    /// depth 8 in the next field.
     pub mean_d1: u64,
     pub mean_d8: u64,
 }

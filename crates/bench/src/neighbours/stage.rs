@@ -20,17 +20,17 @@ use crate::client::workload::Pattern;
 use crate::client::{self, Options as Load};
 use crate::process::{Process, Stop, fill};
 
-/// A server that is not ready by then will not be.
+/// A server that is not ready after this time has failed.
 const READY: Duration = Duration::from_secs(30);
-/// Seconds that a latency alone is measured.
+/// Duration in seconds of each measurement of a latency without other load.
 const ALONE: f64 = 0.5;
-/// How much earlier neighbours begin, and how much later they end, in seconds.
+/// Seconds by which neighbours begin earlier and end later than the measured disks.
 const AROUND: f64 = 0.2;
 
 pub struct Stage {
     /// Sockets, the configuration, the costs.
     folder: PathBuf,
-    /// Images, of a folder that is measured.
+    /// Folder of the images, if a folder's disk is measured.
     images: Option<PathBuf>,
     device: Device,
     size: u64,
@@ -61,9 +61,9 @@ impl Stage {
         self.folder.join("costs.toml")
     }
 
-    /// Completes what is known, and hands the costs to the servers to come. A model's latencies
-    /// alone are measured, too: the server's timers add to them, and what it takes for alone is to
-    /// be what it can see.
+    /// Measures the latencies without other load, and writes the costs for all later servers. For a
+    /// simulated device it also raises the base latencies in the costs to the measured ones: the
+    /// server's timers add to them, and the scheduler compares with latencies that it observes.
     pub fn reckon_by(&self, mut costs: DeviceCosts) -> Result<Known> {
         let alone = |rw, depth| {
             let scene =

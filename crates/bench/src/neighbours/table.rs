@@ -57,7 +57,8 @@ fn goal(goal: Option<Goal>) -> String {
     }
 }
 
-/// The polite one's rate and its 99th percentile, row by row; shares where there are weights.
+/// Draws the results row by row: rate and 99th percentile of the disk beside the thrasher, or the
+/// disks' shares in rows with weights.
 pub fn picture(rows: &[Played]) -> Svg {
     let mut parts = Vec::new();
     for row in rows {

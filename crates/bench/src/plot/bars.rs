@@ -19,7 +19,7 @@ pub struct Bar {
 pub struct Bars {
     pub title: String,
     pub unit: Unit,
-    /// What the values are.
+    /// The line below the title, which says what the values are.
     pub of: String,
     pub bars: Vec<Bar>,
     pub width: f64,

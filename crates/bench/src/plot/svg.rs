@@ -16,7 +16,7 @@ pub const COLOURS: [(&str, &str); 8] = [
 ];
 const DASHES: [&str; 4] = ["", "7 3", "2 3", "9 3 2 3"];
 
-/// The look of all pictures.
+/// The style sheet of all pictures.
 pub const STYLE: &str = "\
 .by text{font:13px system-ui,-apple-system,'Segoe UI','DejaVu Sans',sans-serif;fill:#333}\
 .by .title{font-size:16px;font-weight:600;fill:#111}.by .small{font-size:11px}.by .grid{stroke:#ddd;stroke-width:1}\

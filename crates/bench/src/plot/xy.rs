@@ -7,7 +7,7 @@ use super::svg::{self, Svg};
 pub struct Point {
     pub x: f64,
     pub y: f64,
-    /// Range of most values.
+    /// The band around the point, which has most of the values.
     pub band: Option<(f64, f64)>,
 }
 

@@ -5,7 +5,8 @@ use crate::plot::scale::{Unit, words};
 use crate::results::{Results, Run};
 use crate::statistics::median;
 
-/// A processor counts as busy from this part on, because the kernel counts in ticks.
+/// A processor counts as busy from this fraction on. It is less than 1 because the kernel counts in
+/// ticks.
 const BUSY: f64 = 0.9;
 
 /// Returns a sentence for each system except the host.

@@ -32,7 +32,7 @@ fn usual(guest: &mut Guest, kind: u32, sector: u64, data: &[D]) -> Asked {
     Asked { chain, status }
 }
 
-/// The same in an indirect table.
+/// Builds the same chain in an indirect descriptor table.
 fn indirect(guest: &mut Guest, asked: Asked) -> Asked {
     Asked { chain: vec![guest.table(&asked.chain)], status: asked.status }
 }

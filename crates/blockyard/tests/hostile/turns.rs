@@ -1,4 +1,5 @@
-//! One guest beside others on a reactor: endless chains, and descriptors that block.
+//! A hostile guest must not starve other guests on the same reactor: endless chains, and
+//! descriptors that block.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;

@@ -129,7 +129,7 @@ fn disks_of_a_group_share_its_rate_evenly() {
 /// A device model with four servers of 5 ms: 800 reads per second.
 const DEVICE: &str = "image = \"delay:1G,parallel=4,read=5ms,device=d\"";
 
-/// In both orders of connection: the share of a disk must not depend on the order.
+/// Runs in both orders of connection, because the share of a disk must not depend on the order.
 #[test]
 fn a_disk_gets_half_of_a_device_beside_a_thrasher() {
     let mut figures = Figures::default();

@@ -16,13 +16,13 @@ use blockyard_ring::Handle;
 
 use super::reply::error_of;
 
-/// Most extents of one answer, for each context. The client asks again for the rest.
+/// Maximum number of extents of one answer, for each context. The client asks again for the rest.
 const MOST_EXTENTS: usize = 4096;
 /// Maximum number of lookups in the image for one answer. After them the server sends what it has.
 const MOST_LOOKUPS: usize = 16384;
 /// Number of lookups after which the reactor serves its other tasks.
 const LOOKUPS_AT_ONCE: usize = 64;
-/// Most bytes of a request's payload: the effect length and the context ids.
+/// Maximum number of bytes of a request's payload: the effect length and the context ids.
 pub const MOST_PAYLOAD: u64 = 8 + 4 * 16;
 
 /// The metadata contexts that this server has.

@@ -19,7 +19,8 @@ use super::reply::{Body, Reply, error_of};
 use super::stream::Stream;
 use super::terms::Terms;
 
-/// Most bytes of buffers for one connection, so that one client leaves memory for others.
+/// Maximum number of bytes of buffers for one connection, so that one client leaves memory for
+/// others.
 const MOST_HELD: usize = 64 << 20;
 /// Bytes of a write of zeroes that are done at a time.
 pub const ZEROED_AT_A_TIME: u64 = 1 << 30;

@@ -19,13 +19,13 @@ use super::shared::{Settings, Shared};
 use super::stream::Stream;
 use super::terms::Terms;
 
-/// Most bytes of an option's data that are read.
+/// Maximum number of bytes of an option's data that are read.
 const MOST_OPTION: u32 = 64 << 10;
-/// Most bytes of an option's data that are skipped to report that they are too many.
+/// Maximum number of bytes of an option's data that are skipped to report that they are too many.
 const MOST_SKIPPED: u32 = 32 << 20;
 const MOST_OPTIONS: u32 = 1024;
-/// Most names of exports that an error message lists, and most bytes of a name. Clients accept
-/// messages of up to 4096 bytes.
+/// Maximum number of names of exports that an error message lists, and of bytes of a name. Clients
+/// accept messages of up to 4096 bytes.
 const MOST_NAMES: usize = 8;
 const MOST_NAME: usize = 200;
 

@@ -21,7 +21,7 @@ use blockyard_ring::{Handle, Signal};
 const MOST: usize = 256 << 20;
 /// Bytes that each connection may hold in addition, whatever others hold.
 pub const GUARANTEED: usize = 256 << 10;
-/// Most bytes of a payload.
+/// Maximum number of bytes of a payload.
 const LONGEST: usize = wire::MOST_PAYLOAD as usize;
 
 /// The quota of one reactor, and the requests that wait for it.

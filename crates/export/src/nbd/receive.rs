@@ -27,7 +27,7 @@ use super::terms::Terms;
 use super::worker::{Job, Workers};
 use crate::budget::{self, Budget, REQUEST};
 
-/// Most requests of one connection in flight.
+/// Maximum number of requests of one connection in flight.
 const MOST_IN_FLIGHT: u32 = 128;
 /// Number of requests between two checks of the clock.
 const REQUESTS_PER_CHECK: u32 = 8;

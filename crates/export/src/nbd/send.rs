@@ -12,7 +12,7 @@ use blockyard_ring::{MOST_PIECES, Segments};
 use super::connection::{Connection, is_heavy};
 use super::reply::{Body, Reply};
 
-/// Most bytes of headers and block status in one write.
+/// Maximum number of bytes of headers and block status in one write.
 const HEADERS: usize = 64 << 10;
 
 impl Connection {

@@ -13,7 +13,7 @@ use crate::log::Log;
 /// Limits for the clients of a server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Most clients at a time. Others wait until one disconnects.
+    /// Maximum number of clients at a time. Others wait until one disconnects.
     pub clients: usize,
     /// Time in which a client must choose its export.
     pub handshake: Duration,

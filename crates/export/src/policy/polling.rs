@@ -50,7 +50,7 @@ const CO_LOCATED_PAUSE: Duration = Duration::from_micros(500);
 /// than `MAX_SLICE` ends the trial.
 const SLICE_REQUESTS: u64 = 32;
 const MAX_SLICE: Duration = Duration::from_millis(60);
-/// Gathers in a row that brought only one chain. After so many the strategy is given up.
+/// Number of gathers in a row with only one chain each, after which the strategy is given up.
 const MAX_VAIN_GATHERS: u32 = 8;
 /// A candidate with less than this share of the best rate leaves the trial.
 const DROP_BELOW: f64 = 0.7;

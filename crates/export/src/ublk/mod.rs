@@ -39,7 +39,8 @@ use queue::{QueueHandle, Shared};
 pub use removal::remove;
 use removal::{delete, is_left, stop_unused};
 
-/// Most bytes of a request: with zero copy, and with a buffer of this size for each tag.
+/// Maximum number of bytes of a request: first with zero copy, then with a buffer of this size for
+/// each tag.
 const MAX_IO: u32 = 1 << 20;
 const MAX_IO_COPIED: u32 = 512 << 10;
 

@@ -12,8 +12,8 @@ const PAGE: u32 = 4096;
 /// The kernel's default limit for devices that report none.
 const SEGMENT_BOUNDARY: u64 = u32::MAX as u64;
 
-/// Returns the parameters. `max_io`: most bytes of a request. `alignment`: with zero copy, the
-/// alignment in bytes that the image needs of the pages.
+/// Returns the parameters. `max_io`: maximum number of bytes of a request. `alignment`: with zero
+/// copy, the alignment in bytes that the image needs of the pages.
 pub(super) fn params(disk: &Disk, max_io: u32, alignment: Option<u32>) -> Params {
     let (source, options) = (disk.source(), disk.options());
     let geometry = source.geometry();

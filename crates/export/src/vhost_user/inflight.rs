@@ -19,7 +19,7 @@ use super::virtqueue::RingError;
 
 const VERSION: u16 = 1;
 
-/// Most entries of a queue that are used, even if a region has room for more.
+/// Maximum number of entries of a queue that are used, even if a region has room for more.
 const MAX_ENTRIES: usize = 32768;
 
 /// Offsets in the header and in an entry, in bytes, of the two layouts in the specification. Both

@@ -17,7 +17,7 @@ const HEADER: u64 = 16;
 const ID_LEN: u64 = 20;
 const RANGE: u64 = 16;
 const RANGE_UNMAP: u32 = 1;
-/// Most segments of one kernel operation (IOV_MAX).
+/// Maximum number of segments of one kernel operation (IOV_MAX).
 const MAX_SEGMENTS: usize = 1024;
 
 pub const S_OK: u8 = 0;

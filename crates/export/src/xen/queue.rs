@@ -34,7 +34,7 @@ use copies::Read;
 pub use pages::Data;
 use pages::{Pages, Prepared};
 
-/// Most requests that are taken before they are submitted to the disk.
+/// Maximum number of requests that are taken before they are submitted to the disk.
 const BATCH: usize = 32;
 
 /// What the queues of a device share with the thread that started them.

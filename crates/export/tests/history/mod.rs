@@ -18,7 +18,7 @@ pub enum Step {
         count: usize,
         shape: u64,
     },
-    /// The device takes up to so many chains.
+    /// The device takes at most this number of chains.
     Take(usize),
     /// The device pushes up to `count` of the chains that it has taken.
     Use {
@@ -26,14 +26,14 @@ pub enum Step {
         which: u64,
     },
     Publish,
-    /// The driver reaps up to so many used chains.
+    /// The driver reaps at most this number of used chains.
     Reap(usize),
     DriverSleeps,
     DeviceSleeps,
     /// The device is stopped with nothing in flight. Another one continues from its base.
     HandOver,
-    /// The device is killed after so many steps of its next publication. Another one recovers from
-    /// the in-flight region.
+    /// The device is killed after this number of steps of its next publication. Another one
+    /// recovers from the in-flight region.
     Crash(u8),
 }
 

@@ -18,8 +18,8 @@ use super::place::{Place, run};
 use super::{Figures, Measured, Row, SILENCE, Table};
 use crate::process::Process;
 
-/// Name for people; name of the folder, the image or the socket; the guest's kind of disk (none on
-/// the host), and its device.
+/// Each system: its name in the table; the name of its folder, image or socket; the option of the
+/// guest's disk (empty on the host); the guest's device.
 const SYSTEMS: [(&str, &str, &str, &str); 4] = [
     ("host: a file", "host", "", ""),
     ("UML, stock ubd, ubd0s= (O_SYNC)", "ubds.img", "ubds", "/dev/ubda"),
@@ -30,8 +30,8 @@ const HOST: usize = 0;
 const SYNC: usize = 1;
 const OWN: usize = 3;
 const ROW: &str = "ext4; dd if=/dev/zero of=testfile bs=1M count=32; sync; rm testfile; sync";
-/// Seconds until the end of each command, from the first mark or from `rm`; in the order of the
-/// table.
+/// Figures in the order of the table's columns: seconds from the first mark to the end of `dd` and
+/// of its `sync`, and from there to the end of `rm` and of its `sync`.
 const COLUMNS: [&str; 4] = ["write", "write_sync", "rm", "rm_sync"];
 
 /// `$DISK` is the disk of a guest, `$FOLDER` a folder of the host. `sync -f` is for this file
@@ -95,7 +95,8 @@ impl Demo {
         Ok(Demo { server, place, release, seccomp, base, written: false, found: String::new() })
     }
 
-    /// Marks of the script: the time of arrival, and the clock of the system in seconds.
+    /// Runs the script on a system. Returns its marks: when the host received each, and the
+    /// system's own clock in seconds.
     fn marks(&self, system: usize) -> Result<Vec<(Instant, f64)>> {
         let (_, file, kind, device) = SYSTEMS[system];
         let (script, target) = (self.place.folder.join("script"), self.place.folder.join(file));
@@ -161,7 +162,8 @@ impl Demo {
     }
 }
 
-/// Durations of the commands by the host's clock, and how far the guest's clock disagreed at most.
+/// Returns the durations of the commands by the host's clock, and the largest deviation of the
+/// guest's clock from it.
 fn durations(marks: &[(Instant, f64)]) -> Result<Figures> {
     let [begin, write, write_sync, rm, rm_sync] = *marks else {
         anyhow::bail!("{} marks instead of 5", marks.len())

@@ -164,7 +164,7 @@ impl Nbd {
             command.arg(format!("--offset_increment={size}m"));
         }
         let out = run(&mut command)?;
-        // Notes for people come first.
+        // fio may print notes before the JSON.
         let json = &out[out.find('{').context("fio prints no JSON")?..];
         Ok(serde_json::from_str::<Value>(json)?["jobs"][0].take())
     }

@@ -53,7 +53,7 @@ base-latency-write = 1000000
 /// Names of the rows, and whether a model of a device delays the files.
 const DEVICES: [(&str, bool); 2] = [("the machine's disk", false), ("4,000 IOPS, 128 MiB/s", true)];
 
-/// Names of the systems; whether the neighbour thrashes; whether the server shares fairly.
+/// Each system: its name, whether the neighbour thrashes, and the server's `fair-share`.
 const WAYS: [(&str, bool, bool); 3] = [
     ("idle", false, true),
     ("thrashes, `fair-share = false`", true, false),

@@ -18,7 +18,7 @@ use super::place::{Place, run, zeroes};
 use super::{Figures, Measured, Plan, Row, SILENCE, Table, cell, markdown, order};
 use crate::process::Process;
 
-/// Name, access to the image, cache mode, and image.
+/// Each system: its name; and the guest script's arguments: driver, cache mode, and image.
 const SYSTEMS: [(&str, &str); 6] = [
     ("loop", "loop off raw"),
     ("ublk, writeback", "ublk writeback raw"),
@@ -27,10 +27,10 @@ const SYSTEMS: [(&str, &str); 6] = [
     ("ublk", "ublk none raw"),
     ("ublk, overlay", "ublk none overlay"),
 ];
-/// Systems that are compared, by their numbers.
+/// Pairs of systems (indices in `SYSTEMS`) whose ratio the table shows.
 const RATIOS: [(usize, usize); 4] = [(4, 3), (5, 4), (1, 0), (2, 1)];
 
-/// Name, work of the guest, digits of a figure.
+/// Each row: its name, the work that the guest does, and the decimals of a figure.
 const ROWS: [(&str, &str, usize); 5] = [
     ("1 MiB write, depth 4, MB/s", "measure write --bs=1M --iodepth=4", 0),
     ("1 MiB read, depth 4, MB/s", "measure read --bs=1M --iodepth=4", 0),
@@ -180,7 +180,7 @@ fn text(rows: &[usize], systems: &[usize], rounds: u32) -> String {
     text
 }
 
-/// Row, system and figure of a line.
+/// Parses row, system and figure from a line of the guest.
 fn result(line: &str) -> Option<(usize, usize, f64)> {
     let numbers: Vec<u64> =
         line.strip_prefix("result ")?.split(' ').map(|n| n.parse().ok()).collect::<Option<_>>()?;

@@ -18,7 +18,7 @@ use super::{Figures, Measured, Plan, Row, SILENCE, Table, cell, grouped, markdow
 use crate::compare::cpu::Snapshot;
 use crate::process::Process;
 
-/// Name, the guest's kind of disk, cache mode of the back end.
+/// Each system: its name, the option of the guest's disk, and the cache mode of the back end.
 const SYSTEMS: [(&str, &str, Option<&str>); 6] = [
     // Page cache, FLUSH dropped.
     ("ubd", "ubd", None),
@@ -98,8 +98,7 @@ impl Uml {
             script += TAIL;
         }
         let guest_cpus = plan.guest_cpus.unwrap_or("any").to_string();
-        // Where the guest has a processor of its own the back end keeps to it, too, unless the user
-        // says otherwise.
+        // If the guest is bound to a processor, the back end uses the same one by default.
         let server_cpus = plan.server_cpus.map_or_else(|| guest_cpus.clone(), String::from);
         Ok(Uml { place, base, guest_cpus, server_cpus, script, boots: BTreeMap::new() })
     }

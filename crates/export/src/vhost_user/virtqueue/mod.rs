@@ -16,8 +16,8 @@ use std::rc::Rc;
 
 use blockyard_ring::{GuestMemory, MemoryError};
 
-/// Most descriptors of a chain: as many as one kernel operation can carry (IOV_MAX), plus header
-/// and status.
+/// Maximum number of descriptors of a chain: as many as one kernel operation can carry (IOV_MAX),
+/// plus header and status.
 pub const MAX_CHAIN: usize = 1026;
 
 const DESC_F_NEXT: u16 = 1;

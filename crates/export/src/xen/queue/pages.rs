@@ -19,7 +19,7 @@ use super::super::abi::{self, Ask, Place, SEGMENT_BYTES, SEGMENTS_OF_PAGE, Segme
 use super::Counts;
 use super::copies::{Copies, Read};
 
-/// Most pages of a queue that stay mapped: as many as Linux front ends use.
+/// Maximum number of pages of a queue that stay mapped: as many as Linux front ends use.
 const PERSISTENT: usize = 1056;
 const PAGE: u64 = 4096;
 
