@@ -1,8 +1,8 @@
-//! The reports' experiments that are no load: a few commands of everyday life, each timed.
+//! The experiments of earlier reports that are not load generators: everyday commands, each timed.
 //!
 //! In: a name. Out: a script that prints a mark (a name, a clock in microseconds) before the first
-//! command and after each; in a guest on its disk, on the host in a folder. What must hold: each
-//! system begins alike, and what a command left to be written is waited for.
+//! command and after each; in a guest on its disk, on the host in a folder. What must hold: all
+//! systems begin in the same state; the script waits for writes that a command has delayed.
 
 use std::fmt::Write;
 use std::path::Path;
@@ -40,7 +40,7 @@ impl Experiment {
         if self == Experiment::Boot { Contents::Linux } else { Contents::Random }
     }
 
-    /// Whether it needs a disk of its own to mount, and so a guest (or root).
+    /// Returns whether the experiment mounts a disk, so that it needs a guest or root.
     pub fn mounts(self) -> bool {
         self != Experiment::DdRm
     }
@@ -56,8 +56,8 @@ impl Experiment {
         }
     }
 
-    /// `$DISK` is a block device of the guest's own; or `$FOLDER` a folder on the host, for what
-    /// mounts nothing.
+    /// Returns the script. It uses `$DISK`, a block device of the guest; or `$FOLDER`, a folder on
+    /// the host, if the experiment mounts nothing.
     pub fn script(self) -> String {
         const MAKE: &str =
             "mke2fs -q -F -t ext4 -E lazy_itable_init=0,lazy_journal_init=0 \"$DISK\"";

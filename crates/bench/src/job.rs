@@ -180,7 +180,8 @@ pub fn run(options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// mke2fs asks no question.
+/// Runs an experiment on a target. Without `destroy`, checks first that the target has no data,
+/// because the script's mke2fs overwrites it without a question.
 fn experiment_on(experiment: Experiment, target: &str, destroy: bool) -> Result<()> {
     let path = Path::new(target);
     if !path.is_dir() && !destroy {

@@ -89,7 +89,7 @@ impl Process {
             let mut bytes = [0; 4096];
             while let Ok(n @ 1..) = from.read(&mut bytes) {
                 let mut text = to.lock().unwrap_or_else(|e| e.into_inner());
-                // The beginning of long output is enough.
+                // Keeps the first MiB only. The rest is read so that the process does not block.
                 if text.len() < 1 << 20 {
                     text.push_str(&String::from_utf8_lossy(&bytes[..n]));
                 }
@@ -147,7 +147,8 @@ impl Process {
         Ok(())
     }
 
-    /// Waits for its last output. A process that it has left behind may keep standard error open.
+    /// Waits a limited time for the last output. A process that the ended process left behind may
+    /// keep standard error open.
     fn hear(&self) {
         let begin = Instant::now();
         while !self.listener.is_finished() && begin.elapsed() < REST {

@@ -57,9 +57,9 @@ pub struct Options {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Operation {
     Read,
-    /// To wherever the target keeps what is not flushed: a page cache, a disk's cache.
+    /// Writes that a cache may hold: the page cache, or the cache of the disk
     Write,
-    /// Durable when it has ended: O_DSYNC, or a flush behind each write.
+    /// Writes that are durable when they end: O_DSYNC, or a flush after each write
     Writesync,
 }
 

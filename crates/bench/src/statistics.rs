@@ -1,8 +1,8 @@
 //! Figures of samples: quantiles, and how far to trust them.
 //!
 //! In: numbers in order. Out: numbers. What must hold: quantiles are those of Hyndman and Fan's
-//! definition 7 (linear between the two nearest samples; what numpy and R do when nothing else is
-//! said), so that others can compute them again.
+//! definition 7 (linear between the two nearest samples; the default of numpy and R), so that
+//! others can compute them again.
 
 /// Returns the quantile `q` (0 to 1) of samples in ascending order, or NaN if there are none.
 pub fn quantile(sorted: &[f64], q: f64) -> f64 {

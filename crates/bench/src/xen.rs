@@ -26,7 +26,7 @@ use crate::client;
 use crate::client::report::Report;
 use crate::client::xen::{FrontEnd, Loads};
 
-/// The domain and the device of the load.
+/// Domain id and device name of the front end that makes the load.
 const DOMAIN: u16 = 1;
 const DEVICE: &str = "xvda";
 

@@ -32,7 +32,7 @@ pub enum Link {
 /// A socket with a TLS session.
 pub struct Secure {
     socket: Socket,
-    /// None: [`Link::keep`] has given the session away.
+    /// The TLS session. `None`: [`Link::keep`] has given it away.
     session: RefCell<Option<Connection>>,
     /// Bytes that were received and are not decrypted yet, and the number of those that are.
     received: RefCell<Vec<u8>>,

@@ -63,8 +63,9 @@ impl Displaced {
     }
 }
 
-/// Returns the cost of a flush: that of the pair without the write of 16 KiB. At least that of a
-/// small write, because a flush is never free. At most its latency.
+/// Returns the cost of a flush in nanoseconds: the cost of the pair minus that of the write of
+/// 16 KiB. The cost is at least that of a small write, because a flush is never free. It is at most
+/// the latency of a flush, `takes`.
 pub fn flush(pair: f64, write: &Line, takes: f64) -> u64 {
     let written = write.random as f64 + write.per_mib as f64 / 64.0;
     let least = write.random as f64;

@@ -63,8 +63,8 @@ pub struct Loads {
 }
 
 impl Loads {
-    /// The load as [`super::measure`] and [`measure`] take it, on a back end of this process at
-    /// `socket`.
+    /// Returns the load as options for [`super::measure`] and [`measure`], with a back end of this
+    /// process at `socket`.
     pub fn options(&self, socket: PathBuf) -> Options {
         let Loads { rw, rwmixread, bs, bssplit, depth, queues, runtime, ops, verify } =
             self.clone();

@@ -317,15 +317,15 @@ fn jain(rates: &[f64]) -> f64 {
     sum * sum / (rates.len() as f64 * squares)
 }
 
-/// Returns the sum of each second. A second begins with each slice.
+/// Returns the sum over each window of a second. A window begins with each slice.
 fn seconds(slices: &[Slice], what: fn(&Slice) -> u64) -> impl Iterator<Item = f64> {
     slices
         .windows((1_000_000_000 / SLICE) as usize)
         .map(move |w| w.iter().map(what).sum::<u64>() as f64)
 }
 
-/// Returns the largest excess over `MAX` (in the burst) and `RATE` (after it), from the start until
-/// any slice's end, as a part of a second's rate.
+/// Returns the largest excess over the allowed number of operations, at the end of any slice, as a
+/// fraction of `RATE`. `MAX` is allowed during the burst, and `RATE` after it.
 fn over(slices: &[Slice]) -> f64 {
     let mut sum = 0.0;
     let mut most = f64::NEG_INFINITY;

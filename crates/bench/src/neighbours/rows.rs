@@ -252,7 +252,7 @@ fn limits(seconds: f64) -> Vec<Scene> {
     vec![
         scene("iops", small),
         scene("bps", large),
-        // So many reads that theirs is the limit; so many writes.
+        // In the first scene the limit of reads decides the rate, in the second that of writes.
         scene("iops-read", mixed(95)),
         scene("iops-write", mixed(40)),
     ]

@@ -9,7 +9,8 @@ use crate::plot::svg::Svg;
 use crate::plot::{self, Bar, Bars};
 use crate::report::columns;
 
-/// Rows with the same figures are one table; what misses its goal has a mark.
+/// Formats the results. Rows with the same figures share a table. Figures that miss their goal have
+/// a mark.
 pub fn table(rows: &[Played]) -> String {
     let names = |row: &Played| row.figures.iter().map(|f| f.name.clone()).collect::<Vec<_>>();
     let mut text = String::new();
@@ -57,8 +58,8 @@ fn goal(goal: Option<Goal>) -> String {
     }
 }
 
-/// Draws the results row by row: rate and 99th percentile of the disk beside the thrasher, or the
-/// disks' shares in rows with weights.
+/// Draws the results row by row: rate and 99th percentile latency of the disk beside the thrasher,
+/// or the disks' shares in rows with weights.
 pub fn picture(rows: &[Played]) -> Svg {
     let mut parts = Vec::new();
     for row in rows {

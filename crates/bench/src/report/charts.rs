@@ -32,7 +32,7 @@ pub fn by_size(results: &Results, work: &str) -> Option<Chart> {
     (!series.is_empty()).then(|| sizes(&title, series))
 }
 
-/// Returns such a curve for other samples.
+/// Returns a curve of durations by size from samples.
 pub fn curve(name: &str, look: usize, samples: &[Sample]) -> Series {
     let points =
         samples::bins(samples).into_iter().filter(|b| b.seconds.len() > 2).map(|bin| Point {

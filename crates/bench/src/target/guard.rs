@@ -1,8 +1,8 @@
 //! Checks before the first write whether it would destroy data on the target.
 //!
-//! In: a target and, of a device, its path. Out: an error that says what is there. What must hold:
-//! signatures are those of libblkid's superblocks that live guests and hosts have; a target that
-//! shows none of them may still hold data, and a plain file of zeroes or random bytes passes.
+//! In: a target and, for a device, its path. Out: an error that names the contents found. What must
+//! hold: the signatures are those of libblkid's superblocks that today's guests and hosts use. A
+//! target without any of them may still hold data. A plain file of zeroes or random bytes passes.
 
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::Path;
@@ -12,7 +12,7 @@ use rustix::fs::OFlags;
 
 use super::{Access, Place, Target};
 
-/// Offset, bytes there, and name of the contents.
+/// Signatures: offset, the bytes at that offset, and the name of the contents.
 const SIGNATURES: [(usize, &[u8], &str); 16] = [
     (0x438, &[0x53, 0xef], "an ext2, ext3 or ext4 file system"),
     (0, b"XFSB", "an XFS file system"),
@@ -34,8 +34,8 @@ const SIGNATURES: [(usize, &[u8], &str); 16] = [
 /// All signatures are below this offset in bytes.
 pub const LOOKED_AT: usize = 0x11000;
 
-/// Refuses a target with data, or a device in use. `path`: of a file or device. `bytes`:
-/// room for [`LOOKED_AT`].
+/// Returns an error if the target holds data, or is a device in use. `path`: path of a file or
+/// device. `bytes`: a buffer of at least [`LOOKED_AT`] bytes.
 pub fn check(target: &mut dyn Target, path: Option<&Path>, bytes: &mut [u8]) -> Result<()> {
     if let Some(path) =
         path.filter(|p| std::fs::metadata(p).is_ok_and(|m| m.file_type().is_block_device()))

@@ -24,7 +24,7 @@ const SECTOR: u64 = 512;
 /// A target of operations. Offsets and lengths are multiples of [`Target::block`], inside
 /// [`Target::size`].
 pub trait Target {
-    /// Bytes.
+    /// Returns the size in bytes.
     fn size(&self) -> u64;
     /// Returns the alignment of offsets and lengths in bytes.
     fn block(&self) -> u64;
@@ -37,9 +37,9 @@ pub trait Target {
 #[derive(Clone, Copy, Debug)]
 pub struct Access {
     pub writes: bool,
-    /// Each write is durable when it returns.
+    /// Whether each write is durable when it returns.
     pub durable: bool,
-    /// Past the host's page cache (files and devices).
+    /// Whether files and devices are opened with O_DIRECT.
     pub direct: bool,
     /// Size of the largest operation in bytes.
     pub largest: u64,

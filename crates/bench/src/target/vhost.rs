@@ -1,8 +1,8 @@
-//! A vhost-user-blk server, one request at a time, as a guest's driver serves a program that waits
-//! for each.
+//! A vhost-user-blk server with one request at a time, like a guest's program that waits for each
+//! request.
 //!
-//! In: a socket's path. Out: a [`Target`]. What must hold: a durable write is a write and the FLUSH
-//! behind it.
+//! In: a socket's path. Out: a [`Target`]. What must hold: a durable write is a write and a FLUSH
+//! after it.
 
 use std::path::Path;
 use std::time::Duration;

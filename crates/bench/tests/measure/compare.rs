@@ -21,8 +21,8 @@ fn results(report: &Path) -> Value {
     serde_json::from_slice(&std::fs::read(report.join("results.json")).unwrap()).unwrap()
 }
 
-/// Nothing but the report is in the folder, and no process names it. (Who was killed with its group
-/// takes a moment to be gone.)
+/// Fails if the folder has anything but the report, or if the command line of a process names the
+/// folder. Waits, because killed processes of the group need a moment to end.
 #[track_caller]
 fn nothing_is_left(folder: &Folder) {
     let names: Vec<_> =
@@ -116,7 +116,7 @@ fn a_report_is_whole_and_needs_nothing_else() {
     pictures(&folder, &report);
 }
 
-/// Drawn again from the data alone.
+/// Draws the pictures again, from the saved data alone.
 fn pictures(folder: &Folder, report: &Path) {
     let plot = |more: &[&str]| {
         blockyard(["bench", "plot", report.to_str().unwrap()].iter().chain(more)).good()
@@ -159,7 +159,7 @@ fn a_loss_is_told_from_noise() {
     );
 }
 
-/// At any moment: while images are made, a guest boots, or a load runs.
+/// The interruptions come while images are made, while a guest boots, and while a load runs.
 #[test]
 fn an_interruption_leaves_nothing_but_finished_rounds() {
     for wait in [0, 300, 900, 2500, 5000] {

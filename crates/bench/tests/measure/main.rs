@@ -20,15 +20,15 @@ use common::{
     run, tool, until,
 };
 
-/// What `blockyard bench` becomes.
+/// The program that `blockyard bench` executes.
 const BENCH: &str = env!("CARGO_BIN_EXE_blockyard-bench");
 
 fn rate(operation: &str, target: &str, options: &[&str]) -> Finished {
     blockyard(["bench", "rate", operation, target].iter().chain(options))
 }
 
-/// (size in bytes, seconds, number of operations) of each line that `bench median` or `percentile`
-/// prints.
+/// Parses each line that `bench median` or `percentile` prints: size in bytes, seconds, number of
+/// operations.
 fn figures(command: &[&str], samples: &Path) -> Vec<(u64, f64, usize)> {
     let out =
         blockyard(["bench"].iter().chain(command).map(AsRef::as_ref).chain([samples.as_os_str()]))
@@ -56,7 +56,7 @@ fn not_faster(what: &str, found: f64, truth: f64) {
     );
 }
 
-/// Delays, in milliseconds, that make what the machine adds small.
+/// Delays that are long compared with the time that the machine itself adds.
 const DELAY: &str = "delay:read=20ms,write=30ms,flush=25ms";
 
 #[test]
@@ -83,7 +83,7 @@ fn no_operation_is_shorter_than_its_delay() {
     daemon.stop();
 }
 
-/// In a guest, on the same disk, one request of 4 KiB at a time.
+/// fio runs in a guest on the same disk, with one request of 4 KiB at a time.
 #[test]
 fn fio_finds_no_shorter_delay_either() {
     let folder = Folder::new();
@@ -129,7 +129,7 @@ fn nbd_server(folder: &Folder, image: &Path) -> (Daemon, String) {
     (server, uri)
 }
 
-/// Durations of which every percentile is known.
+/// The input has durations whose percentiles are known.
 #[test]
 fn figures_are_those_that_can_be_computed() {
     let folder = Folder::new();
@@ -213,10 +213,10 @@ fn load_on_what_is_no_socket() {
     }
 }
 
-/// A reader that has gone ends a command quietly, with the status of a broken pipe; what it read
-/// are whole lines.
+/// If the reader of standard output closes it, the command ends without a message, with the status
+/// of a broken pipe. The reader has got whole lines only.
 #[test]
-fn whoever_reads_may_stop() {
+fn a_reader_that_stops_ends_the_command() {
     let folder = Folder::new();
     let image = folder.image("disk", 16 << 20);
     let script =

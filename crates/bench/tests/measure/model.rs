@@ -6,11 +6,12 @@ use std::time::Instant;
 
 use super::*;
 
-/// 32 servers; a read of 512 bytes is one's for 4 ms and for 512 x 32 / 64 MiB.
+/// A simulated device with 32 servers. A read of 512 bytes occupies one of them for 4 ms plus the
+/// transfer time: 512 bytes at a 32nd of 64 MiB/s.
 const IMAGE: &str = "delay:1G,parallel=32,read=4ms,write=8ms,bandwidth=64M";
 const READ: f64 = 4e-3 + 512.0 * 32.0 / (64 << 20) as f64;
 
-/// What `bench client --json` says of a load.
+/// Runs `bench client --json`, and returns its report.
 fn client(socket: &Path, options: &[&str]) -> serde_json::Value {
     let mut command = Command::new(BLOCKYARD);
     command.args(["bench", "client", "--json", "--seed", "1"]).args(options).arg(socket);
@@ -40,7 +41,7 @@ fn nothing_is_faster_than_its_figures_say() {
     daemon.stop();
 }
 
-/// On reactors of their own.
+/// The disks run on different reactors.
 #[test]
 fn disks_of_one_device_are_not_faster_than_it() {
     let folder = Folder::new();

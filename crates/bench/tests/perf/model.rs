@@ -12,10 +12,11 @@ use crate::common::guest::run_guest;
 use crate::common::{BLOCKYARD, Daemon, Folder, Guest, Kind, TOOL, blockyard, run};
 use crate::figures::Figures;
 
-/// What `blockyard bench` becomes.
+/// The program that `blockyard bench` executes.
 const BENCH: &str = env!("CARGO_BIN_EXE_blockyard-bench");
 
-/// 32 servers; a read of 512 bytes is one's for 4 ms and for 512 x 32 / 64 MiB.
+/// A simulated device with 32 servers. A read of 512 bytes occupies one of them for 4 ms plus the
+/// transfer time: 512 bytes at a 32nd of 64 MiB/s.
 const IMAGE: &str = "delay:1G,parallel=32,read=4ms,write=8ms,bandwidth=64M";
 const READ: f64 = 4e-3 + 512.0 * 32.0 / (64 << 20) as f64;
 
@@ -106,7 +107,7 @@ fn a_model_before_an_image() {
     figures.judge();
 }
 
-/// Delays, in milliseconds, that make what the machine adds small.
+/// Delays that are long compared with the time that the machine itself adds.
 const DELAY: &str = "delay:read=20ms,write=30ms,flush=25ms";
 
 /// Seconds that `bench percentile` prints for operations of 4 KiB.
@@ -144,7 +145,7 @@ fn known_delays() {
     figures.judge();
 }
 
-/// In a guest, on the same disk, one request of 4 KiB at a time.
+/// fio runs in a guest on the same disk, with one request of 4 KiB at a time.
 #[test]
 fn fio_finds_the_same() {
     let mut figures = Figures::default();

@@ -357,7 +357,7 @@ impl DiskArgs {
         }
     }
 
-    /// Returns the same options with other knobs.
+    /// Returns these options with the shares and limits of `knobs`.
     pub fn with(self, knobs: &Knobs) -> Self {
         let Knobs { weight, reserve_iops, reserve_bps, ref limits, latency_target } = *knobs;
         let Limits { iops, iops_read, iops_write, bps, bps_read, bps_write } = *limits;

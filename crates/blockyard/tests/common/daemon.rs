@@ -35,8 +35,8 @@ impl Daemon {
         daemon
     }
 
-    /// The same, directly after another daemon of the same image was killed. The kernel may still
-    /// cancel that one's requests and hold its lock.
+    /// Like `serve`, directly after another daemon of the same image was killed. Retries, because
+    /// the kernel may still cancel the killed daemon's requests and hold its lock.
     #[track_caller]
     pub fn serve_again(image: &Path, socket: &Path, options: &[&str]) -> Self {
         let mut command = Command::new(BLOCKYARD);
@@ -60,7 +60,7 @@ impl Daemon {
         Self::start_with(command)
     }
 
-    /// The same, with the standard input, output and error of `command`.
+    /// Like `start`, with the standard input, output and error of `command`.
     #[track_caller]
     pub fn start_with(command: &mut Command) -> Self {
         let mut child = command.spawn().unwrap_or_else(|e| panic!("starting {command:?}: {e}"));

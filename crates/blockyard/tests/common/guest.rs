@@ -49,9 +49,9 @@ impl Guest {
         Self::start_in(kind, options, script, limit, folder, temporary)
     }
 
-    /// The same for a QEMU guest that no destructor ends, because later tests use it. It must end
-    /// by itself, and leaves no files. It has started when it prints a line that begins with
-    /// `ready`.
+    /// Starts a QEMU guest that outlives this test, because later tests use it. No destructor ends
+    /// the guest: its script must end it. It leaves no files. It has started when it prints a
+    /// line that begins with `ready`.
     #[track_caller]
     pub fn start_to_stay<S: Into<OsString>>(
         options: impl IntoIterator<Item = S>,

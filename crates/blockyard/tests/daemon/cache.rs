@@ -59,8 +59,8 @@ impl CacheFixture {
         dirty(&self.folder.join("disk"), BYTES) == 0
     }
 
-    /// Returns whether every one of some writes is on the disk when it completes. (Otherwise the
-    /// kernel may still have written back one by itself.)
+    /// Returns whether each of four writes is on the disk when it completes. One write would not
+    /// prove durability, because the kernel may have written it back by chance.
     #[track_caller]
     fn writes_are_durable(&self, guest: &mut Guest, seed: u64) -> bool {
         (0..4).all(|n| {

@@ -40,7 +40,7 @@ impl Files {
         run_guest(GuestKind::Uml, ["--disk", &disk, "--share", share], script)
     }
 
-    /// The same with the COW file served by this program, as /dev/vda.
+    /// Like `boot`, but Blockyard serves the COW file to the guest as /dev/vda.
     fn serve_and_boot(&self, script: &str) -> String {
         let socket = self.folder.join("disk.sock");
         let daemon = Daemon::serve(&self.cow, &socket, &["--format", "cow"]);

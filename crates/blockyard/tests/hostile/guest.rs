@@ -250,7 +250,7 @@ impl Guest {
         Self::connect_with(path, layout, PROTOCOL)
     }
 
-    /// The same, with these protocol features.
+    /// Like `connect`, with these protocol features.
     pub fn connect_with(path: &Path, layout: Layout, protocol: VhostUserProtocolFeatures) -> Self {
         Self::connect_queues(path, layout, protocol, QUEUES)
     }
@@ -278,7 +278,7 @@ impl Guest {
         Self::start_queues(path, layout, QUEUES)
     }
 
-    /// The same, with this number of queues.
+    /// Like `start`, with this number of queues.
     pub fn start_queues(path: &Path, layout: Layout, queues: u16) -> Self {
         let mut guest = Self::connect_queues(path, layout, PROTOCOL, queues);
         for queue in 0..guest.rings.len() {

@@ -245,7 +245,8 @@ fn a_target_with_a_shared_base_keeps_no_old_data() {
     }
 }
 
-/// The same backing file in another format is another disk.
+/// A backing file holds another disk if it is opened in another format. So two images share it only
+/// if both use the same format.
 #[test]
 fn a_backing_file_in_another_format_is_not_shared() {
     let images = Images::new();

@@ -19,7 +19,7 @@ impl Figures {
         }
     }
 
-    /// The same with an expected value and a relative tolerance.
+    /// Like `row`, with an expected value and a relative tolerance.
     pub fn near(&mut self, what: &str, found: f64, value: f64, tolerance: f64) {
         self.row(what, found, value * (1.0 - tolerance)..value * (1.0 + tolerance));
     }

@@ -126,7 +126,7 @@ if [[ $zero_copy ]]; then
     exec 5<&-
     user /host/blockyard detach /dev/ublkb0
 else
-    fails 1 'a process that may not open it cannot check' -- user /host/blockyard detach /dev/ublkb0
+    fails 1 'because this process may not open it' -- user /host/blockyard detach /dev/ublkb0
     exec 5<&-
     user /host/blockyard detach --force /dev/ublkb0
 fi

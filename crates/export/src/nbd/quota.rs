@@ -1,7 +1,7 @@
 //! The quota of buffer memory for the connections of one reactor.
 //!
 //! In: the size of a buffer, and the usage of the connection that needs it. Out: permission to hold
-//! so many more bytes. What must hold:
+//! that number of bytes. What must hold:
 //! - A connection gets its first [`GUARANTEED`] bytes at once, whatever others hold, even while it
 //!   waits for more.
 //! - All bytes beyond these are at most [`MOST`] for all connections together.

@@ -39,9 +39,9 @@ use queue::{QueueHandle, Shared};
 pub use removal::remove;
 use removal::{delete, is_left, stop_unused};
 
-/// Maximum number of bytes of a request: first with zero copy, then with a buffer of this size for
-/// each tag.
+/// Maximum number of bytes of a request with zero copy.
 const MAX_IO: u32 = 1 << 20;
+/// Maximum number of bytes of a request without zero copy. Each tag has a buffer of this size.
 const MAX_IO_COPIED: u32 = 512 << 10;
 
 /// Longest wait for a device node, or for the end of a server that was killed.
@@ -77,8 +77,8 @@ pub enum UblkError {
     #[error("/dev/ublkb{id} was removed and is still open{by}: close that, or give another number")]
     StillOpen { id: u32, by: String },
     #[error(
-        "/dev/ublkb{id}: a process that may not open it cannot check whether it is in use \
-         (--force removes it nevertheless)"
+        "cannot check whether /dev/ublkb{id} is in use, because this process may not open it: \
+         run as root, or remove it with --force"
     )]
     Unseen { id: u32 },
     #[error("/dev/ublkb{id}: {what}")]

@@ -55,8 +55,8 @@ fn is_at(file: &File, path: &Path) -> bool {
     (file.dev(), file.ino()) == (there.dev(), there.ino())
 }
 
-/// Returns the names of a disk's images, the topmost first. A disk without files has its own name.
-/// Empty: the image was lost.
+/// Returns the names of a disk's images, the topmost first. A disk without files
+/// has its own name. Returns an empty list if the disk has lost its image.
 pub fn images(disk: &Disk) -> Vec<String> {
     let name = |path: &Path| {
         path.canonicalize().unwrap_or_else(|_| path.into()).to_string_lossy().into_owned()

@@ -179,8 +179,8 @@ fn durations(marks: &[(Instant, f64)]) -> Result<Figures> {
     ]))
 }
 
-/// The release of the guest's kernel, and its mode: seccomp makes the guest's system calls much
-/// cheaper, where it is there.
+/// Returns the release of the guest's kernel, and how the guest catches system calls: by seccomp if
+/// the host supports it, which is much cheaper.
 fn facts(place: &Place) -> Result<(String, &'static str)> {
     let script = place.folder.join("facts");
     std::fs::write(&script, "uname -r\n")?;
