@@ -110,7 +110,7 @@ impl<S: Storage> Layer<S> {
     }
 }
 
-/// Result of a lookup in a chain: the layer, and the place in it.
+/// Result of a lookup in a chain: the layer, and where the data are in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LookupResult {
     pub layer: usize,

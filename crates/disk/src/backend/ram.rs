@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use blockyard_ring::{GuestMemory, Handle, Segments};
 
-/// Bytes that are copied or zeroed before the reactor's other tasks run.
+/// Number of bytes that are copied or zeroed before the reactor's other tasks run.
 const RAM_PIECE: usize = 1 << 20;
 
 /// A disk in memory, shared by all reactors; lost with the process.

@@ -11,7 +11,8 @@ use std::sync::Arc;
 use super::member::ChainLayer;
 use crate::qcow2::L2_CACHE_LIMIT;
 
-/// Bytes that every image may cache, if it needs them. With clusters of 64 KiB they map 256 MiB.
+/// Number of bytes that every image may cache, if it needs them. With clusters of 64 KiB they map
+/// 256 MiB.
 const LEAST: u64 = 32 << 10;
 
 /// Sets the cache limits of a chain's images (topmost first). `limit` in bytes; None: as much as

@@ -22,7 +22,8 @@ pub struct ChainOptions {
     /// Layer that a commit writes to: it is opened for writing.
     pub commit_into: Option<usize>,
     pub cache: CacheMode,
-    /// Bytes of L2 tables cached for all images together; None: all tables, up to a limit.
+    /// Maximum size of the L2 tables that are cached for all images together, in bytes. None: all
+    /// tables, up to a limit.
     pub l2_cache: Option<u64>,
     /// Load metadata at open.
     pub prime: bool,

@@ -25,7 +25,7 @@ pub struct Report {
     pub own_sectors: u64,
     /// Corruptions, at most one of each kind.
     pub corruptions: Vec<ImageError>,
-    /// Bytes of the file behind the disk's last sector; nothing refers to them.
+    /// Number of bytes in the file behind the disk's last sector. Nothing refers to them.
     pub leaked: u64,
     /// Corruptions and leaks that were repaired.
     pub repaired: Vec<ImageError>,

@@ -34,7 +34,7 @@ pub(super) struct Packing {
     writing: RangeLock,
 }
 
-/// Bytes of the file that were allocated and not used yet.
+/// A range of the file that was allocated for compressed data and is not used yet.
 #[derive(Clone, Copy, Debug, Default)]
 struct ReservedBytes {
     next: u64,

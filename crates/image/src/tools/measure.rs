@@ -96,7 +96,8 @@ fn data_bytes(source: &Arc<Chain>, cluster: u64) -> Result<u64, ChainError> {
     })
 }
 
-/// Bytes of header, L1 and L2 tables and refcounts of an image with all clusters allocated.
+/// Returns the size of header, L1 and L2 tables and refcounts of an image with all clusters
+/// allocated, in bytes.
 fn metadata_bytes(options: &CreateOptions, disk: u64) -> u64 {
     let cluster = options.cluster_size;
     let l2_entry = if options.extended_l2 { 16 } else { 8 };
@@ -106,7 +107,7 @@ fn metadata_bytes(options: &CreateOptions, disk: u64) -> u64 {
     metadata + refcount_bytes((metadata + disk) / cluster, cluster, options.refcount_bits)
 }
 
-/// Bytes of refcount table and blocks, which count themselves too.
+/// Returns the size of refcount table and blocks, which count themselves too, in bytes.
 fn refcount_bytes(clusters: u64, cluster: u64, bits: u32) -> u64 {
     let a_block = cluster * 8 / u64::from(bits);
     let (mut blocks, mut table) = (0u64, 0u64);

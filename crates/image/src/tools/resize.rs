@@ -29,10 +29,11 @@ use super::create::take_space;
 use super::file::{of_file, raw_of};
 use super::reactors::on_reactor;
 
-/// Bytes allocated between two checks of progress, bytes of a write, and number of writes in
-/// flight.
+/// Number of bytes that are allocated between two checks of progress.
 const WINDOW: u64 = 64 << 20;
+/// Size of one write, in bytes.
 const PIECE: u64 = 1 << 20;
+/// Number of writes in flight.
 const AT_A_TIME: usize = 8;
 
 /// Writes during a resize do not change the disk's contents.

@@ -33,10 +33,10 @@ pub struct Plan {
     pub atomic: usize,
     pub discard_zeroes: bool,
     pub reactors: usize,
-    /// Number of clients, each with one request in flight; and requests of each client.
+    /// Number of clients, each with one request in flight; and number of requests of each client.
     pub clients: usize,
     pub requests: usize,
-    /// Bytes of cached L2 tables; bytes reserved at once.
+    /// Size of the L2 table cache, and of a reservation of clusters, in bytes.
     pub cache: Option<u64>,
     pub reserve: Option<u64>,
     pub copy_on_read: bool,

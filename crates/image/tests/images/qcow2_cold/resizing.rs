@@ -30,7 +30,7 @@ fn sound(path: &str, what: &str) {
     assert!(theirs.is_clean(), "{what}: {theirs:#?}");
 }
 
-/// Bytes that a file occupies on the host's disk.
+/// Returns the number of bytes that a file occupies on the host's disk.
 fn blocks(path: &str) -> u64 {
     std::os::unix::fs::MetadataExt::blocks(&std::fs::metadata(path).unwrap()) * 512
 }

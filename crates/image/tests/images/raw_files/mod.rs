@@ -77,7 +77,7 @@ async fn put(raw: &Raw<Store>, offset: u64, bytes: &[u8]) {
 
 async fn take(raw: &Raw<Store>, offset: u64, len: usize) -> Vec<u8> {
     let segments = Segments::buffer(len);
-    // Old contents of the buffer must not look like data that were read.
+    // Fill the buffer, so that its old contents do not look like data that were read.
     segments.copy_in(0, &vec![0xa5; len]);
     let (segments, result) = raw.read(segments, offset).await;
     result.unwrap();
