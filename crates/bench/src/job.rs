@@ -293,7 +293,8 @@ pub fn read(text: &str, log: &str) -> Result<Run> {
     })
 }
 
-/// Bytes in each tenth of a second: lines of milliseconds, KiB/s, direction, ...
+/// Returns the bytes in each tenth of a second from fio's log. A line has milliseconds and KiB/s,
+/// then fields that this function ignores.
 fn throughput(log: &str) -> Vec<f64> {
     let mut steps: Vec<f64> = Vec::new();
     for line in log.lines() {

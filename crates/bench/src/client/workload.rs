@@ -122,7 +122,7 @@ pub struct Mix {
     /// First block and number of blocks.
     pub first: u64,
     pub blocks: u64,
-    /// Empty: one block each.
+    /// Sizes of the operations. Empty: each operation has one block.
     pub split: Split,
 }
 

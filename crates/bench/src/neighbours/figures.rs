@@ -54,7 +54,7 @@ impl Figure {
         Figure { goal: Some(goal), ..self }
     }
 
-    /// None: there is no goal or no value.
+    /// Returns whether the figure meets its goal. `None`: there is no goal or no value.
     pub fn met(&self) -> Option<bool> {
         if self.median.is_nan() {
             return None;

@@ -22,7 +22,7 @@ pub struct Scene {
     /// Whether the scheduler is on.
     pub fair: bool,
     pub disks: Vec<Disk>,
-    /// Seconds.
+    /// Duration of the warm-up in seconds.
     pub warmup: f64,
     pub seconds: f64,
 }

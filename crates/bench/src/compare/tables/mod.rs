@@ -66,7 +66,7 @@ pub enum Name {
 }
 
 impl Name {
-    /// Bytes of the disk and seconds of a run, unless the user says otherwise.
+    /// Returns the defaults of a table: bytes of the disk, and seconds of a run.
     fn usual(self) -> (u64, f64) {
         match self {
             Name::Overlays => (4 << 30, 2.0),
