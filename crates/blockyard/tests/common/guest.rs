@@ -29,8 +29,8 @@ pub struct Guest {
     folder: Option<Folder>,
 }
 
-/// Smallest limit of a run. It only ends guests that hang: on a busy machine an emulated guest takes
-/// several times its usual time.
+/// Smallest limit of a run. It only ends guests that hang: on a busy machine an emulated guest
+/// takes several times its usual time.
 const LEAST_LIMIT: Duration = Duration::from_secs(300);
 
 impl Guest {
