@@ -2,10 +2,11 @@
 //!
 //! The contexts:
 //! - `base:allocation` is the protocol's own.
-//! - `qemu:allocation-depth` is QEMU's. 0: no image has the bytes, 1: the topmost image, and so on.
-//! - `blockyard:layers` describes images in chains. Bits 0 to 15: number of the layer that has the
-//!   bytes, from 1, or 0 if none has. Bit 16: they read as zeroes. Bit 17: they are data. Bit 18:
-//!   they are compressed.
+//! - `qemu:allocation-depth` is QEMU's. 0: no image contains the bytes. 1: the topmost image
+//!   contains them. 2: its backing image does, and so on.
+//! - `blockyard:layers` describes images in chains. Bits 0 to 15: number of the layer that contains
+//!   the bytes, from 1, or 0 if no layer does. Bit 16: the bytes read as zeroes. Bit 17: the bytes
+//!   are data. Bit 18: the bytes are compressed.
 
 use std::io;
 
@@ -16,9 +17,10 @@ use blockyard_ring::Handle;
 
 use super::reply::error_of;
 
-/// Maximum number of extents of one answer, for each context. The client asks again for the rest.
+/// Maximum number of extents in one reply, for each context. The client asks again for the rest.
 const MOST_EXTENTS: usize = 4096;
-/// Maximum number of lookups in the image for one answer. After them the server sends what it has.
+/// Maximum number of lookups in the image for one reply. After these lookups, the server sends the
+/// extents that it has found.
 const MOST_LOOKUPS: usize = 16384;
 /// Number of lookups after which the reactor serves its other tasks.
 const LOOKUPS_AT_ONCE: usize = 64;
@@ -99,8 +101,8 @@ impl Contexts {
         self.0 = Context::ALL.to_vec();
     }
 
-    /// Parses a request's payload: the effect length, and some of these contexts. Returns `None` if
-    /// it is not valid.
+    /// Parses the payload of a block status request: the effect length, and the chosen subset of
+    /// these contexts. Returns `None` if the payload is not valid.
     pub fn narrowed(&self, payload: &[u8]) -> Option<(u64, Contexts)> {
         if payload.len() < 12 || !payload.len().is_multiple_of(4) {
             return None;

@@ -1,7 +1,7 @@
 //! The buffers of a reactor's connections.
 //!
 //! In: lengths of requests. Out: buffers, and the [`Quota`] for them. What must hold: a recycled
-//! buffer has old contents, so a client that sends a payload must have filled it before it is used.
+//! buffer contains old data, so a payload must fill its buffer before the disk reads the buffer.
 //! Memory beyond the quota is at most twice [`KEPT`].
 
 use std::cell::{Cell, RefCell};
@@ -12,11 +12,11 @@ use blockyard_ring::{Handle, Segments};
 
 use super::quota::{GUARANTEED, Need, Quota, Usage};
 
-/// Maximum number of bytes in free buffers that are kept. It is also the maximum number of bytes of
-/// recycled buffers that arriving payloads may use beyond their quota.
+/// Maximum number of bytes in free buffers that are kept for reuse. Arriving payloads may also use
+/// recycled buffers beyond their quota, up to the same number of bytes.
 const KEPT: usize = 32 << 20;
-/// Smallest buffer in bytes, and the number of sizes. Each size is twice the last, up to the
-/// longest request.
+/// Smallest buffer in bytes, and the number of buffer sizes. Each size is twice the next smaller
+/// one, up to the longest request.
 const SMALLEST: usize = 4096;
 const SIZES: usize = 14;
 
@@ -93,7 +93,8 @@ impl Buffers {
         growing.taken.min(growing.len)
     }
 
-    /// Returns the buffer of a complete payload. From now on it is like others.
+    /// Returns the buffer of a payload that is complete. The buffer then counts like any other
+    /// buffer.
     pub fn grown(&self, growing: Growing, usage: &Rc<Usage>) -> Segments {
         debug_assert_eq!(growing.taken, rounded(growing.len));
         self.lent.set(self.lent.get() - growing.lent);

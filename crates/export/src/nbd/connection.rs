@@ -22,7 +22,7 @@ use super::terms::Terms;
 /// Maximum number of bytes of buffers for one connection, so that one client leaves memory for
 /// others.
 const MOST_HELD: usize = 64 << 20;
-/// Bytes of a write of zeroes that are done at a time.
+/// Bytes of a long write of zeroes that the disk handles at a time.
 pub const ZEROED_AT_A_TIME: u64 = 1 << 30;
 
 /// The state of one connection in its transmission phase.
@@ -34,7 +34,7 @@ pub struct Connection {
     pub buffers: Rc<Buffers>,
     /// Answers to be sent.
     pub replies: RefCell<Vec<Reply>>,
-    /// Wakes the sender: there are answers, or there will be no more.
+    /// Wakes the sender, because `replies` has changed or no further reply will come.
     pub to_send: Signal,
     /// Wakes tasks that wait until an answer is sent.
     pub sent: Signal,
@@ -46,11 +46,12 @@ pub struct Connection {
     /// Bytes that were read from the disk and are not sent yet.
     pub unsent: Cell<u64>,
     pub idle: Rc<Idle>,
-    /// No more requests are taken.
+    /// The connection accepts no more requests.
     pub ended: Cell<bool>,
     /// Nothing more can be sent.
     pub broken: Cell<bool>,
-    /// A request is in flight that costs much work for few bytes. There is one at a time.
+    /// A request is in flight that needs much work for few bytes. The connection allows one such
+    /// request at a time.
     pub heavy: Cell<bool>,
 }
 
@@ -89,7 +90,7 @@ impl Connection {
         self.to_send.ring();
     }
 
-    /// Notes that a request is finished: it was answered, or cannot be.
+    /// Records that a request is finished: it was answered, or it cannot be answered.
     pub fn finished(&self) {
         self.in_flight.set(self.in_flight.get() - 1);
         self.idle.leave();
@@ -108,7 +109,7 @@ impl Connection {
         self.held.set(self.held.get() + len);
     }
 
-    /// Returns a buffer of `len` bytes, when there is memory for it.
+    /// Waits until there is memory for a buffer of `len` bytes, and returns the buffer.
     pub async fn take(&self, len: usize) -> Segments {
         self.hold(len).await;
         self.buffers.take(&self.handle, len, self.usage()).await
@@ -149,7 +150,7 @@ impl Token for RequestToken {
     }
 }
 
-/// Returns whether the request costs much work for few bytes.
+/// Returns whether the request needs much work for few bytes.
 pub fn is_heavy(request: &wire::Request) -> bool {
     match request.command {
         cmd::BLOCK_STATUS | cmd::CACHE => true,

@@ -12,18 +12,18 @@ use crate::PollMode;
 pub struct Exported {
     pub disk: Arc<Disk>,
     pub name: String,
-    /// Sent to clients that ask for it.
+    /// Description of the export, for clients that ask for it.
     pub description: String,
     pub(super) flags: u16,
     pub(super) block: BlockSize,
     /// How idle connections poll.
     pub(super) poll: PollMode,
-    /// A client needs a certificate with one of these names. If there are none, any client may use
-    /// the disk.
+    /// Names that give access: a client needs a certificate with one of these names. If the list is
+    /// empty, any client may use the disk.
     allowed: Mutex<Vec<String>>,
 }
 
-/// Returns `text` as a string of the protocol: not too long, and without NUL.
+/// Returns `text` shortened to the protocol's longest string, and without NUL.
 fn as_string(text: &str) -> String {
     let mut len = 0;
     let fits = |c: &char| {
@@ -50,8 +50,8 @@ impl Exported {
         if extended { flags } else { flags & !export::BLOCK_STATUS_PAYLOAD }
     }
 
-    /// `block`: the minimum block size that clients see, in bytes, if it should be larger than the
-    /// disk's own.
+    /// `block`: minimum block size in bytes that the server reports to clients. `None`: the disk's
+    /// own.
     pub fn new(disk: Arc<Disk>, name: &str, description: &str, block: Option<u32>) -> Self {
         let source = disk.source();
         let mut flags = export::HAS_FLAGS | export::SEND_FLUSH | export::SEND_FUA | export::SEND_DF;
@@ -83,8 +83,8 @@ impl Exported {
         Exported { poll, ..self }
     }
 
-    /// Permits the disk only to clients with a certificate that has one of these names. If there
-    /// are none, any client may use it.
+    /// Restricts the disk to clients with a certificate that has one of these names. If `names` is
+    /// empty, any client may use the disk.
     pub fn only_for(self, names: &[String]) -> Self {
         self.allow(names);
         self
@@ -103,7 +103,7 @@ impl Exported {
     }
 }
 
-/// A client's identity, as far as it is known.
+/// A client's identity, as far as the server knows it.
 #[derive(Debug, Default)]
 pub struct Peer {
     pub tls: bool,

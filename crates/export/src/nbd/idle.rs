@@ -1,9 +1,10 @@
-//! What the connections of one disk on one reactor do while none of them has a request: sleep, or
-//! busy-poll for a while.
+//! What the connections of one disk on one reactor do while none of them has a request: they sleep,
+//! or busy-poll for a limited time.
 //!
 //! In: requests that begin and end. Out: the reactor stays awake for as long as [`PollingPolicy`]
 //! says, and then reads the next bytes without a wake-up. What must hold: while the disk works on a
-//! request, the reactor sleeps. Only one connection busy-polls at a time, for all of them.
+//! request, the reactor sleeps. Only one connection busy-polls at a time, on behalf of all
+//! connections of the disk.
 
 use std::cell::{Cell, RefCell};
 use std::rc::{Rc, Weak};
@@ -22,7 +23,7 @@ pub struct Idle {
     disk: Arc<Disk>,
     /// Number of requests in progress. A request that still waits for its payload does not count.
     in_progress: Cell<u32>,
-    /// Number of all requests so far.
+    /// Number of requests that have arrived so far.
     arrived: Cell<u64>,
     polling: RefCell<PollingPolicy>,
     is_polling: Cell<bool>,
@@ -61,7 +62,7 @@ impl Idle {
         })
     }
 
-    /// Notes that a request has arrived.
+    /// Counts a request that has arrived.
     #[inline]
     pub fn arrived(&self) {
         self.arrived.set(self.arrived.get() + 1);
@@ -69,13 +70,13 @@ impl Idle {
         self.enter();
     }
 
-    /// Notes that a request is in progress: it needs no payload, or has it.
+    /// Counts a request as in progress, because its payload is complete or it has none.
     #[inline]
     pub fn enter(&self) {
         self.in_progress.set(self.in_progress.get() + 1);
     }
 
-    /// Notes that a request is answered, or waits for its payload.
+    /// Counts a request as no longer in progress, because it is answered or waits for its payload.
     #[inline]
     pub fn leave(&self) {
         self.in_progress.set(self.in_progress.get() - 1);

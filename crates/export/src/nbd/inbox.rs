@@ -11,7 +11,7 @@ use blockyard_ring::Segments;
 
 use super::stream::Stream;
 
-/// Size of the buffer, and so of a read, in bytes.
+/// Size of the buffer, and therefore the maximum size of a read, in bytes.
 const SIZE: usize = 128 << 10;
 
 /// The received bytes that are not parsed yet.
@@ -56,7 +56,7 @@ impl Inbox {
         Ok(n > 0)
     }
 
-    /// Returns the next `len` bytes. The end of the connection before that is an error.
+    /// Returns the next `len` bytes. If the connection ends before these bytes, that is an error.
     pub async fn exactly(&mut self, stream: &Stream, len: usize) -> io::Result<Vec<u8>> {
         let mut bytes = vec![0; len];
         let mut done = 0;
@@ -72,8 +72,8 @@ impl Inbox {
         Ok(bytes)
     }
 
-    /// Fills `range` of `payload` with the next bytes. If this completes the payload, the same read
-    /// may bring later bytes, which are kept.
+    /// Fills `range` of `payload` with the next bytes. The read that completes the payload may also
+    /// receive bytes that follow the payload. The inbox keeps those bytes.
     pub async fn payload(
         &mut self,
         stream: &Stream,

@@ -1,9 +1,9 @@
 //! The connections of a reactor, and the reasons to end them: a client that is too slow, and a disk
 //! that is removed.
 //!
-//! What must hold: a client that has chosen no export in time is disconnected. A client that reads
-//! no answers is disconnected if others wait for the memory. The end of a disk waits for its
-//! requests, but not for its clients.
+//! What must hold: the server disconnects a client that has not chosen an export in time. It also
+//! disconnects a client that reads no replies while others wait for the memory. The end of a disk
+//! waits for the requests in flight, but not for the clients.
 
 use std::cell::{Cell, OnceCell, RefCell};
 use std::rc::{Rc, Weak};
@@ -19,18 +19,18 @@ use super::shared::Shared;
 use super::stream::Stream;
 use crate::Reactors;
 
-/// Time between two checks for slow clients, while there may be any.
+/// Time between two checks for slow clients, while a client may be slow.
 const CHECK_PERIOD: Duration = Duration::from_millis(500);
-/// How long a client may make no progress in a transfer while others wait for memory.
+/// Longest time without progress in a client's transfer while others wait for memory.
 const STALLED: Duration = Duration::from_secs(4);
-/// How long a client may take to read its last answers while its disk ends.
+/// Longest time that a client has to read its last replies while its disk ends.
 const LAST_ANSWERS: Duration = Duration::from_secs(2);
 
 /// One connection.
 pub struct Link {
     server: Arc<Shared>,
     stream: Rc<Stream>,
-    /// Time until which it must have chosen an export.
+    /// Time until which the client must have chosen an export.
     deadline: Instant,
     late: Cell<bool>,
     exported: OnceCell<Arc<Exported>>,
@@ -41,13 +41,13 @@ pub struct Link {
 #[derive(Default)]
 struct Links {
     all: RefCell<Vec<Weak<Link>>>,
-    /// A task checks for slow clients.
+    /// The task that checks for slow clients runs.
     watched: Cell<bool>,
 }
 
 impl Link {
-    /// Registers a new connection of this reactor. `handshake`: time in which it must choose an
-    /// export.
+    /// Registers a new connection of this reactor. `handshake`: time in which the client must
+    /// choose an export.
     pub fn enter(
         handle: &Handle,
         stream: &Rc<Stream>,
@@ -70,7 +70,7 @@ impl Link {
         link
     }
 
-    /// Notes the export that the client has chosen.
+    /// Records the export that the client has chosen.
     pub fn chose(&self, exported: &Arc<Exported>, peer: Peer) {
         let _ = self.peer.set(peer);
         let _ = self.exported.set(exported.clone());
@@ -85,7 +85,7 @@ impl Link {
         self.exported.get().is_some_and(|exported| Arc::ptr_eq(&exported.disk, disk))
     }
 
-    /// Returns whether its client may not use the chosen export any more.
+    /// Returns whether the client has lost its permission to use the chosen export.
     pub fn is_not_allowed(&self) -> bool {
         let chosen = self.exported.get().zip(self.peer.get());
         chosen.is_some_and(|(exported, peer)| !exported.is_for(peer))
@@ -111,8 +111,8 @@ impl Links {
         self.all.borrow().iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// Checks connections while one may be too slow. A connection needs no checks if it has chosen
-    /// an export and no request waits for memory. So idle clients cause no wake-ups.
+    /// Checks connections while one of them may be too slow. A connection needs no checks if it has
+    /// chosen an export and no request waits for memory. So idle clients cause no wake-ups.
     async fn watch(self: Rc<Self>, handle: Handle) {
         let buffers = handle.local::<Buffers>();
         loop {
@@ -130,7 +130,7 @@ impl Links {
     }
 }
 
-/// Starts the task that checks for slow clients, if it does not run.
+/// Starts the task that checks for slow clients, unless that task runs already.
 pub fn watch(handle: &Handle) {
     let links = handle.local::<Links>();
     if !links.watched.replace(true) {
@@ -152,7 +152,7 @@ pub fn end_undecided(reactors: &Reactors, server: &Arc<Shared>) {
     }
 }
 
-/// Ends the connections of clients that may not use `disk` any more.
+/// Ends the connections of clients that have lost their permission to use `disk`.
 pub fn end_not_allowed(reactors: &Reactors, disk: &Arc<Disk>) {
     for reactor in reactors.all() {
         let disk = disk.clone();
@@ -166,7 +166,7 @@ pub fn end_not_allowed(reactors: &Reactors, disk: &Arc<Disk>) {
     }
 }
 
-/// Describes the clients of `disk`, those of the first reactor first.
+/// Describes the clients of `disk`, ordered by reactor.
 pub fn clients(reactors: &Reactors, disk: &Arc<Disk>) -> Vec<String> {
     let of_reactor = |reactor: &Remote| {
         let disk = disk.clone();
@@ -179,8 +179,8 @@ pub fn clients(reactors: &Reactors, disk: &Arc<Disk>) -> Vec<String> {
     reactors.all().filter_map(of_reactor).flatten().collect()
 }
 
-/// Ends the connections of `disk` on all reactors, after their requests are answered. Clients that
-/// do not read the answers in time are disconnected.
+/// Ends the connections of `disk` on all reactors, after their requests are answered. Disconnects
+/// clients that do not read the replies in time.
 pub fn end(reactors: &Reactors, disk: &Arc<Disk>) {
     for reactor in reactors.all() {
         let disk = disk.clone();

@@ -63,14 +63,14 @@ const RETRY: Duration = Duration::from_millis(200);
 /// a disk.
 pub struct Server {
     shared: Arc<Shared>,
-    /// Not in [`Shared`], because the last reference to the reactors waits for their end, and must
-    /// not be held by a client.
+    /// Not in [`Shared`], because dropping the last reference to the reactors waits until they end.
+    /// A client's connection must not hold that last reference.
     reactors: Arc<Reactors>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Server {
-    /// Starts the thread that accepts clients. `address` is shown in the log.
+    /// Starts the thread that accepts clients. `address` appears in the log.
     pub fn start(
         listener: Listener,
         address: &str,
@@ -101,7 +101,7 @@ impl Server {
         &self.shared.address
     }
 
-    /// Sets new settings, for clients that connect from now on.
+    /// Replaces the settings for clients that connect from now on.
     pub fn set(&self, settings: Arc<Settings>) {
         *self.shared.settings.lock().unwrap_or_else(PoisonError::into_inner) = settings;
         // The new limit may allow more clients.
@@ -115,8 +115,8 @@ impl Server {
         Offer { server: self.clone(), disk, is_stopped: false }
     }
 
-    /// From now on only clients with these names may use the disk (see [`Exported::only_for`]).
-    /// Disconnects other clients of the disk.
+    /// Restricts the disk to clients with these names (see [`Exported::only_for`]). Disconnects all
+    /// other clients of the disk.
     pub fn allow(&self, disk: &Arc<Disk>, names: &[String]) {
         self.shared
             .exports()
@@ -146,7 +146,8 @@ impl Drop for Server {
     }
 }
 
-/// A disk that a server exports. The server's address is closed with its last offer.
+/// A disk that a server exports. When the server's last offer is dropped, the server closes its
+/// address.
 pub struct Offer {
     server: Arc<Server>,
     disk: Arc<Disk>,
@@ -182,8 +183,8 @@ impl Drop for Offer {
 fn listen(shared: &Arc<Shared>, listener: &Listener, reactors: &Reactors) {
     while !shared.stop.load(Ordering::SeqCst) {
         let _ = rustix::io::read(&shared.wake, &mut [0; 8]);
-        // The limit is read before the count. A client that leaves after the count was read sees
-        // this limit or a later one, and wakes this thread. (`set` wakes it too.)
+        // Read the limit before the count. A client that leaves after the count was read finds this
+        // limit or a later one, and wakes this thread. (`set` wakes this thread too.)
         let many = shared.settings().limits.clients;
         if shared.clients.load(Ordering::SeqCst) >= many {
             shared.log.warn(
@@ -210,7 +211,7 @@ fn listen(shared: &Arc<Shared>, listener: &Listener, reactors: &Reactors) {
             Ok(Some(fd)) => deal_out(shared, reactors, fd),
             Ok(None) => {}
             Err(e) => {
-                // Most likely no descriptor is left. The thread goes on, slowly.
+                // Most likely the process has no free descriptor. Retry after a pause.
                 shared.log.warn(&shared.address, None, format_args!("cannot accept a client: {e}"));
                 wait(shared, Some(RETRY));
             }
@@ -227,7 +228,7 @@ fn deal_out(shared: &Arc<Shared>, reactors: &Reactors, fd: OwnedFd) {
     reactors.next().run(move |handle| match Stream::new(handle, fd) {
         Ok(stream) => {
             let stream = Rc::new(stream);
-            // From here on, the end of the server also ends this connection.
+            // From now on, the end of the server also ends this connection.
             let link =
                 Link::enter(handle, &stream, &client.server, client.settings.limits.handshake);
             handle.spawn(serve(handle.clone(), client, stream, link));
@@ -243,8 +244,8 @@ fn deal_out(shared: &Arc<Shared>, reactors: &Reactors, fd: OwnedFd) {
     });
 }
 
-/// Waits until the thread is woken (by a client that has left, or by the end), or until `limit` is
-/// over.
+/// Waits until a client that has left, or the end of the server, wakes the thread, or until `limit`
+/// is over.
 fn wait(shared: &Shared, limit: Option<Duration>) {
     let mut fds = [rustix::event::PollFd::new(&shared.wake, rustix::event::PollFlags::IN)];
     let limit = limit.and_then(|limit| rustix::event::Timespec::try_from(limit).ok());
@@ -256,8 +257,8 @@ struct Client {
     settings: Arc<Settings>,
 }
 
-/// A client's socket. The client counts until the socket is closed. A thread that closes received
-/// descriptors may close it later than the reactor.
+/// A client's socket. The server counts the client until the socket is closed. A thread that closes
+/// received descriptors may close the socket later than the reactor does.
 struct Accepted {
     fd: OwnedFd,
     server: Arc<Shared>,
@@ -278,7 +279,7 @@ impl Drop for Accepted {
     }
 }
 
-/// Serves one client, from its first byte to its last.
+/// Serves one client from connection to disconnection.
 async fn serve(handle: Handle, client: Client, stream: Rc<Stream>, link: Rc<Link>) {
     let shared = &*client.server;
     let (mut inbox, from) = (Inbox::default(), stream.from());
@@ -296,7 +297,7 @@ async fn serve(handle: Handle, client: Client, stream: Rc<Stream>, link: Rc<Link
                 format_args!("a client ({from}) chose no export in {limit} s: it was disconnected"),
             );
         }
-        // The client has only checked whether a server listens.
+        // This client has only checked whether a server listens.
         Err(e)
             if e.kind() == io::ErrorKind::UnexpectedEof
                 || e.kind() == io::ErrorKind::ConnectionReset =>
@@ -313,7 +314,7 @@ async fn serve(handle: Handle, client: Client, stream: Rc<Stream>, link: Rc<Link
     };
     let exported = terms.exported.clone();
     link.chose(&exported, peer);
-    // Meanwhile the export, or the client's permission, was removed.
+    // The export or the client's permission may have been removed during the negotiation.
     if link.is_not_allowed() || !shared.exports().iter().any(|e| Arc::ptr_eq(e, &exported)) {
         return;
     }
@@ -330,7 +331,7 @@ async fn serve(handle: Handle, client: Client, stream: Rc<Stream>, link: Rc<Link
     shared.log.info(&exported.name, None, format_args!("an NBD client connected ({from})"));
     let end = receiver.run(inbox).await;
     stream.close();
-    // If this is the last connection of the reactor, the spare buffers are freed.
+    // If this is the last connection of the reactor, dropping the link frees the spare buffers.
     drop(link);
     links::watch(&handle);
     match end {

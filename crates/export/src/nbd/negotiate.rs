@@ -1,8 +1,8 @@
 //! The option phase of fixed newstyle negotiation.
 //!
 //! In: a new connection. Out: the agreed terms, or the end of the connection. What must hold: an
-//! option costs the server at most [`MOST_OPTION`] bytes of memory, and a client may send
-//! [`MOST_OPTIONS`] of them. The caller bounds the time. A client learns nothing of an export that
+//! option costs the server at most [`MOST_OPTION`] bytes of memory, and a client may send at most
+//! [`MOST_OPTIONS`] options. The caller bounds the time. A client learns nothing of an export that
 //! it may not use.
 
 use std::io;
@@ -21,11 +21,12 @@ use super::terms::Terms;
 
 /// Maximum number of bytes of an option's data that are read.
 const MOST_OPTION: u32 = 64 << 10;
-/// Maximum number of bytes of an option's data that are skipped to report that they are too many.
+/// Maximum length in bytes of an option's data that the server skips before it sends the error "too
+/// big".
 const MOST_SKIPPED: u32 = 32 << 20;
 const MOST_OPTIONS: u32 = 1024;
-/// Maximum number of names of exports that an error message lists, and of bytes of a name. Clients
-/// accept messages of up to 4096 bytes.
+/// Maximum number of export names in an error message, and maximum length of each name in bytes.
+/// Clients accept messages of up to 4096 bytes.
 const MOST_NAMES: usize = 8;
 const MOST_NAME: usize = 200;
 
@@ -38,7 +39,7 @@ pub struct Negotiation<'a> {
     peer: Peer,
     no_zeroes: bool,
     headers: Headers,
-    /// The chosen contexts, and the name of their export.
+    /// The chosen contexts, and the name of the export for which the client chose them.
     contexts: Option<(Vec<u8>, Contexts)>,
 }
 
@@ -96,8 +97,8 @@ impl<'a> Negotiation<'a> {
                     header.option, header.len
                 )));
             }
-            // Errors about TLS, unknown options, and options without data come before an error
-            // about the length.
+            // Errors about TLS, about unknown options, and about options that take no data have
+            // precedence over an error about the length.
             let data = match long {
                 true => self.inbox.skip(self.stream, header.len.into()).await.map(|()| vec![0])?,
                 false => self.inbox.exactly(self.stream, header.len as usize).await?,
@@ -148,9 +149,9 @@ impl<'a> Negotiation<'a> {
         Err(invalid(format!("it has sent {MOST_OPTIONS} options and chosen no export")))
     }
 
-    /// Exchanges the greeting and the handshake flags. Returns whether the client knows fixed
-    /// newstyle. A client without it cannot receive replies to options. It can only choose an
-    /// export.
+    /// Exchanges the greeting and the handshake flags. Returns whether the client supports fixed
+    /// newstyle. A client without fixed newstyle cannot receive replies to options. Such a client
+    /// can only choose an export.
     async fn greet(&mut self) -> io::Result<bool> {
         let mut greeting = Vec::new();
         greeting.extend(wire::GREETING.to_be_bytes());
@@ -166,7 +167,7 @@ impl<'a> Negotiation<'a> {
         Ok(flags & u32::from(handshake::FIXED_NEWSTYLE) != 0)
     }
 
-    /// Handles an option that does not end the phase.
+    /// Handles an option that does not end the option phase.
     async fn option(&mut self, option: u32, data: &[u8]) -> io::Result<()> {
         let empty = || match data {
             [] => Ok(()),
@@ -218,8 +219,8 @@ impl<'a> Negotiation<'a> {
         }
     }
 
-    /// Starts TLS. The state from before TLS is dropped. Bytes that came in clear text after the
-    /// option end the connection, because TLS does not protect them.
+    /// Starts TLS. Drops the state from before TLS. If the client has sent clear text after this
+    /// option, the connection ends, because TLS does not protect that text.
     async fn start_tls(&mut self, data: &[u8]) -> io::Result<()> {
         let refusal = match self.tls {
             None => (rep::ERR_POLICY, "TLS is not set up on this server"),
@@ -369,7 +370,8 @@ impl<'a> Negotiation<'a> {
         Ok(self.terms(exported, name))
     }
 
-    /// Refuses an option that keeps the client out, and logs that.
+    /// Refuses an option and writes the refusal to the log, because the client cannot get the
+    /// export.
     async fn refuse_and_log(&mut self, option: u32, refusal: Refusal) -> io::Result<()> {
         let (name, from) = (&self.shared.address, self.stream.from());
         self.shared.log.warn(
@@ -396,7 +398,8 @@ impl<'a> Negotiation<'a> {
     }
 }
 
-/// Returns the information about an export: the required parts, and those that the client asks for.
+/// Returns the information about an export: the required items, and the items that the client asks
+/// for.
 fn described(exported: &Exported, asked: &[u16], headers: Headers) -> Vec<(u16, Vec<u8>)> {
     let mut all = Vec::new();
     let mut size = Vec::from(exported.disk.capacity().to_be_bytes());

@@ -2,13 +2,14 @@
 //!
 //! In: the size of a buffer, and the usage of the connection that needs it. Out: permission to hold
 //! that number of bytes. What must hold:
-//! - A connection gets its first [`GUARANTEED`] bytes at once, whatever others hold, even while it
-//!   waits for more.
-//! - All bytes beyond these are at most [`MOST`] for all connections together.
-//! - A request waits only while the quota is used up. The connection that holds least is served
-//!   first.
-//! - Payloads get their memory in steps, so they could deadlock. To prevent that, the last
-//!   [`LONGEST`] bytes of the quota are reserved for one payload at a time, which can complete.
+//! - A connection gets its first [`GUARANTEED`] bytes at once, whatever other connections hold.
+//!   This applies even while the connection waits for more bytes.
+//! - All bytes beyond the guaranteed ones are at most [`MOST`] for all connections together.
+//! - A request waits only while the quota is used up. The quota serves the connection that holds
+//!   least first.
+//! - Payloads get their memory in steps, so they could deadlock. To prevent that, the quota
+//!   reserves its last [`LONGEST`] bytes for one payload at a time, so that this payload can
+//!   complete.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -19,7 +20,7 @@ use blockyard_ring::{Handle, Signal};
 
 /// Bytes that the connections of one reactor share.
 const MOST: usize = 256 << 20;
-/// Bytes that each connection may hold in addition, whatever others hold.
+/// Bytes that each connection may hold in addition, whatever other connections hold.
 pub const GUARANTEED: usize = 256 << 10;
 /// Maximum number of bytes of a payload.
 const LONGEST: usize = wire::MOST_PAYLOAD as usize;
@@ -48,14 +49,16 @@ enum Reserve {
     Free,
     /// Reserved for the payload of this connection.
     For(Rc<Usage>),
-    /// That payload is complete, and its bytes are not returned yet.
+    /// The payload that had the reserve has ended, but its connection has not returned the bytes
+    /// yet.
     Used,
 }
 
-/// The purpose of the bytes.
+/// The purpose for which a connection takes bytes from the quota.
 #[derive(Clone, Copy, PartialEq)]
 pub enum Need {
-    /// A whole buffer. The disk fills it, or a client with a short payload.
+    /// A whole buffer, which the disk fills (a read) or the client fills with a short payload (a
+    /// write).
     Buffer,
     /// The next step of an arriving payload.
     Payload,
@@ -75,12 +78,12 @@ impl Usage {
         self.held.get()
     }
 
-    /// Returns whether it holds more than its guaranteed bytes.
+    /// Returns whether the connection holds more than its guaranteed bytes.
     pub fn shares(&self) -> bool {
         self.held.get() > GUARANTEED
     }
 
-    /// Returns how many of `size` further bytes would be shared bytes.
+    /// Returns how many of `size` further bytes would exceed the guaranteed bytes.
     fn beyond(&self, size: usize) -> usize {
         let held = self.held.get();
         (held + size).saturating_sub(GUARANTEED) - held.saturating_sub(GUARANTEED)
@@ -119,7 +122,7 @@ impl Quota {
         let (usage, signal, granted) = (usage.clone(), Signal::new(handle), Cell::new(false));
         let waiting = Rc::new(Waiting { usage, size, need, signal, granted });
         self.waiting.borrow_mut().push_back(waiting.clone());
-        // This may be the payload for which the reserve is free.
+        // The new waiter may be the payload that can take the free reserve.
         self.serve();
         Some(waiting)
     }
@@ -145,7 +148,7 @@ impl Quota {
         }
     }
 
-    /// Notes that the connection's payload is complete, or was abandoned.
+    /// Records that the connection's payload is complete or abandoned.
     pub fn payload_ended(&self, usage: &Rc<Usage>) {
         if self.is_reserved_for(usage) {
             self.reserve.replace(Reserve::Used);
@@ -244,7 +247,7 @@ mod tests {
         for _ in 0..64 {
             assert!(reactor.take(&client, 4096).is_none());
         }
-        // The 65th request waits, behind another connection's.
+        // The other connection waits first. The 65th request waits behind it.
         let other = Rc::default();
         let long = reactor.take(&other, MB).unwrap();
         let waiting = reactor.take(&client, 4096).unwrap();
@@ -271,8 +274,8 @@ mod tests {
         assert!(greedy.granted.get() && !reactor.1.is_short());
     }
 
-    /// Payloads have taken the whole quota in steps, and each needs more. They are completed one
-    /// after the other.
+    /// Payloads have taken the whole quota in steps, and each needs more. They complete one after
+    /// the other.
     #[test]
     fn arriving_payloads_do_not_deadlock() {
         let reactor = Reactor::new();
@@ -306,7 +309,7 @@ mod tests {
         assert!(matches!(*reactor.1.reserve.borrow(), Reserve::Free));
     }
 
-    /// The reserve is for one payload, and not for the next one of its connection.
+    /// One payload has the reserve. The next payload of the same connection does not inherit it.
     #[test]
     fn the_reserve_is_free_after_its_bytes_are_returned() {
         let reactor = Reactor::new();

@@ -4,9 +4,9 @@
 //!   socket ─► run: inbox, header, payload ─► workers (a task for each request) ─► disk
 //!   socket ◄─ send: all answers that are there, in one write ◄─── answers ◄──────┘
 //! ```
-//! Requests of one connection run concurrently, and are answered as they end. What must hold: the
-//! number of requests in flight is bounded. After an invalid header, nothing more is taken. The
-//! connection ends after its last request.
+//! Requests of one connection run concurrently, and each is answered when it ends. What must hold:
+//! the number of requests in flight is bounded. After an invalid header, the server reads no
+//! further request. The connection ends after its last request.
 
 use std::cell::Cell;
 use std::io;
@@ -31,12 +31,14 @@ use crate::budget::{self, Budget, REQUEST};
 const MOST_IN_FLIGHT: u32 = 128;
 /// Number of requests between two checks of the clock.
 const REQUESTS_PER_CHECK: u32 = 8;
-/// Least length in bytes of a read after which the reactor serves others before the next request.
+/// Minimum length in bytes of a read after which the reactor serves other tasks before the next
+/// request.
 const LARGE: u64 = 128 << 10;
-/// Bytes that are read and not sent, beyond which no large read begins.
+/// Maximum number of bytes that were read and not sent yet. Above it, the connection begins no
+/// large read.
 const MOST_UNSENT: u64 = 1 << 20;
-/// Longest payload in bytes that is skipped after an error. For a longer one the client is
-/// disconnected.
+/// Longest payload in bytes that the server skips after an error. If the payload is longer, the
+/// server disconnects the client.
 const MOST_SKIPPED: u64 = 64 << 20;
 
 /// The receiving side of a connection.
@@ -47,12 +49,12 @@ pub struct Receiver {
     sender: Cell<TaskId>,
     budget: Budget,
     wrote: Cell<bool>,
-    /// The disk does not write into read buffers (see [`Source::Null`]), so these must be cleared
-    /// first.
+    /// The disk does not write into read buffers (see [`Source::Null`]), so the server must clear
+    /// them before each read.
     scrubs: bool,
 }
 
-/// Why no more requests are taken.
+/// Reason why the connection reads no more requests.
 pub enum End {
     /// The client ended the connection.
     Gone,
@@ -103,7 +105,7 @@ impl Receiver {
         sending.wait().await;
         self.workers.close();
         if self.wrote.get() {
-            // Writes that the client did not flush should not be lost when it disconnects.
+            // A client that disconnects without a flush should not lose its writes.
             let _ = self.connection.served.flush_unsynced().await;
         }
         end
@@ -139,9 +141,9 @@ impl Receiver {
                     connection.handle.yield_now().await;
                 }
                 if large_read {
-                    // A read from the page cache is complete at once. Its data should be sent while
-                    // they are in the processor's cache. A slow disk should get the next request
-                    // meanwhile.
+                    // A read from the page cache completes at once. Send its data while the data is
+                    // in the processor's cache. Storage that is slow should get the next request
+                    // without this wait.
                     while connection.unsent.get() > MOST_UNSENT && connection.unanswered.get() == 0
                     {
                         connection.sent.wait().await;
@@ -179,8 +181,8 @@ impl Receiver {
             && budget::is_over(self.connection.handle.now(), Instant::now())
     }
 
-    /// Starts a request after reading its payload. Returns an error if it was not answered and the
-    /// following bytes cannot be parsed.
+    /// Starts a request after reading its payload. Returns an error if the request was not answered
+    /// and the bytes after it cannot be parsed.
     async fn begin(&self, request: wire::Request, inbox: &mut Inbox) -> io::Result<()> {
         let wire::Request { command, len, .. } = request;
         let connection = &*self.connection;
@@ -219,7 +221,7 @@ impl Receiver {
             cmd::READ => {
                 let buffer = connection.take(len as usize).await;
                 if connection.broken.get() {
-                    // The answer cannot be sent. Frees the buffer and ends the connection.
+                    // The reply cannot be sent, so free the buffer and end the connection.
                     connection.give_back(buffer, len as usize);
                     return Err(io::ErrorKind::BrokenPipe.into());
                 }
@@ -323,7 +325,7 @@ impl Receiver {
         self.await_payload(inbox.skip(&self.connection.stream, len)).await
     }
 
-    /// Awaits bytes of a request's payload. Meanwhile the connection counts as idle.
+    /// Awaits bytes of a request's payload. The connection counts as idle during this wait.
     async fn await_payload<T>(&self, payload: impl Future<Output = T>) -> T {
         self.connection.idle.leave();
         let received = payload.await;

@@ -14,7 +14,7 @@ pub struct Reply {
 /// The contents of an answer.
 pub enum Body {
     None,
-    /// Data of a read. (A write's buffer is returned this way, too.)
+    /// Data of a read. (The buffer of a write returns to the quota in this variant, too.)
     Buffer(Segments),
     /// Payloads of the block status chunks.
     Chunks(Vec<Vec<u8>>),
@@ -45,7 +45,7 @@ fn reason(error: u32) -> &'static str {
 }
 
 impl Reply {
-    /// Returns how many bytes of read data it carries.
+    /// Returns the number of bytes of read data in the body.
     pub fn data_bytes(&self) -> u64 {
         match &self.body {
             Body::Buffer(data) if self.request.command == cmd::READ => data.len() as u64,
@@ -102,7 +102,8 @@ fn block_status_kind(headers: Headers) -> u16 {
 mod tests {
     use super::*;
 
-    /// Without the flag, a client would conclude that the server cannot write zeroes at all.
+    /// If other operations returned ENOTSUP, a client would conclude that the server cannot write
+    /// zeroes at all.
     #[test]
     fn not_supported_is_returned_for_fast_zeroes_only() {
         let zeroes = |fast| Op::WriteZeroes { unmap: true, fua: false, fast };

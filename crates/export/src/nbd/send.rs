@@ -1,8 +1,8 @@
 //! Sends the answers of a connection.
 //!
-//! In: answers, as requests end. Out: all answers that are ready in one write, headers and data.
-//! What must hold: an answer is sent as a whole, or the connection ends. The buffer of its request
-//! is returned afterwards.
+//! In: replies, as requests end. Out: writes, each of which carries all replies that are ready,
+//! headers and data. What must hold: a reply is sent as a whole, or the connection ends. The server
+//! takes the buffer of the request back after that.
 
 use std::rc::Rc;
 
@@ -16,7 +16,7 @@ use super::reply::{Body, Reply};
 const HEADERS: usize = 64 << 10;
 
 impl Connection {
-    /// Sends answers until the last one.
+    /// Sends replies until the last one is sent.
     pub async fn send(self: Rc<Self>) {
         let header_buffer = Segments::buffer(HEADERS);
         let (mut batch, mut text, mut out) =
@@ -54,8 +54,8 @@ impl Connection {
         }
     }
 
-    /// Gathers as many replies as fit in one write into `out`. Returns their number. A reply with a
-    /// text longer than [`HEADERS`] is sent by itself, in parts.
+    /// Gathers as many replies as fit in one write into `out`. Returns their number. A reply with
+    /// headers and payloads longer than [`HEADERS`] is sent alone, in parts.
     async fn gather(
         &self,
         replies: &[Reply],

@@ -13,7 +13,7 @@ use crate::log::Log;
 /// Limits for the clients of a server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Maximum number of clients at a time. Others wait until one disconnects.
+    /// Maximum number of clients at a time. Further clients wait until one disconnects.
     pub clients: usize,
     /// Time in which a client must choose its export.
     pub handshake: Duration,
@@ -35,8 +35,8 @@ pub struct Settings {
 /// State that a server's accepting thread, the reactors and the program share.
 pub struct Shared {
     pub exports: Mutex<Vec<Arc<Exported>>>,
-    /// Settings for clients that connect from now on. A connected client keeps the settings of its
-    /// start.
+    /// Settings for clients that connect from now on. A connected client keeps the settings that
+    /// applied when it connected.
     pub settings: Mutex<Arc<Settings>>,
     pub log: Log,
     /// The address, as the log shows it.
@@ -68,7 +68,7 @@ impl Shared {
         !self.exports().iter().all(is_open)
     }
 
-    /// Returns the export of this name, if the client may see it. The empty name means the only
+    /// Returns the export of this name, if the client may see it. The empty name selects the only
     /// export.
     pub fn find(&self, name: &[u8], peer: &Peer) -> Option<Arc<Exported>> {
         let exports = self.visible(peer);

@@ -11,13 +11,14 @@ use blockyard_ring::{Handle, Segments, Socket, write_rest};
 
 use super::quota::Usage;
 
-/// Bytes that a client must transfer within the time limit, if it holds `held` bytes of the quota.
-/// Otherwise it counts as stalled. The more a client holds, the more it must transfer.
+/// Minimum number of bytes that a client must transfer within the time limit if it holds `held`
+/// bytes of the quota. A client that transfers less is stalled. The more a client holds, the more
+/// it must transfer.
 fn progress(held: usize) -> usize {
     (held / 8).max(64 << 10)
 }
 
-/// Size of the socket's send buffer in bytes, as far as the kernel allows it.
+/// Requested size of the socket's send buffer in bytes. The kernel may allow less.
 const SENT_AHEAD: usize = 256 << 10;
 
 /// A connection's socket, plain or with TLS.
@@ -30,12 +31,13 @@ pub struct Stream {
     from: String,
     /// The buffer memory that the client's requests hold.
     pub usage: Rc<Usage>,
-    /// Time since which the client has read less than [`progress`] of the data that are being sent.
+    /// Time since which the client has read less than [`progress`] of the data that the server is
+    /// sending.
     sending_since: Cell<Option<Instant>>,
-    /// Time since which the client has sent less than [`progress`] of a payload for which a buffer
-    /// waits.
+    /// Time since which the client has sent less than [`progress`] of a payload that already has a
+    /// buffer.
     payload_since: Cell<Option<Instant>>,
-    /// Bytes of the payload that it has sent since then.
+    /// Bytes of the payload that the client has sent since `payload_since`.
     payload_received: Cell<usize>,
 }
 
@@ -43,7 +45,7 @@ impl Stream {
     pub fn new(handle: &Handle, fd: impl AsFd + Send + Sync + 'static) -> io::Result<Self> {
         let _ = rustix::net::sockopt::set_tcp_nodelay(&fd, true);
         let _ = rustix::net::sockopt::set_socket_send_buffer_size(&fd, SENT_AHEAD);
-        // After some time, this ends the connection if the client's machine is gone.
+        // If the client's machine is gone, keepalive ends the connection after some time.
         let _ = rustix::net::sockopt::set_socket_keepalive(&fd, true);
         let from = crate::listener::peer(&fd);
         let (usage, sending_since, payload_since, payload_received) = Default::default();
@@ -70,8 +72,8 @@ impl Stream {
         self.secure.get().unwrap_or(&self.plain)
     }
 
-    /// Starts TLS. From here on all bytes are encrypted. Returns the names in the client's
-    /// certificate, if it has sent one.
+    /// Starts TLS. All later bytes are encrypted. Returns the names in the client's certificate, if
+    /// the client has sent one.
     pub async fn start_tls(&self, tls: &ServerTls) -> io::Result<Vec<String>> {
         let session = tls.session().map_err(io::Error::other)?;
         self.secure.get_or_init(|| self.plain.under_tls(session)).handshake().await
@@ -83,7 +85,8 @@ impl Stream {
         self.link().read(segments).await
     }
 
-    /// Like [`Stream::read`], for a payload for which a buffer waits. Tracks the client's progress.
+    /// Like [`Stream::read`], for a payload that already has a buffer. Tracks the client's
+    /// progress.
     pub async fn read_payload(&self, segments: Segments) -> (Segments, io::Result<usize>) {
         if self.payload_since.get().is_none() {
             self.payload_since.set(Some(self.handle.now()));
@@ -97,7 +100,7 @@ impl Stream {
         (segments, read)
     }
 
-    /// Notes that the payload is complete.
+    /// Ends the tracking of progress, because the payload is complete.
     pub fn payload_complete(&self) {
         self.payload_since.set(None);
         self.payload_received.set(0);
@@ -132,7 +135,7 @@ impl Stream {
         self.usage.shares() && since.iter().flatten().any(|since| since.elapsed() > limit)
     }
 
-    /// Ends TLS, if it is in use.
+    /// Ends TLS, if the connection uses it.
     pub fn close(&self) {
         self.link().close();
     }

@@ -42,7 +42,7 @@ impl Terms {
             | cmd::BLOCK_STATUS => {}
             _ => return Err(errno::EINVAL),
         }
-        // A write has a payload even without this flag, which QEMU's client omits.
+        // A write has a payload even without PAYLOAD_LEN, because QEMU's client omits that flag.
         let status_payload = command == cmd::BLOCK_STATUS && flags & flag::PAYLOAD_LEN != 0;
         if writes && self.exported.disk.options().read_only {
             return Err(errno::EPERM);

@@ -149,7 +149,7 @@ fn the_kernel_refuses_descriptors_from_clients_if_it_can() {
     let (_offer, ..) = serve_on(Listener::bind(&path).unwrap());
     let mut client = Client::ready(UnixStream::connect(&path).unwrap());
     let sent = client.send_with(&Client::read_of(0, 512), &[client.0.as_fd()]);
-    // A kernel before 6.16 accepts them. The next test covers that.
+    // A kernel before 6.16 accepts descriptors. The next test covers that case.
     let refuses = rights::refuse(UnixStream::pair().unwrap().0);
     assert_eq!(sent.err(), refuses.then_some(Errno::PERM));
     if refuses {
@@ -190,7 +190,7 @@ fn a_client_that_sends_a_descriptor_is_disconnected_and_blocks_no_other() {
         "it is counted until its socket is closed"
     );
     drop((other_client, other));
-    // The reactor answers, so it is not blocked in a close.
+    // The reactor replies, so no close blocks it.
     reactors.next().ask(|_, reply| reply.send(())).unwrap();
 }
 
@@ -224,6 +224,7 @@ fn requests_that_complete_at_once_leave_time_to_others() {
     client.0.write_all(&pipeline).unwrap();
     (0..READS).for_each(|_| client.take_read(LEN as usize));
     let most = most.recv().unwrap();
-    // Two iterations may pass between two checks, each with 1 MiB and one request.
+    // Two iterations may pass between two checks. Each iteration takes at most 1 MiB (16 reads of
+    // 64 KiB) and one further read.
     assert!(most <= 2 * 17, "{most} reads of 64 KiB between two checks");
 }

@@ -1,5 +1,5 @@
-//! Workers: reusable tasks, of which each carries out one job after another (a request, or a part
-//! of the protocol that needs the disk). They are reused, so the steady state allocates nothing.
+//! Workers: reusable tasks. Each worker carries out one job after another: a request, or a part of
+//! the protocol that needs the disk. Reuse avoids allocations in the steady state.
 
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
@@ -14,7 +14,7 @@ use super::block_status::{self, Contexts};
 use super::connection::{Connection, RequestToken, ZEROED_AT_A_TIME};
 use super::reply::{Body, error_of};
 
-/// Bytes of a cache request that are read at a time.
+/// Bytes of a cache request (NBD_CMD_CACHE) that the worker reads at a time.
 const CACHED_AT_A_TIME: u64 = 1 << 20;
 
 /// The workers of a connection.
@@ -44,7 +44,7 @@ pub enum Job {
         only: Option<Contexts>,
     },
     Cache(wire::Request),
-    /// A write of zeroes that is done in pieces.
+    /// A write of zeroes that the worker splits into pieces.
     Zeroes {
         request: wire::Request,
         op: Op,
@@ -64,7 +64,7 @@ impl Workers {
         self.connection.handle.poll_now(worker.task.get());
     }
 
-    /// Ends the idle workers. A busy one ends after its job.
+    /// Ends the idle workers. A busy worker ends after its job.
     pub fn close(&self) {
         for worker in self.idle.borrow_mut().drain(..) {
             worker.closed.set(true);
@@ -138,7 +138,7 @@ impl Connection {
     }
 
     /// Checks, as far as possible, that all pieces of a fast write of zeroes will be fast, before
-    /// the first piece is done. Otherwise returns the error for the whole request.
+    /// the first piece begins. Returns the error for the whole request if a piece would be slow.
     async fn may_zero(&self, request: &wire::Request, op: Op) -> Result<(), u32> {
         let Op::WriteZeroes { unmap, fast: true, .. } = op else { return Ok(()) };
         let (mut at, end) = (request.offset, request.offset + request.len);
@@ -154,9 +154,9 @@ impl Connection {
         Ok(())
     }
 
-    /// Does a long request piece by piece, until it is done or the client is gone. Data of a cache
-    /// request are read and dropped. They are in the page cache then, or in the overlay
-    /// (copy-on-read).
+    /// Handles a long request piece by piece, until it is complete or the client is gone. For a
+    /// cache request, the worker reads the data and drops it. The data is then in the page cache,
+    /// or in the overlay (copy-on-read).
     async fn in_pieces(&self, request: wire::Request, op: Op, piece: u64) {
         let (mut at, end) = (request.offset, request.offset + request.len);
         let mut status = Ok(());

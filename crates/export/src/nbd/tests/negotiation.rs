@@ -26,7 +26,7 @@ impl Asker {
         self.0.write_all(&bytes).unwrap();
     }
 
-    /// Returns kind and data of the next reply.
+    /// Returns the type and the data of the next reply.
     fn reply(&mut self, option: u32) -> (u32, Vec<u8>) {
         let head: [u8; 20] = bytes(&mut self.0);
         assert_eq!((wire::u64_at(&head, 0), wire::u32_at(&head, 8)), (OPTION_REPLY, option));
@@ -35,7 +35,7 @@ impl Asker {
         (wire::u32_at(&head, 12), data)
     }
 
-    /// Returns kinds and data of all replies to an option.
+    /// Returns the types and the data of all replies to an option.
     fn ask(&mut self, option: u32, data: &[u8]) -> Vec<(u32, Vec<u8>)> {
         self.send(option, data);
         let mut replies = vec![self.reply(option)];
@@ -91,7 +91,8 @@ fn an_export_is_described_as_the_client_asks() {
     );
     let sizes = [1, 4096, wire::MOST_PAYLOAD].map(u32::to_be_bytes);
     assert_eq!(replies[3].1[2..], *sizes.as_flattened());
-    // Only the required information is sent unasked. The empty name means the only export.
+    // Without a request for more, the server sends only the required information. The empty name
+    // selects the only export.
     let replies = asker.ask(opt::GO, &go_data("", &[]));
     assert_eq!(replies.iter().map(|(kind, _)| *kind).collect::<Vec<_>>(), [rep::INFO, rep::ACK]);
     Client(asker.0).reads();

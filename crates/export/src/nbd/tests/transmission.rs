@@ -58,7 +58,7 @@ impl Asker {
         self.stream.write_all(&bytes).unwrap();
     }
 
-    /// Returns the error code of a simple answer to a request at `offset`.
+    /// Returns the error code of the simple reply to a request at `offset`.
     fn simple(&mut self, offset: u64) -> u32 {
         let head: [u8; 16] = bytes(&mut self.stream);
         let reply = wire::SimpleReply::parse(&head).expect("a simple answer");
@@ -219,7 +219,7 @@ fn a_connection_ends_with_its_last_answer() {
     let mut asker = Asker::new(&server, Headers::Simple);
     asker.send(cmd::WRITE, 0, 0, 3, b"end");
     asker.send(cmd::DISC, 0, 0, 0, &[]);
-    // A request after the disconnect is ignored.
+    // The server ignores a request after NBD_CMD_DISC.
     asker.send(cmd::READ, 0, 0, 3, &[]);
     assert_eq!(asker.simple(0), 0);
     assert!(is_disconnected(&mut asker.stream));
