@@ -169,7 +169,7 @@ impl Source {
         }
     }
 
-    /// Returns the unit of discards that free space, in bytes.
+    /// Returns the smallest unit of a discard that frees space, in bytes.
     pub fn discard_unit(&self) -> u32 {
         match self {
             Source::Chain(chain) => chain.units().0 as u32,
@@ -177,9 +177,9 @@ impl Source {
         }
     }
 
-    /// Returns the device that holds its data: its name, and whether it is rotational. For a chain,
-    /// the device of the topmost image counts. None: there is no device, or no other disk can share
-    /// it.
+    /// Returns the device that holds the data: its name, and whether it is rotational. For a chain,
+    /// this is the device of the topmost image. None: there is no device, or no other disk can
+    /// share it.
     pub fn device(&self) -> io::Result<Option<(String, bool)>> {
         let file = match self {
             Source::Delay { model, .. } => {
@@ -194,7 +194,7 @@ impl Source {
         file.device()
     }
 
-    /// Returns the raw image, if it is one.
+    /// Returns the raw image, if the back end is one, or is a modelled device with one.
     pub fn file(&self) -> Option<&Arc<ImageFile>> {
         match self {
             Source::File(file) | Source::Delay { file: Some(file), .. } => Some(file),
@@ -202,7 +202,7 @@ impl Source {
         }
     }
 
-    /// Returns the chain of images, if it is no raw image.
+    /// Returns the chain of images, if the back end is one.
     pub fn chain(&self) -> Option<&Arc<Chain>> {
         match self {
             Source::Chain(chain) => Some(chain),
@@ -211,8 +211,8 @@ impl Source {
     }
 }
 
-/// Returns the geometry that the guest sees of a chain. Its images may be on several devices, so
-/// the chain's allocation units count more than the devices' preferred sizes.
+/// Returns the geometry that the guest sees of a chain. The chain's images may be on several
+/// devices, so the geometry follows the chain's allocation units, not the devices' preferred sizes.
 fn of_chain(chain: &Chain) -> Geometry {
     let device = chain.top().file.geometry();
     let (unit, cluster) = chain.units();
@@ -293,8 +293,8 @@ impl<S: Storage> Backend<S> {
         }
     }
 
-    /// Writes at `offset`. `durable`: on stable storage before it returns. Ignored by images, whose
-    /// metadata need a flush; see [`Backend::flushes_whole`].
+    /// Writes at `offset`. `durable`: the data are on stable storage before the call returns.
+    /// Images ignore this, because their metadata need a flush; see [`Backend::flushes_whole`].
     #[inline]
     pub async fn write(
         &self,
@@ -316,15 +316,15 @@ impl<S: Storage> Backend<S> {
         }
     }
 
-    /// Returns whether only a flush makes a write durable, because metadata that are written in
-    /// order lead to the data.
+    /// Returns whether only a flush makes a write durable. It does for images, because a flush
+    /// writes in order the metadata that lead to the data.
     #[inline]
     pub fn flushes_whole(&self) -> bool {
         matches!(self, Backend::Image(_))
     }
 
-    /// Returns the error if a sync failed that no flush of the disk asked for. The writes that it
-    /// covered may be lost.
+    /// Returns the error if a sync has failed that the image made on its own, and not for a flush
+    /// of the disk. Earlier writes may then be lost.
     pub fn lost(&self) -> Option<io::Error> {
         match self {
             Backend::Raw(raw) => raw.storage().lost(),
@@ -346,8 +346,8 @@ impl<S: Storage> Backend<S> {
         }
     }
 
-    /// Flushes, and leaves the image marked as cleanly closed. Call it at the end, on one reactor,
-    /// when no request is in flight.
+    /// Flushes, and leaves the image marked as cleanly closed. Call it when the disk is closed, on
+    /// one reactor, after the last request has ended.
     pub async fn close(&self) -> io::Result<()> {
         match self {
             Backend::Image(image) => image.close().await,

@@ -21,7 +21,8 @@ pub(crate) struct CurrentImage<S> {
     pub(crate) backend: Backend<S>,
     /// Records the ranges that are written, during a commit.
     pub(crate) dirty: Option<Arc<DirtyMap>>,
-    /// For images: counts the I/O of their files, and how much of it was charged to requests.
+    /// Counts the I/O of the image's files, and how much of it was charged to requests. None:
+    /// nothing is counted.
     metered: Option<Metered>,
 }
 
@@ -108,8 +109,8 @@ impl<S> CurrentImage<S> {
     }
 
     /// Returns the I/O that is not charged yet. The request was charged for one operation of
-    /// `charged` bytes, and its polls began `file_io`. A request that was charged too much is no
-    /// credit for others.
+    /// `charged` bytes, and its polls began `file_io`. If the request was charged for more than it
+    /// began, the difference is no credit for other requests.
     #[inline]
     pub(crate) fn uncharged(&self, file_io: FileIo, charged: u64) -> Option<FileIo> {
         let Metered { accounted, .. } = self.metered.as_ref()?;
@@ -119,7 +120,7 @@ impl<S> CurrentImage<S> {
         (more.operations > 0 || more.bytes > 0).then_some(more)
     }
 
-    /// Returns what the write policies chose for the files of this image.
+    /// Returns the figures of the write policies for the files of this image.
     pub(crate) fn writes(&self) -> WriteFigures {
         self.metered.as_ref().map_or_else(WriteFigures::default, |metered| metered.meter.writes())
     }

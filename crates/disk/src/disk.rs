@@ -129,12 +129,12 @@ impl Disk {
         &self.options.name
     }
 
-    /// Returns its share of the device and its limits. They may be changed at any time.
+    /// Returns the disk's share of the device, with its limits. Both may be changed at any time.
     pub fn share(&self) -> &Arc<Share> {
         &self.share
     }
 
-    /// Returns its present image.
+    /// Returns the disk's present image.
     pub fn source(&self) -> Source {
         self.serving_state().source.clone()
     }
@@ -144,7 +144,7 @@ impl Disk {
     }
 
     /// Cancels a running snapshot, commit or stream, waits for its end, and lets no other begin.
-    /// Call it at the end of the disk, from a thread that is no reactor.
+    /// Call it before the disk is closed, from a thread that is no reactor.
     pub fn end_work(&self) {
         self.ended.store(true, Ordering::SeqCst);
         drop(self.work.lock().unwrap_or_else(PoisonError::into_inner));
@@ -182,8 +182,8 @@ impl Disk {
         self.poisoned.get().map(String::as_str)
     }
 
-    /// Notes an acknowledged write. It writes the flag only if necessary, so that reactors do not
-    /// contend for its cache line.
+    /// Records an acknowledged write. Writes the flag only if it is not set yet, so that reactors
+    /// do not contend for its cache line.
     #[inline]
     pub(crate) fn note_unsynced(&self) {
         if !self.unsynced.load(Ordering::SeqCst) {
@@ -191,8 +191,8 @@ impl Disk {
         }
     }
 
-    /// Notes a write to the page cache. Returns true if the disk must sync now: it has neighbours,
-    /// and what the kernel writes back later would delay their operations.
+    /// Counts a write to the page cache. Returns true if the disk must sync now: it has neighbours,
+    /// and a later write-back by the kernel would delay their operations.
     #[inline]
     pub(crate) fn dirties(&self, bytes: u64) -> bool {
         self.dirties

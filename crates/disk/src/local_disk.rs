@@ -448,8 +448,8 @@ impl<S: Storage> LocalDisk<S> {
                 if self.disk.poisoned().is_some() {
                     return Err(io::Error::other("the disk is poisoned"));
                 }
-                // Reset before the sync begins, because it may not cover writes that are
-                // acknowledged from here on.
+                // Reset the flag before the sync begins, because the sync may not cover writes that
+                // are acknowledged from here on.
                 self.disk.unsynced.swap(false, Ordering::SeqCst);
                 self.disk.dirty.store(0, Ordering::Relaxed);
                 let _held = self.throttle.sync();
@@ -478,7 +478,7 @@ impl<S: Storage> LocalDisk<S> {
     fn failure(&self, op: Op, offset: u64, error: &io::Error) -> Failure {
         let failure = Failure::of(error);
         if failure == Failure::Unsupported && matches!(op, Op::WriteZeroes { fast: true, .. }) {
-            // The client expects this answer; it is no fault of the disk.
+            // The client expects this answer, which shows no fault of the disk.
             return failure;
         }
         // A failing device fails every request, so the log has at most one line a second.

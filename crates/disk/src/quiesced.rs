@@ -26,7 +26,8 @@ use crate::disk::Disk;
 use crate::local_disk::LocalDisk;
 use crate::quiesce::Reply;
 
-/// Longest time that a quiesce waits for the requests in flight. New requests wait as long.
+/// Longest time that a quiesce waits for the requests in flight. New requests are held back during
+/// this time.
 pub const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Why a disk was not quiesced, or its image not exchanged.

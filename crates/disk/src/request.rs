@@ -100,7 +100,7 @@ impl<T: Token> Request<T> {
         Request { op, offset, len, arrived, segments, owed: Owed(Some(token)) }
     }
 
-    /// Returns whether it is a write that need not be durable when it is answered.
+    /// Returns whether the request is a write that need not be durable when it is answered.
     #[inline]
     pub fn is_volatile(&self) -> bool {
         matches!(self.op, Op::Write { fua: false } | Op::WriteZeroes { fua: false, .. })

@@ -77,13 +77,13 @@ impl KindStatistics {
 #[derive(Clone, Default)]
 pub struct Statistics {
     kinds: [Option<Box<KindStatistics>>; 5],
-    /// What the write policies chose for the files of the disk.
+    /// Figures of the write policies for the files of the disk.
     pub writes: WriteFigures,
 }
 
 impl Statistics {
-    /// Counts a request with its time in the queue and its service time. `bytes` count if it
-    /// succeeded.
+    /// Counts a request with its time in the queue and its service time. `bytes` are counted only
+    /// if the request succeeded (`ok`).
     #[inline]
     pub fn record(&mut self, op: Op, bytes: u64, queue: Duration, service: Duration, ok: bool) {
         let kind = self.kind(op);
@@ -129,7 +129,7 @@ impl Statistics {
         }
     }
 
-    /// Returns a summary of one kind of request. None if there was none.
+    /// Returns a summary of one kind of request. None if no such request was recorded.
     pub fn summary(&self, kind: OpKind) -> Option<Summary> {
         let k = self.kinds[kind as usize].as_ref()?;
         let us = |h: &Histogram<u32>, q: f64| h.value_at_quantile(q) as f64 / 1e3;

@@ -39,7 +39,7 @@ pub fn sched_time() -> Time {
 
 fn time_of(at: Instant) -> Time {
     static START: OnceLock<Instant> = OnceLock::new();
-    // Add one second. A time field that was never set is 0, and must be in the past.
+    // Add one second, because a time field that was never set is 0 and must be in the past.
     at.saturating_duration_since(*START.get_or_init(Instant::now)).as_nanos() as u64 + 1_000_000_000
 }
 
@@ -84,7 +84,7 @@ impl Drop for Admission<'_> {
 }
 
 impl Admission<'_> {
-    /// Takes the admission back, because the request does not begin.
+    /// Reverts the admission, because the request does not begin.
     pub fn give_back(mut self, operation: &Operation) {
         if let Some((throttle, grant)) = self.0.take() {
             throttle.share.refund(throttle.now(), operation, grant);

@@ -1,5 +1,5 @@
-//! What the scheduler costs a request, in nanoseconds: `cargo run --release -p blockyard-sched
-//! --example price`.
+//! Measures the time that the scheduler adds to a request, in nanoseconds: `cargo run --release -p
+//! blockyard-sched --example price`.
 //!
 //! One thread. Each value is the median of several rounds. "alone": one disk has the device to
 //! itself. "inside": several disks, all within their share. "waits": all disks exceed their share;

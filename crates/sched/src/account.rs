@@ -160,7 +160,7 @@ impl Account {
         self.rate.store(rate.max(MIN_RATE).to_bits(), Relaxed);
     }
 
-    /// Returns the time in which the disk's share of the device covers `cost`. Both are in
+    /// Returns how long the disk's share of the device takes to cover `cost`. Both are in
     /// nanoseconds.
     pub fn time_of(&self, cost: u64) -> u64 {
         (cost as f64 / f64::from_bits(self.rate.load(Relaxed))) as u64
@@ -224,7 +224,8 @@ impl Account {
         self.baseline_ns.fetch_add(baseline_ns, Relaxed);
     }
 
-    /// Returns whether the disk has had at most its share and the margin.
+    /// Returns whether the disk has used at most its share plus the margin. `device`: the device's
+    /// virtual time.
     #[inline]
     pub fn is_within_share(&self, device: u64) -> bool {
         let end = device.wrapping_add(self.margin.load(Relaxed));

@@ -2,9 +2,9 @@
 //! effect of neighbours is measured against them.
 //!
 //! In: service times, and whether other disks had operations in flight. Out: the expected service
-//! time of an operation by type, size, and queue depth of its own disk. Service times without
-//! neighbours update the average. Service times with neighbours only lower it, if their mean over a
-//! batch is shorter, because neighbours make nothing faster.
+//! time of an operation by type, size, and queue depth of its own disk. The expected time follows
+//! service times without neighbours. Service times with neighbours only lower it, if their mean
+//! over a batch is shorter, because neighbours make nothing faster.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -24,13 +24,13 @@ pub(crate) struct Baseline {
 #[derive(Debug, Default)]
 struct Cell {
     expected: AtomicU64,
-    /// Sum and number of the service times with neighbours, until there are [`BATCH`] of them.
+    /// Sum and number of the service times with neighbours in the present batch of [`BATCH`].
     sum: AtomicU64,
     count: AtomicU64,
 }
 
-/// Number of service times with neighbours that are averaged before they lower the expected time.
-/// A single short one may be chance.
+/// Number of service times with neighbours in a batch. Only the mean of a batch lowers the expected
+/// time, because a single short service time may be chance.
 const BATCH: u64 = 256;
 
 /// A class of operations that have the same expected service time.
@@ -110,8 +110,9 @@ impl Baseline {
         }
     }
 
-    /// Raises the expected times slightly. Call it once a second. Otherwise a device that has
-    /// become slower would look as if it had neighbours for ever.
+    /// Raises the expected times slightly. Call it once a second. Without this, the expected times
+    /// would stay too short on a device that has become slower. The device would then always seem
+    /// to have neighbours.
     pub fn age(&self) {
         for cell in &self.cells {
             let known = cell.expected.load(Relaxed);

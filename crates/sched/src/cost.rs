@@ -26,8 +26,8 @@ pub struct Operation {
 }
 
 impl Operation {
-    /// Returns the bytes that it is charged for, in addition to its base cost. A discard, or zeroes
-    /// that are not written, move none.
+    /// Returns the number of bytes that the operation is charged for, in addition to its base cost.
+    /// It is 0 for a discard, and for zeroes that are not written.
     #[inline]
     pub fn moves(&self) -> u64 {
         match self.kind {
@@ -37,7 +37,8 @@ impl Operation {
     }
 }
 
-/// Largest cost of one operation: 17 s. It keeps virtual times far from half of their range.
+/// Largest cost of one operation: 17 s. It keeps the distances of virtual times far below half of
+/// their range.
 const MOST: u64 = 1 << 34;
 
 /// Cost model of a device, in nanoseconds. `*_per_mib`: cost of each MiB in addition to the base

@@ -9,9 +9,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
 use crate::Time;
 
-/// Largest cost of a disk's waiting operations, in nanoseconds of its limits or share. Beyond this
-/// its queues take no more requests. This bounds what a drain admits, and so the time until the
-/// debt is paid.
+/// Largest cost of a disk's waiting operations, in nanoseconds of its limits or share. If they cost
+/// more, the disk's queues take no more requests. This bounds what a drain admits, and so the time
+/// until the debt is paid.
 pub(crate) const MAX_QUEUED_NS: u64 = 30_000_000_000;
 /// Largest cost that one waiting operation counts for, in nanoseconds.
 const MAX_OPERATION_NS: u64 = 1 << 50;
@@ -33,17 +33,19 @@ pub(crate) struct Debt {
 }
 
 impl Debt {
-    /// Notes that the limits admit the next operation at `opens`.
+    /// Extends the debt to the limits until `opens`, the time when they admit the next operation.
     pub fn owe_limits(&self, opens: Time) {
         self.limits.fetch_max(opens, Relaxed);
     }
 
-    /// Shortens the debt after a change of the limits: they admit the next operation at `opens`.
+    /// Shortens the debt to the limits after a change of the limits. `opens`: the time when they
+    /// admit the next operation.
     pub fn limits_changed(&self, opens: Time) {
         self.limits.fetch_min(opens, Relaxed);
     }
 
-    /// Adds `time` nanoseconds of the disk's share of the device to the debt.
+    /// Extends the debt to the device by `time`: the nanoseconds in which the disk's share covers
+    /// the cost.
     pub fn owe_device(&self, now: Time, time: u64) {
         if time > 0 {
             let paid = |until: Time| Some(until.max(now).saturating_add(time));

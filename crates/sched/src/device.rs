@@ -165,8 +165,8 @@ impl Device {
     }
 
     /// Returns what an operation takes of the window. A large operation keeps the device busy for
-    /// longer, but most devices work on several operations at a time, whatever their size. So it is
-    /// limited.
+    /// longer, but most devices work on several operations at a time, whatever their size. So the
+    /// result is limited.
     #[inline]
     fn held(&self, cost: u64) -> u64 {
         cost.min(self.max_held_ns)
@@ -311,9 +311,9 @@ impl Device {
         state.wait_list.push(account.number(), tag, waiter);
         account.waiting.fetch_add(1, Relaxed);
         account.waits.fetch_add(1, Relaxed);
-        // From here on `done` sees the waiting operation...
+        // A `done` after this line sees the waiting operation.
         self.waiting.fetch_add(1, SeqCst);
-        // ...and a `done` before this has made the room that the next line checks.
+        // A `done` before the line above has made room in the window, which this call sees.
         self.admit_waiters(&mut state, now);
     }
 
@@ -460,7 +460,8 @@ impl Device {
     fn update_presence(&self, state: &State, now: Time) {
         let present = state.accounts.iter().flatten().filter(|a| a.present.load(Relaxed)).count();
         if present > 1 && !self.is_shared() {
-            // The only disk present competed with no other: its start tag must not count as a lead.
+            // Until now only one disk was present, and it competed with no other. So its start tag
+            // must not count as a lead.
             let tag = self.virtual_time.0.load(SeqCst);
             state
                 .accounts
@@ -515,7 +516,8 @@ impl Device {
         self.next_period_at.store(now + state.window.period(), Relaxed);
         let tag = self.virtual_time.0.load(SeqCst);
         for account in state.accounts.iter().flatten() {
-            // Start tags wrap around: none may fall so far behind that it compares as ahead.
+            // Start tags wrap around. A tag that falls behind by half of the range would compare as
+            // ahead.
             let _ = account
                 .start_tag
                 .fetch_update(Relaxed, Relaxed, |own| before(own, tag).then_some(tag));
@@ -527,7 +529,7 @@ impl Device {
             }
         }
         self.update_presence(&state, now);
-        // After an idle time, measure only its last period.
+        // The device may have been idle before. Measure at most the last two periods.
         let stats = take_stats(&state, now, elapsed.min(2 * state.window.period()));
         self.was_shared.store(stats.busy_disks > 1, Relaxed);
         state.window.adjust(now, &stats);

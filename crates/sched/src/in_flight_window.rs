@@ -140,8 +140,8 @@ impl InFlightWindow {
         self.size as u64
     }
 
-    /// Returns the size without disks to protect: the initial size, or the current one if that is
-    /// larger.
+    /// Returns the size of the window while no disk needs protection: the initial size, or the
+    /// current one if that is larger.
     pub fn unprotected_size(&self) -> f64 {
         self.initial.max(self.size)
     }
@@ -235,7 +235,7 @@ impl InFlightWindow {
         if slowdown > NO_SLOWDOWN && full {
             self.knee = self.size;
         }
-        // Raise the limit again, because the device may have become faster.
+        // Raise the knee again, because the device may have become faster.
         self.knee *= 1.001;
         let by = if self.size * 1.08 > self.knee { 1.002 } else { 1.05 };
         match () {
@@ -343,8 +343,8 @@ mod tests {
             PeriodStats { completed_cost_ns: 10_000_000, over_share_cost_ns: 4_000_000, ..polite };
         let before = window.size();
         assert!(after(&mut window, &less, 20) > before, "they get less than their half of it");
-        // The slowdown is small, and the others get their half of the device's capacity: reduce it
-        // further.
+        // The slowdown is small, and the others get their half of the device's capacity. So the
+        // window shrinks further.
         let slightly = PeriodStats {
             within_service_ns: 4_300_000,
             completed_cost_ns: 14_000_000,

@@ -135,7 +135,7 @@ impl Limiter {
             return self.still(change).map(|()| Err(opens));
         }
         for (charged, (bucket, amount)) in buckets(meters, amounts).enumerate() {
-            // Another reactor charged this bucket in between.
+            // Another reactor has charged this bucket since the check.
             if let Err(opens) = bucket.charge(now, amount, || self.still(change))? {
                 buckets(meters, amounts)
                     .take(charged)
@@ -167,7 +167,8 @@ impl Limiter {
         charged.max().unwrap_or(0)
     }
 
-    /// Returns when all limits admit an operation, if they admit none before.
+    /// Returns the time from which all limits admit an operation, if no other operation is admitted
+    /// before.
     pub fn opens(&self) -> Time {
         let meters = self.generation(self.changes.load(Acquire));
         meters.iter().flat_map(Meter::existing).map(Bucket::opens).max().unwrap_or(0)

@@ -29,10 +29,10 @@ pub struct Figures {
     pub owed_ns: u64,
     pub used_ns: u64,
     pub donated_ns: u64,
-    /// Time that its operations waited for its limits, and for the device.
+    /// Time that the disk's operations waited for its limits, and for the device.
     pub limited_ns: u64,
     pub waited_ns: u64,
-    /// Sum of the service times of its operations, and of their baseline service times.
+    /// Sum of the service times of the disk's operations, and of their baseline service times.
     pub service_ns: u64,
     pub baseline_ns: u64,
     /// Number of operations that wait now: for the device, and for limits or the device.
@@ -193,7 +193,7 @@ impl Share {
         }
     }
 
-    /// Takes an admission back, because the operation does not begin.
+    /// Reverts an admission, because the operation does not begin.
     pub fn refund(&self, now: Time, operation: &Operation, grant: Grant) {
         self.limiter.refund(operation, None);
         if let Some(group) = &self.account.group {

@@ -277,7 +277,7 @@ impl ImageFile {
         }
     }
 
-    /// By its descriptor, because its path may name another file by now.
+    /// Opens the file by its descriptor, because its path may name another file by now.
     fn open_again(&self, flags: OFlags) -> io::Result<OwnedFd> {
         let flags = if self.direct() { flags | OFlags::DIRECT } else { flags };
         Ok(rustix::fs::open(path_of(self.local()?.as_fd()), flags, Mode::empty())?)
@@ -337,7 +337,7 @@ impl ImageFile {
         &self.path
     }
 
-    /// Returns the descriptor. None if it is no file of this host.
+    /// Returns the descriptor. None: the storage is no file of this host.
     pub fn fd(&self) -> Option<&Arc<LockedFile>> {
         match &self.medium {
             Medium::File(fd) => Some(fd),
@@ -345,7 +345,7 @@ impl ImageFile {
         }
     }
 
-    /// Returns what a scheme opened. None if it is a file of this host.
+    /// Returns what a scheme opened. None: the storage is a file of this host.
     pub fn opened(&self) -> Option<&dyn Opened> {
         match &self.medium {
             Medium::File(_) => None,
@@ -383,13 +383,13 @@ impl ImageFile {
         self.read_only
     }
 
-    /// Returns whether requests bypass the page cache. It may be false although `cache` asked for
-    /// it.
+    /// Returns whether requests bypass the page cache. This may be false although the cache mode
+    /// asks for it.
     pub fn direct(&self) -> bool {
         self.capabilities.direct
     }
 
-    /// Returns whether it is a block device or an export, not a file.
+    /// Returns whether the storage is a block device or an export, not a file.
     pub fn is_device(&self) -> bool {
         self.capabilities.fixed_length
     }
@@ -408,7 +408,7 @@ impl ImageFile {
         self.journal.as_ref()
     }
 
-    /// Returns which file of this host it is. None if it is not one.
+    /// Returns the identity of the file. None: the storage is no file of this host.
     pub fn id(&self) -> Option<FileId> {
         self.id
     }

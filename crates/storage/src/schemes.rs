@@ -183,7 +183,8 @@ mod tests {
         Sim::new(1).block_on(work).unwrap();
     }
 
-    /// The future of a request on a file must not grow by what other storages need.
+    /// The table must not make the future of a request on a file as large as that of other
+    /// storages.
     #[test]
     fn the_table_adds_little_to_the_future_of_a_request_on_a_file() {
         let executor = blockyard_ring::Executor::new().unwrap();
@@ -196,7 +197,7 @@ mod tests {
             capabilities: Capabilities::default(),
         });
         let through = size_of_val(&store.read(Segments::default(), 0));
-        // The future may be larger by its own arguments and its state.
+        // The table's future may be larger than the file's by its own arguments and its state.
         assert!(
             through <= alone + size_of::<Segments>() + 64,
             "{through} bytes, {alone} without the table"

@@ -31,14 +31,14 @@ pub trait Storage: 'static {
     ) -> impl Future<Output = (Segments, io::Result<usize>)>;
     /// Makes all writes durable that completed before this call (fdatasync).
     fn sync(&self) -> impl Future<Output = io::Result<()>>;
-    /// Frees the range's space. The range then reads as zeroes, or as any data if the device says
-    /// so.
+    /// Frees the range's space. The range then reads as zeroes, or as any data if the device does
+    /// not promise zeroes.
     fn discard(&self, offset: u64, len: u64) -> impl Future<Output = io::Result<()>>;
     /// Zeroes the range without transferring data. `unmap`: its space may be freed. Fails with
     /// `Unsupported` if the caller must write zeroes instead.
     fn zero(&self, offset: u64, len: u64, unmap: bool) -> impl Future<Output = io::Result<()>>;
-    /// The same, but also fails with `Unsupported` if the storage might have to write zeroes
-    /// itself.
+    /// Like [`Storage::zero`], but also fails with `Unsupported` if the storage might have to write
+    /// zeroes itself.
     fn zero_fast(
         &self,
         offset: u64,

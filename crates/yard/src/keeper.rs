@@ -30,9 +30,9 @@ pub(crate) struct Context {
     pub is_closing: AtomicBool,
 }
 
-/// A command: it gets the disk of that name, if there is one. It returns the disk that is there
-/// afterwards, and its answer. The answer runs when the table has the disk again, so that its
-/// receiver sees the effect of the command.
+/// A command: it receives the disk of its name, if the yard has one. It returns the disk that the
+/// yard has after the command, and an answer. The answer runs when the table has the disk again, so
+/// that its receiver sees the effect of the command.
 pub(crate) type Operation =
     Box<dyn FnOnce(&Context, Option<ServedDisk>) -> (Option<ServedDisk>, Answer) + Send>;
 pub(crate) type Answer = Box<dyn FnOnce()>;
@@ -63,12 +63,12 @@ pub struct DiskInfo {
     pub state: DiskState,
     /// The image that was given when the disk was added. None while it is being opened.
     pub image: Option<PathBuf>,
-    /// The images that it consists of now.
+    /// The images that the disk consists of now.
     pub images: String,
     /// Size of the disk in bytes; 0 while the image is being opened.
     pub capacity: u64,
     pub is_read_only: bool,
-    /// Where its exports offer it.
+    /// Addresses at which its exports offer the disk.
     pub ways: Vec<String>,
 }
 
@@ -76,9 +76,9 @@ struct Entry {
     /// Disks are listed in the order of their arrival.
     arrival: u64,
     state: DiskState,
-    /// None while a thread of the pool has it, or before it is open.
+    /// The disk. None while a thread of the pool owns it, or before it is open.
     disk: Option<Box<ServedDisk>>,
-    /// What the list shows of it.
+    /// What the list shows of the disk. None before it is open.
     shown: Option<(Arc<Disk>, DiskSettings)>,
     waiting: VecDeque<(DiskState, Operation)>,
 }

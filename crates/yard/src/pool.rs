@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// A command to run.
 pub type Task = Box<dyn FnOnce() + Send>;
 
-/// Opening an image needs more than a reactor's stack.
+/// Size of a thread's stack in bytes. Opening an image needs more than a reactor's stack.
 const STACK_BYTES: usize = 2 << 20;
 
 /// A pool of threads; see the module documentation.

@@ -1,5 +1,5 @@
-//! A modelled device: requests take as long as on a device of bounded parallelism. Nothing is
-//! stored, unless there is an image below. Then a request takes the longer of both times.
+//! A modelled device: requests take as long as on a device of bounded parallelism. The model stores
+//! nothing, unless an image is below it. With an image, a request takes the longer of both times.
 //!
 //! ```text
 //!   requests of all disks and reactors ──► one FIFO queue ──► N servers ──► done
@@ -85,7 +85,7 @@ struct Shape {
     times: [Duration; 5],
     /// Bandwidth of the device, in bytes a second.
     bandwidth: Option<u64>,
-    /// Service times are exponentially distributed; the seed.
+    /// Seed of exponentially distributed service times. None: they are constant.
     exponential: Option<u64>,
 }
 
@@ -155,7 +155,7 @@ impl Model {
         Ok(model)
     }
 
-    /// Returns its name, if it has one.
+    /// Returns the name of the device, if it has one.
     pub fn name(&self) -> Option<&str> {
         self.name.as_deref()
     }

@@ -26,7 +26,8 @@ use crate::disk::Disk;
 use crate::local_disk::LocalDisk;
 use crate::quiesced::{QuiesceError, QuiescedDisk};
 
-/// Maximum number of passes that copy the writes made meanwhile, while the guest continues.
+/// Maximum number of passes that copy, while the guest continues, what it wrote during the pass
+/// before.
 const MAX_PASSES: usize = 6;
 /// Number of bytes that may be left to copy while the disk is quiesced.
 const FEW_BYTES: u64 = 4 << 20;
@@ -131,7 +132,7 @@ impl Commit<'_> {
             }
             self.copy_dirty(None).await?;
         }
-        // This leaves little to write during the quiesce.
+        // A flush now leaves little for the flush during the quiesce.
         self.flush_backing().await?;
         self.worker.flush_unsynced(&self.local_disk).await?;
         let mut pause = QUIESCE_TIME;
@@ -179,8 +180,7 @@ impl Commit<'_> {
             .map_err(|e| self.wrong(ImageError::io("backing image", None, "flushing it", e)))?)
     }
 
-    /// Makes both images durable during the quiesce: first the backing image, then the topmost one,
-    /// so that each holds all data.
+    /// Makes both images durable during the quiesce: first the backing image, then the topmost one.
     async fn make_durable(&self) -> Result<(), Why> {
         self.work.check_cancelled(&self.worker.disk)?;
         self.flush_backing().await?;

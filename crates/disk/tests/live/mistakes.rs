@@ -11,7 +11,7 @@ use crate::load::{Load, Reactor, WRITE, ask, close};
 use crate::peer::{Scratch, judge, qemu_img, random};
 
 const SIZE: usize = 8 << 20;
-/// A size that takes a while to copy.
+/// Size in bytes of an image that takes a while to copy.
 const LARGE: usize = 128 << 20;
 
 type Run = fn(&Arc<Disk>, &Work) -> Result<(), WorkError>;

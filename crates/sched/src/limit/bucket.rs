@@ -35,7 +35,8 @@ impl Bucket {
         self.rate.load(Acquire) > 0
     }
 
-    /// Returns when the bucket admits the next operation, if it admits none before.
+    /// Returns the time from which the bucket admits an operation, if no other operation is
+    /// admitted before.
     #[inline]
     pub fn opens(&self) -> Time {
         self.full.load(Acquire).saturating_sub(self.slack.load(Acquire))
@@ -81,13 +82,13 @@ impl Bucket {
             .fetch_update(AcqRel, Acquire, |full| Some(full.max(now).saturating_add(cost)));
     }
 
-    /// Gives the tokens of a charge back.
+    /// Returns the tokens of a charge to the bucket.
     pub fn refund(&self, amount: u64) {
         let cost = self.refunded(amount);
         let _ = self.full.fetch_update(AcqRel, Acquire, |full| Some(full.saturating_sub(cost)));
     }
 
-    /// Approximate cost of `amount` units, in nanoseconds of the rate.
+    /// Returns the approximate cost of `amount` units, in nanoseconds of the rate.
     pub fn price(&self, amount: u64) -> u64 {
         divide(amount, self.rate.load(Acquire).max(1)).0
     }

@@ -14,12 +14,12 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use crate::{Knobs, Time};
 
-/// A refused flow that has not retried for this long no longer counts as waiting, in nanoseconds.
-/// It is longer than any flow that waits sleeps between retries.
+/// Time after a refusal, in nanoseconds, until a flow that has not retried no longer counts as
+/// waiting. It is longer than any sleep of a waiting flow between two retries.
 const WAIT_EXPIRES_NS: u64 = 40_000_000;
 /// Largest lead of a flow over another waiting flow, in virtual nanoseconds at the default weight.
-/// It lets flows proceed in batches. A flow also falls behind by at most this much, so that an idle
-/// flow saves up no credit.
+/// The lead lets flows proceed in batches. A flow also falls behind by at most this much, so that
+/// an idle flow saves up no credit.
 const MAX_LEAD_NS: u64 = 1_000_000;
 /// Number of limits of a limiter.
 const LIMITS: usize = 6;

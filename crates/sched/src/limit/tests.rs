@@ -183,7 +183,7 @@ fn a_thousand_million_requests_are_charged_exactly() {
 fn after_any_idle_time_at_most_the_burst_is_granted() {
     let limiter = Limiter::new(&iops(limit(1000, 5000, 2000)));
     for round in 1..5 {
-        // Days.
+        // Each round starts 11 days after the one before.
         let start = round * 1_000_000 * S;
         let passed = greedy(&limiter, start, start + 10 * S, 50_000, || read(0));
         let within = |to: u64| passed.iter().filter(|p| p.0 < start + to).count();

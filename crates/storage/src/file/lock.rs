@@ -89,7 +89,7 @@ mod tests {
     #[test]
     fn the_lock_of_a_killed_process_is_waited_for() {
         let holder = |leaving| Holder { pid: 7, name: "blockyard".into(), leaving };
-        // Each pause takes a second; the lock is free after so many of them.
+        // Each pause takes a second. The lock becomes free after `free_after` pauses.
         let outcome = |free_after: u64, holders: &[Holder]| {
             let (mut tried, mut paused) = (0, 0);
             let attempt = || {

@@ -113,7 +113,7 @@ pub fn path_of(fd: impl AsFd) -> PathBuf {
     format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd()).into()
 }
 
-/// Opens the file. The second value says whether it was opened with O_DIRECT.
+/// Opens the file. The second value is true if the file was opened with O_DIRECT.
 pub(crate) fn open(path: &Path, options: &OpenOptions) -> Result<(OwnedFd, bool), OpenError> {
     let access = if options.read_only { OFlags::RDONLY } else { OFlags::RDWR };
     let flags = access | OFlags::CLOEXEC | OFlags::NOCTTY;

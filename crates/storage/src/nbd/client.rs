@@ -99,7 +99,7 @@ impl Drop for Client {
         inner.ended.set(true);
         let idle = inner.slots.borrow().busy() == 0 && !inner.broken.get();
         if let Some((socket, terms)) = inner.socket.take() {
-            // Without a request in flight the connection is as good as new.
+            // Another client can use the connection if no request is in flight on it.
             match idle.then(|| socket.keep()) {
                 Some(Ok((fd, session))) => inner.export.put_idle(Dialed { fd, session, terms }),
                 _ => socket.shutdown(),
@@ -192,8 +192,8 @@ impl Inner {
         }
     }
 
-    /// Sleeps before the next attempt. A request that arrives during an attempt without requests
-    /// ends the pause.
+    /// Sleeps before the next attempt to connect. If no request has waited for a connection so far,
+    /// the first request that waits ends the pause.
     async fn pause(&self, time: Duration) {
         let (reconnect_idle, mut over) = (self.reconnect_idle.get(), pin!(self.handle.sleep(time)));
         poll_fn(|cx| {
@@ -214,7 +214,8 @@ impl Inner {
         }
         let options = self.export.options;
         let began = Instant::now();
-        // Once requests fail at once, make one attempt and do not retry here.
+        // While new requests fail at once, make only one attempt here. The caller makes the next
+        // one.
         let patience =
             if self.down.borrow().is_some() { Duration::ZERO } else { options.reconnect };
         loop {
@@ -305,8 +306,8 @@ impl Inner {
                 if let Err(e) = socket.write_full(piece).await.1 {
                     return format!("sending: {e}");
                 }
-                // When the server reads data, that is no answer, but it is progress of a long
-                // payload.
+                // The server has accepted a part of a long payload. That counts as progress,
+                // although it is no answer.
                 if done < out.len() {
                     self.progress.set(Instant::now());
                 }

@@ -12,8 +12,8 @@ use blockyard_ring::{Handle, Signal};
 use super::export::Export;
 use super::slots::{Ask, Slots};
 
-/// Maximum number of bytes in one send. A long transfer counts as progress each time that it moved
-/// this many.
+/// Maximum number of bytes in one send. A long transfer counts as progress each time that it has
+/// moved this number of bytes.
 pub(super) const SENT_AT_A_TIME: usize = 256 << 10;
 /// Maximum number of memory pieces of a request that are sent or filled without a copy.
 pub(super) const PIECES: usize = 448;
@@ -23,7 +23,8 @@ pub(super) struct Inner {
     pub(super) handle: Handle,
     pub(super) slots: RefCell<Slots>,
     pub(super) socket: RefCell<Option<(Link, Terms)>>,
-    /// Signals: there is something to send, to receive, to watch, or to connect for.
+    /// Signals that wake a part of the client because there is something to send, to receive, to
+    /// watch, or to connect for.
     pub(super) send: Signal,
     pub(super) receive: Signal,
     pub(super) watch: Signal,
@@ -33,9 +34,10 @@ pub(super) struct Inner {
     /// The present connection has delivered an answer.
     pub(super) used: Cell<bool>,
     pub(super) ended: Cell<bool>,
-    /// Time of the last answer (or of much of one), or of the first request after an idle time.
+    /// Time of the last answer, of the last large part of a long one, or of the first request after
+    /// an idle time.
     pub(super) progress: Cell<Instant>,
-    /// Time since when there is no progress, and the pause before the next attempt to connect.
+    /// Time since which there is no progress, and the pause before the next attempt to connect.
     pub(super) trouble: Cell<Option<Instant>>,
     pub(super) pause: Cell<Duration>,
     /// While requests fail at once: the reason, and the time of the next attempt to connect.
@@ -68,7 +70,7 @@ impl Inner {
         self.broken.get()
     }
 
-    /// Notes that much of a long answer has arrived.
+    /// Records that a large part of a long answer has arrived.
     pub(super) fn note_progress(&self) {
         self.progress.set(Instant::now());
     }

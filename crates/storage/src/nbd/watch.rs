@@ -1,4 +1,5 @@
-//! Watches a connection: the server must answer in time, and must be there even without requests.
+//! Watches a connection: the server must answer in time, and must stay connected even without
+//! requests.
 //!
 //! In: the requests in flight, and the time of the last progress. Out: the reason why the
 //! connection is unusable.
@@ -57,7 +58,7 @@ impl Inner {
     async fn wait_while_idle(&self, socket: &Link) -> Option<String> {
         let mut watch = match socket.watch(&self.handle) {
             Ok(watch) => watch,
-            // Without a watch, the next request detects the end of the connection.
+            // Without a watch, only the next request detects the end of the connection.
             Err(_) => {
                 self.watch.wait().await;
                 return None;

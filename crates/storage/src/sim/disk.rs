@@ -27,7 +27,7 @@ use crate::Storage;
 pub struct SimConfig {
     pub seed: u64,
     pub latency: Latency,
-    /// Discarded sectors read as zeroes. Otherwise some of them keep their data.
+    /// Whether discarded sectors read as zeroes. If not, some of them keep their data.
     pub discard_zeroes: bool,
     /// The power supply. Disks with clones of the same one lose power together.
     pub power: Power,
@@ -51,7 +51,7 @@ pub struct Latency {
     pub read: u64,
     pub write: u64,
     pub sync: u64,
-    /// discard, zero, set_len
+    /// Discard, zero and set_len.
     pub other: u64,
 }
 

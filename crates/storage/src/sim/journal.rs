@@ -58,7 +58,8 @@ enum Effect {
         len: u64,
     },
     Sync,
-    /// Sets or removes the file's note. Durable when it has ended.
+    /// Sets or removes the file's note (an extended attribute). The change is durable when the
+    /// operation has ended.
     Note(Option<PathBuf>),
 }
 

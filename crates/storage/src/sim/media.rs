@@ -303,8 +303,8 @@ impl Media {
                 continue;
             }
             let content = versions[last].content.clone();
-            // Operations in flight may have reached the disk before what is lost. Theirs may still
-            // become durable.
+            // Keep the versions of operations that the sync does not cover, even versions older
+            // than a lost one. They may still become durable.
             versions.retain(|v| !covered(v.op));
             if versions.is_empty() && rng.one_in(2) {
                 self.ghosts.insert(sector, content);

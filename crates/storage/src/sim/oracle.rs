@@ -127,12 +127,12 @@ impl Oracle {
         self.started("write", offset, Rc::new(data.to_vec()), false)
     }
 
-    /// A request to zero is a write of zeroes.
+    /// Records that a request to zero starts. It counts as a write of zeroes.
     pub fn zero_started(&mut self, offset: u64, len: u64) -> WriteToken {
         self.started("zero", offset, Rc::new(vec![0; len as usize]), false)
     }
 
-    /// A discarded sector holds zeroes or its old data.
+    /// Records that a discard starts. A discarded sector holds zeroes or its old data.
     pub fn discard_started(&mut self, offset: u64, len: u64) -> WriteToken {
         self.started("discard", offset, Rc::new(vec![0; len as usize]), true)
     }

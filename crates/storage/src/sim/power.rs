@@ -21,12 +21,12 @@ struct Inner {
 }
 
 impl Power {
-    /// Stays on until [`Power::cut`].
+    /// Returns a power supply that stays on until [`Power::cut`].
     pub fn on() -> Self {
         Power::default()
     }
 
-    /// Stays on for `events` events. The next one finds the power off.
+    /// Returns a power supply that stays on for `events` events. The next event finds it off.
     pub fn cut_after(events: u64) -> Self {
         Power(Rc::new(Inner { cut_after: Some(events), ..Inner::default() }))
     }

@@ -174,11 +174,11 @@ fn other_requests_stay_separate_and_in_order() {
             (WRITE, 512, 512),
             (DURABLE, 1024, 512),
             (DURABLE, 1536, 512),
-            // Backwards, again, and with a gap.
+            // An earlier offset, the same request again, and a gap.
             (DURABLE, 512, 512),
             (DURABLE, 512, 512),
             (DURABLE, 1536, 512),
-            // Adjacent to the request before the previous one.
+            // Adjacent only to the request before the previous one.
             (DURABLE, 1024, 512),
             (Op::Discard, 8192, 512),
             (Op::Discard, 8704, 512),
