@@ -30,7 +30,8 @@ pub struct ImageError {
 }
 
 impl ImageError {
-    /// Error of a kind about a structure, at an offset of its file in bytes.
+    /// Creates an error of this kind about a structure. `offset`: the structure's offset in its
+    /// file, in bytes.
     pub fn new(
         kind: ErrorKind,
         structure: impl Into<String>,
@@ -46,7 +47,7 @@ impl ImageError {
         }
     }
 
-    /// Error: the bytes violate the format.
+    /// Creates an error: the bytes violate the format.
     pub fn invalid(
         structure: impl Into<String>,
         offset: impl Into<Option<u64>>,
@@ -55,17 +56,17 @@ impl ImageError {
         Self::new(ErrorKind::Invalid, structure, offset, what)
     }
 
-    /// Error: this program does not support it.
+    /// Creates an error: this program does not support what the structure asks for.
     pub fn unsupported(structure: impl Into<String>, what: impl Into<String>) -> Self {
         Self::new(ErrorKind::Unsupported, structure, None, what)
     }
 
-    /// Error: the request is impossible.
+    /// Creates an error: the request is impossible.
     pub fn refused(structure: impl Into<String>, what: impl Into<String>) -> Self {
         Self::new(ErrorKind::Refused, structure, None, what)
     }
 
-    /// `operation`: what was tried, such as "reading".
+    /// Creates an error of the host. `operation`: what was tried, such as "reading".
     pub fn io(
         structure: impl Into<String>,
         offset: impl Into<Option<u64>>,

@@ -44,7 +44,7 @@ pub struct BlockStatus {
     pub len: u64,
     /// Layer that has the range; 0 is the topmost.
     pub depth: usize,
-    /// That layer has the range. Otherwise no layer has it, and it reads as zeroes.
+    /// Whether that layer has the range. If false, no layer has it, and it reads as zeroes.
     pub present: bool,
     pub zero: bool,
     pub data: bool,
@@ -88,7 +88,7 @@ impl BlockStatus {
     }
 }
 
-/// The layers below one that is written: they hold the data that it lacks.
+/// The layers below a layer that is written to. They hold the data that this layer lacks.
 pub trait BackingLayers {
     /// Reads from the layers below into `segments`. Bytes behind their end are zeroes.
     fn read_backing(
@@ -102,7 +102,7 @@ pub trait BackingLayers {
     fn exists(&self) -> bool;
 }
 
-/// No layer below: reads as zeroes.
+/// Backing layers of an image without a backing image. They read as zeroes.
 pub struct NoBacking;
 
 impl BackingLayers for NoBacking {

@@ -24,7 +24,7 @@ impl Format {
     /// Returns the format by the file's name. None: the name does not give one (which does not mean
     /// raw).
     pub fn of_name(path: &Path) -> Option<Self> {
-        // What a scheme opens (NBD) is raw, whatever its name, unless a format is given.
+        // An image that a scheme opens (NBD) is raw, whatever its name, unless a format is given.
         if scheme_of(path).is_some() {
             return Some(Format::Raw);
         }

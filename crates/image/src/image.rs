@@ -26,15 +26,15 @@ pub struct Image<S> {
     layers: Vec<Layer<S>>,
     epoch: Arc<Epoch>,
     participant: Arc<Participant>,
-    /// Keep data that are read from backing images in the topmost image.
+    /// Whether data that are read from backing images are copied to the topmost image.
     copy_on_read: bool,
     /// Caches lookups in the backing images, if there are several.
     lookup_cache: Option<LookupCache>,
 }
 
 impl<S: Storage> Image<S> {
-    /// `layers`: topmost first, at least one. Uses the epoch of a qcow2 topmost image, or else a
-    /// new one.
+    /// Creates the chain. `layers`: topmost first, at least one. Uses the epoch of a topmost qcow2
+    /// image, or a new epoch if the topmost image has another format.
     pub fn new(layers: Vec<Layer<S>>, copy_on_read: bool) -> Self {
         let epoch = match layers.first() {
             Some(Layer::Qcow2(image)) => image.epoch(),
@@ -165,8 +165,8 @@ impl<S: Storage> Image<S> {
         }
     }
 
-    /// Zeroes that the topmost image stores itself, even if the backing images read as zeroes
-    /// there: those may change.
+    /// Zeroes a range in the topmost image itself, even if the backing images read as zeroes there,
+    /// because the backing images may change.
     pub async fn hold_zeroes(&self, offset: u64, len: u64) -> io::Result<()> {
         match self.top() {
             Layer::Raw { .. } | Layer::Cow(_) => self.write_zeroes(offset, len, true).await,
@@ -196,8 +196,9 @@ impl<S: Storage> Image<S> {
         }
     }
 
-    /// While the guard exists, clusters freed in the topmost image are not reused. For readers that
-    /// opened its file separately and may still use entries that they cached.
+    /// Returns a guard. While it exists, clusters freed in the topmost image are not reused. It is
+    /// for readers that opened the image's file separately and may still use entries that they
+    /// cached.
     pub fn hold_freed(&self) -> EpochGuard<'_> {
         self.epoch.enter(&self.participant)
     }
@@ -211,7 +212,7 @@ impl<S: Storage> Image<S> {
         }
     }
 
-    /// Copies up what only the backing images have.
+    /// Copies the parts of a range that only the backing images have to the topmost image.
     pub async fn populate(&self, offset: u64, len: u64) -> io::Result<()> {
         let _guard = self.epoch.enter(&self.participant);
         self.populate_held(offset, len).await

@@ -25,7 +25,7 @@ pub enum Layer<S> {
 }
 
 impl<S: Storage> Layer<S> {
-    /// Returns the size of its disk in bytes.
+    /// Returns the size of the image's disk in bytes.
     pub fn size(&self) -> u64 {
         match self {
             Layer::Raw { size, .. } => *size,
@@ -34,8 +34,8 @@ impl<S: Storage> Layer<S> {
         }
     }
 
-    /// Looks up the bytes at `offset`, which must be inside its size. None: call [`Layer::load`]
-    /// first.
+    /// Looks up the bytes at `offset`, which must be inside the image's disk. None: call
+    /// [`Layer::load`] first.
     #[inline]
     fn try_lookup(&self, offset: u64, len: u64) -> Option<Extent> {
         match self {
@@ -45,7 +45,7 @@ impl<S: Storage> Layer<S> {
         }
     }
 
-    /// Returns the granularity of its mapping in bytes.
+    /// Returns the granularity of the image's mapping in bytes.
     pub fn granule(&self) -> u64 {
         match self {
             Layer::Raw { .. } => 1 << 16,
@@ -86,7 +86,7 @@ impl<S: Storage> Layer<S> {
         }
     }
 
-    /// Reads the result of a lookup; `offset` is the guest's.
+    /// Reads the bytes that a lookup found. `offset` is their offset in the guest's disk.
     #[inline]
     async fn read_place(
         &self,
@@ -137,12 +137,12 @@ pub struct Layers<'a, S> {
 }
 
 impl<'a, S: Storage> Layers<'a, S> {
-    /// Layers without a lookup cache.
+    /// Makes a chain of layers without a lookup cache.
     pub fn new(layers: &'a [Layer<S>]) -> Self {
         Layers { layers, lookup_cache: None }
     }
 
-    /// `lookup_cache`: for all layers but the first.
+    /// Makes a chain of layers. `lookup_cache` is for all layers but the first.
     pub fn with(layers: &'a [Layer<S>], lookup_cache: Option<&'a LookupCache>) -> Self {
         Layers { layers, lookup_cache }
     }
@@ -244,7 +244,7 @@ impl<S: Storage> Layers<'_, S> {
         let (mut pieces, mut done) = (Vec::<(u64, LookupResult)>::new(), 0);
         while done < len {
             let found = self.find(offset + done, len - done).await?;
-            // Consecutive results may still be contiguous.
+            // Consecutive results may be contiguous in the file: read these with one operation.
             if !pieces.last_mut().is_some_and(|(_, last)| last.take_in(&found)) {
                 pieces.push((done, found));
             }

@@ -82,7 +82,8 @@ pub(crate) async fn status<S: Storage>(
     }
 }
 
-/// Adds the offset of a preallocated host cluster from which nothing is read.
+/// Adds to `found` the offset of the host cluster that is preallocated there, if any. Reads of the
+/// guest do not use that cluster.
 fn kept<S: Storage>(layer: &Layer<S>, offset: u64, found: BlockStatus) -> BlockStatus {
     let Layer::Qcow2(image) = layer else { return found };
     if image.without_tables(offset, found.len) == Some(found.len) {

@@ -2,8 +2,8 @@
 //! layer again.
 //!
 //! In: results of lookups. Out: the same results in one step. Invariants: backing layers never
-//! change, so results stay valid. An entry describes a whole granule, which has its bytes in one
-//! place.
+//! change, so results stay valid. An entry describes a whole granule, whose bytes are all in one
+//! `Place`.
 
 use std::cell::RefCell;
 
@@ -27,8 +27,8 @@ pub struct LookupCache {
 }
 
 impl LookupCache {
-    /// Cache for a disk of `size` bytes. Its layers map granules of `granule` bytes (a power of
-    /// two).
+    /// Creates a cache for a disk of `size` bytes. The disk's layers map granules of `granule`
+    /// bytes (a power of two).
     pub fn new(size: u64, granule: u64) -> Self {
         let places = size.div_ceil(granule).clamp(1, MOST).next_power_of_two();
         let nothing = CachedLookup {

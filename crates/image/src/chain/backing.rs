@@ -4,8 +4,9 @@
 //! write to; and later the first chain again, with its files re-read.
 //!
 //! Invariants: nothing else has the backing image open, and no other process can write to it at any
-//! moment. Reactors may still read it by L2 tables that they cached before. They find unchanged
-//! data wherever the topmost image has none ([`Image::hold_freed`]).
+//! moment. Reactors may still read the backing image through L2 tables that they cached before it
+//! was opened for writing. They find unchanged data wherever the topmost image has none
+//! ([`Image::hold_freed`]).
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -31,13 +32,14 @@ const TOP: &str = "overlay to be committed";
 /// A writable backing image. On drop the writer's lock is released; readers keep theirs.
 pub struct WritableBacking {
     chain: Chain,
-    /// Pairs of descriptors: opened for writing, and as the chain in use has them.
+    /// Pairs of descriptors of one file: the one opened for writing, and the one of the chain in
+    /// use.
     locks: Vec<(Arc<ImageFile>, Arc<ImageFile>)>,
 }
 
 impl WritableBacking {
-    /// Returns the backing image with the images below it. While others still read it by their
-    /// cached tables, the writer must keep the guard of [`Image::hold_freed`].
+    /// Returns the backing image with the images below it. While reactors still read these images
+    /// through L2 tables that they cached, the writer must keep the guard of [`Image::hold_freed`].
     pub fn image(&self, handle: &Handle) -> Result<Image<Store>, ChainError> {
         let failed =
             |e| self.chain.wrong(ImageError::io("file", None, "opening it for io_uring", e));
@@ -75,7 +77,7 @@ impl Chain {
     }
 
     /// Opens the backing image for writing. First checks that the topmost image can be emptied
-    /// afterwards.
+    /// after a commit.
     pub async fn open_backing(&self, handle: &Handle) -> Result<WritableBacking, ChainError> {
         let refuse = |what: &str| Err(self.wrong(ImageError::refused(TOP, what)));
         let [top, backing, rest @ ..] = &self.layers[..] else {
@@ -104,8 +106,8 @@ impl Chain {
         };
         let file = writable.lock(&backing.file)?;
         let data = backing.data.as_ref().map(|data| writable.lock(data)).transpose()?;
-        // During a commit the backing image is open twice; each of the two has the former cache
-        // limit.
+        // During a commit the backing image is open twice. Each of the two has the limit of the L2
+        // cache that the backing image had before the commit.
         let l2_cache = backing.qcow2().map(|shared| shared.cache_bytes().1);
         let opened = backing.open_again(handle, file, data, false, l2_cache).await?;
         writable.chain.layers =
@@ -129,8 +131,8 @@ impl Chain {
         qcow2::empty::make_empty(&raw).await.map_err(|e| self.wrong(e))
     }
 
-    /// Returns the same chain, with some of its images re-read from their files. The topmost one is
-    /// writable, if it was.
+    /// Returns the same chain, with some of its images re-read from their files. The topmost image
+    /// is writable if it was writable before.
     pub async fn read_again(
         &self,
         handle: &Handle,

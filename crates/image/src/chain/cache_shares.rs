@@ -2,21 +2,21 @@
 //!
 //! In: the limit in bytes, and what each image needs to cache all of its tables. Out: each image's
 //! share. Invariant: the sum is within the limit, or each share is at most [`LEAST`]. Every image
-//! gets [`LEAST`] bytes, if it needs them. The topmost takes what it needs of the rest, but at most
-//! half while an image below needs more: a lookup that finds nothing in one image continues in the
-//! next.
+//! gets [`LEAST`] bytes, if it needs them. The topmost image takes what it needs of the rest, but
+//! at most half of the rest if an image below needs more. The reason: a lookup that finds nothing
+//! in one image continues in the next.
 
 use std::sync::Arc;
 
 use super::member::ChainLayer;
 use crate::qcow2::L2_CACHE_LIMIT;
 
-/// Number of bytes that every image may cache, if it needs them. With clusters of 64 KiB they map
-/// 256 MiB.
+/// Number of bytes that every image may cache, if it needs them. With clusters of 64 KiB, L2 tables
+/// of this size map 256 MiB.
 const LEAST: u64 = 32 << 10;
 
-/// Sets the cache limits of a chain's images (topmost first). `limit` in bytes; None: as much as
-/// they need, up to [`L2_CACHE_LIMIT`].
+/// Sets the cache limits of a chain's images (topmost first). `limit` is in bytes. None: the limit
+/// is the size of all L2 tables, but at most [`L2_CACHE_LIMIT`].
 pub fn apply(layers: &[Arc<ChainLayer>], limit: Option<u64>) {
     let images: Vec<_> = layers.iter().filter_map(|layer| layer.qcow2()).collect();
     let needs: Vec<u64> = images.iter().map(|image| image.table_bytes()).collect();
@@ -34,7 +34,7 @@ fn share_out(limit: u64, needs: &[u64]) -> Vec<u64> {
         shares[image] += more;
         rest -= more;
     }
-    // Distribute what the images below have left over.
+    // Distribute what the images below do not need.
     for (share, need) in shares.iter_mut().zip(needs) {
         let more = rest.min(need - *share);
         *share += more;

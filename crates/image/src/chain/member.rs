@@ -49,14 +49,16 @@ impl ChainLayer {
     pub fn size(&self) -> u64 {
         match &self.meta {
             Meta::Raw => self.file.size().next_multiple_of(SECTOR),
-            // The size of a qcow2 image need not be whole sectors; bytes behind it read as zeroes.
+            // The size of a qcow2 image need not be a multiple of the sector size. Bytes between
+            // its end and the end of its last sector read as zeroes.
             Meta::Qcow2(shared) => shared.size().next_multiple_of(SECTOR),
             Meta::Cow(shared) => shared.size(),
         }
     }
 }
 
-/// Returns how many images two chains end with in common: the same files, in the same formats.
+/// Returns the number of images at the bottom of two chains that are the same files in the same
+/// formats.
 pub(crate) fn shared_layers(a: &[Arc<ChainLayer>], b: &[Arc<ChainLayer>]) -> usize {
     let same = |(a, b): &(&Arc<ChainLayer>, &Arc<ChainLayer>)| {
         a.format == b.format && a.file.id().is_some() && a.file.id() == b.file.id()

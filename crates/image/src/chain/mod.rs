@@ -2,8 +2,8 @@
 //!
 //! ```text
 //!   open           a chain, image by image
-//!   options        how it is opened
-//!   error          why it cannot be opened
+//!   options        the options with which a chain is opened
+//!   error          why a chain cannot be opened
 //!   names          which files images may name
 //!   member         one open image
 //!   cache_shares   memory for L2 tables

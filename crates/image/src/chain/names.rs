@@ -48,13 +48,14 @@ impl PendingImage {
         PendingImage { path, format, named_by: Some((self.path.clone(), name.into())), found: None }
     }
 
-    /// Returns an error about this name in the image that names it.
+    /// Returns an error about the image that names this one, with the name that it uses.
     pub(super) fn refuse(&self, what: impl Into<String>) -> ChainError {
         let (path, backing) = self.named_by.clone().unwrap_or_default();
         ChainError::Backing { path, backing, what: what.into() }
     }
 
-    /// Returns the scheme and its name; None for a file of this host.
+    /// Returns the scheme that opens this image, and the image's name in that scheme. None: the
+    /// image is a file of this host.
     pub(super) fn scheme(&self) -> Option<(&'static dyn Scheme, &str)> {
         scheme_of(&self.path)
     }
@@ -99,7 +100,8 @@ impl PendingImage {
     }
 
     /// Opens (O_PATH) the file that an image names, and refuses one outside the allowed folders.
-    /// The caller must open through this descriptor: the path may lead to another file by then.
+    /// The caller must open the image through this descriptor, because the path may lead to another
+    /// file later.
     pub(super) fn find(mut self, allowed: &Allowed) -> Result<PendingImage, ChainError> {
         if self.named_by.is_none() || self.found.is_some() || self.is_permitted(allowed)? {
             return Ok(self);
@@ -130,8 +132,8 @@ impl PendingImage {
         Ok(self)
     }
 
-    /// Returns true if a scheme owns the name and the operator allows it. Fails if it is neither
-    /// that nor a file's path.
+    /// Returns true if the name belongs to a scheme (such as NBD) and the operator allows it.
+    /// Returns false if the name is the path of a file. Fails in all other cases.
     fn is_permitted(&self, allowed: &Allowed) -> Result<bool, ChainError> {
         let Some((image, name)) = &self.named_by else { return Ok(false) };
         if let Some((scheme, name)) = scheme_of(Path::new(name)) {

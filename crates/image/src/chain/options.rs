@@ -25,27 +25,29 @@ pub struct ChainOptions {
     /// Maximum size of the L2 tables that are cached for all images together, in bytes. None: all
     /// tables, up to a limit.
     pub l2_cache: Option<u64>,
-    /// Load metadata at open.
+    /// Whether to load metadata when the chain is opened.
     pub prime: bool,
     pub copy_on_read: bool,
     /// Folders that may contain backing and data files (subfolders too); empty: the image's own
     /// folder. NBD URIs among them allow exports.
     pub folders: Vec<PathBuf>,
-    /// Do not lock files of a read-only chain: other programs may write to them (`qemu-img
-    /// --force-share`).
+    /// Whether to leave the files of a read-only chain unlocked, so that other programs may write
+    /// to them (`qemu-img --force-share`).
     pub force_share: bool,
-    /// Show the disk as of this snapshot of the topmost image (name or id). Read-only chains.
+    /// Name or id of a snapshot of the topmost image: the disk is shown as of this snapshot. Only
+    /// for read-only chains.
     pub snapshot: Option<String>,
-    /// If a backing file may not be opened, end the chain above it instead of failing; see
-    /// [`Chain::cut`](super::Chain::cut).
+    /// Whether to end the chain above a backing file that may not be opened, instead of failing;
+    /// see [`Chain::cut`](super::Chain::cut).
     pub cut_outside: bool,
-    /// Open only the topmost image, as if it had no backing file.
+    /// Whether to open only the topmost image, as if it had no backing file.
     pub no_backing: bool,
-    /// Accept a changed size or mtime of a COW file's backing file.
+    /// Whether to accept a changed size or mtime of a COW file's backing file.
     pub accept_changed_backing: bool,
     /// Options of images on an NBD server.
     pub nbd: nbd::Options,
-    /// How to treat an overlay record of the topmost image.
+    /// What to do if the topmost image's file carries the record that an overlay uses it as backing
+    /// file.
     pub overlaid: Overlaid,
     /// Records operations on the images' files, for simulated power cuts.
     pub journal: Option<Journal>,
@@ -54,7 +56,7 @@ pub struct ChainOptions {
 }
 
 impl ChainOptions {
-    /// Default options: writable, format by the file's name.
+    /// Returns the default options: writable, with the format that the file's name gives.
     pub fn new(path: impl Into<PathBuf>) -> Self {
         ChainOptions {
             path: path.into(),

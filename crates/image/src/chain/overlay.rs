@@ -58,7 +58,7 @@ impl Drop for GrownChain {
                 let path = self.writer.file.path().display();
                 tracing::warn!("image {path}: cannot remove the record of its overlay: {e}");
             }
-            // The images below share the cache memory without the overlay again.
+            // The chain has no overlay again: divide the cache memory among the images below it.
             cache_shares::apply(&self.chain.layers[1..], self.chain.options.l2_cache);
         }
     }
@@ -122,8 +122,8 @@ impl Chain {
     }
 
     /// Creates a qcow2 image at `path`, where no file may exist, on top of this chain. `shape` sets
-    /// its layout; size and backing file come from the chain. None: the layout of `blockyard image
-    /// create -b`.
+    /// the new image's layout; its size and its backing file come from the chain. None: the layout
+    /// is that of `blockyard image create -b`.
     pub async fn grow(
         &self,
         handle: &Handle,

@@ -104,8 +104,8 @@ impl CopyDown {
         join::all(AT_A_TIME, workers).await
     }
 
-    /// Returns what the upper images have at `at`, and the length of the range with the same
-    /// answer. A piece of data ends at a multiple of `piece` at the latest.
+    /// Returns what the upper images have at `at`, and the length of the range for which that
+    /// holds. A piece of data ends at a multiple of `piece` at the latest.
     async fn judge<S: Storage>(
         &self,
         from: &Image<S>,

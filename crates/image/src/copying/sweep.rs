@@ -25,12 +25,12 @@ impl Progress {
         self.done.load(Ordering::Relaxed)
     }
 
-    /// Adds to the bytes of the whole job.
+    /// Adds `bytes` to the size of the whole job.
     pub(crate) fn expect(&self, bytes: u64) {
         self.total.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// Adds to the finished bytes.
+    /// Adds `bytes` to the number of finished bytes.
     pub(crate) fn add(&self, bytes: u64) {
         self.done.fetch_add(bytes, Ordering::Relaxed);
     }
@@ -54,7 +54,7 @@ pub(crate) struct Piece<T> {
 }
 
 impl Sweep {
-    /// Sweep over `range`, in bytes.
+    /// Creates a sweep over `range`, in bytes.
     pub fn new(range: Range<u64>) -> Self {
         Sweep {
             end: range.end,
@@ -64,8 +64,8 @@ impl Sweep {
         }
     }
 
-    /// Returns the next piece. `judge` gets its offset and the bytes left; it returns the piece's
-    /// length and a description.
+    /// Returns the next piece. `judge` gets the piece's offset and the number of bytes left.
+    /// `judge` returns the piece's length and a description.
     pub async fn next<T, E>(
         &self,
         judge: impl AsyncFnOnce(u64, u64) -> Result<(u64, T), E>,

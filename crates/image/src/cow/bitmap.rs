@@ -62,9 +62,10 @@ struct FrameState {
 /// The cache of a COW file's bitmap.
 pub(super) struct SectorBitmap {
     sets: Box<[CacheSet]>,
-    /// All pages of the bitmap fit into the cache.
+    /// Whether all pages of the bitmap fit into the cache.
     all: bool,
-    /// Pages with dirty parts. Their number is kept beside, because each write reads it.
+    /// Numbers of the pages with dirty parts. `dirty_count` is the size of this set, because each
+    /// write reads that size.
     dirty: Mutex<BTreeSet<u64>>,
     dirty_count: AtomicUsize,
 }
@@ -74,7 +75,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl SectorBitmap {
-    /// Cache for a bitmap of `len` bytes that holds about `budget` bytes.
+    /// Creates a cache of about `budget` bytes, for a bitmap of `len` bytes.
     pub fn new(len: u64, budget: u64) -> Self {
         let pages = len.min(budget.max(1)).div_ceil(PAGE as u64);
         let sets = pages.div_ceil(WAYS as u64).max(1);
@@ -83,7 +84,7 @@ impl SectorBitmap {
         SectorBitmap { sets, all, dirty: Mutex::default(), dirty_count: AtomicUsize::new(0) }
     }
 
-    /// Returns the number of pages that fit.
+    /// Returns the number of pages that fit into the cache.
     pub fn frames(&self) -> usize {
         self.sets.len() * WAYS
     }
@@ -309,8 +310,8 @@ impl FlushBatch<'_> {
         self.copies.is_empty()
     }
 
-    /// Returns offset in the bitmap and bytes of each page, from its first dirty part to the last.
-    /// Clean parts in between are rewritten unchanged.
+    /// Returns the offset (in the bitmap) and the bytes of each page, from the page's first dirty
+    /// part to its last. Clean parts in between are rewritten unchanged.
     pub fn writes(&self) -> impl Iterator<Item = (u64, &[u8])> {
         self.copies.iter().map(|copy| {
             let first = copy.parts.trailing_zeros() as usize * PART;

@@ -205,8 +205,8 @@ fn spare_bits(header: &Header) -> Option<(u64, u8)> {
     Some((header.bitmap_offset + header.bitmap_len - 1, !(!0u8 >> spare)))
 }
 
-/// Refuses a file with bits set beyond the last sector: its size is not the one that it was made
-/// with.
+/// Refuses a file with bits set beyond the last sector, because the header's size cannot be the
+/// size with which the file was made.
 pub(super) async fn check_spare_bits<S: Storage>(
     file: &Raw<S>,
     header: &Header,

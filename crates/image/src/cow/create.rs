@@ -18,20 +18,20 @@ use crate::raw::Raw;
 #[derive(Clone, Copy, Debug)]
 pub struct CreateOptions<'a> {
     pub backing: Backing<'a>,
-    /// 1, 2 or 3.
+    /// Version of the header: 1, 2 or 3.
     pub version: u32,
     /// Alignment of bitmap and data, in bytes. Only version 3 has a choice; the others use 512.
     pub alignment: u32,
 }
 
 impl<'a> CreateOptions<'a> {
-    /// Same defaults as the kernel and `uml_mkcow`.
+    /// Returns the defaults of the kernel and of `uml_mkcow`.
     pub fn new(backing: Backing<'a>) -> Self {
         CreateOptions { backing, version: 3, alignment: 4096 }
     }
 }
 
-/// Makes an empty file a COW file without sectors of its own.
+/// Makes an empty file a COW file that stores no sectors.
 pub async fn create<S: Storage>(
     file: &Raw<S>,
     options: &CreateOptions<'_>,

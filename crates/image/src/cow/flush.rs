@@ -3,11 +3,8 @@
 //! A write puts data into the file (not yet durable) before it sets the bits in memory. A flush
 //! copies the pages with new bits and syncs, which makes their data durable. Then it writes the
 //! pages and syncs again. Bits that are set meanwhile are not in the copies; the next flush writes
-//! them. So no bit becomes durable before its data. Otherwise, after a power cut, the guest would
-//! read stale blocks in place of the backing file's data.
-//!
-//! Invariants: one flush at a time. After a failed sync every write and flush fails. Linux reports
-//! a failed write-back only once, and perhaps to a sync that no guest requested.
+//! them. So no bit becomes durable before its data. If a bit did, the guest would read stale blocks
+//! after a power cut, in place of the backing file's data.
 
 use std::io;
 use std::sync::atomic::Ordering;

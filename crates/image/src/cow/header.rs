@@ -30,7 +30,8 @@ pub(super) const HEADER: &str = "cow header";
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum HeaderLayout {
-    /// In the writer's native byte order; the kernel reads it in its own.
+    /// Version 1. Its numbers are in the native byte order of the program that wrote the file. The
+    /// kernel reads them in its own byte order.
     One {
         little: bool,
     },
@@ -105,7 +106,7 @@ impl HeaderLayout {
         self == HeaderLayout::One { little: true }
     }
 
-    /// The layout of a file that begins with `bytes`.
+    /// Returns the layout of a file that begins with `bytes`.
     fn of(bytes: &[u8]) -> Result<Self, ImageError> {
         let too_short =
             || ImageError::invalid(HEADER, 0, format!("the file ends after {} bytes", bytes.len()));
@@ -287,7 +288,8 @@ impl Header {
         Ok(())
     }
 
-    /// Computes where bitmap and data lie, as the kernel does. Refuses values that overflow there.
+    /// Computes where bitmap and data lie, as the kernel does. Refuses values with which the
+    /// kernel's computation would overflow.
     fn lay_out(
         layout: HeaderLayout,
         name: &str,
@@ -336,7 +338,7 @@ impl Header {
         self.layout.version()
     }
 
-    /// True for version 3 as 64-bit programs wrote it until 2005.
+    /// Returns true for version 3 as 64-bit programs wrote it until 2005.
     pub fn is_padded(&self) -> bool {
         self.layout == HeaderLayout::ThreePadded
     }

@@ -62,7 +62,7 @@ async fn copy<S: Storage, F: Future<Output = Result<(), ImageError>>>(
 ) -> Result<(), ImageError> {
     let mut at = 0;
     while at < cow.size() {
-        // Collect extents as far as the bitmap is cached.
+        // Collect extents until one needs a bitmap page that is not cached.
         let mut pieces = Vec::new();
         while at < cow.size() && pieces.len() < 4 * COPIES {
             let Some(extent) = cow.try_lookup(at, PIECE) else { break };

@@ -71,12 +71,12 @@ pub struct CowOptions {
     pub read_only: bool,
     /// Maximum memory of the bitmap cache, in bytes.
     pub bitmap_memory: u64,
-    /// If the backing file's size or mtime differs from the header, only log a warning.
+    /// Whether to only log a warning if the backing file's size or mtime differs from the header.
     pub accept_changed_backing: bool,
 }
 
 impl Default for CowOptions {
-    /// Default memory: enough for the whole bitmap of disks up to 256 GiB.
+    /// Returns the default memory: enough for the whole bitmap of disks up to 256 GiB.
     fn default() -> Self {
         CowOptions { read_only: false, bitmap_memory: 64 << 20, accept_changed_backing: false }
     }
@@ -138,7 +138,8 @@ impl<S: Storage> Cow<S> {
     }
 
     /// Checks that the backing file still has the size (bytes) and mtime (seconds since 1970) that
-    /// the header stores. If it changed, the overlay's sectors may not fit to it.
+    /// the header stores. If the backing file changed, the overlay's sectors may not match its
+    /// contents.
     pub fn check_backing(&self, size: u64, mtime: i64) -> Result<(), ImageError> {
         let header = self.header();
         let result = header.matches(size, mtime);
@@ -377,8 +378,8 @@ impl Shared {
     }
 }
 
-/// Returns where writes of the bitmap end, relative to its start. They cover whole sectors if the
-/// data begin far enough behind.
+/// Returns where writes of the bitmap end, relative to the bitmap's start. Writes cover whole
+/// sectors, unless the data begin inside the last sector of the bitmap.
 fn bitmap_end(header: &Header) -> u64 {
     let room = header.data_offset - header.bitmap_offset;
     header.bitmap_len.next_multiple_of(SECTOR).min(room)

@@ -19,7 +19,7 @@ pub(super) const SHAPES: [Alignment; 3] = [
     Alignment { memory_align: 512, offset_align: 4096 },
 ];
 
-/// Size in bytes of a disk with so many bitmap pages, the last one partial.
+/// Returns the size in bytes of a disk with `pages` bitmap pages, the last one partial.
 pub(super) fn size_of(pages: u64) -> u64 {
     (pages - 1) * PAGE_SECTORS * SECTOR + (64 << 10)
 }
