@@ -42,7 +42,7 @@ if [[ $zero_copy ]]; then
     [[ $(blockdev --getsize64 /dev/ublkb3) == 314572800 ]]
     dd if=/dev/urandom of=/dev/ublkb3 bs=1M seek=299 count=1 oflag=direct status=none
 else
-    grep -q 'keeps its size: Linux 6.16 or later can change it' /tmp/log
+    grep -q 'keeps its size: only Linux 6.16 or later can change the size' /tmp/log
 fi
 
 # SIGTERM: the device is removed, and all writes are in the image.

@@ -188,7 +188,7 @@ pub fn wait_for_node(
     limit: Duration,
 ) -> Result<()> {
     until(store, limit, |store| Ok((store.read(path)?.as_deref() == value).then_some(())))
-        .with_context(|| format!("{path} does not become {value:?}"))
+        .with_context(|| format!("waiting until node {path} has the value {value:?}"))
 }
 
 /// Calls `check` at once and after each watch event, until it returns a value.

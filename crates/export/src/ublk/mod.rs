@@ -5,14 +5,14 @@
 //!   reactors: queues ─► /dev/ublkcN: requests and answers
 //!   programs, file systems ─► /dev/ublkbN
 //! ```
-//! In: a disk, and the number of the device if it matters. Out: `/dev/ublkbN`.
+//! In: a disk, and optionally the number of the device. Out: `/dev/ublkbN`.
 //!
 //! What must hold:
 //! - If a device's server has died, only a server of the same disk takes the device over. No
-//!   request is lost, because the kernel repeats those without an answer.
+//!   request is lost, because the kernel repeats the requests without an answer.
 //! - A device that is in use when this program ends stays, and waits for the next server. The
-//!   exception is a device of a user without privileges, because the driver has no recovery for it.
-//!   It ends with its server, which writes back what it can.
+//!   exception is a device of a user without privileges, because the driver has no recovery for
+//!   such a device. That device ends with its server, which writes back what it can.
 
 mod params;
 mod queue;
@@ -46,8 +46,8 @@ const MAX_IO_COPIED: u32 = 512 << 10;
 
 /// Longest wait for a device node, or for the end of a server that was killed.
 const MAX_WAIT: Duration = Duration::from_secs(5);
-/// Longest wait at the start for this server's reactors to fetch. A loaded machine can stop a
-/// thread for seconds. If a takeover gave up, its device would have no server.
+/// Longest wait at the start until this server's reactors have fetched. A loaded machine can stop a
+/// thread for seconds. If a takeover gave up earlier, its device would have no server.
 const MAX_START: Duration = Duration::from_secs(30);
 
 /// Reasons why a device cannot be made, taken over or removed.
@@ -109,8 +109,8 @@ pub struct UblkOptions {
     pub shape: QueueShape,
     /// Identifies the disk across runs of the program.
     pub identity: String,
-    /// Distinguishes the image's file from a later file with the same path. `None`: the identity is
-    /// no path.
+    /// Distinguishes the image's file from a later file with the same path. `None`: the disk's
+    /// identity is not a path.
     pub file: Option<u64>,
 }
 
@@ -121,13 +121,13 @@ pub struct Ublk {
     features: u64,
     queues: Vec<QueueHandle>,
     shared: Arc<Shared>,
-    /// Held while the device is made or taken over.
+    /// Lock on the device's number, held while this server makes the device or takes it over.
     lock: Option<NumberLock>,
 }
 
 impl Ublk {
     /// Makes a device for `disk`, or takes over the device that an earlier server of this disk
-    /// left. `ended` is called on any thread if another process removes the device.
+    /// left. If another process removes the device, any thread may call `ended`.
     pub fn start(
         disk: Arc<Disk>,
         options: &UblkOptions,
@@ -152,12 +152,13 @@ impl Ublk {
             copied,
             ended: Box::new(ended),
         });
-        // Locked until the device is served. Other servers of the disk then find a device with a
-        // server.
+        // Hold the lock until the device is served. Other servers of the disk then find a device
+        // that has a server.
         let (mut left, mut lock) = takeover::find(&mut control, options)?;
         if let Some(device) = left.take_if(|device| takeover::is_other_file(device, options)) {
             removal::replace(&mut control, &device)?;
-            // The driver chooses a new number, which may be the same.
+            // Without a requested number, the driver chooses one, which may be the number of the
+            // old device.
             lock = lock.filter(|_| options.id.is_some());
         }
         let mut export = Ublk {
@@ -241,8 +242,8 @@ impl Ublk {
 
     fn add(&mut self, options: &UblkOptions, zero_copy: bool) -> Result<(), UblkError> {
         if options.id.is_none() {
-            // The driver may choose the number of a device that was deleted just now. This process
-            // must not hold that number's lock already.
+            // The driver may choose the number of a device that was just deleted. This process must
+            // not hold the lock on that number already.
             self.lock = None;
             let lock = takeover::lock_new(|| {
                 self.add_device(options, zero_copy).map(|()| self.device.id)
@@ -284,8 +285,9 @@ impl Ublk {
         Ok(())
     }
 
-    /// Adds a device. The number of a removed device is free only when the last process has closed
-    /// it. The driver may need a moment for that, even if the device was this server's.
+    /// Adds a device. The number of a removed device becomes free only when the last process has
+    /// closed the device. The driver may need a moment for that, even if this server had the
+    /// device.
     fn add_when_free(&mut self, want: &DeviceInfo) -> io::Result<DeviceInfo> {
         let start = Instant::now();
         loop {
@@ -303,7 +305,8 @@ impl Ublk {
 
     fn set_up(&mut self, reactors: &Reactors) -> Result<(), UblkError> {
         let device = self.open()?;
-        // The page cache accepts any alignment, but the next server may use O_DIRECT.
+        // The page cache accepts any alignment, but the next server of this device may use
+        // O_DIRECT.
         let alignment =
             self.zero_copy().then(|| memory_alignment(&self.shared.disk).unwrap_or(SECTOR as u32));
         let params = params::params(&self.shared.disk, self.device.max_io_bytes, alignment);
@@ -315,8 +318,8 @@ impl Ublk {
         self.control.start(&self.device).map_err(self.error("starting it"))
     }
 
-    /// Takes over a device after its server has died. If this fails, the device stays as it is, for
-    /// another try.
+    /// Takes over a device after its server has died. If the takeover fails, the device stays
+    /// unchanged, so that a later server can try again.
     fn take_over(&mut self, reactors: &Reactors) -> Result<(), UblkError> {
         let params =
             self.control.params(&self.device).map_err(self.error("cannot read its parameters"))?;
@@ -405,7 +408,7 @@ impl Ublk {
             let queue = QueueHandle::new(reactors.next(), device, number, &self.shared);
             self.queues.push(queue.map_err(error(number))?);
         }
-        // The order matters: see `blockyard_ring::ublk::Queue`.
+        // All queues fetch before the first one is mapped: see `blockyard_ring::ublk::Queue`.
         let fetching: Vec<_> = self.queues.iter().map(QueueHandle::fetch).collect();
         let until = Instant::now() + MAX_START;
         for (number, fetched) in (0..).zip(fetching) {
@@ -420,8 +423,8 @@ impl Ublk {
         let capacity = self.shared.disk.capacity();
         let changed = if self.device.flags & abi::F_UPDATE_SIZE == 0 {
             Err(io::Error::other(
-                "Linux 6.16 or later can change it; on older kernels remove the device and make it \
-                 again",
+                "only Linux 6.16 or later can change the size of a ublk device; on older kernels \
+                 remove the device and make it again",
             ))
         } else if self.would_truncate(capacity) {
             Err(io::Error::other(
@@ -439,22 +442,22 @@ impl Ublk {
         }
     }
 
-    /// Returns whether the device is in use and `capacity` bytes are less than it has. If this
-    /// process cannot check the use, the device counts as used.
+    /// Returns whether the device is in use and `capacity` is less than its current size in bytes.
+    /// If this process cannot check the use, the device counts as used.
     fn would_truncate(&mut self, capacity: u64) -> bool {
         let smaller =
             self.control.params(&self.device).map(|p| capacity / SECTOR < p.basic.sectors);
         smaller.unwrap_or(true) && users::check_unused(self.device.id).is_err()
     }
 
-    /// Returns whether the driver keeps the device for another server. It does not do so for users
-    /// without privileges.
+    /// Returns whether the driver keeps the device for another server. The driver does not do so
+    /// for users without privileges.
     fn recovers(&self) -> bool {
         self.device.flags & abi::F_USER_RECOVERY != 0
     }
 
-    /// Stops the device if it is not in use, or if it ends with this process anyway. Returns
-    /// whether it is stopped.
+    /// Stops the device if it is not in use, or if it would end with this process anyway. Returns
+    /// whether the device is stopped.
     fn stop_if_unused(&mut self) -> bool {
         let mut stopped = stop_unused(&mut self.control, &self.device);
         if let Err(e) = &stopped
@@ -468,8 +471,8 @@ impl Ublk {
                     self.path().display()
                 );
             }
-            // The device is still served. This is the last time that a file system on it can write
-            // back its cache.
+            // The device is still served. A file system on it can write back its cache only until
+            // the stop.
             stopped = self.control.stop(&self.device);
         }
         match stopped.map_err(|e| (Errno::from_io_error(&e), e)) {
@@ -490,18 +493,20 @@ impl Export for Ublk {
         }
     }
 
-    /// Removes the device if it is not in use. Otherwise leaves it to the next server of the disk.
-    /// In both cases, requests that have begun are answered.
+    /// Removes the device if it is not in use. If it is in use, leaves it to the next server of the
+    /// disk. In both cases, requests that have begun are answered.
     fn stop(&mut self) {
         if self.queues.is_empty() {
             return;
         }
         self.queues.iter().for_each(QueueHandle::drain);
-        // Another process has removed it. Its number may be another disk's by now.
+        // If no queue is live, another process has removed the device. Its number may already
+        // belong to a device of another disk.
         let removed = self.shared.live.load(Ordering::SeqCst) == 0;
         let stopped = removed || self.stop_if_unused();
         if !stopped && self.recovers() && self.device.flags & abi::F_QUIESCE != 0 {
-            // Without quiesce, the device is without a server only when this process ends.
+            // If the kernel has no quiesce command, the device loses its server only when this
+            // process ends.
             let quiesced = self.control.quiesce(&self.device, MAX_WAIT.as_millis() as u64);
             let _ = quiesced.inspect_err(|e| {
                 tracing::warn!(disk = self.name(), "cannot quiesce its device: {e}")
@@ -516,7 +521,8 @@ impl Export for Ublk {
             number(&self.shared.bytes),
             number(&self.shared.copied),
         );
-        // Without zero copy, the kernel copies all bytes.
+        // Without zero copy, the driver copies all bytes between the kernel's pages and this
+        // process.
         let copied = if self.zero_copy() { copied } else { bytes };
         let path = self.path();
         tracing::info!(
@@ -560,16 +566,16 @@ impl Drop for Ublk {
     }
 }
 
-/// Returns whether the kernel's pages can be read from and written to the image's files directly
-/// (zero copy). If the data come over the network or are in memory, this process copies them
-/// anyway. A back end that leaves a read's memory unchanged must not get the kernel's pages,
-/// because it would expose their old contents.
+/// Returns whether zero copy is possible: io_uring reads and writes the image's files directly into
+/// and from the kernel's pages. If the data comes over the network or is in memory, this process
+/// copies it anyway. A back end that leaves a read's memory unchanged must not get the kernel's
+/// pages, because it would expose their old contents.
 fn has_files(disk: &Disk) -> bool {
     every_file(disk, |file| file.fd().is_some())
 }
 
-/// Returns the alignment of memory, in bytes, that the image's files with O_DIRECT need. `None` if
-/// there are none.
+/// Returns the alignment of memory, in bytes, that the image's files with O_DIRECT need. `None`: no
+/// file of the image uses O_DIRECT.
 fn memory_alignment(disk: &Disk) -> Option<u32> {
     let mut alignment = None;
     every_file(disk, |file| {

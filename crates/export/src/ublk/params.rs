@@ -5,22 +5,22 @@ use blockyard_image::SECTOR;
 use blockyard_ring::host::{self, RequestLimits};
 use blockyard_ring::ublk::abi::{self, Basic, Discard, Params};
 
-/// Longest discard or range of zeroes in sectors: 1 GiB.
+/// Maximum number of sectors in a discard or a write of zeroes: 1 GiB.
 const RANGE_SECTORS: u32 = (1 << 30) / SECTOR as u32;
-/// Page size in bytes on x86. No limit may be less.
+/// Page size in bytes on x86. No limit may be less than a page.
 const PAGE: u32 = 4096;
 /// The kernel's default limit for devices that report none.
 const SEGMENT_BOUNDARY: u64 = u32::MAX as u64;
 
 /// Returns the parameters. `max_io`: maximum number of bytes of a request. `alignment`: with zero
-/// copy, the alignment in bytes that the image needs of the pages.
+/// copy, the alignment in bytes that the image's files require of the pages.
 pub(super) fn params(disk: &Disk, max_io: u32, alignment: Option<u32>) -> Params {
     let (source, options) = (disk.source(), disk.options());
     let geometry = source.geometry();
     let logical = source.logical_block();
     let physical = geometry.physical_block.max(logical);
     let minimum = geometry.minimum_io.max(physical);
-    // The driver accepts only powers of two. Another optimal size is not reported.
+    // The driver accepts only powers of two, so another optimal size is not reported.
     let optimal = if geometry.optimal_io.is_power_of_two() {
         geometry.optimal_io.max(minimum)
     } else {
@@ -76,8 +76,8 @@ fn limits(source: &Source) -> Option<RequestLimits> {
     host::request_limits(file.fd()?)
 }
 
-/// Makes the kernel split requests by the limits of the image's device. If a request must be split
-/// later, io_uring cannot submit it without waiting, and gives it to a worker thread.
+/// Makes the kernel split requests by the limits of the image's device. If a lower layer must split
+/// a request, io_uring cannot submit it without waiting, and gives it to a worker thread.
 fn limit(params: &mut Params, limits: &RequestLimits) {
     let bytes = limits.bytes.clamp(PAGE.into(), u32::MAX.into()) as u32 / PAGE * PAGE;
     params.basic.max_sectors = params.basic.max_sectors.min(bytes / SECTOR as u32);

@@ -5,9 +5,9 @@
 //! ```
 //! The kernel has merged adjacent requests already, and guarantees no order between requests. So
 //! each task handles one request after another, independent of the other tasks. What must hold:
-//! - A request that was fetched is committed once, also if the queue is left meanwhile, because no
-//!   other server gets it.
-//! - Requests that are not fetched when the queue is left are for the next server.
+//! - A request that was fetched is committed once, also if the server leaves the queue meanwhile,
+//!   because no other server gets that request.
+//! - Requests that are not fetched when the server leaves the queue belong to the next server.
 //! - Requests allocate no memory.
 
 use std::cell::{Cell, RefCell};
@@ -33,11 +33,11 @@ pub(super) struct Shared {
     pub durable: AtomicBool,
     /// Number of queues that are served.
     pub live: AtomicU32,
-    /// Number of requests, of their bytes, and of the bytes that this process has copied.
+    /// Number of requests, of bytes in these requests, and of bytes that this process has copied.
     pub requests: AtomicU64,
     pub bytes: AtomicU64,
     pub copied: AtomicU64,
-    /// Called by the last queue if another process has stopped the device.
+    /// Callback for the end of the last queue if another process has stopped the device.
     pub ended: Box<dyn Fn() + Send + Sync>,
 }
 
@@ -74,8 +74,8 @@ pub(super) struct QueueHandle {
 }
 
 impl QueueHandle {
-    /// Makes a queue on a reactor. The next steps are [`QueueHandle::fetch`] and then
-    /// [`QueueHandle::map`], each for all queues of the device.
+    /// Makes a queue on a reactor. Call [`QueueHandle::fetch`] for all queues of the device next,
+    /// and then [`QueueHandle::map`] for all of them.
     pub fn new(
         remote: Remote,
         device: &Device,
@@ -93,7 +93,7 @@ impl QueueHandle {
         made.unwrap_or_else(|| Err(gone().into())).map(|()| QueueHandle { remote, key })
     }
 
-    /// Fetches the first requests from the driver. The answer arrives when the reactor has
+    /// Fetches the first requests from the driver. The returned reply arrives when the reactor has
     /// submitted the commands.
     pub fn fetch(&self) -> PendingReply<()> {
         let key = self.key;
@@ -120,7 +120,7 @@ impl QueueHandle {
         mapped.unwrap_or_else(|| Err(gone()))
     }
 
-    /// Makes requests pass throttles without a wait from now on.
+    /// Makes requests pass throttles without waiting from now on.
     pub fn drain(&self) {
         self.with(|queue| {
             if !queue.draining.replace(true) {
@@ -129,7 +129,7 @@ impl QueueHandle {
         });
     }
 
-    /// Waits until the device is stopped, and the queue with it.
+    /// Waits until the driver stops the device, and this queue ends with it.
     pub fn wait(&self) {
         self.end(|_| ());
     }
@@ -223,7 +223,7 @@ impl DeviceQueue {
         self.counts.set((requests + 1, all + bytes, all_copied + copied));
     }
 
-    /// Notes the end of a task. The last one ends the queue.
+    /// Counts the end of a task. The last task to end also ends the queue.
     fn task_ended(&self) {
         self.running.set(self.running.get() - 1);
         if self.running.get() == 0 {
@@ -254,7 +254,7 @@ impl DeviceQueue {
 struct TagTask {
     tag: Tag,
     status: Cell<Status>,
-    /// Kept for reuse of its vector.
+    /// Segment list, kept so that requests reuse its vector.
     segments: Cell<Segments>,
 }
 
@@ -326,7 +326,7 @@ impl TagTask {
     }
 }
 
-/// Waits for a request. Returns false if the device was stopped, or if the queue is left.
+/// Waits for a request. Returns false if the device is stopped, or if the server leaves the queue.
 async fn next(queue: &DeviceQueue, fetch: &mut Fetch) -> bool {
     let fetched = poll_fn(|cx| match Pin::new(&mut *fetch).poll(cx) {
         Poll::Pending if queue.leaving.get() => Poll::Ready(None),
@@ -342,8 +342,8 @@ async fn next(queue: &DeviceQueue, fetch: &mut Fetch) -> bool {
                 queue = queue.key.1,
                 "the ublk driver refuses a command: {e}"
             );
-            // A tag without a task would block the requests that get it, so the whole queue is
-            // left.
+            // A tag without a task would block the requests that get the tag, so leave the whole
+            // queue.
             queue.leave();
             false
         }

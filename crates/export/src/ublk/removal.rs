@@ -1,7 +1,7 @@
 //! Stops and removes devices.
 //!
-//! What must hold: a device that is in use is stopped only by force, or if it ends with its server
-//! anyway.
+//! What must hold: a device that is in use is stopped only by force, or if it would end with its
+//! server anyway.
 
 use std::io;
 use std::time::Duration;
@@ -13,12 +13,13 @@ use rustix::process::{Pid, test_kill_process};
 
 use super::{UblkError, takeover, users};
 
-/// Removes a device, even if another process serves it. Returns that process, if there is one.
-/// `force`: also if the device is in use.
+/// Removes a device, even if another process serves it. Returns the process that serves the device,
+/// if there is one. `force`: remove the device even if it is in use.
 pub fn remove(id: u32, force: bool) -> Result<Option<Pid>, UblkError> {
     let error = |what| move |source| UblkError::Device { id, what, source };
     let mut control = Control::open().map_err(UblkError::Control)?;
-    // If several processes remove it at once, the first one does, and the others find no device.
+    // If several processes remove a device at once, the first one succeeds, and the others find no
+    // device.
     let _lock = takeover::lock(id);
     let device = control.info(id).map_err(|e| match Errno::from_io_error(&e) {
         Some(Errno::NODEV | Errno::NOENT) => UblkError::Missing { id },
@@ -31,8 +32,8 @@ pub fn remove(id: u32, force: bool) -> Result<Option<Pid>, UblkError> {
         .filter(|pid| test_kill_process(*pid) != Err(Errno::SRCH));
     let stopped = if force { control.stop(&device) } else { stop_unused(&mut control, &device) };
     match stopped.map_err(|e| (Errno::from_io_error(&e), e)) {
-        // The device was never started, or another process has stopped it. There is no block
-        // device.
+        // The device was never started, or another process has stopped it. In both cases no block
+        // device exists.
         Ok(()) | Err((Some(Errno::NODEV | Errno::NXIO | Errno::NOENT), _)) => {}
         Err((Some(Errno::BUSY), _)) => return Err(UblkError::InUse { id, by: by(id) }),
         Err((Some(Errno::ACCESS), _)) if !force => return Err(UblkError::Unseen { id }),
@@ -44,8 +45,8 @@ pub fn remove(id: u32, force: bool) -> Result<Option<Pid>, UblkError> {
     Ok(server)
 }
 
-/// Removes a device if the path of its image belongs to another file now. Fails if the device is in
-/// use, because its users may have cached data of the first file.
+/// Removes a device if the path of its image now belongs to another file. Fails if the device is in
+/// use, because its users may have cached data of the old file.
 pub(super) fn replace(control: &mut Control, device: &DeviceInfo) -> Result<(), UblkError> {
     let id = device.id;
     let error = |source| UblkError::Device {
@@ -60,35 +61,35 @@ pub(super) fn replace(control: &mut Control, device: &DeviceInfo) -> Result<(), 
     delete(control, device).map_err(error)
 }
 
-/// Returns ` by USER` for what has the device open, or an empty string if that is not known.
+/// Returns ` by USER`, where USER has the device open, or an empty string if USER is not known.
 pub(super) fn by(id: u32) -> String {
     users::find(id).map_or_else(String::new, |user| format!(" by {user}"))
 }
 
-/// Removes a stopped device. If it is still open, it disappears when it is closed. This does not
-/// wait for that.
+/// Removes a stopped device. If the device is still open, it disappears when it is closed. This
+/// function does not wait for that.
 pub(super) fn delete(control: &mut Control, device: &DeviceInfo) -> io::Result<()> {
     match control.delete(device) {
-        // Another process was faster.
+        // NODEV: another process has removed the device first.
         Err(e) if Errno::from_io_error(&e) != Some(Errno::NODEV) => Err(e),
         _ => Ok(()),
     }
 }
 
-/// Returns whether the stopped device still exists. A device of the same number may be another one,
-/// which must not be removed.
+/// Returns whether the stopped device still exists. The device that has this number now may be a
+/// different one, which must not be removed.
 pub(super) fn is_left(control: &mut Control, device: &DeviceInfo) -> bool {
     control.info(device.id).is_ok_and(|info| info.note == device.note && info.state == abi::S_DEAD)
 }
 
 /// Stops a device if it is not in use. Returns `ResourceBusy` if it is in use, and
 /// `PermissionDenied` if this process cannot check that. Waits up to a second for udev, which may
-/// have it open for a moment.
+/// have the device open for a moment.
 pub(super) fn stop_unused(control: &mut Control, device: &DeviceInfo) -> io::Result<()> {
     let mut stop = || {
         if device.flags & abi::F_SAFE_STOP_DEV != 0 {
             let stopped = control.try_stop(device);
-            // EINVAL: some drivers cannot check this for a user without privileges.
+            // EINVAL: some drivers cannot check the use for a user without privileges.
             if !matches!(&stopped, Err(e) if Errno::from_io_error(e) == Some(Errno::INVAL)) {
                 return stopped;
             }

@@ -5,8 +5,8 @@ use blockyard_image::SECTOR;
 use blockyard_ring::ublk::abi::{self, Descriptor};
 use rustix::io::Errno;
 
-/// Returns operation, offset and length, both in bytes. `most`: largest transfer in bytes. `fua`:
-/// writes must be durable before their answer.
+/// Returns the operation, and its offset and length in bytes. `most`: maximum number of bytes of a
+/// transfer. `fua`: writes must be durable before their answer.
 pub(super) fn parse(
     descriptor: &Descriptor,
     most: usize,
@@ -30,7 +30,7 @@ pub(super) fn parse(
     Ok((op, offset, len))
 }
 
-/// Returns the errno from which the driver makes its status.
+/// Returns the errno that the driver converts to the status of the request.
 pub(super) fn errno(failure: Failure) -> Errno {
     match failure {
         Failure::NoSpace => Errno::NOSPC,

@@ -1,8 +1,8 @@
 //! Takes over devices after their server has died.
 //!
-//! The driver keeps 64 bits for the server with each device. They identify the disk. What must
-//! hold: a device is never taken over for another disk. A file system on it would otherwise read
-//! and write the wrong disk.
+//! The driver stores 64 bits of the server's choice with each device. These bits identify the disk.
+//! What must hold: a device is never taken over for another disk, because a file system on it would
+//! read and write the wrong disk.
 
 use std::io;
 use std::path::Path;
@@ -15,7 +15,7 @@ use rustix::io::Errno;
 use super::{MAX_WAIT, UblkError, UblkOptions};
 use crate::fingerprint;
 
-/// A number that no device has. Its lock is held while a device is added.
+/// A number that no device has. A server holds the lock on this number while it adds a device.
 const ADDING: u32 = u32::MAX;
 
 /// Returns the 64 bits for a device. The upper half identifies the disk, the lower half the image's
@@ -31,8 +31,8 @@ fn is_ours(info: &DeviceInfo, options: &UblkOptions) -> bool {
     (info.note ^ fingerprint::of(options.identity.bytes())) & HALF == 0
 }
 
-/// Returns whether the device was made for another file, which had the image's path then. (If the
-/// device knows no file, its lower half is that of the disk's hash.)
+/// Returns whether the device was made for another file, which had the image's path then. (If a
+/// device was made without a known file, its lower half is the lower half of the disk's hash.)
 pub(super) fn is_other_file(info: &DeviceInfo, options: &UblkOptions) -> bool {
     options.file.is_some()
         && info.note != note(options)
@@ -40,7 +40,7 @@ pub(super) fn is_other_file(info: &DeviceInfo, options: &UblkOptions) -> bool {
 }
 
 /// Returns the device that a server of this disk left, and the lock on its number. Returns no
-/// device if one must be made.
+/// device if this server must make one.
 pub(super) fn find(
     control: &mut Control,
     options: &UblkOptions,
@@ -61,7 +61,8 @@ pub(super) fn find(
         if !control.info(id).is_ok_and(|info| is_left(&info)) {
             continue;
         }
-        // Another server of the disk may have taken it over before this one had the lock.
+        // Another server of the disk may have taken the device over before this server got the
+        // lock.
         let lock = lock(id);
         if control.info(id).is_ok_and(|info| is_left(&info))
             && let Some(info) = wait_left(control, id, options, lock.is_some())?
@@ -73,11 +74,12 @@ pub(super) fn find(
 }
 
 /// Locks the number of a device, so that only one process at a time makes, takes over or removes
-/// it. Returns `None` if another process keeps the lock too long, or if there are no such locks.
+/// the device. Returns `None` if another process keeps the lock too long, or if this system has no
+/// such locks.
 ///
-/// A process that lets the driver choose the number can lock it only after the device is added.
-/// Until then it holds the lock of [`ADDING`]. So if a device is added and not locked, no process
-/// is about to start it.
+/// A process that lets the driver choose the number can lock that number only after the device is
+/// added. Until then the process holds the lock of [`ADDING`]. So if a device is added and not
+/// locked, no process is about to start it.
 pub(super) fn lock(id: u32) -> Option<NumberLock> {
     wait_for(|| {
         let adding = NumberLock::try_new(ADDING)?;
@@ -118,7 +120,7 @@ pub(super) fn is_removed(info: &DeviceInfo) -> bool {
 }
 
 /// Waits for the end of a server that was killed. Returns `None` if the device does not exist.
-/// `locked`: no other process is making it.
+/// `locked`: this process holds the device's lock, so no other process is making the device.
 fn wait_left(
     control: &mut Control,
     id: u32,
@@ -137,11 +139,13 @@ fn wait_left(
         };
         match info.state {
             abi::S_QUIESCED => return Ok(Some(info)),
-            // Its number becomes free when it is closed. `Ublk::add_when_free` waits for that.
+            // The number becomes free when the device is closed. `Ublk::add_when_free` waits for
+            // that.
             abi::S_DEAD if is_removed(&info) => return Ok(None),
-            // It belongs to another disk, and a server of that disk may be about to start it.
+            // The device belongs to another disk, and a server of that disk may be about to start
+            // it.
             abi::S_DEAD if !is_ours(&info, options) => return Err(UblkError::Another { id }),
-            // It was added but never started, because its server died before.
+            // The device was added but never started, because its server died first.
             abi::S_DEAD if !is_alive(&info) && locked => {
                 let deleted = control.delete(&info);
                 if start.elapsed() > MAX_WAIT {
@@ -174,8 +178,8 @@ fn leaves_vacant(release: &str) -> bool {
     ((6, 7)..(6, 15)).contains(&(major, minor))
 }
 
-/// Starts the recovery, by which the driver forgets the last server. Waits while the driver still
-/// cancels that server's requests.
+/// Starts the recovery, after which the driver accepts a new server. Waits while the driver still
+/// cancels the requests of the last server.
 pub(super) fn begin(control: &mut Control, info: &DeviceInfo) -> io::Result<()> {
     let start = Instant::now();
     loop {
@@ -184,9 +188,10 @@ pub(super) fn begin(control: &mut Control, info: &DeviceInfo) -> io::Result<()> 
             Err(Some(Errno::BUSY)) if start.elapsed() < MAX_WAIT => {
                 std::thread::sleep(Duration::from_millis(10))
             }
-            // Linux before 6.7 refuses this if no queue of a quiesced device has had a server since
-            // the last recovery. That happens if the server was killed during its takeover. Then
-            // there is nothing to forget.
+            // Linux before 6.7 refuses the recovery if no queue of a quiesced device has had a
+            // server since the last recovery. That happens if a server was killed during its
+            // takeover. In this case the driver has no state of a server, so the recovery is not
+            // needed.
             Err(Some(Errno::INVAL)) if is_quiesced(control, info.id) => return Ok(()),
             _ => return begun,
         }
@@ -258,7 +263,7 @@ mod tests {
         assert!(is_ours(&of_first, &first) && !is_other_file(&of_first, &first));
         assert!(is_ours(&of_first, &second) && is_other_file(&of_first, &second));
         assert!(!is_ours(&device("/srv/b.img", Some(1)), &first));
-        // If either side knows no file, the file is not compared.
+        // If the device or the options have no file, files are not compared.
         assert!(!is_other_file(&device("/srv/a.img", None), &first));
         assert!(!is_other_file(&of_first, &options("/srv/a.img", None)));
     }

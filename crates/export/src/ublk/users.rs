@@ -1,14 +1,14 @@
-//! Finds what has a block device open.
+//! Finds the users of a block device: what has it open.
 //!
 //! An exclusive open fails if a file system, swap, or another device holds the block device. It
 //! does not fail if a program has opened the device without O_EXCL. Linux 7.0 and later count these
 //! opens too (`UBLK_CMD_TRY_STOP_DEV`). On older kernels, `/proc` shows the open files of all
 //! processes.
 //!
-//! What must hold: this never waits for a file system. It reads no attribute that needs a
-//! query to a file server. It does not find: programs in a PID namespace that this process cannot
-//! see; files of other users if this process is not root; a program that has mapped the device and
-//! then closed it.
+//! What must hold: this module never waits for a file system, because it reads no attribute that
+//! needs a query to a file server. It does not find: programs in a PID namespace that this process
+//! cannot see; open files of other users if this process is not root; a program that has mapped the
+//! device and then closed it.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -43,8 +43,8 @@ pub(super) fn check_unused(id: u32) -> std::io::Result<()> {
     }
 }
 
-/// Returns a user of block device `id` or of one of its partitions, if it finds one. The device may
-/// already be removed.
+/// Returns a user of block device `id` or of one of its partitions, if the search finds one. The
+/// device may already be removed.
 pub(super) fn find(id: u32) -> Option<User> {
     let path = ublk::block_device(id);
     let numbers = numbers(Path::new("/sys/block").join(path.file_name()?));
@@ -64,8 +64,8 @@ fn numbers(disk: PathBuf) -> Vec<(u32, u32)> {
     partitions.chain([disk.clone()]).filter_map(number).collect()
 }
 
-/// Finds a process that has the device open. A removed device has no numbers any more, so the name
-/// of the opened file decides.
+/// Finds a process that has the device open. A removed device has no device numbers any more, so
+/// the search compares the name of the opened file.
 fn process_with(proc: &Path, device: &Path, numbers: &[(u32, u32)]) -> Option<User> {
     let device = device.to_str()?;
     let is_device = |link: &Path| {
@@ -91,7 +91,8 @@ fn process_with(proc: &Path, device: &Path, numbers: &[(u32, u32)]) -> Option<Us
     })
 }
 
-/// Finds a loop device on the device. The kernel itself holds the file of a loop device.
+/// Finds a loop device whose file is the device. The kernel itself holds the file of a loop device
+/// open.
 fn loop_of(block: &Path, device: &Path) -> Option<User> {
     fs::read_dir(block).ok()?.flatten().find_map(|entry| {
         let backing = fs::read_to_string(entry.path().join("loop/backing_file")).ok()?;

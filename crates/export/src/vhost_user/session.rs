@@ -466,8 +466,10 @@ impl VhostUserBackendReqHandlerMut for Session {
         let at = config::WCE_OFFSET.checked_sub(offset as usize);
         let Some(byte) = at.and_then(|at| buf.get(at)) else {
             return Err(self.refuse(format_args!(
-                "the guest writes {} bytes at offset {offset} of the configuration space",
-                buf.len()
+                "the guest writes {} bytes at offset {offset} of the configuration space, but can \
+                 write only the write cache byte at offset {}",
+                buf.len(),
+                config::WCE_OFFSET
             )));
         };
         if !self.state.has(config::F_CONFIG_WCE) {
