@@ -1,7 +1,7 @@
 //! blkif ring entries: requests of a front end, and responses (`xen/include/public/io/blkif.h`).
 //!
-//! In: bytes that were copied out of the ring once. Out: a parsed request. What must hold: nothing
-//! here reads the ring, so the values that are checked are the values that are used.
+//! In: bytes that were copied out of the ring once. Out: a parsed request. What must hold: this
+//! module never reads the ring, so the values that it checks are the values that the back end uses.
 
 use blockyard_image::SECTOR;
 
@@ -61,7 +61,8 @@ impl Abi {
         }
     }
 
-    /// Returns the offsets of the request's id, of its first sector, and of what follows.
+    /// Returns the byte offsets of the request's id, of its first sector, and of the fields after
+    /// the first sector.
     fn places(self) -> (usize, usize, usize) {
         match self {
             Abi::X86_64 => (8, 16, 24),
@@ -90,7 +91,8 @@ impl Segment {
         Segment { reference: u32_at(bytes, 0), first: bytes[4], last: bytes[5] }
     }
 
-    /// Returns offset and length in bytes; `None` if it is not inside a page.
+    /// Returns the segment's offset and length in bytes, or `None` if the segment is not inside a
+    /// page.
     pub fn range(self) -> Option<(u16, u16)> {
         let inside = self.first <= self.last && self.last <= LAST;
         inside.then(|| (u16::from(self.first) * 512, u16::from(self.last - self.first + 1) * 512))
@@ -102,7 +104,8 @@ impl Segment {
 pub enum Ask {
     Read,
     Write,
-    /// A write after everything before it and before everything after it, and durable.
+    /// A durable write that begins after all earlier requests are complete. Later requests wait for
+    /// it.
     Barrier,
     Flush,
     /// Length in bytes.
@@ -111,7 +114,8 @@ pub enum Ask {
     SecureDiscard,
     /// An operation that this back end does not support.
     Unknown,
-    /// An indirect request of another operation than read or write, or invalid numbers.
+    /// An indirect request whose inner operation is neither read nor write, or a request with
+    /// invalid numbers.
     Bad,
 }
 
@@ -131,7 +135,7 @@ pub struct Request {
     /// The operation as the response repeats it: for an indirect request, the inner one.
     pub operation: u8,
     pub ask: Ask,
-    /// Offset in bytes; saturated, because an overflow of 64 bits is beyond any disk.
+    /// Offset in bytes. An overflow of 64 bits saturates, because that offset is beyond any disk.
     pub offset: u64,
     pub segments: usize,
     pub place: Place,

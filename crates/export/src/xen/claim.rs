@@ -1,7 +1,7 @@
 //! Prevents two servers from serving one device: by a lock, and by the name of its image.
 //!
-//! In: the options of a device, and its disk. Out: the lock of the device, or which process holds
-//! it. What must hold: a server without the lock changes nothing of the device.
+//! In: the options of a device, and its disk. Out: the lock of the device, or the process that
+//! holds the lock. What must hold: a server without the lock changes nothing of the device.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -15,14 +15,16 @@ use blockyard_storage::file::lock::{LockError, take_lock};
 use super::XenOptions;
 use super::nodes::NodeError;
 
-/// The lock of a device, a file in the folder of records. It ends with this process at the latest.
+/// The lock of a device, a file in the folder of records. The kernel releases the lock at the
+/// latest when this process ends.
 pub struct Claim {
     /// `None`: no folder is configured, so there is no lock.
     file: Option<(PathBuf, File)>,
 }
 
 impl Claim {
-    /// Takes the lock. Waits for a server that was killed; a live server is an error.
+    /// Takes the lock. Waits if the server that holds the lock was killed. Returns an error if that
+    /// server is alive.
     pub fn take(options: &XenOptions) -> Result<Self, NodeError> {
         let XenOptions { domain, device, records, .. } = options;
         let Some(folder) = records else { return Ok(Claim { file: None }) };

@@ -6,14 +6,14 @@
 //!   back    2 InitWait ─────► 4 Connected ──────────────────► 5 Closing ─► 6 Closed ─► 2 ...
 //! ```
 //!
-//! A front end reappears in state 1 or 3 after its domain was saved and restored, with other rings.
+//! After its domain was saved and restored, a front end reappears in state 1 or 3, with new rings.
 //!
 //! In: watches of the nodes of both sides. Out: queues on reactors, states, log lines.
 //!
 //! What must hold
 //! - Queues run only while the front end has rings.
-//! - A state is written only if it changes. Otherwise the two sides would wake each other
-//!   endlessly.
+//! - The thread writes a state only if the state changes. Without this rule the two sides would
+//!   wake each other endlessly.
 //! - Queues continue while the connection to xenstore is lost. The thread reconnects.
 
 use std::os::fd::AsFd;
@@ -41,23 +41,24 @@ pub(super) struct Device {
     control: Arc<Control>,
     shared: Arc<Shared>,
     queues: Vec<QueueHandle>,
-    /// The state that this side wrote last.
+    /// The state that the back end wrote last.
     state: Option<State>,
     /// The setup that the front end requested when it was connected.
     setup: Option<FrontSetup>,
-    /// Whether the front end has reached state Connected with these rings.
+    /// Whether the front end has reached state Connected with the current rings.
     front_connected: bool,
-    /// Whether the front end requested something invalid; it may start again.
+    /// Whether the back end has closed the device because the front end requested something
+    /// invalid. The front end may start again.
     refused: bool,
     reopen: Reopen,
 }
 
-/// What the loop does next.
+/// The next step of the device's loop.
 #[derive(PartialEq, Eq)]
 enum Next {
     Wait,
     /// The toolstack or `detach` removed the device, or its domain has ended. Another device may
-    /// already have its name.
+    /// already have the same name.
     Remove,
 }
 
@@ -81,12 +82,12 @@ impl Device {
         device
     }
 
-    /// Runs before the thread: sets the watches, and offers the features unless the front end is
-    /// already connected.
+    /// Prepares the device before its thread starts: sets the watches, and offers the features
+    /// unless the front end is already connected.
     pub fn begin(&mut self) -> Result<(), NodeError> {
         self.state = self.paths.back_state(&mut self.store)?;
         watch(&mut self.store, &self.paths)?;
-        // If the toolstack is removing the device, it waits for state 6.
+        // If the toolstack is removing the device, the toolstack waits for state 6.
         let stays = self.paths.online(&mut self.store)? == Some(true);
         if self.state != Some(State::Connected) && stays {
             self.offer()?;
@@ -94,8 +95,8 @@ impl Device {
         Ok(())
     }
 
-    /// Follows the device until it ends. Returns true if the device is gone, false if it waits for
-    /// the next server.
+    /// Follows the device until it ends. Returns true if the device is gone, false if the device
+    /// waits for the next server.
     pub fn run(mut self) -> bool {
         let gone = loop {
             if self.control.stop.load(Ordering::SeqCst) {
@@ -134,7 +135,8 @@ impl Device {
         gone
     }
 
-    /// Reconnects to xenstore, unless the service stops before. Meanwhile the queues continue.
+    /// Reconnects to xenstore, unless the service stops first. The queues continue during this
+    /// time.
     fn reopen(&mut self, error: &NodeError) {
         let Device { host, control, paths, shared, reopen, .. } = self;
         let name = shared.disk.name();
@@ -159,8 +161,8 @@ impl Device {
         self.shared.disk.name()
     }
 
-    /// Removes the nodes. Returns false if a later device has this name; then the records belong to
-    /// it.
+    /// Removes the nodes. Returns false if a later device has this name, because the records then
+    /// belong to that device.
     fn remove_nodes(&mut self) -> bool {
         if self.paths.toolstack {
             return true;
@@ -195,8 +197,7 @@ impl Device {
                     self.offer()?;
                 }
             }
-            // A device that is being removed is not connected, unless requests may wait in its
-            // rings.
+            // Do not connect a device that is being removed, unless requests may wait in its rings.
             Some(State::Initialised) if self.queues.is_empty() && online && !self.refused => {
                 self.connect()?
             }
@@ -206,7 +207,7 @@ impl Device {
             Some(State::Closing) => self.set_state(State::Closing)?,
             Some(State::Closed) => {
                 self.disconnect();
-                // The next rings may use the same pages.
+                // The next rings may use the same pages, so their key may match the old records.
                 self.remove_records();
                 if !online {
                     return Ok(Next::Remove);
@@ -224,8 +225,8 @@ impl Device {
         Ok(Next::Wait)
     }
 
-    /// Returns whether a toolstack has removed the device and created a new one with the same name,
-    /// which may request another disk.
+    /// Returns whether a toolstack has removed the device and created a new one with the same name.
+    /// The new device may request another disk.
     fn is_recreated(&mut self) -> Result<bool, StoreError> {
         let known =
             self.paths.toolstack && self.state.is_some_and(|state| state != State::Initialising);
@@ -233,7 +234,7 @@ impl Device {
     }
 
     /// Handles state 3 of the front end while its rings are served. After a restore in the same
-    /// domain it has other rings.
+    /// domain, the front end has new rings.
     fn reconnect(&mut self) -> Result<(), NodeError> {
         let setup = self.paths.front_setup(&mut self.store, &self.options)?;
         if self.front_connected || self.setup.as_ref() != Some(&setup) {
@@ -342,8 +343,8 @@ impl Device {
         }
     }
 
-    /// Decides how data is transferred. Pages that stay mapped cost nothing. Otherwise copies are
-    /// better: one call per batch, without a change of mappings.
+    /// Decides how data is transferred. Pages that stay mapped cost nothing. For other pages copies
+    /// are better: one call per batch, without a change of mappings.
     fn data(&self, setup: &FrontSetup) -> Data {
         match (self.options.data, setup.persistent) {
             (XenData::Copy, _) | (XenData::Auto, false) => Data::Copied,
@@ -352,7 +353,7 @@ impl Device {
         }
     }
 
-    /// Stops the queues: they complete the requests that they have taken, and unmap the rings.
+    /// Stops the queues. Each queue completes the requests that it has taken, and unmaps its ring.
     fn disconnect(&mut self) {
         self.control.connected.store(false, Ordering::SeqCst);
         for queue in self.queues.drain(..) {
@@ -362,8 +363,8 @@ impl Device {
 
     /// Closes the device, because its front end requested something invalid.
     fn close_with_error(&mut self, error: &NodeError) {
-        // The device watches its own nodes too. Without this check, each error written would cause
-        // the next one.
+        // The back end watches its own nodes too. Without this check, each error written would
+        // cause the next one.
         if self.refused {
             return;
         }
@@ -379,7 +380,7 @@ impl Device {
         self.disconnect();
         let reported = self.paths.write_error(&mut self.store, &error.to_string());
         if reported.and_then(|()| self.set_state(State::Closing)).is_err_and(|e| e.is_lost()) {
-            // Report it again after the next connection.
+            // Clear the flag, so that an error after the next connection is reported.
             self.refused = false;
         }
     }
@@ -413,18 +414,18 @@ fn watch(store: &mut Store, paths: &Paths) -> Result<(), StoreError> {
 /// A device of this program, as described in xenstore.
 #[derive(Clone, Debug)]
 pub struct Listed {
-    /// The type of back end under which the toolstack finds it.
+    /// The type of back end, which is part of the device's path in xenstore.
     pub kind: String,
     pub domain: u16,
     pub device: Name,
-    /// `connected`, or what it waits for.
+    /// `connected`, or the event for which the device waits.
     pub state: &'static str,
-    /// Sectors of 512 bytes; `None`: it was never connected.
+    /// Number of sectors of 512 bytes. `None`: the device was never connected.
     pub sectors: Option<u64>,
     pub read_only: bool,
 }
 
-/// Returns the devices of other domains that this domain serves, or has served, with this program.
+/// Returns the devices of other domains that this program serves, or has served, from this domain.
 pub fn list(host: &Host) -> Result<Vec<Listed>, XenError> {
     let mut store = host.store().map_err(XenError::Host)?;
     let failed = |e: NodeError| XenError::Host(std::io::Error::other(e));
@@ -448,7 +449,7 @@ pub fn list(host: &Host) -> Result<Vec<Listed>, XenError> {
     Ok(found)
 }
 
-/// Reads a device; `None`: another program serves it.
+/// Reads a device. Returns `None` if another program serves the device.
 fn listed(
     store: &mut Store,
     path: &str,
@@ -470,9 +471,9 @@ fn listed(
     Ok(Some(Listed { kind: kind.into(), domain, device, state, sectors, read_only }))
 }
 
-/// Requests that the guest closes a device. With `force` it removes the device without the guest.
-/// Returns false if the guest has not closed it after `patience`; the device is still removed when
-/// the guest closes it.
+/// Requests that the guest closes a device. With `force`, removes the device without the guest.
+/// Returns false if the guest has not closed the device after `patience`. The device is removed
+/// when the guest closes it later.
 pub fn detach(
     host: &Host,
     domain: u16,

@@ -11,9 +11,11 @@
 //! - This program removes the nodes that it created, when the device is detached or its domain has
 //!   ended. The toolstack removes the nodes that it created (`watch`).
 //! - When this program ends, it completes every request that it has taken, and the nodes stay. The
-//!   next server of the same device continues with the same rings; the guest only waits. If the
-//!   program was killed, records (`record`) contain the requests in flight.
-//! - A front end that writes anything invalid loses at most its device, with one line in the log.
+//! - When this program ends, it completes every request that it has taken, and the nodes stay. The
+//!   next server of the same device continues with the same rings. The guest notices only a delay.
+//!   If the program was killed, records (`record`) contain the requests in flight.
+//! - A front end that writes anything invalid loses at most its device, and causes one line in the
+//!   log.
 
 mod abi;
 mod claim;
@@ -37,7 +39,7 @@ use blockyard_disk::Disk;
 use blockyard_ring::xen::{Host, Node, Store};
 use rustix::event::EventfdFlags;
 
-/// The parts alone, for fuzzing; not a stable interface.
+/// Internal parts, for fuzzing. They are no stable interface.
 #[doc(hidden)]
 pub mod parts {
     pub use super::abi::Abi;
@@ -52,7 +54,7 @@ pub use device::{Listed, detach, list};
 use nodes::{NodeError, Paths};
 pub use watch::{ToolstackDevice, Wanted, Watch, WatchOptions};
 
-/// Why a device or a watch cannot be started.
+/// Reasons why a device or a watch cannot be started.
 #[derive(Debug, thiserror::Error)]
 pub enum XenError {
     #[error(
@@ -68,8 +70,8 @@ pub enum XenError {
     Missing { domain: u16, device: Name },
 }
 
-/// Name of a device in its domain, such as `xvda`; or its number, if the toolstack chose another
-/// scheme.
+/// Name of a device in its domain, such as `xvda`, or its number if the toolstack chose another
+/// naming scheme.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Name {
     number: u32,
@@ -82,11 +84,11 @@ impl Name {
     }
 
     fn of_disk(disk: u32) -> Self {
-        // The first 16 have the number of the Linux device (major 202).
+        // Disks 0 to 15 use the number of the Linux device (major 202).
         Name { number: if disk < 16 { 202 << 8 | disk << 4 } else { 1 << 28 | disk << 8 } }
     }
 
-    /// Returns N of `xvd`N; `None` if it is not a whole disk with such a name.
+    /// Returns N of `xvd`N, or `None` if the number is not that of a whole disk `xvd`N.
     fn disk(self) -> Option<u32> {
         let Name { number } = self;
         let disk = if number >> 28 == 1 { number >> 8 & 0xf_ffff } else { number >> 4 & 0xf };
@@ -96,7 +98,7 @@ impl Name {
     /// Parses the name of a node.
     fn of_node(text: &str) -> Option<Self> {
         let number = text.parse::<u32>().ok()?;
-        // Another spelling of the number is another node.
+        // Another spelling of the same number would be another node.
         (number.to_string() == text).then_some(Name { number })
     }
 }
@@ -144,8 +146,8 @@ pub struct XenOptions {
     /// Number of queues to offer, at most 8.
     pub queues: u16,
     pub data: XenData,
-    /// The folder, on tmpfs, for records of requests in flight. `None`: if the server is killed,
-    /// these requests never complete.
+    /// Folder on tmpfs for records of requests in flight. `None`: if the server is killed, the
+    /// requests in flight never complete.
     pub records: Option<PathBuf>,
 }
 
@@ -158,7 +160,8 @@ impl XenOptions {
 /// How the data of requests is transferred.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum XenData {
-    /// Mapped if grants are persistent, because the guest reuses the pages; otherwise copied.
+    /// Maps the pages if grants are persistent, because the guest reuses the pages. Copies the data
+    /// if they are not.
     #[default]
     Auto,
     /// The guest's pages are mapped.
@@ -188,8 +191,8 @@ pub struct Xen {
     thread: Option<JoinHandle<()>>,
 }
 
-/// Commands to the device's thread: stop, or announce a new size. And whether the front end is
-/// connected.
+/// Commands to the device's thread (stop, or announce a new size), and the state of the connection
+/// to the front end.
 struct Control {
     wake: OwnedFd,
     stop: AtomicBool,
@@ -322,7 +325,7 @@ impl Drop for Xen {
     }
 }
 
-/// Connects to xenstore. Also returns the number of the own domain.
+/// Connects to xenstore. Also returns the number of this program's domain.
 fn open_store(host: &Host, options: &XenOptions) -> Result<(Store, u16), XenError> {
     let mut store = host.store().map_err(XenError::Host)?;
     let own = own_domain(&mut store).map_err(|source| options.failed(source))?;
@@ -331,7 +334,7 @@ fn open_store(host: &Host, options: &XenOptions) -> Result<(Store, u16), XenErro
 
 /// Returns the number of the domain that this program runs in.
 fn own_domain(store: &mut Store) -> Result<u16, NodeError> {
-    // A relative path refers to the own domain.
+    // A relative path in xenstore refers to the domain of the caller.
     let text = store.read("domid")?.ok_or_else(|| NodeError::Missing("domid".into()))?;
     let invalid = || NodeError::Value {
         key: "domid".into(),

@@ -1,13 +1,13 @@
-//! The nodes of a device in xenstore: those that the back end writes, and those of the front end
-//! that it reads.
+//! The nodes of a device in xenstore: the nodes that the back end writes, and the front end's nodes
+//! that the back end reads.
 //!
 //! In: text that a guest wrote. Out: a ring's grant references and ports, each number checked.
 //!
 //! What must hold
-//! - Nothing that a guest writes causes more rings, pages or queues than were offered.
+//! - A guest cannot cause more rings, pages or queues than the back end offered.
 //! - A write never creates nodes of a device that is gone.
 //! - A server changes no node of a later device with the same name. The node `incarnation`
-//!   distinguishes them.
+//!   distinguishes the two devices.
 
 use std::fmt::Display;
 use std::hash::{BuildHasher, Hasher, RandomState};
@@ -24,22 +24,23 @@ use crate::fingerprint;
 /// The type of back end for devices that this program creates.
 pub const KIND: &str = "blockyard";
 
-/// The node in a toolstack's device that names the program that serves it.
+/// The node in a toolstack's device that names the program which serves the device.
 pub const SERVER: &str = "server";
 
 /// The back end's node with the number of queues that it offers.
 const QUEUES: &str = "multi-queue-max-queues";
 
-/// The node of a device that this program created: a random number.
+/// The node that distinguishes a device of this program from others with the same name. It contains
+/// a random number.
 const INCARNATION: &str = "incarnation";
 
-/// The back end's node that says whether it supports flushes.
+/// The back end's node that says whether the back end supports flushes.
 const FLUSH: &str = "feature-flush-cache";
 
 /// The node in a device of this program that names its image.
 const IMAGE: &str = "image";
 
-/// Largest values that are offered: 2^4 pages per ring, and 8 queues.
+/// Largest values that the back end offers: 2^4 pages per ring, and 8 queues.
 pub const MAX_PAGE_ORDER: u32 = 4;
 pub const MAX_QUEUES: u16 = 8;
 
@@ -68,15 +69,15 @@ impl State {
 pub struct Paths {
     pub back: String,
     pub front: String,
-    /// Whether a toolstack has created the nodes, and removes them.
+    /// Whether a toolstack has created the nodes. The toolstack then also removes them.
     pub toolstack: bool,
     pub cdrom: bool,
-    /// Distinguishes a device that this program created from earlier and later ones with its name.
-    /// `None`: a toolstack or an older version created it.
+    /// Distinguishes a device that this program created from earlier and later devices with the
+    /// same name. `None`: a toolstack or an older version created the device.
     incarnation: Option<String>,
 }
 
-/// Why the nodes of a device cannot be used.
+/// Reasons why the nodes of a device cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum NodeError {
     #[error(transparent)]
@@ -123,7 +124,7 @@ pub struct QueueKeys {
 }
 
 impl QueueKeys {
-    /// Returns a number that identifies these rings.
+    /// Returns a number that identifies the rings.
     pub fn fingerprint(&self) -> u64 {
         let numbers = self.references.iter().chain([&self.port]);
         fingerprint::of(numbers.flat_map(|number| number.to_le_bytes()))
@@ -155,15 +156,15 @@ impl Paths {
         Paths { back: device.path(own), front, toolstack: true, cdrom: false, incarnation }
     }
 
-    /// Takes over the device that has these nodes now. Reads its node `incarnation`, a random
-    /// number that distinguishes it from a later device with the same nodes.
+    /// Takes over the device that has these nodes now. Reads the node `incarnation`, a random
+    /// number that distinguishes the device from a later one with the same nodes.
     pub fn adopt(&mut self, store: &mut Store) -> Result<(), StoreError> {
         self.incarnation = store.read(&format!("{}/{INCARNATION}", self.back))?;
         Ok(())
     }
 
     /// Returns whether the nodes still belong to the same device. A toolstack's device has no node
-    /// `incarnation`; its state 1 shows that it is new.
+    /// `incarnation`. State 1 shows that such a device is new.
     pub fn is_same(&self, node: &mut impl Node) -> Result<bool, StoreError> {
         Ok(self.toolstack
             || node.read(&format!("{}/{INCARNATION}", self.back))? == self.incarnation)
@@ -204,8 +205,8 @@ impl Paths {
         })
     }
 
-    /// Creates the nodes of both sides, and lets each domain read the other's. Returns false if
-    /// this program has created them before, for one of the same images.
+    /// Creates the nodes of both sides, and lets each domain read the other side's nodes. Returns
+    /// false if this program has created the nodes before, for one of the same images.
     pub fn make(
         &mut self,
         store: &mut Store,
@@ -269,8 +270,8 @@ impl Paths {
         }
     }
 
-    /// Writes which image the device has, for the next server. A snapshot or a commit may change it
-    /// while the disk is served.
+    /// Writes the name of the disk's topmost image into the device's nodes, so that the next server
+    /// can compare it. A snapshot or a commit may change that image while the disk is served.
     pub fn note_image(&self, store: &mut Store, images: &[String]) -> Result<(), StoreError> {
         let Some(image) = images.first() else { return Ok(()) };
         self.change(store, |t| t.write(&format!("{}/{IMAGE}", self.back), image))
@@ -285,7 +286,7 @@ impl Paths {
             }
             t.remove(&self.front)?;
             t.remove(&self.back)?;
-            // Parent nodes that were created for it.
+            // Remove the parent nodes that were created for the device.
             let mut path = self.back.as_str();
             for _ in 0..2 {
                 path = path.rsplit_once('/').map_or("", |(above, _)| above);
@@ -298,17 +299,18 @@ impl Paths {
         })
     }
 
-    /// Reads the state of the front end; `None` if it is missing or invalid.
+    /// Reads the state of the front end. Returns `None` if the node is missing or invalid.
     pub fn front_state(&self, store: &mut Store) -> Result<Option<State>, StoreError> {
         Ok(store.read(&format!("{}/state", self.front))?.and_then(|text| State::parse(&text)))
     }
 
-    /// Reads the state of the back end; `None` if it is missing or invalid.
+    /// Reads the state of the back end. Returns `None` if the node is missing or invalid.
     pub fn back_state(&self, store: &mut Store) -> Result<Option<State>, StoreError> {
         Ok(store.read(&format!("{}/state", self.back))?.and_then(|text| State::parse(&text)))
     }
 
-    /// Returns whether the device stays; `None`: its nodes are gone.
+    /// Reads the node `online`, which is false if the toolstack is removing the device. Returns
+    /// `None` if the device's nodes are gone.
     pub fn online(&self, store: &mut Store) -> Result<Option<bool>, StoreError> {
         Ok(store.read(&format!("{}/online", self.back))?.map(|text| text != "0"))
     }
@@ -326,7 +328,7 @@ impl Paths {
         })
     }
 
-    /// Writes nodes of this side, unless the device is gone or a later one has its name.
+    /// Writes nodes of the back end, unless the device is gone or a later device has the same name.
     fn change(
         &self,
         store: &mut Store,
@@ -346,7 +348,8 @@ impl Paths {
         options: &XenOptions,
     ) -> Result<(), StoreError> {
         let source = disk.source();
-        // If all data is copied, persistent grants would make the guest copy it a second time.
+        // If the back end copies all data, persistent grants would make the guest copy it a second
+        // time.
         let persistent = u32::from(options.data != XenData::Copy);
         let flushes = u8::from(disk.options().cache.write_back());
         let discards = u8::from(!disk.options().read_only);
@@ -368,7 +371,7 @@ impl Paths {
         })
     }
 
-    /// Describes the disk to the front end, and sets state Connected. Also used for a new size.
+    /// Describes the disk to the front end, and sets state Connected. A resize calls this too.
     pub fn connect(&self, store: &mut Store, disk: &Disk) -> Result<(), StoreError> {
         let Shape { sectors, logical, physical, info } = Shape::of(disk, self.cdrom);
         self.change(store, |t| {
@@ -390,8 +393,8 @@ impl Paths {
         self.change(store, |t| t.write(&format!("{}/error", self.back), what))
     }
 
-    /// Writes why a device has no disk, and closes it unless it is in use. Returns whether it is in
-    /// use. `hotplug-error` is for the toolstack's script.
+    /// Writes why a device has no disk, and closes the device unless a guest uses it. Returns
+    /// whether a guest uses it. `hotplug-error` is for the toolstack's script.
     pub fn refuse(&self, store: &mut Store, what: &str) -> Result<bool, StoreError> {
         let mut in_use = false;
         self.change(store, |t| {
@@ -417,7 +420,8 @@ impl Paths {
         let Some(frontend) = node.read(&format!("{}/frontend", self.back))? else {
             return Ok(false);
         };
-        // The value may be an invalid path. If xenstore is lost, the next call reports that.
+        // The value of `frontend` may be an invalid path. If xenstore is lost, the next call
+        // reports that.
         let front = node.read(&format!("{frontend}/state")).unwrap_or_default();
         Ok(front.is_some_and(|state| state != "6"))
     }
@@ -435,7 +439,7 @@ impl Paths {
         Ok(is_old)
     }
 
-    /// Returns whether flushes were not offered to the front end. A front end that is connected
+    /// Returns whether the back end did not offer flushes to the front end. A connected front end
     /// relies on the offer of the last server.
     pub fn offered_no_flush(&self, store: &mut Store) -> Result<bool, StoreError> {
         Ok(store.read(&format!("{}/{FLUSH}", self.back))?.as_deref() == Some("0"))
@@ -457,7 +461,7 @@ impl Paths {
                 wanted,
             }
         })?;
-        // A front end that is connected relies on the offer of the last server.
+        // A connected front end relies on the offer of the last server.
         let offered =
             keys.store.read(&format!("{}/{QUEUES}", self.back))?.and_then(|text| text.parse().ok());
         let most = offered.unwrap_or(options.queues).clamp(1, MAX_QUEUES).into();
@@ -501,7 +505,7 @@ impl Keys<'_> {
         let port = self.needed(&format!("{folder}event-channel"))?;
         let single = format!("{folder}ring-ref");
         let references = match order {
-            // For one page the key has no number, unless the front end wrote one.
+            // Without `ring-page-order`, the ring has one page, and its key has no number.
             None => vec![self.needed(&single)?],
             Some(0) if self.text(&single)?.is_some() => vec![self.needed(&single)?],
             Some(order) => (0..1 << order)
@@ -520,7 +524,7 @@ pub fn short(text: &str) -> String {
 /// The back end's description of the disk.
 #[derive(Debug, PartialEq, Eq)]
 struct Shape {
-    /// Number of sectors of 512 bytes, whatever the sector size is.
+    /// Number of sectors of 512 bytes, independent of the disk's sector size.
     sectors: u64,
     logical: u32,
     physical: u32,

@@ -5,9 +5,9 @@
 //!   event ─► run: take a batch ─► map or copy its pages ─► lanes ─► disk
 //!             ▲   publish, notify once ◄──────────────────── responses ◄──┘
 //! ```
-//! What must hold: a request that was taken gets one response. A response is in the ring before the
-//! index that publishes it. After `stop` no request is taken, and the reply is sent when nothing is
-//! in flight and no page of the guest is mapped.
+//! What must hold: each taken request gets one response. A response is in the ring before the index
+//! that publishes it. After `stop`, the queue takes no request. It replies to `stop` when nothing
+//! is in flight and no page of the guest is mapped.
 
 mod copies;
 mod pages;
@@ -34,10 +34,10 @@ use copies::Read;
 pub use pages::Data;
 use pages::{Pages, Prepared};
 
-/// Maximum number of requests that are taken before they are submitted to the disk.
+/// Maximum number of requests that the queue takes before it submits them to the disk.
 const BATCH: usize = 32;
 
-/// What the queues of a device share with the thread that started them.
+/// State that the queues of a device share with the thread that started them.
 pub struct Shared {
     pub disk: Arc<Disk>,
     pub log: Log,
@@ -65,8 +65,8 @@ pub struct QueueSetup {
     pub channel: Channel,
     pub grants: Grants,
     pub data: Data,
-    /// Whether each write must be durable before its response, because flushes were not offered to
-    /// the front end.
+    /// Whether each write must be durable before its response, because the back end did not offer
+    /// flushes to the front end.
     pub fua: bool,
     /// Path of the record of requests in flight, and the key that identifies this ring.
     pub record: Option<(PathBuf, u64)>,
@@ -76,7 +76,7 @@ pub struct QueueSetup {
 #[derive(Default)]
 struct Queues(RefCell<HashMap<u64, Rc<Queue>>>);
 
-/// A running queue, for the device's thread.
+/// Handle of a running queue, for the device's thread.
 pub struct QueueHandle {
     remote: Remote,
     id: u64,
@@ -90,7 +90,8 @@ impl QueueHandle {
         started.unwrap_or_else(|| Err(StartError::ended())).map(|()| QueueHandle { remote, id })
     }
 
-    /// Takes no more requests, waits for those in flight, and unmaps everything.
+    /// Makes the queue take no more requests, waits for the requests in flight, and unmaps
+    /// everything.
     pub fn stop(self) {
         let id = self.id;
         self.remote.ask(move |handle, reply| {
@@ -111,8 +112,8 @@ struct Queue {
     ring: RefCell<Ring>,
     channel: Channel,
     pages: RefCell<Pages>,
-    /// Whether each write must be durable before its response, because flushes were not offered to
-    /// the front end.
+    /// Whether each write must be durable before its response, because the back end did not offer
+    /// flushes to the front end.
     fua: bool,
     lanes: Rc<Lanes<Slot>>,
     requests: RefCell<Vec<Request<Slot>>>,
@@ -122,7 +123,7 @@ struct Queue {
     wake: Signal,
     budget: Budget,
     in_flight: Cell<u32>,
-    /// A barrier that waits for all requests before it, and for which all later ones wait.
+    /// A barrier that waits for all earlier requests. All later requests wait for the barrier.
     barrier: Cell<Option<abi::Request>>,
     broken: Cell<bool>,
     stopping: RefCell<Option<Reply<()>>>,
@@ -134,7 +135,7 @@ struct Slot {
     id: u64,
     operation: u8,
     slot: u32,
-    /// Whether it is a part of a request, and another part sends the response.
+    /// Whether this is a part of a request, and another part sends the response.
     part: bool,
     /// Number of a read, if its data is copied to the guest before the response.
     read: Option<u32>,
@@ -167,8 +168,8 @@ impl Token for Slot {
     }
 }
 
-/// Returns whether the request is a barrier: it begins after all earlier ones are complete, and
-/// later ones wait for it. (A flush with data is a barrier.)
+/// Returns whether the request is a barrier. A barrier begins after all earlier requests are
+/// complete, and later requests wait for it. (A flush with data is a barrier.)
 fn is_barrier(request: &abi::Request) -> bool {
     request.ask == Ask::Barrier || (request.ask == Ask::Flush && request.segments > 0)
 }
@@ -240,7 +241,7 @@ impl Queue {
     async fn run(self: Rc<Self>, mut watch: Watch, again: Vec<abi::Request>) {
         self.handle.label(&format!("disk {}, queue {}", self.shared.disk.name(), self.index));
         self.take_again(again).await;
-        // The last back end may have published without a notification.
+        // The last back end may have published responses without a notification.
         self.notify();
         loop {
             self.wake.clear();
@@ -250,7 +251,7 @@ impl Queue {
                 break;
             }
             let takes = !stopping && !self.broken.get();
-            // A completed request frees its buffer, and rings `wake`.
+            // A request that completes frees its buffer, and signals `wake`.
             let takes = takes && self.room() > 0;
             let held_back = if takes { self.served.queue_pause() } else { None };
             if takes && held_back.is_none() {
@@ -300,7 +301,7 @@ impl Queue {
                 again.len()
             ),
         );
-        // Nothing was taken after a barrier, so there is at most one.
+        // The last server took nothing after a barrier, so there is at most one.
         again.retain(|request| {
             let is_barrier = is_barrier(request);
             if is_barrier {
@@ -324,14 +325,14 @@ impl Queue {
         }
     }
 
-    /// Returns the number of bytes of requests that may be taken. If nothing is in flight, one
-    /// request of any size fits.
+    /// Returns how many bytes of further requests the queue may take. If nothing is in flight, one
+    /// request of any size may be taken.
     fn room(&self) -> usize {
         let least = usize::from(self.in_flight.get() == 0);
         self.pages.borrow().room().max(least)
     }
 
-    /// Returns how many of these requests fit.
+    /// Returns how many of these requests the queue may take.
     fn fitting(&self, requests: &[abi::Request]) -> usize {
         let mut room = self.room();
         let fits = |request: &&abi::Request| {
@@ -342,7 +343,7 @@ impl Queue {
         requests.iter().take_while(fits).count()
     }
 
-    /// Takes an event, which unmasks the next one. The channel fails only if the domain is gone.
+    /// Takes an event, which unmasks the next event. The channel fails only if the domain is gone.
     fn take_event(&self) {
         match self.channel.take() {
             Ok(true) => _ = self.shared.counts.events.fetch_add(1, Ordering::Relaxed),
@@ -447,7 +448,8 @@ impl Queue {
         read: Option<u32>,
     ) -> Request<Slot> {
         self.in_flight.set(self.in_flight.get() + 1);
-        // A flush of the front end is one operation. A barrier's flush is a part, before its write.
+        // A flush of the front end is one operation. The flush of a barrier is a part, which
+        // precedes the barrier's write.
         let part = op == Op::Flush && (request.ask == Ask::Barrier || request.segments > 0);
         let abi::Request { id, operation, slot, .. } = *request;
         let slot = Slot { queue: self.clone(), id, operation, slot, part, read };
@@ -461,7 +463,7 @@ impl Queue {
         let op = match request.ask {
             Ask::Read => Op::Read,
             Ask::Write => Op::Write { fua: self.fua },
-            // A flush with data is a barrier, which does not reach this point.
+            // A flush with data is a barrier, which `serve_barrier` handles.
             Ask::Flush => return Ok((Op::Flush, 0)),
             Ask::Discard(len) => return Ok((Op::Discard, len)),
             Ask::SecureDiscard | Ask::Unknown => return Err(abi::UNSUPPORTED),
@@ -473,14 +475,14 @@ impl Queue {
         }
     }
 
-    /// Submits the requests to the disk, and keeps the capacity of their vector.
+    /// Submits the requests to the disk, and keeps the vector for reuse.
     fn dispatch(&self, mut requests: Vec<Request<Slot>>) {
         self.lanes.dispatch(&mut requests);
         *self.requests.borrow_mut() = requests;
     }
 
-    /// Serves a barrier: flushes earlier writes, then writes, durably. Nothing else of this queue
-    /// is in flight.
+    /// Serves a barrier: flushes earlier writes, and then writes durably. No other request of this
+    /// queue is in flight.
     async fn serve_barrier(self: &Rc<Self>) {
         let Some(request) = self.barrier.take() else { return };
         let mut segments = self.pool.borrow_mut().pop().unwrap_or_default();
@@ -518,8 +520,8 @@ impl Queue {
         self.keep_room(&mut self.pages.borrow_mut(), segments);
     }
 
-    /// Releases a request's memory, and keeps its vectors for the next one. This unmaps pages that
-    /// nothing else keeps.
+    /// Releases a request's memory, and keeps its vectors for the next request. Unmaps the pages of
+    /// the request, except those that stay mapped.
     fn keep_room(&self, pages: &mut Pages, mut segments: Segments) {
         pages.give_back(&mut segments);
         let mut pool = self.pool.borrow_mut();
@@ -528,7 +530,7 @@ impl Queue {
         }
     }
 
-    /// Stops this queue for good, and logs why, once.
+    /// Stops this queue for good, and logs the reason once.
     fn break_queue(&self, why: &str) {
         if !self.broken.replace(true) {
             self.shared.log.warn(

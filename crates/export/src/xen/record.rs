@@ -5,12 +5,12 @@
 //!   response: slot (its index)   ─► published ─► slot free
 //! ```
 //!
-//! In: requests when they are taken, and responses when they are written. Out, for the next server:
-//! the requests without a response that the front end can see. Responses overwrite entries of the
-//! ring, so the ring alone does not contain these requests.
+//! In: requests when the queue takes them, and responses when the queue writes them. Out, for the
+//! next server: the requests without a response that the front end can see. Responses overwrite
+//! entries of the ring, so the ring alone does not contain these requests.
 //!
-//! What must hold: if the process is killed at any step, the next one finds a consistent record. A
-//! record of other rings is ignored.
+//! What must hold: if the process is killed at any step, the next server finds a consistent record.
+//! A server ignores a record of other rings.
 
 use std::fs::File;
 use std::io;
@@ -45,14 +45,15 @@ pub type InFlight = (u32, [u8; ENTRY_MOST]);
 pub struct Record {
     slice: SharedSlice,
     free: Vec<u32>,
-    /// Slots with a response that is not published yet.
+    /// Slots with a response that the queue has not published yet.
     answered: Vec<u32>,
 }
 
 impl Record {
     /// Opens the record of a ring of `entries` entries. `key` identifies the ring. `shown`: number
     /// of responses that the front end can see. Returns the number of requests taken, and the
-    /// requests in flight with their slots. A new record returns `shown`, and none.
+    /// requests in flight with their slots. For a new record, the number is `shown`, and nothing is
+    /// in flight.
     pub fn open(
         path: &Path,
         entries: u32,
@@ -81,7 +82,7 @@ impl Record {
         }
     }
 
-    /// Reads what the last server has left, if it is consistent.
+    /// Reads the record that the last server left. Returns `None` if the record is not consistent.
     fn read(&mut self, entries: u32, key: u64, shown: u32) -> Option<(u32, Vec<InFlight>)> {
         let known = [self.load(0), self.load(ENTRIES), self.load(KEY), self.load(KEY + 4)];
         if known != [MAGIC, entries, key as u32, (key >> 32) as u32] {
@@ -137,7 +138,8 @@ impl Record {
         slot
     }
 
-    /// Records that a request has response number `index`, before that is published.
+    /// Records that a request has response number `index`. Must be called before that response is
+    /// published.
     #[inline]
     pub fn answer(&mut self, slot: u32, index: u32) {
         let at = place(slot);
@@ -146,7 +148,7 @@ impl Record {
         self.answered.push(slot);
     }
 
-    /// Records that the responses so far are published.
+    /// Records that all responses written so far are published.
     #[inline]
     pub fn shown(&mut self) {
         fence(Ordering::SeqCst);
@@ -169,7 +171,7 @@ fn place(slot: u32) -> usize {
     HEADER + slot as usize * SLOT
 }
 
-/// Compares indices that wrap.
+/// Returns whether `index` is before `other`, for indices that wrap.
 fn is_before(index: u32, other: u32) -> bool {
     (index.wrapping_sub(other) as i32) < 0
 }
@@ -203,7 +205,8 @@ mod tests {
         let (first, second) = (record.take(u32::MAX, request(1)), record.take(0, request(2)));
         assert_eq!(found(&slice, 7, u32::MAX), (1, vec![1, 2]));
         record.answer(second, u32::MAX);
-        // First not published; then published, but the server is killed before it records that.
+        // The response is not published at first. Then it is published, but the server is killed
+        // before it records that.
         assert_eq!(found(&slice, 7, u32::MAX), (1, vec![1, 2]));
         record.answered.clear();
         record.answer(second, u32::MAX);
@@ -226,7 +229,7 @@ mod tests {
         assert_eq!(found(&slice, 8, 9), (9, vec![]));
         let (mut record, ..) = Record::over(slice.clone(), 4, 7, 0);
         record.take(0, request(1));
-        // The front end sees more responses than there were requests.
+        // The front end sees more responses than the queue took requests.
         assert_eq!(found(&slice, 7, 2), (2, vec![]));
         slice.write(0, &[0xa5; HEADER + 4 * SLOT]);
         assert_eq!(found(&slice, 7, 3), (3, vec![]));
@@ -237,7 +240,7 @@ mod tests {
         let slice = slice();
         let (mut record, ..) = Record::over(slice.clone(), 4, 7, 0);
         record.take(0, request(1));
-        // All but the last step of taking request 1.
+        // Write all but the last step of taking request 1.
         slice.copy_in(place(0) + COPY, request(2));
         slice.store_u32(place(0) + INDEX, 1, Ordering::Relaxed);
         slice.store_u32(place(0), IN_FLIGHT, Ordering::Relaxed);

@@ -1,8 +1,8 @@
 //! Reconnects to xenstore after the connection was lost, because xenstored was too slow or has
 //! ended.
 //!
-//! What must hold: a thread that waits here stops when its service stops. However often the
-//! connection is lost, attempts become rare.
+//! What must hold: a thread that waits here stops when its service stops. If the connection is lost
+//! again and again, the pauses between attempts become longer.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -12,7 +12,8 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 
 use super::Control;
 
-/// Pause after the first failed attempt. It doubles with each further one, up to the longest.
+/// Pause after the first failed attempt. The pause doubles with each further failure, up to the
+/// longest pause.
 const FIRST: Duration = Duration::from_secs(1);
 const LONGEST: Duration = Duration::from_secs(30);
 
@@ -20,20 +21,20 @@ const LONGEST: Duration = Duration::from_secs(30);
 #[derive(Default)]
 pub(super) struct Reopen {
     pause: Duration,
-    /// When the last attempt succeeded.
+    /// Time of the last successful attempt.
     last: Option<Instant>,
 }
 
 impl Reopen {
-    /// Opens a connection and sets the watches with `watch`. Between attempts, each
-    /// [`Control::ring`] causes an extra one. `None`: the service is stopping.
+    /// Opens a connection and sets the watches with `watch`. Each [`Control::ring`] during a pause
+    /// causes an extra attempt. Returns `None` if the service is stopping.
     pub fn open(
         &mut self,
         host: &Host,
         control: &Control,
         watch: impl Fn(&mut Store) -> Result<(), StoreError>,
     ) -> Option<Store> {
-        // If a connection is lost again soon, the first attempt waits too.
+        // If a connection is lost again soon, pause before the first attempt too.
         if self.last.is_none_or(|last| last.elapsed() > LONGEST) {
             self.pause = Duration::ZERO;
         }

@@ -1,10 +1,11 @@
 //! The ring that back end and front end share: requests and responses use the same entries.
 //!
 //! What must hold
-//! - An entry is copied out once.
-//! - The front end's index is accepted only if the ring has that many entries without a response.
-//! - Responses are written before the index that publishes them. The front end gets an event only
-//!   if it requested one.
+//! - The back end copies each entry out once.
+//! - The front end's index is accepted only if the ring can hold that many requests without a
+//!   response.
+//! - Responses are written before the index that publishes them. The back end sends an event only
+//!   if the front end requested one.
 
 use std::io;
 use std::path::Path;
@@ -43,8 +44,8 @@ pub struct Ring {
 }
 
 impl Ring {
-    /// Creates it over the ring's pages. It continues after the responses that the last back end
-    /// published.
+    /// Creates the back end's side over the ring's pages. Continues after the responses that the
+    /// last back end published.
     pub fn new(slice: SharedSlice, abi: Abi) -> Self {
         let entries = abi.entries(slice.len() / 4096);
         let shown = slice.load_u32(RSP_PROD, Ordering::Acquire);
@@ -73,7 +74,7 @@ impl Ring {
         if requests > self.entries {
             return Err(Overflow { requests, entries: self.entries });
         }
-        // An index that went back only delays the front end's own requests.
+        // A front end whose index went back only delays its own requests.
         if requests <= self.taken.wrapping_sub(self.answered) {
             return Ok(None);
         }
@@ -92,7 +93,7 @@ impl Ring {
         Ok(Some(Request { slot, ..Request::parse(self.abi, &bytes) }))
     }
 
-    /// Writes the response to a request that was taken.
+    /// Writes the response to a taken request.
     #[inline]
     pub fn answer(&mut self, id: u64, operation: u8, slot: u32, status: i16) {
         debug_assert_ne!(self.answered, self.taken, "a response without a request");
@@ -122,7 +123,8 @@ impl Ring {
         self.shown.wrapping_sub(wanted) < self.shown.wrapping_sub(old)
     }
 
-    /// Requests an event with the next request. Returns false if there is a request already.
+    /// Requests an event for the next request. Returns false if the ring already contains a
+    /// request.
     #[inline]
     pub fn enable_events(&mut self) -> bool {
         self.slice.store_u32(REQ_EVENT, self.taken.wrapping_add(1), Ordering::Relaxed);
@@ -192,7 +194,7 @@ mod tests {
         ring.answer(taken[2].id, 0, taken[2].slot, 0);
         ring.publish();
         ring.answer(taken[1].id, 0, taken[1].slot, 0);
-        // The server is killed with a response that is not published.
+        // The server is killed while one response is not published.
         drop(ring);
         let mut ring = Ring::new(slice.clone(), Abi::X86_64);
         let mut again: Vec<_> =

@@ -18,7 +18,7 @@ fn names_map_to_the_device_numbers_of_guests() {
     for name in ["", "xvd", "sda", "xvdA", "xvda1", "xvdaaa"] {
         assert!(name.parse::<Name>().is_err(), "{name}");
     }
-    // hda, a partition, and a number that no guest uses.
+    // The numbers of hda, of a partition, and of no device that guests use.
     for number in ["768", "51713", "4294967295"] {
         assert_eq!(Name::of_node(number).unwrap().to_string(), number);
     }
@@ -36,7 +36,7 @@ fn a_detach_creates_no_nodes_for_a_removed_device() {
         0,
         &XenOptions { domain: 7, device, queues: 1, data: XenData::Auto, records: None },
     );
-    // Its server has removed the nodes since `detach` saw them.
+    // The device's server has removed the nodes since `detach` found the device.
     paths.request_close(&mut store).unwrap();
     assert_eq!(store.list(&paths.back).unwrap(), [""; 0]);
     store.write(&format!("{}/online", paths.back), 1).unwrap();

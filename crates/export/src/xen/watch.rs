@@ -1,25 +1,25 @@
-//! Serves disks that a toolstack requests: it creates the nodes of both sides, and names an image
-//! in `params`.
+//! Serves disks that a toolstack requests. The toolstack creates the nodes of both sides, and names
+//! an image in `params`.
 //!
 //! ```text
 //!   toolstack ─► backend/TYPE/DOMID/NUMBER ─► watch thread ─► Wanted ─► program ─► Xen::take
 //!                    state 2 ◄─ at once ──────┘   state 6 ◄─ refuse, release ◄─┘
 //! ```
 //!
-//! In: nodes below `backend/TYPE` of the own domain. Out: requested disks, each reported once, and
-//! the states 2 and 6 of devices that no [`super::Xen`] follows.
+//! In: nodes below `backend/TYPE` of this domain. Out: requested disks, each reported once, and the
+//! states 2 and 6 of devices that no [`super::Xen`] serves.
 //!
 //! What must hold
-//! - A device is reported once, until the program refuses or releases it. Then only nodes in state
-//!   1 cause a new report.
-//! - The nodes belong to the toolstack. This side writes them only while they exist, and removes
+//! - The watch reports a device once, until the program refuses or releases it. After that, only
+//!   nodes in state 1 cause a new report.
+//! - The nodes belong to the toolstack. The watch writes nodes only while they exist, and removes
 //!   none.
-//! - State 6 is written after the image is closed, because the toolstack may then give it to
-//!   another server.
-//! - A device in use keeps its state if its disk is refused, because state 6 would take the disk
-//!   from the guest. It is reported again later.
+//! - The watch writes state 6 after the image is closed, because the toolstack may then give the
+//!   image to another server.
+//! - A device in use keeps its state if the program refuses its disk, because state 6 would take
+//!   the disk from the guest. The watch reports such a device again later.
 //! - The thread's knowledge, and the program's verdicts, survive a lost connection to xenstore.
-//! - However often nodes change, they are read at most once per [`PAUSE`], and the log is
+//! - However often nodes change, the thread reads them at most once per [`PAUSE`], and the log is
 //!   rate-limited.
 
 use std::collections::{HashMap, HashSet};
@@ -40,7 +40,7 @@ use crate::log::Budget;
 /// Shortest time between two scans of all nodes.
 const PAUSE: Duration = Duration::from_millis(20);
 
-/// Most devices that are checked. Xen's domain numbers are below 32752.
+/// Maximum number of devices that the watch checks in one scan. It ignores further devices.
 const MOST: usize = 4096;
 
 /// Longest path in xenstore, in characters.
@@ -85,7 +85,7 @@ pub struct Wanted {
     pub(super) mode: String,
 }
 
-/// Which nodes are watched.
+/// Options of a watch: which devices it reports, and what it offers to front ends.
 #[derive(Clone, Debug)]
 pub struct WatchOptions {
     /// The type of back end: nodes below `backend/KIND`.
@@ -94,7 +94,7 @@ pub struct WatchOptions {
     pub script: Option<String>,
     /// Number of queues to offer, at most 8.
     pub queues: u16,
-    /// A refused device that is in use is reported again after this time.
+    /// Time after which a refused device that is in use is reported again.
     pub retry: Duration,
 }
 
@@ -115,11 +115,12 @@ pub struct Watch {
 /// What the thread knows about a device.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Known {
-    /// The program has it.
+    /// The program has the device.
     Taken,
-    /// The program no longer has it, or not yet.
+    /// The program has released or refused the device, or has not received it yet.
     Idle,
-    /// The program refused it while a guest uses it. It is reported again at this time.
+    /// The program refused the device while a guest uses it. The watch reports the device again at
+    /// this time.
     Postponed(Instant),
 }
 
@@ -195,7 +196,7 @@ impl Watch {
         self.control.ring();
     }
 
-    /// Requests the end, without waiting for it.
+    /// Requests the end of the watch, without waiting for that end.
     pub fn finish(&self) {
         self.control.stop.store(true, Ordering::SeqCst);
         self.control.ring();
@@ -253,7 +254,7 @@ impl<F: Fn(Wanted)> Watcher<F> {
             let _ = rustix::io::read(&self.control.wake, &mut [0; 8]);
             let mut released = self.handle_verdicts()?;
             if changed && let Some(last) = last {
-                // Several changes in this time cause one scan.
+                // Several changes during this pause cause one scan.
                 released |= self.rest(last + PAUSE)?;
             }
             if self.control.stop.load(Ordering::SeqCst) {
@@ -276,7 +277,8 @@ impl<F: Fn(Wanted)> Watcher<F> {
         times.flatten().min()
     }
 
-    /// Waits until `end`, and handles verdicts meanwhile. Returns whether a device was released.
+    /// Waits until `end`, and handles verdicts during this time. Returns whether a device was
+    /// released.
     fn rest(&mut self, end: Instant) -> Result<bool, StoreError> {
         let mut released = false;
         loop {
@@ -297,7 +299,7 @@ impl<F: Fn(Wanted)> Watcher<F> {
             match self.handle(verdict) {
                 Ok(done) => released |= done,
                 Err(e) => {
-                    // They are handled again after reconnecting.
+                    // Put the remaining verdicts back, to handle them after reconnecting.
                     lock(&self.verdicts).splice(..0, verdicts[at..].iter().cloned());
                     return Err(e);
                 }
@@ -309,7 +311,7 @@ impl<F: Fn(Wanted)> Watcher<F> {
     /// Handles one verdict. Returns whether it released the device.
     fn handle(&mut self, verdict: &Verdict) -> Result<bool, StoreError> {
         match verdict {
-            // The program has refused an older device of the same name.
+            // The verdict is about an older device of the same name.
             Verdict::Refuse(device, _) if self.is_new(device)? => {
                 self.known.insert(device.clone(), Known::Idle);
                 Ok(true)
@@ -344,7 +346,8 @@ impl<F: Fn(Wanted)> Watcher<F> {
                 there.insert(ToolstackDevice { kind: self.kind.clone(), domain: number, device });
             }
         }
-        // If a device disappears while the program has it, the program releases it when it notices.
+        // If the nodes of a device disappear while the program has it, the program notices that
+        // later and releases the device.
         let now = Instant::now();
         self.known.retain(|device, known| match known {
             Known::Taken => true,
@@ -373,8 +376,8 @@ impl<F: Fn(Wanted)> Watcher<F> {
         }
     }
 
-    /// Checks a device. `new`: nothing is known about it yet, or its postponement is over. An
-    /// earlier server may have left it in any state.
+    /// Checks a device. `new`: the watch knows nothing about the device yet, or its postponement is
+    /// over. An earlier server may have left the device in any state.
     fn check_device(&mut self, device: ToolstackDevice, new: bool) -> Result<(), StoreError> {
         let path = device.path(self.own);
         let state = self.read(&path, "state")?.and_then(|text| State::parse(&text));
@@ -382,7 +385,8 @@ impl<F: Fn(Wanted)> Watcher<F> {
             return self.leave(&device, state);
         }
         if self.known.len() >= 2 * MOST {
-            // Devices that the program still has although their nodes are gone count too.
+            // The limit also counts devices that the program still has although their nodes are
+            // gone.
             self.warn(format_args!("{device} must wait: there are too many devices"));
             return Ok(());
         }
@@ -414,7 +418,7 @@ impl<F: Fn(Wanted)> Watcher<F> {
     fn leave(&mut self, device: &ToolstackDevice, state: Option<State>) -> Result<(), StoreError> {
         let path = device.path(self.own);
         let close = match self.known.get(device) {
-            // The toolstack has requested that the guest closes it.
+            // The toolstack has requested that the guest closes the device.
             Some(Known::Postponed(_)) => !self.in_use(device)?,
             known => known.is_some(),
         };
@@ -440,7 +444,7 @@ impl<F: Fn(Wanted)> Watcher<F> {
     fn refuse(&mut self, device: &ToolstackDevice, why: &str) -> Result<(), StoreError> {
         self.warn(format_args!("{device} has no disk: {why}"));
         self.known.insert(device.clone(), Known::Idle);
-        // A node holds less text than a message may have.
+        // A node of xenstore holds less text than a message of the program may have.
         let why: String = why.chars().take(1000).collect();
         let done = self.paths(device).refuse(&mut self.store, &why).map(|in_use| {
             if in_use {
@@ -451,7 +455,7 @@ impl<F: Fn(Wanted)> Watcher<F> {
         self.note(device, done)
     }
 
-    /// Returns whether a guest uses the device. Not if its nodes cannot be read.
+    /// Returns whether a guest uses the device. Returns false if the device's nodes cannot be read.
     fn in_use(&mut self, device: &ToolstackDevice) -> Result<bool, StoreError> {
         match self.paths(device).in_use(&mut self.store) {
             Err(e) if !e.is_lost() => Ok(false),
@@ -459,7 +463,7 @@ impl<F: Fn(Wanted)> Watcher<F> {
         }
     }
 
-    /// Logs an error with the nodes of one device.
+    /// Logs an error with the nodes of one device. Returns the error if the connection is lost.
     fn note(
         &self,
         device: &ToolstackDevice,

@@ -3,10 +3,11 @@
 //! In: the requests of a batch with their segments, and reads that the disk has completed. Out:
 //! buffers, and statuses.
 //!
-//! Data of writes is copied before the disk gets it, data of reads before the response. Pages that
-//! describe segments are copied before both. Each batch needs one call for each of these. What must
-//! hold: a copy that fails affects its own request only. Buffers and vectors are reused. `held`
-//! counts the bytes of all buffers in requests, so that the queue can limit them.
+//! The data of a write is copied before the disk gets the request, the data of a read before the
+//! response. Pages that describe segments are copied first. Each batch needs one call for each of
+//! these three copies. What must hold: a copy that fails affects only its own request. Buffers and
+//! vectors are reused. `held` counts the bytes of all buffers in requests, so that the queue can
+//! limit them.
 
 use std::sync::atomic::Ordering;
 
@@ -21,27 +22,28 @@ use super::pages::{moves, tables};
 const BUFFERS: usize = 64;
 const KEPT: usize = 8 << 20;
 
-/// If the buffers of requests have this many bytes, the queue takes no further request.
+/// Maximum number of bytes in the buffers of requests. At this limit, the queue takes no further
+/// request.
 const HELD: usize = 32 << 20;
 
 #[derive(Default)]
 pub(super) struct Copies {
     batch: CopyBatch,
     buffers: Vec<Segments>,
-    /// Bytes of the buffers that are kept for reuse, and of those in requests.
+    /// Bytes of the buffers that are kept for reuse, and of the buffers in requests.
     kept: usize,
     held: usize,
     /// The buffers of the current batch's requests. `None`: the request has none, or its data could
     /// not be copied.
     filled: Vec<Option<Segments>>,
-    /// The segments that pages of the current batch describe, and which of these pages could be
+    /// The segments that pages of the current batch describe, and for each page whether it could be
     /// read.
     descriptions: Segments,
     tables: Vec<bool>,
-    /// The next page, and the next offset in `descriptions`.
+    /// Index of the next page in `tables`, and the next offset in `descriptions`.
     table: usize,
     described: usize,
-    /// Target segments of reads, by number, and the free numbers.
+    /// Target segments of reads, indexed by the read's number, and the free numbers.
     targets: Vec<Vec<Segment>>,
     free: Vec<u32>,
 }
@@ -96,7 +98,7 @@ impl Copies {
         self.batch.clear();
     }
 
-    /// Returns the number of bytes of requests that the queue may take.
+    /// Returns how many bytes of further requests the queue may take.
     pub fn room(&self) -> usize {
         HELD.saturating_sub(self.held)
     }
@@ -227,7 +229,7 @@ fn length(segments: &[Segment]) -> usize {
     segments.iter().filter_map(|segment| segment.range()).map(|(_, len)| usize::from(len)).sum()
 }
 
-/// Adds the copies between a buffer and segments. Their ranges are inside their pages.
+/// Adds the copies between a buffer and segments. The range of each segment is inside its page.
 fn push(
     batch: &mut CopyBatch,
     grants: &Grants,
@@ -244,7 +246,7 @@ fn push(
     }
 }
 
-/// Makes the copies. Returns false if the call failed.
+/// Carries out the copies of `batch`. Returns false if the call failed.
 fn copy(grants: &Grants, batch: &mut CopyBatch, counts: &Counts) -> bool {
     if batch.is_empty() {
         return true;
@@ -265,7 +267,7 @@ mod tests {
         assert_eq!((copies.room(), copies.kept), (0, 0));
         buffers.iter_mut().for_each(|buffer| copies.give_back(buffer));
         assert_eq!((copies.room(), copies.kept), (HELD, KEPT));
-        // Small requests in large buffers.
+        // Small requests use large buffers.
         let mut buffers: Vec<_> = (0..16).map(|_| copies.buffer(4096)).collect();
         assert_eq!((copies.room(), copies.kept), (HELD - KEPT - 8 * 4096, 0));
         buffers.iter_mut().for_each(|buffer| copies.give_back(buffer));

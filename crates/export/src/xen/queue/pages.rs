@@ -1,8 +1,8 @@
 //! The pages of a guest that a batch of requests needs. With persistent grants, one call maps the
-//! new pages of a batch; otherwise one call maps the pages of each request.
+//! new pages of a batch. Without, one call maps the pages of each request.
 //!
-//! In: requests of one batch. Out: their segments. Pages for reads are mapped writable, those for
-//! writes read-only, because the guest grants no more. With persistent grants pages are mapped
+//! In: requests of one batch. Out: their segments. Pages for reads are mapped writable. Pages for
+//! writes are mapped read-only, because the guest grants no more. Persistent grants are mapped
 //! writable, and stay mapped. If data is copied (`copies`), segments are buffers of this process.
 //!
 //! What must hold: a request gets all its own pages, or none. The number of pages that stay mapped
@@ -26,7 +26,7 @@ const PAGE: u64 = 4096;
 /// Result of preparing a request's segments.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Prepared {
-    /// The length in bytes.
+    /// The request has its segments, with this total length in bytes.
     Filled(u64),
     /// A segment is invalid, or a page cannot be read or mapped.
     Failed,
@@ -108,7 +108,7 @@ impl Pages {
         }
     }
 
-    /// Forgets the batch. Its requests keep what they need.
+    /// Drops the data of the batch. The batch's requests keep the pages that they need.
     pub fn end_batch(&mut self) {
         self.segments.clear();
         self.found.clear();
@@ -135,13 +135,13 @@ impl Pages {
         }
     }
 
-    /// Forgets the target segments of a read that failed.
+    /// Drops the target segments of a read that failed.
     pub fn forget_read(&mut self, number: u32) {
         self.copies.iter_mut().for_each(|copies| copies.forget(number));
     }
 
-    /// Returns the number of bytes of requests that the queue may take. Mapped pages are the
-    /// guest's memory, which is not limited here.
+    /// Returns how many bytes of further requests the queue may take. Mapped pages are the guest's
+    /// memory, so this limit does not count them.
     pub fn room(&self) -> usize {
         self.copies.as_ref().map_or(usize::MAX, Copies::room)
     }
@@ -160,7 +160,7 @@ impl Pages {
         self.persistent = None;
     }
 
-    /// Makes `segments` the memory of request `at` of the batch.
+    /// Sets `segments` to the memory of request `at` of the batch.
     pub fn fill(&mut self, at: usize, request: &abi::Request, segments: &mut Segments) -> Prepared {
         if let Some(copies) = &mut self.copies {
             let buffer = self.bounds[at].and_then(|_| copies.take(at));
@@ -213,14 +213,15 @@ impl Pages {
         self.segments[from..].iter().all(|segment| segment.range().is_some())
     }
 
-    /// Copies the segments from one mapped page that describes them, once.
+    /// Parses `segments` segments of an indirect request from the guest page `reference`. Copies
+    /// each one once, because the guest may change the page.
     fn collect_indirect(&mut self, reference: u32, segments: usize, counts: &Counts) -> bool {
         let known = self.persistent.as_ref().and_then(|persistent| persistent.get(&reference));
         let page = match known {
             Some(page) => page.clone(),
             None => {
-                // A front end with persistent grants keeps these pages too, and may later use them
-                // for data.
+                // A front end with persistent grants also keeps the pages that describe segments,
+                // and may later use them for data.
                 let stays = self
                     .persistent
                     .as_ref()
@@ -258,14 +259,14 @@ impl Pages {
         ranges.extend(of_group.filter_map(|(_, range)| *range));
         if self.persistent.is_none() {
             // A mapping is unmapped as a whole. With one mapping per batch, the pages of a
-            // completed request would stay mapped. The guest then revokes its grants, and Linux's
-            // driver stops the device if it cannot (XSA-396).
+            // completed request would stay mapped. The guest then tries to revoke its grants, and
+            // Linux's driver stops the device if the revocation fails (XSA-396).
             ranges.iter().for_each(|range| self.find(&[*range], write, counts));
             self.ranges = ranges;
             return;
         }
         self.find(&ranges, write, counts);
-        // A page that cannot be mapped must not fail other requests, so map each request alone.
+        // A page that cannot be mapped must not fail other requests, so retry each request alone.
         for range in ranges.iter().filter(|_| ranges.len() > 1) {
             if self.found[range.0..range.1].iter().any(Option::is_none) {
                 self.find(&[*range], write, counts);
@@ -394,7 +395,7 @@ mod tests {
         }
         let mut batch: Vec<_> =
             references[..4].iter().map(|table| indirect_write(*table, 12)).collect();
-        // A page that the guest has not granted fails its own request only. One request is direct.
+        // A page that the guest has not granted fails only its own request. One request is direct.
         batch.insert(1, indirect_write(99_999, 12));
         batch.insert(2, read(references[16]));
         let mut pages = Pages::new(Host::Machine(machine).grants(3).unwrap(), Data::Copied);
@@ -421,7 +422,7 @@ mod tests {
                 pages.give_back(&mut segments);
             }
             pages.end_batch();
-            // One call for the descriptions, one for the data.
+            // The batch needs one call for the descriptions and one for the data.
             assert_eq!(counts.copies.load(Ordering::Relaxed), 2);
             assert_eq!(counts.copied.load(Ordering::Relaxed), 5 + 4 * 12);
         }
