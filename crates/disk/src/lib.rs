@@ -12,8 +12,8 @@
 //! flush no write is acknowledged. Reads and writes of a raw image take no lock and allocate no
 //! memory.
 
-// These macros panic when the stream cannot be written; `blockyard_program::output` and the log do
-// not.
+// `print!` and `eprint!` panic if the stream cannot be written. `blockyard_program::output` and the
+// log do not.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
 mod backend;

@@ -21,7 +21,7 @@ const ATTEMPTS: u32 = 8;
 pub struct Doorbell(Box<IoUring>);
 
 impl Doorbell {
-    /// Error `InvalidInput`: the descriptor is not an eventfd.
+    /// Creates a doorbell of an eventfd. Error `InvalidInput`: the descriptor is not an eventfd.
     pub fn new(eventfd: impl AsFd) -> io::Result<Self> {
         let bell = Doorbell::unattached()?;
         bell.attach(eventfd)?;

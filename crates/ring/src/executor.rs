@@ -55,7 +55,7 @@ type Future_ = Pin<Box<dyn Future<Output = ()>>>;
 struct Task {
     future: Option<Future_>,
     waker: Waker,
-    /// The same waker, for access to its mark.
+    /// The object behind `waker`, for access to its mark.
     from_outside: Arc<TaskWaker>,
     ready: bool,
     live: bool,
@@ -320,7 +320,7 @@ impl Inner {
         self.wake(id);
     }
 
-    /// The inbox was full: wakes all tasks with a marked waker.
+    /// Wakes all tasks whose wakers are marked, because the inbox was full.
     fn wake_marked(&self) {
         let is_marked = |task: &Task| task.from_outside.mark.swap(false, Ordering::SeqCst);
         let marked: Vec<_> = (0..)
@@ -515,8 +515,8 @@ impl Handle {
         self.0.uring.borrow_mut().register_file(fd)
     }
 
-    /// Unregisters a file. While the ring reaps it is borrowed; then the entry stays until the ring
-    /// is closed. This is rare: an operation must drop the last reference to its file.
+    /// Unregisters a file. If the ring is borrowed because it is reaping, the entry stays until the
+    /// ring is closed. This is rare: an operation must drop the last reference to its file.
     pub(crate) fn unregister_file(&self, index: u32) {
         if let Ok(mut uring) = self.0.uring.try_borrow_mut() {
             uring.unregister_file(index);

@@ -15,7 +15,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicUsize, Ordering};
 
 const SLOTS: usize = 64;
-/// Log lines about such losses in the life of the process, at most.
+/// Maximum number of log lines about lost mappings in the life of the process.
 const LINES: u32 = 10;
 
 struct Slot {
@@ -48,7 +48,7 @@ impl Block {
 
 static FIRST: Block = Block::new();
 
-/// The SIGBUS action before ours.
+/// The SIGBUS action from before `install`.
 static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 
 /// A mapping's entry in the table. Dropping it removes the entry.

@@ -78,14 +78,15 @@ pub(crate) struct FileSlot {
     raw: i32,
     registered: Option<u32>,
     handle: Handle,
-    /// Whether it is counted as a file that is open for writing.
+    /// Whether the file is counted as open for writing.
     counted: bool,
-    /// Whether its data go through the page cache (no O_DIRECT).
+    /// Whether the file's data go through the page cache (no O_DIRECT).
     cached: bool,
 }
 
 impl FileSlot {
-    /// For files that are not counted as open for writing: a socket, a character device.
+    /// Creates a slot for a file that is not counted as open for writing: a socket, a character
+    /// device.
     pub fn uncounted(handle: &Handle, fd: Descriptor) -> Self {
         let raw = fd.as_fd().as_raw_fd();
         FileSlot {
@@ -118,8 +119,9 @@ impl FileSlot {
         self.registered
     }
 
-    /// Returns whether a kernel worker must transfer that many bytes. On submission they would be
-    /// copied from the page cache, and the reactor's other queues would wait.
+    /// Returns whether a kernel worker must transfer `bytes` bytes. On submission the kernel would
+    /// copy them from or to the page cache on this thread, and the reactor's other queues would
+    /// wait.
     #[inline]
     pub fn leaves_to_worker(&self, bytes: usize) -> bool {
         self.cached && bytes > LONGEST_ON_SUBMISSION
@@ -210,8 +212,8 @@ impl UringFile {
     }
 
     /// Writes by one operation, or by several if the kernel would block on the file's mtime update.
-    /// The reactor's own update may block too, but rarely; then other writes must not wait for it,
-    /// because it may wait for them.
+    /// The reactor's own call that sets the mtime may block, too, but rarely. It may wait for other
+    /// writes in flight, so these writes must not depend on the reactor.
     #[inline]
     async fn write_once(
         &self,

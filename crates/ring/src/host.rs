@@ -98,12 +98,12 @@ pub fn geometry(fd: impl AsFd) -> io::Result<Geometry> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RequestLimits {
     pub bytes: u64,
-    /// Number of memory segments, and bytes of each.
+    /// Maximum number of memory segments, and of bytes of each.
     pub segments: u16,
     pub segment_bytes: u32,
 }
 
-/// Returns the limits, or `None` if it is no block device or the kernel does not report them.
+/// Returns the limits, or `None` if `device` is no block device or the kernel does not report them.
 pub fn request_limits(device: impl AsFd) -> Option<RequestLimits> {
     let stat = rustix::fs::fstat(device).ok()?;
     if rustix::fs::FileType::from_raw_mode(stat.st_mode) != rustix::fs::FileType::BlockDevice {
@@ -213,8 +213,8 @@ pub fn set_io_flusher() -> io::Result<()> {
     if rc == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Checks whether a block device can be opened exclusively. `ResourceBusy`: it is mounted, or
-/// another process has it.
+/// Checks whether a block device can be opened exclusively. `ResourceBusy`: the device is mounted,
+/// or another process has it open exclusively.
 pub fn claim(device: &Path) -> io::Result<()> {
     let flags = rustix::fs::OFlags::RDONLY | rustix::fs::OFlags::EXCL | rustix::fs::OFlags::CLOEXEC;
     Ok(rustix::fs::open(device, flags, rustix::fs::Mode::empty()).map(drop)?)
@@ -297,12 +297,12 @@ pub fn lock(fd: impl AsFd, lock: Lock) -> io::Result<bool> {
             return Ok(false);
         }
     }
-    // Checked after locking: if two processes lock at the same time, at least one sees the other.
+    // Check after locking: if two processes lock at the same time, at least one sees the other.
     if is_locked(fd, WRITING)? || is_locked(fd, RESIZING)? {
         set_lock(fd, libc::F_UNLCK, 0, 0)?;
         return Ok(false);
     }
-    // Releases the other bytes, if this process was a writer before.
+    // Release the other bytes, if this process was a writer before.
     let between = NO_WRITING - READING - 1;
     for (start, len) in
         [(0, READING), (READING + 1, between), (NO_WRITING + 1, 1), (NO_RESIZING + 1, 0)]
@@ -367,7 +367,8 @@ pub fn descriptor_limit() -> u64 {
 
 /// Returns the number of open descriptors.
 pub fn open_descriptors() -> io::Result<u64> {
-    // Since Linux 6.2 the size of this folder is the number.
+    // From Linux 6.2 on, `st_size` of this folder is the number of open descriptors. It was 0
+    // before.
     match rustix::fs::stat("/proc/self/fd")?.st_size {
         0 => Ok(std::fs::read_dir("/proc/self/fd")?.count() as u64),
         count => Ok(count as u64),

@@ -78,7 +78,7 @@ mod tests {
         let mut work = pin!(all(3, (0..8).map(|number| operations.run(number))));
         assert!(poll(work.as_mut()).is_pending());
         assert_eq!(*operations.begun.borrow(), [0, 1, 2]);
-        // In any order. An operation that can end at once makes room at once.
+        // Operations may end in any order. Each one that ends makes room for the next.
         operations.end(1, Ok(()));
         operations.end(3, Ok(()));
         assert!(poll(work.as_mut()).is_pending());

@@ -25,8 +25,8 @@
 //! - Memory handed to the kernel stays alive, and is not reused, until its completion is reaped.
 //! - This is the only crate of the workspace with `unsafe` code. Its public functions are all safe.
 
-// These macros panic if the stream cannot be written. `blockyard_program::output` and the log do
-// not.
+// `print!` and `eprint!` panic if the stream cannot be written. `blockyard_program::output` and the
+// log do not.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
 pub mod buffers;

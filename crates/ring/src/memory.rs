@@ -8,7 +8,7 @@
 //!   that holds the old one keeps its mappings alive, so a region can be removed while I/O to it is
 //!   in flight.
 //! - Another process writes this memory at any time. Every access is volatile or atomic, and two
-//!   reads of the same place may differ. So callers copy first, and check the copy.
+//!   reads of the same address may differ. So callers copy first, and check the copy.
 //! - An access beyond the end of a region's file would raise SIGBUS. A file that is too short is
 //!   refused when it is mapped. If a file is truncated later, its guest loses the region (see
 //!   `fault`).
@@ -201,13 +201,14 @@ impl Region {
         self.len
     }
 
-    /// Treats it as this process's own memory instead of a guest's; see [`crate::resident`].
+    /// Treats the region as this process's own memory instead of a guest's; see
+    /// [`crate::resident`].
     pub(crate) fn keep_resident(&self) {
         crate::resident::keep(self.mapping.base, self.mapping.map_len);
     }
 
-    /// Allocates all its pages now. Call it on another thread before a reactor pins the region,
-    /// because pinning would allocate them on the reactor.
+    /// Allocates all pages of the region now. Call it on another thread before a reactor pins the
+    /// region, because pinning would allocate the pages on the reactor.
     pub fn populate(&self) -> std::io::Result<()> {
         let (base, len) = (self.mapping.base.as_ptr().cast(), self.mapping.map_len);
         // SAFETY: the range is this mapping's own, and its content does not change. Missing memory
@@ -216,7 +217,7 @@ impl Region {
             .map_err(Into::into)
     }
 
-    /// Returns its addresses in this process.
+    /// Returns the region's addresses in this process.
     pub(crate) fn span(&self) -> std::ops::Range<usize> {
         let start = self.at(0).as_ptr() as usize;
         start..start + self.len as usize

@@ -59,7 +59,7 @@ impl NbdDevice {
         Ok(None)
     }
 
-    /// Returns the path.
+    /// Returns the path of the device.
     pub fn path(&self) -> &Path {
         &self.path
     }

@@ -103,8 +103,8 @@ impl Segments {
     }
 
     /// Reuses a buffer of this process that has no other owner: makes it one entry of `len` bytes
-    /// with undefined content. Returns false, and changes nothing, if it is not such a buffer or is
-    /// too short.
+    /// with undefined content. Returns false, and changes nothing, if the segments are no such
+    /// buffer or the buffer is too short.
     #[must_use]
     pub fn refit(&mut self, len: usize) -> bool {
         let Owner::Heap(buf) = &self.owner else { return false };
@@ -117,7 +117,7 @@ impl Segments {
         true
     }
 
-    /// Empties it for a request in `memory`. Keeps the vector's capacity.
+    /// Empties the segments for a request in `memory`. Keeps the vector's capacity.
     #[inline]
     pub fn reset(&mut self, memory: &Rc<GuestMemory>) {
         self.iov.clear();
@@ -125,7 +125,7 @@ impl Segments {
         self.owner = Owner::Guest(memory.clone());
     }
 
-    /// Empties it for a request in regions. Keeps the vectors' capacity.
+    /// Empties the segments for a request in regions. Keeps the vectors' capacity.
     #[inline]
     pub fn reset_regions(&mut self) {
         self.iov.clear();
@@ -157,7 +157,7 @@ impl Segments {
         Ok(())
     }
 
-    /// Makes it the first `len` bytes of data in the kernel. Keeps the vector's capacity.
+    /// Makes the segments the first `len` bytes of data in the kernel. Keeps the vector's capacity.
     #[inline]
     pub(crate) fn reset_request(&mut self, data: &Rc<RequestData>, len: usize) {
         self.iov.clear();

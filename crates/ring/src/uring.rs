@@ -5,7 +5,6 @@
 //!                  │                                         │
 //!                  └── future dropped: slot Orphan ──────────┴──► slot Free, memory released
 //! ```
-//! Lifetime rules, which all of `unsafe` in this file rests on:
 //! The lifetime rules that all `unsafe` code in this file relies on:
 //! 1. `user_data` is the index of a slot. A slot is freed only after its last CQE is reaped. So an
 //!    index is never reused while the kernel may still complete its operation.
@@ -60,7 +59,7 @@ struct Slot {
     state: State,
     /// Multishot: the operation continues until a CQE without F_MORE.
     multi: bool,
-    /// The kernel does not cancel it.
+    /// The kernel does not cancel the operation.
     stays: bool,
     task: TaskId,
     result: i32,
@@ -108,7 +107,7 @@ pub(crate) struct Uring {
     buffers: Buffers,
     /// Number of operations that the kernel has not completed.
     in_flight: usize,
-    /// Number of those that no future awaits, and that only the end of the ring ends.
+    /// Number of operations in flight that no future awaits, and that end only with the ring.
     left: usize,
 }
 

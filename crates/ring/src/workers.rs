@@ -22,7 +22,8 @@ use crate::executor::Handle;
 
 /// Threads of one file on one executor.
 pub(crate) const MOST: usize = 4;
-/// How long an idle thread waits for more work. The tests show that threads end for another reason.
+/// How long an idle thread waits for more work. Long in tests, which check that threads end for
+/// other reasons.
 const LINGER: Duration = Duration::from_secs(if cfg!(test) { 3600 } else { 2 });
 
 type Work = Box<dyn FnOnce() + Send>;
@@ -53,7 +54,7 @@ struct Queue {
     /// Threads that wait for work.
     idle: usize,
     waiting: VecDeque<Work>,
-    /// No more work comes.
+    /// The pool is closed: it gets no more work.
     is_closed: bool,
 }
 
@@ -94,7 +95,7 @@ impl Workers {
         let pool = self.pool().clone();
         match std::thread::Builder::new().name("blocking".into()).spawn(move || pool.work()) {
             Ok(_) => queue.threads += 1,
-            // The existing threads do the work.
+            // No thread could be started. The existing threads do the work.
             Err(_) if queue.threads > 0 => {}
             Err(e) => {
                 queue.waiting.pop_back();

@@ -419,7 +419,7 @@ impl Device {
         self.time_of(account, self.costs.of_request(operation))
     }
 
-    /// Notes that an operation has completed, which makes room in the window.
+    /// Records that an operation has completed, which makes room in the window.
     #[inline]
     pub(crate) fn done(&self, account: &Account, now: Time, grant: Grant) {
         let service = now.saturating_sub(grant.began);
@@ -447,7 +447,7 @@ impl Device {
         }
     }
 
-    /// Notes that a disk is present: its first operation, or the first after it was absent.
+    /// Records that a disk is present: its first operation, or the first after it was absent.
     #[cold]
     fn mark_present(&self, account: &Account, now: Time) {
         let state = self.state();

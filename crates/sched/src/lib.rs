@@ -23,8 +23,8 @@
 //! What must hold: an operation within its disk's limits and share takes no lock. Every operation
 //! that waits is admitted.
 
-// These macros panic when the stream cannot be written; `blockyard_program::output` and the log do
-// not.
+// `print!` and `eprint!` panic if the stream cannot be written. `blockyard_program::output` and the
+// log do not.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
 mod account;

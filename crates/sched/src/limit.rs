@@ -236,7 +236,7 @@ impl Meter {
         self.buckets[0].price(amount)
     }
 
-    /// Notes the size of an operation: the buckets' slack depends on the largest one.
+    /// Records the size of an operation: the buckets' slack depends on the largest one.
     #[inline]
     fn note_size(&self, amount: u64) {
         if self.largest.load(Relaxed) < amount {

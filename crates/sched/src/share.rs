@@ -186,7 +186,7 @@ impl Share {
     }
 
     #[inline]
-    /// Notes that an admitted operation has completed.
+    /// Records that an admitted operation has completed.
     pub fn done(&self, now: Time, grant: Grant) {
         if let Some(device) = &self.device {
             device.done(&self.account, now, grant);
@@ -271,7 +271,7 @@ impl Share {
         }
     }
 
-    /// Notes that an operation waits. Returns its cost in nanoseconds, for [`Share::leave_queue`].
+    /// Records that an operation waits. Returns its cost in nanoseconds for [`Share::leave_queue`].
     pub fn join_queue(&self, operation: &Operation) -> u64 {
         let limits = self
             .limiter
@@ -282,7 +282,7 @@ impl Share {
         self.debt.join(limits.max(device))
     }
 
-    /// Notes that an operation of `cost_ns` no longer waits.
+    /// Records that an operation of `cost_ns` no longer waits.
     pub fn leave_queue(&self, cost_ns: u64) {
         self.debt.leave(cost_ns);
     }

@@ -22,8 +22,8 @@
 //! a storage (encryption, a cache, a journal) is a `Storage` over a `Storage`. It implements the
 //! methods that it changes and forwards the others: see [`sim::Recorded`].
 
-// These macros panic when the stream cannot be written; `blockyard_program::output` and the log do
-// not.
+// `print!` and `eprint!` panic if the stream cannot be written. `blockyard_program::output` and the
+// log do not.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
 #[macro_use]

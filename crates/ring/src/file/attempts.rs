@@ -5,7 +5,7 @@ use std::time::Instant;
 use crate::host;
 use crate::policy::pauses::Pauses;
 
-/// Does the work, unless [`Pauses`] forbids it at this time.
+/// Does the work, unless [`Pauses`] forbids it now.
 pub fn attempt<T>(pauses: &Pauses, work: impl FnOnce() -> T) -> Option<T> {
     let began = Instant::now();
     if !pauses.allows(began) {

@@ -36,7 +36,7 @@ pub fn policy(fd: BorrowedFd<'_>, counters: Rc<Counters>) -> io::Result<ChangeTi
     Ok(ChangeTime::new(regular && direct, counters))
 }
 
-/// Returns how to make a write. Sets the mtime before, if the policy says so.
+/// Returns how to make a write. Sets the mtime first, if the policy says so.
 #[inline]
 pub fn first(policy: &ChangeTime, fd: BorrowedFd<'_>, alone: bool) -> Attempt {
     let (attempt, is_due) = policy.first(&CoarseClocks, alone);

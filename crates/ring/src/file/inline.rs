@@ -19,8 +19,8 @@ pub fn policy(fd: BorrowedFd<'_>, counters: Rc<Counters>) -> io::Result<InlineWr
     Ok(InlineWrites::new(regular && !direct, counters))
 }
 
-/// Writes if the policy assigns the write to the reactor. Returns `None` if it was not made, or
-/// failed; then io_uring must make all of it (again).
+/// Makes the write if the policy assigns it to the reactor. Returns `None` if the write was not
+/// made, or failed. Then io_uring must make all of it (again).
 pub fn write(
     policy: &InlineWrites,
     fd: BorrowedFd<'_>,

@@ -1,4 +1,5 @@
-//! Sets the mtime of files that bypass the page cache, ahead of writes that would wait for it.
+//! Sets the mtime of files that bypass the page cache before writes that would wait for the
+//! kernel's own update of it.
 //!
 //! A write updates the file's mtime and ctime, once per tick of the kernel's coarse clock (4 ms).
 //! On some file systems (ext4 from Linux 7, XFS) that update may block. So they refuse the first
@@ -6,17 +7,17 @@
 //! costs two context switches each.
 //!
 //! With this policy such writes fail instead of waiting (RWF_NOWAIT). The reactor sets the mtime by
-//! a call of a few microseconds and repeats the write, which now succeeds on submission. Once that
-//! has helped, the reactor sets the mtime ahead, with the first write of each tick. "To note the
-//! time" means to set the mtime in this way.
+//! a call of a few microseconds and repeats the write, which now succeeds on submission. After the
+//! first repeated write that succeeds, the reactor sets the mtime in advance: before the first
+//! write of each tick. In the names of this module, "note" means to set the mtime in this way.
 //!
 //! In: the beginning and the result of each write. Out: how to make it, how to repeat it, and
-//! whether to note the time, which `file/change_time.rs` does.
+//! whether to set the mtime, which `file/change_time.rs` does.
 //!
 //! What must hold
 //! - A write that fails only because of RWF_NOWAIT is repeated, in the end without RWF_NOWAIT.
-//! - The time is noted at most once per tick.
-//! - On files that need none of this, nothing is noted.
+//! - The mtime is set at most once per tick.
+//! - On files whose writes are not refused, the mtime is never set here.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -24,8 +25,8 @@ use std::rc::Rc;
 use super::Counters;
 use super::pauses::Pauses;
 
-/// How many seconds writes are plain after a refusal that noting the time did not prevent: such a
-/// write needs new space.
+/// Number of seconds for which writes are plain after a write was refused although the mtime was
+/// set. Such a write needs new space.
 const PLAIN_SECONDS: i64 = 1;
 
 /// How to make a write.
@@ -35,7 +36,7 @@ pub(crate) enum Attempt {
     Plain,
     /// The write fails if it would have to wait (RWF_NOWAIT).
     NoWait,
-    /// Like `NoWait`; the change time was noted before.
+    /// Like `NoWait`, after the mtime was set.
     Noted,
 }
 
@@ -51,7 +52,7 @@ pub(crate) enum Next {
     /// The result is final.
     Done,
     Again(Attempt),
-    /// Note the time, and repeat the write: as `Noted` if that worked, else as `Plain`.
+    /// Set the mtime, and repeat the write: as `Noted` if the mtime was set, else as `Plain`.
     Note,
 }
 
@@ -65,23 +66,26 @@ pub(crate) trait Clock {
 }
 
 pub(crate) struct ChangeTime {
-    /// Whether this policy may help with the file at all.
+    /// Whether the policy applies to the file. False if the file goes through the page cache, or if
+    /// RWF_NOWAIT or setting the mtime is not possible.
     on: Cell<bool>,
-    /// Whether it has helped, so that the time is noted ahead of writes.
+    /// Whether the last refused write succeeded after the mtime was set. If so, the mtime is set
+    /// before the first write of each tick.
     ahead: Cell<bool>,
-    /// The tick in which the time was last noted.
+    /// The last tick in which the mtime was set.
     noted: Cell<(i64, i64)>,
     /// Writes are plain until this second of the monotonic clock.
     plain_until: Cell<i64>,
-    /// A call that blocked is not repeated for a while.
+    /// After a call that blocked, the reactor makes no such call for a while.
     pub pauses: Pauses,
-    /// Number of operations that may hold the inode lock for long; noting the time would block.
+    /// Number of operations that may hold the inode lock for long. Setting the mtime would wait for
+    /// them.
     holders: Cell<u32>,
     counters: Rc<Counters>,
 }
 
 impl ChangeTime {
-    /// `is_direct`: whether it is a regular file that bypasses the page cache.
+    /// `is_direct`: whether the file is a regular one that bypasses the page cache.
     pub fn new(is_direct: bool, counters: Rc<Counters>) -> Self {
         let (ahead, noted, plain_until, holders) = Default::default();
         let pauses = Pauses::new(counters.clone());
@@ -96,8 +100,9 @@ impl ChangeTime {
         }
     }
 
-    /// Returns how to make a write, and whether to note the time before it. `alone`: whether the
-    /// thread may block for a while if necessary.
+    /// Returns how to make a write, and whether to set the mtime before it. `alone`: whether no
+    /// other file is open for writing on the reactor, so that the thread may block for a while if
+    /// necessary.
     #[inline]
     pub fn first(&self, clock: &impl Clock, alone: bool) -> (Attempt, bool) {
         if !self.on.get() || !alone {
@@ -140,7 +145,7 @@ impl ChangeTime {
         if alone && self.may_note(clock) { Next::Note } else { Next::Again(Attempt::Plain) }
     }
 
-    /// Returns whether the time may be noted: not twice in a tick, and not while the call would
+    /// Returns whether the mtime may be set now: not twice in a tick, and not while the call would
     /// wait.
     #[inline]
     fn may_note(&self, clock: &impl Clock) -> bool {
@@ -152,13 +157,13 @@ impl ChangeTime {
         may
     }
 
-    /// Reports that the time was noted.
+    /// Reports that the mtime was set.
     #[inline]
     pub fn was_noted(&self) {
         self.counters.count(|figures| figures.noted += 1);
     }
 
-    /// Reports that the time cannot be noted: the file belongs to another user, but is writable.
+    /// Reports that the mtime cannot be set: the file belongs to another user, but is writable.
     pub fn cannot_be_noted(&self) {
         self.on.set(false);
     }
@@ -169,7 +174,8 @@ impl ChangeTime {
         (self.on.get() && attempt == Attempt::Plain).then(|| self.held())
     }
 
-    /// Counts a holder of the inode lock until the result is dropped; meanwhile no time is noted.
+    /// Counts a holder of the inode lock until the result is dropped. Until then the mtime is not
+    /// set.
     pub fn held(&self) -> impl Drop + '_ {
         self.holders.set(self.holders.get() + 1);
         Held(self)
@@ -306,7 +312,7 @@ mod tests {
     }
 
     /// Returns the result of a write on a file system that refuses the first write of each tick
-    /// unless the time was noted in it. If it is `full`, it refuses every write that may not wait.
+    /// unless the mtime was set in that tick. If `full`, it refuses every write that may not wait.
     fn answer(attempt: Attempt, is_noted: bool, full: bool) -> i32 {
         if attempt != Attempt::Plain && (full || !is_noted) { AGAIN } else { 4096 }
     }

@@ -5,9 +5,10 @@
 //! others (ext4 to this day), io_uring passes it to a worker thread, and the two wake-ups cost ten
 //! times as much as the copy.
 //!
-//! There the reactor copies itself, under two conditions. It has only one file that is open for
-//! writing, so that no other disk waits. And no recent write blocked (on the limit of dirty pages,
-//! or on a read of metadata). After a write that blocked, io_uring gets the writes for a while.
+//! On the latter file systems the reactor makes the copy itself, under two conditions. It has only
+//! one file that is open for writing, so that no other disk waits. And no recent write blocked (on
+//! the limit of dirty pages, or on a read of metadata). After a write that blocked, io_uring gets
+//! the writes for a while.
 //!
 //! In: the length of a write, and the result of the first one. Out: whether the reactor or io_uring
 //! makes it. `file/inline.rs` writes.

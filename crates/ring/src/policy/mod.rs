@@ -4,7 +4,7 @@
 //! ```text
 //!   pauses       for how long the reactor avoids work that has blocked it
 //!   inline       which page-cache writes the reactor makes itself
-//!   change_time  when the reactor sets a file's mtime ahead of its writes
+//!   change_time  when the reactor sets a file's mtime before its writes
 //! ```
 //!
 //! What must hold: nothing in this folder makes system calls, starts a thread or reads a clock.
@@ -23,8 +23,8 @@ pub struct WriteFigures {
     pub inline: u64,
     /// Number of times that a reactor's own work blocked it.
     pub blocked: u64,
-    /// Number of times that a reactor left work to io_uring, because such work had blocked it
-    /// before.
+    /// Number of times that a reactor left work to io_uring, because work of the same kind had
+    /// blocked the reactor before.
     pub left: u64,
     /// Number of mtime updates by reactors.
     pub noted: u64,

@@ -17,7 +17,7 @@ use super::Counters;
 const QUICK: Duration = Duration::from_micros(200);
 /// Length of a pause, in multiples of the time that the work blocked.
 const FACTOR: u32 = 20;
-/// Longest pause. Then the work is tried again.
+/// Longest pause. After it the reactor tries the work again.
 const MOST: Duration = Duration::from_secs(60);
 
 #[derive(Default)]

@@ -133,7 +133,7 @@ pub struct DeviceInfo {
     pub server: i32,
     pub pad1: u32,
     pub flags: u64,
-    /// For the server's own use: the driver only stores it.
+    /// A value that the driver stores for the server, and does not use.
     pub note: u64,
     pub owner_uid: u32,
     pub owner_gid: u32,

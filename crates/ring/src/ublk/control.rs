@@ -22,10 +22,11 @@ const PATH: &str = "/dev/ublk-control";
 /// The sysfs folder that lists the devices.
 pub const CLASS: &str = "/sys/class/ublk-char";
 
-/// How long to wait until a removed device is closed, and for its removal.
+/// Longest waits after a removal was requested: until the removed device is closed, and until it is
+/// removed.
 const CLOSED: Duration = Duration::from_secs(1);
 const REMOVED: Duration = Duration::from_secs(5);
-/// How often the end of that wait is checked.
+/// Time between two checks whether a wait for a removal must end.
 const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Returns the result to use instead of the driver's if the wait must end, else `None`.
@@ -35,7 +36,7 @@ type Enough<'a> = &'a dyn Fn() -> Option<io::Result<()>>;
 pub struct Control {
     ring: IoUring<Entry128, cqueue::Entry>,
     file: OwnedFd,
-    /// Number of the last command.
+    /// Number of the last command that was submitted.
     last: u64,
 }
 
@@ -137,16 +138,16 @@ impl Control {
 
     /// Removes the device. Its number is free when no process has it open any more. This call does
     /// not wait for that, except for a second at most before Linux 6.7 and for unprivileged
-    /// devices. `TimedOut`: the driver has not removed it in time, and may do so later.
+    /// devices. `TimedOut`: the driver has not removed the device in time, and may do so later.
     pub fn delete(&mut self, device: &DeviceInfo) -> io::Result<()> {
         match self.plain(abi::DEL_DEV_ASYNC, device, 0) {
-            // (EINVAL: for an unprivileged device.)
+            // The driver returns EINVAL for an unprivileged device.
             Err(e) if matches!(e.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EINVAL)) => {}
             done => return done,
         }
         let (start, listed) =
             (Instant::now(), Path::new(CLASS).join(format!("ublkc{}", device.id)));
-        // (If devices are not listed at all, only the time counts.)
+        // If sysfs does not list devices at all, only the elapsed time decides.
         let was_listed = listed.exists() || !Path::new(CLASS).exists();
         let enough = || removal_result(start.elapsed(), was_listed && !listed.exists());
         self.command(abi::DEL_DEV, device.id, 0, &mut [], path(device), Some(&enough)).map(|_| ())
@@ -178,7 +179,7 @@ impl Control {
     }
 
     /// Runs a command. `bytes` go to the driver and come back. `path`: the device's path, which the
-    /// driver expects before them. `enough`: decides when to stop waiting, and the result then.
+    /// driver expects before `bytes`. `enough`: decides when to stop waiting, and the result then.
     fn command(
         &mut self,
         op: u32,
@@ -217,7 +218,7 @@ impl Control {
         let result = match self.wait(enough) {
             Ok(result) => result,
             Err(instead) => {
-                // The kernel may still write to it, so it is leaked.
+                // The kernel may still write to `memory`, so it is leaked.
                 std::mem::forget(memory);
                 return instead.map(|()| 0);
             }
@@ -240,7 +241,7 @@ impl Control {
                 }
                 _ => {}
             }
-            // (An earlier command may have been given up.)
+            // Skip the completions of earlier commands that this value no longer waited for.
             if let Some(cqe) = self.ring.completion().find(|cqe| cqe.user_data() == self.last) {
                 return Ok(cqe.result());
             }

@@ -69,7 +69,7 @@ impl RequestData {
     pub fn zero(&self, mut at: usize, mut len: usize) {
         while len > 0 {
             let here = len.min(ZEROES.len());
-            // SAFETY: not more than the static has.
+            // SAFETY: `ZEROES` has at least `here` bytes.
             unsafe { self.write(at, ZEROES.as_ptr(), here) };
             at += here;
             len -= here;

@@ -285,7 +285,7 @@ impl Store {
         let header = Header { kind, request: self.last, transaction, len: len as u32 };
         let mut bytes = header.bytes().to_vec();
         body.iter().for_each(|part| bytes.extend_from_slice(part));
-        // Set until the reply was read completely.
+        // The connection counts as broken until the reply was read completely.
         self.broken = true;
         self.write_all(&bytes)?;
         let deadline = Instant::now() + PATIENCE;

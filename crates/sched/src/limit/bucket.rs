@@ -115,7 +115,7 @@ impl Bucket {
         cost + (before / rate).saturating_sub(before.wrapping_sub(rest) / rate)
     }
 
-    /// Notes the size of an operation, and reduces `slack` if it is the largest so far.
+    /// Records the size of an operation, and reduces `slack` if it is the largest so far.
     pub fn note_size(&self, amount: u64) {
         let (rate, holds) = (self.rate.load(Acquire), self.holds.load(Acquire));
         self.slack.fetch_min(slack(rate, holds, amount), AcqRel);

@@ -91,13 +91,13 @@ impl Flows {
             .max(self.times[limit].load(Relaxed).saturating_sub(MAX_LEAD_NS))
     }
 
-    /// Notes that a limit refused the flow: it waits.
+    /// Records that a limit refused the flow, which now waits.
     pub fn refuse(&self, limit: usize, now: Time, flow: &Flow) {
         flow.refused[limit].store(now, Relaxed);
         self.refused[limit].fetch_max(now, Relaxed);
     }
 
-    /// Notes that the flow does not wait for this limit.
+    /// Records that the flow does not wait for this limit.
     pub fn clear(&self, limit: usize, flow: &Flow) {
         if flow.refused[limit].load(Relaxed) > 0 {
             flow.refused[limit].store(0, Relaxed);

@@ -82,8 +82,8 @@ impl Export {
         }
     }
 
-    /// Notes that acknowledged writes may be lost. All later writes fail until the image is opened
-    /// again.
+    /// Records that acknowledged writes may be lost. All later writes fail until the image is
+    /// opened again.
     pub fn lose(&self, why: &str) {
         let why = format!("{why}: writes acknowledged since the last flush may be lost");
         if self.lost.set(why).is_ok() {

@@ -150,7 +150,7 @@ impl Slots {
         Poll::Pending
     }
 
-    /// Notes that the caller has stopped waiting.
+    /// Records that the caller has stopped waiting.
     pub fn abandon(&mut self, index: u32) {
         let slot = &mut self.slots[index as usize];
         match slot.state {

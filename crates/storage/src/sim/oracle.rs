@@ -122,7 +122,7 @@ impl Oracle {
         Oracle::default()
     }
 
-    /// Notes that a write starts.
+    /// Records that a write starts.
     pub fn write_started(&mut self, offset: u64, data: &[u8]) -> WriteToken {
         self.started("write", offset, Rc::new(data.to_vec()), false)
     }
@@ -137,8 +137,8 @@ impl Oracle {
         self.started("discard", offset, Rc::new(vec![0; len as usize]), true)
     }
 
-    /// Notes that a write, zero or discard was answered. `durable`: the answer promised durability
-    /// (FUA).
+    /// Records that a write, zero or discard was answered. `durable`: the answer promised
+    /// durability (FUA).
     pub fn write_answered(&mut self, token: WriteToken, ok: bool, durable: bool) {
         let write = token.0;
         write.ended.set(Some(self.tick()));
@@ -162,14 +162,14 @@ impl Oracle {
         self.flushes_may_fail = true;
     }
 
-    /// Notes that a flush starts.
+    /// Records that a flush starts.
     pub fn flush_started(&mut self) -> FlushToken {
         let now = self.tick();
         self.flushes.push(now);
         FlushToken(now)
     }
 
-    /// Notes that a flush was answered.
+    /// Records that a flush was answered.
     pub fn flush_answered(&mut self, token: FlushToken, ok: bool) {
         self.tick();
         self.flushes.retain(|&start| start != token.0);
@@ -187,7 +187,7 @@ impl Oracle {
         }
     }
 
-    /// Notes that a read starts.
+    /// Records that a read starts.
     pub fn read_started(&mut self) -> ReadToken {
         let now = self.tick();
         self.reads.push(now);

@@ -110,7 +110,7 @@ impl Domain {
         self.number
     }
 
-    /// Returns its whole memory.
+    /// Returns the domain's whole memory.
     pub fn memory(&self) -> SharedSlice {
         self.memory.slice()
     }
@@ -132,7 +132,7 @@ impl Domain {
         !is_mapped && grants.granted.remove(&reference).is_some()
     }
 
-    /// Returns the number of its pages that back ends have mapped.
+    /// Returns the number of the domain's pages that back ends have mapped.
     pub fn mapped(&self) -> u32 {
         lock(&self.grants).granted.values().map(|grant| grant.mapped).sum()
     }

@@ -34,8 +34,8 @@ struct Copy {
     changed: Vec<String>,
 }
 
-/// Serves a connection on a thread of its own, until the other end is closed. The thread owns the
-/// returned stream.
+/// Serves a connection on a thread of its own, until the peer closes it. Returns a weak reference
+/// to the stream, which only that thread keeps open.
 pub(super) fn serve(
     tree: &Arc<Mutex<Tree>>,
     domain: u16,
@@ -176,7 +176,8 @@ impl Tree {
         self.generation += 1;
         for watch in &self.watches {
             for path in paths {
-                // Watches above a removed node are notified, and those below it.
+                // Notify the watches on the changed node and above it. For a removed node, also
+                // notify the watches below it.
                 if is_below(path, &watch.path)
                     || (is_below(&watch.path, path) && !self.nodes.contains_key(path))
                 {
@@ -230,7 +231,7 @@ fn act(nodes: &mut Nodes, kind: u32, path: &str, rest: &[u8]) -> (Answer, bool) 
     }
 }
 
-/// Creates a node and its missing parents. Returns false if it existed.
+/// Creates a node and its missing parents. Returns false if the node existed.
 fn make(nodes: &mut Nodes, path: &str) -> bool {
     let mut new = false;
     for (at, _) in path.match_indices('/').skip(1).chain([(path.len(), "")]) {
