@@ -19,8 +19,8 @@ use super::refblock::RefcountWidth;
 const SMALLEST_RUN: u64 = 1 << 20;
 const LARGEST_RUN: u64 = 64 << 20;
 
-/// Bytes of clean refcount blocks cached. Together with dirty blocks at most twice as many; then
-/// they are written back.
+/// Maximum size of the cached clean refcount blocks, in bytes. Dirty blocks are written back when
+/// all cached blocks together take more than twice this size.
 const BLOCKS_KEPT: usize = 8 << 20;
 
 /// Unit in which changes of refcount blocks are written, in bytes.
@@ -31,7 +31,7 @@ pub const SECTION: usize = 4096;
 pub struct Run {
     pub start: u64,
     pub count: u64,
-    /// Never written: they read as zeroes.
+    /// Whether the clusters were never written, so that they read as zeroes.
     pub fresh: bool,
 }
 
@@ -64,7 +64,7 @@ pub struct ChangedSection {
 /// Result of extending the file.
 #[derive(Debug)]
 pub struct Grown {
-    /// Clusters of the file after the extension.
+    /// Number of clusters of the file after the extension.
     pub end: u64,
     /// The refcount table after the extension.
     pub table: Vec<u64>,
@@ -72,7 +72,7 @@ pub struct Grown {
     pub blocks: Vec<u64>,
     /// New clusters that hold metadata, ascending.
     pub used: Vec<std::ops::Range<u64>>,
-    /// The new clusters read as zeroes.
+    /// Whether the new clusters read as zeroes.
     pub fresh: bool,
 }
 
@@ -88,7 +88,7 @@ pub struct Allocator {
 
 #[derive(Debug, Default)]
 struct AllocatorState {
-    /// Reserved and not yet allocated.
+    /// Clusters that are reserved and not yet allocated.
     runs: VecDeque<Run>,
     /// Size of the next reservation, in bytes.
     next_run: u64,
@@ -99,19 +99,19 @@ struct AllocatorState {
     evictions: u64,
     /// No cluster below this number is free.
     hint: u64,
-    /// Clusters of the file. Those beyond have never been used.
+    /// Number of clusters of the file. Clusters beyond it have never been used.
     end: u64,
-    /// Clusters from this number on have never been written.
+    /// Clusters from this number on have never been written, not even by an extension that failed.
     touched: u64,
-    /// `freed`: clusters that entries no longer name in memory. `leaving`: the entries are durable,
-    /// and the clusters wait for the epoch of their readers.
+    /// `freed`: clusters that entries in memory no longer name. `leaving`: clusters whose changed
+    /// entries are durable, and which wait for the epoch of their readers.
     freed: Vec<Freed>,
     leaving: Vec<Freed>,
 }
 
 impl Allocator {
-    /// `table`: the refcount table; `end`: clusters of the file; `run`: bytes to reserve each time
-    /// (None: growing runs).
+    /// Creates the allocator. `table`: the refcount table; `end`: number of clusters of the file;
+    /// `run`: bytes to reserve each time (None: growing runs).
     pub fn new(
         cluster_bits: u32,
         width: RefcountWidth,
@@ -146,7 +146,7 @@ impl Allocator {
         Some(taken)
     }
 
-    /// Returns clusters that were allocated but not used.
+    /// Makes clusters available again that were allocated but not used.
     pub fn put_back(&self, run: Run) {
         if run.count > 0 {
             self.state().runs.push_front(run);
@@ -173,8 +173,8 @@ impl Allocator {
         now.max(1 << self.cluster_bits)
     }
 
-    /// Returns number and offset of the next refcount block that may count free clusters; None:
-    /// none below the file's end.
+    /// Returns number and offset of the next refcount block that may have free clusters. None: no
+    /// such block exists below the file's end.
     pub fn block_to_search(&self) -> Option<(u64, u64)> {
         let mut state = self.state();
         let per_block = self.per_block();
@@ -182,15 +182,15 @@ impl Allocator {
             let block = state.hint / per_block;
             match state.table.get(block as usize) {
                 Some(&offset) if offset != 0 => return Some((block, offset)),
-                // Without a refcount block: skip.
+                // This range has no refcount block: skip it.
                 _ => state.hint = (block + 1) * per_block,
             }
         }
         None
     }
 
-    /// Reserves the first run of free clusters that the cached `block` counts, at most `most`.
-    /// Returns false if it has none.
+    /// Reserves the first run of free clusters that the refcount block `block` covers, at most
+    /// `most` clusters. Returns false if the block has no free cluster, or is not cached.
     pub fn reserve_in(&self, block: u64, most: u64) -> bool {
         let mut state = self.state();
         let (first, per_block) = (block * self.per_block(), self.per_block());
@@ -240,8 +240,8 @@ impl Allocator {
         bytes
     }
 
-    /// Counts clusters of new tables in refcount block `number`, which is in the file already;
-    /// returns its offset and bytes. None: the block is not cached.
+    /// Sets the refcounts of the clusters of new tables to 1 in refcount block `number`, which is
+    /// in the file already. Returns the block's offset and bytes. None: the block is not cached.
     pub fn count_tables(
         &self,
         number: u64,
@@ -257,20 +257,20 @@ impl Allocator {
         Some((offset, block.bytes.clone()))
     }
 
-    /// Returns true if nothing was ever written there, not even by an extension that failed.
+    /// Returns true if the cluster was never written, not even by an extension that failed.
     pub fn is_untouched(&self, cluster: u64) -> bool {
         cluster >= self.state().touched
     }
 
-    /// Notes that a failed extension wrote clusters up to `end`.
+    /// Records that a failed extension may have written clusters up to `end`.
     pub fn touched(&self, end: u64) {
         let mut state = self.state();
         state.touched = state.touched.max(end);
     }
 
     /// Takes over a finished extension of the file. All new clusters are in use now: those of
-    /// `used` hold tables, the others are reserved. `Err`: this block must be loaded first; nothing
-    /// was changed.
+    /// `used` hold tables, the others are reserved. `Err`: the refcount block with this number must
+    /// be loaded first; nothing was changed.
     pub fn extended(&self, grown: &Grown) -> Result<(), u64> {
         let mut state = self.state();
         let old_end = state.end;
@@ -328,8 +328,8 @@ impl Allocator {
     }
 
     /// Inserts a block that was read after [`Allocator::to_load`] returned `seen`. If blocks were
-    /// evicted since, this one may have been changed, written and evicted meanwhile: the stale copy
-    /// is dropped, and the caller reads again.
+    /// evicted since, this block may have been changed, written and evicted meanwhile. Then the
+    /// stale copy is dropped, and the caller reads again.
     pub fn loaded(&self, block: u64, bytes: Vec<u8>, seen: u64) {
         let mut state = self.state();
         if state.evictions != seen {
@@ -380,7 +380,7 @@ impl Allocator {
         Some(count == 1)
     }
 
-    /// Notes clusters that an entry no longer names.
+    /// Records clusters that an entry no longer names.
     pub fn let_go(&self, freed: Freed) {
         let mut state = self.state();
         match state.freed.last_mut() {
@@ -406,7 +406,8 @@ impl Allocator {
         std::mem::take(&mut self.state().freed)
     }
 
-    /// Returns clusters that [`Allocator::take_freed`] took, because their entries are not durable.
+    /// Takes back clusters that [`Allocator::take_freed`] took, because the entries without them
+    /// are not durable.
     pub fn freed_again(&self, mut freed: Vec<Freed>) {
         self.state().freed.append(&mut freed);
     }
@@ -421,7 +422,7 @@ impl Allocator {
         std::mem::take(&mut self.state().leaving)
     }
 
-    /// Returns true if refcounts have changed that the file does not have.
+    /// Returns true if some refcounts in memory differ from the file.
     pub fn has_changed_counts(&self) -> bool {
         self.state().blocks.values().any(|b| !b.dirty.is_empty())
     }

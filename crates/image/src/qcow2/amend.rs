@@ -19,7 +19,7 @@ const STRUCTURE: &str = "qcow2 options";
 /// Options to change; None: unchanged.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Amend {
-    /// 2 or 3.
+    /// Version of the format: 2 or 3.
     pub version: Option<u32>,
     pub lazy_refcounts: Option<bool>,
 }

@@ -1,8 +1,8 @@
 //! Replaces the backing file's name in an image's header.
 //!
-//! In: a header, a name and its format. Out: the header's cluster with them. Invariant: at every
-//! power cut the image names the old file with its format, or the new one with its format
-//! (`super::rewrite`).
+//! In: a header, a name and its format. Out: the header's cluster with this name and format.
+//! Invariant: at every power cut the image names the old file with its format, or the new one with
+//! its format (`super::rewrite`).
 
 use blockyard_storage::Storage;
 
@@ -15,8 +15,9 @@ use crate::raw::Raw;
 
 const STRUCTURE: &str = "qcow2 backing file name";
 
-/// Stores another backing file's name and format, or that there is none. The caller must keep the
-/// guest's data unchanged. Durable on return; `header` is then what the file has.
+/// Stores another backing file's name and format, or that there is no backing file. The caller must
+/// keep the guest's data unchanged. On return the change is durable, and `header` equals the header
+/// in the file.
 pub async fn set_backing<S: Storage>(
     file: &Raw<S>,
     header: &mut Header,

@@ -1,4 +1,4 @@
-//! Persistent bitmaps: what a writer must do if it does not update them.
+//! Persistent bitmaps: what a writer that does not update them must do.
 //!
 //! In: an image before its first write. Out: the same image; its bitmaps are marked if they can no
 //! longer be trusted. Invariant: a bitmap with the auto flag is marked in-use before the first

@@ -1,15 +1,15 @@
 //! Bounds the memory of bounce buffers for each image, independent of the number of requests and of
 //! the cluster size.
 //!
-//! Invariants, which exclude deadlocks: a request with a buffer finishes without another buffer of
-//! the same kind, and without one that [`Buffers`] lists earlier. It holds the guest clusters that
-//! it needs, and waits for no others. Reserving clusters and writing back metadata need no buffers.
-//! Backing images have their own buffers.
+//! Invariants, which exclude deadlocks: a request that has a buffer needs no second buffer of the
+//! same kind to finish, and no buffer of a kind that [`Buffers`] lists earlier. Such a request
+//! already holds the guest clusters that it needs, and waits for no others. Reserving clusters and
+//! writing back metadata need no buffers. Backing images have their own buffers.
 
 use blockyard_ring::semaphore::Semaphore;
 
-/// Bytes of each kind. Copy-on-write of partial clusters needs most: the limit admits a thousand
-/// clusters of 64 KiB.
+/// Maximum size in bytes of the buffers for copy-on-write, and of those of each other kind.
+/// Copy-on-write of partial clusters needs most: the limit admits a thousand clusters of 64 KiB.
 const BESIDE: u64 = 64 << 20;
 const OTHERS: u64 = 16 << 20;
 
@@ -119,8 +119,8 @@ mod tests {
         }
     }
 
-    /// An overlay without subclusters over a raw image of so many clusters, filled with 7. The
-    /// overlay's last cluster is compressed.
+    /// Makes an overlay without subclusters over a raw image of `clusters` clusters, filled with 7.
+    /// The overlay's last cluster is compressed.
     async fn overlay(clusters: u64, buffers: Buffers, copy_on_read: bool) -> (Image<Meter>, Meter) {
         let size = clusters * CLUSTER;
         let (now, most) = <(Rc<Cell<usize>>, Rc<Cell<usize>>)>::default();
@@ -172,7 +172,8 @@ mod tests {
         assert!(most > BESIDE / 2, "many requests are in flight: {most}");
     }
 
-    /// With one buffer of each kind at a time all requests finish: no request needs two of a kind.
+    /// If memory suffices for one buffer of each kind, all requests finish, because no request
+    /// needs two buffers of one kind.
     #[test]
     fn one_buffer_of_each_kind_is_enough() {
         for seed in 1..=8 {

@@ -1,4 +1,5 @@
-//! Changes a closed image atomically: snapshots, resizes and replaced disks use it.
+//! Changes a closed image atomically. Snapshots, resizes, bitmaps and emptied images use this
+//! module.
 //!
 //! In: a consistent image, new tables in free clusters, and a header that names them. Out: the
 //! image with that header, and with matching refcounts and COPIED flags. One write of the header's

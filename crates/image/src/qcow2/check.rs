@@ -3,11 +3,11 @@
 //! In: an image without other writers. Out: a [`Report`]. A pass runs these modules:
 //!
 //! ```text
-//!   walk      L1, L2, snapshot and bitmap tables -> counts (bounded memory; the rest
-//!   waits for another pass)
-//!   stored    counts against refcount blocks      -> too low, leaks; changed in place
-//!   flags     active tables in guest order        -> COPIED flags, figures; changed in place
-//!   rebuild   counts -> new refcount structures, if the old ones cannot be used
+//!   walk      follows L1, L2, snapshot and bitmap tables; counts the references
+//!             (bounded memory: clusters beyond the bound wait for another pass)
+//!   stored    compares refcount blocks with the counts; repairs refcounts in place
+//!   flags     checks the active tables in guest order; repairs COPIED flags in place
+//!   rebuild   writes new refcount structures from the counts, if the old ones cannot be used
 //! ```
 //!
 //! Invariants of a repair, at every power cut: references are the truth and are never changed. A
@@ -249,7 +249,7 @@ async fn mend<S: Storage>(
     let counted = pass(file, headers, data_file_len, Some(changes), limits).await?;
     flush(file).await?;
     if complete && counted.report.unset_flags > 0 {
-        // Only after the refcounts are durable.
+        // Set COPIED flags only after the refcounts are durable.
         changes.flags.set = true;
         pass(file, headers, data_file_len, Some(changes), limits).await?;
         flush(file).await?;
@@ -344,8 +344,8 @@ async fn pass<S: Storage>(
     }
 }
 
-/// Fails if a second pass could read less than the first: clusters that it could not count would
-/// look free, and what it could not repair would look sound.
+/// Fails if a second pass could read less than the first pass. The clusters that it could not count
+/// would look free, and damage that it could not repair would look sound.
 fn still_complete(now: &Tally, before: &Tally) -> Result<(), ImageError> {
     if now.incomplete && !before.incomplete || now.report.check_errors > before.report.check_errors
     {
@@ -355,8 +355,8 @@ fn still_complete(now: &Tally, before: &Tally) -> Result<(), ImageError> {
     Ok(())
 }
 
-/// Counts the references to clusters from `start` on, as far as the memory allows. For several
-/// states takes the larger count of each cluster.
+/// Counts the references to clusters from `start` on, as far as the memory allows. With several
+/// headers, takes the largest count of each cluster in these states of the image.
 async fn count<S: Storage>(
     file: &Raw<S>,
     headers: &[Header],

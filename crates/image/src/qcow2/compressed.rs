@@ -110,7 +110,8 @@ pub struct BrokenData {
     pub source: io::Error,
 }
 
-/// Decompresses one cluster of `size` bytes. Data behind it in `packed` belong to other clusters.
+/// Decompresses one cluster of `size` bytes. Bytes in `packed` behind the cluster's data belong to
+/// other clusters.
 pub fn unpack(packed: &[u8], compression: Compression, size: usize) -> Result<Vec<u8>, BrokenData> {
     let mut plain = vec![0; size];
     let result = match compression {

@@ -51,13 +51,13 @@ pub struct CreateOptions {
     /// Name of the backing file as the image stores it, and its format.
     pub backing: Option<(String, String)>,
     pub data_file: Option<String>,
-    /// The external data file is valid as a raw image by itself.
+    /// Whether the external data file is valid as a raw image by itself.
     pub data_file_raw: bool,
     pub preallocation: Preallocation,
 }
 
 impl CreateOptions {
-    /// Same defaults as `qemu-img create`.
+    /// Returns the defaults of `qemu-img create`.
     pub fn new(size: u64) -> Self {
         CreateOptions {
             size,
@@ -74,8 +74,8 @@ impl CreateOptions {
         }
     }
 
-    /// Defaults of an overlay: subclusters of 4 KiB, so that small allocating writes need not copy
-    /// from the backing file.
+    /// Returns the defaults of an overlay: subclusters of 4 KiB, so that small allocating writes
+    /// need not copy from the backing file.
     pub fn overlay(size: u64, backing: impl Into<String>, format: impl Into<String>) -> Self {
         CreateOptions {
             backing: Some((backing.into(), format.into())),
@@ -141,7 +141,7 @@ impl CreateOptions {
     }
 }
 
-/// Place of each structure, in clusters.
+/// Where each structure of the new file lies, in clusters.
 #[derive(Debug)]
 struct FileLayout {
     cluster_bits: u32,
@@ -360,7 +360,8 @@ impl<S: Storage> Creator<'_, S> {
     fn entry(&self, host: u64, options: &CreateOptions) -> (u64, u64) {
         let cluster = match options.extended_l2 {
             false => Cluster::Standard { host },
-            // Preallocated but not filled: the backing file shows through.
+            // The host cluster is preallocated, but no subcluster is allocated: the backing file
+            // shows through.
             true => {
                 let bitmap = if options.data_file_raw {
                     SubclusterBitmap::ALL_DATA

@@ -120,14 +120,14 @@ impl SubclusterBitmap {
 /// Meaning of an L2 entry for one guest cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cluster {
-    /// Read from the backing file. With extended entries: all subclusters, and nothing is
-    /// preallocated.
+    /// Reads go to the backing file. With extended entries: all subclusters are unallocated, and no
+    /// host cluster is preallocated.
     Unallocated,
     /// Reads as zeroes; `host` is a preallocated cluster. Standard entries only.
     Zero { host: Option<u64> },
-    /// Standard entries only.
+    /// The cluster's data are at `host`. Standard entries only.
     Standard { host: u64 },
-    /// `len`: most bytes that the compressed data occupy from `host` on.
+    /// `len`: maximum number of bytes that the compressed data occupy from `host` on.
     Compressed { host: u64, len: u64 },
     /// Extended entries only. Allocated subclusters have their data in the cluster `host`.
     Subclusters { host: Option<u64>, bitmap: SubclusterBitmap },

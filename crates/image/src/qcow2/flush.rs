@@ -76,13 +76,14 @@ impl<S: Storage> Qcow2<S> {
         (self.shared.tables.limit() / 2).max(4)
     }
 
-    /// The caller holds the permit.
+    /// Writes changed metadata to the file. With `durable` it ends with [`Qcow2::barrier_metadata`]
+    /// and releases freed clusters. The caller holds the permit of `writing_back`.
     async fn write_back(&self, durable: bool) -> io::Result<()> {
         let changes = self.take_changes();
         if changes.is_empty() && !self.shared.alloc.has_changed_counts() {
             let synced = self.barrier().await;
-            // An earlier write-back that was not durable may have written the entries without these
-            // clusters. This sync makes them durable.
+            // An earlier write-back that was not durable may have written the changed entries of
+            // the freed clusters. This sync makes those entries durable.
             match &synced {
                 Ok(()) => self.shared.alloc.all_durable(changes.freed),
                 Err(_) => self.shared.alloc.freed_again(changes.freed),
@@ -94,7 +95,8 @@ impl<S: Storage> Qcow2<S> {
         self.shared.tables.written(&changes.slices, done.is_ok());
         match done {
             Ok(()) if durable => self.shared.alloc.all_durable(changes.freed),
-            // Not durable yet; the next flush makes it so.
+            // The entries are not durable yet. The next flush makes them durable and releases the
+            // clusters.
             Ok(()) => self.shared.alloc.freed_again(changes.freed),
             Err(e) => {
                 self.shared.alloc.freed_again(changes.freed);
@@ -106,8 +108,8 @@ impl<S: Storage> Qcow2<S> {
     }
 
     fn take_changes(&self) -> PendingWriteBack {
-        // In this order: clusters freed before have their changed entries among the slices that are
-        // copied after.
+        // Take the freed clusters first, and copy the slices after that. The copies then have the
+        // changed entries of all clusters that were taken.
         let freed = self.shared.alloc.take_freed();
         let slices = self.shared.tables.take_changes();
         let mut l1 = lock(&self.shared.l1);
@@ -137,7 +139,8 @@ impl<S: Storage> Qcow2<S> {
         if durable { self.barrier_metadata().await } else { Ok(()) }
     }
 
-    /// Writes changed refcounts; returns what was written. The caller holds the permit.
+    /// Writes changed refcounts; returns what was written. The caller holds the permit of
+    /// `writing_back`.
     async fn write_changed_counts(&self) -> io::Result<Vec<ChangedSection>> {
         let counts = self.shared.alloc.take_changed_counts();
         let sections = counts
@@ -172,8 +175,8 @@ impl<S: Storage> Qcow2<S> {
         self.write_at(&format!("qcow2 L2 table {index}"), at, &copied.bytes).await
     }
 
-    /// Orders writes: all earlier ones become durable before later ones start. Does nothing if the
-    /// order does not matter.
+    /// Orders writes: earlier writes become durable before later writes start. Does nothing for an
+    /// unfinished image, because a power cut loses it anyway.
     async fn barrier(&self) -> io::Result<()> {
         if self.shared.unfinished {
             return self.not_lost();
@@ -189,7 +192,7 @@ impl<S: Storage> Qcow2<S> {
         self.sync_file(&self.file).await
     }
 
-    /// The sync that the barriers of an unfinished image skipped.
+    /// Does the one sync that replaces the barriers that an unfinished image skipped.
     async fn sync_unfinished(&self) -> io::Result<()> {
         if self.shared.unfinished { self.sync().await } else { Ok(()) }
     }
@@ -214,8 +217,8 @@ impl<S: Storage> Qcow2<S> {
     }
 
     /// Releases clusters after their entries are durably gone and the epoch of requests that may
-    /// still use them has ended. If it has not, a later flush releases them; this one does not
-    /// wait.
+    /// still use them has ended. If that epoch has not ended, this flush does not wait: a later
+    /// flush releases the clusters.
     async fn release(&self) -> io::Result<()> {
         let (alloc, epoch) = (&self.shared.alloc, &self.shared.epoch);
         let mut leaving = std::mem::take(&mut *lock(&self.shared.leaving));
@@ -260,8 +263,8 @@ impl<S: Storage> Qcow2<S> {
         Ok(())
     }
 
-    /// Releases one cluster. The caller holds the permit. The entries without the cluster are
-    /// durable, so its refcount may be written at any time.
+    /// Releases one cluster. The caller holds the permit of `writing_back`. The entries without the
+    /// cluster are durable, so its refcount may be written at any time.
     async fn release_one(&self, cluster: u64) -> io::Result<()> {
         self.release_count(cluster).await?;
         if self.shared.alloc.is_crowded() {
@@ -270,8 +273,8 @@ impl<S: Storage> Qcow2<S> {
         Ok(())
     }
 
-    /// Deallocates the clusters in the host before they can be reused. A hint: a failure costs only
-    /// space.
+    /// Deallocates the clusters in the host before they can be reused. This is a hint: a failure
+    /// costs only space.
     async fn punch(&self, clusters: &[u64]) {
         let bits = self.shape().layout.cluster_bits;
         for run in clusters.chunk_by(|a, b| a + 1 == *b) {

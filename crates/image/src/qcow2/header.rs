@@ -103,7 +103,7 @@ pub struct Header {
     pub backing_offset: u64,
     pub backing_format: Option<String>,
     pub data_file: Option<String>,
-    /// Some only while the autoclear bit says that the bitmaps are consistent.
+    /// `Some` only while the autoclear bit says that the bitmaps are consistent.
     pub bitmaps: Option<BitmapsExtension>,
     /// All extensions in order. Known ones are written from the fields above: a missing format or
     /// data file is omitted; missing bitmaps keep their bytes.

@@ -58,7 +58,7 @@ impl BitmapEntry {
         None
     }
 
-    /// Returns why QEMU would reject it, although its table can be read.
+    /// Returns why QEMU would reject the bitmap, although its table can be read.
     pub fn odd(&self, header: &Header) -> Option<String> {
         let pieces = header.size.div_ceil(1 << self.granularity_bits.min(63));
         let needed = pieces.div_ceil(8).div_ceil(header.cluster_size());
@@ -88,7 +88,7 @@ impl BitmapEntry {
     }
 }
 
-/// Encodes a directory of these bitmaps, without extra data. Ignores their places in the old
+/// Encodes a directory of these bitmaps, without extra data. Ignores their offsets in the old
 /// directory.
 pub fn encode(bitmaps: &[BitmapEntry]) -> Vec<u8> {
     let mut bytes = Vec::new();

@@ -205,7 +205,7 @@ impl BitmapSet {
                 "a granularity must be a power of two from 512 to 2G, not {granularity}"
             ));
         }
-        // The zero fields are set when the set is stored.
+        // The zero fields get their values when the bitmaps are stored.
         let entry = BitmapEntry {
             at: 0,
             len: 0,
@@ -400,12 +400,12 @@ impl Bits {
         (self.bytes.len() as u64).div_ceil(cluster).saturating_mul(8).div_ceil(cluster)
     }
 
-    /// Returns the number of clusters of its table and its data.
+    /// Returns the number of clusters that the bitmap's table and data need.
     fn clusters_needed(&self, cluster: u64) -> u64 {
         self.table_clusters(cluster) + self.parts(cluster).iter().flatten().count() as u64
     }
 
-    /// Writes table and data from `at` on; returns the offset behind them.
+    /// Writes the bitmap's table and data at offset `at`; returns the offset behind them.
     async fn write<S: Storage>(
         &self,
         change: &OfflineChange<'_, S>,

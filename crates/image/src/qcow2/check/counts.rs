@@ -9,16 +9,16 @@ use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 
-/// Clusters of a page.
+/// Number of clusters that a page covers.
 pub const PAGE: u64 = 4096;
 /// A page with more entries than this becomes an array.
 const FEW: usize = 512;
-/// Approximate bytes of a page besides its entries.
+/// Approximate memory of a page without its entries, in bytes.
 const PAGE_BYTES: usize = 96;
-/// Approximate bytes of a count that does not fit its byte.
+/// Approximate memory of a count that does not fit its cluster's byte, in bytes.
 const MANY_BYTES: usize = 48;
 
-/// A cluster's byte: its count (or the value that refers to `many`), and flags.
+/// Bits of a cluster's byte: its count (or a value that says that `many` has the count), and flags.
 const COUNT: u8 = 0x1f;
 const EXCLUSIVE: u8 = 0x20;
 const OVERLAP: u8 = 0x40;
@@ -37,7 +37,7 @@ pub struct Count {
 }
 
 enum Page {
-    /// Index and byte of each entry, by index ascending.
+    /// Clusters with references, ascending: index of the cluster in the page, and its byte.
     Few(Vec<(u16, u8)>),
     Array(Box<[u8; PAGE as usize]>),
 }
@@ -52,7 +52,7 @@ impl Page {
         }
     }
 
-    /// Sets an entry; returns the bytes by which the page grew.
+    /// Sets the byte of the cluster with index `at`; returns the bytes by which the page grew.
     fn set(&mut self, at: u16, value: u8) -> usize {
         let entries = match self {
             Page::Array(array) => {
@@ -85,13 +85,14 @@ pub struct Counts {
     pages: Vec<(u64, Page)>,
     /// Maps a page number to its index in `pages`.
     index: HashMap<u64, u32>,
-    /// The page used last, because references come in runs.
+    /// The page that was used last. It is cached because references come in runs.
     last: Cell<(u64, u32)>,
     many: BTreeMap<u64, u64>,
 }
 
 impl Counts {
-    /// Counts clusters in `window` in about `limit` bytes. The window may end earlier later on.
+    /// Creates counts for the clusters in `window`, with about `limit` bytes of memory. If the
+    /// memory does not suffice, the window shrinks while references are added.
     pub fn new(window: Range<u64>, limit: usize) -> Self {
         Counts {
             window,
@@ -187,8 +188,9 @@ impl Counts {
         (new.references, clash && !old.overlap)
     }
 
-    /// Fast path: notes that the stored refcount of a cluster with one reference is 1. Returns
-    /// false if it has not one reference, or is not on the page used last.
+    /// Fast path: records that the stored refcount of a cluster with one reference is 1. Returns
+    /// false, and records nothing, if the cluster has another number of references or is not on the
+    /// page that was used last.
     #[inline]
     pub fn agree_on_one(&mut self, cluster: u64) -> bool {
         match self.last_array_byte(cluster) {
@@ -200,7 +202,7 @@ impl Counts {
         }
     }
 
-    /// Notes whether the stored refcount of a counted cluster is 1.
+    /// Records whether the stored refcount of a counted cluster is 1.
     pub fn set_stored_one(&mut self, cluster: u64, stored_one: bool) {
         let old = self.get(cluster);
         if old.stored_one != stored_one {

@@ -1,4 +1,4 @@
-//! Checks the active L1 and L2 tables in guest order: COPIED flags, places in an external data
+//! Checks the active L1 and L2 tables in guest order: COPIED flags, offsets in an external data
 //! file, and statistics.
 //!
 //! In: the tables; the counts with the stored refcounts. Out: flags that contradict the refcounts,

@@ -6,7 +6,7 @@ use std::fmt;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Repair {
     No,
-    /// Free clusters that nothing references.
+    /// Frees clusters that nothing references.
     Leaks,
     All,
 }
@@ -30,9 +30,9 @@ pub enum FindingKind {
     BadTable,
     /// The refcount table or a refcount block cannot be used.
     RefcountStructure,
-    /// The format forbids it, but it is harmless: all references are known.
+    /// A violation of the format that is harmless, because all references are known.
     Harmless,
-    /// The host failed to read it.
+    /// The host failed to read a structure.
     Unreadable,
 }
 
@@ -105,9 +105,9 @@ const MAX_FINDINGS: usize = 1000;
 #[derive(Default)]
 pub(in crate::qcow2) struct Tally {
     pub report: Report,
-    /// The refcount table or blocks must be rebuilt.
+    /// Whether the refcount table or blocks must be rebuilt.
     pub rebuild: bool,
-    /// Something could not be followed, so counts may be incomplete.
+    /// Whether some structure could not be followed, so that counts may be incomplete.
     pub incomplete: bool,
     /// The first finding that is neither [derived](FindingKind::is_derived) nor harmless.
     pub severe: Option<Finding>,
@@ -115,9 +115,10 @@ pub(in crate::qcow2) struct Tally {
     pub beyond: u64,
     /// Clusters of overlapping metadata, which must not be written in place; a bounded number.
     pub overlaps: Vec<u64>,
-    /// The largest count.
+    /// The largest number of references to one cluster.
     pub most: u64,
-    /// Later passes see the same tables again; their findings are counted only once.
+    /// Whether this is a later pass. It reads the same tables again, so their findings must not be
+    /// counted twice.
     pub(super) later_pass: bool,
 }
 
@@ -161,12 +162,12 @@ impl Tally {
         }
     }
 
-    /// Notes that something in use ends at this offset.
+    /// Records that some structure or data in use end at this offset.
     pub(super) fn end_at(&mut self, offset: u64) {
         self.report.image_end_offset = self.report.image_end_offset.max(offset);
     }
 
-    /// Notes metadata that share their cluster.
+    /// Records metadata that share their cluster.
     pub(super) fn overlap(&mut self, cluster: u64) {
         if self.overlaps.len() < MAX_FINDINGS {
             self.overlaps.push(cluster);

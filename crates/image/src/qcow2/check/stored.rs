@@ -107,7 +107,8 @@ impl Refcounts {
     }
 }
 
-/// Compares, and repairs in place if requested.
+/// Comparison of the stored refcounts with the counted references. Repairs refcounts in place if
+/// requested.
 pub struct Compare<'a, S> {
     pub file: &'a Raw<S>,
     pub refcounts: &'a Refcounts,
@@ -126,7 +127,7 @@ pub struct RefcountRepair {
 }
 
 impl<S: Storage> Compare<'_, S> {
-    /// Compares all refcounts in the window of the counts.
+    /// Compares all refcounts of the clusters that the counts cover (their window).
     pub async fn run(&mut self) -> Result<(), ImageError> {
         let (window, per_block) = (self.counts.window(), self.refcounts.per_block());
         for (index, block) in self.refcounts.blocks() {

@@ -1,9 +1,10 @@
 //! Follows all references from the header on: each L1 table once and each L2 table once, however
 //! often they are referenced.
 //!
-//! In: an image's tables. Out: counts, and invalid entries and places. Invariant: reads and memory
-//! are bounded by the file's size. Overlapping L1 and bitmap tables are not followed twice, and L2
-//! tables are collected in bounded numbers.
+//! In: an image's tables. Out: counts, and findings about invalid entries and offsets. Invariant:
+//! the file's size bounds reads and memory. Of L1 and bitmap tables that overlap, only one is
+//! followed. At most `tables_at_once` L2 tables are in memory; the others wait for the next
+//! round.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -24,7 +25,7 @@ use crate::qcow2::header::Header;
 use crate::qcow2::snapshot::table;
 use crate::raw::Raw;
 
-/// Entries of L1 and bitmap tables that are read at a time.
+/// Number of entries of an L1 or bitmap table that are read at a time.
 pub const PIECE_ENTRIES: usize = 1 << 17;
 
 /// A reference: its structure's name and its offset in the file.
@@ -53,7 +54,7 @@ impl TableReference {
 #[derive(Default)]
 struct DistinctTables {
     list: Vec<TableReference>,
-    /// By offset: end of the table, and its index in `list`.
+    /// Maps a table's offset to the table's end and its index in `list`.
     places: BTreeMap<u64, (u64, usize)>,
 }
 
@@ -85,7 +86,7 @@ pub struct Walk<'a, S> {
     pub file_len: u64,
     pub counts: &'a mut Counts,
     pub tally: &'a mut Tally,
-    /// L2 tables collected at a time.
+    /// Maximum number of L2 tables that are collected at a time.
     pub tables_at_once: usize,
 }
 
@@ -177,7 +178,7 @@ impl<S: Storage> Walk<'_, S> {
         inside
     }
 
-    /// Counts a table's own clusters, and adds it to those to follow.
+    /// Counts a table's own clusters, and adds the table to the tables to follow.
     fn table(&mut self, table: TableReference, tables: &mut DistinctTables) {
         let name = table.name.clone();
         let site = Site { structure: format_args!("{name}"), at: table.offset };
@@ -316,8 +317,8 @@ impl<S: Storage> Walk<'_, S> {
             .ok()
     }
 
-    /// Collects L2 tables from offset `from` on, with their numbers of references. Also returns the
-    /// offset at which the next call must begin.
+    /// Collects the L2 tables at offset `from` and beyond, with the number of references to each.
+    /// Also returns the offset at which the next call must begin.
     async fn gather(
         &mut self,
         l1_tables: &[TableReference],
