@@ -174,8 +174,8 @@ impl Options {
         }
     }
 
-    /// Returns these options with `bs` set to the smallest size of `bssplit`. None: `bs` needs no
-    /// change.
+    /// Returns these options with `bs` set to the smallest size of `bssplit`, or `None` if `bs`
+    /// needs no change.
     fn in_smallest_blocks(&self) -> Option<Options> {
         let bs = self.bssplit.as_ref()?.0.iter().map(|s| s.0).min()?;
         (bs != self.bs).then(|| Options { bs, ..self.clone() })
@@ -188,12 +188,12 @@ impl Options {
         Ok(())
     }
 
-    /// Returns the defaults for a host file or block device.
+    /// Returns the default options of a load on a host file or block device.
     pub fn for_file(file: PathBuf) -> Self {
         Options { socket: None, file: Some(file), ..Options::for_socket("unused".into()) }
     }
 
-    /// Returns the defaults for a socket.
+    /// Returns the default options of a load on a vhost-user-blk socket.
     pub fn for_socket(socket: PathBuf) -> Self {
         #[derive(clap::Parser)]
         struct Defaults {
@@ -219,8 +219,8 @@ pub fn run(options: &Options) -> Result<()> {
     }
 }
 
-/// Runs the load. The report has operations that the target answered with an error. All other
-/// failures are returned as errors.
+/// Runs the load. The report counts the operations that the target answered with an error. All
+/// other failures are returned as errors.
 pub fn measure(options: &Options) -> Result<Report> {
     if let Some(options) = options.in_smallest_blocks() {
         return measure(&options);
@@ -260,7 +260,7 @@ impl<'a> Setup<'a> {
             size <= left,
             "--offset {offset} and --size {size} reach beyond the disk's {capacity} bytes"
         );
-        // A new seed each time, so that data of an earlier run do not pass for those of this one.
+        // A new seed for each run, so that verification does not accept data of an earlier run.
         let clock =
             || SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |d| d.as_nanos() as u64);
         let setup = Setup {
@@ -279,8 +279,8 @@ impl<'a> Setup<'a> {
         Ok(setup)
     }
 
-    /// Returns first block and number of blocks of a queue. Random queues share the disk.
-    /// Sequential and verifying queues have a part each.
+    /// Returns the first block and the number of blocks that a queue uses. Queues with random
+    /// offsets share the whole disk. Each sequential or verifying queue has its own part.
     fn part(&self, queue: u16) -> (u64, u64) {
         if self.options.rw.is_random() && !self.options.verify {
             return (self.first, self.blocks);
@@ -316,13 +316,14 @@ impl<'a> Setup<'a> {
         Load::new(Workload::new(mix, self.seed, queue), verifier, pacer, limit, over, options.bs)
     }
 
-    /// Returns the sizes in blocks.
+    /// Returns the operation sizes of `bssplit` in blocks, with their percentages.
     fn split(&self) -> Split {
         let sizes = self.options.bssplit.iter().flat_map(|s| &s.0);
         Split(sizes.map(|(size, share)| ((size / self.options.bs) as u32, *share)).collect())
     }
 
-    /// Contents of blocks that are written without `--verify`. They are never zeroes.
+    /// Returns contents for blocks that are written without `--verify`. The contents are random, so
+    /// they are not zeroes.
     fn filler(&self) -> Vec<u8> {
         let mut random = workload::Random::new(self.seed, u64::MAX);
         (0..self.options.largest() / 8).flat_map(|_| random.word().to_le_bytes()).collect()

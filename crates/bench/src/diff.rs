@@ -36,7 +36,7 @@ pub struct Options {
 pub struct Row {
     pub work: String,
     pub system: String,
-    /// Rate of the new results by that of the old.
+    /// Rate of the new results, divided by that of the old results.
     pub ratio: f64,
     /// 95% confidence.
     pub interval: (f64, f64),

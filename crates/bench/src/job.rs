@@ -259,7 +259,7 @@ fn by_fio(fio: &Path, job: Job, target: &str, seconds: f64) -> Result<Run> {
     done
 }
 
-/// Results of one group in fio's JSON, and its log of throughput.
+/// Parses the results of one group from fio's JSON, and its log of throughput.
 pub fn read(text: &str, log: &str) -> Result<Run> {
     // fio may print notes before the JSON.
     let text = &text[text.find('{').context("fio printed no JSON")?..];

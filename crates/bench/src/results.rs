@@ -126,7 +126,7 @@ impl Results {
         text
     }
 
-    /// What a name means.
+    /// Returns the explanation of the name of a work or system.
     pub fn meaning(&self, name: &str) -> Option<&str> {
         self.about.iter().find(|a| a.0 == name).map(|a| a.1.as_str())
     }

@@ -18,7 +18,8 @@ use rustls::Connection;
 pub const CLOSED: &str = "the server closed the connection";
 pub const UNASKED: &str = "the server has sent bytes without a request";
 
-/// Most TLS control records read in a row. A server that sends more is disconnected.
+/// Maximum number of TLS control records that are read in a row. A server that sends more is
+/// disconnected.
 const MOST_TICKETS: usize = 16;
 /// Number of bytes that are encrypted or received at a time.
 const AT_A_TIME: usize = 64 << 10;
@@ -34,7 +35,7 @@ pub struct Secure {
     socket: Socket,
     /// The TLS session. `None`: [`Link::keep`] has given it away.
     session: RefCell<Option<Connection>>,
-    /// Bytes that were received and are not decrypted yet, and the number of those that are.
+    /// Received bytes. The session has taken the first `used` of them.
     received: RefCell<Vec<u8>>,
     used: Cell<usize>,
 }
@@ -148,8 +149,8 @@ impl Link {
         self.socket().shutdown_read();
     }
 
-    /// Takes the connection out, for another owner. No send or read may be in progress, and none
-    /// may follow.
+    /// Returns the connection's descriptor and its TLS session, for another owner. No send or read
+    /// may be in progress, and none may follow.
     pub fn keep(&self) -> io::Result<(OwnedFd, Option<Connection>)> {
         let session = match self {
             Link::Plain(_) => None,
@@ -170,7 +171,7 @@ impl Link {
                 return secure.with(|session| crate::tls::names(session));
             }
             if let Err(e) = secure.take_records() {
-                // The alert names the reason.
+                // Sends the TLS alert, which names the reason.
                 let _ = secure.send_records().await;
                 return Err(e);
             }
@@ -216,7 +217,8 @@ impl Secure {
         }
     }
 
-    /// Bytes without a request belong to TLS itself (session tickets), or are the end.
+    /// Returns the reason to end an idle connection, or `None`. Bytes that arrive without a request
+    /// are either TLS's own records (session tickets), which are skipped, or a reason.
     fn has_ended(&self) -> Option<String> {
         let (mut bytes, room) = ([0; 4096], Segments::buffer(4096));
         for _ in 0..MOST_TICKETS {

@@ -9,10 +9,10 @@ use std::io::{Read, Write};
 use crate::error::{Kind, NbdError};
 use crate::wire::{self, Headers, OptionHeader, OptionReply, export, handshake, info, opt, rep};
 
-/// Longest reply to an option in bytes, and most replies to one option.
+/// Maximum length of a reply to an option in bytes, and maximum number of replies to one option.
 const REPLY_MOST: u32 = 16 << 10;
 const REPLIES_MOST: usize = 64;
-/// Number of characters of a server's message that are logged.
+/// Maximum number of characters of a server's message that are logged.
 const MESSAGE_MOST: usize = 200;
 const ALLOCATION: &str = "base:allocation";
 /// Largest minimum block size in bytes (the protocol's limit).
@@ -93,7 +93,8 @@ pub fn agree(stream: &mut impl Stream, name: &str) -> Result<Terms, NbdError> {
         data.extend(1u32.to_be_bytes());
         data.extend((ALLOCATION.len() as u32).to_be_bytes());
         data.extend(ALLOCATION.as_bytes());
-        // Without this context the client only lacks knowledge of holes.
+        // A refusal is no error: without this context the client only does not know where holes
+        // are.
         ask(stream, opt::SET_META_CONTEXT, &data, |kind, data| {
             if kind == rep::META_CONTEXT && data.len() >= 4 && &data[4..] == ALLOCATION.as_bytes() {
                 allocation = Some(wire::u32_at(data, 0));
@@ -152,7 +153,8 @@ pub fn go(stream: &mut impl Stream, name: &str) -> Result<Terms, NbdError> {
 }
 
 impl Terms {
-    /// Checks the numbers of the server.
+    /// Checks the server's numbers, and adapts sizes to this client. Returns an error if a number
+    /// is impossible.
     fn sound(mut self) -> Result<Self, NbdError> {
         if !self.has(export::HAS_FLAGS) {
             return Err(unsuitable(format!("the export's flags {:#x} are none", self.flags)));
@@ -172,7 +174,7 @@ impl Terms {
         }
         self.preferred = preferred.clamp(minimum.max(512), 2 << 20);
         self.maximum = maximum.min(wire::MOST_PAYLOAD) & !(minimum - 1);
-        // Requests cannot cover bytes behind the last whole block.
+        // Requests must be whole blocks, so they cannot reach the bytes after the last whole block.
         self.size &= !u64::from(minimum - 1);
         if self.size == 0 {
             return Err(unsuitable("the export is smaller than its block".into()));

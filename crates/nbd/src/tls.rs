@@ -185,7 +185,7 @@ fn common_names(mut subject: &[u8]) -> Vec<String> {
     const STRINGS: [u8; 3] = [12, 19, 22];
     const COMMON_NAME: [u8; 3] = [0x55, 4, 3];
     let mut names = Vec::new();
-    // Some certificates have a header around it.
+    // In some certificates a SEQUENCE encloses the sets of the subject.
     if let Some((SEQUENCE, inner, [])) = element(subject) {
         subject = inner;
     }

@@ -1,7 +1,7 @@
-//! NBD URIs, as the NBD project's uri.md has them.
+//! NBD URIs, in the syntax of the NBD project's uri.md.
 //!
-//! In: text from a person or an image's header. Out: the server's address and the export's name,
-//! and the text again. What must hold: an unknown part is an error, and is never ignored.
+//! In: text from a person or from an image's header. Out: the server's address and the export's
+//! name; and the text of a URI. What must hold: an unknown part is an error, and is never ignored.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -30,7 +30,7 @@ pub enum Host {
 }
 
 const SCHEMES: [(&str, bool, bool); 4] = [
-    // Scheme, TLS, Unix socket.
+    // Columns: the scheme, whether it uses TLS, and whether it uses a Unix socket.
     ("nbd", false, false),
     ("nbds", true, false),
     ("nbd+unix", false, true),

@@ -15,7 +15,7 @@ use crate::file::replace;
 /// Default path of the file.
 pub const USUAL: &str = "/var/lib/blockyard/costs.toml";
 
-/// One `[[device]]`; all but the first two in nanoseconds.
+/// One `[[device]]` table. All fields except the first two are in nanoseconds.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct DeviceCosts {
@@ -32,9 +32,10 @@ pub struct DeviceCosts {
     pub flush: u64,
     pub discard: u64,
     pub write_zeroes: u64,
-    /// Cost in flight that gives 98% of the device's highest rate.
+    /// Total cost of the operations in flight with which the device reaches 98% of its highest
+    /// rate.
     pub window: u64,
-    /// Latency of 4 KiB with nothing else in flight.
+    /// Latency of a 4 KiB operation with nothing else in flight.
     pub base_latency_read: u64,
     pub base_latency_write: u64,
 }
@@ -69,7 +70,7 @@ impl DeviceCosts {
         replace(path, text.as_bytes())
     }
 
-    /// Returns the text with this device's costs.
+    /// Returns the file's text with this device's costs added or replaced.
     fn put(&self, text: &str) -> Result<String> {
         let mut all: Table = text.parse()?;
         let devices = all.entry("device").or_insert_with(|| Value::Array(Vec::new()));

@@ -27,7 +27,7 @@ impl Failure {
         Failure { error: error.into(), status }
     }
 
-    /// Returns the exit status. Hands the line for the person to `tell`, unless the reader of
+    /// Returns the exit status. Passes the message for the user to `tell`, unless the reader of
     /// standard output has gone.
     pub fn end(self, tell: impl FnOnce(&str)) -> u8 {
         if self.error.downcast_ref().is_some_and(OutputError::reader_has_gone) {

@@ -5,8 +5,8 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 
-/// Writes a new file and renames it. After a power cut the path has the old contents or the new
-/// ones.
+/// Replaces a file: writes a new file, and renames it to `path`. After a power cut the path has the
+/// old contents or the new ones.
 pub fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
     let new = path.with_extension(format!("new.{}", std::process::id()));
     let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));

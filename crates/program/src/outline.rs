@@ -9,8 +9,7 @@ use clap::{Arg, ArgAction, Command, ValueHint};
 use serde::{Deserialize, Serialize};
 
 /// A command, its arguments, and the commands below it. Options that the program gives to all
-/// commands are left out, as `--help` and `--log` are: the command that it becomes a part of has
-/// them.
+/// commands, such as `--help` and `--log`, are left out, because the command above it has them.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub struct Outline {
     name: String,

@@ -6,7 +6,7 @@
 
 use blockyard_sched::Costs;
 
-/// Nanoseconds for an operation of each kind.
+/// Nanoseconds that one operation of each kind takes on a busy device.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Times {
     /// 4 KiB at random offsets.
@@ -15,11 +15,12 @@ pub struct Times {
     pub sequential: f64,
     /// 1 MiB, sequential.
     pub stream: f64,
-    /// 4 KiB at random offsets, with nothing else in flight.
+    /// Latency of 4 KiB at random offsets, with nothing else in flight.
     pub alone: f64,
 }
 
-/// Base cost, base cost of a sequential operation, and cost of a MiB, in nanoseconds.
+/// Linear cost model of reads or of writes, in nanoseconds: base cost at a random offset, base cost
+/// of a sequential operation, and cost of a MiB.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Line {
     pub random: u64,
@@ -31,8 +32,9 @@ pub struct Line {
 const PART: f64 = 1.0 / 256.0;
 
 impl Times {
-    /// Returns the line through both sequential points. If the kernel merges small operations, they
-    /// can cost less than their bytes. No base is less than a hundredth of the operation.
+    /// Returns the linear model that yields the measured times of sequential operations of both
+    /// sizes. If the kernel merges small operations, such an operation can take less time than its
+    /// 4 KiB cost in the model. So a base cost is at least a hundredth of the measured time.
     pub fn line(&self) -> Line {
         let per_mib = ((self.stream - self.sequential) / (1.0 - PART)).max(0.0);
         let base = |time: f64| (time - per_mib * PART).max(time / 100.0).max(1.0).round() as u64;
@@ -44,8 +46,8 @@ impl Times {
     }
 }
 
-/// One round of the measurement of a flush: the rate of reads alone and beside pairs of write
-/// and flush, and the rate of those pairs.
+/// Rates in one round of the flush measurement: reads alone, reads while pairs of a write and a
+/// flush run, and those pairs.
 #[derive(Clone, Copy, Debug)]
 pub struct Displaced {
     pub reads_alone: f64,
@@ -72,13 +74,15 @@ pub fn flush(pair: f64, write: &Line, takes: f64) -> u64 {
     (pair - written).clamp(least, takes.max(least)).round() as u64
 }
 
-/// Returns the first depth with 98% of the highest rate. `rates`: by depth, in ascending order.
+/// Returns the smallest queue depth with at least 98% of the highest rate. `rates`: queue depths in
+/// ascending order, each with its rate.
 pub fn enough(rates: &[(u16, f64)]) -> u16 {
     let most = rates.iter().map(|r| r.1).fold(0.0, f64::max);
     rates.iter().find(|r| r.1 >= 0.98 * most).map_or(1, |r| r.0)
 }
 
-/// Scales the default costs of operations that were not measured.
+/// Returns the default cost of an operation that was not measured, scaled by the ratio of the
+/// measured cost of a read to its default cost.
 pub fn in_proportion(reads: &Line, of: impl Fn(&Costs) -> u64) -> u64 {
     let ratio = of(&Costs::FLASH) as f64 / Costs::FLASH.read as f64;
     (reads.random as f64 * ratio).round().max(1.0) as u64
@@ -124,7 +128,7 @@ mod tests {
 
     #[test]
     fn a_flush_costs_the_reads_that_it_displaces() {
-        // 100 pairs a second, and a tenth of the reads is missing: 100 ms / 100.
+        // The pairs displace a tenth of the reads. So 100 pairs take 100 ms of device time.
         let displaced = Displaced { reads_alone: 80_000.0, reads: 72_000.0, pairs: 100.0 };
         assert!((displaced.pair() - 1e6).abs() < 1.0, "{}", displaced.pair());
         let write = Line { random: 10_000, sequential: 10_000, per_mib: 640_000 };

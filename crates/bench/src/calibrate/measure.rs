@@ -1,4 +1,5 @@
-//! The rounds: each step for a short time, in turn, several times. The results are medians.
+//! Measures a device in rounds. Each round runs each step for a short time. The results are the
+//! medians of the rounds.
 //!
 //! In: a file or a block device, and whether it may be written to. Out: rates and times. What must
 //! hold: nothing is written without permission; discarded ranges are not read or written again.
@@ -20,7 +21,8 @@ use crate::statistics::median;
 const PLENTY: u16 = 64;
 /// Number of operations of 1 MiB in flight that keep a device busy.
 const PLENTY_LARGE: u16 = 16;
-/// Number of concurrent pairs of write and flush beside reads. Their effect must be measurable.
+/// Number of concurrent pairs of a write and a flush during reads. Their effect on the reads must
+/// be measurable.
 const PAIRS: u16 = 4;
 /// Seconds of a round after which a device without a single answer is an error.
 const LONGEST_ROUND: f64 = 10.0;
@@ -31,7 +33,7 @@ const CLEARED: u64 = 64 << 10;
 /// The target, and the time of each step.
 pub struct Plan<'a> {
     pub path: &'a Path,
-    /// Bytes to use, a multiple of 16 MiB.
+    /// Number of bytes of the target that are used, a multiple of 16 MiB.
     pub size: u64,
     pub writes: bool,
     pub rounds: u32,
@@ -54,7 +56,7 @@ pub struct Written {
 #[derive(Clone, Debug)]
 pub struct Measured {
     pub reads: Times,
-    /// 4 KiB random reads a second, by depth.
+    /// Queue depths, each with the number of random 4 KiB reads per second.
     pub depths: Vec<(u16, f64)>,
     pub written: Option<Written>,
 }
@@ -63,7 +65,7 @@ pub struct Measured {
 type Figures = BTreeMap<&'static str, Vec<f64>>;
 
 impl Plan<'_> {
-    /// Steps of a round.
+    /// Returns the number of steps of a round.
     fn steps(&self) -> u32 {
         DEPTHS.len() as u32 + 2 + if self.writes { 8 } else { 0 }
     }
@@ -139,7 +141,8 @@ impl Plan<'_> {
         });
         let pairs = pairs.map_err(|_| anyhow::anyhow!("a thread has died"))?? / 2.0;
         note("pair", Displaced { reads_alone, reads: reads?, pairs }.pair());
-        // Only discards and zeroes use the last sixteenth: first discards, then zeroes.
+        // These two operations have the last sixteenth of the target to themselves: first discards,
+        // then zeroes.
         for (name, flags) in [
             ("discard", FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE),
             ("write zeroes", FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE),
@@ -192,7 +195,8 @@ impl Plan<'_> {
         }
     }
 
-    /// Returns the nanoseconds of a call. None: the file or the device does not support it.
+    /// Returns the duration of one fallocate(2) call in nanoseconds, or `None` if the file or the
+    /// device does not support the operation.
     fn clear(&self, flags: FallocateFlags, seconds: f64, round: u32) -> Result<Option<f64>> {
         self.stop.check()?;
         let fd =

@@ -71,7 +71,7 @@ pub fn run(options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// Measures the costs of a folder's device with a file in the folder.
+/// Measures the costs of the device that holds a folder, with a temporary file in the folder.
 pub fn of_folder(folder: &Path, size: u64, seconds: f64, stop: &Stop) -> Result<DeviceCosts> {
     let options = Options {
         target: folder.into(),
@@ -116,7 +116,7 @@ fn calibrate(options: &Options, stop: &Stop) -> Result<(DeviceCosts, Measured)> 
     Ok((costs(device, &measured), measured))
 }
 
-/// A file of our own in a folder.
+/// A temporary file in the measured folder.
 struct Own(PathBuf);
 
 impl Own {
@@ -149,7 +149,7 @@ fn costs(device: String, measured: &Measured) -> DeviceCosts {
         flush: in_proportion(&read, |c| c.flush),
         discard: in_proportion(&read, |c| c.discard),
         write_zeroes: in_proportion(&read, |c| c.write_zeroes),
-        // The cost of the operations in flight at that depth.
+        // The cost of `depth` random reads in flight.
         window: nanos(f64::from(depth) * measured.reads.random),
         base_latency_read: nanos(measured.reads.alone),
         base_latency_write: nanos(measured.reads.alone),
@@ -262,8 +262,8 @@ mod tests {
         assert_eq!((found.device.as_str(), found.window), ("254:1", 16 * 20_000));
         assert_eq!((found.base_latency_write, found.write_zeroes), (150_000, 50_000));
         assert_eq!((found.read, found.write), (found.write, found.read));
-        // The flush costs the pair without its write of 16 KiB, which costs a base and a 64th of
-        // a MiB.
+        // A flush costs as much as the pair without its write of 16 KiB. That write costs a base
+        // cost and a 64th of a MiB.
         let write = found.write + found.write_per_mib / 64;
         assert!((found.flush + write).abs_diff(400_000) <= 2, "{found:?}");
         let guessed = costs("254:1".into(), &measured(false));

@@ -59,7 +59,8 @@ pub enum BackEnd {
     #[default]
     Unknown,
     Process(u32),
-    /// This process, as the load's. Its CPU time is that of the process without the load's threads.
+    /// The back end runs in this process, like the load. Its CPU time is that of the process
+    /// without the load's threads.
     Here,
 }
 
@@ -94,7 +95,8 @@ impl Meter {
         Ok(())
     }
 
-    /// Notes the end of a queue. The last call counts. A back end that has ended has no figure.
+    /// Reads the clocks at the end of a queue's measured part. The call of the last queue decides.
+    /// A back end whose process has ended has no figure.
     pub fn end(&mut self) {
         self.end = self.read().ok();
     }

@@ -1,7 +1,7 @@
-//! The same load on a host file or block device, to compare a back end with.
+//! Runs the load of `bench client` on a host file or block device, to compare a back end with it.
 //!
-//! In: options and a path. Out: the report. Each queue has one thread and one io_uring. Each
-//! slot (one operation in flight) is a task. No virtqueue is involved. O_DIRECT is the default.
+//! In: options and a path. Out: the report. Each queue has one thread and one io_uring. Each slot
+//! (one operation in flight) is a task. No virtqueue is involved. O_DIRECT is the default.
 
 use std::cell::{Cell, RefCell};
 use std::os::fd::OwnedFd;

@@ -23,8 +23,8 @@ pub struct Tally {
     /// Bytes read and written.
     pub bytes: u64,
     pub elapsed_ns: u64,
-    /// Counts of each [`SLICE`] of the measured time. Empty if the run ends by a number of
-    /// operations.
+    /// Counts of each [`SLICE`] of the measured time. Empty if a number of operations limits the
+    /// run.
     pub slices: Vec<Slice>,
     pub kicks: u64,
     pub signals: u64,
@@ -86,7 +86,7 @@ impl Tally {
 /// Length of a slice in nanoseconds.
 pub const SLICE: u64 = 100_000_000;
 
-/// Completions in one slice of the time.
+/// Operations that completed in one slice of the measured time.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Slice {
     pub operations: u64,
@@ -95,7 +95,7 @@ pub struct Slice {
     pub latency_ns: u64,
 }
 
-/// The end of a load.
+/// The condition that ends a load.
 #[derive(Clone, Copy, Debug)]
 pub enum Limit {
     /// Measures from `from` until `until`, in nanoseconds.
@@ -109,7 +109,7 @@ enum Stage {
     WarmUp,
     Measured,
     Drain,
-    /// The next block to read back.
+    /// Verification reads back what the run has written. Has the next block.
     ReadBack(u64),
     Over,
 }
@@ -244,7 +244,8 @@ impl Load {
         }
     }
 
-    /// Notes the completion of an operation. `read` returns the data that were read, to check them.
+    /// Records the completion of an operation. `read` returns the data that were read, to check
+    /// them.
     #[inline]
     pub fn finish(
         &mut self,
@@ -403,7 +404,7 @@ mod tests {
                 .unwrap()
                 .contains("write of 512 bytes at offset 512: status 1")
         );
-        // The data of the failed write are not expected.
+        // The read-back does not expect the data of the failed write.
         let back = operation(load.next(10));
         assert_eq!(back, Operation::one(Kind::Read, 0));
         assert_eq!(load.next(10), Next::Finish);

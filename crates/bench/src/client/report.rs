@@ -49,12 +49,13 @@ impl Latency {
     }
 }
 
-/// Grant operations of a Xen back end: pages and segments, and the number of calls.
+/// Grant operations of a Xen back end for each operation of the load: mapped pages, copied
+/// segments, and calls.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Grants {
     pub maps_per_io: f64,
     pub copies_per_io: f64,
-    /// Calls to map, to unmap, to copy.
+    /// Number of calls that map, unmap or copy.
     pub calls_per_io: f64,
     /// Grants that were still mapped when their request was answered.
     pub still_mapped: u64,
@@ -90,7 +91,7 @@ pub struct Report {
     pub reconnects: u64,
     /// The longest time without a completion around a reconnection.
     pub longest_stall_ms: f64,
-    /// All latencies, to merge several reports.
+    /// Figures of each slice of the measured time, to merge several reports.
     #[serde(skip)]
     pub slices: Vec<Slice>,
 }

@@ -22,7 +22,8 @@ pub struct Verifier {
     seed: u64,
     block_size: usize,
     first: u64,
-    /// 0: this run has not written the block, and its contents are unknown.
+    /// Number of the last write of each block. 0: this run has not written the block, and its
+    /// contents are unknown.
     generations: Vec<u32>,
     busy: Vec<u16>,
     expected: Vec<u8>,
@@ -116,7 +117,7 @@ impl Verifier {
         bytes[CRC..HEADER].copy_from_slice(&crc.to_le_bytes());
     }
 
-    /// Checks the bytes that `read` copies out.
+    /// Checks the data of a completed read. `read` copies the data into a buffer.
     pub fn check_read(&mut self, block: u64, read: impl FnOnce(&mut [u8])) -> Result<()> {
         let mut found = std::mem::take(&mut self.found);
         read(&mut found);
@@ -161,7 +162,7 @@ fn describe(found: &[u8], whole: bool, seed: u64) -> String {
     format!("generation {generation} of offset {offset}{run}{state}")
 }
 
-/// Returns the CRC32C of a block, with zeroes in the place of the CRC.
+/// Returns the CRC32C of a block, computed with zeroes in the CRC field.
 fn checksum(block: &[u8]) -> u32 {
     let crc = crc32c::crc32c(&block[..CRC]);
     let crc = crc32c::crc32c_append(crc, &[0; HEADER - CRC]);

@@ -20,7 +20,7 @@ use super::report::{Report, Target};
 use super::worker::{Event, Outbox, PAUSE, RUN, STOP, Shared, Wiring, Worker};
 use super::{Options, Setup};
 
-/// Longest time without a back end.
+/// Maximum time to wait for the next back end after one has disconnected.
 const AWAY: Duration = Duration::from_secs(10);
 /// Interval at which the supervisor checks the progress of the workers.
 const WATCH: Duration = Duration::from_millis(250);
@@ -64,7 +64,7 @@ fn drive<R: Ring>(options: &Options, socket: &Path) -> Result<Report> {
     let read_only = features & feature::READ_ONLY != 0;
     anyhow::ensure!(!(read_only && options.rw.writes()), "the disk is read-only");
     let capacity = match link.config.capacity_sectors.saturating_mul(512) {
-        // A back end without CONFIG has no capacity: the user states it.
+        // A back end without CONFIG reports no capacity, so the user must state it.
         0 => options
             .size
             .context("the back end reports no capacity: give --size")?

@@ -37,7 +37,7 @@ pub enum Event<Q> {
     /// The measured part of a queue begins or ends.
     Begin,
     End,
-    /// The worker pauses. Has the SET_VRING_BASE for the next back end.
+    /// The worker pauses. `base` is the SET_VRING_BASE for the next back end.
     Paused {
         index: usize,
         base: u32,
@@ -58,7 +58,7 @@ pub struct Outbox<Q> {
 
 impl<Q> Outbox<Q> {
     fn send(&self, event: Event<Q>) {
-        // Without a receiver the run has failed elsewhere.
+        // If the receiver is gone, the run has failed already, and another part reports the error.
         let _ = self.events.send(event);
         let _ = rustix::io::write(&*self.bell, &1u64.to_ne_bytes());
     }
@@ -74,7 +74,7 @@ pub struct Wiring<Q> {
     pub block_size: u32,
     pub depth: u16,
     pub poll: bool,
-    /// The next back end receives the in-flight region.
+    /// Whether the next back end receives this back end's in-flight region.
     pub inflight_known: bool,
 }
 
@@ -107,7 +107,8 @@ impl<Q: RequestQueue> Worker<Q> {
     }
 
     pub fn run(mut self) {
-        // Pacing sleeps for tens of microseconds: the default slack of 50 would double that.
+        // Pacing sleeps for tens of microseconds. The default timer slack of 50 us would double
+        // that.
         let _ = rustix::thread::set_current_timer_slack(std::num::NonZeroU64::new(1_000));
         let result = self.work();
         let Worker { queue, load, wiring, .. } = self;
@@ -165,7 +166,7 @@ impl<Q: RequestQueue> Worker<Q> {
         Ok(reaped)
     }
 
-    /// Moves the load on with the time, and notes the start and the end of the measured part.
+    /// Advances the load to the time `now`, and records the start and the end of the measured part.
     #[inline]
     fn mark(&mut self, now: u64) -> Result<()> {
         self.load.tick(now);
@@ -188,7 +189,8 @@ impl<Q: RequestQueue> Worker<Q> {
         Ok(())
     }
 
-    /// Fills the free slots. Returns the load's last action. None: no slot is free.
+    /// Starts operations in all free slots. Returns the last action of the load, or `None` if no
+    /// slot is free.
     fn fill(&mut self, now: u64) -> Option<Next> {
         while let Some(slot) = self.free.pop() {
             let operation = match self.load.next(now) {
@@ -242,8 +244,8 @@ impl<Q: RequestQueue> Worker<Q> {
         Ok(())
     }
 
-    /// Reaps what the lost back end has completed, prepares the ring for the next one, and waits
-    /// for that.
+    /// Reaps the completions of the lost back end, prepares the ring for the next back end, and
+    /// waits until the supervisor resumes this worker.
     fn pause(&mut self) -> Result<()> {
         let now = self.now();
         self.reap(now)?;

@@ -59,7 +59,7 @@ impl Pattern {
         !matches!(self, Pattern::Randread | Pattern::Read)
     }
 
-    /// Reads in a hundred operations; `mix` is what the mixed patterns take.
+    /// Returns the percentage of reads. `mix`: the percentage for the mixed patterns.
     pub fn read_share(self, mix: u8) -> u8 {
         match self {
             Pattern::Randread | Pattern::Read => 100,
@@ -111,7 +111,7 @@ impl Split {
     }
 }
 
-/// The work of a queue.
+/// The operations of a queue.
 #[derive(Clone, Debug)]
 pub struct Mix {
     pub pattern: Pattern,
@@ -172,7 +172,7 @@ pub struct Pacer {
 }
 
 impl Pacer {
-    /// Longest delay of operations that is made up for.
+    /// Maximum delay in nanoseconds that the pacer makes up for after a stall.
     const BACKLOG: f64 = 100e6;
 
     pub fn new(per_second: f64) -> Self {

@@ -147,7 +147,7 @@ struct Run<'a> {
     events: Receiver<Event<Queue>>,
     tally: Tally,
     meter: Meter,
-    /// Grant operations when the measured part of any queue began or ended.
+    /// Counts of grant operations, each from the time when a queue's measured part began or ended.
     marks: Vec<GrantCounts>,
     still_mapped: u64,
 }
@@ -172,7 +172,8 @@ impl<'a> Run<'a> {
                 index,
                 shared: shared.clone(),
                 outbox: Outbox { events: sender.clone(), bell: bell.clone() },
-                // The run keeps its back end, so it pauses no worker.
+                // A worker pauses only when its back end is replaced. This back end stays for the
+                // whole run.
                 resume: std::sync::mpsc::channel().1,
                 epoch,
                 block_size: options.bs as u32,

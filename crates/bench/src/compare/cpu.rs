@@ -5,8 +5,8 @@ use std::collections::HashMap;
 /// CPU time so far, in clock ticks.
 #[derive(Clone, Debug, Default)]
 pub struct Snapshot {
-    /// process: its parent, whether it is a thread of the kernel, its ticks and those of children
-    /// that it has waited for.
+    /// For each process ID: the parent, whether the process is a thread of the kernel, its ticks,
+    /// and the ticks of children that it has waited for.
     processes: HashMap<u32, (u32, bool, u64, u64)>,
 }
 

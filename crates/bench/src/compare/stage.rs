@@ -45,7 +45,7 @@ pub struct Played {
     pub data: HashMap<String, Vec<String>>,
     /// Ratio of the host's clock to the guest's clock.
     pub clock: f64,
-    /// The server's own figures.
+    /// Parts of the latency, from the server's own statistics.
     pub spent: Spent,
 }
 
@@ -68,7 +68,7 @@ impl Stage {
         })
     }
 
-    /// Returns the raw image, which all systems use directly or as a base.
+    /// Returns the path of the raw image. Systems use it directly, or as the base of their image.
     fn base(&self, contents: Contents) -> Result<PathBuf> {
         let path =
             self.folder.join(if contents == Contents::Linux { "linux.img" } else { "base.img" });
@@ -234,7 +234,8 @@ impl Stage {
         std::fs::write(&file, format!("{head}{mark}{script}\n"))?;
         let started = Instant::now();
         let mut player = Process::start(&self.player(system, &image, &file)?)?;
-        // The first error comes first, because a failed script has no marks either.
+        // If the script fails and its marks are missing too, the reported error is that of the
+        // script.
         let mut said = Vec::new();
         let played = match self.listen(&player, server.as_ref(), started, &mut said) {
             Err(e) if e.is::<crate::process::Interrupted>() => return Err(e),
@@ -297,7 +298,7 @@ impl Stage {
         if system.uml() {
             command.args(["--seccomp", &self.seccomp(&guests)?]);
         } else {
-            // (User Mode Linux would put its memory there.)
+            // Not for User Mode Linux, which would put the guest's memory into this folder.
             command.env("TMPDIR", &self.folder);
         }
         command.arg(script);
@@ -349,7 +350,7 @@ impl Stage {
                 _ => said.push(line),
             }
         }
-        // A script without a first mark begins with the guest.
+        // If a script prints no mark `begin`, its measured time begins with the guest.
         if !marks.iter().any(|m| m.0 == "begin") {
             let clock =
                 marks.first().map_or(0, |m| m.2.saturating_sub((m.1 - started).as_micros() as u64));

@@ -50,7 +50,7 @@ impl Kind {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Image {
     Raw,
-    /// A raw, allocated image.
+    /// A qcow2 image with all clusters allocated.
     Qcow2,
     /// An empty overlay on a raw image.
     Overlay,
@@ -76,7 +76,7 @@ impl fmt::Display for System {
 impl FromStr for System {
     type Err = String;
 
-    /// `uml-blockyard`, `qemu-qsd:overlay`.
+    /// Parses the name of a system, such as `uml-blockyard` or `qemu-qsd:overlay`.
     fn from_str(text: &str) -> Result<Self, String> {
         let (name, image) = text.split_once(':').unwrap_or((text, "raw"));
         let image = match image {
@@ -97,7 +97,7 @@ impl FromStr for System {
 }
 
 impl System {
-    /// Returns its durability in one line.
+    /// Returns one line about the durability of writes and about the image.
     pub fn about(&self) -> String {
         let image = match self.image {
             Image::Raw => "",
@@ -107,8 +107,8 @@ impl System {
         format!("{}{image}", self.kind.entry().2)
     }
 
-    /// Returns whether it answers a guest's flush without a sync, so that no answer means
-    /// durability.
+    /// Returns whether the system answers a guest's flush without a sync. Then a completed flush
+    /// does not mean that the data is durable.
     pub fn drops_flushes(&self) -> bool {
         self.kind == Kind::UmlUbd
     }
@@ -125,7 +125,7 @@ impl System {
         matches!(self.kind, Kind::Nbd | Kind::NbdQsd)
     }
 
-    /// Returns the part of `guests/setup` that it needs.
+    /// Returns the part of `guests/setup` that the system needs.
     pub fn part(&self) -> Option<&'static str> {
         match self.kind {
             Kind::Host | Kind::Nbd | Kind::Ublk => None,

@@ -50,7 +50,7 @@ impl fmt::Display for Work {
 impl FromStr for Work {
     type Err = String;
 
-    /// `rate:read`, `job:fileserver`.
+    /// Parses the name of a work, such as `rate:read` or `job:fileserver`.
     fn from_str(text: &str) -> Result<Self, String> {
         match text.split_once(':') {
             Some(("rate", operation)) => Operation::from_str(operation, false).map(Work::Rate),

@@ -16,7 +16,8 @@ pub enum Device {
     Model(Model),
 }
 
-/// A model with several servers, first come first served, as an image `delay:SIZE,...`.
+/// A simulated device, like an image `delay:SIZE,...`: several servers, which serve requests in the
+/// order of arrival.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Model {
     text: String,
@@ -31,7 +32,8 @@ pub struct Model {
 /// Name of the simulated device, in images and in the file of costs.
 pub const NAME: &str = "model";
 
-/// Additional operations in flight while completions are under way: an eighth of the servers.
+/// The window is larger than the servers need by one part in this number. The server can then start
+/// operations while completions are under way.
 const SPARE: u64 = 8;
 
 impl FromStr for Model {

@@ -72,7 +72,7 @@ impl Round {
         found.into_iter().flat_map(|(_, reports)| reports.iter().flatten())
     }
 
-    /// Returns the report of the scene's first disk with a load.
+    /// Returns a figure from the report of the scene's first disk with a load.
     fn of(&self, scene: &str, what: impl Fn(&Report) -> f64) -> f64 {
         self.reports(scene).next().map_or(f64::NAN, what)
     }
@@ -408,7 +408,7 @@ mod tests {
             ("with", vec![report(3_300, 120), report(5_000, 100)]),
         ]);
         is(&of(row, &[small], &costs(), false), "lat-imp %", 20.0, Some(false));
-        // 8,000 a second at 100 us are 5,000 at 160: the same are in flight.
+        // 8,000 operations a second at 100 us and 5,000 at 160 us keep the same number in flight.
         is(&figures, "lat-imp %", 0.0, Some(true));
         is(&figures, "work-csv %", 98.0, Some(true));
         is(&figures, "thrasher with", 5_000.0, None);

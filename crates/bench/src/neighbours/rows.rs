@@ -223,7 +223,7 @@ fn equal(name: &'static str, fair: bool, seconds: f64) -> Scene {
     Scene::new(name, fair, (0..EQUALS).map(disk).collect(), seconds)
 }
 
-/// Reads of 4 KiB a second that are 30% of what the device can do.
+/// Returns the rate of 4 KiB reads that uses 30% of the device's time.
 pub fn reserved(costs: &DeviceCosts) -> u64 {
     let each = costs.read + costs.read_per_mib / 256;
     300_000_000 / each.max(1)

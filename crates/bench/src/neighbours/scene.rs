@@ -8,7 +8,7 @@ use crate::client::workload::Pattern;
 #[derive(Clone, Debug)]
 pub struct Disk {
     pub name: String,
-    /// Keys of its `[[disk]]` table.
+    /// Keys of the disk's `[[disk]]` table in the configuration file.
     pub knobs: Table,
     /// `None`: the disk is served, but idle.
     pub load: Option<Load>,
@@ -53,13 +53,13 @@ impl Disk {
     }
 }
 
-/// Operations of one size.
+/// Returns a load with operations of one size.
 pub fn load(rw: Pattern, bs: u64, depth: u16) -> Load {
     Load { rw, bs, depth, ..Load::for_socket("unused".into()) }
 }
 
-/// A guest that swaps: 4 KiB at random offsets, as many reads as writes, 256 in flight on each of
-/// four queues.
+/// Returns a disk whose guest swaps: 4 KiB at random offsets, as many reads as writes, 256 in
+/// flight on each of four queues.
 pub fn thrasher() -> Disk {
     Disk::new("thrasher", Load { queues: 4, ..load(Pattern::Randrw, 4096, 256) }).beside()
 }

@@ -87,8 +87,8 @@ impl Stage {
         self.folder.join(format!("{disk}.sock"))
     }
 
-    /// Serves the scene's disks, puts the loads on them, and ends the server. One report a disk;
-    /// none of a disk without load.
+    /// Serves the scene's disks, puts the loads on them, and ends the server. Returns a report for
+    /// each disk, or `None` for a disk without a load.
     pub fn play(&self, scene: &Scene) -> Result<Vec<Option<Report>>> {
         let mut server =
             self.serve(scene).with_context(|| format!("the scene \"{}\"", scene.name))?;

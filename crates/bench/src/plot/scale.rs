@@ -97,7 +97,7 @@ fn decades(low: f64, high: f64) -> Vec<f64> {
     parts.filter(|v| (low..=high).contains(v)).collect()
 }
 
-/// Returns about five values from 0 on.
+/// Returns about five evenly spaced values from 0 to at most `high`.
 fn even(high: f64) -> Vec<f64> {
     let rough = high / 5.0;
     let power = 10f64.powf(rough.log10().floor());
@@ -135,7 +135,7 @@ pub fn words(value: f64, unit: Unit) -> String {
     }
 }
 
-/// Formats three digits without trailing zeroes.
+/// Formats a value with three significant digits, without trailing zeroes.
 pub fn short(value: f64) -> String {
     let digits = match value.abs() {
         v if v >= 99.95 && v.fract() != 0.0 && v < 100.0 => 1,

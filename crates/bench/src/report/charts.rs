@@ -63,7 +63,7 @@ pub fn latencies(results: &Results, work: &str) -> Option<Chart> {
                 results.of(work, system).last().map(|r| r.latency.clone()).unwrap_or_default();
             return told.into_iter().map(|(x, y)| Point { x, y, band: None }).collect();
         }
-        // Too few samples for higher percentiles.
+        // There are too few samples for higher percentiles.
         let most = 1.0 - 1.0 / all.len() as f64;
         steps
             .filter(|q| *q <= most)

@@ -60,8 +60,8 @@ pub fn look(place: &Place) -> Result<()> {
     check(&mut *target, path, &mut vec![0; LOOKED_AT])
 }
 
-/// The kernel opens no device exclusively while it is mounted, swapped to, or part of
-/// another device.
+/// Returns an error if the device is in use. The kernel refuses to open a device with O_EXCL while
+/// it is mounted, used as swap, or part of another device.
 fn not_in_use(path: &Path) -> Result<()> {
     let exclusive =
         std::fs::OpenOptions::new().read(true).custom_flags(OFlags::EXCL.bits() as i32).open(path);

@@ -1,7 +1,7 @@
 //! An NBD server, one request at a time.
 //!
-//! In: an NBD URI without TLS. Out: a [`Target`]. Simple replies, because each has one request.
-//! What must hold: a server that hangs ends the run.
+//! In: an NBD URI without TLS. Out: a [`Target`]. The client negotiates simple replies only,
+//! because it has one request in flight. What must hold: a server that hangs ends the run.
 
 use std::io::{BufReader, Read, Write};
 use std::net::TcpStream;
@@ -18,7 +18,7 @@ use super::{Access, SECTOR, Target};
 
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// Both kinds of sockets.
+/// A TCP or Unix socket.
 trait Stream: Read + Write {}
 impl<T: Read + Write> Stream for T {}
 

@@ -63,7 +63,7 @@ impl Target for Vhost {
 
     fn write(&mut self, offset: u64, bytes: &mut [u8], durable: bool) -> Result<()> {
         self.request(request::OUT, offset, Data::ToDevice(bytes.len() as u32), bytes)?;
-        // Without the feature there is no cache to be flushed: virtio 1.2, 5.2.6.2.
+        // Without VIRTIO_BLK_F_FLUSH there is no write cache to be flushed: virtio 1.2, 5.2.6.2.
         if durable && self.flushes {
             self.request(request::FLUSH, 0, Data::None, &mut [])
         } else {

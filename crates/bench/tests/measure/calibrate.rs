@@ -51,10 +51,10 @@ fn a_folders_device_is_calibrated_and_the_others_stay() {
     {
         assert!((1..10_000_000_000).contains(&figure(name)), "{name} is {}", figure(name));
     }
-    // With nothing else in flight an operation takes what it costs at least: nothing is faster than
-    // all the device.
+    // A read takes at least about its cost, because the cost is the time for a read when many are
+    // in flight. The latency without other load cannot be much shorter.
     assert!(figure("base-latency-read") * 2 > figure("read"), "{device}");
-    // Again: the same device, once.
+    // A second calibration replaces the entry of the same device.
     let json: Value =
         serde_json::from_str(&calibrate(&target, &costs, &["--json"]).good()).unwrap();
     let again = table(&costs);

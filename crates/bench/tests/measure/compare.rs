@@ -68,7 +68,7 @@ fn a_report_is_whole_and_needs_nothing_else() {
     let json = results(&report);
     let runs = json["runs"].as_array().unwrap();
     assert_eq!(runs.len(), 18, "three works, three systems, two rounds");
-    // Every system has done the same: its sizes are those of the seed.
+    // Every system has done the same operations: their sizes come from the seed.
     let sizes = |run: &Value| {
         run["samples"]
             .as_array()
@@ -79,8 +79,7 @@ fn a_report_is_whole_and_needs_nothing_else() {
     };
     let rates: Vec<_> = runs.iter().filter(|r| r["work"] == "rate:read").map(sizes).collect();
     assert!(rates.len() == 6 && rates.iter().all(|r| r.len() == 40 && *r == rates[0]));
-    // A clock that goes wrong goes wrong in all runs of a system; where the machine stands still
-    // for a moment, in one.
+    // A wrong clock affects all runs of a system. A pause of the machine affects one run.
     for system in ["host", "uml-blockyard", "uml-ubd"] {
         let times = |run: &Value| {
             (run["seconds"].as_f64().unwrap(), run["guest_seconds"].as_f64().unwrap())
@@ -170,7 +169,7 @@ fn an_interruption_leaves_nothing_but_finished_rounds() {
         command.arg("--report").arg(&report).stdout(Stdio::null()).stderr(Stdio::piped());
         let mut daemon = Daemon::start(&mut command);
         std::thread::sleep(Duration::from_millis(wait));
-        // Not SIGINT: a shell has its background processes ignore that.
+        // The test sends SIGTERM, because a shell makes its background processes ignore SIGINT.
         daemon.signal(Signal::TERM);
         let status = daemon.ended(TOOL);
         assert_eq!(status.code().or(Some(130)), Some(130), "{status}: {}", daemon.log());
@@ -217,7 +216,7 @@ fn a_table_has_a_line_for_each_system() {
         (4, "null, 4k random read, depth 32, client polls", "qsd")
     );
     assert_eq!((cells[3][1], cells[3][2]), ("", "blockyard"));
-    // Its IOPS, and their ratio to those of qemu-storage-daemon.
+    // Blockyard's IOPS, and their ratio to those of qemu-storage-daemon.
     assert!(
         cells[3][3].replace(',', "").parse::<u64>().unwrap() > 0
             && cells[3][10].parse::<f64>().unwrap() > 0.0
@@ -260,7 +259,7 @@ fn jobs_run_by_fio_and_without() {
         printed.contains("bssplit=512/10:1k/5:2k/5:4k/60:8k/2:16k/4:32k/4:64k/10"),
         "{printed}"
     );
-    // fio itself takes what is printed.
+    // fio accepts the printed job file.
     std::fs::write(folder.join("job"), &printed).unwrap();
     tool("fio", ["--parse-only", folder.join("job").to_str().unwrap()]).good();
     for job in ["fileserver", "fileserver-writes", "random-writes-64k", "stream-read"] {
@@ -275,7 +274,8 @@ fn jobs_run_by_fio_and_without() {
         let (reads, writes) =
             (report["reads"].as_f64().unwrap(), report["writes"].as_f64().unwrap());
         assert!(reads + writes > 100.0, "{job}: {report}");
-        // Six times the standard deviation of what comes by chance.
+        // The tolerance is six standard deviations of a mean, because operations are chosen at
+        // random.
         let chance = |deviation: f64| 6.0 * deviation / (reads + writes).sqrt();
         let share = reads / (reads + writes);
         let most = chance((wanted * (1.0f64 - wanted)).sqrt());

@@ -26,7 +26,7 @@ fn an_installation_has_the_pages_that_its_help_names() {
 
     let program = tree.join("usr/bin/blockyard");
     run(Command::new(&program).arg("--version"), TOOL).good();
-    // One program becomes the other, and both have their pages and completions.
+    // `blockyard bench` executes blockyard-bench, and both have their pages and completions.
     let bench = run(Command::new(&program).args(["bench", "rate", "--help"]), TOOL).good();
     assert!(bench.contains("Usage: blockyard bench rate [OPTIONS] <OPERATION>"), "{bench}");
     let page =

@@ -1,5 +1,5 @@
 //! `blockyard bench`: `rate`, `median` and `percentile` against back ends whose delay is known,
-//! against fio, over NBD; `compare` and what comes of it.
+//! against fio, over NBD; `compare` and its reports.
 
 mod calibrate;
 #[path = "../../../blockyard/tests/common/mod.rs"]
@@ -99,7 +99,7 @@ fn fio_finds_no_shorter_delay_either() {
     options.extend(["--share".into(), share.clone().into()]);
     run_guest(GuestKind::Uml, options, script);
     let out = std::fs::read_to_string(share.join("fio")).unwrap();
-    // Notes for people come first.
+    // fio prints notes before the JSON.
     let fio: serde_json::Value = serde_json::from_str(&out[out.find('{').unwrap()..]).unwrap();
     let percentiles = &fio["jobs"][0]["read"]["lat_ns"]["percentile"];
     for (ours, its) in [("50", "50.000000"), ("99", "99.000000")] {
@@ -135,7 +135,8 @@ fn figures_are_those_that_can_be_computed() {
     let folder = Folder::new();
     let samples = folder.join("samples");
     let line = |size: u32, n: u32| format!("{size} {:.6}\n", f64::from(n) * 1e-6);
-    // In an order that is not theirs: 5 and 1001 have no common divisor.
+    // The durations are 0 to 1000 us, each once, because 5 and 1001 have no common divisor. They
+    // are not in ascending order.
     let text: String = [512, 65536]
         .iter()
         .flat_map(|&size| (0..1001).map(move |n| line(size, n * 5 % 1001)))

@@ -29,11 +29,13 @@ fn nothing_is_faster_than_its_figures_say() {
     let daemon = Daemon::serve(IMAGE, &socket, &[]);
     let busy = client(&socket, &["--bs", "512", "--depth", "256", "--ops", "4000"]);
     not_faster("reads", iops(&busy), 32.0 / READ);
-    // 32 writes of 1 MiB end at a time, each 0.508 s: 2 times that.
+    // The device serves 32 writes of 1 MiB at a time, and each write takes 0.508 s. So 64 writes
+    // take twice that time.
     let busy =
         client(&socket, &["--bs", "1m", "--depth", "64", "--ops", "64", "--rw", "randwrite"]);
     not_shorter("64 MiB", busy["seconds"].as_f64().unwrap(), 2.0 * 0.508);
-    // Alone, and beside others while there is a server for each.
+    // A read takes the same time alone and together with 31 others, because each has its own
+    // server.
     for depth in ["1", "32"] {
         let idle = client(&socket, &["--bs", "512", "--depth", depth, "--ops", "64"]);
         not_shorter(depth, idle["latency_us"]["p50"].as_f64().unwrap() / 1e6, READ * 0.98);

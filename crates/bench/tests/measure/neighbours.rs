@@ -1,4 +1,4 @@
-//! `bench neighbours`: what it tells, on a model of a device and on a folder, and what it leaves
+//! `bench neighbours`: what it prints, on a model of a device and on a folder, and what it leaves
 //! behind.
 
 use std::process::{Command, Stdio};
@@ -39,7 +39,7 @@ fn figure(results: &Value, row: &str, name: &str) -> f64 {
     figure["median"].as_f64().unwrap_or_else(|| panic!("{name} is no number: {figure}"))
 }
 
-/// A model of which a slow machine can keep up: 8,000 operations a second.
+/// A simulated device that a slow machine can keep busy: 8,000 operations a second.
 const MODEL: &str = "parallel=8,read=1ms,write=1ms,flush=2ms,bandwidth=1g";
 
 #[test]
@@ -75,7 +75,8 @@ fn neighbours_of_a_model_are_told_with_all_figures() {
             );
         }
     }
-    // 1 ms and the bytes' part, one at a time; 8 at once. Nothing is faster.
+    // A request takes 1 ms, and 30.5 us for its 4 KiB. `alone` is the rate with one request at a
+    // time, `most` with 8. No disk may be faster.
     let (alone, most) = (1e6 / (1000.0 + 30.5), 8e6 / (1000.0 + 30.5));
     let found = figure(&json, "thrash-d1", "alone");
     assert!(found < alone * 1.02, "{found} a second, one at a time");

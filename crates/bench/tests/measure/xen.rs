@@ -62,8 +62,8 @@ fn loads_are_verified_at_a_depth_and_no_grant_is_in_use_after_its_answer() {
             let grants = report.grants.unwrap();
             assert_eq!(grants.still_mapped, 0, "{bs}, {data:?}, persistent: {persistent}");
             let pages = bs.div_ceil(4096) as f64;
-            // An indirect request has one page more. What is read back for verification is not
-            // counted.
+            // An indirect request has one page more, which holds its segments. Reads of the final
+            // verification are not counted.
             let table = if pages > 11.0 { 1.0 } else { 0.0 };
             match (data, persistent) {
                 (XenData::Map, _) => {

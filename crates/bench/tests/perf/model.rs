@@ -20,7 +20,7 @@ const BENCH: &str = env!("CARGO_BIN_EXE_blockyard-bench");
 const IMAGE: &str = "delay:1G,parallel=32,read=4ms,write=8ms,bandwidth=64M";
 const READ: f64 = 4e-3 + 512.0 * 32.0 / (64 << 20) as f64;
 
-/// Returns what `bench client --json` says of a load.
+/// Runs `bench client --json`, and returns its report.
 fn client(socket: &Path, options: &[&str]) -> Value {
     let mut command = Command::new(BLOCKYARD);
     command.args(["bench", "client", "--json", "--seed", "1"]).args(options).arg(socket);
@@ -39,11 +39,13 @@ fn rate_and_latency_of_a_model() {
     let daemon = Daemon::serve(IMAGE, &socket, &[]);
     let busy = client(&socket, &["--bs", "512", "--depth", "256", "--runtime", "1.5"]);
     figures.near("reads/s at depth 256", iops(&busy), 32.0 / READ, 0.02);
-    // 32 writes of 1 MiB end at a time, each 0.508 s: 8 times that.
+    // The device serves 32 writes of 1 MiB at a time, and each write takes 0.508 s. So 256 writes
+    // take 8 times that.
     let busy =
         client(&socket, &["--bs", "1m", "--depth", "64", "--ops", "256", "--rw", "randwrite"]);
     figures.near("s for 256 writes of 1 MiB", busy["seconds"].as_f64().unwrap(), 8.0 * 0.508, 0.02);
-    // Alone, and beside others while there is a server for each.
+    // A read takes the same time alone and together with 31 others, because each has its own
+    // server.
     for depth in ["1", "32"] {
         let idle = client(&socket, &["--bs", "512", "--depth", depth, "--runtime", "1"]);
         let p50 = idle["latency_us"]["p50"].as_f64().unwrap() / 1e6;
@@ -101,7 +103,8 @@ fn a_model_before_an_image() {
     let found = client(&socket, &options);
     let figure = |name: &str| found[name].as_f64().unwrap();
     let served = figure("reads") * 20e-3 + figure("writes") * 40e-3;
-    // Flushes take a server each, and there is a little to come before and after.
+    // The tolerance covers the flushes, which occupy a server each, and the start and end of the
+    // run.
     figures.near("s for 600 operations", figure("seconds"), served / 8.0, 0.15);
     daemon.stop();
     figures.judge();
@@ -162,7 +165,7 @@ fn fio_finds_the_same() {
     options.extend(["--share".into(), share.clone().into()]);
     run_guest(Kind::Uml, options, script);
     let out = std::fs::read_to_string(share.join("fio")).unwrap();
-    // Notes for people come first.
+    // fio prints notes before the JSON.
     let fio: Value = serde_json::from_str(&out[out.find('{').unwrap()..]).unwrap();
     for (ours, its) in [("50", "50.000000"), ("99", "99.000000")] {
         let fios = fio["jobs"][0]["read"]["lat_ns"]["percentile"][its].as_f64().unwrap() / 1e9;
@@ -211,7 +214,7 @@ fn neighbours_of_a_model() {
         alone * 0.3..alone * 1.02,
     );
     figures.row("operations/s, one disk", figure("lone", "without"), most * 0.3..most * 1.05);
-    // Without the scheduler one request stands behind a thousand.
+    // Without the scheduler, a request waits behind a thousand requests of the thrasher.
     let without = figure("thrash-d1", "without");
     figures.row("operations/s beside a thrasher, no scheduler", without, 0.0..0.25 * alone);
     figures.row(

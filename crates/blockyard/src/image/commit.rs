@@ -58,7 +58,7 @@ pub fn run(options: &CommitArgs) -> Result<(), Failure> {
     if read_only_chain.layers()[into].size() < size {
         grow(read_only_chain, into, size)?;
     } else {
-        // Its read locks would conflict with opening the chain for writing.
+        // Release the chain's read locks, which would conflict with opening it for writing.
         drop(read_only_chain);
     }
     let empty = !options.drop && options.base.is_none();
@@ -130,7 +130,7 @@ fn grow(chain: Arc<Chain>, into: usize, size: u64) -> Result<(), Failure> {
         ..ChainOptions::new(layer.file.path())
     };
     let meant = layer.file.id();
-    // Its read locks would conflict with opening the image for writing.
+    // Release the chain's read locks, which would conflict with opening the image for writing.
     drop(chain);
     let opened = open(&alone)?;
     if opened.top().file.id() != meant {

@@ -57,15 +57,16 @@ impl Backing {
         Ok(Backing { name: name.into(), format, path })
     }
 
-    /// Returns the size of its disk in bytes. Returns an error if the file cannot be opened in its
-    /// format.
+    /// Returns the size in bytes of the disk in the backing file. Returns an error if the file
+    /// cannot be opened in its format.
     pub fn size(&self, folders: &FolderArgs) -> Result<u64> {
         let options =
             ChainOptions { no_backing: true, ..folders.reading(&self.path, Some(self.format)) };
         Ok(Chain::open(&options)?.size())
     }
 
-    /// Returns options to open it with its backing chain, for an image at `target`.
+    /// Returns options to open the backing file with its own backing chain, for an image at
+    /// `target`.
     pub fn reading(&self, folders: &FolderArgs, target: &Path) -> ChainOptions {
         let mut options = folders.reading(&self.path, Some(self.format));
         // The user gave its name, so its folder is allowed.
@@ -82,7 +83,8 @@ impl Backing {
         )?))
     }
 
-    /// Returns path, size in bytes and modification time, for the header of a COW file.
+    /// Returns the backing file's path, its size in bytes and its modification time, for the header
+    /// of a COW file.
     pub fn of_cow(&self) -> Result<(String, u64, i64)> {
         if blockyard_nbd::uri::is_uri(&self.name) {
             bail!(

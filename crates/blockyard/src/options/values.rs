@@ -243,7 +243,8 @@ pub fn parsed<'de, D: Deserializer<'de>, T>(
     enum Value {
         Word(String),
         Number(i64),
-        // No key accepts a fraction. The option's parser returns its own message.
+        // No key accepts a fraction. It is parsed here so that the option's parser returns its own
+        // message.
         Fraction(f64),
     }
     let text = match Value::deserialize(d)? {

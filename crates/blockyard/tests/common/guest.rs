@@ -25,7 +25,8 @@ pub struct Guest {
     errors: Option<std::thread::JoinHandle<String>>,
     seen: String,
     end: Instant,
-    /// Holds the script and the folder of QEMU's runner. `None` for a guest that serves many tests.
+    /// Folder with the script and with the folder of QEMU's runner. `None` for a guest that serves
+    /// many tests.
     folder: Option<Folder>,
 }
 
@@ -44,7 +45,8 @@ impl Guest {
         limit: Duration,
     ) -> Self {
         let folder = Folder::new();
-        // The runner's folder is in ours, for `job`. (UML would put its memory there.)
+        // QEMU's runner puts its folder into `folder`, where `job` finds it. UML's runner does not,
+        // because UML would put its memory there.
         let temporary = (kind == GuestKind::Qemu).then(|| folder.to_path_buf());
         Self::start_in(kind, options, script, limit, folder, temporary)
     }

@@ -179,7 +179,7 @@ fn missing_sockets_are_refused() {
         let log = daemon.log();
         assert!(log.lines().count() == 1 && parts.iter().all(|p| log.contains(p)), "{fd}: {log}");
     }
-    // LISTEN_PID of another process: names are not valid.
+    // LISTEN_PID is the ID of another process, so the names are not valid.
     let done = run(
         Command::new(BLOCKYARD).args(["serve", "null:1M", "--vhost-user", "fd:root"]).envs([
             ("LISTEN_PID", "1"),

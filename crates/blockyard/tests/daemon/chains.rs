@@ -185,7 +185,7 @@ fn a_discarded_overlay_gives_space_back_and_reads_as_zeroes() {
     assert_eq!(guest.flush(), status::OK);
     let full = allocated(stack.top());
     assert_eq!(guest.ranges(request::DISCARD, &[(0, 16 * 512, 0)]), status::OK);
-    // Twice, because a freed cluster is released only when no request can use it any more.
+    // Flush twice, because a freed cluster is released only when no request can use it any more.
     assert_eq!((guest.flush(), guest.flush()), (status::OK, status::OK));
     assert!(allocated(stack.top()) + 4 * MIB <= full, "{} of {full} bytes", allocated(stack.top()));
     assert_eq!(guest.read(0, 256 << 10).unwrap(), vec![0; 256 << 10], "not what the base has");
@@ -245,7 +245,7 @@ fn killed(stack: &Stack, options: &[&str], seed: u64, batch: u64) -> Vec<u64> {
 
 #[test]
 fn kill_9_keeps_flushed_writes() {
-    // Without a flush at the end: the last blocks are not durable.
+    // There is no flush at the end, so the last blocks are not durable in the modes with a batch.
     for (number, (mode, batch)) in
         [("none", 7), ("writeback", 16), ("writethrough", u64::MAX), ("directsync", u64::MAX)]
             .into_iter()

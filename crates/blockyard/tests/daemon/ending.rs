@@ -98,7 +98,7 @@ fn sigterm_under_load_keeps_acknowledged_writes() {
             let writer = scope.spawn(|| write_until(&socket, &over, &count));
             until("there is a load", SOON, || count.load(Ordering::Relaxed) > 200);
             std::thread::sleep(Duration::from_millis(300));
-            // It ends within bounded time although the guest continues to submit requests.
+            // The daemon ends within bounded time although the guest continues to submit requests.
             daemon.stop();
             over.store(true, Ordering::Relaxed);
             writer.join().unwrap()
@@ -122,7 +122,7 @@ fn sigterm_does_not_wait_for_front_ends() {
     let daemon = Daemon::serve(&image, &socket, &[]);
     let mut idle = Guest::connect(&socket);
     assert_eq!(idle.flush(), status::OK);
-    // A connection in the backlog of the socket.
+    // A connection that waits in the backlog of the socket.
     let _waiting = UnixStream::connect(&socket).unwrap();
     daemon.stop();
 

@@ -64,7 +64,7 @@ fn memory_is_pinned_while_its_front_end_is_connected() {
             let report = load.join().unwrap().unwrap();
             assert_eq!((report.errors, report.first_error), (0, None));
             assert!(report.verified_blocks > 1000, "{} blocks: no load", report.verified_blocks);
-            // The data of all requests, on each reactor.
+            // Each reactor pins at least the data of all requests.
             assert!(most >= 4 * 16 * 4 * reactors, "{most} kB pinned on {reactors} reactors");
             nothing_pinned(&daemon);
         }

@@ -316,7 +316,7 @@ fn refuses_what_lies_outside(image: &Path, mode: &str) {
         );
     }
     assert_eq!(guest.ranges(request::DISCARD, &[(0, u32::MAX, 0)]), status::IOERR);
-    // Not whole sectors.
+    // Lengths that are not whole sectors.
     for len in [1, 511, 513] {
         assert_eq!(guest.read(0, len), Err(status::IOERR), "{mode}: {len} bytes");
         assert_eq!(guest.write(0, &pattern(2, len)), status::IOERR, "{mode}: {len} bytes");
@@ -348,7 +348,7 @@ fn unknown_request_types_are_refused() {
     let folder = Folder::new();
     let daemon = Daemon::serve("ram:1M", &folder.join("s"), &[]);
     let mut guest = Guest::connect(&folder.join("s"));
-    // They include SCSI, lifetime, secure erase and zones.
+    // Unsupported kinds. They include SCSI, lifetime, secure erase and zones.
     for kind in [2, 3, 5, 7, 10, 12, 14, 15, 16, 18, 99, 1 << 31, u32::MAX] {
         assert_eq!(guest.ask(kind, 0, Data::None, &mut []), status::UNSUPP, "type {kind}");
         assert_eq!(

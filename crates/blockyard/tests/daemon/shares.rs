@@ -279,7 +279,7 @@ fn statistics_show_why_a_disk_is_slow() {
     good(&Options { depth: 10, ops: Some(60), ..disks.load("limited") });
     assert!(figure("limited", "mean wait ") > 25_000.0, "{}", disks.share("limited"));
     assert!(disks.share("limited").contains("no device is shared"));
-    // The device, while no other disk uses it.
+    // Requests on a device that no other disk uses do not wait.
     good(&Options { depth: 2, ops: Some(40), ..disks.load("polite") });
     assert_eq!(figure("polite", "mean wait "), 0.0);
     assert!(figure("polite", "mean service time ") > 3_000.0, "{}", disks.share("polite"));

@@ -206,7 +206,7 @@ fn the_kernel_continues_a_cow_file_of_this_program() {
             "version {version}: what it wrote then"
         );
         assert_ne!(sums[0], sums[1]);
-        // And back: this program continues with a file that the kernel has changed.
+        // In the other direction: this program continues with a file that the kernel has changed.
         files.write(blocks(77));
         assert_eq!(
             files.boot("md5sum </dev/ubda").split_whitespace().next(),

@@ -10,7 +10,7 @@ use crate::fixture::{Statistics, script_with_prelude};
 
 const LIMIT: Duration = Duration::from_secs(150);
 
-/// It writes to its memory, most of which is swapped out, and reads the same data again.
+/// The guest writes to its memory, most of which is swapped out, and reads the same data again.
 const THRASHER: &str = r#"
     mkswap /dev/vda >/dev/null
     swapon /dev/vda

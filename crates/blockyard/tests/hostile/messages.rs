@@ -97,7 +97,7 @@ pub fn memfd(len: u64) -> OwnedFd {
 fn survives(name: &str, want: &[Fate], act: impl Fn(&mut Guest) -> Fate) {
     let daemon = Daemon::start();
     let mut other = Guest::start(&daemon.socket(OTHER), Layout::Split);
-    // Without a front end at this disk.
+    // Count the descriptors before a front end connects to this disk.
     let descriptors = daemon.descriptors();
     let mut guest = Guest::connect(&daemon.socket(VICTIM), Layout::Split);
     let fate = act(&mut guest);
@@ -347,7 +347,7 @@ fn a_garbage_filled_in_flight_region_stops_its_queue_at_most() {
                 == Fate::Done
                 && guest.start_ring(0).is_ok()
             {
-                // Whether it runs or is broken, it can be stopped.
+                // A queue can be stopped, whether it runs or is broken.
                 guest.rings[0].kick();
                 guest.connection.stop_ring(0).unwrap();
             }

@@ -166,7 +166,7 @@ fn beside_a_front_end_that_reads_no_replies() {
     daemon.end();
 }
 
-/// The daemon starts and ends a session for each.
+/// The daemon starts and ends a session for each front end.
 #[test]
 fn beside_front_ends_that_come_and_go() {
     let daemon = Daemon::start();

@@ -16,7 +16,7 @@ use super::messages::{Fate, send};
 fn take_all(guest: &Guest) -> u64 {
     let file = rustix::fs::memfd_create("vast", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
     rustix::fs::ftruncate(&file, 1 << 47).unwrap();
-    // Above the guest's own memory.
+    // New regions begin above the guest's own memory.
     let (mut at, mut size) = (1u64 << 40, 1u64 << 46);
     let start = at;
     while size >= 4096 {
@@ -50,7 +50,7 @@ fn a_front_end_cannot_use_up_the_address_space_of_others() {
         complaints.iter().any(|line| line.contains("one front end may map at most")),
         "{complaints:#?}"
     );
-    // When it disconnects, the next front end has room.
+    // When the attacker disconnects, the next front end has address space.
     drop(attacker);
     let again = Guest::connect(&daemon.socket(VICTIM), Layout::Split);
     assert_eq!(take_all(&again), taken);

@@ -380,7 +380,7 @@ fn a_packed_ring_that_overtakes_itself_stops() {
     guest.rings[0].push_packed(flush, reads);
     guest.rings[0].kick();
     assert_eq!(guest.rings[0].wait(1).0, reads);
-    // Where one descriptor fits, and no more.
+    // The chain has three descriptors, but only one is free.
     read(&mut guest, reads);
     guest.rings[0].kick();
     stopped(&daemon, &mut guest, "overtaken", "made available again");

@@ -163,7 +163,7 @@ fn beside_descriptors_that_would_block() {
                 breaks_with_blocking_descriptors(&attack.socket(VICTIM), *layout);
             }
         });
-        // One such descriptor remains at the end.
+        // One front end with such descriptors is still connected when the daemon ends.
         let mut guest = Guest::start(&daemon.socket(VICTIM), *layout);
         let call = blocking();
         assert_eq!(
@@ -190,7 +190,7 @@ fn beside_calls_by_messages_that_are_not_acknowledged() {
             send(&guest.connection, FrontendReq::SET_BACKEND_REQ_FD, &[], &[channel.as_fd()]);
         assert_eq!(sent, Fate::Done);
         guest.start_ring(0).unwrap();
-        // No descriptor for calls.
+        // A message without a descriptor for calls.
         let none = 0x100u64.to_le_bytes();
         assert_eq!(send(&guest.connection, FrontendReq::SET_VRING_CALL, &none, &[]), Fate::Done);
         while attack.goes_on() {

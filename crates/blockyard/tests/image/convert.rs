@@ -140,7 +140,7 @@ fn a_chain_converts_to_one_compressed_image() {
         let (ours, theirs) =
             (std::fs::metadata(&target).unwrap().len(), std::fs::metadata(&theirs).unwrap().len());
         assert!(ours <= theirs + theirs / 16 + 262_144, "{ours} bytes, and QEMU's {theirs}");
-        // And back.
+        // Convert the compressed image back to raw.
         let raw = images.path("raw.raw");
         image(&["convert", text(&target), text(&raw)]);
         sound_and_same((&raw, "raw"), (&source, "qcow2"));

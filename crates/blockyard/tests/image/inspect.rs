@@ -157,7 +157,7 @@ fn a_served_image_is_readable_with_force_share() {
     drop(daemon);
 }
 
-/// Compares with both programs, whose output and status must be equal. Returns the status.
+/// Runs `compare` by both programs. Their output and status must be equal. Returns the status.
 fn compared(args: &[&str]) -> i32 {
     let args = [&["compare"], args].concat();
     let (ours, theirs) = (image_any(&args), tool("qemu-img", &args));

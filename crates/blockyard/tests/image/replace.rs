@@ -102,7 +102,7 @@ fn files_that_the_command_reads_are_not_replaced() {
             text(&new),
         ]);
     }
-    // Not even if the backing file does not have to exist.
+    // The backing file must not be replaced, not even with -u, with which it need not exist.
     let parts = ["cannot be replaced"];
     refused_unchanged(
         &images,

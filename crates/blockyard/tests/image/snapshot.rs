@@ -53,7 +53,7 @@ fn snapshots_work_with_both_programs() {
             qemu_io(&path, "qcow2", &["write -P 3 5M 3M"]);
         }
         assert_eq!(same_list(&path), 3);
-        // By its ID.
+        // Apply a snapshot by its ID.
         image(&["snapshot", "-a", "3", text(&path)]);
         sound_and_same((&path, "qcow2"), (&states[2], "raw"));
         for (left, ours) in [(2, true), (1, false), (0, true)] {

@@ -18,7 +18,7 @@ fn sleeps(disk: &NbdServer) -> u64 {
 #[test]
 fn an_idle_client_costs_no_cpu_time() {
     let folder = Folder::new();
-    // The longest time for busy-polling: it must end too.
+    // The maximum time for busy-polling is among them: it must end too.
     for poll in ["auto", "100000"] {
         let disk = NbdServer::start("ram:64M", folder.join("s"), &["--poll", poll]);
         // Enough requests for the server to try and keep busy-polling.
@@ -48,7 +48,7 @@ fn the_server_busy_polls_for_the_configured_time() {
         slept
     });
     let [off, looking] = slept;
-    // (Of 300: on a busy machine the next request may arrive before the server sleeps.)
+    // Of 300 requests. On a busy machine the next request may arrive before the server sleeps.
     assert!(off >= 200, "without looking it sleeps before each request: {off}");
     assert!(looking < 100, "a request every 3 ms is waited for awake: {looking} sleeps");
 }

@@ -44,7 +44,7 @@ fn nbdinfo_shows_the_properties_of_an_export() {
     for context in ["base:allocation", "qemu:allocation-depth"] {
         assert!(contexts.contains(&context.into()), "{told}");
     }
-    // The same as queries with an exit status, for scripts: 0 yes, 2 no.
+    // Queries with an exit status, for scripts: 0 yes, 2 no.
     for (question, what, status) in [
         ("--can", "multi-conn", 0),
         ("--can", "write", 0),
@@ -119,7 +119,7 @@ fn the_map_of_a_raw_image_is_that_of_qemu_nbd() {
     same_map_as_qemu_nbd(&image, "raw", &folder);
 }
 
-/// Three images deep, with zeroes over data.
+/// The chain has three images, with zeroes over data.
 #[test]
 fn the_map_of_a_chain_is_that_of_qemu_nbd() {
     let folder = Folder::new();

@@ -38,7 +38,7 @@ fn fio_verifies_writes_to_a_raw_disk() {
     let disk = NbdServer::empty(&folder, 64 * MB, &["--reactors", "2"]);
     verified(&disk.uri(), "randwrite", "4k-4k");
     verified(&disk.uri(), "write", "1m-1m");
-    // Sizes that are not a multiple of a sector, which O_DIRECT does not support.
+    // These sizes are not multiples of a sector, which O_DIRECT does not support.
     verified(&disk.uri(), "randwrite", "1k-70k");
     disk.daemon.stop();
 }

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use crate::common::{BLOCKYARD, Folder, GuestKind, guests, run};
 
-/// For all commands of a page, on a busy machine.
+/// Timeout for all commands of a page, on a busy machine.
 const LIMIT: Duration = Duration::from_secs(240);
 
 fn page(name: &str) -> String {

@@ -76,7 +76,7 @@ fn the_default_export_works_over_tcp() {
         if daemon.became_ready() {
             break (port, daemon);
         }
-        // Another process may have taken the port since.
+        // If the start failed, another process must have taken the port meanwhile.
         assert!(daemon.log().contains("Address already in use"), "{}", daemon.log());
     };
     script("commands", &format!("nbd://127.0.0.1:{port}"));
@@ -100,7 +100,7 @@ fn a_read_only_export_refuses_writes() {
     let image = folder.image("disk.img", MB);
     let disk = NbdServer::start(&image, folder.join("s"), &["--read-only"]);
     script("readonly", &disk.uri());
-    // Its lock is shared: a second read-only server of the same image starts.
+    // A read-only server's lock is shared: a second read-only server of the same image starts.
     let second = NbdServer::start(&image, folder.join("t"), &["--read-only"]);
     script("readonly", &uri(&second.socket, "disk"));
     disk.daemon.stop();

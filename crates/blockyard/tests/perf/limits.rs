@@ -96,7 +96,7 @@ fn a_change_takes_effect_within_100_ms() {
         });
         figures.row(&format!("s until {keys:?} is in effect"), waits.as_secs_f64(), 0.0..0.1);
         disks.daemon.wait_log_after(from, "changed without closing it: ");
-        // And back.
+        // Change the limit back.
         let from = disks.daemon.log().len();
         disks.begin_reload(&text(SLOW));
         disks.daemon.wait_log_after(from, "changed without closing it: ");

@@ -145,8 +145,8 @@ fn a_user_without_privileges_can_attach_with_a_udev_rule() {
     on_both_kernels(UNPRIVILEGED);
 }
 
-/// Without ublk it uses the kernel's NBD client. Without that too, the message names the modules to
-/// load.
+/// Without ublk, `attach` uses the kernel's NBD client. If that is missing too, the message names
+/// the modules to load.
 const NBD: &str = r#"
 rmmod ublk_drv
 truncate -s 32M a.img b.img

@@ -170,7 +170,7 @@ impl Table for OverlayGuests {
     }
 }
 
-/// CRC32C of a file.
+/// Returns the CRC32C of a file.
 fn sum(path: &Path) -> Result<u32> {
     use std::io::Read;
     let mut file = std::fs::File::open(path)?;

@@ -103,7 +103,7 @@ impl ImageTools {
         settle(&path, true)
     }
 
-    /// An overlay on a copy of the dense image, with a quarter of the disk.
+    /// Creates an overlay on a copy of the dense image. The overlay holds a quarter of the disk.
     fn overlay(&self, path: &Path) -> Result<()> {
         self.source("dense.qcow2")?;
         std::fs::copy(self.file("dense.qcow2"), self.file("below.qcow2"))?;
@@ -154,7 +154,7 @@ impl ImageTools {
         command.args(["-c", TIMED, "timed"]).args(words).env("QEMU_MODULE_DIR", &self.modules);
         let mut process = Process::start(&command)?;
         let mut took = None;
-        // A program of this table prints nothing until its end: it may take as long as it needs.
+        // The measured program prints nothing until it ends. The limit holds for each line.
         while let Some((_, line)) =
             process.line(&self.place.stop, Instant::now() + super::SILENCE)?
         {
@@ -169,7 +169,7 @@ impl ImageTools {
         Ok((wall, user + system))
     }
 
-    /// Expects that the result holds the disk of its source.
+    /// Checks with qemu-img that the output holds the same disk as its source.
     fn judge(&self, work: &Work, out: &Path) -> Result<()> {
         let Some((source, form, to)) = work.judge else { return Ok(()) };
         self.place
@@ -239,7 +239,7 @@ impl Table for ImageTools {
     }
 }
 
-/// A file in which one MiB of 32 has data, and the others are holes.
+/// Creates a file in which one MiB of 32 has data, and the others are holes.
 fn sparse(path: &Path, size: u64, stop: &Stop) -> Result<()> {
     pieces(path, size, 32, stop, &mut |random, piece| {
         piece
@@ -248,7 +248,7 @@ fn sparse(path: &Path, size: u64, stop: &Stop) -> Result<()> {
     })
 }
 
-/// A file that compresses to about a third, as text does.
+/// Creates a file that compresses to about a third of its size, as text does.
 fn text(path: &Path, size: u64, stop: &Stop) -> Result<()> {
     let mut random = Random::new(2, 0);
     let mut word = || {

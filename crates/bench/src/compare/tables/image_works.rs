@@ -21,7 +21,8 @@ pub struct Work {
     pub reads: Vec<&'static str>,
     pub begin: Begin,
     pub out: &'static str,
-    /// A source with its format, and the format of the result: both hold the same disk.
+    /// For the check of the result: a source, its format, and the format of the result. Source and
+    /// result must hold the same disk.
     pub judge: Option<(&'static str, &'static str, &'static str)>,
 }
 

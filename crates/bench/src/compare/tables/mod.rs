@@ -267,7 +267,7 @@ fn markdown(head: &[String], lines: &[Vec<String>]) -> String {
 mod tests {
     use super::*;
 
-    /// The figure of each measurement is its number.
+    /// A table whose measurements return 1, 2, 3 and so on as their figures.
     struct Counts {
         calls: Vec<(usize, usize)>,
     }
@@ -324,7 +324,7 @@ mod tests {
         assert_eq!(measured[0].ratio(1, 0, "calls"), Some(13.0 / 12.0));
         assert_eq!(measured[0].ratio(1, 0, "other"), None);
         assert!(rounds(&mut table, &plan(1, "nothing"), &Stop::default()).is_err());
-        // With chosen systems, too, each round begins with another one.
+        // If the user chooses systems, each round still begins with another one of them.
         let (peers, wrong) = (["c", "a"].map(String::from), ["d".to_string()]);
         table.calls.clear();
         let measured =

@@ -20,13 +20,15 @@ const OPS: u64 = 8000;
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Made {
     Raw,
-    /// Allocated, in the order of the disk on the host.
+    /// All clusters are allocated. They lie in the host's file in the same order as on the guest's
+    /// disk.
     Full,
-    /// Empty, over the raw file.
+    /// An empty overlay on the raw file.
     Overlay,
-    /// Seven overlays over a full image.
+    /// Seven overlays, one on another, on an image with all clusters allocated.
     Chain,
-    /// 1 TiB: all clusters are allocated in holes of the file. Reads cost nothing, lookups do.
+    /// A disk of 1 TiB. All clusters are allocated, but are holes in the host's file. So reads of
+    /// the data are cheap, and the measurement shows the cost of lookups.
     Tera,
 }
 

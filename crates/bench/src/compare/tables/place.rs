@@ -99,7 +99,7 @@ impl Place {
         socket
     }
 
-    /// A back end on a socket.
+    /// Starts a back end for an image. Returns its process and its socket.
     pub fn vhost_user(&self, server: Server, image: &Image<'_>) -> Result<(Process, PathBuf)> {
         let socket = self.socket();
         let Image { path, format, cached } = image;

@@ -1,15 +1,16 @@
 //! Scripts of the two guests with the thrashing neighbour. They read `/share`, and print lines for
 //! the host.
 
-/// Waits without a process, because a process takes longer in such a guest than the pause.
+/// Shell function that waits without starting a process. In such a guest, starting a process takes
+/// longer than the pause.
 pub const PAUSE: &str = r#"
 exec 9<> <(:)
 pause() { read -r -t "$1" <&9 || :; } # without a process
 until_file() { until [[ -e /share/$1 ]]; do pause 0.05; done; }
 "#;
 
-/// Uses more memory than there is, touched at random by several processes, until the file `end` is
-/// there.
+/// Uses more memory than the guest has. Several processes touch it at random until the file `end`
+/// exists.
 pub const THRASHER: &str = r#"
 mkswap /dev/vda >/dev/null && swapon /dev/vda
 figures() {
@@ -34,7 +35,8 @@ until [[ -e /share/end ]]; do pause 1; figures; done
 for job in ${jobs[@]+"${jobs[@]}"}; do kill -KILL $job || { echo "a process has ended before"; exit 1; }; done
 "#;
 
-/// fio, then steps, each for `$SECONDS_EACH`, once the file `work` is there.
+/// Waits until the file `work` exists. Then runs fio and after that the steps, each for
+/// `$SECONDS_EACH`.
 pub const WORKER: &str = r#"
 mkfs.ext4 -q -F /dev/vda && mount /dev/vda /mnt && mkdir /mnt/small /mnt/saved && chattr +DS /mnt/saved
 for ((i = 0; i < 3000; i++)); do printf '%4096d' $i >/mnt/small/$i; done

@@ -40,8 +40,8 @@ const ROWS: [(&str, &str, usize); 5] = [
 ];
 const COPY: usize = 4;
 
-/// `result ROW SYSTEM KILOBYTES COUNT`: of a load, both a second; of a copy, 0 and its
-/// microseconds.
+/// The guest prints `result ROW SYSTEM KILOBYTES COUNT`. For a load, both figures are per second.
+/// For a copy, they are 0 and the duration in microseconds.
 const HEAD: &str = r#"set -euo pipefail
 modprobe ublk_drv
 modprobe loop
@@ -97,7 +97,7 @@ pub struct Ublk {
     guest: Process,
     place: Place,
     kernel: String,
-    /// Figures that no measurement has taken yet, by row and system.
+    /// Figures that `measure` has not returned yet, by row and system.
     results: BTreeMap<(usize, usize), VecDeque<f64>>,
     /// Other output of the guest.
     said: Vec<String>,
@@ -114,8 +114,8 @@ impl Ublk {
             place.folder.join("script"),
         );
         let mib = (place.size >> 20).max(1);
-        // Written, not only allocated. Otherwise the first system at an offset would pay for the
-        // host's own first writes.
+        // The file is written, not only allocated. The first write of an allocated block costs the
+        // host more, and the first system at an offset would pay for that.
         zeroes(&disk, (mib * 2 * systems.len() as u64 + 128) << 20, &place.stop)?;
         run(Command::new("strip").arg("-o").args([&program, &place.program]))?;
         std::fs::write(&script, text(&rows, &systems, plan.rounds))?;
@@ -159,7 +159,7 @@ impl Ublk {
     }
 }
 
-/// The guest's script: the devices, then all measurements in their order.
+/// Returns the guest's script: the devices, then all measurements in their order.
 fn text(rows: &[usize], systems: &[usize], rounds: u32) -> String {
     let mut text = HEAD.to_string();
     for system in systems {
@@ -254,7 +254,7 @@ mod tests {
         let loads = [3, 4, 4, 3].map(read);
         assert_eq!(lines[..2], ["begin 3 loop on raw", "begin 4 ublk none raw"]);
         assert_eq!(lines[2..6], loads);
-        // A copy discards data that the loads need.
+        // The copies come last, because a copy discards data that the loads need.
         assert_eq!(lines[6..], ["copy  4 3", "copy  4 4", "copy  4 4", "copy  4 3"]);
     }
 

@@ -79,7 +79,7 @@ pub struct Uml {
     guest_cpus: String,
     server_cpus: String,
     script: String,
-    /// Figures of the last boots that no row has taken yet, by system and row.
+    /// Figures of the last boots that `measure` has not returned yet, by system and row.
     boots: BTreeMap<(usize, usize), Figures>,
 }
 

@@ -26,7 +26,8 @@ fn half_open_handshakes_are_disconnected() {
             }
         }
         held.push(raw);
-        // A hundred at a time. Before the next hundred the server has disconnected these.
+        // There are a hundred clients at a time. The server disconnects them before the next
+        // hundred connect.
         if held.len() == 100 {
             good.is_unharmed();
             held.clear();
@@ -179,7 +180,7 @@ fn slow_readers_delay_others_only_for_a_short_time() {
         let mut bytes = vec![1; DRIP];
         while !stop.load(Ordering::SeqCst) {
             for raw in &mut held {
-                // As much as possible, whether the client was disconnected or not.
+                // Read as much as there is. The server may have disconnected the client already.
                 let _ = raw.stream.set_nonblocking(true);
                 let _ = raw.stream.read(&mut bytes);
             }
@@ -188,7 +189,7 @@ fn slow_readers_delay_others_only_for_a_short_time() {
         held
     });
     std::thread::sleep(Duration::from_millis(500));
-    // On a busy machine there may still be free buffers at first: that run proves nothing.
+    // On a busy machine buffers may still be free at first. Such a run proves nothing.
     let mut took = Vec::new();
     while took.last().is_none_or(|last| *last <= Duration::from_secs(2)) {
         assert!(took.len() < 10, "there was room: {took:?}");

@@ -28,7 +28,7 @@ fn invalid_options_get_an_error_reply() {
         (opt::LIST_META_CONTEXT, named(4, b"disk\0\0\0\0"), rep::ERR_INVALID),
         (opt::SET_META_CONTEXT, named(4, b"disk\xff\xff\xff\xff"), rep::ERR_INVALID),
         (opt::SET_META_CONTEXT, vec![0xff; 64 << 10], rep::ERR_INVALID),
-        // Too long for the buffer: the reply depends on the option anyway.
+        // This data is too long for the server's buffer. The reply still depends on the option.
         (77, vec![0; 1 << 20], rep::ERR_UNSUP),
         (opt::LIST, vec![0; 1 << 20], rep::ERR_INVALID),
         (opt::STARTTLS, vec![0; 1 << 20], rep::ERR_POLICY),

@@ -76,7 +76,7 @@ fn clients_that_disconnect_during_reads_leave_no_memory_behind() {
     ends(disk, ());
 }
 
-/// Halves of headers with pauses: a slow client is not an error.
+/// A slow client, which sends halves of headers with pauses, is not an error.
 #[test]
 fn requests_may_arrive_in_pieces() {
     let (_folder, disk) = disk();
