@@ -1,5 +1,5 @@
-//! The policies of exports. Each one receives the time and its caller's observations, and returns
-//! decisions.
+//! The policies of exports. Each policy receives the time and its caller's observations, and
+//! returns decisions.
 //!
 //! ```text
 //!   polling     what a queue does when it has no request to take
@@ -8,8 +8,8 @@
 //! ```
 //!
 //! What must hold: nothing in this folder calls the system, starts a thread or reads a clock. The
-//! caller carries decisions out. The choices and the measured rates are figures of the disk
-//! ([`PolicyFigures`]).
+//! caller carries out the decisions. [`PolicyFigures`] reports the decisions and the measured rates
+//! of each disk.
 
 pub mod notify;
 pub mod placement;
@@ -28,8 +28,8 @@ use notify::NotifyFigures;
 use placement::PlacementFigures;
 use polling::PollingFigures;
 
-/// What the policies chose for a disk, and the rates that they measured. Figures of several
-/// reactors can be added ([`PolicyFigures::merge`]).
+/// The decisions of the policies for a disk, and the rates that they measured.
+/// [`PolicyFigures::merge`] adds the figures of several reactors.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct PolicyFigures {
     pub polling: PollingFigures,
@@ -50,8 +50,8 @@ impl PolicyFigures {
     }
 }
 
-/// The figures of one disk on one reactor. All queues and connections of the disk there add to
-/// them. They outlive the queues and connections.
+/// The figures of one disk on one reactor. All queues and connections of the disk on that reactor
+/// add to these figures. The figures outlive the queues and connections.
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
     pub polling: Cell<PollingFigures>,
@@ -59,8 +59,8 @@ pub(crate) struct Counters {
     pub placement: Cell<PlacementFigures>,
 }
 
-/// The counters of a reactor, by disk. The entry of a closed disk is removed when the next disk
-/// comes.
+/// The counters of a reactor, by disk. The entry of a closed disk is removed when the next disk is
+/// added.
 #[derive(Default)]
 struct Disks(RefCell<Vec<(Weak<Disk>, Rc<Counters>)>>);
 

@@ -1,13 +1,13 @@
 //! The policy of notification: when to signal the guest that requests are complete.
 //!
 //! For a virtual machine, one interrupt per batch is right. For User Mode Linux an interrupt is a
-//! Unix signal, which costs more than the I/O and stops the guest's only CPU. So completions for
-//! its sockets are coalesced: the queue signals when `most` completions are pending, or `wait`
-//! after the first.
+//! Unix signal, which costs more than the I/O and stops the guest's only CPU. So the queue
+//! coalesces completions that it signals over a stream socket. It signals when `most` completions
+//! are pending, or `wait` after the first one.
 //!
-//! A wait that brought no further completion was in vain, because the guest was waiting for us.
-//! After it, the next `SKIP` completions are signalled at once. This number doubles with each
-//! further vain wait.
+//! A wait is vain if no further completion arrived during it, because the guest was waiting for the
+//! signal. After a vain wait, the queue signals the next `SKIP` completions at once. This number
+//! doubles with each further vain wait.
 //!
 //! In: the time, and the number of completions that were published. Out: whether to signal now, and
 //! when to check again. `vhost_user/notify.rs` signals.
@@ -20,17 +20,19 @@ use super::Counters;
 const SKIP: u32 = 16;
 const SKIP_MOST: u32 = 4096;
 
-/// How long completions may wait to be coalesced. With a time of 0 the queue signals at once.
+/// Longest time that completions wait to be coalesced. With a time of 0 the queue signals at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Coalesce {
-    /// Coalesces for stream sockets (User Mode Linux), signals eventfds at once.
+    /// Coalesces if the call descriptor is a stream socket (User Mode Linux). Signals eventfds at
+    /// once.
     Auto,
-    /// Coalesces for this long, whatever the call descriptor is.
+    /// Coalesces for this time, whatever the type of the call descriptor is.
     Fixed(Duration),
 }
 
 impl Coalesce {
-    /// Returns the longest wait for a call descriptor of this kind.
+    /// Returns the longest wait for a call descriptor. `is_stream`: the descriptor is a stream
+    /// socket.
     pub fn wait(self, is_stream: bool) -> Duration {
         match self {
             Coalesce::Auto if is_stream => Duration::from_micros(400),
@@ -43,15 +45,15 @@ impl Coalesce {
 /// Numbers of completions and signals.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NotifyFigures {
-    /// Completions of which the guest wanted to be notified.
+    /// Completions for which the guest wanted a notification.
     pub completions: u64,
-    /// All signals.
+    /// Number of signals in total.
     pub signals: u64,
     /// Signals sent at once because enough completions were pending.
     pub full: u64,
-    /// Signals after a wait that brought more completions.
+    /// Signals after a wait in which more completions arrived.
     pub gathered: u64,
-    /// Signals after a vain wait.
+    /// Signals after a wait in which no further completion arrived.
     pub vain: u64,
     /// Signals sent at once because an earlier wait was in vain.
     pub skipped: u64,
@@ -74,7 +76,7 @@ pub(crate) struct Coalescer {
     wait: Duration,
     most: u32,
     pending: u32,
-    /// When the wait ends, and the number of pending completions when it began.
+    /// Time when the wait ends, and the number of pending completions when the wait began.
     due: Option<(Instant, u32)>,
     skip: u32,
     next_skip: u32,
@@ -89,7 +91,7 @@ impl Coalescer {
         Coalescer { wait, most, pending: 0, due: None, skip: 0, next_skip: SKIP, counters }
     }
 
-    /// Reports that `new` completions were published of which the guest wants to be notified.
+    /// Reports that the queue published `new` completions for which the guest wants a notification.
     /// Returns whether to signal now.
     #[inline]
     pub fn published(&mut self, new: u32, now: Instant) -> bool {
@@ -115,7 +117,7 @@ impl Coalescer {
         self.due.map(|(at, _)| at)
     }
 
-    /// Returns whether a wait is over, so that the queue must signal now.
+    /// Returns whether the wait is over, so that the queue must signal now.
     pub fn expired(&mut self, now: Instant) -> bool {
         match self.due {
             Some((at, began)) if now >= at => {
@@ -163,10 +165,10 @@ mod tests {
         assert!(!c.published(1, us(0)) && !c.published(5, us(10)));
         assert!(!c.expired(us(399)));
         assert!(c.expired(us(400)) && c.due().is_none());
-        // 32 completions at once need no wait.
+        // A batch of 32 completions needs no wait.
         assert!(c.published(32, us(500)));
-        // A single completion waits in vain. The next 16 are signalled at once, then one waits
-        // again.
+        // A single completion waits in vain. The next 16 completions are signalled at once. The
+        // completion after them waits again.
         assert!(!c.published(1, us(600)) && c.expired(us(1000)));
         assert!((0..16).all(|n| c.published(1, us(1001 + n))));
         assert!(!c.published(1, us(2000)) && c.expired(us(2400)));
@@ -197,7 +199,7 @@ mod tests {
             let mut c = Coalescer::new(WAIT, 64, counters.clone());
             let (mut now, mut oldest, mut pending, mut all, mut signals) =
                 (Instant::now(), None, 0, 0, 0);
-            // Busy, idle, and busy again.
+            // The guest is busy, then idle, then busy again.
             for most_pause in [20.0, 2000.0, 100.0].into_iter().flat_map(|pause| [pause; 500]) {
                 let next = now + Duration::from_secs_f64(random.next() * most_pause / 1e6);
                 if let Some(due) = c.due().filter(|due| *due <= next) {

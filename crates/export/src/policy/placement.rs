@@ -1,7 +1,7 @@
 //! The policy of placement: on which processors a reactor's thread runs.
 //!
-//! A guest that may run on some of the host's processors only may be served fastest from there.
-//! [`super::polling`] tries that.
+//! If a guest may run only on some of the host's processors, a reactor on the same processors may
+//! serve it fastest. [`super::polling`] measures whether that is so.
 //!
 //! In: the processors of the reactor's thread and of the guest's process, and whether the reactor
 //! should be co-located with the guest. Out: the processors to move to. `vhost_user/placement.rs`
@@ -13,7 +13,7 @@ use rustix::thread::CpuSet;
 
 use super::Counters;
 
-/// How often reactors moved to their guest's processors, and back.
+/// Number of moves of reactors to their guest's processors, and back.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PlacementFigures {
     pub to_guest: u64,
@@ -30,16 +30,16 @@ impl PlacementFigures {
 /// Decides on which processors the reactor's thread runs.
 #[derive(Debug)]
 pub(crate) struct Placement {
-    /// The reactor's own processors, and those that guest and reactor share. `None` if the guest
-    /// may run on all of the reactor's processors.
+    /// The reactor's own processors, and the processors that guest and reactor share. `None` if the
+    /// guest may run on all of the reactor's processors.
     sets: Option<(CpuSet, CpuSet)>,
     co_located: bool,
     counters: Rc<Counters>,
 }
 
 impl Placement {
-    /// `home`: the processors that the reactor's thread had at its start. `None`: they are not
-    /// known.
+    /// `home`: the processors that the reactor's thread had at its start. `None`: these processors
+    /// are not known.
     pub fn new(home: Option<CpuSet>, guest: Option<CpuSet>, counters: Rc<Counters>) -> Self {
         let sets = home.zip(guest).and_then(|(home, guest)| Some((home, narrower(home, guest)?)));
         Placement { sets, co_located: false, counters }
@@ -50,8 +50,8 @@ impl Placement {
         self.sets.is_some()
     }
 
-    /// Returns the processors to move to: the guest's, or the reactor's own. `None`: the thread
-    /// stays where it is.
+    /// Returns the processors to which the thread must move: the guest's, or the reactor's own.
+    /// Returns `None` if the thread need not move.
     #[inline]
     pub fn moves(&mut self, co_located: bool) -> Option<&CpuSet> {
         let (home, guest) = self.sets.as_ref().filter(|_| co_located != self.co_located)?;
@@ -67,7 +67,8 @@ impl Placement {
     }
 }
 
-/// Returns the processors that are in both sets, if there are any, and fewer than in `own`.
+/// Returns the processors that are in both sets. Returns `None` if there are none, or as many as in
+/// `own`.
 fn narrower(own: CpuSet, guest: CpuSet) -> Option<CpuSet> {
     let mut both = CpuSet::new();
     for cpu in (0..CpuSet::MAX_CPU).filter(|&cpu| own.is_set(cpu) && guest.is_set(cpu)) {

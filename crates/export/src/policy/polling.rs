@@ -7,8 +7,8 @@
 //!   reads the ring;
 //! - co-locate: run the reactor's thread on the guest's processors, alone or with gathering.
 //!
-//! Which strategy is fastest depends on where the host's scheduler runs guest and reactor. We
-//! measured, and found no rule that predicts it:
+//! Which strategy is fastest depends on where the host's scheduler runs guest and reactor.
+//! Measurements show no rule that predicts it:
 //! - Guest and reactor on different CPUs, storage that answers at once: busy-polling doubles
 //!   throughput.
 //! - Guest and reactor on the same CPU: busy-polling halves throughput.
@@ -32,32 +32,31 @@ use std::time::{Duration, Instant};
 
 use super::Counters;
 
-/// Longest busy-poll. If a guest's mean pause is at least twice as long, the queue does not
-/// busy-poll.
+/// Longest busy-poll. If a guest's mean pause is at least twice as long as the busy-poll, the queue
+/// does not busy-poll.
 const BUSY_POLL: Duration = Duration::from_micros(50);
 /// Longest busy-poll for User Mode Linux, whose system calls take longer.
 const BUSY_POLL_LONG: Duration = Duration::from_micros(300);
-/// Second busy-poll time that is tried for NBD clients, besides [`BUSY_POLL`]. If a client's
-/// processor enters a sleep state between two requests, the client needs longer to send the next
-/// one.
+/// A second busy-poll time for NBD clients, besides [`BUSY_POLL`]. If a client's processor enters a
+/// sleep state between two requests, the client needs longer to send the next request.
 const BUSY_POLL_LONGER: Duration = Duration::from_micros(200);
-/// How long the queue waits after a kick for more requests.
+/// Time that the queue waits after a kick for more requests.
 const GATHER: Duration = Duration::from_micros(200);
-/// Longest mean pause of a guest for which co-location is tried.
+/// Longest mean pause of a guest for which the policy tries co-location.
 const CO_LOCATED_PAUSE: Duration = Duration::from_micros(500);
 
-/// A slice ends after this many requests, if its least duration is over. A slice that lasts longer
-/// than `MAX_SLICE` ends the trial.
+/// Number of requests after which a slice ends, if its least duration is over. A slice that lasts
+/// longer than `MAX_SLICE` ends the trial.
 const SLICE_REQUESTS: u64 = 32;
 const MAX_SLICE: Duration = Duration::from_millis(60);
-/// Number of gathers in a row with only one chain each, after which the strategy is given up.
+/// Number of gathers in a row that yield only one chain each before the queue stops gathering.
 const MAX_VAIN_GATHERS: u32 = 8;
-/// A candidate with less than this share of the best rate leaves the trial.
+/// Fraction of the best rate below which a candidate leaves the trial.
 const DROP_BELOW: f64 = 0.7;
 /// Factor by which the strategy that was chosen before must be faster than each other candidate to
 /// end a trial early.
 const CLEARLY_FASTER: f64 = 1.15;
-/// How long a decision holds before the next trial. It doubles each time a trial confirms the
+/// Time between a decision and the next trial. The time doubles each time a trial confirms the
 /// decision.
 const HOLD: Duration = Duration::from_secs(1);
 const MAX_HOLD: Duration = Duration::from_secs(16);
@@ -77,7 +76,7 @@ pub enum PollMode {
     Fixed(Duration),
 }
 
-/// What a queue does when it has nothing to take.
+/// What a queue does when its ring is empty.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Strategy {
     Sleep,
@@ -114,7 +113,7 @@ impl Strategy {
 /// What trials measured and decided, summed over the queues of a disk on a reactor.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct PollingFigures {
-    /// Indexed by [`Strategy`].
+    /// The figures of each strategy, indexed by [`Strategy`].
     strategies: [TrialFigures; Strategy::ALL.len()],
     /// Trials that ended without a decision because the guest paused.
     pub given_up: u64,
@@ -122,7 +121,7 @@ pub struct PollingFigures {
     pub early: u64,
 }
 
-/// What trials measured of one strategy.
+/// Measurements of one strategy in trials.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct TrialFigures {
     /// Trials that chose this strategy.
@@ -164,7 +163,7 @@ struct Candidate {
     busy_poll: Duration,
     gather: Duration,
     co_located: bool,
-    /// Factor by which its rate must exceed that of plain sleep.
+    /// Factor by which this candidate's rate must exceed that of plain sleep.
     gain: f64,
 }
 
@@ -178,17 +177,18 @@ const SLEEP: Candidate = Candidate {
 const CO_LOCATED: Candidate =
     Candidate { strategy: Strategy::CoLocated, co_located: true, gain: 1.03, ..SLEEP };
 
-/// The candidates of a trial, and how they are measured. The first candidate is plain sleep.
+/// The candidates of a trial, and the parameters of the measurement. The first candidate is plain
+/// sleep.
 #[derive(Debug)]
 struct TrialPlan {
     candidates: &'static [Candidate],
-    /// Least duration of a slice. Before it, a quarter of this time is not counted, because the
-    /// scheduler needs time to react.
+    /// Least duration of a slice. Requests in a quarter of this time before the slice do not count,
+    /// because the scheduler needs time to react.
     slice: Duration,
-    /// Slices of each candidate.
+    /// Number of slices of each candidate.
     rounds: usize,
-    /// Rounds after which a trial may end early, or drop a slow candidate. A single slice may have
-    /// measured a machine that was stopped for a moment.
+    /// Number of rounds after which a trial may end early, or drop a slow candidate. A single slice
+    /// may be wrong because the machine stopped for a moment.
     decisive_after: usize,
 }
 
@@ -233,8 +233,8 @@ const FOR_CLIENTS: &TrialPlan = &TrialPlan {
 const MAX_CANDIDATES: usize = 5;
 const MAX_ROUNDS: usize = 4;
 
-/// Rates of one candidate's slices, in requests per second. The median counts, so one slice in
-/// which the whole machine stood still has no effect.
+/// Rates of one candidate's slices, in requests per second. The policy compares medians, so one
+/// slice in which the whole machine stopped has no effect.
 #[derive(Clone, Copy, Debug, Default)]
 struct Rates {
     slices: [f64; MAX_ROUNDS],
@@ -242,7 +242,7 @@ struct Rates {
 }
 
 impl Rates {
-    /// Inserts a rate; `slices` stays in ascending order.
+    /// Inserts a rate, and keeps `slices` in ascending order.
     fn add(&mut self, rate: f64) {
         let at = self.slices[..self.count].partition_point(|r| *r <= rate);
         self.slices.copy_within(at..self.count, at + 1);
@@ -250,7 +250,7 @@ impl Rates {
         self.count += 1;
     }
 
-    /// Returns 0.0 if there is no slice.
+    /// Returns the median rate, or 0.0 if there is no slice.
     fn median(&self) -> f64 {
         let (below, above) = (self.count.saturating_sub(1) / 2, self.count / 2);
         if self.count == 0 { 0.0 } else { (self.slices[below] + self.slices[above]) / 2.0 }
@@ -277,9 +277,9 @@ enum State {
 pub(crate) struct PollingPolicy {
     mode: PollMode,
     plan: &'static TrialPlan,
-    /// The reactor can run on the guest's processors only.
+    /// The reactor can run on the guest's processors alone.
     can_co_locate: bool,
-    /// Index of the candidate in use, and of the one that the last trial chose.
+    /// Index of the candidate in use, and of the candidate that the last trial chose.
     current: usize,
     decided: usize,
     vain_gathers: u32,
@@ -291,9 +291,9 @@ pub(crate) struct PollingPolicy {
     pause: f64,
     empty_since: Option<Instant>,
     rates: [Rates; MAX_CANDIDATES],
-    /// Candidates that the current trial leaves out.
+    /// Candidates that the current trial does not measure.
     excluded: [bool; MAX_CANDIDATES],
-    /// When the current slice or window began, and the number of requests at that time.
+    /// Time when the current slice or window began, and the number of requests at that time.
     began: (Instant, u64),
     counters: Rc<Counters>,
 }
@@ -332,8 +332,8 @@ impl PollingPolicy {
         self.state = State::Decided { until: None, rate: None, changed_windows: 0 };
     }
 
-    /// Returns how long to busy-poll before the queue sleeps, or `None` to sleep at once. Call when
-    /// the queue is empty. `done` is the number of requests since the queue's start.
+    /// Returns how long to busy-poll before the queue sleeps, or `None` to sleep at once. The queue
+    /// calls this when its ring is empty. `done` is the number of requests since the queue's start.
     #[inline]
     pub fn went_empty(&mut self, now: Instant, done: u64) -> Option<Duration> {
         self.empty_since.get_or_insert(now);
@@ -348,21 +348,21 @@ impl PollingPolicy {
         }
     }
 
-    /// Returns how long to wait for more kicks, if the strategy gathers. Call when a kick woke the
-    /// queue.
+    /// Returns how long to wait for more kicks, if the strategy gathers. The queue calls this after
+    /// a kick has woken it.
     #[inline]
     pub fn gather(&self) -> Option<Duration> {
         let gather = self.plan.candidates[self.current].gather;
         (!gather.is_zero() && self.pauses_below(gather * 2)).then_some(gather)
     }
 
-    /// Returns whether the reactor should run on the guest's processors only.
+    /// Returns whether the reactor should run on the guest's processors alone.
     #[inline]
     pub fn co_located(&self) -> bool {
         self.plan.candidates[self.current].co_located
     }
 
-    /// Reports how many chains there were after a gather.
+    /// Reports the number of chains that the queue took after a gather.
     #[inline]
     pub fn gathered(&mut self, chains: usize, now: Instant, done: u64) {
         self.vain_gathers = if chains > 1 { 0 } else { self.vain_gathers + 1 };
@@ -395,7 +395,7 @@ impl PollingPolicy {
         self.pause < limit.as_nanos() as f64
     }
 
-    /// Returns whether a candidate can help a guest with this mean pause.
+    /// Returns whether a candidate can be faster for a guest with this mean pause.
     fn suits(&self, candidate: &Candidate) -> bool {
         if candidate.co_located && (!self.can_co_locate || !self.pauses_below(CO_LOCATED_PAUSE)) {
             return false;
@@ -481,9 +481,10 @@ impl PollingPolicy {
         }
         let strategy = self.plan.candidates[best].strategy;
         self.count(|figures| figures.strategies[strategy as usize].chosen += 1);
-        // The trial's rate becomes the expected rate, because client and reactor may have shared a
-        // processor during the slices and separate afterwards. If the rate had already changed
-        // before this trial, the first window sets the expected rate.
+        // The trial's rate becomes the expected rate. The first window cannot set it, because
+        // client and reactor may have shared a processor during the slices and separate afterwards.
+        // If the rate had already changed before this trial, the first window sets the expected
+        // rate.
         let promised = (!self.began_early).then(|| self.rates[best].median());
         self.decide(best, now, done);
         if let State::Decided { rate, .. } = &mut self.state {
@@ -491,7 +492,7 @@ impl PollingPolicy {
         }
     }
 
-    /// Returns the candidate with the highest rate, each divided by its required gain.
+    /// Returns the candidate with the highest quotient of rate and required gain.
     fn best(&self) -> usize {
         let worth = |i: usize| self.rates[i].median() / self.plan.candidates[i].gain;
         let tried = (0..self.plan.candidates.len()).filter(|&i| i == 0 || !self.excluded[i]);

@@ -1,6 +1,6 @@
 //! Random numbers for tests. The same seed gives the same numbers.
 
-/// Returns numbers of 0..1 (splitmix64).
+/// A generator of pseudo-random numbers from 0 to 1 (splitmix64).
 pub struct Seeded(pub u64);
 
 impl Seeded {

@@ -1,9 +1,9 @@
 //! Sends in-band calls from a thread of its own.
 //!
 //! In: from the reactors, the numbers of the queues that must interrupt their guest. Out: messages
-//! on the back channel, each acknowledged before the next one. What must hold: a reactor never
-//! waits for the front end, however late the front end acknowledges. Each queue has at most one
-//! pending call here, so memory is bounded.
+//! on the back channel. The front end acknowledges each message before the next one is sent. What
+//! must hold: a reactor never waits for the front end, however late the acknowledgement is. Each
+//! queue has at most one pending call, so memory is bounded.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,7 +21,7 @@ pub struct Caller {
 
 struct Calls {
     channel: Mutex<Arc<BackChannel>>,
-    /// By queue: whether a call is pending.
+    /// For each queue: whether a call is pending.
     wanted: Box<[AtomicBool]>,
     ended: AtomicBool,
 }
@@ -38,13 +38,13 @@ impl Caller {
         Ok(Arc::new(Caller { calls, thread }))
     }
 
-    /// Sends further calls on another channel. This includes the calls of running queues.
+    /// Sends all later calls on another channel, including the calls of running queues.
     pub fn use_channel(&self, channel: Arc<BackChannel>) {
         *lock(&self.calls.channel) = channel;
     }
 
-    /// Makes the thread send a call for a queue. Calls that are pending at the same time become
-    /// one.
+    /// Makes the thread send a call for a queue. Calls for the same queue that are pending at the
+    /// same time are sent as one.
     pub fn call(&self, queue: u16) {
         if !self.calls.wanted[usize::from(queue)].swap(true, Ordering::AcqRel) {
             self.thread.unpark();
@@ -68,7 +68,8 @@ impl Calls {
                     channel.vring_call(queue);
                 }
             }
-            // `unpark` in the meantime has left a token, so this returns at once.
+            // If `unpark` was called after the check, it has left a token, so `park` returns at
+            // once.
             std::thread::park();
         }
     }
@@ -100,8 +101,8 @@ mod tests {
         let caller = Caller::start(Arc::new(BackChannel::new(ours.into(), true)), 4).unwrap();
         caller.call(2);
         assert_eq!(next(&mut peer), 2);
-        // More calls than a socket holds, before the first one is acknowledged. They become one
-        // call.
+        // Request more calls than a socket holds before the front end acknowledges the first one.
+        // They are sent as one call.
         (0..1_000_000).for_each(|_| caller.call(3));
         acknowledge(&mut peer);
         assert_eq!(next(&mut peer), 3);

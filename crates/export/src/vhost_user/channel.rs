@@ -1,12 +1,12 @@
 //! The back channel: messages from this back end to the front end (VHOST_USER_SET_BACKEND_REQ_FD).
 //!
-//! The `vhost` crate's `Backend` has neither configuration changes nor in-band calls. These two
-//! messages, which carry at most one vring state, are written here.
+//! The `vhost` crate's `Backend` supports neither configuration changes nor in-band calls. So this
+//! module writes these two messages, which carry at most one vring state.
 //!
 //! What must hold: no wait is longer than [`REPLY_TIME`], whatever the front end does. The front
-//! end has sent the socket's open file, so it shares the file's flags and timeouts. So each call
-//! here uses MSG_DONTWAIT, and `poll` waits with a deadline. After a missed deadline, there is no
-//! further wait until the front end has sent all acknowledgements that it owes.
+//! end has sent the socket's open file, so it shares the file's flags and timeouts. So each socket
+//! call uses MSG_DONTWAIT, and `poll` waits with a deadline. After a missed deadline, no call waits
+//! again until the front end has sent all acknowledgements that it owes.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -25,11 +25,11 @@ const VRING_CALL: u32 = 4;
 /// Length of a header and a status in bytes.
 const REPLY_LEN: usize = 20;
 
-/// Longest wait for the front end to take a message and to acknowledge it.
+/// Longest wait until the front end accepts a message and acknowledges it.
 const REPLY_TIME: Duration = Duration::from_secs(1);
 
-/// The channel. One message is sent at a time. Speed does not matter, except for guests that use
-/// in-band calls.
+/// The back channel. It sends one message at a time. Speed does not matter, except for guests that
+/// use in-band calls.
 #[derive(Debug)]
 pub struct BackChannel {
     state: Mutex<State>,
@@ -39,11 +39,11 @@ pub struct BackChannel {
 
 #[derive(Debug)]
 struct State {
-    /// `None`: the front end has closed it, or has taken a part of a message only.
+    /// `None`: the front end has closed the socket, or has accepted only a part of a message.
     socket: Option<OwnedFd>,
-    /// Number of acknowledgements that have not come yet.
+    /// Number of acknowledgements that the front end has not sent yet.
     owed: u32,
-    /// The acknowledgement that is being received, and how many of its bytes have come.
+    /// The acknowledgement that is being received, and the number of its bytes that have arrived.
     reply: [u8; REPLY_LEN],
     got: usize,
 }
@@ -55,7 +55,7 @@ impl BackChannel {
         BackChannel { state: Mutex::new(state), acknowledged, time: REPLY_TIME }
     }
 
-    /// Makes the front end read the configuration space again (a disk was resized).
+    /// Makes the front end read the configuration space again, because the disk has a new size.
     pub fn config_changed(&self) -> io::Result<()> {
         self.send(CONFIG_CHANGE_MSG, &[])
     }
@@ -64,8 +64,8 @@ impl BackChannel {
     pub fn vring_call(&self, index: u16) {
         let mut state = [0; 8];
         state[..4].copy_from_slice(&u32::from(index).to_ne_bytes());
-        // In simulated time (UML's time travel) the front end must have acknowledged the message
-        // before it goes on.
+        // In simulated time (UML's time travel), the front end must acknowledge the message before
+        // the simulation continues.
         let _ = self.send(VRING_CALL, &state);
     }
 
@@ -87,8 +87,8 @@ impl BackChannel {
 }
 
 impl State {
-    /// Sends a message and waits for its acknowledgement. Returns `BrokenPipe` if the channel
-    /// cannot be used any more.
+    /// Sends a message and waits for its acknowledgement. Returns `BrokenPipe` if the channel has
+    /// failed before.
     fn exchange(
         &mut self,
         message: &[u8],
@@ -135,7 +135,7 @@ impl State {
         self.socket.as_ref().ok_or_else(|| io::ErrorKind::BrokenPipe.into())
     }
 
-    /// Receives the acknowledgements that have come. Reads nothing if none is owed.
+    /// Receives the acknowledgements that have arrived. Does not read if none is owed.
     fn receive(&mut self) -> io::Result<()> {
         while self.owed > 0 {
             let socket = self.socket.as_ref().ok_or(io::ErrorKind::BrokenPipe)?;
@@ -187,7 +187,7 @@ mod tests {
         kept.set_read_timeout(None).unwrap();
         kept.set_write_timeout(None).unwrap();
         assert_eq!(channel.config_changed().unwrap_err().kind(), io::ErrorKind::TimedOut);
-        // The other side reads nothing, so after the first timeout there are no further waits.
+        // The front end reads nothing, so after the first timeout no send waits again.
         let sent = (0..100_000).take_while(|_| {
             channel.vring_call(0);
             channel.state.lock().unwrap().owed < 50_000
@@ -209,7 +209,7 @@ mod tests {
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 theirs.read_exact(&mut [0; 12]).unwrap();
-                // In pieces, and with a refusal.
+                // Send an acknowledgement in pieces, with an error as its status.
                 theirs.write_all(&[0; 7]).unwrap();
                 theirs.write_all(&[1; 13]).unwrap();
                 theirs.read_exact(&mut [0; 12]).unwrap();

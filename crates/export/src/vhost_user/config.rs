@@ -25,19 +25,19 @@ pub const WCE_OFFSET: usize = 32;
 
 /// Largest memory segment of a request, in bytes.
 const SIZE_MAX: u32 = 16 << 20;
-/// Largest request in bytes. Guests send far smaller ones. This bounds the memory and time of one
-/// operation.
+/// Maximum number of bytes of a request, far more than guests send. This bounds the memory and the
+/// time of one operation.
 pub const REQUEST_MAX: u64 = 256 << 20;
-/// Most ranges in one discard or write-zeroes request, and the longest range in sectors.
+/// Maximum number of ranges in a discard or write-zeroes request, and of sectors in a range.
 pub const DISCARD_SEGMENTS: u32 = 64;
 pub const DISCARD_SECTORS: u32 = (1 << 30) / SECTOR as u32;
 
-/// The queues of a device.
+/// Number and size of a device's queues.
 #[derive(Clone, Copy, Debug)]
 pub struct QueueShape {
     pub queues: u16,
-    /// Expected number of entries of a queue. It determines the offered number of segments of a
-    /// request.
+    /// Expected number of entries of a queue. The maximum number of segments that the device offers
+    /// depends on it.
     pub size: u16,
 }
 
@@ -85,7 +85,7 @@ pub fn space(disk: &Disk, shape: QueueShape, write_back: bool) -> Vec<u8> {
     space.extend(discard_align.to_le_bytes());
     space.extend(DISCARD_SECTORS.to_le_bytes());
     space.extend(DISCARD_SEGMENTS.to_le_bytes());
-    // Write zeroes may unmap.
+    // A write of zeroes may unmap the range.
     space.push(1);
     space.extend([0; 3]);
     space

@@ -1,14 +1,14 @@
-//! The in-flight region: the chains that a back end has taken and not answered, in memory that
-//! outlives the back end. (vhost-user specification, "Inflight I/O tracking".)
+//! The in-flight region: the chains that a back end has taken and not answered. The region is in
+//! memory that outlives the back end. (vhost-user specification, "Inflight I/O tracking".)
 //!
 //! The front end keeps the region's descriptor. If a back end is killed, the next one gets the
-//! region, and repeats its requests, oldest first, before it takes new ones.
+//! region. It repeats the requests in the region, oldest first, before it takes new ones.
 //!
-//! What must hold: whatever instruction was the last one, the region and the ring together show
-//! exactly which chains are unanswered. The next back end is another process, so program order is
-//! enough, and Release stores keep it. A region may come from another back end. Then its header
-//! gives the layout. If the region cannot be read, that is an error, because its requests would be
-//! lost.
+//! What must hold: the process can be killed after any instruction. The region and the ring
+//! together then show exactly which chains are unanswered. Another process reads the region after
+//! this one has ended, so program order is enough, and Release stores keep it. A region may come
+//! from another back end. Then its header gives the layout. A region that cannot be read is an
+//! error, because its requests would be lost.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{Ordering, compiler_fence};
@@ -19,7 +19,7 @@ use super::virtqueue::RingError;
 
 const VERSION: u16 = 1;
 
-/// Maximum number of entries of a queue that are used, even if a region has room for more.
+/// Maximum number of entries that a queue uses, even if a region has room for more.
 const MAX_ENTRIES: usize = 32768;
 
 /// Offsets in the header and in an entry, in bytes, of the two layouts in the specification. Both
@@ -72,8 +72,8 @@ pub struct PackedChain {
     pub raw: Vec<[u8; 16]>,
 }
 
-/// Least number of entries for each queue. QEMU asks for a region of the configured queue size, but
-/// the guest may set up rings of up to this size.
+/// Minimum number of entries for each queue. QEMU asks for a region of the configured queue size,
+/// but the guest may set up rings of up to this size.
 const ENTRIES: u16 = 1024;
 
 /// Returns the bytes in the region for one queue of `size` entries.
@@ -86,9 +86,9 @@ fn layout(is_packed: bool) -> (usize, usize) {
     if is_packed { (packed::HEADER, packed::ENTRY) } else { (split::HEADER, split::ENTRY) }
 }
 
-/// Length of our own notes in bytes. They are behind the queues' parts, in regions that we made.
-/// They hold settings of the guest that the front end does not repeat. Front ends hand on the whole
-/// region, so the next back end gets the notes too.
+/// Length of this program's notes in bytes. A region that this program made has the notes after the
+/// queues' parts. The notes contain settings of the guest that the front end does not repeat. Front
+/// ends pass on the whole region, so the next back end gets the notes too.
 const NOTES: u64 = 64;
 const NOTES_MARK: u64 = u64::from_le_bytes(*b"blkyard1");
 const WRITE_BACK: usize = 8;
@@ -112,7 +112,7 @@ pub struct InflightRegion {
     memory: GuestMemory,
     queue_bytes: u64,
     queues: u16,
-    /// Offset of our notes in bytes. Regions of other back ends have none.
+    /// Offset of this program's notes in bytes. `None`: another back end made the region.
     notes: Option<u64>,
 }
 
@@ -125,8 +125,8 @@ impl InflightRegion {
         queues: u16,
     ) -> Result<Self, MemoryError> {
         let memory = GuestMemory::default().with(mapper.map(fd, offset, 0, 0, len)?)?;
-        // Counters are written with single stores, so the region must be aligned. No front end
-        // sends another offset by accident.
+        // Counters are written with single stores, so the region must be aligned. All known front
+        // ends send an aligned offset.
         memory.slice(0, 1, 8)?;
         let notes = len.checked_sub(NOTES).filter(|at| at.is_multiple_of(64));
         let notes = notes.filter(|&at| {
@@ -141,7 +141,7 @@ impl InflightRegion {
         })
     }
 
-    /// Returns the guest's write cache setting from the notes, if there is one.
+    /// Returns the guest's write cache setting from the notes, or `None` if they do not contain it.
     pub fn write_back(&self) -> Option<bool> {
         match self.memory.slice(self.notes?, NOTES, 8).ok()?.copy_out::<1>(WRITE_BACK) {
             [1] => Some(false),
@@ -158,8 +158,8 @@ impl InflightRegion {
         }
     }
 
-    /// Returns the part of one queue, or `None` if the region has none for it. Returns an error if
-    /// the part cannot be read.
+    /// Returns the part of one queue, or `None` if the region has no part for that queue. Returns
+    /// an error if the part cannot be read.
     pub fn queue(&self, index: u16, is_packed: bool) -> Result<Option<Inflight>, RingError> {
         let (header, entry) = layout(is_packed);
         let room = (self.queue_bytes as usize).saturating_sub(header) / entry;
@@ -179,7 +179,7 @@ pub struct Inflight {
     size: u16,
     is_packed: bool,
     counter: u64,
-    /// Entries that are pushed to the used ring and not yet published.
+    /// Entries whose used elements are pushed but not yet published.
     batch: Vec<u16>,
 }
 
@@ -207,7 +207,7 @@ impl Inflight {
     }
 
     fn format(&mut self) {
-        // If the process is killed meanwhile, the next one formats the part again.
+        // If the process is killed during formatting, the next back end formats the part again.
         self.store(VERSION_AT, 0);
         compiler_fence(Ordering::SeqCst);
         let zeroes = vec![0; self.slice.len()];
@@ -225,15 +225,16 @@ impl Inflight {
         self.counter = 0;
     }
 
-    /// Formats the part again, because the ring was stopped after its last request and begins where
-    /// the front end says. Does nothing if an entry is in flight nevertheless.
+    /// Formats the part again, because the ring was stopped after its last request, and the front
+    /// end says where the ring continues. Does nothing if an entry is still in flight.
     pub fn format_if_idle(&mut self) {
         if self.unanswered().is_empty() {
             self.format();
         }
     }
 
-    /// Returns whether a chain was ever noted here. If not, the front end's base is valid.
+    /// Returns whether this part ever contained a chain. If it did not, the front end's base is
+    /// valid.
     pub fn is_used(&self) -> bool {
         self.counter > 0
     }
@@ -245,7 +246,7 @@ impl Inflight {
 
     // Split rings: a chain's entry is the index of its head.
 
-    /// Notes that the chain at `head` is taken.
+    /// Records that the chain at `head` is taken.
     pub fn taken_split(&mut self, head: u16) {
         self.counter = self.counter.wrapping_add(1);
         let at = self.at(head);
@@ -253,7 +254,7 @@ impl Inflight {
         self.set_inflight(at, true);
     }
 
-    /// Notes that the chain's used element is pushed, and will be published with the next batch.
+    /// Records that the chain's used element is pushed. The next batch publishes it.
     pub fn pushed_split(&mut self, head: u16) {
         let at = self.at(head);
         self.store(at + split::NEXT, self.load(split::LAST_BATCH_HEAD));
@@ -261,19 +262,19 @@ impl Inflight {
         self.batch.push(head);
     }
 
-    /// Notes that the batch is published. `used_index` is the ring's used index now.
+    /// Records that the batch is published. `used_index` is the ring's used index after that.
     pub fn published_split(&mut self, used_index: u16) {
         self.clear_batch();
         self.store(split::USED_IDX, used_index);
     }
 
     /// Returns the heads that the previous back end left unanswered, oldest first. `used_index` is
-    /// the published one.
+    /// the used index in the ring.
     pub fn recover_split(&mut self, used_index: u16) -> Vec<u16> {
         let mut behind = used_index.wrapping_sub(self.load(split::USED_IDX)).min(self.size);
         let mut head = self.load(split::LAST_BATCH_HEAD);
         while behind > 0 && head < self.size {
-            // Published, but the process was killed before it cleared the entry.
+            // The element was published, but the process was killed before it cleared the entry.
             let at = self.at(head);
             self.set_inflight(at, false);
             head = self.load(at + split::NEXT);
@@ -286,11 +287,12 @@ impl Inflight {
     // Packed rings: entries come from a free list. They hold copies of the descriptors, because
     // used elements overwrite the descriptors in the ring.
 
-    /// Notes a chain by its raw descriptors. Returns its first entry.
+    /// Records a chain by its raw descriptors. Returns the chain's first entry.
     pub fn taken_packed(&mut self, raw: &[[u8; 16]]) -> u16 {
         let entry = self.load(packed::OLD_FREE_HEAD);
         if entry >= self.size {
-            // The free list is empty, or the front end has damaged it. The chain cannot be noted.
+            // The free list is empty, or the front end has damaged it, so the chain cannot be
+            // recorded.
             return u16::MAX;
         }
         let first = self.at(entry);
@@ -314,16 +316,17 @@ impl Inflight {
         entry
     }
 
-    /// Notes that the chain's used element is pushed, and will be published with the next batch.
+    /// Records that the chain's used element is pushed. The next batch publishes it.
     pub fn pushed_packed(&mut self, entry: u16) {
-        // The entry becomes free only when it is published, because until then chains take entries
-        // from the same free list.
+        // The entry becomes free only when its element is published, because until then chains take
+        // entries from the same free list.
         if entry < self.size {
             self.batch.push(entry);
         }
     }
 
-    /// Call before the ring's flags are written, with the next used position.
+    /// Records that a batch is about to be published. `used_index` and `wrap` are the used position
+    /// after the batch. Must be called before the ring's flags are written.
     pub fn publishing_packed(&mut self, used_index: u16, wrap: bool) {
         for entry in &self.batch {
             let last = self.load(self.at(*entry) + packed::LAST).min(self.size - 1);
@@ -335,7 +338,7 @@ impl Inflight {
         compiler_fence(Ordering::SeqCst);
     }
 
-    /// Call after the ring's flags are written.
+    /// Records that the batch is published. Must be called after the ring's flags are written.
     pub fn published_packed(&mut self) {
         compiler_fence(Ordering::SeqCst);
         self.clear_batch();
@@ -358,11 +361,12 @@ impl Inflight {
     ) -> Result<(Vec<PackedChain>, (u16, bool)), RingError> {
         let place = |index, wrap| (self.load(index), self.slice.copy_out::<1>(wrap)[0] != 0);
         let old = place(packed::OLD_USED_IDX, packed::OLD_USED_WRAP);
-        // After a batch of the whole ring, the index is the same, with the other wrap counter.
+        // After a batch of the whole ring, the index is unchanged, and the wrap counter is
+        // inverted.
         if place(packed::USED_IDX, packed::USED_WRAP) != old && was_used(old.0, old.1) {
             self.commit_packed();
         }
-        // Undo what was begun but not published.
+        // The batch was not published, so undo its changes to the free list.
         self.store(packed::FREE_HEAD, self.load(packed::OLD_FREE_HEAD));
         self.store(packed::USED_IDX, self.load(packed::OLD_USED_IDX));
         let [wrap] = self.slice.copy_out::<1>(packed::OLD_USED_WRAP);
@@ -403,7 +407,7 @@ impl Inflight {
         Ok(PackedChain { entry, raw })
     }
 
-    // Both layouts.
+    // The functions below serve both layouts.
 
     fn unanswered(&self) -> Vec<u16> {
         let mut entries: Vec<u16> =

@@ -1,7 +1,8 @@
 //! A session's memory table.
 //!
 //! What must hold: a change is acknowledged only when every running queue uses the new table. After
-//! the acknowledgement, the front end uses new memory, and frees memory that it has removed.
+//! the acknowledgement, the front end uses the added memory, and frees the memory that it has
+//! removed.
 
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
@@ -60,7 +61,7 @@ impl Session {
         self.replace_memory(memory)
     }
 
-    /// Maps the state's table, which another session has built.
+    /// Maps the memory table of the state, which another session has filled.
     pub(super) fn map_table(&mut self) -> Result<()> {
         let table = std::mem::take(&mut self.state.memory);
         let mut memory = GuestMemory::default();
@@ -98,7 +99,7 @@ impl Session {
     }
 
     fn replace_memory(&mut self, memory: GuestMemory) -> Result<()> {
-        // This populates pinned memory, which takes time.
+        // With pinned memory, the registration populates all pages, which takes time.
         let _wait = self.export.own_wait();
         let old = std::mem::replace(&mut self.memory, memory);
         if let Some(pins) = &self.pins {
@@ -109,7 +110,7 @@ impl Session {
         self.in_effect(changes)
     }
 
-    /// Waits until the queues have made their changes.
+    /// Waits until all queues have carried out the change.
     pub(super) fn in_effect(
         &self,
         changes: impl IntoIterator<Item = PendingReply<()>>,
@@ -135,8 +136,8 @@ fn described(region: &VhostUserMemoryRegion) -> MemoryRegion {
     }
 }
 
-/// Returns the descriptor for the state, or closes it if the process has too few descriptors left.
-/// The memory stays mapped without it.
+/// Returns the descriptor, for storage in the state. Closes it and returns `None` if the process
+/// has too few descriptors left. The memory stays mapped without the descriptor.
 fn kept(file: File) -> Option<OwnedFd> {
     descriptors::too_few().is_none().then(|| file.into())
 }

@@ -27,7 +27,7 @@ impl Session {
     ) -> io::Result<()> {
         match self.take(message) {
             Ok(Some((layout, file))) => socket::give_inflight(stream, &layout, file.as_fd()),
-            // The front end would wait for the answer without a limit.
+            // End the session, because the front end would wait for the answer without a limit.
             Err(e) if socket::has_data_answer(request) => Err(io::Error::other(e.to_string())),
             outcome if reply && self.state.acknowledges() => {
                 socket::acknowledge(stream, request, outcome.is_ok())
@@ -57,7 +57,7 @@ impl Session {
         Ok(None)
     }
 
-    /// Handles VHOST_USER_VRING_KICK, an in-band kick. It starts the ring if it does not run.
+    /// Handles VHOST_USER_VRING_KICK, an in-band kick. A kick starts a ring that does not run.
     fn kicked(&mut self, index: u32) -> Result<()> {
         let started = self.start(index as usize);
         self.running(index as usize).ok_or_else(no)?.kick();

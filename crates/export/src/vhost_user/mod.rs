@@ -6,8 +6,8 @@
 //!                                                           └─► queues, on the reactors
 //! ```
 //! A [`VhostUser`] serves one disk on one socket. Its thread accepts a front end, handles the front
-//! end's messages until it disconnects, stops the queues, and listens again. Requests never pass
-//! this thread.
+//! end's messages until it disconnects, stops the queues, and listens again. Requests do not pass
+//! through this thread.
 
 mod caller;
 mod channel;
@@ -95,7 +95,7 @@ pub struct Shared {
     shape: QueueShape,
     tuning: Tuning,
     reactors: Arc<Reactors>,
-    /// Maps the memory of every front end of this socket.
+    /// Maps the memory of every front end that connects to this socket.
     mapper: Mapper,
     /// The back channel of the current front end.
     channel: Mutex<Option<Arc<BackChannel>>>,
@@ -103,19 +103,19 @@ pub struct Shared {
     connection: Mutex<Option<Connection>>,
     stop: AtomicBool,
     wake: OwnedFd,
-    /// Number of waits of the session for reactors or storage. Such a wait ends without the front
-    /// end.
+    /// Number of current waits of the session for reactors or storage. The front end cannot prolong
+    /// such a wait.
     own_waits: AtomicU32,
 }
 
 struct Connection {
-    /// Used to interrupt the session's reads.
+    /// A copy of the socket, used to interrupt the session's reads.
     stream: UnixStream,
     /// The front end's process, if it is known.
     process: Option<i32>,
 }
 
-/// Guard of one wait that [`Shared::own_waits`] counts.
+/// Guard of one wait in the count [`Shared::own_waits`].
 struct OwnWait(Arc<Shared>);
 
 impl Drop for OwnWait {
@@ -124,9 +124,9 @@ impl Drop for OwnWait {
     }
 }
 
-/// Longest time that `stop` waits for a session that waits for neither a reactor nor storage. Such
-/// a session may be blocked by a descriptor from the front end: another process decides when a FUSE
-/// file answers, or when closing a socket returns.
+/// Longest time that `stop` waits for a session that waits for neither a reactor nor storage. A
+/// descriptor from the front end may block such a session: another process decides when a FUSE file
+/// answers, or when the close of a socket returns.
 const DESCRIPTOR_TIME: Duration = Duration::from_secs(5);
 
 /// A listening export. `stop` or drop ends it.
@@ -155,8 +155,8 @@ impl VhostUser {
         Ok(VhostUser { export, thread: Some(thread), descriptor_time: DESCRIPTOR_TIME })
     }
 
-    /// Waits until the thread has ended. Returns false if a descriptor of the front end blocks the
-    /// thread for `descriptor_time`.
+    /// Waits until the thread has ended. Returns false if the thread is blocked by a descriptor of
+    /// the front end for `descriptor_time`.
     fn ends(&self, thread: &JoinHandle<()>) -> bool {
         let mut since = Instant::now();
         while !thread.is_finished() {
@@ -201,12 +201,13 @@ impl Export for VhostUser {
         let Some(thread) = self.thread.take() else { return };
         self.export.stop.store(true, Ordering::SeqCst);
         let _ = rustix::io::write(&self.export.wake, &1u64.to_ne_bytes());
-        // Requests in flight must not wait for throttles now.
+        // Requests in flight must not wait for throttles any more.
         self.export.each_served(LocalDisk::suspend);
         if let Some(Connection { stream, .. }) = &*lock(&self.export.connection) {
-            // The session ends after its current message. Its reply is still sent if the socket has
-            // room for it. If there is no room, the front end does not read. Then the session may
-            // be blocked in a write, so the write half is shut down too.
+            // The session ends after its current message. The session still sends the reply to that
+            // message if the socket has room for it. If the socket has no room, the front end does
+            // not read. Then the session may be blocked in a write, so the write half is shut down
+            // too.
             let half =
                 if has_room(stream) { std::net::Shutdown::Read } else { std::net::Shutdown::Both };
             let _ = stream.shutdown(half);
@@ -216,7 +217,7 @@ impl Export for VhostUser {
             self.export.each_served(LocalDisk::resume);
             return;
         }
-        // The blocked thread stays until the process ends. Its queues are stopped without it.
+        // The blocked thread stays until the process ends. Stop its queues without it.
         let device = &self.export.device;
         let what = format_args!(
             "a descriptor of the front end blocks the session: its queues are stopped without it"
@@ -280,13 +281,14 @@ impl Shared {
         }
     }
 
-    /// Marks that the session waits for a reactor or for storage, until the guard is dropped.
+    /// Counts a wait of the session for a reactor or for storage, until the guard is dropped.
     fn own_wait(self: &Arc<Self>) -> OwnWait {
         self.own_waits.fetch_add(1, Ordering::SeqCst);
         OwnWait(self.clone())
     }
 
-    /// Syncs the disk on every reactor that has written to it. Returns false if one of them failed.
+    /// Syncs the disk on every reactor that has written to it. Returns false if one of the syncs
+    /// failed.
     fn sync(&self) -> bool {
         crate::ending::sync(&self.device.disk, &self.reactors)
     }
@@ -326,7 +328,7 @@ fn listen(export: &Arc<Shared>, listener: &Listener) {
             }
             Ok(None) => {}
             Err(e) => {
-                // Most likely no descriptor is left. The thread goes on, slowly.
+                // Most likely the process has no free descriptor. Retry after a pause.
                 log.warn(disk, None, format_args!("cannot accept a front end: {e}"));
                 std::thread::sleep(Duration::from_millis(200));
             }
@@ -334,7 +336,7 @@ fn listen(export: &Arc<Shared>, listener: &Listener) {
     }
 }
 
-/// Why a front end is disconnected.
+/// Reasons why a front end is disconnected.
 #[derive(Debug, thiserror::Error)]
 enum Disconnect {
     #[error("cannot duplicate the socket of its connection: {0}")]
@@ -399,7 +401,7 @@ impl Messages {
             }
             Next::Other { request } => match self.handler.handle_request() {
                 Ok(()) => Ok(true),
-                // The front end would wait for the answer without a limit.
+                // Disconnect, because the front end would wait for the answer without a limit.
                 Err(e) if socket::has_data_answer(request) => Err(Disconnect::Protocol(e.into())),
                 Err(Error::ReqHandlerError(_) | Error::InvalidOperation(_)) => Ok(true),
                 Err(Error::Disconnected) => Ok(false),

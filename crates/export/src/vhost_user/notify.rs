@@ -3,9 +3,9 @@
 //! A virtual machine's front end gives an eventfd, User Mode Linux a Unix stream socket.
 //!
 //! What must hold: a signal never blocks. The front end has these descriptors too, and can clear
-//! O_NONBLOCK at any time. So a [`Doorbell`] signals an eventfd, and MSG_DONTWAIT a socket. Other
-//! descriptors are refused: pipes, other sockets, and sockets that we read from have kernel locks,
-//! which another process can hold while it waits for a page.
+//! O_NONBLOCK at any time. So a [`Doorbell`] signals an eventfd, and a send with MSG_DONTWAIT
+//! signals a socket. Other descriptors are refused: pipes, other sockets, and sockets that this
+//! process reads have kernel locks, which another process can hold while it waits for a page.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -17,7 +17,7 @@ use rustix::net::{AddressFamily, RecvFlags, SendFlags, Shutdown, SocketType, soc
 
 use super::caller::Caller;
 
-/// How the guest is signalled (the call).
+/// The means by which the device signals the guest (the call).
 pub enum Call {
     None,
     /// An eventfd (virtual machines).
@@ -54,7 +54,7 @@ impl Call {
     }
 }
 
-/// Signals a ring's error descriptor. Called once for a broken ring.
+/// Signals a ring's error descriptor. The queue calls this once, when its ring breaks.
 pub fn signal_error(fd: &OwnedFd) {
     if is_unix_stream(fd) {
         send(fd);
@@ -63,14 +63,15 @@ pub fn signal_error(fd: &OwnedFd) {
     }
 }
 
-/// Ignores a full socket: the guest has a signal in it that it has not read yet.
+/// Sends a signal. Ignores a full socket, because the guest then has a signal that it has not read
+/// yet.
 fn send(socket: &OwnedFd) {
     let _ =
         rustix::net::send(socket, &1u64.to_ne_bytes(), SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
 }
 
-/// Returns whether a reactor may wait for kicks on this descriptor. Only eventfds can be waited for
-/// without a read.
+/// Returns whether a reactor may wait for kicks on this descriptor. It may only if the descriptor
+/// is an eventfd, because only eventfds need no read.
 pub fn is_kick(fd: &OwnedFd) -> io::Result<bool> {
     doorbell::is_eventfd(fd)
 }
@@ -80,9 +81,9 @@ pub fn is_call(fd: &OwnedFd) -> io::Result<bool> {
     if is_unix_stream(fd) { close_input(fd).map(|()| true) } else { doorbell::is_eventfd(fd) }
 }
 
-/// Discards what a socket has received, and shuts its receiving half down. The last close of a
-/// socket also closes the descriptors in its receive queue, which may block until another process
-/// lets go. A reactor must never do that.
+/// Discards the data that a socket has received, and shuts its receiving half down. The last close
+/// of a socket also closes the descriptors in its receive queue, and another process can block that
+/// close. A reactor must never be blocked by such a close.
 fn close_input(socket: &OwnedFd) -> io::Result<()> {
     rustix::net::shutdown(socket, Shutdown::Read)?;
     let mut bytes = [0u8; 4096];
@@ -105,8 +106,8 @@ pub(super) fn is_unix_stream(fd: impl AsFd) -> bool {
 mod tests {
     use super::*;
 
-    /// Data that the front end has sent is discarded before a reactor gets the socket, and nothing
-    /// more can be sent.
+    /// The data that the front end has sent is discarded before a reactor gets the socket. After
+    /// that, the front end can send nothing more.
     #[test]
     fn a_call_socket_receives_nothing() {
         use std::io::{Read, Write};

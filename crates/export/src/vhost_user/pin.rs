@@ -34,7 +34,7 @@ impl Pins {
         Pins { session: NEXT.fetch_add(1, Ordering::Relaxed), device, reactors: Vec::new() }
     }
 
-    /// Registers `memory` on `reactor`, before a queue starts there.
+    /// Registers `memory` on `reactor`. Must be called before a queue starts on that reactor.
     pub fn join(&mut self, reactor: &Remote, memory: &GuestMemory) {
         if !self.reactors.iter().any(|r| r.is(reactor)) {
             self.reactors.push(reactor.clone());
@@ -47,8 +47,8 @@ impl Pins {
         for region in
             memory.regions().iter().filter(|r| !old.regions().iter().any(|o| Arc::ptr_eq(o, r)))
         {
-            // Populate on this thread, because reactors have other disks to serve. If it fails, the
-            // registration logs why.
+            // Populate the memory on this thread, because reactors must serve other disks. If that
+            // fails, the registration logs the reason.
             let _ = region.populate();
         }
         (0..self.reactors.len()).for_each(|number| self.register(number, memory));
@@ -65,7 +65,8 @@ impl Pins {
                 registration.replace(&memory);
                 registration.outcome()
             };
-            // The first reactor logs for all, unless another one fails.
+            // The first reactor logs on behalf of all. Another reactor logs only if its
+            // registration fails.
             if number == 0 || outcome.refused.is_some() {
                 device.log.info(device.disk.name(), None, format_args!("{outcome}"));
             }

@@ -1,16 +1,16 @@
 //! Reads the processors of reactors and guests, and moves a reactor's thread.
 //! [`crate::policy::placement`] decides whether to move.
 //!
-//! What must hold: a thread's home is the processors it had at its start, even while it is
-//! co-located with a guest. It moves only between its home, and those processors of its home that
-//! the guest may use.
+//! What must hold: a thread's home is the processors that the thread had at its start, even while
+//! it is co-located with a guest. The thread moves only between its home and those processors of
+//! its home that the guest may use.
 
 use std::cell::Cell;
 
 use rustix::thread::{CpuSet, Pid, sched_getaffinity, sched_setaffinity};
 
 thread_local! {
-    /// The processors of this thread at its start, read before the first move.
+    /// The processors of this thread at its start. They are read before the first move.
     static HOME: Cell<Option<CpuSet>> = const { Cell::new(None) };
 }
 
@@ -27,7 +27,7 @@ pub fn guest(peer: Option<i32>) -> Option<CpuSet> {
 }
 
 /// Moves the calling thread to `processors`. Does nothing if that is impossible, for example
-/// because a processor was taken away.
+/// because a processor is offline.
 pub fn move_to(processors: &CpuSet) {
     let _ = sched_setaffinity(None, processors);
 }
@@ -62,8 +62,8 @@ mod tests {
         let own = sched_getaffinity(None).unwrap();
         assert_eq!(home(), Some(own));
         move_to(&first_of(&own));
-        // A queue starts while the thread is elsewhere. Its guest may run on the same processors as
-        // this test's process.
+        // A queue starts while the thread is on other processors than at its start. The guest may
+        // run on the same processors as this test's process.
         let guest = guest(Some(std::process::id() as i32));
         assert!(guest.is_some());
         assert_eq!(home(), Some(own));

@@ -1,13 +1,13 @@
 use super::*;
 use crate::policy::seeded::Seeded;
 
-/// The origin of all times in these tests. Its value has no effect.
+/// The origin of all times in these tests. Its absolute value has no effect.
 fn origin() -> Instant {
     Instant::now()
 }
 
-/// A guest that sends its next request `pause` after the last one was done, on a host that serves
-/// `rate` requests per millisecond. The rate depends on the strategy.
+/// A guest that sends its next request `pause` after the last request is complete, on a host that
+/// serves `rate` requests per millisecond. The rate depends on the strategy.
 struct Guest {
     policy: PollingPolicy,
     now: Instant,
@@ -28,8 +28,8 @@ impl Guest {
         Guest { policy, now, done: 0.0 }
     }
 
-    /// Runs for `time`. Returns in which share of the idle periods the policy busy-polled, and
-    /// gathered.
+    /// Runs for `time`. Returns the share of idle periods in which the policy busy-polled, and the
+    /// share in which it gathered.
     fn run(&mut self, pause: Duration, rate: impl Fn(bool, bool) -> f64, time: Duration) -> Shares {
         let (start, mut times, mut shares) = (self.now, 0.0, Shares::default());
         while self.now - start < time {
@@ -147,8 +147,8 @@ fn a_client_with_slow_answers_is_busy_polled_for_longer() {
         (polled as f64 / guest.done, f64::from(slept) / guest.done)
     };
     assert!(run(us(60)).0 > 0.8, "{:?}", run(us(60)));
-    // Where the short busy-poll is enough, the longer one is not used. Where neither helps, the
-    // reactor sleeps.
+    // If the short busy-poll is enough, the policy does not use the longer one. If both are too
+    // short, the reactor sleeps.
     assert!(run(us(40)).0 < 0.1, "{:?}", run(us(40)));
     assert!(run(us(400)).1 > 0.8, "{:?}", run(us(400)));
 }
@@ -156,7 +156,7 @@ fn a_client_with_slow_answers_is_busy_polled_for_longer() {
 #[test]
 fn a_trial_whose_rate_does_not_last_is_repeated() {
     let mut auto = Guest::new(PollMode::Auto, false);
-    // Sleeping is fast until the first trial has ended.
+    // Sleep is fast until the first trial has ended.
     let first = auto.run(us(20), |polls, _| if polls { 40.0 } else { 55.0 }, WINDOW + us(40_000));
     assert!(first.polled < 0.5, "{first:?}");
     assert!(

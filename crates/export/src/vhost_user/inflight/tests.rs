@@ -43,7 +43,7 @@ fn a_packed_ring_s_descriptors_are_kept() {
     assert_eq!(used, (1, true));
     assert_eq!(chains.iter().map(|c| c.entry).collect::<Vec<_>>(), [a, c]);
     assert_eq!(chains[0].raw, [raw(1), raw(2)]);
-    // The process is killed after that: only `c` is unanswered.
+    // The process is killed after it writes the ring's flags: only `c` is unanswered.
     let mut queue = region.queue(0, true).unwrap().unwrap();
     queue.pushed_packed(a);
     queue.publishing_packed(3, true);
@@ -75,8 +75,8 @@ fn a_damaged_region_is_an_error() {
             "{entry} {at} {value}"
         );
     }
-    // Many chains, each of which claims the length of the region: at most the region's entries are
-    // read.
+    // Each of many chains claims the length of the region. The back end reads at most as many
+    // entries as the region has.
     let region = region(64, true);
     let mut queue = region.queue(0, true).unwrap().unwrap();
     for entry in 0..usize::from(queue.size()) {
@@ -99,7 +99,8 @@ fn counters_may_overflow_and_regions_may_be_huge() {
     let mut queue = region.queue(0, false).unwrap().unwrap();
     queue.taken_split(4);
     assert_eq!(queue.recover_split(0).len(), 2);
-    // The file is sparse and stays sparse: only entries that may be used are touched.
+    // The file is sparse and stays sparse, because the back end touches only entries that it may
+    // use.
     let fd = rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
     rustix::fs::ftruncate(&fd, 1 << 40).unwrap();
     let mapper = Mapper::new(false);
@@ -114,7 +115,7 @@ fn counters_may_overflow_and_regions_may_be_huge() {
     );
 }
 
-/// After every order of taking, using and publishing, each entry is free in the end.
+/// After chains are taken, pushed and published in every order, each entry is free in the end.
 #[test]
 fn entries_taken_between_push_and_publication_are_not_lost() {
     let region = region(8, true);
@@ -133,8 +134,8 @@ fn entries_taken_between_push_and_publication_are_not_lost() {
     assert_eq!(region.queue(0, true).unwrap().unwrap().recover_packed(|_, _| false).unwrap().0, []);
 }
 
-/// Returns a region as libvhost-user lays it out for rings of 128: 128 entries in 2,112 bytes,
-/// where there is room for 131. `edit` changes it before it is mapped.
+/// Returns a region as libvhost-user lays it out for rings of 128 entries. It has 128 entries in
+/// 2,112 bytes, which have room for 131. `edit` changes the region before it is mapped.
 fn foreign(
     is_packed: bool,
     entries: u16,
@@ -166,8 +167,8 @@ fn a_region_of_another_back_end_is_read_by_its_fields() {
     });
     let mut queue = noted.queue(0, false).unwrap().unwrap();
     assert_eq!((queue.size(), queue.recover_split(1)), (128, vec![0, 6]));
-    // A packed one: a chain of entries 0 and 2, with descriptor fields in the specification's
-    // order.
+    // A region for a packed ring, with a chain of entries 0 and 2. The descriptor fields are in the
+    // specification's order.
     let noted = foreign(true, 4, 192, |bytes| {
         let mut entry = |number: usize, next: u16, id: u16| {
             let at = packed::HEADER + packed::ENTRY * number;
