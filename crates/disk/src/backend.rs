@@ -19,15 +19,15 @@ use delay::Below;
 pub use delay::{Delay, Model, ModelError};
 pub use ram::Ram;
 
-/// An open back end before a reactor uses it. It may be sent to and shared by all reactors.
+/// An open back end before a reactor uses it. All reactors may share it.
 #[derive(Clone, Debug)]
 pub enum Source {
     /// A raw image: offsets in the file are the guest's offsets.
     File(Arc<ImageFile>),
     /// An image of another format, and its backing images.
     Chain(Arc<Chain>),
-    /// Reads leave the guest's buffer as it is, writes are discarded. Measures the cost of
-    /// everything above the image.
+    /// Reads leave the guest's buffer as it is, and writes are discarded. Use this to measure the
+    /// cost of everything above the image.
     Null {
         size: u64,
     },
@@ -401,7 +401,8 @@ impl<S: Storage> Backend<S> {
 }
 
 impl<S: Storage> Backend<S> {
-    /// Returns Unsupported if fast zeroes would fail, as far as that is known without writing them.
+    /// Returns Unsupported if fast zeroes would fail, as far as this can be known without writing
+    /// zeroes.
     pub async fn may_zero_fast(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
         match self {
             Backend::Raw(raw) => raw.may_zero_fast(offset, len),

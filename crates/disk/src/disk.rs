@@ -40,7 +40,7 @@ pub struct DiskOptions {
 #[derive(Debug)]
 pub struct Disk {
     options: DiskOptions,
-    /// The disk's share of the device that holds its image, and its limits.
+    /// The disk's share of the device that holds the image, and the disk's limits.
     share: Arc<Share>,
     capacity: AtomicU64,
     pub(crate) flushes: FlushGroup,
@@ -58,7 +58,8 @@ pub struct Disk {
     pub(crate) dirty: AtomicU64,
     /// Reason why writes fail; see [`Failure::Poisoned`].
     poisoned: OnceLock<String>,
-    /// Used by control threads, and by reactors when they open the disk; never by a request.
+    /// The image and its reactors. Control threads use this, and reactors when they open the disk;
+    /// no request does.
     serving_state: Mutex<ServingState>,
     /// Held by the snapshot, commit or stream that runs: one at a time.
     pub(crate) work: Mutex<()>,

@@ -13,10 +13,10 @@ use crate::statistics::OpKind;
 /// bytes, with the end excluded.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Filter {
-    /// Delays each request by the time of its kind.
+    /// Delays each request by the time of the request's kind.
     Delay { times: [Duration; 5] },
-    /// Fails requests that touch the range with an I/O error, with the probability of their kind (0
-    /// to 1).
+    /// Fails requests that touch the range with an I/O error, with the probability (0 to 1) of the
+    /// request's kind.
     Error { odds: [f64; 5], range: Range<u64> },
 }
 
@@ -33,7 +33,7 @@ pub enum FilterError {
 }
 
 impl Filter {
-    /// Returns the delay of requests of this kind, if there is one.
+    /// Returns the delay of requests of this kind, if the filter delays them.
     pub fn delay(&self, kind: OpKind) -> Option<Duration> {
         match self {
             Filter::Delay { times } => Some(times[kind as usize]).filter(|t| !t.is_zero()),

@@ -45,7 +45,7 @@ pub struct LocalDisk<S> {
 /// A request that was admitted.
 pub(crate) struct Admitted<'a, S> {
     image: Rc<CurrentImage<S>>,
-    /// Number of bytes that it was charged for.
+    /// Number of bytes that the request was charged for.
     charged: u64,
     _in_flight: InFlightGuard<'a>,
     _admission: throttle::Admission<'a>,
@@ -214,8 +214,8 @@ impl<S: Storage> LocalDisk<S> {
         self.enter().await.image.backend.status(offset, len).await
     }
 
-    /// Returns whether fast zeroes ([`Op::WriteZeroes`]) would be refused, as far as that is known
-    /// without writing them.
+    /// Returns whether fast zeroes ([`Op::WriteZeroes`]) would be refused, as far as this can be
+    /// known without writing zeroes.
     pub async fn may_zero_fast(&self, offset: u64, len: u64, unmap: bool) -> Status {
         let result = self.enter().await.image.backend.may_zero_fast(offset, len, unmap).await;
         result.map_err(|e| Failure::of(&e))
@@ -327,7 +327,8 @@ impl<S: Storage> LocalDisk<S> {
         self.check_not_poisoned(request.op)
     }
 
-    /// Fails all but reads on a poisoned disk, also those that were in flight when it was poisoned.
+    /// Returns Poisoned on a poisoned disk, except for reads. This includes requests that were in
+    /// flight when the disk was poisoned.
     #[inline]
     fn check_not_poisoned(&self, op: Op) -> Status {
         if op != Op::Read && self.disk.poisoned().is_some() {
@@ -434,8 +435,8 @@ impl<S: Storage> LocalDisk<S> {
     ) -> io::Result<()> {
         zeroed.inspect_err(|_| self.poison_if_lost(image))?;
         self.disk.note_unsynced();
-        // Only a sync makes zeroed ranges durable, because they are metadata. It must be the flush
-        // group's sync: a separate one could consume the error that the group must see.
+        // Only a sync makes zeroed ranges durable, because they are metadata. The flush group must
+        // make this sync: a separate sync could consume the error that the group must see.
         if durable { self.flush(image).await } else { Ok(()) }
     }
 

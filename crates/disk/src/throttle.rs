@@ -47,7 +47,7 @@ pub(crate) struct Throttle {
     share: Arc<Share>,
     /// None in simulations, which have no clock. Then nothing is limited or shared.
     handle: Option<Handle>,
-    /// The disk is a device that may zero a range only by writing it.
+    /// Whether the disk is a device that may zero a range only by writing it.
     writes_zeroes: bool,
     /// Wait queues for the limits: one for reads, one for all other operations.
     wait_queues: [WaitQueue; 2],
@@ -302,7 +302,7 @@ impl Throttle {
 
     /// Ends [`Throttle::suspend`].
     pub fn resume(&self) {
-        // This reactor may have opened the disk after the others were suspended.
+        // This reactor may have opened the disk after other reactors called `suspend`.
         self.suspended.set(self.suspended.get().saturating_sub(1));
     }
 

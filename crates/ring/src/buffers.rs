@@ -181,7 +181,7 @@ pub(crate) struct Buffers {
     uses: Vec<u32>,
     /// Entries that can no longer be found, but that operations still name.
     leaving: Vec<u16>,
-    /// Size of a registered buffer in bytes, at most (tests lower it).
+    /// Largest size of a registered buffer in bytes (tests lower it).
     most: usize,
 }
 
@@ -191,8 +191,8 @@ impl Buffers {
         Buffers { table: Table::None, members, found, uses, leaving, most: MOST }
     }
 
-    /// Returns the entry of the buffer that contains all of `iov` (`len` bytes), and counts one
-    /// operation on it; else [`NONE`].
+    /// Returns the entry of the registered buffer that contains all of `iov` (`len` bytes), and
+    /// counts one operation on that entry. Returns [`NONE`] if no registered buffer contains it.
     #[inline]
     pub fn take(&mut self, iov: &[libc::iovec], len: usize) -> u16 {
         if self.found.is_empty() {
@@ -203,7 +203,7 @@ impl Buffers {
         entry
     }
 
-    /// Counts one operation less on `entry`, because it was reaped.
+    /// Counts one operation less on `entry`, because the operation was reaped.
     #[inline]
     pub fn done(&mut self, entry: u16) {
         if entry != NONE {
@@ -249,7 +249,7 @@ impl Buffers {
         !self.leaving.is_empty()
     }
 
-    /// Clears the entries after their last operation was reaped.
+    /// Clears the entries in `leaving` whose last operation was reaped.
     pub fn clear_leaving(&mut self, submitter: &Submitter<'_>) {
         for entry in std::mem::take(&mut self.leaving) {
             match self.uses[usize::from(entry)] {
@@ -285,7 +285,7 @@ impl Buffers {
         self.clear_leaving(submitter);
     }
 
-    /// Registers all of a region, in several buffers if it is large; or nothing of it.
+    /// Registers all of a region, in several buffers if the region is large; or nothing of it.
     fn register(&mut self, submitter: &Submitter<'_>, region: &Region) -> Result<(), Refusal> {
         self.open(submitter)?;
         let span = region.span();

@@ -262,7 +262,7 @@ pub(crate) fn completion_result(result: i32) -> io::Result<usize> {
     if result >= 0 { Ok(result as usize) } else { Err(io::Error::from_raw_os_error(-result)) }
 }
 
-/// The operations of the trait `Storage` of crate `storage`, which documents their guarantees.
+/// The operations of the trait `Storage` of crate `storage`. That trait documents their guarantees.
 impl UringFile {
     /// Reads into `segments` from `offset` (bytes). Returns fewer bytes only at the end of the
     /// file.

@@ -61,8 +61,8 @@ pub fn file_size(fd: impl AsFd) -> io::Result<u64> {
     }
 }
 
-/// Reads the geometry of the block device under `fd` (or of `fd` itself, if it is one) from sysfs
-/// and statx.
+/// Reads the geometry of a block device from sysfs and statx: of `fd` itself if it is one, else of
+/// the device under the file `fd`.
 pub fn geometry(fd: impl AsFd) -> io::Result<Geometry> {
     let stat = rustix::fs::fstat(fd.as_fd())?;
     let is_device =
@@ -220,8 +220,8 @@ pub fn claim(device: &Path) -> io::Result<()> {
     Ok(rustix::fs::open(device, flags, rustix::fs::Mode::empty()).map(drop)?)
 }
 
-/// Returns the process at the other end of a Unix socket, or `None` if it has no number in this PID
-/// namespace.
+/// Returns the process number of the peer of a Unix socket, or `None` if the peer has no number in
+/// this PID namespace.
 pub fn peer_process(socket: impl AsFd) -> Option<i32> {
     let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
     let mut len = size_of::<libc::ucred>() as libc::socklen_t;
@@ -380,7 +380,7 @@ pub fn open_descriptors() -> io::Result<u64> {
 pub struct Holder {
     pub pid: u32,
     pub name: String,
-    /// Whether it is exiting: the kernel releases its locks soon.
+    /// Whether the process is exiting: the kernel releases its locks soon.
     pub leaving: bool,
 }
 
@@ -407,7 +407,7 @@ pub fn holders(fd: impl AsFd) -> Vec<Holder> {
                 fd.file_name().to_string_lossy()
             ))
         };
-        // (flock(2) locks do not conflict with these.)
+        // flock(2) locks are not counted, because they do not conflict with OFD and POSIX locks.
         same && info().is_ok_and(|text| text.contains("OFDLCK") || text.contains("POSIX"))
     };
     let holds = |pid: &u32| {

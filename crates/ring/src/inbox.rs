@@ -66,8 +66,8 @@ impl Inbox {
     /// Wakes a task. `mark` belongs to its waker: it stays set until the executor has seen the
     /// wake-up.
     pub fn wake(&self, task: TaskId, mark: &AtomicBool) {
-        // If the mark is set already, it covers this wake-up too: the executor clears it before it
-        // polls the task.
+        // If the mark is set already, the queued wake-up covers this one too: the executor clears
+        // the mark before it polls the task.
         if mark.swap(true, SeqCst) {
             return;
         }

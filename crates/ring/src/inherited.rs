@@ -104,7 +104,8 @@ mod tests {
     #[test]
     fn only_inherited_sockets_are_given_out_and_to_one_export_at_a_time() {
         let listener = || std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-        // As a parent leaves it: without close-on-exec. The process owns it, so it is not dropped.
+        // A parent passes a socket without close-on-exec. The process owns the socket, so the test
+        // does not drop it.
         let passed = std::mem::ManuallyDrop::new(listener());
         rustix::io::fcntl_setfd(passed.as_fd(), FdFlags::empty()).unwrap();
         let passed = passed.as_raw_fd();

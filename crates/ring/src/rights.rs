@@ -83,7 +83,7 @@ pub(crate) fn read_now(socket: BorrowedFd<'_>, segments: &Segments) -> io::Resul
     if seen == 0 {
         return Ok(Some(0));
     }
-    // Read only these bytes: bytes that have arrived since were not checked.
+    // Read only the bytes that were peeked at. Bytes that have arrived since were not checked.
     receive(socket, &segments.slice(0, seen), RecvFlags::empty()).map(|(n, _)| Some(n))
 }
 
@@ -209,7 +209,7 @@ mod tests {
                 let (bytes, end) = read_all(ours);
                 assert_eq!((bytes, end.unwrap().kind()), (Vec::new(), io::ErrorKind::InvalidData));
             } else {
-                // The socket is dropped with all of it unread.
+                // The socket is dropped while all of its bytes are unread.
                 let executor = Executor::new().unwrap();
                 drop(Socket::new(executor.handle(), OwnedFd::from(ours)).unwrap());
             }

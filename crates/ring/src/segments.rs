@@ -70,7 +70,7 @@ impl Owner {
     }
 }
 
-/// An iovec with the owner of its memory; see the module documentation.
+/// An iovec, and the owner of its memory; see the module documentation.
 #[derive(Default)]
 pub struct Segments {
     iov: Vec<libc::iovec>,

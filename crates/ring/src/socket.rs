@@ -31,7 +31,7 @@ struct Connected {
     slot: Rc<FileSlot>,
     /// Whether the connection outlives this value ([`Socket::keep`]).
     kept: Cell<bool>,
-    /// Whether descriptors may arrive with its bytes (see `rights`).
+    /// Whether descriptors may arrive with the socket's bytes (see `rights`).
     brings_descriptors: bool,
 }
 
@@ -63,8 +63,8 @@ impl Socket {
         self.0.slot.fd()
     }
 
-    /// Returns a descriptor of the connection for another user, and no longer shuts it down on
-    /// drop. No operation may be in flight, or start later.
+    /// Returns a descriptor of the connection for another user. From now on, dropping this value
+    /// does not shut the connection down. No operation may be in flight, or start later.
     pub fn keep(&self) -> io::Result<OwnedFd> {
         let fd = self.fd().try_clone_to_owned()?;
         self.0.kept.set(true);

@@ -93,7 +93,7 @@ pub(crate) enum Action {
     Poll {
         fd: i32,
     },
-    /// Completes when the file is readable, or at its end.
+    /// Completes when the file is readable or has ended.
     Readable,
     /// Stays in the kernel until a request arrives; see `ublk`.
     Ublk(Command),
@@ -255,8 +255,8 @@ impl Uring {
         }
     }
 
-    /// Returns the result and the segments of a completed operation, and frees its slot. `None`: it
-    /// is pending.
+    /// Returns the result and the segments of a completed operation, and frees its slot. `None`:
+    /// the operation is pending.
     #[inline]
     pub fn take(&mut self, key: u32) -> Option<(i32, Segments)> {
         let slot = &mut self.slots[key as usize];

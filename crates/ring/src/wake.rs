@@ -77,7 +77,7 @@ impl Signal {
         }
     }
 
-    /// Waits for a ring, and clears it.
+    /// Waits until the signal is rung, and clears the ring.
     pub async fn wait(&self) {
         std::future::poll_fn(|_| self.poll_wait()).await
     }

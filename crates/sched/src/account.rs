@@ -232,7 +232,7 @@ impl Account {
         !before(end, self.start_tag.load(Relaxed)) && self.waiting.load(Relaxed) == 0
     }
 
-    /// Sets how much cost, in nanoseconds, the disk may use ahead of its share.
+    /// Sets the cost, in nanoseconds, by which the disk may exceed its share.
     pub fn set_margin(&self, cost: u64) {
         self.margin.store(self.virtual_cost(cost), Relaxed);
     }
@@ -269,7 +269,8 @@ impl Account {
         Counts { busy, ..counts }
     }
 
-    /// Adds the cost that was due to the disk in the last period, and the cost that it used.
+    /// Adds to the totals: the cost that was due to the disk in the last period, and the cost that
+    /// the disk used.
     pub fn note_owed(&self, owed: f64, used: u64) {
         let owed = owed as u64;
         self.sums.owed_ns.fetch_add(owed, Relaxed);

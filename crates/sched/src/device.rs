@@ -37,14 +37,14 @@ const ABSENT_NS: u64 = 10_000_000_000;
 /// A disk without operations for this long (nanoseconds) leaves its part of its group's weight to
 /// the others.
 const QUIET_NS: u64 = 100_000_000;
-/// Largest cost, in nanoseconds, by which a disk's reservation takes it ahead of its share.
+/// Largest cost, in nanoseconds, by which a reservation may let a disk exceed its share.
 const MAX_RESERVATION_LEAD_NS: u64 = 10_000_000;
 
 /// Margin by which a disk may exceed its share before it waits, as a fraction of its part of the
 /// window. The margin is necessary because operations arrive in bursts.
 const MARGIN: f64 = 1.0;
 
-/// Maximum that one operation takes of the window, as a multiple of the cost of a 4 KiB read
+/// Largest part of the window that one operation takes, as a multiple of the cost of a 4 KiB read
 /// ([`SMALL`]).
 const MAX_HELD_FACTOR: u64 = 4;
 const SMALL: Operation =
@@ -60,7 +60,7 @@ struct CacheAligned<T>(T);
 pub struct Device {
     name: String,
     costs: Costs,
-    /// Maximum that one operation takes of the window, in nanoseconds of cost.
+    /// Largest part of the window that one operation takes, in nanoseconds of cost.
     max_held_ns: u64,
     pub(crate) baseline: Baseline,
     /// Virtual time: start tag of the last operation that was admitted in order.
@@ -257,8 +257,8 @@ impl Device {
         }
     }
 
-    /// Advances the disk's start tag by the operation's cost, and the device's virtual time with
-    /// it.
+    /// Advances the disk's start tag by the operation's cost. Also advances the device's virtual
+    /// time, if `advance` says so.
     fn charge(
         &self,
         account: &Account,
@@ -269,7 +269,7 @@ impl Device {
     ) {
         let device = self.virtual_time.0.load(SeqCst);
         let step = account.virtual_cost(cost);
-        // A reservation takes a disk ahead of its share. Bound the lead, so that the disk does not
+        // A reservation lets a disk exceed its share. Bound the excess, so that the disk does not
         // wait long for its share afterwards.
         let max_tag = account
             .has_reservation()
@@ -434,7 +434,7 @@ impl Device {
         self.release_grant(account, now, &grant);
     }
 
-    /// Returns to the window what an operation took of it.
+    /// Frees the part of the window that an operation took.
     #[inline]
     pub(crate) fn release_grant(&self, account: &Account, now: Time, grant: &Grant) {
         let held = self.held(grant.cost_ns);

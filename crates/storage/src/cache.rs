@@ -30,7 +30,7 @@ impl CacheMode {
         ("unsafe", CacheMode::Unsafe),
     ];
 
-    /// Returns whether it bypasses the host's page cache.
+    /// Returns whether the mode bypasses the host's page cache.
     pub fn direct(self) -> bool {
         matches!(self, CacheMode::None | CacheMode::Directsync)
     }
@@ -54,7 +54,7 @@ impl fmt::Display for CacheMode {
     }
 }
 
-/// A name that is not among [`CacheMode::NAMES`].
+/// Error for a name that is not among [`CacheMode::NAMES`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "cache mode \"{0}\" is not known: use one of none, \

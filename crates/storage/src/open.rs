@@ -31,7 +31,7 @@ pub struct OpenOptions {
     pub found: Option<Arc<OwnedFd>>,
     pub read_only: bool,
     pub cache: CacheMode,
-    /// Takes no lock, so another program may write to the file. For readers only.
+    /// Do not lock the file, so another program may write to it. Only readers may use this.
     pub force_share: bool,
     /// For images on an NBD server.
     pub nbd: nbd::Options,
@@ -45,9 +45,10 @@ pub struct OpenOptions {
 pub enum Overlaid {
     #[default]
     Refuse,
-    /// Open it and remove the record: the overlay is abandoned.
+    /// Open the image and remove the record: the overlay is abandoned.
     Abandon,
-    /// Open it if the record names one of these files, which hide what is written.
+    /// Open the image if the record names one of these files, which lie over the image and hide
+    /// what is written to it.
     Below(Vec<PathBuf>),
 }
 
@@ -113,16 +114,16 @@ impl OpenError {
 pub trait Opened: fmt::Debug + Send + Sync {
     /// Returns the storage on one reactor.
     fn storage(self: Arc<Self>, handle: &Handle) -> io::Result<Store>;
-    /// Returns the normalized name by which an image may refer to it.
+    /// Returns the normalized name by which an image may refer to the storage.
     fn name(&self) -> String;
-    /// Returns its kind for `image info`: "nbd".
+    /// Returns the storage's kind for `image info`: "nbd".
     fn kind(&self) -> &'static str;
-    /// Returns its size in bytes.
+    /// Returns the storage's size in bytes.
     fn size(&self) -> u64;
     fn geometry(&self) -> Geometry;
     fn capabilities(&self) -> Capabilities;
-    /// Returns the device that holds its data and that other disks may share, and whether it is
-    /// rotational. None: no other disk can share it.
+    /// Returns the device that holds the storage's data and that other disks may share, and whether
+    /// it is rotational. None: no other disk can share the device.
     fn device(&self) -> io::Result<Option<(String, bool)>>;
 }
 
@@ -353,8 +354,8 @@ impl ImageFile {
         }
     }
 
-    /// Returns the device that holds its data and that other disks may share, and whether it is
-    /// rotational. None: no other disk can share it.
+    /// Returns the device that holds the file's data and that other disks may share, and whether it
+    /// is rotational. None: no other disk can share the device.
     pub fn device(&self) -> io::Result<Option<(String, bool)>> {
         match &self.medium {
             Medium::File(fd) => host::backing_device(fd).map(Some),

@@ -74,8 +74,8 @@ impl Job {
         &self.0.kind
     }
 
-    /// Returns the bytes done and the total bytes. The total grows while the job finds what it must
-    /// do.
+    /// Returns the number of bytes done, and the total number of bytes. The total grows while the
+    /// job finds more data to copy.
     pub fn progress(&self) -> (u64, u64) {
         let progress = self.0.work.progress();
         (progress.done(), progress.total())

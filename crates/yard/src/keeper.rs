@@ -73,7 +73,7 @@ pub struct DiskInfo {
 }
 
 struct Entry {
-    /// Disks are listed in the order of their arrival.
+    /// Number of the disk in order of arrival. The list of disks has this order.
     arrival: u64,
     state: DiskState,
     /// The disk. None while a thread of the pool owns it, or before it is open.

@@ -36,7 +36,7 @@ pub struct DiskSettings {
     pub filters: Vec<Filter>,
     /// Name of the device that the disk shares with others. None: the device that holds its image.
     pub device: Option<String>,
-    /// Name of its group of disks, which share one weight, limits and reservation.
+    /// Name of the disk's group. The disks of a group share one weight, limits and reservation.
     pub group: Option<String>,
     pub knobs: Knobs,
     /// Exports start in this order.

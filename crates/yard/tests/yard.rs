@@ -60,7 +60,7 @@ struct NoteWay {
     name: &'static str,
     events: Events,
     fails: bool,
-    /// The start of the export waits for this channel.
+    /// Channel for which the start of the export waits.
     held: Option<Mutex<Receiver<()>>>,
 }
 

@@ -154,8 +154,8 @@ impl Worker {
         }
     }
 
-    /// Opens the disk on this thread. No guest's requests come here, and a quiesce does not include
-    /// it.
+    /// Opens the disk on this thread. No guest's requests come to this thread, and a quiesce does
+    /// not include the thread.
     fn local_disk(&self, source: &Source) -> Result<Rc<LocalDisk<Store>>, Why> {
         let local_disk = LocalDisk::apart(&self.handle, &self.disk, source);
         Ok(Rc::new(local_disk.map_err(|e| Why::Quiesce(QuiesceError::Reactor(e)))?))

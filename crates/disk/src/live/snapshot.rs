@@ -51,7 +51,7 @@ impl Worker {
         let old = self.chain()?;
         let mut new = old.grow(&self.handle, &options.overlay, options.shape.as_ref()).await?;
         let local_disk = self.local_disk(&self.disk.source())?;
-        // This leaves little to do during the quiesce.
+        // A flush now leaves little for the flush during the quiesce.
         self.flush_unsynced(&local_disk).await?;
         let quiesced = self.disk.quiesce("snapshot")?;
         self.flush_unsynced(&local_disk).await?;

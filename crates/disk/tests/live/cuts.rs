@@ -91,7 +91,7 @@ impl Life {
         }
     }
 
-    /// Runs the load, and some snapshots, commits and streams under it.
+    /// Runs the load, with some snapshots, commits and streams at the same time.
     fn run(&mut self) {
         let stop = Arc::new(AtomicBool::new(false));
         let (sender, ended) = mpsc::channel();

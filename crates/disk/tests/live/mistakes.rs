@@ -100,7 +100,7 @@ fn a_snapshot_that_fails_leaves_no_overlay_and_the_disk_as_it_was() {
     }
     assert_eq!(std::fs::read(scratch.path("there.qcow2")).unwrap(), b"other data");
     assert!(!scratch.path("other/new.qcow2").exists());
-    // A failure after the file was created, but before it holds an image.
+    // The snapshot fails after it has created the file, but before the file holds an image.
     let shape = blockyard_image::qcow2::CreateOptions {
         cluster_size: 100,
         ..blockyard_image::qcow2::CreateOptions::new(0)
@@ -185,7 +185,7 @@ fn a_cancelled_commit_or_stream_leaves_the_disk_as_it_was() {
         assert!(matches!(*error.why, Why::Cancelled), "{error}");
         assert!(work.progress().done() < work.progress().total());
         fixture.load.go_on(200);
-        // Cancelled before it begins.
+        // The work is cancelled before it begins.
         assert!(matches!(*run(&fixture.disk, &work).unwrap_err().why, Why::Cancelled));
         fixture.open("base.raw", true).unwrap();
         assert!(fixture.open("base.raw", false).is_err());

@@ -106,7 +106,7 @@ fn an_overlay_committed_under_load_is_empty_and_its_backing_image_holds_all_data
         ("base.raw", &["-O", "raw"]),
         ("base.qcow2", &["-O", "qcow2"]),
         ("small.qcow2", &["-O", "qcow2", "-o", "cluster_size=4k"]),
-        // Every cluster that is written in the backing image is freed there first.
+        // A write to the compressed backing image first frees the old cluster.
         ("packed.qcow2", &["-O", "qcow2", "-c"]),
     ];
     for (base, options) in bases {

@@ -23,8 +23,8 @@ pub struct Judge {
     /// Answered flushes: the number of disk events before and after, and whether they succeeded.
     flushes: RefCell<Vec<(u64, u64, bool)>>,
     told: Cell<bool>,
-    /// If syncs may fail, a read may see their losses before any flush has failed. So the oracle
-    /// always has a flush in flight then.
+    /// If syncs may fail, a read may see their losses before any flush has failed. So, in these
+    /// runs, the oracle always has a flush in flight.
     _risk: Option<FlushToken>,
 }
 

@@ -68,8 +68,8 @@ async fn watched<T>(handle: &Handle, future: impl Future<Output = T>) -> (T, boo
     (value.await, most > before)
 }
 
-/// Writes `pieces` to the file and reads them back elsewhere. Returns for both whether they named a
-/// registered buffer.
+/// Writes `pieces` to the file and reads them back elsewhere. Returns whether the write and the
+/// read named a registered buffer.
 async fn moves(handle: &Handle, memory: &Rc<GuestMemory>, pieces: &[(u64, u64)]) -> [bool; 2] {
     let (file, from) = (file(handle), segments(memory, pieces));
     let want = pattern(pieces[0].0 + pieces.len() as u64, from.len());

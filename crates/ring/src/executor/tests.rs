@@ -150,7 +150,7 @@ fn poll_now_polls_the_other_task_in_the_same_iteration() {
             (log.taken(), seen.get(), handle.current()),
             (vec!["polled"], (id, iteration), caller)
         );
-        // It was ready too, so the next iteration polls it once more: a spurious poll.
+        // The task was ready, too, so the next iteration polls it once more: a spurious poll.
         handle.yield_now().await;
         log.taken();
         handle.yield_now().await;
@@ -203,7 +203,8 @@ fn a_task_that_has_ended_is_not_woken_and_its_number_is_reused() {
     });
 }
 
-/// Dropping the future may spawn a task, so its number must not be free before.
+/// Dropping a future may spawn a task. So the future's task number must not be free before it is
+/// dropped.
 #[test]
 fn a_task_number_is_not_reused_before_its_future_is_dropped() {
     work(async |handle| {
@@ -214,7 +215,7 @@ fn a_task_number_is_not_reused_before_its_future_is_dropped() {
             let child = child.clone();
             child_id.set(spawner.spawn(async move { child.add("child") }));
         });
-        // The closure is dropped with the future, not when it completes.
+        // The closure is dropped with the future, not when the future completes.
         let id = handle.spawn(poll_fn(move |_| {
             let _ = &spawns;
             Poll::Ready(())

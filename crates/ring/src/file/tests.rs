@@ -150,7 +150,7 @@ fn another_thread_receives_the_reply_of_a_remote_call() {
     assert!(slept >= std::time::Duration::from_millis(5));
 }
 
-/// On submission the reactor would copy them.
+/// On submission the reactor's thread would copy the data of long transfers.
 #[test]
 fn a_kernel_worker_makes_long_page_cache_copies() {
     let executor = Executor::new().unwrap();

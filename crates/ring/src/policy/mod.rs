@@ -21,7 +21,7 @@ use std::cell::Cell;
 pub struct WriteFigures {
     /// Number of page-cache writes that reactors made.
     pub inline: u64,
-    /// Number of times that a reactor's own work blocked it.
+    /// Number of times that work of a reactor itself, not of io_uring, blocked the reactor.
     pub blocked: u64,
     /// Number of times that a reactor left work to io_uring, because work of the same kind had
     /// blocked the reactor before.

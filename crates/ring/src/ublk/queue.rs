@@ -184,8 +184,8 @@ impl Queue {
         Ok(Rc::new(Queue { handle, file, descriptors, device, number, data }))
     }
 
-    /// Maps the queue's descriptors, unless they are mapped. All tags of all queues of the device
-    /// must fetch already.
+    /// Maps the queue's descriptors, unless they are mapped already. All tags of all queues of the
+    /// device must have a fetch command before this call.
     pub fn map(&self) -> io::Result<()> {
         self.descriptors().map(|_| ())
     }

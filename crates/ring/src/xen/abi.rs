@@ -27,9 +27,9 @@ pub(super) struct BindInterdomain {
     pub port: u32,
 }
 
-/// `struct ioctl_gntdev_map_grant_ref` has a header and any number of grants, so it is represented
-/// as words: count, index (set by the kernel), and domain and reference of each grant. This is the
-/// number of words with one grant.
+/// Number of words of a `struct ioctl_gntdev_map_grant_ref` with one grant. The structure has any
+/// number of grants, so it is represented as words: count, index (set by the kernel), and domain
+/// and reference of each grant.
 pub(super) const MAP_WORDS: usize = 3;
 
 /// Returns the words of a request to map `references` of `domain`.

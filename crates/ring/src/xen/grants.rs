@@ -23,8 +23,8 @@ use super::machine::Domain;
 use crate::memory::Region;
 use crate::segments::Segments;
 
-/// Grants of one domain, through a file of their own: when it is closed, the kernel unmaps what is
-/// left.
+/// Grants of one domain, through a file that only they use. When the file is closed, the kernel
+/// unmaps the grants that are still mapped.
 pub struct Grants(GrantDevice);
 
 enum GrantDevice {

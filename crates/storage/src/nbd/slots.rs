@@ -138,7 +138,7 @@ impl Slots {
         std::mem::take(&mut self.slots[index as usize])
     }
 
-    /// Returns the slot when the request has ended. Otherwise `waker` is woken then.
+    /// Returns the slot if the request has ended. If not, wakes `waker` when it ends.
     pub fn poll(&mut self, index: u32, waker: &Waker) -> Poll<Slot> {
         let slot = &mut self.slots[index as usize];
         if slot.state == State::Done {

@@ -162,7 +162,7 @@ impl Storage for SimDisk {
     }
 
     async fn sync(&self) -> io::Result<()> {
-        // `start` fills this in.
+        // `start` sets the fields.
         let effect = Effect::Sync { uncovered: Vec::new(), journal_end: 0 };
         self.run(effect, Segments::default()).await.1.map(|_| ())
     }
@@ -239,7 +239,7 @@ struct InFlight {
     sectors: Vec<u64>,
     /// Step at which some of the sectors reach the disk before the answer.
     early: Option<u64>,
-    /// Step at which it is answered. The second number breaks ties.
+    /// Step at which the operation is answered. The second number breaks ties.
     due: (u64, u64),
     fault: Option<io::Error>,
     /// The caller has stopped waiting.
@@ -263,7 +263,7 @@ struct Inner {
 }
 
 impl Inner {
-    /// Starts an operation and returns its number. If the power goes at this event, the operation
+    /// Starts an operation and returns its number. If the power is cut at this event, the operation
     /// has a number but is never answered.
     fn start(
         &mut self,

@@ -297,7 +297,7 @@ impl ReplayedFile {
             match effect {
                 Effect::Note(new) if rng.one_in(2) => note.clone_from(new),
                 Effect::Write { offset, data, .. } => {
-                    // Like a write that is not durable, because it may be torn.
+                    // Handle it like a write that is not durable, because it may be torn.
                     let effect =
                         Effect::Write { offset: *offset, data: data.clone(), durable: false };
                     land(&mut media, op, &effect);

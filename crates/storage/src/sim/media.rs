@@ -149,8 +149,8 @@ struct Version {
     cut: Option<u64>,
 }
 
-/// Probabilities in percent that a crash keeps an operation as a whole, or loses it as a whole.
-/// Otherwise the operation is torn at sectors.
+/// Probabilities in percent that a crash keeps an operation as a whole, or loses it as a whole. An
+/// operation that is neither kept nor lost is torn at sectors.
 const FATES: [(u64, u64); 5] = [(0, 100), (100, 0), (50, 50), (30, 30), (0, 0)];
 
 /// See the module documentation.

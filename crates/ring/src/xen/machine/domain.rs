@@ -185,7 +185,7 @@ impl Domain {
         let page = |reference: &u32| {
             let grant =
                 grants.granted.get(reference).filter(|grant| !(write && grant.read_only))?;
-            // A front end may grant pages that it does not have.
+            // The front end may have granted pages that it does not have.
             (grant.page < self.memory.size() as usize / PAGE).then_some(grant.page)
         };
         let pages = references.iter().map(page).collect::<Option<Vec<_>>>();
