@@ -4,7 +4,7 @@
 //!   client      `bench client`: load on a vhost-user-blk back end or a host file, verified
 //!   rate        `bench rate`: times one operation after another, of random size and offset
 //!   target      files, devices, vhost-user and NBD servers for `rate`
-//!   figures     `bench median`, `percentile`: figures by size (samples: size and time in bins)
+//!   figures     `bench median`, `percentile`: durations by operation size (samples: sorts them)
 //!   job         `bench job`: named loads, by fio or by the client's engine
 //!   experiment  dd and rm, mount and copy, boot
 //!   compare     `bench compare`: the same work on the host and in guests, in turn
@@ -16,7 +16,8 @@
 //!   diff        `bench diff`: two sets of results
 //!   statistics  quantiles               plot    pictures, as SVG and PNG
 //! ```
-//! `compare -> results -> {report, draw, diff} -> plot -> statistics`. Nothing points back.
+//! Data flows from `compare` to `results`, and from there to `report`, `draw` and `diff`. These use
+//! `plot` for pictures and `statistics` for quantiles.
 
 // These macros panic when the stream cannot be written; `blockyard_program::output` and the log do
 // not.

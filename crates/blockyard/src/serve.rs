@@ -53,7 +53,7 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     if let Err(e) = blockyard_ring::host::raise_descriptor_limit() {
         tracing::warn!("raising the limit of open descriptors (ulimit -n): {e}");
     }
-    // From here on signals are pending until the start is complete.
+    // Signals that arrive from now on stay pending until the start is complete.
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR1])?;
     let reactors = options.reactors.or(config.reactors).unwrap_or(1);
     let cpus = options.cpus.as_ref().map_or(&[][..], |c| &c.0);
@@ -65,7 +65,7 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     let mut server = Server { yard, common, disks: Vec::new(), known: Known::new(config.file) };
     let served = server.serve(options, config.disks, xen, &mut signals);
     let closed = server.close();
-    // After this the images are closed: another program may open them as soon as this one exits.
+    // After `stop` the images are closed. Another program may open them as soon as this one exits.
     reactors.stop();
     served?;
     closed

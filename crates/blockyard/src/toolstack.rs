@@ -186,7 +186,7 @@ impl Shared {
         let settings = move || shared.settings(requested).map_err(Into::into);
         let (shared, device) = (self.clone(), wanted.device.clone());
         self.yard.add_then(name(&wanted.device), settings, move |added| match added {
-            // This server ends. The next one takes the device over.
+            // If the yard closes, this server ends. The next server takes the device over.
             Ok(()) | Err(YardError::Closing) => {}
             Err(e) => {
                 shared.watch(&device).refuse(&device, &format!("{:#}", anyhow::Error::from(e)))

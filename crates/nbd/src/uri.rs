@@ -161,7 +161,7 @@ fn decode(text: &str) -> Result<String, &'static str> {
     String::from_utf8(bytes).map_err(|_| "it is not UTF-8")
 }
 
-/// Encodes text for [`decode`]. `plain`: characters that stay, beside letters and digits.
+/// Encodes text for [`decode`]. `plain`: characters that stay, in addition to letters and digits.
 fn encode(f: &mut fmt::Formatter<'_>, text: &str, plain: &str) -> fmt::Result {
     for byte in text.bytes() {
         match char::from(byte) {

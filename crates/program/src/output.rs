@@ -27,6 +27,6 @@ pub fn print(text: impl Display) -> Result<(), OutputError> {
 
 /// Prints a line on standard error. A line that cannot be written is dropped.
 pub fn note(line: impl Display) {
-    // One write a line, so that lines of several threads do not mix.
+    // Each line is one write, so that lines of several threads do not mix.
     let _ = io::stderr().lock().write_all(format!("{line}\n").as_bytes());
 }

@@ -1,8 +1,9 @@
-//! One queue's work from its first operation to its last: warm-up, measured part, draining, reading
-//! back.
+//! One queue's work from its first operation to its last: warm-up, measured part, draining, and
+//! reading back for verification.
 //!
 //! In: the time (nanoseconds since the run began), and the result of each operation. Out: the next
-//! operation, and a tally at the end. It is independent of rings and files. All targets use it.
+//! operation, and a tally at the end. This module uses no ring and no file, so all targets share
+//! it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -401,7 +401,7 @@ mod tests {
         is(&figures, "p99 x", 1.2, Some(true));
         is(&figures, "isol-01 %", 96.0, Some(false));
         is(&figures, "isol-01 alone", 100.0, None);
-        // The same latency counts if the disk wants at most half of the device.
+        // The same latency counts as an impact if the disk wants at most half of the device.
         let small = Round(vec![
             ("alone", vec![report(4_000, 100)]),
             ("saturated", vec![report(10_000, 100)]),

@@ -46,7 +46,7 @@ impl Scale {
             Kind::Log if unit == Unit::Bytes => {
                 ((low.log2() + 1e-9).floor().exp2(), (high.log2() - 1e-9).ceil().exp2())
             }
-            // At least a decade, so that the axis has a label.
+            // The range is at least a decade, so that the axis has a label.
             Kind::Log => {
                 let more = (10.0 / (high / low)).max(1.7).sqrt();
                 (low / more, high * more)

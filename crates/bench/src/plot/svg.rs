@@ -2,8 +2,8 @@
 
 use std::fmt::Write;
 
-/// Colours that colour-blind people can distinguish (Okabe and Ito, 2008): for a white ground,
-/// and for a dark one; dashes and markers besides.
+/// Colours that colour-blind people can distinguish (Okabe and Ito, 2008): one for a light
+/// background, and one for a dark background. Series also differ in dashes and markers.
 pub const COLOURS: [(&str, &str); 8] = [
     ("#3a3a3a", "#d8d8d8"),
     ("#d55e00", "#ff8a3c"),

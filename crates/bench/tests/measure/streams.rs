@@ -35,7 +35,7 @@ fn measurements_end_quietly_when_the_reader_has_gone() {
         let done = bench(&arguments, writer.into(), Stdio::piped());
         let said = String::from_utf8_lossy(&done.stderr);
         let said: Vec<_> = said.lines().filter(|line| !line.starts_with("seed ")).collect();
-        // The status of a program that SIGPIPE has ended, as a shell gives it.
+        // The exit status that a shell reports for a program that SIGPIPE ended.
         assert_eq!((done.status.code(), said), (Some(141), vec![]), "{arguments:?}");
     }
 }

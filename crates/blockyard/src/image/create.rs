@@ -78,7 +78,7 @@ pub fn run(options: &CreateArgs) -> Result<(), Failure> {
     if let Some(backing) = backing.as_ref().filter(|_| options.force) {
         sources.add_path(&backing.path);
         chain = match backing.chain(&options.folders, &options.file) {
-            // With --unsafe it does not have to exist, nor to be valid.
+            // With --unsafe the backing file need not exist, and need not be valid.
             Err(_) if options.backing_unsafe => None,
             opened => Some(opened?),
         };

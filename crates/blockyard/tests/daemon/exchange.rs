@@ -114,7 +114,7 @@ fn front_ends_may_connect_disconnect_and_die_during_exchanges() {
     let (image, socket) = (folder.image("base.img", SIZE), folder.join("s"));
     let server = Server::start(&image, &socket, &[SLOW]);
     let exchanges = Exchanges::start(&server.disk, folder.to_path_buf());
-    // On a slow machine this needs more rounds, because the exchanges must run under load.
+    // Rounds continue until enough exchanges ran under load. A slow machine needs more rounds.
     for round in 0.. {
         if round >= 6 && exchanges.rounds() >= 6 {
             break;
@@ -143,8 +143,8 @@ fn front_ends_may_connect_disconnect_and_die_during_exchanges() {
     server.end();
 }
 
-/// As at SIGTERM: the server ends the exchange, keeps acknowledged writes, and leaves a consistent
-/// image.
+/// A disk that closes, as at SIGTERM, ends the exchange, keeps acknowledged writes, and leaves a
+/// consistent image.
 #[test]
 fn a_disk_closes_during_an_exchange() {
     for round in 0..4 {

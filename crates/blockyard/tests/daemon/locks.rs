@@ -107,7 +107,8 @@ fn a_start_waits_for_the_lock_of_a_killed_server() {
     let (image, socket) = (folder.image("disk", 64 << 20), folder.join("s"));
     let mut daemon = Daemon::serve(&image, &socket, &[]);
     for round in 0..8 {
-        // Under load: the kernel must cancel requests before it releases the lock.
+        // The daemon is killed under load: the kernel must cancel its requests before it releases
+        // the lock.
         let mut guest = Guest::connect(&socket);
         for slot in 0..32 {
             guest.queue().submit(

@@ -112,7 +112,7 @@ fn regions_are_pinned_and_unpinned_under_load() {
     daemon.stop();
 }
 
-/// Without CAP_IPC_LOCK, and with less locked memory than the guest has.
+/// The server has no CAP_IPC_LOCK, and may lock less memory than the guest has.
 #[test]
 fn a_server_that_may_not_pin_memory_still_serves() {
     let folder = Folder::new();

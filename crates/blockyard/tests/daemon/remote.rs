@@ -227,7 +227,7 @@ fn requests_wait_for_a_lost_server_only_for_the_timeout() {
     for _ in 0..100 {
         assert_eq!(guest.read(0, 4096), Err(status::IOERR));
     }
-    // With one wait for each request it would be 50 s.
+    // If each request waited for the timeout by itself, the requests would take 50 s.
     assert!(start.elapsed() < Duration::from_secs(15), "{:?}", start.elapsed());
     let lines = daemon.log().lines().count();
     assert!(lines < 20, "{lines} lines: {}", daemon.log());

@@ -120,7 +120,7 @@ fn revoked_certificates_are_refused() {
         assert!(daemon.log().contains("Revoked"), "{}", daemon.log());
         daemon.stop();
     }
-    // For a running server.
+    // A reload applies the list to a running server.
     let daemon = fixture.serve("tls-verify-peer = true");
     revoke(&fixture.server, &fixture.ours, &["vm1.example"]);
     reload(&daemon, APPLIED);

@@ -52,7 +52,7 @@ fn no_rate_exceeds_its_limit() {
             report.seconds,
         );
     }
-    // Of two limits the lower one applies.
+    // The lower one of the two limits applies.
     for (bs, depth, rate) in [(4096, 32, 500.0), (256 << 10, 8, 256.0)] {
         let report = good(&Options { bs, depth, ops: Some(100), ..disks.load("both") });
         never_faster(

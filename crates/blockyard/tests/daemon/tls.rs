@@ -88,7 +88,7 @@ impl TlsFixture {
         std::fs::create_dir(&anonymous).unwrap();
         std::fs::write(anonymous.join("ca-cert.pem"), ours.pem()).unwrap();
         let stranger = certify(&folder.join("stranger"), &others, "client", "vm1.example", false);
-        // It trusts our server, which does not trust it.
+        // The stranger trusts our server, but our server does not trust the stranger.
         std::fs::write(stranger.join("ca-cert.pem"), ours.pem()).unwrap();
         let disk = folder.join("disk.raw");
         std::fs::write(&disk, pattern(3, SIZE)).unwrap();
@@ -415,7 +415,7 @@ fn a_remote_disk_reconnects_with_tls() {
         std::thread::sleep(Duration::from_millis(100));
         peer = start();
     }
-    // It also reconnects if no request is in flight, after a connection that worked.
+    // The client also reconnects if no request is in flight, after a connection that worked.
     assert!(guest.read(0, 4096).unwrap() == whole[..4096]);
     until("it has logged all three", SOON, || daemon.log().matches("connected again").count() >= 3);
     let from = daemon.log().len();

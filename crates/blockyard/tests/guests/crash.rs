@@ -52,7 +52,7 @@ fn a_guest_survives_twenty_kills_of_each_daemon_in_qemu() {
     );
     guest.expect("started");
     let mut hits = 0;
-    // On a busy machine more kills find no request in flight: then the test kills more often.
+    // On a busy machine more kills find no request in flight. The test then kills more often.
     for n in 0.. {
         if n >= KILLS && hits >= KILLS {
             break;

@@ -83,7 +83,7 @@ fn the_machine_can_be_reset_under_load() {
     fixture.until_served("write");
     let before = Footprint::of(fixture.daemon());
     let mut qmp = Qmp::connect(&monitor);
-    // Without this, -no-reboot of the runner would end the guest.
+    // By default the runner's option -no-reboot makes QEMU exit at a reset.
     qmp.execute("set-action", json!({ "reboot": "reset" }));
     qmp.execute("system_reset", json!({}));
     // The second boot reads its script again.

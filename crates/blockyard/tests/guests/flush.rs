@@ -36,7 +36,7 @@ fn a_guests_sync_is_an_fdatasync_of_the_image() {
     }
 }
 
-/// One write at a time: each has its own sync before its completion.
+/// With one write at a time, each write has its own sync before its completion.
 #[test]
 fn without_a_write_cache_writes_are_durable_and_the_guest_syncs_nothing() {
     for mode in ["directsync", "writethrough"] {

@@ -1,4 +1,5 @@
-//! The same error very often: the log stays short, and memory and descriptors do not grow.
+//! Errors that a guest or a front end repeats very often: the log stays short, and memory and
+//! descriptors do not grow.
 
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};

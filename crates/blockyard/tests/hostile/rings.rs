@@ -335,8 +335,8 @@ fn a_chain_offered_twice_stops_the_queue_after_its_answer() {
         let mut other = Guest::start(&daemon.socket(OTHER), *layout);
         let mut guest = Guest::start(&daemon.socket(SLOW), *layout);
         let chain = good(&mut guest);
-        // One kick announces both. The disk has the first one when the server checks the second
-        // one.
+        // One kick announces both chains. The disk has the first one when the server checks the
+        // second one.
         let head = guest.rings[0].offer(&chain);
         match layout {
             Layout::Split => guest.rings[0].push_split(head),

@@ -99,7 +99,7 @@ fn a_commit_into_a_deeper_image_keeps_the_overlay() {
             image(&["commit", "-t", cache, "-b", "base.raw", text(&top)]),
             "Image committed.\n"
         );
-        // Its size was 7 MiB and one sector.
+        // Before the commit the base had 7 MiB and one sector.
         assert_eq!((std::fs::metadata(&base).unwrap().len(), own(&top)), (SIZE, had));
         sound_and_same((&top, "qcow2"), (&expected, "raw"));
         sound_and_same((&base, "raw"), (&expected, "raw"));

@@ -43,7 +43,7 @@ fn a_rebase_does_not_change_the_disk() {
             let with = ["-b", name, "-F", format];
             let with = if name.is_empty() { &with[..2] } else { &with[..] };
             match (number, name) {
-                // One rebase by QEMU in between: both continue with images of the other.
+                // QEMU does one of the rebases. Both programs continue with images of the other.
                 (2, "small.qcow2") => qemu_img(&[&["rebase"], with, &[text(&top)]].concat()),
                 _ => image(&[&["rebase"], with, &[text(&top)]].concat()),
             };
@@ -103,7 +103,7 @@ fn images_in_both_chains_are_not_read() {
     let had = own(&top);
     for name in ["between.qcow2", "middle.qcow2"] {
         image(&["rebase", "-b", name, text(&top)]);
-        // After the end of the middle image there is data to compare.
+        // Nothing is copied, although there is data to compare after the end of the middle image.
         assert_eq!(own(&top), had);
         sound_and_same((&top, "qcow2"), (&expected, "raw"));
     }

@@ -62,7 +62,7 @@ fn files_that_the_command_reads_are_not_replaced() {
         10 * MIB,
         3,
     );
-    // The same files under other names.
+    // Other names of the same files: a hard link and a symbolic link.
     let (linked, symbolic) = (images.path("linked"), images.path("symbolic"));
     std::fs::hard_link(&base, &linked).unwrap();
     std::os::unix::fs::symlink(&top, &symbolic).unwrap();

@@ -1,4 +1,4 @@
-//! QEMU's own block tests over NBD, with our server in the place of qemu-nbd (scripts/iotests).
+//! QEMU's own block tests over NBD, with our server instead of qemu-nbd (scripts/iotests).
 
 use std::path::Path;
 use std::process::Command;

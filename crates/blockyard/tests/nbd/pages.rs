@@ -34,7 +34,7 @@ fn blocks(page: &str, fence: &str) -> String {
     out
 }
 
-/// Bash: `blockyard serve` goes to the background. [`END`] ends the servers.
+/// Shell code that makes `blockyard serve` run in the background. [`END`] ends the servers.
 const SERVE: &str = r#"
 set -euo pipefail
 blockyard() {
@@ -89,7 +89,7 @@ fn wrappers(folder: &Folder, programs: &[&str]) -> PathBuf {
     let tool = guests().join("tool").canonicalize().unwrap();
     std::os::unix::fs::symlink(BLOCKYARD, bin.join("blockyard")).unwrap();
     for program in programs {
-        // nbdkit goes to the background by itself. The trap of the script ends it by this file.
+        // nbdkit goes to the background by itself. The script's trap ends nbdkit by this PID file.
         let more = if *program == "nbdkit" { "-P nbdkit-$$.pid" } else { "" };
         let path = bin.join(program);
         std::fs::write(

@@ -45,7 +45,7 @@ fn limits_are_reached_and_not_exceeded() {
             0.02,
         );
     }
-    // Of two limits the lower one applies.
+    // The lower one of the two limits applies.
     for (bs, depth, rate) in [(4096, 32, 500.0), (256 << 10, 8, 256.0)] {
         let found = good(&Options { bs, depth, ..load(&disks, "both") }).iops;
         figures.near(

@@ -163,10 +163,10 @@ impl ScriptGuest {
         let disk = folder.image("disk.img", 400 << 20);
         let fifo = folder.join("scripts");
         mknodat(CWD, &fifo, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
-        // Without debug information, because it is copied into the guest.
+        // The copy in the guest has no debug information, because that makes it large.
         let program = folder.join("blockyard");
         run(Command::new("strip").arg("-o").arg(&program).arg(BLOCKYARD), TOOL).good();
-        // Also open for reading, because opening a FIFO without a reader blocks.
+        // The FIFO is also opened for reading, because opening a FIFO without a reader blocks.
         let scripts = OpenOptions::new().read(true).write(true).open(&fifo).unwrap();
         let mut options: Vec<OsString> =
             vec!["--kernel".into(), kernel.into(), "--file".into(), program.into()];

@@ -174,8 +174,8 @@ fn one_of_several_servers_gets_a_device() {
     on_both_kernels(RACES);
 }
 
-/// Also when the room for zero copy runs out: then the server makes a new device with the same
-/// number. A disk that fails does not stop the others.
+/// A server of 40 disks. When the space for zero copy runs out, the server makes a new device with
+/// the same number. A disk that fails does not stop the others.
 const MANY: &str = r#"
 disks() { # COUNT: the first is one that cannot be
     printf '[[disk]]\nimage = "/tmp/images/none.img"\nublk = 100\n'

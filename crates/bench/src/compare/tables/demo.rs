@@ -1,10 +1,11 @@
 //! The experiment of `make demo`: write a file, sync, remove it, sync; on the host, on UML's own
 //! disk driver and on Blockyard.
 //!
-//! Each system has an image of its own, made alike; Blockyard's disk is an overlay on such an
-//! image. The script prints a mark around each command with the guest's clock, and the host notes
-//! when the line comes. In: nothing. Out: a table for people. What must hold: afterwards the disk
-//! that Blockyard served is clean, and the base image of its overlay is unchanged.
+//! Each system has its own image, and all images are made in the same way. Blockyard's disk is an
+//! overlay on such an image. The script prints a mark around each command with the guest's clock,
+//! and the host records when the line arrives. In: nothing. Out: a table for people. What must
+//! hold: afterwards the disk that Blockyard served is clean, and the base image of its overlay is
+//! unchanged.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -55,7 +56,7 @@ cd /
 "#;
 
 pub struct Demo {
-    /// Serves the overlay during all rounds. Dropped before `place`, because the server uses
+    /// The server of the overlay during all rounds. It is dropped before `place`, because it uses
     /// the folder of `place`.
     server: Process,
     place: Place,

@@ -40,7 +40,7 @@ pub struct ImageTools {
     /// Returns the command that the wrapper guests/tool runs.
     qemu_img: Vec<String>,
     modules: String,
-    /// Rows and systems of which the first result was checked.
+    /// Rows and systems whose first result was checked.
     judged: BTreeSet<(usize, usize)>,
 }
 

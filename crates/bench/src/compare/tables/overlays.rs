@@ -150,8 +150,8 @@ impl Overlays {
             Made::Overlay => overlay(&self.base, "raw", &image)?,
             _ if image.exists() => {}
             Made::Full => {
-                // Copied once more in sequential order, because a file system allocates random
-                // writes in the order of their arrival.
+                // The image is copied once more in sequential order, because a file system
+                // allocates random writes in the order of their arrival.
                 let parts = self.place.folder.join("parts.qcow2");
                 self.place.qemu_img(
                     &format!("convert -f raw -O qcow2 -o {options}"),

@@ -88,7 +88,7 @@ impl Place {
             );
             std::thread::sleep(Duration::from_millis(5));
         }
-        // Between bind and listen a client is refused.
+        // A connection between the server's bind and its listen is refused. Wait until it listens.
         std::thread::sleep(Duration::from_millis(50));
         Ok(server)
     }

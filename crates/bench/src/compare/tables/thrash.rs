@@ -150,7 +150,7 @@ impl Thrash {
         for (key, value) in [("MEMORY", USED_MIB), ("PROCESSES", PROCESSES), ("DEPTH", DEPTH)] {
             command.args(["--env", &format!("{key}={value}")]);
         }
-        // bash counts whole seconds.
+        // Round up, because bash counts whole seconds.
         command.args(["--env", &format!("SECONDS_EACH={}", self.place.seconds.ceil())]).arg(&file);
         Ok(Guest {
             name,
@@ -343,7 +343,8 @@ fn step(line: &str) -> Option<f64> {
     Some(parts?.iter().sum::<f64>() / 1000.0)
 }
 
-/// Returns pages in and out a second, between the first and the last figures of that time.
+/// Returns the pages that are swapped in and out per second, from the first to the last figures of
+/// the guest between `begin` and `end`.
 fn swapping(said: &[(Instant, String)], begin: Instant, end: Instant) -> Result<(f64, f64)> {
     let figures = |(at, line): &(Instant, String)| {
         let mut numbers = line.strip_prefix("swapped ")?.split(' ').map(|n| n.parse::<f64>().ok());

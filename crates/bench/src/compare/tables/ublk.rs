@@ -93,13 +93,13 @@ copy() { # ROW SYSTEM
 "#;
 
 pub struct Ublk {
-    /// Dropped before `place`, because the guest uses the folder of `place`.
+    /// The guest is dropped before `place`, because it uses the folder of `place`.
     guest: Process,
     place: Place,
     kernel: String,
     /// Figures that `measure` has not returned yet, by row and system.
     results: BTreeMap<(usize, usize), VecDeque<f64>>,
-    /// Other output of the guest.
+    /// Lines of the guest that have no figures.
     said: Vec<String>,
 }
 

@@ -159,8 +159,8 @@ fn rename(from: &Path, to: &Path, replace: bool) -> io::Result<()> {
         return std::fs::rename(from, to);
     }
     match rustix::fs::renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
-        // The file system does not support RENAME_NOREPLACE. This may replace a file that another
-        // program created there meanwhile.
+        // The file system does not support RENAME_NOREPLACE. A plain rename may replace a file that
+        // another program created at that path in the meantime.
         Err(Errno::INVAL | Errno::NOSYS) => std::fs::rename(from, to),
         done => Ok(done?),
     }

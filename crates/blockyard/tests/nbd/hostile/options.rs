@@ -95,7 +95,7 @@ fn invalid_messages_end_the_connection() {
     raw.read(18);
     raw.write(&u32::MAX.to_be_bytes());
     raw.ends();
-    // Not an option.
+    // Text that is not an NBD option.
     let mut raw = Raw::greeted(&disk.socket);
     raw.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n");
     raw.ends();
@@ -107,7 +107,7 @@ fn invalid_messages_end_the_connection() {
     let mut raw = Raw::greeted(&disk.socket);
     raw.option(opt::EXPORT_NAME, b"no such");
     raw.ends();
-    // Not a request.
+    // Bytes that are not an NBD request.
     for headers in [Headers::Simple, Headers::Structured, Headers::Extended] {
         let mut raw = Raw::ready(&disk.socket, headers);
         raw.write(&[0x55; 32]);
