@@ -33,9 +33,9 @@ mod tests;
 const ZERO_CHUNK: u64 = 1 << 20;
 const CACHED_ZERO_CHUNK: u64 = 256 << 10;
 
-/// Bounce buffer of requests that do not meet the O_DIRECT alignment: bytes a piece, and pieces at
-/// a time. This bounds the memory of one guest's copies to 16 MiB, and that of written zeroes to
-/// the same.
+/// Bounce buffer of requests that do not meet the O_DIRECT alignment: size of a piece in bytes, and
+/// number of pieces at a time. This bounds the memory of one guest's copies to 16 MiB, and that of
+/// written zeroes to the same.
 const COPY: u64 = 1 << 20;
 const COPIES: u64 = 16;
 
@@ -56,7 +56,7 @@ pub struct Raw<S> {
     /// Alignment of zeroing and discarding in bytes. A block device refuses parts of its logical
     /// blocks.
     unit: u64,
-    /// Keep the file's exact length, even if O_DIRECT writes whole blocks at its end.
+    /// Whether to keep the file's exact length, even if O_DIRECT writes whole blocks at its end.
     exact: bool,
     lock: Arc<RangeLock>,
     copies: Arc<Semaphore>,
@@ -168,7 +168,8 @@ impl<S: Storage> Raw<S> {
     }
 
     /// Returns Unsupported if zeroes would certainly have to be written as data: in part of a
-    /// device's block. Otherwise only the operation itself shows it.
+    /// device's block. For other ranges only the operation itself shows whether the host supports
+    /// it.
     pub fn may_zero_fast(&self, offset: u64, len: u64) -> io::Result<()> {
         let whole = self.whole_units(offset, len) == (offset, offset + len);
         if whole { Ok(()) } else { Err(io::ErrorKind::Unsupported.into()) }
@@ -353,12 +354,12 @@ impl<S: Storage> Raw<S> {
         Ok(())
     }
 
-    /// Truncates the file again, after a whole-block write at its end made it `grown` bytes long:
+    /// Truncates the file to `end` again, after a whole-block write made it `grown` bytes long. So
     /// the guest's disk keeps its size.
     async fn take_back(&self, end: u64, grown: u64) {
         let result = match self.storage.len().await {
             Ok(len) if len == grown => self.storage.set_len(end).await,
-            // A concurrent resize of the file wins.
+            // If the file was resized meanwhile, keep its new size.
             other => other.map(|_| ()),
         };
         if let Err(e) = result {

@@ -20,8 +20,8 @@ use super::shared::lock;
 use super::tables::Entry;
 use super::view::Qcow2;
 
-/// Size of the host clusters allocated at a time, in bytes, but at least two clusters. So
-/// compressed data lie together.
+/// Number of bytes of host clusters that are allocated at a time, but at least two clusters. So
+/// compressed clusters lie next to each other.
 const ROOM: u64 = 256 << 10;
 /// Largest O_DIRECT block, in bytes.
 const BLOCK: u64 = 4096;
@@ -53,8 +53,8 @@ impl Default for Packing {
 
 impl<S: Storage> Qcow2<S> {
     /// Writes the guest cluster at `offset`, compressed by [`super::pack`] to `packed`. Returns
-    /// false, and changes nothing, if the guest cluster has contents already or if no entry can
-    /// name the place.
+    /// false, and changes nothing, if the guest cluster has contents already or if no L2 entry can
+    /// store the host offset.
     pub async fn write_compressed(&self, offset: u64, packed: &[u8]) -> io::Result<bool> {
         let shape = *self.shape();
         let cluster = shape.cluster(offset);

@@ -23,7 +23,7 @@ impl<S: Storage> Qcow2<S> {
         while cluster < end {
             let stop = end.min((shape.table(cluster) + 1) * shape.table_entries);
             let hold = self.shared.held.hold(cluster..stop).await;
-            // Clusters that are left to allocate, and their L2 tables.
+            // Number of clusters that are left to allocate, and of their L2 tables.
             let left =
                 |cluster: u64| (end - cluster) + (end - cluster).div_ceil(shape.table_entries);
             if !keep_space {
@@ -47,8 +47,8 @@ impl<S: Storage> Qcow2<S> {
         Ok(())
     }
 
-    /// Returns whether the guest cluster `first` has no host cluster, and how many clusters from
-    /// there on are alike, up to `most`.
+    /// Returns whether the guest cluster `first` has no host cluster, and for how many clusters
+    /// from there on that holds, up to `most`.
     async fn lacking(&self, first: u64, most: u64) -> io::Result<(bool, u64)> {
         let lacks = |Entry { word, bitmap }: Entry| {
             let entry =
@@ -70,7 +70,7 @@ impl<S: Storage> Qcow2<S> {
         let (host, len) = (run.start << layout.cluster_bits, run.count << layout.cluster_bits);
         let zeroed = match (run.fresh, keep_space) {
             (true, true) => Ok(()),
-            // A hint: a failure costs only space.
+            // The discard is a hint: a failure costs only space.
             (true, false) => self.file().discard(host, len).await.or(Ok(())),
             (false, _) => self.file().write_zeroes(host, len, !keep_space).await,
         };

@@ -16,7 +16,8 @@ use super::entry::MAX_OFFSET;
 use super::shared::lock;
 use super::view::Qcow2;
 
-/// Refcount blocks searched for free clusters before the file is extended.
+/// Maximum number of refcount blocks that are searched for free clusters before the file is
+/// extended.
 const SEARCHED: usize = 4;
 
 /// Maximum size of one write of new refcount blocks, in bytes.
@@ -24,7 +25,7 @@ const WRITTEN_TOGETHER: usize = 1 << 20;
 
 const UNSUPPORTED: io::ErrorKind = io::ErrorKind::Unsupported;
 
-/// Size of the refcounts that one reservation ahead covers, in bytes.
+/// Size of the refcounts for the clusters of one reservation ahead, in bytes.
 const COUNTED_AHEAD: u64 = 4 << 20;
 
 /// QEMU's limit of a refcount table in bytes: it refuses larger ones.
@@ -60,9 +61,9 @@ impl<S: Storage> Qcow2<S> {
         }
     }
 
-    /// Reserves up to `wanted` clusters, unless some are reserved already; the host does not
-    /// allocate their space yet. Covers all that a few MiB of refcounts count, so that few such
-    /// extensions need a sync.
+    /// Reserves up to `wanted` clusters, unless some are reserved already. The host does not
+    /// allocate their space yet. One call reserves at most the clusters whose refcounts take
+    /// [`COUNTED_AHEAD`] bytes. That is many, so that few extensions, each with a sync, are needed.
     pub(super) async fn reserve_ahead(&self, wanted: u64) -> io::Result<()> {
         let alloc = &self.shared.alloc;
         let _permit = self.shared.reserving.acquire().await;
@@ -72,7 +73,8 @@ impl<S: Storage> Qcow2<S> {
             return Ok(());
         }
         match self.extend(most, false).await {
-            // No space: the caller then reserves less, when it allocates.
+            // The host has no space for so many clusters. Reserve none ahead: the allocation
+            // reserves fewer.
             Err(e) if e.kind() == io::ErrorKind::StorageFull => Ok(()),
             done => done,
         }
@@ -102,8 +104,8 @@ impl<S: Storage> Qcow2<S> {
         Ok(())
     }
 
-    /// Calls `look` with the cached refcount block of a cluster. If the block is evicted before
-    /// (`look` returns None), it loads it again. Returns None if no block counts the cluster.
+    /// Calls `look` with the cached refcount block of a cluster. If the block was evicted meanwhile
+    /// (`look` returns None), loads the block again. Returns None if no block covers the cluster.
     async fn with_counts<T>(
         &self,
         block: u64,
@@ -200,7 +202,7 @@ impl<S: Storage> Qcow2<S> {
         Err(io::Error::other("refcount blocks are evicted before they can be used"))
     }
 
-    /// Plans what goes beyond the end: a new refcount table if the old one is full, new refcount
+    /// Plans an extension of the file: a new refcount table if the old one is full, new refcount
     /// blocks, and clusters.
     fn plan_growth(&self, most: u64) -> Growth {
         let alloc = &self.shared.alloc;
@@ -257,9 +259,9 @@ impl<S: Storage> Qcow2<S> {
         }
     }
 
-    /// Writes new refcount blocks and tables, which nothing names yet, durably. They count
-    /// themselves. The refcounts of the reserved clusters follow with a flush, before any entry
-    /// that needs them.
+    /// Writes new refcount blocks and tables, which nothing names yet, durably. The blocks have the
+    /// refcounts of these new structures. The refcounts of the reserved clusters follow with a
+    /// flush, before any entry that needs them.
     async fn write_new_counts(&self, plan: &Growth) -> io::Result<()> {
         let (bits, alloc) = (self.shape().layout.cluster_bits, &self.shared.alloc);
         let Some(tables) = plan.grown.used.first() else { return Ok(()) };
@@ -284,7 +286,8 @@ impl<S: Storage> Qcow2<S> {
         self.barrier_metadata().await
     }
 
-    /// Updates a refcount block that existed before.
+    /// Sets the refcounts of new tables in a refcount block that is in the file already, and writes
+    /// the block.
     async fn write_counts_of_tables(&self, block: u64, tables: &Range<u64>) -> io::Result<()> {
         // Exclude a write-back: an older copy of the block must not reach the file later.
         let _permit = self.shared.writing_back.acquire().await;
@@ -294,7 +297,7 @@ impl<S: Storage> Qcow2<S> {
         bytes::write(&self.file, offset, &counts).await
     }
 
-    /// Switches the file to the new tables.
+    /// Switches the file to the new refcount table, or adds the new blocks to its table.
     async fn publish(&self, plan: &Growth) -> io::Result<()> {
         if let Some((first, clusters)) = plan.table_at {
             return self
@@ -302,7 +305,8 @@ impl<S: Storage> Qcow2<S> {
                 .await;
         }
         let (offset, table) = (lock(&self.shared.header).refcount_table_offset, plan.table_bytes());
-        // The entries between them are unchanged.
+        // Write from the first new block's entry to the last one's. Other entries in between are
+        // unchanged.
         let (Some(&(first, _)), Some(&(last, _))) = (plan.blocks.first(), plan.blocks.last())
         else {
             return Ok(());
@@ -337,12 +341,12 @@ struct Growth {
 }
 
 impl Growth {
-    /// Returns the refcount table as the file will have it.
+    /// Returns the bytes of the refcount table after the extension.
     fn table_bytes(&self) -> Vec<u8> {
         self.grown.table.iter().flat_map(|offset| offset.to_be_bytes()).collect()
     }
 
-    /// Metadata first, then the clusters to allocate.
+    /// Lays out the new part of the file: metadata first, then the clusters to allocate.
     fn lay_out(
         start: u64,
         end: u64,

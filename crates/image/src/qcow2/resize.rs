@@ -1,9 +1,9 @@
 //! Resizes a disk.
 //!
-//! In: a closed image, held exclusively. Out: the same with a larger or smaller disk; the new part
-//! reads as zeroes. Invariant: stale data behind the old end (in its last cluster, or in a longer
-//! backing file) never show, because they are zeroed before the header gets the new size. For power
-//! cuts see `super::change`.
+//! In: a closed image, held exclusively. Out: the same image with a larger or smaller disk; the new
+//! part reads as zeroes. Invariant: stale data behind the old end (in its last cluster, or in a
+//! longer backing file) never show, because they are zeroed before the header gets the new size.
+//! For power cuts see `super::change`.
 
 mod tables;
 mod tail;
@@ -55,7 +55,8 @@ pub async fn resize<S: Storage>(
             grow(change, data, wanted).await
         };
     }
-    // Without bitmaps while the size changes: a power cut then loses the bitmaps, and no data.
+    // The image has no bitmaps while the size changes: a power cut then loses the bitmaps, and no
+    // data.
     let mut without = old.clone();
     without.autoclear &= !AUTOCLEAR_BITMAPS;
     without.write_fixed(file).await?;

@@ -2,8 +2,7 @@
 //!
 //! In: the header in the file, and its replacement. Out: the file with the new header. Invariant:
 //! at every power cut the file has one of the two headers. The first sector is written last and
-//! alone. What it refers to in the rest of the cluster is durable before, in bytes that the old
-//! header does not use.
+//! alone. The rest of the new header is durable before, in bytes that the old header does not use.
 
 use std::ops::Range;
 
@@ -17,8 +16,8 @@ use crate::raw::Raw;
 
 const STRUCTURE: &str = "qcow2 header";
 
-/// Replaces `old`, the header in the file, by `new`. Durable on return; `new` is then what the file
-/// has.
+/// Replaces `old`, the header in the file, by `new`. On return the change is durable, and `new`
+/// equals the header in the file.
 pub(super) async fn rewrite<S: Storage>(
     file: &Raw<S>,
     old: &Header,
@@ -51,8 +50,8 @@ pub(super) async fn rewrite<S: Storage>(
     Ok(())
 }
 
-/// Returns the new cluster, with the name in a place that can be written before the first sector.
-/// None: there is no such place.
+/// Returns the new cluster. The backing file's name is at an offset where it can be written before
+/// the first sector. None: there is no such offset.
 fn lay_out(new: &mut Header, cluster: &[u8], old: &Header) -> Option<Vec<u8>> {
     let fixed = new.serialize_without_name().ok()?;
     // Extensions beyond the first sector can stay, but must not change.
@@ -73,8 +72,8 @@ fn lay_out(new: &mut Header, cluster: &[u8], old: &Header) -> Option<Vec<u8>> {
     Some(area)
 }
 
-/// Returns the place of the name: behind the extensions, and either in the first sector or in bytes
-/// that the old header does not use.
+/// Returns the offset of the backing file's name: behind the extensions, and either in the first
+/// sector or in bytes that the old header does not use.
 fn place(from: usize, len: usize, cluster: usize, old: &Header) -> Option<usize> {
     if from + len <= SECTOR_BYTES {
         return Some(from);

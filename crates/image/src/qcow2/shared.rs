@@ -56,7 +56,8 @@ impl Shape {
         offset >> self.layout.cluster_bits
     }
 
-    /// Returns the slice that maps a guest cluster, and the index in it.
+    /// Returns the slice that maps a guest cluster, and the index of the cluster's entry in the
+    /// slice.
     #[inline]
     pub fn slice(&self, cluster: u64) -> (u64, usize) {
         (cluster / self.slice_entries, (cluster % self.slice_entries) as usize)
@@ -83,7 +84,7 @@ impl Shape {
 pub struct L1 {
     pub offset: u64,
     pub entries: Vec<u64>,
-    /// Entries that differ from the file.
+    /// Indexes of the entries that differ from the file.
     pub dirty: BTreeSet<usize>,
 }
 
@@ -104,12 +105,13 @@ pub struct Shared {
     /// Number of times that clusters were completed or zeroed by the holder of their lock; several
     /// clusters share a counter.
     pub(super) touched: [AtomicU64; 64],
-    /// One at a time each: reserving clusters, allocating L2 tables, writing back metadata.
+    /// Each admits one task at a time: to reserve clusters, to allocate L2 tables, and to write
+    /// back metadata.
     pub(super) reserving: Semaphore,
     pub(super) new_tables: Semaphore,
     pub(super) writing_back: Semaphore,
-    /// One sync of the files at a time: the kernel reports a failed write-back to only one of
-    /// concurrent syncs.
+    /// Admits one sync of the files at a time, because the kernel reports a failed write-back to
+    /// only one of concurrent syncs.
     pub(super) syncing: Semaphore,
     /// Error of the first failed sync, or of a failed write of metadata that the image depends on.
     pub(super) lost: OnceLock<(io::ErrorKind, String)>,
@@ -184,7 +186,7 @@ impl Shared {
     }
 }
 
-/// Locks a mutex, also if a thread panicked while it held it.
+/// Locks a mutex, even if a thread panicked while it held the mutex.
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -71,7 +71,7 @@ pub async fn create<S: Storage>(
     };
     let l1 = without_flags(change.l1().await?, EntryFormat::of(&new))?;
     let l1_clusters = (l1.len() as u64).div_ceil(new.cluster_size());
-    // The table's length does not depend on the place of the L1 table.
+    // The table's length does not depend on the offset of the L1 table.
     snapshots.push(snapshot.clone());
     let len = table::encode(&snapshots, new.size)?.len() as u64;
     snapshot.l1_offset = change.find_free(l1_clusters + len.div_ceil(new.cluster_size())).await?;
@@ -182,7 +182,7 @@ fn find(snapshots: &[Snapshot], name: &str) -> Result<usize, ImageError> {
     }
 }
 
-/// Returns an L1 table without COPIED flags: it shares its L2 tables with another one.
+/// Returns an L1 table without COPIED flags, because it shares its L2 tables with another L1 table.
 fn without_flags(mut l1: Vec<u8>, layout: EntryFormat) -> Result<Vec<u8>, ImageError> {
     for at in (0..l1.len()).step_by(8) {
         let word = be64(&l1, at);

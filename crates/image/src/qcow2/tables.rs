@@ -24,7 +24,8 @@ use std::task::{Poll, Waker};
 /// Size of a slice in bytes, if a table is that large.
 pub const SLICE_BYTES: u64 = 4096;
 
-/// Fewest slices kept, and most slices examined for one eviction.
+/// Minimum number of slices that the cache keeps, and maximum number of slices that one eviction
+/// examines.
 const FEWEST: usize = 8;
 const AT_ONCE: usize = 64;
 
@@ -47,7 +48,8 @@ pub struct Slice {
     dirty: AtomicBool,
     /// Whether a copy of the slice is being written to the file.
     writing: AtomicBool,
-    /// Evicted from the map: a reactor that still has it must look in the map again.
+    /// Whether the slice was evicted from the map. A reactor that still has it must look in the map
+    /// again.
     retired: AtomicBool,
     used: AtomicBool,
 }
@@ -84,8 +86,8 @@ impl Slice {
         }
     }
 
-    /// Sets an entry; only under the map's lock. A reader that sees one of the new words also sees
-    /// an odd counter, or the next even one.
+    /// Sets an entry. The caller holds the map's lock. A reader that sees one of the new words also
+    /// sees an odd counter, or the next even one.
     fn set(&self, index: usize, entry: Entry) {
         if !self.extended {
             self.words[index].store(entry.word, Ordering::Release);
@@ -112,7 +114,7 @@ impl Slice {
 #[derive(Debug)]
 enum Slot {
     Ready(Arc<Slice>),
-    /// One task reads it; these tasks wait.
+    /// One task reads the slice from the file; the tasks of these wakers wait for it.
     Loading(Vec<Waker>),
 }
 
@@ -206,15 +208,15 @@ impl L2SliceCache {
         {
             waiting.into_iter().for_each(Waker::wake);
         }
-        // Evict before adding it to the clock: its loader must find it, even if all others are
-        // dirty.
+        // Evict before this slice is added to the clock: the task that loaded the slice must find
+        // it, even if all other slices are dirty.
         state.evict(self.limit());
         state.clock.push_back(number);
     }
 
     /// Inserts a slice that was read ahead. `seen`: what [`L2SliceCache::evictions`] returned
-    /// before the read. If a slice was evicted since, it may have been this one after a change;
-    /// then the stale copy is dropped.
+    /// before the read. If a slice was evicted since, it may have been this slice after a change.
+    /// Then the stale copy is dropped.
     pub fn read_along(&self, slice: Slice, seen: u64) {
         let mut state = self.state();
         let number = slice.number;
@@ -232,7 +234,7 @@ impl L2SliceCache {
         self.state().evictions
     }
 
-    /// The load failed: wakes the waiters, and each tries for itself.
+    /// Reports a failed load: wakes the waiters, and each of them tries to load the slice itself.
     pub fn gave_up(&self, number: u64) {
         let mut state = self.state();
         if let Some(Slot::Loading(_)) = state.map.get(&number)
@@ -347,7 +349,8 @@ pub struct LocalSlices {
 }
 
 impl LocalSlices {
-    /// `slices`: number of slices of the image; `limit`: most slices cached.
+    /// Creates the cache. `slices`: number of slices of the image; `limit`: maximum number of
+    /// cached slices.
     pub fn new(slices: u64, limit: usize) -> Self {
         let lines = slices.clamp(1, limit as u64).next_power_of_two() as usize;
         LocalSlices { lines: RefCell::new(vec![None; lines]) }
@@ -367,8 +370,8 @@ impl LocalSlices {
             && slice.number == number
             && !slice.retired.load(Ordering::Acquire)
         {
-            // Store only if it changes, which is once for each round of the clock: otherwise
-            // reactors would contend for the cache line.
+            // Store only a changed value, which is once for each round of the clock. If every
+            // lookup stored it, reactors would contend for the cache line.
             if !slice.used.load(Ordering::Relaxed) {
                 slice.used.store(true, Ordering::Relaxed);
             }

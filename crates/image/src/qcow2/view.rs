@@ -37,7 +37,7 @@ pub struct Qcow2<S> {
 }
 
 impl<S: Storage> Qcow2<S> {
-    /// Makes another reactor's view.
+    /// Makes the view of another reactor.
     pub fn view(shared: Arc<Shared>, file: Raw<S>, data: Option<Raw<S>>) -> Self {
         let slices = shared
             .size()

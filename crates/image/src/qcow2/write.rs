@@ -29,8 +29,8 @@ use super::shared::lock;
 use super::tables::Entry;
 use super::view::Qcow2;
 
-/// Maximum size of guest data that are copied into a bounce buffer, in bytes. There they become one
-/// write together with the copied-up edges.
+/// Maximum size of guest data that are copied into a bounce buffer, in bytes. The buffer adds the
+/// copied-up edges, so that one write suffices.
 const COPIED_TOGETHER: usize = 256 << 10;
 /// For data shorter than this, one read covers both edges and what lies between.
 const READ_ALONG: usize = 32 << 10;
@@ -221,7 +221,7 @@ impl<S: Storage> Qcow2<S> {
 
     /// Writes whole subclusters of an exclusive host cluster. Nothing is copied, so it takes no
     /// lock. If another request meanwhile frees the cluster, zeroes it, or fills other subclusters,
-    /// the data are written again. So neither they nor the zeroes are lost.
+    /// the data are written again. So neither the data nor the other request's zeroes are lost.
     async fn write_subclusters<B: BackingLayers>(
         &self,
         backing: &B,
@@ -275,7 +275,8 @@ impl<S: Storage> Qcow2<S> {
         self.own_table(shape.table(cluster)).await?;
         let start = cluster << shape.layout.cluster_bits;
         let end = offset + segments.len() as u64;
-        // A unit with data keeps them: they are already beside what is written.
+        // Fill only the units that have no data yet: the data of other units are in the host
+        // cluster.
         let bitmap = self.current_entry(cluster).await?.bitmap;
         let lacks =
             |at: u64| !shape.layout.extended_l2 || bitmap >> ((at - start) / shape.unit) & 1 == 0;
@@ -325,7 +326,7 @@ impl<S: Storage> Qcow2<S> {
         let written =
             self.write_with_edges(backing, &piece, offset, from..to, host, run.fresh).await;
         if let Err(e) = written {
-            // Their contents are undefined now, and no entry names them.
+            // The contents of these clusters are undefined now, and no entry names the clusters.
             self.abandon(run);
             return Err(e);
         }

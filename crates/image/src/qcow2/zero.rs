@@ -18,7 +18,8 @@ use super::entry::{COPIED, Cluster, L2Entry, OFFSET_MASK, SubclusterBitmap, ZERO
 use super::tables::Entry;
 use super::view::Qcow2;
 
-/// Guest clusters that a long request holds at a time, and bytes copied up at a time.
+/// Number of guest clusters that a long request holds at a time, and number of bytes that are
+/// copied up at a time.
 const HELD: u64 = 256;
 const COPY: u64 = 1 << 20;
 /// Maximum number of bytes that the guest freed and that wait for its next flush.
@@ -125,7 +126,7 @@ impl<S: Storage> Qcow2<S> {
         if whole_start >= whole_end {
             return self.zero_edge(backing, offset, len, wish).await;
         }
-        // First the part that may be refused.
+        // Start with the whole units: only they can refuse the request, and nothing is changed yet.
         self.wipe_units(backing, whole_start, whole_end, wish).await?;
         self.zero_edge(backing, offset, whole_start - offset, wish).await?;
         if whole_end < end {
@@ -175,7 +176,7 @@ impl<S: Storage> Qcow2<S> {
         let mut at = start;
         while at < end {
             let first = shape.cluster(at);
-            // No L2 table and no backing image: skip the whole table.
+            // The range has no L2 table and the image no backing image: skip the whole table.
             if self.shared.l1_entry(shape.table(first)) == 0 && !backing.exists() {
                 at = ((shape.table(first) + 1) * shape.table_entries) << bits;
                 continue;
@@ -191,7 +192,8 @@ impl<S: Storage> Qcow2<S> {
             drop(hold);
             self.relieve().await?;
             if at < end {
-                // If everything is cached nothing has waited, and the range may be long: yield.
+                // This loop never waits if all metadata are cached, and the range may be long. So
+                // yield.
                 yield_once().await;
             }
         }
@@ -231,7 +233,7 @@ impl<S: Storage> Qcow2<S> {
                 ZeroRequest::Probe { .. } | ZeroRequest::Zeroes { fast: true, .. } => {
                     Err(io::ErrorKind::Unsupported.into())
                 }
-                // The caller holds the cluster, so this cannot be `write`.
+                // Do not call `write` here: it would wait for the cluster, which this caller holds.
                 ZeroRequest::Zeroes { fast: false, .. } => {
                     self.zero_held(backing, start, real_end - start).await
                 }
@@ -254,7 +256,7 @@ impl<S: Storage> Qcow2<S> {
         Ok(())
     }
 
-    /// Returns the entry that reads as zeroes; None: the format version has none.
+    /// Returns the entry that reads as zeroes. None: the format version has no such entry.
     fn wiped(
         &self,
         old: Entry,
@@ -300,7 +302,8 @@ impl<S: Storage> Qcow2<S> {
         Some(Entry { word, bitmap })
     }
 
-    /// The external file must be valid as a raw image, so it needs real zeroes.
+    /// Zeroes a range of a raw external data file. The file must be valid as a raw image by itself,
+    /// so a changed L2 entry does not suffice.
     async fn wipe_raw_data(&self, start: u64, end: u64, wish: ZeroRequest) -> io::Result<()> {
         match (wish, !wish.keeps()) {
             // Only the operation itself shows whether the host supports it.

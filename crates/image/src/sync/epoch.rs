@@ -58,7 +58,7 @@ impl Epoch {
     }
 
     /// Advances the epoch, if no request is left in the previous one. Returns false, and changes
-    /// nothing, if one is.
+    /// nothing, if a request is left there.
     pub fn try_advance(&self) -> bool {
         if !self.previous_is_empty() {
             return false;

@@ -2,8 +2,8 @@
 //! emptied.
 //!
 //! Power cut: before the backing image is durable, the chain shows the same data, and the commit
-//! can be run again. Later the topmost image either has its contents, or is empty and the chain
-//! shows the same.
+//! can be run again. After that the topmost image has its contents or is empty; in both cases the
+//! chain shows the same data.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};

@@ -20,7 +20,7 @@ use super::reactors::on_reactors;
 
 /// Number of bytes that are compared at a time.
 const PIECE: u64 = 1 << 20;
-/// Number of such pieces in flight on each reactor.
+/// Number of pieces in flight on each reactor.
 const AT_A_TIME: usize = 8;
 
 /// Result of a comparison.

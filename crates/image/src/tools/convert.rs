@@ -29,9 +29,9 @@ use super::source::{self, Part, Source};
 
 /// Size of one read in bytes. It is larger if the target's clusters are larger.
 const PIECE: u64 = 1 << 20;
-/// The same if the target is written through the page cache. Smaller pieces are still in the
-/// processor's cache when this thread copies them. For qcow2 the pieces are larger, because small
-/// ones interleave clusters.
+/// Size of one read in bytes if the target is a raw file that is written through the page cache.
+/// Smaller pieces are still in the processor's cache when this thread copies them. For qcow2 the
+/// pieces are larger, because small pieces interleave clusters.
 const CACHED_RAW: u64 = 256 << 10;
 const CACHED_QCOW2: u64 = 512 << 10;
 /// Zeroes written at a time, in bytes.
@@ -47,9 +47,9 @@ pub struct ConvertOptions {
     pub at_a_time: usize,
     /// Minimum length in bytes of a run of zeroes that is left out; 0: write all zeroes.
     pub sparse: u64,
-    /// Compress the clusters of a qcow2 target.
+    /// Whether to compress the clusters of a qcow2 target.
     pub compress: bool,
-    /// The target is new: unwritten parts read as zeroes, or as its backing file.
+    /// Whether the target is new: unwritten parts read as zeroes, or as its backing file.
     pub fresh: bool,
 }
 
@@ -82,7 +82,7 @@ struct ConvertJob {
     progress: Arc<Progress>,
     /// Layer numbers in source and target from which on both consist of the same images.
     shared_from: (usize, usize),
-    /// The target bypasses the page cache.
+    /// Whether writes of the target bypass the page cache.
     direct: bool,
 }
 
@@ -224,7 +224,7 @@ impl<S: Storage, T: Storage> ConvertWorker<'_, S, T> {
         if what == PieceContent::Data {
             return Ok(data);
         }
-        // Whole pieces, so that the following ones begin at a multiple.
+        // End at a multiple of the piece size, so that the next pieces begin at one.
         let end = if len == rest { offset + len } else { (offset + len) / self.piece * self.piece };
         Ok(if end > offset { (end - offset, what) } else { data })
     }
@@ -252,7 +252,8 @@ impl<S: Storage, T: Storage> ConvertWorker<'_, S, T> {
         Ok(())
     }
 
-    /// Splits the data that were read into runs by what to do. `base`: what the target shows now.
+    /// Splits the data that were read into runs, each with one action. `base`: what the target
+    /// shows now.
     fn runs(&self, bytes: &Segments, base: Option<&Segments>) -> Vec<(usize, usize, Action)> {
         let options = &self.work.options;
         let mut runs: Vec<(usize, usize, Action)> = Vec::new();

@@ -22,8 +22,8 @@ const DATA: &str = "the disk";
 pub struct Disk<S> {
     pub image: Image<S>,
     path: PathBuf,
-    /// For each layer: it has clusters that were never written, so holes of its file read as
-    /// zeroes.
+    /// For each layer: whether it has clusters that were never written, so that holes of its file
+    /// read as zeroes.
     sparse: Vec<bool>,
 }
 
@@ -74,7 +74,8 @@ impl<S: Storage> Disk<S> {
         status.map_err(self.wrong(offset, "finding"))
     }
 
-    /// Like [`Disk::status`]; behind its end a disk reads as zeroes that no image has.
+    /// Like [`Disk::status`], but `offset` may lie behind the disk's end. There it returns zeroes
+    /// that no image has.
     pub(super) async fn known(&self, offset: u64, len: u64) -> Result<BlockStatus, ChainError> {
         match self.size().checked_sub(offset).filter(|&rest| rest > 0) {
             Some(rest) => self.status(offset, len.min(rest)).await,

@@ -23,9 +23,9 @@ const BITMAP_TABLE_ENTRY: u64 = 8;
 /// Sizes of a new image's file, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Measure {
-    /// With the source's data; or empty, if there is no source.
+    /// Size with the source's data, or without data if there is no source.
     pub required: u64,
-    /// With every cluster allocated.
+    /// Size with every cluster allocated.
     pub fully_allocated: u64,
     /// Bytes that a copy of the source's persistent bitmaps adds. None: source or target format has
     /// no bitmaps.
@@ -66,7 +66,7 @@ fn measure_qcow2(
     let data = match source {
         _ if all => disk,
         None => 0,
-        // Unknown how much the source shares with the new backing file: assume nothing.
+        // It is unknown how much the source shares with the new backing file: assume nothing.
         Some(_) if options.backing.is_some() => disk,
         Some(source) => data_bytes(source, cluster)?,
     };

@@ -39,7 +39,7 @@ use super::reactors::{on_reactor, on_reactors};
 
 /// Number of bytes that are compared at a time.
 const PIECE: u64 = 1 << 20;
-/// Number of such pieces in flight on each reactor.
+/// Number of pieces in flight on each reactor.
 const AT_A_TIME: usize = 8;
 /// Granularity in bytes in which a COW file stores what differs.
 const BLOCK: u64 = 4096;
@@ -47,7 +47,7 @@ const BLOCK: u64 = 4096;
 #[derive(Clone, Copy, Debug)]
 pub struct RebaseOptions {
     pub threads: usize,
-    /// Compress clusters that are written whole.
+    /// Whether to compress clusters that are written whole.
     pub compress: bool,
 }
 
@@ -195,7 +195,8 @@ impl RebaseJob {
             Layer::Qcow2(image) => image.shared().shape().unit,
             Layer::Raw { .. } | Layer::Cow(_) => BLOCK,
         };
-        // Find everything before the first write.
+        // Find all runs of the piece before the first write, because a write changes which bytes
+        // the image itself has (`own`).
         let (mut runs, mut at) = (Vec::new(), 0);
         while at < len {
             let (here, own) = own(disk, piece.offset + at as u64, (len - at) as u64).await?;
@@ -258,7 +259,7 @@ async fn own<S: Storage>(disk: &Disk<S>, at: u64, len: u64) -> Result<(u64, bool
     Ok((found.len, found.place != Place::Absent))
 }
 
-/// Splits bytes read at `offset` into runs by what to do.
+/// Splits bytes read at `offset` into runs, each with one action.
 fn differing(
     bytes: &Segments,
     other: &Segments,

@@ -92,7 +92,7 @@ fn of_raw(file: &Arc<ImageFile>, wanted: NewSize) -> Result<(), ChainError> {
         if wanted.size > old {
             let taken = take_space(&raw, old, wanted.size, wanted.preallocation).await;
             if let Err(error) = taken {
-                // Undo: without its space the new size must not stay.
+                // Undo the resize, because the space of the new part could not be allocated.
                 raw.storage().set_len(old).await.map_err(io("setting its length back"))?;
                 return Err(of_file(&file, error));
             }
@@ -110,7 +110,7 @@ fn of_qcow2(chain: &Arc<Chain>, wanted: NewSize) -> Result<(), ChainError> {
         let data = top.data.as_ref().map(|data| raw_of(&handle, data)).transpose()?;
         let below = match chain.layers().get(1) {
             Some(layer) => layer.size(),
-            // The backing file may be longer: the new part must hide it.
+            // The backing file is not open, and may be longer: the new part must hide it.
             None if chain.cut().is_some() => u64::MAX,
             None => 0,
         };
@@ -136,8 +136,9 @@ fn of_qcow2(chain: &Arc<Chain>, wanted: NewSize) -> Result<(), ChainError> {
     })
 }
 
-/// Zeroes the rest of the last cluster behind the old end, if the image holds that cluster. If a
-/// longer backing file has it, copies it up.
+/// Copies the cluster in which the disk ends to the image, if only a backing image holds it. The
+/// backing image is longer than the disk, and its data must not show behind the old end when the
+/// disk grows.
 async fn hold_the_end(
     chain: &Chain,
     handle: &Handle,
@@ -220,7 +221,8 @@ async fn give_back<S: Storage>(
     let mut at = range.start;
     while at < range.end {
         let extent = image.find(at, range.end - at).await?.extent;
-        // The extents of one cluster may be reported in parts; the first one gives its place.
+        // A cluster may be reported in several extents; the first extent gives the cluster's
+        // offset.
         let len = extent.len.next_multiple_of(cluster);
         if let Place::Data(host) = extent.place {
             top.data_file().discard(host, len).await?;

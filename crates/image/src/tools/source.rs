@@ -64,7 +64,8 @@ impl<S: Storage> Source<S> {
         (&part.disk, inside, part.range.end - inside)
     }
 
-    /// Returns the status of the bytes at `offset`, without reading data; of one part at most.
+    /// Returns the status of the bytes at `offset`, without reading data. The range ends with its
+    /// part at the latest.
     pub async fn status(&self, offset: u64, len: u64) -> Result<BlockStatus, ChainError> {
         let (disk, inside, rest) = self.find(offset);
         disk.status(inside, len.min(rest)).await

@@ -85,8 +85,8 @@ impl<'a, S: Storage> ResizeTables<'a, S> {
         }
     }
 
-    /// Returns the L2 table that holds the last cluster of a disk of `size` bytes, without the
-    /// entries behind it. None: there are no such entries.
+    /// Returns the L2 table that holds the last cluster of a disk of `size` bytes, with the entries
+    /// behind that cluster set to zero. None: these entries are zero already.
     pub async fn last_without_rest(&self, size: u64) -> Result<Option<(u64, Vec<u8>)>, ImageError> {
         let Some(index) = self.change.old.l1_needed(size).checked_sub(1) else { return Ok(None) };
         let (clusters, mut table) = (size.div_ceil(self.cluster_size()), self.read(index).await?);
@@ -102,7 +102,7 @@ impl<'a, S: Storage> ResizeTables<'a, S> {
     }
 
     /// Finds free clusters for the L1 table, the replaced L2 tables, and `extra` clusters. Returns
-    /// the offset of the latter.
+    /// the offset of the `extra` clusters.
     pub async fn place(
         &mut self,
         new: &mut Header,
@@ -153,7 +153,8 @@ impl<'a, S: Storage> ResizeTables<'a, S> {
         Ok(())
     }
 
-    /// Makes clusters of a table in a range of the disk read as zeroes; they are unallocated.
+    /// Makes clusters of a table in a range of the disk read as zeroes. These clusters are
+    /// unallocated.
     pub fn hide(&self, table: &mut [u8], index: u64, hidden: &Range<u64>) {
         let (bits, entries) = (self.layout.cluster_bits, self.change.old.l2_entries());
         let clusters = hidden.start >> bits..hidden.end.div_ceil(1 << bits);

@@ -42,12 +42,12 @@ struct LastCluster<'a, S> {
     file: &'a Raw<S>,
     host: u64,
     inside: u64,
-    /// Nothing else references the cluster.
+    /// Whether nothing else references the cluster.
     own: bool,
 }
 
-/// Prepares the last cluster for growth. If possible it writes zeroes behind the end in place: no
-/// guest can read there yet.
+/// Prepares the last cluster for growth. If possible it writes zeroes behind the disk's end in
+/// place, because no guest can read there yet.
 pub async fn of<S: Storage>(
     tables: &ResizeTables<'_, S>,
     data: Option<&Raw<S>>,

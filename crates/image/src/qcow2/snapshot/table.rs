@@ -30,13 +30,13 @@ pub struct Snapshot {
     /// Names are bytes; they are shown as UTF-8 if they are valid.
     pub id: Vec<u8>,
     pub name: Vec<u8>,
-    /// Seconds since 1970 when it was taken.
+    /// Time when the snapshot was taken, in seconds since 1970.
     pub seconds: u32,
     pub nanoseconds: u32,
     /// Time that the VM had run, in nanoseconds.
     pub vm_clock: u64,
     pub vm_state_size: u64,
-    /// Size of the disk in bytes; None in old images, where it never changed.
+    /// Size of the disk in bytes. None in images of old programs, which could not resize disks.
     pub disk_size: Option<u64>,
     /// Unknown extra data.
     pub extra: Vec<u8>,
@@ -69,8 +69,8 @@ impl Snapshot {
         None
     }
 
-    /// Decodes the entry at the start of `bytes`; returns it and its length. None: it is longer
-    /// than `bytes`.
+    /// Decodes the entry at the start of `bytes`; returns the entry and its length. None: the entry
+    /// is longer than `bytes`.
     fn decode(bytes: &[u8]) -> Option<Result<(Snapshot, usize), TooMuchExtra>> {
         let fixed = bytes.get(..FIXED)?;
         let (id_len, name_len, extra_len) =
@@ -97,7 +97,7 @@ impl Snapshot {
         Some(Ok((snapshot, (FIXED + extra_len + id_len + name_len).next_multiple_of(8))))
     }
 
-    /// Encodes the entry with padding. `disk_size` is used if the entry has none.
+    /// Encodes the entry with padding. `disk_size` is stored if the entry has no size of the disk.
     fn encode(&self, out: &mut Vec<u8>, disk_size: u64) {
         let small_state = u32::try_from(self.vm_state_size).unwrap_or(0);
         out.extend_from_slice(&self.l1_offset.to_be_bytes());

@@ -12,15 +12,15 @@ use blockyard_storage::Alignment;
 
 const SHAPE: Alignment = Alignment { memory_align: 512, offset_align: 512 };
 const SIZE: u64 = 3 << 20;
-/// Images that one power cut may leave; each is checked.
+/// Number of images that are checked after each power cut. A cut can leave many different ones.
 const OUTCOMES: u64 = 2;
 
 fn powered(image: &SimImage) -> SimDisk {
     SimDisk::new(image.clone(), SimConfig::new(1))
 }
 
-/// The old base image, and a new one that is shorter, differs in places, and has zeroes and data
-/// where the other has not.
+/// Makes the old base image, and a new one that is shorter, differs in places, and has zeroes and
+/// data where the old one has none.
 fn bases() -> [SimImage; 2] {
     let mut old = pattern(1, 0, 2 << 20);
     old[100_000..400_000].fill(0);
