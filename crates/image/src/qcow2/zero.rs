@@ -126,7 +126,7 @@ impl<S: Storage> Qcow2<S> {
         if whole_start >= whole_end {
             return self.zero_edge(backing, offset, len, wish).await;
         }
-        // Start with the whole units: only they can refuse the request, and nothing is changed yet.
+        // Start with the whole units: the host may refuse to zero them, and nothing is changed yet.
         self.wipe_units(backing, whole_start, whole_end, wish).await?;
         self.zero_edge(backing, offset, whole_start - offset, wish).await?;
         if whole_end < end {

@@ -149,8 +149,8 @@ impl<S: Storage> Client<S> {
         (start + first * SECTOR as u64, count * SECTOR as u64)
     }
 
-    /// Returns whether the request succeeded; None after the power cut. Fails if an error has no
-    /// injected cause.
+    /// Returns whether the request succeeded. None: the power was cut, so the guest got no answer.
+    /// Fails if an error has no injected cause.
     fn heard(&self, what: &str, result: &io::Result<()>) -> Result<Option<bool>, String> {
         match result {
             _ if self.power.is_off() => Ok(None),

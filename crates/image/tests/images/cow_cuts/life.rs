@@ -155,7 +155,7 @@ impl Life {
         Life { plan, rng, cow, base: base.power_cut(), oracle, own_sectors: 0, rebases: 0 }
     }
 
-    /// Approximate number of events of a load; a random event below it is likely to occur.
+    /// Approximate number of events of a load. A random event number below it is likely to occur.
     pub fn events(&self) -> u64 {
         (self.plan.clients * self.plan.requests) as u64 * 3
     }
@@ -205,8 +205,9 @@ impl Life {
         Ok((!boot.power.is_off()).then_some(value))
     }
 
-    /// Creates the file, with a power cut after `cut_after` events. Returns true if the file was
-    /// complete before the cut. Otherwise creates it again without a cut.
+    /// Creates the file, with a power cut after `cut_after` events. Returns true if the creation
+    /// ended before the cut. If the file that the cut left does not open, creates it again without
+    /// a cut.
     pub fn be_created(&mut self, cut_after: u64, tally: &mut Tally) -> Result<bool, String> {
         let explain = self.explain(cut_after, "making it");
         let survived = self.create(cut_after).map_err(&explain)?;
@@ -241,8 +242,8 @@ impl Life {
         Ok(survived)
     }
 
-    /// Returns whether a file left by a cut during creation opens. It must not fail for any reason
-    /// but "not a COW file".
+    /// Returns whether a file that a cut during its creation left opens. It must not fail for any
+    /// reason but "not a COW file".
     fn open_left(&self, image: SimImage) -> Result<bool, String> {
         let file = Raw::on(SimDisk::new(image, SimConfig::new(1)), self.plan.shape);
         let opened = Sim::new(1)

@@ -19,7 +19,7 @@ fn all_of(target: &str, fuzz: fn(&[u8])) {
     let inputs: Vec<_> = corpus.read_dir().unwrap().map(|entry| entry.unwrap().path()).collect();
     assert!(inputs.len() > 2, "{}: {inputs:?}", corpus.display());
     for input in inputs {
-        // Shown with a failure.
+        // The test harness shows this output only if the test fails.
         println!("{}", input.display());
         fuzz(&std::fs::read(&input).unwrap());
     }

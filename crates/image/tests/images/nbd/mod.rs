@@ -36,7 +36,7 @@ fn on_image<T: 'static>(
     executor.block_on(async move { work(raw).await }).unwrap()
 }
 
-/// Returns true if the bytes are those of `good`'s disk at `offset`.
+/// Returns true if the bytes are those of the server's initial disk at `offset`.
 fn is_pattern(segments: &Segments, offset: u64) -> bool {
     let mut bytes = vec![0; segments.len()];
     segments.copy_out(0, &mut bytes);
@@ -106,7 +106,7 @@ fn many_chunks_in_any_order_and_holes() {
     });
 }
 
-/// What a server answers to a request that it should answer well.
+/// A function that returns the bytes of a wrong answer to a request.
 type Lie = fn(&Request, &Disk) -> Vec<u8>;
 
 /// Each wrong answer ends the connection, and the request fails in time with an error that says
@@ -175,7 +175,7 @@ fn wrong_answers_end_in_errors() {
             piece(request, disk, chunk::ERROR, 1, &[0, 0, 0, 5, 1, 0, 65])
         }),
     ];
-    // Each client waits for its server most of the time.
+    // The cases run in parallel, because each client waits for its server most of the time.
     std::thread::scope(|scope| {
         for (says, headers, lie) in lies {
             scope.spawn(move || ends_in_an_error(says, headers, lie));
@@ -199,7 +199,7 @@ fn ends_in_an_error(says: &'static str, headers: Headers, lie: Lie) {
         let start = Instant::now();
         let mut error = raw.read(Segments::buffer(4096), 4096).await.1;
         if says.contains("without a request") && error.is_ok() {
-            // An error behind a correct answer is detected by the next request.
+            // The next request detects an error behind a correct answer.
             error = raw.read(Segments::buffer(4096), 4096).await.1;
             if error.is_ok() {
                 return;
@@ -315,8 +315,8 @@ fn a_silent_server_costs_bounded_time() {
     }
 }
 
-/// A server closes connections in the middle of answers, repeatedly: the requests are sent again,
-/// and all answers are right.
+/// A server closes connections in the middle of answers, repeatedly. The client sends the requests
+/// again, and all answers are right.
 #[test]
 fn requests_are_repeated_after_lost_connections() {
     let server = Server::start(
@@ -416,7 +416,8 @@ fn unflushed_writes_are_lost_with_the_connection() {
     }
 }
 
-/// The server might still execute the write, after a later one.
+/// A server that does not answer a write in time is lost, because it might still execute the write
+/// after a later one.
 #[test]
 fn a_server_silent_during_a_write_is_lost() {
     let server = Server::start(

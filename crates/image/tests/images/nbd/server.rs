@@ -24,7 +24,7 @@ pub struct Disk {
     pub headers: Headers,
     pub size: u64,
     pub flags: u16,
-    /// Longest time that a client may be idle.
+    /// Time after which the server disconnects an idle client. None: never.
     pub patience: Option<Duration>,
     pub bytes: Vec<u8>,
     pub written: Vec<u8>,
@@ -39,7 +39,7 @@ pub struct Server {
 }
 
 impl Server {
-    /// `setup` may change the disk before each connection.
+    /// Starts the server. `setup` may change the disk before each connection.
     pub fn start(
         headers: Headers,
         mut setup: impl FnMut(usize, &mut Disk) + Send + 'static,

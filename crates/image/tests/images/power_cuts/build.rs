@@ -111,7 +111,8 @@ impl Builder {
         self.header((l1_at, l1_size), refcounts, snapshots);
     }
 
-    /// Makes an L2 table and its clusters. Returns None if the table would be empty.
+    /// Makes an L2 table and its clusters. Returns the table's offset, or None if the table would
+    /// be empty.
     fn table(&mut self, index: u64) -> Option<u64> {
         let layout = self.recipe.layout;
         let first = index * layout.l2_entries();
@@ -188,7 +189,8 @@ impl Builder {
         }
     }
 
-    /// Makes compressed data; several share a cluster if the refcounts are wide enough.
+    /// Makes compressed data. If the refcounts are wide enough, several compressed clusters share a
+    /// host cluster.
     fn compressed(&mut self, cluster: u64) -> u64 {
         let size = self.cluster() as usize;
         let mut plain = vec![0; size];

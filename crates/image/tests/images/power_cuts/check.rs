@@ -43,7 +43,7 @@ pub struct Findings {
     pub leaks: u64,
 }
 
-/// Bytes behind the end of the file are zeroes.
+/// Returns `N` bytes at `at`. Bytes behind the end of the file are zeroes.
 fn piece<const N: usize>(bytes: &[u8], at: u64) -> [u8; N] {
     bytes.get(at as usize..).and_then(|rest| rest.first_chunk()).copied().unwrap_or([0; N])
 }
@@ -116,7 +116,7 @@ impl<'a> Parsed<'a> {
         count.findings
     }
 
-    /// Returns the stored refcounts, of clusters with a refcount block.
+    /// Returns the stored refcounts of all clusters that a refcount block covers.
     fn counts(&self) -> BTreeMap<u64, u64> {
         let mut counts = BTreeMap::new();
         for (number, block) in

@@ -42,13 +42,13 @@ impl Judge {
         }
     }
 
-    /// Whether the disk accepts only reads.
+    /// Returns true if the disk accepts only reads.
     pub fn poisoned(&self) -> bool {
         self.poisoned.get()
     }
 
-    /// Handles a request's answer. Returns false after the power cut: then the guest did not
-    /// receive it.
+    /// Handles a request's answer. Returns false after the power cut, because the guest then did
+    /// not receive the answer.
     fn heard(&self, what: &str, result: &io::Result<()>) -> Result<bool, String> {
         if self.power.is_off() {
             return Ok(false);
@@ -62,7 +62,7 @@ impl Judge {
         Ok(true)
     }
 
-    /// Whether data that were acknowledged but not flushed may be lost.
+    /// Records that data which were acknowledged but not flushed may be lost.
     fn poison(&self) {
         if !self.poisoned.replace(true) {
             let mut oracle = self.oracle.borrow_mut();

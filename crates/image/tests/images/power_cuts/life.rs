@@ -57,8 +57,8 @@ impl Life {
         (header.refcount_table_offset, header.refcount_table_clusters)
     }
 
-    /// Tells the oracle the current disk as durable, and that nothing is left of the former
-    /// `before` bytes behind its end.
+    /// Makes the current disk the oracle's durable contents. If the disk had more bytes before
+    /// (`before`), the oracle expects zeroes behind the disk's end.
     fn tell_oracle(&self, before: usize) {
         let (mut oracle, mut disk) = (self.oracle.borrow_mut(), self.view.disk.clone());
         disk.resize(disk.len().max(before), 0);

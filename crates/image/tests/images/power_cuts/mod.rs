@@ -50,7 +50,7 @@ const GROWING: [u64; 0] = [];
 const TROUBLED: [u64; 11] = [171, 236, 395, 446, 449, 483, 485, 639, 722, 755, 959];
 
 /// Runs a complete boot to count its events. Then runs boots with power cuts at random events. Each
-/// begins with the state that the previous one left. Runs commands on the image in between.
+/// boot begins with the state that the previous boot left. Runs commands on the image in between.
 fn random_life(plan: Plan, tally: &mut Tally) -> Result<(), String> {
     let mut rng = Rng::new(plan.seed);
     let events = Life::new(plan.clone()).boot(u64::MAX, |disk| disk, tally)?.events;
@@ -69,7 +69,7 @@ fn random_life(plan: Plan, tally: &mut Tally) -> Result<(), String> {
 /// Runs plans until `percent` percent of all power cuts were made.
 fn random_lives(plan: impl Fn(u64) -> Plan + Sync, percent: u64, failed_once: &[u64]) -> Tally {
     let cuts = lives::cuts(CUTS) * percent / 100;
-    // QEMU is slow.
+    // QEMU is slow, so it checks only some of the images.
     let by_qemu = if cuts > CUTS { 3 * percent } else { (percent / 3).max(1) };
     let new = || Tally { one_in: cuts * 4 / by_qemu, ..Tally::default() };
     lives::run(failed_once, cuts, new, |seed, tally| random_life(plan(seed), tally))
@@ -172,8 +172,8 @@ fn commands_between_boots_survive_a_cut_at_every_event() {
     println!("{tally}");
 }
 
-/// Tests the test: defective storage must be detected. How often depends on the cuts, so the number
-/// of runs is a generous limit; they end when enough defects were detected.
+/// Tests the test: defective storage must be detected. How often it is detected depends on the
+/// cuts, so the maximum number of runs is generous. The runs end when enough defects were detected.
 #[test]
 fn defective_storage_is_detected() {
     const ENOUGH: usize = 5;

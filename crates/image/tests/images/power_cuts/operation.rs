@@ -50,7 +50,7 @@ pub enum Done {
 }
 
 impl Operation {
-    /// Returns a random command that this chain allows (nearly always).
+    /// Returns a random command that this chain allows, with rare exceptions.
     pub fn random(rng: &mut Rng, plan: &Plan, view: &View) -> Self {
         let taken = |rng: &mut Rng| rng.pick(&view.snapshots).0.clone();
         // Snapshots read absent data from the backing image, so a commit would change what they

@@ -42,8 +42,8 @@ pub struct Plan {
     pub copy_on_read: bool,
     /// Longest time that a slow operation takes.
     pub slow: u64,
-    /// Whether requests go to the whole disk, free clusters more often, and rarely flush. Then
-    /// metadata are written back without a flush.
+    /// Whether requests go to the whole disk, discard more often than in other plans, and rarely
+    /// flush. Then metadata are written back without a flush.
     pub spread: bool,
     /// Whether some requests write compressed clusters.
     pub packs: bool,
@@ -79,7 +79,8 @@ impl Plan {
         }
     }
 
-    /// A file that grows all the time, with refcount blocks that count few clusters.
+    /// Returns a plan with a file that grows all the time, with refcount blocks that cover few
+    /// clusters.
     pub fn growing(seed: u64) -> Self {
         let mut rng = Rng::new(seed ^ 0x6772_6f77);
         let layout = Layout {
@@ -105,8 +106,8 @@ impl Plan {
         }
     }
 
-    /// Few clusters, freed and reused all the time, while reads and writes take longer than whole
-    /// flushes.
+    /// Returns a plan with few clusters, freed and reused all the time, while reads and writes take
+    /// longer than whole flushes.
     pub fn reusing(seed: u64) -> Self {
         let mut rng = Rng::new(seed ^ 0x7265_7573);
         let layout = Layout {
@@ -129,8 +130,8 @@ impl Plan {
         }
     }
 
-    /// Tens or hundreds of tables, few of them cached, rarely a flush, and few free clusters: freed
-    /// clusters must wait for a durable write-back.
+    /// Returns a plan with tens or hundreds of tables, few of them cached, rare flushes, and few
+    /// free clusters: freed clusters must wait for a durable write-back.
     pub fn relieving(seed: u64) -> Self {
         let mut rng = Rng::new(seed ^ 0x7265_6c69);
         let (version, cluster_bits, refcount_order) = (3, 9, 4);
@@ -152,7 +153,8 @@ impl Plan {
         }
     }
 
-    /// Compressed clusters are written where others were freed, and are read again and again.
+    /// Returns a plan that writes compressed clusters where others were freed, and reads them again
+    /// and again.
     pub fn packing(seed: u64) -> Self {
         let mut rng = Rng::new(seed ^ 0x7061_636b);
         let layout = Layout {
@@ -180,7 +182,8 @@ impl Plan {
         }
     }
 
-    /// A file with a nearly full refcount table: the first requests make a new table necessary.
+    /// Returns a plan with a nearly full refcount table: the first requests make a new table
+    /// necessary.
     pub fn recounting(seed: u64) -> Self {
         let mut rng = Rng::new(seed ^ 0x7265_636e);
         let layout = Layout {
@@ -191,8 +194,8 @@ impl Plan {
             data_file: false,
             raw_data_file: false,
         };
-        // Clusters besides the L1 table: the header, one of the refcount table, and the refcount
-        // blocks that it names.
+        // The image's clusters besides the L1 table: the header, one cluster of the refcount table,
+        // and the refcount blocks that this table names.
         let (per_table, left) = (layout.cluster() / 8, rng.between(0, 6));
         let l1_clusters = per_table * layout.per_block() - 2 - per_table - left;
         let recipe = recipe(&mut rng, layout, 64 * SECTOR as u64, None);
@@ -254,7 +257,7 @@ fn capacity(rng: &mut Rng, layout: Layout) -> u64 {
 
 fn layers(rng: &mut Rng, layout: Layout, capacity: u64) -> Vec<LayerPlan> {
     let depth = if layout.raw_data_file { 0 } else { *rng.pick(&[0, 0, 1, 1, 1, 2]) };
-    // From the bottom up.
+    // Plan the images from the bottom up.
     let mut layers: Vec<LayerPlan> = Vec::new();
     for number in (1..=depth).rev() {
         // Images may be shorter or longer than their overlays.
@@ -277,7 +280,7 @@ fn layers(rng: &mut Rng, layout: Layout, capacity: u64) -> Vec<LayerPlan> {
     layers
 }
 
-/// Name and format of the image that was planned last, if any.
+/// Returns name and format of the image that was planned last, if any.
 fn below(layers: &[LayerPlan], number: usize) -> Option<(String, &'static str)> {
     let format = match layers.last()? {
         LayerPlan::Raw(_) => "raw",

@@ -74,8 +74,8 @@ impl Tally {
         self.refused += u64::from(outcome.done == Some(Done::Refused));
     }
 
-    /// Returns true if each kind of command was cut, and left the old and the new state often
-    /// enough.
+    /// Returns true if cuts interrupted each kind of command often enough, and left the old and the
+    /// new state often enough.
     pub fn saw_all_operations(&self) -> bool {
         self.operations.iter().chain(&self.states).all(|&n| n > 30)
     }

@@ -27,7 +27,8 @@ fn a_guest_that_never_flushes_does_not_fill_the_host() {
             }
         });
         let len = std::fs::metadata(scratch.path("a.qcow2")).unwrap().len();
-        // The disk, the freed space that may be pending, and the reservation.
+        // The bounds: the disk, the freed space that may wait for a flush, and the reserved
+        // clusters.
         assert!(
             len < SIZE + (64 << 20) + (64 << 20),
             "{len} bytes for a disk of {SIZE} (zeroes: {zeroes})"

@@ -45,8 +45,8 @@ fn zeroes_are_fast_or_refused_with_nothing_changed() {
         ("extended_l2=on", BASE, (unit, 3 * one + 512), true, false),
         ("compat=1.1", NO_BASE, (512, 1024), true, false),
         ("compat=1.1", BASE, (one - 512, one), true, false),
-        // Version 2 has no zero entry. Without a backing file, an empty entry will do, if the space
-        // need not be kept.
+        // Version 2 has no zero entry. Without a backing file an empty entry reads as zeroes too,
+        // if the space need not be kept.
         ("compat=0.10", NO_BASE, (one, 4 * one), true, true),
         ("compat=0.10", NO_BASE, (one, 4 * one), false, false),
         ("compat=0.10", BASE, (one, 4 * one), true, false),

@@ -9,7 +9,8 @@ use blockyard_storage::sim::SimImage;
 use super::cuts::{everywhere, guest, header, load, on_image, opened_sound};
 use super::peer::{Scratch, on_file, our_check, qemu_check, qemu_img, qemu_io};
 
-/// An image with a bitmap that records writes, one that does not, and an unknown autoclear bit.
+/// Makes an image with a bitmap that records writes, one that does not, and an unknown autoclear
+/// bit.
 fn image(scratch: &Scratch) -> String {
     let path = scratch.path("image.qcow2");
     qemu_img(&["create", "-q", "-f", "qcow2", "-o", "cluster_size=1k", &path, "256k"]);

@@ -18,7 +18,7 @@ async fn open(disk: &SimDisk) -> Image<SimDisk> {
     Image::new(vec![Layer::Qcow2(image)], false)
 }
 
-/// Number of operations of a kind that have started.
+/// Returns the number of operations of a kind that have started.
 fn count(disk: &SimDisk, kind: OpKind) -> usize {
     disk.trace().iter().filter(|line| line.kind == kind && line.phase == Phase::Started).count()
 }

@@ -27,8 +27,8 @@ pub fn on_image<T: 'static, F: Future<Output = T> + 'static>(
 }
 
 /// Cuts the power after 0, 1, 2, ... events of `operation`, until the operation ends before the
-/// cut. Calls `judge` with whether it ended, and with the image that is left. Returns the number of
-/// power cuts.
+/// cut. After each cut calls `judge` with two arguments: whether the operation ended before the
+/// cut, and the image that the cut left. Returns the number of power cuts.
 pub fn everywhere<F: Future<Output = Result<(), ImageError>> + 'static>(
     what: &str,
     image: &SimImage,

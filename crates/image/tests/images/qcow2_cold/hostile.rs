@@ -62,7 +62,7 @@ impl Hostile {
 
     fn check(&self) -> Report {
         self.file.write_all_at(&self.header.serialize().unwrap(), 0).unwrap();
-        // The thread's own processor time, because the machine may be busy with other work.
+        // Measure the thread's own processor time, because the machine may be busy with other work.
         let start = cpu_time();
         let report = our_check(&self.path, Repair::No);
         let time = cpu_time() - start;

@@ -40,7 +40,7 @@ async fn read(
     let failed = |at| move |e| ImageError::io("guest's disk", at, "reading", e);
     for at in (0..image.size()).step_by(64 << 10) {
         let len = (image.size() - at).min(64 << 10);
-        // As `map` does.
+        // Look up the extents, as `map` does.
         image.find(at, len).await.map_err(failed(at))?;
         let (segments, result) = image.read(Segments::buffer(len as usize), at).await;
         result.map_err(failed(at))?;

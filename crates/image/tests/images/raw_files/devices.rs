@@ -200,7 +200,7 @@ async fn write_own_sectors(raw: Raw<Store>, reactor: u64, sectors: u64, rounds: 
     }
 }
 
-/// Waits for all futures.
+/// Waits until all futures have ended.
 async fn all<F: Future<Output = ()> + Unpin>(mut futures: Vec<F>) {
     std::future::poll_fn(|cx| {
         futures.retain_mut(|f| std::pin::Pin::new(f).poll(cx).is_pending());
@@ -238,7 +238,7 @@ fn many_discards_of_a_block_device_start_few_threads() {
             if discards.is_empty() { std::task::Poll::Ready(()) } else { std::task::Poll::Pending }
         })
         .await;
-        // Includes threads of tests that run in parallel.
+        // The number includes threads of tests that run in parallel.
         assert!(most <= 16, "{most} threads at a time for {RANGES} discards");
         assert!(take(&raw, 0, LEN as usize).await.iter().all(|&byte| byte == 0));
     });
