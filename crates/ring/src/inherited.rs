@@ -100,7 +100,7 @@ mod tests {
 
     use super::*;
 
-    /// One test, because descriptors belong to the whole process.
+    /// This is a single test, because descriptors belong to the whole process.
     #[test]
     fn only_inherited_sockets_are_given_out_and_to_one_export_at_a_time() {
         let listener = || std::net::TcpListener::bind("127.0.0.1:0").unwrap();

@@ -91,7 +91,7 @@ impl Pulse {
         self.label.store(label, Ordering::Relaxed);
     }
 
-    /// Only the executor's thread changes the number.
+    /// Begins the next iteration. Only the executor's thread calls this.
     #[inline]
     pub(crate) fn next_iteration(&self) {
         self.iterations

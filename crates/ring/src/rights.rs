@@ -153,8 +153,8 @@ mod tests {
     use super::*;
     use crate::{Executor, Socket};
 
-    /// A TCP connection with SO_LINGER of an hour and a full send buffer. Its close blocks until
-    /// the other side is closed.
+    /// Returns both ends of a TCP connection with SO_LINGER of an hour and a full send buffer. The
+    /// close of the first end blocks until the second one is closed.
     fn lingering() -> (TcpStream, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut ours = TcpStream::connect(listener.local_addr().unwrap()).unwrap();

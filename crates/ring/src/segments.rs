@@ -49,7 +49,7 @@ impl Owner {
         }
     }
 
-    /// Also keeps alive what `other` keeps alive.
+    /// Makes this owner also keep alive the memory that `other` keeps alive.
     fn join(&mut self, other: &Owner) {
         match (&mut *self, other) {
             (_, Owner::None) => {}

@@ -38,7 +38,7 @@ const BATCH: u64 = 256;
 pub(crate) struct OperationClass(u16);
 
 impl OperationClass {
-    /// `others`: other operations of the same disk in flight.
+    /// Returns the class of an operation. `others`: other operations of the same disk in flight.
     #[inline]
     pub fn of(kind: OperationKind, bytes: u64, others: u64) -> Self {
         let size = ((bytes.max(4096) - 1) >> 12)

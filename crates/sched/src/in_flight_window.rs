@@ -116,7 +116,7 @@ struct WithinShare {
 }
 
 impl InFlightWindow {
-    /// `size`: the window that a calibration found.
+    /// Creates the window of a device. `size`: the window that a calibration found.
     pub fn new(class: DeviceClass, size: Option<u64>) -> Self {
         let size = size.map_or(class.queue_ns as f64 / 2.0, |size| size as f64);
         InFlightWindow {
@@ -249,8 +249,8 @@ impl InFlightWindow {
         }
     }
 
-    /// Returns the factor for the window while all disks are over their share: it grows until the
-    /// device's queue is full.
+    /// Returns the factor for the window while all disks are over their share. The window grows
+    /// until the device's queue is full.
     fn step_over_share(&mut self, stats: &PeriodStats, rate: f64) -> f64 {
         // The device is saturated and no disk is protected, so its rate is its present capacity.
         self.capacity += (rate - self.capacity) * 0.02;

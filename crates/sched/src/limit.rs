@@ -184,7 +184,8 @@ impl Limiter {
         buckets(meters, &amounts(operation)).map(prices).max().unwrap_or(0)
     }
 
-    /// Refunds a charge, because the operation does not begin for a reason outside these limits.
+    /// Refunds a charge, because the operation does not begin. The reason lies outside these
+    /// limits.
     pub fn refund(&self, operation: &Operation, flow: Option<&Flow>) {
         if self.is_unlimited() {
             return;
@@ -230,8 +231,8 @@ impl Meter {
         self.buckets.iter().filter(|bucket| bucket.exists())
     }
 
-    /// Returns the cost of `amount` in nanoseconds of the limit's `max`, or of its `rate` if it has
-    /// none.
+    /// Returns the cost of `amount` in nanoseconds of the limit's `max`, or of its `rate` if the
+    /// limit has no `max`.
     fn price(&self, amount: u64) -> u64 {
         self.buckets[0].price(amount)
     }

@@ -18,8 +18,8 @@ use crate::knobs::Knobs;
 use crate::limit::{Flow, Limiter};
 use crate::wait_list::WaitToken;
 
-/// Statistics of a disk's share since it was opened. All except `weight`, `waiting` and `queued`
-/// are in nanoseconds.
+/// Statistics of a share since its disk was opened. All except `weight`, `waiting` and `queued` are
+/// in nanoseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Figures {
     /// Effective weight: the disk's own weight, or its part of the group's weight.

@@ -102,9 +102,9 @@ impl WaitList {
         self.queues[disk].push_back(waiter);
     }
 
-    /// Removes the disk with the lowest start tag from the heap, and returns its number and its
-    /// tag. The caller must add the disk again with [`WaitList::push_head`], whether it takes the
-    /// disk's operation ([`WaitList::take`]) or not.
+    /// Removes the disk with the lowest start tag from the heap, and returns the disk's number and
+    /// its tag. The caller must add the disk again with [`WaitList::push_head`], whether it takes
+    /// the disk's operation ([`WaitList::take`]) or not.
     pub fn pop_head(&mut self) -> Option<(usize, u64)> {
         self.heads.pop().map(|head| (head.disk, head.tag))
     }

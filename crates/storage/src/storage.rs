@@ -107,8 +107,8 @@ impl Alignment {
         if !capabilities.direct {
             return Alignment { memory_align: 1, offset_align: 1 };
         }
-        // 0 means that O_DIRECT works but the kernel does not report its alignment. The device's
-        // block size works.
+        // 0 means that O_DIRECT works but the kernel does not report its alignment. Then use the
+        // device's block size, which always works.
         let or = |n: u32| if n == 0 { geometry.logical_block } else { n };
         Alignment {
             memory_align: or(geometry.direct_memory),

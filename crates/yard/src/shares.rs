@@ -30,7 +30,8 @@ pub struct Shares {
 }
 
 impl Shares {
-    /// If `is_fair` is false, disks are not scheduled against each other: only their limits apply.
+    /// Creates the shares. If `is_fair` is false, disks are not scheduled against each other, and
+    /// only their limits apply.
     pub fn new(
         is_fair: bool,
         measured: Vec<MeasuredDevice>,

@@ -61,7 +61,7 @@ impl Work {
         }
     }
 
-    /// The same as an [`ImageError`], for callbacks of crate `image`.
+    /// Like `check_cancelled`, but returns an [`ImageError`], for callbacks of crate `image`.
     fn check(&self, disk: &Disk) -> Result<(), ImageError> {
         self.check_cancelled(disk)
             .map_err(|why| ImageError::refused("work on the disk", why.to_string()))

@@ -214,7 +214,7 @@ fn in_the_page_cache_durable_writes_share_one_sync_and_its_failure() {
     }
 }
 
-/// A file opened without O_DIRECT.
+/// Returns a file opened without O_DIRECT: its path, and a source for it.
 fn cached_file(len: u64) -> (PathBuf, Source) {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     let name =

@@ -215,7 +215,7 @@ pub struct Load {
 }
 
 impl Load {
-    /// `known`: the present contents of the disk.
+    /// Starts the load. `known`: the present contents of the disk.
     pub fn start(reactors: &[Reactor], disk: &Arc<Disk>, seed: u64, known: &[u8]) -> Self {
         let (sender, ended) = mpsc::channel();
         let (stop, steps) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));

@@ -33,7 +33,8 @@ impl Fixture {
         Fixture::with(name, SIZE, false)
     }
 
-    /// `full`: the overlay holds all data that a guest sees.
+    /// Creates the images and starts the load. `full`: the overlay holds all data that a guest
+    /// sees.
     fn with(name: &str, size: usize, full: bool) -> Self {
         let scratch = Scratch::new(name);
         let mut known = random(size, 1);

@@ -249,7 +249,8 @@ fn a_region_is_removed_while_an_operation_is_in_flight() {
     executor.block_on(all).unwrap();
 }
 
-/// The operation exists, but the kernel has not consumed it yet.
+/// A region is removed when its operation exists, but the kernel has not consumed the operation
+/// yet.
 #[test]
 fn a_region_is_removed_before_its_operation_is_submitted() {
     let executor = Executor::new().unwrap();

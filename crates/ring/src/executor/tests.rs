@@ -319,7 +319,7 @@ fn tasks_with_operations_in_flight_are_dropped_with_their_executor() {
     assert_eq!(handle.uring().in_flight(), 0);
 }
 
-/// A value that a task owns, and that keeps the executor's state alive: both must be dropped.
+/// A task owns a value that keeps the executor's state alive: both must be dropped.
 #[test]
 fn a_task_that_is_spawned_while_the_executor_is_dropped_is_dropped_too() {
     let executor = Executor::new().unwrap();
@@ -375,7 +375,7 @@ fn timers_fire_in_order_and_never_early() {
     });
 }
 
-/// More operations than the submission and completion queues hold.
+/// The batch has more operations than the submission and completion queues hold.
 #[test]
 fn every_operation_of_a_large_batch_completes_once() {
     const READS: u32 = 5000;

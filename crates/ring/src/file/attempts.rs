@@ -23,8 +23,8 @@ mod tests {
 
     use super::*;
 
-    /// The thread waits for another one, which answers after 100 ms: long enough to count as
-    /// blocked.
+    /// The work waits for another thread, which answers after 100 ms. That is long enough to count
+    /// as blocked.
     #[test]
     fn work_is_not_attempted_after_it_blocked() {
         let pauses = Pauses::default();

@@ -90,7 +90,8 @@ mod tests {
 
     const AGAIN: i32 = -libc::EAGAIN;
 
-    /// A file with an mtime of 1970, with the policy of a file that bypasses the page cache.
+    /// Returns a file with an mtime of 1970, and the policy for a file that bypasses the page
+    /// cache.
     fn old_file() -> (OwnedFd, ChangeTime) {
         let fd =
             rustix::fs::open(std::env::temp_dir(), OFlags::TMPFILE | OFlags::RDWR, 0o600.into())

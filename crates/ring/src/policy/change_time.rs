@@ -85,7 +85,8 @@ pub(crate) struct ChangeTime {
 }
 
 impl ChangeTime {
-    /// `is_direct`: whether the file is a regular one that bypasses the page cache.
+    /// Creates the policy of a file. `is_direct`: whether the file is a regular one that bypasses
+    /// the page cache.
     pub fn new(is_direct: bool, counters: Rc<Counters>) -> Self {
         let (ahead, noted, plain_until, holders) = Default::default();
         let pauses = Pauses::new(counters.clone());
@@ -317,7 +318,7 @@ mod tests {
         if attempt != Attempt::Plain && (full || !is_noted) { AGAIN } else { 4096 }
     }
 
-    /// Ten writes in each of 1000 ticks. In the last 500, one tick in three needs new space.
+    /// Makes ten writes in each of 1000 ticks. In the last 500 ticks, one in three needs new space.
     #[test]
     fn every_write_of_a_trace_is_made_and_the_time_noted_once_per_tick() {
         let (clock, change) = direct_file();

@@ -44,7 +44,8 @@ pub(crate) struct InlineWrites {
 }
 
 impl InlineWrites {
-    /// `is_cached`: whether it is a regular file that is written through the page cache.
+    /// Creates the policy of a file. `is_cached`: whether the file is a regular one that is written
+    /// through the page cache.
     pub fn new(is_cached: bool, counters: Rc<Counters>) -> Self {
         let way = Cell::new(if is_cached { Way::Unknown } else { Way::Ring });
         InlineWrites {

@@ -102,7 +102,7 @@ mod tests {
     use super::*;
     use crate::Segments;
 
-    /// Data in a file, which stands in for the character device.
+    /// Returns request data of `len` bytes in a file, which replaces the character device.
     fn request(len: usize) -> (Segments, Rc<RequestData>, Arc<OwnedFd>) {
         let file =
             Arc::new(rustix::fs::memfd_create("data", rustix::fs::MemfdFlags::CLOEXEC).unwrap());

@@ -337,7 +337,8 @@ mod tests {
         queue.map().unwrap();
     }
 
-    /// The driver rounds to host pages: 24 bytes a request, at most 4096 requests.
+    /// The driver rounds a queue's descriptors up to host pages: 24 bytes a request, at most 4096
+    /// requests.
     #[test]
     fn descriptors_of_a_queue_are_aligned_to_host_pages() {
         assert_eq!(Descriptors::place(64, 0, 4096), (0, 4096));

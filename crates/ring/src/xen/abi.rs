@@ -6,7 +6,7 @@
 /// Size of a granted page in bytes. On x86, Xen has only this size for grants.
 pub const PAGE: usize = 4096;
 
-/// `_IOC(_IOC_NONE, kind, number, size)`.
+/// Returns the number of an ioctl: `_IOC(_IOC_NONE, kind, number, size)`.
 const fn ioctl(kind: u8, number: u32, size: usize) -> libc::c_ulong {
     ((size as u32) << 16 | (kind as u32) << 8 | number) as libc::c_ulong
 }
@@ -140,7 +140,7 @@ const _: () = assert!(
 mod tests {
     use super::*;
 
-    /// The values that a C compiler computes from the kernel's headers.
+    /// The expected values are those that a C compiler computes from the kernel's headers.
     #[test]
     fn ioctl_numbers_match_the_kernel_headers() {
         assert_eq!(

@@ -351,8 +351,8 @@ fn limits_can_change_while_reactors_use_them() {
     });
 }
 
-/// A limit, and the largest operation of a client. The limit is 20 to 5000 such operations a
-/// second, or more.
+/// Returns a limit, and the largest operation of a client: the limit's rate divided by 10 to 2500,
+/// but at least 1.
 fn any_limit() -> impl Strategy<Value = (Limit, u64)> {
     let rate = prop_oneof![1u64..100, 1u64..100_000, 1u64..1 << 32, 1u64..1 << 50];
     (rate, prop::option::of((1u64..10, 1u64..2000)), 20u64..5000).prop_map(

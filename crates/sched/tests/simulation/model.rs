@@ -23,7 +23,7 @@ pub struct Guest {
     pub group: Option<(&'static str, Knobs)>,
     pub depth: usize,
     pub think: u64,
-    /// Kinds and sizes in bytes of its operations, repeated in this order.
+    /// Kinds and sizes in bytes of the guest's operations, which repeat in this order.
     pub work: Vec<(OperationKind, u64)>,
     /// Active from `from` until `until`, in nanoseconds.
     pub from: u64,

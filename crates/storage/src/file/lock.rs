@@ -16,7 +16,8 @@ use blockyard_ring::host::{self, Holder, Lock};
 const LINGER: Duration = Duration::from_secs(30);
 /// Time after which the log says what the start waits for.
 const QUIET: Duration = Duration::from_secs(1);
-/// How long a holder must be seen alive before it is reported: it may be about to be killed.
+/// Time for which a holder must stay alive before an error names it, because it may be about to be
+/// killed.
 const GLANCE: Duration = Duration::from_millis(50);
 const LINGER_STEP: Duration = Duration::from_millis(10);
 

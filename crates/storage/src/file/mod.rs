@@ -171,7 +171,7 @@ fn explain(path: &Path, read_only: bool, source: io::Error) -> OpenError {
 
 impl OpenOptions {
     /// Returns an error if a live snapshot has put an overlay on the file and this open may not
-    /// write beneath it.
+    /// write to the file beneath the overlay.
     pub(crate) fn check_record(&self, fd: &OwnedFd) -> Result<(), OpenError> {
         let path = self.path.clone();
         let failed =

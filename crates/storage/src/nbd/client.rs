@@ -242,7 +242,7 @@ impl Inner {
         }
     }
 
-    /// Uses a connection until it is lost. Returns the reason.
+    /// Uses a connection until it is lost. Returns why it was lost.
     async fn serve(&self, dialed: Dialed) -> String {
         let Dialed { fd, session, terms } = dialed;
         let socket = match Socket::new(&self.handle, fd) {
@@ -364,7 +364,7 @@ impl Inner {
         }
         let mut slots = self.slots.borrow_mut();
         if slots.busy() == 0 && self.trouble.get().is_none() {
-            // A server that closes idle connections is not reconnected until there is a request.
+            // Do not reconnect to a server that closes idle connections until there is a request.
             if !self.used.get() {
                 return tracing::info!(
                     "image {}: {why}: reconnecting at the next request",

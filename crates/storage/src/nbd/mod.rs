@@ -71,7 +71,7 @@ impl Opened for Remote {
         EXPORT
     }
 
-    /// The server is the device that its exports share.
+    /// Returns the server, which is the device that its exports share.
     fn device(&self) -> io::Result<Option<(String, bool)>> {
         let server = match &self.export().uri.host {
             Host::Tcp(name, port) => format!("nbd:{name}:{port}"),

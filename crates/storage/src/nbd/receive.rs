@@ -155,8 +155,8 @@ impl<'a> Receiver<'a> {
         })
     }
 
-    /// Returns where a chunk of `len` bytes at `offset` belongs in the request's segments, and
-    /// counts it as received.
+    /// Returns the position of a chunk of `len` bytes at `offset` in the request's segments, and
+    /// counts the chunk as received.
     fn inside(&self, index: u32, ask: Ask, offset: u64, len: u64) -> Result<usize, Broken> {
         let wrong = || {
             format!(

@@ -27,7 +27,7 @@ pub struct Remote {
 }
 
 impl Remote {
-    /// Connects to the export of the URI `text`, and checks that it can be used.
+    /// Connects to the export of the URI `text`, and checks that the export can be used.
     pub fn open(text: &str, read_only: bool, options: Options) -> Result<Arc<Self>, NbdError> {
         let uri = Uri::parse(text)?;
         let dialed = dial(&uri, options.timeout)?;

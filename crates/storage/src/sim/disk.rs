@@ -257,7 +257,7 @@ struct Inner {
     faults: Vec<Fault>,
     trace: Vec<Trace>,
     /// Tasks that wait for an answer that the power cut prevents, and whether they get errors
-    /// instead.
+    /// instead of waiting for ever.
     stranded: Vec<Waker>,
     given_up: bool,
 }

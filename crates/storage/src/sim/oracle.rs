@@ -215,8 +215,8 @@ impl Oracle {
         self.check_read(token, offset, content)
     }
 
-    /// Checks that a power cut may leave `content` at `offset`, and continues from it. If all of
-    /// the disk is checked, the oracle can judge the disk further.
+    /// Checks that a power cut may leave `content` at `offset`. From now on the oracle expects this
+    /// content. After a check of the whole disk, the oracle can check the disk further.
     pub fn check_after_cut(&mut self, offset: u64, content: &[u8]) -> Result<(), Mismatch> {
         self.allows_after_cut(offset, content)?;
         // The contents that were found are the only possible ones: no earlier operation can change
@@ -238,8 +238,8 @@ impl Oracle {
         Ok(())
     }
 
-    /// Like [`Oracle::check_after_cut`], for one of many possible images: the oracle does not
-    /// change.
+    /// Checks one of many possible images as [`Oracle::check_after_cut`] does, but leaves the
+    /// oracle unchanged.
     pub fn allows_after_cut(&self, offset: u64, content: &[u8]) -> Result<(), Mismatch> {
         self.check("after the cut", offset, content, |hider| hider.durable.get())
     }

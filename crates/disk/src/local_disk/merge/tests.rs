@@ -45,7 +45,7 @@ impl Stage {
         Self::with(len, len, Alignment { memory_align: 1, offset_align: 1 }, options())
     }
 
-    /// A disk of `capacity` bytes, whose file has `len` bytes.
+    /// Creates a stage whose disk has `capacity` bytes, in a file of `len` bytes.
     fn with(len: u64, capacity: u64, shape: Alignment, options: DiskOptions) -> Self {
         let sim = SimDisk::new(SimImage::zeroed(len), SimConfig::new(1));
         let disk = Arc::new(Disk::new(options, Source::Null { size: capacity }));
@@ -56,7 +56,8 @@ impl Stage {
         Stage { sim, served, memory, merges: true }
     }
 
-    /// Memory of `bytes` bytes at `addr`, in `pieces` pieces that do not touch.
+    /// Returns `bytes` bytes of guest memory from `addr` on, in `pieces` pieces that are not
+    /// adjacent.
     fn segments(&self, addr: u64, bytes: u64, pieces: u64) -> Segments {
         let mut segments = Segments::default();
         segments.reset(&self.memory);
@@ -348,8 +349,8 @@ fn filters_apply_to_each_request() {
     }
 }
 
-/// A file that ends within the last sector, or before it: the bytes after its end read as zeroes,
-/// whether requests are merged or not.
+/// A file ends within the last sector, or before it. The bytes after the end of the file read as
+/// zeroes, whether requests are merged or not.
 #[test]
 fn the_end_of_a_file_reads_as_zeroes() {
     for offset_align in [1, 512, 4096] {

@@ -10,9 +10,9 @@ use super::*;
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Lie {
     Nothing,
-    /// Answers a sync without doing it.
+    /// The disk answers a sync without making data durable.
     NoSync,
-    /// Answers a sync that has only begun.
+    /// The disk answers a sync that has only begun.
     EarlySync,
     NotDurable,
     LostWrite,
