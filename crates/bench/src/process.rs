@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use rustix::process::{Pid, Signal, kill_process_group, test_kill_process_group};
 
-/// Set when the user interrupts the run.
+/// A flag that is set when the user interrupts the run.
 #[derive(Clone, Default)]
 pub struct Stop(Arc<AtomicBool>);
 
@@ -25,7 +25,7 @@ pub struct Stop(Arc<AtomicBool>);
 pub struct Interrupted;
 
 impl Stop {
-    /// Installs handlers for SIGINT, SIGTERM and SIGHUP, which set it.
+    /// Installs handlers for SIGINT, SIGTERM and SIGHUP, which set the flag.
     pub fn on_signals() -> Result<Self> {
         let stop = Stop::default();
         for signal in
@@ -47,7 +47,7 @@ pub struct Process {
     name: String,
     lines: Receiver<(Instant, String)>,
     errors: Arc<Mutex<String>>,
-    /// Reads standard error until all writers have closed it.
+    /// Thread that reads standard error until all writers have closed it.
     listener: JoinHandle<()>,
 }
 

@@ -63,7 +63,7 @@ pub enum Operation {
     Writesync,
 }
 
-/// The longest operation, in bytes.
+/// Maximum size of an operation in bytes.
 const LARGEST: u64 = 1 << 30;
 const SECONDS: f64 = 10.0;
 
@@ -194,7 +194,7 @@ impl Run {
     }
 }
 
-/// Sizes with an evenly distributed logarithm.
+/// Random sizes whose logarithms are evenly distributed.
 #[derive(Clone, Copy, Debug)]
 struct Sizes {
     min: u64,

@@ -49,7 +49,7 @@ pub struct Bin {
 
 /// Number of bins from one power of two of the size to the next.
 pub const BINS_AN_OCTAVE: u32 = 4;
-/// Up to this number of distinct sizes, each size has its own bin.
+/// Maximum number of distinct sizes for which each size has its own bin.
 const FEW_SIZES: usize = 32;
 
 /// Returns the samples in bins, in ascending order of size. With at most `FEW_SIZES` sizes, each

@@ -28,7 +28,7 @@ pub fn median(values: impl IntoIterator<Item = f64>) -> f64 {
 mod tests {
     use super::*;
 
-    /// `numpy.quantile([1, 2, 4, 8, 16], q)`.
+    /// The expected values are those of `numpy.quantile([1, 2, 4, 8, 16], q)`.
     #[test]
     fn quantiles_are_those_of_numpy() {
         let samples = [1.0, 2.0, 4.0, 8.0, 16.0];

@@ -150,7 +150,7 @@ impl<'a> Stage<'a> {
             any_memory_file: false,
             second_client: SecondClient::Refuse,
         };
-        // A request takes three descriptors.
+        // A request takes three descriptors: header, data and status.
         let size = (load.depth * 3).next_power_of_two().max(128);
         let shape = QueueShape { queues: load.queues, size };
         let listener = Listener::bind(&self.socket)?;

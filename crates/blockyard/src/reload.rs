@@ -60,7 +60,7 @@ impl Server {
         self.yard.set_groups(config.group_knobs());
         let mut tally = Tally { changed: self.change_in_use(&config), ..Tally::default() };
         let old = self.remove_others(&config, &mut tally);
-        // All disks, including those of toolstacks.
+        // Update the sizes of all disks, including those of toolstacks.
         self.served().for_each(|disk| self.refresh(&disk.name));
         self.add_others(config.disks, old, &mut tally);
         self.known.file = config.file;

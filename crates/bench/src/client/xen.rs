@@ -1,9 +1,8 @@
-//! The run on a Xen back end in this process, over a [`Machine`]. The load is that of the other
+//! Runs a load on a Xen back end in this process, over a [`Machine`]. The load is that of the other
 //! targets.
 //!
 //! In: options, a machine, and a device that a back end has made there. Out: the report, with the
-//! back end's grant operations. What must hold: a back end that hangs ends the run with an
-//! error.
+//! back end's grant operations. What must hold: a back end that hangs ends the run with an error.
 
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -22,7 +22,7 @@ pub const STYLE: &str = "\
 .by .title{font-size:16px;font-weight:600;fill:#111}.by .small{font-size:11px}.by .grid{stroke:#ddd;stroke-width:1}\
 .by .axis{stroke:#888;stroke-width:1}.by .ground{fill:#fff}";
 
-/// The rules for dark mode.
+/// Returns the style rules for dark mode.
 pub fn dark() -> String {
     let mut rules = String::from(
         ".by text{fill:#ccc}.by .title{fill:#eee}.by .grid{stroke:#333}.by .axis{stroke:#777}.by .ground{fill:#16181c}",
@@ -109,7 +109,7 @@ impl Svg {
         )
     }
 
-    /// Returns the picture as a file of its own.
+    /// Returns the picture as the text of a complete SVG file.
     pub fn file(&self, about: &str) -> String {
         format!(
             "<svg class=\"by\" xmlns=\"http://www.w3.org/2000/svg\" width=\"{w}\" height=\"{h}\" viewBox=\"0 0 {w} {h}\" role=\"img\">\n\

@@ -7,7 +7,7 @@ use super::svg::{self, Svg};
 pub struct Point {
     pub x: f64,
     pub y: f64,
-    /// The band around the point, which has most of the values.
+    /// The band around the point. Most of the values lie in the band.
     pub band: Option<(f64, f64)>,
 }
 
@@ -19,7 +19,7 @@ pub struct Series {
     pub look: usize,
 }
 
-/// Draws a picture of curves.
+/// A picture of curves.
 #[derive(Clone, Debug)]
 pub struct Chart {
     pub title: String,

@@ -71,7 +71,7 @@ fn split(results: &Results, work: &str, f: &Figures) -> Option<String> {
     ))
 }
 
-/// Explains which side has no processor time left.
+/// Returns a sentence about which side has no processor time left.
 fn limit(f: &Figures) -> String {
     let percent = |cores: f64| format!("{:.0}%", cores * 100.0);
     match f.backend_cores {

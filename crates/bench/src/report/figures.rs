@@ -9,7 +9,7 @@ pub struct Figures {
     /// The system answers flushes without a sync.
     pub drops_flushes: bool,
     pub per_second: f64,
-    /// Seconds of the whole run, and of each of its commands.
+    /// Seconds of the whole run. The next field has the seconds of each command.
     pub seconds: f64,
     pub steps: Vec<(String, f64)>,
     /// Minimum and maximum of the rounds.
@@ -103,7 +103,7 @@ pub fn throughput(run: &Run) -> Vec<f64> {
         }
         steps[step] += *bytes as f64;
     }
-    // The last slice is shorter.
+    // Drop the last slice, because it is shorter than the others.
     steps.pop();
     steps
 }
@@ -126,7 +126,7 @@ mod tests {
         let run = Run { samples, ..Run::default() };
         assert_eq!(throughput(&run), [300.0, 300.0, 0.0, 0.0]);
         assert_eq!(variation(&[1.0, 1.0]), None);
-        // statistics.stdev([2, 4, 4, 4, 5, 5, 7, 9]) / 5
+        // The expected value is statistics.stdev([2, 4, 4, 4, 5, 5, 7, 9]) / 5 in Python.
         let cv = variation(&[2.0, 4.0, 4.0, 4.0, 5.0, 5.0, 7.0, 9.0]).unwrap();
         assert!((cv - 2.138089935 / 5.0).abs() < 1e-9, "{cv}");
     }

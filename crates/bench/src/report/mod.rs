@@ -49,7 +49,7 @@ fn rows(results: &Results, work: &str) -> Vec<Vec<String>> {
         let names = COLUMNS.map(String::from).to_vec();
         return [names].into_iter().chain(figures.iter().map(|f| row(f).to_vec())).collect();
     };
-    // Seconds of each command, and in all.
+    // Columns: seconds of each command, and of all commands.
     let names = ["system".into()]
         .into_iter()
         .chain(steps.iter().map(|s| s.0.clone()))

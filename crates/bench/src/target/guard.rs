@@ -51,7 +51,7 @@ pub fn check(target: &mut dyn Target, path: Option<&Path>, bytes: &mut [u8]) -> 
     Ok(())
 }
 
-/// Does [`check`] for a target that is not open yet.
+/// Opens a target that is not open yet, and calls [`check`].
 pub fn look(place: &Place) -> Result<()> {
     let largest = LOOKED_AT as u64;
     let mut target =
@@ -78,7 +78,7 @@ fn not_in_use(path: &Path) -> Result<()> {
 fn holds(bytes: &[u8]) -> Option<&'static str> {
     let found =
         SIGNATURES.iter().find(|(at, magic, _)| bytes.get(*at..at + magic.len()) == Some(magic));
-    // A boot sector with a valid entry.
+    // Tests for a boot sector with a valid partition entry.
     let table = || {
         let sector = bytes.get(..512).filter(|s| s[510..] == [0x55, 0xaa])?;
         let entries = || sector[446..510].chunks(16);

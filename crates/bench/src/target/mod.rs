@@ -18,7 +18,7 @@ use std::path::PathBuf;
 use anyhow::{Context, Result};
 use blockyard_nbd::uri::{self, Uri};
 
-/// Bytes of a sector.
+/// Size of a sector in bytes.
 const SECTOR: u64 = 512;
 
 /// A target of operations. Offsets and lengths are multiples of [`Target::block`], inside

@@ -40,14 +40,14 @@ fn figures(command: &[&str], samples: &Path) -> Vec<(u64, f64, usize)> {
     out.lines().map(line).collect()
 }
 
-/// Fails if a time in seconds is shorter than it can be. A busy machine makes every time longer;
-/// `make perf` measures how long.
+/// Fails if a duration in seconds is shorter than the delays allow. A busy machine makes every
+/// duration longer; `make perf` measures how long.
 #[track_caller]
 fn not_shorter(what: &str, found: f64, truth: f64) {
     assert!(found > truth * 0.995, "{what}: {found} s, and the truth is {truth}");
 }
 
-/// Fails if a rate is higher than it can be.
+/// Fails if a rate is higher than the delays allow.
 #[track_caller]
 fn not_faster(what: &str, found: f64, truth: f64) {
     assert!(

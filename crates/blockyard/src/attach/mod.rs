@@ -154,7 +154,7 @@ pub fn report_device(
         (Some(device), _) => device,
         (None, Some(NbdAddress::Unix(socket))) => {
             let device = kernel_nbd::start(socket, name, ended(name.to_string(), true));
-            // No other client may connect.
+            // Remove the socket, so that no other client can connect.
             let _ = std::fs::remove_file(socket);
             device?
         }

@@ -74,7 +74,8 @@ impl Backing {
         options
     }
 
-    /// Opens the backing file with its backing chain. `target` must not replace any of these files.
+    /// Opens the backing file with its backing chain, for a new image at `target`. The caller
+    /// checks that `target` replaces none of these files.
     pub fn chain(&self, folders: &FolderArgs, target: &Path) -> Result<Arc<Chain>> {
         let chain = Chain::open(&self.reading(folders, target));
         Ok(Arc::new(chain.context(

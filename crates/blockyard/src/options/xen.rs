@@ -147,7 +147,7 @@ impl XenArgs {
         }
     }
 
-    /// Returns the number of queues of each of these disks.
+    /// Returns the number of queues of each disk of a toolstack.
     pub fn queues(&self) -> u16 {
         self.defaults.as_ref().map_or(1, |defaults| defaults.queues)
     }

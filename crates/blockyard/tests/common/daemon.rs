@@ -105,12 +105,12 @@ impl Daemon {
         self.child.id()
     }
 
-    /// Returns its standard error so far.
+    /// Returns the daemon's standard error so far.
     pub fn log(&self) -> String {
         self.log.text()
     }
 
-    /// Returns its standard output so far.
+    /// Returns the daemon's standard output so far.
     pub fn out(&self) -> String {
         self.out.text()
     }
@@ -138,20 +138,20 @@ impl Daemon {
         self.child.try_wait().unwrap().is_none()
     }
 
-    /// Kills it with SIGKILL.
+    /// Kills the daemon with SIGKILL.
     pub fn kill(mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 
-    /// Sends SIGTERM. Returns the exit status.
+    /// Sends SIGTERM to the daemon. Returns its exit status.
     #[track_caller]
     pub fn terminate(&mut self) -> ExitStatus {
         self.signal(Signal::TERM);
         self.ended(SOON)
     }
 
-    /// Sends SIGTERM, expects status 0, and returns the whole log.
+    /// Sends SIGTERM to the daemon, expects status 0, and returns the whole log.
     #[track_caller]
     pub fn stop(mut self) -> String {
         let status = self.terminate();
@@ -159,7 +159,8 @@ impl Daemon {
         self.log()
     }
 
-    /// Waits at most `limit` until it ends by itself. Returns the status. The log is complete then.
+    /// Waits at most `limit` until the daemon ends by itself. Returns the status. The log is
+    /// complete then.
     #[track_caller]
     pub fn ended(&mut self, limit: Duration) -> ExitStatus {
         let status = wait(&mut self.child, limit);
@@ -169,8 +170,8 @@ impl Daemon {
         status
     }
 
-    /// Waits until it has completed a request of this kind (`read`, `write`, `flush`, ...) on this
-    /// disk.
+    /// Waits until the daemon has completed a request of this kind (`read`, `write`, `flush`, ...)
+    /// on this disk.
     #[track_caller]
     pub fn until_served(&self, kind: &str, disk: &str) {
         let (kind, disk) = (format!(" {kind}: queue time"), format!("disk=\"{disk}"));
@@ -181,7 +182,7 @@ impl Daemon {
         });
     }
 
-    /// Returns the targets of its open descriptors in /proc, sorted.
+    /// Returns the targets of the daemon's open descriptors in /proc, sorted.
     pub fn descriptors(&self) -> Vec<String> {
         let entries = std::fs::read_dir(format!("/proc/{}/fd", self.pid())).unwrap();
         // A descriptor may be closed during the listing.
@@ -210,8 +211,8 @@ impl Daemon {
         tasks.map(count).collect()
     }
 
-    /// Waits until its threads stay asleep, and returns their context switches. The kernel's
-    /// io_uring workers wait 5 s for more work before they end.
+    /// Waits until the daemon's threads stay asleep, and returns their context switches. The
+    /// kernel's io_uring workers wait 5 s for more work before they end.
     #[track_caller]
     pub fn quiet(&self) -> BTreeMap<String, (u64, u64)> {
         std::thread::sleep(Duration::from_secs(6));

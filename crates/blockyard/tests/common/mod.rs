@@ -46,8 +46,8 @@ pub const SOON: Duration = Duration::from_secs(30);
 /// Timeout for a whole run of a tool on a busy machine.
 pub const TOOL: Duration = Duration::from_secs(60);
 
-/// A folder. Dropping it removes it. Not in /tmp, which may be a tmpfs, because tests need O_DIRECT
-/// and holes.
+/// A folder for a test. Dropping it removes the folder. It is not in /tmp, which may be a tmpfs,
+/// because tests need O_DIRECT and holes.
 pub struct Folder(PathBuf);
 
 impl Folder {
@@ -55,7 +55,7 @@ impl Folder {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let base =
             std::env::var_os("TMPDIR").map_or_else(|| PathBuf::from("/var/tmp"), PathBuf::from);
-        // Short, because paths of sockets are limited.
+        // The name is short, because paths of sockets are limited.
         let name = format!("by-{}-{}", std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed));
         let path = base.join(name);
         std::fs::create_dir(&path).unwrap_or_else(|e| panic!("creating {}: {e}", path.display()));
@@ -97,7 +97,7 @@ pub struct Finished {
 }
 
 impl Finished {
-    /// Returns its standard output. Panics if the status is not 0.
+    /// Returns the program's standard output. Panics if the status is not 0.
     #[track_caller]
     pub fn good(self) -> String {
         assert!(self.status.success(), "{}\n{}{}", self.status, self.out, self.err);

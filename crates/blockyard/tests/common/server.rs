@@ -43,7 +43,7 @@ impl Server {
         self.disk.snapshot(&SnapshotOptions::new(overlay))
     }
 
-    /// Ends as the program does at SIGTERM.
+    /// Ends the server as the program does at SIGTERM.
     pub fn end(mut self) {
         self.export.stop();
         assert!(blockyard_export::close(&self.disk, &self.reactors), "the disk cannot be closed");

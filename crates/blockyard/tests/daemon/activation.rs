@@ -190,7 +190,7 @@ fn missing_sockets_are_refused() {
     );
     assert_eq!(done.status.code(), Some(1));
     assert!(done.err.contains("LISTEN_PID is not its own"), "{}", done.err);
-    // A descriptor that is open but does not listen.
+    // This descriptor is open, but does not listen.
     let mut command = Command::new("sh");
     command.args(["-c", "exec 3</dev/null \"$0\" serve null:1M --vhost-user fd:3", BLOCKYARD]);
     let done = run(&mut command, SOON);

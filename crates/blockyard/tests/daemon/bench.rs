@@ -5,7 +5,7 @@ use std::process::Command;
 
 use crate::common::{BLOCKYARD, Finished, Folder, TOOL, run};
 
-/// Prints its arguments, one for each line, and ends with status 7.
+/// Script that prints its arguments, one for each line, and ends with status 7.
 const SCRIPT: &str = "#!/bin/sh\nprintf '%s\\n' \"$@\"\nexit 7\n";
 
 /// Returns a folder with the program in `bin`, and without `blockyard-bench`.

@@ -94,7 +94,8 @@ fn each_cache_mode_has_its_durability() {
         let mut guest = fixture.guest(0);
         assert!(guest.has(feature::FLUSH) && guest.has(feature::CONFIG_WCE), "{mode}");
         assert_eq!(guest.session.link.config.wce, expected_wce, "{mode}");
-        // `dirty` counts the page cache only. With O_DIRECT these two modes leave nothing there.
+        // `dirty` counts the page cache only. With O_DIRECT (none and directsync) the page cache
+        // holds no written data.
         assert_eq!(fixture.writes_are_durable(&mut guest, 3), at_once, "{mode}: a write");
         let flushes = (0..4).all(|seed| {
             assert_eq!(guest.write(0, &pattern(seed, BYTES as usize)), status::OK);
@@ -113,7 +114,7 @@ fn zeroes_are_durable_as_writes_are() {
         let mut guest = fixture.guest(0);
         guest.write(0, &pattern(1, BYTES as usize));
         guest.flush();
-        // Half a page, which the file system zeroes in the page cache.
+        // The range includes half a page, which the file system zeroes in the page cache.
         let zeroes = (0..4).all(|page| {
             assert_eq!(guest.ranges(request::WRITE_ZEROES, &[(page * 8 + 1, 2, 0)]), status::OK);
             fixture.durable()

@@ -20,7 +20,8 @@ fn text(path: &Path) -> &str {
     path.to_str().unwrap()
 }
 
-/// A raw base with data everywhere, and overlays. Each has these options of `qemu-img create`.
+/// A raw base with data everywhere, and overlays. Each overlay has its own options of `qemu-img
+/// create`.
 struct Stack {
     folder: Folder,
     overlays: Vec<PathBuf>,

@@ -37,7 +37,7 @@ fn idle_costs_nothing() {
 /// One connection of a front end. `number` selects its behaviour.
 fn visit(socket: &Path, number: u64) {
     match number % 6 {
-        // A proper connection.
+        // A proper connection and disconnection.
         0 => {
             let mut guest = Guest::connect(socket);
             let bytes = pattern(number, 16384);
@@ -45,7 +45,7 @@ fn visit(socket: &Path, number: u64) {
             assert_eq!(guest.read(number % 100 * 32, 16384).unwrap(), bytes);
             guest.leave();
         }
-        // Disconnects under load, with and without reading the answers.
+        // The front end disconnects under load, with and without reading the answers.
         1 => {
             let mut guest = Guest::connect(socket);
             for slot in 0..32 {
@@ -61,7 +61,7 @@ fn visit(socket: &Path, number: u64) {
                 guest.queue().sleep(Some(Duration::from_millis(5))).unwrap();
             }
         }
-        // An incomplete handshake.
+        // The front end disconnects in the middle of the handshake.
         2 => {
             let mut connection = Connection::open(socket).unwrap();
             let plan = Plan::default();
@@ -71,7 +71,7 @@ fn visit(socket: &Path, number: u64) {
                 connection.set_inflight(&inflight).unwrap();
             }
         }
-        // Everything except the start of the ring.
+        // The front end does everything except starting the ring.
         3 => {
             let plan = Plan::default();
             let mut link =
@@ -81,12 +81,13 @@ fn visit(socket: &Path, number: u64) {
             link.connection.set_memory(&link.memory).unwrap();
             link.connection.set_ring(&setup, 0, &link.memory).unwrap();
         }
-        // No message, or an incomplete one.
+        // The front end sends no message, or an incomplete one.
         4 => {
             let mut stream = UnixStream::connect(socket).unwrap();
             stream.write_all(&[0; 11][..number as usize % 12]).unwrap();
         }
-        // Random bytes with descriptors. The daemon may disconnect before it has read all.
+        // The front end sends random bytes with descriptors. The daemon may disconnect before it
+        // has read all.
         _ => {
             let connection = Connection::open(socket).unwrap();
             let mut bytes = pattern(number, 256);

@@ -88,7 +88,7 @@ fn queue_time_and_service_time_are_reported_separately() {
             .unwrap();
     assert!((19_000.0..60_000.0).contains(&report.latency_us.p50), "{:?}", report.latency_us);
     let mut guest = Guest::connect(&socket);
-    // Several rounds, because the machine may be busy during one of them.
+    // There are several rounds, because the machine may be busy during one of them.
     for _ in 0..21 {
         assert_eq!(guest.write(0, &pattern(1, 512)), status::OK);
     }

@@ -155,7 +155,7 @@ fn wrong_sockets_are_refused() {
         ],
     );
 
-    // 107 bytes is the maximum of an address.
+    // A socket path has at most 107 bytes.
     let long = |len: usize| folder.join("x".repeat(len - folder.as_os_str().len() - 1));
     serve(&long(108), &["108 bytes", "107"]);
     let daemon = Daemon::serve(&image, &long(107), &[]);

@@ -23,7 +23,7 @@ fn reload(daemon: &Daemon, expected: &str) -> String {
     daemon.wait_log_after(from, expected)
 }
 
-/// Writes a revocation list of the authority with the certificates of these names.
+/// Writes the authority's revocation list with the certificates of `names`.
 fn revoke(folder: &Path, authority: &Authority, names: &[&str]) {
     std::fs::write(folder.join("ca-crl.pem"), revoked_by(authority, names)).unwrap();
 }

@@ -12,7 +12,7 @@ use std::time::Duration;
 use crate::common::{Daemon, GuestKind, TOOL, run};
 use crate::fixture::{GuestFixture, Statistics};
 
-/// Rounds of four writes and a sync.
+/// Number of rounds. Each has four writes and a sync.
 const ROUNDS: usize = 5;
 const SCRIPT: &str = "
     cat /sys/block/vda/queue/write_cache

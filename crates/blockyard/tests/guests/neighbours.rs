@@ -78,7 +78,7 @@ fn one_swaps_and_the_other_finds_its_data() {
     };
     let out = thrasher.finish();
     let (inward, outward) = (pages("pswpin", &out), pages("pswpout", &out));
-    // Several times the guest's memory.
+    // The guest swaps several times its memory.
     assert!(inward > 20_000 && outward > 20_000, "it swapped {inward} pages in and {outward} out");
     let figures = Statistics(daemon.stop());
     assert_eq!(

@@ -44,7 +44,7 @@ impl Qmp {
         }
     }
 
-    /// Waits for one of these events. Returns its name.
+    /// Waits for an event with one of `names`. Returns its name.
     #[track_caller]
     pub fn event(&mut self, names: &[&'static str]) -> &'static str {
         loop {

@@ -41,7 +41,7 @@ impl Daemon {
         Self::configured(image, "200ms", "", MANY_QUEUES, "reactors = 1\n")
     }
 
-    /// Starts a daemon with disks in memory. The attacked disk has these limits.
+    /// Starts a daemon with disks in memory. `limits`: limits of the attacked disk.
     pub fn limited(limits: &str) -> Self {
         Self::made(|_, _| format!("ram:{CAPACITY}"), "400ms", limits)
     }
@@ -118,7 +118,7 @@ impl Daemon {
         self.complaints()
     }
 
-    /// Returns the bytes of its own memory, without the shared memory of guests.
+    /// Returns the size in bytes of the daemon's own memory, without the shared memory of guests.
     pub fn own_memory(&self) -> u64 {
         self.daemon.kilobytes("RssAnon") << 10
     }
@@ -127,19 +127,19 @@ impl Daemon {
         self.daemon.descriptors().len()
     }
 
-    /// Waits until it has at most this many descriptors. It closes those of disconnected front ends
-    /// asynchronously.
+    /// Waits until the daemon has at most `most` descriptors. It closes those of disconnected front
+    /// ends asynchronously.
     pub fn keeps_descriptors(&self, most: usize, what: &str) {
         until(&format!("{what}: at most {most} descriptors"), SOON, || self.descriptors() <= most);
     }
 
-    /// Waits until it has at most this many mappings of guest memory.
+    /// Waits until the daemon has at most `most` mappings of guest memory.
     pub fn keeps_mappings(&self, most: usize) {
         until(&format!("at most {most} mappings"), SOON, || self.mappings() <= most);
     }
 
-    /// Returns the number of mappings of guest memory. Other mappings depend on its threads and its
-    /// allocator.
+    /// Returns the number of the daemon's mappings of guest memory. Other mappings depend on its
+    /// threads and its allocator.
     pub fn mappings(&self) -> usize {
         let of_guests = |line: &&str| GUEST_MEMORY.iter().any(|name| line.contains(name));
         std::fs::read_to_string(self.proc("maps")).unwrap().lines().filter(of_guests).count()
@@ -149,7 +149,7 @@ impl Daemon {
         Path::new("/proc").join(self.daemon.pid().to_string()).join(what)
     }
 
-    /// Ends it by SIGTERM. It must still run, drain, and exit with status 0.
+    /// Ends the daemon by SIGTERM. It must still run, drain, and exit with status 0.
     pub fn end(mut self) {
         assert!(self.daemon.running(), "the daemon died: {:#?}", self.log());
         let log = self.daemon.stop();

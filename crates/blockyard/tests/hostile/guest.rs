@@ -250,7 +250,7 @@ impl Guest {
         Self::connect_with(path, layout, PROTOCOL)
     }
 
-    /// Like `connect`, with these protocol features.
+    /// Connects like `connect`, and requests these vhost-user protocol features.
     pub fn connect_with(path: &Path, layout: Layout, protocol: VhostUserProtocolFeatures) -> Self {
         Self::connect_queues(path, layout, protocol, QUEUES)
     }
@@ -336,7 +336,8 @@ impl Guest {
         bytes
     }
 
-    /// Returns an indirect descriptor with a table of these, chained as in the layout.
+    /// Returns an indirect descriptor. Its table has the descriptors of `chain`, chained as in the
+    /// layout.
     pub fn table(&mut self, chain: &[D]) -> D {
         let mut bytes = Vec::new();
         for (at, d) in chain.iter().enumerate() {

@@ -66,7 +66,7 @@ fn words(words: &[u64]) -> Vec<u8> {
     words.iter().flat_map(|w| w.to_le_bytes()).collect()
 }
 
-/// Returns the payload of a vring index and a value.
+/// Returns the payload of a message with a vring index and a value.
 fn state(index: u32, value: u32) -> Vec<u8> {
     words(&[u64::from(index) | u64::from(value) << 32])
 }
@@ -375,7 +375,8 @@ pub fn garbage(seed: u64, len: usize, layout: Layout) -> Vec<u8> {
     for at in (header..len - entry).step_by(entry) {
         bytes[at] = u8::from(random.below(4) > 0);
         match seed % 4 {
-            // Valid heads, maximum counters, chains of maximum length.
+            // The seed selects plausible entries: maximum counters, chains of maximum length, or
+            // valid heads.
             0 => bytes[at + 8..at + 16].fill(0xff),
             1 if layout == Layout::Packed => {
                 bytes[at + 6..at + 8].copy_from_slice(&entries.to_le_bytes())

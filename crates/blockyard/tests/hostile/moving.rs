@@ -128,7 +128,8 @@ fn endless_kicks_starve_no_other_queue() {
             let kicker = scope.spawn(|| {
                 let mut kicks = 0u64;
                 while !stop.load(Ordering::Relaxed) {
-                    // The counter is full because nothing reads it: reset it.
+                    // The write fails if the counter is full because nothing reads it. Reset the
+                    // counter then.
                     if rustix::io::write(&*kick, &1u64.to_ne_bytes()).is_err() {
                         rung(&kick);
                     }
@@ -227,7 +228,7 @@ fn memory_can_be_removed_while_requests_use_it() {
             let extra = extra(EXTRA, 1 << 20);
             guest.connection.frontend().add_mem_region(&extra.info).unwrap();
             let (header, status) = (guest.header(IN, 0), guest.status());
-            // Data, and for one of the chains also the status, in that region.
+            // The data of both chains is in the new region, and for one of them also the status.
             let chain = [out(header, 16), into(EXTRA, 4096), into(status, 1)];
             guest.offer(0, &chain);
             guest.offer(0, &[out(header, 16), into(EXTRA + 8192, 4096 + 1)]);
@@ -290,7 +291,7 @@ fn buffers_may_span_adjacent_regions_but_not_holes() {
             guest.rings[0].wait(3);
             assert_eq!(guest.byte(status), want, "{len} bytes at {at}");
         }
-        // A header in two regions.
+        // The request's header is in two regions.
         parts[0].slice.write(4088, &[IN as u8, 0, 0, 0, 0, 0, 0, 0]);
         parts[1].slice.write(0, &[0; 8]);
         let (data, status) = (guest.bytes(&[0; 512]), guest.status());

@@ -16,9 +16,9 @@ use super::messages::{Fate, garbage, inflight, memfd, send};
 use super::regions::add;
 use crate::common::Folder;
 
-/// Ranges of a request: the maximum that the device offers.
+/// Number of ranges of a request: the maximum that the device offers.
 const RANGES: u64 = 64;
-/// Requests in flight, over all rings.
+/// Number of requests in flight, over all rings.
 const REQUESTS: u16 = 60;
 
 /// Fills the rings with requests of 64 ranges of 4 KiB each, again whenever the device has

@@ -359,7 +359,7 @@ fn a_chain_offered_twice_stops_the_queue_after_its_answer() {
     }
 }
 
-/// A packed ring that makes descriptors available all around while they are in flight.
+/// The guest of a packed ring makes all descriptors available again while they are in flight.
 #[test]
 fn a_packed_ring_that_overtakes_itself_stops() {
     let daemon = Daemon::slow("3s");

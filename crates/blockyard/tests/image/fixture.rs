@@ -109,8 +109,8 @@ impl Images {
         path
     }
 
-    /// Creates a qcow2 image with these options and writes of all kinds. `backing`: name and
-    /// format.
+    /// Creates a qcow2 image with `options`, and does writes of all kinds. `backing`: name and
+    /// format of the backing file.
     pub fn qcow2(
         &self,
         name: &str,

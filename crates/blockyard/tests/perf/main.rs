@@ -10,7 +10,7 @@ mod common;
 #[path = "../daemon/disks.rs"]
 mod disks;
 mod figures;
-// This module has more than these tests use.
+// The module has more functions than these tests use.
 #[allow(dead_code)]
 #[path = "../daemon/guest.rs"]
 mod guest;
