@@ -44,13 +44,13 @@ pub struct Disk {
     share: Arc<Share>,
     capacity: AtomicU64,
     pub(crate) flushes: FlushGroup,
-    /// The image is a raw file whose writes go through the host's page cache, which may lose them
-    /// later.
+    /// Whether the image is a raw file whose writes go through the host's page cache, which may
+    /// lose them later.
     pub(crate) cached: bool,
-    /// Writes to the raw file, or to the topmost image of a chain, go through the host's page
-    /// cache.
+    /// Whether writes to the raw file, or to the topmost image of a chain, go through the host's
+    /// page cache.
     dirties: bool,
-    /// The image is a block device.
+    /// Whether the image is a block device.
     pub(crate) on_device: bool,
     /// Whether a write was acknowledged that no sync has covered yet.
     pub(crate) unsynced: AtomicBool,
@@ -63,7 +63,8 @@ pub struct Disk {
     serving_state: Mutex<ServingState>,
     /// Held by the snapshot, commit or stream that runs: one at a time.
     pub(crate) work: Mutex<()>,
-    /// The disk is being closed: no snapshot, commit or stream begins, and a running one ends.
+    /// Whether the disk is being closed. If so, no snapshot, commit or stream begins, and a running
+    /// one ends.
     ended: AtomicBool,
     /// Longest time that a quiesce has held requests back, in microseconds.
     held_back: AtomicU64,
@@ -79,7 +80,8 @@ pub(crate) struct ServingState {
     pub dirty: Option<Arc<DirtyMap>>,
     /// The reactors that have the disk open.
     pub reactors: Vec<Remote>,
-    /// The disk is quiesced: a reactor that opens it now lets no request begin.
+    /// Whether the disk is quiesced. If so, a reactor that opens the disk now lets no request
+    /// begin.
     pub quiesced: bool,
 }
 

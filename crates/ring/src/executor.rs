@@ -528,7 +528,7 @@ impl Handle {
 struct TaskWaker {
     id: TaskId,
     inbox: Arc<Inbox>,
-    /// See [`Inbox::wake`].
+    /// Set from a wake-up until the executor has seen it; see [`Inbox::wake`].
     mark: AtomicBool,
 }
 

@@ -36,11 +36,12 @@ pub(crate) struct Inbox {
     /// Calls that did not fit into the ring, and their number.
     kept: Mutex<Vec<Job>>,
     kept_len: AtomicUsize,
-    /// A wake-up did not fit into the ring: only the mark on its waker records it.
+    /// Whether a wake-up did not fit into the ring. Only the mark on its waker records such a
+    /// wake-up.
     marked: AtomicBool,
-    /// The executor waits for the eventfd, or is about to.
+    /// Whether the executor waits for the eventfd, or is about to.
     sleeping: AtomicBool,
-    /// The executor has ended, and takes no more jobs.
+    /// Whether the executor has ended, and takes no more jobs.
     closed: AtomicBool,
     pub event: OwnedFd,
 }

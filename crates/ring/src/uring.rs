@@ -11,8 +11,8 @@
 //! 2. The slot owns what the operation uses: the segments (the iovec and its memory) and the file.
 //!    They leave the slot at the last completion only. If the future is dropped, they stay in the
 //!    slot (`Orphan`).
-//! 3. An SQE is pushed after its slot is filled. It points to the slot's iovec vector. Its heap
-//!    block does not move when the slab grows.
+//! 3. An SQE is pushed after its slot is filled. It points to the slot's iovec vector. The vector's
+//!    heap block does not move when the slab grows.
 //! 4. Registered buffers (see `buffers`) do not change rule 2: the slot also owns the memory of an
 //!    operation that names a registered buffer. The buffer counts the operation from before its SQE
 //!    is pushed until its last CQE is reaped, and stays unchanged that long.
@@ -57,9 +57,9 @@ enum State {
 
 struct Slot {
     state: State,
-    /// Multishot: the operation continues until a CQE without F_MORE.
+    /// Whether the operation is multishot: it continues until a CQE without F_MORE.
     multi: bool,
-    /// The kernel does not cancel the operation.
+    /// Whether the kernel never cancels the operation.
     stays: bool,
     task: TaskId,
     result: i32,

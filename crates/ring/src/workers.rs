@@ -54,7 +54,7 @@ struct Queue {
     /// Threads that wait for work.
     idle: usize,
     waiting: VecDeque<Work>,
-    /// The pool is closed: it gets no more work.
+    /// Whether the pool is closed: it gets no more work.
     is_closed: bool,
 }
 

@@ -31,7 +31,8 @@ pub struct OpenOptions {
     pub found: Option<Arc<OwnedFd>>,
     pub read_only: bool,
     pub cache: CacheMode,
-    /// Do not lock the file, so another program may write to it. Only readers may use this.
+    /// Whether to open without a lock, so that another program may write to the file. Only readers
+    /// may do this.
     pub force_share: bool,
     /// For images on an NBD server.
     pub nbd: nbd::Options,

@@ -87,10 +87,10 @@ pub trait Storage: 'static {
 /// Properties of a storage that decide how an image uses it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Capabilities {
-    /// Requests bypass this host's page cache, and must be aligned as [`Geometry`] says.
+    /// Whether requests bypass this host's page cache, and must be aligned as [`Geometry`] says.
     pub direct: bool,
-    /// The length cannot change, and blocks that were never written may hold any data: a block
-    /// device or an NBD export.
+    /// Whether the length cannot change, and blocks that were never written may hold any data. This
+    /// applies to block devices and NBD exports.
     pub fixed_length: bool,
 }
 

@@ -26,7 +26,7 @@ pub(crate) struct Context {
     pub reactors: Arc<Reactors>,
     pub shares: Shares,
     pub jobs: Jobs,
-    /// The yard is closing: no disk is added.
+    /// Whether the yard is closing. If so, no disk is added.
     pub is_closing: AtomicBool,
 }
 

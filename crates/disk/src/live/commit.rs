@@ -96,7 +96,8 @@ impl Worker {
 /// Outcome of a commit.
 struct Done {
     result: Result<(), Why>,
-    /// All reactors have opened the backing image again, so that clusters freed in it may be used.
+    /// Whether all reactors have opened the backing image again, so that clusters freed in it may
+    /// be used.
     reopened: bool,
 }
 

@@ -26,9 +26,9 @@ pub struct SnapshotOptions {
     /// Format options of the overlay. Its size and backing file follow from the disk. None: as
     /// `blockyard image create -b` does it.
     pub shape: Option<CreateOptions>,
-    /// Continue if the old image cannot record its overlay (a block device, an NBD export, a file
-    /// system without extended attributes). Then a later start that names the old image may write
-    /// beneath the overlay.
+    /// Whether to continue if the old image cannot record its overlay (a block device, an NBD
+    /// export, a file system without extended attributes). Without the record, a later start that
+    /// names the old image may write beneath the overlay.
     pub unrecorded: bool,
 }
 

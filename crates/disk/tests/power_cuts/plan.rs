@@ -25,7 +25,7 @@ pub struct Plan {
     /// Number of lanes (requests in flight), and requests that each lane makes.
     pub lanes: usize,
     pub requests: usize,
-    /// Every write is durable, as for a guest that sees no write cache.
+    /// Whether every write is durable, as for a guest that sees no write cache.
     pub writethrough: bool,
     /// Largest write that the device makes atomically, in bytes.
     pub atomic: usize,

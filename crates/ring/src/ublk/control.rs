@@ -252,8 +252,8 @@ impl Control {
     }
 }
 
-/// Returns the result if waiting for a removal must end. A device that is no longer listed is
-/// removed, and only waits to be closed.
+/// Returns the result of a removal if the wait for it must end. A device that is no longer listed
+/// is removed, and only waits to be closed.
 fn removal_result(waited: Duration, unlisted: bool) -> Option<io::Result<()>> {
     if unlisted {
         return (waited >= CLOSED).then_some(Ok(()));

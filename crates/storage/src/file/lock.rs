@@ -1,7 +1,7 @@
 //! The lock of an image file, and how long a start waits for it.
 //!
-//! What must hold: a lock that a living process holds is reported soon. A lock that a killed
-//! process left behind is waited for.
+//! What must hold: if a living process holds the lock, the start fails soon. If a killed process
+//! left the lock behind, the start waits for it.
 
 use std::io;
 use std::os::fd::BorrowedFd;

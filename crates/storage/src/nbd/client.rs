@@ -8,8 +8,8 @@
 //!
 //! One task, the driver, connects, sends, receives and watches. Requests wait while it reconnects,
 //! and are then sent again. What must hold:
-//! - A connection that ends while no request is in flight is made again once, at once. No request
-//!   waits for that.
+//! - If a connection ends while no request is in flight, the client tries at once, one time, to
+//!   replace it. No request waits for that.
 //! - Waiting is bounded. Without progress for [`Options::reconnect`](super::Options::reconnect) all
 //!   waiting requests fail. Then new requests fail at once until a connection is back. Progress is
 //!   an answer, not a connection.

@@ -56,7 +56,7 @@ pub struct Slot {
     /// Time when the request was sent.
     pub since: Option<Instant>,
     waker: Option<Waker>,
-    /// The caller has stopped waiting.
+    /// Whether the caller has stopped waiting.
     abandoned: bool,
 }
 

@@ -29,9 +29,9 @@ pub(super) struct Inner {
     pub(super) receive: Signal,
     pub(super) watch: Signal,
     pub(super) work: Signal,
-    /// The present connection is unusable.
+    /// Whether the present connection is unusable.
     pub(super) broken: Cell<bool>,
-    /// The present connection has delivered an answer.
+    /// Whether the present connection has delivered an answer.
     pub(super) used: Cell<bool>,
     pub(super) ended: Cell<bool>,
     /// Time of the last answer, of the last large part of a long one, or of the first request after

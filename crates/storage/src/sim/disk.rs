@@ -242,7 +242,7 @@ struct InFlight {
     /// Step at which the operation is answered. The second number breaks ties.
     due: (u64, u64),
     fault: Option<io::Error>,
-    /// The caller has stopped waiting.
+    /// Whether the caller has stopped waiting.
     abandoned: bool,
 }
 

@@ -16,7 +16,7 @@
 //!
 //! What must hold: the same seed and the same calls give the same answers in the same order, and
 //! the same image after the power cut. Whatever a real disk may do under the promises of
-//! [`crate::Storage`], some seed does here. What it may not do, no seed does.
+//! [`crate::Storage`], some seed does here. No seed does anything else.
 //!
 //! Time is virtual: each poll of a waiting operation advances the disk by one step and requests
 //! another poll. So it runs under any executor that honours wakers. Under [`Sim`] a hundred
