@@ -157,7 +157,8 @@ impl<S: Storage> Image<S> {
     }
 
     /// Flushes if much freed space waits for a flush: a guest that never flushes must not fill the
-    /// host. The caller must have left its epoch; otherwise the space could not be released.
+    /// host. The caller must have left its epoch, because clusters that a request may use are not
+    /// released.
     async fn give_space_back(&self) -> io::Result<()> {
         match self.top() {
             Layer::Qcow2(image) if image.owes_space() => image.flush().await,

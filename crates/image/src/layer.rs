@@ -62,8 +62,8 @@ impl<S: Storage> Layer<S> {
         }
     }
 
-    /// Like [`Layer::try_lookup`], but loads the metadata. Ranges without L2 tables are answered
-    /// without a load.
+    /// Like [`Layer::try_lookup`], but loads the metadata that it needs. For ranges without L2
+    /// tables it loads nothing.
     pub(crate) async fn lookup(&self, offset: u64, len: u64) -> io::Result<Extent> {
         if let Layer::Qcow2(image) = self
             && let Some(len) = image.without_tables(offset, len)

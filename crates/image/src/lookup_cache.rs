@@ -1,5 +1,5 @@
-//! Caches lookups in the backing layers: in a long chain every read would otherwise search each
-//! layer again.
+//! Caches lookups in the backing layers. Without the cache every read of a long chain would search
+//! each layer again.
 //!
 //! In: results of lookups. Out: the same results in one step. Invariants: backing layers never
 //! change, so results stay valid. An entry describes a whole granule, whose bytes are all in one

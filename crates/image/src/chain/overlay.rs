@@ -73,7 +73,7 @@ impl GrownChain {
     /// Records the overlay in the backing image, durably: from then on that image cannot be opened
     /// for writing. Call it before the first write to the overlay.
     pub fn record(&mut self) -> Result<(), ChainError> {
-        // Set first: a partly written record is removed with the overlay too.
+        // Set this first, so that a partly written record is removed with the overlay too.
         self.recorded = true;
         let file = &self.writer.file;
         let recorded = file.record_overlay(&self.chain.options.path);

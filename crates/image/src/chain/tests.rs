@@ -43,7 +43,7 @@ fn first_byte(file: &ImageFile) -> u8 {
     byte[0]
 }
 
-/// The file that was checked is the one that is opened, even if a link changes in between.
+/// The chain opens the file that it checked, even if a link changes after the check.
 #[test]
 fn a_link_that_changes_after_the_check_is_not_followed() {
     let scratch = Scratch::new("race");

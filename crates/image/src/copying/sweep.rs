@@ -45,7 +45,7 @@ pub(crate) struct Sweep {
     one_at_a_time: Semaphore,
 }
 
-/// A piece, and what `judge` found about it.
+/// A piece, and the description that `judge` returned for it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Piece<T> {
     pub offset: u64,

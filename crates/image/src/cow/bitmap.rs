@@ -37,7 +37,7 @@ type Words = [AtomicU64; WORDS];
 #[derive(Default)]
 struct CacheSet {
     stamps: [AtomicU64; WAYS],
-    /// Allocated when the frame is first used.
+    /// The bits of each frame, allocated when the frame is first used.
     words: [OnceLock<Box<Words>>; WAYS],
     /// Reference bits of the clock (second-chance) replacement.
     used: [AtomicBool; WAYS],

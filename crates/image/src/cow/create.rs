@@ -1,9 +1,9 @@
 //! Creates COW files and replaces their backing file. Both need the file exclusively.
 //!
-//! Invariants: the result equals that of `uml_mkcow`, byte for byte. After a power cut a new file
-//! is still no COW file, and an existing one names its old or its new backing file. Exception: if
-//! both names are longer than 479 bytes, they may be mixed, because the header's change spans two
-//! sectors.
+//! Invariants: the result equals that of `uml_mkcow`, byte for byte. If a power cut interrupts a
+//! creation, the file is no COW file or a complete one. If it interrupts a replacement, the file
+//! names its old or its new backing file. Exception: if both names are longer than 479 bytes, they
+//! may be mixed, because the header's change spans two sectors.
 
 use blockyard_ring::Segments;
 

@@ -19,7 +19,7 @@ pub async fn make_empty<S: Storage>(file: &Raw<S>) -> Result<(), ImageError> {
     let (offset, len) = (header.bitmap_offset, bitmap_end(&header));
     file.write_zeroes(offset, len, true).await.map_err(failed("zeroing"))?;
     file.flush().await.map_err(failed("syncing"))?;
-    // Only a hint to the host: no bit refers to these data any more.
+    // The discard is only a hint to the host: no bit refers to these data any more.
     let discarded = file.discard(header.data_offset, header.backing_size).await;
     discarded.map_err(|e| ImageError::io("cow data", header.data_offset, "discarding", e))
 }

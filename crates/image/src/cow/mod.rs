@@ -91,7 +91,7 @@ pub struct Shared {
     loading: RangeLock,
     /// Admits one flush at a time.
     flushing: Semaphore,
-    /// Set when a sync has failed: earlier writes may be lost.
+    /// Whether a sync has failed. If so, earlier writes may be lost.
     failed: AtomicBool,
 }
 

@@ -432,7 +432,7 @@ async fn task(cow: Cow<SimDisk>, oracle: Rc<RefCell<Oracle>>, requests: Vec<(u64
     }
 }
 
-/// Reads all ranges that the requests may have touched.
+/// Reads all ranges that the requests may have touched, and compares them with the oracle.
 async fn judge(cow: &Cow<SimDisk>, oracle: &RefCell<Oracle>) {
     for page in 0..PAGES {
         let offset = (page * PAGE_SECTORS * SECTOR).saturating_sub(20 * SECTOR);

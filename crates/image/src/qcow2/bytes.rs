@@ -8,7 +8,8 @@ use blockyard_storage::Storage;
 
 use crate::raw::Raw;
 
-/// Reads a field at `at`, which must lie inside `bytes` (likewise below).
+/// Reads a big-endian number at `at`. Its bytes must lie inside `bytes`. The same holds for the
+/// functions below.
 pub fn be16(bytes: &[u8], at: usize) -> u16 {
     u16::from_be_bytes([bytes[at], bytes[at + 1]])
 }

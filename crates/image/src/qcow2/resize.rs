@@ -188,8 +188,8 @@ async fn grow<S: Storage>(
     change.switch(new).await.map(|_| ())
 }
 
-/// Returns the L2 tables to replace: that of the old end, if it changes, and those that hide the
-/// backing file.
+/// Returns the L2 tables to replace: the table of the old end, if that table changes, and the
+/// tables that hide the backing file.
 fn replaced(old: &Header, boundary_changes: bool, hidden: &Range<u64>) -> Range<u64> {
     let hiding = if hidden.is_empty() {
         0..0

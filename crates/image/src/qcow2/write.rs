@@ -1,15 +1,15 @@
-//! Writes: in place if the image owns the cluster exclusively, else to new clusters that the L2
-//! entries name afterwards.
+//! Writes: in place if the image owns the cluster exclusively. If it does not, to new clusters that
+//! the L2 entries name afterwards.
 //!
 //! ```text
 //!   in place ─► one write
 //!   else:    hold the guest clusters ─► look up again ─► allocate host clusters
-//!   ─► write [copied] data [copied] ─► change the entries
+//!                  ─► write [copied] data [copied] ─► change the entries
 //! ```
 //!
 //! Invariants: data are written before an entry names them. Guest clusters are held while they are
-//! allocated or copied, so that two requests never allocate for the same one. A write in place
-//! never touches a shared cluster.
+//! allocated or copied, so that two requests never allocate for the same guest cluster. A write in
+//! place never touches a shared cluster.
 
 use std::io;
 use std::sync::atomic::Ordering;
@@ -170,7 +170,7 @@ impl<S: Storage> Qcow2<S> {
         }
     }
 
-    /// Allocating writes: holds the clusters, and looks them up again.
+    /// Writes to clusters that may need an allocation: holds the clusters, and looks them up again.
     async fn write_held<B: BackingLayers>(
         &self,
         backing: &B,

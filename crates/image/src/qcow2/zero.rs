@@ -27,7 +27,7 @@ const OWED: u64 = 64 << 20;
 /// Size of written zeroes in bytes.
 const ZEROES: u64 = 1 << 20;
 
-/// What happens to a range.
+/// What a request does to a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ZeroRequest {
     /// Zeroes. With `unmap`, host clusters may be freed. With `fast`, fail (Unsupported) instead of

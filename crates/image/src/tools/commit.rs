@@ -54,7 +54,7 @@ pub fn commit(
             work.run(&from, &into, wait).await.map_err(|error| failed(&chain, error))
         }
     });
-    // Also after an error: closing releases reserved clusters.
+    // Close the image after an error too, because the close releases reserved clusters.
     let owned = chain.clone();
     let closed = on_reactor(|handle| async move {
         let into = part(&owned, &handle, depth..owned.layers().len())?;

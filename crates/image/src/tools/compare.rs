@@ -34,11 +34,12 @@ pub struct Comparison {
     pub sizes: (u64, u64),
 }
 
-/// Which of the two disks must be read for a piece.
+/// Which of the two disks must be read for a piece. A disk that is known to be zeroes, or that has
+/// ended, need not be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ReadNeeded {
     Same,
-    /// The first (likewise the second) is zeroes or has ended: read only the other.
+    /// Read only the first disk.
     OnlyFirst,
     OnlySecond,
     Both,

@@ -27,7 +27,7 @@ use crate::raw::Raw;
 const STRUCTURE: &str = "qcow2 bitmaps";
 /// Maximum size of the bitmap data that a resize holds in memory, in bytes.
 const MOST_HELD: usize = 1 << 30;
-/// Table entry without a cluster: all bits of its part are set.
+/// Table entry without a cluster: all bits that the entry stands for are set.
 const ALL_ONES: u64 = 1;
 
 /// One change of a bitmap.

@@ -18,8 +18,8 @@ use crate::qcow2::header::Header;
 use crate::qcow2::refblock::RefcountWidth;
 use crate::raw::Raw;
 
-/// Maximum number of ranges of freed clusters of one refcount block that are deallocated in the
-/// host.
+/// Maximum number of ranges of freed clusters that are deallocated in the host, for one refcount
+/// block.
 const FREED: usize = 1 << 16;
 
 /// The usable refcount blocks.
@@ -267,7 +267,7 @@ impl<S: Storage> Compare<'_, S> {
     }
 }
 
-/// Adds a cluster to the ranges, up to their limit.
+/// Adds a cluster to the ranges of freed clusters, unless there are too many ranges.
 fn note_freed(freed: &mut Vec<(u64, u64)>, cluster: u64) {
     let room = freed.len() < FREED;
     match freed.last_mut() {

@@ -130,7 +130,8 @@ impl<'a, S: Storage> ResizeTables<'a, S> {
         self.change.write("qcow2 L1 table", new.l1_offset, &self.l1).await
     }
 
-    /// Sets the entry of the last cluster of the old size. `moved`: its new offset, if it moves.
+    /// Sets the L2 entry of the last cluster of the old size. `moved`: the cluster's new offset,
+    /// used only if it moves.
     pub async fn put_tail(
         &self,
         table: &mut [u8],

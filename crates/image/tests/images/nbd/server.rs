@@ -1,5 +1,5 @@
-//! A small NBD server that follows a script, right or wrong. It offers simple or structured
-//! replies, and serves one connection after the other until it is dropped.
+//! A small NBD server that follows a script, which may give wrong answers. It offers simple or
+//! structured replies, and serves one connection after the other until it is dropped.
 
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};

@@ -177,7 +177,7 @@ fn commands_between_boots_survive_a_cut_at_every_event() {
 #[test]
 fn defective_storage_is_detected() {
     const ENOUGH: usize = 5;
-    // Only a power cut between two syncs shows this defect.
+    // `HalfTheSyncs` needs many runs, because only a power cut between two syncs shows this defect.
     for (lie, runs) in [
         (Lie::NoSync, 60),
         (Lie::HalfTheSyncs, 800),

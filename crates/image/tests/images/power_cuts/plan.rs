@@ -307,12 +307,12 @@ fn recipe(
     }
 }
 
-/// Which operations fail.
+/// Operations that fail, and how.
 #[derive(Clone, Debug)]
 pub struct Trouble {
     pub kind: OpKind,
     pub fault: Fault,
-    /// Whether they fail on the external data file, if there is one.
+    /// Whether operations on the external data file fail, if there is one.
     pub data_file: bool,
 }
 

@@ -144,7 +144,7 @@ fn refcounts_of_preallocated_clusters_are_written_together() {
         let (syncs, writes) =
             (count(&disk, OpKind::Sync) - before.0, count(&disk, OpKind::Write) - before.1);
         assert!(syncs < 12, "{syncs} syncs");
-        // An L2 table, and its refcount block, for each 64 clusters.
+        // Each 64 clusters have an L2 table and its refcount block: two writes.
         assert!(writes < 2 * TABLES, "{writes} writes for {TABLES} tables");
         let report = check(&raw(&disk), None, Repair::No).await.unwrap();
         assert!(report.is_clean(), "{report:?}");

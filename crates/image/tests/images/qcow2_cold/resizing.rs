@@ -114,7 +114,7 @@ fn a_longer_backing_file_does_not_show() {
 
 #[test]
 fn snapshots_keep_data_behind_the_old_end() {
-    // A snapshot that shares the last cluster; and a last cluster that is compressed.
+    // In the first case a snapshot shares the last cluster. In the second case it is compressed.
     let scratch = Scratch::new("resize-shared");
     let path = scratch.path("image.qcow2");
     for compressed in [false, true] {

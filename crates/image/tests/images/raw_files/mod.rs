@@ -263,7 +263,7 @@ proptest! {
         matches_the_model(&Scratch::new(0), CacheMode::None, size, asks)?;
     }
 
-    /// A file system with PUNCH_HOLE but without ZERO_RANGE: zeroes are written.
+    /// The file system has PUNCH_HOLE but not ZERO_RANGE, so zeroes are written as data.
     #[test]
     fn a_file_on_tmpfs_equals_the_model((size, asks) in file_and_asks()) {
         let scratch = Scratch::within(Path::new("/dev/shm"), 0);
