@@ -195,7 +195,7 @@ fn missing_sockets_are_refused() {
     command.args(["-c", "exec 3</dev/null \"$0\" serve null:1M --vhost-user fd:3", BLOCKYARD]);
     let done = run(&mut command, SOON);
     assert_eq!((done.status.code(), done.err.lines().count()), (Some(1), 1), "{}", done.err);
-    assert!(done.err.contains("no listening socket"), "{}", done.err);
+    assert!(done.err.contains("is not an inherited listening socket"), "{}", done.err);
     manager.notified.set_read_timeout(Some(Duration::from_millis(10))).unwrap();
     assert!(manager.notified.recv(&mut [0; 64]).is_err(), "READY=1 only when it is true");
 }
