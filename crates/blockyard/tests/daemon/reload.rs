@@ -35,8 +35,8 @@ impl Yard {
         Yard { daemon, folder }
     }
 
-    /// Writes the file, reloads it, waits until the log has `expected`, and returns the new log
-    /// lines.
+    /// Writes the configuration file, reloads it, waits until the log has `expected`, and returns
+    /// the new log lines.
     #[track_caller]
     fn reload(&self, disks: &[(&str, &str)], expected: &str) -> String {
         configure(&self.folder, disks);
@@ -48,7 +48,8 @@ impl Yard {
         let from = self.daemon.log().len();
         self.daemon.signal(Signal::HUP);
         self.daemon.wait_log_after(from, expected);
-        // The last line of each reload, be it "reloaded: " or "not reloaded: ".
+        // The last log line of each reload contains "reloaded: ", or "not reloaded: " after an
+        // error.
         self.daemon.wait_log_after(from, "reloaded: ")
     }
 
@@ -67,7 +68,8 @@ fn changes(log: &str) -> usize {
     log.lines().filter(|l| !l.contains("front end") && !l.contains(": queue time")).count()
 }
 
-/// Writes the file. Each disk has a name, an image and a socket of that name, and additional lines.
+/// Writes the configuration file. Each disk has a name, an image and a socket of that name, and
+/// additional lines.
 fn configure(folder: &Path, disks: &[(&str, &str)]) {
     let mut text = String::new();
     for (name, more) in disks {
@@ -255,7 +257,7 @@ fn a_guest_is_notified_when_its_image_grows_or_shrinks() {
         let daemon = Daemon::serve(&image, &socket, &["--cache", mode]);
         let (mut guest, channel) = connect_with_back_channel(&socket);
         assert_eq!(guest.read(2048, 512), Err(status::IOERR));
-        // 3 MiB and a part of a sector.
+        // The first length is 3 MiB and a part of a sector.
         for (len, sectors) in [((3 << 20) + 77, 6145), (2 << 20, 4096)] {
             std::fs::File::options().write(true).open(&image).unwrap().set_len(len).unwrap();
             daemon.signal(Signal::HUP);

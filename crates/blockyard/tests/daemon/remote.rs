@@ -115,7 +115,7 @@ fn an_overlay_survives_a_restart_of_its_bases_server() {
         let report = load.join().unwrap().unwrap();
         assert_eq!((report.errors, report.first_error), (0, None), "{shared}");
         assert!(report.verified_blocks > 100, "{} blocks: no load", report.verified_blocks);
-        // The connection was lost, and made again.
+        // The client lost the connection and connected again.
         daemon.wait_log("connected again");
         daemon.stop();
         assert_eq!(md5(&fixture.base), sum, "the base was written to");
@@ -182,7 +182,7 @@ fn names_in_image_headers_open_no_connections() {
     let fixture = RemoteFixture::new();
     let peer = fixture.peer(&["--read-only", "--shared=4"]);
     let top = fixture.overlay();
-    // This listener would notice a connection.
+    // A listener at the server's address would notice a connection.
     drop(peer);
     let _ = std::fs::remove_file(&fixture.nbd);
     let listener = std::os::unix::net::UnixListener::bind(&fixture.nbd).unwrap();
@@ -234,7 +234,7 @@ fn requests_wait_for_a_lost_server_only_for_the_timeout() {
     let peer = fixture.peer(&["--read-only", "--shared=4"]);
     until("it is served again", SOON, || guest.read(0, 4096).is_ok());
     drop(peer);
-    // SIGTERM during the wait.
+    // SIGTERM arrives while the daemon waits for the lost server.
     drop(guest);
     assert!(daemon.terminate().success());
 }
@@ -258,7 +258,7 @@ fn a_remote_disk_writes_and_flushes_to_its_server() {
     let mut guest = Guest::connect(&fixture.socket);
     assert_eq!(guest.write(8, &[9; 8192]), status::OK);
     assert_eq!(guest.flush(), status::OK);
-    // Everything is flushed. A write before the next flush could be lost.
+    // All writes are flushed. A write before the next flush could be lost.
     drop(peer);
     let peer = fixture.peer(&[]);
     assert_eq!(guest.write(128, &[8; 512]), status::OK);

@@ -264,8 +264,8 @@ fn a_reload_changes_the_limits_of_clients() {
     fixture.configure("max-clients = 2\nhandshake = \"200ms\"");
     let logged = reload(&daemon, APPLIED);
     assert!(logged.contains("at most 2 for each address, handshake within 200ms"), "{logged}");
-    // The second client has the short time, and is disconnected. Then the third one is admitted.
-    // The first one keeps its longer time.
+    // The second client has the shorter time for its handshake, and is disconnected. Then the third
+    // one is admitted. The first one keeps its longer time.
     assert!(is_greeted(&mut second, SOON));
     daemon.wait_log(") chose no export in 0.2 s: it was disconnected");
     assert!(is_greeted(&mut third, SOON));

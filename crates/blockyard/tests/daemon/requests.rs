@@ -251,7 +251,7 @@ fn ranges_need_no_alignment() {
     let daemon = Daemon::serve(&image, &socket, &[]);
     let mut guest = Guest::connect(&socket);
     let mut content = full(&mut guest);
-    // The maximum number of ranges, each of one unaligned sector.
+    // The request has the maximum number of ranges, each of one unaligned sector.
     let most = guest.session.link.config.max_write_zeroes_seg;
     assert_eq!(guest.session.link.config.max_discard_seg, most);
     let ranges: Vec<_> = (0..most).map(|n| (u64::from(n) * 3 + 1, 1, n % 2)).collect();
@@ -260,7 +260,7 @@ fn ranges_need_no_alignment() {
         content[*sector as usize * 512..][..512].fill(0);
     }
     assert!(whole(&mut guest) == content);
-    // Too many ranges, none, an empty one, and overlapping ones.
+    // These requests have too many ranges, none, an empty one, or overlapping ones.
     let more: Vec<_> = (0..=most).map(|n| (u64::from(n) * 3, 1, 0)).collect();
     assert_eq!(guest.ranges(request::WRITE_ZEROES, &more), status::IOERR);
     assert_eq!(guest.ranges(request::DISCARD, &more), status::IOERR);

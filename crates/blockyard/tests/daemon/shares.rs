@@ -15,8 +15,8 @@ use crate::common::{Daemon, Folder};
 use crate::disks::{Disks, disk, good};
 use crate::guest::{ANSWER, Guest};
 
-/// A limit that admits one sector, and the next one after 25 s. (Beyond 30 s the queues of a disk
-/// take no requests.)
+/// A limit that admits a request of one sector at once, and the next one after 25 s. (Beyond 30 s
+/// the queues of a disk take no requests.)
 const SLOW: &str = "bps = 20";
 
 /// Fails if `amount` in `seconds` is more than a limit of `rate` per second allows. The token
@@ -71,7 +71,8 @@ fn a_burst_is_allowed_once() {
     let folder = Folder::new();
     let socket = folder.join("s");
     let daemon = Daemon::serve("null:1G", &socket, &["--iops", "500,max=4000,length=0.25"]);
-    // 1000 per second in the first 0.25 s, then 500 per second.
+    // The disk admits 1000 requests in the first 0.25 s, then 500 per second. So 1250 requests take
+    // at least 0.75 s.
     let took = good(&Options { ops: Some(1250), ..Options::for_socket(socket) }).seconds;
     assert!(took > 0.70, "{took} s for 1250 operations");
     daemon.stop();
@@ -287,7 +288,7 @@ fn statistics_show_why_a_disk_is_slow() {
     std::thread::scope(|scope| {
         let client = scope.spawn(|| good(&thrash));
         disks.daemon.until_served("read", "thrash");
-        // 200 operations in flight, of which the device serves four at a time.
+        // The client has 200 operations in flight, of which the device serves four at a time.
         good(&Options { depth: 200, ops: Some(400), ..disks.load("polite") });
         thrash.over.store(true, Ordering::Relaxed);
         client.join().unwrap();

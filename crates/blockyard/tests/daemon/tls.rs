@@ -214,7 +214,7 @@ fn tls_and_client_certificates_are_required_or_optional() {
     let daemon = fixture.serve("");
     let plain = |export: &str| format!("nbd+unix:///{export}?socket={}", fixture.socket.display());
     assert_eq!(tool("nbdinfo", ["--size", &plain("all")]).good().trim(), SIZE.to_string());
-    // An export that requires TLS, and one that does not exist. Without TLS a client cannot
+    // One export requires TLS, and the other does not exist. Without TLS a client cannot
     // distinguish them.
     for export in ["vm1", "none"] {
         let hidden = blockyard(["image", "info", &plain(export)]);
@@ -290,7 +290,8 @@ fn tls_transfers_the_same_data() {
     assert_eq!(md5(&fixture.disk), md5(&copy));
 }
 
-/// The server never takes bytes between STARTTLS and TLS for the client's.
+/// The server ends the connection if bytes arrive between STARTTLS and the TLS handshake. It never
+/// treats them as the client's.
 #[test]
 fn plain_bytes_after_starttls_end_the_connection() {
     let fixture = TlsFixture::new();
@@ -385,7 +386,7 @@ fn tls_is_closed_before_the_connection() {
     daemon.stop();
 }
 
-/// Our client with QEMU's server, which is killed and restarted.
+/// Tests our client with QEMU's server, which is killed and restarted.
 #[test]
 fn a_remote_disk_reconnects_with_tls() {
     let fixture = TlsFixture::new();

@@ -99,7 +99,7 @@ fn memory_is_plugged_in_and_out_under_load_in_qemu() {
     );
     guest.expect("tell unplug");
     let unplugged = ["DEVICE_DELETED", "DEVICE_UNPLUG_GUEST_ERROR", "MEM_UNPLUG_ERROR"];
-    // The guest may still use a page of it: request the removal again.
+    // The guest may still use a page of the memory to unplug. Request the removal again.
     for _ in 0..20 {
         qmp.execute("device_del", json!({ "id": "dimm" }));
         if qmp.event(&unplugged) == unplugged[0] {
@@ -112,7 +112,7 @@ fn memory_is_plugged_in_and_out_under_load_in_qemu() {
     fixture.stop();
 }
 
-/// Writes random bytes at several places of the first `bytes` of the image. Returns the MD5 sum of
+/// Writes random bytes at several offsets in the first `bytes` of the image. Returns the MD5 sum of
 /// that part.
 fn scatter(fixture: &GuestFixture, bytes: u64) -> String {
     use std::os::unix::fs::FileExt;

@@ -137,7 +137,7 @@ struct Client {
     queue: Blkioq,
     blkio: Blkio,
     region: MemoryRegion,
-    /// The memory region once more, as a file, because the tests may not access raw memory.
+    /// The memory region as a file too, because the tests may not access raw memory.
     file: std::fs::File,
 }
 

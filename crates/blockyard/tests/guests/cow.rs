@@ -73,7 +73,7 @@ impl Files {
         });
     }
 
-    /// Reads the whole disk by this program into a file.
+    /// Writes the whole disk into a raw file by this program. Returns the path of that file.
     fn merged(&self, name: &str) -> PathBuf {
         let path = self.folder.join(name);
         fs::File::create_new(&path).unwrap();

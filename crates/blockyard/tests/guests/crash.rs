@@ -58,7 +58,7 @@ fn a_guest_survives_twenty_kills_of_each_daemon_in_qemu() {
             break;
         }
         for fixture in &mut fixtures {
-            // During the load, at a different moment each time.
+            // Each kill comes at a different moment of the load.
             fixture.until_served("write");
             hits += u32::from(
                 fixture.daemon().log().contains("in flight when the last back end ended"),

@@ -113,7 +113,7 @@ impl Footprint {
     /// Panics if the daemon has more resources now.
     #[track_caller]
     fn check(&self, daemon: &Daemon) {
-        // The daemon closes them asynchronously.
+        // The daemon closes the descriptors of old connections asynchronously.
         until(
             &format!(
                 "as many descriptors as before: {:?} {:?}",

@@ -145,7 +145,8 @@ impl Drop for Peak {
     }
 }
 
-/// Kicks and calls by vhost-user messages, as User Mode Linux uses them in simulated time.
+/// The front end sends kicks and the server sends calls by vhost-user messages, as User Mode Linux
+/// uses them in simulated time.
 #[test]
 fn in_band_notifications_work_in_user_mode_linux() {
     let mut fixture = GuestFixture::new(64 * MIB, &["--in-band-notifications"]);

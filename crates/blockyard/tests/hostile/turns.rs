@@ -21,9 +21,9 @@ use super::messages::{Fate, send};
 use super::moving::{EXTRA, extra};
 use crate::common::SOON;
 
-/// Split rings. Each has a slow request in flight, and after it the same chain of 1,026 descriptors
-/// again and again. The device refuses that chain at once, because a part of its data is outside
-/// guest memory.
+/// A front end with split rings. Each ring has a slow request in flight, and after it the same
+/// chain of 1,026 descriptors again and again. The device refuses that chain at once, because a
+/// part of its data is outside guest memory.
 struct Endless {
     guest: Guest,
     /// Address of the slow request's status, for each ring.

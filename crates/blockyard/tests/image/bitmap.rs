@@ -37,7 +37,7 @@ fn dirty(path: &Path, bitmap: &str) -> Vec<(u64, u64)> {
         server=$(cat \"$image.pid\")\n\
         kill \"$server\"\n\
         while [ -e \"/proc/$server/exe\" ]; do sleep 0.01; done";
-    // (The server writes to the copy until it ends. The next call makes another copy.)
+    // (The NBD server writes to the copy until it ends. The next call makes another copy.)
     let mut command = Command::new("sh");
     command.args(["-c", script]).arg(guests().join("tool")).arg(path).arg(bitmap);
     // Dirty ranges are reported as ranges without data.
@@ -145,7 +145,8 @@ fn bits_survive_merges_and_resizes() {
     image(&["bitmap", "--add", "-g", "1M", text(&other), "copy"]);
     image(&["bitmap", "--merge", "coarse", "-b", text(&path), text(&other), "copy"]);
     assert_eq!(dirty(&other, "copy"), [(1 << 20, 1 << 20), (23 << 20, 1 << 20)]);
-    // All of the first megabyte: QEMU writes a table entry without data there.
+    // The bitmap `all` has all bits of the first megabyte. QEMU writes a table entry without data
+    // for them.
     qemu_img(&["bitmap", "--merge", "all", "-b", text(&path), "-F", "qcow2", text(&other), "copy"]);
     assert_eq!(dirty(&other, "copy"), [(0, 3 << 20), (23 << 20, 1 << 20)]);
     sound(&other);

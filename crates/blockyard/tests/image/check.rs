@@ -34,7 +34,7 @@ fn write_at(path: &Path, offset: u64, bytes: &[u8]) {
 /// Offset of the refcount block of a new image with 64 KiB clusters and 16-bit refcounts.
 const COUNTS: u64 = 0x20000;
 
-/// Checks that ours exits with `status` and reports the same as QEMU.
+/// Checks that our check exits with `status` and reports the same as QEMU.
 #[track_caller]
 fn found(path: &Path, status: i32) {
     let args = ["check", "--output", "json", text(path)];
@@ -78,7 +78,7 @@ fn corruptions_are_status_3_and_repaired() {
     let path = images.qcow2("a.qcow2", "", None, SIZE, 1);
     let copy = images.path("copy.raw");
     qemu_img(&["convert", "-O", "raw", text(&path), text(&copy)]);
-    // Two data clusters have refcount 0.
+    // Set the refcount of two data clusters to 0.
     write_at(&path, COUNTS + 2 * 5, &[0, 0, 0, 0]);
     found(&path, 3);
     let leaks_only = image_any(&["check", "--repair", "leaks", text(&path)]);
@@ -121,8 +121,8 @@ fn cow_files_are_checked_and_repaired() {
     image(&["compare", text(&path), text(&images.path("base.raw"))]);
 }
 
-/// Checks that ours exits with status 4 and gives advice, while QEMU reports corruption. Opening
-/// the image repairs it.
+/// Checks that our check exits with status 4 and gives advice, while QEMU reports corruption.
+/// Opening the image repairs it.
 #[track_caller]
 fn repaired_by_opening(path: &Path) {
     assert_eq!(tool("qemu-img", ["check", text(path)]).status.code(), Some(2));
@@ -161,13 +161,13 @@ fn an_image_that_was_not_closed_is_status_4() {
     );
     assert!(!killed.status.success());
     repaired_by_opening(&path);
-    // An additional error makes it corrupt: an L1 entry with a reserved bit.
+    // An additional error makes the image corrupt: an L1 entry with a reserved bit.
     let header = Header::parse(&std::fs::read(&path).unwrap(), u64::MAX).unwrap();
     write_at(&path, header.l1_offset + 7, &[1]);
     assert_eq!(image_any(&["check", "-q", text(&path)]).status.code(), Some(3));
 }
 
-/// An interrupted command leaves such flags in an image of version 2.
+/// An interrupted command leaves COPIED flags unset in an image of version 2.
 #[test]
 fn copied_flags_that_are_not_set_are_status_4() {
     let images = Images::new();

@@ -53,7 +53,7 @@ fn the_backing_file_has_the_overlays_data_after_a_commit() {
         qemu_io(&top, "qcow2", &write);
         qemu_io(&expected, "raw", &write);
         let committed = match number {
-            // A commit by QEMU, for comparison.
+            // QEMU does the commit, for comparison.
             0 => qemu_img(&["commit", text(&top)]),
             _ => image(&["commit", text(&top)]),
         };

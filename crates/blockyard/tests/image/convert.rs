@@ -24,7 +24,7 @@ fn all_formats_convert_to_sparse_raw_images() {
             allocated(&ours),
             allocated(&theirs)
         );
-        // Read through the page cache, written without it, and without leaving out zeroes.
+        // With cache mode none for the source and the target, and without leaving out zeroes.
         let full = images.path("full.raw");
         image(&["convert", "-T", "none", "-t", "none", "-S", "0", text(&source), text(&full)]);
         sound_and_same((&full, "raw"), (&ours, "raw"));
@@ -163,7 +163,7 @@ fn an_overlay_gets_only_the_data_that_differs() {
                 (&info["backing-filename"], &info["backing-filename-format"]),
                 (&backing.into(), &format.into())
             );
-            // Less than the whole disk.
+            // The target has less data than the whole disk.
             let map = json(&qemu_img(&["map", "--output", "json", text(&target)]));
             let own: u64 = map
                 .as_array()
@@ -175,7 +175,7 @@ fn an_overlay_gets_only_the_data_that_differs() {
             assert!(own < if backing == "base.raw" { 8 * MIB } else { 6 * MIB }, "{own}");
         }
     }
-    // Another base than that of the source: the guest still sees the same data.
+    // The new base is another one than that of the source. The guest still sees the same data.
     images.raw("other.raw", 20 * MIB, 77);
     let target = images.path("other.qcow2");
     image(&["convert", "-B", "other.raw", "-F", "raw", text(&source), text(&target)]);
@@ -232,7 +232,7 @@ fn a_target_with_a_shared_base_keeps_no_old_data() {
     qemu_io(&base, "raw", &["write -P 99 10M 6M"]);
     images.qcow2("middle.qcow2", "", Some(("base.raw", "raw")), SIZE, 3);
     let source = images.qcow2("source.qcow2", "", Some(("middle.qcow2", "qcow2")), SIZE, 5);
-    // Directly over the same image, and over another image with the same base.
+    // The target's backing image is that of the source, or another image with the same base.
     images.qcow2("other.qcow2", "", Some(("base.raw", "raw")), SIZE, 90);
     for backing in ["middle.qcow2", "other.qcow2"] {
         for own in ["write -P 77 12M 64k", "write -z 12M 1M", "write -P 78 20M 1M"] {

@@ -187,7 +187,7 @@ fn comparisons_print_the_same_as_qemu_img() {
     assert_eq!(compared(&[&["-s"], &both[..]].concat()), 1);
     assert_eq!(compared(&["-s", both[1], both[1]]), 0);
     assert_eq!(image(&[&["compare", "-q"], &both[..]].concat()), "");
-    // Only the size differs; then one byte after the other image's end differs too.
+    // At first only the size differs. Then one byte after the end of the shorter image differs too.
     let longer = std::fs::File::options().write(true).open(&copy).unwrap();
     longer.set_len(SIZE + 5 * MIB).unwrap();
     assert_eq!(compared(&both), 0);

@@ -121,7 +121,7 @@ impl Template {
     }
 }
 
-/// Returns how a checker rates the image (0 consistent, 1 leaks, 2 corrupt or unreadable), and its
+/// Returns our rating of the image (0 consistent, 1 leaks, 2 corrupt or unreadable), and our
 /// output.
 fn ours(path: &Path) -> (u8, String) {
     let done = image_any(&["check", "-f", "qcow2", text(path)]);
@@ -212,7 +212,8 @@ fn both_find_bad_bitmap_entries_missing_snapshots_and_wrong_flags() {
     both(entry + 17, &[8], "its granularity is 2^8");
     both(entry + 17, &[32], "its granularity is 2^32");
     both(entry + 17, &[9], "the disk's size needs 2");
-    // The name is "first": first a shorter name and extra data, then no name.
+    // The name of the bitmap is "first". The first damage declares a name of one byte and four
+    // bytes of extra data. The second damage declares an empty name.
     both(entry + 18, &[0, 1, 0, 0, 0, 4], "4 bytes of extra data");
     both(entry + 18, &[0, 0], "its name must have");
     let header = &template.header;

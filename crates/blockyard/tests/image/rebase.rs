@@ -12,7 +12,7 @@ fn backing(path: &std::path::Path) -> (Option<String>, Option<String>) {
 }
 
 /// Names and formats of the backing files that the overlay gets one after the other, larger and
-/// smaller. The last one is none.
+/// smaller. With the last one, the overlay has no backing file.
 const BASES: [(&str, &str); 5] = [
     ("base.raw", "raw"),
     ("other.raw", "raw"),
@@ -51,7 +51,7 @@ fn a_rebase_does_not_change_the_disk() {
             assert_eq!(backing(&top), (name.clone(), name.map(|_| format.to_string())));
             sound_and_same((&top, "qcow2"), (&expected, "raw"));
             image(&["compare", text(&top), text(&expected)]);
-            // The overlay has the data of the middle image, except what is equal in both.
+            // The overlay now has the data of the middle image, except data that is equal in both.
             if format == "raw" && with[1] == "base.raw" {
                 assert!((had..had + 7 * MIB).contains(&own(&top)), "{had} {}", own(&top));
             }
@@ -98,7 +98,8 @@ fn images_in_both_chains_are_not_read() {
     let images = Images::new();
     let top = images.chain("");
     let expected = copy(&images, &top);
-    // An empty overlay between the two.
+    // An empty overlay on the middle image. The top image is rebased to this overlay, and back to
+    // the middle image.
     image(&["create", "-q", "-b", "middle.qcow2", text(&images.path("between.qcow2"))]);
     let had = own(&top);
     for name in ["between.qcow2", "middle.qcow2"] {

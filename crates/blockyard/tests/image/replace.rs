@@ -171,7 +171,7 @@ fn an_image_and_its_data_file_are_replaced_together() {
     image(&["convert", "--force", "-o", &option, text(&source), text(&target)]);
     sound_and_same((&target, "qcow2"), (&source, "raw"));
     assert_eq!((old.metadata().unwrap().len(), count()), (16 * MIB, 3));
-    // Relative names, through a link in another folder.
+    // These names are relative, and go through a link in another folder.
     let elsewhere = Images::new();
     let link = elsewhere.path("link.qcow2");
     std::os::unix::fs::symlink(&target, &link).unwrap();
@@ -188,8 +188,8 @@ fn files_of_a_killed_command_are_removed() {
     child.wait().unwrap();
     let part = |name: &str, process| images.0.image(&format!(".{name}.{process}.part"), MIB);
     let left = part("b.raw", gone);
-    // Kept: a file for another name, one of a running process, and one that an unknown process has
-    // locked.
+    // The command keeps a file for another name, one of a running process, and one that an unknown
+    // process has locked.
     let stays =
         [part("c.raw", gone), part("b.raw", std::process::id()), part("b.raw", u32::MAX >> 1)];
     let _user = open_file(&stays[2], false).unwrap();
