@@ -18,13 +18,13 @@ use std::time::{Duration, Instant};
 use blockyard_disk::Disk;
 use blockyard_ring::Handle;
 
-/// Descriptors in an iteration's budget: about 50 us of work. Each request also counts as
+/// Maximum number of descriptors in one iteration: about 50 us of work. Each request also counts as
 /// [`REQUEST`] descriptors.
 const DESCRIPTORS: u32 = 1024;
-/// A request counts as this many descriptors, in addition to its own.
+/// Number of descriptors that a request counts as, in addition to its own descriptors.
 pub const REQUEST: u32 = 8;
-/// Bytes in an iteration's budget. Storage that answers at once copies these bytes during the
-/// iteration.
+/// Maximum number of bytes in one iteration. Storage that answers at once copies these bytes during
+/// the iteration.
 const BYTES: u64 = 1 << 20;
 /// Time after which an iteration has lasted too long.
 const TIME: Duration = Duration::from_micros(200);
@@ -39,8 +39,8 @@ struct Account {
     iteration: Cell<u64>,
     descriptors: Cell<u32>,
     bytes: Cell<u64>,
-    /// Most iterations in a row in which a queue got nothing, among the queues that got nothing in
-    /// the last iteration, and in this iteration.
+    /// Longest series of iterations in which a queue got nothing: among the queues that got nothing
+    /// in the last iteration, and among those that got nothing in this iteration.
     longest_before: Cell<u32>,
     longest: Cell<u32>,
 }
@@ -53,8 +53,8 @@ impl Account {
             self.descriptors.set(0);
             self.bytes.set(0);
             let longest = self.longest.take();
-            // A queue that got nothing asks again in the next iteration. If no queue asked in the
-            // last iteration, none waits.
+            // A queue that got nothing asks again in the next iteration. So if no queue asked in
+            // the last iteration, no queue waits.
             self.longest_before.set(if last.wrapping_add(1) == iteration { longest } else { 0 });
         }
     }
@@ -103,7 +103,7 @@ impl Budget {
         self.refused_iterations.set(0);
     }
 
-    /// Waits for an iteration in which the queue may take something, and counts this in that
+    /// Waits for an iteration in which the queue may take a request, and counts the request in that
     /// iteration.
     pub async fn admit(&self, handle: &Handle, descriptors: u32, bytes: u64) {
         while self.is_spent(handle.iteration()) {
@@ -113,7 +113,7 @@ impl Budget {
     }
 
     /// Returns whether the queue may take nothing more in iteration number `iteration`. If the
-    /// queue took nothing in this iteration, the account notes that, so that the queue comes
+    /// queue took nothing in this iteration, the account records that, so that the queue comes
     /// earlier in the next iteration.
     #[inline]
     pub fn is_spent(&self, iteration: u64) -> bool {
@@ -147,7 +147,7 @@ mod tests {
 
     use super::*;
 
-    /// All requests are there at once, as in a ublk queue with one task for each tag.
+    /// All requests are available at once, as in a ublk queue with one task for each tag.
     #[test]
     fn tasks_that_share_a_budget_are_admitted_over_several_iterations() {
         const TASKS: u64 = 1000;
@@ -198,7 +198,7 @@ mod tests {
     }
 
     /// Runs queues that always have more requests, in the same order in each iteration. This order
-    /// favours the first queue. Returns how many descriptors each queue took.
+    /// favours the first queue. Returns the number of descriptors that each queue took.
     fn run_iterations(
         account: &Rc<Account>,
         queues: usize,
@@ -241,7 +241,8 @@ mod tests {
         let (first, leaves, last) = (queue(), queue(), queue());
         first.spend(1, DESCRIPTORS, 0);
         assert!(leaves.is_spent(1));
-        // `leaves` was refused and does not ask again. The others lose one iteration.
+        // The queue `leaves` was refused and does not ask again. The other queues lose one
+        // iteration.
         assert!(last.is_spent(2));
         assert!(!last.is_spent(3));
     }

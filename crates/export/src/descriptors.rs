@@ -1,15 +1,15 @@
 //! A reserve of file descriptors that clients cannot use up.
 //!
-//! What must hold: if clients hold as many descriptors as they may, a reload can still open its
-//! configuration, certificates and images.
+//! What must hold: if clients hold as many descriptors as they may, the server can still reload,
+//! which opens its configuration, certificates and images.
 
 use blockyard_ring::host;
 
 /// Number of descriptors kept for the server itself, or a quarter of the limit if that is less.
 const RESERVE: u64 = 64;
 
-/// Returns the number of free descriptors and the limit, if clients may take no more. Returns
-/// `None` if there are enough.
+/// Returns the number of free descriptors and the limit, if too few descriptors are left for
+/// another client. Returns `None` if there are enough.
 pub fn too_few() -> Option<(u64, u64)> {
     let limit = host::descriptor_limit();
     let left = limit.saturating_sub(host::open_descriptors().ok()?);

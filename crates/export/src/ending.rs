@@ -6,7 +6,7 @@ use blockyard_disk::{Disk, LocalDisk};
 
 use crate::Reactors;
 
-/// Syncs `disk` on every reactor that serves it. Returns false if one of them failed.
+/// Syncs `disk` on every reactor that serves it. Returns false if one of the syncs failed.
 pub fn sync(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
     let mut good = true;
     for reactor in reactors.all() {
@@ -22,8 +22,8 @@ pub fn sync(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
     good
 }
 
-/// Ends `disk`, which has no export any more: syncs it, removes it from every reactor, and closes
-/// its image. Returns false if a step failed.
+/// Ends `disk`, which has no export any more. Syncs the disk, removes it from every reactor, and
+/// closes its image. Returns false if a step failed.
 pub fn close(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
     disk.end_work();
     let mut good = sync(disk, reactors);

@@ -10,15 +10,15 @@ pub trait Export: Send {
     /// the old one, and the log says so.
     fn resize(&mut self);
 
-    /// Takes no more requests, answers those that were taken, and ends. Requests that wait for a
-    /// throttle are admitted at once. A second call does nothing.
+    /// Stops the export: takes no more requests, and answers the requests that were taken. Requests
+    /// that wait for a throttle are admitted at once. A second call does nothing.
     fn stop(&mut self);
 
     /// Restricts new connections to clients whose certificate has one of these names. An
     /// empty list admits every client. Exports without certificates ignore this.
     fn allow(&mut self, _names: &[String]) {}
 
-    /// Describes each connected client for people: `process 4711`, `192.0.2.7:40312`, `domain 3`.
+    /// Describes each connected client for the user: `process 4711`, `192.0.2.7:40312`, `domain 3`.
     fn clients(&self) -> Vec<String>;
 
     /// Returns the block device of this host that the export has made, if it has made one.

@@ -1,5 +1,5 @@
-//! A hash that is the same in every build of this program. A server names what it leaves to the
-//! next server by it, such as a ublk device's disk.
+//! A hash that is the same in every build of this program. A server uses it to name objects that
+//! the next server must recognise, such as the disk of a ublk device.
 
 /// Returns the FNV-1a hash of `bytes` (64 bits).
 pub fn of(bytes: impl IntoIterator<Item = u8>) -> u64 {

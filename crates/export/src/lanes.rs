@@ -1,8 +1,8 @@
-//! Lanes: reusable tasks, of which each takes one request, or one run of adjacent requests, to the
-//! disk and answers it.
+//! Lanes: reusable tasks. Each lane takes one request, or one run of adjacent requests, to the disk
+//! and answers it.
 //!
 //! In: the batches of a queue. Out: answers, through the requests' tokens. What must hold: each
-//! request that the disk works on has a lane of its own. Lanes are reused, so the steady state
+//! request that the disk handles has a lane of its own. Lanes are reused, so the steady state
 //! allocates nothing.
 
 use std::cell::{Cell, RefCell};
@@ -17,8 +17,8 @@ use blockyard_ring::{Handle, TaskId};
 pub struct Lanes<T: Token> {
     handle: Handle,
     served: Rc<LocalDisk<Store>>,
-    /// Returns whether the guest sees a volatile write cache now. This may change while the disk
-    /// works on a write.
+    /// Returns whether the guest sees a volatile write cache now. The value may change while the
+    /// disk handles a write.
     has_write_back: Rc<dyn Fn() -> bool>,
     idle: RefCell<Vec<Rc<Lane<T>>>>,
     /// Vectors for runs of adjacent requests, kept for reuse.
@@ -31,7 +31,7 @@ struct Lane<T: Token> {
     is_closed: Cell<bool>,
 }
 
-/// What a lane does.
+/// The work of a lane: one request, or a run of adjacent requests.
 enum Load<T: Token> {
     One(Request<T>),
     Run(Run<T>),

@@ -1,9 +1,8 @@
 //! Listening sockets of exports: Unix sockets, TCP addresses, and sockets that another process has
 //! opened (systemd).
-//!
-//! In: where to listen. Out: connected sockets. What must hold: a Unix socket on which no server
-//! listens any more is replaced; a file that is no socket is never replaced. A socket file that
-//! this server has created is removed at the end.
+//! In: an address. Out: connected sockets. What must hold: a Unix socket on which no server listens
+//! any more is replaced. A file that is no socket is never replaced. On drop, a listener removes the
+//! socket file that it has created.
 
 use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs};
@@ -18,7 +17,7 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::net::SocketFlags;
 
-/// Reasons why a socket or address cannot be listened on.
+/// Reasons why the server cannot listen on a socket or address.
 #[derive(Debug, thiserror::Error)]
 pub enum SocketError {
     #[error(
@@ -54,8 +53,8 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// Listens at `path`. If a socket file is there but no server listens on it, because its server
-    /// was killed, the file is replaced.
+    /// Listens at `path`. If a socket file exists but no server listens on it, because its server
+    /// was killed, replaces the file.
     pub fn bind(path: &Path) -> Result<Self, SocketError> {
         let owned = || path.to_path_buf();
         let len = path.as_os_str().len();
@@ -72,7 +71,7 @@ impl Listener {
                     drop(std::fs::remove_file(path))
                 }
                 Err(e) if e.kind() == io::ErrorKind::NotFound => {}
-                // Without permission to connect, a server may be listening.
+                // Without permission to connect, this process cannot know whether a server listens.
                 Err(source) => return Err(SocketError::Listen { path: owned(), source }),
             }
         }
@@ -86,7 +85,7 @@ impl Listener {
         Ok(Listener { sockets: vec![listener.into()], made, _claim: None })
     }
 
-    /// Listens on TCP, on every address of the host's name. An empty name or `*` means all
+    /// Listens on TCP, on every address of the host name `host`. An empty name or `*` means all
     /// addresses of this machine.
     pub fn bind_tcp(host: &str, port: u16) -> Result<Self, SocketError> {
         let wrong = |source| SocketError::Address { address: format!("{host}:{port}"), source };
@@ -118,20 +117,20 @@ impl Listener {
 
     /// Listens on a socket that another process (systemd) has created and keeps.
     pub fn inherited((fd, claim): (OwnedFd, Claim)) -> Self {
-        // Another process may accept a client first. Then `accept` must not block.
+        // Another process may accept a client first, so `accept` must not block.
         let _ = rustix::io::ioctl_fionbio(&fd, true);
         Listener { sockets: vec![fd], made: None, _claim: Some(claim) }
     }
 
-    /// Makes new connections refuse file descriptors, if the kernel can do that (Linux 6.16).
+    /// Makes new connections refuse file descriptors, if the kernel supports that (Linux 6.16).
     pub fn refuse_descriptors(&self) {
         for socket in &self.sockets {
             rights::refuse(socket);
         }
     }
 
-    /// Waits for a connection. Returns `None` if `wake` was signalled, or if the client has gone
-    /// already.
+    /// Waits for a connection. Returns `None` if `wake` was signalled, or if the client has
+    /// disconnected already.
     pub fn accept(&self, wake: BorrowedFd<'_>) -> io::Result<Option<OwnedFd>> {
         let sockets = self.sockets.iter().map(|socket| PollFd::new(socket, PollFlags::IN));
         let mut fds: Vec<_> =
@@ -150,7 +149,7 @@ impl Listener {
                 rustix::io::ioctl_fionbio(&stream, false)?;
                 Ok(Some(stream))
             }
-            // The client has gone already.
+            // The client has disconnected already.
             Err(Errno::AGAIN | Errno::CONNABORTED | Errno::INTR) => Ok(None),
             Err(e) => Err(e.into()),
         }

@@ -1,8 +1,8 @@
 //! Limits log lines that a guest or a front end can cause at any rate.
 //!
-//! What must hold: the log grows slowly at any rate of events, and says how many lines were left
-//! out. Information and warnings have separate limits, so that a front end which reconnects all the
-//! time does not suppress warnings.
+//! What must hold: the log grows slowly at any rate of events, and says how many lines were
+//! suppressed. Information and warnings have separate limits, so that a front end which reconnects
+//! all the time does not suppress warnings.
 
 use std::fmt::Arguments;
 use std::sync::Mutex;
@@ -35,22 +35,23 @@ impl Log {
     }
 }
 
-/// A limit on the rate of log lines: a burst, and then one line for each pause.
+/// A limit on the rate of log lines: a burst of [`BURST`] lines, and then one line in each
+/// [`PAUSE`].
 #[derive(Debug, Default)]
 pub(crate) struct Budget(Mutex<State>);
 
 #[derive(Debug, Default)]
 struct State {
-    /// Number of lines of the burst that are used up. One comes back after each pause.
+    /// Number of lines of the burst that are used up. Each pause makes one line available again.
     spent: u32,
-    /// When a line last came back.
+    /// Time when a line last became available again.
     since: Option<Instant>,
     withheld: u64,
 }
 
 impl Budget {
-    /// Returns the number of lines left out since the last one, if a line may be written now.
-    /// Returns `None` if not.
+    /// Returns the number of lines suppressed since the last written one, if a line may be written
+    /// now. Returns `None` if no line may be written now.
     pub(crate) fn admit(&self, now: Instant) -> Option<u64> {
         let mut state = self.0.lock().unwrap_or_else(|e| e.into_inner());
         let since = *state.since.get_or_insert(now);
@@ -68,7 +69,7 @@ impl Budget {
     }
 }
 
-/// Displays how many lines were left out, or nothing for 0.
+/// Displays the number of suppressed lines, or nothing for 0.
 pub(crate) struct Withheld(pub u64);
 
 impl std::fmt::Display for Withheld {

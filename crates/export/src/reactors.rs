@@ -24,7 +24,7 @@ struct Reactor {
 
 impl Reactors {
     /// Starts `count` reactors, named `reactor-N`. They are bound to the processors of `cpus` in
-    /// turn. If `cpus` is empty, they are not bound.
+    /// round-robin order. If `cpus` is empty, they are not bound.
     pub fn start(count: usize, cpus: &[usize]) -> io::Result<Self> {
         let cpu = |number: usize| cpus.get(number % cpus.len().max(1)).copied();
         let mut reactors =
@@ -39,15 +39,15 @@ impl Reactors {
         Ok(reactors)
     }
 
-    /// Returns the reactor for the next queue, in turn.
+    /// Returns the reactor for the next queue, in round-robin order.
     pub fn next(&self) -> Remote {
         let at = self.next.fetch_add(1, Ordering::Relaxed);
         self.reactors[at % self.reactors.len()].remote.clone()
     }
 
-    /// Ends all reactors and waits for that. This closes the files of their rings, which releases
-    /// the locks on these files. Without it the kernel closes them some time after the process has
-    /// ended. Later calls to the reactors get no answer.
+    /// Ends all reactors and waits until they have ended. This closes the files of their rings,
+    /// which releases the locks on these files. Without this call, the kernel closes the files some
+    /// time after the process has ended. Later calls to the reactors get no answer.
     pub fn stop(&self) {
         for reactor in &self.reactors {
             reactor.remote.run(|handle| handle.stop());
@@ -108,7 +108,7 @@ fn name(number: usize) -> String {
     format!("reactor-{number}")
 }
 
-/// Binds the calling thread to one processor.
+/// Binds the calling thread to processor `cpu`.
 fn keep_to(cpu: usize) -> io::Result<()> {
     let mut set = rustix::thread::CpuSet::new();
     if cpu >= rustix::thread::CpuSet::MAX_CPU {

@@ -3,7 +3,7 @@
 use std::error::Error;
 use std::fmt;
 
-/// What failed.
+/// The part of a start that failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StartKind {
     /// The queue's reactor has ended.

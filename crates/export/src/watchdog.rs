@@ -1,9 +1,9 @@
-//! A thread that logs what stalls a reactor.
+//! A thread that logs stalls of reactors, with the task that causes each stall.
 //!
 //! In: the pulse of each reactor, which counts its iterations. Out: a log message for an iteration
 //! that does not end, and another one when it has ended. What must hold: a reactor's only work for
-//! the watchdog is to store what it polls. While all reactors sleep, the watchdog sleeps too. A
-//! stall gives one message, and the number of messages is limited.
+//! the watchdog is to store which task it polls. While all reactors sleep, the watchdog sleeps too.
+//! A stall causes one message, and the number of messages is limited.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,9 +14,9 @@ use blockyard_ring::{Pulse, Watcher};
 
 use crate::log::{Budget, Withheld};
 
-/// Time between two checks, and the number of checks of the same iteration that make a stall: more
-/// than a second. The watchdog counts checks and not time, because a process that was stopped as a
-/// whole has no stalled reactor.
+/// Time between two checks, and the number of checks in the same iteration that count as a stall:
+/// more than a second. The watchdog counts checks and not time, because if the whole process was
+/// stopped, no reactor has stalled.
 const PERIOD: Duration = Duration::from_millis(400);
 const CHECKS: u32 = 3;
 
@@ -86,18 +86,18 @@ fn watch(watcher: &Watcher, stop: &AtomicBool, reactors: &[(String, Arc<Pulse>)]
     }
 }
 
-/// What the watchdog has seen of one reactor.
+/// The watchdog's observations of one reactor.
 #[derive(Debug, Default)]
 struct Observed {
     iteration: Option<u64>,
-    /// Number of checks since it first saw this iteration.
+    /// Number of checks since the watchdog first saw this iteration.
     checks: u32,
     reported: bool,
 }
 
 #[derive(Debug, PartialEq)]
 enum Seen {
-    /// The iteration has lasted too long. Reported once for an iteration.
+    /// The iteration has lasted too long. This is reported once for each iteration.
     Stalls,
     /// An iteration that was reported has ended.
     GoesOn { checks: u32 },

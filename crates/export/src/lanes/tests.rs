@@ -7,7 +7,7 @@ use blockyard_ring::{Executor, Segments, Signal};
 
 use super::*;
 
-/// The answers so far: number and status of each request.
+/// The answers so far: the number and the status of each request.
 struct Answers {
     all: RefCell<Vec<(u32, Status)>>,
     rung: Signal,
@@ -53,7 +53,7 @@ fn stage(work: impl AsyncFnOnce(&Handle, Rc<LocalDisk<Store>>, Rc<Answers>) + 's
     executor.block_on(async move { work(&handle, served, answers).await }).unwrap();
 }
 
-/// Returns reads of 512 bytes at multiples of `apart` bytes.
+/// Returns reads of 512 bytes, with `apart` bytes between the starts of two reads.
 fn reads(answers: &Rc<Answers>, count: u32, apart: u64) -> Vec<Request<Number>> {
     let read = |number| {
         let segments = Segments::buffer(512);
@@ -86,7 +86,7 @@ fn each_request_has_a_lane_and_lanes_are_reused() {
             handle.yield_now().await;
             assert_eq!(lanes.idle.borrow().len(), 8);
         }
-        // Fewer requests leave the other lanes idle.
+        // Fewer requests use some of the lanes. The other lanes stay idle.
         lanes.dispatch(&mut reads(&answers, 3, 8192));
         assert_eq!(lanes.idle.borrow().len(), 5);
         answers.wait(3).await;
@@ -106,7 +106,7 @@ fn a_run_of_adjacent_requests_has_one_lane_and_its_vector_is_reused() {
     });
 }
 
-/// A queue ends while the disk works on a request. The request is answered, and no task remains.
+/// A queue ends while the disk handles a request. The request is answered, and no task remains.
 #[test]
 fn requests_in_flight_are_answered_after_their_queue_has_ended() {
     stage(async |handle, served, answers| {

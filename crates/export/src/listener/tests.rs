@@ -43,8 +43,8 @@ fn a_socket_that_a_killed_server_left_is_replaced_and_a_live_one_is_not() {
     let path = folder.socket();
     let listener = Listener::bind(&path).unwrap();
     assert!(matches!(Listener::bind(&path), Err(SocketError::Taken { .. })));
-    // The second `bind` has connected to find out whether a server listens. The first listener sees
-    // that connection, and then the next one.
+    // The second `bind` has connected to find out whether a server listens. The first listener
+    // accepts that connection, and then the connection of the test.
     drop(accept(&listener));
     let mut client = UnixStream::connect(&path).unwrap();
     client.write_all(b"to the first").unwrap();
@@ -85,7 +85,7 @@ fn a_listener_removes_its_own_socket_and_not_its_successors() {
     drop(Listener::bind(&path).unwrap());
     assert!(!path.exists());
     let first = Listener::bind(&path).unwrap();
-    // Kept, so that the next file does not get the same inode number.
+    // Keep the file, so that the next file does not get the same inode number.
     let kept = folder.0.join("kept");
     fs::rename(&path, &kept).unwrap();
     let second = Listener::bind(&path).unwrap();
@@ -116,7 +116,7 @@ fn a_thread_that_waits_for_a_connection_can_be_woken() {
     let folder = Folder::new("wake");
     let listener = Listener::bind(&folder.socket()).unwrap();
     assert!(listener.accept(eventfd(1).as_fd()).unwrap().is_none());
-    // If both happen at once, the connection is not lost.
+    // If a connection and a wake-up arrive at once, the connection is not lost.
     let _client = UnixStream::connect(folder.socket()).unwrap();
     assert!(listener.accept(eventfd(1).as_fd()).unwrap().is_some());
     assert!(listener.accept(eventfd(1).as_fd()).unwrap().is_none());

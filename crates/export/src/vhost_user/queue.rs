@@ -44,17 +44,17 @@ use state::{Core, Pending, Unanswered};
 
 pub use handle::QueueHandle;
 
-/// Chains taken before requests are submitted and completions are published. If storage answers at
-/// once (page cache, memory), small batches let guest and back end work in parallel. If storage
-/// takes time, one submission for many chains is cheaper.
+/// Number of chains that the queue takes before it submits their requests and publishes
+/// completions. If storage answers at once (page cache, memory), small batches let guest and back
+/// end work in parallel. If storage takes time, one submission for many chains is cheaper.
 const BATCH_AT_ONCE: usize = 8;
 const BATCH_IN_FLIGHT: usize = 64;
 /// Number of batches for which storage counts as slow, after a request was still in flight after
 /// its submission.
 const SLOW_BATCHES: u32 = 64;
 
-/// Most requests of one queue that the disk works on at a time. This bounds memory, and is more
-/// than a disk can use.
+/// Maximum number of requests of one queue that the disk handles at a time. The limit bounds
+/// memory, and is more than a disk can use.
 const MOST_IN_FLIGHT: u32 = 1024;
 
 /// State of a device that all its queues share. The control thread changes it.
@@ -79,11 +79,12 @@ pub struct QueueSetup {
     pub packed: bool,
     pub event_idx: bool,
     pub inflight: Option<InflightRegion>,
-    /// `base` is valid, and nothing of the ring is in flight, whatever the in-flight region says.
+    /// `base` is valid, and nothing of the ring is in flight, even if the in-flight region says
+    /// otherwise.
     pub is_base_valid: bool,
     pub kick: Option<OwnedFd>,
-    /// The front end kicks by messages. Without a kick descriptor, the queue need not poll by a
-    /// timer.
+    /// The front end kicks by messages, so the queue need not poll by a timer if it has no kick
+    /// descriptor.
     pub in_band: bool,
     pub call: Call,
     pub error: Option<OwnedFd>,
@@ -110,7 +111,8 @@ pub struct Queue {
     requests: RefCell<Vec<Request<ChainToken>>>,
     wake: Signal,
     budget: Budget,
-    /// Number of requests that are not answered yet. A discard chain of several ranges has several.
+    /// Number of requests that are not answered yet. A discard chain with several ranges counts
+    /// once for each range.
     in_flight: Cell<u32>,
     done: Cell<u64>,
     enabled: Cell<bool>,
@@ -172,7 +174,8 @@ impl Queue {
     }
 
     fn stop(&self, reply: Reply<u32>) {
-        // The front end waits for the requests in flight, so these must not wait for a throttle.
+        // The front end waits for the requests in flight, so these requests must not wait for a
+        // throttle.
         self.served.drain();
         *self.stopping.borrow_mut() = Some(reply);
         self.wake.ring();
@@ -181,7 +184,8 @@ impl Queue {
     async fn run(self: Rc<Self>, mut watch: Option<Watch>, unanswered: Vec<Unanswered>) {
         self.handle.label(&format!("disk {}, queue {}", self.device.disk.name(), self.index));
         // Requests of the previous back end count as new ones for a throttle that is still in debt.
-        // A drain waits for them too, because the in-flight region contains them.
+        // If the queue drains, it waits for these requests too, because the in-flight region
+        // contains them.
         while let Some(time) = self.held_back(!unanswered.is_empty()) {
             self.handle.sleep(time).await;
         }
@@ -219,8 +223,8 @@ impl Queue {
                 }
                 if spent || (taken > 0 && slow == 0) {
                     self.handle.yield_now().await;
-                    // A request is still in flight after a submission and a poll, so this storage
-                    // is slow.
+                    // Storage is slow if a request is still in flight after a submission and a
+                    // poll.
                     slow = if self.in_flight.get() > 0 {
                         SLOW_BATCHES
                     } else {
@@ -229,7 +233,7 @@ impl Queue {
                     continue;
                 }
                 if taken > 0 {
-                    // One system call submits all and waits.
+                    // On slow storage, one system call submits all requests and waits.
                     slow -= 1;
                 }
                 if self.in_flight.get() == 0
@@ -262,8 +266,8 @@ impl Queue {
         self.retire();
     }
 
-    /// Returns how long the queue must not take requests, because drained queues have used more
-    /// than the disk's limits allow.
+    /// Returns how long the queue must not take requests. It must pause if drained queues have used
+    /// more than the disk's limits allow.
     #[inline]
     fn held_back(&self, takes: bool) -> Option<Duration> {
         if takes { self.served.queue_pause() } else { None }
@@ -273,8 +277,8 @@ impl Queue {
         let mut core = self.core.borrow_mut();
         let core = &mut *core;
         let busy_poll = core.polling.went_empty(self.handle.now(), self.done.get());
-        // All queues of this reactor run on this thread. So the thread follows a guest only if
-        // there is one queue.
+        // All queues of this reactor run on this thread. So the thread moves to a guest's
+        // processors only if the reactor has one queue.
         let is_alone = || self.handle.local::<Queues>().0.borrow().len() == 1;
         if let Some(processors) = core.placement.moves(core.polling.co_located() && is_alone()) {
             placement::move_to(processors);
@@ -286,7 +290,8 @@ impl Queue {
         self.core.borrow().polling.gather()
     }
 
-    /// Polls the ring for at most `limit`. Returns true if there is something to do.
+    /// Busy-polls the ring for at most `limit`. Returns true if a chain is available or the queue
+    /// must stop or publish.
     async fn busy_poll(&self, limit: Duration) -> bool {
         let until = Instant::now() + limit;
         self.core.borrow_mut().ring.disable_kicks();
@@ -297,7 +302,7 @@ impl Queue {
             if Instant::now() >= until {
                 return false;
             }
-            // Another thread may wait for this processor, perhaps the guest's.
+            // Another thread may wait for this processor, perhaps a thread of the guest.
             rustix::thread::sched_yield();
             self.handle.yield_now().await;
         }
@@ -339,8 +344,8 @@ impl Queue {
             || (taken > 0 && budget::is_over(self.handle.now(), Instant::now()))
     }
 
-    /// Takes up to `most` chains within the iteration's budget. Returns how many it took. A broken
-    /// ring stays broken, and takes none.
+    /// Takes up to `most` chains within the iteration's budget. Returns the number of chains taken.
+    /// A broken ring stays broken, and the queue takes no chain from it.
     #[inline]
     fn take(self: &Rc<Self>, most: usize) -> usize {
         let mut taken = 0;
@@ -370,8 +375,8 @@ impl Queue {
         taken
     }
 
-    /// Makes requests of the chain that was popped into `core.descs`. `entry`: its entry in the
-    /// in-flight region, if it has one already.
+    /// Makes requests of the chain that was popped into `core.descs`. `entry`: the chain's entry in
+    /// the in-flight region, if it already has one.
     #[inline]
     fn begin(
         self: &Rc<Self>,
@@ -444,7 +449,7 @@ impl Queue {
         Ok(())
     }
 
-    /// Hands the requests to the disk, and keeps the vector.
+    /// Hands the requests to the disk, and keeps the vector for reuse.
     #[inline]
     fn dispatch(&self, mut requests: Vec<Request<ChainToken>>) {
         self.lanes.dispatch(&mut requests);
@@ -458,7 +463,7 @@ impl Queue {
 
     #[inline]
     fn finish(&self, core: &mut Core, id: u16, status: Status, mut segments: Segments) {
-        // A chain of many ranges returns more segment lists than it took.
+        // A chain with many ranges returns more segment lists than it took, so limit the pool.
         if core.pool.len() < MOST_IN_FLIGHT as usize {
             segments.release();
             core.pool.push(segments);
@@ -512,8 +517,8 @@ impl Queue {
         self.dispatch(requests);
     }
 
-    /// Stops this queue until it is started again, and logs why. Called once, because a broken ring
-    /// is not read any more.
+    /// Stops this queue until it is started again, and logs the reason. Happens once for a ring,
+    /// because the queue does not read a broken ring any more.
     fn break_ring(&self, error: &RingError) {
         let mut core = self.core.borrow_mut();
         core.broken = true;
@@ -529,7 +534,7 @@ impl Queue {
         }
     }
 
-    /// Ends the queue. Nothing is in flight.
+    /// Ends the queue. Must be called when nothing is in flight.
     fn retire(&self) {
         let mut core = self.core.borrow_mut();
         if let Some(processors) = core.placement.moves(false) {

@@ -5,8 +5,8 @@ use std::fmt::{self, Display};
 
 use vhost::vhost_user::Error;
 
-/// Returns an error that makes the crate send a refusal to the front end. The crate sends no answer
-/// for its own errors.
+/// Returns an error that makes the `vhost` crate send a refusal to the front end. For its own
+/// errors, the crate sends no answer.
 pub fn no() -> Error {
     Error::ReqHandlerError(std::io::ErrorKind::InvalidInput.into())
 }

@@ -1,8 +1,8 @@
 //! Parses descriptor chains into requests (virtio 1.2, section 5.2.6).
 //!
 //! In: a chain's descriptors, already copied. Out: the request with its segments. Headers and
-//! ranges are copied out of guest memory once, and only the copy is checked and used. Header, data
-//! and status may share descriptors.
+//! ranges are copied out of guest memory once, and the parser checks and uses only the copy.
+//! Header, data and status may share descriptors.
 
 use std::rc::Rc;
 
@@ -24,19 +24,20 @@ pub const S_OK: u8 = 0;
 pub const S_IOERR: u8 = 1;
 pub const S_UNSUPP: u8 = 2;
 
-/// What a chain asks for.
+/// The operation that a chain requests.
 #[derive(Debug)]
 pub enum Action {
     /// One request for `len` bytes at `offset`, both in bytes.
     One { op: Op, offset: u64, len: u64 },
-    /// Several ranges with one status. Each is offset and length in bytes.
+    /// Several ranges with one status. Each range is its offset and its length in bytes.
     Ranges { op: Op, ranges: Vec<(u64, u64)> },
-    /// Answered at once (GET_ID, or an error). `op`: the refused operation, if it is one.
+    /// A chain that is answered at once (GET_ID, or an error). `op`: the refused operation, if the
+    /// chain requests one.
     Now { status: Status, written: u32, op: Option<Op> },
 }
 
 impl Action {
-    /// Number of requests for the disk, or 1 if there is none.
+    /// Returns the number of requests for the disk, or 1 if the chain is answered at once.
     #[inline]
     pub fn requests(&self) -> u32 {
         match self {
@@ -54,7 +55,7 @@ pub struct Parsed {
     pub status: u64,
 }
 
-/// What the parser needs to know of the device.
+/// Properties of the device that the parser needs.
 #[derive(Clone, Copy)]
 pub struct ParseContext<'a> {
     pub memory: &'a Rc<GuestMemory>,
@@ -109,7 +110,7 @@ pub fn parse(
         13 => ranges(true, context.fua, readable, data_out, segments),
         _ => Err(Failure::Unsupported),
     };
-    // Data outside guest memory, or a wrong length, makes only this request fail. The ring is still
+    // Data outside guest memory, or a wrong length, makes only this request fail. The ring stays
     // usable.
     let action = action.unwrap_or_else(|failure| {
         let op = match kind {
@@ -124,7 +125,7 @@ pub fn parse(
     Ok(Parsed { action, status })
 }
 
-/// Returns the status byte for an outcome.
+/// Returns the virtio status byte for the disk's status.
 pub fn wire_status(status: Status) -> u8 {
     match status {
         Ok(()) => S_OK,
@@ -223,8 +224,8 @@ fn gather(
         let take = (here - skip).min(len);
         let bad = blockyard_ring::MemoryError::OutOfRange { addr: desc.addr, len: here };
         segments.push_guest(desc.addr.checked_add(skip).ok_or(bad)?, take)?;
-        // Only a hostile guest has so many descriptors, or memory regions so small that its data
-        // spans so many.
+        // Only a hostile guest uses so many descriptors, or memory regions so small that its data
+        // spans so many of them.
         if segments.count() > MAX_SEGMENTS {
             return Err(RingError::Segments(MAX_SEGMENTS));
         }
@@ -289,7 +290,7 @@ mod tests {
         let data = std::iter::repeat_n(desc(0x4000, 500, true), 1000);
         let descs: Vec<_> =
             [desc(0, 16, false)].into_iter().chain(data).chain([desc(0xfff, 1, true)]).collect();
-        // 500000 bytes are not a multiple of the sector size. With 288 bytes more they are.
+        // 500000 bytes are not a multiple of the sector size, but 500288 bytes are.
         let mut segments = Segments::default();
         let descs = [&descs[..1001], &[desc(0x4000, 288, true)], &descs[1001..]].concat();
         let parsed = ask(&memory, &descs, &mut segments).unwrap();

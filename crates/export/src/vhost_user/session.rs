@@ -7,8 +7,8 @@
 //! - Removed memory stays mapped until the last request in it is answered (regions have reference
 //!   counts).
 //! - `GET_VRING_BASE` and the end of a session wait for the requests in flight.
-//! - A descriptor that is refused leaves the one before in the state. Another change stays in the
-//!   state even if a reactor or the process cannot carry it out.
+//! - If a descriptor is refused, the state keeps the previous descriptor. Any other change stays in
+//!   the state even if a reactor or the process cannot carry it out.
 
 use std::cell::OnceCell;
 use std::fs::File;
@@ -49,9 +49,9 @@ pub struct Session {
     pub(super) state: SessionState,
     /// The mapped memory table.
     pub(super) memory: GuestMemory,
-    /// The log already says that guest memory is in a file on a disk.
+    /// The log already says that the guest memory is in a file on a disk.
     pub(super) named_disk: bool,
-    /// `None`: guest memory is not pinned.
+    /// Registrations of the guest memory. `None`: guest memory is not pinned.
     pub(super) pins: Option<Pins>,
     /// The mapped in-flight region.
     pub(super) inflight: Option<InflightRegion>,
@@ -103,8 +103,8 @@ impl Session {
         Ok(())
     }
 
-    /// Stops each queue after its requests in flight, and returns the state. This session is then
-    /// as new.
+    /// Stops each queue after its requests in flight, and returns the state. The session then has
+    /// the state of a new session.
     pub fn release(&mut self) -> SessionState {
         let _wait = self.export.own_wait();
         for index in 0..self.queues.len() {
@@ -115,8 +115,8 @@ impl Session {
         std::mem::replace(&mut self.state, self.export.new_state())
     }
 
-    /// Stops a ring, if it runs, after its requests in flight. Returns false if its reactor has
-    /// ended, so that the ring's position is not known.
+    /// Stops a ring, if it runs, after its requests in flight. Returns false if the ring's reactor
+    /// has ended, so that the ring's position is not known.
     fn stop(&mut self, index: usize) -> bool {
         let Some(queue) = self.queues[index].take() else { return true };
         let base = queue.stop();
@@ -140,12 +140,13 @@ impl Session {
         no()
     }
 
-    /// Passes a result on. Logs a refusal, and turns it into an error for the front end.
+    /// Returns a successful result unchanged. Logs a refusal, and converts it to an error for the
+    /// front end.
     pub(super) fn allowed<T>(&self, outcome: std::result::Result<T, Refusal>) -> Result<T> {
         outcome.map_err(|why| self.refuse(format_args!("{why}")))
     }
 
-    /// Makes one change of the state, and carries out its effect.
+    /// Makes one change of the state, and carries out the effect of the change.
     pub(super) fn apply(&mut self, change: Change) -> Result<()> {
         let effect = self.state.apply(change);
         match self.allowed(effect)? {
@@ -170,7 +171,7 @@ impl Session {
         }
     }
 
-    /// Makes a change of a ring's descriptor. If it is refused, puts the old descriptor back.
+    /// Changes a ring's descriptor. If the change is refused, puts the old descriptor back.
     fn exchange(
         &mut self,
         index: u8,
@@ -203,7 +204,7 @@ impl Session {
         })
     }
 
-    /// Returns the sender of in-band calls, started at the first use.
+    /// Returns the sender of in-band calls, and starts it at the first use.
     fn caller(&self, channel: &Arc<BackChannel>) -> std::io::Result<Arc<Caller>> {
         if let Some(caller) = self.caller.get() {
             return Ok(caller.clone());
@@ -217,7 +218,7 @@ impl Session {
         fd.as_ref().map(|fd| self.duplicate(fd)).transpose()
     }
 
-    /// Duplicates a descriptor. Fails if the process has none left.
+    /// Duplicates a descriptor. Fails if the process has no free descriptor.
     pub(super) fn duplicate(&self, fd: &OwnedFd) -> Result<OwnedFd> {
         fd.try_clone().map_err(|e| self.refuse(format_args!("cannot duplicate a descriptor: {e}")))
     }
@@ -238,7 +239,8 @@ impl Session {
         }
     }
 
-    /// Starts a ring if it does not run. Returns an error if something that it needs is not set.
+    /// Starts a ring if it does not run. Returns an error if the front end has not set everything
+    /// that the ring needs.
     pub(super) fn start(&mut self, index: usize) -> Result<()> {
         let Some(vring) = self.state.vrings.get(index) else { return Err(no()) };
         if vring.started {
@@ -248,7 +250,8 @@ impl Session {
         self.start_with(index, setup)
     }
 
-    /// Returns what a ring needs at its start. Returns an error if something is not set.
+    /// Returns the settings with which a ring starts. Returns an error if the front end has not set
+    /// all of them.
     fn setup(&self, index: usize) -> Result<QueueSetup> {
         let vring = &self.state.vrings[index];
         let Some(Parts { descriptors, available, used }) = vring.parts else {
@@ -299,8 +302,9 @@ impl Session {
         Ok(())
     }
 
-    /// Stops and starts a ring. A new kick descriptor for a running ring means this (QEMU sends one
-    /// when it switches to another notifier). A ring that cannot start is not stopped.
+    /// Stops and starts a ring. A new kick descriptor for a running ring requires this (QEMU sends
+    /// one when it switches to another notifier). If the ring cannot start again, it is not
+    /// stopped.
     fn restart(&mut self, index: usize) -> Result<()> {
         let mut setup = self.setup(index)?;
         let wait = self.export.own_wait();
@@ -401,7 +405,7 @@ impl VhostUserBackendReqHandlerMut for Session {
         (vring.kick, vring.call, vring.error) = (None, None, None);
         let base = vring.base;
         if !is_stopped {
-            // The ring's position is not known.
+            // The reactor has ended, so the ring's position is not known.
             return Err(self.refuse(format_args!("queue {index}: its reactor has ended")));
         }
         Ok(VhostUserVringState::new(index, base))
@@ -430,8 +434,8 @@ impl VhostUserBackendReqHandlerMut for Session {
             | VhostUserProtocolFeatures::RESET_DEVICE
             | VhostUserProtocolFeatures::BACKEND_REQ
             | VhostUserProtocolFeatures::INFLIGHT_SHMFD;
-        // User Mode Linux accepts all features that are offered, and an in-band kick is many times
-        // slower than an eventfd.
+        // User Mode Linux accepts all offered features, and an in-band kick is many times slower
+        // than an eventfd. So offer in-band notifications only if the user enables them.
         let in_band = VhostUserProtocolFeatures::INBAND_NOTIFICATIONS;
         Ok(if self.tuning.in_band { base | in_band } else { base })
     }
@@ -456,7 +460,8 @@ impl VhostUserBackendReqHandlerMut for Session {
         _flags: VhostUserConfigFlags,
     ) -> Result<Vec<u8>> {
         let mut space = config::space(&self.device.disk, self.shape, self.state.write_back);
-        // Front ends ask for the fields that they know. Fields beyond ours are zero.
+        // Front ends ask for the fields that they know. Fields beyond this device's configuration
+        // space are zero.
         let (offset, end) = (offset as usize, offset as usize + size as usize);
         space.resize(space.len().max(end), 0);
         Ok(space[offset..end].to_vec())

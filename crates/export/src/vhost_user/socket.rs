@@ -1,11 +1,9 @@
 //! Peeks at each message before the `vhost` crate reads it.
 //!
-//! A message is handled here in three cases:
-//! - The crate does not know it (in-band kick).
-//! - The crate does not hand on its contents (the back channel's descriptor).
+//! This module handles a message itself in three cases:
+//! - The crate does not know the message (in-band kick).
+//! - The crate does not pass on the contents of the message (the back channel's descriptor).
 //! - The crate ends the session, although a refusal would be enough.
-//!
-//! All other messages stay on the socket.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -31,7 +29,7 @@ const NEED_REPLY: u32 = 1 << 3;
 const REPLY: u32 = 1 << 2;
 const VERSION: u32 = 1;
 
-/// Longest body of a message that is handled here, in bytes.
+/// Longest body in bytes of a message that this module handles.
 const MAX_BODY: usize = 40;
 /// Length of an in-flight description in bytes. The crate requires four bytes of padding after it,
 /// as QEMU sends them.
@@ -53,7 +51,7 @@ pub enum Next {
     },
 }
 
-/// A message that is handled here.
+/// A message that this module reads instead of the crate.
 pub enum Message {
     /// An in-band kick.
     Kick { index: u32 },
@@ -61,7 +59,7 @@ pub enum Message {
     BackChannel(Option<OwnedFd>),
     /// Addresses of a ring's parts. The crate would end the session if they are not aligned.
     Addresses { index: u32, flags: u32, descriptor: u64, used: u64, available: u64 },
-    /// The crate would end the session if the state is neither 0 nor 1.
+    /// Enables or disables a ring. The crate would end the session if the state is neither 0 nor 1.
     Enable { index: u32, state: u32 },
     /// A request to make an in-flight region, without padding.
     AskInflight(VhostUserInflight),
@@ -74,7 +72,7 @@ pub fn has_data_answer(request: u32) -> bool {
     [SET_LOG_BASE, GET_VRING_BASE, GET_INFLIGHT_FD].contains(&request)
 }
 
-/// Waits for the next message, and reads it if it is handled here.
+/// Waits for the next message, and reads it if this module handles it.
 pub fn next(stream: &UnixStream) -> io::Result<Next> {
     let mut header = [0; HEADER];
     // A peek without space for control messages leaves descriptors on the socket.

@@ -2,8 +2,8 @@
 //!
 //! In: one [`Change`] for each message. Out: the [`Effect`] that the handler ([`super::session`])
 //! must carry out on reactors. The state has no threads, reactors or mappings, so it can be
-//! serialised, and another handler can take it over. What must hold: [`SessionState::apply`] makes
-//! a change as a whole, or refuses it and leaves the state unchanged. The only exception is
+//! serialised, and another handler can take the state over. What must hold: [`SessionState::apply`]
+//! makes a change as a whole, or refuses it and leaves the state unchanged. The only exception is
 //! [`Change::Addresses`].
 
 use std::os::fd::OwnedFd;
@@ -17,10 +17,10 @@ use super::channel::BackChannel;
 use super::config;
 use super::inflight::queue_bytes;
 
-/// Most entries of a virtqueue (virtio 1.2, 2.7).
+/// Maximum number of entries of a virtqueue (virtio 1.2, 2.7).
 const MAX_ENTRIES: u32 = 32768;
 
-/// What a front end has set.
+/// The settings that a front end has sent.
 #[derive(Debug)]
 pub struct SessionState {
     /// Feature bits that the driver has accepted.
@@ -47,12 +47,12 @@ pub struct MemoryRegion {
     pub size: u64,
     /// Offset of the region in its file, in bytes.
     pub offset: u64,
-    /// `None` if the process had too few descriptors left to keep it. Then another handler cannot
-    /// take this session over.
+    /// The region's file. `None` if the process had too few descriptors left to keep it. Then
+    /// another handler cannot take this session over.
     pub file: Option<OwnedFd>,
 }
 
-/// The file of an in-flight region, and where the region is in it.
+/// The file of an in-flight region, and the region's offset and length in it.
 #[derive(Debug)]
 pub struct InflightFile {
     pub file: OwnedFd,
@@ -67,7 +67,7 @@ pub struct InflightFile {
 pub struct Vring {
     pub size: u32,
     pub parts: Option<Parts>,
-    /// The index to start at. While the ring runs: the index at which it started.
+    /// The index at which the ring starts. While the ring runs: the index at which it started.
     pub base: u32,
     /// This session has stopped the ring after its last request. So nothing of the ring is in
     /// flight, and the front end's base is valid. (After a back end was killed, only the in-flight
@@ -99,7 +99,7 @@ impl Parts {
     }
 }
 
-/// The change that one message asks for.
+/// The change of the state that one message requests.
 #[derive(Debug)]
 pub enum Change {
     Features {
@@ -116,7 +116,8 @@ pub enum Change {
         index: u32,
         entries: u32,
     },
-    /// If it is refused, the ring has no addresses, so that it cannot start with the old ones.
+    /// Changes the addresses of a ring. If the change is refused, the ring has no addresses, so
+    /// that it cannot start with the old ones.
     Addresses {
         index: u32,
         flags: u32,
@@ -145,13 +146,13 @@ pub enum Change {
     },
 }
 
-/// What the handler must do after a change.
+/// The action that the handler must carry out after a change.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use]
 pub enum Effect {
     None,
-    /// The driver has accepted features. `before`: the features that it had accepted before. The
-    /// write cache may have to change.
+    /// The driver has accepted features. `before`: the features that the driver had accepted
+    /// before. The handler may have to change the write cache.
     Features {
         before: u64,
     },
@@ -165,7 +166,7 @@ pub enum Effect {
     Enable(usize),
 }
 
-/// Why a message is refused.
+/// Reasons why a message is refused.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
     #[error("SET_FEATURES of {0:#x}, which were not offered")]
@@ -206,7 +207,7 @@ impl SessionState {
         }
     }
 
-    /// Makes one change. Returns what the handler must do.
+    /// Makes one change. Returns the action that the handler must carry out.
     pub fn apply(&mut self, change: Change) -> Result<Effect, Refusal> {
         match change {
             Change::Features { accepted, offered } => {
@@ -331,8 +332,8 @@ impl SessionState {
 }
 
 impl Vring {
-    /// Notes that the ring was stopped at `base`. `None`: its reactor has ended, so the ring's
-    /// position is not known.
+    /// Records that the ring was stopped at `base`. `None`: the ring's reactor has ended, so the
+    /// ring's position is not known.
     pub fn stopped(&mut self, base: Option<u32>) {
         self.started = false;
         self.is_base_valid = base.is_some();

@@ -10,7 +10,7 @@ use rustix::net::sockopt;
 
 use super::*;
 
-/// Returns a TCP connection. Its close takes a minute, because the other side does not read.
+/// Returns a TCP connection. Its close takes a minute, because the peer does not read.
 fn lingering() -> (TcpStream, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let mut ours = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -50,7 +50,7 @@ fn a_descriptor_that_does_not_close_does_not_block_stop() {
     let message: Vec<u8> =
         [37u32, 1, 40].iter().flat_map(|w| w.to_ne_bytes()).chain([1; 40]).collect();
     connection.send_bytes(&message, &[lingers.as_fd()]).unwrap();
-    // If the session has closed its copy already, this close blocks.
+    // If the session has already closed its copy of the descriptor, this close blocks.
     let close = std::thread::spawn(move || drop(lingers));
     export.stop();
     drop(other);

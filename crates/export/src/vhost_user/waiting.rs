@@ -16,13 +16,13 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use super::{SecondClient, Shared};
 use crate::Listener;
 
-/// Most front ends that wait, each with an open descriptor.
+/// Maximum number of waiting front ends. Each one takes an open descriptor.
 const MOST: usize = 8;
 
 /// A connected front end.
 pub struct Client {
     pub stream: UnixStream,
-    /// Its process, if it is in our PID namespace.
+    /// The front end's process, if it is in this process's PID namespace.
     pub process: Option<i32>,
 }
 
@@ -59,10 +59,10 @@ impl<'a> Waiting<'a> {
         Ok(accepted.map(|stream| Client::new(stream.into())))
     }
 
-    /// Waits until the served client has sent something, or is gone. Meanwhile it accepts or
-    /// refuses others.
+    /// Waits until the served client has sent something, or is gone. Accepts or refuses other
+    /// clients during this time.
     pub fn until_readable(&mut self, served: &UnixStream, process: Option<i32>) {
-        // Checks the served client after each new one, so that many new clients do not delay its
+        // Check the served client after each new client, so that many new clients do not delay its
         // messages.
         while self.clients.len() < MOST && ready(served, PollFlags::IN).is_empty() {
             if self.export.stop.load(Ordering::SeqCst) {
@@ -71,7 +71,8 @@ impl<'a> Waiting<'a> {
             match self.listener.accept(served.as_fd()) {
                 Ok(Some(stream)) => self.came(Client::new(stream.into()), served, process),
                 Ok(None) => {}
-                // Most likely no descriptor is left. The next message tries again.
+                // Most likely the process has no free descriptor. Accept again after the next
+                // message.
                 Err(_) => return,
             }
         }
@@ -79,7 +80,8 @@ impl<'a> Waiting<'a> {
 
     fn came(&mut self, client: Client, stream: &UnixStream, served: Option<i32>) {
         if !ready(stream, PollFlags::RDHUP).is_empty() {
-            // The first front end has gone. This may be the same one, which reconnects.
+            // The served front end has disconnected. The new client may be the same front end,
+            // which reconnects.
             self.clients.push_back(client);
             return;
         }

@@ -40,7 +40,7 @@ impl QueueHandle {
         })
     }
 
-    /// Stops all queues of a device. Used if its session is blocked.
+    /// Stops all queues of a device without its session, if that session is blocked.
     pub fn stop_all(device: &Arc<DeviceState>, reactors: &Reactors) {
         for remote in reactors.all() {
             let device = device.clone();
@@ -87,12 +87,12 @@ impl QueueHandle {
         self.with(move |queue| queue.core.borrow_mut().set_memory(Rc::new(memory)))
     }
 
-    /// Reports an in-band kick. Does not wait for its effect.
+    /// Reports an in-band kick, without waiting until the queue has handled it.
     pub fn kick(&self) {
         drop(self.with(|queue| queue.wake.ring()));
     }
 
-    /// Calls `f` with the queue on its reactor. The answer arrives when `f` has returned.
+    /// Calls `f` with the queue on its reactor. The returned reply arrives after `f` has returned.
     fn with(&self, f: impl FnOnce(&Rc<Queue>) + Send + 'static) -> PendingReply<()> {
         let id = self.id;
         self.remote.ask_later(move |handle, reply| {

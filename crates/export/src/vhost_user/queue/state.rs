@@ -20,18 +20,18 @@ use crate::vhost_user::virtqueue::{Desc, Head, PackedRing, Ring, RingError, Spli
 /// A chain that is taken and not answered.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Pending {
-    /// Number of its requests that are not answered yet. 0: no chain has this id.
+    /// Number of the chain's requests that are not answered yet. 0: no chain has this id.
     pub(super) parts: u32,
     pub(super) failed: Option<Failure>,
     pub(super) count: u16,
-    /// Bytes written into the guest's memory if no request fails.
+    /// Bytes that the device writes into the chain's buffers if no request fails.
     pub(super) written: u32,
     pub(super) status: u64,
-    /// Its entry in the in-flight region.
+    /// The chain's entry in the in-flight region.
     pub(super) entry: u16,
 }
 
-/// The state that each request changes.
+/// The state of a queue that each request changes.
 pub(super) struct Core {
     pub(super) ring: Ring,
     pub(super) memory: Rc<GuestMemory>,
@@ -67,7 +67,7 @@ impl Unanswered {
 }
 
 impl Core {
-    /// Sets the ring up, and returns the chains that the previous back end left unanswered.
+    /// Sets up the ring, and returns the chains that the previous back end left unanswered.
     pub(super) fn new(
         setup: &mut QueueSetup,
         placement: Placement,
@@ -156,7 +156,7 @@ impl Core {
         Ok((Ring::Packed(ring), unanswered))
     }
 
-    /// Notes a taken chain in the in-flight region. Returns its entry.
+    /// Records a taken chain in the in-flight region. Returns the chain's entry.
     #[inline]
     pub(super) fn note_taken(&mut self, head: Head) -> u16 {
         match (&mut self.inflight, &self.ring) {
@@ -169,7 +169,7 @@ impl Core {
         }
     }
 
-    /// Pushes a used element, and notes that in the in-flight region.
+    /// Pushes a used element, and records that in the in-flight region.
     #[inline]
     pub(super) fn push_used(&mut self, head: Head, entry: u16, written: u32) {
         match (&mut self.inflight, &self.ring) {
@@ -221,7 +221,7 @@ impl Core {
         self.coalescer = Coalescer::new(wait, self.ring.size(), self.counters.clone());
         self.polling.set_notified_by_stream(call.is_stream());
         self.call = call;
-        // Signals on the old descriptor may be lost.
+        // Signals on the old descriptor may be lost, so signal on the new one.
         self.call.ring();
     }
 }

@@ -48,7 +48,7 @@ fn words(words: &[u64]) -> Vec<u8> {
     words.iter().flat_map(|word| word.to_ne_bytes()).collect()
 }
 
-/// Returns the body of a message with a ring's index and a number.
+/// Returns the body of a message that carries a ring's index and a number.
 fn of_ring(index: u32, number: u32) -> Vec<u8> {
     [index, number].iter().flat_map(|word| word.to_ne_bytes()).collect()
 }
@@ -245,7 +245,7 @@ fn a_refused_message_leaves_the_state_unchanged() {
         (R::SET_VRING_KICK, words(&[0]), &[&pipe]),
         (R::SET_VRING_CALL, words(&[0]), &[&pipe]),
         (R::SET_VRING_ERR, words(&[0]), &[&file]),
-        // It overlaps an existing region.
+        // The region overlaps an existing region.
         (R::ADD_MEM_REG, region, &[&memory]),
         (R::ADD_MEM_REG, words(&[0, at, 8192, at, 0]), &[&file]),
         (R::REM_MEM_REG, no_region, &[]),
@@ -291,7 +291,7 @@ fn a_call_or_error_descriptor_that_cannot_be_used_leaves_the_old_one() {
     front.read();
     assert_eq!(front.send(R::SET_VRING_ERR, &words(&[0]), &[&event()]), DONE);
     let before = front.state();
-    // The change fails as if the descriptor cannot be duplicated, because no queue has its index.
+    // The descriptor cannot be used, because no queue has the index of the change.
     let refused = |session: &mut Session, descriptor, change| {
         assert!(session.exchange(0, descriptor, change).is_err());
     };
@@ -365,7 +365,7 @@ fn a_session_continues_with_the_state_of_another_one() {
     assert!(ring.kick.is_none() && ring.call.is_none());
 }
 
-/// In the next session, a disabled ring is disabled, and a stopped ring is stopped.
+/// In the next session, a disabled ring stays disabled, and a stopped ring stays stopped.
 #[test]
 fn a_disabled_or_stopped_ring_stays_so_in_the_next_session() {
     let mut front = Front::started();

@@ -1,10 +1,10 @@
 //! Virtqueues from the device's side: split (virtio 1.2, section 2.7) and packed (2.8).
 //!
-//! In: guest memory, which the guest may change at any time, and which may hold anything. Out:
+//! In: guest memory, which the guest may change at any time, and which may hold any bytes. Out:
 //! chains of descriptors, copied and checked; used elements, published in batches. What must hold:
-//! - Each descriptor is read once, and only the copy is checked and used.
+//! - The queue reads each descriptor once, and checks and uses only the copy.
 //! - Every loop over guest data is bounded.
-//! - An impossible index or length is a [`RingError`], which stops only this queue.
+//! - An impossible index or length is a [`RingError`], which stops only the affected queue.
 
 mod packed;
 mod split;
@@ -33,7 +33,7 @@ pub struct Desc {
     pub writable: bool,
 }
 
-/// Identifies a chain on its ring, with the number of ring entries that it takes.
+/// Identifies a chain on its ring, and counts the ring entries that the chain takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Head {
     /// Split: index of the first descriptor. Packed: the buffer id.
@@ -41,7 +41,7 @@ pub struct Head {
     pub count: u16,
 }
 
-/// What a guest, or the owner of its memory, did wrong.
+/// Errors in a ring, caused by the guest or by the owner of the guest's memory.
 #[derive(Debug, thiserror::Error)]
 pub enum RingError {
     #[error("ring size {0} (must be 1 to 32768, and for a split ring a power of two)")]
@@ -79,7 +79,7 @@ pub enum Ring {
 }
 
 impl Ring {
-    /// Sets changed guest memory, for indirect tables. The ring itself stays at its address.
+    /// Replaces the guest memory, which indirect tables use. The ring itself stays at its address.
     pub fn set_memory(&mut self, memory: Rc<GuestMemory>) {
         match self {
             Ring::Split(ring) => ring.set_memory(memory),
@@ -107,7 +107,7 @@ impl Ring {
     }
 
     /// Pushes a used element. `written`: bytes that the device wrote into the chain's buffers. The
-    /// guest sees it at the next `publish`.
+    /// guest sees the element at the next `publish`.
     #[inline]
     pub fn push_used(&mut self, head: Head, written: u32) {
         match self {
@@ -125,7 +125,8 @@ impl Ring {
         }
     }
 
-    /// Returns whether the guest wants to be notified of what was published since the last call.
+    /// Returns whether the guest wants a notification of the elements published since the last
+    /// call.
     #[inline]
     pub fn wants_signal(&mut self) -> bool {
         match self {
@@ -134,8 +135,8 @@ impl Ring {
         }
     }
 
-    /// Asks the guest for a kick at the next chain. Returns false if a chain is available already,
-    /// so that the queue must not sleep.
+    /// Asks the guest for a kick when the next chain is available. Returns false if a chain is
+    /// available already, so that the queue must not sleep.
     #[inline]
     pub fn enable_kicks(&mut self) -> bool {
         match self {
@@ -144,7 +145,7 @@ impl Ring {
         }
     }
 
-    /// Makes the guest send no kicks.
+    /// Tells the guest to send no kicks.
     #[inline]
     pub fn disable_kicks(&mut self) {
         match self {
@@ -153,7 +154,7 @@ impl Ring {
         }
     }
 
-    /// Returns the position from which another back end can go on (VHOST_USER_GET_VRING_BASE).
+    /// Returns the position from which another back end can continue (VHOST_USER_GET_VRING_BASE).
     pub fn base(&self) -> u32 {
         match self {
             Ring::Split(ring) => ring.base(),

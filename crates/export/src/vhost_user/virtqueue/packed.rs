@@ -51,9 +51,10 @@ pub struct PackedRing {
     event_idx: bool,
     avail: Position,
     used: Position,
-    /// Number of ring entries that are taken and not used.
+    /// Number of ring entries of chains that are taken and have no used element yet.
     taken: u16,
-    /// The first used descriptor that is not published. Its flags are written last.
+    /// The first used descriptor that is not published: its index and its flags. The flags are
+    /// written last.
     held: Option<(u16, u16)>,
     /// Number of ring entries pushed since the last call of `wants_signal`.
     unsignalled: u16,
@@ -79,9 +80,10 @@ impl PackedRing {
         let has_used = |index: u32| {
             table.load_u16(index as usize * DESC_LEN + 14, Ordering::Acquire) & F_USED != 0
         };
-        // For a new ring, User Mode Linux sends 0, although the wrap counters begin at 1 (2.8.1).
-        // If the ring is not new and has come to 0 under wrap counter 0, then some descriptor has
-        // the used bit. (That need not be the first one, which may be the middle of a chain.)
+        // For a new ring, User Mode Linux sends 0, although the wrap counters begin at 1 (2.8.1). A
+        // ring that is not new can also have position 0, under wrap counter 0. Then some descriptor
+        // has the used bit. (That need not be the first descriptor, which may be the middle of a
+        // chain.)
         let base = if base == 0 && !(0..size).any(has_used) { 0x8000_8000 } else { base };
         let (avail, used) =
             (Position::from_bits(base as u16), Position::from_bits((base >> 16) as u16));
@@ -173,7 +175,8 @@ impl PackedRing {
             } else {
                 push(id, addr, len, flags, descs)?;
             }
-            // The region is the front end's memory, so it may hold any number of indirect tables.
+            // The in-flight region is the front end's memory, so a chain in it may contain any
+            // number of indirect tables.
             if descs.len() > MAX_CHAIN {
                 return Err(RingError::ChainTooLong { head: id, max: MAX_CHAIN });
             }
@@ -196,8 +199,9 @@ impl PackedRing {
         }
         self.used = Position { index, wrap };
         self.taken = ahead;
-        // If the previous back end was killed while it published a batch, descriptors behind the
-        // first one are marked as used. The guest has not seen that, so it is undone.
+        // If the previous back end was killed while it published a batch, descriptors after the
+        // batch's first one may be marked as used. The guest has not seen these marks, so undo
+        // them.
         let mut place = self.used;
         for _ in 0..ahead {
             if self.was_used(place.index, place.wrap) {
@@ -271,7 +275,8 @@ impl PackedRing {
         let flags = wrap | if written > 0 { DESC_F_WRITE } else { 0 };
         match self.held {
             None => self.held = Some((self.used.index, flags)),
-            // The guest stops at the first unused descriptor, so later ones can be written at once.
+            // The guest stops at the first unpublished descriptor, so the flags of later
+            // descriptors can be written at once.
             Some(_) => self.desc.store_u16(at + 14, flags, Ordering::Release),
         }
         self.used.advance(head.count, self.size);
@@ -298,7 +303,7 @@ impl PackedRing {
             EVENT_DESC if self.event_idx => {
                 let event = Position::from_bits(self.driver_event.load_u16(0, Ordering::Relaxed));
                 let new = self.used.index;
-                // Event and old index are moved to the same lap as the new index (2.8.10).
+                // Convert the event and the old index to the lap of the new index (2.8.10).
                 let old = new.wrapping_sub(pushed);
                 let at = if event.wrap == self.used.wrap {
                     event.index

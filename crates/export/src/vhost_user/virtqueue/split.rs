@@ -20,7 +20,7 @@ pub struct SplitRing {
     size: u16,
     event_idx: bool,
     next_avail: u16,
-    /// The guest's available index as last read.
+    /// The guest's available index as the queue read it last.
     seen_avail: u16,
     /// The used index, including elements that are not published yet.
     next_used: u16,
@@ -65,14 +65,14 @@ impl SplitRing {
         self.memory = memory;
     }
 
-    /// Continues after `ahead` chains beyond the used index, which the previous back end had in
-    /// flight.
+    /// Continues `ahead` chains after the used index, because the previous back end had these
+    /// chains in flight.
     pub fn restore(&mut self, ahead: u16) {
         self.next_avail = self.next_used.wrapping_add(ahead);
         self.seen_avail = self.next_avail;
     }
 
-    /// Returns the published used index.
+    /// Returns the used index as published in the ring.
     pub fn used_index(&self) -> u16 {
         self.used.load_u16(2, Ordering::Acquire)
     }
@@ -207,7 +207,7 @@ impl SplitRing {
 
     #[inline]
     pub fn disable_kicks(&mut self) {
-        // With EVENT_IDX, the event index stays behind by itself.
+        // With EVENT_IDX, an event index that is not updated already suppresses kicks.
         if !self.event_idx {
             self.used.store_u16(0, USED_F_NO_NOTIFY, Ordering::Relaxed);
         }
