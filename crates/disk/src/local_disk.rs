@@ -479,7 +479,7 @@ impl<S: Storage> LocalDisk<S> {
     fn failure(&self, op: Op, offset: u64, error: &io::Error) -> Failure {
         let failure = Failure::of(error);
         if failure == Failure::Unsupported && matches!(op, Op::WriteZeroes { fast: true, .. }) {
-            // The client expects this answer, which shows no fault of the disk.
+            // A client of a fast zero expects this answer. It shows no fault of the disk.
             return failure;
         }
         // A failing device fails every request, so the log has at most one line a second.

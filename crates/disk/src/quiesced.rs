@@ -127,7 +127,8 @@ impl QuiescedDisk {
                 }
             });
         }
-        // A disconnect means that all reactors have replied or ended.
+        // Once this sender is dropped, a disconnected channel means that all reactors have replied
+        // or ended.
         drop(sender);
         let mut failed = None;
         loop {

@@ -59,7 +59,8 @@ struct KindStatistics {
 
 impl KindStatistics {
     fn new() -> Self {
-        // Two significant digits: within 1%, and small enough for the CPU cache.
+        // Two significant digits keep values within 1%, and the histogram small enough for the CPU
+        // cache.
         let histogram =
             || Histogram::new_with_bounds(1, 60_000_000_000, 2).expect("constant bounds");
         KindStatistics {
@@ -123,7 +124,7 @@ impl Statistics {
             mine.merged += theirs.merged;
             mine.errors += theirs.errors;
             mine.bytes += theirs.bytes;
-            // Adding cannot fail, because the bounds are the same.
+            // Adding histograms cannot fail, because all have the same bounds.
             let _ = mine.queue.add(&theirs.queue);
             let _ = mine.service.add(&theirs.service);
         }

@@ -190,7 +190,7 @@ impl Throttle {
     }
 
     fn passes_limits(&self, operation: &Operation) -> bool {
-        // No limit applies to a flush, so it never waits.
+        // A flush never waits, because no limit applies to it.
         let queue = self.wait_queue(operation);
         let first = operation.kind == OperationKind::Flush || queue.waiting.borrow().is_empty();
         first && self.share.limit(self.now(), operation, &queue.flow).is_ok()

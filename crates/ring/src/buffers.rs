@@ -51,7 +51,8 @@ impl Registration {
         let old = std::mem::replace(&mut self.regions, new);
         let has = |regions: &[Arc<Region>], region| regions.iter().any(|r| Arc::ptr_eq(r, region));
         self.handle.buffers(|buffers, submitter| {
-            // Unregister first: the limit on pinned memory may not suffice for both.
+            // Unregister first, because the limit on pinned memory may not suffice for the old and
+            // the new regions together.
             old.iter().filter(|r| !has(&self.regions, r)).for_each(|r| buffers.leave(submitter, r));
             self.regions.iter().filter(|r| !has(&old, r)).for_each(|r| buffers.enter(submitter, r));
         });

@@ -233,7 +233,7 @@ impl Inner {
     /// Drops all tasks, including those that are spawned while futures are dropped.
     fn drop_tasks(&self) {
         loop {
-            // Indices in the free list refer to the table that is dropped here.
+            // The free list has indices of the table of tasks, which is dropped.
             self.free.borrow_mut().clear();
             let tasks = std::mem::take(&mut *self.tasks.borrow_mut());
             if tasks.is_empty() {

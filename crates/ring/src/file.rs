@@ -373,7 +373,7 @@ impl UringFile {
 
     /// Returns the next range with data from `offset` on, or `None` if only holes follow.
     pub async fn next_data(&self, offset: u64) -> io::Result<Option<Range<u64>>> {
-        // The file position is not used elsewhere.
+        // No other code uses the file position.
         let seek = |to| rustix::fs::seek(&self.slot.fd, to);
         let start = match seek(SeekFrom::Data(offset)) {
             Ok(start) => start,
@@ -386,7 +386,7 @@ impl UringFile {
         };
         match seek(SeekFrom::Hole(start)) {
             Ok(end) => Ok(Some(start..end)),
-            // The file was truncated meanwhile.
+            // Another process has truncated the file since the first seek.
             Err(Errno::NXIO) => Ok(None),
             Err(e) => Err(e.into()),
         }

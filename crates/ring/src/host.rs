@@ -142,7 +142,7 @@ pub fn backing_device(fd: impl AsFd) -> io::Result<(String, bool)> {
     let Some(folder) = device_folder(dev) else { return Ok((own, false)) };
     let whole = std::fs::read_to_string(folder.join("dev"))
         .map_or(own, |numbers| numbers.trim().to_string());
-    // A virtual disk reports rotational by default, so that is ignored.
+    // Ignore the flag of a virtual disk, because it reports rotational by default.
     let name = folder.file_name().unwrap_or_default().to_string_lossy();
     let is_virtual = name.starts_with("vd") || name.starts_with("xvd");
     Ok((whole, !is_virtual && read_number(&folder.join("queue/rotational")) == Some(1)))
@@ -502,7 +502,7 @@ mod tests {
     fn local_time_has_minute_offsets_and_rejects_huge_years() {
         let [year, month, ..] = local_time(1_700_000_000).unwrap();
         assert_eq!((year, month), (2023, 11));
-        // Time zones differ by whole minutes.
+        // All time zones have the same second, because they differ by whole minutes.
         assert_eq!(local_time(1_700_000_000).unwrap()[5], 20);
         assert_eq!(local_time(i64::MAX), None);
     }

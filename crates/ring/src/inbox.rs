@@ -117,7 +117,7 @@ impl Inbox {
     /// Returns false if there are jobs already, so that the executor must not sleep.
     pub fn may_sleep(&self) -> bool {
         self.sleeping.store(true, SeqCst);
-        // Either this sees a producer's job, or the producer sees `sleeping`.
+        // Either this thread sees a producer's job, or the producer sees `sleeping`.
         let empty = self.is_empty();
         if !empty {
             self.sleeping.store(false, SeqCst);

@@ -115,7 +115,7 @@ mod tests {
         drop((socket, claim));
         let (_socket, _claim) = take(passed).expect("a disk that is reopened can use it");
 
-        // A socket of this process, opened later: with close-on-exec, and without.
+        // The process opens a socket of its own later: with close-on-exec, and without.
         let own = listener();
         assert_eq!(take(own.as_raw_fd()).unwrap_err().kind(), io::ErrorKind::NotFound);
         rustix::io::fcntl_setfd(own.as_fd(), FdFlags::empty()).unwrap();

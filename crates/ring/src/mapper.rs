@@ -110,7 +110,7 @@ impl Mapper {
         if !self.any_file && matches!(file, MemoryFile::Other(..) | MemoryFile::NotRegular) {
             return Err(MemoryError::File(file));
         }
-        // For files without seals the call fails.
+        // The call fails for files that do not support seals.
         let seals = rustix::fs::fcntl_get_seals(fd).unwrap_or(SealFlags::empty());
         if seals.intersects(SealFlags::WRITE | SealFlags::FUTURE_WRITE) {
             return Err(MemoryError::Sealed);
@@ -184,7 +184,8 @@ mod tests {
         }
         let slice = memory.slice(0, 8, 8).unwrap();
         memory = memory.without(0, 4096).unwrap();
-        // Removed but still held: a third page fits, a fourth does not.
+        // The slice still holds the removed page: a third page fits into the limit, a fourth does
+        // not.
         let third = page(8192).unwrap();
         assert!(matches!(page(12288), Err(MemoryError::Exceeded { .. })));
         drop(slice);

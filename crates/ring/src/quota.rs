@@ -103,7 +103,7 @@ impl Quota {
             let limit = rustix::process::getrlimit(rustix::process::Resource::As).current;
             let bytes = address_space().min(limit.unwrap_or(u64::MAX));
             let text = std::fs::read_to_string("/proc/sys/vm/max_map_count").unwrap_or_default();
-            // The kernel's default.
+            // If the file cannot be read, use the kernel's default.
             let mappings = text.trim().parse().unwrap_or(65530);
             let own = Amount { bytes: OWN_BYTES, mappings: OWN_MAPPINGS };
             Quota::new(Amount { bytes, mappings }.map(|n| n / 4 * 3), own)
@@ -226,7 +226,7 @@ mod tests {
         drop((charges, kept));
         let most = accounts[7].charge(300).unwrap();
         drop(most);
-        // A front end that is gone has no reserved part.
+        // A front end whose account was dropped has no reserved part.
         drop(accounts);
         let alone = quota.account();
         alone.charge(300).unwrap();

@@ -115,7 +115,7 @@ mod tests {
     fn a_call_to_an_executor_that_has_ended_does_not_wait() {
         let executor = Executor::new().unwrap();
         let remote = executor.remote();
-        // Submitted while the executor lives, but never run.
+        // The call is submitted while the executor lives, but it never runs.
         let asking = std::thread::spawn({
             let remote = remote.clone();
             move || remote.ask(|_, reply| reply.send(1))

@@ -103,7 +103,7 @@ impl Future for Waiting<'_> {
         let semaphore = self.semaphore;
         let mut queue = semaphore.queue();
         match self.number {
-            // A spurious wake-up; the waker may have changed.
+            // This poll was spurious. Store the waker again, because it may have changed.
             Some(own) => {
                 if let Ok(at) = queue.waiting.binary_search_by_key(&own, |(number, _)| *number) {
                     queue.waiting[at].1.clone_from(cx.waker());
@@ -177,7 +177,7 @@ mod tests {
                 (handle.clone(), semaphore.clone(), inside.clone(), done.clone());
             handle.clone().spawn(async move {
                 for round in 0..4 {
-                    // A spurious wake-up while the task waits.
+                    // Cause a spurious wake-up while the task waits.
                     handle.wake_at(
                         std::time::Instant::now() + Duration::from_micros(50 * (task % 5)),
                     );

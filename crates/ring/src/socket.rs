@@ -236,7 +236,7 @@ mod tests {
             theirs.write_all(b"01234").unwrap();
             std::thread::sleep(std::time::Duration::from_millis(20));
             theirs.write_all(b"56789").unwrap();
-            // More than the socket buffers: it is sent in several steps.
+            // The message exceeds the socket's buffers, so it is sent in several steps.
             let mut all = vec![0; 3 << 20];
             theirs.read_exact(&mut all).unwrap();
             assert!(all.iter().all(|byte| *byte == 7));

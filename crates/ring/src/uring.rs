@@ -154,7 +154,7 @@ impl Uring {
             }
         };
         let _ = ring.submitter().register_iowq_aff(&no_cpu());
-        // Saves a descriptor look-up per call. Older kernels lack it.
+        // A registered ring saves a descriptor look-up per call. Older kernels lack this.
         let _ = ring.submitter().register_ring_fd();
         Ok(Uring {
             ring,

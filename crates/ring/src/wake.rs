@@ -223,7 +223,7 @@ mod tests {
                 handle.yield_now().await;
                 assert_eq!(polls.get(), round);
             }
-            // Rung between `clear` and `arm`: the task must not park.
+            // If the signal is rung between `clear` and `arm`, the task must not park.
             signal.clear();
             signal.ring();
             assert!(signal.arm());

@@ -261,7 +261,7 @@ mod tests {
             other.call(&handle, || ()).await.unwrap();
             let start = Instant::now();
             drop(other);
-            // The thread has the last reference to the pool.
+            // The thread holds the last reference to the pool, and drops it when it ends.
             while pool.strong_count() > 0 {
                 assert!(start.elapsed() < LINGER / 60, "the thread waits for more work");
                 std::thread::yield_now();
@@ -274,7 +274,7 @@ mod tests {
         run(async |handle| {
             let workers = Workers::default();
             let first = workers.call(&handle, || std::thread::current().id()).await.unwrap();
-            // The result arrives before its thread is idle again.
+            // Wait, because the result arrives before its thread is idle again.
             while workers.queue().idle == 0 {
                 handle.yield_now().await;
             }

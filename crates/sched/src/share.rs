@@ -84,7 +84,7 @@ impl Share {
         self.limiter.set(&knobs.limits);
         self.group_flow.as_ref().inspect(|flow| flow.set_weight(knobs.weight));
         self.group_changed(now);
-        // Operations that already wait may have a reservation now.
+        // The change may give operations that already wait a reservation.
         self.claim(now);
     }
 

@@ -458,7 +458,7 @@ mod tests {
     fn a_writer_becomes_a_reader_and_no_other_process_takes_the_lock_in_between() {
         let path = scratch("reader", 4096);
         let writer = ImageFile::open(&options(&path, false)).unwrap();
-        // The old path names another file now, which must not be used.
+        // The old path names another file now. The reader must not open that file.
         let moved = path.with_extension("moved");
         std::fs::rename(&path, &moved).unwrap();
         let _other = scratch("reader", 1);

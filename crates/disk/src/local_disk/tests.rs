@@ -133,7 +133,7 @@ fn a_failed_sync_poisons_the_disk() {
 #[test]
 fn a_failed_durable_write_poisons_the_disk_if_other_writes_may_be_lost() {
     let cases = [
-        // The request before, the error, and the answer of a later flush.
+        // Each case: the request before, the error, and the answer of a later flush.
         (None, 5, Ok(())),
         (Some(WRITE), 5, POISONED),
         (Some(DURABLE), 5, Ok(())),
@@ -172,7 +172,7 @@ fn a_failed_durable_write_poisons_the_disk_if_other_writes_may_be_lost() {
 /// reports a lost page only once.
 #[test]
 fn in_the_page_cache_durable_writes_share_one_sync_and_its_failure() {
-    // The fault, the answer of the writes, and the answer of a later flush.
+    // Each case: the fault, the answer of the writes, and the answer of a later flush.
     let cases = [
         (None, Ok(()), Ok(())),
         (Some(Fault::new(SimOp::Sync, 5)), POISONED, POISONED),

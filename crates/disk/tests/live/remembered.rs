@@ -44,7 +44,7 @@ fn an_image_below_a_live_snapshot_is_not_opened_for_writing() {
         assert!(error.contains("image commit") && error.contains("--abandon-overlay"), "{error}");
         let other = Overlaid::Below(vec![scratch.path(base)]);
         assert_eq!(open(&path, other).unwrap_err(), error, "another file's backing image");
-        // Opening the image for reading, or the overlay, is allowed.
+        // A start may open the image for reading, or open the overlay.
         let reading = ChainOptions {
             read_only: true,
             cache: CacheMode::Writeback,

@@ -113,7 +113,7 @@ fn an_overlay_committed_under_load_is_empty_and_its_backing_image_holds_all_data
         let scratch = Scratch::new("commit");
         let (name, source) = (scratch.name(base), scratch.name("source"));
         let mut known = random(SIZE, 3);
-        // Compressible data.
+        // Make three quarters of the data compressible.
         known.iter_mut().skip(SIZE / 4).step_by(2).for_each(|byte| *byte = 7);
         std::fs::write(&source, &known).unwrap();
         qemu_img(&[&["convert", "-f", "raw"], options, &[&source, &name]].concat());

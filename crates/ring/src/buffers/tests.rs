@@ -219,7 +219,7 @@ fn a_region_is_removed_while_an_operation_is_in_flight() {
                 read = None;
             }
             drop(registration);
-            // Only the operation keeps it registered now.
+            // Only the operation keeps the region registered now.
             assert_eq!((named(&handle), free(&handle)), (1, usize::from(ENTRIES) - 1));
             let memory = Rc::new(guest(&[PAGE]).0);
             let _registration = handle.register_memory(&memory);
@@ -393,7 +393,7 @@ fn entries_are_reserved_all_or_none_and_can_be_returned() {
     assert_eq!((first.len(), free(handle)), (100, usize::from(ENTRIES) - 100));
     let second = reserve(handle, ENTRIES - 100).unwrap();
     assert_eq!(free(handle), 0);
-    // No entry is given out twice.
+    // No entry was reserved twice.
     first.extend(&second);
     first.sort();
     assert_eq!(first, (0..ENTRIES).collect::<Vec<_>>());
@@ -415,7 +415,7 @@ fn a_region_that_does_not_fit_takes_no_entry() {
         buffers.most = PAGE as usize;
         buffers.give_back(two);
     });
-    // Two buffers of three fit.
+    // The region needs three buffers, and two entries are free.
     let mut registration = handle.register_memory(&memory);
     let outcome = registration.outcome();
     assert_eq!((outcome.regions, outcome.plain, outcome.refused), (0, 1, Some(Refusal::Full)));

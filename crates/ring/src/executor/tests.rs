@@ -310,7 +310,7 @@ fn tasks_with_operations_in_flight_are_dropped_with_their_executor() {
     }
     let yields = handle.clone();
     executor.block_on(async move { yields.yield_now().await }).unwrap();
-    // The two reads, and the executor's own poll, which is being cancelled.
+    // In flight: the two reads, and the executor's own poll, which is being cancelled.
     assert_eq!(handle.uring().in_flight(), 2 + 1);
     // The kernel completes the abandoned reads; dropping the executor reaps them.
     drop((file, writer));

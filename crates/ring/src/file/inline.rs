@@ -78,7 +78,8 @@ mod tests {
         assert_eq!(policy.way(), Way::Unknown);
         let first = write(&policy, fd.as_fd(), &Segments::from_bytes(b"first"), 0);
         assert_ne!(policy.way(), Way::Unknown);
-        // None: io_uring must write it. Some: it is written.
+        // `None` means that io_uring must make the write. `Some` means that the reactor has made
+        // it.
         let len = host::file_size(&fd).unwrap();
         assert_eq!(len, first.unwrap_or(0) as u64);
     }
@@ -94,7 +95,7 @@ mod tests {
         let (fd, policy) = inline_file();
         let bytes = Segments::from_bytes(b"x");
         let now = Instant::now();
-        // A write that blocked, and ends an hour from now.
+        // Report a write that blocked from now on for an hour.
         policy.pauses.done(now, now + Duration::from_secs(3600), || true);
         assert_eq!(write(&policy, fd.as_fd(), &bytes, 0), None);
         assert_eq!(host::file_size(&fd).unwrap(), 0);

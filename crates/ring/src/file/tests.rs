@@ -223,7 +223,7 @@ fn the_meter_counts_inline_writes() {
     let flags = rustix::fs::OFlags::TMPFILE | rustix::fs::OFlags::RDWR;
     let fd = rustix::fs::open(std::env::temp_dir(), flags, 0o600.into()).unwrap();
     let file = UringFile::new(&executor.handle().metered(&meter), Arc::new(fd)).unwrap();
-    // As on a file system without non-blocking buffered writes.
+    // Report the first write as refused, as on a file system without non-blocking buffered writes.
     file.inline.tried(true);
     let write = async move {
         for _ in 0..3 {

@@ -103,7 +103,7 @@ fn nonzero_bytes_and_differences_are_found() {
         assert_eq!((b.find_nonzero(0, at), b.find_difference(0, &a, 0, at)), (None, None));
         b.zero(at, 1);
     }
-    // Entries with different boundaries in both.
+    // Compare segments whose entries have different boundaries.
     let mut pieces = a.slice(0, 100);
     assert!(pieces.append(&a.slice(200, 3000)) && pieces.append(&a.slice(5000, 17)));
     let other = Segments::buffer(4000);
@@ -180,7 +180,7 @@ fn slices_have_the_bytes_of_their_range() {
             let mut out = vec![0; len];
             slice.copy_out(0, &mut out);
             assert_eq!((slice.len(), out.as_slice()), (len, &b"abcdefghi"[from..from + len]));
-            // No empty entries, because some operations refuse them.
+            // There are no empty entries, because some operations refuse them.
             assert_eq!(
                 slice.count(),
                 (from..from + len)

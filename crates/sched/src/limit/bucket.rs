@@ -154,7 +154,7 @@ fn divide(amount: u64, rate: u64) -> (u64, u64) {
         Some(product) => (product / rate, product % rate),
         None => {
             let product = u128::from(amount) * u128::from(SECOND);
-            // 2^62 ns are 146 years.
+            // The result is at most 2^62 ns, which are 146 years.
             (
                 u64::try_from(product / u128::from(rate)).unwrap_or(u64::MAX).min(1 << 62),
                 (product % u128::from(rate)) as u64,

@@ -158,7 +158,7 @@ fn all_limits_are_charged_or_none() {
 
 #[test]
 fn a_thousand_million_requests_are_charged_exactly() {
-    // Rates that do not divide a second; the admitted amounts are known.
+    // The rates do not divide a second, and the admitted amounts are known.
     for (rate, largest) in [(7u64, 3), (999_983, 2000), (3_000_000_019, 100_000)] {
         let limiter = Limiter::new(&iops(Limit::of(rate)));
         let (mut now, mut all, mut random) = (0, 0u64, Random(rate));
@@ -213,7 +213,7 @@ fn small_operations_do_not_starve_large_ones() {
 fn a_debt_of_any_size_is_paid() {
     let limiter = Limiter::new(&bps(limit(1 << 20, 2 << 20, 3000)));
     limiter.take(0, &read(100 << 20), None).unwrap();
-    // 100 s at the rate, less half of the burst of 3 s.
+    // The time to retry is 100 s at the rate, less half of the burst of 3 s.
     assert_eq!(limiter.take(0, &read(512), None), Err(100 * S - 1500 * MS));
     limiter.force(0, &read(1 << 20));
     assert_eq!(limiter.take(0, &read(512), None), Err(101 * S - 1500 * MS));
@@ -226,11 +226,11 @@ fn a_change_takes_effect_at_once() {
     let limiter = Limiter::new(&iops(Limit::of(1)));
     limiter.take(5 * S, &read(0), None).unwrap();
     assert!(limiter.take(5 * S, &read(0), None).unwrap_err() > 5900 * MS);
-    // A faster limit: the debt of a request is its cost at the new rate.
+    // After a change to a faster limit, the debt of a request is its cost at the new rate.
     limiter.set(&iops(Limit::of(1000)));
     let passed = greedy(&limiter, 5 * S, 6 * S, 0, || read(0));
     assert!((998..=1010).contains(&passed.len()), "{}", passed.len());
-    // A slower limit: the used part of the bucket is no debt at the new rate.
+    // After a change to a slower limit, the used part of the bucket is no debt at the new rate.
     limiter.set(&iops(Limit::of(10)));
     let passed = greedy(&limiter, 6 * S, 16 * S, 0, || read(0));
     assert!((99..=101).contains(&passed.len()), "{}", passed.len());
@@ -243,7 +243,7 @@ fn a_change_takes_effect_at_once() {
             greedy(&limiter, 16 * S + i * 10 * MS, 16 * S + (i + 1) * 10 * MS, 0, || read(0)).len();
     }
     assert!((1085..=1105).contains(&all), "{all}: 990 and ten seconds");
-    // Changes of other limits do not affect the use of this one.
+    // Changes of other limits do not affect how much of this limit is used.
     let mut limits = iops(limit(10, 1000, 1000));
     for i in 0..100 {
         limits.bps = Some(Limit::of(1 << (20 + i % 8)));
@@ -565,7 +565,8 @@ fn a_flow_that_has_gone_delays_others_only_for_a_moment() {
     let limiter = Limiter::new(&iops(Limit::of(1000)));
     let (here, gone) = (limiter.join(100), limiter.join(100));
     while limiter.take(S, &read(0), Some(&gone)).is_ok() {}
-    // The flow is far ahead of the one that waits.
+    // `here` gets far ahead of `gone`, which still counts as waiting, but is delayed only for a
+    // moment.
     let first = compete(&limiter, S, 1, &[(&here, read(0), 1)]);
     assert!((900.0..=1010.0).contains(&first[0]), "{first:?}");
     drop(gone);

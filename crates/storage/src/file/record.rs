@@ -26,7 +26,7 @@ pub fn read(fd: impl AsFd, image: &Path) -> io::Result<Option<PathBuf>> {
     let mut value = vec![0; MAX_VALUE];
     match fgetxattr(fd, ATTRIBUTE, &mut value[..]) {
         Ok(len) => Ok(Some(real_folder(image).join(OsStr::from_bytes(&value[..len])))),
-        // Block devices have no user attributes.
+        // There is no record. Block devices, for example, have no user attributes.
         Err(Errno::NODATA | Errno::NOTSUP | Errno::PERM) => Ok(None),
         Err(e) => Err(e.into()),
     }

@@ -349,7 +349,7 @@ impl<'a> Receiver<'a> {
             let straight = {
                 let mut slots = self.client.slots.borrow_mut();
                 let segments = &slots.get(index).segments;
-                // `gather` would copy the segments of a request.
+                // Do not gather the segments of a ublk request, because `gather` would copy them.
                 let fits = segments.count() <= PIECES && !segments.is_request();
                 let straight = if fits { len - done } else { 0 };
                 into.gather(segments, at + done, straight);

@@ -30,10 +30,10 @@ fn near(found: f64, truth: f64, tolerance: f64) {
 #[test]
 fn a_saturated_device_does_n_requests_in_the_time_of_one() {
     let text = "1G,parallel=8,read=100us,write=400us,bandwidth=1G";
-    // 100 us, and 4 KiB x 8 / 1 GiB.
+    // A read takes 100 us, and the time for 4 KiB x 8 at 1 GiB a second.
     let read = 100e-6 + 4096.0 * 8.0 / (1u64 << 30) as f64;
     near(closed_loop(&model(text), 64, 80_000, OpKind::Read, 4096), 10_000.0 * read, 1e-3);
-    // For large requests the bandwidth decides.
+    // The bandwidth determines the time of large requests.
     near(closed_loop(&model(text), 64, 8_000, OpKind::Write, 16 << 20), 125.0 + 0.4, 1e-3);
 }
 
@@ -52,7 +52,7 @@ fn a_request_on_an_idle_device_takes_the_configured_time() {
         assert_eq!(model.book(now, kind, bytes) - now, time, "{kind:?}");
         now += Duration::from_secs(10);
     }
-    // Concurrent while a server is free, queued while none is.
+    // Requests run concurrently while a server is free, and wait in the queue while none is.
     let ends: Vec<_> =
         (0..6).map(|_| (model.book(now, OpKind::Read, 0) - now).as_micros()).collect();
     assert_eq!(ends, [100, 100, 100, 100, 200, 200]);

@@ -171,7 +171,7 @@ fn other_requests_stay_separate_and_in_order() {
         let mut seen = 0;
         let asks = [
             (Op::Read, 0, 512),
-            // Another kind of operation, then another durability.
+            // A request of another kind, then requests of another durability.
             (WRITE, 512, 512),
             (DURABLE, 1024, 512),
             (DURABLE, 1536, 512),
@@ -252,7 +252,7 @@ fn one_bad_sector_fails_one_request() {
             assert!(stage.served.disk().poisoned().is_none());
         });
     }
-    // The answers are the errors of the separate requests.
+    // After a merged operation has failed, the answers are those of the separate requests.
     let stage = Stage::new(MIB);
     stage.sim.fail(Fault::new(SimOp::Write, 5));
     stage.sim.fail(Fault::new(SimOp::Write, 28).within(512..1024));
@@ -304,7 +304,7 @@ fn a_bad_request_does_not_fail_adjacent_ones() {
             [OK, OK, out]
         );
         assert_eq!(stage.ask(&[(WRITE, last, 512), (WRITE, MIB, 512)]).await, [OK, out]);
-        // The end wraps around 64 bits to offset 0.
+        // The end of the request wraps around 64 bits to offset 0.
         assert_eq!(
             stage.ask(&[(Op::Read, u64::MAX - 511, 512), (Op::Read, 0, 512)]).await,
             [out, OK]
@@ -396,7 +396,7 @@ fn some_batches(durable: Op) -> impl Strategy<Value = Vec<Vec<Ask>>> {
             op = next.unwrap_or(op);
             at = jump.unwrap_or(at);
             let ask = if op == Op::Flush { (op, 0, 0) } else { (op, at * 512, sectors * 512) };
-            // Sometimes past the end of the disk.
+            // Some requests end past the end of the disk.
             at = (at + sectors) % (SECTORS as u64 + 4);
             ask
         };

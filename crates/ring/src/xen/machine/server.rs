@@ -265,7 +265,7 @@ fn part(names: &[u8], offset: &[u8]) -> Answer {
         .ok()
         .and_then(|text| text.trim_end_matches('\0').parse::<usize>().ok());
     let rest = names.get(offset.ok_or("EINVAL")?..).unwrap_or_default();
-    // The generation of the list: a hash of its content.
+    // The generation of the list is a hash of its content.
     let number = names
         .iter()
         .fold(names.len() as u64, |sum, byte| sum.wrapping_mul(31).wrapping_add((*byte).into()));
