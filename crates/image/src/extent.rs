@@ -27,7 +27,8 @@ pub struct Extent {
 }
 
 impl Extent {
-    /// Returns true if `next`, which begins where this ends, continues it.
+    /// Returns true if `next` continues this extent: data that follow in the file, or the same kind
+    /// of range without data. `next` must begin where this extent ends.
     #[inline]
     pub fn goes_on(&self, next: &Extent) -> bool {
         match (self.place, next.place) {

@@ -102,7 +102,8 @@ impl<S: Storage> Image<S> {
         }
     }
 
-    /// Deallocates a range where that is cheap: it reads as zeroes or unchanged afterwards.
+    /// Deallocates a range where that is cheap. Afterwards the range reads as zeroes or is
+    /// unchanged.
     pub async fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
         {
             let _guard = self.epoch.enter(&self.participant);
@@ -127,7 +128,7 @@ impl<S: Storage> Image<S> {
     }
 
     /// Returns Unsupported if [`Image::write_zeroes_fast`] would, as far as that is known without
-    /// the operation itself.
+    /// the write itself.
     pub async fn may_zero_fast(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
         let _guard = self.epoch.enter(&self.participant);
         match self.top() {

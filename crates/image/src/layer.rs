@@ -118,7 +118,8 @@ pub struct LookupResult {
 }
 
 impl LookupResult {
-    /// Extends this result by `next`, which begins where this ends, if it continues it.
+    /// Extends this result by `next`, and returns true, if `next` continues it in the same layer.
+    /// `next` must begin where this result ends.
     #[inline]
     pub fn take_in(&mut self, next: &LookupResult) -> bool {
         let goes_on = self.layer == next.layer && self.extent.goes_on(&next.extent);

@@ -193,8 +193,8 @@ impl<S: Storage> Raw<S> {
         self.write_zero_bytes(end, offset + len - end).await
     }
 
-    /// Returns whether the bytes at `offset` are data or a hole, and how far that holds. Behind the
-    /// file's end is a hole.
+    /// Returns whether the bytes at `offset` are data or a hole, and for how many bytes that holds.
+    /// Behind the file's end is a hole.
     pub async fn status(&self, offset: u64, len: u64) -> io::Result<BlockStatus> {
         let (data, len) = self.data_or_hole(offset, len).await?;
         Ok(BlockStatus { zero: !data, data, offset: Some(offset), ..BlockStatus::data(len) })

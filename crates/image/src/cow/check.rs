@@ -34,9 +34,9 @@ pub struct Report {
 /// Which kinds of repair a check may make.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Repair {
-    /// Cut off bytes that nothing refers to.
+    /// Whether to cut off bytes that nothing refers to.
     pub leaks: bool,
-    /// Make the file openable. Lost data stay lost.
+    /// Whether to make the file openable. Lost data stay lost.
     pub corruptions: bool,
 }
 

@@ -9,7 +9,7 @@ use super::tests::{Bench, SHAPES, backing, read, size_of, write};
 use super::*;
 use crate::{CopyDown, Image, Layer};
 
-/// A backing file that holds pattern 0, as `read` assumes.
+/// Makes a backing file that holds pattern 0, as `read` assumes.
 fn base(size: u64) -> (SimDisk, Raw<SimDisk>) {
     let disk = SimDisk::new(SimImage::from_bytes(&pattern(0, 0, size as usize)), SimConfig::new(9));
     (disk.clone(), Raw::on(disk, SHAPES[0]))

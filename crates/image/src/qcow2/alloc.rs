@@ -312,7 +312,7 @@ impl Allocator {
     }
 
     /// Returns the offset of a refcount block that is not cached, and the `seen` value for
-    /// [`Allocator::loaded`]. None: it is cached, or does not exist.
+    /// [`Allocator::loaded`]. None: the block is cached, or does not exist.
     pub fn to_load(&self, block: u64) -> Option<(u64, u64)> {
         let state = self.state();
         if state.blocks.contains_key(&block) {

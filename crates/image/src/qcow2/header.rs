@@ -105,8 +105,9 @@ pub struct Header {
     pub data_file: Option<String>,
     /// `Some` only while the autoclear bit says that the bitmaps are consistent.
     pub bitmaps: Option<BitmapsExtension>,
-    /// All extensions in order. Known ones are written from the fields above: a missing format or
-    /// data file is omitted; missing bitmaps keep their bytes.
+    /// All extensions in order. Known extensions are written from the fields above. If a field is
+    /// missing, the extension of a backing format or data file is omitted, and that of bitmaps
+    /// keeps its bytes.
     pub extensions: Vec<Extension>,
     /// Header bytes behind the compression type, if the header is longer than this program knows.
     pub unknown_fields: Vec<u8>,

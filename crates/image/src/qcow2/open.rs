@@ -193,7 +193,8 @@ async fn read_refcount_table<S: Storage>(
     read.chunks_exact(8).map(|b| bytes::be64(b, 0)).enumerate().map(entry).collect()
 }
 
-/// On a block device: returns the number of clusters up to the last one with a refcount.
+/// Returns the number of clusters up to the last one with a refcount, for an image on a block
+/// device.
 async fn last_counted<S: Storage>(
     file: &Raw<S>,
     header: &Header,

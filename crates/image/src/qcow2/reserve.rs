@@ -28,7 +28,7 @@ const UNSUPPORTED: io::ErrorKind = io::ErrorKind::Unsupported;
 /// Size of the refcounts for the clusters of one reservation ahead, in bytes.
 const COUNTED_AHEAD: u64 = 4 << 20;
 
-/// QEMU's limit of a refcount table in bytes: it refuses larger ones.
+/// Maximum size of a refcount table in bytes. QEMU refuses larger tables.
 const LARGEST_TABLE: u64 = 8 << 20;
 
 impl<S: Storage> Qcow2<S> {

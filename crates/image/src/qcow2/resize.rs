@@ -29,7 +29,7 @@ const DATA_FILE: &str = "qcow2 external data file";
 pub struct Resize {
     /// New size of the guest's disk in bytes; whole sectors.
     pub size: u64,
-    /// Permit a smaller size, which loses what lies beyond it.
+    /// Whether to permit a smaller size. A smaller disk loses the data that lie beyond it.
     pub shrink: bool,
     /// Size of the backing disk in bytes; 0: no backing file.
     pub below: u64,

@@ -10,7 +10,7 @@ use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Poll, Waker};
 
-/// Held runs, by their first cluster. A run costs the same whatever its length.
+/// Held runs, by their first cluster. The cost of a run does not depend on its length.
 #[derive(Debug, Default)]
 pub struct ClustersHeld(Mutex<BTreeMap<u64, Held>>);
 

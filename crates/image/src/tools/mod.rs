@@ -18,8 +18,8 @@
 //! ```
 //!
 //! In: chains, opened by the caller. Out: results for users and programs; errors that name the
-//! image. Invariants: a read-only image is never written to. The page of each command says what a
-//! power cut leaves.
+//! image. Invariants: a read-only image is never written to. The documentation of each module says
+//! what a power cut leaves.
 
 mod commit;
 mod compare;

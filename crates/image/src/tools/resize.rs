@@ -50,7 +50,7 @@ const KEEPING: Qcow2Options = Qcow2Options {
 pub struct NewSize {
     /// New size of the disk, in bytes.
     pub size: u64,
-    /// Permit a smaller size, which loses what lies beyond it.
+    /// Whether to permit a smaller size. A smaller disk loses the data that lie beyond it.
     pub shrink: bool,
     /// Preallocation of the new part.
     pub preallocation: Preallocation,

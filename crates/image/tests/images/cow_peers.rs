@@ -93,7 +93,7 @@ impl Host {
         host.run(async move { cow::info(&file).await.unwrap() })
     }
 
-    /// Creates a COW file by this crate.
+    /// Creates a COW file with this crate.
     fn create(cache: CacheMode, cow: &Path, base: &Path, version: u32) -> Header {
         let host = Host::new(cache);
         let (file, name, facts) =

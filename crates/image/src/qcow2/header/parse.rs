@@ -310,8 +310,8 @@ impl Header {
         Ok(())
     }
 
-    /// Returns the non-empty tables that the header points to. If only a table's entries give its
-    /// length, its minimum length.
+    /// Returns the non-empty tables that the header points to. The snapshot table has its minimum
+    /// length here, because only its entries give its length.
     fn tables(&self) -> Vec<TableField> {
         let bitmaps = self.bitmaps.map_or((0, 0), |b| (b.directory_offset, b.directory_size));
         let refcounts = u64::from(self.refcount_table_clusters) << self.cluster_bits;

@@ -22,7 +22,7 @@ pub fn number(name: &str) -> Option<u64> {
     Some(text.parse().unwrap_or_else(|_| panic!("{name} must be a number, not {text:?}")))
 }
 
-/// Number of cuts of a test program; `usual` if the environment does not set it.
+/// Returns the number of cuts of a test program; `usual` if the environment does not set it.
 pub fn cuts(usual: u64) -> u64 {
     number("BLOCKYARD_CUTS").unwrap_or(usual)
 }

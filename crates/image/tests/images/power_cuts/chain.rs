@@ -22,7 +22,7 @@ pub struct Files {
     pub qcow2: bool,
 }
 
-/// File name of the n-th image from the top.
+/// Returns the file name of the n-th image from the top.
 pub fn file_name(n: usize) -> String {
     format!("layer-{n}")
 }

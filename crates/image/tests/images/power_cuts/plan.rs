@@ -242,8 +242,8 @@ fn layout(rng: &mut Rng, cluster_bits: u32) -> Layout {
     }
 }
 
-/// Size of the disk in sectors: some clusters, several tables if they are small, often a partial
-/// cluster.
+/// Returns the size of a disk in sectors: some clusters, several L2 tables if these are small, and
+/// often a partial cluster.
 fn capacity(rng: &mut Rng, layout: Layout) -> u64 {
     let clusters = match layout.cluster_bits {
         9 if rng.one_in(4) => rng.between(700, 1400),

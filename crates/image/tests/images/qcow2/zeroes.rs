@@ -11,8 +11,8 @@ const CLUSTER: u64 = 64 << 10;
 const NO_BASE: bool = false;
 const BASE: bool = true;
 
-/// An image whose bytes are all 7. The data are in its base, or in the image itself, compressed or
-/// not.
+/// Makes an image whose bytes are all 7. The data are in its base, or in the image itself,
+/// compressed or not.
 fn image(scratch: &Scratch, options: &str, over_base: bool) {
     std::fs::write(scratch.path("base.raw"), vec![7; SIZE as usize]).unwrap();
     let (options, compressed) = match options.strip_suffix(",compressed") {

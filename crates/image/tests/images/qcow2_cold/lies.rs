@@ -13,7 +13,8 @@ use super::peer::{Scratch, qemu_img, qemu_io};
 
 const CLUSTER: u64 = 1024;
 
-/// An image of 256 KiB with a snapshot, a bitmap, zeroes, and compressed clusters from 192 KiB on.
+/// Makes an image of 256 KiB with a snapshot, a bitmap, zeroes, and compressed clusters from 192
+/// KiB on.
 fn image(scratch: &Scratch) -> Vec<u8> {
     let path = scratch.path("image.qcow2");
     qemu_img(&["create", "-q", "-f", "qcow2", "-o", "cluster_size=1k", &path, "256k"]);

@@ -96,8 +96,8 @@ enum Ask {
     Flush,
 }
 
-/// Requests inside `capacity`: half of them whole sectors, the others of any length and offset,
-/// some at the end.
+/// Returns requests inside `capacity`: half of them whole sectors, the others of any length and
+/// offset, some at the end.
 fn asks(capacity: u64) -> impl Strategy<Value = Vec<Ask>> {
     let longest = 40_000.min(capacity);
     let range =
@@ -121,7 +121,8 @@ fn asks(capacity: u64) -> impl Strategy<Value = Vec<Ask>> {
     proptest::collection::vec(ask, 1..40)
 }
 
-/// Guest memory for a request: one segment or up to a thousand, aligned or at odd addresses.
+/// Returns guest memory for a request: one segment or up to a thousand, aligned or at odd
+/// addresses.
 fn segments(memory: &Rc<GuestMemory>, len: u64, seed: u64) -> Segments {
     let mut rng = Rng::new(seed);
     let mut segments = Segments::default();
@@ -245,7 +246,7 @@ fn cases(count: u32) -> ProptestConfig {
     }
 }
 
-/// Length of a file, and requests that fit it.
+/// Returns the length of a file, and requests that fit it.
 fn file_and_asks() -> impl Strategy<Value = (u64, Vec<Ask>)> {
     (1u64..200_000).prop_flat_map(|size| (Just(size), asks(size.next_multiple_of(SECTOR))))
 }
