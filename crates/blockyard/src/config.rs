@@ -22,7 +22,7 @@ pub struct Config {
     /// Number of reactors. Read at start only.
     #[serde(default, deserialize_with = "values::reactors")]
     pub reactors: Option<u16>,
-    /// Whether disks get shares of their device. Otherwise requests run in the order of arrival.
+    /// Whether disks get shares of their device. If false, requests run in the order of arrival.
     #[serde(default)]
     pub fair_share: Option<bool>,
     /// File with the costs of the devices' operations.

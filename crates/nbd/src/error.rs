@@ -26,7 +26,7 @@ pub enum Kind {
     Io,
 }
 
-/// Displayed as `context: what is wrong`.
+/// An error of a connection or URI. It is displayed as `context: what is wrong`.
 #[derive(Debug)]
 pub struct NbdError {
     pub kind: Kind,

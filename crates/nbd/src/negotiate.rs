@@ -15,7 +15,7 @@ const REPLIES_MOST: usize = 64;
 /// Maximum number of characters of a server's message that are logged.
 const MESSAGE_MOST: usize = 200;
 const ALLOCATION: &str = "base:allocation";
-/// Largest minimum block size in bytes (the protocol's limit).
+/// Maximum of the minimum block size in bytes (the protocol's limit).
 const BLOCK_MOST: u32 = 64 << 10;
 
 /// The terms that server and client have agreed on.

@@ -35,7 +35,8 @@ pub fn attach(options: &AttachOptions) -> Result<(), Failure> {
     let log = log_file(&options.disk.name())?;
     let program = std::env::current_exe().context("finding this program")?;
     let mut command = Command::new(program);
-    // All options of this command, including general options before the word `attach`.
+    // The server gets all options of this command, including general options before the word
+    // `attach`.
     let mut args: Vec<_> = std::env::args_os().skip(1).collect();
     args.iter_mut().filter(|arg| *arg == "attach").take(1).for_each(|arg| *arg = "serve".into());
     command.args(args).arg("--attached");

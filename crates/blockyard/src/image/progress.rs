@@ -60,7 +60,7 @@ impl ProgressArgs {
                     let _ = output::print("\n");
                 }
             });
-            // Dropped even if `work` panics, which ends the other thread.
+            // `_end` is dropped even if `work` panics. Its drop ends the other thread.
             let _end = end;
             work()
         })

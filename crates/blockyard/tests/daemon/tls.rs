@@ -114,8 +114,8 @@ impl TlsFixture {
         )
     }
 
-    /// Serves the disk for all clients, and a disk of 1 MiB for vm1 only. `table`: additional keys
-    /// of the table `[nbd]`.
+    /// Serves the disk `all` for all clients, and a disk of 1 MiB for vm1 only. `table`: additional
+    /// keys of the table `[nbd]`.
     pub fn serve(&self, table: &str) -> Daemon {
         let path = self.configure(table);
         let mut daemon =
@@ -186,7 +186,8 @@ fn only_allowed_clients_have_access() {
         assert!(list.contains("\"all\"") && !list.contains("vm1"), "{list}");
     }
     fixture.none_may("all", &fixture.late, "TLS: ");
-    // (GnuTLS sends no certificate to a server that lists other authorities; rustls does.)
+    // (A GnuTLS client sends no certificate to a server that lists other authorities. A rustls
+    // client does.)
     fixture.none_may("vm1", &fixture.stranger, "TLS: ");
     daemon.wait_log(") was disconnected: TLS: ");
     let plain = format!("nbd+unix:///all?socket={}", fixture.socket.display());

@@ -11,9 +11,9 @@ use crate::common::{BLOCKYARD, Daemon, Folder, Guest, GuestKind, allocated, md5,
 use crate::fixture::{GuestFixture, Statistics, script_with_prelude};
 
 const MIB: u64 = 1 << 20;
-/// Minimum size for mkfs.xfs.
+/// Sizes in bytes of the ext4 disk and of the XFS disk. mkfs.xfs needs the larger size.
 const DISKS: [u64; 2] = [96 * MIB, 304 * MIB];
-/// The script: the guest writes, deletes and trims.
+/// Number of bytes that the guest writes, deletes and trims.
 const BIG: u64 = 40 * MIB;
 
 const SCRIPT: &str = r#"
@@ -112,7 +112,7 @@ fn daemon_of_two(folder: &Folder, images: [&Path; 2], sockets: [&Path; 2]) -> Da
     daemon
 }
 
-/// Maximum space of an image on the host's disk, sampled all the time.
+/// Samples the space that an image takes on the host's disk, and keeps the maximum.
 struct Peak {
     most: Arc<AtomicU64>,
     stop: Arc<AtomicBool>,

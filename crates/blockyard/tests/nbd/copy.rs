@@ -41,7 +41,7 @@ fn nbdcopy_writes_a_disk_and_copies_between_two() {
     let source = sparse(&folder, "source");
     let (first, second) = (folder.image("first.img", 64 * MB), folder.join("second.qcow2"));
     tool("qemu-img", ["create", "-q", "-f", "qcow2", text(&second), "64M"]).good();
-    // Old data must be overwritten, also by the source's holes.
+    // The copy must overwrite old data, also where the source has holes.
     let junk = std::fs::File::options().write(true).open(&first).unwrap();
     junk.write_all_at(&vec![0xee; 12 << 20], 0).unwrap();
     let to = NbdServer::start(&first, folder.join("s"), &[]);
@@ -81,7 +81,7 @@ fn qemu_img_converts_compares_and_maps_a_disk() {
     disk.daemon.stop();
 }
 
-/// The disk as a file, by FUSE: the kernel's page cache is a client too.
+/// nbdfuse shows the disk as a file. Then the kernel's page cache is a client too.
 #[test]
 fn nbdfuse_makes_the_disk_a_file() {
     let folder = Folder::new();

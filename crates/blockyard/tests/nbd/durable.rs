@@ -34,7 +34,7 @@ connections[3].flush()
     }
     unlocked(&image);
     let check = tool("qemu-img", ["check", "--output=json", image.to_str().unwrap()]);
-    // 3: leaked clusters, which a kill may leave. 2 would be corruptions.
+    // Status 3 means leaked clusters, which a kill may leave. Status 2 would mean corruptions.
     assert!(matches!(check.status.code(), Some(0 | 3)), "{}{}", check.out, check.err);
     let reads: Vec<String> = (0..60u64)
         .flat_map(|i| {
@@ -108,8 +108,8 @@ fn unlocked(image: &std::path::Path) {
     });
 }
 
-/// Starts a daemon after another one on the same socket and image was killed. Both may be in use
-/// for a moment.
+/// Starts a daemon after another one on the same socket and image was killed. The socket and the
+/// image may be in use for a moment.
 fn serve_again(image: &std::path::Path, socket: &std::path::Path, options: &[&str]) -> Daemon {
     let mut command = Command::new(BLOCKYARD);
     command

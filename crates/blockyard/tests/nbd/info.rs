@@ -67,7 +67,7 @@ fn a_missing_export_is_reported_by_name() {
     let disk = NbdServer::empty(&folder, MB, &[]);
     let finished = tool("nbdinfo", [crate::fixture::uri(&disk.socket, "other")]);
     assert_eq!(finished.status.code(), Some(1));
-    // The message is the server's, and contains the name.
+    // The error message comes from the server, and contains the name.
     assert!(finished.err.contains("other"), "{}", finished.err);
     disk.daemon.stop();
 }

@@ -66,6 +66,6 @@ fn a_file_system_works_on_the_kernels_nbd_driver() {
     assert!(out.contains("err= 0") && out.contains("READ:"), "{out}");
     let (before, after) = blocks.split_once(' ').unwrap();
     let number = |text: &str| text.parse::<u64>().unwrap();
-    // A file of 16 MiB and fio's 48 MiB, in blocks of 512 bytes.
+    // The freed space is a file of 16 MiB and fio's 48 MiB, in blocks of 512 bytes.
     assert!(number(before) > number(after) + (60 << 11), "trim gave nothing back: {blocks}");
 }

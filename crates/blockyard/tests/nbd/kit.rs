@@ -1,5 +1,5 @@
-//! nbdkit's nbd plugin (libnbd) in front of the server, with filters that inject faults. Only the
-//! filters may cause errors.
+//! nbdkit's nbd plugin (libnbd) is the client of our server. Its filters inject faults, and nothing
+//! else may cause errors.
 
 use std::process::Command;
 use std::time::Instant;
@@ -7,8 +7,7 @@ use std::time::Instant;
 use crate::common::{BLOCKYARD, Daemon, Folder, SOON, TOOL, guests, listens, run, tool, until};
 use crate::fixture::{COPY, MB, NbdServer, address, same, sparse, start_in_background, uri};
 
-/// Starts nbdkit with `filters` (the first is next to the client) and their parameters. Returns its
-/// URI.
+/// nbdkit with filters in front of the server, and its URI.
 struct Kit {
     daemon: Daemon,
     uri: String,
@@ -131,7 +130,8 @@ fn a_copy_survives_a_restart_of_the_server() {
         }
     };
     let mut daemon = serve();
-    // Slow enough to last until the server dies: 5 ms for each of at least 192 requests.
+    // The copy is slow enough to last until the server dies: 5 ms for each of at least 192
+    // requests.
     let parameters = ["retries=10", "retry-delay=1", "wdelay=20ms"];
     let kit = Kit::start(&folder, &["retry", "delay"], &uri(&socket, "disk"), &parameters);
     let mut copy = start_in_background(

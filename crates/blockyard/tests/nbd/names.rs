@@ -5,7 +5,8 @@ use std::process::Command;
 use crate::common::{BLOCKYARD, Daemon, Folder, Signal, tool};
 use crate::fixture::{MB, NbdServer, address, python, uri};
 
-/// Starts three disks on one socket, one of them read-only. `more` is appended to the file.
+/// Starts three disks on one socket, one of them read-only. `more` is appended to the configuration
+/// file.
 fn yard(folder: &Folder) -> Daemon {
     let socket = address(&folder.join("s"));
     let mut file = String::new();
@@ -65,7 +66,7 @@ fn each_name_selects_its_own_disk() {
     }
 }
 
-/// Metadata contexts belong to one export. Opening another one does not use them.
+/// Metadata contexts belong to one export. A client that opens another export does not keep them.
 #[test]
 fn contexts_belong_to_their_export() {
     let folder = Folder::new();

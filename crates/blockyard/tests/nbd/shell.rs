@@ -12,7 +12,8 @@ fn the_handshake_supports_all_options() {
     disk.daemon.stop();
 }
 
-/// Through the page cache, which supports any alignment, and with O_DIRECT, which does not.
+/// The disk is served through the page cache, which supports any alignment, and with O_DIRECT,
+/// which does not.
 #[test]
 fn all_commands_work_on_a_raw_disk() {
     for cache in ["none", "writeback"] {
@@ -38,7 +39,7 @@ fn all_commands_work_on_a_qcow2_disk() {
     crate::common::tool("qemu-img", ["check", "-q", image.to_str().unwrap()]).good();
 }
 
-/// qcow2 version 2 has no entry for zeroes over a base.
+/// Such an image is qcow2 version 2, which has no entry for zeroes over a base.
 #[test]
 fn zeroes_that_cannot_be_fast_are_refused() {
     let folder = Folder::new();

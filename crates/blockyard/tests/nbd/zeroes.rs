@@ -3,7 +3,8 @@
 use crate::common::{Folder, SOON, listens, tool, until};
 use crate::fixture::{MB, NbdServer, python, script, start_in_background, uri};
 
-/// If a range takes several operations, it is refused before the first one.
+/// If zeroing a range takes several operations, the server refuses the request before the first
+/// one.
 #[test]
 fn a_refused_long_range_changes_nothing() {
     let folder = Folder::new();
@@ -35,8 +36,8 @@ for at in (0, 3 * GB):
     tool("qemu-img", ["check", "-q", image.to_str().unwrap()]).good();
 }
 
-/// A disk on another server has fast zeroes if that server has them. It makes them, refuses each,
-/// or does not advertise them.
+/// A disk on another server has fast zeroes if that server has them. The other server makes fast
+/// zeroes, refuses each, or does not advertise them.
 #[test]
 fn a_remote_disk_has_the_fast_zeroes_of_its_server() {
     for (mode, fast) in [("ignore", true), ("slow", false), ("none", false)] {

@@ -65,8 +65,8 @@ fn a_burst_lasts_for_its_length() {
     let folder = Folder::new();
     let socket = folder.join("s");
     let daemon = Daemon::serve("null:1G", &socket, &["--iops", "500,max=4000,length=1"]);
-    // 4000 per second in the first second, then 500 per second. The client counts completions,
-    // which arrive a moment later.
+    // The disk admits 4000 requests in the first second, then 500 per second. The client counts
+    // completions, which arrive a moment later.
     let took = good(&Options { ops: Some(4500), ..Options::for_socket(socket) }).seconds;
     figures.row("s for 4500 operations, 500/s with a burst of 4000", took, 1.95..2.05);
     daemon.stop();
@@ -77,7 +77,7 @@ fn a_burst_lasts_for_its_length() {
 fn a_change_takes_effect_within_100_ms() {
     let mut figures = Figures::default();
     let text = |keys: &str| disk("a", keys);
-    // A sector every 6 s.
+    // A limit of one sector in 6 s.
     const SLOW: &str = "bps = 85";
     let disks = Disks::start(&text(SLOW));
     let mut guest = disks.guest("a");
@@ -129,7 +129,8 @@ fn disks_of_a_group_share_its_rate_evenly() {
 /// A device model with four servers of 5 ms: 800 reads per second.
 const DEVICE: &str = "image = \"delay:1G,parallel=4,read=5ms,device=d\"";
 
-/// Runs in both orders of connection, because the share of a disk must not depend on the order.
+/// Runs the test in both orders of connection, because the share of a disk must not depend on the
+/// order.
 #[test]
 fn a_disk_gets_half_of_a_device_beside_a_thrasher() {
     let mut figures = Figures::default();

@@ -53,7 +53,7 @@ fn attach_makes_a_device_and_detach_removes_it() {
     on_both_kernels(ATTACH);
 }
 
-/// A user without privileges who may use the driver. The script does the work of a udev rule.
+/// A user without privileges may use the driver. The script does the work of a udev rule.
 const UNPRIVILEGED: &str = r#"
 truncate -s 32M a.img
 chown 1000 a.img

@@ -142,7 +142,7 @@ esac
 
 /// Timeout for a script.
 const LIMIT: Duration = Duration::from_secs(300);
-/// Timeout for all scripts of a guest. Then its runner ends it.
+/// Timeout for all scripts of a guest. After it the runner ends the guest.
 const ALL: Duration = Duration::from_secs(1800);
 
 /// A guest that waits for a script, or runs one.

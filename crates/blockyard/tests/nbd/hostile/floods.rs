@@ -49,8 +49,8 @@ fn a_thousand_connections_wait_beyond_the_limit() {
     let mut good = Good::new(&disk.socket);
     let mut held: Vec<UnixStream> = Vec::new();
     for _ in 0..1000 {
-        // Beyond the limit they wait in the kernel's backlog. Beyond the backlog the kernel refuses
-        // them.
+        // Clients beyond the limit wait in the kernel's backlog. The kernel refuses clients beyond
+        // the backlog.
         match rustix_connect(&disk.socket) {
             Some(stream) => held.push(stream),
             None => break,
@@ -67,8 +67,8 @@ fn a_thousand_connections_wait_beyond_the_limit() {
     ends(disk, held);
 }
 
-/// Clients use up all descriptors that they can have. A reload can still open its files. The server
-/// raised a low limit.
+/// Clients use up all descriptors that clients can have. A reload can still open its files. The
+/// server raised a low limit at its start.
 #[test]
 fn clients_cannot_use_up_the_servers_descriptors() {
     let folder = Folder::new();
@@ -167,7 +167,7 @@ fn clients_that_send_no_payload_block_no_others() {
 /// others wait for a short time, and small ones do not wait.
 #[test]
 fn slow_readers_delay_others_only_for_a_short_time() {
-    /// Bytes of a fifth of a second.
+    /// Number of bytes that a client reads in a fifth of a second.
     const DRIP: usize = 40 << 10;
     let (_folder, disk) = disk();
     let (mut small, mut large) =

@@ -142,7 +142,7 @@ impl Raw {
     }
 }
 
-/// Returns the data of NBD_OPT_GO and NBD_OPT_INFO.
+/// Returns the data of an option NBD_OPT_GO or NBD_OPT_INFO.
 fn go(name: &str) -> Vec<u8> {
     [&(name.len() as u32).to_be_bytes()[..], name.as_bytes(), &[0, 0]].concat()
 }

@@ -90,7 +90,7 @@ fn overlong_options_keep_their_effect() {
 #[test]
 fn invalid_messages_end_the_connection() {
     let (_folder, disk) = disk();
-    // Undefined handshake flags.
+    // The client sets handshake flags that are not defined.
     let mut raw = Raw::silent(&disk.socket);
     raw.read(18);
     raw.write(&u32::MAX.to_be_bytes());
@@ -103,7 +103,7 @@ fn invalid_messages_end_the_connection() {
     let mut raw = Raw::greeted(&disk.socket);
     raw.option_of(opt::LIST, u32::MAX, &[]);
     raw.ends();
-    // An invalid name: this option has no error reply.
+    // NBD_OPT_EXPORT_NAME with an invalid name. This option has no error reply.
     let mut raw = Raw::greeted(&disk.socket);
     raw.option(opt::EXPORT_NAME, b"no such");
     raw.ends();
