@@ -1,9 +1,9 @@
 //! The vhost-user connection: negotiation, memory, queues, and messages with any content.
 //!
-//! In: a socket's path. Out: what the back end offers, and what was negotiated. Most messages use
-//! the `vhost` crate's `Frontend`. This module writes the others itself: ring indices (the crate
-//! has 16 bits, packed rings need 32), eventfds, and messages of hostile tests. Dropping the
-//! connection closes it at any time.
+//! In: a socket's path. Out: the back end's offer, and the result of the negotiation. Most messages
+//! use the `vhost` crate's `Frontend`. This module writes the other messages itself: ring indices
+//! (16 bits in the crate, but packed rings need 32), eventfds, and messages of hostile tests. A
+//! test can drop the connection at any time, which closes it.
 
 use std::fs::File;
 use std::io::{IoSlice, Read};
@@ -26,7 +26,7 @@ use vhost::{VhostBackend, VringConfigData};
 use super::ring::RingAddresses;
 use super::{Memory, feature};
 
-/// Protocol features that this front end accepts if they are offered.
+/// Protocol features that this front end accepts if the back end offers them.
 pub const PROTOCOL: VhostUserProtocolFeatures = VhostUserProtocolFeatures::MQ
     .union(VhostUserProtocolFeatures::REPLY_ACK)
     .union(VhostUserProtocolFeatures::CONFIG)
@@ -34,14 +34,14 @@ pub const PROTOCOL: VhostUserProtocolFeatures = VhostUserProtocolFeatures::MQ
     .union(VhostUserProtocolFeatures::RESET_DEVICE)
     .union(VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS);
 
-/// Queue indices are one byte in the messages.
+/// Maximum number of queues, because a queue index is one byte in the messages.
 const QUEUES_MAX: u64 = 256;
 const VERSION: u32 = 1;
 const NEED_REPLY: u32 = 8;
 const HEADER: usize = 12;
 
-/// The fields of virtio-blk's configuration space that every back end has, in the units of the
-/// specification: sectors are 512 bytes.
+/// The first fields of virtio-blk's configuration space, which every back end has. The units are
+/// those of the specification: a sector has 512 bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BlockConfig {
     pub capacity_sectors: u64,
@@ -63,7 +63,7 @@ pub struct BlockConfig {
 }
 
 impl BlockConfig {
-    /// Size in bytes, up to the last field here.
+    /// Size in bytes of the configuration space up to the last field of this structure.
     pub const BYTES: usize = 60;
 
     fn parse(bytes: &[u8; Self::BYTES]) -> Self {
@@ -107,22 +107,23 @@ pub struct RingSetup {
     pub call: Arc<OwnedFd>,
 }
 
-/// A connection to a back end, and what was negotiated on it.
+/// A connection to a back end, and the result of its negotiation.
 pub struct Connection {
     frontend: Frontend,
-    /// The same socket, to send raw messages and to watch it.
+    /// A copy of the connection's socket, used to send raw messages and to watch for events.
     socket: UnixStream,
     pub offered: u64,
     pub features: u64,
     pub offered_protocol: VhostUserProtocolFeatures,
     pub protocol: VhostUserProtocolFeatures,
-    /// Number of queues that the back end supports; 1 if it was not queried.
+    /// Number of queues that the back end supports, or 1 if the front end has not queried it.
     pub queues_max: u64,
 }
 
 impl Drop for Connection {
-    /// Ends the connection at once. A close alone ends it only with the last copy of the
-    /// descriptor, and a process that another thread is starting holds a copy until its exec.
+    /// Shuts the socket down, which ends the connection at once. A close ends the connection only
+    /// when the last copy of the descriptor is closed. A process that another thread is starting
+    /// holds a copy until its exec.
     fn drop(&mut self) {
         let _ = self.socket.shutdown(std::net::Shutdown::Both);
     }
@@ -151,7 +152,7 @@ impl Connection {
     }
 
     /// Sends SET_OWNER and negotiates features: those of `wanted` and `protocol` that the back end
-    /// offers. Fails if it does not offer all of `required`.
+    /// offers. Fails if the back end does not offer all features in `required`.
     pub fn negotiate(
         &mut self,
         wanted: u64,
@@ -195,13 +196,13 @@ impl Connection {
         Ok(BlockConfig::parse(bytes))
     }
 
-    /// Sends the memory table: one region.
+    /// Sends the memory table, which has one region.
     pub fn set_memory(&mut self, memory: &Memory) -> Result<()> {
         self.frontend.set_mem_table(&[memory.region()]).context("SET_MEM_TABLE")?;
         Ok(())
     }
 
-    /// Requests the in-flight buffer. `None` if that was not negotiated.
+    /// Requests the in-flight buffer. Returns `None` if the protocol feature was not negotiated.
     pub fn inflight(&mut self, queues: u16, queue_size: u16) -> Result<Option<Inflight>> {
         if !self.protocol.contains(VhostUserProtocolFeatures::INFLIGHT_SHMFD) {
             return Ok(None);
@@ -211,14 +212,14 @@ impl Connection {
         Ok(Some(Inflight { layout, file }))
     }
 
-    /// Sends the in-flight buffer (back) to the back end.
+    /// Sends the in-flight buffer to the back end that made it, or to the next one.
     pub fn set_inflight(&mut self, inflight: &Inflight) -> Result<()> {
         self.frontend
             .set_inflight_fd(&inflight.layout, inflight.file.as_raw_fd())
             .context("SET_INFLIGHT_FD")
     }
 
-    /// Sets up a queue, in QEMU's order, without enabling it.
+    /// Sets up a queue with messages in QEMU's order, without enabling the queue.
     pub fn set_ring(&mut self, ring: &RingSetup, base: u32, memory: &Memory) -> Result<()> {
         let index = usize::from(ring.index);
         self.frontend.set_vring_num(index, ring.size).context("SET_VRING_NUM")?;
@@ -241,7 +242,7 @@ impl Connection {
             .context("SET_VRING_CALL")
     }
 
-    /// Enables or disables a queue. Without protocol features it runs from its first kick.
+    /// Enables or disables a queue. Without protocol features, a queue runs from its first kick on.
     pub fn enable(&mut self, index: u16, enable: bool) -> Result<()> {
         if self.features & feature::PROTOCOL_FEATURES == 0 {
             return Ok(());
@@ -249,12 +250,13 @@ impl Connection {
         self.frontend.set_vring_enable(index.into(), enable).context("SET_VRING_ENABLE")
     }
 
-    /// Stops a queue. Returns its base index, after nothing is in flight any more.
+    /// Stops a queue. The back end replies with the queue's base index when nothing is in flight
+    /// any more.
     pub fn stop_ring(&mut self, index: u16) -> Result<u32> {
         self.frontend.get_vring_base(index.into()).context("GET_VRING_BASE")
     }
 
-    /// Returns the crate's front end, for all other messages.
+    /// Returns the `vhost` crate's front end, for all other messages.
     pub fn frontend(&mut self) -> &mut Frontend {
         &mut self.frontend
     }
@@ -313,7 +315,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Runs `work`. If it takes longer than `limit`, the socket is shut down, so that a back end
+    /// Runs `work`. Shuts the socket down if `work` takes longer than `limit`, so that a back end
     /// that never replies causes an error instead of a hang.
     pub fn within<T>(
         &mut self,
@@ -345,8 +347,8 @@ impl Connection {
     }
 }
 
-/// Connects. Linux limits the wait in connect() on a Unix socket by the socket's send timeout. 0
-/// would mean no limit.
+/// Connects. Linux limits the wait in connect() on a Unix socket by the socket's send timeout. A
+/// timeout of 0 would mean no limit.
 fn connect(path: &Path, limit: Duration) -> Result<UnixStream> {
     use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
     let socket = rustix::net::socket_with(
@@ -371,8 +373,8 @@ fn connect(path: &Path, limit: Duration) -> Result<UnixStream> {
 mod tests {
     use super::*;
 
-    /// A back end that never accepts: the first connections wait in its backlog, and the next one
-    /// does not fit.
+    /// The back end never accepts. The first connections wait in its backlog, and the next
+    /// connection does not fit.
     #[test]
     fn a_back_end_that_never_replies_causes_an_error_in_bounded_time() {
         let folder = std::env::temp_dir().join(format!("blockyard-backlog-{}", std::process::id()));

@@ -12,7 +12,7 @@ use super::{Memory, PackedRing, SplitRing};
 pub struct Chain {
     pub id: u16,
     pub buffers: Vec<Buffer>,
-    /// Number of its descriptors in a packed ring.
+    /// Number of the chain's descriptors in a packed ring.
     length: u16,
 }
 
@@ -21,9 +21,9 @@ pub trait Device: Sized {
 
     fn new(memory: &Memory, ring: &Self::Ring, event_idx: bool) -> Self;
     fn take(&mut self, memory: &Memory) -> Option<Chain>;
-    /// Returns a chain to the driver. True: the driver wants a call.
+    /// Returns a chain to the driver. The result is true if the driver wants a call.
     fn give(&mut self, chain: &Chain, len: u32) -> bool;
-    /// Requests a kick with the next chain.
+    /// Requests a kick for the next chain.
     fn want_kick(&mut self);
     /// Suppresses kicks.
     fn want_none(&mut self);
@@ -32,7 +32,7 @@ pub trait Device: Sized {
 struct Descriptor {
     addr: u64,
     len: u32,
-    /// Split ring: flags, next. Packed ring: id, flags.
+    /// Third and fourth field of a descriptor. Split ring: flags, next. Packed ring: id, flags.
     third: u16,
     fourth: u16,
 }
@@ -139,7 +139,7 @@ pub struct PackedDevice {
     parts: [SharedSlice; 3],
     size: u16,
     event_idx: bool,
-    /// Position and wrap counter of the next descriptors to take, and to return.
+    /// Position and wrap counter of the next descriptors to take, and of the next ones to return.
     avail: (u16, bool),
     used: (u16, bool),
 }
@@ -192,7 +192,8 @@ impl Device for PackedDevice {
         match event >> 16 & 3 {
             0 => true,
             2 if self.event_idx => {
-                // The chain covers the descriptors from `at` on: is the requested one among them?
+                // The chain covers the descriptors from `at` on. Check whether the driver's event
+                // is among them.
                 let requested = ((event & 0x7fff) as u16, event & 0x8000 != 0);
                 (0..chain.length).any(|i| step((at, wrap), i, self.size) == requested)
             }
@@ -225,7 +226,7 @@ mod tests {
         (memory, queue, device)
     }
 
-    /// Returns type, sector and the status byte's slice of a chain.
+    /// Returns the request type, the sector and the slice of the status byte of a chain.
     fn header(memory: &Memory, chain: &Chain) -> (u32, u64, SharedSlice) {
         let (first, last) = (chain.buffers[0], chain.buffers[chain.buffers.len() - 1]);
         assert!(
@@ -240,7 +241,7 @@ mod tests {
         RingOptions { size, slots, event_idx: true, indirect: false }
     }
 
-    /// Thousands of requests, completed in random order, over many wraps of the ring.
+    /// Completes thousands of requests in random order, over many wraps of the ring.
     fn completes<D: Device>(options: RingOptions) {
         let (memory, mut queue, mut device) = queue::<D>(options);
         let mut random = Rng::new(1);
@@ -331,7 +332,7 @@ mod tests {
         let taken: Vec<_> = std::iter::from_fn(|| device.take(&memory)).collect();
         device.give(&taken[3], 1);
         assert_eq!(queue.reap().unwrap(), Some((3, status::NONE)), "no status was written");
-        // A back end with an in-flight buffer continues the ring as it is.
+        // A back end with an in-flight buffer continues the ring unchanged.
         let known = queue.resume_base(true);
         assert_ne!(known, queue.ring.fresh_base());
         assert_eq!(queue.resume_base(false), queue.ring.fresh_base());

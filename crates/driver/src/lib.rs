@@ -1,5 +1,5 @@
-//! Drivers without a virtual machine: for vhost-user-blk the connection, memory and virtqueues of a
-//! front end, and for Xen's blkif the same (`xen`).
+//! Drivers without a virtual machine. For vhost-user-blk: the connection, memory and virtqueues of
+//! a front end. For Xen's blkif (`xen`): the nodes, granted pages and rings of a front end.
 //!
 //! ```text
 //!   session      path + plan -> connected, queues running; also after a crash of the back end
@@ -7,10 +7,10 @@
 //!   memory       one shared region and its allocator    split, packed  the ring layouts (`Ring`)
 //! ```
 //!
-//! In: a socket's path, and what to negotiate. Out: status bytes and data of requests.
+//! In: a socket's path, and the features to negotiate. Out: status bytes and data of requests.
 //!
 //! What must hold
-//! - The driver follows the virtio 1.2 specification only, and assumes nothing about Blockyard's
+//! - The driver follows only the virtio 1.2 specification, and assumes nothing about Blockyard's
 //!   back end.
 //! - Every module can be used alone and checks nothing: tests write any descriptors, indices and
 //!   messages.
@@ -51,7 +51,8 @@ pub mod feature {
     pub const VERSION_1: u64 = 1 << 32;
     pub const RING_PACKED: u64 = 1 << 34;
 
-    /// Returns the names of feature bits, for messages; bits without a name as numbers.
+    /// Returns the names of feature bits, for error messages. Bits without a name appear as
+    /// numbers.
     pub fn names(bits: u64) -> String {
         const NAMES: [(u64, &str); 14] = [
             (SEG_MAX, "VIRTIO_BLK_F_SEG_MAX"),
@@ -77,7 +78,7 @@ pub mod feature {
         each.map(name).collect::<Vec<_>>().join(", ")
     }
 
-    /// The features that a current guest accepts for a disk, without those of the ring layout.
+    /// The features that a current guest accepts for a disk, except those of the ring layout.
     pub const GUEST: u64 = SEG_MAX
         | READ_ONLY
         | BLK_SIZE
@@ -107,6 +108,7 @@ pub mod status {
     pub const OK: u8 = 0;
     pub const IOERR: u8 = 1;
     pub const UNSUPP: u8 = 2;
-    /// Value that this driver writes before it submits, so that a missing status is visible.
+    /// Status byte that this driver writes before it submits a request, so that a missing status is
+    /// visible.
     pub const NONE: u8 = 0xff;
 }

@@ -1,7 +1,7 @@
 //! The guest's memory: one shared region with a bump allocator.
 //!
-//! In: sizes and alignments. Out: guest addresses, and slices to read and write there. Nothing is
-//! ever freed.
+//! In: sizes and alignments. Out: guest addresses, and slices to read and write the memory at these
+//! addresses. The allocator never frees memory.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 
@@ -9,12 +9,13 @@ use anyhow::{Context, Result};
 use blockyard_ring::{GuestMemory, Region, SharedSlice};
 use vhost::VhostUserMemoryRegionInfo;
 
-/// Guest-physical address of the region, and its address in the front end's process, as sent to the
-/// back end. They differ, and neither is zero, so that a back end that confuses them fails.
+/// Guest-physical address of the region, and the region's address in the front end's process, as
+/// sent to the back end. The two differ, and neither is zero, so that a back end that confuses them
+/// fails.
 const GUEST_BASE: u64 = 0x1_0000_0000;
 const USER_BASE: u64 = 0x7f00_0000_0000;
 
-/// The shared region, and how much of it is allocated.
+/// The shared region, and the number of its bytes that are allocated.
 pub struct Memory {
     guest: GuestMemory,
     fd: OwnedFd,
@@ -51,12 +52,13 @@ impl Memory {
         Ok((addr, self.slice(addr, len, align.min(4096))?))
     }
 
-    /// Returns the front end's own address, which vhost-user uses for ring addresses.
+    /// Returns the address of a guest address in the front end's process. vhost-user uses such
+    /// addresses for rings.
     pub fn user_address(&self, guest: u64) -> u64 {
         guest.wrapping_sub(GUEST_BASE).wrapping_add(USER_BASE)
     }
 
-    /// Returns the first guest address, and the length in bytes.
+    /// Returns the region's first guest address and its length in bytes.
     pub fn range(&self) -> (u64, u64) {
         (GUEST_BASE, self.len)
     }

@@ -1,10 +1,10 @@
 //! The packed virtqueue, driver side (virtio 1.2, section 2.8).
 //!
-//! A chain's descriptors are written at each submission, because the device overwrites them. Its
-//! buffer id is its slot.
+//! The driver writes a chain's descriptors at each submission, because the device overwrites them.
+//! The buffer id of a chain is its slot.
 //!
-//! What must hold: the flags of a chain's first descriptor are stored last, with Release. A used
-//! descriptor is read after its flags were loaded with Acquire.
+//! What must hold: the driver stores the flags of a chain's first descriptor last, with Release. It
+//! reads a used descriptor after it has loaded the descriptor's flags with Acquire.
 
 use std::sync::atomic::{Ordering, fence};
 
@@ -18,7 +18,8 @@ use super::{Memory, feature};
 
 const AVAIL: u16 = 1 << 7;
 const USED: u16 = 1 << 15;
-/// Flags of the event suppression structure; its first field is the offset.
+/// Values of the flags of the event suppression structure. The structure's first field is the
+/// offset.
 const EVENT_ENABLE: u16 = 0;
 const EVENT_DISABLE: u16 = 1;
 const EVENT_DESC: u16 = 2;
@@ -31,7 +32,7 @@ struct Chain {
     indirect: bool,
 }
 
-/// A position in the ring, and the wrap counter.
+/// A position in the ring, with its wrap counter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Cursor {
     at: u16,
@@ -57,7 +58,8 @@ impl Cursor {
 
 /// The driver's side of a packed virtqueue.
 pub struct PackedRing {
-    /// The parts that the back end sees, so that tests can write anything there.
+    /// The parts of the ring that the back end sees. They are public, so that tests can write
+    /// anything there.
     pub desc: SharedSlice,
     pub driver_event: SharedSlice,
     pub device_event: SharedSlice,
@@ -141,8 +143,8 @@ impl Ring for PackedRing {
                 let at = table as usize + at * DESCRIPTOR as usize;
                 tables.copy_in(at, buffer.addr.to_le_bytes());
                 tables.copy_in(at + 8, buffer.len.to_le_bytes());
-                // In an indirect table the order is the chain, and the id is the ring's. Only the
-                // WRITE flag counts.
+                // In an indirect table the order of the entries is the chain, and the ring's
+                // descriptor has the id. In the table's flags, the device reads only WRITE.
                 tables.copy_in(at + 12, (u32::from(buffer.flags()) << 16).to_le_bytes());
             }
             let len = (chain.len() as u64 * DESCRIPTOR) as u32;
@@ -187,8 +189,8 @@ impl Ring for PackedRing {
         if added == 0 {
             return false;
         }
-        // The descriptors must be visible before the check whether the device wants a kick.
-        // Otherwise both sides might wait for each other.
+        // The descriptors must be visible before the driver checks whether the device wants a kick.
+        // Without the fence, both sides might wait for each other.
         fence(Ordering::SeqCst);
         let event = self.device_event.load_u32(0, Ordering::Relaxed);
         let (offset, flags) = (event as u16, (event >> 16) as u16 & 3);
@@ -210,7 +212,7 @@ impl Ring for PackedRing {
         let at = self.used.at as usize * DESCRIPTOR as usize;
         let len = u32::from_le_bytes(self.desc.copy_out(at + 8));
         let id = u16::from_le_bytes(self.desc.copy_out(at + 12));
-        // The caller reports an id that is not a slot; the ring is unusable then.
+        // The caller reports an id that is not a slot. The ring is unusable after such an id.
         let length = if usize::from(id) < self.chains.len() { self.length(id) } else { 1 };
         self.used.advance(length, self.options.size);
         Some((id.into(), len))
@@ -237,9 +239,9 @@ impl Ring for PackedRing {
         self.driver_event.store_u32(0, u32::from(EVENT_DISABLE) << 16, Ordering::Relaxed);
     }
 
-    /// Returns the driver's position among the used descriptors, for both halves: a packed ring has
-    /// no index in memory, so the back end takes its own from the in-flight buffer. Must be called
-    /// after `reap` returned `None`.
+    /// Returns the driver's position among the used descriptors, in both halves of the value. A
+    /// packed ring has no index in memory, so the back end takes its own position from the
+    /// in-flight buffer. Must be called after `reap` has returned `None`.
     fn base(&self) -> u32 {
         let bits = u32::from(self.used.bits());
         bits | bits << 16

@@ -1,12 +1,12 @@
-//! Requests in slots: a header, a data buffer and a status byte per slot, described in the ring
-//! once.
+//! Requests in slots. Each slot has a header, a data buffer and a status byte, which are described
+//! in the ring once.
 //!
-//! In: a request type, a sector, and the direction of the data. Out: slots with their status. A
-//! request costs the header's 16 bytes, the status byte and the ring's entry. Descriptors are
-//! written only if a slot's layout changes.
+//! In: a request type, a sector, and the direction of the data. Out: slots with their status. For
+//! each request, the driver writes only the 16 bytes of the header, the status byte and the ring's
+//! entry. It writes descriptors only if a slot's layout changes.
 //!
-//! What must hold: a slot in flight is not touched until `reap` returns it. An id from the device
-//! is checked against the slots in flight.
+//! What must hold: the driver does not touch a slot in flight until `reap` returns it. It checks
+//! each id from the device against the slots in flight.
 
 use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
@@ -22,12 +22,12 @@ use super::connection::RingSetup;
 use super::ring::{Buffer, Ring, RingOptions};
 use super::{Memory, status};
 
-/// Size of the space for header and status in each slot, in bytes. It is a cache line, as in a
-/// guest's request structure.
+/// Size of the space for header and status in each slot, in bytes. The size is a cache line, as in
+/// a guest's request structure.
 const LINE: u64 = 64;
 const STATUS: u64 = 16;
 
-/// The data of a request, in bytes from the start of its slot's buffer.
+/// The data of a request. Its length is in bytes from the start of its slot's buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Data {
     None,
@@ -40,7 +40,8 @@ pub enum Data {
 pub trait RequestQueue: Send + 'static {
     /// Puts a request into a free slot. The back end sees it after `publish`.
     fn submit(&mut self, slot: u16, request: u32, sector: u64, data: Data);
-    /// Makes submitted requests visible to the back end, and notifies it if it wants that.
+    /// Makes submitted requests visible to the back end, and sends a notification if the back end
+    /// wants one.
     fn publish(&mut self) -> Result<()>;
     /// Returns the next completed request: its slot and its status byte.
     fn reap(&mut self) -> Result<Option<(u16, u8)>>;
@@ -48,18 +49,18 @@ pub trait RequestQueue: Send + 'static {
     fn ready(&self) -> bool;
     /// Returns the number of requests in flight.
     fn in_flight(&self) -> usize;
-    /// Sleeps until a notification of the back end, at most for `limit`. May return early.
+    /// Sleeps until the back end sends a notification, but at most for `limit`. May return early.
     fn sleep(&mut self, limit: Option<Duration>) -> Result<()>;
-    /// Notifies the back end, whether it wants that or not.
+    /// Sends the back end a notification, even if it does not want one.
     fn kick(&mut self) -> Result<()>;
-    /// Returns the number of notifications so far: sent to the back end, and received.
+    /// Returns the number of notifications so far: those sent to the back end, and those received.
     fn notifications(&mut self) -> Result<(u64, u64)>;
     /// Copies `bytes` to the start of a slot's data.
     fn write_data(&self, slot: u16, bytes: &[u8]);
     /// Copies the start of a slot's data to `bytes`.
     fn read_data(&self, slot: u16, bytes: &mut [u8]);
     /// Prepares the ring for the next back end. Returns the base to send to it (SET_VRING_BASE).
-    /// `known`: whether that back end knows what was in flight.
+    /// `known`: whether the next back end knows which requests were in flight.
     fn resume_base(&mut self, known: bool) -> u32;
 }
 
@@ -81,9 +82,9 @@ pub struct Queue<R> {
     data: SharedSlice,
     kick: Arc<OwnedFd>,
     call: Arc<OwnedFd>,
-    /// An edge-triggered epoll of `call` alone, so that a wake-up is one system call. A read of
-    /// `call` would take two: back ends (QEMU's for one) make it non-blocking, and that flag is
-    /// shared.
+    /// An edge-triggered epoll that contains only `call`, so that a wake-up is one system call. A
+    /// read of `call` would take two: back ends such as QEMU's make the eventfd non-blocking, and
+    /// both sides share that flag.
     waiter: OwnedFd,
     in_flight: usize,
     /// Number of kicks sent, and of calls received (see `take_signals`).
@@ -92,14 +93,14 @@ pub struct Queue<R> {
 }
 
 impl<R: Ring> Queue<R> {
-    /// Returns how much guest memory such a queue needs at most, in bytes.
+    /// Returns the maximum number of bytes of guest memory that such a queue needs.
     pub fn memory_needed(options: RingOptions, data_len: u32) -> u64 {
         let slots = u64::from(options.slots);
         let stride = u64::from(data_len).next_multiple_of(4096);
         u64::from(options.size) * 26 + slots * (48 + LINE + stride) + 8 * 4096
     }
 
-    /// Creates a queue with `data_len` bytes for data per slot.
+    /// Creates a queue with a data buffer of `data_len` bytes in each slot.
     pub fn new(
         memory: &mut Memory,
         index: u16,
@@ -173,8 +174,8 @@ impl<R: Ring> Queue<R> {
         self.data.read(slot as usize * self.data_len as usize, bytes);
     }
 
-    /// Puts a request into a free slot, and the slot into the ring. The device sees it after
-    /// `publish`.
+    /// Puts a request into a free slot, and the slot into the ring. The device sees the request
+    /// after `publish`.
     #[inline]
     pub fn submit(&mut self, slot: u16, request: u32, sector: u64, data: Data) {
         let state = &mut self.slots[slot as usize];
@@ -206,13 +207,13 @@ impl<R: Ring> Queue<R> {
         self.ring.lay(slot, &[header, Buffer { addr, len, device_writes }, status]);
     }
 
-    /// Makes submitted requests visible to the device, and kicks it if it wants that.
+    /// Makes submitted requests visible to the device, and sends a kick if the device wants one.
     #[inline]
     pub fn publish(&mut self) -> Result<()> {
         if self.ring.publish() { self.kick() } else { Ok(()) }
     }
 
-    /// Kicks the device, whether it wants that or not.
+    /// Kicks the device, even if the device does not want a kick.
     pub fn kick(&mut self) -> Result<()> {
         self.kicks += 1;
         rustix::io::write(&*self.kick, &1u64.to_ne_bytes())?;
@@ -235,7 +236,7 @@ impl<R: Ring> Queue<R> {
         Ok(Some((id as u16, status)))
     }
 
-    /// Sleeps until the device signals `call`, at most for `limit`. May return early.
+    /// Sleeps until the device signals `call`, but at most for `limit`. May return early.
     pub fn sleep(&mut self, limit: Option<Duration>) -> Result<()> {
         if !self.ring.arm() {
             let limit = limit
@@ -249,7 +250,8 @@ impl<R: Ring> Queue<R> {
         Ok(())
     }
 
-    /// Updates `signals` from the eventfd's counter, which is not read while requests run.
+    /// Updates `signals` from the eventfd's counter. The driver does not read this counter while
+    /// requests run.
     pub fn take_signals(&mut self) -> Result<()> {
         let mut count = [0; 8];
         match rustix::io::read(&*self.call, &mut count) {
@@ -260,10 +262,10 @@ impl<R: Ring> Queue<R> {
         Ok(())
     }
 
-    /// Prepares the ring for the next back end, and returns its SET_VRING_BASE. The last back end
-    /// must be gone, and all used chains reaped. `known`: the next one finds in the in-flight
-    /// buffer what the last one had taken. Otherwise the ring is emptied, and everything in flight
-    /// is submitted again, as by a guest that resets the device.
+    /// Prepares the ring for the next back end, and returns the SET_VRING_BASE value for it. The
+    /// last back end must be gone, and all used chains reaped. `known`: the next back end finds the
+    /// chains in flight in the in-flight buffer. If it does not, this empties the ring and submits
+    /// everything in flight again, like a guest that resets the device.
     pub fn resume_base(&mut self, known: bool) -> u32 {
         if known {
             return self.ring.base();
@@ -275,8 +277,8 @@ impl<R: Ring> Queue<R> {
         self.ring.fresh_base()
     }
 
-    /// Makes one request and waits for it. Returns its status byte. `data` has its direction and
-    /// length, `bytes` its content.
+    /// Makes one request and waits for its completion. Returns its status byte. `data` has the
+    /// direction and length of the data, `bytes` its content.
     pub fn call(
         &mut self,
         request: u32,

@@ -1,7 +1,7 @@
 //! The interface of both virtqueue layouts, on the driver's side.
 //!
-//! In: slots, each with a chain of buffers that was defined before. Out: slots, after the device
-//! has used their chains. The caller ensures that a slot is in the ring at most once.
+//! In: slots, each with a chain of buffers that the caller has set with `lay`. Out: slots, after
+//! the device has used their chains. The caller ensures that a slot is in the ring at most once.
 
 use anyhow::Result;
 
@@ -15,12 +15,12 @@ pub const CHAIN_MAX: usize = 3;
 /// Size of a descriptor in bytes, in either layout.
 pub const DESCRIPTOR: u64 = 16;
 
-/// A buffer of a chain.
+/// A buffer of a descriptor chain.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Buffer {
     pub addr: u64,
     pub len: u32,
-    /// Whether the device writes it; otherwise it reads it.
+    /// Whether the device writes the buffer. If false, the device reads the buffer.
     pub device_writes: bool,
 }
 
@@ -30,8 +30,8 @@ impl Buffer {
     }
 }
 
-/// Guest addresses of a ring's three parts. Packed: descriptor ring, driver and device event
-/// suppression.
+/// Guest addresses of a ring's three parts. In a packed ring the parts are the descriptor ring, and
+/// the event suppression structures of driver and device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RingAddresses {
     pub desc: u64,
@@ -44,7 +44,7 @@ pub struct RingAddresses {
 pub struct RingOptions {
     /// Number of entries of the ring.
     pub size: u16,
-    /// Number of chains that can be in it at once.
+    /// Number of chains that can be in the ring at once.
     pub slots: u16,
     pub event_idx: bool,
     pub indirect: bool,
@@ -78,24 +78,25 @@ pub trait Ring: Send + Sized + 'static {
     fn new(memory: &mut super::Memory, options: RingOptions) -> Result<Self>;
     fn addresses(&self) -> RingAddresses;
     fn size(&self) -> u16;
-    /// Sets a slot's chain (1 to `CHAIN_MAX` buffers) for this and later submissions. The slot must
-    /// not be in the ring.
+    /// Sets a slot's chain (1 to `CHAIN_MAX` buffers) for this submission and later ones. The slot
+    /// must not be in the ring.
     fn lay(&mut self, slot: u16, chain: &[Buffer]);
-    /// Makes the slot's chain available with the next `publish`.
+    /// Adds the slot's chain to the ring. The next `publish` makes the chain available.
     fn submit(&mut self, slot: u16);
-    /// Makes submitted chains visible to the device. True: the device wants a kick.
+    /// Makes submitted chains visible to the device. Returns whether the device wants a kick.
     fn publish(&mut self) -> bool;
     /// Returns the next used chain: its id as the device wrote it, unchecked, and the number of
-    /// bytes that it claims to have written.
+    /// bytes that the device claims to have written.
     fn reap(&mut self) -> Option<(u32, u32)>;
     /// Returns whether `reap` would return a chain.
     fn ready(&self) -> bool;
-    /// Requests a call with the next used chain. True: there is one already, so do not wait.
+    /// Requests a call for the next used chain. Returns true if a used chain is already in the
+    /// ring, so that the caller must not wait.
     fn arm(&mut self) -> bool;
     /// Suppresses calls.
     fn disarm(&mut self);
-    /// Returns the SET_VRING_BASE value after the back end has crashed: the ring's own used index
-    /// (see the implementations).
+    /// Returns the SET_VRING_BASE value after the back end has crashed. It comes from the ring's
+    /// used index (see the implementations).
     fn base(&self) -> u32;
     /// Returns the SET_VRING_BASE value of a ring that was just created or reset.
     fn fresh_base(&self) -> u32;
@@ -103,8 +104,8 @@ pub trait Ring: Send + Sized + 'static {
     fn reset(&mut self);
 }
 
-/// Returns whether the step of an index from `old` to `new` passes `event`, at which the other side
-/// wants a notification (virtio 1.2, section 2.7.10).
+/// Returns whether an index that goes from `old` to `new` passes `event`, the index at which the
+/// other side wants a notification (virtio 1.2, section 2.7.10).
 #[inline]
 pub fn need_event(event: u16, new: u16, old: u16) -> bool {
     new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)

@@ -2,10 +2,10 @@
 //! crashed.
 //!
 //! In: a `Plan`. Out: a `Link` (connection, memory, the in-flight buffer), and the queues, which
-//! may move to other threads.
+//! the caller may move to other threads.
 //!
-//! What must hold: memory and rings live as long as the link, across connections. The in-flight
-//! buffer is requested once, and sent to every later back end, as QEMU does.
+//! What must hold: memory and rings live as long as the link, across connections. The link requests
+//! the in-flight buffer once, and sends it to every later back end, as QEMU does.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -17,22 +17,23 @@ use super::connection::{BlockConfig, Connection, Inflight, PROTOCOL, RingSetup};
 use super::ring::{Ring, RingOptions};
 use super::{Memory, Queue, feature};
 
-/// What to negotiate and to set up.
+/// The features to negotiate, and the queues to set up.
 #[derive(Clone, Copy, Debug)]
 pub struct Plan {
     pub queues: u16,
     pub queue_size: u16,
-    /// Requests in flight per queue.
+    /// Maximum number of requests in flight per queue.
     pub slots: u16,
     /// Size of the data buffer of a request, in bytes.
     pub data_len: u32,
     pub event_idx: bool,
     pub indirect: bool,
-    /// Features to accept if they are offered, and features without which the session fails.
+    /// Features that the session accepts if they are offered, and features without which it fails.
     pub wanted: u64,
     pub required: u64,
     pub protocol: VhostUserProtocolFeatures,
-    /// Longest time for the back end to accept the connection, and for each exchange of messages.
+    /// Longest time until the back end accepts the connection, and longest time for each exchange
+    /// of messages.
     pub answer_limit: Duration,
 }
 
@@ -64,7 +65,7 @@ impl Plan {
     }
 }
 
-/// A connection to a back end that maps our memory.
+/// A connection to a back end that maps the driver's memory.
 pub struct Link {
     path: PathBuf,
     plan: Plan,
@@ -77,7 +78,8 @@ pub struct Link {
 }
 
 impl Link {
-    /// Connects, for rings of the layout `R`. Next, create and start the queues.
+    /// Connects to a back end for rings of the layout `R`. The caller must then create and start
+    /// the queues.
     pub fn open<R: Ring>(path: &Path, plan: &Plan) -> Result<Self> {
         let options = RingOptions {
             size: plan.queue_size,
@@ -152,7 +154,8 @@ impl Link {
         })
     }
 
-    /// Connects to the same path again, and negotiates the same. Next, start the rings.
+    /// Connects to the same path again, and negotiates the same features. The caller must then
+    /// start the rings.
     pub fn reopen(&mut self) -> Result<()> {
         let mut connection = Connection::open_within(&self.path, self.plan.answer_limit)?;
         let (plan, layout) = (self.plan, self.layout);
@@ -192,8 +195,9 @@ impl<R: Ring> Session<R> {
         Ok(Session { link, queues })
     }
 
-    /// Connects again after the back end has gone away. With an in-flight buffer the rings stay as
-    /// they are. Without one, everything in flight is submitted again in emptied rings. Then kicks.
+    /// Connects again after the back end has ended. With an in-flight buffer, the rings stay
+    /// unchanged. Without one, the rings are emptied, and everything in flight is submitted again.
+    /// In both cases, kicks the queues at the end.
     pub fn restart(&mut self) -> Result<()> {
         self.link.reopen()?;
         let known = self.link.inflight.is_some();

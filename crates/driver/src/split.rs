@@ -1,11 +1,11 @@
 //! The split virtqueue, driver side (virtio 1.2, section 2.7).
 //!
-//! Head descriptors come first (one per slot, so a chain's id is its slot), then the slots' second
-//! descriptors, then their third.
+//! The descriptor table contains the head descriptors first (one per slot, so a chain's id is its
+//! slot), then the second descriptors of the slots, then the third ones.
 //!
-//! What must hold: descriptors, headers and entries of the available ring are written before the
-//! index that publishes them is stored with Release. A used entry is read after its index was
-//! loaded with Acquire.
+//! What must hold: the driver writes descriptors, headers and entries of the available ring before
+//! it stores the index that publishes them, with Release. It reads a used entry after it has loaded
+//! the used index with Acquire.
 
 use std::sync::atomic::{Ordering, fence};
 
@@ -25,7 +25,8 @@ const ENTRIES: usize = 4;
 
 /// The driver's side of a split virtqueue.
 pub struct SplitRing {
-    /// The parts that the back end sees, so that tests can write anything there.
+    /// The parts of the ring that the back end sees. They are public, so that tests can write
+    /// anything there.
     pub desc: SharedSlice,
     pub avail: SharedSlice,
     pub used: SharedSlice,
@@ -88,7 +89,7 @@ impl Ring for SplitRing {
             size.is_power_of_two() && size <= 1 << 15,
             "a split ring of {size} entries: it must be a power of two up to 32768"
         );
-        // Parts that different sides write are on different pages.
+        // Parts that are written by different sides are on different pages.
         let (desc_addr, desc) = memory.piece(DESCRIPTOR * u64::from(size), 4096)?;
         let (avail_addr, avail) = memory.piece(6 + 2 * u64::from(size), 4096)?;
         let (used_addr, used) = memory.piece(6 + 8 * u64::from(size), 4096)?;
@@ -164,8 +165,8 @@ impl Ring for SplitRing {
         }
         self.published = new;
         self.avail.store_u16(INDEX, new, Ordering::Release);
-        // The index must be visible before the check whether the device wants a kick. Otherwise
-        // both sides might wait for each other.
+        // The index must be visible before the driver checks whether the device wants a kick.
+        // Without the fence, both sides might wait for each other.
         fence(Ordering::SeqCst);
         if self.options.event_idx {
             need_event(self.used.load_u16(self.avail_event(), Ordering::Relaxed), new, old)
@@ -205,7 +206,8 @@ impl Ring for SplitRing {
 
     fn disarm(&mut self) {
         if self.options.event_idx {
-            // An event index that was just passed is reached again after 65536 used chains only.
+            // If the event index was just passed, the used index reaches it again only after 65536
+            // chains.
             self.avail.store_u16(
                 self.used_event(),
                 self.last_used.wrapping_sub(1),
@@ -216,8 +218,8 @@ impl Ring for SplitRing {
         }
     }
 
-    /// Returns the used index in the ring, as QEMU restores it if a crashed back end cannot be
-    /// queried.
+    /// Returns the used index in the ring. QEMU restores the base in the same way if it cannot
+    /// query a crashed back end.
     fn base(&self) -> u32 {
         self.used.load_u16(INDEX, Ordering::Acquire).into()
     }

@@ -6,10 +6,10 @@
 //!   front     nodes and states, negotiated terms               ring    entries, indices, events
 //!   request   ring entries in both layouts
 //! ```
-//! In: a machine, the number of a device, and what to negotiate. Out: responses and data.
+//! In: a machine, the number of a device, and the features to negotiate. Out: responses and data.
 //!
 //! What must hold
-//! - The driver follows Xen's `blkif.h` only, and assumes nothing about Blockyard's back end.
+//! - The driver follows only Xen's `blkif.h`, and assumes nothing about Blockyard's back end.
 //! - Every module can be used alone and checks nothing: tests write any nodes, entries and indices.
 //!
 //! [`Machine`]: blockyard_ring::xen::Machine

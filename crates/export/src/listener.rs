@@ -1,8 +1,8 @@
 //! Listening sockets of exports: Unix sockets, TCP addresses, and sockets that another process has
 //! opened (systemd).
 //! In: an address. Out: connected sockets. What must hold: a Unix socket on which no server listens
-//! any more is replaced. A file that is no socket is never replaced. On drop, a listener removes the
-//! socket file that it has created.
+//! any more is replaced. A file that is no socket is never replaced. On drop, a listener removes
+//! the socket file that it has created.
 
 use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs};

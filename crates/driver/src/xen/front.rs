@@ -14,15 +14,15 @@ use super::request::Abi;
 use super::ring::FrontRing;
 use super::state;
 
-/// Names and values of nodes.
+/// Names and values of xenstore nodes.
 pub type Nodes = Vec<(String, String)>;
 
 /// Parameters that a front end requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Terms {
     pub queues: usize,
-    /// Order of the ring's pages (`ring-page-order`). `None`: one page and no such node, as in
-    /// front ends without multi-page rings.
+    /// Value of the node `ring-page-order`: each ring has 2^`order` pages. `None`: the ring has one
+    /// page, and the front end writes no such node, like front ends without multi-page rings.
     pub order: Option<u32>,
     pub persistent: bool,
     pub abi: Abi,
@@ -38,7 +38,7 @@ impl Terms {
     }
 }
 
-/// The front end of one device. The rings are the first pages of the domain's memory.
+/// The front end of one device. Its rings are the first pages of the domain's memory.
 pub struct Front {
     pub domain: Arc<Domain>,
     pub memory: SharedSlice,
@@ -49,8 +49,8 @@ pub struct Front {
 }
 
 impl Front {
-    /// Creates the front end of device number `device` of a domain. It waits for each change by the
-    /// back end at most for `limit`.
+    /// Creates the front end of device number `device` of a domain. `limit`: longest wait for each
+    /// change by the back end.
     pub fn new(
         machine: &Machine,
         domain: Arc<Domain>,
@@ -63,24 +63,24 @@ impl Front {
         Ok(Front { memory: domain.memory(), domain, store, path, back: None, limit })
     }
 
-    /// Returns the path of its own nodes.
+    /// Returns the path of the front end's nodes.
     pub fn path(&self) -> &str {
         &self.path
     }
 
-    /// Writes one of its own nodes.
+    /// Writes one of the front end's nodes.
     pub fn set(&mut self, key: &str, value: impl Display) -> Result<()> {
         Ok(self.store.write(&format!("{}/{key}", self.path), value)?)
     }
 
-    /// Reads a node of the back end, which the node `backend` names.
+    /// Reads a node of the back end. The front end's node `backend` contains the back end's path.
     pub fn back(&mut self, key: &str) -> Result<Option<String>> {
         let back =
             self.back.as_ref().context("the path of the device's back end is not known yet")?;
         Ok(self.store.read(&format!("{back}/{key}"))?)
     }
 
-    /// Reads a number that the back end wrote; 0 if there is none.
+    /// Reads a number that the back end wrote. Returns 0 if the node is missing.
     pub fn back_number(&mut self, key: &str) -> Result<u64> {
         let text = self.back(key)?.unwrap_or_else(|| "0".into());
         text.parse().with_context(|| format!("the back end's {key} is \"{text}\""))
@@ -99,8 +99,8 @@ impl Front {
         self.wait("state", Some(&state.to_string()))
     }
 
-    /// Waits until a toolstack has created the device, reads which back end serves it, and watches
-    /// that.
+    /// Waits until a toolstack has created the device. Reads the back end's path from the device's
+    /// nodes, and watches the back end's nodes.
     fn find_back(&mut self) -> Result<()> {
         let path = format!("{}/backend", self.path);
         let back = until(&mut self.store, self.limit, |store| Ok(store.read(&path)?));
@@ -115,9 +115,9 @@ impl Front {
         Ok(())
     }
 
-    /// Creates empty rings in the domain's pages from `first` on. Returns them and the nodes that
-    /// describe them, which are not written yet. `references`: the grant references of the domain's
-    /// first pages.
+    /// Creates empty rings in the domain's pages from `first` on. Returns the rings, and the nodes
+    /// that describe them. The caller must write these nodes. `references`: the grant references of
+    /// the domain's first pages.
     pub fn rings(
         &self,
         terms: &Terms,
@@ -151,8 +151,8 @@ impl Front {
         Ok((rings, keys))
     }
 
-    /// Writes the nodes of its rings, and state Initialised. It first removes nodes of earlier
-    /// rings that would not apply.
+    /// Writes the nodes of the front end's rings, and state Initialised. First removes nodes of
+    /// earlier rings that the new rings do not have.
     pub fn offer(&mut self, keys: &[(String, String)]) -> Result<()> {
         for key in ["multi-queue-num-queues", "ring-page-order"] {
             self.store.remove(&format!("{}/{key}", self.path))?;
@@ -173,7 +173,7 @@ impl Front {
         Ok(rings)
     }
 
-    /// Closes the device, and waits until the back end has closed it too.
+    /// Closes the device, and waits until the back end has closed it as well.
     pub fn close(&mut self) -> Result<()> {
         self.set("state", state::CLOSED)?;
         self.wait_for_state(state::CLOSED)

@@ -1,13 +1,14 @@
-//! Requests in slots over a blkif ring: each slot has pages of the domain for its data, and one for
-//! an indirect request's segments.
+//! Requests in slots over a blkif ring. Each slot has pages of the domain for its data, and one
+//! page for the segments of an indirect request.
 //!
-//! In: an operation, a sector, a length. Out: slots with their status.
+//! In: an operation, a sector, and a length. Out: slots with their status.
 //!
-//! With persistent grants, a slot's pages are granted once. Without, they are granted with each
-//! request (read-only for a write), and revoked with its response, as Linux's driver does.
+//! With persistent grants, the driver grants a slot's pages once. Without, it grants them for each
+//! request (read-only for a write), and revokes the grants after the response, as Linux's driver
+//! does.
 //!
-//! What must hold: a slot in flight is not touched until `reap` returns it. An id that the back end
-//! writes is checked against the slots in flight.
+//! What must hold: the driver does not touch a slot in flight until `reap` returns it. It checks
+//! each id that the back end writes against the slots in flight.
 
 use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
@@ -39,8 +40,8 @@ impl QueueOptions {
         (self.data_len as usize).div_ceil(PAGE)
     }
 
-    /// Returns the number of pages of a slot: those of its data, and one for the segments if they
-    /// do not fit into the ring entry.
+    /// Returns the number of pages of a slot: the pages of its data, and one page for the segments
+    /// if they do not fit into the ring entry.
     fn slot_pages(&self) -> usize {
         self.data_pages() + usize::from(self.data_pages() > DIRECT_SEGMENTS)
     }
@@ -55,7 +56,8 @@ impl QueueOptions {
 struct Slot {
     in_flight: bool,
     operation: u8,
-    /// Grant references of its pages, the one for segments last.
+    /// Grant references of the slot's pages. The reference of the page for segments is the last
+    /// one.
     references: Vec<u32>,
 }
 
@@ -66,17 +68,18 @@ pub struct Queue {
     memory: SharedSlice,
     index: usize,
     options: QueueOptions,
-    /// Number of its first page.
+    /// Number of the queue's first page in the domain's memory.
     first: usize,
     slots: Vec<Slot>,
-    /// An edge-triggered epoll of the event channel alone, so that a wake-up is one system call.
+    /// An edge-triggered epoll that contains only the event channel, so that a wake-up is one
+    /// system call.
     waiter: OwnedFd,
     in_flight: usize,
-    /// Grants that the back end still had mapped at its response, and how often that happened.
+    /// Grants that the back end still had mapped when it responded, and the number of such cases.
     late: Vec<u32>,
     pub still_mapped: u64,
-    /// Counters of the domain's grant operations at each call of `notifications`: at the beginning
-    /// and at the end of a measurement.
+    /// Counters of the domain's grant operations, one entry for each call of `notifications`. A
+    /// caller calls it at the beginning and at the end of a measurement.
     pub marks: Vec<GrantCounts>,
 }
 
@@ -242,7 +245,8 @@ impl Queue {
         Ok(Some((slot as u16, response.status)))
     }
 
-    /// Makes submitted requests visible to the back end, and sends an event if it wants one.
+    /// Makes submitted requests visible to the back end, and sends an event if the back end wants
+    /// one.
     #[inline]
     pub fn publish(&mut self) {
         if self.ring.publish() {
@@ -250,7 +254,7 @@ impl Queue {
         }
     }
 
-    /// Sleeps until an event of the back end, at most for `limit`. May return early.
+    /// Sleeps until the back end sends an event, but at most for `limit`. May return early.
     pub fn sleep(&mut self, limit: Option<Duration>) -> Result<()> {
         let Queue { late, domain, .. } = self;
         late.retain(|reference| !domain.revoke(*reference));
@@ -285,7 +289,7 @@ impl Queue {
         self.memory.read(self.page(slot) * PAGE, bytes);
     }
 
-    /// Makes one request of `len` bytes in slot 0 and waits for it. Returns its status.
+    /// Makes one request of `len` bytes in slot 0 and waits for its completion. Returns its status.
     pub fn call(&mut self, operation: u8, sector: u64, len: u32, limit: Duration) -> Result<i16> {
         anyhow::ensure!(self.in_flight == 0, "a single request needs an idle queue");
         self.submit(0, operation, sector, len);
@@ -303,7 +307,7 @@ impl Queue {
     }
 }
 
-/// Translates request types and statuses from and to those of virtio.
+/// Translates request types from virtio's, and statuses to virtio's.
 impl RequestQueue for Queue {
     #[inline]
     fn submit(&mut self, slot: u16, request: u32, sector: u64, data: Data) {
@@ -368,7 +372,7 @@ impl RequestQueue for Queue {
         Queue::read_data(self, slot, bytes);
     }
 
-    /// The next server continues with the ring as it is.
+    /// The next server continues with the ring unchanged, so there is nothing to prepare.
     fn resume_base(&mut self, _known: bool) -> u32 {
         0
     }

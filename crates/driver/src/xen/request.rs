@@ -1,5 +1,6 @@
 //! Entries of a blkif ring as a front end writes them (`xen/include/public/io/blkif.h`), in the
-//! layouts of 64-bit and of 32-bit guests. Nothing is checked: tests may write invalid requests.
+//! layouts of 64-bit and of 32-bit guests. This module checks nothing, because tests write invalid
+//! requests too.
 
 use super::PAGE;
 
@@ -52,8 +53,8 @@ impl Abi {
         }
     }
 
-    /// Returns the offsets in an entry of the request's id, of its first sector, and of what
-    /// follows.
+    /// Returns the byte offsets in an entry of the request's id, of its first sector, and of the
+    /// fields after the first sector.
     pub fn places(self) -> (usize, usize, usize) {
         match self {
             Abi::X86_64 => (8, 16, 24),
@@ -61,7 +62,7 @@ impl Abi {
         }
     }
 
-    /// Returns the number of entries of a ring of `pages` pages: a power of two.
+    /// Returns the number of entries of a ring of `pages` pages, which is a power of two.
     pub fn entries(self, pages: usize) -> u32 {
         1 << (((pages * PAGE - HEADER) / self.entry()) as u32).ilog2()
     }
@@ -70,17 +71,19 @@ impl Abi {
 /// A ring entry.
 #[derive(Clone, Copy, Debug)]
 pub struct Entry<'a> {
-    /// The operation and the next three bytes: the number of segments, or a flag; for an indirect
-    /// request the inner operation and the number of segments (16 bits).
+    /// The first four bytes. Byte 0: the operation. Bytes 1 to 3 of a direct request: the number of
+    /// segments, or a flag. Bytes 1 to 3 of an indirect request: the inner operation, and the
+    /// number of segments (16 bits).
     pub head: [u8; 4],
     pub id: u64,
     pub sector: u64,
-    /// Segments, number of sectors, or the references of indirect pages.
+    /// The fields after the first sector: segments, a number of sectors, or the references of
+    /// indirect pages.
     pub rest: &'a [u8],
 }
 
 impl Entry<'_> {
-    /// Encodes the entry in the layout `abi`; the shorter layout leaves zeroes at the end.
+    /// Encodes the entry in the layout `abi`. In the shorter layout, the remaining bytes are zero.
     pub fn bytes(&self, abi: Abi) -> [u8; ENTRY_MOST] {
         let (id, sector, rest) = abi.places();
         let mut bytes = [0; ENTRY_MOST];
@@ -92,13 +95,13 @@ impl Entry<'_> {
     }
 }
 
-/// Returns a segment: a page's grant reference, its first and its last sector.
+/// Encodes a segment: a page's grant reference, and its first and last sector.
 pub fn segment(reference: u32, first: u8, last: u8) -> [u8; SEGMENT_BYTES] {
     let [a, b, c, d] = reference.to_le_bytes();
     [a, b, c, d, first, last, 0, 0]
 }
 
-/// Returns the fields after the first sector of an indirect request with one page of segments.
+/// Encodes the fields after the first sector of an indirect request whose segments are in one page.
 pub fn indirect(page: u32) -> [u8; 8] {
     let [a, b, c, d] = page.to_le_bytes();
     [0, 0, 0, 0, a, b, c, d]

@@ -36,16 +36,18 @@ pub struct Response {
 pub struct FrontRing {
     pub channel: FrontChannel,
     event: OwnedFd,
-    /// The domain's memory, and the ring's offset in it. The ring's pages are contiguous.
+    /// The domain's memory, and the offset of the ring in that memory. The ring's pages are
+    /// contiguous.
     memory: SharedSlice,
     start: usize,
     abi: Abi,
     entries: u32,
-    /// Number of requests written, and published, and of responses taken. The counters wrap.
+    /// Number of requests written, of requests published, and of responses taken. The counters
+    /// wrap.
     written: u32,
     shown: u32,
     taken: u32,
-    /// Number of events sent to the back end, and received.
+    /// Number of events sent to the back end, and number of events received from it.
     pub kicks: u64,
     pub signals: u64,
 }
@@ -61,7 +63,7 @@ impl FrontRing {
     ) -> Result<Self> {
         let start = first * PAGE;
         (0..pages).for_each(|page| memory.write(start + page * PAGE, &[0; PAGE]));
-        // Request an event for the first request and for the first response.
+        // Request an event when the first request, and when the first response, is published.
         memory.store_u32(start + REQ_EVENT, 1, Ordering::SeqCst);
         memory.store_u32(start + RSP_EVENT, 1, Ordering::SeqCst);
         let event = channel.descriptor()?;
@@ -87,13 +89,13 @@ impl FrontRing {
         self.entries
     }
 
-    /// Returns the offset in the domain's memory of byte `at` of the ring, so that tests can write
-    /// anything there.
+    /// Returns the offset of byte `at` of the ring in the domain's memory. Tests use the offset to
+    /// write anything into the ring.
     pub fn offset(&self, at: usize) -> usize {
         self.start + at
     }
 
-    /// Returns the offset in the domain's memory of the entry with number `index`.
+    /// Returns the offset of the entry with number `index` in the domain's memory.
     pub fn place(&self, index: u32) -> usize {
         self.start + HEADER + (index & (self.entries - 1)) as usize * self.abi.entry()
     }
@@ -103,8 +105,8 @@ impl FrontRing {
         &self.event
     }
 
-    /// Writes a request; [`FrontRing::publish`] makes it visible. The caller limits the requests in
-    /// flight.
+    /// Writes a request, which [`FrontRing::publish`] makes visible. The caller limits the number
+    /// of requests in flight.
     #[inline]
     pub fn push(&mut self, entry: &Entry<'_>) {
         let at = self.place(self.written);
@@ -113,7 +115,7 @@ impl FrontRing {
         self.written = self.written.wrapping_add(1);
     }
 
-    /// Publishes the written requests. Returns whether the back end wants an event.
+    /// Publishes all written requests. Returns whether the back end wants an event.
     #[inline]
     pub fn publish(&mut self) -> bool {
         let (new, old) = (self.written, self.shown);
@@ -122,14 +124,14 @@ impl FrontRing {
         }
         self.shown = new;
         self.memory.store_u32(self.start + REQ_PROD, new, Ordering::Release);
-        // The index must be visible before the check whether the back end wants an event. Otherwise
-        // both sides might wait for each other.
+        // The index must be visible before the driver checks whether the back end wants an event.
+        // Without the fence, both sides might wait for each other.
         fence(Ordering::SeqCst);
         let wanted = self.memory.load_u32(self.start + REQ_EVENT, Ordering::Relaxed);
         new.wrapping_sub(wanted) < new.wrapping_sub(old)
     }
 
-    /// Sends an event, whether the back end wants one or not.
+    /// Sends an event, even if the back end does not want one.
     #[inline]
     pub fn kick(&mut self) {
         self.kicks += 1;
@@ -144,19 +146,20 @@ impl FrontRing {
         }
     }
 
-    /// Stores any producer index of requests, and sends an event.
+    /// Stores `index` as the producer index of requests, unchecked, and sends an event.
     pub fn store_producer(&mut self, index: u32) {
         self.memory.store_u32(self.start + REQ_PROD, index, Ordering::SeqCst);
         self.kick();
     }
 
-    /// Returns whether the back end has taken all requests, and wants an event for the next one.
+    /// Returns whether the back end has taken all requests, and wants an event for the next
+    /// request.
     pub fn is_drained(&self) -> bool {
         self.memory.load_u32(self.start + REQ_EVENT, Ordering::Acquire)
             == self.shown.wrapping_add(1)
     }
 
-    /// Returns the number of published responses that were not taken.
+    /// Returns the number of published responses that the driver has not taken.
     #[inline]
     pub fn ready(&self) -> u32 {
         self.memory.load_u32(self.start + RSP_PROD, Ordering::Acquire).wrapping_sub(self.taken)
@@ -178,7 +181,8 @@ impl FrontRing {
         })
     }
 
-    /// Requests an event with the next response. True: there is one already, so do not wait.
+    /// Requests an event for the next response. Returns true if a response is already in the ring,
+    /// so that the caller must not wait.
     pub fn arm(&mut self) -> bool {
         self.memory.store_u32(
             self.start + RSP_EVENT,
@@ -189,7 +193,7 @@ impl FrontRing {
         self.ready() > 0
     }
 
-    /// Counts the events that have arrived.
+    /// Adds the events that have arrived to the counter.
     pub fn take_signals(&mut self) {
         self.signals += self.channel.take();
     }

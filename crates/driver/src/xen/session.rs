@@ -11,12 +11,13 @@ use super::queue::{Queue, QueueOptions};
 use super::request::{DIRECT_SEGMENTS, INDIRECT_SEGMENTS};
 use super::{PAGE, SECTOR, state};
 
-/// What to negotiate and to set up.
+/// The features to negotiate, and the queues to set up.
 #[derive(Clone, Copy, Debug)]
 pub struct Plan {
-    /// `persistent` takes effect only if the back end offers it.
+    /// Parameters that the front end requests. `persistent` takes effect only if the back end
+    /// offers persistent grants.
     pub terms: Terms,
-    /// Requests in flight per queue.
+    /// Maximum number of requests in flight per queue.
     pub slots: u16,
     /// Size of the data buffer of a request, in bytes.
     pub data_len: u32,
@@ -51,7 +52,8 @@ pub struct Offer {
 }
 
 impl Offer {
-    /// Reads the nodes. Those of the disk exist once the back end is connected.
+    /// Reads the nodes of the back end. The nodes that describe the disk exist once the back end is
+    /// connected.
     fn read(front: &mut Front) -> Result<Self> {
         let mut number = |key: &str| front.back_number(key);
         Ok(Offer {
@@ -99,7 +101,7 @@ impl Offer {
     }
 }
 
-/// A front end with its queues.
+/// A connected front end and its queues.
 pub struct Session {
     pub front: Front,
     pub queues: Vec<Queue>,
@@ -109,8 +111,8 @@ pub struct Session {
 }
 
 impl Session {
-    /// Adds domain `number` to the machine, and connects it to its device `device`, which a
-    /// toolstack creates before or meanwhile.
+    /// Adds domain `number` to the machine, and connects the domain to its device `device`. A
+    /// toolstack must have created the device, or create it during this call.
     pub fn start(machine: &Machine, number: u16, device: u32, plan: &Plan) -> Result<Self> {
         let mut plan = *plan;
         let options = QueueOptions {
