@@ -213,7 +213,8 @@ impl<S: Storage> Raw<S> {
         &self.storage
     }
 
-    /// True for a block device: its length is fixed, and unwritten blocks have arbitrary contents.
+    /// Returns true for a block device. Its length is fixed, and unwritten blocks have arbitrary
+    /// contents.
     pub fn is_device(&self) -> bool {
         self.unit > 1
     }

@@ -16,8 +16,8 @@ pub struct ChainOptions {
     /// Format of the topmost image. None: derived from the file's name.
     pub format: Option<Format>,
     pub read_only: bool,
-    /// Opens (and locks) the topmost image's files for writing, but allows only reads of the disk.
-    /// For jobs that change only metadata.
+    /// Whether to open (and lock) the topmost image's files for writing, but allow only reads of
+    /// the disk. For jobs that change only metadata.
     pub only_locked: bool,
     /// Layer that a commit writes to: it is opened for writing.
     pub commit_into: Option<usize>,

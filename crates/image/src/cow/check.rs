@@ -152,7 +152,8 @@ impl BitmapCounts {
         }
     }
 
-    /// `held`: number of sectors with data inside the file.
+    /// Counts the bits of a piece of the bitmap. `held`: number of sectors with data inside the
+    /// file.
     fn count_piece(&mut self, header: &Header, held: u64, first: u64, bytes: &[u8]) {
         for (i, byte) in bytes.iter().enumerate().filter(|(_, byte)| **byte != 0) {
             for bit in (0..8).filter(|bit| byte >> bit & 1 == 1) {

@@ -402,7 +402,7 @@ fn requests() -> impl Strategy<Value = Request> {
     ]
 }
 
-/// One task that sends requests; the oracle records each of them.
+/// Sends requests as one task. The oracle records each of them.
 async fn task(cow: Cow<SimDisk>, oracle: Rc<RefCell<Oracle>>, requests: Vec<(u64, Request)>) {
     for (tag, request) in requests {
         match request {

@@ -128,7 +128,7 @@ impl Allocator {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the number of clusters that one refcount block counts.
+    /// Returns the number of clusters that one refcount block covers.
     pub fn per_block(&self) -> u64 {
         self.width.per_block(1 << self.cluster_bits)
     }
@@ -306,7 +306,7 @@ impl Allocator {
         Ok(())
     }
 
-    /// Returns the number of the refcount block that counts a cluster.
+    /// Returns the number of the refcount block that covers a cluster.
     pub fn block_of(&self, cluster: u64) -> u64 {
         cluster / self.per_block()
     }

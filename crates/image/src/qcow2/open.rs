@@ -36,10 +36,11 @@ pub struct Qcow2Options {
     pub l2_cache: Option<u64>,
     /// Size of a reservation of clusters, in bytes. None: the size starts small and grows.
     pub reserve: Option<u64>,
-    /// The writes do not change the disk's contents, so bitmaps that record writes stay valid.
+    /// Whether the caller's writes leave the disk's contents unchanged. If so, bitmaps that record
+    /// writes stay valid.
     pub keeps_disk: bool,
-    /// The file has no name yet, so a power cut loses it. The order in which writes become durable
-    /// does not matter: only flushes and the close sync.
+    /// Whether the file has no name yet, so that a power cut loses it. If so, the order in which
+    /// writes become durable does not matter: only flushes and the close sync.
     pub unfinished: bool,
 }
 

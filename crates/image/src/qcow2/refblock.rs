@@ -8,7 +8,8 @@ pub struct RefcountWidth {
 }
 
 impl RefcountWidth {
-    /// `order` must be 0 to 6; the header's parser checks it.
+    /// Creates the width of refcounts with 1 << `order` bits. `order` must be 0 to 6; the header's
+    /// parser checks it.
     pub fn new(order: u32) -> Self {
         assert!(order <= 6, "a refcount has at most 64 bits");
         RefcountWidth { order }
@@ -23,7 +24,7 @@ impl RefcountWidth {
         1 << self.order
     }
 
-    /// Largest refcount.
+    /// Largest refcount that this width can store.
     pub fn max(self) -> u64 {
         u64::MAX >> (64 - self.bits())
     }

@@ -210,8 +210,8 @@ impl<S: Storage> Qcow2<S> {
         let cluster = self.shape().cluster_size();
         let (mut used, mut new_table) = (Vec::new(), None);
         let mut end = start + most;
-        // Each round may need more blocks for those added in the previous round. It ends, because a
-        // block counts more than one cluster.
+        // Each round may need more refcount blocks, for the blocks of the previous round. The
+        // rounds end, because a block covers more than one cluster.
         loop {
             let (_, missing) = alloc.beyond_the_end(end - start);
             let entries = missing.last().map_or(0, |last| last + 1);

@@ -150,7 +150,7 @@ impl ConvertJob {
     }
 }
 
-/// Granularity in which the target is written or left out, in bytes.
+/// Granularity in bytes in which parts of the target are written or left out.
 fn grain<T: Storage>(target: &Disk<T>, options: &ConvertOptions) -> u64 {
     match &target.image.layers()[0] {
         Layer::Qcow2(image) if options.compress => image.shared().shape().cluster_size(),

@@ -107,7 +107,8 @@ fn metadata_bytes(options: &CreateOptions, disk: u64) -> u64 {
     metadata + refcount_bytes((metadata + disk) / cluster, cluster, options.refcount_bits)
 }
 
-/// Returns the size of refcount table and blocks, which count themselves too, in bytes.
+/// Returns the size in bytes of refcount table and blocks. They have refcounts too, which the size
+/// includes.
 fn refcount_bytes(clusters: u64, cluster: u64, bits: u32) -> u64 {
     let a_block = cluster * 8 / u64::from(bits);
     let (mut blocks, mut table) = (0u64, 0u64);

@@ -29,7 +29,8 @@ pub struct Builder<'a, S> {
 }
 
 impl<'a, S: Storage> Builder<'a, S> {
-    /// `end`: offset behind all references and all data of the file.
+    /// Creates a builder of new structures at `end`, the offset behind all references and all data
+    /// of the file.
     pub fn new(file: &'a Raw<S>, header: &Header, end: u64) -> Self {
         let first = end.div_ceil(header.cluster_size());
         let width = header.refcount_width();
@@ -104,8 +105,8 @@ impl<'a, S: Storage> Builder<'a, S> {
         Ok((at, table_clusters as u32))
     }
 
-    /// Returns the number of blocks still to write, and of the table's clusters. The blocks that
-    /// count the new structures are included.
+    /// Returns the number of refcount blocks still to write, and the number of the table's
+    /// clusters. Includes the blocks that cover the new structures.
     fn own_size(&self) -> (u64, u64) {
         let current = self.current.as_ref().map(|(index, _)| *index);
         let (mut blocks, mut table_clusters) = (1, 1);

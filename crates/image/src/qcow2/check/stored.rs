@@ -86,7 +86,7 @@ impl Refcounts {
         (0..).zip(&self.blocks).filter_map(|(index, block)| Some((index, (*block)?)))
     }
 
-    /// Number of clusters that one block counts.
+    /// Number of clusters that one refcount block covers.
     pub fn per_block(&self) -> u64 {
         self.width.per_block(1 << self.cluster_bits)
     }

@@ -32,7 +32,7 @@ const CUTS: u64 = 5_000;
 /// Seeds that failed once.
 const FAILED_ONCE: [u64; 0] = [];
 
-/// Several boots of one disk, each cut at a random event.
+/// Runs several boots of one disk, each cut at a random event.
 fn random_life(plan: Plan, tally: &mut Tally) -> Result<(), String> {
     let mut rng = Rng::new(plan.seed);
     let mut life = Life::new(plan);

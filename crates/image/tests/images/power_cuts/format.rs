@@ -51,7 +51,7 @@ impl Layout {
         if self.extended { self.cluster() / 32 } else { self.cluster() }
     }
 
-    /// Number of clusters that one refcount block counts.
+    /// Number of clusters that one refcount block covers.
     pub fn per_block(&self) -> u64 {
         (self.cluster() * 8) >> self.refcount_order
     }

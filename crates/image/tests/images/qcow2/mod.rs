@@ -44,8 +44,8 @@ async fn check(image: &Image<Store>, model: &Model, offset: u64, len: usize) {
     }
 }
 
-/// Random writes, zeroes, discards and flushes. After a discard it reads back whether the range is
-/// zeroes or unchanged.
+/// Sends random writes, zeroes, discards and flushes. After a discard it reads back whether the
+/// range is zeroes or unchanged.
 async fn work(image: Rc<Image<Store>>, mut model: Model, seed: u64, rounds: usize) -> Model {
     let mut rng = Rng::new(seed);
     for round in 0..rounds {

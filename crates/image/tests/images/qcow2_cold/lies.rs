@@ -178,8 +178,8 @@ fn lies(p: &Places, bytes: &[u8]) -> Vec<Lie> {
         .find(|&at| bytes[at as usize..][..4] == 0x2385_2875u32.to_be_bytes());
     let extension = extension.unwrap();
     vec![
-        // Cycles: a table that is its own child, a block that counts only itself, a snapshot table
-        // in itself.
+        // Cycles: a table that is its own child, a refcount block that covers only itself, a
+        // snapshot table in itself.
         ("L1 entry -> L1 table", p.l1, w(p.l1 | copied), "qcow2 L1 table"),
         ("L2 entry -> its own table", p.data_entry, w(p.l2 | copied), "qcow2"),
         ("L1 entries -> one L2 table", p.l1 + 8, w(p.l2 | copied), "qcow2"),

@@ -152,8 +152,8 @@ fn all_of(image: &SimImage) -> (Vec<u8>, Vec<(String, Vec<u8>)>) {
     (guest(image), list.iter().map(holds).collect())
 }
 
-/// After a power cut, QEMU too finds the old or the new state. Before that it makes the repair that
-/// the dirty bit demands.
+/// Lets QEMU make the repair that the dirty bit demands after a power cut. Checks that QEMU then
+/// finds the expected state.
 fn qemu_repairs(
     scratch: &Scratch,
     left: &SimImage,
