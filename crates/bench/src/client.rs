@@ -239,7 +239,7 @@ pub fn measure(options: &Options) -> Result<Report> {
     }
 }
 
-/// The options, resolved for a disk of known size: the work of each queue.
+/// The options, resolved for a disk of known size. They determine the work of each queue.
 struct Setup<'a> {
     options: &'a Options,
     seed: u64,

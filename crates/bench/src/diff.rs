@@ -38,14 +38,14 @@ pub struct Row {
     pub system: String,
     /// Rate of the new results, divided by that of the old results.
     pub ratio: f64,
-    /// 95% confidence.
+    /// The 95% confidence interval of the ratio.
     pub interval: (f64, f64),
     pub slower: bool,
 }
 
 const RESAMPLES: usize = 4000;
 
-/// Prints the rows; true when none is slower.
+/// Prints the rows. Returns true if none is slower.
 pub fn run(options: &Options) -> Result<bool> {
     let (old, new) = (Results::load(&options.old)?, Results::load(&options.new)?);
     let rows = rows(&old, &new, options.tolerate / 100.0);

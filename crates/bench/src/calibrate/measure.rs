@@ -24,7 +24,8 @@ const PLENTY_LARGE: u16 = 16;
 /// Number of concurrent pairs of a write and a flush during reads. Their effect on the reads must
 /// be measurable.
 const PAIRS: u16 = 4;
-/// Seconds of a round after which a device without a single answer is an error.
+/// A round of at least this many seconds in which no operation completes is an error. A shorter one
+/// is repeated with twice its time.
 const LONGEST_ROUND: f64 = 10.0;
 pub const DEPTHS: [u16; 9] = [1, 2, 4, 8, 16, 32, 64, 128, 256];
 /// Size in bytes of a measured discard or write of zeroes.
@@ -48,7 +49,7 @@ pub struct Written {
     pub pair: f64,
     /// Latency of a flush in nanoseconds.
     pub flush: f64,
-    /// `None`: the file or the device does not support the operation.
+    /// Duration of a discard in nanoseconds. `None`: the file or the device does not support it.
     pub discard: Option<f64>,
     pub write_zeroes: Option<f64>,
 }
@@ -61,7 +62,7 @@ pub struct Measured {
     pub written: Option<Written>,
 }
 
-/// Figures by name, one for each round.
+/// Figures by name. Each has one value for each round.
 type Figures = BTreeMap<&'static str, Vec<f64>>;
 
 impl Plan<'_> {

@@ -55,7 +55,7 @@ pub struct Options {
     json: bool,
 }
 
-/// Smallest size of a target in bytes.
+/// Minimum size of a target in bytes.
 const LEAST: u64 = 64 << 20;
 
 pub fn run(options: &Options) -> Result<()> {

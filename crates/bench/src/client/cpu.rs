@@ -25,7 +25,7 @@ fn parse(stat: &str) -> Option<u64> {
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Usage {
     pub seconds: f64,
-    /// CPU seconds for each second of the measured part.
+    /// Number of busy processors: CPU seconds for each second of the measured part.
     pub cores: f64,
     pub iops_per_core: f64,
     pub seconds_per_million_ios: f64,

@@ -39,7 +39,7 @@ pub struct Tally {
 }
 
 impl Tally {
-    /// Latencies from 1 ns to 5 minutes, to three digits.
+    /// Creates an empty tally. It records latencies from 1 ns to 5 minutes, to three digits.
     pub fn new() -> Result<Self> {
         Ok(Tally {
             latency: Histogram::new_with_bounds(1, 300_000_000_000, 3)?,

@@ -96,7 +96,7 @@ fn drive<R: Ring>(options: &Options, socket: &Path) -> Result<Report> {
 
 struct Hand {
     shared: Arc<Shared>,
-    /// If it is dropped, the worker ends instead of resuming.
+    /// Resumes the worker. If this sender is dropped, the worker ends instead of resuming.
     resume: Option<Sender<()>>,
     thread: std::thread::JoinHandle<()>,
 }

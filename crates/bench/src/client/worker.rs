@@ -29,7 +29,7 @@ const SPINS: u32 = 256;
 #[derive(Default)]
 pub struct Shared {
     pub command: AtomicU8,
-    /// Grows with each completion.
+    /// Counter that grows with each completion. The supervisor finds a hang by it.
     pub progress: AtomicU64,
 }
 
@@ -42,7 +42,7 @@ pub enum Event<Q> {
         index: usize,
         base: u32,
     },
-    /// The worker has ended. Returns the queue, because a later back end must know it.
+    /// The worker has ended. Has the queue, because a later back end must know it.
     Over {
         index: usize,
         queue: Box<Q>,
@@ -228,7 +228,7 @@ impl<Q: RequestQueue> Worker<Q> {
         };
         if self.queue.in_flight() == 0 {
             self.wiring.shared.progress.fetch_add(1, Ordering::Relaxed);
-            // A short wait, so that the worker sees a command soon.
+            // The sleep is short, so that the worker sees a command soon.
             std::thread::sleep(limit.unwrap_or_default().min(Duration::from_millis(100)));
             return Ok(());
         }

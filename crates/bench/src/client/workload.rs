@@ -119,7 +119,7 @@ pub struct Mix {
     pub read_share: u8,
     /// Number of writes between flushes. 0: no flushes.
     pub flush_every: u64,
-    /// First block and number of blocks.
+    /// First block of the queue's range, and the number of blocks.
     pub first: u64,
     pub blocks: u64,
     /// Sizes of the operations. Empty: each operation has one block.

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::process::Command;
 
-/// Names and values, for people.
+/// Returns names and values that describe the environment, for people.
 pub fn environment(image_folder: &Path, guests: Option<&Path>) -> Vec<(String, String)> {
     let first = |path: &str, prefix: &str| {
         let text = std::fs::read_to_string(path).unwrap_or_default();

@@ -305,8 +305,8 @@ impl Stage {
         Ok(command)
     }
 
-    /// Mode in which UML guests catch system calls: seccomp if the kernel has it. It is several
-    /// times as fast.
+    /// Returns the mode in which UML guests catch system calls: seccomp if the host's kernel has
+    /// it, because seccomp is several times as fast.
     fn seccomp(&mut self, guests: &Path) -> Result<String> {
         if let Some(mode) = &self.seccomp {
             return Ok(mode.clone());

@@ -125,7 +125,7 @@ struct Row {
 trait Table {
     fn rows(&self) -> Vec<Row>;
 
-    /// Measures a system of a row once. Both are numbers.
+    /// Measures a system of a row once. `row` and `system` are indices.
     fn measure(&mut self, row: usize, system: usize) -> Result<Figures>;
 
     fn markdown(&self, measured: &[Measured]) -> String;
@@ -160,7 +160,7 @@ impl Measured {
     }
 }
 
-/// The order of systems in a round: each round begins with another one.
+/// Returns the order of systems in a round. Each round begins with another system.
 pub fn order(round: usize, systems: usize) -> impl Iterator<Item = usize> {
     (0..systems).map(move |n| (n + round) % systems)
 }

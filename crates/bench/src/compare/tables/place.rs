@@ -88,7 +88,8 @@ impl Place {
             );
             std::thread::sleep(Duration::from_millis(5));
         }
-        // A connection between the server's bind and its listen is refused. Wait until it listens.
+        // A connection between the server's bind and its listen is refused. The server listens
+        // shortly after the socket exists.
         std::thread::sleep(Duration::from_millis(50));
         Ok(server)
     }
