@@ -1,4 +1,4 @@
-//! Front ends and an export in this process. The test can block or end the export's reactor.
+//! Front ends and an export in the test's process. A test can block or end the export's reactor.
 
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
@@ -113,7 +113,7 @@ impl Client {
         self.connection.enable(0, true).unwrap();
     }
 
-    /// Sends a message that asks for an acknowledgement, and does not read it.
+    /// Sends a message that asks for an acknowledgement, and does not read the acknowledgement.
     fn send(&self, request: R, body: &[u8], fds: &[&OwnedFd]) {
         let mut bytes: Vec<u8> = [request as u32, 1 | 8, body.len() as u32]
             .iter()
@@ -158,7 +158,7 @@ fn words(words: &[u64]) -> Vec<u8> {
 
 const DONE: [u8; 8] = [0; 8];
 
-/// Calls `work` on another thread, and fails if it does not end.
+/// Runs `work` on another thread, and fails if `work` does not end in time.
 fn bounded<T: Send + 'static>(what: &str, work: impl FnOnce() -> T + Send + 'static) -> T {
     let (sender, receiver) = sync_channel(1);
     std::thread::spawn(move || sender.send(work()));
@@ -204,8 +204,8 @@ fn a_front_end_that_reads_no_replies_does_not_block_stop() {
     deaf.set_nonblocking(true).unwrap();
     let ask: Vec<u8> =
         [R::GET_FEATURES as u32, 1, 0].iter().flat_map(|w| w.to_ne_bytes()).collect();
-    // Sends until the replies fill the other direction of the socket. Then the session is blocked
-    // in a write.
+    // Send until the replies fill the other direction of the socket. The session is then blocked in
+    // a write.
     let mut full = 0;
     while full < 20 {
         match deaf.write(&ask) {
@@ -260,7 +260,7 @@ fn the_session_continues_after_an_invalid_message() {
     assert_eq!(client.ask(R::SET_VRING_ENABLE, &words(&[0]), &[]).unwrap(), DONE);
 }
 
-/// Reads data to an address outside guest memory, and waits for the answer.
+/// Reads from the disk to an address outside guest memory, and waits for the answer.
 fn read_outside_memory(client: &mut Client) {
     let (at, slice) = client.memory.piece(64, 64).unwrap();
     slice.copy_in(32, [0xff]);
@@ -302,7 +302,7 @@ fn figures_of_policies_outlive_the_queue() {
     let mut client = export.connect();
     client.start_ring();
     read_outside_memory(&mut client);
-    // The queue publishes and signals before it ends.
+    // The queue publishes the used element and signals before it ends.
     assert!(client.ask(R::GET_VRING_BASE, &words(&[0]), &[]).is_some());
     drop(client);
     let figures = |disk: Arc<Disk>| {
@@ -331,7 +331,8 @@ fn a_ring_whose_reactor_has_ended_has_no_base() {
 fn switching_the_write_cache_off_fails_if_the_disk_cannot_be_synced() {
     let export = Fixture::start(SecondClient::Wait);
     let client = export.connect();
-    // Offset 32, one byte, flag 1 (written by the guest), and the byte: write-through.
+    // The body: offset 32, one byte, flag 1 (written by the guest), and the byte 0, which means
+    // write-through.
     let body: Vec<u8> = [32u32, 1, 1].iter().flat_map(|w| w.to_ne_bytes()).chain([0]).collect();
     let on: Vec<u8> = body[..12].iter().copied().chain([1]).collect();
     assert_eq!(client.ask(R::SET_CONFIG, &on, &[]).unwrap(), DONE);

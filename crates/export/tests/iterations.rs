@@ -1,9 +1,10 @@
-//! What a queue takes in one iteration of its reactor while one of its requests is in flight.
+//! The chains that a queue takes in one iteration of its reactor while one of its requests is in
+//! flight.
 //!
-//! A guest makes many chains available at once, after a read that is slow. A task on the same
-//! reactor reads the used index once in each iteration. It may run before the queue in one
-//! iteration and after it in the next, so two iterations may pass between two checks. What must
-//! hold: an iteration takes a bounded number of chains, however many there are.
+//! A guest makes many chains available at once, after a slow read. A task on the same reactor reads
+//! the used index once in each iteration. The task may run before the queue in one iteration and
+//! after it in the next one, so two iterations may pass between two checks. What must hold: the
+//! queue takes a bounded number of chains in an iteration, however many are available.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -20,7 +21,7 @@ use blockyard_ring::{GuestMemory, Region, SharedSlice};
 const SIZE: u16 = 1024;
 const AVAIL: u64 = 0x1_0000;
 const USED: u64 = 0x2_0000;
-/// Addresses of headers, a status, and an indirect table.
+/// Guest addresses of headers, of a status, and of an indirect table.
 const SLOW: u64 = 0x3_0000;
 const HEADER: u64 = 0x3_0100;
 const STATUS: u64 = 0x3_0200;
@@ -29,7 +30,7 @@ const DATA: u64 = 0x10_0000;
 const NEXT: u16 = 1;
 const WRITE: u16 = 2;
 const INDIRECT: u16 = 4;
-/// Number of chains after the read, and the head of the first one.
+/// Number of chains after the slow read, and the head of the first one.
 const CHAINS: u16 = 500;
 const FIRST: u16 = 20;
 
@@ -56,7 +57,7 @@ impl Guest {
         let memory = GuestMemory::default().with(region).unwrap();
         let all = memory.slice(0, 4 << 20, 16).unwrap();
         let guest = Guest { memory, all };
-        // A read of 512 bytes, which the disk's filter delays.
+        // A read of 512 bytes. The disk's filter delays it.
         guest.descriptor(10, SLOW, 16, NEXT, 11);
         guest.descriptor(11, DATA, 512, NEXT | WRITE, 12);
         guest.descriptor(12, SLOW + 16, 1, WRITE, 0);
@@ -71,8 +72,8 @@ impl Guest {
         self.all.copy_in(at + 14, next.to_le_bytes());
     }
 
-    /// Makes all chains after the first use one indirect table: a header of type `kind`, `data`,
-    /// and a status.
+    /// Makes all chains after the slow read use one indirect table: a header of type `kind`,
+    /// `data`, and a status.
     fn chain(&self, kind: u32, data: &[(u64, u32, u16)]) {
         self.all.copy_in(HEADER as usize, kind.to_le_bytes());
         let all =
@@ -112,8 +113,8 @@ impl Guest {
         }
     }
 
-    /// Makes the read and then the other chains available. Returns the most chains that were used
-    /// between two checks.
+    /// Makes the slow read and then the other chains available. Returns the maximum number of
+    /// chains that were used between two checks.
     fn most_between_checks(&self) -> u16 {
         let reactors = Reactors::start(1, &[]).unwrap();
         let remote = reactors.next();
@@ -122,7 +123,7 @@ impl Guest {
         self.all.store_u16(AVAIL as usize + 2, CHAINS + 1, Ordering::Release);
         let used = self.memory.slice(USED, 4, 4).unwrap();
         let (sender, most) = std::sync::mpsc::channel();
-        // The task starts before the kick.
+        // Start the task before the kick.
         remote.run(move |handle| {
             let tasks = handle.clone();
             handle.spawn(async move {
@@ -145,7 +146,8 @@ impl Guest {
     }
 }
 
-/// The longest chain, with a last segment outside guest memory. The queue refuses it at once.
+/// Each chain has the maximum length, and its last segment is outside guest memory. The queue
+/// refuses such a chain at once.
 #[test]
 fn chains_that_are_answered_at_once_leave_time_to_others() {
     let guest = Guest::new();

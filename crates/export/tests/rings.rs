@@ -2,9 +2,9 @@
 //! which shares no code with it.
 //!
 //! Random histories of a driver and a device: chains are made available, taken, used and published
-//! in any order. Either side sleeps. The device is stopped or killed at any point, and replaced.
-//! What must hold: chains arrive unchanged and in order. Each used one comes back once. A side that
-//! sleeps is notified. A new device finds exactly the unanswered chains.
+//! in any order. Either side may sleep. The device is stopped or killed at any point, and replaced.
+//! What must hold: chains arrive unchanged and in order. The driver gets each used chain back once.
+//! A side that sleeps is notified. A new device finds exactly the unanswered chains.
 
 mod history;
 
@@ -33,8 +33,8 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 1..300)
 }
 
-/// A ring's size, and how many chains it may have. With indirect tables each chain takes one entry,
-/// otherwise up to three.
+/// Generates options of split rings: the size of a ring, and the maximum number of its chains. With
+/// indirect tables each chain takes one entry. Without, a chain takes up to three entries.
 fn split_options() -> impl Strategy<Value = RingOptions> {
     (0..7u32, any::<bool>(), any::<bool>(), any::<prop::sample::Index>()).prop_map(
         |(log, event_idx, indirect, depth)| {
@@ -70,33 +70,34 @@ proptest! {
     }
 }
 
-/// Histories in which there was once a fault.
+/// Runs histories that once failed.
 #[test]
 fn a_new_device_recovers_the_chains_of_a_killed_one() {
     let options = RingOptions { size: 9, slots: 3, event_idx: true, indirect: false };
     let offer = |count| Step::Offer { count, shape: 2 };
     let some = |count| Step::Use { count, which: 0 };
     let one = [offer(1), Step::Take(1), some(1), Step::Publish, Step::Reap(1)];
-    // Killed with a batch that was pushed but not published. The next device publishes a part of
-    // it.
+    // The device is killed with a batch that is pushed but not published. The next device publishes
+    // a part of the batch.
     let batch =
         [offer(3), Step::Take(3), some(3), Step::Crash(0), some(1), Step::Publish, Step::Reap(3)];
-    // Killed after a whole ring was published at once, before the region was updated.
+    // The device is killed after it has published a whole ring at once, before it has updated the
+    // region.
     let lap = [offer(3), Step::Take(3), some(3), Step::Crash(2), Step::Reap(3)];
-    // Taken after another chain was pushed, before that one is published.
+    // A chain is taken after another chain was pushed, and before that other chain is published.
     let between =
         [offer(1), Step::Take(1), some(1), offer(1), Step::Take(1), Step::Publish, Step::Reap(1)];
     for steps in [&batch[..], &lap, &[&between[..]; 500].concat(), &[&one[..]; 700].concat()] {
         History::<SplitRing>::new(RingOptions { size: 16, ..options }, true).run(steps);
         History::<PackedRing>::new(options, true).run(steps);
-        // One chain with all descriptors of the ring in one entry.
+        // A single chain has as many descriptors as the ring, in one entry.
         History::<PackedRing>::new(RingOptions { size: 3, indirect: true, ..options }, true)
             .run(steps);
     }
 }
 
-/// A chain may wrap around the ring's end and leave the position at 0. Such a ring is not a new
-/// one.
+/// A chain may wrap around the ring's end and leave the position at 0. A ring at position 0 need
+/// not be a new one.
 #[test]
 fn a_ring_is_handed_over_at_any_position() {
     let options = RingOptions { size: 4, slots: 1, event_idx: false, indirect: false };
@@ -151,7 +152,7 @@ fn indices_wrap_around() {
     }
 }
 
-/// Waits for an eventfd. After 10 seconds, a notification was lost.
+/// Waits for an eventfd. Fails after 10 seconds, because a notification was lost.
 fn wait(event: &std::os::fd::OwnedFd, who: &str) {
     let limit = Timespec { tv_sec: 10, tv_nsec: 0 };
     let mut fds = [PollFd::new(event, PollFlags::IN)];
@@ -160,7 +161,7 @@ fn wait(event: &std::os::fd::OwnedFd, who: &str) {
     rustix::io::read(event, &mut [0; 8]).unwrap();
 }
 
-/// Runs both sides at once, each on its own thread. Each sleeps whenever it has nothing to do.
+/// Runs both sides at once, each on its own thread. A side sleeps whenever it has nothing to do.
 fn no_notification_is_lost_with<R: Layout>(options: RingOptions, count: u32) {
     let mut memory = Memory::new(1 << 20).unwrap();
     let mut driver = R::new(&mut memory, options).unwrap();
@@ -267,7 +268,7 @@ fn a_chain_from_the_in_flight_region_has_no_more_descriptors_than_one_from_the_r
     assert!(descs.len() <= 2 * MAX_CHAIN);
 }
 
-/// Limits of ring sizes, addresses and positions.
+/// Covers the limits of ring sizes, addresses and positions.
 #[test]
 fn impossible_sizes_addresses_and_positions_are_errors() {
     let mut memory = Memory::new(4 << 20).unwrap();
@@ -298,7 +299,7 @@ fn impossible_sizes_addresses_and_positions_are_errors() {
     for bad in [(end - 16, parts.1, parts.2), (0, parts.1, parts.2), (!15, parts.1, parts.2)] {
         assert!(split(8, bad).is_err() && packed(8, bad, 0x8000_8000).is_err(), "{bad:x?}");
     }
-    // Positions beyond the ring.
+    // These positions are beyond the ring.
     assert!(packed(8, parts, 8).is_err() && packed(8, parts, 8 << 16).is_err());
     assert!(packed(8, parts, 0x8007_0007).is_ok());
 }

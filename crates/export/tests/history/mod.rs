@@ -1,4 +1,4 @@
-//! One history of a driver, a device and the memory between them. Each step is checked.
+//! One history of a driver, a device and the memory between them. The history checks each step.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -13,7 +13,8 @@ use blockyard_ring::{GuestMemory, Mapper, Region};
 
 #[derive(Clone, Copy, Debug)]
 pub enum Step {
-    /// The driver makes up to `count` chains available. `shape` determines their descriptors.
+    /// The driver makes up to `count` chains available. `shape` determines the descriptors of the
+    /// chains.
     Offer {
         count: usize,
         shape: u64,
@@ -30,14 +31,14 @@ pub enum Step {
     Reap(usize),
     DriverSleeps,
     DeviceSleeps,
-    /// The device is stopped with nothing in flight. Another one continues from its base.
+    /// The device is stopped with nothing in flight. Another device continues from its base.
     HandOver,
-    /// The device is killed after this number of steps of its next publication. Another one
+    /// The device is killed after this number of steps of its next publication. Another device
     /// recovers from the in-flight region.
     Crash(u8),
 }
 
-/// The differences between the two layouts.
+/// The differences between the two ring layouts.
 pub trait Layout: Driver {
     const PACKED: bool;
 
@@ -102,7 +103,7 @@ pub fn map(memory: &Memory) -> GuestMemory {
     GuestMemory::default().with(mapped).unwrap()
 }
 
-/// A chain that is not reaped.
+/// A chain that the driver has not reaped yet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Chain {
     slot: u16,
@@ -112,7 +113,7 @@ struct Chain {
 struct Taken {
     chain: Chain,
     head: Head,
-    /// Its entry in the in-flight region.
+    /// The chain's entry in the in-flight region.
     entry: u16,
 }
 
@@ -124,8 +125,8 @@ pub struct History<R: Layout> {
     region: Option<InflightRegion>,
     inflight: Option<Inflight>,
     free: Vec<u16>,
-    /// Chains by state: available; taken, in this order; pushed and not published; published and
-    /// not reaped.
+    /// Chains by state: available; taken, in the order of taking; pushed and not published;
+    /// published and not reaped.
     waiting: VecDeque<Chain>,
     taken: Vec<Taken>,
     pushed: Vec<(Taken, u32)>,
@@ -301,7 +302,7 @@ impl<R: Layout> History<R> {
         self.fresh = false;
     }
 
-    /// Makes the first `steps` steps of a publication.
+    /// Carries out the first `steps` steps of a publication.
     fn publish_until(&mut self, steps: u8) {
         if steps > 0
             && let (Some(inflight), Ring::Packed(ring)) = (&mut self.inflight, &self.ring)
@@ -334,7 +335,7 @@ impl<R: Layout> History<R> {
             assert_eq!(self.driver.reap(), Some((slot.into(), written)));
             self.free.push(slot);
         }
-        // A driver that has reaped disables notifications again.
+        // After it has reaped, a driver disables notifications again.
         self.driver.disarm();
     }
 
@@ -360,7 +361,7 @@ impl<R: Layout> History<R> {
         }
     }
 
-    /// A new device signals a driver that may have missed a notification.
+    /// Starts a new device, which signals a driver that may have missed a notification.
     fn begins(&mut self) {
         self.device_sleeps = false;
         self.fresh = true;
@@ -378,7 +379,7 @@ impl<R: Layout> History<R> {
     }
 
     fn crash(&mut self, after: u8) {
-        // Killed during a publication, or with nothing to publish.
+        // The device is killed during a publication, or with nothing to publish.
         if !self.pushed.is_empty() {
             self.publish_until(after);
         }
@@ -422,8 +423,8 @@ impl<R: Layout> History<R> {
             }
             Ring::Packed(_) => assert!(self.taken.is_empty() && self.pushed.is_empty()),
         }
-        // Unanswered are the chains that the driver has not seen as used. Pushed ones that were not
-        // published are unanswered too.
+        // The chains that the driver has not seen as used are unanswered. Pushed chains that were
+        // not published are unanswered too.
         self.taken.extend(self.pushed.drain(..).map(|(taken, _)| taken));
         let sorted = |list: &[Taken]| {
             let mut chains: Vec<_> =

@@ -1,4 +1,5 @@
-//! States, rings and operations of a device, and servers that come and go.
+//! States, rings and operations of a device, and servers that start and end while the device
+//! exists.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -36,7 +37,7 @@ fn data_is_read_back_over_rings_of_all_layouts() {
         let mut front = Guest::new(&setup);
         front.connect(terms);
         assert_eq!(front.back("sectors").as_deref(), Some("32768"));
-        // More requests than a ring holds, on each queue.
+        // Send more requests than a ring holds, on each queue.
         let queues = terms.queues;
         for round in 0..70 {
             let (queue, number) = (round % queues, round as u8 + 1);
@@ -79,7 +80,7 @@ fn operations(data: XenData) {
     assert_eq!(front.done(3, BARRIER, 0, &[]), 0);
     assert_eq!(front.done(4, READ, 8, &[101]), 0);
     assert!(front.holds(101, 5));
-    // 256 pages in one request. A page describes its segments.
+    // Send one request for 256 pages. Another page describes the request's segments.
     (200..456).for_each(|page| front.fill(page, page as u8));
     let pages: Vec<usize> = (200..456).collect();
     let described = front.segments(&pages);
@@ -110,7 +111,7 @@ fn the_next_server_continues_with_the_same_rings() {
     assert_eq!(front.done(1, WRITE, 0, &[100]), 0);
     export.stop();
     assert_eq!((front.mapped(), front.back("state").as_deref()), (0, Some("4")));
-    // Submitted while there is no server.
+    // The guest submits this request while no server runs.
     front.ask(0, 2, READ, 0, &[101]);
     let _export = setup.start();
     assert_eq!(front.answer(0), (2, 0));
@@ -136,7 +137,7 @@ fn a_device_ends_with_its_domain_or_when_it_is_detached() {
         .map(|d| (d.domain, d.device.to_string(), d.state, d.sectors, d.read_only))
         .collect();
     assert_eq!(row, [(7, "xvda".to_string(), "connected", Some(32768), true)]);
-    // The guest uses it, so it stays and is served.
+    // The guest uses the device, so the device stays and is served.
     let device = "xvda".parse().unwrap();
     assert!(!xen::detach(&host, 7, device, false, Duration::from_millis(1)).unwrap());
     front.wait_for_state(5);
@@ -151,7 +152,7 @@ fn a_device_ends_with_its_domain_or_when_it_is_detached() {
         xen::detach(&host, 7, device, false, Duration::ZERO),
         Err(xen::XenError::Missing { .. })
     ));
-    // A domain that is destroyed has no nodes.
+    // The nodes of a destroyed domain are gone.
     let _export = setup.start();
     front.connect(PLAIN);
     front.front.store.remove("/local/domain/7").unwrap();
@@ -159,8 +160,8 @@ fn a_device_ends_with_its_domain_or_when_it_is_detached() {
     assert!(xen::list(&host).unwrap().is_empty());
 }
 
-/// `detach --force` while the server waits for its disk; then `attach` of another image with the
-/// same name.
+/// `detach --force` runs while the server waits for its disk. Then `attach` makes a device of the
+/// same name with another image.
 #[test]
 fn a_server_does_not_change_a_later_device_of_the_same_name() {
     let mut setup = Setup::new(false);
@@ -186,8 +187,8 @@ fn a_server_does_not_change_a_later_device_of_the_same_name() {
     assert!(setup.ended.load(Ordering::SeqCst) && !other.ended.load(Ordering::SeqCst));
 }
 
-/// All nodes are replaced by those of another device in one transaction, so that the server sees
-/// none missing.
+/// One transaction replaces all nodes by the nodes of another device, so that the server finds no
+/// node missing.
 #[test]
 fn a_server_that_finds_another_device_ends_without_a_change() {
     let setup = Setup::new(false);
@@ -218,12 +219,12 @@ fn requests_complete_while_xenstore_is_lost_and_states_are_followed_later() {
     front.fill(100, 6);
     assert_eq!(front.done(1, WRITE, 0, &[100]), 0);
     assert_eq!(export.clients(), ["domain 7"]);
-    // Only the next connection sees this.
+    // The server sees this state only after it has reconnected.
     front.set("state", 6);
     assert_eq!(front.done(2, READ, 0, &[101]), 0);
     assert!(front.holds(101, 6));
     setup.machine.restore_store();
-    // It also ends the pause between two attempts.
+    // A resize also ends the pause between two attempts to reconnect.
     export.resize();
     front.wait_for_state(6);
     assert_eq!(front.mapped(), 0);
@@ -257,7 +258,7 @@ fn a_front_end_that_was_restored_connects_with_other_rings() {
     front.connect(PLAIN);
     front.fill(100, 4);
     assert_eq!(front.done(1, WRITE, 0, &[100]), 0);
-    // It did not close the device before it was saved.
+    // The front end did not close the device before its domain was saved.
     front.offer_again(PLAIN, 8);
     front.ask(0, 2, READ, 0, &[101]);
     assert_eq!(front.answer(0), (2, 0));
@@ -282,7 +283,7 @@ fn the_next_server_accepts_the_queues_that_the_last_one_offered() {
         assert_eq!(front.answer(queue), (5, 0));
     }
     assert_eq!(front.back("state").as_deref(), Some("4"));
-    // A front end that starts again gets what this server offers.
+    // A front end that starts again uses the features that this server offers.
     front.set("state", 6);
     front.wait_for_state(6);
     front.set("state", 1);
@@ -290,7 +291,7 @@ fn the_next_server_accepts_the_queues_that_the_last_one_offered() {
     assert_eq!(front.back("multi-queue-max-queues").as_deref(), Some("1"));
 }
 
-/// A guest without persistent grants: each request names one data page 256 times, in a ring of 16
+/// A guest without persistent grants names one data page 256 times in each request, in a ring of 16
 /// pages.
 #[test]
 fn a_guest_cannot_make_the_server_hold_hundreds_of_megabytes() {
@@ -306,7 +307,7 @@ fn a_guest_cannot_make_the_server_hold_hundreds_of_megabytes() {
     for id in 0..REQUESTS {
         front.put(0, id, 0, [INDIRECT, WRITE, 0, 1], &rest);
     }
-    // Each request needs 257 copies of 1 MiB in all.
+    // Each request needs 257 copies, which are 1 MiB in total.
     let (mut most, mut answered) = (0, 0);
     while answered < REQUESTS {
         let taken = front.front.domain.counts().copied / 257;
@@ -320,7 +321,7 @@ fn a_guest_cannot_make_the_server_hold_hundreds_of_megabytes() {
     assert!((1..=32).contains(&most), "one ring of one guest held {most} MiB");
 }
 
-/// The guest flushes only if flushes were offered when it connected.
+/// The guest sends flushes only if the server offered flushes when the guest connected.
 #[test]
 fn writes_are_durable_if_the_last_server_offered_no_flush() {
     let path = std::env::temp_dir().join(format!("blockyard-xen-flush-{}", std::process::id()));
@@ -337,7 +338,7 @@ fn writes_are_durable_if_the_last_server_offered_no_flush() {
         let options = DiskOptions { name, serial, read_only: false, cache, filters: Vec::new() };
         Arc::new(Disk::new(options, source.clone()))
     };
-    // Lines of the journal for one write: its begin and end, and those of a sync.
+    // Number of lines in the journal for one write: its begin and end, and those of a sync.
     for (first, lines) in [(CacheMode::Writethrough, 4), (CacheMode::Writeback, 2)] {
         let setup = Setup::new(false);
         let mut export = setup.start_of(&disk(first), options()).unwrap();
@@ -369,7 +370,7 @@ fn a_second_server_of_a_device_in_use_is_refused() {
     assert!(live.contains("domain 7, device xvda: another server serves the device"), "{live}");
     assert_eq!((front.done(1, FLUSH, 0, &[]), front.back("state").as_deref()), (0, Some("4")));
     export.stop();
-    // The same without a folder of records, and so without a lock.
+    // The second server is also refused without a folder of records, and so without a lock.
     for options in [recorded(), options()] {
         let image = refused(&other.disk, options);
         assert!(image.contains(&format!("has image {}", setup.disk.name())), "{image}");

@@ -56,7 +56,7 @@ impl Setup {
         Xen::start(disk.clone(), &options, &host, self.reactors.clone(), ended)
     }
 
-    /// Returns the warnings about its disk.
+    /// Returns the warnings about the setup's disk.
     pub fn lines(&self) -> Vec<String> {
         lines::of(self.disk.name())
     }
@@ -86,7 +86,7 @@ pub fn disk(read_only: bool) -> Arc<Disk> {
     make_disk(read_only, &[])
 }
 
-/// Returns a disk that is slow, or fails.
+/// Returns a disk with filters that make it slow, or make requests fail.
 pub fn disk_with(filters: &[&str]) -> Arc<Disk> {
     make_disk(false, filters)
 }
@@ -104,7 +104,7 @@ fn make_disk(read_only: bool, filters: &[&str]) -> Arc<Disk> {
     Arc::new(Disk::new(options, Source::open(&ChainOptions::new("ram:16M")).unwrap()))
 }
 
-/// A domain with 512 pages, all granted. Pages 0 to 63 are for rings, the others for data.
+/// A domain with 512 pages, all granted. Pages 0 to 63 are for rings, the other pages for data.
 pub struct Guest {
     pub front: Front,
     pub rings: Vec<FrontRing>,
@@ -127,7 +127,7 @@ impl Guest {
         self.rings = self.front.connect(&terms, &self.references).unwrap();
     }
 
-    /// Offers rings in the pages from `first` on, whatever the back end's state.
+    /// Offers rings in the pages from `first` on, in any state of the back end.
     pub fn offer_again(&mut self, terms: Terms, first: usize) {
         let (rings, keys) = self.front.rings(&terms, first, &self.references).unwrap();
         self.rings = rings;
@@ -146,7 +146,7 @@ impl Guest {
         self.front.wait_for_state(state).unwrap();
     }
 
-    /// Returns the number of its pages that back ends have mapped.
+    /// Returns the number of the domain's pages that back ends have mapped.
     pub fn mapped(&self) -> u32 {
         self.front.domain.mapped()
     }
@@ -166,7 +166,7 @@ impl Guest {
         pages.iter().flat_map(|page| segment(self.references[*page], 0, 7)).collect()
     }
 
-    /// Waits for the next response. Returns id and status.
+    /// Waits for the next response. Returns its id and its status.
     pub fn answer(&mut self, queue: usize) -> (u64, i16) {
         let answer = self.rings[queue].wait(LIMIT).unwrap();
         (answer.id, answer.status)

@@ -1,5 +1,5 @@
-//! Invalid actions of a front end: each ends with an error status or a closed device, one line in
-//! the log, and other guests unharmed.
+//! Invalid actions of a front end. Each one ends with an error status or a closed device, and one
+//! line in the log. Other guests are unharmed.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -29,7 +29,7 @@ fn only_invalid_requests_fail() {
         let mut front = Guest::new(&setup);
         front.connect(Terms { persistent, ..PLAIN });
         front.fill(100, 9);
-        // Several in one batch: the valid ones succeed.
+        // One batch contains several invalid references. The valid references succeed.
         front.references[300] = 99_999;
         front.references[301] = front.front.domain.grant(100_000, false);
         front.references[302] = front.front.domain.grant(302, true);
@@ -62,7 +62,7 @@ fn an_index_too_far_ahead_stops_its_queue_until_the_front_end_reconnects() {
     let _export = setup.start();
     let mut front = Guest::new(&setup);
     front.connect(Terms { queues: 2, ..PLAIN });
-    // However often it does that, the log has one line.
+    // However often the front end repeats an invalid index, the log has one line.
     (1000..1100).for_each(|index| front.rings[0].store_producer(index));
     // The other queue continues.
     front.ask(1, 1, FLUSH, 0, &[]);
@@ -113,7 +113,7 @@ fn invalid_nodes_close_the_device_until_the_front_end_starts_again() {
     }
 }
 
-/// The back end watches its own nodes too: writing an error must not cause the next one.
+/// The back end watches its own nodes too. An error that it writes must not cause the next one.
 #[test]
 fn a_state_that_is_not_text_causes_one_error() {
     let setup = Setup::new(false);
@@ -125,7 +125,7 @@ fn a_state_that_is_not_text_causes_one_error() {
     front.front.store.ask(message::WRITE, &path, &garbage).unwrap();
     front.wait_for_state(5);
     assert!(front.back("error").unwrap().contains("not text"));
-    // Another error would overwrite this.
+    // If the back end wrote another error, that error would replace this value.
     front.front.store.write(&format!("{BACK}/error"), "seen").unwrap();
     front.front.store.ask(message::WRITE, &path, &garbage).unwrap();
     front.set("state", 1);
@@ -148,7 +148,7 @@ fn states_that_flap_end_in_the_initial_state() {
     assert_eq!(front.mapped(), 1);
 }
 
-/// Offers one plain ring, with one node changed.
+/// Offers one ring with the parameters `PLAIN`, and changes one node of the offer.
 fn offer_with(front: &mut Guest, key: &str, value: &str) {
     let order = (key == "ring-page-order").then_some(0);
     let (_, mut keys) = front.front.rings(&Terms { order, ..PLAIN }, 0, &front.references).unwrap();
@@ -157,7 +157,7 @@ fn offer_with(front: &mut Guest, key: &str, value: &str) {
     front.front.offer(&keys).unwrap();
 }
 
-/// XSA-155: the values that were checked are the values that are used, even if the front end
+/// XSA-155: the values that the back end checked are the values that it uses, even if the front end
 /// changes the entry later.
 #[test]
 fn a_request_cannot_change_after_it_was_taken() {
@@ -174,7 +174,8 @@ fn a_request_cannot_change_after_it_was_taken() {
         let rest = indirect(front.references[110]);
         front.put(0, 1, 16, [INDIRECT, WRITE, 2, 0], &rest);
         front.wait_until_taken(0);
-        // Overwrite the entry after the bytes of its response: sector, number of pages, references.
+        // Overwrite the part of the entry after the bytes of its response: sector, number of pages,
+        // references.
         let entry = front.rings[0].place(0);
         front.front.memory.write(entry + 12, &[0xff; 100]);
         front.front.memory.write(110 * PAGE, &[0xff; PAGE]);
@@ -186,7 +187,7 @@ fn a_request_cannot_change_after_it_was_taken() {
     }
 }
 
-/// Ends a thread that polls the flag, even if the test fails.
+/// Sets the flag on drop, which ends a thread that polls the flag, even if the test fails.
 struct SetAtEnd<'a>(&'a AtomicBool);
 
 impl Drop for SetAtEnd<'_> {
@@ -195,7 +196,8 @@ impl Drop for SetAtEnd<'_> {
     }
 }
 
-/// As above, but the front end writes all the time: each request succeeds as a whole, or fails.
+/// The front end changes the ring's entries all the time. Each request either succeeds as a whole
+/// or fails.
 #[test]
 fn entries_that_change_while_they_are_taken_affect_only_themselves() {
     for (data, persistent) in DATA {
@@ -203,9 +205,9 @@ fn entries_that_change_while_they_are_taken_affect_only_themselves() {
         let _export = setup.start_with(data);
         let mut front = Guest::new(&setup);
         front.connect(Terms { persistent, ..PLAIN });
-        // The granted page is read-only, and random references name it, so that nothing is ever
-        // written there. The references change byte by byte. No mixture may name the ring's page,
-        // because a read into it would break the ring.
+        // Random references name the granted page, which is read-only, so that nothing is ever
+        // written to it. The references change byte by byte. No mixture may name the ring's page,
+        // because a read into the ring's page would break the ring.
         let domain = &front.front.domain;
         let mut guards = std::iter::repeat_with(|| domain.grant(300, true));
         let guard = guards.find(|guard| *guard as u8 != front.references[0] as u8).unwrap();
@@ -218,7 +220,8 @@ fn entries_that_change_while_they_are_taken_affect_only_themselves() {
             let _end = SetAtEnd(over);
             scope.spawn(move || {
                 for at in (0..).map(|n: usize| n * 7 % scribble.len()) {
-                    // Sector, reference, first and last sector; not the bytes of responses.
+                    // Overwrite sector, reference, first and last sector, but not the bytes of
+                    // responses.
                     entries
                         .iter()
                         .for_each(|entry| memory.write(entry + 24 + at, &scribble[at..=at]));
@@ -256,13 +259,14 @@ fn grants_revoked_in_use_fail_their_request_or_stay() {
             !persistent,
             "a page that stays mapped stays granted"
         );
-        // Revoked before the request: that request fails, and its neighbour does not.
+        // A page is revoked before the request: that request fails, and its neighbour does not.
         assert!(domain.revoke(front.references[101]));
         front.ask(0, 2, READ, 0, &[101]);
         front.ask(0, 3, READ, 0, &[102]);
         assert_eq!(front.answers(0, 2), [(2, -1), (3, 0)]);
         assert!(front.holds(102, 8));
-        // Revoked between the request and the end of the read: a page that is mapped stays granted.
+        // A page is revoked between the request and the end of the read. A mapped page stays
+        // granted.
         let held = setup.disk.quiesce("a test").unwrap();
         front.ask(0, 4, READ, 0, &[103]);
         front.wait_until_taken(0);
@@ -303,7 +307,7 @@ fn invalid_indirect_pages_fail_their_request() {
             let rest = indirect(front.references[110 + at]);
             front.put(0, at as u64, 0, [INDIRECT, READ, 2, 0], &rest);
         }
-        // Invalid numbers of segments, and invalid operations.
+        // Use invalid numbers of segments, and invalid operations.
         let rest = indirect(front.references[110]);
         for (at, head) in [
             [READ, 0, 0],
@@ -353,7 +357,7 @@ fn requests_with_overflowing_sectors_fail() {
     assert!(front.holds(101, 0));
 }
 
-/// The ring's own page is the target of a read: the disk's data overwrites the ring.
+/// The target of a read is the ring's own page, so the disk's data overwrites the ring.
 #[test]
 fn a_read_into_the_ring_itself_stops_the_queue_at_worst() {
     let setup = Setup::new(false);
@@ -431,7 +435,7 @@ fn a_front_end_that_flaps_does_not_fill_the_log_or_delay_other_guests() {
         assert!(neighbour.holds(101, round));
     }
     front.wait_for_state(5);
-    // The burst that the log admits, and one more per pause.
+    // The log admits a burst, and one more line per pause.
     assert!((10..20).contains(&setup.lines().len()), "{:?}", setup.lines());
     assert_eq!((good.lines(), front.mapped(), neighbour.mapped()), (Vec::new(), 0, 1));
 }

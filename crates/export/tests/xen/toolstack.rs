@@ -1,5 +1,5 @@
-//! Devices of Xen that a toolstack creates, without a hypervisor: devices that are served,
-//! refused and released, and failures.
+//! Xen devices that a toolstack creates, without a hypervisor: devices that are served, refused and
+//! released, and failures.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, channel};
@@ -70,8 +70,8 @@ impl Setup {
         }
     }
 
-    /// Creates the nodes of a device, as libxl does. `others` replace or extend them; an empty
-    /// value leaves a node out.
+    /// Creates the nodes of a device, as libxl does. `others` replaces nodes or adds further ones.
+    /// An empty value omits a node.
     fn make(&mut self, number: u32, target: &str, others: &[(&str, &str)]) {
         let (front, frontend, back) = (front(number), front(number), back_in(self.own, number));
         let own = [
@@ -117,7 +117,7 @@ impl Setup {
         self.store.write(path, value).unwrap();
     }
 
-    /// Does what libxl does first to remove a device.
+    /// Requests the removal of a device: the first step of libxl when it removes one.
     fn take_back(&mut self, number: u32) {
         let back = back_in(self.own, number);
         let done = self.store.transaction(|t| {
@@ -132,8 +132,8 @@ impl Setup {
         self.store.remove(&front(number)).unwrap();
     }
 
-    /// Waits until the watch has read all current nodes: it then reports a device that is created
-    /// now.
+    /// Waits until the watch has read all current nodes. It has read them when it reports a device
+    /// that is created now.
     fn settle(&mut self) {
         self.make(51952, "settle", &[]);
         let wanted = self.wanted();
@@ -182,7 +182,7 @@ fn a_disk_is_served_until_the_toolstack_takes_it_back() {
     let wanted = setup.wanted();
     assert_eq!((wanted.target.as_str(), wanted.read_only, wanted.cdrom), ("/srv/a", false, false));
     assert_eq!(wanted.device.to_string(), "device xvda of domain 7 (backend/vbd)");
-    // Before the disk is open.
+    // The device gets state 2 before the disk is open.
     setup.wait(XVDA, "state", Some("2"));
     assert_eq!(setup.read(XVDA, "multi-queue-max-queues").as_deref(), Some("4"));
     let (xen, ended) = setup.take(&wanted).unwrap();
@@ -199,7 +199,7 @@ fn a_disk_is_served_until_the_toolstack_takes_it_back() {
     setup.take_back(XVDA);
     setup.set(&format!("{}/state", front(XVDA)), 6);
     wait_for_end(&ended);
-    // The image is not closed yet.
+    // The image is still open, so the back end is not closed yet.
     assert_eq!((setup.read(XVDA, "state").as_deref(), guest.mapped()), (Some("5"), 0));
     joined(xen, &ended);
     setup.watch.release(&wanted.device);
@@ -225,7 +225,7 @@ fn a_device_without_a_disk_is_closed_and_can_be_requested_again() {
         assert_eq!(setup.read(XVDA, key).as_deref(), Some("there is no such file"));
     }
     assert_eq!(setup.read(XVDA, "hotplug-status").as_deref(), Some("error"));
-    // A toolstack that removes the device must not wait.
+    // A toolstack that removes the refused device must not wait.
     setup.take_back(XVDA);
     setup.wait(XVDA, "state", Some("6"));
     setup.remove(XVDA);
@@ -253,7 +253,7 @@ fn invalid_nodes_are_refused_with_their_name() {
         assert!(error.contains(&format!("the node {key} is")), "{error}");
         setup.remove(XVDA);
     }
-    // Incomplete nodes, and names that are not devices.
+    // Make devices with incomplete nodes, and nodes whose names are not devices.
     for key in ["params", "mode", "frontend", "frontend-id", "online"] {
         setup.make(XVDA, "/srv/a", &[(key, "")]);
         setup.settle();
@@ -278,7 +278,7 @@ fn removed_nodes_are_not_created_again() {
     setup.watch.release(&wanted.device);
     setup.settle();
     assert_eq!(setup.store.list(&back(XVDA)).unwrap(), [""; 0]);
-    // While the device is served.
+    // Remove the nodes while the device is served.
     setup.make(XVDA, "/srv/a", &[]);
     let wanted = setup.wanted();
     let (xen, ended) = setup.take(&wanted).unwrap();
@@ -296,14 +296,14 @@ fn a_recreated_device_gets_the_disk_that_it_requests() {
     let mut setup = Setup::new();
     setup.make(XVDA, "/srv/a", &[]);
     let first = setup.wanted();
-    // While the image is being opened.
+    // Create the device again while the program opens the image.
     setup.remove(XVDA);
     setup.make(XVDA, "/srv/b", &[]);
     let error = setup.take(&first).map(drop).unwrap_err();
     setup.watch.refuse(&first.device, &error);
     let second = setup.wanted();
     assert_eq!((second.target.as_str(), setup.read(XVDA, "error")), ("/srv/b", None));
-    // While the device is served.
+    // Create the device again while it is served.
     let (xen, ended) = setup.take(&second).unwrap();
     let done = setup.store.transaction(|t| {
         t.write(&format!("{}/params", back(XVDA)), "/srv/c")?;
@@ -319,7 +319,7 @@ fn a_recreated_device_gets_the_disk_that_it_requests() {
 #[test]
 fn a_driver_domain_serves_the_devices_in_its_own_nodes() {
     let mut setup = Setup::of(3, Machine::with_driver_domain(3));
-    // A device of another back end, in dom0.
+    // This device belongs to another back end, in dom0.
     setup.set(&format!("{}/state", back(XVDB)), 1);
     setup.make(XVDA, "/srv/a", &[]);
     let wanted = setup.wanted();
@@ -365,7 +365,7 @@ fn the_next_server_takes_over_the_devices_of_the_last_one() {
     both.sort_by_key(|wanted| wanted.device.device.number());
     let (mut xen, _) = setup.take(&both[0]).unwrap();
     let guest = setup.connect(XVDA);
-    // The second one was being opened.
+    // The program stops while it opens the image of the second device.
     xen.stop();
     setup.watch.stop();
     assert_eq!((setup.read(XVDA, "state").as_deref(), guest.mapped()), (Some("4"), 0));
@@ -374,7 +374,8 @@ fn the_next_server_takes_over_the_devices_of_the_last_one() {
     again.sort_by_key(|wanted| wanted.device.device.number());
     assert_eq!(again, both);
     let (xen, ended) = setup.take(&again[0]).unwrap();
-    // In state 4 its ring is used as it is. Then the toolstack takes both devices back.
+    // The back end is in state 4, so the next server continues with its ring. Then the toolstack
+    // takes both devices back.
     setup.take_back(XVDA);
     setup.take_back(XVDB);
     setup.set(&format!("{}/state", front(XVDA)), 6);
@@ -388,7 +389,7 @@ fn the_next_server_takes_over_the_devices_of_the_last_one() {
 
 #[test]
 fn many_devices_are_each_reported_once() {
-    // More devices than fit into one message of xenstore.
+    // The names of these devices do not fit into one message of xenstore.
     const DEVICES: u32 = 450;
     let machine = Machine::new();
     let mut store = machine.store(0).unwrap();
@@ -421,8 +422,8 @@ fn many_devices_are_each_reported_once() {
     assert_eq!((targets.len(), wanted.try_recv().is_err()), (DEVICES as usize, true));
 }
 
-/// The next server cannot open the image (its folder is not mounted yet, or another server has
-/// locked it) while the guest uses the disk.
+/// The next server cannot open the image while the guest uses the disk, because the image's folder
+/// is not mounted yet, or another server has locked the image.
 #[test]
 fn a_device_in_use_whose_image_cannot_be_opened_is_not_closed() {
     let mut setup = Setup::new();
@@ -443,12 +444,12 @@ fn a_device_in_use_whose_image_cannot_be_opened_is_not_closed() {
         "the guest sees that its disk is gone"
     );
     assert_eq!(setup.read(XVDA, "hotplug-status").as_deref(), Some("connected"));
-    // Now the image can be opened.
+    // From now on the image can be opened.
     let again = setup.wanted();
     assert_eq!(again, wanted);
     let (xen, ended) = setup.take(&again).unwrap();
     assert_eq!(guest.done(1, READ, 0, &[100]), 0);
-    // After the guest has closed the device, an image that cannot be opened closes it.
+    // After the guest has closed the device, the back end closes it if its image cannot be opened.
     setup.take_back(XVDA);
     guest.set("state", 6);
     wait_for_end(&ended);
@@ -466,7 +467,7 @@ fn the_watch_keeps_its_knowledge_after_xenstore_was_lost() {
     setup.watch.refuse(&first.device, "there is no such file");
     setup.make(XVDB, "/srv/b", &[]);
     setup.machine.restore_store();
-    // It also ends the pause between two attempts.
+    // A verdict also ends the pause between two attempts to reconnect.
     setup.watch.refuse(&first.device, "there is no such file");
     assert_eq!(setup.wanted().target, "/srv/b");
     setup.wait(XVDA, "state", Some("6"));
