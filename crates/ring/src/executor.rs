@@ -166,7 +166,8 @@ impl Executor {
         Ok(())
     }
 
-    /// Runs the jobs of other threads. Jobs that arrive meanwhile wait for the next iteration.
+    /// Runs the jobs of other threads. Jobs that arrive during this call wait for the next
+    /// iteration.
     fn take_in(&self) {
         let inner = &*self.handle.0;
         inner.pulse.polls(0);

@@ -25,7 +25,7 @@ impl Locals {
         })
     }
 
-    /// Drops all values, and those that a dropped value creates meanwhile.
+    /// Drops all values, and those that a dropped value creates during the drop.
     pub fn clear(&self) {
         loop {
             let all = std::mem::take(&mut *self.0.borrow_mut());

@@ -3,7 +3,7 @@
 //! In: descriptors that a front end sent. Out: regions.
 //!
 //! What must hold
-//! - No other process can withhold a page of an accepted file. Otherwise a page fault would stop
+//! - No other process can withhold a page of an accepted file. If it could, a page fault would stop
 //!   the reactor and every disk on it.
 //! - Mappings are limited ([`crate::quota`]).
 //!

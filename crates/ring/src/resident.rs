@@ -20,8 +20,8 @@ static LOCKED: AtomicBool = AtomicBool::new(false);
 const CAP_IPC_LOCK: u32 = 14;
 
 /// Locks the memory of this process, now and in future, except guests' memory. The program and its
-/// libraries are locked as a whole, everything else when it is first used. Needs CAP_IPC_LOCK,
-/// because otherwise RLIMIT_MEMLOCK applies and later allocations could fail.
+/// libraries are locked as a whole, everything else when it is first used. Needs CAP_IPC_LOCK.
+/// Without it, RLIMIT_MEMLOCK applies, and later allocations could fail.
 pub fn lock() -> io::Result<()> {
     if LOCKED.load(Ordering::SeqCst) {
         return Ok(());

@@ -398,8 +398,8 @@ impl Segments {
         })
     }
 
-    /// Returns the address of `len` bytes from `offset`, which must be contiguous in this process.
-    /// Panics otherwise: callers pass lengths that they computed, never a guest's.
+    /// Returns the address of `len` bytes from `offset`. Panics if these bytes are not contiguous
+    /// in this process: callers pass lengths that they computed, never a guest's.
     pub(crate) fn contiguous(&self, offset: usize, len: usize) -> *mut u8 {
         assert!(self.request().is_none(), "zero-copy data have no address");
         let mut found = None;

@@ -2,7 +2,8 @@
 //!
 //! What must hold
 //! - Waiters are served first come, first served, even if a later waiter wants fewer permits and
-//!   those are free. Otherwise a waiter that wants many permits would starve.
+//!   those are free. If later waiters could overtake, a waiter that wants many permits would
+//!   starve.
 //! - Each waiter is in the queue exactly once.
 //! - A release wakes only the first waiter, so its cost does not depend on the number of waiters.
 //! - Without waiters, acquiring and releasing are one atomic operation each.

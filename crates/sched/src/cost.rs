@@ -62,8 +62,8 @@ pub struct Calibration {
     pub costs: Costs,
     /// Cost in flight that keeps the device busy, in nanoseconds. None: unknown.
     pub window_ns: Option<u64>,
-    /// Service times of a 4 KiB read and a 4 KiB write on an otherwise idle device, in nanoseconds.
-    /// 0: unknown.
+    /// Service times of a 4 KiB read and a 4 KiB write on a device without other operations, in
+    /// nanoseconds. 0: unknown.
     pub baseline_read_ns: u64,
     pub baseline_write_ns: u64,
 }

@@ -1,4 +1,5 @@
-//! Debt of a disk: cost that was admitted ahead of time because a queue was drained.
+//! Debt of a disk: cost that was admitted before its limits and its share allowed it, because a
+//! queue was drained.
 //!
 //! In: operations that a drain admitted, and operations that wait. Out: until when the disk's
 //! queues take no requests. What must hold: over any time a disk that is drained again and again

@@ -349,7 +349,8 @@ impl Device {
             let Some(account) = state.accounts[disk].clone() else { continue };
             let own = account.start_tag.load(Relaxed);
             if before(tag, own) {
-                // Another operation of the disk began meanwhile, so its tag has advanced.
+                // Another operation of the disk has begun since the tag was stored, so the disk's
+                // tag has advanced.
                 state.wait_list.push_head(disk, own);
                 continue;
             }

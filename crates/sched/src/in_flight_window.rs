@@ -3,8 +3,8 @@
 //!
 //! In: measurements of the last period. Out: the window for the next period.
 //!
-//! A disk is within its share if few of its operations had to wait; otherwise it is over its share.
-//! The window follows three goals. The first has the highest priority:
+//! A disk is within its share if few of its operations had to wait, and over its share if more had
+//! to wait. The window follows three goals. The first has the highest priority:
 //! 1. A disk with a latency target that is within its share meets the target, at any cost to its
 //!    neighbours, except for a tenth of their share.
 //! 2. Any other disk within its share is served within [`MAX_SLOWDOWN`] of its service time without

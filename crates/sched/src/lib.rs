@@ -4,7 +4,7 @@
 //! ```text
 //!   knobs    settings of a disk or a group: weight, reservation, limits, latency target
 //!   limit    token buckets                     reserve   guaranteed minimum rates (mClock)
-//!   debt     cost that a drain admitted ahead of time, and when it is paid
+//!   debt     cost that a drain admitted too early, and when it is paid
 //!   host     the devices and groups of a process
 //!   share    one disk's account: its limits, then its share of the device
 //!     device   start-time fair queueing: admits operations or makes them wait

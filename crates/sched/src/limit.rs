@@ -12,7 +12,7 @@
 //! - A bucket of rate R and size H admits at most `R * T + H` in any time T. With operations larger
 //!   than half of H it admits at most `R * T`, half of H and one operation. A caller that always
 //!   has work receives exactly `R * T`: fractions of a nanosecond are carried over.
-//! - Whether an operation may begin does not depend on its size. Otherwise small operations of
+//! - Whether an operation may begin does not depend on its size. If it did, small operations of
 //!   another reactor would starve large ones. So the last admitted operation may leave a debt of
 //!   any size, and the next one waits until it is paid.
 //! - Either all limits of an operation are charged, or none.

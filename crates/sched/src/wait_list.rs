@@ -34,8 +34,8 @@ impl WaitToken {
         self.0.compare_exchange(GRANTED, IDLE, SeqCst, SeqCst).is_ok()
     }
 
-    /// Cancels the wait. Returns true if the operation was admitted meanwhile; the caller must then
-    /// release its grant.
+    /// Cancels the wait. Returns true if the operation was admitted before the cancellation. Then
+    /// the caller must release its grant.
     pub fn cancel(&self) -> bool {
         self.0.swap(IDLE, SeqCst) == GRANTED
     }

@@ -229,8 +229,8 @@ impl<S: Storage> Delay<S> {
         answer
     }
 
-    /// Does an operation that transfers no data. If its future is dropped, its server stays busy
-    /// until the completion time all the same.
+    /// Does an operation that transfers no data. If its future is dropped, its server still stays
+    /// busy until the completion time.
     pub(super) async fn other(
         &self,
         kind: OpKind,

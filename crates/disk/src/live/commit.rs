@@ -34,7 +34,7 @@ const FEW_BYTES: u64 = 4 << 20;
 /// Time of one quiesce. A guest that writes faster than the copy is held back repeatedly, with
 /// pauses that become shorter.
 const QUIESCE_TIME: Duration = Duration::from_millis(50);
-/// Number of concurrent copies of ranges that were written meanwhile.
+/// Number of concurrent copies of ranges that the guest wrote during the commit.
 const CONCURRENT_COPIES: usize = 8;
 
 impl Disk {

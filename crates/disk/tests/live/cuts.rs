@@ -1,6 +1,6 @@
 //! Power cuts of a disk under load during snapshot, commit and stream, on real files with a
-//! journal. For each power cut the files are reconstructed as the power may have left them, and
-//! judged.
+//! journal. For each power cut the test reconstructs the files as the power cut may have left them,
+//! and checks them.
 //!
 //! What must hold after each power cut: the image that was named at the start, or the overlay that
 //! its record names, opens for writing. Each image of the chain is consistent. The disk holds every

@@ -1,5 +1,5 @@
 //! Snapshot, commit and stream of a served disk: under load on several reactors; errors; and the
-//! files afterwards, which QEMU judges.
+//! files afterwards, which QEMU checks.
 
 mod cuts;
 mod load;

@@ -178,7 +178,7 @@ fn a_cancelled_commit_or_stream_leaves_the_disk_as_it_was() {
     for (run, full) in works {
         let fixture = Fixture::with("cancel", LARGE, full);
         let (work, thread) = begin(&fixture.disk, run);
-        // No other work may begin meanwhile.
+        // No other work may begin while this one runs.
         let other = snapshot(&fixture.disk, fixture.scratch.path("other.qcow2")).unwrap_err();
         assert!(matches!(*other.why, Why::Busy), "{other}");
         work.cancel();

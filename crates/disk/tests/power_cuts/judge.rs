@@ -1,4 +1,4 @@
-//! The judge of one boot: the oracle, and rules for answers that it does not know.
+//! Checks one boot: by the oracle, and by rules for answers that the oracle does not know.
 //!
 //! - Nothing fails without a cause: an error is the injected one, or Poisoned on a poisoned disk.
 //! - A flush returns Ok only if a sync that began after the flush arrived has succeeded, and no

@@ -59,7 +59,7 @@ impl fmt::Display for Tally {
     }
 }
 
-/// A disk over several boots. The contents after each power cut are judged, and the next boot
+/// A disk over several boots. The test checks the contents after each power cut, and the next boot
 /// starts with them.
 pub struct Life {
     plan: Plan,

@@ -1,5 +1,5 @@
-//! Power cuts of whole disks on the simulated one. The tests drive them as exports do, cut the
-//! power at any event, and judge the result.
+//! Power cuts of whole disks on the simulated one. The tests drive the disks as exports do, cut the
+//! power at any event, and check the result.
 //!
 //! ```text
 //!   plan    the settings of a run: alignment, reactors, faults; a seed determines them
@@ -161,7 +161,7 @@ impl<S: Storage> Storage for Liar<S> {
     }
 }
 
-/// Tests the judges: they must detect a faulty storage.
+/// Tests the checks of this test: they must detect a faulty storage.
 #[test]
 fn the_judges_detect_a_faulty_storage() {
     for lie in [Lie::NoSync, Lie::NotDurable, Lie::LosesPieces, Lie::ReadsStale] {

@@ -19,7 +19,7 @@ use std::rc::Rc;
 use super::Counters;
 use super::pauses::Pauses;
 
-/// Writes in a row before the task yields: a task that only writes would never wait otherwise.
+/// Writes in a row before the task yields. A task that only writes would never wait without this.
 const YIELD_AFTER: u32 = 32;
 /// Longest write that the reactor makes, in bytes. For longer ones several workers copy at a time.
 const LONGEST: usize = 256 << 10;

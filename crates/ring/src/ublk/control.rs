@@ -56,8 +56,8 @@ fn open() -> io::Result<OwnedFd> {
 }
 
 /// A lock on a device number while this process creates, takes over or removes the device. Other
-/// Blockyard processes wait meanwhile. (An OFD lock on one byte of the control device: it ends with
-/// this value, and with the process.)
+/// Blockyard processes wait for the lock. It is an OFD lock on one byte of the control device,
+/// which ends with this value, and with the process.
 pub struct NumberLock {
     _file: OwnedFd,
 }

@@ -160,7 +160,7 @@ pub trait Node {
                 .position(|byte| *byte == 0)
                 .ok_or(StoreError::Protocol("a part of a list has no generation"))?;
             if !names.is_empty() && part[..at] != generation {
-                // The names have changed meanwhile: start again.
+                // The names have changed between two requests, so start again.
                 names.clear();
                 continue;
             }

@@ -342,7 +342,7 @@ fn limits_can_change_while_reactors_use_them() {
             limiter.set(&slow);
             limiter.set(&fast);
             // A charge of the slow limit (one second) must never go to the bucket of the fast one.
-            // Load in this order, because time advances meanwhile.
+            // Load the bucket before the clock, because time advances between the loads.
             let full =
                 limiter.generation(limiter.changes.load(SeqCst))[0].buckets[0].full.load(SeqCst);
             let now = clock.load(SeqCst);

@@ -34,7 +34,7 @@ pub(super) struct Receiver<'a> {
     /// The part of the buffer that holds unused bytes.
     from: usize,
     to: usize,
-    /// Number of bytes received since progress was last noted.
+    /// Number of bytes received since progress was last recorded.
     moved: usize,
 }
 

@@ -92,7 +92,7 @@ impl SimDisk {
     }
 
     /// Fails all operations that the power cut left unanswered, so that tasks that must not be
-    /// dropped can end. The judge must ignore these answers.
+    /// dropped can end. The oracle must not see these answers.
     pub fn give_up(&self) {
         let mut inner = self.0.borrow_mut();
         assert!(inner.config.power.is_off(), "the power is on");
@@ -453,7 +453,7 @@ impl InFlight {
         0
     }
 
-    /// Applies the part that a failed operation does all the same.
+    /// Applies the part of a failed operation that reaches the disk although the operation fails.
     fn finish_badly(&mut self, error: &io::Error, media: &mut Media, rng: &mut Rng) {
         if error.kind() != io::ErrorKind::Unsupported {
             self.land_some(media, rng);
@@ -465,7 +465,7 @@ impl InFlight {
     }
 }
 
-/// Waits for the answer of an operation. If this is dropped, the operation continues all the same.
+/// Waits for the answer of an operation. If this is dropped, the operation continues.
 struct Answer {
     disk: Rc<RefCell<Inner>>,
     op: u64,

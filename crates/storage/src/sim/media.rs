@@ -159,7 +159,7 @@ pub(super) struct Media {
     durable: SimImage,
     cached: BTreeMap<u64, Vec<Version>>,
     /// Versions that a failed sync lost. Reads return them until the sector is written or the power
-    /// goes.
+    /// is cut.
     ghosts: BTreeMap<u64, Content>,
     /// Changes of length that are not durable. The first one has the number `committed`.
     journal: VecDeque<u64>,

@@ -6,7 +6,7 @@
 //!   media     which data are durable, and which are cached
 //!   runner    `Sim`: polls tasks in seeded order, without ring and clock
 //!   power     counts events, and cuts the power
-//!   oracle    `Oracle`: what a disk may hold after a power cut; judges any disk
+//!   oracle    `Oracle`: what a disk may hold after a power cut; checks any disk
 //!   fault     errors to inject
 //!   journal   records operations on real files, to simulate power cuts afterwards
 //! ```

@@ -1,5 +1,5 @@
-//! The oracle: what a disk may hold, now and after a power cut. It judges any disk by its answers
-//! alone.
+//! The oracle: what a disk may hold, now and after a power cut. It checks any disk by the disk's
+//! answers alone.
 //!
 //! In: when writes, flushes and reads started and were answered. Out: whether the data that were
 //! read are among the allowed ones.
@@ -156,8 +156,8 @@ impl Oracle {
     }
 
     /// Expects failing flushes. A flush in flight may have failed already, and reads may see its
-    /// losses before its answer. So while a flush is in flight, reads are judged as if it had
-    /// failed.
+    /// losses before its answer. So while a flush is in flight, the oracle checks reads as if that
+    /// flush had failed.
     pub fn expect_failing_flushes(&mut self) {
         self.flushes_may_fail = true;
     }

@@ -1,7 +1,7 @@
 //! The xenstore of a [`super::Machine`]: a tree, and a thread for each connection.
 //!
 //! A transaction works on a copy of the tree. Its end fails with EAGAIN if the tree was changed
-//! meanwhile.
+//! since its start.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io::{self, Read, Write};

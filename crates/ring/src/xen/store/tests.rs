@@ -91,7 +91,7 @@ fn lists_that_exceed_one_message_come_in_parts() {
     let answers = [
         message(message::ERROR, 1, b"E2BIG\0"),
         part(2, b"7\0one\0two\0"),
-        // The names have changed meanwhile.
+        // The names have changed between two requests.
         part(3, b"8\0three\0"),
         part(4, b"8\0one\0two\0new\0"),
         part(5, b"8\0three\0\0"),

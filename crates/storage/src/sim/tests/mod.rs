@@ -1,4 +1,4 @@
-//! Tests of the simulated disk: single cases (`cases`), and random work that the oracle judges
+//! Tests of the simulated disk: single cases (`cases`), and random work that the oracle checks
 //! (`work`).
 
 use std::io;

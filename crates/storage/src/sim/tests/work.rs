@@ -1,4 +1,4 @@
-//! Random work of several tasks on a disk. The oracle judges every answer and every power cut.
+//! Random work of several tasks on a disk. The oracle checks every answer and every power cut.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
