@@ -39,7 +39,7 @@ impl Extent {
     }
 }
 
-/// Status of `len` bytes with equal properties. The names are those of `qemu-img map`.
+/// Status of `len` bytes with equal properties. The fields have the names of `qemu-img map`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockStatus {
     pub len: u64,

@@ -28,7 +28,8 @@ pub struct Image<S> {
     participant: Arc<Participant>,
     /// Whether data that are read from backing images are copied to the topmost image.
     copy_on_read: bool,
-    /// Caches lookups in the backing images, if there are several.
+    /// Caches lookups in the backing images. None: the chain has at most one backing image, or its
+    /// granules are too small.
     lookup_cache: Option<LookupCache>,
 }
 

@@ -1,5 +1,5 @@
-//! Stream: copies the contents of the backing images into the topmost image, until it needs them no
-//! more.
+//! Stream: copies the contents of the backing images into the topmost image, until the topmost
+//! image no longer needs them.
 //!
 //! In: a chain, which may be in use. Out: a topmost image that holds the whole disk; then
 //! ([`Chain::alone`]) a chain of that image only. Invariant, also at each power cut: the chain

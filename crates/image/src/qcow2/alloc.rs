@@ -215,8 +215,8 @@ impl Allocator {
         true
     }
 
-    /// Returns the file's end in clusters, and the refcount blocks that are missing for `count`
-    /// clusters from there.
+    /// Returns the file's end in clusters, and the numbers of the refcount blocks that are missing
+    /// for the `count` clusters behind that end.
     pub fn beyond_the_end(&self, count: u64) -> (u64, Vec<u64>) {
         let state = self.state();
         let blocks = state.end / self.per_block()..=(state.end + count - 1) / self.per_block();
@@ -301,7 +301,7 @@ impl Allocator {
         if state.hint >= old_end {
             state.hint = grown.end;
         }
-        // The blocks just added are dirty, so they stay.
+        // The new refcount blocks are dirty, so they are not evicted.
         state.evict_blocks(self.cluster_bits);
         Ok(())
     }

@@ -20,7 +20,7 @@ pub async fn make_empty<S: Storage>(file: &Raw<S>) -> Result<(), ImageError> {
     new.l1_size = entries as u32;
     new.l1_offset = change.find_free((entries * 8).div_ceil(new.cluster_size())).await?;
     change.write("qcow2 L1 table", new.l1_offset, &vec![0; entries as usize * 8]).await?;
-    // The guest's data may change without a write that a bitmap could record.
+    // Mark the bitmaps: the guest's data may change without a write that a bitmap could record.
     let mut marked = change.old.clone();
     bitmap::prepare_for_writing(file, &mut marked).await?;
     let (_, end) = change.switch(new).await?;

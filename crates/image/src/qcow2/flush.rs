@@ -59,8 +59,8 @@ impl<S: Storage> Qcow2<S> {
         self.sync_unfinished().await
     }
 
-    /// Writes metadata back if too much is dirty, so that it can be evicted. Not durable. The
-    /// caller must hold no cluster.
+    /// Writes metadata back if so much is dirty that too little can be evicted. The written
+    /// metadata are not durable on return. The caller must hold no guest cluster.
     pub(super) async fn relieve(&self) -> io::Result<()> {
         if self.shared.tables.dirty() <= 2 * self.dirty_limit() && !self.shared.alloc.is_crowded() {
             return Ok(());

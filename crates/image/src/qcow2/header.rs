@@ -21,7 +21,8 @@ use crate::raw::Raw;
 pub const MAGIC: u32 = 0x5146_49fb;
 pub const MIN_CLUSTER_BITS: u32 = 9;
 pub const MAX_CLUSTER_BITS: u32 = 21;
-/// A subcluster must be at least a sector.
+/// Minimum of `cluster_bits` with extended L2 entries: each of the 32 subclusters must be at least
+/// a sector.
 pub const MIN_EXTENDED_CLUSTER_BITS: u32 = 14;
 pub const MAX_L1_BYTES: u64 = 32 << 20;
 pub const MAX_REFCOUNT_TABLE_BYTES: u64 = 8 << 20;

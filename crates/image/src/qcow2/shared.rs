@@ -20,7 +20,7 @@ use super::tables::{L2SliceCache, SLICE_BYTES};
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
     pub layout: EntryFormat,
-    /// Number of entries of an L2 table, and of a slice of it.
+    /// Number of entries of an L2 table; and number of entries of a slice.
     pub table_entries: u64,
     pub slice_entries: u64,
     /// Unit of allocation in bytes: a subcluster or a cluster.

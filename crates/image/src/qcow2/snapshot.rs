@@ -118,7 +118,7 @@ pub async fn apply<S: Storage>(file: &Raw<S>, name: &str) -> Result<(), ImageErr
     new.l1_size = entries as u32;
     new.l1_offset = change.find_free((entries * 8).div_ceil(new.cluster_size())).await?;
     change.write("qcow2 L1 table", new.l1_offset, &l1).await?;
-    // The disk changes without a write that a bitmap could record.
+    // Mark the bitmaps: the disk changes without a write that a bitmap could record.
     let mut marked = change.old.clone();
     bitmap::prepare_for_writing(file, &mut marked).await?;
     change.switch(new).await.map(|_| ())

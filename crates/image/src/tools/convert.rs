@@ -211,7 +211,8 @@ impl<S: Storage, T: Storage> ConvertWorker<'_, S, T> {
             let there = self.target.status(offset, len).await?;
             len = there.len;
             what = match found.zero {
-                // The target may have data of its own there, which hide the shared layers.
+                // Compare the target's depth too: the target may have data of its own, which hide
+                // the shared layers.
                 _ if shared && there.depth >= shared_from.1 => PieceContent::Same,
                 true if there.zero => PieceContent::Same,
                 true => PieceContent::Zero,

@@ -39,7 +39,7 @@ struct Site<'a> {
 struct TableReference {
     offset: u64,
     entries: u64,
-    /// Number of references to it.
+    /// Number of references to the table.
     times: u64,
     name: String,
 }

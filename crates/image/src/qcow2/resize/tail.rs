@@ -35,7 +35,7 @@ impl Tail {
     }
 }
 
-/// Place of the last cluster, and where in it the disk ends.
+/// The last cluster of the disk: its host offset and file, and where in the cluster the disk ends.
 struct LastCluster<'a, S> {
     tables: &'a ResizeTables<'a, S>,
     /// The file that has the cluster's data.

@@ -315,7 +315,7 @@ fn a_silent_server_costs_bounded_time() {
     }
 }
 
-/// A server closes connections in the middle of answers, repeatedly. The client sends the requests
+/// A server closes connections instead of answering, repeatedly. The client sends the requests
 /// again, and all answers are right.
 #[test]
 fn requests_are_repeated_after_lost_connections() {
@@ -327,7 +327,7 @@ fn requests_are_repeated_after_lost_connections() {
             move |number, request, disk| {
                 requests += 1;
                 let answer = good(request, disk);
-                // Some bytes of the answer, then the end.
+                // None closes the connection without an answer.
                 if number < 8 && requests % 5 == 0 { None } else { Some(answer) }
             }
         }),
