@@ -43,12 +43,12 @@ pub enum SocketError {
     Address { address: String, source: io::Error },
 }
 
-/// A listening socket, or several for one address.
+/// A listening socket, or several listening sockets for one address.
 pub struct Listener {
     sockets: Vec<OwnedFd>,
     /// Path of the socket file that this server has created, and its device and inode numbers.
     made: Option<(PathBuf, (u64, u64))>,
-    /// The claim on an inherited socket.
+    /// The claim on an inherited socket, held until drop.
     _claim: Option<Claim>,
 }
 

@@ -143,8 +143,8 @@ impl Queue {
         }
     }
 
-    /// Puts a read, a write, a barrier or a flush into a free slot. The back end sees it after
-    /// [`Queue::publish`].
+    /// Puts a read, a write, a barrier or a flush into a free slot. The back end sees the request
+    /// after [`Queue::publish`].
     #[inline]
     pub fn submit(&mut self, slot: u16, operation: u8, sector: u64, len: u32) {
         let pages = (len as usize).div_ceil(PAGE);

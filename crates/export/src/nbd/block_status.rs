@@ -1,4 +1,4 @@
-//! Meta contexts, and the answers to NBD_CMD_BLOCK_STATUS.
+//! Meta contexts, and the replies to NBD_CMD_BLOCK_STATUS.
 //!
 //! The contexts:
 //! - `base:allocation` is the protocol's own.
@@ -171,7 +171,7 @@ pub async fn chunks(
                 Some((so_far, _)) => *so_far += len,
                 None => extents.push((len.min(longest), flags)),
             }
-            // With REQ_ONE the answer ends where the first context changes.
+            // With REQ_ONE the reply ends where the first context changes.
             full |= extents.len() >= if one { 2 } else { MOST_EXTENTS };
         }
         if full || len > longest {

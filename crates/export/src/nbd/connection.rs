@@ -1,8 +1,8 @@
 //! State that the tasks of one connection share in its transmission phase: the receiver, the
 //! workers and the sender.
 //!
-//! In: requests, as they begin. Out: answers, as they end. What must hold: each request is answered
-//! once. The memory of requests is bounded, and returned when the answer is sent.
+//! In: requests, as they begin. Out: replies, as the requests end. What must hold: each request
+//! gets one reply. The memory of requests is bounded, and is returned when the reply is sent.
 
 use std::cell::{Cell, RefCell};
 use std::io;
@@ -20,7 +20,7 @@ use super::stream::Stream;
 use super::terms::Terms;
 
 /// Maximum number of bytes of buffers for one connection, so that one client leaves memory for
-/// others.
+/// other clients.
 const MOST_HELD: usize = 64 << 20;
 /// Bytes of a long write of zeroes that the disk handles at a time.
 pub const ZEROED_AT_A_TIME: u64 = 1 << 30;
@@ -32,14 +32,14 @@ pub struct Connection {
     pub terms: Terms,
     pub served: Rc<LocalDisk<Store>>,
     pub buffers: Rc<Buffers>,
-    /// Answers to be sent.
+    /// Replies that the sender has not taken yet.
     pub replies: RefCell<Vec<Reply>>,
     /// Wakes the sender, because `replies` has changed or no further reply will come.
     pub to_send: Signal,
-    /// Wakes tasks that wait until an answer is sent.
+    /// Wakes tasks that wait until a reply is sent.
     pub sent: Signal,
     pub in_flight: Cell<u32>,
-    /// Number of requests in flight that the disk has not answered.
+    /// Number of requests in flight that the disk has not completed.
     pub unanswered: Cell<u32>,
     /// Bytes in the buffers of requests in flight.
     pub held: Cell<usize>,
@@ -48,7 +48,7 @@ pub struct Connection {
     pub idle: Rc<Idle>,
     /// The connection accepts no more requests.
     pub ended: Cell<bool>,
-    /// Nothing more can be sent.
+    /// The connection can send nothing more.
     pub broken: Cell<bool>,
     /// A request is in flight that needs much work for few bytes. The connection allows one such
     /// request at a time.
@@ -80,7 +80,7 @@ impl Connection {
         }))
     }
 
-    /// Queues the answer of a request, and wakes the sender.
+    /// Queues the reply to a request, and wakes the sender.
     #[inline]
     pub fn reply(&self, request: &wire::Request, status: Result<(), u32>, body: Body) {
         let reply = Reply { request: *request, status, body };

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!   address ─► thread (accept) ─► reactor: negotiation ─► receiver ─► workers ─► disk
-//!                                                         sender ◄─── answers ◄───┘
+//!                                                         sender ◄─── replies ◄───┘
 //! ```
 //! A [`Server`] serves one address, with any number of disks, by name. Its thread accepts clients
 //! and distributes them over the reactors, which do everything else. A flush on one connection
@@ -126,7 +126,8 @@ impl Server {
         links::end_not_allowed(&self.reactors, disk);
     }
 
-    /// Ends the export of a disk: answers the requests of its clients, and disconnects them.
+    /// Ends the export of a disk: sends the replies to the requests of its clients, and disconnects
+    /// them.
     fn remove(&self, disk: &Arc<Disk>) {
         let mut exports = self.shared.exports.lock().unwrap_or_else(PoisonError::into_inner);
         exports.retain(|exported| !Arc::ptr_eq(&exported.disk, disk));

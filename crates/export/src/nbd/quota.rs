@@ -47,7 +47,7 @@ pub struct Usage {
 enum Reserve {
     #[default]
     Free,
-    /// Reserved for the payload of this connection.
+    /// The reserve is for the payload of this connection.
     For(Rc<Usage>),
     /// The payload that had the reserve has ended, but its connection has not returned the bytes
     /// yet.

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   socket ─► run: inbox, header, payload ─► workers (a task for each request) ─► disk
-//!   socket ◄─ send: all answers that are there, in one write ◄─── answers ◄──────┘
+//!   socket ◄─ send: all replies that are ready, in one write ◄─── replies ◄──────┘
 //! ```
 //! Requests of one connection run concurrently, and each is answered when it ends. What must hold:
 //! the number of requests in flight is bounded. After an invalid header, the server reads no
@@ -45,7 +45,7 @@ const MOST_SKIPPED: u64 = 64 << 20;
 pub struct Receiver {
     connection: Rc<Connection>,
     workers: Rc<Workers>,
-    /// The task that sends answers.
+    /// The task that sends replies.
     sender: Cell<TaskId>,
     budget: Budget,
     wrote: Cell<bool>,
@@ -154,7 +154,7 @@ impl Receiver {
                 return Ok(());
             }
             if !connection.replies.borrow().is_empty() {
-                // Send the answers that are ready before the next read.
+                // Send the replies that are ready before the next read.
                 connection.handle.poll_now(self.sender.get());
             }
             let empty = inbox.is_empty();

@@ -1,17 +1,17 @@
-//! An answer: the protocol's error code, and the bytes to send.
+//! A reply: the protocol's error code, and the bytes to send.
 
 use blockyard_disk::{Failure, Op};
 use blockyard_nbd::wire::{self, Chunk, Headers, SimpleReply, chunk, cmd, errno};
 use blockyard_ring::Segments;
 
-/// An answer to `request`. `status` is an error code of the protocol.
+/// A reply to `request`. `status` is an error code of the protocol.
 pub struct Reply {
     pub request: wire::Request,
     pub status: Result<(), u32>,
     pub body: Body,
 }
 
-/// The contents of an answer.
+/// The contents of a reply.
 pub enum Body {
     None,
     /// Data of a read. (The buffer of a write returns to the quota in this variant, too.)
@@ -28,7 +28,7 @@ pub fn error_of(failure: Failure, op: Op) -> u32 {
         Failure::ReadOnly => errno::EPERM,
         Failure::OutOfRange if op == Op::Read => errno::EINVAL,
         Failure::OutOfRange => errno::ENOSPC,
-        // Clients accept this error only for fast zeroes.
+        // Clients accept ENOTSUP only for fast zeroes.
         Failure::Unsupported if matches!(op, Op::WriteZeroes { fast: true, .. }) => errno::ENOTSUP,
         Failure::Unsupported => errno::EIO,
     }
@@ -53,7 +53,7 @@ impl Reply {
         }
     }
 
-    /// Appends the answer to `out`, except the data of a read.
+    /// Appends the reply to `out`, except the data of a read.
     pub fn put(&self, headers: Headers, out: &mut Vec<u8>) {
         let wire::Request { cookie, offset, .. } = self.request;
         let header = |kind, len: usize, last| {

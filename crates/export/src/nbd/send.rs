@@ -1,4 +1,4 @@
-//! Sends the answers of a connection.
+//! Sends the replies of a connection.
 //!
 //! In: replies, as requests end. Out: writes, each of which carries all replies that are ready,
 //! headers and data. What must hold: a reply is sent as a whole, or the connection ends. The server

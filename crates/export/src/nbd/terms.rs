@@ -68,7 +68,7 @@ impl Terms {
         Ok(())
     }
 
-    /// Returns false if each write must be durable before its answer.
+    /// Returns false if each write must be durable before its reply.
     pub fn write_back(&self) -> bool {
         self.exported.flags & export::SEND_FLUSH == 0
             || self.exported.disk.options().cache.write_back()

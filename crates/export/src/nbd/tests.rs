@@ -111,7 +111,7 @@ impl Client {
         bytes
     }
 
-    /// Receives the answer to a read of `len` bytes.
+    /// Receives the reply to a read of `len` bytes.
     fn take_read(&mut self, len: usize) {
         let mut bytes = vec![0xff; 16 + len];
         self.0.read_exact(&mut bytes).unwrap();
@@ -158,8 +158,8 @@ fn the_kernel_refuses_descriptors_from_clients_if_it_can() {
 }
 
 /// A client of an inherited socket may have connected before this server could refuse descriptors,
-/// and older kernels cannot refuse them. If the reactor closed the descriptor, this test would
-/// never end.
+/// and older kernels cannot refuse descriptors. If the reactor closed the descriptor, this test
+/// would never end.
 #[test]
 fn a_client_that_sends_a_descriptor_is_disconnected_and_blocks_no_other() {
     let path = socket();
@@ -169,8 +169,8 @@ fn a_client_that_sends_a_descriptor_is_disconnected_and_blocks_no_other() {
     let (lingers, other) = lingering();
     let (mut client, mut other_client) = (Client::ready(early), Client::ready(late));
     client.reads();
-    // The reactor is busy until the test has closed its own descriptor. So the received one is the
-    // last reference.
+    // The reactor is busy until the test has closed its own descriptor. So the descriptor that the
+    // server received is the last reference.
     let ((began, busy), (release, released)) = (channel(), channel::<()>());
     reactors.next().run(move |_| {
         began.send(()).unwrap();

@@ -31,10 +31,10 @@ struct Worker {
     closed: Cell<bool>,
 }
 
-/// What a worker does for one request.
+/// The work of a worker for one request.
 pub enum Job {
-    /// `flushes`: sync the disk before the answer, because the operation does not ensure durability
-    /// by itself.
+    /// `flushes`: sync the disk before the reply, because the operation itself does not make its
+    /// data durable.
     Request {
         request: Request<RequestToken>,
         flushes: bool,

@@ -1,8 +1,8 @@
 //! Reconnects to xenstore after the connection was lost, because xenstored was too slow or has
 //! ended.
 //!
-//! What must hold: a thread that waits here stops when its service stops. If the connection is lost
-//! again and again, the pauses between attempts become longer.
+//! What must hold: a thread that waits for a connection stops when its service stops. If the
+//! connection is lost again and again, the pauses between attempts become longer.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};

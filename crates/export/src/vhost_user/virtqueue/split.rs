@@ -182,8 +182,8 @@ impl SplitRing {
         if old == new {
             return false;
         }
-        // The used index must be visible before the guest's event index is read (2.7.7.2).
-        // Otherwise both sides may sleep.
+        // The used index must be visible before the guest's event index is read (2.7.7.2). Without
+        // the fence, both sides may sleep.
         fence(Ordering::SeqCst);
         let wanted = if self.event_idx {
             passes(self.avail.load_u16(4 + usize::from(self.size) * 2, Ordering::Relaxed), new, old)
