@@ -2,7 +2,8 @@
 //! these rules, which the oracle does not know.
 //!
 //! - Without an injected error no request fails.
-//! - After a failed sync of the image's files no flush succeeds. From then on reads are not checked.
+//! - After a failed sync of the image's files no flush succeeds. From then on reads are not
+//!   checked.
 
 use std::cell::{Cell, RefCell};
 use std::io;
