@@ -215,7 +215,7 @@ impl<S: Storage> Image<S> {
         }
     }
 
-    /// Copies the parts of a range that only the backing images have to the topmost image.
+    /// Copies up the parts of a range that only the backing images have.
     pub async fn populate(&self, offset: u64, len: u64) -> io::Result<()> {
         let _guard = self.epoch.enter(&self.participant);
         self.populate_held(offset, len).await

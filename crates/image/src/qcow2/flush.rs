@@ -175,7 +175,7 @@ impl<S: Storage> Qcow2<S> {
         self.write_at(&format!("qcow2 L2 table {index}"), at, &copied.bytes).await
     }
 
-    /// Orders writes: earlier writes become durable before later writes start. Does nothing for an
+    /// Orders writes: earlier writes become durable before later writes start. Does not sync an
     /// unfinished image, because a power cut loses it anyway.
     async fn barrier(&self) -> io::Result<()> {
         if self.shared.unfinished {

@@ -23,7 +23,7 @@ impl<S: Storage> Qcow2<S> {
         while cluster < end {
             let stop = end.min((shape.table(cluster) + 1) * shape.table_entries);
             let hold = self.shared.held.hold(cluster..stop).await;
-            // Number of clusters that are left to allocate, and of their L2 tables.
+            // Number of clusters that are left to allocate, plus the number of their L2 tables.
             let left =
                 |cluster: u64| (end - cluster) + (end - cluster).div_ceil(shape.table_entries);
             if !keep_space {

@@ -3,8 +3,8 @@
 //!
 //! In: an image's tables. Out: counts, and findings about invalid entries and offsets. Invariant:
 //! the file's size bounds reads and memory. Of L1 and bitmap tables that overlap, only one is
-//! followed. At most `tables_at_once` L2 tables are in memory; the others wait for the next
-//! round.
+//! followed. At most `tables_at_once` L2 tables are collected at a time; the others wait for the
+//! next round.
 
 use std::collections::BTreeMap;
 use std::fmt;

@@ -36,7 +36,7 @@ pub struct Snapshot {
     /// Time that the VM had run, in nanoseconds.
     pub vm_clock: u64,
     pub vm_state_size: u64,
-    /// Size of the disk in bytes. None in images of old programs, which could not resize disks.
+    /// Size of the disk in bytes. None in old images, in which the disk's size never changed.
     pub disk_size: Option<u64>,
     /// Unknown extra data.
     pub extra: Vec<u8>,
