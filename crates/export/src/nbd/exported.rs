@@ -50,8 +50,8 @@ impl Exported {
         if extended { flags } else { flags & !export::BLOCK_STATUS_PAYLOAD }
     }
 
-    /// `block`: minimum block size in bytes that the server reports to clients. `None`: the disk's
-    /// own.
+    /// `block`: minimum block size in bytes to report to clients. It is raised to the disk's own
+    /// minimum if it is less. `None`: the disk's own minimum.
     pub fn new(disk: Arc<Disk>, name: &str, description: &str, block: Option<u32>) -> Self {
         let source = disk.source();
         let mut flags = export::HAS_FLAGS | export::SEND_FLUSH | export::SEND_FUA | export::SEND_DF;

@@ -304,7 +304,7 @@ impl TagTask {
             Err(e) => return -e.raw_os_error(),
         };
         let moves = matches!(op, Op::Read | Op::Write { .. });
-        // Waits if this queue has used up its budget, so that the reactor serves its other queues.
+        // Wait if this queue has used up its budget, so that the reactor serves its other queues.
         queue.budget.admit(&queue.handle, REQUEST, if moves { len } else { 0 }).await;
         let mut segments = self.segments.take();
         if moves {

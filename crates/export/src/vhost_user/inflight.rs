@@ -125,8 +125,8 @@ impl InflightRegion {
         queues: u16,
     ) -> Result<Self, MemoryError> {
         let memory = GuestMemory::default().with(mapper.map(fd, offset, 0, 0, len)?)?;
-        // Counters are written with single stores, so the region must be aligned. All known front
-        // ends send an aligned offset.
+        // Counters are written with single stores, so the region must be aligned. Refuse any other
+        // offset: no front end sends one by accident.
         memory.slice(0, 1, 8)?;
         let notes = len.checked_sub(NOTES).filter(|at| at.is_multiple_of(64));
         let notes = notes.filter(|&at| {

@@ -46,7 +46,7 @@ fn a_descriptor_that_does_not_close_does_not_block_stop() {
     let mut connection = Connection::open(&socket).unwrap();
     connection.negotiate(0, 0, PROTOCOL).unwrap();
     let (lingers, other) = lingering();
-    // ADD_MEM_REG with a descriptor that is not memory.
+    // The message ADD_MEM_REG carries a descriptor that is not memory.
     let message: Vec<u8> =
         [37u32, 1, 40].iter().flat_map(|w| w.to_ne_bytes()).chain([1; 40]).collect();
     connection.send_bytes(&message, &[lingers.as_fd()]).unwrap();

@@ -280,7 +280,7 @@ impl Queue {
             }
         }
         let reply = self.retire();
-        // Drops the ring's pages, and the channel.
+        // Drop the ring's pages and the event channel.
         drop((watch, self));
         if let Some(reply) = reply {
             reply.send(());

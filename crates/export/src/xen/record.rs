@@ -201,7 +201,7 @@ mod tests {
         let slice = slice();
         let (mut record, taken, none) = Record::over(slice.clone(), 4, 7, u32::MAX);
         assert_eq!((taken, none.len()), (u32::MAX, 0));
-        // Indices wrap. Slots are reused.
+        // Indices wrap, and slots are reused.
         let (first, second) = (record.take(u32::MAX, request(1)), record.take(0, request(2)));
         assert_eq!(found(&slice, 7, u32::MAX), (1, vec![1, 2]));
         record.answer(second, u32::MAX);
