@@ -155,7 +155,7 @@ pub(crate) fn parse_split(text: &str) -> Result<Sizes> {
     let least = sizes.iter().map(|s| s.0).min().unwrap_or(0);
     anyhow::ensure!(
         least > 0 && sizes.iter().all(|s| s.0.is_multiple_of(least)),
-        "the smallest size must divide all"
+        "every size must be a multiple of the smallest"
     );
     Ok(Sizes(sizes))
 }

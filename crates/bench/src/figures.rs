@@ -1,4 +1,5 @@
-//! `blockyard bench median` and `percentile`: figures by size of what `bench rate` printed.
+//! `blockyard bench median` and `percentile`: a quantile of durations that `bench rate` printed,
+//! for each range of sizes.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::PathBuf;

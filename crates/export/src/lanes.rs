@@ -136,7 +136,8 @@ impl<T: Token + 'static> Lanes<T> {
         }
     }
 
-    /// Ends the idle lanes. A busy lane ends after its request.
+    /// Ends the idle lanes, which are tasks that wait for requests. A busy lane ends after its
+    /// request.
     pub fn close(&self) {
         for lane in self.idle.borrow_mut().drain(..) {
             lane.is_closed.set(true);

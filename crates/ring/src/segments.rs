@@ -380,8 +380,8 @@ impl Segments {
         })
     }
 
-    /// Returns the position at which `len` bytes from `offset` first differ from those of `other`
-    /// from `from`, relative to both. It checks copies too.
+    /// Compares `len` bytes from `offset` with the bytes of `other` from `from`. Returns the index
+    /// of the first difference, counted from `offset`.
     pub fn find_difference(
         &self,
         offset: usize,

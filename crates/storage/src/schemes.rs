@@ -197,7 +197,8 @@ mod tests {
             capabilities: Capabilities::default(),
         });
         let through = size_of_val(&store.read(Segments::default(), 0));
-        // The table's future may be larger than the file's by its own arguments and its state.
+        // A call through the table may make a future larger than the file's own, but only by the
+        // call's arguments and its state.
         assert!(
             through <= alone + size_of::<Segments>() + 64,
             "{through} bytes, {alone} without the table"

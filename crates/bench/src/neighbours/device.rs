@@ -72,7 +72,7 @@ fn nanoseconds(text: &str) -> Result<u64> {
         "us" => 1_000,
         "ms" => 1_000_000,
         "s" => 1_000_000_000,
-        _ => anyhow::bail!("\"{text}\" is no time: a number and us, ms or s"),
+        _ => anyhow::bail!("\"{text}\" is not a time: give a number and a unit (us, ms or s)"),
     };
     digits.parse::<u64>()?.checked_mul(unit).with_context(|| format!("\"{text}\" is too long"))
 }

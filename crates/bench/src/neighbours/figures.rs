@@ -81,7 +81,8 @@ impl Round {
         self.of(scene, |r| r.iops)
     }
 
-    /// Returns the rate of the first disk alone on half of the device.
+    /// Returns the rate that the first disk could reach with half of the device's time: its rate
+    /// alone, at most half of the saturated device's rate.
     fn half(&self) -> f64 {
         self.rate("alone").min(self.rate("saturated") / 2.0)
     }

@@ -9,7 +9,8 @@ use crate::statistics::median;
 /// ticks.
 const BUSY: f64 = 0.9;
 
-/// Returns a sentence for each system except the host.
+/// Returns a sentence for each system except the host. It compares the system's results for `work`
+/// with those of the host.
 pub fn sentences(results: &Results, work: &str) -> Vec<String> {
     let all = figures::of(results, work);
     let host = all.iter().find(|f| f.system == "host");

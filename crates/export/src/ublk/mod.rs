@@ -14,6 +14,7 @@
 //!   exception is a device of a user without privileges, because the driver has no recovery for
 //!   such a device. That device ends with its server, which writes back what it can.
 
+mod files;
 mod params;
 mod queue;
 mod removal;
@@ -27,14 +28,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use blockyard_disk::{Disk, Source};
-use blockyard_image::{ImageFile, SECTOR};
+use blockyard_disk::Disk;
+use blockyard_image::SECTOR;
 use blockyard_ring::ublk::abi::{self, DeviceInfo, Params};
 use blockyard_ring::ublk::{self, Control, Device, NumberLock, QueueError};
 use rustix::io::Errno;
 
 use crate::vhost_user::QueueShape;
 use crate::{Export, Reactors};
+use files::{has_files, memory_alignment};
 use queue::{QueueHandle, Shared};
 pub use removal::remove;
 use removal::{delete, is_left, stop_unused};
@@ -563,44 +565,5 @@ impl Export for Ublk {
 impl Drop for Ublk {
     fn drop(&mut self) {
         self.stop();
-    }
-}
-
-/// Returns whether zero copy is possible: io_uring reads and writes the image's files directly into
-/// and from the kernel's pages. If the data comes over the network or is in memory, this process
-/// copies it anyway. A back end that leaves a read's memory unchanged must not get the kernel's
-/// pages, because it would expose their old contents.
-fn has_files(disk: &Disk) -> bool {
-    every_file(disk, |file| file.fd().is_some())
-}
-
-/// Returns the alignment of memory, in bytes, that the image's files with O_DIRECT need. `None`: no
-/// file of the image uses O_DIRECT.
-fn memory_alignment(disk: &Disk) -> Option<u32> {
-    let mut alignment = None;
-    every_file(disk, |file| {
-        if file.direct() {
-            alignment = alignment.max(Some(file.geometry().direct_memory));
-        }
-        true
-    });
-    alignment
-}
-
-fn every_file(disk: &Disk, mut is: impl FnMut(&ImageFile) -> bool) -> bool {
-    match disk.source() {
-        Source::File(file) | Source::Delay { file: Some(file), .. } => is(&file),
-        Source::Chain(chain) => {
-            let mut files = chain
-                .layers()
-                .iter()
-                .flat_map(|layer| [Some(&layer.file), layer.data.as_ref()])
-                .flatten();
-            files.all(|file| is(file))
-        }
-        Source::Ram(_)
-        | Source::Null { .. }
-        | Source::Delay { file: None, .. }
-        | Source::Gone { .. } => false,
     }
 }

@@ -199,7 +199,9 @@ impl<S: Storage> Qcow2<S> {
                 Err(absent) => self.load_counts(absent).await?,
             }
         }
-        Err(io::Error::other("refcount blocks are evicted before they can be used"))
+        Err(io::Error::other(
+            "the cache of refcount blocks is too small: blocks are evicted before they are used",
+        ))
     }
 
     /// Plans an extension of the file: a new refcount table if the old one is full, new refcount

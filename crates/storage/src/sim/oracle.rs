@@ -216,7 +216,8 @@ impl Oracle {
     }
 
     /// Checks that a power cut may leave `content` at `offset`. From now on the oracle expects this
-    /// content. After a check of the whole disk, the oracle can check the disk further.
+    /// content. After a check of the whole disk, the oracle can be used for further writes and
+    /// power cuts.
     pub fn check_after_cut(&mut self, offset: u64, content: &[u8]) -> Result<(), Mismatch> {
         self.allows_after_cut(offset, content)?;
         // The contents that were found are the only possible ones: no earlier operation can change

@@ -197,7 +197,7 @@ impl Thrash {
         let (pages_in, pages_out) = swapping(&thrasher.said, begin, end)?;
         figures.extend([("pages_in", pages_in), ("pages_out", pages_out)]);
         let steps: Vec<f64> = worker.said.iter().filter_map(|(_, line)| step(line)).collect();
-        anyhow::ensure!(!steps.is_empty(), "the worker has made no step");
+        anyhow::ensure!(!steps.is_empty(), "the script beside the thrasher has completed no step");
         figures.extend([
             ("step_median_ms", median(steps.iter().copied())),
             ("step_p99_ms", percentile(&steps, 0.99)),

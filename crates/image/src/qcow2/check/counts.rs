@@ -125,7 +125,8 @@ impl Counts {
             .map_or(0, |slot| self.pages[slot as usize].1.get((cluster % PAGE) as u16))
     }
 
-    /// Returns the findings of a cluster inside the window.
+    /// Returns the references that were counted for a cluster. The cluster must be in the window of
+    /// clusters that this pass counts.
     #[inline]
     pub fn get(&self, cluster: u64) -> Count {
         let byte = self.byte(cluster);
