@@ -243,7 +243,8 @@ mod tests {
 
     const DISK: &str = "[[disk]]\nimage = \"a\"\nvhost-user = \"s\"\n";
 
-    /// Checks that each text is refused with one line that contains the second one.
+    /// Checks that the first text of each pair is refused with a one-line message that contains the
+    /// second text.
     fn each_is_an_error(cases: &[(String, &str)]) {
         for (text, part) in cases {
             let error = read(text).unwrap_err();

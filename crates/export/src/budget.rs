@@ -241,8 +241,8 @@ mod tests {
         let (first, leaves, last) = (queue(), queue(), queue());
         first.spend(1, DESCRIPTORS, 0);
         assert!(leaves.is_spent(1));
-        // The queue `leaves` was refused and does not ask again. The other queues lose one
-        // iteration.
+        // The budget has refused the queue `leaves`, which does not request more. Because of its
+        // claim, the other queues take nothing in one further iteration.
         assert!(last.is_spent(2));
         assert!(!last.is_spent(3));
     }

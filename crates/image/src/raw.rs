@@ -95,8 +95,8 @@ impl<S: Storage> Raw<S> {
         }
     }
 
-    /// Lets the file end with a whole O_DIRECT block, because its length has no meaning.
-    /// (Truncating it again could undo a concurrent extension.)
+    /// For a file whose length has no meaning, such as that of a qcow2 image: lets the file end
+    /// with a whole O_DIRECT block. To truncate it again could undo a concurrent extension.
     pub fn in_whole_blocks(self) -> Self {
         Raw { exact: false, ..self }
     }

@@ -55,7 +55,8 @@ static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 pub struct Guard(&'static Slot);
 
 impl Guard {
-    /// Enters a mapping of `len` (not 0) bytes at `base`.
+    /// Registers a mapping of `len` (not 0) bytes at `base` with the fault handler until the guard
+    /// is dropped.
     pub fn new(base: NonNull<u8>, len: usize) -> Guard {
         PREVIOUS.get_or_init(install);
         let base = base.as_ptr() as usize;

@@ -23,7 +23,7 @@ use rustix::fs::{FileType, SealFlags};
 use crate::memory::{MemoryError, Region};
 use crate::quota::{Account, Quota};
 
-/// Storage under a file of guest memory.
+/// What a file of guest memory is stored in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MemoryFile {
     /// Memory of this host.

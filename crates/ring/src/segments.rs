@@ -31,7 +31,7 @@ enum Owner {
     Heap(Rc<AlignedBuf>),
     /// Data in the kernel (ublk zero copy): the entries are offsets in it.
     Request(Rc<RequestData>),
-    /// Owners of segments that were gathered.
+    /// If the segments come from several sources: the owners of their memory.
     Several(Vec<Owner>),
 }
 

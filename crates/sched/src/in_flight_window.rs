@@ -257,7 +257,7 @@ impl InFlightWindow {
         self.grow_step(stats, 1.1)
     }
 
-    /// Returns the factor `by`, or at most 1 if operations spend too long in the device's queue.
+    /// Returns the factor `by`, limited to 1 if operations spend too long in the device's queue.
     fn grow_step(&self, stats: &PeriodStats, by: f64) -> f64 {
         let most = stats.total_baseline_ns + stats.operations * self.class.queue_ns;
         match stats.operations {

@@ -30,9 +30,9 @@ pub(crate) struct Context {
     pub is_closing: AtomicBool,
 }
 
-/// A command: it receives the disk of its name, if the yard has one. It returns the disk that the
-/// yard has after the command, and an answer. The answer runs when the table has the disk again, so
-/// that its receiver sees the effect of the command.
+/// A command. It receives the disk that it names, if the yard has that disk. It returns the disk
+/// for the yard to keep, and its answer, a closure. The yard calls the answer when the table has
+/// the disk again, so that the receiver sees the effect of the command.
 pub(crate) type Operation =
     Box<dyn FnOnce(&Context, Option<ServedDisk>) -> (Option<ServedDisk>, Answer) + Send>;
 pub(crate) type Answer = Box<dyn FnOnce()>;

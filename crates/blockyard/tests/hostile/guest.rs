@@ -336,8 +336,8 @@ impl Guest {
         bytes
     }
 
-    /// Returns an indirect descriptor. Its table has the descriptors of `chain`, chained as in the
-    /// layout.
+    /// Returns an indirect descriptor. Its table has the descriptors of `chain`, linked as the
+    /// ring's layout (split or packed) requires.
     pub fn table(&mut self, chain: &[D]) -> D {
         let mut bytes = Vec::new();
         for (at, d) in chain.iter().enumerate() {

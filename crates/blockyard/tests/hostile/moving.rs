@@ -108,7 +108,7 @@ fn a_ring_that_changes_during_use_affects_no_other_queue() {
             guest.works(0, 8);
         }
         let log = daemon.complaints();
-        // The log has one line for each break while breaks are rare, and at most 12 lines.
+        // The log has a line for each broken ring while these are rare, and at most 12 lines.
         assert!(log.len() as u64 <= breaks.max(round).min(12), "{log:#?}");
         assert!(log.iter().all(|l| l.contains("the guest broke its ring")), "{log:#?}");
         daemon.end();

@@ -53,8 +53,8 @@ impl Abi {
         }
     }
 
-    /// Returns the byte offsets in an entry of the request's id, of its first sector, and of the
-    /// fields after the first sector.
+    /// Returns where a ring entry has the request's id, its first sector, and the fields after
+    /// that, as byte offsets.
     pub fn places(self) -> (usize, usize, usize) {
         match self {
             Abi::X86_64 => (8, 16, 24),

@@ -25,7 +25,7 @@ pub struct CreateOptions<'a> {
 }
 
 impl<'a> CreateOptions<'a> {
-    /// Returns the defaults of the kernel and of `uml_mkcow`.
+    /// Returns the default options, which are those of the UML kernel and of `uml_mkcow`.
     pub fn new(backing: Backing<'a>) -> Self {
         CreateOptions { backing, version: 3, alignment: 4096 }
     }

@@ -141,7 +141,7 @@ async fn judge<S: Storage>(
     })
 }
 
-/// Returns the offset of the first sector of the piece that differs.
+/// Returns the offset of the first sector in the piece that differs between the two images.
 async fn differs<S: Storage>(
     a: &Disk<S>,
     b: &Disk<S>,

@@ -1,7 +1,8 @@
 //! A simulated machine with domains, without a hypervisor: xenstore, event channels and grants in
 //! this process.
 //!
-//! A back end uses it as [`super::Host::Machine`], by the same types as a kernel's devices. The
+//! A back end uses it as [`super::Host::Machine`], through the same types as the
+//! kernel's devices. The
 //! front end of a test or a benchmark is a [`Domain`].
 //!
 //! What must hold: a mapped page stays granted, as in Xen. A front end may do anything with its own

@@ -154,8 +154,8 @@ impl Uml {
     }
 }
 
-/// A mark of the guest: its time of arrival, CPU seconds of the back end and requests of the disk
-/// so far.
+/// A line of the guest that marks a point in its script: the time of its arrival, and the CPU
+/// seconds of the back end and the requests of the disk until then.
 struct Mark {
     came: Instant,
     used: Option<f64>,
