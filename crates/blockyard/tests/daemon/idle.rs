@@ -142,7 +142,8 @@ fn disconnected_front_ends_leave_no_resources_behind() {
     (60..360).for_each(|number| visit(&socket, number));
     settle(&daemon);
     assert!(daemon.running());
-    assert_eq!(self::mappings(&daemon), mappings, "mappings");
+    // The server unmaps memory after it has closed the descriptor.
+    until("no mapping stays", SOON, || self::mappings(&daemon) <= mappings);
     let grown = daemon.kilobytes("VmRSS").saturating_sub(resident);
     println!("resident: {resident} kB, {grown} kB more after 300 visits");
     assert!(grown < 1 << 10, "{grown} kB more than {resident}");

@@ -235,7 +235,9 @@ impl Session {
         match is_good(&fd) {
             Ok(true) => Ok(Some(fd)),
             Ok(false) => Err(self.refuse(format_args!("{wrong}"))),
-            Err(e) => Err(self.refuse(format_args!("cannot check a notifier: {e}"))),
+            Err(e) => Err(self.refuse(format_args!(
+                "cannot check that the descriptor of a kick, call or error is an eventfd: {e}"
+            ))),
         }
     }
 

@@ -294,8 +294,9 @@ impl<S: Storage> Qcow2<S> {
         // Exclude a write-back: an older copy of the block must not reach the file later.
         let _permit = self.shared.writing_back.acquire().await;
         let counted = self.with_counts(block, |alloc| alloc.count_tables(block, tables)).await?;
-        let (offset, counts) =
-            counted.ok_or_else(|| io::Error::other("a refcount block was evicted"))?;
+        let (offset, counts) = counted.ok_or_else(|| {
+            io::Error::other("a refcount block left the cache while it was in use")
+        })?;
         bytes::write(&self.file, offset, &counts).await
     }
 

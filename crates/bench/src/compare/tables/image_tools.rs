@@ -164,7 +164,7 @@ impl ImageTools {
         let numbers = took.context("bash does not say how long a program took")?;
         let numbers: Vec<f64> = numbers.split(' ').map(str::parse).collect::<Result<_, _>>()?;
         let [wall, user, system] = numbers[..] else {
-            anyhow::bail!("bash prints other times: {numbers:?}")
+            anyhow::bail!("bash did not print three times, but: {numbers:?}")
         };
         Ok((wall, user + system))
     }
