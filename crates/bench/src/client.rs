@@ -2,7 +2,7 @@
 //! measured and verified.
 //!
 //! ```text
-//!   options -> Setup -> vhost (connection)   -> worker (a thread a queue) --+-> load -> workload
+//!   options -> LoadSetup -> vhost (connection)  -> worker (a thread a queue) -+-> load -> workload
 //!                    |-> xen (front end, blkif) -> worker -------------------+         verify
 //!                    \-> host (file, io_uring; a thread a queue) ------------/
 //!                                                          tallies -> report
@@ -35,13 +35,13 @@ use cpu::BackEnd;
 use load::{Limit, Load};
 use report::Report;
 use verify::Verifier;
-use workload::{Mix, Pacer, Pattern, Split, Workload};
+use workload::{Generator, Mix, Pacer, Pattern, Split};
 
 use blockyard_program::output;
 
 /// Load on a vhost-user-blk back end, with no virtual machine.
 #[derive(Clone, Debug, Serialize, clap::Args)]
-pub struct Options {
+pub struct LoadOptions {
     /// The back end's vhost-user-blk socket
     #[arg(value_name = "SOCKET", required_unless_present = "file", conflicts_with = "file")]
     pub socket: Option<PathBuf>,
@@ -160,7 +160,7 @@ pub(crate) fn parse_split(text: &str) -> Result<Sizes> {
     Ok(Sizes(sizes))
 }
 
-impl Options {
+impl LoadOptions {
     /// Returns the size of the largest operation in bytes.
     fn largest(&self) -> u64 {
         self.bssplit.iter().flat_map(|s| &s.0).map(|s| s.0).max().unwrap_or(self.bs)
@@ -176,9 +176,9 @@ impl Options {
 
     /// Returns these options with `bs` set to the smallest size of `bssplit`, or `None` if `bs`
     /// needs no change.
-    fn in_smallest_blocks(&self) -> Option<Options> {
+    fn in_smallest_blocks(&self) -> Option<LoadOptions> {
         let bs = self.bssplit.as_ref()?.0.iter().map(|s| s.0).min()?;
-        (bs != self.bs).then(|| Options { bs, ..self.clone() })
+        (bs != self.bs).then(|| LoadOptions { bs, ..self.clone() })
     }
 
     fn check(&self) -> Result<()> {
@@ -190,7 +190,7 @@ impl Options {
 
     /// Returns the default options of a load on a host file or block device.
     pub fn for_file(file: PathBuf) -> Self {
-        Options { socket: None, file: Some(file), ..Options::for_socket("unused".into()) }
+        LoadOptions { socket: None, file: Some(file), ..LoadOptions::for_socket("unused".into()) }
     }
 
     /// Returns the default options of a load on a vhost-user-blk socket.
@@ -198,7 +198,7 @@ impl Options {
         #[derive(clap::Parser)]
         struct Defaults {
             #[command(flatten)]
-            options: Options,
+            options: LoadOptions,
         }
         let arguments = [std::ffi::OsString::from("client"), "--".into(), socket.into()];
         <Defaults as clap::Parser>::parse_from(arguments).options
@@ -206,7 +206,7 @@ impl Options {
 }
 
 /// Runs the load and prints its report.
-pub fn run(options: &Options) -> Result<()> {
+pub fn run(options: &LoadOptions) -> Result<()> {
     let report = measure(options)?;
     if options.json {
         output::print(format_args!("{}\n", serde_json::to_string(&report)?))?;
@@ -221,7 +221,7 @@ pub fn run(options: &Options) -> Result<()> {
 
 /// Runs the load. The report counts the operations that the target answered with an error. All
 /// other failures are returned as errors.
-pub fn measure(options: &Options) -> Result<Report> {
+pub fn measure(options: &LoadOptions) -> Result<Report> {
     if let Some(options) = options.in_smallest_blocks() {
         return measure(&options);
     }
@@ -240,15 +240,15 @@ pub fn measure(options: &Options) -> Result<Report> {
 }
 
 /// The options, resolved for a disk of known size. They determine the work of each queue.
-struct Setup<'a> {
-    options: &'a Options,
+struct LoadSetup<'a> {
+    options: &'a LoadOptions,
     seed: u64,
     first: u64,
     blocks: u64,
 }
 
-impl<'a> Setup<'a> {
-    fn new(options: &'a Options, capacity: u64) -> Result<Self> {
+impl<'a> LoadSetup<'a> {
+    fn new(options: &'a LoadOptions, capacity: u64) -> Result<Self> {
         let (bs, offset) = (options.bs, options.offset);
         anyhow::ensure!(
             offset.is_multiple_of(bs),
@@ -263,7 +263,7 @@ impl<'a> Setup<'a> {
         // A new seed for each run, so that verification does not accept data of an earlier run.
         let clock =
             || SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |d| d.as_nanos() as u64);
-        let setup = Setup {
+        let setup = LoadSetup {
             options,
             seed: options.seed.unwrap_or_else(clock),
             first: offset / bs,
@@ -313,7 +313,7 @@ impl<'a> Setup<'a> {
         let verifier =
             options.verify.then(|| Verifier::new(self.seed, options.bs as usize, first, blocks));
         let pacer = options.rate.map(|rate| Pacer::new(rate as f64 / queues as f64));
-        Load::new(Workload::new(mix, self.seed, queue), verifier, pacer, limit, over, options.bs)
+        Load::new(Generator::new(mix, self.seed, queue), verifier, pacer, limit, over, options.bs)
     }
 
     /// Returns the operation sizes of `bssplit` in blocks, with their percentages.
@@ -357,8 +357,8 @@ pub(crate) fn parse_seconds(text: &str) -> Result<f64> {
 mod tests {
     use super::*;
 
-    fn options(change: impl FnOnce(&mut Options)) -> Options {
-        let mut options = Options::for_socket("socket".into());
+    fn options(change: impl FnOnce(&mut LoadOptions)) -> LoadOptions {
+        let mut options = LoadOptions::for_socket("socket".into());
         change(&mut options);
         options
     }
@@ -376,16 +376,16 @@ mod tests {
     #[test]
     fn queues_share_a_random_disk_and_divide_a_sequential_one() {
         let random = options(|o| o.queues = 4);
-        assert_eq!(Setup::new(&random, 1 << 20).unwrap().part(3), (0, 256));
+        assert_eq!(LoadSetup::new(&random, 1 << 20).unwrap().part(3), (0, 256));
         let sequential = options(|o| (o.queues, o.rw, o.offset) = (4, Pattern::Write, 8192));
-        let setup = Setup::new(&sequential, 1 << 20).unwrap();
+        let setup = LoadSetup::new(&sequential, 1 << 20).unwrap();
         assert_eq!((setup.part(0), setup.part(3)), ((2, 63), (191, 63)));
     }
 
     #[test]
     fn ranges_that_do_not_fit_are_refused() {
-        let refused = |change: fn(&mut Options)| {
-            Setup::new(&options(change), 1 << 20).err().unwrap().to_string()
+        let refused = |change: fn(&mut LoadOptions)| {
+            LoadSetup::new(&options(change), 1 << 20).err().unwrap().to_string()
         };
         assert!(refused(|o| o.offset = 100).contains("multiple of --bs"));
         assert!(refused(|o| o.size = Some(2 << 20)).contains("beyond the disk's 1048576 bytes"));
@@ -396,7 +396,7 @@ mod tests {
     #[test]
     fn operations_are_divided_without_a_rest() {
         let options = options(|o| (o.queues, o.ops) = (3, Some(10)));
-        let setup = Setup::new(&options, 1 << 20).unwrap();
+        let setup = LoadSetup::new(&options, 1 << 20).unwrap();
         let count = |queue| {
             let mut load = setup.load(queue).unwrap();
             (0..).take_while(|_| matches!(load.next(0), load::Next::Do(_))).count()

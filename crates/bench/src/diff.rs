@@ -19,7 +19,7 @@ use crate::statistics::{median, quantile, sorted};
 /// Compares two sets of results. Exit status: 0 nothing is slower, 1 a row is slower beyond the
 /// noise, 2 failed.
 #[derive(Clone, Debug, clap::Args)]
-pub struct Options {
+pub struct DiffOptions {
     #[arg(value_name = "OLD")]
     pub old: PathBuf,
     #[arg(value_name = "NEW")]
@@ -46,7 +46,7 @@ pub struct Row {
 const RESAMPLES: usize = 4000;
 
 /// Prints the rows. Returns true if none is slower.
-pub fn run(options: &Options) -> Result<bool> {
+pub fn run(options: &DiffOptions) -> Result<bool> {
     let (old, new) = (Results::load(&options.old)?, Results::load(&options.new)?);
     let rows = rows(&old, &new, options.tolerate / 100.0);
     anyhow::ensure!(!rows.is_empty(), "the two have no work on a system in common");

@@ -14,7 +14,7 @@ use crate::samples;
 
 /// Draws results again: a report's page, or one picture.
 #[derive(Clone, Debug, clap::Args)]
-pub struct Options {
+pub struct DrawOptions {
     /// A report's folder or results.json; or files that `bench rate` printed, a curve each
     #[arg(value_name = "FILE", required = true)]
     pub files: Vec<PathBuf>,
@@ -46,7 +46,7 @@ pub enum Picture {
     Cpu,
 }
 
-pub fn run(options: &Options) -> Result<()> {
+pub fn run(options: &DrawOptions) -> Result<()> {
     let extension = options.output.extension().and_then(|e| e.to_str()).unwrap_or_default();
     if !matches!(extension, "svg" | "png") {
         anyhow::ensure!(
@@ -66,7 +66,7 @@ fn is_results(path: &Path) -> bool {
     path.is_dir() || path.extension().is_some_and(|e| e == "json")
 }
 
-fn of_results(options: &Options) -> Result<String> {
+fn of_results(options: &DrawOptions) -> Result<String> {
     anyhow::ensure!(
         options.files.len() == 1,
         "one file of results at a time: `bench diff` compares two"
@@ -95,7 +95,7 @@ fn of_results(options: &Options) -> Result<String> {
     Ok(Svg::stack(&pictures).file(&about))
 }
 
-fn picture(results: &Results, work: &str, options: &Options) -> Option<Svg> {
+fn picture(results: &Results, work: &str, options: &DrawOptions) -> Option<Svg> {
     let titled =
         |title: String| options.title.as_ref().map_or(title, |own| format!("{own} ({work})"));
     let chart = match options.picture {
@@ -111,7 +111,7 @@ fn picture(results: &Results, work: &str, options: &Options) -> Option<Svg> {
     Some(Chart { title: titled(chart.title.clone()), ..chart }.draw())
 }
 
-fn of_samples(options: &Options) -> Result<String> {
+fn of_samples(options: &DrawOptions) -> Result<String> {
     let curve = |(number, path): (usize, &PathBuf)| {
         let name = path.file_stem().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
         let file =

@@ -15,7 +15,7 @@ use serde_json::Value;
 use crate::client::{self, parse_seconds, workload::Pattern};
 use crate::experiment::{self, Experiment};
 use crate::results::{Run, Spent};
-use crate::target::{Place, guard};
+use crate::target::{TargetAddress, guard};
 
 /// A load with a name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -36,21 +36,21 @@ pub enum Job {
 
 /// A job, or an experiment without a job file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Name {
+pub enum JobName {
     Job(Job),
     Experiment(Experiment),
 }
 
-impl Name {
+impl JobName {
     pub fn parse(text: &str) -> Result<Self, String> {
-        let experiment = || Experiment::from_str(text, false).map(Name::Experiment);
-        Job::from_str(text, false).map(Name::Job).or_else(|_| experiment())
+        let experiment = || Experiment::from_str(text, false).map(JobName::Experiment);
+        Job::from_str(text, false).map(JobName::Job).or_else(|_| experiment())
     }
 
-    fn parser() -> impl TypedValueParser<Value = Name> {
+    fn parser() -> impl TypedValueParser<Value = JobName> {
         let jobs = Job::value_variants().iter().filter_map(|j| j.to_possible_value());
         let experiments = Experiment::value_variants().iter().filter_map(|e| e.to_possible_value());
-        PossibleValuesParser::new(jobs.chain(experiments)).try_map(|name| Name::parse(&name))
+        PossibleValuesParser::new(jobs.chain(experiments)).try_map(|name| JobName::parse(&name))
     }
 }
 
@@ -110,13 +110,15 @@ impl Job {
     }
 
     /// Returns the same load for our own engine.
-    fn options(self, target: &Place, seconds: f64) -> Result<client::Options> {
+    fn options(self, target: &TargetAddress, seconds: f64) -> Result<client::LoadOptions> {
         let Parts { pattern, reads, sizes, depth, jobs } = self.parts();
-        let mut options = client::Options::for_socket("socket".into());
+        let mut options = client::LoadOptions::for_socket("socket".into());
         match target {
-            Place::File(path) => (options.file, options.socket) = (Some(path.clone()), None),
-            Place::Vhost(path) => options.socket = Some(path.clone()),
-            Place::Nbd(_) => {
+            TargetAddress::File(path) => {
+                (options.file, options.socket) = (Some(path.clone()), None)
+            }
+            TargetAddress::Vhost(path) => options.socket = Some(path.clone()),
+            TargetAddress::Nbd(_) => {
                 anyhow::bail!(
                     "over NBD jobs are run by fio (its nbd engine) only, and there is none here"
                 )
@@ -136,9 +138,9 @@ impl Job {
 
 /// Runs one of the reports' loads on a target, by fio where it is installed.
 #[derive(Clone, Debug, clap::Args)]
-pub struct Options {
-    #[arg(value_name = "NAME", value_parser = Name::parser())]
-    pub name: Name,
+pub struct JobOptions {
+    #[arg(value_name = "NAME", value_parser = JobName::parser())]
+    pub name: JobName,
     /// A file, a block device, or a vhost-user-blk socket; for dd-rm a folder, for copy a block
     /// device
     #[arg(value_name = "TARGET", required_unless_present = "print")]
@@ -167,15 +169,19 @@ pub enum Engine {
     Own,
 }
 
-pub fn run(options: &Options) -> Result<()> {
+pub fn run(options: &JobOptions) -> Result<()> {
     let target = options.target.as_deref().unwrap_or("TARGET");
     match options.name {
-        Name::Experiment(experiment) if options.print => {
+        JobName::Experiment(experiment) if options.print => {
             output::print(format_args!("{}\n", experiment.script()))?
         }
-        Name::Experiment(experiment) => return experiment_on(experiment, target, options.destroy),
-        Name::Job(job) if options.print => output::print(job.file(target, options.seconds, None))?,
-        Name::Job(job) => return load(options, job, target),
+        JobName::Experiment(experiment) => {
+            return experiment_on(experiment, target, options.destroy);
+        }
+        JobName::Job(job) if options.print => {
+            output::print(job.file(target, options.seconds, None))?
+        }
+        JobName::Job(job) => return load(options, job, target),
     }
     Ok(())
 }
@@ -185,20 +191,21 @@ pub fn run(options: &Options) -> Result<()> {
 fn experiment_on(experiment: Experiment, target: &str, destroy: bool) -> Result<()> {
     let path = Path::new(target);
     if !path.is_dir() && !destroy {
-        guard::look(&Place::File(path.into())).with_context(|| target.to_string())?;
+        guard::check_unopened(&TargetAddress::File(path.into()))
+            .with_context(|| target.to_string())?;
     }
     experiment::run(experiment, path)
 }
 
-fn load(options: &Options, job: Job, target: &str) -> Result<()> {
-    let place = Place::parse(target)?;
+fn load(options: &JobOptions, job: Job, target: &str) -> Result<()> {
+    let place = TargetAddress::parse(target)?;
     if job.writes() && !options.destroy {
-        guard::look(&place).with_context(|| target.to_string())?;
+        guard::check_unopened(&place).with_context(|| target.to_string())?;
     }
-    let fio = matches!(place, Place::File(_)).then(fio).flatten();
+    let fio = matches!(place, TargetAddress::File(_)).then(fio).flatten();
     let engine = options.engine.unwrap_or(if fio.is_some() { Engine::Fio } else { Engine::Own });
     if engine == Engine::Own {
-        return client::run(&client::Options {
+        return client::run(&client::LoadOptions {
             json: options.json,
             ..job.options(&place, options.seconds)?
         });

@@ -37,30 +37,30 @@ struct Cli {
 #[derive(Subcommand)]
 enum Bench {
     /// Drive a vhost-user-blk server without a VM: load, latencies, verified data.
-    Client(Box<client::Options>),
+    Client(Box<client::LoadOptions>),
     /// Random seeks and operations of random sizes, one at a time: prints size in bytes and
     /// duration in seconds of each.
-    Rate(rate::Options),
+    Rate(rate::RateOptions),
     /// The median duration for each size, of what `rate` printed.
     Median(figures::Median),
     /// A percentile of the durations for each size, of what `rate` printed.
     Percentile(figures::Percentile),
     /// One of the reports' loads on a target, by fio where it is installed.
-    Job(job::Options),
+    Job(job::JobOptions),
     /// The same work on the host and in guests, in turn: a table, and a page with pictures.
-    Compare(Box<compare::Options>),
+    Compare(Box<compare::CompareOptions>),
     /// What operations cost a device: the figures that fair shares are reckoned by.
-    Calibrate(calibrate::Options),
+    Calibrate(calibrate::CalibrateOptions),
     /// Disks that share one device: what a thrashing guest leaves the others, with fair shares and
     /// without.
-    Neighbours(Box<neighbours::Options>),
+    Neighbours(Box<neighbours::NeighboursOptions>),
     /// The blkif back end, without a hypervisor, beside the vhost-user back end on the same image.
-    Xen(xen::Options),
+    Xen(xen::CompareXenOptions),
     /// Draw a report again, or one picture of it (SVG, PNG).
-    Plot(draw::Options),
+    Plot(draw::DrawOptions),
     /// Compare two sets of results. Exit status: 0 nothing is slower, 1 something is, beyond the
     /// noise, 2 failed.
-    Diff(diff::Options),
+    Diff(diff::DiffOptions),
     /// Print these commands and their options as JSON: `blockyard` writes man pages and completions
     /// from it.
     #[command(hide = true)]

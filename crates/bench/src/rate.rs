@@ -16,12 +16,12 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::client::workload::Random;
 use crate::client::{parse_seconds, parse_size};
-use crate::target::{Access, Place, Target, guard};
+use crate::target::{Access, Target, TargetAddress, guard};
 
 /// Random seeks and operations of random sizes, one at a time: prints size in bytes and duration in
 /// seconds of each.
 #[derive(Clone, Debug, clap::Args)]
-pub struct Options {
+pub struct RateOptions {
     /// What each operation is
     #[arg(value_enum, value_name = "OPERATION")]
     pub operation: Operation,
@@ -68,7 +68,7 @@ const LARGEST: u64 = 1 << 30;
 const SECONDS: f64 = 10.0;
 
 /// Does the run, and prints each operation.
-pub fn run(options: &Options) -> Result<()> {
+pub fn run(options: &RateOptions) -> Result<()> {
     let mut run = Run::open(options)?;
     let mut out = std::io::BufWriter::new(std::io::stdout().lock());
     let bar = bar(options);
@@ -90,7 +90,7 @@ pub fn run(options: &Options) -> Result<()> {
     end
 }
 
-fn bar(options: &Options) -> ProgressBar {
+fn bar(options: &RateOptions) -> ProgressBar {
     if !std::io::stderr().is_terminal() || std::io::stdout().is_terminal() {
         return ProgressBar::hidden();
     }
@@ -115,7 +115,7 @@ pub struct Run {
 }
 
 impl Run {
-    pub fn open(options: &Options) -> Result<Self> {
+    pub fn open(options: &RateOptions) -> Result<Self> {
         let (min, max) = (options.min_size, options.max_size);
         anyhow::ensure!(max <= LARGEST, "--max-size {max}: at most {LARGEST} bytes");
         anyhow::ensure!(
@@ -125,7 +125,7 @@ impl Run {
         let writes = options.operation != Operation::Read;
         let durable = options.operation == Operation::Writesync;
         let largest = max.max(guard::LOOKED_AT as u64);
-        let place = Place::parse(&options.target)?;
+        let place = TargetAddress::parse(&options.target)?;
         let mut target = place.open(Access { writes, durable, direct: options.direct, largest })?;
         let (size, block) = (target.size(), target.block());
         let whole = min.is_multiple_of(block) && max.is_multiple_of(block);
@@ -147,7 +147,11 @@ impl Run {
         let mut buffer = Buffer::new(largest as usize);
         if writes {
             if !options.destroy {
-                let path = if let Place::File(path) = &place { Some(path.as_path()) } else { None };
+                let path = if let TargetAddress::File(path) = &place {
+                    Some(path.as_path())
+                } else {
+                    None
+                };
                 let seen = guard::check(&mut *target, path, buffer.bytes(guard::LOOKED_AT));
                 seen.with_context(|| options.target.clone())?;
             }
@@ -265,8 +269,8 @@ mod tests {
         assert_eq!(Sizes { min: 4096, max: 4096, block: 512 }.draw(&mut random), 4096);
     }
 
-    fn options(target: &str, operation: Operation) -> Options {
-        Options {
+    fn options(target: &str, operation: Operation) -> RateOptions {
+        RateOptions {
             operation,
             target: target.into(),
             ops: Some(200),
@@ -284,7 +288,7 @@ mod tests {
         let path = std::env::temp_dir().join(format!("blockyard-rate-{}", std::process::id()));
         let name = path.to_str().unwrap();
         std::fs::write(&path, vec![0; 1 << 20]).unwrap();
-        let sizes = |options: &Options| {
+        let sizes = |options: &RateOptions| {
             let mut sizes = Vec::new();
             let mut run = Run::open(options)?;
             run.each(|bytes, _, _, _| {
@@ -299,7 +303,7 @@ mod tests {
         assert!((&first, &written) == (&second.0, &second.1), "the same seed wrote something else");
         assert_ne!(
             first,
-            sizes(&Options { seed: Some(8), ..options(name, Operation::Read) }).unwrap().0
+            sizes(&RateOptions { seed: Some(8), ..options(name, Operation::Read) }).unwrap().0
         );
         let mut ext4 = vec![0; 1 << 20];
         ext4[0x438..0x43a].copy_from_slice(&[0x53, 0xef]);
@@ -308,14 +312,14 @@ mod tests {
         assert!(format!("{refused:#}").contains("ext4"), "{refused:#}");
         assert!(sizes(&options(name, Operation::Read)).unwrap().1 == ext4);
         let destroyed =
-            sizes(&Options { destroy: true, ..options(name, Operation::Write) }).unwrap().1;
+            sizes(&RateOptions { destroy: true, ..options(name, Operation::Write) }).unwrap().1;
         std::fs::remove_file(&path).unwrap();
         assert!(destroyed != ext4);
     }
 
     #[test]
     fn what_cannot_be_done_is_said() {
-        let refused = |change: fn(&mut Options)| {
+        let refused = |change: fn(&mut RateOptions)| {
             let mut options = options("/proc/self/exe", Operation::Read);
             change(&mut options);
             format!("{:#}", Run::open(&options).map(|_| ()).unwrap_err())

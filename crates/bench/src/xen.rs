@@ -24,19 +24,19 @@ use serde::Serialize;
 
 use crate::client;
 use crate::client::report::Report;
-use crate::client::xen::{FrontEnd, Loads};
+use crate::client::xen::{FrontEnd, XenLoadOptions};
 
 /// Domain id and device name of the front end that makes the load.
 const DOMAIN: u16 = 1;
 const DEVICE: &str = "xvda";
 
 #[derive(clap::Args)]
-pub struct Options {
+pub struct CompareXenOptions {
     /// The image, or null:SIZE, ram:SIZE. Writes of the load change it.
     #[arg(value_name = "IMAGE")]
     image: PathBuf,
     #[command(flatten)]
-    load: Loads,
+    load: XenLoadOptions,
     /// Cache mode of the disk, as `serve` has it.
     #[arg(long, value_name = "MODE", default_value = "none")]
     cache: CacheMode,
@@ -56,19 +56,19 @@ pub struct Options {
 
 /// A back end, and the settings of its front end.
 #[derive(Clone, Copy)]
-enum Kind {
+enum BackEndKind {
     VhostUser(PollMode),
     Xen { data: XenData, persistent: bool },
 }
 
 /// `auto` chooses the first row of Xen for front ends with persistent grants, and the last row for
 /// others.
-const ROWS: [(&str, Kind); 5] = [
-    ("vhost-user", Kind::VhostUser(PollMode::Auto)),
-    ("vhost-user, no polling", Kind::VhostUser(PollMode::Off)),
-    ("xen, persistent grants", Kind::Xen { data: XenData::Auto, persistent: true }),
-    ("xen, mapped", Kind::Xen { data: XenData::Map, persistent: false }),
-    ("xen, copied", Kind::Xen { data: XenData::Auto, persistent: false }),
+const ROWS: [(&str, BackEndKind); 5] = [
+    ("vhost-user", BackEndKind::VhostUser(PollMode::Auto)),
+    ("vhost-user, no polling", BackEndKind::VhostUser(PollMode::Off)),
+    ("xen, persistent grants", BackEndKind::Xen { data: XenData::Auto, persistent: true }),
+    ("xen, mapped", BackEndKind::Xen { data: XenData::Map, persistent: false }),
+    ("xen, copied", BackEndKind::Xen { data: XenData::Auto, persistent: false }),
 ];
 
 #[derive(Serialize)]
@@ -78,7 +78,7 @@ struct Measured {
     report: Report,
 }
 
-pub fn run(options: &Options) -> anyhow::Result<()> {
+pub fn run(options: &CompareXenOptions) -> anyhow::Result<()> {
     let rows: Vec<_> = ROWS.into_iter().filter(|(name, _)| name.contains(&options.only)).collect();
     anyhow::ensure!(!rows.is_empty(), "--only {}: no row has such a name", options.only);
     let stage = Stage::new(options)?;
@@ -109,14 +109,14 @@ pub fn run(options: &Options) -> anyhow::Result<()> {
 }
 
 struct Stage<'a> {
-    options: &'a Options,
+    options: &'a CompareXenOptions,
     disk: Arc<Disk>,
     reactors: Arc<Reactors>,
     socket: PathBuf,
 }
 
 impl<'a> Stage<'a> {
-    fn new(options: &'a Options) -> anyhow::Result<Self> {
+    fn new(options: &'a CompareXenOptions) -> anyhow::Result<Self> {
         let chain = ChainOptions { cache: options.cache, ..ChainOptions::new(&options.image) };
         let source =
             Source::open(&chain).with_context(|| format!("opening {}", options.image.display()))?;
@@ -133,10 +133,10 @@ impl<'a> Stage<'a> {
         Ok(Stage { options, disk: Arc::new(Disk::new(disk, source)), reactors, socket })
     }
 
-    fn measure(&self, kind: Kind) -> anyhow::Result<Report> {
+    fn measure(&self, kind: BackEndKind) -> anyhow::Result<Report> {
         match kind {
-            Kind::VhostUser(poll) => self.vhost_user(poll),
-            Kind::Xen { data, persistent } => self.xen(data, persistent),
+            BackEndKind::VhostUser(poll) => self.vhost_user(poll),
+            BackEndKind::Xen { data, persistent } => self.xen(data, persistent),
         }
     }
 
@@ -178,7 +178,7 @@ impl<'a> Stage<'a> {
 }
 
 /// Returns a line for each row, from the round with the median IOPS.
-fn table(rows: &[(&'static str, Kind)], measured: &[Measured]) -> String {
+fn table(rows: &[(&'static str, BackEndKind)], measured: &[Measured]) -> String {
     let mut text = format!(
         "{:<24}{:>10}{:>12}{:>13}{:>10}{:>10}{:>9}{:>9}{:>9}{:>10}\n",
         "",

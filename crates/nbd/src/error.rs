@@ -5,7 +5,7 @@ use std::fmt;
 
 /// The kind of an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum NbdErrorKind {
     /// The text is not an NBD URI.
     Name,
     /// Certificates, keys, or the TLS session.
@@ -29,7 +29,7 @@ pub enum Kind {
 /// An error of a connection or URI. It is displayed as `context: what is wrong`.
 #[derive(Debug)]
 pub struct NbdError {
-    pub kind: Kind,
+    pub kind: NbdErrorKind,
     /// The object of the error: a URI, a certificate file, an export. Empty: the connection.
     pub context: String,
     pub what: String,
@@ -37,16 +37,16 @@ pub struct NbdError {
 }
 
 impl NbdError {
-    pub fn new(kind: Kind, what: impl Into<String>) -> Self {
+    pub fn new(kind: NbdErrorKind, what: impl Into<String>) -> Self {
         NbdError { kind, context: String::new(), what: what.into(), source: None }
     }
 
     pub fn protocol(what: impl Into<String>) -> Self {
-        Self::new(Kind::Protocol, what)
+        Self::new(NbdErrorKind::Protocol, what)
     }
 
     /// Creates an error with `source` as its cause.
-    pub fn of(kind: Kind, source: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
+    pub fn of(kind: NbdErrorKind, source: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
         let source = source.into();
         NbdError { source: Some(source), ..Self::new(kind, "") }
     }

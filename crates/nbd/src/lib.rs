@@ -16,7 +16,7 @@ pub mod tls;
 pub mod uri;
 pub mod wire;
 
-pub use error::{Kind, NbdError};
+pub use error::{NbdError, NbdErrorKind};
 pub use link::Link;
 pub use tls::ServerTls;
 pub use uri::Uri;

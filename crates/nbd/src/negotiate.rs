@@ -6,7 +6,7 @@
 
 use std::io::{Read, Write};
 
-use crate::error::{Kind, NbdError};
+use crate::error::{NbdError, NbdErrorKind};
 use crate::wire::{self, Headers, OptionHeader, OptionReply, export, handshake, info, opt, rep};
 
 /// Maximum length of a reply to an option in bytes, and maximum number of replies to one option.
@@ -62,11 +62,12 @@ pub fn start_tls(stream: &mut impl Stream) -> Result<(), NbdError> {
     })? {
         Answer::Granted => Ok(()),
         Answer::Refused(_, message) if message.is_empty() => {
-            Err(NbdError::new(Kind::Refused, "the server has no TLS"))
+            Err(NbdError::new(NbdErrorKind::Refused, "the server has no TLS"))
         }
-        Answer::Refused(_, message) => {
-            Err(NbdError::new(Kind::Refused, format!("the server has no TLS (\"{message}\")")))
-        }
+        Answer::Refused(_, message) => Err(NbdError::new(
+            NbdErrorKind::Refused,
+            format!("the server has no TLS (\"{message}\")"),
+        )),
     }
 }
 
@@ -242,7 +243,7 @@ pub fn ask(
 }
 
 fn unsuitable(what: String) -> NbdError {
-    NbdError::new(Kind::Unsuitable, what)
+    NbdError::new(NbdErrorKind::Unsuitable, what)
 }
 
 fn refusal(name: &str, error: u32, message: &str) -> NbdError {
@@ -258,7 +259,8 @@ fn refusal(name: &str, error: u32, message: &str) -> NbdError {
         _ => "the server refuses the export",
     };
     let message = if message.is_empty() { String::new() } else { format!(" (\"{message}\")") };
-    NbdError::new(Kind::Refused, format!("{what}{message}")).about(format!("export \"{name}\""))
+    NbdError::new(NbdErrorKind::Refused, format!("{what}{message}"))
+        .about(format!("export \"{name}\""))
 }
 
 /// Returns a server's message for a line of the log.
@@ -281,10 +283,10 @@ fn gone(error: std::io::Error) -> NbdError {
     use std::io::ErrorKind::{BrokenPipe, ConnectionReset, TimedOut, UnexpectedEof, WouldBlock};
     let (kind, what) = match error.kind() {
         UnexpectedEof | BrokenPipe | ConnectionReset => {
-            (Kind::Closed, "the server closed the connection while it negotiated")
+            (NbdErrorKind::Closed, "the server closed the connection while it negotiated")
         }
-        TimedOut | WouldBlock => (Kind::Silent, "the server does not answer"),
-        _ => return NbdError::of(Kind::Io, error).about("negotiating"),
+        TimedOut | WouldBlock => (NbdErrorKind::Silent, "the server does not answer"),
+        _ => return NbdError::of(NbdErrorKind::Io, error).about("negotiating"),
     };
     NbdError { source: Some(error.into()), ..NbdError::new(kind, what) }
 }
@@ -423,10 +425,10 @@ mod tests {
             assert!(error.contains(says), "{error}");
         }
         let kind = |more: &[Vec<u8>]| with(more).unwrap_err().kind;
-        assert_eq!(kind(&[reply(opt::GO, rep::ERR_UNKNOWN, b"")]), Kind::Refused);
-        assert_eq!(kind(&[export_info(0, 1), go()]), Kind::Unsuitable);
-        assert_eq!(kind(&[vec![7; 20]]), Kind::Protocol);
-        assert_eq!(kind(&[go()[..11].to_vec()]), Kind::Closed);
+        assert_eq!(kind(&[reply(opt::GO, rep::ERR_UNKNOWN, b"")]), NbdErrorKind::Refused);
+        assert_eq!(kind(&[export_info(0, 1), go()]), NbdErrorKind::Unsuitable);
+        assert_eq!(kind(&[vec![7; 20]]), NbdErrorKind::Protocol);
+        assert_eq!(kind(&[go()[..11].to_vec()]), NbdErrorKind::Closed);
         for (hello, says) in [
             (vec![0; 18], "no NBD server"),
             (greeting(0), "fixed newstyle"),

@@ -19,7 +19,7 @@ use rustls::{
     ClientConfig, ClientConnection, Connection, RootCertStore, ServerConfig, ServerConnection,
 };
 
-use crate::error::{Kind, NbdError};
+use crate::error::{NbdError, NbdErrorKind};
 
 const AUTHORITIES: &str = "ca-cert.pem";
 const REVOKED: &str = "ca-crl.pem";
@@ -33,7 +33,7 @@ impl Folder<'_> {
     }
 
     fn wrong(&self, name: &str, what: impl Into<Box<dyn Error + Send + Sync>>) -> NbdError {
-        NbdError::of(Kind::Tls, what).about(format!("TLS: {}", self.path(name).display()))
+        NbdError::of(NbdErrorKind::Tls, what).about(format!("TLS: {}", self.path(name).display()))
     }
 
     fn has(&self, name: &str) -> bool {
@@ -91,7 +91,7 @@ impl Folder<'_> {
 }
 
 fn tls(what: impl Into<Box<dyn Error + Send + Sync>>) -> NbdError {
-    NbdError::of(Kind::Tls, what).about("TLS")
+    NbdError::of(NbdErrorKind::Tls, what).about("TLS")
 }
 
 fn provider() -> Arc<CryptoProvider> {

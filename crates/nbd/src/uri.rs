@@ -6,7 +6,7 @@
 use std::fmt;
 use std::path::PathBuf;
 
-use crate::error::{Kind, NbdError};
+use crate::error::{NbdError, NbdErrorKind};
 use crate::wire::{MOST_STRING, PORT};
 
 /// The forms of a URI, for messages.
@@ -45,7 +45,8 @@ pub fn is_uri(name: &str) -> bool {
 impl Uri {
     pub fn parse(text: &str) -> Result<Self, NbdError> {
         let wrong = |what: &str| {
-            NbdError::new(Kind::Name, format!("{what}: say {FORMS}")).about(format!("\"{text}\""))
+            NbdError::new(NbdErrorKind::Name, format!("{what}: say {FORMS}"))
+                .about(format!("\"{text}\""))
         };
         let (scheme, rest) = text.split_once("://").ok_or_else(|| wrong("it is no NBD URI"))?;
         let known = SCHEMES.iter().find(|(name, ..)| *name == scheme);
@@ -307,7 +308,7 @@ mod tests {
             &long,
         ] {
             let error = Uri::parse(bad).expect_err(bad);
-            assert_eq!(error.kind, Kind::Name);
+            assert_eq!(error.kind, NbdErrorKind::Name);
             let error = error.to_string();
             assert!(error.contains("nbd+unix:///[EXPORT]?socket=PATH"), "{error}");
         }

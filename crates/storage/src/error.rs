@@ -37,13 +37,15 @@ impl Error for StorageError {}
 impl From<NbdError> for StorageError {
     fn from(error: NbdError) -> Self {
         let kind = match error.kind {
-            error::Kind::Name => ErrorKind::Name,
-            error::Kind::ReadOnly => ErrorKind::ReadOnly,
-            error::Kind::Closed | error::Kind::Silent | error::Kind::Io => ErrorKind::Unreachable,
-            error::Kind::Tls
-            | error::Kind::Refused
-            | error::Kind::Protocol
-            | error::Kind::Unsuitable => ErrorKind::Refused,
+            error::NbdErrorKind::Name => ErrorKind::Name,
+            error::NbdErrorKind::ReadOnly => ErrorKind::ReadOnly,
+            error::NbdErrorKind::Closed | error::NbdErrorKind::Silent | error::NbdErrorKind::Io => {
+                ErrorKind::Unreachable
+            }
+            error::NbdErrorKind::Tls
+            | error::NbdErrorKind::Refused
+            | error::NbdErrorKind::Protocol
+            | error::NbdErrorKind::Unsuitable => ErrorKind::Refused,
         };
         StorageError { kind, source: error.into() }
     }

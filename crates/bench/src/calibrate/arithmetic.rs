@@ -22,7 +22,7 @@ pub struct Times {
 /// Linear cost model of reads or of writes, in nanoseconds: base cost at a random offset, base cost
 /// of a sequential operation, and cost of a MiB.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Line {
+pub struct LinearCost {
     pub random: u64,
     pub sequential: u64,
     pub per_mib: u64,
@@ -35,10 +35,10 @@ impl Times {
     /// Returns the linear model that yields the measured times of sequential operations of both
     /// sizes. If the kernel merges small operations, such an operation can take less time than its
     /// 4 KiB cost in the model. So a base cost is at least a hundredth of the measured time.
-    pub fn line(&self) -> Line {
+    pub fn linear_cost(&self) -> LinearCost {
         let per_mib = ((self.stream - self.sequential) / (1.0 - PART)).max(0.0);
         let base = |time: f64| (time - per_mib * PART).max(time / 100.0).max(1.0).round() as u64;
-        Line {
+        LinearCost {
             random: base(self.random),
             sequential: base(self.sequential),
             per_mib: per_mib.round() as u64,
@@ -68,7 +68,7 @@ impl Displaced {
 /// Returns the cost of a flush in nanoseconds: the cost of the pair minus that of the write of
 /// 16 KiB. The cost is at least that of a small write, because a flush is never free. It is at most
 /// the latency of a flush, `takes`.
-pub fn flush(pair: f64, write: &Line, takes: f64) -> u64 {
+pub fn flush(pair: f64, write: &LinearCost, takes: f64) -> u64 {
     let written = write.random as f64 + write.per_mib as f64 / 64.0;
     let least = write.random as f64;
     (pair - written).clamp(least, takes.max(least)).round() as u64
@@ -83,7 +83,7 @@ pub fn enough(rates: &[(u16, f64)]) -> u16 {
 
 /// Returns the default cost of an operation that was not measured, scaled by the ratio of the
 /// measured cost of a read to its default cost.
-pub fn in_proportion(reads: &Line, of: impl Fn(&Costs) -> u64) -> u64 {
+pub fn in_proportion(reads: &LinearCost, of: impl Fn(&Costs) -> u64) -> u64 {
     let ratio = of(&Costs::FLASH) as f64 / Costs::FLASH.read as f64;
     (reads.random as f64 * ratio).round().max(1.0) as u64
 }
@@ -101,7 +101,7 @@ mod tests {
     fn the_model_gives_back_what_was_measured() {
         let times =
             Times { random: 12_500.0, sequential: 9_000.0, stream: 1_009_000.0, alone: 200_000.0 };
-        let line = times.line();
+        let line = times.linear_cost();
         let costs = Costs {
             read: line.random,
             read_sequential: line.sequential,
@@ -120,10 +120,10 @@ mod tests {
     fn no_cost_is_nothing() {
         let merged =
             Times { random: 3_000.0, sequential: 2_000.0, stream: 1_000_000.0, alone: 1.0 };
-        let line = merged.line();
+        let line = merged.linear_cost();
         assert_eq!((line.random, line.sequential), (30, 20));
         let odd = Times { stream: 1_000.0, ..merged };
-        assert_eq!(odd.line(), Line { random: 3_000, sequential: 2_000, per_mib: 0 });
+        assert_eq!(odd.linear_cost(), LinearCost { random: 3_000, sequential: 2_000, per_mib: 0 });
     }
 
     #[test]
@@ -131,7 +131,7 @@ mod tests {
         // The pairs displace a tenth of the reads. So 100 pairs take 100 ms of device time.
         let displaced = Displaced { reads_alone: 80_000.0, reads: 72_000.0, pairs: 100.0 };
         assert!((displaced.pair() - 1e6).abs() < 1.0, "{}", displaced.pair());
-        let write = Line { random: 10_000, sequential: 10_000, per_mib: 640_000 };
+        let write = LinearCost { random: 10_000, sequential: 10_000, per_mib: 640_000 };
         assert_eq!(flush(displaced.pair(), &write, 2e6), 980_000);
         assert_eq!(flush(displaced.pair(), &write, 3e5), 300_000, "not more than it takes");
         assert_eq!(flush(0.0, &write, 3e5), 10_000, "never nothing");

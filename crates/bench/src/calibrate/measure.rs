@@ -13,7 +13,7 @@ use rustix::fs::{FallocateFlags, OFlags};
 
 use super::arithmetic::{Displaced, Times};
 use crate::client::workload::Pattern;
-use crate::client::{self, Options as Load};
+use crate::client::{self, LoadOptions};
 use crate::process::Stop;
 use crate::statistics::median;
 
@@ -32,7 +32,7 @@ pub const DEPTHS: [u16; 9] = [1, 2, 4, 8, 16, 32, 64, 128, 256];
 const CLEARED: u64 = 64 << 10;
 
 /// The target, and the time of each step.
-pub struct Plan<'a> {
+pub struct CalibrationPlan<'a> {
     pub path: &'a Path,
     /// Number of bytes of the target that are used, a multiple of 16 MiB.
     pub size: u64,
@@ -65,7 +65,7 @@ pub struct Measured {
 /// Figures by name. Each has one value for each round.
 type Figures = BTreeMap<&'static str, Vec<f64>>;
 
-impl Plan<'_> {
+impl CalibrationPlan<'_> {
     /// Returns the number of steps of a round.
     fn steps(&self) -> u32 {
         DEPTHS.len() as u32 + 2 + if self.writes { 8 } else { 0 }
@@ -130,12 +130,13 @@ impl Plan<'_> {
         note("sequential write", self.rate(Pattern::Write, 4096, PLENTY, each)?);
         note("write stream", self.rate(Pattern::Write, 1 << 20, PLENTY_LARGE, each)?);
         note("write alone", self.rate(Pattern::Randwrite, 4096, 1, each)?);
-        let pairs = Load { flush_every: 1, ..self.load(Pattern::Randwrite, 16 << 10, 1, each) };
+        let pairs =
+            LoadOptions { flush_every: 1, ..self.load(Pattern::Randwrite, 16 << 10, 1, each) };
         let alone = self.run(&pairs)?;
         let write = self.rate(Pattern::Randwrite, 16 << 10, 1, each / 2.0)?;
         note("flush", (1e9 / (alone / 2.0) - 1e9 / write).max(0.0));
         let reads = self.load(Pattern::Randread, 4096, PLENTY, each);
-        let pairs = Load { depth: PAIRS, ..pairs };
+        let pairs = LoadOptions { depth: PAIRS, ..pairs };
         let (reads, pairs) = std::thread::scope(|scope| {
             let pairs = scope.spawn(|| self.run(&pairs));
             (self.run(&reads), pairs.join())
@@ -155,17 +156,17 @@ impl Plan<'_> {
         Ok(())
     }
 
-    fn load(&self, rw: Pattern, bs: u64, depth: u16, seconds: f64) -> Load {
+    fn load(&self, rw: Pattern, bs: u64, depth: u16, seconds: f64) -> LoadOptions {
         let size = Some(self.size / 16 * 15);
         let warmup = (seconds / 5.0).min(0.1);
-        Load {
+        LoadOptions {
             rw,
             bs,
             depth,
             size,
             runtime: seconds - warmup,
             warmup,
-            ..Load::for_file(self.path.into())
+            ..LoadOptions::for_file(self.path.into())
         }
     }
 
@@ -175,7 +176,7 @@ impl Plan<'_> {
 
     /// Returns the number of operations a second. A round in which no operation ends, because the
     /// device is slow or the machine is busy, is followed by one of twice its time.
-    fn run(&self, load: &Load) -> Result<f64> {
+    fn run(&self, load: &LoadOptions) -> Result<f64> {
         let mut load = load.clone();
         loop {
             self.stop.check()?;

@@ -19,15 +19,15 @@ use blockyard_program::output;
 use blockyard_sched::Costs;
 
 use self::arithmetic::{enough, flush, in_proportion};
-use self::measure::{Measured, Plan};
+use self::measure::{CalibrationPlan, Measured};
 use crate::client::{parse_seconds, parse_size};
 use crate::process::{Stop, fill};
-use crate::target::{Place, guard};
+use crate::target::{TargetAddress, guard};
 
 /// What operations cost a device: measures it for a while, and notes the figures where `serve
 /// --costs` finds them.
 #[derive(Clone, Debug, clap::Args)]
-pub struct Options {
+pub struct CalibrateOptions {
     /// A folder on the device (a file is made there, and removed), or a file or block device, which
     /// is only read
     #[arg(value_name = "TARGET")]
@@ -58,7 +58,7 @@ pub struct Options {
 /// Minimum size of a target in bytes.
 const LEAST: u64 = 64 << 20;
 
-pub fn run(options: &Options) -> Result<()> {
+pub fn run(options: &CalibrateOptions) -> Result<()> {
     let stop = Stop::on_signals()?;
     let (costs, measured) = calibrate(options, &stop)?;
     costs.save(&options.output)?;
@@ -73,7 +73,7 @@ pub fn run(options: &Options) -> Result<()> {
 
 /// Measures the costs of the device that holds a folder, with a temporary file in the folder.
 pub fn of_folder(folder: &Path, size: u64, seconds: f64, stop: &Stop) -> Result<DeviceCosts> {
-    let options = Options {
+    let options = CalibrateOptions {
         target: folder.into(),
         output: PathBuf::new(),
         seconds,
@@ -86,7 +86,7 @@ pub fn of_folder(folder: &Path, size: u64, seconds: f64, stop: &Stop) -> Result<
     Ok(calibrate(&options, stop)?.0)
 }
 
-fn calibrate(options: &Options, stop: &Stop) -> Result<(DeviceCosts, Measured)> {
+fn calibrate(options: &CalibrateOptions, stop: &Stop) -> Result<(DeviceCosts, Measured)> {
     let name = options.target.display();
     let kind = std::fs::metadata(&options.target).with_context(|| format!("looking at {name}"))?;
     let own = if kind.is_dir() {
@@ -96,7 +96,7 @@ fn calibrate(options: &Options, stop: &Stop) -> Result<(DeviceCosts, Measured)> 
     };
     let path = own.as_ref().map_or(options.target.as_path(), |own| &own.0);
     if own.is_none() && options.writes && !options.destroy {
-        guard::look(&Place::File(path.into()))
+        guard::check_unopened(&TargetAddress::File(path.into()))
             .with_context(|| format!("{name} is not written to"))?;
     }
     let file = std::fs::File::open(path).with_context(|| format!("opening {name}"))?;
@@ -111,7 +111,14 @@ fn calibrate(options: &Options, stop: &Stop) -> Result<(DeviceCosts, Measured)> 
     let (device, _) = blockyard_ring::host::backing_device(&file)
         .with_context(|| format!("finding the device of {name}"))?;
     let writes = own.is_some() || options.writes;
-    let plan = Plan { path, size, writes, rounds: options.rounds, seconds: options.seconds, stop };
+    let plan = CalibrationPlan {
+        path,
+        size,
+        writes,
+        rounds: options.rounds,
+        seconds: options.seconds,
+        stop,
+    };
     let measured = plan.measure()?;
     Ok((costs(device, &measured), measured))
 }
@@ -134,7 +141,7 @@ impl Drop for Own {
 }
 
 fn costs(device: String, measured: &Measured) -> DeviceCosts {
-    let read = measured.reads.line();
+    let read = measured.reads.linear_cost();
     let nanos = |time: f64| time.round().max(1.0) as u64;
     let depth = enough(&measured.depths);
     let mut costs = DeviceCosts {
@@ -155,7 +162,7 @@ fn costs(device: String, measured: &Measured) -> DeviceCosts {
         base_latency_write: nanos(measured.reads.alone),
     };
     if let Some(written) = &measured.written {
-        let write = written.times.line();
+        let write = written.times.linear_cost();
         (costs.write, costs.write_sequential, costs.write_per_mib) =
             (write.random, write.sequential, write.per_mib);
         costs.flush = flush(written.pair, &write, written.flush);

@@ -18,8 +18,8 @@ use rustix::fs::{Mode, OFlags};
 use super::cpu::{BackEnd, Meter};
 use super::load::{Failure, Load, Next, Tally};
 use super::report::{Report, Target};
-use super::workload::{Kind, Operation};
-use super::{Options, Setup};
+use super::workload::{Operation, RequestKind};
+use super::{LoadOptions, LoadSetup};
 
 /// Interval at which an idle slot checks for work.
 const LULL: Duration = Duration::from_millis(1);
@@ -30,7 +30,7 @@ enum Event {
     Over(Result<Box<Load>>),
 }
 
-pub fn run(options: &Options, path: &Path) -> Result<Report> {
+pub fn run(options: &LoadOptions, path: &Path) -> Result<Report> {
     let access = if options.rw.writes() { OFlags::RDWR } else { OFlags::RDONLY };
     let direct = if options.buffered { OFlags::empty() } else { OFlags::DIRECT };
     let fd = rustix::fs::open(path, access | direct | OFlags::CLOEXEC, Mode::empty())
@@ -38,7 +38,7 @@ pub fn run(options: &Options, path: &Path) -> Result<Report> {
     let fd = Arc::new(fd);
     let capacity =
         host::file_size(&fd).with_context(|| format!("{} cannot be a disk", path.display()))?;
-    let setup = Setup::new(options, capacity)?;
+    let setup = LoadSetup::new(options, capacity)?;
     let filler = if options.rw.writes() { setup.filler() } else { Vec::new() };
     let (sender, events) = std::sync::mpsc::channel();
     let epoch = Instant::now();
@@ -177,18 +177,18 @@ impl Slots {
         let len = operation.count as usize * self.block_size;
         let whole =
             |n| if n == len { Ok(()) } else { Err(std::io::ErrorKind::UnexpectedEof.into()) };
-        if operation.kind != Kind::Flush && len < segments.len() {
+        if operation.kind != RequestKind::Flush && len < segments.len() {
             let part = segments.slice(0, len);
             let moved = match operation.kind {
-                Kind::Write => self.file.write(part, offset, false).await.1,
+                RequestKind::Write => self.file.write(part, offset, false).await.1,
                 _ => self.file.read(part, offset).await.1,
             };
             return (segments, moved.and_then(whole));
         }
         let (segments, moved) = match operation.kind {
-            Kind::Flush => return (segments, self.file.sync().await),
-            Kind::Read => self.file.read(segments, offset).await,
-            Kind::Write => {
+            RequestKind::Flush => return (segments, self.file.sync().await),
+            RequestKind::Read => self.file.read(segments, offset).await,
+            RequestKind::Write => {
                 if let Some(verifier) = &mut self.load.borrow_mut().verifier {
                     segments.copy_in(0, verifier.contents(operation.block));
                 }

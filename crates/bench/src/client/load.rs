@@ -12,7 +12,7 @@ use anyhow::Result;
 use hdrhistogram::Histogram;
 
 use super::verify::Verifier;
-use super::workload::{Kind, Operation, Pacer, Workload};
+use super::workload::{Generator, Operation, Pacer, RequestKind};
 
 /// Counts of the measured part.
 pub struct Tally {
@@ -127,7 +127,7 @@ pub enum Next {
 }
 
 pub struct Load {
-    workload: Workload,
+    workload: Generator,
     pub verifier: Option<Verifier>,
     pacer: Option<Pacer>,
     limit: Limit,
@@ -142,7 +142,7 @@ pub struct Load {
 
 impl Load {
     pub fn new(
-        workload: Workload,
+        workload: Generator,
         verifier: Option<Verifier>,
         pacer: Option<Pacer>,
         limit: Limit,
@@ -235,7 +235,7 @@ impl Load {
             Some((block, verifier)) => {
                 self.stage = Stage::ReadBack(block + 1);
                 self.in_flight += 1;
-                Next::Do(verifier.claim(Operation::one(Kind::Read, block)))
+                Next::Do(verifier.claim(Operation::one(RequestKind::Read, block)))
             }
             None if self.in_flight > 0 => Next::Finish,
             None => {
@@ -260,11 +260,11 @@ impl Load {
         if self.counting() {
             self.tally.latency.saturating_record(now - started);
             match operation.kind {
-                Kind::Read => self.tally.reads += 1,
-                Kind::Write => self.tally.writes += 1,
-                Kind::Flush => self.tally.flushes += 1,
+                RequestKind::Read => self.tally.reads += 1,
+                RequestKind::Write => self.tally.writes += 1,
+                RequestKind::Flush => self.tally.flushes += 1,
             }
-            let moves = operation.kind != Kind::Flush;
+            let moves = operation.kind != RequestKind::Flush;
             let bytes = if moves { self.block_size * u64::from(operation.count) } else { 0 };
             self.tally.bytes += bytes;
             if let Limit::Time { from, .. } = self.limit
@@ -282,7 +282,7 @@ impl Load {
         }
         let Some(verifier) = &mut self.verifier else { return Ok(()) };
         verifier.release(operation, ok);
-        if operation.kind == Kind::Read && ok {
+        if operation.kind == RequestKind::Read && ok {
             verifier.check_read(operation.block, read)
         } else {
             Ok(())
@@ -295,9 +295,9 @@ impl Load {
         let (offset, len) =
             (operation.block * self.block_size, u64::from(operation.count) * self.block_size);
         let what = match operation.kind {
-            Kind::Read => format!("read of {len} bytes at offset {offset}"),
-            Kind::Write => format!("write of {len} bytes at offset {offset}"),
-            Kind::Flush => "flush".into(),
+            RequestKind::Read => format!("read of {len} bytes at offset {offset}"),
+            RequestKind::Write => format!("write of {len} bytes at offset {offset}"),
+            RequestKind::Flush => "flush".into(),
         };
         self.tally.first_error.get_or_insert_with(|| format!("{what}: {failure}"));
     }
@@ -337,7 +337,7 @@ mod tests {
             split: Split::default(),
         };
         let verifier = verify.then(|| Verifier::new(1, 512, 0, 100));
-        Load::new(Workload::new(mix, 1, 0), verifier, None, limit, Arc::default(), 512).unwrap()
+        Load::new(Generator::new(mix, 1, 0), verifier, None, limit, Arc::default(), 512).unwrap()
     }
 
     fn operation(next: Next) -> Operation {
@@ -407,7 +407,7 @@ mod tests {
         );
         // The read-back does not expect the data of the failed write.
         let back = operation(load.next(10));
-        assert_eq!(back, Operation::one(Kind::Read, 0));
+        assert_eq!(back, Operation::one(RequestKind::Read, 0));
         assert_eq!(load.next(10), Next::Finish);
         load.finish(back, 10, 11, Ok(()), |bytes| bytes.copy_from_slice(&contents)).unwrap();
         assert_eq!(load.next(12), Next::Over);

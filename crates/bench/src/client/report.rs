@@ -5,7 +5,7 @@ use std::fmt::{Display, Formatter, Result};
 use hdrhistogram::Histogram;
 use serde::Serialize;
 
-use super::Options;
+use super::LoadOptions;
 use super::cpu::{Meter, Usage};
 use super::load::{Slice, Tally};
 
@@ -63,7 +63,7 @@ pub struct Grants {
 
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
-    pub options: Options,
+    pub options: LoadOptions,
     pub target: Target,
     pub seconds: f64,
     pub operations: u64,
@@ -98,7 +98,7 @@ pub struct Report {
 
 impl Report {
     pub fn new(
-        options: &Options,
+        options: &LoadOptions,
         target: Target,
         tally: &Tally,
         meter: &Meter,
@@ -213,10 +213,10 @@ mod tests {
     use super::*;
 
     fn report() -> Report {
-        let options = Options {
+        let options = LoadOptions {
             verify: true,
             reconnect: true,
-            ..Options::for_socket("/run/disk.sock".into())
+            ..LoadOptions::for_socket("/run/disk.sock".into())
         };
         let mut tally = Tally::new().unwrap();
         for latency in 1..=1000 {

@@ -9,7 +9,7 @@
 
 use anyhow::{Result, bail};
 
-use super::workload::{Kind, Operation};
+use super::workload::{Operation, RequestKind};
 
 const MAGIC: u64 = u64::from_le_bytes(*b"BlkYdVfy");
 /// magic, offset, seed: 8 bytes each; generation, length, CRC: 4 bytes each.
@@ -54,10 +54,10 @@ impl Verifier {
     /// Moves the operation to the next block without a conflicting request, and claims it. There
     /// are more blocks than slots.
     pub fn claim(&mut self, mut operation: Operation) -> Operation {
-        if operation.kind == Kind::Flush {
+        if operation.kind == RequestKind::Flush {
             return operation;
         }
-        let write = operation.kind == Kind::Write;
+        let write = operation.kind == RequestKind::Write;
         let mut at = self.at(operation.block);
         while self.busy[at] == WRITING || write && self.busy[at] > 0 {
             at = (at + 1) % self.busy.len();
@@ -76,9 +76,9 @@ impl Verifier {
     pub fn release(&mut self, operation: Operation, ok: bool) {
         let at = self.at(operation.block);
         match operation.kind {
-            Kind::Flush => {}
-            Kind::Read => self.busy[at] -= 1,
-            Kind::Write => {
+            RequestKind::Flush => {}
+            RequestKind::Read => self.busy[at] -= 1,
+            RequestKind::Write => {
                 self.busy[at] = 0;
                 if !ok {
                     self.generations[at] = 0;
@@ -184,7 +184,7 @@ mod tests {
     const SIZE: usize = 512;
 
     fn write(verifier: &mut Verifier, block: u64) -> Vec<u8> {
-        let operation = verifier.claim(Operation::one(Kind::Write, block));
+        let operation = verifier.claim(Operation::one(RequestKind::Write, block));
         assert_eq!(operation.block, block);
         let bytes = verifier.contents(block).to_vec();
         verifier.release(operation, true);
@@ -247,8 +247,8 @@ mod tests {
     #[test]
     fn writes_are_alone_and_reads_share() {
         let mut v = verifier();
-        let read = |block| Operation::one(Kind::Read, block);
-        let write = |block| Operation::one(Kind::Write, block);
+        let read = |block| Operation::one(RequestKind::Read, block);
+        let write = |block| Operation::one(RequestKind::Write, block);
         assert_eq!(v.claim(read(17)).block, 17);
         assert_eq!(v.claim(read(17)).block, 17);
         assert_eq!(v.claim(write(17)).block, 10, "past the end it goes on at the start");

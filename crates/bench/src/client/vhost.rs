@@ -18,14 +18,14 @@ use super::cpu::Meter;
 use super::load::Tally;
 use super::report::{Report, Target};
 use super::worker::{Event, Outbox, PAUSE, RUN, STOP, Shared, Wiring, Worker};
-use super::{Options, Setup};
+use super::{LoadOptions, LoadSetup};
 
 /// Maximum time to wait for the next back end after one has disconnected.
 const AWAY: Duration = Duration::from_secs(10);
 /// Interval at which the supervisor checks the progress of the workers.
 const WATCH: Duration = Duration::from_millis(250);
 
-pub fn run(options: &Options, socket: &Path) -> Result<Report> {
+pub fn run(options: &LoadOptions, socket: &Path) -> Result<Report> {
     if options.packed {
         drive::<PackedRing>(options, socket)
     } else {
@@ -33,7 +33,7 @@ pub fn run(options: &Options, socket: &Path) -> Result<Report> {
     }
 }
 
-fn plan(options: &Options) -> Plan {
+fn plan(options: &LoadOptions) -> Plan {
     let chain = if options.indirect { 1 } else { ring::CHAIN_MAX };
     let fits = (usize::from(options.depth) * chain).next_power_of_two().clamp(128, 1 << 15) as u16;
     let flush = if options.flush_every > 0 { feature::FLUSH } else { 0 };
@@ -51,7 +51,7 @@ fn plan(options: &Options) -> Plan {
     }
 }
 
-fn drive<R: Ring>(options: &Options, socket: &Path) -> Result<Report> {
+fn drive<R: Ring>(options: &LoadOptions, socket: &Path) -> Result<Report> {
     let mut link = Link::open::<R>(socket, &plan(options))?;
     let features = link.connection.features;
     let block =
@@ -71,7 +71,7 @@ fn drive<R: Ring>(options: &Options, socket: &Path) -> Result<Report> {
             .saturating_add(options.offset),
         capacity => capacity,
     };
-    let setup = Setup::new(options, capacity)?;
+    let setup = LoadSetup::new(options, capacity)?;
     let target = Target {
         kind: "vhost-user",
         capacity_bytes: capacity,
@@ -102,7 +102,7 @@ struct Hand {
 }
 
 struct Supervisor<'a, R> {
-    options: &'a Options,
+    options: &'a LoadOptions,
     link: Link,
     rings: Vec<(RingSetup, u32)>,
     hands: Vec<Hand>,
@@ -116,7 +116,7 @@ struct Supervisor<'a, R> {
 }
 
 impl<'a, R: Ring> Supervisor<'a, R> {
-    fn new(options: &'a Options, link: Link, rings: Vec<(RingSetup, u32)>) -> Result<Self> {
+    fn new(options: &'a LoadOptions, link: Link, rings: Vec<(RingSetup, u32)>) -> Result<Self> {
         let (sender, events) = std::sync::mpsc::channel();
         let bell = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         Ok(Supervisor {
@@ -133,7 +133,7 @@ impl<'a, R: Ring> Supervisor<'a, R> {
         })
     }
 
-    fn start(&mut self, setup: &Setup, queues: Vec<Queue<R>>) -> Result<()> {
+    fn start(&mut self, setup: &LoadSetup, queues: Vec<Queue<R>>) -> Result<()> {
         let sender = self.sender.take().context("workers are started once")?;
         let filler = setup.filler();
         let epoch = Instant::now();

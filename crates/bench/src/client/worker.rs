@@ -15,7 +15,7 @@ use blockyard_driver::{Data, RequestQueue, request, status};
 
 use super::cpu;
 use super::load::{Failure, Load, Next};
-use super::workload::{Kind, Operation};
+use super::workload::{Operation, RequestKind};
 
 /// Commands of the supervisor. After a change it writes the call eventfd, because the worker may
 /// sleep.
@@ -93,7 +93,7 @@ pub struct Worker<Q> {
 
 impl<Q: RequestQueue> Worker<Q> {
     pub fn new(queue: Q, load: Load, wiring: Wiring<Q>) -> Self {
-        let nothing = (Operation::one(Kind::Flush, 0), 0);
+        let nothing = (Operation::one(RequestKind::Flush, 0), 0);
         Worker {
             queue,
             load,
@@ -203,14 +203,15 @@ impl<Q: RequestQueue> Worker<Q> {
             self.slots[slot as usize] = (operation, now);
             let len = self.wiring.block_size * operation.count;
             let (kind, data) = match operation.kind {
-                Kind::Read => (request::IN, Data::FromDevice(len)),
-                Kind::Write => (request::OUT, Data::ToDevice(len)),
-                Kind::Flush => (request::FLUSH, Data::None),
+                RequestKind::Read => (request::IN, Data::FromDevice(len)),
+                RequestKind::Write => (request::OUT, Data::ToDevice(len)),
+                RequestKind::Flush => (request::FLUSH, Data::None),
             };
-            if let (Kind::Write, Some(verifier)) = (operation.kind, &mut self.load.verifier) {
+            if let (RequestKind::Write, Some(verifier)) = (operation.kind, &mut self.load.verifier)
+            {
                 self.queue.write_data(slot, verifier.contents(operation.block));
             }
-            let sector = if operation.kind == Kind::Flush {
+            let sector = if operation.kind == RequestKind::Flush {
                 0
             } else {
                 operation.block * u64::from(self.wiring.block_size / 512)

@@ -70,7 +70,7 @@ impl Pattern {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum RequestKind {
     Read,
     Write,
     Flush,
@@ -78,14 +78,14 @@ pub enum Kind {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Operation {
-    pub kind: Kind,
+    pub kind: RequestKind,
     pub block: u64,
     /// Number of blocks.
     pub count: u32,
 }
 
 impl Operation {
-    pub fn one(kind: Kind, block: u64) -> Self {
+    pub fn one(kind: RequestKind, block: u64) -> Self {
         Operation { kind, block, count: 1 }
     }
 }
@@ -126,16 +126,16 @@ pub struct Mix {
     pub split: Split,
 }
 
-pub struct Workload {
+pub struct Generator {
     mix: Mix,
     random: Random,
     cursor: u64,
     unflushed: u64,
 }
 
-impl Workload {
+impl Generator {
     pub fn new(mix: Mix, seed: u64, queue: u16) -> Self {
-        Workload { mix, random: Random::new(seed, queue.into()), cursor: 0, unflushed: 0 }
+        Generator { mix, random: Random::new(seed, queue.into()), cursor: 0, unflushed: 0 }
     }
 
     #[inline]
@@ -143,15 +143,15 @@ impl Workload {
         let mix = &self.mix;
         if mix.flush_every > 0 && self.unflushed >= mix.flush_every {
             self.unflushed = 0;
-            return Operation::one(Kind::Flush, mix.first);
+            return Operation::one(RequestKind::Flush, mix.first);
         }
         let kind = match mix.read_share {
-            100 => Kind::Read,
-            0 => Kind::Write,
-            share if self.random.below(100) < u64::from(share) => Kind::Read,
-            _ => Kind::Write,
+            100 => RequestKind::Read,
+            0 => RequestKind::Write,
+            share if self.random.below(100) < u64::from(share) => RequestKind::Read,
+            _ => RequestKind::Write,
         };
-        self.unflushed += u64::from(kind == Kind::Write);
+        self.unflushed += u64::from(kind == RequestKind::Write);
         let count = mix.split.draw(&mut self.random);
         let len = u64::from(count);
         let at = if mix.pattern.is_random() {
@@ -206,7 +206,7 @@ mod tests {
     }
 
     fn some(mix: &Mix, seed: u64, queue: u16) -> Vec<Operation> {
-        let mut workload = Workload::new(mix.clone(), seed, queue);
+        let mut workload = Generator::new(mix.clone(), seed, queue);
         (0..1000).map(|_| workload.draw()).collect()
     }
 
@@ -222,9 +222,9 @@ mod tests {
     fn blocks_stay_in_range_and_the_mix_is_kept() {
         let operations = some(&mix(Pattern::Randrw), 1, 0);
         assert!(operations.iter().all(|o| (100..150).contains(&o.block)));
-        let reads = operations.iter().filter(|o| o.kind == Kind::Read).count();
+        let reads = operations.iter().filter(|o| o.kind == RequestKind::Read).count();
         assert!((640..760).contains(&reads), "{reads} of 1000 are reads");
-        assert!(some(&mix(Pattern::Randwrite), 1, 0).iter().all(|o| o.kind == Kind::Write));
+        assert!(some(&mix(Pattern::Randwrite), 1, 0).iter().all(|o| o.kind == RequestKind::Write));
     }
 
     #[test]
@@ -251,7 +251,7 @@ mod tests {
     #[test]
     fn flushes_come_after_their_writes() {
         let operations = some(&Mix { flush_every: 3, ..mix(Pattern::Write) }, 1, 0);
-        let kinds: Vec<_> = operations[..8].iter().map(|o| o.kind == Kind::Flush).collect();
+        let kinds: Vec<_> = operations[..8].iter().map(|o| o.kind == RequestKind::Flush).collect();
         assert_eq!(kinds, [false, false, false, true, false, false, false, true]);
     }
 

@@ -22,14 +22,14 @@ use super::load::Tally;
 use super::report::{Grants, Report, Target};
 use super::worker::{Event, Outbox, STOP, Shared, Wiring, Worker};
 use super::workload::Pattern;
-use super::{Options, Setup, Sizes, parse_seconds, parse_size, parse_split};
+use super::{LoadOptions, LoadSetup, Sizes, parse_seconds, parse_size, parse_split};
 
 /// Interval at which the supervisor checks the progress of the workers.
 const WATCH: Duration = Duration::from_millis(250);
 
 /// Options of a load that several back ends of this process serve in turn.
 #[derive(Clone, Debug, Serialize, clap::Args)]
-pub struct Loads {
+pub struct XenLoadOptions {
     /// What to do: one pattern of reads and writes
     #[arg(long, value_enum, default_value_t = Pattern::Randread)]
     pub rw: Pattern,
@@ -61,16 +61,26 @@ pub struct Loads {
     pub verify: bool,
 }
 
-impl Loads {
+impl XenLoadOptions {
     /// Returns the load as options for [`super::measure`] and [`measure`], with a back end of this
     /// process at `socket`.
-    pub fn options(&self, socket: PathBuf) -> Options {
-        let Loads { rw, rwmixread, bs, bssplit, depth, queues, runtime, ops, verify } =
+    pub fn options(&self, socket: PathBuf) -> LoadOptions {
+        let XenLoadOptions { rw, rwmixread, bs, bssplit, depth, queues, runtime, ops, verify } =
             self.clone();
-        let defaults = Options::for_socket(socket);
-        let load =
-            Options { rw, rwmixread, bs, bssplit, depth, queues, runtime, ops, verify, ..defaults };
-        Options { back_end_is_here: true, ..load }
+        let defaults = LoadOptions::for_socket(socket);
+        let load = LoadOptions {
+            rw,
+            rwmixread,
+            bs,
+            bssplit,
+            depth,
+            queues,
+            runtime,
+            ops,
+            verify,
+            ..defaults
+        };
+        LoadOptions { back_end_is_here: true, ..load }
     }
 }
 
@@ -84,7 +94,7 @@ pub struct FrontEnd {
 }
 
 /// Runs a load by a front end in a new domain of `machine`. Ignores the socket in `options`.
-pub fn measure(options: &Options, machine: &Machine, front_end: FrontEnd) -> Result<Report> {
+pub fn measure(options: &LoadOptions, machine: &Machine, front_end: FrontEnd) -> Result<Report> {
     if let Some(options) = options.in_smallest_blocks() {
         return measure(&options, machine, front_end);
     }
@@ -118,7 +128,7 @@ pub fn measure(options: &Options, machine: &Machine, front_end: FrontEnd) -> Res
     Ok(report)
 }
 
-fn setup<'a>(options: &'a Options, offer: &Offer) -> Result<Setup<'a>> {
+fn setup<'a>(options: &'a LoadOptions, offer: &Offer) -> Result<LoadSetup<'a>> {
     let block = offer.sector_size.max(1);
     anyhow::ensure!(
         options.bs.is_multiple_of(block),
@@ -130,7 +140,7 @@ fn setup<'a>(options: &'a Options, offer: &Offer) -> Result<Setup<'a>> {
         options.flush_every == 0 || offer.flush,
         "--flush-every: the back end has no flush"
     );
-    Setup::new(options, offer.sectors * 512)
+    LoadSetup::new(options, offer.sectors * 512)
 }
 
 struct Hand {
@@ -141,7 +151,7 @@ struct Hand {
 }
 
 struct Run<'a> {
-    options: &'a Options,
+    options: &'a LoadOptions,
     hands: Vec<Hand>,
     events: Receiver<Event<Queue>>,
     tally: Tally,
@@ -152,7 +162,7 @@ struct Run<'a> {
 }
 
 impl<'a> Run<'a> {
-    fn start(setup: &Setup<'a>, queues: Vec<Queue>) -> Result<Self> {
+    fn start(setup: &LoadSetup<'a>, queues: Vec<Queue>) -> Result<Self> {
         let options = setup.options;
         let (sender, events) = std::sync::mpsc::channel();
         let bell =

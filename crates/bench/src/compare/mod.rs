@@ -14,7 +14,7 @@ pub(crate) mod environment;
 mod stage;
 pub(crate) mod system;
 mod tables;
-mod work;
+mod workload;
 
 use std::path::PathBuf;
 
@@ -23,7 +23,7 @@ use blockyard_program::output;
 
 use self::stage::Stage;
 use self::system::System;
-use self::work::{Amount, Work};
+use self::workload::{Amount, Workload};
 use crate::client::{parse_seconds, parse_size};
 use crate::process::Stop;
 use crate::report;
@@ -31,11 +31,11 @@ use crate::results::Results;
 
 /// The same work on the host and in guests, in turn: a table, and with --report a page.
 #[derive(Clone, Debug, clap::Args)]
-pub struct Options {
+pub struct CompareOptions {
     /// What to do: rate:read, rate:write, rate:writesync, or job:NAME with a name of `bench job`
     /// [default: the three rates]
-    #[arg(value_name = "WORK", value_parser = |s: &str| s.parse::<Work>())]
-    works: Vec<Work>,
+    #[arg(value_name = "WORK", value_parser = |s: &str| s.parse::<Workload>())]
+    works: Vec<Workload>,
     /// host, uml-ubd, uml-ubd-sync, uml-blockyard, qemu-virtio, qemu-qsd, qemu-blockyard, nbd,
     /// nbd-qsd; with :qcow2 or :overlay where the image is not to be raw [default: host and those
     /// of UML]
@@ -61,7 +61,7 @@ pub struct Options {
     max_size: u64,
     /// Measure a table of docs/benchmark-tables.md instead, and print it as Markdown
     #[arg(long, value_enum, value_name = "NAME", conflicts_with_all = ["works", "systems", "report", "ops", "min_size", "max_size"])]
-    table: Option<tables::Name>,
+    table: Option<tables::TableName>,
     /// Only rows of the table with this text in their names
     #[arg(long, value_name = "TEXT", default_value = "", requires = "table")]
     only: String,
@@ -86,7 +86,7 @@ pub struct Options {
     json: bool,
 }
 
-impl Options {
+impl CompareOptions {
     fn amount(&self) -> Amount {
         Amount {
             ops: self.ops,
@@ -99,15 +99,15 @@ impl Options {
 
 const USUAL: [&str; 4] = ["host", "uml-ubd", "uml-ubd-sync", "uml-blockyard"];
 
-pub fn run(options: &Options) -> Result<()> {
+pub fn run(options: &CompareOptions) -> Result<()> {
     let stop = Stop::on_signals()?;
     let guests = guests();
     if let Some(name) = options.table {
-        let Options { rounds, seconds, size, json, .. } = *options;
+        let CompareOptions { rounds, seconds, size, json, .. } = *options;
         let (only, peers, kernel) = (&options.only, &options.peers, options.kernel.as_deref());
         let (guest_cpus, server_cpus) =
             (options.guest_cpus.as_deref(), options.server_cpus.as_deref());
-        let plan = tables::Plan {
+        let plan = tables::TablePlan {
             name,
             rounds,
             seconds,
@@ -165,9 +165,9 @@ pub fn run(options: &Options) -> Result<()> {
 }
 
 fn rounds(
-    options: &Options,
+    options: &CompareOptions,
     systems: &[System],
-    works: &[Work],
+    works: &[Workload],
     stage: &mut Stage,
     results: &mut Results,
 ) -> Result<()> {
@@ -199,7 +199,7 @@ fn rounds(
     Ok(())
 }
 
-fn tell(options: &Options, results: &Results) -> Result<()> {
+fn tell(options: &CompareOptions, results: &Results) -> Result<()> {
     if let Some(folder) = &options.report {
         report::write(results, folder)?;
         output::note(format_args!("{} is written", folder.join("index.html").display()));

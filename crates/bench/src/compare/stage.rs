@@ -16,7 +16,7 @@ use anyhow::{Context, Result};
 use blockyard_program::peer;
 
 use super::cpu::Snapshot;
-use super::system::{Image, Kind, System};
+use super::system::{Image, System, SystemKind};
 use crate::experiment::Contents;
 use crate::process::{Process, Stop, fill};
 use crate::results::{Cpu, Run, Spent};
@@ -154,7 +154,7 @@ impl Stage {
             (self.folder.join("s"), if system.image == Image::Raw { "raw" } else { "qcow2" });
         let _ = std::fs::remove_file(&socket);
         let command = match system.kind {
-            Kind::UmlBlockyard | Kind::QemuBlockyard => {
+            SystemKind::UmlBlockyard | SystemKind::QemuBlockyard => {
                 let mut command = Command::new(&self.program);
                 command
                     .arg("serve")
@@ -163,13 +163,13 @@ impl Stage {
                     .arg(&socket);
                 command
             }
-            Kind::Nbd => {
+            SystemKind::Nbd => {
                 let mut command = Command::new(&self.program);
                 command.arg("serve").arg(image).args(["--format", format, "--name", "disk"]);
                 command.arg("--nbd").arg(format!("unix:{}", socket.display()));
                 command
             }
-            Kind::QemuQsd | Kind::NbdQsd => {
+            SystemKind::QemuQsd | SystemKind::NbdQsd => {
                 let mut command = self.tool("qemu-storage-daemon")?;
                 let file = format!(
                     "driver=file,node-name=f,filename={},aio=io_uring,cache.direct=on",
@@ -261,14 +261,15 @@ impl Stage {
     /// Returns the path of the disk for scripts.
     fn target(&self, system: &System, image: &Path) -> String {
         match system.kind {
-            Kind::Host | Kind::Ublk => image.display().to_string(),
-            Kind::UmlUbd | Kind::UmlUbdSync => "/dev/ubda".into(),
-            Kind::Nbd | Kind::NbdQsd => {
+            SystemKind::Host | SystemKind::Ublk => image.display().to_string(),
+            SystemKind::UmlUbd | SystemKind::UmlUbdSync => "/dev/ubda".into(),
+            SystemKind::Nbd | SystemKind::NbdQsd => {
                 format!("nbd+unix:///disk?socket={}/s", self.folder.display())
             }
-            Kind::UmlBlockyard | Kind::QemuVirtio | Kind::QemuQsd | Kind::QemuBlockyard => {
-                "/dev/vda".into()
-            }
+            SystemKind::UmlBlockyard
+            | SystemKind::QemuVirtio
+            | SystemKind::QemuQsd
+            | SystemKind::QemuBlockyard => "/dev/vda".into(),
         }
     }
 
@@ -282,9 +283,9 @@ impl Stage {
             return Ok(command);
         }
         let disk = match system.kind {
-            Kind::UmlUbd => format!("ubd={}", image.display()),
-            Kind::UmlUbdSync => format!("ubds={}", image.display()),
-            Kind::QemuVirtio => format!("file={}", image.display()),
+            SystemKind::UmlUbd => format!("ubd={}", image.display()),
+            SystemKind::UmlUbdSync => format!("ubds={}", image.display()),
+            SystemKind::QemuVirtio => format!("file={}", image.display()),
             _ => format!("vhost={}/s", self.folder.display()),
         };
         // In the guest, this program has the file name of this copy.

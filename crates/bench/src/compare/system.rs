@@ -6,7 +6,7 @@ use std::str::FromStr;
 
 /// The user of the disk, host or guest, and its driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum SystemKind {
     Host,
     UmlUbd,
     UmlUbdSync,
@@ -19,29 +19,45 @@ pub enum Kind {
     Ublk,
 }
 
-impl Kind {
-    pub const NAMES: [(&'static str, Kind, &'static str); 10] = [
-        ("host", Kind::Host, "the host's file, without a guest"),
-        ("uml-ubd", Kind::UmlUbd, "User Mode Linux, its own driver: page cache, flushes dropped"),
-        ("uml-ubd-sync", Kind::UmlUbdSync, "the same with O_SYNC: each write durable"),
+impl SystemKind {
+    pub const NAMES: [(&'static str, SystemKind, &'static str); 10] = [
+        ("host", SystemKind::Host, "the host's file, without a guest"),
+        (
+            "uml-ubd",
+            SystemKind::UmlUbd,
+            "User Mode Linux, its own driver: page cache, flushes dropped",
+        ),
+        ("uml-ubd-sync", SystemKind::UmlUbdSync, "the same with O_SYNC: each write durable"),
         (
             "uml-blockyard",
-            Kind::UmlBlockyard,
+            SystemKind::UmlBlockyard,
             "User Mode Linux on Blockyard: O_DIRECT, flushes honoured",
         ),
-        ("qemu-virtio", Kind::QemuVirtio, "QEMU's own virtio-blk: O_DIRECT, flushes honoured"),
-        ("qemu-qsd", Kind::QemuQsd, "QEMU on qemu-storage-daemon: O_DIRECT, flushes honoured"),
-        ("qemu-blockyard", Kind::QemuBlockyard, "QEMU on Blockyard: O_DIRECT, flushes honoured"),
-        ("nbd", Kind::Nbd, "Blockyard by NBD, on a Unix socket: O_DIRECT, flushes honoured"),
+        (
+            "qemu-virtio",
+            SystemKind::QemuVirtio,
+            "QEMU's own virtio-blk: O_DIRECT, flushes honoured",
+        ),
+        (
+            "qemu-qsd",
+            SystemKind::QemuQsd,
+            "QEMU on qemu-storage-daemon: O_DIRECT, flushes honoured",
+        ),
+        (
+            "qemu-blockyard",
+            SystemKind::QemuBlockyard,
+            "QEMU on Blockyard: O_DIRECT, flushes honoured",
+        ),
+        ("nbd", SystemKind::Nbd, "Blockyard by NBD, on a Unix socket: O_DIRECT, flushes honoured"),
         (
             "nbd-qsd",
-            Kind::NbdQsd,
+            SystemKind::NbdQsd,
             "qemu-storage-daemon by NBD, on a Unix socket: O_DIRECT, flushes honoured",
         ),
-        ("ublk", Kind::Ublk, "a ublk block device"),
+        ("ublk", SystemKind::Ublk, "a ublk block device"),
     ];
 
-    fn entry(self) -> &'static (&'static str, Kind, &'static str) {
+    fn entry(self) -> &'static (&'static str, SystemKind, &'static str) {
         Self::NAMES.iter().find(|n| n.1 == self).expect("each kind has a name")
     }
 }
@@ -58,7 +74,7 @@ pub enum Image {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct System {
-    pub kind: Kind,
+    pub kind: SystemKind,
     pub image: Image,
 }
 
@@ -85,10 +101,11 @@ impl FromStr for System {
             "overlay" => Image::Overlay,
             other => return Err(format!("\"{other}\" is none of raw, qcow2, overlay")),
         };
-        let names = || Kind::NAMES.map(|n| n.0).join(", ");
-        let kind = Kind::NAMES.iter().find(|n| n.0 == name).map(|n| n.1);
+        let names = || SystemKind::NAMES.map(|n| n.0).join(", ");
+        let kind = SystemKind::NAMES.iter().find(|n| n.0 == name).map(|n| n.1);
         let kind = kind.ok_or_else(|| format!("\"{name}\" is none of {}", names()))?;
-        let only_raw = matches!(kind, Kind::Host | Kind::UmlUbd | Kind::UmlUbdSync);
+        let only_raw =
+            matches!(kind, SystemKind::Host | SystemKind::UmlUbd | SystemKind::UmlUbdSync);
         if only_raw && image != Image::Raw {
             return Err(format!("{name} is measured on raw images only"));
         }
@@ -110,26 +127,29 @@ impl System {
     /// Returns whether the system answers a guest's flush without a sync. Then a completed flush
     /// does not mean that the data is durable.
     pub fn drops_flushes(&self) -> bool {
-        self.kind == Kind::UmlUbd
+        self.kind == SystemKind::UmlUbd
     }
 
     pub fn uml(&self) -> bool {
-        matches!(self.kind, Kind::UmlUbd | Kind::UmlUbdSync | Kind::UmlBlockyard)
+        matches!(self.kind, SystemKind::UmlUbd | SystemKind::UmlUbdSync | SystemKind::UmlBlockyard)
     }
 
     pub fn qemu(&self) -> bool {
-        matches!(self.kind, Kind::QemuVirtio | Kind::QemuQsd | Kind::QemuBlockyard)
+        matches!(
+            self.kind,
+            SystemKind::QemuVirtio | SystemKind::QemuQsd | SystemKind::QemuBlockyard
+        )
     }
 
     pub fn nbd(&self) -> bool {
-        matches!(self.kind, Kind::Nbd | Kind::NbdQsd)
+        matches!(self.kind, SystemKind::Nbd | SystemKind::NbdQsd)
     }
 
     /// Returns the part of `guests/setup` that the system needs.
     pub fn part(&self) -> Option<&'static str> {
         match self.kind {
-            Kind::Host | Kind::Nbd | Kind::Ublk => None,
-            Kind::NbdQsd => Some("tree"),
+            SystemKind::Host | SystemKind::Nbd | SystemKind::Ublk => None,
+            SystemKind::NbdQsd => Some("tree"),
             _ if self.uml() => Some("uml"),
             _ => Some("qemu"),
         }
@@ -138,7 +158,7 @@ impl System {
     /// Returns why this system cannot be measured on this machine, or `None` if it can. `guests`:
     /// the folder with the scripts that start guests.
     pub fn missing(&self, guests: Option<&Path>) -> Option<String> {
-        if self.kind == Kind::Ublk {
+        if self.kind == SystemKind::Ublk {
             let there = Path::new("/dev/ublk-control").exists();
             return Some(if there {
                 "it is measured in guests: `blockyard bench compare --table ublk`".into()

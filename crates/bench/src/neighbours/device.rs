@@ -125,7 +125,7 @@ pub fn spent(costs: &Costs, report: &Report) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::client::Options;
+    use crate::client::LoadOptions;
     use crate::client::cpu::{BackEnd, Meter};
     use crate::client::load::Tally;
     use crate::client::report::Target;
@@ -163,7 +163,7 @@ mod tests {
         (tally.reads, tally.flushes, tally.elapsed_ns) =
             ((0.5e9 / each) as u64, 8_000, 1_000_000_000);
         tally.bytes = tally.reads * 4096;
-        let options = Options::for_socket("s".into());
+        let options = LoadOptions::for_socket("s".into());
         let report = Report::new(
             &options,
             Target::default(),

@@ -343,7 +343,7 @@ fn over(slices: &[Slice]) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::client::Options;
+    use crate::client::LoadOptions;
     use crate::client::cpu::{BackEnd, Meter};
     use crate::client::load::Tally;
     use crate::client::report::Target;
@@ -359,7 +359,7 @@ mod tests {
         let slice =
             Slice { operations: each, bytes: each * 4096, latency_ns: each * latency_us * 1000 };
         tally.slices = vec![slice; 10];
-        let options = Options::for_socket("s".into());
+        let options = LoadOptions::for_socket("s".into());
         Some(Report::new(
             &options,
             Target::default(),

@@ -41,7 +41,7 @@ const MODEL: &str = "parallel=16,read=200us,write=200us,flush=1ms,bandwidth=2g";
 /// Disks of one device beside one another, with fair shares and without: what a thrashing guest
 /// leaves the others.
 #[derive(Clone, Debug, clap::Args)]
-pub struct Options {
+pub struct NeighboursOptions {
     /// On the disk of this folder; files are made there, and removed
     #[arg(long, value_name = "FOLDER", conflicts_with = "model")]
     target: Option<PathBuf>,
@@ -108,7 +108,7 @@ pub struct Client {
     slices: Vec<u64>,
 }
 
-pub fn run(options: &Options) -> Result<()> {
+pub fn run(options: &NeighboursOptions) -> Result<()> {
     let stop = Stop::on_signals()?;
     anyhow::ensure!(
         options.seconds >= 0.3,
@@ -160,7 +160,7 @@ pub fn run(options: &Options) -> Result<()> {
     end
 }
 
-fn costs(options: &Options, device: &Device, stop: &Stop) -> Result<DeviceCosts> {
+fn costs(options: &NeighboursOptions, device: &Device, stop: &Stop) -> Result<DeviceCosts> {
     let folder = match device {
         Device::Model(model) => return Ok(model.costs()),
         Device::Folder(folder) => folder,
@@ -178,7 +178,7 @@ fn costs(options: &Options, device: &Device, stop: &Stop) -> Result<DeviceCosts>
 }
 
 fn play(
-    options: &Options,
+    options: &NeighboursOptions,
     rows: &[Row],
     known: &Known,
     stage: &Stage,
@@ -218,7 +218,7 @@ fn clients(round: &Round) -> Vec<Client> {
     round.0.iter().flat_map(of_scene).collect()
 }
 
-fn tell(options: &Options, results: &Results) -> Result<()> {
+fn tell(options: &NeighboursOptions, results: &Results) -> Result<()> {
     let json = serde_json::to_string(results)?;
     if let Some(folder) = &options.report {
         write(folder, &json, results)?;

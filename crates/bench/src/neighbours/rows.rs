@@ -9,7 +9,7 @@ use blockyard_program::costs::DeviceCosts;
 
 use super::scene::{Disk, Scene, load, thrasher};
 use crate::client::workload::Pattern;
-use crate::client::{Options as Load, Sizes};
+use crate::client::{LoadOptions, Sizes};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Row {
@@ -168,19 +168,19 @@ impl Row {
 }
 
 impl Polite {
-    fn load(self) -> Load {
+    fn load(self) -> LoadOptions {
         match self {
             Polite::D1 => load(Pattern::Randread, 4096, 1),
             Polite::D8 => load(Pattern::Randread, 4096, 8),
             Polite::Stream => load(Pattern::Read, 1 << 20, 4),
-            Polite::Database => Load { flush_every: 1, ..load(Pattern::Randwrite, 8192, 1) },
+            Polite::Database => LoadOptions { flush_every: 1, ..load(Pattern::Randwrite, 8192, 1) },
         }
     }
 
     fn scenes(self, target: bool, known: &Known, seconds: f64) -> Vec<Scene> {
         let polite = Disk::new("polite", self.load());
         let depth = if self == Polite::Stream { 16 } else { 256 };
-        let saturated = Disk::new("polite", Load { depth, ..self.load() });
+        let saturated = Disk::new("polite", LoadOptions { depth, ..self.load() });
         let alone = |disk: &Disk| vec![disk.clone(), Disk::idle("thrasher")];
         let both = vec![polite.clone(), thrasher()];
         let alone_for = if self == Polite::D8 { known.mean_d8 } else { known.mean_d1 };
@@ -201,9 +201,11 @@ impl Polite {
 impl Loads {
     fn disks(self) -> Vec<Disk> {
         let read = |bs| load(Pattern::Randread, bs, 128);
-        let split =
-            |sizes: &[(u64, u8)]| Load { bssplit: Some(Sizes(sizes.to_vec())), ..read(4096) };
-        let mixed = |rwmixread| Load { rwmixread, ..load(Pattern::Randrw, 4096, 128) };
+        let split = |sizes: &[(u64, u8)]| LoadOptions {
+            bssplit: Some(Sizes(sizes.to_vec())),
+            ..read(4096)
+        };
+        let mixed = |rwmixread| LoadOptions { rwmixread, ..load(Pattern::Randrw, 4096, 128) };
         let loads = match self {
             Loads::Same => [read(4096), read(4096), read(4096), read(4096)],
             Loads::Sizes => {
@@ -211,7 +213,7 @@ impl Loads {
             }
             Loads::Mixes => [read(4096), load(Pattern::Randwrite, 4096, 128), mixed(50), mixed(70)],
         };
-        let disk = |(weight, load): (u32, Load)| {
+        let disk = |(weight, load): (u32, LoadOptions)| {
             Disk::new(&format!("weight{weight}"), load).knob("weight", i64::from(weight * 100))
         };
         WEIGHTS.into_iter().zip(loads).map(disk).collect()
@@ -241,11 +243,11 @@ fn reserve(costs: &DeviceCosts, seconds: f64) -> Vec<Scene> {
 }
 
 fn limits(seconds: f64) -> Vec<Scene> {
-    let disk = |load: Load| Disk::new("limited", load);
+    let disk = |load: LoadOptions| Disk::new("limited", load);
     let small = disk(load(Pattern::Randread, 4096, 64)).knob("iops", IOPS.to_string());
     let large = disk(load(Pattern::Randread, 64 << 10, 16)).knob("bps", BPS.to_string());
     let mixed = |rwmixread| {
-        let disk = disk(Load { rwmixread, ..load(Pattern::Randrw, 4096, 64) });
+        let disk = disk(LoadOptions { rwmixread, ..load(Pattern::Randrw, 4096, 64) });
         disk.knob("iops-read", IOPS_READ.to_string()).knob("iops-write", IOPS_WRITE.to_string())
     };
     let scene = |name, disk| Scene { warmup: 1.5, ..Scene::new(name, true, vec![disk], seconds) };

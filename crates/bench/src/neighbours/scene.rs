@@ -2,7 +2,7 @@
 
 use toml::{Table, Value};
 
-use crate::client::Options as Load;
+use crate::client::LoadOptions;
 use crate::client::workload::Pattern;
 
 #[derive(Clone, Debug)]
@@ -11,7 +11,7 @@ pub struct Disk {
     /// Keys of the disk's `[[disk]]` table in the configuration file.
     pub knobs: Table,
     /// `None`: the disk is served, but idle.
-    pub load: Option<Load>,
+    pub load: Option<LoadOptions>,
     /// The disk only disturbs the others. Its load begins before theirs, and ends after them.
     pub beside: bool,
 }
@@ -34,7 +34,7 @@ impl Scene {
 }
 
 impl Disk {
-    pub fn new(name: &str, load: Load) -> Self {
+    pub fn new(name: &str, load: LoadOptions) -> Self {
         Disk { name: name.into(), knobs: Table::new(), load: Some(load), beside: false }
     }
 
@@ -54,12 +54,12 @@ impl Disk {
 }
 
 /// Returns a load with operations of one size.
-pub fn load(rw: Pattern, bs: u64, depth: u16) -> Load {
-    Load { rw, bs, depth, ..Load::for_socket("unused".into()) }
+pub fn load(rw: Pattern, bs: u64, depth: u16) -> LoadOptions {
+    LoadOptions { rw, bs, depth, ..LoadOptions::for_socket("unused".into()) }
 }
 
 /// Returns a disk whose guest swaps: 4 KiB at random offsets, as many reads as writes, 256 in
 /// flight on each of four queues.
 pub fn thrasher() -> Disk {
-    Disk::new("thrasher", Load { queues: 4, ..load(Pattern::Randrw, 4096, 256) }).beside()
+    Disk::new("thrasher", LoadOptions { queues: 4, ..load(Pattern::Randrw, 4096, 256) }).beside()
 }

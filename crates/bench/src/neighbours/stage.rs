@@ -17,7 +17,7 @@ use super::rows::Known;
 use super::scene::{Disk, Scene, load};
 use crate::client::report::{Latency, Report};
 use crate::client::workload::Pattern;
-use crate::client::{self, Options as Load};
+use crate::client::{self, LoadOptions};
 use crate::process::{Process, Stop, fill};
 
 /// A server that is not ready after this time has failed.
@@ -125,9 +125,9 @@ impl Stage {
         Ok(reports)
     }
 
-    fn load(&self, scene: &Scene, number: usize, disk: &Disk) -> Option<Load> {
+    fn load(&self, scene: &Scene, number: usize, disk: &Disk) -> Option<LoadOptions> {
         let mut load =
-            Load { socket: Some(self.socket(number)), indirect: true, ..disk.load.clone()? };
+            LoadOptions { socket: Some(self.socket(number)), indirect: true, ..disk.load.clone()? };
         (load.warmup, load.runtime) = (scene.warmup, scene.seconds);
         if disk.beside {
             load.warmup = (scene.warmup - AROUND).max(0.0);

@@ -1,6 +1,6 @@
 //! Groups of bars, with whiskers where figures vary.
 
-use super::scale::{Kind, Scale, Unit, words};
+use super::scale::{Scale, ScaleKind, Unit, words};
 use super::svg::{self, Svg};
 use super::xy::Frame;
 
@@ -40,7 +40,7 @@ impl Bars {
         let frame =
             Frame { x: NAMES, y: TOP, width: self.width - NAMES - VALUES, height: height - TOP };
         let all = self.bars.iter().flat_map(|b| [b.value, b.range.map_or(b.value, |r| r.1)]);
-        let scale = Scale::of(Kind::Linear, self.unit, all);
+        let scale = Scale::of(ScaleKind::Linear, self.unit, all);
         for (row, bar) in self.bars.iter().enumerate() {
             let y = TOP + ROW * row as f64 + 5.0;
             let end = |value: f64| frame.x + scale.place(value) * frame.width;

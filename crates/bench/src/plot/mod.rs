@@ -16,5 +16,5 @@ pub mod svg;
 pub mod xy;
 
 pub use bars::{Bar, Bars};
-pub use scale::{Kind, Unit};
+pub use scale::{ScaleKind, Unit};
 pub use xy::{Chart, Point, Series};

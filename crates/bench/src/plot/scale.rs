@@ -2,7 +2,7 @@
 
 /// The layout of values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum ScaleKind {
     Linear,
     Log,
     /// Percentiles from 0 to 1. Each further nine has the same width.
@@ -22,7 +22,7 @@ pub enum Unit {
 /// One axis: its range, its layout, and the unit of its values.
 #[derive(Clone, Debug)]
 pub struct Scale {
-    kind: Kind,
+    kind: ScaleKind,
     unit: Unit,
     low: f64,
     high: f64,
@@ -31,9 +31,10 @@ pub struct Scale {
 impl Scale {
     /// Creates an axis that includes all values: a little more on a linear scale, whole octaves or
     /// decades on a logarithmic one.
-    pub fn of(kind: Kind, unit: Unit, values: impl IntoIterator<Item = f64>) -> Self {
-        let usable =
-            |v: &f64| v.is_finite() && (kind == Kind::Linear || *v > 0.0 || kind == Kind::Nines);
+    pub fn of(kind: ScaleKind, unit: Unit, values: impl IntoIterator<Item = f64>) -> Self {
+        let usable = |v: &f64| {
+            v.is_finite() && (kind == ScaleKind::Linear || *v > 0.0 || kind == ScaleKind::Nines)
+        };
         let (mut low, mut high) = (f64::INFINITY, f64::NEG_INFINITY);
         for value in values.into_iter().filter(usable) {
             (low, high) = (low.min(value), high.max(value));
@@ -42,16 +43,16 @@ impl Scale {
             (low, high) = (1.0, 10.0);
         }
         let (low, high) = match kind {
-            Kind::Linear => (0.0, if high > 0.0 { high * 1.05 } else { 1.0 }),
-            Kind::Log if unit == Unit::Bytes => {
+            ScaleKind::Linear => (0.0, if high > 0.0 { high * 1.05 } else { 1.0 }),
+            ScaleKind::Log if unit == Unit::Bytes => {
                 ((low.log2() + 1e-9).floor().exp2(), (high.log2() - 1e-9).ceil().exp2())
             }
             // The range is at least a decade, so that the axis has a label.
-            Kind::Log => {
+            ScaleKind::Log => {
                 let more = (10.0 / (high / low)).max(1.7).sqrt();
                 (low / more, high * more)
             }
-            Kind::Nines => (0.0, 0.999),
+            ScaleKind::Nines => (0.0, 0.999),
         };
         let high = if high > low { high } else { low * 2.0 };
         Scale { kind, unit, low, high }
@@ -59,9 +60,9 @@ impl Scale {
 
     fn linear(&self, value: f64) -> f64 {
         match self.kind {
-            Kind::Linear => value,
-            Kind::Log => value.max(f64::MIN_POSITIVE).log10(),
-            Kind::Nines => -(1.0 - value.clamp(0.0, 0.99999)).log10(),
+            ScaleKind::Linear => value,
+            ScaleKind::Log => value.max(f64::MIN_POSITIVE).log10(),
+            ScaleKind::Nines => -(1.0 - value.clamp(0.0, 0.99999)).log10(),
         }
     }
 
@@ -74,10 +75,10 @@ impl Scale {
     /// Returns the labelled values with their labels.
     pub fn ticks(&self) -> Vec<(f64, String)> {
         let values: Vec<f64> = match (self.kind, self.unit) {
-            (Kind::Nines, _) => vec![0.0, 0.5, 0.9, 0.99, 0.999],
-            (Kind::Log, Unit::Bytes) => steps(self.low, self.high, 4.0),
-            (Kind::Log, _) => decades(self.low, self.high),
-            (Kind::Linear, _) => even(self.high),
+            (ScaleKind::Nines, _) => vec![0.0, 0.5, 0.9, 0.99, 0.999],
+            (ScaleKind::Log, Unit::Bytes) => steps(self.low, self.high, 4.0),
+            (ScaleKind::Log, _) => decades(self.low, self.high),
+            (ScaleKind::Linear, _) => even(self.high),
         };
         values.into_iter().map(|v| (v, words(v, self.unit))).collect()
     }
@@ -157,30 +158,30 @@ mod tests {
 
     #[test]
     fn axes_have_round_values() {
-        let bytes = Scale::of(Kind::Log, Unit::Bytes, [512.0, 1048576.0]);
+        let bytes = Scale::of(ScaleKind::Log, Unit::Bytes, [512.0, 1048576.0]);
         assert_eq!(names(&bytes), ["512 B", "2 KiB", "8 KiB", "32 KiB", "128 KiB", "512 KiB"]);
-        let seconds = Scale::of(Kind::Log, Unit::Seconds, [1.1e-5, 0.9]);
+        let seconds = Scale::of(ScaleKind::Log, Unit::Seconds, [1.1e-5, 0.9]);
         assert_eq!(names(&seconds), ["10 µs", "100 µs", "1 ms", "10 ms", "100 ms", "1 s"]);
         assert_eq!(
-            names(&Scale::of(Kind::Linear, Unit::Plain, [47_000.0])),
+            names(&Scale::of(ScaleKind::Linear, Unit::Plain, [47_000.0])),
             ["0", "10 k", "20 k", "30 k", "40 k"]
         );
         assert_eq!(
-            names(&Scale::of(Kind::Nines, Unit::Percentile, [])),
+            names(&Scale::of(ScaleKind::Nines, Unit::Percentile, [])),
             ["min", "p50", "p90", "p99", "p99.9"]
         );
     }
 
     #[test]
     fn places_go_from_0_to_1() {
-        let scale = Scale::of(Kind::Log, Unit::Bytes, [512.0, 131072.0]);
+        let scale = Scale::of(ScaleKind::Log, Unit::Bytes, [512.0, 131072.0]);
         assert_eq!((scale.place(512.0), scale.place(131072.0)), (0.0, 1.0));
         assert!((scale.place(8192.0) - 0.5).abs() < 1e-9);
-        let nines = Scale::of(Kind::Nines, Unit::Percentile, []);
+        let nines = Scale::of(ScaleKind::Nines, Unit::Percentile, []);
         assert!((nines.place(0.9) - 1.0 / 3.0).abs() < 1e-9 && nines.place(0.0) == 0.0);
         // Nothing at all, one value, and values that have no logarithm.
         for values in [vec![], vec![3.0], vec![0.0, f64::NAN]] {
-            let scale = Scale::of(Kind::Log, Unit::Seconds, values);
+            let scale = Scale::of(ScaleKind::Log, Unit::Seconds, values);
             assert!((0.0..=1.0).contains(&scale.place(3.0)) && !scale.ticks().is_empty());
         }
     }

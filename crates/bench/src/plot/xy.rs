@@ -1,6 +1,6 @@
 //! Curves, with bands where figures vary.
 
-use super::scale::{Kind, Scale, Unit};
+use super::scale::{Scale, ScaleKind, Unit};
 use super::svg::{self, Svg};
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -23,8 +23,8 @@ pub struct Series {
 #[derive(Clone, Debug)]
 pub struct Chart {
     pub title: String,
-    pub x: (Kind, Unit, String),
-    pub y: (Kind, Unit, String),
+    pub x: (ScaleKind, Unit, String),
+    pub y: (ScaleKind, Unit, String),
     pub series: Vec<Series>,
     pub markers: bool,
     pub size: (f64, f64),

@@ -1,7 +1,7 @@
 //! The pictures of results.
 
 use super::figures;
-use crate::plot::scale::Kind::{Linear, Log, Nines};
+use crate::plot::scale::ScaleKind::{Linear, Log, Nines};
 use crate::plot::{Bar, Bars, Chart, Point, Series, Unit};
 use crate::results::Results;
 use crate::samples::{self, Sample};

@@ -10,7 +10,7 @@ use std::path::Path;
 use anyhow::Result;
 use rustix::fs::OFlags;
 
-use super::{Access, Place, Target};
+use super::{Access, Target, TargetAddress};
 
 /// Signatures: offset, the bytes at that offset, and the name of the contents.
 const SIGNATURES: [(usize, &[u8], &str); 16] = [
@@ -52,11 +52,11 @@ pub fn check(target: &mut dyn Target, path: Option<&Path>, bytes: &mut [u8]) -> 
 }
 
 /// Opens a target that is not open yet, and calls [`check`].
-pub fn look(place: &Place) -> Result<()> {
+pub fn check_unopened(place: &TargetAddress) -> Result<()> {
     let largest = LOOKED_AT as u64;
     let mut target =
         place.open(Access { writes: false, durable: false, direct: false, largest })?;
-    let path = if let Place::File(path) = place { Some(path.as_path()) } else { None };
+    let path = if let TargetAddress::File(path) = place { Some(path.as_path()) } else { None };
     check(&mut *target, path, &mut vec![0; LOOKED_AT])
 }
 

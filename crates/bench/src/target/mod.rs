@@ -47,35 +47,39 @@ pub struct Access {
 
 /// The address of a target as text.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Place {
+pub enum TargetAddress {
     File(PathBuf),
     /// A vhost-user-blk server's socket.
     Vhost(PathBuf),
     Nbd(Uri),
 }
 
-impl Place {
+impl TargetAddress {
     /// `nbd://HOST[:PORT][/EXPORT]`, `nbd+unix:///[EXPORT]?socket=PATH`, `vhost-user:SOCKET`, or a
     /// path. A socket counts as that of a vhost-user-blk server.
     pub fn parse(text: &str) -> Result<Self> {
         if uri::is_uri(text) || text.starts_with("nbd:") {
-            return nbd::parse(text).map(Place::Nbd);
+            return nbd::parse(text).map(TargetAddress::Nbd);
         }
         if let Some(path) = text.strip_prefix("vhost-user:") {
-            return Ok(Place::Vhost(path.into()));
+            return Ok(TargetAddress::Vhost(path.into()));
         }
         let is_socket = std::fs::metadata(text).is_ok_and(|m| m.file_type().is_socket());
-        Ok(if is_socket { Place::Vhost(text.into()) } else { Place::File(text.into()) })
+        Ok(if is_socket {
+            TargetAddress::Vhost(text.into())
+        } else {
+            TargetAddress::File(text.into())
+        })
     }
 
     pub fn open(&self, access: Access) -> Result<Box<dyn Target>> {
         match self {
-            Place::File(path) => {
+            TargetAddress::File(path) => {
                 let file = file::File::open(path, access)
                     .with_context(|| format!("opening {}", path.display()))?;
                 Ok(Box::new(file))
             }
-            Place::Vhost(path) => {
+            TargetAddress::Vhost(path) => {
                 let vhost = vhost::Vhost::open(path, access);
                 Ok(Box::new(
                     vhost.with_context(|| {
@@ -83,7 +87,7 @@ impl Place {
                     })?,
                 ))
             }
-            Place::Nbd(address) => {
+            TargetAddress::Nbd(address) => {
                 let nbd = nbd::Nbd::open(address, access);
                 Ok(Box::new(nbd.with_context(|| format!("the NBD server at {address}"))?))
             }
@@ -97,9 +101,18 @@ mod tests {
 
     #[test]
     fn names_say_what_they_are_of() {
-        assert_eq!(Place::parse("disk.img").unwrap(), Place::File("disk.img".into()));
-        assert_eq!(Place::parse("vhost-user:/a:b").unwrap(), Place::Vhost("/a:b".into()));
-        assert!(matches!(Place::parse("nbd://[::1]:10809/x").unwrap(), Place::Nbd(_)));
-        assert!(Place::parse("nbd+unix:///x").is_err(), "no socket");
+        assert_eq!(
+            TargetAddress::parse("disk.img").unwrap(),
+            TargetAddress::File("disk.img".into())
+        );
+        assert_eq!(
+            TargetAddress::parse("vhost-user:/a:b").unwrap(),
+            TargetAddress::Vhost("/a:b".into())
+        );
+        assert!(matches!(
+            TargetAddress::parse("nbd://[::1]:10809/x").unwrap(),
+            TargetAddress::Nbd(_)
+        ));
+        assert!(TargetAddress::parse("nbd+unix:///x").is_err(), "no socket");
     }
 }

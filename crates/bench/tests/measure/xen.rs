@@ -4,7 +4,7 @@
 use std::process::Command;
 use std::sync::Arc;
 
-use blockyard_bench::client::Options;
+use blockyard_bench::client::LoadOptions;
 use blockyard_bench::client::report::Report;
 use blockyard_bench::client::workload::Pattern;
 use blockyard_bench::client::xen::{FrontEnd, measure};
@@ -19,19 +19,19 @@ use crate::common::{SOON, run as run_program};
 
 const FRONT_END: FrontEnd = FrontEnd { domain: 7, device: 51712, persistent: false };
 
-fn options(bs: u64, ops: u64) -> Options {
-    Options {
+fn options(bs: u64, ops: u64) -> LoadOptions {
+    LoadOptions {
         rw: Pattern::Randrw,
         bs,
         ops: Some(ops),
         depth: 32,
         seed: Some(1),
         verify: true,
-        ..Options::for_socket("unused".into())
+        ..LoadOptions::for_socket("unused".into())
     }
 }
 
-fn run(load: &Options, data: XenData, persistent: bool) -> Report {
+fn run(load: &LoadOptions, data: XenData, persistent: bool) -> Report {
     let options = DiskOptions {
         name: "disk".into(),
         serial: String::new(),
@@ -82,7 +82,7 @@ fn loads_are_verified_at_a_depth_and_no_grant_is_in_use_after_its_answer() {
 
 #[test]
 fn queues_and_flushes() {
-    let options = Options { queues: 4, flush_every: 8, depth: 100, ..options(4096, 4000) };
+    let options = LoadOptions { queues: 4, flush_every: 8, depth: 100, ..options(4096, 4000) };
     let report = run(&options, XenData::Auto, true);
     assert!(report.flushes > 0);
     assert_eq!((report.target.ring, report.target.queue_size), (Some("blkif"), Some(128)));

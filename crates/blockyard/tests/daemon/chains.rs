@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use blockyard_bench::client::workload::Pattern;
-use blockyard_bench::client::{Options, measure};
+use blockyard_bench::client::{LoadOptions, measure};
 use blockyard_driver::{request, status};
 
 use crate::common::{BLOCKYARD, Daemon, Folder, SOON, allocated, run, tool};
@@ -103,7 +103,7 @@ fn overlays_hold_their_data_in_all_cache_modes() {
         let stack = Stack::new(overlays);
         let options = ["--cache", mode, "--queues", "4", "--reactors", "2"];
         let daemon = stack.serve(&options);
-        let report = measure(&Options {
+        let report = measure(&LoadOptions {
             rw: Pattern::Randrw,
             queues: 4,
             depth: 16,
@@ -111,7 +111,7 @@ fn overlays_hold_their_data_in_all_cache_modes() {
             flush_every: 100,
             verify: true,
             size: Some(SIZE / 2),
-            ..Options::for_socket(stack.socket.clone())
+            ..LoadOptions::for_socket(stack.socket.clone())
         });
         let report = report.unwrap();
         assert_eq!((report.errors, report.first_error), (0, None), "{mode}");
@@ -279,14 +279,14 @@ fn kill_9_keeps_durable_writes_under_load() {
     let stack = Stack::new(&["extended_l2=on,cluster_size=128k"]);
     let options = ["--queues", "2", "--reactors", "2", "--cache", "directsync"];
     let mut daemon = stack.serve(&options);
-    let load = Options {
+    let load = LoadOptions {
         rw: Pattern::Randrw,
         queues: 2,
         depth: 16,
         runtime: 120.0,
         verify: true,
         reconnect: true,
-        ..Options::for_socket(stack.socket.clone())
+        ..LoadOptions::for_socket(stack.socket.clone())
     };
     let (report, daemon) = std::thread::scope(|scope| {
         let client = scope.spawn(|| measure(&load));

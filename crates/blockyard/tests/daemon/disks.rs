@@ -4,7 +4,7 @@ use std::process::Command;
 use std::time::Instant;
 
 use blockyard_bench::client::report::Report;
-use blockyard_bench::client::{Options, measure};
+use blockyard_bench::client::{LoadOptions, measure};
 
 use crate::common::{BLOCKYARD, Daemon, Folder, SOON, Signal, until};
 use crate::guest::Guest;
@@ -72,8 +72,8 @@ impl Disks {
         Guest::connect(&self.folder.join(disk))
     }
 
-    pub fn load(&self, disk: &str) -> Options {
-        Options::for_socket(self.folder.join(disk))
+    pub fn load(&self, disk: &str) -> LoadOptions {
+        LoadOptions::for_socket(self.folder.join(disk))
     }
 }
 
@@ -89,7 +89,7 @@ pub fn disk(name: &str, keys: &str) -> String {
 }
 
 /// Runs a load without errors.
-pub fn good(options: &Options) -> Report {
+pub fn good(options: &LoadOptions) -> Report {
     let report = measure(options).unwrap();
     assert_eq!((report.errors, &report.first_error, report.reconnects), (0, &None, 0));
     report

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use blockyard_bench::client::workload::Pattern;
-use blockyard_bench::client::{Options, measure};
+use blockyard_bench::client::{LoadOptions, measure};
 use blockyard_driver::{Data, Plan, request, status};
 
 use crate::cache::dirty;
@@ -162,7 +162,7 @@ fn kill_9_five_times(packed: bool) {
     let (image, socket) = (folder.image("disk", 64 << 20), folder.join("s"));
     let options = ["--queues", "2", "--reactors", "2"];
     let mut daemon = Daemon::serve(&image, &socket, &options);
-    let load = Options {
+    let load = LoadOptions {
         rw: Pattern::Randrw,
         queues: 2,
         depth: 16,
@@ -171,7 +171,7 @@ fn kill_9_five_times(packed: bool) {
         verify: true,
         reconnect: true,
         packed,
-        ..Options::for_socket(socket.clone())
+        ..LoadOptions::for_socket(socket.clone())
     };
     let (report, daemon) = std::thread::scope(|scope| {
         let client = scope.spawn(|| measure(&load));

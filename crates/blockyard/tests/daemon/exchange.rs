@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 
 use blockyard_bench::client::workload::Pattern;
-use blockyard_bench::client::{Options, measure};
+use blockyard_bench::client::{LoadOptions, measure};
 use blockyard_disk::{Disk, SnapshotOptions, Why, Work, WorkError};
 use blockyard_driver::{Data, Plan, Queue, Session, SplitRing, request};
 
@@ -121,14 +121,14 @@ fn front_ends_may_connect_disconnect_and_die_during_exchanges() {
         }
         assert!(round < 60, "only {} exchanges", exchanges.rounds());
         // A front end that disconnects properly: it stops its queues, each after its last request.
-        let report = measure(&Options {
+        let report = measure(&LoadOptions {
             rw: Pattern::Randrw,
             queues: 2,
             depth: 16,
             runtime: 0.4,
             flush_every: 20,
             verify: true,
-            ..Options::for_socket(socket.clone())
+            ..LoadOptions::for_socket(socket.clone())
         });
         let report = report.unwrap();
         assert_eq!((report.errors, report.first_error), (0, None), "round {round}");

@@ -1,7 +1,7 @@
 //! Distribution of queues to reactors, filters, and statistics.
 
 use blockyard_bench::client::workload::Pattern;
-use blockyard_bench::client::{Options, measure};
+use blockyard_bench::client::{LoadOptions, measure};
 use blockyard_driver::{Data, Ring, request, status};
 
 use crate::common::{Daemon, Folder, Signal, until};
@@ -32,7 +32,7 @@ fn queues_are_distributed_to_all_reactors() {
         let daemon = Daemon::serve(&image, &socket, &["--queues", "4", "--reactors", "2"]);
         let before = reactors(&daemon);
         assert_eq!(before.len(), 2);
-        let report = measure(&Options {
+        let report = measure(&LoadOptions {
             rw: Pattern::Randrw,
             queues: 4,
             depth: 16,
@@ -40,7 +40,7 @@ fn queues_are_distributed_to_all_reactors() {
             flush_every: 50,
             verify: true,
             packed,
-            ..Options::for_socket(socket.clone())
+            ..LoadOptions::for_socket(socket.clone())
         });
         let report = report.unwrap();
         assert_eq!((report.errors, report.first_error), (0, None));
@@ -57,7 +57,7 @@ fn queues_are_distributed_to_all_reactors() {
 fn a_front_end_with_too_many_queues_is_refused() {
     let folder = Folder::new();
     let daemon = Daemon::serve("ram:1M", &folder.join("s"), &["--queues", "2"]);
-    let options = Options { queues: 3, ..Options::for_socket(folder.join("s")) };
+    let options = LoadOptions { queues: 3, ..LoadOptions::for_socket(folder.join("s")) };
     let error = measure(&options).unwrap_err().to_string();
     assert!(error.contains("has 2 queues, not 3"), "{error}");
     daemon.stop();
@@ -83,9 +83,12 @@ fn queue_time_and_service_time_are_reported_separately() {
         &socket,
         &["--filter", "delay:read=20ms", "--filter", "delay:flush=5ms"],
     );
-    let report =
-        measure(&Options { depth: 8, ops: Some(200), ..Options::for_socket(socket.clone()) })
-            .unwrap();
+    let report = measure(&LoadOptions {
+        depth: 8,
+        ops: Some(200),
+        ..LoadOptions::for_socket(socket.clone())
+    })
+    .unwrap();
     assert!((19_000.0..60_000.0).contains(&report.latency_us.p50), "{:?}", report.latency_us);
     let mut guest = Guest::connect(&socket);
     // There are several rounds, because the machine may be busy during one of them.
@@ -121,20 +124,21 @@ fn a_sequential_load_takes_fewer_operations_than_requests() {
     ] {
         for packed in [false, true] {
             let daemon = Daemon::serve(&image, &socket, options);
-            let load = Options {
+            let load = LoadOptions {
                 rw: Pattern::Write,
                 depth: 32,
                 ops: Some(20_000),
                 packed,
                 verify: true,
-                ..Options::for_socket(socket.clone())
+                ..LoadOptions::for_socket(socket.clone())
             };
             let written = measure(&load).unwrap();
             // A client that verifies is slow to submit writes. A page cache may complete each
             // request before the next one arrives.
-            let fast = Options { verify: false, ops: Some(60_000), ..load.clone() };
+            let fast = LoadOptions { verify: false, ops: Some(60_000), ..load.clone() };
             let more = measure(&fast).unwrap();
-            let read = measure(&Options { rw: Pattern::Read, ops: Some(20_000), ..fast }).unwrap();
+            let read =
+                measure(&LoadOptions { rw: Pattern::Read, ops: Some(20_000), ..fast }).unwrap();
             let errors = [written.first_error, more.first_error, read.first_error];
             assert!(errors.iter().all(Option::is_none), "{options:?}: {errors:?}");
             assert!(
@@ -278,8 +282,11 @@ fn a_disk_with_a_filter_serves_a_fixed_rate() {
     let folder = Folder::new();
     let daemon =
         Daemon::serve("ram:16M", &folder.join("s"), &["--filter", "error:read=0.25,write=0.25"]);
-    let load =
-        Options { rw: Pattern::Randrw, ops: Some(4000), ..Options::for_socket(folder.join("s")) };
+    let load = LoadOptions {
+        rw: Pattern::Randrw,
+        ops: Some(4000),
+        ..LoadOptions::for_socket(folder.join("s"))
+    };
     let report = measure(&load).unwrap();
     assert!((800..1200).contains(&report.errors), "{} of 4000", report.errors);
     let log = daemon.stop();

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::Command;
 
 use blockyard_bench::client::workload::Pattern;
-use blockyard_bench::client::{Options, measure};
+use blockyard_bench::client::{LoadOptions, measure};
 use blockyard_driver::{Plan, status};
 use blockyard_ring::Region;
 use vhost::VhostUserMemoryRegionInfo;
@@ -45,7 +45,7 @@ fn memory_is_pinned_while_its_front_end_is_connected() {
         let daemon = Daemon::serve(&image, &socket, &[&more[..], &["--reactors", &count]].concat());
         assert_eq!(pinned(&daemon), 0);
         for packed in [false, true] {
-            let load = Options {
+            let load = LoadOptions {
                 rw: Pattern::Randrw,
                 queues: 4,
                 depth: 16,
@@ -53,7 +53,7 @@ fn memory_is_pinned_while_its_front_end_is_connected() {
                 flush_every: 50,
                 verify: true,
                 packed,
-                ..Options::for_socket(socket.clone())
+                ..LoadOptions::for_socket(socket.clone())
             };
             let load = std::thread::spawn(move || measure(&load));
             let mut most = 0;

@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use blockyard_bench::client::workload::Pattern;
-use blockyard_bench::client::{Options, measure};
+use blockyard_bench::client::{LoadOptions, measure};
 use blockyard_driver::connection::PROTOCOL;
 use blockyard_driver::{Plan, feature, status};
 use vhost::vhost_user::message::VhostUserProtocolFeatures;
@@ -92,11 +92,11 @@ fn configure(folder: &Path, disks: &[(&str, &str)]) {
 #[test]
 fn a_reload_adds_removes_and_changes_disks_around_a_busy_one() {
     let yard = Yard::start(&[("busy", ""), ("other", "")]);
-    let load = Options {
+    let load = LoadOptions {
         rw: Pattern::Randrw,
         runtime: 120.0,
         verify: true,
-        ..Options::for_socket(yard.socket("busy"))
+        ..LoadOptions::for_socket(yard.socket("busy"))
     };
     std::thread::scope(|scope| {
         let client = scope.spawn(|| measure(&load));

@@ -5,7 +5,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use blockyard_bench::client::workload::Pattern;
-use blockyard_bench::client::{Options, measure};
+use blockyard_bench::client::{LoadOptions, measure};
 use blockyard_driver::status;
 
 use crate::common::{Daemon, Folder, SOON, blockyard, guests, listens, md5, tool, until};
@@ -96,14 +96,14 @@ fn an_overlay_survives_a_restart_of_its_bases_server() {
         let daemon = Daemon::serve(&top, &fixture.socket, &backing);
         let socket = fixture.socket.clone();
         let load = std::thread::spawn(move || {
-            measure(&Options {
+            measure(&LoadOptions {
                 rw: Pattern::Randrw,
                 queues: 2,
                 depth: 8,
                 runtime: 3.0,
                 flush_every: 50,
                 verify: true,
-                ..Options::for_socket(socket)
+                ..LoadOptions::for_socket(socket)
             })
         });
         for _ in 0..3 {
@@ -245,14 +245,14 @@ fn a_remote_disk_writes_and_flushes_to_its_server() {
     let peer = fixture.peer(&["--discard=unmap"]);
     let daemon =
         Daemon::serve(&fixture.uri, &fixture.socket, &["--reactors", "2", "--queues", "2"]);
-    let report = measure(&Options {
+    let report = measure(&LoadOptions {
         rw: Pattern::Randrw,
         queues: 2,
         depth: 8,
         runtime: 1.0,
         flush_every: 20,
         verify: true,
-        ..Options::for_socket(fixture.socket.clone())
+        ..LoadOptions::for_socket(fixture.socket.clone())
     });
     assert_eq!(report.unwrap().errors, 0);
     let mut guest = Guest::connect(&fixture.socket);

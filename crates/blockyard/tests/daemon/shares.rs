@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use blockyard_bench::client::workload::Pattern;
-use blockyard_bench::client::{Options, measure};
+use blockyard_bench::client::{LoadOptions, measure};
 use blockyard_driver::{Data, Plan, request, status};
 
 use crate::common::{Daemon, Folder};
@@ -36,13 +36,15 @@ fn no_rate_exceeds_its_limit() {
         disk("bps", "bps = \"40M\""),
         disk("both", "bps-read = \"64M\"\niops-read = 500\nbps-write = 1")
     ));
-    let report = good(&Options { queues: 2, ops: Some(1000), ..disks.load("iops") });
+    let report = good(&LoadOptions { queues: 2, ops: Some(1000), ..disks.load("iops") });
     never_faster("operations", 3000.0, 1.0, report.operations as f64, report.seconds);
-    let report = good(&Options { rw: Pattern::Randrw, ops: Some(1000), ..disks.load("writes") });
+    let report =
+        good(&LoadOptions { rw: Pattern::Randrw, ops: Some(1000), ..disks.load("writes") });
     assert!(report.reads > report.writes / 2, "reads are not limited");
     never_faster("writes", 1500.0, 1.0, report.writes as f64, report.seconds);
     for (bs, depth) in [(4096, 32), (256 << 10, 4)] {
-        let report = good(&Options { bs, depth, ops: Some((16 << 20) / bs), ..disks.load("bps") });
+        let report =
+            good(&LoadOptions { bs, depth, ops: Some((16 << 20) / bs), ..disks.load("bps") });
         let bytes = (report.operations * bs) as f64;
         never_faster(
             &format!("bytes in operations of {bs}"),
@@ -54,7 +56,7 @@ fn no_rate_exceeds_its_limit() {
     }
     // The lower one of the two limits applies.
     for (bs, depth, rate) in [(4096, 32, 500.0), (256 << 10, 8, 256.0)] {
-        let report = good(&Options { bs, depth, ops: Some(100), ..disks.load("both") });
+        let report = good(&LoadOptions { bs, depth, ops: Some(100), ..disks.load("both") });
         never_faster(
             &format!("reads of {bs} bytes"),
             rate,
@@ -73,7 +75,7 @@ fn a_burst_is_allowed_once() {
     let daemon = Daemon::serve("null:1G", &socket, &["--iops", "500,max=4000,length=0.25"]);
     // The disk admits 1000 requests in the first 0.25 s, then 500 per second. So 1250 requests take
     // at least 0.75 s.
-    let took = good(&Options { ops: Some(1250), ..Options::for_socket(socket) }).seconds;
+    let took = good(&LoadOptions { ops: Some(1250), ..LoadOptions::for_socket(socket) }).seconds;
     assert!(took > 0.70, "{took} s for 1250 operations");
     daemon.stop();
 }
@@ -106,7 +108,7 @@ fn a_changed_limit_applies_to_waiting_requests() {
 fn limits_can_change_under_load() {
     let text = |keys: &str| disk("a", keys);
     let disks = Disks::start(&text(""));
-    let load = Options { runtime: 120.0, ..disks.load("a") };
+    let load = LoadOptions { runtime: 120.0, ..disks.load("a") };
     std::thread::scope(|scope| {
         let client = scope.spawn(|| good(&load));
         disks.daemon.until_served("read", "");
@@ -118,7 +120,7 @@ fn limits_can_change_under_load() {
         load.over.store(true, Ordering::Relaxed);
         client.join().unwrap();
     });
-    let report = good(&Options { ops: Some(300), ..disks.load("a") });
+    let report = good(&LoadOptions { ops: Some(300), ..disks.load("a") });
     never_faster("after many changes", 1000.0, 1.0, report.operations as f64, report.seconds);
     disks.daemon.stop();
 }
@@ -239,11 +241,11 @@ fn a_disk_with_throttled_requests_closes_at_once() {
     let folder = Folder::new();
     let socket = folder.join("s");
     let mut daemon = Daemon::serve("null:1G", &socket, &["--iops", "1"]);
-    let load = Options {
+    let load = LoadOptions {
         depth: 64,
         runtime: 30.0,
         reconnect: false,
-        ..Options::for_socket(socket.clone())
+        ..LoadOptions::for_socket(socket.clone())
     };
     std::thread::scope(|scope| {
         let client = scope.spawn(|| measure(&load));
@@ -277,19 +279,19 @@ fn statistics_show_why_a_disk_is_slow() {
         number.unwrap_or_else(|| panic!("no {before:?}: {line}"))
     };
     // With 10 in flight and 200 per second, each request waits 50 ms, except the first ones.
-    good(&Options { depth: 10, ops: Some(60), ..disks.load("limited") });
+    good(&LoadOptions { depth: 10, ops: Some(60), ..disks.load("limited") });
     assert!(figure("limited", "mean wait ") > 25_000.0, "{}", disks.share("limited"));
     assert!(disks.share("limited").contains("no device is shared"));
     // Requests on a device that no other disk uses do not wait.
-    good(&Options { depth: 2, ops: Some(40), ..disks.load("polite") });
+    good(&LoadOptions { depth: 2, ops: Some(40), ..disks.load("polite") });
     assert_eq!(figure("polite", "mean wait "), 0.0);
     assert!(figure("polite", "mean service time ") > 3_000.0, "{}", disks.share("polite"));
-    let thrash = Options { depth: 256, runtime: 120.0, ..disks.load("thrash") };
+    let thrash = LoadOptions { depth: 256, runtime: 120.0, ..disks.load("thrash") };
     std::thread::scope(|scope| {
         let client = scope.spawn(|| good(&thrash));
         disks.daemon.until_served("read", "thrash");
         // The client has 200 operations in flight, of which the device serves four at a time.
-        good(&Options { depth: 200, ops: Some(400), ..disks.load("polite") });
+        good(&LoadOptions { depth: 200, ops: Some(400), ..disks.load("polite") });
         thrash.over.store(true, Ordering::Relaxed);
         client.join().unwrap();
     });

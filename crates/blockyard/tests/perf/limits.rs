@@ -5,7 +5,7 @@
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use blockyard_bench::client::Options;
+use blockyard_bench::client::LoadOptions;
 use blockyard_bench::client::report::Report;
 use blockyard_bench::client::workload::Pattern;
 
@@ -13,8 +13,8 @@ use crate::common::{Daemon, Folder};
 use crate::disks::{Disks, disk, good};
 use crate::figures::Figures;
 
-fn load(disks: &Disks, disk: &str) -> Options {
-    Options { warmup: 0.3, runtime: 2.0, ..disks.load(disk) }
+fn load(disks: &Disks, disk: &str) -> LoadOptions {
+    LoadOptions { warmup: 0.3, runtime: 2.0, ..disks.load(disk) }
 }
 
 #[test]
@@ -27,9 +27,9 @@ fn limits_are_reached_and_not_exceeded() {
         disk("bps", "bps = \"40M\""),
         disk("both", "bps-read = \"64M\"\niops-read = 500\nbps-write = 1")
     ));
-    let found = good(&Options { queues: 2, ..load(&disks, "iops") }).iops;
+    let found = good(&LoadOptions { queues: 2, ..load(&disks, "iops") }).iops;
     figures.near("iops of a limit of 3000", found, 3000.0, 0.02);
-    let report = good(&Options { rw: Pattern::Randrw, ..load(&disks, "writes") });
+    let report = good(&LoadOptions { rw: Pattern::Randrw, ..load(&disks, "writes") });
     figures.near(
         "writes/s of a limit of 1500",
         report.writes as f64 / report.seconds,
@@ -37,7 +37,7 @@ fn limits_are_reached_and_not_exceeded() {
         0.02,
     );
     for (bs, depth) in [(4096, 32), (256 << 10, 4)] {
-        let found = good(&Options { bs, depth, ..load(&disks, "bps") }).bytes_per_second;
+        let found = good(&LoadOptions { bs, depth, ..load(&disks, "bps") }).bytes_per_second;
         figures.near(
             &format!("MiB/s of a limit of 40, operations of {bs}"),
             found / 1048576.0,
@@ -47,7 +47,7 @@ fn limits_are_reached_and_not_exceeded() {
     }
     // The lower one of the two limits applies.
     for (bs, depth, rate) in [(4096, 32, 500.0), (256 << 10, 8, 256.0)] {
-        let found = good(&Options { bs, depth, ..load(&disks, "both") }).iops;
+        let found = good(&LoadOptions { bs, depth, ..load(&disks, "both") }).iops;
         figures.near(
             &format!("reads/s of 500/s and 64 MiB/s, operations of {bs}"),
             found,
@@ -67,7 +67,7 @@ fn a_burst_lasts_for_its_length() {
     let daemon = Daemon::serve("null:1G", &socket, &["--iops", "500,max=4000,length=1"]);
     // The disk admits 4000 requests in the first second, then 500 per second. The client counts
     // completions, which arrive a moment later.
-    let took = good(&Options { ops: Some(4500), ..Options::for_socket(socket) }).seconds;
+    let took = good(&LoadOptions { ops: Some(4500), ..LoadOptions::for_socket(socket) }).seconds;
     figures.row("s for 4500 operations, 500/s with a burst of 4000", took, 1.95..2.05);
     daemon.stop();
     figures.judge();
@@ -114,7 +114,7 @@ fn disks_of_a_group_share_its_rate_evenly() {
     let disks = Disks::start(&format!("reactors = 2\n{group}{disks}"));
     let reports: Vec<Report> = std::thread::scope(|scope| {
         let clients: Vec<_> = [("a", 64), ("b", 8)]
-            .map(|(name, depth)| Options { depth, ..load(&disks, name) })
+            .map(|(name, depth)| LoadOptions { depth, ..load(&disks, name) })
             .map(|load| scope.spawn(move || good(&load)))
             .into();
         clients.into_iter().map(|client| client.join().unwrap()).collect()
@@ -142,13 +142,13 @@ fn a_disk_gets_half_of_a_device_beside_a_thrasher() {
             with_device("polite")
         ));
         if polite_is_first {
-            good(&Options { depth: 2, ..load(&disks, "polite") });
+            good(&LoadOptions { depth: 2, ..load(&disks, "polite") });
         }
-        let thrash = Options { depth: 256, runtime: 120.0, ..load(&disks, "thrash") };
+        let thrash = LoadOptions { depth: 256, runtime: 120.0, ..load(&disks, "thrash") };
         std::thread::scope(|scope| {
             let client = scope.spawn(|| good(&thrash));
             disks.daemon.until_served("read", "thrash");
-            let polite = good(&Options { depth: 16, ..load(&disks, "polite") }).iops;
+            let polite = good(&LoadOptions { depth: 16, ..load(&disks, "polite") }).iops;
             let first = if polite_is_first { "it was first" } else { "the thrasher was first" };
             figures.row(
                 &format!("reads/s of 800 beside a thrasher; {first}"),

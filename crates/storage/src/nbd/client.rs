@@ -39,7 +39,7 @@ use super::state::{Inner, PIECES, SENT_AT_A_TIME, changes};
 use blockyard_nbd::link::Link;
 use blockyard_nbd::negotiate::Terms;
 use blockyard_nbd::wire::{self, cmd};
-use blockyard_nbd::{Kind, NbdError};
+use blockyard_nbd::{NbdError, NbdErrorKind};
 
 /// Pauses between attempts to connect.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
@@ -224,11 +224,12 @@ impl Inner {
             self.pause.set((self.pause.get() * 2).clamp(FIRST_PAUSE, LONGEST_PAUSE));
             self.pause(pause).await;
             if self.ended.get() {
-                return Err(NbdError::new(Kind::Closed, "it is no longer in use"));
+                return Err(NbdError::new(NbdErrorKind::Closed, "it is no longer in use"));
             }
             let (export, limit) = (self.export.clone(), options.timeout);
             let dialed = self.handle.blocking(move || dial(&export.uri, limit)).await;
-            let dialed = dialed.map_err(|e| NbdError::of(Kind::Io, e)).and_then(|dialed| dialed);
+            let dialed =
+                dialed.map_err(|e| NbdError::of(NbdErrorKind::Io, e)).and_then(|dialed| dialed);
             match dialed.and_then(|dialed| self.export.check(&dialed.terms).map(|()| dialed)) {
                 Ok(dialed) => return Ok(dialed),
                 Err(why) if Instant::now() >= deadline() => return Err(why),

@@ -14,7 +14,7 @@ use blockyard_nbd::negotiate::{self, Terms};
 use blockyard_nbd::tls;
 use blockyard_nbd::uri::{Host, Uri};
 use blockyard_nbd::wire;
-use blockyard_nbd::{Kind, NbdError};
+use blockyard_nbd::{NbdError, NbdErrorKind};
 
 /// A negotiated connection without a request in flight. It may be sent to another thread.
 #[derive(Debug)]
@@ -44,7 +44,7 @@ pub fn dial(uri: &Uri, limit: Duration) -> Result<Dialed, NbdError> {
         }
     };
     set_timeouts(&fd, None)
-        .map_err(|e| NbdError::of(Kind::Io, e).about("setting up its socket"))?;
+        .map_err(|e| NbdError::of(NbdErrorKind::Io, e).about("setting up its socket"))?;
     Ok(Dialed { fd, session, terms })
 }
 
@@ -64,7 +64,7 @@ fn secure(uri: &Uri, stream: &mut Timed) -> Result<rustls::ClientConnection, Nbd
     while session.is_handshaking() {
         session.complete_io(stream).map_err(|e| match e.kind() {
             io::ErrorKind::UnexpectedEof => {
-                NbdError::new(Kind::Closed, "the server closed the connection").about("TLS")
+                NbdError::new(NbdErrorKind::Closed, "the server closed the connection").about("TLS")
             }
             _ => tls_error(e),
         })?;
@@ -81,8 +81,8 @@ fn tls_alert_or(
     error: NbdError,
 ) -> NbdError {
     match error.kind {
-        Kind::Closed => {}
-        Kind::Io => return error.about("TLS"),
+        NbdErrorKind::Closed => {}
+        NbdErrorKind::Io => return error.about("TLS"),
         _ => return error,
     }
     while tls.read_tls(stream).is_ok_and(|n| n > 0) {
@@ -94,7 +94,7 @@ fn tls_alert_or(
 }
 
 fn tls_error(what: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> NbdError {
-    NbdError::of(Kind::Tls, what).about("TLS")
+    NbdError::of(NbdErrorKind::Tls, what).about("TLS")
 }
 
 impl Dialed {
@@ -121,7 +121,7 @@ fn connect(uri: &Uri, deadline: Instant) -> Result<OwnedFd, NbdError> {
     match &uri.host {
         Host::Unix(path) => {
             let failed = |e: io::Error| {
-                NbdError::of(Kind::Io, e).about(format!("connecting to {}", path.display()))
+                NbdError::of(NbdErrorKind::Io, e).about(format!("connecting to {}", path.display()))
             };
             let address = SocketAddrUnix::new(path).map_err(|e| failed(e.into()))?;
             let (family, kind) = (AddressFamily::UNIX, SocketType::STREAM);
@@ -135,7 +135,7 @@ fn connect(uri: &Uri, deadline: Instant) -> Result<OwnedFd, NbdError> {
         }
         Host::Tcp(name, port) => {
             let failed = |e: io::Error| {
-                NbdError::of(Kind::Io, e).about(format!("connecting to {name} port {port}"))
+                NbdError::of(NbdErrorKind::Io, e).about(format!("connecting to {name} port {port}"))
             };
             let addresses = (name.as_str(), *port).to_socket_addrs().map_err(failed)?;
             let mut last = io::Error::other("the name has no address");

@@ -9,7 +9,7 @@ use std::time::Duration;
 use blockyard_nbd::negotiate::Terms;
 use blockyard_nbd::uri::Uri;
 use blockyard_nbd::wire::export;
-use blockyard_nbd::{Kind, NbdError};
+use blockyard_nbd::{NbdError, NbdErrorKind};
 
 use super::dial::Dialed;
 use crate::Geometry;
@@ -49,7 +49,7 @@ pub struct Export {
 pub(super) const EXPORT: Capabilities = Capabilities { direct: true, fixed_length: true };
 
 pub(super) fn unsuitable(what: impl Into<String>) -> NbdError {
-    NbdError::new(Kind::Unsuitable, what)
+    NbdError::new(NbdErrorKind::Unsuitable, what)
 }
 
 impl Export {

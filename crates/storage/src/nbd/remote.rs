@@ -15,7 +15,7 @@ use super::hub::Hub;
 use blockyard_nbd::negotiate::Terms;
 use blockyard_nbd::uri::Uri;
 use blockyard_nbd::wire::export;
-use blockyard_nbd::{Kind, NbdError};
+use blockyard_nbd::{NbdError, NbdErrorKind};
 
 /// An open export; see the module documentation.
 #[derive(Debug)]
@@ -35,7 +35,7 @@ impl Remote {
         if !read_only {
             if terms.has(export::READ_ONLY) {
                 return Err(NbdError::new(
-                    Kind::ReadOnly,
+                    NbdErrorKind::ReadOnly,
                     "the server offers this export for reading only",
                 ));
             }

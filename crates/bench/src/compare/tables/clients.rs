@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use anyhow::Result;
 
-use super::place::{Image, Place, Server, back_end, load, settle};
+use super::workspace::{Image, Server, Workspace, back_end, load, settle};
 use super::{Figures, Measured, Row, Table, cell, grouped, markdown};
 
 /// The storage below the servers.
@@ -25,7 +25,7 @@ struct Load {
 }
 
 pub struct Clients {
-    place: Place,
+    place: Workspace,
     base: PathBuf,
     loads: Vec<Load>,
 }
@@ -70,7 +70,7 @@ fn loads() -> Vec<Load> {
 }
 
 impl Clients {
-    pub fn new(place: Place) -> Result<Self> {
+    pub fn new(place: Workspace) -> Result<Self> {
         let base = place.base()?;
         Ok(Clients { place, base, loads: loads() })
     }

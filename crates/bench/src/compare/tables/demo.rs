@@ -15,7 +15,7 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 use blockyard_program::output;
 
-use super::place::{Place, run};
+use super::workspace::{Workspace, run};
 use super::{Figures, Measured, Row, SILENCE, Table};
 use crate::process::Process;
 
@@ -59,7 +59,7 @@ pub struct Demo {
     /// The server of the overlay during all rounds. It is dropped before `place`, because it uses
     /// the folder of `place`.
     server: Process,
-    place: Place,
+    place: Workspace,
     /// The guest's kernel, and how it catches system calls.
     release: String,
     seccomp: &'static str,
@@ -71,7 +71,7 @@ pub struct Demo {
 }
 
 impl Demo {
-    pub fn new(place: Place) -> Result<Self> {
+    pub fn new(place: Workspace) -> Result<Self> {
         let user = run(Command::new("id").arg("-un"))?;
         output::note(format_args!("as user {}, in {}", user.trim(), place.folder.display()));
         std::fs::create_dir(place.folder.join("host"))?;
@@ -182,7 +182,7 @@ fn durations(marks: &[(Instant, f64)]) -> Result<Figures> {
 
 /// Returns the release of the guest's kernel, and how the guest catches system calls: by seccomp if
 /// the host supports it, which is much cheaper.
-fn facts(place: &Place) -> Result<(String, &'static str)> {
+fn facts(place: &Workspace) -> Result<(String, &'static str)> {
     let script = place.folder.join("facts");
     std::fs::write(&script, "uname -r\n")?;
     let boot = |mode: &str| {

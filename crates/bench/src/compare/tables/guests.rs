@@ -15,7 +15,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 
-use super::place::{Image, Place, Server, run, settle};
+use super::workspace::{Image, Server, Workspace, run, settle};
 use super::{Figures, Measured, Row, SILENCE, Table, cell, markdown};
 use crate::process::Process;
 
@@ -54,13 +54,13 @@ const SYSTEMS: [(&str, Server, bool); 4] = [
 ];
 
 pub struct OverlayGuests {
-    place: Place,
+    place: Workspace,
     /// Checksums of the bases.
     sums: Vec<u32>,
 }
 
 impl OverlayGuests {
-    pub fn new(place: Place) -> Result<Self> {
+    pub fn new(place: Workspace) -> Result<Self> {
         let [copy, boot] = EXPERIMENTS.map(|(_, _, base)| place.folder.join(base));
         let options = ["-q", "-t", "ext4", "-E", "lazy_itable_init=0,lazy_journal_init=0"];
         run(place.tool("mke2fs")?.args(options).arg(&copy).arg("512M"))?;

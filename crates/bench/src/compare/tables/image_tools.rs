@@ -11,7 +11,7 @@
 //!               machine gives free memory back to its host, and the next program pays for it
 //!   CPU         user and system time of the process with all of its threads, as bash reports it
 //! ```
-//! In: the works of `image_works`. Out: seconds of the wall and of the processor. What must hold:
+//! In: the tasks of `image_tasks`. Out: seconds of the wall and of the processor. What must hold:
 //! `qemu-img compare` and `qemu-img check` accept the first result of each program.
 
 use std::collections::BTreeSet;
@@ -22,8 +22,8 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 
-use super::image_works::{Begin, Work, works};
-use super::place::{Place, run, settle};
+use super::image_tasks::{Begin, ImageTask, tasks};
+use super::workspace::{Workspace, run, settle};
 use super::{Figures, Measured, Row, Table, cell, markdown};
 use crate::client::workload::Random;
 use crate::process::{Process, Stop, fill};
@@ -35,8 +35,8 @@ const MIB: u64 = 1 << 20;
 const TIMED: &str = r#"TIMEFORMAT='took %3R %3U %3S'; { time "$@" >/dev/null 2>&3; } 3>&2 2>&1"#;
 
 pub struct ImageTools {
-    place: Place,
-    works: Vec<Work>,
+    place: Workspace,
+    tasks: Vec<ImageTask>,
     /// Returns the command that the wrapper guests/tool runs.
     qemu_img: Vec<String>,
     modules: String,
@@ -45,7 +45,7 @@ pub struct ImageTools {
 }
 
 impl ImageTools {
-    pub fn new(place: Place, only: &str) -> Result<Self> {
+    pub fn new(place: Workspace, only: &str) -> Result<Self> {
         let find =
             r#". "$1/lib.sh" && printf '%s\n' "$libs" "$tree/usr/bin/qemu-img" "${loader[@]}""#;
         let found = run(Command::new("bash").args(["-c", find, "find"]).arg(place.guests()?))?;
@@ -53,16 +53,16 @@ impl ImageTools {
         let libs = lines.next().context("guests/lib.sh names no libraries")?;
         let program = lines.next().context("guests/lib.sh names no program")?;
         let qemu_img = lines.chain(["--argv0".into(), "qemu-img".into(), program]).collect();
-        let works = works();
+        let tasks = tasks();
         let tools = ImageTools {
             place,
-            works,
+            tasks,
             qemu_img,
             modules: format!("{libs}/qemu"),
             judged: BTreeSet::new(),
         };
-        let wanted = tools.works.iter().filter(|work| work.name.contains(only));
-        let sources: BTreeSet<&str> = wanted.flat_map(|work| work.sources()).collect();
+        let wanted = tools.tasks.iter().filter(|task| task.name.contains(only));
+        let sources: BTreeSet<&str> = wanted.flat_map(|task| task.sources()).collect();
         sources.into_iter().try_for_each(|source| tools.source(source))?;
         Ok(tools)
     }
@@ -71,7 +71,7 @@ impl ImageTools {
         self.place.folder.join(name)
     }
 
-    /// Makes a source of the works if it is missing.
+    /// Makes a source of the tasks if it is missing.
     fn source(&self, name: &str) -> Result<()> {
         let (path, size, stop) = (self.file(name), self.place.size, &self.place.stop);
         if path.exists() {
@@ -116,13 +116,13 @@ impl ImageTools {
         run(command.arg(path)).map(drop)
     }
 
-    /// Prepares the file that a work writes.
-    fn begin(&self, work: &Work) -> Result<PathBuf> {
-        let out = self.file(work.out);
-        let copies: &[(&str, &str)] = match work.begin {
+    /// Prepares the file that a task writes.
+    fn begin(&self, task: &ImageTask) -> Result<PathBuf> {
+        let out = self.file(task.out);
+        let copies: &[(&str, &str)] = match task.begin {
             Begin::Nothing => &[],
-            Begin::Tiny => &[("tiny.qcow2", work.out)],
-            Begin::Overlay => &[("overlay.qcow2", work.out), ("dense.qcow2", "below.qcow2")],
+            Begin::Tiny => &[("tiny.qcow2", task.out)],
+            Begin::Overlay => &[("overlay.qcow2", task.out), ("dense.qcow2", "below.qcow2")],
         };
         let _ = std::fs::remove_file(&out);
         for (from, to) in copies {
@@ -132,13 +132,13 @@ impl ImageTools {
         Ok(out)
     }
 
-    /// Returns the program of a system with the arguments of a work.
-    fn command(&self, work: &Work, system: usize, out: &Path) -> Vec<String> {
+    /// Returns the program of a system with the arguments of a task.
+    fn command(&self, task: &ImageTask, system: usize, out: &Path) -> Vec<String> {
         let ours = [self.place.program.display().to_string(), "image".into()];
         let (program, words) = match system {
-            QEMU => (&self.qemu_img[..], &work.theirs),
-            _ if work.name == "start" => (&ours[..1], &work.ours),
-            _ => (&ours[..], &work.ours),
+            QEMU => (&self.qemu_img[..], &task.theirs),
+            _ if task.name == "start" => (&ours[..1], &task.ours),
+            _ => (&ours[..], &task.ours),
         };
         let (folder, out) = (self.place.folder.display().to_string(), out.display().to_string());
         let place = |word: &str| match word {
@@ -170,8 +170,8 @@ impl ImageTools {
     }
 
     /// Checks with qemu-img that the output holds the same disk as its source.
-    fn judge(&self, work: &Work, out: &Path) -> Result<()> {
-        let Some((source, form, to)) = work.judge else { return Ok(()) };
+    fn judge(&self, task: &ImageTask, out: &Path) -> Result<()> {
+        let Some((source, form, to)) = task.judge else { return Ok(()) };
         self.place
             .qemu_img(&format!("compare -q -f {form} -F {to}"), &[&self.file(source), out])?;
         if to == "qcow2" {
@@ -184,31 +184,31 @@ impl ImageTools {
 impl Table for ImageTools {
     fn rows(&self) -> Vec<Row> {
         let systems = || SYSTEMS.map(String::from).to_vec();
-        self.works.iter().map(|work| Row { name: work.name.clone(), systems: systems() }).collect()
+        self.tasks.iter().map(|task| Row { name: task.name.clone(), systems: systems() }).collect()
     }
 
     fn measure(&mut self, row: usize, system: usize) -> Result<Figures> {
-        let work = &self.works[row];
-        for source in &work.reads {
+        let task = &self.tasks[row];
+        for source in &task.reads {
             settle(&self.file(source), true)?;
         }
-        let out = self.begin(work)?;
-        if work.writes() {
+        let out = self.begin(task)?;
+        if task.writes() {
             std::hint::black_box(vec![1_u8; (self.place.size * 9 / 8) as usize]);
         }
         rustix::fs::sync();
-        let (mut wall, cpu) = self.timed(&self.command(work, system, &out))?;
+        let (mut wall, cpu) = self.timed(&self.command(task, system, &out))?;
         if system == QEMU && out.exists() {
             let begin = Instant::now();
-            let below = work.name.starts_with("commit").then(|| self.file("below.qcow2"));
+            let below = task.name.starts_with("commit").then(|| self.file("below.qcow2"));
             for path in below.iter().chain([&out, &self.place.folder]) {
                 std::fs::File::open(path)?.sync_all()?;
             }
             wall += begin.elapsed().as_secs_f64();
         }
         if self.judged.insert((row, system)) && out.exists() {
-            self.judge(work, &out)
-                .with_context(|| format!("{}: the result of {}", work.name, SYSTEMS[system]))?;
+            self.judge(task, &out)
+                .with_context(|| format!("{}: the result of {}", task.name, SYSTEMS[system]))?;
         }
         let _ = std::fs::remove_file(&out);
         Ok(Figures::from([("wall", wall), ("cpu", cpu)]))

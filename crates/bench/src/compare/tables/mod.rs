@@ -6,7 +6,7 @@
 //!   clients      the host's file, qemu-storage-daemon and Blockyard, by one load generator
 //!   overlays     copy-on-write images
 //!   guests       experiments in a guest, on a raw disk and on overlays
-//!   image_tools  `blockyard image` beside `qemu-img` (image_works: the rows)
+//!   image_tools  `blockyard image` beside `qemu-img` (image_tasks: the rows)
 //!   nbd          NBD servers, by fio
 //!   thrash       two guests, one of which swaps (thrash_scripts: their scripts)
 //!   ublk         block devices of a host, in a QEMU guest
@@ -20,15 +20,15 @@
 mod clients;
 mod demo;
 mod guests;
+mod image_tasks;
 mod image_tools;
-mod image_works;
 mod nbd;
 mod overlays;
-mod place;
 mod thrash;
 mod thrash_scripts;
 mod ublk;
 mod uml;
+mod workspace;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -37,13 +37,13 @@ use std::time::Duration;
 use anyhow::Result;
 use blockyard_program::output;
 
-use self::place::Place;
+use self::workspace::Workspace;
 use crate::process::Stop;
 use crate::statistics::median;
 
 /// Names of tables.
 #[derive(Clone, Copy, Debug, PartialEq, clap::ValueEnum)]
-pub enum Name {
+pub enum TableName {
     /// The host's file, qemu-storage-daemon and Blockyard under the loads of `bench client`
     Clients,
     /// Copy-on-write images: Blockyard's qcow2, its raw, and qemu-storage-daemon's qcow2
@@ -65,24 +65,24 @@ pub enum Name {
     Demo,
 }
 
-impl Name {
+impl TableName {
     /// Returns the defaults of a table: bytes of the disk, and seconds of a run.
     fn usual(self) -> (u64, f64) {
         match self {
-            Name::Overlays => (4 << 30, 2.0),
-            Name::Thrash => (1 << 30, 15.0),
-            Name::Demo => (512 << 20, 0.0),
-            Name::ImageTools => (1 << 30, 0.0),
-            Name::Ublk => (128 << 20, 3.0),
-            Name::Uml => (512 << 20, 1.0),
-            Name::Clients | Name::OverlayGuests | Name::Nbd => (2 << 30, 2.0),
+            TableName::Overlays => (4 << 30, 2.0),
+            TableName::Thrash => (1 << 30, 15.0),
+            TableName::Demo => (512 << 20, 0.0),
+            TableName::ImageTools => (1 << 30, 0.0),
+            TableName::Ublk => (128 << 20, 3.0),
+            TableName::Uml => (512 << 20, 1.0),
+            TableName::Clients | TableName::OverlayGuests | TableName::Nbd => (2 << 30, 2.0),
         }
     }
 }
 
 /// Options of a table.
-pub struct Plan<'a> {
-    pub name: Name,
+pub struct TablePlan<'a> {
+    pub name: TableName,
     pub rounds: u32,
     pub seconds: Option<f64>,
     pub size: Option<u64>,
@@ -98,7 +98,7 @@ pub struct Plan<'a> {
     pub json: bool,
 }
 
-impl Plan<'_> {
+impl TablePlan<'_> {
     /// Returns whether a row is measured.
     fn wants(&self, row: &str) -> bool {
         row.contains(self.only)
@@ -165,24 +165,24 @@ pub fn order(round: usize, systems: usize) -> impl Iterator<Item = usize> {
     (0..systems).map(move |n| (n + round) % systems)
 }
 
-pub fn run(plan: &Plan<'_>, guests: Option<PathBuf>, stop: Stop) -> Result<()> {
+pub fn run(plan: &TablePlan<'_>, guests: Option<PathBuf>, stop: Stop) -> Result<()> {
     let (size, seconds) = plan.name.usual();
-    let place = Place::new(
+    let place = Workspace::new(
         guests,
         plan.size.unwrap_or(size),
         plan.seconds.unwrap_or(seconds),
         stop.clone(),
     )?;
     let mut table: Box<dyn Table> = match plan.name {
-        Name::Clients => Box::new(clients::Clients::new(place)?),
-        Name::Overlays => Box::new(overlays::Overlays::new(place)?),
-        Name::OverlayGuests => Box::new(guests::OverlayGuests::new(place)?),
-        Name::Nbd => Box::new(nbd::Nbd::new(place)?),
-        Name::ImageTools => Box::new(image_tools::ImageTools::new(place, plan.only)?),
-        Name::Thrash => Box::new(thrash::Thrash::new(place)?),
-        Name::Ublk => Box::new(ublk::Ublk::new(place, plan)?),
-        Name::Uml => Box::new(uml::Uml::new(place, plan)?),
-        Name::Demo => Box::new(demo::Demo::new(place)?),
+        TableName::Clients => Box::new(clients::Clients::new(place)?),
+        TableName::Overlays => Box::new(overlays::Overlays::new(place)?),
+        TableName::OverlayGuests => Box::new(guests::OverlayGuests::new(place)?),
+        TableName::Nbd => Box::new(nbd::Nbd::new(place)?),
+        TableName::ImageTools => Box::new(image_tools::ImageTools::new(place, plan.only)?),
+        TableName::Thrash => Box::new(thrash::Thrash::new(place)?),
+        TableName::Ublk => Box::new(ublk::Ublk::new(place, plan)?),
+        TableName::Uml => Box::new(uml::Uml::new(place, plan)?),
+        TableName::Demo => Box::new(demo::Demo::new(place)?),
     };
     let measured = rounds(table.as_mut(), plan, &stop)?;
     table.check()?;
@@ -191,8 +191,8 @@ pub fn run(plan: &Plan<'_>, guests: Option<PathBuf>, stop: Stop) -> Result<()> {
     Ok(())
 }
 
-fn rounds(table: &mut dyn Table, plan: &Plan<'_>, stop: &Stop) -> Result<Vec<Measured>> {
-    let Plan { rounds, only, peers, .. } = *plan;
+fn rounds(table: &mut dyn Table, plan: &TablePlan<'_>, stop: &Stop) -> Result<Vec<Measured>> {
+    let TablePlan { rounds, only, peers, .. } = *plan;
     let chosen = table.rows().into_iter().enumerate().filter(|(_, row)| plan.wants(&row.name));
     let new = |(number, row): (usize, Row)| Measured {
         figures: vec![Vec::new(); row.systems.len()],
@@ -298,8 +298,8 @@ mod tests {
     #[test]
     fn rounds_are_interleaved_and_begin_with_another_system() {
         let mut table = Counts { calls: Vec::new() };
-        let all = Plan {
-            name: Name::Nbd,
+        let all = TablePlan {
+            name: TableName::Nbd,
             rounds: 1,
             seconds: None,
             size: None,
@@ -310,7 +310,7 @@ mod tests {
             server_cpus: None,
             json: false,
         };
-        let plan = |rounds, only| Plan { rounds, only, ..all };
+        let plan = |rounds, only| TablePlan { rounds, only, ..all };
         let measured = rounds(&mut table, &plan(3, "reads"), &Stop::default()).unwrap();
         let first = [(0, 0), (0, 1), (0, 2), (2, 0), (2, 1)];
         let second = [(0, 1), (0, 2), (0, 0), (2, 1), (2, 0)];
@@ -328,12 +328,12 @@ mod tests {
         let (peers, wrong) = (["c", "a"].map(String::from), ["d".to_string()]);
         table.calls.clear();
         let measured =
-            rounds(&mut table, &Plan { peers: &peers, ..plan(2, "reads") }, &Stop::default())
+            rounds(&mut table, &TablePlan { peers: &peers, ..plan(2, "reads") }, &Stop::default())
                 .unwrap();
         assert_eq!(table.calls, [(0, 0), (0, 2), (2, 0), (0, 2), (0, 0), (2, 0)]);
         assert_eq!(measured[0].median(1, "calls"), None);
         assert!(
-            rounds(&mut table, &Plan { peers: &wrong, ..plan(1, "reads") }, &Stop::default())
+            rounds(&mut table, &TablePlan { peers: &wrong, ..plan(1, "reads") }, &Stop::default())
                 .is_err()
         );
     }

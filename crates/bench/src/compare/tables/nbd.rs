@@ -17,7 +17,7 @@ use std::process::Command;
 use anyhow::{Context, Result};
 use serde_json::Value;
 
-use super::place::{Place, run, settle};
+use super::workspace::{Workspace, run, settle};
 use super::{Figures, Measured, Row, Table, cell, grouped, markdown};
 use crate::compare::cpu::Snapshot;
 use crate::process::Process;
@@ -41,7 +41,7 @@ struct Load {
 }
 
 pub struct Nbd {
-    place: Place,
+    place: Workspace,
     base: PathBuf,
     loads: Vec<Load>,
 }
@@ -86,7 +86,7 @@ impl Load {
 }
 
 impl Nbd {
-    pub fn new(place: Place) -> Result<Self> {
+    pub fn new(place: Workspace) -> Result<Self> {
         let base = place.base()?;
         Ok(Nbd { place, base, loads: loads() })
     }

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 
-use super::place::{Image, Place, Server, back_end, load, settle};
+use super::workspace::{Image, Server, Workspace, back_end, load, settle};
 use super::{Figures, Measured, Row, Table, cell, grouped, markdown};
 
 /// The options that `blockyard image create -b` chooses, and QEMU's default.
@@ -49,7 +49,7 @@ struct Load {
 }
 
 pub struct Overlays {
-    place: Place,
+    place: Workspace,
     base: PathBuf,
     loads: Vec<Load>,
 }
@@ -129,7 +129,7 @@ fn loads() -> Vec<Load> {
 }
 
 impl Overlays {
-    pub fn new(place: Place) -> Result<Self> {
+    pub fn new(place: Workspace) -> Result<Self> {
         let base = place.base()?;
         Ok(Overlays { place, base, loads: loads() })
     }

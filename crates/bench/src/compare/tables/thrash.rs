@@ -22,8 +22,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use serde_json::Value;
 
-use super::place::{Place, zeroes};
 use super::thrash_scripts::{PAUSE, THRASHER, WORKER};
+use super::workspace::{Workspace, zeroes};
 use super::{Figures, Measured, Row, Table, cell, grouped, markdown};
 use crate::calibrate;
 use crate::compare::cpu::Snapshot;
@@ -74,7 +74,7 @@ const THRASHES: u64 = 5000;
 const READY: Duration = Duration::from_secs(120);
 
 pub struct Thrash {
-    place: Place,
+    place: Workspace,
     costs: PathBuf,
     /// Set once the file of costs has the costs of the machine's disk.
     calibrated: bool,
@@ -83,7 +83,7 @@ pub struct Thrash {
 }
 
 impl Thrash {
-    pub fn new(place: Place) -> Result<Self> {
+    pub fn new(place: Workspace) -> Result<Self> {
         let costs = place.folder.join("costs.toml");
         std::fs::write(&costs, MODEL_COSTS)?;
         for name in ["worker", "thrasher"] {

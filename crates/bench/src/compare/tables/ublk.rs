@@ -14,8 +14,8 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 
-use super::place::{Place, run, zeroes};
-use super::{Figures, Measured, Plan, Row, SILENCE, Table, cell, markdown, order};
+use super::workspace::{Workspace, run, zeroes};
+use super::{Figures, Measured, Row, SILENCE, Table, TablePlan, cell, markdown, order};
 use crate::process::Process;
 
 /// Each system: its name; and the guest script's arguments: driver, cache mode, and image.
@@ -95,7 +95,7 @@ copy() { # ROW SYSTEM
 pub struct Ublk {
     /// The guest is dropped before `place`, because it uses the folder of `place`.
     guest: Process,
-    place: Place,
+    place: Workspace,
     kernel: String,
     /// Figures that `measure` has not returned yet, by row and system.
     results: BTreeMap<(usize, usize), VecDeque<f64>>,
@@ -104,7 +104,7 @@ pub struct Ublk {
 }
 
 impl Ublk {
-    pub fn new(place: Place, plan: &Plan<'_>) -> Result<Self> {
+    pub fn new(place: Workspace, plan: &TablePlan<'_>) -> Result<Self> {
         let systems: Vec<usize> =
             (0..SYSTEMS.len()).filter(|n| plan.wants_peer(SYSTEMS[*n].0)).collect();
         let rows: Vec<usize> = (0..ROWS.len()).filter(|n| plan.wants(ROWS[*n].0)).collect();

@@ -13,8 +13,8 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 
-use super::place::{Place, settle};
-use super::{Figures, Measured, Plan, Row, SILENCE, Table, cell, grouped, markdown};
+use super::workspace::{Workspace, settle};
+use super::{Figures, Measured, Row, SILENCE, Table, TablePlan, cell, grouped, markdown};
 use crate::compare::cpu::Snapshot;
 use crate::process::Process;
 
@@ -73,7 +73,7 @@ umount /mnt
 "#;
 
 pub struct Uml {
-    place: Place,
+    place: Workspace,
     base: PathBuf,
     /// Processors of the guest and of the back end: a list, or `any`.
     guest_cpus: String,
@@ -84,7 +84,7 @@ pub struct Uml {
 }
 
 impl Uml {
-    pub fn new(place: Place, plan: &Plan<'_>) -> Result<Self> {
+    pub fn new(place: Workspace, plan: &TablePlan<'_>) -> Result<Self> {
         let base = place.base()?;
         let (seconds, mib) = (place.seconds.ceil(), place.size >> 20);
         let mut script = HEAD.to_string();

@@ -1,6 +1,6 @@
-//! The works of the table `image-tools`: arguments for `blockyard image` and for `qemu-img`.
+//! The tasks of the table `image-tools`: arguments for `blockyard image` and for `qemu-img`.
 
-/// The output file before the work.
+/// The output file before the task.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Begin {
     /// There is no output file.
@@ -11,9 +11,9 @@ pub enum Begin {
     Overlay,
 }
 
-/// One work. In the arguments `{dir}` is the folder of the sources, `{out}` the written file,
+/// One task. In the arguments `{dir}` is the folder of the sources, `{out}` the written file,
 /// `{none}` an empty word.
-pub struct Work {
+pub struct ImageTask {
     pub name: String,
     pub ours: String,
     pub theirs: String,
@@ -26,10 +26,10 @@ pub struct Work {
     pub judge: Option<(&'static str, &'static str, &'static str)>,
 }
 
-impl Work {
+impl ImageTask {
     fn new(name: impl Into<String>, ours: impl Into<String>, theirs: impl Into<String>) -> Self {
         let (name, ours, theirs) = (name.into(), ours.into(), theirs.into());
-        Work {
+        ImageTask {
             name,
             ours,
             theirs,
@@ -41,14 +41,14 @@ impl Work {
     }
 
     fn begins(self, begin: Begin, out: &'static str) -> Self {
-        Work { begin, out, ..self }
+        ImageTask { begin, out, ..self }
     }
 
     fn reads(self, reads: &[&'static str]) -> Self {
-        Work { reads: reads.to_vec(), ..self }
+        ImageTask { reads: reads.to_vec(), ..self }
     }
 
-    /// Returns the names of all files that the work needs.
+    /// Returns the names of all files that the task needs.
     pub fn sources(&self) -> Vec<&'static str> {
         let begin: &[&'static str] = match self.begin {
             Begin::Nothing => &[],
@@ -67,20 +67,20 @@ impl Work {
 
 const EMPTY: (&str, &str) = ("an empty image of 128 GiB, clusters of 512 bytes", "empty.qcow2");
 
-pub fn works() -> Vec<Work> {
-    let mut works = vec![Work::new("start", "--version", "--version")];
-    works.extend(conversions());
+pub fn tasks() -> Vec<ImageTask> {
+    let mut tasks = vec![ImageTask::new("start", "--version", "--version")];
+    tasks.extend(conversions());
     for (name, source) in [EMPTY, ("sparse", "sparse.qcow2")] {
         let (ours, theirs) = (
             format!("map --json {{dir}}/{source}"),
             format!("map --output=json -f qcow2 {{dir}}/{source}"),
         );
-        works.push(Work::new(format!("map, {name}"), ours, theirs).reads(&[source]));
+        tasks.push(ImageTask::new(format!("map, {name}"), ours, theirs).reads(&[source]));
     }
     for (name, source) in [EMPTY, ("dense", "dense.qcow2")] {
         let (ours, theirs) =
             (format!("check {{dir}}/{source}"), format!("check -f qcow2 {{dir}}/{source}"));
-        works.push(Work::new(format!("check, {name}"), ours, theirs).reads(&[source]));
+        tasks.push(ImageTask::new(format!("check, {name}"), ours, theirs).reads(&[source]));
     }
     for (name, a, b) in [
         ("raw and qcow2, dense", "dense.raw", "dense.qcow2"),
@@ -90,41 +90,44 @@ pub fn works() -> Vec<Work> {
         let files = format!("{{dir}}/{a} {{dir}}/{b}");
         let (ours, theirs) =
             (format!("compare {files}"), format!("compare -f raw -F qcow2 {files}"));
-        works.push(Work::new(format!("compare {name}"), ours, theirs).reads(&[a, b]));
+        tasks.push(ImageTask::new(format!("compare {name}"), ours, theirs).reads(&[a, b]));
     }
     for (kind, size) in [("metadata", "200"), ("falloc", "1"), ("full", "1")] {
         let words = format!("create -f qcow2 -o preallocation={kind} {{out}} {size}G");
-        let work =
-            Work::new(format!("create, {size} GiB, preallocation={kind}"), words.clone(), words);
-        works.push(work.begins(Begin::Nothing, "out.qcow2"));
+        let task = ImageTask::new(
+            format!("create, {size} GiB, preallocation={kind}"),
+            words.clone(),
+            words,
+        );
+        tasks.push(task.begins(Begin::Nothing, "out.qcow2"));
     }
-    let resize = Work::new(
+    let resize = ImageTask::new(
         "resize by 200 GiB, --preallocation metadata",
         "resize --preallocation metadata {out} +200G",
         "resize -f qcow2 --preallocation=metadata {out} +200G",
     );
-    let commit = Work::new("commit, 256 MiB", "commit {out}", "commit -f qcow2 {out}");
-    let rebase = Work::new(
+    let commit = ImageTask::new("commit, 256 MiB", "commit {out}", "commit -f qcow2 {out}");
+    let rebase = ImageTask::new(
         "rebase to none, 256 MiB of 1 GiB",
         "rebase -b {none} {out}",
         "rebase -f qcow2 -b {none} {out}",
     );
-    works.push(resize.begins(Begin::Tiny, "out.qcow2"));
-    works.push(commit.begins(Begin::Overlay, "over.qcow2"));
-    works.push(rebase.begins(Begin::Overlay, "over.qcow2"));
-    works
+    tasks.push(resize.begins(Begin::Tiny, "out.qcow2"));
+    tasks.push(commit.begins(Begin::Overlay, "over.qcow2"));
+    tasks.push(rebase.begins(Begin::Overlay, "over.qcow2"));
+    tasks
 }
 
-fn conversions() -> Vec<Work> {
+fn conversions() -> Vec<ImageTask> {
     let convert =
         |name: &str, source: &'static str, form: &'static str, to: &'static str, options: &str| {
             let ours = format!("convert -O {to} {options} {{dir}}/{source} {{out}}");
             let theirs = format!("convert -f {form} -O {to} {options} {{dir}}/{source} {{out}}");
-            let work = Work::new(format!("convert {name}"), ours, theirs).reads(&[source]);
+            let task = ImageTask::new(format!("convert {name}"), ours, theirs).reads(&[source]);
             let out = if to == "raw" { "out.raw" } else { "out.qcow2" };
-            Work {
+            ImageTask {
                 judge: (source != EMPTY.1).then_some((source, form, to)),
-                ..work.begins(Begin::Nothing, out)
+                ..task.begins(Begin::Nothing, out)
             }
         };
     vec![

@@ -17,7 +17,7 @@ use crate::process::{Process, Stop, fill};
 /// A server that does not listen after this time has failed.
 const LISTENS: Duration = Duration::from_secs(20);
 
-pub struct Place {
+pub struct Workspace {
     pub folder: PathBuf,
     guests: Option<PathBuf>,
     pub program: PathBuf,
@@ -41,12 +41,12 @@ pub struct Image<'a> {
     pub cached: bool,
 }
 
-impl Place {
+impl Workspace {
     pub fn new(guests: Option<PathBuf>, size: u64, seconds: f64, stop: Stop) -> Result<Self> {
         let base = std::env::var_os("TMPDIR").map_or_else(|| "/var/tmp".into(), PathBuf::from);
         let folder = base.join(format!("blockyard-table.{}", std::process::id()));
         std::fs::create_dir(&folder).with_context(|| format!("creating {}", folder.display()))?;
-        Ok(Place { folder, guests, program: peer::find("blockyard")?, stop, size, seconds })
+        Ok(Workspace { folder, guests, program: peer::find("blockyard")?, stop, size, seconds })
     }
 
     pub fn guests(&self) -> Result<&Path> {
@@ -144,7 +144,7 @@ impl Place {
     }
 }
 
-impl Drop for Place {
+impl Drop for Workspace {
     fn drop(&mut self) {
         let _ = std::fs::remove_dir_all(&self.folder);
     }
@@ -196,7 +196,7 @@ pub fn load(words: &str, more: impl IntoIterator<Item = OsString>) -> Result<Fig
     #[command(no_binary_name = true)]
     struct Load {
         #[command(flatten)]
-        options: client::Options,
+        options: client::LoadOptions,
     }
     let words = words.split_whitespace().map(OsString::from);
     let report = client::measure(&Load::try_parse_from(words.chain(more))?.options)?;

@@ -7,16 +7,16 @@ use anyhow::{Context, Result};
 use clap::ValueEnum;
 
 use super::stage::Played;
-use super::system::{Kind, System};
+use super::system::{System, SystemKind};
 use crate::experiment::{Contents, Experiment};
-use crate::job::{self, Job, Name};
+use crate::job::{self, Job, JobName};
 use crate::rate::Operation;
 use crate::results::{Run, Spent};
 use crate::samples;
 
 /// One piece of work.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Work {
+pub enum Workload {
     /// A run of `bench rate`, with O_DIRECT.
     Rate(Operation),
     /// A run of `bench job`, by fio.
@@ -34,50 +34,50 @@ pub struct Amount {
     pub max_size: u64,
 }
 
-impl fmt::Display for Work {
+impl fmt::Display for Workload {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Work::Rate(operation) => {
+            Workload::Rate(operation) => {
                 let value = operation.to_possible_value();
                 write!(f, "rate:{}", value.as_ref().map_or("", |v| v.get_name()))
             }
-            Work::Job(job) => write!(f, "job:{}", job.name()),
-            Work::Experiment(experiment) => write!(f, "job:{}", experiment.name()),
+            Workload::Job(job) => write!(f, "job:{}", job.name()),
+            Workload::Experiment(experiment) => write!(f, "job:{}", experiment.name()),
         }
     }
 }
 
-impl FromStr for Work {
+impl FromStr for Workload {
     type Err = String;
 
     /// Parses the name of a work, such as `rate:read` or `job:fileserver`.
     fn from_str(text: &str) -> Result<Self, String> {
         match text.split_once(':') {
-            Some(("rate", operation)) => Operation::from_str(operation, false).map(Work::Rate),
-            Some(("job", name)) => Ok(match Name::parse(name)? {
-                Name::Job(job) => Work::Job(job),
-                Name::Experiment(experiment) => Work::Experiment(experiment),
+            Some(("rate", operation)) => Operation::from_str(operation, false).map(Workload::Rate),
+            Some(("job", name)) => Ok(match JobName::parse(name)? {
+                JobName::Job(job) => Workload::Job(job),
+                JobName::Experiment(experiment) => Workload::Experiment(experiment),
             }),
             _ => Err(format!("\"{text}\": say rate:read, rate:write, rate:writesync, or job:NAME")),
         }
     }
 }
 
-impl Work {
+impl Workload {
     /// Returns a sentence about the work.
     pub fn about(&self, amount: &Amount) -> String {
         let Amount { ops, seconds, min_size, max_size } = amount;
         let what = match self {
-            Work::Rate(Operation::Read) => "random reads",
-            Work::Rate(Operation::Write) => "random writes",
-            Work::Rate(Operation::Writesync) => "random writes, each durable when it ends",
-            Work::Job(job) => {
+            Workload::Rate(Operation::Read) => "random reads",
+            Workload::Rate(Operation::Write) => "random writes",
+            Workload::Rate(Operation::Writesync) => "random writes, each durable when it ends",
+            Workload::Job(job) => {
                 return format!(
                     "fio's job of this name (`bench job {} --print`), {seconds} s each round",
                     job.name()
                 );
             }
-            Work::Experiment(experiment) => return experiment.about().into(),
+            Workload::Experiment(experiment) => return experiment.about().into(),
         };
         format!(
             "{what} of {min_size} to {max_size} bytes, one at a time, past the page cache: {ops} or {seconds} s each round"
@@ -85,7 +85,7 @@ impl Work {
     }
 
     pub fn contents(&self) -> Contents {
-        if let Work::Experiment(experiment) = self {
+        if let Workload::Experiment(experiment) = self {
             experiment.contents()
         } else {
             Contents::Random
@@ -96,12 +96,12 @@ impl Work {
     pub fn refuses(&self, system: &System) -> Option<&'static str> {
         let guest = system.uml() || system.qemu();
         match self {
-            Work::Experiment(experiment)
-                if !guest && (experiment.mounts() || system.kind != Kind::Host) =>
+            Workload::Experiment(experiment)
+                if !guest && (experiment.mounts() || system.kind != SystemKind::Host) =>
             {
                 Some("it mounts the disk: that needs a guest")
             }
-            Work::Job(_) if system.nbd() => Some("jobs are run by fio on files and devices"),
+            Workload::Job(_) if system.nbd() => Some("jobs are run by fio on files and devices"),
             _ => None,
         }
     }
@@ -110,7 +110,7 @@ impl Work {
     pub fn script(&self, amount: &Amount) -> String {
         let Amount { ops, seconds, min_size, max_size } = amount;
         match self {
-            Work::Rate(operation) => format!(
+            Workload::Rate(operation) => format!(
                 "rate() {{ $BENCH rate {} \"$DISK\" --direct --destroy --min-size {min_size} --max-size {max_size} \"$@\"; }}\n\
                  out=$(mktemp)\n\
                  rate --ops 20 --seed 2 >\"$out\"\n\
@@ -118,13 +118,13 @@ impl Work {
                  echo data samples; cat \"$out\"; echo end samples\nrm \"$out\"",
                 operation.to_possible_value().expect("no variant is hidden").get_name(),
             ),
-            Work::Job(job) => format!(
+            Workload::Job(job) => format!(
                 "work=$(mktemp -d); cd \"$work\"\ncat >job <<END\n{}END\n\
                  mark begin\n$FIO --output-format=json --output=out job >&2\nmark end\n\
                  echo data fio; cat out; echo end fio\necho data log; cat log_bw.log; echo end log\ncd /; rm -r \"$work\"",
                 job.file("$DISK", *seconds, Some("log")),
             ),
-            Work::Experiment(experiment) => experiment.script(),
+            Workload::Experiment(experiment) => experiment.script(),
         }
     }
 
@@ -132,7 +132,7 @@ impl Work {
     pub fn read(&self, played: Played) -> Result<Run> {
         let Played { mut run, data, clock, spent } = played;
         run.work = self.to_string();
-        if let Work::Job(_) = self {
+        if let Workload::Job(_) = self {
             let text =
                 |name: &str| data.get(name).map(|lines| lines.join("\n")).unwrap_or_default();
             let told = job::read(&text("fio"), &text("log"))?;
@@ -153,7 +153,7 @@ impl Work {
                 ..told
             });
         }
-        if let Work::Experiment(_) = self {
+        if let Workload::Experiment(_) = self {
             return Ok(Run { operations: 1, spent, ..run });
         }
         let lines = data.get("samples").context("the script printed no samples")?;
