@@ -118,8 +118,7 @@ impl<Q: RequestQueue> Worker<Q> {
 
     fn work(&mut self) -> Result<()> {
         loop {
-            let now = self.now();
-            let reaped = self.reap(now)?;
+            let (reaped, now) = self.reap()?;
             self.mark(now)?;
             let next = self.fill(now);
             self.queue.publish()?;
@@ -144,10 +143,12 @@ impl<Q: RequestQueue> Worker<Q> {
         self.wiring.epoch.elapsed().as_nanos() as u64
     }
 
-    /// Reaps all completions.
-    fn reap(&mut self, now: u64) -> Result<usize> {
-        let mut reaped = 0;
+    /// Reaps all completions. Returns their number, and the time. The time is read after the first
+    /// completion, because a time from before would make a run look shorter than it was.
+    fn reap(&mut self) -> Result<(usize, u64)> {
+        let (mut reaped, mut time) = (0, None);
         while let Some((slot, status)) = self.queue.reap()? {
+            let now = *time.get_or_insert_with(|| self.wiring.epoch.elapsed().as_nanos() as u64);
             let (operation, started) = self.slots[slot as usize];
             let outcome = if status == status::OK { Ok(()) } else { Err(Failure::Status(status)) };
             let queue = &self.queue;
@@ -156,6 +157,7 @@ impl<Q: RequestQueue> Worker<Q> {
             self.free.push(slot);
             reaped += 1;
         }
+        let now = time.unwrap_or_else(|| self.now());
         if reaped > 0 {
             self.last_done = now;
             if let Some(since) = self.stalled_since.take() {
@@ -163,7 +165,7 @@ impl<Q: RequestQueue> Worker<Q> {
                 *longest = (*longest).max(now - since);
             }
         }
-        Ok(reaped)
+        Ok((reaped, now))
     }
 
     /// Advances the load to the time `now`, and records the start and the end of the measured part.
@@ -248,8 +250,7 @@ impl<Q: RequestQueue> Worker<Q> {
     /// Reaps the completions of the lost back end, prepares the ring for the next back end, and
     /// waits until the supervisor resumes this worker.
     fn pause(&mut self) -> Result<()> {
-        let now = self.now();
-        self.reap(now)?;
+        self.reap()?;
         if self.queue.in_flight() > 0 {
             self.stalled_since = Some(self.last_done);
         }
