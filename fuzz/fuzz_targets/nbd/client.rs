@@ -160,7 +160,7 @@ impl Talk {
                 match send(&stream, left, SendFlags::NOSIGNAL) {
                     Ok(n) if n < left.len() => left = &left[n..],
                     Err(Errno::AGAIN) => break,
-                    // All is said, or nobody listens any more.
+                    // All bytes are sent, or the server reads no more.
                     _ => {
                         if self.vanishes {
                             return Vec::new();

@@ -25,8 +25,8 @@ pub fn judge(talk: &Talk, said: &[u8]) {
         (wire::u64_at(greeting, 0), wire::u64_at(greeting, 8)),
         (wire::GREETING, wire::OPTION)
     );
-    // Without a good handshake before it nobody knows where options end and requests begin
-    // (NBD_OPT_EXPORT_NAME).
+    // Without a good handshake before it, the judge cannot know where options end and requests
+    // begin (NBD_OPT_EXPORT_NAME).
     let Some(headers) = talk.headers else { return };
     loop {
         let Some(bytes) = said.take(OptionReply::BYTES) else { return };
@@ -63,7 +63,7 @@ fn simple(talk: &Talk, mut said: Said<'_>) -> Option<Vec<u64>> {
         let reply = SimpleReply::parse(said.take(SimpleReply::BYTES)?).expect("a simple reply");
         let request = requests
             .get(reply.cookie as usize)
-            .unwrap_or_else(|| panic!("nobody asked: {reply:?}"));
+            .unwrap_or_else(|| panic!("a reply without a request: {reply:?}"));
         once(&mut answered, reply.cookie);
         if reply.error == 0 && request.command == cmd::READ {
             said.take(request.len as usize)?;
@@ -93,7 +93,7 @@ fn structured(talk: &Talk, headers: Headers, mut said: Said<'_>) -> Option<Vec<u
         if let Some(known) = known {
             let request = known
                 .get(header.cookie as usize)
-                .unwrap_or_else(|| panic!("nobody asked: {header:?}"));
+                .unwrap_or_else(|| panic!("a reply without a request: {header:?}"));
             assert!(
                 headers != Headers::Extended || header.offset == request.offset,
                 "{header:?} of {request:?}"
