@@ -37,7 +37,7 @@ loader=("$tree/usr/lib64/ld-linux-x86-64.so.2" --inhibit-cache --library-path "$
 
 # ---- the runners ----
 
-run='' guest_pid='' out_pid='' watch_pid=''
+run='' guest_pid='' out_pid='' watch_pid='' boots=0
 
 # Removes the files that a run made and ends the processes that it started, nothing else. It ignores
 # signals: one to the whole process group, just after the guest ends, would kill the running `rm`.
@@ -89,8 +89,22 @@ fill_job() { # SCRIPT K=V...
     done >"$run/job/env"
 }
 
+# Kills a guest that does not begin its init because one of its processors gets no timer interrupts.
+# The guest's kernel reports this ("detected stalls") every minute. See `run_guest`.
+watch_boot() { # PROCESS_GROUP
+    while sleep 5; do
+        if grep -q 'guest-init: begins' "$run/console"; then return; fi
+        if (($(grep -c 'rcu.* detected stalls' "$run/console") >= 2)); then
+            : >"$run/stuck"
+            kill -KILL -- "-$1" 2>/dev/null || :
+            return
+        fi
+    done
+}
+
 # Runs the guest. Its output ($run/out) goes to our standard output as it comes, its consoles go to
-# $run/console. Exits with the status that the guest wrote to STATUS_FILE.
+# $run/console. Exits with the status that the guest wrote to STATUS_FILE. A guest whose emulator
+# lost the timer of a processor is started again, if it has not begun its init.
 run_guest() { # TIMEOUT STATUS_FILE COMMAND...
     local timeout=$1 status_file=$2 ended status
     shift 2
@@ -105,6 +119,7 @@ run_guest() { # TIMEOUT STATUS_FILE COMMAND...
     guest_pid=$!
     setpriv --pdeathsig KILL sleep "$timeout" &
     watch_pid=$!
+    watch_boot "$guest_pid" &
     # 2>/dev/null: bash would report a kernel that aborts, and the console has the details.
     { wait -n -p ended "$guest_pid" "$watch_pid" || :; } 2>/dev/null
     if [[ $ended == "$watch_pid" ]]; then
@@ -116,6 +131,13 @@ run_guest() { # TIMEOUT STATUS_FILE COMMAND...
     guest_pid=
     wait "$out_pid" || :
     out_pid=
+    if [[ -e $run/stuck ]] && ((++boots < 3)); then
+        rm -- "$run/stuck"
+        : >"$run/console"
+        echo 'the emulator lost a timer of the guest: the guest is started again' >&2
+        kill "$watch_pid" 2>/dev/null || :
+        run_guest "$timeout" "$status_file" "$@"
+    fi
     status=$(cat "$status_file" 2>/dev/null) || :
     [[ $status =~ ^[0-9]+$ ]] || guest_failed "the guest ended without a status"
     exit "$status"
