@@ -255,14 +255,13 @@ impl Throttle {
         let asked = sched_time();
         poll_fn(|cx| {
             let now = sched_time();
-            let claim = if !wait.begun {
+            let mut claim = None;
+            if !wait.begun {
                 wait.begun = true;
-                self.share.wait(now, operation, &wait.token, cx.waker())
-            } else if self.share.has_reservation() {
-                self.share.claim(now)
-            } else {
-                None
-            };
+                claim = self.share.wait(now, operation, &wait.token, cx.waker());
+            } else if !wait.token.is_granted() {
+                claim = self.share.claim(now);
+            }
             if wait.token.take_grant() {
                 wait.begun = false;
                 return Poll::Ready(self.share.granted(asked, now, operation));
@@ -364,6 +363,8 @@ impl Drop for DeviceWait<'_> {
             if self.token.cancel() {
                 let now = self.throttle.now();
                 share.refund(now, self.operation, share.granted(now, now, self.operation));
+            } else {
+                share.withdraw(self.throttle.now());
             }
             // The token may still be in the device's wait list, so it must not be reused.
             return;

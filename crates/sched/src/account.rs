@@ -35,7 +35,18 @@ pub(crate) struct Account {
     service_ns: AtomicU64,
     latency_ns: AtomicU64,
     baseline_ns: AtomicU64,
+    /// Of these operations, the number without a known baseline.
+    unknown: AtomicU64,
     pub group: Option<Arc<Group>>,
+    /// Whether the disk has had operations in this control period or the last one.
+    pub awake: AtomicBool,
+    /// Whether an operation of the disk had to wait in this control period or the last one. Only
+    /// such disks count in the window.
+    pub is_queued: AtomicBool,
+    /// Whether the disk was over its share in the last control period.
+    pub is_over_share: AtomicBool,
+    /// Whether the disk is held until a probe ends.
+    pub held: AtomicBool,
     /// Whether the disk has had operations in the last seconds.
     pub present: AtomicBool,
     /// The weight that the operator has set.
@@ -44,6 +55,8 @@ pub(crate) struct Account {
     // The fast path does not use the fields from here on.
     /// Number of operations that had to wait in this control period.
     pub waits: AtomicU64,
+    /// Time of the last period in which the disk had operations and was within its share.
+    pub within_at: AtomicU64,
     /// Time of the last period in which the disk had operations.
     pub busy_at: AtomicU64,
     /// The disk's number on the device.
@@ -81,13 +94,16 @@ pub(crate) struct Sums {
 /// Counters of one control period; see [`Account`].
 pub(crate) struct Counts {
     pub busy: bool,
-    /// Whether the disk is over its share: most of its operations had to wait.
-    pub is_over_share: bool,
+    /// Whether an operation had to wait.
+    pub has_waited: bool,
+    /// Whether most of the disk's operations had to wait.
+    pub mostly_waited: bool,
     pub cost_ns: u64,
     pub served: u64,
     pub service_ns: u64,
     pub latency_ns: u64,
     pub baseline_ns: u64,
+    pub unknown: u64,
 }
 
 impl Account {
@@ -105,11 +121,17 @@ impl Account {
             service_ns: AtomicU64::default(),
             latency_ns: AtomicU64::default(),
             baseline_ns: AtomicU64::default(),
+            unknown: AtomicU64::default(),
             group,
+            awake: AtomicBool::default(),
+            is_queued: AtomicBool::default(),
+            is_over_share: AtomicBool::default(),
+            held: AtomicBool::default(),
             present: AtomicBool::default(),
             own_weight: AtomicU32::default(),
             reserve: Reserve::default(),
             waits: AtomicU64::default(),
+            within_at: AtomicU64::default(),
             busy_at: AtomicU64::default(),
             number: OnceLock::new(),
             weight: AtomicU64::default(),
@@ -214,14 +236,19 @@ impl Account {
         self.cost_ns.fetch_add(cost_ns, Relaxed);
     }
 
-    /// Counts a completed operation: its cost, service time, latency and baseline service time.
+    /// Counts a completed operation: its cost, service time, latency and baseline service time. An
+    /// operation without a known baseline (0) counts as not slowed down.
     #[inline]
     pub fn served(&self, cost_ns: u64, service_ns: u64, latency_ns: u64, baseline_ns: u64) {
         self.cost_ns.fetch_add(cost_ns, Relaxed);
         self.served.fetch_add(1, Relaxed);
         self.service_ns.fetch_add(service_ns, Relaxed);
         self.latency_ns.fetch_add(latency_ns, Relaxed);
-        self.baseline_ns.fetch_add(baseline_ns, Relaxed);
+        let known = if baseline_ns > 0 { baseline_ns } else { latency_ns };
+        self.baseline_ns.fetch_add(known, Relaxed);
+        if baseline_ns == 0 {
+            self.unknown.fetch_add(1, Relaxed);
+        }
     }
 
     /// Returns whether the disk has used at most its share plus the margin. `device`: the device's
@@ -229,12 +256,19 @@ impl Account {
     #[inline]
     pub fn is_within_share(&self, device: u64) -> bool {
         let end = device.wrapping_add(self.margin.load(Relaxed));
-        !before(end, self.start_tag.load(Relaxed)) && self.waiting.load(Relaxed) == 0
+        !before(end, self.start_tag.load(Relaxed))
+            && self.waiting.load(Relaxed) == 0
+            && !self.held.load(Relaxed)
     }
 
     /// Sets the cost, in nanoseconds, by which the disk may exceed its share.
     pub fn set_margin(&self, cost: u64) {
         self.margin.store(self.virtual_cost(cost), Relaxed);
+    }
+
+    /// Returns whether the disk was over its share in the last control period, or had to wait.
+    pub fn is_over_share(&self) -> bool {
+        self.is_over_share.load(Relaxed) || self.is_queued.load(Relaxed)
     }
 
     /// Returns whether no operation of the disk is in flight or waits.
@@ -247,17 +281,25 @@ impl Account {
         now < self.busy_at.load(Relaxed).saturating_add(within)
     }
 
+    /// Returns whether the disk was within its share in the last `span` nanoseconds.
+    pub fn was_within(&self, now: Time, span: u64) -> bool {
+        let at = self.within_at.load(Relaxed);
+        at > 0 && now < at.saturating_add(span)
+    }
+
     /// Returns the counters of the control period that ends, and resets them.
     pub fn take_counts(&self, now: Time) -> Counts {
         let (waits, begun) = (self.waits.swap(0, Relaxed), self.begun.swap(0, Relaxed));
         let counts = Counts {
             busy: false,
-            is_over_share: waits * 2 > begun || (begun == 0 && self.waiting.load(Relaxed) > 0),
+            has_waited: waits > 0 || self.waiting.load(Relaxed) > 0,
+            mostly_waited: waits * 2 > begun || (begun == 0 && self.waiting.load(Relaxed) > 0),
             cost_ns: self.cost_ns.swap(0, Relaxed),
             served: self.served.swap(0, Relaxed),
             service_ns: self.service_ns.swap(0, Relaxed),
             latency_ns: self.latency_ns.swap(0, Relaxed),
             baseline_ns: self.baseline_ns.swap(0, Relaxed),
+            unknown: self.unknown.swap(0, Relaxed),
         };
         let busy = counts.cost_ns > 0 || counts.served > 0 || !self.is_idle();
         if busy {
@@ -283,13 +325,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_disk_is_over_its_share_if_most_of_its_operations_waited() {
+    fn a_disk_mostly_waits_if_more_than_half_of_its_operations_do() {
         let account = Account::new(&Knobs::default(), None);
         let is_over = |waits: u64, begun: u64, waiting: u64| {
             (0..begun).for_each(|_| account.began());
             account.waits.store(waits, Relaxed);
             account.waiting.store(waiting, Relaxed);
-            account.take_counts(1).is_over_share
+            account.take_counts(1).mostly_waited
         };
         assert!(is_over(6, 10, 0));
         assert!(!is_over(5, 10, 0), "half of them is not most");

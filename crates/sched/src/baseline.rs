@@ -2,9 +2,11 @@
 //! effect of neighbours is measured against them.
 //!
 //! In: service times, and whether other disks had operations in flight. Out: the expected service
-//! time of an operation by type, size, and queue depth of its own disk. The expected time follows
-//! service times without neighbours. Service times with neighbours only lower it, if their mean
-//! over a batch is shorter, because neighbours make nothing faster.
+//! time of an operation by type, size, and queue depth of its own disk. Only service times without
+//! neighbours, or in a probe, give and raise the expected time. Service times with neighbours only
+//! lower it, if their mean over a batch is shorter, because neighbours make nothing faster. So the
+//! order in which disks arrive does not matter: until a quiet moment shows the expected time of a
+//! class, it is unknown.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -19,11 +21,19 @@ const DEPTHS: usize = 6;
 #[derive(Debug)]
 pub(crate) struct Baseline {
     cells: Vec<Cell>,
+    /// Lowest expected time of each kind and size at any depth. While none is known: the lowest
+    /// mean of a batch with neighbours. 0: unknown.
+    lowest: Vec<AtomicU64>,
+    /// Sums over the last probe, in nanoseconds: service times, and the expected ones.
+    probe_service: AtomicU64,
+    probe_expected: AtomicU64,
 }
 
 #[derive(Debug, Default)]
 struct Cell {
     expected: AtomicU64,
+    /// Number of service times that the expected time is made of, up to [`MEMORY`].
+    samples: AtomicU64,
     /// Sum and number of the service times with neighbours in the present batch of [`BATCH`].
     sum: AtomicU64,
     count: AtomicU64,
@@ -32,6 +42,17 @@ struct Cell {
 /// Number of service times with neighbours in a batch. Only the mean of a batch lowers the expected
 /// time, because a single short service time may be chance.
 const BATCH: u64 = 256;
+/// The same, if the mean is much shorter.
+const SMALL_BATCH: u64 = 32;
+
+/// The expected time is the mean of about this many recent service times.
+const MEMORY: u64 = 32;
+/// If the service times of a probe differ from the expected ones by this factor, the device has
+/// become faster or slower.
+const MUCH: f64 = 1.4;
+/// A single service time raises the expected time as if it was at most this multiple of it. A
+/// device that stalls for a second is not slow from then on.
+const MAX_OUTLIER: u64 = 4;
 
 /// A class of operations that have the same expected service time.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -56,8 +77,12 @@ impl Baseline {
     /// of any size is its cost times that ratio, or the cost of all operations in flight if that is
     /// more.
     pub fn new(calibration: &Calibration) -> Self {
-        let baseline =
-            Baseline { cells: (0..KINDS * SIZES * DEPTHS).map(|_| Cell::default()).collect() };
+        let baseline = Baseline {
+            cells: (0..KINDS * SIZES * DEPTHS).map(|_| Cell::default()).collect(),
+            lowest: (0..KINDS * SIZES).map(|_| AtomicU64::default()).collect(),
+            probe_service: AtomicU64::default(),
+            probe_expected: AtomicU64::default(),
+        };
         for (kind, known) in [
             (OperationKind::Read, calibration.baseline_read_ns),
             (OperationKind::Write, calibration.baseline_write_ns),
@@ -73,8 +98,10 @@ impl Baseline {
                 let time = u64::try_from(time).unwrap_or(u64::MAX).max((others + 1) * cost(bytes));
                 let cell = &baseline.cells[usize::from(OperationClass::of(kind, bytes, others).0)];
                 cell.expected.store(if known == 0 { 0 } else { time }, Relaxed);
+                cell.samples.store(if known == 0 { 0 } else { MEMORY }, Relaxed);
             }
         }
+        baseline.update_lowest();
         baseline
     }
 
@@ -84,22 +111,100 @@ impl Baseline {
         self.cells[usize::from(class.0)].expected.load(Relaxed)
     }
 
-    /// Updates the expected time with a measured service time in nanoseconds. `was_alone`: no other
-    /// disk had an operation in flight.
+    /// Returns the lowest expected service time of the operation's kind and size at any depth, in
+    /// nanoseconds. 0: unknown.
     #[inline]
-    pub fn learn(&self, class: OperationClass, service: u64, was_alone: bool) {
+    pub fn at_least(&self, class: OperationClass) -> u64 {
+        self.lowest[usize::from(class.0) / DEPTHS].load(Relaxed)
+    }
+
+    /// Forgets the service times of the last probe.
+    pub fn begin_probe(&self) {
+        self.probe_service.store(0, Relaxed);
+        self.probe_expected.store(0, Relaxed);
+    }
+
+    /// Records a service time that a probe measured, in nanoseconds.
+    pub fn learn_in_probe(&self, class: OperationClass, service: u64) {
+        let cell = &self.cells[usize::from(class.0)];
+        match cell.expected.load(Relaxed) {
+            0 => self.learn(class, service, true),
+            // One probe does not show the mean yet.
+            _ if cell.samples.load(Relaxed) < MEMORY => self.learn(class, service, true),
+            expected => {
+                // A device that stalls is not slow from then on.
+                let service = service.min(expected.saturating_mul(MAX_OUTLIER));
+                self.probe_service.fetch_add(service, Relaxed);
+                self.probe_expected.fetch_add(expected, Relaxed);
+            }
+        }
+    }
+
+    /// Adapts the expected times of all classes to the last probe. If its service times differ much
+    /// from the expected ones, the device has become faster or slower. Small differences are mostly
+    /// chance, because a probe is short.
+    pub fn end_probe(&self) {
+        let service = self.probe_service.load(Relaxed) as f64;
+        let expected = self.probe_expected.load(Relaxed) as f64;
+        if expected == 0.0 {
+            return;
+        }
+        let ratio = service / expected;
+        let has_changed = !(1.0 / MUCH..=MUCH).contains(&ratio);
+        let by = if has_changed { ratio } else { 1.0 + (ratio - 1.0) / 8.0 };
+        for cell in &self.cells {
+            let known = cell.expected.load(Relaxed);
+            cell.expected.store((known as f64 * by).ceil() as u64, Relaxed);
+        }
+        self.update_lowest();
+    }
+
+    /// Updates the expected time with a measured service time in nanoseconds. `was_quiet`: no disk
+    /// over its share had an operation in flight.
+    #[inline]
+    pub fn learn(&self, class: OperationClass, service: u64, was_quiet: bool) {
         let cell = &self.cells[usize::from(class.0)];
         let known = cell.expected.load(Relaxed);
         // Concurrent updates may overwrite each other. That loses single samples, which does not
         // matter.
-        match (known, was_alone) {
-            (0, _) => cell.expected.store(service.max(1), Relaxed),
-            (_, true) => cell.expected.store(known - known / 32 + service / 32, Relaxed),
+        match (known, was_quiet) {
+            (0, true) => {
+                cell.expected.store(service.max(1), Relaxed);
+                cell.samples.store(1, Relaxed);
+                let lowest = &self.lowest[usize::from(class.0) / DEPTHS];
+                if lowest.load(Relaxed) == 0 {
+                    lowest.store(service.max(1), Relaxed);
+                }
+            }
+            (_, true) => {
+                let samples = (cell.samples.load(Relaxed) + 1).min(MEMORY);
+                let service = service.min(known.saturating_mul(MAX_OUTLIER));
+                let expected = match samples {
+                    // The usual case has no division.
+                    MEMORY => known - known / MEMORY + service / MEMORY,
+                    _ => known - known / samples + service / samples,
+                };
+                cell.expected.store(expected.max(1), Relaxed);
+                cell.samples.store(samples, Relaxed);
+            }
+            (0, false) => {
+                let sum = cell.sum.load(Relaxed) + service;
+                let count = cell.count.load(Relaxed) + 1;
+                let full = count >= SMALL_BATCH;
+                if full {
+                    let lowest = &self.lowest[usize::from(class.0) / DEPTHS];
+                    let known = lowest.load(Relaxed);
+                    let mean = (sum / count).max(1);
+                    lowest.store(if known == 0 { mean } else { known.min(mean) }, Relaxed);
+                }
+                cell.sum.store(if full { 0 } else { sum }, Relaxed);
+                cell.count.store(if full { 0 } else { count }, Relaxed);
+            }
             _ => {
                 let sum = cell.sum.load(Relaxed) + service;
                 let count = cell.count.load(Relaxed) + 1;
-                let full = count >= BATCH;
                 let shorter = known.saturating_sub(sum / count);
+                let full = count >= BATCH || (count >= SMALL_BATCH && shorter > known / 4);
                 if full && shorter > 0 {
                     let all = shorter > known / 10;
                     cell.expected.store(known - if all { shorter } else { shorter / 8 }, Relaxed);
@@ -110,13 +215,23 @@ impl Baseline {
         }
     }
 
-    /// Raises the expected times slightly. Call it once a second. Without this, the expected times
-    /// would stay too short on a device that has become slower. The device would then always seem
-    /// to have neighbours.
+    /// Raises the expected times slightly, and updates the lowest ones. Call it once a second.
+    /// Without this, the expected times would stay too short on a device that has become slower.
+    /// The device would then always seem to have neighbours.
     pub fn age(&self) {
         for cell in &self.cells {
             let known = cell.expected.load(Relaxed);
             cell.expected.store(known + known / 512, Relaxed);
+        }
+        self.update_lowest();
+    }
+
+    fn update_lowest(&self) {
+        for (lowest, cells) in self.lowest.iter().zip(self.cells.chunks(DEPTHS)) {
+            let known = cells.iter().map(|cell| cell.expected.load(Relaxed)).filter(|t| *t > 0);
+            if let Some(known) = known.min() {
+                lowest.store(known, Relaxed);
+            }
         }
     }
 }
@@ -145,14 +260,24 @@ mod tests {
     }
 
     #[test]
-    fn a_first_value_measured_with_neighbours_decreases() {
+    fn neighbours_do_not_give_a_first_value() {
         let baseline = Baseline::new(&Calibration::of(Costs::FLASH));
         let class = OperationClass::of(OperationKind::Write, 65_536, 3);
-        baseline.learn(class, 5_000_000, false);
         for _ in 0..20_000 {
-            baseline.learn(class, 80_000, false);
+            baseline.learn(class, 5_000_000, false);
         }
-        assert!(baseline.expected(class) < 90_000);
+        assert_eq!(baseline.expected(class), 0);
+        baseline.learn(class, 80_000, true);
+        assert_eq!(baseline.expected(class), 80_000);
+    }
+
+    #[test]
+    fn a_stall_of_the_device_changes_little() {
+        let baseline = Baseline::new(&Calibration::of(Costs::FLASH));
+        let class = OperationClass::of(OperationKind::Read, 4096, 0);
+        (0..100).for_each(|_| baseline.learn(class, 100_000, true));
+        baseline.learn(class, 2_000_000_000, true);
+        assert!(baseline.expected(class) < 112_000, "{}", baseline.expected(class));
     }
 
     #[test]

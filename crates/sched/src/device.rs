@@ -18,8 +18,11 @@
 //!
 //! Source: P. Goyal, H. M. Vin, H. Cheng, "Start-time Fair Queueing", SIGCOMM 1996.
 
-use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed, Ordering::SeqCst};
+mod period;
+
+use std::sync::atomic::{
+    AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering::Relaxed, Ordering::SeqCst,
+};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Waker;
 
@@ -27,8 +30,8 @@ use crate::Time;
 use crate::account::Account;
 use crate::baseline::{Baseline, OperationClass};
 use crate::cost::{Calibration, Costs, Operation, OperationKind};
-use crate::group::Group;
-use crate::in_flight_window::{DeviceClass, InFlightWindow, PeriodStats};
+use crate::in_flight_window::{DeviceClass, InFlightWindow};
+use crate::probe::Probe;
 use crate::wait_list::{WaitList, WaitToken, Waiter, before, later};
 
 /// A disk without operations for this long (nanoseconds) is absent: it is not a neighbour, and a
@@ -65,10 +68,15 @@ pub struct Device {
     pub(crate) baseline: Baseline,
     /// Virtual time: start tag of the last operation that was admitted in order.
     virtual_time: CacheAligned<AtomicU64>,
-    /// Cost in flight, in nanoseconds.
+    /// Cost in flight, in nanoseconds: of all disks, and of the disks that are in the queue.
     in_flight: CacheAligned<AtomicU64>,
-    /// Size of the in-flight window in nanoseconds. This field and the next ones change rarely.
+    queued_in_flight: AtomicU64,
+    /// Size of the in-flight window, and the part of it for disks in the queue, in nanoseconds.
+    /// These fields and the next ones change rarely.
     window: CacheAligned<AtomicU64>,
+    room: AtomicU64,
+    /// Cost that disks within their share may have in flight without taking room, in nanoseconds.
+    usual: AtomicU64,
     waiting: AtomicUsize,
     /// Whether more than one disk had operations in the last [`ABSENT_NS`].
     shared: AtomicBool,
@@ -76,6 +84,12 @@ pub struct Device {
     rotational: bool,
     /// Whether more than one disk was busy in the last control period.
     was_shared: AtomicBool,
+    /// Whether a probe is on.
+    is_probing: AtomicBool,
+    /// Number of the probe whose quiet phase is on. 0: none.
+    quiet_probe: AtomicU32,
+    /// Number of operations that began and completed in this quiet phase.
+    quiet_samples: AtomicU64,
     next_period_at: AtomicU64,
     state: Mutex<State>,
 }
@@ -86,6 +100,13 @@ struct State {
     accounts: Vec<Option<Arc<Account>>>,
     window: InFlightWindow,
     period_began: Time,
+    /// Number of short control periods that still follow.
+    short_periods: u32,
+    probe: Probe,
+    /// Number of probes so far.
+    probes: u32,
+    /// Number of disks that are present.
+    present: usize,
     aged: Time,
 }
 
@@ -99,6 +120,10 @@ pub struct Grant {
     class: OperationClass,
     /// Whether no other disk had an operation in flight when this one began.
     was_alone: bool,
+    /// Number of the probe in whose quiet phase the operation began. 0: none.
+    probe: u32,
+    /// Whether the operation counts in the window.
+    is_queued: bool,
 }
 
 /// What an admitted operation advances: the device's virtual time and its disk's start tag
@@ -117,6 +142,10 @@ impl Device {
             accounts: Vec::new(),
             window,
             period_began: 0,
+            short_periods: 0,
+            probe: Probe::default(),
+            probes: 0,
+            present: 0,
             aged: 0,
         };
         Device {
@@ -126,11 +155,17 @@ impl Device {
             baseline: Baseline::new(calibration),
             virtual_time: CacheAligned::default(),
             in_flight: CacheAligned::default(),
+            queued_in_flight: AtomicU64::new(0),
             window: CacheAligned(AtomicU64::new(state.window.size())),
+            room: AtomicU64::new(state.window.room()),
+            usual: AtomicU64::new(0),
             waiting: AtomicUsize::new(0),
             shared: AtomicBool::new(false),
             rotational: class == DeviceClass::ROTATIONAL,
             was_shared: AtomicBool::new(false),
+            is_probing: AtomicBool::new(false),
+            quiet_probe: AtomicU32::new(0),
+            quiet_samples: AtomicU64::new(0),
             next_period_at: AtomicU64::new(0),
             state: Mutex::new(state),
         }
@@ -197,7 +232,10 @@ impl Device {
             self.waiting.fetch_sub(1, SeqCst);
         }
         state.accounts[number] = None;
-        self.update_weights(&state, self.next_period_at.load(Relaxed));
+        let now = self.next_period_at.load(Relaxed);
+        self.update_weights(&state, now);
+        // The disk may have held the probe's timer.
+        self.end_probe(&mut state, now);
     }
 
     /// Admits an operation, or returns None if it must [`Device::wait`]. Takes a lock only for the
@@ -207,15 +245,20 @@ impl Device {
         if now >= self.next_period_at.load(Relaxed) {
             self.end_period(now);
         }
-        if !account.present.load(Relaxed) {
-            self.mark_present(account, now);
+        if !account.awake.load(Relaxed) {
+            self.wake(account, now);
         }
         let cost = self.costs.of_request(operation);
         if self.shared.load(Relaxed) {
             let tag = self.virtual_time.0.load(SeqCst);
             let has_room = self.waiting.load(SeqCst) == 0
-                && self.in_flight.0.load(SeqCst) < self.window.0.load(Relaxed);
-            if !has_room && !account.is_within_share(tag) && !account.reservation_is_due(now) {
+                && self.has_room(account)
+                && !account.held.load(Relaxed);
+            let is_admitted = has_room
+                || account.is_within_share(tag)
+                || account.reservation_is_due(now)
+                || (self.is_probing.load(Relaxed) && !account.held.load(Relaxed));
+            if !is_admitted {
                 return None;
             }
             let advance = if has_room { Advance::Device } else { Advance::Disk };
@@ -224,6 +267,18 @@ impl Device {
             account.began();
         }
         Some(self.grant(account, now, cost, operation))
+    }
+
+    /// Returns whether the window has room for an operation of the disk. The operations of other
+    /// disks within their share take no room from a disk in the queue. So the disks in the queue do
+    /// not fill the gaps between them, which would make the next one wait.
+    #[inline]
+    fn has_room(&self, account: &Account) -> bool {
+        if account.is_queued.load(Relaxed) {
+            self.queued_in_flight.load(SeqCst) < self.room.load(Relaxed)
+        } else {
+            self.in_flight.0.load(SeqCst) < self.window.0.load(Relaxed)
+        }
     }
 
     /// Admits an operation that cannot wait.
@@ -248,12 +303,18 @@ impl Device {
         let others = self.in_flight.0.fetch_add(held, SeqCst);
         let own = account.in_flight.fetch_add(held, Relaxed);
         let others_of_disk = account.operations.fetch_add(1, Relaxed);
+        let is_queued = account.is_queued.load(Relaxed);
+        if is_queued {
+            self.queued_in_flight.fetch_add(held, SeqCst);
+        }
         Grant {
+            is_queued,
             cost_ns: cost,
             arrived: now,
             began: now,
             class: OperationClass::of(operation.kind, operation.bytes, others_of_disk),
             was_alone: others <= own && !self.was_shared.load(Relaxed),
+            probe: self.quiet_probe.load(Relaxed),
         }
     }
 
@@ -292,7 +353,7 @@ impl Device {
     }
 
     /// Adds an operation to the wait list. The token reports when it is admitted, which may be at
-    /// once.
+    /// once. Returns when to [`Device::claim`], if a probe is on.
     pub(crate) fn wait(
         &self,
         account: &Account,
@@ -300,7 +361,7 @@ impl Device {
         operation: &Operation,
         token: &Arc<WaitToken>,
         waker: &Waker,
-    ) {
+    ) -> Option<Time> {
         token.start();
         let (cost, bytes, requests) =
             (self.costs.of_request(operation), operation.bytes, operation.requests);
@@ -309,12 +370,16 @@ impl Device {
         let mut state = self.state();
         let tag = later(account.start_tag.load(Relaxed), self.virtual_time.0.load(SeqCst));
         state.wait_list.push(account.number(), tag, waiter);
+        account.is_queued.store(true, Relaxed);
         account.waiting.fetch_add(1, Relaxed);
         account.waits.fetch_add(1, Relaxed);
         // A `done` after this line sees the waiting operation.
         self.waiting.fetch_add(1, SeqCst);
         // A `done` before the line above has made room in the window, which this call sees.
         self.admit_waiters(&mut state, now);
+        // The disk's first waiting operation keeps the time for all.
+        let is_first = account.waiting.load(Relaxed) == 1;
+        if is_first { state.probe.deadline(now, state.window.period()) } else { None }
     }
 
     /// Returns the grant of an operation that was admitted after a wait.
@@ -333,16 +398,26 @@ impl Device {
             began: now,
             class,
             was_alone: false,
+            is_queued: true,
+            probe: self.quiet_probe.load(Relaxed),
         }
     }
 
     /// Admits waiting operations while the window has room.
     fn admit_waiters(&self, state: &mut State, now: Time) {
+        if state.probe.is_on() {
+            return;
+        }
         while self.waiting.load(SeqCst) > 0 {
             let in_flight = self.in_flight.0.load(SeqCst);
             // A disk that has the device to itself never waits. That includes operations that began
             // to wait while it had neighbours.
-            if in_flight > 0 && in_flight >= self.window.0.load(Relaxed) && self.is_shared() {
+            let queued = self.queued_in_flight.load(SeqCst);
+            // Disks within their share may have more in flight than usual.
+            let others = in_flight.saturating_sub(queued);
+            let excess = others.saturating_sub(self.usual.load(Relaxed));
+            let is_full = queued + excess >= self.room.load(Relaxed);
+            if in_flight > 0 && is_full && self.is_shared() {
                 break;
             }
             let Some((disk, tag)) = state.wait_list.pop_head() else { break };
@@ -374,6 +449,7 @@ impl Device {
             self.charge(account, now, waiter.cost_ns, (waiter.requests, waiter.bytes), advance);
             let held = self.held(waiter.cost_ns);
             self.in_flight.0.fetch_add(held, SeqCst);
+            self.queued_in_flight.fetch_add(held, SeqCst);
             account.in_flight.fetch_add(held, Relaxed);
             account.operations.fetch_add(1, Relaxed);
         }
@@ -381,20 +457,34 @@ impl Device {
     }
 
     /// Admits the disk's waiting operations while its reservation is due, even if the window is
-    /// full.
-    pub(crate) fn claim(&self, account: &Account, now: Time) {
+    /// full. Ends a probe that is over. Returns when to call this again for the probe.
+    pub(crate) fn claim(&self, account: &Account, now: Time) -> Option<Time> {
         let mut state = self.state();
+        self.step_probe(&mut state, now);
         while account.reservation_is_due(now) {
             let Some(waiter) = state.wait_list.pop_of(account.number()) else { break };
             self.admit_one(account, &waiter, now, Advance::Disk);
             waiter.waker.wake();
         }
+        state.probe.deadline(now, state.window.period())
+    }
+
+    /// Records that an operation no longer waits, although it was not admitted. It may have held
+    /// the probe's timer, so the probe ends.
+    pub(crate) fn withdraw(&self, now: Time) {
+        let mut state = self.state();
+        self.end_probe(&mut state, now);
+        self.admit_waiters(&mut state, now);
     }
 
     /// Admits all waiting operations of the disk, because one of its queues is drained. Returns
     /// their cost.
     pub(crate) fn release(&self, account: &Account, now: Time) -> u64 {
-        let mut state = self.state();
+        self.admit_all(&mut self.state(), account, now)
+    }
+
+    /// Admits all waiting operations of the disk. Returns their cost.
+    fn admit_all(&self, state: &mut State, account: &Account, now: Time) -> u64 {
         let mut cost = 0u64;
         while let Some(waiter) = state.wait_list.pop_of(account.number()) {
             if self.admit_one(account, &waiter, now, Advance::Disk) {
@@ -425,13 +515,21 @@ impl Device {
     pub(crate) fn done(&self, account: &Account, now: Time, grant: Grant) {
         let service = now.saturating_sub(grant.began);
         let others = self.in_flight.0.load(Relaxed) > account.in_flight.load(Relaxed);
-        self.baseline.learn(grant.class, service, grant.was_alone && !others);
-        account.served(
-            grant.cost_ns,
-            service,
-            now.saturating_sub(grant.arrived),
-            self.baseline.expected(grant.class).max(1),
-        );
+        let in_probe = grant.probe != 0 && grant.probe == self.quiet_probe.load(Relaxed);
+        if in_probe {
+            self.quiet_samples.fetch_add(1, Relaxed);
+        }
+        if in_probe {
+            self.baseline.learn_in_probe(grant.class, service);
+        } else {
+            self.baseline.learn(grant.class, service, grant.was_alone && !others);
+        }
+        // A disk in the queue causes its own depth.
+        let expected = match account.waiting.load(Relaxed) {
+            0 => self.baseline.expected(grant.class),
+            _ => self.baseline.at_least(grant.class),
+        };
+        account.served(grant.cost_ns, service, now.saturating_sub(grant.arrived), expected);
         self.release_grant(account, now, &grant);
     }
 
@@ -442,145 +540,13 @@ impl Device {
         account.in_flight.fetch_sub(held, Relaxed);
         account.operations.fetch_sub(1, Relaxed);
         self.in_flight.0.fetch_sub(held, SeqCst);
+        if grant.is_queued {
+            self.queued_in_flight.fetch_sub(held, SeqCst);
+        }
         if self.waiting.load(SeqCst) > 0 {
             let mut state = self.state();
+            self.step_probe(&mut state, now);
             self.admit_waiters(&mut state, now);
         }
     }
-
-    /// Records that a disk is present: its first operation, or the first after it was absent.
-    #[cold]
-    fn mark_present(&self, account: &Account, now: Time) {
-        let state = self.state();
-        account.present.store(true, Relaxed);
-        account.busy_at.store(now, Relaxed);
-        self.update_presence(&state, now);
-    }
-
-    /// Updates which disks are present, and their effective weights.
-    fn update_presence(&self, state: &State, now: Time) {
-        let present = state.accounts.iter().flatten().filter(|a| a.present.load(Relaxed)).count();
-        if present > 1 && !self.is_shared() {
-            // Until now only one disk was present, and it competed with no other. So its start tag
-            // must not count as a lead.
-            let tag = self.virtual_time.0.load(SeqCst);
-            state
-                .accounts
-                .iter()
-                .flatten()
-                .for_each(|account| account.start_tag.store(tag, Relaxed));
-        }
-        self.shared.store(present > 1, Relaxed);
-        self.update_weights(state, now);
-    }
-
-    /// Divides the weight of each group among its busy disks (as blk-iocost flattens its
-    /// hierarchy).
-    fn update_weights(&self, state: &State, now: Time) {
-        let accounts = || state.accounts.iter().flatten();
-        let mut sums: HashMap<*const Group, u64> = HashMap::new();
-        for account in accounts().filter(|a| a.is_busy(now, QUIET_NS)) {
-            if let Some(group) = account.group() {
-                *sums.entry(Arc::as_ptr(group)).or_default() += u64::from(account.own_weight());
-            }
-        }
-        for account in accounts() {
-            let own = u64::from(account.own_weight());
-            let weight = match account.group() {
-                None => own as f64,
-                Some(group) => {
-                    let busy = sums.get(&Arc::as_ptr(group)).copied().unwrap_or(0);
-                    // An idle disk gets its part as soon as it has operations.
-                    let sum = if account.is_busy(now, QUIET_NS) { busy } else { busy + own };
-                    f64::from(group.weight()) * own as f64 / sum as f64
-                }
-            };
-            account.set_weight(weight);
-        }
-    }
-
-    /// Updates the effective weights after a change of knobs.
-    pub(crate) fn reweigh(&self, now: Time) {
-        self.update_weights(&self.state(), now);
-    }
-
-    /// Ends the control period: adapts the window to its measurements. The first caller after the
-    /// end of the period does this.
-    #[cold]
-    fn end_period(&self, now: Time) {
-        let mut state = self.state();
-        let elapsed = now.saturating_sub(state.period_began);
-        if elapsed < state.window.period() && state.period_began > 0 {
-            return;
-        }
-        state.period_began = now;
-        self.next_period_at.store(now + state.window.period(), Relaxed);
-        let tag = self.virtual_time.0.load(SeqCst);
-        for account in state.accounts.iter().flatten() {
-            // Start tags wrap around. A tag that falls behind by half of the range would compare as
-            // ahead.
-            let _ = account
-                .start_tag
-                .fetch_update(Relaxed, Relaxed, |own| before(own, tag).then_some(tag));
-            if account.present.load(Relaxed)
-                && !account.is_busy(now, ABSENT_NS)
-                && account.is_idle()
-            {
-                account.present.store(false, Relaxed);
-            }
-        }
-        self.update_presence(&state, now);
-        // The device may have been idle before. Measure at most the last two periods.
-        let stats = take_stats(&state, now, elapsed.min(2 * state.window.period()));
-        self.was_shared.store(stats.busy_disks > 1, Relaxed);
-        state.window.adjust(now, &stats);
-        self.window.0.store(state.window.size(), Relaxed);
-        if now.saturating_sub(state.aged) > 1_000_000_000 {
-            state.aged = now;
-            self.baseline.age();
-        }
-        self.admit_waiters(&mut state, now);
-    }
-}
-
-/// Collects what the disks have counted since the last period.
-fn take_stats(state: &State, now: Time, elapsed: u64) -> PeriodStats {
-    let mut stats = PeriodStats { elapsed_ns: elapsed, ..PeriodStats::default() };
-    let accounts = || state.accounts.iter().flatten();
-    let capacity = state.window.capacity();
-    let counts: Vec<_> = accounts().map(|account| account.take_counts(now)).collect();
-    let weights: f64 =
-        accounts().zip(&counts).filter(|(_, c)| c.busy).map(|(a, _)| a.weight()).sum();
-    for (account, counts) in accounts().zip(&counts).filter(|(_, c)| c.busy) {
-        let due = account.weight() / weights;
-        stats.busy_disks += 1;
-        account.set_rate(due * capacity);
-        account.note_owed(due * capacity * elapsed as f64, counts.cost_ns);
-        account.set_margin((due * state.window.unprotected_size() * MARGIN) as u64);
-        stats.completed_cost_ns += counts.cost_ns;
-        stats.operations += counts.served;
-        stats.total_service_ns += counts.service_ns;
-        stats.total_baseline_ns += counts.baseline_ns;
-        if counts.is_over_share {
-            stats.had_waiters = true;
-            stats.over_share_cost_ns += counts.cost_ns;
-            stats.over_share_weight += due;
-            continue;
-        }
-        stats.within_in_flight_ns += account.in_flight.load(Relaxed);
-        match account.latency_target() {
-            _ if counts.served == 0 => {}
-            0 => {
-                stats.within_operations += counts.served;
-                stats.within_service_ns += counts.latency_ns;
-                stats.within_baseline_ns += counts.baseline_ns;
-            }
-            target => {
-                let missed = counts.latency_ns as f64 / counts.served as f64 / target as f64;
-                stats.target_ratio =
-                    Some(stats.target_ratio.map_or(missed, |worst: f64| worst.max(missed)));
-            }
-        }
-    }
-    stats
 }

@@ -20,18 +20,35 @@ pub(crate) const MAX_SLOWDOWN: f64 = 1.5;
 /// A slowdown up to this ratio counts as no slowdown.
 pub(crate) const NO_SLOWDOWN: f64 = 1.03;
 
-/// Number of operations over which a slowdown above [`MAX_SLOWDOWN`] is averaged.
+/// Number of operations over which a slowdown above [`MAX_SLOWDOWN`] is averaged. A smaller one is
+/// averaged over twice as many.
 const MIN_SAMPLES: u64 = 8;
-/// Number of operations over which a smaller slowdown is averaged. After [`CERTAIN_NS`]
-/// nanoseconds [`MIN_SAMPLES`] operations are enough for it too.
+/// The same if the disks over their share get their share of the device, so that a larger window
+/// gains little. After [`CERTAIN_NS`] nanoseconds fewer operations are enough for it too.
 const CERTAIN_SAMPLES: u64 = 100;
 const CERTAIN_NS: u64 = 400_000_000;
+/// Standard deviation of a service time, as a part of its mean. A slowdown below its uncertainty
+/// counts as none.
+const UNCERTAINTY: f64 = 0.1;
+/// Number of operations that show whether most baselines are unknown, and in a control period
+/// whether a probe would have enough samples.
+const MIN_UNKNOWN: u64 = 4;
 /// Time for which the window still protects disks within their share after their last operation, in
 /// nanoseconds.
-const PROTECTION_NS: u64 = 1_000_000_000;
+pub(crate) const PROTECTION_NS: u64 = 1_000_000_000;
 /// Part of the window that the disks over their share always keep, in nanoseconds of cost. It is
 /// added to what the protected disks have in flight.
 const MIN_SIZE_NS: f64 = 1_000.0;
+/// The window closes to this part of its initial size if no better size is known.
+const CLOSED_PART: f64 = 8.0;
+/// Smallest factor by which the disks over their share lose room in one step.
+const MAX_SHRINK: f64 = 0.4;
+/// Factor by which the caution after a slowdown decreases in a control period.
+const CAUTION_DECAY: f64 = 0.96;
+/// Age in nanoseconds from which a baseline may be out of date: if it shows a small slowdown, and
+/// if it shows one above [`MAX_SLOWDOWN`].
+const STALE_NS: u64 = 1_000_000_000;
+const DOUBTFUL_NS: u64 = 300_000_000;
 
 /// Class of a device: how it is controlled.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -57,8 +74,14 @@ pub(crate) struct PeriodStats {
     pub elapsed_ns: u64,
     /// Number of disks that had operations.
     pub busy_disks: u32,
-    /// Whether an operation waited for the device.
-    pub had_waiters: bool,
+    /// Whether a disk was over its share.
+    pub has_excess: bool,
+    /// Whether an operation of a disk within its share had to wait.
+    pub within_waits: bool,
+    /// Whether a disk over its share was within it a short time ago.
+    pub protected_waits: bool,
+    /// Cost in flight at the end of the period.
+    pub in_flight_ns: u64,
     /// Cost of the operations that completed: of all disks, and of the disks over their share.
     pub completed_cost_ns: u64,
     pub over_share_cost_ns: u64,
@@ -69,7 +92,9 @@ pub(crate) struct PeriodStats {
     pub within_operations: u64,
     pub within_service_ns: u64,
     pub within_baseline_ns: u64,
-    /// Cost that disks within their share have in flight now.
+    /// Of these operations, the number without a known baseline.
+    pub within_unknown: u64,
+    /// Cost that disks within their share had in flight on average.
     pub within_in_flight_ns: u64,
     /// Highest ratio of mean service time to latency target, of the disks within their share that
     /// have a target.
@@ -96,13 +121,30 @@ pub(crate) struct InFlightWindow {
     /// Sums over completed operations of disks within their share, until there are enough of them
     /// to compute a slowdown.
     within: WithinShare,
+    /// Number of operations of disks within their share whose baseline is unknown, and of all,
+    /// since both were last compared.
+    unknown: (u64, u64),
     /// Time when an operation of a disk within its share last completed, in nanoseconds.
     within_at: Option<u64>,
-    /// Highest total cost that the disks within their share recently had in flight, in
-    /// nanoseconds. With a smaller window, operations of a single disk would wait for each other.
-    held: f64,
-    /// Window size at the last slowdown. The window grows slowly when it is near this size.
+    /// Size at the end of the last adjustment that protected a disk.
+    protected: Option<f64>,
+    /// Whether the window has closed for a disk that began to work, and opens quickly while it
+    /// proves harmless.
+    is_opening: bool,
+    /// Slowdown of the disks within their share when it was last computed.
+    slowdown: f64,
+    /// Window size at the last slowdown. The window grows slowly when it is near this size and the
+    /// slowdown was recent.
     knee: f64,
+    /// Total cost that the disks within their share have in flight, on average over some periods,
+    /// in nanoseconds.
+    usually_held: f64,
+    /// Whether disks within their share had operations in the last period.
+    has_protected: bool,
+    /// Whether the last step was a smaller window because of a slowdown.
+    is_shrinking: bool,
+    /// 1 at a slowdown; decreases to 0 with the periods after it.
+    caution: f64,
 }
 
 /// Number and summed times of completed operations of disks within their share. The fields have the
@@ -126,9 +168,16 @@ impl InFlightWindow {
             capacity: 1.0,
             recent: (0.0, 0.0),
             within: WithinShare::default(),
+            unknown: (0, 0),
             within_at: None,
             knee: f64::MAX,
-            held: 0.0,
+            caution: 0.0,
+            usually_held: 0.0,
+            has_protected: false,
+            is_shrinking: false,
+            protected: None,
+            is_opening: false,
+            slowdown: 1.0,
         }
     }
 
@@ -138,6 +187,24 @@ impl InFlightWindow {
 
     pub fn size(&self) -> u64 {
         self.size as u64
+    }
+
+    /// Returns the part of the window that the disks in the queue may fill. The rest is for the
+    /// disks within their share, even when they have nothing in flight for a moment.
+    pub fn room(&self) -> u64 {
+        (self.size - self.held()).max(MIN_SIZE_NS) as u64
+    }
+
+    /// Returns the cost that disks within their share may have in flight without taking room from
+    /// the disks in the queue: twice the average, because their operations come in bursts.
+    pub fn usual(&self) -> u64 {
+        (2.0 * self.held()) as u64
+    }
+
+    /// Returns the cost that the protected disks have in flight. Disks that wait are in the queue
+    /// with all others.
+    fn held(&self) -> f64 {
+        if self.has_protected { self.usually_held } else { 0.0 }
     }
 
     /// Returns the size of the window while no disk needs protection: the initial size, or the
@@ -151,13 +218,55 @@ impl InFlightWindow {
         self.capacity
     }
 
+    /// Begins to protect a disk that begins to work, if no disk is protected yet: the window closes
+    /// to the size that protected disks last, and opens again if that is smaller than necessary.
+    /// Returns whether protection begins. `now` in nanoseconds.
+    pub fn protect(&mut self, now: u64) -> bool {
+        if self.is_protecting(now) {
+            return false;
+        }
+        self.within_at = Some(now);
+        let closed = self.protected.unwrap_or(self.initial / CLOSED_PART).min(self.initial);
+        self.size = self.size.min(closed).max(MIN_SIZE_NS);
+        self.within = WithinShare::default();
+        self.is_opening = true;
+        true
+    }
+
+    /// Returns whether the window opens after it has closed for a disk.
+    pub fn is_opening(&self) -> bool {
+        self.is_opening
+    }
+
+    fn is_protecting(&self, now: u64) -> bool {
+        self.within_at.is_some_and(|at| now < at.saturating_add(PROTECTION_NS))
+    }
+
+    /// Returns whether a probe would help: the baseline of most operations of disks within their
+    /// share is unknown, or these operations are slow and the last probe was `age` nanoseconds ago.
+    pub fn wants_probe(&mut self, stats: &PeriodStats, age: u64) -> bool {
+        self.unknown.0 += stats.within_unknown;
+        self.unknown.1 += stats.within_operations;
+        let (unknown, all) = self.unknown;
+        if all >= MIN_UNKNOWN {
+            self.unknown = (0, 0);
+        }
+        let is_stale = match self.slowdown {
+            slowdown if slowdown > MAX_SLOWDOWN => age > DOUBTFUL_NS,
+            slowdown => slowdown > NO_SLOWDOWN && age > STALE_NS,
+        };
+        // A probe of a disk that does little would be long.
+        let is_stale = is_stale && stats.within_operations >= MIN_UNKNOWN;
+        stats.within_operations > 0 && ((all >= MIN_UNKNOWN && unknown * 2 > all) || is_stale)
+    }
+
     /// Ends a control period: adapts the window to its measurements. `now` in nanoseconds.
     pub fn adjust(&mut self, now: u64, stats: &PeriodStats) {
         if stats.elapsed_ns == 0 {
             return;
         }
         let rate = self.rate(stats);
-        if !stats.had_waiters {
+        if !stats.has_excess {
             return;
         }
         if stats.within_operations > 0 || stats.target_ratio.is_some() {
@@ -165,32 +274,48 @@ impl InFlightWindow {
         }
         let slowdown = self.slowdown(stats);
         let step_for_target = stats.target_ratio.map(|ratio| step_for_target(stats, ratio));
+        self.has_protected = stats.within_operations > 0;
+        if self.has_protected {
+            self.usually_held += (stats.within_in_flight_ns as f64 - self.usually_held) * 0.5;
+        }
         let step = match (
             step_for_target,
             slowdown.map(|slowdown| self.step_within_share(stats, slowdown)),
         ) {
             (Some(one), Some(other)) => one.min(other),
             (Some(one), None) | (None, Some(one)) => one,
-            (None, None)
-                if self.within_at.is_some_and(|at| now < at.saturating_add(PROTECTION_NS)) =>
-            {
+            (None, None) if self.is_protecting(now) => {
                 // The disks within their share have completed too few operations so far to compute
                 // a slowdown.
-                if stats.over_share_exceeds(self.capacity * stats.elapsed_ns as f64) {
-                    1.0
-                } else {
-                    self.grow_step(stats, 1.02)
+                let is_full = stats.over_share_exceeds(self.capacity * stats.elapsed_ns as f64);
+                // The window is so small that the protected disks wait, too.
+                let is_too_small = stats.within_operations == 0 && stats.protected_waits;
+                let is_unknown = stats.within_unknown * 2 > stats.within_operations;
+                match () {
+                    () if is_too_small && self.is_opening => self.grow_step(stats, 2.0),
+                    () if is_unknown || (is_full && !is_too_small) => 1.0,
+                    () if self.is_opening => self.grow_step(stats, 1.1),
+                    () if self.slowdown > NO_SLOWDOWN && !is_too_small => 1.0,
+                    () if self.is_far_below_knee() => self.grow_step(stats, 1.25),
+                    () => self.grow_step(stats, 1.03),
                 }
             }
             (None, None) => {
                 self.within = WithinShare::default();
                 self.knee = f64::MAX;
+                self.slowdown = 1.0;
                 self.step_over_share(stats, rate)
             }
         };
-        self.held = (self.held * 0.98).max(stats.within_in_flight_ns as f64);
         let most = 8.0 * self.class.queue_ns as f64;
-        self.size = (self.size * step).clamp((self.held + MIN_SIZE_NS).min(most), most);
+        if step < 1.0 {
+            // A window that is larger than what is in flight limits nothing.
+            self.size = self.size.min(stats.in_flight_ns as f64);
+        }
+        self.size = (self.size * step).clamp((self.held() + MIN_SIZE_NS).min(most), most);
+        if self.is_protecting(now) {
+            self.protected = Some(self.size);
+        }
     }
 
     /// Returns the rate of completed cost. It is averaged over several periods, because operations
@@ -211,20 +336,23 @@ impl InFlightWindow {
 
     /// Returns the slowdown of the disks within their share, once there are enough operations.
     fn slowdown(&mut self, stats: &PeriodStats) -> Option<f64> {
+        let is_full = stats.over_share_exceeds(self.capacity * stats.elapsed_ns as f64);
         let WithinShare { operations, service_ns, baseline_ns, elapsed_ns } = &mut self.within;
-        *operations += stats.within_operations;
+        *operations += stats.within_operations - stats.within_unknown;
         *service_ns += stats.within_service_ns;
         *baseline_ns += stats.within_baseline_ns;
         *elapsed_ns += stats.elapsed_ns;
         let slowdown = *service_ns as f64 / (*baseline_ns).max(1) as f64;
-        let enough = if slowdown > MAX_SLOWDOWN || *elapsed_ns >= CERTAIN_NS {
-            MIN_SAMPLES
-        } else {
-            CERTAIN_SAMPLES
+        let uncertain = UNCERTAINTY * if is_full { 1.0 } else { 3.0 } / (*operations as f64).sqrt();
+        let enough = match () {
+            () if slowdown > MAX_SLOWDOWN => MIN_SAMPLES,
+            () if is_full && *elapsed_ns < CERTAIN_NS => CERTAIN_SAMPLES,
+            () => 2 * MIN_SAMPLES,
         };
         (*operations >= enough).then(|| {
             self.within = WithinShare::default();
-            slowdown
+            let is_slowed = slowdown > NO_SLOWDOWN + uncertain;
+            if is_slowed { slowdown } else { 1.0 }
         })
     }
 
@@ -232,21 +360,51 @@ impl InFlightWindow {
     fn step_within_share(&mut self, stats: &PeriodStats, slowdown: f64) -> f64 {
         let full = stats.over_share_exceeds(self.capacity * stats.elapsed_ns as f64);
         let fair = stats.over_share_exceeds(stats.completed_cost_ns as f64);
-        if slowdown > NO_SLOWDOWN && full {
-            self.knee = self.size;
+        self.slowdown = slowdown;
+        if slowdown <= NO_SLOWDOWN {
+            let by = match () {
+                () if self.is_opening => 1.5,
+                () if self.is_far_below_knee() => 1.25,
+                () => 1.1 - 0.096 * self.caution,
+            };
+            self.is_shrinking = false;
+            // The device may have become faster, or may only have stalled.
+            self.caution *= CAUTION_DECAY;
+            return self.grow_step(stats, by);
         }
-        // Raise the knee again, because the device may have become faster.
-        self.knee *= 1.001;
-        let by = if self.size * 1.08 > self.knee { 1.002 } else { 1.05 };
-        match () {
-            () if slowdown > MAX_SLOWDOWN && fair => {
-                1.0 / (slowdown / MAX_SLOWDOWN).clamp(1.03, 1.2)
-            }
-            () if slowdown > NO_SLOWDOWN && full => 1.0 / (slowdown / NO_SLOWDOWN).clamp(1.01, 1.1),
-            () if slowdown < NO_SLOWDOWN => self.grow_step(stats, by),
-            () if !fair || (slowdown < MAX_SLOWDOWN * 0.95 && !full) => self.grow_step(stats, 1.03),
+        self.is_opening = false;
+        let step = match () {
+            () if slowdown > MAX_SLOWDOWN && fair => self.shrink_step(stats, slowdown),
+            // A smaller window would make these disks wait even more.
+            () if full && stats.within_waits => 1.0,
+            () if full => 1.0 / (slowdown / NO_SLOWDOWN).clamp(1.01, 1.1),
+            () if !fair || slowdown < MAX_SLOWDOWN * 0.95 => self.grow_step(stats, 1.03),
             () => 1.0,
+        };
+        if step < 1.0 && !self.is_shrinking {
+            let is_low = self.is_far_below_knee();
+            self.knee = if is_low { self.knee * 0.8 } else { self.size };
+            self.caution = 1.0;
         }
+        self.is_shrinking = step < 1.0;
+        step
+    }
+
+    /// Returns whether the window was much larger before it shrank because of a slowdown.
+    fn is_far_below_knee(&self) -> bool {
+        self.knee < f64::MAX && self.size < 0.7 * self.knee
+    }
+
+    /// Returns the factor for the window that reduces a slowdown above [`MAX_SLOWDOWN`]. The time
+    /// that an operation takes longer is proportional to what the disks over their share have in
+    /// flight. These keep their share of the completed cost.
+    fn shrink_step(&self, stats: &PeriodStats, slowdown: f64) -> f64 {
+        let for_slowdown = (MAX_SLOWDOWN - 1.0) / (slowdown - 1.0);
+        let part = stats.over_share_cost_ns as f64 / stats.completed_cost_ns.max(1) as f64;
+        let due = stats.over_share_weight;
+        let for_share = due * (1.0 - part) / (part * (1.0 - due)).max(f64::MIN_POSITIVE);
+        let step = for_slowdown.max(for_share).clamp(MAX_SHRINK, 0.97);
+        1.0 - (1.0 - step) * self.room() as f64 / self.size
     }
 
     /// Returns the factor for the window while all disks are over their share. The window grows
@@ -260,9 +418,14 @@ impl InFlightWindow {
     /// Returns the factor `by`, limited to 1 if operations spend too long in the device's queue.
     fn grow_step(&self, stats: &PeriodStats, by: f64) -> f64 {
         let most = stats.total_baseline_ns + stats.operations * self.class.queue_ns;
+        // The window that keeps the device busy if nothing queues there: its rate times the time of
+        // an operation. The expected times may be those of a device that was faster, so a smaller
+        // window might not shorten the queue.
+        let each = stats.total_baseline_ns as f64 / stats.operations.max(1) as f64;
+        let enough = self.capacity * each;
         match stats.operations {
             0 => 1.0,
-            _ if stats.total_service_ns > most + most / 10 => 0.93,
+            _ if stats.total_service_ns > most + most / 10 => (enough / self.size).clamp(0.93, 1.0),
             _ if stats.total_service_ns > most => 1.0,
             _ => by,
         }
@@ -289,120 +452,4 @@ impl PeriodStats {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn stats() -> PeriodStats {
-        let (elapsed_ns, had_waiters, over_share_weight) = (20_000_000, true, 0.5);
-        PeriodStats { elapsed_ns, had_waiters, over_share_weight, ..PeriodStats::default() }
-    }
-
-    fn after(window: &mut InFlightWindow, stats: &PeriodStats, periods: u64) -> u64 {
-        (0..periods).for_each(|n| window.adjust(n * 20_000_000, stats));
-        window.size()
-    }
-
-    #[test]
-    fn the_window_grows_until_the_device_queue_is_full_and_then_shrinks() {
-        let mut window = InFlightWindow::new(DeviceClass::FLASH, None);
-        let busy = PeriodStats {
-            completed_cost_ns: 20_000_000,
-            over_share_cost_ns: 20_000_000,
-            over_share_weight: 1.0,
-            operations: 100,
-            total_baseline_ns: 5_000_000,
-            ..stats()
-        };
-        assert!(
-            after(&mut window, &PeriodStats { total_service_ns: 50_000_000, ..busy }, 20)
-                > 2_000_000
-        );
-        assert!(
-            after(&mut window, &PeriodStats { total_service_ns: 500_000_000, ..busy }, 60)
-                < 200_000
-        );
-    }
-
-    #[test]
-    fn disks_within_their_share_are_protected_up_to_the_share_of_the_others() {
-        let polite = PeriodStats {
-            within_operations: 100,
-            within_baseline_ns: 4_000_000,
-            within_service_ns: 20_000_000,
-            operations: 200,
-            ..stats()
-        };
-        let mut window = InFlightWindow::new(DeviceClass::FLASH, None);
-        let more =
-            PeriodStats { completed_cost_ns: 10_000_000, over_share_cost_ns: 8_000_000, ..polite };
-        assert!(
-            after(&mut window, &more, 20) < 100_000,
-            "they get more than their half of what is completed"
-        );
-        let less =
-            PeriodStats { completed_cost_ns: 10_000_000, over_share_cost_ns: 4_000_000, ..polite };
-        let before = window.size();
-        assert!(after(&mut window, &less, 20) > before, "they get less than their half of it");
-        // The slowdown is small, and the others get their half of the device's capacity. So the
-        // window shrinks further.
-        let slightly = PeriodStats {
-            within_service_ns: 4_300_000,
-            completed_cost_ns: 14_000_000,
-            over_share_cost_ns: 12_000_000,
-            ..polite
-        };
-        let before = window.size();
-        assert!(after(&mut window, &slightly, 20) < before);
-    }
-
-    #[test]
-    fn a_latency_target_precedes_shares_but_starves_no_disk() {
-        let polite = PeriodStats {
-            target_ratio: Some(2.0),
-            completed_cost_ns: 10_000_000,
-            over_share_cost_ns: 2_000_000,
-            ..stats()
-        };
-        let mut window = InFlightWindow::new(DeviceClass::FLASH, None);
-        assert!(after(&mut window, &polite, 30) < 50_000);
-        let before = window.size();
-        assert!(
-            after(&mut window, &PeriodStats { over_share_cost_ns: 100_000, ..polite }, 30)
-                >= before
-        );
-        assert!(
-            after(&mut window, &PeriodStats { target_ratio: Some(0.5), ..polite }, 30) > before
-        );
-    }
-
-    #[test]
-    fn the_window_stays_for_a_second_after_the_last_protected_operation() {
-        let mut window = InFlightWindow::new(DeviceClass::FLASH, None);
-        let polite = PeriodStats {
-            within_operations: 100,
-            within_baseline_ns: 4_000_000,
-            within_service_ns: 8_000_000,
-            over_share_cost_ns: 30_000_000,
-            ..stats()
-        };
-        window.adjust(0, &polite);
-        let size = window.size();
-        let busy = PeriodStats {
-            completed_cost_ns: 30_000_000,
-            over_share_cost_ns: 30_000_000,
-            over_share_weight: 0.9,
-            operations: 100,
-            ..stats()
-        };
-        window.adjust(500_000_000, &busy);
-        assert_eq!(window.size(), size);
-        window.adjust(600_000_000, &PeriodStats { over_share_cost_ns: 15_000_000, ..busy });
-        assert!(
-            window.size() > size && window.size() < size * 21 / 20,
-            "unless others get less than they might"
-        );
-        let size = window.size();
-        window.adjust(1_500_000_000, &busy);
-        assert!(window.size() > size);
-    }
-}
+mod tests;

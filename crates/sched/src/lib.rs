@@ -11,7 +11,8 @@
 //!       ├ wait_list          the operations that wait, lowest start tag first
 //!       ├ cost               cost of an operation, in nanoseconds of device time
 //!       ├ baseline           service time of an operation without neighbours
-//!       └ in_flight_window   cost that may be in flight on the device
+//!       ├ in_flight_window   cost that may be in flight on the device
+//!       └ probe              moments without the disks over their share
 //! ```
 //!
 //! In: operations, with the time of each. Out: whether an operation may begin, or when to retry.
@@ -37,6 +38,7 @@ mod host;
 mod in_flight_window;
 mod knobs;
 mod limit;
+mod probe;
 mod reserve;
 mod share;
 mod wait_list;

@@ -149,8 +149,8 @@ impl Share {
     }
 
     /// Adds an operation to the device's wait list. When it is admitted, `token` reports it
-    /// ([`WaitToken::take_grant`]) and `waker` is woken. Returns when to call [`Share::claim`], if
-    /// the disk has a reservation.
+    /// ([`WaitToken::take_grant`]) and `waker` is woken. The waker may be woken before that. Then,
+    /// and at the returned time, call [`Share::claim`].
     pub fn wait(
         &self,
         now: Time,
@@ -159,8 +159,8 @@ impl Share {
         waker: &Waker,
     ) -> Option<Time> {
         let device = self.device.as_ref()?;
-        device.wait(&self.account, now, operation, token, waker);
-        self.next_claim(now)
+        let probe = device.wait(&self.account, now, operation, token, waker);
+        self.next_claim(now).into_iter().chain(probe).min()
     }
 
     /// Returns when the reservation is due for the last waiting operation.
@@ -171,10 +171,18 @@ impl Share {
         own.into_iter().chain(group).min()
     }
 
-    /// Admits waiting operations for which the reservation is due. Returns when to call this again.
+    /// Admits waiting operations for which the reservation is due, or which a probe has held.
+    /// Returns when to call this again.
     pub fn claim(&self, now: Time) -> Option<Time> {
-        self.device.as_ref()?.claim(&self.account, now);
-        self.next_claim(now)
+        let probe = self.device.as_ref()?.claim(&self.account, now);
+        self.next_claim(now).into_iter().chain(probe).min()
+    }
+
+    /// Records that an operation which waited for the device was cancelled before it was admitted.
+    pub fn withdraw(&self, now: Time) {
+        if let Some(device) = &self.device {
+            device.withdraw(now);
+        }
     }
 
     /// Returns the grant of an operation that was admitted after a wait, for [`Share::done`].

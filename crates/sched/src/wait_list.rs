@@ -29,6 +29,15 @@ impl WaitToken {
         self.0.compare_exchange(WAITS, GRANTED, SeqCst, SeqCst).is_ok()
     }
 
+    fn waits(&self) -> bool {
+        self.0.load(SeqCst) == WAITS
+    }
+
+    /// Returns whether the operation is admitted.
+    pub fn is_granted(&self) -> bool {
+        self.0.load(SeqCst) == GRANTED
+    }
+
     /// Returns whether the operation was admitted. Returns true once for each wait.
     pub fn take_grant(&self) -> bool {
         self.0.compare_exchange(GRANTED, IDLE, SeqCst, SeqCst).is_ok()
@@ -118,6 +127,16 @@ impl WaitList {
     pub fn push_head(&mut self, disk: usize, tag: u64) {
         if !self.queues[disk].is_empty() {
             self.heads.push(Head { tag, disk });
+        }
+    }
+
+    /// Wakes the first operation of each disk, without admitting it.
+    pub fn wake_first(&self) {
+        for queue in &self.queues {
+            // An operation that was cancelled has no task any more.
+            if let Some(first) = queue.iter().find(|waiter| waiter.token.waits()) {
+                first.waker.wake_by_ref();
+            }
         }
     }
 

@@ -28,6 +28,9 @@ pub struct Guest {
     /// Active from `from` until `until`, in nanoseconds.
     pub from: u64,
     pub until: u64,
+    /// From `from` on, works for the first duration, rests for the second one, and so on, in
+    /// nanoseconds.
+    pub shifts: Option<(u64, u64)>,
 }
 
 impl Guest {
@@ -41,6 +44,18 @@ impl Guest {
             work: vec![(OperationKind::Read, 4096)],
             from: 0,
             until: u64::MAX,
+            shifts: None,
+        }
+    }
+
+    /// Returns the next time from `now` on at which the guest works.
+    fn works_at(&self, now: u64) -> u64 {
+        match self.shifts {
+            Some((works, rests)) => {
+                let into = now.saturating_sub(self.from) % (works + rests);
+                if into < works { now } else { now - into + works + rests }
+            }
+            None => now,
         }
     }
 
@@ -56,6 +71,8 @@ pub struct Got {
     pub cost: u64,
     /// Latencies from arrival to completion in nanoseconds, sorted.
     pub latencies: Vec<u64>,
+    /// Times of the completions in nanoseconds, in order.
+    pub completions: Vec<u64>,
     pub figures: Figures,
 }
 
@@ -63,6 +80,21 @@ impl Got {
     pub fn quantile(&self, q: f64) -> u64 {
         self.latencies[((self.latencies.len() - 1) as f64 * q) as usize]
     }
+}
+
+/// How a device changes.
+#[derive(Clone, Copy, PartialEq)]
+pub enum Mood {
+    Even,
+    /// Once in this many nanoseconds nothing completes for the second number of nanoseconds.
+    Stalls(u64, u64),
+    /// Once in this many nanoseconds it takes three times as long for the second number of
+    /// nanoseconds.
+    Slows(u64, u64),
+    /// From this time on it takes this many percent of the time.
+    Changes(u64, u64),
+    /// A network disk: at most this many operations a second, one after another.
+    Bucket(u64),
 }
 
 #[derive(Clone, Copy)]
@@ -73,6 +105,10 @@ pub struct Model {
     pub per_mib: u64,
     /// Service times are uniformly distributed over this many percent.
     pub spread: u64,
+    /// Time in nanoseconds after the service, in which the operation occupies no server.
+    pub after: u64,
+    /// What becomes of the device while it works.
+    pub mood: Mood,
     /// Whether the scheduler is used.
     pub scheduled: bool,
     /// Whether the service times without neighbours are known in advance.
@@ -86,6 +122,8 @@ impl Model {
         time: MS,
         per_mib: 0,
         spread: 0,
+        after: 0,
+        mood: Mood::Even,
         scheduled: true,
         calibrated: false,
         span: 5 * S,
@@ -107,10 +145,18 @@ impl Model {
         }
     }
 
-    fn service(&self, bytes: u64, random: &mut Random) -> u64 {
+    fn service(&self, now: u64, bytes: u64, random: &mut Random) -> u64 {
         let time = self.time + ((u128::from(bytes) * u128::from(self.per_mib)) >> 20) as u64;
         let spread = time * self.spread / 100;
-        time - spread / 2 + random.below(spread + 1)
+        let time = time - spread / 2 + random.below(spread + 1);
+        match self.mood {
+            Mood::Stalls(every, stall) if now % every + time > every - stall => {
+                every - now % every + time
+            }
+            Mood::Slows(every, slow) if now % every < slow => 3 * time,
+            Mood::Changes(at, percent) if now >= at => time * percent / 100,
+            _ => time,
+        }
     }
 }
 
@@ -136,6 +182,8 @@ impl Wake for Woken {
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Event {
     Ask(usize),
+    /// A server becomes free.
+    Served(usize),
     Ended(usize),
     Claim(usize),
 }
@@ -161,6 +209,8 @@ pub struct Simulation {
     free: Vec<usize>,
     busy: usize,
     queue: VecDeque<usize>,
+    /// When a network disk's bucket has its next token.
+    token_at: u64,
     woken: Arc<Mutex<Vec<usize>>>,
     random: Random,
 }
@@ -175,10 +225,7 @@ impl Simulation {
             window_ns: model.calibrated.then_some(model.time),
             ..Calibration::of(model.costs())
         };
-        let profile = DeviceProfile {
-            class: DeviceClass { queue_ns: model.time, ..DeviceClass::FLASH },
-            calibration,
-        };
+        let profile = DeviceProfile { class: DeviceClass::FLASH, calibration };
         let device = model.scheduled.then_some(("model", &profile));
         let share =
             |g: &Guest| host.share(device, g.group.as_ref().map(|(name, k)| (*name, k)), &g.knobs);
@@ -196,13 +243,14 @@ impl Simulation {
             free: Vec::new(),
             busy: 0,
             queue: VecDeque::new(),
+            token_at: 0,
             woken: Arc::default(),
             random: Random(7),
         };
         for (at, guest) in guests.iter().enumerate() {
             // Guests start at slightly different times.
             (0..guest.depth).for_each(|n| {
-                simulation.at(guest.from + (n as u64) * 1_000 + at as u64, Event::Ask(at))
+                simulation.at(guest.from + (n as u64) * 1_000 + at as u64, Event::Ask(at));
             });
         }
         simulation
@@ -233,6 +281,7 @@ impl Simulation {
             match event {
                 Event::Ask(guest) if time < self.guests[guest].until => self.ask(guest),
                 Event::Ask(_) => {}
+                Event::Served(which) => self.served(which),
                 Event::Ended(which) => self.ended(which, from),
                 Event::Claim(guest) => self.claim(guest),
             }
@@ -290,7 +339,11 @@ impl Simulation {
         let woken = std::mem::take(&mut *self.woken.lock().unwrap());
         for which in woken {
             let under = &mut self.under[which];
-            assert!(under.token.take_grant(), "woken, but not admitted");
+            if !under.token.take_grant() {
+                let guest = under.guest;
+                self.claim(guest);
+                continue;
+            }
             under.grant = self.shares[under.guest].granted(under.asked, self.now, &under.operation);
             self.submit(which);
         }
@@ -302,15 +355,28 @@ impl Simulation {
 
     fn serve(&mut self, which: usize) {
         self.busy += 1;
-        let time = self.model.service(self.under[which].operation.bytes, &mut self.random);
-        self.at(self.now + time, Event::Ended(which));
+        let bytes = self.under[which].operation.bytes;
+        let time = self.model.service(self.now, bytes, &mut self.random);
+        let begins = match self.model.mood {
+            Mood::Bucket(rate) => {
+                let begins = self.token_at.max(self.now);
+                self.token_at = begins + S / rate;
+                begins
+            }
+            _ => self.now,
+        };
+        self.at(begins + time, Event::Served(which));
     }
 
-    fn ended(&mut self, which: usize, from: u64) {
+    fn served(&mut self, which: usize) {
         self.busy -= 1;
         if let Some(next) = self.queue.pop_front() {
             self.serve(next);
         }
+        self.at(self.now + self.model.after, Event::Ended(which));
+    }
+
+    fn ended(&mut self, which: usize, from: u64) {
         let Under { guest, operation, asked, grant, .. } = self.under[which];
         self.shares[guest].done(self.now, grant);
         self.free.push(which);
@@ -320,9 +386,11 @@ impl Simulation {
             got.cost += self.model.costs().of(&operation);
             if got.latencies.len() < 1 << 20 {
                 got.latencies.push(self.now - asked);
+                got.completions.push(self.now);
             }
         }
-        self.at(self.now + self.guests[guest].think, Event::Ask(guest));
+        let next = self.guests[guest].works_at(self.now + self.guests[guest].think);
+        self.at(next, Event::Ask(guest));
     }
 }
 

@@ -1,0 +1,281 @@
+//! What a device decides from time to time, under its lock: which disks are present and what they
+//! weigh, the size of the window, and probes.
+//!
+//! In: the disks' counters. Out: the window, margins and weights that operations read without the
+//! lock.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::{Relaxed, SeqCst};
+
+use super::{ABSENT_NS, Device, MARGIN, QUIET_NS, State};
+use crate::Time;
+use crate::account::Account;
+use crate::group::Group;
+use crate::in_flight_window::{PROTECTION_NS, PeriodStats};
+use crate::wait_list::before;
+
+/// A disk that gets this multiple of its share of what completes counts as over its share.
+const MUCH: f64 = 1.5;
+/// While the window opens for a disk that began to work, up to this many control periods are
+/// shorter, by this factor.
+const SHORT_PERIODS: u32 = 100;
+const SHORT: u64 = 10;
+
+impl Device {
+    /// Records that a disk begins to work: its first operation, or the first after a rest. If no
+    /// disk was protected until now, the window closes at once, because what is in flight may slow
+    /// this disk down.
+    #[cold]
+    pub(super) fn wake(&self, account: &Account, now: Time) {
+        let mut state = self.state();
+        account.awake.store(true, Relaxed);
+        account.busy_at.store(now, Relaxed);
+        if !account.present.swap(true, Relaxed) {
+            self.update_presence(&mut state, now);
+            let part = state.window.unprotected_size() / state.present.max(1) as f64;
+            account.set_margin((part * MARGIN) as u64);
+        }
+        if self.is_shared() && state.window.protect(now) {
+            self.publish_window(&state);
+            // What the disks did until now says nothing about the window that begins.
+            let _ =
+                take_stats(&state, now, now.saturating_sub(state.period_began), self.max_held_ns);
+            state.period_began = now;
+            state.short_periods = SHORT_PERIODS;
+            let end = now + state.window.period() / SHORT;
+            self.next_period_at.fetch_min(end, Relaxed);
+        }
+    }
+
+    /// Updates which disks are present, and their effective weights.
+    fn update_presence(&self, state: &mut State, now: Time) {
+        let present = state.accounts.iter().flatten().filter(|a| a.present.load(Relaxed)).count();
+        if present > 1 && !self.is_shared() {
+            // Until now only one disk was present, and it competed with no other. So its start tag
+            // must not count as a lead.
+            let tag = self.virtual_time.0.load(SeqCst);
+            state
+                .accounts
+                .iter()
+                .flatten()
+                .for_each(|account| account.start_tag.store(tag, Relaxed));
+        }
+        self.shared.store(present > 1, Relaxed);
+        state.present = present;
+        self.update_weights(state, now);
+    }
+
+    /// Divides the weight of each group among its busy disks (as blk-iocost flattens its
+    /// hierarchy).
+    pub(super) fn update_weights(&self, state: &State, now: Time) {
+        let accounts = || state.accounts.iter().flatten();
+        let mut sums: HashMap<*const Group, u64> = HashMap::new();
+        for account in accounts().filter(|a| a.is_busy(now, QUIET_NS)) {
+            if let Some(group) = account.group() {
+                *sums.entry(Arc::as_ptr(group)).or_default() += u64::from(account.own_weight());
+            }
+        }
+        for account in accounts() {
+            let own = u64::from(account.own_weight());
+            let weight = match account.group() {
+                None => own as f64,
+                Some(group) => {
+                    let busy = sums.get(&Arc::as_ptr(group)).copied().unwrap_or(0);
+                    // An idle disk gets its part as soon as it has operations.
+                    let sum = if account.is_busy(now, QUIET_NS) { busy } else { busy + own };
+                    f64::from(group.weight()) * own as f64 / sum as f64
+                }
+            };
+            account.set_weight(weight);
+        }
+    }
+
+    /// Updates the effective weights after a change of knobs.
+    pub(crate) fn reweigh(&self, now: Time) {
+        self.update_weights(&self.state(), now);
+    }
+
+    fn publish_window(&self, state: &State) {
+        self.window.0.store(state.window.size(), Relaxed);
+        self.room.store(state.window.room(), Relaxed);
+        self.usual.store(state.window.usual(), Relaxed);
+    }
+
+    /// Ends the control period: adapts the window to its measurements. The first caller after the
+    /// end of the period does this.
+    #[cold]
+    pub(super) fn end_period(&self, now: Time) {
+        let mut state = self.state();
+        let state = &mut *state;
+        if state.probe.is_on() {
+            self.step_probe(state, now);
+            self.admit_waiters(state, now);
+            return;
+        }
+        if now < self.next_period_at.load(Relaxed) {
+            // Another thread has ended the period.
+            return;
+        }
+        let elapsed = now.saturating_sub(state.period_began);
+        state.period_began = now;
+        let is_short = state.short_periods > 0 && state.window.is_opening();
+        state.short_periods = state.short_periods.saturating_sub(1);
+        let length = state.window.period() / if is_short { SHORT } else { 1 };
+        self.next_period_at.store(now + length, Relaxed);
+        let tag = self.virtual_time.0.load(SeqCst);
+        for account in state.accounts.iter().flatten() {
+            // Start tags wrap around. A tag that falls behind by half of the range would compare as
+            // ahead.
+            let _ = account
+                .start_tag
+                .fetch_update(Relaxed, Relaxed, |own| before(own, tag).then_some(tag));
+            if account.is_idle() && now > account.busy_at.load(Relaxed) + state.window.period() {
+                account.awake.store(false, Relaxed);
+            }
+            if account.present.load(Relaxed)
+                && !account.is_busy(now, ABSENT_NS)
+                && account.is_idle()
+            {
+                account.present.store(false, Relaxed);
+            }
+        }
+        self.update_presence(state, now);
+        // The device may have been idle before. Measure at most the last two periods.
+        let stats =
+            take_stats(state, now, elapsed.min(2 * state.window.period()), self.max_held_ns);
+        self.was_shared.store(stats.busy_disks > 1, Relaxed);
+        let stats = PeriodStats { in_flight_ns: self.in_flight.0.load(Relaxed), ..stats };
+        state.window.adjust(now, &stats);
+        self.publish_window(state);
+        if now.saturating_sub(state.aged) > 1_000_000_000 {
+            state.aged = now;
+            self.baseline.age();
+        }
+        let wants_probe = state.window.wants_probe(&stats, state.probe.age(now));
+        let mut accounts = state.accounts.iter().flatten();
+        let is_measurable = accounts.any(|a| a.awake.load(Relaxed) && !a.is_over_share());
+        if wants_probe && stats.has_excess && is_measurable && state.probe.may_begin(now) {
+            self.begin_probe(state, now);
+        }
+        self.admit_waiters(state, now);
+    }
+
+    /// Holds the disks over their share, so that the others show their service times without them.
+    fn begin_probe(&self, state: &mut State, now: Time) {
+        state.probe.begin(now);
+        self.baseline.begin_probe();
+        state.probes = state.probes.wrapping_add(1).max(1);
+        for account in state.accounts.iter().flatten() {
+            account.held.store(account.is_over_share(), Relaxed);
+        }
+        let others = state.accounts.iter().flatten().filter(|a| !a.held.load(Relaxed));
+        for account in others.cloned().collect::<Vec<_>>() {
+            self.admit_all(state, &account, now);
+        }
+        self.is_probing.store(true, Relaxed);
+        state.wait_list.wake_first();
+        self.step_probe(state, now);
+    }
+
+    /// Changes the phase of the probe, if that is due.
+    pub(super) fn step_probe(&self, state: &mut State, now: Time) {
+        let period = state.window.period();
+        while state.probe.is_on() {
+            let drained = || {
+                let held = state.accounts.iter().flatten().filter(|a| a.held.load(Relaxed));
+                held.map(|a| a.operations.load(Relaxed)).sum::<u64>() == 0
+            };
+            let (drained, samples) = (drained(), self.quiet_samples.load(Relaxed));
+            if !state.probe.step(now, period, drained, samples) {
+                let deadline = state.probe.deadline(now, period);
+                self.next_period_at.store(deadline.unwrap_or(now), Relaxed);
+                return;
+            }
+            if state.probe.is_on() {
+                self.quiet_samples.store(0, Relaxed);
+                self.quiet_probe.store(state.probes, Relaxed);
+                // The deadline is sooner now.
+                state.wait_list.wake_first();
+            } else {
+                self.after_probe(state, now);
+            }
+        }
+    }
+
+    /// Ends the probe, if one is on.
+    pub(super) fn end_probe(&self, state: &mut State, now: Time) {
+        if state.probe.is_on() {
+            state.probe.end(now);
+            self.after_probe(state, now);
+        }
+    }
+
+    fn after_probe(&self, state: &mut State, now: Time) {
+        self.is_probing.store(false, Relaxed);
+        self.baseline.end_probe();
+        self.quiet_probe.store(0, Relaxed);
+        state.accounts.iter().flatten().for_each(|account| account.held.store(false, Relaxed));
+        // The window must not follow what the disks did during the probe.
+        let _ = take_stats(state, now, now.saturating_sub(state.period_began), self.max_held_ns);
+        state.period_began = now;
+        state.short_periods = SHORT_PERIODS;
+        self.next_period_at.store(now + state.window.period() / SHORT, Relaxed);
+        self.admit_waiters(state, now);
+    }
+}
+
+/// Collects what the disks have counted since the last period.
+fn take_stats(state: &State, now: Time, elapsed: u64, max_held: u64) -> PeriodStats {
+    let mut stats = PeriodStats { elapsed_ns: elapsed, ..PeriodStats::default() };
+    let accounts = || state.accounts.iter().flatten();
+    let capacity = state.window.capacity();
+    let counts: Vec<_> = accounts().map(|account| account.take_counts(now)).collect();
+    let weights: f64 =
+        accounts().zip(&counts).filter(|(_, c)| c.busy).map(|(a, _)| a.weight()).sum();
+    let completed: u64 = counts.iter().map(|counts| counts.cost_ns).sum();
+    for (account, counts) in accounts().zip(&counts).filter(|(_, c)| c.busy) {
+        let due = account.weight() / weights;
+        // Without a wait, too, a disk may take so much that it slows others down.
+        let takes_much = counts.cost_ns as f64 > MUCH * due * completed as f64;
+        let is_over_share = counts.mostly_waited || takes_much;
+        account.is_over_share.store(is_over_share, Relaxed);
+        stats.busy_disks += 1;
+        account.is_queued.store(counts.has_waited, Relaxed);
+        account.set_rate(due * capacity);
+        account.note_owed(due * capacity * elapsed as f64, counts.cost_ns);
+        account.set_margin((due * state.window.unprotected_size() * MARGIN) as u64);
+        stats.completed_cost_ns += counts.cost_ns;
+        stats.operations += counts.served;
+        stats.total_service_ns += counts.service_ns;
+        stats.total_baseline_ns += counts.baseline_ns;
+        if is_over_share {
+            stats.has_excess = true;
+            stats.protected_waits |= account.was_within(now, PROTECTION_NS);
+            stats.over_share_cost_ns += counts.cost_ns;
+            stats.over_share_weight += due;
+            continue;
+        }
+        account.within_at.store(now, Relaxed);
+        stats.within_waits |= counts.has_waited;
+        // Little's law: the mean number in flight is the sum of the service times over the time.
+        let each = (counts.cost_ns / counts.served.max(1)).min(max_held) as f64;
+        stats.within_in_flight_ns +=
+            (each * counts.service_ns as f64 / elapsed.max(1) as f64) as u64;
+        match account.latency_target() {
+            _ if counts.served == 0 => {}
+            0 => {
+                stats.within_operations += counts.served;
+                stats.within_unknown += counts.unknown;
+                stats.within_service_ns += counts.service_ns;
+                stats.within_baseline_ns += counts.baseline_ns;
+            }
+            target => {
+                let missed = counts.latency_ns as f64 / counts.served as f64 / target as f64;
+                stats.target_ratio =
+                    Some(stats.target_ratio.map_or(missed, |worst: f64| worst.max(missed)));
+            }
+        }
+    }
+    stats
+}

@@ -1,0 +1,174 @@
+use super::*;
+
+fn stats() -> PeriodStats {
+    let (elapsed_ns, has_excess, over_share_weight) = (20_000_000, true, 0.5);
+    let in_flight_ns = u64::MAX;
+    PeriodStats {
+        elapsed_ns,
+        has_excess,
+        over_share_weight,
+        in_flight_ns,
+        ..PeriodStats::default()
+    }
+}
+
+fn after(window: &mut InFlightWindow, stats: &PeriodStats, periods: u64) -> u64 {
+    (0..periods).for_each(|n| window.adjust(n * 20_000_000, stats));
+    window.size()
+}
+
+#[test]
+fn the_window_grows_until_the_device_queue_is_full_and_then_shrinks() {
+    let mut window = InFlightWindow::new(DeviceClass::FLASH, None);
+    let busy = PeriodStats {
+        completed_cost_ns: 20_000_000,
+        over_share_cost_ns: 20_000_000,
+        over_share_weight: 1.0,
+        operations: 100,
+        total_baseline_ns: 5_000_000,
+        ..stats()
+    };
+    assert!(
+        after(&mut window, &PeriodStats { total_service_ns: 50_000_000, ..busy }, 20) > 2_000_000
+    );
+    assert!(
+        after(&mut window, &PeriodStats { total_service_ns: 500_000_000, ..busy }, 60) < 200_000
+    );
+}
+
+#[test]
+fn disks_within_their_share_are_protected_up_to_the_share_of_the_others() {
+    let polite = PeriodStats {
+        within_operations: 100,
+        within_baseline_ns: 4_000_000,
+        within_service_ns: 20_000_000,
+        operations: 200,
+        ..stats()
+    };
+    let mut window = InFlightWindow::new(DeviceClass::FLASH, None);
+    let more =
+        PeriodStats { completed_cost_ns: 10_000_000, over_share_cost_ns: 8_000_000, ..polite };
+    assert!(
+        after(&mut window, &more, 20) < 100_000,
+        "they get more than their half of what is completed"
+    );
+    let less =
+        PeriodStats { completed_cost_ns: 10_000_000, over_share_cost_ns: 4_000_000, ..polite };
+    let before = window.size();
+    assert!(after(&mut window, &less, 20) > before, "they get less than their half of it");
+    // The slowdown is small, and the others get their half of the device's capacity. So the
+    // window shrinks further.
+    let slightly = PeriodStats {
+        within_service_ns: 4_300_000,
+        completed_cost_ns: 14_000_000,
+        over_share_cost_ns: 12_000_000,
+        ..polite
+    };
+    let before = window.size();
+    assert!(after(&mut window, &slightly, 20) < before);
+}
+
+#[test]
+fn a_latency_target_precedes_shares_but_starves_no_disk() {
+    let polite = PeriodStats {
+        target_ratio: Some(2.0),
+        completed_cost_ns: 10_000_000,
+        over_share_cost_ns: 2_000_000,
+        ..stats()
+    };
+    let mut window = InFlightWindow::new(DeviceClass::FLASH, None);
+    assert!(after(&mut window, &polite, 30) < 50_000);
+    let before = window.size();
+    assert!(
+        after(&mut window, &PeriodStats { over_share_cost_ns: 100_000, ..polite }, 30) >= before
+    );
+    assert!(after(&mut window, &PeriodStats { target_ratio: Some(0.5), ..polite }, 30) > before);
+}
+
+#[test]
+fn the_window_stays_for_a_second_after_the_last_protected_operation() {
+    let mut window = InFlightWindow::new(DeviceClass::FLASH, None);
+    let polite = PeriodStats {
+        within_operations: 100,
+        within_baseline_ns: 4_000_000,
+        within_service_ns: 4_000_000,
+        over_share_cost_ns: 30_000_000,
+        ..stats()
+    };
+    window.adjust(0, &polite);
+    let busy = PeriodStats {
+        completed_cost_ns: 30_000_000,
+        over_share_cost_ns: 30_000_000,
+        over_share_weight: 0.9,
+        operations: 100,
+        ..stats()
+    };
+    // A protected disk that waits shows that the window is too small.
+    let waits = PeriodStats { protected_waits: true, ..busy };
+    let steps = [
+        (500_000_000, &busy, 1.0),
+        (600_000_000, &waits, 1.03),
+        (900_000_000, &busy, 1.0),
+        (1_500_000_000, &busy, 1.1),
+    ];
+    for (now, stats, grows) in steps {
+        let before = window.size() as f64;
+        window.adjust(now, stats);
+        let by = window.size() as f64 / before;
+        assert!((by - grows).abs() < 0.001, "at {now}: {by}");
+    }
+}
+
+#[test]
+fn the_window_closes_for_a_disk_that_begins_and_opens_while_that_is_harmless() {
+    let mut window = InFlightWindow::new(DeviceClass::FLASH, None);
+    let before = window.size();
+    assert!(window.protect(5_000_000_000) && window.size() == before / 8);
+    assert!(!window.protect(5_500_000_000), "a disk is protected already");
+    let harmless = PeriodStats {
+        within_operations: 100,
+        within_baseline_ns: 4_000_000,
+        within_service_ns: 4_000_000,
+        operations: 100,
+        ..stats()
+    };
+    for n in 1..=6 {
+        window.adjust(5_500_000_000 + n, &harmless);
+    }
+    assert!(window.is_opening() && window.size() > before, "{}", window.size());
+    let slowed = PeriodStats { within_service_ns: 8_000_000, ..harmless };
+    window.adjust(5_600_000_000, &slowed);
+    assert!(!window.is_opening());
+}
+
+#[test]
+fn a_slow_disk_shrinks_a_window_that_limits_nothing() {
+    let mut window = InFlightWindow::new(DeviceClass::FLASH, None);
+    let slowed = PeriodStats {
+        within_operations: 100,
+        within_baseline_ns: 4_000_000,
+        within_service_ns: 80_000_000,
+        completed_cost_ns: 20_000_000,
+        over_share_cost_ns: 19_000_000,
+        in_flight_ns: 100_000,
+        ..stats()
+    };
+    window.adjust(1_000_000_000, &slowed);
+    assert!(window.size() < 50_000, "{}", window.size());
+}
+
+#[test]
+fn unknown_baselines_and_lasting_slowdowns_want_a_probe() {
+    let mut window = InFlightWindow::new(DeviceClass::FLASH, None);
+    let unknown = |within_unknown| PeriodStats { within_operations: 10, within_unknown, ..stats() };
+    assert!(window.wants_probe(&unknown(6), 0) && !window.wants_probe(&unknown(5), u64::MAX));
+    let slowed = PeriodStats {
+        within_operations: 100,
+        within_baseline_ns: 4_000_000,
+        within_service_ns: 80_000_000,
+        ..stats()
+    };
+    window.adjust(0, &slowed);
+    assert!(!window.wants_probe(&slowed, DOUBTFUL_NS));
+    assert!(window.wants_probe(&slowed, DOUBTFUL_NS + 1));
+}

@@ -1,0 +1,222 @@
+//! A polite guest beside guests that thrash, in every order of arrival, on devices of several
+//! kinds. What the polite guest keeps must not depend on what happened before.
+
+use blockyard_sched::OperationKind;
+
+use crate::model::{Got, Guest, MS, Model, Mood, S, Simulation};
+
+/// The order in which the two guests arrive.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Order {
+    PoliteFirst,
+    ThrasherFirst,
+    Together,
+    /// The polite guest works for half a second, and rests for two.
+    Shifts,
+    /// The polite guest has worked alone, then the thrasher, and then the polite guest returns.
+    Returns,
+}
+
+const ORDERS: [Order; 5] =
+    [Order::PoliteFirst, Order::ThrasherFirst, Order::Together, Order::Shifts, Order::Returns];
+
+/// Time from which both guests are there, and time at which the measurement ends.
+const BOTH: u64 = 3 * S;
+const END: u64 = BOTH + 5 * S;
+
+/// Returns the guests, the polite one first.
+fn arrive(order: Order, polite: &Guest, thrashers: &[Guest]) -> Vec<Guest> {
+    let late = |guest: &Guest| Guest { from: BOTH, ..guest.clone() };
+    let mut guests = vec![polite.clone()];
+    guests.extend_from_slice(thrashers);
+    match order {
+        Order::PoliteFirst => guests[1..].iter_mut().for_each(|guest| *guest = late(guest)),
+        Order::ThrasherFirst => guests[0] = late(&guests[0]),
+        Order::Together => guests.iter_mut().for_each(|guest| *guest = late(guest)),
+        Order::Shifts => {
+            guests[0] = Guest { shifts: Some((S / 2, 2 * S)), ..late(&guests[0]) };
+        }
+        Order::Returns => {
+            guests[0].shifts = Some((S, 2 * S));
+            guests[1..].iter_mut().for_each(|guest| guest.from = S + S / 2);
+        }
+    }
+    guests
+}
+
+/// What became of the polite guest.
+#[derive(Debug)]
+struct Kept {
+    /// Its rate, as a part of its share of the rate that it has alone.
+    part: f64,
+    /// Its 99th percentile of the latency, as a multiple of that alone.
+    p99: f64,
+    /// The longest time in nanoseconds from an arrival until it has 80% of its share for 20 ms.
+    time_to_share: u64,
+    /// The cost of all that completed, as a part of what completes without the scheduler.
+    total: f64,
+}
+
+fn measure(model: Model, order: Order, polite: &Guest, thrashers: &[Guest]) -> Kept {
+    let guests = arrive(order, polite, thrashers);
+    let alone = Simulation::new(model, &guests[..1]).run(BOTH, END).remove(0);
+    let free = Simulation::new(Model { scheduled: false, ..model }, &guests).run(BOTH, END);
+    let beside = Simulation::new(model, &guests).run(BOTH, END);
+    let cost = |got: &[Got]| got.iter().map(|g| g.cost).sum::<u64>() as f64;
+    let due = 1.0 / guests.len() as f64;
+    Kept {
+        part: beside[0].operations as f64 / alone.operations as f64 / due,
+        p99: beside[0].quantile(0.99) as f64 / alone.quantile(0.99) as f64,
+        time_to_share: time_to_share(&guests[0], due, &alone, &beside[0]),
+        total: cost(&beside) / cost(&free),
+    }
+}
+
+/// `due`: the guest's share of the device, 0 to 1.
+fn time_to_share(guest: &Guest, due: f64, alone: &Got, beside: &Got) -> u64 {
+    const SLICE: u64 = 20 * MS;
+    let (works, rests) = guest.shifts.unwrap_or((END - BOTH, 0));
+    let count = |got: &Got, from: u64, to: u64| {
+        let until = |t| got.completions.partition_point(|at| *at < t);
+        until(to) - until(from)
+    };
+    let mut longest = 0;
+    let first = if guest.from >= BOTH { guest.from } else { BOTH };
+    for begin in (first..END).step_by((works + rests) as usize) {
+        let reached = (begin..begin + works.min(S)).step_by((SLICE / 4) as usize).find(|from| {
+            let [alone, beside] = [alone, beside].map(|got| count(got, *from, from + SLICE) as f64);
+            beside > 0.0 && beside >= 0.8 * due * alone
+        });
+        longest = longest.max(reached.map_or(works, |at| at - begin));
+    }
+    longest
+}
+
+/// What must hold in each row; see [`Kept`].
+struct Bounds {
+    kept: f64,
+    p99: f64,
+    total: f64,
+    /// In nanoseconds.
+    time_to_share: u64,
+}
+
+/// Of a device with spare parallelism: the thrasher hardly slows the polite guest down.
+const PARALLEL: Bounds = Bounds { kept: 0.9, p99: 2.4, total: 0.8, time_to_share: 100 * MS };
+/// Of a device that the polite guest could fill at depth 8. If both have their half, each operation
+/// takes twice as long. So p99 cannot be below 2. The highest values come from the operations that
+/// the thrasher had in flight when the polite guest arrived.
+const NARROW: Bounds = Bounds { p99: 5.2, total: 0.85, ..PARALLEL };
+/// Of a device that changes its speed. The window is too small until probes have shown the new one.
+const CHANGING: Bounds = Bounds { p99: 3.5, total: 0.45, ..PARALLEL };
+
+fn thrasher() -> Guest {
+    let mix = vec![(OperationKind::Read, 4096), (OperationKind::Write, 4096)];
+    Guest { work: mix, ..Guest::reads(256) }
+}
+
+fn holds(model: Model, bounds: &Bounds, thrashers: &[Guest]) {
+    let mut missed = Vec::new();
+    for depth in [1, 8] {
+        for order in ORDERS {
+            let kept = measure(model, order, &Guest::reads(depth), thrashers);
+            let is_met = kept.part >= bounds.kept
+                && kept.p99 <= bounds.p99
+                && kept.total >= bounds.total
+                && kept.time_to_share <= bounds.time_to_share;
+            let row = format!("depth {depth}, {order:?}: {kept:.3?}");
+            println!("{row}");
+            if !is_met {
+                missed.push(row);
+            }
+        }
+    }
+    assert!(missed.is_empty(), "{missed:#?}");
+}
+
+const PLAIN: Model = Model { spread: 30, ..Model::PLAIN };
+
+#[test]
+fn on_a_parallel_device() {
+    holds(PLAIN, &PARALLEL, &[thrasher()]);
+}
+
+#[test]
+fn on_a_calibrated_device() {
+    let bounds = Bounds { kept: 0.95, total: 0.85, ..PARALLEL };
+    holds(Model { calibrated: true, ..PLAIN }, &bounds, &[thrasher()]);
+}
+
+/// One operation at a time is served, and its answer takes longer.
+#[test]
+fn on_a_device_with_a_pipeline() {
+    let model = Model { servers: 1, time: 88_000, after: 300_000, ..PLAIN };
+    holds(model, &NARROW, &[thrasher()]);
+}
+
+#[test]
+fn on_a_device_without_parallelism() {
+    holds(Model { servers: 1, time: 90_000, ..PLAIN }, &NARROW, &[thrasher()]);
+}
+
+/// A virtual disk of 90,000 reads a second.
+#[test]
+fn on_a_fast_device() {
+    let model = Model { servers: 1, time: 11_000, after: 40_000, ..PLAIN };
+    holds(model, &NARROW, &[thrasher()]);
+}
+
+#[test]
+fn on_a_network_disk_with_a_token_bucket() {
+    holds(Model { mood: Mood::Bucket(5_000), ..PLAIN }, &NARROW, &[thrasher()]);
+}
+
+/// Every two seconds nothing completes for 0.3 s.
+#[test]
+fn on_a_device_that_stalls() {
+    let bounds = Bounds { p99: 3.0, total: 0.6, ..PARALLEL };
+    holds(Model { mood: Mood::Stalls(2 * S, 300 * MS), ..PLAIN }, &bounds, &[thrasher()]);
+}
+
+/// Garbage collection: it takes three times as long for a fifth of each second.
+#[test]
+fn on_a_device_that_collects_garbage() {
+    holds(Model { mood: Mood::Slows(S, 200 * MS), ..PLAIN }, &CHANGING, &[thrasher()]);
+}
+
+#[test]
+fn on_a_device_that_becomes_slower() {
+    holds(Model { mood: Mood::Changes(5 * S, 300), ..PLAIN }, &CHANGING, &[thrasher()]);
+}
+
+#[test]
+fn on_a_device_that_becomes_faster() {
+    holds(Model { mood: Mood::Changes(5 * S, 33), ..PLAIN }, &CHANGING, &[thrasher()]);
+}
+
+/// At depth 8 the polite guest uses twice its share of the device.
+#[test]
+fn beside_three_thrashers() {
+    holds(PLAIN, &Bounds { p99: 6.0, ..PARALLEL }, &[thrasher(), thrasher(), thrasher()]);
+}
+
+/// A request of 1 MiB takes 21 times as long as one of 4 KiB, and cannot be interrupted.
+#[test]
+fn beside_a_thrasher_of_large_requests_flushes_and_discards() {
+    let work = vec![
+        (OperationKind::Read, 1 << 20),
+        (OperationKind::Flush, 0),
+        (OperationKind::Write, 64 << 10),
+        (OperationKind::Discard, 1 << 20),
+    ];
+    let model = Model { per_mib: 20 * MS, ..PLAIN };
+    let bounds = Bounds { kept: 0.8, p99: 19.0, time_to_share: 160 * MS, ..PARALLEL };
+    holds(model, &bounds, &[Guest { work, ..Guest::reads(32) }]);
+}
+
+/// Its requests all fit into the window, so none of them waits.
+#[test]
+fn beside_a_thrasher_of_small_depth() {
+    let model = Model { servers: 1, time: 11_000, after: 40_000, ..PLAIN };
+    holds(model, &NARROW, &[Guest { depth: 32, ..thrasher() }]);
+}
