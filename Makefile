@@ -50,6 +50,7 @@ lint: ## format check, lengths of files and commit subjects, links of pages, cli
 	@scripts/check-links
 	@scripts/check-language
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
+	$(CARGO) clippy -p blockyard -p blockyard-bench --test perf --locked -- -D warnings
 
 # Does not depend on `build`: the user runs that, and this may run as root, which has no cargo.
 install: ## programs, man pages, documentation, completions, units, guests (PREFIX=, DESTDIR=)

@@ -65,6 +65,12 @@ pub struct NeighboursOptions {
     /// calibrates first]
     #[arg(long, value_name = "FILE", requires = "target")]
     costs: Option<PathBuf>,
+    /// Which disk begins first, in rows with a thrasher
+    #[arg(long, value_name = "ORDER", value_enum, default_value_t)]
+    order: Order,
+    /// Do not give the device's costs to the server
+    #[arg(long)]
+    uncalibrated: bool,
     /// The server's threads
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=256))]
     reactors: u16,
@@ -74,6 +80,20 @@ pub struct NeighboursOptions {
     /// Print all figures as JSON instead of the table
     #[arg(long)]
     json: bool,
+}
+
+/// Which disk begins first.
+#[derive(Clone, Copy, Debug, Default, PartialEq, clap::ValueEnum)]
+pub enum Order {
+    /// The disks begin together
+    #[default]
+    Together,
+    /// The polite disk works for a second before the thrasher begins
+    PoliteFirst,
+    /// The thrasher works for a second before the polite disk begins
+    ThrasherFirst,
+    /// The polite disk works alone, then the thrasher; then the polite disk returns
+    Returns,
 }
 
 /// All measurements.
@@ -131,7 +151,7 @@ pub fn run(options: &NeighboursOptions) -> Result<()> {
         rows => rows.to_vec(),
     };
     let costs = costs(options, &device, &stop)?;
-    let stage = Stage::new(&device, options.size, options.reactors, &stop)?;
+    let stage = Stage::new(&device, options, &stop)?;
     let known = stage.reckon_by(costs)?;
     let mut rounds: Vec<Vec<Round>> = wanted.iter().map(|_| Vec::new()).collect();
     let end = play(options, &wanted, &known, &stage, &mut rounds);

@@ -15,6 +15,7 @@ use toml::{Table, Value};
 use super::device::{Device, NAME};
 use super::rows::Known;
 use super::scene::{Disk, Scene, load};
+use super::{NeighboursOptions, Order};
 use crate::client::report::{Latency, Report};
 use crate::client::workload::Pattern;
 use crate::client::{self, LoadOptions};
@@ -26,6 +27,8 @@ const READY: Duration = Duration::from_secs(30);
 const ALONE: f64 = 0.5;
 /// Seconds by which neighbours begin earlier and end later than the measured disks.
 const AROUND: f64 = 0.2;
+/// Seconds by which the first disk begins earlier, in an order of arrival.
+const LEAD: f64 = 1.0;
 
 pub struct Stage {
     /// Sockets, the configuration, the costs.
@@ -35,19 +38,31 @@ pub struct Stage {
     device: Device,
     size: u64,
     reactors: u16,
+    order: Order,
+    /// Whether the server gets the device's costs.
+    calibrated: bool,
     program: PathBuf,
     stop: Stop,
 }
 
 impl Stage {
-    /// `size`: of each disk, in bytes.
-    pub fn new(device: &Device, size: u64, reactors: u16, stop: &Stop) -> Result<Self> {
+    pub fn new(device: &Device, options: &NeighboursOptions, stop: &Stop) -> Result<Self> {
         let base = std::env::var_os("TMPDIR").map_or_else(|| "/var/tmp".into(), PathBuf::from);
         let folder = base.join(format!("blockyard-neighbours.{}", std::process::id()));
         std::fs::create_dir(&folder).with_context(|| format!("creating {}", folder.display()))?;
         let program = peer::find("blockyard")?;
         let (device, stop) = (device.clone(), stop.clone());
-        let mut stage = Stage { folder, images: None, device, size, reactors, program, stop };
+        let mut stage = Stage {
+            folder,
+            images: None,
+            device,
+            size: options.size,
+            reactors: options.reactors,
+            order: options.order,
+            calibrated: !options.uncalibrated,
+            program,
+            stop,
+        };
         if let Device::Folder(target) = &stage.device {
             let images = target.join(format!(".blockyard-neighbours.{}", std::process::id()));
             std::fs::create_dir(&images)
@@ -97,7 +112,7 @@ impl Stage {
         let results: Vec<Option<Result<Report>>> = std::thread::scope(|scope| {
             let threads: Vec<_> = loads
                 .iter()
-                .map(|load| load.as_ref().map(|load| scope.spawn(|| client::measure(load))))
+                .map(|load| load.as_ref().map(|load| scope.spawn(|| load.measure())))
                 .collect();
             let join = |thread: std::thread::ScopedJoinHandle<'_, Result<Report>>| {
                 thread.join().unwrap_or_else(|_| Err(anyhow::anyhow!("a client has died")))
@@ -125,15 +140,46 @@ impl Stage {
         Ok(reports)
     }
 
-    fn load(&self, scene: &Scene, number: usize, disk: &Disk) -> Option<LoadOptions> {
+    fn load(&self, scene: &Scene, number: usize, disk: &Disk) -> Option<Load> {
         let mut load =
             LoadOptions { socket: Some(self.socket(number)), indirect: true, ..disk.load.clone()? };
         (load.warmup, load.runtime) = (scene.warmup, scene.seconds);
-        if disk.beside {
-            load.warmup = (scene.warmup - AROUND).max(0.0);
-            load.runtime = scene.seconds + 2.0 * AROUND;
-        }
-        Some(load)
+        let mut earlier = None;
+        // Without a disk that disturbs, there is no order.
+        let order = match scene.disks.iter().any(|disk| disk.beside && disk.load.is_some()) {
+            true => self.order,
+            false => Order::Together,
+        };
+        let begins = match (order, disk.beside) {
+            (Order::Together, false) => 0.0,
+            (Order::Together, true) => {
+                load.warmup = (scene.warmup - AROUND).max(0.0);
+                load.runtime = scene.seconds + 2.0 * AROUND;
+                0.0
+            }
+            (Order::PoliteFirst, false) => {
+                load.warmup += LEAD;
+                0.0
+            }
+            (Order::PoliteFirst, true) => {
+                load.runtime = scene.seconds + AROUND;
+                LEAD
+            }
+            (Order::ThrasherFirst, false) => LEAD,
+            (Order::ThrasherFirst, true) => {
+                load.runtime = LEAD + scene.seconds + AROUND;
+                0.0
+            }
+            (Order::Returns, false) => {
+                earlier = Some(LoadOptions { warmup: 0.0, runtime: LEAD / 2.0, ..load.clone() });
+                2.0 * LEAD
+            }
+            (Order::Returns, true) => {
+                load.runtime = LEAD + scene.seconds + AROUND;
+                LEAD
+            }
+        };
+        Some(Load { earlier, begins: Duration::from_secs_f64(begins), options: load })
     }
 
     fn serve(&self, scene: &Scene) -> Result<Process> {
@@ -169,7 +215,7 @@ impl Stage {
         let mut all = Table::new();
         all.insert("reactors".into(), i64::from(self.reactors).into());
         all.insert("fair-share".into(), scene.fair.into());
-        if scene.fair {
+        if scene.fair && self.calibrated {
             all.insert("costs".into(), self.costs().display().to_string().into());
         }
         all.insert("disk".into(), disks.into());
@@ -187,6 +233,26 @@ impl Stage {
             fill(&image, self.size, &self.stop)?;
         }
         Ok(image.display().to_string())
+    }
+}
+
+/// The load of one disk.
+struct Load {
+    /// A load before the measured one. Its report is not used.
+    earlier: Option<LoadOptions>,
+    /// When the measured load begins, after the scene's beginning.
+    begins: Duration,
+    options: LoadOptions,
+}
+
+impl Load {
+    fn measure(&self) -> Result<Report> {
+        let scene_began = Instant::now();
+        if let Some(earlier) = &self.earlier {
+            client::measure(earlier)?;
+        }
+        std::thread::sleep(self.begins.saturating_sub(scene_began.elapsed()));
+        client::measure(&self.options)
     }
 }
 

@@ -9,7 +9,7 @@ use std::time::Duration;
 use serde_json::Value;
 
 use crate::common::guest::run_guest;
-use crate::common::{BLOCKYARD, Daemon, Folder, Guest, Kind, TOOL, blockyard, run};
+use crate::common::{BLOCKYARD, Daemon, Folder, Guest, GuestKind, TOOL, blockyard, run};
 use crate::figures::Figures;
 
 /// The program that `blockyard bench` executes.
@@ -163,7 +163,7 @@ fn fio_finds_the_same() {
         /share/blockyard-bench rate read /dev/vda --direct --ops 100 --min-size 4k --max-size 4k >/share/rate";
     let mut options = Guest::vhost(&socket, "").to_vec();
     options.extend(["--share".into(), share.clone().into()]);
-    run_guest(Kind::Uml, options, script);
+    run_guest(GuestKind::Uml, options, script);
     let out = std::fs::read_to_string(share.join("fio")).unwrap();
     // fio prints notes before the JSON.
     let fio: Value = serde_json::from_str(&out[out.find('{').unwrap()..]).unwrap();
