@@ -461,10 +461,16 @@ impl Device {
     pub(crate) fn claim(&self, account: &Account, now: Time) -> Option<Time> {
         let mut state = self.state();
         self.step_probe(&mut state, now);
+        let mut keeps_time = true;
         while account.reservation_is_due(now) {
             let Some(waiter) = state.wait_list.pop_of(account.number()) else { break };
             self.admit_one(account, &waiter, now, Advance::Disk);
             waiter.waker.wake();
+            keeps_time = false;
+        }
+        if !keeps_time && state.probe.is_on() {
+            // The operation that kept the time for the disk's others may have been admitted.
+            state.wait_list.wake_first();
         }
         state.probe.deadline(now, state.window.period())
     }

@@ -24,8 +24,9 @@ const FEW: u64 = 8;
 const MAX_DRAIN_NS: u64 = 100_000_000;
 /// Time between two probes, as a multiple of the duration of the first one's quiet phase.
 const PAUSE_FACTOR: u64 = 50;
-/// The same if the probe had few samples.
+/// The same after a probe with few samples, for each such probe in a row up to this number.
 const SHORT_PAUSE_FACTOR: u64 = 10;
+const MAX_FRUITLESS: u64 = 20;
 
 #[derive(Debug, Default)]
 pub(crate) struct Probe {
@@ -33,7 +34,8 @@ pub(crate) struct Probe {
     began_at: Time,
     next_at: Time,
     ended_at: Time,
-    has_few_samples: bool,
+    /// Number of probes in a row with few samples.
+    fruitless: u64,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -80,27 +82,29 @@ impl Probe {
     /// `samples`: operations that began and completed in the quiet phase. Returns whether the phase
     /// has changed.
     pub fn step(&mut self, now: Time, period: u64, is_drained: bool, samples: u64) -> bool {
-        self.has_few_samples = samples < FEW;
         match self.phase {
             Phase::Draining if is_drained => self.phase = Phase::Quiet { since: now },
-            Phase::Draining if now >= self.began_at + MAX_DRAIN_NS => self.end(now),
+            Phase::Draining if now >= self.began_at + MAX_DRAIN_NS => self.end(now, samples),
             Phase::Quiet { since }
                 if samples >= ENOUGH
                     || now >= since + 2 * period
                     || (samples >= FEW && now >= since + period / 4) =>
             {
-                self.end(now);
+                self.end(now, samples);
             }
             _ => return false,
         }
         true
     }
 
-    pub fn end(&mut self, now: Time) {
+    /// Ends the probe. `samples`: as in [`Probe::step`].
+    pub fn end(&mut self, now: Time, samples: u64) {
+        self.fruitless = if samples < FEW { self.fruitless + 1 } else { 0 };
         // While the held disks drain, the device is busy.
         let cost = match self.phase {
-            Phase::Quiet { since } if self.has_few_samples => {
-                SHORT_PAUSE_FACTOR * now.saturating_sub(since)
+            Phase::Quiet { since } if self.fruitless > 0 => {
+                let factor = SHORT_PAUSE_FACTOR * self.fruitless.min(MAX_FRUITLESS);
+                factor * now.saturating_sub(since)
             }
             Phase::Quiet { since } => PAUSE_FACTOR * now.saturating_sub(since),
             _ => now.saturating_sub(self.began_at),

@@ -206,7 +206,7 @@ impl Device {
     /// Ends the probe, if one is on.
     pub(super) fn end_probe(&self, state: &mut State, now: Time) {
         if state.probe.is_on() {
-            state.probe.end(now);
+            state.probe.end(now, self.quiet_samples.load(Relaxed));
             self.after_probe(state, now);
         }
     }

@@ -220,3 +220,16 @@ fn beside_a_thrasher_of_small_depth() {
     let model = Model { servers: 1, time: 11_000, after: 40_000, ..PLAIN };
     holds(model, &NARROW, &[Guest { depth: 32, ..thrasher() }]);
 }
+
+/// A probe holds the thrasher. If the polite guest stops meanwhile, only a timer ends the probe.
+#[test]
+fn a_probe_ends_although_the_polite_guest_stops() {
+    for stop in 0..40 {
+        let polite = Guest { from: BOTH, until: BOTH + stop * 2 * MS, ..Guest::reads(2) };
+        let guests = [polite, thrasher()];
+        let got = Simulation::new(PLAIN, &guests).run(BOTH, BOTH + S);
+        let gaps = got[1].completions.windows(2).map(|pair| pair[1] - pair[0]);
+        let longest = gaps.max().unwrap();
+        assert!(longest < 150 * MS, "stop after {} ms: nothing for {longest} ns", 2 * stop);
+    }
+}
