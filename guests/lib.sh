@@ -37,7 +37,7 @@ loader=("$tree/usr/lib64/ld-linux-x86-64.so.2" --inhibit-cache --library-path "$
 
 # ---- the runners ----
 
-run='' guest_pid='' out_pid='' watch_pid='' boots=0
+run='' guest_pid='' out_pid='' watch_pid='' boot_pid='' boots=0
 
 # Removes the files that a run made and ends the processes that it started, nothing else. It ignores
 # signals: one to the whole process group, just after the guest ends, would kill the running `rm`.
@@ -92,7 +92,7 @@ fill_job() { # SCRIPT K=V...
 # Kills a guest that does not begin its init because one of its processors gets no timer interrupts.
 # The guest's kernel reports this ("detected stalls") every minute. See `run_guest`.
 watch_boot() { # PROCESS_GROUP
-    while sleep 5; do
+    while sleep 5 && kill -0 "$1" 2>/dev/null; do
         if grep -q 'guest-init: begins' "$run/console"; then return; fi
         if (($(grep -c 'rcu.* detected stalls' "$run/console") >= 2)); then
             : >"$run/stuck"
@@ -119,9 +119,12 @@ run_guest() { # TIMEOUT STATUS_FILE COMMAND...
     guest_pid=$!
     setpriv --pdeathsig KILL sleep "$timeout" &
     watch_pid=$!
-    watch_boot "$guest_pid" &
+    # It must not hold the pipes of our output open.
+    watch_boot "$guest_pid" </dev/null >/dev/null 2>&1 &
+    boot_pid=$!
     # 2>/dev/null: bash would report a kernel that aborts, and the console has the details.
     { wait -n -p ended "$guest_pid" "$watch_pid" || :; } 2>/dev/null
+    { kill "$boot_pid" && wait "$boot_pid"; } 2>/dev/null || :
     if [[ $ended == "$watch_pid" ]]; then
         watch_pid=
         guest_failed "no end after $timeout s"
