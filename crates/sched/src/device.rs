@@ -86,7 +86,7 @@ pub struct Device {
     was_shared: AtomicBool,
     /// Whether a probe is on.
     is_probing: AtomicBool,
-    /// Number of the probe whose quiet phase is on. 0: none.
+    /// Number of the probe that is in its quiet phase. 0: none.
     quiet_probe: AtomicU32,
     /// Number of operations that began and completed in this quiet phase.
     quiet_samples: AtomicU64,
@@ -120,7 +120,7 @@ pub struct Grant {
     class: OperationClass,
     /// Whether no other disk had an operation in flight when this one began.
     was_alone: bool,
-    /// Number of the probe in whose quiet phase the operation began. 0: none.
+    /// Number of the probe that was in its quiet phase when the operation began. 0: none.
     probe: u32,
     /// Whether the operation counts in the window.
     is_queued: bool,

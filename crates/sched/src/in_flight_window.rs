@@ -3,16 +3,17 @@
 //!
 //! In: measurements of the last period. Out: the window for the next period.
 //!
-//! A disk is within its share if few of its operations had to wait, and over its share if more had
-//! to wait. The window follows three goals. The first has the highest priority:
+//! A disk is over its share if most of its operations had to wait, or if it gets much more than its
+//! share of what completes. Other disks are within their share. The window follows three goals. The
+//! first has the highest priority:
 //! 1. A disk with a latency target that is within its share meets the target, at any cost to its
 //!    neighbours, except for a tenth of their share.
 //! 2. Any other disk within its share is served within [`MAX_SLOWDOWN`] of its service time without
 //!    neighbours, as long as the disks over their share get at least their share of the completed
 //!    cost. It is served within [`NO_SLOWDOWN`] as long as they get their share of the device's
 //!    capacity.
-//! 3. The device stays busy: the window grows until operations spend [`DeviceClass::queue`] in the
-//!    device's queue.
+//! 3. The device stays busy: the window grows until operations spend [`DeviceClass::queue_ns`] in
+//!    the device's queue.
 
 /// Largest accepted slowdown of a disk within its share. A slowdown is the service time divided by
 /// the service time without neighbours.
@@ -41,7 +42,7 @@ pub(crate) const PROTECTION_NS: u64 = 1_000_000_000;
 const MIN_SIZE_NS: f64 = 1_000.0;
 /// The window closes to this part of its initial size if no better size is known.
 const CLOSED_PART: f64 = 8.0;
-/// Smallest factor by which the disks over their share lose room in one step.
+/// Smallest factor for the window in one step.
 const MAX_SHRINK: f64 = 0.4;
 /// Factor by which the caution after a slowdown decreases in a control period.
 const CAUTION_DECAY: f64 = 0.96;
@@ -121,8 +122,8 @@ pub(crate) struct InFlightWindow {
     /// Sums over completed operations of disks within their share, until there are enough of them
     /// to compute a slowdown.
     within: WithinShare,
-    /// Number of operations of disks within their share whose baseline is unknown, and of all,
-    /// since both were last compared.
+    /// Counts operations of disks within their share since the last comparison: those without a
+    /// known baseline, and all.
     unknown: (u64, u64),
     /// Time when an operation of a disk within its share last completed, in nanoseconds.
     within_at: Option<u64>,
@@ -274,7 +275,7 @@ impl InFlightWindow {
         }
         let slowdown = self.slowdown(stats);
         let step_for_target = stats.target_ratio.map(|ratio| step_for_target(stats, ratio));
-        self.has_protected = stats.within_operations > 0;
+        self.has_protected = stats.within_operations > 0 || stats.target_ratio.is_some();
         if self.has_protected {
             self.usually_held += (stats.within_in_flight_ns as f64 - self.usually_held) * 0.5;
         }

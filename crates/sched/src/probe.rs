@@ -7,7 +7,7 @@
 //!
 //! In: the time, whether the held disks are drained, and the number of samples. Out: the phase.
 //! What must hold: a probe ends at its deadline, whatever the disks do. The quiet phases together
-//! take at most a fiftieth of the time.
+//! take at most a fiftieth of the time. Up to a tenth while the first probes have few samples.
 //!
 //! A disk that shares a busy device from its first operation on would otherwise never show its
 //! service time without neighbours. Congestion control has the same problem: BBR drains its queue
@@ -22,7 +22,7 @@ const FEW: u64 = 8;
 /// Longest time in which operations in flight must complete, in nanoseconds. A probe gives up after
 /// it.
 const MAX_DRAIN_NS: u64 = 100_000_000;
-/// Time between two probes, as a multiple of the duration of the first one's quiet phase.
+/// Pause after a probe, as a multiple of the duration of its quiet phase.
 const PAUSE_FACTOR: u64 = 50;
 /// The same after a probe with few samples, for each such probe in a row up to this number.
 const SHORT_PAUSE_FACTOR: u64 = 10;
@@ -107,7 +107,8 @@ impl Probe {
                 factor * now.saturating_sub(since)
             }
             Phase::Quiet { since } => PAUSE_FACTOR * now.saturating_sub(since),
-            _ => now.saturating_sub(self.began_at),
+            // A device that does not answer must not hold the disks half of the time.
+            _ => self.fruitless.min(MAX_FRUITLESS) * now.saturating_sub(self.began_at),
         };
         self.phase = Phase::Off;
         self.ended_at = now;

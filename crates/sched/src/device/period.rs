@@ -165,6 +165,7 @@ impl Device {
     fn begin_probe(&self, state: &mut State, now: Time) {
         state.probe.begin(now);
         self.baseline.begin_probe();
+        self.quiet_samples.store(0, Relaxed);
         state.probes = state.probes.wrapping_add(1).max(1);
         for account in state.accounts.iter().flatten() {
             account.held.store(account.is_over_share(), Relaxed);
