@@ -44,8 +44,11 @@ const MIN_SIZE_NS: f64 = 1_000.0;
 const CLOSED_PART: f64 = 8.0;
 /// Smallest factor for the window in one step.
 const MAX_SHRINK: f64 = 0.4;
-/// Factor by which the caution after a slowdown decreases in a control period.
+/// Factor by which the caution after a slowdown decreases with each measurement without one. The
+/// second factor applies while the disks over their share get their share of the device, so that a
+/// larger window gains little.
 const CAUTION_DECAY: f64 = 0.96;
+const SLOW_CAUTION_DECAY: f64 = 0.99;
 /// Age in nanoseconds from which a baseline may be out of date: if it shows a small slowdown, and
 /// if it shows one above [`MAX_SLOWDOWN`].
 const STALE_NS: u64 = 1_000_000_000;
@@ -144,7 +147,7 @@ pub(crate) struct InFlightWindow {
     has_protected: bool,
     /// Whether the last step was a smaller window because of a slowdown.
     is_shrinking: bool,
-    /// 1 at a slowdown; decreases to 0 with the periods after it.
+    /// 1 at a slowdown; decreases to 0 with the measurements after it.
     caution: f64,
 }
 
@@ -347,6 +350,8 @@ impl InFlightWindow {
         let uncertain = UNCERTAINTY * if is_full { 1.0 } else { 3.0 } / (*operations as f64).sqrt();
         let enough = match () {
             () if slowdown > MAX_SLOWDOWN => MIN_SAMPLES,
+            // The slowdown is clear already.
+            () if slowdown > NO_SLOWDOWN + 3.0 * uncertain => 2 * MIN_SAMPLES,
             () if is_full && *elapsed_ns < CERTAIN_NS => CERTAIN_SAMPLES,
             () => 2 * MIN_SAMPLES,
         };
@@ -370,7 +375,7 @@ impl InFlightWindow {
             };
             self.is_shrinking = false;
             // The device may have become faster, or may only have stalled.
-            self.caution *= CAUTION_DECAY;
+            self.caution *= if full { SLOW_CAUTION_DECAY } else { CAUTION_DECAY };
             return self.grow_step(stats, by);
         }
         self.is_opening = false;

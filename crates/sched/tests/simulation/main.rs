@@ -33,14 +33,14 @@ fn within(got: &[Got], weights: &[f64], tolerance: f64) {
 #[test]
 fn a_guest_within_its_share_is_hardly_slowed_by_one_that_thrashes() {
     // At depth 8 a guest uses half of the servers, its whole share. If all operations take the same
-    // time, they run in lockstep: a guest that pauses for a moment finds all servers busy. `orders`
-    // has more cases.
+    // time, they run in lockstep: a guest that pauses for a moment finds all servers busy. Its p99
+    // is higher then. `orders` has more cases.
     let cases = [
-        (1, 0, 0, 0.98, 2.01),
+        (1, 0, 0, 0.98, 1.3),
         (1, 50, 0, 0.976, 1.3),
-        (7, 50, 0, 0.9, 2.01),
-        (1, 0, 30_000, 0.95, 2.01),
-        (8, 0, 30_000, 0.9, 3.0),
+        (7, 50, 0, 0.95, 1.3),
+        (1, 0, 30_000, 0.95, 1.5),
+        (8, 0, 30_000, 0.93, 2.3),
     ];
     for (depth, spread, think, keeps, slows) in cases {
         let model = Model { spread, span: 10 * S, calibrated: think > 0, ..Model::PLAIN };
@@ -110,8 +110,7 @@ fn an_unused_share_goes_to_the_others_and_the_device_stays_busy() {
     let idler = Guest { think: 50 * MS, ..Guest::reads(1) }.weighing(800);
     let got = run(Model::PLAIN, &[idler, Guest::reads(64), Guest::reads(64).weighing(200)]);
     let total: u64 = got.iter().map(|g| g.cost).sum();
-    // One of the 16 servers stays free for the idler, which is protected although it uses little.
-    assert!(total as f64 > 0.9 * 5e9, "{:.3} of the device", total as f64 / 5e9);
+    assert!(total as f64 > 0.97 * 5e9, "{:.3} of the device", total as f64 / 5e9);
     let mean = got[0].latencies.iter().sum::<u64>() / got[0].operations;
     assert!(mean < MS * 13 / 10, "an operation of the idler takes {mean} ns, and alone 1 ms");
     within(&got[1..], &[1.0, 2.0], 0.03);
