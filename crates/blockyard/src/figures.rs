@@ -41,12 +41,13 @@ pub fn log(disk: &str, statistics: &Statistics, share: &Share) {
 
 /// Describes the writes that reactors ran inline. Returns `None` if there were none.
 fn describe_writes(writes: &WriteFigures) -> Option<String> {
-    let WriteFigures { inline, blocked, left, noted, refused } = writes;
+    let WriteFigures { inline, blocked, left, noted, refused, paced } = writes;
     (*writes != WriteFigures::default()).then(|| {
         format!(
             "reactors wrote {inline} to the page cache inline, updated {noted} modification times, \
              and retried {refused} that the kernel refused; inline work blocked {blocked} times; \
-             {left} pieces of work were not tried inline because of that"
+             {left} pieces of work were not tried inline because of that; {paced} writes waited \
+             because too many pages of the host were dirty"
         )
     })
 }

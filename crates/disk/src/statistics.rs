@@ -171,9 +171,12 @@ mod tests {
         a.record_merged(Op::Read, 3);
         b.record_merged(Op::Read, 4);
         a.writes.noted = 1;
-        b.writes = WriteFigures { inline: 1, blocked: 2, left: 3, noted: 4, refused: 5 };
+        b.writes = WriteFigures { inline: 1, blocked: 2, left: 3, noted: 4, refused: 5, paced: 6 };
         a.merge(&b);
-        assert_eq!(a.writes, WriteFigures { inline: 1, blocked: 2, left: 3, noted: 5, refused: 5 });
+        assert_eq!(
+            a.writes,
+            WriteFigures { inline: 1, blocked: 2, left: 3, noted: 5, refused: 5, paced: 6 }
+        );
         let s = a.summary(OpKind::Read).unwrap();
         assert_eq!((s.requests, s.merged, s.errors, s.bytes), (3, 7, 1, 8192));
         assert!(

@@ -9,6 +9,7 @@
 
 mod attempts;
 mod change_time;
+mod dirty;
 mod inline;
 
 use std::cell::Cell;
@@ -21,6 +22,7 @@ use std::sync::Arc;
 use rustix::fs::SeekFrom;
 use rustix::io::Errno;
 
+use self::dirty::CachedWrites;
 use crate::executor::Handle;
 use crate::host;
 use crate::meter::Meter;
@@ -147,6 +149,8 @@ pub struct UringFile {
     blocking: Rc<Blocking>,
     inline: Rc<InlineWrites>,
     change_time: Rc<ChangeTime>,
+    /// `None`: the file bypasses the page cache.
+    cached: Option<Rc<CachedWrites>>,
 }
 
 /// State of a file's blocking calls.
@@ -180,7 +184,7 @@ impl UringFile {
             rustix::fs::FileType::from_raw_mode(mode) == rustix::fs::FileType::BlockDevice;
         let counters = handle.meter().map(Meter::counters).unwrap_or_default();
         let inline = Rc::new(inline::policy(fd.as_fd(), counters.clone())?);
-        let change_time = Rc::new(change_time::policy(fd.as_fd(), counters)?);
+        let change_time = Rc::new(change_time::policy(fd.as_fd(), counters.clone())?);
         let flags = rustix::fs::fcntl_getfl(&fd)?;
         let counted = flags & rustix::fs::OFlags::RWMODE != rustix::fs::OFlags::RDONLY;
         if counted {
@@ -189,12 +193,14 @@ impl UringFile {
         let mut slot = FileSlot::uncounted(handle, fd);
         slot.counted = counted;
         slot.cached = !flags.contains(rustix::fs::OFlags::DIRECT);
+        let cached = slot.cached.then(|| Rc::new(CachedWrites::new(counters)));
         Ok(UringFile {
             slot: Rc::new(slot),
             block_device,
             blocking: Rc::default(),
             inline,
             change_time,
+            cached,
         })
     }
 
@@ -286,6 +292,9 @@ impl UringFile {
         durable: bool,
     ) -> (Segments, io::Result<usize>) {
         let want = segments.len();
+        if let Some(wait) = self.cached.as_ref().and_then(|cached| cached.wait(want)) {
+            self.slot.handle.sleep(wait).await;
+        }
         if !durable
             && self.inline.suits(want)
             && segments.request().is_none()

@@ -5,12 +5,14 @@
 //!   pauses       for how long the reactor avoids work that has blocked it
 //!   inline       which page-cache writes the reactor makes itself
 //!   change_time  when the reactor sets a file's mtime before its writes
+//!   dirty        how long page-cache writes wait if too many pages are dirty
 //! ```
 //!
 //! What must hold: nothing in this folder makes system calls, starts a thread or reads a clock.
 //! `file/` carries out the decisions.
 
 pub(crate) mod change_time;
+pub(crate) mod dirty;
 pub(crate) mod inline;
 pub(crate) mod pauses;
 
@@ -30,6 +32,8 @@ pub struct WriteFigures {
     pub noted: u64,
     /// Number of writes that failed because they would have waited, and were repeated.
     pub refused: u64,
+    /// Number of page-cache writes that waited because too many pages of the machine were dirty.
+    pub paced: u64,
 }
 
 impl WriteFigures {
@@ -40,6 +44,7 @@ impl WriteFigures {
         self.left += other.left;
         self.noted += other.noted;
         self.refused += other.refused;
+        self.paced += other.paced;
     }
 }
 
@@ -53,7 +58,7 @@ impl Counters {
     }
 
     #[inline]
-    fn count(&self, f: impl FnOnce(&mut WriteFigures)) {
+    pub fn count(&self, f: impl FnOnce(&mut WriteFigures)) {
         let mut figures = self.0.get();
         f(&mut figures);
         self.0.set(figures);
