@@ -102,9 +102,18 @@ watch_boot() { # PROCESS_GROUP
     done
 }
 
+# Returns whether the guest failed before it began its init: the emulator lost the timer of a
+# processor, or the kernel panicked. (QEMU without KVM sometimes runs code that another processor is
+# patching; the kernel then ends with an invalid instruction.)
+boot_failed() {
+    [[ -e $run/stuck ]] || {
+        grep -q 'Kernel panic' "$run/console" && ! grep -q 'guest-init: begins' "$run/console"
+    }
+}
+
 # Runs the guest. Its output ($run/out) goes to our standard output as it comes, its consoles go to
-# $run/console. Exits with the status that the guest wrote to STATUS_FILE. A guest whose emulator
-# lost the timer of a processor is started again, if it has not begun its init.
+# $run/console. Exits with the status that the guest wrote to STATUS_FILE. A guest that fails before
+# it begins its init is started again, twice.
 run_guest() { # TIMEOUT STATUS_FILE COMMAND...
     local timeout=$1 status_file=$2 ended status
     shift 2
@@ -134,10 +143,11 @@ run_guest() { # TIMEOUT STATUS_FILE COMMAND...
     guest_pid=
     wait "$out_pid" || :
     out_pid=
-    if [[ -e $run/stuck ]] && ((++boots < 3)); then
-        rm -- "$run/stuck"
+    if boot_failed && ((++boots < 3)); then
+        rm -f -- "$run/stuck"
+        tail -n 40 "$run/console" >&2
         : >"$run/console"
-        echo 'the emulator lost a timer of the guest: the guest is started again' >&2
+        echo 'the guest failed before it began its init: it is started again' >&2
         kill "$watch_pid" 2>/dev/null || :
         run_guest "$timeout" "$status_file" "$@"
     fi
