@@ -163,7 +163,7 @@ impl<S: Storage> Image<S> {
     /// released.
     async fn give_space_back(&self) -> io::Result<()> {
         match self.top() {
-            Layer::Qcow2(image) if image.owes_space() => image.flush().await,
+            Layer::Qcow2(image) if image.owes_space() => image.flush(&self.backing()).await,
             _ => Ok(()),
         }
     }
@@ -185,7 +185,7 @@ impl<S: Storage> Image<S> {
     pub async fn flush(&self) -> io::Result<()> {
         match self.top() {
             Layer::Raw { raw, .. } => raw.flush().await,
-            Layer::Qcow2(image) => image.flush().await,
+            Layer::Qcow2(image) => image.flush(&self.backing()).await,
             Layer::Cow(image) => image.flush().await,
         }
     }
@@ -210,7 +210,7 @@ impl<S: Storage> Image<S> {
     pub async fn close(&self) -> io::Result<()> {
         match self.top() {
             Layer::Raw { raw, .. } => raw.flush().await,
-            Layer::Qcow2(image) => image.close().await,
+            Layer::Qcow2(image) => image.close(&self.backing()).await,
             Layer::Cow(image) => image.close().await,
         }
     }

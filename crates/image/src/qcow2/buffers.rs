@@ -20,7 +20,7 @@ pub(super) struct Buffers {
     pub copied_up: Semaphore,
     /// Zeroes written as data.
     pub zeroes: Semaphore,
-    /// Copy-on-write: old data around a write that allocates a cluster.
+    /// Copy-on-write: old data around a write that allocates a cluster, or that completes one.
     pub beside: Semaphore,
     /// Compressed clusters as the file has them.
     pub packed: Semaphore,
@@ -160,6 +160,8 @@ mod tests {
                 image.write(Segments::from_bytes(&[1; 4096]), n * CLUSTER + 8192).await.1
             };
             join::all(WRITES as usize, (0..WRITES).map(write)).await.unwrap();
+            // The flush copies the rest of each cluster.
+            image.flush().await.unwrap();
             let (bytes, read) = image.read(Segments::buffer(16384), (WRITES - 1) * CLUSTER).await;
             read.unwrap();
             let mut found = vec![0; 16384];

@@ -11,6 +11,9 @@ use super::header::Header;
 pub const COPIED: u64 = 1 << 63;
 /// The entry describes a compressed cluster.
 pub const COMPRESSED: u64 = 1 << 62;
+/// Parts of the cluster have data, and the others are in the backing image (`partial.rs`). Bits 0
+/// to 15 name the parts with data. In memory only: the file has no such entries.
+const PARTIAL: u64 = 1 << 61;
 /// The cluster reads as zeroes (version 3, standard L2 entries).
 pub const ZERO: u64 = 1;
 /// Bits 9 to 55: the offset of an L2 table or of a cluster.
@@ -27,6 +30,10 @@ pub const REFCOUNT_TABLE_RESERVED: u64 = 0x1ff;
 pub const MAX_OFFSET: u64 = 1 << 56;
 /// Subclusters of a cluster with extended L2 entries.
 pub const SUBCLUSTERS: u32 = 32;
+/// Parts of a partial cluster.
+pub const PARTS: u32 = 16;
+/// Bits of an entry that name the parts with data.
+const PARTS_MASK: u64 = (1 << PARTS) - 1;
 
 const RESERVED: &str = "reserved bits are set";
 const UNALIGNED: &str = "the offset is not aligned to a cluster";
@@ -131,13 +138,15 @@ pub enum Cluster {
     Compressed { host: u64, len: u64 },
     /// Extended entries only. Allocated subclusters have their data in the cluster `host`.
     Subclusters { host: Option<u64>, bitmap: SubclusterBitmap },
+    /// In memory only (`partial.rs`). `parts`: which sixteenths of the cluster have data.
+    Partial { host: u64, parts: u16 },
 }
 
 impl Cluster {
     /// Returns the aligned host cluster of the entry, with data or preallocated.
     pub fn host(self) -> Option<u64> {
         match self {
-            Cluster::Standard { host } => Some(host),
+            Cluster::Standard { host } | Cluster::Partial { host, .. } => Some(host),
             Cluster::Zero { host } | Cluster::Subclusters { host, .. } => host,
             Cluster::Unallocated | Cluster::Compressed { .. } => None,
         }
@@ -182,6 +191,17 @@ impl L2Entry {
             (false, None) => Cluster::Unallocated,
         };
         Ok(L2Entry { cluster, copied })
+    }
+
+    /// Decodes an entry of the cache, which may be partial.
+    #[inline]
+    pub fn cached(word: u64, bitmap: u64, layout: EntryFormat) -> Result<Self, &'static str> {
+        if is_partial(word) && !layout.extended_l2 {
+            let host = word & OFFSET_MASK & !PARTS_MASK;
+            let cluster = Cluster::Partial { host, parts: word as u16 };
+            return Ok(L2Entry { cluster, copied: true });
+        }
+        Self::decode(word, bitmap, layout)
     }
 
     fn decode_subclusters(
@@ -240,6 +260,7 @@ impl L2Entry {
             Cluster::Unallocated => (0, 0),
             Cluster::Zero { host } => (host.unwrap_or(0) | copied | ZERO, 0),
             Cluster::Standard { host } => (host | copied, 0),
+            Cluster::Partial { host, parts } => (host | copied | PARTIAL | u64::from(parts), 0),
             Cluster::Subclusters { host, bitmap } => (host.unwrap_or(0) | copied, bitmap.0),
             Cluster::Compressed { host, len } => {
                 let sectors = (host % 512 + len).div_ceil(512) - 1;
@@ -247,6 +268,12 @@ impl L2Entry {
             }
         }
     }
+}
+
+/// Returns whether a standard L2 entry of the cache is partial.
+#[inline]
+pub fn is_partial(word: u64) -> bool {
+    word & (PARTIAL | COMPRESSED) == PARTIAL
 }
 
 #[cfg(test)]

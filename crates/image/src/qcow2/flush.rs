@@ -22,6 +22,7 @@ use std::sync::atomic::Ordering;
 use blockyard_storage::Storage;
 
 use crate::error::ImageError;
+use crate::extent::BackingLayers;
 use crate::raw::Raw;
 use blockyard_ring::join;
 
@@ -53,22 +54,39 @@ struct PendingWriteBack {
 
 impl<S: Storage> Qcow2<S> {
     /// Waits until all writes that completed before the call are durable.
-    pub async fn flush(&self) -> io::Result<()> {
+    pub async fn flush<B: BackingLayers>(&self, backing: &B) -> io::Result<()> {
+        self.complete_all(backing).await?;
         let _permit = self.shared.writing_back.acquire().await;
         self.write_back(true).await?;
         self.sync_unfinished().await
     }
 
+    /// Completes partial clusters if there are too many, and then does
+    /// [`Qcow2::relieve_metadata`]. The caller must hold no guest cluster.
+    pub(super) async fn relieve<B: BackingLayers>(&self, backing: &B) -> io::Result<()> {
+        self.complete_some(backing).await?;
+        if self.is_relieved() {
+            return Ok(());
+        }
+        // A slice with a partial cluster stays dirty.
+        self.complete_all(backing).await?;
+        self.relieve_metadata().await
+    }
+
     /// Writes metadata back if so much is dirty that too little can be evicted. The written
     /// metadata are not durable on return. The caller must hold no guest cluster.
-    pub(super) async fn relieve(&self) -> io::Result<()> {
-        if self.shared.tables.dirty() <= 2 * self.dirty_limit() && !self.shared.alloc.is_crowded() {
+    pub(super) async fn relieve_metadata(&self) -> io::Result<()> {
+        if self.is_relieved() {
             return Ok(());
         }
         let _permit = self.shared.writing_back.acquire().await;
         let many =
             self.shared.tables.dirty() > self.dirty_limit() || self.shared.alloc.is_crowded();
         if many { self.write_back(false).await } else { Ok(()) }
+    }
+
+    fn is_relieved(&self) -> bool {
+        self.shared.tables.dirty() <= 2 * self.dirty_limit() && !self.shared.alloc.is_crowded()
     }
 
     /// Maximum number of L2 slices that stay dirty until the guest flushes.
@@ -283,10 +301,11 @@ impl<S: Storage> Qcow2<S> {
     }
 
     /// Flushes and releases reserved clusters. Call it at the end, with no request in flight.
-    pub async fn close(&self) -> io::Result<()> {
+    pub async fn close<B: BackingLayers>(&self, backing: &B) -> io::Result<()> {
         if self.shared.read_only {
             return Ok(());
         }
+        self.complete_all(backing).await?;
         let _permit = self.shared.writing_back.acquire().await;
         self.write_back(true).await?;
         // Write back again: clusters freed meanwhile can be released, because no request uses them

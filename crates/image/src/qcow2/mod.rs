@@ -4,7 +4,9 @@
 //!   view      lookup, read
 //!   tables    cache of L2 tables
 //!   write     in place, or to new clusters
+//!   partial   new clusters of which the rest is copied later
 //!   zero      zeroes, discards, copy-up
+//!   mapping   changes of entries in memory
 //!   flush     write-back: the order of metadata
 //!   alloc     reserved clusters, refcounts
 //!   reserve   reserves more clusters
@@ -30,8 +32,10 @@ pub mod empty;
 pub mod entry;
 mod flush;
 pub mod header;
+mod mapping;
 mod open;
 mod packing;
+mod partial;
 mod preallocate;
 pub mod refblock;
 mod reserve;

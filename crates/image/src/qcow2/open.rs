@@ -20,6 +20,7 @@ use super::check::{FindingKind, Repair, check, rebuild_refcounts};
 use super::entry::{self, L1Entry};
 use super::header::Header;
 use super::packing::Packing;
+use super::partial::PartialClusters;
 use super::shared::{L1, Shape, Shared};
 use super::tables::L2SliceCache;
 use super::view::Qcow2;
@@ -97,6 +98,7 @@ impl<S: Storage> Qcow2<S> {
             compression,
             leaving: Mutex::default(),
             packing: Packing::default(),
+            partial: PartialClusters::default(),
             buffers: Default::default(),
         };
         Ok(Qcow2::view(Arc::new(shared), file, data))

@@ -92,7 +92,7 @@ impl<S: Storage> Qcow2<S> {
         }
         self.change(cluster, |_| Entry { word, bitmap }).await?;
         drop(hold);
-        self.relieve().await?;
+        self.relieve_metadata().await?;
         Ok(true)
     }
 

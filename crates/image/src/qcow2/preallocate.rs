@@ -42,7 +42,7 @@ impl<S: Storage> Qcow2<S> {
                 };
             }
             drop(hold);
-            self.relieve().await?;
+            self.relieve_metadata().await?;
         }
         Ok(())
     }
@@ -52,7 +52,7 @@ impl<S: Storage> Qcow2<S> {
     async fn lacking(&self, first: u64, most: u64) -> io::Result<(bool, u64)> {
         let lacks = |Entry { word, bitmap }: Entry| {
             let entry =
-                L2Entry::decode(word, bitmap, self.shape().layout).unwrap_or(L2Entry::UNALLOCATED);
+                L2Entry::cached(word, bitmap, self.shape().layout).unwrap_or(L2Entry::UNALLOCATED);
             !matches!(entry.cluster, Cluster::Compressed { .. }) && entry.cluster.host().is_none()
         };
         let lacking = lacks(self.current_entry(first).await?);

@@ -14,6 +14,7 @@ use super::buffers::Buffers;
 use super::entry::{self, EntryFormat};
 use super::header::{Compression, Header};
 use super::packing::Packing;
+use super::partial::PartialClusters;
 use super::tables::{L2SliceCache, SLICE_BYTES};
 
 /// Sizes derived from the header.
@@ -121,6 +122,7 @@ pub struct Shared {
     /// Clusters to release when the requests that entered before the last epoch change have left.
     pub(super) leaving: Mutex<Vec<Freed>>,
     pub(super) packing: Packing,
+    pub(super) partial: PartialClusters,
     pub(super) buffers: Buffers,
 }
 

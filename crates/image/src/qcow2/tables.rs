@@ -21,6 +21,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Poll, Waker};
 
+use super::entry::is_partial;
+
 /// Size of a slice in bytes, if a table is that large.
 pub const SLICE_BYTES: u64 = 4096;
 
@@ -42,6 +44,8 @@ pub struct Slice {
     pub number: u64,
     words: Box<[AtomicU64]>,
     extended: bool,
+    /// Number of partial entries. The slice stays dirty as long as it has any.
+    partial: AtomicUsize,
     /// Sequence counter of changes to extended entries; odd while a change is in progress.
     changes: AtomicU64,
     /// Whether the slice differs from the file. Then it is in the list of dirty slices.
@@ -59,7 +63,18 @@ impl Slice {
         let words = words.map(AtomicU64::new).collect();
         let no = || AtomicBool::new(false);
         let (changes, used) = (AtomicU64::new(0), AtomicBool::new(true));
-        Slice { number, words, extended, changes, dirty: no(), writing: no(), retired: no(), used }
+        let partial = AtomicUsize::new(0);
+        Slice {
+            number,
+            words,
+            extended,
+            partial,
+            changes,
+            dirty: no(),
+            writing: no(),
+            retired: no(),
+            used,
+        }
     }
 
     /// Returns the `index`-th entry. The two words of an extended entry are consistent: a read that
@@ -90,7 +105,12 @@ impl Slice {
     /// sees an odd counter, or the next even one.
     fn set(&self, index: usize, entry: Entry) {
         if !self.extended {
-            self.words[index].store(entry.word, Ordering::Release);
+            let old = self.words[index].swap(entry.word, Ordering::AcqRel);
+            match (is_partial(old), is_partial(entry.word)) {
+                (false, true) => self.partial.fetch_add(1, Ordering::Relaxed),
+                (true, false) => self.partial.fetch_sub(1, Ordering::Relaxed),
+                _ => 0,
+            };
             return;
         }
         let before = self.changes.load(Ordering::Relaxed);
@@ -100,9 +120,17 @@ impl Slice {
         self.changes.store(before.wrapping_add(2), Ordering::Release);
     }
 
-    /// Returns the contents in the file's byte order.
+    /// Returns the contents in the file's byte order. A partial entry is unallocated in the file.
     fn bytes(&self) -> Vec<u8> {
-        self.words.iter().flat_map(|w| w.load(Ordering::Acquire).to_be_bytes()).collect()
+        let word = |word: &AtomicU64| match word.load(Ordering::Acquire) {
+            word if !self.extended && is_partial(word) => 0,
+            word => word,
+        };
+        self.words.iter().flat_map(|w| word(w).to_be_bytes()).collect()
+    }
+
+    fn has_partial(&self) -> bool {
+        self.partial.load(Ordering::Relaxed) > 0
     }
 
     /// Number of entries.
@@ -298,7 +326,10 @@ impl L2SliceCache {
         let taken = std::mem::take(&mut state.dirty);
         let copy = |slice: Arc<Slice>| {
             slice.writing.store(true, Ordering::Release);
-            slice.dirty.store(false, Ordering::Release);
+            slice.dirty.store(slice.has_partial(), Ordering::Release);
+            if slice.has_partial() {
+                state.dirty.push(slice.clone());
+            }
             SliceCopy { bytes: slice.bytes(), slice }
         };
         taken.into_iter().map(copy).collect()

@@ -137,7 +137,7 @@ impl<S: Storage> Qcow2<S> {
         let len = len.min(shape.cluster_size() - inside);
         // Entries were checked when their slice was loaded; later ones were written by this
         // program.
-        let cluster = L2Entry::decode(entry.word, entry.bitmap, shape.layout)
+        let cluster = L2Entry::cached(entry.word, entry.bitmap, shape.layout)
             .map_or(Cluster::Unallocated, |e| e.cluster);
         let place = match cluster {
             Cluster::Unallocated => Place::Absent,
@@ -147,6 +147,7 @@ impl<S: Storage> Qcow2<S> {
             Cluster::Subclusters { host, bitmap } => {
                 return self.subclusters(host, bitmap.0, inside, len);
             }
+            Cluster::Partial { host, parts } => return self.parts(host, parts, inside, len),
         };
         Extent { len, place }
     }
@@ -154,7 +155,18 @@ impl<S: Storage> Qcow2<S> {
     /// Returns the extent of equal subclusters.
     #[inline]
     fn subclusters(&self, host: Option<u64>, bitmap: u64, inside: u64, len: u64) -> Extent {
-        let unit = self.shape().unit;
+        Self::units(self.shape().unit, host, bitmap, inside, len)
+    }
+
+    /// Returns the extent of equal parts of a partial cluster.
+    fn parts(&self, host: u64, parts: u16, inside: u64, len: u64) -> Extent {
+        let part = self.shape().part().unwrap_or(self.shape().cluster_size());
+        Self::units(part, Some(host), u64::from(parts), inside, len)
+    }
+
+    /// Returns the extent of equal units. The bitmap is that of subclusters.
+    #[inline]
+    fn units(unit: u64, host: Option<u64>, bitmap: u64, inside: u64, len: u64) -> Extent {
         let first = inside / unit;
         let last = (inside + len - 1) / unit;
         let kind = |i: u64| (bitmap >> i) & 1 | (bitmap >> (32 + i) & 1) << 1;

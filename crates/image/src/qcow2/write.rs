@@ -18,14 +18,12 @@ use blockyard_ring::Segments;
 
 use blockyard_storage::Storage;
 
-use crate::error::ImageError;
 use crate::extent::{BackingLayers, Place};
 use blockyard_ring::join;
 
-use super::alloc::{Freed, Run};
-use super::bytes;
-use super::entry::{COPIED, Cluster, L1Entry, L2Entry, OFFSET_MASK};
-use super::shared::lock;
+use super::alloc::Run;
+use super::entry::{COPIED, Cluster, L2Entry, OFFSET_MASK};
+use super::partial;
 use super::tables::Entry;
 use super::view::Qcow2;
 
@@ -44,14 +42,24 @@ const PIECES: usize = 8;
 pub(super) enum WriteStep {
     /// `len` bytes are written to the file directly.
     InPlace { len: u64, host: u64 },
-    /// One cluster, allocated and exclusive, with subclusters that still lack data: fill in what
-    /// the write does not cover.
-    Complete { len: u64, host: u64 },
-    /// Clusters (of one L2 table) that need host clusters. With `whole`, data that the write does
-    /// not cover are copied from the old clusters.
-    Fill { len: u64, whole: bool },
+    /// One cluster, allocated and exclusive, in which units of `unit` bytes still lack data: fill
+    /// in what the write does not cover.
+    Complete { len: u64, host: u64, unit: u64 },
+    /// Clusters (of one L2 table) that need host clusters.
+    Fill { len: u64, rest: Rest },
     /// The L2 entries are not cached.
     Load,
+}
+
+/// Where the bytes of new clusters come from that a write does not cover.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Rest {
+    /// From the old clusters, completely. They are shared, or compressed.
+    Old,
+    /// They read as zeroes. Nothing is copied into subclusters that the write does not touch.
+    Zeroes,
+    /// From the backing image. They may be copied later (partial.rs).
+    Backing,
 }
 
 impl<S: Storage> Qcow2<S> {
@@ -100,14 +108,14 @@ impl<S: Storage> Qcow2<S> {
                 WriteStep::InPlace { host, .. } => {
                     self.data_file().write(piece, host, false).await.1
                 }
-                WriteStep::Complete { host, .. } if self.is_whole_subclusters(at, len) => {
-                    self.write_subclusters(backing, piece, at, host).await
+                WriteStep::Complete { host, unit, .. } if self.is_whole_units(at, len, unit) => {
+                    self.write_units(backing, piece, at, host).await
                 }
                 _ => self.write_held(backing, piece, at).await,
             }
         });
         join::all(PIECES, work).await?;
-        self.relieve().await
+        self.relieve(backing).await
     }
 
     /// Decides what to do at `offset`, and for how many bytes.
@@ -130,8 +138,8 @@ impl<S: Storage> Qcow2<S> {
                     WriteStep::InPlace { len, host },
                     WriteStep::InPlace { len: more, host: next },
                 ) if *host + *len == next => *len += more,
-                (WriteStep::Fill { len, whole }, WriteStep::Fill { len: more, whole: next })
-                    if *whole == next
+                (WriteStep::Fill { len, rest }, WriteStep::Fill { len: more, rest: next })
+                    if *rest == next
                         && *len < FILLED_AT_ONCE
                         && cluster % shape.table_entries != 0 =>
                 {
@@ -147,26 +155,40 @@ impl<S: Storage> Qcow2<S> {
     fn step_in_cluster(&self, entry: Entry, inside: u64, len: u64) -> WriteStep {
         let shape = self.shape();
         let decoded =
-            L2Entry::decode(entry.word, entry.bitmap, shape.layout).unwrap_or(L2Entry::UNALLOCATED);
+            L2Entry::cached(entry.word, entry.bitmap, shape.layout).unwrap_or(L2Entry::UNALLOCATED);
         let mine = decoded.copied;
         match decoded.cluster {
             Cluster::Standard { host } if mine => WriteStep::InPlace { len, host: host + inside },
-            Cluster::Zero { host: Some(host) } if mine => WriteStep::Complete { len, host },
+            Cluster::Zero { host: Some(host) } if mine => {
+                WriteStep::Complete { len, host, unit: shape.unit }
+            }
             Cluster::Subclusters { host: Some(host), bitmap } if mine => {
                 let (first, last) = (inside / shape.unit, (inside + len - 1) / shape.unit);
                 let touched = (u32::MAX >> (31 - (last - first))) << first;
                 if bitmap.data() & touched == touched {
                     WriteStep::InPlace { len, host: host + inside }
                 } else {
-                    WriteStep::Complete { len, host }
+                    WriteStep::Complete { len, host, unit: shape.unit }
+                }
+            }
+            Cluster::Partial { host, parts } => {
+                let part = shape.part().unwrap_or(shape.unit);
+                let touched = partial::touched(inside / part, (inside + len - 1) / part);
+                if parts & touched == touched {
+                    WriteStep::InPlace { len, host: host + inside }
+                } else {
+                    WriteStep::Complete { len, host, unit: part }
                 }
             }
             Cluster::Standard { .. }
             | Cluster::Compressed { .. }
-            | Cluster::Subclusters { host: Some(_), .. } => WriteStep::Fill { len, whole: true },
-            Cluster::Unallocated
-            | Cluster::Zero { .. }
-            | Cluster::Subclusters { host: None, .. } => WriteStep::Fill { len, whole: false },
+            | Cluster::Subclusters { host: Some(_), .. } => {
+                WriteStep::Fill { len, rest: Rest::Old }
+            }
+            Cluster::Zero { .. } => WriteStep::Fill { len, rest: Rest::Zeroes },
+            Cluster::Unallocated | Cluster::Subclusters { host: None, .. } => {
+                WriteStep::Fill { len, rest: Rest::Backing }
+            }
         }
     }
 
@@ -179,8 +201,22 @@ impl<S: Storage> Qcow2<S> {
     ) -> io::Result<()> {
         let shape = self.shape();
         let last = shape.cluster(offset + segments.len() as u64 - 1);
-        let _hold = self.shared.held.hold(shape.cluster(offset)..last + 1).await;
-        self.write_in_hold(backing, &segments, offset).await
+        let hold = self.shared.held.hold(shape.cluster(offset)..last + 1).await;
+        // Another request may have allocated the cluster meanwhile. Then this write takes no lock.
+        let len = segments.len() as u64;
+        match self.step(offset, len) {
+            WriteStep::InPlace { len: all, host } if all == len => {
+                drop(hold);
+                self.data_file().write(segments, host, false).await.1
+            }
+            WriteStep::Complete { len: all, host, unit }
+                if all == len && self.is_whole_units(offset, len, unit) =>
+            {
+                drop(hold);
+                self.write_units(backing, segments, offset, host).await
+            }
+            _ => self.write_in_hold(backing, &segments, offset).await,
+        }
     }
 
     /// Like [`Qcow2::write_held`], for a caller that holds the clusters.
@@ -203,26 +239,26 @@ impl<S: Storage> Qcow2<S> {
                     self.data_file().write(piece(len), host, false).await.1?;
                     len
                 }
-                WriteStep::Complete { len, host } => {
-                    self.complete(backing, piece(len), at, host).await?;
+                WriteStep::Complete { len, host, unit } => {
+                    self.complete(backing, piece(len), at, host, unit).await?;
                     len
                 }
-                WriteStep::Fill { len, whole } => {
-                    self.fill(backing, &piece(len), at, whole).await?
-                }
+                WriteStep::Fill { len, rest } => self.fill(backing, &piece(len), at, rest).await?,
             };
         }
         Ok(())
     }
 
-    fn is_whole_subclusters(&self, offset: u64, len: u64) -> bool {
-        self.shape().layout.extended_l2 && (offset | len) & (self.shape().unit - 1) == 0
+    /// Returns whether a range is a number of whole subclusters, or of parts of a partial cluster.
+    fn is_whole_units(&self, offset: u64, len: u64, unit: u64) -> bool {
+        unit < self.shape().cluster_size() && (offset | len) & (unit - 1) == 0
     }
 
-    /// Writes whole subclusters of an exclusive host cluster. Nothing is copied, so it takes no
-    /// lock. If another request meanwhile frees the cluster, zeroes it, or fills other subclusters,
-    /// the data are written again. So neither the data nor the other request's zeroes are lost.
-    async fn write_subclusters<B: BackingLayers>(
+    /// Writes whole subclusters, or parts, of an exclusive host cluster. Nothing is copied, so it
+    /// takes no lock. If another request meanwhile frees the cluster, zeroes it, or fills other
+    /// units, the data are written again. So neither the data nor the other request's zeroes are
+    /// lost.
+    async fn write_units<B: BackingLayers>(
         &self,
         backing: &B,
         segments: Segments,
@@ -237,16 +273,11 @@ impl<S: Storage> Qcow2<S> {
         let (segments, written) = self.data_file().write(segments, host + inside, false).await;
         written?;
         let _hold = self.shared.held.hold(cluster..cluster + 1).await;
-        let (first, last) = (inside / shape.unit, (inside + len - 1) / shape.unit);
-        let mine = host | COPIED;
+        let with = |old| self.with_parts(old, host, inside, inside + len - 1);
         let alone = touched.load(Ordering::Acquire) == before;
-        if alone && self.current_entry(cluster).await?.word == mine {
+        if alone && with(self.current_entry(cluster).await?).is_some() {
             self.own_table(shape.table(cluster)).await?;
-            self.change(cluster, |old| Entry {
-                word: mine,
-                bitmap: self.with_data(old.bitmap, first, last),
-            })
-            .await?;
+            self.change(cluster, |old| with(old).unwrap_or(old)).await?;
             return Ok(());
         }
         self.write_in_hold(backing, &segments, offset).await
@@ -269,6 +300,7 @@ impl<S: Storage> Qcow2<S> {
         segments: Segments,
         offset: u64,
         host: u64,
+        unit: u64,
     ) -> io::Result<()> {
         let shape = self.shape();
         let cluster = shape.cluster(offset);
@@ -277,23 +309,25 @@ impl<S: Storage> Qcow2<S> {
         let end = offset + segments.len() as u64;
         // Fill only the units that have no data yet: the data of other units are in the host
         // cluster.
-        let bitmap = self.current_entry(cluster).await?.bitmap;
-        let lacks =
-            |at: u64| !shape.layout.extended_l2 || bitmap >> ((at - start) / shape.unit) & 1 == 0;
-        let from = if lacks(offset) { offset - offset % shape.unit } else { offset };
-        let to = if lacks(end - 1) { end.next_multiple_of(shape.unit) } else { end };
+        let old = self.current_entry(cluster).await?;
+        let with_data = match L2Entry::cached(old.word, old.bitmap, shape.layout) {
+            Ok(L2Entry { cluster: Cluster::Subclusters { bitmap, .. }, .. }) => bitmap.data(),
+            Ok(L2Entry { cluster: Cluster::Partial { parts, .. }, .. }) => parts.into(),
+            _ => 0,
+        };
+        let lacks = |at: u64| with_data >> ((at - start) / unit) & 1 == 0;
+        let from = if lacks(offset) { offset - offset % unit } else { offset };
+        let to = if lacks(end - 1) { end.next_multiple_of(unit) } else { end };
         let written = self
             .write_with_edges(backing, &segments, offset, from..to, host + (from - start), false)
             .await;
         // Notifies writers of whole subclusters, which do not hold the cluster.
         self.shared.touched(cluster).fetch_add(1, Ordering::AcqRel);
         written?;
-        let (first, last) = ((offset - start) / shape.unit, (end - 1 - start) / shape.unit);
-        self.change(cluster, |old| Entry {
-            word: host | COPIED,
-            bitmap: self.with_data(old.bitmap, first, last),
-        })
-        .await?;
+        let (first, last) = (offset - start, end - 1 - start);
+        let whole = Entry { word: host | COPIED, bitmap: 0 };
+        self.change(cluster, |old| self.with_parts(old, host, first, last).unwrap_or(whole))
+            .await?;
         Ok(())
     }
 
@@ -304,7 +338,7 @@ impl<S: Storage> Qcow2<S> {
         backing: &B,
         segments: &Segments,
         offset: u64,
-        whole: bool,
+        rest: Rest,
     ) -> io::Result<u64> {
         let shape = self.shape();
         let bits = shape.layout.cluster_bits;
@@ -319,7 +353,13 @@ impl<S: Storage> Qcow2<S> {
             self.allocate(last - first + 1).await?
         };
         let end = (offset + segments.len() as u64).min((first + run.count) << bits);
-        let unit = if whole { shape.cluster_size() } else { shape.unit };
+        let whole = rest == Rest::Old;
+        let may_defer = rest == Rest::Backing && run.fresh && backing.exists();
+        let part = match shape.part().filter(|_| may_defer) {
+            Some(part) if !self.is_zero_around(backing, offset, end).await? => Some(part),
+            _ => None,
+        };
+        let unit = if whole { shape.cluster_size() } else { part.unwrap_or(shape.unit) };
         let (from, to) = (offset - offset % unit, end.next_multiple_of(unit));
         let host = (run.start << bits) + (from - (first << bits));
         let piece = segments.slice(0, (end - offset) as usize);
@@ -340,10 +380,27 @@ impl<S: Storage> Qcow2<S> {
                 (true, true) => u64::from(u32::MAX),
                 (true, false) => self.with_data(old.bitmap, a / shape.unit, b / shape.unit),
             };
-            let old = self.change(cluster, |old| Entry { word, bitmap: bitmap(old) }).await?;
+            let new = |old: Entry| match part {
+                Some(_) => self.first_parts(word & OFFSET_MASK, a, b),
+                None => Entry { word, bitmap: bitmap(old) },
+            };
+            let old = self.change(cluster, new).await?;
             self.let_go(old);
         }
         Ok(end - offset)
+    }
+
+    /// Returns whether the rest of the clusters around `offset..end` is known to read as zeroes.
+    async fn is_zero_around<B: BackingLayers>(
+        &self,
+        backing: &B,
+        offset: u64,
+        end: u64,
+    ) -> io::Result<bool> {
+        let size = self.shape().cluster_size();
+        let (start, stop) = (offset - offset % size, end.next_multiple_of(size));
+        Ok(self.is_zero(backing, start, offset - start).await?
+            && self.is_zero(backing, end, stop - end).await?)
     }
 
     fn abandon(&self, run: Run) {
@@ -353,7 +410,7 @@ impl<S: Storage> Qcow2<S> {
     }
 
     /// Returns the bitmap with subclusters `first` to `last` allocated.
-    fn with_data(&self, bitmap: u64, first: u64, last: u64) -> u64 {
+    pub(super) fn with_data(&self, bitmap: u64, first: u64, last: u64) -> u64 {
         if !self.shape().layout.extended_l2 {
             return 0;
         }
@@ -470,120 +527,5 @@ impl<S: Storage> Qcow2<S> {
             done += extent.len;
         }
         Ok(true)
-    }
-
-    /// Changes the L2 entry of a guest cluster in memory, and returns the old entry. The caller
-    /// must hold the lock of the guest cluster (`Shared::held`). The L2 table must have refcount 1
-    /// ([`Qcow2::own_table`]).
-    pub(super) async fn change(
-        &self,
-        cluster: u64,
-        change: impl Fn(Entry) -> Entry,
-    ) -> io::Result<Entry> {
-        let (number, index) = self.shape().slice(cluster);
-        loop {
-            if let Some((old, _)) = self.shared.tables.update(number, index, &change) {
-                return Ok(old);
-            }
-            self.load(cluster << self.shape().layout.cluster_bits).await?;
-        }
-    }
-
-    /// Like [`Qcow2::change`], for `count` entries from cluster `first` on; `change` gets the index
-    /// from 0.
-    pub(super) async fn change_run(
-        &self,
-        first: u64,
-        count: u64,
-        change: impl Fn(u64, Entry) -> Entry,
-    ) -> io::Result<()> {
-        let mut done = 0;
-        while done < count {
-            let (number, index) = self.shape().slice(first + done);
-            let here = (count - done).min(self.shape().slice_entries - index as u64) as usize;
-            if self
-                .shared
-                .tables
-                .update_run(number, index..index + here, |at, old| change(done + at, old))
-            {
-                done += here as u64;
-            } else {
-                self.load((first + done) << self.shape().layout.cluster_bits).await?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Frees the host clusters that an entry no longer names.
-    pub(super) fn let_go(&self, old: Entry) {
-        let shape = self.shape();
-        if shape.layout.data_file {
-            return;
-        }
-        let bits = shape.layout.cluster_bits;
-        match L2Entry::decode(old.word, old.bitmap, shape.layout).map(|entry| entry.cluster) {
-            Ok(Cluster::Compressed { host, len }) => {
-                let (start, end) = (host >> bits, (host + len - 1) >> bits);
-                self.shared.alloc.let_go(Freed { start, count: end - start + 1, compressed: true });
-            }
-            Ok(cluster) => {
-                if let Some(host) = cluster.host() {
-                    self.shared.alloc.let_go(Freed {
-                        start: host >> bits,
-                        count: 1,
-                        compressed: false,
-                    });
-                }
-            }
-            Err(_) => {}
-        }
-    }
-
-    /// Makes sure that the L2 table exists, and belongs only to the active state.
-    pub(super) async fn own_table(&self, index: u64) -> io::Result<()> {
-        let owned = |word: u64| word & COPIED != 0 && word & OFFSET_MASK != 0;
-        if owned(self.shared.l1_entry(index)) {
-            return Ok(());
-        }
-        let _permit = self.shared.new_tables.acquire().await;
-        let (word, bits) = (self.shared.l1_entry(index), self.shape().layout.cluster_bits);
-        if owned(word) {
-            return Ok(());
-        }
-        let old = L1Entry::decode(word, self.shape().layout).map_err(|what| {
-            ImageError::invalid(format!("qcow2 L1 table entry {index}"), None, what)
-        })?;
-        let run = self.allocate(1).await?;
-        let (at, cluster) = (run.start << bits, self.shape().cluster_size() as usize);
-        let written = match old.table {
-            Some(table) => match bytes::read(&self.file, table, cluster).await {
-                Ok(content) => bytes::write(&self.file, at, &content).await,
-                Err(e) => Err(e),
-            },
-            None if run.fresh => Ok(()),
-            None => bytes::write(&self.file, at, &vec![0; cluster]).await,
-        };
-        if let Err(e) = written {
-            self.abandon_cluster(run);
-            return Err(ImageError::io(
-                format!("qcow2 L2 table {index}"),
-                at,
-                "writing a new one",
-                e,
-            )
-            .into());
-        }
-        let mut l1 = lock(&self.shared.l1);
-        l1.entries[index as usize] = at | COPIED;
-        l1.dirty.insert(index as usize);
-        drop(l1);
-        if let Some(table) = old.table {
-            self.shared.alloc.let_go(Freed { start: table >> bits, count: 1, compressed: false });
-        }
-        Ok(())
-    }
-
-    fn abandon_cluster(&self, run: Run) {
-        self.shared.alloc.put_back(Run { fresh: false, ..run });
     }
 }

@@ -14,7 +14,7 @@ use blockyard_storage::Storage;
 
 use crate::extent::{BackingLayers, Place};
 
-use super::entry::{COPIED, Cluster, L2Entry, OFFSET_MASK, SubclusterBitmap, ZERO};
+use super::entry::{Cluster, L2Entry, SubclusterBitmap};
 use super::tables::Entry;
 use super::view::Qcow2;
 
@@ -161,7 +161,7 @@ impl<S: Storage> Qcow2<S> {
             self.shared.held.hold(shape.cluster(offset)..shape.cluster(offset + len - 1) + 1).await;
         self.zero_held(backing, offset, len).await?;
         drop(hold);
-        self.relieve().await
+        self.relieve(backing).await
     }
 
     async fn wipe_units<B: BackingLayers>(
@@ -190,7 +190,7 @@ impl<S: Storage> Qcow2<S> {
                 at = here;
             }
             drop(hold);
-            self.relieve().await?;
+            self.relieve(backing).await?;
             if at < end {
                 // This loop never waits if all metadata are cached, and the range may be long. So
                 // yield.
@@ -214,7 +214,7 @@ impl<S: Storage> Qcow2<S> {
         let disk_end = self.size().min((cluster + 1) << shape.layout.cluster_bits);
         let old = self.current_entry(cluster).await?;
         let decoded =
-            L2Entry::decode(old.word, old.bitmap, shape.layout).unwrap_or(L2Entry::UNALLOCATED);
+            L2Entry::cached(old.word, old.bitmap, shape.layout).unwrap_or(L2Entry::UNALLOCATED);
         let (real_end, allocated) = (end.min(disk_end), decoded.cluster != Cluster::Unallocated);
         if real_end <= start
             || (!allocated && backing.backing_is_zero(start, real_end - start).await?)
@@ -245,9 +245,10 @@ impl<S: Storage> Qcow2<S> {
         self.own_table(shape.table(cluster)).await?;
         self.shared.touched(cluster).fetch_add(1, Ordering::AcqRel);
         self.change(cluster, |_| new).await?;
-        if new.word & OFFSET_MASK != old.word & OFFSET_MASK
-            || old.word & super::entry::COMPRESSED != 0
-        {
+        let kept =
+            L2Entry::decode(new.word, new.bitmap, shape.layout).map(|new| new.cluster.host());
+        let is_compressed = matches!(decoded.cluster, Cluster::Compressed { .. });
+        if is_compressed || kept != Ok(decoded.cluster.host()) {
             self.let_go(old);
         }
         if shape.layout.data_file && !wish.keeps() {
@@ -275,8 +276,10 @@ impl<S: Storage> Qcow2<S> {
             // An entry without a cluster reads as zeroes if there is no backing image.
             return (!has_backing && !keep).then_some(Entry::default());
         }
-        let kept = if keep { old.word & (OFFSET_MASK | COPIED) } else { 0 };
-        Some(Entry { word: kept | ZERO, bitmap: 0 })
+        let host = if keep { decoded.cluster.host() } else { None };
+        let zero = L2Entry { cluster: Cluster::Zero { host }, copied: keep };
+        let (word, bitmap) = zero.encode(shape.layout);
+        Some(Entry { word, bitmap })
     }
 
     fn wiped_subclusters(
@@ -377,7 +380,7 @@ impl<S: Storage> Qcow2<S> {
                 at += extent.len;
             }
             drop(hold);
-            self.relieve().await?;
+            self.relieve(backing).await?;
         }
         Ok(())
     }

@@ -66,6 +66,9 @@ pub async fn of<S: Storage>(
     let last = |host| LastCluster { tables, file, host, inside, own };
     match entry.cluster {
         Cluster::Zero { .. } => Ok(Tail::Zero),
+        Cluster::Partial { host, .. } => {
+            Err(ImageError::invalid(STRUCTURE, host, "a file has no partial entries"))
+        }
         Cluster::Unallocated if shows => Err(backing_shows()),
         Cluster::Unallocated => Ok(Tail::Zero),
         Cluster::Standard { host } => {

@@ -77,7 +77,7 @@ fn random_lives(plan: impl Fn(u64) -> Plan + Sync, percent: u64, failed_once: &[
 
 #[test]
 fn flushed_data_survive_random_cuts() {
-    let tally = random_lives(Plan::quiet, 50, &QUIET);
+    let tally = random_lives(Plan::quiet, 45, &QUIET);
     assert!(tally.saw_all_operations() || !lives::is_thorough(CUTS), "{tally}");
 }
 
@@ -99,6 +99,11 @@ fn freed_clusters_wait_for_a_durable_write_back() {
 #[test]
 fn compressed_writes_survive_random_cuts() {
     random_lives(Plan::packing, 4, &[]);
+}
+
+#[test]
+fn partial_clusters_survive_random_cuts() {
+    random_lives(Plan::deferring, 8, &[]);
 }
 
 #[test]

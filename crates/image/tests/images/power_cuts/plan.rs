@@ -214,6 +214,36 @@ impl Plan {
         }
     }
 
+    /// Returns a plan with first writes to clusters of which a raw backing image has the rest.
+    pub fn deferring(seed: u64) -> Self {
+        let mut rng = Rng::new(seed ^ 0x6465_6665);
+        let layout = Layout {
+            version: *rng.pick(&[2, 3, 3]),
+            cluster_bits: *rng.pick(&[16, 16, 17]),
+            refcount_order: 4,
+            extended: false,
+            data_file: false,
+            raw_data_file: false,
+        };
+        let size = capacity(&mut rng, layout) * SECTOR as u64;
+        let below = match rng.below(4) {
+            0 => rng.between(1, size / SECTOR as u64) * SECTOR as u64,
+            _ => size,
+        };
+        let backing = vec![LayerPlan::Raw(below)];
+        let recipe = recipe(&mut rng, layout, size, self::below(&backing, 1));
+        let recipe = Recipe { full: *rng.pick(&[0, 0, 30]), ..recipe };
+        Plan {
+            layers: [vec![LayerPlan::Qcow2(recipe)], backing].concat(),
+            clients: rng.between(4, 8) as usize,
+            requests: 20,
+            cache: rng.one_in(3).then_some(0),
+            reserve: Some(layout.cluster() * rng.between(1, 20)),
+            copy_on_read: false,
+            ..Plan::quiet(seed)
+        }
+    }
+
     pub fn troubled(seed: u64) -> Self {
         let mut rng = Rng::new(seed ^ 0x7472_6f75);
         let plan = if rng.one_in(4) { Plan::growing(seed) } else { Plan::quiet(seed) };

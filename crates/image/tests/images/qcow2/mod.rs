@@ -6,6 +6,7 @@
 mod caches;
 mod freed;
 mod locks;
+mod partial;
 mod peer;
 mod reactors;
 mod zeroes;

@@ -2,7 +2,7 @@
 
 use blockyard_image::qcow2::check::{Repair, check};
 use blockyard_image::qcow2::{CreateOptions, Header, Qcow2, Qcow2Options, create};
-use blockyard_image::{Alignment, Image, Layer, Place, Raw};
+use blockyard_image::{Alignment, Image, Layer, NoBacking, Place, Raw};
 use blockyard_ring::Segments;
 use blockyard_storage::sim::{OpKind, Phase, Sim, SimConfig, SimDisk, SimImage};
 
@@ -140,7 +140,7 @@ fn refcounts_of_preallocated_clusters_are_written_together() {
         let image = Qcow2::open(header, raw(&disk), None, &options).await.unwrap();
         let before = (count(&disk, OpKind::Sync), count(&disk, OpKind::Write));
         image.preallocate(0..SIZE, false).await.unwrap();
-        image.close().await.unwrap();
+        image.close(&NoBacking).await.unwrap();
         let (syncs, writes) =
             (count(&disk, OpKind::Sync) - before.0, count(&disk, OpKind::Write) - before.1);
         assert!(syncs < 12, "{syncs} syncs");

@@ -1,0 +1,268 @@
+//! Partial clusters: the first write to a new cluster leaves the rest of the cluster in the backing
+//! image, and a flush copies it.
+//!
+//! ```text
+//!   first write:  allocate ─► write the touched parts ─► partial entry (in memory only)
+//!   later writes: to parts with data in place; other parts are added
+//!   flush:        copy the missing parts ─► complete entry ─► write-back (flush.rs)
+//! ```
+//!
+//! So small writes that follow each other copy nothing, and a burst of small writes does not wait
+//! for copies. Images with extended L2 entries need none of this, because their file has
+//! subclusters.
+//!
+//! Invariants
+//! - The file has the entry from before the first write ("unallocated") until the cluster is
+//!   complete. So a power cut leaves what a power cut before the first write leaves, and no other
+//!   program ever sees a partial cluster.
+//! - A partial cluster is new: no other entry names it, the host has allocated its space, and parts
+//!   without data read as zeroes. So completing it needs no space.
+//! - A flush completes all clusters that are partial when it begins. At most [`DEFERRED`] bytes of
+//!   clusters are partial, so that it ends soon.
+//! - The missing parts come from the layers below this image. An image is opened without them only
+//!   when no cluster is partial.
+
+use std::collections::BTreeSet;
+use std::io;
+use std::ops::{Bound, Range};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use blockyard_ring::Segments;
+use blockyard_ring::join;
+use blockyard_storage::Storage;
+
+use crate::extent::BackingLayers;
+
+use super::entry::{Cluster, EntryFormat, L2Entry, PARTS};
+use super::shared::Shape;
+use super::tables::Entry;
+use super::view::Qcow2;
+
+/// Maximum size of all partial clusters in bytes.
+const DEFERRED: u64 = 1 << 30;
+/// Number of clusters that are completed at a time.
+const AT_A_TIME: usize = 32;
+/// Number of clusters that a request completes if there are too many.
+const PER_REQUEST: usize = 2;
+/// Smallest size of a part in bytes. It also leaves bits 0 to 15 of an entry free for the parts,
+/// because clusters are at least 16 times as large.
+const SMALLEST: u64 = 4096;
+
+/// The partial clusters of an image, by guest cluster.
+#[derive(Debug, Default)]
+pub struct PartialClusters {
+    clusters: Mutex<State>,
+    /// Number of them, for callers without the lock.
+    count: AtomicUsize,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    clusters: BTreeSet<u64>,
+    /// Requests complete the clusters from here on, in the order of the disk.
+    next: u64,
+}
+
+impl PartialClusters {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.clusters.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Notes that a cluster is partial now, or no longer.
+    pub fn set(&self, cluster: u64, is_partial: bool) {
+        let mut state = self.state();
+        if is_partial {
+            state.clusters.insert(cluster);
+        } else {
+            state.clusters.remove(&cluster);
+        }
+        self.count.store(state.clusters.len(), Ordering::Release);
+    }
+
+    pub fn count(&self) -> usize {
+        self.count.load(Ordering::Acquire)
+    }
+
+    fn all(&self) -> Vec<u64> {
+        self.state().clusters.iter().copied().collect()
+    }
+
+    /// Returns the next clusters that a request completes.
+    fn next(&self, most: usize) -> Vec<u64> {
+        let mut state = self.state();
+        let from = (Bound::Included(state.next), Bound::Unbounded);
+        let mut next: Vec<u64> = state.clusters.range(from).take(most).copied().collect();
+        if next.is_empty() {
+            next = state.clusters.iter().take(most).copied().collect();
+        }
+        state.next = next.last().map_or(0, |last| last + 1);
+        next
+    }
+}
+
+impl Shape {
+    /// Size of a part of a partial cluster in bytes. `None`: the image has no partial clusters.
+    #[inline]
+    pub fn part(&self) -> Option<u64> {
+        let part = self.cluster_size() / u64::from(PARTS);
+        let plain = !self.layout.extended_l2 && !self.layout.data_file;
+        (plain && part >= SMALLEST).then_some(part)
+    }
+}
+
+/// Returns the ranges of parts that have no data, in parts.
+fn missing(parts: u16) -> Vec<Range<u32>> {
+    let mut ranges: Vec<Range<u32>> = Vec::new();
+    for part in (0..PARTS).filter(|part| parts >> part & 1 == 0) {
+        match ranges.last_mut() {
+            Some(last) if last.end == part => last.end += 1,
+            _ => ranges.push(part..part + 1),
+        }
+    }
+    ranges
+}
+
+impl<S: Storage> Qcow2<S> {
+    /// Returns the entry with data in bytes `first` to `last` of the cluster too. `None`: the entry
+    /// does not name this host cluster, or has no parts.
+    pub(super) fn with_parts(&self, old: Entry, host: u64, first: u64, last: u64) -> Option<Entry> {
+        let shape = self.shape();
+        let entry = L2Entry::cached(old.word, old.bitmap, shape.layout).ok()?;
+        match entry.cluster {
+            Cluster::Subclusters { host: Some(at), .. } if at == host && entry.copied => {
+                let bitmap = self.with_data(old.bitmap, first / shape.unit, last / shape.unit);
+                Some(Entry { word: old.word, bitmap })
+            }
+            Cluster::Partial { host: at, parts } if at == host => {
+                let part = shape.part()?;
+                Some(partial_entry(host, parts | touched(first / part, last / part), shape.layout))
+            }
+            _ => None,
+        }
+    }
+
+    /// Returns the entry of a new cluster with data in bytes `first` to `last` only.
+    pub(super) fn first_parts(&self, host: u64, first: u64, last: u64) -> Entry {
+        let shape = self.shape();
+        let part = shape.part().unwrap_or(shape.cluster_size());
+        partial_entry(host, touched(first / part, last / part), shape.layout)
+    }
+
+    /// Completes all clusters that are partial now. The caller holds no cluster, and no permit of
+    /// `writing_back`.
+    pub(super) async fn complete_all<B: BackingLayers>(&self, backing: &B) -> io::Result<()> {
+        if self.shared.partial.count() == 0 {
+            return Ok(());
+        }
+        let all = self.shared.partial.all();
+        join::all(AT_A_TIME, all.into_iter().map(|cluster| self.complete_one(backing, cluster)))
+            .await
+    }
+
+    /// Completes some clusters if too many are partial. The caller holds no cluster.
+    pub(super) async fn complete_some<B: BackingLayers>(&self, backing: &B) -> io::Result<()> {
+        let most = DEFERRED >> self.shape().layout.cluster_bits;
+        if self.shared.partial.count() as u64 <= most {
+            return Ok(());
+        }
+        for cluster in self.shared.partial.next(PER_REQUEST) {
+            self.complete_one(backing, cluster).await?;
+        }
+        Ok(())
+    }
+
+    async fn complete_one<B: BackingLayers>(&self, backing: &B, cluster: u64) -> io::Result<()> {
+        let _hold = self.shared.held.hold(cluster..cluster + 1).await;
+        let (old, layout) = (self.current_entry(cluster).await?, self.shape().layout);
+        let entry = L2Entry::cached(old.word, old.bitmap, layout).map(|entry| entry.cluster);
+        let Ok(Cluster::Partial { host, parts }) = entry else {
+            return Ok(());
+        };
+        if !backing.exists() {
+            return Err(io::Error::other(format!(
+                "guest cluster {cluster} is incomplete, and its backing image is not open"
+            )));
+        }
+        let copied = self.copy_missing(backing, cluster, host, parts).await;
+        // Notifies writers of whole parts, which do not hold the cluster.
+        self.shared.touched(cluster).fetch_add(1, Ordering::AcqRel);
+        copied?;
+        self.change(cluster, |_| partial_entry(host, u16::MAX, layout)).await?;
+        Ok(())
+    }
+
+    /// Copies the parts without data from the backing image. Parts that read as zeroes there are in
+    /// the new host cluster already.
+    async fn copy_missing<B: BackingLayers>(
+        &self,
+        backing: &B,
+        cluster: u64,
+        host: u64,
+        parts: u16,
+    ) -> io::Result<()> {
+        let Some(part) = self.shape().part() else { return Ok(()) };
+        let start = cluster << self.shape().layout.cluster_bits;
+        let mut ranges = Vec::new();
+        for range in missing(parts) {
+            let (from, to) = (u64::from(range.start) * part, u64::from(range.end) * part);
+            if !backing.backing_is_zero(start + from, to - from).await? {
+                ranges.push(from..to);
+            }
+        }
+        let (Some(first), Some(last)) = (ranges.first(), ranges.last()) else { return Ok(()) };
+        let whole = first.start..last.end;
+        let _room = self.shared.buffers.beside.acquire_many(whole.end - whole.start).await;
+        let buffer = Segments::buffer((whole.end - whole.start) as usize);
+        // One longer read is cheaper than several.
+        let (buffer, read) = backing.read_backing(buffer, start + whole.start).await;
+        read?;
+        let writes = ranges.iter().map(async |range| {
+            let piece = buffer
+                .slice((range.start - whole.start) as usize, (range.end - range.start) as usize);
+            self.data_file().write(piece, host + range.start, false).await.1
+        });
+        join::all(ranges.len(), writes).await
+    }
+}
+
+/// Returns the bits of parts `first` to `last`.
+pub(super) fn touched(first: u64, last: u64) -> u16 {
+    (u16::MAX >> (u64::from(PARTS) - 1 - (last - first))) << first
+}
+
+/// Returns the entry of a cluster with data in these parts.
+fn partial_entry(host: u64, parts: u16, layout: EntryFormat) -> Entry {
+    let cluster = match parts {
+        u16::MAX => Cluster::Standard { host },
+        _ => Cluster::Partial { host, parts },
+    };
+    let (word, bitmap) = L2Entry { cluster, copied: true }.encode(layout);
+    Entry { word, bitmap }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn missing_parts_are_the_others() {
+        assert_eq!(missing(0), [0..16]);
+        assert_eq!(missing(u16::MAX), []);
+        assert_eq!(missing(touched(3, 4)), [0..3, 5..16]);
+        assert_eq!(missing(touched(0, 0) | touched(15, 15)), [1..15]);
+        assert_eq!((touched(0, 15), touched(15, 15)), (u16::MAX, 1 << 15));
+    }
+
+    #[test]
+    fn clusters_are_completed_in_turn() {
+        let partial = PartialClusters::default();
+        [7, 3, 9, 5].into_iter().for_each(|cluster| partial.set(cluster, true));
+        assert_eq!(
+            (partial.next(2), partial.next(2), partial.next(2)),
+            (vec![3, 5], vec![7, 9], vec![3, 5])
+        );
+        partial.set(7, false);
+        assert_eq!((partial.next(2), partial.count(), partial.all()), (vec![9], 3, vec![3, 5, 9]));
+    }
+}

@@ -1,0 +1,116 @@
+//! Partial clusters: the rest of a new cluster is copied by a flush, not by the first write.
+
+use blockyard_image::{Extent, Image, Place, Store};
+use blockyard_ring::Segments;
+
+use super::peer::{Scratch, qemu_img};
+use super::{Model, check, judged_by_qemu, on_image, write};
+
+const CLUSTER: u64 = 64 << 10;
+const PART: u64 = 4 << 10;
+const SIZE: u64 = 16 * CLUSTER;
+
+/// Returns the length of the overlay's data, or of absent bytes, at `offset`.
+async fn found(image: &Image<Store>, offset: u64) -> (bool, u64) {
+    let Extent { len, place } = image.find_above(1, offset, CLUSTER).await.unwrap();
+    (matches!(place, Place::Data(_)), len)
+}
+
+fn overlay(name: &str) -> (Scratch, Model) {
+    let scratch = Scratch::new(name);
+    let base: Vec<u8> = (0..SIZE).map(|at| (at / 512 % 251) as u8 + 1).collect();
+    std::fs::write(scratch.path("base.raw"), &base).unwrap();
+    qemu_img(&[
+        "create",
+        "-q",
+        "-f",
+        "qcow2",
+        "-F",
+        "raw",
+        "-b",
+        "base.raw",
+        scratch.name("a.qcow2"),
+    ]);
+    (scratch, Model(base))
+}
+
+#[test]
+fn a_flush_copies_the_rest_of_a_cluster() {
+    let (scratch, mut model) = overlay("rest");
+    let model = on_image(&scratch, async move |image| {
+        // Whole parts, and a write that begins and ends inside parts.
+        write(&image, &mut model, 2 * PART, &[200; PART as usize]).await;
+        write(&image, &mut model, CLUSTER + PART + 512, &[201; 2 * PART as usize]).await;
+        assert_eq!(found(&image, 0).await, (false, 2 * PART));
+        assert_eq!(found(&image, 2 * PART).await, (true, PART));
+        assert_eq!(found(&image, CLUSTER + PART).await, (true, 3 * PART));
+        assert_eq!(found(&image, CLUSTER + 4 * PART).await, (false, CLUSTER));
+        check(&image, &model, 0, SIZE as usize).await;
+        image.flush().await.unwrap();
+        assert_eq!(found(&image, 0).await, (true, CLUSTER));
+        assert_eq!(found(&image, CLUSTER).await, (true, CLUSTER));
+        check(&image, &model, 0, SIZE as usize).await;
+        image.close().await.unwrap();
+        model
+    });
+    judged_by_qemu(&scratch, "a.qcow2", &model);
+}
+
+#[test]
+fn small_writes_that_follow_each_other_copy_nothing() {
+    let (scratch, mut model) = overlay("follow");
+    let model = on_image(&scratch, async move |image| {
+        for at in (3 * CLUSTER..5 * CLUSTER).step_by(PART as usize) {
+            assert_eq!(found(&image, at).await.0, false, "copied before it is written");
+            write(&image, &mut model, at, &[(at >> 12) as u8; PART as usize]).await;
+        }
+        assert_eq!(found(&image, 3 * CLUSTER).await, (true, CLUSTER), "complete");
+        check(&image, &model, 0, SIZE as usize).await;
+        image.close().await.unwrap();
+        model
+    });
+    judged_by_qemu(&scratch, "a.qcow2", &model);
+}
+
+#[test]
+fn zeroes_and_discards_end_a_partial_cluster() {
+    let (scratch, mut model) = overlay("zeroes");
+    let model = on_image(&scratch, async move |image| {
+        for (number, unmap) in [(0, true), (1, false)] {
+            write(&image, &mut model, number * CLUSTER + PART, &[9; 512]).await;
+            image.write_zeroes(number * CLUSTER, CLUSTER, unmap).await.unwrap();
+            model.0[(number * CLUSTER) as usize..][..CLUSTER as usize].fill(0);
+        }
+        // A part of a partial cluster is zeroed by a write of zeroes.
+        write(&image, &mut model, 2 * CLUSTER + PART, &[9; PART as usize]).await;
+        image.write_zeroes(2 * CLUSTER + PART, 3 * PART, true).await.unwrap();
+        model.0[(2 * CLUSTER + PART) as usize..][..3 * PART as usize].fill(0);
+        write(&image, &mut model, 3 * CLUSTER, &[9; 512]).await;
+        image.discard(3 * CLUSTER, CLUSTER).await.unwrap();
+        let read = image.read(Segments::buffer(CLUSTER as usize), 3 * CLUSTER).await;
+        read.1.unwrap();
+        read.0.copy_out(0, &mut model.0[3 * CLUSTER as usize..][..CLUSTER as usize]);
+        check(&image, &model, 0, SIZE as usize).await;
+        // New data in a cluster that was partial once.
+        write(&image, &mut model, CLUSTER + 5 * PART, &[8; PART as usize]).await;
+        image.flush().await.unwrap();
+        check(&image, &model, 0, SIZE as usize).await;
+        image.close().await.unwrap();
+        model
+    });
+    judged_by_qemu(&scratch, "a.qcow2", &model);
+}
+
+/// Copy-up (a stream) completes partial clusters too.
+#[test]
+fn copy_up_completes_partial_clusters() {
+    let (scratch, mut model) = overlay("copy-up");
+    let model = on_image(&scratch, async move |image| {
+        write(&image, &mut model, 6 * CLUSTER + PART, &[9; PART as usize]).await;
+        image.populate(0, SIZE).await.unwrap();
+        assert_eq!(found(&image, 6 * CLUSTER).await, (true, CLUSTER));
+        image.close().await.unwrap();
+        model
+    });
+    judged_by_qemu(&scratch, "a.qcow2", &model);
+}
