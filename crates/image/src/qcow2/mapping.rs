@@ -40,8 +40,10 @@ impl<S: Storage> Qcow2<S> {
 
     fn note_partial(&self, cluster: u64, old: Entry, new: Entry) {
         let partial = |entry: Entry| !self.shape().layout.extended_l2 && is_partial(entry.word);
-        if partial(old) != partial(new) {
-            self.shared.partial.set(cluster, partial(new));
+        match (partial(old), partial(new)) {
+            (false, false) => {}
+            (true, true) => self.shared.partial.added(),
+            (_, is_partial) => self.shared.partial.set(cluster, is_partial),
         }
     }
 

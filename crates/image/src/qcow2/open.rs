@@ -43,6 +43,8 @@ pub struct Qcow2Options {
     /// Whether the file has no name yet, so that a power cut loses it. If so, the order in which
     /// writes become durable does not matter: only flushes and the close sync.
     pub unfinished: bool,
+    /// Whether clusters are partial even if that does not pay. (Tests need many of them.)
+    pub always_partial: bool,
 }
 
 impl<S: Storage> Qcow2<S> {
@@ -98,7 +100,7 @@ impl<S: Storage> Qcow2<S> {
             compression,
             leaving: Mutex::default(),
             packing: Packing::default(),
-            partial: PartialClusters::default(),
+            partial: PartialClusters::new(options.always_partial),
             buffers: Default::default(),
         };
         Ok(Qcow2::view(Arc::new(shared), file, data))

@@ -11,6 +11,9 @@
 //! for copies. Images with extended L2 entries need none of this, because their file has
 //! subclusters.
 //!
+//! To complete a cluster takes more operations than to copy its rest at once. So clusters are
+//! partial only if that pays: many are written between two flushes, or later writes add parts.
+//!
 //! Invariants
 //! - The file has the entry from before the first write ("unallocated") until the cluster is
 //!   complete. So a power cut leaves what a power cut before the first write leaves, and no other
@@ -18,14 +21,15 @@
 //! - A partial cluster is new: no other entry names it, the host has allocated its space, and parts
 //!   without data read as zeroes. So completing it needs no space.
 //! - A flush completes all clusters that are partial when it begins. At most [`DEFERRED`] bytes of
-//!   clusters are partial, so that it ends soon.
+//!   clusters are partial, and none becomes partial during a flush. So a flush ends soon, also if
+//!   other clients write all the time.
 //! - The missing parts come from the layers below this image. An image is opened without them only
 //!   when no cluster is partial.
 
 use std::collections::BTreeSet;
 use std::io;
 use std::ops::{Bound, Range};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use blockyard_ring::Segments;
@@ -45,6 +49,12 @@ const DEFERRED: u64 = 1 << 30;
 const AT_A_TIME: usize = 32;
 /// Number of clusters that a request completes if there are too many.
 const PER_REQUEST: usize = 2;
+/// So many new clusters between two flushes may all be partial.
+const MANY: u64 = 256;
+/// If fewer parts than this were added for each new cluster, it did not pay: a quarter.
+const ADDED: u64 = 4;
+/// Number of flushes after which it is tried again.
+const PAUSE: u64 = 16;
 /// Smallest size of a part in bytes. It also leaves bits 0 to 15 of an entry free for the parts,
 /// because clusters are at least 16 times as large.
 const SMALLEST: u64 = 4096;
@@ -55,6 +65,24 @@ pub struct PartialClusters {
     clusters: Mutex<State>,
     /// Number of them, for callers without the lock.
     count: AtomicUsize,
+    /// Number of tasks that complete all of them.
+    completing: AtomicUsize,
+    /// New clusters, and writes that added parts, since the last flush.
+    new: AtomicU64,
+    added: AtomicU64,
+    /// Number of flushes until clusters may be partial again; 0: they may be.
+    pause: AtomicU64,
+    /// See [`super::Qcow2Options::always_partial`].
+    always: bool,
+}
+
+/// A task completes all partial clusters.
+struct Completing<'a>(&'a PartialClusters);
+
+impl Drop for Completing<'_> {
+    fn drop(&mut self) {
+        self.0.completing.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 #[derive(Debug, Default)]
@@ -65,6 +93,10 @@ struct State {
 }
 
 impl PartialClusters {
+    pub fn new(always: bool) -> Self {
+        PartialClusters { always, ..PartialClusters::default() }
+    }
+
     fn state(&self) -> MutexGuard<'_, State> {
         self.clusters.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -82,6 +114,35 @@ impl PartialClusters {
 
     pub fn count(&self) -> usize {
         self.count.load(Ordering::Acquire)
+    }
+
+    /// Counts a new cluster. Returns whether it may be partial.
+    pub fn admits(&self) -> bool {
+        let new = self.new.fetch_add(1, Ordering::Relaxed) + 1;
+        let pays = self.always || self.pause.load(Ordering::Relaxed) == 0 || new > MANY;
+        pays && self.completing.load(Ordering::Relaxed) == 0
+    }
+
+    /// Counts a write that added parts to a partial cluster.
+    pub fn added(&self) {
+        self.added.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Decides at a flush whether clusters may be partial until the next one.
+    fn flushed(&self) {
+        let new = self.new.swap(0, Ordering::Relaxed);
+        let added = self.added.swap(0, Ordering::Relaxed);
+        let pause = match self.pause.load(Ordering::Relaxed) {
+            _ if new > MANY => 0,
+            0 if new > 0 && added * ADDED < new => PAUSE,
+            pause => pause.saturating_sub(1),
+        };
+        self.pause.store(pause, Ordering::Relaxed);
+    }
+
+    fn completing(&self) -> Completing<'_> {
+        self.completing.fetch_add(1, Ordering::Relaxed);
+        Completing(self)
     }
 
     fn all(&self) -> Vec<u64> {
@@ -152,9 +213,11 @@ impl<S: Storage> Qcow2<S> {
     /// Completes all clusters that are partial now. The caller holds no cluster, and no permit of
     /// `writing_back`.
     pub(super) async fn complete_all<B: BackingLayers>(&self, backing: &B) -> io::Result<()> {
+        self.shared.partial.flushed();
         if self.shared.partial.count() == 0 {
             return Ok(());
         }
+        let _completing = self.shared.partial.completing();
         let all = self.shared.partial.all();
         join::all(AT_A_TIME, all.into_iter().map(|cluster| self.complete_one(backing, cluster)))
             .await
@@ -264,5 +327,36 @@ mod tests {
         );
         partial.set(7, false);
         assert_eq!((partial.next(2), partial.count(), partial.all()), (vec![9], 3, vec![3, 5, 9]));
+    }
+
+    /// Returns how many of `new` clusters may be partial before a flush.
+    fn period(partial: &PartialClusters, new: u64, added: u64) -> usize {
+        let admitted = (0..new).filter(|_| partial.admits()).count();
+        (0..added).for_each(|_| partial.added());
+        partial.flushed();
+        admitted
+    }
+
+    #[test]
+    fn clusters_are_partial_only_if_that_pays() {
+        let partial = PartialClusters::default();
+        // Later writes add parts.
+        assert_eq!([period(&partial, 8, 8), period(&partial, 8, 8)], [8, 8]);
+        // They do not, and flushes follow each other: it is tried again after some flushes.
+        assert_eq!([period(&partial, 32, 0), period(&partial, 32, 0)], [32, 0]);
+        let tried = (0..33).filter(|_| period(&partial, 32, 0) > 0).count();
+        assert_eq!(tried, 2);
+        // Many clusters before the next flush.
+        assert!(period(&partial, 10 * MANY, 0) >= 9 * MANY as usize);
+        assert_eq!(period(&partial, 32, 32), 32);
+    }
+
+    #[test]
+    fn no_cluster_becomes_partial_during_a_flush() {
+        let partial = PartialClusters::default();
+        let completing = partial.completing();
+        assert!(!partial.admits());
+        drop(completing);
+        assert!(partial.admits());
     }
 }

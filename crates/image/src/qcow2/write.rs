@@ -356,7 +356,9 @@ impl<S: Storage> Qcow2<S> {
         let whole = rest == Rest::Old;
         let may_defer = rest == Rest::Backing && run.fresh && backing.exists();
         let part = match shape.part().filter(|_| may_defer) {
-            Some(part) if !self.is_zero_around(backing, offset, end).await? => Some(part),
+            Some(part) if !self.is_zero_around(backing, offset, end).await? => {
+                Some(part).filter(|_| self.shared.partial.admits())
+            }
             _ => None,
         };
         let unit = if whole { shape.cluster_size() } else { part.unwrap_or(shape.unit) };

@@ -43,6 +43,7 @@ const KEEPING: Qcow2Options = Qcow2Options {
     reserve: None,
     keeps_disk: true,
     unfinished: false,
+    always_partial: false,
 };
 
 /// Parameters of a resize.

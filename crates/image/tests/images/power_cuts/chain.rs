@@ -206,8 +206,13 @@ impl Disks {
             }
             let header = Header::read(&file).await?;
             let (l2_cache, reserve) = (plan.cache, plan.reserve);
-            let options =
-                Qcow2Options { read_only: n > top, l2_cache, reserve, ..Qcow2Options::default() };
+            let options = Qcow2Options {
+                read_only: n > top,
+                l2_cache,
+                reserve,
+                always_partial: true,
+                ..Qcow2Options::default()
+            };
             let first = Qcow2::open(header, file.clone(), data.clone(), &options).await?;
             let shared = first.shared().clone();
             views.iter_mut().for_each(|view| {
