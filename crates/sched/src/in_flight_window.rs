@@ -135,6 +135,8 @@ pub(crate) struct InFlightWindow {
     /// Whether the window has closed for a disk that began to work, and opens quickly while it
     /// proves harmless.
     is_opening: bool,
+    /// Whether much more was in flight than the window allows, because it had just closed.
+    was_full: bool,
     /// Slowdown of the disks within their share when it was last computed.
     slowdown: f64,
     /// Window size at the last slowdown. The window grows slowly when it is near this size and the
@@ -181,6 +183,7 @@ impl InFlightWindow {
             is_shrinking: false,
             protected: None,
             is_opening: false,
+            was_full: false,
             slowdown: 1.0,
         }
     }
@@ -277,6 +280,7 @@ impl InFlightWindow {
             self.within_at = Some(now);
         }
         let slowdown = self.slowdown(stats);
+        let slowdown = if self.is_draining(stats) { None } else { slowdown };
         let step_for_target = stats.target_ratio.map(|ratio| step_for_target(stats, ratio));
         self.has_protected = stats.within_operations > 0 || stats.target_ratio.is_some();
         if self.has_protected {
@@ -362,6 +366,17 @@ impl InFlightWindow {
         })
     }
 
+    /// Returns whether the operations of this period may have met what the device had in flight
+    /// before the window closed. They do not show whether the window is small enough.
+    fn is_draining(&mut self, stats: &PeriodStats) -> bool {
+        let is_full = self.is_opening && stats.in_flight_ns as f64 > 2.0 * self.size;
+        let is_draining = std::mem::replace(&mut self.was_full, is_full) || is_full;
+        if is_draining {
+            self.within = WithinShare::default();
+        }
+        is_draining
+    }
+
     /// Returns the factor for the window that protects disks within their share from `slowdown`.
     fn step_within_share(&mut self, stats: &PeriodStats, slowdown: f64) -> f64 {
         let full = stats.over_share_exceeds(self.capacity * stats.elapsed_ns as f64);
@@ -371,6 +386,8 @@ impl InFlightWindow {
             let by = match () {
                 () if self.is_opening => 1.5,
                 () if self.is_far_below_knee() => 1.25,
+                // A disk that uses exactly its share waits if the window is too small.
+                () if stats.within_waits => 1.1,
                 () => 1.1 - 0.096 * self.caution,
             };
             self.is_shrinking = false;

@@ -263,7 +263,9 @@ fn take_stats(state: &State, now: Time, elapsed: u64, max_held: u64) -> PeriodSt
         let each = (counts.cost_ns / counts.served.max(1)).min(max_held) as f64;
         stats.within_in_flight_ns +=
             (each * counts.service_ns as f64 / elapsed.max(1) as f64) as u64;
-        match account.latency_target() {
+        // A smaller window would make a disk wait that already does.
+        let target = if counts.has_waited { 0 } else { account.latency_target() };
+        match target {
             _ if counts.served == 0 => {}
             0 => {
                 stats.within_operations += counts.served;
