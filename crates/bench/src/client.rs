@@ -51,7 +51,7 @@ pub struct LoadOptions {
     /// Through the host's page cache, without O_DIRECT
     #[arg(long, requires = "file")]
     pub buffered: bool,
-    /// What to do: one pattern of reads and writes
+    /// What to do: one pattern of reads and writes, or discards
     #[arg(long, value_enum, default_value_t = Pattern::Randread)]
     pub rw: Pattern,
     /// Reads in a hundred operations, for randrw and rw
@@ -185,6 +185,10 @@ impl LoadOptions {
         let bs = self.bs;
         anyhow::ensure!(bs > 0 && bs.is_multiple_of(512), "--bs {bs}: a multiple of 512 is needed");
         anyhow::ensure!(self.largest() <= 1 << 30, "--bs {bs}: 1g is the most");
+        anyhow::ensure!(
+            !(self.verify && self.rw == Pattern::Randtrim),
+            "--verify: discarded blocks have no known contents (--rw randtrim)"
+        );
         Ok(())
     }
 

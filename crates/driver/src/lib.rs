@@ -101,6 +101,20 @@ pub mod request {
     pub const ID: u32 = 8;
     pub const DISCARD: u32 = 11;
     pub const WRITE_ZEROES: u32 = 13;
+
+    /// Size in bytes of a range, which is the data of a DISCARD or WRITE_ZEROES.
+    pub const RANGE: usize = 16;
+
+    /// Returns the data of a DISCARD of one range. The units are sectors of 512 bytes.
+    pub fn range(sector: u64, sectors: u32) -> [u8; RANGE] {
+        (u128::from(sector) | u128::from(sectors) << 64).to_le_bytes()
+    }
+
+    /// Returns the first sector and the number of sectors of a range.
+    pub fn parse_range(bytes: [u8; RANGE]) -> (u64, u32) {
+        let range = u128::from_le_bytes(bytes);
+        (range as u64, (range >> 64) as u32)
+    }
 }
 
 /// Status bytes of virtio-blk.
@@ -111,4 +125,17 @@ pub mod status {
     /// Status byte that this driver writes before it submits a request, so that a missing status is
     /// visible.
     pub const NONE: u8 = 0xff;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::request::{parse_range, range};
+
+    #[test]
+    fn a_range_has_the_layout_of_the_specification() {
+        let bytes = range(0x0102, 3);
+        assert_eq!(bytes, [2, 1, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(parse_range(bytes), (0x0102, 3));
+        assert_eq!(parse_range(range(u64::MAX, u32::MAX)), (u64::MAX, u32::MAX));
+    }
 }

@@ -177,7 +177,14 @@ impl Slots {
         let len = operation.count as usize * self.block_size;
         let whole =
             |n| if n == len { Ok(()) } else { Err(std::io::ErrorKind::UnexpectedEof.into()) };
-        if operation.kind != RequestKind::Flush && len < segments.len() {
+        match operation.kind {
+            RequestKind::Flush => return (segments, self.file.sync().await),
+            RequestKind::Discard => {
+                return (segments, self.file.discard(offset, len as u64).await);
+            }
+            RequestKind::Read | RequestKind::Write => {}
+        }
+        if len < segments.len() {
             let part = segments.slice(0, len);
             let moved = match operation.kind {
                 RequestKind::Write => self.file.write(part, offset, false).await.1,
@@ -186,14 +193,13 @@ impl Slots {
             return (segments, moved.and_then(whole));
         }
         let (segments, moved) = match operation.kind {
-            RequestKind::Flush => return (segments, self.file.sync().await),
-            RequestKind::Read => self.file.read(segments, offset).await,
             RequestKind::Write => {
                 if let Some(verifier) = &mut self.load.borrow_mut().verifier {
                     segments.copy_in(0, verifier.contents(operation.block));
                 }
                 self.file.write(segments, offset, false).await
             }
+            _ => self.file.read(segments, offset).await,
         };
         (segments, moved.and_then(whole))
     }

@@ -21,6 +21,7 @@ pub struct Tally {
     pub reads: u64,
     pub writes: u64,
     pub flushes: u64,
+    pub discards: u64,
     /// Bytes read and written.
     pub bytes: u64,
     pub elapsed_ns: u64,
@@ -46,6 +47,7 @@ impl Tally {
             reads: 0,
             writes: 0,
             flushes: 0,
+            discards: 0,
             bytes: 0,
             elapsed_ns: 0,
             slices: Vec::new(),
@@ -65,6 +67,7 @@ impl Tally {
         self.reads += other.reads;
         self.writes += other.writes;
         self.flushes += other.flushes;
+        self.discards += other.discards;
         self.bytes += other.bytes;
         self.elapsed_ns = self.elapsed_ns.max(other.elapsed_ns);
         self.slices.resize(self.slices.len().max(other.slices.len()), Slice::default());
@@ -263,8 +266,9 @@ impl Load {
                 RequestKind::Read => self.tally.reads += 1,
                 RequestKind::Write => self.tally.writes += 1,
                 RequestKind::Flush => self.tally.flushes += 1,
+                RequestKind::Discard => self.tally.discards += 1,
             }
-            let moves = operation.kind != RequestKind::Flush;
+            let moves = operation.kind.moves();
             let bytes = if moves { self.block_size * u64::from(operation.count) } else { 0 };
             self.tally.bytes += bytes;
             if let Limit::Time { from, .. } = self.limit
@@ -298,6 +302,7 @@ impl Load {
             RequestKind::Read => format!("read of {len} bytes at offset {offset}"),
             RequestKind::Write => format!("write of {len} bytes at offset {offset}"),
             RequestKind::Flush => "flush".into(),
+            RequestKind::Discard => format!("discard of {len} bytes at offset {offset}"),
         };
         self.tally.first_error.get_or_insert_with(|| format!("{what}: {failure}"));
     }

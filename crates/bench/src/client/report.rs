@@ -70,6 +70,7 @@ pub struct Report {
     pub reads: u64,
     pub writes: u64,
     pub flushes: u64,
+    pub discards: u64,
     pub iops: f64,
     pub bytes_per_second: f64,
     pub latency_us: Latency,
@@ -105,7 +106,7 @@ impl Report {
         reconnects: u64,
     ) -> Self {
         let seconds = tally.elapsed_ns as f64 / 1e9;
-        let operations = tally.reads + tally.writes + tally.flushes;
+        let operations = tally.reads + tally.writes + tally.flushes + tally.discards;
         let per = |a: f64, b: f64| if b > 0.0 { a / b } else { 0.0 };
         let bytes = tally.bytes as f64;
         let (client_cpu, backend_cpu) = meter.usage(seconds, operations, tally.cpu_ns as f64 / 1e9);
@@ -117,6 +118,7 @@ impl Report {
             reads: tally.reads,
             writes: tally.writes,
             flushes: tally.flushes,
+            discards: tally.discards,
             iops: per(operations as f64, seconds),
             bytes_per_second: per(bytes, seconds),
             latency_us: Latency::new(&tally.latency),
@@ -151,9 +153,13 @@ impl Display for Report {
             o.bs, o.depth, o.queues, self.seconds, self.target.seed
         )?;
         writeln!(f, "IOPS       {:>12.0}    {:.1} MB/s", self.iops, self.bytes_per_second / 1e6)?;
+        let discards = match self.discards {
+            0 => String::new(),
+            n => format!(", {n} discards"),
+        };
         writeln!(
             f,
-            "operations {:>12}    {} reads, {} writes, {} flushes",
+            "operations {:>12}    {} reads, {} writes, {} flushes{discards}",
             self.operations, self.reads, self.writes, self.flushes
         )?;
         let l = &self.latency_us;

@@ -54,7 +54,7 @@ impl Verifier {
     /// Moves the operation to the next block without a conflicting request, and claims it. There
     /// are more blocks than slots.
     pub fn claim(&mut self, mut operation: Operation) -> Operation {
-        if operation.kind == RequestKind::Flush {
+        if !operation.kind.moves() {
             return operation;
         }
         let write = operation.kind == RequestKind::Write;
@@ -76,7 +76,7 @@ impl Verifier {
     pub fn release(&mut self, operation: Operation, ok: bool) {
         let at = self.at(operation.block);
         match operation.kind {
-            RequestKind::Flush => {}
+            RequestKind::Flush | RequestKind::Discard => {}
             RequestKind::Read => self.busy[at] -= 1,
             RequestKind::Write => {
                 self.busy[at] = 0;

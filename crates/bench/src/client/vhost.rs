@@ -18,6 +18,7 @@ use super::cpu::Meter;
 use super::load::Tally;
 use super::report::{Report, Target};
 use super::worker::{Event, Outbox, PAUSE, RUN, STOP, Shared, Wiring, Worker};
+use super::workload::Pattern;
 use super::{LoadOptions, LoadSetup};
 
 /// Maximum time to wait for the next back end after one has disconnected.
@@ -37,6 +38,7 @@ fn plan(options: &LoadOptions) -> Plan {
     let chain = if options.indirect { 1 } else { ring::CHAIN_MAX };
     let fits = (usize::from(options.depth) * chain).next_power_of_two().clamp(128, 1 << 15) as u16;
     let flush = if options.flush_every > 0 { feature::FLUSH } else { 0 };
+    let discard = if options.rw == Pattern::Randtrim { feature::DISCARD } else { 0 };
     let mq = if options.queues > 1 { feature::MQ } else { 0 };
     Plan {
         queues: options.queues,
@@ -45,7 +47,7 @@ fn plan(options: &LoadOptions) -> Plan {
         data_len: options.largest() as u32,
         event_idx: !options.no_event_idx,
         indirect: options.indirect,
-        required: flush | mq,
+        required: flush | discard | mq,
         answer_limit: Duration::from_secs_f64(options.timeout.min(10.0)),
         ..Plan::default()
     }

@@ -204,20 +204,20 @@ impl<Q: RequestQueue> Worker<Q> {
             };
             self.slots[slot as usize] = (operation, now);
             let len = self.wiring.block_size * operation.count;
-            let (kind, data) = match operation.kind {
-                RequestKind::Read => (request::IN, Data::FromDevice(len)),
-                RequestKind::Write => (request::OUT, Data::ToDevice(len)),
-                RequestKind::Flush => (request::FLUSH, Data::None),
+            let sector = operation.block * u64::from(self.wiring.block_size / 512);
+            let (kind, sector, data) = match operation.kind {
+                RequestKind::Read => (request::IN, sector, Data::FromDevice(len)),
+                RequestKind::Write => (request::OUT, sector, Data::ToDevice(len)),
+                RequestKind::Flush => (request::FLUSH, 0, Data::None),
+                RequestKind::Discard => {
+                    self.queue.write_data(slot, &request::range(sector, len / 512));
+                    (request::DISCARD, 0, Data::ToDevice(request::RANGE as u32))
+                }
             };
             if let (RequestKind::Write, Some(verifier)) = (operation.kind, &mut self.load.verifier)
             {
                 self.queue.write_data(slot, verifier.contents(operation.block));
             }
-            let sector = if operation.kind == RequestKind::Flush {
-                0
-            } else {
-                operation.block * u64::from(self.wiring.block_size / 512)
-            };
             self.queue.submit(slot, kind, sector, data);
         }
         None

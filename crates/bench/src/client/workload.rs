@@ -48,13 +48,16 @@ pub enum Pattern {
     Randrw,
     /// Reads and writes, mixed, one block after the other.
     Rw,
+    /// Random discards.
+    Randtrim,
 }
 
 impl Pattern {
     pub fn is_random(self) -> bool {
-        matches!(self, Pattern::Randread | Pattern::Randwrite | Pattern::Randrw)
+        !matches!(self, Pattern::Read | Pattern::Write | Pattern::Rw)
     }
 
+    /// Returns whether the operations change the disk.
     pub fn writes(self) -> bool {
         !matches!(self, Pattern::Randread | Pattern::Read)
     }
@@ -63,7 +66,7 @@ impl Pattern {
     pub fn read_share(self, mix: u8) -> u8 {
         match self {
             Pattern::Randread | Pattern::Read => 100,
-            Pattern::Randwrite | Pattern::Write => 0,
+            Pattern::Randwrite | Pattern::Write | Pattern::Randtrim => 0,
             Pattern::Randrw | Pattern::Rw => mix,
         }
     }
@@ -74,6 +77,15 @@ pub enum RequestKind {
     Read,
     Write,
     Flush,
+    Discard,
+}
+
+impl RequestKind {
+    /// Returns whether the operation transfers data.
+    #[inline]
+    pub fn moves(self) -> bool {
+        matches!(self, RequestKind::Read | RequestKind::Write)
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -146,6 +158,7 @@ impl Generator {
             return Operation::one(RequestKind::Flush, mix.first);
         }
         let kind = match mix.read_share {
+            _ if mix.pattern == Pattern::Randtrim => RequestKind::Discard,
             100 => RequestKind::Read,
             0 => RequestKind::Write,
             share if self.random.below(100) < u64::from(share) => RequestKind::Read,
@@ -225,6 +238,9 @@ mod tests {
         let reads = operations.iter().filter(|o| o.kind == RequestKind::Read).count();
         assert!((640..760).contains(&reads), "{reads} of 1000 are reads");
         assert!(some(&mix(Pattern::Randwrite), 1, 0).iter().all(|o| o.kind == RequestKind::Write));
+        let discards = some(&mix(Pattern::Randtrim), 1, 0);
+        assert!(discards.iter().all(|o| o.kind == RequestKind::Discard && !o.kind.moves()));
+        assert!(discards.iter().any(|o| o.block != discards[0].block), "at random places");
     }
 
     #[test]

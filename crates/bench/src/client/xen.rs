@@ -140,6 +140,10 @@ fn setup<'a>(options: &'a LoadOptions, offer: &Offer) -> Result<LoadSetup<'a>> {
         options.flush_every == 0 || offer.flush,
         "--flush-every: the back end has no flush"
     );
+    anyhow::ensure!(
+        options.rw != Pattern::Randtrim || offer.discard,
+        "--rw randtrim: the back end has no discard"
+    );
     LoadSetup::new(options, offer.sectors * 512)
 }
 

@@ -116,9 +116,11 @@ pub fn spent(costs: &Costs, report: &Report) -> f64 {
         + mib * costs.read_per_mib as f64;
     let write = if random { costs.write } else { costs.write_sequential } as f64
         + mib * costs.write_per_mib as f64;
-    let flush = costs.flush as f64;
-    let all =
-        report.reads as f64 * read + report.writes as f64 * write + report.flushes as f64 * flush;
+    let (flush, discard) = (costs.flush as f64, costs.discard as f64);
+    let all = report.reads as f64 * read
+        + report.writes as f64 * write
+        + report.flushes as f64 * flush
+        + report.discards as f64 * discard;
     all / report.seconds
 }
 

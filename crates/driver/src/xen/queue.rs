@@ -315,6 +315,12 @@ impl RequestQueue for Queue {
             request::IN => operation::READ,
             request::OUT => operation::WRITE,
             request::FLUSH => operation::FLUSH,
+            request::DISCARD => {
+                let mut range = [0; request::RANGE];
+                Queue::read_data(self, slot, &mut range);
+                let (sector, sectors) = request::parse_range(range);
+                return Queue::discard(self, slot, sector, sectors.into());
+            }
             other => panic!("request type {other} is not supported"),
         };
         let len = match data {
