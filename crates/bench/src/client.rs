@@ -35,7 +35,7 @@ use cpu::BackEnd;
 use load::{Limit, Load};
 use report::Report;
 use verify::Verifier;
-use workload::{Generator, Mix, Pacer, Pattern, Split};
+use workload::{Generator, Mix, Pacer, Pattern, Pauses, Split};
 
 use blockyard_program::output;
 
@@ -132,6 +132,14 @@ pub struct LoadOptions {
     #[arg(skip)]
     #[serde(skip)]
     pub over: Arc<AtomicBool>,
+    /// Pauses of the load. The warm-up is 0 then, and the runtime includes the pauses.
+    #[arg(skip)]
+    #[serde(skip)]
+    pub pauses: Option<Pauses>,
+    /// Counts completions in steps (see [`Tally::steps`](load::Tally::steps)).
+    #[arg(skip)]
+    #[serde(skip)]
+    pub steps: bool,
     /// The back end is in this process.
     #[arg(skip)]
     #[serde(skip)]
@@ -311,13 +319,16 @@ impl<'a> LoadSetup<'a> {
             None => Limit::Time {
                 from: nanos(options.warmup),
                 until: nanos(options.warmup + options.runtime),
+                pauses: options.pauses,
             },
         };
         let over = options.over.clone();
         let verifier =
             options.verify.then(|| Verifier::new(self.seed, options.bs as usize, first, blocks));
         let pacer = options.rate.map(|rate| Pacer::new(rate as f64 / queues as f64));
-        Load::new(Generator::new(mix, self.seed, queue), verifier, pacer, limit, over, options.bs)
+        let generator = Generator::new(mix, self.seed, queue);
+        let load = Load::new(generator, verifier, pacer, limit, over, options.bs)?;
+        Ok(if options.steps { load.with_steps() } else { load })
     }
 
     /// Returns the operation sizes of `bssplit` in blocks, with their percentages.

@@ -12,7 +12,7 @@ use anyhow::Result;
 use hdrhistogram::Histogram;
 
 use super::verify::Verifier;
-use super::workload::{Generator, Operation, Pacer, RequestKind};
+use super::workload::{Generator, Operation, Pacer, Pauses, RequestKind};
 
 /// Counts of the measured part.
 pub struct Tally {
@@ -28,6 +28,9 @@ pub struct Tally {
     /// Counts of each [`SLICE`] of the measured time. Empty if a number of operations limits the
     /// run.
     pub slices: Vec<Slice>,
+    /// Number of completions in each [`STEP`] since the load began, warm-up included. Empty unless
+    /// the caller wants them ([`Load::with_steps`]).
+    pub steps: Vec<u64>,
     pub kicks: u64,
     pub signals: u64,
     /// CPU time of the load's thread in nanoseconds. 0: not measured.
@@ -51,6 +54,7 @@ impl Tally {
             bytes: 0,
             elapsed_ns: 0,
             slices: Vec::new(),
+            steps: Vec::new(),
             kicks: 0,
             signals: 0,
             cpu_ns: 0,
@@ -76,6 +80,8 @@ impl Tally {
             slice.bytes += other.bytes;
             slice.latency_ns += other.latency_ns;
         }
+        self.steps.resize(self.steps.len().max(other.steps.len()), 0);
+        self.steps.iter_mut().zip(&other.steps).for_each(|(step, other)| *step += other);
         self.kicks += other.kicks;
         self.signals += other.signals;
         self.cpu_ns += other.cpu_ns;
@@ -89,8 +95,10 @@ impl Tally {
 
 /// Length of a slice in nanoseconds.
 pub const SLICE: u64 = 100_000_000;
+/// Length of a step in nanoseconds. It shows how a load begins.
+pub const STEP: u64 = 10_000_000;
 
-/// Operations that completed in one slice of the measured time.
+/// Operations that completed in one slice of the measured time. Pauses are no part of it.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Slice {
     pub operations: u64,
@@ -102,10 +110,31 @@ pub struct Slice {
 /// The condition that ends a load.
 #[derive(Clone, Copy, Debug)]
 pub enum Limit {
-    /// Measures from `from` until `until`, in nanoseconds.
-    Time { from: u64, until: u64 },
+    /// Measures from `from` until `until`, in nanoseconds, except in pauses.
+    Time { from: u64, until: u64, pauses: Option<Pauses> },
     /// Ends after this number of operations. All of them are measured.
     Operations(u64),
+}
+
+impl Limit {
+    fn pauses(&self) -> Option<Pauses> {
+        match self {
+            Limit::Time { pauses, .. } => *pauses,
+            Limit::Operations(_) => None,
+        }
+    }
+
+    /// Returns the time until `now` without pauses.
+    #[inline]
+    fn worked(&self, now: u64) -> u64 {
+        self.pauses().map_or(now, |pauses| pauses.worked(now))
+    }
+
+    /// Returns when the pause ends. `None`: the load works at `now`.
+    #[inline]
+    fn resumes(&self, now: u64) -> Option<u64> {
+        self.pauses()?.resumes(now)
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -155,8 +184,9 @@ impl Load {
         let stage =
             if matches!(limit, Limit::Time { .. }) { Stage::WarmUp } else { Stage::Measured };
         let mut tally = Tally::new()?;
-        if let Limit::Time { from, until } = limit {
-            tally.slices = vec![Slice::default(); (until.saturating_sub(from) / SLICE) as usize];
+        if let Limit::Time { from, until, .. } = limit {
+            let measured = limit.worked(until).saturating_sub(limit.worked(from));
+            tally.slices = vec![Slice::default(); (measured / SLICE) as usize];
         }
         Ok(Load {
             workload,
@@ -170,6 +200,14 @@ impl Load {
             block_size,
             tally,
         })
+    }
+
+    /// Counts completions in steps, if the load has a limit of time.
+    pub fn with_steps(mut self) -> Self {
+        if let Limit::Time { until, .. } = self.limit {
+            self.tally.steps = vec![0; (self.limit.worked(until) / STEP) as usize];
+        }
+        self
     }
 
     /// Returns whether completions are counted now.
@@ -188,10 +226,11 @@ impl Load {
             (Limit::Time { from, .. }, Stage::WarmUp) if now >= from => {
                 self.stage = Stage::Measured
             }
-            (Limit::Time { from, until }, Stage::Measured)
+            (Limit::Time { from, until, .. }, Stage::Measured)
                 if now >= until || self.over.load(Ordering::Relaxed) =>
             {
-                self.tally.elapsed_ns = now.min(until) - from;
+                let end = self.limit.worked(now.min(until));
+                self.tally.elapsed_ns = end - self.limit.worked(from);
                 self.stage = Stage::Drain;
             }
             (Limit::Operations(n), Stage::Measured) if self.started == n => {
@@ -220,6 +259,9 @@ impl Load {
             && self.started == n
         {
             return Next::Finish;
+        }
+        if let Some(at) = self.limit.resumes(now) {
+            return Next::At(at);
         }
         if let Some(at) = self.pacer.as_mut().and_then(|p| p.wait(now)) {
             return Next::At(at);
@@ -271,14 +313,17 @@ impl Load {
             let moves = operation.kind.moves();
             let bytes = if moves { self.block_size * u64::from(operation.count) } else { 0 };
             self.tally.bytes += bytes;
-            if let Limit::Time { from, .. } = self.limit
-                && let Some(slice) =
-                    self.tally.slices.get_mut((now.saturating_sub(from) / SLICE) as usize)
-            {
+            if let Some(slice) = self.slice(now) {
                 slice.operations += 1;
                 slice.bytes += bytes;
                 slice.latency_ns += now - started;
             }
+        }
+        if !self.tally.steps.is_empty()
+            && self.limit.resumes(now).is_none()
+            && let Some(step) = self.tally.steps.get_mut((self.limit.worked(now) / STEP) as usize)
+        {
+            *step += 1;
         }
         let ok = outcome.is_ok();
         if let Err(failure) = outcome {
@@ -291,6 +336,17 @@ impl Load {
         } else {
             Ok(())
         }
+    }
+
+    /// Returns the slice of the time `now`. A pause has none.
+    #[inline]
+    fn slice(&mut self, now: u64) -> Option<&mut Slice> {
+        let Limit::Time { from, .. } = self.limit else { return None };
+        if self.limit.resumes(now).is_some() {
+            return None;
+        }
+        let place = self.limit.worked(now).saturating_sub(self.limit.worked(from));
+        self.tally.slices.get_mut((place / SLICE) as usize)
     }
 
     #[cold]
@@ -352,7 +408,7 @@ mod tests {
 
     #[test]
     fn only_the_measured_part_of_the_time_counts() {
-        let mut load = load(Limit::Time { from: 100, until: 200 }, false);
+        let mut load = load(Limit::Time { from: 100, until: 200, pauses: None }, false);
         for now in [0, 50, 100, 150, 199, 200] {
             load.tick(now);
             if let Next::Do(o) = load.next(now) {
@@ -366,7 +422,7 @@ mod tests {
 
     #[test]
     fn the_measured_time_is_over_when_somebody_says_so() {
-        let mut load = load(Limit::Time { from: 100, until: 1000 }, false);
+        let mut load = load(Limit::Time { from: 100, until: 1000, pauses: None }, false);
         load.over.store(true, Ordering::Relaxed);
         let o = operation(load.next(50));
         load.tick(120);
@@ -378,7 +434,7 @@ mod tests {
     #[test]
     fn each_slice_of_the_time_has_its_own() {
         let ms = 1_000_000;
-        let mut load = load(Limit::Time { from: 50 * ms, until: 350 * ms }, false);
+        let mut load = load(Limit::Time { from: 50 * ms, until: 350 * ms, pauses: None }, false);
         for now in [0, 60, 70, 155, 349] {
             load.tick(now * ms);
             let o = operation(load.next(now * ms));
@@ -390,6 +446,28 @@ mod tests {
         let mut both = Tally::new().unwrap();
         both.merge(load.tally).unwrap();
         assert_eq!((both.slices.len(), both.slices[0]), (3, slice(2)));
+    }
+
+    #[test]
+    fn steps_begin_with_the_load_and_pauses_have_none() {
+        let ms = 1_000_000;
+        let pauses = Some(Pauses { work: 100 * ms, pause: 400 * ms });
+        let limit = Limit::Time { from: 0, until: 600 * ms, pauses };
+        let mut load = load(limit, false).with_steps();
+        for now in [0, 12, 90, 505, 595] {
+            load.tick(now * ms);
+            let o = operation(load.next(now * ms));
+            // The third one completes in the pause.
+            load.finish(o, now * ms, (now + 12) * ms, Ok(()), |_| ()).unwrap();
+        }
+        load.tick(100 * ms);
+        assert_eq!(load.next(100 * ms), Next::At(500 * ms));
+        load.tick(600 * ms);
+        assert_eq!((load.next(600 * ms), load.tally.elapsed_ns), (Next::Over, 200 * ms));
+        let steps = load.tally.steps.iter().enumerate().filter(|(_, n)| **n > 0);
+        assert_eq!(steps.map(|(at, _)| at).collect::<Vec<_>>(), [1, 2, 11]);
+        assert_eq!(load.tally.slices.iter().map(|s| s.operations).collect::<Vec<_>>(), [2, 1]);
+        assert_eq!((load.tally.writes, load.tally.steps.len()), (5, 20));
     }
 
     #[test]

@@ -95,6 +95,9 @@ pub struct Report {
     /// Figures of each slice of the measured time, to merge several reports.
     #[serde(skip)]
     pub slices: Vec<Slice>,
+    /// See [`Tally::steps`].
+    #[serde(skip)]
+    pub steps: Vec<u64>,
 }
 
 impl Report {
@@ -135,6 +138,7 @@ impl Report {
             reconnects,
             longest_stall_ms: tally.longest_stall_ns as f64 / 1e6,
             slices: tally.slices.clone(),
+            steps: tally.steps.clone(),
         }
     }
 }

@@ -203,6 +203,39 @@ impl Pacer {
     }
 }
 
+/// Work and pauses of a load, in turn. Times are in nanoseconds since the load began, with work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pauses {
+    pub work: u64,
+    pub pause: u64,
+}
+
+impl Pauses {
+    fn period(&self) -> u64 {
+        self.work + self.pause
+    }
+
+    /// Returns the time until `now` without the pauses.
+    pub fn worked(&self, now: u64) -> u64 {
+        now / self.period() * self.work + (now % self.period()).min(self.work)
+    }
+
+    /// Returns when the pause ends. `None`: the load works at `now`.
+    pub fn resumes(&self, now: u64) -> Option<u64> {
+        (now % self.period() >= self.work).then(|| (now / self.period() + 1) * self.period())
+    }
+
+    /// Returns the part of the time in which the load works.
+    pub fn part(&self) -> f64 {
+        self.work as f64 / self.period() as f64
+    }
+
+    /// Returns when the n-th work ends.
+    pub fn end_of(&self, n: u64) -> u64 {
+        n * self.period() - self.pause
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -269,6 +302,17 @@ mod tests {
         let operations = some(&Mix { flush_every: 3, ..mix(Pattern::Write) }, 1, 0);
         let kinds: Vec<_> = operations[..8].iter().map(|o| o.kind == RequestKind::Flush).collect();
         assert_eq!(kinds, [false, false, false, true, false, false, false, true]);
+    }
+
+    #[test]
+    fn pauses_do_not_count_as_work() {
+        let pauses = Pauses { work: 5, pause: 20 };
+        let worked = [0, 4, 5, 24, 25, 29, 30, 51].map(|now| pauses.worked(now));
+        assert_eq!(worked, [0, 4, 5, 5, 5, 9, 10, 11]);
+        let resumes = [0, 4, 5, 24, 25, 30].map(|now| pauses.resumes(now));
+        assert_eq!(resumes, [None, None, Some(25), Some(25), None, Some(50)]);
+        assert_eq!((pauses.end_of(1), pauses.end_of(3)), (5, 55));
+        assert_eq!((pauses.worked(pauses.end_of(3)), pauses.part()), (15, 0.2));
     }
 
     #[test]
