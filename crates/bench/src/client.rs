@@ -2,9 +2,9 @@
 //! measured and verified.
 //!
 //! ```text
-//!   options -> LoadSetup -> vhost (connection)  -> worker (a thread a queue) -+-> load -> workload
-//!                    |-> xen (front end, blkif) -> worker -------------------+         verify
-//!                    \-> host (file, io_uring; a thread a queue) ------------/
+//!   options -> LoadSetup -> vhost (connection) ---------> worker (a thread a queue) -+-> load
+//!                    |-> xen (front end, blkif) -> crew -> worker -------------------+   workload
+//!                    \-> host (file, io_uring; a thread a queue) --------------------/   verify
 //!                                                          tallies -> report
 //! ```
 //!
@@ -13,6 +13,7 @@
 //! `worker`).
 
 pub mod cpu;
+mod crew;
 mod host;
 pub mod load;
 pub mod report;

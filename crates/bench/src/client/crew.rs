@@ -1,0 +1,147 @@
+//! The workers of a back end that stays for the whole run: one for each queue, and their
+//! supervision.
+//!
+//! In: queues that are connected. Out: tallies, and the queues. What must hold: a back end that
+//! hangs ends the run with an error; no worker outlives the run.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use blockyard_driver::RequestQueue;
+use rustix::event::EventfdFlags;
+
+use super::cpu::{BackEnd, Meter};
+use super::load::Tally;
+use super::worker::{Event, Outbox, STOP, Shared, Wiring, Worker};
+use super::{LoadOptions, LoadSetup};
+
+/// Interval at which the supervisor checks the progress of the workers.
+const WATCH: Duration = Duration::from_millis(250);
+
+struct Hand {
+    shared: Arc<Shared>,
+    /// A write to this eventfd ends the worker's sleep.
+    wake: OwnedFd,
+    thread: std::thread::JoinHandle<()>,
+    is_over: bool,
+}
+
+pub struct Crew<'a, Q> {
+    options: &'a LoadOptions,
+    hands: Vec<Hand>,
+    events: Receiver<Event<Q>>,
+    pub tally: Tally,
+    pub meter: Meter,
+    /// Queues of workers that have ended.
+    pub queues: Vec<Box<Q>>,
+}
+
+impl<'a, Q: RequestQueue> Crew<'a, Q> {
+    /// Runs the load to its end. `wake`: returns an eventfd that ends the sleep of a queue.
+    pub fn run(
+        setup: &LoadSetup<'a>,
+        queues: Vec<Q>,
+        back_end: BackEnd,
+        wake: impl Fn(&Q) -> std::io::Result<OwnedFd>,
+    ) -> Result<Self> {
+        let mut crew = Crew::start(setup, queues, back_end, wake)?;
+        let finished = crew.watch();
+        crew.end();
+        finished?;
+        Ok(crew)
+    }
+
+    fn start(
+        setup: &LoadSetup<'a>,
+        queues: Vec<Q>,
+        back_end: BackEnd,
+        wake: impl Fn(&Q) -> std::io::Result<OwnedFd>,
+    ) -> Result<Self> {
+        let options = setup.options;
+        let (sender, events) = std::sync::mpsc::channel();
+        let bell =
+            Arc::new(rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
+        let (tally, meter) = (Tally::new()?, Meter::new(back_end)?);
+        let mut crew =
+            Crew { options, hands: Vec::new(), events, tally, meter, queues: Vec::new() };
+        let filler = if options.rw.writes() { setup.filler() } else { Vec::new() };
+        let epoch = Instant::now();
+        for (index, queue) in queues.into_iter().enumerate() {
+            (0..options.depth).for_each(|slot| queue.write_data(slot, &filler));
+            let shared = Arc::new(Shared::default());
+            let wake = wake(&queue)?;
+            let wiring = Wiring {
+                index,
+                shared: shared.clone(),
+                outbox: Outbox { events: sender.clone(), bell: bell.clone() },
+                // A worker pauses only when its back end is replaced. This back end stays for the
+                // whole run.
+                resume: std::sync::mpsc::channel().1,
+                epoch,
+                block_size: options.bs as u32,
+                depth: options.depth,
+                poll: options.poll,
+                inflight_known: true,
+            };
+            let worker = Worker::new(queue, setup.load(index as u16)?, wiring);
+            let thread = std::thread::Builder::new()
+                .name(format!("queue{index}"))
+                .spawn(move || worker.run())?;
+            crew.hands.push(Hand { shared, wake, thread, is_over: false });
+        }
+        Ok(crew)
+    }
+
+    /// Waits until every worker has ended.
+    fn watch(&mut self) -> Result<()> {
+        let limit = Duration::from_secs_f64(self.options.timeout);
+        let mut progress = vec![(0, Instant::now()); self.hands.len()];
+        while self.hands.iter().any(|hand| !hand.is_over) {
+            match self.events.recv_timeout(WATCH) {
+                Ok(event) => self.take(event)?,
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => anyhow::bail!("a worker thread has died"),
+            }
+            for (index, (seen, hand)) in progress.iter_mut().zip(&self.hands).enumerate() {
+                let now = hand.shared.progress.load(Ordering::Relaxed);
+                if now != seen.0 || hand.is_over {
+                    *seen = (now, Instant::now());
+                }
+                anyhow::ensure!(
+                    seen.1.elapsed() < limit,
+                    "queue {index}: the back end finished nothing for {limit:?}"
+                );
+            }
+        }
+        Ok(())
+    }
+
+    fn take(&mut self, event: Event<Q>) -> Result<()> {
+        match event {
+            Event::Begin => self.meter.begin()?,
+            Event::End => self.meter.end(),
+            Event::Paused { .. } => {}
+            Event::Over { index, queue, result } => {
+                self.hands[index].is_over = true;
+                self.queues.push(queue);
+                let mut load = result.with_context(|| format!("queue {index}"))?;
+                load.tally.verified = load.verifier.as_ref().map_or(0, |v| v.checked);
+                self.tally.merge(load.tally)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends the workers, and waits for them.
+    fn end(&mut self) {
+        for hand in &self.hands {
+            hand.shared.command.store(STOP, Ordering::Release);
+            let _ = rustix::io::write(&hand.wake, &1u64.to_ne_bytes());
+        }
+        self.hands.drain(..).for_each(|hand| drop(hand.thread.join()));
+    }
+}
