@@ -1,10 +1,11 @@
-//! `blockyard bench client`: load on a vhost-user-blk back end, or the same load on a host file,
+//! `blockyard bench client`: load on a vhost-user-blk back end, an NBD export or a host file,
 //! measured and verified.
 //!
 //! ```text
 //!   options -> LoadSetup -> vhost (connection) ---------> worker (a thread a queue) -+-> load
 //!                    |-> xen (front end, blkif) -> crew -> worker -------------------+   workload
-//!                    \-> host (file, io_uring; a thread a queue) --------------------/   verify
+//!                    |-> nbd (connections) ------> crew -> worker -------------------+   verify
+//!                    \-> host (file, io_uring; a thread a queue) --------------------/
 //!                                                          tallies -> report
 //! ```
 //!
@@ -16,6 +17,7 @@ pub mod cpu;
 mod crew;
 mod host;
 pub mod load;
+mod nbd;
 pub mod report;
 pub mod verify;
 mod vhost;
@@ -30,6 +32,8 @@ use std::sync::atomic::AtomicBool;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result};
+use blockyard_nbd::Uri;
+use blockyard_program::output;
 use serde::Serialize;
 
 use cpu::BackEnd;
@@ -38,17 +42,23 @@ use report::Report;
 use verify::Verifier;
 use workload::{Generator, Mix, Pacer, Pattern, Pauses, Split};
 
-use blockyard_program::output;
+use crate::target;
 
 /// Load on a vhost-user-blk back end, with no virtual machine.
 #[derive(Clone, Debug, Serialize, clap::Args)]
 pub struct LoadOptions {
     /// The back end's vhost-user-blk socket
-    #[arg(value_name = "SOCKET", required_unless_present = "file", conflicts_with = "file")]
+    #[arg(value_name = "SOCKET", required_unless_present_any = ["file", "nbd"],
+          conflicts_with_all = ["file", "nbd"])]
     pub socket: Option<PathBuf>,
     /// Put the same load on a host file or block device instead (io_uring, O_DIRECT)
     #[arg(long, value_name = "PATH")]
     pub file: Option<PathBuf>,
+    /// Put the same load on an NBD export instead: nbd://HOST[:PORT][/EXPORT] or
+    /// nbd+unix:///[EXPORT]?socket=PATH; a connection for each queue
+    #[arg(long, value_name = "URI", conflicts_with = "file", value_parser = target::nbd::parse)]
+    #[serde(serialize_with = "as_text")]
+    pub nbd: Option<Uri>,
     /// Through the host's page cache, without O_DIRECT
     #[arg(long, requires = "file")]
     pub buffered: bool,
@@ -97,13 +107,13 @@ pub struct LoadOptions {
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub flush_every: u64,
     /// Packed virtqueues
-    #[arg(long, conflicts_with = "file")]
+    #[arg(long, conflicts_with_all = ["file", "nbd"])]
     pub packed: bool,
     /// Do not take VIRTIO_F_EVENT_IDX: notifications are switched on and off as a whole
-    #[arg(long, conflicts_with = "file")]
+    #[arg(long, conflicts_with_all = ["file", "nbd"])]
     pub no_event_idx: bool,
     /// Indirect descriptors
-    #[arg(long, conflicts_with = "file")]
+    #[arg(long, conflicts_with_all = ["file", "nbd"])]
     pub indirect: bool,
     /// Watch the used ring without sleeping (takes a core)
     #[arg(long, conflicts_with = "file")]
@@ -123,7 +133,7 @@ pub struct LoadOptions {
     #[arg(long, value_name = "PID", conflicts_with = "file")]
     pub backend_pid: Option<u32>,
     /// When the back end goes away: connect again for up to 10 seconds, and go on
-    #[arg(long, conflicts_with = "file")]
+    #[arg(long, conflicts_with_all = ["file", "nbd"])]
     pub reconnect: bool,
     /// Seconds without a completion, or without an answer from the back end (at most 10), after
     /// which the run fails
@@ -145,6 +155,13 @@ pub struct LoadOptions {
     #[arg(skip)]
     #[serde(skip)]
     pub back_end_is_here: bool,
+}
+
+fn as_text<S: serde::Serializer>(uri: &Option<Uri>, serializer: S) -> Result<S::Ok, S::Error> {
+    match uri {
+        Some(uri) => serializer.collect_str(uri),
+        None => serializer.serialize_none(),
+    }
 }
 
 /// Sizes in bytes with their percentage of operations. The smallest size divides all others.
@@ -239,6 +256,9 @@ pub fn measure(options: &LoadOptions) -> Result<Report> {
         return measure(&options);
     }
     options.check()?;
+    if let Some(uri) = &options.nbd {
+        return nbd::run(options, uri);
+    }
     match (&options.file, &options.socket) {
         (Some(file), _) => host::run(options, file),
         (None, Some(path)) if std::fs::metadata(path).is_ok_and(|m| !m.file_type().is_socket()) => {

@@ -1,7 +1,7 @@
 //! Load generators, the systems that they compare, and reports. `main.rs` is their command line.
 //!
 //! ```text
-//!   client      `bench client`: load on a vhost-user-blk back end or a host file, verified
+//!   client      `bench client`: load on a vhost-user-blk back end, an NBD export or a host file
 //!   rate        `bench rate`: times one operation after another, of random size and offset
 //!   target      files, devices, vhost-user and NBD servers for `rate`
 //!   figures     `bench median`, `percentile`: durations by operation size (samples: sorts them)

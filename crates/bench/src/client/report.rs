@@ -12,7 +12,7 @@ use super::load::{Slice, Tally};
 /// The target of the load.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Target {
-    /// `vhost-user`, `xen` or `file`.
+    /// `vhost-user`, `xen`, `nbd` or `file`.
     pub kind: &'static str,
     pub capacity_bytes: u64,
     /// `split`, `packed` or `blkif`. None: a file.

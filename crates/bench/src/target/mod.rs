@@ -9,7 +9,7 @@
 
 mod file;
 pub mod guard;
-mod nbd;
+pub mod nbd;
 mod vhost;
 
 use std::os::unix::fs::FileTypeExt;

@@ -5,6 +5,7 @@
 
 use std::io::{BufReader, Read, Write};
 use std::net::TcpStream;
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
@@ -19,8 +20,8 @@ use super::{Access, SECTOR, Target};
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// A TCP or Unix socket.
-trait Stream: Read + Write {}
-impl<T: Read + Write> Stream for T {}
+pub trait Stream: Read + Write + AsFd + Send {}
+impl<T: Read + Write + AsFd + Send> Stream for T {}
 
 pub struct Nbd {
     stream: BufReader<Box<dyn Stream>>,
@@ -35,26 +36,32 @@ pub fn parse(text: &str) -> Result<Uri> {
     Ok(uri)
 }
 
+/// Connects to a server, and negotiates simple replies.
+pub fn connect(uri: &Uri) -> Result<(Box<dyn Stream>, Terms)> {
+    let mut stream: Box<dyn Stream> = match &uri.host {
+        Host::Unix(path) => {
+            let stream = UnixStream::connect(path)?;
+            stream.set_read_timeout(Some(LIMIT))?;
+            stream.set_write_timeout(Some(LIMIT))?;
+            Box::new(stream)
+        }
+        Host::Tcp(name, port) => {
+            let stream = TcpStream::connect((name.as_str(), *port))?;
+            stream.set_read_timeout(Some(LIMIT))?;
+            stream.set_write_timeout(Some(LIMIT))?;
+            stream.set_nodelay(true)?;
+            Box::new(stream)
+        }
+    };
+    let terms =
+        negotiate::greet(&mut stream).and_then(|()| negotiate::go(&mut stream, &uri.export));
+    let terms = terms.map_err(anyhow::Error::msg).context("negotiating")?;
+    Ok((stream, terms))
+}
+
 impl Nbd {
     pub fn open(uri: &Uri, access: Access) -> Result<Self> {
-        let mut stream: Box<dyn Stream> = match &uri.host {
-            Host::Unix(path) => {
-                let stream = UnixStream::connect(path)?;
-                stream.set_read_timeout(Some(LIMIT))?;
-                stream.set_write_timeout(Some(LIMIT))?;
-                Box::new(stream)
-            }
-            Host::Tcp(name, port) => {
-                let stream = TcpStream::connect((name.as_str(), *port))?;
-                stream.set_read_timeout(Some(LIMIT))?;
-                stream.set_write_timeout(Some(LIMIT))?;
-                stream.set_nodelay(true)?;
-                Box::new(stream)
-            }
-        };
-        let terms =
-            negotiate::greet(&mut stream).and_then(|()| negotiate::go(&mut stream, &uri.export));
-        let terms = terms.map_err(anyhow::Error::msg).context("negotiating")?;
+        let (stream, terms) = connect(uri)?;
         let most = u64::from(terms.maximum);
         anyhow::ensure!(
             access.largest <= most,

@@ -2,6 +2,7 @@
 //! against fio, over NBD; `compare` and its reports.
 
 mod calibrate;
+mod client;
 #[path = "../../../blockyard/tests/common/mod.rs"]
 mod common;
 mod compare;
