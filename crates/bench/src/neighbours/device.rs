@@ -26,6 +26,8 @@ pub struct Model {
     read: u64,
     write: u64,
     flush: u64,
+    /// 0 if the text has none: discards are free.
+    discard: u64,
     bandwidth: u64,
 }
 
@@ -40,8 +42,15 @@ impl FromStr for Model {
     type Err = anyhow::Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let mut model =
-            Model { text: text.into(), parallel: 0, read: 0, write: 0, flush: 0, bandwidth: 0 };
+        let mut model = Model {
+            text: text.into(),
+            parallel: 0,
+            read: 0,
+            write: 0,
+            flush: 0,
+            discard: 0,
+            bandwidth: 0,
+        };
         for part in text.split(',') {
             let (key, value) =
                 part.split_once('=').with_context(|| format!("\"{part}\" has no value"))?;
@@ -50,10 +59,12 @@ impl FromStr for Model {
                 "read" => model.read = nanoseconds(value)?,
                 "write" => model.write = nanoseconds(value)?,
                 "flush" => model.flush = nanoseconds(value)?,
+                "discard" => model.discard = nanoseconds(value)?,
                 "bandwidth" => model.bandwidth = parse_size(value)?,
                 "spread" => {}
                 _ => anyhow::bail!(
-                    "a model has parallel, read, write, flush, bandwidth and spread, not \"{key}\""
+                    "a model has parallel, read, write, flush, discard, bandwidth and spread, \
+                     not \"{key}\""
                 ),
             }
         }
@@ -98,7 +109,7 @@ impl Model {
             write_sequential: part(self.write),
             write_per_mib: per_mib,
             flush: part(self.flush),
-            discard: 1,
+            discard: part(self.discard).max(1),
             write_zeroes: 1,
             window: time(self.read) + time(self.read) / SPARE,
             base_latency_read: time(self.read),
@@ -107,7 +118,7 @@ impl Model {
     }
 }
 
-/// Returns the device time of a load in nanoseconds a second.
+/// Returns the device time of a load in nanoseconds a second, its pauses included.
 pub fn spent(costs: &Costs, report: &Report) -> f64 {
     let moved = (report.reads + report.writes).max(1) as f64;
     let mib = report.bytes_per_second * report.seconds / moved / f64::from(1 << 20);
@@ -121,7 +132,7 @@ pub fn spent(costs: &Costs, report: &Report) -> f64 {
         + report.writes as f64 * write
         + report.flushes as f64 * flush
         + report.discards as f64 * discard;
-    all / report.seconds
+    all / report.seconds * report.options.pauses.map_or(1.0, |pauses| pauses.part())
 }
 
 #[cfg(test)]
@@ -131,6 +142,7 @@ mod tests {
     use crate::client::cpu::{BackEnd, Meter};
     use crate::client::load::Tally;
     use crate::client::report::Target;
+    use crate::client::workload::Pauses;
 
     const TEXT: &str = "parallel=16,read=200us,write=400us,flush=1ms,bandwidth=2g";
 
@@ -145,6 +157,9 @@ mod tests {
             costs.base_latency_read.abs_diff(200_000 + 4096 * 16 * 1_000_000_000 / (2 << 30)) < 20
         );
         assert_eq!(model.image(1 << 30), format!("delay:1073741824,{TEXT},device=model"));
+        let discards =
+            |more: &str| format!("{TEXT}{more}").parse::<Model>().unwrap().costs().discard;
+        assert_eq!((discards(""), discards(",discard=160us")), (1, 10_000));
         for bad in [
             "",
             "parallel=1",
@@ -174,5 +189,9 @@ mod tests {
             0,
         );
         assert!((spent(&costs, &report) / 1e9 - 1.0).abs() < 1e-3, "{}", spent(&costs, &report));
+        // A load that works a fifth of the time uses a fifth of the device.
+        let pauses = Some(Pauses { work: 1, pause: 4 });
+        let report = Report { options: LoadOptions { pauses, ..options }, ..report };
+        assert!((spent(&costs, &report) / 1e9 - 0.2).abs() < 1e-3, "{}", spent(&costs, &report));
     }
 }

@@ -11,6 +11,7 @@ use super::device::spent;
 use super::rows::{
     BPS, EQUALS, IOPS, IOPS_READ, IOPS_WRITE, LENGTH, MAX, RATE, Row, WEIGHTS, reserved,
 };
+use super::{Order, arrival};
 use crate::client::load::{SLICE, Slice};
 use crate::client::report::Report;
 use crate::statistics::{median, quantile, sorted};
@@ -23,6 +24,7 @@ pub struct Round(pub Vec<(&'static str, Vec<Option<Report>>)>);
 pub enum Unit {
     PerSecond,
     Percent,
+    Milliseconds,
     Microseconds,
     Number,
 }
@@ -81,10 +83,12 @@ impl Round {
         self.of(scene, |r| r.iops)
     }
 
-    /// Returns the rate that the first disk could reach with half of the device's time: its rate
-    /// alone, at most half of the saturated device's rate.
-    fn half(&self) -> f64 {
-        self.rate("alone").min(self.rate("saturated") / 2.0)
+    /// Returns the rate that the first disk could reach with its share of the device's time: its
+    /// rate alone, at most its part of the saturated device's rate. All disks of the scene `with`
+    /// have the same weight.
+    fn share(&self) -> f64 {
+        let disks = self.reports("with").count().max(1);
+        self.rate("alone").min(self.rate("saturated") / disks as f64)
     }
 
     /// Returns the device time of all disks in nanoseconds a second.
@@ -94,10 +98,16 @@ impl Round {
 }
 
 /// Returns the figures of a row. `model`: the device is simulated, so a stricter goal applies.
-pub fn of(row: Row, rounds: &[Round], costs: &DeviceCosts, model: bool) -> Vec<Figure> {
+pub fn of(
+    row: Row,
+    order: Order,
+    rounds: &[Round],
+    costs: &DeviceCosts,
+    model: bool,
+) -> Vec<Figure> {
     let all = Rounds { rounds, costs };
     match row {
-        Row::Thrash(..) => all.thrash(if model { 1.3 } else { 2.0 }),
+        Row::Thrash(..) => all.thrash(order, if model { 1.3 } else { 2.0 }),
         Row::Weights(_) => all.weights(),
         Row::Equal => all.equal(),
         Row::Reserve => all.reserve(),
@@ -127,7 +137,7 @@ impl Rounds<'_> {
         self.percent(name, |r| r.spent("with", self.costs) / r.spent("without", self.costs))
     }
 
-    fn thrash(&self, slower: f64) -> Vec<Figure> {
+    fn thrash(&self, order: Order, slower: f64) -> Vec<Figure> {
         let rate = |name: &str, scene: &'static str| {
             self.each(name, Unit::PerSecond, move |r| r.rate(scene))
         };
@@ -136,17 +146,17 @@ impl Rounds<'_> {
         };
         let thrasher = |name: &str, scene: &'static str| {
             self.each(name, Unit::PerSecond, move |r| {
-                r.reports(scene).nth(1).map_or(f64::NAN, |r| r.iops)
+                r.reports(scene).skip(1).map(|r| r.iops).sum::<f64>()
             })
         };
         let longer =
             |r: &Round| r.of("with", |r| r.latency_us.p99) / r.of("alone", |r| r.latency_us.p99);
-        vec![
+        let mut figures = vec![
             rate("alone", "alone"),
-            self.each("half", Unit::PerSecond, Round::half),
+            self.each("share", Unit::PerSecond, Round::share),
             rate("with", "with"),
             rate("without", "without"),
-            self.percent("kept %", |r| r.rate("with") / r.half()).goal(Goal::AtLeast(95.0)),
+            self.percent("kept %", |r| r.rate("with") / r.share()).goal(Goal::AtLeast(95.0)),
             p99("p99 alone", "alone"),
             p99("p99 with", "with"),
             p99("p99 without", "without"),
@@ -158,14 +168,33 @@ impl Rounds<'_> {
             self.total("work-csv %").goal(Goal::AtLeast(97.0)),
             thrasher("thrasher with", "with"),
             thrasher("thrasher without", "without"),
-        ]
+        ];
+        if order.arrives() {
+            figures.push(self.to_share(order));
+        }
+        figures
     }
 
-    /// Returns the first percentile of the slices' rates, in percent of the rate on half of the
-    /// device, at most 100.
+    /// Returns the time until the disk that arrives gets its share: of each round, or the 99th
+    /// percentile of all arrivals if there are several in a round.
+    fn to_share(&self, order: Order) -> Figure {
+        let of_round = |round: &Round| {
+            let first = round.reports("with").next();
+            first.map(|report| arrival::times(report, round.share())).unwrap_or_default()
+        };
+        let times = self.rounds.iter().flat_map(of_round);
+        let values = match order {
+            Order::Sleeps => vec![quantile(&sorted(times), 0.99)],
+            _ => times.collect(),
+        };
+        Figure::new("to share ms", Unit::Milliseconds, values)
+    }
+
+    /// Returns the first percentile of the slices' rates, in percent of the disk's share, at most
+    /// 100.
     fn isolation(&self, name: &str, scene: &str) -> Figure {
         let of_round = |round: &Round| {
-            let wanted = round.half() * SLICE as f64 / 1e9;
+            let wanted = round.share() * SLICE as f64 / 1e9;
             let part = |slice: &Slice| (100.0 * slice.operations as f64 / wanted).min(100.0);
             round
                 .reports(scene)
@@ -178,11 +207,11 @@ impl Rounds<'_> {
     }
 
     /// Returns by how many percent operations took longer than alone: the mean of all slices, at
-    /// least 0. The part that comes from a demand of more than half of the device does not count.
+    /// least 0. The part that comes from a demand of more than the disk's share does not count.
     fn impact(&self, name: &str, scene: &str) -> Figure {
         let of_round = |round: &Round| {
-            let alone =
-                round.of("alone", |r| r.latency_us.mean) * 1e3 * round.rate("alone") / round.half();
+            let alone = round.of("alone", |r| r.latency_us.mean) * 1e3 * round.rate("alone")
+                / round.share();
             let longer = |slice: &Slice| {
                 let mean = slice.latency_ns as f64 / slice.operations as f64;
                 (100.0 * (mean / alone - 1.0)).max(0.0)
@@ -347,6 +376,7 @@ mod tests {
     use crate::client::cpu::{BackEnd, Meter};
     use crate::client::load::Tally;
     use crate::client::report::Target;
+    use crate::client::workload::Pauses;
     use crate::neighbours::rows::{Loads, Polite};
 
     /// Makes the slices of a second with this number of operations of this latency.
@@ -385,7 +415,7 @@ mod tests {
     }
 
     #[test]
-    fn a_polite_one_is_measured_by_half_of_the_device() {
+    fn a_polite_one_is_measured_by_its_share_of_the_device() {
         let round = || {
             Round(vec![
                 ("alone", vec![report(8_000, 100), None]),
@@ -396,8 +426,8 @@ mod tests {
         };
         let row = Row::Thrash(Polite::D8, false);
         let rounds = [round(), round()];
-        let figures = of(row, &rounds, &costs(), true);
-        is(&figures, "half", 5_000.0, None);
+        let figures = of(row, Order::Together, &rounds, &costs(), true);
+        is(&figures, "share", 5_000.0, None);
         is(&figures, "kept %", 96.0, Some(true));
         is(&figures, "p99 x", 1.2, Some(true));
         is(&figures, "isol-01 %", 96.0, Some(false));
@@ -408,19 +438,67 @@ mod tests {
             ("saturated", vec![report(10_000, 100)]),
             ("with", vec![report(3_300, 120), report(5_000, 100)]),
         ]);
-        is(&of(row, &[small], &costs(), false), "lat-imp %", 20.0, Some(false));
+        let small = of(row, Order::Together, &[small], &costs(), false);
+        is(&small, "lat-imp %", 20.0, Some(false));
         // 8,000 operations a second at 100 us and 5,000 at 160 us keep the same number in flight.
         is(&figures, "lat-imp %", 0.0, Some(true));
         is(&figures, "work-csv %", 98.0, Some(true));
         is(&figures, "thrasher with", 5_000.0, None);
         assert_eq!(figures[0].values.len(), 2);
+        assert!(figures.iter().all(|f| f.name != "to share ms"), "no disk arrives");
+    }
+
+    #[test]
+    fn the_share_beside_several_thrashers_is_smaller() {
+        let thrashers = || (0..4).map(|_| report(2_000, 100));
+        let with = std::iter::once(report(1_900, 100)).chain(thrashers());
+        let round = Round(vec![
+            ("alone", vec![report(8_000, 100), None, None, None, None]),
+            ("saturated", vec![report(10_000, 100), None, None, None, None]),
+            ("without", std::iter::once(report(100, 900)).chain(thrashers()).collect()),
+            ("with", with.collect()),
+        ]);
+        let row = Row::Thrash(Polite::D8, false);
+        let figures = of(row, Order::Together, &[round], &costs(), true);
+        is(&figures, "share", 2_000.0, None);
+        is(&figures, "kept %", 95.0, Some(true));
+        is(&figures, "thrasher with", 8_000.0, None);
+    }
+
+    #[test]
+    fn a_disk_that_arrives_has_a_time_to_its_share() {
+        let pauses = Some(Pauses { work: 500_000_000, pause: 2_000_000_000 });
+        let polite = |delays: &[usize], pauses| {
+            let mut polite = report(5_000, 100).unwrap();
+            // The share gives 50 operations in a step.
+            let steps = |delay| (0..50).map(move |n| if n < delay { 10 } else { 50 });
+            polite.steps = delays.iter().copied().flat_map(steps).collect();
+            polite.options.pauses = pauses;
+            Some(polite)
+        };
+        let round = |polite| {
+            Round(vec![
+                ("alone", vec![report(8_000, 100)]),
+                ("saturated", vec![report(10_000, 100)]),
+                ("without", vec![report(100, 900), report(9_000, 100)]),
+                ("with", vec![polite, report(5_000, 100)]),
+            ])
+        };
+        let row = Row::Thrash(Polite::D8, false);
+        let rounds = [&[2], &[4], &[30]].map(|delays| round(polite(delays, None)));
+        let figures = of(row, Order::Returns, &rounds, &costs(), true);
+        is(&figures, "to share ms", 50.0, None);
+        let rounds = [round(polite(&[2, 2], pauses)), round(polite(&[2, 42, 2], pauses))];
+        let figures = of(row, Order::Sleeps, &rounds, &costs(), true);
+        // Definition 7: 30 ms and 430 ms are neighbours, and the quantile is 0.96 between them.
+        is(&figures, "to share ms", 30.0 + 0.96 * 400.0, None);
     }
 
     #[test]
     fn shares_are_of_the_devices_time() {
         let with = vec![report(700, 1), report(1_400, 1), report(2_800, 1), report(5_600, 1)];
         let rounds = [Round(vec![("with", with)])];
-        let figures = of(Row::Weights(Loads::Same), &rounds, &costs(), true);
+        let figures = of(Row::Weights(Loads::Same), Order::Together, &rounds, &costs(), true);
         is(&figures, "share 8", 53.33, None);
         is(&figures, "worst error %", 0.0, Some(true));
         is(&figures, "busy %", 10.5, None);

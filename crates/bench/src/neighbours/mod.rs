@@ -2,20 +2,23 @@
 //! and without.
 //!
 //! ```text
-//!   rows    the scenes of each row       scene    disks, knobs, loads
-//!   stage   images, server, clients      device   a folder's disk, or a model
-//!   figures  results                     table    for people
+//!   rows     the scenes of each row      scene     disks, knobs, loads
+//!   stage    images, server, clients     device    a folder's disk, or a model
+//!   figures  results                     thrasher  kinds of thrashing disks
+//!   arrival  the time to a share         table     for people
 //! ```
 //! In: rows, and a folder or a model of a device. Out: a table, JSON, a picture. What must hold:
 //! scenes take turns, and each round begins with another one, so that a disk that becomes slower
 //! affects all; only the report remains.
 
+mod arrival;
 mod device;
 mod figures;
 mod rows;
 mod scene;
 mod stage;
 mod table;
+mod thrasher;
 
 use std::path::{Path, PathBuf};
 
@@ -27,8 +30,10 @@ use serde::Serialize;
 
 use self::device::{Device, Model};
 use self::figures::{Figure, Round};
-use self::rows::{ALL, Known, Row};
+use self::rows::{ALL, Known, Row, Settings};
+use self::scene::Export;
 use self::stage::Stage;
+use self::thrasher::ThrasherKind;
 use crate::calibrate;
 use crate::client::report::{Latency, Report};
 use crate::client::{parse_seconds, parse_size};
@@ -36,7 +41,7 @@ use crate::compare::environment::environment;
 use crate::process::{Interrupted, Stop};
 
 /// A model with 16 servers: 70,000 operations of 4 KiB a second, 2 GiB a second.
-const MODEL: &str = "parallel=16,read=200us,write=200us,flush=1ms,bandwidth=2g";
+const MODEL: &str = "parallel=16,read=200us,write=200us,flush=1ms,discard=200us,bandwidth=2g";
 
 /// Disks of one device beside one another, with fair shares and without: what a thrashing guest
 /// leaves the others.
@@ -55,7 +60,7 @@ pub struct NeighboursOptions {
     /// How often each is measured
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
     rounds: u32,
-    /// Seconds of each measurement
+    /// Seconds of each measurement; with --order sleeps, pauses come in addition
     #[arg(long, value_name = "S", default_value = "2", value_parser = parse_seconds)]
     seconds: f64,
     /// Bytes of each disk
@@ -68,6 +73,15 @@ pub struct NeighboursOptions {
     /// Which disk begins first, in rows with a thrasher
     #[arg(long, value_name = "ORDER", value_enum, default_value_t)]
     order: Order,
+    /// What the thrasher does, in the rows thrash-*
+    #[arg(long, value_name = "KIND", value_enum, default_value_t)]
+    thrasher: ThrasherKind,
+    /// The export of the polite disk, in the rows thrash-*
+    #[arg(long, value_name = "EXPORT", value_enum, default_value_t)]
+    polite_by: Export,
+    /// The export of the thrasher, in the rows thrash-*
+    #[arg(long, value_name = "EXPORT", value_enum, default_value_t)]
+    thrasher_by: Export,
     /// Do not give the device's costs to the server
     #[arg(long)]
     uncalibrated: bool,
@@ -94,6 +108,15 @@ pub enum Order {
     ThrasherFirst,
     /// The polite disk works alone, then the thrasher; then the polite disk returns
     Returns,
+    /// The thrasher works all the time; the polite disk pauses for 2 s and works for 0.5 s, in turn
+    Sleeps,
+}
+
+impl Order {
+    /// Returns whether the polite disk arrives while the thrasher works.
+    fn arrives(self) -> bool {
+        matches!(self, Order::ThrasherFirst | Order::Returns | Order::Sleeps)
+    }
 }
 
 /// All measurements.
@@ -162,7 +185,7 @@ pub fn run(options: &NeighboursOptions) -> Result<()> {
         let rows = played.map(|(row, rounds)| Played {
             row: row.name().into(),
             about: row.about().into(),
-            figures: figures::of(*row, rounds, &known.costs, model),
+            figures: figures::of(*row, options.order, rounds, &known.costs, model),
             rounds: rounds.iter().map(clients).collect(),
         });
         let folder = options.target.clone().unwrap_or_else(std::env::temp_dir);
@@ -204,9 +227,15 @@ fn play(
     stage: &Stage,
     rounds: &mut [Vec<Round>],
 ) -> Result<()> {
+    let settings = Settings {
+        seconds: options.seconds,
+        thrasher: options.thrasher,
+        polite_by: options.polite_by,
+        thrasher_by: options.thrasher_by,
+    };
     for round in 0..options.rounds {
         for (row, rounds) in rows.iter().zip(&mut *rounds) {
-            let scenes = row.scenes(known, options.seconds);
+            let scenes = row.scenes(known, &settings);
             let first = round as usize % scenes.len();
             let mut played = Round(Vec::new());
             for scene in scenes[first..].iter().chain(&scenes[..first]) {

@@ -7,7 +7,8 @@ use std::str::FromStr;
 
 use blockyard_program::costs::DeviceCosts;
 
-use super::scene::{Disk, Scene, load, thrasher};
+use super::scene::{Disk, Export, Scene, load};
+use super::thrasher::ThrasherKind;
 use crate::client::workload::Pattern;
 use crate::client::{LoadOptions, Sizes};
 
@@ -91,6 +92,16 @@ pub struct Known {
     pub mean_d8: u64,
 }
 
+/// The settings of a run that decide the scenes.
+pub struct Settings {
+    /// Seconds of each measurement.
+    pub seconds: f64,
+    /// The thrasher of the rows `thrash-*`, and the exports of both sides.
+    pub thrasher: ThrasherKind,
+    pub polite_by: Export,
+    pub thrasher_by: Export,
+}
+
 pub const WEIGHTS: [u32; 4] = [1, 2, 4, 8];
 pub const EQUALS: usize = 64;
 /// Limits of the row `limits`, in operations or bytes per second.
@@ -123,9 +134,10 @@ impl Row {
         ALL.iter().find(|(_, row, _)| *row == self).map_or("", |(.., about)| about)
     }
 
-    pub fn scenes(self, known: &Known, seconds: f64) -> Vec<Scene> {
+    pub fn scenes(self, known: &Known, settings: &Settings) -> Vec<Scene> {
+        let seconds = settings.seconds;
         match self {
-            Row::Thrash(polite, target) => polite.scenes(target, known, seconds),
+            Row::Thrash(polite, target) => polite.scenes(target, known, settings),
             Row::Weights(loads) => vec![Scene::new("with", true, loads.disks(), seconds)],
             Row::Equal => [("without", false), ("with", true)]
                 .map(|(name, fair)| equal(name, fair, seconds))
@@ -177,23 +189,31 @@ impl Polite {
         }
     }
 
-    fn scenes(self, target: bool, known: &Known, seconds: f64) -> Vec<Scene> {
-        let polite = Disk::new("polite", self.load());
+    fn scenes(self, target: bool, known: &Known, settings: &Settings) -> Vec<Scene> {
+        let seconds = settings.seconds;
+        let disk = |load| Disk::new("polite", load).by(settings.polite_by);
+        let polite = disk(self.load());
         let depth = if self == Polite::Stream { 16 } else { 256 };
-        let saturated = Disk::new("polite", LoadOptions { depth, ..self.load() });
-        let alone = |disk: &Disk| vec![disk.clone(), Disk::idle("thrasher")];
-        let both = vec![polite.clone(), thrasher()];
+        let saturated = disk(LoadOptions { depth, ..self.load() });
+        let thrashers: Vec<_> = settings
+            .thrasher
+            .disks()
+            .into_iter()
+            .map(|disk| disk.by(settings.thrasher_by))
+            .collect();
+        let beside = |disk: &Disk, others: &[Disk]| [std::slice::from_ref(disk), others].concat();
+        let idle: Vec<_> = thrashers.iter().map(Disk::idle).collect();
         let alone_for = if self == Polite::D8 { known.mean_d8 } else { known.mean_d1 };
         let aimed = format!("{}us", (alone_for * 11 / 10).div_ceil(1000));
-        let with = match target {
-            true => vec![polite.clone().knob("latency-target", aimed), thrasher()],
-            false => both.clone(),
+        let protected = match target {
+            true => polite.clone().knob("latency-target", aimed),
+            false => polite.clone(),
         };
         vec![
-            Scene::new("alone", false, alone(&polite), seconds),
-            Scene::new("saturated", false, alone(&saturated), seconds),
-            Scene::new("without", false, both, seconds),
-            Scene::new("with", true, with, seconds),
+            Scene::new("alone", false, beside(&polite, &idle), seconds),
+            Scene::new("saturated", false, beside(&saturated, &idle), seconds),
+            Scene::new("without", false, beside(&polite, &thrashers), seconds),
+            Scene::new("with", true, beside(&protected, &thrashers), seconds),
         ]
     }
 }
@@ -233,7 +253,8 @@ pub fn reserved(costs: &DeviceCosts) -> u64 {
 
 fn reserve(costs: &DeviceCosts, seconds: f64) -> Vec<Scene> {
     let own = Disk::new("reserved", load(Pattern::Randread, 4096, 64)).knob("weight", 10);
-    let others = (1..4).map(|n| Disk { name: format!("thrasher{n}"), ..thrasher() });
+    let thrasher = ThrasherKind::default().load();
+    let others = (1..4).map(|n| Disk::new(&format!("thrasher{n}"), thrasher.clone()).beside());
     let disks = |own: Disk| std::iter::once(own).chain(others.clone()).collect();
     let iops = reserved(costs) as i64;
     vec![

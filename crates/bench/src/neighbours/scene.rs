@@ -14,6 +14,17 @@ pub struct Disk {
     pub load: Option<LoadOptions>,
     /// The disk only disturbs the others. Its load begins before theirs, and ends after them.
     pub beside: bool,
+    pub export: Export,
+}
+
+/// The export by which a client uses a disk.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum Export {
+    /// A vhost-user-blk socket
+    #[default]
+    VhostUser,
+    /// NBD on a Unix socket, a connection for each queue
+    Nbd,
 }
 
 #[derive(Clone, Debug)]
@@ -35,11 +46,18 @@ impl Scene {
 
 impl Disk {
     pub fn new(name: &str, load: LoadOptions) -> Self {
-        Disk { name: name.into(), knobs: Table::new(), load: Some(load), beside: false }
+        Disk {
+            name: name.into(),
+            knobs: Table::new(),
+            load: Some(load),
+            beside: false,
+            export: Export::default(),
+        }
     }
 
-    pub fn idle(name: &str) -> Self {
-        Disk { name: name.into(), knobs: Table::new(), load: None, beside: false }
+    /// Returns this disk without a load.
+    pub fn idle(&self) -> Self {
+        Disk { load: None, ..self.clone() }
     }
 
     pub fn knob(mut self, key: &str, value: impl Into<Value>) -> Self {
@@ -51,15 +69,14 @@ impl Disk {
         self.beside = true;
         self
     }
+
+    pub fn by(mut self, export: Export) -> Self {
+        self.export = export;
+        self
+    }
 }
 
 /// Returns a load with operations of one size.
 pub fn load(rw: Pattern, bs: u64, depth: u16) -> LoadOptions {
     LoadOptions { rw, bs, depth, ..LoadOptions::for_socket("unused".into()) }
-}
-
-/// Returns a disk whose guest swaps: 4 KiB at random offsets, as many reads as writes, 256 in
-/// flight on each of four queues.
-pub fn thrasher() -> Disk {
-    Disk::new("thrasher", LoadOptions { queues: 4, ..load(Pattern::Randrw, 4096, 256) }).beside()
 }

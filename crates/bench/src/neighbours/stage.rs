@@ -8,16 +8,18 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
+use blockyard_nbd::Uri;
+use blockyard_nbd::uri::Host;
 use blockyard_program::costs::DeviceCosts;
 use blockyard_program::peer;
 use toml::{Table, Value};
 
 use super::device::{Device, NAME};
 use super::rows::Known;
-use super::scene::{Disk, Scene, load};
+use super::scene::{Disk, Export, Scene, load};
 use super::{NeighboursOptions, Order};
 use crate::client::report::{Latency, Report};
-use crate::client::workload::Pattern;
+use crate::client::workload::{Pattern, Pauses};
 use crate::client::{self, LoadOptions};
 use crate::process::{Process, Stop, fill};
 
@@ -29,6 +31,8 @@ const ALONE: f64 = 0.5;
 const AROUND: f64 = 0.2;
 /// Seconds by which the first disk begins earlier, in an order of arrival.
 const LEAD: f64 = 1.0;
+/// Work and pauses of the polite disk in [`Order::Sleeps`].
+const SLEEPS: Pauses = Pauses { work: 500_000_000, pause: 2_000_000_000 };
 
 pub struct Stage {
     /// Sockets, the configuration, the costs.
@@ -102,6 +106,13 @@ impl Stage {
         self.folder.join(format!("{disk}.sock"))
     }
 
+    /// Returns the address of a disk's NBD export.
+    fn uri(&self, number: usize, disk: &Disk) -> Uri {
+        let host = Host::Unix(self.socket(number));
+        let export = disk.name.clone();
+        Uri { host, export, tls: false, tls_certificates: None, tls_hostname: None }
+    }
+
     /// Serves the scene's disks, puts the loads on them, and ends the server. Returns a report for
     /// each disk, or `None` for a disk without a load.
     pub fn play(&self, scene: &Scene) -> Result<Vec<Option<Report>>> {
@@ -137,12 +148,27 @@ impl Stage {
             reports.push(report);
         }
         server.end()?;
+        self.remove_discarded(scene)?;
         Ok(reports)
     }
 
+    /// Removes the images that the scene has discarded, so that the next scene has full ones.
+    fn remove_discarded(&self, scene: &Scene) -> Result<()> {
+        let Some(images) = &self.images else { return Ok(()) };
+        for (number, disk) in scene.disks.iter().enumerate() {
+            if disk.load.as_ref().is_some_and(|load| load.rw == Pattern::Randtrim) {
+                std::fs::remove_file(image_path(images, number))?;
+            }
+        }
+        Ok(())
+    }
+
     fn load(&self, scene: &Scene, number: usize, disk: &Disk) -> Option<Load> {
-        let mut load =
-            LoadOptions { socket: Some(self.socket(number)), indirect: true, ..disk.load.clone()? };
+        let mut load = LoadOptions { indirect: true, socket: None, ..disk.load.clone()? };
+        match disk.export {
+            Export::VhostUser => load.socket = Some(self.socket(number)),
+            Export::Nbd => load.nbd = Some(self.uri(number, disk)),
+        }
         (load.warmup, load.runtime) = (scene.warmup, scene.seconds);
         let mut earlier = None;
         // Without a disk that disturbs, there is no order.
@@ -150,6 +176,10 @@ impl Stage {
             true => self.order,
             false => Order::Together,
         };
+        load.steps = order.arrives() && !disk.beside;
+        // In [`Order::Sleeps`] the seconds of the scene are those of work.
+        let works = (scene.seconds * 1e9 / SLEEPS.work as f64).ceil().max(1.0);
+        let sleeps_for = SLEEPS.end_of(works as u64) as f64 / 1e9;
         let begins = match (order, disk.beside) {
             (Order::Together, false) => 0.0,
             (Order::Together, true) => {
@@ -178,6 +208,15 @@ impl Stage {
                 load.runtime = LEAD + scene.seconds + AROUND;
                 LEAD
             }
+            (Order::Sleeps, false) => {
+                (load.warmup, load.runtime) = (0.0, sleeps_for);
+                load.pauses = Some(SLEEPS);
+                LEAD
+            }
+            (Order::Sleeps, true) => {
+                load.runtime = LEAD + sleeps_for + AROUND - load.warmup;
+                0.0
+            }
         };
         Some(Load { earlier, begins: Duration::from_secs_f64(begins), options: load })
     }
@@ -203,10 +242,18 @@ impl Stage {
         for (number, disk) in scene.disks.iter().enumerate() {
             let mut table = disk.knobs.clone();
             let queues = disk.load.as_ref().map_or(1, |l| l.queues);
+            let socket = self.socket(number).display().to_string();
             table.insert("name".into(), disk.name.clone().into());
             table.insert("image".into(), self.image(number)?.into());
-            table.insert("vhost-user".into(), self.socket(number).display().to_string().into());
-            table.insert("queues".into(), i64::from(queues).into());
+            match disk.export {
+                Export::VhostUser => {
+                    table.insert("vhost-user".into(), socket.into());
+                    table.insert("queues".into(), i64::from(queues).into());
+                }
+                Export::Nbd => {
+                    table.insert("nbd".into(), format!("unix:{socket}").into());
+                }
+            }
             if matches!(self.device, Device::Model(_)) {
                 table.insert("device".into(), NAME.into());
             }
@@ -228,12 +275,16 @@ impl Stage {
             (Device::Model(model), _) => return Ok(model.image(self.size)),
             (Device::Folder(target), None) => target,
         };
-        let image = folder.join(format!("{number}.img"));
+        let image = image_path(folder, number);
         if !image.exists() {
             fill(&image, self.size, &self.stop)?;
         }
         Ok(image.display().to_string())
     }
+}
+
+fn image_path(folder: &Path, disk: usize) -> PathBuf {
+    folder.join(format!("{disk}.img"))
 }
 
 /// The load of one disk.

@@ -45,7 +45,7 @@ fn cell(figure: &Figure) -> String {
     }
     match figure.unit {
         Unit::PerSecond => format!("{value:.0}{mark}"),
-        Unit::Percent | Unit::Microseconds => format!("{value:.1}{mark}"),
+        Unit::Percent | Unit::Milliseconds | Unit::Microseconds => format!("{value:.1}{mark}"),
         Unit::Number => format!("{value:.3}{mark}"),
     }
 }
@@ -66,7 +66,7 @@ pub fn picture(rows: &[Played]) -> Svg {
         match row.row.parse() {
             Ok(Row::Thrash(..)) => {
                 let title = format!("{}: {}", row.row, row.about);
-                let rates = ["alone", "half", "with", "without"];
+                let rates = ["alone", "share", "with", "without"];
                 parts.push(bars(
                     row,
                     &title,
@@ -108,7 +108,7 @@ fn bars(row: &Played, title: &str, of: &str, unit: plot::Unit, names: &[&str], s
     let look = |name: &str| match name.rsplit(' ').next() {
         Some("with") => 4,
         Some("without") => 1,
-        Some("half") => 2,
+        Some("share") => 2,
         _ => 3,
     };
     let bar = |figure: &Figure| {

@@ -89,6 +89,35 @@ fn neighbours_of_a_model_are_told_with_all_figures() {
     assert!((shares - 100.0).abs() < 0.1, "all shares together are {shares}%");
 }
 
+/// The polite disk arrives again and again beside four thrashers, and all of them use NBD.
+#[test]
+fn neighbours_of_any_kind_by_any_export_are_told_with_all_figures() {
+    let folder = Folder::new();
+    let rows = ["--model", MODEL, "--rows", "thrash-d8", "--rounds", "1", "--seconds", "1"];
+    let kind = ["--order", "sleeps", "--thrasher", "several", "--json"];
+    let by = ["--polite-by", "nbd", "--thrasher-by", "nbd"];
+    let done = neighbours(&folder, &[&rows[..], &kind, &by].concat());
+    let json: Value = serde_json::from_str(&done.good()).unwrap();
+    let row = &json["rows"][0];
+    for figure in row["figures"].as_array().unwrap() {
+        assert!(figure["median"].is_number(), "{figure}");
+    }
+    // There are two arrivals of half a second.
+    let found = figure(&json, "thrash-d8", "to share ms");
+    assert!((10.0..=500.0).contains(&found), "{found} ms");
+    assert!(figure(&json, "thrash-d8", "share") <= figure(&json, "thrash-d8", "alone"));
+    let disks = |scene: &str| {
+        row["rounds"][0].as_array().unwrap().iter().filter(|c| c["scene"] == scene).count()
+    };
+    assert_eq!(["alone", "saturated", "without", "with"].map(disks), [1, 1, 5, 5]);
+    let slices = |scene: &str| {
+        let clients = row["rounds"][0].as_array().unwrap().iter();
+        let mut polite = clients.filter(|c| c["scene"] == scene && c["disk"] == 0);
+        polite.next().unwrap()["slices"].as_array().unwrap().len()
+    };
+    assert_eq!(slices("with"), 10, "two works, without the pause between them");
+}
+
 #[test]
 fn neighbours_on_a_folder() {
     let folder = Folder::new();
@@ -131,6 +160,10 @@ fn neighbours_on_a_folder() {
         assert!(refused.status.code() == Some(2) && refused.err.contains(part), "{}", refused.err);
     }
     assert!(neighbours(&folder, &["--model", "parallel=0"]).err.contains("a model needs"));
+    for option in ["--thrasher", "--order", "--polite-by", "--thrasher-by"] {
+        let refused = neighbours(&folder, &[option, "none"]);
+        assert_eq!(refused.status.code(), Some(2), "{}", refused.err);
+    }
 }
 
 #[test]
