@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use super::device::spent;
 use super::rows::{
-    BPS, EQUALS, IOPS, IOPS_READ, IOPS_WRITE, LENGTH, MAX, RATE, Row, WEIGHTS, reserved,
+    BPS, EQUALS, IOPS, IOPS_READ, IOPS_WRITE, LENGTH, MAX, RATE, Row, TARGETS, WEIGHTS, reserved,
 };
 use super::{Order, arrival};
 use crate::client::load::{SLICE, Slice};
@@ -108,6 +108,7 @@ pub fn of(
     let all = Rounds { rounds, costs };
     match row {
         Row::Thrash(..) => all.thrash(order, if model { 1.3 } else { 2.0 }),
+        Row::Frontier(_) => all.frontier(),
         Row::Weights(_) => all.weights(),
         Row::Equal => all.equal(),
         Row::Reserve => all.reserve(),
@@ -173,6 +174,20 @@ impl Rounds<'_> {
             figures.push(self.to_share(order));
         }
         figures
+    }
+
+    /// Returns what the polite disk keeps of its share, and what all disks get of the total without
+    /// the scheduler: without it, with it, and with each latency target.
+    fn frontier(&self) -> Vec<Figure> {
+        let scenes = ["without", "with"].into_iter().chain(TARGETS.map(|(scene, _)| scene));
+        let of_scene = |scene: &'static str| {
+            let total = |r: &Round| r.spent(scene, self.costs) / r.spent("without", self.costs);
+            [
+                self.percent(kept(scene), |r| r.rate(scene) / r.share()),
+                self.percent(total_of(scene), total),
+            ]
+        };
+        scenes.flat_map(of_scene).collect()
     }
 
     /// Returns the time until the disk that arrives gets its share: of each round, or the 99th
@@ -341,6 +356,15 @@ impl Rounds<'_> {
     }
 }
 
+/// Returns the names of a scene's figures in the frontier.
+pub fn kept(scene: &str) -> String {
+    format!("kept %, {scene}")
+}
+
+pub fn total_of(scene: &str) -> String {
+    format!("total %, {scene}")
+}
+
 /// Returns Jain's index. 1: all are equal. 1/n: one has all.
 fn jain(rates: &[f64]) -> f64 {
     let (sum, squares) = (rates.iter().sum::<f64>(), rates.iter().map(|r| r * r).sum::<f64>());
@@ -446,6 +470,26 @@ mod tests {
         is(&figures, "thrasher with", 5_000.0, None);
         assert_eq!(figures[0].values.len(), 2);
         assert!(figures.iter().all(|f| f.name != "to share ms"), "no disk arrives");
+    }
+
+    #[test]
+    fn the_frontier_has_what_is_kept_and_the_total_of_each_scene() {
+        let scene = |name, own, other| (name, vec![report(own, 100), report(other, 100)]);
+        let mut scenes = vec![
+            ("alone", vec![report(8_000, 100), None]),
+            ("saturated", vec![report(10_000, 100), None]),
+            scene("without", 1_000, 9_000),
+            scene("with", 4_000, 4_000),
+        ];
+        scenes.extend(TARGETS.map(|(name, _)| scene(name, 5_000, 1_000)));
+        let figures =
+            of(Row::Frontier(Polite::D8), Order::Together, &[Round(scenes)], &costs(), true);
+        is(&figures, "kept %, without", 20.0, None);
+        is(&figures, "total %, without", 100.0, None);
+        is(&figures, "kept %, with", 80.0, None);
+        is(&figures, "total %, with", 80.0, None);
+        is(&figures, "kept %, target 6", 100.0, None);
+        is(&figures, "total %, target 6", 60.0, None);
     }
 
     #[test]

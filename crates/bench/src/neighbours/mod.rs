@@ -54,7 +54,7 @@ pub struct NeighboursOptions {
     #[arg(long, value_name = "MODEL", num_args = 0..=1, default_value = MODEL, default_missing_value = MODEL,
           value_parser = |s: &str| s.parse::<Model>())]
     model: Model,
-    /// What to measure [default: all rows; equal-64 on a model only]
+    /// What to measure [default: all rows but frontier-*; equal-64 on a model only]
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = |s: &str| s.parse::<Row>())]
     rows: Vec<Row>,
     /// How often each is measured
@@ -168,9 +168,7 @@ pub fn run(options: &NeighboursOptions) -> Result<()> {
     };
     let model = matches!(device, Device::Model(_));
     let wanted = match &options.rows[..] {
-        [] => {
-            ALL.iter().map(|(_, row, _)| *row).filter(|row| model || *row != Row::Equal).collect()
-        }
+        [] => ALL.iter().map(|(_, row, _)| *row).filter(|row| row.is_default(model)).collect(),
         rows => rows.to_vec(),
     };
     let costs = costs(options, &device, &stop)?;

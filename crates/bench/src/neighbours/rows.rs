@@ -16,6 +16,8 @@ use crate::client::{LoadOptions, Sizes};
 pub enum Row {
     /// A disk within its share beside a thrasher, with or without a latency target.
     Thrash(Polite, bool),
+    /// A disk within its share beside a thrasher, with latency targets from strict to loose.
+    Frontier(Polite),
     /// Weights 1:2:4:8.
     Weights(Loads),
     Equal,
@@ -41,7 +43,7 @@ pub enum Loads {
     Mixes,
 }
 
-pub const ALL: [(&str, Row, &str); 15] = [
+pub const ALL: [(&str, Row, &str); 17] = [
     ("thrash-d1", Row::Thrash(Polite::D1, false), "polite: random reads of 4 KiB, one at a time"),
     ("thrash-d8", Row::Thrash(Polite::D8, false), "polite: random reads of 4 KiB, depth 8"),
     (
@@ -56,6 +58,8 @@ pub const ALL: [(&str, Row, &str); 15] = [
     ),
     ("thrash-d1-target", Row::Thrash(Polite::D1, true), "as thrash-d1, with a latency target"),
     ("thrash-d8-target", Row::Thrash(Polite::D8, true), "as thrash-d8, with a latency target"),
+    ("frontier-d1", Row::Frontier(Polite::D1), "as thrash-d1, with latency targets 1.1 to 6"),
+    ("frontier-d8", Row::Frontier(Polite::D8), "as thrash-d8, with latency targets 1.1 to 6"),
     ("weights", Row::Weights(Loads::Same), "weights 1:2:4:8, all random reads of 4 KiB, depth 128"),
     (
         "weights-sizes",
@@ -102,6 +106,15 @@ pub struct Settings {
     pub thrasher_by: Export,
 }
 
+/// The scenes of the frontier with their latency targets, in tenths of the mean latency alone.
+pub const TARGETS: [(&str, u64); 6] = [
+    ("target 1.1", 11),
+    ("target 1.3", 13),
+    ("target 1.6", 16),
+    ("target 2", 20),
+    ("target 3", 30),
+    ("target 6", 60),
+];
 pub const WEIGHTS: [u32; 4] = [1, 2, 4, 8];
 pub const EQUALS: usize = 64;
 /// Limits of the row `limits`, in operations or bytes per second.
@@ -130,6 +143,15 @@ impl Row {
         ALL.iter().find(|(_, row, _)| *row == self).map_or("", |(name, ..)| name)
     }
 
+    /// Returns whether a run without `--rows` has this row.
+    pub fn is_default(self, model: bool) -> bool {
+        match self {
+            Row::Frontier(_) => false,
+            Row::Equal => model,
+            _ => true,
+        }
+    }
+
     pub fn about(self) -> &'static str {
         ALL.iter().find(|(_, row, _)| *row == self).map_or("", |(.., about)| about)
     }
@@ -138,6 +160,7 @@ impl Row {
         let seconds = settings.seconds;
         match self {
             Row::Thrash(polite, target) => polite.scenes(target, known, settings),
+            Row::Frontier(polite) => polite.frontier(known, settings),
             Row::Weights(loads) => vec![Scene::new("with", true, loads.disks(), seconds)],
             Row::Equal => [("without", false), ("with", true)]
                 .map(|(name, fair)| equal(name, fair, seconds))
@@ -190,23 +213,14 @@ impl Polite {
     }
 
     fn scenes(self, target: bool, known: &Known, settings: &Settings) -> Vec<Scene> {
+        let polite = self.disk(settings);
+        let thrashers = thrashers(settings);
         let seconds = settings.seconds;
-        let disk = |load| Disk::new("polite", load).by(settings.polite_by);
-        let polite = disk(self.load());
         let depth = if self == Polite::Stream { 16 } else { 256 };
-        let saturated = disk(LoadOptions { depth, ..self.load() });
-        let thrashers: Vec<_> = settings
-            .thrasher
-            .disks()
-            .into_iter()
-            .map(|disk| disk.by(settings.thrasher_by))
-            .collect();
-        let beside = |disk: &Disk, others: &[Disk]| [std::slice::from_ref(disk), others].concat();
+        let saturated = Disk { load: Some(LoadOptions { depth, ..self.load() }), ..polite.clone() };
         let idle: Vec<_> = thrashers.iter().map(Disk::idle).collect();
-        let alone_for = if self == Polite::D8 { known.mean_d8 } else { known.mean_d1 };
-        let aimed = format!("{}us", (alone_for * 11 / 10).div_ceil(1000));
         let protected = match target {
-            true => polite.clone().knob("latency-target", aimed),
+            true => self.with_target(11, known, settings),
             false => polite.clone(),
         };
         vec![
@@ -216,6 +230,37 @@ impl Polite {
             Scene::new("with", true, beside(&protected, &thrashers), seconds),
         ]
     }
+
+    /// Returns the scenes without a target, and one for each of [`TARGETS`].
+    fn frontier(self, known: &Known, settings: &Settings) -> Vec<Scene> {
+        let thrashers = thrashers(settings);
+        let aimed = |(name, tenths): (&'static str, u64)| {
+            let disk = self.with_target(tenths, known, settings);
+            Scene::new(name, true, beside(&disk, &thrashers), settings.seconds)
+        };
+        let plain = self.scenes(false, known, settings).into_iter();
+        plain.chain(TARGETS.into_iter().map(aimed)).collect()
+    }
+
+    fn disk(self, settings: &Settings) -> Disk {
+        Disk::new("polite", self.load()).by(settings.polite_by)
+    }
+
+    /// Returns the disk with a latency target in tenths of its mean latency alone.
+    fn with_target(self, tenths: u64, known: &Known, settings: &Settings) -> Disk {
+        let alone = if self == Polite::D8 { known.mean_d8 } else { known.mean_d1 };
+        let target = format!("{}us", (alone * tenths / 10).div_ceil(1000));
+        self.disk(settings).knob("latency-target", target)
+    }
+}
+
+fn thrashers(settings: &Settings) -> Vec<Disk> {
+    let disks = settings.thrasher.disks().into_iter();
+    disks.map(|disk| disk.by(settings.thrasher_by)).collect()
+}
+
+fn beside(disk: &Disk, others: &[Disk]) -> Vec<Disk> {
+    [std::slice::from_ref(disk), others].concat()
 }
 
 impl Loads {

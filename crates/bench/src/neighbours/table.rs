@@ -3,10 +3,10 @@
 use std::fmt::Write;
 
 use super::Played;
-use super::figures::{Figure, Goal, Unit};
-use super::rows::Row;
+use super::figures::{Figure, Goal, Unit, kept, total_of};
+use super::rows::{Row, TARGETS};
 use crate::plot::svg::Svg;
-use crate::plot::{self, Bar, Bars};
+use crate::plot::{self, Bar, Bars, Chart, Point, ScaleKind, Series};
 use crate::report::columns;
 
 /// Formats the results. Rows with the same figures share a table. Figures that miss their goal have
@@ -59,7 +59,7 @@ fn goal(goal: Option<Goal>) -> String {
 }
 
 /// Draws the results row by row: rate and 99th percentile latency of the disk beside the thrasher,
-/// or the disks' shares in rows with weights.
+/// the frontier, or the disks' shares in rows with weights.
 pub fn picture(rows: &[Played]) -> Svg {
     let mut parts = Vec::new();
     for row in rows {
@@ -97,10 +97,38 @@ pub fn picture(rows: &[Played]) -> Svg {
                     1.0,
                 ));
             }
+            Ok(Row::Frontier(_)) => parts.push(frontier(row)),
             _ => {}
         }
     }
     Svg::stack(&parts)
+}
+
+/// Draws what the polite disk keeps of its share over the total of all disks.
+fn frontier(row: &Played) -> Svg {
+    let median = |name: String| row.figures.iter().find(|f| f.name == name).map(|f| f.median);
+    let point = |scene: &str| {
+        Some(Point { x: median(total_of(scene))?, y: median(kept(scene))?, band: None })
+    };
+    let series = |name: &str, scenes: &[&str], look| Series {
+        name: name.into(),
+        points: scenes.iter().filter_map(|scene| point(scene)).collect(),
+        look,
+    };
+    let axis = |name: &str| (ScaleKind::Linear, plot::Unit::Plain, name.to_string());
+    let chart = Chart {
+        title: format!("{}: {}", row.row, row.about),
+        x: axis("total of all disks, percent of that without the scheduler"),
+        y: axis("the polite disk's rate, percent of its share"),
+        series: vec![
+            series("latency-target 1.1 to 6", &TARGETS.map(|(scene, _)| scene), 0),
+            series("no target", &["with"], 4),
+            series("fair-share = false", &["without"], 1),
+        ],
+        markers: true,
+        size: (900.0, 420.0),
+    };
+    chart.draw()
 }
 
 fn bars(row: &Played, title: &str, of: &str, unit: plot::Unit, names: &[&str], scale: f64) -> Svg {
