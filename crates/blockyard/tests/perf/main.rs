@@ -15,3 +15,8 @@ mod figures;
 #[path = "../daemon/guest.rs"]
 mod guest;
 mod limits;
+mod ublk;
+// The module has more functions than this test uses.
+#[allow(dead_code)]
+#[path = "../ublk/fixture.rs"]
+mod ublk_guest;

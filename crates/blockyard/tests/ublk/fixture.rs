@@ -180,26 +180,30 @@ impl ScriptGuest {
         ScriptGuest { kernel, guest, scripts }
     }
 
+    /// Returns what the guest has printed so far.
     #[track_caller]
-    fn run(mut self, script: &str) {
+    fn run(mut self, script: &str) -> String {
         self.guest.begin_part(LIMIT);
         let script = format!("{PRELUDE}{script}");
         self.scripts.write_all(format!("{}\n{script}", script.len()).as_bytes()).unwrap();
         let end = self.guest.expect("script: ");
         let kernel = self.kernel;
         assert_eq!(end, "passed", "on kernel {kernel}:\n{}", self.guest.seen());
+        let seen = self.guest.seen();
         IDLE.lock().unwrap().push(self);
+        seen
     }
 }
 
-/// Runs the script on a kernel (6 or 7), in a guest that no other test uses meanwhile.
+/// Runs the script on a kernel (6 or 7), in a guest that no other test uses meanwhile. Returns what
+/// the guest has printed so far.
 #[track_caller]
-pub fn on_kernel(kernel: &'static str, script: &str) {
+pub fn on_kernel(kernel: &'static str, script: &str) -> String {
     let idle = {
         let mut idle = IDLE.lock().unwrap();
         idle.iter().position(|idle| idle.kernel == kernel).map(|at| idle.swap_remove(at))
     };
-    idle.unwrap_or_else(|| ScriptGuest::boot(kernel)).run(script);
+    idle.unwrap_or_else(|| ScriptGuest::boot(kernel)).run(script)
 }
 
 /// Runs the script on both kernels, first on one that has an idle guest.
@@ -210,5 +214,5 @@ pub fn on_both_kernels(script: &str) {
         idle.iter().any(|idle| idle.kernel == "7") && !idle.iter().any(|idle| idle.kernel == "6")
     };
     let kernels = if newer_first { ["7", "6"] } else { ["6", "7"] };
-    kernels.into_iter().for_each(|kernel| on_kernel(kernel, script));
+    kernels.into_iter().for_each(|kernel| drop(on_kernel(kernel, script)));
 }
