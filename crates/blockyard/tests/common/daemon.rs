@@ -196,33 +196,38 @@ impl Daemon {
     /// Returns the numbers of voluntary and involuntary context switches of each thread.
     #[track_caller]
     pub fn switches(&self) -> BTreeMap<String, (u64, u64)> {
-        let tasks = std::fs::read_dir(format!("/proc/{}/task", self.pid())).unwrap();
-        let count = |task: std::io::Result<std::fs::DirEntry>| {
-            let path = task.unwrap().path();
-            let status = std::fs::read_to_string(path.join("status")).unwrap();
-            let field = |name: &str| {
-                status.lines().find_map(|l| l.strip_prefix(name)).unwrap().trim().to_string()
-            };
-            let count = |name: &str| field(name).parse().unwrap();
-            let thread =
-                format!("{} {}", path.file_name().unwrap().to_string_lossy(), field("Name:"));
-            (thread, (count("voluntary_ctxt_switches:"), count("nonvoluntary_ctxt_switches:")))
-        };
-        tasks.map(count).collect()
+        switches(self.pid())
     }
 
-    /// Waits until the daemon's threads stay asleep, and returns their context switches. The
-    /// kernel's io_uring workers wait 5 s for more work before they end.
+    /// Waits until the daemon's threads stay asleep. Then panics if one of them is awake within
+    /// `time`. Returns the names of the threads.
+    ///
+    /// A stop and continuation of all processes (SIGSTOP) wakes each thread. So the threads may
+    /// wake as often as a process that only sleeps.
     #[track_caller]
-    pub fn quiet(&self) -> BTreeMap<String, (u64, u64)> {
+    pub fn sleeps_for(&self, time: Duration) -> Vec<String> {
+        let mut child = Command::new("sleep").arg("infinity").spawn().unwrap();
+        let counts = || (self.switches(), switches(child.id()));
+        // The kernel's io_uring workers wait 5 s for more work before they end.
         std::thread::sleep(Duration::from_secs(6));
-        let mut before = self.switches();
+        let mut before = counts();
         until("its threads sleep", TOOL, || {
             std::thread::sleep(Duration::from_secs(1));
-            let now = self.switches();
+            let now = counts();
             std::mem::replace(&mut before, now.clone()) == now
         });
-        before
+        std::thread::sleep(time);
+        let after = counts();
+        let woken = |before: &BTreeMap<_, (u64, u64)>, after: &BTreeMap<_, (u64, u64)>| {
+            let pairs = after.iter().map(|(name, now)| (now, before.get(name).unwrap_or(&(0, 0))));
+            pairs.map(|(now, then)| now.0 + now.1 - then.0 - then.1).max().unwrap_or(0)
+        };
+        let (awake, stops) = (woken(&before.0, &after.0), woken(&before.1, &after.1));
+        child.kill().and_then(|()| child.wait()).unwrap();
+        // A count during a stop has one switch of the two.
+        let allowed = if stops == 0 { 0 } else { stops + 2 };
+        assert!(awake <= allowed, "a thread has been awake: {before:?}, then {after:?}");
+        before.0.into_keys().collect()
     }
 
     /// Returns a field of /proc/PID/status in kilobytes, such as VmRSS.
@@ -274,4 +279,21 @@ impl Gathered {
     fn is_whole(&self) -> bool {
         self.thread.as_ref().is_none_or(JoinHandle::is_finished)
     }
+}
+
+/// Returns the numbers of voluntary and involuntary context switches of each thread of a process.
+#[track_caller]
+fn switches(process: u32) -> BTreeMap<String, (u64, u64)> {
+    let tasks = std::fs::read_dir(format!("/proc/{process}/task")).unwrap();
+    let count = |task: std::io::Result<std::fs::DirEntry>| {
+        let path = task.unwrap().path();
+        let status = std::fs::read_to_string(path.join("status")).unwrap();
+        let field = |name: &str| {
+            status.lines().find_map(|l| l.strip_prefix(name)).unwrap().trim().to_string()
+        };
+        let count = |name: &str| field(name).parse().unwrap();
+        let thread = format!("{} {}", path.file_name().unwrap().to_string_lossy(), field("Name:"));
+        (thread, (count("voluntary_ctxt_switches:"), count("nonvoluntary_ctxt_switches:")))
+    };
+    tasks.map(count).collect()
 }

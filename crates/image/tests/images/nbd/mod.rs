@@ -3,6 +3,7 @@
 mod server;
 
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -14,8 +15,9 @@ use blockyard_storage::Storage;
 
 use self::server::{Disk, SIZE, Script, Server, data, done, good, piece, simple};
 
+/// For servers that do not answer.
 const SHORT: nbd::Options =
-    nbd::Options { reconnect: Duration::from_millis(400), timeout: Duration::from_millis(400) };
+    nbd::Options { reconnect: Duration::from_millis(400), timeout: Duration::from_secs(1) };
 /// Timeouts for tests that are not about silence: a short stall of the machine must not look like a
 /// silent server.
 const TALKING: nbd::Options =
@@ -287,6 +289,7 @@ fn errors_of_the_server_are_returned_and_keep_the_connection() {
 #[test]
 fn a_silent_server_costs_bounded_time() {
     for drips in [false, true] {
+        let (given_up, until_given_up) = channel::<()>();
         let server = Server::start(
             Headers::Simple,
             |_, _| (),
@@ -295,7 +298,7 @@ fn a_silent_server_costs_bounded_time() {
                     std::thread::sleep(Duration::from_millis(50));
                     return Some(good(request, disk)[..20].to_vec());
                 }
-                std::thread::sleep(Duration::from_millis(900));
+                let _ = until_given_up.recv();
                 None
             }),
         );
@@ -311,6 +314,7 @@ fn a_silent_server_costs_bounded_time() {
                 "the server is known to be gone: {:?}",
                 start.elapsed()
             );
+            drop(given_up);
         });
     }
 }
@@ -420,20 +424,22 @@ fn unflushed_writes_are_lost_with_the_connection() {
 /// after a later one.
 #[test]
 fn a_server_silent_during_a_write_is_lost() {
+    let (given_up, until_given_up) = channel::<()>();
     let server = Server::start(
         Headers::Simple,
         |_, _| (),
-        script(|_, request, disk| {
+        script(move |_, request, disk| {
             if request.command == cmd::WRITE {
-                std::thread::sleep(Duration::from_millis(900));
+                let _ = until_given_up.recv();
             }
             Some(good(request, disk))
         }),
     );
-    on_image(&server, SHORT, async |raw| {
+    on_image(&server, SHORT, async move |raw| {
         let error = raw.write(Segments::buffer(512), 0, false).await.1.unwrap_err().to_string();
         assert!(error.contains("not answered a write"), "{error}");
         assert!(raw.flush().await.is_err() && raw.storage().lost().is_some());
+        drop(given_up);
     });
 }
 
