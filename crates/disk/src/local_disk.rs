@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use blockyard_image::{BlockStatus, Store};
+use blockyard_image::{BlockStatus, IncompleteCluster, Store};
 use blockyard_ring::{Handle, Segments};
 use blockyard_storage::Storage;
 
@@ -455,8 +455,11 @@ impl<S: Storage> LocalDisk<S> {
                 self.disk.dirty.store(0, Ordering::Relaxed);
                 let _held = self.throttle.sync();
                 let result = image.backend.flush().await;
-                if let Err(e) = &result {
-                    self.disk.poison("a flush", e);
+                match &result {
+                    // All other writes are durable, and the next flush tries again.
+                    Err(e) if IncompleteCluster::is_in(e) => self.disk.note_unsynced(),
+                    Err(e) => self.disk.poison("a flush", e),
+                    Ok(()) => {}
                 }
                 result
             })

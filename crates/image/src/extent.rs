@@ -101,6 +101,10 @@ pub trait BackingLayers {
     fn backing_is_zero(&self, offset: u64, len: u64) -> impl Future<Output = io::Result<bool>>;
     /// Returns true if there is a layer below.
     fn exists(&self) -> bool;
+    /// Returns true if data may be copied from below later than the write that needs them.
+    fn may_defer(&self) -> bool {
+        self.exists()
+    }
 }
 
 /// Backing layers of an image without a backing image. They read as zeroes.

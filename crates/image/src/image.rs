@@ -291,4 +291,9 @@ impl<B: BackingLayers> BackingLayers for UnknownBacking<B> {
     fn exists(&self) -> bool {
         true
     }
+
+    /// The image may have no backing image when it is closed.
+    fn may_defer(&self) -> bool {
+        false
+    }
 }

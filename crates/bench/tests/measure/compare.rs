@@ -263,7 +263,7 @@ fn jobs_run_by_fio_and_without() {
     std::fs::write(folder.join("job"), &printed).unwrap();
     tool("fio", ["--parse-only", folder.join("job").to_str().unwrap()]).good();
     for job in ["fileserver", "fileserver-writes", "random-writes-64k", "stream-read"] {
-        let own = ["bench", "job", job, name, "--engine", "own", "--seconds", "0.5", "--json"];
+        let own = ["bench", "job", job, name, "--engine", "own", "--seconds", "1", "--json"];
         let wanted = match job {
             "fileserver" => 0.8,
             "fileserver-writes" => 0.2,

@@ -34,6 +34,10 @@ impl Worker {
         self.flush_unsynced(&local_disk).await?;
         let quiesced = self.disk.quiesce("stream")?;
         self.flush_unsynced(&local_disk).await?;
+        // A disk that ignores flushes, too, must hold all its data before it has no backing file.
+        let flushed = image.flush().await;
+        local_disk.poison_if_writes_lost();
+        flushed.map_err(|e| Why::NotPossible(format!("a flush failed: {e}")))?;
         let alone = chain.alone(&self.handle).await;
         local_disk.poison_if_writes_lost();
         quiesced.exchange(&Source::Chain(alone?), None)?;

@@ -33,6 +33,8 @@ pub struct Run {
     pub count: u64,
     /// Whether the clusters were never written, so that they read as zeroes.
     pub fresh: bool,
+    /// Whether the host has allocated the space of the clusters since they were reserved.
+    pub has_space: bool,
 }
 
 /// Clusters that an entry no longer names. Each loses one reference.
@@ -74,6 +76,8 @@ pub struct Grown {
     pub used: Vec<std::ops::Range<u64>>,
     /// Whether the new clusters read as zeroes.
     pub fresh: bool,
+    /// Whether the host has allocated their space.
+    pub has_space: bool,
 }
 
 /// Allocator of host clusters, shared by all reactors.
@@ -211,7 +215,7 @@ impl Allocator {
             counts.set(self.width, (cluster - first) as usize, 1);
         }
         *hint = start + count;
-        runs.push_back(Run { start, count, fresh: false });
+        runs.push_back(Run { start, count, fresh: false, has_space: false });
         true
     }
 
@@ -294,7 +298,8 @@ impl Allocator {
         let mut start = old_end;
         for range in grown.used.iter().cloned().chain(std::iter::once(grown.end..grown.end)) {
             if range.start > start {
-                state.runs.push_back(Run { start, count: range.start - start, fresh: grown.fresh });
+                let (count, &Grown { fresh, has_space, .. }) = (range.start - start, grown);
+                state.runs.push_back(Run { start, count, fresh, has_space });
             }
             start = range.end;
         }

@@ -53,23 +53,32 @@ struct PendingWriteBack {
 }
 
 impl<S: Storage> Qcow2<S> {
-    /// Waits until all writes that completed before the call are durable.
+    /// Waits until all writes that completed before the call are durable. If only partial clusters
+    /// could not be completed ([`IncompleteCluster`]), nothing is lost: all other writes are
+    /// durable, and a later flush tries again.
+    ///
+    /// [`IncompleteCluster`]: super::IncompleteCluster
     pub async fn flush<B: BackingLayers>(&self, backing: &B) -> io::Result<()> {
-        self.complete_all(backing).await?;
+        let completed = self.complete_all(backing).await;
         let _permit = self.shared.writing_back.acquire().await;
         self.write_back(true).await?;
-        self.sync_unfinished().await
+        self.sync_unfinished().await?;
+        completed
     }
 
     /// Completes partial clusters if there are too many, and then does
     /// [`Qcow2::relieve_metadata`]. The caller must hold no guest cluster.
     pub(super) async fn relieve<B: BackingLayers>(&self, backing: &B) -> io::Result<()> {
-        self.complete_some(backing).await?;
+        // If a cluster cannot be completed, that is no error of this request. The next flush
+        // reports it.
+        let _ = self.complete_some(backing).await;
         if self.is_relieved() {
             return Ok(());
         }
         // A slice with a partial cluster stays dirty.
-        self.complete_all(backing).await?;
+        if self.is_dirty() && !self.shared.partial.is_completing() {
+            let _ = self.complete_all(backing).await;
+        }
         self.relieve_metadata().await
     }
 
@@ -86,7 +95,11 @@ impl<S: Storage> Qcow2<S> {
     }
 
     fn is_relieved(&self) -> bool {
-        self.shared.tables.dirty() <= 2 * self.dirty_limit() && !self.shared.alloc.is_crowded()
+        !self.is_dirty() && !self.shared.alloc.is_crowded()
+    }
+
+    fn is_dirty(&self) -> bool {
+        self.shared.tables.dirty() > 2 * self.dirty_limit()
     }
 
     /// Maximum number of L2 slices that stay dirty until the guest flushes.
@@ -305,7 +318,7 @@ impl<S: Storage> Qcow2<S> {
         if self.shared.read_only {
             return Ok(());
         }
-        self.complete_all(backing).await?;
+        let completed = self.complete_all(backing).await;
         let _permit = self.shared.writing_back.acquire().await;
         self.write_back(true).await?;
         // Write back again: clusters freed meanwhile can be released, because no request uses them
@@ -313,7 +326,8 @@ impl<S: Storage> Qcow2<S> {
         self.write_back(true).await?;
         self.give_back().await?;
         self.write_back(true).await?;
-        self.sync_unfinished().await
+        self.sync_unfinished().await?;
+        completed
     }
 
     async fn give_back(&self) -> io::Result<()> {

@@ -53,5 +53,6 @@ pub use compressed::{pack, unpack};
 pub use create::{CreateOptions, Preallocation, create};
 pub use header::{BitmapsExtension, Compression, Extension, Header};
 pub use open::{L2_CACHE_LIMIT, Qcow2Options};
+pub use partial::IncompleteCluster;
 pub use shared::Shared;
 pub use view::Qcow2;

@@ -139,7 +139,7 @@ impl<S: Storage> Qcow2<S> {
         let room = std::mem::take(&mut *lock(&self.shared.packing.room));
         let first = room.next.div_ceil(self.shape().cluster_size());
         let count = (room.end >> bits).saturating_sub(first);
-        self.shared.alloc.put_back(Run { start: first, count, fresh: false });
+        self.shared.alloc.put_back(Run { start: first, count, fresh: false, has_space: false });
     }
 }
 

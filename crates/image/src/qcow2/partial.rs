@@ -23,14 +23,18 @@
 //! - A flush completes all clusters that are partial when it begins. At most [`DEFERRED`] bytes of
 //!   clusters are partial, and none becomes partial during a flush. So a flush ends soon, also if
 //!   other clients write all the time.
+//! - A cluster that cannot be completed stays partial, and loses nothing. The flush fails with
+//!   [`IncompleteCluster`] after it has made everything else durable.
 //! - The missing parts come from the layers below this image. An image is opened without them only
 //!   when no cluster is partial.
 
+use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::io;
 use std::ops::{Bound, Range};
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use blockyard_ring::Segments;
 use blockyard_ring::join;
@@ -43,8 +47,14 @@ use super::shared::Shape;
 use super::tables::Entry;
 use super::view::Qcow2;
 
-/// Maximum size of all partial clusters in bytes.
+/// Maximum size of all partial clusters in bytes, above which requests complete some.
 const DEFERRED: u64 = 1 << 30;
+/// The same while it is unknown how fast clusters are completed.
+const DEFERRED_AT_FIRST: u64 = 256 << 20;
+/// A flush is to complete the clusters within about this time. So a slow device has fewer.
+const FLUSH_TIME: Duration = Duration::from_millis(500);
+/// Smallest number of partial clusters above which requests complete some.
+const FEWEST: u64 = 64;
 /// Number of clusters that are completed at a time.
 const AT_A_TIME: usize = 32;
 /// Number of clusters that a request completes if there are too many.
@@ -72,8 +82,40 @@ pub struct PartialClusters {
     added: AtomicU64,
     /// Number of flushes until clusters may be partial again; 0: they may be.
     pause: AtomicU64,
+    /// Number of clusters that are completed within [`FLUSH_TIME`]; 0: unknown.
+    in_time: AtomicU64,
+    /// Whether a write into a partial cluster has failed. Parts without data may then be no zeroes.
+    spoiled: AtomicBool,
     /// See [`super::Qcow2Options::always_partial`].
     always: bool,
+}
+
+/// The error of a partial cluster that could not be completed. The cluster is as it was.
+#[derive(Debug)]
+pub struct IncompleteCluster {
+    /// Number of the guest cluster.
+    pub cluster: u64,
+    source: io::Error,
+}
+
+impl IncompleteCluster {
+    /// Returns whether this is what an operation failed with.
+    pub fn is_in(error: &io::Error) -> bool {
+        error.get_ref().is_some_and(|inner| inner.is::<IncompleteCluster>())
+    }
+}
+
+impl std::fmt::Display for IncompleteCluster {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let IncompleteCluster { cluster, source } = self;
+        write!(f, "copying the rest of guest cluster {cluster} from the backing image: {source}")
+    }
+}
+
+impl std::error::Error for IncompleteCluster {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        Some(&self.source)
+    }
 }
 
 /// A task completes all partial clusters.
@@ -116,11 +158,38 @@ impl PartialClusters {
         self.count.load(Ordering::Acquire)
     }
 
-    /// Counts a new cluster. Returns whether it may be partial.
-    pub fn admits(&self) -> bool {
+    /// Counts a new cluster. Returns whether it may be partial: not if requests could not complete
+    /// those that there are, of which each takes up to `size` bytes.
+    pub fn admits(&self, size: u64) -> bool {
         let new = self.new.fetch_add(1, Ordering::Relaxed) + 1;
         let pays = self.always || self.pause.load(Ordering::Relaxed) == 0 || new > MANY;
-        pays && self.completing.load(Ordering::Relaxed) == 0
+        let has_room = self.count() as u64 <= 2 * self.most(size);
+        pays && has_room && !self.is_completing()
+    }
+
+    /// Returns the number of partial clusters of `size` bytes above which requests complete some.
+    fn most(&self, size: u64) -> u64 {
+        match self.in_time.load(Ordering::Relaxed) {
+            0 => DEFERRED_AT_FIRST / size,
+            in_time => in_time.clamp(FEWEST, (DEFERRED / size).max(FEWEST)),
+        }
+    }
+
+    /// Notes that `count` clusters were completed in `time`.
+    fn completed(&self, count: usize, time: Duration) {
+        if count as u64 >= FEWEST {
+            let in_time = FLUSH_TIME.as_secs_f64() / time.as_secs_f64() * count as f64;
+            self.in_time.store(in_time.max(1.0) as u64, Ordering::Relaxed);
+        }
+    }
+
+    pub fn is_completing(&self) -> bool {
+        self.completing.load(Ordering::Relaxed) > 0
+    }
+
+    /// Notes that a write into a partial cluster has failed.
+    pub fn spoil(&self) {
+        self.spoiled.store(true, Ordering::Release);
     }
 
     /// Counts a write that added parts to a partial cluster.
@@ -210,22 +279,34 @@ impl<S: Storage> Qcow2<S> {
         partial_entry(host, touched(first / part, last / part), shape.layout)
     }
 
-    /// Completes all clusters that are partial now. The caller holds no cluster, and no permit of
-    /// `writing_back`.
+    /// Completes all clusters that are partial now. Returns the first error, after all others are
+    /// completed. The caller holds no cluster, and no permit of `writing_back`.
     pub(super) async fn complete_all<B: BackingLayers>(&self, backing: &B) -> io::Result<()> {
-        self.shared.partial.flushed();
-        if self.shared.partial.count() == 0 {
+        let partial = &self.shared.partial;
+        partial.flushed();
+        if partial.count() == 0 {
             return Ok(());
         }
-        let _completing = self.shared.partial.completing();
-        let all = self.shared.partial.all();
-        join::all(AT_A_TIME, all.into_iter().map(|cluster| self.complete_one(backing, cluster)))
-            .await
+        let _completing = partial.completing();
+        let (all, began) = (partial.all(), Instant::now());
+        let (count, failed) = (all.len(), RefCell::new(None));
+        let each = all.into_iter().map(async |cluster| {
+            if let Err(e) = self.complete_one(backing, cluster).await {
+                failed.borrow_mut().get_or_insert(e);
+            }
+            io::Result::Ok(())
+        });
+        join::all(AT_A_TIME, each).await?;
+        if let Some(e) = failed.into_inner() {
+            return Err(e);
+        }
+        partial.completed(count, began.elapsed());
+        Ok(())
     }
 
     /// Completes some clusters if too many are partial. The caller holds no cluster.
     pub(super) async fn complete_some<B: BackingLayers>(&self, backing: &B) -> io::Result<()> {
-        let most = DEFERRED >> self.shape().layout.cluster_bits;
+        let most = self.shared.partial.most(self.shape().cluster_size());
         if self.shared.partial.count() as u64 <= most {
             return Ok(());
         }
@@ -236,6 +317,11 @@ impl<S: Storage> Qcow2<S> {
     }
 
     async fn complete_one<B: BackingLayers>(&self, backing: &B, cluster: u64) -> io::Result<()> {
+        let completed = self.complete_held(backing, cluster).await;
+        completed.map_err(|source| io::Error::other(IncompleteCluster { cluster, source }))
+    }
+
+    async fn complete_held<B: BackingLayers>(&self, backing: &B, cluster: u64) -> io::Result<()> {
         let _hold = self.shared.held.hold(cluster..cluster + 1).await;
         let (old, layout) = (self.current_entry(cluster).await?, self.shape().layout);
         let entry = L2Entry::cached(old.word, old.bitmap, layout).map(|entry| entry.cluster);
@@ -243,9 +329,7 @@ impl<S: Storage> Qcow2<S> {
             return Ok(());
         };
         if !backing.exists() {
-            return Err(io::Error::other(format!(
-                "guest cluster {cluster} is incomplete, and its backing image is not open"
-            )));
+            return Err(io::Error::other("it is not open"));
         }
         let copied = self.copy_missing(backing, cluster, host, parts).await;
         // Notifies writers of whole parts, which do not hold the cluster.
@@ -266,10 +350,11 @@ impl<S: Storage> Qcow2<S> {
     ) -> io::Result<()> {
         let Some(part) = self.shape().part() else { return Ok(()) };
         let start = cluster << self.shape().layout.cluster_bits;
+        let is_spoiled = self.shared.partial.spoiled.load(Ordering::Acquire);
         let mut ranges = Vec::new();
         for range in missing(parts) {
             let (from, to) = (u64::from(range.start) * part, u64::from(range.end) * part);
-            if !backing.backing_is_zero(start + from, to - from).await? {
+            if is_spoiled || !backing.backing_is_zero(start + from, to - from).await? {
                 ranges.push(from..to);
             }
         }
@@ -277,15 +362,24 @@ impl<S: Storage> Qcow2<S> {
         let whole = first.start..last.end;
         let _room = self.shared.buffers.beside.acquire_many(whole.end - whole.start).await;
         let buffer = Segments::buffer((whole.end - whole.start) as usize);
-        // One longer read is cheaper than several.
-        let (buffer, read) = backing.read_backing(buffer, start + whole.start).await;
-        read?;
+        let piece = |range: &Range<u64>| {
+            let (from, len) = (range.start - whole.start, range.end - range.start);
+            buffer.slice(from as usize, len as usize)
+        };
+        // One longer read is cheaper than several. If it fails, parts that have data may be the
+        // reason.
+        if let (_, Err(_)) =
+            backing.read_backing(buffer.slice(0, buffer.len()), start + whole.start).await
+        {
+            for range in &ranges {
+                backing.read_backing(piece(range), start + range.start).await.1?;
+            }
+        }
         let writes = ranges.iter().map(async |range| {
-            let piece = buffer
-                .slice((range.start - whole.start) as usize, (range.end - range.start) as usize);
-            self.data_file().write(piece, host + range.start, false).await.1
+            self.data_file().write(piece(range), host + range.start, false).await.1
         });
-        join::all(ranges.len(), writes).await
+        let written = join::all(ranges.len(), writes).await;
+        written.inspect_err(|_| self.shared.partial.spoil())
     }
 }
 
@@ -307,6 +401,8 @@ fn partial_entry(host: u64, parts: u16, layout: EntryFormat) -> Entry {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const SIZE: u64 = 64 << 10;
 
     #[test]
     fn missing_parts_are_the_others() {
@@ -334,7 +430,7 @@ mod tests {
 
     /// Returns how many of `new` clusters may be partial before a flush.
     fn period(partial: &PartialClusters, new: u64, added: u64) -> usize {
-        let admitted = (0..new).filter(|_| partial.admits()).count();
+        let admitted = (0..new).filter(|_| partial.admits(SIZE)).count();
         (0..added).for_each(|_| partial.added());
         partial.flushed();
         admitted
@@ -355,11 +451,28 @@ mod tests {
     }
 
     #[test]
+    fn a_slow_device_has_fewer_partial_clusters() {
+        let partial = PartialClusters::default();
+        assert_eq!(partial.most(SIZE), 4096);
+        partial.completed(10, Duration::from_secs(10));
+        assert_eq!(partial.most(SIZE), 4096, "too few to tell");
+        partial.completed(1000, Duration::from_secs(5));
+        assert_eq!(partial.most(SIZE), 100);
+        partial.completed(100_000, Duration::from_millis(1));
+        assert_eq!(partial.most(SIZE), 16_384);
+        partial.completed(100, Duration::from_secs(50));
+        assert_eq!(partial.most(SIZE), 64);
+        // Requests could not complete them.
+        (0..129).for_each(|cluster| partial.set(cluster, true));
+        assert!(!partial.admits(SIZE));
+    }
+
+    #[test]
     fn no_cluster_becomes_partial_during_a_flush() {
         let partial = PartialClusters::default();
         let completing = partial.completing();
-        assert!(!partial.admits());
+        assert!(!partial.admits(SIZE));
         drop(completing);
-        assert!(partial.admits());
+        assert!(partial.admits(SIZE));
     }
 }

@@ -174,7 +174,7 @@ impl<S: Storage> Qcow2<S> {
             )
             .into());
         }
-        self.lengthen(start << bits, end << bits, keep_space).await?;
+        plan.grown.has_space = self.lengthen(start << bits, end << bits, keep_space).await?;
         if plan.blocks.is_empty() {
             return self.adopt(&plan).await;
         }
@@ -238,12 +238,12 @@ impl<S: Storage> Qcow2<S> {
         }
     }
 
-    /// Extends the file to `end` (bytes).
-    async fn lengthen(&self, start: u64, end: u64, keep_space: bool) -> io::Result<()> {
+    /// Extends the file to `end` (bytes). Returns whether the host has allocated the new space.
+    async fn lengthen(&self, start: u64, end: u64, keep_space: bool) -> io::Result<bool> {
         let storage = self.file.storage();
         if self.file.is_device() {
             let enough = storage.len().await? >= end;
-            return if enough { Ok(()) } else { Err(io::ErrorKind::StorageFull.into()) };
+            return if enough { Ok(true) } else { Err(io::ErrorKind::StorageFull.into()) };
         }
         let taken = if keep_space {
             storage.allocate(start, end - start).await
@@ -255,9 +255,9 @@ impl<S: Storage> Qcow2<S> {
                 if storage.len().await? < end {
                     storage.set_len(end).await?;
                 }
-                Ok(())
+                Ok(false)
             }
-            done => done,
+            done => done.map(|()| true),
         }
     }
 
@@ -373,7 +373,14 @@ impl Growth {
         if next > start {
             used.push(start..next);
         }
-        let grown = Grown { end, table, blocks: missing, used: std::mem::take(used), fresh: false };
+        let grown = Grown {
+            end,
+            table,
+            blocks: missing,
+            used: std::mem::take(used),
+            fresh: false,
+            has_space: false,
+        };
         Growth { grown, blocks, table_at }
     }
 }

@@ -271,7 +271,7 @@ impl<S: Storage> Qcow2<S> {
         let touched = self.shared.touched(cluster);
         let before = touched.load(Ordering::Acquire);
         let (segments, written) = self.data_file().write(segments, host + inside, false).await;
-        written?;
+        written.inspect_err(|_| self.shared.partial.spoil())?;
         let _hold = self.shared.held.hold(cluster..cluster + 1).await;
         let with = |old| self.with_parts(old, host, inside, inside + len - 1);
         let alone = touched.load(Ordering::Acquire) == before;
@@ -323,7 +323,7 @@ impl<S: Storage> Qcow2<S> {
             .await;
         // Notifies writers of whole subclusters, which do not hold the cluster.
         self.shared.touched(cluster).fetch_add(1, Ordering::AcqRel);
-        written?;
+        written.inspect_err(|_| self.shared.partial.spoil())?;
         let (first, last) = (offset - start, end - 1 - start);
         let whole = Entry { word: host | COPIED, bitmap: 0 };
         self.change(cluster, |old| self.with_parts(old, host, first, last).unwrap_or(whole))
@@ -348,16 +348,16 @@ impl<S: Storage> Qcow2<S> {
         let run = if shape.layout.data_file {
             // External data file: host offset equals guest offset, and the old contents are
             // arbitrary.
-            Run { start: first, count: last - first + 1, fresh: false }
+            Run { start: first, count: last - first + 1, fresh: false, has_space: false }
         } else {
             self.allocate(last - first + 1).await?
         };
         let end = (offset + segments.len() as u64).min((first + run.count) << bits);
         let whole = rest == Rest::Old;
-        let may_defer = rest == Rest::Backing && run.fresh && backing.exists();
+        let may_defer = rest == Rest::Backing && run.fresh && run.has_space && backing.may_defer();
         let part = match shape.part().filter(|_| may_defer) {
             Some(part) if !self.is_zero_around(backing, offset, end).await? => {
-                Some(part).filter(|_| self.shared.partial.admits())
+                Some(part).filter(|_| self.shared.partial.admits(shape.cluster_size()))
             }
             _ => None,
         };

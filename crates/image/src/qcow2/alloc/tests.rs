@@ -19,6 +19,7 @@ fn refcount_blocks_of_a_growing_file_are_evicted() {
             blocks: vec![block],
             used: std::iter::once(start..start + 1).collect(),
             fresh: true,
+            has_space: true,
         };
         alloc.extended(&grown).unwrap();
         if alloc.is_crowded() {

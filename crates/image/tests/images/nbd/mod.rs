@@ -1,6 +1,6 @@
 //! The NBD client against a scripted server: correct, wrong, dying and silent.
 
-mod server;
+pub mod server;
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;

@@ -112,7 +112,14 @@ fn on_image<T: 'static>(
     scratch: &Scratch,
     work: impl AsyncFnOnce(Image<Store>) -> T + 'static,
 ) -> T {
-    let chain = Chain::open(&ChainOptions::new(scratch.path("a.qcow2"))).unwrap();
+    on_image_with(&ChainOptions::new(scratch.path("a.qcow2")), work)
+}
+
+fn on_image_with<T: 'static>(
+    options: &ChainOptions,
+    work: impl AsyncFnOnce(Image<Store>) -> T + 'static,
+) -> T {
+    let chain = Chain::open(options).unwrap();
     let executor = Executor::new().unwrap();
     let handle = executor.handle().clone();
     executor.block_on(async move { work(chain.image(&handle).unwrap()).await }).unwrap()

@@ -1,10 +1,16 @@
 //! Partial clusters: the rest of a new cluster is copied by a flush, not by the first write.
 
-use blockyard_image::{Extent, Image, Place, Store};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use blockyard_image::{ChainOptions, Extent, Image, IncompleteCluster, Place, Store};
+use blockyard_nbd::wire::{Headers, cmd, errno};
 use blockyard_ring::Segments;
 
+use crate::nbd::server::{Server, good, simple};
+
 use super::peer::{Scratch, qemu_img};
-use super::{Model, check, judged_by_qemu, on_image, write};
+use super::{Model, check, judged_by_qemu, on_image, on_image_with, write};
 
 const CLUSTER: u64 = 64 << 10;
 const PART: u64 = 4 << 10;
@@ -61,7 +67,7 @@ fn small_writes_that_follow_each_other_copy_nothing() {
     let (scratch, mut model) = overlay("follow");
     let model = on_image(&scratch, async move |image| {
         for at in (3 * CLUSTER..5 * CLUSTER).step_by(PART as usize) {
-            assert_eq!(found(&image, at).await.0, false, "copied before it is written");
+            assert!(!found(&image, at).await.0, "copied before it is written");
             write(&image, &mut model, at, &[(at >> 12) as u8; PART as usize]).await;
         }
         assert_eq!(found(&image, 3 * CLUSTER).await, (true, CLUSTER), "complete");
@@ -113,4 +119,43 @@ fn copy_up_completes_partial_clusters() {
         model
     });
     judged_by_qemu(&scratch, "a.qcow2", &model);
+}
+
+/// A part of the backing image cannot be read for a while.
+#[test]
+fn a_cluster_that_cannot_be_completed_loses_nothing() {
+    let (bad, is_bad) = (CLUSTER + 8 * PART, Arc::new(AtomicBool::new(true)));
+    let fails = is_bad.clone();
+    let answer = move |_, request: &_, disk: &mut _| {
+        let blockyard_nbd::wire::Request { command, offset, len, cookie, .. } = *request;
+        let is_hit = command == cmd::READ && (offset..offset + len).contains(&bad);
+        let fails = is_hit && fails.load(Ordering::SeqCst);
+        Some(if fails { simple(errno::EIO, cookie) } else { good(request, disk) })
+    };
+    let server = Server::start(Headers::Simple, |_, _| (), Box::new(answer));
+    let scratch = Scratch::new("incomplete");
+    let name = scratch.name("a.qcow2");
+    qemu_img(&["create", "-q", "-u", "-f", "qcow2", "-F", "raw", "-b", &server.uri(), name, "1M"]);
+    let mut model = Model((0..SIZE).map(|at| (at / 512 % 251) as u8).collect());
+    let options = ChainOptions {
+        folders: vec![server.uri().into()],
+        ..ChainOptions::new(scratch.path("a.qcow2"))
+    };
+    on_image_with(&options, async move |image| {
+        for cluster in 0..3 {
+            write(&image, &mut model, cluster * CLUSTER, &[9; PART as usize]).await;
+        }
+        let error = image.flush().await.unwrap_err();
+        assert!(IncompleteCluster::is_in(&error) && error.to_string().contains("cluster 1 from"));
+        let complete = [found(&image, 0).await, found(&image, 2 * CLUSTER).await];
+        assert_eq!(complete, [(true, CLUSTER); 2], "the others are complete");
+        assert_eq!(found(&image, CLUSTER).await, (true, PART));
+        // The guest overwrites what cannot be read.
+        write(&image, &mut model, bad, &[10; PART as usize]).await;
+        image.flush().await.unwrap();
+        assert_eq!(found(&image, CLUSTER).await, (true, CLUSTER));
+        is_bad.store(false, Ordering::SeqCst);
+        check(&image, &model, 0, SIZE as usize).await;
+        image.close().await.unwrap();
+    });
 }
