@@ -4,8 +4,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use blockyard_disk::{Disk, SnapshotOptions, Work};
+use blockyard_image::CacheMode;
 
-use crate::load::{Load, Reactor, close};
+use crate::load::{Load, Reactor, WRITE, ask, close};
 use crate::peer::{Scratch, judge, qemu_img, random};
 
 const SIZE: usize = 8 << 20;
@@ -144,4 +145,29 @@ fn an_overlay_committed_under_load_is_empty_and_its_backing_image_holds_all_data
             "the overlay is not empty: {map}"
         );
     }
+}
+
+/// Where the backing image has zeroes, a stream copies nothing, so a cluster stays partial. A disk
+/// that ignores flushes must complete it before the image has no backing file.
+#[test]
+fn a_stream_of_a_disk_that_ignores_flushes_holds_all_data() {
+    let (scratch, reactors) = (Scratch::new("unsafe"), [Reactor::start()]);
+    let mut known = vec![0; SIZE];
+    known[32 << 10..64 << 10].fill(7);
+    std::fs::write(scratch.path("source"), &known).unwrap();
+    let names = ["source", "base.qcow2", "top.qcow2"].map(|name| scratch.name(name));
+    let [source, base, top] = names.each_ref().map(String::as_str);
+    let small = "cluster_size=4k";
+    qemu_img(&["convert", "-f", "raw", "-O", "qcow2", "-o", small, source, base]);
+    qemu_img(&["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", base, top]);
+    let disk = scratch.disk_with("top.qcow2", |options| options.cache = CacheMode::Unsafe);
+    let (status, _) =
+        reactors[0].on(&disk, async move |served| ask(&served, WRITE, 4096, vec![9; 4096]).await);
+    assert_eq!(status, Ok(()));
+    known[4096..8192].fill(9);
+    disk.stream(&Work::default()).unwrap();
+    close(&disk, &reactors);
+    drop(disk);
+    assert_eq!(backing(&scratch, "top.qcow2"), None);
+    judge(&scratch, "top.qcow2", &known);
 }
