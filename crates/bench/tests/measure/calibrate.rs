@@ -49,7 +49,9 @@ fn a_folders_device_is_calibrated_and_the_others_stay() {
     let figure = |name: &str| device[name].as_integer().unwrap_or_else(|| panic!("no {name}"));
     for name in ["read", "write", "flush", "discard", "write-zeroes", "window", "base-latency-read"]
     {
-        assert!((1..10_000_000_000).contains(&figure(name)), "{name} is {}", figure(name));
+        // If the machine stops meanwhile, the figures are too large: here only their presence
+        // counts.
+        assert!((1..1_000_000_000_000).contains(&figure(name)), "{name} is {}", figure(name));
     }
     // A read takes at least about its cost, because the cost is the time for a read when many are
     // in flight. The latency without other load cannot be much shorter.
