@@ -149,7 +149,7 @@ pub struct UringFile {
     blocking: Rc<Blocking>,
     inline: Rc<InlineWrites>,
     change_time: Rc<ChangeTime>,
-    /// `None`: the file bypasses the page cache.
+    /// `None`: the file's writes are never delayed.
     cached: Option<Rc<CachedWrites>>,
 }
 
@@ -193,15 +193,21 @@ impl UringFile {
         let mut slot = FileSlot::uncounted(handle, fd);
         slot.counted = counted;
         slot.cached = !flags.contains(rustix::fs::OFlags::DIRECT);
-        let cached = slot.cached.then(|| Rc::new(CachedWrites::new(counters)));
+        let cached = if slot.cached { CachedWrites::new(slot.fd(), counters) } else { None };
         Ok(UringFile {
             slot: Rc::new(slot),
             block_device,
             blocking: Rc::default(),
             inline,
             change_time,
-            cached,
+            cached: cached.map(Rc::new),
         })
+    }
+
+    /// Writes to the page cache without a delay, as a program that knows nothing of the kernel's
+    /// limits does.
+    pub fn without_delays(self) -> Self {
+        UringFile { cached: None, ..self }
     }
 
     #[inline]

@@ -99,7 +99,7 @@ fn drive(
     let executor = Executor::new()?;
     let slots = Rc::new(Slots {
         load: RefCell::new(load),
-        file: UringFile::new(executor.handle(), fd.clone())?,
+        file: UringFile::new(executor.handle(), fd.clone())?.without_delays(),
         handle: executor.handle().clone(),
         sender: sender.clone(),
         epoch,

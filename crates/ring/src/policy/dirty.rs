@@ -13,22 +13,33 @@
 //!   writes        do not wait │ faster than │ slower than write-back
 //! ```
 //!
+//! The files that are written share the rate equally, so a file with few writes does not wait for
+//! one with many. The policy gives up where it cannot help: if others dirty pages too, slower
+//! writes of this process would only make room for theirs.
+//!
 //! In: the time in nanoseconds, samples of the kernel's counters, and the pages of each write. Out:
-//! when to sample, and for how long a write waits. All reactors share one state.
+//! when to sample, and for how long a write waits. All reactors share one [`DirtyPacing`]; each
+//! file has a [`Pace`] on each reactor.
 //!
 //! What must hold
 //! - No write waits while fewer pages are dirty than `begin`.
 //! - No write waits longer than [`LONGEST`].
+//! - No write waits if more than a quarter of the pages that became dirty are not from writes of
+//!   this process.
+//! - Writes do not wait for longer than [`IN_VAIN`] if that does not keep the dirty pages below the
+//!   ceiling. The next try comes after [`PAUSE`].
 
+use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
 
 const MS: u64 = 1_000_000;
-/// Longest time between two samples while files are written, in nanoseconds.
+/// Longest time between two samples while files are written, in nanoseconds, and the shortest.
 const INTERVAL: u64 = 20 * MS;
-/// Time after which an earlier sample says nothing about the present rate.
+const SHORTEST_INTERVAL: u64 = MS;
+/// Time after which an earlier sample says nothing about the present rates.
 const STALE: u64 = 1000 * MS;
-/// Time over which the rate of write-back is averaged.
+/// Time over which the rates are averaged.
 const AVERAGED: u64 = 200 * MS;
 /// Longest time that a write waits.
 pub(crate) const LONGEST: u64 = 100 * MS;
@@ -36,6 +47,15 @@ pub(crate) const LONGEST: u64 = 100 * MS;
 const SHORTEST: u64 = MS / 5;
 /// Writes that come late may begin together, as far as their times lie at most this far back.
 const BURST: u64 = MS;
+/// How far the time of a file's next write may lie ahead. Writes that would have to wait for longer
+/// than [`LONGEST`] leave the rest to later ones.
+const DEBT: u64 = 1000 * MS;
+/// A file shares the rate in each period in which it is written, and in the next one.
+const PERIOD: u64 = 50 * MS;
+/// Longest time for which writes wait although the dirty pages stay above the ceiling, and the time
+/// for which they do not wait then.
+const IN_VAIN: u64 = 500 * MS;
+const PAUSE: u64 = 1000 * MS;
 /// Lowest assumed rate of write-back, in pages a second.
 const SLOWEST: f64 = 256.0;
 /// Most pages that are written between two samples.
@@ -46,7 +66,8 @@ const PAGES: u64 = 4096;
 pub(crate) struct DirtyPages {
     /// Dirty pages, and those under write-back.
     pub dirty: u64,
-    /// Pages written back since the machine's start.
+    /// Pages that became dirty since the machine's start, and pages written back.
+    pub dirtied: u64,
     pub written: u64,
     /// Limit of dirty pages, and the number from which on the kernel writes them back.
     pub limit: u64,
@@ -54,23 +75,40 @@ pub(crate) struct DirtyPages {
 }
 
 impl DirtyPages {
+    /// Returns the number of dirty pages from which on the kernel delays writes: half-way between
+    /// its two limits.
+    fn ceiling(&self) -> u64 {
+        self.limit.midpoint(self.background)
+    }
+
     /// Returns the numbers of dirty pages at which writes begin to wait, that the policy aims at,
-    /// and at which writes are slowest. The kernel delays writes from half-way between its two
-    /// limits on.
+    /// and at which writes are slowest.
     fn levels(&self) -> (u64, u64, u64) {
-        let ceiling = self.limit.midpoint(self.background);
+        let ceiling = self.ceiling();
         let begin = (ceiling / 20 * 17).max(self.background.midpoint(ceiling)).min(ceiling);
         let room = ceiling - begin;
         (begin, begin + room / 3, begin + room / 5 * 4)
     }
 }
 
-/// The latest sample, and the average rate of write-back in pages a second.
+/// The latest sample, and averages in pages a second.
 #[derive(Debug, Default)]
 struct Estimate {
     at: Option<u64>,
-    written: u64,
-    rate: Option<f64>,
+    last: DirtyPages,
+    rates: Option<Rates>,
+    /// Since when writes wait in vain.
+    in_vain: Option<u64>,
+    /// Until when writes do not wait.
+    pause: u64,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Rates {
+    written: f64,
+    dirtied: f64,
+    /// Pages that this process wrote. Those that were dirty before count, too.
+    own: f64,
 }
 
 /// The state of all page-cache writes of the process.
@@ -83,9 +121,20 @@ pub(crate) struct DirtyPacing {
     apart: AtomicU64,
     /// Time between the beginnings of two writes, for each page; 0: writes do not wait.
     spacing: AtomicU64,
-    /// When the next write may begin.
-    next: AtomicU64,
+    /// The files that were written in the present period and in the one before.
+    active: [AtomicU64; 2],
+    /// Number of the present period.
+    period: AtomicU64,
     estimate: Mutex<Estimate>,
+}
+
+/// The page-cache writes of one file on one reactor.
+#[derive(Debug, Default)]
+pub(crate) struct Pace {
+    /// When the next write may begin.
+    next: Cell<u64>,
+    /// The last period, plus one, in which the file was counted.
+    counted: Cell<u64>,
 }
 
 impl DirtyPacing {
@@ -95,8 +144,9 @@ impl DirtyPacing {
             pages: AtomicU64::new(0),
             apart: AtomicU64::new(PAGES),
             spacing: AtomicU64::new(0),
-            next: AtomicU64::new(0),
-            estimate: Mutex::new(Estimate { at: None, written: 0, rate: None }),
+            active: [const { AtomicU64::new(0) }; 2],
+            period: AtomicU64::new(0),
+            estimate: Mutex::new(Estimate::new()),
         }
     }
 
@@ -106,30 +156,29 @@ impl DirtyPacing {
         self.spacing.load(Relaxed) != 0
     }
 
-    /// Counts `pages` more written pages. Returns whether the caller must call
-    /// [`DirtyPacing::sample`]. It returns true to one caller only.
-    pub fn is_due(&self, now: u64, pages: u64) -> bool {
+    /// Counts `pages` more written pages. Returns the pages since the last sample if the caller
+    /// must call [`DirtyPacing::sample`] with them. It returns them to one caller only.
+    pub fn is_due(&self, now: u64, pages: u64) -> Option<u64> {
         let written = self.pages.fetch_add(pages, Relaxed) + pages;
         let due = self.due.load(Relaxed);
-        if now < due && written < self.apart.load(Relaxed) {
-            return false;
+        let has_many = written >= self.apart.load(Relaxed)
+            && now.saturating_add(INTERVAL - SHORTEST_INTERVAL) >= due;
+        if now < due && !has_many {
+            return None;
         }
-        let mine = self.due.compare_exchange(due, now + INTERVAL, Relaxed, Relaxed).is_ok();
-        if mine {
-            self.pages.store(0, Relaxed);
-        }
-        mine
+        self.due.compare_exchange(due, now + INTERVAL, Relaxed, Relaxed).ok()?;
+        Some(self.pages.swap(0, Relaxed))
     }
 
-    /// Takes the kernel's counters at `now`. `None`: they cannot be read, so no write waits.
-    pub fn sample(&self, now: u64, pages: Option<DirtyPages>) {
+    /// Takes the kernel's counters at `now`, and the pages that this process wrote since the last
+    /// sample. `None`: they cannot be read, so no write waits.
+    pub fn sample(&self, now: u64, pages: Option<DirtyPages>, own: u64) {
         let Some(pages) = pages else {
             self.spacing.store(0, Relaxed);
             return;
         };
         let mut estimate = self.estimate.lock().unwrap_or_else(PoisonError::into_inner);
-        let rate = estimate.take(now, pages.written);
-        drop(estimate);
+        let rate = estimate.take(now, pages, own);
         let (begin, aim, end) = pages.levels();
         self.apart.store((begin / 256).clamp(16, PAGES), Relaxed);
         let spacing = match rate {
@@ -139,161 +188,93 @@ impl DirtyPacing {
             }
             _ => 0.0,
         };
+        let spacing = if estimate.helps(now, &pages, spacing > 0.0) { spacing } else { 0.0 };
         self.spacing.store(spacing as u64, Relaxed);
     }
 
     /// Returns for how many nanoseconds a write of `pages` pages waits.
-    pub fn wait(&self, now: u64, pages: u64) -> u64 {
+    pub fn wait(&self, pace: &Pace, now: u64, pages: u64) -> u64 {
         let spacing = self.spacing.load(Relaxed);
         if spacing == 0 {
             return 0;
         }
-        let cost = spacing.saturating_mul(pages);
-        let begin = |next: u64| next.max(now.saturating_sub(BURST));
-        let after = |next: u64| Some(begin(next).saturating_add(cost).min(now + LONGEST));
-        let next = self.next.fetch_update(Relaxed, Relaxed, after).unwrap_or_default();
-        let wait = begin(next).saturating_sub(now);
+        let cost = spacing.saturating_mul(pages).saturating_mul(self.files(pace, now));
+        let begin = pace.next.get().max(now.saturating_sub(BURST));
+        pace.next.set(begin.saturating_add(cost).min(now + DEBT));
+        let wait = begin.saturating_sub(now);
         if wait < SHORTEST { 0 } else { wait.min(LONGEST) }
+    }
+
+    /// Counts the file in the present period. Returns the number of files that share the rate.
+    fn files(&self, pace: &Pace, now: u64) -> u64 {
+        let period = now / PERIOD;
+        let old = self.period.load(Relaxed);
+        if period > old && self.period.compare_exchange(old, period, Relaxed, Relaxed).is_ok() {
+            self.active[period as usize % 2].store(0, Relaxed);
+            if period > old + 1 {
+                self.active[(period as usize + 1) % 2].store(0, Relaxed);
+            }
+        }
+        if pace.counted.replace(period + 1) != period + 1 {
+            self.active[period as usize % 2].fetch_add(1, Relaxed);
+        }
+        self.active.iter().map(|files| files.load(Relaxed)).max().unwrap_or_default().max(1)
     }
 }
 
 impl Estimate {
-    /// Takes the number of pages written back so far. Returns the average rate, if it is known.
-    fn take(&mut self, now: u64, written: u64) -> Option<f64> {
-        let last = self.at.replace(now).map(|at| now.saturating_sub(at));
-        let pages = written.saturating_sub(std::mem::replace(&mut self.written, written));
-        self.rate = match last {
+    const fn new() -> Self {
+        let last = DirtyPages { dirty: 0, dirtied: 0, written: 0, limit: 0, background: 0 };
+        Estimate { at: None, last, rates: None, in_vain: None, pause: 0 }
+    }
+
+    /// Takes a sample. Returns the average rate of write-back, if it is known.
+    fn take(&mut self, now: u64, pages: DirtyPages, own: u64) -> Option<f64> {
+        let elapsed = self.at.replace(now).map(|at| now.saturating_sub(at));
+        let last = std::mem::replace(&mut self.last, pages);
+        self.rates = match elapsed {
             Some(elapsed) if (1..STALE).contains(&elapsed) => {
-                let here = pages as f64 * 1e9 / elapsed as f64;
+                let per_second = |pages: u64| pages as f64 * 1e9 / elapsed as f64;
+                let here = Rates {
+                    written: per_second(pages.written.saturating_sub(last.written)),
+                    dirtied: per_second(pages.dirtied.saturating_sub(last.dirtied)),
+                    own: per_second(own),
+                };
                 let weight = elapsed as f64 / (elapsed + AVERAGED) as f64;
-                Some(self.rate.map_or(here, |rate| rate + weight * (here - rate)))
+                Some(self.rates.map_or(here, |rates| rates.towards(&here, weight)))
             }
-            Some(0) => self.rate,
+            Some(0) => self.rates,
             _ => None,
         };
-        self.rate
+        self.rates.map(|rates| rates.written)
+    }
+
+    /// Returns whether it helps to delay writes. `delays`: whether they would wait.
+    fn helps(&mut self, now: u64, pages: &DirtyPages, delays: bool) -> bool {
+        let is_ours = self.rates.is_some_and(|rates| rates.own * 4.0 >= rates.dirtied * 3.0);
+        if !delays || !is_ours || pages.dirty < pages.ceiling() || now < self.pause {
+            self.in_vain = None;
+            return is_ours && now >= self.pause;
+        }
+        let since = *self.in_vain.get_or_insert(now);
+        if now.saturating_sub(since) < IN_VAIN {
+            return true;
+        }
+        self.pause = now + PAUSE;
+        false
+    }
+}
+
+impl Rates {
+    fn towards(&self, other: &Rates, weight: f64) -> Rates {
+        let mix = |old: f64, new: f64| old + weight * (new - old);
+        Rates {
+            written: mix(self.written, other.written),
+            dirtied: mix(self.dirtied, other.dirtied),
+            own: mix(self.own, other.own),
+        }
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// A machine that writes `rate` pages a second back while more than `background` are dirty.
-    struct Machine {
-        pages: DirtyPages,
-        rate: f64,
-        now: u64,
-        owed: f64,
-    }
-
-    impl Machine {
-        fn new(rate: f64) -> Self {
-            let pages = DirtyPages { dirty: 0, written: 0, limit: 1_000_000, background: 500_000 };
-            Machine { pages, rate, now: 0, owed: 0.0 }
-        }
-
-        fn pass(&mut self, ns: u64) {
-            self.now += ns;
-            self.owed += self.rate * ns as f64 / 1e9;
-            if self.pages.dirty > self.pages.background {
-                let done = (self.owed as u64).min(self.pages.dirty);
-                self.pages.dirty -= done;
-                self.pages.written += done;
-                self.owed -= done as f64;
-            } else {
-                self.owed = 0.0;
-            }
-        }
-    }
-
-    /// Writes pages for `seconds`, `depth` at a time, each of which takes a microsecond to copy.
-    /// Returns the pages and the waits of the last quarter.
-    fn write(pacing: &DirtyPacing, machine: &mut Machine, seconds: u64) -> (u64, Vec<u64>) {
-        const DEPTH: usize = 32;
-        let (from, mut ready) = (machine.now, vec![machine.now; DEPTH]);
-        let end = from + seconds * 1000 * MS;
-        let (mut written, mut waits) = (0, Vec::new());
-        while machine.now < end {
-            let slot = (0..DEPTH).min_by_key(|slot| ready[*slot]).unwrap();
-            machine.pass(ready[slot].saturating_sub(machine.now) + 1000);
-            machine.pages.dirty += 1;
-            if pacing.is_due(machine.now, 1) {
-                pacing.sample(machine.now, Some(machine.pages));
-            }
-            let wait = pacing.wait(machine.now, 1);
-            ready[slot] = machine.now + wait;
-            if machine.now > end - (end - from) / 4 {
-                written += 1;
-                waits.push(wait);
-            }
-        }
-        (written, waits)
-    }
-
-    #[test]
-    fn writes_stay_below_the_level_at_which_the_kernel_delays_them() {
-        for rate in [2e3, 25e3, 200e3] {
-            let (pacing, mut machine) = (DirtyPacing::new(), Machine::new(rate));
-            // The slower the device, the longer until the policy has reached its aim.
-            let seconds = (400e3 / rate).max(8.0) as u64;
-            let (written, mut waits) = write(&pacing, &mut machine, seconds);
-            let dirty = machine.pages.dirty;
-            assert!((637_500..740_000).contains(&dirty), "{rate}: {dirty} dirty pages");
-            // The machine is used: writes have the rate of write-back.
-            let share = written as f64 / (seconds as f64 / 4.0) / rate;
-            assert!((0.9..1.1).contains(&share), "{rate}: {share}");
-            waits.sort_unstable();
-            let (p99, fair) = (waits[waits.len() / 100 * 99], 32e9 / rate);
-            assert!((p99 as f64) < 1.5 * fair + 1e6, "{rate}: {p99} ns of {fair}");
-        }
-    }
-
-    #[test]
-    fn writes_do_not_wait_below_the_level() {
-        let (pacing, mut machine) = (DirtyPacing::new(), Machine::new(2e6));
-        let (_, waits) = write(&pacing, &mut machine, 2);
-        assert!(!pacing.is_active() && waits.iter().all(|wait| *wait == 0));
-    }
-
-    #[test]
-    fn a_device_that_stops_costs_each_write_a_bounded_time() {
-        let (pacing, mut machine) = (DirtyPacing::new(), Machine::new(25e3));
-        write(&pacing, &mut machine, 4);
-        machine.rate = 0.0;
-        let (_, waits) = write(&pacing, &mut machine, 4);
-        assert!(waits.iter().all(|wait| *wait <= LONGEST));
-        // It works again.
-        machine.rate = 25e3;
-        let (written, _) = write(&pacing, &mut machine, 4);
-        assert!(written > 20_000, "{written}");
-    }
-
-    #[test]
-    fn without_counters_no_write_waits() {
-        let (pacing, mut machine) = (DirtyPacing::new(), Machine::new(25e3));
-        write(&pacing, &mut machine, 4);
-        assert!(pacing.is_active());
-        pacing.sample(machine.now, None);
-        assert_eq!((pacing.is_active(), pacing.wait(machine.now, 1)), (false, 0));
-    }
-
-    #[test]
-    fn one_caller_samples() {
-        let pacing = DirtyPacing::new();
-        assert!(pacing.is_due(5, 1) && !pacing.is_due(5, 1) && !pacing.is_due(INTERVAL, 1));
-        assert!(pacing.is_due(5 + INTERVAL, 1));
-        assert!(pacing.is_due(6 + INTERVAL, PAGES), "many pages");
-    }
-
-    /// All limits give levels in order, also those that an administrator mixes up.
-    #[test]
-    fn levels_are_in_order() {
-        for (limit, background) in [(1000, 500), (1000, 999), (1000, 0), (0, 0), (3, 1)] {
-            let pages = DirtyPages { limit, background, ..DirtyPages::default() };
-            let (begin, aim, end) = pages.levels();
-            assert!(begin <= aim && aim <= end && end <= limit.max(background), "{pages:?}");
-            assert!(begin >= background.min(limit), "{pages:?}");
-        }
-    }
-}
+mod tests;
