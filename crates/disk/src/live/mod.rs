@@ -124,6 +124,8 @@ impl Disk {
 
     fn begin_work(&self) -> Result<MutexGuard<'_, ()>, Why> {
         let lock = match self.work.try_lock() {
+            // [`Disk::end_work`] may hold the lock.
+            Err(TryLockError::WouldBlock) if self.has_ended() => return Err(Why::Ended),
             Err(TryLockError::WouldBlock) => return Err(Why::Busy),
             Err(TryLockError::Poisoned(e)) => PoisonError::into_inner(e),
             Ok(lock) => lock,
@@ -167,5 +169,33 @@ impl Worker {
         let settled = local_disk.flush_unsynced().await;
         check_not_poisoned(&self.disk)?;
         settled.map_err(|_| Why::NotPossible("a flush failed".into()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use blockyard_image::CacheMode;
+
+    use super::*;
+    use crate::DiskOptions;
+
+    #[test]
+    fn work_on_a_disk_that_ends_is_not_called_busy() {
+        let (name, serial) = ("ending".into(), String::new());
+        let (cache, filters) = (CacheMode::None, Vec::new());
+        let options = DiskOptions { name, serial, read_only: false, cache, filters };
+        let disk = Disk::new(options, Source::Null { size: 4096 });
+        let held = disk.work.lock().unwrap();
+        assert!(matches!(disk.begin_work(), Err(Why::Busy)));
+        std::thread::scope(|scope| {
+            let end = scope.spawn(|| disk.end_work());
+            while !disk.has_ended() {
+                std::thread::yield_now();
+            }
+            assert!(matches!(disk.begin_work(), Err(Why::Ended)), "the lock is held");
+            drop(held);
+            end.join().unwrap();
+        });
+        assert!(matches!(disk.begin_work(), Err(Why::Ended)));
     }
 }

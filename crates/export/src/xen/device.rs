@@ -274,9 +274,11 @@ impl Device {
                 }
             }
         }
+        // The queues serve requests from now on, even if the connection to xenstore is lost before
+        // the reply to the new state.
+        self.control.connected.store(true, Ordering::SeqCst);
         self.paths.connect(&mut self.store, &self.shared.disk)?;
         self.state = Some(State::Connected);
-        self.control.connected.store(true, Ordering::SeqCst);
         self.front_connected = false;
         let pages = queues.first().map_or(0, |queue| queue.references.len());
         self.shared.log.info(
