@@ -47,6 +47,10 @@ pub(crate) struct Account {
     pub is_over_share: AtomicBool,
     /// Whether the disk is held until a probe ends.
     pub held: AtomicBool,
+    /// Time until which the disk begins no operation in its turn ([`crate::device`]).
+    pub gap_until: AtomicU64,
+    /// The value of `gap_until` that a waiting operation knows.
+    pub gap_timed: AtomicU64,
     /// Whether the disk has had operations in the last seconds.
     pub present: AtomicBool,
     /// The weight that the operator has set.
@@ -67,6 +71,8 @@ pub(crate) struct Account {
     /// The disk's share of the device in the last period, in nanoseconds of cost a nanosecond. The
     /// value holds the bits of an f64.
     rate: AtomicU64,
+    /// The disk's part of the device in the last period, 0 to 1, as the bits of an f64.
+    due: AtomicU64,
     /// Latency target of the disk, in nanoseconds. 0: no target.
     latency_target: AtomicU64,
     pub sums: Sums,
@@ -127,6 +133,8 @@ impl Account {
             is_queued: AtomicBool::default(),
             is_over_share: AtomicBool::default(),
             held: AtomicBool::default(),
+            gap_until: AtomicU64::default(),
+            gap_timed: AtomicU64::default(),
             present: AtomicBool::default(),
             own_weight: AtomicU32::default(),
             reserve: Reserve::default(),
@@ -136,6 +144,7 @@ impl Account {
             number: OnceLock::new(),
             weight: AtomicU64::default(),
             rate: AtomicU64::new(1f64.to_bits()),
+            due: AtomicU64::new(1f64.to_bits()),
             latency_target: AtomicU64::default(),
             sums: Sums::default(),
         };
@@ -177,9 +186,17 @@ impl Account {
             .store(((1u64 << (20 + FRACTION_BITS)) as f64 / weight).round() as u64, Relaxed);
     }
 
-    /// Sets the disk's share of the device, in nanoseconds of cost a nanosecond.
-    pub fn set_rate(&self, rate: f64) {
-        self.rate.store(rate.max(MIN_RATE).to_bits(), Relaxed);
+    /// Sets the disk's part of the device, 0 to 1, and the device's capacity, in nanoseconds of
+    /// cost a nanosecond.
+    pub fn set_due(&self, due: f64, capacity: f64) {
+        self.due.store(due.max(MIN_RATE).to_bits(), Relaxed);
+        self.rate.store((due * capacity).max(MIN_RATE).to_bits(), Relaxed);
+    }
+
+    /// Returns the time after which the disk has used no more than its part of it, if it has had
+    /// the device for `service` nanoseconds.
+    pub fn turn_of(&self, service: u64) -> u64 {
+        (service as f64 / f64::from_bits(self.due.load(Relaxed))) as u64
     }
 
     /// Returns how long the disk's share of the device takes to cover `cost`. Both are in

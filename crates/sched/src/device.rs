@@ -18,6 +18,7 @@
 //!
 //! Source: P. Goyal, H. M. Vin, H. Cheng, "Start-time Fair Queueing", SIGCOMM 1996.
 
+mod gaps;
 mod period;
 
 use std::sync::atomic::{
@@ -78,6 +79,11 @@ pub struct Device {
     /// Cost that disks within their share may have in flight without taking room, in nanoseconds.
     usual: AtomicU64,
     waiting: AtomicUsize,
+    /// Whether the disks in the queue leave gaps after large operations.
+    leaves_gaps: AtomicBool,
+    /// Virtual time by which the disks within their share may be ahead, because the large
+    /// operations take as much in one step.
+    gap_lead: AtomicU64,
     /// Whether more than one disk had operations in the last [`ABSENT_NS`].
     shared: AtomicBool,
     /// Whether the device is rotational: its heads seek.
@@ -160,6 +166,8 @@ impl Device {
             room: AtomicU64::new(state.window.room()),
             usual: AtomicU64::new(0),
             waiting: AtomicUsize::new(0),
+            leaves_gaps: AtomicBool::new(false),
+            gap_lead: AtomicU64::new(0),
             shared: AtomicBool::new(false),
             rotational: class == DeviceClass::ROTATIONAL,
             was_shared: AtomicBool::new(false),
@@ -254,8 +262,9 @@ impl Device {
             let has_room = self.waiting.load(SeqCst) == 0
                 && self.has_room(account)
                 && !account.held.load(Relaxed);
-            let is_admitted = has_room
-                || account.is_within_share(tag)
+            let lead = self.gap_lead.load(Relaxed);
+            let is_admitted = ((has_room || account.is_within_share(tag.wrapping_add(lead)))
+                && !self.is_in_gap(account, now))
                 || account.reservation_is_due(now)
                 || (self.is_probing.load(Relaxed) && !account.held.load(Relaxed));
             if !is_admitted {
@@ -263,6 +272,9 @@ impl Device {
             }
             let advance = if has_room { Advance::Device } else { Advance::Disk };
             self.charge(account, now, cost, (operation.requests, operation.bytes), advance);
+            if account.is_queued.load(Relaxed) {
+                self.begin_gap(account, now, cost);
+            }
         } else {
             account.began();
         }
@@ -379,7 +391,7 @@ impl Device {
         self.admit_waiters(&mut state, now);
         // The disk's first waiting operation keeps the time for all.
         let is_first = account.waiting.load(Relaxed) == 1;
-        if is_first { state.probe.deadline(now, state.window.period()) } else { None }
+        if is_first { self.deadline(&state, account, now) } else { None }
     }
 
     /// Returns the grant of an operation that was admitted after a wait.
@@ -408,6 +420,7 @@ impl Device {
         if state.probe.is_on() {
             return;
         }
+        let mut in_gap = Vec::new();
         while self.waiting.load(SeqCst) > 0 {
             let in_flight = self.in_flight.0.load(SeqCst);
             // A disk that has the device to itself never waits. That includes operations that began
@@ -429,8 +442,15 @@ impl Device {
                 state.wait_list.push_head(disk, own);
                 continue;
             }
+            if self.is_in_gap(&account, now) {
+                self.time_gap(state, &account);
+                in_gap.push((disk, tag));
+                continue;
+            }
             if let Some(waiter) = state.wait_list.take(disk) {
-                self.admit_one(&account, &waiter, now, Advance::Device);
+                if self.admit_one(&account, &waiter, now, Advance::Device) {
+                    self.begin_gap(&account, now, waiter.cost_ns);
+                }
                 waiter.waker.wake();
             }
             state.wait_list.push_head(
@@ -438,12 +458,15 @@ impl Device {
                 later(account.start_tag.load(Relaxed), self.virtual_time.0.load(SeqCst)),
             );
         }
+        in_gap.into_iter().for_each(|(disk, tag)| state.wait_list.push_head(disk, tag));
     }
 
     /// Admits one waiting operation. Returns false if it was cancelled; then it costs nothing.
     fn admit_one(&self, account: &Account, waiter: &Waiter, now: Time, advance: Advance) -> bool {
         self.waiting.fetch_sub(1, SeqCst);
         account.waiting.fetch_sub(1, Relaxed);
+        // The operation may have kept the time of a gap.
+        account.gap_timed.store(0, Relaxed);
         let waits = waiter.token.grant();
         if waits {
             self.charge(account, now, waiter.cost_ns, (waiter.requests, waiter.bytes), advance);
@@ -468,11 +491,17 @@ impl Device {
             waiter.waker.wake();
             keeps_time = false;
         }
-        if !keeps_time && state.probe.is_on() {
+        if self.leaves_gaps.load(Relaxed) {
+            let waiting = account.waiting.load(Relaxed);
+            self.admit_waiters(&mut state, now);
+            // It may be the caller that was admitted.
+            keeps_time &= account.waiting.load(Relaxed) == waiting;
+        }
+        if !keeps_time && (state.probe.is_on() || self.leaves_gaps.load(Relaxed)) {
             // The operation that kept the time for the disk's others may have been admitted.
             state.wait_list.wake_first();
         }
-        state.probe.deadline(now, state.window.period())
+        if keeps_time { self.deadline(&state, account, now) } else { None }
     }
 
     /// Records that an operation no longer waits, although it was not admitted. It may have held
@@ -481,6 +510,8 @@ impl Device {
         let mut state = self.state();
         self.end_probe(&mut state, now);
         self.admit_waiters(&mut state, now);
+        // The operation may have kept the time for others.
+        state.wait_list.wake_first();
     }
 
     /// Admits all waiting operations of the disk, because one of its queues is drained. Returns
@@ -536,6 +567,9 @@ impl Device {
             _ => self.baseline.at_least(grant.class),
         };
         account.served(grant.cost_ns, service, now.saturating_sub(grant.arrived), expected);
+        if grant.is_queued {
+            self.stretch_gap(account, grant.began, now, grant.cost_ns);
+        }
         self.release_grant(account, now, &grant);
     }
 

@@ -147,6 +147,10 @@ pub(crate) struct InFlightWindow {
     usually_held: f64,
     /// Whether disks within their share had operations in the last period.
     has_protected: bool,
+    /// Whether the window is at its smallest, and disks within their share are still slowed down.
+    is_too_large: bool,
+    /// The same when disks were last protected.
+    was_too_large: bool,
     /// Whether the last step was a smaller window because of a slowdown.
     is_shrinking: bool,
     /// 1 at a slowdown; decreases to 0 with the measurements after it.
@@ -180,6 +184,8 @@ impl InFlightWindow {
             caution: 0.0,
             usually_held: 0.0,
             has_protected: false,
+            is_too_large: false,
+            was_too_large: false,
             is_shrinking: false,
             protected: None,
             is_opening: false,
@@ -237,12 +243,19 @@ impl InFlightWindow {
         self.size = self.size.min(closed).max(MIN_SIZE_NS);
         self.within = WithinShare::default();
         self.is_opening = true;
+        self.is_too_large = self.was_too_large;
         true
     }
 
     /// Returns whether the window opens after it has closed for a disk.
     pub fn is_opening(&self) -> bool {
         self.is_opening
+    }
+
+    /// Returns whether even one operation at a time of the disks in the queue slows the others
+    /// down, because it takes long. Then the disks in the queue must leave gaps.
+    pub fn is_too_large(&self) -> bool {
+        self.is_too_large
     }
 
     fn is_protecting(&self, now: u64) -> bool {
@@ -274,6 +287,7 @@ impl InFlightWindow {
         }
         let rate = self.rate(stats);
         if !stats.has_excess {
+            self.is_too_large = false;
             return;
         }
         if stats.within_operations > 0 || stats.target_ratio.is_some() {
@@ -323,6 +337,20 @@ impl InFlightWindow {
         self.size = (self.size * step).clamp((self.held() + MIN_SIZE_NS).min(most), most);
         if self.is_protecting(now) {
             self.protected = Some(self.size);
+        }
+        self.note_too_large(now, slowdown.is_some());
+    }
+
+    /// Records whether the window is too large even at its smallest. `is_known`: the slowdown was
+    /// computed just now.
+    fn note_too_large(&mut self, now: u64, is_known: bool) {
+        if !self.is_protecting(now) {
+            self.is_too_large = false;
+        } else if is_known {
+            let is_smallest = self.is_too_large || self.size < self.held() + 2.0 * MIN_SIZE_NS;
+            let accepted = if self.is_too_large { NO_SLOWDOWN } else { MAX_SLOWDOWN };
+            self.is_too_large = is_smallest && self.slowdown > accepted;
+            self.was_too_large = self.is_too_large;
         }
     }
 

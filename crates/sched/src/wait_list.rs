@@ -132,11 +132,14 @@ impl WaitList {
 
     /// Wakes the first operation of each disk, without admitting it.
     pub fn wake_first(&self) {
-        for queue in &self.queues {
-            // An operation that was cancelled has no task any more.
-            if let Some(first) = queue.iter().find(|waiter| waiter.token.waits()) {
-                first.waker.wake_by_ref();
-            }
+        (0..self.queues.len()).for_each(|disk| self.wake_first_of(disk));
+    }
+
+    /// Wakes the first operation of a disk, without admitting it.
+    pub fn wake_first_of(&self, disk: usize) {
+        // An operation that was cancelled has no task any more.
+        if let Some(first) = self.queues[disk].iter().find(|waiter| waiter.token.waits()) {
+            first.waker.wake_by_ref();
         }
     }
 

@@ -100,6 +100,10 @@ impl Device {
         self.window.0.store(state.window.size(), Relaxed);
         self.room.store(state.window.room(), Relaxed);
         self.usual.store(state.window.usual(), Relaxed);
+        self.leaves_gaps.store(state.window.is_too_large(), Relaxed);
+        if !state.window.is_too_large() {
+            self.gap_lead.store(0, Relaxed);
+        }
     }
 
     /// Ends the control period: adapts the window to its measurements. The first caller after the
@@ -243,7 +247,7 @@ fn take_stats(state: &State, now: Time, elapsed: u64, max_held: u64) -> PeriodSt
         account.is_over_share.store(is_over_share, Relaxed);
         stats.busy_disks += 1;
         account.is_queued.store(counts.has_waited, Relaxed);
-        account.set_rate(due * capacity);
+        account.set_due(due, capacity);
         account.note_owed(due * capacity * elapsed as f64, counts.cost_ns);
         account.set_margin((due * state.window.unprotected_size() * MARGIN) as u64);
         stats.completed_cost_ns += counts.cost_ns;

@@ -160,10 +160,11 @@ fn on_a_device_without_parallelism() {
 }
 
 /// A virtual disk of 90,000 reads a second.
+const FAST: Model = Model { servers: 1, time: 11_000, after: 40_000, ..PLAIN };
+
 #[test]
 fn on_a_fast_device() {
-    let model = Model { servers: 1, time: 11_000, after: 40_000, ..PLAIN };
-    holds(model, &NARROW, &[thrasher()]);
+    holds(FAST, &NARROW, &[thrasher()]);
 }
 
 #[test]
@@ -210,15 +211,30 @@ fn beside_a_thrasher_of_large_requests_flushes_and_discards() {
         (OperationKind::Discard, 1 << 20),
     ];
     let model = Model { per_mib: 20 * MS, ..PLAIN };
-    let bounds = Bounds { kept: 0.8, p99: 19.0, time_to_share: 160 * MS, ..PARALLEL };
+    let bounds = Bounds { p99: 19.0, time_to_share: 160 * MS, ..PARALLEL };
     holds(model, &bounds, &[Guest { work, ..Guest::reads(32) }]);
+}
+
+/// A request of 1 MiB takes 1 ms, as long as 90 of 4 KiB, and only one at a time is served.
+#[test]
+fn beside_a_thrasher_of_large_requests_on_a_device_without_parallelism() {
+    let work = vec![(OperationKind::Read, 1 << 20), (OperationKind::Write, 1 << 20)];
+    let bounds = Bounds { kept: 0.9, p99: 22.0, total: 0.6, time_to_share: 160 * MS };
+    let model = Model { per_mib: MS, ..FAST };
+    holds(model, &bounds, &[Guest { work, ..Guest::reads(32) }]);
+}
+
+#[test]
+fn beside_four_thrashers_on_a_device_without_parallelism() {
+    let thrasher = Guest { depth: 64, ..thrasher() };
+    let four = [thrasher.clone(), thrasher.clone(), thrasher.clone(), thrasher];
+    holds(FAST, &Bounds { p99: 9.0, ..NARROW }, &four);
 }
 
 /// Its requests all fit into the window, so none of them waits.
 #[test]
 fn beside_a_thrasher_of_small_depth() {
-    let model = Model { servers: 1, time: 11_000, after: 40_000, ..PLAIN };
-    holds(model, &NARROW, &[Guest { depth: 32, ..thrasher() }]);
+    holds(FAST, &NARROW, &[Guest { depth: 32, ..thrasher() }]);
 }
 
 /// A probe holds the thrasher. If the polite guest stops meanwhile, only a timer ends the probe.
@@ -231,5 +247,23 @@ fn a_probe_ends_although_the_polite_guest_stops() {
         let gaps = got[1].completions.windows(2).map(|pair| pair[1] - pair[0]);
         let longest = gaps.max().unwrap();
         assert!(longest < 150 * MS, "stop after {} ms: nothing for {longest} ns", 2 * stop);
+    }
+}
+
+/// The same for a gap after a large request.
+#[test]
+fn a_gap_ends_although_the_polite_guest_stops() {
+    let work = vec![(OperationKind::Read, 1 << 20)];
+    let model = Model { per_mib: MS, ..FAST };
+    for (depth, stop) in (0..60).flat_map(|stop| [(1, stop), (8, stop)]) {
+        let until = BOTH + 100 * MS + stop * 700_000;
+        let polite = Guest { from: BOTH, until, ..Guest::reads(depth) };
+        let guests = [polite, Guest { work: work.clone(), ..Guest::reads(32) }];
+        let got = Simulation::new(model, &guests).run(BOTH, BOTH + S);
+        let gaps = got[1].completions.windows(2).map(|pair| pair[1] - pair[0]);
+        let longest = gaps.max().unwrap();
+        let last = got[1].completions.last().unwrap();
+        assert!(longest < 50 * MS, "stop {stop}: nothing for {longest} ns");
+        assert!(*last > BOTH + 950 * MS, "stop {stop}: nothing after {last} ns");
     }
 }
