@@ -51,11 +51,16 @@ impl Asker {
     }
 
     fn send(&mut self, command: u16, flags: u16, offset: u64, len: u64, payload: &[u8]) {
+        let message = self.message(command, flags, offset, len, payload);
+        self.stream.write_all(&message).unwrap();
+    }
+
+    fn message(&self, command: u16, flags: u16, offset: u64, len: u64, payload: &[u8]) -> Vec<u8> {
         let mut bytes = Vec::new();
         Request { flags, command, cookie: offset ^ 0x5a, offset, len }
             .put(self.headers, &mut bytes);
         bytes.extend(payload);
-        self.stream.write_all(&bytes).unwrap();
+        bytes
     }
 
     /// Returns the error code of the simple reply to a request at `offset`.
@@ -218,9 +223,11 @@ fn a_connection_ends_with_its_last_answer() {
     let server = Paired::new();
     let mut asker = Asker::new(&server, Headers::Simple);
     asker.send(cmd::WRITE, 0, 0, 3, b"end");
-    asker.send(cmd::DISC, 0, 0, 0, &[]);
-    // The server ignores a request after NBD_CMD_DISC.
-    asker.send(cmd::READ, 0, 0, 3, &[]);
+    // The server ignores a request after NBD_CMD_DISC. Both arrive at once, because the server
+    // closes the connection.
+    let end = asker.message(cmd::DISC, 0, 0, 0, &[]);
+    let ignored = asker.message(cmd::READ, 0, 0, 3, &[]);
+    asker.stream.write_all(&[end, ignored].concat()).unwrap();
     assert_eq!(asker.simple(0), 0);
     assert!(is_disconnected(&mut asker.stream));
     let mut other = Asker::new(&server, Headers::Simple);
