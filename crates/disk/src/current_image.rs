@@ -130,3 +130,39 @@ impl<S> CurrentImage<S> {
         CurrentImage { backend: Backend::Gone(why.to_string()), dirty: None, metered: None }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use blockyard_image::{CacheMode, ChainOptions};
+    use blockyard_ring::{Executor, Segments};
+
+    use super::*;
+
+    /// The request paid for its write when it was admitted.
+    #[test]
+    fn io_of_a_request_is_charged_once() {
+        let path = std::env::temp_dir().join(format!("blockyard-measured-{}", std::process::id()));
+        std::fs::File::create(&path).unwrap().set_len(1 << 20).unwrap();
+        let options = ChainOptions { cache: CacheMode::Writeback, ..ChainOptions::new(&path) };
+        let source = Source::open(&options).unwrap();
+        let executor = Executor::new().unwrap();
+        let handle = executor.handle().clone();
+        let measured = async move {
+            let image = CurrentImage::open(&handle, &source, None).unwrap();
+            let writes = async |count: u64| {
+                for at in 0..count {
+                    let data = Segments::buffer(4096);
+                    image.backend.write(data, at * 4096, false).await.1.unwrap();
+                }
+            };
+            let ((), one) = image.measured(writes(1)).await;
+            assert_eq!((one.operations, one.bytes), (1, 4096));
+            assert!(image.uncharged(one, 4096).is_none());
+            let ((), three) = image.measured(writes(3)).await;
+            let more = image.uncharged(three, 4096).unwrap();
+            assert_eq!((more.operations, more.bytes), (2, 8192));
+        };
+        executor.block_on(measured).unwrap();
+        std::fs::remove_file(&path).unwrap();
+    }
+}

@@ -11,6 +11,11 @@ use super::*;
 const WRITE: Operation =
     Operation { kind: OperationKind::Write, bytes: 1 << 30, sequential: false, requests: 1 };
 
+/// The limit does not apply to it.
+const DISCARD: Operation = Operation { kind: OperationKind::Discard, ..WRITE };
+const READ: Operation =
+    Operation { kind: OperationKind::Read, bytes: 4096, sequential: false, requests: 1 };
+
 /// A disk with a limit of a byte a second, and the requests that were admitted.
 struct Stage {
     handle: Handle,
@@ -27,13 +32,17 @@ impl Stage {
         Stage { handle: handle.clone(), throttle, passed: Rc::default() }
     }
 
-    /// Starts `count` requests. Returns the numbers of those that were admitted so far.
+    /// Starts `count` writes. Returns the numbers of the requests that were admitted so far.
     async fn come(&self, count: u64) -> Vec<u64> {
+        self.come_with(&WRITE, count).await
+    }
+
+    async fn come_with(&self, operation: &'static Operation, count: u64) -> Vec<u64> {
         for _ in 0..count {
             let (throttle, passed) = (self.throttle.clone(), self.passed.clone());
             self.handle.spawn(async move {
                 let number = throttle.arrive();
-                drop(throttle.enter(&WRITE, number).await);
+                drop(throttle.enter(operation, number).await);
                 passed.borrow_mut().push(number);
             });
         }
@@ -100,6 +109,50 @@ fn a_request_that_stops_waiting_no_longer_counts() {
         drop(waiting);
         assert!(stage.throttle.queue_pause().is_none());
     });
+}
+
+#[test]
+fn a_request_overtakes_none_that_waits_for_limits() {
+    run(async |stage| {
+        assert_eq!(stage.come_with(&DISCARD, 1).await, [1]);
+        assert_eq!(stage.come(2).await, [1, 2], "the limit admits one write");
+        assert_eq!(stage.come_with(&DISCARD, 1).await, [1, 2]);
+        stage.throttle.drain();
+        assert_eq!(stage.passed().await, [1, 2, 3, 4]);
+    });
+}
+
+/// Its token may still be in the device's wait list.
+#[test]
+fn the_token_of_a_request_that_stops_waiting_is_not_used_again() {
+    let executor = Executor::new().unwrap();
+    let handle = executor.handle().clone();
+    let test = async move {
+        let host = Host::default();
+        let disk = || {
+            let share = host.share(Some(("d", &DeviceProfile::FLASH)), None, &Knobs::default());
+            Throttle::new(share, Some(handle.clone()), false)
+        };
+        let (polite, busy) = (disk(), disk());
+        let held = polite.enter(&READ, polite.arrive()).await;
+        let mut admitted = Vec::new();
+        let waiting = loop {
+            let mut request = Box::pin(busy.enter(&READ, busy.arrive()));
+            match poll_fn(|cx| Poll::Ready(request.as_mut().poll(cx))).await {
+                Poll::Ready(admission) => admitted.push(admission),
+                Poll::Pending => break request,
+            }
+            assert!(admitted.len() < 100_000, "the window admits everything");
+        };
+        drop(waiting);
+        assert!(busy.tokens.borrow().is_empty());
+        let mut waiting = Box::pin(busy.enter(&READ, busy.arrive()));
+        assert!(poll_fn(|cx| Poll::Ready(waiting.as_mut().poll(cx).is_pending())).await);
+        drop((admitted, held));
+        waiting.await;
+        assert_eq!(busy.tokens.borrow().len(), 1, "a request that was admitted returns its token");
+    };
+    executor.block_on(test).unwrap();
 }
 
 /// On flash, each of two interleaved streams is sequential. The heads of a rotational device seek

@@ -284,6 +284,22 @@ mod tests {
         Desc { addr, len, writable }
     }
 
+    /// The budget of an iteration counts each range.
+    #[test]
+    fn a_chain_of_ranges_counts_as_many_requests() {
+        let memory = memory(0);
+        let (header, ranges) = (memory.slice(0, 16, 1).unwrap(), memory.slice(64, 48, 1).unwrap());
+        header.copy_in(0, 11u32.to_le_bytes());
+        for (at, sector) in [(0, 0u64), (16, 8), (32, 16)] {
+            ranges.copy_in(at, sector.to_le_bytes());
+            ranges.copy_in(at + 8, 8u32.to_le_bytes());
+        }
+        let descs = [desc(0, 16, false), desc(64, 48, false), desc(0x1fff, 1, true)];
+        let parsed = ask(&memory, &descs, &mut Segments::default()).unwrap();
+        assert!(matches!(parsed.action, Action::Ranges { op: Op::Discard, .. }));
+        assert_eq!(parsed.action.requests(), 3);
+    }
+
     #[test]
     fn a_request_across_many_regions_has_a_bounded_number_of_segments() {
         let memory = memory(500);

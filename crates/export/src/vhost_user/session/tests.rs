@@ -20,6 +20,8 @@ use crate::{PollMode, Reactors};
 
 const FEATURES: u64 = F_PROTOCOL | F_VERSION_1 | F_EVENT_IDX | F_FLUSH | F_CONFIG_WCE;
 const SIZE: u16 = 64;
+/// In the number of a ring: the message has no descriptor.
+const NO_DESCRIPTOR: u64 = 1 << 8;
 const DONE: Option<u64> = Some(0);
 const REFUSED: Option<u64> = Some(1);
 
@@ -102,6 +104,11 @@ impl Front {
 
     /// Sets memory, in-flight region and ring 0, and starts the ring.
     fn started() -> Self {
+        Front::started_with(Some(event()))
+    }
+
+    /// `kick`: the descriptor of the kicks. `None`: there are none.
+    fn started_with(kick: Option<OwnedFd>) -> Self {
         let mut front = Front::new();
         let (memory, region) = front.region();
         assert_eq!(front.send(R::ADD_MEM_REG, &region, &[&memory]), DONE);
@@ -110,9 +117,12 @@ impl Front {
         assert_eq!(front.send(R::SET_VRING_NUM, &of_ring(0, SIZE.into()), &[]), DONE);
         assert_eq!(front.send(R::SET_VRING_ADDR, &front.addresses(), &[]), DONE);
         assert_eq!(front.send(R::SET_VRING_BASE, &of_ring(0, 0), &[]), DONE);
-        let (kick, call) = (front.kick.try_clone().unwrap(), front.call.try_clone().unwrap());
+        let call = front.call.try_clone().unwrap();
         assert_eq!(front.send(R::SET_VRING_CALL, &words(&[0]), &[&call]), DONE);
-        assert_eq!(front.send(R::SET_VRING_KICK, &words(&[0]), &[&kick]), DONE);
+        let ring = words(&[if kick.is_some() { 0 } else { NO_DESCRIPTOR }]);
+        let fds: Vec<_> = kick.iter().collect();
+        assert_eq!(front.send(R::SET_VRING_KICK, &ring, &fds), DONE);
+        front.kick = kick.unwrap_or_else(event);
         assert_eq!(front.send(R::SET_VRING_ENABLE, &of_ring(0, 1), &[]), DONE);
         front
     }
@@ -282,6 +292,27 @@ fn a_ring_without_addresses_keeps_its_old_kick_and_runs_on() {
     assert_eq!(front.send(R::SET_VRING_KICK, &words(&[0]), &[&event()]), REFUSED);
     assert_eq!(front.state(), before, "a running ring");
     assert!(front.session().running(0).is_some());
+    front.read();
+}
+
+/// A reactor reads no kicks, so a descriptor that becomes readable must not need a read.
+#[test]
+fn a_kick_descriptor_that_is_no_eventfd_is_refused() {
+    let mut front = Front::started();
+    let (socket, _peer) = UnixStream::pair().unwrap();
+    let socket = OwnedFd::from(socket);
+    assert_eq!(front.send(R::SET_VRING_CALL, &words(&[1]), &[&socket]), DONE);
+    let before = front.state();
+    assert_eq!(front.send(R::SET_VRING_KICK, &words(&[0]), &[&socket]), REFUSED);
+    assert_eq!(front.state(), before);
+    front.read();
+}
+
+/// Without in-band notifications, nothing else tells of requests.
+#[test]
+fn a_ring_without_a_kick_descriptor_is_read_by_a_timer() {
+    let mut front = Front::started_with(None);
+    front.read();
     front.read();
 }
 

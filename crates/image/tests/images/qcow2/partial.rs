@@ -1,5 +1,6 @@
 //! Partial clusters: the rest of a new cluster is copied by a flush, not by the first write.
 
+use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -55,6 +56,27 @@ fn a_flush_copies_the_rest_of_a_cluster() {
         image.flush().await.unwrap();
         assert_eq!(found(&image, 0).await, (true, CLUSTER));
         assert_eq!(found(&image, CLUSTER).await, (true, CLUSTER));
+        check(&image, &model, 0, SIZE as usize).await;
+        image.close().await.unwrap();
+        model
+    });
+    judged_by_qemu(&scratch, "a.qcow2", &model);
+}
+
+/// The rest of a cluster begins with zeroes, and so does the cluster.
+#[test]
+fn a_rest_that_is_not_all_zeroes_is_copied() {
+    let (scratch, mut model) = overlay("sparse");
+    let last = 16 * PART - 512;
+    model.0.fill(0);
+    model.0[last as usize..][..512].fill(7);
+    let base = std::fs::File::create(scratch.path("base.raw")).unwrap();
+    base.set_len(SIZE).unwrap();
+    base.write_all_at(&[7; 512], last).unwrap();
+    let model = on_image(&scratch, async move |image| {
+        write(&image, &mut model, 0, &[9; PART as usize]).await;
+        image.flush().await.unwrap();
+        assert_eq!(found(&image, 0).await, (true, CLUSTER));
         check(&image, &model, 0, SIZE as usize).await;
         image.close().await.unwrap();
         model
