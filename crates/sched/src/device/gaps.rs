@@ -40,8 +40,8 @@ impl Device {
         }
     }
 
-    /// Ends a large operation, which began at `began`. If it took longer than its cost says, so does
-    /// the gap.
+    /// Ends a large operation, which began at `began`. If it took longer than its cost says, so
+    /// does the gap.
     #[inline]
     pub(super) fn stretch_gap(&self, account: &Account, began: Time, now: Time, cost: u64) {
         if cost > self.max_held_ns && self.leaves_gaps.load(Relaxed) {
