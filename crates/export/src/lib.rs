@@ -24,7 +24,7 @@ pub mod vhost_user;
 mod watchdog;
 pub mod xen;
 
-pub use ending::close;
+pub use ending::{close, sync};
 pub use export::Export;
 pub use listener::{Listener, SocketError};
 pub use policy::PolicyFigures;

@@ -155,6 +155,12 @@ impl Listener {
         }
     }
 
+    /// Returns a second descriptor of the Unix socket, for a caller that accepts by itself.
+    pub fn unix(&self) -> io::Result<UnixListener> {
+        let socket = self.sockets.first().ok_or(io::ErrorKind::NotConnected)?;
+        Ok(socket.try_clone()?.into())
+    }
+
     /// Returns the TCP port, or `None` for other sockets.
     pub fn port(&self) -> Option<u16> {
         let address = rustix::net::getsockname(self.sockets.first()?).ok()?;

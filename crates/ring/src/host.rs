@@ -232,6 +232,37 @@ pub fn peer_process(socket: impl AsFd) -> Option<i32> {
     (rc == 0 && peer.pid > 0).then_some(peer.pid)
 }
 
+/// Returns the supplementary groups of the peer of a Unix socket at the time when it connected.
+/// Returns no group if the kernel does not know them.
+pub fn peer_groups(socket: impl AsFd) -> Vec<u32> {
+    // The kernel's maximum, NGROUPS_MAX.
+    let mut groups = vec![0_u32; 65536];
+    let mut len = (groups.len() * size_of::<u32>()) as libc::socklen_t;
+    let (fd, to) = (socket.as_fd().as_raw_fd(), groups.as_mut_ptr().cast());
+    // SAFETY: the kernel writes at most `len` bytes, the size of `groups`, which is ours.
+    let rc = unsafe { libc::getsockopt(fd, libc::SOL_SOCKET, libc::SO_PEERGROUPS, to, &mut len) };
+    groups.truncate(if rc == 0 { len as usize / size_of::<u32>() } else { 0 });
+    groups
+}
+
+/// Returns the number of the group with this name, or `None` if there is none.
+pub fn group_id(name: &str) -> io::Result<Option<u32>> {
+    let name = std::ffi::CString::new(name)?;
+    // SAFETY: an all-zero group is a valid value of this plain C struct.
+    let mut group: libc::group = unsafe { std::mem::zeroed() };
+    // Large enough for the names of thousands of members.
+    let mut text = vec![0; 1 << 20];
+    let mut found = std::ptr::null_mut();
+    let (to, len) = (text.as_mut_ptr(), text.len());
+    // SAFETY: `name` ends with a zero byte; the function writes to `group`, `found`, and at most
+    // `len` bytes to `text`, which are ours and outlive the call.
+    let rc = unsafe { libc::getgrnam_r(name.as_ptr(), &mut group, to, len, &mut found) };
+    match rc {
+        0 => Ok((!found.is_null()).then_some(group.gr_gid)),
+        error => Err(io::Error::from_raw_os_error(error)),
+    }
+}
+
 /// Returns how often this thread has gone to sleep.
 pub(crate) fn voluntary_switches() -> i64 {
     // SAFETY: an all-zero rusage is a valid value of this plain C struct.
@@ -469,6 +500,19 @@ mod tests {
         assert_eq!(peer_process(&socket), Some(std::process::id() as i32));
         let (reader, _writer) = rustix::pipe::pipe().unwrap();
         assert_eq!(peer_process(&reader), None, "a pipe is not a socket");
+    }
+
+    #[test]
+    fn groups_have_numbers_and_peers_have_groups() {
+        assert_eq!(group_id("root").unwrap(), Some(0));
+        assert_eq!(group_id("no such group").unwrap(), None);
+        let (socket, _other) = std::os::unix::net::UnixStream::pair().unwrap();
+        let mut own: Vec<_> =
+            rustix::process::getgroups().unwrap().iter().map(|group| group.as_raw()).collect();
+        let mut groups = peer_groups(&socket);
+        own.sort_unstable();
+        groups.sort_unstable();
+        assert_eq!(groups, own);
     }
 
     #[test]

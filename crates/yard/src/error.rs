@@ -25,6 +25,8 @@ pub enum YardError {
     Export { disk: String, source: WayError },
     #[error("disk {disk}: finding the image's size")]
     Size { disk: String, source: io::Error },
+    #[error("disk {disk}: the image could not be flushed, writes may be lost: the log has why")]
+    Flush { disk: String },
     #[error(
         "disk {disk}: {running} jobs run already, and no more may: wait until one ends, \
          or cancel one"

@@ -134,6 +134,14 @@ impl ServedDisk {
         }
     }
 
+    /// Makes all answered writes durable.
+    pub fn flush(&self, reactors: &Reactors) -> Result<(), YardError> {
+        let is_flushed = blockyard_export::sync(&self.disk, reactors);
+        is_flushed
+            .then_some(())
+            .ok_or_else(|| YardError::Flush { disk: self.settings.name.clone() })
+    }
+
     /// Adopts the present size of the image. Notifies clients if it has changed.
     pub fn refresh(&mut self) -> Result<Option<Resized>, YardError> {
         let old = self.disk.capacity();

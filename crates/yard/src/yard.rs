@@ -142,6 +142,11 @@ impl Yard {
         self.with(name, |_, disk| disk.refresh())
     }
 
+    /// Makes all answered writes of a disk durable.
+    pub fn flush(&self, name: &str) -> Result<(), YardError> {
+        self.with(name, |context, disk| disk.flush(&context.reactors))
+    }
+
     /// Starts a snapshot, commit or stream of a disk. Other commands for the disk run concurrently.
     pub fn start_job(&self, name: &str, kind: JobKind) -> Result<Job, YardError> {
         self.with(name, |context, disk| context.jobs.start(&disk.settings.name, &disk.disk, kind))

@@ -1,0 +1,55 @@
+//! The interface between the API and the server that it controls.
+
+use serde_json::{Map, Value};
+
+use crate::problem::Problem;
+use crate::types::{
+    Disk, DiskRow, Flushed, Job, JobRequest, Reload, Removed, Resize, Resized, ServerInfo,
+};
+
+/// Answer of a call.
+pub type Answer<T> = Result<T, Problem>;
+
+/// A JSON object whose keys the server parses itself: those of a `[[disk]]` table.
+pub type Object = Map<String, Value>;
+
+/// A server, as the API sees it. Calls run on threads of the API, which may block.
+pub trait Operator: Send + Sync + 'static {
+    /// Does not block.
+    fn server(&self) -> ServerInfo;
+
+    /// Returns all disks in the order of their arrival. Does not block.
+    fn disks(&self) -> Vec<DiskRow>;
+
+    fn disk(&self, name: &str) -> Answer<Disk>;
+
+    /// Opens a disk and starts its exports. `keys`: those of a `[[disk]]` table.
+    fn add(&self, keys: Object) -> Answer<Disk>;
+
+    /// Closes a disk. Without `force`, refuses while a client is connected.
+    fn remove(&self, name: &str, force: bool) -> Answer<Removed>;
+
+    /// Changes keys of a disk that need no reconnection. A null restores the default of its key.
+    fn set(&self, name: &str, keys: Object) -> Answer<Disk>;
+
+    /// Adopts the present size of the image.
+    fn refresh(&self, name: &str) -> Answer<Resized>;
+
+    /// Grows the image.
+    fn resize(&self, name: &str, size: Resize) -> Answer<Resized>;
+
+    /// Makes all answered writes durable.
+    fn flush(&self, name: &str) -> Answer<Flushed>;
+
+    /// Starts a job.
+    fn start(&self, name: &str, job: JobRequest) -> Answer<Job>;
+
+    /// Returns the running jobs and the latest ones that have ended. Does not block.
+    fn jobs(&self) -> Vec<Job>;
+
+    /// Cancels a job. Does not block.
+    fn cancel(&self, number: u64) -> Answer<Job>;
+
+    /// Reads the configuration file again and applies it, or returns what it would change.
+    fn reload(&self, dry_run: bool) -> Answer<Reload>;
+}

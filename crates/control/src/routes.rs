@@ -1,0 +1,300 @@
+//! The paths of the API. Each function is one call, with its part of the OpenAPI description.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use axum::extract::{FromRequestParts, Path, Request, State};
+use axum::http::request::Parts;
+use axum::http::{Method, StatusCode};
+use axum::middleware::{self, Next};
+use axum::response::Response;
+use axum::{Extension, Json, Router};
+use serde::de::DeserializeOwned;
+use tokio::sync::Semaphore;
+use utoipa::OpenApi;
+use utoipa::openapi::OpenApi as Description;
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
+
+use crate::access::Peer;
+use crate::body::{Body, Parameters};
+use crate::operator::{Answer, Object, Operator};
+use crate::problem::{Kind, Problem};
+use crate::server::THREADS;
+use crate::types::{
+    Disk, Disks, Flushed, Job, JobRequest, Jobs, Reload, ReloadQuery, RemoveQuery, Removed, Resize,
+    Resized, ServerInfo, Snapshot,
+};
+
+/// Maximum number of calls that may block. The other threads answer calls that do not block.
+const MAX_BLOCKING: usize = THREADS - 2;
+
+/// How long a call that may block waits for others to end.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+#[derive(Clone)]
+struct Calls {
+    operator: Arc<dyn Operator>,
+    blocking: Arc<Semaphore>,
+}
+
+impl Calls {
+    /// Runs a call that does not block for long. It runs on another thread, because it locks.
+    async fn quick<T: Send + 'static>(
+        self,
+        call: impl FnOnce(&dyn Operator) -> Answer<T> + Send + 'static,
+    ) -> Answer<Json<T>> {
+        let done = tokio::task::spawn_blocking(move || call(&*self.operator)).await;
+        done.unwrap_or_else(|_| Err(Problem::new(Kind::Busy, "the server is ending"))).map(Json)
+    }
+
+    /// Runs a call that may block.
+    async fn slow<T: Send + 'static>(
+        self,
+        call: impl FnOnce(&dyn Operator) -> Answer<T> + Send + 'static,
+    ) -> Answer<Json<T>> {
+        let free = self.blocking.clone().acquire_owned();
+        let Ok(Ok(permit)) = tokio::time::timeout(PATIENCE, free).await else {
+            let detail = format!("{MAX_BLOCKING} calls are under way already: try again later");
+            return Err(Problem::new(Kind::Busy, detail));
+        };
+        self.quick(move |operator| {
+            // The call goes on if its client disconnects. Only its end frees the thread.
+            let _permit = permit;
+            call(operator)
+        })
+        .await
+    }
+}
+
+/// A part of the path.
+struct At<T>(T);
+
+impl<S: Send + Sync, T: DeserializeOwned + Send> FromRequestParts<S> for At<T> {
+    type Rejection = Problem;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Problem> {
+        match Path::from_request_parts(parts, state).await {
+            Ok(Path(value)) => Ok(At(value)),
+            Err(e) => Err(Problem::new(Kind::Malformed, e.body_text())),
+        }
+    }
+}
+
+#[derive(OpenApi)]
+#[openapi(info(title = "Blockyard", description = "Controls a Blockyard server."))]
+struct Base;
+
+/// Returns the calls and their description.
+fn parts() -> (Router<Calls>, Description) {
+    OpenApiRouter::with_openapi(Base::openapi())
+        .routes(routes!(server))
+        .routes(routes!(disks, add))
+        .routes(routes!(disk, remove, set))
+        .routes(routes!(refresh))
+        .routes(routes!(resize))
+        .routes(routes!(flush))
+        .routes(routes!(snapshot))
+        .routes(routes!(commit))
+        .routes(routes!(stream))
+        .routes(routes!(jobs))
+        .routes(routes!(job, cancel))
+        .routes(routes!(reload))
+        .split_for_parts()
+}
+
+/// Returns the OpenAPI description of the API.
+pub fn description() -> Description {
+    parts().1
+}
+
+/// Returns the service that answers all requests.
+pub(crate) fn router(operator: Arc<dyn Operator>) -> Router {
+    let calls = Calls { operator, blocking: Arc::new(Semaphore::new(MAX_BLOCKING)) };
+    let (router, description) = parts();
+    router
+        .route("/v1/openapi.json", axum::routing::get(|| async move { Json(description) }))
+        .method_not_allowed_fallback(|request: Request| async move {
+            let what = format!("{} has no method {}", request.uri().path(), request.method());
+            Problem::new(Kind::Method, what)
+        })
+        .fallback(|request: Request| async move {
+            let what = format!(
+                "there is no path {}: /v1/openapi.json describes the API",
+                request.uri().path()
+            );
+            Problem::new(Kind::NotFound, what)
+        })
+        .layer(middleware::from_fn(log_changes))
+        .with_state(calls)
+}
+
+/// Logs calls that may change something, and who makes them.
+async fn log_changes(Extension(peer): Extension<Peer>, request: Request, next: Next) -> Response {
+    if matches!(*request.method(), Method::GET | Method::HEAD) {
+        return next.run(request).await;
+    }
+    let (method, path, begin) = (request.method().clone(), request.uri().clone(), Instant::now());
+    let response = next.run(request).await;
+    let (status, ms) = (response.status().as_u16(), begin.elapsed().as_millis());
+    tracing::info!("api: {method} {path} by {peer}: status {status} after {ms} ms");
+    response
+}
+
+/// Returns what the server is.
+#[utoipa::path(get, path = "/v1", responses((status = OK, body = ServerInfo)))]
+async fn server(State(calls): State<Calls>) -> Answer<Json<ServerInfo>> {
+    calls.quick(|operator| Ok(operator.server())).await
+}
+
+/// Lists the disks.
+#[utoipa::path(get, path = "/v1/disks", responses((status = OK, body = Disks)))]
+async fn disks(State(calls): State<Calls>) -> Answer<Json<Disks>> {
+    calls.quick(|operator| Ok(Disks { disks: operator.disks() })).await
+}
+
+/// Shows a disk.
+#[utoipa::path(get, path = "/v1/disks/{name}", params(("name" = String, Path)), responses(
+    (status = OK, body = Disk), (status = NOT_FOUND, body = Problem)))]
+async fn disk(State(calls): State<Calls>, At(name): At<String>) -> Answer<Json<Disk>> {
+    calls.slow(move |operator| operator.disk(&name)).await
+}
+
+/// Adds a disk. The body has the keys of a `[[disk]]` table of the configuration file.
+#[utoipa::path(post, path = "/v1/disks", request_body = Object, responses(
+    (status = CREATED, body = Disk), (status = BAD_REQUEST, body = Problem),
+    (status = CONFLICT, body = Problem), (status = UNPROCESSABLE_ENTITY, body = Problem)))]
+async fn add(
+    State(calls): State<Calls>,
+    Body(keys): Body<Object>,
+) -> Answer<(StatusCode, Json<Disk>)> {
+    let disk = calls.slow(move |operator| operator.add(keys)).await?;
+    Ok((StatusCode::CREATED, disk))
+}
+
+/// Removes a disk. Refuses while clients are connected, unless `force` is true.
+#[utoipa::path(delete, path = "/v1/disks/{name}", params(("name" = String, Path), RemoveQuery),
+    responses((status = OK, body = Removed), (status = NOT_FOUND, body = Problem),
+        (status = CONFLICT, body = Problem)))]
+async fn remove(
+    State(calls): State<Calls>,
+    At(name): At<String>,
+    Parameters(query): Parameters<RemoveQuery>,
+) -> Answer<Json<Removed>> {
+    calls.slow(move |operator| operator.remove(&name, query.force)).await
+}
+
+/// Changes weight, limits, reservations, latency target or `tls-allow` of a disk. Clients stay
+/// connected. Null restores a default.
+#[utoipa::path(patch, path = "/v1/disks/{name}", params(("name" = String, Path)),
+    request_body = Object, responses((status = OK, body = Disk),
+        (status = BAD_REQUEST, body = Problem), (status = NOT_FOUND, body = Problem),
+        (status = CONFLICT, body = Problem), (status = UNPROCESSABLE_ENTITY, body = Problem)))]
+async fn set(
+    State(calls): State<Calls>,
+    At(name): At<String>,
+    Body(keys): Body<Object>,
+) -> Answer<Json<Disk>> {
+    calls.slow(move |operator| operator.set(&name, keys)).await
+}
+
+/// Adopts the present size of the image, and notifies clients.
+#[utoipa::path(post, path = "/v1/disks/{name}/refresh", params(("name" = String, Path)),
+    responses((status = OK, body = Resized), (status = NOT_FOUND, body = Problem)))]
+async fn refresh(State(calls): State<Calls>, At(name): At<String>) -> Answer<Json<Resized>> {
+    calls.slow(move |operator| operator.refresh(&name)).await
+}
+
+/// Grows the image, and notifies clients.
+#[utoipa::path(post, path = "/v1/disks/{name}/resize", params(("name" = String, Path)),
+    responses((status = OK, body = Resized), (status = BAD_REQUEST, body = Problem),
+        (status = NOT_FOUND, body = Problem), (status = CONFLICT, body = Problem),
+        (status = UNPROCESSABLE_ENTITY, body = Problem)))]
+async fn resize(
+    State(calls): State<Calls>,
+    At(name): At<String>,
+    Body(size): Body<Resize>,
+) -> Answer<Json<Resized>> {
+    calls.slow(move |operator| operator.resize(&name, size)).await
+}
+
+/// Makes all answered writes durable.
+#[utoipa::path(post, path = "/v1/disks/{name}/flush", params(("name" = String, Path)),
+    responses((status = OK, body = Flushed), (status = NOT_FOUND, body = Problem),
+        (status = UNPROCESSABLE_ENTITY, body = Problem)))]
+async fn flush(State(calls): State<Calls>, At(name): At<String>) -> Answer<Json<Flushed>> {
+    calls.slow(move |operator| operator.flush(&name)).await
+}
+
+/// Starts a snapshot: later writes go to a new overlay.
+#[utoipa::path(post, path = "/v1/disks/{name}/snapshot", params(("name" = String, Path)),
+    responses((status = ACCEPTED, body = Job), (status = BAD_REQUEST, body = Problem),
+        (status = NOT_FOUND, body = Problem), (status = UNPROCESSABLE_ENTITY, body = Problem)))]
+async fn snapshot(
+    State(calls): State<Calls>,
+    At(name): At<String>,
+    Body(options): Body<Snapshot>,
+) -> Answer<(StatusCode, Json<Job>)> {
+    start(calls, name, JobRequest::Snapshot(options)).await
+}
+
+/// Starts a commit: copies the topmost image's data into its backing image.
+#[utoipa::path(post, path = "/v1/disks/{name}/commit", params(("name" = String, Path)),
+    responses((status = ACCEPTED, body = Job), (status = NOT_FOUND, body = Problem)))]
+async fn commit(
+    State(calls): State<Calls>,
+    At(name): At<String>,
+) -> Answer<(StatusCode, Json<Job>)> {
+    start(calls, name, JobRequest::Commit).await
+}
+
+/// Starts a stream: copies the data of all backing images into the topmost one.
+#[utoipa::path(post, path = "/v1/disks/{name}/stream", params(("name" = String, Path)),
+    responses((status = ACCEPTED, body = Job), (status = NOT_FOUND, body = Problem)))]
+async fn stream(
+    State(calls): State<Calls>,
+    At(name): At<String>,
+) -> Answer<(StatusCode, Json<Job>)> {
+    start(calls, name, JobRequest::Stream).await
+}
+
+async fn start(calls: Calls, name: String, job: JobRequest) -> Answer<(StatusCode, Json<Job>)> {
+    let job = calls.slow(move |operator| operator.start(&name, job)).await?;
+    Ok((StatusCode::ACCEPTED, job))
+}
+
+/// Lists the running jobs, and the latest ones that have ended.
+#[utoipa::path(get, path = "/v1/jobs", responses((status = OK, body = Jobs)))]
+async fn jobs(State(calls): State<Calls>) -> Answer<Json<Jobs>> {
+    calls.quick(|operator| Ok(Jobs { jobs: operator.jobs() })).await
+}
+
+/// Shows a job.
+#[utoipa::path(get, path = "/v1/jobs/{number}", params(("number" = u64, Path)), responses(
+    (status = OK, body = Job), (status = NOT_FOUND, body = Problem)))]
+async fn job(State(calls): State<Calls>, At(number): At<u64>) -> Answer<Json<Job>> {
+    calls
+        .quick(move |operator| {
+            let job = operator.jobs().into_iter().find(|job| job.number == number);
+            job.ok_or_else(|| Problem::new(Kind::NotFound, format!("there is no job {number}")))
+        })
+        .await
+}
+
+/// Cancels a commit or a stream. The answer is the job, which may still run for a moment.
+#[utoipa::path(delete, path = "/v1/jobs/{number}", params(("number" = u64, Path)), responses(
+    (status = OK, body = Job), (status = NOT_FOUND, body = Problem)))]
+async fn cancel(State(calls): State<Calls>, At(number): At<u64>) -> Answer<Json<Job>> {
+    calls.quick(move |operator| operator.cancel(number)).await
+}
+
+/// Reads the configuration file again. Applies it, unless `dry-run` is true.
+#[utoipa::path(post, path = "/v1/reload", params(ReloadQuery), responses(
+    (status = OK, body = Reload), (status = CONFLICT, body = Problem),
+    (status = UNPROCESSABLE_ENTITY, body = Problem)))]
+async fn reload(
+    State(calls): State<Calls>,
+    Parameters(query): Parameters<ReloadQuery>,
+) -> Answer<Json<Reload>> {
+    calls.slow(move |operator| operator.reload(query.dry_run)).await
+}

@@ -1,0 +1,290 @@
+//! What calls receive and return. Sizes are in bytes, times in microseconds where the name says so.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+use utoipa::{IntoParams, ToSchema};
+
+/// The server.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize, ToSchema)]
+pub struct ServerInfo {
+    pub version: String,
+    pub pid: u32,
+    /// Start of the server, in seconds since 1970.
+    pub since: u64,
+    /// Number of disks.
+    pub disks: usize,
+    /// The configuration file that a reload reads.
+    pub config: Option<String>,
+}
+
+/// State of a disk.
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum State {
+    /// The image is being opened, or the exports start.
+    Opening,
+    Serving,
+    /// A command works on the disk. Clients do not notice.
+    Busy,
+    /// The exports end, and the image is flushed and closed.
+    Closing,
+}
+
+/// A row of the list of disks.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize, ToSchema)]
+pub struct DiskRow {
+    pub name: String,
+    pub state: State,
+    /// The image that was given when the disk was added. Null while it is being opened.
+    pub image: Option<String>,
+    /// The images that the disk consists of now.
+    pub images: String,
+    /// Size in bytes; 0 while the image is being opened.
+    pub size: u64,
+    pub read_only: bool,
+    /// Addresses of the exports.
+    pub exports: Vec<String>,
+}
+
+/// The list of disks.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize, ToSchema)]
+pub struct Disks {
+    pub disks: Vec<DiskRow>,
+}
+
+/// A disk in detail.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize, ToSchema)]
+pub struct Disk {
+    #[serde(flatten)]
+    pub row: DiskRow,
+    /// The block device of this host that an export has made.
+    pub device: Option<String>,
+    /// Who uses the disk. Empty while it is being opened or closed.
+    pub clients: Vec<Client>,
+    /// Null while the disk is being opened or closed.
+    pub share: Option<ShareFigures>,
+    /// Null for a disk of a Xen toolstack.
+    pub settings: Option<Settings>,
+    /// Requests since the disk was opened, for each kind of operation.
+    pub requests: BTreeMap<String, Requests>,
+}
+
+/// A client of a disk.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize, ToSchema)]
+pub struct Client {
+    /// The client, for people: `process 4711`, `192.0.2.7:40312`, `domain 3`.
+    pub description: String,
+}
+
+/// What a disk has used of its device and of its limits.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize, ToSchema)]
+pub struct ShareFigures {
+    /// The device that the disk shares with others. Null: none.
+    pub device: Option<String>,
+    /// Effective weight: the disk's own weight, or its part of its group's weight.
+    pub weight: f64,
+    /// Device time that the share allowed while the disk was busy, in microseconds.
+    pub entitled_us: u64,
+    /// Device time that the disk used, in microseconds.
+    pub used_us: u64,
+    /// Device time that the disk left to others while it was busy, in microseconds.
+    pub donated_us: u64,
+    /// Time that operations waited for the disk's limits, in microseconds.
+    pub limited_us: u64,
+    /// Time that operations waited for other disks, in microseconds.
+    pub waited_us: u64,
+    /// Number of operations that wait now.
+    pub queued: u64,
+}
+
+/// Settings of a disk.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize, ToSchema)]
+pub struct Settings {
+    pub format: Option<String>,
+    pub cache: String,
+    pub queues: u16,
+    pub group: Option<String>,
+    pub weight: u32,
+    pub reserve_iops: Option<u64>,
+    pub reserve_bps: Option<u64>,
+    pub iops: Option<LimitSetting>,
+    pub iops_read: Option<LimitSetting>,
+    pub iops_write: Option<LimitSetting>,
+    pub bps: Option<LimitSetting>,
+    pub bps_read: Option<LimitSetting>,
+    pub bps_write: Option<LimitSetting>,
+    pub latency_target_us: Option<u64>,
+    pub tls_allow: Vec<String>,
+    /// Whether a call added the disk. A reload keeps such a disk, although the file lacks it.
+    pub added_by_api: bool,
+}
+
+/// A limit in operations or bytes a second.
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize, ToSchema)]
+pub struct LimitSetting {
+    pub rate: u64,
+    /// Rate of a burst. Null: no burst.
+    pub max: Option<u64>,
+    /// Length of a burst in seconds.
+    pub length: f64,
+}
+
+/// Requests of one kind.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize, ToSchema)]
+pub struct Requests {
+    pub requests: u64,
+    /// Number of requests that were merged into the operation of another.
+    pub merged: u64,
+    pub errors: u64,
+    pub bytes: u64,
+    /// Time in the queue: median, 99th percentile and maximum, in microseconds.
+    pub queue_us: [f64; 3],
+    /// Service time: median, 99th percentile and maximum, in microseconds.
+    pub service_us: [f64; 3],
+}
+
+/// A disk that was removed.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize, ToSchema)]
+pub struct Removed {
+    pub name: String,
+    /// Whether all answered writes are durable. If not, the log has the reason.
+    pub flushed: bool,
+}
+
+/// A disk whose writes were made durable.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize, ToSchema)]
+pub struct Flushed {
+    pub name: String,
+}
+
+/// The size to grow to.
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Resize {
+    /// New size in bytes, a multiple of 512.
+    pub size: u64,
+}
+
+/// Size in bytes, before and after.
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize, ToSchema)]
+pub struct Resized {
+    pub old: u64,
+    pub new: u64,
+}
+
+/// Where a snapshot's later writes go.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Snapshot {
+    /// Path of the overlay to create. The file must not exist.
+    pub overlay: String,
+    /// Continue although the old image cannot record that it has an overlay.
+    #[serde(default)]
+    pub unrecorded: bool,
+}
+
+/// A job to start.
+#[derive(Clone, Debug, PartialEq)]
+pub enum JobRequest {
+    Snapshot(Snapshot),
+    Commit,
+    Stream,
+}
+
+/// State of a job.
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum JobState {
+    Running,
+    Done,
+    /// The disk is as it was before the job.
+    Failed,
+}
+
+/// A snapshot, commit or stream of a disk.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize, ToSchema)]
+pub struct Job {
+    pub number: u64,
+    pub disk: String,
+    /// What the job does, for people: `snapshot into top.qcow2`, `commit`, `stream`.
+    pub kind: String,
+    pub state: JobState,
+    /// Number of bytes done.
+    pub done: u64,
+    /// Total number of bytes. It grows while the job finds more data to copy.
+    pub total: u64,
+    /// Why the job failed.
+    pub error: Option<String>,
+}
+
+/// The list of jobs.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize, ToSchema)]
+pub struct Jobs {
+    pub jobs: Vec<Job>,
+}
+
+/// A key with its old and its new value, as text.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize, ToSchema)]
+pub struct KeyChange {
+    pub key: String,
+    pub old: String,
+    pub new: String,
+}
+
+/// A disk that a reload changes.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize, ToSchema)]
+pub struct DiskChange {
+    pub disk: String,
+    pub keys: Vec<KeyChange>,
+    /// Whether the disk is closed and opened again, which disconnects its clients.
+    pub disconnects: bool,
+}
+
+/// A change that a reload does not apply.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize, ToSchema)]
+pub struct Ignored {
+    #[serde(flatten)]
+    pub change: KeyChange,
+    pub reason: String,
+}
+
+/// A disk that could not be served as the file says.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize, ToSchema)]
+pub struct FailedDisk {
+    pub disk: String,
+    pub error: String,
+}
+
+/// What a reload changed, or would change.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize, ToSchema)]
+pub struct Reload {
+    /// Whether nothing was applied.
+    pub dry_run: bool,
+    pub added: Vec<String>,
+    pub changed: Vec<DiskChange>,
+    /// Removed disks. Their clients are disconnected.
+    pub removed: Vec<String>,
+    pub ignored: Vec<Ignored>,
+    pub failed: Vec<FailedDisk>,
+}
+
+/// Parameters of a removal.
+#[derive(Clone, Copy, Debug, Default, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+#[serde(deny_unknown_fields)]
+pub struct RemoveQuery {
+    /// Disconnect clients.
+    #[serde(default)]
+    pub force: bool,
+}
+
+/// Parameters of a reload.
+#[derive(Clone, Copy, Debug, Default, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub struct ReloadQuery {
+    /// Return what a reload would change, and change nothing.
+    #[serde(default)]
+    pub dry_run: bool,
+}
