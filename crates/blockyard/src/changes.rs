@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 
+use blockyard_control::types::KeyChange;
 use clap::Args;
 use toml::{Table, Value};
 
@@ -18,20 +19,6 @@ impl Known {
     pub fn new(file: Table) -> Self {
         Known { at_start: file.clone(), file }
     }
-
-    /// Returns the `[[disk]]` table of a disk, empty if there is none.
-    pub fn disk(&self, name: &str) -> Table {
-        table_of(&self.file, name)
-    }
-}
-
-/// Returns the `[[disk]]` table of a disk in `file`, empty if there is none.
-pub fn table_of(file: &Table, name: &str) -> Table {
-    let disks = file.get("disk").and_then(Value::as_array).into_iter().flatten();
-    let named = |table: &&Table| {
-        Table::clone(table).try_into().is_ok_and(|args: DiskArgs| args.name() == name)
-    };
-    disks.filter_map(Value::as_table).find(named).cloned().unwrap_or_default()
 }
 
 /// Returns the table under `key`, empty if there is none.
@@ -39,17 +26,20 @@ pub fn inner(table: &Table, key: &str) -> Table {
     table.get(key).and_then(Value::as_table).cloned().unwrap_or_default()
 }
 
-/// Returns the keys in which two tables differ, with both values: `queues: 1 -> 4, read-only: false
-/// -> true`.
-pub fn changes(old: &Table, new: &Table) -> String {
+/// Returns the keys in which two tables differ, with both values.
+pub fn changes(old: &Table, new: &Table) -> Vec<KeyChange> {
     let keys: BTreeSet<_> = old.keys().chain(new.keys()).collect();
-    let all: Vec<_> =
-        keys.into_iter().filter_map(|key| change(key, old.get(key), new.get(key))).collect();
-    all.join(", ")
+    keys.into_iter().filter_map(|key| change(key, old.get(key), new.get(key))).collect()
+}
+
+/// Describes changes: `queues: 1 -> 4, read-only: false -> true`.
+pub fn describe(changes: &[KeyChange]) -> String {
+    let each = changes.iter().map(|KeyChange { key, old, new }| format!("{key}: {old} -> {new}"));
+    each.collect::<Vec<_>>().join(", ")
 }
 
 /// Returns a key with its old and its new value, or `None` if the values are equal.
-pub fn change(key: &str, old: Option<&Value>, new: Option<&Value>) -> Option<String> {
+pub fn change(key: &str, old: Option<&Value>, new: Option<&Value>) -> Option<KeyChange> {
     if old == new {
         return None;
     }
@@ -60,7 +50,7 @@ pub fn change(key: &str, old: Option<&Value>, new: Option<&Value>) -> Option<Str
         None => default_of(key).unwrap_or_else(|| "not set".into()),
     };
     let (old, new) = (show(old), show(new));
-    (old != new).then(|| format!("{key}: {old} -> {new}"))
+    (old != new).then(|| KeyChange { key: key.into(), old, new })
 }
 
 /// Returns the default of a key. It is the default of the option with the same name.
@@ -89,15 +79,11 @@ mod tests {
             .unwrap();
         let expected = "cache: none -> \"unsafe\", image: \"a\" -> \"b\", iops: not set -> \"1k\", \
                         prime: true -> false, queues: 2 -> 1";
-        assert_eq!(changes(&old, &new), expected);
-        assert_eq!(changes(&old, &old), "");
-        assert_eq!(
-            change("reactors", None, Some(&Value::from(2))).as_deref(),
-            Some("reactors: 1 -> 2")
-        );
-        assert_eq!(
-            change("fair-share", Some(&false.into()), None).as_deref(),
-            Some("fair-share: false -> true")
-        );
+        assert_eq!(describe(&changes(&old, &new)), expected);
+        assert_eq!(changes(&old, &old), []);
+        let (two, no) = (Value::from(2), Value::from(false));
+        let one = |key, old: Option<&Value>, new| describe(change(key, old, new).as_slice());
+        assert_eq!(one("reactors", None, Some(&two)), "reactors: 1 -> 2");
+        assert_eq!(one("fair-share", Some(&no), None), "fair-share: false -> true");
     }
 }

@@ -44,6 +44,8 @@ pub enum Command {
     /// Attach disks to guests of Xen, and detach them.
     #[command(subcommand)]
     Xen(crate::xen::Command),
+    /// Control a running server through its API (`serve --api`).
+    Ctl(Box<crate::ctl::CtlOptions>),
     /// Create, inspect, check and change disk images.
     ///
     /// Commands, options and JSON output are those of qemu-img.

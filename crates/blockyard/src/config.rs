@@ -1,19 +1,21 @@
 //! The configuration file: TOML with one `[[disk]]` table for each disk and one `[group.NAME]`
 //! table for each group. See docs/configuration.md.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use blockyard_sched::Knobs;
 use serde::Deserialize;
 
-mod mistake;
+pub mod mistake;
 
+use crate::claims::Claims;
+use crate::options::api;
 use crate::options::disk::DiskArgs;
 use crate::options::knobs::{self, GroupArgs};
 use crate::options::nbd::NbdArgs;
 use crate::options::serve::ServeOptions;
-use crate::options::values::{self, UblkNumber};
+use crate::options::values;
 use crate::options::xen::XenArgs;
 
 #[derive(Clone, Debug, Default, Deserialize, PartialEq)]
@@ -28,6 +30,13 @@ pub struct Config {
     /// File with the costs of the devices' operations.
     #[serde(default)]
     pub costs: Option<PathBuf>,
+    /// The API's socket. Read at start only.
+    #[serde(default)]
+    pub api: Option<String>,
+    #[serde(default, deserialize_with = "api::mode")]
+    pub socket_mode: Option<u32>,
+    #[serde(default)]
+    pub socket_group: Option<String>,
     /// Settings for all NBD clients.
     #[serde(default)]
     pub nbd: NbdArgs,
@@ -59,12 +68,13 @@ impl Config {
         match (&options.config, &options.disk) {
             (Some(path), _) => Ok(Config::read(path)?),
             (None, Some(disk)) => Ok(Config { disks: vec![disk.clone()], ..Config::default() }),
-            (None, None) if !options.xen.watch.is_empty() => Ok(Config::default()),
+            (None, None) if !options.xen.watch.is_empty() || options.api.api.is_some() => {
+                Ok(Config::default())
+            }
             (None, None) => {
                 anyhow::bail!(
                     "no disk: give an IMAGE and an export (--vhost-user, --nbd, --ublk or --xen), \
-                     or \
-                     --config FILE"
+                     or --config FILE, or --api SOCKET to add disks later"
                 )
             }
         }
@@ -85,59 +95,15 @@ impl Config {
         for (name, group) in &self.groups {
             knobs::check(&group.knobs()).map_err(|e| format!("group \"{name}\": {e}"))?;
         }
-        let (mut names, mut sockets, mut exports) =
-            (HashSet::new(), HashSet::new(), HashSet::new());
-        let (mut devices, mut domains, mut images) = (HashSet::new(), HashSet::new(), Vec::new());
+        let mut claims = Claims::default();
         for disk in &self.disks {
             let name = disk.name();
-            if !names.insert(name.clone()) {
-                return Err(format!(
-                    "two disks are called \"{name}\": set the key name of one of them"
-                ));
-            }
-            if let Some(socket) =
-                disk.vhost_user.as_ref().filter(|socket| !sockets.insert((*socket).clone()))
-            {
-                return Err(format!(
-                    "disk \"{name}\": another disk has the socket {socket} already"
-                ));
-            }
-            if let Some(address) = &disk.nbd
-                && !exports.insert((
-                    address.to_string(),
-                    disk.nbd_name.clone().unwrap_or_else(|| name.clone()),
-                ))
-            {
-                return Err(format!(
-                    "disk \"{name}\": another disk has that name at {address} already"
-                ));
-            }
+            claims.add(disk, disk.file())?;
             if !disk.is_exported() {
                 return Err(format!(
                     "disk \"{name}\": it has no export: set vhost-user, nbd, ublk or xen"
                 ));
             }
-            if let Some(UblkNumber::Number(n)) = disk.ublk
-                && !devices.insert(n)
-            {
-                return Err(format!("disk \"{name}\": another disk is /dev/ublkb{n} already"));
-            }
-            if let Some(device) = disk.xen.filter(|device| !domains.insert(*device)) {
-                return Err(format!("disk \"{name}\": another disk is {device} already"));
-            }
-            let image = disk.file();
-            let is_taken = |known: &&(String, Option<(u64, u64)>, bool)| {
-                image.is_some() && known.1 == image && !(known.2 && disk.read_only)
-            };
-            if let Some((other, ..)) = images.iter().find(is_taken) {
-                return Err(format!(
-                    "disk \"{name}\": disk \"{other}\" has the same image, {}: give one disk \
-                     several exports, or \
-                     make both read-only",
-                    disk.image.display()
-                ));
-            }
-            images.push((name.clone(), image, disk.read_only));
             if let Some(group) =
                 disk.group.as_ref().filter(|group| !self.groups.contains_key(*group))
             {
@@ -152,7 +118,7 @@ impl Config {
                 "xen.defaults: there is no group \"{group}\" (a table [group.{group}])"
             ));
         }
-        if self.disks.is_empty() && self.xen.watch.is_empty() {
+        if self.disks.is_empty() && self.xen.watch.is_empty() && self.api.is_none() {
             return Err(
                 "it has no disk: add a table [[disk]] with the key image and one of vhost-user, \
                  nbd, \
@@ -165,6 +131,14 @@ impl Config {
 }
 
 impl Config {
+    /// Returns the keys of the disk at this index of [`Config::disks`]. It has none if no file
+    /// configures it.
+    pub fn keys(&self, disk: usize) -> toml::Table {
+        let tables = self.file.get("disk").and_then(toml::Value::as_array);
+        let table = tables.and_then(|tables| tables.get(disk)).and_then(toml::Value::as_table);
+        table.cloned().unwrap_or_default()
+    }
+
     /// Returns the weight, limits and reservations of each group of disks.
     pub fn group_knobs(&self) -> BTreeMap<String, Knobs> {
         self.groups.iter().map(|(name, group)| (name.clone(), group.knobs())).collect()

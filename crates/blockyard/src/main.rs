@@ -9,11 +9,15 @@
 // not.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
+mod api;
 mod attach;
 mod bench;
+mod book;
 mod changes;
+mod claims;
 mod cli;
 mod config;
+mod ctl;
 mod disks;
 mod exports;
 mod figures;
@@ -60,6 +64,7 @@ fn run(command: &Command) -> Result<u8, Failure> {
         Command::Attach(options) => attach::attach(options)?,
         Command::Detach(options) => attach::detach(options)?,
         Command::Xen(command) => xen::run(command)?,
+        Command::Ctl(options) => ctl::run(options)?,
         Command::Image(command) => return image::run(command),
         Command::Bench { arguments } => return Err(bench::become_it(arguments).into()),
         Command::Completions { shell } => {

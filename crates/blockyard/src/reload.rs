@@ -1,156 +1,220 @@
-//! SIGHUP: reads the configuration and the NBD certificates again, and updates the sizes of images.
+//! SIGHUP and `ctl reload`: reads the configuration and the NBD certificates again, and updates the
+//! sizes of images.
 //!
 //! In: the configuration file. Out: disks that are added, removed and changed. The log has each
 //! changed key with its old and new value, the keys that only a restart applies, and the disks that
 //! could not be served. What must hold: a file with an error changes nothing. If a disk cannot be
 //! served as the file says, its old configuration stays.
 
-use std::sync::PoisonError;
+use std::collections::{HashMap, HashSet};
+use std::sync::{MutexGuard, PoisonError, TryLockError};
 
-use blockyard_yard::Change;
+use blockyard_control::types::{DiskChange, FailedDisk, Ignored, Reload};
 use toml::Table;
 
-use crate::changes::{change, changes, inner, table_of};
+use crate::book::Entry;
+use crate::changes::{change, changes, describe, inner};
 use crate::config::Config;
 use crate::disks::check;
 use crate::nbd;
 use crate::options::disk::DiskArgs;
-use crate::options::serve::ServeOptions;
 use crate::serve::Server;
 
 /// Keys of the file that are read at start only.
-const AT_START: [&str; 4] = ["reactors", "fair-share", "costs", "xen"];
-
-/// Numbers of disks for the final log line.
-#[derive(Default)]
-struct Tally {
-    added: usize,
-    changed: usize,
-    removed: usize,
-    skipped: usize,
-}
+const AT_START: [&str; 7] =
+    ["reactors", "fair-share", "costs", "xen", "api", "socket-mode", "socket-group"];
 
 impl Server {
     /// Applies the current configuration file. Logs an error and changes nothing if it is wrong.
-    pub fn reload(&mut self, options: &ServeOptions) {
-        let config = match Config::of(options) {
-            Ok(config) => config,
-            Err(e) => return tracing::error!("not reloaded: {e:#}"),
+    pub fn reload(&self) {
+        let only = self.reloading.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Err(e) = self.apply(&only, false) {
+            tracing::error!("not reloaded: {e:#}");
+        }
+    }
+
+    /// Like `reload`, without the log line about an error. `dry_run`: returns what would change,
+    /// and changes nothing. Returns `None` if another reload runs.
+    pub fn try_reload(&self, dry_run: bool) -> Option<anyhow::Result<Reload>> {
+        let only = match self.reloading.try_lock() {
+            Ok(only) => only,
+            Err(TryLockError::Poisoned(only)) => only.into_inner(),
+            Err(TryLockError::WouldBlock) => return None,
         };
-        if let Some(e) = config.disks.iter().find_map(|d| check(d).err()) {
-            return tracing::error!("not reloaded: {e:#}");
+        Some(self.apply(&only, dry_run))
+    }
+
+    /// `_only`: no other reload runs.
+    fn apply(&self, _only: &MutexGuard<'_, ()>, dry_run: bool) -> anyhow::Result<Reload> {
+        let config = Config::of(&self.options)?;
+        config.disks.iter().try_for_each(check)?;
+        let settings = nbd::settings(&self.options.nbd.or(&config.nbd), &config.disks)?;
+        let before = self.book.all();
+        let plan = self.plan(&config, &before);
+        if dry_run {
+            return Ok(Reload { dry_run, ..plan });
         }
-        match nbd::settings(&options.nbd.or(&config.nbd), &config.disks) {
-            Ok(settings) => {
-                self.common.nbd.lock().unwrap_or_else(PoisonError::into_inner).set(settings)
-            }
-            Err(e) => return tracing::error!("not reloaded: {e:#}"),
-        }
-        for key in AT_START {
-            if let Some(change) = change(key, self.known.at_start.get(key), config.file.get(key)) {
-                tracing::warn!("not applied: {change}: restart the server to apply it");
-            }
-        }
-        let nbd = changes(&inner(&self.known.file, "nbd"), &inner(&config.file, "nbd"));
-        if !nbd.is_empty() {
-            tracing::info!("changed for NBD: {nbd}");
-        }
-        self.log_groups(&inner(&config.file, "group"));
+        self.common.nbd.lock().unwrap_or_else(PoisonError::into_inner).set(settings);
+        self.log_others(&config, &plan);
         // The groups' settings come first, because closing and opening disks takes long.
         self.yard.set_groups(config.group_knobs());
-        let mut tally = Tally { changed: self.change_in_use(&config), ..Tally::default() };
-        let old = self.remove_others(&config, &mut tally);
+        self.book.adopt(&config.disks);
+        let mut failed = Vec::new();
+        self.change_in_use(&config, &plan, &mut failed);
+        let old = self.remove_others(&plan, &mut failed);
         // Update the sizes of all disks, including those of toolstacks.
         self.served().for_each(|disk| self.refresh(&disk.name));
-        self.add_others(config.disks, old, &mut tally);
-        self.known.file = config.file;
-        if options.config.is_some() {
-            let Tally { added, changed, removed, skipped } = tally;
+        self.add_others(&config, &plan, old, &mut failed);
+        self.known().file = config.file;
+        let done = without(plan, failed);
+        if self.options.config.is_some() {
             tracing::info!(
-                "reloaded: disks added {added}, changed {changed}, removed {removed}, failed \
-                 {skipped}"
+                "reloaded: disks added {}, changed {}, removed {}, failed {}",
+                done.added.len(),
+                done.changed.len(),
+                done.removed.len(),
+                done.failed.len()
             );
         }
+        Ok(done)
     }
 
-    /// Applies changes that need no reconnection: weight, limits, reservations and `tls-allow`.
-    /// Returns the number of disks that changed.
-    fn change_in_use(&mut self, config: &Config) -> usize {
-        let mut changed = 0;
-        for served in &mut self.disks {
-            let Some(args) = config.disks.iter().find(|args| is_same(served, args)) else {
-                continue;
-            };
-            if served == args {
-                continue;
-            }
+    fn known(&self) -> MutexGuard<'_, crate::changes::Known> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns what a reload changes. `served`: the present disks. Disks that the API added stay.
+    fn plan(&self, config: &Config, served: &[Entry]) -> Reload {
+        let names: HashSet<_> = config.disks.iter().map(DiskArgs::name).collect();
+        let present: HashMap<_, _> =
+            served.iter().map(|entry| (entry.args.name(), entry)).collect();
+        let mut plan = Reload::default();
+        for (at, args) in config.disks.iter().enumerate() {
             let name = args.name();
-            let (knobs, clients) = (args.knobs(), args.tls_allow.clone());
-            let change = Change {
-                clients: (served.tls_allow != clients).then_some(clients),
-                knobs: (served.knobs() != knobs).then_some(knobs),
+            match present.get(&name) {
+                None => plan.added.push(name),
+                Some(entry) if entry.args == *args => {}
+                Some(entry) => plan.changed.push(DiskChange {
+                    disk: name,
+                    keys: changes(&entry.keys, &config.keys(at)),
+                    disconnects: !is_same(&entry.args, args),
+                }),
+            }
+        }
+        let gone = served.iter().filter(|entry| !entry.by_api).map(|entry| entry.args.name());
+        plan.removed = gone.filter(|name| !names.contains(name)).collect();
+        let known = self.known();
+        let at_start = |key| change(key, known.at_start.get(key), config.file.get(key));
+        plan.ignored = AT_START
+            .into_iter()
+            .filter_map(at_start)
+            .map(|change| Ignored { change, reason: "restart the server to apply it".into() })
+            .collect();
+        plan
+    }
+
+    /// Logs changes that are not those of disks.
+    fn log_others(&self, config: &Config, plan: &Reload) {
+        for Ignored { change, reason } in &plan.ignored {
+            let change = describe(std::slice::from_ref(change));
+            tracing::warn!("not applied: {change}: {reason}");
+        }
+        let known = self.known();
+        let nbd = changes(&inner(&known.file, "nbd"), &inner(&config.file, "nbd"));
+        if !nbd.is_empty() {
+            tracing::info!("changed for NBD: {}", describe(&nbd));
+        }
+        log_groups(&inner(&known.file, "group"), &inner(&config.file, "group"));
+    }
+
+    /// Applies changes that need no reconnection.
+    fn change_in_use(&self, config: &Config, plan: &Reload, failed: &mut Vec<FailedDisk>) {
+        let names = config.disks.iter().map(DiskArgs::name);
+        let places: HashMap<_, _> = names.enumerate().map(|(at, name)| (name, at)).collect();
+        for DiskChange { disk, keys, .. } in plan.changed.iter().filter(|c| !c.disconnects) {
+            let Some(at) = places.get(disk).copied() else { continue };
+            let changed = match self.book.hold(disk) {
+                Ok(held) => self
+                    .change(&held, config.disks[at].clone(), config.keys(at))
+                    .map_err(anyhow::Error::from),
+                Err(e) => Err(e.into()),
             };
-            if let Err(e) = self.yard.change(&name, change) {
+            match changed {
+                Ok(()) => {
+                    tracing::info!(disk, "changed without closing it: {}", describe(keys))
+                }
+                Err(e) => failed.push(note(disk, &e)),
+            }
+        }
+    }
+
+    /// Removes the disks that are gone from the configuration, and those that must be opened again.
+    /// Returns the latter.
+    fn remove_others(&self, plan: &Reload, failed: &mut Vec<FailedDisk>) -> HashMap<String, Entry> {
+        let mut old = HashMap::new();
+        let again = plan.changed.iter().filter(|change| change.disconnects);
+        let again = again.map(|change| (&change.disk, Some(&change.keys)));
+        for (disk, keys) in plan.removed.iter().map(|disk| (disk, None)).chain(again) {
+            let held = match self.book.hold(disk) {
+                Ok(held) => held,
+                Err(e) => {
+                    failed.push(note(disk, &e.into()));
+                    continue;
+                }
+            };
+            match keys {
+                Some(keys) => {
+                    tracing::info!(
+                        disk,
+                        "changed: {}: closing and opening it; its clients are disconnected",
+                        describe(keys)
+                    );
+                    old.insert(disk.clone(), held.entry());
+                }
+                None => tracing::info!(disk, "removed from the configuration: closing it"),
+            }
+            if let Err(e) = self.remove(held) {
                 tracing::error!("{e}");
-                continue;
             }
-            let what = changes(&self.known.disk(&name), &table_of(&config.file, &name));
-            tracing::info!(disk = name, "changed without closing it: {what}");
-            *served = args.clone();
-            changed += 1;
         }
-        changed
-    }
-
-    /// Removes the disks that are gone from the configuration or differ from it. Returns them.
-    fn remove_others(&mut self, config: &Config, tally: &mut Tally) -> Vec<DiskArgs> {
-        let gone: Vec<_> = self.disks.extract_if(.., |args| !config.disks.contains(args)).collect();
-        for args in &gone {
-            let name = args.name();
-            if config.disks.iter().any(|args| args.name() == name) {
-                let what = changes(&self.known.disk(&name), &table_of(&config.file, &name));
-                tracing::info!(
-                    disk = name,
-                    "changed: {what}: closing and opening it; its clients are disconnected"
-                );
-            } else {
-                tracing::info!(disk = name, "removed from the configuration: closing it");
-                tally.removed += 1;
-            }
-            self.remove(&name);
-        }
-        gone
+        old
     }
 
     /// Adds the disks that are not served yet. `old`: the disks that `remove_others` removed.
-    fn add_others(&mut self, disks: Vec<DiskArgs>, mut old: Vec<DiskArgs>, tally: &mut Tally) {
-        for args in disks {
-            if self.disks.contains(&args) {
+    fn add_others(
+        &self,
+        config: &Config,
+        plan: &Reload,
+        mut old: HashMap<String, Entry>,
+        failed: &mut Vec<FailedDisk>,
+    ) {
+        let new: HashSet<_> = plan.added.iter().collect();
+        for (at, args) in config.disks.iter().enumerate() {
+            let name = args.name();
+            let before = old.remove(&name);
+            if before.is_none() && !new.contains(&name) {
                 continue;
             }
-            let (name, tls_allow) = (args.name(), args.tls_allow.clone());
-            let before = old.iter().position(|o| o.name() == name).map(|at| old.swap_remove(at));
-            match (self.add(args), before) {
-                (Ok(()), None) => tally.added += 1,
-                (Ok(()), Some(_)) => tally.changed += 1,
-                (Err(e), before) => {
-                    tally.skipped += 1;
-                    tracing::error!(disk = name, "the disk cannot be served as configured: {e:#}");
-                    match before {
-                        // Keep the new tls-allow: it may revoke the access of a client.
-                        Some(before) => self.restore(DiskArgs { tls_allow, ..before }),
-                        None => tracing::error!(disk = name, "the disk is not served"),
-                    }
+            let Err(e) = self.add(args.clone(), config.keys(at), false) else { continue };
+            let e = anyhow::Error::from(e);
+            failed.push(FailedDisk { disk: name.clone(), error: format!("{e:#}") });
+            tracing::error!(disk = name, "the disk cannot be served as configured: {e:#}");
+            match before {
+                // Keep the new tls-allow: it may revoke the access of a client.
+                Some(before) => {
+                    let tls_allow = args.tls_allow.clone();
+                    self.restore(DiskArgs { tls_allow, ..before.args }, before.keys)
                 }
+                None => tracing::error!(disk = name, "the disk is not served"),
             }
         }
     }
 
     /// Serves a disk with its old configuration, because the new one failed. The next reload tries
     /// the new one again.
-    fn restore(&mut self, args: DiskArgs) {
+    fn restore(&self, args: DiskArgs, keys: Table) {
         let name = args.name();
-        match self.add(args) {
+        match self.add(args, keys, false).map_err(anyhow::Error::from) {
             Ok(()) => tracing::warn!(disk = name, "the disk is served with its old configuration"),
             Err(e) => tracing::error!(
                 disk = name,
@@ -169,16 +233,30 @@ impl Server {
             Err(e) => tracing::error!(disk, "{:#}", anyhow::Error::from(e)),
         }
     }
+}
 
-    fn log_groups(&self, new: &Table) {
-        let old = inner(&self.known.file, "group");
-        for group in old.keys() {
-            let what = changes(&inner(&old, group), &inner(new, group));
-            if new.contains_key(group) && !what.is_empty() {
-                tracing::info!(group, "changed: {what}");
-            }
+fn log_groups(old: &Table, new: &Table) {
+    for group in old.keys() {
+        let what = changes(&inner(old, group), &inner(new, group));
+        if new.contains_key(group) && !what.is_empty() {
+            tracing::info!(group, "changed: {}", describe(&what));
         }
     }
+}
+
+/// Logs that a change of a disk failed.
+fn note(disk: &str, error: &anyhow::Error) -> FailedDisk {
+    tracing::error!(disk, "{error:#}");
+    FailedDisk { disk: disk.into(), error: format!("{error:#}") }
+}
+
+/// Returns the plan without what failed.
+fn without(plan: Reload, failed: Vec<FailedDisk>) -> Reload {
+    let names: HashSet<_> = failed.iter().map(|failed| &failed.disk).collect();
+    let added = plan.added.into_iter().filter(|disk| !names.contains(disk)).collect();
+    let removed = plan.removed.into_iter().filter(|disk| !names.contains(disk)).collect();
+    let changed = plan.changed.into_iter().filter(|c| !names.contains(&c.disk)).collect();
+    Reload { added, removed, changed, failed, ..plan }
 }
 
 /// Returns whether `args` differs from the served disk only in keys that change without closing it:

@@ -1,20 +1,23 @@
 //! `blockyard serve`: opens the disks, starts their exports, and waits for signals.
 //!
 //! SIGTERM and SIGINT: drain, flush, exit. SIGHUP: `reload`. SIGUSR1: log statistics. The yard owns
-//! the disks; this file sends it commands.
+//! the disks; this file sends it commands. Signals and the API (`api.rs`) use the same [`Server`].
 
 use std::sync::{Arc, Mutex};
+use std::time::SystemTime;
 
 use anyhow::Context;
 use blockyard_export::Reactors;
 use blockyard_program::ending::Failure;
 use blockyard_program::output;
 use blockyard_ring::xen::Host;
-use blockyard_yard::{DiskInfo, DiskState, Yard, YardError};
+use blockyard_yard::{Change, DiskInfo, DiskState, Yard, YardError};
 use rustix::thread::CpuSet;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
+use toml::Table;
 
+use crate::book::{Book, HeldDisk};
 use crate::changes::Known;
 use crate::config::Config;
 use crate::disks::{advise, check, log_end, settings, try_open};
@@ -25,7 +28,7 @@ use crate::options::serve::ServeOptions;
 use crate::options::values::Cpus;
 use crate::options::xen::XenArgs;
 use crate::toolstack::Toolstacks;
-use crate::{attach, figures, log, shares};
+use crate::{api, attach, figures, log, shares};
 
 pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     blockyard_ring::inherited::note();
@@ -62,8 +65,16 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     let nbd = Arc::new(Mutex::new(Servers::new(nbd, reactors.clone())));
     let common = Common { nbd, attached: options.attached };
     let yard = Yard::start(reactors.clone(), shares)?;
-    let mut server = Server { yard, common, disks: Vec::new(), known: Known::new(config.file) };
-    let served = server.serve(options, config.disks, xen, &mut signals);
+    let server = Arc::new(Server {
+        yard,
+        common,
+        options: options.clone(),
+        since: SystemTime::now(),
+        book: Book::default(),
+        known: Mutex::new(Known::new(config.file.clone())),
+        reloading: Mutex::new(()),
+    });
+    let served = server.serve(&config, xen, &mut signals);
     let closed = server.close();
     // After `stop` the images are closed. Another program may open them as soon as this one exits.
     reactors.stop();
@@ -102,29 +113,44 @@ fn explain_io_uring(error: std::io::Error) -> anyhow::Error {
     anyhow::Error::from(error).context(hint)
 }
 
+/// Reasons why a disk cannot be added.
+#[derive(Debug, thiserror::Error)]
+pub enum AddError {
+    #[error("{0}")]
+    Conflict(String),
+    #[error("{0:#}")]
+    Open(anyhow::Error),
+    #[error(transparent)]
+    Yard(YardError),
+}
+
 /// A running server: the yard, and the configuration that it serves.
 pub struct Server {
     pub yard: Yard,
     pub common: Common,
+    pub options: ServeOptions,
+    pub since: SystemTime,
     /// Configuration of each disk that is served, without the disks of toolstacks.
-    pub disks: Vec<DiskArgs>,
+    pub book: Book,
     /// The configuration file that is in effect.
-    pub known: Known,
+    pub known: Mutex<Known>,
+    /// Held during a reload: one at a time.
+    pub reloading: Mutex<()>,
 }
 
 impl Server {
     /// Opens the disks, and serves them until SIGTERM or SIGINT.
     fn serve(
-        &mut self,
-        options: &ServeOptions,
-        disks: Vec<DiskArgs>,
+        self: &Arc<Self>,
+        config: &Config,
         xen: XenArgs,
         signals: &mut Signals,
     ) -> Result<(), Failure> {
-        self.add_all(disks)?;
+        self.add_all(config)?;
         let toolstacks = Toolstacks::start(xen, &Host::Xen, exports::records, &self.yard)?;
+        let api = api::start(&self.options.api.or(config), self.clone())?;
         let mut by_nbd = None;
-        if options.attached {
+        if self.options.attached {
             by_nbd = self.report_device()?;
             // The kernel writes back pages of this device to free memory. The server must not wait
             // for memory then: that would be a deadlock.
@@ -137,12 +163,13 @@ impl Server {
         let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
         for signal in signals.forever() {
             match signal {
-                SIGHUP => self.reload(options),
+                SIGHUP => self.reload(),
                 SIGUSR1 => self.log_statistics(),
                 _ => break,
             }
         }
         let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
+        drop(api);
         by_nbd.iter().for_each(|device| attach::sync_device(device));
         toolstacks.finish();
         Ok(())
@@ -150,14 +177,15 @@ impl Server {
 
     /// Adds the disks at start. Returns the first error if all fail. If only some fail, logs their
     /// errors.
-    fn add_all(&mut self, disks: Vec<DiskArgs>) -> anyhow::Result<()> {
-        let (all, mut failed) = (disks.len(), Vec::new());
-        for disk in disks {
-            failed.extend(self.add(disk).err());
+    fn add_all(&self, config: &Config) -> anyhow::Result<()> {
+        let (all, mut failed) = (config.disks.len(), Vec::new());
+        for (at, disk) in config.disks.iter().enumerate() {
+            failed.extend(self.add(disk.clone(), config.keys(at), false).err());
         }
-        if self.disks.is_empty() && !failed.is_empty() {
-            return Err(failed.swap_remove(0));
+        if failed.len() == all && !failed.is_empty() {
+            return Err(failed.swap_remove(0).into());
         }
+        let failed: Vec<_> = failed.into_iter().map(anyhow::Error::from).collect();
         failed.iter().for_each(|e| tracing::error!("{e:#}"));
         if !failed.is_empty() {
             tracing::warn!("{} of {all} disks are not served; SIGHUP tries again", failed.len());
@@ -165,28 +193,51 @@ impl Server {
         Ok(())
     }
 
-    pub fn add(&mut self, args: DiskArgs) -> anyhow::Result<()> {
+    /// Opens a disk and starts its exports. `keys`: the keys that were given. `by_api`: no
+    /// configuration file has the disk.
+    pub fn add(&self, args: DiskArgs, keys: Table, by_api: bool) -> Result<(), AddError> {
+        let held = self.book.reserve(args.clone(), keys, by_api).map_err(AddError::Conflict)?;
         let added = self.yard.add(settings(&args, exports::ways(&args, &self.common)));
         added.map_err(|e| match e {
-            YardError::Open(e) => advise(e, &args),
-            e => e.into(),
+            YardError::Open(e) => AddError::Open(advise(e, &args)),
+            e => AddError::Yard(e),
         })?;
-        self.disks.push(args);
+        held.keep();
         Ok(())
     }
 
-    /// Removes a disk, and logs its final statistics.
-    pub fn remove(&self, name: &str) {
-        match self.yard.remove(name) {
-            Ok(ended) => log_end(&ended),
-            Err(e) => tracing::error!("{e}"),
-        }
+    /// Removes a disk, and logs its final statistics. Returns whether its image was flushed.
+    pub fn remove(&self, held: HeldDisk<'_>) -> Result<bool, YardError> {
+        let ended = self.yard.remove(&held.args().name());
+        held.remove();
+        ended.map(|ended| {
+            log_end(&ended);
+            ended.is_flushed
+        })
+    }
+
+    /// Applies keys that need no reconnection: weight, limits, reservations and `tls-allow`.
+    pub fn change(
+        &self,
+        held: &HeldDisk<'_>,
+        args: DiskArgs,
+        keys: Table,
+    ) -> Result<(), YardError> {
+        let served = held.args();
+        let (knobs, clients) = (args.knobs(), args.tls_allow.clone());
+        let change = Change {
+            clients: (served.tls_allow != clients).then_some(clients),
+            knobs: (served.knobs() != knobs).then_some(knobs),
+        };
+        self.yard.change(&args.name(), change)?;
+        held.set(args, keys);
+        Ok(())
     }
 
     /// Prints the device of the only disk, for the process that started this server. Returns the
     /// device if it belongs to the kernel's NBD client. See [`attach::report_device`].
     fn report_device(&self) -> anyhow::Result<Option<std::path::PathBuf>> {
-        let args = self.disks.first().context("no disk is served")?;
+        let args = self.book.all().into_iter().next().context("no disk is served")?.args;
         let name = args.name();
         match args.xen {
             Some(device) => {
@@ -219,7 +270,7 @@ impl Server {
         }
     }
 
-    fn close(self) -> Result<(), Failure> {
+    fn close(&self) -> Result<(), Failure> {
         let ended = self.yard.close();
         for disk in &ended {
             figures::log(&disk.name, &disk.statistics, &disk.share);

@@ -14,6 +14,13 @@ const fn example(does: &'static str, line: &'static str) -> Example {
     Example { does, line }
 }
 
+/// Examples of `blockyard ctl`.
+const CTL: &[Example] = &[
+    example("Show the server and its disks", "blockyard ctl status"),
+    example("Limit a disk to 5000 requests a second", "blockyard ctl set web iops=5000"),
+    example("Use another server's API", "blockyard ctl list --api /run/other.sock"),
+];
+
 /// Examples by command. The key is the path of the command without `blockyard`.
 const ALL: &[(&str, &[Example])] = &[
     (
@@ -77,6 +84,47 @@ const ALL: &[(&str, &[Example])] = &[
     ),
     ("xen detach", &[example("Detach device xvdb from domain 3", "blockyard xen detach 3 xvdb")]),
     ("xen list", &[example("List devices for a program", "blockyard xen list --json")]),
+    ("ctl", CTL),
+    ("ctl status", &[example("Show the server and its disks", "blockyard ctl status")]),
+    ("ctl list", &[example("List the disks for a program", "blockyard ctl list --json")]),
+    ("ctl show", &[example("Show clients, settings and statistics", "blockyard ctl show web")]),
+    (
+        "ctl add",
+        &[example(
+            "Add a disk with two queues",
+            "blockyard ctl add name=web image=/srv/web.qcow2 vhost-user=/run/web.sock queues=2",
+        )],
+    ),
+    (
+        "ctl remove",
+        &[
+            example("Remove a disk that no client uses", "blockyard ctl remove web"),
+            example("Remove it and disconnect clients", "blockyard ctl remove web --force"),
+        ],
+    ),
+    (
+        "ctl set",
+        &[
+            example("Limit a disk to 5000 requests a second", "blockyard ctl set web iops=5000"),
+            example("Remove the limit", "blockyard ctl set web iops="),
+        ],
+    ),
+    ("ctl snapshot", &[example("Take a snapshot", "blockyard ctl snapshot web /srv/web-2.qcow2")]),
+    ("ctl commit", &[example("Commit, and wait for the end", "blockyard ctl commit web")]),
+    ("ctl stream", &[example("Begin to stream", "blockyard ctl stream web --no-wait")]),
+    ("ctl jobs", &[example("List the jobs and their progress", "blockyard ctl jobs")]),
+    ("ctl wait", &[example("Wait for the end of job 3", "blockyard ctl wait 3")]),
+    ("ctl cancel", &[example("Cancel job 3", "blockyard ctl cancel 3")]),
+    (
+        "ctl reload",
+        &[
+            example("Print what a reload would change", "blockyard ctl reload --dry-run"),
+            example("Apply the configuration file", "blockyard ctl reload"),
+        ],
+    ),
+    ("ctl refresh", &[example("Adopt the image's new size", "blockyard ctl refresh web")]),
+    ("ctl resize", &[example("Grow a raw disk to 20 GiB", "blockyard ctl resize web 20G")]),
+    ("ctl flush", &[example("Make all answered writes durable", "blockyard ctl flush web")]),
     (
         "image",
         &[

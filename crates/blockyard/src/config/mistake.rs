@@ -28,6 +28,15 @@ pub fn describe(text: &str, error: &toml::de::Error) -> String {
     }
 }
 
+/// Describes the mistake in a value of JSON. `message`: the parser's; `path`: where the value is.
+pub fn describe_value(message: &str, path: &str) -> String {
+    if let Some(unknown) = message.strip_prefix("unknown field `") {
+        let of_disk = if path.contains('.') { " in this object" } else { " in a disk" };
+        return unknown_key(unknown, of_disk);
+    }
+    wrong_type(message).unwrap_or_else(|| message.into())
+}
+
 /// Returns a message about an unknown key, with the nearest known key. `unknown`: the rest of the
 /// parser's message, which lists all keys of the table.
 fn unknown_key(unknown: &str, table: &str) -> String {

@@ -4,6 +4,7 @@
 //!   values ◄─ knobs, nbd ◄─ xen ◄─ disk ◄─ serve
 //! ```
 
+pub mod api;
 pub mod disk;
 pub mod knobs;
 pub mod nbd;

@@ -4,12 +4,13 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueHint};
 
+use super::api::ApiArgs;
 use super::disk::DiskArgs;
 use super::nbd::NbdArgs;
 use super::values::{self, Cpus};
 use super::xen::XenArgs;
 
-#[derive(Args, Default)]
+#[derive(Args, Clone, Default)]
 pub struct ServeOptions {
     #[command(flatten)]
     pub disk: Option<DiskArgs>,
@@ -46,6 +47,9 @@ pub struct ServeOptions {
     /// [default: /var/lib/blockyard/costs.toml, if it exists]
     #[arg(long, value_name = "FILE", help_heading = "Server", value_hint = ValueHint::FilePath)]
     pub costs: Option<PathBuf>,
+
+    #[command(flatten)]
+    pub api: ApiArgs,
 
     #[command(flatten)]
     pub nbd: NbdArgs,

@@ -108,6 +108,11 @@ fn readme() {
 }
 
 #[test]
+fn api() {
+    runs_as_it_stands("api.md", &[]);
+}
+
+#[test]
 fn fio() {
     runs_as_it_stands("fio.md", &["fio"]);
 }

@@ -1,0 +1,235 @@
+//! What each call of the API does: commands of the yard, and changes of the book of disks.
+
+use std::sync::PoisonError;
+use std::time::UNIX_EPOCH;
+
+use blockyard_control::types::{
+    Client, Disk, DiskRow, Flushed, Job, JobRequest, Reload, Removed, Resize, Resized, ServerInfo,
+    State,
+};
+use blockyard_control::{Answer, Kind, Object, Operator, Problem};
+use blockyard_disk::SnapshotOptions;
+use blockyard_image::Format;
+use blockyard_yard::JobKind;
+
+use super::words;
+use crate::book::{HeldDisk, HoldError};
+use crate::changes::inner;
+use crate::disks::check;
+use crate::options::disk::DiskArgs;
+use crate::options::knobs;
+use crate::serve::{AddError, Server};
+
+impl Server {
+    /// Holds a disk for a command.
+    fn hold(&self, name: &str) -> Answer<HeldDisk<'_>> {
+        self.book.hold(name).map_err(|e| match e {
+            HoldError::NotFound(_) => match self.row(name) {
+                Ok(_) => Problem::new(
+                    Kind::Conflict,
+                    format!(
+                        "a Xen toolstack owns disk \"{name}\": detach it there (xl block-detach)"
+                    ),
+                ),
+                Err(problem) => problem,
+            },
+            HoldError::Busy(_) => Problem::new(Kind::Conflict, e.to_string()),
+        })
+    }
+
+    fn row(&self, name: &str) -> Answer<DiskRow> {
+        let found = self.yard.list().into_iter().find(|disk| disk.name == name);
+        found.map(words::row).ok_or_else(|| {
+            Problem::new(Kind::NotFound, format!("no disk is called \"{name}\" (GET /v1/disks)"))
+        })
+    }
+
+    /// Returns an error if the group of a new disk does not exist.
+    fn check_group(&self, args: &DiskArgs) -> Answer<()> {
+        let Some(group) = &args.group else { return Ok(()) };
+        let known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        if inner(&known.file, "group").contains_key(group) {
+            return Ok(());
+        }
+        let what = format!("group: the configuration file has no table [group.{group}]");
+        Err(Problem::new(Kind::Invalid, what).in_field("group"))
+    }
+
+    fn job(&self, number: u64) -> Answer<blockyard_yard::Job> {
+        let found = self.yard.jobs().into_iter().find(|job| job.number() == number);
+        found.ok_or_else(|| Problem::new(Kind::NotFound, format!("there is no job {number}")))
+    }
+}
+
+impl Operator for Server {
+    fn server(&self) -> ServerInfo {
+        let since = self.since.duration_since(UNIX_EPOCH).unwrap_or_default();
+        ServerInfo {
+            version: env!("CARGO_PKG_VERSION").into(),
+            pid: std::process::id(),
+            since: since.as_secs(),
+            disks: self.yard.list().len(),
+            config: self.options.config.as_ref().map(|path| path.display().to_string()),
+        }
+    }
+
+    fn disks(&self) -> Vec<DiskRow> {
+        self.yard.list().into_iter().map(words::row).collect()
+    }
+
+    fn disk(&self, name: &str) -> Answer<Disk> {
+        let row = self.row(name)?;
+        let settings = self.book.find(name).as_ref().map(words::settings);
+        // A report of such a disk would wait until it is opened or closed.
+        if matches!(row.state, State::Opening | State::Closing) {
+            let (device, clients, share, requests) = Default::default();
+            return Ok(Disk { row, device, clients, share, settings, requests });
+        }
+        let report = self.yard.report(name).map_err(words::problem)?;
+        let client = |description: &String| Client { description: description.clone() };
+        Ok(Disk {
+            row,
+            device: report.device.as_ref().map(|path| path.display().to_string()),
+            clients: report.clients.iter().map(client).collect(),
+            share: Some(words::share(&report.share)),
+            settings,
+            requests: words::requests(&report.statistics),
+        })
+    }
+
+    fn add(&self, keys: Object) -> Answer<Disk> {
+        let (args, table) = words::disk(keys)?;
+        check(&args).map_err(|e| Problem::new(Kind::Invalid, format!("{e:#}")))?;
+        self.check_group(&args)?;
+        let name = args.name();
+        if self.row(&name).is_ok() {
+            let what = format!("a disk is called \"{name}\" already: choose another name");
+            return Err(Problem::new(Kind::Conflict, what).in_field("name"));
+        }
+        self.add(args, table, true).map_err(|e| match e {
+            AddError::Conflict(what) => Problem::new(Kind::Conflict, what),
+            AddError::Open(e) => Problem::new(Kind::Failed, format!("{e:#}")),
+            AddError::Yard(e) => words::problem(e),
+        })?;
+        self.disk(&name)
+    }
+
+    fn remove(&self, name: &str, force: bool) -> Answer<Removed> {
+        let held = self.hold(name)?;
+        if !force {
+            let clients = self.yard.report(name).map_err(words::problem)?.clients;
+            if !clients.is_empty() {
+                let what = format!(
+                    "disk \"{name}\" is in use by {}: disconnect, or remove it with force=true",
+                    clients.join(", ")
+                );
+                return Err(Problem::new(Kind::Conflict, what));
+            }
+        }
+        let flushed = self.remove(held).map_err(words::problem)?;
+        Ok(Removed { name: name.into(), flushed })
+    }
+
+    fn set(&self, name: &str, keys: Object) -> Answer<Disk> {
+        let held = self.hold(name)?;
+        let entry = held.entry();
+        let (args, table) = words::changed(entry.args, entry.keys, keys)?;
+        knobs::check(&args.knobs())
+            .map_err(|e| Problem::new(Kind::Invalid, format!("disk \"{name}\": {e}")))?;
+        self.change(&held, args, table).map_err(words::problem)?;
+        drop(held);
+        self.disk(name)
+    }
+
+    fn refresh(&self, name: &str) -> Answer<Resized> {
+        match self.yard.refresh(name).map_err(words::problem)? {
+            Some(size) => Ok(Resized { old: size.old, new: size.new }),
+            None => self.row(name).map(|row| Resized { old: row.size, new: row.size }),
+        }
+    }
+
+    fn resize(&self, name: &str, size: Resize) -> Answer<Resized> {
+        let held = self.hold(name)?;
+        let args = held.args();
+        let row = self.row(name)?;
+        words::check_growth(&args, row.size, size.size)?;
+        if args.format() != Ok(Format::Raw) {
+            let what = format!(
+                "disk \"{name}\": only raw images grow while they are served; remove the disk, \
+                 run blockyard image resize, and add it again"
+            );
+            return Err(Problem::new(Kind::Conflict, what));
+        }
+        let failed = |e: std::io::Error| {
+            let image = args.image.display();
+            Problem::new(Kind::Failed, format!("image {image}: cannot grow it: {e}"))
+        };
+        let file = std::fs::File::options().write(true).open(&args.image).map_err(failed)?;
+        if !file.metadata().map_err(failed)?.is_file() {
+            let what = format!("disk \"{name}\": its image is not a file: grow it, then refresh");
+            return Err(Problem::new(Kind::Conflict, what));
+        }
+        file.set_len(size.size).map_err(failed)?;
+        self.refresh(name)
+    }
+
+    fn flush(&self, name: &str) -> Answer<Flushed> {
+        self.yard.flush(name).map_err(words::problem)?;
+        Ok(Flushed { name: name.into() })
+    }
+
+    fn start(&self, name: &str, job: JobRequest) -> Answer<Job> {
+        let kind = match job {
+            JobRequest::Snapshot(options) => JobKind::Snapshot(SnapshotOptions {
+                unrecorded: options.unrecorded,
+                ..SnapshotOptions::new(options.overlay)
+            }),
+            JobRequest::Commit => JobKind::Commit,
+            JobRequest::Stream => JobKind::Stream,
+        };
+        self.yard.start_job(name, kind).map(|job| words::job(&job)).map_err(words::problem)
+    }
+
+    fn jobs(&self) -> Vec<Job> {
+        self.yard.jobs().iter().map(words::job).collect()
+    }
+
+    fn cancel(&self, number: u64) -> Answer<Job> {
+        let job = self.job(number)?;
+        job.cancel();
+        Ok(words::job(&job))
+    }
+
+    fn reload(&self, dry_run: bool) -> Answer<Reload> {
+        let Some(done) = self.try_reload(dry_run) else {
+            let what = "another reload runs: try again when it has ended";
+            return Err(Problem::new(Kind::Conflict, what));
+        };
+        done.map_err(|e| Problem::new(Kind::Failed, format!("not reloaded: {e:#}")))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use toml::Table;
+
+    use super::*;
+
+    #[test]
+    fn only_keys_that_need_no_reconnection_change_and_null_restores_a_default() {
+        let keys = |text: &str| serde_json::from_str::<Object>(text).unwrap();
+        let disk = r#"{"image": "ram:1M", "vhost-user": "/s", "weight": 300, "iops": "1k"}"#;
+        let (args, table) = words::disk(keys(disk)).unwrap();
+        let (args, table): (DiskArgs, Table) =
+            words::changed(args, table, keys(r#"{"iops": null, "bps": 5000}"#)).unwrap();
+        assert_eq!((args.weight, args.iops, args.bps.map(|l| l.rate)), (300, None, Some(5000)));
+        assert!(!table.contains_key("iops") && table.contains_key("bps"));
+        let wrong = |text: &str| words::changed(args.clone(), table.clone(), keys(text));
+        let problem = wrong(r#"{"cache": "none"}"#).unwrap_err();
+        assert_eq!(problem.field.as_deref(), Some("cache"));
+        let problem = wrong(r#"{"weight": 0}"#).unwrap_err();
+        assert_eq!(problem.field.as_deref(), Some("weight"), "{problem}");
+        let problem = wrong(r#"{"wieght": 5}"#).unwrap_err();
+        assert!(problem.detail.contains("weight"), "{problem}");
+    }
+}

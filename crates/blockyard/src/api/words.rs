@@ -1,0 +1,219 @@
+//! Settings, figures and errors in the words of the API.
+
+use std::collections::BTreeMap;
+
+use blockyard_control::types::{
+    DiskRow, Job, JobState, LimitSetting, Requests, Settings, ShareFigures, State,
+};
+use blockyard_control::{Answer, Kind, Object, Problem, invalid};
+use blockyard_disk::{OpKind, Statistics};
+use blockyard_sched::{Limit, Share};
+use blockyard_yard::{DiskInfo, DiskState, YardError};
+use serde_json::Value;
+use toml::Table;
+
+use crate::book::Entry;
+use crate::config::mistake;
+use crate::options::disk::DiskArgs;
+
+/// Size of a sector in bytes. The size of a disk is a multiple of it.
+const SECTOR: u64 = 512;
+
+/// Keys that change without a reconnection.
+const CHANGEABLE: [&str; 11] = [
+    "weight",
+    "reserve-iops",
+    "reserve-bps",
+    "iops",
+    "iops-read",
+    "iops-write",
+    "bps",
+    "bps-read",
+    "bps-write",
+    "latency-target",
+    "tls-allow",
+];
+
+pub fn problem(error: YardError) -> Problem {
+    let kind = match &error {
+        YardError::NotFound { .. } => Kind::NotFound,
+        YardError::NameTaken { .. } => Kind::Conflict,
+        YardError::TooManyJobs { .. } | YardError::Thread { .. } | YardError::Closing => Kind::Busy,
+        _ => Kind::Failed,
+    };
+    Problem::new(kind, format!("{:#}", anyhow::Error::from(error)))
+}
+
+/// Parses the keys of a disk. Returns them also as a table of the configuration file.
+pub fn disk(keys: Object) -> Answer<(DiskArgs, Table)> {
+    let args: DiskArgs = parse(&keys)?;
+    Ok((args, table(keys)))
+}
+
+fn parse(keys: &Object) -> Answer<DiskArgs> {
+    serde_path_to_error::deserialize(Value::Object(keys.clone())).map_err(|e| {
+        let path = e.path().to_string();
+        let what = mistake::describe_value(&e.inner().to_string(), &path);
+        invalid(&path, &what)
+    })
+}
+
+/// Returns keys as a table. A key with null has its default, so it is left out.
+fn table(mut keys: Object) -> Table {
+    keys.retain(|_, value| !value.is_null());
+    // JSON without null has a form in TOML, except numbers beyond 64 bits, which no key accepts.
+    Table::try_from(keys).unwrap_or_default()
+}
+
+/// Returns the options and the keys of a disk with some keys changed.
+pub fn changed(args: DiskArgs, mut old: Table, keys: Object) -> Answer<(DiskArgs, Table)> {
+    // The key is required, and no call changes it.
+    let image = ("image".to_string(), Value::from(args.image.to_string_lossy()));
+    if let Some(key) = keys.keys().find(|key| !CHANGEABLE.contains(&key.as_str())) {
+        // An unknown key has a better message.
+        parse(&[image, (key.clone(), keys[key].clone())].into_iter().collect())?;
+        let what = format!(
+            "it cannot change while the disk is served; remove the disk and add it again, or \
+             change one of {}",
+            CHANGEABLE.join(", ")
+        );
+        return Err(invalid(key, &what));
+    }
+    let given = keys.iter().filter(|(_, value)| !value.is_null());
+    let given = given.map(|(key, value)| (key.clone(), value.clone()));
+    let new = parse(&[image].into_iter().chain(given).collect())?;
+    let mut knobs = args.knobs();
+    let mut tls_allow = args.tls_allow.clone();
+    for key in keys.keys() {
+        match key.as_str() {
+            "weight" => knobs.weight = new.weight,
+            "reserve-iops" => knobs.reserve_iops = new.reserve_iops,
+            "reserve-bps" => knobs.reserve_bps = new.reserve_bps,
+            "iops" => knobs.limits.iops = new.iops,
+            "iops-read" => knobs.limits.iops_read = new.iops_read,
+            "iops-write" => knobs.limits.iops_write = new.iops_write,
+            "bps" => knobs.limits.bps = new.bps,
+            "bps-read" => knobs.limits.bps_read = new.bps_read,
+            "bps-write" => knobs.limits.bps_write = new.bps_write,
+            "latency-target" => knobs.latency_target = new.latency_target,
+            _ => tls_allow.clone_from(&new.tls_allow),
+        }
+        old.remove(key);
+    }
+    old.extend(table(keys));
+    Ok((DiskArgs { tls_allow, ..args }.with(&knobs), old))
+}
+
+/// Returns an error if a disk cannot grow from `old` to `new` bytes.
+pub fn check_growth(args: &DiskArgs, old: u64, new: u64) -> Answer<()> {
+    if args.read_only {
+        let what = format!("disk \"{}\" is read-only, so its image cannot grow", args.name());
+        return Err(Problem::new(Kind::Conflict, what));
+    }
+    if new < old {
+        let what = format!("the disk has {old} bytes, and it can only grow");
+        return Err(invalid("size", &what));
+    }
+    // The kernel's maximum size of a file.
+    if !new.is_multiple_of(SECTOR) || new > i64::MAX as u64 {
+        return Err(invalid("size", "it must be a multiple of 512, and less than 2^63"));
+    }
+    Ok(())
+}
+
+pub fn row(disk: DiskInfo) -> DiskRow {
+    DiskRow {
+        name: disk.name,
+        state: match disk.state {
+            DiskState::Opening => State::Opening,
+            DiskState::Serving => State::Serving,
+            DiskState::Busy => State::Busy,
+            DiskState::Closing => State::Closing,
+        },
+        image: disk.image.map(|path| path.display().to_string()),
+        images: disk.images,
+        size: disk.capacity,
+        read_only: disk.is_read_only,
+        exports: disk.ways,
+    }
+}
+
+pub fn settings(entry: &Entry) -> Settings {
+    let args = &entry.args;
+    let limit = |limit: Option<Limit>| {
+        limit.map(|Limit { rate, max, length }| LimitSetting {
+            rate,
+            max,
+            length: length.as_secs_f64(),
+        })
+    };
+    Settings {
+        format: args.format().ok().map(|format| format.to_string()),
+        cache: args.cache.to_string(),
+        queues: args.queues,
+        group: args.group.clone(),
+        weight: args.weight,
+        reserve_iops: args.reserve_iops,
+        reserve_bps: args.reserve_bps,
+        iops: limit(args.iops),
+        iops_read: limit(args.iops_read),
+        iops_write: limit(args.iops_write),
+        bps: limit(args.bps),
+        bps_read: limit(args.bps_read),
+        bps_write: limit(args.bps_write),
+        latency_target_us: args.latency_target.map(|time| time.as_micros() as u64),
+        tls_allow: args.tls_allow.clone(),
+        added_by_api: entry.by_api,
+    }
+}
+
+pub fn share(share: &Share) -> ShareFigures {
+    let figures = share.figures();
+    ShareFigures {
+        device: share.device().map(|device| device.name().to_string()),
+        weight: figures.weight,
+        entitled_us: figures.owed_ns / 1000,
+        used_us: figures.used_ns / 1000,
+        donated_us: figures.donated_ns / 1000,
+        limited_us: figures.limited_ns / 1000,
+        waited_us: figures.waited_ns / 1000,
+        queued: figures.queued,
+    }
+}
+
+pub fn requests(statistics: &Statistics) -> BTreeMap<String, Requests> {
+    let kinds = OpKind::ALL.into_iter();
+    let of_kind = |kind: OpKind| {
+        let s = statistics.summary(kind)?;
+        let requests = Requests {
+            requests: s.requests,
+            merged: s.merged,
+            errors: s.errors,
+            bytes: s.bytes,
+            queue_us: s.queue_us,
+            service_us: s.service_us,
+        };
+        Some((kind.name().to_string(), requests))
+    };
+    kinds.filter_map(of_kind).collect()
+}
+
+pub fn job(job: &blockyard_yard::Job) -> Job {
+    let (done, total) = job.progress();
+    let (state, error) = match job.state() {
+        blockyard_yard::JobState::Running => (JobState::Running, None),
+        blockyard_yard::JobState::Done => (JobState::Done, None),
+        blockyard_yard::JobState::Failed(e) => {
+            (JobState::Failed, Some(format!("{:#}", anyhow::Error::new(e))))
+        }
+    };
+    Job {
+        number: job.number(),
+        disk: job.disk().into(),
+        kind: job.kind().to_string(),
+        state,
+        done,
+        total,
+        error,
+    }
+}

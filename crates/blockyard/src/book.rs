@@ -1,0 +1,190 @@
+//! The configuration of each disk that the server has, without the disks of toolstacks.
+//!
+//! In: disks that start, change and end. Out: what each disk was configured as. What must hold: at
+//! most one command works on a disk at a time. The lock is never held during a command, so that a
+//! slow image delays no other disk.
+
+use std::collections::HashMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use toml::Table;
+
+use crate::claims::{Claims, FileNumber};
+use crate::options::disk::DiskArgs;
+
+/// Reasons why a command cannot have a disk.
+#[derive(Debug, thiserror::Error)]
+pub enum HoldError {
+    #[error("the server's configuration has no disk \"{0}\"")]
+    NotFound(String),
+    #[error("another command works on disk \"{0}\": try again when it has ended")]
+    Busy(String),
+}
+
+/// A disk as it was configured.
+#[derive(Clone)]
+pub struct Entry {
+    pub args: DiskArgs,
+    /// The keys that were given, for messages about changes.
+    pub keys: Table,
+    /// Whether a call of the API added the disk, and no configuration file has it.
+    pub by_api: bool,
+    file: Option<FileNumber>,
+    /// Number of the disk in the order of arrival.
+    arrival: u64,
+    is_held: bool,
+}
+
+#[derive(Default)]
+struct Entries {
+    all: HashMap<String, Entry>,
+    arrivals: u64,
+    claims: Claims,
+}
+
+/// The configured disks; see the module documentation.
+#[derive(Default)]
+pub struct Book(Mutex<Entries>);
+
+impl Book {
+    fn entries(&self) -> MutexGuard<'_, Entries> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns all disks in the order of their arrival.
+    pub fn all(&self) -> Vec<Entry> {
+        let mut all: Vec<_> = self.entries().all.values().cloned().collect();
+        all.sort_by_key(|entry| entry.arrival);
+        all
+    }
+
+    pub fn find(&self, name: &str) -> Option<Entry> {
+        self.entries().all.get(name).cloned()
+    }
+
+    /// Enters a disk that is about to be opened. Returns an error if it conflicts with another one.
+    pub fn reserve(
+        &self,
+        args: DiskArgs,
+        keys: Table,
+        by_api: bool,
+    ) -> Result<HeldDisk<'_>, String> {
+        // The file system may be slow, so this is done without the lock.
+        let (name, file) = (args.name(), args.file());
+        let mut entries = self.entries();
+        entries.claims.add(&args, file)?;
+        entries.arrivals += 1;
+        let entry = Entry { args, keys, by_api, file, arrival: entries.arrivals, is_held: true };
+        entries.all.insert(name.clone(), entry);
+        Ok(HeldDisk { book: self, name, is_leaving: true })
+    }
+
+    /// Holds a disk for a command.
+    pub fn hold(&self, name: &str) -> Result<HeldDisk<'_>, HoldError> {
+        let mut entries = self.entries();
+        let entry = entries.all.get_mut(name);
+        let entry = entry.ok_or_else(|| HoldError::NotFound(name.into()))?;
+        if std::mem::replace(&mut entry.is_held, true) {
+            return Err(HoldError::Busy(name.into()));
+        }
+        Ok(HeldDisk { book: self, name: name.into(), is_leaving: false })
+    }
+
+    /// Records that the configuration file has these disks.
+    pub fn adopt(&self, disks: &[DiskArgs]) {
+        let mut entries = self.entries();
+        for disk in disks {
+            if let Some(entry) = entries.all.get_mut(&disk.name()) {
+                entry.by_api = false;
+            }
+        }
+    }
+}
+
+/// A disk on which a command works. No other command has it until this is dropped. Dropping a disk
+/// of [`Book::reserve`] removes it, unless it was kept.
+pub struct HeldDisk<'a> {
+    book: &'a Book,
+    name: String,
+    is_leaving: bool,
+}
+
+impl HeldDisk<'_> {
+    pub fn args(&self) -> DiskArgs {
+        self.with(|entry| entry.args.clone())
+    }
+
+    pub fn entry(&self) -> Entry {
+        self.with(|entry| entry.clone())
+    }
+
+    /// Changes keys that cannot conflict with those of other disks.
+    pub fn set(&self, args: DiskArgs, keys: Table) {
+        self.with(|entry| (entry.args, entry.keys) = (args, keys));
+    }
+
+    /// Keeps a disk that is served now.
+    pub fn keep(mut self) {
+        self.is_leaving = false;
+    }
+
+    /// Removes a disk that is no longer served.
+    pub fn remove(mut self) {
+        self.is_leaving = true;
+    }
+
+    fn with<T>(&self, work: impl FnOnce(&mut Entry) -> T) -> T {
+        let mut entries = self.book.entries();
+        work(entries.all.get_mut(&self.name).expect("a held disk stays in the book"))
+    }
+}
+
+impl Drop for HeldDisk<'_> {
+    fn drop(&mut self) {
+        let mut entries = self.book.entries();
+        if !self.is_leaving {
+            if let Some(entry) = entries.all.get_mut(&self.name) {
+                entry.is_held = false;
+            }
+        } else if let Some(entry) = entries.all.remove(&self.name) {
+            entries.claims.remove(&entry.args, entry.file);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn disk(keys: &str) -> (DiskArgs, Table) {
+        let keys: Table = format!("image = \"ram:1M\"\n{keys}").parse().unwrap();
+        (keys.clone().try_into().unwrap(), keys)
+    }
+
+    #[test]
+    fn a_disk_that_is_not_kept_leaves_and_frees_what_it_had() {
+        let book = Book::default();
+        let (args, keys) = disk("name = \"a\"\nvhost-user = \"/s\"\n");
+        let held = book.reserve(args.clone(), keys.clone(), true).unwrap();
+        let (other, other_keys) = disk("name = \"b\"\nvhost-user = \"/s\"\n");
+        let error = book.reserve(other.clone(), other_keys.clone(), true).err().unwrap();
+        assert!(error.contains("another disk has the socket /s"), "{error}");
+        assert!(matches!(book.hold("a"), Err(HoldError::Busy(_))));
+        drop(held);
+        assert!(book.all().is_empty());
+        book.reserve(other, other_keys, true).unwrap().keep();
+        assert!(matches!(book.hold("a"), Err(HoldError::NotFound(_))));
+        book.hold("b").unwrap().remove();
+        book.reserve(args, keys, false).unwrap().keep();
+        assert_eq!(book.all().len(), 1);
+    }
+
+    #[test]
+    fn a_disk_that_the_file_has_is_adopted() {
+        let book = Book::default();
+        let (args, keys) = disk("name = \"a\"\nvhost-user = \"/s\"\n");
+        book.reserve(args.clone(), keys, true).unwrap().keep();
+        book.adopt(&[args]);
+        assert!(!book.find("a").unwrap().by_api);
+    }
+}

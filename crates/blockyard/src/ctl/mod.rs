@@ -1,0 +1,267 @@
+//! `blockyard ctl`: calls of a server's API, with tables for people and JSON for programs.
+
+mod show;
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use blockyard_control::client::{call, segment};
+use blockyard_control::types::{Job, JobState};
+use blockyard_program::ending::Failure;
+use blockyard_program::output;
+use clap::{Args, Subcommand, ValueHint};
+use http::Method;
+use serde_json::{Map, Value, json};
+
+use crate::options::values;
+
+/// Where a server's API is unless an option says otherwise.
+const USUAL: &str = "/run/blockyard/api.sock";
+
+/// Time between two looks at a job.
+const LOOK: Duration = Duration::from_millis(200);
+
+#[derive(Args)]
+pub struct CtlOptions {
+    /// Socket of the server's API.
+    #[arg(long, global = true, value_name = "SOCKET", env = "BLOCKYARD_API",
+        default_value = USUAL, value_hint = ValueHint::FilePath)]
+    pub api: PathBuf,
+    /// Print the answer as JSON.
+    #[arg(long, global = true)]
+    pub json: bool,
+    /// Seconds to wait for an answer.
+    #[arg(long, global = true, value_name = "SECONDS", default_value = "60",
+        value_parser = values::parse_seconds)]
+    pub timeout: Duration,
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+#[derive(Subcommand)]
+pub enum Command {
+    /// Show the server and its disks.
+    Status,
+    /// List the disks.
+    List,
+    /// Show a disk: images, clients, settings, statistics.
+    Show {
+        /// Name of the disk.
+        disk: String,
+    },
+    /// Add a disk.
+    ///
+    /// A reload keeps the disk, although the configuration file lacks it. A restart does not.
+    Add {
+        /// Keys of a [[disk]] table (docs/configuration.md), such as image=/srv/a.qcow2.
+        #[arg(required = true, value_name = "KEY=VALUE")]
+        keys: Vec<String>,
+    },
+    /// Remove a disk. Refuses while clients are connected.
+    Remove {
+        /// Name of the disk.
+        disk: String,
+        /// Disconnect clients.
+        #[arg(long)]
+        force: bool,
+    },
+    /// Change weight, limits, reservations, latency-target or tls-allow of a disk.
+    ///
+    /// Clients stay connected. A restart or a reload restores the values of the configuration file.
+    Set {
+        /// Name of the disk.
+        disk: String,
+        /// Keys, such as iops=5000. An empty value restores the default.
+        #[arg(required = true, value_name = "KEY=VALUE")]
+        keys: Vec<String>,
+    },
+    /// Take a snapshot: later writes go to a new overlay, and the image stays as it is.
+    ///
+    /// Afterwards, a start must name the overlay as the image.
+    Snapshot {
+        /// Name of the disk.
+        disk: String,
+        /// Path of the overlay to create.
+        #[arg(value_hint = ValueHint::FilePath)]
+        overlay: PathBuf,
+        /// Return at once, and leave the job to `ctl wait`.
+        #[arg(long)]
+        no_wait: bool,
+    },
+    /// Copy the topmost image's data into its backing image.
+    Commit {
+        /// Name of the disk.
+        disk: String,
+        /// Return at once, and leave the job to `ctl wait`.
+        #[arg(long)]
+        no_wait: bool,
+    },
+    /// Copy the data of all backing images into the topmost image.
+    Stream {
+        /// Name of the disk.
+        disk: String,
+        /// Return at once, and leave the job to `ctl wait`.
+        #[arg(long)]
+        no_wait: bool,
+    },
+    /// List the jobs: snapshots, commits and streams.
+    Jobs,
+    /// Wait for the end of a job. Fails if the job failed.
+    Wait {
+        /// Number of the job.
+        job: u64,
+    },
+    /// Cancel a commit or a stream.
+    Cancel {
+        /// Number of the job.
+        job: u64,
+    },
+    /// Read the configuration file again, apply it, and print what changed.
+    Reload {
+        /// Print what would change, and which disks would disconnect their clients.
+        #[arg(long)]
+        dry_run: bool,
+    },
+    /// Adopt the present size of a disk's image, and notify the guest.
+    Refresh {
+        /// Name of the disk.
+        disk: String,
+    },
+    /// Grow a raw image, and notify the guest.
+    Resize {
+        /// Name of the disk.
+        disk: String,
+        /// New size in bytes (suffixes k, M, G, T).
+        #[arg(value_parser = values::parse_size)]
+        size: u64,
+    },
+    /// Make all answered writes of a disk durable.
+    Flush {
+        /// Name of the disk.
+        disk: String,
+    },
+}
+
+/// A server, as this command calls it.
+struct Caller<'a> {
+    socket: &'a Path,
+    limit: Duration,
+}
+
+impl Caller<'_> {
+    fn get(&self, path: &str) -> anyhow::Result<Value> {
+        Ok(call(self.socket, Method::GET, path, None, self.limit)?)
+    }
+
+    fn post(&self, path: &str, body: Option<&Value>) -> anyhow::Result<Value> {
+        Ok(call(self.socket, Method::POST, path, body, self.limit)?)
+    }
+
+    fn delete(&self, path: &str) -> anyhow::Result<Value> {
+        Ok(call(self.socket, Method::DELETE, path, None, self.limit)?)
+    }
+
+    fn patch(&self, path: &str, body: &Value) -> anyhow::Result<Value> {
+        Ok(call(self.socket, Method::PATCH, path, Some(body), self.limit)?)
+    }
+
+    /// Starts a job. Waits for its end unless `no_wait`.
+    fn start(&self, path: &str, body: Option<&Value>, no_wait: bool) -> anyhow::Result<Value> {
+        let job = self.post(path, body)?;
+        if no_wait { Ok(job) } else { self.wait(serde_json::from_value::<Job>(job)?.number) }
+    }
+
+    fn wait(&self, number: u64) -> anyhow::Result<Value> {
+        loop {
+            let value = self.get(&format!("/v1/jobs/{number}"))?;
+            let job: Job = serde_json::from_value(value.clone())?;
+            match job.state {
+                JobState::Running => std::thread::sleep(LOOK),
+                JobState::Done => return Ok(value),
+                JobState::Failed => {
+                    let why = job.error.unwrap_or_default();
+                    bail!("job {number} ({} of disk {}) failed: {why}", job.kind, job.disk)
+                }
+            }
+        }
+    }
+}
+
+pub fn run(options: &CtlOptions) -> Result<(), Failure> {
+    let caller = Caller { socket: &options.api, limit: options.timeout };
+    let answer = answer(&caller, &options.command)?;
+    let text =
+        if options.json { format!("{answer:#}\n") } else { show::text(&options.command, answer)? };
+    output::print(text)?;
+    Ok(())
+}
+
+/// Makes the calls of a command. Returns the answer of the last one.
+fn answer(caller: &Caller<'_>, command: &Command) -> anyhow::Result<Value> {
+    let of = |disk: &str, what: &str| format!("/v1/disks/{}{what}", segment(disk));
+    match command {
+        Command::Status => {
+            let mut answer = caller.get("/v1")?;
+            answer["disks"] = caller.get("/v1/disks")?["disks"].take();
+            answer["jobs"] = caller.get("/v1/jobs")?["jobs"].take();
+            Ok(answer)
+        }
+        Command::List => caller.get("/v1/disks"),
+        Command::Show { disk } => caller.get(&of(disk, "")),
+        Command::Add { keys } => caller.post("/v1/disks", Some(&object(keys)?)),
+        Command::Remove { disk, force } => {
+            caller.delete(&of(disk, if *force { "?force=true" } else { "" }))
+        }
+        Command::Set { disk, keys } => caller.patch(&of(disk, ""), &object(keys)?),
+        Command::Snapshot { disk, overlay, no_wait } => {
+            // The server may have another working folder.
+            let overlay = std::path::absolute(overlay).context("finding the working folder")?;
+            caller.start(&of(disk, "/snapshot"), Some(&json!({ "overlay": overlay })), *no_wait)
+        }
+        Command::Commit { disk, no_wait } => caller.start(&of(disk, "/commit"), None, *no_wait),
+        Command::Stream { disk, no_wait } => caller.start(&of(disk, "/stream"), None, *no_wait),
+        Command::Jobs => caller.get("/v1/jobs"),
+        Command::Wait { job } => caller.wait(*job),
+        Command::Cancel { job } => caller.delete(&format!("/v1/jobs/{job}")),
+        Command::Reload { dry_run } => caller.post(&format!("/v1/reload?dry-run={dry_run}"), None),
+        Command::Refresh { disk } => caller.post(&of(disk, "/refresh"), None),
+        Command::Resize { disk, size } => {
+            caller.post(&of(disk, "/resize"), Some(&json!({ "size": size })))
+        }
+        Command::Flush { disk } => caller.post(&of(disk, "/flush"), None),
+    }
+}
+
+/// Parses KEY=VALUE. A value is a number, true, false or JSON; else it is text. No value: null.
+fn object(keys: &[String]) -> anyhow::Result<Value> {
+    let mut object = Map::new();
+    for text in keys {
+        let Some((key, value)) = text.split_once('=') else {
+            bail!("\"{text}\": a key and its value are KEY=VALUE, such as weight=200");
+        };
+        let value = match value {
+            "" => Value::Null,
+            _ => serde_json::from_str(value).unwrap_or_else(|_| value.into()),
+        };
+        if object.insert(key.into(), value).is_some() {
+            bail!("the key {key} is given twice");
+        }
+    }
+    Ok(Value::Object(object))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_of_keys_are_json_or_text() {
+        let keys = ["image=/a b", "queues=4", "read-only=true", "iops=", "serial=\"5\""];
+        let object = object(&keys.map(String::from)).unwrap();
+        let expected = json!({
+            "image": "/a b", "queues": 4, "read-only": true, "iops": null, "serial": "5"
+        });
+        assert_eq!(object, expected);
+    }
+}

@@ -1,0 +1,239 @@
+//! Answers of the API as text for people.
+
+use std::fmt::Write;
+
+use blockyard_control::types::{
+    Disk, DiskRow, Disks, Job, JobState, Jobs, LimitSetting, Reload, Resized, ServerInfo, Settings,
+    State,
+};
+use serde_json::Value;
+
+use super::Command;
+
+/// Returns the answer of a command as text.
+pub fn text(command: &Command, mut answer: Value) -> serde_json::Result<String> {
+    Ok(match command {
+        Command::Status => {
+            let disks: Vec<DiskRow> = serde_json::from_value(answer["disks"].take())?;
+            let jobs: Vec<Job> = serde_json::from_value(answer["jobs"].take())?;
+            answer["disks"] = disks.len().into();
+            status(&serde_json::from_value(answer)?, &disks, &jobs)
+        }
+        Command::List => list(&serde_json::from_value::<Disks>(answer)?.disks),
+        Command::Show { .. } | Command::Add { .. } | Command::Set { .. } => {
+            disk(&serde_json::from_value(answer)?)
+        }
+        Command::Remove { disk, .. } => format!("removed {disk}\n"),
+        Command::Flush { disk } => format!("flushed {disk}\n"),
+        Command::Snapshot { .. }
+        | Command::Commit { .. }
+        | Command::Stream { .. }
+        | Command::Wait { .. }
+        | Command::Cancel { .. } => jobs(&[serde_json::from_value(answer)?]),
+        Command::Jobs => jobs(&serde_json::from_value::<Jobs>(answer)?.jobs),
+        Command::Reload { .. } => reload(&serde_json::from_value(answer)?),
+        Command::Refresh { disk } | Command::Resize { disk, .. } => {
+            let Resized { old, new } = serde_json::from_value(answer)?;
+            format!("{disk}: {old} -> {new} bytes\n")
+        }
+    })
+}
+
+/// Returns rows with aligned columns. Control characters of names do not reach the terminal.
+fn table(rows: &[Vec<String>]) -> String {
+    let clean = |cell: &String| cell.replace(char::is_control, "?");
+    let rows: Vec<Vec<_>> = rows.iter().map(|row| row.iter().map(clean).collect()).collect();
+    let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
+    let width = |column: usize| {
+        rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count()).max()
+    };
+    let widths: Vec<_> = (0..columns).map(|column| width(column).unwrap_or(0)).collect();
+    let mut text = String::new();
+    for row in &rows {
+        let cells = row.iter().zip(&widths).map(|(cell, width)| format!("{cell:<width$}"));
+        text += cells.collect::<Vec<_>>().join("  ").trim_end();
+        text.push('\n');
+    }
+    text
+}
+
+fn row(cells: &[&str]) -> Vec<String> {
+    cells.iter().map(|cell| cell.to_string()).collect()
+}
+
+/// Returns a size with a unit: `10 GiB`, `1.5 MiB`, `512 B`.
+fn size(bytes: u64) -> String {
+    let units = [("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)];
+    let unit = units.iter().find(|(_, shift)| bytes >> shift > 0);
+    let Some((name, shift)) = unit else { return format!("{bytes} B") };
+    let number = bytes as f64 / (1u64 << shift) as f64;
+    let text = format!("{number:.1}");
+    format!("{} {name}", text.trim_end_matches(".0"))
+}
+
+fn state_of(disk: &DiskRow) -> &'static str {
+    match disk.state {
+        State::Opening => "opening",
+        State::Serving if disk.read_only => "read-only",
+        State::Serving => "serving",
+        State::Busy => "busy",
+        State::Closing => "closing",
+    }
+}
+
+fn list(disks: &[DiskRow]) -> String {
+    let mut rows = vec![row(&["NAME", "STATE", "SIZE", "IMAGE", "EXPORTS"])];
+    for disk in disks {
+        let image = if disk.images.is_empty() { "-" } else { &disk.images };
+        rows.push(row(&[
+            &disk.name,
+            state_of(disk),
+            &size(disk.size),
+            image,
+            &disk.exports.join(", "),
+        ]));
+    }
+    table(&rows)
+}
+
+fn status(server: &ServerInfo, disks: &[DiskRow], all: &[Job]) -> String {
+    let config = server.config.as_deref().unwrap_or("none");
+    let mut text = format!(
+        "blockyard {}, process {}, {} disks, configuration file: {config}\n\n",
+        server.version, server.pid, server.disks
+    );
+    text += &list(disks);
+    let running: Vec<_> =
+        all.iter().filter(|job| job.state == JobState::Running).cloned().collect();
+    if !running.is_empty() {
+        text.push('\n');
+        text += &jobs(&running);
+    }
+    text
+}
+
+fn disk(disk: &Disk) -> String {
+    let mut rows = vec![
+        row(&["name", &disk.row.name]),
+        row(&["state", state_of(&disk.row)]),
+        row(&["size", &format!("{} ({} bytes)", size(disk.row.size), disk.row.size)]),
+        row(&["images", &disk.row.images]),
+        row(&["exports", &disk.row.exports.join(", ")]),
+    ];
+    if let Some(device) = &disk.device {
+        rows.push(row(&["device", device]));
+    }
+    let clients: Vec<_> = disk.clients.iter().map(|client| client.description.as_str()).collect();
+    let clients = if clients.is_empty() { "none".into() } else { clients.join(", ") };
+    rows.push(row(&["clients", &clients]));
+    rows.extend(disk.settings.iter().flat_map(settings));
+    if let Some(share) = &disk.share {
+        let device = share.device.as_deref().unwrap_or("none");
+        rows.push(row(&["shared device", device]));
+        rows.push(row(&["waiting now", &share.queued.to_string()]));
+    }
+    let mut text = table(&rows);
+    if !disk.requests.is_empty() {
+        let mut rows = vec![row(&["REQUESTS", "NUMBER", "BYTES", "ERRORS", "P50 us", "P99 us"])];
+        for (kind, requests) in &disk.requests {
+            let sum = |at: usize| format!("{:.0}", requests.queue_us[at] + requests.service_us[at]);
+            rows.push(row(&[
+                kind,
+                &requests.requests.to_string(),
+                &size(requests.bytes),
+                &requests.errors.to_string(),
+                &sum(0),
+                &sum(1),
+            ]));
+        }
+        text.push('\n');
+        text += &table(&rows);
+    }
+    text
+}
+
+fn settings(settings: &Settings) -> Vec<Vec<String>> {
+    let mut rows = vec![row(&["cache", &settings.cache])];
+    let mut add = |key: &str, value: Option<String>| rows.extend(value.map(|v| row(&[key, &v])));
+    let limit = |limit: Option<LimitSetting>| {
+        limit.map(|LimitSetting { rate, max, length }| match max {
+            Some(max) => format!("{rate}, bursts of {max} for {length} s"),
+            None => rate.to_string(),
+        })
+    };
+    add("format", settings.format.clone());
+    add("group", settings.group.clone());
+    add("weight", Some(settings.weight.to_string()));
+    add("reserve-iops", settings.reserve_iops.map(|n| n.to_string()));
+    add("reserve-bps", settings.reserve_bps.map(|n| n.to_string()));
+    add("iops", limit(settings.iops));
+    add("iops-read", limit(settings.iops_read));
+    add("iops-write", limit(settings.iops_write));
+    add("bps", limit(settings.bps));
+    add("bps-read", limit(settings.bps_read));
+    add("bps-write", limit(settings.bps_write));
+    add("latency-target", settings.latency_target_us.map(|us| format!("{us} us")));
+    add("tls-allow", (!settings.tls_allow.is_empty()).then(|| settings.tls_allow.join(", ")));
+    add("origin", settings.added_by_api.then(|| "added by a call of the API".into()));
+    rows
+}
+
+fn jobs(jobs: &[Job]) -> String {
+    let mut rows = vec![row(&["JOB", "DISK", "STATE", "DONE", "WHAT"])];
+    for job in jobs {
+        let state = match job.state {
+            JobState::Running => "running",
+            JobState::Done => "done",
+            JobState::Failed => "failed",
+        };
+        let done = match (job.done, job.total) {
+            (_, 0) => "-".into(),
+            (done, total) => format!("{} of {}", size(done), size(total)),
+        };
+        let what = match &job.error {
+            Some(error) => format!("{}: {error}", job.kind),
+            None => job.kind.clone(),
+        };
+        rows.push(row(&[&job.number.to_string(), &job.disk, state, &done, &what]));
+    }
+    table(&rows)
+}
+
+fn reload(reload: &Reload) -> String {
+    let mut text = String::new();
+    let will = if reload.dry_run { "would be " } else { "" };
+    for disk in &reload.added {
+        let _ = writeln!(text, "{disk}: {will}added");
+    }
+    for change in &reload.changed {
+        let keys = crate::changes::describe(&change.keys);
+        let how = if change.disconnects { ", and clients disconnected" } else { "" };
+        let _ = writeln!(text, "{}: {will}changed{how}: {keys}", change.disk);
+    }
+    for disk in &reload.removed {
+        let _ = writeln!(text, "{disk}: {will}removed, and clients disconnected");
+    }
+    for ignored in &reload.ignored {
+        let change = crate::changes::describe(std::slice::from_ref(&ignored.change));
+        let _ = writeln!(text, "not applied: {change}: {}", ignored.reason);
+    }
+    for failed in &reload.failed {
+        let _ = writeln!(text, "{}: failed: {}", failed.disk, failed.error);
+    }
+    if text.is_empty() {
+        text = "no changes\n".into();
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_have_one_decimal_and_tables_are_aligned() {
+        assert_eq!([size(512), size(10 << 30), size(1536)], ["512 B", "10 GiB", "1.5 KiB"]);
+        let text = table(&[row(&["A", "B"]), row(&["long", "\x1b[31mx"])]);
+        assert_eq!(text, "A     B\nlong  ?[31mx\n");
+    }
+}

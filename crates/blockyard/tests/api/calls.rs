@@ -1,0 +1,222 @@
+//! Each call: what it answers, and what the server does.
+
+use blockyard_driver::{Plan, Session, SplitRing};
+use serde_json::{Value, json};
+
+use crate::common::{SOON, tool, until};
+use crate::server::Server;
+
+#[test]
+fn a_disk_is_added_shown_changed_and_removed() {
+    let server = Server::start();
+    assert_eq!(server.names(), [""; 0]);
+    let disk = server.good("POST", "/v1/disks", server.keys("a"));
+    assert_eq!(
+        (&disk["name"], &disk["size"], &disk["state"]),
+        (&json!("a"), &json!(1 << 20), &json!("serving"))
+    );
+    assert_eq!(disk["settings"]["added_by_api"], true);
+    let session = Session::<SplitRing>::start(&server.folder.join("a"), &Plan::default()).unwrap();
+    let disk = server.good("GET", "/v1/disks/a", Value::Null);
+    assert_eq!(disk["clients"].as_array().unwrap().len(), 1, "{disk}");
+
+    let set = json!({ "weight": 300, "iops": "1k,max=2k" });
+    let disk = server.good("PATCH", "/v1/disks/a", set);
+    assert_eq!(disk["settings"]["weight"], 300);
+    assert_eq!(disk["settings"]["iops"], json!({ "rate": 1024, "max": 2048, "length": 1.0 }));
+    let disk = server.good("PATCH", "/v1/disks/a", json!({ "iops": null }));
+    assert_eq!(
+        (&disk["settings"]["iops"], &disk["settings"]["weight"]),
+        (&Value::Null, &json!(300))
+    );
+    assert_eq!(disk["clients"].as_array().unwrap().len(), 1, "the guest stays connected: {disk}");
+    server.good("POST", "/v1/disks/a/flush", Value::Null);
+
+    let problem = server.bad("DELETE", "/v1/disks/a", "", 409);
+    assert!(problem["detail"].as_str().unwrap().contains("force=true"), "{problem}");
+    let removed = server.good("DELETE", "/v1/disks/a?force=true", Value::Null);
+    assert_eq!(removed, json!({ "name": "a", "flushed": true }));
+    server.bad("GET", "/v1/disks/a", "", 404);
+    server.bad("DELETE", "/v1/disks/a", "", 404);
+    drop(session);
+    server.good("POST", "/v1/disks", server.keys("a"));
+    server.good("DELETE", "/v1/disks/a", Value::Null);
+    assert_eq!(server.names(), [""; 0]);
+    let log = server.daemon.stop();
+    assert!(log.contains("POST /v1/disks by process"), "{log}");
+}
+
+#[test]
+fn a_name_may_have_any_characters() {
+    let server = Server::start();
+    let keys =
+        json!({ "name": "a/b ?%", "image": "ram:1M", "vhost-user": server.folder.join("s") });
+    server.good("POST", "/v1/disks", keys);
+    server.good("GET", "/v1/disks/a%2Fb%20%3F%25", Value::Null);
+    server.good("DELETE", "/v1/disks/a%2Fb%20%3F%25", Value::Null);
+}
+
+#[test]
+fn one_of_many_concurrent_adds_of_a_disk_succeeds() {
+    let server = Server::start();
+    let keys = server.keys("a").to_string();
+    let statuses: Vec<_> = std::thread::scope(|scope| {
+        let add = || server.send("POST", "/v1/disks", &keys).0;
+        let all: Vec<_> = (0..16).map(|_| scope.spawn(add)).collect();
+        all.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    assert_eq!(statuses.iter().filter(|status| **status == 201).count(), 1, "{statuses:?}");
+    assert_eq!(statuses.iter().filter(|status| **status == 409).count(), 15, "{statuses:?}");
+    assert_eq!(server.names(), ["a"]);
+    // A conflict in another key than the name.
+    let mut other = server.keys("b");
+    other["vhost-user"] = server.folder.join("a").to_str().unwrap().into();
+    server.bad("POST", "/v1/disks", &other.to_string(), 409);
+    assert_eq!(server.names(), ["a"]);
+}
+
+#[test]
+fn a_disk_that_cannot_be_opened_leaves_nothing() {
+    let server = Server::start();
+    let mut keys = server.keys("a");
+    keys["image"] = "/no/such/image".into();
+    let problem = server.bad("POST", "/v1/disks", &keys.to_string(), 422);
+    assert!(problem["detail"].as_str().unwrap().contains("/no/such/image"), "{problem}");
+    assert_eq!(server.names(), [""; 0]);
+    server.good("POST", "/v1/disks", server.keys("a"));
+}
+
+/// Returns a configuration with one `[[disk]]` for each pair of name and keys.
+fn disks(all: &[(&str, &str)]) -> String {
+    let table = |(name, keys): &(&str, &str)| {
+        format!(
+            "[[disk]]\nname = \"{name}\"\nimage = \"ram:1M\"\nvhost-user = \"FOLDER/{name}\"\n\
+             {keys}\n"
+        )
+    };
+    all.iter().map(table).collect()
+}
+
+#[test]
+fn a_reload_answers_what_changes_and_keeps_disks_of_the_api() {
+    let server = Server::configured(&disks(&[("a", ""), ("b", ""), ("c", "")]));
+    server.good("POST", "/v1/disks", server.keys("mine"));
+    server.configure(&format!(
+        "reactors = 2\n{}",
+        disks(&[("a", "weight = 200"), ("b", "queues = 2"), ("new", "")])
+    ));
+    let expected = json!({
+        "dry_run": true,
+        "added": ["new"],
+        "changed": [
+            { "disk": "a", "keys": [{ "key": "weight", "old": "100", "new": "200" }],
+              "disconnects": false },
+            { "disk": "b", "keys": [{ "key": "queues", "old": "1", "new": "2" }],
+              "disconnects": true },
+        ],
+        "removed": ["c"],
+        "ignored": [{ "key": "reactors", "old": "1", "new": "2",
+                      "reason": "restart the server to apply it" }],
+        "failed": [],
+    });
+    assert_eq!(server.good("POST", "/v1/reload?dry-run=true", Value::Null), expected);
+    assert_eq!(server.names(), ["a", "b", "c", "mine"], "nothing was applied");
+    let mut done = server.good("POST", "/v1/reload", Value::Null);
+    done["dry_run"] = true.into();
+    assert_eq!(done, expected);
+    let mut names = server.names();
+    names.sort();
+    assert_eq!(names, ["a", "b", "mine", "new"]);
+
+    // Values of a call last until the file says otherwise.
+    server.good("PATCH", "/v1/disks/a", json!({ "weight": 300 }));
+    let change = server.good("POST", "/v1/reload?dry-run=true", Value::Null)["changed"].clone();
+    assert_eq!(change[0]["keys"], json!([{ "key": "weight", "old": "300", "new": "200" }]));
+    server.configure("reactors = \"x\"");
+    let problem = server.bad("POST", "/v1/reload", "", 422);
+    assert!(problem["detail"].as_str().unwrap().contains("line 1: reactors"), "{problem}");
+}
+
+#[test]
+fn a_disk_of_the_api_follows_the_file_once_the_file_has_it() {
+    let server = Server::configured(&disks(&[("a", "")]));
+    server.good("POST", "/v1/disks", server.keys("mine"));
+    server.configure(&disks(&[("a", ""), ("mine", "")]));
+    let done = server.good("POST", "/v1/reload", Value::Null);
+    assert_eq!((&done["added"], &done["changed"]), (&json!([]), &json!([])), "{done}");
+    server.configure(&disks(&[("a", "")]));
+    assert_eq!(server.good("POST", "/v1/reload", Value::Null)["removed"], json!(["mine"]));
+}
+
+#[test]
+fn snapshots_commits_and_streams_are_jobs() {
+    let server = Server::start();
+    let image = |name: &str| server.folder.join(name).to_str().unwrap().to_string();
+    let (base, top) = (image("base.qcow2"), image("top.qcow2"));
+    tool("qemu-img", ["create", "-q", "-f", "qcow2", &base, "16M"]).good();
+    let keys = json!({ "name": "a", "image": base, "vhost-user": server.folder.join("s") });
+    server.good("POST", "/v1/disks", keys);
+    let run = |what: &str, body: Value| {
+        let job = server.good("POST", &format!("/v1/disks/a/{what}"), body);
+        let path = format!("/v1/jobs/{}", job["number"]);
+        let mut job = job;
+        until("the job ends", SOON, || {
+            job = server.good("GET", &path, Value::Null);
+            job["state"] != "running"
+        });
+        job
+    };
+    let job = run("snapshot", json!({ "overlay": top }));
+    assert_eq!(job["state"], "done", "{job}");
+    let disk = server.good("GET", "/v1/disks/a", Value::Null);
+    assert!(disk["images"].as_str().unwrap().contains("top.qcow2"), "{disk}");
+    let job = run("snapshot", json!({ "overlay": top }));
+    assert_eq!(job["state"], "failed", "the overlay exists: {job}");
+    assert!(job["error"].as_str().unwrap().contains("top.qcow2"), "{job}");
+    assert_eq!(run("commit", Value::Null)["state"], "done");
+    assert_eq!(run("stream", Value::Null)["state"], "done");
+    let jobs = server.good("GET", "/v1/jobs", Value::Null);
+    assert_eq!(jobs["jobs"].as_array().unwrap().len(), 4);
+    server.good("DELETE", "/v1/jobs/1", Value::Null);
+    server.bad("DELETE", "/v1/jobs/99", "", 404);
+    server.bad("GET", "/v1/jobs/99", "", 404);
+}
+
+#[test]
+fn a_raw_disk_grows_and_its_guest_sees_the_size() {
+    let server = Server::start();
+    let image = server.folder.image("disk.img", 1 << 20);
+    let keys = json!({ "name": "a", "image": image, "vhost-user": server.folder.join("s") });
+    server.good("POST", "/v1/disks", keys);
+    let resized = server.good("POST", "/v1/disks/a/resize", json!({ "size": 2 << 20 }));
+    assert_eq!(resized, json!({ "old": 1 << 20, "new": 2 << 20 }));
+    let session = Session::<SplitRing>::start(&server.folder.join("s"), &Plan::default()).unwrap();
+    assert_eq!(session.link.config.capacity_sectors * 512, 2 << 20);
+    server.bad("POST", "/v1/disks/a/resize", r#"{"size": 1048576}"#, 422);
+    server.bad("POST", "/v1/disks/a/resize", r#"{"size": 3000001}"#, 422);
+    std::fs::File::options().write(true).open(&image).unwrap().set_len(4 << 20).unwrap();
+    let resized = server.good("POST", "/v1/disks/a/refresh", Value::Null);
+    assert_eq!(resized, json!({ "old": 2 << 20, "new": 4 << 20 }));
+    server.good("POST", "/v1/disks", server.keys("ram"));
+    server.bad("POST", "/v1/disks/ram/resize", r#"{"size": 2097152}"#, 422);
+}
+
+#[test]
+fn the_description_has_every_call() {
+    let server = Server::start();
+    let description = server.good("GET", "/v1/openapi.json", Value::Null);
+    let paths = description["paths"].as_object().unwrap();
+    for (path, method) in [
+        ("/v1", "get"),
+        ("/v1/disks", "post"),
+        ("/v1/disks/{name}", "patch"),
+        ("/v1/disks/{name}/snapshot", "post"),
+        ("/v1/jobs/{number}", "delete"),
+        ("/v1/reload", "post"),
+    ] {
+        assert!(paths[path][method]["responses"].is_object(), "{method} {path}");
+    }
+    let info = server.good("GET", "/v1", Value::Null);
+    assert_eq!(info["pid"], server.daemon.pid());
+    assert_eq!(info["version"], env!("CARGO_PKG_VERSION"));
+}

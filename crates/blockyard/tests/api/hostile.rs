@@ -1,0 +1,78 @@
+//! Clients that send or read nothing, or too much.
+
+use std::io::{Read, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+
+use serde_json::Value;
+
+use crate::server::Server;
+
+/// A connection without a request. The socket's queue may be full.
+fn idle(server: &Server) -> Option<UnixStream> {
+    let socket = rustix::net::socket_with(
+        rustix::net::AddressFamily::UNIX,
+        rustix::net::SocketType::STREAM,
+        rustix::net::SocketFlags::CLOEXEC | rustix::net::SocketFlags::NONBLOCK,
+        None,
+    )
+    .unwrap();
+    let address = rustix::net::SocketAddrUnix::new(server.socket()).unwrap();
+    rustix::net::connect(&socket, &address).ok().map(|()| socket.into())
+}
+
+#[test]
+fn a_thousand_idle_connections_end_and_the_server_answers() {
+    let server = Server::start();
+    server.good("POST", "/v1/disks", server.keys("a"));
+    let all: Vec<_> = (0..1000).filter_map(|_| idle(&server)).collect();
+    assert!(all.len() > 64, "{}", all.len());
+    let open = server.daemon.descriptors().len();
+    assert!(open < 64 + 64, "the server holds {open} descriptors");
+    drop(all);
+    assert_eq!(server.names(), ["a"]);
+    assert!(server.daemon.stop().contains("POST /v1/disks"));
+}
+
+#[test]
+fn connections_that_send_part_of_a_request_are_closed() {
+    let server = Server::start();
+    for part in [
+        "GET /v1 HT",
+        "POST /v1/disks HTTP/1.1\r\nhost: x\r\n",
+        "POST /v1/disks HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{",
+        "\0\0\0\r\n\r\n",
+    ] {
+        let mut stream = server.connect();
+        stream.write_all(part.as_bytes()).unwrap();
+        let mut answer = Vec::new();
+        // The server closes the connection, with or without an answer.
+        let _ = stream.read_to_end(&mut answer);
+        let answer = String::from_utf8_lossy(&answer);
+        assert!(answer.is_empty() || answer.starts_with("HTTP/1.1 4"), "{part:?}: {answer}");
+    }
+    assert_eq!(server.names(), [""; 0]);
+}
+
+#[test]
+fn a_client_that_does_not_read_is_disconnected() {
+    let server = Server::start();
+    server.good("POST", "/v1/disks", server.keys("a"));
+    let mut stream = server.connect();
+    // The server stops to read when its answers fill the socket, and closes the connection later.
+    let request = "GET /v1/openapi.json HTTP/1.1\r\nhost: x\r\n\r\n";
+    let failed = (0..1_000_000).any(|_| stream.write_all(request.as_bytes()).is_err());
+    assert!(failed, "the server read requests without end");
+    assert_eq!(server.names(), ["a"]);
+}
+
+#[test]
+fn the_socket_is_for_its_owner() {
+    let server = Server::start();
+    let mode = std::fs::metadata(server.socket()).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o600);
+    let socket = server.socket();
+    server.good("GET", "/v1", Value::Null);
+    server.daemon.stop();
+    assert!(!socket.exists(), "the socket is removed");
+}

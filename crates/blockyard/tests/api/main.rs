@@ -1,0 +1,17 @@
+//! The API of a running server, and `blockyard ctl`.
+//!
+//! ```text
+//!   calls     each call: what it answers, and what the server does
+//!   wrong     bodies, parameters and paths with mistakes
+//!   hostile   clients that send or read nothing, or too much
+//!   command   `blockyard ctl`
+//! ```
+
+#[path = "../common/mod.rs"]
+mod common;
+mod server;
+
+mod calls;
+mod command;
+mod hostile;
+mod wrong;

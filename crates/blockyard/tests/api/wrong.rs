@@ -1,0 +1,53 @@
+//! Bodies, parameters and paths with mistakes.
+
+use crate::server::Server;
+
+#[test]
+fn mistakes_have_a_status_and_name_the_field() {
+    let server = Server::start();
+    server.good("POST", "/v1/disks", server.keys("a"));
+    let disk = r#"{"image": "ram:1M", "vhost-user": "/s", KEY}"#;
+    // Method, path, body, status, field, part of the detail.
+    let cases = [
+        ("POST", "/v1/disks", "", 400, "", "not JSON"),
+        ("POST", "/v1/disks", "{", 400, "", "not JSON"),
+        ("POST", "/v1/disks", "{} {}", 400, "", "not JSON"),
+        ("POST", "/v1/disks", "\u{1}", 400, "", "not JSON"),
+        ("POST", "/v1/disks", "[]", 422, "", "expected a map"),
+        ("POST", "/v1/disks", "5", 422, "", "expected a map"),
+        ("POST", "/v1/disks", "{}", 422, "", "image"),
+        ("POST", "/v1/disks", r#"{"image": "ram:1M"}"#, 422, "", "no export"),
+        ("POST", "/v1/disks", r#""cach": "none""#, 422, "cach", "did you mean `cache`?"),
+        ("POST", "/v1/disks", r#""queues": "two""#, 422, "queues", "a number of queues is"),
+        ("POST", "/v1/disks", r#""read-only": 1"#, 422, "read-only", "must be true or false"),
+        ("POST", "/v1/disks", r#""weight": 1e99"#, 422, "weight", "a weight is"),
+        ("POST", "/v1/disks", r#""group": "g""#, 422, "group", "no table [group.g]"),
+        ("PATCH", "/v1/disks/a", r#"{"cache": "none"}"#, 422, "cache", "cannot change"),
+        ("PATCH", "/v1/disks/a", r#"{"weight": 0}"#, 422, "weight", "a weight is"),
+        ("PATCH", "/v1/disks/a", r#"{"iops": 5, "reserve-iops": 6}"#, 422, "", "reserve-iops"),
+        ("PATCH", "/v1/disks/b", "{}", 404, "", "no disk is called"),
+        ("POST", "/v1/disks/a/snapshot", "{}", 422, "", "overlay"),
+        ("POST", "/v1/disks/a/snapshot", r#"{"overlay": 5}"#, 422, "overlay", "string"),
+        ("POST", "/v1/disks/a/snapshot", r#"{"to": "x"}"#, 422, "to", "unknown field"),
+        ("POST", "/v1/disks/a/resize", r#"{"size": -1}"#, 422, "size", "u64"),
+        ("POST", "/v1/disks/b/commit", "", 404, "", "no disk is called"),
+        ("DELETE", "/v1/disks/a?force=5", "", 400, "", "force"),
+        ("DELETE", "/v1/disks/a?froce=true", "", 400, "", "froce"),
+        ("POST", "/v1/reload?dry-run=x", "", 400, "", "dry-run"),
+        ("GET", "/v1/jobs/x", "", 400, "", "x"),
+        ("GET", "/v1/disks/%FF", "", 400, "", "UTF-8"),
+        ("GET", "/v2", "", 404, "", "/v1/openapi.json"),
+        ("PUT", "/v1/disks", "", 405, "", "PUT"),
+    ];
+    for (method, path, body, status, field, part) in cases {
+        // A key alone stands for a disk with this key.
+        let body = if body.starts_with('"') { disk.replace("KEY", body) } else { body.into() };
+        let problem = server.bad(method, path, &body, status);
+        let detail = problem["detail"].as_str().unwrap();
+        assert!(detail.contains(part) && !detail.contains('\n'), "{body}: {detail}");
+        assert_eq!(problem["field"].as_str().unwrap_or_default(), field, "{body}: {detail}");
+    }
+    assert_eq!(server.names(), ["a"]);
+    let large = format!("\"{}\"", "x".repeat(70_000));
+    server.bad("POST", "/v1/disks", &large, 413);
+}
