@@ -66,7 +66,7 @@ impl Config {
     /// Returns the configuration of `--config`, or the one that the other options describe.
     pub fn of(options: &ServeOptions) -> anyhow::Result<Self> {
         match (&options.config, &options.disk) {
-            (Some(path), _) => Ok(Config::read(path)?),
+            (Some(path), _) => Ok(Config::read(path, options.api.api.is_some())?),
             (None, Some(disk)) => Ok(Config { disks: vec![disk.clone()], ..Config::default() }),
             (None, None) if !options.xen.watch.is_empty() || options.api.api.is_some() => {
                 Ok(Config::default())
@@ -80,18 +80,19 @@ impl Config {
         }
     }
 
-    pub fn read(path: &Path) -> Result<Self, ConfigError> {
+    /// Reads a configuration file. `may_be_empty`: calls of the API can add disks.
+    pub fn read(path: &Path, may_be_empty: bool) -> Result<Self, ConfigError> {
         let owned = || path.to_path_buf();
         let text = std::fs::read_to_string(path)
             .map_err(|source| ConfigError::Read { path: owned(), source })?;
         let wrong = |e| ConfigError::Parse { path: owned(), message: mistake::describe(&text, &e) };
         let config: Config = toml::from_str(&text).map_err(wrong)?;
         let config = Config { file: text.parse().map_err(wrong)?, ..config };
-        config.check().map_err(|what| ConfigError::Value { path: owned(), what })?;
+        config.check(may_be_empty).map_err(|what| ConfigError::Value { path: owned(), what })?;
         Ok(config)
     }
 
-    fn check(&self) -> Result<(), String> {
+    fn check(&self, may_be_empty: bool) -> Result<(), String> {
         for (name, group) in &self.groups {
             knobs::check(&group.knobs()).map_err(|e| format!("group \"{name}\": {e}"))?;
         }
@@ -118,7 +119,8 @@ impl Config {
                 "xen.defaults: there is no group \"{group}\" (a table [group.{group}])"
             ));
         }
-        if self.disks.is_empty() && self.xen.watch.is_empty() && self.api.is_none() {
+        let may_be_empty = may_be_empty || self.api.is_some() || !self.xen.watch.is_empty();
+        if self.disks.is_empty() && !may_be_empty {
             return Err(
                 "it has no disk: add a table [[disk]] with the key image and one of vhost-user, \
                  nbd, \
@@ -157,7 +159,7 @@ mod tests {
         let path = std::env::temp_dir()
             .join(format!("blockyard-config-{:?}.toml", std::thread::current().id()));
         std::fs::write(&path, text).unwrap();
-        let result = Config::read(&path).map_err(|e| e.to_string());
+        let result = Config::read(&path, false).map_err(|e| e.to_string());
         std::fs::remove_file(&path).unwrap();
         result
     }

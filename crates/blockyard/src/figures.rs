@@ -2,10 +2,10 @@
 
 use blockyard_disk::WriteFigures;
 use blockyard_disk::{OpKind, Statistics};
-use blockyard_export::PolicyFigures;
 use blockyard_export::policy::notify::NotifyFigures;
 use blockyard_export::policy::placement::PlacementFigures;
 use blockyard_export::policy::polling::{PollingFigures, Strategy};
+use blockyard_export::{Client, PolicyFigures};
 use blockyard_sched::Share;
 
 /// Logs one line for each kind of operation, and one for the share.
@@ -37,6 +37,12 @@ pub fn log(disk: &str, statistics: &Statistics, share: &Share) {
     if operations > 0 && !share.is_free() {
         tracing::info!(disk, "share: {}", describe(share, operations));
     }
+}
+
+/// Names clients: `pid 4711, pid 4712`.
+pub fn describe_clients(clients: &[Client]) -> String {
+    let each = clients.iter().map(|client| client.description.as_str());
+    each.collect::<Vec<_>>().join(", ")
 }
 
 /// Describes the writes that reactors ran inline. Returns `None` if there were none.

@@ -263,7 +263,8 @@ impl Server {
             // The disk may have been removed since the list was made.
             let Ok(report) = self.yard.report(&disk.name) else { continue };
             if !report.clients.is_empty() {
-                tracing::info!(disk = report.name, "clients: {}", report.clients.join(", "));
+                let clients = figures::describe_clients(&report.clients);
+                tracing::info!(disk = report.name, "clients: {clients}");
             }
             figures::log(&report.name, &report.statistics, &report.share);
             figures::log_policies(&report.name, &report.policies);

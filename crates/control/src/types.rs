@@ -73,8 +73,19 @@ pub struct Disk {
 /// A client of a disk.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize, ToSchema)]
 pub struct Client {
-    /// The client, for people: `process 4711`, `192.0.2.7:40312`, `domain 3`.
+    /// The client, for people: `pid 4711`, `192.0.2.7:40312`, `domain 3`.
     pub description: String,
+    /// Process number of a client on a Unix socket, in the server's PID namespace.
+    pub pid: Option<i32>,
+    pub uid: Option<u32>,
+    /// The program that the process ran when it connected, at most 15 bytes.
+    pub program: Option<String>,
+    /// Address of a client on a TCP socket.
+    pub address: Option<String>,
+    /// The features of virtio that a vhost-user driver has accepted, in hexadecimal.
+    pub features: Option<String>,
+    /// When the client connected, in seconds since 1970.
+    pub since: Option<u64>,
 }
 
 /// What a disk has used of its device and of its limits.

@@ -2,6 +2,8 @@
 
 use std::path::PathBuf;
 
+use crate::client::Client;
+
 /// One disk, served by one protocol, from its start until `stop` or drop.
 ///
 /// What must hold: no call waits for a client without a time limit, because clients can be hostile.
@@ -18,8 +20,8 @@ pub trait Export: Send {
     /// empty list admits every client. Exports without certificates ignore this.
     fn allow(&mut self, _names: &[String]) {}
 
-    /// Describes each connected client for the user: `process 4711`, `192.0.2.7:40312`, `domain 3`.
-    fn clients(&self) -> Vec<String>;
+    /// Returns each connected client.
+    fn clients(&self) -> Vec<Client>;
 
     /// Returns the block device of this host that the export has made, if it has made one.
     fn device(&self) -> Option<PathBuf> {

@@ -8,6 +8,7 @@
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
 mod budget;
+mod client;
 mod descriptors;
 mod ending;
 mod export;
@@ -24,6 +25,7 @@ pub mod vhost_user;
 mod watchdog;
 pub mod xen;
 
+pub use client::Client;
 pub use ending::{close, sync};
 pub use export::Export;
 pub use listener::{Listener, SocketError};

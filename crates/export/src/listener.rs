@@ -179,21 +179,6 @@ impl Drop for Listener {
     }
 }
 
-/// Describes the other end of a connected socket: its address, or the process that connected.
-pub fn peer(fd: impl AsFd) -> String {
-    let address = rustix::net::getpeername(fd.as_fd())
-        .ok()
-        .flatten()
-        .and_then(|a| SocketAddr::try_from(a).ok());
-    match address {
-        Some(address) => address.to_string(),
-        None => match blockyard_ring::host::peer_process(fd) {
-            Some(pid) => format!("pid {pid}"),
-            None => "an unknown process".into(),
-        },
-    }
-}
-
 /// Returns device and inode numbers of the file at `path`.
 fn identity(path: &Path) -> Option<(u64, u64)> {
     std::fs::symlink_metadata(path).ok().map(|meta| (meta.dev(), meta.ino()))

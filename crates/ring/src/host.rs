@@ -220,16 +220,31 @@ pub fn claim(device: &Path) -> io::Result<()> {
     Ok(rustix::fs::open(device, flags, rustix::fs::Mode::empty()).map(drop)?)
 }
 
-/// Returns the process number of the peer of a Unix socket, or `None` if the peer has no number in
-/// this PID namespace.
-pub fn peer_process(socket: impl AsFd) -> Option<i32> {
+/// The process at the other end of a Unix socket, as it was when it connected.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Peer {
+    /// None: the process has no number in this PID namespace.
+    pub process: Option<i32>,
+    pub user: u32,
+}
+
+/// Returns the peer of a Unix socket, or `None` for other sockets.
+pub fn peer(socket: impl AsFd) -> Option<Peer> {
     let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
     let mut len = size_of::<libc::ucred>() as libc::socklen_t;
     let (fd, to) = (socket.as_fd().as_raw_fd(), (&raw mut peer).cast());
     // SAFETY: the kernel writes at most `len` bytes, the size of `peer`, which is ours. (libc,
     // because rustix cannot represent a process number of 0.)
     let rc = unsafe { libc::getsockopt(fd, libc::SOL_SOCKET, libc::SO_PEERCRED, to, &mut len) };
-    (rc == 0 && peer.pid > 0).then_some(peer.pid)
+    // The kernel returns the user -1 for sockets without a peer process, such as those of TCP.
+    let is_known = rc == 0 && peer.uid != u32::MAX;
+    is_known.then(|| Peer { process: Some(peer.pid).filter(|pid| *pid > 0), user: peer.uid })
+}
+
+/// Returns the name of the program that a process runs, as the kernel knows it: at most 15 bytes.
+pub fn program_of(process: i32) -> Option<String> {
+    let name = std::fs::read(format!("/proc/{process}/comm")).ok()?;
+    Some(String::from_utf8_lossy(&name).trim_end_matches('\n').to_string())
 }
 
 /// Returns the supplementary groups of the peer of a Unix socket at the time when it connected.
@@ -495,11 +510,16 @@ mod tests {
     }
 
     #[test]
-    fn peer_process_returns_the_other_end_of_a_socket() {
+    fn peer_returns_the_other_end_of_a_socket() {
         let (socket, _other) = std::os::unix::net::UnixStream::pair().unwrap();
-        assert_eq!(peer_process(&socket), Some(std::process::id() as i32));
+        let process = std::process::id() as i32;
+        let user = rustix::process::geteuid().as_raw();
+        assert_eq!(peer(&socket), Some(Peer { process: Some(process), user }));
+        assert!(program_of(process).is_some_and(|name| !name.is_empty()));
         let (reader, _writer) = rustix::pipe::pipe().unwrap();
-        assert_eq!(peer_process(&reader), None, "a pipe is not a socket");
+        assert_eq!(peer(&reader), None, "a pipe is not a socket");
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        assert_eq!(peer(&listener), None, "the peers of TCP have addresses");
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use blockyard_disk::{Disk, DiskOptions, LocalDisk, Source, Statistics, sched_time};
-use blockyard_export::{Export, PolicyFigures, Reactors};
+use blockyard_export::{Client, Export, PolicyFigures, Reactors};
 use blockyard_sched::{Knobs, Share};
 
 use crate::error::YardError;
@@ -19,8 +19,8 @@ const SERIAL_BYTES: usize = 20;
 /// The state and statistics of a disk.
 pub struct Report {
     pub name: String,
-    /// Each client that is connected, described for people.
-    pub clients: Vec<String>,
+    /// Each client that is connected.
+    pub clients: Vec<Client>,
     /// The block device of this host that an export has made.
     pub device: Option<PathBuf>,
     pub statistics: Statistics,

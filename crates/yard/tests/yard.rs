@@ -8,7 +8,7 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex};
 
 use blockyard_disk::{Disk, SnapshotOptions};
-use blockyard_export::{Export, Reactors};
+use blockyard_export::{Client, Export, Reactors};
 use blockyard_image::ChainOptions;
 use blockyard_sched::Knobs;
 use blockyard_yard::{
@@ -44,8 +44,8 @@ impl Export for Note {
         self.note(&format!("allow {}", names.join(",")));
     }
 
-    fn clients(&self) -> Vec<String> {
-        vec![format!("client of {}", self.name)]
+    fn clients(&self) -> Vec<Client> {
+        vec![Client::described(format!("client of {}", self.name))]
     }
 }
 
@@ -179,7 +179,7 @@ fn disks_come_change_and_go() {
     let taken = yard.add(disk("a", "ram:1M", Vec::new()));
     assert!(matches!(&taken, Err(YardError::NameTaken { disk }) if disk == "a"), "{taken:?}");
 
-    assert_eq!(yard.report("a").unwrap().clients, ["client of third"]);
+    assert_eq!(yard.report("a").unwrap().clients[0].description, "client of third");
     assert_eq!(yard.refresh("a").unwrap(), None);
     std::fs::File::options().write(true).open(&image).unwrap().set_len(2 << 20).unwrap();
     assert_eq!(yard.refresh("a").unwrap(), Some(Resized { old: 1 << 20, new: 2 << 20 }));
@@ -334,5 +334,5 @@ fn commands_for_a_served_disk_do_not_wait_for_images_that_open_slowly() {
     std::thread::spawn(move || sender.send(asked.report("served").unwrap().clients));
     let answered = receiver.recv_timeout(std::time::Duration::from_secs(60));
     drop(held);
-    assert_eq!(answered.as_deref(), Ok(&["client of served".to_string()][..]));
+    assert_eq!(answered.as_deref(), Ok(&[Client::described("client of served".into())][..]));
 }

@@ -4,8 +4,7 @@ use std::sync::PoisonError;
 use std::time::UNIX_EPOCH;
 
 use blockyard_control::types::{
-    Client, Disk, DiskRow, Flushed, Job, JobRequest, Reload, Removed, Resize, Resized, ServerInfo,
-    State,
+    Disk, DiskRow, Flushed, Job, JobRequest, Reload, Removed, Resize, Resized, ServerInfo, State,
 };
 use blockyard_control::{Answer, Kind, Object, Operator, Problem};
 use blockyard_disk::SnapshotOptions;
@@ -16,6 +15,7 @@ use super::words;
 use crate::book::{HeldDisk, HoldError};
 use crate::changes::inner;
 use crate::disks::check;
+use crate::figures::describe_clients;
 use crate::options::disk::DiskArgs;
 use crate::options::knobs;
 use crate::serve::{AddError, Server};
@@ -86,11 +86,10 @@ impl Operator for Server {
             return Ok(Disk { row, device, clients, share, settings, requests });
         }
         let report = self.yard.report(name).map_err(words::problem)?;
-        let client = |description: &String| Client { description: description.clone() };
         Ok(Disk {
             row,
             device: report.device.as_ref().map(|path| path.display().to_string()),
-            clients: report.clients.iter().map(client).collect(),
+            clients: report.clients.iter().map(words::client).collect(),
             share: Some(words::share(&report.share)),
             settings,
             requests: words::requests(&report.statistics),
@@ -121,7 +120,7 @@ impl Operator for Server {
             if !clients.is_empty() {
                 let what = format!(
                     "disk \"{name}\" is in use by {}: disconnect, or remove it with force=true",
-                    clients.join(", ")
+                    describe_clients(&clients)
                 );
                 return Err(Problem::new(Kind::Conflict, what));
             }

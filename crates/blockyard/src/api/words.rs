@@ -1,9 +1,10 @@
 //! Settings, figures and errors in the words of the API.
 
 use std::collections::BTreeMap;
+use std::time::UNIX_EPOCH;
 
 use blockyard_control::types::{
-    DiskRow, Job, JobState, LimitSetting, Requests, Settings, ShareFigures, State,
+    Client, DiskRow, Job, JobState, LimitSetting, Requests, Settings, ShareFigures, State,
 };
 use blockyard_control::{Answer, Kind, Object, Problem, invalid};
 use blockyard_disk::{OpKind, Statistics};
@@ -135,6 +136,19 @@ pub fn row(disk: DiskInfo) -> DiskRow {
         size: disk.capacity,
         read_only: disk.is_read_only,
         exports: disk.ways,
+    }
+}
+
+pub fn client(client: &blockyard_export::Client) -> Client {
+    let since = client.since.and_then(|since| since.duration_since(UNIX_EPOCH).ok());
+    Client {
+        description: client.description.clone(),
+        pid: client.pid,
+        uid: client.uid,
+        program: client.program.clone(),
+        address: client.address.clone(),
+        features: client.features.map(|features| format!("{features:#x}")),
+        since: since.map(|since| since.as_secs()),
     }
 }
 

@@ -3,8 +3,8 @@
 use std::fmt::Write;
 
 use blockyard_control::types::{
-    Disk, DiskRow, Disks, Job, JobState, Jobs, LimitSetting, Reload, Resized, ServerInfo, Settings,
-    State,
+    Client, Disk, DiskRow, Disks, Job, JobState, Jobs, LimitSetting, Reload, Resized, ServerInfo,
+    Settings, State,
 };
 use serde_json::Value;
 
@@ -123,7 +123,7 @@ fn disk(disk: &Disk) -> String {
     if let Some(device) = &disk.device {
         rows.push(row(&["device", device]));
     }
-    let clients: Vec<_> = disk.clients.iter().map(|client| client.description.as_str()).collect();
+    let clients: Vec<_> = disk.clients.iter().map(client).collect();
     let clients = if clients.is_empty() { "none".into() } else { clients.join(", ") };
     rows.push(row(&["clients", &clients]));
     rows.extend(disk.settings.iter().flat_map(settings));
@@ -150,6 +150,16 @@ fn disk(disk: &Disk) -> String {
         text += &table(&rows);
     }
     text
+}
+
+/// Describes a client: `pid 4711 (qemu-system-x86, user 107)`.
+fn client(client: &Client) -> String {
+    let user = client.uid.map(|uid| format!("user {uid}"));
+    let more: Vec<_> = client.program.iter().cloned().chain(user).collect();
+    if more.is_empty() {
+        return client.description.clone();
+    }
+    format!("{} ({})", client.description, more.join(", "))
 }
 
 fn settings(settings: &Settings) -> Vec<Vec<String>> {

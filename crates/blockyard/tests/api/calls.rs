@@ -18,7 +18,12 @@ fn a_disk_is_added_shown_changed_and_removed() {
     assert_eq!(disk["settings"]["added_by_api"], true);
     let session = Session::<SplitRing>::start(&server.folder.join("a"), &Plan::default()).unwrap();
     let disk = server.good("GET", "/v1/disks/a", Value::Null);
-    assert_eq!(disk["clients"].as_array().unwrap().len(), 1, "{disk}");
+    let client = &disk["clients"][0];
+    assert_eq!(client["pid"], std::process::id());
+    assert_eq!(client["uid"], rustix::process::geteuid().as_raw());
+    assert!(client["program"].is_string() && client["since"].is_u64(), "{client}");
+    let features = client["features"].as_str().unwrap();
+    assert!(features.starts_with("0x") && features != "0x0", "{client}");
 
     let set = json!({ "weight": 300, "iops": "1k,max=2k" });
     let disk = server.good("PATCH", "/v1/disks/a", set);
@@ -132,6 +137,9 @@ fn a_reload_answers_what_changes_and_keeps_disks_of_the_api() {
     server.good("PATCH", "/v1/disks/a", json!({ "weight": 300 }));
     let change = server.good("POST", "/v1/reload?dry-run=true", Value::Null)["changed"].clone();
     assert_eq!(change[0]["keys"], json!([{ "key": "weight", "old": "300", "new": "200" }]));
+    server.configure("");
+    assert_eq!(server.good("POST", "/v1/reload", Value::Null)["removed"], json!(["a", "b", "new"]));
+    assert_eq!(server.names(), ["mine"], "a file without disks is valid for a server with an API");
     server.configure("reactors = \"x\"");
     let problem = server.bad("POST", "/v1/reload", "", 422);
     assert!(problem["detail"].as_str().unwrap().contains("line 1: reactors"), "{problem}");

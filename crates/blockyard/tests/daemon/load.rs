@@ -106,7 +106,7 @@ fn queue_time_and_service_time_are_reported_separately() {
     assert!(figure(&log, "read", "queue time p50 ") < 2_000.0, "{log}");
     assert!(figure(&log, "write", "service time p50 ") < 15_000.0, "{log}");
     assert!(figure(&log, "flush", "service time p50 ") > 4_900.0, "{log}");
-    assert!(log.contains(&format!("clients: process {} disk=\"disk", std::process::id())), "{log}");
+    assert!(log.contains(&format!("clients: pid {} disk=\"disk", std::process::id())), "{log}");
     assert_eq!(figure(&log, "read", "requests="), 200.0, "{log}");
     assert_eq!(figure(&log, "read", "bytes="), 200.0 * 4096.0, "{log}");
     // An idle disk reports the same statistics again.

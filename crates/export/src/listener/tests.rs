@@ -5,6 +5,7 @@ use std::net::TcpStream;
 use rustix::event::EventfdFlags;
 
 use super::*;
+use crate::Client;
 
 /// A temporary folder, which is removed on drop.
 struct Folder(PathBuf);
@@ -133,7 +134,10 @@ fn connections_are_taken_from_every_socket_of_an_address() {
     for port in [ports[1], ports[0], ports[1]] {
         let client = TcpStream::connect(("127.0.0.1", port)).unwrap();
         let stream = accept(&listener);
-        assert_eq!(peer(&stream), client.local_addr().unwrap().to_string());
+        assert_eq!(
+            Client::connected(&stream).description,
+            client.local_addr().unwrap().to_string()
+        );
         // A connection is in blocking mode, whatever mode its listener has.
         assert!(!rustix::fs::fcntl_getfl(&stream).unwrap().contains(rustix::fs::OFlags::NONBLOCK));
     }
@@ -143,7 +147,7 @@ fn connections_are_taken_from_every_socket_of_an_address() {
 #[test]
 fn a_unix_peer_is_named_by_its_process() {
     let (one, _other) = UnixStream::pair().unwrap();
-    assert_eq!(peer(&one), format!("pid {}", std::process::id()));
+    assert_eq!(Client::connected(&one).description, format!("pid {}", std::process::id()));
     let folder = Folder::new("peer");
     let listener = Listener::bind(&folder.socket()).unwrap();
     assert_eq!(listener.port(), None);

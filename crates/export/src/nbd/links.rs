@@ -17,7 +17,7 @@ use super::buffers::Buffers;
 use super::exported::{Exported, Peer};
 use super::shared::Shared;
 use super::stream::Stream;
-use crate::Reactors;
+use crate::{Client, Reactors};
 
 /// Time between two checks for slow clients, while a client may be slow.
 const CHECK_PERIOD: Duration = Duration::from_millis(500);
@@ -166,14 +166,14 @@ pub fn end_not_allowed(reactors: &Reactors, disk: &Arc<Disk>) {
     }
 }
 
-/// Describes the clients of `disk`, ordered by reactor.
-pub fn clients(reactors: &Reactors, disk: &Arc<Disk>) -> Vec<String> {
+/// Returns the clients of `disk`, ordered by reactor.
+pub fn clients(reactors: &Reactors, disk: &Arc<Disk>) -> Vec<Client> {
     let of_reactor = |reactor: &Remote| {
         let disk = disk.clone();
         reactor.ask(move |handle, reply| {
             let living = handle.local::<Links>().living();
             let links = living.iter().filter(|link| link.is_of(&disk));
-            reply.send(links.map(|link| link.stream.from().to_string()).collect::<Vec<_>>());
+            reply.send(links.map(|link| link.stream.client().clone()).collect::<Vec<_>>());
         })
     };
     reactors.all().filter_map(of_reactor).flatten().collect()

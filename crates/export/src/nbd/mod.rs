@@ -45,7 +45,7 @@ use blockyard_ring::Handle;
 
 use crate::descriptors;
 use crate::log::Log;
-use crate::{Export, Listener, Reactors};
+use crate::{Client, Export, Listener, Reactors};
 use inbox::Inbox;
 use links::Link;
 use negotiate::Negotiation;
@@ -169,7 +169,7 @@ impl Export for Offer {
         self.server.allow(&self.disk, names);
     }
 
-    fn clients(&self) -> Vec<String> {
+    fn clients(&self) -> Vec<Client> {
         links::clients(&self.server.reactors, &self.disk)
     }
 }
@@ -224,7 +224,7 @@ fn listen(shared: &Arc<Shared>, listener: &Listener, reactors: &Reactors) {
 fn deal_out(shared: &Arc<Shared>, reactors: &Reactors, fd: OwnedFd) {
     shared.clients.fetch_add(1, Ordering::SeqCst);
     let fd = Accepted { fd, server: shared.clone() };
-    let client = Client { server: shared.clone(), settings: shared.settings() };
+    let client = Arrival { server: shared.clone(), settings: shared.settings() };
     // If the reactor has ended, the closure is dropped without a call.
     reactors.next().run(move |handle| match Stream::new(handle, fd) {
         Ok(stream) => {
@@ -253,7 +253,8 @@ fn wait(shared: &Shared, limit: Option<Duration>) {
     let _ = rustix::event::poll(&mut fds, limit.as_ref());
 }
 
-struct Client {
+/// What a new connection belongs to.
+struct Arrival {
     server: Arc<Shared>,
     settings: Arc<Settings>,
 }
@@ -281,7 +282,7 @@ impl Drop for Accepted {
 }
 
 /// Serves one client from connection to disconnection.
-async fn serve(handle: Handle, client: Client, stream: Rc<Stream>, link: Rc<Link>) {
+async fn serve(handle: Handle, client: Arrival, stream: Rc<Stream>, link: Rc<Link>) {
     let shared = &*client.server;
     let (mut inbox, from) = (Inbox::default(), stream.from());
     let (terms, peer) = match Negotiation::new(shared, &client.settings, &stream, &mut inbox)

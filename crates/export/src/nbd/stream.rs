@@ -10,6 +10,7 @@ use blockyard_nbd::{Link, ServerTls};
 use blockyard_ring::{Handle, Segments, Socket, write_rest};
 
 use super::quota::Usage;
+use crate::Client;
 
 /// Minimum number of bytes that a client must transfer within the time limit if it holds `held`
 /// bytes of the quota. A client that transfers less is stalled. The more a client holds, the more
@@ -27,8 +28,7 @@ pub struct Stream {
     /// Set when TLS begins.
     secure: OnceCell<Link>,
     handle: Handle,
-    /// The client's address, for the log.
-    from: String,
+    client: Client,
     /// The buffer memory that the client's requests hold.
     pub usage: Rc<Usage>,
     /// Time since which the client has read less than [`progress`] of the data that the server is
@@ -47,14 +47,14 @@ impl Stream {
         let _ = rustix::net::sockopt::set_socket_send_buffer_size(&fd, SENT_AHEAD);
         // If the client's machine is gone, keepalive ends the connection after some time.
         let _ = rustix::net::sockopt::set_socket_keepalive(&fd, true);
-        let from = crate::listener::peer(&fd);
+        let client = Client::connected(&fd);
         let (usage, sending_since, payload_since, payload_received) = Default::default();
         let (plain, secure) = (Link::new(Socket::new(handle, fd)?, None), OnceCell::new());
         Ok(Stream {
             plain,
             secure,
             handle: handle.clone(),
-            from,
+            client,
             usage,
             sending_since,
             payload_since,
@@ -62,9 +62,13 @@ impl Stream {
         })
     }
 
-    /// Returns the client's address, for the log.
+    pub fn client(&self) -> &Client {
+        &self.client
+    }
+
+    /// Describes the client, for the log.
     pub fn from(&self) -> &str {
-        &self.from
+        &self.client.description
     }
 
     #[inline]

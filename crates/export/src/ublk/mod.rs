@@ -35,7 +35,7 @@ use blockyard_ring::ublk::{self, Control, Device, NumberLock, QueueError};
 use rustix::io::Errno;
 
 use crate::vhost_user::QueueShape;
-use crate::{Export, Reactors};
+use crate::{Client, Export, Reactors};
 use files::{has_files, memory_alignment};
 use queue::{QueueHandle, Shared};
 pub use removal::remove;
@@ -553,8 +553,8 @@ impl Export for Ublk {
         }
     }
 
-    fn clients(&self) -> Vec<String> {
-        vec![format!("this host's kernel, as {}", self.path().display())]
+    fn clients(&self) -> Vec<Client> {
+        vec![Client::described(format!("this host's kernel, as {}", self.path().display()))]
     }
 
     fn device(&self) -> Option<PathBuf> {

@@ -56,13 +56,13 @@ pub mod parts {
 }
 
 use crate::log::Log;
-use crate::{Export, Listener, PollMode, Reactors};
+use crate::{Client, Export, Listener, PollMode, Reactors};
 use channel::BackChannel;
 use queue::{DeviceState, QueueHandle};
 use session::Session;
 use socket::Next;
 use state::SessionState;
-use waiting::{Client, Waiting};
+use waiting::{FrontEnd, Waiting};
 
 /// How queues poll and signal, and how front ends are accepted.
 #[derive(Clone, Copy, Debug)]
@@ -111,8 +111,7 @@ pub struct Shared {
 struct Connection {
     /// A copy of the socket, used to interrupt the session's reads.
     stream: UnixStream,
-    /// The front end's process, if it is known.
-    process: Option<i32>,
+    client: Client,
 }
 
 /// Guard of one wait in the count [`Shared::own_waits`].
@@ -227,13 +226,8 @@ impl Export for VhostUser {
         self.export.each_served(LocalDisk::resume);
     }
 
-    fn clients(&self) -> Vec<String> {
-        let connection = lock(&self.export.connection);
-        let describe = |connection: &Connection| match connection.process {
-            Some(process) => format!("process {process}"),
-            None => "a process of another namespace".into(),
-        };
-        connection.iter().map(describe).collect()
+    fn clients(&self) -> Vec<Client> {
+        lock(&self.export.connection).iter().map(|connection| connection.client.clone()).collect()
     }
 }
 
@@ -349,15 +343,16 @@ enum Disconnect {
 /// Handles one front end's messages until it disconnects.
 fn serve(
     export: &Arc<Shared>,
-    client: Client,
+    front_end: FrontEnd,
     waiting: &mut Waiting<'_>,
 ) -> Result<(), Disconnect> {
-    let Client { stream, process } = client;
+    let FrontEnd { stream, process } = front_end;
     let connection = stream.try_clone().map_err(Disconnect::Copying)?;
     let session = Session::new(export.clone(), process, export.new_state())
         .map_err(|e| Disconnect::Protocol(e.into()))?;
     let mut messages = Messages::new(stream, session).map_err(Disconnect::Copying)?;
-    *lock(&export.connection) = Some(Connection { stream: connection, process });
+    let client = Client::connected(&connection);
+    *lock(&export.connection) = Some(Connection { stream: connection, client });
     let result = loop {
         if export.stop.load(Ordering::SeqCst) {
             break Ok(());

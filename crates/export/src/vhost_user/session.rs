@@ -364,7 +364,11 @@ impl VhostUserBackendReqHandlerMut for Session {
         self.apply(Change::Features {
             accepted: features,
             offered: config::features(&self.device.disk),
-        })
+        })?;
+        if let Some(connection) = &mut *super::lock(&self.export.connection) {
+            connection.client.features = Some(features);
+        }
+        Ok(())
     }
 
     fn set_mem_table(

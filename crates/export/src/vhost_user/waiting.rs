@@ -20,16 +20,16 @@ use crate::Listener;
 const MOST: usize = 8;
 
 /// A connected front end.
-pub struct Client {
+pub struct FrontEnd {
     pub stream: UnixStream,
     /// The front end's process, if it is in this process's PID namespace.
     pub process: Option<i32>,
 }
 
-impl Client {
+impl FrontEnd {
     fn new(stream: UnixStream) -> Self {
-        let process = blockyard_ring::host::peer_process(&stream);
-        Client { stream, process }
+        let process = blockyard_ring::host::peer(&stream).and_then(|peer| peer.process);
+        FrontEnd { stream, process }
     }
 
     fn is_gone(&self) -> bool {
@@ -41,7 +41,7 @@ impl Client {
 pub struct Waiting<'a> {
     export: &'a Shared,
     listener: &'a Listener,
-    clients: VecDeque<Client>,
+    clients: VecDeque<FrontEnd>,
 }
 
 impl<'a> Waiting<'a> {
@@ -51,12 +51,12 @@ impl<'a> Waiting<'a> {
 
     /// Waits for the next client. Returns `None` if the export stops, or if the client has gone
     /// already.
-    pub fn next(&mut self) -> io::Result<Option<Client>> {
+    pub fn next(&mut self) -> io::Result<Option<FrontEnd>> {
         if let Some(client) = self.clients.pop_front() {
             return Ok(Some(client));
         }
         let accepted = self.listener.accept(self.export.wake.as_fd())?;
-        Ok(accepted.map(|stream| Client::new(stream.into())))
+        Ok(accepted.map(|stream| FrontEnd::new(stream.into())))
     }
 
     /// Waits until the served client has sent something, or is gone. Accepts or refuses other
@@ -69,7 +69,7 @@ impl<'a> Waiting<'a> {
                 return;
             }
             match self.listener.accept(served.as_fd()) {
-                Ok(Some(stream)) => self.came(Client::new(stream.into()), served, process),
+                Ok(Some(stream)) => self.came(FrontEnd::new(stream.into()), served, process),
                 Ok(None) => {}
                 // Most likely the process has no free descriptor. Accept again after the next
                 // message.
@@ -78,7 +78,7 @@ impl<'a> Waiting<'a> {
         }
     }
 
-    fn came(&mut self, client: Client, stream: &UnixStream, served: Option<i32>) {
+    fn came(&mut self, client: FrontEnd, stream: &UnixStream, served: Option<i32>) {
         if !ready(stream, PollFlags::RDHUP).is_empty() {
             // The served front end has disconnected. The new client may be the same front end,
             // which reconnects.

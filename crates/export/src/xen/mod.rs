@@ -47,7 +47,7 @@ pub mod parts {
     pub use crate::log::Log;
 }
 
-use crate::{Export, Reactors};
+use crate::{Client, Export, Reactors};
 use claim::{Claim, images};
 use device::Device;
 pub use device::{Listed, detach, list};
@@ -310,9 +310,9 @@ impl Export for Xen {
         }
     }
 
-    fn clients(&self) -> Vec<String> {
+    fn clients(&self) -> Vec<Client> {
         if self.control.connected.load(Ordering::SeqCst) {
-            vec![format!("domain {}", self.domain)]
+            vec![Client::described(format!("domain {}", self.domain))]
         } else {
             Vec::new()
         }

@@ -218,7 +218,7 @@ fn requests_complete_while_xenstore_is_lost_and_states_are_followed_later() {
     setup.wait_for_line();
     front.fill(100, 6);
     assert_eq!(front.done(1, WRITE, 0, &[100]), 0);
-    assert_eq!(export.clients(), ["domain 7"]);
+    assert_eq!(export.clients()[0].description, "domain 7");
     // The server sees this state only after it has reconnected.
     front.set("state", 6);
     assert_eq!(front.done(2, READ, 0, &[101]), 0);
