@@ -152,7 +152,9 @@ impl Operator for Server {
         let args = held.args();
         let row = self.row(name)?;
         words::check_growth(&args, row.size, size.size)?;
-        if args.format() != Ok(Format::Raw) {
+        // After a snapshot the disk has an overlay on the image.
+        let has_overlay = row.image.as_ref() != Some(&row.images);
+        if args.format() != Ok(Format::Raw) || has_overlay {
             let what = format!(
                 "disk \"{name}\": only raw images grow while they are served; remove the disk, \
                  run blockyard image resize, and add it again"
@@ -164,8 +166,15 @@ impl Operator for Server {
             Problem::new(Kind::Failed, format!("image {image}: cannot grow it: {e}"))
         };
         let file = std::fs::File::options().write(true).open(&args.image).map_err(failed)?;
-        if !file.metadata().map_err(failed)?.is_file() {
+        let metadata = file.metadata().map_err(failed)?;
+        if !metadata.is_file() {
             let what = format!("disk \"{name}\": its image is not a file: grow it, then refresh");
+            return Err(Problem::new(Kind::Conflict, what));
+        }
+        // Another program may have grown the file. It must not become shorter.
+        if metadata.len() > size.size {
+            let len = metadata.len();
+            let what = format!("disk \"{name}\": its image has {len} bytes already: refresh it");
             return Err(Problem::new(Kind::Conflict, what));
         }
         file.set_len(size.size).map_err(failed)?;
