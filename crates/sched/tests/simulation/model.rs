@@ -185,7 +185,8 @@ enum Event {
     /// A server becomes free.
     Served(usize),
     Ended(usize),
-    Claim(usize),
+    /// The time for which a waiting operation asked: its place, and its number.
+    Claim(usize, u64),
 }
 
 struct Under {
@@ -194,6 +195,8 @@ struct Under {
     asked: u64,
     grant: Grant,
     token: Arc<WaitToken>,
+    /// Number of the operation while it waits.
+    waits: Option<u64>,
 }
 
 pub struct Simulation {
@@ -209,6 +212,8 @@ pub struct Simulation {
     free: Vec<usize>,
     busy: usize,
     queue: VecDeque<usize>,
+    /// Number of operations that waited.
+    waited: u64,
     /// When a network disk's bucket has its next token.
     token_at: u64,
     woken: Arc<Mutex<Vec<usize>>>,
@@ -243,6 +248,7 @@ impl Simulation {
             free: Vec::new(),
             busy: 0,
             queue: VecDeque::new(),
+            waited: 0,
             token_at: 0,
             woken: Arc::default(),
             random: Random(7),
@@ -283,7 +289,10 @@ impl Simulation {
                 Event::Ask(_) => {}
                 Event::Served(which) => self.served(which),
                 Event::Ended(which) => self.ended(which, from),
-                Event::Claim(guest) => self.claim(guest),
+                Event::Claim(which, number) if self.under[which].waits == Some(number) => {
+                    self.claim(which)
+                }
+                Event::Claim(..) => {}
             }
             self.start_admitted();
         }
@@ -301,7 +310,7 @@ impl Simulation {
         self.turns[guest] += 1;
         let operation = Operation { kind, bytes, sequential: false, requests: 1 };
         let (asked, grant, token) = (self.now, Grant::default(), Arc::default());
-        let under = Under { guest, operation, asked, grant, token };
+        let under = Under { guest, operation, asked, grant, token, waits: None };
         let which = match self.free.pop() {
             Some(which) => which,
             None => self.under.len(),
@@ -319,34 +328,43 @@ impl Simulation {
             None => {
                 let waker = Waker::from(Arc::new(Woken(which, self.woken.clone())));
                 let token = self.under[which].token.clone();
+                self.waited += 1;
+                self.under[which].waits = Some(self.waited);
                 if let Some(at) = self.shares[guest].wait(self.now, &operation, &token, &waker) {
-                    self.at(at, Event::Claim(guest));
+                    self.at(at, Event::Claim(which, self.waited));
                 }
             }
         }
     }
 
-    fn claim(&mut self, guest: usize) {
-        if self.shares[guest].figures().waiting > 0
-            && let Some(at) = self.shares[guest].claim(self.now)
-            && self.shares[guest].figures().waiting > 0
-        {
-            self.at(at.max(self.now + 10_000), Event::Claim(guest));
+    /// Does what a waiting operation does when it is woken. Only the operation itself keeps the time
+    /// that the scheduler returns, as in the server.
+    fn claim(&mut self, which: usize) {
+        let Some(number) = self.under[which].waits else { return };
+        let at = self.shares[self.under[which].guest].claim(self.now);
+        if let Some(at) = at {
+            self.at(at.max(self.now + 10_000), Event::Claim(which, number));
         }
     }
 
     fn start_admitted(&mut self) {
-        let woken = std::mem::take(&mut *self.woken.lock().unwrap());
-        for which in woken {
-            let under = &mut self.under[which];
-            if !under.token.take_grant() {
-                let guest = under.guest;
-                self.claim(guest);
-                continue;
+        loop {
+            let woken = std::mem::take(&mut *self.woken.lock().unwrap());
+            if woken.is_empty() {
+                return;
             }
-            under.grant = self.shares[under.guest].granted(under.asked, self.now, &under.operation);
-            self.submit(which);
+            woken.into_iter().for_each(|which| self.wake(which));
         }
+    }
+
+    fn wake(&mut self, which: usize) {
+        if !self.under[which].token.take_grant() {
+            return self.claim(which);
+        }
+        let under = &mut self.under[which];
+        under.waits = None;
+        under.grant = self.shares[under.guest].granted(under.asked, self.now, &under.operation);
+        self.submit(which);
     }
 
     fn submit(&mut self, which: usize) {
