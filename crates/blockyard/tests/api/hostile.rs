@@ -37,14 +37,19 @@ fn a_thousand_idle_connections_end_and_the_server_answers() {
 #[test]
 fn connections_that_send_part_of_a_request_are_closed() {
     let server = Server::start();
-    for part in [
+    // The server waits for the rest of all of them at the same time.
+    let parts = [
         "GET /v1 HT",
         "POST /v1/disks HTTP/1.1\r\nhost: x\r\n",
         "POST /v1/disks HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{",
         "\0\0\0\r\n\r\n",
-    ] {
+    ];
+    let streams = parts.map(|part| {
         let mut stream = server.connect();
         stream.write_all(part.as_bytes()).unwrap();
+        (part, stream)
+    });
+    for (part, mut stream) in streams {
         let mut answer = Vec::new();
         // The server closes the connection, with or without an answer.
         let _ = stream.read_to_end(&mut answer);
