@@ -337,8 +337,8 @@ impl Simulation {
         }
     }
 
-    /// Does what a waiting operation does when it is woken. Only the operation itself keeps the time
-    /// that the scheduler returns, as in the server.
+    /// Does what a waiting operation does when it is woken. Only the operation itself keeps the
+    /// time that the scheduler returns, as in the server.
     fn claim(&mut self, which: usize) {
         let Some(number) = self.under[which].waits else { return };
         let at = self.shares[self.under[which].guest].claim(self.now);
