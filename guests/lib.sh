@@ -102,12 +102,15 @@ watch_boot() { # PROCESS_GROUP
     done
 }
 
-# Returns whether the guest failed before it began its init: the emulator lost the timer of a
-# processor, or the kernel panicked. (QEMU without KVM sometimes runs code that another processor is
-# patching; the kernel then ends with an invalid instruction.)
+# Returns whether the guest failed before it began its init, by a fault of the emulator (QEMU without
+# KVM) with several processors:
+# - It lost the timer of a processor.
+# - It ran code that another processor was patching. The kernel panics with an invalid instruction.
+# - A processor used memory regions of a device while another one mapped it (QEMU issue 1921).
 boot_failed() {
     [[ -e $run/stuck ]] || {
-        grep -q 'Kernel panic' "$run/console" && ! grep -q 'guest-init: begins' "$run/console"
+        grep -Eq 'Kernel panic|iotlb_to_section: Assertion' "$run/console" &&
+            ! grep -q 'guest-init: begins' "$run/console"
     }
 }
 
