@@ -20,7 +20,9 @@ by_workers=$(sed -n 's/^ *Hits: //p' $handed/hist)
 echo '!hist:keys=opcode' >$handed/trigger
 stop
 requests=$(figure requests)
-((requests >= 300 && by_workers < 150)) || { echo "$requests requests, workers made $by_workers" && exit 1; }
+# Without the server's own updates of the modification time, workers would make all writes. They make
+# some where the guest is so slow that a tick ends between the update and the write.
+((requests >= 300 && by_workers <= 270)) || { echo "$requests requests, workers made $by_workers" && exit 1; }
 # The file has the usual modification time of a write.
 (($(stat -c %Y a.img) >= began)) || { stat a.img && exit 1; }
 "#;

@@ -25,8 +25,8 @@ use std::rc::Rc;
 use super::Counters;
 use super::pauses::Pauses;
 
-/// Number of seconds for which writes are plain after a write was refused although the mtime was
-/// set. Such a write needs new space.
+/// Number of seconds for which writes are plain after a write was refused in the tick in which the
+/// mtime was set. Such a write needs new space.
 const PLAIN_SECONDS: i64 = 1;
 
 /// How to make a write.
@@ -139,6 +139,10 @@ impl ChangeTime {
     fn refused(&self, clock: &impl Clock, attempt: Attempt, alone: bool) -> Next {
         self.counters.count(|figures| figures.refused += 1);
         if attempt == Attempt::Noted {
+            // The mtime was set, but the tick has passed since.
+            if self.noted.get() != clock.tick() {
+                return Next::Again(Attempt::Plain);
+            }
             self.ahead.set(false);
             self.plain_until.set(clock.seconds() + PLAIN_SECONDS);
             return Next::Again(Attempt::Plain);
@@ -262,6 +266,7 @@ mod tests {
     #[test]
     fn writes_refused_for_another_reason_are_plain_for_a_second() {
         let (clock, change) = direct_file();
+        assert_eq!(change.next(&clock, Attempt::NoWait, AGAIN, true), Next::Note);
         assert_eq!(change.next(&clock, Attempt::Noted, AGAIN, true), PLAIN);
         assert_eq!(
             change.first(&clock, true),
@@ -273,6 +278,24 @@ mod tests {
         assert_eq!(change.first(&clock, true), (Attempt::Plain, false));
         clock.pass(1);
         assert_eq!(change.first(&clock, true), NOT_AHEAD);
+    }
+
+    #[test]
+    fn a_write_that_is_refused_after_its_tick_proves_nothing() {
+        let (clock, change) = direct_file();
+        assert_eq!(change.next(&clock, Attempt::NoWait, AGAIN, true), Next::Note);
+        assert_eq!(change.next(&clock, Attempt::Noted, 4096, true), Next::Done);
+        clock.pass(1);
+        assert_eq!(change.first(&clock, true), (Attempt::NoWait, true));
+        clock.pass(1);
+        assert_eq!(change.next(&clock, Attempt::NoWait, AGAIN, true), Next::Note);
+        clock.pass(1);
+        assert_eq!(change.next(&clock, Attempt::Noted, AGAIN, true), PLAIN);
+        assert_eq!(
+            change.first(&clock, true),
+            (Attempt::NoWait, true),
+            "the mtime is still set before the first write of a tick"
+        );
     }
 
     #[test]
