@@ -102,8 +102,8 @@ watch_boot() { # PROCESS_GROUP
     done
 }
 
-# Returns whether the guest failed before it began its init, by a fault of the emulator (QEMU without
-# KVM) with several processors:
+# Returns whether the guest failed before it began its init, by a fault of the emulator (QEMU
+# without KVM) with several processors:
 # - It lost the timer of a processor.
 # - It ran code that another processor was patching. The kernel panics with an invalid instruction.
 # - A processor used memory regions of a device while another one mapped it (QEMU issue 1921).

@@ -20,5 +20,6 @@ in_guest() { # KERNEL SCRIPT OPTION...
     shift 2
     rm -f "$work/disk"
     truncate -s 4G "$work/disk"
-    guests/qemu --kernel "$kernel" --disk file="$work/disk" --file "$work/blockyard" "$@" "$script"
+    guests/qemu --smp 2 --kernel "$kernel" --disk file="$work/disk" --file "$work/blockyard" "$@" \
+        "$script"
 }

@@ -46,12 +46,7 @@ fn exchange(kind: GuestKind) {
     let (base, socket) = (folder.image("base.img", SIZE), folder.join("disk.sock"));
     let server = Server::start(&base, &socket, &[]);
     let script = script_with_prelude(SCRIPT);
-    let mut options = Guest::vhost(&socket, "").to_vec();
-    if kind == GuestKind::Qemu {
-        // With two processors the emulator sometimes delivers no timer interrupt to one of them,
-        // and the guest hangs.
-        options.extend(["--smp".into(), "1".into()]);
-    }
+    let options = Guest::vhost(&socket, "");
     let mut guest = Guest::start(kind, options, &script, Duration::from_secs(180));
     guest.expect("begun");
     let mut rounds = 0;

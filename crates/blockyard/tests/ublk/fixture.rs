@@ -170,6 +170,8 @@ impl ScriptGuest {
         let scripts = OpenOptions::new().read(true).write(true).open(&fifo).unwrap();
         let mut options: Vec<OsString> =
             vec!["--kernel".into(), kernel.into(), "--file".into(), program.into()];
+        // ublk gives a device at most one queue for each processor.
+        options.extend(["--smp".into(), "2".into()]);
         options.extend([
             "--input".into(),
             fifo.into(),
