@@ -87,14 +87,18 @@ impl Round {
     /// rate alone, at most its part of the saturated device's rate. All disks of the scene `with`
     /// have the same weight.
     fn share(&self) -> f64 {
-        let disks = self.reports("with").count().max(1);
-        self.rate("alone").min(self.rate("saturated") / disks as f64)
+        self.rate("alone").min(self.rate("saturated") / self.disks())
     }
 
-    /// Returns half of the polite disk's rate alone. On a device that makes each operation wait for
-    /// the neighbour's, a disk cannot have more beside a neighbour that gets as much.
-    fn half(&self) -> f64 {
-        self.rate("alone") / 2.0
+    /// Returns the polite disk's rate alone, divided by the number of disks: half of it beside one
+    /// thrasher. On a device that makes each operation wait for the neighbours', a disk cannot have
+    /// more beside neighbours that get as much each.
+    fn part(&self) -> f64 {
+        self.rate("alone") / self.disks()
+    }
+
+    fn disks(&self) -> f64 {
+        self.reports("with").count().max(1) as f64
     }
 
     /// Returns the device time of all disks in nanoseconds a second.
@@ -164,7 +168,7 @@ impl Rounds<'_> {
             rate("with", "with"),
             rate("without", "without"),
             self.percent("kept %", |r| r.rate("with") / r.share()).goal(Goal::AtLeast(95.0)),
-            self.percent("of half %", |r| r.rate("with") / r.half()),
+            self.percent("of part %", |r| r.rate("with") / r.part()),
             p99("p99 alone", "alone"),
             p99("p99 with", "with"),
             p99("p99 without", "without"),
@@ -182,7 +186,7 @@ impl Rounds<'_> {
             thrasher("thrasher without", "without"),
         ];
         if order.arrives() {
-            figures.push(self.to_share(order, if model { Round::share } else { Round::half }));
+            figures.push(self.to_share(order, if model { Round::share } else { Round::part }));
         }
         figures
     }
@@ -464,7 +468,7 @@ mod tests {
         let figures = of(row, Order::Together, &rounds, &costs(), true);
         is(&figures, "share", 5_000.0, None);
         is(&figures, "kept %", 96.0, Some(true));
-        is(&figures, "of half %", 120.0, None);
+        is(&figures, "of part %", 120.0, None);
         is(&figures, "p99 x", 1.2, Some(true));
         is(&figures, "isol-01 %", 96.0, Some(false));
         is(&figures, "isol-01 alone", 100.0, None);
@@ -518,6 +522,7 @@ mod tests {
         let figures = of(row, Order::Together, &[round], &costs(), true);
         is(&figures, "share", 2_000.0, None);
         is(&figures, "kept %", 95.0, Some(true));
+        is(&figures, "of part %", 118.75, None);
         is(&figures, "thrasher with", 8_000.0, None);
     }
 

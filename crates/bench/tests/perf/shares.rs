@@ -14,8 +14,8 @@ use serde_json::Value;
 use crate::common::{BLOCKYARD, Daemon, Folder, run, tool};
 use crate::figures::Figures;
 
-/// Rows of `bench neighbours` with the least part of half of its rate alone, in percent, that the
-/// polite disk keeps.
+/// Rows of `bench neighbours`, and the least `of part %` of each: what the polite disk keeps of
+/// half of its rate alone (of a fifth beside four thrashers).
 const ROWS: [(&str, f64); 2] = [("thrash-d1", 70.0), ("thrash-d8", 80.0)];
 /// Most milliseconds from the arrival of a disk until it has its share.
 const TO_SHARE: f64 = 100.0;
@@ -34,7 +34,7 @@ fn measure_rows(figures: &mut Figures, folder: &Folder, options: &[&str]) {
             all.iter().find(|f| f["name"] == figure).and_then(|f| f["median"].as_f64())
         };
         let what = |figure: &str| format!("{name} {}: {figure}", options.join(" "));
-        figures.row(&what("of half %"), found("of half %").unwrap(), *least..f64::INFINITY);
+        figures.row(&what("of part %"), found("of part %").unwrap(), *least..f64::INFINITY);
         if let Some(time) = found("to share ms") {
             figures.row(&what("to share ms"), time, 0.0..TO_SHARE);
         }
