@@ -14,6 +14,7 @@
 //!   workers    threads for calls that block             pulse     an executor's state (watchdog)
 //!   semaphore  limits how many operations or bytes are in progress
 //!   doorbell   signals to eventfds of other processes, without blocking
+//!   words      shared memory that outlives the process
 //!   host       file locks, device geometry, block-device ioctls, socket options
 //!   inherited  listening sockets passed at start (socket activation)
 //! ```
@@ -56,6 +57,7 @@ mod socket;
 pub mod ublk;
 mod uring;
 mod wake;
+mod words;
 mod workers;
 pub mod xen;
 
@@ -73,3 +75,4 @@ pub use segments::{AlignedBuf, Segments};
 pub use socket::{MOST_PIECES, Socket, write_rest};
 pub use uring::TaskId;
 pub use wake::{Signal, Watch, park};
+pub use words::SharedWords;
