@@ -91,6 +91,15 @@ impl SimDisk {
         inner.crash()
     }
 
+    /// Ends the process that uses the disk, and returns an image that the death may leave: all that
+    /// has reached the disk, and of each operation in flight all, nothing or some sectors. For the
+    /// dead process the power is off. Another call returns another possible image.
+    pub fn process_death(&self) -> SimImage {
+        let mut inner = self.0.borrow_mut();
+        inner.config.power.cut();
+        inner.die()
+    }
+
     /// Fails all operations that the power cut left unanswered, so that tasks that must not be
     /// dropped can end. The oracle must not see these answers.
     pub fn give_up(&self) {
@@ -400,6 +409,29 @@ impl Inner {
             }
         }
         media.crash(&mut self.rng)
+    }
+}
+
+impl Inner {
+    /// Returns a possible image after the death of the process now.
+    fn die(&mut self) -> SimImage {
+        let mut media = self.media.clone();
+        let mut order: Vec<&InFlight> = self.in_flight.iter().collect();
+        self.rng.shuffle(&mut order);
+        for op in order {
+            let fate = self.rng.below(3);
+            for &sector in &op.sectors {
+                if fate == 0 || fate == 1 && self.rng.one_in(2) {
+                    op.land(&mut media, sector);
+                }
+            }
+            if let Effect::SetLen { len } = op.effect
+                && fate == 0
+            {
+                media.set_len(op.op, len);
+            }
+        }
+        media.visible_image()
     }
 }
 

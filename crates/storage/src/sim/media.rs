@@ -172,6 +172,17 @@ impl Media {
         Media { durable, cached, ghosts, journal: VecDeque::new(), committed: 0 }
     }
 
+    /// Returns what all readers see now, as a disk without power.
+    pub fn visible_image(&self) -> SimImage {
+        let mut image = self.durable.clone();
+        image.len = self.len();
+        for &sector in self.ghosts.keys().chain(self.cached.keys()) {
+            image.put(sector, self.visible(sector));
+        }
+        image.trim();
+        image
+    }
+
     pub fn len(&self) -> u64 {
         self.journal.back().copied().unwrap_or(self.durable.len)
     }
