@@ -18,6 +18,7 @@ mod error;
 mod extent;
 mod format;
 mod image;
+pub mod journal;
 mod layer;
 mod layout_scan;
 mod lookup_cache;

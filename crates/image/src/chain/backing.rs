@@ -22,6 +22,7 @@ use crate::cow::{Cow, CowOptions};
 use crate::error::ImageError;
 use crate::format::Format;
 use crate::image::Image;
+use crate::journal::ImageSafety;
 use crate::qcow2::{self, Header, Qcow2, Qcow2Options};
 use crate::raw::Raw;
 use blockyard_storage::ImageFile;
@@ -109,7 +110,9 @@ impl Chain {
         // During a commit the backing image is open twice. Each of the two has the limit of the L2
         // cache that the backing image had before the commit.
         let l2_cache = backing.qcow2().map(|shared| shared.cache_bytes().1);
-        let opened = backing.open_again(handle, file, data, false, l2_cache).await?;
+        // The overlay has all data until the backing image is durable.
+        let safety = ImageSafety::default();
+        let opened = backing.open_again(handle, file, data, false, l2_cache, safety).await?;
         writable.chain.layers =
             std::iter::once(Arc::new(opened)).chain(rest.iter().cloned()).collect();
         if self.size() > writable.chain.size() {
@@ -144,8 +147,11 @@ impl Chain {
         {
             let read_only = number > 0 || self.options.read_only;
             let (file, data) = (layer.file.clone(), layer.data.clone());
+            let safety = self.options.safety_of(number, &file);
             *layer = Arc::new(
-                layer.open_again(handle, file, data, read_only, self.options.l2_cache).await?,
+                layer
+                    .open_again(handle, file, data, read_only, self.options.l2_cache, safety)
+                    .await?,
             );
         }
         cache_shares::apply(&layers, self.options.l2_cache);
@@ -161,6 +167,7 @@ impl ChainLayer {
         data: Option<Arc<ImageFile>>,
         read_only: bool,
         l2_cache: Option<u64>,
+        safety: ImageSafety,
     ) -> Result<ChainLayer, ChainError> {
         let wrong = |error| ChainError::Image { path: file.path().into(), error };
         let raw = |file: &Arc<ImageFile>| Raw::open(file, handle);
@@ -171,7 +178,8 @@ impl ChainLayer {
                 let main = raw(&file).map_err(failed)?;
                 let header = Header::read(&main).await.map_err(wrong)?;
                 let data = data.as_ref().map(raw).transpose().map_err(failed)?;
-                let options = Qcow2Options { read_only, l2_cache, ..Qcow2Options::default() };
+                let options =
+                    Qcow2Options { read_only, l2_cache, safety, ..Qcow2Options::default() };
                 Meta::Qcow2(
                     Qcow2::open(header, main, data, &options)
                         .await
@@ -181,8 +189,12 @@ impl ChainLayer {
                 )
             }
             Format::Cow => {
-                let options =
-                    CowOptions { read_only, accept_changed_backing: true, ..CowOptions::default() };
+                let options = CowOptions {
+                    read_only,
+                    accept_changed_backing: true,
+                    safety,
+                    ..CowOptions::default()
+                };
                 let main = raw(&file).map_err(failed)?;
                 Meta::Cow(Cow::open(main, &options).await.map_err(wrong)?.shared().clone())
             }

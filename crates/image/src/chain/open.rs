@@ -12,9 +12,11 @@ use crate::cow::{Cow, CowOptions};
 use crate::error::{ErrorKind, ImageError};
 use crate::format::{Format, UnknownFormat};
 use crate::image::Image;
+use crate::journal::{ImageKey, ImageSafety};
 use crate::layer::Layer;
 use crate::qcow2::{Header, Qcow2, Qcow2Options, snapshot};
 use crate::raw::Raw;
+use crate::tools::apply_journal;
 
 use super::cache_shares;
 use super::error::ChainError;
@@ -30,6 +32,17 @@ pub struct Chain {
     pub(crate) cut: Option<String>,
 }
 
+impl ChainOptions {
+    /// Returns how the changed metadata of the image at `depth` survive a death of the process.
+    /// Only the topmost image is written to by a guest.
+    pub(super) fn safety_of(&self, depth: usize, file: &ImageFile) -> ImageSafety {
+        if depth > 0 {
+            return ImageSafety::default();
+        }
+        self.crash_safety.of(file.fd().and_then(|fd| ImageKey::of(&**fd).ok()))
+    }
+}
+
 impl Chain {
     /// Returns why the last image's backing file was not opened, if the options let the chain end
     /// above it.
@@ -39,6 +52,10 @@ impl Chain {
 
     /// Opens the chain, on the calling thread: the metadata are read through a temporary ring.
     pub fn open(options: &ChainOptions) -> Result<Self, ChainError> {
+        if options.only_locked && !options.read_only {
+            let format = options.format.or_else(|| Format::of_name(&options.path));
+            apply_journal(&options.path, format.unwrap_or(Format::Raw))?;
+        }
         let executor = Executor::new().map_err(ChainError::Executor)?;
         let (handle, options) = (executor.handle().clone(), options.clone());
         executor
@@ -141,8 +158,9 @@ impl Chain {
                 // and no image names it.
                 let (l2_cache, unfinished) =
                     (self.options.l2_cache, depth == 0 && image.found.is_some());
+                let safety = self.options.safety_of(depth, &file);
                 let options =
-                    Qcow2Options { read_only, l2_cache, unfinished, ..Qcow2Options::default() };
+                    Qcow2Options { read_only, l2_cache, unfinished, safety, ..Default::default() };
                 let view = Qcow2::open(header, main, data_raw, &options).await.map_err(wrong)?;
                 (Meta::Qcow2(view.shared().clone()), data, backing)
             }
@@ -151,6 +169,7 @@ impl Chain {
                     read_only,
                     accept_changed_backing: self.options.accept_changed_backing
                         || self.options.no_backing,
+                    safety: self.options.safety_of(depth, &file),
                     ..CowOptions::default()
                 };
                 let view = Cow::open(raw(&file).map_err(failed)?, &options).await.map_err(wrong)?;

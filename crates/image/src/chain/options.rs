@@ -8,6 +8,7 @@ use blockyard_storage::sim::Journal;
 use blockyard_storage::{CacheMode, Overlaid, nbd};
 
 use crate::format::Format;
+use crate::journal::CrashSafety;
 
 /// Options of opening a chain.
 #[derive(Clone, Debug)]
@@ -51,6 +52,8 @@ pub struct ChainOptions {
     pub overlaid: Overlaid,
     /// Records operations on the images' files, for simulated power cuts.
     pub journal: Option<Journal>,
+    /// How the topmost image's changed metadata survive a death of the process.
+    pub crash_safety: CrashSafety,
     /// Descriptors of the topmost image's files while these have no name.
     pub files: OpenedFiles,
 }
@@ -77,6 +80,7 @@ impl ChainOptions {
             nbd: nbd::Options::default(),
             overlaid: Overlaid::default(),
             journal: None,
+            crash_safety: CrashSafety::default(),
             files: OpenedFiles::default(),
         }
     }

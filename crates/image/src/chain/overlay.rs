@@ -152,7 +152,11 @@ impl Chain {
         let size = file.refresh_size();
         size.map_err(|e| wrong(ImageError::io(OVERLAY, None, "finding its length", e)))?;
         let header = Header::read(&raw()?).await.map_err(wrong)?;
-        let opened = Qcow2Options { l2_cache: options.l2_cache, ..Qcow2Options::default() };
+        let opened = Qcow2Options {
+            l2_cache: options.l2_cache,
+            safety: options.safety_of(0, &file),
+            ..Qcow2Options::default()
+        };
         let view = Qcow2::open(header, raw()?, None, &opened).await.map_err(wrong)?;
         let meta = Meta::Qcow2(view.shared().clone());
         let overlay = ChainLayer { format: Format::Qcow2, file, data: None, meta };

@@ -12,7 +12,9 @@
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+use crate::journal::{Journal, Key, Record};
 
 /// Size of a page in bytes, and the number of sectors that it describes (16 MiB of the disk).
 pub(super) const PAGE: usize = 4096;
@@ -68,6 +70,8 @@ pub(super) struct SectorBitmap {
     /// write reads that size.
     dirty: Mutex<BTreeSet<u64>>,
     dirty_count: AtomicUsize,
+    /// Records set bits.
+    journal: Arc<Journal>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -76,12 +80,13 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl SectorBitmap {
     /// Creates a cache of about `budget` bytes, for a bitmap of `len` bytes.
-    pub fn new(len: u64, budget: u64) -> Self {
+    pub fn new(len: u64, budget: u64, journal: Arc<Journal>) -> Self {
         let pages = len.min(budget.max(1)).div_ceil(PAGE as u64);
         let sets = pages.div_ceil(WAYS as u64).max(1);
         let all = len.div_ceil(PAGE as u64) <= pages;
         let sets = (0..sets).map(|_| CacheSet::default()).collect();
-        SectorBitmap { sets, all, dirty: Mutex::default(), dirty_count: AtomicUsize::new(0) }
+        let (dirty, dirty_count) = (Mutex::default(), AtomicUsize::new(0));
+        SectorBitmap { sets, all, dirty, dirty_count, journal }
     }
 
     /// Returns the number of pages that fit into the cache.
@@ -150,6 +155,11 @@ impl SectorBitmap {
         };
         let changed = set_in(words, (first % PAGE_SECTORS) as usize, count as usize);
         self.add_dirty(page, &mut state.frames[way], changed);
+        if changed != 0 {
+            // After the page is dirty: a flush switches the journal's halves before it takes the
+            // dirty pages, so that each record is in a half that outlives its page's write.
+            self.journal.record(Record { key: Key::Sector(first), value: [count, 0] });
+        }
         true
     }
 
@@ -347,8 +357,12 @@ mod tests {
     use super::*;
     use blockyard_storage::sim::Rng;
 
+    fn no_journal() -> Arc<Journal> {
+        Journal::new(Default::default(), None)
+    }
+
     fn loaded(pages: u64) -> SectorBitmap {
-        let bitmap = SectorBitmap::new(pages * PAGE as u64, u64::MAX);
+        let bitmap = SectorBitmap::new(pages * PAGE as u64, u64::MAX, no_journal());
         (0..pages).for_each(|page| assert!(bitmap.insert(page, &[0; PAGE])));
         bitmap
     }
@@ -409,7 +423,7 @@ mod tests {
 
     #[test]
     fn dirty_pages_are_not_evicted() {
-        let bitmap = SectorBitmap::new(1 << 20, 1);
+        let bitmap = SectorBitmap::new(1 << 20, 1, no_journal());
         assert_eq!(bitmap.frames(), WAYS);
         (0..8).for_each(|page| assert!(bitmap.insert(page, &[0; PAGE])));
         (0..7).for_each(|page| assert!(bitmap.set(page * PAGE_SECTORS, 1)));
@@ -429,7 +443,7 @@ mod tests {
 
     #[test]
     fn a_lookup_never_returns_bits_of_another_page() {
-        let bitmap = SectorBitmap::new(1 << 30, 1);
+        let bitmap = SectorBitmap::new(1 << 30, 1, no_journal());
         let stop = AtomicBool::new(false);
         std::thread::scope(|scope| {
             for seed in 0..2 {

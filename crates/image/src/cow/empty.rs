@@ -16,6 +16,7 @@ pub async fn make_empty<S: Storage>(file: &Raw<S>) -> Result<(), ImageError> {
     let failed = |operation: &'static str| {
         move |e| ImageError::io(BITMAP, header.bitmap_offset, operation, e)
     };
+    super::session::clear_mark(file, &header).await?;
     let (offset, len) = (header.bitmap_offset, bitmap_end(&header));
     file.write_zeroes(offset, len, true).await.map_err(failed("zeroing"))?;
     file.flush().await.map_err(failed("syncing"))?;

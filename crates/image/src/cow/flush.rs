@@ -30,7 +30,11 @@ impl<S: Storage> Cow<S> {
 
     /// Flushes, unless the file is read-only.
     pub async fn close(&self) -> io::Result<()> {
-        if self.shared.options.read_only { Ok(()) } else { self.flush().await }
+        if self.shared.options.read_only {
+            return Ok(());
+        }
+        self.flush().await?;
+        Ok(self.end_journal().await?)
     }
 
     /// Writes dirty pages without a request of the guest, unless another task has just done so.
@@ -41,6 +45,9 @@ impl<S: Storage> Cow<S> {
 
     /// Writes back if too many pages are dirty. Called after bits were set.
     pub(super) async fn bound_dirty(&self) -> io::Result<()> {
+        if self.shared.journal.is_long() || self.shared.journal.must_flush() {
+            self.write_back().await?;
+        }
         while self.shared.bitmap.is_too_dirty() {
             self.write_back().await?;
         }
@@ -49,13 +56,23 @@ impl<S: Storage> Cow<S> {
 
     async fn flush_with_permit(&self) -> io::Result<()> {
         self.shared.still_trusted()?;
+        // Before the pages are taken: see `SectorBitmap::set`.
+        let records = self.shared.journal.begin_write_back();
         let taken = self.shared.bitmap.take_dirty();
+        let written = self.write_taken(&taken).await;
+        if written.is_ok() {
+            taken.done();
+        }
+        self.shared.journal.end_write_back(records, written.is_ok());
+        written
+    }
+
+    async fn write_taken(&self, taken: &FlushBatch<'_>) -> io::Result<()> {
         self.sync().await?;
         if !taken.is_empty() {
-            self.write_bits(&taken).await?;
+            self.write_bits(taken).await?;
             self.sync().await?;
         }
-        taken.done();
         Ok(())
     }
 

@@ -255,6 +255,15 @@ impl Header {
         Ok(header)
     }
 
+    /// Returns where the mark of a journal lies: at the end of the name's field. `None`: the name
+    /// leaves no room.
+    pub(super) fn mark_offset(&self) -> Option<u64> {
+        let Fields { name, name_len, .. } = self.layout.fields();
+        let at = name_len - super::session::LENGTH;
+        // A zero byte ends the name.
+        (self.backing.len() < at).then_some((name + at) as u64)
+    }
+
     /// Returns the header with another backing file of the same number of sectors.
     pub(super) fn over(&self, backing: &Backing<'_>) -> Result<Self, ImageError> {
         Self::check_name(self.layout, backing.name)?;

@@ -9,6 +9,7 @@
 //!   check    checks and repairs a file
 //!   empty    clears all bits
 //!   merge    overlay and backing file into a new image
+//!   session  the mark of a journal in the file
 //! ```
 //!
 //! In: reads, writes, discards, zeroes and flushes at offsets of the guest's disk, in whole
@@ -36,6 +37,7 @@ mod empty;
 mod flush;
 mod header;
 mod merge;
+mod session;
 #[cfg(test)]
 mod tests;
 
@@ -51,6 +53,7 @@ use blockyard_storage::Storage;
 use crate::SECTOR;
 use crate::error::ImageError;
 use crate::extent::{Extent, Place};
+use crate::journal::{ImageSafety, Journal};
 use crate::raw::Raw;
 use bitmap::{PAGE, PAGE_SECTORS, SectorBitmap};
 use blockyard_ring::semaphore::Semaphore;
@@ -60,25 +63,33 @@ pub use create::{CreateOptions, create, set_backing};
 pub use empty::make_empty;
 pub use header::{Backing, Header};
 pub use merge::merge;
+pub use session::{clear_mark, read_mark};
 
 const BITMAP: &str = "cow bitmap";
 
 /// Number of bitmap pages that `prime` reads at a time.
 const PRIME: u64 = 64;
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct CowOptions {
     pub read_only: bool,
     /// Maximum memory of the bitmap cache, in bytes.
     pub bitmap_memory: u64,
     /// Whether to only log a warning if the backing file's size or mtime differs from the header.
     pub accept_changed_backing: bool,
+    /// How changed bits survive a death of the process.
+    pub safety: ImageSafety,
 }
 
 impl Default for CowOptions {
     /// Returns the default memory: enough for the whole bitmap of disks up to 256 GiB.
     fn default() -> Self {
-        CowOptions { read_only: false, bitmap_memory: 64 << 20, accept_changed_backing: false }
+        CowOptions {
+            read_only: false,
+            bitmap_memory: 64 << 20,
+            accept_changed_backing: false,
+            safety: ImageSafety::default(),
+        }
     }
 }
 
@@ -91,6 +102,9 @@ pub struct Shared {
     loading: RangeLock,
     /// Admits one flush at a time.
     flushing: Semaphore,
+    /// Admits one task that begins the journal.
+    marking: Semaphore,
+    journal: Arc<Journal>,
     /// Whether a sync has failed. If so, earlier writes may be lost.
     failed: AtomicBool,
 }
@@ -108,15 +122,29 @@ impl<S: Storage> Cow<S> {
             header.may_be_written()?;
             check::check_spare_bits(&file, &header).await?;
         }
+        let mut recovered = None;
+        if !options.read_only {
+            recovered = session::recover(&file, &header, &options.safety).await?;
+        }
+        let (log, records) = recovered.unzip();
+        let safety =
+            if options.read_only { ImageSafety::default() } else { options.safety.clone() };
+        let journal = Journal::new(safety, log);
         let shared = Shared {
-            bitmap: SectorBitmap::new(header.bitmap_len, options.bitmap_memory),
+            bitmap: SectorBitmap::new(header.bitmap_len, options.bitmap_memory, journal.clone()),
             header,
-            options: *options,
+            options: options.clone(),
             loading: RangeLock::default(),
             flushing: Semaphore::new(1),
+            marking: Semaphore::new(1),
+            journal,
             failed: AtomicBool::new(false),
         };
-        Ok(Cow { shared: Arc::new(shared), file })
+        let cow = Cow { shared: Arc::new(shared), file };
+        if let Some(records) = records {
+            cow.replay(records).await?;
+        }
+        Ok(cow)
     }
 
     /// Opens the same file on another reactor; `file` is that reactor's storage.
@@ -244,6 +272,11 @@ impl<S: Storage> Cow<S> {
     /// Sets the bits of sectors that have been written.
     async fn mark(&self, offset: u64, len: u64) -> io::Result<()> {
         let (mut at, end) = (offset / SECTOR, (offset + len) / SECTOR);
+        if self.shared.journal.must_begin()
+            && self.shared.bitmap.run(at, end - at) != Some((true, end - at))
+        {
+            self.begin_journal().await;
+        }
         while at < end {
             let page = at / PAGE_SECTORS;
             let stop = end.min((page + 1) * PAGE_SECTORS);

@@ -348,6 +348,25 @@ impl Allocator {
         });
     }
 
+    /// Counts a cluster that a journal names as used, and that the file counts as free. None: its
+    /// block is not cached.
+    pub fn adopt(&self, cluster: u64) -> Option<()> {
+        let mut state = self.state();
+        let index = (cluster % self.per_block()) as usize;
+        let block = self.block_of(cluster);
+        let counts = state.blocks.get_mut(&block)?;
+        if self.width.get(&counts.bytes, index) == 0 {
+            counts.set(self.width, index, 1);
+        }
+        Some(())
+    }
+
+    /// Raises the number of clusters of the file to at least `end`.
+    pub fn reach(&self, end: u64) {
+        let mut state = self.state();
+        state.end = state.end.max(end);
+    }
+
     /// Returns the refcount of a cluster. None: its block is not cached or does not exist.
     pub fn count(&self, cluster: u64) -> Option<u64> {
         let state = self.state();

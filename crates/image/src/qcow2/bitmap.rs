@@ -14,7 +14,7 @@ use blockyard_storage::Storage;
 use self::directory::{AUTO, BitmapEntry, IN_USE};
 use super::bytes::{self, put32};
 use super::check::flush;
-use super::header::{AUTOCLEAR_BITMAPS, AUTOCLEAR_KNOWN, Header};
+use super::header::{AUTOCLEAR_BITMAPS, Header};
 use crate::error::ImageError;
 use crate::raw::Raw;
 
@@ -24,13 +24,14 @@ const FLAGS: usize = 12;
 /// Marks bitmaps in-use. Call it before the first write to an open image. Durable on return. Writes
 /// nothing if no bitmap needs it.
 ///
-/// Clears unknown autoclear bits. Keeps the bit of a raw external data file, because writes keep
-/// that file raw.
+/// Clears autoclear bits other than `known`. Keeps the bit of a raw external data file, because
+/// writes keep that file raw.
 pub async fn prepare_for_writing<S: Storage>(
     file: &Raw<S>,
     header: &mut Header,
+    known: u64,
 ) -> Result<(), ImageError> {
-    drop_unknown_autoclear(file, header).await?;
+    drop_unknown_autoclear(file, header, known).await?;
     let Some(extension) = header.bitmaps else { return Ok(()) };
     let (mut directory, bitmaps) = directory::read(file, &extension).await?;
     let recording: Vec<&BitmapEntry> =
@@ -49,15 +50,16 @@ pub async fn prepare_for_writing<S: Storage>(
     set_consistent(file, header, true).await
 }
 
-/// Clears unknown autoclear bits. Durable on return.
+/// Clears autoclear bits other than `known`. Durable on return.
 pub async fn drop_unknown_autoclear<S: Storage>(
     file: &Raw<S>,
     header: &mut Header,
+    known: u64,
 ) -> Result<(), ImageError> {
-    if header.autoclear & !AUTOCLEAR_KNOWN == 0 {
+    if header.autoclear & !known == 0 {
         return Ok(());
     }
-    header.autoclear &= AUTOCLEAR_KNOWN;
+    header.autoclear &= known;
     header.write_fixed(file).await?;
     flush(file).await
 }

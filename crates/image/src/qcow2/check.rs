@@ -32,7 +32,9 @@ pub use self::report::{Finding, FindingKind, Repair, Report};
 use self::stored::{Compare, Refcounts};
 use self::walk::Walk;
 use super::entry::EntryFormat;
-use super::header::{AUTOCLEAR_KNOWN, Header, INCOMPATIBLE_CORRUPT, INCOMPATIBLE_DIRTY};
+use super::header::{
+    AUTOCLEAR_JOURNAL, AUTOCLEAR_KNOWN, Header, INCOMPATIBLE_CORRUPT, INCOMPATIBLE_DIRTY,
+};
 use crate::error::{ErrorKind, ImageError};
 use crate::raw::Raw;
 
@@ -225,8 +227,10 @@ async fn mend<S: Storage>(
     if !all && (found.incomplete || found.rebuild) {
         return Ok(found.report.image_end_offset);
     }
-    if headers[0].autoclear & !AUTOCLEAR_KNOWN != 0 {
-        headers[0].autoclear &= AUTOCLEAR_KNOWN;
+    // The mark of a journal stays: an open that replays the journal repairs refcounts too.
+    const KEPT: u64 = AUTOCLEAR_KNOWN | AUTOCLEAR_JOURNAL;
+    if headers[0].autoclear & !KEPT != 0 {
+        headers[0].autoclear &= KEPT;
         headers[0].write_fixed(file).await?;
         flush(file).await?;
     }

@@ -4,6 +4,7 @@ use blockyard_storage::Storage;
 
 use super::bitmap;
 use super::change::{OfflineChange, trim};
+use super::header::AUTOCLEAR_KNOWN;
 use crate::error::ImageError;
 use crate::raw::Raw;
 
@@ -22,7 +23,7 @@ pub async fn make_empty<S: Storage>(file: &Raw<S>) -> Result<(), ImageError> {
     change.write("qcow2 L1 table", new.l1_offset, &vec![0; entries as usize * 8]).await?;
     // Mark the bitmaps: the guest's data may change without a write that a bitmap could record.
     let mut marked = change.old.clone();
-    bitmap::prepare_for_writing(file, &mut marked).await?;
+    bitmap::prepare_for_writing(file, &mut marked, AUTOCLEAR_KNOWN).await?;
     let (_, end) = change.switch(new).await?;
     trim(file, end).await
 }

@@ -69,6 +69,9 @@ impl<S: Storage> Qcow2<S> {
     /// Completes partial clusters if there are too many, and then does
     /// [`Qcow2::relieve_metadata`]. The caller must hold no guest cluster.
     pub(super) async fn relieve<B: BackingLayers>(&self, backing: &B) -> io::Result<()> {
+        if self.shared.journal.must_flush() {
+            return self.flush(backing).await;
+        }
         // If a cluster cannot be completed, that is no error of this request. The next flush
         // reports it.
         let _ = self.complete_some(backing).await;
@@ -89,13 +92,20 @@ impl<S: Storage> Qcow2<S> {
             return Ok(());
         }
         let _permit = self.shared.writing_back.acquire().await;
-        let many =
-            self.shared.tables.dirty() > self.dirty_limit() || self.shared.alloc.is_crowded();
-        if many { self.write_back(false).await } else { Ok(()) }
+        let (journal, alloc) = (&self.shared.journal, &self.shared.alloc);
+        if journal.must_flush() {
+            return self.write_back(true).await;
+        }
+        let many = self.shared.tables.dirty() > self.dirty_limit() || alloc.is_crowded();
+        if many || journal.is_long() { self.write_back(false).await } else { Ok(()) }
     }
 
     fn is_relieved(&self) -> bool {
-        !self.is_dirty() && !self.shared.alloc.is_crowded()
+        let journal = &self.shared.journal;
+        !self.is_dirty()
+            && !self.shared.alloc.is_crowded()
+            && !journal.is_long()
+            && !journal.must_flush()
     }
 
     fn is_dirty(&self) -> bool {
@@ -110,6 +120,8 @@ impl<S: Storage> Qcow2<S> {
     /// Writes changed metadata to the file. With `durable` it ends with [`Qcow2::barrier_metadata`]
     /// and releases freed clusters. The caller holds the permit of `writing_back`.
     async fn write_back(&self, durable: bool) -> io::Result<()> {
+        let journal = &self.shared.journal;
+        let records = journal.begin_write_back();
         let changes = self.take_changes();
         if changes.is_empty() && !self.shared.alloc.has_changed_counts() {
             let synced = self.barrier().await;
@@ -119,11 +131,13 @@ impl<S: Storage> Qcow2<S> {
                 Ok(()) => self.shared.alloc.all_durable(changes.freed),
                 Err(_) => self.shared.alloc.freed_again(changes.freed),
             }
+            journal.end_write_back(records, synced.is_ok());
             synced?;
             return self.release().await;
         }
         let done = self.write_changes(&changes, durable).await;
         self.shared.tables.written(&changes.slices, done.is_ok());
+        journal.end_write_back(records, done.is_ok());
         match done {
             Ok(()) if durable => self.shared.alloc.all_durable(changes.freed),
             // The entries are not durable yet. The next flush makes them durable and releases the
@@ -327,7 +341,8 @@ impl<S: Storage> Qcow2<S> {
         self.give_back().await?;
         self.write_back(true).await?;
         self.sync_unfinished().await?;
-        completed
+        completed?;
+        Ok(self.end_journal().await?)
     }
 
     async fn give_back(&self) -> io::Result<()> {

@@ -42,6 +42,9 @@ pub const COMPATIBLE_LAZY_REFCOUNTS: u64 = 1;
 pub const AUTOCLEAR_BITMAPS: u64 = 1;
 pub const AUTOCLEAR_RAW_DATA: u64 = 1 << 1;
 pub const AUTOCLEAR_KNOWN: u64 = (1 << 2) - 1;
+/// The extension of type [`EXTENSION_JOURNAL`] names a valid journal (`session.rs`). Not in the
+/// specification: other programs clear it when they open the image for writing.
+pub const AUTOCLEAR_JOURNAL: u64 = 1 << 57;
 
 pub const EXTENSION_END: u32 = 0;
 pub const EXTENSION_BACKING_FORMAT: u32 = 0xe279_2aca;
@@ -49,6 +52,8 @@ pub const EXTENSION_FEATURE_NAMES: u32 = 0x6803_f857;
 pub const EXTENSION_BITMAPS: u32 = 0x2385_2875;
 pub const EXTENSION_ENCRYPTION: u32 = 0x0537_be77;
 pub const EXTENSION_DATA_FILE: u32 = 0x4441_5441;
+/// "BLKJ": session of the last journal (`session.rs`). Not in the specification.
+pub const EXTENSION_JOURNAL: u32 = 0x424c_4b4a;
 
 pub const SECTOR_BYTES: usize = 512;
 const V2_LENGTH: u32 = 72;

@@ -11,6 +11,7 @@ use std::io;
 use blockyard_storage::Storage;
 
 use crate::error::ImageError;
+use crate::journal::{Key, Record};
 
 use super::alloc::{Freed, Run};
 use super::bytes;
@@ -99,6 +100,7 @@ impl<S: Storage> Qcow2<S> {
 
     /// Makes sure that the L2 table exists, and belongs only to the active state.
     pub(super) async fn own_table(&self, index: u64) -> io::Result<()> {
+        self.begin_journal().await;
         let owned = |word: u64| word & COPIED != 0 && word & OFFSET_MASK != 0;
         if owned(self.shared.l1_entry(index)) {
             return Ok(());
@@ -134,6 +136,8 @@ impl<S: Storage> Qcow2<S> {
         let mut l1 = lock(&self.shared.l1);
         l1.entries[index as usize] = at | COPIED;
         l1.dirty.insert(index as usize);
+        let record = Record { key: Key::Table(index), value: [at | COPIED, 0] };
+        self.shared.journal.record(record);
         drop(l1);
         if let Some(table) = old.table {
             self.shared.alloc.let_go(Freed { start: table >> bits, count: 1, compressed: false });

@@ -13,6 +13,7 @@
 //!   shared    what reactors share of an open image
 //!   packing   compressed clusters, one after another
 //!   buffers   bounds the memory of requests
+//!   session   the mark of a journal in the image; replay: the journal of a server that died
 //! ```
 //!
 //! The other modules are off the request path: they run once, or on a closed image. They hold the
@@ -38,9 +39,11 @@ mod packing;
 mod partial;
 mod preallocate;
 pub mod refblock;
+mod replay;
 mod reserve;
 pub mod resize;
 mod rewrite;
+mod session;
 mod shared;
 pub mod snapshot;
 mod tables;

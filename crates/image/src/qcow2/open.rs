@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex};
 use blockyard_storage::Storage;
 
 use crate::error::{ErrorKind, ImageError};
+use crate::journal::{ImageSafety, Journal, present_boot};
 use crate::raw::Raw;
 use crate::sync::epoch::Epoch;
 use blockyard_ring::semaphore::Semaphore;
@@ -18,9 +19,10 @@ use super::bitmap::{drop_unknown_autoclear, prepare_for_writing};
 use super::bytes;
 use super::check::{FindingKind, Repair, check, rebuild_refcounts};
 use super::entry::{self, L1Entry};
-use super::header::Header;
+use super::header::{AUTOCLEAR_JOURNAL, AUTOCLEAR_KNOWN, Header};
 use super::packing::Packing;
 use super::partial::PartialClusters;
+use super::session::{self, Resumed};
 use super::shared::{L1, Shape, Shared};
 use super::tables::L2SliceCache;
 use super::view::Qcow2;
@@ -45,6 +47,8 @@ pub struct Qcow2Options {
     pub unfinished: bool,
     /// Whether clusters are partial even if that does not pay. (Tests need many of them.)
     pub always_partial: bool,
+    /// How changed metadata survive a death of the process.
+    pub safety: ImageSafety,
 }
 
 impl<S: Storage> Qcow2<S> {
@@ -56,9 +60,20 @@ impl<S: Storage> Qcow2<S> {
         data: Option<Raw<S>>,
         options: &Qcow2Options,
     ) -> Result<Self, ImageError> {
+        let (mut safety, mut resumed) = (ImageSafety::default(), None);
         if !options.read_only {
-            make_writable(&file, data.as_ref(), &mut header, options.keeps_disk).await?;
+            resumed = session::recover(&file, data.as_ref(), &mut header, &options.safety).await?;
+            make_writable(&file, data.as_ref(), &mut header, options.keeps_disk, &resumed).await?;
+            safety = safety_of(&header, options);
+        } else if header.session().is_some_and(|session| Some(session.boot) == present_boot()) {
+            tracing::warn!(
+                "a server has the image in use, or died while it had: changes in its journal are \
+                 missing from what is read (`blockyard image check --repair leaks` applies the \
+                 journal of a dead server)"
+            );
         }
+        let (log, partial) = resumed.map_or((None, Vec::new()), |r| (Some(r.log), r.partial));
+        let journal = Journal::new(safety, log);
         let shape = Shape::of(&header);
         let l1 = read_l1(&file, &header).await?;
         let table = read_refcount_table(&file, &header).await?;
@@ -86,7 +101,7 @@ impl<S: Storage> Qcow2<S> {
             unfinished: options.unfinished,
             header: Mutex::new(header),
             l1: Mutex::new(l1),
-            tables: L2SliceCache::new((cache / shape.slice_bytes()) as usize),
+            tables: L2SliceCache::new((cache / shape.slice_bytes()) as usize, journal.clone()),
             alloc,
             held: Default::default(),
             epoch: Arc::new(Epoch::default()),
@@ -95,6 +110,8 @@ impl<S: Storage> Qcow2<S> {
             new_tables: Semaphore::new(1),
             writing_back: Semaphore::new(1),
             syncing: Semaphore::new(1),
+            marking: Semaphore::new(1),
+            journal,
             lost: Default::default(),
             recompressed: AtomicU64::new(0),
             compression,
@@ -103,8 +120,31 @@ impl<S: Storage> Qcow2<S> {
             partial: PartialClusters::new(options.always_partial),
             buffers: Default::default(),
         };
-        Ok(Qcow2::view(Arc::new(shared), file, data))
+        let image = Qcow2::view(Arc::new(shared), file, data);
+        image.adopt_partial(&partial).await?;
+        if partial.is_empty() {
+            // The file has all changes of the journal.
+            let journal = &image.shared.journal;
+            journal.end_write_back(journal.begin_write_back(), true);
+        }
+        Ok(image)
     }
+}
+
+/// Returns how an image that is written to survives a death of the process.
+fn safety_of(header: &Header, options: &Qcow2Options) -> ImageSafety {
+    // A file without a name is lost with the process.
+    if options.unfinished {
+        return ImageSafety::default();
+    }
+    if options.safety.wants_journal() && !session::can_be_marked(header) {
+        tracing::warn!(
+            "an image of version 2 has no journal: if the server dies, answered writes since the \
+             last flush are lost (--crash-safety flush avoids that, and is slower)"
+        );
+        return options.safety.clone().without_journal();
+    }
+    options.safety.clone()
 }
 
 /// Checks that the image may be written to. Repairs what a power cut may have left: outdated
@@ -114,6 +154,7 @@ async fn make_writable<S: Storage>(
     data: Option<&Raw<S>>,
     header: &mut Header,
     keeps_disk: bool,
+    resumed: &Option<Resumed>,
 ) -> Result<(), ImageError> {
     if header.has_corrupt() {
         let what = "it is marked as corrupt: nothing is written to it; `blockyard image check \
@@ -153,10 +194,12 @@ async fn make_writable<S: Storage>(
         );
         *header = rebuild_refcounts(file).await?;
     }
+    let known =
+        if resumed.is_some() { AUTOCLEAR_KNOWN | AUTOCLEAR_JOURNAL } else { AUTOCLEAR_KNOWN };
     if keeps_disk {
-        drop_unknown_autoclear(file, header).await
+        drop_unknown_autoclear(file, header, known).await
     } else {
-        prepare_for_writing(file, header).await
+        prepare_for_writing(file, header, known).await
     }
 }
 

@@ -129,6 +129,13 @@ impl<S: Storage> Qcow2<S> {
         Ok(count.unwrap_or(0))
     }
 
+    /// See [`Allocator::adopt`].
+    pub(super) async fn adopt_count(&self, cluster: u64) -> io::Result<()> {
+        let block = self.shared.alloc.block_of(cluster);
+        let adopted = self.with_counts(block, |alloc| alloc.adopt(cluster)).await?;
+        adopted.ok_or_else(|| io::Error::other(format!("cluster {cluster} has no refcount block")))
+    }
+
     /// Adds a reference to a cluster. Returns false if its refcount is at the maximum.
     pub(super) async fn retain(&self, cluster: u64) -> io::Result<bool> {
         let done = self

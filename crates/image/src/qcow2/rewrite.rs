@@ -50,6 +50,26 @@ pub(super) async fn rewrite<S: Storage>(
     Ok(())
 }
 
+/// Replaces `old` by `new` by one write of the first sector, without a sync. Returns false, and
+/// changes nothing, if they differ in more than the first sector or in length.
+pub(super) async fn rewrite_first_sector<S: Storage>(
+    file: &Raw<S>,
+    old: &Header,
+    new: &Header,
+) -> Result<bool, ImageError> {
+    let (before, after) = (old.serialize_without_name()?, new.serialize_without_name()?);
+    let beyond = |bytes: &[u8]| bytes.get(SECTOR_BYTES..).unwrap_or_default().to_vec();
+    if before.len() != after.len() || beyond(&before) != beyond(&after) {
+        return Ok(false);
+    }
+    let io = |what| move |e| ImageError::io(STRUCTURE, 0, what, e);
+    let mut sector = bytes::read(file, 0, SECTOR_BYTES).await.map_err(io("reading"))?;
+    let len = after.len().min(SECTOR_BYTES);
+    sector[..len].copy_from_slice(&after[..len]);
+    bytes::write(file, 0, &sector).await.map_err(io("writing"))?;
+    Ok(true)
+}
+
 /// Returns the new cluster. The backing file's name is at an offset where it can be written before
 /// the first sector. None: there is no such offset.
 fn lay_out(new: &mut Header, cluster: &[u8], old: &Header) -> Option<Vec<u8>> {

@@ -5,6 +5,7 @@ use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
+use crate::journal::Journal;
 use crate::sync::clusters_held::ClustersHeld;
 use crate::sync::epoch::Epoch;
 use blockyard_ring::semaphore::Semaphore;
@@ -114,6 +115,9 @@ pub struct Shared {
     /// Admits one sync of the files at a time, because the kernel reports a failed write-back to
     /// only one of concurrent syncs.
     pub(super) syncing: Semaphore,
+    /// Admits one task that begins the journal.
+    pub(super) marking: Semaphore,
+    pub(super) journal: Arc<Journal>,
     /// Error of the first failed sync, or of a failed write of metadata that the image depends on.
     pub(super) lost: OnceLock<(io::ErrorKind, String)>,
     /// Counter that advances when a host offset of compressed data may hold other data.

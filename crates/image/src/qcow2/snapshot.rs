@@ -14,7 +14,7 @@ use super::bitmap;
 use super::bytes::{be64, put64};
 use super::change::{OfflineChange, read_l1};
 use super::entry::{COPIED, EntryFormat, L1Entry};
-use super::header::{Header, MAX_L1_BYTES, MAX_SNAPSHOTS};
+use super::header::{AUTOCLEAR_KNOWN, Header, MAX_L1_BYTES, MAX_SNAPSHOTS};
 use crate::error::ImageError;
 use crate::raw::Raw;
 
@@ -120,7 +120,7 @@ pub async fn apply<S: Storage>(file: &Raw<S>, name: &str) -> Result<(), ImageErr
     change.write("qcow2 L1 table", new.l1_offset, &l1).await?;
     // Mark the bitmaps: the disk changes without a write that a bitmap could record.
     let mut marked = change.old.clone();
-    bitmap::prepare_for_writing(file, &mut marked).await?;
+    bitmap::prepare_for_writing(file, &mut marked, AUTOCLEAR_KNOWN).await?;
     change.switch(new).await.map(|_| ())
 }
 

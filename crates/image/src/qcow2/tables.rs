@@ -21,6 +21,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Poll, Waker};
 
+use crate::journal::{Journal, Key, Record};
+
 use super::entry::is_partial;
 
 /// Size of a slice in bytes, if a table is that large.
@@ -161,6 +163,8 @@ pub struct L2SliceCache {
     state: Mutex<CacheState>,
     /// Maximum number of cached slices. Dirty slices may exceed it.
     limit: AtomicUsize,
+    /// Records changed entries, under the lock of the map.
+    journal: Arc<Journal>,
 }
 
 /// Copy of a slice, to be written to the file.
@@ -177,8 +181,9 @@ pub enum SliceLookup {
 }
 
 impl L2SliceCache {
-    pub fn new(limit: usize) -> Self {
-        L2SliceCache { state: Mutex::default(), limit: AtomicUsize::new(limit.max(FEWEST)) }
+    pub fn new(limit: usize, journal: Arc<Journal>) -> Self {
+        let limit = AtomicUsize::new(limit.max(FEWEST));
+        L2SliceCache { state: Mutex::default(), limit, journal }
     }
 
     /// Returns the maximum number of cached slices.
@@ -306,6 +311,7 @@ impl L2SliceCache {
             let new = change(at as u64, old);
             if new != old {
                 slice.set(index, new);
+                self.record(&slice, index, new);
                 changed = true;
             }
         }
@@ -313,6 +319,13 @@ impl L2SliceCache {
             state.dirty.push(slice);
         }
         true
+    }
+
+    #[inline]
+    fn record(&self, slice: &Slice, index: usize, entry: Entry) {
+        let cluster = slice.number * slice.entries() as u64 + index as u64;
+        let value = [entry.word, entry.bitmap];
+        self.journal.record(Record { key: Key::Cluster(cluster), value });
     }
 
     /// Number of dirty slices.
@@ -328,11 +341,23 @@ impl L2SliceCache {
             slice.writing.store(true, Ordering::Release);
             slice.dirty.store(slice.has_partial(), Ordering::Release);
             if slice.has_partial() {
+                self.record_partial(&slice);
                 state.dirty.push(slice.clone());
             }
             SliceCopy { bytes: slice.bytes(), slice }
         };
         taken.into_iter().map(copy).collect()
+    }
+
+    /// Records the partial entries again: they are not in the copy, and the records of before are
+    /// dropped after the write-back.
+    fn record_partial(&self, slice: &Slice) {
+        for index in 0..slice.entries() {
+            let entry = slice.get(index);
+            if is_partial(entry.word) {
+                self.record(slice, index, entry);
+            }
+        }
     }
 
     /// Takes the copies back; if the write failed, their slices are dirty again.

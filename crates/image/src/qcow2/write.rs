@@ -354,7 +354,11 @@ impl<S: Storage> Qcow2<S> {
         };
         let end = (offset + segments.len() as u64).min((first + run.count) << bits);
         let whole = rest == Rest::Old;
-        let may_defer = rest == Rest::Backing && run.fresh && run.has_space && backing.may_defer();
+        let may_defer = rest == Rest::Backing
+            && run.fresh
+            && run.has_space
+            && backing.may_defer()
+            && !self.shared.journal.must_flush();
         let part = match shape.part().filter(|_| may_defer) {
             Some(part) if !self.is_zero_around(backing, offset, end).await? => {
                 Some(part).filter(|_| self.shared.partial.admits(shape.cluster_size()))

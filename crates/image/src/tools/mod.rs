@@ -15,6 +15,7 @@
 //!   details    lists snapshots and bitmaps
 //!   measure    computes the size of a new image
 //!   file       opens one image by itself
+//!   journal    the journal of a server that died
 //! ```
 //!
 //! In: chains, opened by the caller. Out: results for users and programs; errors that name the
@@ -29,6 +30,7 @@ mod create;
 mod details;
 mod disk;
 mod file;
+mod journal;
 mod map;
 mod measure;
 mod reactors;
@@ -44,6 +46,7 @@ pub use create::{NewImage, create};
 pub use details::{Details, details};
 pub use disk::{Disk, close};
 pub use file::{on_file, open_file};
+pub use journal::{apply_journal, discard_journal, pending_journal};
 pub use map::map;
 pub use measure::{Measure, measure};
 pub use reactors::on_reactor;

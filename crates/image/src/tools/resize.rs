@@ -36,15 +36,10 @@ const PIECE: u64 = 1 << 20;
 /// Number of writes in flight.
 const AT_A_TIME: usize = 8;
 
-/// Writes during a resize do not change the disk's contents.
-const KEEPING: Qcow2Options = Qcow2Options {
-    read_only: false,
-    l2_cache: None,
-    reserve: None,
-    keeps_disk: true,
-    unfinished: false,
-    always_partial: false,
-};
+/// Returns the options for a resize: its writes do not change the disk's contents.
+fn keeping() -> Qcow2Options {
+    Qcow2Options { keeps_disk: true, ..Qcow2Options::default() }
+}
 
 /// Parameters of a resize.
 #[derive(Clone, Copy, Debug)]
@@ -122,7 +117,7 @@ fn of_qcow2(chain: &Arc<Chain>, wanted: NewSize) -> Result<(), ChainError> {
         resize::resize(&file, data.as_ref(), resize).await.map_err(wrong)?;
         if wanted.size > chain.size() && wanted.preallocation != Preallocation::Off {
             let header = Header::read(&file).await.map_err(wrong)?;
-            let image = Qcow2::open(header, file, data, &KEEPING).await.map_err(wrong)?;
+            let image = Qcow2::open(header, file, data, &keeping()).await.map_err(wrong)?;
             // The cluster with the old end may need the chain's data; the following ones only the
             // image's.
             let start = chain.size().next_multiple_of(image.shared().shape().cluster_size());
@@ -168,7 +163,7 @@ async fn hold_the_end(
     if end.is_multiple_of(header.cluster_size()) || last.place != Place::Absent {
         return Ok(());
     }
-    let top = Qcow2::open(header, file, data, &KEEPING).await.map_err(wrong)?;
+    let top = Qcow2::open(header, file, data, &keeping()).await.map_err(wrong)?;
     layers[0] = Layer::Qcow2(top);
     let image = Image::new(layers, false);
     let (bytes, read) = image.read(Segments::buffer(SECTOR as usize), end - SECTOR).await;

@@ -5,6 +5,7 @@ use std::io;
 use std::rc::Rc;
 
 use blockyard_image::cow::{Cow, CowOptions};
+use blockyard_image::journal::ImageSafety;
 use blockyard_image::{Place, Raw, Storage};
 use blockyard_ring::Segments;
 use blockyard_storage::sim::{
@@ -51,6 +52,9 @@ impl<S: Storage> Stack<S> {
 /// A guest's load on all its queues.
 pub struct Load {
     pub plan: Plan,
+    pub safety: ImageSafety,
+    /// Whether the process dies at the end, and not the power: then all answered writes last.
+    pub dies: bool,
     pub oracle: Rc<RefCell<Oracle>>,
     pub power: Power,
     pub rng: Rng,
@@ -67,7 +71,8 @@ impl Load {
         file: Raw<S>,
         base: Raw<SimDisk>,
     ) -> Result<(), String> {
-        let options = CowOptions { bitmap_memory: self.plan.memory, ..CowOptions::default() };
+        let (bitmap_memory, safety) = (self.plan.memory, self.safety.clone());
+        let options = CowOptions { bitmap_memory, safety, ..CowOptions::default() };
         let cow = match Cow::open(file.clone(), &options).await {
             Ok(cow) => cow,
             Err(_) if self.power.is_off() || self.troubled_by(OpKind::Read) => return Ok(()),
@@ -88,6 +93,7 @@ impl Load {
                 power: self.power.clone(),
                 spots: self.plan.spots,
                 rng: self.rng.fork(),
+                dies: self.dies,
                 troubled: self.plan.trouble.is_some(),
                 lossy: self.troubled_by(OpKind::Sync),
                 flushes: self.flushes.clone(),
@@ -113,6 +119,7 @@ struct Client<S> {
     power: Power,
     spots: u64,
     rng: Rng,
+    dies: bool,
     /// Whether errors are injected, so that requests may fail.
     troubled: bool,
     /// Whether a sync may fail. A read may then return stale data that the file has at this offset,
@@ -161,7 +168,7 @@ impl<S: Storage> Client<S> {
 
     fn changed(&self, what: &str, token: WriteToken, result: io::Result<()>) -> Result<(), String> {
         if let Some(good) = self.heard(what, &result)? {
-            self.oracle.borrow_mut().write_answered(token, good, false);
+            self.oracle.borrow_mut().write_answered(token, good, self.dies);
         }
         Ok(())
     }

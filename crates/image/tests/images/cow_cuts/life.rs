@@ -6,6 +6,7 @@ use std::fmt;
 use std::rc::Rc;
 
 use blockyard_image::cow::{self, Backing, Cow, CowOptions, CreateOptions, Header};
+use blockyard_image::journal::{CrashSafety, ImageKey, ImageSafety, MemoryStore, SafetyMode};
 use blockyard_image::{CopyDown, ErrorKind, Image, ImageError, Layer, Raw, Storage};
 use blockyard_ring::Segments;
 use blockyard_storage::sim::{
@@ -33,6 +34,8 @@ pub struct Tally {
     unborn: u64,
     born: u64,
     troubled: u64,
+    /// Number of recoveries that another death interrupted.
+    pub recoveries_cut: u64,
 }
 
 impl Tally {
@@ -59,6 +62,7 @@ impl Count for Tally {
             unborn,
             born,
             troubled,
+            recoveries_cut,
         } = other;
         self.cuts += cuts;
         self.survived += survived;
@@ -70,6 +74,7 @@ impl Count for Tally {
         self.unborn += unborn;
         self.born += born;
         self.troubled += troubled;
+        self.recoveries_cut += recoveries_cut;
     }
 }
 
@@ -86,6 +91,7 @@ impl fmt::Display for Tally {
             unborn,
             born,
             troubled,
+            recoveries_cut,
         } = self;
         write!(
             f,
@@ -98,7 +104,7 @@ impl fmt::Display for Tally {
         write!(
             f,
             "{unborn} files cut before they were there and {born} after, {troubled} loads with \
-             errors"
+             errors, {recoveries_cut} recoveries cut"
         )
     }
 }
@@ -124,6 +130,8 @@ pub struct Life {
     oracle: Rc<RefCell<Oracle>>,
     own_sectors: u64,
     rebases: u64,
+    /// Journals of the file, which outlive a process.
+    journals: MemoryStore,
 }
 
 /// Both disks on one power supply.
@@ -152,7 +160,8 @@ impl Life {
         }
         let (rng, oracle) = (Rng::new(plan.seed), Rc::new(RefCell::new(oracle)));
         let cow = SimImage::zeroed(0).atomic(plan.atomic);
-        Life { plan, rng, cow, base: base.power_cut(), oracle, own_sectors: 0, rebases: 0 }
+        let (base, journals) = (base.power_cut(), MemoryStore::default());
+        Life { plan, rng, cow, base, oracle, own_sectors: 0, rebases: 0, journals }
     }
 
     /// Approximate number of events of a load. A random event number below it is likely to occur.
@@ -263,7 +272,8 @@ impl Life {
         wrap: impl Fn(SimDisk) -> S,
         tally: &mut Tally,
     ) -> Result<bool, String> {
-        let explain = self.explain(cut_after, "a load");
+        let dies = self.plan.dies && self.rng.one_in(2);
+        let explain = self.explain(cut_after, if dies { "a dying load" } else { "a load" });
         let boot = self.boot(cut_after);
         if let Some((_, fault)) = &self.plan.trouble {
             boot.cow.fail(fault.clone());
@@ -273,7 +283,8 @@ impl Life {
         let base = Raw::on(boot.base.clone(), self.plan.shape);
         let (plan, oracle, power, rng) =
             (self.plan.clone(), self.oracle.clone(), boot.power.clone(), self.rng.fork());
-        let load = Load { plan, oracle, power, rng, flushes: Rc::default() };
+        let safety = self.safety();
+        let load = Load { plan, safety, dies, oracle, power, rng, flushes: Rc::default() };
         let flushes = load.flushes.clone();
         let result = self
             .run(&boot, |handle| async move { load.run(&handle, file, base).await })
@@ -285,9 +296,53 @@ impl Life {
         let synced = |t: &&Trace| t.kind == OpKind::Sync && t.phase == Phase::Answered;
         tally.syncs += boot.cow.trace().iter().filter(synced).count() as u64;
         let own = self.own_sectors;
-        self.judge_left(&boot).map_err(explain)?;
+        if dies {
+            self.judge_death(&boot, tally).map_err(explain)?;
+        } else {
+            self.journals.reboot();
+            self.judge_left(&boot).map_err(explain)?;
+        }
         tally.bits_grew += u64::from(self.own_sectors > own);
         Ok(survived)
+    }
+
+    fn safety(&self) -> ImageSafety {
+        let image = ImageKey { device: 0, inode: 1, born: 0 };
+        let store = Some(self.journals.clone().into());
+        match self.plan.dies {
+            true => CrashSafety { mode: SafetyMode::Journal, store }.of(Some(image)),
+            false => ImageSafety::default(),
+        }
+    }
+
+    /// Ends the process, lets the next one recover the file and close it, and checks that it holds
+    /// each answered write. Further deaths may interrupt the recovery, which then begins again.
+    fn judge_death(&mut self, boot: &Boot, tally: &mut Tally) -> Result<(), String> {
+        (self.cow, self.base) = (boot.cow.process_death(), boot.base.process_death());
+        loop {
+            let cut_after = if self.rng.one_in(2) { self.rng.below(30) } else { u64::MAX };
+            let boot = self.boot(cut_after);
+            let file = Raw::on(boot.cow.clone(), self.plan.shape);
+            let (bitmap_memory, safety) = (self.plan.memory, self.safety());
+            let options = CowOptions { bitmap_memory, safety, ..CowOptions::default() };
+            let done = self.run(&boot, |_| async move {
+                Cow::open(file, &options)
+                    .await?
+                    .close()
+                    .await
+                    .map_err(|e| ImageError::io("cow file", None, "closing", e))
+            })?;
+            (self.cow, self.base) = (boot.cow.process_death(), boot.base.process_death());
+            let Some(done) = done else {
+                tally.recoveries_cut += 1;
+                continue;
+            };
+            done.map_err(|e| format!("recovery: {e}"))?;
+            if !self.journals.is_empty() {
+                return Err("a journal is left after a recovery and a clean end".into());
+            }
+            return self.judge(self.cow.clone(), self.base.clone()).map(|_| ());
+        }
     }
 
     /// Commits the file into its backing file, with a power cut after `cut_after` events. Checks

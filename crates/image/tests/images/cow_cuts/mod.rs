@@ -58,6 +58,15 @@ fn flushed_data_survive_random_cuts() {
 }
 
 #[test]
+fn answered_writes_survive_deaths_of_the_process() {
+    let life = |seed, tally: &mut Tally| {
+        random_life(Plan { dies: true, trouble: None, ..Plan::random(seed) }, tally)
+    };
+    let tally = lives::run(&[], lives::cuts(CUTS) * 2 / 5, Tally::default, life);
+    assert!(tally.recoveries_cut > 50 || !lives::is_thorough(CUTS), "{tally}");
+}
+
+#[test]
 fn flushed_data_survive_a_cut_at_every_event() {
     let mut tally = Tally::default();
     for seed in 0..6 {

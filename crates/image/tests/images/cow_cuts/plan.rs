@@ -33,6 +33,8 @@ pub struct Plan {
     pub discard_zeroes: bool,
     /// Operations of the COW file that fail during loads.
     pub trouble: Option<(OpKind, Fault)>,
+    /// Whether the process dies in some boots, instead of a power cut, with a journal.
+    pub dies: bool,
 }
 
 impl Plan {
@@ -56,6 +58,7 @@ impl Plan {
             atomic: *rng.pick(&[512, 512, 1024, 4096]),
             discard_zeroes: rng.one_in(2),
             trouble: None,
+            dies: false,
         }
     }
 

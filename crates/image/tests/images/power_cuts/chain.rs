@@ -4,6 +4,7 @@ use std::cell::RefCell;
 use std::io;
 use std::rc::Rc;
 
+use blockyard_image::journal::ImageSafety;
 use blockyard_image::qcow2::check::{self, Repair, Report};
 use blockyard_image::qcow2::{Header, Qcow2, Qcow2Options, rebuild_refcounts};
 use blockyard_image::{Alignment, Image, ImageError, Layer, Raw};
@@ -156,6 +157,8 @@ fn work_on(
 pub struct Disks {
     pub layers: Vec<(SimDisk, Option<SimDisk>)>,
     pub qcow2: Vec<bool>,
+    /// How the topmost image's metadata survive a death of the process.
+    pub safety: ImageSafety,
 }
 
 impl Disks {
@@ -165,7 +168,8 @@ impl Disks {
             .iter()
             .map(|files| (on(&files.main), files.data.as_ref().map(&mut on)))
             .collect();
-        Disks { layers: disks, qcow2: layers.iter().map(|files| files.qcow2).collect() }
+        let qcow2 = layers.iter().map(|files| files.qcow2).collect();
+        Disks { layers: disks, qcow2, safety: ImageSafety::default() }
     }
 
     pub fn all(&self) -> impl Iterator<Item = &SimDisk> {
@@ -182,6 +186,16 @@ impl Disks {
         let files = |((main, data), &qcow2): (&(SimDisk, Option<SimDisk>), &bool)| Files {
             main: main.power_cut(),
             data: data.as_ref().map(SimDisk::power_cut),
+            qcow2,
+        };
+        self.layers.iter().zip(&self.qcow2).map(files).collect()
+    }
+
+    /// Ends the process, and returns one of the many states that this may leave.
+    pub fn process_death(&self) -> Vec<Files> {
+        let files = |((main, data), &qcow2): (&(SimDisk, Option<SimDisk>), &bool)| Files {
+            main: main.process_death(),
+            data: data.as_ref().map(SimDisk::process_death),
             qcow2,
         };
         self.layers.iter().zip(&self.qcow2).map(files).collect()
@@ -211,6 +225,7 @@ impl Disks {
                 l2_cache,
                 reserve,
                 always_partial: true,
+                safety: if n == top { self.safety.clone() } else { ImageSafety::default() },
                 ..Qcow2Options::default()
             };
             let first = Qcow2::open(header, file.clone(), data.clone(), &options).await?;

@@ -22,13 +22,21 @@ pub struct Judge {
     /// Whether errors are injected. After some of them the disk may refuse all further work.
     trouble: bool,
     syncs_fail: bool,
+    /// Whether the process dies at the end, and not the power: then all answered writes last.
+    dies: bool,
     poisoned: Cell<bool>,
     pub flushes: Cell<u64>,
     pub errors: Cell<u64>,
 }
 
 impl Judge {
-    pub fn new(plan: &Plan, oracle: Rc<RefCell<Oracle>>, disks: Rc<Disks>, power: Power) -> Self {
+    pub fn new(
+        plan: &Plan,
+        oracle: Rc<RefCell<Oracle>>,
+        disks: Rc<Disks>,
+        power: Power,
+        dies: bool,
+    ) -> Self {
         let syncs_fail = plan.trouble.as_ref().is_some_and(|t| t.kind == OpKind::Sync);
         Judge {
             oracle,
@@ -36,6 +44,7 @@ impl Judge {
             power,
             trouble: plan.trouble.is_some(),
             syncs_fail,
+            dies,
             poisoned: Cell::new(false),
             flushes: Cell::new(0),
             errors: Cell::new(0),
@@ -82,7 +91,7 @@ impl Judge {
             if result.is_err() && self.syncs_fail {
                 self.poison();
             }
-            self.oracle.borrow_mut().write_answered(token, result.is_ok(), false);
+            self.oracle.borrow_mut().write_answered(token, result.is_ok(), self.dies);
         }
         Ok(heard)
     }

@@ -5,6 +5,7 @@ use std::cell::RefCell;
 use std::rc::Rc;
 
 use blockyard_image::Image;
+use blockyard_image::journal::{CrashSafety, ImageKey, ImageSafety, MemoryStore, SafetyMode};
 use blockyard_storage::Storage;
 use blockyard_storage::sim::{Latency, Oracle, Power, Rng, Sim, SimConfig, SimDisk};
 
@@ -36,6 +37,8 @@ pub struct Life {
     dirty: bool,
     careful: bool,
     oracle: Rc<RefCell<Oracle>>,
+    /// Journals of the topmost image, which outlive a process.
+    journals: MemoryStore,
 }
 
 impl Life {
@@ -46,7 +49,8 @@ impl Life {
         let sound = findings.corruptions.is_empty() && findings.careful == 0 && findings.leaks == 0;
         assert!(sound, "to begin with: {findings:?}\n{plan:?}");
         let (rng, oracle) = (Rng::new(plan.seed), Rc::new(RefCell::new(Oracle::new())));
-        let life = Life { plan, rng, layers, view, leaks: 0, dirty: false, careful: false, oracle };
+        let (dirty, careful, journals) = (false, false, MemoryStore::default());
+        let life = Life { plan, rng, layers, view, leaks: 0, dirty, careful, oracle, journals };
         life.tell_oracle(0);
         life
     }
@@ -87,11 +91,13 @@ impl Life {
         let plan = Rc::new(self.plan.clone());
         let power = Power::cut_after(cut_after);
         let config = self.config(&power);
-        let disks = Rc::new(Disks::new(&self.layers, config));
+        let dies = plan.dies && self.rng.one_in(2);
+        let disks = Rc::new(Disks { safety: self.safety(), ..Disks::new(&self.layers, config) });
         if let Some(trouble) = &plan.trouble {
             trouble.strike(&disks);
         }
-        let judge = Rc::new(Judge::new(&plan, self.oracle.clone(), disks.clone(), power.clone()));
+        let judge =
+            Rc::new(Judge::new(&plan, self.oracle.clone(), disks.clone(), power.clone(), dies));
         let sim = Sim::new(self.rng.next_u64()).step_limit(3_000_000);
         let opened = {
             let (disks, plan) = (disks.clone(), plan.clone());
@@ -120,7 +126,12 @@ impl Life {
         }
         let survived = !power.is_off();
         tally.count(&judge, survived);
-        self.judge_boot(&judge, closed, tally)?;
+        if dies {
+            self.judge_death(&judge, closed, wrap, tally)?;
+        } else {
+            self.journals.reboot();
+            self.judge_boot(&judge, closed, tally)?;
+        }
         Ok(Boot { survived, events: power.events() })
     }
 
@@ -163,6 +174,83 @@ impl Life {
                 power: power.clone(),
                 ..SimConfig::new(rng.next_u64())
             }
+        }
+    }
+
+    fn safety(&self) -> ImageSafety {
+        let image = ImageKey { device: 0, inode: 1, born: 0 };
+        let store = Some(self.journals.clone().into());
+        // Version 2 has no place for a journal's mark.
+        let mode = match self.plan.top().layout.version {
+            2 => SafetyMode::Flush,
+            _ => SafetyMode::Journal,
+        };
+        match self.plan.dies {
+            true => CrashSafety { mode, store }.of(Some(image)),
+            false => ImageSafety::default(),
+        }
+    }
+
+    /// Ends the process, lets the next one recover the image and close it, and checks that it holds
+    /// each answered write.
+    fn judge_death<S: Storage + Clone>(
+        &mut self,
+        judge: &Judge,
+        closed: bool,
+        wrap: impl Fn(SimDisk) -> S + Copy + 'static,
+        tally: &mut Tally,
+    ) -> Result<(), String> {
+        if closed && !self.journals.is_empty() {
+            return Err("a journal is left after a clean end".into());
+        }
+        let layers = self.recovered(judge.disks.process_death(), wrap, tally)?;
+        self.are_unchanged(&layers, 1)?;
+        let view = self.judge_image(&layers, true, tally)?;
+        if view.snapshots != self.view.snapshots {
+            return Err("a snapshot was changed".into());
+        }
+        let leaks = chain::check(&layers[0]).leaks;
+        if leaks > self.leaks {
+            return Err(format!("{} clusters leaked after a recovery", leaks - self.leaks));
+        }
+        self.oracle.borrow_mut().check_after_cut(0, &view.disk).map_err(|e| e.to_string())?;
+        (self.leaks, self.layers, self.view) = (leaks, layers, view);
+        Ok(())
+    }
+
+    /// Opens the image for writing and closes it, as often as it takes until no further death
+    /// interrupts that. Returns the durable state.
+    fn recovered<S: Storage + Clone>(
+        &mut self,
+        mut layers: Vec<Files>,
+        wrap: impl Fn(SimDisk) -> S + Copy + 'static,
+        tally: &mut Tally,
+    ) -> Result<Vec<Files>, String> {
+        let plan = Rc::new(self.plan.clone());
+        loop {
+            let power = match self.rng.one_in(2) {
+                true => Power::cut_after(self.rng.below(80)),
+                false => Power::on(),
+            };
+            let config = self.config(&power);
+            let disks = Rc::new(Disks { safety: self.safety(), ..Disks::new(&layers, config) });
+            let sim = Sim::new(self.rng.next_u64()).step_limit(3_000_000);
+            let ended = {
+                let (disks, plan) = (disks.clone(), plan.clone());
+                load::wait(&sim, &power, &disks.clone(), async move {
+                    disks.open(&plan, 0, wrap).await?[0].close().await
+                })?
+            };
+            if !power.is_off() {
+                ended.map_err(|e| format!("recovery: {e}"))?;
+                if !self.journals.is_empty() {
+                    return Err("a journal is left after a recovery and a clean end".into());
+                }
+                // All is durable. The process ends, and the host goes on.
+                return Ok(disks.process_death());
+            }
+            tally.recoveries_cut += 1;
+            layers = disks.process_death();
         }
     }
 

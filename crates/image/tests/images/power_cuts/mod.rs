@@ -107,6 +107,12 @@ fn partial_clusters_survive_random_cuts() {
 }
 
 #[test]
+fn answered_writes_survive_deaths_of_the_process() {
+    let tally = random_lives(Plan::dying, 40, &[]);
+    assert!(tally.recoveries_cut > 50 || !lives::is_thorough(CUTS), "{tally}");
+}
+
+#[test]
 fn flushed_data_survive_errors_and_cuts() {
     let tally = random_lives(Plan::troubled, 15, &TROUBLED);
     assert!(tally.troubled > 50 || !lives::is_thorough(CUTS), "{tally}");

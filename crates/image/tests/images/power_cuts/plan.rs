@@ -48,6 +48,8 @@ pub struct Plan {
     /// Whether some requests write compressed clusters.
     pub packs: bool,
     pub trouble: Option<Trouble>,
+    /// Whether the process dies in some boots, instead of a power cut, with a journal.
+    pub dies: bool,
 }
 
 impl Plan {
@@ -76,7 +78,22 @@ impl Plan {
             spread: false,
             packs: false,
             trouble: None,
+            dies: false,
         }
+    }
+
+    /// Returns a plan in which the process dies in half of the boots.
+    pub fn dying(seed: u64) -> Self {
+        let mut rng = Rng::new(seed ^ 0x6479_696e);
+        let plan = match rng.below(8) {
+            0 => Plan::growing(seed),
+            1 => Plan::reusing(seed),
+            2 => Plan::relieving(seed),
+            3 => Plan::packing(seed),
+            4 | 5 => Plan::deferring(seed),
+            _ => Plan::quiet(seed),
+        };
+        Plan { dies: true, ..plan }
     }
 
     /// Returns a plan with a file that grows all the time, with refcount blocks that cover few

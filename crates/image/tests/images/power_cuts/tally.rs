@@ -26,6 +26,8 @@ pub struct Tally {
     pub refused: u64,
     /// Number of images that had the old state after a power cut, and of those with the new state.
     pub states: [u64; 2],
+    /// Number of recoveries that another death interrupted.
+    pub recoveries_cut: u64,
 }
 
 impl fmt::Display for Tally {
@@ -110,6 +112,7 @@ impl Count for Tally {
         self.leaky += leaky;
         self.by_qemu += by_qemu;
         self.refused += refused;
+        self.recoveries_cut += other.recoveries_cut;
         self.operations.iter_mut().zip(other.operations).for_each(|(sum, more)| *sum += more);
         self.states.iter_mut().zip(other.states).for_each(|(sum, more)| *sum += more);
     }

@@ -4,6 +4,7 @@ use blockyard_image::qcow2::Header;
 use blockyard_image::qcow2::bitmap::edit::{self, Edit};
 use blockyard_image::qcow2::bitmap::{names, prepare_for_writing};
 use blockyard_image::qcow2::header::AUTOCLEAR_BITMAPS;
+use blockyard_image::qcow2::header::AUTOCLEAR_KNOWN;
 use blockyard_storage::sim::SimImage;
 
 use super::cuts::{everywhere, guest, header, load, on_image, opened_sound};
@@ -39,7 +40,7 @@ async fn prepare<S: blockyard_image::Storage>(
     raw: blockyard_image::Raw<S>,
 ) -> Result<(), blockyard_image::ImageError> {
     let mut header = Header::read(&raw).await?;
-    prepare_for_writing(&raw, &mut header).await?;
+    prepare_for_writing(&raw, &mut header, AUTOCLEAR_KNOWN).await?;
     assert_eq!(header, Header::read(&raw).await?);
     Ok(())
 }

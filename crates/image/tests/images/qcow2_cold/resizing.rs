@@ -5,6 +5,7 @@ use blockyard_image::qcow2::Header;
 use blockyard_image::qcow2::bitmap::prepare_for_writing;
 use blockyard_image::qcow2::check::Repair;
 use blockyard_image::qcow2::empty::make_empty;
+use blockyard_image::qcow2::header::AUTOCLEAR_KNOWN;
 use blockyard_image::qcow2::resize::{Resize, resize};
 
 use super::cuts::{everywhere, guest, load, on_image, opened_sound};
@@ -177,10 +178,9 @@ fn impossible_resizes_are_refused_with_a_reason() {
     refused(larger(&path, 1 << 40), "larger than 32 MiB");
     qemu_img(&["bitmap", "--add", &path, "daily"]);
     // Simulates a writer that does not update the bitmap.
-    on_file(
-        &path,
-        |raw| async move { prepare_for_writing(&raw, &mut Header::read(&raw).await?).await },
-    )
+    on_file(&path, |raw| async move {
+        prepare_for_writing(&raw, &mut Header::read(&raw).await?, AUTOCLEAR_KNOWN).await
+    })
     .unwrap();
     refused(larger(&path, 2 * MIB), "\"daily\"");
     qemu_img(&["bitmap", "--remove", &path, "daily"]);

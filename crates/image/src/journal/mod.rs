@@ -1,0 +1,267 @@
+//! The journal of metadata changes: lets the next server know what a killed one had answered.
+//!
+//! A qcow2 image or COW file keeps changed metadata in memory until its guest flushes. If the
+//! server dies, the kernel still has all written data, but nobody knows where they are. So each
+//! change is also put into a log in memory that outlives the process: a file on tmpfs, mapped into
+//! the server. The next server that opens the image for writing replays the log first.
+//!
+//! ```text
+//!   change of an entry ─► record ─► the active half        flush: switch the halves
+//!                                   │                             ─► write metadata
+//!   server dies ─► next open: store ─► recovered ─► replay        ─► drop the old half
+//!
+//!   record   one change: 32 bytes with a checksum
+//!   log      two halves of records in shared words
+//!   store    the folder of the journals; identity of an image
+//!   recovered   what a dead server has left
+//! ```
+//!
+//! What must hold
+//! - A change is in the journal before its request is answered. If the journal has no space, the
+//!   metadata are flushed before the answer instead ([`Journal::must_flush`]).
+//! - A record is published by one store with release order, so that a dead thread leaves a whole
+//!   record or none.
+//! - The old half is dropped only after all changes in it are in the image's file. A record of a
+//!   change that is in the file already does no harm: later records of the same key follow it.
+//! - A journal belongs to one session of one image: the image's file carries the session's number,
+//!   in a place that other writers clear or keep valid (`qcow2/session.rs`, `cow/session.rs`).
+//! - A reboot clears the journals. A power cut may lose what was not flushed, and nothing else.
+
+mod log;
+mod record;
+mod recovered;
+mod store;
+
+use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use crate::error::ImageError;
+
+pub use self::log::{Log, WriteBack};
+pub use self::record::{Key, Record};
+pub use self::recovered::Recovered;
+pub use self::store::{
+    ImageKey, JournalStore, MemoryStore, Session, StateFolder, StoreError, present_boot,
+};
+
+const STRUCTURE: &str = "journal of the image";
+
+/// What an answered write survives, apart from a power cut.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum SafetyMode {
+    /// Nothing more: changed metadata are lost with the process until the next flush.
+    #[default]
+    Off,
+    /// Metadata are durable before a request that changes them is answered.
+    Flush,
+    /// Changed metadata are in a journal.
+    Journal,
+}
+
+/// How images survive a death of the process.
+#[derive(Clone, Debug, Default)]
+pub struct CrashSafety {
+    pub mode: SafetyMode,
+    /// Where journals are. `None`: the store of commands ([`JournalStore::of_commands`]).
+    pub store: Option<JournalStore>,
+}
+
+/// How one image survives a death of the process.
+#[derive(Clone, Debug, Default)]
+pub struct ImageSafety {
+    mode: SafetyMode,
+    /// `None`: storage that is no file of this host, or an image that no guest writes to.
+    place: Option<JournalPlace>,
+}
+
+/// Where an image's journal is, or would be.
+#[derive(Clone, Debug)]
+struct JournalPlace {
+    store: Option<JournalStore>,
+    image: ImageKey,
+}
+
+impl CrashSafety {
+    /// Returns the setting for one image. `image` is `None` for storage that is no file of this
+    /// host: such an image has no journal.
+    pub fn of(&self, image: Option<ImageKey>) -> ImageSafety {
+        let place = image.map(|image| JournalPlace { store: self.store.clone(), image });
+        let safety = ImageSafety { mode: self.mode, place };
+        if safety.place.is_none() { safety.without_journal() } else { safety }
+    }
+}
+
+impl ImageSafety {
+    /// Returns the setting without a new journal.
+    pub fn without_journal(self) -> Self {
+        let mode = if self.mode == SafetyMode::Journal { SafetyMode::Off } else { self.mode };
+        ImageSafety { mode, ..self }
+    }
+
+    pub fn wants_journal(&self) -> bool {
+        self.mode == SafetyMode::Journal
+    }
+
+    /// Returns the journal that a dead server has left for an image with this mark, whatever the
+    /// mode. Removes a journal that is out of date. `None`: there is nothing to replay.
+    pub fn claim(&self, marked: Option<Session>) -> Result<Option<Recovered>, ImageError> {
+        let Some(JournalPlace { store, image }) = &self.place else { return Ok(None) };
+        if marked.is_none() && !self.wants_journal() {
+            return Ok(None);
+        }
+        let refuse = |what: String| ImageError::refused(STRUCTURE, what);
+        let missing = |place: &str| {
+            refuse(format!(
+                "a server died while it had the image in use, and there is no journal of its \
+                 changes in {place}: name the folder that the server used (--state-folder), or \
+                 give up the changes since its last flush (blockyard image check \
+                 --discard-journal)"
+            ))
+        };
+        let Some(store) = store.clone().or_else(JournalStore::of_commands) else {
+            let folder = StateFolder::default_path();
+            return match marked {
+                Some(session) if Some(session.boot) == present_boot() => {
+                    Err(missing(&folder.to_string_lossy()))
+                }
+                _ => Ok(None),
+            };
+        };
+        let found = store.find(image).map_err(|e| refuse(e.to_string()))?;
+        match (marked.filter(|session| session.boot == store.boot()), found) {
+            (None, None) => Ok(None),
+            (None, Some(_)) => {
+                tracing::warn!(
+                    "another program has written to the image since the server died that had it \
+                     in use: the server's journal is out of date, and is removed"
+                );
+                let removed = store.remove(image);
+                removed.map_err(|e| ImageError::io(STRUCTURE, None, "removing", e))?;
+                Ok(None)
+            }
+            (Some(session), Some(journal)) if journal.session() == session => Ok(Some(journal)),
+            (Some(_), _) => Err(missing(&store.to_string())),
+        }
+    }
+
+    /// Returns the store and the image's key.
+    fn place(&self) -> Option<(JournalStore, ImageKey)> {
+        let JournalPlace { store, image } = self.place.as_ref()?;
+        Some((store.clone().or_else(JournalStore::of_commands)?, *image))
+    }
+}
+
+/// The journal of an image that is open for writing. It begins with the first change of metadata,
+/// so that a disk without writes has none.
+#[derive(Debug)]
+pub struct Journal {
+    safety: ImageSafety,
+    log: OnceLock<Log>,
+    /// Whether the image carries the mark of the log's session.
+    marked: AtomicBool,
+    /// Whether the log could not be created, or has ended. Then all metadata are flushed.
+    failed: AtomicBool,
+}
+
+impl Journal {
+    /// Returns the journal of an image. `log` continues the log that a dead server has left.
+    pub fn new(safety: ImageSafety, log: Option<Log>) -> Arc<Self> {
+        // A session that goes on has its journal in each mode.
+        let flush = log.is_none() && safety.mode == SafetyMode::Flush;
+        let failed = AtomicBool::new(flush);
+        let marked = AtomicBool::new(log.is_some());
+        let log = log.map(OnceLock::from).unwrap_or_default();
+        Arc::new(Journal { safety, log, marked, failed })
+    }
+
+    /// Returns whether [`Journal::begin`] must be called before the next change of metadata.
+    #[inline]
+    pub fn must_begin(&self) -> bool {
+        self.safety.wants_journal() && !self.marked() && !self.failed()
+    }
+
+    /// Creates the log. The caller then marks the image with the session, and calls
+    /// [`Journal::set_marked`] or [`Journal::fail`].
+    pub fn begin(&self) -> Result<Session, StoreError> {
+        let (store, image) = self.safety.place().ok_or(StoreError::None)?;
+        let log = store.create(&image)?;
+        let session = log.session();
+        let _ = self.log.set(log);
+        Ok(session)
+    }
+
+    /// Notes that the image carries the mark of the session.
+    pub fn set_marked(&self) {
+        self.marked.store(true, Ordering::Release);
+    }
+
+    fn marked(&self) -> bool {
+        self.marked.load(Ordering::Acquire)
+    }
+
+    /// Gives up the log for good: from now on all metadata are flushed before an answer. Its file
+    /// stays, because the image may carry the mark although writing it failed.
+    pub fn fail(&self, why: &str) {
+        tracing::warn!(
+            "no journal of changed metadata: {why}; they are flushed before each answer, which is \
+             slow"
+        );
+        self.failed.store(true, Ordering::Release);
+    }
+
+    fn failed(&self) -> bool {
+        self.failed.load(Ordering::Acquire)
+    }
+
+    /// Records a change. The caller has changed its metadata and marked them dirty, and still holds
+    /// the lock that a write-back takes before it copies them.
+    #[inline]
+    pub fn record(&self, record: Record) {
+        if let Some(log) = self.log.get() {
+            log.record(record);
+        }
+    }
+
+    /// Begins a write-back of metadata, one at a time. Call it before the changes are copied.
+    pub fn begin_write_back(&self) -> WriteBack {
+        self.log.get().map_or_else(WriteBack::default, Log::begin_write_back)
+    }
+
+    /// Ends a write-back. `ok`: all changes that were copied are in the file.
+    pub fn end_write_back(&self, write_back: WriteBack, ok: bool) {
+        if let Some(log) = self.log.get() {
+            log.end_write_back(write_back, ok);
+        }
+    }
+
+    /// Returns whether metadata should be written back soon, because the log is long.
+    #[inline]
+    pub fn is_long(&self) -> bool {
+        self.log.get().is_some_and(Log::is_long)
+    }
+
+    /// Returns whether metadata must be durable before a request that changed them is answered.
+    #[inline]
+    pub fn must_flush(&self) -> bool {
+        self.failed() || self.log.get().is_some_and(Log::is_incomplete)
+    }
+
+    /// Returns whether there is a log, so that the image may carry its mark.
+    pub fn has_log(&self) -> bool {
+        self.log.get().is_some()
+    }
+
+    /// Ends the journal and removes its file. The caller has written all metadata back and removed
+    /// the session's mark from the image. Later changes are flushed.
+    pub fn end(&self) -> io::Result<()> {
+        if !self.has_log() {
+            return Ok(());
+        }
+        self.failed.store(true, Ordering::Release);
+        match self.safety.place() {
+            Some((store, image)) => store.remove(&image),
+            None => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,133 @@
+//! The journal that a dead server has left for an image: applied, shown or discarded.
+//!
+//! Commands that change an image's structures without its disk (snapshots, resizes, checks with
+//! repair) apply the journal first, because it belongs to the structures as they are.
+
+use std::path::Path;
+
+use blockyard_storage::{ImageFile, OpenOptions};
+
+use crate::chain::{Chain, ChainError, ChainOptions};
+use crate::cow;
+use crate::error::ImageError;
+use crate::format::Format;
+use crate::journal::{ImageKey, JournalStore, Recovered, Session};
+use crate::qcow2::{Header, IncompleteCluster};
+use crate::raw::Raw;
+use blockyard_storage::{CacheMode, Store};
+
+use super::file::{of_file, raw_of};
+use super::reactors::on_reactor;
+
+const STRUCTURE: &str = "journal of the image";
+
+/// Returns the session that an image is marked with.
+async fn session_of(raw: &Raw<Store>, format: Format) -> Result<Option<Session>, ImageError> {
+    match format {
+        Format::Raw => Ok(None),
+        Format::Qcow2 => Ok(Header::read_for_check(raw).await?.session()),
+        Format::Cow => {
+            let header = cow::read_header(raw).await?;
+            cow::read_mark(raw, &header).await
+        }
+    }
+}
+
+/// Returns the journal that belongs to the image as it is.
+async fn journal_of(
+    file: &ImageFile,
+    raw: &Raw<Store>,
+    format: Format,
+) -> Result<Option<Recovered>, ImageError> {
+    let Some(session) = session_of(raw, format).await? else { return Ok(None) };
+    let Some((store, image)) = place_of(file) else { return Ok(None) };
+    let found = store.find(&image);
+    let found = found.map_err(|e| ImageError::refused(STRUCTURE, e.to_string()))?;
+    Ok(found.filter(|journal| journal.session() == session))
+}
+
+fn place_of(file: &ImageFile) -> Option<(JournalStore, ImageKey)> {
+    let key = file.fd().and_then(|fd| ImageKey::of(&**fd).ok())?;
+    Some((JournalStore::of_commands()?, key))
+}
+
+/// Returns the number of changes in the journal that the next open for writing replays. `None`:
+/// there is no journal. Takes no lock.
+pub fn pending_journal(path: &Path, format: Format) -> Result<Option<usize>, ChainError> {
+    let options = OpenOptions::new(path, true, CacheMode::Writeback);
+    let file = ImageFile::open(&OpenOptions { force_share: true, ..options })?;
+    on_reactor(move |handle| async move {
+        let raw = raw_of(&handle, &file)?;
+        let wrong = |error| of_file(&file, error);
+        let Some(journal) = journal_of(&file, &raw, format).await.map_err(wrong)? else {
+            return Ok(None);
+        };
+        let records = journal.records();
+        let records = records.map_err(|e| wrong(ImageError::io(STRUCTURE, None, "reading", e)))?;
+        Ok(Some(records.len()))
+    })
+}
+
+/// Applies the journal of an image, if there is one. Durable on return.
+pub fn apply_journal(path: &Path, format: Format) -> Result<(), ChainError> {
+    if format == Format::Raw || !matches!(pending_journal(path, format), Ok(Some(_))) {
+        // An image that cannot be read gets its error from the command itself.
+        return Ok(());
+    }
+    let open = |no_backing| {
+        let format = Some(format);
+        let accept_changed_backing = true;
+        Chain::open(&ChainOptions {
+            format,
+            no_backing,
+            accept_changed_backing,
+            cache: CacheMode::Writeback,
+            ..ChainOptions::new(path)
+        })
+    };
+    // Only partially written clusters need the backing image.
+    if close(open(true)?)? || close(open(false)?)? {
+        return Ok(());
+    }
+    let error = ImageError::refused(STRUCTURE, "its backing image is needed");
+    Err(ChainError::Image { path: path.into(), error })
+}
+
+/// Writes everything back and closes the image. Returns false if the backing image is needed.
+fn close(chain: Chain) -> Result<bool, ChainError> {
+    on_reactor(|handle| async move {
+        let wrong = |e| of_file(&chain.top().file, ImageError::io(STRUCTURE, None, "applying", e));
+        match chain.image(&handle).map_err(wrong)?.close().await {
+            Err(e) if IncompleteCluster::is_in(&e) => Ok(false),
+            closed => closed.map(|()| true).map_err(wrong),
+        }
+    })
+}
+
+/// Discards the journal of an image: the disk is as its file says. Returns whether the image was
+/// marked with a journal.
+pub fn discard_journal(path: &Path, format: Format) -> Result<bool, ChainError> {
+    let file = ImageFile::open(&OpenOptions::new(path, false, CacheMode::Writeback))?;
+    on_reactor(move |handle| async move {
+        let raw = raw_of(&handle, &file)?;
+        let wrong = |error| of_file(&file, error);
+        let marked = session_of(&raw, format).await.map_err(wrong)?.is_some();
+        match format {
+            Format::Raw => {}
+            Format::Qcow2 => {
+                let mut header = Header::read_for_check(&raw).await.map_err(wrong)?;
+                header.clear_session(&raw).await.map_err(wrong)?;
+            }
+            Format::Cow => {
+                let header = cow::read_header(&raw).await.map_err(wrong)?;
+                cow::clear_mark(&raw, &header).await.map_err(wrong)?;
+            }
+        }
+        let io = |what: &'static str| move |e| ImageError::io(STRUCTURE, None, what, e);
+        raw.flush().await.map_err(io("syncing the image")).map_err(wrong)?;
+        if let Some((store, image)) = place_of(&file) {
+            store.remove(&image).map_err(io("removing it")).map_err(wrong)?;
+        }
+        Ok(marked)
+    })
+}
