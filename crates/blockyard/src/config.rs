@@ -30,6 +30,9 @@ pub struct Config {
     /// File with the costs of the devices' operations.
     #[serde(default)]
     pub costs: Option<PathBuf>,
+    /// Folder for journals of changed metadata. Read at start only.
+    #[serde(default)]
+    pub state_folder: Option<PathBuf>,
     /// The API's socket. Read at start only.
     #[serde(default)]
     pub api: Option<String>,

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use anyhow::Context;
 use blockyard_disk::{Source, SourceError};
+use blockyard_image::journal::CrashSafety;
 use blockyard_image::{CacheMode, ChainError, ChainOptions, Format, OpenError};
 use blockyard_yard::{DiskSettings, Ended, Way};
 
@@ -60,6 +61,7 @@ pub fn try_open(disk: &DiskArgs) -> anyhow::Result<()> {
         cache,
         prime: false,
         copy_on_read: false,
+        crash_safety: CrashSafety::default(),
         ..disk.chain()
     };
     Source::open(&options)

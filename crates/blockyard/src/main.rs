@@ -23,6 +23,7 @@ mod exports;
 mod figures;
 mod image;
 mod inherited;
+mod journals;
 mod log;
 mod man;
 mod nbd;

@@ -21,8 +21,16 @@ use crate::options::disk::DiskArgs;
 use crate::serve::Server;
 
 /// Keys of the file that are read at start only.
-const AT_START: [&str; 7] =
-    ["reactors", "fair-share", "costs", "xen", "api", "socket-mode", "socket-group"];
+const AT_START: [&str; 8] = [
+    "reactors",
+    "fair-share",
+    "costs",
+    "state-folder",
+    "xen",
+    "api",
+    "socket-mode",
+    "socket-group",
+];
 
 impl Server {
     /// Applies the current configuration file. Logs an error and changes nothing if it is wrong.

@@ -28,11 +28,14 @@ use crate::options::serve::ServeOptions;
 use crate::options::values::Cpus;
 use crate::options::xen::XenArgs;
 use crate::toolstack::Toolstacks;
-use crate::{api, attach, figures, log, shares};
+use crate::{api, attach, figures, journals, log, shares};
 
 pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     blockyard_ring::inherited::note();
     let config = Config::of(options).map_err(Failure::usage)?;
+    if let Some(folder) = options.state_folder.as_ref().or(config.state_folder.as_ref()) {
+        journals::use_folder(folder.clone());
+    }
     for disk in &config.disks {
         check(disk).map_err(Failure::usage)?;
     }

@@ -3,7 +3,7 @@
 use anyhow::anyhow;
 use blockyard_image::Format;
 use blockyard_image::qcow2::amend::{self, Amend};
-use blockyard_image::tools::on_file;
+use blockyard_image::tools::{apply_journal, on_file};
 use blockyard_program::ending::Failure;
 use clap::Args;
 
@@ -54,5 +54,6 @@ pub fn run(options: &AmendArgs) -> Result<(), Failure> {
         version: settings.version().map_err(Failure::usage)?,
         lazy_refcounts: settings.switch("lazy_refcounts").map_err(Failure::usage)?,
     };
+    apply_journal(file, Format::Qcow2).map_err(failed)?;
     on_file(file, false, async move |raw| amend::amend(&raw, wanted).await).map_err(failed)
 }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use anyhow::anyhow;
 use blockyard_image::Format;
 use blockyard_image::qcow2::bitmap::edit::{self, Edit};
-use blockyard_image::tools::on_file;
+use blockyard_image::tools::{apply_journal, on_file};
 use blockyard_program::ending::Failure;
 use clap::Args;
 
@@ -80,5 +80,6 @@ pub fn run(options: &BitmapArgs) -> Result<(), Failure> {
     edits.extend(enable.then_some(Edit::Record(true)));
     edits.extend(disable.then_some(Edit::Record(false)));
     let name = options.name.clone();
+    apply_journal(file, Format::Qcow2).map_err(failed)?;
     on_file(file, false, async move |raw| edit::edit(&raw, &name, &edits).await).map_err(failed)
 }

@@ -3,14 +3,14 @@
 
 use blockyard_image::qcow2::Header;
 use blockyard_image::qcow2::check::{self, Repair, Report};
-use blockyard_image::tools::on_file;
+use blockyard_image::tools::{apply_journal, discard_journal, on_file, pending_journal};
 use blockyard_image::{Format, SECTOR, cow};
 use blockyard_program::ending::Failure;
 use blockyard_program::output;
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 
-use super::{ImageArgs, OutputArgs, format_of, new, print, print_json};
+use super::{ImageArgs, OutputArgs, failed, format_of, new, print, print_json};
 
 #[derive(Args)]
 pub struct CheckArgs {
@@ -20,6 +20,9 @@ pub struct CheckArgs {
     /// and flags.
     #[arg(short, long, value_name = "WHAT")]
     repair: Option<RepairWhat>,
+    /// Give up the changes that a server which died has left in a journal, and clear the mark.
+    #[arg(long)]
+    discard_journal: bool,
     /// Print nothing but errors.
     #[arg(short, long)]
     quiet: bool,
@@ -73,7 +76,14 @@ type Found = (Vec<String>, CheckFields);
 
 pub fn run(options: &CheckArgs) -> Result<u8, Failure> {
     let format = format_of(&options.image.file, options.image.format)?;
-    let (lines, fields) = match format {
+    let file = &options.image.file;
+    if options.discard_journal {
+        discard_journal(file, format).map_err(failed)?;
+    } else if options.repair.is_some() {
+        apply_journal(file, format).map_err(failed)?;
+    }
+    let journal = pending_journal(file, format).ok().flatten();
+    let (mut lines, fields) = match format {
         Format::Qcow2 => of_qcow2(options)?,
         Format::Cow => of_cow(options)?,
         Format::Raw => {
@@ -84,6 +94,12 @@ pub fn run(options: &CheckArgs) -> Result<u8, Failure> {
             .into());
         }
     };
+    lines.extend(journal.map(|changes| {
+        format!(
+            "a server that died has left a journal with {changes} changes: the next open for \
+             writing applies them (--discard-journal gives them up)"
+        )
+    }));
     let fields = CheckFields {
         filename: options.image.file.display().to_string(),
         format: format.to_string(),

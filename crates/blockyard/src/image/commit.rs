@@ -51,6 +51,9 @@ pub fn run(options: &CommitArgs) -> Result<(), Failure> {
         cache: options.cache,
         ..options.folders.reading(&options.image.file, options.image.format)
     };
+    let file = &options.image.file;
+    let format = options.image.format.or_else(|| Format::of_name(file));
+    tools::apply_journal(file, format.unwrap_or(Format::Raw)).map_err(failed)?;
     let read_only_chain = open(&reading)?;
     let into = base(options, &read_only_chain)?;
     let (size, format) = (read_only_chain.size(), read_only_chain.top().format);

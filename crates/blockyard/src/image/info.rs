@@ -3,7 +3,7 @@
 mod report;
 
 use blockyard_image::ChainOptions;
-use blockyard_image::tools::details;
+use blockyard_image::tools::{details, pending_journal};
 use blockyard_program::ending::Failure;
 use clap::Args;
 use serde_json::Value;
@@ -38,7 +38,10 @@ pub fn run(options: &InfoArgs) -> Result<(), Failure> {
     })?;
     let details = details(&chain).map_err(failed)?;
     let all = chain.layers().iter().zip(&details).map(|(layer, details)| Info::of(layer, details));
-    let all: Vec<Info> = all.collect::<anyhow::Result<_>>()?;
+    let mut all: Vec<Info> = all.collect::<anyhow::Result<_>>()?;
+    for (info, layer) in all.iter_mut().zip(chain.layers()) {
+        info.journal = pending_journal(layer.file.path(), layer.format).ok().flatten();
+    }
     match (options.output.is_json(), all.as_slice()) {
         (true, [one]) if !options.backing_chain => print_json(one),
         (true, all) => print_json(&all),
@@ -57,6 +60,9 @@ fn text(info: &Info) -> String {
         lines.push("cleanly shut down: no".into());
     }
     lines.extend(info.cluster_size.map(|size| format!("cluster_size: {size}")));
+    lines.extend(info.journal.map(|changes| {
+        format!("journal of a server that died: {changes} changes, not yet in the image")
+    }));
     if let Some(name) = &info.backing_filename {
         let full = info.full_backing_filename.as_ref().filter(|full| *full != name);
         let full = full.map_or(String::new(), |full| format!(" (actual path: {full})"));

@@ -82,6 +82,7 @@ pub fn run(options: &RebaseArgs) -> Result<(), Failure> {
     if options.compress && format != Format::Qcow2 {
         return Err(Failure::usage(anyhow!("-c: only qcow2 images have compressed clusters")));
     }
+    tools::apply_journal(&options.image.file, format).map_err(failed)?;
     if options.only_name {
         tools::set_backing(
             &Arc::new(tools::open_file(&options.image.file, false).map_err(failed)?),

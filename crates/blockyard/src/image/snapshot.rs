@@ -5,7 +5,7 @@ use std::time::SystemTime;
 use anyhow::anyhow;
 use blockyard_image::Format;
 use blockyard_image::qcow2::snapshot::{self, Snapshot};
-use blockyard_image::tools::on_file;
+use blockyard_image::tools::{apply_journal, on_file};
 use blockyard_program::ending::Failure;
 use clap::Args;
 
@@ -42,6 +42,12 @@ struct SnapshotAction {
     delete: Option<String>,
 }
 
+impl SnapshotAction {
+    fn only_lists(&self) -> bool {
+        self.create.is_none() && self.apply.is_none() && self.delete.is_none()
+    }
+}
+
 pub fn run(options: &SnapshotArgs) -> Result<(), Failure> {
     if format_of(&options.image.file, options.image.format)? != Format::Qcow2 {
         return Err(anyhow!(
@@ -51,6 +57,9 @@ pub fn run(options: &SnapshotArgs) -> Result<(), Failure> {
         .into());
     }
     let file = &options.image.file;
+    if !options.what.only_lists() {
+        apply_journal(file, Format::Qcow2).map_err(failed)?;
+    }
     let done = match &options.what {
         SnapshotAction { create: Some(name), .. } => {
             let (name, now) = (name.clone(), SystemTime::UNIX_EPOCH.elapsed()?);

@@ -8,6 +8,7 @@ use std::time::Duration;
 use blockyard_export::PollMode;
 use blockyard_export::vhost_user::{Coalesce, SecondClient};
 use blockyard_export::xen::XenData;
+use blockyard_image::journal::CrashSafety;
 use blockyard_image::{CacheMode, ChainOptions, Format, Overlaid};
 use blockyard_sched::{Knobs, Limits};
 use clap::{Args, ValueHint};
@@ -17,6 +18,7 @@ use super::knobs::with_knobs;
 use super::nbd::{self, NbdAddress};
 use super::values::{self, UblkNumber, explain, suggest};
 use super::xen::XenDevice;
+use crate::journals::{self, CrashMode};
 
 with_knobs! {
 /// Options of one disk, which are also the keys of a `[[disk]]` table.
@@ -162,6 +164,12 @@ pub struct DiskArgs {
     #[arg(long, help_heading = "Image cache")]
     #[serde(default)]
     pub prime: bool,
+
+    /// What answered writes survive if the server dies: for qcow2 and COW images.
+    #[arg(long, default_value = "journal", value_name = "MODE", help_heading = "Image cache",
+        value_parser = explain(values::CRASH_SAFETY, values::parse_text::<CrashMode>))]
+    #[serde(default, deserialize_with = "values::from_text")]
+    pub crash_safety: CrashMode,
 
     /// Seconds for which requests wait for a lost NBD server before they fail.
     #[arg(long, default_value = "30", value_name = "SECONDS", help_heading = "Remote images",
@@ -338,6 +346,16 @@ impl DiskArgs {
         Ok(Format::Raw)
     }
 
+    /// Raw images and read-only disks have no metadata to lose.
+    fn crash_safety(&self) -> CrashSafety {
+        match self.format() {
+            Ok(Format::Qcow2 | Format::Cow) if !self.read_only => {
+                journals::safety(self.crash_safety)
+            }
+            _ => CrashSafety::default(),
+        }
+    }
+
     /// Returns the options to open the image with.
     pub fn chain(&self) -> ChainOptions {
         ChainOptions {
@@ -348,6 +366,7 @@ impl DiskArgs {
             prime: self.prime,
             copy_on_read: self.copy_on_read,
             overlaid: if self.abandon_overlay { Overlaid::Abandon } else { Overlaid::Refuse },
+            crash_safety: self.crash_safety(),
             folders: self.backing_folders.clone(),
             nbd: blockyard_image::nbd::Options {
                 reconnect: self.nbd_reconnect,

@@ -48,6 +48,12 @@ pub struct ServeOptions {
     #[arg(long, value_name = "FILE", help_heading = "Server", value_hint = ValueHint::FilePath)]
     pub costs: Option<PathBuf>,
 
+    /// Folder for journals of changed metadata, on tmpfs. The next server needs the same one.
+    ///
+    /// [default: $BLOCKYARD_STATE_FOLDER, else blockyard-journals in the runtime directory]
+    #[arg(long, value_name = "FOLDER", help_heading = "Server", value_hint = ValueHint::DirPath)]
+    pub state_folder: Option<PathBuf>,
+
     #[command(flatten)]
     pub api: ApiArgs,
 

@@ -66,6 +66,13 @@ pub const CACHE_MODES: &[(&str, &str)] = &[
     ("unsafe", "page cache; flushes are ignored"),
 ];
 
+/// Values of `--crash-safety`, for [`explain`].
+pub const CRASH_SAFETY: &[(&str, &str)] = &[
+    ("journal", "changed metadata are in a journal in memory that outlives the server"),
+    ("flush", "changed metadata are durable before each answer; slow"),
+    ("off", "answered writes that are not flushed may be lost"),
+];
+
 /// Image formats, for [`explain`].
 pub const FORMATS: &[(&str, &str)] = &[
     ("raw", "the bytes of the disk"),

@@ -36,6 +36,7 @@ mod ending;
 mod exchange;
 mod hosts;
 mod idle;
+mod journal;
 mod load;
 mod locks;
 mod mistakes;

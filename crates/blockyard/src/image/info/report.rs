@@ -32,6 +32,9 @@ pub struct Info {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub backing_filename: Option<String>,
     pub dirty_flag: bool,
+    /// Number of changes in the journal of a server that died. Not a field of QEMU.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub journal: Option<usize>,
 }
 
 #[derive(Serialize)]

@@ -1,0 +1,293 @@
+//! A killed server loses no answered write of a qcow2 or COW image: the next one replays the
+//! journal. Other programs that change the image in between make the journal invalid.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use blockyard_bench::client::workload::Pattern;
+use blockyard_bench::client::{LoadOptions, measure};
+use blockyard_driver::status;
+
+use crate::common::{BLOCKYARD, Daemon, Finished, Folder, SOON, TOOL, blockyard, run, tool, until};
+use crate::guest::{Guest, pattern};
+
+const MIB: usize = 1 << 20;
+const SIZE: usize = 32 * MIB;
+/// Size of a write of these tests in bytes, and in sectors.
+const BLOCK: usize = 4096;
+const SECTORS: u64 = 8;
+
+/// A folder on tmpfs. Dropping it removes it.
+struct StateFolder(PathBuf);
+
+impl StateFolder {
+    fn new() -> Self {
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        StateFolder(format!("/dev/shm/by-journal-{}-{number}", std::process::id()).into())
+    }
+
+    fn journals(&self) -> usize {
+        std::fs::read_dir(&self.0).map_or(0, Iterator::count)
+    }
+}
+
+impl Drop for StateFolder {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// An overlay of a raw base with data everywhere.
+struct Case {
+    folder: Folder,
+    state: StateFolder,
+    top: PathBuf,
+    socket: PathBuf,
+}
+
+impl Case {
+    /// `make`: arguments of `blockyard image create`, without base and file.
+    fn new(name: &str, make: &[&str]) -> Self {
+        let folder = Folder::new();
+        let (base, top, socket) = (folder.join("base.img"), folder.join(name), folder.join("s"));
+        std::fs::write(&base, pattern(77, SIZE)).unwrap();
+        let mut create = vec!["image", "create", "-q"];
+        create.extend(make);
+        create.extend(["-F", "raw", "-b", "base.img", top.to_str().unwrap()]);
+        blockyard(create).good();
+        Case { folder, state: StateFolder::new(), top, socket }
+    }
+
+    /// Clusters of 64 KiB without subclusters: first writes leave partial clusters.
+    fn qcow2() -> Self {
+        Self::new("disk.qcow2", &["-f", "qcow2", "-o", "cluster_size=64k"])
+    }
+
+    fn options(&self) -> [&str; 2] {
+        ["--state-folder", self.state.0.to_str().unwrap()]
+    }
+
+    fn serve(&self) -> Daemon {
+        Daemon::serve(&self.top, &self.socket, &self.options())
+    }
+
+    fn serve_again(&self, more: &[&str]) -> Daemon {
+        Daemon::serve_again(&self.top, &self.socket, &[&self.options()[..], more].concat())
+    }
+
+    /// Runs `blockyard image COMMAND TOP` with the state folder.
+    fn image(&self, command: &[&str]) -> Finished {
+        let mut program = Command::new(BLOCKYARD);
+        program.arg("image").args(command).arg(&self.top);
+        run(program.env("BLOCKYARD_STATE_FOLDER", &self.state.0), TOOL)
+    }
+
+    /// Writes blocks without a flush, for each seed other ones, and kills the server.
+    fn write_and_kill(&self, seed: u64) -> Vec<u64> {
+        let daemon = self.serve();
+        let mut guest = Guest::connect(&self.socket);
+        let blocks: Vec<u64> =
+            (0..200).map(|n| (seed * 200 + n) * 37 % (SIZE / BLOCK) as u64).collect();
+        for &block in &blocks {
+            let data = pattern(seed * 10_000 + block, BLOCK);
+            assert_eq!(guest.write(block * SECTORS, &data), status::OK);
+        }
+        daemon.kill();
+        blocks
+    }
+
+    /// Counts the blocks that have what was written with this seed.
+    fn count(&self, guest: &mut Guest, seed: u64, blocks: &[u64]) -> usize {
+        let has = |block: &&u64| {
+            let found = guest.read(**block * SECTORS, BLOCK).unwrap();
+            found == pattern(seed * 10_000 + **block, BLOCK)
+        };
+        blocks.iter().filter(has).count()
+    }
+
+    /// The lock of a killed server may remain for a moment.
+    fn wait_for_the_lock(&self) {
+        until("the killed server's lock is gone", SOON, || {
+            tool("qemu-img", ["info", self.top.to_str().unwrap()]).status.success()
+        });
+    }
+}
+
+fn is_clean(image: &Path) {
+    match image.extension().is_some_and(|extension| extension == "qcow2") {
+        true => tool("qemu-img", ["check", image.to_str().unwrap()]).good(),
+        false => blockyard(["image", "check", image.to_str().unwrap()]).good(),
+    };
+}
+
+/// The image is not changed by another program between the death and the next start.
+fn nothing_answered_is_lost(case: &Case) {
+    for seed in 0..3 {
+        let blocks = case.write_and_kill(seed);
+        assert_eq!(case.state.journals(), 1);
+        let daemon = case.serve_again(&[]);
+        daemon.wait_log("replayed the journal of a server that died");
+        let mut guest = Guest::connect(&case.socket);
+        assert_eq!(case.count(&mut guest, seed, &blocks), blocks.len());
+        // A write of the next server, and no flush: it dies too.
+        let later = (SIZE - MIB) as u64 / 512 + seed * SECTORS;
+        assert_eq!(guest.write(later, &pattern(seed, BLOCK)), status::OK);
+        daemon.kill();
+        let daemon = case.serve_again(&[]);
+        let mut guest = Guest::connect(&case.socket);
+        assert_eq!(guest.read(later, BLOCK).unwrap(), pattern(seed, BLOCK));
+        let last = (SIZE - MIB) / BLOCK;
+        let others: Vec<u64> = blocks.into_iter().filter(|b| *b < last as u64).collect();
+        assert_eq!(case.count(&mut guest, seed, &others), others.len());
+        daemon.stop();
+        assert_eq!(case.state.journals(), 0, "a journal is left after a clean end");
+        is_clean(&case.top);
+    }
+    let base = std::fs::read(case.folder.join("base.img")).unwrap();
+    assert!(base == pattern(77, SIZE), "the base was changed");
+}
+
+#[test]
+fn kill_9_loses_no_answered_write_of_a_qcow2_image() {
+    nothing_answered_is_lost(&Case::qcow2());
+    nothing_answered_is_lost(&Case::new("disk.qcow2", &["-f", "qcow2", "-o", "extended_l2=on"]));
+}
+
+#[test]
+fn kill_9_loses_no_answered_write_of_a_cow_file() {
+    nothing_answered_is_lost(&Case::new("disk.cow", &["-f", "cow"]));
+}
+
+/// Kills a server under verified load and restarts it, again and again. The client reads back
+/// each write that was answered.
+fn fifty_kills(case: &Case) {
+    let load = LoadOptions {
+        rw: Pattern::Randrw,
+        depth: 16,
+        runtime: 300.0,
+        flush_every: 400,
+        verify: true,
+        reconnect: true,
+        ..LoadOptions::for_socket(case.socket.clone())
+    };
+    let mut daemon = case.serve();
+    let (report, daemon) = std::thread::scope(|scope| {
+        let client = scope.spawn(|| measure(&load));
+        for _ in 0..50 {
+            daemon.until_served("write", "");
+            assert!(!client.is_finished(), "the load ended early");
+            daemon.kill();
+            daemon = case.serve_again(&[]);
+        }
+        daemon.until_served("write", "");
+        load.over.store(true, Ordering::Relaxed);
+        (client.join().unwrap().unwrap(), daemon)
+    });
+    assert_eq!((report.errors, report.first_error, report.reconnects), (0, None, 50));
+    assert!(report.verified_blocks > 1000, "{} blocks: no load", report.verified_blocks);
+    daemon.stop();
+    assert_eq!(case.state.journals(), 0, "a journal is left after a clean end");
+    is_clean(&case.top);
+}
+
+#[test]
+fn fifty_kills_under_load_lose_nothing_of_a_qcow2_image() {
+    fifty_kills(&Case::qcow2());
+}
+
+#[test]
+fn fifty_kills_under_load_lose_nothing_of_a_cow_file() {
+    fifty_kills(&Case::new("disk.cow", &["-f", "cow"]));
+}
+
+#[test]
+fn commands_show_apply_and_discard_a_journal() {
+    let case = Case::qcow2();
+    let blocks = case.write_and_kill(1);
+    case.wait_for_the_lock();
+    let shown = case.image(&["info", "--json"]).good();
+    let info: serde_json::Value = serde_json::from_str(&shown).unwrap();
+    assert!(info["journal"].as_u64() >= Some(200), "{shown}");
+    let checked = case.image(&["check"]);
+    assert!(checked.err.contains("a server that died has left a journal"), "{}", checked.err);
+    // A command that changes the structures applies the journal first.
+    case.image(&["snapshot", "-c", "one"]).good();
+    assert_eq!(case.state.journals(), 0);
+    is_clean(&case.top);
+    let daemon = case.serve();
+    assert_eq!(case.count(&mut Guest::connect(&case.socket), 1, &blocks), blocks.len());
+    daemon.stop();
+
+    let blocks = case.write_and_kill(2);
+    case.wait_for_the_lock();
+    case.image(&["check", "--discard-journal"]);
+    assert_eq!(case.state.journals(), 0);
+    let daemon = case.serve();
+    assert_eq!(case.count(&mut Guest::connect(&case.socket), 2, &blocks), 0);
+    daemon.stop();
+    is_clean(&case.top);
+}
+
+#[test]
+fn a_journal_is_not_replayed_over_changes_of_another_program() {
+    let case = Case::qcow2();
+    let blocks = case.write_and_kill(1);
+    case.wait_for_the_lock();
+    // QEMU clears the mark when it opens the image for writing.
+    let write = ["-c", "write -P 7 1M 64k", case.top.to_str().unwrap()];
+    tool("qemu-io", write).good();
+    let daemon = case.serve_again(&[]);
+    daemon.wait_log("another program has written to the image");
+    let mut guest = Guest::connect(&case.socket);
+    let in_the_write = |block: &u64| (MIB..MIB + 65_536).contains(&(*block as usize * BLOCK));
+    let others: Vec<u64> = blocks.into_iter().filter(|block| !in_the_write(block)).collect();
+    assert_eq!(case.count(&mut guest, 1, &others), 0, "the journal is out of date");
+    assert_eq!(guest.read(MIB as u64 / 512, BLOCK).unwrap(), [7; BLOCK]);
+    daemon.stop();
+    is_clean(&case.top);
+}
+
+#[test]
+fn an_image_without_its_journal_is_refused() {
+    let case = Case::qcow2();
+    case.write_and_kill(1);
+    case.wait_for_the_lock();
+    let other = StateFolder::new();
+    let mut command = Command::new(BLOCKYARD);
+    command.arg("serve").arg(&case.top).arg("--vhost-user").arg(&case.socket);
+    let done = run(command.arg("--state-folder").arg(&other.0), SOON);
+    assert_eq!(done.status.code(), Some(1), "{}", done.err);
+    assert!(done.err.contains("--discard-journal"), "{}", done.err);
+}
+
+#[test]
+fn a_folder_that_cannot_hold_journals_is_named_once() {
+    let case = Case::qcow2();
+    let on_disk = case.folder.join("state");
+    std::fs::create_dir(&on_disk).unwrap();
+    let options = ["--state-folder", on_disk.to_str().unwrap()];
+    let log = Daemon::serve(&case.top, &case.socket, &options).stop();
+    assert_eq!(log.matches("it is not on tmpfs").count(), 1, "{log}");
+}
+
+/// Without a journal each change of metadata is durable before its answer.
+#[test]
+fn flushed_metadata_survive_a_kill_without_a_journal() {
+    let case = Case::qcow2();
+    let daemon = case.serve_again(&["--crash-safety", "flush"]);
+    let mut guest = Guest::connect(&case.socket);
+    for block in 0..20 {
+        assert_eq!(guest.write(block * 64 * SECTORS, &pattern(block, BLOCK)), status::OK);
+    }
+    daemon.kill();
+    assert_eq!(case.state.journals(), 0);
+    let daemon = case.serve_again(&["--crash-safety", "off"]);
+    let mut guest = Guest::connect(&case.socket);
+    for block in 0..20 {
+        assert_eq!(guest.read(block * 64 * SECTORS, BLOCK).unwrap(), pattern(block, BLOCK));
+    }
+    daemon.stop();
+    is_clean(&case.top);
+}
