@@ -7,6 +7,7 @@
 // not.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
+mod acceptor;
 mod budget;
 mod client;
 mod descriptors;

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 
 use blockyard_ring::inherited::Claim;
 use blockyard_ring::rights;
-use rustix::event::{PollFd, PollFlags};
+use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use rustix::net::SocketFlags;
 
@@ -122,6 +122,11 @@ impl Listener {
         Listener { sockets: vec![fd], made: None, _claim: Some(claim) }
     }
 
+    /// Returns the listening sockets.
+    pub(crate) fn sockets(&self) -> &[OwnedFd] {
+        &self.sockets
+    }
+
     /// Makes new connections refuse file descriptors, if the kernel supports that (Linux 6.16).
     pub fn refuse_descriptors(&self) {
         for socket in &self.sockets {
@@ -132,10 +137,23 @@ impl Listener {
     /// Waits for a connection. Returns `None` if `wake` was signalled, or if the client has
     /// disconnected already.
     pub fn accept(&self, wake: BorrowedFd<'_>) -> io::Result<Option<OwnedFd>> {
+        self.accept_or(Some(PollFd::from_borrowed_fd(wake, PollFlags::IN)), None)
+    }
+
+    /// Accepts a connection without waiting. Returns `None` if there is none, or if the client has
+    /// disconnected already.
+    pub fn accept_now(&self) -> io::Result<Option<OwnedFd>> {
+        self.accept_or(None, Some(&Timespec::default()))
+    }
+
+    fn accept_or(
+        &self,
+        wake: Option<PollFd<'_>>,
+        limit: Option<&Timespec>,
+    ) -> io::Result<Option<OwnedFd>> {
         let sockets = self.sockets.iter().map(|socket| PollFd::new(socket, PollFlags::IN));
-        let mut fds: Vec<_> =
-            sockets.chain([PollFd::from_borrowed_fd(wake, PollFlags::IN)]).collect();
-        match rustix::event::poll(&mut fds, None) {
+        let mut fds: Vec<_> = sockets.chain(wake).collect();
+        match rustix::event::poll(&mut fds, limit) {
             Ok(_) | Err(Errno::INTR) => {}
             Err(e) => return Err(e.into()),
         }

@@ -8,12 +8,15 @@ use std::thread::JoinHandle;
 
 use blockyard_ring::{Executor, Pulse, Remote};
 
+use crate::acceptor::Acceptor;
 use crate::watchdog::Watchdog;
 
-/// The reactors and their watchdog.
+/// The reactors, their watchdog, and the acceptor of their clients.
 pub struct Reactors {
     reactors: Vec<Reactor>,
     watchdog: Option<Watchdog>,
+    /// None until the first export needs it.
+    acceptor: Mutex<Option<Arc<Acceptor>>>,
     next: AtomicUsize,
 }
 
@@ -27,8 +30,12 @@ impl Reactors {
     /// round-robin order. If `cpus` is empty, they are not bound.
     pub fn start(count: usize, cpus: &[usize]) -> io::Result<Self> {
         let cpu = |number: usize| cpus.get(number % cpus.len().max(1)).copied();
-        let mut reactors =
-            Reactors { reactors: Vec::new(), watchdog: None, next: AtomicUsize::new(0) };
+        let mut reactors = Reactors {
+            reactors: Vec::new(),
+            watchdog: None,
+            acceptor: Mutex::default(),
+            next: AtomicUsize::new(0),
+        };
         let mut pulses = Vec::new();
         for number in 0..count.max(1) {
             let (reactor, pulse) = Reactor::start(number, cpu(number))?;
@@ -58,6 +65,15 @@ impl Reactors {
                 let _ = thread.join();
             }
         }
+    }
+
+    /// Returns the acceptor, and starts it at the first call.
+    pub(crate) fn acceptor(&self) -> io::Result<Arc<Acceptor>> {
+        let mut acceptor = self.acceptor.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(acceptor) = &*acceptor {
+            return Ok(acceptor.clone());
+        }
+        Ok(acceptor.insert(Arc::new(Acceptor::start()?)).clone())
     }
 
     /// Returns all reactors.

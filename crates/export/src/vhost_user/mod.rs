@@ -1,13 +1,14 @@
 //! vhost-user-blk: a disk for virtual machines and User Mode Linux, over a Unix socket.
 //!
 //! ```text
-//!   socket ─► thread (accepts one front end at a time) ─► session (messages)
-//!                                                           │
-//!                                                           └─► queues, on the reactors
+//!   socket ─► acceptor ─► thread (serves one front end at a time) ─► session (messages)
+//!                                                                      │
+//!                                                                      └─► queues, on the reactors
 //! ```
-//! A [`VhostUser`] serves one disk on one socket. Its thread accepts a front end, handles the front
-//! end's messages until it disconnects, stops the queues, and listens again. Requests do not pass
-//! through this thread.
+//! A [`VhostUser`] serves one disk on one socket. When a front end connects, the acceptor of all
+//! exports starts a thread. This thread accepts the front end, handles its messages until it
+//! disconnects, and stops the queues. It ends when no other front end waits. Requests do not pass
+//! through it. A front end that stalls in the middle of a message delays only its own thread.
 
 mod caller;
 mod channel;
@@ -29,11 +30,9 @@ mod waiting;
 mod write_cache;
 
 use std::io;
-use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex};
-use std::thread::JoinHandle;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use blockyard_disk::{Disk, LocalDisk, Store};
@@ -55,6 +54,7 @@ pub mod parts {
     pub use crate::log::Log;
 }
 
+use crate::acceptor::{Entrance, Registration};
 use crate::log::Log;
 use crate::{Client, Export, Listener, PollMode, Reactors};
 use channel::BackChannel;
@@ -89,7 +89,7 @@ pub enum SecondClient {
     Refuse,
 }
 
-/// State that the sessions, the listening thread and the program share.
+/// State that the sessions, their thread and the program share.
 pub struct Shared {
     device: Arc<DeviceState>,
     shape: QueueShape,
@@ -102,7 +102,7 @@ pub struct Shared {
     /// The connection of the current front end.
     connection: Mutex<Option<Connection>>,
     stop: AtomicBool,
-    wake: OwnedFd,
+    threads: Threads,
     /// Number of current waits of the session for reactors or storage. The front end cannot prolong
     /// such a wait.
     own_waits: AtomicU32,
@@ -112,6 +112,31 @@ struct Connection {
     /// A copy of the socket, used to interrupt the session's reads.
     stream: UnixStream,
     client: Client,
+}
+
+/// Number of threads that serve front ends of an export: one, or two for the moment in which the
+/// next one has begun already.
+#[derive(Default)]
+struct Threads {
+    running: Mutex<u32>,
+    ended: Condvar,
+}
+
+/// Counts a thread until it is dropped.
+struct Running(Arc<Shared>);
+
+impl Running {
+    fn new(export: &Arc<Shared>) -> Self {
+        *lock(&export.threads.running) += 1;
+        Running(export.clone())
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        *lock(&self.0.threads.running) -= 1;
+        self.0.threads.ended.notify_all();
+    }
 }
 
 /// Guard of one wait in the count [`Shared::own_waits`].
@@ -127,11 +152,14 @@ impl Drop for OwnWait {
 /// descriptor from the front end may block such a session: another process decides when a FUSE file
 /// answers, or when the close of a socket returns.
 const DESCRIPTOR_TIME: Duration = Duration::from_secs(5);
+/// Time between two checks of what a session waits for.
+const CHECK_PERIOD: Duration = Duration::from_millis(10);
 
 /// A listening export. `stop` or drop ends it.
 pub struct VhostUser {
     export: Arc<Shared>,
-    thread: Option<JoinHandle<()>>,
+    /// None after `stop`.
+    registration: Option<Registration>,
     descriptor_time: Duration,
 }
 
@@ -145,26 +173,28 @@ impl VhostUser {
         reactors: Arc<Reactors>,
     ) -> io::Result<Self> {
         let export = Shared::new(disk, shape, tuning, reactors)?;
-        let shared = export.clone();
-        let name = format!("vhost {}", export.device.disk.name());
-        let thread = std::thread::Builder::new()
-            .name(name.chars().take(15).collect())
-            .stack_size(512 << 10)
-            .spawn(move || listen(&shared, &listener))?;
-        Ok(VhostUser { export, thread: Some(thread), descriptor_time: DESCRIPTOR_TIME })
+        let served = export.clone();
+        let registration = export
+            .reactors
+            .acceptor()?
+            .register(listener, move |entrance| begin(&served, entrance))?;
+        let registration = Some(registration);
+        Ok(VhostUser { export, registration, descriptor_time: DESCRIPTOR_TIME })
     }
 
-    /// Waits until the thread has ended. Returns false if the thread is blocked by a descriptor of
-    /// the front end for `descriptor_time`.
-    fn ends(&self, thread: &JoinHandle<()>) -> bool {
-        let mut since = Instant::now();
-        while !thread.is_finished() {
+    /// Waits until no thread serves front ends. Returns false if the thread is blocked by a
+    /// descriptor of the front end for `descriptor_time`.
+    fn ends(&self) -> bool {
+        let Threads { running, ended } = &self.export.threads;
+        let (mut since, mut count) = (Instant::now(), lock(running));
+        while *count > 0 {
             if self.export.own_waits.load(Ordering::SeqCst) > 0 {
                 since = Instant::now();
             } else if since.elapsed() >= self.descriptor_time {
                 return false;
             }
-            std::thread::sleep(Duration::from_millis(1));
+            let waited = ended.wait_timeout(count, CHECK_PERIOD);
+            count = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
         true
     }
@@ -197,9 +227,14 @@ impl Export for VhostUser {
     }
 
     fn stop(&mut self) {
-        let Some(thread) = self.thread.take() else { return };
+        // No thread begins after this.
+        if self.registration.take().is_none() {
+            return;
+        }
         self.export.stop.store(true, Ordering::SeqCst);
-        let _ = rustix::io::write(&self.export.wake, &1u64.to_ne_bytes());
+        if *lock(&self.export.threads.running) == 0 {
+            return;
+        }
         // Requests in flight must not wait for throttles any more.
         self.export.each_served(LocalDisk::suspend);
         if let Some(Connection { stream, .. }) = &*lock(&self.export.connection) {
@@ -211,8 +246,7 @@ impl Export for VhostUser {
                 if has_room(stream) { std::net::Shutdown::Read } else { std::net::Shutdown::Both };
             let _ = stream.shutdown(half);
         }
-        if self.ends(&thread) {
-            let _ = thread.join();
+        if self.ends() {
             self.export.each_served(LocalDisk::resume);
             return;
         }
@@ -246,7 +280,6 @@ impl Shared {
     ) -> io::Result<Arc<Self>> {
         blockyard_ring::doorbell::prepare()?;
         let write_back = AtomicBool::new(disk.options().cache.write_back());
-        let flags = rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK;
         Ok(Arc::new(Shared {
             device: Arc::new(DeviceState { disk, write_back, log: Log::default() }),
             shape,
@@ -256,7 +289,7 @@ impl Shared {
             channel: Mutex::new(None),
             connection: Mutex::new(None),
             stop: AtomicBool::new(false),
-            wake: rustix::event::eventfd(0, flags)?,
+            threads: Threads::default(),
             own_waits: AtomicU32::new(0),
         }))
     }
@@ -289,7 +322,7 @@ impl Shared {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(|e| e.into_inner())
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Returns whether a reply could be written without blocking.
@@ -299,10 +332,29 @@ fn has_room(connection: &UnixStream) -> bool {
     fds[0].revents().contains(PollFlags::OUT)
 }
 
-/// Runs the export's thread.
-fn listen(export: &Arc<Shared>, listener: &Listener) {
+/// Starts the thread that serves the front ends which have connected.
+fn begin(export: &Arc<Shared>, entrance: Entrance) -> io::Result<()> {
+    let (served, running) = (export.clone(), Running::new(export));
+    let name = format!("vhost {}", export.device.disk.name());
+    let started = std::thread::Builder::new()
+        .name(name.chars().take(15).collect())
+        .stack_size(512 << 10)
+        .spawn(move || {
+            // Dropped last. `stop` may return then.
+            let _running = running;
+            serve_all(&served, &entrance);
+            drop(entrance);
+        });
+    started.map(drop).inspect_err(|e| {
+        let what = format_args!("cannot start a thread for a front end: {e}");
+        export.device.log.warn(export.device.disk.name(), None, what);
+    })
+}
+
+/// Serves front ends until none is connected.
+fn serve_all(export: &Arc<Shared>, entrance: &Entrance) {
     let (disk, log) = (export.device.disk.name(), &export.device.log);
-    let mut waiting = Waiting::new(export, listener);
+    let mut waiting = Waiting::new(export, entrance.listener());
     while !export.stop.load(Ordering::SeqCst) {
         match waiting.next() {
             Ok(Some(client)) => {
@@ -320,7 +372,7 @@ fn listen(export: &Arc<Shared>, listener: &Listener) {
                     ),
                 }
             }
-            Ok(None) => {}
+            Ok(None) => return,
             Err(e) => {
                 // Most likely the process has no free descriptor. Retry after a pause.
                 log.warn(disk, None, format_args!("cannot accept a front end: {e}"));

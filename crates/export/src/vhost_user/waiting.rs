@@ -49,13 +49,12 @@ impl<'a> Waiting<'a> {
         Waiting { export, listener, clients: VecDeque::new() }
     }
 
-    /// Waits for the next client. Returns `None` if the export stops, or if the client has gone
-    /// already.
+    /// Returns the next client that is connected, if there is one.
     pub fn next(&mut self) -> io::Result<Option<FrontEnd>> {
         if let Some(client) = self.clients.pop_front() {
             return Ok(Some(client));
         }
-        let accepted = self.listener.accept(self.export.wake.as_fd())?;
+        let accepted = self.listener.accept_now()?;
         Ok(accepted.map(|stream| FrontEnd::new(stream.into())))
     }
 
