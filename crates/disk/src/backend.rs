@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use blockyard_image::{
     BlockStatus, Chain, ChainError, ChainOptions, Format, Geometry, Image, ImageFile, OpenError,
-    OpenOptions, Raw, SECTOR, Store,
+    OpenOptions, Opener, Raw, SECTOR, Store,
 };
 use blockyard_ring::{GuestMemory, Handle, MemoryError, Region, Segments};
 use blockyard_storage::Storage;
@@ -67,6 +67,11 @@ impl Source {
     /// Opens an image by path, or `null:SIZE`, `ram:SIZE` or `delay:SIZE,...`. Without a given
     /// format the file name decides; the default is raw.
     pub fn open(options: &ChainOptions) -> Result<Self, SourceError> {
+        Source::open_by(&Opener::default(), options)
+    }
+
+    /// Like [`Source::open`], with the ring of `opener` if metadata must be read.
+    pub fn open_by(opener: &Opener, options: &ChainOptions) -> Result<Self, SourceError> {
         let name = options.path.to_string_lossy();
         let size = |text: &str| {
             let size = parse_size(text).filter(|s| *s >= SECTOR && *s < 1 << 62);
@@ -126,7 +131,7 @@ impl Source {
             }
             format => {
                 let options = ChainOptions { format: Some(format), ..options.clone() };
-                Ok(Source::Chain(Arc::new(Chain::open(&options)?)))
+                Ok(Source::Chain(Arc::new(Chain::open_by(opener, &options)?)))
             }
         }
     }

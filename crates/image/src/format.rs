@@ -8,7 +8,7 @@ use std::str::FromStr;
 use blockyard_storage::scheme_of;
 
 /// Format of an image.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Format {
     Raw,
     Qcow2,

@@ -10,7 +10,7 @@ use std::str::FromStr;
 /// | writethrough | yes             | no: every write is durable | not needed        |
 /// | directsync   | no (O_DIRECT)   | no: every write is durable | not needed        |
 /// | unsafe       | yes             | yes                   | **never**              |
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum CacheMode {
     #[default]
     None,

@@ -7,3 +7,4 @@ mod mistakes;
 mod peer;
 mod remembered;
 mod rounds;
+mod shared;

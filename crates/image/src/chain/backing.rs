@@ -3,10 +3,10 @@
 //! In: the open chain. Out: a second chain that begins at the backing image, for the commit to
 //! write to; and later the first chain again, with its files re-read.
 //!
-//! Invariants: nothing else has the backing image open, and no other process can write to it at any
-//! moment. Reactors may still read the backing image through L2 tables that they cached before it
-//! was opened for writing. They find unchanged data wherever the topmost image has none
-//! ([`Image::hold_freed`]).
+//! Invariants: nothing else has the backing image open, and it leaves the images that chains
+//! [share](super::shared). No other process can write to it at any moment. Reactors may still read
+//! the backing image through L2 tables that they cached before it was opened for writing. They find
+//! unchanged data wherever the topmost image has none ([`Image::hold_freed`]).
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -25,8 +25,8 @@ use crate::image::Image;
 use crate::journal::ImageSafety;
 use crate::qcow2::{self, Header, Qcow2, Qcow2Options};
 use crate::raw::Raw;
-use blockyard_storage::ImageFile;
 use blockyard_storage::Store;
+use blockyard_storage::{ImageFile, OpenError};
 
 const TOP: &str = "overlay to be committed";
 
@@ -92,6 +92,12 @@ impl Chain {
             }
             Meta::Qcow2(_) => {}
             _ => return refuse("only a qcow2 image can be committed while it is in use"),
+        }
+        if backing.sharing.as_ref().is_some_and(|sharing| !sharing.take_out()) {
+            return Err(ChainError::Open(OpenError::Locked {
+                path: backing.file.path().into(),
+                holder: "another disk of this server".into(),
+            }));
         }
         let options = ChainOptions {
             path: backing.file.path().into(),
@@ -199,6 +205,6 @@ impl ChainLayer {
                 Meta::Cow(Cow::open(main, &options).await.map_err(wrong)?.shared().clone())
             }
         };
-        Ok(ChainLayer { format: self.format, file, data, meta })
+        Ok(ChainLayer { format: self.format, file, data, meta, sharing: None })
     }
 }

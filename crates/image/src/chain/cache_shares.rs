@@ -18,10 +18,14 @@ const LEAST: u64 = 32 << 10;
 /// Sets the cache limits of a chain's images (topmost first). `limit` is in bytes. None: the limit
 /// is the size of all L2 tables, but at most [`L2_CACHE_LIMIT`].
 pub fn apply(layers: &[Arc<ChainLayer>], limit: Option<u64>) {
-    let images: Vec<_> = layers.iter().filter_map(|layer| layer.qcow2()).collect();
-    let needs: Vec<u64> = images.iter().map(|image| image.table_bytes()).collect();
-    for (image, share) in images.iter().zip(share_out(limit.unwrap_or(L2_CACHE_LIMIT), &needs)) {
-        image.limit_cache(share);
+    let images: Vec<_> =
+        layers.iter().filter_map(|layer| layer.qcow2().map(|image| (layer, image))).collect();
+    let needs: Vec<u64> = images.iter().map(|(_, image)| image.table_bytes()).collect();
+    let shares = share_out(limit.unwrap_or(L2_CACHE_LIMIT), &needs);
+    for ((layer, image), share) in images.into_iter().zip(shares) {
+        // A shared image has the largest share that one of its chains gives it.
+        let least = if layer.sharing.is_some() { image.cache_bytes().1 } else { 0 };
+        image.limit_cache(share.max(least));
     }
 }
 

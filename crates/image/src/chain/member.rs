@@ -9,6 +9,8 @@ use crate::cow;
 use crate::format::Format;
 use crate::qcow2;
 
+use super::shared::Sharing;
+
 /// An open image of a chain: its file, and its format's shared state.
 #[derive(Debug)]
 pub struct ChainLayer {
@@ -17,6 +19,8 @@ pub struct ChainLayer {
     /// External data file of a qcow2 image.
     pub data: Option<Arc<ImageFile>>,
     pub(crate) meta: Meta,
+    /// Some: other chains may have the same image open, and nothing writes to it.
+    pub(crate) sharing: Option<Sharing>,
 }
 
 /// State of an open image that reactors share, by format.

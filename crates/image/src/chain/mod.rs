@@ -7,6 +7,7 @@
 //!   names          which files images may name
 //!   member         one open image
 //!   cache_shares   memory for L2 tables
+//!   shared         backing images that several chains have in common
 //!   overlay        a new image on top
 //!   backing        the backing image, opened for writing
 //! ```
@@ -25,6 +26,7 @@ mod names;
 mod open;
 mod options;
 mod overlay;
+mod shared;
 #[cfg(test)]
 mod tests;
 
@@ -33,6 +35,7 @@ pub use error::ChainError;
 pub use member::ChainLayer;
 pub(crate) use member::shared_layers;
 pub use names::MAX_DEPTH;
-pub use open::Chain;
+pub use open::{Chain, Opener};
 pub use options::{ChainOptions, OpenedFiles};
 pub use overlay::GrownChain;
+pub use shared::SharedImages;

@@ -1,5 +1,6 @@
 //! Opens a chain, image by image, and makes each reactor's view of it.
 
+use std::cell::Cell;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -23,6 +24,11 @@ use super::error::ChainError;
 use super::member::{ChainLayer, Meta};
 use super::names::{Allowed, PendingImage};
 use super::options::ChainOptions;
+use super::shared::Candidate;
+
+/// A ring for opening chains, created at its first use. A thread that opens many chains keeps it.
+#[derive(Default)]
+pub struct Opener(Cell<Option<Executor>>);
 
 /// An opened chain, the topmost image first.
 #[derive(Debug)]
@@ -52,15 +58,31 @@ impl Chain {
 
     /// Opens the chain, on the calling thread: the metadata are read through a temporary ring.
     pub fn open(options: &ChainOptions) -> Result<Self, ChainError> {
+        Chain::open_by(&Opener::default(), options)
+    }
+
+    /// Like [`Chain::open`], with the ring of `opener`.
+    pub fn open_by(opener: &Opener, options: &ChainOptions) -> Result<Self, ChainError> {
         if options.only_locked && !options.read_only {
             let format = options.format.or_else(|| Format::of_name(&options.path));
             apply_journal(&options.path, format.unwrap_or(Format::Raw))?;
         }
-        let executor = Executor::new().map_err(ChainError::Executor)?;
+        let kept = opener.0.take().map_or_else(Executor::new, Ok);
+        let executor = kept.map_err(ChainError::Executor)?;
         let (handle, options) = (executor.handle().clone(), options.clone());
-        executor
+        let chain = executor
             .block_on(async move { Chain::open_on(&handle, options).await })
-            .map_err(ChainError::Executor)?
+            .map_err(ChainError::Executor)??;
+        // Connections to servers live as long as their ring. These must end now.
+        let is_local = |file: &Arc<ImageFile>| file.opened().is_none();
+        if chain
+            .layers
+            .iter()
+            .all(|layer| is_local(&layer.file) && layer.data.as_ref().is_none_or(is_local))
+        {
+            opener.0.set(Some(executor));
+        }
+        Ok(chain)
     }
 
     async fn open_on(handle: &Handle, options: ChainOptions) -> Result<Self, ChainError> {
@@ -109,12 +131,49 @@ impl Chain {
         allowed: &Allowed,
     ) -> Result<Option<PendingImage>, ChainError> {
         let PendingImage { path, format, .. } = &image;
-        let (depth, into) = (self.layers.len(), self.options.commit_into);
-        let files_read_only = if depth == 0 { self.options.read_only } else { into != Some(depth) };
-        let read_only = files_read_only || depth == 0 && self.options.only_locked;
         let format = format
             .or_else(|| Format::of_name(path))
             .ok_or_else(|| ChainError::Format { path: path.clone() })?;
+        let shared = (!self.layers.is_empty() && self.has_read_only_files())
+            .then(|| Candidate::of(&image, format, &self.options))
+            .flatten();
+        if let Some(layer) = shared.as_ref().and_then(Candidate::find) {
+            let backing = match layer.qcow2() {
+                Some(shared) => self.below_qcow2(&image, &shared.header())?,
+                None => None,
+            };
+            self.layers.push(Arc::new(layer));
+            return Ok(backing);
+        }
+        let (layer, backing) =
+            self.open_files(handle, image, format, allowed, shared.is_some()).await?;
+        self.layers.push(Arc::new(match shared {
+            Some(shared) => shared.share(layer),
+            None => layer,
+        }));
+        Ok(backing)
+    }
+
+    /// Returns whether the next image's files are opened for reading only.
+    fn has_read_only_files(&self) -> bool {
+        match self.layers.len() {
+            0 => self.options.read_only,
+            depth => self.options.commit_into != Some(depth),
+        }
+    }
+
+    /// Opens the files of the next image. `is_shared`: other chains may use the image, too.
+    async fn open_files(
+        &mut self,
+        handle: &Handle,
+        image: PendingImage,
+        format: Format,
+        allowed: &Allowed,
+        is_shared: bool,
+    ) -> Result<(ChainLayer, Option<PendingImage>), ChainError> {
+        let (path, depth) = (&image.path, self.layers.len());
+        let files_read_only = self.has_read_only_files();
+        let read_only = files_read_only || depth == 0 && self.options.only_locked;
         let overlaid = match depth {
             0 => self.options.overlaid.clone(),
             _ => {
@@ -156,8 +215,9 @@ impl Chain {
                 let data_raw = data.as_ref().map(raw).transpose().map_err(failed)?;
                 // Only the topmost image's file can be unnamed yet: its descriptor was passed in,
                 // and no image names it.
-                let (l2_cache, unfinished) =
-                    (self.options.l2_cache, depth == 0 && image.found.is_some());
+                let unfinished = depth == 0 && image.found.is_some();
+                // The limit of a shared image only grows; see `cache_shares`.
+                let l2_cache = if is_shared { Some(0) } else { self.options.l2_cache };
                 let safety = self.options.safety_of(depth, &file);
                 let options =
                     Qcow2Options { read_only, l2_cache, unfinished, safety, ..Default::default() };
@@ -177,8 +237,7 @@ impl Chain {
                 (Meta::Cow(view.shared().clone()), None, backing)
             }
         };
-        self.layers.push(Arc::new(ChainLayer { format, file, data, meta }));
-        Ok(backing)
+        Ok((ChainLayer { format, file, data, meta, sharing: None }, backing))
     }
 
     fn below_qcow2(

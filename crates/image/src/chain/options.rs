@@ -10,6 +10,8 @@ use blockyard_storage::{CacheMode, Overlaid, nbd};
 use crate::format::Format;
 use crate::journal::CrashSafety;
 
+use super::shared::SharedImages;
+
 /// Options of opening a chain.
 #[derive(Clone, Debug)]
 pub struct ChainOptions {
@@ -50,6 +52,8 @@ pub struct ChainOptions {
     /// What to do if the topmost image's file carries the record that an overlay uses it as backing
     /// file.
     pub overlaid: Overlaid,
+    /// Backing images that this chain has in common with others. None: it opens all of its images.
+    pub shared: Option<SharedImages>,
     /// Records operations on the images' files, for simulated power cuts.
     pub journal: Option<Journal>,
     /// How the topmost image's changed metadata survive a death of the process.
@@ -79,6 +83,7 @@ impl ChainOptions {
             accept_changed_backing: false,
             nbd: nbd::Options::default(),
             overlaid: Overlaid::default(),
+            shared: None,
             journal: None,
             crash_safety: CrashSafety::default(),
             files: OpenedFiles::default(),

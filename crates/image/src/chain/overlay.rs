@@ -116,8 +116,13 @@ impl Chain {
             journal: file.journal().cloned(),
             ..ChainOptions::new(file.path())
         };
-        let layer =
-            ChainLayer { format: Format::Raw, file: file.clone(), data: None, meta: Meta::Raw };
+        let layer = ChainLayer {
+            format: Format::Raw,
+            file: file.clone(),
+            data: None,
+            meta: Meta::Raw,
+            sharing: None,
+        };
         Chain { layers: vec![Arc::new(layer)], options, cut: None }
     }
 
@@ -159,7 +164,7 @@ impl Chain {
         };
         let view = Qcow2::open(header, raw()?, None, &opened).await.map_err(wrong)?;
         let meta = Meta::Qcow2(view.shared().clone());
-        let overlay = ChainLayer { format: Format::Qcow2, file, data: None, meta };
+        let overlay = ChainLayer { format: Format::Qcow2, file, data: None, meta, sharing: None };
         let writer = self.layers[0].clone();
         let mut layers = vec![Arc::new(overlay), Arc::new(writer.as_read_only())];
         layers.extend(self.layers[1..].iter().cloned());
@@ -252,7 +257,8 @@ impl ChainLayer {
             })
         };
         let data = self.data.as_ref().map(reader);
-        ChainLayer { format: self.format, file: reader(&self.file), data, meta: self.meta.clone() }
+        let (file, meta) = (reader(&self.file), self.meta.clone());
+        ChainLayer { format: self.format, file, data, meta, sharing: None }
     }
 }
 

@@ -7,7 +7,7 @@ use std::path::Path;
 use rustix::fs::{FileType, Stat};
 
 /// A file by its inode, or a block device by its number.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum FileId {
     File { device: u64, inode: u64 },
     BlockDevice { number: u64 },

@@ -1,0 +1,157 @@
+//! Backing images that several chains have in common: opened once, with one lock and one cache.
+//!
+//! In: chains that are opened with the same [`SharedImages`]. Out: the open image, if another chain
+//! of these has it already.
+//!
+//! What must hold:
+//! - A shared image is a raw or qcow2 file of this host that nothing writes to. Its path, format
+//!   and cache mode are the same in all chains. A file that has changed since it was opened is
+//!   opened again.
+//! - Each chain checks by itself whether it may open the file.
+//! - A commit takes the image out ([`Sharing::take_out`]) before it writes to it, and fails if
+//!   another chain has the image. A chain that is opened later opens the file itself, and meets the
+//!   commit's lock.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use blockyard_storage::{CacheMode, FileId, ImageFile};
+use rustix::fs::{FileType, Stat};
+
+use super::member::{ChainLayer, Meta};
+use super::names::PendingImage;
+use super::options::ChainOptions;
+use crate::format::Format;
+
+/// The images that chains share. Clones are the same set.
+#[derive(Clone, Debug, Default)]
+pub struct SharedImages(Arc<Mutex<HashMap<Key, Weak<Opened>>>>);
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct Key {
+    id: FileId,
+    path: PathBuf,
+    format: Format,
+    cache: CacheMode,
+}
+
+/// Length in bytes and time of change of a file, as long as nobody has written to it.
+#[derive(Debug, PartialEq, Eq)]
+struct Stamp(i64, i64, u64);
+
+impl Stamp {
+    fn of(stat: &Stat) -> Self {
+        Stamp(stat.st_size, stat.st_mtime, stat.st_mtime_nsec)
+    }
+}
+
+#[derive(Debug)]
+struct Opened {
+    images: SharedImages,
+    key: Key,
+    stamp: Stamp,
+    file: Arc<ImageFile>,
+    meta: Meta,
+}
+
+impl Drop for Opened {
+    fn drop(&mut self) {
+        let mut images = self.images.lock();
+        // Another chain may have opened the file again meanwhile.
+        if images.get(&self.key).is_some_and(|known| known.strong_count() == 0) {
+            images.remove(&self.key);
+        }
+    }
+}
+
+/// One chain's use of a shared image. The number of these is the number of chains.
+#[derive(Debug)]
+pub(crate) struct Sharing(Arc<Opened>);
+
+/// A file that may be shared, before it is opened.
+pub(super) struct Candidate {
+    images: SharedImages,
+    key: Key,
+    stamp: Stamp,
+}
+
+impl SharedImages {
+    fn lock(&self) -> MutexGuard<'_, HashMap<Key, Weak<Opened>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the opened image of a key. The caller drops it without the lock.
+    fn known(&self, key: &Key) -> Option<Arc<Opened>> {
+        self.lock().get(key).and_then(Weak::upgrade)
+    }
+}
+
+impl Candidate {
+    /// Returns the file of a backing image that is opened for reading, if the options let chains
+    /// share it.
+    pub fn of(image: &PendingImage, format: Format, options: &ChainOptions) -> Option<Candidate> {
+        let images = options.shared.clone()?;
+        if options.force_share || options.journal.is_some() || format == Format::Cow {
+            return None;
+        }
+        let stat = rustix::fs::fstat(image.found.as_ref()?).ok()?;
+        if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
+            return None;
+        }
+        let (id, path, cache) = (FileId::of(&stat), image.path.clone(), options.cache);
+        Some(Candidate { images, key: Key { id, path, format, cache }, stamp: Stamp::of(&stat) })
+    }
+
+    /// Returns the image, if another chain has it open.
+    pub fn find(&self) -> Option<ChainLayer> {
+        let known = self.images.known(&self.key)?;
+        (known.stamp == self.stamp).then(|| layer(known))
+    }
+
+    /// Lets other chains share an image that was just opened. Returns the image of another chain,
+    /// if that chain has opened the file at the same time.
+    pub fn share(self, layer_: ChainLayer) -> ChainLayer {
+        let Candidate { images, key, stamp } = self;
+        let ChainLayer { file, meta, data: None, .. } = layer_ else { return layer_ };
+        let unchanged = file.fd().is_some_and(|fd| {
+            rustix::fs::fstat(fd)
+                .is_ok_and(|stat| FileId::of(&stat) == key.id && Stamp::of(&stat) == stamp)
+        });
+        let format = key.format;
+        if !unchanged {
+            return ChainLayer { format, file, data: None, meta, sharing: None };
+        }
+        if let Some(known) = images.known(&key).filter(|known| known.stamp == stamp) {
+            return layer(known);
+        }
+        let new = Arc::new(Opened { images: images.clone(), key: key.clone(), stamp, file, meta });
+        images.lock().insert(key, Arc::downgrade(&new));
+        layer(new)
+    }
+}
+
+fn layer(opened: Arc<Opened>) -> ChainLayer {
+    ChainLayer {
+        format: opened.key.format,
+        file: opened.file.clone(),
+        data: None,
+        meta: opened.meta.clone(),
+        sharing: Some(Sharing(opened)),
+    }
+}
+
+impl Sharing {
+    /// Takes the image out of the set, so that this chain can write to the file. Returns false if
+    /// another chain has the image.
+    pub fn take_out(&self) -> bool {
+        let Opened { images, key, .. } = &*self.0;
+        let mut images = images.lock();
+        // Under the lock, no other chain begins to share it.
+        let alone = Arc::strong_count(&self.0) == 1;
+        if alone && images.get(key).is_some_and(|known| known.as_ptr() == Arc::as_ptr(&self.0)) {
+            images.remove(key);
+        }
+        alone
+    }
+}
