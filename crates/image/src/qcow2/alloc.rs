@@ -96,8 +96,11 @@ struct AllocatorState {
     runs: VecDeque<Run>,
     /// Size of the next reservation, in bytes.
     next_run: u64,
-    /// The refcount table: offsets of the blocks, 0 for none.
+    /// The refcount table: offsets of the blocks, 0 for none. Ends behind the last block; most
+    /// tables have room for thousands of blocks that do not exist.
     table: Vec<u64>,
+    /// Number of entries of the table in the file.
+    table_len: usize,
     blocks: BTreeMap<u64, Block>,
     /// Number of times that blocks were evicted.
     evictions: u64,
@@ -124,7 +127,8 @@ impl Allocator {
         run: Option<u64>,
     ) -> Self {
         let runs = run.map_or((SMALLEST_RUN, LARGEST_RUN), |run| (run, run));
-        let state = AllocatorState { table, end, next_run: runs.0, ..AllocatorState::default() };
+        let mut state = AllocatorState { end, next_run: runs.0, ..AllocatorState::default() };
+        state.set_table(&table);
         Allocator { cluster_bits, width, runs, state: Mutex::new(state) }
     }
 
@@ -230,7 +234,10 @@ impl Allocator {
 
     /// Returns the refcount table: offsets of the blocks, 0 for none.
     pub fn table(&self) -> Vec<u64> {
-        self.state().table.clone()
+        let state = self.state();
+        let mut table = state.table.clone();
+        table.resize(state.table_len, 0);
+        table
     }
 
     /// Returns the contents of the new refcount block `block`: 1 for each of `clusters`, 0 for
@@ -284,7 +291,7 @@ impl Allocator {
             return Err(absent);
         }
         state.end = grown.end;
-        state.table.clone_from(&grown.table);
+        state.set_table(&grown.table);
         for &block in &grown.blocks {
             let bytes = vec![0; 1 << self.cluster_bits];
             state.blocks.insert(block, Block { bytes, dirty: BTreeSet::new(), writing: false });
@@ -518,6 +525,12 @@ impl Allocator {
 }
 
 impl AllocatorState {
+    /// Stores the table of the file.
+    fn set_table(&mut self, table: &[u64]) {
+        let used = table.iter().rposition(|offset| *offset != 0).map_or(0, |last| last + 1);
+        (self.table, self.table_len) = (table[..used].to_vec(), table.len());
+    }
+
     /// Evicts clean refcount blocks if there are too many. A later user loads them again.
     fn evict_blocks(&mut self, cluster_bits: u32) {
         let before = self.blocks.len();

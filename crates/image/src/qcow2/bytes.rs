@@ -30,6 +30,12 @@ pub fn put64(bytes: &mut [u8], at: usize, value: u64) {
     bytes[at..at + 8].copy_from_slice(&value.to_be_bytes());
 }
 
+/// Returns the big-endian 64-bit numbers up to the last one that is not 0.
+pub fn used_words(bytes: &[u8]) -> &[u8] {
+    let used = bytes.chunks_exact(8).rposition(|word| word != [0; 8]).map_or(0, |last| last + 1);
+    &bytes[..used * 8]
+}
+
 /// Reads `len` bytes at `offset`; bytes behind the end of the file are zeroes.
 pub async fn read<S: Storage>(file: &Raw<S>, offset: u64, len: usize) -> io::Result<Vec<u8>> {
     let mut bytes = vec![0; len];

@@ -238,7 +238,10 @@ async fn read_refcount_table<S: Storage>(
             .map(|b| b.unwrap_or(0))
             .map_err(|what| ImageError::invalid("qcow2 refcount table entry", at, what))
     };
-    read.chunks_exact(8).map(|b| bytes::be64(b, 0)).enumerate().map(entry).collect()
+    let words = bytes::used_words(&read).chunks_exact(8).map(|word| bytes::be64(word, 0));
+    let mut table = words.enumerate().map(entry).collect::<Result<Vec<_>, _>>()?;
+    table.resize(read.len() / 8, 0);
+    Ok(table)
 }
 
 /// Returns the number of clusters up to the last one with a refcount, for an image on a block

@@ -54,8 +54,10 @@ impl Refcounts {
         let table = bytes::read(file, at, table_len as usize).await;
         let table = table.map_err(|e| ImageError::io(structure, at, "reading", e))?;
         let mut seen = HashSet::new();
-        for (index, word) in words(&table) {
-            let block = match entry::refcount_block(word, EntryFormat::of(header)) {
+        let layout = EntryFormat::of(header);
+        // Most tables have room for thousands of blocks that do not exist.
+        for (index, word) in words(bytes::used_words(&table)) {
+            let block = match entry::refcount_block(word, layout) {
                 Ok(Some(block)) if block >= file_len => Err("it lies beyond the end of the file"),
                 Ok(Some(block)) if !seen.insert(block) => {
                     Err("another entry points to the same block")
