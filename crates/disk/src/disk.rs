@@ -66,6 +66,8 @@ pub struct Disk {
     /// Whether the disk is being closed. If so, no snapshot, commit or stream begins, and a running
     /// one ends.
     ended: AtomicBool,
+    /// Whether a reactor or a job has opened the image since the disk was opened.
+    used: AtomicBool,
     /// Longest time that a quiesce has held requests back, in microseconds.
     held_back: AtomicU64,
     /// Limits the log lines about failed requests.
@@ -103,7 +105,7 @@ impl Disk {
         let cached = source.file().is_some_and(|file| !file.direct());
         let serving_state =
             Mutex::new(ServingState { source, dirty: None, reactors: Vec::new(), quiesced: false });
-        let (flushes, unsynced, dirty, poisoned, work, ended, held_back, failure_log) =
+        let (flushes, unsynced, dirty, poisoned, work, ended, used, held_back, failure_log) =
             Default::default();
         Disk {
             options,
@@ -119,6 +121,7 @@ impl Disk {
             serving_state,
             work,
             ended,
+            used,
             held_back,
             failure_log,
         }
@@ -155,6 +158,16 @@ impl Disk {
 
     pub fn has_ended(&self) -> bool {
         self.ended.load(Ordering::SeqCst)
+    }
+
+    pub(crate) fn note_use(&self) {
+        self.used.store(true, Ordering::SeqCst);
+    }
+
+    /// Returns whether a reactor or a job has opened the image. If not, nothing was written to it,
+    /// and there is nothing to flush or to close.
+    pub fn was_used(&self) -> bool {
+        self.used.load(Ordering::SeqCst)
     }
 
     /// Returns the longest time for which a quiesce has held requests back.

@@ -63,6 +63,7 @@ impl LocalDisk<Store> {
         }
         let local_disk = {
             let mut serving = disk.serving_state();
+            disk.note_use();
             let image = CurrentImage::open(handle, &serving.source, serving.dirty.clone())?;
             let local_disk = LocalDisk::with_image(disk.clone(), image, Some(handle.clone()));
             let remote = handle.remote();

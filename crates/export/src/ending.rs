@@ -26,6 +26,9 @@ pub fn sync(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
 /// closes its image. Returns false if a step failed.
 pub fn close(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
     disk.end_work();
+    if !disk.was_used() {
+        return true;
+    }
     let mut good = sync(disk, reactors);
     for reactor in reactors.all() {
         let disk = disk.clone();

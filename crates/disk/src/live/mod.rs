@@ -113,6 +113,7 @@ impl Disk {
         if self.options().read_only {
             return Err(error(Why::NotPossible("the disk is read-only".into())));
         }
+        self.note_use();
         let no_ring = |e| error(Why::Image(ChainError::Executor(e)));
         let executor = Executor::new().map_err(no_ring)?;
         let worker = Worker { disk: self.clone(), handle: executor.handle().clone() };
