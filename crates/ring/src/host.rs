@@ -121,8 +121,10 @@ pub fn request_limits(device: impl AsFd) -> Option<RequestLimits> {
 /// Returns the sysfs folder of a block device; for a partition, its parent's, which has the queue.
 /// `None`: there is no block device (tmpfs, NFS).
 fn device_folder(dev: u64) -> Option<PathBuf> {
-    let link = format!("/sys/dev/block/{}:{}", rustix::fs::major(dev), rustix::fs::minor(dev));
-    let folder = std::fs::canonicalize(link).ok()?;
+    // Resolve the last link only: each component would cost a system call.
+    let links = Path::new("/sys/dev/block");
+    let number = format!("{}:{}", rustix::fs::major(dev), rustix::fs::minor(dev));
+    let folder = links.join(std::fs::read_link(links.join(number)).ok()?);
     if folder.join("queue").exists() {
         Some(folder)
     } else {
