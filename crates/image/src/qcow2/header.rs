@@ -56,6 +56,8 @@ pub const EXTENSION_DATA_FILE: u32 = 0x4441_5441;
 pub const EXTENSION_JOURNAL: u32 = 0x424c_4b4a;
 
 pub const SECTOR_BYTES: usize = 512;
+/// Size in bytes of most images' clusters.
+const USUAL_CLUSTER: u64 = 64 << 10;
 const V2_LENGTH: u32 = 72;
 pub const V3_LENGTH: u32 = 104;
 const COMPRESSION_AT: usize = 104;
@@ -136,10 +138,13 @@ impl Header {
     async fn read_cluster<S: Storage>(file: &Raw<S>) -> Result<(Vec<u8>, u64), ImageError> {
         let io = |e| ImageError::io(STRUCTURE, 0, "reading", e);
         let len = file.storage().len().await.map_err(io)?;
-        let first =
-            bytes::read(file, 0, len.min(SECTOR_BYTES as u64) as usize).await.map_err(io)?;
+        let mut first = bytes::read(file, 0, len.min(USUAL_CLUSTER) as usize).await.map_err(io)?;
         let cluster_bits = parse::cluster_bits(&first)?;
         let cluster = len.min(1 << cluster_bits) as usize;
+        if cluster <= first.len() {
+            first.truncate(cluster);
+            return Ok((first, len));
+        }
         Ok((bytes::read(file, 0, cluster).await.map_err(io)?, len))
     }
 
