@@ -10,6 +10,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::{MutexGuard, PoisonError, TryLockError};
 
 use blockyard_control::types::{DiskChange, FailedDisk, Ignored, Reload};
+use blockyard_yard::{Resized, YardError};
 use toml::Table;
 
 use crate::book::Entry;
@@ -71,7 +72,9 @@ impl Server {
         self.change_in_use(&config, &plan, &mut failed);
         let old = self.remove_others(&plan, &mut failed);
         // Update the sizes of all disks, including those of toolstacks.
-        self.served().for_each(|disk| self.refresh(&disk.name));
+        let sizes: Vec<_> =
+            self.served().map(|disk| (self.yard.begin_refresh(&disk.name), disk.name)).collect();
+        sizes.into_iter().for_each(|(size, disk)| log_size(&disk, size.wait()));
         self.add_others(&config, &plan, old, &mut failed);
         self.known().file = config.file;
         let done = without(plan, failed);
@@ -230,16 +233,16 @@ impl Server {
             ),
         }
     }
+}
 
-    /// Updates the size of a disk whose image was resized.
-    fn refresh(&self, disk: &str) {
-        match self.yard.refresh(disk) {
-            Ok(Some(size)) => {
-                tracing::info!(disk, bytes = size.new, old = size.old, "the image has a new size")
-            }
-            Ok(None) => {}
-            Err(e) => tracing::error!(disk, "{:#}", anyhow::Error::from(e)),
+/// Logs the size of a disk whose image was resized.
+fn log_size(disk: &str, size: Result<Option<Resized>, YardError>) {
+    match size {
+        Ok(Some(size)) => {
+            tracing::info!(disk, bytes = size.new, old = size.old, "the image has a new size")
         }
+        Ok(None) => {}
+        Err(e) => tracing::error!(disk, "{:#}", anyhow::Error::from(e)),
     }
 }
 

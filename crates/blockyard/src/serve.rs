@@ -11,7 +11,7 @@ use blockyard_export::Reactors;
 use blockyard_program::ending::Failure;
 use blockyard_program::output;
 use blockyard_ring::xen::Host;
-use blockyard_yard::{Change, DiskInfo, DiskState, Yard, YardError};
+use blockyard_yard::{Change, DiskInfo, DiskState, Pending, Yard, YardError};
 use rustix::thread::CpuSet;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
@@ -127,6 +127,25 @@ pub enum AddError {
     Yard(YardError),
 }
 
+/// A disk that is being opened.
+pub struct Adding<'a> {
+    held: HeldDisk<'a>,
+    pending: Pending<()>,
+    args: DiskArgs,
+}
+
+impl Adding<'_> {
+    /// Waits until the disk is served.
+    pub fn wait(self) -> Result<(), AddError> {
+        self.pending.wait().map_err(|e| match e {
+            YardError::Open(e) => AddError::Open(advise(e, &self.args)),
+            e => AddError::Yard(e),
+        })?;
+        self.held.keep();
+        Ok(())
+    }
+}
+
 /// A running server: the yard, and the configuration that it serves.
 pub struct Server {
     pub yard: Yard,
@@ -181,10 +200,12 @@ impl Server {
     /// Adds the disks at start. Returns the first error if all fail. If only some fail, logs their
     /// errors.
     fn add_all(&self, config: &Config) -> anyhow::Result<()> {
-        let (all, mut failed) = (config.disks.len(), Vec::new());
-        for (at, disk) in config.disks.iter().enumerate() {
-            failed.extend(self.add(disk.clone(), config.keys(at), false).err());
-        }
+        let all = config.disks.len();
+        let disks = config.disks.iter().enumerate();
+        let adding: Vec<_> =
+            disks.map(|(at, disk)| self.begin_add(disk.clone(), config.keys(at), false)).collect();
+        let mut failed: Vec<_> =
+            adding.into_iter().filter_map(|adding| adding.and_then(Adding::wait).err()).collect();
         if failed.len() == all && !failed.is_empty() {
             return Err(failed.swap_remove(0).into());
         }
@@ -199,14 +220,19 @@ impl Server {
     /// Opens a disk and starts its exports. `keys`: the keys that were given. `by_api`: no
     /// configuration file has the disk.
     pub fn add(&self, args: DiskArgs, keys: Table, by_api: bool) -> Result<(), AddError> {
+        self.begin_add(args, keys, by_api)?.wait()
+    }
+
+    /// Like `add`, but returns before the disk is open.
+    pub fn begin_add(
+        &self,
+        args: DiskArgs,
+        keys: Table,
+        by_api: bool,
+    ) -> Result<Adding<'_>, AddError> {
         let held = self.book.reserve(args.clone(), keys, by_api).map_err(AddError::Conflict)?;
-        let added = self.yard.add(settings(&args, exports::ways(&args, &self.common)));
-        added.map_err(|e| match e {
-            YardError::Open(e) => AddError::Open(advise(e, &args)),
-            e => AddError::Yard(e),
-        })?;
-        held.keep();
-        Ok(())
+        let pending = self.yard.begin_add(settings(&args, exports::ways(&args, &self.common)));
+        Ok(Adding { held, pending, args })
     }
 
     /// Removes a disk, and logs its final statistics. Returns whether its image was flushed.

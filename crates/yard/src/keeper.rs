@@ -11,6 +11,7 @@ use std::sync::{Arc, mpsc};
 
 use blockyard_disk::Disk;
 use blockyard_export::Reactors;
+use blockyard_image::{Opener, SharedImages};
 
 use crate::job::Jobs;
 use crate::pool::Pool;
@@ -18,13 +19,17 @@ use crate::served::{Ended, ServedDisk, describe_image};
 use crate::settings::DiskSettings;
 use crate::shares::Shares;
 
-/// Threads of each pool.
-const THREADS_PER_POOL: usize = 4;
+/// Threads that open disks. They mostly wait for an image's metadata.
+const OPENING_THREADS: usize = 8;
+/// Threads that run other commands.
+const OTHER_THREADS: usize = 4;
 
 /// State that all commands use.
 pub(crate) struct Context {
     pub reactors: Arc<Reactors>,
     pub shares: Shares,
+    /// Backing images that the disks have in common.
+    pub images: SharedImages,
     pub jobs: Jobs,
     /// Whether the yard is closing. If so, no disk is added.
     pub is_closing: AtomicBool,
@@ -34,7 +39,7 @@ pub(crate) struct Context {
 /// for the yard to keep, and its answer, a closure. The yard calls the answer when the table has
 /// the disk again, so that the receiver sees the effect of the command.
 pub(crate) type Operation =
-    Box<dyn FnOnce(&Context, Option<ServedDisk>) -> (Option<ServedDisk>, Answer) + Send>;
+    Box<dyn FnOnce(&Context, &Opener, Option<ServedDisk>) -> (Option<ServedDisk>, Answer) + Send>;
 pub(crate) type Answer = Box<dyn FnOnce()>;
 
 pub(crate) enum Message {
@@ -105,7 +110,7 @@ pub(crate) struct Keeper {
 impl Keeper {
     pub fn new(context: Arc<Context>, messages: Sender<Message>) -> Self {
         let (opening, others) =
-            (Pool::new("yard open", THREADS_PER_POOL), Pool::new("yard", THREADS_PER_POOL));
+            (Pool::new("yard open", OPENING_THREADS), Pool::new("yard", OTHER_THREADS));
         Keeper {
             context,
             messages,
@@ -161,9 +166,9 @@ impl Keeper {
         let done = Done { messages: self.messages.clone(), name, disk: None };
         let (disk, context) = (entry.disk.take(), self.context.clone());
         let pool = if opens { &self.opening } else { &self.others };
-        pool.run(Box::new(move || {
+        pool.run(Box::new(move |opener| {
             let mut done = done;
-            let (disk, answer) = operation(&context, disk.map(|disk| *disk));
+            let (disk, answer) = operation(&context, opener, disk.map(|disk| *disk));
             done.disk = disk.map(Box::new);
             drop(done);
             answer();
@@ -201,7 +206,7 @@ impl Keeper {
 
 /// Closes a disk and sends its last statistics.
 fn close(ended: Sender<Ended>) -> Operation {
-    Box::new(move |context, disk| {
+    Box::new(move |context, _, disk| {
         disk.into_iter().for_each(|disk| drop(ended.send(disk.close(context))));
         (None, Box::new(|| ()))
     })

@@ -35,4 +35,4 @@ pub use keeper::{DiskInfo, DiskState};
 pub use served::{Change, Ended, Report, Resized};
 pub use settings::{DiskSettings, Way, WayError};
 pub use shares::{MeasuredDevice, Shares};
-pub use yard::Yard;
+pub use yard::{Pending, Yard};

@@ -4,8 +4,10 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// A command to run.
-pub type Task = Box<dyn FnOnce() + Send>;
+use blockyard_image::Opener;
+
+/// A command to run. The opener belongs to the thread, and is reused for its next command.
+pub type Task = Box<dyn FnOnce(&Opener) + Send>;
 
 /// Size of a thread's stack in bytes. Opening an image needs more than a reactor's stack.
 const STACK_BYTES: usize = 2 << 20;
@@ -29,6 +31,7 @@ fn lock(queue: &Mutex<Queue>) -> MutexGuard<'_, Queue> {
 
 /// Works until no task is left.
 fn work(queue: &Mutex<Queue>) {
+    let opener = Opener::default();
     loop {
         let mut locked = lock(queue);
         let Some(task) = locked.tasks.pop_front() else {
@@ -36,7 +39,7 @@ fn work(queue: &Mutex<Queue>) {
             return;
         };
         drop(locked);
-        task();
+        task(&opener);
     }
 }
 
@@ -64,7 +67,7 @@ impl Pool {
             locked.threads -= 1;
             let task = if locked.threads == 0 { locked.tasks.pop_front() } else { None };
             drop(locked);
-            task.into_iter().for_each(|task| task());
+            task.into_iter().for_each(|task| task(&Opener::default()));
         }
     }
 }

@@ -6,12 +6,12 @@ use std::sync::Arc;
 
 use blockyard_disk::{Disk, DiskOptions, LocalDisk, Source, Statistics, sched_time};
 use blockyard_export::{Client, Export, PolicyFigures, Reactors};
+use blockyard_image::Opener;
 use blockyard_sched::{Knobs, Share};
 
 use crate::error::YardError;
 use crate::keeper::Context;
 use crate::settings::DiskSettings;
-use crate::shares::Shares;
 
 /// Length of a serial number in bytes (virtio 1.2, section 5.2.6.1).
 const SERIAL_BYTES: usize = 20;
@@ -63,11 +63,13 @@ impl ServedDisk {
     /// Opens the image and starts the exports. After an error no export and no lock on the image
     /// remains.
     pub fn open(
-        settings: DiskSettings,
-        reactors: &Arc<Reactors>,
-        shares: &Shares,
+        mut settings: DiskSettings,
+        context: &Context,
+        opener: &Opener,
     ) -> Result<Self, YardError> {
-        let source = Source::open(&settings.image).map_err(YardError::Open)?;
+        let Context { reactors, shares, images, .. } = context;
+        settings.image.shared = Some(images.clone());
+        let source = Source::open_by(opener, &settings.image).map_err(YardError::Open)?;
         let share = shares.open(&settings, &source)?;
         let disk = Arc::new(Disk::sharing(options(&settings), source, share));
         let mut exports = Vec::new();
@@ -177,6 +179,9 @@ fn options(settings: &DiskSettings) -> DiskOptions {
 /// Returns the sum of the statistics of all reactors.
 fn statistics(disk: &Arc<Disk>, reactors: &Reactors) -> (Statistics, PolicyFigures) {
     let (mut all, mut policies) = (Statistics::default(), PolicyFigures::default());
+    if !disk.was_used() {
+        return (all, policies);
+    }
     for reactor in reactors.all() {
         let disk = disk.clone();
         let part = reactor.ask(move |handle, reply| {

@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
 
 use blockyard_export::Reactors;
+use blockyard_image::{Opener, SharedImages};
 use blockyard_sched::Knobs;
 
 use crate::error::YardError;
@@ -39,9 +40,9 @@ impl Yard {
     /// Starts a yard without disks. `reactors` serve the queues of its disks.
     pub fn start(reactors: Arc<Reactors>, shares: Shares) -> io::Result<Self> {
         let (messages, receiver) = mpsc::channel();
-        let context =
-            Context { reactors, shares, jobs: Jobs::default(), is_closing: AtomicBool::new(false) };
-        let context = Arc::new(context);
+        let (jobs, images) = (Jobs::default(), SharedImages::default());
+        let is_closing = AtomicBool::new(false);
+        let context = Arc::new(Context { reactors, shares, images, jobs, is_closing });
         let keeper = Keeper::new(context.clone(), messages.clone());
         std::thread::Builder::new()
             .name("yard keeper".into())
@@ -51,9 +52,15 @@ impl Yard {
 
     /// Opens a disk and starts its exports. After an error nothing of the disk remains.
     pub fn add(&self, settings: DiskSettings) -> Result<(), YardError> {
+        self.begin_add(settings).wait()
+    }
+
+    /// Like [`Yard::add`], but returns before the disk is open, so that several disks are opened at
+    /// the same time.
+    pub fn begin_add(&self, settings: DiskSettings) -> Pending<()> {
         let (answer, receiver) = answer();
         self.send_add(settings.name.clone(), || Ok(settings), answer);
-        receiver.recv().unwrap_or(Err(YardError::Closing))
+        Pending(receiver)
     }
 
     /// Like [`Yard::add`], without waiting. `settings` returns the disk's settings, and may block.
@@ -75,9 +82,9 @@ impl Yard {
         answer: impl FnOnce(Result<(), YardError>) -> Answer + Send + 'static,
     ) {
         let named = name.clone();
-        let operation = Box::new(move |context: &Context, disk: Option<ServedDisk>| match disk {
+        let operation: Operation = Box::new(move |context, opener, disk| match disk {
             Some(disk) => (Some(disk), answer(Err(YardError::NameTaken { disk: named }))),
-            None => match open(context, named, settings) {
+            None => match open(context, opener, named, settings) {
                 Ok(disk) => (Some(disk), answer(Ok(()))),
                 Err(e) => (None, answer(Err(e))),
             },
@@ -109,7 +116,7 @@ impl Yard {
         answer: impl FnOnce(Result<Ended, YardError>) -> Answer + Send + 'static,
     ) {
         let named = name.clone();
-        let operation = Box::new(move |context: &Context, disk: Option<ServedDisk>| {
+        let operation: Operation = Box::new(move |context, _, disk| {
             let ended = disk.map(|disk| disk.close(context));
             (None, answer(ended.ok_or(YardError::NotFound { disk: named })))
         });
@@ -139,7 +146,12 @@ impl Yard {
 
     /// Adopts the present size of a disk's image. Returns None if it has not changed.
     pub fn refresh(&self, name: &str) -> Result<Option<Resized>, YardError> {
-        self.with(name, |_, disk| disk.refresh())
+        self.begin_refresh(name).wait()
+    }
+
+    /// Like [`Yard::refresh`], but returns before the size is known.
+    pub fn begin_refresh(&self, name: &str) -> Pending<Option<Resized>> {
+        self.begin(name, |_, disk| disk.refresh())
     }
 
     /// Makes all answered writes of a disk durable.
@@ -181,18 +193,37 @@ impl Yard {
         name: &str,
         command: impl FnOnce(&Context, &mut ServedDisk) -> Result<T, YardError> + Send + 'static,
     ) -> Result<T, YardError> {
+        self.begin(name, command).wait()
+    }
+
+    fn begin<T: Send + 'static>(
+        &self,
+        name: &str,
+        command: impl FnOnce(&Context, &mut ServedDisk) -> Result<T, YardError> + Send + 'static,
+    ) -> Pending<T> {
         let (answer, receiver) = answer();
         let named = name.to_string();
-        let operation = Box::new(move |context: &Context, mut disk: Option<ServedDisk>| {
+        let operation: Operation = Box::new(move |context, _, mut disk| {
             let result = disk.as_mut().map(|disk| command(context, disk));
             (disk, answer(result.unwrap_or(Err(YardError::NotFound { disk: named }))))
         });
         self.send(name.into(), DiskState::Busy, operation);
-        receiver.recv().unwrap_or(Err(YardError::Closing))
+        Pending(receiver)
     }
 
     fn send(&self, name: String, state: DiskState, operation: Operation) {
         let _ = self.0.messages.send(Message::Do { name, state, operation });
+    }
+}
+
+/// A command that may still run.
+#[must_use = "nobody learns whether the command failed"]
+pub struct Pending<T>(Receiver<Result<T, YardError>>);
+
+impl<T> Pending<T> {
+    /// Waits for the end of the command.
+    pub fn wait(self) -> Result<T, YardError> {
+        self.0.recv().unwrap_or(Err(YardError::Closing))
     }
 }
 
@@ -214,6 +245,7 @@ fn at_once<T: 'static>(
 
 fn open(
     context: &Context,
+    opener: &Opener,
     name: String,
     settings: impl FnOnce() -> Result<DiskSettings, WayError>,
 ) -> Result<ServedDisk, YardError> {
@@ -221,5 +253,5 @@ fn open(
     if context.is_closing.load(Ordering::SeqCst) {
         return Err(YardError::Closing);
     }
-    ServedDisk::open(settings, &context.reactors, &context.shares)
+    ServedDisk::open(settings, context, opener)
 }

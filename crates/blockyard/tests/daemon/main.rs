@@ -8,6 +8,7 @@
 //!   reload       SIGHUP: adds, removes, changes and resizes disks
 //!   activation   sockets from systemd, and notifications to systemd
 //!   idle         costs of an idle disk; what a thousand connections leave behind
+//!   many         costs of hundreds of idle overlays of one base
 //!   cache        write cache: what the guest reads, and when writes are durable
 //!   requests     the last sector, ranges, serial, status codes, a read-only disk
 //!   pin          guest memory registered with io_uring while its front end is connected
@@ -39,6 +40,7 @@ mod idle;
 mod journal;
 mod load;
 mod locks;
+mod many;
 mod mistakes;
 mod pin;
 mod reload;
