@@ -239,9 +239,12 @@ impl Device {
         while state.wait_list.pop_of(number).is_some() {
             self.waiting.fetch_sub(1, SeqCst);
         }
-        state.accounts[number] = None;
+        let left = state.accounts[number].take();
         let now = self.next_period_at.load(Relaxed);
-        self.update_weights(&state, now);
+        // Only the disks of one group divide a weight.
+        if left.is_some_and(|account| account.group().is_some()) {
+            self.update_weights(&state, now);
+        }
         // The disk may have held the probe's timer.
         self.end_probe(&mut state, now);
     }

@@ -42,6 +42,8 @@ struct Names {
     devices: HashMap<String, Weak<Device>>,
     groups: HashMap<String, Weak<Group>>,
     shares: Vec<Weak<Share>>,
+    /// Number of `shares` above which those of closed disks are removed.
+    prune_above: usize,
 }
 
 impl Host {
@@ -75,7 +77,10 @@ impl Host {
             })
         });
         let share = Arc::new(Share::new(device, group, knobs));
-        names.shares.retain(|share| share.strong_count() > 0);
+        if names.shares.len() > names.prune_above {
+            names.shares.retain(|share| share.strong_count() > 0);
+            names.prune_above = 2 * names.shares.len();
+        }
         names.shares.push(Arc::downgrade(&share));
         share
     }
