@@ -164,8 +164,8 @@ impl Disk {
         self.used.store(true, Ordering::SeqCst);
     }
 
-    /// Returns whether a reactor or a job has opened the image. If not, nothing was written to it,
-    /// and there is nothing to flush or to close.
+    /// Returns whether a reactor or a job has opened the image. If not, no request has written to
+    /// it.
     pub fn was_used(&self) -> bool {
         self.used.load(Ordering::SeqCst)
     }

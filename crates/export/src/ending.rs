@@ -22,11 +22,16 @@ pub fn sync(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
     good
 }
 
+/// Returns whether the image has changes in memory: opening it may have made some.
+fn has_changes(disk: &Disk) -> bool {
+    disk.source().chain().is_some_and(|chain| chain.top().has_changes())
+}
+
 /// Ends `disk`, which has no export any more. Syncs the disk, removes it from every reactor, and
 /// closes its image. Returns false if a step failed.
 pub fn close(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
     disk.end_work();
-    if !disk.was_used() {
+    if !disk.was_used() && !has_changes(disk) {
         return true;
     }
     let mut good = sync(disk, reactors);

@@ -48,6 +48,15 @@ impl ChainLayer {
         }
     }
 
+    /// Returns whether metadata in memory differ from the file, so that the image must be closed.
+    pub fn has_changes(&self) -> bool {
+        match &self.meta {
+            Meta::Raw => false,
+            Meta::Qcow2(shared) => shared.has_changes(),
+            Meta::Cow(shared) => shared.has_changes(),
+        }
+    }
+
     /// Returns the size of the virtual disk that this image holds, in bytes, rounded up to whole
     /// sectors.
     pub fn size(&self) -> u64 {

@@ -372,6 +372,11 @@ impl Shared {
         self.header.sectors() * SECTOR
     }
 
+    /// Returns whether the bitmap in memory differs from the file.
+    pub(crate) fn has_changes(&self) -> bool {
+        self.bitmap.dirty_pages() > 0
+    }
+
     fn host(&self, offset: u64) -> u64 {
         self.header.data_offset + offset
     }

@@ -168,6 +168,14 @@ impl Shared {
         self.tables.set_limit((bytes / self.shape.slice_bytes()) as usize);
     }
 
+    /// Returns whether metadata in memory differ from the file.
+    pub(crate) fn has_changes(&self) -> bool {
+        self.tables.dirty() > 0
+            || !lock(&self.l1).dirty.is_empty()
+            || self.alloc.has_changed_counts()
+            || self.alloc.has_some()
+    }
+
     /// Returns the reason if earlier writes may be lost: a failed sync, or a failed write of
     /// metadata that the image depends on.
     pub fn lost(&self) -> Option<io::Error> {
