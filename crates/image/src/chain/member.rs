@@ -48,7 +48,8 @@ impl ChainLayer {
         }
     }
 
-    /// Returns whether metadata in memory differ from the file, so that the image must be closed.
+    /// Returns whether the image must be closed: metadata in memory differ from the file, or it has
+    /// a journal.
     pub fn has_changes(&self) -> bool {
         match &self.meta {
             Meta::Raw => false,

@@ -372,9 +372,9 @@ impl Shared {
         self.header.sectors() * SECTOR
     }
 
-    /// Returns whether the bitmap in memory differs from the file.
+    /// Returns whether the bitmap in memory differs from the file, or the file has a journal.
     pub(crate) fn has_changes(&self) -> bool {
-        self.bitmap.dirty_pages() > 0
+        self.bitmap.dirty_pages() > 0 || self.journal.has_log()
     }
 
     fn host(&self, offset: u64) -> u64 {
