@@ -126,6 +126,7 @@ mod tests {
             "Queues:",
             "Guest memory:",
             "Share and limits:",
+            "Sandbox:",
             "NBD server:",
             "Xen toolstacks:",
             "Testing:",

@@ -14,6 +14,7 @@ use crate::options::api;
 use crate::options::disk::DiskArgs;
 use crate::options::knobs::{self, GroupArgs};
 use crate::options::nbd::NbdArgs;
+use crate::options::sandbox;
 use crate::options::serve::ServeOptions;
 use crate::options::values;
 use crate::options::xen::XenArgs;
@@ -40,6 +41,15 @@ pub struct Config {
     pub socket_mode: Option<u32>,
     #[serde(default)]
     pub socket_group: Option<String>,
+    /// Whether the server enters a sandbox. Read at start only.
+    #[serde(default, deserialize_with = "sandbox::mode")]
+    pub sandbox: Option<bool>,
+    /// Folders of the sandbox besides those of the disks. Read at start only.
+    #[serde(default)]
+    pub allow_folders: Vec<PathBuf>,
+    /// The user to become if root starts the server. Read at start only.
+    #[serde(default, deserialize_with = "sandbox::user")]
+    pub user: Option<String>,
     /// Settings for all NBD clients.
     #[serde(default)]
     pub nbd: NbdArgs,

@@ -14,6 +14,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
 use blockyard_program::output;
+use blockyard_ring::sandbox::{self, Kind};
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use tracing_subscriber::fmt::writer::BoxMakeWriter;
@@ -30,20 +31,18 @@ static OUTPUT: Queue = Queue::new("standard output");
 /// Whether the queues have threads.
 static QUEUED_MODE: AtomicBool = AtomicBool::new(false);
 
-/// Starts the log. `server`: write standard error and standard output through queues. Other
-/// commands write directly, and wait for the readers.
-pub fn start(level: tracing::Level, server: bool) -> io::Result<()> {
-    if server {
-        ERRORS.spawn("log", Stream(io::stderr()))?;
-        OUTPUT.spawn("output", Stream(io::stdout()))?;
-        QUEUED_MODE.store(true, Ordering::Release);
-    }
-    let writer = if server {
-        BoxMakeWriter::new(|| Message(&ERRORS))
-    } else {
-        BoxMakeWriter::new(io::stderr)
-    };
-    blockyard_program::log::start(level, writer);
+/// Starts the log. Messages are written directly, and wait for the reader, until
+/// [`start_queues`].
+pub fn start(level: tracing::Level) {
+    blockyard_program::log::start(level, BoxMakeWriter::new(|| Message));
+}
+
+/// From now on, writes standard error and standard output through queues. A server calls this after
+/// it has entered its sandbox, which the queues' threads inherit.
+pub fn start_queues() -> io::Result<()> {
+    ERRORS.spawn("log", Stream(io::stderr()))?;
+    OUTPUT.spawn("output", Stream(io::stdout()))?;
+    QUEUED_MODE.store(true, Ordering::Release);
     Ok(())
 }
 
@@ -86,13 +85,17 @@ pub fn flush_in_panic() {
     }
 }
 
-/// Puts messages of the `tracing` subscriber into a queue. Each call of `write` is one message.
-struct Message(&'static Queue);
+/// Puts messages of the `tracing` subscriber into the queue of standard error, if it has a thread.
+/// Each call of `write` is one message.
+struct Message;
 
 impl Write for Message {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.push(bytes);
-        Ok(bytes.len())
+        if QUEUED_MODE.load(Ordering::Acquire) {
+            ERRORS.push(bytes);
+            return Ok(bytes.len());
+        }
+        io::stderr().write(bytes)
     }
 
     fn flush(&mut self) -> io::Result<()> {
@@ -181,7 +184,11 @@ impl Queue {
     }
 
     fn spawn(&'static self, thread: &str, out: impl Write + Send + 'static) -> io::Result<()> {
-        std::thread::Builder::new().name(thread.into()).spawn(|| self.work(out)).map(drop)
+        std::thread::Builder::new().name(thread.into()).spawn(|| {
+            sandbox::confine(Kind::Log);
+            self.work(out)
+        })?;
+        Ok(())
     }
 
     /// Writes queued messages until the process ends.

@@ -30,6 +30,7 @@ mod nbd;
 mod options;
 mod panics;
 mod reload;
+mod sandbox;
 mod serve;
 mod shares;
 mod toolstack;
@@ -44,6 +45,9 @@ use clap::FromArgMatches;
 use cli::{Cli, Command};
 
 fn main() -> ExitCode {
+    if std::env::args_os().nth(1).is_some_and(|word| word == blockyard_ring::witness::ARGUMENT) {
+        return ExitCode::from(u8::from(sandbox::run_witness().is_err()));
+    }
     let matches = cli::command().try_get_matches();
     let cli =
         matches.and_then(|matches| Cli::from_arg_matches(&matches)).unwrap_or_else(|e| refuse(&e));
@@ -52,8 +56,8 @@ fn main() -> ExitCode {
     if server || matches!(cli.command, Command::Attach(_)) {
         panics::end_the_process();
     }
-    let done = log::start(cli.log, server).map_err(Failure::from).and_then(|()| run(&cli.command));
-    let status = done.unwrap_or_else(|failure| failure.end(log::last_words));
+    log::start(cli.log);
+    let status = run(&cli.command).unwrap_or_else(|failure| failure.end(log::last_words));
     log::flush();
     ExitCode::from(status)
 }

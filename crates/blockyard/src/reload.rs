@@ -22,7 +22,7 @@ use crate::options::disk::DiskArgs;
 use crate::serve::Server;
 
 /// Keys of the file that are read at start only.
-const AT_START: [&str; 8] = [
+const AT_START: [&str; 11] = [
     "reactors",
     "fair-share",
     "costs",
@@ -31,6 +31,9 @@ const AT_START: [&str; 8] = [
     "api",
     "socket-mode",
     "socket-group",
+    "sandbox",
+    "allow-folders",
+    "user",
 ];
 
 impl Server {

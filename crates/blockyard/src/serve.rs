@@ -27,8 +27,9 @@ use crate::options::disk::DiskArgs;
 use crate::options::serve::ServeOptions;
 use crate::options::values::Cpus;
 use crate::options::xen::XenArgs;
+use crate::sandbox::Needs;
 use crate::toolstack::Toolstacks;
-use crate::{api, attach, figures, journals, log, shares};
+use crate::{api, attach, figures, journals, log, sandbox, shares};
 
 pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     blockyard_ring::inherited::note();
@@ -59,6 +60,17 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     if let Err(e) = blockyard_ring::host::raise_descriptor_limit() {
         tracing::warn!("raising the limit of open descriptors (ulimit -n): {e}");
     }
+    let sandboxed = options.sandbox.or(&config);
+    let needs = Needs {
+        config: &config,
+        config_file: options.config.as_deref(),
+        api: &options.api.or(&config),
+        nbd: &options.nbd.or(&config.nbd),
+        xen: &xen,
+        attached: options.attached,
+    };
+    sandbox::enter(&sandboxed, &needs)?;
+    log::start_queues()?;
     // Signals that arrive from now on stay pending until the start is complete.
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR1])?;
     let reactors = options.reactors.or(config.reactors).unwrap_or(1);
@@ -230,6 +242,7 @@ impl Server {
         keys: Table,
         by_api: bool,
     ) -> Result<Adding<'_>, AddError> {
+        sandbox::check(&args).map_err(AddError::Open)?;
         let held = self.book.reserve(args.clone(), keys, by_api).map_err(AddError::Conflict)?;
         let pending = self.yard.begin_add(settings(&args, exports::ways(&args, &self.common)));
         Ok(Adding { held, pending, args })

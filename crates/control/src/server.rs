@@ -10,6 +10,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use axum::Router;
+use blockyard_ring::sandbox::{self, Kind};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use tokio::net::UnixStream;
@@ -64,6 +65,7 @@ impl Api {
         let (stop, stopped) = oneshot::channel();
         let router = routes::router(operator);
         let thread = std::thread::Builder::new().name("api".into()).spawn(move || {
+            sandbox::confine(Kind::Control);
             runtime.block_on(async {
                 tokio::select! {
                     () = accept(listener, access, router) => {}

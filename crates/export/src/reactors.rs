@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
+use blockyard_ring::sandbox::{self, Kind};
 use blockyard_ring::{Executor, Pulse, Remote};
 
 use crate::acceptor::Acceptor;
@@ -103,6 +104,7 @@ impl Reactor {
                 Ok(executor) => executor,
                 Err(e) => return drop(sender.send(Err(e))),
             };
+            sandbox::confine(Kind::Reactor);
             let _ = sender.send(Ok((executor.remote(), executor.handle().pulse().clone())));
             if let Err(e) = executor.run() {
                 // The reactor's disks cannot be served any more. In a server, a panic ends the

@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use blockyard_ring::sandbox::{self, Kind};
 use blockyard_ring::{Pulse, Watcher};
 
 use crate::log::{Budget, Withheld};
@@ -33,7 +34,10 @@ impl Watchdog {
         let (watcher, stop) = (Arc::new(Watcher::default()), Arc::new(AtomicBool::new(false)));
         reactors.iter().for_each(|(_, pulse)| pulse.watched_by(&watcher));
         let (watching, stopped) = (watcher.clone(), stop.clone());
-        let body = move || watch(&watching, &stopped, &reactors);
+        let body = move || {
+            sandbox::confine(Kind::Log);
+            watch(&watching, &stopped, &reactors)
+        };
         let thread = std::thread::Builder::new()
             .name("watchdog".into())
             .stack_size(256 << 10)

@@ -8,6 +8,8 @@ use rustix::process::{Resource, Rlimit};
 
 use crate::segments::Segments;
 
+pub use crate::holders::{Holder, holders};
+
 /// Maximum number of iovec entries in a system call (IOV_MAX).
 const IOV_MOST: usize = 1024;
 
@@ -420,66 +422,6 @@ pub fn open_descriptors() -> io::Result<u64> {
     match rustix::fs::stat("/proc/self/fd")?.st_size {
         0 => Ok(std::fs::read_dir("/proc/self/fd")?.count() as u64),
         count => Ok(count as u64),
-    }
-}
-
-/// A process that has locked a file.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Holder {
-    pub pid: u32,
-    pub name: String,
-    /// Whether the process is exiting: the kernel releases its locks soon.
-    pub leaving: bool,
-}
-
-impl std::fmt::Display for Holder {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} (pid {})", self.name, self.pid)
-    }
-}
-
-/// Returns the processes that have locked the file, this one included, as far as /proc shows them.
-/// For error messages only.
-pub fn holders(fd: impl AsFd) -> Vec<Holder> {
-    let Ok(ours) = rustix::fs::fstat(fd.as_fd()) else { return Vec::new() };
-    let Ok(processes) = std::fs::read_dir("/proc") else { return Vec::new() };
-    let pids = processes.flatten().filter_map(|e| e.file_name().to_str()?.parse::<u32>().ok());
-    let locks = |fd: &std::fs::DirEntry, pid: u32| {
-        use std::os::unix::fs::MetadataExt;
-        let same = std::fs::metadata(fd.path())
-            .is_ok_and(|m| m.dev() == ours.st_dev && m.ino() == ours.st_ino);
-        // fdinfo lists the locks that were taken through this descriptor.
-        let info = || {
-            std::fs::read_to_string(format!(
-                "/proc/{pid}/fdinfo/{}",
-                fd.file_name().to_string_lossy()
-            ))
-        };
-        // flock(2) locks are not counted, because they do not conflict with OFD and POSIX locks.
-        same && info().is_ok_and(|text| text.contains("OFDLCK") || text.contains("POSIX"))
-    };
-    let holds = |pid: &u32| {
-        std::fs::read_dir(format!("/proc/{pid}/fd"))
-            .is_ok_and(|fds| fds.flatten().any(|fd| locks(&fd, *pid)))
-    };
-    pids.filter(holds).map(holder).collect()
-}
-
-fn holder(pid: u32) -> Holder {
-    const PF_EXITING: u32 = 4;
-    let read =
-        |what: &str| std::fs::read_to_string(format!("/proc/{pid}/{what}")).unwrap_or_default();
-    // proc(5): the name in the second field may contain anything, even parentheses; the flags are
-    // the ninth field.
-    let stat = read("stat");
-    let flags = stat
-        .rsplit(')')
-        .next()
-        .and_then(|rest| rest.split_whitespace().nth(6)?.parse::<u32>().ok());
-    Holder {
-        pid,
-        name: read("comm").trim().into(),
-        leaving: flags.is_none_or(|f| f & PF_EXITING != 0),
     }
 }
 

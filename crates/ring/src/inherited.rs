@@ -49,7 +49,13 @@ pub fn note() {
     let numbers =
         entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
     let numbers: Vec<_> = numbers.filter(|number| *number >= 3).collect();
-    sockets().noted.extend(numbers.into_iter().filter(|number| survives_exec(*number)));
+    let inherited: Vec<_> = numbers.into_iter().filter(|number| survives_exec(*number)).collect();
+    for number in &inherited {
+        // Programs that this process starts must not keep the socket open.
+        // SAFETY: fcntl with any number is harmless; nothing in this process owns it.
+        unsafe { libc::fcntl(*number, libc::F_SETFD, libc::FD_CLOEXEC) };
+    }
+    sockets().noted.extend(inherited);
 }
 
 /// Returns whether the descriptor is open without close-on-exec. Inherited descriptors are.

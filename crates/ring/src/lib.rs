@@ -17,6 +17,9 @@
 //!   words      shared memory that outlives the process
 //!   host       file locks, device geometry, block-device ioctls, socket options
 //!   inherited  listening sockets passed at start (socket activation)
+//!   sandbox    files and system calls of a server   threads   starts threads in a sandbox
+//!   witness    a process outside the sandbox        holders   processes that have locked a file
+//!   user       the user that a server runs as
 //! ```
 //!
 //! In: memory addresses and offsets in bytes, to which the caller has given a meaning. Out:
@@ -35,6 +38,7 @@ pub mod doorbell;
 pub mod executor;
 mod fault;
 pub mod file;
+pub mod holders;
 pub mod host;
 mod inbox;
 pub mod inherited;
@@ -51,13 +55,17 @@ mod quota;
 pub mod remote;
 pub mod resident;
 pub mod rights;
+pub mod sandbox;
 pub mod segments;
 pub mod semaphore;
 mod socket;
+pub mod threads;
 pub mod ublk;
 mod uring;
+pub mod user;
 mod wake;
 mod words;
+pub mod witness;
 mod workers;
 pub mod xen;
 

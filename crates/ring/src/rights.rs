@@ -126,13 +126,12 @@ pub(crate) fn discard(socket: &Descriptor) {
         }
     }
     let (theirs, ours) = (socket.clone(), socket.clone());
-    let thread = std::thread::Builder::new().name("descriptors".into()).stack_size(64 << 10).spawn(
-        move || {
-            let mut bytes = [0; 4096];
-            let mut receive = || rustix::net::recv(theirs.as_fd(), &mut bytes, RecvFlags::DONTWAIT);
-            while let Ok((_, 1..)) | Err(Errno::INTR | Errno::CONNRESET) = receive() {}
-        },
-    );
+    let builder = std::thread::Builder::new().name("descriptors".into()).stack_size(64 << 10);
+    let thread = crate::threads::spawn(builder, move || {
+        let mut bytes = [0; 4096];
+        let mut receive = || rustix::net::recv(theirs.as_fd(), &mut bytes, RecvFlags::DONTWAIT);
+        while let Ok((_, 1..)) | Err(Errno::INTR | Errno::CONNRESET) = receive() {}
+    });
     if thread.is_err() {
         // Leak the socket, because closing it here may block.
         std::mem::forget(ours);

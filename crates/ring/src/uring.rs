@@ -23,11 +23,13 @@ use std::io;
 use std::rc::Rc;
 use std::time::Duration;
 
+use io_uring::register::Restriction;
 use io_uring::types::{Fd, Fixed, FsyncFlags, SubmitArgs, Timespec};
 use io_uring::{IoUring, Submitter, cqueue, opcode, squeue};
 
 use crate::buffers::{self, Buffers};
 use crate::file::FileSlot;
+use crate::sandbox;
 use crate::segments::Segments;
 use crate::ublk::Command;
 
@@ -43,6 +45,40 @@ const CANCEL: u64 = u64::MAX;
 /// BLOCK_URING_CMD_DISCARD, `_IO(0x12, 0)`. The start is in the SQE's `addr`, the length in its
 /// `addr3`, which is the first half of the command bytes.
 const BLOCK_DISCARD: u32 = 0x1200;
+
+/// Calls of io_uring_register that a ring needs after its set-up; names as in `linux/io_uring.h`.
+const REGISTER: [u8; 5] = [
+    6,  // IORING_REGISTER_FILES_UPDATE
+    8,  // IORING_REGISTER_PROBE
+    15, // IORING_REGISTER_BUFFERS2
+    16, // IORING_REGISTER_BUFFERS_UPDATE
+    20, // IORING_REGISTER_RING_FDS
+];
+
+/// Operations that [`build`] and [`Uring::abandon`] make.
+const OPERATIONS: [u8; 13] = [
+    opcode::AsyncCancel::CODE,
+    opcode::Fallocate::CODE,
+    opcode::Fsync::CODE,
+    opcode::PollAdd::CODE,
+    opcode::Read::CODE,
+    opcode::ReadFixed::CODE,
+    opcode::Readv::CODE,
+    opcode::ReadvFixed::CODE,
+    opcode::UringCmd16::CODE,
+    opcode::Write::CODE,
+    opcode::WriteFixed::CODE,
+    opcode::Writev::CODE,
+    opcode::WritevFixed::CODE,
+];
+
+/// Returns what a ring may do, for good. The kernel refuses all else with EACCES.
+fn restrictions() -> Vec<Restriction> {
+    let flags = squeue::Flags::ASYNC | squeue::Flags::FIXED_FILE;
+    let registers = REGISTER.into_iter().map(Restriction::register_op);
+    let operations = OPERATIONS.into_iter().map(Restriction::sqe_op);
+    registers.chain(operations).chain([Restriction::sqe_flags_allowed(flags.bits())]).collect()
+}
 
 /// Number of a task of an executor.
 pub type TaskId = u32;
@@ -124,9 +160,13 @@ fn no_cpu() -> libc::cpu_set_t {
 
 impl Uring {
     pub fn new() -> io::Result<Self> {
+        let restricted = sandbox::is_on();
         let build = |deferred: bool| {
             let mut builder = IoUring::builder();
             builder.setup_cqsize(CQ_ENTRIES).setup_clamp().setup_submit_all();
+            if restricted {
+                builder.setup_r_disabled();
+            }
             if deferred {
                 builder.setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag();
             }
@@ -154,6 +194,10 @@ impl Uring {
             }
         };
         let _ = ring.submitter().register_iowq_aff(&no_cpu());
+        if restricted {
+            ring.submitter().register_restrictions(&mut restrictions())?;
+            ring.submitter().register_enable_rings()?;
+        }
         // A registered ring saves a descriptor look-up per call. Older kernels lack this.
         let _ = ring.submitter().register_ring_fd();
         Ok(Uring {
@@ -373,6 +417,16 @@ impl Uring {
     /// Returns the number of operations that complete without further action.
     pub fn in_flight(&self) -> usize {
         self.in_flight - self.left
+    }
+}
+
+#[cfg(test)]
+impl Uring {
+    /// Returns the result of a no-op, which [`build`] never makes.
+    pub fn result_of_nop(&mut self) -> i32 {
+        self.push(&opcode::Nop::new().build());
+        self.ring.submit_and_wait(1).unwrap();
+        self.ring.completion().next().unwrap().result()
     }
 }
 

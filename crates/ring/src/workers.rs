@@ -93,7 +93,8 @@ impl Workers {
             return Ok(());
         }
         let pool = self.pool().clone();
-        match std::thread::Builder::new().name("blocking".into()).spawn(move || pool.work()) {
+        let builder = std::thread::Builder::new().name("blocking".into());
+        match crate::threads::spawn(builder, move || pool.work()) {
             Ok(_) => queue.threads += 1,
             // No thread could be started. The existing threads do the work.
             Err(_) if queue.threads > 0 => {}

@@ -82,6 +82,8 @@ pub enum OpenError {
              (blockyard serve --abandon-overlay)",
              path.display(), overlay.to_string_lossy().escape_debug())]
     Overlaid { path: PathBuf, overlay: PathBuf },
+    #[error("image {}: {advice}", path.display())]
+    Sandboxed { path: PathBuf, advice: String, source: io::Error },
     #[error("image {}: {operation}", path.display())]
     Io { path: PathBuf, operation: &'static str, source: io::Error },
     #[error(
@@ -106,6 +108,7 @@ impl OpenError {
             OpenError::Locked { .. }
             | OpenError::Overlaid { .. }
             | OpenError::Io { .. }
+            | OpenError::Sandboxed { .. }
             | OpenError::Scheme { .. } => false,
         }
     }

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 
 use blockyard_disk::{Disk, SnapshotOptions, Work, WorkError};
+use blockyard_ring::threads;
 
 use crate::error::YardError;
 
@@ -172,7 +173,8 @@ impl Jobs {
         });
         let (job, disk) = (Job(shared.clone()), disk.clone());
         let thread = std::thread::Builder::new().name("yard job".into());
-        let started = thread.spawn(move || shared.run(&disk));
+        // A caller of the API may not do all that a job needs.
+        let started = threads::spawn(thread, move || shared.run(&disk));
         started.map_err(|source| YardError::Thread { disk: name.into(), source })?;
         let mut ended = all.len() - running;
         all.retain(|job| {

@@ -7,6 +7,7 @@ use clap::{Args, ValueHint};
 use super::api::ApiArgs;
 use super::disk::DiskArgs;
 use super::nbd::NbdArgs;
+use super::sandbox::SandboxArgs;
 use super::values::{self, Cpus};
 use super::xen::XenArgs;
 
@@ -56,6 +57,9 @@ pub struct ServeOptions {
 
     #[command(flatten)]
     pub api: ApiArgs,
+
+    #[command(flatten)]
+    pub sandbox: SandboxArgs,
 
     #[command(flatten)]
     pub nbd: NbdArgs,

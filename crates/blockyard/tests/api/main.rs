@@ -5,6 +5,7 @@
 //!   wrong     bodies, parameters and paths with mistakes
 //!   hostile   clients that send or read nothing, or too much
 //!   command   `blockyard ctl`
+//!   sandbox   disks outside of the folders of the server
 //! ```
 
 #[path = "../common/mod.rs"]
@@ -14,4 +15,5 @@ mod server;
 mod calls;
 mod command;
 mod hostile;
+mod sandbox;
 mod wrong;

@@ -40,6 +40,7 @@ use files::{has_files, memory_alignment};
 use queue::{QueueHandle, Shared};
 pub use removal::remove;
 use removal::{delete, is_left, stop_unused};
+pub use users::{KIND, answer};
 
 /// Maximum number of bytes of a request with zero copy.
 const MAX_IO: u32 = 1 << 20;

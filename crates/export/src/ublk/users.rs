@@ -13,9 +13,13 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use blockyard_ring::witness::{self, Question};
 use blockyard_ring::{host, ublk};
 use rustix::fs::{AtFlags, CWD, FileType, StatxFlags};
 use rustix::io::Errno;
+
+/// Kind of the witness's question for the user of a block device. The number is the device's.
+pub const KIND: u8 = b'u';
 
 /// A process that has the device open, or a loop device on it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -46,6 +50,31 @@ pub(super) fn check_unused(id: u32) -> std::io::Result<()> {
 /// Returns a user of block device `id` or of one of its partitions, if the search finds one. The
 /// device may already be removed.
 pub(super) fn find(id: u32) -> Option<User> {
+    match witness::ask(Question { kind: KIND, numbers: [id.into(), 0] }) {
+        Some(text) => parse(&text),
+        None => look(id),
+    }
+}
+
+/// Answers the question of another process for a user of block device `id`.
+pub fn answer(id: u64) -> String {
+    match u32::try_from(id).ok().and_then(look) {
+        Some(User::Process { id, name }) => format!("{id} {name}"),
+        Some(User::Loop(device)) => format!("loop {device}"),
+        None => String::new(),
+    }
+}
+
+fn parse(text: &str) -> Option<User> {
+    let (first, name) = text.split_once(' ')?;
+    let name = name.to_string();
+    match first {
+        "loop" => Some(User::Loop(name)),
+        id => Some(User::Process { id: id.parse().ok()?, name }),
+    }
+}
+
+fn look(id: u32) -> Option<User> {
     let path = ublk::block_device(id);
     let numbers = numbers(Path::new("/sys/block").join(path.file_name()?));
     process_with(Path::new("/proc"), &path, &numbers)
@@ -106,6 +135,14 @@ mod tests {
     use std::os::unix::fs::symlink;
 
     use super::*;
+
+    #[test]
+    fn an_answer_names_a_process_or_a_loop_device() {
+        let process = User::Process { id: 7, name: "a b".into() };
+        assert_eq!(parse("7 a b"), Some(process));
+        assert_eq!(parse("loop loop3"), Some(User::Loop("loop3".into())));
+        assert_eq!(parse(""), None);
+    }
 
     #[test]
     fn a_process_is_found_by_the_name_of_a_removed_device() {

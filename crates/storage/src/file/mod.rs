@@ -15,7 +15,7 @@ use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use blockyard_ring::{Segments, UringFile};
+use blockyard_ring::{Segments, UringFile, sandbox};
 use rustix::fs::{FileType, Mode, OFlags};
 
 use crate::Geometry;
@@ -152,6 +152,11 @@ pub(crate) fn open(path: &Path, options: &OpenOptions) -> Result<(OwnedFd, bool)
 }
 
 fn explain(path: &Path, read_only: bool, source: io::Error) -> OpenError {
+    if source.kind() == io::ErrorKind::PermissionDenied
+        && let Some(advice) = sandbox::advice(path)
+    {
+        return OpenError::Sandboxed { path: path.into(), advice, source };
+    }
     let hint = match source.kind() {
         io::ErrorKind::NotFound => "there is no such file",
         io::ErrorKind::PermissionDenied if read_only => {

@@ -12,6 +12,7 @@ use std::rc::Rc;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::task::{Poll, Waker};
 
+use blockyard_ring::sandbox::{self, Kind};
 use blockyard_ring::{Executor, Remote};
 
 use super::client::Client;
@@ -36,6 +37,7 @@ impl Hub {
                 Ok(executor) => executor,
                 Err(e) => return drop(sender.send(Err(e))),
             };
+            sandbox::confine(Kind::Reactor);
             CLIENT.set(Some(Rc::new(Client::new(executor.handle(), &export))));
             let _ = sender.send(Ok(executor.remote()));
             if let Err(e) = executor.run() {

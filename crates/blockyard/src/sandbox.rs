@@ -1,0 +1,261 @@
+//! Enters the sandbox: another user, folders and system calls.
+//!
+//! In: the options and the configuration. Out: a process that the kernel confines. What must hold:
+//! this runs before the process starts threads. What the configured disks need is granted; disks
+//! that come later need `--allow-folder`. See docs/sandbox.md.
+
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+
+use anyhow::Context;
+use blockyard_program::ending::Failure;
+use blockyard_ring::sandbox::{self, Access, Folder};
+use blockyard_ring::witness::{self, Question};
+use blockyard_ring::{holders, user};
+
+use crate::config::Config;
+use crate::exports;
+use crate::options::api::ApiArgs;
+use crate::options::disk::DiskArgs;
+use crate::options::nbd::{NbdAddress, NbdArgs};
+use crate::options::sandbox::SandboxArgs;
+use crate::options::xen::XenArgs;
+
+/// Folders of the host that the C library and this program read: host names, users, time zones,
+/// devices, limits.
+const SYSTEM: [&str; 8] =
+    ["/etc", "/usr", "/lib", "/lib64", "/proc", "/sys", "/run/systemd/resolve", "/dev/urandom"];
+
+/// What the server does, as far as the sandbox depends on it.
+pub struct Needs<'a> {
+    pub config: &'a Config,
+    pub config_file: Option<&'a Path>,
+    pub api: &'a ApiArgs,
+    pub nbd: &'a NbdArgs,
+    pub xen: &'a XenArgs,
+    pub attached: bool,
+}
+
+/// Changes the user and enters the sandbox, as the options say.
+pub fn enter(args: &SandboxArgs, needs: &Needs<'_>) -> Result<(), Failure> {
+    for folder in &args.allow_folders {
+        if !folder.exists() {
+            let folder = folder.display();
+            let what = anyhow::anyhow!("--allow-folder {folder}: there is no such folder");
+            return Err(Failure::usage(what));
+        }
+    }
+    if let Some(name) = &args.user {
+        user::become_user(name)
+            .with_context(|| format!("--user {name}: cannot become this user"))?;
+    }
+    if !args.is_on() {
+        tracing::warn!(
+            "the sandbox is off (--sandbox off): a fault in the server reaches every file and \
+             system call of its user"
+        );
+        return Ok(());
+    }
+    if let Err(e) = witness::start() {
+        tracing::warn!("sandbox: messages cannot name the process that holds an image: {e}");
+    }
+    let folders = folders(args, needs);
+    for Folder { path, access } in &folders {
+        tracing::debug!("sandbox: {access:?} in {}", path.display());
+    }
+    let lacks = sandbox::enter(folders).context("entering the sandbox (--sandbox off: none)")?;
+    lacks.iter().for_each(|lack| tracing::warn!("sandbox: {lack}"));
+    Ok(())
+}
+
+/// Runs the process that answers what the sandbox hides from a server.
+pub fn run_witness() -> std::io::Result<()> {
+    witness::run(|Question { kind, numbers }| match kind {
+        holders::KIND => holders::answer(numbers),
+        blockyard_export::ublk::KIND => blockyard_export::ublk::answer(numbers[0]),
+        _ => String::new(),
+    })
+}
+
+/// Returns an error if the sandbox refuses what a new disk needs.
+pub fn check(disk: &DiskArgs) -> anyhow::Result<()> {
+    let name = disk.name();
+    let refused = |what: &str, path: &Path| match sandbox::advice(path) {
+        Some(advice) => {
+            Err(anyhow::anyhow!("disk \"{name}\": {what} {}: {advice}", path.display()))
+        }
+        None => Ok(()),
+    };
+    if let Some(image) = image_of(disk) {
+        refused("image", &image)?;
+    }
+    for socket in sockets_of(disk) {
+        // A folder of sockets only is enough for a socket.
+        if !sandbox::may_listen(&socket) {
+            refused("socket", &socket)?;
+        }
+    }
+    if disk.ublk.is_some() {
+        refused("device", Path::new("/dev/ublk-control"))?;
+    }
+    if disk.xen.is_some() {
+        refused("device", Path::new("/dev/xen/gntdev"))?;
+    }
+    Ok(())
+}
+
+fn folders(args: &SandboxArgs, needs: &Needs<'_>) -> Vec<Folder> {
+    let mut all = Vec::new();
+    let mut add = |path: &Path, access| {
+        let path = std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf());
+        let folder = Folder::new(path, access);
+        if !all.contains(&folder) {
+            all.push(folder);
+        }
+    };
+    SYSTEM.iter().for_each(|path| add(Path::new(path), Access::Read));
+    add(Path::new("/dev/null"), Access::Write);
+    args.allow_folders.iter().for_each(|folder| add(folder, Access::Write));
+    if let Some(file) = needs.config_file {
+        add(folder_of(file), Access::Read);
+    }
+    let api = needs.api.api.as_deref().filter(|socket| !socket.starts_with("fd:"));
+    if let Some(socket) = api {
+        add(folder_of(Path::new(socket)), Access::Sockets);
+    }
+    if let Some(folder) = &needs.nbd.tls_certificates {
+        add(folder, Access::Read);
+    }
+    needs.xen.folders.iter().for_each(|folder| add(folder, Access::Write));
+    for disk in &needs.config.disks {
+        disk.backing_folders.iter().for_each(|folder| add(folder, Access::Write));
+        sockets_of(disk).iter().for_each(|socket| add(folder_of(socket), Access::Sockets));
+        if let Some(image) = image_of(disk) {
+            granted_of(&image).iter().for_each(|path| add(path, Access::Write));
+        }
+        for folder in certificates_of(disk) {
+            add(&folder, Access::Read);
+        }
+    }
+    devices(needs).iter().for_each(|path| add(path, Access::Write));
+    all
+}
+
+/// Returns the devices of ublk, Xen and the kernel's NBD client, as far as the server uses them.
+fn devices(needs: &Needs<'_>) -> Vec<PathBuf> {
+    let (disks, mut devices) = (&needs.config.disks, Vec::new());
+    if disks.iter().any(|disk| disk.ublk.is_some()) {
+        // The driver makes the devices of its disks later, with new names.
+        devices.push("/dev".into());
+    }
+    if disks.iter().any(|disk| disk.xen.is_some()) || !needs.xen.watch.is_empty() {
+        devices.push("/dev/xen".into());
+        devices.extend(exports::records());
+    }
+    if needs.attached {
+        let is_nbd = |name: &str| {
+            name.strip_prefix("nbd").is_some_and(|rest| rest.bytes().all(|b| b.is_ascii_digit()))
+        };
+        let entries = std::fs::read_dir("/dev").into_iter().flatten().flatten();
+        let names = entries.filter(|entry| entry.file_name().to_str().is_some_and(is_nbd));
+        devices.extend(names.map(|entry| entry.path()));
+    }
+    devices
+}
+
+/// Returns the path of a disk's image, or `None` if it is not on this host.
+fn image_of(disk: &DiskArgs) -> Option<PathBuf> {
+    let name = disk.image.to_string_lossy();
+    if let Some(model) = name.strip_prefix("delay:") {
+        let file = model.strip_prefix("file=")?;
+        return Some(file.split(',').next().unwrap_or_default().into());
+    }
+    let is_elsewhere = ["null:", "ram:"].iter().any(|prefix| name.starts_with(prefix))
+        || blockyard_storage::scheme_of(&disk.image).is_some();
+    (!is_elsewhere).then(|| disk.image.clone())
+}
+
+/// Returns what an image needs: the device itself, or the folders of the file, with and without
+/// links resolved.
+fn granted_of(image: &Path) -> Vec<PathBuf> {
+    let real = std::fs::canonicalize(image).unwrap_or_else(|_| image.to_path_buf());
+    let is_device = std::fs::metadata(&real)
+        .is_ok_and(|meta| meta.file_type().is_block_device() || meta.file_type().is_char_device());
+    if is_device { vec![real] } else { vec![folder_of(&real).into(), folder_of(image).into()] }
+}
+
+/// Returns the Unix sockets that a disk's exports create.
+fn sockets_of(disk: &DiskArgs) -> Vec<PathBuf> {
+    let vhost_user = disk.vhost_user.as_ref().filter(|socket| !socket.starts_with("fd:"));
+    let nbd = match &disk.nbd {
+        Some(NbdAddress::Unix(path)) => Some(path.clone()),
+        _ => None,
+    };
+    vhost_user.map(PathBuf::from).into_iter().chain(nbd).collect()
+}
+
+/// Returns the folders of certificates that a disk's remote images name.
+fn certificates_of(disk: &DiskArgs) -> Vec<PathBuf> {
+    let names = disk.backing_folders.iter().chain([&disk.image]);
+    let uris = names.filter_map(|name| blockyard_nbd::Uri::parse(name.to_str()?).ok());
+    uris.filter_map(|uri| uri.tls_certificates).collect()
+}
+
+fn folder_of(path: &Path) -> &Path {
+    path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn granted(text: &str, api: &str) -> Vec<Folder> {
+        let config: Config = toml::from_str(text).unwrap();
+        let args = SandboxArgs { allow_folders: vec!["/more".into()], ..SandboxArgs::default() };
+        let api = ApiArgs { api: Some(api.into()), ..ApiArgs::default() };
+        let (config_file, attached) = (Some(Path::new("/conf/disks.toml")), false);
+        let (nbd, xen) = (&config.nbd, &config.xen);
+        let needs = Needs { config: &config, config_file, api: &api, nbd, xen, attached };
+        let system = |folder: &Folder| {
+            !SYSTEM.iter().any(|path| folder.path == Path::new(path))
+                && folder.path != Path::new("/dev/null")
+        };
+        folders(&args, &needs).into_iter().filter(system).collect()
+    }
+
+    #[test]
+    fn the_folders_of_disks_sockets_and_certificates_are_granted() {
+        let text = "[nbd]\ntls-certificates = \"/tls\"\n\
+                    [[disk]]\nimage = \"/images/a.qcow2\"\nvhost-user = \"/run/a.sock\"\n\
+                    backing-folders = [\"/golden\"]\n\
+                    [[disk]]\nimage = \"delay:file=/slow/b.img,parallel=2\"\n\
+                    nbd = \"unix:/sockets/b\"\n\
+                    [[disk]]\nimage = \"ram:1M\"\nvhost-user = \"fd:3\"\n\
+                    [[disk]]\nimage = \"nbds://host/x?tls-certificates=/client\"\nnbd = \"tcp:h:1\"\n";
+        let new = Folder::new;
+        let expected = [
+            new("/more", Access::Write),
+            new("/conf", Access::Read),
+            new("/api", Access::Sockets),
+            new("/tls", Access::Read),
+            new("/golden", Access::Write),
+            new("/run", Access::Sockets),
+            new("/images", Access::Write),
+            new("/sockets", Access::Sockets),
+            new("/slow", Access::Write),
+            new("/client", Access::Read),
+        ];
+        assert_eq!(granted(text, "/api/socket"), expected);
+    }
+
+    #[test]
+    fn a_device_is_granted_alone_and_ublk_needs_all_devices() {
+        let disk = "[[disk]]\nimage = \"/dev/zero\"\nvhost-user = \"fd:3\"\n";
+        let conf = Folder::new("/conf", Access::Read);
+        let (more, write) = (Folder::new("/more", Access::Write), Access::Write);
+        let alone = [more.clone(), conf.clone(), Folder::new("/dev/zero", write)];
+        assert_eq!(granted(disk, "fd:4"), alone);
+        let ublk = "[[disk]]\nimage = \"ram:1M\"\nublk = true\n";
+        assert_eq!(granted(ublk, "fd:4"), [more, conf, Folder::new("/dev", write)]);
+    }
+}

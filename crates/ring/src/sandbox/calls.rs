@@ -1,0 +1,347 @@
+//! The system calls that each kind of thread may make, enforced by seccomp.
+//!
+//! In: the kind of a thread. Out: a filter of the kernel for that thread. A refused call raises
+//! SIGSYS; see `trap`.
+//!
+//! What must hold
+//! - A list has what the thread's own work needs, and what the C library and the allocator need on
+//!   any thread, also in an older or newer version.
+//! - No kind may run programs, trace processes, mount, load code into the kernel, or change users.
+//! - The calls of a request's way have no conditions. Then the kernel does not run the filter for
+//!   them: it keeps a bitmap of calls that are always allowed.
+
+use std::collections::BTreeMap;
+use std::io;
+
+use libc::c_long;
+use seccompiler::{
+    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
+    SeccompRule,
+};
+
+/// The kinds of threads that differ in the system calls that they make.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Any thread of a server: opens images, listens, connects, starts threads.
+    Any,
+    /// Runs requests. Opens files for reading only, makes no sockets, rings or threads, and maps no
+    /// code.
+    Reactor,
+    /// Carries out calls of the API. Makes no sockets and maps no code.
+    Control,
+    /// Writes the log, or watches other threads. Has no files and sockets of its own.
+    Log,
+    /// The process that looks for holders of locks; see `witness`.
+    Witness,
+}
+
+/// Rules by system call. No rule means that the call is allowed with all arguments.
+type Rules = BTreeMap<i64, Vec<SeccompRule>>;
+
+/// Restricts the calling thread.
+pub fn apply(kind: Kind) -> io::Result<()> {
+    let failed = |e: &dyn std::fmt::Display| io::Error::other(e.to_string());
+    for program in programs(kind).map_err(|e| failed(&e))? {
+        seccompiler::apply_filter(&program).map_err(|e| failed(&e))?;
+    }
+    Ok(())
+}
+
+/// Returns the filters of a kind.
+fn programs(kind: Kind) -> Result<Vec<BpfProgram>, seccompiler::BackendError> {
+    let arch = std::env::consts::ARCH.try_into()?;
+    let mut rules = Rules::new();
+    let lists: &[&[c_long]] = match kind {
+        Kind::Any => &[MEMORY, THREAD, FILES, REQUESTS, SOCKETS, PATHS, NETWORK, STARTS],
+        Kind::Reactor => &[MEMORY, THREAD, FILES, REQUESTS, SOCKETS],
+        Kind::Control => &[MEMORY, THREAD, FILES, REQUESTS, SOCKETS, PATHS, STARTS],
+        Kind::Log => &[MEMORY, THREAD, FILES],
+        Kind::Witness => &[MEMORY, THREAD, FILES],
+    };
+    rules.extend(lists.iter().flat_map(|list| list.iter()).map(|call| (*call, Vec::new())));
+    let maps_code = kind == Kind::Any;
+    for call in [libc::SYS_mmap, libc::SYS_mprotect] {
+        rules.insert(call, if maps_code { Vec::new() } else { vec![without(2, PROT_EXEC)?] });
+    }
+    let opens_all = matches!(kind, Kind::Any | Kind::Control);
+    let (at, plain) = (without(2, WRITES)?, without(1, WRITES)?);
+    rules.insert(libc::SYS_openat, if opens_all { Vec::new() } else { vec![at] });
+    #[cfg(target_arch = "x86_64")]
+    rules.insert(libc::SYS_open, if opens_all { Vec::new() } else { vec![plain.clone()] });
+    drop(plain);
+    if matches!(kind, Kind::Any | Kind::Control) {
+        // No new namespaces: they would give the process capabilities in them.
+        rules.insert(libc::SYS_clone, vec![without(0, NAMESPACES)?]);
+    }
+    // Signals to this process only: an attached server ends itself, and an abort is a signal.
+    let own = u64::from(std::process::id());
+    let to_self = SeccompRule::new(vec![SeccompCondition::new(
+        0,
+        SeccompCmpArgLen::Dword,
+        SeccompCmpOp::Eq,
+        own,
+    )?])?;
+    rules.insert(libc::SYS_kill, vec![to_self.clone()]);
+    rules.insert(libc::SYS_tgkill, vec![to_self]);
+    let allow = SeccompFilter::new(rules, SeccompAction::Trap, SeccompAction::Allow, arch)?;
+    let mut programs = vec![BpfProgram::try_from(allow)?];
+    if kind == Kind::Any {
+        // The kernel cannot look at the flags of clone3, because they are in memory. The C library
+        // uses clone if clone3 does not exist.
+        let refused = Rules::from([(libc::SYS_clone3, Vec::new())]);
+        let none = SeccompAction::Errno(libc::ENOSYS as u32);
+        programs.push(SeccompFilter::new(refused, SeccompAction::Allow, none, arch)?.try_into()?);
+    }
+    // The filter that was added last is the first to be asked, but the strictest answer counts.
+    programs.reverse();
+    Ok(programs)
+}
+
+/// Returns a rule that allows a call if none of these bits is set in an argument.
+fn without(argument: u8, bits: u64) -> Result<SeccompRule, seccompiler::BackendError> {
+    let operation = SeccompCmpOp::MaskedEq(bits);
+    let condition = SeccompCondition::new(argument, SeccompCmpArgLen::Dword, operation, 0)?;
+    SeccompRule::new(vec![condition])
+}
+
+const PROT_EXEC: u64 = libc::PROT_EXEC as u64;
+
+/// Flags of an open for writing. O_TMPFILE needs one of them.
+const WRITES: u64 = (libc::O_WRONLY | libc::O_RDWR | libc::O_CREAT | libc::O_TRUNC) as u64;
+
+/// Flags of clone that make namespaces.
+const NAMESPACES: u64 = (libc::CLONE_NEWNS
+    | libc::CLONE_NEWCGROUP
+    | libc::CLONE_NEWUTS
+    | libc::CLONE_NEWIPC
+    | libc::CLONE_NEWUSER
+    | libc::CLONE_NEWPID
+    | libc::CLONE_NEWNET) as u64;
+
+/// Memory. `mmap` and `mprotect` have conditions.
+const MEMORY: &[c_long] = &[
+    libc::SYS_brk,
+    libc::SYS_madvise,
+    libc::SYS_memfd_create,
+    libc::SYS_mincore,
+    libc::SYS_mlock,
+    libc::SYS_mlock2,
+    libc::SYS_mlockall,
+    libc::SYS_mremap,
+    libc::SYS_msync,
+    libc::SYS_munlock,
+    libc::SYS_munlockall,
+    libc::SYS_munmap,
+];
+
+/// What every thread needs: locks, time, signals, its end, and facts about itself.
+const THREAD: &[c_long] = &[
+    libc::SYS_clock_getres,
+    libc::SYS_clock_gettime,
+    libc::SYS_clock_nanosleep,
+    libc::SYS_exit,
+    libc::SYS_exit_group,
+    libc::SYS_futex,
+    libc::SYS_futex_waitv,
+    libc::SYS_get_robust_list,
+    libc::SYS_getcpu,
+    libc::SYS_getegid,
+    libc::SYS_geteuid,
+    libc::SYS_getgid,
+    libc::SYS_getgroups,
+    libc::SYS_getpid,
+    libc::SYS_getppid,
+    libc::SYS_getrandom,
+    libc::SYS_getrusage,
+    libc::SYS_gettid,
+    libc::SYS_gettimeofday,
+    libc::SYS_getuid,
+    libc::SYS_membarrier,
+    libc::SYS_nanosleep,
+    libc::SYS_prctl,
+    libc::SYS_prlimit64,
+    libc::SYS_restart_syscall,
+    libc::SYS_rseq,
+    libc::SYS_rt_sigaction,
+    libc::SYS_rt_sigprocmask,
+    libc::SYS_rt_sigreturn,
+    libc::SYS_sched_getaffinity,
+    libc::SYS_sched_setaffinity,
+    libc::SYS_sched_yield,
+    libc::SYS_set_robust_list,
+    libc::SYS_sigaltstack,
+    libc::SYS_sysinfo,
+    libc::SYS_uname,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_time,
+];
+
+/// Open files: read, write, wait, properties. And names that are only looked at.
+const FILES: &[c_long] = &[
+    libc::SYS_close,
+    libc::SYS_close_range,
+    libc::SYS_dup,
+    libc::SYS_dup3,
+    libc::SYS_epoll_create1,
+    libc::SYS_epoll_ctl,
+    libc::SYS_epoll_pwait,
+    libc::SYS_epoll_pwait2,
+    libc::SYS_eventfd2,
+    libc::SYS_faccessat,
+    libc::SYS_faccessat2,
+    libc::SYS_fcntl,
+    libc::SYS_fstat,
+    libc::SYS_fstatfs,
+    libc::SYS_getdents64,
+    libc::SYS_ioctl,
+    libc::SYS_lseek,
+    libc::SYS_newfstatat,
+    libc::SYS_pipe2,
+    libc::SYS_ppoll,
+    libc::SYS_pread64,
+    libc::SYS_preadv,
+    libc::SYS_preadv2,
+    libc::SYS_pselect6,
+    libc::SYS_pwrite64,
+    libc::SYS_pwritev,
+    libc::SYS_pwritev2,
+    libc::SYS_read,
+    libc::SYS_readlinkat,
+    libc::SYS_readv,
+    libc::SYS_statfs,
+    libc::SYS_statx,
+    libc::SYS_timerfd_create,
+    libc::SYS_timerfd_gettime,
+    libc::SYS_timerfd_settime,
+    libc::SYS_write,
+    libc::SYS_writev,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_access,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_dup2,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_epoll_wait,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_lstat,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_pipe,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_poll,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_readlink,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_select,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_stat,
+];
+
+/// Operations of requests on open files.
+const REQUESTS: &[c_long] = &[
+    libc::SYS_copy_file_range,
+    libc::SYS_fadvise64,
+    libc::SYS_fallocate,
+    libc::SYS_fdatasync,
+    libc::SYS_fgetxattr,
+    libc::SYS_flock,
+    libc::SYS_fremovexattr,
+    libc::SYS_fsetxattr,
+    libc::SYS_fsync,
+    libc::SYS_ftruncate,
+    libc::SYS_io_uring_enter,
+    libc::SYS_io_uring_register,
+    libc::SYS_sync_file_range,
+    libc::SYS_utimensat,
+];
+
+/// Sockets that are connected or listen.
+const SOCKETS: &[c_long] = &[
+    libc::SYS_accept4,
+    libc::SYS_getpeername,
+    libc::SYS_getsockname,
+    libc::SYS_getsockopt,
+    libc::SYS_recvfrom,
+    libc::SYS_recvmmsg,
+    libc::SYS_recvmsg,
+    libc::SYS_sendmmsg,
+    libc::SYS_sendmsg,
+    libc::SYS_sendto,
+    libc::SYS_setsockopt,
+    libc::SYS_shutdown,
+];
+
+/// Changes of files by their names.
+const PATHS: &[c_long] = &[
+    libc::SYS_fchmod,
+    libc::SYS_fchmodat,
+    libc::SYS_fchown,
+    libc::SYS_fchownat,
+    libc::SYS_flistxattr,
+    libc::SYS_getcwd,
+    libc::SYS_getxattr,
+    libc::SYS_linkat,
+    libc::SYS_mkdirat,
+    libc::SYS_openat2,
+    libc::SYS_renameat,
+    libc::SYS_renameat2,
+    libc::SYS_truncate,
+    libc::SYS_umask,
+    libc::SYS_unlinkat,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_chmod,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_chown,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_lchown,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_link,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_mkdir,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_rename,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_unlink,
+];
+
+/// New sockets, and the resolution of names.
+const NETWORK: &[c_long] = &[
+    libc::SYS_accept,
+    libc::SYS_bind,
+    libc::SYS_connect,
+    libc::SYS_listen,
+    libc::SYS_socket,
+    libc::SYS_socketpair,
+];
+
+/// New threads with their rings and filters. `clone` has a condition.
+const STARTS: &[c_long] =
+    &[libc::SYS_clone3, libc::SYS_io_uring_setup, libc::SYS_seccomp, libc::SYS_set_tid_address];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_kind_has_a_filter_that_the_kernel_accepts_in_size() {
+        // BPF_MAXINSNS
+        for kind in [Kind::Any, Kind::Reactor, Kind::Control, Kind::Log, Kind::Witness] {
+            let programs = programs(kind).unwrap();
+            assert!(programs.iter().all(|p| !p.is_empty() && p.len() < 4096), "{kind:?}");
+        }
+    }
+
+    #[test]
+    fn no_list_has_calls_that_run_programs_or_change_users() {
+        let lists = [MEMORY, THREAD, FILES, REQUESTS, SOCKETS, PATHS, NETWORK, STARTS];
+        let never = [
+            libc::SYS_execve,
+            libc::SYS_execveat,
+            libc::SYS_ptrace,
+            libc::SYS_mount,
+            libc::SYS_setuid,
+            libc::SYS_bpf,
+            libc::SYS_open_by_handle_at,
+            libc::SYS_unshare,
+        ];
+        assert!(never.iter().all(|call| lists.iter().all(|list| !list.contains(call))));
+    }
+}

@@ -1,0 +1,150 @@
+//! The folders that the process may use, enforced by Landlock.
+//!
+//! In: folders and files with an access each. Out: rules of the kernel for the calling thread and
+//! all threads that it starts. What must hold: a folder that does not exist is left out, because a
+//! rule belongs to a file, not to a name.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use landlock::{
+    ABI, Access as _, AccessFs, BitFlags, CompatLevel, Compatible, PathBeneath, PathFd, Ruleset,
+    RulesetAttr, RulesetCreatedAttr, RulesetStatus, Scope, make_bitflags,
+};
+
+/// The newest version of Landlock whose restrictions of files are used.
+const VERSION: ABI = ABI::V5;
+
+/// What the process may do in a folder and below, or with a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// Read files and list folders.
+    Read,
+    /// Read, write, create, rename and remove files; use devices.
+    Write,
+    /// Create and remove sockets.
+    Sockets,
+}
+
+impl Access {
+    fn rights(self) -> BitFlags<AccessFs> {
+        match self {
+            Access::Read => make_bitflags!(AccessFs::{ReadFile | ReadDir}),
+            Access::Write => make_bitflags!(AccessFs::{
+                ReadFile | ReadDir | WriteFile | Truncate | MakeReg | MakeSock | RemoveFile
+                    | Refer | IoctlDev
+            }),
+            Access::Sockets => make_bitflags!(AccessFs::{MakeSock | RemoveFile}),
+        }
+    }
+}
+
+/// A folder, or a single file, and what the process may do with it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Folder {
+    pub path: PathBuf,
+    pub access: Access,
+}
+
+impl Folder {
+    pub fn new(path: impl Into<PathBuf>, access: Access) -> Self {
+        Folder { path: path.into(), access }
+    }
+}
+
+/// Restricts the calling thread, and threads that it starts, to these folders. Adds what the kernel
+/// cannot enforce to `lacks`. Returns whether the kernel restricts the opening of files.
+pub fn restrict(folders: &[Folder], lacks: &mut Vec<String>) -> io::Result<bool> {
+    let failed = |e: landlock::RulesetError| io::Error::other(format!("Landlock: {e}"));
+    let mut rules = Ruleset::default()
+        .set_compatibility(CompatLevel::BestEffort)
+        .handle_access(AccessFs::from_all(VERSION))
+        .and_then(|rules| rules.scope(Scope::Signal))
+        .and_then(Ruleset::create)
+        .map_err(failed)?;
+    for Folder { path, access } in folders {
+        let Ok(fd) = PathFd::new(path) else { continue };
+        let rights = access.rights();
+        // A rule for a file has no rights of folders.
+        let is_folder = std::fs::metadata(path).is_ok_and(|meta| meta.is_dir());
+        let rights = if is_folder { rights } else { rights & AccessFs::from_file(VERSION) };
+        if !rights.is_empty() {
+            rules = rules.add_rule(PathBeneath::new(fd, rights)).map_err(failed)?;
+        }
+    }
+    match rules.restrict_self().map_err(failed)?.ruleset {
+        RulesetStatus::FullyEnforced => Ok(true),
+        RulesetStatus::PartiallyEnforced => {
+            tracing::debug!("sandbox: the kernel has an older Landlock, without all restrictions");
+            Ok(true)
+        }
+        RulesetStatus::NotEnforced => {
+            lacks.push(
+                "the kernel has no Landlock, so the server may open every file of its user".into(),
+            );
+            Ok(false)
+        }
+    }
+}
+
+/// Returns the folder of `path` if no granted folder contains the file, with links resolved.
+pub fn refused(granted: &[Folder], path: &Path) -> Option<PathBuf> {
+    let real = real(path);
+    let is_writable = |access| access == Access::Write;
+    (!contain(granted, &real, is_writable)).then(|| real.parent().unwrap_or(&real).to_path_buf())
+}
+
+/// Returns whether a granted folder lets the process create a socket at `path`.
+pub fn may_listen(granted: &[Folder], path: &Path) -> bool {
+    contain(granted, &real(path), |access| access != Access::Read)
+}
+
+/// Returns whether a folder with a suitable access contains the file.
+fn contain(granted: &[Folder], real: &Path, is_suitable: impl Fn(Access) -> bool) -> bool {
+    granted.iter().filter(|folder| is_suitable(folder.access)).any(|folder| {
+        let granted = std::fs::canonicalize(&folder.path).unwrap_or_else(|_| folder.path.clone());
+        real.starts_with(granted)
+    })
+}
+
+/// Returns the real path of a file that may be missing.
+fn real(path: &Path) -> PathBuf {
+    let absolute = std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf());
+    if let Ok(real) = std::fs::canonicalize(&absolute) {
+        return real;
+    }
+    let folder = absolute.parent().and_then(|folder| std::fs::canonicalize(folder).ok());
+    match (folder, absolute.file_name()) {
+        (Some(folder), Some(name)) => folder.join(name),
+        _ => absolute,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_real_folder_of_a_file_outside_is_refused() {
+        let temp = std::env::temp_dir().join(format!("blockyard-folders-{}", std::process::id()));
+        let (inside, outside) = (temp.join("inside"), temp.join("outside"));
+        std::fs::create_dir_all(&inside).unwrap();
+        std::fs::create_dir_all(&outside).unwrap();
+        std::fs::write(outside.join("x"), "").unwrap();
+        std::os::unix::fs::symlink(outside.join("x"), inside.join("link")).unwrap();
+        let real_outside = std::fs::canonicalize(&outside).unwrap();
+        let granted = [Folder::new(&inside, Access::Write), Folder::new(&outside, Access::Sockets)];
+        assert_eq!(refused(&granted, &inside.join("new")), None);
+        assert_eq!(refused(&granted, &inside.join("link")), Some(real_outside.clone()));
+        assert_eq!(refused(&granted, &outside.join("new")), Some(real_outside));
+        assert!(
+            may_listen(&granted, &inside.join("s")) && may_listen(&granted, &outside.join("s"))
+        );
+        assert!(!may_listen(&granted, &temp.join("s")));
+        assert_eq!(
+            refused(&[Folder::new(outside.join("x"), Access::Write)], &outside.join("x")),
+            None
+        );
+        std::fs::remove_dir_all(&temp).unwrap();
+    }
+}

@@ -1,0 +1,91 @@
+//! The sandbox of a server: which files it may open, and which system calls its threads may make.
+//!
+//! ```text
+//!   folders   Landlock: the folders that the process may use
+//!   calls     seccomp: the system calls of each kind of thread
+//!   trap      the end of the process at a system call that is refused
+//! ```
+//!
+//! In: folders and what the server does in them. Out: a process that the kernel confines.
+//!
+//! What must hold
+//! - [`enter`] runs before the process starts threads, because both restrictions belong to a thread,
+//!   and new threads inherit them.
+//! - A thread of a stricter kind calls [`confine`] at its start. It starts no threads itself: new
+//!   threads come from the thread of [`threads`](crate::threads), which is not as strict.
+//! - Nothing here changes the process if the sandbox is off.
+
+mod calls;
+mod folders;
+mod trap;
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+pub use calls::Kind;
+pub use folders::{Access, Folder};
+pub use trap::STATUS;
+
+/// The folders of a sandbox that is on. `None`: the kernel does not enforce them.
+static GRANTED: OnceLock<Option<Vec<Folder>>> = OnceLock::new();
+
+/// Confines this process for good. Returns what the kernel cannot enforce, one sentence each.
+pub fn enter(folders: Vec<Folder>) -> io::Result<Vec<String>> {
+    let mut lacks = Vec::new();
+    trap::install()?;
+    let is_enforced = folders::restrict(&folders, &mut lacks)?;
+    if let Err(e) = calls::apply(Kind::Any) {
+        lacks.push(format!("the kernel has no filters for system calls (seccomp): {e}"));
+    }
+    crate::threads::start()?;
+    let _ = GRANTED.set(is_enforced.then_some(folders));
+    Ok(lacks)
+}
+
+/// Returns whether the sandbox is on.
+pub fn is_on() -> bool {
+    GRANTED.get().is_some()
+}
+
+/// Restricts the calling thread to the system calls of its kind. Does nothing if the sandbox is
+/// off.
+pub fn confine(kind: Kind) {
+    if is_on()
+        && let Err(e) = calls::apply(kind)
+    {
+        // `enter` has warned if the kernel has no filters.
+        tracing::debug!("sandbox: no filter for this thread: {e}");
+    }
+}
+
+/// Restricts a process of one thread to the system calls of a kind, whether or not it is a server.
+pub fn confine_process(kind: Kind) -> io::Result<()> {
+    trap::install()?;
+    calls::apply(kind)
+}
+
+/// Returns the folder of a file if the sandbox refuses it. Returns `None` if the sandbox is off.
+pub fn refused_folder(path: &Path) -> Option<PathBuf> {
+    let granted = GRANTED.get()?.as_ref()?;
+    folders::refused(granted, path)
+}
+
+/// Returns whether the sandbox lets the process create a socket at `path`.
+pub fn may_listen(path: &Path) -> bool {
+    let granted = GRANTED.get().and_then(Option::as_ref);
+    granted.is_none_or(|granted| folders::may_listen(granted, path))
+}
+
+/// Returns what to do about a file that the sandbox refuses, as the end of a message.
+pub fn advice(path: &Path) -> Option<String> {
+    refused_folder(path).map(|folder| {
+        let folder = folder.display();
+        format!(
+            "the sandbox refuses folder {folder}: start the server with --allow-folder {folder}"
+        )
+    })
+}
+
+#[cfg(test)]
+mod tests;

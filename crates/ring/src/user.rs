@@ -1,0 +1,75 @@
+//! The user that a server runs as, if root started it.
+//!
+//! In: the name or number of a user. Out: a process with that user, the user's groups, and no
+//! capabilities. What must hold: all threads change together (the C library sees to that), and the
+//! process cannot change back.
+
+use std::ffi::CString;
+use std::io;
+
+/// A user of this host.
+struct User {
+    name: CString,
+    id: libc::uid_t,
+    group: libc::gid_t,
+}
+
+/// Returns the user with this name or number, or `None` if there is none.
+fn find(text: &str) -> io::Result<Option<User>> {
+    // SAFETY: an all-zero entry is a valid value of this plain C struct.
+    let mut entry: libc::passwd = unsafe { std::mem::zeroed() };
+    let mut space = vec![0; 1 << 16];
+    let mut found = std::ptr::null_mut();
+    let name = CString::new(text)?;
+    let (to, len) = (space.as_mut_ptr(), space.len());
+    let rc = match text.parse::<libc::uid_t>() {
+        // SAFETY: the function writes to `entry`, `found`, and at most `len` bytes to `space`,
+        // which are ours and outlive the call.
+        Ok(id) => unsafe { libc::getpwuid_r(id, &mut entry, to, len, &mut found) },
+        // SAFETY: as above; `name` ends with a zero byte.
+        Err(_) => unsafe { libc::getpwnam_r(name.as_ptr(), &mut entry, to, len, &mut found) },
+    };
+    if rc != 0 {
+        return Err(io::Error::from_raw_os_error(rc));
+    }
+    if found.is_null() {
+        return Ok(None);
+    }
+    // SAFETY: a found entry has a name, which ends with a zero byte and lies in `space`.
+    let name = unsafe { std::ffi::CStr::from_ptr(entry.pw_name) }.to_owned();
+    Ok(Some(User { name, id: entry.pw_uid, group: entry.pw_gid }))
+}
+
+/// Makes this process run as another user, for good. Does nothing if it runs as that user.
+pub fn become_user(text: &str) -> io::Result<()> {
+    let user = find(text)?;
+    let user = user.ok_or_else(|| io::Error::other("this host has no such user"))?;
+    if rustix::process::geteuid().as_raw() == user.id && user.id != 0 {
+        return Ok(());
+    }
+    let done = |rc: libc::c_int| if rc == 0 { Ok(()) } else { Err(io::Error::last_os_error()) };
+    // SAFETY: the arguments are a string that ends with a zero byte, and plain numbers.
+    unsafe {
+        done(libc::initgroups(user.name.as_ptr(), user.group))?;
+        done(libc::setresgid(user.group, user.group, user.group))?;
+        done(libc::setresuid(user.id, user.id, user.id))?;
+        // The kernel clears the mark at a change of users. With the mark, the user's other programs
+        // see which files this process has locked.
+        done(libc::prctl(libc::PR_SET_DUMPABLE, 1, 0, 0, 0))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn users_are_found_by_name_and_by_number() {
+        for text in ["root", "0"] {
+            let user = find(text).unwrap().unwrap();
+            assert_eq!((user.name.to_str(), user.id, user.group), (Ok("root"), 0, 0));
+        }
+        assert!(find("no such user").unwrap().is_none());
+        assert!(become_user("no such user").is_err());
+    }
+}
