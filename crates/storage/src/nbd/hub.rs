@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::task::{Poll, Waker};
 
 use blockyard_ring::sandbox::{self, Kind};
-use blockyard_ring::{Executor, Remote};
+use blockyard_ring::{Executor, Remote, threads};
 
 use super::client::Client;
 use super::export::Export;
@@ -32,7 +32,8 @@ impl Hub {
     pub fn start(export: &Arc<Export>) -> io::Result<Self> {
         let (sender, receiver) = mpsc::sync_channel(1);
         let export = export.clone();
-        std::thread::Builder::new().name("nbd".into()).spawn(move || {
+        // A reactor calls this, and may not start threads itself.
+        threads::spawn(std::thread::Builder::new().name("nbd".into()), move || {
             let executor = match Executor::new() {
                 Ok(executor) => executor,
                 Err(e) => return drop(sender.send(Err(e))),
