@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use blockyard_sched::Knobs;
 use serde::Deserialize;
 
+pub mod files;
 pub mod mistake;
 
 use crate::claims::Claims;
@@ -93,15 +94,12 @@ impl Config {
         }
     }
 
-    /// Reads a configuration file. `may_be_empty`: calls of the API can add disks.
+    /// Reads a configuration file and its folder `conf.d`; see [`files`]. `may_be_empty`: calls of
+    /// the API can add disks.
     pub fn read(path: &Path, may_be_empty: bool) -> Result<Self, ConfigError> {
-        let owned = || path.to_path_buf();
-        let text = std::fs::read_to_string(path)
-            .map_err(|source| ConfigError::Read { path: owned(), source })?;
-        let wrong = |e| ConfigError::Parse { path: owned(), message: mistake::describe(&text, &e) };
-        let config: Config = toml::from_str(&text).map_err(wrong)?;
-        let config = Config { file: text.parse().map_err(wrong)?, ..config };
-        config.check(may_be_empty).map_err(|what| ConfigError::Value { path: owned(), what })?;
+        let config = files::read(path)?;
+        let checked = config.check(may_be_empty);
+        checked.map_err(|what| ConfigError::Value { path: path.to_path_buf(), what })?;
         Ok(config)
     }
 

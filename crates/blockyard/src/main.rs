@@ -29,10 +29,12 @@ mod man;
 mod nbd;
 mod options;
 mod panics;
+mod persist;
 mod reload;
 mod sandbox;
 mod serve;
 mod shares;
+mod supervisor;
 mod toolstack;
 mod xen;
 

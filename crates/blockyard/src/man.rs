@@ -129,7 +129,10 @@ fn related(path: &str) -> &'static [&'static str] {
 
 fn files(path: &str) -> Terms {
     const SERVE: Terms = &[
-        ("/etc/blockyard.toml", "Configuration file of the systemd unit blockyard.service."),
+        (
+            "/etc/blockyard/blockyard.toml",
+            "Configuration file of the systemd unit blockyard.service.",
+        ),
         (
             "/var/lib/blockyard/costs.toml",
             "Costs of the devices' operations, from blockyard-bench-calibrate(1). \

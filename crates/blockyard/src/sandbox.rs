@@ -13,7 +13,7 @@ use blockyard_ring::sandbox::{self, Access, Folder};
 use blockyard_ring::witness::{self, Question};
 use blockyard_ring::{holders, user};
 
-use crate::config::Config;
+use crate::config::{Config, files};
 use crate::exports;
 use crate::options::api::ApiArgs;
 use crate::options::disk::DiskArgs;
@@ -86,7 +86,8 @@ pub fn check(disk: &DiskArgs) -> anyhow::Result<()> {
         }
         None => Ok(()),
     };
-    if let Some(image) = image_of(disk) {
+    // The error about a missing image is better.
+    if let Some(image) = image_of(disk).filter(|image| image.exists()) {
         refused("image", &image)?;
     }
     for socket in sockets_of(disk) {
@@ -117,7 +118,12 @@ fn folders(args: &SandboxArgs, needs: &Needs<'_>) -> Vec<Folder> {
     add(Path::new("/dev/null"), Access::Write);
     args.allow_folders.iter().for_each(|folder| add(folder, Access::Write));
     if let Some(file) = needs.config_file {
-        add(folder_of(file), Access::Read);
+        let root = files::root(file);
+        add(root, Access::Read);
+        if needs.api.api.is_some() {
+            // The API keeps changes there (ctl --persist).
+            add(&root.join(files::FOLDER), Access::Write);
+        }
     }
     let api = needs.api.api.as_deref().filter(|socket| !socket.starts_with("fd:"));
     if let Some(socket) = api {
@@ -209,10 +215,10 @@ fn folder_of(path: &Path) -> &Path {
 mod tests {
     use super::*;
 
-    fn granted(text: &str, api: &str) -> Vec<Folder> {
+    fn granted(text: &str, api: Option<&str>) -> Vec<Folder> {
         let config: Config = toml::from_str(text).unwrap();
         let args = SandboxArgs { allow_folders: vec!["/more".into()], ..SandboxArgs::default() };
-        let api = ApiArgs { api: Some(api.into()), ..ApiArgs::default() };
+        let api = ApiArgs { api: api.map(String::from), ..ApiArgs::default() };
         let (config_file, attached) = (Some(Path::new("/conf/disks.toml")), false);
         let (nbd, xen) = (&config.nbd, &config.xen);
         let needs = Needs { config: &config, config_file, api: &api, nbd, xen, attached };
@@ -236,6 +242,7 @@ mod tests {
         let expected = [
             new("/more", Access::Write),
             new("/conf", Access::Read),
+            new("/conf/conf.d", Access::Write),
             new("/api", Access::Sockets),
             new("/tls", Access::Read),
             new("/golden", Access::Write),
@@ -245,7 +252,7 @@ mod tests {
             new("/slow", Access::Write),
             new("/client", Access::Read),
         ];
-        assert_eq!(granted(text, "/api/socket"), expected);
+        assert_eq!(granted(text, Some("/api/socket")), expected);
     }
 
     #[test]
@@ -254,8 +261,8 @@ mod tests {
         let conf = Folder::new("/conf", Access::Read);
         let (more, write) = (Folder::new("/more", Access::Write), Access::Write);
         let alone = [more.clone(), conf.clone(), Folder::new("/dev/zero", write)];
-        assert_eq!(granted(disk, "fd:4"), alone);
+        assert_eq!(granted(disk, None), alone);
         let ublk = "[[disk]]\nimage = \"ram:1M\"\nublk = true\n";
-        assert_eq!(granted(ublk, "fd:4"), [more, conf, Folder::new("/dev", write)]);
+        assert_eq!(granted(ublk, None), [more, conf, Folder::new("/dev", write)]);
     }
 }

@@ -29,7 +29,7 @@ use crate::options::values::Cpus;
 use crate::options::xen::XenArgs;
 use crate::sandbox::Needs;
 use crate::toolstack::Toolstacks;
-use crate::{api, attach, figures, journals, log, sandbox, shares};
+use crate::{api, attach, figures, journals, log, sandbox, shares, supervisor};
 
 pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     blockyard_ring::inherited::note();
@@ -75,7 +75,8 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR1])?;
     let reactors = options.reactors.or(config.reactors).unwrap_or(1);
     let cpus = options.cpus.as_ref().map_or(&[][..], |c| &c.0);
-    let reactors = Reactors::start(reactors.into(), cpus).map_err(explain_io_uring)?;
+    let reactors = Reactors::start_supervised(reactors.into(), cpus, supervisor::alive())
+        .map_err(explain_io_uring)?;
     let reactors = Arc::new(reactors);
     let nbd = Arc::new(Mutex::new(Servers::new(nbd, reactors.clone())));
     let common = Common { nbd, attached: options.attached };

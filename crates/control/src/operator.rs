@@ -23,14 +23,17 @@ pub trait Operator: Send + Sync + 'static {
 
     fn disk(&self, name: &str) -> Answer<Disk>;
 
-    /// Opens a disk and starts its exports. `keys`: those of a `[[disk]]` table.
-    fn add(&self, keys: Object) -> Answer<Disk>;
+    /// Opens a disk and starts its exports. `keys`: those of a `[[disk]]` table. `persist`: writes
+    /// them into the configuration.
+    fn add(&self, keys: Object, persist: bool) -> Answer<Disk>;
 
-    /// Closes a disk. Without `force`, refuses while a client is connected.
-    fn remove(&self, name: &str, force: bool) -> Answer<Removed>;
+    /// Closes a disk. Without `force`, refuses while a client is connected. `persist`: removes it
+    /// from the configuration.
+    fn remove(&self, name: &str, force: bool, persist: bool) -> Answer<Removed>;
 
     /// Changes keys of a disk that need no reconnection. A null restores the default of its key.
-    fn set(&self, name: &str, keys: Object) -> Answer<Disk>;
+    /// `persist`: writes them into the configuration.
+    fn set(&self, name: &str, keys: Object, persist: bool) -> Answer<Disk>;
 
     /// Adopts the present size of the image.
     fn refresh(&self, name: &str) -> Answer<Resized>;

@@ -22,8 +22,8 @@ use crate::operator::{Answer, Object, Operator};
 use crate::problem::{Kind, Problem};
 use crate::server::THREADS;
 use crate::types::{
-    Disk, Disks, Flushed, Job, JobRequest, Jobs, Reload, ReloadQuery, RemoveQuery, Removed, Resize,
-    Resized, ServerInfo, Snapshot,
+    ChangeQuery, Disk, Disks, Flushed, Job, JobRequest, Jobs, Reload, ReloadQuery, RemoveQuery,
+    Removed, Resize, Resized, ServerInfo, Snapshot,
 };
 
 /// Maximum number of calls that may block. The other threads answer calls that do not block.
@@ -161,14 +161,15 @@ async fn disk(State(calls): State<Calls>, At(name): At<String>) -> Answer<Json<D
 }
 
 /// Adds a disk. The body has the keys of a `[[disk]]` table of the configuration file.
-#[utoipa::path(post, path = "/v1/disks", request_body = Object, responses(
+#[utoipa::path(post, path = "/v1/disks", params(ChangeQuery), request_body = Object, responses(
     (status = CREATED, body = Disk), (status = BAD_REQUEST, body = Problem),
     (status = CONFLICT, body = Problem), (status = UNPROCESSABLE_ENTITY, body = Problem)))]
 async fn add(
     State(calls): State<Calls>,
+    Parameters(query): Parameters<ChangeQuery>,
     Body(keys): Body<Object>,
 ) -> Answer<(StatusCode, Json<Disk>)> {
-    let disk = calls.slow(move |operator| operator.add(keys)).await?;
+    let disk = calls.slow(move |operator| operator.add(keys, query.persist)).await?;
     Ok((StatusCode::CREATED, disk))
 }
 
@@ -181,21 +182,22 @@ async fn remove(
     At(name): At<String>,
     Parameters(query): Parameters<RemoveQuery>,
 ) -> Answer<Json<Removed>> {
-    calls.slow(move |operator| operator.remove(&name, query.force)).await
+    calls.slow(move |operator| operator.remove(&name, query.force, query.persist)).await
 }
 
 /// Changes weight, limits, reservations, latency target or `tls-allow` of a disk. Clients stay
 /// connected. Null restores a default.
-#[utoipa::path(patch, path = "/v1/disks/{name}", params(("name" = String, Path)),
+#[utoipa::path(patch, path = "/v1/disks/{name}", params(("name" = String, Path), ChangeQuery),
     request_body = Object, responses((status = OK, body = Disk),
         (status = BAD_REQUEST, body = Problem), (status = NOT_FOUND, body = Problem),
         (status = CONFLICT, body = Problem), (status = UNPROCESSABLE_ENTITY, body = Problem)))]
 async fn set(
     State(calls): State<Calls>,
     At(name): At<String>,
+    Parameters(query): Parameters<ChangeQuery>,
     Body(keys): Body<Object>,
 ) -> Answer<Json<Disk>> {
-    calls.slow(move |operator| operator.set(&name, keys)).await
+    calls.slow(move |operator| operator.set(&name, keys, query.persist)).await
 }
 
 /// Adopts the present size of the image, and notifies clients.

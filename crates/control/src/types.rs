@@ -288,6 +288,19 @@ pub struct RemoveQuery {
     /// Disconnect clients.
     #[serde(default)]
     pub force: bool,
+    /// Remove the disk from the configuration too.
+    #[serde(default)]
+    pub persist: bool,
+}
+
+/// Parameters of a change.
+#[derive(Clone, Copy, Debug, Default, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+#[serde(deny_unknown_fields)]
+pub struct ChangeQuery {
+    /// Write the change into the configuration too, so that a restart keeps it.
+    #[serde(default)]
+    pub persist: bool,
 }
 
 /// Parameters of a reload.

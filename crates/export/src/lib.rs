@@ -33,3 +33,4 @@ pub use listener::{Listener, SocketError};
 pub use policy::PolicyFigures;
 pub use policy::polling::PollMode;
 pub use reactors::Reactors;
+pub use watchdog::Alive;

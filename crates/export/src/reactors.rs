@@ -10,7 +10,7 @@ use blockyard_ring::sandbox::{self, Kind};
 use blockyard_ring::{Executor, Pulse, Remote};
 
 use crate::acceptor::Acceptor;
-use crate::watchdog::Watchdog;
+use crate::watchdog::{Alive, Watchdog};
 
 /// The reactors, their watchdog, and the acceptor of their clients.
 pub struct Reactors {
@@ -30,6 +30,15 @@ impl Reactors {
     /// Starts `count` reactors, named `reactor-N`. They are bound to the processors of `cpus` in
     /// round-robin order. If `cpus` is empty, they are not bound.
     pub fn start(count: usize, cpus: &[usize]) -> io::Result<Self> {
+        Self::start_supervised(count, cpus, None)
+    }
+
+    /// Like [`Reactors::start`]. The watchdog also reports that all reactors make progress.
+    pub fn start_supervised(
+        count: usize,
+        cpus: &[usize],
+        alive: Option<Alive>,
+    ) -> io::Result<Self> {
         let cpu = |number: usize| cpus.get(number % cpus.len().max(1)).copied();
         let mut reactors = Reactors {
             reactors: Vec::new(),
@@ -43,7 +52,7 @@ impl Reactors {
             reactors.reactors.push(reactor);
             pulses.push((name(number), pulse));
         }
-        reactors.watchdog = Some(Watchdog::start(pulses)?);
+        reactors.watchdog = Some(Watchdog::start(pulses, alive)?);
         Ok(reactors)
     }
 

@@ -20,6 +20,15 @@ use crate::log::{Budget, Withheld};
 /// stopped, no reactor has stalled.
 const PERIOD: Duration = Duration::from_millis(400);
 const CHECKS: u32 = 3;
+/// Shortest time between two checks, if a report is due while a reactor stalls.
+const SHORTEST: Duration = Duration::from_millis(10);
+
+/// What the watchdog does while all reactors make progress, for a supervisor such as systemd.
+pub struct Alive {
+    /// Time between two reports.
+    pub period: Duration,
+    pub report: Box<dyn Fn() + Send>,
+}
 
 /// Watches the reactors from its own thread. Drop ends it.
 pub struct Watchdog {
@@ -29,14 +38,17 @@ pub struct Watchdog {
 }
 
 impl Watchdog {
-    /// Starts to watch `reactors`, each with its name.
-    pub fn start(reactors: Vec<(String, Arc<Pulse>)>) -> std::io::Result<Self> {
+    /// Starts to watch `reactors`, each with its name. Without `alive`, nothing is reported.
+    pub fn start(
+        reactors: Vec<(String, Arc<Pulse>)>,
+        alive: Option<Alive>,
+    ) -> std::io::Result<Self> {
         let (watcher, stop) = (Arc::new(Watcher::default()), Arc::new(AtomicBool::new(false)));
         reactors.iter().for_each(|(_, pulse)| pulse.watched_by(&watcher));
         let (watching, stopped) = (watcher.clone(), stop.clone());
         let body = move || {
-            sandbox::confine(Kind::Log);
-            watch(&watching, &stopped, &reactors)
+            sandbox::confine(Kind::Watchdog);
+            watch(&watching, &stopped, &reactors, alive.as_ref())
         };
         let thread = std::thread::Builder::new()
             .name("watchdog".into())
@@ -57,7 +69,13 @@ impl Drop for Watchdog {
     }
 }
 
-fn watch(watcher: &Watcher, stop: &AtomicBool, reactors: &[(String, Arc<Pulse>)]) {
+fn watch(
+    watcher: &Watcher,
+    stop: &AtomicBool,
+    reactors: &[(String, Arc<Pulse>)],
+    alive: Option<&Alive>,
+) {
+    let mut reported = Instant::now();
     watcher.set_this_thread();
     let mut checks: Vec<_> = reactors.iter().map(|_| Observed::default()).collect();
     let budget = Budget::default();
@@ -86,7 +104,20 @@ fn watch(watcher: &Watcher, stop: &AtomicBool, reactors: &[(String, Arc<Pulse>)]
                 None => {}
             }
         }
-        if all_asleep { watcher.rest(asleep) } else { std::thread::park_timeout(PERIOD) }
+        let stalls = checks.iter().any(Observed::stalls);
+        if let Some(alive) = alive
+            && !stalls
+            && reported.elapsed() >= alive.period
+        {
+            (alive.report)();
+            reported = Instant::now();
+        }
+        let limit = alive.map(|alive| alive.period.saturating_sub(reported.elapsed()));
+        if all_asleep {
+            watcher.rest(asleep, limit)
+        } else {
+            std::thread::park_timeout(limit.unwrap_or(PERIOD).min(PERIOD).max(SHORTEST))
+        }
     }
 }
 
@@ -108,6 +139,11 @@ enum Seen {
 }
 
 impl Observed {
+    /// Returns whether the iteration has lasted too long already.
+    fn stalls(&self) -> bool {
+        self.iteration.is_some() && self.checks >= CHECKS
+    }
+
     /// Checks once. `iteration` is the iteration that the reactor is in, or `None` if it sleeps.
     fn sees(&mut self, iteration: Option<u64>) -> Option<Seen> {
         if iteration.is_some() && iteration == self.iteration {

@@ -46,11 +46,11 @@ const ALL: &[(&str, &[Example])] = &[
             ),
             example(
                 "Serve all disks of a configuration file; SIGHUP reads the file again",
-                "blockyard serve --config /etc/blockyard.toml",
+                "blockyard serve --config /etc/blockyard/blockyard.toml",
             ),
             example(
                 "Check a configuration file and the images that it names",
-                "blockyard serve --config /etc/blockyard.toml --check-config",
+                "blockyard serve --config /etc/blockyard/blockyard.toml --check-config",
             ),
         ],
     ),

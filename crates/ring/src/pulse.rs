@@ -9,6 +9,7 @@
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::Thread;
+use std::time::Duration;
 
 /// Label of a task: its position in the list of labels, from 1. 0 means no label.
 pub(crate) type Label = u32;
@@ -26,12 +27,15 @@ impl Watcher {
         let _ = self.thread.set(std::thread::current());
     }
 
-    /// Rests until [`Watcher::wake`]. Returns at once if `asleep` returns false, because an
-    /// executor has woken up meanwhile.
-    pub fn rest(&self, asleep: impl Fn() -> bool) {
+    /// Rests until [`Watcher::wake`], at most for `limit`. Returns at once if `asleep` returns
+    /// false, because an executor has woken up meanwhile.
+    pub fn rest(&self, asleep: impl Fn() -> bool, limit: Option<Duration>) {
         self.rests.store(true, Ordering::SeqCst);
         if asleep() {
-            std::thread::park();
+            match limit {
+                Some(limit) => std::thread::park_timeout(limit),
+                None => std::thread::park(),
+            }
         }
         self.rests.store(false, Ordering::SeqCst);
     }
@@ -154,12 +158,13 @@ mod tests {
         let pulse = Pulse::default();
         pulse.watched_by(&watcher);
         pulse.sleeps();
-        watcher.rest(|| {
+        let wakes = || {
             assert_eq!(pulse.iteration(), None);
             // The executor wakes up between the check and the rest, so the rest ends at once.
             pulse.wakes();
             true
-        });
-        watcher.rest(|| pulse.iteration().is_none());
+        };
+        watcher.rest(wakes, None);
+        watcher.rest(|| pulse.iteration().is_none(), None);
     }
 }

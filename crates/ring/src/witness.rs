@@ -5,7 +5,8 @@
 //! process that holds an image's lock, and must know whether that process still lives. So the
 //! server starts this process before it enters its sandbox.
 //!
-//! In: questions of the server, each a few bytes, on a socket. Out: an answer to each, a short text.
+//! In: questions of the server on a socket, each a few bytes. Out: an answer to each, a short
+//! text.
 //!
 //! What must hold
 //! - The witness receives numbers only, and returns names of processes. It cannot write files.
@@ -33,7 +34,7 @@ const MAX_ANSWER: u16 = 4096;
 
 static WITNESS: Mutex<Option<UnixStream>> = Mutex::new(None);
 
-/// A question: what is asked, and two numbers.
+/// A question: its kind, and two numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Question {
     pub kind: u8,

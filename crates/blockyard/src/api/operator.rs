@@ -18,6 +18,7 @@ use crate::disks::check;
 use crate::figures::describe_clients;
 use crate::options::disk::DiskArgs;
 use crate::options::knobs;
+use crate::persist::Persistence;
 use crate::serve::{AddError, Server};
 
 impl Server {
@@ -55,10 +56,22 @@ impl Server {
         Err(Problem::new(Kind::Invalid, what).in_field("group"))
     }
 
+    /// Returns where changes are kept, if the caller asks for that.
+    fn persistence(&self, wanted: bool) -> Answer<Option<Persistence>> {
+        let found = wanted.then(|| Persistence::of(self.options.config.as_deref())).transpose();
+        found.map_err(|e| Problem::new(Kind::Conflict, format!("{e:#}")))
+    }
+
     fn job(&self, number: u64) -> Answer<blockyard_yard::Job> {
         let found = self.yard.jobs().into_iter().find(|job| job.number() == number);
         found.ok_or_else(|| Problem::new(Kind::NotFound, format!("there is no job {number}")))
     }
+}
+
+/// Returns the error of a change that took effect, but that a restart would lose.
+fn not_kept(name: &str, done: &str, kept: anyhow::Result<()>) -> Answer<()> {
+    let what = |e| format!("disk \"{name}\" {done}, but a restart would not know that: {e:#}");
+    kept.map_err(|e| Problem::new(Kind::Failed, what(e)))
 }
 
 impl Operator for Server {
@@ -96,7 +109,8 @@ impl Operator for Server {
         })
     }
 
-    fn add(&self, keys: Object) -> Answer<Disk> {
+    fn add(&self, keys: Object, persist: bool) -> Answer<Disk> {
+        let store = self.persistence(persist)?;
         let (args, table) = words::disk(keys)?;
         check(&args).map_err(|e| Problem::new(Kind::Invalid, format!("{e:#}")))?;
         self.check_group(&args)?;
@@ -105,15 +119,20 @@ impl Operator for Server {
             let what = format!("a disk is called \"{name}\" already: choose another name");
             return Err(Problem::new(Kind::Conflict, what).in_field("name"));
         }
-        self.add(args, table, true).map_err(|e| match e {
+        self.add(args.clone(), table.clone(), true).map_err(|e| match e {
             AddError::Conflict(what) => Problem::new(Kind::Conflict, what),
             AddError::Open(e) => Problem::new(Kind::Failed, format!("{e:#}")),
             AddError::Yard(e) => words::problem(e),
         })?;
+        if let Some(store) = store {
+            not_kept(&name, "is served", store.keep(&name, table))?;
+            self.book.adopt(&[args]);
+        }
         self.disk(&name)
     }
 
-    fn remove(&self, name: &str, force: bool) -> Answer<Removed> {
+    fn remove(&self, name: &str, force: bool, persist: bool) -> Answer<Removed> {
+        let store = self.persistence(persist)?;
         let held = self.hold(name)?;
         if !force {
             let clients = self.yard.report(name).map_err(words::problem)?.clients;
@@ -126,16 +145,24 @@ impl Operator for Server {
             }
         }
         let flushed = self.remove(held).map_err(words::problem)?;
+        if let Some(store) = store {
+            not_kept(name, "is removed", store.forget(name))?;
+        }
         Ok(Removed { name: name.into(), flushed })
     }
 
-    fn set(&self, name: &str, keys: Object) -> Answer<Disk> {
+    fn set(&self, name: &str, keys: Object, persist: bool) -> Answer<Disk> {
+        let store = self.persistence(persist)?;
         let held = self.hold(name)?;
         let entry = held.entry();
         let (args, table) = words::changed(entry.args, entry.keys, keys)?;
         knobs::check(&args.knobs())
             .map_err(|e| Problem::new(Kind::Invalid, format!("disk \"{name}\": {e}")))?;
-        self.change(&held, args, table).map_err(words::problem)?;
+        self.change(&held, args.clone(), table.clone()).map_err(words::problem)?;
+        if let Some(store) = store {
+            not_kept(name, "is changed", store.keep(name, table))?;
+            self.book.adopt(&[args]);
+        }
         drop(held);
         self.disk(name)
     }

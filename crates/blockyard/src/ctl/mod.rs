@@ -52,8 +52,12 @@ pub enum Command {
     },
     /// Add a disk.
     ///
-    /// A reload keeps the disk, although the configuration file lacks it. A restart does not.
+    /// A reload keeps the disk, although the configuration file lacks it. A restart does not,
+    /// unless --persist is given.
     Add {
+        /// Write the disk into the folder conf.d of the configuration too.
+        #[arg(long)]
+        persist: bool,
         /// Keys of a [[disk]] table (docs/configuration.md), such as image=/srv/a.qcow2.
         #[arg(required = true, value_name = "KEY=VALUE")]
         keys: Vec<String>,
@@ -65,11 +69,18 @@ pub enum Command {
         /// Disconnect clients.
         #[arg(long)]
         force: bool,
+        /// Remove the disk from the configuration too.
+        #[arg(long)]
+        persist: bool,
     },
     /// Change weight, limits, reservations, latency-target or tls-allow of a disk.
     ///
-    /// Clients stay connected. A restart or a reload restores the values of the configuration file.
+    /// Clients stay connected. A restart or a reload restores the values of the configuration file,
+    /// unless --persist is given.
     Set {
+        /// Write the values into the folder conf.d of the configuration too.
+        #[arg(long)]
+        persist: bool,
         /// Name of the disk.
         disk: String,
         /// Keys, such as iops=5000. An empty value restores the default.
@@ -209,11 +220,15 @@ fn answer(caller: &Caller<'_>, command: &Command) -> anyhow::Result<Value> {
         }
         Command::List => caller.get("/v1/disks"),
         Command::Show { disk } => caller.get(&of(disk, "")),
-        Command::Add { keys } => caller.post("/v1/disks", Some(&object(keys)?)),
-        Command::Remove { disk, force } => {
-            caller.delete(&of(disk, if *force { "?force=true" } else { "" }))
+        Command::Add { keys, persist } => {
+            caller.post(&format!("/v1/disks?persist={persist}"), Some(&object(keys)?))
         }
-        Command::Set { disk, keys } => caller.patch(&of(disk, ""), &object(keys)?),
+        Command::Remove { disk, force, persist } => {
+            caller.delete(&of(disk, &format!("?force={force}&persist={persist}")))
+        }
+        Command::Set { disk, keys, persist } => {
+            caller.patch(&of(disk, &format!("?persist={persist}")), &object(keys)?)
+        }
         Command::Snapshot { disk, overlay, no_wait } => {
             // The server may have another working folder.
             let overlay = std::path::absolute(overlay).context("finding the working folder")?;

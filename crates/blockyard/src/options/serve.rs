@@ -16,7 +16,9 @@ pub struct ServeOptions {
     #[command(flatten)]
     pub disk: Option<DiskArgs>,
 
-    /// Serve the disks of this TOML file. SIGHUP reads it again.
+    /// Serve the disks of this TOML file, and of the files in the folder conf.d beside it.
+    ///
+    /// A folder instead of a file: blockyard.toml and conf.d in it. SIGHUP reads all files again.
     #[arg(long, value_name = "FILE", conflicts_with = "DiskArgs", help_heading = "Server",
         value_hint = ValueHint::FilePath)]
     pub config: Option<PathBuf>,

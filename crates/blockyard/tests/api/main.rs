@@ -5,6 +5,7 @@
 //!   wrong     bodies, parameters and paths with mistakes
 //!   hostile   clients that send or read nothing, or too much
 //!   command   `blockyard ctl`
+//!   persist   changes that a restart keeps
 //!   sandbox   disks outside of the folders of the server
 //! ```
 
@@ -15,5 +16,6 @@ mod server;
 mod calls;
 mod command;
 mod hostile;
+mod persist;
 mod sandbox;
 mod wrong;

@@ -78,6 +78,19 @@ fn sockets_are_found_by_name_and_the_manager_is_notified_of_start_and_stop() {
 }
 
 #[test]
+fn an_idle_server_reports_to_the_watchdog_of_the_manager() {
+    let manager = Manager::new();
+    let mut command = Command::new(BLOCKYARD);
+    command.args(["serve", "null:1M", "--vhost-user"]).arg(manager.folder.join("s"));
+    command.env("NOTIFY_SOCKET", manager.folder.join("notify")).env("WATCHDOG_USEC", "200000");
+    let mut daemon = Daemon::start(&mut command);
+    daemon.wait_ready();
+    let reports = std::iter::repeat_with(|| manager.next()).filter(|text| text == "WATCHDOG=1");
+    assert_eq!(reports.take(5).count(), 5);
+    daemon.stop();
+}
+
+#[test]
 fn a_socket_is_found_by_its_number() {
     let manager = Manager::new();
     for (fd, name, mine) in

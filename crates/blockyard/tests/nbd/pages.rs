@@ -158,6 +158,11 @@ fn configuration() {
 }
 
 #[test]
+fn sandbox() {
+    runs_as_it_stands("sandbox.md", &[]);
+}
+
+#[test]
 fn measure() {
     runs_as_it_stands("measure.md", &["fio"]);
 }

@@ -29,8 +29,10 @@ pub enum Kind {
     Reactor,
     /// Carries out calls of the API. Makes no sockets and maps no code.
     Control,
-    /// Writes the log, or watches other threads. Has no files and sockets of its own.
+    /// Writes the log. Opens files for reading only.
     Log,
+    /// Watches reactors, and reports to the supervisor on a socket that is connected.
+    Watchdog,
     /// The process that looks for holders of locks; see `witness`.
     Witness,
 }
@@ -56,9 +58,12 @@ fn programs(kind: Kind) -> Result<Vec<BpfProgram>, seccompiler::BackendError> {
         Kind::Reactor => &[MEMORY, THREAD, FILES, REQUESTS, SOCKETS],
         Kind::Control => &[MEMORY, THREAD, FILES, REQUESTS, SOCKETS, PATHS, STARTS],
         Kind::Log => &[MEMORY, THREAD, FILES],
+        Kind::Watchdog => &[MEMORY, THREAD, FILES, SOCKETS],
         Kind::Witness => &[MEMORY, THREAD, FILES],
     };
     rules.extend(lists.iter().flat_map(|list| list.iter()).map(|call| (*call, Vec::new())));
+    // A tracer (strace --inject) replaces a call that it lets fail by this number.
+    rules.insert(u32::MAX.into(), Vec::new());
     let maps_code = kind == Kind::Any;
     for call in [libc::SYS_mmap, libc::SYS_mprotect] {
         rules.insert(call, if maps_code { Vec::new() } else { vec![without(2, PROT_EXEC)?] });
@@ -87,13 +92,11 @@ fn programs(kind: Kind) -> Result<Vec<BpfProgram>, seccompiler::BackendError> {
     let mut programs = vec![BpfProgram::try_from(allow)?];
     if kind == Kind::Any {
         // The kernel cannot look at the flags of clone3, because they are in memory. The C library
-        // uses clone if clone3 does not exist.
+        // uses clone if clone3 does not exist. The strictest answer of all filters counts.
         let refused = Rules::from([(libc::SYS_clone3, Vec::new())]);
         let none = SeccompAction::Errno(libc::ENOSYS as u32);
         programs.push(SeccompFilter::new(refused, SeccompAction::Allow, none, arch)?.try_into()?);
     }
-    // The filter that was added last is the first to be asked, but the strictest answer counts.
-    programs.reverse();
     Ok(programs)
 }
 
@@ -323,7 +326,9 @@ mod tests {
     #[test]
     fn every_kind_has_a_filter_that_the_kernel_accepts_in_size() {
         // BPF_MAXINSNS
-        for kind in [Kind::Any, Kind::Reactor, Kind::Control, Kind::Log, Kind::Witness] {
+        for kind in
+            [Kind::Any, Kind::Reactor, Kind::Control, Kind::Log, Kind::Watchdog, Kind::Witness]
+        {
             let programs = programs(kind).unwrap();
             assert!(programs.iter().all(|p| !p.is_empty() && p.len() < 4096), "{kind:?}");
         }

@@ -9,8 +9,8 @@
 //! In: folders and what the server does in them. Out: a process that the kernel confines.
 //!
 //! What must hold
-//! - [`enter`] runs before the process starts threads, because both restrictions belong to a thread,
-//!   and new threads inherit them.
+//! - [`enter`] runs before the process starts threads. Both restrictions belong to a thread, and
+//!   new threads inherit them.
 //! - A thread of a stricter kind calls [`confine`] at its start. It starts no threads itself: new
 //!   threads come from the thread of [`threads`](crate::threads), which is not as strict.
 //! - Nothing here changes the process if the sandbox is off.

@@ -1,0 +1,193 @@
+//! The files of a configuration: one main file, and a folder `conf.d` beside it.
+//!
+//! In: the path of `--config`, a file or a folder. Out: one configuration. Files of the folder come
+//! after the main file, in the order of their names. What must hold: each error names its file and
+//! line. A disk or group of a later file replaces the one of the same name, as a whole.
+
+use std::collections::{BTreeMap, HashSet};
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use toml::{Table, Value};
+
+use super::{Config, ConfigError, mistake};
+use crate::options::disk::DiskArgs;
+use crate::options::knobs::GroupArgs;
+
+/// Name of the folder.
+pub const FOLDER: &str = "conf.d";
+
+/// Name of the main file if `--config` names a folder.
+const MAIN: &str = "blockyard.toml";
+
+/// A file of the folder.
+#[derive(Default, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+struct Part {
+    /// Names of disks of earlier files that are not served.
+    #[serde(default)]
+    remove: Vec<String>,
+    #[serde(default, rename = "group")]
+    groups: BTreeMap<String, GroupArgs>,
+    #[serde(default, rename = "disk")]
+    disks: Vec<DiskArgs>,
+}
+
+/// Returns the folder that holds the main file of a configuration.
+pub fn root(config: &Path) -> &Path {
+    if config.is_dir() {
+        return config;
+    }
+    config.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+/// Reads and merges the files of a configuration.
+pub fn read(config: &Path) -> Result<Config, ConfigError> {
+    let is_folder = config.is_dir();
+    let main = if is_folder { config.join(MAIN) } else { config.to_path_buf() };
+    // A folder may have parts only.
+    let mut all = if is_folder && !main.exists() {
+        Config::default()
+    } else {
+        let (parsed, file): (Config, Table) = parse(&main)?;
+        Config { file, ..parsed }
+    };
+    for path in parts(&root(config).join(FOLDER))? {
+        let (part, file) = parse(&path)?;
+        merge(&mut all, part, file);
+    }
+    Ok(all)
+}
+
+/// Returns the files of the folder in their order. A folder that does not exist has none.
+fn parts(folder: &Path) -> Result<Vec<PathBuf>, ConfigError> {
+    let failed = |source| ConfigError::Read { path: folder.to_path_buf(), source };
+    let entries = match std::fs::read_dir(folder) {
+        Ok(entries) => entries,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(e) => return Err(failed(e)),
+    };
+    let mut paths = Vec::new();
+    for entry in entries {
+        let path = entry.map_err(failed)?.path();
+        let is_hidden = path.file_name().is_some_and(|name| name.as_encoded_bytes()[0] == b'.');
+        if path.extension().is_some_and(|extension| extension == "toml") && !is_hidden {
+            paths.push(path);
+        }
+    }
+    paths.sort();
+    Ok(paths)
+}
+
+/// Parses a file, also as a table for messages about changes.
+fn parse<T: DeserializeOwned>(path: &Path) -> Result<(T, Table), ConfigError> {
+    let owned = || path.to_path_buf();
+    let text = std::fs::read_to_string(path)
+        .map_err(|source| ConfigError::Read { path: owned(), source })?;
+    let wrong = |e| ConfigError::Parse { path: owned(), message: mistake::describe(&text, &e) };
+    let parsed = toml::from_str(&text).map_err(wrong)?;
+    Ok((parsed, text.parse().map_err(wrong)?))
+}
+
+/// Adds a part. `file`: the same part as a table.
+fn merge(all: &mut Config, part: Part, mut file: Table) {
+    let named = part.disks.iter().map(DiskArgs::name);
+    let gone: HashSet<_> = named.chain(part.remove).collect();
+    let mut tables = take_disks(&mut all.file);
+    let mut stays = all.disks.iter().map(|disk| !gone.contains(&disk.name()));
+    tables.retain(|_| stays.next().unwrap_or(true));
+    all.disks.retain(|disk| !gone.contains(&disk.name()));
+    all.disks.extend(part.disks);
+    tables.extend(take_disks(&mut file));
+    all.file.insert("disk".into(), Value::Array(tables));
+    all.groups.extend(part.groups);
+    if let Some(Value::Table(groups)) = file.remove("group") {
+        let known = all.file.entry("group").or_insert_with(|| Value::Table(Table::new()));
+        if let Some(known) = known.as_table_mut() {
+            known.extend(groups);
+        }
+    }
+}
+
+fn take_disks(file: &mut Table) -> Vec<Value> {
+    match file.remove("disk") {
+        Some(Value::Array(disks)) => disks,
+        _ => Vec::new(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A configuration in a folder of its own.
+    struct Files(PathBuf);
+
+    impl Files {
+        fn new(name: &str) -> Self {
+            let folder =
+                std::env::temp_dir().join(format!("blockyard-{name}-{}", std::process::id()));
+            std::fs::create_dir_all(folder.join(FOLDER)).unwrap();
+            Files(folder)
+        }
+
+        fn write(&self, name: &str, text: &str) -> PathBuf {
+            let path = self.0.join(name);
+            std::fs::write(&path, text).unwrap();
+            path
+        }
+    }
+
+    impl Drop for Files {
+        fn drop(&mut self) {
+            let _ = std::fs::remove_dir_all(&self.0);
+        }
+    }
+
+    fn disk(name: &str, more: &str) -> String {
+        format!("[[disk]]\nname = \"{name}\"\nimage = \"ram:1M\"\nvhost-user = \"/{name}\"\n{more}")
+    }
+
+    #[test]
+    fn later_files_replace_and_remove_disks_and_the_table_has_the_same_order() {
+        let files = Files::new("merge");
+        let main = files.write("main.toml", &(disk("a", "") + &disk("b", "") + &disk("c", "")));
+        files.write("conf.d/20.toml", &disk("a", "weight = 300\ngroup = \"g\"\n"));
+        files.write("conf.d/30.toml", "remove = [\"b\", \"unknown\"]\n[group.g]\nweight = 5\n");
+        files.write("conf.d/40.txt", "not a part");
+        files.write("conf.d/.50.toml", "not a part");
+        let config = Config::read(&main, false).unwrap();
+        let names: Vec<_> = config.disks.iter().map(DiskArgs::name).collect();
+        assert_eq!(names, ["c", "a"]);
+        assert_eq!((config.disks[1].weight, config.groups["g"].knobs().weight), (300, 5));
+        for (at, name) in names.iter().enumerate() {
+            assert_eq!(config.keys(at)["name"].as_str(), Some(&name[..]));
+        }
+    }
+
+    #[test]
+    fn a_folder_needs_no_main_file_and_errors_name_the_part() {
+        let files = Files::new("folder");
+        files.write("conf.d/a.toml", &disk("a", ""));
+        assert_eq!(Config::read(&files.0, false).unwrap().disks.len(), 1);
+        files.write("blockyard.toml", "reactors = 2\n");
+        assert_eq!(Config::read(&files.0, false).unwrap().reactors, Some(2));
+        let wrong = files.write("conf.d/b.toml", &disk("b", "wieght = 5\n"));
+        let error = Config::read(&files.0, false).unwrap_err().to_string();
+        let expected = format!("configuration {}: line 5: unknown key `wieght`", wrong.display());
+        assert!(error.starts_with(&expected) && error.contains("`weight`"), "{error}");
+        files.write("conf.d/b.toml", "reactors = 3\n");
+        let error = Config::read(&files.0, false).unwrap_err().to_string();
+        assert!(error.contains("b.toml: line 1: unknown key `reactors`"), "{error}");
+    }
+
+    #[test]
+    fn two_disks_of_one_file_may_not_have_the_same_name() {
+        let files = Files::new("twice");
+        let main = files.write("main.toml", &disk("a", ""));
+        files.write("conf.d/x.toml", &(disk("b", "") + &disk("b", "")));
+        let error = Config::read(&main, false).unwrap_err().to_string();
+        assert!(error.contains("two disks are called \"b\""), "{error}");
+    }
+}

@@ -1,0 +1,127 @@
+//! Changes of the API that a restart keeps: files in the folder `conf.d` of the configuration.
+//!
+//! In: the keys of a disk, or the name of one that is gone. Out: a file of the folder. It replaces
+//! what earlier files say about the disk. What must hold: a power cut leaves the old file or the
+//! new one, and the new one is durable when the call returns.
+
+use std::fs::File;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use anyhow::Context;
+use toml::{Table, Value};
+
+use crate::config::Config;
+use crate::config::files::FOLDER;
+
+/// Files of this prefix belong to the API. Names with higher numbers override them.
+const PREFIX: &str = "90-ctl-";
+
+/// The folder of a configuration, as the API changes it.
+pub struct Persistence {
+    config: PathBuf,
+    folder: PathBuf,
+}
+
+impl Persistence {
+    /// Returns the folder of a configuration. Returns an error if it does not exist.
+    pub fn of(config: Option<&Path>) -> anyhow::Result<Self> {
+        let config = config
+            .context("persist: the server has no configuration file: start it with --config")?;
+        let folder = crate::config::files::root(config).join(FOLDER);
+        anyhow::ensure!(
+            folder.is_dir(),
+            "persist: folder {} does not exist: create it, and restart the server",
+            folder.display()
+        );
+        Ok(Persistence { config: config.to_path_buf(), folder })
+    }
+
+    /// Makes the next start serve a disk with these keys.
+    pub fn keep(&self, name: &str, keys: Table) -> anyhow::Result<()> {
+        let disk = Value::Array(vec![Value::Table(keys)]);
+        self.write(name, &Table::from_iter([("disk".to_string(), disk)]))
+    }
+
+    /// Makes the next start leave a disk out.
+    pub fn forget(&self, name: &str) -> anyhow::Result<()> {
+        let path = self.path(name);
+        let failed = || format!("persist: removing {}", path.display());
+        match std::fs::remove_file(&path).and_then(|()| self.sync()) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e).with_context(failed),
+            _ => {}
+        }
+        let config = Config::read(&self.config, true)?;
+        if config.disks.iter().any(|disk| disk.name() == name) {
+            let names = Value::Array(vec![name.into()]);
+            self.write(name, &Table::from_iter([("remove".to_string(), names)]))?;
+        }
+        Ok(())
+    }
+
+    fn write(&self, name: &str, table: &Table) -> anyhow::Result<()> {
+        let path = self.path(name);
+        let text = format!("# Written by the API (ctl --persist).\n{table}");
+        self.replace(&path, &text).with_context(|| format!("persist: writing {}", path.display()))
+    }
+
+    fn replace(&self, path: &Path, text: &str) -> io::Result<()> {
+        let unfinished = path.with_extension("new");
+        let mut file = File::create(&unfinished)?;
+        let written = file.write_all(text.as_bytes()).and_then(|()| file.sync_all());
+        written.and_then(|()| std::fs::rename(&unfinished, path)).inspect_err(|_| {
+            let _ = std::fs::remove_file(&unfinished);
+        })?;
+        self.sync()
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        File::open(&self.folder)?.sync_all()
+    }
+
+    /// Returns the file of a disk. Letters that are unusual in names of files are encoded.
+    fn path(&self, name: &str) -> PathBuf {
+        let mut file = String::from(PREFIX);
+        for byte in name.bytes() {
+            if byte.is_ascii_alphanumeric() || b"-_.".contains(&byte) {
+                file.push(byte.into());
+            } else {
+                file += &format!("%{byte:02x}");
+            }
+        }
+        self.folder.join(file + ".toml")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn names(config: &Path) -> Vec<(String, u32)> {
+        let config = Config::read(config, true).unwrap();
+        config.disks.iter().map(|disk| (disk.name(), disk.weight)).collect()
+    }
+
+    #[test]
+    fn disks_are_kept_replaced_and_forgotten() {
+        let folder = std::env::temp_dir().join(format!("blockyard-persist-{}", std::process::id()));
+        let config = folder.join("disks.toml");
+        std::fs::create_dir_all(folder.join(FOLDER)).unwrap();
+        let disk = |name: &str| format!("name = \"{name}\"\nimage = \"ram:1M\"\nublk = true\n");
+        std::fs::write(&config, format!("[[disk]]\n{}", disk("a"))).unwrap();
+        let store = Persistence::of(Some(&config)).unwrap();
+        let keys = |name: &str, more: &str| (disk(name) + more).parse::<Table>().unwrap();
+        store.keep("b/ c", keys("b/ c", "")).unwrap();
+        store.keep("a", keys("a", "weight = 300\n")).unwrap();
+        assert_eq!(names(&config), [("a".into(), 300), ("b/ c".into(), 100)]);
+        store.forget("a").unwrap();
+        assert_eq!(names(&config), [("b/ c".into(), 100)]);
+        store.forget("b/ c").unwrap();
+        let left: Vec<_> = std::fs::read_dir(folder.join(FOLDER)).unwrap().flatten().collect();
+        assert_eq!(left.len(), 1, "the main file has the first disk: {left:?}");
+        store.keep("a", keys("a", "")).unwrap();
+        assert_eq!(names(&config), [("a".into(), 100)]);
+        std::fs::remove_dir_all(&folder).unwrap();
+        assert!(Persistence::of(Some(&config)).is_err() && Persistence::of(None).is_err());
+    }
+}

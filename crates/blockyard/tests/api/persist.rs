@@ -1,0 +1,77 @@
+//! Changes that a restart keeps: `ctl --persist` and the folder `conf.d`.
+
+use std::process::Command;
+
+use crate::common::{BLOCKYARD, Daemon, Finished, blockyard};
+use crate::server::Server;
+
+fn ctl(server: &Server, arguments: &[&str]) -> Finished {
+    let socket = server.socket();
+    blockyard(["ctl", "--api", socket.to_str().unwrap()].iter().chain(arguments))
+}
+
+fn weight(server: &Server, disk: &str) -> serde_json::Value {
+    let answer = server.good("GET", &format!("/v1/disks/{disk}"), serde_json::Value::Null);
+    answer["settings"]["weight"].clone()
+}
+
+const MAIN: &str = "[[disk]]\nname = \"a\"\nimage = \"ram:1M\"\nvhost-user = \"FOLDER/a\"\n";
+
+/// Starts a server whose configuration has the disk `a` and an empty folder `conf.d`.
+fn start() -> Server {
+    let server = Server::configured(MAIN);
+    std::fs::create_dir(server.folder.join("conf.d")).unwrap();
+    restarted(server)
+}
+
+fn restarted(server: Server) -> Server {
+    let Server { daemon, folder } = server;
+    daemon.stop();
+    let mut command = Command::new(BLOCKYARD);
+    command.arg("serve").arg("--config").arg(folder.join("toml")).arg("--api");
+    command.arg(folder.join("api"));
+    let mut daemon = Daemon::start(&mut command);
+    daemon.wait_ready();
+    Server { daemon, folder }
+}
+
+#[test]
+fn a_restart_keeps_what_was_persisted_and_nothing_else() {
+    let server = start();
+    let [b, c] =
+        ["b", "c"].map(|name| format!("vhost-user={}", server.folder.join(name).display()));
+    ctl(&server, &["add", "--persist", "name=b", "image=ram:1M", &b, "weight=50"]).good();
+    ctl(&server, &["add", "name=c", "image=ram:1M", &c]).good();
+    ctl(&server, &["set", "--persist", "a", "weight=300"]).good();
+    ctl(&server, &["set", "b", "weight=60"]).good();
+    let server = restarted(server);
+    assert_eq!(server.names(), ["b", "a"]);
+    assert_eq!((weight(&server, "a"), weight(&server, "b")), (300.into(), 50.into()));
+
+    // A reload finds nothing to do after a change that was persisted.
+    ctl(&server, &["set", "--persist", "b", "weight=70"]).good();
+    let answer = server.good("POST", "/v1/reload", serde_json::Value::Null);
+    let nothing = serde_json::json!([]);
+    assert_eq!((&answer["changed"], &answer["removed"]), (&nothing, &nothing), "{answer}");
+
+    ctl(&server, &["remove", "--persist", "a"]).good();
+    ctl(&server, &["remove", "b"]).good();
+    let server = restarted(server);
+    assert_eq!((server.names(), weight(&server, "b")), (vec!["b".to_string()], 70.into()));
+}
+
+#[test]
+fn a_server_without_the_folder_says_what_to_do() {
+    let server = Server::configured(MAIN);
+    let failed = ctl(&server, &["set", "--persist", "a", "weight=300"]);
+    assert_eq!(failed.status.code(), Some(1));
+    let folder = server.folder.join("conf.d");
+    let expected = format!("folder {} does not exist: create it", folder.display());
+    assert!(failed.err.contains(&expected), "{}", failed.err);
+    assert_eq!(weight(&server, "a"), 100);
+    let server = Server::start();
+    let keys = server.keys("x").to_string();
+    let answer = server.bad("POST", "/v1/disks?persist=true", &keys, 409);
+    assert!(answer["detail"].as_str().unwrap().contains("start it with --config"), "{answer}");
+    assert_eq!(server.names(), [""; 0]);
+}
