@@ -8,12 +8,15 @@ export CARGO_TARGET_DIR
 # Where rustup puts cargo when it is not in the path yet.
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
-binary = $(CARGO_TARGET_DIR)/release/blockyard
+PROFILE ?= release
+# The folder for the Debian package.
+DEB ?= $(CARGO_TARGET_DIR)
+binary = $(CARGO_TARGET_DIR)/$(PROFILE)/blockyard
 bench = $(binary)-bench
 share = $(DESTDIR)$(PREFIX)/share
 units = $(DESTDIR)$(PREFIX)/lib/systemd/system
 
-.PHONY: help demo test soak perf bench build lint install uninstall clean
+.PHONY: help demo test soak perf bench build lint install uninstall deb clean
 
 help: ## list these commands
 	@echo "Blockyard: make COMMAND"
@@ -88,6 +91,10 @@ uninstall: ## remove what install put there
 		$(units)/blockyard@.socket $(DESTDIR)$(PREFIX)/lib/sysusers.d/blockyard.conf \
 		$(DESTDIR)$(PREFIX)/lib/tmpfiles.d/blockyard.conf
 	rm -rf $(share)/doc/blockyard $(share)/blockyard
+
+deb: ## Debian package of what is built, in target/ (DEB=FOLDER: elsewhere)
+	@test -x $(binary) -a -x $(bench) || { echo "first: make build" >&2; exit 1; }
+	@scripts/deb $(DEB)
 
 clean: ## remove what was built (not the guests' cache: see guests/README.md)
 	$(CARGO) clean

@@ -45,7 +45,7 @@ fn a_restart_keeps_what_was_persisted_and_nothing_else() {
     ctl(&server, &["set", "--persist", "a", "weight=300"]).good();
     ctl(&server, &["set", "b", "weight=60"]).good();
     let server = restarted(server);
-    assert_eq!(server.names(), ["b", "a"]);
+    assert_eq!(server.names(), ["a", "b"]);
     assert_eq!((weight(&server, "a"), weight(&server, "b")), (300.into(), 50.into()));
 
     // A reload finds nothing to do after a change that was persisted.

@@ -11,7 +11,7 @@ use crate::server::Server;
 /// Checks that a disk is refused, with a message that names the folder and the option.
 #[track_caller]
 fn refused(server: &Server, disk: &Value, folder: &Folder) {
-    let answer = server.bad("POST", "/v1/disks", &disk.to_string(), 500);
+    let answer = server.bad("POST", "/v1/disks", &disk.to_string(), 422);
     let option = format!("--allow-folder {}", folder.to_str().unwrap());
     assert!(answer["detail"].as_str().unwrap().contains(&option), "{answer}");
 }

@@ -83,7 +83,8 @@ fn clients_cannot_use_up_the_servers_descriptors() {
         std::fs::write(&config, disk).unwrap();
     };
     configure("");
-    let script = "ulimit -Sn 64; ulimit -Hn 256; exec \"$0\" serve --config \"$1\"";
+    let script = "ulimit -Sn 64; ulimit -Hn 256; \
+                  exec \"$0\" serve --config \"$1\" --allow-folder \"${1%/*}\"";
     let mut daemon =
         Daemon::start(Command::new("bash").args(["-c", script, BLOCKYARD]).arg(&config));
     daemon.wait_ready();
