@@ -64,6 +64,12 @@ fn store() -> Option<JournalStore> {
         .clone()
 }
 
+/// Returns the folder of this process's journals, and creates it.
+pub fn folder() -> PathBuf {
+    let _ = store();
+    FOLDER.get().cloned().unwrap_or_else(StateFolder::default_path)
+}
+
 /// Returns how the metadata of an image of this mode survive a death of the server. In each mode
 /// the journal of a dead server is applied.
 pub fn safety(mode: CrashMode) -> CrashSafety {

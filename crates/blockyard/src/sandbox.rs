@@ -14,12 +14,12 @@ use blockyard_ring::witness::{self, Question};
 use blockyard_ring::{holders, user};
 
 use crate::config::{Config, files};
-use crate::exports;
 use crate::options::api::ApiArgs;
 use crate::options::disk::DiskArgs;
 use crate::options::nbd::{NbdAddress, NbdArgs};
 use crate::options::sandbox::SandboxArgs;
 use crate::options::xen::XenArgs;
+use crate::{exports, journals};
 
 /// Folders of the host that the C library and this program read: host names, users, time zones,
 /// devices, limits.
@@ -59,7 +59,8 @@ pub fn enter(args: &SandboxArgs, needs: &Needs<'_>) -> Result<(), Failure> {
     if let Err(e) = witness::start() {
         tracing::warn!("sandbox: messages cannot name the process that holds an image: {e}");
     }
-    let folders = folders(args, needs);
+    let mut folders = folders(args, needs);
+    folders.push(Folder::new(journals::folder(), Access::Write));
     for Folder { path, access } in &folders {
         tracing::debug!("sandbox: {access:?} in {}", path.display());
     }

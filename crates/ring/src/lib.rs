@@ -64,8 +64,8 @@ pub mod ublk;
 mod uring;
 pub mod user;
 mod wake;
-mod words;
 pub mod witness;
+mod words;
 mod workers;
 pub mod xen;
 
