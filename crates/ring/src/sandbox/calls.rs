@@ -24,8 +24,8 @@ use seccompiler::{
 pub enum Kind {
     /// Any thread of a server: opens images, listens, connects, starts threads.
     Any,
-    /// Runs requests. Opens files for reading only, makes no sockets, rings or threads, and maps no
-    /// code.
+    /// Runs requests. Creates and removes files (journals), makes no sockets, rings or threads, and
+    /// maps no code.
     Reactor,
     /// Carries out calls of the API. Makes no sockets and maps no code.
     Control,
@@ -55,7 +55,7 @@ fn programs(kind: Kind) -> Result<Vec<BpfProgram>, seccompiler::BackendError> {
     let mut rules = Rules::new();
     let lists: &[&[c_long]] = match kind {
         Kind::Any => &[MEMORY, THREAD, FILES, REQUESTS, SOCKETS, PATHS, NETWORK, STARTS],
-        Kind::Reactor => &[MEMORY, THREAD, FILES, REQUESTS, SOCKETS],
+        Kind::Reactor => &[MEMORY, THREAD, FILES, REQUESTS, SOCKETS, JOURNALS],
         Kind::Control => &[MEMORY, THREAD, FILES, REQUESTS, SOCKETS, PATHS, STARTS],
         Kind::Log => &[MEMORY, THREAD, FILES],
         Kind::Watchdog => &[MEMORY, THREAD, FILES, SOCKETS],
@@ -68,7 +68,7 @@ fn programs(kind: Kind) -> Result<Vec<BpfProgram>, seccompiler::BackendError> {
     for call in [libc::SYS_mmap, libc::SYS_mprotect] {
         rules.insert(call, if maps_code { Vec::new() } else { vec![without(2, PROT_EXEC)?] });
     }
-    let opens_all = matches!(kind, Kind::Any | Kind::Control);
+    let opens_all = matches!(kind, Kind::Any | Kind::Reactor | Kind::Control);
     let (at, plain) = (without(2, WRITES)?, without(1, WRITES)?);
     rules.insert(libc::SYS_openat, if opens_all { Vec::new() } else { vec![at] });
     #[cfg(target_arch = "x86_64")]
@@ -270,6 +270,13 @@ const SOCKETS: &[c_long] = &[
     libc::SYS_sendto,
     libc::SYS_setsockopt,
     libc::SYS_shutdown,
+];
+
+/// Removal of journals. A reactor creates one at the first change of an image's metadata.
+const JOURNALS: &[c_long] = &[
+    libc::SYS_unlinkat,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_unlink,
 ];
 
 /// Changes of files by their names.

@@ -59,12 +59,12 @@ fn files_outside_of_the_folders_are_refused_and_threads_of_reactors_may_do_more(
         assert!(advice(&outside.join("new")).unwrap().contains("--allow-folder"));
         let listener = std::os::unix::net::UnixListener::bind(temp.join("socket"));
         listener.expect("a folder of sockets");
-        // A reactor may not open this file for writing. A thread that it starts may.
+        // A reactor may not make a socket, and may not start a thread that may.
         let reactor = std::thread::spawn(move || {
             confine(Kind::Reactor);
             assert_eq!(std::fs::read(inside.join("new")).unwrap(), b"x");
-            let write = move || std::fs::write(inside.join("new"), "y").unwrap();
-            crate::threads::spawn(std::thread::Builder::new(), write).unwrap().join().unwrap();
+            let bind = || drop(std::net::UdpSocket::bind("127.0.0.1:0").unwrap());
+            crate::threads::spawn(std::thread::Builder::new(), bind).unwrap().join().unwrap();
         });
         reactor.join().unwrap();
         println!("whole");
