@@ -15,6 +15,7 @@ use crate::extent::{BackingLayers, BlockStatus, Extent, Place};
 use crate::layer::{Layer, Layers, LookupResult};
 use crate::layout_scan;
 use crate::lookup_cache::LookupCache;
+use crate::qcow2::LookupFigures;
 use crate::sync::epoch::{Epoch, EpochGuard, Participant};
 
 /// Smallest and largest granule of the lookup cache, in bytes.
@@ -197,6 +198,17 @@ impl<S: Storage> Image<S> {
             Layer::Qcow2(image) => image.shared().lost(),
             Layer::Cow(image) => image.shared().lost(),
         }
+    }
+
+    /// Returns how lookups of L2 entries ended, in all images of the chain.
+    pub fn lookups(&self) -> LookupFigures {
+        let mut all = LookupFigures::default();
+        for layer in &self.layers {
+            if let Layer::Qcow2(image) = layer {
+                all.merge(&image.lookups());
+            }
+        }
+        all
     }
 
     /// Returns a guard. While it exists, clusters freed in the topmost image are not reused. It is

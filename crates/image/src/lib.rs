@@ -44,6 +44,6 @@ pub use extent::{BackingLayers, BlockStatus, Extent, NoBacking, Place};
 pub use format::{Format, UnknownFormat};
 pub use image::Image;
 pub use layer::{Layer, Layers, LookupResult};
-pub use qcow2::IncompleteCluster;
+pub use qcow2::{IncompleteCluster, LookupFigures};
 pub use raw::Raw;
 pub use sync::epoch::EpochGuard;

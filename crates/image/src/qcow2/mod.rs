@@ -58,4 +58,4 @@ pub use header::{BitmapsExtension, Compression, Extension, Header};
 pub use open::{L2_CACHE_LIMIT, Qcow2Options};
 pub use partial::IncompleteCluster;
 pub use shared::Shared;
-pub use view::Qcow2;
+pub use view::{LookupFigures, Qcow2};

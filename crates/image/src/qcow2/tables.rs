@@ -13,7 +13,7 @@
 //! visible to readers only after its data have been written. Words are kept in native byte order
 //! and converted when they are written.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, VecDeque};
 use std::future::poll_fn;
 use std::ops::Range;
@@ -402,6 +402,8 @@ impl CacheState {
 /// One reactor's direct-mapped cache of slices: a lookup takes no lock.
 pub struct LocalSlices {
     lines: RefCell<Vec<Option<Arc<Slice>>>>,
+    /// Number of lookups that found their slice in memory.
+    hits: Cell<u64>,
 }
 
 impl LocalSlices {
@@ -409,7 +411,12 @@ impl LocalSlices {
     /// cached slices.
     pub fn new(slices: u64, limit: usize) -> Self {
         let lines = slices.clamp(1, limit as u64).next_power_of_two() as usize;
-        LocalSlices { lines: RefCell::new(vec![None; lines]) }
+        LocalSlices { lines: RefCell::new(vec![None; lines]), hits: Cell::new(0) }
+    }
+
+    /// Returns the number of lookups that found their slice in memory.
+    pub fn hits(&self) -> u64 {
+        self.hits.get()
     }
 
     /// Calls `f` with the slice, if it is cached.
@@ -431,9 +438,11 @@ impl LocalSlices {
             if !slice.used.load(Ordering::Relaxed) {
                 slice.used.store(true, Ordering::Relaxed);
             }
+            self.hits.set(self.hits.get() + 1);
             return Some(f(slice));
         }
         let slice = tables.ready(number)?;
+        self.hits.set(self.hits.get() + 1);
         slice.used.store(true, Ordering::Relaxed);
         let result = f(&slice);
         lines[at] = Some(slice);

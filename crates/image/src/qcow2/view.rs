@@ -4,6 +4,7 @@
 //! data file. Invariant: an entry is checked before it is visible ([`Qcow2::checked`]), so a lookup
 //! can trust it.
 
+use std::cell::Cell;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -26,6 +27,24 @@ use super::tables::{Entry, LocalSlices, Slice, SliceLookup};
 /// Number of bytes of an L2 table that are read at once when requests are sequential.
 const READ_AHEAD: u64 = 64 << 10;
 
+/// Number of lookups of L2 entries by their result. A lookup that misses is repeated after the
+/// load, and then counts as a hit, too.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LookupFigures {
+    /// Lookups that found their slice of an L2 table in memory.
+    pub hits: u64,
+    /// Lookups that did not, and loaded it.
+    pub misses: u64,
+}
+
+impl LookupFigures {
+    /// Adds the figures of `other`.
+    pub fn merge(&mut self, other: &LookupFigures) {
+        self.hits += other.hits;
+        self.misses += other.misses;
+    }
+}
+
 /// One reactor's view of an image. All views of an image have the same `Shared`.
 pub struct Qcow2<S> {
     pub(super) shared: Arc<Shared>,
@@ -33,6 +52,8 @@ pub struct Qcow2<S> {
     /// The external data file.
     pub(super) data: Option<Raw<S>>,
     lines: LocalSlices,
+    /// Number of slices that this view had to load.
+    misses: Cell<u64>,
     pub(super) decompressed: Decompressed,
 }
 
@@ -45,7 +66,13 @@ impl<S: Storage> Qcow2<S> {
             .div_ceil(shared.shape.slice_entries);
         let lines = LocalSlices::new(slices, shared.tables.limit());
         let (file, data) = (file.in_whole_blocks(), data.map(Raw::in_whole_blocks));
-        Qcow2 { shared, file, data, lines, decompressed: Decompressed::default() }
+        let (misses, decompressed) = Default::default();
+        Qcow2 { shared, file, data, lines, misses, decompressed }
+    }
+
+    /// Returns how this view's lookups of L2 entries ended.
+    pub fn lookups(&self) -> LookupFigures {
+        LookupFigures { hits: self.lines.hits(), misses: self.misses.get() }
     }
 
     pub fn shared(&self) -> &Arc<Shared> {
@@ -187,6 +214,7 @@ impl<S: Storage> Qcow2<S> {
         if let SliceLookup::InMemory = self.shared.tables.find(number).await {
             return Ok(());
         }
+        self.misses.set(self.misses.get() + 1);
         let duty = LoadGuard { shared: &self.shared, number: Some(number) };
         self.lines.tidy();
         let per_table = shape.slices_per_table();
