@@ -4,8 +4,8 @@ use std::io;
 use std::sync::Arc;
 
 use blockyard_image::{
-    BlockStatus, Chain, ChainError, ChainOptions, Format, Geometry, Image, ImageFile, OpenError,
-    OpenOptions, Opener, Raw, SECTOR, Store,
+    BlockStatus, Chain, ChainError, ChainOptions, Format, Geometry, Image, ImageFile,
+    LookupFigures, OpenError, OpenOptions, Opener, Raw, SECTOR, Store,
 };
 use blockyard_ring::{GuestMemory, Handle, MemoryError, Region, Segments};
 use blockyard_storage::Storage;
@@ -335,6 +335,14 @@ impl<S: Storage> Backend<S> {
             Backend::Raw(raw) => raw.storage().lost(),
             Backend::Image(image) => image.lost(),
             _ => None,
+        }
+    }
+
+    /// Returns how lookups of L2 entries ended. Zero for images without L2 tables.
+    pub fn lookups(&self) -> LookupFigures {
+        match self {
+            Backend::Image(image) => image.lookups(),
+            _ => LookupFigures::default(),
         }
     }
 

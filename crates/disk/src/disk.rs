@@ -17,7 +17,7 @@ use blockyard_sched::{Knobs, Share};
 use crate::backend::Source;
 use crate::dirty::DirtyMap;
 use crate::filter::Filter;
-use crate::flush::FlushGroup;
+use crate::flush::{FlushFigures, FlushGroup};
 use crate::once_a_second::OnceASecond;
 use crate::request::Failure;
 
@@ -177,6 +177,11 @@ impl Disk {
 
     pub(crate) fn note_held_back(&self, time: Duration) {
         self.held_back.fetch_max(time.as_micros() as u64, Ordering::Relaxed);
+    }
+
+    /// Returns the number of flushes, and of the syncs that they shared.
+    pub fn flushes(&self) -> FlushFigures {
+        self.flushes.counted()
     }
 
     /// Returns the number of bytes that a guest may address.

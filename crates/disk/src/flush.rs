@@ -18,8 +18,17 @@ pub struct FlushGroup {
     state: Mutex<State>,
 }
 
+/// Number of flushes, and of the syncs that they shared.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FlushFigures {
+    pub requested: u64,
+    pub syncs: u64,
+}
+
 #[derive(Debug, Default)]
 struct State {
+    /// Number of flushes that were requested.
+    requested: u64,
     /// Number of syncs begun, and number of the newest that succeeded.
     begun: u64,
     ended: u64,
@@ -35,7 +44,11 @@ impl FlushGroup {
         &self,
         sync: impl Fn() -> F,
     ) -> Result<(), E> {
-        let mine = self.state().begun + 1;
+        let mine = {
+            let mut state = self.state();
+            state.requested += 1;
+            state.begun + 1
+        };
         let number = poll_fn(|cx| {
             let mut state = self.state();
             if state.ended >= mine {
@@ -57,6 +70,13 @@ impl FlushGroup {
             self.state().ended = number;
         }
         result
+    }
+
+    /// Returns the number of flushes that were requested, and the number of syncs that were begun
+    /// for them.
+    pub fn counted(&self) -> FlushFigures {
+        let state = self.state();
+        FlushFigures { requested: state.requested, syncs: state.begun }
     }
 
     fn state(&self) -> std::sync::MutexGuard<'_, State> {
@@ -91,10 +111,10 @@ mod tests {
         let executor = Executor::new().unwrap();
         let handle = executor.handle().clone();
         let syncs = Rc::new(Cell::new(0));
-        let counted = syncs.clone();
+        let (counted, counted_by) = (syncs.clone(), Rc::new(FlushGroup::default()));
+        let group = counted_by.clone();
         executor
             .block_on(async move {
-                let group = Rc::new(FlushGroup::default());
                 let (gate, done) = (Signal::new(&handle), Rc::new(Cell::new(0)));
                 for _ in 0..10 {
                     let (group, gate, done, syncs) =
@@ -133,6 +153,7 @@ mod tests {
             })
             .unwrap();
         assert_eq!(syncs.get(), 2);
+        assert_eq!(counted_by.counted(), FlushFigures { requested: 10, syncs: 2 });
     }
 
     #[test]

@@ -19,9 +19,10 @@ use crate::backend::{Backend, Source};
 use crate::current_image::{CurrentImage, FileIo};
 use crate::disk::Disk;
 use crate::filter::Dice;
+use crate::in_flight::InFlight;
 use crate::quiesce::{InFlightGuard, Quiesce};
 use crate::request::{Failure, Finished, Op, Request, Status, Token};
-use crate::statistics::{OpKind, Statistics};
+use crate::statistics::{DiskCounts, OpKind, Statistics};
 use crate::throttle::{self, Throttle};
 
 mod merge;
@@ -39,6 +40,7 @@ pub struct LocalDisk<S> {
     handle: Option<Handle>,
     throttle: Throttle,
     statistics: RefCell<Statistics>,
+    in_flight: InFlight,
     dice: Dice,
 }
 
@@ -125,6 +127,7 @@ impl<S: Storage> LocalDisk<S> {
             handle,
             throttle,
             statistics: RefCell::default(),
+            in_flight: InFlight::default(),
             dice,
         }
     }
@@ -141,14 +144,30 @@ impl<S: Storage> LocalDisk<S> {
     /// Returns what this reactor has counted for the disk.
     pub fn statistics(&self) -> Statistics {
         let mut statistics = self.statistics.borrow().clone();
-        statistics.writes.merge(&self.image.borrow().writes());
+        let image = self.image.borrow();
+        statistics.writes.merge(&image.writes());
+        statistics.lookups.merge(&image.backend.lookups());
         statistics
+    }
+
+    /// Returns what this reactor has counted for the disk, without percentiles.
+    pub fn counts(&self) -> DiskCounts {
+        let mut counts = self.statistics.borrow().counts();
+        let image = self.image.borrow();
+        counts.writes.merge(&image.writes());
+        counts.lookups.merge(&image.backend.lookups());
+        let (in_flight, oldest) = self.in_flight.counted();
+        counts.in_flight = in_flight;
+        counts.oldest = oldest.map(|arrived| self.now().saturating_duration_since(arrived));
+        counts
     }
 
     /// Exchanges the image. The counts of the old image stay in the statistics.
     pub(crate) fn exchange(&self, image: Rc<CurrentImage<S>>) {
         let old = self.image.replace(image);
-        self.statistics.borrow_mut().writes.merge(&old.writes());
+        let mut statistics = self.statistics.borrow_mut();
+        statistics.writes.merge(&old.writes());
+        statistics.lookups.merge(&old.backend.lookups());
     }
 
     /// Admits work that belongs to no request. It waits only while the disk is quiesced.
@@ -192,6 +211,7 @@ impl<S: Storage> LocalDisk<S> {
     /// Serves a request. The caller delivers the answer.
     #[inline]
     pub async fn serve<T: Token>(&self, request: Request<T>) -> Finished<T> {
+        let _in_flight = self.in_flight.enter(request.arrived, 1);
         // A request that will be refused costs nothing.
         let len = if self.check(&request).is_ok() { request.len } else { 0 };
         let admitted = self.enter_for(request.op, request.offset, len, 1).await;

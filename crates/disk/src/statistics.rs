@@ -5,10 +5,15 @@
 
 use std::time::Duration;
 
+use blockyard_image::LookupFigures;
 use blockyard_ring::WriteFigures;
 use hdrhistogram::Histogram;
 
 use crate::request::Op;
+
+mod latencies;
+
+pub use latencies::Latencies;
 
 /// The kind of a request, without its flags.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,13 +51,35 @@ impl OpKind {
     }
 }
 
-/// Statistics of one kind of request. The histograms are in nanoseconds.
+/// Counts of one kind of request.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    pub requests: u64,
+    /// Number of requests that were merged into the operation of another.
+    pub merged: u64,
+    pub errors: u64,
+    /// Bytes of the requests that succeeded.
+    pub bytes: u64,
+    pub queue: Latencies,
+    pub service: Latencies,
+}
+
+impl Counts {
+    fn merge(&mut self, other: &Counts) {
+        self.requests += other.requests;
+        self.merged += other.merged;
+        self.errors += other.errors;
+        self.bytes += other.bytes;
+        self.queue.merge(&other.queue);
+        self.service.merge(&other.service);
+    }
+}
+
+/// Statistics of one kind of request. The histograms are in nanoseconds. They are far larger than
+/// the counts and have exact percentiles.
 #[derive(Clone)]
 struct KindStatistics {
-    requests: u64,
-    merged: u64,
-    errors: u64,
-    bytes: u64,
+    counts: Counts,
     queue: Histogram<u32>,
     service: Histogram<u32>,
 }
@@ -63,14 +90,41 @@ impl KindStatistics {
         // cache.
         let histogram =
             || Histogram::new_with_bounds(1, 60_000_000_000, 2).expect("constant bounds");
-        KindStatistics {
-            requests: 0,
-            merged: 0,
-            errors: 0,
-            bytes: 0,
-            queue: histogram(),
-            service: histogram(),
+        KindStatistics { counts: Counts::default(), queue: histogram(), service: histogram() }
+    }
+}
+
+/// What a disk has counted on a reactor, without percentiles: small enough to be copied often.
+/// [`DiskCounts::merge`] adds the counts of several reactors.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct DiskCounts {
+    /// The counts of each kind, indexed by [`OpKind`]. None: no such request was recorded.
+    kinds: [Option<Box<Counts>>; 5],
+    pub writes: WriteFigures,
+    pub lookups: LookupFigures,
+    /// Number of requests that have arrived and have no result yet.
+    pub in_flight: u64,
+    /// Time since the arrival of the oldest of them.
+    pub oldest: Option<Duration>,
+}
+
+impl DiskCounts {
+    pub fn of(&self, kind: OpKind) -> Option<&Counts> {
+        self.kinds[kind as usize].as_deref()
+    }
+
+    pub fn merge(&mut self, other: DiskCounts) {
+        for (mine, theirs) in self.kinds.iter_mut().zip(other.kinds) {
+            match (mine, theirs) {
+                (_, None) => {}
+                (mine @ None, theirs) => *mine = theirs,
+                (Some(mine), Some(theirs)) => mine.merge(&theirs),
+            }
         }
+        self.writes.merge(&other.writes);
+        self.lookups.merge(&other.lookups);
+        self.in_flight += other.in_flight;
+        self.oldest = self.oldest.max(other.oldest);
     }
 }
 
@@ -80,6 +134,8 @@ pub struct Statistics {
     kinds: [Option<Box<KindStatistics>>; 5],
     /// Figures of the write policies for the files of the disk.
     pub writes: WriteFigures,
+    /// Lookups of L2 entries.
+    pub lookups: LookupFigures,
 }
 
 impl Statistics {
@@ -87,26 +143,29 @@ impl Statistics {
     /// if the request succeeded (`ok`).
     #[inline]
     pub fn record(&mut self, op: Op, bytes: u64, queue: Duration, service: Duration, ok: bool) {
-        let kind = self.kind(op);
-        kind.requests += 1;
-        kind.errors += u64::from(!ok);
+        let KindStatistics { counts, queue: queue_times, service: service_times } = self.kind(op);
+        let (queue, service) = (queue.as_nanos() as u64, service.as_nanos() as u64);
+        counts.requests += 1;
+        counts.errors += u64::from(!ok);
         if ok {
-            kind.bytes += bytes;
+            counts.bytes += bytes;
         }
-        kind.queue.saturating_record(queue.as_nanos() as u64);
-        kind.service.saturating_record(service.as_nanos() as u64);
+        counts.queue.record(queue);
+        counts.service.record(service);
+        queue_times.saturating_record(queue);
+        service_times.saturating_record(service);
     }
 
     /// Counts a request that was refused at once, without times.
     pub fn record_refused(&mut self, op: Op) {
-        let kind = self.kind(op);
-        kind.requests += 1;
-        kind.errors += 1;
+        let counts = &mut self.kind(op).counts;
+        counts.requests += 1;
+        counts.errors += 1;
     }
 
     /// Counts requests, also recorded one by one, that were merged into the operation of another.
     pub fn record_merged(&mut self, op: Op, requests: u64) {
-        self.kind(op).merged += requests;
+        self.kind(op).counts.merged += requests;
     }
 
     #[inline]
@@ -117,16 +176,26 @@ impl Statistics {
     /// Adds the statistics of another reactor.
     pub fn merge(&mut self, other: &Statistics) {
         self.writes.merge(&other.writes);
+        self.lookups.merge(&other.lookups);
         for (mine, theirs) in self.kinds.iter_mut().zip(&other.kinds) {
             let Some(theirs) = theirs else { continue };
             let mine = mine.get_or_insert_with(|| Box::new(KindStatistics::new()));
-            mine.requests += theirs.requests;
-            mine.merged += theirs.merged;
-            mine.errors += theirs.errors;
-            mine.bytes += theirs.bytes;
+            mine.counts.merge(&theirs.counts);
             // Adding histograms cannot fail, because all have the same bounds.
             let _ = mine.queue.add(&theirs.queue);
             let _ = mine.service.add(&theirs.service);
+        }
+    }
+
+    /// Returns what was counted, without requests in flight.
+    pub fn counts(&self) -> DiskCounts {
+        let kinds = self.kinds.each_ref();
+        DiskCounts {
+            kinds: kinds.map(|kind| kind.as_ref().map(|kind| Box::new(kind.counts.clone()))),
+            writes: self.writes,
+            lookups: self.lookups,
+            in_flight: 0,
+            oldest: None,
         }
     }
 
@@ -135,10 +204,10 @@ impl Statistics {
         let k = self.kinds[kind as usize].as_ref()?;
         let us = |h: &Histogram<u32>, q: f64| h.value_at_quantile(q) as f64 / 1e3;
         Some(Summary {
-            requests: k.requests,
-            merged: k.merged,
-            errors: k.errors,
-            bytes: k.bytes,
+            requests: k.counts.requests,
+            merged: k.counts.merged,
+            errors: k.counts.errors,
+            bytes: k.counts.bytes,
             queue_us: [us(&k.queue, 0.5), us(&k.queue, 0.99), us(&k.queue, 1.0)],
             service_us: [us(&k.service, 0.5), us(&k.service, 0.99), us(&k.service, 1.0)],
         })
@@ -179,6 +248,10 @@ mod tests {
         );
         let s = a.summary(OpKind::Read).unwrap();
         assert_eq!((s.requests, s.merged, s.errors, s.bytes), (3, 7, 1, 8192));
+        let counts = a.counts();
+        let reads = counts.of(OpKind::Read).unwrap();
+        assert_eq!((reads.requests, reads.bytes, reads.service.sum()), (3, 8192, ms * 5));
+        assert_eq!(reads.queue.buckets()[0], 3);
         assert!(
             (s.queue_us[0] - 1.0).abs() < 0.05 && (s.service_us[2] - 3000.0).abs() < 40.0,
             "{s:?}"
@@ -187,5 +260,20 @@ mod tests {
         a.record_refused(Op::Discard);
         let s = a.summary(OpKind::Discard).unwrap();
         assert_eq!((s.requests, s.errors, s.service_us), (1, 1, [0.0; 3]));
+    }
+
+    #[test]
+    fn counts_of_reactors_are_added() {
+        let mut statistics = Statistics::default();
+        statistics.record(Op::Read, 4096, Duration::ZERO, Duration::from_micros(7), true);
+        let (mut all, one) = (DiskCounts::default(), statistics.counts());
+        let seconds = Duration::from_secs;
+        all.merge(DiskCounts { in_flight: 2, oldest: Some(seconds(3)), ..one.clone() });
+        all.merge(DiskCounts { in_flight: 1, oldest: Some(seconds(4)), ..one.clone() });
+        all.merge(DiskCounts::default());
+        assert_eq!((all.in_flight, all.oldest), (3, Some(seconds(4))));
+        let reads = all.of(OpKind::Read).unwrap();
+        assert_eq!((reads.requests, reads.service.buckets()[5]), (2, 2));
+        assert!(all.of(OpKind::Write).is_none());
     }
 }

@@ -105,8 +105,9 @@ impl<S: Storage> LocalDisk<S> {
 
     /// Serves the requests of a run by one operation, or each by itself if that operation fails.
     pub async fn serve_run<T: Token>(&self, run: &mut Run<T>) {
-        let (op, offset) =
-            run.parts.first().map_or((Op::Flush, 0), |first| (first.op, first.offset));
+        let Some(first) = run.parts.first() else { return };
+        let (op, offset) = (first.op, first.offset);
+        let _in_flight = self.in_flight.enter(first.arrived, run.parts.len() as u32);
         let good = run.parts.iter().all(|part| self.check(part).is_ok());
         let len = if good { run.parts.iter().map(|part| part.len).sum() } else { 0 };
         let entered = self.enter_for(op, offset, len, run.parts.len() as u32).await;
@@ -118,9 +119,7 @@ impl<S: Storage> LocalDisk<S> {
                 file_io.and(entered.image.measured(self.serve_each(&entered.image, run)).await.1);
             return self.charge_image_io(&entered, file_io);
         }
-        if let Some(first) = run.parts.first() {
-            self.statistics.borrow_mut().record_merged(first.op, run.parts.len() as u64 - 1);
-        }
+        self.statistics.borrow_mut().record_merged(op, run.parts.len() as u64 - 1);
         for part in run.parts.drain(..) {
             let status = self.check_not_poisoned(part.op);
             run.finished.push(self.conclude(part, admitted, status));
