@@ -15,6 +15,7 @@ use blockyard_image::{Opener, SharedImages};
 
 use crate::job::Jobs;
 use crate::pool::Pool;
+use crate::sample::KnownDisk;
 use crate::served::{Ended, ServedDisk, describe_image};
 use crate::settings::DiskSettings;
 use crate::shares::Shares;
@@ -46,6 +47,7 @@ pub(crate) enum Message {
     Do { name: String, state: DiskState, operation: Operation },
     Done { name: String, disk: Option<Box<ServedDisk>> },
     List(SyncSender<Vec<DiskInfo>>),
+    Known(SyncSender<Vec<KnownDisk>>),
     Close(SyncSender<Vec<Ended>>),
 }
 
@@ -129,6 +131,7 @@ impl Keeper {
                 Message::Do { name, state, operation } => self.take(name, state, operation),
                 Message::Done { name, disk } => self.put_back(name, disk),
                 Message::List(reply) => drop(reply.send(self.list())),
+                Message::Known(reply) => drop(reply.send(self.known())),
                 Message::Close(reply) => self.close(reply),
             }
             if self.closing.is_some()
@@ -189,9 +192,18 @@ impl Keeper {
     fn list(&self) -> Vec<DiskInfo> {
         // A command for a disk that does not exist has an entry, too, until it is done.
         let is_disk = |entry: &Entry| entry.shown.is_some() || entry.state == DiskState::Opening;
-        let mut entries: Vec<_> = self.entries.iter().filter(|(_, entry)| is_disk(entry)).collect();
+        let entries = self.by_arrival().into_iter().filter(|(_, entry)| is_disk(entry));
+        entries.map(|(name, entry)| entry.info(name)).collect()
+    }
+
+    fn known(&self) -> Vec<KnownDisk> {
+        self.by_arrival().into_iter().filter_map(|(_, entry)| entry.known()).collect()
+    }
+
+    fn by_arrival(&self) -> Vec<(&String, &Entry)> {
+        let mut entries: Vec<_> = self.entries.iter().collect();
         entries.sort_by_key(|(_, entry)| entry.arrival);
-        entries.into_iter().map(|(name, entry)| entry.info(name)).collect()
+        entries
     }
 
     fn close(&mut self, reply: SyncSender<Vec<Ended>>) {
@@ -227,6 +239,19 @@ impl Drop for Done {
 }
 
 impl Entry {
+    /// Returns the disk if it is open and stays open.
+    fn known(&self) -> Option<KnownDisk> {
+        let open = self.shown.as_ref().filter(|_| self.state != DiskState::Closing);
+        let (disk, settings) = open?;
+        Some(KnownDisk {
+            state: self.state,
+            disk: disk.clone(),
+            image: settings.image.path.display().to_string(),
+            group: settings.group.clone(),
+            knobs: settings.knobs.clone(),
+        })
+    }
+
     fn info(&self, name: &str) -> DiskInfo {
         let (name, state) = (name.to_string(), self.state);
         let Some((disk, settings)) = &self.shown else {

@@ -5,6 +5,7 @@
 //!   keeper    the thread that owns the table of disks; commands arrive by one channel
 //!   pool      a fixed number of threads that run commands
 //!   served    one disk with its exports, and what a command does with it
+//!   sample    the figures of all disks and reactors at one moment
 //!   settings  settings of a disk: image, share and exports
 //!   shares    which disks share a device or a group
 //!   job       snapshot, commit and stream, which run for long
@@ -24,6 +25,7 @@ mod error;
 mod job;
 mod keeper;
 mod pool;
+mod sample;
 mod served;
 mod settings;
 mod shares;
@@ -32,6 +34,7 @@ mod yard;
 pub use error::YardError;
 pub use job::{Job, JobKind, JobState};
 pub use keeper::{DiskInfo, DiskState};
+pub use sample::{DiskSample, ReactorSample, Sample, SampleError};
 pub use served::{Change, Ended, Report, Resized};
 pub use settings::{DiskSettings, Way, WayError};
 pub use shares::{MeasuredDevice, Shares};

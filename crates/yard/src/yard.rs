@@ -13,6 +13,7 @@ use blockyard_sched::Knobs;
 use crate::error::YardError;
 use crate::job::{Job, JobKind, Jobs};
 use crate::keeper::{Answer, Context, DiskInfo, DiskState, Keeper, Message, Operation};
+use crate::sample::{self, Sample, SampleError};
 use crate::served::{Change, Ended, Report, Resized, ServedDisk};
 use crate::settings::{DiskSettings, WayError};
 use crate::shares::Shares;
@@ -129,6 +130,14 @@ impl Yard {
         let (sender, receiver) = mpsc::sync_channel(1);
         let _ = self.0.messages.send(Message::List(sender));
         receiver.recv().unwrap_or_default()
+    }
+
+    /// Returns the figures of all open disks and of the reactors. Does not wait for commands. Costs
+    /// much less than a report of each disk.
+    pub fn sample(&self) -> Result<Sample, SampleError> {
+        let (sender, receiver) = mpsc::sync_channel(1);
+        let _ = self.0.messages.send(Message::Known(sender));
+        sample::collect(receiver.recv().unwrap_or_default(), self.reactors())
     }
 
     /// Returns the clients and the statistics of a disk.
