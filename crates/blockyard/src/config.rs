@@ -2,6 +2,7 @@
 //! table for each group. See docs/configuration.md.
 
 use std::collections::BTreeMap;
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
 use blockyard_sched::Knobs;
@@ -51,6 +52,9 @@ pub struct Config {
     /// The user to become if root starts the server. Read at start only.
     #[serde(default, deserialize_with = "sandbox::user")]
     pub user: Option<String>,
+    /// Address of the metrics. Read at start only.
+    #[serde(default, deserialize_with = "values::loopback")]
+    pub metrics: Option<SocketAddr>,
     /// Settings for all NBD clients.
     #[serde(default)]
     pub nbd: NbdArgs,

@@ -22,7 +22,7 @@ use crate::options::disk::DiskArgs;
 use crate::serve::Server;
 
 /// Keys of the file that are read at start only.
-const AT_START: [&str; 11] = [
+const AT_START: [&str; 12] = [
     "reactors",
     "fair-share",
     "costs",
@@ -34,6 +34,7 @@ const AT_START: [&str; 11] = [
     "sandbox",
     "allow-folders",
     "user",
+    "metrics",
 ];
 
 impl Server {

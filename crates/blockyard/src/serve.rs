@@ -4,7 +4,7 @@
 //! the disks; this file sends it commands. Signals and the API (`api.rs`) use the same [`Server`].
 
 use std::sync::{Arc, Mutex};
-use std::time::SystemTime;
+use std::time::{Instant, SystemTime};
 
 use anyhow::Context;
 use blockyard_export::Reactors;
@@ -86,6 +86,7 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
         common,
         options: options.clone(),
         since: SystemTime::now(),
+        started: Instant::now(),
         book: Book::default(),
         known: Mutex::new(Known::new(config.file.clone())),
         reloading: Mutex::new(()),
@@ -165,6 +166,8 @@ pub struct Server {
     pub common: Common,
     pub options: ServeOptions,
     pub since: SystemTime,
+    /// The same moment, on the clock that never goes back.
+    pub started: Instant,
     /// Configuration of each disk that is served, without the disks of toolstacks.
     pub book: Book,
     /// The configuration file that is in effect.
@@ -183,7 +186,8 @@ impl Server {
     ) -> Result<(), Failure> {
         self.add_all(config)?;
         let toolstacks = Toolstacks::start(xen, &Host::Xen, exports::records, &self.yard)?;
-        let api = api::start(&self.options.api.or(config), self.clone())?;
+        let metrics = self.options.metrics.or(config.metrics);
+        let api = api::start(&self.options.api.or(config), metrics, self.clone())?;
         let mut by_nbd = None;
         if self.options.attached {
             by_nbd = self.report_device()?;

@@ -5,27 +5,36 @@
 //!   types      what calls receive and return, as JSON
 //!   problem    errors as problem documents (RFC 9457)
 //!   routes     paths, parameters and bodies of the calls; their OpenAPI description
+//!   figures    the figures of a server, for programs that collect them
+//!   metrics/   figures as metrics in Prometheus' text format
+//!   scrape     sends figures and metrics within bounds
+//!   page       what the metrics' address offers
 //!   body       reads a JSON body within bounds
 //!   server     the thread that accepts connections, and the bounds of a connection
 //!   access     who may connect
 //!   client     one call to a server
 //! ```
 //!
-//! In: connections of processes of this host. Out: calls of an [`Operator`].
+//! In: connections of processes of this host. Out: calls of an [`Operator`]. Metrics are also on a
+//! loopback address, if the server has one.
 //!
 //! What must hold: one thread reads and writes all connections, and a bounded number of threads
 //! runs the calls, so that no client delays a request of a disk. A client that sends or reads
 //! nothing is disconnected. Only root, the server's own user and members of a configured group may
-//! call.
+//! call. The metrics' address changes nothing.
 
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
 mod access;
 mod body;
 pub mod client;
+pub mod figures;
+pub mod metrics;
 mod operator;
+mod page;
 mod problem;
 mod routes;
+mod scrape;
 mod server;
 pub mod types;
 
@@ -34,4 +43,4 @@ pub use body::invalid;
 pub use operator::{Answer, Object, Operator};
 pub use problem::{Kind, Problem};
 pub use routes::description;
-pub use server::Api;
+pub use server::{Api, Listeners};

@@ -2,6 +2,7 @@
 
 use serde_json::{Map, Value};
 
+use crate::figures::Figures;
 use crate::problem::Problem;
 use crate::types::{
     Disk, DiskRow, Flushed, Job, JobRequest, Reload, Removed, Resize, Resized, ServerInfo,
@@ -17,6 +18,9 @@ pub type Object = Map<String, Value>;
 pub trait Operator: Send + Sync + 'static {
     /// Does not block.
     fn server(&self) -> ServerInfo;
+
+    /// Returns the figures of the server at this moment. Waits for no command of a disk.
+    fn figures(&self) -> Answer<Figures>;
 
     /// Returns all disks in the order of their arrival. Does not block.
     fn disks(&self) -> Vec<DiskRow>;

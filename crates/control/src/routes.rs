@@ -20,6 +20,7 @@ use crate::access::Peer;
 use crate::body::{Body, Parameters};
 use crate::operator::{Answer, Object, Operator};
 use crate::problem::{Kind, Problem};
+use crate::scrape::{self, Scrapes};
 use crate::server::THREADS;
 use crate::types::{
     ChangeQuery, Disk, Disks, Flushed, Job, JobRequest, Jobs, Reload, ReloadQuery, RemoveQuery,
@@ -87,7 +88,7 @@ struct Base;
 
 /// Returns the calls and their description.
 fn parts() -> (Router<Calls>, Description) {
-    OpenApiRouter::with_openapi(Base::openapi())
+    let (router, mut description) = OpenApiRouter::with_openapi(Base::openapi())
         .routes(routes!(server))
         .routes(routes!(disks, add))
         .routes(routes!(disk, remove, set))
@@ -100,7 +101,9 @@ fn parts() -> (Router<Calls>, Description) {
         .routes(routes!(jobs))
         .routes(routes!(job, cancel))
         .routes(routes!(reload))
-        .split_for_parts()
+        .split_for_parts();
+    description.merge(scrape::parts().1);
+    (router, description)
 }
 
 /// Returns the OpenAPI description of the API.
@@ -109,11 +112,13 @@ pub fn description() -> Description {
 }
 
 /// Returns the service that answers all requests.
-pub(crate) fn router(operator: Arc<dyn Operator>) -> Router {
+pub(crate) fn router(operator: Arc<dyn Operator>, scrapes: Scrapes) -> Router {
     let calls = Calls { operator, blocking: Arc::new(Semaphore::new(MAX_BLOCKING)) };
     let (router, description) = parts();
     router
         .route("/v1/openapi.json", axum::routing::get(|| async move { Json(description) }))
+        .with_state(calls)
+        .merge(scrapes.router())
         .method_not_allowed_fallback(|request: Request| async move {
             let what = format!("{} has no method {}", request.uri().path(), request.method());
             Problem::new(Kind::Method, what)
@@ -126,7 +131,6 @@ pub(crate) fn router(operator: Arc<dyn Operator>) -> Router {
             Problem::new(Kind::NotFound, what)
         })
         .layer(middleware::from_fn(log_changes))
-        .with_state(calls)
 }
 
 /// Logs calls that may change something, and who makes them.

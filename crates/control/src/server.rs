@@ -1,9 +1,11 @@
 //! The thread of the API: accepts connections, checks who connects, and bounds each connection.
 //!
 //! What must hold: a client that sends nothing, reads nothing or does either slowly occupies one of
-//! a bounded number of connections, for a bounded time, and bounded memory.
+//! a bounded number of connections, for a bounded time, and bounded memory. Connections to the
+//! metrics' address do not count as connections to the API.
 
 use std::io;
+use std::net::TcpListener;
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -13,15 +15,16 @@ use axum::Router;
 use blockyard_ring::sandbox::{self, Kind};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
-use tokio::net::UnixStream;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 use tokio_io_timeout::TimeoutStream;
 
-use crate::access::{Access, Peer};
+use crate::access::Access;
 use crate::operator::Operator;
-use crate::routes;
+use crate::scrape::{Cutoff, Scrapes};
+use crate::{page, routes};
 
-/// Maximum number of connections. Further ones wait in the socket's queue.
+/// Maximum number of connections of a listener. Further ones wait in the socket's queue.
 const MAX_CONNECTIONS: usize = 64;
 
 /// Maximum number of threads that run calls.
@@ -39,6 +42,15 @@ const MAX_BUFFER: usize = 64 << 10;
 /// Pause after a connection could not be accepted, for lack of descriptors or memory.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
+/// Where the API and the metrics are offered.
+#[derive(Default)]
+pub struct Listeners {
+    /// The API's socket, with who may connect.
+    pub api: Option<(UnixListener, Access)>,
+    /// Metrics and the web page, for every process of this host.
+    pub metrics: Option<TcpListener>,
+}
+
 /// The running API. Dropping it ends the thread; calls that run are not waited for.
 pub struct Api {
     stop: Option<oneshot::Sender<()>>,
@@ -47,30 +59,35 @@ pub struct Api {
 
 impl Api {
     /// Starts the thread.
-    pub fn start(
-        listener: UnixListener,
-        access: Access,
-        operator: Arc<dyn Operator>,
-    ) -> io::Result<Self> {
-        listener.set_nonblocking(true)?;
+    pub fn start(listeners: Listeners, operator: Arc<dyn Operator>) -> io::Result<Self> {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .max_blocking_threads(THREADS)
             .thread_name("api call")
             .build()?;
-        let listener = {
+        let scrapes = Scrapes::new(operator.clone());
+        let (api, metrics) = {
             let _context = runtime.enter();
-            tokio::net::UnixListener::from_std(listener)?
+            let api = listeners.api.map(|(listener, access)| {
+                listener.set_nonblocking(true)?;
+                let listener = tokio::net::UnixListener::from_std(listener)?;
+                let router = routes::router(operator, scrapes.clone());
+                io::Result::Ok(accept_api(listener, access, router))
+            });
+            let metrics = listeners.metrics.map(|listener| {
+                listener.set_nonblocking(true)?;
+                let listener = tokio::net::TcpListener::from_std(listener)?;
+                io::Result::Ok(accept_metrics(listener, page::router(scrapes.of_other_listener())))
+            });
+            (api.transpose()?, metrics.transpose()?)
         };
         let (stop, stopped) = oneshot::channel();
-        let router = routes::router(operator);
         let thread = std::thread::Builder::new().name("api".into()).spawn(move || {
             sandbox::confine(Kind::Control);
             runtime.block_on(async {
-                tokio::select! {
-                    () = accept(listener, access, router) => {}
-                    _ = stopped => {}
-                }
+                api.map(tokio::spawn);
+                metrics.map(tokio::spawn);
+                let _: Result<(), _> = stopped.await;
             });
             runtime.shutdown_background();
         })?;
@@ -87,33 +104,60 @@ impl Drop for Api {
     }
 }
 
-async fn accept(listener: tokio::net::UnixListener, access: Access, router: Router) {
+async fn accept_api(listener: tokio::net::UnixListener, access: Access, router: Router) {
     let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     loop {
         let Ok(permit) = connections.clone().acquire_owned().await else { return };
         match listener.accept().await {
             Ok((stream, _)) => match access.check(&stream) {
-                Ok(peer) => drop(tokio::spawn(serve(stream, peer, router.clone(), permit))),
+                Ok(peer) => {
+                    let router = router.clone().layer(axum::Extension(peer));
+                    tokio::spawn(serve(stream, peer.to_string(), router, permit));
+                }
                 Err(peer) => tracing::warn!("api: refused {peer}"),
             },
-            Err(e) => {
-                tracing::warn!("api: cannot accept a connection: {e}");
-                tokio::time::sleep(ACCEPT_PAUSE).await;
-            }
+            Err(e) => cannot_accept("api", &e).await,
         }
     }
 }
 
-async fn serve(stream: UnixStream, peer: Peer, router: Router, _permit: OwnedSemaphorePermit) {
+async fn accept_metrics(listener: tokio::net::TcpListener, router: Router) {
+    let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    loop {
+        let Ok(permit) = connections.clone().acquire_owned().await else { return };
+        match listener.accept().await {
+            Ok((stream, peer)) => {
+                tokio::spawn(serve(stream, peer.to_string(), router.clone(), permit));
+            }
+            Err(e) => cannot_accept("metrics", &e).await,
+        }
+    }
+}
+
+async fn cannot_accept(what: &str, error: &io::Error) {
+    tracing::warn!("{what}: cannot accept a connection: {error}");
+    tokio::time::sleep(ACCEPT_PAUSE).await;
+}
+
+async fn serve(
+    stream: impl AsyncRead + AsyncWrite + Send + 'static,
+    peer: String,
+    router: Router,
+    _permit: OwnedSemaphorePermit,
+) {
     let mut stream = TimeoutStream::new(stream);
     stream.set_write_timeout(Some(WRITE_TIME));
-    let service = TowerToHyperService::new(router.layer(axum::Extension(peer)));
+    let cutoff = Cutoff::default();
+    let service = TowerToHyperService::new(router.layer(axum::Extension(cutoff.clone())));
     let connection = hyper::server::conn::http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(HEADER_TIME)
         .max_buf_size(MAX_BUFFER)
         .serve_connection(TokioIo::new(Box::pin(stream)), service);
-    if let Err(e) = connection.await {
-        tracing::debug!("api: connection of {peer}: {e}");
+    tokio::select! {
+        ended = connection => if let Err(e) = ended {
+            tracing::debug!("api: connection of {peer}: {e}");
+        },
+        () = cutoff.reached() => tracing::debug!("api: {peer} reads metrics too slowly"),
     }
 }

@@ -1,19 +1,22 @@
-//! The API of a server: its socket, and the commands behind its calls.
+//! The API of a server: its socket, the address of its metrics, and the commands behind its calls.
 //!
 //! ```text
 //!   operator   what each call does
+//!   sampled    figures for metrics
 //!   words      settings, figures and errors in the API's words
 //! ```
 
 mod operator;
+mod sampled;
 mod words;
 
+use std::net::{SocketAddr, TcpListener};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Context;
-use blockyard_control::{Access, Api};
+use blockyard_control::{Access, Api, Listeners};
 use blockyard_export::Listener;
 use blockyard_ring::host;
 
@@ -24,28 +27,50 @@ use crate::serve::Server;
 /// The running API. Dropping it ends the API and removes its socket.
 pub struct Running {
     _api: Api,
-    _listener: Listener,
+    _socket: Option<Listener>,
 }
 
-/// Starts the API if the options have a socket.
-pub fn start(options: &ApiArgs, server: Arc<Server>) -> anyhow::Result<Option<Running>> {
-    let Some(socket) = &options.api else { return Ok(None) };
-    let group = options.socket_group.as_deref().map(group).transpose()?;
-    let listener = match socket.strip_prefix("fd:") {
-        Some(text) => Listener::inherited(inherited::socket(text)?),
-        None => {
-            let listener = Listener::bind(socket.as_ref())?;
-            permit(socket.as_ref(), options.mode(), group)
-                .with_context(|| format!("socket {socket}: cannot set its group or its mode"))?;
-            listener
-        }
-    };
-    let access = Access { user: rustix::process::geteuid().as_raw(), group };
-    let of_socket = || format!("socket {socket}: cannot serve the API on it");
-    let api = Api::start(listener.unix().with_context(of_socket)?, access, server);
-    let api = api.with_context(of_socket)?;
-    tracing::info!("the API listens on {socket}");
-    Ok(Some(Running { _api: api, _listener: listener }))
+/// Starts the API if the options have a socket, and offers metrics if they have an address.
+pub fn start(
+    options: &ApiArgs,
+    metrics: Option<SocketAddr>,
+    server: Arc<Server>,
+) -> anyhow::Result<Option<Running>> {
+    if options.api.is_none() && metrics.is_none() {
+        return Ok(None);
+    }
+    let (mut listeners, mut socket) = (Listeners::default(), None);
+    if let Some(path) = &options.api {
+        let group = options.socket_group.as_deref().map(group).transpose()?;
+        let listener = listen(path, options.mode(), group)?;
+        let access = Access { user: rustix::process::geteuid().as_raw(), group };
+        let unix = listener.unix();
+        let unix = unix.with_context(|| format!("socket {path}: cannot serve the API on it"))?;
+        listeners.api = Some((unix, access));
+        socket = Some(listener);
+        tracing::info!("the API listens on {path}");
+    }
+    if let Some(address) = metrics {
+        let listener = TcpListener::bind(address);
+        let listener = listener.with_context(|| {
+            format!("metrics {address}: cannot listen there; choose another port")
+        })?;
+        tracing::info!("metrics are at http://{}/metrics", listener.local_addr()?);
+        listeners.metrics = Some(listener);
+    }
+    let api = Api::start(listeners, server).context("starting the API")?;
+    Ok(Some(Running { _api: api, _socket: socket }))
+}
+
+/// Opens the API's socket, or takes an inherited one.
+fn listen(path: &str, mode: u32, group: Option<u32>) -> anyhow::Result<Listener> {
+    if let Some(text) = path.strip_prefix("fd:") {
+        return Ok(Listener::inherited(inherited::socket(text)?));
+    }
+    let listener = Listener::bind(path.as_ref())?;
+    permit(path.as_ref(), mode, group)
+        .with_context(|| format!("socket {path}: cannot set its group or its mode"))?;
+    Ok(listener)
 }
 
 /// Sets group and permissions of the socket. Until then the check of each peer protects the API.

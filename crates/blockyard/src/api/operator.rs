@@ -3,6 +3,7 @@
 use std::sync::PoisonError;
 use std::time::UNIX_EPOCH;
 
+use blockyard_control::figures::Figures;
 use blockyard_control::types::{
     Disk, DiskRow, Flushed, Job, JobRequest, Reload, Removed, Resize, Resized, ServerInfo, State,
 };
@@ -11,7 +12,7 @@ use blockyard_disk::SnapshotOptions;
 use blockyard_image::Format;
 use blockyard_yard::JobKind;
 
-use super::words;
+use super::{sampled, words};
 use crate::book::{HeldDisk, HoldError};
 use crate::changes::inner;
 use crate::disks::check;
@@ -84,6 +85,11 @@ impl Operator for Server {
             disks: self.yard.list().len(),
             config: self.options.config.as_ref().map(|path| path.display().to_string()),
         }
+    }
+
+    fn figures(&self) -> Answer<Figures> {
+        let sample = self.yard.sample().map_err(|e| Problem::new(Kind::Busy, e.to_string()))?;
+        Ok(sampled::figures(&sample, self.since, self.started))
     }
 
     fn disks(&self) -> Vec<DiskRow> {

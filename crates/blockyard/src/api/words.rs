@@ -125,12 +125,7 @@ pub fn check_growth(args: &DiskArgs, old: u64, new: u64) -> Answer<()> {
 pub fn row(disk: DiskInfo) -> DiskRow {
     DiskRow {
         name: disk.name,
-        state: match disk.state {
-            DiskState::Opening => State::Opening,
-            DiskState::Serving => State::Serving,
-            DiskState::Busy => State::Busy,
-            DiskState::Closing => State::Closing,
-        },
+        state: state(disk.state),
         image: disk.image.map(|path| path.display().to_string()),
         images: disk.images,
         size: disk.capacity,
@@ -152,15 +147,25 @@ pub fn client(client: &blockyard_export::Client) -> Client {
     }
 }
 
+pub fn limit(limit: Option<Limit>) -> Option<LimitSetting> {
+    limit.map(|Limit { rate, max, length }| LimitSetting {
+        rate,
+        max,
+        length: length.as_secs_f64(),
+    })
+}
+
+pub fn state(state: DiskState) -> State {
+    match state {
+        DiskState::Opening => State::Opening,
+        DiskState::Serving => State::Serving,
+        DiskState::Busy => State::Busy,
+        DiskState::Closing => State::Closing,
+    }
+}
+
 pub fn settings(entry: &Entry) -> Settings {
     let args = &entry.args;
-    let limit = |limit: Option<Limit>| {
-        limit.map(|Limit { rate, max, length }| LimitSetting {
-            rate,
-            max,
-            length: length.as_secs_f64(),
-        })
-    };
     Settings {
         format: args.format().ok().map(|format| format.to_string()),
         cache: args.cache.to_string(),

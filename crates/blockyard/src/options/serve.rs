@@ -1,5 +1,6 @@
 //! Options of `serve`, `attach` and `detach`.
 
+use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use clap::{Args, ValueHint};
@@ -59,6 +60,14 @@ pub struct ServeOptions {
 
     #[command(flatten)]
     pub api: ApiArgs,
+
+    /// Offer metrics for Prometheus, and a web page, at this address of the host itself.
+    ///
+    /// Every process of the host may read them: 127.0.0.1:9184 or [::1]:9184. They are also on the
+    /// API's socket.
+    #[arg(long, value_name = "ADDRESS:PORT", value_parser = values::parse_loopback,
+        help_heading = "Server")]
+    pub metrics: Option<SocketAddr>,
 
     #[command(flatten)]
     pub sandbox: SandboxArgs,

@@ -4,6 +4,7 @@
 //! error message.
 
 use std::ffi::OsStr;
+use std::net::SocketAddr;
 use std::str::FromStr;
 use std::time::Duration;
 
@@ -168,6 +169,24 @@ pub fn parse_reactors(s: &str) -> Result<u16, String> {
     number.ok_or_else(|| format!("\"{s}\": a number of reactors is from 1 to 256"))
 }
 
+/// Parses an address of the host itself. Other hosts must not reach it, because nothing checks who
+/// reads there.
+pub fn parse_loopback(s: &str) -> Result<SocketAddr, String> {
+    let named = s.strip_prefix("localhost:").map(|port| format!("127.0.0.1:{port}"));
+    let address: SocketAddr = named.as_deref().unwrap_or(s).parse().map_err(|_| {
+        format!("\"{s}\": it is ADDRESS:PORT, such as 127.0.0.1:9184 or [::1]:9184")
+    })?;
+    if address.ip().is_loopback() {
+        return Ok(address);
+    }
+    Err(format!(
+        "{} is no loopback address, and everyone who reaches it could read there: use \
+         127.0.0.1:{port} or [::1]:{port}, and forward it by SSH or by a proxy that checks clients",
+        address.ip(),
+        port = address.port()
+    ))
+}
+
 pub fn parse_queues(s: &str) -> Result<u16, String> {
     let number = s.parse().ok().filter(|n| (1..=256).contains(n));
     number.ok_or_else(|| format!("\"{s}\": a number of queues is from 1 to 256"))
@@ -288,6 +307,10 @@ pub fn queue_size<'de, D: Deserializer<'de>>(d: D) -> Result<u16, D::Error> {
 
 pub fn reactors<'de, D: Deserializer<'de>>(d: D) -> Result<Option<u16>, D::Error> {
     parsed(d, parse_reactors).map(Some)
+}
+
+pub fn loopback<'de, D: Deserializer<'de>>(d: D) -> Result<Option<SocketAddr>, D::Error> {
+    parsed(d, parse_loopback).map(Some)
 }
 
 pub fn second_client<'de, D: Deserializer<'de>>(d: D) -> Result<SecondClient, D::Error> {

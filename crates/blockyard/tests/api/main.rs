@@ -7,6 +7,8 @@
 //!   command   `blockyard ctl`
 //!   persist   changes that a restart keeps
 //!   sandbox   disks outside of the folders of the server
+//!   metrics   metrics and figures under load
+//!   exposition  a strict reader of the metrics' text
 //! ```
 
 #[path = "../common/mod.rs"]
@@ -15,7 +17,9 @@ mod server;
 
 mod calls;
 mod command;
+mod exposition;
 mod hostile;
+mod metrics;
 mod persist;
 mod sandbox;
 mod wrong;

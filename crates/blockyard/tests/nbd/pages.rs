@@ -113,6 +113,11 @@ fn api() {
 }
 
 #[test]
+fn metrics() {
+    runs_as_it_stands("metrics.md", &[]);
+}
+
+#[test]
 fn fio() {
     runs_as_it_stands("fio.md", &["fio"]);
 }

@@ -1,0 +1,190 @@
+//! A sample of the yard, and of the process, as the figures of the API.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use blockyard_control::figures::{
+    DeviceFigures, DiskFigures, DiskShareFigures, Figures, FlushFigures, HistogramFigures,
+    LimitFigures, MetadataFigures, OperationFigures, PolicyFigures, ProcessFigures, ReactorFigures,
+};
+use blockyard_disk::{Counts, Latencies, OpKind, WriteFigures};
+use blockyard_export::policy::notify::NotifyFigures;
+use blockyard_export::policy::polling::Strategy;
+use blockyard_sched::{Knobs, Share};
+use blockyard_yard::{DiskSample, ReactorSample, Sample};
+use rustix::process::Resource;
+use rustix::time::ClockId;
+
+use super::words;
+
+/// Returns the figures of a sample. `since` and `started`: the start of the server.
+pub fn figures(sample: &Sample, since: SystemTime, started: Instant) -> Figures {
+    Figures {
+        version: env!("CARGO_PKG_VERSION").into(),
+        uptime: started.elapsed().as_secs_f64(),
+        process: process(since),
+        bounds_us: Latencies::bounds_us().collect(),
+        reactors: sample.reactors.iter().map(reactor).collect(),
+        devices: devices(&sample.disks),
+        disks: sample.disks.iter().map(disk).collect(),
+    }
+}
+
+/// Returns the figures of this process. A figure that the host does not show is 0.
+fn process(since: SystemTime) -> ProcessFigures {
+    let cpu = rustix::time::clock_gettime(ClockId::ProcessCPUTime);
+    let read = |name: &str| std::fs::read_to_string(Path::new("/proc/self").join(name));
+    let pages = read("statm").ok().and_then(|text| text.split(' ').nth(1)?.parse::<u64>().ok());
+    let entries = |name: &str| {
+        let folder = std::fs::read_dir(Path::new("/proc/self").join(name));
+        folder.map_or(0, |entries| entries.count() as u64)
+    };
+    ProcessFigures {
+        pid: std::process::id(),
+        started: since.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64(),
+        cpu: Duration::new(cpu.tv_sec as u64, cpu.tv_nsec as u32).as_secs_f64(),
+        resident_bytes: pages.unwrap_or(0) * rustix::param::page_size() as u64,
+        threads: entries("task"),
+        // One of them is the folder itself.
+        open_descriptors: entries("fd").saturating_sub(1),
+        max_descriptors: rustix::process::getrlimit(Resource::Nofile).current,
+    }
+}
+
+fn reactor(sample: &ReactorSample) -> ReactorFigures {
+    ReactorFigures {
+        busy: sample.cpu.as_secs_f64(),
+        waited: waited(sample.thread).map(|time| time.as_secs_f64()),
+        iterations: sample.iterations,
+    }
+}
+
+/// Returns how long a thread was ready to run while others had the processor. None: the kernel does
+/// not count it (CONFIG_SCHED_INFO).
+fn waited(thread: i32) -> Option<Duration> {
+    let text = std::fs::read_to_string(format!("/proc/self/task/{thread}/schedstat")).ok()?;
+    text.split(' ').nth(1)?.parse().ok().map(Duration::from_nanos)
+}
+
+/// Returns each device that a disk shares, once.
+fn devices(disks: &[DiskSample]) -> Vec<DeviceFigures> {
+    let shared = disks.iter().filter_map(|sample| sample.disk.share().device());
+    let by_name: BTreeMap<_, _> = shared.map(|device| (device.name(), device)).collect();
+    let figures = by_name.into_iter().map(|(name, device)| DeviceFigures {
+        name: name.into(),
+        capacity: device.capacity(),
+        window: seconds(device.window()),
+    });
+    figures.collect()
+}
+
+fn disk(sample: &DiskSample) -> DiskFigures {
+    let DiskSample { disk, counts, .. } = sample;
+    let of_kind = |kind: OpKind| Some((kind.name().to_string(), operation(counts.of(kind)?)));
+    let flushes = disk.flushes();
+    DiskFigures {
+        name: disk.name().into(),
+        state: words::state(sample.state),
+        image: sample.image.clone(),
+        device: disk.share().device().map(|device| device.name().to_string()),
+        group: sample.group.clone(),
+        size: disk.capacity(),
+        read_only: disk.options().read_only,
+        poisoned: disk.poisoned().is_some(),
+        held_back: disk.longest_held_back().as_secs_f64(),
+        operations: OpKind::ALL.into_iter().filter_map(of_kind).collect(),
+        in_flight: counts.in_flight,
+        oldest: counts.oldest.map(|age| age.as_secs_f64()),
+        flushes: FlushFigures { requested: flushes.requested, syncs: flushes.syncs },
+        metadata: MetadataFigures { hits: counts.lookups.hits, misses: counts.lookups.misses },
+        share: share(disk.share()),
+        limits: limits(&sample.knobs),
+        policies: policies(sample),
+    }
+}
+
+fn operation(counts: &Counts) -> OperationFigures {
+    OperationFigures {
+        requests: counts.requests,
+        errors: counts.errors,
+        merged: counts.merged,
+        bytes: counts.bytes,
+        queue: histogram(&counts.queue),
+        service: histogram(&counts.service),
+    }
+}
+
+fn histogram(latencies: &Latencies) -> HistogramFigures {
+    let buckets = latencies.buckets();
+    let used = buckets.iter().rposition(|count| *count > 0).map_or(0, |last| last + 1);
+    HistogramFigures { sum: latencies.sum().as_secs_f64(), buckets: buckets[..used].to_vec() }
+}
+
+fn share(share: &Share) -> DiskShareFigures {
+    let figures = share.figures();
+    DiskShareFigures {
+        weight: figures.weight,
+        entitled: seconds(figures.owed_ns),
+        used: seconds(figures.used_ns),
+        donated: seconds(figures.donated_ns),
+        limited: seconds(figures.limited_ns),
+        waited: seconds(figures.waited_ns),
+        queued: figures.queued,
+    }
+}
+
+fn limits(knobs: &Knobs) -> LimitFigures {
+    let limits = &knobs.limits;
+    LimitFigures {
+        iops: words::limit(limits.iops),
+        iops_read: words::limit(limits.iops_read),
+        iops_write: words::limit(limits.iops_write),
+        bps: words::limit(limits.bps),
+        bps_read: words::limit(limits.bps_read),
+        bps_write: words::limit(limits.bps_write),
+        reserve_iops: knobs.reserve_iops,
+        reserve_bps: knobs.reserve_bps,
+        latency_target: knobs.latency_target.map(|time| time.as_secs_f64()),
+    }
+}
+
+fn policies(sample: &DiskSample) -> PolicyFigures {
+    let policies = &sample.policies;
+    // The names of the log have spaces, which are awkward in queries.
+    let name = |kind: Strategy| kind.name().replace(", ", "-").replace(' ', "-");
+    let chosen = |kind: Strategy| (name(kind), policies.polling.of(kind).chosen);
+    let NotifyFigures { completions, signals, full, gathered, vain, skipped } = policies.notify;
+    let WriteFigures { inline, blocked, left, noted, refused, paced } = sample.counts.writes;
+    let placement = policies.placement;
+    // Signals that no wait preceded, because the policy does not coalesce.
+    let direct = signals.saturating_sub(full + gathered + vain + skipped);
+    PolicyFigures {
+        polling: Strategy::ALL.map(chosen).into(),
+        placement: named([("guest", placement.to_guest), ("home", placement.home)]),
+        writes: named([
+            ("inline", inline),
+            ("blocked", blocked),
+            ("left", left),
+            ("noted", noted),
+            ("refused", refused),
+            ("paced", paced),
+        ]),
+        completions,
+        signals: named([
+            ("direct", direct),
+            ("full", full),
+            ("gathered", gathered),
+            ("vain", vain),
+            ("skipped", skipped),
+        ]),
+    }
+}
+
+fn named<const N: usize>(counts: [(&str, u64); N]) -> BTreeMap<String, u64> {
+    counts.into_iter().map(|(name, count)| (name.to_string(), count)).collect()
+}
+
+fn seconds(nanos: u64) -> f64 {
+    nanos as f64 / 1e9
+}

@@ -1,0 +1,168 @@
+//! Clients of a large text of metrics: those that read it, and those that do not.
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::Arc;
+
+use blockyard_control::figures::Figures;
+use blockyard_control::types::{
+    Disk, DiskRow, Flushed, Job, JobRequest, Reload, Removed, Resize, Resized, ServerInfo,
+};
+use blockyard_control::{Access, Answer, Api, Kind, Listeners, Object, Operator, Problem};
+
+/// Far more than a connection's buffers hold.
+const TEXT: usize = 12 << 20;
+
+/// A server whose metrics have one long line.
+struct Long;
+
+fn nothing<T>() -> Answer<T> {
+    Err(Problem::new(Kind::NotFound, "this server has no disks"))
+}
+
+impl Operator for Long {
+    fn server(&self) -> ServerInfo {
+        ServerInfo { version: "1".into(), pid: 1, since: 1, disks: 0, config: None }
+    }
+
+    fn figures(&self) -> Answer<Figures> {
+        Ok(Figures { version: "x".repeat(TEXT), ..Figures::default() })
+    }
+
+    fn disks(&self) -> Vec<DiskRow> {
+        Vec::new()
+    }
+
+    fn disk(&self, _: &str) -> Answer<Disk> {
+        nothing()
+    }
+
+    fn add(&self, _: Object) -> Answer<Disk> {
+        nothing()
+    }
+
+    fn remove(&self, _: &str, _: bool) -> Answer<Removed> {
+        nothing()
+    }
+
+    fn set(&self, _: &str, _: Object) -> Answer<Disk> {
+        nothing()
+    }
+
+    fn refresh(&self, _: &str) -> Answer<Resized> {
+        nothing()
+    }
+
+    fn resize(&self, _: &str, _: Resize) -> Answer<Resized> {
+        nothing()
+    }
+
+    fn flush(&self, _: &str) -> Answer<Flushed> {
+        nothing()
+    }
+
+    fn start(&self, _: &str, _: JobRequest) -> Answer<Job> {
+        nothing()
+    }
+
+    fn jobs(&self) -> Vec<Job> {
+        Vec::new()
+    }
+
+    fn cancel(&self, _: u64) -> Answer<Job> {
+        nothing()
+    }
+
+    fn reload(&self, _: bool) -> Answer<Reload> {
+        nothing()
+    }
+}
+
+/// Starts an API on a socket in the abstract namespace, and metrics on a port.
+fn start(name: &str) -> (Api, std::os::unix::net::SocketAddr, SocketAddr) {
+    use std::os::linux::net::SocketAddrExt;
+
+    let name = format!("blockyard-{name}-{}", std::process::id());
+    let socket = std::os::unix::net::SocketAddr::from_abstract_name(name).unwrap();
+    let tcp = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = tcp.local_addr().unwrap();
+    let access = Access { user: rustix::process::geteuid().as_raw(), group: None };
+    let api = Some((UnixListener::bind_addr(&socket).unwrap(), access));
+    let api = Api::start(Listeners { api, metrics: Some(tcp) }, Arc::new(Long)).unwrap();
+    (api, socket, address)
+}
+
+/// Sends a request, and reads nothing.
+fn ask<S: Write>(mut stream: S, path: &str) -> S {
+    let request = format!("GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n");
+    stream.write_all(request.as_bytes()).unwrap();
+    stream
+}
+
+fn read(mut stream: impl Read) -> String {
+    let mut text = String::new();
+    stream.read_to_string(&mut text).unwrap();
+    text
+}
+
+#[test]
+fn a_large_text_arrives_whole_on_both_listeners() {
+    let (_api, socket, address) = start("whole");
+    let on_socket = read(ask(UnixStream::connect_addr(&socket).unwrap(), "/metrics"));
+    let on_address = read(ask(TcpStream::connect(address).unwrap(), "/metrics"));
+    for answer in [on_socket, on_address] {
+        let (head, text) = answer.split_once("\r\n\r\n").unwrap();
+        assert!(head.starts_with("HTTP/1.1 200"), "{head}");
+        assert!(head.contains("content-type: text/plain; version=0.0.4"), "{head}");
+        assert!(head.contains(&format!("content-length: {}", text.len())), "{head}");
+        assert!(text.len() > TEXT && text.ends_with(" 0\n"), "{}", text.len());
+    }
+}
+
+#[test]
+fn clients_that_read_no_metrics_are_cut_off_and_delay_no_call() {
+    let (_api, socket, address) = start("stalled");
+    // More than texts may be in memory, on both listeners.
+    let stalled: Vec<_> =
+        (0..6).map(|_| ask(TcpStream::connect(address).unwrap(), "/metrics")).collect();
+    let trusted: Vec<_> =
+        (0..6).map(|_| ask(UnixStream::connect_addr(&socket).unwrap(), "/v1/figures")).collect();
+    for _ in 0..20 {
+        let answer = read(ask(UnixStream::connect_addr(&socket).unwrap(), "/v1"));
+        assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    }
+    // A client that reads gets its text when the server has cut some of the others off. If it had
+    // to wait too long, it may try again.
+    let reader = || read(ask(TcpStream::connect(address).unwrap(), "/metrics"));
+    let answer = (0..5).map(|_| reader()).find(|answer| answer.len() > TEXT);
+    assert!(answer.is_some(), "no text for a client that reads");
+    let incomplete = |mut stream: TcpStream| {
+        let mut bytes = Vec::new();
+        // The server has reset the connection, or closed it in the middle of the text.
+        let _ = stream.read_to_end(&mut bytes);
+        bytes.len() < TEXT
+    };
+    assert!(stalled.into_iter().any(incomplete), "the server kept all texts");
+    drop(trusted);
+}
+
+#[test]
+fn the_address_offers_no_call_and_answers_to_no_name_of_another_site() {
+    let (_api, _, address) = start("names");
+    let answer = |request: &str| {
+        let mut stream = TcpStream::connect(address).unwrap();
+        stream.write_all(request.as_bytes()).unwrap();
+        read(stream)
+    };
+    for (request, status) in [
+        ("GET /v1/disks HTTP/1.1\r\nhost: localhost", 404),
+        ("DELETE /v1/disks/a HTTP/1.1\r\nhost: localhost", 404),
+        ("POST /v1/figures HTTP/1.1\r\nhost: localhost", 405),
+        ("GET /metrics HTTP/1.1\r\nhost: evil.example", 403),
+    ] {
+        let answer = answer(&format!("{request}\r\nconnection: close\r\n\r\n"));
+        assert!(answer.starts_with(&format!("HTTP/1.1 {status}")), "{request}: {answer}");
+        assert!(!answer.to_lowercase().contains("access-control"), "{answer}");
+    }
+}
