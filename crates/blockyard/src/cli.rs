@@ -46,6 +46,10 @@ pub enum Command {
     Xen(crate::xen::Command),
     /// Control a running server through its API (`serve --api`).
     Ctl(Box<crate::ctl::CtlOptions>),
+    /// Show a live table of the disks of a running server.
+    ///
+    /// Rates, latencies, depth, share and CPU time of each disk, and the histogram of one.
+    Top(crate::top::TopOptions),
     /// Create, inspect, check and change disk images.
     ///
     /// Commands, options and JSON output are those of qemu-img.

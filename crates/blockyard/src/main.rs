@@ -36,6 +36,7 @@ mod serve;
 mod shares;
 mod supervisor;
 mod toolstack;
+mod top;
 mod xen;
 
 use std::process::ExitCode;
@@ -72,6 +73,7 @@ fn run(command: &Command) -> Result<u8, Failure> {
         Command::Detach(options) => attach::detach(options)?,
         Command::Xen(command) => xen::run(command)?,
         Command::Ctl(options) => ctl::run(options)?,
+        Command::Top(options) => top::run(options)?,
         Command::Image(command) => return image::run(command),
         Command::Bench { arguments } => return Err(bench::become_it(arguments).into()),
         Command::Completions { shell } => {

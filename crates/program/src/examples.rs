@@ -84,6 +84,7 @@ const ALL: &[(&str, &[Example])] = &[
     ),
     ("xen detach", &[example("Detach device xvdb from domain 3", "blockyard xen detach 3 xvdb")]),
     ("xen list", &[example("List devices for a program", "blockyard xen list --json")]),
+    ("top", &[example("Show the disks, a sample every 2 s", "blockyard top --interval 2")]),
     ("ctl", CTL),
     ("ctl status", &[example("Show the server and its disks", "blockyard ctl status")]),
     ("ctl list", &[example("List the disks for a program", "blockyard ctl list --json")]),

@@ -17,7 +17,7 @@ use serde_json::{Map, Value, json};
 use crate::options::values;
 
 /// Where a server's API is unless an option says otherwise.
-const USUAL: &str = "/run/blockyard/api.sock";
+pub const USUAL: &str = "/run/blockyard/api.sock";
 
 /// Time between two looks at a job.
 const LOOK: Duration = Duration::from_millis(200);
