@@ -38,15 +38,15 @@ impl Operator for Long {
         nothing()
     }
 
-    fn add(&self, _: Object) -> Answer<Disk> {
+    fn add(&self, _: Object, _: bool) -> Answer<Disk> {
         nothing()
     }
 
-    fn remove(&self, _: &str, _: bool) -> Answer<Removed> {
+    fn remove(&self, _: &str, _: bool, _: bool) -> Answer<Removed> {
         nothing()
     }
 
-    fn set(&self, _: &str, _: Object) -> Answer<Disk> {
+    fn set(&self, _: &str, _: Object, _: bool) -> Answer<Disk> {
         nothing()
     }
 
