@@ -191,9 +191,11 @@ mod tests {
             let pulse = executor.handle().pulse().clone();
             let reactors = vec![("reactor-0".to_string(), pulse)];
             if awake {
-                executor.block_on(async move { drop(Watchdog::start(reactors).unwrap()) }).unwrap();
+                executor
+                    .block_on(async move { drop(Watchdog::start(reactors, None).unwrap()) })
+                    .unwrap();
             } else {
-                drop(Watchdog::start(reactors).unwrap());
+                drop(Watchdog::start(reactors, None).unwrap());
             }
         }
     }
