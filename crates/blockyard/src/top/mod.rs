@@ -72,7 +72,7 @@ fn sample(api: &Path) -> anyhow::Result<Figures> {
     serde_json::from_value(answer).context("the server's figures have another form: same version?")
 }
 
-/// Starts the thread that asks the server. It ends when nobody receives its samples.
+/// Starts the thread that asks the server. It ends when its receiver is gone.
 fn collect(api: PathBuf, interval: Duration) -> Receiver<anyhow::Result<Figures>> {
     let (sender, receiver) = mpsc::channel();
     std::thread::spawn(move || {

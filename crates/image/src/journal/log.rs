@@ -10,8 +10,8 @@
 //! it has ended well, all changes of the old half are in the file, and the half is dropped. If it
 //! fails, both halves stay, and the next write-back does not switch.
 //!
-//! Invariant: a thread writes only to slots whose memory is allocated, so that a full tmpfs is no
-//! SIGBUS but an incomplete log ([`Log::is_incomplete`]).
+//! Invariant: a thread writes only to slots with allocated memory. So a full tmpfs is no SIGBUS but
+//! an incomplete log ([`Log::is_incomplete`]).
 
 use std::fs::File;
 use std::io;
@@ -58,7 +58,7 @@ pub struct Log {
     active: AtomicUsize,
     /// Salts of the halves' records.
     salts: [AtomicU64; 2],
-    /// Number of slots of each half whose memory is allocated.
+    /// Number of slots of each half that have allocated memory.
     ready: [AtomicUsize; 2],
     growing: Mutex<()>,
     /// Whether a change could not be recorded since the last write-back began.
@@ -72,7 +72,7 @@ pub struct WriteBack {
 }
 
 impl Log {
-    /// Returns a log over words whose header is written and whose halves have `generations`.
+    /// Returns a log over words with a written header.
     /// The active half is the newer one. If both are unused, the first one becomes active.
     pub fn over(words: Arc<SharedWords>, file: Option<File>, session: Session) -> Self {
         let generation = GENERATION.map(|at| words[at].load(Ordering::Acquire));

@@ -1,7 +1,7 @@
 //! The journal of metadata changes: lets the next server know what a killed one had answered.
 //!
 //! A qcow2 image or COW file keeps changed metadata in memory until its guest flushes. If the
-//! server dies, the kernel still has all written data, but nobody knows where they are. So each
+//! server dies, the kernel still has all written data, but no file says where they are. So each
 //! change is also put into a log in memory that outlives the process: a file on tmpfs, mapped into
 //! the server. The next server that opens the image for writing replays the log first.
 //!
