@@ -23,7 +23,7 @@ use std::io;
 use std::rc::Rc;
 use std::time::Duration;
 
-use io_uring::register::Restriction;
+use io_uring::register::{Probe, Restriction};
 use io_uring::types::{Fd, Fixed, FsyncFlags, SubmitArgs, Timespec};
 use io_uring::{IoUring, Submitter, cqueue, opcode, squeue};
 
@@ -72,11 +72,15 @@ const OPERATIONS: [u8; 13] = [
     opcode::WritevFixed::CODE,
 ];
 
-/// Returns what a ring may do, for good. The kernel refuses all else with EACCES.
-fn restrictions() -> Vec<Restriction> {
+/// Returns what a ring may do, for good. The kernel refuses all else with EACCES. It also refuses
+/// restrictions with operations that it does not know, so these are left out.
+fn restrictions(ring: &IoUring) -> Vec<Restriction> {
+    let mut probe = Probe::new();
+    let is_probed = ring.submitter().register_probe(&mut probe).is_ok();
     let flags = squeue::Flags::ASYNC | squeue::Flags::FIXED_FILE;
     let registers = REGISTER.into_iter().map(Restriction::register_op);
-    let operations = OPERATIONS.into_iter().map(Restriction::sqe_op);
+    let known = |code: &u8| !is_probed || probe.is_supported(*code);
+    let operations = OPERATIONS.into_iter().filter(known).map(Restriction::sqe_op);
     registers.chain(operations).chain([Restriction::sqe_flags_allowed(flags.bits())]).collect()
 }
 
@@ -195,7 +199,7 @@ impl Uring {
         };
         let _ = ring.submitter().register_iowq_aff(&no_cpu());
         if restricted {
-            ring.submitter().register_restrictions(&mut restrictions())?;
+            ring.submitter().register_restrictions(&mut restrictions(&ring))?;
             ring.submitter().register_enable_rings()?;
         }
         // A registered ring saves a descriptor look-up per call. Older kernels lack this.

@@ -14,8 +14,9 @@ fn reactors(daemon: &Daemon) -> Vec<u64> {
         .unwrap()
         .filter_map(|task| {
             let task = task.unwrap().path();
-            let name = std::fs::read_to_string(task.join("comm")).unwrap();
-            let times = std::fs::read_to_string(task.join("schedstat")).unwrap();
+            // A thread that opened the disk may end meanwhile.
+            let name = std::fs::read_to_string(task.join("comm")).ok()?;
+            let times = std::fs::read_to_string(task.join("schedstat")).ok()?;
             let time = times.split_whitespace().next()?.parse::<u64>().ok()?;
             name.starts_with("reactor-").then_some((name, time))
         })

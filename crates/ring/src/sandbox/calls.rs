@@ -86,7 +86,14 @@ fn programs(kind: Kind) -> Result<Vec<BpfProgram>, seccompiler::BackendError> {
         SeccompCmpOp::Eq,
         own,
     )?])?;
-    rules.insert(libc::SYS_kill, vec![to_self.clone()]);
+    // Signal 0 only tells whether a process lives: the last server of a ublk device.
+    let lives = SeccompRule::new(vec![SeccompCondition::new(
+        1,
+        SeccompCmpArgLen::Dword,
+        SeccompCmpOp::Eq,
+        0,
+    )?])?;
+    rules.insert(libc::SYS_kill, vec![to_self.clone(), lives]);
     rules.insert(libc::SYS_tgkill, vec![to_self]);
     let allow = SeccompFilter::new(rules, SeccompAction::Trap, SeccompAction::Allow, arch)?;
     let mut programs = vec![BpfProgram::try_from(allow)?];
