@@ -136,7 +136,7 @@ impl<'a, S: Storage> OfflineChange<'a, S> {
             put_header(self.file, &self.old, &mut new).await?;
         }
         let mut headers = [new];
-        let end = recount(self.file, &mut headers, &found).await?;
+        let end = recount(self.file, &mut headers, &found, true).await?;
         let [mut new] = headers;
         clear_bits(self.file, &mut new, INCOMPATIBLE_DIRTY).await?;
         Ok((new, end))

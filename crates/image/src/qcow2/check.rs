@@ -99,7 +99,7 @@ pub async fn check_within<S: Storage>(
     let wanted =
         if repair == Repair::All { !found.report.is_clean() } else { found.report.leaks > 0 };
     let left = if wanted {
-        mend(file, &mut headers, data_file_len, &found, repair, limits).await?;
+        mend(file, &mut headers, data_file_len, &found, (repair, true), limits).await?;
         [header] = headers.clone();
         &pass(file, &headers, data_file_len, None, limits).await?
     } else {
@@ -138,11 +138,19 @@ fn mended_by_opening(header: &Header, found: &Tally) -> u64 {
 /// from the tables, and clears the bit. Returns the header as written. Fails without a write if
 /// anything else is wrong.
 pub async fn rebuild_refcounts<S: Storage>(file: &Raw<S>) -> Result<Header, ImageError> {
+    rebuild_with(file, true).await
+}
+
+/// Like [`rebuild_refcounts`]. `deallocate`: whether clusters that become free lose their data.
+pub(super) async fn rebuild_with<S: Storage>(
+    file: &Raw<S>,
+    deallocate: bool,
+) -> Result<Header, ImageError> {
     let header = Header::read(file).await?;
     flush(file).await?;
     let mut headers = [header];
     let found = inspect(file, &headers[0]).await?;
-    recount(file, &mut headers, &found).await?;
+    recount(file, &mut headers, &found, deallocate).await?;
     let [mut header] = headers;
     clear_bits(file, &mut header, INCOMPATIBLE_DIRTY).await?;
     Ok(header)
@@ -183,11 +191,12 @@ pub(super) async fn recount<S: Storage>(
     file: &Raw<S>,
     headers: &mut [Header; 1],
     found: &Tally,
+    deallocate: bool,
 ) -> Result<u64, ImageError> {
     if found.report.is_clean() {
         return Ok(found.report.image_end_offset);
     }
-    mend(file, headers, None, found, Repair::All, Limits::default()).await
+    mend(file, headers, None, found, (Repair::All, deallocate), Limits::default()).await
 }
 
 /// Clears flags and raises refcounts until both of two states of an image are safe. Durable on
@@ -205,7 +214,7 @@ pub(super) async fn cover<S: Storage>(
     // A missing COPIED flag with refcount 1 is safe; a set flag with refcount 2 is not. So clear
     // flags before raising refcounts.
     for (raise, clear) in [(false, ClearCopied::Shared), (true, ClearCopied::None)] {
-        let refcounts = stored::RefcountRepair { raise, lower: false };
+        let refcounts = stored::RefcountRepair { raise, lower: false, deallocate: true };
         let changes =
             RepairPlan { known: &known, refcounts, flags: flags::FlagRepair { set: false, clear } };
         pass(file, headers, None, Some(changes), limits).await?;
@@ -220,7 +229,7 @@ async fn mend<S: Storage>(
     headers: &mut [Header; 1],
     data_file_len: Option<u64>,
     found: &Tally,
-    repair: Repair,
+    (repair, deallocate): (Repair, bool),
     limits: Limits,
 ) -> Result<u64, ImageError> {
     let (all, complete) = (repair == Repair::All, !found.incomplete);
@@ -244,7 +253,7 @@ async fn mend<S: Storage>(
     }
     let mut changes = RepairPlan {
         known,
-        refcounts: stored::RefcountRepair { raise: all, lower: complete },
+        refcounts: stored::RefcountRepair { raise: all, lower: complete, deallocate },
         flags: flags::FlagRepair {
             set: false,
             clear: if all { ClearCopied::Wrong } else { ClearCopied::None },

@@ -17,7 +17,7 @@ use blockyard_ring::semaphore::Semaphore;
 use super::alloc::Allocator;
 use super::bitmap::{drop_unknown_autoclear, prepare_for_writing};
 use super::bytes;
-use super::check::{FindingKind, Repair, check, rebuild_refcounts};
+use super::check::{FindingKind, Repair, check, rebuild_with};
 use super::entry::{self, L1Entry};
 use super::header::{AUTOCLEAR_JOURNAL, AUTOCLEAR_KNOWN, Header};
 use super::packing::Packing;
@@ -156,6 +156,8 @@ async fn make_writable<S: Storage>(
     keeps_disk: bool,
     resumed: &Option<Resumed>,
 ) -> Result<(), ImageError> {
+    // No entry of the file names the host clusters of partial clusters. Their data must stay.
+    let deallocate = resumed.as_ref().is_none_or(|resumed| resumed.partial.is_empty());
     if header.has_corrupt() {
         let what = "it is marked as corrupt: nothing is written to it; `blockyard image check \
             --repair all` may help";
@@ -165,7 +167,7 @@ async fn make_writable<S: Storage>(
         tracing::info!(
             "the qcow2 image was not closed by its last writer: recounting its references"
         );
-        *header = rebuild_refcounts(file).await?;
+        *header = rebuild_with(file, deallocate).await?;
     }
     let data_len = match data {
         Some(data) => Some(length(data).await?),
@@ -192,7 +194,7 @@ async fn make_writable<S: Storage>(
             "repairing the qcow2 image: {leaks} leaked clusters, {flags} COPIED flags \
              not set"
         );
-        *header = rebuild_refcounts(file).await?;
+        *header = rebuild_with(file, deallocate).await?;
     }
     let known =
         if resumed.is_some() { AUTOCLEAR_KNOWN | AUTOCLEAR_JOURNAL } else { AUTOCLEAR_KNOWN };

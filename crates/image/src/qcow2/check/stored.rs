@@ -126,6 +126,8 @@ pub struct Compare<'a, S> {
 pub struct RefcountRepair {
     pub raise: bool,
     pub lower: bool,
+    /// Whether the host deallocates clusters if their refcount becomes 0.
+    pub deallocate: bool,
 }
 
 impl<S: Storage> Compare<'_, S> {
@@ -194,7 +196,7 @@ impl<S: Storage> Compare<'_, S> {
                     let byte = (n << width.order()) / 8;
                     let (first, _) = *dirty.get_or_insert((byte, byte));
                     dirty = Some((first, byte));
-                    if new == 0 {
+                    if new == 0 && self.repair.is_some_and(|repair| repair.deallocate) {
                         note_freed(&mut freed, here);
                     }
                 }

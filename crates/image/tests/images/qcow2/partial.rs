@@ -4,6 +4,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use blockyard_image::journal::{CrashSafety, MemoryStore, SafetyMode};
 use blockyard_image::{ChainOptions, Extent, Image, IncompleteCluster, Place, Store};
 use blockyard_nbd::wire::{Headers, cmd, errno};
 use blockyard_ring::Segments;
@@ -143,26 +144,59 @@ fn copy_up_completes_partial_clusters() {
     judged_by_qemu(&scratch, "a.qcow2", &model);
 }
 
-/// A part of the backing image cannot be read for a while.
-#[test]
-fn a_cluster_that_cannot_be_completed_loses_nothing() {
-    let (bad, is_bad) = (CLUSTER + 8 * PART, Arc::new(AtomicBool::new(true)));
+/// Offset of a part of cluster 1 that the backing image cannot return for a while.
+const BAD: u64 = CLUSTER + 8 * PART;
+
+/// Makes an overlay of a backing image that fails reads of [`BAD`] while `is_bad` is true.
+fn failing(name: &str, is_bad: &Arc<AtomicBool>) -> (Server, Scratch, Model, ChainOptions) {
     let fails = is_bad.clone();
     let answer = move |_, request: &_, disk: &mut _| {
         let blockyard_nbd::wire::Request { command, offset, len, cookie, .. } = *request;
-        let is_hit = command == cmd::READ && (offset..offset + len).contains(&bad);
+        let is_hit = command == cmd::READ && (offset..offset + len).contains(&BAD);
         let fails = is_hit && fails.load(Ordering::SeqCst);
         Some(if fails { simple(errno::EIO, cookie) } else { good(request, disk) })
     };
     let server = Server::start(Headers::Simple, |_, _| (), Box::new(answer));
-    let scratch = Scratch::new("incomplete");
+    let scratch = Scratch::new(name);
     let name = scratch.name("a.qcow2");
     qemu_img(&["create", "-q", "-u", "-f", "qcow2", "-F", "raw", "-b", &server.uri(), name, "1M"]);
-    let mut model = Model((0..SIZE).map(|at| (at / 512 % 251) as u8).collect());
+    let model = Model((0..SIZE).map(|at| (at / 512 % 251) as u8).collect());
     let options = ChainOptions {
         folders: vec![server.uri().into()],
         ..ChainOptions::new(scratch.path("a.qcow2"))
     };
+    (server, scratch, model, options)
+}
+
+/// The server dies after a flush that could not complete a cluster. The flush has written all other
+/// metadata, so the journal must keep what the file does not have.
+#[test]
+fn a_cluster_that_cannot_be_completed_outlives_the_server() {
+    let is_bad = Arc::new(AtomicBool::new(true));
+    let (_server, _scratch, mut model, options) = failing("outlives", &is_bad);
+    let store = Some(MemoryStore::default().into());
+    let crash_safety = CrashSafety { mode: SafetyMode::Journal, store };
+    let options = ChainOptions { crash_safety, ..options };
+    let model = on_image_with(&options, async move |image| {
+        for cluster in 0..3 {
+            write(&image, &mut model, cluster * CLUSTER, &[9; PART as usize]).await;
+        }
+        assert!(IncompleteCluster::is_in(&image.flush().await.unwrap_err()));
+        model
+    });
+    is_bad.store(false, Ordering::SeqCst);
+    on_image_with(&options, async move |image| {
+        check(&image, &model, 0, SIZE as usize).await;
+        assert_eq!(found(&image, CLUSTER).await, (true, PART), "still partial");
+        image.close().await.unwrap();
+        check(&image, &model, 0, SIZE as usize).await;
+    });
+}
+
+#[test]
+fn a_cluster_that_cannot_be_completed_loses_nothing() {
+    let is_bad = Arc::new(AtomicBool::new(true));
+    let (_server, _scratch, mut model, options) = failing("incomplete", &is_bad);
     on_image_with(&options, async move |image| {
         for cluster in 0..3 {
             write(&image, &mut model, cluster * CLUSTER, &[9; PART as usize]).await;
@@ -173,7 +207,7 @@ fn a_cluster_that_cannot_be_completed_loses_nothing() {
         assert_eq!(complete, [(true, CLUSTER); 2], "the others are complete");
         assert_eq!(found(&image, CLUSTER).await, (true, PART));
         // The guest overwrites what cannot be read.
-        write(&image, &mut model, bad, &[10; PART as usize]).await;
+        write(&image, &mut model, BAD, &[10; PART as usize]).await;
         image.flush().await.unwrap();
         assert_eq!(found(&image, CLUSTER).await, (true, CLUSTER));
         is_bad.store(false, Ordering::SeqCst);
