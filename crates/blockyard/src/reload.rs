@@ -239,7 +239,7 @@ impl Server {
     }
 }
 
-/// Logs the size of a disk whose image was resized.
+/// Logs the size of a disk after a resize of its image.
 fn log_size(disk: &str, size: Result<Option<Resized>, YardError>) {
     match size {
         Ok(Some(size)) => {

@@ -137,7 +137,7 @@ async fn permit(semaphore: Arc<Semaphore>) -> Answer<OwnedSemaphorePermit> {
     }
 }
 
-/// Closes a connection whose client reads too slowly.
+/// Closes a connection if its client reads too slowly.
 #[derive(Clone, Default)]
 pub(crate) struct Cutoff(Arc<Notify>);
 

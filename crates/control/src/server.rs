@@ -45,7 +45,7 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// Where the API and the metrics are offered.
 #[derive(Default)]
 pub struct Listeners {
-    /// The API's socket, with who may connect.
+    /// The API's socket, and the users that may connect.
     pub api: Option<(UnixListener, Access)>,
     /// Metrics and the web page, for every process of this host.
     pub metrics: Option<TcpListener>,

@@ -14,7 +14,7 @@ use blockyard_control::{Access, Answer, Api, Kind, Listeners, Object, Operator, 
 /// Far more than a connection's buffers hold.
 const TEXT: usize = 12 << 20;
 
-/// A server whose metrics have one long line.
+/// A server with one long line of metrics.
 struct Long;
 
 fn nothing<T>() -> Answer<T> {

@@ -17,7 +17,8 @@ use blockyard_sched::Knobs;
 
 use crate::keeper::DiskState;
 
-/// Number of disks whose counts a reactor copies in one job, between two batches of requests.
+/// Number of disks in one job of a reactor, which copies their counts between two batches of
+/// requests.
 const AT_ONCE: usize = 32;
 
 /// How long a reactor may take for all jobs of a sample.

@@ -17,7 +17,7 @@ fn weight(server: &Server, disk: &str) -> serde_json::Value {
 
 const MAIN: &str = "[[disk]]\nname = \"a\"\nimage = \"ram:1M\"\nvhost-user = \"FOLDER/a\"\n";
 
-/// Starts a server whose configuration has the disk `a` and an empty folder `conf.d`.
+/// Starts a server with the disk `a` in its configuration, and an empty folder `conf.d`.
 fn start() -> Server {
     let server = Server::configured(MAIN);
     std::fs::create_dir(server.folder.join("conf.d")).unwrap();

@@ -1,4 +1,4 @@
-//! Latencies in buckets whose bounds are the same for all disks and reactors.
+//! Latencies in buckets. All disks and reactors have the same bounds of buckets.
 //!
 //! Between two powers of two there are two buckets: 1, 2, 3, 4, 6, 8, 12, 16 us ... 8.4 s. A value
 //! costs one count and one addition.

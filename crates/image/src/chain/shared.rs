@@ -36,7 +36,7 @@ struct Key {
     cache: CacheMode,
 }
 
-/// Length in bytes and time of change of a file, as long as nobody has written to it.
+/// Length in bytes and time of change of a file. They stay until a program writes to it.
 #[derive(Debug, PartialEq, Eq)]
 struct Stamp(i64, i64, u64);
 

@@ -63,6 +63,8 @@ pub struct Log {
     growing: Mutex<()>,
     /// Whether a change could not be recorded since the last write-back began.
     incomplete: AtomicBool,
+    /// Whether the log has said that there is no space. A guest must not flood it.
+    warned: AtomicBool,
 }
 
 /// A write-back in progress.
@@ -84,6 +86,7 @@ impl Log {
             ready: Default::default(),
             growing: Mutex::default(),
             incomplete: AtomicBool::new(false),
+            warned: AtomicBool::new(false),
             words,
             file,
         };
@@ -145,10 +148,12 @@ impl Log {
         if let Some(file) = &self.file {
             let (from, to) = (bytes(ready), bytes(until));
             if let Err(e) = allocate(file, from, to - from) {
-                tracing::warn!(
-                    "the journal of changed metadata has no space: {e}; metadata are flushed \
-                     before each answer until it has"
-                );
+                if !self.warned.swap(true, Ordering::Relaxed) {
+                    tracing::warn!(
+                        "the journal of changed metadata has no space: {e}; metadata are flushed \
+                         before each answer until it has"
+                    );
+                }
                 return false;
             }
         }

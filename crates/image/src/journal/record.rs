@@ -8,7 +8,7 @@
 //! ```
 //!
 //! The checksum covers the session, the half's generation and the record's slot, so that no record
-//! of an earlier use of the memory counts. It is no protection against a writer who forges records:
+//! of an earlier use of the memory counts. It does not protect against forged records:
 //! only the server's own user can write to the folder.
 
 /// Number of words of a record.

@@ -12,7 +12,7 @@ use super::log::{CLAIMED, GENERATION, Log, SLOTS, start_of};
 use super::record::{self, Record, WORDS};
 use super::store::{Session, words_of};
 
-/// A journal whose server is gone.
+/// A journal without its server.
 #[derive(Debug)]
 pub struct Recovered {
     words: Arc<SharedWords>,

@@ -6,8 +6,8 @@
 //!   16, 32 generations of the halves   24, 40 their numbers of claimed slots
 //! ```
 //!
-//! Invariant: only the server's own user can write to the folder, so that nobody else can make a
-//! server change an image.
+//! Invariant: only the server's own user can write to the folder, so that no other user can
+//! make a server change an image.
 
 use std::collections::HashMap;
 use std::fs::File;

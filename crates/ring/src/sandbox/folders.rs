@@ -12,7 +12,7 @@ use landlock::{
     RulesetAttr, RulesetCreatedAttr, RulesetStatus, Scope, make_bitflags,
 };
 
-/// The newest version of Landlock whose restrictions of files are used.
+/// The newest version of Landlock of which the server uses the restrictions of files.
 const VERSION: ABI = ABI::V5;
 
 /// What the process may do in a folder and below, or with a file.
