@@ -20,7 +20,9 @@ use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
 
 use blockyard_ring::Handle;
-use blockyard_sched::{Flow, Grant, Operation, OperationKind, Share, Time, WaitToken};
+use blockyard_sched::{
+    Flow, Grant, Operation, OperationKind, ReactorShare, Share, Time, WaitToken,
+};
 
 use crate::request::Op;
 use crate::statistics::OpKind;
@@ -44,7 +46,7 @@ fn time_of(at: Instant) -> Time {
 }
 
 pub(crate) struct Throttle {
-    share: Arc<Share>,
+    share: ReactorShare,
     /// None in simulations, which have no clock. Then nothing is limited or shared.
     handle: Option<Handle>,
     /// Whether the disk is a device that may zero a range only by writing it.
@@ -98,7 +100,7 @@ impl Throttle {
         let wait_queues =
             [(); 2].map(|()| WaitQueue { flow: share.new_flow(), waiting: RefCell::default() });
         Throttle {
-            share,
+            share: share.on_reactor(),
             handle,
             writes_zeroes,
             wait_queues,

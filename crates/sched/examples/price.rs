@@ -11,17 +11,22 @@ use std::sync::Arc;
 use std::task::Waker;
 use std::time::Instant;
 
-use blockyard_sched::{DeviceProfile, Host, Knobs, Operation, OperationKind, Share, WaitToken};
+use blockyard_sched::{
+    DeviceProfile, Host, Knobs, Operation, OperationKind, ReactorShare, WaitToken,
+};
 
 const READ: Operation =
     Operation { kind: OperationKind::Read, bytes: 4096, sequential: false, requests: 1 };
 const ROUNDS: usize = 9;
 const OPERATIONS: u64 = 400_000;
 
-fn disks(count: usize) -> Vec<Arc<Share>> {
+fn disks(count: usize) -> Vec<ReactorShare> {
     let host = Host::default();
     (0..count)
-        .map(|_| host.share(Some(("device", &DeviceProfile::FLASH)), None, &Knobs::default()))
+        .map(|_| {
+            let device = Some(("device", &DeviceProfile::FLASH));
+            host.share(device, None, &Knobs::default()).on_reactor()
+        })
         .collect()
 }
 

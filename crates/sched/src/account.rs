@@ -1,7 +1,7 @@
 //! One disk's account: the counters that the device and the disk's reactors share.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use crate::Time;
 use crate::group::Group;
@@ -9,8 +9,8 @@ use crate::knobs::Knobs;
 use crate::reserve::Reserve;
 use crate::wait_list::before;
 
-/// The counters of a disk that its device reads, too. The fields that every operation uses come
-/// first, on the same cache lines.
+/// The counters of a disk that its device reads, too. The first cache line (64 bytes) has the
+/// fields that every operation uses.
 #[repr(C, align(128))]
 #[derive(Debug)]
 pub(crate) struct Account {
@@ -23,20 +23,7 @@ pub(crate) struct Account {
     margin: AtomicU64,
     /// Number of the disk's operations that wait for the device.
     pub waiting: AtomicU64,
-    /// Cost in nanoseconds, and number, of the operations in flight.
-    pub in_flight: AtomicU64,
-    pub operations: AtomicU64,
-    // Counters of the current control period: operations that began; of those that completed, the
-    // cost, number, service time, time since arrival, and baseline service time (all in
-    // nanoseconds).
-    begun: AtomicU64,
-    cost_ns: AtomicU64,
-    served: AtomicU64,
-    service_ns: AtomicU64,
-    latency_ns: AtomicU64,
-    baseline_ns: AtomicU64,
-    /// Of these operations, the number without a known baseline.
-    unknown: AtomicU64,
+    pub in_flight: InFlight,
     pub group: Option<Arc<Group>>,
     /// Whether the disk has had operations in this control period or the last one.
     pub awake: AtomicBool,
@@ -47,18 +34,26 @@ pub(crate) struct Account {
     pub is_over_share: AtomicBool,
     /// Whether the disk is held until a probe ends.
     pub held: AtomicBool,
-    /// Time until which the disk begins no operation in its turn ([`crate::device`]).
-    pub gap_until: AtomicU64,
-    /// The value of `gap_until` that a waiting operation knows.
-    pub gap_timed: AtomicU64,
+    /// Whether the disk itself has a reservation.
+    is_reserved: AtomicBool,
     /// Whether the disk has had operations in the last seconds.
     pub present: AtomicBool,
     /// The weight that the operator has set.
     own_weight: AtomicU32,
+    // Most operations do not use the fields from here on.
     pub reserve: Reserve,
-    // The fast path does not use the fields from here on.
-    /// Number of operations that had to wait in this control period.
+    /// Time until which the disk begins no operation in its turn ([`crate::device`]).
+    pub gap_until: AtomicU64,
+    /// The value of `gap_until` that a waiting operation knows.
+    pub gap_timed: AtomicU64,
+    /// Number of operations that had to wait in this control period, and of those that began after
+    /// a wait, or without [`crate::ReactorShare::ask`].
     pub waits: AtomicU64,
+    begun: AtomicU64,
+    /// Cost in this control period that no single operation has, in nanoseconds.
+    more_cost_ns: AtomicU64,
+    /// What each reactor has counted.
+    counters: Mutex<Vec<Reader>>,
     /// Time of the last period in which the disk had operations and was within its share.
     pub within_at: AtomicU64,
     /// Time of the last period in which the disk had operations.
@@ -97,6 +92,102 @@ pub(crate) struct Sums {
     pub waited_ns: AtomicU64,
 }
 
+/// Operations in flight of one disk: their number and their cost in the window. One word holds
+/// both, because each operation changes both, and an atomic change costs 5 ns.
+#[derive(Debug, Default)]
+pub(crate) struct InFlight(AtomicU64);
+
+/// Bits of [`InFlight`] for the cost. The other 20 bits hold the number, which is below a million.
+const COST_BITS: u32 = 44;
+
+impl InFlight {
+    /// Largest cost of one operation in nanoseconds: 34 ms. Half a million operations of this cost
+    /// have room.
+    pub const MAX_COST_NS: u64 = 1 << 25;
+
+    /// Adds an operation. Returns the number and the cost of the operations before it.
+    #[inline]
+    pub fn add(&self, cost_ns: u64) -> (u64, u64) {
+        Self::split(self.0.fetch_add((1 << COST_BITS) + cost_ns, Relaxed))
+    }
+
+    #[inline]
+    pub fn remove(&self, cost_ns: u64) {
+        self.0.fetch_sub((1 << COST_BITS) + cost_ns, Relaxed);
+    }
+
+    /// Returns the number of operations, and their cost in nanoseconds.
+    #[inline]
+    pub fn get(&self) -> (u64, u64) {
+        Self::split(self.0.load(Relaxed))
+    }
+
+    #[inline]
+    fn split(word: u64) -> (u64, u64) {
+        (word >> COST_BITS, word & ((1 << COST_BITS) - 1))
+    }
+}
+
+/// What one reactor counts of a disk, since the disk is open there. Only this reactor writes, so an
+/// addition is a load and a store. The device reads it once a control period.
+#[repr(align(64))]
+#[derive(Debug, Default)]
+pub(crate) struct Counters {
+    /// Number of operations that began without a wait.
+    begun: AtomicU64,
+    // Of the operations that completed: the number, the cost, the service time, the time since
+    // arrival, and the baseline service time (all in nanoseconds).
+    served: AtomicU64,
+    cost_ns: AtomicU64,
+    service_ns: AtomicU64,
+    latency_ns: AtomicU64,
+    baseline_ns: AtomicU64,
+    /// Of these operations, the number without a known baseline.
+    unknown: AtomicU64,
+}
+
+impl Counters {
+    #[inline]
+    fn add(counter: &AtomicU64, more: u64) {
+        counter.store(counter.load(Relaxed).wrapping_add(more), Relaxed);
+    }
+
+    /// Counts an operation that was admitted at once.
+    #[inline]
+    pub fn began(&self) {
+        Self::add(&self.begun, 1);
+    }
+
+    /// Counts a completed operation: its cost, service time, latency and baseline service time. An
+    /// operation without a known baseline (0) counts as not slowed down.
+    #[inline]
+    pub fn served(&self, cost_ns: u64, service_ns: u64, latency_ns: u64, baseline_ns: u64) {
+        Self::add(&self.served, 1);
+        Self::add(&self.cost_ns, cost_ns);
+        Self::add(&self.service_ns, service_ns);
+        Self::add(&self.latency_ns, latency_ns);
+        let known = if baseline_ns > 0 { baseline_ns } else { latency_ns };
+        Self::add(&self.baseline_ns, known);
+        if baseline_ns == 0 {
+            Self::add(&self.unknown, 1);
+        }
+    }
+
+    fn all(&self) -> [u64; 7] {
+        let Counters { begun, served, cost_ns, service_ns, latency_ns, baseline_ns, unknown } =
+            self;
+        [begun, served, cost_ns, service_ns, latency_ns, baseline_ns, unknown]
+            .map(|counter| counter.load(Relaxed))
+    }
+}
+
+/// The device's view of one reactor's counters: what they had at the end of the last period.
+#[derive(Debug, Default)]
+struct Reader {
+    counters: Arc<Counters>,
+    last: [u64; 7],
+}
+
 /// Counters of one control period; see [`Account`].
 pub(crate) struct Counts {
     pub busy: bool,
@@ -119,26 +210,22 @@ impl Account {
             virtual_rate: AtomicU64::default(),
             margin: AtomicU64::default(),
             waiting: AtomicU64::default(),
-            in_flight: AtomicU64::default(),
-            operations: AtomicU64::default(),
-            begun: AtomicU64::default(),
-            cost_ns: AtomicU64::default(),
-            served: AtomicU64::default(),
-            service_ns: AtomicU64::default(),
-            latency_ns: AtomicU64::default(),
-            baseline_ns: AtomicU64::default(),
-            unknown: AtomicU64::default(),
+            in_flight: InFlight::default(),
             group,
             awake: AtomicBool::default(),
             is_queued: AtomicBool::default(),
             is_over_share: AtomicBool::default(),
             held: AtomicBool::default(),
-            gap_until: AtomicU64::default(),
-            gap_timed: AtomicU64::default(),
+            is_reserved: AtomicBool::default(),
             present: AtomicBool::default(),
             own_weight: AtomicU32::default(),
             reserve: Reserve::default(),
+            gap_until: AtomicU64::default(),
+            gap_timed: AtomicU64::default(),
             waits: AtomicU64::default(),
+            begun: AtomicU64::default(),
+            more_cost_ns: AtomicU64::default(),
+            counters: Mutex::default(),
             within_at: AtomicU64::default(),
             busy_at: AtomicU64::default(),
             number: OnceLock::new(),
@@ -157,6 +244,7 @@ impl Account {
     pub fn set(&self, knobs: &Knobs) {
         self.own_weight.store(knobs.weight.clamp(1, Knobs::MAX_WEIGHT), Relaxed);
         self.reserve.set(knobs);
+        self.is_reserved.store(self.reserve.is_set(), Relaxed);
         self.latency_target.store(knobs.latency_target.map_or(0, |t| t.as_nanos() as u64), Relaxed);
     }
 
@@ -223,7 +311,8 @@ impl Account {
 
     #[inline]
     pub fn has_reservation(&self) -> bool {
-        self.reserve.is_set() || self.group.as_ref().is_some_and(|group| group.reserve.is_set())
+        self.is_reserved.load(Relaxed)
+            || self.group.as_ref().is_some_and(|group| group.reserve.is_set())
     }
 
     /// Returns whether an operation of the disk, or of its group, is due by reservation.
@@ -236,36 +325,33 @@ impl Account {
     /// Counts an admitted operation against the reservations of the disk and its group.
     #[inline]
     pub fn charge_reservation(&self, now: Time, requests: u32, bytes: u64) {
-        self.reserve.charge(now, requests, bytes);
+        if self.is_reserved.load(Relaxed) {
+            self.reserve.charge(now, requests, bytes);
+        }
         if let Some(group) = &self.group {
             group.reserve.charge(now, requests, bytes);
         }
     }
 
-    /// Counts an admitted operation.
-    #[inline]
+    /// Returns counters for a further reactor.
+    pub fn new_counters(&self) -> Arc<Counters> {
+        let counters = Arc::<Counters>::default();
+        self.counters().push(Reader { counters: counters.clone(), ..Reader::default() });
+        counters
+    }
+
+    fn counters(&self) -> MutexGuard<'_, Vec<Reader>> {
+        self.counters.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Counts an operation that did not begin by [`crate::ReactorShare::ask`].
     pub fn began(&self) {
         self.begun.fetch_add(1, Relaxed);
     }
 
     /// Counts cost in addition to that of requests.
     pub fn costs_more(&self, cost_ns: u64) {
-        self.cost_ns.fetch_add(cost_ns, Relaxed);
-    }
-
-    /// Counts a completed operation: its cost, service time, latency and baseline service time. An
-    /// operation without a known baseline (0) counts as not slowed down.
-    #[inline]
-    pub fn served(&self, cost_ns: u64, service_ns: u64, latency_ns: u64, baseline_ns: u64) {
-        self.cost_ns.fetch_add(cost_ns, Relaxed);
-        self.served.fetch_add(1, Relaxed);
-        self.service_ns.fetch_add(service_ns, Relaxed);
-        self.latency_ns.fetch_add(latency_ns, Relaxed);
-        let known = if baseline_ns > 0 { baseline_ns } else { latency_ns };
-        self.baseline_ns.fetch_add(known, Relaxed);
-        if baseline_ns == 0 {
-            self.unknown.fetch_add(1, Relaxed);
-        }
+        self.more_cost_ns.fetch_add(cost_ns, Relaxed);
     }
 
     /// Returns whether the disk has used at most its share plus the margin. `device`: the device's
@@ -290,7 +376,7 @@ impl Account {
 
     /// Returns whether no operation of the disk is in flight or waits.
     pub fn is_idle(&self) -> bool {
-        self.operations.load(Relaxed) == 0 && self.waiting.load(Relaxed) == 0
+        self.in_flight.get().0 == 0 && self.waiting.load(Relaxed) == 0
     }
 
     /// Returns whether the disk had operations in the last `within` nanoseconds.
@@ -304,19 +390,32 @@ impl Account {
         at > 0 && now < at.saturating_add(span)
     }
 
-    /// Returns the counters of the control period that ends, and resets them.
+    /// Returns what was counted in the control period that ends.
     pub fn take_counts(&self, now: Time) -> Counts {
-        let (waits, begun) = (self.waits.swap(0, Relaxed), self.begun.swap(0, Relaxed));
+        let mut sums = [0u64; 7];
+        self.counters().retain_mut(|reader| {
+            // A reactor drops its counters after it has counted for the last time.
+            let is_used = Arc::strong_count(&reader.counters) > 1;
+            let all = reader.counters.all();
+            for ((sum, all), last) in sums.iter_mut().zip(all).zip(&mut reader.last) {
+                *sum = sum.wrapping_add(all.wrapping_sub(*last));
+                *last = all;
+            }
+            is_used
+        });
+        let [begun, served, cost_ns, service_ns, latency_ns, baseline_ns, unknown] = sums;
+        let begun = begun + self.begun.swap(0, Relaxed);
+        let waits = self.waits.swap(0, Relaxed);
         let counts = Counts {
             busy: false,
             has_waited: waits > 0 || self.waiting.load(Relaxed) > 0,
             mostly_waited: waits * 2 > begun || (begun == 0 && self.waiting.load(Relaxed) > 0),
-            cost_ns: self.cost_ns.swap(0, Relaxed),
-            served: self.served.swap(0, Relaxed),
-            service_ns: self.service_ns.swap(0, Relaxed),
-            latency_ns: self.latency_ns.swap(0, Relaxed),
-            baseline_ns: self.baseline_ns.swap(0, Relaxed),
-            unknown: self.unknown.swap(0, Relaxed),
+            cost_ns: cost_ns.saturating_add(self.more_cost_ns.swap(0, Relaxed)),
+            served,
+            service_ns,
+            latency_ns,
+            baseline_ns,
+            unknown,
         };
         let busy = counts.cost_ns > 0 || counts.served > 0 || !self.is_idle();
         if busy {
@@ -344,8 +443,11 @@ mod tests {
     #[test]
     fn a_disk_mostly_waits_if_more_than_half_of_its_operations_do() {
         let account = Account::new(&Knobs::default(), None);
+        let counters = account.new_counters();
         let is_over = |waits: u64, begun: u64, waiting: u64| {
-            (0..begun).for_each(|_| account.began());
+            // Half of them began without a wait.
+            (0..begun / 2).for_each(|_| account.began());
+            (begun / 2..begun).for_each(|_| counters.began());
             account.waits.store(waits, Relaxed);
             account.waiting.store(waiting, Relaxed);
             account.take_counts(1).mostly_waited
@@ -355,6 +457,37 @@ mod tests {
         assert!(!is_over(0, 0, 0), "it has done nothing");
         assert!(is_over(0, 0, 1), "all that it has waits");
         assert!(!is_over(0, 1, 1));
+    }
+
+    #[test]
+    fn what_all_reactors_count_is_taken_once() {
+        let account = Account::new(&Knobs::default(), None);
+        let reactors = [account.new_counters(), account.new_counters()];
+        reactors[0].served(10, 100, 150, 90);
+        reactors[1].served(20, 200, 200, 0);
+        account.costs_more(5);
+        let counts = account.take_counts(1);
+        assert_eq!((counts.served, counts.cost_ns, counts.unknown), (2, 35, 1));
+        assert_eq!((counts.service_ns, counts.latency_ns, counts.baseline_ns), (300, 350, 290));
+        assert_eq!(account.take_counts(2).served, 0);
+        // A reactor closes the disk. What it has counted is not lost.
+        reactors[1].served(1, 1, 1, 1);
+        let [first, second] = reactors;
+        drop(second);
+        first.served(1, 1, 1, 1);
+        assert_eq!(account.take_counts(3).served, 2);
+        assert_eq!((account.take_counts(4).served, account.counters().len()), (0, 1));
+    }
+
+    #[test]
+    fn number_and_cost_in_flight_share_a_word() {
+        let in_flight = InFlight::default();
+        assert_eq!(in_flight.add(InFlight::MAX_COST_NS), (0, 0));
+        assert_eq!(in_flight.add(1), (1, InFlight::MAX_COST_NS));
+        assert_eq!(in_flight.get(), (2, InFlight::MAX_COST_NS + 1));
+        in_flight.remove(InFlight::MAX_COST_NS);
+        in_flight.remove(1);
+        assert_eq!(in_flight.get(), (0, 0));
     }
 
     #[test]

@@ -138,7 +138,8 @@ mod tests {
     #[test]
     fn a_forced_operation_is_owed_to_the_neighbours_on_the_device() {
         let host = Host::default();
-        let share = || host.share(Some(("d", &DeviceProfile::FLASH)), None, &Knobs::default());
+        let device = Some(("d", &DeviceProfile::FLASH));
+        let share = || host.share(device, None, &Knobs::default()).on_reactor();
         let (one, two) = (share(), share());
         let read = Operation { kind: OperationKind::Read, ..write(4096) };
         let alone = one.ask(NOW, &read).unwrap();
@@ -164,7 +165,8 @@ mod tests {
     #[test]
     fn queues_of_a_disk_over_its_share_pause_while_another_disk_waits() {
         let host = Host::default();
-        let share = || host.share(Some(("d", &DeviceProfile::FLASH)), None, &Knobs::default());
+        let device = Some(("d", &DeviceProfile::FLASH));
+        let share = || host.share(device, None, &Knobs::default()).on_reactor();
         let (one, two) = (share(), share());
         let read = Operation { kind: OperationKind::Read, ..write(4096) };
         for share in [&one, &two] {

@@ -28,7 +28,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Waker;
 
 use crate::Time;
-use crate::account::Account;
+use crate::account::{Account, Counters, InFlight};
 use crate::baseline::{Baseline, OperationClass};
 use crate::cost::{Calibration, Costs, Operation, OperationKind};
 use crate::in_flight_window::{DeviceClass, InFlightWindow};
@@ -116,7 +116,7 @@ struct State {
     aged: Time,
 }
 
-/// An admitted operation: what it takes of the window until [`crate::Share::done`].
+/// An admitted operation: what it takes of the window until [`crate::ReactorShare::done`].
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Grant {
     pub(crate) cost_ns: u64,
@@ -157,7 +157,8 @@ impl Device {
         Device {
             name: name.to_string(),
             costs: calibration.costs,
-            max_held_ns: calibration.costs.of(&SMALL) * MAX_HELD_FACTOR,
+            max_held_ns: (calibration.costs.of(&SMALL) * MAX_HELD_FACTOR)
+                .min(InFlight::MAX_COST_NS),
             baseline: Baseline::new(calibration),
             virtual_time: CacheAligned::default(),
             in_flight: CacheAligned::default(),
@@ -252,7 +253,12 @@ impl Device {
     /// Admits an operation, or returns None if it must [`Device::wait`]. Takes a lock only for the
     /// first operation of a disk and once a control period.
     #[inline]
-    pub(crate) fn ask(&self, account: &Account, now: Time, operation: &Operation) -> Option<Grant> {
+    pub(crate) fn ask(
+        &self,
+        (account, counters): (&Account, &Counters),
+        now: Time,
+        operation: &Operation,
+    ) -> Option<Grant> {
         if now >= self.next_period_at.load(Relaxed) {
             self.end_period(now);
         }
@@ -273,13 +279,14 @@ impl Device {
             if !is_admitted {
                 return None;
             }
+            counters.began();
             let advance = if has_room { Advance::Device } else { Advance::Disk };
             self.charge(account, now, cost, (operation.requests, operation.bytes), advance);
             if account.is_queued.load(Relaxed) {
                 self.begin_gap(account, now, cost);
             }
         } else {
-            account.began();
+            counters.began();
         }
         Some(self.grant(account, now, cost, operation))
     }
@@ -299,6 +306,7 @@ impl Device {
     /// Admits an operation that cannot wait.
     pub(crate) fn force(&self, account: &Account, now: Time, operation: &Operation) -> Grant {
         let cost = self.costs.of_request(operation);
+        account.began();
         self.charge(account, now, cost, (operation.requests, operation.bytes), Advance::Disk);
         self.grant(account, now, cost, operation)
     }
@@ -308,6 +316,7 @@ impl Device {
         let sync =
             Operation { kind: OperationKind::Flush, bytes: 0, sequential: false, requests: 0 };
         let cost = self.costs.of(&sync);
+        account.began();
         self.charge(account, now, cost, (0, 0), Advance::Disk);
         self.grant(account, now, cost, &sync)
     }
@@ -316,8 +325,7 @@ impl Device {
     fn grant(&self, account: &Account, now: Time, cost: u64, operation: &Operation) -> Grant {
         let held = self.held(cost);
         let others = self.in_flight.0.fetch_add(held, SeqCst);
-        let own = account.in_flight.fetch_add(held, Relaxed);
-        let others_of_disk = account.operations.fetch_add(1, Relaxed);
+        let (others_of_disk, own) = account.in_flight.add(held);
         let is_queued = account.is_queued.load(Relaxed);
         if is_queued {
             self.queued_in_flight.fetch_add(held, SeqCst);
@@ -364,7 +372,6 @@ impl Device {
                 .fetch_update(SeqCst, Relaxed, |tag| before(tag, begins).then_some(begins));
         }
         account.charge_reservation(now, requests, bytes);
-        account.began();
     }
 
     /// Adds an operation to the wait list. The token reports when it is admitted, which may be at
@@ -405,7 +412,7 @@ impl Device {
         now: Time,
         operation: &Operation,
     ) -> Grant {
-        let others_of_disk = account.operations.load(Relaxed).saturating_sub(1);
+        let others_of_disk = account.in_flight.get().0.saturating_sub(1);
         let class = OperationClass::of(operation.kind, operation.bytes, others_of_disk);
         Grant {
             cost_ns: self.costs.of_request(operation),
@@ -423,6 +430,7 @@ impl Device {
         if state.probe.is_on() {
             return;
         }
+        let State { wait_list, accounts, .. } = state;
         let mut in_gap = Vec::new();
         while self.waiting.load(SeqCst) > 0 {
             let in_flight = self.in_flight.0.load(SeqCst);
@@ -436,32 +444,32 @@ impl Device {
             if in_flight > 0 && is_full && self.is_shared() {
                 break;
             }
-            let Some((disk, tag)) = state.wait_list.pop_head() else { break };
-            let Some(account) = state.accounts[disk].clone() else { continue };
+            let Some((disk, tag)) = wait_list.pop_head() else { break };
+            let Some(account) = &accounts[disk] else { continue };
             let own = account.start_tag.load(Relaxed);
             if before(tag, own) {
                 // Another operation of the disk has begun since the tag was stored, so the disk's
                 // tag has advanced.
-                state.wait_list.push_head(disk, own);
+                wait_list.push_head(disk, own);
                 continue;
             }
-            if self.is_in_gap(&account, now) {
-                self.time_gap(state, &account);
+            if self.is_in_gap(account, now) {
+                self.time_gap(wait_list, account);
                 in_gap.push((disk, tag));
                 continue;
             }
-            if let Some(waiter) = state.wait_list.take(disk) {
-                if self.admit_one(&account, &waiter, now, Advance::Device) {
-                    self.begin_gap(&account, now, waiter.cost_ns);
+            if let Some(waiter) = wait_list.take(disk) {
+                if self.admit_one(account, &waiter, now, Advance::Device) {
+                    self.begin_gap(account, now, waiter.cost_ns);
                 }
                 waiter.waker.wake();
             }
-            state.wait_list.push_head(
+            wait_list.push_head(
                 disk,
                 later(account.start_tag.load(Relaxed), self.virtual_time.0.load(SeqCst)),
             );
         }
-        in_gap.into_iter().for_each(|(disk, tag)| state.wait_list.push_head(disk, tag));
+        in_gap.into_iter().for_each(|(disk, tag)| wait_list.push_head(disk, tag));
     }
 
     /// Admits one waiting operation. Returns false if it was cancelled; then it costs nothing.
@@ -472,12 +480,12 @@ impl Device {
         account.gap_timed.store(0, Relaxed);
         let waits = waiter.token.grant();
         if waits {
+            account.began();
             self.charge(account, now, waiter.cost_ns, (waiter.requests, waiter.bytes), advance);
             let held = self.held(waiter.cost_ns);
             self.in_flight.0.fetch_add(held, SeqCst);
             self.queued_in_flight.fetch_add(held, SeqCst);
-            account.in_flight.fetch_add(held, Relaxed);
-            account.operations.fetch_add(1, Relaxed);
+            account.in_flight.add(held);
         }
         waits
     }
@@ -552,14 +560,12 @@ impl Device {
 
     /// Records that an operation has completed, which makes room in the window.
     #[inline]
-    pub(crate) fn done(&self, account: &Account, now: Time, grant: Grant) {
+    pub(crate) fn done(&self, (account, counters): (&Account, &Counters), now: Time, grant: Grant) {
         let service = now.saturating_sub(grant.began);
-        let others = self.in_flight.0.load(Relaxed) > account.in_flight.load(Relaxed);
+        let others = self.in_flight.0.load(Relaxed) > account.in_flight.get().1;
         let in_probe = grant.probe != 0 && grant.probe == self.quiet_probe.load(Relaxed);
         if in_probe {
             self.quiet_samples.fetch_add(1, Relaxed);
-        }
-        if in_probe {
             self.baseline.learn_in_probe(grant.class, service);
         } else {
             self.baseline.learn(grant.class, service, grant.was_alone && !others);
@@ -569,7 +575,7 @@ impl Device {
             0 => self.baseline.expected(grant.class),
             _ => self.baseline.at_least(grant.class),
         };
-        account.served(grant.cost_ns, service, now.saturating_sub(grant.arrived), expected);
+        counters.served(grant.cost_ns, service, now.saturating_sub(grant.arrived), expected);
         if grant.is_queued {
             self.stretch_gap(account, grant.began, now, grant.cost_ns);
         }
@@ -580,8 +586,7 @@ impl Device {
     #[inline]
     pub(crate) fn release_grant(&self, account: &Account, now: Time, grant: &Grant) {
         let held = self.held(grant.cost_ns);
-        account.in_flight.fetch_sub(held, Relaxed);
-        account.operations.fetch_sub(1, Relaxed);
+        account.in_flight.remove(held);
         self.in_flight.0.fetch_sub(held, SeqCst);
         if grant.is_queued {
             self.queued_in_flight.fetch_sub(held, SeqCst);

@@ -132,7 +132,7 @@ mod tests {
                 sequential: false,
                 requests: 1,
             };
-            share.ask(now, &read).expect("there is room");
+            share.on_reactor().ask(now, &read).expect("there is room");
         }
         assert_eq!((one.figures().weight, two.figures().weight), (100.0, 200.0));
         host.set_group("g", &weight(30), 3);

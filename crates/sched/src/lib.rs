@@ -50,7 +50,7 @@ pub use host::{DeviceProfile, Host};
 pub use in_flight_window::DeviceClass;
 pub use knobs::{KnobError, Knobs, Limit, Limits, parse_rate};
 pub use limit::{Flow, Limiter};
-pub use share::{Figures, Share};
+pub use share::{Figures, ReactorShare, Share};
 pub use wait_list::WaitToken;
 
 /// Nanoseconds of a monotonic clock, since an origin that the caller chooses.

@@ -4,12 +4,15 @@
 //! path uses a few atomic counters on cache lines of the disk, which only the reactors that serve
 //! this disk share.
 
+use std::cell::Cell;
+use std::marker::PhantomData;
+use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::task::Waker;
 
 use crate::Time;
-use crate::account::Account;
+use crate::account::{Account, Counters};
 use crate::cost::Operation;
 use crate::debt::Debt;
 use crate::device::{Device, Grant};
@@ -78,6 +81,17 @@ impl Share {
         self.account.group()
     }
 
+    /// Returns the share for a reactor that serves the disk.
+    pub fn on_reactor(self: &Arc<Self>) -> ReactorShare {
+        ReactorShare {
+            account: self.account.clone(),
+            counters: self.account.new_counters(),
+            device: self.device.clone(),
+            share: self.clone(),
+            one_thread: PhantomData,
+        }
+    }
+
     /// Changes the knobs.
     pub fn set(&self, knobs: &Knobs, now: Time) {
         self.account.set(knobs);
@@ -139,15 +153,6 @@ impl Share {
         })
     }
 
-    /// Asks the device to admit an operation. None: it must [`Share::wait`].
-    #[inline]
-    pub fn ask(&self, now: Time, operation: &Operation) -> Option<Grant> {
-        match &self.device {
-            Some(device) => device.ask(&self.account, now, operation),
-            None => Some(Grant::default()),
-        }
-    }
-
     /// Adds an operation to the device's wait list. When it is admitted, `token` reports it
     /// ([`WaitToken::take_grant`]) and `waker` is woken. The waker may be woken before that. Then,
     /// and at the returned time, call [`Share::claim`].
@@ -185,20 +190,13 @@ impl Share {
         }
     }
 
-    /// Returns the grant of an operation that was admitted after a wait, for [`Share::done`].
+    /// Returns the grant of an operation that was admitted after a wait. Give it to
+    /// [`ReactorShare::done`].
     /// `asked`: time of arrival.
     pub fn granted(&self, asked: Time, now: Time, operation: &Operation) -> Grant {
         self.device.as_ref().map_or_else(Grant::default, |device| {
             device.granted(&self.account, asked, now, operation)
         })
-    }
-
-    #[inline]
-    /// Records that an admitted operation has completed.
-    pub fn done(&self, now: Time, grant: Grant) {
-        if let Some(device) = &self.device {
-            device.done(&self.account, now, grant);
-        }
     }
 
     /// Reverts an admission, because the operation does not begin.
@@ -319,6 +317,45 @@ impl Share {
             baseline_ns: get(&sums.baseline_ns),
             waiting: get(&self.account.waiting),
             queued: self.debt.waiting(),
+        }
+    }
+}
+
+/// A share as one reactor uses it. It counts without atomic additions, so only one thread at a time
+/// may have it.
+#[derive(Debug)]
+pub struct ReactorShare {
+    account: Arc<Account>,
+    counters: Arc<Counters>,
+    device: Option<Arc<Device>>,
+    share: Arc<Share>,
+    /// [`Counters`] have one writer, so this type is not `Sync`.
+    one_thread: PhantomData<Cell<()>>,
+}
+
+impl Deref for ReactorShare {
+    type Target = Arc<Share>;
+
+    fn deref(&self) -> &Arc<Share> {
+        &self.share
+    }
+}
+
+impl ReactorShare {
+    /// Asks the device to admit an operation. None: it must [`Share::wait`].
+    #[inline]
+    pub fn ask(&self, now: Time, operation: &Operation) -> Option<Grant> {
+        match &self.device {
+            Some(device) => device.ask((&self.account, &self.counters), now, operation),
+            None => Some(Grant::default()),
+        }
+    }
+
+    /// Records that an admitted operation has completed.
+    #[inline]
+    pub fn done(&self, now: Time, grant: Grant) {
+        if let Some(device) = &self.device {
+            device.done((&self.account, &self.counters), now, grant);
         }
     }
 }

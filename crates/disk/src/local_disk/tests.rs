@@ -334,7 +334,7 @@ fn discards_are_no_credit_for_later_work() {
             sequential: false,
             requests: 1,
         };
-        neighbour.ask(throttle::sched_time() + 60_000_000_000, &read).unwrap();
+        neighbour.on_reactor().ask(throttle::sched_time() + 60_000_000_000, &read).unwrap();
         let cost = neighbour.device().unwrap().costs().write_per_mib * (ZEROES >> 20);
         let used = disk.share().figures().used_ns;
         assert!(

@@ -15,6 +15,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use super::{Device, State};
 use crate::Time;
 use crate::account::Account;
+use crate::wait_list::WaitList;
 
 /// Longest gap, in nanoseconds.
 const LONGEST_NS: u64 = 100_000_000;
@@ -52,9 +53,9 @@ impl Device {
 
     /// Wakes the first waiting operation of a disk in a gap, if no operation keeps the time of the
     /// gap's end yet.
-    pub(super) fn time_gap(&self, state: &State, account: &Account) {
+    pub(super) fn time_gap(&self, wait_list: &WaitList, account: &Account) {
         if account.gap_timed.load(Relaxed) != account.gap_until.load(Relaxed) {
-            state.wait_list.wake_first_of(account.number());
+            wait_list.wake_first_of(account.number());
         }
     }
 

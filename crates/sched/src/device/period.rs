@@ -189,7 +189,7 @@ impl Device {
         while state.probe.is_on() {
             let drained = || {
                 let held = state.accounts.iter().flatten().filter(|a| a.held.load(Relaxed));
-                held.map(|a| a.operations.load(Relaxed)).sum::<u64>() == 0
+                held.map(|a| a.in_flight.get().0).sum::<u64>() == 0
             };
             let (drained, samples) = (drained(), self.quiet_samples.load(Relaxed));
             if !state.probe.step(now, period, drained, samples) {

@@ -226,7 +226,7 @@ fn operations_without_neighbours_are_no_debt() {
     let mut simulation = Simulation::new(Model { calibrated: true, ..Model::PLAIN }, &[lone, late]);
     for second in 0..20 {
         simulation.run(second * S, (second + 1) * S);
-        let (share, now) = (simulation.share(0).clone(), simulation.now());
+        let (share, now) = (simulation.share(0), simulation.now());
         (0..1000).for_each(|_| share.done(now, share.sync(now)));
     }
     let got = simulation.run(20 * S, 21 * S);

@@ -10,7 +10,7 @@ use std::task::{Wake, Waker};
 
 use blockyard_sched::{
     Calibration, Costs, DeviceClass, DeviceProfile, Figures, Grant, Host, Knobs, Operation,
-    OperationKind, Share, WaitToken,
+    OperationKind, ReactorShare, WaitToken,
 };
 
 pub const MS: u64 = 1_000_000;
@@ -206,7 +206,7 @@ pub struct Simulation {
     count: u64,
     guests: Vec<Guest>,
     turns: Vec<usize>,
-    shares: Vec<Arc<Share>>,
+    shares: Vec<ReactorShare>,
     got: Vec<Got>,
     under: Vec<Under>,
     free: Vec<usize>,
@@ -234,7 +234,7 @@ impl Simulation {
         let device = model.scheduled.then_some(("model", &profile));
         let share =
             |g: &Guest| host.share(device, g.group.as_ref().map(|(name, k)| (*name, k)), &g.knobs);
-        let shares: Vec<_> = guests.iter().map(share).collect();
+        let shares: Vec<_> = guests.iter().map(|guest| share(guest).on_reactor()).collect();
         let mut simulation = Simulation {
             model,
             now: 0,
@@ -267,7 +267,7 @@ impl Simulation {
         self.events.push(Reverse((time, self.count, event)));
     }
 
-    pub fn share(&self, guest: usize) -> &Arc<Share> {
+    pub fn share(&self, guest: usize) -> &ReactorShare {
         &self.shares[guest]
     }
 
