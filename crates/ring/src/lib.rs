@@ -4,6 +4,7 @@
 //!   executor   one thread, one io_uring, many tasks     remote    work submitted by other threads
 //!   inbox      wake-ups and calls from other threads    operation one operation in the kernel
 //!   wake       watched descriptors, signals             join      several operations in one task
+//!   enter      the system call that submits and waits
 //!   file       files and block devices over io_uring    policy    which writes bypass io_uring
 //!   socket     connected sockets over io_uring          ublk      ublk devices: control, queues
 //!   rights     descriptors received over Unix sockets (SCM_RIGHTS)
@@ -35,6 +36,7 @@
 
 pub mod buffers;
 pub mod doorbell;
+mod enter;
 pub mod executor;
 mod fault;
 pub mod file;

@@ -24,10 +24,11 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use io_uring::register::{Probe, Restriction};
-use io_uring::types::{Fd, Fixed, FsyncFlags, SubmitArgs, Timespec};
+use io_uring::types::{Fd, Fixed, FsyncFlags};
 use io_uring::{IoUring, Submitter, cqueue, opcode, squeue};
 
 use crate::buffers::{self, Buffers};
+use crate::enter::Entrance;
 use crate::file::FileSlot;
 use crate::sandbox;
 use crate::segments::Segments;
@@ -47,12 +48,13 @@ const CANCEL: u64 = u64::MAX;
 const BLOCK_DISCARD: u32 = 0x1200;
 
 /// Calls of io_uring_register that a ring needs after its set-up; names as in `linux/io_uring.h`.
-const REGISTER: [u8; 5] = [
+const REGISTER: [u8; 6] = [
     6,  // IORING_REGISTER_FILES_UPDATE
     8,  // IORING_REGISTER_PROBE
     15, // IORING_REGISTER_BUFFERS2
     16, // IORING_REGISTER_BUFFERS_UPDATE
     20, // IORING_REGISTER_RING_FDS
+    21, // IORING_UNREGISTER_RING_FDS
 ];
 
 /// Operations that [`build`] and [`Uring::abandon`] make.
@@ -140,6 +142,8 @@ pub(crate) enum Action {
 }
 
 pub(crate) struct Uring {
+    /// Before `ring`, because fields are dropped in this order.
+    entrance: Entrance,
     ring: IoUring,
     slots: Vec<Slot>,
     free: Vec<u32>,
@@ -167,10 +171,7 @@ impl Uring {
         let restricted = sandbox::is_on();
         let build = |deferred: bool| {
             let mut builder = IoUring::builder();
-            builder.setup_cqsize(CQ_ENTRIES).setup_clamp().setup_submit_all();
-            if restricted {
-                builder.setup_r_disabled();
-            }
+            builder.setup_cqsize(CQ_ENTRIES).setup_clamp().setup_submit_all().setup_r_disabled();
             if deferred {
                 builder.setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag();
             }
@@ -198,13 +199,13 @@ impl Uring {
             }
         };
         let _ = ring.submitter().register_iowq_aff(&no_cpu());
+        let entrance = Entrance::new(&ring);
         if restricted {
             ring.submitter().register_restrictions(&mut restrictions(&ring))?;
-            ring.submitter().register_enable_rings()?;
         }
-        // A registered ring saves a descriptor look-up per call. Older kernels lack this.
-        let _ = ring.submitter().register_ring_fd();
+        ring.submitter().register_enable_rings()?;
         Ok(Uring {
+            entrance,
             ring,
             slots: Vec::new(),
             free: Vec::new(),
@@ -352,19 +353,7 @@ impl Uring {
         wait: Option<Option<Duration>>,
         wake: impl FnMut(TaskId),
     ) -> io::Result<()> {
-        let result = match wait {
-            None => {
-                let sq = self.ring.submission();
-                let enter = !sq.is_empty() || sq.taskrun() || sq.cq_overflow();
-                drop(sq);
-                if enter { self.ring.submit_and_wait(0) } else { Ok(0) }
-            }
-            Some(None) => self.ring.submit_and_wait(1),
-            Some(Some(timeout)) => {
-                let time = Timespec::from(timeout);
-                self.ring.submitter().submit_with_args(1, &SubmitArgs::new().timespec(&time))
-            }
-        };
+        let result = self.entrance.enter(&mut self.ring, wait);
         self.reap(wake);
         match result.map_err(|e| (e.raw_os_error(), e)) {
             Ok(_) => Ok(()),
