@@ -268,12 +268,15 @@ impl<'a, R: Ring> Supervisor<'a, R> {
             self.take(event, meter)?;
         }
         let known = self.link.inflight.is_some();
-        for (queue, (_, base)) in self.idle.iter_mut().zip(&mut self.rings) {
-            if let Some(queue) = queue {
-                *base = queue.resume_base(known);
+        while let Err(error) = self.link.reopen().and_then(|()| {
+            // A back end that was killed while it started may have answered requests.
+            for (queue, (_, base)) in self.idle.iter_mut().zip(&mut self.rings) {
+                if let Some(queue) = queue {
+                    *base = queue.resume_base(known);
+                }
             }
-        }
-        while let Err(error) = self.link.reopen().and_then(|()| self.link.start(&self.rings)) {
+            self.link.start(&self.rings)
+        }) {
             if Instant::now() > deadline {
                 return Err(error
                     .context(format!("the back end went away and was not back after {AWAY:?}")));

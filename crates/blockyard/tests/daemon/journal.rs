@@ -160,6 +160,29 @@ fn kill_9_loses_no_answered_write_of_a_cow_file() {
     nothing_answered_is_lost(&Case::new("disk.cow", &["-f", "cow"]));
 }
 
+/// A back end may be killed while it starts, after it has answered all requests. Its front end has
+/// read the ring's position before that, and may give the old one to the next back end.
+#[test]
+fn an_old_ring_position_after_a_kill_repeats_no_request() {
+    let case = Case::qcow2();
+    let daemon = case.serve();
+    let mut guest = Guest::connect(&case.socket);
+    assert!(guest.session.link.inflight.is_some());
+    for sector in 0..5 {
+        assert_eq!(guest.write(sector, &pattern(sector, 512)), status::OK);
+    }
+    daemon.kill();
+    let daemon = case.serve_again(&[]);
+    let setup = guest.queue().setup();
+    guest.session.link.reopen().unwrap();
+    guest.session.link.start(&[(setup, 2)]).unwrap();
+    guest.queue().kick().unwrap();
+    // An answer to a request that is not in flight is an error here.
+    assert_eq!(guest.write(5, &pattern(5, 512)), status::OK);
+    assert_eq!(guest.read(4, 512).unwrap(), pattern(4, 512));
+    daemon.stop();
+}
+
 /// Kills a server under verified load and restarts it, again and again. The client reads back
 /// each write that was answered.
 fn fifty_kills(case: &Case) {

@@ -127,9 +127,13 @@ impl Core {
             setup.base as u16,
             setup.event_idx,
         )?;
-        let unanswered =
-            inflight.as_mut().map_or_else(Vec::new, |i| i.recover_split(ring.used_index()));
-        if !unanswered.is_empty() {
+        let mut unanswered = Vec::new();
+        if let Some(inflight) = inflight
+            && inflight.is_used()
+        {
+            // Each chain that was taken is answered or in the region. The front end's base may be
+            // older than that: it cannot know what a back end did that was killed while it started.
+            unanswered = inflight.recover_split(ring.used_index());
             ring.restore(unanswered.len() as u16);
         }
         Ok((Ring::Split(ring), unanswered.into_iter().map(Unanswered::Split).collect()))
