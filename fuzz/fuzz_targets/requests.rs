@@ -67,6 +67,7 @@ fuzz_target!(|data: &[u8]| {
         enabled: true,
         poll: PollMode::Off,
         coalesce: Coalesce::Auto,
+        marks: None,
         peer: None,
     };
     let Ok(queue) = QueueHandle::start(remote.clone(), setup) else { return };

@@ -152,6 +152,12 @@ impl<R: Ring> Queue<R> {
         }
     }
 
+    /// Returns the guest addresses of a slot's data and of its status byte.
+    pub fn addresses(&self, slot: u16) -> (u64, u64) {
+        let slot = u64::from(slot);
+        (self.data_addr + slot * u64::from(self.data_len), self.lines_addr + slot * LINE + STATUS)
+    }
+
     /// Returns the eventfd by which the device notifies the driver. A write to it ends a sleep.
     pub fn call_eventfd(&self) -> Arc<OwnedFd> {
         self.call.clone()

@@ -109,6 +109,7 @@ impl Guest {
             enabled: true,
             poll: PollMode::Off,
             coalesce: Coalesce::Auto,
+            marks: None,
             peer: None,
         }
     }

@@ -11,6 +11,7 @@
 //!   memory     guest memory: regions, slices, bounds    segments  an iovec, and its memory's owner
 //!   buffers    guest memory registered with io_uring    fault     SIGBUS in shared memory
 //!   mapper     which files of front ends are mapped     quota     limits on the mapped bytes
+//!   dirty_log  marks guest memory that was written, for live migration
 //!   nbd_device the kernel's NBD client                  xen       xenstore, event channels, grants
 //!   workers    threads for calls that block             pulse     an executor's state (watchdog)
 //!   semaphore  limits how many operations or bytes are in progress
@@ -35,6 +36,7 @@
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
 pub mod buffers;
+mod dirty_log;
 pub mod doorbell;
 mod enter;
 pub mod executor;
@@ -72,6 +74,7 @@ mod workers;
 pub mod xen;
 
 pub use buffers::{Outcome, Refusal, Registration};
+pub use dirty_log::{DirtyLog, LOG_PAGE, log_covers};
 pub use executor::{Executor, Handle};
 pub use file::{LockedFile, OpenMode, UringFile};
 pub use mapper::{Mapper, MemoryFile};

@@ -371,6 +371,27 @@ impl GuestMemory {
             .map(|r| r.guest + (user - r.user))
     }
 
+    /// Calls `range` with the guest ranges (address, length) of `len` bytes at a host address in
+    /// this memory. Ignores bytes that are not in it.
+    pub(crate) fn guest_ranges(
+        &self,
+        host: *const u8,
+        len: usize,
+        range: &mut impl FnMut(u64, u64),
+    ) {
+        let (mut at, end) = (host as usize, host as usize + len);
+        while at < end {
+            let within =
+                |span: &&Span| at.wrapping_sub(span.host.as_ptr() as usize) < span.len as usize;
+            let last = self.spans.get(self.last.0.load(Ordering::Relaxed)).filter(within);
+            let Some(span) = last.or_else(|| self.spans.iter().find(within)) else { return };
+            let offset = (at - span.host.as_ptr() as usize) as u64;
+            let here = (span.len - offset).min((end - at) as u64);
+            range(span.start + offset, here);
+            at += here as usize;
+        }
+    }
+
     /// Calls `piece` with each host range (address, length) of `addr`+`len`, in order. The range
     /// may cross adjacent regions. A hole is an error; `piece` may have been called before it is
     /// found.

@@ -241,6 +241,16 @@ impl Segments {
         self.len += len;
     }
 
+    /// Calls `range` with each range of guest memory (guest address, length) in these segments.
+    /// Returns false if they are not in one guest's memory.
+    pub fn guest_ranges(&self, mut range: impl FnMut(u64, u64)) -> bool {
+        let Owner::Guest(memory) = &self.owner else { return false };
+        for v in &self.iov {
+            memory.guest_ranges(v.iov_base.cast(), v.iov_len, &mut range);
+        }
+        true
+    }
+
     /// Returns the total length in bytes.
     #[inline]
     pub fn len(&self) -> usize {

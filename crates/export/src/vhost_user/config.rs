@@ -14,6 +14,8 @@ pub const F_CONFIG_WCE: u64 = 1 << 11;
 pub const F_MQ: u64 = 1 << 12;
 pub const F_DISCARD: u64 = 1 << 13;
 pub const F_WRITE_ZEROES: u64 = 1 << 14;
+/// The back end logs what it writes into guest memory (VHOST_F_LOG_ALL).
+pub const F_LOG_ALL: u64 = 1 << 26;
 pub const F_INDIRECT: u64 = 1 << 28;
 pub const F_EVENT_IDX: u64 = 1 << 29;
 pub const F_PROTOCOL: u64 = 1 << 30;
@@ -50,6 +52,7 @@ pub fn features(disk: &Disk) -> u64 {
         | F_TOPOLOGY
         | F_CONFIG_WCE
         | F_MQ
+        | F_LOG_ALL
         | F_INDIRECT
         | F_EVENT_IDX
         | F_PROTOCOL

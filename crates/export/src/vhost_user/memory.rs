@@ -102,6 +102,7 @@ impl Session {
         // With pinned memory, the registration populates all pages, which takes time.
         let _wait = self.export.own_wait();
         let old = std::mem::replace(&mut self.memory, memory);
+        self.warn_if_log_is_small();
         if let Some(pins) = &self.pins {
             pins.replace(&old, &self.memory);
         }

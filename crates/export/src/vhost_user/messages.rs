@@ -40,9 +40,17 @@ impl Session {
         match message {
             Message::Kick { index } => self.kicked(index)?,
             Message::BackChannel(fd) => self.set_channel(fd.ok_or_else(no)?)?,
-            Message::Addresses { index, flags, descriptor, used, available } => {
+            Message::Addresses { index, flags, descriptor, used, available, log } => {
                 let parts = Parts { descriptors: descriptor, available, used };
-                self.apply(Change::Addresses { index, flags, parts })?;
+                self.apply(Change::Addresses { index, flags, parts, log })?;
+            }
+            Message::LogEvent(fd) => self.set_log_event(fd)?,
+            Message::Postcopy(name) => {
+                return Err(self.refuse(format_args!(
+                    "{name}: postcopy migration is not supported, because a page that has not \
+                     arrived yet would block all disks of a reactor; migrate without \
+                     postcopy-ram"
+                )));
             }
             Message::Enable { index, state } => self.apply(Change::Enable { index, state })?,
             Message::AskInflight(layout) => {

@@ -16,6 +16,7 @@ mod config;
 mod inflight;
 mod memory;
 mod messages;
+mod migration;
 mod notify;
 mod pin;
 mod placement;

@@ -14,6 +14,7 @@
 //! - Lanes and segment lists are reused, so the steady state allocates nothing.
 
 mod handle;
+mod marks;
 mod state;
 
 use std::cell::{Cell, RefCell};
@@ -43,6 +44,7 @@ use crate::start::StartError;
 use state::{Core, Pending, Unanswered};
 
 pub use handle::QueueHandle;
+pub use marks::Marks;
 
 /// Number of chains that the queue takes before it submits their requests and publishes
 /// completions. If storage answers at once (page cache, memory), small batches let guest and back
@@ -89,6 +91,8 @@ pub struct QueueSetup {
     pub call: Call,
     pub error: Option<OwnedFd>,
     pub enabled: bool,
+    /// What the queue marks for live migration.
+    pub marks: Option<Marks>,
     pub poll: PollMode,
     pub coalesce: Coalesce,
     /// The front end's process, if it is known.
@@ -245,7 +249,7 @@ impl Queue {
                 if let Some(watch) = &mut watch {
                     watch.arm();
                 }
-                if !self.core.borrow_mut().ring.enable_kicks() {
+                if !self.core.borrow_mut().enable_kicks() {
                     continue;
                 }
             }
@@ -255,7 +259,7 @@ impl Queue {
                 }
                 self.sleep().await;
             }
-            self.core.borrow_mut().ring.disable_kicks();
+            self.core.borrow_mut().disable_kicks();
             if self.in_flight.get() == 0
                 && let Some(time) = self.gathers()
             {
@@ -294,7 +298,7 @@ impl Queue {
     /// must stop or publish.
     async fn busy_poll(&self, limit: Duration) -> bool {
         let until = Instant::now() + limit;
-        self.core.borrow_mut().ring.disable_kicks();
+        self.core.borrow_mut().disable_kicks();
         while self.core.borrow().unpublished == 0 && self.stopping.borrow().is_none() {
             if self.core.borrow_mut().ring.has_available() {
                 return true;
@@ -328,6 +332,7 @@ impl Queue {
         if core.unpublished > 0 {
             let new = std::mem::take(&mut core.unpublished);
             core.publish();
+            core.log_changed();
             if core.ring.wants_signal() && core.coalescer.published(new, now) {
                 core.call.ring();
             }
@@ -402,6 +407,7 @@ impl Queue {
             count: head.count,
             written: 1,
             status: parsed.status,
+            fills: false,
             entry,
         };
         let arrived = self.handle.now();
@@ -414,6 +420,7 @@ impl Queue {
             Action::One { op, offset, len } => {
                 if op == blockyard_disk::Op::Read {
                     pending.written += len as u32;
+                    pending.fills = true;
                 }
                 core.pending[usize::from(head.id)] = pending;
                 self.in_flight.set(self.in_flight.get() + 1);
@@ -441,6 +448,7 @@ impl Queue {
                     self.served.count_refused(op);
                 }
                 pending.written = written;
+                pending.fills = written > 1;
                 core.pending[usize::from(head.id)] = pending;
                 self.in_flight.set(self.in_flight.get() + 1);
                 self.finish(core, head.id, status, segments);
@@ -463,23 +471,29 @@ impl Queue {
 
     #[inline]
     fn finish(&self, core: &mut Core, id: u16, status: Status, mut segments: Segments) {
+        self.in_flight.set(self.in_flight.get() - 1);
+        let pending = &mut core.pending[usize::from(id)];
+        pending.failed = pending.failed.or(status.err());
+        pending.parts -= 1;
+        let pending = *pending;
+        if pending.parts == 0 {
+            self.answer(core, id, pending, &segments);
+        }
         // A chain with many ranges returns more segment lists than it took, so limit the pool.
         if core.pool.len() < MOST_IN_FLIGHT as usize {
             segments.release();
             core.pool.push(segments);
         }
-        self.in_flight.set(self.in_flight.get() - 1);
-        let pending = &mut core.pending[usize::from(id)];
-        pending.failed = pending.failed.or(status.err());
-        pending.parts -= 1;
-        if pending.parts > 0 {
-            return;
-        }
-        let pending = *pending;
+    }
+
+    /// Answers a chain whose last request has ended. `segments`: the chain's data.
+    #[inline]
+    fn answer(&self, core: &mut Core, id: u16, pending: Pending, segments: &Segments) {
         let status = pending.failed.map_or(Ok(()), Err);
         // The front end may have removed this memory since the chain was parsed. Then no guest can
         // read the status.
         let _ = core.memory.write_byte(pending.status, wire_status(status));
+        core.mark_chain(&pending, segments);
         let written = if status.is_ok() { pending.written } else { 1 };
         core.push_used(Head { id, count: pending.count }, pending.entry, written);
         self.done.set(self.done.get() + 1);
@@ -543,7 +557,7 @@ impl Queue {
         if core.coalescer.due().is_some() {
             core.call.ring();
         }
-        core.ring.disable_kicks();
+        core.disable_kicks();
         self.lanes.close();
         if let Some(reply) = self.stopping.borrow_mut().take() {
             reply.send(core.ring.base());

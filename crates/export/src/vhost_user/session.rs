@@ -28,11 +28,12 @@ use super::caller::Caller;
 use super::channel::BackChannel;
 use super::config::{self, QueueShape};
 use super::inflight::{self, InflightRegion};
+use super::migration::{self, DirtyMemory};
 use super::notify::{self, Call};
 use super::pin::Pins;
 use super::queue::{DeviceState, QueueHandle, QueueSetup};
 use super::refusal::{Causes, no};
-use super::state::{Change, Effect, InflightFile, Parts, Refusal, SessionState, Vring};
+use super::state::{Change, Effect, InflightFile, LogFile, Parts, Refusal, SessionState, Vring};
 use super::{Shared, Tuning};
 
 const NO_CALL: &str =
@@ -55,6 +56,7 @@ pub struct Session {
     pub(super) pins: Option<Pins>,
     /// The mapped in-flight region.
     pub(super) inflight: Option<InflightRegion>,
+    pub(super) dirty: DirtyMemory,
     pub(super) caller: OnceCell<Arc<Caller>>,
     /// The running rings.
     queues: Vec<Option<QueueHandle>>,
@@ -74,6 +76,7 @@ impl Session {
             named_disk: false,
             pins: export.tuning.pin_memory.then(|| Pins::new(export.device.clone())),
             inflight: None,
+            dirty: DirtyMemory::default(),
             caller: OnceCell::new(),
             queues: state.vrings.iter().map(|_| None).collect(),
             state,
@@ -94,6 +97,7 @@ impl Session {
             self.inflight =
                 Some(self.map_inflight(file, (recorded.offset, recorded.len), recorded.queues)?);
         }
+        self.map_log()?;
         *super::lock(&self.export.channel) = self.state.back_channel.clone();
         for index in 0..self.state.vrings.len() {
             if std::mem::take(&mut self.state.vrings[index].started) {
@@ -153,8 +157,9 @@ impl Session {
             Effect::None => Ok(()),
             Effect::Features { before } => {
                 self.reset_write_cache(before);
-                Ok(())
+                self.log_all_changed(before)
             }
+            Effect::Marks(index) => self.update_marks(index..index + 1),
             Effect::Restart(index) => self.restart(index),
             Effect::Call(index) => {
                 let call = self.call(index)?;
@@ -285,6 +290,7 @@ impl Session {
             error: self.copy(&vring.error)?,
             // Without protocol features, rings are enabled from the start.
             enabled: vring.enabled || !self.state.has(config::F_PROTOCOL),
+            marks: self.marks(index)?,
             poll: self.tuning.poll,
             coalesce: self.tuning.coalesce,
             peer: self.peer,
@@ -391,10 +397,10 @@ impl VhostUserBackendReqHandlerMut for Session {
         descriptors: u64,
         used: u64,
         available: u64,
-        _log: u64,
+        log: u64,
     ) -> Result<()> {
         let parts = Parts { descriptors, available, used };
-        self.apply(Change::Addresses { index, flags: flags.bits(), parts })
+        self.apply(Change::Addresses { index, flags: flags.bits(), parts, log })
     }
 
     fn set_vring_base(&mut self, index: u32, base: u32) -> Result<()> {
@@ -439,7 +445,8 @@ impl VhostUserBackendReqHandlerMut for Session {
             | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
             | VhostUserProtocolFeatures::RESET_DEVICE
             | VhostUserProtocolFeatures::BACKEND_REQ
-            | VhostUserProtocolFeatures::INFLIGHT_SHMFD;
+            | VhostUserProtocolFeatures::INFLIGHT_SHMFD
+            | migration::PROTOCOL;
         // User Mode Linux accepts all offered features, and an in-band kick is many times slower
         // than an eventfd. So offer in-band notifications only if the user enables them.
         let in_band = VhostUserProtocolFeatures::INBAND_NOTIFICATIONS;
@@ -556,23 +563,24 @@ impl VhostUserBackendReqHandlerMut for Session {
 
     fn set_device_state_fd(
         &mut self,
-        _direction: VhostTransferStateDirection,
+        direction: VhostTransferStateDirection,
         _phase: VhostTransferStatePhase,
-        _file: File,
+        file: File,
     ) -> Result<Option<File>> {
-        Err(Error::InvalidOperation("device state is not transferred"))
+        self.transfer_state(direction, file.into()).map(|()| None)
     }
 
     fn check_device_state(&mut self) -> Result<()> {
-        Err(Error::InvalidOperation("device state is not transferred"))
+        self.check_transferred_state()
     }
 
     fn get_shmem_config(&mut self) -> Result<VhostUserShMemConfig> {
         Err(Error::InvalidOperation("there is no shared memory region"))
     }
 
-    fn set_log_base(&mut self, _log: &VhostUserLog, _file: File) -> Result<()> {
-        Err(Error::InvalidOperation("dirty memory is not logged"))
+    fn set_log_base(&mut self, log: &VhostUserLog, file: File) -> Result<()> {
+        let (offset, len) = (log.mmap_offset, log.mmap_size);
+        self.use_log(LogFile { file: file.into(), offset, len })
     }
 }
 

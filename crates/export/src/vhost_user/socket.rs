@@ -17,10 +17,14 @@ use rustix::net::{
 use vhost::vhost_user::message::VhostUserInflight;
 
 const SET_LOG_BASE: u32 = 6;
+const SET_LOG_FD: u32 = 7;
 const SET_VRING_ADDR: u32 = 9;
 const GET_VRING_BASE: u32 = 11;
 const SET_VRING_ENABLE: u32 = 18;
 const SET_BACKEND_REQ_FD: u32 = 21;
+const POSTCOPY_ADVISE: u32 = 28;
+const POSTCOPY_LISTEN: u32 = 29;
+const POSTCOPY_END: u32 = 30;
 const GET_INFLIGHT_FD: u32 = 31;
 const SET_INFLIGHT_FD: u32 = 32;
 const VRING_KICK: u32 = 35;
@@ -58,7 +62,11 @@ pub enum Message {
     /// The back channel's descriptor.
     BackChannel(Option<OwnedFd>),
     /// Addresses of a ring's parts. The crate would end the session if they are not aligned.
-    Addresses { index: u32, flags: u32, descriptor: u64, used: u64, available: u64 },
+    Addresses { index: u32, flags: u32, descriptor: u64, used: u64, available: u64, log: u64 },
+    /// The descriptor that is signalled after changes of the log. The crate does not know it.
+    LogEvent(Option<OwnedFd>),
+    /// A message of a postcopy migration, by its name.
+    Postcopy(&'static str),
     /// Enables or disables a ring. The crate would end the session if the state is neither 0 nor 1.
     Enable { index: u32, state: u32 },
     /// A request to make an in-flight region, without padding.
@@ -69,7 +77,8 @@ pub enum Message {
 
 /// Returns whether the answer to this message carries data, so that it cannot report an error.
 pub fn has_data_answer(request: u32) -> bool {
-    [SET_LOG_BASE, GET_VRING_BASE, GET_INFLIGHT_FD].contains(&request)
+    let answered = [SET_LOG_BASE, GET_VRING_BASE, GET_INFLIGHT_FD];
+    answered.contains(&request) || (POSTCOPY_ADVISE..=POSTCOPY_END).contains(&request)
 }
 
 /// Waits for the next message, and reads it if this module handles it.
@@ -90,7 +99,8 @@ pub fn next(stream: &UnixStream) -> io::Result<Next> {
     let (request, flags, size) = (word(&header, 0), word(&header, 4), word(&header, 8) as usize);
     let is_taken = match request {
         VRING_KICK | SET_VRING_ENABLE => size == 8,
-        SET_BACKEND_REQ_FD => size <= 8,
+        SET_BACKEND_REQ_FD | SET_LOG_FD => size <= 8,
+        POSTCOPY_ADVISE | POSTCOPY_LISTEN | POSTCOPY_END => size <= 8,
         SET_VRING_ADDR => size == MAX_BODY,
         GET_INFLIGHT_FD | SET_INFLIGHT_FD => size == INFLIGHT,
         _ => false,
@@ -108,12 +118,17 @@ fn message(request: u32, body: &[u8], fd: Option<OwnedFd>) -> Message {
     match request {
         VRING_KICK => Message::Kick { index: word(body, 0) },
         SET_BACKEND_REQ_FD => Message::BackChannel(fd),
+        SET_LOG_FD => Message::LogEvent(fd),
+        POSTCOPY_ADVISE => Message::Postcopy("POSTCOPY_ADVISE"),
+        POSTCOPY_LISTEN => Message::Postcopy("POSTCOPY_LISTEN"),
+        POSTCOPY_END => Message::Postcopy("POSTCOPY_END"),
         SET_VRING_ADDR => Message::Addresses {
             index: word(body, 0),
             flags: word(body, 4),
             descriptor: long(body, 8),
             used: long(body, 16),
             available: long(body, 24),
+            log: long(body, 32),
         },
         SET_VRING_ENABLE => Message::Enable { index: word(body, 0), state: word(body, 4) },
         GET_INFLIGHT_FD => Message::AskInflight(inflight(body)),

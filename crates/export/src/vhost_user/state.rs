@@ -9,6 +9,7 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use blockyard_ring::log_covers;
 use vhost::vhost_user::message::{
     VhostUserInflight, VhostUserProtocolFeatures, VhostUserVringAddrFlags,
 };
@@ -16,6 +17,7 @@ use vhost::vhost_user::message::{
 use super::channel::BackChannel;
 use super::config;
 use super::inflight::queue_bytes;
+use super::virtqueue::used_bytes;
 
 /// Maximum number of entries of a virtqueue (virtio 1.2, 2.7).
 const MAX_ENTRIES: u32 = 32768;
@@ -31,6 +33,10 @@ pub struct SessionState {
     /// The memory table, in the order of the messages.
     pub memory: Vec<MemoryRegion>,
     pub inflight: Option<InflightFile>,
+    /// The log of changed memory.
+    pub log: Option<LogFile>,
+    /// The eventfd that tells the front end of changes of the log.
+    pub log_event: Option<OwnedFd>,
     /// The socket for messages to the front end, with the acknowledgements that the front end owes
     /// on it. The threads that send these messages share it.
     pub back_channel: Option<Arc<BackChannel>>,
@@ -62,11 +68,22 @@ pub struct InflightFile {
     pub queues: u16,
 }
 
+/// The file of a log of changed memory, and the log's offset and length in it.
+#[derive(Debug)]
+pub struct LogFile {
+    pub file: OwnedFd,
+    pub offset: u64,
+    /// Length in bytes.
+    pub len: u64,
+}
+
 /// One ring's settings, as the front end sent them.
 #[derive(Debug, Default)]
 pub struct Vring {
     pub size: u32,
     pub parts: Option<Parts>,
+    /// Guest address at which writes to the used ring are logged. `None`: they are not logged.
+    pub log: Option<u64>,
     /// The index at which the ring starts. While the ring runs: the index at which it started.
     pub base: u32,
     /// This session has stopped the ring after its last request. So nothing of the ring is in
@@ -122,6 +139,8 @@ pub enum Change {
         index: u32,
         flags: u32,
         parts: Parts,
+        /// Guest address at which writes to the used ring are logged, if the flags ask for it.
+        log: u64,
     },
     Base {
         index: u32,
@@ -156,6 +175,8 @@ pub enum Effect {
     Features {
         before: u64,
     },
+    /// Change what a running ring logs.
+    Marks(usize),
     /// Start the ring. Stop it first if it runs.
     Restart(usize),
     /// Give a running ring its new call descriptor.
@@ -181,6 +202,12 @@ pub enum Refusal {
              {:#x}, {:#x}, {:#x} (flags {flags:#x})",
         parts.descriptors, parts.available, parts.used)]
     Addresses { index: u32, flags: u32, parts: Parts },
+    #[error(
+        "queue {index}: the used ring is logged at {address:#x}, beyond a log of {bytes} bytes"
+    )]
+    RingBeyondLog { index: u32, address: u64, bytes: u64 },
+    #[error("a log of {bytes} bytes, which is too small for memory at {address:#x}+{len:#x}")]
+    LogRoom { bytes: u64, address: u64, len: u64 },
     #[error("queue {index}: SET_VRING_ENABLE of {state} is not valid")]
     Enable { index: u32, state: u32 },
     #[error("a message that needs {0:?}, which was not negotiated")]
@@ -202,6 +229,8 @@ impl SessionState {
             write_back,
             memory: Vec::new(),
             inflight: None,
+            log: None,
+            log_event: None,
             back_channel: None,
             vrings: (0..queues).map(|_| Vring::default()).collect(),
         }
@@ -224,7 +253,7 @@ impl SessionState {
                 if unknown != 0 {
                     return Err(Refusal::Protocol(unknown));
                 }
-                self.protocol = VhostUserProtocolFeatures::from_bits_truncate(accepted);
+                self.protocol = VhostUserProtocolFeatures::from_bits_retain(accepted);
             }
             Change::Size { index, entries } => {
                 if entries == 0 || entries > MAX_ENTRIES {
@@ -232,14 +261,8 @@ impl SessionState {
                 }
                 self.vring(index)?.1.size = entries;
             }
-            Change::Addresses { index, flags, parts } => {
-                let vring = self.vring(index)?.1;
-                let good =
-                    VhostUserVringAddrFlags::from_bits(flags).is_some() && parts.are_aligned();
-                vring.parts = good.then_some(parts);
-                if !good {
-                    return Err(Refusal::Addresses { index, flags, parts });
-                }
+            Change::Addresses { index, flags, parts, log } => {
+                return self.set_addresses(index, flags, parts, log);
             }
             Change::Base { index, base } => self.vring(index)?.1.base = base,
             Change::Kick { index, fd } => {
@@ -267,6 +290,50 @@ impl SessionState {
             }
         }
         Ok(Effect::None)
+    }
+
+    fn set_addresses(
+        &mut self,
+        index: u32,
+        flags: u32,
+        parts: Parts,
+        log: u64,
+    ) -> Result<Effect, Refusal> {
+        let bytes = self.log.as_ref().map(|log| log.len);
+        let (is_packed, event_idx) = (self.has(config::F_PACKED), self.has(config::F_EVENT_IDX));
+        let (at, vring) = self.vring(index)?;
+        let flags = VhostUserVringAddrFlags::from_bits(flags)
+            .filter(|_| parts.are_aligned())
+            .ok_or(Refusal::Addresses { index, flags, parts })
+            .inspect_err(|_| vring.parts = None)?;
+        let log = flags.contains(VhostUserVringAddrFlags::VHOST_VRING_F_LOG).then_some(log);
+        let used = used_bytes(vring.size, is_packed, event_idx);
+        if let (Some(address), Some(bytes)) = (log, bytes)
+            && !log_covers(bytes, address, used)
+        {
+            vring.parts = None;
+            return Err(Refusal::RingBeyondLog { index, address, bytes });
+        }
+        (vring.parts, vring.log) = (Some(parts), log);
+        Ok(Effect::Marks(at))
+    }
+
+    /// Returns an error if a log is too small for the guest's memory, or for a logged ring.
+    pub fn check_log_room(&self, bytes: u64) -> Result<(), Refusal> {
+        for region in &self.memory {
+            let (address, len) = (region.guest, region.size);
+            if !log_covers(bytes, address, len) {
+                return Err(Refusal::LogRoom { bytes, address, len });
+            }
+        }
+        let (is_packed, event_idx) = (self.has(config::F_PACKED), self.has(config::F_EVENT_IDX));
+        for (index, vring) in self.vrings.iter().enumerate() {
+            let used = used_bytes(vring.size, is_packed, event_idx);
+            if let Some(address) = vring.log.filter(|at| !log_covers(bytes, *at, used)) {
+                return Err(Refusal::RingBeyondLog { index: index as u32, address, bytes });
+            }
+        }
+        Ok(())
     }
 
     /// Returns a ring and its index.

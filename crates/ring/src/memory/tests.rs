@@ -105,3 +105,25 @@ fn a_file_shorter_than_its_region_is_refused() {
         Err(MemoryError::FileTooShort { need: 8192, have: 4096 })
     ));
 }
+
+#[test]
+fn segments_name_their_guest_addresses_across_regions() {
+    let memory = std::rc::Rc::new(
+        GuestMemory::default()
+            .with(region(0x1000, 0x1000))
+            .unwrap()
+            .with(region(0x2000, 0x3000))
+            .unwrap(),
+    );
+    let mut segments = crate::Segments::default();
+    assert!(!segments.guest_ranges(|_, _| panic!("no memory")));
+    segments.reset(&memory);
+    for (addr, len) in [(0x1f00, 0x300), (0x4000, 0x10), (0x4010, 0x20), (0x1000, 1)] {
+        segments.push_guest(addr, len).unwrap();
+    }
+    let mut pages = Vec::new();
+    assert!(segments.guest_ranges(|addr, len| pages.extend((addr..addr + len).step_by(0x10))));
+    pages.sort_unstable();
+    let expected = (0x1f00..0x2200).step_by(0x10).chain((0x4000..0x4030).step_by(0x10));
+    assert_eq!(pages, [0x1000].into_iter().chain(expected).collect::<Vec<u64>>());
+}

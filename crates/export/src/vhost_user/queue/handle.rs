@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use blockyard_ring::{GuestMemory, PendingReply, Remote};
 
-use super::{DeviceState, Queue, QueueSetup, Queues};
+use super::{DeviceState, Marks, Queue, QueueSetup, Queues};
 use crate::Reactors;
 use crate::start::StartError;
 use crate::vhost_user::notify::Call;
@@ -85,6 +85,11 @@ impl QueueHandle {
     /// Replaces the guest's memory.
     pub fn set_memory(&self, memory: GuestMemory) -> PendingReply<()> {
         self.with(move |queue| queue.core.borrow_mut().set_memory(Rc::new(memory)))
+    }
+
+    /// Replaces what the queue marks for live migration.
+    pub fn set_marks(&self, marks: Option<Marks>) -> PendingReply<()> {
+        self.with(move |queue| queue.core.borrow_mut().set_marks(marks))
     }
 
     /// Reports an in-band kick, without waiting until the queue has handled it.

@@ -9,13 +9,16 @@ use blockyard_disk::Failure;
 use blockyard_ring::{GuestMemory, Segments};
 
 use super::QueueSetup;
+use super::marks::Marks;
 use crate::policy::Counters;
 use crate::policy::notify::{Coalesce, Coalescer};
 use crate::policy::placement::Placement;
 use crate::policy::polling::PollingPolicy;
 use crate::vhost_user::inflight::{Inflight, PackedChain};
 use crate::vhost_user::notify::Call;
-use crate::vhost_user::virtqueue::{Desc, Head, PackedRing, Ring, RingError, SplitRing};
+use crate::vhost_user::virtqueue::{
+    DESC_LEN, Desc, Head, PackedRing, Part, Ring, RingError, SplitRing, Written,
+};
 
 /// A chain that is taken and not answered.
 #[derive(Clone, Copy, Default)]
@@ -27,6 +30,8 @@ pub(super) struct Pending {
     /// Bytes that the device writes into the chain's buffers if no request fails.
     pub(super) written: u32,
     pub(super) status: u64,
+    /// The device writes to the chain's segments: a read, or GET_ID.
+    pub(super) fills: bool,
     /// The chain's entry in the in-flight region.
     pub(super) entry: u16,
 }
@@ -35,6 +40,10 @@ pub(super) struct Pending {
 pub(super) struct Core {
     pub(super) ring: Ring,
     pub(super) memory: Rc<GuestMemory>,
+    /// What the queue marks for live migration.
+    pub(super) marks: Option<Box<Marks>>,
+    /// Guest address of the ring's descriptors.
+    pub(super) descriptors: u64,
     pub(super) inflight: Option<Inflight>,
     pub(super) descs: Vec<Desc>,
     pub(super) pending: Vec<Pending>,
@@ -100,6 +109,8 @@ impl Core {
             pending: vec![Pending::default(); usize::from(ring.size())],
             ring,
             memory,
+            marks: setup.marks.take().map(Box::new),
+            descriptors: setup.parts.0,
             inflight,
             descs: Vec::new(),
             pool: Vec::new(),
@@ -112,6 +123,11 @@ impl Core {
             unpublished: 0,
             broken: false,
         };
+        // The recovery of a packed ring may have written to any of its descriptors.
+        if setup.packed && !unanswered.is_empty() {
+            let len = usize::from(core.ring.size()) * DESC_LEN;
+            core.mark_ring(Some(Written { part: Part::Descriptors, offset: 0, len }));
+        }
         Ok((core, unanswered))
     }
 
@@ -181,7 +197,9 @@ impl Core {
             (Some(inflight), Ring::Split(_)) => inflight.pushed_split(entry),
             (Some(inflight), Ring::Packed(_)) => inflight.pushed_packed(entry),
         }
+        let place = self.ring.next_used();
         self.ring.push_used(head, written);
+        self.mark_ring(Some(place));
         self.unpublished += 1;
     }
 
@@ -192,7 +210,9 @@ impl Core {
             let (index, wrap) = ring.used_position();
             inflight.publishing_packed(index, wrap);
         }
+        let place = self.ring.publication();
         self.ring.publish();
+        self.mark_ring(place);
         match (&mut self.inflight, &self.ring) {
             (None, _) => {}
             (Some(inflight), Ring::Split(ring)) => inflight.published_split(ring.used_index()),

@@ -35,7 +35,7 @@ fn each_message_changes_its_part_and_returns_the_effect() {
     for (change, effect) in [
         (accept_protocol(protocol), Effect::None),
         (Change::Size { index: 1, entries: 32768 }, Effect::None),
-        (Change::Addresses { index: 1, flags: 0, parts: PARTS }, Effect::None),
+        (Change::Addresses { index: 1, flags: 0, parts: PARTS, log: 0 }, Effect::Marks(1)),
         (Change::Base { index: 1, base: 7 }, Effect::None),
         (Change::Kick { index: 1, fd: Some(kick) }, Effect::Restart(1)),
         (Change::Call { index: 1, fd: Some(call) }, Effect::Call(1)),
@@ -69,7 +69,7 @@ fn a_refused_change_leaves_the_state_as_it_was() {
     let mut state = state();
     let set = [
         Change::Size { index: 0, entries: 64 },
-        Change::Addresses { index: 0, flags: 0, parts: PARTS },
+        Change::Addresses { index: 0, flags: 0, parts: PARTS, log: 0 },
         Change::Kick { index: 0, fd: Some(event()) },
         Change::Enable { index: 0, state: 1 },
     ];
@@ -90,7 +90,7 @@ fn a_refused_change_leaves_the_state_as_it_was() {
     }
     for change in [
         Change::Size { index: 2, entries: 64 },
-        Change::Addresses { index: 2, flags: 0, parts: PARTS },
+        Change::Addresses { index: 2, flags: 0, parts: PARTS, log: 0 },
         Change::Base { index: 2, base: 1 },
         Change::Kick { index: 2, fd: None },
         Change::Call { index: 2, fd: None },
@@ -116,9 +116,10 @@ fn a_ring_loses_its_addresses_if_new_ones_are_refused() {
         (2, PARTS),
     ] {
         let mut state = state();
-        let _ = state.apply(Change::Addresses { index: 1, flags: 0, parts: PARTS }).unwrap();
+        let _ =
+            state.apply(Change::Addresses { index: 1, flags: 0, parts: PARTS, log: 0 }).unwrap();
         let refusal = Refusal::Addresses { index: 1, flags, parts };
-        assert_eq!(state.apply(Change::Addresses { index: 1, flags, parts }), Err(refusal));
+        assert_eq!(state.apply(Change::Addresses { index: 1, flags, parts, log: 0 }), Err(refusal));
         assert_eq!(state.vrings[1].parts, None, "{parts:?}");
     }
 }
@@ -164,7 +165,7 @@ fn a_reset_clears_rings_and_features_and_keeps_the_rest() {
     let protocol = VhostUserProtocolFeatures::RESET_DEVICE;
     let changes = [
         accept_protocol(protocol),
-        Change::Addresses { index: 0, flags: 0, parts: PARTS },
+        Change::Addresses { index: 0, flags: 0, parts: PARTS, log: 0 },
         Change::Base { index: 0, base: 3 },
         Change::Enable { index: 0, state: 1 },
     ];

@@ -23,7 +23,8 @@ pub const MAX_CHAIN: usize = 1026;
 const DESC_F_NEXT: u16 = 1;
 const DESC_F_WRITE: u16 = 2;
 const DESC_F_INDIRECT: u16 = 4;
-const DESC_LEN: usize = 16;
+/// Length of a descriptor in bytes.
+pub const DESC_LEN: usize = 16;
 
 /// A copy of one descriptor of a chain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,6 +40,23 @@ pub struct Head {
     /// Split: index of the first descriptor. Packed: the buffer id.
     pub id: u16,
     pub count: u16,
+}
+
+/// A part of a ring that the device writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// The used ring (packed: the device's event suppression structure).
+    Used,
+    /// The descriptors, which the device of a packed ring marks as used.
+    Descriptors,
+}
+
+/// Bytes of a ring that the device writes: offset and length in a part.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Written {
+    pub part: Part,
+    pub offset: usize,
+    pub len: usize,
 }
 
 /// Errors in a ring, caused by the guest or by the owner of the guest's memory.
@@ -106,6 +124,33 @@ impl Ring {
         }
     }
 
+    /// Returns where the next `push_used` writes.
+    #[inline]
+    pub fn next_used(&self) -> Written {
+        match self {
+            Ring::Split(ring) => ring.next_used(),
+            Ring::Packed(ring) => ring.next_used(),
+        }
+    }
+
+    /// Returns where `publish` writes. `None`: nothing is pushed.
+    #[inline]
+    pub fn publication(&self) -> Option<Written> {
+        match self {
+            Ring::Split(ring) => Some(ring.publication()),
+            Ring::Packed(ring) => ring.publication(),
+        }
+    }
+
+    /// Returns where `enable_kicks` and `disable_kicks` write.
+    #[inline]
+    pub fn kick_setting(&self) -> Written {
+        match self {
+            Ring::Split(ring) => ring.kick_setting(),
+            Ring::Packed(ring) => ring.kick_setting(),
+        }
+    }
+
     /// Pushes a used element. `written`: bytes that the device wrote into the chain's buffers. The
     /// guest sees the element at the next `publish`.
     #[inline]
@@ -169,6 +214,12 @@ impl Ring {
             Ring::Packed(ring) => ring.size(),
         }
     }
+}
+
+/// Returns the number of bytes of the used ring (packed: of the device's event suppression
+/// structure).
+pub fn used_bytes(size: u32, is_packed: bool, event_idx: bool) -> u64 {
+    if is_packed { 4 } else { 4 + u64::from(size) * 8 + if event_idx { 2 } else { 0 } }
 }
 
 /// Returns whether an index that went from `old` to `new` has passed `event` (virtio 1.2, 2.7.7.2).

@@ -6,7 +6,8 @@ use std::sync::atomic::{Ordering, fence};
 use blockyard_ring::{GuestMemory, SharedSlice};
 
 use super::{
-    DESC_F_INDIRECT, DESC_F_NEXT, DESC_F_WRITE, DESC_LEN, Desc, Head, MAX_CHAIN, RingError,
+    DESC_F_INDIRECT, DESC_F_NEXT, DESC_F_WRITE, DESC_LEN, Desc, Head, MAX_CHAIN, Part, RingError,
+    Written,
 };
 use super::{fields, indirect_count, passes, push};
 
@@ -264,6 +265,25 @@ impl PackedRing {
     #[inline]
     pub fn has_available(&self) -> bool {
         self.is_available(self.avail)
+    }
+
+    #[inline]
+    pub fn next_used(&self) -> Written {
+        Self::descriptor(self.used.index)
+    }
+
+    #[inline]
+    pub fn publication(&self) -> Option<Written> {
+        self.held.map(|(index, _)| Self::descriptor(index))
+    }
+
+    fn descriptor(index: u16) -> Written {
+        Written { part: Part::Descriptors, offset: usize::from(index) * DESC_LEN, len: DESC_LEN }
+    }
+
+    #[inline]
+    pub fn kick_setting(&self) -> Written {
+        Written { part: Part::Used, offset: 0, len: 4 }
     }
 
     #[inline]

@@ -5,7 +5,9 @@ use std::sync::atomic::{Ordering, fence};
 
 use blockyard_ring::{GuestMemory, SharedSlice};
 
-use super::{DESC_F_INDIRECT, DESC_F_NEXT, DESC_LEN, Desc, Head, MAX_CHAIN, RingError};
+use super::{
+    DESC_F_INDIRECT, DESC_F_NEXT, DESC_LEN, Desc, Head, MAX_CHAIN, Part, RingError, Written,
+};
 use super::{fields, indirect_count, passes, push};
 
 const AVAIL_F_NO_INTERRUPT: u16 = 1;
@@ -160,6 +162,23 @@ impl SplitRing {
     #[inline]
     pub fn has_available(&self) -> bool {
         self.avail.load_u16(2, Ordering::Acquire) != self.next_avail
+    }
+
+    #[inline]
+    pub fn next_used(&self) -> Written {
+        let offset = 4 + usize::from(self.next_used % self.size) * 8;
+        Written { part: Part::Used, offset, len: 8 }
+    }
+
+    #[inline]
+    pub fn publication(&self) -> Written {
+        Written { part: Part::Used, offset: 2, len: 2 }
+    }
+
+    #[inline]
+    pub fn kick_setting(&self) -> Written {
+        let offset = if self.event_idx { 4 + usize::from(self.size) * 8 } else { 0 };
+        Written { part: Part::Used, offset, len: 2 }
     }
 
     #[inline]

@@ -1,0 +1,141 @@
+//! Each page that the back end changes is marked, and no page that it did not write.
+
+use std::collections::BTreeSet;
+
+use blockyard_driver::ring::Ring;
+use blockyard_driver::{Data, PackedRing, SplitRing, request, status};
+
+use crate::front::*;
+
+/// Requests of one round: type, sector, data.
+fn requests(round: u64) -> Vec<(u32, u64, Data)> {
+    let mut seed = round.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut random = move |below: u64| {
+        seed ^= seed << 13;
+        seed ^= seed >> 7;
+        seed ^= seed << 17;
+        seed % below
+    };
+    (0..SLOTS)
+        .map(|_| {
+            let len = (random(u64::from(ROOM) / 512) as u32 + 1) * 512;
+            let sector = random(SECTORS - u64::from(ROOM) / 512);
+            match random(8) {
+                0 => (request::OUT, sector, Data::ToDevice(len)),
+                1 => (request::FLUSH, 0, Data::None),
+                2 => (request::ID, 0, Data::FromDevice(20)),
+                3 => (request::IN, BAD.start + random(100), Data::FromDevice(len)),
+                // A request that is refused: its data cross the end of the disk.
+                4 => (request::IN, SECTORS, Data::FromDevice(512)),
+                5 => (99, 0, Data::FromDevice(512)),
+                _ => (request::IN, sector, Data::FromDevice(len)),
+            }
+        })
+        .collect()
+}
+
+/// Runs rounds of requests while the driver writes nothing, and compares memory and log.
+fn exact<T: Ring>(event_idx: bool, is_packed: bool) {
+    let mut front = Front::<T>::connect(event_idx);
+    front.start();
+    front.fill();
+    front.features(true, event_idx);
+    let log = front.new_log();
+    assert_eq!(front.log_used(true, USED_LOG), Some(words(&[0])));
+    log.take();
+    let (start, _) = front.memory.range();
+    let first = start / PAGE;
+    let addresses = front.queue.ring.addresses();
+    let mut seen = [0; 256];
+    for round in 1..40 {
+        let filler = vec![0xee; ROOM as usize];
+        let requests = requests(round);
+        for (slot, (kind, sector, data)) in requests.iter().enumerate() {
+            front.queue.write_data(slot as u16, &filler);
+            front.queue.submit(slot as u16, *kind, *sector, *data);
+        }
+        let before = front.snapshot();
+        // The device may see the available chains before the kick.
+        front.queue.publish().unwrap();
+        front.queue.kick().unwrap();
+        for (_, status) in front.wait(requests.len()) {
+            seen[usize::from(status)] += 1;
+        }
+        // The device has published, but may not have marked that yet.
+        front.log_used(true, USED_LOG).unwrap();
+        let after = front.snapshot();
+        let marked: BTreeSet<u64> = log.take().into_iter().collect();
+
+        let page_of = |addr: u64| addr / PAGE;
+        let used = page_of(addresses.used);
+        let changed: BTreeSet<u64> = before
+            .chunks(PAGE as usize)
+            .zip(after.chunks(PAGE as usize))
+            .enumerate()
+            .filter(|(_, (before, after))| before != after)
+            .map(|(at, _)| first + at as u64)
+            .collect();
+        let mut allowed = BTreeSet::new();
+        for (slot, (_, _, data)) in requests.iter().enumerate() {
+            if let Data::FromDevice(len) = data {
+                let at = front.data_address(slot as u16);
+                allowed.extend(page_of(at)..=page_of(at + u64::from(*len) - 1));
+            }
+            allowed.insert(page_of(front.status_address(slot as u16)));
+        }
+        // The used ring is logged elsewhere, in a packed ring the descriptors where they are.
+        let of_used = |page: &u64| (page_of(USED_LOG)..=page_of(USED_LOG) + 1).contains(page);
+        assert!(marked.iter().any(of_used), "round {round}: the used ring is marked");
+        let of_descriptors = |page: &u64| is_packed && *page == page_of(addresses.desc);
+        // The driver writes the available ring, and the packed descriptors, when it publishes.
+        let of_driver = [page_of(addresses.avail), page_of(addresses.desc)];
+        for page in &changed {
+            let known = marked.contains(page) || *page == used || of_driver.contains(page);
+            assert!(known, "round {round}: page {page:#x} changed and is not marked");
+        }
+        for page in &marked {
+            let known = allowed.contains(page) || of_used(page) || of_descriptors(page);
+            assert!(known, "round {round}: page {page:#x} is marked and was not written");
+        }
+        assert!(!is_packed || marked.iter().any(of_descriptors), "descriptors are marked");
+    }
+    for status in [status::OK, status::IOERR, status::UNSUPP] {
+        assert!(seen[usize::from(status)] > 10, "{status}: {seen:?}");
+    }
+
+    // Without the features nothing is marked.
+    front.features(false, event_idx);
+    front.log_used(false, 0).unwrap();
+    log.take();
+    front.queue.submit(0, request::IN, 0, Data::FromDevice(4096));
+    front.queue.publish().unwrap();
+    front.wait(1);
+    front.connection.stop_ring(0).unwrap();
+    assert_eq!(log.take(), Vec::<u64>::new());
+}
+
+#[test]
+fn a_split_ring_marks_exactly_what_it_writes() {
+    exact::<SplitRing>(true, false);
+    exact::<SplitRing>(false, false);
+}
+
+#[test]
+fn a_packed_ring_marks_exactly_what_it_writes() {
+    exact::<PackedRing>(true, true);
+    exact::<PackedRing>(false, true);
+}
+
+/// VHOST_F_LOG_ALL and VHOST_VRING_F_LOG are independent.
+#[test]
+fn the_used_ring_alone_can_be_logged() {
+    let mut front = Front::<SplitRing>::connect(true);
+    front.start();
+    let log = front.new_log();
+    front.log_used(true, USED_LOG).unwrap();
+    front.queue.submit(0, request::IN, 0, Data::FromDevice(4096));
+    front.queue.publish().unwrap();
+    front.wait(1);
+    front.connection.stop_ring(0).unwrap();
+    assert_eq!(log.take(), [USED_LOG / PAGE]);
+}
