@@ -6,7 +6,7 @@ use anyhow::Context;
 use blockyard_disk::{Source, SourceError};
 use blockyard_image::journal::CrashSafety;
 use blockyard_image::{CacheMode, ChainError, ChainOptions, Format, OpenError};
-use blockyard_yard::{DiskSettings, Ended, Way};
+use blockyard_yard::{Activation, DiskSettings, Ended, Way};
 
 use crate::figures;
 use crate::options::disk::DiskArgs;
@@ -38,10 +38,37 @@ pub fn check(disk: &DiskArgs) -> anyhow::Result<()> {
     if disk.copy_on_read && disk.read_only {
         anyhow::bail!("image {image}: --copy-on-read writes to the image; leave out --read-only");
     }
+    if disk.activation == Activation::Rings {
+        check_activation(disk)?;
+    }
     knobs::check(&disk.knobs()).map_err(|e| anyhow::anyhow!("disk \"{}\": {e}", disk.name()))?;
     let serial = disk.serial.as_deref().unwrap_or_default();
     if serial.len() > 20 {
         anyhow::bail!("serial \"{serial}\" has {} bytes; at most 20 are allowed", serial.len());
+    }
+    Ok(())
+}
+
+/// Returns an error if a disk cannot be without an open image while no ring runs.
+fn check_activation(disk: &DiskArgs) -> anyhow::Result<()> {
+    let image = disk.image.display();
+    let others = disk.nbd.is_some() || disk.ublk.is_some() || disk.xen.is_some();
+    if others || disk.vhost_user.is_none() {
+        anyhow::bail!(
+            "image {image}: --activation rings is for disks whose only export is --vhost-user"
+        );
+    }
+    if disk.read_only {
+        anyhow::bail!(
+            "image {image}: --activation rings is for disks that guests write to; leave out \
+             --read-only or --activation"
+        );
+    }
+    let name = disk.image.to_string_lossy();
+    if ["null:", "ram:", "delay:"].iter().any(|scheme| name.starts_with(scheme)) {
+        anyhow::bail!(
+            "image {image}: --activation rings needs an image that another server can open"
+        );
     }
     Ok(())
 }
@@ -95,6 +122,7 @@ pub fn settings(args: &DiskArgs, ways: Vec<Arc<dyn Way>>) -> DiskSettings {
         serial: args.serial.clone().unwrap_or_else(|| name.clone()),
         name,
         image: args.chain(),
+        activation: args.activation,
         filters: args.filters.clone(),
         device: args.device.clone(),
         group: args.group.clone(),

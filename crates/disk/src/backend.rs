@@ -38,11 +38,33 @@ pub enum Source {
         file: Option<Arc<ImageFile>>,
     },
     Ram(Arc<GuestMemory>),
+    /// No image is open, because no guest uses the disk.
+    Inactive(Arc<InactiveImage>),
     /// The image was lost during an exchange: every request fails.
     Gone {
         size: u64,
         why: String,
     },
+}
+
+/// What clients see of an image that is not open at the moment.
+#[derive(Debug)]
+pub struct InactiveImage {
+    size: u64,
+    geometry: Geometry,
+    logical_block: u32,
+    discard_unit: u32,
+}
+
+impl InactiveImage {
+    pub(crate) fn of(source: &Source) -> Self {
+        InactiveImage {
+            size: source.capacity(),
+            geometry: source.geometry(),
+            logical_block: source.logical_block(),
+            discard_unit: source.discard_unit(),
+        }
+    }
 }
 
 /// Error of [`Source::open`].
@@ -144,6 +166,7 @@ impl Source {
                 file.size().next_multiple_of(SECTOR)
             }
             Source::Chain(chain) => chain.size(),
+            Source::Inactive(image) => image.size,
             Source::Null { size } | Source::Delay { size, .. } | Source::Gone { size, .. } => *size,
             Source::Ram(memory) => memory.regions().iter().map(|r| r.size()).sum(),
         }
@@ -154,6 +177,7 @@ impl Source {
         match self {
             Source::File(file) | Source::Delay { file: Some(file), .. } => file.geometry(),
             Source::Chain(chain) => of_chain(chain),
+            Source::Inactive(image) => image.geometry,
             Source::Null { .. } | Source::Delay { .. } | Source::Ram(_) | Source::Gone { .. } => {
                 Geometry::default()
             }
@@ -164,6 +188,9 @@ impl Source {
     /// read-modify-write. For a chain it is a sector, so that its images may be moved to any
     /// device.
     pub fn logical_block(&self) -> u32 {
+        if let Source::Inactive(image) = self {
+            return image.logical_block;
+        }
         match self.file() {
             Some(file) if file.direct() => file
                 .geometry()
@@ -178,6 +205,7 @@ impl Source {
     pub fn discard_unit(&self) -> u32 {
         match self {
             Source::Chain(chain) => chain.units().0 as u32,
+            Source::Inactive(image) => image.discard_unit,
             _ => self.geometry().physical_block.max(self.logical_block()),
         }
     }
@@ -271,6 +299,7 @@ impl Backend<Store> {
                 Backend::Delay(Delay::new(handle, model, file.as_ref().map(raw).transpose()?))
             }
             Source::Ram(memory) => Backend::Ram(Ram::new(handle, memory)),
+            Source::Inactive(_) => Backend::Gone("no guest uses the disk".into()),
             Source::Gone { why, .. } => Backend::Gone(why.clone()),
         })
     }

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-use blockyard_image::CacheMode;
+use blockyard_image::{CacheMode, ChainOptions};
 use blockyard_ring::Remote;
 use blockyard_sched::{Knobs, Share};
 
@@ -61,6 +61,8 @@ pub struct Disk {
     /// The image and its reactors. Control threads use this, and reactors when they open the disk;
     /// no request does.
     serving_state: Mutex<ServingState>,
+    /// Options that open the image when the disk is activated. None: the disk is always active.
+    pub(crate) activation: Option<Mutex<ChainOptions>>,
     /// Held by the snapshot, commit or stream that runs: one at a time.
     pub(crate) work: Mutex<()>,
     /// Whether the disk is being closed. If so, no snapshot, commit or stream begins, and a running
@@ -119,6 +121,7 @@ impl Disk {
             dirty,
             poisoned,
             serving_state,
+            activation: None,
             work,
             ended,
             used,
@@ -187,6 +190,10 @@ impl Disk {
     /// Returns the number of bytes that a guest may address.
     pub fn capacity(&self) -> u64 {
         self.capacity.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn set_capacity(&self, bytes: u64) {
+        self.capacity.store(bytes, Ordering::Relaxed);
     }
 
     /// Reads the image's size again. Returns the new capacity in bytes if it changed.

@@ -8,6 +8,10 @@ use crate::Reactors;
 
 /// Syncs `disk` on every reactor that serves it. Returns false if one of the syncs failed.
 pub fn sync(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
+    // An inactive disk was synced when it was deactivated.
+    if disk.is_inactive() {
+        return true;
+    }
     let mut good = true;
     for reactor in reactors.all() {
         let disk = disk.clone();

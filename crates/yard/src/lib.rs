@@ -36,6 +36,6 @@ pub use job::{Job, JobKind, JobState};
 pub use keeper::{DiskInfo, DiskState};
 pub use sample::{DiskSample, ReactorSample, Sample, SampleError};
 pub use served::{Change, Ended, Report, Resized};
-pub use settings::{DiskSettings, Way, WayError};
+pub use settings::{Activation, DiskSettings, Way, WayError};
 pub use shares::{MeasuredDevice, Shares};
 pub use yard::{Pending, Yard};

@@ -6,12 +6,13 @@ use std::sync::Arc;
 
 use blockyard_disk::{Disk, DiskOptions, LocalDisk, Source, Statistics, sched_time};
 use blockyard_export::{Client, Export, PolicyFigures, Reactors};
-use blockyard_image::Opener;
+use blockyard_image::journal::CrashSafety;
+use blockyard_image::{ChainOptions, Opener};
 use blockyard_sched::{Knobs, Share};
 
 use crate::error::YardError;
 use crate::keeper::Context;
-use crate::settings::DiskSettings;
+use crate::settings::{Activation, DiskSettings};
 
 /// Length of a serial number in bytes (virtio 1.2, section 5.2.6.1).
 const SERIAL_BYTES: usize = 20;
@@ -69,9 +70,14 @@ impl ServedDisk {
     ) -> Result<Self, YardError> {
         let Context { reactors, shares, images, .. } = context;
         settings.image.shared = Some(images.clone());
-        let source = Source::open_by(opener, &settings.image).map_err(YardError::Open)?;
+        let first = first_options(&settings);
+        let source = Source::open_by(opener, &first).map_err(YardError::Open)?;
         let share = shares.open(&settings, &source)?;
-        let disk = Arc::new(Disk::sharing(options(&settings), source, share));
+        let disk = Disk::sharing(options(&settings), source, share);
+        let disk = Arc::new(match settings.activation {
+            Activation::Start => disk,
+            Activation::Rings => disk.until_activated(settings.image.clone()),
+        });
         let mut exports = Vec::new();
         for way in &settings.ways {
             match way.start(&disk, reactors) {
@@ -160,6 +166,24 @@ pub(crate) fn describe_image(settings: &DiskSettings, disk: &Disk) -> String {
     source
         .chain()
         .map_or_else(|| settings.image.path.display().to_string(), |chain| chain.describe())
+}
+
+/// Returns the options with which the image is opened at the start. An image that is activated
+/// later is only looked at, without a lock, because another server may write to it.
+fn first_options(settings: &DiskSettings) -> ChainOptions {
+    let image = settings.image.clone();
+    match settings.activation {
+        Activation::Start => image,
+        Activation::Rings => ChainOptions {
+            read_only: true,
+            force_share: true,
+            prime: false,
+            copy_on_read: false,
+            shared: None,
+            crash_safety: CrashSafety::default(),
+            ..image
+        },
+    }
 }
 
 fn options(settings: &DiskSettings) -> DiskOptions {

@@ -24,6 +24,16 @@ pub trait Way: Send + Sync {
     ) -> Result<Box<dyn Export>, WayError>;
 }
 
+/// When the image of a disk is open, and locked.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Activation {
+    /// From the start to the end of the disk.
+    #[default]
+    Start,
+    /// While queues of a guest run. For live migration.
+    Rings,
+}
+
 /// Settings of a disk.
 #[derive(Clone)]
 pub struct DiskSettings {
@@ -33,6 +43,8 @@ pub struct DiskSettings {
     pub serial: String,
     /// The image, with its format and cache mode.
     pub image: ChainOptions,
+    /// When the image is open.
+    pub activation: Activation,
     pub filters: Vec<Filter>,
     /// Name of the device that the disk shares with others. None: the device that holds its image.
     pub device: Option<String>,

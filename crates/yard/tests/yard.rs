@@ -12,8 +12,8 @@ use blockyard_export::{Client, Export, Reactors};
 use blockyard_image::ChainOptions;
 use blockyard_sched::Knobs;
 use blockyard_yard::{
-    Change, DiskSettings, DiskState, JobKind, JobState, Resized, Shares, Way, WayError, Yard,
-    YardError,
+    Activation, Change, DiskSettings, DiskState, JobKind, JobState, Resized, Shares, Way, WayError,
+    Yard, YardError,
 };
 
 /// The calls that an export gets, in order.
@@ -151,6 +151,7 @@ fn disk(name: &str, image: impl Into<PathBuf>, ways: Vec<NoteWay>) -> DiskSettin
         name: name.into(),
         serial: "a serial number of more than twenty bytes".into(),
         image: ChainOptions::new(image),
+        activation: Activation::Start,
         filters: Vec::new(),
         device: None,
         group: None,

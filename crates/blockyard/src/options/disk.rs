@@ -11,6 +11,7 @@ use blockyard_export::xen::XenData;
 use blockyard_image::journal::CrashSafety;
 use blockyard_image::{CacheMode, ChainOptions, Format, Overlaid};
 use blockyard_sched::{Knobs, Limits};
+use blockyard_yard::Activation;
 use clap::{Args, ValueHint};
 use serde::Deserialize;
 
@@ -145,6 +146,15 @@ pub struct DiskArgs {
     #[arg(long, help_heading = "Image")]
     #[serde(default)]
     pub abandon_overlay: bool,
+
+    /// When the image is open and locked.
+    ///
+    /// rings: for live migration of a virtual machine. Source and destination may have servers for
+    /// the same image at the same time (docs/live-migration.md).
+    #[arg(long, default_value = "start", value_name = "WHEN", help_heading = "Image",
+        value_parser = explain(values::ACTIVATION, values::parse_activation))]
+    #[serde(default, deserialize_with = "values::activation")]
+    pub activation: Activation,
 
     /// Cache mode of the image.
     #[arg(long, default_value = "none", value_name = "MODE", help_heading = "Image cache",

@@ -13,6 +13,7 @@ use blockyard_export::PollMode;
 use blockyard_export::vhost_user::{Coalesce, SecondClient};
 use blockyard_export::xen::XenData;
 use blockyard_image::{CacheMode, Format};
+use blockyard_yard::Activation;
 use clap::builder::{PossibleValue, TypedValueParser};
 use serde::{Deserialize, Deserializer};
 
@@ -92,6 +93,12 @@ pub const XEN_DATA: &[(&str, &str)] = &[
 pub const SECOND_CLIENT: &[(&str, &str)] = &[
     ("wait", "it waits until the first one disconnects"),
     ("refuse", "the server closes its connection"),
+];
+
+/// When the image is open, for [`explain`].
+pub const ACTIVATION: &[(&str, &str)] = &[
+    ("start", "from the start of the server"),
+    ("rings", "while rings of the guest run, for live migration"),
 ];
 
 /// The N of /dev/ublkbN.
@@ -210,6 +217,14 @@ pub fn parse_second_client(s: &str) -> Result<SecondClient, String> {
     }
 }
 
+pub fn parse_activation(s: &str) -> Result<Activation, String> {
+    match s {
+        "start" => Ok(Activation::Start),
+        "rings" => Ok(Activation::Rings),
+        _ => Err("it must be start or rings".into()),
+    }
+}
+
 pub fn parse_poll(s: &str) -> Result<PollMode, String> {
     match s {
         "auto" => Ok(PollMode::Auto),
@@ -315,6 +330,10 @@ pub fn loopback<'de, D: Deserializer<'de>>(d: D) -> Result<Option<SocketAddr>, D
 
 pub fn second_client<'de, D: Deserializer<'de>>(d: D) -> Result<SecondClient, D::Error> {
     parsed(d, parse_second_client)
+}
+
+pub fn activation<'de, D: Deserializer<'de>>(d: D) -> Result<Activation, D::Error> {
+    parsed(d, parse_activation)
 }
 
 pub fn poll<'de, D: Deserializer<'de>>(d: D) -> Result<PollMode, D::Error> {

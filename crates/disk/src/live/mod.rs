@@ -14,6 +14,7 @@
 //! cut. Only one such work runs on a disk at a time. The disk is quiesced only to exchange images,
 //! and, for a commit, to begin and to copy the last changes ([`crate::quiesce`]).
 
+mod activation;
 mod commit;
 mod snapshot;
 mod stream;
@@ -26,7 +27,7 @@ use blockyard_image::tools::Progress;
 use blockyard_image::{Chain, ChainError, ImageError, Store};
 use blockyard_ring::{Executor, Handle};
 
-use crate::backend::Source;
+use crate::backend::{Source, SourceError};
 use crate::disk::Disk;
 use crate::local_disk::LocalDisk;
 use crate::quiesced::QuiesceError;
@@ -94,6 +95,8 @@ pub enum Why {
     Quiesce(#[from] QuiesceError),
     #[error(transparent)]
     Image(#[from] ChainError),
+    #[error(transparent)]
+    Source(#[from] SourceError),
 }
 
 fn check_not_poisoned(disk: &Disk) -> Result<(), Why> {
@@ -118,8 +121,9 @@ impl Disk {
         let executor = Executor::new().map_err(no_ring)?;
         let worker = Worker { disk: self.clone(), handle: executor.handle().clone() };
         executor.block_on(work(worker)).map_err(no_ring)?.map_err(error)?;
-        let chain = self.source().chain().map(|chain| chain.describe()).unwrap_or_default();
-        tracing::info!(disk = self.name(), "{name} done: serving {chain}");
+        if let Some(chain) = self.source().chain() {
+            tracing::info!(disk = self.name(), "{name} done: serving {}", chain.describe());
+        }
         Ok(())
     }
 
@@ -151,6 +155,9 @@ impl Worker {
             Source::Chain(chain) => Ok(chain),
             Source::File(file) => Ok(Arc::new(Chain::of_raw(&file))),
             Source::Gone { why, .. } => Err(Why::Poisoned(why)),
+            Source::Inactive(_) => {
+                Err(Why::NotPossible("no guest runs, so the image is not open".into()))
+            }
             Source::Null { .. } | Source::Delay { .. } | Source::Ram(_) => {
                 Err(Why::NotPossible("the disk has no image".into()))
             }

@@ -40,6 +40,7 @@ fn every_file(disk: &Disk, mut is: impl FnMut(&ImageFile) -> bool) -> bool {
         Source::Ram(_)
         | Source::Null { .. }
         | Source::Delay { file: None, .. }
+        | Source::Inactive(_)
         | Source::Gone { .. } => false,
     }
 }

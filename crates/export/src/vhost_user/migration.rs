@@ -3,6 +3,7 @@
 //! ```text
 //!   SET_LOG_BASE, SET_FEATURES, SET_VRING_ADDR ──► what each queue marks (queue/marks.rs)
 //!   SET_DEVICE_STATE_FD, CHECK_DEVICE_STATE        an empty state: all of it is in the rings
+//!   first ring starts, last ring stops       ──► the disk is activated, deactivated
 //! ```
 //! What must hold: a message is acknowledged only when each running queue has changed what it
 //! marks. Nothing that a queue writes while the front end asks for a log is lost: what was written
@@ -14,6 +15,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use blockyard_disk::{Why, WorkError};
 use blockyard_ring::DirtyLog;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::FileType;
@@ -46,6 +48,34 @@ pub struct DirtyMemory {
 }
 
 impl Session {
+    /// Opens the image of a disk that is active only while rings run. The session ends if that
+    /// fails, because the front end starts rings without asking for an answer. It may try again.
+    pub(super) fn activate(&mut self) -> Result<()> {
+        let export = self.export.clone();
+        let disk = &export.device.disk;
+        let activated = disk.activate(|| !export.stop.load(Ordering::SeqCst));
+        activated.map_err(|e| {
+            self.ends = true;
+            self.refuse(format_args!("a ring that cannot run: {e}"))
+        })
+    }
+
+    /// Closes the image of such a disk if no ring runs. After an error the disk stays active.
+    pub(super) fn deactivate(&self) -> Result<()> {
+        if self.queues().next().is_some() {
+            return Ok(());
+        }
+        match self.device.disk.deactivate() {
+            Ok(()) => Ok(()),
+            Err(WorkError { why, .. }) if matches!(*why, Why::Busy | Why::Ended) => {
+                let what = format_args!("the image stays open and locked: {why}");
+                self.device.log.warn(self.device.disk.name(), None, what);
+                Ok(())
+            }
+            Err(e) => Err(self.refuse(format_args!("the image stays open and locked: {e}"))),
+        }
+    }
+
     /// Maps the log of the state, which another session has filled.
     pub(super) fn map_log(&mut self) -> Result<()> {
         if let Some(log) = &self.state.log {

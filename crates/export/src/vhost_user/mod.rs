@@ -412,6 +412,9 @@ fn serve(
         }
         waiting.until_readable(&messages.stream, process);
         match messages.next() {
+            Ok(true) if lock(&messages.session).ends => {
+                break Err(Disconnect::Protocol("its disk cannot be used now".into()));
+            }
             Ok(true) => {}
             Ok(false) => break Ok(()),
             Err(e) => break Err(e),

@@ -57,6 +57,8 @@ pub struct Session {
     /// The mapped in-flight region.
     pub(super) inflight: Option<InflightRegion>,
     pub(super) dirty: DirtyMemory,
+    /// The session must end, because it cannot do what the front end relies on.
+    pub(super) ends: bool,
     pub(super) caller: OnceCell<Arc<Caller>>,
     /// The running rings.
     queues: Vec<Option<QueueHandle>>,
@@ -77,6 +79,7 @@ impl Session {
             pins: export.tuning.pin_memory.then(|| Pins::new(export.device.clone())),
             inflight: None,
             dirty: DirtyMemory::default(),
+            ends: false,
             caller: OnceCell::new(),
             queues: state.vrings.iter().map(|_| None).collect(),
             state,
@@ -116,6 +119,8 @@ impl Session {
             self.stop(index);
             self.state.vrings[index].started = started;
         }
+        // An error is in the log. The disk stays active.
+        let _ = self.deactivate();
         std::mem::replace(&mut self.state, self.export.new_state())
     }
 
@@ -299,6 +304,7 @@ impl Session {
 
     fn start_with(&mut self, index: usize, setup: QueueSetup) -> Result<()> {
         let _wait = self.export.own_wait();
+        self.activate()?;
         let reactor = self.export.reactors.next();
         if let Some(pins) = &mut self.pins {
             pins.join(&reactor, &self.memory);
@@ -331,6 +337,7 @@ impl Session {
         for index in 0..self.queues.len() {
             self.stop(index);
         }
+        let _ = self.deactivate();
         drop(wait);
         self.state.reset();
         self.switch_write_cache(self.device.disk.options().cache.write_back());
@@ -412,7 +419,6 @@ impl VhostUserBackendReqHandlerMut for Session {
         let at = self.allowed(found)?;
         let wait = self.export.own_wait();
         let is_stopped = self.stop(at);
-        drop(wait);
         let vring = &mut self.state.vrings[at];
         (vring.kick, vring.call, vring.error) = (None, None, None);
         let base = vring.base;
@@ -420,6 +426,9 @@ impl VhostUserBackendReqHandlerMut for Session {
             // The reactor has ended, so the ring's position is not known.
             return Err(self.refuse(format_args!("queue {index}: its reactor has ended")));
         }
+        // Before the answer, because the destination of a migration opens the image after it.
+        self.deactivate()?;
+        drop(wait);
         Ok(VhostUserVringState::new(index, base))
     }
 
