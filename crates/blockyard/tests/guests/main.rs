@@ -9,6 +9,7 @@
 //!   changes       the disk grows, memory is plugged in and out, under load               UML, QEMU
 //!   cow           UML's COW files, written by this program and by UML's driver           UML
 //!   live          snapshot, commit, snapshot, stream in a loop under verified load       UML, QEMU
+//!   migration     QEMU moves a guest under load to another QEMU and another server        QEMU
 //!   runner        the guests' runner, stopped during its cleanup                         UML
 //!   neighbours    one guest runs out of memory and swaps; the data of the other is right UML
 //!   xen           a file system in a PV guest of an emulated Xen                         Xen
@@ -29,6 +30,7 @@ mod filesystems;
 mod fixture;
 mod flush;
 mod live;
+mod migration;
 mod neighbours;
 mod qmp;
 mod runner;

@@ -24,7 +24,7 @@ use crate::disk::Disk;
 
 /// Longest wait for an image that another process has locked. The source of a migration releases
 /// it before the destination's guest runs.
-const LOCK_TIME: Duration = Duration::from_secs(10);
+const LOCK_TIME: Duration = Duration::from_secs(30);
 /// Pause between two attempts to open such an image.
 const LOCK_PAUSE: Duration = Duration::from_millis(20);
 
