@@ -126,6 +126,7 @@ impl<'a> Stage<'a> {
             read_only: false,
             cache: options.cache,
             filters: Vec::new(),
+            on_enospc: Default::default(),
         };
         let reactors = Arc::new(Reactors::start(options.reactors.into(), &[])?);
         let socket =

@@ -124,6 +124,7 @@ pub fn settings(args: &DiskArgs, ways: Vec<Arc<dyn Way>>) -> DiskSettings {
         image: args.chain(),
         activation: args.activation,
         filters: args.filters.clone(),
+        on_enospc: args.on_enospc,
         device: args.device.clone(),
         group: args.group.clone(),
         knobs: args.knobs(),

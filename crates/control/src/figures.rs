@@ -77,6 +77,8 @@ pub struct DiskFigures {
     pub read_only: bool,
     /// Whether writes fail because of a failed flush, until the image is opened again.
     pub poisoned: bool,
+    /// Number of requests that wait for space on the host, until the disk is resumed.
+    pub paused: u64,
     /// Longest time for which a snapshot, commit or stream has held requests back.
     pub held_back: f64,
     /// For each kind of operation that has occurred.

@@ -5,7 +5,7 @@ use serde_json::{Map, Value};
 use crate::figures::Figures;
 use crate::problem::Problem;
 use crate::types::{
-    Disk, DiskRow, Flushed, Job, JobRequest, Reload, Removed, Resize, Resized, ServerInfo,
+    Disk, DiskRow, Flushed, Job, JobRequest, Reload, Removed, Resize, Resized, Resumed, ServerInfo,
 };
 
 /// Answer of a call.
@@ -47,6 +47,9 @@ pub trait Operator: Send + Sync + 'static {
 
     /// Makes all answered writes durable.
     fn flush(&self, name: &str) -> Answer<Flushed>;
+
+    /// Lets the requests that wait for space on the host try again.
+    fn resume(&self, name: &str) -> Answer<Resumed>;
 
     /// Starts a job.
     fn start(&self, name: &str, job: JobRequest) -> Answer<Job>;

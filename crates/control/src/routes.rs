@@ -24,7 +24,7 @@ use crate::scrape::{self, Scrapes};
 use crate::server::THREADS;
 use crate::types::{
     ChangeQuery, Disk, Disks, Flushed, Job, JobRequest, Jobs, Reload, ReloadQuery, RemoveQuery,
-    Removed, Resize, Resized, ServerInfo, Snapshot,
+    Removed, Resize, Resized, Resumed, ServerInfo, Snapshot,
 };
 
 /// Maximum number of calls that may block. The other threads answer calls that do not block.
@@ -95,6 +95,7 @@ fn parts() -> (Router<Calls>, Description) {
         .routes(routes!(refresh))
         .routes(routes!(resize))
         .routes(routes!(flush))
+        .routes(routes!(resume))
         .routes(routes!(snapshot))
         .routes(routes!(commit))
         .routes(routes!(stream))
@@ -230,6 +231,13 @@ async fn resize(
         (status = UNPROCESSABLE_ENTITY, body = Problem)))]
 async fn flush(State(calls): State<Calls>, At(name): At<String>) -> Answer<Json<Flushed>> {
     calls.slow(move |operator| operator.flush(&name)).await
+}
+
+/// Lets the requests that wait for space on the host try again.
+#[utoipa::path(post, path = "/v1/disks/{name}/resume", params(("name" = String, Path)),
+    responses((status = OK, body = Resumed), (status = NOT_FOUND, body = Problem)))]
+async fn resume(State(calls): State<Calls>, At(name): At<String>) -> Answer<Json<Resumed>> {
+    calls.slow(move |operator| operator.resume(&name)).await
 }
 
 /// Starts a snapshot: later writes go to a new overlay.

@@ -45,6 +45,8 @@ pub struct DiskRow {
     pub read_only: bool,
     /// Addresses of the exports.
     pub exports: Vec<String>,
+    /// Number of requests that wait for space on the host, until the disk is resumed.
+    pub paused: u64,
 }
 
 /// The list of disks.
@@ -114,6 +116,8 @@ pub struct ShareFigures {
 pub struct Settings {
     pub format: Option<String>,
     pub cache: String,
+    /// What happens to a request without space on the host: `error` or `pause`.
+    pub on_enospc: String,
     pub queues: u16,
     pub group: Option<String>,
     pub weight: u32,
@@ -167,6 +171,14 @@ pub struct Removed {
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize, ToSchema)]
 pub struct Flushed {
     pub name: String,
+}
+
+/// A disk whose requests that waited for space try again.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize, ToSchema)]
+pub struct Resumed {
+    pub name: String,
+    /// Number of requests that waited.
+    pub requests: u64,
 }
 
 /// The size to grow to.

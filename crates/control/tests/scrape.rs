@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use blockyard_control::figures::Figures;
 use blockyard_control::types::{
-    Disk, DiskRow, Flushed, Job, JobRequest, Reload, Removed, Resize, Resized, ServerInfo,
+    Disk, DiskRow, Flushed, Job, JobRequest, Reload, Removed, Resize, Resized, Resumed, ServerInfo,
 };
 use blockyard_control::{Access, Answer, Api, Kind, Listeners, Object, Operator, Problem};
 
@@ -59,6 +59,10 @@ impl Operator for Long {
     }
 
     fn flush(&self, _: &str) -> Answer<Flushed> {
+        nothing()
+    }
+
+    fn resume(&self, _: &str) -> Answer<Resumed> {
         nothing()
     }
 

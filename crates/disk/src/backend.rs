@@ -367,6 +367,12 @@ impl<S: Storage> Backend<S> {
         }
     }
 
+    /// Returns whether the image still has all metadata that a failed flush could not write, and no
+    /// sync of it has failed. Then a later flush can make all writes durable.
+    pub fn keeps_metadata(&self) -> bool {
+        matches!(self, Backend::Image(image) if image.keeps_metadata())
+    }
+
     /// Returns how lookups of L2 entries ended. Zero for images without L2 tables.
     pub fn lookups(&self) -> LookupFigures {
         match self {

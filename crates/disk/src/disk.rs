@@ -8,9 +8,9 @@
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use blockyard_image::{CacheMode, ChainOptions};
+use blockyard_image::{CacheMode, ChainOptions, is_full};
 use blockyard_ring::Remote;
 use blockyard_sched::{Knobs, Share};
 
@@ -18,7 +18,9 @@ use crate::backend::Source;
 use crate::dirty::DirtyMap;
 use crate::filter::Filter;
 use crate::flush::{FlushFigures, FlushGroup};
+use crate::local_disk::LocalDisk;
 use crate::once_a_second::OnceASecond;
+use crate::pause::OnEnospc;
 use crate::request::Failure;
 
 /// Maximum number of unsynced bytes that a disk with neighbours leaves in the page cache. Writing
@@ -34,6 +36,7 @@ pub struct DiskOptions {
     pub read_only: bool,
     pub cache: CacheMode,
     pub filters: Vec<Filter>,
+    pub on_enospc: OnEnospc,
 }
 
 /// An open disk.
@@ -72,6 +75,8 @@ pub struct Disk {
     used: AtomicBool,
     /// Longest time that a quiesce has held requests back, in microseconds.
     held_back: AtomicU64,
+    /// Number of requests that wait for space, on all reactors; see [`crate::pause`].
+    pub(crate) paused: AtomicU64,
     /// Limits the log lines about failed requests.
     pub(crate) failure_log: OnceASecond,
 }
@@ -107,7 +112,7 @@ impl Disk {
         let cached = source.file().is_some_and(|file| !file.direct());
         let serving_state =
             Mutex::new(ServingState { source, dirty: None, reactors: Vec::new(), quiesced: false });
-        let (flushes, unsynced, dirty, poisoned, work, ended, used, held_back, failure_log) =
+        let (flushes, unsynced, dirty, poisoned, work, ended, used, held_back, paused, failure_log) =
             Default::default();
         Disk {
             options,
@@ -126,6 +131,7 @@ impl Disk {
             ended,
             used,
             held_back,
+            paused,
             failure_log,
         }
     }
@@ -237,6 +243,43 @@ impl Disk {
             _ if error.kind() == io::ErrorKind::InvalidInput => false,
             Failure::Unsupported | Failure::NoSpace => false,
             _ => self.unsynced.load(Ordering::SeqCst),
+        }
+    }
+
+    /// Returns the number of requests that wait for space on the host, until the disk is resumed.
+    pub fn paused(&self) -> u64 {
+        self.paused.load(Ordering::SeqCst)
+    }
+
+    /// Lets the requests that wait for space try again, on all reactors. Returns their number.
+    pub fn resume(self: &Arc<Self>) -> u64 {
+        let paused = self.paused();
+        for reactor in self.serving_state().reactors.clone() {
+            let disk = self.clone();
+            reactor.run(move |handle| {
+                if let Some(local_disk) = LocalDisk::known(handle, &disk) {
+                    local_disk.pause.resume();
+                }
+            });
+        }
+        paused
+    }
+
+    /// Returns whether a request that failed with this error waits for space.
+    pub(crate) fn pauses_at(&self, error: &io::Error) -> bool {
+        self.options.on_enospc == OnEnospc::Pause && is_full(error) && self.poisoned().is_none()
+    }
+
+    /// Logs that requests begin to wait for space. Guests cause this, so the log has at most one
+    /// line a second.
+    pub(crate) fn note_paused(&self, what: &str, offset: u64, error: &io::Error) {
+        if self.paused() == 0 && self.failure_log.admits(Instant::now()) {
+            tracing::warn!(
+                disk = self.name(),
+                offset,
+                "{what} failed: {error}: requests that need space wait now; free some, then run \
+                 `blockyard ctl resume`"
+            );
         }
     }
 

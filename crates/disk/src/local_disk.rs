@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use blockyard_image::{BlockStatus, IncompleteCluster, Store};
+use blockyard_image::{BlockStatus, IncompleteCluster, Store, is_full};
 use blockyard_ring::{Handle, Segments};
 use blockyard_storage::Storage;
 
@@ -20,12 +20,14 @@ use crate::current_image::{CurrentImage, FileIo};
 use crate::disk::Disk;
 use crate::filter::Dice;
 use crate::in_flight::InFlight;
+use crate::pause::Pause;
 use crate::quiesce::{InFlightGuard, Quiesce};
 use crate::request::{Failure, Finished, Op, Request, Status, Token};
 use crate::statistics::{DiskCounts, OpKind, Statistics};
 use crate::throttle::{self, Throttle};
 
 mod merge;
+mod paused;
 
 pub use merge::Run;
 
@@ -33,6 +35,7 @@ pub use merge::Run;
 pub struct LocalDisk<S> {
     disk: Arc<Disk>,
     pub(crate) quiesce: Quiesce,
+    pub(crate) pause: Pause,
     pub(crate) image: RefCell<Rc<CurrentImage<S>>>,
     /// The image to exchange for, while the disk is quiesced.
     pub(crate) next_image: RefCell<Option<Rc<CurrentImage<S>>>>,
@@ -51,6 +54,13 @@ pub(crate) struct Admitted<'a, S> {
     charged: u64,
     _in_flight: InFlightGuard<'a>,
     _admission: throttle::Admission<'a>,
+}
+
+/// A request after an attempt to serve it.
+enum Attempt<T: Token> {
+    Finished(Finished<T>),
+    /// The host has no space for the request, and the request may wait; see [`crate::pause`].
+    Paused(Request<T>),
 }
 
 /// The disks of a reactor. All queues of a disk on the reactor share its image and statistics.
@@ -122,6 +132,7 @@ impl<S: Storage> LocalDisk<S> {
         LocalDisk {
             disk,
             quiesce: Quiesce::default(),
+            pause: Pause::default(),
             image,
             next_image,
             handle,
@@ -212,13 +223,23 @@ impl<S: Storage> LocalDisk<S> {
     #[inline]
     pub async fn serve<T: Token>(&self, request: Request<T>) -> Finished<T> {
         let _in_flight = self.in_flight.enter(request.arrived, 1);
+        let resumed = self.pause.resumed();
+        match self.attempt(request).await {
+            Attempt::Finished(finished) => finished,
+            Attempt::Paused(request) => Box::pin(self.serve_paused(request, resumed)).await,
+        }
+    }
+
+    /// Admits a request, and tries to serve it.
+    #[inline]
+    async fn attempt<T: Token>(&self, request: Request<T>) -> Attempt<T> {
         // A request that will be refused costs nothing.
         let len = if self.check(&request).is_ok() { request.len } else { 0 };
         let admitted = self.enter_for(request.op, request.offset, len, 1).await;
-        let (finished, file_io) =
-            admitted.image.measured(self.serve_in(&admitted.image, request)).await;
+        let (attempt, file_io) =
+            admitted.image.measured(self.serve_in(&admitted.image, request, true)).await;
         self.charge_image_io(&admitted, file_io);
-        finished
+        attempt
     }
 
     /// Charges the disk for the I/O that its image has done beyond its requests.
@@ -243,15 +264,24 @@ impl<S: Storage> LocalDisk<S> {
     }
 
     /// Admits the requests that wait on this reactor for limits or the device, because a queue is
-    /// drained. Their cost becomes a debt of the disk; see [`LocalDisk::queue_pause`].
+    /// drained. Their cost becomes a debt of the disk; see [`LocalDisk::queue_pause`]. Requests of
+    /// the queue that wait for space must not wait any longer.
     pub fn drain(&self) {
         self.throttle.drain();
+        self.release_paused();
+    }
+
+    /// Checks again which of the requests that wait for space may wait ([`Token::may_wait`]). The
+    /// others make one last attempt, and fail if there is still no space.
+    pub fn release_paused(&self) {
+        self.pause.check_again();
     }
 
     /// Admits every request of the disk on this reactor at once until [`LocalDisk::resume`],
     /// because an export ends.
     pub fn suspend(&self) {
         self.throttle.suspend();
+        self.release_paused();
     }
 
     /// Ends [`LocalDisk::suspend`].
@@ -271,7 +301,8 @@ impl<S: Storage> LocalDisk<S> {
         &self,
         image: &CurrentImage<S>,
         mut request: Request<T>,
-    ) -> Finished<T> {
+        may_pause: bool,
+    ) -> Attempt<T> {
         let admitted = self.now();
         let (op, len) = (request.op, request.len);
         let status = match self.check(&request) {
@@ -280,13 +311,20 @@ impl<S: Storage> LocalDisk<S> {
                 let (segments, result) =
                     self.perform(image, op, request.offset, len, segments).await;
                 request.segments = segments;
+                if let Err(e) = &result
+                    && may_pause
+                    && self.disk.pauses_at(e)
+                {
+                    self.disk.note_paused(OpKind::of(op).name(), request.offset, e);
+                    return Attempt::Paused(request);
+                }
                 result
                     .map_err(|e| self.failure(op, request.offset, &e))
                     .and_then(|()| self.check_not_poisoned(op))
             }
             Err(failure) => Err(failure),
         };
-        self.conclude(request, admitted, status)
+        Attempt::Finished(self.conclude(request, admitted, status))
     }
 
     /// Adds a request that has ended to the statistics.
@@ -322,9 +360,14 @@ impl<S: Storage> LocalDisk<S> {
         if self.disk.options().read_only || self.disk.poisoned().is_some() {
             return self.check_not_poisoned(Op::Flush);
         }
-        let closed = self.enter().await.image.backend.close().await;
+        let admitted = self.enter().await;
+        let closed = admitted.image.backend.close().await;
+        let keeps = |e: &io::Error| is_full(e) && admitted.image.backend.keeps_metadata();
         closed
-            .inspect_err(|e| self.disk.poison("closing the image", e))
+            .inspect_err(|e| match keeps(e) {
+                true => self.disk.note_unsynced(),
+                false => self.disk.poison("closing the image", e),
+            })
             .map_err(|e| self.failure(Op::Flush, 0, &e))
     }
 
@@ -479,6 +522,11 @@ impl<S: Storage> LocalDisk<S> {
                 match &result {
                     // All other writes are durable, and the next flush tries again.
                     Err(e) if IncompleteCluster::is_in(e) => self.disk.note_unsynced(),
+                    // The host has refused metadata, and the image keeps them. The kernel has lost
+                    // nothing, because no sync has failed.
+                    Err(e) if is_full(e) && image.backend.keeps_metadata() => {
+                        self.disk.note_unsynced()
+                    }
                     Err(e) => self.disk.poison("a flush", e),
                     Ok(()) => {}
                 }

@@ -66,6 +66,14 @@ pub type Status = Result<(), Failure>;
 pub trait Token {
     /// Answers the guest. The segments are the request's own, for reuse.
     fn answer(self, status: Status, segments: Segments);
+
+    /// Returns whether the request may wait until the host has space. False: the queue or the
+    /// client of the request ends. A queue whose value changes calls [`LocalDisk::release_paused`]
+    /// or [`LocalDisk::drain`].
+    ///
+    /// [`LocalDisk::release_paused`]: crate::LocalDisk::release_paused
+    /// [`LocalDisk::drain`]: crate::LocalDisk::drain
+    fn may_wait(&self) -> bool;
 }
 
 /// A request to a disk. `offset` and `len` are in bytes. For reads and writes `len` is the length
@@ -104,6 +112,11 @@ impl<T: Token> Request<T> {
     #[inline]
     pub fn is_volatile(&self) -> bool {
         matches!(self.op, Op::Write { fua: false } | Op::WriteZeroes { fua: false, .. })
+    }
+
+    /// Returns [`Token::may_wait`].
+    pub(crate) fn may_wait(&self) -> bool {
+        self.owed.0.as_ref().is_some_and(Token::may_wait)
     }
 
     /// Sets the status of the request.
@@ -166,6 +179,10 @@ mod tests {
     impl Token for Note {
         fn answer(self, status: Status, _: Segments) {
             assert!(self.0.replace(Some(status)).is_none());
+        }
+
+        fn may_wait(&self) -> bool {
+            true
         }
     }
 

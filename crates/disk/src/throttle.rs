@@ -301,6 +301,11 @@ impl Throttle {
         self.drain();
     }
 
+    /// Returns whether an export of the disk ends on this reactor.
+    pub fn is_suspended(&self) -> bool {
+        self.suspended.get() > 0
+    }
+
     /// Ends [`Throttle::suspend`].
     pub fn resume(&self) {
         // This reactor may have opened the disk after other reactors called `suspend`.

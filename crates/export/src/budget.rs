@@ -251,8 +251,14 @@ mod tests {
     fn a_disk_has_one_account_on_a_reactor() {
         let disk = || {
             let (name, serial, cache) = (String::new(), String::new(), CacheMode::None);
-            let options =
-                DiskOptions { name, serial, read_only: false, cache, filters: Vec::new() };
+            let options = DiskOptions {
+                name,
+                serial,
+                read_only: false,
+                cache,
+                filters: Vec::new(),
+                on_enospc: Default::default(),
+            };
             Arc::new(Disk::new(options, Source::open(&ChainOptions::new("ram:1M")).unwrap()))
         };
         let (one, other) = (disk(), disk());

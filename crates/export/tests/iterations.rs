@@ -41,6 +41,7 @@ fn device() -> Arc<DeviceState> {
         read_only: false,
         cache: CacheMode::None,
         filters: vec!["delay:read=100ms".parse().unwrap()],
+        on_enospc: Default::default(),
     };
     let disk = Arc::new(Disk::new(options, Source::open(&ChainOptions::new("ram:16M")).unwrap()));
     Arc::new(DeviceState { disk, write_back: AtomicBool::new(true), log: Log::default() })

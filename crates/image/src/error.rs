@@ -87,6 +87,12 @@ impl ImageError {
     }
 }
 
+/// Returns whether the host refused the operation because its file system, or the server's quota,
+/// is full. A file that would be too large is no such case: free space does not help.
+pub fn is_full(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
+}
+
 impl fmt::Display for ImageError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.structure)?;

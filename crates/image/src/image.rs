@@ -200,6 +200,12 @@ impl<S: Storage> Image<S> {
         }
     }
 
+    /// Returns whether the topmost image still has all metadata that a failed flush could not
+    /// write, and no sync of it has failed.
+    pub fn keeps_metadata(&self) -> bool {
+        !matches!(self.top(), Layer::Raw { .. }) && self.lost().is_none()
+    }
+
     /// Returns how lookups of L2 entries ended, in all images of the chain.
     pub fn lookups(&self) -> LookupFigures {
         let mut all = LookupFigures::default();

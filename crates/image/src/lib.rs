@@ -39,7 +39,7 @@ pub use chain::{
 pub use copying::commit::CopyDown;
 pub use copying::stream::{copy_up, stand_alone};
 pub use copying::sweep::Progress;
-pub use error::{ErrorKind, ImageError};
+pub use error::{ErrorKind, ImageError, is_full};
 pub use extent::{BackingLayers, BlockStatus, Extent, NoBacking, Place};
 pub use format::{Format, UnknownFormat};
 pub use image::Image;

@@ -77,6 +77,8 @@ pub struct DiskInfo {
     pub is_read_only: bool,
     /// Addresses at which its exports offer the disk.
     pub ways: Vec<String>,
+    /// Number of requests that wait for space on the host.
+    pub paused: u64,
 }
 
 struct Entry {
@@ -255,8 +257,8 @@ impl Entry {
     fn info(&self, name: &str) -> DiskInfo {
         let (name, state) = (name.to_string(), self.state);
         let Some((disk, settings)) = &self.shown else {
-            let (image, images, ways) = Default::default();
-            return DiskInfo { name, state, image, images, capacity: 0, is_read_only: false, ways };
+            let (image, images, ways, capacity, is_read_only, paused) = Default::default();
+            return DiskInfo { name, state, image, images, capacity, is_read_only, ways, paused };
         };
         DiskInfo {
             name,
@@ -266,6 +268,7 @@ impl Entry {
             capacity: disk.capacity(),
             is_read_only: settings.image.read_only,
             ways: settings.ways.iter().map(|way| way.describe()).collect(),
+            paused: disk.paused(),
         }
     }
 }

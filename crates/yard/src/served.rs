@@ -203,6 +203,7 @@ fn options(settings: &DiskSettings) -> DiskOptions {
 /// Returns the sum of the statistics of all reactors.
 fn statistics(disk: &Arc<Disk>, reactors: &Reactors) -> (Statistics, PolicyFigures) {
     let (mut all, mut policies) = (Statistics::default(), PolicyFigures::default());
+        on_enospc: settings.on_enospc,
     if !disk.was_used() {
         return (all, policies);
     }

@@ -3,7 +3,7 @@
 use std::error::Error;
 use std::sync::Arc;
 
-use blockyard_disk::{Disk, Filter};
+use blockyard_disk::{Disk, Filter, OnEnospc};
 use blockyard_export::{Export, Reactors};
 use blockyard_image::ChainOptions;
 use blockyard_sched::Knobs;
@@ -46,6 +46,7 @@ pub struct DiskSettings {
     /// When the image is open.
     pub activation: Activation,
     pub filters: Vec<Filter>,
+    pub on_enospc: OnEnospc,
     /// Name of the device that the disk shares with others. None: the device that holds its image.
     pub device: Option<String>,
     /// Name of the disk's group. The disks of a group share one weight, limits and reservation.

@@ -174,6 +174,11 @@ impl Yard {
     }
 
     /// Returns the running jobs, and the latest ones that have ended, in the order of their starts.
+    /// Lets the requests of a disk that wait for space on the host try again. Returns their number.
+    pub fn resume(&self, name: &str) -> Result<u64, YardError> {
+        self.with(name, |_, disk| Ok(disk.disk.resume()))
+    }
+
     pub fn jobs(&self) -> Vec<Job> {
         self.0.context.jobs.list()
     }

@@ -148,6 +148,7 @@ impl Stage {
 
 fn disk(name: &str, image: impl Into<PathBuf>, ways: Vec<NoteWay>) -> DiskSettings {
     DiskSettings {
+        on_enospc: Default::default(),
         name: name.into(),
         serial: "a serial number of more than twenty bytes".into(),
         image: ChainOptions::new(image),

@@ -38,6 +38,7 @@ fn run(load: &LoadOptions, data: XenData, persistent: bool) -> Report {
         read_only: false,
         cache: CacheMode::None,
         filters: Vec::new(),
+        on_enospc: Default::default(),
     };
     let disk = Arc::new(Disk::new(options, Source::open(&ChainOptions::new("ram:16M")).unwrap()));
     let (machine, reactors) = (Machine::new(), Arc::new(Reactors::start(1, &[]).unwrap()));

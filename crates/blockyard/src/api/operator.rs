@@ -5,7 +5,8 @@ use std::time::UNIX_EPOCH;
 
 use blockyard_control::figures::Figures;
 use blockyard_control::types::{
-    Disk, DiskRow, Flushed, Job, JobRequest, Reload, Removed, Resize, Resized, ServerInfo, State,
+    Disk, DiskRow, Flushed, Job, JobRequest, Reload, Removed, Resize, Resized, Resumed, ServerInfo,
+    State,
 };
 use blockyard_control::{Answer, Kind, Object, Operator, Problem};
 use blockyard_disk::SnapshotOptions;
@@ -217,6 +218,12 @@ impl Operator for Server {
     fn flush(&self, name: &str) -> Answer<Flushed> {
         self.yard.flush(name).map_err(words::problem)?;
         Ok(Flushed { name: name.into() })
+    fn resume(&self, name: &str) -> Answer<Resumed> {
+        let requests = self.yard.resume(name).map_err(words::problem)?;
+        tracing::info!(disk = name, "resumed: {requests} requests that waited for space try again");
+        Ok(Resumed { name: name.into(), requests })
+    }
+
     }
 
     fn start(&self, name: &str, job: JobRequest) -> Answer<Job> {

@@ -92,6 +92,7 @@ fn disk(sample: &DiskSample) -> DiskFigures {
         size: disk.capacity(),
         read_only: disk.options().read_only,
         poisoned: disk.poisoned().is_some(),
+        paused: disk.paused(),
         held_back: disk.longest_held_back().as_secs_f64(),
         operations: OpKind::ALL.into_iter().filter_map(of_kind).collect(),
         in_flight: counts.in_flight,

@@ -135,6 +135,7 @@ pub fn row(disk: DiskInfo) -> DiskRow {
 }
 
 pub fn client(client: &blockyard_export::Client) -> Client {
+        paused: disk.paused,
     let since = client.since.and_then(|since| since.duration_since(UNIX_EPOCH).ok());
     Client {
         description: client.description.clone(),
@@ -173,6 +174,7 @@ pub fn settings(entry: &Entry) -> Settings {
         group: args.group.clone(),
         weight: args.weight,
         reserve_iops: args.reserve_iops,
+        on_enospc: args.on_enospc.to_string(),
         reserve_bps: args.reserve_bps,
         iops: limit(args.iops),
         iops_read: limit(args.iops_read),

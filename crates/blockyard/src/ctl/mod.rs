@@ -139,7 +139,7 @@ pub enum Command {
         /// Name of the disk.
         disk: String,
     },
-    /// Grow a raw image, and notify the guest.
+    /// Grow a raw or qcow2 image, and notify the guest.
     Resize {
         /// Name of the disk.
         disk: String,
@@ -149,6 +149,13 @@ pub enum Command {
     },
     /// Make all answered writes of a disk durable.
     Flush {
+        /// Name of the disk.
+        disk: String,
+    },
+    /// Let the requests that wait for space on the host try again.
+    ///
+    /// Requests wait if the disk has on-enospc = "pause". Free some space first.
+    Resume {
         /// Name of the disk.
         disk: String,
     },
@@ -245,6 +252,7 @@ fn answer(caller: &Caller<'_>, command: &Command) -> anyhow::Result<Value> {
             caller.post(&of(disk, "/resize"), Some(&json!({ "size": size })))
         }
         Command::Flush { disk } => caller.post(&of(disk, "/flush"), None),
+        Command::Resume { disk } => caller.post(&of(disk, "/resume"), None),
     }
 }
 

@@ -3,8 +3,8 @@
 use std::fmt::Write;
 
 use blockyard_control::types::{
-    Client, Disk, DiskRow, Disks, Job, JobState, Jobs, LimitSetting, Reload, Resized, ServerInfo,
-    Settings, State,
+    Client, Disk, DiskRow, Disks, Job, JobState, Jobs, LimitSetting, Reload, Resized, Resumed,
+    ServerInfo, Settings, State,
 };
 use serde_json::Value;
 
@@ -25,6 +25,10 @@ pub fn text(command: &Command, mut answer: Value) -> serde_json::Result<String> 
         }
         Command::Remove { disk, .. } => format!("removed {disk}\n"),
         Command::Flush { disk } => format!("flushed {disk}\n"),
+        Command::Resume { disk } => {
+            let Resumed { requests, .. } = serde_json::from_value(answer)?;
+            format!("resumed {disk}: {requests} requests try again\n")
+        }
         Command::Snapshot { .. }
         | Command::Commit { .. }
         | Command::Stream { .. }
@@ -74,6 +78,8 @@ fn size(bytes: u64) -> String {
 fn state_of(disk: &DiskRow) -> &'static str {
     match disk.state {
         State::Opening => "opening",
+        // A command does not end the pause.
+        State::Serving | State::Busy if disk.paused > 0 => "paused",
         State::Serving if disk.read_only => "read-only",
         State::Serving => "serving",
         State::Busy => "busy",
@@ -103,6 +109,14 @@ fn status(server: &ServerInfo, disks: &[DiskRow], all: &[Job]) -> String {
         server.version, server.pid, server.disks
     );
     text += &list(disks);
+    for disk in disks.iter().filter(|disk| disk.paused > 0) {
+        let _ = write!(
+            text,
+            "\n{}: {} requests wait for space on the host: free some, then `blockyard ctl resume`\n",
+            disk.name.replace(char::is_control, "?"),
+            disk.paused
+        );
+    }
     let running: Vec<_> =
         all.iter().filter(|job| job.state == JobState::Running).cloned().collect();
     if !running.is_empty() {
@@ -120,6 +134,10 @@ fn disk(disk: &Disk) -> String {
         row(&["images", &disk.row.images]),
         row(&["exports", &disk.row.exports.join(", ")]),
     ];
+    if disk.row.paused > 0 {
+        let what = format!("{}; free some, then `blockyard ctl resume`", disk.row.paused);
+        rows.push(row(&["requests that wait for space", &what]));
+    }
     if let Some(device) = &disk.device {
         rows.push(row(&["device", device]));
     }
@@ -164,6 +182,7 @@ fn client(client: &Client) -> String {
 
 fn settings(settings: &Settings) -> Vec<Vec<String>> {
     let mut rows = vec![row(&["cache", &settings.cache])];
+    rows.push(row(&["on-enospc", &settings.on_enospc]));
     let mut add = |key: &str, value: Option<String>| rows.extend(value.map(|v| row(&[key, &v])));
     let limit = |limit: Option<LimitSetting>| {
         limit.map(|LimitSetting { rate, max, length }| match max {

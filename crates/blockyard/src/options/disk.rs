@@ -5,6 +5,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use blockyard_disk::OnEnospc;
 use blockyard_export::PollMode;
 use blockyard_export::vhost_user::{Coalesce, SecondClient};
 use blockyard_export::xen::XenData;
@@ -155,6 +156,12 @@ pub struct DiskArgs {
         value_parser = explain(values::ACTIVATION, values::parse_activation))]
     #[serde(default, deserialize_with = "values::activation")]
     pub activation: Activation,
+
+    /// What happens to a request if the host has no space for it.
+    #[arg(long, default_value = "error", value_name = "MODE", help_heading = "Image",
+        value_parser = explain(values::ON_ENOSPC, values::parse_text::<OnEnospc>))]
+    #[serde(default, deserialize_with = "values::from_text")]
+    pub on_enospc: OnEnospc,
 
     /// Cache mode of the image.
     #[arg(long, default_value = "none", value_name = "MODE", help_heading = "Image cache",

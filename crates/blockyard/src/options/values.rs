@@ -75,6 +75,12 @@ pub const CRASH_SAFETY: &[(&str, &str)] = &[
     ("off", "answered writes that are not flushed may be lost"),
 ];
 
+/// What happens to requests without space on the host, for [`explain`].
+pub const ON_ENOSPC: &[(&str, &str)] = &[
+    ("error", "the request fails"),
+    ("pause", "the request waits until `blockyard ctl resume` (docs/operate.md)"),
+];
+
 /// Image formats, for [`explain`].
 pub const FORMATS: &[(&str, &str)] = &[
     ("raw", "the bytes of the disk"),

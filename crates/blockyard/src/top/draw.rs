@@ -110,7 +110,7 @@ fn table(frame: &mut Frame<'_>, area: Rect, view: &View) {
         cells.extend(columns.iter().map(|(.., text)| right(Span::from(text(view, row)))));
         cells.push(Cell::from(trend_of(&row.history, trend.into()).fg(Color::Cyan)));
         let style = match () {
-            () if figures.poisoned => Style::new().fg(Color::Red),
+            () if figures.poisoned || figures.paused > 0 => Style::new().fg(Color::Red),
             () if row.rates.errors > 0.0 => Style::new().fg(Color::Yellow),
             () => Style::new(),
         };
@@ -166,6 +166,9 @@ fn facts(row: &Row<'_>) -> Vec<Line<'static>> {
     }
     if disk.poisoned {
         first.push("  POISONED: writes fail".fg(Color::Red));
+    }
+    if disk.paused > 0 {
+        first.push(format!("  PAUSED: {} requests wait for space", disk.paused).fg(Color::Red));
     }
     let device = disk.device.as_deref().unwrap_or("none");
     let share = &disk.share;

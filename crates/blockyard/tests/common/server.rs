@@ -21,8 +21,14 @@ impl Server {
         let reactors = Arc::new(Reactors::start(2, &[]).unwrap());
         let (name, serial) = ("live".to_string(), "live".to_string());
         let filters = filters.iter().map(|f| f.parse().unwrap()).collect();
-        let options =
-            DiskOptions { name, serial, read_only: false, cache: CacheMode::None, filters };
+        let options = DiskOptions {
+            name,
+            serial,
+            read_only: false,
+            cache: CacheMode::None,
+            filters,
+            on_enospc: Default::default(),
+        };
         let disk = Arc::new(Disk::new(options, Source::open(&ChainOptions::new(image)).unwrap()));
         let (shape, poll) = (QueueShape { queues: 2, size: 256 }, PollMode::Auto);
         let tuning = Tuning {

@@ -14,6 +14,7 @@
 //!   pin          guest memory registered with io_uring while its front end is connected
 //!   chains       qcow2 and backing images
 //!   exchange     front ends connect, disconnect and die during an exchange of images
+//!   full         a host without space, and disks that wait for it
 //!   load         queues on reactors, filters, statistics
 //!   remote       images on an NBD server that dies and comes back
 //!   second       a front end that connects while another one is connected
@@ -38,6 +39,7 @@ mod exchange;
 mod hosts;
 mod idle;
 mod journal;
+mod full;
 mod load;
 mod locks;
 mod many;

@@ -93,6 +93,11 @@ const METRICS: &[Metric] = &[
         |disk, emit| emit("", disk.poisoned.into()),
     ),
     gauge(
+        "blockyard_disk_paused",
+        "1 if requests wait for space on the host, until the disk is resumed.",
+        |disk, emit| emit("", (disk.paused > 0).into()),
+    ),
+    gauge(
         "blockyard_disk_held_back_max_seconds",
         "Longest time for which a snapshot, commit or stream has held requests back.",
         |disk, emit| emit("", disk.held_back.into()),

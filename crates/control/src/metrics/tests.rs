@@ -27,6 +27,7 @@ fn disk(name: &str) -> DiskFigures {
         size: 1 << 30,
         read_only: false,
         poisoned: false,
+        paused: 0,
         held_back: 0.0,
         operations: ["read", "write", "flush"].map(|kind| (kind.into(), operation.clone())).into(),
         in_flight: 3,

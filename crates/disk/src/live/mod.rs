@@ -191,7 +191,14 @@ mod tests {
     fn work_on_a_disk_that_ends_is_not_called_busy() {
         let (name, serial) = ("ending".into(), String::new());
         let (cache, filters) = (CacheMode::None, Vec::new());
-        let options = DiskOptions { name, serial, read_only: false, cache, filters };
+        let options = DiskOptions {
+            name,
+            serial,
+            read_only: false,
+            cache,
+            filters,
+            on_enospc: Default::default(),
+        };
         let disk = Disk::new(options, Source::Null { size: 4096 });
         let held = disk.work.lock().unwrap();
         assert!(matches!(disk.begin_work(), Err(Why::Busy)));

@@ -20,7 +20,7 @@ use blockyard_ring::Segments;
 
 use blockyard_storage::Storage;
 
-use super::LocalDisk;
+use super::{Attempt, LocalDisk};
 use crate::current_image::CurrentImage;
 use crate::request::{Finished, Op, Request, Token};
 
@@ -33,7 +33,7 @@ const MAX_PIECES: usize = 512;
 
 /// A run of requests, and their answers. Reusing it keeps the capacity of its vectors.
 pub struct Run<T: Token> {
-    parts: Vec<Request<T>>,
+    pub(super) parts: Vec<Request<T>>,
     finished: Vec<Finished<T>>,
     /// The iovec of the whole run, until the operation begins.
     together: Segments,
@@ -108,6 +108,7 @@ impl<S: Storage> LocalDisk<S> {
         let Some(first) = run.parts.first() else { return };
         let (op, offset) = (first.op, first.offset);
         let _in_flight = self.in_flight.enter(first.arrived, run.parts.len() as u32);
+        let resumed = self.pause.resumed();
         let good = run.parts.iter().all(|part| self.check(part).is_ok());
         let len = if good { run.parts.iter().map(|part| part.len).sum() } else { 0 };
         let entered = self.enter_for(op, offset, len, run.parts.len() as u32).await;
@@ -115,9 +116,14 @@ impl<S: Storage> LocalDisk<S> {
         let (done, mut file_io) =
             entered.image.measured(self.perform_run(&entered.image, run)).await;
         if !done {
-            file_io =
-                file_io.and(entered.image.measured(self.serve_each(&entered.image, run)).await.1);
-            return self.charge_image_io(&entered, file_io);
+            let each = entered.image.measured(self.serve_each(&entered.image, run, true)).await;
+            file_io = file_io.and(each.1);
+            self.charge_image_io(&entered, file_io);
+            drop(entered);
+            if !run.parts.is_empty() {
+                Box::pin(self.serve_paused_run(run, resumed)).await;
+            }
+            return;
         }
         self.statistics.borrow_mut().record_merged(op, run.parts.len() as u64 - 1);
         for part in run.parts.drain(..) {
@@ -149,15 +155,24 @@ impl<S: Storage> LocalDisk<S> {
     }
 
     /// Serves each request by itself, all concurrently. If the device is slow to fail, they wait
-    /// together.
-    async fn serve_each<T: Token>(&self, image: &CurrentImage<S>, run: &mut Run<T>) {
+    /// together. With `may_pause`, requests that must wait for space remain in the run.
+    pub(super) async fn serve_each<T: Token>(
+        &self,
+        image: &CurrentImage<S>,
+        run: &mut Run<T>,
+        may_pause: bool,
+    ) {
         let Run { parts, finished, .. } = run;
-        let mut left: Vec<_> =
-            parts.drain(..).map(|part| Box::pin(self.serve_in(image, part))).collect();
+        let serve = |part| Box::pin(self.serve_in(image, part, may_pause));
+        let mut left: Vec<_> = parts.drain(..).map(serve).collect();
         poll_fn(|cx| {
             left.retain_mut(|part| match part.as_mut().poll(cx) {
-                Poll::Ready(done) => {
+                Poll::Ready(Attempt::Finished(done)) => {
                     finished.push(done);
+                    false
+                }
+                Poll::Ready(Attempt::Paused(request)) => {
+                    parts.push(request);
                     false
                 }
                 Poll::Pending => true,

@@ -20,6 +20,10 @@ impl Token for Note {
     fn answer(self, status: Status, _: Segments) {
         assert!(self.0.replace(Some(status)).is_none());
     }
+
+    fn may_wait(&self) -> bool {
+        true
+    }
 }
 
 async fn ask<S: Storage>(served: &LocalDisk<S>, op: Op, offset: u64, len: u64) -> Status {
@@ -35,7 +39,14 @@ async fn ask<S: Storage>(served: &LocalDisk<S>, op: Op, offset: u64, len: u64) -
 
 fn options() -> DiskOptions {
     let (name, serial) = ("test".into(), String::new());
-    DiskOptions { name, serial, read_only: false, cache: CacheMode::None, filters: Vec::new() }
+    DiskOptions {
+        name,
+        serial,
+        read_only: false,
+        cache: CacheMode::None,
+        filters: Vec::new(),
+        on_enospc: Default::default(),
+    }
 }
 
 fn simulated(options: DiskOptions) -> (SimDisk, LocalDisk<SimDisk>) {

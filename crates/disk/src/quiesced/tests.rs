@@ -15,7 +15,14 @@ const SIZE: u64 = 1 << 20;
 fn disk(filters: &[&str]) -> Arc<Disk> {
     let filters = filters.iter().map(|f| f.parse().unwrap()).collect();
     let (name, serial) = ("quiesced".into(), String::new());
-    let options = DiskOptions { name, serial, read_only: false, cache: CacheMode::None, filters };
+    let options = DiskOptions {
+        name,
+        serial,
+        read_only: false,
+        cache: CacheMode::None,
+        filters,
+        on_enospc: Default::default(),
+    };
     Arc::new(Disk::new(options, ram()))
 }
 
@@ -57,6 +64,10 @@ impl Token for Answered {
         let mut bytes = vec![0; segments.len()];
         segments.copy_out(0, &mut bytes);
         *self.0.borrow_mut() = bytes;
+    }
+
+    fn may_wait(&self) -> bool {
+        true
     }
 }
 

@@ -78,7 +78,14 @@ impl Life {
             ..ChainOptions::new(scratch.path(base))
         };
         let (name, serial, cache) = ("cut".into(), String::new(), CacheMode::Writeback);
-        let options = DiskOptions { name, serial, read_only: false, cache, filters: Vec::new() };
+        let options = DiskOptions {
+            name,
+            serial,
+            read_only: false,
+            cache,
+            filters: Vec::new(),
+            on_enospc: Default::default(),
+        };
         let disk = Arc::new(Disk::new(options, Source::open(&chain).unwrap()));
         Life {
             rng: Rng::new(seed),

@@ -93,6 +93,10 @@ impl Token for Answer {
         segments.copy_out(0, &mut bytes);
         self.0.borrow_mut().push((status, bytes));
     }
+
+    fn may_wait(&self) -> bool {
+        true
+    }
 }
 
 /// Serves one request. For a read `bytes` are the initial contents of the buffer.

@@ -45,6 +45,7 @@ impl Scratch {
             read_only: false,
             cache: CacheMode::default(),
             filters: Vec::new(),
+            on_enospc: Default::default(),
         };
         change(&mut options);
         let chain = ChainOptions {

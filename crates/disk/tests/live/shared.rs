@@ -31,7 +31,14 @@ impl Fixture {
 
     fn open(&self, image: &str, cache: CacheMode) -> Result<Arc<Disk>, SourceError> {
         let (name, serial) = (image.into(), String::new());
-        let options = DiskOptions { name, serial, read_only: false, cache, filters: Vec::new() };
+        let options = DiskOptions {
+            name,
+            serial,
+            read_only: false,
+            cache,
+            filters: Vec::new(),
+            on_enospc: Default::default(),
+        };
         let shared = Some(self.images.clone());
         let path = self.scratch.path(image);
         let source = Source::open(&ChainOptions { shared, cache, ..ChainOptions::new(path) })?;

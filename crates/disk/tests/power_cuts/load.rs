@@ -260,7 +260,14 @@ fn guest_memory() -> Rc<GuestMemory> {
 
 fn options() -> DiskOptions {
     let (name, serial) = ("test".to_string(), String::new());
-    DiskOptions { name, serial, read_only: false, cache: CacheMode::None, filters: Vec::new() }
+    DiskOptions {
+        name,
+        serial,
+        read_only: false,
+        cache: CacheMode::None,
+        filters: Vec::new(),
+        on_enospc: Default::default(),
+    }
 }
 
 type Answer = (Status, Segments);
@@ -271,6 +278,10 @@ struct Slot(Rc<Cell<Option<Answer>>>);
 impl Token for Slot {
     fn answer(self, status: Status, segments: Segments) {
         assert!(self.0.replace(Some((status, segments))).is_none(), "a request was answered twice");
+    }
+
+    fn may_wait(&self) -> bool {
+        true
     }
 }
 

@@ -32,6 +32,10 @@ impl Token for Number {
         self.0.all.borrow_mut().push((self.1, status));
         self.0.rung.ring();
     }
+
+    fn may_wait(&self) -> bool {
+        true
+    }
 }
 
 /// Calls `work` with a disk of 1 MiB in a file. The disk uses io_uring, so no request is complete
@@ -41,8 +45,14 @@ fn stage(work: impl AsyncFnOnce(&Handle, Rc<LocalDisk<Store>>, Rc<Answers>) + 's
     let path = std::env::temp_dir().join(format!("{name}-{}.raw", std::process::id()));
     std::fs::write(&path, vec![0; 1 << 20]).unwrap();
     let (name, serial) = (String::new(), String::new());
-    let options =
-        DiskOptions { name, serial, read_only: false, cache: CacheMode::None, filters: Vec::new() };
+    let options = DiskOptions {
+        name,
+        serial,
+        read_only: false,
+        cache: CacheMode::None,
+        filters: Vec::new(),
+        on_enospc: Default::default(),
+    };
     let chain = ChainOptions { cache: CacheMode::None, ..ChainOptions::new(&path) };
     let disk = Arc::new(Disk::new(options, Source::open(&chain).unwrap()));
     let executor = Executor::new().unwrap();

@@ -96,6 +96,11 @@ impl Connection {
         self.idle.leave();
     }
 
+    /// Returns whether the client is connected and may send requests.
+    pub fn goes_on(&self) -> bool {
+        !self.broken.get() && !self.ended.get()
+    }
+
     /// Returns the connection's use of the reactor's buffer quota.
     pub fn usage(&self) -> &Rc<Usage> {
         &self.stream.usage
@@ -147,6 +152,10 @@ impl Token for RequestToken {
             _ => Body::None,
         };
         connection.reply(&request, status, body);
+    }
+
+    fn may_wait(&self) -> bool {
+        self.connection.goes_on()
     }
 }
 

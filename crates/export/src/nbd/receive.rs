@@ -101,6 +101,7 @@ impl Receiver {
             Err(e) => End::Broken(e.to_string()),
         };
         self.connection.ended.set(true);
+        self.connection.served.release_paused();
         self.connection.to_send.ring();
         sending.wait().await;
         self.workers.close();

@@ -102,6 +102,7 @@ impl Connection {
     /// Ends the connection, because the client reads nothing or is gone.
     fn disconnect(&self) {
         self.broken.set(true);
+        self.served.release_paused();
         self.stream.shutdown();
     }
 

@@ -31,7 +31,14 @@ fn socket() -> PathBuf {
 
 fn disk(name: &str, read_only: bool) -> Arc<Disk> {
     let (name, serial, filters) = (name.to_string(), String::new(), Vec::new());
-    let options = DiskOptions { name, serial, read_only, cache: CacheMode::None, filters };
+    let options = DiskOptions {
+        name,
+        serial,
+        read_only,
+        cache: CacheMode::None,
+        filters,
+        on_enospc: Default::default(),
+    };
     Arc::new(Disk::new(options, Source::open(&ChainOptions::new(format!("ram:{SIZE}"))).unwrap()))
 }
 

@@ -142,7 +142,7 @@ impl Connection {
     async fn may_zero(&self, request: &wire::Request, op: Op) -> Result<(), u32> {
         let Op::WriteZeroes { unmap, fast: true, .. } = op else { return Ok(()) };
         let (mut at, end) = (request.offset, request.offset + request.len);
-        while at < end && !self.broken.get() && !self.ended.get() {
+        while at < end && self.goes_on() {
             let len = (end - at).min(ZEROED_AT_A_TIME);
             self.served
                 .may_zero_fast(at, len, unmap)
@@ -157,11 +157,11 @@ impl Connection {
     /// Handles a long request piece by piece, until it is complete or the client is gone. For a
     /// cache request, the worker reads the data and drops it. The data is then in the page cache,
     /// or in the overlay (copy-on-read).
-    async fn in_pieces(&self, request: wire::Request, op: Op, piece: u64) {
+    async fn in_pieces(self: &Rc<Self>, request: wire::Request, op: Op, piece: u64) {
         let (mut at, end) = (request.offset, request.offset + request.len);
         let mut status = Ok(());
         while at < end && status.is_ok() {
-            if self.broken.get() || self.ended.get() {
+            if !self.goes_on() {
                 status = Err(errno::ESHUTDOWN);
                 break;
             }
@@ -172,8 +172,8 @@ impl Connection {
                 _ => Segments::default(),
             };
             let done = Rc::new(Cell::new(None));
-            let part =
-                Request::new(op, at, len, buffer, self.handle.now(), PieceToken(done.clone()));
+            let token = PieceToken { connection: self.clone(), done: done.clone() };
+            let part = Request::new(op, at, len, buffer, self.handle.now(), token);
             self.served.serve(part).await.answer();
             let (ended, buffer) = done.take().unwrap_or((Err(Failure::Io), Segments::default()));
             if op == Op::Read {
@@ -189,10 +189,17 @@ impl Connection {
 }
 
 /// The token of a piece.
-struct PieceToken(Rc<Cell<Option<(blockyard_disk::Status, Segments)>>>);
+struct PieceToken {
+    connection: Rc<Connection>,
+    done: Rc<Cell<Option<(blockyard_disk::Status, Segments)>>>,
+}
 
 impl blockyard_disk::Token for PieceToken {
     fn answer(self, status: blockyard_disk::Status, segments: Segments) {
-        self.0.set(Some((status, segments)));
+        self.done.set(Some((status, segments)));
+    }
+
+    fn may_wait(&self) -> bool {
+        self.connection.goes_on()
     }
 }

@@ -62,7 +62,8 @@ struct DeviceQueue {
     running: Cell<u32>,
     draining: Cell<bool>,
     budget: Budget,
-    leaving: Cell<bool>,
+    /// The server leaves the queue to the next one.
+    leaving: Rc<Cell<bool>>,
     counts: Cell<(u64, u64, u64)>,
     waiting: RefCell<Option<Reply<()>>>,
 }
@@ -191,7 +192,7 @@ impl DeviceQueue {
             running: Cell::new(0),
             draining: Cell::new(false),
             budget,
-            leaving: Cell::new(false),
+            leaving: Rc::default(),
             counts: Cell::default(),
             waiting: RefCell::new(None),
         });
@@ -203,8 +204,12 @@ impl DeviceQueue {
         self.running.set(self.driver_queue.depth().into());
         let tasks = (0..self.driver_queue.depth()).map(|number| {
             let tag = self.driver_queue.tag(number);
-            let task =
-                Rc::new(TagTask { tag, status: Cell::new(Ok(())), segments: Cell::default() });
+            let task = Rc::new(TagTask {
+                tag,
+                leaving: self.leaving.clone(),
+                status: Cell::new(Ok(())),
+                segments: Cell::default(),
+            });
             // Fetch before the task runs, so that the driver has all commands when the device
             // starts.
             let first = task.tag.fetch();
@@ -215,6 +220,7 @@ impl DeviceQueue {
 
     fn leave(&self) {
         self.leaving.set(true);
+        self.served.release_paused();
         self.tasks.borrow().iter().for_each(|task| self.handle.wake(*task));
     }
 
@@ -253,6 +259,8 @@ impl DeviceQueue {
 /// Handles the requests of one tag, one after another.
 struct TagTask {
     tag: Tag,
+    /// See [`DeviceQueue`].
+    leaving: Rc<Cell<bool>>,
     status: Cell<Status>,
     /// Segment list, kept so that requests reuse its vector.
     segments: Cell<Segments>,
@@ -266,6 +274,10 @@ impl Token for TagToken {
     fn answer(self, status: Status, segments: Segments) {
         self.0.status.set(status);
         self.0.segments.set(segments);
+    }
+
+    fn may_wait(&self) -> bool {
+        !self.0.leaving.get()
     }
 }
 

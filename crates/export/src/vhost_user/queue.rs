@@ -137,6 +137,10 @@ impl Token for ChainToken {
     fn answer(self, status: Status, segments: Segments) {
         self.queue.answered(self.id, status, segments);
     }
+
+    fn may_wait(&self) -> bool {
+        self.queue.stopping.borrow().is_none()
+    }
 }
 
 impl Queue {
@@ -179,9 +183,9 @@ impl Queue {
 
     fn stop(&self, reply: Reply<u32>) {
         // The front end waits for the requests in flight, so these requests must not wait for a
-        // throttle.
-        self.served.drain();
+        // throttle, or for space on the host.
         *self.stopping.borrow_mut() = Some(reply);
+        self.served.drain();
         self.wake.ring();
     }
 

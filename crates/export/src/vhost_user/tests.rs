@@ -27,8 +27,14 @@ fn lingering() -> (TcpStream, TcpStream) {
 fn a_descriptor_that_does_not_close_does_not_block_stop() {
     let socket = std::env::temp_dir().join(format!("blockyard-linger-{}", std::process::id()));
     let (name, serial) = ("disk".to_string(), "disk".to_string());
-    let options =
-        DiskOptions { name, serial, read_only: false, cache: CacheMode::None, filters: Vec::new() };
+    let options = DiskOptions {
+        name,
+        serial,
+        read_only: false,
+        cache: CacheMode::None,
+        filters: Vec::new(),
+        on_enospc: Default::default(),
+    };
     let disk = Arc::new(Disk::new(options, Source::open(&ChainOptions::new("ram:1M")).unwrap()));
     let tuning = Tuning {
         poll: PollMode::Off,

@@ -166,6 +166,10 @@ impl Token for Slot {
             queue.finish(self.id, self.operation, self.slot, wire_status(status));
         }
     }
+
+    fn may_wait(&self) -> bool {
+        self.queue.stopping.borrow().is_none()
+    }
 }
 
 /// Returns whether the request is a barrier. A barrier begins after all earlier requests are
@@ -232,9 +236,9 @@ impl Queue {
     }
 
     fn stop(&self, reply: Reply<()>) {
-        // Requests in flight must not wait for a throttle.
-        self.served.drain();
+        // Requests in flight must not wait for a throttle, or for space on the host.
         *self.stopping.borrow_mut() = Some(reply);
+        self.served.drain();
         self.wake.ring();
     }
 

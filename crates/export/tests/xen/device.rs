@@ -335,7 +335,14 @@ fn writes_are_durable_if_the_last_server_offered_no_flush() {
     let source = Source::open(&chain).unwrap();
     let disk = |cache| {
         let (name, serial) = ("flush".into(), String::new());
-        let options = DiskOptions { name, serial, read_only: false, cache, filters: Vec::new() };
+        let options = DiskOptions {
+            name,
+            serial,
+            read_only: false,
+            cache,
+            filters: Vec::new(),
+            on_enospc: Default::default(),
+        };
         Arc::new(Disk::new(options, source.clone()))
     };
     // Number of lines in the journal for one write: its begin and end, and those of a sync.

@@ -100,6 +100,7 @@ fn make_disk(read_only: bool, filters: &[&str]) -> Arc<Disk> {
         read_only,
         cache: CacheMode::None,
         filters: filters.iter().map(|filter| filter.parse().unwrap()).collect(),
+        on_enospc: Default::default(),
     };
     Arc::new(Disk::new(options, Source::open(&ChainOptions::new("ram:16M")).unwrap()))
 }

@@ -318,7 +318,8 @@ impl<S: Storage> Qcow2<S> {
 
     async fn complete_one<B: BackingLayers>(&self, backing: &B, cluster: u64) -> io::Result<()> {
         let completed = self.complete_held(backing, cluster).await;
-        completed.map_err(|source| io::Error::other(IncompleteCluster { cluster, source }))
+        completed
+            .map_err(|source| io::Error::new(source.kind(), IncompleteCluster { cluster, source }))
     }
 
     async fn complete_held<B: BackingLayers>(&self, backing: &B, cluster: u64) -> io::Result<()> {

@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use blockyard_storage::Storage;
 
-use crate::error::ImageError;
+use crate::error::{ImageError, is_full};
 
 use super::alloc::{Allocator, Grown, Run};
 use super::bytes;
@@ -54,9 +54,7 @@ impl<S: Storage> Qcow2<S> {
         }
         match self.extend(most, true).await {
             // The host has little space left: try one cluster.
-            Err(e) if e.kind() == io::ErrorKind::StorageFull && most > 1 => {
-                self.extend(1, true).await
-            }
+            Err(e) if is_full(&e) && most > 1 => self.extend(1, true).await,
             done => done,
         }
     }
@@ -75,7 +73,7 @@ impl<S: Storage> Qcow2<S> {
         match self.extend(most, false).await {
             // The host has no space for so many clusters. Reserve none ahead: the allocation
             // reserves fewer.
-            Err(e) if e.kind() == io::ErrorKind::StorageFull => Ok(()),
+            Err(e) if is_full(&e) => Ok(()),
             done => done,
         }
     }

@@ -27,6 +27,10 @@ impl Token for Note {
     fn answer(self, status: Status, _: Segments) {
         assert!(self.0.borrow_mut()[self.1].replace(status).is_none(), "answered twice");
     }
+
+    fn may_wait(&self) -> bool {
+        true
+    }
 }
 
 /// A request: operation, and offset and length on the disk in bytes.
@@ -125,6 +129,7 @@ fn options() -> DiskOptions {
         read_only: false,
         cache: blockyard_image::CacheMode::None,
         filters: Vec::new(),
+        on_enospc: Default::default(),
     }
 }
 

@@ -27,8 +27,14 @@ const REFUSED: Option<u64> = Some(1);
 
 fn export() -> Arc<Shared> {
     let (name, serial) = ("disk".to_string(), "disk".to_string());
-    let options =
-        DiskOptions { name, serial, read_only: false, cache: CacheMode::None, filters: Vec::new() };
+    let options = DiskOptions {
+        name,
+        serial,
+        read_only: false,
+        cache: CacheMode::None,
+        filters: Vec::new(),
+        on_enospc: Default::default(),
+    };
     let disk = Arc::new(Disk::new(options, Source::open(&ChainOptions::new("ram:1M")).unwrap()));
     let tuning = Tuning {
         poll: PollMode::Off,

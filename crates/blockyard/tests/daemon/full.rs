@@ -1,0 +1,180 @@
+//! A host without space: requests of a disk with `on-enospc = "pause"` wait until an operator has
+//! freed space and resumes the disk. No write is lost, and an end of the disk is never held up.
+
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::thread::JoinHandle;
+
+use blockyard_bench::client::workload::Pattern;
+use blockyard_bench::client::{LoadOptions, measure};
+use blockyard_driver::status;
+use serde_json::Value;
+
+use crate::common::{Daemon, Finished, Folder, SOON, blockyard, tool, until};
+use crate::guest::{Guest, pattern};
+
+const MIB: usize = 1 << 20;
+/// Size of the disk, and of the file that takes its place.
+const SIZE: usize = 16 * MIB;
+/// Bytes of one write.
+const PIECE: usize = 64 << 10;
+
+/// A small file system. Dropping it unmounts it.
+struct Mount(PathBuf);
+
+impl Mount {
+    fn new() -> Self {
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let folder = PathBuf::from(format!("/dev/shm/by-full-{}-{number}", std::process::id()));
+        std::fs::create_dir(&folder).unwrap();
+        tool("mount", ["-t", "tmpfs", "-o", "size=24m", "tmpfs", folder.to_str().unwrap()]).good();
+        Mount(folder)
+    }
+}
+
+impl Drop for Mount {
+    fn drop(&mut self) {
+        let _ = tool("umount", ["--lazy", self.0.to_str().unwrap()]);
+        let _ = std::fs::remove_dir(&self.0);
+    }
+}
+
+/// A disk on a file system that a large file leaves too little space on.
+struct Case {
+    daemon: Daemon,
+    folder: Folder,
+    mount: Mount,
+}
+
+impl Case {
+    fn new(image: &str, options: &[&str]) -> Self {
+        let (folder, mount) = (Folder::new(), Mount::new());
+        let path = mount.0.join(image);
+        let size = SIZE.to_string();
+        let format = if image.ends_with("qcow2") { "qcow2" } else { "raw" };
+        let image = path.to_str().unwrap();
+        blockyard(["image", "create", "-q", "-f", format, image, &size]).good();
+        std::fs::write(mount.0.join("filler"), vec![1; SIZE]).unwrap();
+        let api = folder.join("api");
+        let fixed = ["--name", "disk", "--cache", "writeback", "--api", api.to_str().unwrap()];
+        let daemon = Daemon::serve(&path, &folder.join("s"), &[&fixed[..], options].concat());
+        Case { daemon, folder, mount }
+    }
+
+    fn free(&self) {
+        std::fs::remove_file(self.mount.0.join("filler")).unwrap();
+    }
+
+    fn ctl(&self, command: &[&str]) -> Finished {
+        let api = self.folder.join("api");
+        blockyard([&["ctl", "--api", api.to_str().unwrap()], command].concat())
+    }
+
+    /// Returns the number of requests that wait for space.
+    fn paused(&self) -> u64 {
+        let answer = self.ctl(&["--json", "list"]).good();
+        let list: Value = serde_json::from_str(&answer).unwrap();
+        list["disks"][0]["paused"].as_u64().unwrap()
+    }
+
+    fn until_paused(&self) {
+        until("requests wait for space", SOON, || self.paused() > 0);
+    }
+
+    /// Writes to the whole disk in the background, and then reads it back.
+    fn load(&self, rw: Pattern) -> JoinHandle<()> {
+        let load = LoadOptions {
+            rw,
+            bs: 16 << 10,
+            depth: 16,
+            ops: Some(3000),
+            flush_every: 50,
+            verify: true,
+            ..LoadOptions::for_socket(self.folder.join("s"))
+        };
+        std::thread::spawn(move || {
+            let report = measure(&load).unwrap();
+            assert_eq!((report.errors, report.first_error), (0, None));
+            assert!(report.verified_blocks > 500, "{} blocks", report.verified_blocks);
+        })
+    }
+}
+
+#[test]
+fn writes_wait_for_space_and_all_of_them_succeed_after_a_resume() {
+    for (image, rw) in [("disk", Pattern::Write), ("disk.qcow2", Pattern::Randwrite)] {
+        let case = Case::new(image, &["--on-enospc", "pause"]);
+        let load = case.load(rw);
+        case.until_paused();
+        let status = case.ctl(&["status"]).good();
+        assert!(status.contains("paused") && status.contains("wait for space"), "{status}");
+        assert!(case.ctl(&["show", "disk"]).good().contains("on-enospc"), "{image}");
+        // Without space they wait again.
+        let resumed = case.ctl(&["resume", "disk"]).good();
+        assert!(resumed.starts_with("resumed disk: "), "{resumed}");
+        case.until_paused();
+        assert!(!load.is_finished());
+        case.free();
+        // A request may meet the full file system just after a resume.
+        until("the load ends", SOON, || {
+            case.ctl(&["resume", "disk"]).good();
+            load.is_finished()
+        });
+        load.join().unwrap_or_else(|_| panic!("{image}"));
+        assert_eq!(case.paused(), 0);
+        let log = case.daemon.stop();
+        assert!(log.contains("requests that need space wait now"), "{log}");
+        if image.ends_with("qcow2") {
+            tool("qemu-img", ["check", case.mount.0.join(image).to_str().unwrap()]).good();
+        }
+    }
+}
+
+/// Writes to the disk in the background, one request at a time. Returns the first error.
+fn fill(socket: PathBuf) -> JoinHandle<Option<u8>> {
+    std::thread::spawn(move || {
+        let mut guest = Guest::connect(&socket);
+        let data = pattern(1, PIECE);
+        let mut sectors = (0..(SIZE / PIECE) as u64).map(|at| at * (PIECE / 512) as u64);
+        sectors.find_map(|at| Some(guest.write(at, &data)).filter(|answer| *answer != status::OK))
+    })
+}
+
+#[test]
+fn a_paused_disk_takes_a_snapshot_on_another_file_system() {
+    let case = Case::new("disk.qcow2", &["--on-enospc", "pause"]);
+    let guest = fill(case.folder.join("s"));
+    case.until_paused();
+    let overlay = case.folder.join("top.qcow2");
+    case.ctl(&["snapshot", "disk", overlay.to_str().unwrap()]).good();
+    assert_eq!(case.paused(), 1, "only a resume ends the pause");
+    case.ctl(&["resume", "disk"]).good();
+    assert_eq!(guest.join().unwrap(), None, "the overlay has space");
+    case.daemon.stop();
+}
+
+#[test]
+fn an_end_of_the_server_answers_waiting_requests_with_the_error() {
+    for image in ["disk", "disk.qcow2"] {
+        let mut case = Case::new(image, &["--on-enospc", "pause"]);
+        let guest = fill(case.folder.join("s"));
+        case.until_paused();
+        let status = case.daemon.terminate();
+        assert!(status.success(), "{image}: {status}: {}", case.daemon.log());
+        assert_eq!(guest.join().unwrap(), Some(status::IOERR), "{image}");
+    }
+}
+
+#[test]
+fn by_default_a_write_without_space_fails() {
+    let case = Case::new("disk", &[]);
+    let mut guest = Guest::connect(&case.folder.join("s"));
+    let data = pattern(1, PIECE);
+    let mut sectors = (0..(SIZE / PIECE) as u64).map(|at| at * (PIECE / 512) as u64);
+    assert!(sectors.any(|at| guest.write(at, &data) == status::IOERR));
+    assert_eq!(case.paused(), 0);
+    assert_eq!(guest.flush(), status::OK, "no write was lost");
+    guest.leave();
+    case.daemon.stop();
+}

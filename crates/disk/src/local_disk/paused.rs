@@ -1,0 +1,70 @@
+//! Serves the requests that wait for space on the host; see [`crate::pause`].
+//!
+//! What must hold: a request waits with nothing but its own memory. Each attempt is admitted anew,
+//! so it uses the image that the disk has at that time.
+
+use blockyard_storage::Storage;
+
+use super::merge::Run;
+use super::{Attempt, LocalDisk};
+use crate::request::{Finished, Request, Token};
+
+impl<S: Storage> LocalDisk<S> {
+    /// Serves a request for which the host had no space. `resumed`: [`Pause::resumed`] before the
+    /// attempt.
+    ///
+    /// [`Pause::resumed`]: crate::pause::Pause::resumed
+    #[cold]
+    pub(super) async fn serve_paused<T: Token>(
+        &self,
+        mut request: Request<T>,
+        mut resumed: u64,
+    ) -> Finished<T> {
+        loop {
+            let may_pause = self.wait_for_space(1, resumed, || request.may_wait()).await;
+            resumed = self.pause.resumed();
+            let attempt = if may_pause {
+                self.attempt(request).await
+            } else {
+                // The queue drains, so the request must not wait for the throttle either.
+                let admitted = self.enter().await;
+                let (attempt, file_io) =
+                    admitted.image.measured(self.serve_in(&admitted.image, request, false)).await;
+                self.charge_image_io(&admitted, file_io);
+                attempt
+            };
+            match attempt {
+                Attempt::Finished(finished) => return finished,
+                Attempt::Paused(paused) => request = paused,
+            }
+        }
+    }
+
+    /// Serves the requests of a run for which the host had no space, each by itself.
+    #[cold]
+    pub(super) async fn serve_paused_run<T: Token>(&self, run: &mut Run<T>, mut resumed: u64) {
+        while let Some(first) = run.parts.first() {
+            let (op, offset, count) = (first.op, first.offset, run.parts.len() as u32);
+            let may_wait = || run.parts.iter().all(Request::may_wait);
+            let may_pause = self.wait_for_space(count.into(), resumed, may_wait).await;
+            resumed = self.pause.resumed();
+            let len = run.parts.iter().map(|part| part.len).sum();
+            let admitted = match may_pause {
+                true => self.enter_for(op, offset, len, count).await,
+                false => self.enter().await,
+            };
+            let served = self.serve_each(&admitted.image, run, may_pause);
+            let ((), file_io) = admitted.image.measured(served).await;
+            self.charge_image_io(&admitted, file_io);
+        }
+    }
+
+    /// Waits until the disk is resumed. Returns false if the requests must not wait any longer.
+    async fn wait_for_space(&self, count: u64, seen: u64, may_wait: impl Fn() -> bool) -> bool {
+        let may_wait = || may_wait() && !self.throttle.is_suspended();
+        self.pause.wait(&self.disk.paused, count, seen, may_wait).await
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,197 @@
+//! Requests on a simulated disk that has no space for a while.
+
+use super::*;
+use std::cell::{Cell, RefCell};
+use std::io;
+use std::rc::Rc;
+use std::sync::{Arc, mpsc};
+use std::time::Instant;
+
+use blockyard_image::{Alignment, CacheMode, Raw};
+use blockyard_ring::Segments;
+use blockyard_storage::sim::{
+    Fault, Join, OpKind as SimOp, Sim, SimConfig, SimDisk, SimHandle, SimImage, yield_now,
+};
+
+use crate::request::{Failure, Op, Status};
+use crate::{Backend, Disk, DiskOptions, OnEnospc, OpKind, Source};
+
+const CAPACITY: u64 = 64 << 10;
+const WRITE: Op = Op::Write { fua: false };
+
+/// A queue that may end.
+#[derive(Default)]
+struct Queue {
+    ends: Cell<bool>,
+    answers: RefCell<Vec<Status>>,
+}
+
+struct Note(Rc<Queue>);
+
+impl Token for Note {
+    fn answer(self, status: Status, _: Segments) {
+        self.0.answers.borrow_mut().push(status);
+    }
+
+    fn may_wait(&self) -> bool {
+        !self.0.ends.get()
+    }
+}
+
+/// A disk without space for writes to its first 4096 bytes.
+#[derive(Clone)]
+struct Stage {
+    sim: SimHandle,
+    storage: SimDisk,
+    served: Rc<LocalDisk<SimDisk>>,
+}
+
+impl Stage {
+    fn new(sim: &Sim, error: io::ErrorKind) -> Self {
+        let storage = SimDisk::new(SimImage::zeroed(CAPACITY), SimConfig::new(1));
+        let options = DiskOptions {
+            name: "test".into(),
+            serial: String::new(),
+            read_only: false,
+            cache: CacheMode::None,
+            filters: Vec::new(),
+            on_enospc: OnEnospc::Pause,
+        };
+        let disk = Arc::new(Disk::new(options, Source::Null { size: CAPACITY }));
+        let raw = Raw::on(storage.clone(), Alignment { memory_align: 1, offset_align: 1 });
+        storage.fail(Fault::new(SimOp::Write, error).within(0..4096).always());
+        let served = Rc::new(LocalDisk::new(disk, Backend::Raw(raw), None));
+        Stage { sim: sim.handle().clone(), storage, served }
+    }
+
+    fn request(&self, queue: &Rc<Queue>, offset: u64) -> Request<Note> {
+        let segments = Segments::buffer(512);
+        Request::new(WRITE, offset, 512, segments, Instant::now(), Note(queue.clone()))
+    }
+
+    /// Begins a write of 512 bytes, and waits until it ends or waits.
+    async fn begin(&self, queue: &Rc<Queue>, offset: u64) -> Join<()> {
+        let (served, request) = (self.served.clone(), self.request(queue, offset));
+        let task = self.sim.spawn(async move { served.serve(request).await.answer() });
+        settle().await;
+        task
+    }
+
+    fn paused(&self) -> u64 {
+        self.served.disk().paused()
+    }
+}
+
+async fn settle() {
+    for _ in 0..100 {
+        yield_now().await;
+    }
+}
+
+fn run<T: 'static, F: Future<Output = T> + 'static>(
+    error: io::ErrorKind,
+    work: impl FnOnce(Stage) -> F,
+) -> T {
+    let sim = Sim::new(1);
+    let stage = Stage::new(&sim, error);
+    sim.block_on(work(stage)).unwrap()
+}
+
+#[test]
+fn a_write_without_space_waits_until_the_disk_is_resumed() {
+    for error in [io::ErrorKind::StorageFull, io::ErrorKind::QuotaExceeded] {
+        run(error, async |stage| {
+            let queue = Rc::new(Queue::default());
+            let write = stage.begin(&queue, 0).await;
+            assert_eq!((stage.paused(), queue.answers.borrow().len()), (1, 0));
+            // Other requests go on.
+            stage.begin(&queue, 8192).await.await;
+            assert_eq!(queue.answers.take(), [Ok(())]);
+            // A resume without space: the request waits again.
+            stage.served.pause.resume();
+            settle().await;
+            assert_eq!((stage.paused(), queue.answers.borrow().len()), (1, 0));
+            stage.storage.heal();
+            settle().await;
+            assert_eq!(stage.paused(), 1, "it does not try again by itself");
+            stage.served.pause.resume();
+            write.await;
+            assert_eq!((stage.paused(), queue.answers.take()), (0, vec![Ok(())]));
+            let sums = stage.served.statistics().summary(OpKind::Write).unwrap();
+            assert_eq!((sums.requests, sums.errors), (2, 0));
+        });
+    }
+}
+
+#[test]
+fn other_errors_do_not_pause_the_disk() {
+    for error in [io::ErrorKind::FileTooLarge, io::ErrorKind::Other] {
+        run(error, async |stage| {
+            let queue = Rc::new(Queue::default());
+            stage.begin(&queue, 0).await.await;
+            assert!(queue.answers.borrow()[0].is_err());
+        });
+    }
+}
+
+#[test]
+fn a_waiting_request_is_not_in_flight_for_a_quiesce() {
+    run(io::ErrorKind::StorageFull, async |stage| {
+        let queue = Rc::new(Queue::default());
+        let write = stage.begin(&queue, 0).await;
+        let (sender, drained) = mpsc::channel();
+        stage.served.quiesce.start(Some(sender));
+        drained.try_recv().expect("nothing is in flight").unwrap();
+        stage.storage.heal();
+        stage.served.pause.resume();
+        settle().await;
+        assert_eq!(queue.answers.borrow().len(), 0, "the disk is quiesced");
+        stage.served.quiesce.resume();
+        write.await;
+        assert_eq!(queue.answers.take(), [Ok(())]);
+    });
+}
+
+#[test]
+fn a_queue_that_ends_gets_the_error_of_a_last_attempt() {
+    run(io::ErrorKind::StorageFull, async |stage| {
+        let (ending, other) = (Rc::new(Queue::default()), Rc::new(Queue::default()));
+        let (first, second) = (stage.begin(&ending, 0).await, stage.begin(&other, 512).await);
+        ending.ends.set(true);
+        stage.served.drain();
+        first.await;
+        assert_eq!(ending.answers.take(), [Err(Failure::NoSpace)]);
+        // A request that fails while its queue ends does not begin to wait.
+        stage.begin(&ending, 0).await.await;
+        assert_eq!(ending.answers.take(), [Err(Failure::NoSpace)]);
+        assert_eq!((stage.paused(), other.answers.borrow().len()), (1, 0), "it waits on");
+        stage.storage.heal();
+        stage.served.suspend();
+        second.await;
+        assert_eq!(other.answers.take(), [Ok(())], "the last attempt may succeed");
+        stage.served.resume();
+    });
+}
+
+#[test]
+fn requests_of_a_run_wait_by_themselves() {
+    run(io::ErrorKind::StorageFull, async |stage| {
+        let queue = Rc::new(Queue::default());
+        let requests = [3072, 3584, 4096, 4608].map(|offset| stage.request(&queue, offset));
+        assert_eq!(stage.served.neighbours(&requests), 4);
+        let served = stage.served.clone();
+        let task = stage.sim.spawn(async move {
+            let mut run = Run::default();
+            run.fill(requests.into_iter());
+            served.serve_run(&mut run).await;
+            run.finished().for_each(Finished::answer);
+        });
+        settle().await;
+        assert_eq!(stage.paused(), 2);
+        stage.storage.heal();
+        stage.served.pause.resume();
+        task.await;
+        assert_eq!(queue.answers.take(), [Ok(()); 4]);
+        assert_eq!(stage.paused(), 0);
+    });
+}
