@@ -3,7 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
-use blockyard_disk::SourceError;
+use blockyard_disk::{SourceError, WorkError};
 
 use crate::settings::WayError;
 
@@ -23,6 +23,8 @@ pub enum YardError {
     Device { image: PathBuf, source: io::Error },
     #[error("disk {disk}: starting its export")]
     Export { disk: String, source: WayError },
+    #[error(transparent)]
+    Work(#[from] WorkError),
     #[error("disk {disk}: finding the image's size")]
     Size { disk: String, source: io::Error },
     #[error("disk {disk}: the image could not be flushed, writes may be lost: the log has why")]

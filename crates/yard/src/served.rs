@@ -150,6 +150,12 @@ impl ServedDisk {
             .ok_or_else(|| YardError::Flush { disk: self.settings.name.clone() })
     }
 
+    /// Grows the topmost image, and notifies clients.
+    pub fn grow(&mut self, size: u64) -> Result<Option<Resized>, YardError> {
+        self.disk.grow(size)?;
+        self.refresh()
+    }
+
     /// Adopts the present size of the image. Notifies clients if it has changed.
     pub fn refresh(&mut self) -> Result<Option<Resized>, YardError> {
         let old = self.disk.capacity();
@@ -197,13 +203,13 @@ fn options(settings: &DiskSettings) -> DiskOptions {
         read_only: settings.image.read_only,
         cache: settings.image.cache,
         filters: settings.filters.clone(),
+        on_enospc: settings.on_enospc,
     }
 }
 
 /// Returns the sum of the statistics of all reactors.
 fn statistics(disk: &Arc<Disk>, reactors: &Reactors) -> (Statistics, PolicyFigures) {
     let (mut all, mut policies) = (Statistics::default(), PolicyFigures::default());
-        on_enospc: settings.on_enospc,
     if !disk.was_used() {
         return (all, policies);
     }

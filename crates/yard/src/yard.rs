@@ -163,9 +163,20 @@ impl Yard {
         self.begin(name, |_, disk| disk.refresh())
     }
 
+    /// Grows a disk's topmost image, a qcow2 image, and notifies clients. Returns None if it has that
+    /// size already.
+    pub fn grow(&self, name: &str, size: u64) -> Result<Option<Resized>, YardError> {
+        self.with(name, move |_, disk| disk.grow(size))
+    }
+
     /// Makes all answered writes of a disk durable.
     pub fn flush(&self, name: &str) -> Result<(), YardError> {
         self.with(name, |context, disk| disk.flush(&context.reactors))
+    }
+
+    /// Lets the requests of a disk that wait for space on the host try again. Returns their number.
+    pub fn resume(&self, name: &str) -> Result<u64, YardError> {
+        self.with(name, |_, disk| Ok(disk.disk.resume()))
     }
 
     /// Starts a snapshot, commit or stream of a disk. Other commands for the disk run concurrently.
@@ -174,11 +185,6 @@ impl Yard {
     }
 
     /// Returns the running jobs, and the latest ones that have ended, in the order of their starts.
-    /// Lets the requests of a disk that wait for space on the host try again. Returns their number.
-    pub fn resume(&self, name: &str) -> Result<u64, YardError> {
-        self.with(name, |_, disk| Ok(disk.disk.resume()))
-    }
-
     pub fn jobs(&self) -> Vec<Job> {
         self.0.context.jobs.list()
     }

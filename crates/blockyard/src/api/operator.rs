@@ -176,7 +176,7 @@ impl Operator for Server {
 
     fn refresh(&self, name: &str) -> Answer<Resized> {
         match self.yard.refresh(name).map_err(words::problem)? {
-            Some(size) => Ok(Resized { old: size.old, new: size.new }),
+            Some(size) => Ok(words::resized(size)),
             None => self.row(name).map(|row| Resized { old: row.size, new: row.size }),
         }
     }
@@ -189,11 +189,9 @@ impl Operator for Server {
         // After a snapshot the disk has an overlay on the image.
         let has_overlay = row.image.as_ref() != Some(&row.images);
         if args.format() != Ok(Format::Raw) || has_overlay {
-            let what = format!(
-                "disk \"{name}\": only raw images grow while they are served; remove the disk, \
-                 run blockyard image resize, and add it again"
-            );
-            return Err(Problem::new(Kind::Conflict, what));
+            let grown = self.yard.grow(name, size.size).map_err(words::problem)?;
+            let Resize { size } = size;
+            return Ok(grown.map_or(Resized { old: size, new: size }, words::resized));
         }
         let failed = |e: std::io::Error| {
             let image = args.image.display();
@@ -218,12 +216,12 @@ impl Operator for Server {
     fn flush(&self, name: &str) -> Answer<Flushed> {
         self.yard.flush(name).map_err(words::problem)?;
         Ok(Flushed { name: name.into() })
+    }
+
     fn resume(&self, name: &str) -> Answer<Resumed> {
         let requests = self.yard.resume(name).map_err(words::problem)?;
         tracing::info!(disk = name, "resumed: {requests} requests that waited for space try again");
         Ok(Resumed { name: name.into(), requests })
-    }
-
     }
 
     fn start(&self, name: &str, job: JobRequest) -> Answer<Job> {

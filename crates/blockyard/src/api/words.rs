@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::UNIX_EPOCH;
 
 use blockyard_control::types::{
-    Client, DiskRow, Job, JobState, LimitSetting, Requests, Settings, ShareFigures, State,
+    Client, DiskRow, Job, JobState, LimitSetting, Requests, Resized, Settings, ShareFigures, State,
 };
 use blockyard_control::{Answer, Kind, Object, Problem, invalid};
 use blockyard_disk::{OpKind, Statistics};
@@ -105,6 +105,10 @@ pub fn changed(args: DiskArgs, mut old: Table, keys: Object) -> Answer<(DiskArgs
     Ok((DiskArgs { tls_allow, ..args }.with(&knobs), old))
 }
 
+pub fn resized(size: blockyard_yard::Resized) -> Resized {
+    Resized { old: size.old, new: size.new }
+}
+
 /// Returns an error if a disk cannot grow from `old` to `new` bytes.
 pub fn check_growth(args: &DiskArgs, old: u64, new: u64) -> Answer<()> {
     if args.read_only {
@@ -131,11 +135,11 @@ pub fn row(disk: DiskInfo) -> DiskRow {
         size: disk.capacity,
         read_only: disk.is_read_only,
         exports: disk.ways,
+        paused: disk.paused,
     }
 }
 
 pub fn client(client: &blockyard_export::Client) -> Client {
-        paused: disk.paused,
     let since = client.since.and_then(|since| since.duration_since(UNIX_EPOCH).ok());
     Client {
         description: client.description.clone(),
@@ -170,11 +174,11 @@ pub fn settings(entry: &Entry) -> Settings {
     Settings {
         format: args.format().ok().map(|format| format.to_string()),
         cache: args.cache.to_string(),
+        on_enospc: args.on_enospc.to_string(),
         queues: args.queues,
         group: args.group.clone(),
         weight: args.weight,
         reserve_iops: args.reserve_iops,
-        on_enospc: args.on_enospc.to_string(),
         reserve_bps: args.reserve_bps,
         iops: limit(args.iops),
         iops_read: limit(args.iops_read),

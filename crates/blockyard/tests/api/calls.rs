@@ -1,9 +1,9 @@
 //! Each call: what it answers, and what the server does.
 
-use blockyard_driver::{Plan, Session, SplitRing};
+use blockyard_driver::{Data, Plan, Session, SplitRing, request, status};
 use serde_json::{Value, json};
 
-use crate::common::{SOON, tool, until};
+use crate::common::{SOON, blockyard, tool, until};
 use crate::server::Server;
 
 #[test]
@@ -207,6 +207,41 @@ fn a_raw_disk_grows_and_its_guest_sees_the_size() {
     assert_eq!(resized, json!({ "old": 2 << 20, "new": 4 << 20 }));
     server.good("POST", "/v1/disks", server.keys("ram"));
     server.bad("POST", "/v1/disks/ram/resize", r#"{"size": 2097152}"#, 422);
+}
+
+#[test]
+fn a_qcow2_disk_grows_and_its_guest_sees_the_size() {
+    let server = Server::start();
+    let path = server.folder.join("disk.qcow2");
+    blockyard(["image", "create", "-q", path.to_str().unwrap(), "1M"]).good();
+    let socket = server.folder.join("s");
+    let keys = json!({ "name": "a", "image": path, "vhost-user": socket });
+    server.good("POST", "/v1/disks", keys);
+    let mut session = Session::<SplitRing>::start(&socket, &Plan::default()).unwrap();
+    let mut data = vec![7; 4096];
+    let mut ask = |kind, sector, data_of, bytes: &mut [u8]| {
+        session.queues[0].call(kind, sector, data_of, bytes, SOON).unwrap()
+    };
+    assert_eq!(ask(request::OUT, 8, Data::ToDevice(4096), &mut data), status::OK);
+    // Far beyond what the present L1 table holds. The session stays.
+    let resized = server.good("POST", "/v1/disks/a/resize", json!({ "size": 5u64 << 30 }));
+    assert_eq!(resized, json!({ "old": 1 << 20, "new": 5u64 << 30 }));
+    let far = (5u64 << 30) / 512 - 8;
+    assert_eq!(ask(request::OUT, far, Data::ToDevice(4096), &mut data), status::OK);
+    for (sector, expected) in [(8, 7), (far, 7), (far - 8, 0), (1 << 11, 0)] {
+        let mut bytes = vec![1; 4096];
+        assert_eq!(ask(request::IN, sector, Data::FromDevice(4096), &mut bytes), status::OK);
+        assert!(bytes.iter().all(|byte| *byte == expected), "sector {sector}");
+    }
+    drop(session);
+    let session = Session::<SplitRing>::start(&socket, &Plan::default()).unwrap();
+    assert_eq!(session.link.config.capacity_sectors * 512, 5 << 30);
+    drop(session);
+    let again = server.good("POST", "/v1/disks/a/resize", json!({ "size": 5u64 << 30 }));
+    assert_eq!(again, json!({ "old": 5u64 << 30, "new": 5u64 << 30 }));
+    server.bad("POST", "/v1/disks/a/resize", r#"{"size": 1048576}"#, 422);
+    server.daemon.stop();
+    tool("qemu-img", ["check", path.to_str().unwrap()]).good();
 }
 
 #[test]

@@ -1,21 +1,23 @@
-//! Snapshot, commit and stream: work on a disk's images while guests use the disk. A control thread
+//! Snapshot, commit, stream and resize: work on a disk's images while guests use the disk. A control thread
 //! starts it.
 //!
 //! ```text
 //!   snapshot   keeps the present image as it is; later writes go to a new overlay
 //!   commit     copies the topmost image's data into its backing image, and empties it
 //!   stream     copies the data of all backing images into the topmost image, which then needs none
+//!   resize     grows the topmost image
 //! ```
 //!
 //! In: calls from a thread that is no reactor. They block until the work is done. Out: the disk,
 //! served from another chain of images, or an error and the disk as it was.
 //!
-//! What must hold: a guest sees the same disk before and after, whatever fails, also after a power
-//! cut. Only one such work runs on a disk at a time. The disk is quiesced only to exchange images,
+//! What must hold: a guest sees the same disk before and after, except for its size, whatever fails,
+//! also after a power cut. Only one such work runs on a disk at a time. The disk is quiesced only to exchange images,
 //! and, for a commit, to begin and to copy the last changes ([`crate::quiesce`]).
 
 mod activation;
 mod commit;
+mod resize;
 mod snapshot;
 mod stream;
 
@@ -81,7 +83,7 @@ pub struct WorkError {
 /// Why a snapshot, commit or stream failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Why {
-    #[error("another snapshot, commit or stream of this disk is under way")]
+    #[error("another snapshot, commit, stream or resize of this disk is under way")]
     Busy,
     #[error("the disk is being closed")]
     Ended,

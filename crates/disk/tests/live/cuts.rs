@@ -98,7 +98,7 @@ impl Life {
         }
     }
 
-    /// Runs the load, with some snapshots, commits and streams at the same time.
+    /// Runs the load, with some snapshots, commits, streams and resizes at the same time.
     fn run(&mut self) {
         let stop = Arc::new(AtomicBool::new(false));
         let (sender, ended) = mpsc::channel();
@@ -128,12 +128,18 @@ impl Life {
         close(&self.disk, &self.reactors);
     }
 
-    /// Runs a snapshot, or, if the chain allows it, a commit or a stream.
+    /// Runs a snapshot, or, if the chain allows it, a commit, a stream or a resize.
     fn work(&mut self) {
         let depth = self.disk.source().chain().map_or(1, |chain| chain.layers().len());
-        match self.rng.below(3) {
-            1 if depth > 1 => self.disk.commit(&Work::default()).unwrap(),
+        match self.rng.below(4) {
+            1 if depth > 1 && self.can_commit() => self.disk.commit(&Work::default()).unwrap(),
             2 if depth > 1 => self.disk.stream(&Work::default()).unwrap(),
+            3 if self.disk.source().chain().is_some() => {
+                // Beyond the present L1 table, or not.
+                let more = SECTOR * *self.rng.pick(&[1, 777, 100_000]);
+                self.disk.grow(self.disk.capacity() + more).unwrap();
+                self.disk.refresh_capacity().unwrap().expect("another size");
+            }
             _ => {
                 self.overlays += 1;
                 let overlay = self.scratch.path(&format!("{}.qcow2", self.overlays));
@@ -147,6 +153,12 @@ impl Life {
                     .unwrap();
             }
         }
+    }
+
+    /// A commit needs a backing image that is as large as the disk.
+    fn can_commit(&self) -> bool {
+        let source = self.disk.source();
+        source.chain().is_some_and(|chain| chain.layers()[1].size() >= self.disk.capacity())
     }
 
     /// Goes through the journal, and cuts the power at `cuts` random lines.

@@ -171,3 +171,32 @@ fn a_stream_of_a_disk_that_ignores_flushes_holds_all_data() {
     assert_eq!(backing(&scratch, "top.qcow2"), None);
     judge(&scratch, "top.qcow2", &known);
 }
+
+#[test]
+fn a_qcow2_image_grows_under_load_and_hides_a_longer_backing_image() {
+    for cluster in ["65536", "512"] {
+        let scratch = Scratch::new("grow");
+        // The base has data behind the end of the overlay, which ends within a cluster.
+        let old = SIZE - 1536;
+        std::fs::write(scratch.path("base.raw"), random(SIZE + (1 << 20), 5)).unwrap();
+        let options = format!("cluster_size={cluster}");
+        let (base, top) = (scratch.name("base.raw"), scratch.name("top.qcow2"));
+        let size = old.to_string();
+        qemu_img(&["create", "-f", "qcow2", "-o", &options, "-b", &base, "-F", "raw", &top, &size]);
+        let known = std::fs::read(scratch.path("base.raw")).unwrap()[..old].to_vec();
+        let (disk, reactors) = (scratch.disk("top.qcow2"), [Reactor::start(), Reactor::start()]);
+        let load = Load::start(&reactors, &disk, 1, &known);
+        load.go_on(200);
+        for size in [old + 512, SIZE, SIZE + (3 << 20)] {
+            disk.grow(size as u64).unwrap();
+            assert_eq!(disk.refresh_capacity().unwrap(), Some(size as u64));
+            load.go_on(100);
+        }
+        assert!(disk.grow(SIZE as u64).unwrap_err().to_string().contains("only grow"));
+        let mut known = load.end();
+        known.resize(SIZE + (3 << 20), 0);
+        close(&disk, &reactors);
+        drop(disk);
+        judge(&scratch, "top.qcow2", &known);
+    }
+}

@@ -99,37 +99,62 @@ fn of_raw(file: &Arc<ImageFile>, wanted: NewSize) -> Result<(), ChainError> {
 
 fn of_qcow2(chain: &Arc<Chain>, wanted: NewSize) -> Result<(), ChainError> {
     let chain = chain.clone();
-    on_reactor(|handle| async move {
-        let top = chain.top();
-        let wrong = |error| of_file(&top.file, error);
-        let file = raw_of(&handle, &top.file)?;
-        let data = top.data.as_ref().map(|data| raw_of(&handle, data)).transpose()?;
-        let below = match chain.layers().get(1) {
-            Some(layer) => layer.size(),
-            // The backing file is not open, and may be longer: the new part must hide it.
-            None if chain.cut().is_some() => u64::MAX,
-            None => 0,
-        };
-        if wanted.size > chain.size() && below > chain.size() {
-            hold_the_end(&chain, &handle, file.clone(), data.clone()).await?;
+    on_reactor(|handle| async move { on_closed(&chain, &handle, wanted).await })
+}
+
+impl Chain {
+    /// Returns an error if the topmost image cannot grow to `size` while it is in use.
+    pub fn may_grow(&self, size: u64) -> Result<(), ChainError> {
+        let top = self.top();
+        let refuse =
+            |what: &str| Err(of_file(&top.file, ImageError::refused("disk to be resized", what)));
+        match top.format {
+            _ if size < self.size() => refuse("it can only grow"),
+            Format::Qcow2 => Ok(()),
+            Format::Raw => refuse("grow its file or device, and refresh the disk"),
+            Format::Cow => refuse("a cow file has the size of its backing file"),
         }
-        let resize = Resize { size: wanted.size, shrink: wanted.shrink, below };
-        resize::resize(&file, data.as_ref(), resize).await.map_err(wrong)?;
-        if wanted.size > chain.size() && wanted.preallocation != Preallocation::Off {
-            let header = Header::read(&file).await.map_err(wrong)?;
-            let image = Qcow2::open(header, file, data, &keeping()).await.map_err(wrong)?;
-            // The cluster with the old end may need the chain's data; the following ones only the
-            // image's.
-            let start = chain.size().next_multiple_of(image.shared().shape().cluster_size());
-            let image = Image::new(vec![Layer::Qcow2(image)], false);
-            let taken = allocate(&image, start..wanted.size, wanted.preallocation).await;
-            let closed = image.close().await;
-            taken.and(closed).map_err(|e| {
-                wrong(ImageError::io("qcow2 image", None, "allocating space for the new part", e))
-            })?;
-        }
-        Ok(())
-    })
+    }
+
+    /// Grows the topmost image, durably. It must be closed, with no request in flight.
+    pub async fn grow_top(self: &Arc<Self>, handle: &Handle, size: u64) -> Result<(), ChainError> {
+        self.may_grow(size)?;
+        let wanted = NewSize { size, shrink: false, preallocation: Preallocation::Off };
+        on_closed(self, handle, wanted).await
+    }
+}
+
+/// Resizes a qcow2 image that is closed.
+async fn on_closed(chain: &Arc<Chain>, handle: &Handle, wanted: NewSize) -> Result<(), ChainError> {
+    let top = chain.top();
+    let wrong = |error| of_file(&top.file, error);
+    let file = raw_of(handle, &top.file)?;
+    let data = top.data.as_ref().map(|data| raw_of(handle, data)).transpose()?;
+    let below = match chain.layers().get(1) {
+        Some(layer) => layer.size(),
+        // The backing file is not open, and may be longer: the new part must hide it.
+        None if chain.cut().is_some() => u64::MAX,
+        None => 0,
+    };
+    if wanted.size > chain.size() && below > chain.size() {
+        hold_the_end(chain, handle, file.clone(), data.clone()).await?;
+    }
+    let resize = Resize { size: wanted.size, shrink: wanted.shrink, below };
+    resize::resize(&file, data.as_ref(), resize).await.map_err(wrong)?;
+    if wanted.size > chain.size() && wanted.preallocation != Preallocation::Off {
+        let header = Header::read(&file).await.map_err(wrong)?;
+        let image = Qcow2::open(header, file, data, &keeping()).await.map_err(wrong)?;
+        // The cluster with the old end may need the chain's data; the following ones only the
+        // image's.
+        let start = chain.size().next_multiple_of(image.shared().shape().cluster_size());
+        let image = Image::new(vec![Layer::Qcow2(image)], false);
+        let taken = allocate(&image, start..wanted.size, wanted.preallocation).await;
+        let closed = image.close().await;
+        taken.and(closed).map_err(|e| {
+            wrong(ImageError::io("qcow2 image", None, "allocating space for the new part", e))
+        })?;
+    }
+    Ok(())
 }
 
 /// Copies the cluster in which the disk ends to the image, if only a backing image holds it. The
