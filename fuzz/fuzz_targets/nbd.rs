@@ -58,8 +58,14 @@ fn world() -> &'static World {
         let mut offers = Vec::new();
         for (name, read_only) in [("disk", false), ("ro", true)] {
             let (name, serial, cache) = (name.to_string(), "fuzz".into(), CacheMode::None);
-            let options =
-                DiskOptions { name: name.clone(), serial, read_only, cache, filters: Vec::new() };
+            let options = DiskOptions {
+                name: name.clone(),
+                serial,
+                read_only,
+                cache,
+                filters: Vec::new(),
+                on_enospc: Default::default(),
+            };
             let image = if read_only { holes.clone() } else { "ram:1M".into() };
             let image =
                 ChainOptions { read_only, format: Some(Format::Raw), ..ChainOptions::new(image) };

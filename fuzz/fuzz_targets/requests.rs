@@ -34,6 +34,7 @@ fn world() -> &'static World {
             read_only: false,
             cache: CacheMode::None,
             filters: Vec::new(),
+            on_enospc: Default::default(),
         };
         let disk = Arc::new(Disk::new(options, Source::open(&open).unwrap()));
         let device = DeviceState { disk, write_back: AtomicBool::new(true), log: Log::default() };

@@ -38,6 +38,7 @@ fn world() -> &'static World {
             read_only: false,
             cache: CacheMode::None,
             filters: Vec::new(),
+            on_enospc: Default::default(),
         };
         let disk =
             Arc::new(Disk::new(options, Source::open(&ChainOptions::new("ram:1M")).unwrap()));

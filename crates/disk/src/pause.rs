@@ -12,11 +12,11 @@
 //! The host has refused such a request before it changed anything that counts: so it can run again.
 
 use std::cell::{Cell, RefCell};
+use std::fmt;
 use std::future::poll_fn;
 use std::str::FromStr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Poll, Waker};
-use std::{fmt, io};
 
 /// What happens to a request if the host has no space for it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

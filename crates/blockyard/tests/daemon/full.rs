@@ -58,7 +58,10 @@ impl Case {
         std::fs::write(mount.0.join("filler"), vec![1; SIZE]).unwrap();
         let api = folder.join("api");
         let fixed = ["--name", "disk", "--cache", "writeback", "--api", api.to_str().unwrap()];
-        let daemon = Daemon::serve(&path, &folder.join("s"), &[&fixed[..], options].concat());
+        // A snapshot may be elsewhere.
+        let folders = ["--backing-folder", mount.0.to_str().unwrap()];
+        let options = [&fixed[..], &folders, options].concat();
+        let daemon = Daemon::serve(&path, &folder.join("s"), &options);
         Case { daemon, folder, mount }
     }
 
