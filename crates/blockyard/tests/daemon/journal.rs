@@ -19,16 +19,20 @@ const BLOCK: usize = 4096;
 const SECTORS: u64 = 8;
 
 /// A folder on tmpfs. Dropping it removes it.
-struct StateFolder(PathBuf);
+pub struct StateFolder(PathBuf);
 
 impl StateFolder {
-    fn new() -> Self {
+    pub fn new() -> Self {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         StateFolder(format!("/dev/shm/by-journal-{}-{number}", std::process::id()).into())
     }
 
-    fn journals(&self) -> usize {
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+
+    pub fn journals(&self) -> usize {
         std::fs::read_dir(&self.0).map_or(0, Iterator::count)
     }
 }

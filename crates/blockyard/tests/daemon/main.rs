@@ -15,6 +15,8 @@
 //!   chains       qcow2 and backing images
 //!   exchange     front ends connect, disconnect and die during an exchange of images
 //!   full         a host without space, and disks that wait for it
+//!   journal      a killed server loses no answered write of an image with metadata
+//!   killed       kills during resize, snapshot, commit and stream
 //!   load         queues on reactors, filters, statistics
 //!   remote       images on an NBD server that dies and comes back
 //!   second       a front end that connects while another one is connected
@@ -36,10 +38,11 @@ mod cache;
 mod chains;
 mod ending;
 mod exchange;
+mod full;
 mod hosts;
 mod idle;
 mod journal;
-mod full;
+mod killed;
 mod load;
 mod locks;
 mod many;

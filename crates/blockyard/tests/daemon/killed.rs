@@ -1,0 +1,218 @@
+//! A server that is killed during a resize, snapshot, commit or stream, under verified load. The
+//! next server finds the disk as it was before or as it is after, with each answered write.
+//!
+//! The kills come at moments that a generator chooses, so some come before the work begins or after
+//! its end. `BLOCKYARD_KILLS=N` sets the number of kills for each kind of work.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use blockyard_bench::client::workload::Pattern;
+use blockyard_bench::client::{LoadOptions, measure};
+use blockyard_storage::sim::Rng;
+use serde_json::Value;
+
+use crate::common::{BLOCKYARD, Daemon, Folder, SOON, blockyard, tool};
+use crate::guest::pattern;
+use crate::journal::StateFolder;
+
+const MIB: u64 = 1 << 20;
+const SIZE: u64 = 24 * MIB;
+/// Kills of an ordinary run, for each kind of work.
+const KILLS: u64 = 4;
+/// Kills come at most this long after the begin of the work.
+const LATEST: u64 = 40_000;
+
+/// A qcow2 overlay of a raw base, served with an API.
+struct Server {
+    folder: Folder,
+    state: StateFolder,
+    /// The images that the disk has had on top, the present one last.
+    images: Vec<PathBuf>,
+    daemon: Option<Daemon>,
+    overlays: u32,
+}
+
+impl Server {
+    fn new() -> Self {
+        let folder = Folder::new();
+        let base = folder.join("base.img");
+        std::fs::write(&base, pattern(77, SIZE as usize)).unwrap();
+        let image = folder.join("0.qcow2");
+        let top = image.to_str().unwrap();
+        blockyard(["image", "create", "-q", "-F", "raw", "-b", "base.img", top]).good();
+        let state = StateFolder::new();
+        let images = vec![image];
+        let mut server = Server { folder, state, images, daemon: None, overlays: 0 };
+        server.start();
+        server
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.folder.join("s")
+    }
+
+    /// Starts a server. It follows the record of an overlay that the last one has put on the image,
+    /// as an operator does.
+    fn start(&mut self) {
+        let begin = std::time::Instant::now();
+        loop {
+            let mut command = Command::new(BLOCKYARD);
+            command
+                .arg("serve")
+                .arg(self.images.last().unwrap())
+                .arg("--vhost-user")
+                .arg(self.socket());
+            command.args(["--name", "disk", "--state-folder"]).arg(self.state.path());
+            let mut daemon = Daemon::start(command.arg("--api").arg(self.folder.join("api")));
+            if daemon.became_ready() {
+                self.daemon = Some(daemon);
+                return;
+            }
+            let log = daemon.log();
+            assert!(begin.elapsed() < SOON, "it does not start: {log}");
+            match log.split_once("has put overlay ") {
+                Some((_, rest)) => self.images.push(rest.split(' ').next().unwrap().into()),
+                None => assert!(log.contains("is in use by"), "not about a lock: {log}"),
+            }
+        }
+    }
+
+    fn kill(&mut self) {
+        self.daemon.take().unwrap().kill();
+    }
+
+    fn ctl(&self, command: &[&str]) -> Command {
+        let mut ctl = Command::new(BLOCKYARD);
+        ctl.arg("ctl").arg("--api").arg(self.folder.join("api")).args(command);
+        ctl
+    }
+
+    fn good(&self, command: &[&str]) {
+        let done = self.ctl(command).output().unwrap();
+        assert!(done.status.success(), "{command:?}: {}", String::from_utf8_lossy(&done.stderr));
+    }
+
+    /// Begins a command that may fail, because the server is killed.
+    fn begin(&self, command: &[&str]) -> Child {
+        self.ctl(command).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
+    }
+
+    fn next_overlay(&mut self) -> PathBuf {
+        self.overlays += 1;
+        self.folder.join(format!("{}.qcow2", self.overlays))
+    }
+
+    fn snapshot(&mut self) {
+        let overlay = self.next_overlay();
+        self.good(&["snapshot", "disk", overlay.to_str().unwrap()]);
+        self.images.push(overlay);
+    }
+
+    fn size(&self) -> u64 {
+        let done = self.ctl(&["--json", "list"]).output().unwrap();
+        let list: Value = serde_json::from_slice(&done.stdout).unwrap();
+        list["disks"][0]["size"].as_u64().unwrap()
+    }
+
+    /// Begins the work of a round.
+    fn work(&mut self, kind: &str) -> Child {
+        match kind {
+            "resize" => {
+                // Also beyond what the present L1 table holds.
+                let size = (self.size() * 3 / 2).next_multiple_of(512).to_string();
+                self.begin(&["resize", "disk", &size])
+            }
+            "snapshot" => {
+                let overlay = self.next_overlay();
+                self.begin(&["snapshot", "disk", overlay.to_str().unwrap()])
+            }
+            "stream" => {
+                self.snapshot();
+                self.begin(&["stream", "disk"])
+            }
+            _ => self.begin(&["commit", "disk"]),
+        }
+    }
+}
+
+/// Ends the load, also if the test fails.
+struct Over<'a>(&'a AtomicBool);
+
+impl Drop for Over<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+fn is_clean(image: &Path) {
+    tool("qemu-img", ["check", image.to_str().unwrap()]).good();
+}
+
+fn killed_during(kind: &str) {
+    let kills = std::env::var("BLOCKYARD_KILLS")
+        .map_or(KILLS, |text| text.parse().expect("BLOCKYARD_KILLS is a number"));
+    let (mut server, mut rng) = (Server::new(), Rng::new(kind.len() as u64));
+    let load = LoadOptions {
+        rw: Pattern::Randrw,
+        depth: 16,
+        size: Some(SIZE),
+        runtime: 3600.0,
+        flush_every: 200,
+        verify: true,
+        reconnect: true,
+        ..LoadOptions::for_socket(server.socket())
+    };
+    let report = std::thread::scope(|scope| {
+        let client = scope.spawn(|| measure(&load));
+        let over = Over(&load.over);
+        for _ in 0..kills {
+            server.daemon.as_ref().unwrap().until_served("write", "");
+            assert!(!client.is_finished(), "the load ended early");
+            let before = server.size();
+            let mut work = server.work(kind);
+            std::thread::sleep(Duration::from_micros(rng.below(LATEST)));
+            server.kill();
+            work.wait().unwrap();
+            server.start();
+            let after = server.size();
+            let grown = (before * 3 / 2).next_multiple_of(512);
+            assert!(after == before || kind == "resize" && after == grown, "{before}, {after}");
+        }
+        // The work succeeds after all.
+        server.daemon.as_ref().unwrap().until_served("write", "");
+        assert!(server.work(kind).wait().unwrap().success(), "{kind}");
+        server.daemon.as_ref().unwrap().until_served("write", "");
+        drop(over);
+        client.join().unwrap().unwrap()
+    });
+    assert_eq!((report.errors, report.first_error, report.reconnects), (0, None, kills));
+    assert!(report.verified_blocks > 500, "{} blocks: no load", report.verified_blocks);
+    server.daemon.take().unwrap().stop();
+    assert_eq!(server.state.journals(), 0, "a journal is left after a clean end");
+    server.images.iter().for_each(|image| is_clean(image));
+    let base = std::fs::read(server.folder.join("base.img")).unwrap();
+    assert!(kind == "commit" || base == pattern(77, SIZE as usize), "the base was changed");
+}
+
+#[test]
+fn a_kill_during_a_resize_leaves_the_old_size_or_the_new_one() {
+    killed_during("resize");
+}
+
+#[test]
+fn a_kill_during_a_snapshot_leaves_the_image_or_its_overlay() {
+    killed_during("snapshot");
+}
+
+#[test]
+fn a_kill_during_a_commit_loses_no_answered_write() {
+    killed_during("commit");
+}
+
+#[test]
+fn a_kill_during_a_stream_loses_no_answered_write() {
+    killed_during("stream");
+}
