@@ -60,6 +60,7 @@ fuzz_target!(|data: &[u8]| {
         packed: shape.packed,
         event_idx: shape.event_idx,
         inflight: None,
+        is_base_lost: false,
         is_base_valid: false,
         kick: None,
         in_band: true,

@@ -24,7 +24,7 @@ use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 
-use crate::Listener;
+use crate::{Listener, custody};
 
 /// Number of the eventfd that ends the thread. Listeners have other numbers.
 const WAKE: u64 = 0;
@@ -95,14 +95,34 @@ impl Acceptor {
         listener: Listener,
         on_client: impl Fn(Entrance) -> io::Result<()> + Send + 'static,
     ) -> io::Result<Registration> {
-        let (shared, listener) = (self.shared.clone(), Arc::new(listener));
+        self.add(Arc::new(listener), on_client, FLAGS)
+    }
+
+    /// Like `register`, for a listener whose client has come in already.
+    pub fn register_entered(
+        &self,
+        listener: Listener,
+        on_client: impl Fn(Entrance) -> io::Result<()> + Send + 'static,
+    ) -> io::Result<(Registration, Entrance)> {
+        let listener = Arc::new(listener);
+        let registration = self.add(listener.clone(), on_client, EventFlags::ONESHOT)?;
+        let (shared, number) = (self.shared.clone(), registration.number);
+        Ok((registration, Entrance { shared, number, listener }))
+    }
+
+    fn add(
+        &self,
+        listener: Arc<Listener>,
+        on_client: impl Fn(Entrance) -> io::Result<()> + Send + 'static,
+        flags: EventFlags,
+    ) -> io::Result<Registration> {
+        let shared = self.shared.clone();
         let number = shared.next.fetch_add(1, Ordering::Relaxed);
         let door = Door { listener: listener.clone(), on_client: Box::new(on_client) };
         shared.doors().insert(number, door);
         let registration = Registration { shared, number, listener };
         for socket in registration.listener.sockets() {
-            let (data, flags) = (EventData::new_u64(number), FLAGS);
-            epoll::add(&registration.shared.epoll, socket, data, flags)?;
+            epoll::add(&registration.shared.epoll, socket, EventData::new_u64(number), flags)?;
         }
         Ok(registration)
     }
@@ -127,6 +147,8 @@ impl Shared {
     }
 
     fn run(self: &Arc<Self>) {
+        // A server that takes over accepts nobody before it is the owner of the sockets.
+        custody::decided();
         let mut events = Vec::with_capacity(EVENTS);
         while !self.stop.load(Ordering::SeqCst) {
             events.clear();
@@ -167,6 +189,12 @@ impl Drop for Registration {
             let _ = epoll::delete(&self.shared.epoll, socket);
         }
         drop(door);
+    }
+}
+
+impl Registration {
+    pub fn listener(&self) -> &Arc<Listener> {
+        &self.listener
     }
 }
 

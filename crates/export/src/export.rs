@@ -2,7 +2,16 @@
 
 use std::path::PathBuf;
 
+use blockyard_ring::parcel::Parcel;
+
 use crate::client::Client;
+
+/// What the next server needs to continue an export.
+pub struct Handed {
+    /// The protocol, such as `vhost-user`.
+    pub kind: &'static str,
+    pub parcel: Parcel,
+}
 
 /// One disk, served by one protocol, from its start until `stop` or drop.
 ///
@@ -15,6 +24,19 @@ pub trait Export: Send {
     /// Stops the export: takes no more requests, and answers the requests that were taken. Requests
     /// that wait for a throttle are admitted at once. A second call does nothing.
     fn stop(&mut self);
+
+    /// Returns why the export cannot be handed over to another server, if it cannot.
+    fn obstacle(&self) -> Option<String> {
+        None
+    }
+
+    /// Stops the export like `stop`, but keeps the connections of its clients for another server.
+    /// Returns `None` if the export has nothing that another server could continue. Then its
+    /// clients connect again.
+    fn hand_over(&mut self) -> Option<Handed> {
+        self.stop();
+        None
+    }
 
     /// Restricts new connections to clients whose certificate has one of these names. An
     /// empty list admits every client. Exports without certificates ignore this.

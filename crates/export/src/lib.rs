@@ -10,6 +10,7 @@
 mod acceptor;
 mod budget;
 mod client;
+pub mod custody;
 mod descriptors;
 mod ending;
 mod export;
@@ -28,7 +29,7 @@ pub mod xen;
 
 pub use client::Client;
 pub use ending::{close, sync};
-pub use export::Export;
+pub use export::{Export, Handed};
 pub use listener::{Listener, SocketError};
 pub use policy::PolicyFigures;
 pub use policy::polling::PollMode;

@@ -10,12 +10,18 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use blockyard_ring::inherited::Claim;
+use blockyard_ring::parcel::Parcel;
 use blockyard_ring::rights;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use rustix::net::SocketFlags;
+use serde::{Deserialize, Serialize};
+
+use crate::custody;
+use crate::vhost_user::handed::{Packed, Unpacked};
 
 /// Reasons why the server cannot listen on a socket or address.
 #[derive(Debug, thiserror::Error)]
@@ -50,9 +56,68 @@ pub struct Listener {
     made: Option<(PathBuf, (u64, u64))>,
     /// The claim on an inherited socket, held until drop.
     _claim: Option<Claim>,
+    /// Drop leaves the socket file, because another server continues to listen.
+    keeps_file: AtomicBool,
+}
+
+/// A listener in a parcel for the next server.
+#[derive(Serialize, Deserialize)]
+pub struct WireListener {
+    sockets: Vec<usize>,
+    /// Path, device and inode of the socket file that a server has created.
+    made: Option<(PathBuf, u64, u64)>,
 }
 
 impl Listener {
+    /// Adds the sockets to a parcel.
+    pub(crate) fn pack(&self, fds: &mut Packed) -> io::Result<WireListener> {
+        let sockets = self.sockets.iter().map(|socket| fds.put(socket)).collect::<Result<_, _>>()?;
+        let made = self.made.as_ref().map(|(path, (dev, ino))| (path.clone(), *dev, *ino));
+        Ok(WireListener { sockets, made })
+    }
+
+    /// Continues to listen on the sockets of another server.
+    pub(crate) fn unpack(wire: WireListener, fds: &mut Unpacked) -> io::Result<Self> {
+        let sockets = wire.sockets.into_iter().map(|place| fds.take(place));
+        let made = wire.made.map(|(path, dev, ino)| (path, (dev, ino)));
+        Ok(Self::of(sockets.collect::<Result<_, _>>()?, made, None))
+    }
+
+    /// Returns a parcel with this listener alone.
+    pub fn to_parcel(&self) -> io::Result<Parcel> {
+        let mut fds = Packed::default();
+        let wire = self.pack(&mut fds)?;
+        fds.seal(&wire)
+    }
+
+    /// Reads a parcel of [`Listener::to_parcel`].
+    pub fn from_parcel(parcel: Parcel) -> io::Result<Self> {
+        Self::unpack(serde_json::from_slice(&parcel.bytes)?, &mut Unpacked::new(parcel.fds))
+    }
+
+    /// Makes drop leave the socket file, because another server continues to listen.
+    pub(crate) fn keep_file(&self) {
+        self.keeps_file.store(true, Ordering::Relaxed);
+    }
+
+    /// Makes drop remove the socket file again.
+    pub(crate) fn remove_file(&self) {
+        self.keeps_file.store(false, Ordering::Relaxed);
+    }
+
+    /// Returns the path of the socket file, if a server has created it.
+    pub fn path(&self) -> Option<&Path> {
+        self.made.as_ref().map(|(path, _)| path.as_path())
+    }
+
+    fn of(
+        sockets: Vec<OwnedFd>,
+        made: Option<(PathBuf, (u64, u64))>,
+        claim: Option<Claim>,
+    ) -> Self {
+        Listener { sockets, made, _claim: claim, keeps_file: AtomicBool::new(false) }
+    }
+
     /// Listens at `path`. If a socket file exists but no server listens on it, because its server
     /// was killed, replaces the file.
     pub fn bind(path: &Path) -> Result<Self, SocketError> {
@@ -82,7 +147,7 @@ impl Listener {
             _ => SocketError::Listen { path: owned(), source },
         })?;
         let made = identity(path).map(|file| (owned(), file));
-        Ok(Listener { sockets: vec![listener.into()], made, _claim: None })
+        Ok(Self::of(vec![listener.into()], made, None))
     }
 
     /// Listens on TCP, on every address of the host name `host`. An empty name or `*` means all
@@ -94,7 +159,7 @@ impl Listener {
             let any = TcpListener::bind((Ipv6Addr::UNSPECIFIED, port));
             let any =
                 any.or_else(|_| TcpListener::bind((Ipv4Addr::UNSPECIFIED, port))).map_err(wrong)?;
-            return Ok(Listener { sockets: vec![any.into()], made: None, _claim: None });
+            return Ok(Self::of(vec![any.into()], None, None));
         }
         let addresses: Vec<SocketAddr> = (host, port).to_socket_addrs().map_err(wrong)?.collect();
         let mut sockets = Vec::new();
@@ -111,7 +176,7 @@ impl Listener {
         if sockets.is_empty() {
             Err(wrong(failed))
         } else {
-            Ok(Listener { sockets, made: None, _claim: None })
+            Ok(Self::of(sockets, None, None))
         }
     }
 
@@ -119,7 +184,7 @@ impl Listener {
     pub fn inherited((fd, claim): (OwnedFd, Claim)) -> Self {
         // Another process may accept a client first, so `accept` must not block.
         let _ = rustix::io::ioctl_fionbio(&fd, true);
-        Listener { sockets: vec![fd], made: None, _claim: Some(claim) }
+        Self::of(vec![fd], None, Some(claim))
     }
 
     /// Returns the listening sockets.
@@ -137,22 +202,28 @@ impl Listener {
     /// Waits for a connection. Returns `None` if `wake` was signalled, or if the client has
     /// disconnected already.
     pub fn accept(&self, wake: BorrowedFd<'_>) -> io::Result<Option<OwnedFd>> {
-        self.accept_or(Some(PollFd::from_borrowed_fd(wake, PollFlags::IN)), None)
+        self.accept_unless(&[wake])
+    }
+
+    /// Like `accept`, with several descriptors that end the wait.
+    pub fn accept_unless(&self, wakes: &[BorrowedFd<'_>]) -> io::Result<Option<OwnedFd>> {
+        self.accept_or(wakes, None)
     }
 
     /// Accepts a connection without waiting. Returns `None` if there is none, or if the client has
     /// disconnected already.
     pub fn accept_now(&self) -> io::Result<Option<OwnedFd>> {
-        self.accept_or(None, Some(&Timespec::default()))
+        self.accept_or(&[], Some(&Timespec::default()))
     }
 
     fn accept_or(
         &self,
-        wake: Option<PollFd<'_>>,
+        wakes: &[BorrowedFd<'_>],
         limit: Option<&Timespec>,
     ) -> io::Result<Option<OwnedFd>> {
         let sockets = self.sockets.iter().map(|socket| PollFd::new(socket, PollFlags::IN));
-        let mut fds: Vec<_> = sockets.chain(wake).collect();
+        let wakes = wakes.iter().map(|wake| PollFd::from_borrowed_fd(*wake, PollFlags::IN));
+        let mut fds: Vec<_> = sockets.chain(wakes).collect();
         match rustix::event::poll(&mut fds, limit) {
             Ok(_) | Err(Errno::INTR) => {}
             Err(e) => return Err(e.into()),
@@ -189,7 +260,9 @@ impl Listener {
 impl Drop for Listener {
     fn drop(&mut self) {
         // Another server may have replaced the file already.
-        if let Some((path, file)) = &self.made
+        if !self.keeps_file.load(Ordering::Relaxed)
+            && custody::is_owner()
+            && let Some((path, file)) = &self.made
             && identity(path) == Some(*file)
         {
             let _ = std::fs::remove_file(path);

@@ -102,6 +102,7 @@ impl Guest {
             packed: false,
             event_idx: false,
             inflight: None,
+            is_base_lost: false,
             is_base_valid: false,
             kick: None,
             in_band: true,

@@ -8,6 +8,7 @@
 //!   file       files and block devices over io_uring    policy    which writes bypass io_uring
 //!   socket     connected sockets over io_uring          ublk      ublk devices: control, queues
 //!   rights     descriptors received over Unix sockets (SCM_RIGHTS)
+//!   parcel     bytes and descriptors for the next server
 //!   memory     guest memory: regions, slices, bounds    segments  an iovec, and its memory's owner
 //!   buffers    guest memory registered with io_uring    fault     SIGBUS in shared memory
 //!   mapper     which files of front ends are mapped     quota     limits on the mapped bytes
@@ -53,6 +54,7 @@ pub mod memory;
 mod meter;
 pub mod nbd_device;
 mod operation;
+pub mod parcel;
 mod policy;
 mod pulse;
 mod quota;

@@ -48,7 +48,41 @@ struct State {
     got: usize,
 }
 
+/// What a back channel is, for the next server.
+pub struct Owed {
+    pub socket: OwnedFd,
+    pub acknowledged: bool,
+    /// Number of acknowledgements that the front end has not sent yet.
+    pub owed: u32,
+    /// Bytes of the next acknowledgement that have arrived.
+    pub begun: Vec<u8>,
+}
+
 impl BackChannel {
+    /// Returns the state of the channel. Returns `None` if the front end has closed it, or if the
+    /// process has no free descriptor.
+    pub fn owed(&self) -> Option<Owed> {
+        let state = self.state.lock().unwrap_or_else(|e| e.into_inner());
+        Some(Owed {
+            socket: state.socket.as_ref()?.try_clone().ok()?,
+            acknowledged: self.acknowledged,
+            owed: state.owed,
+            begun: state.reply[..state.got].to_vec(),
+        })
+    }
+
+    /// Continues the channel of another server.
+    pub fn continued(owed: Owed) -> Self {
+        let channel = BackChannel::new(owed.socket, owed.acknowledged);
+        let mut state = channel.state.lock().unwrap_or_else(|e| e.into_inner());
+        state.owed = owed.owed;
+        state.got = owed.begun.len().min(REPLY_LEN - 1);
+        let got = state.got;
+        state.reply[..got].copy_from_slice(&owed.begun[..got]);
+        drop(state);
+        channel
+    }
+
     /// `acknowledged`: the front end acknowledges messages (VHOST_USER_PROTOCOL_F_REPLY_ACK).
     pub fn new(socket: OwnedFd, acknowledged: bool) -> Self {
         let state = State { socket: Some(socket), owed: 0, reply: [0; REPLY_LEN], got: 0 };

@@ -13,11 +13,15 @@
 mod caller;
 mod channel;
 mod config;
+mod conversation;
+pub(crate) mod handed;
+mod handover;
 mod inflight;
 mod memory;
 mod messages;
 mod migration;
 mod notify;
+mod own_region;
 mod pin;
 mod placement;
 mod queue;
@@ -31,6 +35,8 @@ mod waiting;
 mod write_cache;
 
 use std::io;
+use std::net::Shutdown;
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -38,11 +44,13 @@ use std::time::{Duration, Instant};
 
 use blockyard_disk::{Disk, LocalDisk, Store};
 use blockyard_ring::Mapper;
+use blockyard_ring::parcel::Parcel;
 use rustix::event::{PollFd, PollFlags, Timespec};
-use vhost::vhost_user::{BackendReqHandler, Error};
 
 pub use crate::policy::notify::Coalesce;
 pub use config::QueueShape;
+pub use handed::{Before, HandedSocket};
+pub use handover::KIND;
 
 /// Internal parts, for fuzzing and for tests without a front end. They are no stable interface.
 #[doc(hidden)]
@@ -57,11 +65,10 @@ pub mod parts {
 
 use crate::acceptor::{Entrance, Registration};
 use crate::log::Log;
-use crate::{Client, Export, Listener, PollMode, Reactors};
+use crate::{Client, Export, Handed, Listener, PollMode, Reactors, custody};
 use channel::BackChannel;
+use conversation::{Conversation, Disconnect, Leaving};
 use queue::{DeviceState, QueueHandle};
-use session::Session;
-use socket::Next;
 use state::SessionState;
 use waiting::{FrontEnd, Waiting};
 
@@ -103,6 +110,10 @@ pub struct Shared {
     /// The connection of the current front end.
     connection: Mutex<Option<Connection>>,
     stop: AtomicBool,
+    /// The export stops because another server continues it.
+    handing_over: AtomicBool,
+    /// What the thread has released for the other server.
+    released: Mutex<Option<io::Result<Parcel>>>,
     threads: Threads,
     /// Number of current waits of the session for reactors or storage. The front end cannot prolong
     /// such a wait.
@@ -112,6 +123,8 @@ pub struct Shared {
 struct Connection {
     /// A copy of the socket, used to interrupt the session's reads.
     stream: UnixStream,
+    /// An eventfd that interrupts the session's wait for messages.
+    wake: Arc<OwnedFd>,
     client: Client,
 }
 
@@ -238,14 +251,17 @@ impl Export for VhostUser {
         }
         // Requests in flight must not wait for throttles any more.
         self.export.each_served(LocalDisk::suspend);
-        if let Some(Connection { stream, .. }) = &*lock(&self.export.connection) {
+        if let Some(Connection { stream, wake, .. }) = &*lock(&self.export.connection) {
+            ring(wake);
             // The session ends after its current message. The session still sends the reply to that
             // message if the socket has room for it. If the socket has no room, the front end does
             // not read. Then the session may be blocked in a write, so the write half is shut down
             // too.
-            let half =
-                if has_room(stream) { std::net::Shutdown::Read } else { std::net::Shutdown::Both };
-            let _ = stream.shutdown(half);
+            // Another server may have the same connection: it must stay then.
+            if custody::is_owner() {
+                let half = if has_room(stream) { Shutdown::Read } else { Shutdown::Both };
+                let _ = stream.shutdown(half);
+            }
         }
         if self.ends() {
             self.export.each_served(LocalDisk::resume);
@@ -259,6 +275,14 @@ impl Export for VhostUser {
         device.log.warn(device.disk.name(), None, what);
         QueueHandle::stop_all(device, &self.export.reactors);
         self.export.each_served(LocalDisk::resume);
+    }
+
+    fn obstacle(&self) -> Option<String> {
+        handover::obstacle(self)
+    }
+
+    fn hand_over(&mut self) -> Option<Handed> {
+        handover::hand_over(self)
     }
 
     fn clients(&self) -> Vec<Client> {
@@ -290,6 +314,8 @@ impl Shared {
             channel: Mutex::new(None),
             connection: Mutex::new(None),
             stop: AtomicBool::new(false),
+            handing_over: AtomicBool::new(false),
+            released: Mutex::new(None),
             threads: Threads::default(),
             own_waits: AtomicU32::new(0),
         }))
@@ -333,8 +359,24 @@ fn has_room(connection: &UnixStream) -> bool {
     fds[0].revents().contains(PollFlags::OUT)
 }
 
+/// Interrupts a session's wait for messages.
+fn ring(wake: &OwnedFd) {
+    let _ = rustix::io::write(wake, &1u64.to_ne_bytes());
+}
+
 /// Starts the thread that serves the front ends which have connected.
 fn begin(export: &Arc<Shared>, entrance: Entrance) -> io::Result<()> {
+    begin_with(export, entrance, None, Vec::new())
+}
+
+/// Like `begin`. `first`: a session of another server that continues. `waiting`: front ends that
+/// have connected to that server and were not served.
+fn begin_with(
+    export: &Arc<Shared>,
+    entrance: Entrance,
+    first: Option<Conversation>,
+    waiting: Vec<FrontEnd>,
+) -> io::Result<()> {
     let (served, running) = (export.clone(), Running::new(export));
     let name = format!("vhost {}", export.device.disk.name());
     let started = std::thread::Builder::new()
@@ -343,7 +385,8 @@ fn begin(export: &Arc<Shared>, entrance: Entrance) -> io::Result<()> {
         .spawn(move || {
             // Dropped last. `stop` may return then.
             let _running = running;
-            serve_all(&served, &entrance);
+            let waiting = Waiting::new(&served, entrance.listener(), waiting);
+            serve_all(&served, first, waiting);
             drop(entrance);
         });
     started.map(drop).inspect_err(|e| {
@@ -353,27 +396,38 @@ fn begin(export: &Arc<Shared>, entrance: Entrance) -> io::Result<()> {
 }
 
 /// Serves front ends until none is connected.
-fn serve_all(export: &Arc<Shared>, entrance: &Entrance) {
+fn serve_all(export: &Arc<Shared>, first: Option<Conversation>, mut waiting: Waiting<'_>) {
     let (disk, log) = (export.device.disk.name(), &export.device.log);
-    let mut waiting = Waiting::new(export, entrance.listener());
+    let report = |ended: Result<Option<Leaving>, Disconnect>| match ended {
+        Ok(Some(leaving)) => return Some(leaving),
+        Ok(None) => {
+            log.info(disk, None, format_args!("the front end disconnected; listening again"));
+            None
+        }
+        Err(e) => {
+            let what = format_args!("disconnected the front end: {e}; listening again");
+            log.warn(disk, None, what);
+            None
+        }
+    };
+    // The state of a session that another server has released is true until this server reads
+    // messages. So none is read before it is decided which of them goes on.
+    let is_owner = first.is_none() || custody::decided();
+    let mut leaving = None;
+    if let Some(conversation) = first {
+        if !is_owner {
+            export.stop.store(true, Ordering::SeqCst);
+        }
+        leaving = report(conversation.run(export, &mut waiting));
+    }
     while !export.stop.load(Ordering::SeqCst) {
         match waiting.next() {
             Ok(Some(client)) => {
                 log.info(disk, None, format_args!("a front end connected"));
-                match serve(export, client, &mut waiting) {
-                    Ok(()) => log.info(
-                        disk,
-                        None,
-                        format_args!("the front end disconnected; listening again"),
-                    ),
-                    Err(e) => log.warn(
-                        disk,
-                        None,
-                        format_args!("disconnected the front end: {e}; listening again"),
-                    ),
-                }
+                let begun = Conversation::begin(export, client);
+                leaving = report(begun.and_then(|begun| begun.run(export, &mut waiting)));
             }
-            Ok(None) => return,
+            Ok(None) => break,
             Err(e) => {
                 // Most likely the process has no free descriptor. Retry after a pause.
                 log.warn(disk, None, format_args!("cannot accept a front end: {e}"));
@@ -381,85 +435,13 @@ fn serve_all(export: &Arc<Shared>, entrance: &Entrance) {
             }
         }
     }
-}
-
-/// Reasons why a front end is disconnected.
-#[derive(Debug, thiserror::Error)]
-enum Disconnect {
-    #[error("cannot duplicate the socket of its connection: {0}")]
-    Copying(io::Error),
-    /// A message that cannot be answered.
-    #[error("{0}")]
-    Protocol(Box<dyn std::error::Error + Send + Sync>),
-}
-
-/// Handles one front end's messages until it disconnects.
-fn serve(
-    export: &Arc<Shared>,
-    front_end: FrontEnd,
-    waiting: &mut Waiting<'_>,
-) -> Result<(), Disconnect> {
-    let FrontEnd { stream, process } = front_end;
-    let connection = stream.try_clone().map_err(Disconnect::Copying)?;
-    let session = Session::new(export.clone(), process, export.new_state())
-        .map_err(|e| Disconnect::Protocol(e.into()))?;
-    let mut messages = Messages::new(stream, session).map_err(Disconnect::Copying)?;
-    let client = Client::connected(&connection);
-    *lock(&export.connection) = Some(Connection { stream: connection, client });
-    let result = loop {
-        if export.stop.load(Ordering::SeqCst) {
-            break Ok(());
-        }
-        waiting.until_readable(&messages.stream, process);
-        match messages.next() {
-            Ok(true) if lock(&messages.session).ends => {
-                break Err(Disconnect::Protocol("its disk cannot be used now".into()));
-            }
-            Ok(true) => {}
-            Ok(false) => break Ok(()),
-            Err(e) => break Err(e),
-        }
-    };
-    let state = lock(&messages.session).release();
-    *lock(&export.channel) = None;
-    *lock(&export.connection) = None;
+    if export.handing_over.load(Ordering::SeqCst) {
+        let present = leaving.as_ref().map(Leaving::present);
+        let packed = handed::pack(waiting.listener(), present, waiting.clients());
+        *lock(&export.released) = Some(packed);
+    }
     // Closing the front end's descriptors may block.
-    drop(state);
-    result
-}
-
-/// The messages of one front end, and the session that handles them.
-struct Messages {
-    stream: UnixStream,
-    session: Arc<Mutex<Session>>,
-    handler: BackendReqHandler<Mutex<Session>>,
-}
-
-impl Messages {
-    fn new(stream: UnixStream, session: Session) -> io::Result<Self> {
-        let session = Arc::new(Mutex::new(session));
-        let handler = BackendReqHandler::from_stream(stream.try_clone()?, session.clone());
-        Ok(Messages { stream, session, handler })
-    }
-
-    /// Waits for the next message and handles it. Returns false if the front end has disconnected.
-    fn next(&mut self) -> Result<bool, Disconnect> {
-        match socket::next(&self.stream).map_err(|e| Disconnect::Protocol(e.into()))? {
-            Next::Gone => Ok(false),
-            Next::Taken { request, reply, message } => {
-                let answered = lock(&self.session).answer(&self.stream, request, reply, message);
-                answered.map(|()| true).map_err(|e| Disconnect::Protocol(e.into()))
-            }
-            Next::Other { request } => match self.handler.handle_request() {
-                Ok(()) => Ok(true),
-                // Disconnect, because the front end would wait for the answer without a limit.
-                Err(e) if socket::has_data_answer(request) => Err(Disconnect::Protocol(e.into())),
-                Err(Error::ReqHandlerError(_) | Error::InvalidOperation(_)) => Ok(true),
-                Err(Error::Disconnected) => Ok(false),
-                Err(e) => Err(Disconnect::Protocol(e.into())),
-            },
-        }
-    }
+    drop(leaving);
 }
 
 #[cfg(test)]

@@ -84,6 +84,8 @@ pub struct QueueSetup {
     /// `base` is valid, and nothing of the ring is in flight, even if the in-flight region says
     /// otherwise.
     pub is_base_valid: bool,
+    /// The ring has a later position than `base`, because another server has served it and died.
+    pub is_base_lost: bool,
     pub kick: Option<OwnedFd>,
     /// The front end kicks by messages, so the queue need not poll by a timer if it has no kick
     /// descriptor.

@@ -124,6 +124,16 @@ impl Session {
         std::mem::replace(&mut self.state, self.export.new_state())
     }
 
+    /// Like `release`, for another server. The state then has an in-flight region, so that this
+    /// server can go on if the other one serves the rings and dies.
+    pub fn release_for_next(&mut self) -> SessionState {
+        let mut state = self.release();
+        if state.inflight.is_none() && state.vrings.iter().any(|vring| vring.started) {
+            state.inflight = self.own_region(&state);
+        }
+        state
+    }
+
     /// Stops a ring, if it runs, after its requests in flight. Returns false if the ring's reactor
     /// has ended, so that the ring's position is not known.
     fn stop(&mut self, index: usize) -> bool {
@@ -162,6 +172,9 @@ impl Session {
             Effect::None => Ok(()),
             Effect::Features { before } => {
                 self.reset_write_cache(before);
+                if before != self.state.features {
+                    self.drop_own_region();
+                }
                 self.log_all_changed(before)
             }
             Effect::Marks(index) => self.update_marks(index..index + 1),
@@ -289,6 +302,7 @@ impl Session {
             event_idx: self.state.has(config::F_EVENT_IDX),
             inflight: self.inflight.clone(),
             is_base_valid: vring.is_base_valid,
+            is_base_lost: vring.is_base_lost,
             kick: self.copy(&vring.kick)?,
             in_band: self.state.in_band(),
             call: self.call(index)?,
@@ -329,6 +343,7 @@ impl Session {
         }
         let vring = &self.state.vrings[index];
         (setup.base, setup.is_base_valid) = (vring.base, vring.is_base_valid);
+        setup.is_base_lost = false;
         self.start_with(index, setup)
     }
 
@@ -340,6 +355,7 @@ impl Session {
         let _ = self.deactivate();
         drop(wait);
         self.state.reset();
+        self.drop_own_region();
         self.switch_write_cache(self.device.disk.options().cache.write_back());
     }
 
@@ -541,7 +557,7 @@ impl VhostUserBackendReqHandlerMut for Session {
         let region = self.map_inflight(self.duplicate(&file)?, (offset, len), queues)?;
         self.take_over_write_cache(&region);
         self.inflight = Some(region);
-        self.state.inflight = Some(InflightFile { file, offset, len, queues });
+        self.state.inflight = Some(InflightFile { file, offset, len, queues, own: None });
         Ok(())
     }
 

@@ -66,6 +66,9 @@ pub struct InflightFile {
     /// Length in bytes.
     pub len: u64,
     pub queues: u16,
+    /// This program made the region for itself, because the front end has none. The value: the
+    /// region has the layout for packed rings.
+    pub own: Option<bool>,
 }
 
 /// The file of a log of changed memory, and the log's offset and length in it.
@@ -90,6 +93,9 @@ pub struct Vring {
     /// flight, and the front end's base is valid. (After a back end was killed, only the in-flight
     /// region has the position.)
     pub is_base_valid: bool,
+    /// Another server has served the ring since `base` was set, and has died. The ring itself and
+    /// the in-flight region have the position.
+    pub is_base_lost: bool,
     pub kick: Option<OwnedFd>,
     pub call: Option<OwnedFd>,
     pub error: Option<OwnedFd>,
@@ -403,6 +409,7 @@ impl Vring {
     /// ring's position is not known.
     pub fn stopped(&mut self, base: Option<u32>) {
         self.started = false;
+        self.is_base_lost = false;
         self.is_base_valid = base.is_some();
         self.base = base.unwrap_or(self.base);
     }

@@ -7,7 +7,7 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::Ordering;
 
@@ -45,8 +45,9 @@ pub struct Waiting<'a> {
 }
 
 impl<'a> Waiting<'a> {
-    pub fn new(export: &'a Shared, listener: &'a Listener) -> Self {
-        Waiting { export, listener, clients: VecDeque::new() }
+    /// `clients`: front ends that have connected to a previous server.
+    pub fn new(export: &'a Shared, listener: &'a Listener, clients: Vec<FrontEnd>) -> Self {
+        Waiting { export, listener, clients: clients.into() }
     }
 
     /// Returns the next client that is connected, if there is one.
@@ -60,21 +61,40 @@ impl<'a> Waiting<'a> {
 
     /// Waits until the served client has sent something, or is gone. Accepts or refuses other
     /// clients during this time.
-    pub fn until_readable(&mut self, served: &UnixStream, process: Option<i32>) {
+    ///
+    /// A signal on `wake` ends the wait if the export stops.
+    pub fn until_readable(
+        &mut self,
+        served: &UnixStream,
+        wake: BorrowedFd<'_>,
+        process: Option<i32>,
+    ) {
         // Check the served client after each new client, so that many new clients do not delay its
         // messages.
-        while self.clients.len() < MOST && ready(served, PollFlags::IN).is_empty() {
+        while ready(served, PollFlags::IN).is_empty() {
             if self.export.stop.load(Ordering::SeqCst) {
                 return;
             }
-            match self.listener.accept(served.as_fd()) {
+            if self.clients.len() >= MOST {
+                return wait(served, wake);
+            }
+            match self.listener.accept_unless(&[served.as_fd(), wake]) {
                 Ok(Some(stream)) => self.came(FrontEnd::new(stream.into()), served, process),
                 Ok(None) => {}
                 // Most likely the process has no free descriptor. Accept again after the next
                 // message.
-                Err(_) => return,
+                Err(_) => return wait(served, wake),
             }
         }
+    }
+
+    pub fn listener(&self) -> &'a Listener {
+        self.listener
+    }
+
+    /// Returns the front ends that wait.
+    pub fn clients(&self) -> &VecDeque<FrontEnd> {
+        &self.clients
     }
 
     fn came(&mut self, client: FrontEnd, stream: &UnixStream, served: Option<i32>) {
@@ -118,6 +138,12 @@ impl std::fmt::Display for Process {
             None => f.write_str("a process of another PID namespace"),
         }
     }
+}
+
+/// Waits for a message of the served front end, or for a signal on `wake`.
+fn wait(served: &UnixStream, wake: BorrowedFd<'_>) {
+    let wake = PollFd::from_borrowed_fd(wake, PollFlags::IN);
+    let _ = rustix::event::poll(&mut [PollFd::new(served, PollFlags::IN), wake], None);
 }
 
 /// Returns the given events for which the socket is ready now, and error or hang-up if there is

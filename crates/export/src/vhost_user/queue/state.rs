@@ -151,6 +151,8 @@ impl Core {
             // older than that: it cannot know what a back end did that was killed while it started.
             unanswered = inflight.recover_split(ring.used_index());
             ring.restore(unanswered.len() as u16);
+        } else if setup.is_base_lost {
+            ring.restore(0);
         }
         Ok((Ring::Split(ring), unanswered.into_iter().map(Unanswered::Split).collect()))
     }

@@ -1,0 +1,52 @@
+//! Which server may end what two servers have during a hand-over: connections of front ends, and
+//! the files of sockets.
+//!
+//! ```text
+//!   old server:  Owner ───────────────► Gone      (the new server is ready)
+//!   new server:  Waiting ─► Owner                 (the old server has confirmed that)
+//!                   └────► Gone                   (one of them has failed)
+//! ```
+//! What must hold
+//! - A process that is not the owner shuts no connection down and removes no file of a socket,
+//!   because the other server has the same open files.
+//! - A process that waits reads no message of a front end and accepts no client. So the state that
+//!   the old server has handed over stays true until one of them is the owner.
+
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+
+/// What this process may do with the sockets that it serves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Custody {
+    /// The sockets are this process's alone. Every server is the owner unless it takes over.
+    Owner,
+    /// This process takes over from another one, which has not confirmed it.
+    Waiting,
+    /// Another process has the sockets.
+    Gone,
+}
+
+static CUSTODY: Mutex<Custody> = Mutex::new(Custody::Owner);
+static CHANGED: Condvar = Condvar::new();
+
+fn lock() -> MutexGuard<'static, Custody> {
+    CUSTODY.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Changes what this process may do.
+pub fn set(custody: Custody) {
+    *lock() = custody;
+    CHANGED.notify_all();
+}
+
+pub fn is_owner() -> bool {
+    *lock() == Custody::Owner
+}
+
+/// Waits while it is not decided which process is the owner. Returns whether this one is.
+pub(crate) fn decided() -> bool {
+    let mut custody = lock();
+    while *custody == Custody::Waiting {
+        custody = CHANGED.wait(custody).unwrap_or_else(PoisonError::into_inner);
+    }
+    *custody == Custody::Owner
+}

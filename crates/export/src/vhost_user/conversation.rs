@@ -1,0 +1,209 @@
+//! A front end that is served: its connection, its messages, and the session that handles them.
+//!
+//! In: a front end that has connected, or one of another server. Out: the end of its session, or
+//! its state for the next server.
+
+use std::io::{self, Read, Write};
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
+use std::time::SystemTime;
+
+use blockyard_ring::parcel;
+use rustix::event::EventfdFlags;
+use vhost::vhost_user::message::FrontendReq;
+use vhost::vhost_user::{BackendReqHandler, Error};
+
+use super::handed::{Present, Served};
+use super::session::Session;
+use super::socket::{self, Next};
+use super::state::SessionState;
+use super::waiting::{FrontEnd, Waiting};
+use super::{Connection, Shared, lock};
+use crate::Client;
+
+/// Version of the protocol in the flags of a message.
+const MESSAGE_VERSION: u32 = 1;
+/// Length of an answer with one number, in bytes.
+const ANSWER: usize = 20;
+
+/// Reasons why a front end is disconnected.
+#[derive(Debug, thiserror::Error)]
+pub enum Disconnect {
+    #[error("cannot duplicate the socket of its connection: {0}")]
+    Copying(io::Error),
+    /// A message that cannot be answered.
+    #[error("{0}")]
+    Protocol(Box<dyn std::error::Error + Send + Sync>),
+}
+
+/// A session that has ended so that another server continues it.
+pub struct Leaving {
+    stream: UnixStream,
+    process: Option<i32>,
+    since: Option<SystemTime>,
+    state: SessionState,
+}
+
+impl Leaving {
+    pub fn present(&self) -> Present<'_> {
+        let Leaving { stream, process, since, state } = self;
+        Present { stream, process: *process, since: *since, state }
+    }
+}
+
+/// A front end that is served.
+pub struct Conversation {
+    messages: Messages,
+    process: Option<i32>,
+    since: Option<SystemTime>,
+}
+
+impl Conversation {
+    /// Begins to serve a front end that has just connected.
+    pub fn begin(export: &Arc<Shared>, front_end: FrontEnd) -> Result<Self, Disconnect> {
+        let FrontEnd { stream, process } = front_end;
+        let session = Session::new(export.clone(), process, export.new_state())
+            .map_err(|e| Disconnect::Protocol(e.into()))?;
+        Self::of(export, stream, process, session)
+    }
+
+    /// Continues to serve a front end of another server. Its rings run from now on. Its messages
+    /// are not read before [`Conversation::run`].
+    pub fn resume(export: &Arc<Shared>, served: Served) -> Result<Self, Disconnect> {
+        let Served { front_end: FrontEnd { stream, process }, since, state } = served;
+        let (features, protocol) = (state.features, state.protocol.bits());
+        let session = Session::new(export.clone(), process, state)
+            .map_err(|e| Disconnect::Protocol(e.into()))?;
+        let mut conversation = Self::of(export, stream, process, session)?;
+        if let Err(e) = conversation.messages.negotiated(features, protocol) {
+            lock(&conversation.messages.session).release();
+            return Err(e);
+        }
+        if let Some(connection) = &mut *lock(&export.connection) {
+            connection.client.since = since;
+            connection.client.features = Some(features);
+        }
+        Ok(Conversation { since, ..conversation })
+    }
+
+    fn of(
+        export: &Arc<Shared>,
+        stream: UnixStream,
+        process: Option<i32>,
+        session: Session,
+    ) -> Result<Self, Disconnect> {
+        let connection = stream.try_clone().map_err(Disconnect::Copying)?;
+        let messages = Messages::new(stream, session).map_err(Disconnect::Copying)?;
+        let client = Client::connected(&connection);
+        let since = client.since;
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let wake = rustix::event::eventfd(0, flags).map_err(|e| Disconnect::Copying(e.into()))?;
+        let connection = Connection { stream: connection, wake: Arc::new(wake), client };
+        *lock(&export.connection) = Some(connection);
+        Ok(Conversation { messages, process, since })
+    }
+
+    /// Handles the front end's messages until it disconnects, or until the export stops. Returns
+    /// the session if another server continues it.
+    pub fn run(
+        self,
+        export: &Arc<Shared>,
+        waiting: &mut Waiting<'_>,
+    ) -> Result<Option<Leaving>, Disconnect> {
+        let Conversation { mut messages, process, since } = self;
+        let wake = lock(&export.connection).as_ref().map(|connection| connection.wake.clone());
+        let is_stopped = || export.stop.load(Ordering::SeqCst);
+        let result = loop {
+            if let Some(wake) = &wake {
+                waiting.until_readable(&messages.stream, wake.as_fd(), process);
+            }
+            if is_stopped() {
+                break Ok(());
+            }
+            match messages.next() {
+                Ok(true) if lock(&messages.session).ends => {
+                    break Err(Disconnect::Protocol("its disk cannot be used now".into()));
+                }
+                Ok(true) => {}
+                Ok(false) => break Ok(()),
+                Err(e) => break Err(e),
+            }
+        };
+        let leaves = result.is_ok() && export.handing_over.load(Ordering::SeqCst);
+        let state = {
+            let mut session = lock(&messages.session);
+            if leaves { session.release_for_next() } else { session.release() }
+        };
+        *lock(&export.channel) = None;
+        *lock(&export.connection) = None;
+        let stream = messages.stream;
+        // Closing the front end's descriptors may block.
+        result.map(|()| leaves.then_some(Leaving { stream, process, since, state }))
+    }
+}
+
+/// The messages of one front end, and the session that handles them.
+struct Messages {
+    stream: UnixStream,
+    session: Arc<Mutex<Session>>,
+    handler: BackendReqHandler<Mutex<Session>>,
+}
+
+impl Messages {
+    fn new(stream: UnixStream, session: Session) -> io::Result<Self> {
+        let session = Arc::new(Mutex::new(session));
+        let handler = BackendReqHandler::from_stream(stream.try_clone()?, session.clone());
+        Ok(Messages { stream, session, handler })
+    }
+
+    /// Makes the `vhost` crate's handler know the features that the front end has negotiated with
+    /// another server. The crate has no call for that. So it reads the messages of a negotiation
+    /// from a socket pair, and then its descriptor is made to refer to the front end's connection.
+    fn negotiated(&mut self, features: u64, protocol: u64) -> Result<(), Disconnect> {
+        let failed = |e: Box<dyn std::error::Error + Send + Sync>| Disconnect::Protocol(e);
+        let (mut front, back) = UnixStream::pair().map_err(Disconnect::Copying)?;
+        let mut handler = BackendReqHandler::from_stream(back, self.session.clone());
+        let messages = [
+            (FrontendReq::GET_FEATURES, None),
+            (FrontendReq::GET_PROTOCOL_FEATURES, None),
+            (FrontendReq::SET_PROTOCOL_FEATURES, Some(protocol)),
+            (FrontendReq::SET_FEATURES, Some(features)),
+        ];
+        for (request, value) in messages {
+            let body = value.map(u64::to_ne_bytes);
+            let body = body.as_ref().map_or(&[][..], |body| &body[..]);
+            let words = [request as u32, MESSAGE_VERSION, body.len() as u32];
+            let header = words.iter().flat_map(|word| word.to_ne_bytes());
+            let message: Vec<u8> = header.chain(body.iter().copied()).collect();
+            front.write_all(&message).map_err(Disconnect::Copying)?;
+            handler.handle_request().map_err(|e| failed(e.into()))?;
+            if value.is_none() {
+                front.read_exact(&mut [0; ANSWER]).map_err(Disconnect::Copying)?;
+            }
+        }
+        parcel::replace(&handler, self.stream.as_fd()).map_err(Disconnect::Copying)?;
+        self.handler = handler;
+        Ok(())
+    }
+
+    /// Waits for the next message and handles it. Returns false if the front end has disconnected.
+    fn next(&mut self) -> Result<bool, Disconnect> {
+        match socket::next(&self.stream).map_err(|e| Disconnect::Protocol(e.into()))? {
+            Next::Gone => Ok(false),
+            Next::Taken { request, reply, message } => {
+                let answered = lock(&self.session).answer(&self.stream, request, reply, message);
+                answered.map(|()| true).map_err(|e| Disconnect::Protocol(e.into()))
+            }
+            Next::Other { request } => match self.handler.handle_request() {
+                Ok(()) => Ok(true),
+                // Disconnect, because the front end would wait for the answer without a limit.
+                Err(e) if socket::has_data_answer(request) => Err(Disconnect::Protocol(e.into())),
+                Err(Error::ReqHandlerError(_) | Error::InvalidOperation(_)) => Ok(true),
+                Err(Error::Disconnected) => Ok(false),
+                Err(e) => Err(Disconnect::Protocol(e.into())),
+            },
+        }
+    }
+}

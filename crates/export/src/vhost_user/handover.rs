@@ -1,0 +1,116 @@
+//! Hands an export over to another server, and continues the export of another server.
+//!
+//! What must hold: the front end sees neither a disconnection nor an unanswered message. If another
+//! server cannot continue, this one can, with the same parcel.
+
+use std::io;
+use std::net::Shutdown;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use blockyard_disk::{Disk, LocalDisk};
+use blockyard_ring::parcel::Parcel;
+
+use super::conversation::Conversation;
+use super::handed::{HandedSocket, pack};
+use super::queue::QueueHandle;
+use super::{QueueShape, Shared, Tuning, VhostUser, begin, begin_with, lock, ring};
+use crate::{Handed, Reactors, descriptors};
+
+/// The name of this protocol in a hand-over.
+pub const KIND: &str = "vhost-user";
+
+impl VhostUser {
+    /// Continues an export of another server. The rings of its front end run when this returns. The
+    /// front end's messages are read when this process is the owner of the connection (see
+    /// [`crate::custody`]).
+    pub fn resume(
+        disk: Arc<Disk>,
+        handed: HandedSocket,
+        shape: QueueShape,
+        tuning: Tuning,
+        reactors: Arc<Reactors>,
+    ) -> io::Result<Self> {
+        let configured = usize::from(shape.queues);
+        if let Some(queues) = handed.queues().filter(|queues| *queues != configured) {
+            return Err(io::Error::other(format!(
+                "the front end has negotiated with {queues} queues, and the disk is configured \
+                 with {}",
+                shape.queues
+            )));
+        }
+        let export = Shared::new(disk, shape, tuning, reactors)?;
+        let HandedSocket { listener, served, waiting } = handed;
+        let (next, acceptor) = (export.clone(), export.reactors.acceptor()?);
+        let on_client = move |entrance| begin(&next, entrance);
+        let registration = if served.is_none() && waiting.is_empty() {
+            acceptor.register(listener, on_client)?
+        } else {
+            let (registration, entrance) = acceptor.register_entered(listener, on_client)?;
+            // Until the session runs, an error must leave the socket's file to the other server.
+            registration.listener().keep_file();
+            let first = served.map(|served| Conversation::resume(&export, served)).transpose();
+            let first = first.map_err(|e| io::Error::other(e.to_string()))?;
+            begin_with(&export, entrance, first, waiting)?;
+            registration.listener().remove_file();
+            registration
+        };
+        let registration = Some(registration);
+        Ok(VhostUser { export, registration, descriptor_time: super::DESCRIPTOR_TIME })
+    }
+}
+
+/// Returns why an export cannot be handed over.
+pub(super) fn obstacle(export: &VhostUser) -> Option<String> {
+    if lock(&export.export.connection).is_none() {
+        return None;
+    }
+    descriptors::too_few().map(|(left, limit)| {
+        format!("only {left} of {limit} descriptors are left (ulimit -n)")
+    })
+}
+
+/// Stops an export, and returns its parcel.
+pub(super) fn hand_over(export: &mut VhostUser) -> Option<Handed> {
+    let listener = export.registration.as_ref()?.listener().clone();
+    listener.keep_file();
+    export.export.handing_over.store(true, Ordering::SeqCst);
+    // No thread begins after this.
+    drop(export.registration.take());
+    let shared = export.export.clone();
+    shared.stop.store(true, Ordering::SeqCst);
+    // Requests in flight must not wait for throttles any more.
+    shared.each_served(LocalDisk::suspend);
+    if let Some(connection) = &*lock(&shared.connection) {
+        ring(&connection.wake);
+    }
+    let ended = export.ends() || {
+        // The front end has sent a part of a message, and nothing more.
+        let device = &shared.device;
+        let what = format_args!("the front end stops in the middle of a message: disconnecting it");
+        device.log.warn(device.disk.name(), None, what);
+        if let Some(connection) = &*lock(&shared.connection) {
+            let _ = connection.stream.shutdown(Shutdown::Both);
+        }
+        export.ends()
+    };
+    if !ended {
+        QueueHandle::stop_all(&shared.device, &shared.reactors);
+    }
+    shared.each_served(LocalDisk::resume);
+    let released = lock(&shared.released).take();
+    let parcel = released.unwrap_or_else(|| pack(&listener, None, &Default::default()));
+    handed(&shared, parcel)
+}
+
+fn handed(shared: &Shared, parcel: io::Result<Parcel>) -> Option<Handed> {
+    match parcel {
+        Ok(parcel) => Some(Handed { kind: KIND, parcel }),
+        Err(e) => {
+            let device = &shared.device;
+            let what = format_args!("cannot hand the front end over, it is disconnected: {e}");
+            device.log.warn(device.disk.name(), None, what);
+            None
+        }
+    }
+}
