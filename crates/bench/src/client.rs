@@ -151,6 +151,10 @@ pub struct LoadOptions {
     #[arg(skip)]
     #[serde(skip)]
     pub steps: bool,
+    /// The front end has no in-flight region, as that of User Mode Linux.
+    #[arg(skip)]
+    #[serde(skip)]
+    pub no_inflight: bool,
     /// The back end is in this process.
     #[arg(skip)]
     #[serde(skip)]

@@ -3,17 +3,18 @@
 //! A new kind of export needs a [`Way`] here, and an entry in [`ALL`].
 
 use std::os::unix::fs::DirBuilderExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use blockyard_disk::Disk;
 use blockyard_export::ublk::{Ublk, UblkOptions};
-use blockyard_export::vhost_user::{QueueShape, Tuning, VhostUser};
+use blockyard_export::vhost_user::{self, HandedSocket, QueueShape, Tuning, VhostUser};
 use blockyard_export::xen::{Xen, XenOptions};
 use blockyard_export::{Export, Listener, Reactors};
 use blockyard_ring::xen::Host;
 use blockyard_yard::{Way, WayError};
 
+use crate::handover::HandedExports;
 use crate::nbd::Servers;
 use crate::options::disk::DiskArgs;
 use crate::options::values::UblkNumber;
@@ -26,6 +27,8 @@ pub struct Common {
     pub nbd: Arc<Mutex<Servers>>,
     /// The process serves one device, and exits when the device is removed.
     pub attached: bool,
+    /// Exports of another server that this one continues.
+    pub handed: Arc<HandedExports>,
 }
 
 type Started = Result<Box<dyn Export>, WayError>;
@@ -65,7 +68,7 @@ fn at<F: Fn(&Arc<Disk>, &Arc<Reactors>) -> Started + Send + Sync + 'static>(
     Some(Arc::new(At { address: address.to_string(), start }))
 }
 
-fn vhost_user(args: &DiskArgs, _: &Common) -> Option<Arc<dyn Way>> {
+fn vhost_user(args: &DiskArgs, common: &Common) -> Option<Arc<dyn Way>> {
     let socket = args.vhost_user.clone()?;
     let tuning = Tuning {
         poll: args.poll,
@@ -75,8 +78,17 @@ fn vhost_user(args: &DiskArgs, _: &Common) -> Option<Arc<dyn Way>> {
         any_memory_file: args.allow_any_memory_file,
         second_client: args.second_client,
     };
-    let shape = shape(args);
+    let (shape, handed) = (shape(args), common.handed.clone());
     at(socket.clone(), move |disk, reactors| {
+        if let Some((parcel, before)) = handed.take(disk.name(), vhost_user::KIND) {
+            let handed = HandedSocket::unpack(parcel, before)?;
+            if let Some(path) = handed.path().filter(|path| *path != Path::new(&socket)) {
+                let path = path.display();
+                return Err(format!("the other server listens on {path}, not on {socket}").into());
+            }
+            let (disk, reactors) = (disk.clone(), reactors.clone());
+            return Ok(Box::new(VhostUser::resume(disk, handed, shape, tuning, reactors)?));
+        }
         let listener = match socket.strip_prefix("fd:") {
             Some(text) => Listener::inherited(inherited::socket(text)?),
             None => Listener::bind(socket.as_ref())?,

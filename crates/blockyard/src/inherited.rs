@@ -4,6 +4,7 @@
 use std::os::fd::OwnedFd;
 
 use anyhow::{Context, bail};
+use blockyard_export::keeper;
 use blockyard_ring::inherited::{self, Claim};
 
 /// Returns the socket of `fd:NAME` or `fd:NUMBER`. `text`: the part after `fd:`.
@@ -20,7 +21,10 @@ pub fn socket(text: &str) -> anyhow::Result<(OwnedFd, Claim)> {
 /// Returns the descriptor of a name in LISTEN_FDNAMES.
 fn named(name: &str) -> anyhow::Result<i32> {
     let var = |key| std::env::var(key).unwrap_or_default();
-    if var("LISTEN_PID") != std::process::id().to_string() {
+    // The holder (serve --keep-sessions) has inherited the sockets, and passes them on.
+    let pids = [std::process::id(), std::os::unix::process::parent_id()];
+    let pids = &pids[..if keeper::is_on() { 2 } else { 1 }];
+    if !pids.iter().any(|pid| var("LISTEN_PID") == pid.to_string()) {
         bail!("fd:{name}: no sockets were passed to this process (LISTEN_PID is not its own)");
     }
     let names = var("LISTEN_FDNAMES");

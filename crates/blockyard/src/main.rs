@@ -21,6 +21,8 @@ mod ctl;
 mod disks;
 mod exports;
 mod figures;
+mod handover;
+mod holder;
 mod image;
 mod inherited;
 mod journals;
@@ -60,6 +62,14 @@ fn main() -> ExitCode {
         panics::end_the_process();
     }
     log::start(cli.log);
+    if let Command::Serve(options) = &cli.command
+        && options.keep_sessions
+        && !options.check_config
+    {
+        return ExitCode::from(
+            holder::run().unwrap_or_else(|e| Failure::from(e).end(log::last_words)),
+        );
+    }
     let status = run(&cli.command).unwrap_or_else(|failure| failure.end(log::last_words));
     log::flush();
     ExitCode::from(status)

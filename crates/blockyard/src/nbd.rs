@@ -3,6 +3,7 @@
 //! What must hold: disks with the same address share one server. It listens until the last of its
 //! exports ends.
 
+use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Weak};
 
@@ -11,6 +12,7 @@ use blockyard_disk::Disk;
 use blockyard_export::nbd::{Exported, Limits, Offer, Server, Settings};
 use blockyard_export::{Listener, Reactors};
 use blockyard_nbd::ServerTls;
+use blockyard_ring::parcel::Parcel;
 
 use crate::inherited;
 use crate::options::disk::DiskArgs;
@@ -54,11 +56,29 @@ pub struct Servers {
     settings: Arc<Settings>,
     reactors: Arc<Reactors>,
     all: Vec<(NbdAddress, Weak<Server>)>,
+    /// Listening sockets of the server from which this one takes over, by address.
+    handed: HashMap<String, Parcel>,
 }
 
 impl Servers {
     pub fn new(settings: Arc<Settings>, reactors: Arc<Reactors>) -> Self {
-        Servers { settings, reactors, all: Vec::new() }
+        Servers { settings, reactors, all: Vec::new(), handed: HashMap::new() }
+    }
+
+    /// Listens on a socket of another server when a disk needs its address.
+    pub fn continue_on(&mut self, address: &str, parcel: Parcel) {
+        self.handed.insert(address.into(), parcel);
+    }
+
+    /// Returns the listening sockets by address, for the next server.
+    pub fn hand_over(&self) -> std::io::Result<Vec<(String, Parcel)>> {
+        let parcel = |server: Arc<Server>| Ok((server.address().to_string(), server.hand_over()?));
+        self.listening().map(parcel).collect()
+    }
+
+    /// The next server has failed.
+    pub fn take_back(&self) {
+        self.listening().for_each(|server| server.take_back());
     }
 
     /// Applies other settings to clients that connect from now on.
@@ -97,7 +117,11 @@ impl Servers {
             return Ok(server.offer(exported));
         }
         let (settings, reactors) = (self.settings.clone(), self.reactors.clone());
-        let server = Server::start(listen(address)?, &address.to_string(), settings, reactors);
+        let listener = match self.handed.remove(&address.to_string()) {
+            Some(parcel) => Listener::from_parcel(parcel)?,
+            None => listen(address)?,
+        };
+        let server = Server::start(listener, &address.to_string(), settings, reactors);
         let server = server.with_context(|| format!("listening on {address}"))?;
         self.all.retain(|(_, server)| server.strong_count() > 0);
         self.all.push((address.clone(), Arc::downgrade(&server)));

@@ -33,6 +33,8 @@ pub struct Needs<'a> {
     pub api: &'a ApiArgs,
     pub nbd: &'a NbdArgs,
     pub xen: &'a XenArgs,
+    /// The socket of `--control`.
+    pub control: Option<&'a Path>,
     pub attached: bool,
 }
 
@@ -132,6 +134,9 @@ fn folders(args: &SandboxArgs, needs: &Needs<'_>) -> Vec<Folder> {
     if let Some(socket) = api {
         add(folder_of(Path::new(socket)), Access::Sockets);
     }
+    if let Some(socket) = needs.control {
+        add(folder_of(socket), Access::Sockets);
+    }
     if let Some(folder) = &needs.nbd.tls_certificates {
         add(folder, Access::Read);
     }
@@ -224,7 +229,8 @@ mod tests {
         let api = ApiArgs { api: api.map(String::from), ..ApiArgs::default() };
         let (config_file, attached) = (Some(Path::new("/conf/disks.toml")), false);
         let (nbd, xen) = (&config.nbd, &config.xen);
-        let needs = Needs { config: &config, config_file, api: &api, nbd, xen, attached };
+        let control = None;
+        let needs = Needs { config: &config, config_file, api: &api, nbd, xen, control, attached };
         let system = |folder: &Folder| {
             !SYSTEM.iter().any(|path| folder.path == Path::new(path))
                 && folder.path != Path::new("/dev/null")

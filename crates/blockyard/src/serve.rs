@@ -22,6 +22,7 @@ use crate::changes::Known;
 use crate::config::Config;
 use crate::disks::{advise, check, log_end, settings, try_open};
 use crate::exports::{self, Common};
+use crate::handover::{Control, HandOvers, Takeover};
 use crate::nbd::{self, Servers};
 use crate::options::disk::DiskArgs;
 use crate::options::serve::ServeOptions;
@@ -29,7 +30,7 @@ use crate::options::values::Cpus;
 use crate::options::xen::XenArgs;
 use crate::sandbox::Needs;
 use crate::toolstack::Toolstacks;
-use crate::{api, attach, figures, journals, log, sandbox, shares, supervisor};
+use crate::{api, attach, figures, holder, journals, log, sandbox, shares, supervisor};
 
 pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     blockyard_ring::inherited::note();
@@ -60,6 +61,10 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     if let Err(e) = blockyard_ring::host::raise_descriptor_limit() {
         tracing::warn!("raising the limit of open descriptors (ulimit -n): {e}");
     }
+    let mut takeover = options.takeover.as_deref().map(Takeover::begin).transpose()?;
+    if options.held {
+        holder::connect(takeover.as_mut())?;
+    }
     let sandboxed = options.sandbox.or(&config);
     let needs = Needs {
         config: &config,
@@ -67,6 +72,7 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
         api: &options.api.or(&config),
         nbd: &options.nbd.or(&config.nbd),
         xen: &xen,
+        control: options.control.as_deref(),
         attached: options.attached,
     };
     sandbox::enter(&sandboxed, &needs)?;
@@ -79,7 +85,7 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
         .map_err(explain_io_uring)?;
     let reactors = Arc::new(reactors);
     let nbd = Arc::new(Mutex::new(Servers::new(nbd, reactors.clone())));
-    let common = Common { nbd, attached: options.attached };
+    let common = Common { nbd, attached: options.attached, handed: Arc::default() };
     let yard = Yard::start(reactors.clone(), shares)?;
     let server = Arc::new(Server {
         yard,
@@ -90,8 +96,9 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
         book: Book::default(),
         known: Mutex::new(Known::new(config.file.clone())),
         reloading: Mutex::new(()),
+        hand_overs: HandOvers::new(signals.handle()),
     });
-    let served = server.serve(&config, xen, &mut signals);
+    let served = server.serve(&config, xen, &mut signals, takeover);
     let closed = server.close();
     // After `stop` the images are closed. Another program may open them as soon as this one exits.
     reactors.stop();
@@ -174,6 +181,7 @@ pub struct Server {
     pub known: Mutex<Known>,
     /// Held during a reload: one at a time.
     pub reloading: Mutex<()>,
+    pub hand_overs: HandOvers,
 }
 
 impl Server {
@@ -183,11 +191,27 @@ impl Server {
         config: &Config,
         xen: XenArgs,
         signals: &mut Signals,
+        mut takeover: Option<Takeover>,
     ) -> Result<(), Failure> {
-        self.add_all(config)?;
+        match &mut takeover {
+            None => {
+                let left = holder::take_all(&self.common.handed)?;
+                if left > 0 {
+                    tracing::warn!("the last server died: continuing {left} exports");
+                }
+                self.add_all(config)?;
+            }
+            Some(takeover) => self.add_new(takeover.run(self, config)?),
+        }
         let toolstacks = Toolstacks::start(xen, &Host::Xen, exports::records, &self.yard)?;
         let metrics = self.options.metrics.or(config.metrics);
-        let api = api::start(&self.options.api.or(config), metrics, self.clone())?;
+        let api =
+            api::start(&self.options.api.or(config), metrics, self.clone(), takeover.as_mut())?;
+        holder::offer(&self.hand_overs);
+        let handed = takeover.as_mut().and_then(|takeover| takeover.socket("control"));
+        let control = self.options.control.as_ref();
+        let control = control.map(|path| Control::start(path, handed, self.clone())).transpose()?;
+        drop(takeover);
         let mut by_nbd = None;
         if self.options.attached {
             by_nbd = self.report_device()?;
@@ -198,6 +222,9 @@ impl Server {
                 .all()
                 .for_each(|reactor| reactor.run(|_| drop(blockyard_ring::host::set_io_flusher())));
         }
+        if self.options.held {
+            holder::announce();
+        }
         log::say("ready");
         let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
         for signal in signals.forever() {
@@ -207,11 +234,25 @@ impl Server {
                 _ => break,
             }
         }
-        let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
-        drop(api);
+        if self.hand_overs.is_done() {
+            tracing::info!("another server has the disks: this one ends");
+            api.iter().for_each(api::Running::retire);
+        } else {
+            let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
+        }
+        drop((api, control));
         by_nbd.iter().for_each(|device| attach::sync_device(device));
         toolstacks.finish();
         Ok(())
+    }
+
+    /// Adds the disks that the previous server did not have. Logs errors.
+    fn add_new(&self, disks: Vec<(DiskArgs, Table)>) {
+        for (args, keys) in disks {
+            if let Err(e) = self.add(args, keys, false) {
+                tracing::error!("{:#}", anyhow::Error::from(e));
+            }
+        }
     }
 
     /// Adds the disks at start. Returns the first error if all fail. If only some fail, logs their

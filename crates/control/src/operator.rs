@@ -1,11 +1,14 @@
 //! The interface between the API and the server that it controls.
 
+use std::path::PathBuf;
+
 use serde_json::{Map, Value};
 
 use crate::figures::Figures;
 use crate::problem::Problem;
 use crate::types::{
     Disk, DiskRow, Flushed, Job, JobRequest, Reload, Removed, Resize, Resized, Resumed, ServerInfo,
+    Upgraded,
 };
 
 /// Answer of a call.
@@ -62,4 +65,8 @@ pub trait Operator: Send + Sync + 'static {
 
     /// Reads the configuration file again and applies it, or returns what it would change.
     fn reload(&self, dry_run: bool) -> Answer<Reload>;
+
+    /// Starts another server, and hands the disks over to it. `binary`: its program, else the
+    /// program of this server.
+    fn upgrade(&self, binary: Option<PathBuf>) -> Answer<Upgraded>;
 }

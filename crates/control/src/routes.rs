@@ -1,5 +1,6 @@
 //! The paths of the API. Each function is one call, with its part of the OpenAPI description.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -24,7 +25,7 @@ use crate::scrape::{self, Scrapes};
 use crate::server::THREADS;
 use crate::types::{
     ChangeQuery, Disk, Disks, Flushed, Job, JobRequest, Jobs, Reload, ReloadQuery, RemoveQuery,
-    Removed, Resize, Resized, Resumed, ServerInfo, Snapshot,
+    Removed, Resize, Resized, Resumed, ServerInfo, Snapshot, Upgrade, Upgraded,
 };
 
 /// Maximum number of calls that may block. The other threads answer calls that do not block.
@@ -102,6 +103,7 @@ fn parts() -> (Router<Calls>, Description) {
         .routes(routes!(jobs))
         .routes(routes!(job, cancel))
         .routes(routes!(reload))
+        .routes(routes!(upgrade))
         .split_for_parts();
     description.merge(scrape::parts().1);
     (router, description)
@@ -300,6 +302,18 @@ async fn job(State(calls): State<Calls>, At(number): At<u64>) -> Answer<Json<Job
     (status = OK, body = Job), (status = NOT_FOUND, body = Problem)))]
 async fn cancel(State(calls): State<Calls>, At(number): At<u64>) -> Answer<Json<Job>> {
     calls.quick(move |operator| operator.cancel(number)).await
+}
+
+/// Starts another server and hands all disks over to it. Clients stay connected. If the other
+/// server fails, this one goes on.
+#[utoipa::path(post, path = "/v1/upgrade", request_body = Upgrade, responses(
+    (status = OK, body = Upgraded), (status = CONFLICT, body = Problem),
+    (status = UNPROCESSABLE_ENTITY, body = Problem)))]
+async fn upgrade(
+    State(calls): State<Calls>,
+    Body(upgrade): Body<Upgrade>,
+) -> Answer<Json<Upgraded>> {
+    calls.slow(move |operator| operator.upgrade(upgrade.binary.map(PathBuf::from))).await
 }
 
 /// Reads the configuration file again. Applies it, unless `dry-run` is true.

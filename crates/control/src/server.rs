@@ -9,14 +9,14 @@ use std::net::TcpListener;
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use axum::Router;
 use blockyard_ring::sandbox::{self, Kind};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot, watch};
 use tokio_io_timeout::TimeoutStream;
 
 use crate::access::Access;
@@ -54,6 +54,9 @@ pub struct Listeners {
 /// The running API. Dropping it ends the thread; calls that run are not waited for.
 pub struct Api {
     stop: Option<oneshot::Sender<()>>,
+    quiet: watch::Sender<bool>,
+    /// Permits of the API's connections; see [`MAX_CONNECTIONS`].
+    connections: Arc<Semaphore>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -66,18 +69,24 @@ impl Api {
             .thread_name("api call")
             .build()?;
         let scrapes = Scrapes::new(operator.clone());
+        let quiet = watch::Sender::new(false);
+        let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
         let (api, metrics) = {
             let _context = runtime.enter();
             let api = listeners.api.map(|(listener, access)| {
                 listener.set_nonblocking(true)?;
                 let listener = tokio::net::UnixListener::from_std(listener)?;
                 let router = routes::router(operator, scrapes.clone());
-                io::Result::Ok(accept_api(listener, access, router))
+                let door = Door { connections: connections.clone(), quiet: quiet.subscribe() };
+                io::Result::Ok(accept_api(listener, access, router, door))
             });
             let metrics = listeners.metrics.map(|listener| {
                 listener.set_nonblocking(true)?;
                 let listener = tokio::net::TcpListener::from_std(listener)?;
-                io::Result::Ok(accept_metrics(listener, page::router(scrapes.of_other_listener())))
+                let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+                let door = Door { connections, quiet: quiet.subscribe() };
+                let router = page::router(scrapes.of_other_listener());
+                io::Result::Ok(accept_metrics(listener, router, door))
             });
             (api.transpose()?, metrics.transpose()?)
         };
@@ -91,7 +100,17 @@ impl Api {
             });
             runtime.shutdown_background();
         })?;
-        Ok(Api { stop: Some(stop), thread: Some(thread) })
+        Ok(Api { stop: Some(stop), quiet, connections, thread: Some(thread) })
+    }
+
+    /// Accepts no more clients, because another process has the sockets. Waits at most `limit`
+    /// until the connections end.
+    pub fn retire(&self, limit: Duration) {
+        let _ = self.quiet.send(true);
+        let end = Instant::now() + limit;
+        while self.connections.available_permits() < MAX_CONNECTIONS && Instant::now() < end {
+            std::thread::sleep(Duration::from_millis(2));
+        }
     }
 }
 
@@ -104,11 +123,26 @@ impl Drop for Api {
     }
 }
 
-async fn accept_api(listener: tokio::net::UnixListener, access: Access, router: Router) {
-    let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+/// What bounds the connections of a listener.
+struct Door {
+    connections: Arc<Semaphore>,
+    /// Becomes true when no more connections may be accepted.
+    quiet: watch::Receiver<bool>,
+}
+
+async fn accept_api(
+    listener: tokio::net::UnixListener,
+    access: Access,
+    router: Router,
+    mut door: Door,
+) {
     loop {
-        let Ok(permit) = connections.clone().acquire_owned().await else { return };
-        match listener.accept().await {
+        let Ok(permit) = door.connections.clone().acquire_owned().await else { return };
+        let accepted = tokio::select! {
+            accepted = listener.accept() => accepted,
+            _ = door.quiet.changed() => return,
+        };
+        match accepted {
             Ok((stream, _)) => match access.check(&stream) {
                 Ok(peer) => {
                     let router = router.clone().layer(axum::Extension(peer));
@@ -121,11 +155,14 @@ async fn accept_api(listener: tokio::net::UnixListener, access: Access, router: 
     }
 }
 
-async fn accept_metrics(listener: tokio::net::TcpListener, router: Router) {
-    let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+async fn accept_metrics(listener: tokio::net::TcpListener, router: Router, mut door: Door) {
     loop {
-        let Ok(permit) = connections.clone().acquire_owned().await else { return };
-        match listener.accept().await {
+        let Ok(permit) = door.connections.clone().acquire_owned().await else { return };
+        let accepted = tokio::select! {
+            accepted = listener.accept() => accepted,
+            _ = door.quiet.changed() => return,
+        };
+        match accepted {
             Ok((stream, peer)) => {
                 tokio::spawn(serve(stream, peer.to_string(), router.clone(), permit));
             }

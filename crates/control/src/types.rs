@@ -315,6 +315,32 @@ pub struct ChangeQuery {
     pub persist: bool,
 }
 
+/// The program of the next server.
+#[derive(Clone, Debug, Default, Deserialize, Serialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Upgrade {
+    /// Path of the program. Null: the path of the running one, at which a new one may be.
+    #[serde(default)]
+    pub binary: Option<String>,
+}
+
+/// A hand-over that has succeeded.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize, ToSchema)]
+pub struct Upgraded {
+    /// Process number of the server that serves the disks now.
+    pub pid: u32,
+    pub version: String,
+    pub disks: Vec<HandedOver>,
+}
+
+/// A disk that another server has taken over.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize, ToSchema)]
+pub struct HandedOver {
+    pub name: String,
+    /// Time for which no server took requests of the disk, in microseconds.
+    pub pause_us: u64,
+}
+
 /// Parameters of a reload.
 #[derive(Clone, Copy, Debug, Default, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]

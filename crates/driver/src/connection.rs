@@ -34,6 +34,10 @@ pub const PROTOCOL: VhostUserProtocolFeatures = VhostUserProtocolFeatures::MQ
     .union(VhostUserProtocolFeatures::RESET_DEVICE)
     .union(VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS);
 
+/// The same without the in-flight buffer, as a front end that cannot connect again.
+pub const PROTOCOL_WITHOUT_INFLIGHT: VhostUserProtocolFeatures =
+    PROTOCOL.difference(VhostUserProtocolFeatures::INFLIGHT_SHMFD);
+
 /// Maximum number of queues, because a queue index is one byte in the messages.
 const QUEUES_MAX: u64 = 256;
 const VERSION: u32 = 1;

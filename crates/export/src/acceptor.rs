@@ -148,7 +148,9 @@ impl Shared {
 
     fn run(self: &Arc<Self>) {
         // A server that takes over accepts nobody before it is the owner of the sockets.
-        custody::decided();
+        if !custody::decided() {
+            return;
+        }
         let mut events = Vec::with_capacity(EVENTS);
         while !self.stop.load(Ordering::SeqCst) {
             events.clear();

@@ -15,6 +15,7 @@ mod descriptors;
 mod ending;
 mod export;
 mod fingerprint;
+pub mod keeper;
 mod lanes;
 mod listener;
 mod log;

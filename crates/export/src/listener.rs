@@ -71,7 +71,8 @@ pub struct WireListener {
 impl Listener {
     /// Adds the sockets to a parcel.
     pub(crate) fn pack(&self, fds: &mut Packed) -> io::Result<WireListener> {
-        let sockets = self.sockets.iter().map(|socket| fds.put(socket)).collect::<Result<_, _>>()?;
+        let sockets =
+            self.sockets.iter().map(|socket| fds.put(socket)).collect::<Result<_, _>>()?;
         let made = self.made.as_ref().map(|(path, (dev, ino))| (path.clone(), *dev, *ino));
         Ok(WireListener { sockets, made })
     }
@@ -173,11 +174,7 @@ impl Listener {
                 }
             }
         }
-        if sockets.is_empty() {
-            Err(wrong(failed))
-        } else {
-            Ok(Self::of(sockets, None, None))
-        }
+        if sockets.is_empty() { Err(wrong(failed)) } else { Ok(Self::of(sockets, None, None)) }
     }
 
     /// Listens on a socket that another process (systemd) has created and keeps.

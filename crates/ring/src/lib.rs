@@ -21,6 +21,7 @@
 //!   host       file locks, device geometry, block-device ioctls, socket options
 //!   inherited  listening sockets passed at start (socket activation)
 //!   sandbox    files and system calls of a server   threads   starts threads in a sandbox
+//!   holder     a process that keeps descriptors for a server, and starts it again
 //!   witness    a process outside the sandbox        holders   processes that have locked a file
 //!   user       the user that a server runs as
 //! ```
@@ -43,6 +44,7 @@ mod enter;
 pub mod executor;
 mod fault;
 pub mod file;
+pub mod holder;
 pub mod holders;
 pub mod host;
 mod inbox;

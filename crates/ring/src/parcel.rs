@@ -89,8 +89,8 @@ pub fn receive(stream: &UnixStream, deadline: Instant) -> io::Result<Option<Parc
 ///
 /// A library that keeps its socket for itself can so continue on another connection.
 pub fn replace(target: &impl AsRawFd, source: BorrowedFd<'_>) -> io::Result<()> {
-    // SAFETY: `target` owns its descriptor, so that the number is open. It stays open, and its owner
-    // closes it once, as before.
+    // SAFETY: `target` owns its descriptor, so that the number is open. It stays open, and its
+    // owner closes it once, as before.
     let rc = unsafe { libc::dup3(source.as_raw_fd(), target.as_raw_fd(), libc::O_CLOEXEC) };
     if rc < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
@@ -102,11 +102,7 @@ fn left(deadline: Instant) -> io::Result<Duration> {
 
 /// The kernel reports the end of a socket's time as WouldBlock.
 fn late(error: io::Error) -> io::Error {
-    if error.kind() == io::ErrorKind::WouldBlock {
-        io::ErrorKind::TimedOut.into()
-    } else {
-        error
-    }
+    if error.kind() == io::ErrorKind::WouldBlock { io::ErrorKind::TimedOut.into() } else { error }
 }
 
 fn write_all(stream: &UnixStream, mut bytes: &[u8], deadline: Instant) -> io::Result<()> {
@@ -135,11 +131,7 @@ fn read_all(stream: &UnixStream, mut bytes: &mut [u8], deadline: Instant) -> io:
     Ok(())
 }
 
-fn send_group(
-    stream: &UnixStream,
-    group: &[BorrowedFd<'_>],
-    deadline: Instant,
-) -> io::Result<()> {
+fn send_group(stream: &UnixStream, group: &[BorrowedFd<'_>], deadline: Instant) -> io::Result<()> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(GROUP))];
     loop {
         let mut control = SendAncillaryBuffer::new(&mut space);
@@ -154,11 +146,7 @@ fn send_group(
     }
 }
 
-fn receive_group(
-    stream: &UnixStream,
-    fds: &mut Vec<OwnedFd>,
-    deadline: Instant,
-) -> io::Result<()> {
+fn receive_group(stream: &UnixStream, fds: &mut Vec<OwnedFd>, deadline: Instant) -> io::Result<()> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(GROUP))];
     let mut byte = [0];
     loop {

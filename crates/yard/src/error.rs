@@ -36,6 +36,8 @@ pub enum YardError {
     TooManyJobs { disk: String, running: usize },
     #[error("disk {disk}: cannot start a thread")]
     Thread { disk: String, source: io::Error },
+    #[error("disk {disk} cannot be handed over: {why}")]
+    Stays { disk: String, why: String },
     #[error("the server is ending, and accepts no more commands")]
     Closing,
 }

@@ -147,6 +147,11 @@ impl Jobs {
         self.all().clone()
     }
 
+    /// Returns whether a job of this disk runs.
+    pub fn are_running(&self, disk: &str) -> bool {
+        self.all().iter().any(|job| job.disk() == disk && job.is_running())
+    }
+
     /// Cancels the jobs of a disk that is about to be closed, and waits until they have ended.
     pub fn end(&self, disk: &Arc<Disk>) {
         disk.end_work();

@@ -35,7 +35,7 @@ pub use error::YardError;
 pub use job::{Job, JobKind, JobState};
 pub use keeper::{DiskInfo, DiskState};
 pub use sample::{DiskSample, ReactorSample, Sample, SampleError};
-pub use served::{Change, Ended, Report, Resized};
+pub use served::{Change, Ended, HandedDisk, Report, Resized};
 pub use settings::{Activation, DiskSettings, Way, WayError};
 pub use shares::{MeasuredDevice, Shares};
 pub use yard::{Pending, Yard};

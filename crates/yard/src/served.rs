@@ -3,9 +3,10 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Instant;
 
 use blockyard_disk::{Disk, DiskOptions, LocalDisk, Source, Statistics, sched_time};
-use blockyard_export::{Client, Export, PolicyFigures, Reactors};
+use blockyard_export::{Client, Export, Handed, PolicyFigures, Reactors};
 use blockyard_image::journal::CrashSafety;
 use blockyard_image::{ChainOptions, Opener};
 use blockyard_sched::{Knobs, Share};
@@ -37,6 +38,15 @@ pub struct Ended {
     pub share: Arc<Share>,
     /// Whether all acknowledged writes are durable and the image was closed.
     pub is_flushed: bool,
+}
+
+/// A disk that is closed here, and that another server continues.
+pub struct HandedDisk {
+    pub settings: DiskSettings,
+    pub exports: Vec<Handed>,
+    pub ended: Ended,
+    /// When this server stopped to take requests.
+    pub since: Instant,
 }
 
 /// Changes to a disk while clients are connected. None: no change.
@@ -116,6 +126,34 @@ impl ServedDisk {
             share: self.disk.share().clone(),
             is_flushed,
         }
+    }
+
+    /// Returns why another server cannot continue the disk now.
+    pub fn obstacle(&self, context: &Context) -> Option<String> {
+        if let Some(why) = self.disk.poisoned() {
+            return Some(format!("writes may be lost, so it must be reopened: {why}"));
+        }
+        let image = &self.settings.image.path;
+        if image.to_string_lossy().starts_with("ram:") {
+            return Some("its data are in the memory of this server".into());
+        }
+        let source = self.disk.source();
+        if let Some(top) = source.chain().map(|chain| chain.path()).filter(|top| top != image) {
+            return Some(format!("since a snapshot its image is {}", top.display()));
+        }
+        if context.jobs.are_running(&self.settings.name) {
+            return Some("a job works on it: wait for its end, or cancel it".into());
+        }
+        self.exports.iter().find_map(|export| export.obstacle())
+    }
+
+    /// Ends the exports so that another server can continue them, and closes the image.
+    pub fn hand_over(mut self, context: &Context) -> HandedDisk {
+        // Sync while requests still run: the guest does not wait for this part.
+        blockyard_export::sync(&self.disk, &context.reactors);
+        let (settings, since) = (self.settings.clone(), Instant::now());
+        let exports = self.exports.iter_mut().filter_map(|export| export.hand_over()).collect();
+        HandedDisk { settings, exports, ended: self.close(context), since }
     }
 
     /// Returns the clients and the statistics of the disk.

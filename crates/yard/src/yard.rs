@@ -14,7 +14,7 @@ use crate::error::YardError;
 use crate::job::{Job, JobKind, Jobs};
 use crate::keeper::{Answer, Context, DiskInfo, DiskState, Keeper, Message, Operation};
 use crate::sample::{self, Sample, SampleError};
-use crate::served::{Change, Ended, Report, Resized, ServedDisk};
+use crate::served::{Change, Ended, HandedDisk, Report, Resized, ServedDisk};
 use crate::settings::{DiskSettings, WayError};
 use crate::shares::Shares;
 
@@ -122,6 +122,24 @@ impl Yard {
             (None, answer(ended.ok_or(YardError::NotFound { disk: named })))
         });
         self.send(name, DiskState::Closing, operation);
+    }
+
+    /// Ends a disk like [`Yard::remove`], but so that another server can continue its exports. A
+    /// disk that cannot be handed over stays as it is.
+    pub fn hand_over(&self, name: &str) -> Result<HandedDisk, YardError> {
+        let (answer, receiver) = answer();
+        let named = name.to_string();
+        let operation: Operation = Box::new(move |context, _, disk| {
+            let Some(disk) = disk else {
+                return (None, answer(Err(YardError::NotFound { disk: named })));
+            };
+            match disk.obstacle(context) {
+                Some(why) => (Some(disk), answer(Err(YardError::Stays { disk: named, why }))),
+                None => (None, answer(Ok(disk.hand_over(context)))),
+            }
+        });
+        self.send(name.into(), DiskState::Closing, operation);
+        receiver.recv().unwrap_or(Err(YardError::Closing))
     }
 
     /// Returns a row for each disk, in the order in which they were added. Does not wait for

@@ -11,6 +11,7 @@ use std::sync::mpsc::{Receiver, Sender, TryRecvError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
+use blockyard_driver::connection::{PROTOCOL, PROTOCOL_WITHOUT_INFLIGHT};
 use blockyard_driver::{Link, PackedRing, Plan, Queue, Ring, RingSetup, SplitRing, feature, ring};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 
@@ -48,6 +49,7 @@ fn plan(options: &LoadOptions) -> Plan {
         event_idx: !options.no_event_idx,
         indirect: options.indirect,
         required: flush | discard | mq,
+        protocol: if options.no_inflight { PROTOCOL_WITHOUT_INFLIGHT } else { PROTOCOL },
         answer_limit: Duration::from_secs_f64(options.timeout.min(10.0)),
         ..Plan::default()
     }

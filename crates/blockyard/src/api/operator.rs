@@ -1,12 +1,13 @@
 //! What each call of the API does: commands of the yard, and changes of the book of disks.
 
+use std::path::PathBuf;
 use std::sync::PoisonError;
 use std::time::UNIX_EPOCH;
 
 use blockyard_control::figures::Figures;
 use blockyard_control::types::{
     Disk, DiskRow, Flushed, Job, JobRequest, Reload, Removed, Resize, Resized, Resumed, ServerInfo,
-    State,
+    State, Upgraded,
 };
 use blockyard_control::{Answer, Kind, Object, Operator, Problem};
 use blockyard_disk::SnapshotOptions;
@@ -18,6 +19,7 @@ use crate::book::{HeldDisk, HoldError};
 use crate::changes::inner;
 use crate::disks::check;
 use crate::figures::describe_clients;
+use crate::handover;
 use crate::options::disk::DiskArgs;
 use crate::options::knobs;
 use crate::persist::Persistence;
@@ -252,6 +254,11 @@ impl Operator for Server {
             return Err(Problem::new(Kind::Conflict, what));
         };
         done.map_err(|e| Problem::new(Kind::Failed, format!("not reloaded: {e:#}")))
+    }
+
+    fn upgrade(&self, binary: Option<PathBuf>) -> Answer<Upgraded> {
+        let done = handover::upgrade(self, binary);
+        done.map_err(|e| Problem::new(Kind::Failed, format!("not upgraded: {e:#}")))
     }
 }
 

@@ -134,6 +134,15 @@ pub enum Command {
         #[arg(long)]
         dry_run: bool,
     },
+    /// Start a new server, and hand the disks over to it. Guests stay connected.
+    ///
+    /// The new server gets the command line of the running one. If it fails, the running one goes
+    /// on.
+    Upgrade {
+        /// Program of the new server [default: the path of the running program].
+        #[arg(long, value_name = "PATH", value_hint = ValueHint::FilePath)]
+        binary: Option<PathBuf>,
+    },
     /// Adopt the present size of a disk's image, and notify the guest.
     Refresh {
         /// Name of the disk.
@@ -247,6 +256,11 @@ fn answer(caller: &Caller<'_>, command: &Command) -> anyhow::Result<Value> {
         Command::Wait { job } => caller.wait(*job),
         Command::Cancel { job } => caller.delete(&format!("/v1/jobs/{job}")),
         Command::Reload { dry_run } => caller.post(&format!("/v1/reload?dry-run={dry_run}"), None),
+        Command::Upgrade { binary } => {
+            let binary = binary.as_ref().map(std::path::absolute).transpose();
+            let binary = binary.context("finding the working folder")?;
+            caller.post("/v1/upgrade", Some(&json!({ "binary": binary })))
+        }
         Command::Refresh { disk } => caller.post(&of(disk, "/refresh"), None),
         Command::Resize { disk, size } => {
             caller.post(&of(disk, "/resize"), Some(&json!({ "size": size })))

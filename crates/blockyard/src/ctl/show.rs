@@ -3,8 +3,8 @@
 use std::fmt::Write;
 
 use blockyard_control::types::{
-    Client, Disk, DiskRow, Disks, Job, JobState, Jobs, LimitSetting, Reload, Resized, Resumed,
-    ServerInfo, Settings, State,
+    Client, Disk, DiskRow, Disks, HandedOver, Job, JobState, Jobs, LimitSetting, Reload, Resized,
+    Resumed, ServerInfo, Settings, State, Upgraded,
 };
 use serde_json::Value;
 
@@ -36,11 +36,20 @@ pub fn text(command: &Command, mut answer: Value) -> serde_json::Result<String> 
         | Command::Cancel { .. } => jobs(&[serde_json::from_value(answer)?]),
         Command::Jobs => jobs(&serde_json::from_value::<Jobs>(answer)?.jobs),
         Command::Reload { .. } => reload(&serde_json::from_value(answer)?),
+        Command::Upgrade { .. } => upgraded(&serde_json::from_value(answer)?),
         Command::Refresh { disk } | Command::Resize { disk, .. } => {
             let Resized { old, new } = serde_json::from_value(answer)?;
             format!("{disk}: {old} -> {new} bytes\n")
         }
     })
+}
+
+fn upgraded(done: &Upgraded) -> String {
+    let mut rows = vec![row(&["disk", "pause"])];
+    for HandedOver { name, pause_us } in &done.disks {
+        rows.push(vec![name.clone(), format!("{:.1} ms", *pause_us as f64 / 1000.0)]);
+    }
+    format!("process {} (version {}) serves the disks\n{}", done.pid, done.version, table(&rows))
 }
 
 /// Returns rows with aligned columns. Control characters of names do not reach the terminal.

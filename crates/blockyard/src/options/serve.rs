@@ -58,6 +58,29 @@ pub struct ServeOptions {
     #[arg(long, value_name = "FOLDER", help_heading = "Server", value_hint = ValueHint::DirPath)]
     pub state_folder: Option<PathBuf>,
 
+    /// Hand the disks over to a server that is started with --takeover SOCKET.
+    ///
+    /// Only a process of the same user may connect.
+    #[arg(long, value_name = "SOCKET", help_heading = "Server", value_hint = ValueHint::AnyPath)]
+    pub control: Option<PathBuf>,
+
+    /// Take the disks over from the server whose --control socket this is. Guests stay connected.
+    ///
+    /// Give the options of the running server. `ctl upgrade` does all of this.
+    #[arg(long, value_name = "SOCKET", help_heading = "Server", value_hint = ValueHint::AnyPath)]
+    pub takeover: Option<PathBuf>,
+
+    /// Keep the guests of vhost-user sockets if the server dies.
+    ///
+    /// A small process, the holder, keeps their sockets and memory, and starts the server again.
+    /// Guests see a pause, also those that cannot reconnect.
+    #[arg(long, help_heading = "Server", conflicts_with = "takeover")]
+    pub keep_sessions: bool,
+
+    /// The holder has started this server; standard input is the connection.
+    #[arg(long, hide = true, conflicts_with = "keep_sessions")]
+    pub held: bool,
+
     #[command(flatten)]
     pub api: ApiArgs,
 

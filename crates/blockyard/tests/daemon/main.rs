@@ -22,6 +22,8 @@
 //!   second       a front end that connects while another one is connected
 //!   bench        `blockyard bench` executes another program
 //!   shares       limits, groups, and their change at run time
+//!   holder       a killed server starts again, and front ends go on
+//!   handover     a new server takes the disks of a running one
 //!   streams      standard output and standard error that fail or are not read
 //!   tls          NBD with TLS: access, and the same data
 //!   renewal      certificates, revocation and limits of NBD clients, changed at run time
@@ -39,6 +41,8 @@ mod chains;
 mod ending;
 mod exchange;
 mod full;
+mod handover;
+mod holder;
 mod hosts;
 mod idle;
 mod journal;

@@ -5,6 +5,7 @@
 //!   flush         a guest's sync is an fdatasync of the image; none in writethrough      UML
 //!   clients       qemu-img and the blkio crate, without a guest
 //!   crash         kill -9 under verified load, 20 times                                  QEMU
+//!   holder        kill -9 of a server that the holder starts again                       UML
 //!   device        the guest resets, unbinds and binds the device under load              QEMU
 //!   changes       the disk grows, memory is plugged in and out, under load               UML, QEMU
 //!   cow           UML's COW files, written by this program and by UML's driver           UML
@@ -29,6 +30,7 @@ mod device;
 mod filesystems;
 mod fixture;
 mod flush;
+mod holder;
 mod live;
 mod migration;
 mod neighbours;

@@ -42,10 +42,11 @@ use std::time::Duration;
 
 use blockyard_disk::Disk;
 use blockyard_ring::Handle;
+use blockyard_ring::parcel::Parcel;
 
-use crate::descriptors;
 use crate::log::Log;
 use crate::{Client, Export, Listener, Reactors};
+use crate::{custody, descriptors};
 use inbox::Inbox;
 use links::Link;
 use negotiate::Negotiation;
@@ -66,6 +67,7 @@ pub struct Server {
     /// Not in [`Shared`], because dropping the last reference to the reactors waits until they end.
     /// A client's connection must not hold that last reference.
     reactors: Arc<Reactors>,
+    listener: Arc<Listener>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -88,17 +90,31 @@ impl Server {
             stop: AtomicBool::new(false),
             wake: rustix::event::eventfd(0, flags)?,
         });
-        let (body, dealt) = (shared.clone(), reactors.clone());
+        let listener = Arc::new(listener);
+        let (body, dealt, accepts) = (shared.clone(), reactors.clone(), listener.clone());
         let thread = std::thread::Builder::new()
             .name("nbd".into())
             .stack_size(256 << 10)
-            .spawn(move || listen(&body, &listener, &dealt))?;
-        Ok(Arc::new(Server { shared, reactors, thread: Some(thread) }))
+            .spawn(move || listen(&body, &accepts, &dealt))?;
+        Ok(Arc::new(Server { shared, reactors, listener, thread: Some(thread) }))
     }
 
     /// Returns the address, as the log shows it.
     pub fn address(&self) -> &str {
         &self.shared.address
+    }
+
+    /// Returns a copy of the listening sockets for the next server. This one leaves the socket
+    /// file to it.
+    pub fn hand_over(&self) -> io::Result<Parcel> {
+        let parcel = self.listener.to_parcel();
+        self.listener.keep_file();
+        parcel
+    }
+
+    /// The next server has failed.
+    pub fn take_back(&self) {
+        self.listener.remove_file();
     }
 
     /// Replaces the settings for clients that connect from now on.
@@ -182,6 +198,10 @@ impl Drop for Offer {
 
 /// Runs the server's thread.
 fn listen(shared: &Arc<Shared>, listener: &Listener, reactors: &Reactors) {
+    // A server that takes over accepts nobody before it is the owner of the sockets.
+    if !custody::decided() {
+        return;
+    }
     while !shared.stop.load(Ordering::SeqCst) {
         let _ = rustix::io::read(&shared.wake, &mut [0; 8]);
         // Read the limit before the count. A client that leaves after the count was read finds this

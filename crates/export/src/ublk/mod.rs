@@ -35,7 +35,7 @@ use blockyard_ring::ublk::{self, Control, Device, NumberLock, QueueError};
 use rustix::io::Errno;
 
 use crate::vhost_user::QueueShape;
-use crate::{Client, Export, Reactors};
+use crate::{Client, Export, Handed, Reactors};
 use files::{has_files, memory_alignment};
 use queue::{QueueHandle, Shared};
 pub use removal::remove;
@@ -126,6 +126,8 @@ pub struct Ublk {
     shared: Arc<Shared>,
     /// Lock on the device's number, held while this server makes the device or takes it over.
     lock: Option<NumberLock>,
+    /// The device stays for another server, also if it is not in use.
+    stays: bool,
 }
 
 impl Ublk {
@@ -171,6 +173,7 @@ impl Ublk {
             queues: Vec::new(),
             shared,
             lock,
+            stays: false,
         };
         if left.is_some() {
             export.take_over(reactors)?;
@@ -496,6 +499,19 @@ impl Export for Ublk {
         }
     }
 
+    fn obstacle(&self) -> Option<String> {
+        let can_stay = self.recovers() && self.device.flags & abi::F_QUIESCE != 0;
+        let path = self.path();
+        (!can_stay).then(|| format!("{} ends with its server", path.display()))
+    }
+
+    /// Leaves the device to the next server, which finds it by the disk's identity.
+    fn hand_over(&mut self) -> Option<Handed> {
+        self.stays = true;
+        self.stop();
+        None
+    }
+
     /// Removes the device if it is not in use. If it is in use, leaves it to the next server of the
     /// disk. In both cases, requests that have begun are answered.
     fn stop(&mut self) {
@@ -506,7 +522,7 @@ impl Export for Ublk {
         // If no queue is live, another process has removed the device. Its number may already
         // belong to a device of another disk.
         let removed = self.shared.live.load(Ordering::SeqCst) == 0;
-        let stopped = removed || self.stop_if_unused();
+        let stopped = removed || (!self.stays && self.stop_if_unused());
         if !stopped && self.recovers() && self.device.flags & abi::F_QUIESCE != 0 {
             // If the kernel has no quiesce command, the device loses its server only when this
             // process ends.

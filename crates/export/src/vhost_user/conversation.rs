@@ -3,8 +3,9 @@
 //! In: a front end that has connected, or one of another server. Out: the end of its session, or
 //! its state for the next server.
 
+use std::collections::VecDeque;
 use std::io::{self, Read, Write};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
@@ -15,13 +16,13 @@ use rustix::event::EventfdFlags;
 use vhost::vhost_user::message::FrontendReq;
 use vhost::vhost_user::{BackendReqHandler, Error};
 
-use super::handed::{Present, Served};
+use super::handed::{self, Present, Served};
 use super::session::Session;
 use super::socket::{self, Next};
 use super::state::SessionState;
 use super::waiting::{FrontEnd, Waiting};
 use super::{Connection, Shared, lock};
-use crate::Client;
+use crate::{Client, Listener, keeper};
 
 /// Version of the protocol in the flags of a message.
 const MESSAGE_VERSION: u32 = 1;
@@ -53,9 +54,28 @@ impl Leaving {
     }
 }
 
+/// A connection with all that a session needs besides its state.
+struct Prepared {
+    stream: UnixStream,
+    /// Copies of the socket.
+    for_handler: UnixStream,
+    for_export: UnixStream,
+    wake: OwnedFd,
+}
+
+impl Prepared {
+    fn new(stream: UnixStream) -> Result<Self, Disconnect> {
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let copy = || stream.try_clone().map_err(Disconnect::Copying);
+        let wake = rustix::event::eventfd(0, flags).map_err(|e| Disconnect::Copying(e.into()))?;
+        Ok(Prepared { for_handler: copy()?, for_export: copy()?, wake, stream })
+    }
+}
+
 /// A front end that is served.
 pub struct Conversation {
     messages: Messages,
+    wake: Arc<OwnedFd>,
     process: Option<i32>,
     since: Option<SystemTime>,
 }
@@ -64,66 +84,65 @@ impl Conversation {
     /// Begins to serve a front end that has just connected.
     pub fn begin(export: &Arc<Shared>, front_end: FrontEnd) -> Result<Self, Disconnect> {
         let FrontEnd { stream, process } = front_end;
+        let prepared = Prepared::new(stream)?;
         let session = Session::new(export.clone(), process, export.new_state())
             .map_err(|e| Disconnect::Protocol(e.into()))?;
-        Self::of(export, stream, process, session)
+        Ok(Self::of(export, prepared, process, session))
     }
 
     /// Continues to serve a front end of another server. Its rings run from now on. Its messages
     /// are not read before [`Conversation::run`].
     pub fn resume(export: &Arc<Shared>, served: Served) -> Result<Self, Disconnect> {
         let Served { front_end: FrontEnd { stream, process }, since, state } = served;
+        let prepared = Prepared::new(stream)?;
         let (features, protocol) = (state.features, state.protocol.bits());
         let session = Session::new(export.clone(), process, state)
             .map_err(|e| Disconnect::Protocol(e.into()))?;
-        let mut conversation = Self::of(export, stream, process, session)?;
+        let mut conversation = Self::of(export, prepared, process, session);
         if let Err(e) = conversation.messages.negotiated(features, protocol) {
             lock(&conversation.messages.session).release();
             return Err(e);
         }
         if let Some(connection) = &mut *lock(&export.connection) {
             connection.client.since = since;
-            connection.client.features = Some(features);
+            connection.client.features = Some(features).filter(|features| *features != 0);
         }
         Ok(Conversation { since, ..conversation })
     }
 
     fn of(
         export: &Arc<Shared>,
-        stream: UnixStream,
+        prepared: Prepared,
         process: Option<i32>,
         session: Session,
-    ) -> Result<Self, Disconnect> {
-        let connection = stream.try_clone().map_err(Disconnect::Copying)?;
-        let messages = Messages::new(stream, session).map_err(Disconnect::Copying)?;
-        let client = Client::connected(&connection);
-        let since = client.since;
-        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
-        let wake = rustix::event::eventfd(0, flags).map_err(|e| Disconnect::Copying(e.into()))?;
-        let connection = Connection { stream: connection, wake: Arc::new(wake), client };
+    ) -> Self {
+        let Prepared { stream, for_handler, for_export, wake } = prepared;
+        let messages = Messages::new(stream, for_handler, session);
+        let client = Client::connected(&for_export);
+        let (since, wake) = (client.since, Arc::new(wake));
+        let connection = Connection { stream: for_export, wake: wake.clone(), client };
         *lock(&export.connection) = Some(connection);
-        Ok(Conversation { messages, process, since })
+        Conversation { messages, wake, process, since }
     }
 
     /// Handles the front end's messages until it disconnects, or until the export stops. Returns
     /// the session if another server continues it.
     pub fn run(
-        self,
+        mut self,
         export: &Arc<Shared>,
         waiting: &mut Waiting<'_>,
     ) -> Result<Option<Leaving>, Disconnect> {
-        let Conversation { mut messages, process, since } = self;
-        let wake = lock(&export.connection).as_ref().map(|connection| connection.wake.clone());
+        let listener = waiting.listener();
         let is_stopped = || export.stop.load(Ordering::SeqCst);
         let result = loop {
-            if let Some(wake) = &wake {
-                waiting.until_readable(&messages.stream, wake.as_fd(), process);
-            }
+            // The holder has the state before the front end sends its next message.
+            self.keep(export, listener);
+            waiting.until_readable(&self.messages.stream, self.wake.as_fd(), self.process);
             if is_stopped() {
                 break Ok(());
             }
-            match messages.next() {
-                Ok(true) if lock(&messages.session).ends => {
+            match self.messages.next() {
+                Ok(true) if lock(&self.messages.session).ends => {
                     break Err(Disconnect::Protocol("its disk cannot be used now".into()));
                 }
                 Ok(true) => {}
@@ -132,15 +151,29 @@ impl Conversation {
             }
         };
         let leaves = result.is_ok() && export.handing_over.load(Ordering::SeqCst);
+        let Conversation { messages: Messages { stream, session, .. }, process, since, .. } = self;
         let state = {
-            let mut session = lock(&messages.session);
+            let mut session = lock(&session);
             if leaves { session.release_for_next() } else { session.release() }
         };
         *lock(&export.channel) = None;
         *lock(&export.connection) = None;
-        let stream = messages.stream;
+        if !leaves {
+            export.keep_listener(listener);
+        }
         // Closing the front end's descriptors may block.
         result.map(|()| leaves.then_some(Leaving { stream, process, since, state }))
+    }
+
+    /// Keeps the session at the holder, if there is one.
+    fn keep(&self, export: &Arc<Shared>, listener: &Listener) {
+        if !keeper::is_on() {
+            return;
+        }
+        let session = lock(&self.messages.session);
+        let (stream, state) = (&self.messages.stream, &session.state);
+        let present = Present { stream, process: self.process, since: self.since, state };
+        export.keep(handed::pack(listener, Some(present), &VecDeque::new()));
     }
 }
 
@@ -152,10 +185,11 @@ struct Messages {
 }
 
 impl Messages {
-    fn new(stream: UnixStream, session: Session) -> io::Result<Self> {
+    /// `copy`: a copy of `stream`.
+    fn new(stream: UnixStream, copy: UnixStream, session: Session) -> Self {
         let session = Arc::new(Mutex::new(session));
-        let handler = BackendReqHandler::from_stream(stream.try_clone()?, session.clone());
-        Ok(Messages { stream, session, handler })
+        let handler = BackendReqHandler::from_stream(copy, session.clone());
+        Messages { stream, session, handler }
     }
 
     /// Makes the `vhost` crate's handler know the features that the front end has negotiated with
@@ -171,7 +205,8 @@ impl Messages {
             (FrontendReq::SET_PROTOCOL_FEATURES, Some(protocol)),
             (FrontendReq::SET_FEATURES, Some(features)),
         ];
-        for (request, value) in messages {
+        // A front end that has set no features yet must not seem to have refused all.
+        for (request, value) in messages.into_iter().filter(|(_, value)| *value != Some(0)) {
             let body = value.map(u64::to_ne_bytes);
             let body = body.as_ref().map_or(&[][..], |body| &body[..]);
             let words = [request as u32, MESSAGE_VERSION, body.len() as u32];

@@ -15,7 +15,7 @@ use super::conversation::Conversation;
 use super::handed::{HandedSocket, pack};
 use super::queue::QueueHandle;
 use super::{QueueShape, Shared, Tuning, VhostUser, begin, begin_with, lock, ring};
-use crate::{Handed, Reactors, descriptors};
+use crate::{Handed, Listener, Reactors, custody, descriptors, keeper};
 
 /// The name of this protocol in a hand-over.
 pub const KIND: &str = "vhost-user";
@@ -44,7 +44,9 @@ impl VhostUser {
         let (next, acceptor) = (export.clone(), export.reactors.acceptor()?);
         let on_client = move |entrance| begin(&next, entrance);
         let registration = if served.is_none() && waiting.is_empty() {
-            acceptor.register(listener, on_client)?
+            let registration = acceptor.register(listener, on_client)?;
+            export.keep_listener(registration.listener());
+            registration
         } else {
             let (registration, entrance) = acceptor.register_entered(listener, on_client)?;
             // Until the session runs, an error must leave the socket's file to the other server.
@@ -60,14 +62,49 @@ impl VhostUser {
     }
 }
 
+impl Shared {
+    fn key(&self) -> String {
+        format!("{KIND}:{}", self.device.disk.name())
+    }
+
+    /// Keeps the export at the holder, for the next server if this one dies.
+    ///
+    /// A server that takes over leaves there what the old one has put there.
+    pub(super) fn keep(&self, parcel: io::Result<Parcel>) {
+        if !custody::is_owner() {
+            return;
+        }
+        match parcel {
+            Ok(parcel) => keeper::keep(&self.key(), &parcel),
+            Err(e) => {
+                let what = format_args!("the front end is lost if this server dies: {e}");
+                self.device.log.warn(self.device.disk.name(), None, what);
+                keeper::forget(&self.key());
+            }
+        }
+    }
+
+    pub(super) fn keep_listener(&self, listener: &Listener) {
+        if keeper::is_on() {
+            self.keep(pack(listener, None, &Default::default()));
+        }
+    }
+
+    /// The export ends, so the next server does not need it.
+    pub(super) fn forget(&self) {
+        if custody::is_owner() {
+            keeper::forget(&self.key());
+        }
+    }
+}
+
 /// Returns why an export cannot be handed over.
 pub(super) fn obstacle(export: &VhostUser) -> Option<String> {
     if lock(&export.export.connection).is_none() {
         return None;
     }
-    descriptors::too_few().map(|(left, limit)| {
-        format!("only {left} of {limit} descriptors are left (ulimit -n)")
-    })
+    descriptors::too_few()
+        .map(|(left, limit)| format!("only {left} of {limit} descriptors are left (ulimit -n)"))
 }
 
 /// Stops an export, and returns its parcel.

@@ -192,6 +192,7 @@ impl VhostUser {
             .reactors
             .acceptor()?
             .register(listener, move |entrance| begin(&served, entrance))?;
+        export.keep_listener(registration.listener());
         let registration = Some(registration);
         Ok(VhostUser { export, registration, descriptor_time: DESCRIPTOR_TIME })
     }
@@ -245,6 +246,7 @@ impl Export for VhostUser {
         if self.registration.take().is_none() {
             return;
         }
+        self.export.forget();
         self.export.stop.store(true, Ordering::SeqCst);
         if *lock(&self.export.threads.running) == 0 {
             return;

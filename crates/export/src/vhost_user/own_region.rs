@@ -4,10 +4,13 @@
 //! What must hold: the region has the layout of the rings that use it, so it ends with the features
 //! for which it was made.
 
+use vhost::vhost_user::Result;
+
 use super::config;
 use super::inflight;
 use super::session::Session;
 use super::state::{InflightFile, SessionState};
+use crate::keeper;
 
 impl Session {
     /// Makes a region for all queues of a session. Logs an error and returns `None` if the process
@@ -29,6 +32,21 @@ impl Session {
                 None
             }
         }
+    }
+
+    /// Makes a region before the first ring starts, if a holder keeps the session and its front end
+    /// has no region.
+    pub(super) fn ensure_region(&mut self) -> Result<()> {
+        if self.inflight.is_some() || !keeper::is_on() {
+            return Ok(());
+        }
+        if let Some(region) = self.own_region(&self.state) {
+            let file = self.duplicate(&region.file)?;
+            self.inflight =
+                Some(self.map_inflight(file, (region.offset, region.len), region.queues)?);
+            self.state.inflight = Some(region);
+        }
+        Ok(())
     }
 
     /// Forgets a region that this program has made, because its layout may be wrong for the next

@@ -271,6 +271,7 @@ impl Session {
         if vring.started {
             return Ok(());
         }
+        self.ensure_region()?;
         let setup = self.setup(index)?;
         self.start_with(index, setup)
     }
@@ -334,6 +335,7 @@ impl Session {
     /// one when it switches to another notifier). If the ring cannot start again, it is not
     /// stopped.
     fn restart(&mut self, index: usize) -> Result<()> {
+        self.ensure_region()?;
         let mut setup = self.setup(index)?;
         let wait = self.export.own_wait();
         let is_stopped = self.stop(index);
@@ -359,7 +361,7 @@ impl Session {
         self.switch_write_cache(self.device.disk.options().cache.write_back());
     }
 
-    fn map_inflight(
+    pub(super) fn map_inflight(
         &self,
         file: OwnedFd,
         layout: (u64, u64),

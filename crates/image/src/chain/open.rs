@@ -353,6 +353,11 @@ impl Chain {
         self.layers.iter().map(layer).collect::<Vec<_>>().join(" over ")
     }
 
+    /// Returns the path of the topmost image, as it was given.
+    pub fn path(&self) -> &Path {
+        self.layers[0].file.path()
+    }
+
     /// Returns the topmost image, the one that is written to.
     pub fn top(&self) -> &ChainLayer {
         &self.layers[0]

@@ -1,0 +1,155 @@
+//! The new server of a hand-over.
+
+use std::collections::HashMap;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::PoisonError;
+
+use anyhow::{Context, bail};
+use blockyard_export::custody::{self, Custody};
+use blockyard_export::vhost_user::Before;
+use blockyard_ring::parcel::{self, Parcel};
+use toml::Table;
+
+use super::{FORMAT, FromNew, FromOld, NBD, Offered, Peer};
+use crate::config::Config;
+use crate::holder;
+use crate::options::disk::DiskArgs;
+use crate::serve::Server;
+
+/// The connection to the old server, which has agreed to hand its disks over.
+pub struct Takeover {
+    peer: Peer,
+    offered: Vec<Offered>,
+    sockets: HashMap<String, Parcel>,
+}
+
+impl Takeover {
+    /// Connects to the old server. `-` as its socket: standard input is the connection. Call this
+    /// before the process enters its sandbox.
+    pub fn begin(control: &Path) -> anyhow::Result<Self> {
+        let stream = if control == Path::new("-") {
+            let socket = inherited_connection();
+            UnixStream::from(socket.context("--takeover -: standard input is no socket")?)
+        } else {
+            let stream = UnixStream::connect(control);
+            stream.with_context(|| {
+                format!("--takeover {}: no server can be reached there", control.display())
+            })?
+        };
+        let peer = Peer(stream);
+        let version = env!("CARGO_PKG_VERSION").to_string();
+        peer.send(&FromNew::Hello { format: FORMAT, version }).context(TALKING)?;
+        let (disks, names) = match peer.receive().context(TALKING)? {
+            FromOld::Welcome { disks, sockets, version } => {
+                tracing::info!("taking {} disks over from version {version}", disks.len());
+                (disks, sockets)
+            }
+            FromOld::Refused { what } => bail!("the running server keeps its disks: {what}"),
+            other => bail!("the running server sent {other:?}"),
+        };
+        let mut sockets = HashMap::new();
+        for name in names {
+            sockets.insert(name, peer.receive_parcel().context(TALKING)?);
+        }
+        custody::set(Custody::Waiting);
+        Ok(Takeover { peer, offered: disks, sockets })
+    }
+
+    /// Returns a listening socket of the old server.
+    pub fn socket(&mut self, name: &str) -> Option<Parcel> {
+        self.sockets.remove(name)
+    }
+
+    /// Takes the disks over, and becomes the owner of their connections. Returns the disks of the
+    /// configuration that the old server does not have. After an error the old server goes on with
+    /// all disks, and this process must end.
+    pub fn run(
+        &mut self,
+        server: &Server,
+        config: &Config,
+    ) -> anyhow::Result<Vec<(DiskArgs, Table)>> {
+        let mut nbd = server.common.nbd.lock().unwrap_or_else(PoisonError::into_inner);
+        for (name, parcel) in self.sockets.extract_if(|name, _| name.starts_with(NBD)) {
+            nbd.continue_on(&name[NBD.len()..], parcel);
+        }
+        drop(nbd);
+        let taken = self.take_all(server, config);
+        if let Err(e) = &taken {
+            let _ = self.peer.send(&FromNew::Failed { what: format!("{e:#}") });
+            custody::set(Custody::Gone);
+        }
+        taken
+    }
+
+    fn take_all(
+        &mut self,
+        server: &Server,
+        config: &Config,
+    ) -> anyhow::Result<Vec<(DiskArgs, Table)>> {
+        let mut others = Vec::new();
+        for (at, args) in config.disks.iter().enumerate() {
+            let offered = self.offered.iter().position(|offered| offered.name == args.name());
+            match offered {
+                Some(place) => {
+                    let offered = self.offered.remove(place);
+                    self.take(server, args.clone(), config.keys(at), offered.by_api)?;
+                }
+                None => others.push((args.clone(), config.keys(at))),
+            }
+        }
+        for Offered { name, by_api, keys } in std::mem::take(&mut self.offered) {
+            if !by_api {
+                tracing::warn!("disk \"{name}\" is in no configuration file any more: it ends");
+                continue;
+            }
+            let args: DiskArgs = keys.clone().try_into().with_context(|| format!("disk {name}"))?;
+            self.take(server, args, keys, true)?;
+        }
+        self.peer.send(&FromNew::Ready).context(TALKING)?;
+        match self.peer.receive().context("waiting for the old server's consent")? {
+            FromOld::Commit => {}
+            other => bail!("the old server sent {other:?}"),
+        }
+        // The holder must know this process before the old one exits.
+        holder::announce();
+        self.peer.send(&FromNew::Serves).context(TALKING)?;
+        custody::set(Custody::Owner);
+        Ok(others)
+    }
+
+    fn take(
+        &self,
+        server: &Server,
+        args: DiskArgs,
+        keys: Table,
+        by_api: bool,
+    ) -> anyhow::Result<()> {
+        let name = args.name();
+        self.peer.send(&FromNew::Take { disk: name.clone() }).context(TALKING)?;
+        match self.peer.receive().context(TALKING)? {
+            FromOld::Given { exports } => {
+                for kind in exports {
+                    let parcel = self.peer.receive_parcel().context(TALKING)?;
+                    server.common.handed.put(&name, &kind, parcel, Before::Drained);
+                }
+            }
+            FromOld::Refused { what } => bail!("{what}"),
+            other => bail!("the old server sent {other:?}"),
+        }
+        server.add(args, keys, by_api)?;
+        self.peer.send(&FromNew::Took { disk: name }).context(TALKING)
+    }
+}
+
+const TALKING: &str = "talking to the old server";
+
+/// Returns the connection that another process has passed as standard input.
+pub fn inherited_connection() -> std::io::Result<OwnedFd> {
+    let stdin = std::io::stdin();
+    let socket = stdin.as_fd().try_clone_to_owned()?;
+    rustix::net::sockopt::socket_type(&socket)?;
+    parcel::replace(&stdin, std::fs::File::open("/dev/null")?.as_fd())?;
+    Ok(socket)
+}

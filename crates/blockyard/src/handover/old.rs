@@ -1,0 +1,383 @@
+//! The old server of a hand-over.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+use blockyard_control::types::{HandedOver, Upgraded};
+use blockyard_export::custody::{self, Custody};
+use blockyard_export::vhost_user::Before;
+use blockyard_export::{Handed, Listener};
+use blockyard_ring::host;
+use blockyard_ring::parcel::Parcel;
+use blockyard_ring::sandbox;
+use blockyard_yard::YardError;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
+use rustix::process::{Pid, PidfdFlags, Signal};
+
+use super::{FORMAT, FromNew, FromOld, NBD, Offered, Peer};
+use crate::book::HeldDisk;
+use crate::disks::{log_end, settings};
+use crate::exports;
+use crate::holder;
+use crate::serve::Server;
+
+/// How long a new server that has failed may close its images before it is killed.
+const END_TIME: Duration = Duration::from_secs(10);
+/// How long the kernel may take to end a killed process.
+const KILL_TIME: Duration = Duration::from_secs(60);
+
+/// Returns a copy of a listening socket for the next server.
+type Socket = Box<dyn Fn() -> io::Result<Parcel> + Send>;
+
+/// What a server needs to hand its disks over.
+pub struct HandOvers {
+    /// Held during a hand-over: one at a time.
+    only: Mutex<()>,
+    /// Another server has the disks.
+    is_done: AtomicBool,
+    sockets: Mutex<Vec<(&'static str, Socket)>>,
+    /// Ends the wait of the main thread for signals.
+    end: signal_hook::iterator::Handle,
+}
+
+impl HandOvers {
+    pub fn new(end: signal_hook::iterator::Handle) -> Self {
+        HandOvers { only: Mutex::default(), is_done: false.into(), sockets: Mutex::default(), end }
+    }
+
+    /// Passes a listening socket on to the next server.
+    pub fn offer(
+        &self,
+        name: &'static str,
+        copy: impl Fn() -> io::Result<Parcel> + Send + 'static,
+    ) {
+        self.sockets().push((name, Box::new(copy)));
+    }
+
+    /// Returns whether another server has the disks.
+    pub fn is_done(&self) -> bool {
+        self.is_done.load(Ordering::SeqCst)
+    }
+
+    fn sockets(&self) -> MutexGuard<'_, Vec<(&'static str, Socket)>> {
+        self.sockets.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A disk that the new server has, or may have.
+struct Away<'a> {
+    held: HeldDisk<'a>,
+    exports: Vec<Handed>,
+    since: Instant,
+    pause: Option<Duration>,
+}
+
+/// A hand-over that runs.
+struct HandOver<'a> {
+    server: &'a Server,
+    peer: Peer,
+    process: OwnedFd,
+    version: String,
+    away: Vec<Away<'a>>,
+}
+
+/// Hands all disks over to the process at the other end of `stream`. After an error this server
+/// serves them.
+pub fn hand_over(server: &Server, stream: UnixStream, pid: i32) -> anyhow::Result<Upgraded> {
+    let peer = Peer(stream);
+    let only = match server.hand_overs.only.try_lock() {
+        Ok(only) => only,
+        Err(TryLockError::Poisoned(only)) => only.into_inner(),
+        Err(TryLockError::WouldBlock) => bail!("another hand-over runs"),
+    };
+    // No reload changes the set of disks during the hand-over.
+    let reloading = server.reloading.lock().unwrap_or_else(PoisonError::into_inner);
+    let pid_of = Pid::from_raw(pid).context("the new server has no process number here")?;
+    let process = rustix::process::pidfd_open(pid_of, PidfdFlags::empty())
+        .context("watching the new server's process")?;
+    let mut hand_over = HandOver { server, peer, process, version: String::new(), away: vec![] };
+    let outcome = hand_over.run(pid as u32);
+    match &outcome {
+        Ok(_) => {
+            server.hand_overs.is_done.store(true, Ordering::SeqCst);
+            // The disks stay in the book, held, until this process ends.
+            hand_over.away.drain(..).for_each(|away| std::mem::forget(away.held));
+            server.hand_overs.end.close();
+        }
+        Err(e) => {
+            tracing::error!("the disks stay with this server: {e:#}");
+            holder::announce();
+            let _ = hand_over.peer.send(&FromOld::Refused { what: format!("{e:#}") });
+            hand_over.take_back();
+        }
+    }
+    drop((reloading, only));
+    outcome
+}
+
+impl<'a> HandOver<'a> {
+    fn run(&mut self, pid: u32) -> anyhow::Result<Upgraded> {
+        self.greet()?;
+        loop {
+            match self.peer.receive().context("waiting for the new server")? {
+                FromNew::Take { disk } => self.give(&disk)?,
+                FromNew::Took { disk } => {
+                    let taken = self.away.iter_mut().find(|away| away.held.args().name() == disk);
+                    let taken =
+                        taken.context("it says that it has a disk which it was not given")?;
+                    let pause = taken.since.elapsed();
+                    tracing::info!(disk, "handed over after a pause of {pause:.1?}");
+                    taken.pause = Some(pause);
+                }
+                FromNew::Failed { what } => bail!("the new server failed: {what}"),
+                FromNew::Ready => break,
+                other => bail!("the new server sent {other:?}"),
+            }
+        }
+        if let Some(away) = self.away.iter().find(|away| away.pause.is_none()) {
+            bail!("the new server is ready without disk \"{}\"", away.held.args().name());
+        }
+        self.peer.send(&FromOld::Commit)?;
+        match self.peer.receive().context("the new server ended when it was ready")? {
+            FromNew::Serves => {}
+            other => bail!("the new server sent {other:?} when it was ready"),
+        }
+        custody::set(Custody::Gone);
+        // Supervisors must know the new process before they see the end of this one.
+        let _ = sd_notify::notify(&[sd_notify::NotifyState::MainPid(pid)]);
+        let disks = self.away.iter().map(|away| HandedOver {
+            name: away.held.args().name(),
+            pause_us: away.pause.unwrap_or_default().as_micros() as u64,
+        });
+        Ok(Upgraded { pid, version: self.version.clone(), disks: disks.collect() })
+    }
+
+    fn greet(&mut self) -> anyhow::Result<()> {
+        let FromNew::Hello { format, version } =
+            self.peer.receive().context("waiting for the new server")?
+        else {
+            bail!("the new server does not say hello");
+        };
+        if format != FORMAT {
+            bail!(
+                "version {version} hands disks over in format {format}, and this server knows only \
+                 {FORMAT}: stop it and start the new one"
+            );
+        }
+        self.version = version;
+        if self.server.options.attached || !self.server.options.xen.watch.is_empty() {
+            bail!("the device of `attach` and the disks of Xen toolstacks cannot be handed over");
+        }
+        let disks = self.server.book.all().into_iter().map(|entry| Offered {
+            name: entry.args.name(),
+            by_api: entry.by_api,
+            keys: entry.keys,
+        });
+        let mut parcels = Vec::new();
+        for (name, copy) in &*self.server.hand_overs.sockets() {
+            let parcel = copy().with_context(|| format!("copying the socket of the {name}"))?;
+            parcels.push((name.to_string(), parcel));
+        }
+        let nbd = self.server.common.nbd.lock().unwrap_or_else(PoisonError::into_inner);
+        let listening = nbd.hand_over().context("copying the sockets of NBD")?;
+        parcels.extend(listening.into_iter().map(|(at, parcel)| (format!("{NBD}{at}"), parcel)));
+        drop(nbd);
+        let sockets = parcels.iter().map(|(name, _)| name.clone()).collect();
+        let version = env!("CARGO_PKG_VERSION").into();
+        self.peer.send(&FromOld::Welcome { version, disks: disks.collect(), sockets })?;
+        parcels.iter().try_for_each(|(_, parcel)| self.peer.send_parcel(parcel))?;
+        Ok(())
+    }
+
+    /// Drains a disk, closes its image, and gives it to the new server.
+    fn give(&mut self, disk: &str) -> anyhow::Result<()> {
+        let held = self.server.book.hold(disk)?;
+        let handed = self.server.yard.hand_over(disk)?;
+        let since = handed.since;
+        log_end(&handed.ended);
+        let is_flushed = handed.ended.is_flushed;
+        self.away.push(Away { held, exports: handed.exports, since, pause: None });
+        if !is_flushed {
+            bail!("disk \"{disk}\" could not be flushed");
+        }
+        let Some(Away { exports, .. }) = self.away.last() else { return Ok(()) };
+        let kinds = exports.iter().map(|handed| handed.kind.to_string()).collect();
+        self.peer.send(&FromOld::Given { exports: kinds })?;
+        exports.iter().try_for_each(|handed| self.peer.send_parcel(&handed.parcel))?;
+        Ok(())
+    }
+
+    /// Waits for the end of the new server, and serves its disks again.
+    fn take_back(&mut self) {
+        if let Err(e) = end_process(&self.process) {
+            // Two servers on one image would destroy it. The image's lock protects it, too.
+            tracing::error!("the new server does not end: {e}");
+        }
+        self.server.common.nbd.lock().unwrap_or_else(PoisonError::into_inner).take_back();
+        for Away { held, exports, .. } in self.away.drain(..) {
+            let (args, name) = (held.args(), held.args().name());
+            let handed = &self.server.common.handed;
+            for Handed { kind, parcel } in exports {
+                handed.put(&name, kind, parcel, Before::Died);
+            }
+            let ways = exports::ways(&args, &self.server.common);
+            match self.server.yard.add(settings(&args, ways)) {
+                Ok(()) => tracing::info!(disk = name, "served again"),
+                Err(YardError::Closing) => {}
+                Err(e) => {
+                    let e = anyhow::Error::from(e);
+                    tracing::error!(disk = name, "cannot serve it again: {e:#}");
+                    held.remove();
+                }
+            }
+        }
+    }
+}
+
+/// Waits for the end of a process, which may close its images first. Kills it if it does not end.
+fn end_process(process: &OwnedFd) -> io::Result<()> {
+    if has_ended(process, END_TIME)? {
+        return Ok(());
+    }
+    tracing::warn!("the new server does not end: killing it");
+    rustix::process::pidfd_send_signal(process, Signal::KILL)?;
+    if has_ended(process, KILL_TIME)? { Ok(()) } else { Err(io::ErrorKind::TimedOut.into()) }
+}
+
+fn has_ended(process: &OwnedFd, limit: Duration) -> io::Result<bool> {
+    let end = Instant::now() + limit;
+    loop {
+        let left = end.saturating_duration_since(Instant::now());
+        let time = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
+        match rustix::event::poll(&mut [PollFd::new(process, PollFlags::IN)], Some(&time)) {
+            Ok(0) => return Ok(false),
+            Ok(_) => return Ok(true),
+            Err(rustix::io::Errno::INTR) => {}
+            Err(e) => return Err(e.into()),
+        }
+    }
+}
+
+/// Starts another server with the command line of this one, and hands the disks over to it.
+pub fn upgrade(server: &Server, binary: Option<PathBuf>) -> anyhow::Result<Upgraded> {
+    if sandbox::is_on() {
+        bail!(
+            "a server in a sandbox starts no program: start the new server with --takeover (the \
+             old one needs --control)"
+        );
+    }
+    let binary = binary.map_or_else(own_binary, Ok)?;
+    let (ours, theirs) = UnixStream::pair()?;
+    let mut command = Command::new(&binary);
+    command.args(own_arguments()).arg("--takeover").arg("-");
+    command.stdin(Stdio::from(OwnedFd::from(theirs)));
+    let mut child: Child =
+        command.spawn().with_context(|| format!("starting {}", binary.display()))?;
+    // The command has the child's end of the connection, which must not outlive the child.
+    drop(command);
+    let pid = child.id() as i32;
+    let outcome = hand_over(server, ours, pid);
+    if outcome.is_err() {
+        let _ = child.wait();
+    }
+    outcome
+}
+
+/// Returns the path of the running program. A new program may be there by now.
+pub fn own_binary() -> anyhow::Result<PathBuf> {
+    let path = std::env::current_exe().context("finding the running program")?;
+    let text = path.to_string_lossy();
+    Ok(text.strip_suffix(" (deleted)").map_or_else(|| path.clone(), PathBuf::from))
+}
+
+/// Returns the arguments of this process without `--takeover`.
+fn own_arguments() -> Vec<std::ffi::OsString> {
+    let (mut arguments, mut skip) = (Vec::new(), false);
+    for argument in std::env::args_os().skip(1) {
+        if std::mem::take(&mut skip) {
+            continue;
+        }
+        match argument.to_str() {
+            Some("--takeover") => skip = true,
+            Some(text) if text.starts_with("--takeover=") => {}
+            _ => arguments.push(argument),
+        }
+    }
+    arguments
+}
+
+/// Waits for new servers on the socket of `--control`. Drop ends it.
+pub struct Control {
+    stop: Arc<OwnedFd>,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+impl Control {
+    /// `handed`: the socket of the server from which this one has taken over.
+    pub fn start(
+        path: &Path,
+        handed: Option<Parcel>,
+        server: Arc<Server>,
+    ) -> anyhow::Result<Control> {
+        let listener = match handed {
+            Some(parcel) => Listener::from_parcel(parcel)?,
+            None => Listener::bind(path)?,
+        };
+        let listener = Arc::new(listener);
+        let offered = listener.clone();
+        server.hand_overs.offer("control", move || offered.to_parcel());
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let stop = Arc::new(rustix::event::eventfd(0, flags)?);
+        let wake = stop.clone();
+        let thread = std::thread::Builder::new()
+            .name("control".into())
+            .spawn(move || listen(&server, &listener, &wake))?;
+        Ok(Control { stop, thread: Some(thread) })
+    }
+}
+
+impl Drop for Control {
+    fn drop(&mut self) {
+        let _ = rustix::io::write(&self.stop, &1u64.to_ne_bytes());
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+fn listen(server: &Arc<Server>, listener: &Listener, stop: &OwnedFd) {
+    let is_stopped = || {
+        let mut fds = [PollFd::new(stop, PollFlags::IN)];
+        rustix::event::poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
+    };
+    while !is_stopped() && !server.hand_overs.is_done() {
+        match listener.accept(stop.as_fd()) {
+            Ok(Some(stream)) => came(server, stream.into()),
+            Ok(None) => {}
+            Err(e) => {
+                tracing::warn!("control: cannot accept a connection: {e}");
+                std::thread::sleep(Duration::from_millis(200));
+            }
+        }
+    }
+}
+
+fn came(server: &Arc<Server>, stream: UnixStream) {
+    let peer = host::peer(&stream);
+    let own = rustix::process::geteuid().as_raw();
+    let Some(pid) = peer.filter(|peer| peer.user == own).and_then(|peer| peer.process) else {
+        let what = "only a process of this server's user, in its PID namespace, may take over";
+        tracing::warn!("control: refused a connection: {what}");
+        let _ = Peer(stream).send(&FromOld::Refused { what: what.into() });
+        return;
+    };
+    // The log has the outcome.
+    let _ = hand_over(server, stream, pid);
+}

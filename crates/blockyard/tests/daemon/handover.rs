@@ -1,0 +1,284 @@
+//! Hand-over: a new server takes the disks of a running one, and guests stay connected. A new
+//! server that fails leaves the old one serving.
+
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use blockyard_bench::client::workload::Pattern;
+use blockyard_bench::client::{LoadOptions, measure};
+use blockyard_driver::status;
+
+use crate::common::{BLOCKYARD, Daemon, Folder, SOON, TOOL, blockyard, run, tool, until};
+use crate::guest::{Guest, pattern};
+
+const MIB: usize = 1 << 20;
+
+/// A folder with an overlay, and the command line of its servers.
+pub struct Case {
+    pub folder: Folder,
+    pub top: PathBuf,
+    pub socket: PathBuf,
+    control: PathBuf,
+    api: PathBuf,
+}
+
+impl Case {
+    pub fn new() -> Self {
+        let folder = Folder::new();
+        let [top, socket, control, api] =
+            ["disk.qcow2", "s", "control", "api"].map(|name| folder.join(name));
+        std::fs::write(folder.join("base.img"), pattern(77, 32 * MIB)).unwrap();
+        let create = ["image", "create", "-q", "-f", "qcow2", "-F", "raw", "-b", "base.img"];
+        blockyard(create.iter().copied().chain([top.to_str().unwrap()])).good();
+        Case { folder, top, socket, control, api }
+    }
+
+    pub fn command(&self) -> Command {
+        let mut command = Command::new(BLOCKYARD);
+        command.arg("serve").arg(&self.top).arg("--vhost-user").arg(&self.socket);
+        command.arg("--control").arg(&self.control).arg("--api").arg(&self.api);
+        command
+    }
+
+    fn serve(&self) -> Daemon {
+        let mut daemon = Daemon::start(&mut self.command());
+        daemon.wait_ready();
+        daemon
+    }
+
+    fn takeover(&self) -> Command {
+        let mut command = self.command();
+        command.arg("--takeover").arg(&self.control);
+        command
+    }
+
+    /// Replaces a server by a new one. Returns the new one, when the old one has ended.
+    fn replace(&self, mut old: Daemon) -> Daemon {
+        let mut new = Daemon::start(&mut self.takeover());
+        assert!(new.became_ready(), "{}\n---- old ----\n{}", new.log(), old.log());
+        let status = old.ended(SOON);
+        assert!(status.success(), "{status}: {}", old.log());
+        new
+    }
+
+    pub fn load(&self) -> LoadOptions {
+        LoadOptions {
+            rw: Pattern::Randrw,
+            depth: 16,
+            runtime: 300.0,
+            flush_every: 200,
+            verify: true,
+            ..LoadOptions::for_socket(self.socket.clone())
+        }
+    }
+
+    /// Runs `work` under a verified load that neither reconnects nor sees an error.
+    pub fn under_load<T>(&self, load: &LoadOptions, work: impl FnOnce(&dyn Fn()) -> T) -> T {
+        std::thread::scope(|scope| {
+            let client = scope.spawn(|| measure(load));
+            let result = work(&|| assert!(!client.is_finished(), "the load ended early"));
+            load.over.store(true, Ordering::Relaxed);
+            let report = client.join().unwrap().unwrap();
+            assert_eq!((report.errors, report.first_error), (0, None));
+            assert!(report.verified_blocks > 100, "{} blocks: no load", report.verified_blocks);
+            result
+        })
+    }
+
+    pub fn is_clean(&self) {
+        tool("qemu-img", ["check", self.top.to_str().unwrap()]).good();
+    }
+}
+
+fn serves(daemon: &Daemon) {
+    daemon.until_served("write", "");
+}
+
+fn twenty_handovers(packed: bool) {
+    let case = Case::new();
+    let first = case.serve();
+    let load = LoadOptions { packed, ..case.load() };
+    let (daemon, before) = case.under_load(&load, |goes_on| {
+        serves(&first);
+        let mut daemon = case.replace(first);
+        serves(&daemon);
+        let before = daemon.descriptors().len();
+        for _ in 1..20 {
+            goes_on();
+            daemon = case.replace(daemon);
+            serves(&daemon);
+        }
+        let after = daemon.descriptors();
+        assert!(after.len() <= before + 1, "{before} descriptors, later {after:?}");
+        (daemon, before)
+    });
+    assert!(before > 0);
+    daemon.stop();
+    for gone in [&case.socket, &case.control, &case.api] {
+        assert!(!gone.exists(), "{} is left", gone.display());
+    }
+    case.is_clean();
+}
+
+#[test]
+fn twenty_handovers_under_load_are_not_noticed() {
+    twenty_handovers(false);
+}
+
+#[test]
+fn twenty_handovers_of_packed_rings_are_not_noticed() {
+    twenty_handovers(true);
+}
+
+/// Clients that connect later find the new server. The second server replaced the first before any
+/// client connected.
+#[test]
+fn a_disk_without_a_client_is_handed_over() {
+    let case = Case::new();
+    let daemon = case.replace(case.serve());
+    let mut guest = Guest::connect(&case.socket);
+    assert_eq!(guest.write(0, &pattern(1, 4096)), status::OK);
+    let daemon = case.replace(daemon);
+    assert_eq!(guest.read(0, 4096).unwrap(), pattern(1, 4096));
+    guest.leave();
+    let mut guest = Guest::connect(&case.socket);
+    assert_eq!(guest.read(0, 4096).unwrap(), pattern(1, 4096));
+    drop(guest);
+    daemon.stop();
+    case.is_clean();
+}
+
+/// Messages of the front end after a hand-over have the features that it has negotiated before.
+#[test]
+fn a_front_end_goes_on_with_its_negotiated_features() {
+    let case = Case::new();
+    let daemon = case.serve();
+    let mut guest = Guest::connect(&case.socket);
+    assert_eq!(guest.write(8, &pattern(2, 4096)), status::OK);
+    let daemon = case.replace(daemon);
+    let before = guest.session.link.config;
+    let connection = &mut guest.session.link.connection;
+    assert_eq!(connection.config().unwrap(), before);
+    let Err(e) = connection.enable(77, true) else { panic!("there is no such queue") };
+    assert!(!format!("{e:#}").contains("isconnect"), "{e:#}");
+    // Stops the ring, which needs its position.
+    let base = connection.stop_ring(0).unwrap();
+    assert!(base > 0);
+    drop(guest);
+    daemon.stop();
+}
+
+pub fn ctl(case: &Case, arguments: &[&str]) -> crate::common::Finished {
+    let mut command = Command::new(BLOCKYARD);
+    command.arg("ctl").arg("--api").arg(&case.api).args(arguments);
+    run(&mut command, TOOL)
+}
+
+#[test]
+fn ctl_upgrade_replaces_the_server_and_prints_the_pause() {
+    let case = Case::new();
+    let mut daemon = case.serve();
+    case.under_load(&case.load(), |_| {
+        serves(&daemon);
+        let first = daemon.pid();
+        let shown = ctl(&case, &["upgrade"]).good();
+        assert!(shown.contains("serves the disks") && shown.contains(" ms"), "{shown}");
+        assert!(daemon.ended(SOON).success(), "{}", daemon.log());
+        let status: serde_json::Value =
+            serde_json::from_str(&ctl(&case, &["status", "--json"]).good()).unwrap();
+        let second = status["pid"].as_u64().unwrap() as u32;
+        assert_ne!(first, second);
+        let third: serde_json::Value =
+            serde_json::from_str(&ctl(&case, &["upgrade", "--json"]).good()).unwrap();
+        let third = third["pid"].as_u64().unwrap() as i32;
+        until("the second server has ended", SOON, || !is_running(second as i32));
+        LAST.with(|last| last.set(third));
+    });
+    let last = LAST.with(std::cell::Cell::get);
+    end(last);
+    case.is_clean();
+}
+
+thread_local! {
+    /// The server that the last upgrade has started. It is no child of this process.
+    static LAST: std::cell::Cell<i32> = const { std::cell::Cell::new(0) };
+}
+
+pub fn is_running(pid: i32) -> bool {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    !status.is_empty() && !status.contains(") Z ")
+}
+
+fn end(pid: i32) {
+    let process = rustix::process::Pid::from_raw(pid).unwrap();
+    rustix::process::kill_process(process, rustix::process::Signal::TERM).unwrap();
+    until("the last server has ended", SOON, || !is_running(pid));
+}
+
+/// Programs that fail as the next server, each at another step.
+fn failing(case: &Case) -> Vec<(String, PathBuf)> {
+    let script = |name: &str, body: &str| {
+        let path = case.folder.join(name);
+        std::fs::write(&path, format!("#!/bin/bash\n{body}\n")).unwrap();
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+        (name.to_string(), path)
+    };
+    let half = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/daemon/half_server.py");
+    let mut all: Vec<_> = ["start", "nonsense", "hello", "take", "given", "took", "ready"]
+        .map(|last| script(last, &format!("exec python3 {half} disk.qcow2 {last}")))
+        .into();
+    // The real program, with a disk of another shape: it fails after it has opened the image.
+    all.push(script("queues", &format!("exec {BLOCKYARD} \"$@\" --queues 2")));
+    all
+}
+
+#[test]
+fn a_new_server_that_fails_leaves_the_old_one_serving() {
+    let case = Case::new();
+    let daemon = case.serve();
+    case.under_load(&case.load(), |goes_on| {
+        serves(&daemon);
+        for (stage, program) in failing(&case) {
+            let done = ctl(&case, &["upgrade", "--binary", program.to_str().unwrap()]);
+            assert!(!done.status.success(), "{stage}: {}", done.out);
+            assert!(done.err.contains("not upgraded"), "{stage}: {}", done.err);
+            goes_on();
+            serves(&daemon);
+        }
+        ctl(&case, &["list"]).good();
+    });
+    let mut daemon = case.replace(daemon);
+    assert!(daemon.running());
+    daemon.stop();
+    case.is_clean();
+}
+
+#[test]
+fn an_unknown_format_is_refused() {
+    let case = Case::new();
+    let daemon = case.serve();
+    let stream = std::os::unix::net::UnixStream::connect(&case.control).unwrap();
+    let soon = std::time::Instant::now() + Duration::from_secs(30);
+    let hello = br#"{"hello":{"format":999,"version":"9.9"}}"#;
+    blockyard_ring::parcel::send(&stream, hello, &[], soon).unwrap();
+    let answer = blockyard_ring::parcel::receive(&stream, soon).unwrap().unwrap();
+    let text = String::from_utf8_lossy(&answer.bytes).into_owned();
+    assert!(text.contains("format 999"), "{text}");
+    drop(stream);
+    daemon.stop();
+}
+
+#[test]
+fn a_server_that_cannot_be_reached_is_named() {
+    let case = Case::new();
+    let daemon = case.serve();
+    let absent: &Path = &case.folder.join("nothing");
+    let mut command = case.command();
+    let done = run(command.arg("--takeover").arg(absent), SOON);
+    assert_eq!(done.status.code(), Some(1));
+    assert!(done.err.contains("no server can be reached there"), "{}", done.err);
+    daemon.stop();
+}

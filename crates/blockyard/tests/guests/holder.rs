@@ -1,0 +1,55 @@
+//! kill -9 and upgrades of the server under a guest that cannot connect again: User Mode Linux.
+
+use std::time::Duration;
+
+use rustix::process::{Pid, kill_process};
+
+use crate::common::{GuestKind, SOON, Signal, until};
+use crate::fixture::GuestFixture;
+
+const KILLS: u32 = 10;
+/// Delay of each request, so that most kills find requests in flight.
+const DELAY: &str = "delay:read=4ms,write=4ms";
+
+/// A load with checksums, repeated until the disk has grown, and then a file system.
+const SCRIPT: &str = r#"
+echo started
+read -r before </sys/block/vda/size
+now=$before n=0
+while [[ $now == "$before" ]]; do
+    load --filename=/dev/vda --randseed=$((n += 1)) \
+        --name=small --rw=randwrite --bs=4k --size=2M --offset=0 \
+        --name=mixed --rw=randrw --bsrange=4k-64k --size=4M --offset=4M \
+        --name=synced --rw=randwrite --bs=8k --size=512k --offset=12M --fsync=8
+    read -r now </sys/block/vda/size
+done
+echo "rounds $n"
+mkfs.ext4 -q /dev/vda
+e2fsck -fn /dev/vda
+"#;
+
+#[test]
+fn a_guest_that_cannot_connect_again_survives_kills_of_the_server() {
+    let mut fixture = GuestFixture::new(16 << 20, &["--keep-sessions", "--filter", DELAY]);
+    let limit = Duration::from_secs(120);
+    let mut guest = fixture.boot(GuestKind::Uml, "", &[], SCRIPT, limit);
+    guest.expect("started");
+    for n in 0..KILLS {
+        fixture.until_served("write");
+        std::thread::sleep(Duration::from_millis(u64::from(n * 37 % 100)));
+        assert!(guest.running(), "the guest ended after {n} kills: {}", guest.finish());
+        let holder = fixture.daemon();
+        let ready = |out: String| out.lines().filter(|line| *line == "ready").count();
+        let (before, pid) = (ready(holder.out()), holder.pid());
+        let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children"));
+        let server: i32 = children.unwrap().split_whitespace().next().unwrap().parse().unwrap();
+        kill_process(Pid::from_raw(server).unwrap(), Signal::KILL).unwrap();
+        until("the next server is ready", SOON, || ready(holder.out()) > before);
+    }
+    fixture.until_served("write");
+    fixture.go_on();
+    guest.expect("rounds");
+    guest.finish();
+    let log = fixture.stop();
+    assert!(log.contains("in flight when the last back end ended"), "{log}");
+}

@@ -1,0 +1,151 @@
+//! The holder's connection (`blockyard_ring::holder`): what the next server needs if this one dies.
+//!
+//! In: parcels, by key. Out: the same parcels in the next server. A parcel's bytes are in a memory
+//! file, which is its first descriptor. What must hold: a holder that does not read delays this
+//! server at most [`SEND_TIME`] once. Then the server goes on without it.
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use blockyard_ring::holder::{MOST_BYTES, MOST_FDS, MOST_KEY, kind};
+use blockyard_ring::parcel::Parcel;
+use rustix::fs::MemfdFlags;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, sockopt,
+};
+
+/// Longest wait until the holder reads.
+const SEND_TIME: Duration = Duration::from_secs(1);
+/// Longest description of a session in bytes.
+const MOST_DESCRIPTION: u64 = 4 << 20;
+
+static HOLDER: Mutex<Option<OwnedFd>> = Mutex::new(None);
+
+fn holder() -> MutexGuard<'static, Option<OwnedFd>> {
+    HOLDER.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Keeps parcels at the holder from now on.
+pub fn use_holder(socket: OwnedFd) -> io::Result<()> {
+    sockopt::set_socket_timeout(&socket, sockopt::Timeout::Send, Some(SEND_TIME))?;
+    *holder() = Some(socket);
+    Ok(())
+}
+
+/// Returns whether sessions are kept.
+pub fn is_on() -> bool {
+    holder().is_some()
+}
+
+/// Returns a copy of the connection, for a server that takes over.
+pub fn connection() -> Option<io::Result<OwnedFd>> {
+    holder().as_ref().map(OwnedFd::try_clone)
+}
+
+/// Makes the holder watch this process, and start `program` if it dies.
+pub fn announce(program: &Path) {
+    let mut message = vec![kind::SERVER];
+    message.extend((std::process::id() as i32).to_ne_bytes());
+    message.extend(program.as_os_str().as_bytes());
+    message.truncate(MOST_BYTES);
+    tell("announcing this server", &message, &[]);
+}
+
+/// Replaces what is kept under a key.
+pub fn keep(key: &str, parcel: &Parcel) {
+    if parcel.fds.len() + 1 > MOST_FDS || key.len() > MOST_KEY {
+        tracing::warn!("{key}: it has too many descriptors, or too long a name, for the holder");
+        return forget(key);
+    }
+    let description = rustix::fs::memfd_create("blockyard-session", MemfdFlags::CLOEXEC)
+        .and_then(|file| rustix::io::pwrite(&file, &parcel.bytes, 0).map(|_| file));
+    match description {
+        Ok(description) => {
+            let fds: Vec<_> = std::iter::once(description.as_fd())
+                .chain(parcel.fds.iter().map(AsFd::as_fd))
+                .collect();
+            tell(key, &message(kind::KEEP, key), &fds);
+        }
+        Err(e) => tracing::warn!("{key}: cannot describe it for the holder: {e}"),
+    }
+}
+
+/// Forgets what is kept under a key.
+pub fn forget(key: &str) {
+    tell(key, &message(kind::FORGET, key), &[]);
+}
+
+fn message(kind: u8, key: &str) -> Vec<u8> {
+    let mut message = vec![kind];
+    message.extend(&key.as_bytes()[..key.len().min(MOST_KEY)]);
+    message
+}
+
+/// Sends a message. Gives the holder up if that fails.
+fn tell(what: &str, message: &[u8], fds: &[BorrowedFd<'_>]) {
+    let mut holder = holder();
+    let Some(socket) = &*holder else { return };
+    if let Err(e) = send(socket, message, fds) {
+        tracing::error!("{what}: the holder cannot be reached, nothing is kept any more: {e}");
+        *holder = None;
+    }
+}
+
+fn send(socket: &OwnedFd, message: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() {
+        control.push(SendAncillaryMessage::ScmRights(fds));
+    }
+    let flags = SendFlags::NOSIGNAL;
+    rustix::net::sendmsg(socket, &[IoSlice::new(message)], &mut control, flags)?;
+    Ok(())
+}
+
+/// Returns all that the holder keeps: what servers that have died left.
+pub fn left_behind() -> io::Result<Vec<(String, Parcel)>> {
+    let holder = holder();
+    let Some(socket) = &*holder else { return Ok(Vec::new()) };
+    sockopt::set_socket_timeout(socket, sockopt::Timeout::Recv, Some(SEND_TIME * 30))?;
+    send(socket, &[kind::ALL], &[])?;
+    let mut all = Vec::new();
+    loop {
+        let mut bytes = [0; MOST_BYTES];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let flags = RecvFlags::CMSG_CLOEXEC;
+        let piece = &mut [IoSliceMut::new(&mut bytes)];
+        let got = rustix::net::recvmsg(socket, piece, &mut control, flags)?.bytes;
+        let mut fds = Vec::new();
+        for message in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(received) = message {
+                fds.extend(received);
+            }
+        }
+        match bytes[..got].split_first() {
+            Some((&kind::KEEP, key)) if !fds.is_empty() => {
+                let bytes = read(&fds.remove(0))?;
+                all.push((String::from_utf8_lossy(key).into_owned(), Parcel { bytes, fds }));
+            }
+            Some((&kind::END, _)) => return Ok(all),
+            _ => return Err(io::Error::other("the holder sent nonsense, or has ended")),
+        }
+    }
+}
+
+fn read(description: &OwnedFd) -> io::Result<Vec<u8>> {
+    let len = rustix::fs::fstat(description)?.st_size as u64;
+    if len > MOST_DESCRIPTION {
+        return Err(io::ErrorKind::InvalidData.into());
+    }
+    let mut bytes = vec![0; len as usize];
+    let got = rustix::io::pread(description, &mut bytes, 0)?;
+    bytes.truncate(got);
+    Ok(bytes)
+}

@@ -1,0 +1,405 @@
+//! The holder: a small process that keeps descriptors for a server, and starts the server again if
+//! a signal ends it.
+//!
+//! ```text
+//!   holder ── socket pair (SOCK_SEQPACKET) ── server
+//!     keep(key, descriptors)   ◄── at each change of a session
+//!     forget(key)              ◄── at the end of a disk
+//!     all?                     ◄── at the server's start; the holder answers with each key
+//!     server(process, program) ◄── a server is ready, or has taken over
+//! ```
+//! What must hold
+//! - After its start the holder allocates nothing, opens nothing, and reads no bytes of a disk. Its
+//!   state is an array of fixed size.
+//! - A server that exits by itself ends the holder, with the same status. A server that a signal
+//!   ends is started again: [`BURST`] times at once, then once a second.
+//! - If [`FAILURES`] servers in a row die before they are ready, the holder ends.
+//! - The holder waits for nothing but messages and signals.
+
+use std::ffi::{CString, OsString};
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+/// Most descriptors of a key. The kernel passes at most 253 with a message.
+pub const MOST_FDS: usize = 240;
+/// Longest key in bytes.
+pub const MOST_KEY: usize = 200;
+/// Most keys.
+const SLOTS: usize = 1024;
+/// Longest path of a program, with the byte that ends it.
+const MOST_PATH: usize = 4096;
+/// Longest message in bytes.
+pub const MOST_BYTES: usize = MOST_PATH + 8;
+
+/// Restarts without a pause. One more becomes possible each second.
+const BURST: u64 = 60;
+/// Servers that may die in a row before they are ready.
+const FAILURES: u32 = 5;
+
+/// First byte of a message.
+pub mod kind {
+    pub const KEEP: u8 = b'k';
+    pub const FORGET: u8 = b'f';
+    pub const ALL: u8 = b'a';
+    pub const END: u8 = b'e';
+    pub const SERVER: u8 = b's';
+}
+
+/// What is kept under a key. `fds` is zero for a free slot.
+#[derive(Clone, Copy)]
+struct Slot {
+    key: [u8; MOST_KEY],
+    key_len: usize,
+    fds: [RawFd; MOST_FDS],
+    count: usize,
+}
+
+struct Holder {
+    slots: Vec<Slot>,
+    /// Number of servers in a row that died before they were ready.
+    failures: u32,
+    is_ready: bool,
+    /// Restarts that are possible now, and when their number was last counted.
+    restarts: u64,
+    counted: Instant,
+    program: [u8; MOST_PATH],
+    /// Pointers to `words`, and a null pointer, as execve needs them.
+    arguments: Vec<*const libc::c_char>,
+    _words: Vec<CString>,
+    server: libc::pid_t,
+    /// No process has the other end of the socket, so the server is about to end.
+    is_alone: bool,
+    socket: OwnedFd,
+    signals: OwnedFd,
+}
+
+/// Runs the holder and its server. Returns the status with which the process must exit. Call it
+/// before the process has threads. `arguments`: those of the server, which gets its socket as
+/// standard input.
+pub fn run(program: &Path, arguments: &[OsString]) -> io::Result<u8> {
+    let mut holder = Holder::new(program, arguments)?;
+    holder.start()?;
+    loop {
+        holder.wait()?;
+        // A new server announces itself before the old one exits, so read messages first.
+        while holder.take_message() {}
+        while let Some(signal) = holder.next_signal() {
+            if signal != libc::SIGCHLD {
+                // SAFETY: kill has no memory arguments.
+                unsafe { libc::kill(holder.server, signal) };
+            } else if let Some(status) = holder.reap()? {
+                return Ok(status);
+            }
+        }
+    }
+}
+
+fn check(rc: libc::c_int) -> io::Result<libc::c_int> {
+    if rc < 0 { Err(io::Error::last_os_error()) } else { Ok(rc) }
+}
+
+fn c_string(bytes: &[u8]) -> io::Result<CString> {
+    CString::new(bytes).map_err(|_| io::ErrorKind::InvalidInput.into())
+}
+
+impl Holder {
+    /// Allocates all that the holder will need.
+    fn new(program: &Path, arguments: &[OsString]) -> io::Result<Self> {
+        let name = program.as_os_str().as_bytes();
+        let words = std::iter::once(c_string(name));
+        let words = words.chain(arguments.iter().map(|word| c_string(word.as_bytes())));
+        let words = words.collect::<io::Result<Vec<_>>>()?;
+        let pointers = words.iter().map(|word| word.as_ptr()).chain([std::ptr::null()]);
+        let arguments = pointers.collect();
+        let free = Slot { key: [0; MOST_KEY], key_len: 0, fds: [-1; MOST_FDS], count: 0 };
+        // SAFETY: prctl with these arguments has no memory arguments. Servers that a server has
+        // started become children of this process.
+        check(unsafe { libc::prctl(libc::PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) })?;
+        let (socket, _) = pair()?;
+        let mut holder = Holder {
+            slots: vec![free; SLOTS],
+            failures: 0,
+            is_ready: false,
+            restarts: BURST,
+            counted: Instant::now(),
+            program: [0; MOST_PATH],
+            arguments,
+            _words: words,
+            server: 0,
+            is_alone: false,
+            socket,
+            signals: signals()?,
+        };
+        holder.set_program(name);
+        Ok(holder)
+    }
+
+    /// A path that is too long is ignored: the holder then starts the previous program.
+    fn set_program(&mut self, name: &[u8]) {
+        if name.len() < MOST_PATH && !name.is_empty() {
+            self.program = [0; MOST_PATH];
+            self.program[..name.len()].copy_from_slice(name);
+        }
+    }
+
+    /// Starts the server.
+    fn start(&mut self) -> io::Result<()> {
+        let (ours, theirs) = pair()?;
+        // SAFETY: this process has one thread, so the child may call anything.
+        let pid = check(unsafe { libc::fork() })?;
+        if pid == 0 {
+            // SAFETY: `program` and the arguments are strings that end with a zero byte, and the
+            // list of arguments ends with a null pointer. All outlive the call.
+            unsafe {
+                libc::dup2(theirs.as_raw_fd(), 0);
+                let mut none = std::mem::zeroed();
+                libc::sigemptyset(&mut none);
+                libc::sigprocmask(libc::SIG_SETMASK, &none, std::ptr::null_mut());
+                libc::execv(self.program.as_ptr().cast(), self.arguments.as_ptr());
+                libc::_exit(127);
+            }
+        }
+        (self.socket, self.server, self.is_alone) = (ours, pid, false);
+        self.is_ready = false;
+        Ok(())
+    }
+
+    /// Waits for a message or a signal.
+    fn wait(&mut self) -> io::Result<()> {
+        let entry =
+            |fd: &OwnedFd| libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        let mut fds = [entry(&self.signals), entry(&self.socket)];
+        if self.is_alone {
+            fds[1].fd = -1;
+        }
+        // SAFETY: the kernel writes to `fds`, which has two entries.
+        let rc = unsafe { libc::poll(fds.as_mut_ptr(), 2, -1) };
+        if rc < 0 && io::Error::last_os_error().kind() != io::ErrorKind::Interrupted {
+            return Err(io::Error::last_os_error());
+        }
+        self.is_alone |= fds[1].revents & (libc::POLLHUP | libc::POLLIN) == libc::POLLHUP;
+        Ok(())
+    }
+
+    /// Reads the next signal, if there is one.
+    fn next_signal(&self) -> Option<libc::c_int> {
+        // SAFETY: an all-zero structure is valid, and the kernel writes at most its size.
+        unsafe {
+            let mut info: libc::signalfd_siginfo = std::mem::zeroed();
+            let len = size_of::<libc::signalfd_siginfo>();
+            let got = libc::read(self.signals.as_raw_fd(), (&raw mut info).cast(), len);
+            (got == len as isize).then_some(info.ssi_signo as libc::c_int)
+        }
+    }
+
+    /// Collects processes that have ended. Returns the status if the holder must end too.
+    fn reap(&mut self) -> io::Result<Option<u8>> {
+        loop {
+            let mut status = 0;
+            // SAFETY: the kernel writes the status.
+            let pid = unsafe { libc::waitpid(-1, &mut status, libc::WNOHANG) };
+            if pid <= 0 {
+                return Ok(None);
+            }
+            if pid != self.server {
+                continue;
+            }
+            // A status from 128 on stands for a signal (the sandbox's trap).
+            let exited = libc::WIFEXITED(status).then(|| libc::WEXITSTATUS(status) as u8);
+            if let Some(status) = exited.filter(|status| *status < 128) {
+                return Ok(Some(status));
+            }
+            self.failures = if self.is_ready { 0 } else { self.failures + 1 };
+            if self.failures >= FAILURES {
+                note(b"blockyard holder: the server dies before it is ready, again and again\n");
+                return Ok(Some(1));
+            }
+            note(b"blockyard holder: a signal ended the server: starting it again\n");
+            self.pause();
+            self.start()?;
+        }
+    }
+
+    /// Bounds the rate of restarts.
+    fn pause(&mut self) {
+        let seconds = self.counted.elapsed().as_secs();
+        self.counted += Duration::from_secs(seconds);
+        self.restarts = (self.restarts + seconds).min(BURST);
+        if self.restarts == 0 {
+            std::thread::sleep(Duration::from_secs(1));
+        }
+        self.restarts = self.restarts.saturating_sub(1);
+    }
+
+    /// Reads and handles a message. Returns false if there is none.
+    fn take_message(&mut self) -> bool {
+        let (mut bytes, mut fds) = ([0; MOST_BYTES], [-1; MOST_FDS]);
+        let Some((len, count)) = receive(self.socket.as_raw_fd(), &mut bytes, &mut fds) else {
+            return false;
+        };
+        let (message, fds) = (&bytes[..len], &fds[..count]);
+        match message.split_first() {
+            Some((&kind::KEEP, key)) if key.len() <= MOST_KEY => self.keep(key, fds),
+            Some((&kind::FORGET, key)) => self.forget(key),
+            Some((&kind::ALL, _)) => self.send_all(),
+            Some((&kind::SERVER, rest)) if rest.len() >= 4 => {
+                self.server = i32::from_ne_bytes([rest[0], rest[1], rest[2], rest[3]]);
+                self.set_program(&rest[4..]);
+                self.is_ready = true;
+            }
+            _ => close(fds),
+        }
+        true
+    }
+
+    fn place(&self, key: &[u8]) -> Option<usize> {
+        self.slots.iter().position(|slot| slot.count > 0 && slot.key[..slot.key_len] == *key)
+    }
+
+    fn keep(&mut self, key: &[u8], fds: &[RawFd]) {
+        let free = || self.slots.iter().position(|slot| slot.count == 0);
+        let Some(place) = self.place(key).or_else(free).filter(|_| !fds.is_empty()) else {
+            return close(fds);
+        };
+        let slot = &mut self.slots[place];
+        close(&slot.fds[..slot.count]);
+        slot.key[..key.len()].copy_from_slice(key);
+        slot.fds[..fds.len()].copy_from_slice(fds);
+        (slot.key_len, slot.count) = (key.len(), fds.len());
+    }
+
+    fn forget(&mut self, key: &[u8]) {
+        if let Some(place) = self.place(key) {
+            let slot = &mut self.slots[place];
+            close(&slot.fds[..slot.count]);
+            slot.count = 0;
+        }
+    }
+
+    /// Sends each key with its descriptors, and the end. The server reads them at once.
+    fn send_all(&self) {
+        for slot in self.slots.iter().filter(|slot| slot.count > 0) {
+            let mut message = [0; MOST_KEY + 1];
+            message[0] = kind::KEEP;
+            message[1..][..slot.key_len].copy_from_slice(&slot.key[..slot.key_len]);
+            let message = &message[..=slot.key_len];
+            let _ = send(self.socket.as_raw_fd(), message, &slot.fds[..slot.count]);
+        }
+        let _ = send(self.socket.as_raw_fd(), &[kind::END], &[]);
+    }
+}
+
+fn note(text: &[u8]) {
+    // SAFETY: the kernel reads the text.
+    unsafe { libc::write(2, text.as_ptr().cast(), text.len()) };
+}
+
+fn close(fds: &[RawFd]) {
+    for fd in fds {
+        // SAFETY: the holder has received the descriptor, and uses it nowhere else.
+        unsafe { libc::close(*fd) };
+    }
+}
+
+/// Makes the socket pair of the holder and a server.
+fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
+    let mut fds = [-1; 2];
+    let kind = libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC;
+    // SAFETY: the kernel writes two descriptors, which nothing else owns.
+    unsafe {
+        check(libc::socketpair(libc::AF_UNIX, kind, 0, fds.as_mut_ptr()))?;
+        Ok((OwnedFd::from_raw_fd(fds[0]), OwnedFd::from_raw_fd(fds[1])))
+    }
+}
+
+/// Blocks the signals of the holder, and returns a descriptor that reads them.
+fn signals() -> io::Result<OwnedFd> {
+    // SAFETY: the set is ours; the descriptor is new.
+    unsafe {
+        let mut set = std::mem::zeroed();
+        libc::sigemptyset(&mut set);
+        for signal in [libc::SIGCHLD, libc::SIGTERM, libc::SIGINT, libc::SIGHUP, libc::SIGUSR1] {
+            libc::sigaddset(&mut set, signal);
+        }
+        check(libc::sigprocmask(libc::SIG_BLOCK, &set, std::ptr::null_mut()))?;
+        let fd = check(libc::signalfd(-1, &set, libc::SFD_CLOEXEC | libc::SFD_NONBLOCK))?;
+        Ok(OwnedFd::from_raw_fd(fd))
+    }
+}
+
+/// Room for the control data of a message, aligned as `cmsghdr` requires.
+#[repr(C, align(8))]
+struct Control([u8; 1024]);
+
+const _: () = assert!(MOST_FDS * size_of::<RawFd>() + 64 <= 1024);
+
+/// Receives a message without waiting. Returns its length and the number of its descriptors.
+fn receive(socket: RawFd, bytes: &mut [u8], fds: &mut [RawFd]) -> Option<(usize, usize)> {
+    let mut control = Control([0; 1024]);
+    let mut piece = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
+    // SAFETY: the message refers to `piece` and `control`, which outlive the call. The kernel
+    // writes well-formed control data, and the macros stay in it.
+    unsafe {
+        let mut message: libc::msghdr = std::mem::zeroed();
+        (message.msg_iov, message.msg_iovlen) = (&mut piece, 1);
+        message.msg_control = control.0.as_mut_ptr().cast();
+        message.msg_controllen = control.0.len();
+        let flags = libc::MSG_DONTWAIT | libc::MSG_CMSG_CLOEXEC;
+        let got = libc::recvmsg(socket, &mut message, flags);
+        if got <= 0 {
+            return None;
+        }
+        let mut count = 0;
+        let mut header = libc::CMSG_FIRSTHDR(&message);
+        while let Some(part) = header.as_ref() {
+            if (part.cmsg_level, part.cmsg_type) == (libc::SOL_SOCKET, libc::SCM_RIGHTS) {
+                let data = libc::CMSG_DATA(part).cast::<RawFd>();
+                let len = part.cmsg_len - libc::CMSG_LEN(0) as usize;
+                for at in 0..len / size_of::<RawFd>() {
+                    let fd = data.add(at).read_unaligned();
+                    match fds.get_mut(count) {
+                        Some(place) => (*place, count) = (fd, count + 1),
+                        None => close(&[fd]),
+                    }
+                }
+            }
+            header = libc::CMSG_NXTHDR(&message, part);
+        }
+        Some((got as usize, count))
+    }
+}
+
+/// Sends a message with descriptors.
+fn send(socket: RawFd, bytes: &[u8], fds: &[RawFd]) -> io::Result<()> {
+    let mut control = Control([0; 1024]);
+    let len = size_of_val(fds);
+    let mut piece =
+        libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
+    assert!(fds.len() <= MOST_FDS, "the caller checks the number of descriptors");
+    // SAFETY: the message refers to `piece` and `control`, which outlive the call. `control` has
+    // room for the header and `MOST_FDS` descriptors.
+    unsafe {
+        let mut message: libc::msghdr = std::mem::zeroed();
+        (message.msg_iov, message.msg_iovlen) = (&mut piece, 1);
+        if !fds.is_empty() {
+            message.msg_control = control.0.as_mut_ptr().cast();
+            message.msg_controllen = libc::CMSG_SPACE(len as u32) as usize;
+            if let Some(header) = libc::CMSG_FIRSTHDR(&message).as_mut() {
+                (header.cmsg_level, header.cmsg_type) = (libc::SOL_SOCKET, libc::SCM_RIGHTS);
+                header.cmsg_len = libc::CMSG_LEN(len as u32) as usize;
+                std::ptr::copy_nonoverlapping(
+                    fds.as_ptr().cast::<u8>(),
+                    libc::CMSG_DATA(header),
+                    len,
+                );
+            }
+        }
+        if libc::sendmsg(socket, &message, libc::MSG_NOSIGNAL) < 0 {
+            return Err(io::Error::last_os_error());
+        }
+    }
+    Ok(())
+}
