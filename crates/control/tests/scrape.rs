@@ -8,6 +8,7 @@ use std::sync::Arc;
 use blockyard_control::figures::Figures;
 use blockyard_control::types::{
     Disk, DiskRow, Flushed, Job, JobRequest, Reload, Removed, Resize, Resized, Resumed, ServerInfo,
+    Upgraded,
 };
 use blockyard_control::{Access, Answer, Api, Kind, Listeners, Object, Operator, Problem};
 
@@ -79,6 +80,10 @@ impl Operator for Long {
     }
 
     fn reload(&self, _: bool) -> Answer<Reload> {
+        nothing()
+    }
+
+    fn upgrade(&self, _: Option<std::path::PathBuf>) -> Answer<Upgraded> {
         nothing()
     }
 }

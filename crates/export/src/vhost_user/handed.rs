@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 use vhost::vhost_user::message::VhostUserProtocolFeatures;
 
 use super::channel::{BackChannel, Owed};
-use super::state::{InflightFile, MemoryRegion, Parts, SessionState, Vring};
+use super::state::{InflightFile, LogFile, MemoryRegion, Parts, SessionState, Vring};
 use super::waiting::FrontEnd;
 use crate::Listener;
 use crate::listener::WireListener;
@@ -73,6 +73,8 @@ struct WireServed {
     write_back: bool,
     memory: Vec<WireRegion>,
     inflight: Option<WireInflight>,
+    log: Option<WireLog>,
+    log_event: Option<usize>,
     back_channel: Option<WireChannel>,
     vrings: Vec<WireVring>,
 }
@@ -96,6 +98,13 @@ struct WireInflight {
 }
 
 #[derive(Serialize, Deserialize)]
+struct WireLog {
+    file: usize,
+    offset: u64,
+    len: u64,
+}
+
+#[derive(Serialize, Deserialize)]
 struct WireChannel {
     socket: usize,
     acknowledged: bool,
@@ -107,6 +116,7 @@ struct WireChannel {
 struct WireVring {
     size: u32,
     parts: Option<[u64; 3]>,
+    log: Option<u64>,
     base: u32,
     is_base_valid: bool,
     kick: Option<usize>,
@@ -203,6 +213,13 @@ fn pack_served(served: &Present<'_>, fds: &mut Packed) -> io::Result<WireServed>
         }
         None => None,
     };
+    let log = match &state.log {
+        Some(LogFile { file, offset, len }) => {
+            Some(WireLog { file: fds.put(file)?, offset: *offset, len: *len })
+        }
+        None => None,
+    };
+    let log_event = fds.put_some(&state.log_event)?;
     let back_channel = match state.back_channel.as_ref().and_then(|channel| channel.owed()) {
         Some(Owed { socket, acknowledged, owed, begun }) => {
             Some(WireChannel { socket: fds.put(socket)?, acknowledged, owed, begun })
@@ -214,6 +231,7 @@ fn pack_served(served: &Present<'_>, fds: &mut Packed) -> io::Result<WireServed>
         vrings.push(WireVring {
             size: vring.size,
             parts: vring.parts.map(|p| [p.descriptors, p.available, p.used]),
+            log: vring.log,
             base: vring.base,
             is_base_valid: vring.is_base_valid,
             kick: fds.put_some(&vring.kick)?,
@@ -232,6 +250,8 @@ fn pack_served(served: &Present<'_>, fds: &mut Packed) -> io::Result<WireServed>
         write_back: state.write_back,
         memory,
         inflight,
+        log,
+        log_event,
         back_channel,
         vrings,
     })
@@ -292,6 +312,10 @@ fn unpack_served(wire: WireServed, fds: &mut Unpacked, before: Before) -> io::Re
         let file = fds.take(file)?;
         state.inflight = Some(InflightFile { file, offset, len, queues, own });
     }
+    if let Some(WireLog { file, offset, len }) = wire.log {
+        state.log = Some(LogFile { file: fds.take(file)?, offset, len });
+    }
+    state.log_event = fds.take_some(wire.log_event)?;
     if let Some(WireChannel { socket, acknowledged, owed, begun }) = wire.back_channel {
         let owed = Owed { socket: fds.take(socket)?, acknowledged, owed, begun };
         state.back_channel = Some(Arc::new(BackChannel::continued(owed)));
@@ -305,6 +329,7 @@ fn unpack_served(wire: WireServed, fds: &mut Unpacked, before: Before) -> io::Re
                 available,
                 used,
             }),
+            log: wire.log,
             base: wire.base,
             is_base_valid: wire.is_base_valid && !is_lost,
             is_base_lost: is_lost,

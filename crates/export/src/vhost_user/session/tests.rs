@@ -14,7 +14,8 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use vhost::vhost_user::message::FrontendReq as R;
 
-use super::super::{Coalesce, Messages, SecondClient, state};
+use super::super::conversation::Messages;
+use super::super::{Coalesce, SecondClient, state};
 use super::*;
 use crate::{PollMode, Reactors};
 
