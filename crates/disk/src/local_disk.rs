@@ -235,7 +235,10 @@ impl<S: Storage> LocalDisk<S> {
     async fn attempt<T: Token>(&self, request: Request<T>) -> Attempt<T> {
         // A request that will be refused costs nothing.
         let len = if self.check(&request).is_ok() { request.len } else { 0 };
-        let admitted = self.enter_for(request.op, request.offset, len, 1).await;
+        let entering = self.enter_for(request.op, request.offset, len, 1);
+        let Some(admitted) = request.unless_withdrawn(entering).await else {
+            return Attempt::Finished(request.withdraw());
+        };
         let (attempt, file_io) =
             admitted.image.measured(self.serve_in(&admitted.image, request, true)).await;
         self.charge_image_io(&admitted, file_io);

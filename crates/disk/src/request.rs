@@ -8,8 +8,11 @@
 //! unanswered request is a bug: debug builds panic. Release builds answer it with an I/O error and
 //! count it.
 
+use std::future::poll_fn;
 use std::io;
+use std::pin::pin;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::Poll;
 use std::time::Instant;
 
 use blockyard_ring::Segments;
@@ -74,6 +77,20 @@ pub trait Token {
     /// [`LocalDisk::release_paused`]: crate::LocalDisk::release_paused
     /// [`LocalDisk::drain`]: crate::LocalDisk::drain
     fn may_wait(&self) -> bool;
+
+    /// Returns whether the request must not begin any more, if it has not begun yet. The export
+    /// then wakes the request's task.
+    fn is_withdrawn(&self) -> bool {
+        false
+    }
+
+    /// Takes back a request that was withdrawn before it began.
+    fn take_back(self, segments: Segments)
+    where
+        Self: Sized,
+    {
+        self.answer(Err(Failure::Io), segments);
+    }
 }
 
 /// A request to a disk. `offset` and `len` are in bytes. For reads and writes `len` is the length
@@ -92,6 +109,8 @@ pub struct Request<T: Token> {
 #[must_use = "the guest waits for its answer"]
 pub struct Finished<T: Token> {
     status: Status,
+    /// The request was withdrawn before it began. It has no status.
+    withdrawn: bool,
     segments: Segments,
     owed: Owed<T>,
 }
@@ -122,7 +141,26 @@ impl<T: Token> Request<T> {
     /// Sets the status of the request.
     #[inline]
     pub fn finish(self, status: Status) -> Finished<T> {
-        Finished { status, segments: self.segments, owed: self.owed }
+        Finished { status, withdrawn: false, segments: self.segments, owed: self.owed }
+    }
+
+    /// Returns the request to its export, because it was withdrawn before it began.
+    pub(crate) fn withdraw(self) -> Finished<T> {
+        Finished { status: Ok(()), withdrawn: true, segments: self.segments, owed: self.owed }
+    }
+
+    /// Waits for a future, unless the request is withdrawn meanwhile.
+    #[inline]
+    pub(crate) async fn unless_withdrawn<F: Future>(&self, future: F) -> Option<F::Output> {
+        let mut future = pin!(future);
+        poll_fn(|cx| match future.as_mut().poll(cx) {
+            Poll::Ready(output) => Poll::Ready(Some(output)),
+            Poll::Pending if self.owed.0.as_ref().is_some_and(Token::is_withdrawn) => {
+                Poll::Ready(None)
+            }
+            Poll::Pending => Poll::Pending,
+        })
+        .await
     }
 }
 
@@ -131,7 +169,12 @@ impl<T: Token> Finished<T> {
     #[inline]
     pub fn answer(mut self) {
         if let Some(token) = self.owed.0.take() {
-            token.answer(self.status, std::mem::take(&mut self.segments));
+            let segments = std::mem::take(&mut self.segments);
+            if self.withdrawn {
+                token.take_back(segments);
+            } else {
+                token.answer(self.status, segments);
+            }
         }
     }
 

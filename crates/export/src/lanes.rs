@@ -21,6 +21,8 @@ pub struct Lanes<T: Token> {
     /// disk handles a write.
     has_write_back: Rc<dyn Fn() -> bool>,
     idle: RefCell<Vec<Rc<Lane<T>>>>,
+    /// The tasks of all lanes.
+    tasks: RefCell<Vec<TaskId>>,
     /// Vectors for runs of adjacent requests, kept for reuse.
     runs: RefCell<Vec<Run<T>>>,
 }
@@ -45,12 +47,13 @@ impl<T: Token + 'static> Lanes<T> {
         served: Rc<LocalDisk<Store>>,
         has_write_back: impl Fn() -> bool + 'static,
     ) -> Rc<Self> {
-        let (idle, runs) = (RefCell::default(), RefCell::default());
+        let (idle, runs, tasks) = Default::default();
         Rc::new(Lanes {
             handle: handle.clone(),
             served,
             has_write_back: Rc::new(has_write_back),
             idle,
+            tasks,
             runs,
         })
     }
@@ -87,6 +90,7 @@ impl<T: Token + 'static> Lanes<T> {
         let task =
             self.handle.spawn(Self::run(Rc::downgrade(self), served, has_write_back, lane.clone()));
         lane.task.set(task);
+        self.tasks.borrow_mut().push(task);
         lane
     }
 
@@ -134,6 +138,11 @@ impl<T: Token + 'static> Lanes<T> {
                 None => return,
             }
         }
+    }
+
+    /// Wakes all lanes, because requests are withdrawn.
+    pub fn wake(&self) {
+        self.tasks.borrow().iter().for_each(|task| self.handle.wake(*task));
     }
 
     /// Ends the idle lanes, which are tasks that wait for requests. A busy lane ends after its

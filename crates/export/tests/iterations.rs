@@ -144,7 +144,7 @@ impl Guest {
         });
         queue.kick();
         let most = most.recv().unwrap();
-        queue.stop();
+        queue.stop(false);
         most
     }
 }

@@ -104,6 +104,7 @@ impl<S: Storage> LocalDisk<S> {
     }
 
     /// Serves the requests of a run by one operation, or each by itself if that operation fails.
+    /// All of them are of one queue, so they are withdrawn together.
     pub async fn serve_run<T: Token>(&self, run: &mut Run<T>) {
         let Some(first) = run.parts.first() else { return };
         let (op, offset) = (first.op, first.offset);
@@ -111,7 +112,11 @@ impl<S: Storage> LocalDisk<S> {
         let resumed = self.pause.resumed();
         let good = run.parts.iter().all(|part| self.check(part).is_ok());
         let len = if good { run.parts.iter().map(|part| part.len).sum() } else { 0 };
-        let entered = self.enter_for(op, offset, len, run.parts.len() as u32).await;
+        let entering = self.enter_for(op, offset, len, run.parts.len() as u32);
+        let Some(entered) = first.unless_withdrawn(entering).await else {
+            run.finished.extend(run.parts.drain(..).map(Request::withdraw));
+            return;
+        };
         let admitted = self.now();
         let (done, mut file_io) =
             entered.image.measured(self.perform_run(&entered.image, run)).await;

@@ -25,6 +25,11 @@ impl Session {
         reply: bool,
         message: Message,
     ) -> io::Result<()> {
+        if let Message::SkipDrain { index } = message {
+            let base =
+                self.stop_without_drain(index).map_err(|e| io::Error::other(e.to_string()))?;
+            return socket::give_base(stream, index, base);
+        }
         match self.take(message) {
             Ok(Some((layout, file))) => socket::give_inflight(stream, &layout, file.as_fd()),
             // End the session, because the front end would wait for the answer without a limit.
@@ -45,6 +50,8 @@ impl Session {
                 self.apply(Change::Addresses { index, flags, parts, log })?;
             }
             Message::LogEvent(fd) => self.set_log_event(fd)?,
+            // `answer` has handled it, because its answer carries data.
+            Message::SkipDrain { .. } => return Err(no()),
             Message::Postcopy(name) => {
                 return Err(self.refuse(format_args!(
                     "{name}: postcopy migration is not supported, because a page that has not \

@@ -30,9 +30,15 @@ use super::refusal::Causes;
 use super::session::Session;
 use super::state::LogFile;
 
+/// The front end stops a ring without waiting for all requests by a message of its own
+/// (VHOST_USER_PROTOCOL_F_GET_VRING_BASE_SKIP_DRAIN, which the `vhost` crate does not know).
+const SKIP_DRAIN: VhostUserProtocolFeatures = VhostUserProtocolFeatures::from_bits_retain(1 << 23);
+
 /// Protocol features of a migration.
-pub const PROTOCOL: VhostUserProtocolFeatures =
-    VhostUserProtocolFeatures::LOG_SHMFD.union(VhostUserProtocolFeatures::DEVICE_STATE);
+pub const PROTOCOL: VhostUserProtocolFeatures = VhostUserProtocolFeatures::LOG_SHMFD
+    .union(VhostUserProtocolFeatures::DEVICE_STATE)
+    .union(VhostUserProtocolFeatures::GET_VRING_BASE_INFLIGHT)
+    .union(SKIP_DRAIN);
 
 /// Longest wait for the end of a state, which the front end has closed before it asks.
 const STATE_TIME: Duration = Duration::from_secs(5);
@@ -74,6 +80,40 @@ impl Session {
             }
             Err(e) => Err(self.refuse(format_args!("the image stays open and locked: {e}"))),
         }
+    }
+
+    /// Returns whether GET_VRING_BASE may leave requests in the in-flight region. QEMU 11.0 means
+    /// that if it accepts bit 20. Later versions accept bit 23 too, and use a message of its own.
+    pub(super) fn suspends_on_stop(&self) -> bool {
+        let accepted = self.state.protocol;
+        accepted.contains(VhostUserProtocolFeatures::GET_VRING_BASE_INFLIGHT)
+            && !accepted.contains(SKIP_DRAIN)
+    }
+
+    /// Stops a ring without waiting for requests that have not begun (GET_VRING_BASE_SKIP_DRAIN).
+    /// They stay in the in-flight region.
+    pub(super) fn stop_without_drain(&mut self, index: u32) -> Result<u32> {
+        self.allowed(self.state.negotiated(SKIP_DRAIN))?;
+        self.stop_ring(index, true)
+    }
+
+    /// Stops a ring and returns its base (GET_VRING_BASE, GET_VRING_BASE_SKIP_DRAIN).
+    pub(super) fn stop_ring(&mut self, index: u32, suspends: bool) -> Result<u32> {
+        let found = self.state.vring(index).map(|(at, _)| at);
+        let at = self.allowed(found)?;
+        let wait = self.export.own_wait();
+        let is_stopped = self.stop(at, suspends);
+        let vring = &mut self.state.vrings[at];
+        (vring.kick, vring.call, vring.error) = (None, None, None);
+        let base = vring.base;
+        if !is_stopped {
+            // The reactor has ended, so the ring's position is not known.
+            return Err(self.refuse(format_args!("queue {index}: its reactor has ended")));
+        }
+        // Before the answer, because the destination of a migration opens the image after it.
+        self.deactivate()?;
+        drop(wait);
+        Ok(base)
     }
 
     /// Maps the log of the state, which another session has filled.

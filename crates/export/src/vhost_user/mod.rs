@@ -57,7 +57,7 @@ pub use handover::KIND;
 pub mod parts {
     pub use super::inflight::{Inflight, InflightRegion, PackedChain, allocate, queue_bytes};
     pub use super::notify::Call;
-    pub use super::queue::{DeviceState, QueueHandle, QueueSetup};
+    pub use super::queue::{DeviceState, Marks, QueueHandle, QueueSetup};
     pub use super::request::{Action, ParseContext, Parsed, parse};
     pub use super::virtqueue::{Desc, Head, MAX_CHAIN, PackedRing, Ring, RingError, SplitRing};
     pub use crate::log::Log;

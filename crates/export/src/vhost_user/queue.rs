@@ -10,7 +10,8 @@
 //! - A chain is answered once, after its last request.
 //! - Used elements are published before the in-flight region drops them, and before the guest is
 //!   signalled.
-//! - After `stop`, nothing more is taken. The reply is sent only when nothing is in flight.
+//! - After `stop`, nothing more is taken. The reply is sent only when nothing is in flight at the
+//!   disk.
 //! - Lanes and segment lists are reused, so the steady state allocates nothing.
 
 mod handle;
@@ -126,6 +127,8 @@ pub struct Queue {
     clocked: bool,
     coalesce: Coalesce,
     stopping: RefCell<Option<Reply<u32>>>,
+    /// The queue stops, and leaves chains that have not begun in the in-flight region.
+    suspends: Cell<bool>,
 }
 
 /// Identifies the chain of a request.
@@ -142,6 +145,14 @@ impl Token for ChainToken {
 
     fn may_wait(&self) -> bool {
         self.queue.stopping.borrow().is_none()
+    }
+
+    fn is_withdrawn(&self) -> bool {
+        self.queue.suspends.get()
+    }
+
+    fn take_back(self, segments: Segments) {
+        self.queue.withdrawn(self.id, segments);
     }
 }
 
@@ -175,6 +186,7 @@ impl Queue {
             clocked,
             coalesce: setup.coalesce,
             stopping: RefCell::new(None),
+            suspends: Cell::new(false),
             device: setup.device,
         });
         handle.local::<Queues>().0.borrow_mut().insert(id, queue.clone());
@@ -183,11 +195,20 @@ impl Queue {
         Ok(())
     }
 
-    fn stop(&self, reply: Reply<u32>) {
-        // The front end waits for the requests in flight, so these requests must not wait for a
-        // throttle, or for space on the host.
+    /// Stops the queue. `suspends`: chains that have not begun stay in the in-flight region for the
+    /// next back end.
+    fn stop(&self, reply: Reply<u32>, suspends: bool) {
+        let suspends = suspends && self.core.borrow().inflight.is_some();
+        self.suspends.set(suspends);
         *self.stopping.borrow_mut() = Some(reply);
-        self.served.drain();
+        if suspends {
+            self.lanes.wake();
+            self.served.release_paused();
+        } else {
+            // The front end waits for the requests in flight, so these requests must not wait for a
+            // throttle, or for space on the host.
+            self.served.drain();
+        }
         self.wake.ring();
     }
 
@@ -196,11 +217,13 @@ impl Queue {
         // Requests of the previous back end count as new ones for a throttle that is still in debt.
         // If the queue drains, it waits for these requests too, because the in-flight region
         // contains them.
-        while let Some(time) = self.held_back(!unanswered.is_empty()) {
+        while let Some(time) = self.held_back(!unanswered.is_empty() && !self.suspends.get()) {
             self.handle.sleep(time).await;
         }
-        self.repeat_unanswered(unanswered).await;
-        if self.stopping.borrow().is_some() {
+        if !self.suspends.get() {
+            self.repeat_unanswered(unanswered).await;
+        }
+        if self.stopping.borrow().is_some() && !self.suspends.get() {
             self.served.drain();
         }
         // The previous back end may have published used elements without a signal.
@@ -410,6 +433,7 @@ impl Queue {
         let mut pending = Pending {
             parts: 1,
             failed: None,
+            withdrawn: false,
             count: head.count,
             written: 1,
             status: parsed.status,
@@ -475,6 +499,13 @@ impl Queue {
         self.finish(&mut self.core.borrow_mut(), id, status, segments);
     }
 
+    /// Takes back a request that was withdrawn before it began.
+    fn withdrawn(&self, id: u16, segments: Segments) {
+        let mut core = self.core.borrow_mut();
+        core.pending[usize::from(id)].withdrawn = true;
+        self.finish(&mut core, id, Ok(()), segments);
+    }
+
     #[inline]
     fn finish(&self, core: &mut Core, id: u16, status: Status, mut segments: Segments) {
         self.in_flight.set(self.in_flight.get() - 1);
@@ -482,7 +513,9 @@ impl Queue {
         pending.failed = pending.failed.or(status.err());
         pending.parts -= 1;
         let pending = *pending;
-        if pending.parts == 0 {
+        if pending.parts == 0 && pending.withdrawn {
+            self.wake.ring();
+        } else if pending.parts == 0 {
             self.answer(core, id, pending, &segments);
         }
         // A chain with many ranges returns more segment lists than it took, so limit the pool.

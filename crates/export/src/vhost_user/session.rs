@@ -116,7 +116,7 @@ impl Session {
         let _wait = self.export.own_wait();
         for index in 0..self.queues.len() {
             let started = self.state.vrings[index].started;
-            self.stop(index);
+            self.stop(index, false);
             self.state.vrings[index].started = started;
         }
         // An error is in the log. The disk stays active.
@@ -135,10 +135,11 @@ impl Session {
     }
 
     /// Stops a ring, if it runs, after its requests in flight. Returns false if the ring's reactor
-    /// has ended, so that the ring's position is not known.
-    fn stop(&mut self, index: usize) -> bool {
+    /// has ended, so that the ring's position is not known. `suspends`: requests that have not
+    /// begun stay in the in-flight region.
+    pub(super) fn stop(&mut self, index: usize, suspends: bool) -> bool {
         let Some(queue) = self.queues[index].take() else { return true };
-        let base = queue.stop();
+        let base = queue.stop(suspends);
         self.state.vrings[index].stopped(base);
         base.is_some()
     }
@@ -338,7 +339,7 @@ impl Session {
         self.ensure_region()?;
         let mut setup = self.setup(index)?;
         let wait = self.export.own_wait();
-        let is_stopped = self.stop(index);
+        let is_stopped = self.stop(index, false);
         drop(wait);
         if !is_stopped {
             return Err(self.refuse(format_args!("queue {index}: its reactor has ended")));
@@ -352,7 +353,7 @@ impl Session {
     fn reset(&mut self) {
         let wait = self.export.own_wait();
         for index in 0..self.queues.len() {
-            self.stop(index);
+            self.stop(index, false);
         }
         let _ = self.deactivate();
         drop(wait);
@@ -433,21 +434,8 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn get_vring_base(&mut self, index: u32) -> Result<VhostUserVringState> {
-        let found = self.state.vring(index).map(|(at, _)| at);
-        let at = self.allowed(found)?;
-        let wait = self.export.own_wait();
-        let is_stopped = self.stop(at);
-        let vring = &mut self.state.vrings[at];
-        (vring.kick, vring.call, vring.error) = (None, None, None);
-        let base = vring.base;
-        if !is_stopped {
-            // The reactor has ended, so the ring's position is not known.
-            return Err(self.refuse(format_args!("queue {index}: its reactor has ended")));
-        }
-        // Before the answer, because the destination of a migration opens the image after it.
-        self.deactivate()?;
-        drop(wait);
-        Ok(VhostUserVringState::new(index, base))
+        let suspends = self.suspends_on_stop();
+        self.stop_ring(index, suspends).map(|base| VhostUserVringState::new(index, base))
     }
 
     fn set_vring_kick(&mut self, index: u8, fd: Option<File>) -> Result<()> {

@@ -28,6 +28,8 @@ const POSTCOPY_END: u32 = 30;
 const GET_INFLIGHT_FD: u32 = 31;
 const SET_INFLIGHT_FD: u32 = 32;
 const VRING_KICK: u32 = 35;
+/// GET_VRING_BASE, without waiting for requests that have not begun.
+const SKIP_DRAIN: u32 = 45;
 const HEADER: usize = 12;
 const NEED_REPLY: u32 = 1 << 3;
 const REPLY: u32 = 1 << 2;
@@ -65,6 +67,8 @@ pub enum Message {
     Addresses { index: u32, flags: u32, descriptor: u64, used: u64, available: u64, log: u64 },
     /// The descriptor that is signalled after changes of the log. The crate does not know it.
     LogEvent(Option<OwnedFd>),
+    /// Stops a ring without a drain. The crate does not know it.
+    SkipDrain { index: u32 },
     /// A message of a postcopy migration, by its name.
     Postcopy(&'static str),
     /// Enables or disables a ring. The crate would end the session if the state is neither 0 nor 1.
@@ -77,7 +81,7 @@ pub enum Message {
 
 /// Returns whether the answer to this message carries data, so that it cannot report an error.
 pub fn has_data_answer(request: u32) -> bool {
-    let answered = [SET_LOG_BASE, GET_VRING_BASE, GET_INFLIGHT_FD];
+    let answered = [SET_LOG_BASE, GET_VRING_BASE, GET_INFLIGHT_FD, SKIP_DRAIN];
     answered.contains(&request) || (POSTCOPY_ADVISE..=POSTCOPY_END).contains(&request)
 }
 
@@ -98,7 +102,7 @@ pub fn next(stream: &UnixStream) -> io::Result<Next> {
     }
     let (request, flags, size) = (word(&header, 0), word(&header, 4), word(&header, 8) as usize);
     let is_taken = match request {
-        VRING_KICK | SET_VRING_ENABLE => size == 8,
+        VRING_KICK | SET_VRING_ENABLE | SKIP_DRAIN => size == 8,
         SET_BACKEND_REQ_FD | SET_LOG_FD => size <= 8,
         POSTCOPY_ADVISE | POSTCOPY_LISTEN | POSTCOPY_END => size <= 8,
         SET_VRING_ADDR => size == MAX_BODY,
@@ -119,6 +123,7 @@ fn message(request: u32, body: &[u8], fd: Option<OwnedFd>) -> Message {
         VRING_KICK => Message::Kick { index: word(body, 0) },
         SET_BACKEND_REQ_FD => Message::BackChannel(fd),
         SET_LOG_FD => Message::LogEvent(fd),
+        SKIP_DRAIN => Message::SkipDrain { index: word(body, 0) },
         POSTCOPY_ADVISE => Message::Postcopy("POSTCOPY_ADVISE"),
         POSTCOPY_LISTEN => Message::Postcopy("POSTCOPY_LISTEN"),
         POSTCOPY_END => Message::Postcopy("POSTCOPY_END"),
@@ -190,6 +195,14 @@ pub fn give_inflight(
     body[16..18].copy_from_slice(&{ inflight.num_queues }.to_ne_bytes());
     body[18..].copy_from_slice(&{ inflight.queue_size }.to_ne_bytes());
     send(stream, GET_INFLIGHT_FD, &body, &[file])
+}
+
+/// Answers GET_VRING_BASE_SKIP_DRAIN.
+pub fn give_base(stream: &UnixStream, index: u32, base: u32) -> io::Result<()> {
+    let mut body = [0; 8];
+    body[..4].copy_from_slice(&index.to_ne_bytes());
+    body[4..].copy_from_slice(&base.to_ne_bytes());
+    send(stream, SKIP_DRAIN, &body, &[])
 }
 
 fn send(stream: &UnixStream, request: u32, body: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {

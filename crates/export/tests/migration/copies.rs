@@ -77,12 +77,12 @@ fn migrate<T: Ring>() {
             })
             .collect();
         assert!(differ.is_empty(), "attempt {attempt}: pages {differ:?} differ");
-        // The migration fails: the source goes on.
-        front.wait(SLOTS.into());
+        // The migration fails: the source goes on, with the requests that it had not taken.
         front.features(false, true);
         front.log_used(false, 0).unwrap();
         front.connection.set_ring(&front.queue.setup(), base, &front.memory).unwrap();
         front.connection.enable(0, true).unwrap();
+        front.wait(SLOTS.into());
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::io::Read;
 use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
@@ -38,30 +39,46 @@ pub fn memfd(len: u64) -> OwnedFd {
     file
 }
 
+pub fn options(filters: Vec<Filter>) -> DiskOptions {
+    let (name, serial) = ("disk".into(), "serial of the disk".into());
+    DiskOptions { name, serial, read_only: false, cache: CacheMode::None, filters }
+}
+
+/// Connects and negotiates.
+pub fn connect<T: Ring>(socket: &Path) -> Connection {
+    let mut connection = Connection::open(socket).unwrap();
+    connection.socket().set_read_timeout(Some(LIMIT)).unwrap();
+    let protocol = PROTOCOL | P::LOG_SHMFD | P::DEVICE_STATE;
+    connection.negotiate(feature::GUEST | T::FEATURES, LOG_ALL, protocol).unwrap();
+    connection
+}
+
 pub struct Front<T> {
     pub connection: Connection,
     pub memory: Memory,
     pub queue: Queue<T>,
+    pub disk: Arc<Disk>,
+    pub socket: PathBuf,
     /// Dropped after the connection.
     _export: VhostUser,
 }
 
 impl<T: Ring> Front<T> {
-    /// Connects, and sends the memory. The ring does not run yet.
+    /// Connects to an export of a disk in memory, and sends the guest's memory. The ring does not
+    /// run yet.
     pub fn connect(event_idx: bool) -> Self {
+        let disk = Source::open(&ChainOptions::new("ram:2M")).unwrap();
+        let filter = "error:read=1,range=1572864-2097152".parse::<Filter>().unwrap();
+        Self::serving(Disk::new(options(vec![filter]), disk), event_idx)
+    }
+
+    /// As `connect`, to an export of `disk`.
+    pub fn serving(disk: Disk, event_idx: bool) -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let socket = std::env::temp_dir()
             .join(format!("blockyard-migration-{}-{number}", std::process::id()));
-        let options = DiskOptions {
-            name: "disk".into(),
-            serial: "serial of the disk".into(),
-            read_only: false,
-            cache: CacheMode::None,
-            filters: vec!["error:read=1,range=1572864-2097152".parse::<Filter>().unwrap()],
-        };
-        let disk = Source::open(&ChainOptions::new("ram:2M")).unwrap();
-        let disk = Arc::new(Disk::new(options, disk));
+        let disk = Arc::new(disk);
         let tuning = Tuning {
             poll: PollMode::Off,
             coalesce: Coalesce::Auto,
@@ -73,18 +90,15 @@ impl<T: Ring> Front<T> {
         let (listener, shape) =
             (Listener::bind(&socket).unwrap(), QueueShape { queues: 1, size: 128 });
         let reactors = Arc::new(Reactors::start(1, &[]).unwrap());
-        let export = VhostUser::start(disk, listener, shape, tuning, reactors).unwrap();
+        let export = VhostUser::start(disk.clone(), listener, shape, tuning, reactors).unwrap();
 
-        let mut connection = Connection::open(&socket).unwrap();
-        connection.socket().set_read_timeout(Some(LIMIT)).unwrap();
-        let protocol = PROTOCOL | P::LOG_SHMFD | P::DEVICE_STATE;
-        connection.negotiate(feature::GUEST | T::FEATURES, LOG_ALL, protocol).unwrap();
+        let mut connection = connect::<T>(&socket);
         let options = RingOptions { size: 128, slots: SLOTS, event_idx, indirect: false };
         let len = Queue::<T>::memory_needed(options, ROOM);
         let mut memory = Memory::new(len).unwrap();
         connection.set_memory(&memory).unwrap();
         let queue = Queue::new(&mut memory, 0, options, ROOM).unwrap();
-        let mut front = Front { connection, memory, queue, _export: export };
+        let mut front = Front { connection, memory, queue, disk, socket, _export: export };
         front.features(false, event_idx);
         front
     }

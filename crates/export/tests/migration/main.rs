@@ -4,10 +4,14 @@
 //! ```text
 //!   marks     each page that the back end changes is marked, and no other
 //!   copies    memory is copied by the log while requests run: the copy is equal
+//!   handover  an image goes from one server to another
 //!   messages  hostile and early messages, the device's state, postcopy
+//!   suspend   rings are stopped without a drain, and go on here or elsewhere
 //! ```
 
 mod copies;
 mod front;
+mod handover;
 mod marks;
 mod messages;
+mod suspend;

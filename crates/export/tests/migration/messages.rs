@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 
 use blockyard_driver::{Data, SplitRing, request, status};
 use rustix::event::EventfdFlags;
-use vhost::vhost_user::message::FrontendReq as R;
+use vhost::vhost_user::message::{FrontendReq as R, VhostUserProtocolFeatures as P};
 
 use crate::front::*;
 
@@ -24,7 +24,7 @@ fn works(front: &mut Front<SplitRing>) {
     assert_eq!(done.unwrap(), status::OK);
 }
 
-/// The front end cannot be told, so its session ends.
+/// The answer has no place for an error, so the session ends.
 #[test]
 fn logs_that_cannot_be_used_end_the_session() {
     let fits = Log::covering(&Front::<SplitRing>::connect(true).memory).len;
@@ -48,6 +48,10 @@ fn logs_that_cannot_be_used_end_the_session() {
     }
     let front = started();
     assert_eq!(front.ask(R::SET_LOG_BASE, &words(&[0x1000]), &[]), None, "no descriptor");
+    let mut front = started();
+    let without = front.connection.protocol - P::LOG_SHMFD;
+    front.ask(R::SET_PROTOCOL_FEATURES, &words(&[without.bits()]), &[]).unwrap();
+    assert_eq!(front.log_base(fits, 0, &file), None, "LOG_SHMFD is not negotiated");
 }
 
 #[test]

@@ -28,14 +28,15 @@ impl QueueHandle {
     }
 
     /// Makes the queue take nothing more, waits for its requests in flight, and returns the ring's
-    /// base. Returns `None` if the reactor has ended.
-    pub fn stop(self) -> Option<u32> {
+    /// base. Returns `None` if the reactor has ended. `suspends`: requests that have not begun stay
+    /// in the in-flight region, if there is one.
+    pub fn stop(self, suspends: bool) -> Option<u32> {
         let id = self.id;
         self.remote.ask(move |handle, reply| {
             // If the queue does not exist, the reply is dropped.
             let queue = handle.local::<Queues>().0.borrow_mut().remove(&id);
             if let Some(queue) = queue {
-                queue.stop(reply);
+                queue.stop(reply, suspends);
             }
         })
     }
@@ -59,7 +60,7 @@ impl QueueHandle {
             });
             let ids: Vec<u64> = ids.unwrap_or_default();
             for id in ids {
-                QueueHandle { remote: remote.clone(), id }.stop();
+                QueueHandle { remote: remote.clone(), id }.stop(false);
             }
         }
     }

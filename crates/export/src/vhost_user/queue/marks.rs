@@ -88,11 +88,11 @@ impl Core {
         }
     }
 
-    /// Asks for kicks; see [`Ring::enable_kicks`](crate::vhost_user::virtqueue::Ring::enable_kicks).
+    /// Asks for kicks. Returns false if a chain is available already.
     #[inline]
     pub(super) fn enable_kicks(&mut self) -> bool {
         let enabled = self.ring.enable_kicks();
-        self.mark_ring(Some(self.ring.kick_setting()));
+        self.mark_kick_setting();
         enabled
     }
 
@@ -100,7 +100,14 @@ impl Core {
     #[inline]
     pub(super) fn disable_kicks(&mut self) {
         self.ring.disable_kicks();
-        self.mark_ring(Some(self.ring.kick_setting()));
+        self.mark_kick_setting();
+    }
+
+    #[inline]
+    fn mark_kick_setting(&self) {
+        if let Some(marks) = &self.marks {
+            marks.ring(self.ring.kick_setting(), self.descriptors);
+        }
     }
 
     /// Replaces what the queue marks.

@@ -26,6 +26,8 @@ pub(super) struct Pending {
     /// Number of the chain's requests that are not answered yet. 0: no chain has this id.
     pub(super) parts: u32,
     pub(super) failed: Option<Failure>,
+    /// A request of the chain was withdrawn. The chain stays in the in-flight region.
+    pub(super) withdrawn: bool,
     pub(super) count: u16,
     /// Bytes that the device writes into the chain's buffers if no request fails.
     pub(super) written: u32,
@@ -199,9 +201,9 @@ impl Core {
             (Some(inflight), Ring::Split(_)) => inflight.pushed_split(entry),
             (Some(inflight), Ring::Packed(_)) => inflight.pushed_packed(entry),
         }
-        let place = self.ring.next_used();
+        let place = self.marks.is_some().then(|| self.ring.next_used());
         self.ring.push_used(head, written);
-        self.mark_ring(Some(place));
+        self.mark_ring(place);
         self.unpublished += 1;
     }
 
@@ -212,7 +214,7 @@ impl Core {
             let (index, wrap) = ring.used_position();
             inflight.publishing_packed(index, wrap);
         }
-        let place = self.ring.publication();
+        let place = self.marks.as_ref().and_then(|_| self.ring.publication());
         self.ring.publish();
         self.mark_ring(place);
         match (&mut self.inflight, &self.ring) {
