@@ -13,9 +13,10 @@ use std::sync::{Arc, OnceLock};
 
 use blockyard_disk::{Disk, DiskOptions, Source};
 use blockyard_export::vhost_user::Coalesce;
-use blockyard_export::vhost_user::parts::{Call, DeviceState, Log, QueueHandle, QueueSetup};
+use blockyard_export::vhost_user::parts::{Call, DeviceState, Log, Marks, QueueHandle, QueueSetup};
 use blockyard_export::{PollMode, Reactors};
 use blockyard_image::{CacheMode, ChainOptions};
+use blockyard_ring::{DirtyLog, Mapper};
 use guest::{Bytes, PARTS, Shape, change, memory};
 use libfuzzer_sys::fuzz_target;
 
@@ -40,6 +41,23 @@ fn world() -> &'static World {
         let device = DeviceState { disk, write_back: AtomicBool::new(true), log: Log::default() };
         World { reactors: Reactors::start(1, &[]).unwrap(), device: Arc::new(device) }
     })
+}
+
+/// Returns a log that is too small for the memory, on every other input.
+fn marks(turns: u8) -> Option<Marks> {
+    const LEN: u64 = 5;
+    if turns & 1 == 0 {
+        return None;
+    }
+    let file = rustix::fs::memfd_create("log", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&file, LEN).unwrap();
+    let log = DirtyLog::map(&Mapper::new(false), &file, 0, LEN).unwrap();
+    if turns & 8 != 0 {
+        rustix::fs::ftruncate(&file, 0).unwrap();
+    }
+    let used = (turns & 4 == 0).then_some(u64::from(turns) << 58);
+    let (data, missed, changed) = (turns & 2 == 0, Arc::default(), Call::None);
+    Some(Marks { log: Some(Arc::new(log)), data, used, missed, changed })
 }
 
 fuzz_target!(|data: &[u8]| {
@@ -69,7 +87,7 @@ fuzz_target!(|data: &[u8]| {
         enabled: true,
         poll: PollMode::Off,
         coalesce: Coalesce::Auto,
-        marks: None,
+        marks: marks(turns),
         peer: None,
     };
     let Ok(queue) = QueueHandle::start(remote.clone(), setup) else { return };
@@ -81,5 +99,5 @@ fuzz_target!(|data: &[u8]| {
         // A turn of the reactor.
         remote.ask(|_, reply| reply.send(()));
     }
-    queue.stop();
+    queue.stop(false);
 });
