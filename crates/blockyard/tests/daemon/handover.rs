@@ -256,6 +256,91 @@ fn a_new_server_that_fails_leaves_the_old_one_serving() {
     case.is_clean();
 }
 
+/// The new server has served the first disk when it finds that it cannot serve the second one. The
+/// old one repeats what the new one left unanswered, with the position of the ring.
+fn served_by_both(no_inflight: bool, packed: bool) {
+    let case = Case::new();
+    let second = (case.folder.image("second.img", 1 << 20), case.folder.join("s2"));
+    let config = |name: &str, queues: u32| {
+        let [top, socket, image, other] =
+            [&case.top, &case.socket, &second.0, &second.1].map(|path| path.display().to_string());
+        let text = format!(
+            "[[disk]]\nimage = \"{top}\"\nvhost-user = \"{socket}\"\n\
+             [[disk]]\nimage = \"{image}\"\nvhost-user = \"{other}\"\nqueues = {queues}\n"
+        );
+        let path = case.folder.join(name);
+        std::fs::write(&path, text).unwrap();
+        path
+    };
+    let serve = |config: &Path| {
+        let mut command = Command::new(BLOCKYARD);
+        command.arg("serve").arg("--config").arg(config).arg("--control").arg(&case.control);
+        command
+    };
+    let good = config("good.toml", 1);
+    let mut daemon = Daemon::start(&mut serve(&good));
+    daemon.wait_ready();
+    let mut other = Guest::connect(&second.1);
+    let wrong = config("wrong.toml", 2);
+    let load = LoadOptions { no_inflight, packed, ..case.load() };
+    case.under_load(&load, |goes_on| {
+        for _ in 0..5 {
+            daemon.until_served("write", "disk.qcow2");
+            let mut new = Daemon::start(serve(&wrong).arg("--takeover").arg(&case.control));
+            assert_eq!(new.ended(SOON).code(), Some(1), "{}", new.log());
+            assert!(new.log().contains("configured with 2"), "{}", new.log());
+            goes_on();
+            assert_eq!(other.write(0, &pattern(1, 4096)), status::OK);
+        }
+    });
+    drop(other);
+    let log = daemon.stop();
+    assert_eq!(log.matches("served again").count(), 10, "{log}");
+    case.is_clean();
+}
+
+#[test]
+fn the_old_server_goes_on_where_a_new_one_has_served() {
+    served_by_both(false, false);
+    served_by_both(true, true);
+}
+
+#[test]
+fn a_front_end_without_in_flight_region_is_served_by_both() {
+    served_by_both(true, false);
+}
+
+/// NBD clients are disconnected after their last reply, and the address stays open.
+#[test]
+fn the_address_of_nbd_is_handed_over() {
+    let case = Case::new();
+    let nbd = case.folder.join("nbd");
+    let second = (case.folder.image("second.img", 1 << 20), case.folder.join("third.img"));
+    std::fs::write(&second.1, vec![7; 1 << 20]).unwrap();
+    let disk = |image: &Path| {
+        format!("[[disk]]\nimage = \"{}\"\nnbd = \"unix:{}\"\n", image.display(), nbd.display())
+    };
+    let config = case.folder.join("nbd.toml");
+    std::fs::write(&config, disk(&second.0) + &disk(&second.1)).unwrap();
+    let serve = || {
+        let mut command = Command::new(BLOCKYARD);
+        command.arg("serve").arg("--config").arg(&config).arg("--control").arg(&case.control);
+        command
+    };
+    let mut old = Daemon::start(&mut serve());
+    old.wait_ready();
+    for _ in 0..3 {
+        let mut new = Daemon::start(serve().arg("--takeover").arg(&case.control));
+        new.wait_ready();
+        assert!(old.ended(SOON).success(), "{}", old.log());
+        old = new;
+        let uri = format!("nbd+unix:///third.img?socket={}", nbd.display());
+        assert_eq!(tool("nbdinfo", ["--size", &uri]).good().trim(), "1048576");
+    }
+    old.stop();
+    assert!(!nbd.exists());
+}
+
 #[test]
 fn an_unknown_format_is_refused() {
     let case = Case::new();

@@ -178,15 +178,15 @@ impl Conversation {
 }
 
 /// The messages of one front end, and the session that handles them.
-struct Messages {
+pub struct Messages {
     stream: UnixStream,
-    session: Arc<Mutex<Session>>,
+    pub(super) session: Arc<Mutex<Session>>,
     handler: BackendReqHandler<Mutex<Session>>,
 }
 
 impl Messages {
     /// `copy`: a copy of `stream`.
-    fn new(stream: UnixStream, copy: UnixStream, session: Session) -> Self {
+    pub fn new(stream: UnixStream, copy: UnixStream, session: Session) -> Self {
         let session = Arc::new(Mutex::new(session));
         let handler = BackendReqHandler::from_stream(copy, session.clone());
         Messages { stream, session, handler }
@@ -224,7 +224,7 @@ impl Messages {
     }
 
     /// Waits for the next message and handles it. Returns false if the front end has disconnected.
-    fn next(&mut self) -> Result<bool, Disconnect> {
+    pub fn next(&mut self) -> Result<bool, Disconnect> {
         match socket::next(&self.stream).map_err(|e| Disconnect::Protocol(e.into()))? {
             Next::Gone => Ok(false),
             Next::Taken { request, reply, message } => {

@@ -401,7 +401,7 @@ fn begin_with(
 fn serve_all(export: &Arc<Shared>, first: Option<Conversation>, mut waiting: Waiting<'_>) {
     let (disk, log) = (export.device.disk.name(), &export.device.log);
     let report = |ended: Result<Option<Leaving>, Disconnect>| match ended {
-        Ok(Some(leaving)) => return Some(leaving),
+        Ok(Some(leaving)) => Some(leaving),
         Ok(None) => {
             log.info(disk, None, format_args!("the front end disconnected; listening again"));
             None

@@ -86,7 +86,8 @@ impl Front {
         let export = export();
         let (stream, theirs) = UnixStream::pair().unwrap();
         let session = Session::new(export.clone(), None, export.new_state()).unwrap();
-        let messages = Messages::new(theirs, session).unwrap();
+        let copy = theirs.try_clone().unwrap();
+        let messages = Messages::new(theirs, copy, session);
         let mut memory = Memory::new(1 << 20).unwrap();
         let options = RingOptions { size: SIZE, slots: 4, event_idx: true, indirect: false };
         let ring = SplitRing::new(&mut memory, options).unwrap();
