@@ -41,7 +41,14 @@ pub fn memfd(len: u64) -> OwnedFd {
 
 pub fn options(filters: Vec<Filter>) -> DiskOptions {
     let (name, serial) = ("disk".into(), "serial of the disk".into());
-    DiskOptions { name, serial, read_only: false, cache: CacheMode::None, filters }
+    DiskOptions {
+        name,
+        serial,
+        read_only: false,
+        cache: CacheMode::None,
+        filters,
+        on_enospc: Default::default(),
+    }
 }
 
 /// Connects and negotiates.
