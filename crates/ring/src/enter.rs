@@ -195,8 +195,8 @@ fn register_wait(ring: RawFd, page: &WaitPage) -> io::Result<()> {
     let region = std::ptr::from_ref(&region).expose_provenance() as u64;
     let registration = Registration { region, flags: 1, reserved: [0; 2] };
     // SAFETY: the kernel reads both structs before the call returns; they have the layout that
-    // `linux/io_uring.h` states. It pins the page until the ring ends, so it never reads other memory, and it
-    // reads the page only during the calls of `Entrance::call`.
+    // `linux/io_uring.h` states. It pins the page until the ring ends, so it
+    // never reads other memory, and it reads the page only during the calls of `Entrance::call`.
     let result = unsafe {
         libc::syscall(
             libc::SYS_io_uring_register,

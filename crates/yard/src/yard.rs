@@ -181,8 +181,8 @@ impl Yard {
         self.begin(name, |_, disk| disk.refresh())
     }
 
-    /// Grows a disk's topmost image, a qcow2 image, and notifies clients. Returns None if it has that
-    /// size already.
+    /// Grows a disk's topmost image, a qcow2 image, and notifies clients. Returns None if it has
+    /// that size already.
     pub fn grow(&self, name: &str, size: u64) -> Result<Option<Resized>, YardError> {
         self.with(name, move |_, disk| disk.grow(size))
     }

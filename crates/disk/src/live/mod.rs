@@ -1,5 +1,5 @@
-//! Snapshot, commit, stream and resize: work on a disk's images while guests use the disk. A control thread
-//! starts it.
+//! Snapshot, commit, stream and resize: work on a disk's images while guests use the disk. A
+//! control thread starts it.
 //!
 //! ```text
 //!   snapshot   keeps the present image as it is; later writes go to a new overlay
@@ -11,9 +11,10 @@
 //! In: calls from a thread that is no reactor. They block until the work is done. Out: the disk,
 //! served from another chain of images, or an error and the disk as it was.
 //!
-//! What must hold: a guest sees the same disk before and after, except for its size, whatever fails,
-//! also after a power cut. Only one such work runs on a disk at a time. The disk is quiesced only to exchange images,
-//! and, for a commit, to begin and to copy the last changes ([`crate::quiesce`]).
+//! What must hold: a guest sees the same disk before and after, except for its size, whatever
+//! fails, also after a power cut. Only one such work runs on a disk at a time. The disk is quiesced
+//! only to exchange images, and, for a commit, to begin and to copy the last changes
+//! ([`crate::quiesce`]).
 
 mod activation;
 mod commit;

@@ -13,6 +13,16 @@ use super::state::{InflightFile, SessionState};
 use crate::keeper;
 
 impl Session {
+    /// Like `release`, for another server. The state then has an in-flight region, so that this
+    /// server can go on if the other one serves the rings and dies.
+    pub fn release_for_next(&mut self) -> SessionState {
+        let mut state = self.release();
+        if state.inflight.is_none() && state.vrings.iter().any(|vring| vring.started) {
+            state.inflight = self.own_region(&state);
+        }
+        state
+    }
+
     /// Makes a region for all queues of a session. Logs an error and returns `None` if the process
     /// has no memory or no descriptor for it.
     pub(super) fn own_region(&self, state: &SessionState) -> Option<InflightFile> {

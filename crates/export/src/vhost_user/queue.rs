@@ -17,6 +17,7 @@
 mod handle;
 mod marks;
 mod state;
+mod token;
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -26,7 +27,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use blockyard_disk::{Disk, LocalDisk, Request, Status, Store, Token};
+use blockyard_disk::{Disk, LocalDisk, Request, Status, Store};
 use blockyard_ring::{GuestMemory, Handle, Reply, Segments, Signal, Watch, park};
 
 use super::inflight::InflightRegion;
@@ -43,6 +44,7 @@ use crate::policy::notify::Coalesce;
 use crate::policy::placement::Placement;
 use crate::start::StartError;
 use state::{Core, Pending, Unanswered};
+use token::ChainToken;
 
 pub use handle::QueueHandle;
 pub use marks::Marks;
@@ -129,31 +131,6 @@ pub struct Queue {
     stopping: RefCell<Option<Reply<u32>>>,
     /// The queue stops, and leaves chains that have not begun in the in-flight region.
     suspends: Cell<bool>,
-}
-
-/// Identifies the chain of a request.
-struct ChainToken {
-    queue: Rc<Queue>,
-    id: u16,
-}
-
-impl Token for ChainToken {
-    #[inline]
-    fn answer(self, status: Status, segments: Segments) {
-        self.queue.answered(self.id, status, segments);
-    }
-
-    fn may_wait(&self) -> bool {
-        self.queue.stopping.borrow().is_none()
-    }
-
-    fn is_withdrawn(&self) -> bool {
-        self.queue.suspends.get()
-    }
-
-    fn take_back(self, segments: Segments) {
-        self.queue.withdrawn(self.id, segments);
-    }
 }
 
 impl Queue {

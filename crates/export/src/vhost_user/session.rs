@@ -124,16 +124,6 @@ impl Session {
         std::mem::replace(&mut self.state, self.export.new_state())
     }
 
-    /// Like `release`, for another server. The state then has an in-flight region, so that this
-    /// server can go on if the other one serves the rings and dies.
-    pub fn release_for_next(&mut self) -> SessionState {
-        let mut state = self.release();
-        if state.inflight.is_none() && state.vrings.iter().any(|vring| vring.started) {
-            state.inflight = self.own_region(&state);
-        }
-        state
-    }
-
     /// Stops a ring, if it runs, after its requests in flight. Returns false if the ring's reactor
     /// has ended, so that the ring's position is not known. `suspends`: requests that have not
     /// begun stay in the in-flight region.
