@@ -318,3 +318,34 @@ fn flushed_metadata_survive_a_kill_without_a_journal() {
     daemon.stop();
     is_clean(&case.top);
 }
+
+/// Live migration: each server has the image open while rings run. One of them is killed.
+#[test]
+fn servers_of_one_image_take_turns_also_after_a_kill() {
+    let case = Case::qcow2();
+    let other = case.folder.join("t");
+    let options = [&case.options()[..], &["--activation", "rings"]].concat();
+    let source = Daemon::serve(&case.top, &case.socket, &options);
+    let target = Daemon::serve(&case.top, &other, &options);
+    let blocks: Vec<u64> = (0..100).map(|n| n * 37 % (SIZE / BLOCK) as u64).collect();
+    let write = |guest: &mut Guest, seed: u64| {
+        for &block in &blocks {
+            let data = pattern(seed * 10_000 + block, BLOCK);
+            assert_eq!(guest.write(block * SECTORS, &data), status::OK);
+        }
+    };
+    let mut guest = Guest::connect(&case.socket);
+    write(&mut guest, 1);
+    drop(guest);
+    let mut guest = Guest::connect(&other);
+    assert_eq!(case.count(&mut guest, 1, &blocks), blocks.len());
+    write(&mut guest, 2);
+    target.kill();
+    drop(guest);
+    let mut guest = Guest::connect(&case.socket);
+    assert_eq!(case.count(&mut guest, 2, &blocks), blocks.len());
+    drop(guest);
+    source.stop();
+    assert_eq!(case.state.journals(), 0);
+    is_clean(&case.top);
+}

@@ -244,6 +244,8 @@ fn wrong_configuration_files_are_refused() {
         (DISK.replace("[[disk]]", "[disk]"), &["line 1: [disk] is one table", "write [[disk]]"]),
         (format!("{DISK}iops = 1.5\n"), &["line 4: iops: limit \"1.5\"", "a whole number"]),
         (format!("{DISK}prime = true\n"), &["ram:1M", "--prime is for qcow2 and cow"]),
+        (format!("{DISK}activation = \"rings\"\n"), &["ram:1M", "that another server can open"]),
+        (format!("{DISK}activation = \"ring\"\n"), &["line 4", "start or rings"]),
     ] {
         std::fs::write(&file, &content).unwrap();
         refused(&["serve", "--config", config], 2, parts);
