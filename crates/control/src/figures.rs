@@ -23,6 +23,8 @@ pub struct Figures {
     pub reactors: Vec<ReactorFigures>,
     /// The devices that disks share.
     pub devices: Vec<DeviceFigures>,
+    /// The groups of the configuration, whose disks share a weight, limits and a reservation.
+    pub groups: Vec<GroupFigures>,
     /// In the order in which the disks were added. Disks that are being opened or closed are
     /// absent.
     pub disks: Vec<DiskFigures>,
@@ -63,6 +65,15 @@ pub struct DeviceFigures {
     pub window: f64,
 }
 
+/// A group of disks.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize, ToSchema)]
+pub struct GroupFigures {
+    pub name: String,
+    pub weight: u64,
+    /// Limits and reservations of all its disks together.
+    pub limits: LimitFigures,
+}
+
 /// A disk.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize, ToSchema)]
 pub struct DiskFigures {
@@ -79,6 +90,8 @@ pub struct DiskFigures {
     pub poisoned: bool,
     /// Number of requests that wait for space on the host, until the disk is resumed.
     pub paused: u64,
+    /// Number of connected clients, for each kind of export.
+    pub clients: BTreeMap<String, u64>,
     /// Longest time for which a snapshot, commit or stream has held requests back.
     pub held_back: f64,
     /// For each kind of operation that has occurred.

@@ -15,6 +15,7 @@ use blockyard_ring::Remote;
 use blockyard_sched::{Knobs, Share};
 
 use crate::backend::Source;
+use crate::clients::ClientCounts;
 use crate::dirty::DirtyMap;
 use crate::filter::Filter;
 use crate::flush::{FlushFigures, FlushGroup};
@@ -73,6 +74,7 @@ pub struct Disk {
     ended: AtomicBool,
     /// Whether a reactor or a job has opened the image since the disk was opened.
     used: AtomicBool,
+    pub(crate) clients: ClientCounts,
     /// Longest time that a quiesce has held requests back, in microseconds.
     held_back: AtomicU64,
     /// Number of requests that wait for space, on all reactors; see [`crate::pause`].
@@ -112,8 +114,19 @@ impl Disk {
         let cached = source.file().is_some_and(|file| !file.direct());
         let serving_state =
             Mutex::new(ServingState { source, dirty: None, reactors: Vec::new(), quiesced: false });
-        let (flushes, unsynced, dirty, poisoned, work, ended, used, held_back, paused, failure_log) =
-            Default::default();
+        let (
+            flushes,
+            unsynced,
+            dirty,
+            poisoned,
+            work,
+            ended,
+            used,
+            clients,
+            held_back,
+            paused,
+            failure_log,
+        ) = Default::default();
         Disk {
             options,
             share,
@@ -130,6 +143,7 @@ impl Disk {
             work,
             ended,
             used,
+            clients,
             held_back,
             paused,
             failure_log,

@@ -17,6 +17,7 @@
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
 mod backend;
+mod clients;
 mod current_image;
 mod dirty;
 mod disk;
@@ -36,6 +37,7 @@ mod throttle;
 pub use backend::{Backend, Delay, InactiveImage, Model, Ram, Source, SourceError, parse_size};
 pub use blockyard_image::{LookupFigures, Store};
 pub use blockyard_ring::WriteFigures;
+pub use clients::ConnectedClient;
 pub use disk::{Disk, DiskOptions};
 pub use filter::{Filter, FilterError, parse_time};
 pub use flush::FlushFigures;

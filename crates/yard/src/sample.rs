@@ -7,6 +7,7 @@
 //! a few disks at a time, so that a sample of many disks delays no request for long. A reactor that
 //! does not answer in time fails the sample.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -64,6 +65,8 @@ pub struct Sample {
     /// In the order in which the disks were added.
     pub disks: Vec<DiskSample>,
     pub reactors: Vec<ReactorSample>,
+    /// The knobs of all groups, by name.
+    pub groups: BTreeMap<String, Knobs>,
 }
 
 /// Error of a sample: this reactor has not answered.
@@ -75,7 +78,11 @@ pub struct SampleError {
 }
 
 /// Collects the figures of `disks`.
-pub(crate) fn collect(disks: Vec<KnownDisk>, reactors: &Reactors) -> Result<Sample, SampleError> {
+pub(crate) fn collect(
+    disks: Vec<KnownDisk>,
+    reactors: &Reactors,
+    groups: BTreeMap<String, Knobs>,
+) -> Result<Sample, SampleError> {
     let deadline = Instant::now() + LIMIT;
     let mut all: Vec<_> = disks.into_iter().map(DiskSample::new).collect();
     let mut threads = Vec::new();
@@ -102,7 +109,7 @@ pub(crate) fn collect(disks: Vec<KnownDisk>, reactors: &Reactors) -> Result<Samp
         }
         threads.push(about.until(deadline).map_err(failed)?);
     }
-    Ok(Sample { disks: all, reactors: threads })
+    Ok(Sample { disks: all, reactors: threads, groups })
 }
 
 impl DiskSample {

@@ -73,6 +73,11 @@ impl Shares {
         known.map_or(usual, |known| DeviceProfile { calibration: known.calibration, ..usual })
     }
 
+    /// Returns the knobs of all groups.
+    pub fn groups(&self) -> BTreeMap<String, Knobs> {
+        self.groups.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
     /// Changes the knobs of groups. A group that `groups` does not name keeps its knobs, because
     /// disks may still be in it.
     pub fn set_groups(&self, groups: BTreeMap<String, Knobs>) {

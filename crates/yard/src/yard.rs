@@ -155,7 +155,8 @@ impl Yard {
     pub fn sample(&self) -> Result<Sample, SampleError> {
         let (sender, receiver) = mpsc::sync_channel(1);
         let _ = self.0.messages.send(Message::Known(sender));
-        sample::collect(receiver.recv().unwrap_or_default(), self.reactors())
+        let groups = self.0.context.shares.groups();
+        sample::collect(receiver.recv().unwrap_or_default(), self.reactors(), groups)
     }
 
     /// Returns the clients and the statistics of a disk.

@@ -5,8 +5,9 @@ use std::path::Path;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use blockyard_control::figures::{
-    DeviceFigures, DiskFigures, DiskShareFigures, Figures, FlushFigures, HistogramFigures,
-    LimitFigures, MetadataFigures, OperationFigures, PolicyFigures, ProcessFigures, ReactorFigures,
+    DeviceFigures, DiskFigures, DiskShareFigures, Figures, FlushFigures, GroupFigures,
+    HistogramFigures, LimitFigures, MetadataFigures, OperationFigures, PolicyFigures,
+    ProcessFigures, ReactorFigures,
 };
 use blockyard_disk::{Counts, Latencies, OpKind, WriteFigures};
 use blockyard_export::policy::notify::NotifyFigures;
@@ -27,6 +28,7 @@ pub fn figures(sample: &Sample, since: SystemTime, started: Instant) -> Figures 
         bounds_us: Latencies::bounds_us().collect(),
         reactors: sample.reactors.iter().map(reactor).collect(),
         devices: devices(&sample.disks),
+        groups: sample.groups.iter().map(group).collect(),
         disks: sample.disks.iter().map(disk).collect(),
     }
 }
@@ -79,6 +81,11 @@ fn devices(disks: &[DiskSample]) -> Vec<DeviceFigures> {
     figures.collect()
 }
 
+fn group((name, knobs): (&String, &Knobs)) -> GroupFigures {
+    let (name, weight) = (name.clone(), knobs.weight.into());
+    GroupFigures { name, weight, limits: limits(knobs) }
+}
+
 fn disk(sample: &DiskSample) -> DiskFigures {
     let DiskSample { disk, counts, .. } = sample;
     let of_kind = |kind: OpKind| Some((kind.name().to_string(), operation(counts.of(kind)?)));
@@ -93,6 +100,7 @@ fn disk(sample: &DiskSample) -> DiskFigures {
         read_only: disk.options().read_only,
         poisoned: disk.poisoned().is_some(),
         paused: disk.paused(),
+        clients: disk.clients().into_iter().map(|(kind, n)| (kind.to_string(), n)).collect(),
         held_back: disk.longest_held_back().as_secs_f64(),
         operations: OpKind::ALL.into_iter().filter_map(of_kind).collect(),
         in_flight: counts.in_flight,

@@ -52,13 +52,17 @@ fn value(families: &[Family], name: &str, disk: &str) -> f64 {
     found.next().unwrap_or_else(|| panic!("no {name} of {disk}")).value
 }
 
+/// Two reactors, and a group with all limits.
+const CONFIG: &str = "reactors = 2\n[group.web]\nweight = 300\niops = \"9000,max=20000,length=2\"\n\
+    bps = \"1G\"\nreserve-iops = 10\nreserve-bps = 4096\n";
+
 struct Disks {
     server: Server,
 }
 
 impl Disks {
     fn start() -> Self {
-        Disks { server: Server::configured("reactors = 2\n") }
+        Disks { server: Server::configured(CONFIG) }
     }
 
     /// Adds a disk with an image and further keys.
@@ -150,8 +154,56 @@ fn each_counter_and_each_histogram_moves_under_load() {
         clients.into_iter().for_each(|client| drop(client.join().unwrap()));
         assert!(still.is_empty(), "nothing moves {still:#?}");
     });
-    check_names(&scrape(&disks.server));
+    let families = scrape(&disks.server);
+    check_names(&families);
+    check_groups(&families);
     // The daemon is killed, because the disk that fails each flush would fail its end.
+}
+
+fn check_groups(families: &[Family]) {
+    let of = |name: &str| {
+        let family = families.iter().find(|family| family.name == name).unwrap();
+        let [sample] = &family.samples[..] else { panic!("{name}: not one sample") };
+        assert_eq!(sample.labels["group"], "web");
+        sample.value
+    };
+    assert_eq!(of("blockyard_group_weight"), 300.0);
+    assert_eq!(of("blockyard_group_limit_requests_per_second"), 9000.0);
+    assert_eq!(of("blockyard_group_limit_burst_requests_per_second"), 20000.0);
+    assert_eq!(of("blockyard_group_limit_bytes_per_second"), f64::from(1 << 30));
+    assert_eq!(of("blockyard_group_reserved_requests_per_second"), 10.0);
+    assert_eq!(of("blockyard_group_reserved_bytes_per_second"), 4096.0);
+}
+
+#[test]
+fn clients_are_counted_for_each_export() {
+    let disks = Disks::start();
+    let nbd = format!("unix:{}", disks.server.folder.join("nbd").display());
+    disks.add("a", "ram:1M", json!({ "nbd": nbd }));
+    let clients = || {
+        let families = scrape(&disks.server);
+        let family = families.iter().find(|family| family.name == "blockyard_disk_clients");
+        let of = |export: &str| {
+            let mut samples = family.unwrap().samples.iter();
+            samples.find(|sample| sample.labels["export"] == export).unwrap().value
+        };
+        (of("vhost-user"), of("nbd"))
+    };
+    assert_eq!(clients(), (0.0, 0.0));
+    let guest = disks.guest("a");
+    let socket = disks.server.folder.join("nbd");
+    let uri = format!("nbd+unix:///a?socket={}", socket.display());
+    let uri = Some(blockyard_nbd::Uri::parse(&uri).unwrap());
+    let load = LoadOptions { socket: None, nbd: uri, runtime: 600.0, ..disks.load("a") };
+    std::thread::scope(|scope| {
+        let client = scope.spawn(|| measure(&load).unwrap());
+        until("both are counted", SOON, || clients() == (1.0, 1.0));
+        load.over.store(true, Ordering::Relaxed);
+        client.join().unwrap();
+    });
+    drop(guest);
+    until("both are gone", SOON, || clients() == (0.0, 0.0));
+    disks.server.daemon.stop();
 }
 
 /// Returns the words of a text that look like names of metrics.

@@ -6,7 +6,7 @@ use crate::types::LimitSetting;
 use super::text::{Family, Kind, Text, Value, label};
 
 /// Adds a sample: further labels besides the disk's, and the value.
-type Emit<'a> = &'a mut dyn FnMut(&str, Value);
+pub(super) type Emit<'a> = &'a mut dyn FnMut(&str, Value);
 
 /// A family, and the samples of a disk.
 struct Metric {
@@ -63,7 +63,11 @@ fn each(
     }
 }
 
-fn limits(emit: Emit<'_>, limits: [&Option<LimitSetting>; 3], value: fn(&LimitSetting) -> Value) {
+pub(super) fn limits(
+    emit: Emit<'_>,
+    limits: [&Option<LimitSetting>; 3],
+    value: fn(&LimitSetting) -> Value,
+) {
     for (operation, limit) in ["all", "read", "write"].into_iter().zip(limits) {
         if let Some(limit) = limit {
             emit(&label("operation", operation), value(limit));
@@ -97,6 +101,9 @@ const METRICS: &[Metric] = &[
         "1 if requests wait for space on the host, until the disk is resumed.",
         |disk, emit| emit("", (disk.paused > 0).into()),
     ),
+    gauge("blockyard_disk_clients", "Connected clients of the disk's exports.", |disk, emit| {
+        by_name(emit, "export", &disk.clients);
+    }),
     gauge(
         "blockyard_disk_held_back_max_seconds",
         "Longest time for which a snapshot, commit or stream has held requests back.",
@@ -260,7 +267,7 @@ fn of_device(disk: &DiskFigures, emit: Emit<'_>, value: f64) {
     }
 }
 
-fn optional(emit: Emit<'_>, value: Option<impl Into<Value>>) {
+pub(super) fn optional(emit: Emit<'_>, value: Option<impl Into<Value>>) {
     if let Some(value) = value {
         emit("", value.into());
     }

@@ -1,7 +1,8 @@
 //! Metrics of the process, its reactors and the devices that disks share.
 
-use crate::figures::Figures;
+use crate::figures::{Figures, GroupFigures, LimitFigures};
 
+use super::disks::{Emit, limits, optional};
 use super::text::{Family, Kind, Text, Value, label};
 
 const BUILD: Family = Family {
@@ -64,6 +65,60 @@ const WINDOW: Family = Family {
     help: "Work that may be in flight at a shared device, in seconds of device time.",
 };
 
+const GROUP_WEIGHT: Family = Family {
+    name: "blockyard_group_weight",
+    kind: Kind::Gauge,
+    help: "Weight of the group, which its busy disks divide.",
+};
+
+/// What a group's disks may use together: the family, and its values for a group.
+type GroupMetric = (Family, fn(&LimitFigures, Emit<'_>));
+
+const GROUP_LIMITS: [GroupMetric; 6] = [
+    (
+        group("blockyard_group_limit_requests_per_second", "Limit of the group's operations."),
+        |l, emit| limits(emit, [&l.iops, &l.iops_read, &l.iops_write], |limit| limit.rate.into()),
+    ),
+    (
+        group(
+            "blockyard_group_limit_burst_requests_per_second",
+            "Limit of the group's operations during a burst.",
+        ),
+        |l, emit| {
+            let all = [&l.iops, &l.iops_read, &l.iops_write];
+            limits(emit, all, |limit| limit.max.unwrap_or(limit.rate).into())
+        },
+    ),
+    (group("blockyard_group_limit_bytes_per_second", "Limit of the group's bytes."), |l, emit| {
+        limits(emit, [&l.bps, &l.bps_read, &l.bps_write], |limit| limit.rate.into())
+    }),
+    (
+        group(
+            "blockyard_group_limit_burst_bytes_per_second",
+            "Limit of the group's bytes during a burst.",
+        ),
+        |l, emit| {
+            let all = [&l.bps, &l.bps_read, &l.bps_write];
+            limits(emit, all, |limit| limit.max.unwrap_or(limit.rate).into())
+        },
+    ),
+    (
+        group(
+            "blockyard_group_reserved_requests_per_second",
+            "Operations that the group is guaranteed.",
+        ),
+        |l, emit| optional(emit, l.reserve_iops),
+    ),
+    (
+        group("blockyard_group_reserved_bytes_per_second", "Bytes that the group is guaranteed."),
+        |l, emit| optional(emit, l.reserve_bps),
+    ),
+];
+
+const fn group(name: &'static str, help: &'static str) -> Family {
+    Family { name, kind: Kind::Gauge, help }
+}
+
 /// Adds the metrics of the server.
 pub fn write(text: &mut Text, figures: &Figures) {
     text.family(&BUILD);
@@ -86,6 +141,23 @@ pub fn write(text: &mut Text, figures: &Figures) {
     let each = || figures.devices.iter().map(|device| (label("device", &device.name), device));
     family(text, &CAPACITY, each().map(|(labels, device)| (labels, device.capacity.into())));
     family(text, &WINDOW, each().map(|(labels, device)| (labels, device.window.into())));
+    write_groups(text, &figures.groups);
+}
+
+/// Adds the metrics of the groups of disks.
+fn write_groups(text: &mut Text, groups: &[GroupFigures]) {
+    let each = || groups.iter().map(|group| (label("group", &group.name), group));
+    family(text, &GROUP_WEIGHT, each().map(|(labels, group)| (labels, group.weight.into())));
+    for (metric, values) in &GROUP_LIMITS {
+        let mut samples = Vec::new();
+        for (name, group) in each() {
+            values(&group.limits, &mut |more, value| {
+                let comma = if more.is_empty() { "" } else { "," };
+                samples.push((format!("{name}{comma}{more}"), value));
+            });
+        }
+        family(text, metric, samples.into_iter());
+    }
 }
 
 /// Adds a family with its samples, if it has any.

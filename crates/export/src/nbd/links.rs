@@ -10,7 +10,7 @@ use std::rc::{Rc, Weak};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use blockyard_disk::{Disk, LocalDisk};
+use blockyard_disk::{ConnectedClient, Disk, LocalDisk};
 use blockyard_ring::{Handle, Remote};
 
 use super::buffers::Buffers;
@@ -36,6 +36,7 @@ pub struct Link {
     exported: OnceCell<Arc<Exported>>,
     /// The client's identity, when it is known.
     peer: OnceCell<Peer>,
+    counted: OnceCell<ConnectedClient>,
 }
 
 #[derive(Default)]
@@ -55,7 +56,7 @@ impl Link {
         handshake: Duration,
     ) -> Rc<Self> {
         let deadline = Instant::now() + handshake;
-        let (late, exported, peer) = Default::default();
+        let (late, exported, peer, counted) = Default::default();
         let link = Rc::new(Link {
             server: server.clone(),
             stream: stream.clone(),
@@ -63,6 +64,7 @@ impl Link {
             late,
             exported,
             peer,
+            counted,
         });
         handle.local::<Links>().all.borrow_mut().push(Rc::downgrade(&link));
         handle.local::<Buffers>().on_shortage(watch);
@@ -73,6 +75,7 @@ impl Link {
     /// Records the export that the client has chosen.
     pub fn chose(&self, exported: &Arc<Exported>, peer: Peer) {
         let _ = self.peer.set(peer);
+        let _ = self.counted.set(exported.disk.client(super::KIND));
         let _ = self.exported.set(exported.clone());
     }
 

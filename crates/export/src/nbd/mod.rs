@@ -127,6 +127,7 @@ impl Server {
     /// Exports one more disk, until the [`Offer`] is dropped.
     pub fn offer(self: &Arc<Self>, exported: Exported) -> Offer {
         let disk = exported.disk.clone();
+        disk.note_export(KIND);
         self.shared.exports.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::new(exported));
         Offer { server: self.clone(), disk, is_stopped: false }
     }
@@ -162,6 +163,9 @@ impl Drop for Server {
         links::end_undecided(&self.reactors, &self.shared);
     }
 }
+
+/// Name of the export in counts.
+const KIND: &str = "nbd";
 
 /// A disk that a server exports. When the server's last offer is dropped, the server closes its
 /// address.

@@ -28,7 +28,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use blockyard_disk::Disk;
+use blockyard_disk::{ConnectedClient, Disk};
 use blockyard_image::SECTOR;
 use blockyard_ring::ublk::abi::{self, DeviceInfo, Params};
 use blockyard_ring::ublk::{self, Control, Device, NumberLock, QueueError};
@@ -117,6 +117,9 @@ pub struct UblkOptions {
     pub file: Option<u64>,
 }
 
+/// Name of the export in counts.
+const COUNTED: &str = "ublk";
+
 /// A device that is served. `stop` or drop ends it.
 pub struct Ublk {
     control: Control,
@@ -124,6 +127,8 @@ pub struct Ublk {
     features: u64,
     queues: Vec<QueueHandle>,
     shared: Arc<Shared>,
+    /// The kernel is a client as long as the device exists.
+    _counted: ConnectedClient,
     /// Lock on the device's number, held while this server makes the device or takes it over.
     lock: Option<NumberLock>,
     /// The device stays for another server, also if it is not in use.
@@ -171,6 +176,7 @@ impl Ublk {
             device: left.unwrap_or_default(),
             features,
             queues: Vec::new(),
+            _counted: shared.disk.client(COUNTED),
             shared,
             lock,
             stays: false,

@@ -42,7 +42,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use blockyard_disk::{Disk, LocalDisk, Store};
+use blockyard_disk::{ConnectedClient, Disk, LocalDisk, Store};
 use blockyard_ring::Mapper;
 use blockyard_ring::parcel::Parcel;
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -97,6 +97,9 @@ pub enum SecondClient {
     Refuse,
 }
 
+/// Name of the export in counts.
+const KIND: &str = "vhost-user";
+
 /// State that the sessions, their thread and the program share.
 pub struct Shared {
     device: Arc<DeviceState>,
@@ -126,6 +129,7 @@ struct Connection {
     /// An eventfd that interrupts the session's wait for messages.
     wake: Arc<OwnedFd>,
     client: Client,
+    _counted: ConnectedClient,
 }
 
 /// Number of threads that serve front ends of an export: one, or two for the moment in which the
@@ -306,6 +310,7 @@ impl Shared {
         reactors: Arc<Reactors>,
     ) -> io::Result<Arc<Self>> {
         blockyard_ring::doorbell::prepare()?;
+        disk.note_export(KIND);
         let write_back = AtomicBool::new(disk.options().cache.write_back());
         Ok(Arc::new(Shared {
             device: Arc::new(DeviceState { disk, write_back, log: Log::default() }),

@@ -28,7 +28,7 @@ use super::claim::images;
 use super::nodes::{FrontSetup, KIND, MAX_QUEUES, NodeError, Paths, QueueKeys, SERVER, State};
 use super::queue::{Counts, Data, QueueHandle, QueueSetup, Shared};
 use super::reopen::Reopen;
-use super::{Control, Name, XenData, XenError, XenOptions, own_domain};
+use super::{COUNTED, Control, Name, XenData, XenError, XenOptions, own_domain};
 use crate::Reactors;
 use crate::start::StartError;
 
@@ -276,7 +276,7 @@ impl Device {
         }
         // The queues serve requests from now on, even if the connection to xenstore is lost before
         // the reply to the new state.
-        self.control.connected.store(true, Ordering::SeqCst);
+        *self.control.connected() = Some(self.shared.disk.client(COUNTED));
         self.paths.connect(&mut self.store, &self.shared.disk)?;
         self.state = Some(State::Connected);
         self.front_connected = false;
@@ -357,7 +357,7 @@ impl Device {
 
     /// Stops the queues. Each queue completes the requests that it has taken, and unmaps its ring.
     fn disconnect(&mut self) {
-        self.control.connected.store(false, Ordering::SeqCst);
+        *self.control.connected() = None;
         for queue in self.queues.drain(..) {
             queue.stop();
         }

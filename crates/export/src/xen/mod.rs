@@ -31,11 +31,11 @@ use std::fmt;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::str::FromStr;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
-use blockyard_disk::Disk;
+use blockyard_disk::{ConnectedClient, Disk};
 use blockyard_ring::xen::{Host, Node, Store};
 use rustix::event::EventfdFlags;
 
@@ -191,13 +191,16 @@ pub struct Xen {
     thread: Option<JoinHandle<()>>,
 }
 
+/// Name of the export in counts.
+const COUNTED: &str = "xen";
+
 /// Commands to the device's thread (stop, or announce a new size), and the state of the connection
 /// to the front end.
 struct Control {
     wake: OwnedFd,
     stop: AtomicBool,
     resized: AtomicBool,
-    connected: AtomicBool,
+    connected: Mutex<Option<ConnectedClient>>,
 }
 
 impl Control {
@@ -205,6 +208,10 @@ impl Control {
         let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         let (stop, resized, connected) = Default::default();
         Ok(Control { wake, stop, resized, connected })
+    }
+
+    fn connected(&self) -> MutexGuard<'_, Option<ConnectedClient>> {
+        self.connected.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn ring(&self) {
@@ -311,7 +318,7 @@ impl Export for Xen {
     }
 
     fn clients(&self) -> Vec<Client> {
-        if self.control.connected.load(Ordering::SeqCst) {
+        if self.control.connected().is_some() {
             vec![Client::described(format!("domain {}", self.domain))]
         } else {
             Vec::new()
