@@ -28,6 +28,7 @@
 mod access;
 mod body;
 pub mod client;
+mod description;
 pub mod figures;
 pub mod metrics;
 mod operator;

@@ -5,6 +5,8 @@ use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+use crate::description::PROBLEM;
+
 /// What is wrong with a call. Each kind has a status and a title.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
@@ -97,7 +99,7 @@ impl IntoResponse for Problem {
     fn into_response(self) -> Response {
         let status = StatusCode::from_u16(self.status).unwrap_or(StatusCode::BAD_REQUEST);
         let mut response = (status, axum::Json(self)).into_response();
-        let json = HeaderValue::from_static("application/problem+json");
+        let json = HeaderValue::from_static(PROBLEM);
         response.headers_mut().insert(header::CONTENT_TYPE, json);
         response
     }

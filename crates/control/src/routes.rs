@@ -19,6 +19,7 @@ use utoipa_axum::routes;
 
 use crate::access::Peer;
 use crate::body::{Body, Parameters};
+use crate::description::complete;
 use crate::operator::{Answer, Object, Operator};
 use crate::problem::{Kind, Problem};
 use crate::scrape::{self, Scrapes};
@@ -106,7 +107,7 @@ fn parts() -> (Router<Calls>, Description) {
         .routes(routes!(upgrade))
         .split_for_parts();
     description.merge(scrape::parts().1);
-    (router, description)
+    (router, complete(description))
 }
 
 /// Returns the OpenAPI description of the API.

@@ -80,6 +80,38 @@ fn one_of_many_concurrent_adds_of_a_disk_succeeds() {
     assert_eq!(server.names(), ["a"]);
 }
 
+/// Commands for one disk wait for each other, and each has an answer. Refusals are no faults of the
+/// server.
+#[test]
+fn concurrent_and_repeated_calls_all_have_an_answer() {
+    let server = Server::start();
+    let server = &server;
+    let calls = |seed: usize| {
+        for round in 0..30 {
+            let name = format!("d{}", (seed + round) % 3);
+            let path = |what: &str| format!("/v1/disks/{name}{what}");
+            let (method, path, body) = match (seed * 7 + round * 5) % 11 {
+                0..3 => ("POST", "/v1/disks".into(), server.keys(&name).to_string()),
+                3 => ("DELETE", path("?force=true"), String::new()),
+                4 => ("PATCH", path(""), r#"{"iops": 5000}"#.into()),
+                5 => ("POST", path("/flush"), String::new()),
+                6 => ("POST", path("/resume"), String::new()),
+                7 => ("POST", path("/resize"), r#"{"size": 2097152}"#.into()),
+                8 => ("POST", path("/refresh"), String::new()),
+                9 => ("POST", path("/commit"), String::new()),
+                _ => ("GET", path(""), String::new()),
+            };
+            let (status, answer) = server.send(method, &path, &body);
+            assert!(status < 500 || status == 503, "{method} {path}: {status} {answer}");
+        }
+    };
+    std::thread::scope(|scope| (0..8).for_each(|seed| drop(scope.spawn(move || calls(seed)))));
+    for name in server.names() {
+        server.good("DELETE", &format!("/v1/disks/{name}?force=true"), Value::Null);
+    }
+    assert_eq!(server.names(), [""; 0]);
+}
+
 #[test]
 fn a_disk_that_cannot_be_opened_leaves_nothing() {
     let server = Server::start();
