@@ -52,12 +52,10 @@ pub fn enter(args: &SandboxArgs, needs: &Needs<'_>) -> Result<(), Failure> {
             .with_context(|| format!("--user {name}: cannot become this user"))?;
     }
     if !args.is_on() {
-        if args.sandbox.is_some() {
-            tracing::warn!(
-                "the sandbox is off (--sandbox off): a fault in the server reaches every file and \
-                 system call of its user"
-            );
-        }
+        tracing::warn!(
+            "the sandbox is off (--sandbox off): a fault in the server reaches every file and \
+             system call of its user"
+        );
         return Ok(());
     }
     if let Err(e) = witness::start() {

@@ -11,12 +11,12 @@ use crate::config::Config;
 /// Values of `--sandbox`, for help.
 const VALUES: &[(&str, &str)] = &[
     ("on", "The kernel restricts the server to its folders and system calls"),
-    ("off", "No restrictions; if the option is given, a warning in the log"),
+    ("off", "No restrictions, and a warning in the log"),
 ];
 
 #[derive(Args, Clone, Debug, Default)]
 pub struct SandboxArgs {
-    /// Whether the server restricts itself [default: off].
+    /// Whether the server restricts itself [default: on].
     #[arg(long, value_name = "MODE", help_heading = "Sandbox",
         value_parser = explain(VALUES, parse))]
     pub sandbox: Option<bool>,
@@ -48,7 +48,7 @@ impl SandboxArgs {
     }
 
     pub fn is_on(&self) -> bool {
-        self.sandbox == Some(true)
+        self.sandbox != Some(false)
     }
 }
 

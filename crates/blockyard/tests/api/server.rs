@@ -34,7 +34,6 @@ impl Server {
     fn with(folder: Folder, options: &[&str]) -> Self {
         let mut command = Command::new(BLOCKYARD);
         command.arg("serve").args(options).arg("--api").arg(folder.join("api"));
-        command.args(["--sandbox", "on"]);
         command.arg("--allow-folder").arg(folder.join("."));
         let mut daemon = Daemon::start(&mut command);
         daemon.wait_ready();
