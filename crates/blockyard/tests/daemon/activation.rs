@@ -212,3 +212,19 @@ fn missing_sockets_are_refused() {
     manager.notified.set_read_timeout(Some(Duration::from_millis(10))).unwrap();
     assert!(manager.notified.recv(&mut [0; 64]).is_err(), "READY=1 only when it is true");
 }
+
+#[test]
+fn systemd_rates_the_units_below_1_2() {
+    let (folder, contrib) = (Folder::new(), concat!(env!("CARGO_MANIFEST_DIR"), "/../../contrib"));
+    for unit in ["blockyard.service", "blockyard@.service"] {
+        let text = std::fs::read_to_string(format!("{contrib}/{unit}")).unwrap();
+        let installed = folder.join(unit);
+        std::fs::write(&installed, text.replace("@bindir@", "/usr/bin")).unwrap();
+        let mut analyze = Command::new("systemd-analyze");
+        // The threshold is 10 times the rate.
+        analyze.args(["security", "--no-pager", "--offline=true", "--threshold=12"]);
+        let done = run(analyze.arg(&installed), SOON);
+        assert!(done.status.success(), "{unit}: {} {}", done.out, done.err);
+        assert!(done.out.contains("Overall exposure level"), "{unit}: {}", done.out);
+    }
+}
