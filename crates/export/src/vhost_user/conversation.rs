@@ -21,7 +21,7 @@ use super::session::Session;
 use super::socket::{self, Next};
 use super::state::SessionState;
 use super::waiting::{FrontEnd, Waiting};
-use super::{Connection, Shared, lock};
+use super::{Connection, KIND, Shared, lock};
 use crate::{Client, Listener, keeper};
 
 /// Version of the protocol in the flags of a message.
@@ -120,7 +120,8 @@ impl Conversation {
         let messages = Messages::new(stream, for_handler, session);
         let client = Client::connected(&for_export);
         let (since, wake) = (client.since, Arc::new(wake));
-        let connection = Connection { stream: for_export, wake: wake.clone(), client };
+        let _counted = export.device.disk.client(KIND);
+        let connection = Connection { stream: for_export, wake: wake.clone(), client, _counted };
         *lock(&export.connection) = Some(connection);
         Conversation { messages, wake, process, since }
     }
