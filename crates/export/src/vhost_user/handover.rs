@@ -17,7 +17,7 @@ use super::queue::QueueHandle;
 use super::{QueueShape, Shared, Tuning, VhostUser, begin, begin_with, lock, ring};
 use crate::{Handed, Listener, Reactors, custody, descriptors, keeper};
 
-/// The name of this protocol in a hand-over.
+/// The name of this protocol in a hand-over, and in counts of clients.
 pub const KIND: &str = "vhost-user";
 
 impl VhostUser {

@@ -97,9 +97,6 @@ pub enum SecondClient {
     Refuse,
 }
 
-/// Name of the export in counts.
-const KIND: &str = "vhost-user";
-
 /// State that the sessions, their thread and the program share.
 pub struct Shared {
     device: Arc<DeviceState>,
