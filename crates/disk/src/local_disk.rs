@@ -185,6 +185,20 @@ impl<S: Storage> LocalDisk<S> {
     #[inline]
     async fn enter(&self) -> Admitted<'_, S> {
         let in_flight = self.quiesce.enter().await;
+        self.admitted(in_flight)
+    }
+
+    /// Admits requests at once, if nothing is limited or shared, and the disk is not quiesced.
+    #[inline]
+    fn enter_now(&self) -> Option<Admitted<'_, S>> {
+        if !self.throttle.is_open() {
+            return None;
+        }
+        self.quiesce.try_enter().map(|in_flight| self.admitted(in_flight))
+    }
+
+    #[inline]
+    fn admitted<'a>(&'a self, in_flight: InFlightGuard<'a>) -> Admitted<'a, S> {
         Admitted {
             image: self.image.borrow().clone(),
             charged: 0,
@@ -235,9 +249,15 @@ impl<S: Storage> LocalDisk<S> {
     async fn attempt<T: Token>(&self, request: Request<T>) -> Attempt<T> {
         // A request that will be refused costs nothing.
         let len = if self.check(&request).is_ok() { request.len } else { 0 };
-        let entering = self.enter_for(request.op, request.offset, len, 1);
-        let Some(admitted) = request.unless_withdrawn(entering).await else {
-            return Attempt::Finished(request.withdraw());
+        let admitted = match self.enter_now() {
+            Some(admitted) => admitted,
+            None => {
+                let entering = self.enter_for(request.op, request.offset, len, 1);
+                match request.unless_withdrawn(entering).await {
+                    Some(admitted) => admitted,
+                    None => return Attempt::Finished(request.withdraw()),
+                }
+            }
         };
         let (attempt, file_io) =
             admitted.image.measured(self.serve_in(&admitted.image, request, true)).await;

@@ -112,8 +112,14 @@ impl<S: Storage> LocalDisk<S> {
         let resumed = self.pause.resumed();
         let good = run.parts.iter().all(|part| self.check(part).is_ok());
         let len = if good { run.parts.iter().map(|part| part.len).sum() } else { 0 };
-        let entering = self.enter_for(op, offset, len, run.parts.len() as u32);
-        let Some(entered) = first.unless_withdrawn(entering).await else {
+        let entered = match self.enter_now() {
+            Some(entered) => Some(entered),
+            None => {
+                let entering = self.enter_for(op, offset, len, run.parts.len() as u32);
+                first.unless_withdrawn(entering).await
+            }
+        };
+        let Some(entered) = entered else {
             run.finished.extend(run.parts.drain(..).map(Request::withdraw));
             return;
         };

@@ -67,7 +67,9 @@ fn migrate<T: Ring>() {
         copy(&front, &mut target, marked);
         // The guest's processor writes these pages, and QEMU logs them by itself.
         let addresses = front.queue.ring.addresses();
-        let driver = [addresses.avail, addresses.desc, front.status_address(0)];
+        let of_descriptors = addresses.desc / PAGE..=(addresses.desc / PAGE + 1);
+        copy(&front, &mut target, of_descriptors);
+        let driver = [addresses.avail, front.status_address(0)];
         copy(&front, &mut target, driver.map(|addr| addr / PAGE));
         let source = front.snapshot();
         let differ: Vec<_> = (0..source.len() / PAGE as usize)

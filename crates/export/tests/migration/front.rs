@@ -22,8 +22,11 @@ pub const PAGE: u64 = 4096;
 pub const SLOTS: u16 = 16;
 /// Bytes of data of a slot.
 pub const ROOM: u32 = 64 << 10;
-/// Guest address at which the used ring is logged. No memory is there.
-pub const USED_LOG: u64 = 0x7654_3000;
+/// Number of entries of the ring: the used elements of a split ring fill a page.
+pub const ENTRIES: u16 = 512;
+/// Guest address at which the used ring is logged. No memory is there. Flags and index of a split
+/// ring are in one page, the elements in the next one, and the event index in a third one.
+pub const USED_LOG: u64 = 0x7654_4000 - 4;
 pub const LIMIT: Duration = Duration::from_secs(60);
 /// Sectors whose reads fail.
 pub const BAD: std::ops::Range<u64> = 3072..4096;
@@ -95,12 +98,12 @@ impl<T: Ring> Front<T> {
             second_client: SecondClient::Wait,
         };
         let (listener, shape) =
-            (Listener::bind(&socket).unwrap(), QueueShape { queues: 1, size: 128 });
+            (Listener::bind(&socket).unwrap(), QueueShape { queues: 1, size: ENTRIES });
         let reactors = Arc::new(Reactors::start(1, &[]).unwrap());
         let export = VhostUser::start(disk.clone(), listener, shape, tuning, reactors).unwrap();
 
         let mut connection = connect::<T>(&socket);
-        let options = RingOptions { size: 128, slots: SLOTS, event_idx, indirect: false };
+        let options = RingOptions { size: ENTRIES, slots: SLOTS, event_idx, indirect: false };
         let len = Queue::<T>::memory_needed(options, ROOM);
         let mut memory = Memory::new(len).unwrap();
         connection.set_memory(&memory).unwrap();
@@ -164,8 +167,8 @@ impl<T: Ring> Front<T> {
         Some(body)
     }
 
-    /// Fills the disk with bytes that are not zero.
-    pub fn fill(&mut self) {
+    /// Fills the disk with bytes that are not zero. Returns the number of requests.
+    pub fn fill(&mut self) -> u64 {
         let sectors = u64::from(ROOM) / 512;
         for sector in (0..SECTORS).step_by(sectors as usize) {
             let mut bytes: Vec<u8> =
@@ -174,6 +177,7 @@ impl<T: Ring> Front<T> {
             let done = self.queue.call(request::OUT, sector, data, &mut bytes, LIMIT).unwrap();
             assert_eq!(done, status::OK);
         }
+        SECTORS / sectors
     }
 
     /// Returns a copy of the guest's memory.

@@ -19,7 +19,7 @@ fn prepare<T: Ring>(front: &mut Front<T>, more: P) -> Inflight {
     let accepted = front.connection.protocol | more;
     let answer = front.ask(R::SET_PROTOCOL_FEATURES, &words(&[accepted.bits()]), &[]);
     assert_eq!(answer, Some(words(&[0])));
-    let inflight = front.connection.inflight(1, 128).unwrap().unwrap();
+    let inflight = front.connection.inflight(1, ENTRIES).unwrap().unwrap();
     front.connection.set_inflight(&inflight).unwrap();
     inflight
 }

@@ -99,8 +99,9 @@ impl Core {
     /// Asks for no kicks.
     #[inline]
     pub(super) fn disable_kicks(&mut self) {
-        self.ring.disable_kicks();
-        self.mark_kick_setting();
+        if self.ring.disable_kicks() {
+            self.mark_kick_setting();
+        }
     }
 
     #[inline]

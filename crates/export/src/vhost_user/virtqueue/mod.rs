@@ -190,9 +190,9 @@ impl Ring {
         }
     }
 
-    /// Tells the guest to send no kicks.
+    /// Asks the guest to send no kicks. Returns whether this wrote to the ring.
     #[inline]
-    pub fn disable_kicks(&mut self) {
+    pub fn disable_kicks(&mut self) -> bool {
         match self {
             Ring::Split(ring) => ring.disable_kicks(),
             Ring::Packed(ring) => ring.disable_kicks(),

@@ -350,8 +350,9 @@ impl PackedRing {
     }
 
     #[inline]
-    pub fn disable_kicks(&mut self) {
+    pub fn disable_kicks(&mut self) -> bool {
         self.device_event.store_u16(2, EVENT_DISABLE, Ordering::Relaxed);
+        true
     }
 
     pub fn base(&self) -> u32 {

@@ -225,11 +225,12 @@ impl SplitRing {
     }
 
     #[inline]
-    pub fn disable_kicks(&mut self) {
+    pub fn disable_kicks(&mut self) -> bool {
         // With EVENT_IDX, an event index that is not updated already suppresses kicks.
         if !self.event_idx {
             self.used.store_u16(0, USED_F_NO_NOTIFY, Ordering::Relaxed);
         }
+        !self.event_idx
     }
 
     pub fn base(&self) -> u32 {
