@@ -60,7 +60,8 @@ impl Case {
         let fixed = ["--name", "disk", "--cache", "writeback", "--api", api.to_str().unwrap()];
         // A snapshot may be elsewhere.
         let folders = ["--backing-folder", mount.0.to_str().unwrap()];
-        let options = [&fixed[..], &folders, options].concat();
+        let folders = if format == "qcow2" { &folders[..] } else { &[] };
+        let options = [&fixed[..], folders, options].concat();
         let daemon = Daemon::serve(&path, &folder.join("s"), &options);
         Case { daemon, folder, mount }
     }

@@ -13,8 +13,8 @@
 //!
 //! What must hold: a guest sees the same disk before and after, except for its size, whatever
 //! fails, also after a power cut. Only one such work runs on a disk at a time. The disk is quiesced
-//! only to exchange images, and, for a commit, to begin and to copy the last changes
-//! ([`crate::quiesce`]).
+//! only to exchange images, for a commit also to begin and to copy the last changes, and for a
+//! resize to change the image ([`crate::quiesce`]).
 
 mod activation;
 mod commit;
