@@ -84,7 +84,13 @@ const ALL: &[(&str, &[Example])] = &[
     ),
     ("xen detach", &[example("Detach device xvdb from domain 3", "blockyard xen detach 3 xvdb")]),
     ("xen list", &[example("List devices for a program", "blockyard xen list --json")]),
-    ("top", &[example("Show the disks, a sample every 2 s", "blockyard top --interval 2")]),
+    (
+        "top",
+        &[
+            example("Show the disks, a sample every 2 s", "blockyard top --interval 2"),
+            example("Print the disks once, the slowest first", "blockyard top --once"),
+        ],
+    ),
     ("ctl", CTL),
     ("ctl status", &[example("Show the server and its disks", "blockyard ctl status")]),
     ("ctl list", &[example("List the disks for a program", "blockyard ctl list --json")]),
@@ -124,8 +130,9 @@ const ALL: &[(&str, &[Example])] = &[
         ],
     ),
     ("ctl refresh", &[example("Adopt the image's new size", "blockyard ctl refresh web")]),
-    ("ctl resize", &[example("Grow a raw disk to 20 GiB", "blockyard ctl resize web 20G")]),
+    ("ctl resize", &[example("Grow a disk to 20 GiB", "blockyard ctl resize web 20G")]),
     ("ctl flush", &[example("Make all answered writes durable", "blockyard ctl flush web")]),
+    ("ctl resume", &[example("Let writes try again", "blockyard ctl resume web")]),
     (
         "image",
         &[

@@ -26,14 +26,16 @@ use anyhow::Context;
 use blockyard_control::client::call;
 use blockyard_control::figures::Figures;
 use blockyard_program::ending::Failure;
+use blockyard_program::output;
 use clap::{Args, ValueHint};
 use http::Method;
-use ratatui::DefaultTerminal;
+use ratatui::backend::TestBackend;
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
+use ratatui::{DefaultTerminal, Terminal};
 
 use crate::ctl::USUAL;
 use crate::options::values;
-use view::View;
+use view::{Order, View};
 
 /// How long the server may take to answer.
 const ANSWER: Duration = Duration::from_secs(10);
@@ -51,11 +53,22 @@ pub struct TopOptions {
     #[arg(long, short, value_name = "SECONDS", default_value = "1",
         value_parser = values::parse_seconds)]
     pub interval: Duration,
+    /// Print the table once, the slowest disk first, and end. Needs no terminal.
+    #[arg(long)]
+    pub once: bool,
 }
 
+/// Size of the screen of `--once`: wide enough for all columns, without a trend.
+const COLUMNS: u16 = 120;
+/// Lines of that screen besides those of disks.
+const OTHER_LINES: u16 = 5;
+
 pub fn run(options: &TopOptions) -> Result<(), Failure> {
+    if options.once {
+        return Ok(output::print(once(options)?)?);
+    }
     if !std::io::stdout().is_terminal() {
-        let what = "standard output is no terminal; programs use GET /metrics or GET /v1/figures";
+        let what = "standard output is no terminal; use --once, GET /metrics or GET /v1/figures";
         return Err(anyhow::anyhow!("top: {what}").into());
     }
     // An error at the start ends the program. A later one is on the screen.
@@ -65,6 +78,27 @@ pub fn run(options: &TopOptions) -> Result<(), Failure> {
     let shown = show(&mut terminal, first, &samples);
     ratatui::try_restore().context("restoring the terminal")?;
     Ok(shown?)
+}
+
+/// Returns the table of one interval, with the slowest disk first.
+fn once(options: &TopOptions) -> anyhow::Result<String> {
+    let mut view = View::new(sample(&options.api)?);
+    std::thread::sleep(options.interval);
+    view.add(Ok(sample(&options.api)?));
+    view.order = Order::Latency;
+    let disks = view.latest.disks.len() as u16;
+    let lines = lines(&view, COLUMNS, disks.saturating_add(OTHER_LINES))?;
+    // The last line has the keys.
+    Ok(lines[..lines.len() - 1].iter().map(|line| format!("{line}\n")).collect())
+}
+
+/// Draws the screen in memory. Returns its lines.
+fn lines(view: &View, width: u16, height: u16) -> anyhow::Result<Vec<String>> {
+    let mut terminal = Terminal::new(TestBackend::new(width, height))?;
+    terminal.draw(|frame| draw::screen(frame, view))?;
+    let buffer = terminal.backend().buffer();
+    let line = |y| (0..width).map(|x| buffer[(x, y)].symbol()).collect::<String>();
+    Ok((0..height).map(|y| line(y).trim_end().to_string()).collect())
 }
 
 fn sample(api: &Path) -> anyhow::Result<Figures> {

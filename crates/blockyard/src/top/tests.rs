@@ -1,11 +1,8 @@
 //! The screen, drawn from samples of a server with four disks under load.
 
 use blockyard_control::figures::Figures;
-use ratatui::Terminal;
-use ratatui::backend::TestBackend;
 use ratatui::crossterm::event::KeyCode;
 
-use super::draw;
 use super::rates::{Latency, Rates};
 use super::view::View;
 
@@ -20,13 +17,8 @@ fn view() -> View {
     view
 }
 
-/// Returns the lines of the screen.
 fn screen(view: &View, width: u16, height: u16) -> Vec<String> {
-    let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
-    terminal.draw(|frame| draw::screen(frame, view)).unwrap();
-    let buffer = terminal.backend().buffer();
-    let line = |y| (0..width).map(|x| buffer[(x, y)].symbol()).collect::<String>();
-    (0..height).map(|y| line(y).trim_end().to_string()).collect()
+    super::lines(view, width, height).unwrap()
 }
 
 /// Returns the first column of the table.

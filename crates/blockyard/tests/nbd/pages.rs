@@ -61,13 +61,18 @@ fn runs_as_it_stands(name: &str, programs: &[&str]) {
     let bin = wrappers(&folder, programs);
     let guests = guests().canonicalize().unwrap();
     std::os::unix::fs::symlink(guests, folder.join("guests")).unwrap();
+    runs(name, &folder, &bin, &text);
+}
+
+/// Runs commands in a folder, with `blockyard serve` in the background.
+fn runs(name: &str, folder: &Path, bin: &Path, text: &str) {
     // The trap ends daemons also if the script fails.
     let script = format!(
         "{SERVE}trap 'kill $(jobs -p) $(cat *.pid 2>/dev/null) 2>/dev/null || :' EXIT\nset -x\n{text}{END}"
     );
     std::fs::write(folder.join("script"), script).unwrap();
     let mut command = Command::new("bash");
-    command.arg("script").current_dir(&*folder).env("BLOCKYARD", BLOCKYARD);
+    command.arg("script").current_dir(folder).env("BLOCKYARD", BLOCKYARD);
     command.env("PATH", format!("{}:{}", bin.display(), std::env::var("PATH").unwrap()));
     let finished = run(&mut command, LIMIT);
     assert!(
@@ -140,6 +145,27 @@ fn nbd() {
 #[test]
 fn operate() {
     runs_as_it_stands("operate.md", &["nbdinfo", "nbdcopy"]);
+}
+
+/// Returns the commands of each row of the table of tasks.
+fn tasks(page: &str) -> Vec<Vec<&str>> {
+    let section = page.split_once("## Tasks of an operator").unwrap().1;
+    let rows = section.lines().filter(|line| line.starts_with("| ")).skip(1);
+    rows.map(|row| row.split('`').skip(1).step_by(2).collect()).collect()
+}
+
+#[test]
+fn tasks_of_an_operator() {
+    let page = page("operate.md");
+    let tasks = tasks(&page);
+    assert!(tasks.len() > 8, "{tasks:?}");
+    let too_long = tasks.iter().find(|commands| !matches!(commands.len(), 1 | 2));
+    assert_eq!(too_long, None, "each task has at most two commands");
+    let commands: String = tasks.iter().flatten().map(|command| format!("{command}\n")).collect();
+    let folder = Folder::new();
+    let bin = wrappers(&folder, &[]);
+    let check = "[[ $(blockyard ctl list | wc -l) == 1 ]]\n";
+    runs("operate.md", &folder, &bin, &(blocks(&page, "```sh tasks") + &commands + check));
 }
 
 #[test]
