@@ -47,6 +47,14 @@ impl InFlight {
     }
 }
 
+impl Entry<'_> {
+    /// Returns the number of the entry, which no other operation in flight has.
+    #[inline]
+    pub fn number(&self) -> usize {
+        self.1
+    }
+}
+
 impl Drop for Entry<'_> {
     #[inline]
     fn drop(&mut self) {

@@ -12,6 +12,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use blockyard_image::{BlockStatus, IncompleteCluster, Store, is_full};
+use blockyard_ring::probe::{self, Probed};
 use blockyard_ring::{Handle, Segments};
 use blockyard_storage::Storage;
 
@@ -19,7 +20,7 @@ use crate::backend::{Backend, Source};
 use crate::current_image::{CurrentImage, FileIo};
 use crate::disk::Disk;
 use crate::filter::Dice;
-use crate::in_flight::InFlight;
+use crate::in_flight::{self, InFlight};
 use crate::pause::Pause;
 use crate::quiesce::{InFlightGuard, Quiesce};
 use crate::request::{Failure, Finished, Op, Request, Status, Token};
@@ -236,17 +237,29 @@ impl<S: Storage> LocalDisk<S> {
     /// Serves a request. The caller delivers the answer.
     #[inline]
     pub async fn serve<T: Token>(&self, request: Request<T>) -> Finished<T> {
-        let _in_flight = self.in_flight.enter(request.arrived, 1);
+        let in_flight = self.in_flight.enter(request.arrived, 1);
+        let probed = self.probed(&in_flight, request.op, request.offset, request.len);
+        probe::request_begin(probed);
         let resumed = self.pause.resumed();
-        match self.attempt(request).await {
+        let finished = match self.attempt(request, probed).await {
             Attempt::Finished(finished) => finished,
-            Attempt::Paused(request) => Box::pin(self.serve_paused(request, resumed)).await,
-        }
+            Attempt::Paused(request) => Box::pin(self.serve_paused(request, resumed, probed)).await,
+        };
+        probe::request_end(probed, finished.status().is_ok());
+        finished
+    }
+
+    /// Returns a request as the probes show it.
+    #[inline]
+    fn probed(&self, entry: &in_flight::Entry<'_>, op: Op, offset: u64, len: u64) -> Probed<'_> {
+        // The number of the entry is unique on this reactor and disk.
+        let id = std::ptr::from_ref(self).addr() as u64 ^ ((entry.number() as u64) << 48);
+        Probed { id, disk: self.disk.name(), op: OpKind::of(op) as u8, offset, len }
     }
 
     /// Admits a request, and tries to serve it.
     #[inline]
-    async fn attempt<T: Token>(&self, request: Request<T>) -> Attempt<T> {
+    async fn attempt<T: Token>(&self, request: Request<T>, probed: Probed<'_>) -> Attempt<T> {
         // A request that will be refused costs nothing.
         let len = if self.check(&request).is_ok() { request.len } else { 0 };
         let admitted = match self.enter_now() {
@@ -259,6 +272,7 @@ impl<S: Storage> LocalDisk<S> {
                 }
             }
         };
+        probe::request_admitted(probed);
         let (attempt, file_io) =
             admitted.image.measured(self.serve_in(&admitted.image, request, true)).await;
         self.charge_image_io(&admitted, file_io);
@@ -541,7 +555,9 @@ impl<S: Storage> LocalDisk<S> {
                 self.disk.unsynced.swap(false, Ordering::SeqCst);
                 self.disk.dirty.store(0, Ordering::Relaxed);
                 let _held = self.throttle.sync();
+                probe::sync_begin(self.disk.name());
                 let result = image.backend.flush().await;
+                probe::sync_end(self.disk.name(), result.is_ok());
                 match &result {
                     // All other writes are durable, and the next flush tries again.
                     Err(e) if IncompleteCluster::is_in(e) => self.disk.note_unsynced(),

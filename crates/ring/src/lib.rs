@@ -58,6 +58,7 @@ pub mod nbd_device;
 mod operation;
 pub mod parcel;
 mod policy;
+pub mod probe;
 mod pulse;
 mod quota;
 pub mod remote;

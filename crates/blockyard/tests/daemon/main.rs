@@ -12,6 +12,7 @@
 //!   cache        write cache: what the guest reads, and when writes are durable
 //!   requests     the last sector, ranges, serial, status codes, a read-only disk
 //!   pin          guest memory registered with io_uring while its front end is connected
+//!   probes       static probes of the program
 //!   chains       qcow2 and backing images
 //!   exchange     front ends connect, disconnect and die during an exchange of images
 //!   full         a host without space, and disks that wait for it
@@ -52,6 +53,7 @@ mod locks;
 mod many;
 mod mistakes;
 mod pin;
+mod probes;
 mod reload;
 mod remote;
 mod renewal;

@@ -17,6 +17,7 @@ use std::future::{Future, poll_fn};
 use std::task::Poll;
 
 use blockyard_ring::Segments;
+use blockyard_ring::probe;
 
 use blockyard_storage::Storage;
 
@@ -108,10 +109,13 @@ impl<S: Storage> LocalDisk<S> {
     pub async fn serve_run<T: Token>(&self, run: &mut Run<T>) {
         let Some(first) = run.parts.first() else { return };
         let (op, offset) = (first.op, first.offset);
-        let _in_flight = self.in_flight.enter(first.arrived, run.parts.len() as u32);
+        let in_flight = self.in_flight.enter(first.arrived, run.parts.len() as u32);
+        let bytes: u64 = run.parts.iter().map(|part| part.len).sum();
+        let probed = self.probed(&in_flight, op, offset, bytes);
+        probe::request_begin(probed);
         let resumed = self.pause.resumed();
         let good = run.parts.iter().all(|part| self.check(part).is_ok());
-        let len = if good { run.parts.iter().map(|part| part.len).sum() } else { 0 };
+        let len = if good { bytes } else { 0 };
         let entered = match self.enter_now() {
             Some(entered) => Some(entered),
             None => {
@@ -123,6 +127,7 @@ impl<S: Storage> LocalDisk<S> {
             run.finished.extend(run.parts.drain(..).map(Request::withdraw));
             return;
         };
+        probe::request_admitted(probed);
         let admitted = self.now();
         let (done, mut file_io) =
             entered.image.measured(self.perform_run(&entered.image, run)).await;
@@ -132,8 +137,10 @@ impl<S: Storage> LocalDisk<S> {
             self.charge_image_io(&entered, file_io);
             drop(entered);
             if !run.parts.is_empty() {
-                Box::pin(self.serve_paused_run(run, resumed)).await;
+                Box::pin(self.serve_paused_run(run, resumed, probed)).await;
             }
+            let ok = run.finished.iter().all(|finished| finished.status().is_ok());
+            probe::request_end(probed, ok);
             return;
         }
         self.statistics.borrow_mut().record_merged(op, run.parts.len() as u64 - 1);
@@ -142,6 +149,7 @@ impl<S: Storage> LocalDisk<S> {
             run.finished.push(self.conclude(part, admitted, status));
         }
         self.charge_image_io(&entered, file_io);
+        probe::request_end(probed, true);
     }
 
     /// Serves the run by one operation. Returns false if that is impossible or fails.

@@ -3,6 +3,7 @@
 //! What must hold: a request waits with nothing but its own memory. Each attempt is admitted anew,
 //! so it uses the image that the disk has at that time.
 
+use blockyard_ring::probe::{self, Probed};
 use blockyard_storage::Storage;
 
 use super::merge::Run;
@@ -19,12 +20,14 @@ impl<S: Storage> LocalDisk<S> {
         &self,
         mut request: Request<T>,
         mut resumed: u64,
+        probed: Probed<'_>,
     ) -> Finished<T> {
         loop {
+            probe::request_paused(probed);
             let may_pause = self.wait_for_space(1, resumed, || request.may_wait()).await;
             resumed = self.pause.resumed();
             let attempt = if may_pause {
-                self.attempt(request).await
+                self.attempt(request, probed).await
             } else {
                 // The queue drains, so the request must not wait for the throttle either.
                 let admitted = self.enter().await;
@@ -42,9 +45,15 @@ impl<S: Storage> LocalDisk<S> {
 
     /// Serves the requests of a run for which the host had no space, each by itself.
     #[cold]
-    pub(super) async fn serve_paused_run<T: Token>(&self, run: &mut Run<T>, mut resumed: u64) {
+    pub(super) async fn serve_paused_run<T: Token>(
+        &self,
+        run: &mut Run<T>,
+        mut resumed: u64,
+        probed: Probed<'_>,
+    ) {
         while let Some(first) = run.parts.first() {
             let (op, offset, count) = (first.op, first.offset, run.parts.len() as u32);
+            probe::request_paused(probed);
             let may_wait = || run.parts.iter().all(Request::may_wait);
             let may_pause = self.wait_for_space(count.into(), resumed, may_wait).await;
             resumed = self.pause.resumed();
