@@ -4,6 +4,7 @@
 //! all threads that it starts. What must hold: a folder that does not exist is left out, because a
 //! rule belongs to a file, not to a name.
 
+use std::collections::HashMap;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -16,7 +17,7 @@ use landlock::{
 const VERSION: ABI = ABI::V5;
 
 /// What the process may do in a folder and below, or with a file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Access {
     /// Read files and list folders.
     Read,
@@ -40,7 +41,7 @@ impl Access {
 }
 
 /// A folder, or a single file, and what the process may do with it.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Folder {
     pub path: PathBuf,
     pub access: Access,
@@ -87,24 +88,38 @@ pub fn restrict(folders: &[Folder], lacks: &mut Vec<String>) -> io::Result<bool>
     }
 }
 
-/// Returns the folder of `path` if no granted folder contains the file, with links resolved.
-pub fn refused(granted: &[Folder], path: &Path) -> Option<PathBuf> {
-    let real = real(path);
-    let is_writable = |access| access == Access::Write;
-    (!contain(granted, &real, is_writable)).then(|| real.parent().unwrap_or(&real).to_path_buf())
-}
+/// The folders that were granted, with links resolved. A question costs the same for one folder and
+/// for thousands.
+pub struct Granted(HashMap<PathBuf, Vec<Access>>);
 
-/// Returns whether a granted folder lets the process create a socket at `path`.
-pub fn may_listen(granted: &[Folder], path: &Path) -> bool {
-    contain(granted, &real(path), |access| access != Access::Read)
-}
+impl Granted {
+    pub fn new(folders: &[Folder]) -> Self {
+        let mut all = HashMap::<_, Vec<_>>::new();
+        for Folder { path, access } in folders {
+            let real = std::fs::canonicalize(path).unwrap_or_else(|_| path.clone());
+            all.entry(real).or_default().push(*access);
+        }
+        Granted(all)
+    }
 
-/// Returns whether a folder with a suitable access contains the file.
-fn contain(granted: &[Folder], real: &Path, is_suitable: impl Fn(Access) -> bool) -> bool {
-    granted.iter().filter(|folder| is_suitable(folder.access)).any(|folder| {
-        let granted = std::fs::canonicalize(&folder.path).unwrap_or_else(|_| folder.path.clone());
-        real.starts_with(granted)
-    })
+    /// Returns the folder of `path` if no granted folder contains the file, with links resolved.
+    pub fn refused(&self, path: &Path) -> Option<PathBuf> {
+        let real = real(path);
+        let is_writable = |access: Access| access == Access::Write;
+        let is_granted = self.contain(&real, is_writable);
+        (!is_granted).then(|| real.parent().unwrap_or(&real).to_path_buf())
+    }
+
+    /// Returns whether a granted folder lets the process create a socket at `path`.
+    pub fn may_listen(&self, path: &Path) -> bool {
+        self.contain(&real(path), |access| access != Access::Read)
+    }
+
+    /// Returns whether a folder with a suitable access contains the file.
+    fn contain(&self, real: &Path, is_suitable: impl Fn(Access) -> bool) -> bool {
+        let given = |folder: &Path| self.0.get(folder).into_iter().flatten();
+        real.ancestors().flat_map(given).any(|access| is_suitable(*access))
+    }
 }
 
 /// Returns the real path of a file that may be missing.
@@ -133,18 +148,17 @@ mod tests {
         std::fs::write(outside.join("x"), "").unwrap();
         std::os::unix::fs::symlink(outside.join("x"), inside.join("link")).unwrap();
         let real_outside = std::fs::canonicalize(&outside).unwrap();
-        let granted = [Folder::new(&inside, Access::Write), Folder::new(&outside, Access::Sockets)];
-        assert_eq!(refused(&granted, &inside.join("new")), None);
-        assert_eq!(refused(&granted, &inside.join("link")), Some(real_outside.clone()));
-        assert_eq!(refused(&granted, &outside.join("new")), Some(real_outside));
-        assert!(
-            may_listen(&granted, &inside.join("s")) && may_listen(&granted, &outside.join("s"))
-        );
-        assert!(!may_listen(&granted, &temp.join("s")));
-        assert_eq!(
-            refused(&[Folder::new(outside.join("x"), Access::Write)], &outside.join("x")),
-            None
-        );
+        let granted = Granted::new(&[
+            Folder::new(&inside, Access::Write),
+            Folder::new(&outside, Access::Sockets),
+        ]);
+        assert_eq!(granted.refused(&inside.join("new")), None);
+        assert_eq!(granted.refused(&inside.join("link")), Some(real_outside.clone()));
+        assert_eq!(granted.refused(&outside.join("new")), Some(real_outside));
+        assert!(granted.may_listen(&inside.join("s")) && granted.may_listen(&outside.join("s")));
+        assert!(!granted.may_listen(&temp.join("s")));
+        let file = Granted::new(&[Folder::new(outside.join("x"), Access::Write)]);
+        assert_eq!(file.refused(&outside.join("x")), None);
         std::fs::remove_dir_all(&temp).unwrap();
     }
 }

@@ -24,11 +24,12 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 pub use calls::Kind;
+use folders::Granted;
 pub use folders::{Access, Folder};
 pub use trap::STATUS;
 
 /// The folders of a sandbox that is on. `None`: the kernel does not enforce them.
-static GRANTED: OnceLock<Option<Vec<Folder>>> = OnceLock::new();
+static GRANTED: OnceLock<Option<Granted>> = OnceLock::new();
 
 /// Confines this process for good. Returns what the kernel cannot enforce, one sentence each.
 pub fn enter(folders: Vec<Folder>) -> io::Result<Vec<String>> {
@@ -39,7 +40,7 @@ pub fn enter(folders: Vec<Folder>) -> io::Result<Vec<String>> {
         lacks.push(format!("the kernel has no filters for system calls (seccomp): {e}"));
     }
     crate::threads::start()?;
-    let _ = GRANTED.set(is_enforced.then_some(folders));
+    let _ = GRANTED.set(is_enforced.then(|| Granted::new(&folders)));
     Ok(lacks)
 }
 
@@ -67,14 +68,13 @@ pub fn confine_process(kind: Kind) -> io::Result<()> {
 
 /// Returns the folder of a file if the sandbox refuses it. Returns `None` if the sandbox is off.
 pub fn refused_folder(path: &Path) -> Option<PathBuf> {
-    let granted = GRANTED.get()?.as_ref()?;
-    folders::refused(granted, path)
+    GRANTED.get()?.as_ref()?.refused(path)
 }
 
 /// Returns whether the sandbox lets the process create a socket at `path`.
 pub fn may_listen(path: &Path) -> bool {
     let granted = GRANTED.get().and_then(Option::as_ref);
-    granted.is_none_or(|granted| folders::may_listen(granted, path))
+    granted.is_none_or(|granted| granted.may_listen(path))
 }
 
 /// Returns what to do about a file that the sandbox refuses, as the end of a message.
