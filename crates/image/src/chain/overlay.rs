@@ -13,7 +13,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use blockyard_ring::Handle;
+use blockyard_ring::{Handle, sandbox};
 use blockyard_storage::{ImageFile, OpenOptions};
 
 use super::cache_shares;
@@ -268,8 +268,13 @@ fn new_file(options: &ChainOptions) -> Result<(Arc<ImageFile>, Unfinished), Chai
     let wrong = |error| ChainError::Image { path: path.clone(), error };
     let made = File::options().write(true).create_new(true).open(path);
     made.map_err(|e| {
-        wrong(match e.kind() {
-            io::ErrorKind::AlreadyExists => ImageError::refused(OVERLAY, "the file exists already"),
+        let is_refused = e.kind() == io::ErrorKind::PermissionDenied;
+        let advice = is_refused.then(|| sandbox::advice(path)).flatten();
+        wrong(match (e.kind(), advice) {
+            (io::ErrorKind::AlreadyExists, _) => {
+                ImageError::refused(OVERLAY, "the file exists already")
+            }
+            (_, Some(advice)) => ImageError::refused(OVERLAY, advice),
             _ => ImageError::io(OVERLAY, None, "creating it", e),
         })
     })?;
