@@ -4,6 +4,7 @@
 //! this runs before the process starts threads. What the configured disks need is granted; disks
 //! that come later need `--allow-folder`. See docs/sandbox.md.
 
+use std::collections::HashSet;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
@@ -21,10 +22,35 @@ use crate::options::sandbox::SandboxArgs;
 use crate::options::xen::XenArgs;
 use crate::{exports, journals};
 
-/// Folders of the host that the C library and this program read: host names, users, time zones,
-/// devices, limits.
-const SYSTEM: [&str; 8] =
-    ["/etc", "/usr", "/lib", "/lib64", "/proc", "/sys", "/run/systemd/resolve", "/dev/urandom"];
+/// Folders of the host that the C library and this program read: libraries, devices, limits, host
+/// names.
+const SYSTEM: [&str; 7] =
+    ["/usr", "/lib", "/lib64", "/proc", "/sys", "/run/systemd/resolve", "/dev/urandom"];
+
+/// Folder of the host's settings. A server that is not root reads all that its user may read.
+const SETTINGS: &str = "/etc";
+
+/// What a server of root reads of [`SETTINGS`]: names of hosts and users, time zone, libraries,
+/// authorities of certificates. Root may read keys and passwords there, so the sandbox has to leave
+/// them out.
+const READ_BY_ROOT: [&str; 16] = [
+    "ca-certificates",
+    "gai.conf",
+    "group",
+    "host.conf",
+    "hosts",
+    "ld.so.cache",
+    "localtime",
+    "machine-id",
+    "nsswitch.conf",
+    "os-release",
+    "passwd",
+    "pki/tls/certs",
+    "protocols",
+    "resolv.conf",
+    "services",
+    "ssl/certs",
+];
 
 /// What the server does, as far as the sandbox depends on it.
 pub struct Needs<'a> {
@@ -61,14 +87,29 @@ pub fn enter(args: &SandboxArgs, needs: &Needs<'_>) -> Result<(), Failure> {
     if let Err(e) = witness::start() {
         tracing::warn!("sandbox: messages cannot name the process that holds an image: {e}");
     }
-    let mut folders = folders(args, needs);
+    let mut folders = folders(args, needs, user::is_root());
     folders.push(Folder::new(journals::folder(), Access::Write));
+    if user::is_root() {
+        // After the witness, which looks into processes of all users.
+        let devices = makes_devices(args, needs);
+        user::keep_few_capabilities(devices).context("giving up capabilities")?;
+    }
     for Folder { path, access } in &folders {
         tracing::debug!("sandbox: {access:?} in {}", path.display());
     }
     let lacks = sandbox::enter(folders).context("entering the sandbox (--sandbox off: none)")?;
     lacks.iter().for_each(|lack| tracing::warn!("sandbox: {lack}"));
     Ok(())
+}
+
+/// Logs what a server of root may do.
+pub fn report(args: &SandboxArgs) {
+    if args.is_on() && user::is_root() {
+        tracing::info!(
+            "the server stays root, with few capabilities, in the folders of its disks (--user \
+             NAME: it becomes another user)"
+        );
+    }
 }
 
 /// Runs the process that answers what the sandbox hides from a server.
@@ -85,13 +126,18 @@ pub fn check(disk: &DiskArgs) -> anyhow::Result<()> {
     let name = disk.name();
     let refused = |what: &str, path: &Path| match sandbox::advice(path) {
         Some(advice) => {
-            Err(anyhow::anyhow!("disk \"{name}\": {what} {}: {advice}", path.display()))
+            let path = path.display();
+            Err(anyhow::anyhow!("disk \"{name}\": {what} {path}: {advice}"))
         }
         None => Ok(()),
     };
     // The error about a missing image is better.
     if let Some(image) = image_of(disk).filter(|image| image.exists()) {
         refused("image", &image)?;
+    }
+    // The kernel lets the server read more folders than a disk may name, such as /usr.
+    for folder in local_folders(disk).filter(|folder| folder.exists()) {
+        refused("backing folder", &folder.join("*"))?;
     }
     for socket in sockets_of(disk) {
         // A folder of sockets only is enough for a socket.
@@ -108,24 +154,53 @@ pub fn check(disk: &DiskArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn folders(args: &SandboxArgs, needs: &Needs<'_>) -> Vec<Folder> {
-    let mut all = Vec::new();
+/// Returns what the server may read of the host's settings, whatever its disks are.
+fn settings(is_root: bool) -> Vec<PathBuf> {
+    let settings = Path::new(SETTINGS);
+    let mut all = if is_root {
+        READ_BY_ROOT.iter().map(|name| settings.join(name)).collect()
+    } else {
+        vec![settings.to_path_buf()]
+    };
+    // The program that writes this file replaces it, often in a folder below /run.
+    let resolver = std::fs::canonicalize(settings.join("resolv.conf")).ok();
+    let folder = resolver.as_deref().and_then(Path::parent).filter(|f| !f.starts_with(settings));
+    all.extend(folder.map(Path::to_path_buf));
+    all
+}
+
+/// Returns whether the server makes block devices, now or later: the kernel allows that to few.
+fn makes_devices(args: &SandboxArgs, needs: &Needs<'_>) -> bool {
+    let later = args.allow_folders.iter().filter_map(|folder| std::fs::canonicalize(folder).ok());
+    !devices(needs).is_empty()
+        || later
+            .into_iter()
+            .any(|folder| Path::new("/dev").starts_with(&folder) || folder.starts_with("/dev/xen"))
+}
+
+fn folders(args: &SandboxArgs, needs: &Needs<'_>, is_root: bool) -> Vec<Folder> {
+    let (mut all, mut known) = (Vec::new(), HashSet::new());
     let mut add = |path: &Path, access| {
         let path = std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf());
         let folder = Folder::new(path, access);
-        if !all.contains(&folder) {
+        if known.insert(folder.clone()) {
             all.push(folder);
         }
     };
     SYSTEM.iter().for_each(|path| add(Path::new(path), Access::Read));
+    settings(is_root).iter().for_each(|path| add(path, Access::Read));
     add(Path::new("/dev/null"), Access::Write);
     args.allow_folders.iter().for_each(|folder| add(folder, Access::Write));
     if let Some(file) = needs.config_file {
         let root = files::root(file);
         add(root, Access::Read);
+        let main = std::fs::canonicalize(files::main(file)).ok();
+        main.as_deref().and_then(Path::parent).iter().for_each(|folder| add(folder, Access::Read));
+        let parts = root.join(files::FOLDER);
+        linked_from(&parts).for_each(|folder| add(&folder, Access::Read));
         if needs.api.api.is_some() {
             // The API keeps changes there (ctl --persist).
-            add(&root.join(files::FOLDER), Access::Write);
+            add(&parts, Access::Write);
         }
     }
     let api = needs.api.api.as_deref().filter(|socket| !socket.starts_with("fd:"));
@@ -137,6 +212,7 @@ fn folders(args: &SandboxArgs, needs: &Needs<'_>) -> Vec<Folder> {
     }
     if let Some(folder) = &needs.nbd.tls_certificates {
         add(folder, Access::Read);
+        linked_from(folder).for_each(|folder| add(&folder, Access::Read));
     }
     needs.xen.folders.iter().for_each(|folder| add(folder, Access::Write));
     for disk in &needs.config.disks {
@@ -147,6 +223,7 @@ fn folders(args: &SandboxArgs, needs: &Needs<'_>) -> Vec<Folder> {
         }
         for folder in certificates_of(disk) {
             add(&folder, Access::Read);
+            linked_from(&folder).for_each(|folder| add(&folder, Access::Read));
         }
     }
     devices(needs).iter().for_each(|path| add(path, Access::Write));
@@ -196,6 +273,19 @@ fn granted_of(image: &Path) -> Vec<PathBuf> {
     if is_device { vec![real] } else { vec![folder_of(&real).into(), folder_of(image).into()] }
 }
 
+/// Returns the folders that the links in a folder lead to: certificates and configuration files are
+/// often links, and programs replace what these lead to.
+fn linked_from(folder: &Path) -> impl Iterator<Item = PathBuf> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let links = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_symlink()));
+    links.filter_map(|link| Some(std::fs::canonicalize(link.path()).ok()?.parent()?.to_path_buf()))
+}
+
+/// Returns the folders of backing images that are not remote.
+fn local_folders(disk: &DiskArgs) -> impl Iterator<Item = &PathBuf> {
+    disk.backing_folders.iter().filter(|name| blockyard_storage::scheme_of(name).is_none())
+}
+
 /// Returns the Unix sockets that a disk's exports create.
 fn sockets_of(disk: &DiskArgs) -> Vec<PathBuf> {
     let vhost_user = disk.vhost_user.as_ref().filter(|socket| !socket.starts_with("fd:"));
@@ -229,11 +319,19 @@ mod tests {
         let (nbd, xen) = (&config.nbd, &config.xen);
         let control = None;
         let needs = Needs { config: &config, config_file, api: &api, nbd, xen, control, attached };
-        let system = |folder: &Folder| {
-            !SYSTEM.iter().any(|path| folder.path == Path::new(path))
-                && folder.path != Path::new("/dev/null")
-        };
-        folders(&args, &needs).into_iter().filter(system).collect()
+        let system: Vec<_> = SYSTEM.iter().map(PathBuf::from).chain(settings(true)).collect();
+        let null = Path::new("/dev/null");
+        let is_own = |folder: &Folder| !system.contains(&folder.path) && folder.path != null;
+        folders(&args, &needs, true).into_iter().filter(is_own).collect()
+    }
+
+    #[test]
+    fn root_reads_no_passwords_and_keys_of_the_host() {
+        assert_eq!(settings(false)[0], Path::new("/etc"));
+        let secret = ["/etc/shadow", "/etc/ssh/key", "/etc/ssl/private/key"].map(Path::new);
+        let root = settings(true);
+        assert!(root.contains(&"/etc/hosts".into()));
+        assert!(!root.iter().any(|path| secret.iter().any(|secret| secret.starts_with(path))));
     }
 
     #[test]

@@ -222,6 +222,7 @@ impl Server {
                 .all()
                 .for_each(|reactor| reactor.run(|_| drop(blockyard_ring::host::set_io_flusher())));
         }
+        sandbox::report(&self.options.sandbox.or(config));
         if self.options.held {
             holder::announce();
         }

@@ -1,11 +1,24 @@
-//! The user that a server runs as, if root started it.
+//! The user that a server runs as, and its capabilities, if root started it.
 //!
-//! In: the name or number of a user. Out: a process with that user, the user's groups, and no
-//! capabilities. What must hold: all threads change together (the C library sees to that), and the
-//! process cannot change back.
+//! In: the name or number of a user; or what a server does that stays root. Out: a process with
+//! that user, the user's groups, and no capabilities; or root's process with few capabilities.
+//! What must hold: all threads change together (the C library sees to that for the user;
+//! capabilities change before there are other threads), and the process cannot change back.
 
 use std::ffi::CString;
 use std::io;
+
+use rustix::thread::{CapabilitySet, CapabilitySets};
+
+/// Capabilities of a server that stays root: files and sockets of other users, ports below 1024,
+/// locked memory, limits.
+const KEPT: CapabilitySet = CapabilitySet::CHOWN
+    .union(CapabilitySet::DAC_OVERRIDE)
+    .union(CapabilitySet::DAC_READ_SEARCH)
+    .union(CapabilitySet::FOWNER)
+    .union(CapabilitySet::IPC_LOCK)
+    .union(CapabilitySet::NET_BIND_SERVICE)
+    .union(CapabilitySet::SYS_RESOURCE);
 
 /// A user of this host.
 struct User {
@@ -59,9 +72,35 @@ pub fn become_user(text: &str) -> io::Result<()> {
     }
 }
 
+/// Returns whether this process runs as root.
+pub fn is_root() -> bool {
+    rustix::process::geteuid().is_root()
+}
+
+/// Gives up all capabilities of this process for good, except those that a server needs.
+/// `devices`: it also makes block devices (ublk, Xen, the kernel's NBD client).
+pub fn keep_few_capabilities(devices: bool) -> io::Result<()> {
+    let kept = if devices { KEPT | CapabilitySet::SYS_ADMIN } else { KEPT };
+    let kept = rustix::thread::capabilities(None)?.permitted & kept;
+    let inheritable = CapabilitySet::empty();
+    let sets = CapabilitySets { effective: kept, permitted: kept, inheritable };
+    Ok(rustix::thread::set_capabilities(None, sets)?)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn capabilities_that_no_server_needs_are_given_up() {
+        let held = std::thread::spawn(|| {
+            keep_few_capabilities(false).unwrap();
+            rustix::thread::capabilities(None).unwrap()
+        });
+        let held = held.join().unwrap();
+        assert!(KEPT.contains(held.permitted) && held.effective == held.permitted);
+        assert!(held.inheritable.is_empty());
+    }
 
     #[test]
     fn users_are_found_by_name_and_by_number() {

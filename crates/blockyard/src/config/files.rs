@@ -42,10 +42,15 @@ pub fn root(config: &Path) -> &Path {
     config.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
+/// Returns the main file of a configuration, which may be missing.
+pub fn main(config: &Path) -> PathBuf {
+    if config.is_dir() { config.join(MAIN) } else { config.to_path_buf() }
+}
+
 /// Reads and merges the files of a configuration.
 pub fn read(config: &Path) -> Result<Config, ConfigError> {
     let is_folder = config.is_dir();
-    let main = if is_folder { config.join(MAIN) } else { config.to_path_buf() };
+    let main = main(config);
     // A folder may have parts only.
     let mut all = if is_folder && !main.exists() {
         Config::default()

@@ -5,7 +5,7 @@ use std::process::Command;
 
 use serde_json::{Value, json};
 
-use crate::common::{BLOCKYARD, Daemon, Folder, SOON, run};
+use crate::common::{BLOCKYARD, Daemon, Folder, SOON, run, tool, until};
 use crate::server::Server;
 
 /// Checks that a disk is refused, with a message that names the folder and the option.
@@ -32,6 +32,51 @@ fn disks_outside_of_the_folders_are_refused_and_the_message_names_the_option() {
     assert_eq!(server.names(), [""; 0]);
 }
 
+/// Creates a qcow2 image with this backing name, which need not exist.
+fn overlay(server: &Server, name: &str, backing: &str) -> PathBuf {
+    let top = server.folder.join(name);
+    let options = ["create", "-q", "-u", "-f", "qcow2", "-F", "raw", "-b", backing];
+    tool("qemu-img", options.into_iter().chain([top.to_str().unwrap(), "1M"])).good();
+    top
+}
+
+#[test]
+fn a_hostile_image_and_a_hostile_caller_read_no_file_of_the_host() {
+    let server = Server::start();
+    let (socket, etc) = (server.folder.join("s"), PathBuf::from("/etc"));
+    let far = "../".repeat(20);
+    for (at, backing) in
+        ["/etc/shadow", "/etc/hosts", "/proc/self/environ", &format!("{far}etc/passwd"), "link"]
+            .into_iter()
+            .enumerate()
+    {
+        std::os::unix::fs::symlink("/etc/passwd", server.folder.join("link")).ok();
+        let image = overlay(&server, &format!("{at}.qcow2"), backing);
+        let disk = json!({ "image": image, "vhost-user": socket });
+        let answer = server.bad("POST", "/v1/disks", &disk.to_string(), 422);
+        assert!(answer["detail"].as_str().unwrap().contains("backing"), "{backing}: {answer}");
+        // The caller allows the folder, but the operator has not.
+        let disk = json!({
+            "image": image, "vhost-user": socket, "backing-folders": [etc, "/proc/self"],
+        });
+        let answer = server.bad("POST", "/v1/disks", &disk.to_string(), 422);
+        let detail = answer["detail"].as_str().unwrap();
+        assert!(detail.contains("--allow-folder /etc"), "{backing}: {answer}");
+    }
+    for secret in ["/etc/shadow", "/proc/self/mem", "/sys/kernel/notes", "/dev/mem"] {
+        if !std::path::Path::new(secret).exists() {
+            continue;
+        }
+        for read_only in [false, true] {
+            let disk = json!({ "image": secret, "vhost-user": socket, "read-only": read_only });
+            let answer = server.bad("POST", "/v1/disks", &disk.to_string(), 422);
+            let detail = answer["detail"].as_str().unwrap();
+            assert!(detail.contains("the sandbox refuses folder"), "{secret}: {answer}");
+        }
+    }
+    assert_eq!(server.names(), [""; 0]);
+}
+
 #[test]
 fn a_backing_file_outside_is_refused_by_the_kernel_although_the_disk_allows_its_folder() {
     let (server, elsewhere) = (Server::start(), Folder::new());
@@ -45,6 +90,28 @@ fn a_backing_file_outside_is_refused_by_the_kernel_although_the_disk_allows_its_
     });
     refused(&server, &disk, &elsewhere);
     assert!(!socket.exists());
+}
+
+#[test]
+fn a_snapshot_into_another_folder_names_the_option() {
+    let (server, elsewhere) = (Server::start(), Folder::new());
+    let (base, socket) = (server.folder.join("base.qcow2"), server.folder.join("s"));
+    tool("qemu-img", ["create", "-q", "-f", "qcow2", base.to_str().unwrap(), "1M"]).good();
+    let disk = json!({
+        "name": "a", "image": base, "vhost-user": socket, "backing-folders": [*server.folder],
+    });
+    server.good("POST", "/v1/disks", disk);
+    let overlay = elsewhere.join("top.qcow2");
+    let job = server.good("POST", "/v1/disks/a/snapshot", json!({ "overlay": overlay }));
+    let mut error = String::new();
+    until("the job fails", SOON, || {
+        let job = server.good("GET", &format!("/v1/jobs/{}", job["number"]), Value::Null);
+        error = job["error"].as_str().unwrap_or_default().to_string();
+        !error.is_empty()
+    });
+    let option = format!("--allow-folder {}", elsewhere.to_str().unwrap());
+    assert!(error.contains(&option), "{error}");
+    assert!(!overlay.exists());
 }
 
 #[test]
