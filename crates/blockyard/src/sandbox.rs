@@ -172,7 +172,8 @@ fn settings(is_root: bool) -> Vec<PathBuf> {
 /// Returns whether the server makes block devices, now or later: the kernel allows that to few.
 fn makes_devices(args: &SandboxArgs, needs: &Needs<'_>) -> bool {
     let later = args.allow_folders.iter().filter_map(|folder| std::fs::canonicalize(folder).ok());
-    !devices(needs).is_empty()
+    needs.attached
+        || !devices(needs).is_empty()
         || later
             .into_iter()
             .any(|folder| Path::new("/dev").starts_with(&folder) || folder.starts_with("/dev/xen"))
