@@ -31,6 +31,31 @@ fn has_changes(disk: &Disk) -> bool {
     disk.source().chain().is_some_and(|chain| chain.top().has_changes())
 }
 
+/// Like [`close`], for a disk that another server serves next. Writes nothing back if the journal
+/// has all changes: the other server replays it, as after the death of this one. It also answers
+/// for the data that are not synced, because each flush of a guest syncs the whole file. Returns
+/// false if a step failed.
+pub fn leave(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
+    let can_be_left = disk.source().chain().is_none_or(|chain| chain.top().is_journaled());
+    if !can_be_left || disk.poisoned().is_some() {
+        return close(disk, reactors);
+    }
+    disk.end_work();
+    forget(disk, reactors);
+    true
+}
+
+/// Removes `disk` from every reactor.
+fn forget(disk: &Arc<Disk>, reactors: &Reactors) {
+    for reactor in reactors.all() {
+        let disk = disk.clone();
+        reactor.ask(move |handle, reply| {
+            LocalDisk::forget(handle, &disk);
+            reply.send(());
+        });
+    }
+}
+
 /// Ends `disk`, which has no export any more. Syncs the disk, removes it from every reactor, and
 /// closes its image. Returns false if a step failed.
 pub fn close(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
@@ -39,13 +64,7 @@ pub fn close(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
         return true;
     }
     let mut good = sync(disk, reactors);
-    for reactor in reactors.all() {
-        let disk = disk.clone();
-        reactor.ask(move |handle, reply| {
-            LocalDisk::forget(handle, &disk);
-            reply.send(());
-        });
-    }
+    forget(disk, reactors);
     if disk.source().chain().is_some() {
         let disk = disk.clone();
         let closed =

@@ -29,7 +29,7 @@ mod watchdog;
 pub mod xen;
 
 pub use client::Client;
-pub use ending::{close, sync};
+pub use ending::{close, leave, sync};
 pub use export::{Export, Handed};
 pub use listener::{Listener, SocketError};
 pub use policy::PolicyFigures;

@@ -113,12 +113,16 @@ impl ServedDisk {
     }
 
     /// Ends the jobs and the exports, then flushes and closes the image.
-    pub fn close(mut self, context: &Context) -> Ended {
+    pub fn close(self, context: &Context) -> Ended {
+        self.end(context, blockyard_export::close)
+    }
+
+    fn end(mut self, context: &Context, close: fn(&Arc<Disk>, &Reactors) -> bool) -> Ended {
         let reactors = &context.reactors;
         context.jobs.end(&self.disk);
         self.exports.iter_mut().for_each(|export| export.stop());
         let (statistics, policies) = statistics(&self.disk, reactors);
-        let is_flushed = blockyard_export::close(&self.disk, reactors);
+        let is_flushed = close(&self.disk, reactors);
         Ended {
             name: self.settings.name,
             statistics,
@@ -147,13 +151,11 @@ impl ServedDisk {
         self.exports.iter().find_map(|export| export.obstacle())
     }
 
-    /// Ends the exports so that another server can continue them, and closes the image.
+    /// Ends the exports so that another server can continue them, and leaves the image to it.
     pub fn hand_over(mut self, context: &Context) -> HandedDisk {
-        // Sync while requests still run: the guest does not wait for this part.
-        blockyard_export::sync(&self.disk, &context.reactors);
         let (settings, since) = (self.settings.clone(), Instant::now());
         let exports = self.exports.iter_mut().filter_map(|export| export.hand_over()).collect();
-        HandedDisk { settings, exports, ended: self.close(context), since }
+        HandedDisk { settings, exports, ended: self.end(context, blockyard_export::leave), since }
     }
 
     /// Returns the clients and the statistics of the disk.
