@@ -2,6 +2,7 @@
 //! that is resized.
 
 use super::*;
+use crate::backend::Source;
 use std::cell::Cell;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicU64;
