@@ -34,6 +34,13 @@ fn requests(round: u64) -> Vec<(u32, u64, Data)> {
         .collect()
 }
 
+/// Returns the numbers of the pages that differ. `first`: number of the first page.
+fn changed_pages(before: &[u8], after: &[u8], first: u64) -> BTreeSet<u64> {
+    let pages = before.chunks(PAGE as usize).zip(after.chunks(PAGE as usize));
+    let changed = pages.enumerate().filter(|(_, (before, after))| before != after);
+    changed.map(|(at, _)| first + at as u64).collect()
+}
+
 /// Runs rounds of requests while the driver writes nothing, and compares memory and log.
 fn exact<T: Ring>(event_idx: bool, is_packed: bool) {
     let mut front = Front::<T>::connect(event_idx);
@@ -70,13 +77,7 @@ fn exact<T: Ring>(event_idx: bool, is_packed: bool) {
         let after = front.snapshot();
         let marked: BTreeSet<u64> = log.take().into_iter().collect();
 
-        let changed: BTreeSet<u64> = before
-            .chunks(PAGE as usize)
-            .zip(after.chunks(PAGE as usize))
-            .enumerate()
-            .filter(|(_, (before, after))| before != after)
-            .map(|(at, _)| first + at as u64)
-            .collect();
+        let changed = changed_pages(&before, &after, first);
         let (mut allowed, mut descriptors) = (BTreeSet::new(), 0);
         for (slot, (_, _, data)) in requests.iter().enumerate() {
             descriptors += if *data == Data::None { 2 } else { 3 };
