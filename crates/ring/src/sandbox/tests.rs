@@ -15,12 +15,75 @@ fn in_child(name: &str, body: impl FnOnce()) -> Option<Output> {
         body();
         return None;
     }
+    Some(child(name, "1"))
+}
+
+/// Runs a test in a child process, which finds `case` in its environment.
+fn child(name: &str, case: &str) -> Output {
     let name = format!("sandbox::tests::{name}");
-    let child = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", &name, "--nocapture", "--test-threads=1"])
-        .env(CHILD, "1")
-        .output();
-    Some(child.unwrap())
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", &name, "--nocapture", "--test-threads=1"]).env(CHILD, case);
+    command.output().unwrap()
+}
+
+/// Calls that no thread of a server may make.
+const NEVER: &[libc::c_long] = &[
+    libc::SYS_bpf,
+    libc::SYS_execve,
+    libc::SYS_init_module,
+    libc::SYS_mount,
+    libc::SYS_open_by_handle_at,
+    libc::SYS_process_vm_readv,
+    libc::SYS_ptrace,
+    libc::SYS_setresuid,
+    libc::SYS_unshare,
+];
+
+/// The kinds of threads, and calls that only others may make.
+const KINDS: &[(Kind, &[libc::c_long])] = &[
+    (Kind::Any, &[]),
+    (Kind::Reactor, &[libc::SYS_socket, libc::SYS_connect, libc::SYS_io_uring_setup]),
+    (Kind::Control, &[libc::SYS_socket, libc::SYS_connect]),
+    (Kind::Log, &[libc::SYS_socket, libc::SYS_unlinkat, libc::SYS_io_uring_enter]),
+    (Kind::Watchdog, &[libc::SYS_socket, libc::SYS_unlinkat, libc::SYS_io_uring_enter]),
+    (Kind::Witness, &[libc::SYS_socket, libc::SYS_unlinkat, libc::SYS_sendmsg]),
+];
+
+/// Makes a call in a thread of a kind, with arguments that fail.
+fn forbidden(kind: Kind, call: libc::c_long) {
+    let thread = std::thread::spawn(move || {
+        confine(kind);
+        let none = u64::MAX;
+        // SAFETY: a thread in the sandbox never gets to the call. Without a sandbox these calls
+        // fail: no argument is a valid address, descriptor, user or flag.
+        unsafe { libc::syscall(call, none, none, none, none, none, none) };
+    });
+    thread.join().unwrap();
+}
+
+#[test]
+fn each_kind_of_thread_is_refused_what_its_work_does_not_need() {
+    let name = "each_kind_of_thread_is_refused_what_its_work_does_not_need";
+    if let Some(case) = std::env::var_os(CHILD) {
+        let case: Vec<usize> =
+            case.to_str().unwrap().split(' ').map(|word| word.parse().unwrap()).collect();
+        if case[0] == 1 {
+            enter(vec![Folder::new("/", Access::Write)]).unwrap();
+        }
+        forbidden(KINDS[case[1]].0, case[2] as libc::c_long);
+        std::process::exit(0);
+    }
+    for (at, (kind, calls)) in KINDS.iter().enumerate() {
+        for call in NEVER.iter().chain(*calls) {
+            let result = |is_on| child(name, &format!("{is_on} {at} {call}"));
+            let refused = result(1);
+            let text = String::from_utf8_lossy(&refused.stderr);
+            assert_eq!(refused.status.code(), Some(STATUS), "{kind:?} made call {call}: {text}");
+            assert!(text.contains(&format!("made system call {call},")), "{kind:?}: {text}");
+            // The same without a sandbox: this test would notice that it is off.
+            assert_eq!(result(0).status.code(), Some(0), "{kind:?}, call {call}");
+        }
+    }
 }
 
 #[test]
@@ -59,6 +122,13 @@ fn files_outside_of_the_folders_are_refused_and_threads_of_reactors_may_do_more(
         assert!(advice(&outside.join("new")).unwrap().contains("--allow-folder"));
         let listener = std::os::unix::net::UnixListener::bind(temp.join("socket"));
         listener.expect("a folder of sockets");
+        // A call that a newer C library tries does not exist.
+        // SAFETY: the filter answers the call; without it the arguments are no addresses.
+        let newer = unsafe { libc::syscall(500, 0, 0, 0, 0, 0, 0) };
+        assert_eq!(
+            (newer, std::io::Error::last_os_error().raw_os_error()),
+            (-1, Some(libc::ENOSYS))
+        );
         // A reactor may not make a socket, and may not start a thread that may.
         let reactor = std::thread::spawn(move || {
             confine(Kind::Reactor);
