@@ -53,6 +53,10 @@ fn main() -> ExitCode {
     if std::env::args_os().nth(1).is_some_and(|word| word == blockyard_ring::witness::ARGUMENT) {
         return ExitCode::from(u8::from(sandbox::run_witness().is_err()));
     }
+    if std::env::args_os().nth(1).is_some_and(|word| word == handover::launcher::ARGUMENT) {
+        let run = handover::launcher::run(std::env::args_os().skip(2));
+        return ExitCode::from(u8::from(run.is_err()));
+    }
     let matches = cli::command().try_get_matches();
     let cli =
         matches.and_then(|matches| Cli::from_arg_matches(&matches)).unwrap_or_else(|e| refuse(&e));

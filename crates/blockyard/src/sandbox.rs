@@ -15,6 +15,7 @@ use blockyard_ring::witness::{self, Question};
 use blockyard_ring::{holders, user};
 
 use crate::config::{Config, files};
+use crate::handover::launcher;
 use crate::options::api::ApiArgs;
 use crate::options::disk::DiskArgs;
 use crate::options::nbd::{NbdAddress, NbdArgs};
@@ -86,6 +87,11 @@ pub fn enter(args: &SandboxArgs, needs: &Needs<'_>) -> Result<(), Failure> {
     }
     if let Err(e) = witness::start() {
         tracing::warn!("sandbox: messages cannot name the process that holds an image: {e}");
+    }
+    if needs.api.api.is_some()
+        && let Err(e) = launcher::start()
+    {
+        tracing::warn!("sandbox: `ctl upgrade` cannot start another server: {e:#}");
     }
     let mut folders = folders(args, needs, user::is_root());
     folders.push(Folder::new(journals::folder(), Access::Write));

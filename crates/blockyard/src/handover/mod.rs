@@ -14,7 +14,7 @@
 //!   Serves ───────────────────────────────────►   exits
 //!   reads messages, accepts clients
 //! ```
-//! `old` and `new` are the two sides. What must hold
+//! `old` and `new` are the two sides. For an old server in a sandbox, `launcher` starts the new one. What must hold
 //! - Until `Serves` the old server has copies of all that it has given. If the new one fails, hangs
 //!   or dies before, the old one waits for its end (or kills it), opens the images again and goes
 //!   on. Requests that the new one has not answered are in the in-flight regions; changed metadata
@@ -22,6 +22,7 @@
 //! - Each wait has a limit.
 //! - Each message is a parcel, whose bytes are JSON. `Hello` and `Refused` never change.
 
+pub mod launcher;
 mod new;
 mod old;
 

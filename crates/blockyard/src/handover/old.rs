@@ -21,7 +21,7 @@ use blockyard_yard::YardError;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, PidfdFlags, Signal};
 
-use super::{FORMAT, FromNew, FromOld, NBD, Offered, Peer};
+use super::{FORMAT, FromNew, FromOld, NBD, Offered, Peer, launcher};
 use crate::book::HeldDisk;
 use crate::disks::{log_end, settings};
 use crate::exports;
@@ -270,14 +270,20 @@ fn has_ended(process: &OwnedFd, limit: Duration) -> io::Result<bool> {
 
 /// Starts another server with the command line of this one, and hands the disks over to it.
 pub fn upgrade(server: &Server, binary: Option<PathBuf>) -> anyhow::Result<Upgraded> {
+    let (ours, theirs) = UnixStream::pair()?;
     if sandbox::is_on() {
-        bail!(
-            "a server in a sandbox starts no program: start the new server with --takeover (the \
-             old one needs --control)"
-        );
+        if let Some(binary) = binary {
+            bail!(
+                "a server in a sandbox starts only its own program, not {}: replace the file of \
+                 its program, or start the new server with --takeover (the old one needs \
+                 --control)",
+                binary.display()
+            );
+        }
+        let pid = launcher::launch(theirs.into())?;
+        return hand_over(server, ours, pid);
     }
     let binary = binary.map_or_else(own_binary, Ok)?;
-    let (ours, theirs) = UnixStream::pair()?;
     let mut command = Command::new(&binary);
     command.args(own_arguments()).arg("--takeover").arg("-");
     command.stdin(Stdio::from(OwnedFd::from(theirs)));
@@ -301,7 +307,7 @@ pub fn own_binary() -> anyhow::Result<PathBuf> {
 }
 
 /// Returns the arguments of this process without `--takeover`.
-fn own_arguments() -> Vec<std::ffi::OsString> {
+pub fn own_arguments() -> Vec<std::ffi::OsString> {
     let (mut arguments, mut skip) = (Vec::new(), false);
     for argument in std::env::args_os().skip(1) {
         if std::mem::take(&mut skip) {
