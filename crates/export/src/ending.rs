@@ -31,13 +31,12 @@ fn has_changes(disk: &Disk) -> bool {
     disk.source().chain().is_some_and(|chain| chain.top().has_changes())
 }
 
-/// Like [`close`], for a disk that another server serves next. Writes nothing back if the journal
-/// has all changes: the other server replays it, as after the death of this one. It also answers
-/// for the data that are not synced, because each flush of a guest syncs the whole file. Returns
-/// false if a step failed.
+/// Like [`close`], for a disk that another server serves next. A raw image is not synced: each
+/// flush of the guest syncs the whole file, whatever process has written it. An image with metadata
+/// is closed, because to open it after a death takes a repair of the whole image. Returns false if
+/// a step failed.
 pub fn leave(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
-    let can_be_left = disk.source().chain().is_none_or(|chain| chain.top().is_journaled());
-    if !can_be_left || disk.poisoned().is_some() {
+    if disk.source().chain().is_some() || disk.poisoned().is_some() {
         return close(disk, reactors);
     }
     disk.end_work();

@@ -148,7 +148,16 @@ impl ServedDisk {
         if context.jobs.are_running(&self.settings.name) {
             return Some("a job works on it: wait for its end, or cancel it".into());
         }
-        self.exports.iter().find_map(|export| export.obstacle())
+        let obstacle = self.exports.iter().find_map(|export| export.obstacle());
+        obstacle.or_else(|| self.sync_for_close(context))
+    }
+
+    /// Syncs while requests still run, because the guest does not wait for this part. The second
+    /// sync leaves little for the close. Returns an error as text.
+    fn sync_for_close(&self, context: &Context) -> Option<String> {
+        self.disk.source().chain()?;
+        let is_synced = (0..2).all(|_| blockyard_export::sync(&self.disk, &context.reactors));
+        (!is_synced).then(|| "a flush failed".into())
     }
 
     /// Ends the exports so that another server can continue them, and leaves the image to it.

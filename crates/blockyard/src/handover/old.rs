@@ -202,11 +202,12 @@ impl<'a> HandOver<'a> {
         let handed = self.server.yard.hand_over(disk)?;
         let since = handed.since;
         log_end(&handed.ended);
-        let is_flushed = handed.ended.is_flushed;
-        self.away.push(Away { held, exports: handed.exports, since, pause: None });
-        if !is_flushed {
-            bail!("disk \"{disk}\" could not be flushed");
+        if !handed.ended.is_flushed {
+            // No server may serve it now: a later flush would report success for lost writes.
+            held.remove();
+            bail!("disk \"{disk}\" could not be flushed, and has ended");
         }
+        self.away.push(Away { held, exports: handed.exports, since, pause: None });
         let Some(Away { exports, .. }) = self.away.last() else { return Ok(()) };
         let kinds = exports.iter().map(|handed| handed.kind.to_string()).collect();
         self.peer.send(&FromOld::Given { exports: kinds })?;

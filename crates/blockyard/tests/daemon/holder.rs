@@ -38,6 +38,8 @@ fn kill(holder: &Daemon) {
 fn twenty_kills(load: &LoadOptions, case: &Case) {
     let holder = keep(case);
     case.under_load(load, |goes_on| {
+        // A kill in the middle of a message loses the message.
+        holder.until_served("write", "");
         for _ in 0..20 {
             std::thread::sleep(Duration::from_millis(50));
             goes_on();

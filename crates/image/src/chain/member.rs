@@ -58,16 +58,6 @@ impl ChainLayer {
         }
     }
 
-    /// Returns whether another server may open the image although this one does not close it,
-    /// because a journal has all changes of metadata that the file lacks.
-    pub fn is_journaled(&self) -> bool {
-        match &self.meta {
-            Meta::Raw => false,
-            Meta::Qcow2(shared) => shared.is_journaled(),
-            Meta::Cow(shared) => shared.is_journaled(),
-        }
-    }
-
     /// Returns the size of the virtual disk that this image holds, in bytes, rounded up to whole
     /// sectors.
     pub fn size(&self) -> u64 {

@@ -372,11 +372,6 @@ impl Shared {
         self.header.sectors() * SECTOR
     }
 
-    /// Returns whether the file and the journal together have all answered changes.
-    pub(crate) fn is_journaled(&self) -> bool {
-        self.journal.is_whole()
-    }
-
     /// Returns whether the bitmap in memory differs from the file, or the file has a journal.
     pub(crate) fn has_changes(&self) -> bool {
         self.bitmap.dirty_pages() > 0 || self.journal.has_log()

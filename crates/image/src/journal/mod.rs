@@ -247,12 +247,6 @@ impl Journal {
         self.failed() || self.log.get().is_some_and(Log::is_incomplete)
     }
 
-    /// Returns whether the file and the log together have all changes that were answered. Then
-    /// another server may open the image although this one does not close it.
-    pub fn is_whole(&self) -> bool {
-        self.has_log() && self.marked() && !self.must_flush()
-    }
-
     /// Returns whether there is a log, so that the image may carry its mark.
     pub fn has_log(&self) -> bool {
         self.log.get().is_some()

@@ -168,11 +168,6 @@ impl Shared {
         self.tables.set_limit((bytes / self.shape.slice_bytes()) as usize);
     }
 
-    /// Returns whether the file and the journal together have all answered changes.
-    pub(crate) fn is_journaled(&self) -> bool {
-        self.journal.is_whole()
-    }
-
     /// Returns whether metadata in memory differ from the file, or the image has a journal.
     pub(crate) fn has_changes(&self) -> bool {
         self.tables.dirty() > 0
