@@ -34,11 +34,11 @@ fn requests(round: u64) -> Vec<(u32, u64, Data)> {
         .collect()
 }
 
-/// Returns the numbers of the pages that differ. `first`: number of the first page.
-fn changed_pages(before: &[u8], after: &[u8], first: u64) -> BTreeSet<u64> {
+/// Returns the numbers of the pages that differ. `first`: the number of the first page.
+fn changed_pages(first: u64, before: &[u8], after: &[u8]) -> BTreeSet<u64> {
     let pages = before.chunks(PAGE as usize).zip(after.chunks(PAGE as usize));
-    let changed = pages.enumerate().filter(|(_, (before, after))| before != after);
-    changed.map(|(at, _)| first + at as u64).collect()
+    let differ = pages.zip(first..).filter(|((before, after), _)| before != after);
+    differ.map(|(_, page)| page).collect()
 }
 
 /// Runs rounds of requests while the driver writes nothing, and compares memory and log.
@@ -52,7 +52,6 @@ fn exact<T: Ring>(event_idx: bool, is_packed: bool) {
     front.features(true, event_idx);
     log.take();
     let (start, _) = front.memory.range();
-    let first = start / PAGE;
     let addresses = front.queue.ring.addresses();
     let pages_of = |addr: u64, len: u64| addr / PAGE..=(addr + len - 1) / PAGE;
     let entries = u64::from(ENTRIES);
@@ -77,7 +76,7 @@ fn exact<T: Ring>(event_idx: bool, is_packed: bool) {
         let after = front.snapshot();
         let marked: BTreeSet<u64> = log.take().into_iter().collect();
 
-        let changed = changed_pages(&before, &after, first);
+        let changed = changed_pages(start / PAGE, &before, &after);
         let (mut allowed, mut descriptors) = (BTreeSet::new(), 0);
         for (slot, (_, _, data)) in requests.iter().enumerate() {
             descriptors += if *data == Data::None { 2 } else { 3 };
