@@ -14,6 +14,7 @@ use blockyard_driver::{Connection, Data, Memory, Queue, feature, request, status
 use blockyard_export::vhost_user::{Coalesce, QueueShape, SecondClient, Tuning, VhostUser};
 use blockyard_export::{Listener, PollMode, Reactors};
 use blockyard_image::{CacheMode, ChainOptions};
+use blockyard_ring::SharedWords;
 use rustix::fs::MemfdFlags;
 use vhost::vhost_user::message::{FrontendReq as R, VhostUserProtocolFeatures as P};
 
@@ -221,9 +222,12 @@ impl Log {
 
     /// Returns the numbers of the marked pages, and clears their marks.
     pub fn take(&self) -> Vec<u64> {
-        let mut bytes = vec![0; self.len as usize];
-        rustix::io::pread(&self.file, &mut bytes, Self::OFFSET).unwrap();
-        rustix::io::pwrite(&self.file, &vec![0; bytes.len()], Self::OFFSET).unwrap();
+        let len = (Self::OFFSET + self.len).div_ceil(8) as usize;
+        let words = SharedWords::of_file(&self.file, len).unwrap();
+        // By an atomic exchange: the server sets bits meanwhile.
+        let words = words[Self::OFFSET as usize / 8..].iter();
+        let bytes: Vec<u8> =
+            words.flat_map(|word| word.swap(0, Ordering::SeqCst).to_ne_bytes()).collect();
         let is_marked = |page: &u64| bytes[*page as usize / 8] >> (page % 8) & 1 == 1;
         (0..self.len * 8).filter(is_marked).collect()
     }
