@@ -14,7 +14,9 @@
 //!   Serves ───────────────────────────────────►   exits
 //!   reads messages, accepts clients
 //! ```
-//! `old` and `new` are the two sides. For an old server in a sandbox, `launcher` starts the new one. What must hold
+//! `old` and `new` are the two sides. For an old server in a sandbox, `launcher` starts the new one.
+//!
+//! What must hold
 //! - Until `Serves` the old server has copies of all that it has given. If the new one fails, hangs
 //!   or dies before, the old one waits for its end (or kills it), opens the images again and goes
 //!   on. Requests that the new one has not answered are in the in-flight regions; changed metadata

@@ -54,9 +54,9 @@ fn programs(kind: Kind) -> Result<Vec<BpfProgram>, seccompiler::BackendError> {
     let arch = std::env::consts::ARCH.try_into()?;
     let mut rules = Rules::new();
     let lists: &[&[c_long]] = match kind {
-        Kind::Any => &[MEMORY, THREAD, FILES, REQUESTS, SOCKETS, PATHS, NETWORK, STARTS],
+        Kind::Any => &[MEMORY, THREAD, FILES, REQUESTS, SOCKETS, PATHS, NETWORK, STARTS, NEXT],
         Kind::Reactor => &[MEMORY, THREAD, FILES, REQUESTS, SOCKETS, JOURNALS],
-        Kind::Control => &[MEMORY, THREAD, FILES, REQUESTS, SOCKETS, PATHS, STARTS],
+        Kind::Control => &[MEMORY, THREAD, FILES, REQUESTS, SOCKETS, PATHS, STARTS, NEXT],
         Kind::Log => &[MEMORY, THREAD, FILES],
         Kind::Watchdog => &[MEMORY, THREAD, FILES, SOCKETS],
         Kind::Witness => &[MEMORY, THREAD, FILES],
@@ -78,6 +78,10 @@ fn programs(kind: Kind) -> Result<Vec<BpfProgram>, seccompiler::BackendError> {
     if matches!(kind, Kind::Any | Kind::Control) {
         // No new namespaces: they would give the process capabilities in them.
         rules.insert(libc::SYS_clone, vec![without(0, NAMESPACES)?]);
+        // A next server that fails and does not end is killed.
+        let (signal, equal) = (SeccompCmpArgLen::Dword, SeccompCmpOp::Eq);
+        let kill = SeccompCondition::new(1, signal, equal, libc::SIGKILL as u64)?;
+        rules.insert(libc::SYS_pidfd_send_signal, vec![SeccompRule::new(vec![kill])?]);
     }
     // Signals to this process only: an attached server ends itself, and an abort is a signal.
     let own = u64::from(std::process::id());
@@ -340,6 +344,10 @@ const NETWORK: &[c_long] = &[
 const STARTS: &[c_long] =
     &[libc::SYS_clone3, libc::SYS_io_uring_setup, libc::SYS_seccomp, libc::SYS_set_tid_address];
 
+/// Hand-over to the next server: a connection for it, and a descriptor to wait for its end.
+/// `pidfd_send_signal` has a condition.
+const NEXT: &[c_long] = &[libc::SYS_pidfd_open, libc::SYS_socketpair];
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -357,7 +365,8 @@ mod tests {
 
     #[test]
     fn no_list_has_a_newer_call() {
-        let lists = [MEMORY, THREAD, FILES, REQUESTS, SOCKETS, JOURNALS, PATHS, NETWORK, STARTS];
+        let lists =
+            [MEMORY, THREAD, FILES, REQUESTS, SOCKETS, JOURNALS, PATHS, NETWORK, STARTS, NEXT];
         assert!(lists.iter().all(|list| list.iter().all(|call| !NEWER.contains(call))));
     }
 
