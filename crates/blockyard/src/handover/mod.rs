@@ -14,7 +14,7 @@
 //!   Serves ───────────────────────────────────►   exits
 //!   reads messages, accepts clients
 //! ```
-//! `old` and `new` are the two sides. For an old server in a sandbox, `launcher` starts the new one.
+//! `old` and `new` are the two sides. `launcher` starts the new server for one in a sandbox.
 //!
 //! What must hold
 //! - Until `Serves` the old server has copies of all that it has given. If the new one fails, hangs

@@ -21,7 +21,7 @@ use crate::journal::StateFolder;
 const MIB: u64 = 1 << 20;
 const SIZE: u64 = 24 * MIB;
 /// Kills of an ordinary run, for each kind of work.
-const KILLS: u64 = 4;
+const KILLS: u64 = 2;
 /// Kills come at most this long after the begin of the work.
 const LATEST: u64 = 40_000;
 
