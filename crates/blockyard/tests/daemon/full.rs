@@ -59,7 +59,9 @@ impl Case {
         let api = folder.join("api");
         let fixed = ["--name", "disk", "--cache", "writeback", "--api", api.to_str().unwrap()];
         // A snapshot may be elsewhere.
-        let folders = ["--backing-folder", mount.0.to_str().unwrap()];
+        let elsewhere = api.parent().unwrap().to_str().unwrap();
+        let below = mount.0.to_str().unwrap();
+        let folders = ["--backing-folder", below, "--allow-folder", elsewhere];
         let folders = if format == "qcow2" { &folders[..] } else { &[] };
         let options = [&fixed[..], folders, options].concat();
         let daemon = Daemon::serve(&path, &folder.join("s"), &options);
