@@ -147,7 +147,7 @@ impl Shared {
     }
 
     fn run(self: &Arc<Self>) {
-        // A server that takes over accepts nobody before it is the owner of the sockets.
+        // A server that takes over accepts no client before it is the owner of the sockets.
         if !custody::decided() {
             return;
         }

@@ -130,6 +130,7 @@ const ALL: &[(&str, &[Example])] = &[
         ],
     ),
     ("ctl refresh", &[example("Adopt the image's new size", "blockyard ctl refresh web")]),
+    ("ctl upgrade", &[example("Start the installed program anew", "blockyard ctl upgrade")]),
     ("ctl resize", &[example("Grow a disk to 20 GiB", "blockyard ctl resize web 20G")]),
     ("ctl flush", &[example("Make all answered writes durable", "blockyard ctl flush web")]),
     ("ctl resume", &[example("Let writes try again", "blockyard ctl resume web")]),

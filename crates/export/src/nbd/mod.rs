@@ -202,7 +202,7 @@ impl Drop for Offer {
 
 /// Runs the server's thread.
 fn listen(shared: &Arc<Shared>, listener: &Listener, reactors: &Reactors) {
-    // A server that takes over accepts nobody before it is the owner of the sockets.
+    // A server that takes over accepts no client before it is the owner of the sockets.
     if !custody::decided() {
         return;
     }
