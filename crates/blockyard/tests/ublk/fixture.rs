@@ -111,7 +111,7 @@ answered() { # NAME
     local from now
     read -r -a from </sys/block/$1/stat
     until read -r -a now </sys/block/$1/stat && ((now[0] > from[0] + 16 && now[4] > from[4] + 16)); do
-        kill -0 $load
+        kill -0 $load || { cat /tmp/fio.log /tmp/log && return 1; }
         sleep 0.02
     done
 }
