@@ -98,7 +98,7 @@ impl Acceptor {
         self.add(Arc::new(listener), on_client, FLAGS)
     }
 
-    /// Like `register`, for a listener whose client has come in already.
+    /// Like `register`, for a listener with a client that has connected already.
     pub fn register_entered(
         &self,
         listener: Listener,

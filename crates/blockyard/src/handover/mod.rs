@@ -22,7 +22,7 @@
 //!   on. Requests that the new one has not answered are in the in-flight regions; changed metadata
 //!   are in the journals.
 //! - Each wait has a limit.
-//! - Each message is a parcel, whose bytes are JSON. `Hello` and `Refused` never change.
+//! - Each message is a parcel of JSON and descriptors. `Hello` and `Refused` never change.
 
 pub mod launcher;
 mod new;

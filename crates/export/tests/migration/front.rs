@@ -29,7 +29,7 @@ pub const ENTRIES: u16 = 512;
 /// ring are in one page, the elements in the next one, and the event index in a third one.
 pub const USED_LOG: u64 = 0x7654_4000 - 4;
 pub const LIMIT: Duration = Duration::from_secs(60);
-/// Sectors whose reads fail.
+/// Sectors that cannot be read.
 pub const BAD: std::ops::Range<u64> = 3072..4096;
 pub const SECTORS: u64 = 4096;
 
