@@ -115,6 +115,23 @@ mod tests {
     }
 
     #[test]
+    fn marks_in_the_same_byte_stay() {
+        let (log, fd) = log(1);
+        for page in [0, 5, 2, 7] {
+            assert!(log.mark(page * 4096, 1));
+        }
+        assert_eq!(marked(&fd), [0, 2, 5, 7]);
+    }
+
+    #[test]
+    fn a_mapped_log_has_its_memory() {
+        let (log, fd) = log(64 << 10);
+        let blocks = rustix::fs::fstat(&fd).unwrap().st_blocks;
+        assert!(blocks * 512 >= 64 << 10, "{blocks} blocks");
+        drop(log);
+    }
+
+    #[test]
     fn pages_beyond_the_log_are_reported_and_not_marked() {
         let (log, fd) = log(1);
         for (addr, len) in [(8 * 4096, 1), (u64::MAX, 1), (u64::MAX - 5, 5000), (1 << 60, 1 << 63)]

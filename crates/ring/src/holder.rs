@@ -83,9 +83,11 @@ pub fn run(program: &Path, arguments: &[OsString]) -> io::Result<u8> {
     let mut holder = Holder::new(program, arguments)?;
     holder.start()?;
     loop {
-        holder.wait()?;
+        let is_left = holder.wait()?;
         // A new server announces itself before the old one exits, so read messages first.
         while holder.take_message() {}
+        // A socket without a peer is always readable, so poll must not wait for it any more.
+        holder.is_alone |= is_left;
         while let Some(signal) = holder.next_signal() {
             if signal != libc::SIGCHLD {
                 // SAFETY: kill has no memory arguments.
@@ -163,12 +165,12 @@ impl Holder {
             }
         }
         (self.socket, self.server, self.is_alone) = (ours, pid, false);
-        self.is_ready = false;
         Ok(())
     }
 
-    /// Waits for a message or a signal.
-    fn wait(&mut self) -> io::Result<()> {
+    /// Waits for a message or a signal. Returns true if no process has the other end of the socket
+    /// any more. Messages that were sent before that can still be read.
+    fn wait(&self) -> io::Result<bool> {
         let entry =
             |fd: &OwnedFd| libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
         let mut fds = [entry(&self.signals), entry(&self.socket)];
@@ -180,8 +182,7 @@ impl Holder {
         if rc < 0 && io::Error::last_os_error().kind() != io::ErrorKind::Interrupted {
             return Err(io::Error::last_os_error());
         }
-        self.is_alone |= fds[1].revents & (libc::POLLHUP | libc::POLLIN) == libc::POLLHUP;
-        Ok(())
+        Ok(fds[1].revents & libc::POLLHUP != 0)
     }
 
     /// Reads the next signal, if there is one.
@@ -207,20 +208,29 @@ impl Holder {
             if pid != self.server {
                 continue;
             }
-            // A status from 128 on stands for a signal (the sandbox's trap).
-            let exited = libc::WIFEXITED(status).then(|| libc::WEXITSTATUS(status) as u8);
-            if let Some(status) = exited.filter(|status| *status < 128) {
+            if let Some(status) = self.ended(status) {
                 return Ok(Some(status));
-            }
-            self.failures = if self.is_ready { 0 } else { self.failures + 1 };
-            if self.failures >= FAILURES {
-                note(b"blockyard holder: the server dies before it is ready, again and again\n");
-                return Ok(Some(1));
             }
             note(b"blockyard holder: a signal ended the server: starting it again\n");
             self.pause();
             self.start()?;
         }
+    }
+
+    /// Notes that the server has ended with a status of waitpid. Returns the status if the holder
+    /// must end too.
+    fn ended(&mut self, status: libc::c_int) -> Option<u8> {
+        // A status from 128 on stands for a signal (the sandbox's trap).
+        let exited = libc::WIFEXITED(status).then(|| libc::WEXITSTATUS(status) as u8);
+        if let Some(status) = exited.filter(|status| *status < 128) {
+            return Some(status);
+        }
+        let was_ready = std::mem::take(&mut self.is_ready);
+        self.failures = if was_ready { 0 } else { self.failures + 1 };
+        (self.failures >= FAILURES).then(|| {
+            note(b"blockyard holder: the server dies before it is ready, again and again\n");
+            1
+        })
     }
 
     /// Bounds the rate of restarts.
@@ -403,3 +413,6 @@ fn send(socket: RawFd, bytes: &[u8], fds: &[RawFd]) -> io::Result<()> {
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests;

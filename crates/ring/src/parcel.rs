@@ -217,6 +217,62 @@ mod tests {
         assert_eq!(receive(&two, soon()).unwrap_err().kind(), io::ErrorKind::InvalidData);
     }
 
+    fn header(len: usize, count: usize) -> [u8; 8] {
+        let words = [len as u32, count as u32].map(u32::to_le_bytes);
+        words.concat().try_into().unwrap()
+    }
+
+    #[test]
+    fn each_limit_is_checked_by_itself() {
+        for (len, count) in [(MOST_BYTES + 1, 0), (0, MOST_FDS + 1)] {
+            let (one, two) = UnixStream::pair().unwrap();
+            (&one).write_all(&header(len, count)).unwrap();
+            drop(one);
+            let error = receive(&two, soon()).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::InvalidData, "{len} bytes, {count}: {error}");
+        }
+        let (one, two) = UnixStream::pair().unwrap();
+        drop(two);
+        let error = send(&one, &vec![0; MOST_BYTES + 1], &[], soon()).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::InvalidInput);
+        let fds = vec![one.as_fd(); MOST_FDS + 1];
+        let error = send(&one, &[], &fds, soon()).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::InvalidInput);
+    }
+
+    #[test]
+    fn a_parcel_with_the_wrong_number_of_descriptors_is_an_error() {
+        // The bytes after the group are enough for the parcel that the header announces.
+        for (announced, sent) in [(3, 2), (2, 3), (1, 0)] {
+            let (one, two) = UnixStream::pair().unwrap();
+            (&one).write_all(&header(2, announced)).unwrap();
+            match vec![one.as_fd(); sent].as_slice() {
+                [] => (&one).write_all(&[0]).unwrap(),
+                group => send_group(&one, group, soon()).unwrap(),
+            }
+            (&one).write_all(&[0; 5]).unwrap();
+            drop(one);
+            let error = receive(&two, soon()).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::InvalidData, "{sent} of {announced}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_parcel_that_ends_early_is_an_error() {
+        for bytes in [&header(2, 1)[..], &header(2, 1)[..5], &[2, 0, 0, 0, 0, 0, 0, 0, 7]] {
+            let (one, two) = UnixStream::pair().unwrap();
+            (&one).write_all(bytes).unwrap();
+            drop(one);
+            let error = receive(&two, soon()).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof, "{bytes:?}");
+        }
+        // The peer ends without having read what was sent to it: a reset, and no error.
+        let (one, two) = UnixStream::pair().unwrap();
+        (&two).write_all(&[1]).unwrap();
+        drop(one);
+        assert!(receive(&two, soon()).unwrap().is_none());
+    }
+
     #[test]
     fn a_replaced_descriptor_refers_to_the_other_file() {
         let (one, two) = UnixStream::pair().unwrap();

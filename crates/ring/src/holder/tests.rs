@@ -1,0 +1,177 @@
+//! A holder without a process: the test is its server.
+
+use rustix::event::EventfdFlags;
+use rustix::pipe::PipeFlags;
+
+use super::*;
+
+/// Returns a holder, and the server's end of its socket.
+fn holder() -> (Holder, OwnedFd) {
+    let free = Slot { key: [0; MOST_KEY], key_len: 0, fds: [-1; MOST_FDS], count: 0 };
+    let (socket, theirs) = pair().unwrap();
+    let holder = Holder {
+        slots: vec![free; 4],
+        failures: 0,
+        is_ready: false,
+        restarts: BURST,
+        counted: Instant::now(),
+        program: [0; MOST_PATH],
+        arguments: vec![std::ptr::null()],
+        _words: Vec::new(),
+        server: 0,
+        is_alone: false,
+        socket,
+        signals: rustix::event::eventfd(0, EventfdFlags::CLOEXEC).unwrap(),
+    };
+    (holder, theirs)
+}
+
+/// Returns a pipe. Its first end shows whether the holder has the second one.
+fn pipe() -> (OwnedFd, OwnedFd) {
+    rustix::pipe::pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK).unwrap()
+}
+
+fn is_held(reader: &OwnedFd) -> bool {
+    rustix::io::read(reader, &mut [0; 1]).is_err()
+}
+
+/// Sends a message of the server with a descriptor, and lets the holder read it.
+fn tell(holder: &mut Holder, socket: &OwnedFd, kind: u8, rest: &[u8], fd: Option<OwnedFd>) {
+    let message = [&[kind], rest].concat();
+    let fds: Vec<_> = fd.iter().map(AsRawFd::as_raw_fd).collect();
+    send(socket.as_raw_fd(), &message, &fds).unwrap();
+    drop(fd);
+    assert!(holder.take_message());
+}
+
+/// Asks for all keys. Returns them with the number of their descriptors.
+fn all(holder: &mut Holder, socket: &OwnedFd) -> Vec<(Vec<u8>, usize)> {
+    tell(holder, socket, kind::ALL, &[], None);
+    let mut found = Vec::new();
+    loop {
+        let (mut bytes, mut fds) = ([0; MOST_BYTES], [-1; MOST_FDS]);
+        let (len, count) = receive(socket.as_raw_fd(), &mut bytes, &mut fds).expect("an answer");
+        close(&fds[..count]);
+        match bytes[0] {
+            kind::KEEP => found.push((bytes[1..len].to_vec(), count)),
+            kind::END => return found,
+            other => panic!("{other}"),
+        }
+    }
+}
+
+#[test]
+fn a_key_has_the_descriptors_of_its_last_message() {
+    let (mut holder, socket) = holder();
+    let (first, fd) = pipe();
+    tell(&mut holder, &socket, kind::KEEP, b"a longer key", Some(fd));
+    assert!(is_held(&first));
+    let (second, fd) = pipe();
+    tell(&mut holder, &socket, kind::KEEP, b"a longer key", Some(fd));
+    assert!(!is_held(&first) && is_held(&second));
+    let (prefix, fd) = pipe();
+    tell(&mut holder, &socket, kind::KEEP, b"a", Some(fd));
+    assert_eq!(all(&mut holder, &socket), [(b"a longer key".to_vec(), 1), (b"a".to_vec(), 1)]);
+
+    tell(&mut holder, &socket, kind::FORGET, b"a longer key", None);
+    assert!(!is_held(&second) && is_held(&prefix));
+    assert_eq!(holder.place(b"a longer key"), None, "its descriptors must not be closed twice");
+    // The shorter key takes the slot of the longer one.
+    let (third, fd) = pipe();
+    tell(&mut holder, &socket, kind::KEEP, b"b", Some(fd));
+    assert!(is_held(&third));
+    assert_eq!(all(&mut holder, &socket), [(b"b".to_vec(), 1), (b"a".to_vec(), 1)]);
+}
+
+#[test]
+fn messages_that_cannot_be_kept_change_nothing_and_leave_no_descriptor() {
+    let (mut holder, socket) = holder();
+    let longest = [b'k'; MOST_KEY];
+    let (kept, fd) = pipe();
+    tell(&mut holder, &socket, kind::KEEP, &longest, Some(fd));
+    tell(&mut holder, &socket, kind::KEEP, &longest, None);
+    assert!(is_held(&kept));
+    let expected = vec![(longest.to_vec(), 1)];
+    assert_eq!(all(&mut holder, &socket), expected);
+    for (kind, rest) in
+        [(kind::KEEP, &[b'k'; MOST_KEY + 1][..]), (b'?', b"x"), (kind::SERVER, b"x")]
+    {
+        let (refused, fd) = pipe();
+        tell(&mut holder, &socket, kind, rest, Some(fd));
+        assert!(!is_held(&refused), "{kind}");
+    }
+    assert_eq!(all(&mut holder, &socket), expected);
+    // All slots are in use.
+    let fds: Vec<_> = (0..4).map(|n| (n, pipe())).collect();
+    let mut readers = Vec::new();
+    for (n, (reader, fd)) in fds {
+        tell(&mut holder, &socket, kind::KEEP, &[n], Some(fd));
+        readers.push(is_held(&reader));
+    }
+    assert_eq!(readers, [true, true, true, false]);
+}
+
+#[test]
+fn a_program_is_a_string_that_fits() {
+    let (mut holder, socket) = holder();
+    let name = |holder: &Holder| {
+        let program = std::ffi::CStr::from_bytes_until_nul(&holder.program).expect("it ends");
+        program.to_bytes().to_vec()
+    };
+    let longest = vec![b'p'; MOST_PATH - 1];
+    let message = |path: &[u8]| [&7i32.to_ne_bytes()[..], path].concat();
+    tell(&mut holder, &socket, kind::SERVER, &message(&longest), None);
+    assert_eq!((name(&holder), holder.server, holder.is_ready), (longest, 7, true));
+    tell(&mut holder, &socket, kind::SERVER, &message(b"/short"), None);
+    assert_eq!(name(&holder), b"/short");
+    for ignored in [&[b'p'; MOST_PATH][..], b""] {
+        tell(&mut holder, &socket, kind::SERVER, &message(ignored), None);
+        assert_eq!(name(&holder), b"/short");
+    }
+}
+
+/// Returns the status of waitpid for a process that has exited.
+fn exited(status: u8) -> libc::c_int {
+    libc::c_int::from(status) << 8
+}
+
+#[test]
+fn a_server_is_started_again_unless_it_exits_or_fails_too_often() {
+    let (mut holder, _socket) = holder();
+    for status in [0, 1, 127] {
+        assert_eq!(holder.ended(exited(status)), Some(status));
+    }
+    let killed = libc::SIGKILL;
+    for status in [killed, exited(128), exited(255), killed] {
+        assert_eq!(holder.ended(status), None);
+    }
+    // A server that was ready begins the count again. The next one has to become ready itself.
+    holder.is_ready = true;
+    assert_eq!(holder.ended(killed), None);
+    let ends: Vec<_> = (0..FAILURES).map(|_| holder.ended(killed)).collect();
+    assert_eq!(ends, [None, None, None, None, Some(1)]);
+}
+
+#[test]
+fn a_pause_brings_no_more_restarts_than_a_burst() {
+    let (mut holder, _socket) = holder();
+    holder.counted -= Duration::from_secs(500);
+    holder.pause();
+    assert_eq!(holder.restarts, BURST - 1);
+}
+
+/// A holder that polls such a socket would take a processor until the server has ended.
+#[test]
+fn a_socket_without_a_server_is_left_after_its_last_message() {
+    let (mut holder, socket) = holder();
+    send(socket.as_raw_fd(), &[&[kind::SERVER][..], &7i32.to_ne_bytes()].concat(), &[]).unwrap();
+    assert!(!holder.wait().unwrap(), "the server has its end");
+    drop(socket);
+    assert!(holder.wait().unwrap());
+    assert!(holder.take_message() && !holder.take_message());
+    assert!(holder.is_ready);
+    holder.is_alone = true;
+    // The only event that is left is that of a signal.
+    rustix::io::write(&holder.signals, &1u64.to_ne_bytes()).unwrap();
+    assert!(!holder.wait().unwrap());
+}
