@@ -343,3 +343,6 @@ fn unpack_served(wire: WireServed, fds: &mut Unpacked, before: Before) -> io::Re
     let since = wire.since.map(|since| UNIX_EPOCH + Duration::from_secs(since));
     Ok(Served { front_end: unpack_front_end(&wire.front_end, fds)?, since, state })
 }
+
+#[cfg(test)]
+mod tests;
