@@ -109,7 +109,7 @@ fn the_next_server_gets_all_of_a_session() {
     }
 }
 
-/// Only the rings that ran have moved since the dead server was told their positions.
+/// Only rings that ran can have moved since the front end set their positions.
 #[test]
 fn a_death_makes_the_positions_of_running_rings_unknown() {
     for (before, started_lost) in [(Before::Drained, false), (Before::Died, true)] {
