@@ -19,6 +19,7 @@ mod cli;
 mod config;
 mod ctl;
 mod disks;
+mod events;
 mod exports;
 mod figures;
 mod handover;

@@ -9,6 +9,7 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::{MutexGuard, PoisonError, TryLockError};
 
+use blockyard_control::events::What;
 use blockyard_control::types::{DiskChange, FailedDisk, Ignored, Reload};
 use blockyard_yard::{Resized, YardError};
 use toml::Table;
@@ -41,7 +42,7 @@ impl Server {
     /// Applies the current configuration file. Logs an error and changes nothing if it is wrong.
     pub fn reload(&self) {
         let only = self.reloading.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Err(e) = self.apply(&only, false) {
+        if let Err(e) = self.apply_and_tell(&only, false) {
             tracing::error!("not reloaded: {e:#}");
         }
     }
@@ -54,7 +55,15 @@ impl Server {
             Err(TryLockError::Poisoned(only)) => only.into_inner(),
             Err(TryLockError::WouldBlock) => return None,
         };
-        Some(self.apply(&only, dry_run))
+        Some(self.apply_and_tell(&only, dry_run))
+    }
+
+    fn apply_and_tell(&self, only: &MutexGuard<'_, ()>, dry_run: bool) -> anyhow::Result<Reload> {
+        let done = self.apply(only, dry_run);
+        if !dry_run {
+            self.events.publish(summary(&done));
+        }
+        done
     }
 
     /// `_only`: no other reload runs.
@@ -239,6 +248,18 @@ impl Server {
     }
 }
 
+fn summary(done: &anyhow::Result<Reload>) -> What {
+    let error = done.as_ref().err().map(|e| format!("{e:#}"));
+    let count = |of: fn(&Reload) -> usize| done.as_ref().map_or(0, of) as u64;
+    What::Reloaded {
+        added: count(|done| done.added.len()),
+        changed: count(|done| done.changed.len()),
+        removed: count(|done| done.removed.len()),
+        failed: count(|done| done.failed.len()),
+        error,
+    }
+}
+
 /// Logs the size of a disk after a resize of its image.
 fn log_size(disk: &str, size: Result<Option<Resized>, YardError>) {
     match size {
@@ -275,8 +296,9 @@ fn without(plan: Reload, failed: Vec<FailedDisk>) -> Reload {
 }
 
 /// Returns whether `args` differs from the served disk only in keys that change without closing it:
-/// weight, limits, reservations and `tls-allow`.
+/// weight, limits, reservations, `tls-allow` and `on-enospc`.
 fn is_same(served: &DiskArgs, args: &DiskArgs) -> bool {
-    let same = DiskArgs { tls_allow: served.tls_allow.clone(), ..args.clone() };
+    let (tls_allow, on_enospc) = (served.tls_allow.clone(), served.on_enospc);
+    let same = DiskArgs { tls_allow, on_enospc, ..args.clone() };
     same.with(&served.knobs()) == *served
 }

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Instant, SystemTime};
 
 use anyhow::Context;
+use blockyard_control::events::What;
 use blockyard_export::Reactors;
 use blockyard_program::ending::Failure;
 use blockyard_program::output;
@@ -17,10 +18,11 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
 use toml::Table;
 
-use crate::book::{Book, HeldDisk};
-use crate::changes::Known;
+use crate::book::{Book, Entry, HeldDisk};
+use crate::changes::{Known, changes};
 use crate::config::Config;
 use crate::disks::{advise, check, log_end, settings, try_open};
+use crate::events::Events;
 use crate::exports::{self, Common};
 use crate::handover::{Control, HandOvers, Takeover};
 use crate::nbd::{self, Servers};
@@ -86,9 +88,11 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     let reactors = Arc::new(reactors);
     let nbd = Arc::new(Mutex::new(Servers::new(nbd, reactors.clone())));
     let common = Common { nbd, attached: options.attached, handed: Arc::default() };
-    let yard = Yard::start(reactors.clone(), shares)?;
+    let events = Events::start(options.api.or(&config).api.is_some())?;
+    let yard = Yard::start_observed(reactors.clone(), shares, events.observer())?;
     let server = Arc::new(Server {
         yard,
+        events,
         common,
         options: options.clone(),
         since: SystemTime::now(),
@@ -170,6 +174,7 @@ impl Adding<'_> {
 /// A running server: the yard, and the configuration that it serves.
 pub struct Server {
     pub yard: Yard,
+    pub events: Events,
     pub common: Common,
     pub options: ServeOptions,
     pub since: SystemTime,
@@ -226,6 +231,7 @@ impl Server {
         if self.options.held {
             holder::announce();
         }
+        self.events.publish(What::ServerReady { disks: self.yard.list().len() as u64 });
         log::say("ready");
         let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
         for signal in signals.forever() {
@@ -235,6 +241,8 @@ impl Server {
                 _ => break,
             }
         }
+        self.events.publish(What::ServerEnding);
+        self.events.flush();
         if self.hand_overs.is_done() {
             tracing::info!("another server has the disks: this one ends");
             api.iter().for_each(api::Running::retire);
@@ -305,20 +313,26 @@ impl Server {
         })
     }
 
-    /// Applies keys that need no reconnection: weight, limits, reservations and `tls-allow`.
+    /// Applies keys that need no reconnection: weight, limits, reservations,
+    /// `tls-allow` and `on-enospc`.
     pub fn change(
         &self,
         held: &HeldDisk<'_>,
         args: DiskArgs,
         keys: Table,
     ) -> Result<(), YardError> {
-        let served = held.args();
-        let (knobs, clients) = (args.knobs(), args.tls_allow.clone());
+        let Entry { args: served, keys: old, .. } = held.entry();
+        let (knobs, clients, disk) = (args.knobs(), args.tls_allow.clone(), args.name());
         let change = Change {
             clients: (served.tls_allow != clients).then_some(clients),
             knobs: (served.knobs() != knobs).then_some(knobs),
+            on_enospc: (served.on_enospc != args.on_enospc).then_some(args.on_enospc),
         };
-        self.yard.change(&args.name(), change)?;
+        self.yard.change(&disk, change)?;
+        let changed = changes(&old, &keys);
+        if !changed.is_empty() {
+            self.events.publish(What::DiskChanged { disk, keys: changed });
+        }
         held.set(args, keys);
         Ok(())
     }

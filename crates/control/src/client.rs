@@ -1,4 +1,4 @@
-//! A client of the API: one call, one connection.
+//! A client of the API: one call, one connection. A stream of events is a call, too.
 
 use std::io;
 use std::path::Path;
@@ -6,11 +6,12 @@ use std::time::Duration;
 
 use axum::http::{Method, Request, header};
 use http_body_util::{BodyExt, Full};
-use hyper::body::Bytes;
+use hyper::body::{Bytes, Incoming};
 use hyper_util::rt::TokioIo;
 use serde_json::Value;
 use tokio::net::UnixStream;
 
+use crate::events::Event;
 use crate::problem::Problem;
 
 /// Error of a call.
@@ -28,6 +29,10 @@ pub enum CallError {
     Runtime(io::Error),
     #[error("the server did not answer within {0:?}")]
     Timeout(Duration),
+    #[error("the connection to the server broke: it may have been killed")]
+    Broken(#[source] hyper::Error),
+    #[error("cannot handle an event")]
+    Handling(#[source] io::Error),
     /// The server refused the call.
     #[error("{0}")]
     Problem(Problem),
@@ -49,12 +54,54 @@ pub fn call(
     runtime.block_on(answer).unwrap_or(Err(CallError::Timeout(limit)))
 }
 
+/// Calls `each` with the events of a server, until the server ends. `since`: id of the last event
+/// that the caller has; 0 for all that the server has. `limit`: for the begin of the answer.
+pub fn follow(
+    socket: &Path,
+    since: Option<&str>,
+    limit: Duration,
+    mut each: impl FnMut(Event) -> io::Result<()>,
+) -> Result<(), CallError> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let runtime = runtime.map_err(CallError::Runtime)?;
+    let since = since.map(|id| format!("?since={}", segment(id))).unwrap_or_default();
+    let path = format!("/v1/events{since}");
+    runtime.block_on(async {
+        let answer = send(socket, Method::GET, &path, None);
+        let answer = tokio::time::timeout(limit, answer).await;
+        let mut body = answer.unwrap_or(Err(CallError::Timeout(limit)))?;
+        let mut text = Vec::new();
+        while let Some(frame) = body.frame().await {
+            let Ok(data) = frame.map_err(CallError::Broken)?.into_data() else { continue };
+            text.extend_from_slice(&data);
+            while let Some(end) = text.iter().position(|byte| *byte == b'\n') {
+                let line: Vec<_> = text.drain(..=end).collect();
+                if let Some(json) = line.strip_prefix(b"data: ") {
+                    each(serde_json::from_slice(json)?).map_err(CallError::Handling)?;
+                }
+            }
+        }
+        Ok(())
+    })
+}
+
 async fn exchange(
     socket: &Path,
     method: Method,
     path: &str,
     body: Option<&Value>,
 ) -> Result<Value, CallError> {
+    let body = send(socket, method, path, body).await?;
+    Ok(serde_json::from_slice(&body.collect().await?.to_bytes())?)
+}
+
+/// Returns the body of a good answer.
+async fn send(
+    socket: &Path,
+    method: Method,
+    path: &str,
+    body: Option<&Value>,
+) -> Result<Incoming, CallError> {
     let stream = UnixStream::connect(socket).await;
     let stream = stream
         .map_err(|source| CallError::Connect { path: socket.display().to_string(), source })?;
@@ -69,13 +116,11 @@ async fn exchange(
         .header(header::CONTENT_TYPE, "application/json")
         .body(Full::new(Bytes::from(body)))?;
     let response = sender.send_request(request).await?;
-    let is_good = response.status().is_success();
-    let bytes = response.into_body().collect().await?.to_bytes();
-    if is_good {
-        Ok(serde_json::from_slice(&bytes)?)
-    } else {
-        Err(CallError::Problem(serde_json::from_slice(&bytes)?))
+    if response.status().is_success() {
+        return Ok(response.into_body());
     }
+    let bytes = response.into_body().collect().await?.to_bytes();
+    Err(CallError::Problem(serde_json::from_slice(&bytes)?))
 }
 
 /// Encodes a name as one segment of a path.

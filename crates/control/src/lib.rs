@@ -5,6 +5,7 @@
 //!   types      what calls receive and return, as JSON
 //!   problem    errors as problem documents (RFC 9457)
 //!   routes     paths, parameters and bodies of the calls; their OpenAPI description
+//!   events/    the latest events of a server, and their stream
 //!   figures    the figures of a server, for programs that collect them
 //!   metrics/   figures as metrics in Prometheus' text format
 //!   scrape     sends figures and metrics within bounds
@@ -29,6 +30,7 @@ mod access;
 mod body;
 pub mod client;
 mod description;
+pub mod events;
 pub mod figures;
 pub mod metrics;
 mod operator;

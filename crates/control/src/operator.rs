@@ -1,9 +1,11 @@
 //! The interface between the API and the server that it controls.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use serde_json::{Map, Value};
 
+use crate::events::EventLog;
 use crate::figures::Figures;
 use crate::problem::Problem;
 use crate::types::{
@@ -21,6 +23,9 @@ pub type Object = Map<String, Value>;
 pub trait Operator: Send + Sync + 'static {
     /// Does not block.
     fn server(&self) -> ServerInfo;
+
+    /// Returns the events of the server. Does not block.
+    fn events(&self) -> &Arc<EventLog>;
 
     /// Returns the figures of the server at this moment. Waits for no command of a disk.
     fn figures(&self) -> Answer<Figures>;

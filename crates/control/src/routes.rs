@@ -20,6 +20,7 @@ use utoipa_axum::routes;
 use crate::access::Peer;
 use crate::body::{Body, Parameters};
 use crate::description::complete;
+use crate::events::stream as events;
 use crate::operator::{Answer, Object, Operator};
 use crate::problem::{Kind, Problem};
 use crate::scrape::{self, Scrapes};
@@ -107,6 +108,7 @@ fn parts() -> (Router<Calls>, Description) {
         .routes(routes!(upgrade))
         .split_for_parts();
     description.merge(scrape::parts().1);
+    description.merge(events::parts().1);
     (router, complete(description))
 }
 
@@ -117,12 +119,14 @@ pub fn description() -> Description {
 
 /// Returns the service that answers all requests.
 pub(crate) fn router(operator: Arc<dyn Operator>, scrapes: Scrapes) -> Router {
+    let streams = events::parts().0.with_state(operator.events().clone());
     let calls = Calls { operator, blocking: Arc::new(Semaphore::new(MAX_BLOCKING)) };
     let (router, description) = parts();
     router
         .route("/v1/openapi.json", axum::routing::get(|| async move { Json(description) }))
         .with_state(calls)
         .merge(scrapes.router())
+        .merge(streams)
         .method_not_allowed_fallback(|request: Request| async move {
             let what = format!("{} has no method {}", request.uri().path(), request.method());
             Problem::new(Kind::Method, what)
@@ -193,8 +197,8 @@ async fn remove(
     calls.slow(move |operator| operator.remove(&name, query.force, query.persist)).await
 }
 
-/// Changes weight, limits, reservations, latency target or `tls-allow` of a disk. Clients stay
-/// connected. Null restores a default.
+/// Changes weight, limits, reservations, latency target, `tls-allow` or `on-enospc` of a disk.
+/// Clients stay connected. Null restores a default.
 #[utoipa::path(patch, path = "/v1/disks/{name}", params(("name" = String, Path), ChangeQuery),
     request_body = Object, responses((status = OK, body = Disk),
         (status = BAD_REQUEST, body = Problem), (status = NOT_FOUND, body = Problem),

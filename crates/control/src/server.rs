@@ -20,6 +20,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot, watch};
 use tokio_io_timeout::TimeoutStream;
 
 use crate::access::Access;
+use crate::events::EventLog;
 use crate::operator::Operator;
 use crate::scrape::{Cutoff, Scrapes};
 use crate::{page, routes};
@@ -35,6 +36,9 @@ const HEADER_TIME: Duration = Duration::from_secs(10);
 
 /// How long a client may read nothing of an answer.
 const WRITE_TIME: Duration = Duration::from_secs(10);
+
+/// How long clients may read the last events of a server that ends.
+const LAST_EVENTS: Duration = Duration::from_secs(1);
 
 /// Maximum size of a connection's buffer in bytes. It bounds a request's header.
 const MAX_BUFFER: usize = 64 << 10;
@@ -55,6 +59,7 @@ pub struct Listeners {
 pub struct Api {
     stop: Option<oneshot::Sender<()>>,
     quiet: watch::Sender<bool>,
+    events: Arc<EventLog>,
     /// Permits of the API's connections; see [`MAX_CONNECTIONS`].
     connections: Arc<Semaphore>,
     thread: Option<JoinHandle<()>>,
@@ -68,6 +73,7 @@ impl Api {
             .max_blocking_threads(THREADS)
             .thread_name("api call")
             .build()?;
+        let events = operator.events().clone();
         let scrapes = Scrapes::new(operator.clone());
         let quiet = watch::Sender::new(false);
         let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
@@ -100,22 +106,29 @@ impl Api {
             });
             runtime.shutdown_background();
         })?;
-        Ok(Api { stop: Some(stop), quiet, connections, thread: Some(thread) })
+        Ok(Api { stop: Some(stop), quiet, events, connections, thread: Some(thread) })
     }
 
     /// Accepts no more clients, because another process has the sockets. Waits at most `limit`
     /// until the connections end.
     pub fn retire(&self, limit: Duration) {
         let _ = self.quiet.send(true);
-        let end = Instant::now() + limit;
-        while self.connections.available_permits() < MAX_CONNECTIONS && Instant::now() < end {
-            std::thread::sleep(Duration::from_millis(2));
-        }
+        self.events.close();
+        wait_until(limit, || self.connections.available_permits() == MAX_CONNECTIONS);
+    }
+}
+
+fn wait_until(limit: Duration, is_done: impl Fn() -> bool) {
+    let end = Instant::now() + limit;
+    while !is_done() && Instant::now() < end {
+        std::thread::sleep(Duration::from_millis(2));
     }
 }
 
 impl Drop for Api {
     fn drop(&mut self) {
+        self.events.close();
+        wait_until(LAST_EVENTS, || self.events.streams() == 0);
         drop(self.stop.take());
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();

@@ -3,8 +3,9 @@
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 
+use blockyard_control::events::EventLog;
 use blockyard_control::figures::Figures;
 use blockyard_control::types::{
     Disk, DiskRow, Flushed, Job, JobRequest, Reload, Removed, Resize, Resized, Resumed, ServerInfo,
@@ -25,6 +26,11 @@ fn nothing<T>() -> Answer<T> {
 impl Operator for Long {
     fn server(&self) -> ServerInfo {
         ServerInfo { version: "1".into(), pid: 1, since: 1, disks: 0, config: None }
+    }
+
+    fn events(&self) -> &Arc<EventLog> {
+        static EVENTS: LazyLock<Arc<EventLog>> = LazyLock::new(Arc::default);
+        &EVENTS
     }
 
     fn figures(&self) -> Answer<Figures> {

@@ -4,9 +4,10 @@
 //! an export. A kind remains in the count when its last client is gone.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use crate::disk::Disk;
+use crate::observer::ClientId;
 
 #[derive(Debug, Default)]
 pub(crate) struct ClientCounts(Mutex<BTreeMap<&'static str, u64>>);
@@ -16,6 +17,8 @@ pub(crate) struct ClientCounts(Mutex<BTreeMap<&'static str, u64>>);
 pub struct ConnectedClient {
     disk: Arc<Disk>,
     export: &'static str,
+    id: ClientId,
+    why: OnceLock<String>,
 }
 
 impl ClientCounts {
@@ -31,10 +34,13 @@ impl Disk {
         self.clients.change(export, |_| ());
     }
 
-    /// Counts a client of an export.
-    pub fn client(self: &Arc<Self>, export: &'static str) -> ConnectedClient {
+    /// Counts a client of an export, and reports it.
+    pub fn client(self: &Arc<Self>, export: &'static str, id: ClientId) -> ConnectedClient {
         self.clients.change(export, |count| *count += 1);
-        ConnectedClient { disk: self.clone(), export }
+        if let Some(observed) = self.observed.get() {
+            observed.observer.connected(self.name(), export, &id);
+        }
+        ConnectedClient { disk: self.clone(), export, id, why: OnceLock::new() }
     }
 
     /// Returns the number of connected clients for each kind of export.
@@ -43,8 +49,20 @@ impl Disk {
     }
 }
 
+impl ConnectedClient {
+    /// Notes why the client is about to be disconnected. The first reason counts.
+    pub fn ends(&self, why: impl Into<String>) {
+        let _ = self.why.set(why.into());
+    }
+}
+
 impl Drop for ConnectedClient {
     fn drop(&mut self) {
-        self.disk.clients.change(self.export, |count| *count -= 1);
+        let ConnectedClient { disk, export, id, why } = self;
+        disk.clients.change(export, |count| *count -= 1);
+        if let Some(observed) = disk.observed.get() {
+            let why = why.get().map_or("the export has ended", String::as_str);
+            observed.observer.disconnected(disk.name(), export, id, why);
+        }
     }
 }

@@ -20,6 +20,7 @@ use crate::dirty::DirtyMap;
 use crate::filter::Filter;
 use crate::flush::{FlushFigures, FlushGroup};
 use crate::local_disk::LocalDisk;
+use crate::observer::Observed;
 use crate::once_a_second::OnceASecond;
 use crate::pause::OnEnospc;
 use crate::request::Failure;
@@ -81,6 +82,9 @@ pub struct Disk {
     pub(crate) paused: AtomicU64,
     /// Limits the log lines about failed requests.
     pub(crate) failure_log: OnceASecond,
+    /// Whether requests without space on the host wait; see [`crate::pause`].
+    pauses: AtomicBool,
+    pub(crate) observed: OnceLock<Observed>,
 }
 
 /// The present image of a disk, and the reactors that serve it.
@@ -126,7 +130,9 @@ impl Disk {
             held_back,
             paused,
             failure_log,
+            observed,
         ) = Default::default();
+        let pauses = (options.on_enospc == OnEnospc::Pause).into();
         Disk {
             options,
             share,
@@ -147,9 +153,12 @@ impl Disk {
             held_back,
             paused,
             failure_log,
+            pauses,
+            observed,
         }
     }
 
+    /// Returns the options with which the disk was opened.
     pub fn options(&self) -> &DiskOptions {
         &self.options
     }
@@ -281,7 +290,16 @@ impl Disk {
 
     /// Returns whether a request that failed with this error waits for space.
     pub(crate) fn pauses_at(&self, error: &io::Error) -> bool {
-        self.options.on_enospc == OnEnospc::Pause && is_full(error) && self.poisoned().is_none()
+        self.pauses.load(Ordering::SeqCst) && is_full(error) && self.poisoned().is_none()
+    }
+
+    /// Changes what happens to requests without space on the host. With `Error`, requests that wait
+    /// try again, and fail if there is still no space.
+    pub fn set_on_enospc(self: &Arc<Self>, on_enospc: OnEnospc) {
+        self.pauses.store(on_enospc == OnEnospc::Pause, Ordering::SeqCst);
+        if on_enospc == OnEnospc::Error {
+            self.resume();
+        }
     }
 
     /// Logs that requests begin to wait for space. Guests cause this, so the log has at most one
@@ -304,6 +322,7 @@ impl Disk {
         );
         if self.poisoned.set(reason).is_ok() {
             tracing::error!(disk = self.name(), "{}", self.poisoned().unwrap_or_default());
+            self.report_change();
         }
     }
 }

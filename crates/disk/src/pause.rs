@@ -15,8 +15,10 @@ use std::cell::{Cell, RefCell};
 use std::fmt;
 use std::future::poll_fn;
 use std::str::FromStr;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::task::{Poll, Waker};
+
+use crate::disk::Disk;
 
 /// What happens to a request if the host has no space for it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -82,16 +84,16 @@ impl Pause {
     }
 
     /// Waits until the disk is resumed. `seen`: [`Pause::resumed`] before the attempt that failed.
-    /// Returns false if the request must not wait any longer. Counts `requests` in `count`
-    /// meanwhile.
+    /// Returns false if the request must not wait any longer. Meanwhile `disk` counts
+    /// `requests` as paused.
     pub async fn wait(
         &self,
-        count: &AtomicU64,
+        disk: &Disk,
         requests: u64,
         seen: u64,
         may_wait: impl Fn() -> bool,
     ) -> bool {
-        let _counted = Counted::new(count, requests);
+        let _counted = Counted::new(disk, requests);
         poll_fn(|cx| {
             if !may_wait() {
                 return Poll::Ready(false);
@@ -110,17 +112,22 @@ impl Pause {
 }
 
 /// Requests that are counted as waiting, until this is dropped.
-struct Counted<'a>(&'a AtomicU64, u64);
+struct Counted<'a>(&'a Disk, u64);
 
 impl<'a> Counted<'a> {
-    fn new(count: &'a AtomicU64, requests: u64) -> Self {
-        count.fetch_add(requests, Ordering::SeqCst);
-        Counted(count, requests)
+    fn new(disk: &'a Disk, requests: u64) -> Self {
+        if disk.paused.fetch_add(requests, Ordering::SeqCst) == 0 {
+            disk.report_change();
+        }
+        Counted(disk, requests)
     }
 }
 
 impl Drop for Counted<'_> {
     fn drop(&mut self) {
-        self.0.fetch_sub(self.1, Ordering::SeqCst);
+        let Counted(disk, requests) = self;
+        if disk.paused.fetch_sub(*requests, Ordering::SeqCst) == *requests {
+            disk.report_change();
+        }
     }
 }

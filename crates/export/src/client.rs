@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::os::fd::AsFd;
 use std::time::SystemTime;
 
+use blockyard_disk::ClientId;
 use blockyard_ring::host;
 
 /// A client of an export.
@@ -49,5 +50,11 @@ impl Client {
     pub fn described(description: String) -> Self {
         let (pid, uid, program, address, features, since) = Default::default();
         Client { description, pid, uid, program, address, features, since }
+    }
+
+    /// Returns what reports say about the client.
+    pub(crate) fn id(&self) -> ClientId {
+        let Client { description, pid, program, .. } = self;
+        ClientId { description: description.clone(), pid: *pid, program: program.clone() }
     }
 }

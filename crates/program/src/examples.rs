@@ -93,6 +93,16 @@ const ALL: &[(&str, &[Example])] = &[
     ),
     ("ctl", CTL),
     ("ctl status", &[example("Show the server and its disks", "blockyard ctl status")]),
+    (
+        "ctl events",
+        &[
+            example("Print events as they happen", "blockyard ctl events"),
+            example(
+                "Print all that the server still has, for a program",
+                "blockyard ctl events --since 0 --json",
+            ),
+        ],
+    ),
     ("ctl list", &[example("List the disks for a program", "blockyard ctl list --json")]),
     ("ctl show", &[example("Show clients, settings and statistics", "blockyard ctl show web")]),
     (
@@ -114,6 +124,7 @@ const ALL: &[(&str, &[Example])] = &[
         &[
             example("Limit a disk to 5000 requests a second", "blockyard ctl set web iops=5000"),
             example("Remove the limit", "blockyard ctl set web iops="),
+            example("Let writes wait for space", "blockyard ctl set web on-enospc=pause"),
         ],
     ),
     ("ctl snapshot", &[example("Take a snapshot", "blockyard ctl snapshot web /srv/web-2.qcow2")]),

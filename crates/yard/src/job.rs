@@ -9,6 +9,7 @@ use blockyard_disk::{Disk, SnapshotOptions, Work, WorkError};
 use blockyard_ring::threads;
 
 use crate::error::YardError;
+use crate::observer::{Event, Observer};
 
 /// Maximum number of jobs that run at a time, for all disks together.
 const MAX_RUNNING: usize = 16;
@@ -56,8 +57,15 @@ struct Shared {
     works_on: Weak<Disk>,
     kind: JobKind,
     work: Work,
-    state: Mutex<JobState>,
-    ended: Condvar,
+    progress: Mutex<Progress>,
+    over: Condvar,
+    observer: Option<Arc<dyn Observer>>,
+}
+
+struct Progress {
+    state: JobState,
+    /// The observer knows that the job has ended.
+    is_over: bool,
 }
 
 impl Job {
@@ -89,44 +97,50 @@ impl Job {
     }
 
     pub fn state(&self) -> JobState {
-        self.0.state().clone()
+        self.0.progress().state.clone()
     }
 
     /// Waits for the end of the job.
     pub fn wait(&self) -> Result<(), Arc<WorkError>> {
-        let mut state = self.0.state();
-        loop {
-            match &*state {
-                JobState::Running => {
-                    state = self.0.ended.wait(state).unwrap_or_else(PoisonError::into_inner)
-                }
-                JobState::Done => return Ok(()),
-                JobState::Failed(why) => return Err(why.clone()),
-            }
+        let mut progress = self.0.progress();
+        while !progress.is_over {
+            progress = self.0.over.wait(progress).unwrap_or_else(PoisonError::into_inner);
+        }
+        match &progress.state {
+            JobState::Failed(why) => Err(why.clone()),
+            _ => Ok(()),
         }
     }
 
     fn is_running(&self) -> bool {
-        matches!(*self.0.state(), JobState::Running)
+        matches!(self.0.progress().state, JobState::Running)
     }
 }
 
 impl Shared {
-    fn state(&self) -> MutexGuard<'_, JobState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn progress(&self) -> MutexGuard<'_, Progress> {
+        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn run(&self, disk: &Arc<Disk>) {
+    fn report(self: &Arc<Self>, event: impl Fn(Job) -> Event) {
+        self.observer.iter().for_each(|observer| observer.event(event(Job(self.clone()))));
+    }
+
+    fn run(self: &Arc<Self>, disk: &Arc<Disk>) {
+        self.report(Event::JobBegun);
         let result = match &self.kind {
             JobKind::Snapshot(options) => disk.snapshot(options),
             JobKind::Commit => disk.commit(&self.work),
             JobKind::Stream => disk.stream(&self.work),
         };
-        *self.state() = match result {
+        self.progress().state = match result {
             Ok(()) => JobState::Done,
             Err(e) => JobState::Failed(Arc::new(e)),
         };
-        self.ended.notify_all();
+        // No lock is held: the observer reads the job's state.
+        self.report(Event::JobEnded);
+        self.progress().is_over = true;
+        self.over.notify_all();
     }
 }
 
@@ -135,9 +149,14 @@ impl Shared {
 pub(crate) struct Jobs {
     all: Mutex<Vec<Job>>,
     numbers: AtomicU64,
+    observer: Option<Arc<dyn Observer>>,
 }
 
 impl Jobs {
+    pub fn new(observer: Option<Arc<dyn Observer>>) -> Self {
+        Jobs { observer, ..Jobs::default() }
+    }
+
     fn all(&self) -> MutexGuard<'_, Vec<Job>> {
         self.all.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -173,8 +192,9 @@ impl Jobs {
             works_on: Arc::downgrade(disk),
             kind,
             work: Work::default(),
-            state: Mutex::new(JobState::Running),
-            ended: Condvar::new(),
+            progress: Mutex::new(Progress { state: JobState::Running, is_over: false }),
+            over: Condvar::new(),
+            observer: self.observer.clone(),
         });
         let (job, disk) = (Job(shared.clone()), disk.clone());
         let thread = std::thread::Builder::new().name("yard job".into());

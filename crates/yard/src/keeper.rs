@@ -14,6 +14,7 @@ use blockyard_export::Reactors;
 use blockyard_image::{Opener, SharedImages};
 
 use crate::job::Jobs;
+use crate::observer::{Event, Observer};
 use crate::pool::Pool;
 use crate::sample::KnownDisk;
 use crate::served::{Ended, ServedDisk, describe_image};
@@ -32,8 +33,15 @@ pub(crate) struct Context {
     /// Backing images that the disks have in common.
     pub images: SharedImages,
     pub jobs: Jobs,
+    pub observer: Option<Arc<dyn Observer>>,
     /// Whether the yard is closing. If so, no disk is added.
     pub is_closing: AtomicBool,
+}
+
+impl Context {
+    pub fn report(&self, event: Event) {
+        self.observer.iter().for_each(|observer| observer.event(event.clone()));
+    }
 }
 
 /// A command. It receives the disk that it names, if the yard has that disk. It returns the disk

@@ -8,6 +8,7 @@
 //!   sample    the figures of all disks and reactors at one moment
 //!   settings  settings of a disk: image, share and exports
 //!   shares    which disks share a device or a group
+//!   observer  events, for programs that follow them
 //!   job       snapshot, commit and stream, which run for long
 //! ```
 //!
@@ -24,6 +25,7 @@
 mod error;
 mod job;
 mod keeper;
+mod observer;
 mod pool;
 mod sample;
 mod served;
@@ -34,6 +36,7 @@ mod yard;
 pub use error::YardError;
 pub use job::{Job, JobKind, JobState};
 pub use keeper::{DiskInfo, DiskState};
+pub use observer::{Event, Observer};
 pub use sample::{DiskSample, ReactorSample, Sample, SampleError};
 pub use served::{Change, Ended, HandedDisk, Report, Resized};
 pub use settings::{Activation, DiskSettings, Way, WayError};

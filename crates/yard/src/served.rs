@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
-use blockyard_disk::{Disk, DiskOptions, LocalDisk, Source, Statistics, sched_time};
+use blockyard_disk::{Disk, DiskOptions, LocalDisk, OnEnospc, Source, Statistics, sched_time};
 use blockyard_export::{Client, Export, Handed, PolicyFigures, Reactors};
 use blockyard_image::journal::CrashSafety;
 use blockyard_image::{ChainOptions, Opener};
@@ -13,6 +13,7 @@ use blockyard_sched::{Knobs, Share};
 
 use crate::error::YardError;
 use crate::keeper::Context;
+use crate::observer::Event;
 use crate::settings::{Activation, DiskSettings};
 
 /// Length of a serial number in bytes (virtio 1.2, section 5.2.6.1).
@@ -55,6 +56,7 @@ pub struct Change {
     pub knobs: Option<Knobs>,
     /// Names in the certificates of the clients that may connect. Empty: every client may.
     pub clients: Option<Vec<String>>,
+    pub on_enospc: Option<OnEnospc>,
 }
 
 /// Capacity in bytes, before and after.
@@ -78,7 +80,7 @@ impl ServedDisk {
         context: &Context,
         opener: &Opener,
     ) -> Result<Self, YardError> {
-        let Context { reactors, shares, images, .. } = context;
+        let Context { shares, images, .. } = context;
         settings.image.shared = Some(images.clone());
         let first = first_options(&settings);
         let source = Source::open_by(opener, &first).map_err(YardError::Open)?;
@@ -88,19 +90,19 @@ impl ServedDisk {
             Activation::Start => disk,
             Activation::Rings => disk.until_activated(settings.image.clone()),
         });
-        let mut exports = Vec::new();
-        for way in &settings.ways {
-            match way.start(&disk, reactors) {
-                Ok(export) => exports.push(export),
-                Err(source) => {
-                    exports.clear();
-                    // A client may have connected already. Then a reactor has the image open.
-                    blockyard_export::close(&disk, reactors);
-                    return Err(YardError::Export { disk: settings.name, source });
-                }
-            }
-        }
         let ways: Vec<_> = settings.ways.iter().map(|way| way.describe()).collect();
+        if let Some(observer) = &context.observer {
+            disk.observe(observer.clone());
+            context.report(Event::Added {
+                name: settings.name.clone(),
+                // No handle that keeps the image open.
+                disk: Arc::downgrade(&disk),
+                size: disk.capacity(),
+                images: describe_image(&settings, &disk),
+                ways: ways.clone(),
+            });
+        }
+        let exports = start(&settings, &disk, context)?;
         tracing::info!(
             disk = settings.name,
             bytes = disk.capacity(),
@@ -114,7 +116,10 @@ impl ServedDisk {
 
     /// Ends the jobs and the exports, then flushes and closes the image.
     pub fn close(self, context: &Context) -> Ended {
-        self.end(context, blockyard_export::close)
+        let ended = self.end(context, blockyard_export::close);
+        let (disk, is_flushed) = (ended.name.clone(), ended.is_flushed);
+        context.report(Event::Removed { disk, is_flushed, error: None });
+        ended
     }
 
     fn end(mut self, context: &Context, close: fn(&Arc<Disk>, &Reactors) -> bool) -> Ended {
@@ -180,8 +185,12 @@ impl ServedDisk {
         }
     }
 
-    /// Changes the knobs, or the clients that may connect.
+    /// Changes the knobs, the clients that may connect, or what happens without space.
     pub fn change(&mut self, change: &Change) {
+        if let Some(on_enospc) = change.on_enospc {
+            self.disk.set_on_enospc(on_enospc);
+            self.settings.on_enospc = on_enospc;
+        }
         if let Some(knobs) = &change.knobs {
             self.disk.share().set(knobs, sched_time());
             self.settings.knobs = knobs.clone();
@@ -200,19 +209,49 @@ impl ServedDisk {
     }
 
     /// Grows the topmost image, and notifies clients.
-    pub fn grow(&mut self, size: u64) -> Result<Option<Resized>, YardError> {
-        self.disk.grow(size)?;
-        self.refresh()
+    pub fn grow(&mut self, size: u64, context: &Context) -> Result<Option<Resized>, YardError> {
+        let disk = || self.settings.name.clone();
+        context.report(Event::GrowthBegun { disk: disk(), size });
+        let grown = self.disk.grow(size);
+        let error = grown.as_ref().err().map(ToString::to_string);
+        context.report(Event::GrowthEnded { disk: disk(), error });
+        grown?;
+        self.refresh(context)
     }
 
     /// Adopts the present size of the image. Notifies clients if it has changed.
-    pub fn refresh(&mut self) -> Result<Option<Resized>, YardError> {
+    pub fn refresh(&mut self, context: &Context) -> Result<Option<Resized>, YardError> {
         let old = self.disk.capacity();
         let failed = |source| YardError::Size { disk: self.settings.name.clone(), source };
         let Some(new) = self.disk.refresh_capacity().map_err(failed)? else { return Ok(None) };
         self.exports.iter_mut().for_each(|export| export.resize());
-        Ok(Some(Resized { old, new }))
+        let size = Resized { old, new };
+        context.report(Event::Resized { disk: self.settings.name.clone(), size });
+        Ok(Some(size))
     }
+}
+
+/// Starts the exports of a disk. After an error the disk is closed.
+fn start(
+    settings: &DiskSettings,
+    disk: &Arc<Disk>,
+    context: &Context,
+) -> Result<Vec<Box<dyn Export>>, YardError> {
+    let mut exports = Vec::new();
+    for way in &settings.ways {
+        match way.start(disk, &context.reactors) {
+            Ok(export) => exports.push(export),
+            Err(source) => {
+                exports.clear();
+                // A client may have connected already. Then a reactor has the image open.
+                let is_flushed = blockyard_export::close(disk, &context.reactors);
+                let (disk, error) = (settings.name.clone(), Some(source.to_string()));
+                context.report(Event::Removed { disk: disk.clone(), is_flushed, error });
+                return Err(YardError::Export { disk, source });
+            }
+        }
+    }
+    Ok(exports)
 }
 
 /// Describes the images that a disk consists of at the moment.

@@ -13,6 +13,7 @@ use blockyard_sched::Knobs;
 use crate::error::YardError;
 use crate::job::{Job, JobKind, Jobs};
 use crate::keeper::{Answer, Context, DiskInfo, DiskState, Keeper, Message, Operation};
+use crate::observer::Observer;
 use crate::sample::{self, Sample, SampleError};
 use crate::served::{Change, Ended, HandedDisk, Report, Resized, ServedDisk};
 use crate::settings::{DiskSettings, WayError};
@@ -40,10 +41,20 @@ impl Drop for Handle {
 impl Yard {
     /// Starts a yard without disks. `reactors` serve the queues of its disks.
     pub fn start(reactors: Arc<Reactors>, shares: Shares) -> io::Result<Self> {
+        Self::start_observed(reactors, shares, None)
+    }
+
+    /// Like [`Yard::start`]. `observer` gets the events of the yard and of its disks.
+    pub fn start_observed(
+        reactors: Arc<Reactors>,
+        shares: Shares,
+        observer: Option<Arc<dyn Observer>>,
+    ) -> io::Result<Self> {
         let (messages, receiver) = mpsc::channel();
-        let (jobs, images) = (Jobs::default(), SharedImages::default());
+        let (jobs, images) = (Jobs::new(observer.clone()), SharedImages::default());
         let is_closing = AtomicBool::new(false);
-        let context = Arc::new(Context { reactors, shares, images, jobs, is_closing });
+        let context = Context { reactors, shares, images, jobs, observer, is_closing };
+        let context = Arc::new(context);
         let keeper = Keeper::new(context.clone(), messages.clone());
         std::thread::Builder::new()
             .name("yard keeper".into())
@@ -179,13 +190,13 @@ impl Yard {
 
     /// Like [`Yard::refresh`], but returns before the size is known.
     pub fn begin_refresh(&self, name: &str) -> Pending<Option<Resized>> {
-        self.begin(name, |_, disk| disk.refresh())
+        self.begin(name, |context, disk| disk.refresh(context))
     }
 
     /// Grows a disk's topmost image, a qcow2 image, and notifies clients. Returns None if it has
     /// that size already.
     pub fn grow(&self, name: &str, size: u64) -> Result<Option<Resized>, YardError> {
-        self.with(name, move |_, disk| disk.grow(size))
+        self.with(name, move |context, disk| disk.grow(size, context))
     }
 
     /// Makes all answered writes of a disk durable.

@@ -186,7 +186,11 @@ fn disks_come_change_and_go() {
     std::fs::File::options().write(true).open(&image).unwrap().set_len(2 << 20).unwrap();
     assert_eq!(yard.refresh("a").unwrap(), Some(Resized { old: 1 << 20, new: 2 << 20 }));
     let knobs = Knobs { weight: 7, ..Knobs::default() };
-    yard.change("b", Change { knobs: Some(knobs), clients: Some(vec!["x".into()]) }).unwrap();
+    yard.change(
+        "b",
+        Change { knobs: Some(knobs), clients: Some(vec!["x".into()]), on_enospc: None },
+    )
+    .unwrap();
     assert_eq!(yard.report("b").unwrap().share.figures().weight, 7.0);
 
     assert!(yard.remove("a").unwrap().is_flushed);

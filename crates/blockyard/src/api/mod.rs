@@ -8,7 +8,7 @@
 
 mod operator;
 mod sampled;
-mod words;
+pub mod words;
 
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::AsFd;

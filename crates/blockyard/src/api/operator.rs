@@ -1,9 +1,10 @@
 //! What each call of the API does: commands of the yard, and changes of the book of disks.
 
 use std::path::PathBuf;
-use std::sync::PoisonError;
+use std::sync::{Arc, PoisonError};
 use std::time::UNIX_EPOCH;
 
+use blockyard_control::events::EventLog;
 use blockyard_control::figures::Figures;
 use blockyard_control::types::{
     Disk, DiskRow, Flushed, Job, JobRequest, Reload, Removed, Resize, Resized, Resumed, ServerInfo,
@@ -88,6 +89,10 @@ impl Operator for Server {
             disks: self.yard.list().len(),
             config: self.options.config.as_ref().map(|path| path.display().to_string()),
         }
+    }
+
+    fn events(&self) -> &Arc<EventLog> {
+        self.events.log()
     }
 
     fn figures(&self) -> Answer<Figures> {

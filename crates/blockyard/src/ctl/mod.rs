@@ -1,5 +1,6 @@
 //! `blockyard ctl`: calls of a server's API, with tables for people and JSON for programs.
 
+mod events;
 mod show;
 
 use std::path::{Path, PathBuf};
@@ -43,6 +44,15 @@ pub struct CtlOptions {
 pub enum Command {
     /// Show the server and its disks.
     Status,
+    /// Print the server's events as they happen: disks, clients, jobs, reloads.
+    ///
+    /// Ends when the server ends. With --json, each line is one event.
+    Events {
+        /// Begin after the event with this id; 0: with the oldest that the server still has
+        /// [default: with the next one].
+        #[arg(long, value_name = "ID")]
+        since: Option<String>,
+    },
     /// List the disks.
     List,
     /// Show a disk: images, clients, settings, statistics.
@@ -73,7 +83,7 @@ pub enum Command {
         #[arg(long)]
         persist: bool,
     },
-    /// Change weight, limits, reservations, latency-target or tls-allow of a disk.
+    /// Change weight, limits, reservations, latency-target, tls-allow or on-enospc of a disk.
     ///
     /// Clients stay connected. A restart or a reload restores the values of the configuration file,
     /// unless --persist is given.
@@ -216,6 +226,9 @@ impl Caller<'_> {
 }
 
 pub fn run(options: &CtlOptions) -> Result<(), Failure> {
+    if let Command::Events { since } = &options.command {
+        return Ok(events::print(options, since.as_deref())?);
+    }
     let caller = Caller { socket: &options.api, limit: options.timeout };
     let answer = answer(&caller, &options.command)?;
     let text =
@@ -234,6 +247,7 @@ fn answer(caller: &Caller<'_>, command: &Command) -> anyhow::Result<Value> {
             answer["jobs"] = caller.get("/v1/jobs")?["jobs"].take();
             Ok(answer)
         }
+        Command::Events { .. } => bail!("events are printed one by one"),
         Command::List => caller.get("/v1/disks"),
         Command::Show { disk } => caller.get(&of(disk, "")),
         Command::Add { keys, persist } => {

@@ -19,6 +19,7 @@ pub fn text(command: &Command, mut answer: Value) -> serde_json::Result<String> 
             answer["disks"] = disks.len().into();
             status(&serde_json::from_value(answer)?, &disks, &jobs)
         }
+        Command::Events { .. } => String::new(),
         Command::List => list(&serde_json::from_value::<Disks>(answer)?.disks),
         Command::Show { .. } | Command::Add { .. } | Command::Set { .. } => {
             disk(&serde_json::from_value(answer)?)

@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
+use blockyard_control::events::What;
 use blockyard_control::types::{HandedOver, Upgraded};
 use blockyard_export::custody::{self, Custody};
 use blockyard_export::vhost_user::Before;
@@ -102,10 +103,13 @@ pub fn hand_over(server: &Server, stream: UnixStream, pid: i32) -> anyhow::Resul
     let pid_of = Pid::from_raw(pid).context("the new server has no process number here")?;
     let process = rustix::process::pidfd_open(pid_of, PidfdFlags::empty())
         .context("watching the new server's process")?;
+    server.events.publish(What::HandOverBegun);
     let mut hand_over = HandOver { server, peer, process, version: String::new(), away: vec![] };
     let outcome = hand_over.run(pid as u32);
     match &outcome {
-        Ok(_) => {
+        Ok(done) => {
+            let pid = Some(done.pid);
+            server.events.publish(What::HandOverEnded { pid, error: None });
             server.hand_overs.is_done.store(true, Ordering::SeqCst);
             // The disks stay in the book, held, until this process ends.
             hand_over.away.drain(..).for_each(|away| std::mem::forget(away.held));
@@ -116,6 +120,8 @@ pub fn hand_over(server: &Server, stream: UnixStream, pid: i32) -> anyhow::Resul
             holder::announce();
             let _ = hand_over.peer.send(&FromOld::Refused { what: format!("{e:#}") });
             hand_over.take_back();
+            let error = Some(format!("{e:#}"));
+            server.events.publish(What::HandOverEnded { pid: None, error });
         }
     }
     drop((reloading, only));

@@ -6,6 +6,7 @@
 //!   hostile   clients that send or read nothing, or too much
 //!   command   `blockyard ctl`
 //!   persist   changes that a restart keeps
+//!   events    the stream of events
 //!   sandbox   disks outside of the folders of the server
 //!   metrics   metrics and figures under load
 //!   exposition  a strict reader of the metrics' text
@@ -17,6 +18,7 @@ mod server;
 
 mod calls;
 mod command;
+mod events;
 mod exposition;
 mod hostile;
 mod metrics;

@@ -71,7 +71,7 @@ impl<S: Storage> LocalDisk<S> {
     /// Waits until the disk is resumed. Returns false if the requests must not wait any longer.
     async fn wait_for_space(&self, count: u64, seen: u64, may_wait: impl Fn() -> bool) -> bool {
         let may_wait = || may_wait() && !self.throttle.is_suspended();
-        self.pause.wait(&self.disk.paused, count, seen, may_wait).await
+        self.pause.wait(&self.disk, count, seen, may_wait).await
     }
 }
 

@@ -75,8 +75,15 @@ impl Link {
     /// Records the export that the client has chosen.
     pub fn chose(&self, exported: &Arc<Exported>, peer: Peer) {
         let _ = self.peer.set(peer);
-        let _ = self.counted.set(exported.disk.client(super::KIND));
+        let _ = self.counted.set(exported.disk.client(super::KIND, self.stream.client().id()));
         let _ = self.exported.set(exported.clone());
+    }
+
+    /// Notes why the client is about to be disconnected.
+    pub fn ends(&self, why: &str) {
+        if let Some(counted) = self.counted.get() {
+            counted.ends(why);
+        }
     }
 
     /// Returns whether the client was disconnected because it had chosen no export in time.

@@ -347,6 +347,7 @@ async fn serve(handle: Handle, client: Arrival, stream: Rc<Stream>, link: Rc<Lin
     let receiver = match Receiver::new(&handle, stream.clone(), terms) {
         Ok(receiver) => receiver,
         Err(e) => {
+            link.ends("its disk cannot be opened");
             return shared.log.warn(
                 &exported.name,
                 None,
@@ -357,6 +358,14 @@ async fn serve(handle: Handle, client: Arrival, stream: Rc<Stream>, link: Rc<Lin
     shared.log.info(&exported.name, None, format_args!("an NBD client connected ({from})"));
     let end = receiver.run(inbox).await;
     stream.close();
+    link.ends(&match &end {
+        End::Broken(why) => why.to_string(),
+        End::Gone if link.is_not_allowed() => "its certificate is no longer allowed".into(),
+        End::Gone if shared.exports().iter().any(|e| Arc::ptr_eq(e, &exported)) => {
+            "it has closed its connection".into()
+        }
+        End::Gone => "the export has ended".to_string(),
+    });
     // If this is the last connection of the reactor, dropping the link frees the spare buffers.
     drop(link);
     links::watch(&handle);

@@ -119,6 +119,7 @@ pub struct UblkOptions {
 
 /// Name of the export in counts.
 const COUNTED: &str = "ublk";
+const KERNEL: &str = "this host's kernel";
 
 /// A device that is served. `stop` or drop ends it.
 pub struct Ublk {
@@ -176,7 +177,7 @@ impl Ublk {
             device: left.unwrap_or_default(),
             features,
             queues: Vec::new(),
-            _counted: shared.disk.client(COUNTED),
+            _counted: shared.disk.client(COUNTED, Client::described(KERNEL.into()).id()),
             shared,
             lock,
             stays: false,
@@ -577,7 +578,7 @@ impl Export for Ublk {
     }
 
     fn clients(&self) -> Vec<Client> {
-        vec![Client::described(format!("this host's kernel, as {}", self.path().display()))]
+        vec![Client::described(format!("{KERNEL}, as {}", self.path().display()))]
     }
 
     fn device(&self) -> Option<PathBuf> {

@@ -120,8 +120,8 @@ impl Conversation {
         let messages = Messages::new(stream, for_handler, session);
         let client = Client::connected(&for_export);
         let (since, wake) = (client.since, Arc::new(wake));
-        let _counted = export.device.disk.client(KIND);
-        let connection = Connection { stream: for_export, wake: wake.clone(), client, _counted };
+        let counted = export.device.disk.client(KIND, client.id());
+        let connection = Connection { stream: for_export, wake: wake.clone(), client, counted };
         *lock(&export.connection) = Some(connection);
         Conversation { messages, wake, process, since }
     }
@@ -158,7 +158,15 @@ impl Conversation {
             if leaves { session.release_for_next() } else { session.release() }
         };
         *lock(&export.channel) = None;
-        *lock(&export.connection) = None;
+        let connection = lock(&export.connection).take();
+        if let Some(connection) = connection {
+            connection.counted.ends(match &result {
+                Err(e) => e.to_string(),
+                Ok(()) if leaves => "another server continues it".into(),
+                Ok(()) if is_stopped() => "the export has ended".into(),
+                Ok(()) => "it has closed its connection".into(),
+            });
+        }
         if !leaves {
             export.keep_listener(listener);
         }

@@ -126,7 +126,7 @@ struct Connection {
     /// An eventfd that interrupts the session's wait for messages.
     wake: Arc<OwnedFd>,
     client: Client,
-    _counted: ConnectedClient,
+    counted: ConnectedClient,
 }
 
 /// Number of threads that serve front ends of an export: one, or two for the moment in which the

@@ -29,8 +29,8 @@ use super::nodes::{FrontSetup, KIND, MAX_QUEUES, NodeError, Paths, QueueKeys, SE
 use super::queue::{Counts, Data, QueueHandle, QueueSetup, Shared};
 use super::reopen::Reopen;
 use super::{COUNTED, Control, Name, XenData, XenError, XenOptions, own_domain};
-use crate::Reactors;
 use crate::start::StartError;
+use crate::{Client, Reactors};
 
 pub(super) struct Device {
     options: XenOptions,
@@ -276,7 +276,8 @@ impl Device {
         }
         // The queues serve requests from now on, even if the connection to xenstore is lost before
         // the reply to the new state.
-        *self.control.connected() = Some(self.shared.disk.client(COUNTED));
+        let id = Client::described(format!("domain {}", self.options.domain)).id();
+        *self.control.connected() = Some(self.shared.disk.client(COUNTED, id));
         self.paths.connect(&mut self.store, &self.shared.disk)?;
         self.state = Some(State::Connected);
         self.front_connected = false;
@@ -357,7 +358,9 @@ impl Device {
 
     /// Stops the queues. Each queue completes the requests that it has taken, and unmaps its ring.
     fn disconnect(&mut self) {
-        *self.control.connected() = None;
+        if let Some(client) = self.control.connected().take() {
+            client.ends("its device is disconnected");
+        }
         for queue in self.queues.drain(..) {
             queue.stop();
         }

@@ -1,0 +1,74 @@
+//! Reports of what happens to a disk, for programs that follow its events.
+//!
+//! In: clients that connect and disconnect; a disk that is paused, resumed or poisoned. Out: calls
+//! of the disk's [`DiskObserver`], if it has one.
+//!
+//! What must hold: a report costs a request nothing but a flag. One disk has at most one report of
+//! its state that is not handled yet, so that no guest floods the observer.
+
+use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
+
+use crate::disk::Disk;
+
+/// A client of a disk, for reports.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ClientId {
+    /// The client for people: `pid 4711`, `192.0.2.7:40312`, `domain 3`.
+    pub description: String,
+    pub pid: Option<i32>,
+    pub program: Option<String>,
+}
+
+/// Follows what happens to disks. Reactors call it, so no call may block.
+pub trait DiskObserver: Send + Sync {
+    /// The disk may be paused, resumed or poisoned now. Must not allocate: requests call it.
+    /// Returns false if the report is lost. Else the observer calls [`Disk::handled`] before it
+    /// reads the disk's state.
+    fn changed(&self, disk: Weak<Disk>) -> bool;
+
+    /// `export`: the kind of export, such as `nbd`.
+    fn connected(&self, disk: &str, export: &'static str, client: &ClientId);
+
+    fn disconnected(&self, disk: &str, export: &'static str, client: &ClientId, why: &str);
+}
+
+/// The observer of one disk.
+pub(crate) struct Observed {
+    pub observer: Arc<dyn DiskObserver>,
+    disk: Weak<Disk>,
+    /// A report of the state is not handled yet.
+    is_reported: AtomicBool,
+}
+
+impl fmt::Debug for Observed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Observed")
+    }
+}
+
+impl Disk {
+    /// Reports to `observer` from now on. A disk has one observer: a second call does nothing.
+    pub fn observe(self: &Arc<Self>, observer: Arc<dyn DiskObserver>) {
+        let (disk, is_reported) = (Arc::downgrade(self), AtomicBool::new(false));
+        let _ = self.observed.set(Observed { observer, disk, is_reported });
+    }
+
+    /// Reports that the disk's state may have changed.
+    pub(crate) fn report_change(&self) {
+        let Some(observed) = self.observed.get() else { return };
+        if !observed.is_reported.swap(true, Ordering::SeqCst)
+            && !observed.observer.changed(observed.disk.clone())
+        {
+            observed.is_reported.store(false, Ordering::SeqCst);
+        }
+    }
+
+    /// Lets the next change of the state be reported. Call it before the state is read.
+    pub fn handled(&self) {
+        if let Some(observed) = self.observed.get() {
+            observed.is_reported.store(false, Ordering::SeqCst);
+        }
+    }
+}
