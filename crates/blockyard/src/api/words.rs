@@ -21,7 +21,7 @@ use crate::options::disk::DiskArgs;
 const SECTOR: u64 = 512;
 
 /// Keys that change without a reconnection.
-const CHANGEABLE: [&str; 11] = [
+const CHANGEABLE: [&str; 12] = [
     "weight",
     "reserve-iops",
     "reserve-bps",
@@ -33,6 +33,7 @@ const CHANGEABLE: [&str; 11] = [
     "bps-write",
     "latency-target",
     "tls-allow",
+    "on-enospc",
 ];
 
 pub fn problem(error: YardError) -> Problem {
@@ -84,7 +85,7 @@ pub fn changed(args: DiskArgs, mut old: Table, keys: Object) -> Answer<(DiskArgs
     let given = given.map(|(key, value)| (key.clone(), value.clone()));
     let new = parse(&[image].into_iter().chain(given).collect())?;
     let mut knobs = args.knobs();
-    let mut tls_allow = args.tls_allow.clone();
+    let (mut tls_allow, mut on_enospc) = (args.tls_allow.clone(), args.on_enospc);
     for key in keys.keys() {
         match key.as_str() {
             "weight" => knobs.weight = new.weight,
@@ -97,12 +98,13 @@ pub fn changed(args: DiskArgs, mut old: Table, keys: Object) -> Answer<(DiskArgs
             "bps-read" => knobs.limits.bps_read = new.bps_read,
             "bps-write" => knobs.limits.bps_write = new.bps_write,
             "latency-target" => knobs.latency_target = new.latency_target,
+            "on-enospc" => on_enospc = new.on_enospc,
             _ => tls_allow.clone_from(&new.tls_allow),
         }
         old.remove(key);
     }
     old.extend(table(keys));
-    Ok((DiskArgs { tls_allow, ..args }.with(&knobs), old))
+    Ok((DiskArgs { tls_allow, on_enospc, ..args }.with(&knobs), old))
 }
 
 pub fn resized(size: blockyard_yard::Resized) -> Resized {

@@ -158,6 +158,8 @@ pub struct DiskArgs {
     pub activation: Activation,
 
     /// What happens to a request if the host has no space for it.
+    ///
+    /// `ctl set` and a reload change it while clients are connected.
     #[arg(long, default_value = "error", value_name = "MODE", help_heading = "Image",
         value_parser = explain(values::ON_ENOSPC, values::parse_text::<OnEnospc>))]
     #[serde(default, deserialize_with = "values::from_text")]

@@ -2,6 +2,8 @@
 
 use std::process::Command;
 
+use blockyard_driver::{Plan, Session, SplitRing};
+
 use crate::common::{BLOCKYARD, Daemon, Finished, blockyard};
 use crate::server::Server;
 
@@ -33,6 +35,26 @@ fn restarted(server: Server) -> Server {
     let mut daemon = Daemon::start(&mut command);
     daemon.wait_ready();
     Server { daemon, folder }
+}
+
+#[test]
+fn on_enospc_is_persisted_and_reloaded_while_a_client_is_connected() {
+    let server = start();
+    ctl(&server, &["set", "--persist", "a", "on-enospc=pause"]).good();
+    let server = restarted(server);
+    let shown = |server: &Server| server.good("GET", "/v1/disks/a", serde_json::Value::Null);
+    assert_eq!(shown(&server)["settings"]["on_enospc"], "pause");
+    std::fs::remove_file(server.folder.join("conf.d/90-ctl-a.toml")).unwrap();
+    let session = Session::<SplitRing>::start(&server.folder.join("a"), &Plan::default()).unwrap();
+    let answer = server.good("POST", "/v1/reload", serde_json::Value::Null);
+    assert_eq!(answer["changed"][0]["disconnects"], false, "{answer}");
+    let disk = shown(&server);
+    assert_eq!(disk["settings"]["on_enospc"], "error");
+    assert_eq!(disk["clients"].as_array().unwrap().len(), 1, "{disk}");
+    drop(session);
+    assert!(ctl(&server, &["show", "a"]).good().contains("on-enospc"));
+    let wrong = ctl(&server, &["set", "a", "on-enospc=stop"]);
+    assert!(wrong.err.contains("use error or pause"), "{}", wrong.err);
 }
 
 #[test]

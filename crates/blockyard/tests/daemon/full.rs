@@ -1,6 +1,8 @@
 //! A host without space: requests of a disk with `on-enospc = "pause"` wait until an operator has
 //! freed space and resumes the disk. No write is lost, and an end of the disk is never held up.
 
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::JoinHandle;
@@ -157,6 +159,31 @@ fn a_paused_disk_takes_a_snapshot_on_another_file_system() {
     assert_eq!(case.paused(), 1, "only a resume ends the pause");
     case.ctl(&["resume", "disk"]).good();
     assert_eq!(guest.join().unwrap(), None, "the overlay has space");
+    case.daemon.stop();
+}
+
+/// Reads the events of the server so far, and further ones, until one has this name.
+fn until_event(case: &Case, name: &str) {
+    let mut stream = UnixStream::connect(case.folder.join("api")).unwrap();
+    stream.set_read_timeout(Some(SOON)).unwrap();
+    stream.write_all(b"GET /v1/events?since=0 HTTP/1.0\r\n\r\n").unwrap();
+    let line = format!("event: {name}");
+    let mut lines = BufReader::new(stream).lines().map_while(Result::ok);
+    assert!(lines.any(|read| read == line), "no event {name}");
+}
+
+#[test]
+fn on_enospc_changes_at_run_time_and_events_tell_the_pause() {
+    let case = Case::new("disk", &[]);
+    case.ctl(&["set", "disk", "on-enospc=pause"]).good();
+    let guest = fill(case.folder.join("s"));
+    until_event(&case, "disk-paused");
+    case.until_paused();
+    // The requests that wait try again, and fail.
+    case.ctl(&["set", "disk", "on-enospc=error"]).good();
+    assert_eq!(guest.join().unwrap(), Some(status::IOERR));
+    until_event(&case, "disk-resumed");
+    assert_eq!(case.paused(), 0);
     case.daemon.stop();
 }
 
