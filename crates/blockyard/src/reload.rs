@@ -20,7 +20,7 @@ use crate::config::Config;
 use crate::disks::check;
 use crate::nbd;
 use crate::options::disk::DiskArgs;
-use crate::serve::Server;
+use crate::serve::{AddError, Adding, Server};
 
 /// Keys of the file that are read at start only.
 const AT_START: [&str; 12] = [
@@ -212,25 +212,27 @@ impl Server {
         mut old: HashMap<String, Entry>,
         failed: &mut Vec<FailedDisk>,
     ) {
-        let new: HashSet<_> = plan.added.iter().collect();
-        for (at, args) in config.disks.iter().enumerate() {
-            let name = args.name();
-            let before = old.remove(&name);
-            if before.is_none() && !new.contains(&name) {
-                continue;
-            }
+        let disks = || config.disks.iter().enumerate().map(|(at, args)| (at, args, args.name()));
+        // One after the other, and before new disks: the old configuration of a disk that fails
+        // must still be free of conflicts.
+        for (at, args, name) in disks() {
+            let Some(before) = old.remove(&name) else { continue };
             let Err(e) = self.add(args.clone(), config.keys(at), false) else { continue };
-            let e = anyhow::Error::from(e);
-            failed.push(FailedDisk { disk: name.clone(), error: format!("{e:#}") });
-            tracing::error!(disk = name, "the disk cannot be served as configured: {e:#}");
-            match before {
-                // Keep the new tls-allow: it may revoke the access of a client.
-                Some(before) => {
-                    let tls_allow = args.tls_allow.clone();
-                    self.restore(DiskArgs { tls_allow, ..before.args }, before.keys)
-                }
-                None => tracing::error!(disk = name, "the disk is not served"),
-            }
+            failed.push(note_new(&name, e));
+            // Keep the new tls-allow: it may revoke the access of a client.
+            let tls_allow = args.tls_allow.clone();
+            self.restore(DiskArgs { tls_allow, ..before.args }, before.keys);
+        }
+        // New disks open in parallel, as at start.
+        let new: HashSet<_> = plan.added.iter().collect();
+        let adding: Vec<_> = disks()
+            .filter(|(_, _, name)| new.contains(name))
+            .map(|(at, args, name)| (name, self.begin_add(args.clone(), config.keys(at), false)))
+            .collect();
+        for (name, adding) in adding {
+            let Err(e) = adding.and_then(Adding::wait) else { continue };
+            failed.push(note_new(&name, e));
+            tracing::error!(disk = name, "the disk is not served");
         }
     }
 
@@ -284,6 +286,13 @@ fn log_groups(old: &Table, new: &Table) {
 fn note(disk: &str, error: &anyhow::Error) -> FailedDisk {
     tracing::error!(disk, "{error:#}");
     FailedDisk { disk: disk.into(), error: format!("{error:#}") }
+}
+
+/// Logs that a disk cannot be added.
+fn note_new(disk: &str, error: AddError) -> FailedDisk {
+    let error = format!("{:#}", anyhow::Error::from(error));
+    tracing::error!(disk, "the disk cannot be served as configured: {error}");
+    FailedDisk { disk: disk.into(), error }
 }
 
 /// Returns the plan without what failed.
