@@ -1,7 +1,9 @@
 //! Hand-over: a new server takes the disks of a running one, and guests stay connected. A new
 //! server that fails leaves the old one serving.
 
+use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::Ordering;
@@ -177,6 +179,16 @@ pub fn ctl(case: &Case, arguments: &[&str]) -> crate::common::Finished {
     run(&mut command, TOOL)
 }
 
+/// Returns the lines of a stream of events, from the first one on.
+fn follow(case: &Case) -> impl Iterator<Item = String> {
+    let mut stream = UnixStream::connect(&case.api).unwrap();
+    stream.set_read_timeout(Some(SOON)).unwrap();
+    stream.write_all(b"GET /v1/events?since=0 HTTP/1.0\r\n\r\n").unwrap();
+    let mut lines = BufReader::new(stream).lines().map(Result::unwrap);
+    assert!(lines.any(|line| line == "event: server-ready"));
+    lines
+}
+
 #[test]
 fn ctl_upgrade_replaces_the_server_and_prints_the_pause() {
     let case = Case::new();
@@ -184,6 +196,7 @@ fn ctl_upgrade_replaces_the_server_and_prints_the_pause() {
     case.under_load(&case.load(), |_| {
         serves(&daemon);
         let first = daemon.pid();
+        let mut events = follow(&case);
         let shown = ctl(&case, &["upgrade"]).good();
         assert!(shown.contains("serves the disks") && shown.contains(" ms"), "{shown}");
         assert!(daemon.ended(SOON).success(), "{}", daemon.log());
@@ -191,6 +204,13 @@ fn ctl_upgrade_replaces_the_server_and_prints_the_pause() {
             serde_json::from_str(&ctl(&case, &["status", "--json"]).good()).unwrap();
         let second = status["pid"].as_u64().unwrap() as u32;
         assert_ne!(first, second);
+        let left = "\"why\":\"another server continues it\"";
+        let ended = "event: hand-over-ended";
+        for text in ["event: hand-over-begun", left, ended, "event: server-ending"] {
+            assert!(events.any(|line| line.contains(text)), "no {text}");
+        }
+        // The data of the last event, and the end of the stream.
+        assert_eq!(events.count(), 2);
         let third: serde_json::Value =
             serde_json::from_str(&ctl(&case, &["upgrade", "--json"]).good()).unwrap();
         let third = third["pid"].as_u64().unwrap() as i32;

@@ -182,7 +182,7 @@ impl EventLog {
     /// that resumes after it continues with `next`.
     fn lost(&self, next: u64, count: Option<u64>) -> Bytes {
         let Some(last) = next.checked_sub(1) else {
-            // No event of this server comes before. The id of another server has its meaning still.
+            // No event comes before: this server is new. The id 0 begins with its first event.
             return self.unnumbered(What::Lost { count });
         };
         self.text(last, What::Lost { count })
