@@ -23,7 +23,8 @@ pub struct Figures {
     pub reactors: Vec<ReactorFigures>,
     /// The devices that disks share.
     pub devices: Vec<DeviceFigures>,
-    /// The groups of the configuration, whose disks share a weight, limits and a reservation.
+    /// The groups of the configuration. The disks of a group share a weight, limits and a
+    /// reservation.
     pub groups: Vec<GroupFigures>,
     /// In the order in which the disks were added. Disks that are being opened or closed are
     /// absent.

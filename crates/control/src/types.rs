@@ -173,7 +173,7 @@ pub struct Flushed {
     pub name: String,
 }
 
-/// A disk whose requests that waited for space try again.
+/// A disk. Its requests that waited for space try again.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize, ToSchema)]
 pub struct Resumed {
     pub name: String,

@@ -71,8 +71,8 @@ pub trait Token {
     fn answer(self, status: Status, segments: Segments);
 
     /// Returns whether the request may wait until the host has space. False: the queue or the
-    /// client of the request ends. A queue whose value changes calls [`LocalDisk::release_paused`]
-    /// or [`LocalDisk::drain`].
+    /// client of the request ends. If the value changes, the queue calls
+    /// [`LocalDisk::release_paused`] or [`LocalDisk::drain`].
     ///
     /// [`LocalDisk::release_paused`]: crate::LocalDisk::release_paused
     /// [`LocalDisk::drain`]: crate::LocalDisk::drain

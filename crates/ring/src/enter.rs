@@ -1,7 +1,7 @@
 //! The system calls that submit to an io_uring and wait for its completions.
 //!
 //! The kernel looks up the ring's descriptor in each call, which takes 55 ns in a process with
-//! several threads. A ring that its thread has registered is looked up in a short table of the
+//! several threads. If the thread has registered the ring, the kernel looks in a short table of the
 //! thread instead. Crate io-uring keeps the registered index in its `Submitter`, which borrows the
 //! ring; this module keeps it beside the ring. A timeout takes another 55 ns, because the kernel
 //! copies it, unless it lies in memory that the ring has registered.

@@ -64,7 +64,7 @@ pub struct ServeOptions {
     #[arg(long, value_name = "SOCKET", help_heading = "Server", value_hint = ValueHint::AnyPath)]
     pub control: Option<PathBuf>,
 
-    /// Take the disks over from the server whose --control socket this is. Guests stay connected.
+    /// Take the disks over from the server with this --control socket. Guests stay connected.
     ///
     /// Give the options of the running server. `ctl upgrade` does all of this.
     #[arg(long, value_name = "SOCKET", help_heading = "Server", value_hint = ValueHint::AnyPath)]

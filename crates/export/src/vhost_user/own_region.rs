@@ -1,4 +1,4 @@
-//! An in-flight region that the server makes for a session whose front end has none (User Mode
+//! An in-flight region that the server makes if the front end of a session has none (User Mode
 //! Linux, Firecracker, crosvm). The next server gets it with the session's state.
 //!
 //! What must hold: the region has the layout of the rings that use it, so it ends with the features
