@@ -42,7 +42,9 @@ fn a_guest_that_cannot_connect_again_survives_kills_of_the_server() {
         let ready = |out: String| out.lines().filter(|line| *line == "ready").count();
         let (before, pid) = (ready(holder.out()), holder.pid());
         let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children"));
-        let server: i32 = children.unwrap().split_whitespace().next().unwrap().parse().unwrap();
+        // Processes that helped a dead server became children before the next server did.
+        let children = children.unwrap();
+        let server: i32 = children.split_whitespace().next_back().unwrap().parse().unwrap();
         kill_process(Pid::from_raw(server).unwrap(), Signal::KILL).unwrap();
         until("the next server is ready", SOON, || ready(holder.out()) > before);
     }
