@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use blockyard_disk::{Disk, LocalDisk};
+use blockyard_ring::Remote;
 
 use crate::Reactors;
 
@@ -12,18 +13,18 @@ pub fn sync(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
     if disk.is_inactive() {
         return true;
     }
-    let mut good = true;
-    for reactor in reactors.all() {
-        let disk = disk.clone();
-        let synced = reactor.ask(move |handle, reply| match LocalDisk::known(handle, &disk) {
-            Some(served) => {
-                handle.spawn(async move { reply.send(served.flush_unsynced().await.is_ok()) });
-            }
-            None => reply.send(true),
-        });
-        good &= synced.unwrap_or(false);
-    }
-    good
+    reactors.all().fold(true, |good, reactor| sync_on(reactor, disk) && good)
+}
+
+fn sync_on(reactor: &Remote, disk: &Arc<Disk>) -> bool {
+    let disk = disk.clone();
+    let synced = reactor.ask(move |handle, reply| match LocalDisk::known(handle, &disk) {
+        Some(served) => {
+            handle.spawn(async move { reply.send(served.flush_unsynced().await.is_ok()) });
+        }
+        None => reply.send(true),
+    });
+    synced.unwrap_or(false)
 }
 
 /// Returns whether the image has changes in memory: opening it may have made some.
@@ -46,13 +47,15 @@ pub fn leave(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
 
 /// Removes `disk` from every reactor.
 fn forget(disk: &Arc<Disk>, reactors: &Reactors) {
-    for reactor in reactors.all() {
-        let disk = disk.clone();
-        reactor.ask(move |handle, reply| {
-            LocalDisk::forget(handle, &disk);
-            reply.send(());
-        });
-    }
+    reactors.all().for_each(|reactor| forget_on(reactor, disk));
+}
+
+fn forget_on(reactor: &Remote, disk: &Arc<Disk>) {
+    let disk = disk.clone();
+    reactor.ask(move |handle, reply| {
+        LocalDisk::forget(handle, &disk);
+        reply.send(());
+    });
 }
 
 /// Ends `disk`, which has no export any more. Syncs the disk, removes it from every reactor, and
@@ -62,22 +65,40 @@ pub fn close(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
     if !disk.was_used() && !has_changes(disk) {
         return true;
     }
-    let mut good = sync(disk, reactors);
-    forget(disk, reactors);
-    if disk.source().chain().is_some() {
-        let disk = disk.clone();
-        let closed =
-            reactors.next().ask(move |handle, reply| match LocalDisk::local(handle, &disk) {
-                Ok(served) => {
-                    LocalDisk::forget(handle, &disk);
-                    handle.spawn(async move { reply.send(served.close().await.is_ok()) });
-                }
-                Err(e) => {
-                    tracing::error!(disk = disk.name(), "cannot close its image: {e}");
-                    reply.send(false);
-                }
-            });
-        good &= closed.unwrap_or(false);
+    if disk.source().chain().is_none() {
+        let good = sync(disk, reactors);
+        forget(disk, reactors);
+        return good;
     }
-    good
+    // To close the image syncs it, on a reactor that has written to it if there is one. The others
+    // sync what they have written.
+    let serves = |reactor: &&Remote| {
+        let disk = disk.clone();
+        let known = reactor.ask(move |handle, reply| {
+            reply.send(LocalDisk::known(handle, &disk).is_some());
+        });
+        known.unwrap_or(false)
+    };
+    let closing = reactors.all().find(serves).cloned().unwrap_or_else(|| reactors.next());
+    let mut good = true;
+    for reactor in reactors.all().filter(|reactor| !reactor.is(&closing)) {
+        good &= disk.is_inactive() || sync_on(reactor, disk);
+        forget_on(reactor, disk);
+    }
+    close_on(&closing, disk) && good
+}
+
+fn close_on(reactor: &Remote, disk: &Arc<Disk>) -> bool {
+    let disk = disk.clone();
+    let closed = reactor.ask(move |handle, reply| match LocalDisk::local(handle, &disk) {
+        Ok(served) => {
+            LocalDisk::forget(handle, &disk);
+            handle.spawn(async move { reply.send(served.close().await.is_ok()) });
+        }
+        Err(e) => {
+            tracing::error!(disk = disk.name(), "cannot close its image: {e}");
+            reply.send(false);
+        }
+    });
+    closed.unwrap_or(false)
 }

@@ -453,6 +453,12 @@ impl Allocator {
         std::mem::take(&mut self.state().leaving)
     }
 
+    /// Returns true if freed clusters are not released yet.
+    pub fn has_freed(&self) -> bool {
+        let state = self.state();
+        !state.freed.is_empty() || !state.leaving.is_empty()
+    }
+
     /// Returns true if some refcounts in memory differ from the file.
     pub fn has_changed_counts(&self) -> bool {
         self.state().blocks.values().any(|b| !b.dirty.is_empty())

@@ -335,16 +335,18 @@ impl<S: Storage> Qcow2<S> {
         let completed = self.complete_all(backing).await;
         let _permit = self.shared.writing_back.acquire().await;
         self.write_back(true).await?;
-        // Write back again: clusters freed meanwhile can be released, because no request uses them
-        // any more.
-        self.write_back(true).await?;
+        // The first write-back released the freed clusters, because no request uses them any more.
+        // It leaves those of a request that ended meanwhile.
+        if self.shared.alloc.has_freed() || !lock(&self.shared.leaving).is_empty() {
+            self.write_back(true).await?;
+        }
         self.give_back().await?;
-        self.write_back(true).await?;
         self.sync_unfinished().await?;
         completed?;
         Ok(self.end_journal().await?)
     }
 
+    /// Releases reserved clusters, writes back, and makes the file shorter if it can be.
     async fn give_back(&self) -> io::Result<()> {
         let (alloc, bits) = (&self.shared.alloc, self.shape().layout.cluster_bits);
         self.end_packing();
@@ -359,10 +361,10 @@ impl<S: Storage> Qcow2<S> {
                 end = run.start;
             }
         }
+        // Refcounts first: a file that ends before a cluster with a refcount is corrupt; a file that
+        // ends behind it is not. So the new length needs no sync.
+        self.write_back(true).await?;
         if end < alloc.end() && !self.file.is_device() {
-            // Refcounts first: a file that ends before a cluster with a refcount is corrupt; a file
-            // that ends behind it is not.
-            self.write_back(true).await?;
             self.file.storage().set_len(end << bits).await?;
             alloc.set_end(end);
         }
