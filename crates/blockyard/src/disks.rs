@@ -128,6 +128,7 @@ pub fn settings(args: &DiskArgs, ways: Vec<Arc<dyn Way>>) -> DiskSettings {
         device: args.device.clone(),
         group: args.group.clone(),
         knobs: args.knobs(),
+        carried: None,
         ways,
     }
 }

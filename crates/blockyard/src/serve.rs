@@ -12,7 +12,7 @@ use blockyard_export::Reactors;
 use blockyard_program::ending::Failure;
 use blockyard_program::output;
 use blockyard_ring::xen::Host;
-use blockyard_yard::{Change, DiskInfo, DiskState, Pending, Yard, YardError};
+use blockyard_yard::{Change, DiskInfo, DiskSettings, DiskState, Pending, Yard, YardError};
 use rustix::thread::CpuSet;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
@@ -299,7 +299,15 @@ impl Server {
     ) -> Result<Adding<'_>, AddError> {
         sandbox::check(&args).map_err(AddError::Open)?;
         let held = self.book.reserve(args.clone(), keys, by_api).map_err(AddError::Conflict)?;
-        let pending = self.yard.begin_add(settings(&args, exports::ways(&args, &self.common)));
+        let carried = match self.common.handed.take_carried(&args.name()) {
+            Ok(carried) => carried,
+            Err(e) => {
+                held.remove();
+                return Err(AddError::Open(e));
+            }
+        };
+        let settings = settings(&args, exports::ways(&args, &self.common));
+        let pending = self.yard.begin_add(DiskSettings { carried, ..settings });
         Ok(Adding { held, pending, args })
     }
 

@@ -24,6 +24,7 @@ use crate::observer::Observed;
 use crate::once_a_second::OnceASecond;
 use crate::pause::OnEnospc;
 use crate::request::Failure;
+use crate::statistics::Statistics;
 
 /// Maximum number of unsynced bytes that a disk with neighbours leaves in the page cache. Writing
 /// them takes a few milliseconds of device time.
@@ -85,6 +86,8 @@ pub struct Disk {
     /// Whether requests without space on the host wait; see [`crate::pause`].
     pauses: AtomicBool,
     pub(crate) observed: OnceLock<Observed>,
+    /// What earlier servers have counted, if this one has taken the disk over.
+    pub(crate) before: OnceLock<Statistics>,
 }
 
 /// The present image of a disk, and the reactors that serve it.
@@ -132,6 +135,7 @@ impl Disk {
             failure_log,
             observed,
         ) = Default::default();
+        let before = OnceLock::new();
         let pauses = (options.on_enospc == OnEnospc::Pause).into();
         Disk {
             options,
@@ -155,6 +159,7 @@ impl Disk {
             failure_log,
             pauses,
             observed,
+            before,
         }
     }
 

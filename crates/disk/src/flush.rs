@@ -72,6 +72,13 @@ impl FlushGroup {
         result
     }
 
+    /// Continues the numbers of another server. Call it before the first flush.
+    pub fn continue_from(&self, requested: u64, syncs: u64) {
+        let mut state = self.state();
+        state.requested += requested;
+        (state.begun, state.ended) = (state.begun + syncs, state.ended + syncs);
+    }
+
     /// Returns the number of flushes that were requested, and the number of syncs that were begun
     /// for them.
     pub fn counted(&self) -> FlushFigures {

@@ -17,6 +17,7 @@
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
 mod backend;
+mod carried;
 mod clients;
 mod current_image;
 mod dirty;
@@ -38,6 +39,7 @@ mod throttle;
 pub use backend::{Backend, Delay, InactiveImage, Model, Ram, Source, SourceError, parse_size};
 pub use blockyard_image::{LookupFigures, Store};
 pub use blockyard_ring::WriteFigures;
+pub use carried::Carried;
 pub use clients::ConnectedClient;
 pub use disk::{Disk, DiskOptions};
 pub use filter::{Filter, FilterError, parse_time};
@@ -48,5 +50,5 @@ pub use observer::{ClientId, DiskObserver};
 pub use pause::{OnEnospc, UnknownOnEnospc};
 pub use quiesced::QuiesceError;
 pub use request::{Failure, Finished, Op, Request, Status, Token, dropped_requests};
-pub use statistics::{Counts, DiskCounts, Latencies, OpKind, Statistics, Summary};
+pub use statistics::{Counts, DiskCounts, Latencies, OpKind, Statistics, StatisticsState, Summary};
 pub use throttle::sched_time;

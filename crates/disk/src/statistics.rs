@@ -12,8 +12,10 @@ use hdrhistogram::Histogram;
 use crate::request::Op;
 
 mod latencies;
+mod state;
 
 pub use latencies::Latencies;
+pub use state::StatisticsState;
 
 /// The kind of a request, without its flags.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -77,7 +79,7 @@ impl Counts {
 
 /// Statistics of one kind of request. The histograms are in nanoseconds. They are far larger than
 /// the counts and have exact percentiles.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 struct KindStatistics {
     counts: Counts,
     queue: Histogram<u32>,
@@ -129,7 +131,7 @@ impl DiskCounts {
 }
 
 /// Statistics of one disk. Kinds of requests that never occurred take no memory.
-#[derive(Clone, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct Statistics {
     kinds: [Option<Box<KindStatistics>>; 5],
     /// Figures of the write policies for the files of the disk.

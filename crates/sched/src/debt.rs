@@ -55,6 +55,11 @@ impl Debt {
         }
     }
 
+    /// Returns the times until the debt to the limits is paid, and the debt to the device.
+    pub fn left(&self, now: Time) -> [u64; 2] {
+        [&self.limits, &self.device].map(|paid| paid.load(Relaxed).saturating_sub(now))
+    }
+
     /// Adds a waiting operation. Returns the cost that it counts for, which [`Debt::leave`] takes.
     pub fn join(&self, worth: u64) -> u64 {
         let worth = worth.min(MAX_OPERATION_NS);

@@ -30,6 +30,7 @@
 
 mod account;
 mod baseline;
+mod carried;
 mod cost;
 mod debt;
 mod device;
@@ -43,6 +44,7 @@ mod reserve;
 mod share;
 mod wait_list;
 
+pub use carried::{LimiterState, ShareState};
 pub use cost::{Calibration, Costs, Operation, OperationKind};
 pub use device::{Device, Grant};
 pub use group::Group;

@@ -23,6 +23,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use crate::carried::{LimiterState, MeterState};
 use crate::{Limit, Limits, Operation, OperationKind, Time};
 
 mod bucket;
@@ -200,6 +201,26 @@ impl Limiter {
         }
     }
 
+    /// Moves the state of the limits to the next server. The buckets are full afterwards.
+    pub(crate) fn hand_over(&self, now: Time) -> LimiterState {
+        // No change of the limits meanwhile.
+        let _set = self.set.lock().unwrap_or_else(PoisonError::into_inner);
+        let meters = self.generation(self.changes.load(Acquire)).iter().zip(NAMES);
+        let existing = meters.filter(|(meter, _)| meter.buckets[0].exists());
+        LimiterState(existing.map(|(meter, name)| (name.into(), meter.hand_over(now))).collect())
+    }
+
+    /// Adds the state of another server's limits. Limits that only one of both has are left out.
+    pub(crate) fn continue_from(&self, now: Time, state: &LimiterState) {
+        let _set = self.set.lock().unwrap_or_else(PoisonError::into_inner);
+        for (meter, name) in self.generation(self.changes.load(Acquire)).iter().zip(NAMES) {
+            if let Some(state) = state.0.get(name).filter(|_| meter.buckets[0].exists()) {
+                meter.buckets[0].continue_from(now, &state.short);
+                meter.buckets[1].continue_from(now, &state.burst);
+            }
+        }
+    }
+
     fn generation(&self, change: u64) -> &[Meter; 6] {
         &self.generations[(change % 2) as usize]
     }
@@ -224,6 +245,11 @@ impl Meter {
             let (rate, holds) = limit.map_or((0, 0), |limit| shape(&limit, i));
             bucket.succeed(old, rate, holds, largest, now);
         }
+    }
+
+    fn hand_over(&self, now: Time) -> MeterState {
+        let [short, burst] = self.buckets.each_ref().map(|bucket| bucket.hand_over(now));
+        MeterState { short, burst }
     }
 
     #[inline]
@@ -262,6 +288,9 @@ fn shape(limit: &Limit, which: usize) -> (u64, u64) {
         }
     }
 }
+
+/// Names of the limits in [`LimiterState`], in the order of [`all`].
+const NAMES: [&str; 6] = ["iops", "iops-read", "iops-write", "bps", "bps-read", "bps-write"];
 
 fn all(limits: &Limits) -> [Option<Limit>; 6] {
     [

@@ -13,6 +13,7 @@ use std::task::Waker;
 
 use crate::Time;
 use crate::account::{Account, Counters};
+use crate::carried::{MAX_DEBT_NS, MAX_SUM_NS, ShareState};
 use crate::cost::Operation;
 use crate::debt::Debt;
 use crate::device::{Device, Grant};
@@ -302,7 +303,57 @@ impl Share {
         })
     }
 
-    /// Returns the statistics since the disk was opened.
+    /// Moves the state of the share to the next server. No operation of the disk is in flight.
+    pub fn hand_over(&self, now: Time) -> ShareState {
+        let [limits_debt_ns, device_debt_ns] = self.debt.left(now);
+        let group = self.account.group();
+        let figures = self.figures();
+        ShareState {
+            limits: self.limiter.hand_over(now),
+            group: group.map(|group| group.name().into()),
+            group_limits: group.map(|group| group.limiter.hand_over(now)).unwrap_or_default(),
+            limits_debt_ns,
+            device_debt_ns,
+            owed_ns: figures.owed_ns,
+            used_ns: figures.used_ns,
+            donated_ns: figures.donated_ns,
+            limited_ns: figures.limited_ns,
+            waited_ns: figures.waited_ns,
+            service_ns: figures.service_ns,
+            baseline_ns: figures.baseline_ns,
+        }
+    }
+
+    /// Continues from the state of another server's share. Call it once, before the first
+    /// operation.
+    pub fn continue_from(&self, now: Time, state: &ShareState) {
+        self.limiter.continue_from(now, &state.limits);
+        if let Some(group) = self.account.group()
+            && state.group.as_deref() == Some(group.name())
+        {
+            group.limiter.continue_from(now, &state.group_limits);
+        }
+        self.debt.owe_limits(now.saturating_add(state.limits_debt_ns.min(MAX_DEBT_NS)));
+        // The debt is not longer than the limits of this server make it.
+        self.debt.limits_changed(self.limits_open());
+        if self.device.is_some() {
+            self.debt.owe_device(now, state.device_debt_ns.min(MAX_DEBT_NS));
+        }
+        let sums = &self.account.sums;
+        for (sum, more) in [
+            (&sums.owed_ns, state.owed_ns),
+            (&sums.used_ns, state.used_ns),
+            (&sums.donated_ns, state.donated_ns),
+            (&sums.limited_ns, state.limited_ns),
+            (&sums.waited_ns, state.waited_ns),
+            (&sums.service_ns, state.service_ns),
+            (&sums.baseline_ns, state.baseline_ns),
+        ] {
+            sum.fetch_add(more.min(MAX_SUM_NS), Relaxed);
+        }
+    }
+
+    /// Returns the statistics since the disk was opened, in this server or an earlier one.
     pub fn figures(&self) -> Figures {
         let get = |sum: &AtomicU64| sum.load(Relaxed);
         let sums = &self.account.sums;

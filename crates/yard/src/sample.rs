@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use blockyard_disk::{Disk, DiskCounts, LocalDisk};
+use blockyard_disk::{Disk, DiskCounts, LocalDisk, Statistics};
 use blockyard_export::{PolicyFigures, Reactors};
 use blockyard_ring::NoReply;
 use blockyard_sched::Knobs;
@@ -44,7 +44,7 @@ pub struct DiskSample {
     pub image: String,
     pub group: Option<String>,
     pub knobs: Knobs,
-    /// Sum of the counts of all reactors.
+    /// Sum of the counts of all reactors, and of earlier servers.
     pub counts: DiskCounts,
     pub policies: PolicyFigures,
 }
@@ -115,7 +115,8 @@ pub(crate) fn collect(
 impl DiskSample {
     fn new(known: KnownDisk) -> Self {
         let KnownDisk { state, disk, image, group, knobs } = known;
-        let (counts, policies) = Default::default();
+        let counts = disk.counted_before().map(Statistics::counts).unwrap_or_default();
+        let policies = PolicyFigures::default();
         DiskSample { state, disk, image, group, knobs, counts, policies }
     }
 }

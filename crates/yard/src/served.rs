@@ -5,7 +5,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
-use blockyard_disk::{Disk, DiskOptions, LocalDisk, OnEnospc, Source, Statistics, sched_time};
+use blockyard_disk::{
+    Carried, Disk, DiskOptions, LocalDisk, OnEnospc, Source, Statistics, sched_time,
+};
 use blockyard_export::{Client, Export, Handed, PolicyFigures, Reactors};
 use blockyard_image::journal::CrashSafety;
 use blockyard_image::{ChainOptions, Opener};
@@ -46,6 +48,8 @@ pub struct HandedDisk {
     pub settings: DiskSettings,
     pub exports: Vec<Handed>,
     pub ended: Ended,
+    /// What the next server continues with. None: the disk could not be flushed, and has ended.
+    pub carried: Option<Carried>,
     /// When this server stopped to take requests.
     pub since: Instant,
 }
@@ -90,6 +94,9 @@ impl ServedDisk {
             Activation::Start => disk,
             Activation::Rings => disk.until_activated(settings.image.clone()),
         });
+        if let Some(carried) = settings.carried.take() {
+            disk.continue_from(&carried);
+        }
         let ways: Vec<_> = settings.ways.iter().map(|way| way.describe()).collect();
         if let Some(observer) = &context.observer {
             disk.observe(observer.clone());
@@ -169,7 +176,11 @@ impl ServedDisk {
     pub fn hand_over(mut self, context: &Context) -> HandedDisk {
         let (settings, since) = (self.settings.clone(), Instant::now());
         let exports = self.exports.iter_mut().filter_map(|export| export.hand_over()).collect();
-        HandedDisk { settings, exports, ended: self.end(context, blockyard_export::leave), since }
+        let disk = self.disk.clone();
+        let ended = self.end(context, blockyard_export::leave);
+        // Nothing is in flight any more.
+        let carried = ended.is_flushed.then(|| disk.hand_over(&ended.statistics));
+        HandedDisk { settings, exports, ended, carried, since }
     }
 
     /// Returns the clients and the statistics of the disk.
@@ -295,9 +306,10 @@ fn options(settings: &DiskSettings) -> DiskOptions {
     }
 }
 
-/// Returns the sum of the statistics of all reactors.
+/// Returns the sum of the statistics of all reactors, and of earlier servers.
 fn statistics(disk: &Arc<Disk>, reactors: &Reactors) -> (Statistics, PolicyFigures) {
-    let (mut all, mut policies) = (Statistics::default(), PolicyFigures::default());
+    let mut all = disk.counted_before().cloned().unwrap_or_default();
+    let mut policies = PolicyFigures::default();
     if !disk.was_used() {
         return (all, policies);
     }

@@ -3,7 +3,7 @@
 use std::error::Error;
 use std::sync::Arc;
 
-use blockyard_disk::{Disk, Filter, OnEnospc};
+use blockyard_disk::{Carried, Disk, Filter, OnEnospc};
 use blockyard_export::{Export, Reactors};
 use blockyard_image::ChainOptions;
 use blockyard_sched::Knobs;
@@ -52,6 +52,8 @@ pub struct DiskSettings {
     /// Name of the disk's group. The disks of a group share one weight, limits and reservation.
     pub group: Option<String>,
     pub knobs: Knobs,
+    /// What an earlier server has counted, and the state of its limits.
+    pub carried: Option<Arc<Carried>>,
     /// Exports start in this order.
     pub ways: Vec<Arc<dyn Way>>,
 }

@@ -157,6 +157,7 @@ fn disk(name: &str, image: impl Into<PathBuf>, ways: Vec<NoteWay>) -> DiskSettin
         device: None,
         group: None,
         knobs: Knobs::default(),
+        carried: None,
         ways: ways.into_iter().map(|way| Arc::new(way) as Arc<dyn Way>).collect(),
     }
 }

@@ -22,6 +22,7 @@
 //!   on. Requests that the new one has not answered are in the in-flight regions; changed metadata
 //!   are in the journals.
 //! - Each wait has a limit.
+//! - A disk's counters go on, and its limits hold across the hand-over (`blockyard_disk::Carried`).
 //! - Each message is a parcel of JSON and descriptors. `Hello` and `Refused` never change.
 
 pub mod launcher;
@@ -32,9 +33,11 @@ use std::collections::HashMap;
 use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use anyhow::Context;
+use blockyard_disk::Carried;
 use blockyard_export::vhost_user::Before;
 use blockyard_ring::parcel::{self, Parcel};
 use serde::de::DeserializeOwned;
@@ -46,6 +49,9 @@ pub use old::{Control, HandOvers, own_binary, upgrade};
 
 /// Version of the messages. A change that the other side would misread needs a new number.
 const FORMAT: u32 = 1;
+/// Kind of the parcel that has what the disk itself carries over, [`Carried`]. A server that does
+/// not know it ignores it. A change that another server would misread needs a new name.
+const CARRIED: &str = "carried";
 /// Name of a listening socket of NBD, before its address.
 const NBD: &str = "nbd ";
 /// Longest wait for a message of the other server. Opening an image on a slow server may take long.
@@ -120,5 +126,41 @@ impl HandedExports {
     pub fn take(&self, disk: &str, kind: &str) -> Option<(Parcel, Before)> {
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         all.remove(&(disk.into(), kind.into()))
+    }
+
+    /// Returns what the disk itself carries over, once. None: another server has sent nothing.
+    pub fn take_carried(&self, disk: &str) -> anyhow::Result<Option<Arc<Carried>>> {
+        let Some((parcel, _)) = self.take(disk, CARRIED) else { return Ok(None) };
+        let carried = serde_json::from_slice(&parcel.bytes).with_context(|| {
+            format!("disk \"{disk}\": its statistics and limits from the old server")
+        })?;
+        Ok(Some(Arc::new(carried)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn taken(bytes: &[u8]) -> anyhow::Result<Option<Arc<Carried>>> {
+        let handed = HandedExports::default();
+        let parcel = Parcel { bytes: bytes.to_vec(), fds: Vec::new() };
+        handed.put("a", CARRIED, parcel, Before::Drained);
+        assert!(handed.take_carried("b").unwrap().is_none());
+        let taken = handed.take_carried("a");
+        assert!(handed.take_carried("a").unwrap().is_none(), "a parcel is used once");
+        taken
+    }
+
+    #[test]
+    fn a_parcel_of_a_disk_is_checked() {
+        let carried = Carried { flushes: 3, ..Carried::default() };
+        let bytes = serde_json::to_vec(&carried).unwrap();
+        assert_eq!(taken(&bytes).unwrap().as_deref(), Some(&carried));
+        assert_eq!(taken(b"{\"newer\": 1}").unwrap().as_deref(), Some(&Carried::default()));
+        for bytes in [&b""[..], b"nonsense", b"{\"flushes\": -1}", b"{\"share\": 7}"] {
+            let error = taken(bytes).unwrap_err();
+            assert!(format!("{error:#}").contains("disk \"a\""), "{error:#}");
+        }
     }
 }

@@ -18,11 +18,11 @@ use blockyard_export::{Handed, Listener};
 use blockyard_ring::host;
 use blockyard_ring::parcel::Parcel;
 use blockyard_ring::sandbox;
-use blockyard_yard::YardError;
+use blockyard_yard::{DiskSettings, YardError};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, PidfdFlags, Signal};
 
-use super::{FORMAT, FromNew, FromOld, NBD, Offered, Peer, launcher};
+use super::{CARRIED, FORMAT, FromNew, FromOld, NBD, Offered, Peer, launcher};
 use crate::book::HeldDisk;
 use crate::disks::{log_end, settings};
 use crate::exports;
@@ -213,7 +213,12 @@ impl<'a> HandOver<'a> {
             held.remove();
             bail!("disk \"{disk}\" could not be flushed, and has ended");
         }
-        self.away.push(Away { held, exports: handed.exports, since, pause: None });
+        let mut exports = handed.exports;
+        if let Some(carried) = handed.carried {
+            let bytes = serde_json::to_vec(&carried).unwrap_or_default();
+            exports.push(Handed { kind: CARRIED, parcel: Parcel { bytes, fds: Vec::new() } });
+        }
+        self.away.push(Away { held, exports, since, pause: None });
         let Some(Away { exports, .. }) = self.away.last() else { return Ok(()) };
         let kinds = exports.iter().map(|handed| handed.kind.to_string()).collect();
         self.peer.send(&FromOld::Given { exports: kinds })?;
@@ -237,8 +242,12 @@ impl<'a> HandOver<'a> {
             for Handed { kind, parcel } in exports {
                 handed.put(&name, kind, parcel, Before::Died);
             }
-            let ways = exports::ways(&args, &self.server.common);
-            match self.server.yard.add(settings(&args, ways)) {
+            let carried = handed.take_carried(&name).unwrap_or_else(|e| {
+                tracing::error!("its statistics begin at zero: {e:#}");
+                None
+            });
+            let settings = settings(&args, exports::ways(&args, &self.server.common));
+            match self.server.yard.add(DiskSettings { carried, ..settings }) {
                 Ok(()) => tracing::info!(disk = name, "served again"),
                 Err(YardError::Closing) => {}
                 Err(e) => {

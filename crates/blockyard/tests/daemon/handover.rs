@@ -1,17 +1,18 @@
 //! Hand-over: a new server takes the disks of a running one, and guests stay connected. A new
 //! server that fails leaves the old one serving.
 
-use std::io::{BufRead, BufReader, Write};
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use blockyard_bench::client::workload::Pattern;
 use blockyard_bench::client::{LoadOptions, measure};
-use blockyard_driver::status;
+use blockyard_driver::{Data, request, status};
 
 use crate::common::{BLOCKYARD, Daemon, Folder, SOON, TOOL, blockyard, run, tool, until};
 use crate::guest::{Guest, pattern};
@@ -58,8 +59,12 @@ impl Case {
     }
 
     /// Replaces a server by a new one. Returns the new one, when the old one has ended.
-    fn replace(&self, mut old: Daemon) -> Daemon {
-        let mut new = Daemon::start(&mut self.takeover());
+    fn replace(&self, old: Daemon) -> Daemon {
+        self.replace_by(old, &mut self.takeover())
+    }
+
+    fn replace_by(&self, mut old: Daemon, command: &mut Command) -> Daemon {
+        let mut new = Daemon::start(command);
         assert!(new.became_ready(), "{}\n---- old ----\n{}", new.log(), old.log());
         let status = old.ended(SOON);
         assert!(status.success(), "{status}: {}", old.log());
@@ -148,6 +153,67 @@ fn a_disk_without_a_client_is_handed_over() {
     guest.leave();
     let mut guest = Guest::connect(&case.socket);
     assert_eq!(guest.read(0, 4096).unwrap(), pattern(1, 4096));
+    drop(guest);
+    daemon.stop();
+    case.is_clean();
+}
+
+/// Returns the counters of the disks, without those of policies.
+fn counters(case: &Case) -> BTreeMap<String, f64> {
+    let mut stream = UnixStream::connect(&case.api).unwrap();
+    stream.set_read_timeout(Some(SOON)).unwrap();
+    stream.write_all(b"GET /metrics HTTP/1.0\r\n\r\n").unwrap();
+    let mut text = String::new();
+    stream.read_to_string(&mut text).unwrap();
+    let lines = text.lines().filter_map(|line| line.rsplit_once(' '));
+    let is_counter = |series: &str| {
+        let name = series.split('{').next().unwrap_or_default();
+        let is_policy = ["policy", "signal"].iter().any(|word| name.contains(word));
+        let ends = ["_total", "_bucket", "_count", "_sum"];
+        name.starts_with("blockyard_disk_") && !is_policy && ends.iter().any(|e| name.ends_with(e))
+    };
+    let counters = lines.filter(|(series, _)| is_counter(series));
+    counters.map(|(series, value)| (series.to_string(), value.parse().unwrap())).collect()
+}
+
+/// Each hand-over drains the queue, which admits all requests that wait. The next server must wait
+/// until the limit has covered them.
+#[test]
+fn counters_go_on_and_a_limit_holds_over_hand_overs() {
+    const RATE: f64 = 10.0;
+    const DEPTH: u16 = 8;
+    let case = Case::new();
+    let mut daemon = Daemon::start(case.command().args(["--iops", "10"]));
+    daemon.wait_ready();
+    let mut guest = Guest::connect(&case.socket);
+    assert_eq!(guest.flush(), status::OK);
+    let (start, mut answered, mut free) = (Instant::now(), 0, Vec::from_iter(0..DEPTH));
+    let mut before = counters(&case);
+    for _ in 0..5 {
+        for slot in free.drain(..) {
+            guest.queue().submit(slot, request::IN, 0, Data::FromDevice(512));
+        }
+        guest.queue().publish().unwrap();
+        daemon = case.replace_by(daemon, case.takeover().args(["--iops", "10"]));
+        while let Some((slot, status)) = guest.queue().reap().unwrap() {
+            assert_eq!(status, status::OK);
+            free.push(slot);
+            answered += 1;
+        }
+        let after = counters(&case);
+        for (series, was) in &before {
+            let is = after.get(series);
+            assert!(is.is_some_and(|is| is >= was), "{series}: {was}, then {is:?}");
+        }
+        before = after;
+    }
+    // The bucket holds one request, and the last drain has admitted a full queue.
+    let most = RATE * (start.elapsed().as_secs_f64() + 0.01) + 1.0 + f64::from(DEPTH);
+    assert!(answered > 0 && f64::from(answered) <= most, "{answered}, and at most {most}");
+    let reads = before.iter().find(|(series, _)| {
+        series.starts_with("blockyard_disk_requests_total") && series.contains("\"read\"")
+    });
+    assert!(reads.is_some_and(|(_, reads)| *reads >= f64::from(answered)), "{reads:?}");
     drop(guest);
     daemon.stop();
     case.is_clean();

@@ -5,6 +5,10 @@
 
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
+use crate::carried::MAX_COUNT;
+
 /// Number of buckets. The last one has no upper bound.
 const BUCKETS: usize = 47;
 
@@ -18,6 +22,30 @@ pub struct Latencies {
 impl Default for Latencies {
     fn default() -> Self {
         Latencies { buckets: [0; BUCKETS], sum_ns: 0 }
+    }
+}
+
+/// [`Latencies`] as data for the next server. Other bounds of the buckets need another name.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(default)]
+pub(super) struct LatenciesState {
+    buckets: Vec<u64>,
+    sum_ns: u64,
+}
+
+impl From<&Latencies> for LatenciesState {
+    fn from(from: &Latencies) -> Self {
+        LatenciesState { buckets: from.buckets.to_vec(), sum_ns: from.sum_ns }
+    }
+}
+
+impl From<&LatenciesState> for Latencies {
+    fn from(from: &LatenciesState) -> Self {
+        let mut new = Latencies { sum_ns: from.sum_ns.min(MAX_COUNT), ..Latencies::default() };
+        for (bucket, count) in new.buckets.iter_mut().zip(&from.buckets) {
+            *bucket = (*count).min(MAX_COUNT);
+        }
+        new
     }
 }
 

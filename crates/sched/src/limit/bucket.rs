@@ -8,6 +8,7 @@ use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 
 use crate::Time;
+use crate::carried::{BucketState, MAX_DEBT_NS};
 
 #[derive(Debug, Default)]
 pub(super) struct Bucket {
@@ -129,11 +130,7 @@ impl Bucket {
             0
         } else {
             let missing = old.full.load(Acquire).saturating_sub(now);
-            let debt = missing.saturating_sub(old_holds);
-            let of_holds =
-                u128::from(missing - debt) * u128::from(holds) / u128::from(old_holds.max(1));
-            let of_debt = u128::from(debt) * u128::from(old_rate.min(rate)) / u128::from(rate);
-            now.saturating_add(u64::try_from(of_holds + of_debt).unwrap_or(u64::MAX))
+            now.saturating_add(converted(missing, (old_rate, old_holds), (rate, holds)))
         };
         self.rate.store(rate, Release);
         self.holds.store(holds, Release);
@@ -141,6 +138,36 @@ impl Bucket {
         self.full.store(full, Release);
         self.fraction.store(0, Relaxed);
     }
+
+    /// Moves the charges to the next server. The bucket is full afterwards.
+    pub fn hand_over(&self, now: Time) -> BucketState {
+        let missing_ns = self.full.swap(0, AcqRel).saturating_sub(now);
+        let (rate, holds_ns) = (self.rate.load(Acquire), self.holds.load(Acquire));
+        BucketState { rate, holds_ns, missing_ns }
+    }
+
+    /// Adds the charges of another server, as [`Bucket::succeed`] takes them over.
+    pub fn continue_from(&self, now: Time, state: &BucketState) {
+        let (rate, holds) = (self.rate.load(Acquire), self.holds.load(Acquire));
+        if rate == 0 || state.rate == 0 {
+            return;
+        }
+        let old = (state.rate, state.holds_ns);
+        let missing = converted(state.missing_ns, old, (rate, holds));
+        let missing = missing.min(holds.saturating_add(MAX_DEBT_NS));
+        let full = |full: u64| Some(full.max(now).saturating_add(missing));
+        let _ = self.full.fetch_update(AcqRel, Acquire, full);
+    }
+}
+
+/// Converts the time until a bucket of a rate and a size (`from`) is full to that of another one:
+/// the same fill level in proportion, and a debt that lasts no longer.
+fn converted(missing: u64, from: (u64, u64), (rate, holds): (u64, u64)) -> u64 {
+    let (old_rate, old_holds) = from;
+    let debt = missing.saturating_sub(old_holds);
+    let of_holds = u128::from(missing - debt) * u128::from(holds) / u128::from(old_holds.max(1));
+    let of_debt = u128::from(debt) * u128::from(old_rate.min(rate)) / u128::from(rate);
+    u64::try_from(of_holds + of_debt).unwrap_or(u64::MAX)
 }
 
 fn slack(rate: u64, holds: u64, largest: u64) -> u64 {
