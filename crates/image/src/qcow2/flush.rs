@@ -361,8 +361,8 @@ impl<S: Storage> Qcow2<S> {
                 end = run.start;
             }
         }
-        // Refcounts first: a file that ends before a cluster with a refcount is corrupt; a file that
-        // ends behind it is not. So the new length needs no sync.
+        // Refcounts first: a file that ends before a cluster with a refcount is corrupt; a file
+        // that ends behind it is not. So the new length needs no sync.
         self.write_back(true).await?;
         if end < alloc.end() && !self.file.is_device() {
             self.file.storage().set_len(end << bits).await?;
