@@ -13,7 +13,8 @@ pub fn sync(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
     if disk.is_inactive() {
         return true;
     }
-    reactors.all().fold(true, |good, reactor| sync_on(reactor, disk) && good)
+    let failed = reactors.all().filter(|reactor| !sync_on(reactor, disk)).count();
+    failed == 0
 }
 
 fn sync_on(reactor: &Remote, disk: &Arc<Disk>) -> bool {
