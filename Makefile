@@ -36,7 +36,7 @@ soak: ## run the tests that take hours: power cuts, long loads, fuzzing (scripts
 perf: ## compare rates, latencies and shares with their known figures, on a quiet machine
 	@scripts/setup test
 	$(CARGO) build --locked --workspace
-	$(CARGO) test --locked -p blockyard -p blockyard-bench --test perf --no-fail-fast \
+	$(CARGO) test --locked -p blockyard-cli -p blockyard-bench --test perf --no-fail-fast \
 		-- --test-threads=1 --nocapture
 
 bench: ## measure against the host's file and qemu-storage-daemon; writes docs/benchmark-tables.md
@@ -53,7 +53,7 @@ lint: ## format check, lengths of files and commit subjects, links of pages, cli
 	@scripts/check-links
 	@scripts/check-language
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
-	$(CARGO) clippy -p blockyard -p blockyard-bench --test perf --locked -- -D warnings
+	$(CARGO) clippy -p blockyard-cli -p blockyard-bench --test perf --locked -- -D warnings
 
 # Does not depend on `build`: the user runs that, and this may run as root, which has no cargo.
 install: ## programs, man pages, documentation, completions, units, guests (PREFIX=, DESTDIR=)

@@ -3,7 +3,7 @@
 
 mod calibrate;
 mod client;
-#[path = "../../../blockyard/tests/common/mod.rs"]
+#[path = "../../../cli/tests/common/mod.rs"]
 mod common;
 mod compare;
 mod install;

@@ -1,9 +1,9 @@
 //! Rates and latencies of devices and delays with known figures, on the real clock: `make perf`, on
 //! a quiet machine. Limits are measured by the target `perf` of the server's package.
 
-#[path = "../../../blockyard/tests/common/mod.rs"]
+#[path = "../../../cli/tests/common/mod.rs"]
 mod common;
-#[path = "../../../blockyard/tests/perf/figures.rs"]
+#[path = "../../../cli/tests/perf/figures.rs"]
 mod figures;
 mod model;
 mod shares;
