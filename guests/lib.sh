@@ -92,9 +92,11 @@ fill_job() { # SCRIPT K=V...
 # Kills a guest that does not begin its init because one of its processors gets no timer interrupts.
 # The guest's kernel reports this ("detected stalls") every minute. See `run_guest`.
 watch_boot() { # PROCESS_GROUP
+    local from=$SECONDS
     while sleep 5 && kill -0 "$1" 2>/dev/null; do
         if grep -q 'guest-init: begins' "$run/console"; then return; fi
-        if (($(grep -c 'rcu.* detected stalls' "$run/console") >= 2)); then
+        if (($(grep -c 'rcu.* detected stalls' "$run/console") >= 2)) ||
+            { [[ ! -s $run/console ]] && ((SECONDS - from > 120)) && is_silent "$1"; }; then
             : >"$run/stuck"
             kill -KILL -- "-$1" 2>/dev/null || :
             return
@@ -102,9 +104,20 @@ watch_boot() { # PROCESS_GROUP
     done
 }
 
+# Writes what the threads of an emulator do, because its guest has printed nothing. Returns whether
+# it is not the server for which the emulator waits: its main thread is not in recvmsg (47).
+is_silent() { # PROCESS
+    local task
+    for task in "/proc/$1/task/"*; do
+        printf 'silent: %s: call %s; %s\n' "$(<"$task/comm")" "$(<"$task/syscall")" \
+            "$(cut -d ' ' -f 3,14,15 "$task/stat")" >>"$run/console"
+    done 2>/dev/null
+    [[ $(<"/proc/$1/syscall") != '47 '* ]]
+}
+
 # Returns whether the guest failed before it began its init, by a fault of the emulator (QEMU
 # without KVM) with several processors:
-# - It lost the timer of a processor.
+# - It lost the timer of a processor, possibly before the kernel could print.
 # - It ran code that another processor was patching. The kernel panics with an invalid instruction.
 # - A processor used memory regions of a device while another one mapped it (QEMU issue 1921).
 boot_failed() {
