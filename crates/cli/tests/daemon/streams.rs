@@ -88,6 +88,27 @@ fn a_full_file_system_of_the_log_affects_no_disk() {
     guests_lose_nothing(&folder, daemon);
 }
 
+/// A process that goes on after SIGSTOP has several signals at once. Then the kernel runs their
+/// handlers on any of its threads, also on those that write the log.
+#[test]
+fn signals_that_come_at_once_do_not_end_a_server() {
+    let folder = Folder::new();
+    let mut daemon = Daemon::serve("ram:1M", &folder.join("s"), &[]);
+    let status = format!("/proc/{}/status", daemon.pid());
+    let is_zero = |set: &str| set.trim().bytes().all(|digit| digit == b'0');
+    for _ in 0..50 {
+        for signal in [Signal::STOP, Signal::HUP, Signal::USR1, Signal::CONT] {
+            daemon.signal(signal);
+        }
+        until("no signal is pending", SOON, || {
+            let status = std::fs::read_to_string(&status).unwrap_or_default();
+            status.lines().all(|line| line.strip_prefix("ShdPnd:").is_none_or(is_zero))
+        });
+        assert!(daemon.running(), "{}", daemon.log());
+    }
+    daemon.stop();
+}
+
 #[test]
 fn a_failed_start_does_not_block_on_its_message() {
     let (_reader, writer) = full_pipe();

@@ -189,6 +189,8 @@ const THREAD: &[c_long] = &[
     libc::SYS_sched_getaffinity,
     libc::SYS_sched_setaffinity,
     libc::SYS_sched_yield,
+    // The kernel may run the handler of a signal on any thread. It wakes the main thread by `send`.
+    libc::SYS_sendto,
     libc::SYS_set_robust_list,
     libc::SYS_sigaltstack,
     libc::SYS_sysinfo,
@@ -285,7 +287,6 @@ const SOCKETS: &[c_long] = &[
     libc::SYS_recvmsg,
     libc::SYS_sendmmsg,
     libc::SYS_sendmsg,
-    libc::SYS_sendto,
     libc::SYS_setsockopt,
     libc::SYS_shutdown,
 ];
