@@ -24,7 +24,7 @@ use load::{Life, Tally};
 use plan::{Plan, SHAPES, Trouble};
 
 /// Random power cuts of an ordinary run.
-const CUTS: u64 = 20_000;
+const CUTS: u64 = 8_000;
 
 fn number(name: &str) -> Option<u64> {
     let text = std::env::var(name).ok()?;

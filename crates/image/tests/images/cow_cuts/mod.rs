@@ -27,7 +27,7 @@ use self::life::{Life, Tally};
 use self::plan::Plan;
 
 /// Number of random power cuts if `BLOCKYARD_CUTS` is not set.
-const CUTS: u64 = 5_000;
+const CUTS: u64 = 2_000;
 
 /// Seeds that failed once.
 const FAILED_ONCE: [u64; 0] = [];

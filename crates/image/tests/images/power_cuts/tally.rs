@@ -79,7 +79,7 @@ impl Tally {
     /// Returns true if cuts interrupted each kind of command often enough, and left the old and the
     /// new state often enough.
     pub fn saw_all_operations(&self) -> bool {
-        self.operations.iter().chain(&self.states).all(|&n| n > 30)
+        self.operations.iter().chain(&self.states).all(|&n| n > 10)
     }
 }
 
