@@ -1,5 +1,5 @@
-//! A disk on a socket, served by the test's own process, for operations that no command offers yet:
-//! snapshot, commit and stream.
+//! A disk on a socket, served by the test's own process: for snapshots, commits, streams and
+//! resizes whose pauses a test measures.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -47,6 +47,14 @@ impl Server {
 
     pub fn snapshot(&self, overlay: PathBuf) -> Result<(), WorkError> {
         self.disk.snapshot(&SnapshotOptions::new(overlay))
+    }
+
+    /// Grows the image, and tells the guest.
+    pub fn grow(&mut self, size: u64) -> Result<(), WorkError> {
+        self.disk.grow(size)?;
+        assert_eq!(self.disk.refresh_capacity().unwrap(), Some(size));
+        self.export.resize();
+        Ok(())
     }
 
     /// Ends the server as the program does at SIGTERM.

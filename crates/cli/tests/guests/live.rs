@@ -1,7 +1,7 @@
 //! Images are exchanged under a guest that verifies its data: snapshot, commit, snapshot, stream,
-//! in a loop.
+//! in a loop. In the first rounds the image grows, too.
 //!
-//! The test's own process is the server. It calls the functions that a control socket will call.
+//! The test's own process is the server. It calls the functions that the API calls.
 
 use std::time::Duration;
 
@@ -11,6 +11,9 @@ use crate::common::{Folder, Guest, GuestKind, Server, md5, tool};
 use crate::fixture::script_with_prelude;
 
 const SIZE: u64 = 64 << 20;
+/// By how much the image grows in each of the first [`GROWN`] rounds.
+const STEP: u64 = 4 << 20;
+const GROWN: u64 = 2;
 /// Maximum time for which a quiesce may hold requests. On an idle machine it takes a hundredth of
 /// that.
 const LONGEST: Duration = Duration::from_secs(5);
@@ -26,6 +29,8 @@ const SCRIPT: &str = r#"
         [[ $i -eq 3 ]] && rm /mnt/*.0 && fstrim /mnt
         echo "loaded $i"
     done
+    until [[ $(</sys/block/vda/size) == "$SECTORS" ]]; do sleep 0.05; done
+    load --name=new --filename=/dev/vda --offset=64M --size=8M --rw=randwrite --bs=4k --io_size=4M
     umount /mnt
     e2fsck -fn /dev/vda >/tmp/fsck 2>&1 || { cat /tmp/fsck && exit 1; }
     echo "sum $(dd if=/dev/vda bs=1M iflag=direct status=none | md5sum)"
@@ -44,9 +49,11 @@ fn images_are_exchanged_under_qemu() {
 fn exchange(kind: GuestKind) {
     let folder = Folder::new();
     let (base, socket) = (folder.image("base.img", SIZE), folder.join("disk.sock"));
-    let server = Server::start(&base, &socket, &[]);
+    let mut server = Server::start(&base, &socket, &[]);
     let script = script_with_prelude(SCRIPT);
-    let options = Guest::vhost(&socket, "");
+    let mut options = Vec::from(Guest::vhost(&socket, ""));
+    let sectors = (SIZE + GROWN * STEP) / 512;
+    options.extend(["--env".into(), format!("SECTORS={sectors}").into()]);
     let mut guest = Guest::start(kind, options, &script, Duration::from_secs(180));
     guest.expect("begun");
     let mut rounds = 0;
@@ -59,6 +66,15 @@ fn exchange(kind: GuestKind) {
         server.snapshot(overlay("b")).unwrap();
         std::thread::sleep(Duration::from_millis(100));
         server.disk.stream(&Work::default()).unwrap();
+        if rounds < GROWN {
+            server.grow(SIZE + (rounds + 1) * STEP).unwrap();
+        }
+        // The disk has no other image than the last one now.
+        if let Some(last) = rounds.checked_sub(1) {
+            for name in ["a", "b"] {
+                std::fs::remove_file(folder.join(format!("{last}-{name}.qcow2"))).unwrap();
+            }
+        }
         rounds += 1;
     }
     let output = guest.finish();
