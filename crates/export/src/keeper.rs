@@ -15,6 +15,7 @@ use std::time::Duration;
 use blockyard_ring::holder::{MOST_BYTES, MOST_FDS, MOST_KEY, kind};
 use blockyard_ring::parcel::Parcel;
 use rustix::fs::MemfdFlags;
+use rustix::io::retry_on_intr;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, sockopt,
@@ -104,7 +105,9 @@ fn send(socket: &OwnedFd, message: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<
         control.push(SendAncillaryMessage::ScmRights(fds));
     }
     let flags = SendFlags::NOSIGNAL;
-    rustix::net::sendmsg(socket, &[IoSlice::new(message)], &mut control, flags)?;
+    let piece = [IoSlice::new(message)];
+    // The socket has a timeout: SIGSTOP and SIGCONT interrupt the call without any handler.
+    retry_on_intr(|| rustix::net::sendmsg(socket, &piece, &mut control, flags))?;
     Ok(())
 }
 
@@ -121,7 +124,8 @@ pub fn left_behind() -> io::Result<Vec<(String, Parcel)>> {
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let flags = RecvFlags::CMSG_CLOEXEC;
         let piece = &mut [IoSliceMut::new(&mut bytes)];
-        let got = rustix::net::recvmsg(socket, piece, &mut control, flags)?.bytes;
+        let receive = || rustix::net::recvmsg(socket, piece, &mut control, flags);
+        let got = retry_on_intr(receive)?.bytes;
         let mut fds = Vec::new();
         for message in control.drain() {
             if let RecvAncillaryMessage::ScmRights(received) = message {

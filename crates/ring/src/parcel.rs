@@ -54,12 +54,16 @@ pub fn send(
 /// Receives a parcel before `deadline`. `None`: the peer has closed the connection.
 pub fn receive(stream: &UnixStream, deadline: Instant) -> io::Result<Option<Parcel>> {
     let mut header = [0; 8];
-    stream.set_read_timeout(Some(left(deadline)?))?;
-    match (&*stream).read(&mut header[..1]) {
-        Ok(0) => return Ok(None),
-        Ok(_) => {}
-        Err(e) if e.kind() == io::ErrorKind::ConnectionReset => return Ok(None),
-        Err(e) => return Err(late(e)),
+    loop {
+        stream.set_read_timeout(Some(left(deadline)?))?;
+        match (&*stream).read(&mut header[..1]) {
+            Ok(0) => return Ok(None),
+            Ok(_) => break,
+            Err(e) if e.kind() == io::ErrorKind::ConnectionReset => return Ok(None),
+            // SIGSTOP and SIGCONT interrupt it without any handler, because it has a timeout.
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(late(e)),
+        }
     }
     read_all(stream, &mut header[1..], deadline)?;
     let word = |at: usize| {
@@ -171,6 +175,8 @@ fn receive_group(stream: &UnixStream, fds: &mut Vec<OwnedFd>, deadline: Instant)
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::thread::JoinHandleExt;
+
     use super::*;
 
     fn soon() -> Instant {
@@ -215,6 +221,25 @@ mod tests {
         assert_eq!(late.kind(), io::ErrorKind::TimedOut);
         (&one).write_all(&[0xff; 8]).unwrap();
         assert_eq!(receive(&two, soon()).unwrap_err().kind(), io::ErrorKind::InvalidData);
+    }
+
+    #[test]
+    fn signals_do_not_end_a_wait() {
+        extern "C" fn nothing(_: libc::c_int) {}
+        // SAFETY: an all-zero sigaction is valid: no SA_RESTART, so that calls are interrupted.
+        let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+        action.sa_sigaction = nothing as extern "C" fn(_) as usize;
+        // SAFETY: the handler does nothing, and no other test of this program uses the signal.
+        assert_eq!(unsafe { libc::sigaction(libc::SIGWINCH, &action, std::ptr::null_mut()) }, 0);
+        let (one, two) = UnixStream::pair().unwrap();
+        let receiver = std::thread::spawn(move || receive(&two, soon()).unwrap().unwrap().bytes);
+        for _ in 0..100 {
+            // SAFETY: the thread is joined below, so that its handle is valid.
+            unsafe { libc::pthread_kill(receiver.as_pthread_t(), libc::SIGWINCH) };
+            std::thread::sleep(Duration::from_micros(100));
+        }
+        send(&one, b"whole", &[], soon()).unwrap();
+        assert_eq!(receiver.join().unwrap(), b"whole");
     }
 
     fn header(len: usize, count: usize) -> [u8; 8] {

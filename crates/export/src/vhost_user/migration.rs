@@ -253,8 +253,8 @@ impl Session {
 /// Returns whether a pipe ends without a byte. Waits for a bounded time.
 fn read_end(pipe: &OwnedFd) -> std::result::Result<bool, Errno> {
     let time = Timespec { tv_sec: STATE_TIME.as_secs() as i64, tv_nsec: 0 };
-    let ready = rustix::event::poll(&mut [PollFd::new(pipe, PollFlags::IN)], Some(&time))?;
-    if ready == 0 {
+    let mut fds = [PollFd::new(pipe, PollFlags::IN)];
+    if rustix::io::retry_on_intr(|| rustix::event::poll(&mut fds, Some(&time)))? == 0 {
         return Err(Errno::TIMEDOUT);
     }
     let mut byte = [0; 1];
