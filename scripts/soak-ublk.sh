@@ -9,7 +9,7 @@ read -ra kernels <<<"${KERNELS:-6 7}"
 guests/setup all
 guests/setup qemu7
 program=${BLOCKYARD:-${CARGO_TARGET_DIR:-target}/release/blockyard}
-[[ -n ${BLOCKYARD:-} ]] || cargo build --release --locked --package blockyard </dev/null
+[[ -n ${BLOCKYARD:-} ]] || cargo build --release --locked --package blockyard-cli </dev/null
 work=$(mktemp -d "${TMPDIR:-/var/tmp}/blockyard-soak.XXXXXX")
 trap 'rm -rf -- "$work"' EXIT
 strip -o "$work/blockyard" "$program"

@@ -8,7 +8,7 @@ PATH=$PATH:${CARGO_HOME:-$HOME/.cargo}/bin
 
 guests/setup all
 program=${BLOCKYARD:-${CARGO_TARGET_DIR:-target}/release/blockyard}
-[[ -n ${BLOCKYARD:-} ]] || cargo build --release --locked --package blockyard </dev/null
+[[ -n ${BLOCKYARD:-} ]] || cargo build --release --locked --package blockyard-cli </dev/null
 work=$(mktemp -d "${TMPDIR:-/var/tmp}/blockyard-soak.XXXXXX")
 trap 'rm -rf -- "$work"' EXIT
 strip -o "$work/blockyard" "$program"
