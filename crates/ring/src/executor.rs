@@ -79,6 +79,8 @@ struct Inner {
     pulse: Arc<Pulse>,
     /// Number of files that are open for writing on this ring.
     files: Cell<u32>,
+    /// Registered files whose last user was an operation, to be unregistered.
+    left_files: RefCell<Vec<u32>>,
     locals: Locals,
     /// For blocking calls of this executor that belong to no file.
     workers: Workers,
@@ -117,6 +119,7 @@ impl Executor {
             stop: Cell::new(false),
             pulse: Arc::default(),
             files: Cell::new(0),
+            left_files: RefCell::default(),
             locals: Locals::default(),
             workers: Workers::of(BLOCKING),
         };
@@ -290,7 +293,11 @@ impl Inner {
         } else {
             None
         };
-        self.uring.borrow_mut().submit_and_reap(wait, |task| self.wake(task))?;
+        let mut uring = self.uring.borrow_mut();
+        // Before the thread sleeps, because a file stays open while it is registered.
+        self.left_files.borrow_mut().drain(..).for_each(|index| uring.unregister_file(index));
+        uring.submit_and_reap(wait, |task| self.wake(task))?;
+        drop(uring);
         if idle {
             self.inbox.awake();
             self.pulse.wakes()
@@ -516,11 +523,12 @@ impl Handle {
         self.0.uring.borrow_mut().register_file(fd)
     }
 
-    /// Unregisters a file. If the ring is borrowed because it is reaping, the entry stays until the
-    /// ring is closed. This is rare: an operation must drop the last reference to its file.
+    /// Unregisters a file. The ring may be borrowed, because an operation has dropped the last
+    /// reference to its file. Then the next iteration unregisters it.
     pub(crate) fn unregister_file(&self, index: u32) {
-        if let Ok(mut uring) = self.0.uring.try_borrow_mut() {
-            uring.unregister_file(index);
+        match self.0.uring.try_borrow_mut() {
+            Ok(mut uring) => uring.unregister_file(index),
+            Err(_) => self.0.left_files.borrow_mut().push(index),
         }
     }
 }

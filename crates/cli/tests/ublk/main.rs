@@ -5,6 +5,7 @@
 //!   filesystems   mkfs, fio with checksums, discard, zeroes, resize, read-only, cache modes
 //!   crash         kill -9 under verified load, 20 times; a mounted device survives SIGTERM
 //!   takeover      what a server takes over and refuses; kills and races meanwhile; many devices
+//!   handover      a device gets another server under verified load
 //!   in_use        programs, loop devices, swap and mounts keep their device
 //!   overlay       qcow2 overlays: data that needs processing is copied
 //!   workers       the server itself makes the writes, not io_uring's workers
@@ -20,6 +21,7 @@ mod attach;
 mod crash;
 mod filesystems;
 mod fixture;
+mod handover;
 mod in_use;
 mod overlay;
 mod takeover;

@@ -530,7 +530,8 @@ impl Export for Ublk {
         // belong to a device of another disk.
         let removed = self.shared.live.load(Ordering::SeqCst) == 0;
         let stopped = removed || (!self.stays && self.stop_if_unused());
-        if !stopped && self.recovers() && self.device.flags & abi::F_QUIESCE != 0 {
+        let quiesces = !stopped && self.recovers() && self.device.flags & abi::F_QUIESCE != 0;
+        if quiesces {
             // If the kernel has no quiesce command, the device loses its server only when this
             // process ends.
             let quiesced = self.control.quiesce(&self.device, MAX_WAIT.as_millis() as u64);
@@ -540,6 +541,10 @@ impl Export for Ublk {
         }
         for queue in self.queues.drain(..) {
             if stopped { queue.wait() } else { queue.leave() }
+        }
+        if quiesces && !takeover::wait_quiesced(&mut self.control, &self.device) {
+            let (disk, path) = (self.name(), self.path());
+            tracing::warn!(disk, "{} has no other server before this process ends", path.display());
         }
         let number = |n: &AtomicU64| n.load(Ordering::Relaxed);
         let (requests, bytes, copied) = (

@@ -198,6 +198,25 @@ pub(super) fn begin(control: &mut Control, info: &DeviceInfo) -> io::Result<()> 
     }
 }
 
+/// Waits until the driver has seen that this server has closed the device. Before that, another
+/// server would find a device that is served. Returns false if it takes too long.
+///
+/// The quiesce command takes back the commands that wait for a request. A request that was in
+/// flight then leaves such a command when it is committed, and the command keeps the device open.
+/// So the quiesce command is repeated.
+pub(super) fn wait_quiesced(control: &mut Control, info: &DeviceInfo) -> bool {
+    let (start, mut pause) = (Instant::now(), Duration::from_millis(1));
+    while control.info(info.id).is_ok_and(|info| info.state == abi::S_LIVE) {
+        if start.elapsed() > MAX_WAIT {
+            return false;
+        }
+        std::thread::sleep(pause);
+        pause = (2 * pause).min(Duration::from_millis(50));
+        let _ = control.quiesce(info, pause.as_millis() as u64);
+    }
+    true
+}
+
 fn is_quiesced(control: &mut Control, id: u32) -> bool {
     control
         .info(id)

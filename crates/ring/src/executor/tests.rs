@@ -422,3 +422,24 @@ fn a_meter_counts_only_files_of_its_handle() {
         assert_eq!(meter.counted(), (3, 500));
     });
 }
+
+#[test]
+fn a_file_is_closed_when_the_operation_that_has_it_ends() {
+    use std::io::{Read, Write};
+
+    let (ours, mut theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+    let executor = Executor::new().unwrap();
+    let handle = executor.handle().clone();
+    let slot = Rc::new(crate::file::FileSlot::uncounted(&handle, Arc::new(ours)));
+    executor
+        .block_on(async move {
+            let read = Action::Read { offset: 0 };
+            let read = handle.operation(read, Segments::buffer(1), slot);
+            theirs.write_all(b"x").unwrap();
+            assert_eq!(read.await.0, 1);
+            handle.sleep(Duration::from_millis(1)).await;
+            theirs.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+            assert_eq!(theirs.read(&mut [0]).unwrap(), 0, "the connection has ended");
+        })
+        .unwrap();
+}
