@@ -140,9 +140,11 @@ impl Source {
                     nbd,
                     overlaid,
                     journal,
+                    given,
                     ..
                 } = options.clone();
                 let open = OpenOptions {
+                    given,
                     force_share,
                     nbd,
                     overlaid,

@@ -7,6 +7,7 @@
 //!   open         an open image file on any storage
 //!   file         files and block devices: opening, lock, records of snapshots
 //!   nbd          exports of NBD servers
+//!   target       disks whose contents code of the library's user, or a program, decides
 //!   sim          the simulated disk; journals for power cuts
 //!   forward      a macro that forwards methods of `Storage`
 //!   error        why a name cannot be opened
@@ -38,6 +39,7 @@ mod range_lock;
 mod schemes;
 pub mod sim;
 mod storage;
+pub mod target;
 
 pub use blockyard_ring::host::Geometry;
 pub use cache::{CacheMode, UnknownCacheMode};

@@ -39,6 +39,8 @@ pub struct OpenOptions {
     pub overlaid: Overlaid,
     /// Records all operations on the file, for simulated power cuts.
     pub journal: Option<Journal>,
+    /// A storage that is open already; then `path` is only its name.
+    pub given: Option<Arc<dyn Opened>>,
 }
 
 /// What to do when an image is opened for writing and a live snapshot has put an overlay on it.
@@ -55,7 +57,7 @@ pub enum Overlaid {
 
 impl OpenOptions {
     pub fn new(path: impl Into<PathBuf>, read_only: bool, cache: CacheMode) -> Self {
-        let (found, nbd, overlaid, journal) = Default::default();
+        let (found, nbd, overlaid, journal, given) = Default::default();
         OpenOptions {
             path: path.into(),
             found,
@@ -65,6 +67,7 @@ impl OpenOptions {
             nbd,
             overlaid,
             journal,
+            given,
         }
     }
 }
@@ -159,6 +162,9 @@ pub struct ImageFile {
 impl ImageFile {
     /// Opens and locks an image file, or connects to what its name's scheme describes.
     pub fn open(options: &OpenOptions) -> Result<Self, OpenError> {
+        if let Some(opened) = &options.given {
+            return Ok(ImageFile::other(opened.clone(), options));
+        }
         match scheme_of(&options.path) {
             Some((scheme, name)) => {
                 let failed = |error| OpenError::Storage { path: options.path.clone(), error };
@@ -374,8 +380,10 @@ impl ImageFile {
 
     /// Reads the file's length again, after a resize. Returns the new length in bytes.
     pub fn refresh_size(&self) -> io::Result<u64> {
-        let Some(fd) = self.fd() else { return Ok(self.size()) };
-        let size = host::file_size(fd)?;
+        let size = match &self.medium {
+            Medium::File(fd) => host::file_size(fd)?,
+            Medium::Other(opened) => opened.size(),
+        };
         self.size.store(size, Ordering::Relaxed);
         Ok(size)
     }

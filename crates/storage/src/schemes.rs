@@ -5,6 +5,7 @@
 
 use std::io;
 use std::path::Path;
+use std::rc::Rc;
 use std::sync::Arc;
 
 use blockyard_ring::Segments;
@@ -15,6 +16,7 @@ use crate::nbd::{self, Nbd};
 use crate::open::{OpenOptions, Opened};
 use crate::sim::Recorded;
 use crate::storage::Storage;
+use crate::target::{AskWorker, Mapped, Passed};
 
 /// A kind of storage names that are no paths, and what opens them.
 pub trait Scheme: Sync {
@@ -56,6 +58,10 @@ storages! {
     File(HostFile) inline;
     /// An export of an NBD server.
     Nbd(Nbd) boxed named by nbd::NbdScheme;
+    /// A map of a target, on files and devices of this host.
+    Mapped(Rc<Mapped<HostFile, AskWorker>>) boxed;
+    /// A device of a target.
+    Passed(Passed) boxed;
     /// A file with a journal of its operations, for simulated power cuts.
     Recorded(Box<Recorded<HostFile>>) boxed;
 }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use blockyard_storage::sim::Journal;
-use blockyard_storage::{CacheMode, Overlaid, nbd};
+use blockyard_storage::{CacheMode, Opened, Overlaid, nbd};
 
 use crate::format::Format;
 use crate::journal::CrashSafety;
@@ -58,6 +58,8 @@ pub struct ChainOptions {
     pub journal: Option<Journal>,
     /// How the topmost image's changed metadata survive a death of the process.
     pub crash_safety: CrashSafety,
+    /// The topmost image's storage, if it is open already; then `path` is only its name.
+    pub given: Option<Arc<dyn Opened>>,
     /// Descriptors of the topmost image's files while these have no name.
     pub files: OpenedFiles,
 }
@@ -86,6 +88,7 @@ impl ChainOptions {
             shared: None,
             journal: None,
             crash_safety: CrashSafety::default(),
+            given: None,
             files: OpenedFiles::default(),
         }
     }

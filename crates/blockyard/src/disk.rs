@@ -1,0 +1,132 @@
+//! A disk before it is served.
+
+use std::path::PathBuf;
+
+use blockyard_disk::OnEnospc;
+use blockyard_image::ChainOptions;
+use blockyard_sched::{Knobs, Limit};
+use blockyard_storage::CacheMode;
+use blockyard_storage::target::Target;
+
+/// What the disk contains.
+pub(crate) enum Content {
+    Target(Target),
+    Image(PathBuf),
+}
+
+/// How a disk is offered.
+#[derive(Clone)]
+pub(crate) enum Export {
+    VhostUser(PathBuf),
+    NbdUnix(PathBuf),
+    NbdTcp(String, u16),
+    Ublk(Option<u32>),
+}
+
+/// A disk to serve: its contents, exports, share and limits.
+#[must_use = "pass it to `Yard::serve`"]
+pub struct Disk {
+    pub(crate) name: String,
+    pub(crate) content: Content,
+    pub(crate) serial: Option<String>,
+    pub(crate) cache: CacheMode,
+    pub(crate) read_only: bool,
+    pub(crate) queues: u16,
+    pub(crate) knobs: Knobs,
+    pub(crate) exports: Vec<Export>,
+}
+
+impl Disk {
+    /// Makes a disk of a target. `name` is unique in the yard.
+    pub fn target(name: impl Into<String>, target: Target) -> Self {
+        Disk::of(name.into(), Content::Target(target))
+    }
+
+    /// Makes a disk of an image file, as `blockyard serve` does. Its name decides on the format.
+    pub fn image(name: impl Into<String>, path: impl Into<PathBuf>) -> Self {
+        Disk::of(name.into(), Content::Image(path.into()))
+    }
+
+    fn of(name: String, content: Content) -> Self {
+        let (serial, read_only, exports) = Default::default();
+        let (cache, queues, knobs) = (CacheMode::default(), 1, Knobs::default());
+        Disk { name, content, serial, cache, read_only, queues, knobs, exports }
+    }
+
+    /// Offers the disk to a virtual machine, on a vhost-user-blk socket.
+    pub fn vhost_user(self, socket: impl Into<PathBuf>) -> Self {
+        self.export(Export::VhostUser(socket.into()))
+    }
+
+    /// Offers the disk to NBD clients of this host, under its name. Disks may share a socket.
+    pub fn nbd_unix(self, socket: impl Into<PathBuf>) -> Self {
+        self.export(Export::NbdUnix(socket.into()))
+    }
+
+    /// Offers the disk to NBD clients on the network, without TLS. Disks may share an address.
+    pub fn nbd_tcp(self, host: impl Into<String>, port: u16) -> Self {
+        self.export(Export::NbdTcp(host.into(), port))
+    }
+
+    /// Makes a block device of this host, `/dev/ublkbN`. None: the driver chooses N.
+    pub fn ublk(self, number: Option<u32>) -> Self {
+        self.export(Export::Ublk(number))
+    }
+
+    fn export(mut self, export: Export) -> Self {
+        self.exports.push(export);
+        self
+    }
+
+    /// Sets the serial number that guests see, of at most 20 bytes. Default: the disk's name.
+    pub fn serial(mut self, serial: impl Into<String>) -> Self {
+        self.serial = Some(serial.into());
+        self
+    }
+
+    /// Sets how the image, or the data files of a map, use the host's page cache.
+    pub fn cache(mut self, cache: CacheMode) -> Self {
+        self.cache = cache;
+        self
+    }
+
+    /// Refuses writes.
+    pub fn read_only(mut self) -> Self {
+        self.read_only = true;
+        self
+    }
+
+    /// Sets the number of queues of vhost-user and ublk.
+    pub fn queues(mut self, queues: u16) -> Self {
+        self.queues = queues.max(1);
+        self
+    }
+
+    /// Sets the disk's share of its device, relative to other disks: 1 to 10000. Default: 100.
+    pub fn weight(mut self, weight: u32) -> Self {
+        self.knobs.weight = weight.clamp(1, Knobs::MAX_WEIGHT);
+        self
+    }
+
+    /// Limits the requests a second.
+    pub fn iops(mut self, rate: u64) -> Self {
+        self.knobs.limits.iops = Some(Limit::of(rate.max(1)));
+        self
+    }
+
+    /// Limits the bytes a second.
+    pub fn bytes_per_second(mut self, rate: u64) -> Self {
+        self.knobs.limits.bps = Some(Limit::of(rate.max(1)));
+        self
+    }
+
+    /// Returns the options with which the disk's image is opened.
+    pub(crate) fn image_options(&self, path: PathBuf) -> ChainOptions {
+        ChainOptions { read_only: self.read_only, cache: self.cache, ..ChainOptions::new(path) }
+    }
+
+    /// Returns what happens to requests without space on the host.
+    pub(crate) fn on_enospc(&self) -> OnEnospc {
+        OnEnospc::Error
+    }
+}

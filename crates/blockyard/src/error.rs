@@ -1,0 +1,85 @@
+//! The error of all calls.
+
+use std::fmt;
+
+use blockyard_storage::target::TargetError;
+use blockyard_yard::YardError;
+
+/// Kinds of errors that callers distinguish.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// The reactors cannot start: io_uring is missing or forbidden.
+    Start,
+    /// A disk has this name already.
+    NameTaken,
+    /// No disk has this name.
+    NotFound,
+    /// The target or the image cannot be opened.
+    Open,
+    /// An export cannot start.
+    Export,
+    /// The image could not be flushed: writes may be lost.
+    Flush,
+    /// Another failure.
+    Other,
+}
+
+/// Why a call failed: the kind, what failed, and the cause.
+#[derive(Debug)]
+pub struct Error {
+    kind: ErrorKind,
+    what: String,
+    source: Option<Box<dyn std::error::Error + Send + Sync>>,
+}
+
+impl Error {
+    pub(crate) fn new(
+        kind: ErrorKind,
+        what: impl Into<String>,
+        source: impl Into<Box<dyn std::error::Error + Send + Sync>>,
+    ) -> Self {
+        Error { kind, what: what.into(), source: Some(source.into()) }
+    }
+
+    /// Returns the kind of error.
+    pub fn kind(&self) -> ErrorKind {
+        self.kind
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.what)
+    }
+}
+
+impl std::error::Error for Error {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.source.as_deref().map(|source| source as _)
+    }
+}
+
+impl From<TargetError> for Error {
+    fn from(error: TargetError) -> Self {
+        Error::new(ErrorKind::Open, error.to_string(), error)
+    }
+}
+
+impl From<YardError> for Error {
+    fn from(error: YardError) -> Self {
+        let kind = match &error {
+            YardError::NotFound { .. } => ErrorKind::NotFound,
+            YardError::NameTaken { .. } => ErrorKind::NameTaken,
+            YardError::Open(_) | YardError::Device { .. } => ErrorKind::Open,
+            YardError::Export { .. } => ErrorKind::Export,
+            YardError::Flush { .. } => ErrorKind::Flush,
+            _ => ErrorKind::Other,
+        };
+        let mut what = error.to_string();
+        if let YardError::Export { source, .. } = &error {
+            what = format!("{what}: {source}");
+        }
+        Error::new(kind, what, error)
+    }
+}

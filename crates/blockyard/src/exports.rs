@@ -1,0 +1,102 @@
+//! The exports of a disk.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use blockyard_disk::Disk;
+use blockyard_export::nbd::{Exported, Server, Settings};
+use blockyard_export::policy::notify::Coalesce;
+use blockyard_export::ublk::{Ublk, UblkOptions};
+use blockyard_export::vhost_user::{QueueShape, Tuning, VhostUser};
+use blockyard_export::{Listener, PollMode, Reactors};
+use blockyard_yard::{Way, WayError};
+
+use crate::disk::Export;
+
+/// Entries of a queue.
+const QUEUE_SIZE: u16 = 128;
+
+/// The NBD servers of a yard, by address. Each ends with its last disk.
+pub(crate) type NbdServers = Arc<Mutex<HashMap<String, Weak<Server>>>>;
+
+/// An export of one disk.
+pub(crate) struct One {
+    pub(crate) export: Export,
+    pub(crate) queues: u16,
+    pub(crate) servers: NbdServers,
+}
+
+impl One {
+    fn shape(&self) -> QueueShape {
+        QueueShape { queues: self.queues, size: QUEUE_SIZE }
+    }
+
+    fn nbd(
+        &self,
+        disk: &Arc<Disk>,
+        reactors: &Arc<Reactors>,
+        listen: impl FnOnce() -> Result<Listener, WayError>,
+    ) -> Result<Box<dyn blockyard_export::Export>, WayError> {
+        let address = self.describe();
+        let exported = Exported::new(disk.clone(), disk.name(), "", None);
+        let mut servers = self.servers.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(server) = servers.get(&address).and_then(Weak::upgrade) {
+            return Ok(Box::new(server.offer(exported)));
+        }
+        let settings = Arc::new(Settings::default());
+        let server = Server::start(listen()?, &address, settings, reactors.clone())?;
+        servers.insert(address, Arc::downgrade(&server));
+        Ok(Box::new(server.offer(exported)))
+    }
+}
+
+impl Way for One {
+    fn describe(&self) -> String {
+        match &self.export {
+            Export::VhostUser(path) => path.display().to_string(),
+            Export::NbdUnix(path) => format!("unix:{}", path.display()),
+            Export::NbdTcp(host, port) => format!("tcp:{host}:{port}"),
+            Export::Ublk(None) => "a ublk device".into(),
+            Export::Ublk(Some(number)) => format!("/dev/ublkb{number}"),
+        }
+    }
+
+    fn start(
+        &self,
+        disk: &Arc<Disk>,
+        reactors: &Arc<Reactors>,
+    ) -> Result<Box<dyn blockyard_export::Export>, WayError> {
+        match &self.export {
+            Export::VhostUser(path) => {
+                let listener = Listener::bind(path)?;
+                let tuning = Tuning {
+                    poll: PollMode::Auto,
+                    coalesce: Coalesce::Auto,
+                    in_band: false,
+                    pin_memory: false,
+                    any_memory_file: false,
+                    second_client: Default::default(),
+                };
+                let (disk, reactors) = (disk.clone(), reactors.clone());
+                Ok(Box::new(VhostUser::start(disk, listener, self.shape(), tuning, reactors)?))
+            }
+            Export::NbdUnix(path) => {
+                let path: PathBuf = path.clone();
+                self.nbd(disk, reactors, || Ok(Listener::bind(&path)?))
+            }
+            Export::NbdTcp(host, port) => {
+                self.nbd(disk, reactors, || Ok(Listener::bind_tcp(host, *port)?))
+            }
+            Export::Ublk(id) => {
+                let options = UblkOptions {
+                    id: *id,
+                    shape: self.shape(),
+                    identity: disk.name().into(),
+                    file: None,
+                };
+                Ok(Box::new(Ublk::start(disk.clone(), &options, reactors, || ())?))
+            }
+        }
+    }
+}

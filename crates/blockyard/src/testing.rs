@@ -1,0 +1,267 @@
+//! Runs a map on simulated disks, cuts their power at random moments, and checks what is left.
+//!
+//! The rules that it checks are those of [`Map`] and of the crate's documentation:
+//!
+//! - A read returns what was written last, also while other requests run.
+//! - After a power cut each sector holds its last flushed or durable write, or a later one.
+//! - The map opens after each power cut.
+//!
+//! The simulated disks tear, reorder and lose writes that are not synced. A run depends only on its
+//! seed.
+
+use std::cell::{Cell, RefCell};
+use std::io;
+use std::rc::Rc;
+
+use blockyard_ring::Segments;
+use blockyard_storage::Storage;
+use blockyard_storage::sim::{
+    Oracle, Power, Rng, Sim, SimConfig, SimDisk, SimHandle, SimImage, pattern,
+};
+use blockyard_storage::target::{Direct, Mapped};
+
+use crate::{Access, Files, Handle, Map, OwnFile, Shape};
+
+/// Size of a sector in bytes.
+const SECTOR: u64 = 512;
+/// Most sectors of a request.
+const MOST_SECTORS: u64 = 48;
+/// Number of power cuts that a map survives in one run.
+const ROUNDS: u64 = 3;
+
+/// A map's files and size, for [`PowerCuts::run`].
+#[derive(Clone, Debug)]
+#[must_use = "call `run`"]
+pub struct PowerCuts {
+    shape: Shape,
+    data: Vec<(Vec<u8>, Access)>,
+    own: Vec<Vec<u8>>,
+    contents: Vec<u8>,
+    requests: u64,
+}
+
+/// A rule that a map broke.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("seed {seed}, round {round}: {what}")]
+pub struct Broken {
+    /// The seed that shows the fault again.
+    pub seed: u64,
+    /// Number of power cuts before.
+    pub round: u64,
+    what: String,
+}
+
+impl PowerCuts {
+    /// Begins with a disk of this shape that holds zeroes, and no files.
+    pub fn of(shape: Shape) -> Self {
+        let contents = vec![0; shape.size as usize];
+        PowerCuts { shape, data: Vec::new(), own: Vec::new(), contents, requests: 24 }
+    }
+
+    /// Adds a data file with these contents.
+    pub fn data(mut self, contents: Vec<u8>, access: Access) -> Self {
+        self.data.push((contents, access));
+        self
+    }
+
+    /// Adds a file of the map's own with these contents.
+    pub fn file(mut self, contents: Vec<u8>) -> Self {
+        self.own.push(contents);
+        self
+    }
+
+    /// Sets what the disk holds at the start, of the disk's size.
+    pub fn holds(mut self, contents: Vec<u8>) -> Self {
+        assert_eq!(contents.len() as u64, self.shape.size, "these are the contents of the disk");
+        self.contents = contents;
+        self
+    }
+
+    /// Sets the number of requests of each of three concurrent clients between two power cuts.
+    pub fn requests(mut self, requests: u64) -> Self {
+        self.requests = requests;
+        self
+    }
+
+    /// Cuts the power `cuts` times, in runs with the seeds from `seed` on. `make` opens the map, as
+    /// for [`Target::map`](crate::Target::map).
+    pub fn run<M: Map, F: Future<Output = io::Result<M>> + 'static>(
+        &self,
+        seed: u64,
+        cuts: u64,
+        make: impl Fn(Files, Handle) -> F + Clone + 'static,
+    ) -> Result<(), Broken> {
+        for run in 0..cuts.div_ceil(ROUNDS) {
+            self.run_one(seed + run, &make)?;
+        }
+        Ok(())
+    }
+
+    fn run_one<M: Map, F: Future<Output = io::Result<M>> + 'static>(
+        &self,
+        seed: u64,
+        make: &(impl Fn(Files, Handle) -> F + Clone + 'static),
+    ) -> Result<(), Broken> {
+        let mut rng = Rng::new(seed);
+        let image = |bytes: &Vec<u8>| SimImage::from_bytes(bytes);
+        let data = self.data.iter().map(|(bytes, _)| image(bytes));
+        let mut images: Vec<SimImage> = data.chain(self.own.iter().map(image)).collect();
+        let oracle = Rc::new(RefCell::new(Oracle::new()));
+        {
+            let mut oracle = oracle.borrow_mut();
+            let token = oracle.write_started(0, &self.contents);
+            oracle.write_answered(token, true, true);
+        }
+        let tag = Rc::new(Cell::new(1));
+        for round in 0..=ROUNDS {
+            let broken = |what: String| Broken { seed, round, what };
+            let sim = Sim::new(rng.next_u64());
+            // A request is some ten events, so that most cuts come in the middle of a run.
+            let power = match round {
+                ROUNDS => Power::on(),
+                _ => Power::cut_after(rng.below(self.requests * 24)),
+            };
+            let disks: Vec<SimDisk> = images
+                .drain(..)
+                .map(|image| {
+                    let config =
+                        SimConfig { power: power.clone(), ..SimConfig::new(rng.next_u64()) };
+                    SimDisk::new(image, config)
+                })
+                .collect();
+            let rig = Rig {
+                cuts: self.clone(),
+                disks: disks.clone(),
+                oracle: oracle.clone(),
+                tag: tag.clone(),
+                found: Rc::default(),
+            };
+            let (found, make, handle, client) =
+                (rig.found.clone(), make.clone(), sim.handle().clone(), rng.fork());
+            let ran = sim.block_on(async move { rig.round(make, handle, client, round > 0).await });
+            if let Some(what) = found.take() {
+                return Err(broken(what));
+            }
+            match ran {
+                Ok(Ok(())) => {}
+                // Without power nothing goes on.
+                _ if power.is_off() => {}
+                Ok(Err(e)) => return Err(broken(e.to_string())),
+                Err(stalled) => return Err(broken(stalled.to_string())),
+            }
+            images = disks.iter().map(SimDisk::power_cut).collect();
+        }
+        Ok(())
+    }
+}
+
+/// One time with power.
+struct Rig {
+    cuts: PowerCuts,
+    disks: Vec<SimDisk>,
+    oracle: Rc<RefCell<Oracle>>,
+    /// Number of the next write.
+    tag: Rc<Cell<u64>>,
+    /// The first broken rule.
+    found: Rc<RefCell<Option<String>>>,
+}
+
+type Simulated = Rc<Mapped<SimDisk, Direct>>;
+
+impl Rig {
+    async fn round<M: Map, F: Future<Output = io::Result<M>> + 'static>(
+        self,
+        make: impl Fn(Files, Handle) -> F,
+        sim: SimHandle,
+        mut rng: Rng,
+        checks: bool,
+    ) -> io::Result<()> {
+        let (data, own) = self.disks.split_at(self.cuts.data.len());
+        let data_len = self.cuts.data.iter().map(|(bytes, _)| bytes.len() as u64).collect();
+        let own = own.iter().cloned().map(OwnFile::simulated).collect();
+        let map = make(Files { own, data_len }, Handle::none()).await?;
+        let access = self.cuts.data.iter().map(|(_, access)| *access);
+        let files = data.iter().cloned().zip(access).collect();
+        let disk = Mapped::simulated(self.cuts.shape, files, |_| Direct::new(map));
+        let disk = Rc::new(disk);
+        let rig = Rc::new(self);
+        if checks {
+            let size = rig.cuts.shape.size;
+            let bytes = read(&disk, 0, size).await?;
+            let checked = rig.oracle.borrow_mut().check_after_cut(0, &bytes);
+            rig.note(checked);
+        }
+        let clients: Vec<_> = (0..3)
+            .map(|_| {
+                let (rig, disk, rng) = (rig.clone(), disk.clone(), rng.fork());
+                sim.spawn(async move { rig.client(&disk, rng).await })
+            })
+            .collect();
+        for client in clients {
+            client.await?;
+        }
+        Ok(())
+    }
+
+    async fn client(&self, disk: &Simulated, mut rng: Rng) -> io::Result<()> {
+        let sectors = self.cuts.shape.size / SECTOR;
+        for _ in 0..self.cuts.requests {
+            let len = rng.between(1, MOST_SECTORS.min(sectors));
+            let offset = rng.below(sectors - len + 1) * SECTOR;
+            let len = len * SECTOR;
+            match rng.below(8) {
+                0..4 => {
+                    let tag = self.tag.replace(self.tag.get() + 1);
+                    let (data, durable) = (pattern(tag, offset, len as usize), rng.one_in(6));
+                    let token = self.oracle.borrow_mut().write_started(offset, &data);
+                    disk.write(Segments::from_bytes(&data), offset, durable).await.1?;
+                    self.oracle.borrow_mut().write_answered(token, true, durable);
+                }
+                4..7 => {
+                    let token = self.oracle.borrow_mut().read_started();
+                    let bytes = read(disk, offset, len).await?;
+                    let checked = self.oracle.borrow_mut().check_read(token, offset, &bytes);
+                    self.note(checked);
+                }
+                _ => {
+                    let token = self.oracle.borrow_mut().flush_started();
+                    disk.sync().await?;
+                    self.oracle.borrow_mut().flush_answered(token, true);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn note(&self, checked: Result<(), blockyard_storage::sim::Mismatch>) {
+        if let Err(e) = checked {
+            self.found.borrow_mut().get_or_insert(e.to_string());
+        }
+    }
+}
+
+async fn read(disk: &Simulated, offset: u64, len: u64) -> io::Result<Vec<u8>> {
+    let (segments, result) = disk.read(Segments::buffer(len as usize), offset).await;
+    result?;
+    let mut bytes = vec![0; len as usize];
+    segments.copy_out(0, &mut bytes);
+    Ok(bytes)
+}
+
+/// Runs a future of this crate on the calling thread until it is done.
+pub fn wait<T>(future: impl Future<Output = T>) -> T {
+    struct Thread(std::thread::Thread);
+    impl std::task::Wake for Thread {
+        fn wake(self: std::sync::Arc<Self>) {
+            self.0.unpark();
+        }
+    }
+    let waker = std::sync::Arc::new(Thread(std::thread::current())).into();
+    let (mut future, mut cx) = (std::pin::pin!(future), std::task::Context::from_waker(&waker));
+    loop {
+        match future.as_mut().poll(&mut cx) {
+            std::task::Poll::Ready(value) => return value,
+            std::task::Poll::Pending => std::thread::park(),
+        }
+    }
+}

@@ -1,0 +1,197 @@
+//! The disks that a process serves.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use blockyard_disk::OpKind;
+use blockyard_export::Reactors;
+use blockyard_image::{ChainOptions, Format};
+use blockyard_yard::{Activation, Change, DiskSettings, Shares, Way};
+
+use crate::disk::{Content, Disk};
+use crate::error::{Error, ErrorKind};
+use crate::exports::{NbdServers, One};
+
+/// The set of disks that this process serves, and the threads that serve them.
+///
+/// Calls block until they are done. Dropping the yard ends its disks, like [`Yard::close`].
+pub struct Yard {
+    yard: blockyard_yard::Yard,
+    reactors: Arc<Reactors>,
+    servers: NbdServers,
+}
+
+/// What a disk has counted.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[non_exhaustive]
+pub struct Statistics {
+    /// Reads.
+    pub read: Counts,
+    /// Writes.
+    pub write: Counts,
+    /// Flushes.
+    pub flush: Counts,
+    /// Discards.
+    pub discard: Counts,
+    /// Requests to write zeroes.
+    pub write_zeroes: Counts,
+}
+
+/// Counts of one kind of request.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[non_exhaustive]
+pub struct Counts {
+    /// Number of requests.
+    pub requests: u64,
+    /// Number of requests that failed.
+    pub errors: u64,
+    /// Bytes of the requests that succeeded.
+    pub bytes: u64,
+    /// Median time that a request waited for its share or its limit.
+    pub queue: Duration,
+    /// Median time in the target and below.
+    pub service: Duration,
+}
+
+/// The end of a disk.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct Ended {
+    /// Whether all answered writes are durable.
+    pub is_flushed: bool,
+    /// The last counts.
+    pub statistics: Statistics,
+}
+
+/// Size of a disk in bytes, before and after.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Resized {
+    /// The size before.
+    pub old: u64,
+    /// The size now.
+    pub new: u64,
+}
+
+impl Yard {
+    /// Starts a yard without disks. `reactors`: number of threads that serve requests, at least 1.
+    /// One serves several hundred thousand requests a second.
+    pub fn start(reactors: usize) -> Result<Self, Error> {
+        let failed = |e| Error::new(ErrorKind::Start, "cannot start the reactors (io_uring)", e);
+        let reactors = Arc::new(Reactors::start(reactors, &[]).map_err(failed)?);
+        let shares = Shares::new(true, Vec::new(), BTreeMap::new());
+        let yard = blockyard_yard::Yard::start(reactors.clone(), shares).map_err(failed)?;
+        Ok(Yard { yard, reactors, servers: NbdServers::default() })
+    }
+
+    /// Opens a disk and starts its exports. After an error nothing of it remains.
+    pub fn serve(&self, disk: Disk) -> Result<(), Error> {
+        let exports = disk.exports.iter().map(|export| -> Arc<dyn Way> {
+            let (export, queues, servers) = (export.clone(), disk.queues, self.servers.clone());
+            Arc::new(One { export, queues, servers })
+        });
+        let ways: Vec<_> = exports.collect();
+        let mut image = disk.image_options(disk.name.clone().into());
+        let (knobs, on_enospc, name) = (disk.knobs.clone(), disk.on_enospc(), disk.name.clone());
+        match disk.content {
+            Content::Image(path) => image.path = path,
+            Content::Target(target) => {
+                let given = target.open(disk.cache)?;
+                image = ChainOptions { format: Some(Format::Raw), given: Some(given), ..image };
+            }
+        }
+        let settings = DiskSettings {
+            serial: disk.serial.unwrap_or_else(|| name.clone()),
+            name,
+            image,
+            activation: Activation::Start,
+            filters: Vec::new(),
+            on_enospc,
+            device: None,
+            group: None,
+            knobs,
+            carried: None,
+            ways,
+        };
+        Ok(self.yard.add(settings)?)
+    }
+
+    /// Ends the exports of a disk, flushes and closes it.
+    pub fn remove(&self, name: &str) -> Result<Ended, Error> {
+        Ok(ended(&self.yard.remove(name)?))
+    }
+
+    /// Makes all answered writes of a disk durable.
+    pub fn flush(&self, name: &str) -> Result<(), Error> {
+        Ok(self.yard.flush(name)?)
+    }
+
+    /// Adopts the present size of a disk, and notifies its clients. None: it has not changed.
+    pub fn resize(&self, name: &str) -> Result<Option<Resized>, Error> {
+        let resized = self.yard.refresh(name)?;
+        Ok(resized.map(|size| Resized { old: size.old, new: size.new }))
+    }
+
+    /// Changes the share and the limits of a disk in use to those of `like`, whose other settings
+    /// have no effect.
+    pub fn limit(&self, name: &str, like: &Disk) -> Result<(), Error> {
+        let change = Change { knobs: Some(like.knobs.clone()), ..Change::default() };
+        Ok(self.yard.change(name, change)?)
+    }
+
+    /// Returns the counts of a disk.
+    pub fn statistics(&self, name: &str) -> Result<Statistics, Error> {
+        Ok(statistics(&self.yard.report(name)?.statistics))
+    }
+
+    /// Returns the block device of this host that a disk's ublk export has made.
+    pub fn device(&self, name: &str) -> Result<Option<PathBuf>, Error> {
+        Ok(self.yard.report(name)?.device)
+    }
+
+    /// Returns the names of the disks.
+    pub fn disks(&self) -> Vec<String> {
+        self.yard.list().into_iter().map(|disk| disk.name).collect()
+    }
+
+    /// Ends all disks: answers what is in flight, flushes and closes them. Returns each with its
+    /// name.
+    pub fn close(self) -> Vec<(String, Ended)> {
+        let ended = self.yard.close().iter().map(|disk| (disk.name.clone(), ended(disk))).collect();
+        self.reactors.stop();
+        ended
+    }
+}
+
+impl Drop for Yard {
+    fn drop(&mut self) {
+        self.yard.close();
+        self.reactors.stop();
+    }
+}
+
+fn ended(disk: &blockyard_yard::Ended) -> Ended {
+    Ended { is_flushed: disk.is_flushed, statistics: statistics(&disk.statistics) }
+}
+
+fn statistics(counted: &blockyard_disk::Statistics) -> Statistics {
+    let of = |kind| {
+        let Some(summary) = counted.summary(kind) else { return Counts::default() };
+        let time = |us: [f64; 3]| Duration::from_secs_f64(us[0] / 1e6);
+        Counts {
+            requests: summary.requests,
+            errors: summary.errors,
+            bytes: summary.bytes,
+            queue: time(summary.queue_us),
+            service: time(summary.service_us),
+        }
+    };
+    Statistics {
+        read: of(OpKind::Read),
+        write: of(OpKind::Write),
+        flush: of(OpKind::Flush),
+        discard: of(OpKind::Discard),
+        write_zeroes: of(OpKind::WriteZeroes),
+    }
+}

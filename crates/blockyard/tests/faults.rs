@@ -1,0 +1,285 @@
+//! Targets that lie, hang, panic or fail: their own disk gets errors, another one goes on.
+
+use std::cell::Cell;
+use std::io;
+use std::ops::Range;
+use std::rc::Rc;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use blockyard::{
+    Access, Device, Disk, ErrorKind, Extent, Fill, Handle, Limits, Map, Place, Question, Shape,
+    Target, Yard,
+};
+
+mod common;
+
+use common::{Guest, Scratch};
+
+const SIZE: u64 = 4 << 20;
+const SHAPE: Shape = Shape { size: SIZE, granule: 4096 };
+/// virtio-blk's status of a failed request.
+const IOERR: u8 = 1;
+
+/// What a map answers for a question behind its first megabyte. Before it answers truthfully.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Lie {
+    Outside,
+    Short,
+    Empty,
+    Overlap,
+    NoFile,
+    Panic,
+    Error,
+    ReadOnlyFile,
+}
+
+struct Liar(Lie);
+
+impl Map for Liar {
+    async fn locate(&self, asked: Question) -> io::Result<Vec<Extent>> {
+        let at = |file, offset, len| Extent { len, place: Place::At { file, offset } };
+        let truth = vec![at(0, asked.offset, asked.len)];
+        if asked.offset < 1 << 20 {
+            return Ok(truth);
+        }
+        match self.0 {
+            Lie::Outside => Ok(vec![at(0, SIZE, asked.len)]),
+            Lie::Short => Ok(vec![at(0, asked.offset, 512)]),
+            Lie::Empty => Ok(Vec::new()),
+            Lie::Overlap => Ok(vec![at(0, 0, 4096), at(0, 0, 4096)]),
+            Lie::NoFile => Ok(vec![at(7, 0, asked.len)]),
+            Lie::Panic => panic!("the target's own fault"),
+            Lie::Error => Err(io::Error::other("no idea")),
+            Lie::ReadOnlyFile => Ok(vec![at(1, 0, asked.len)]),
+        }
+    }
+
+    async fn flush(&self, _: &[Range<u64>]) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+fn honest(path: &str) -> Target {
+    let target = Target::map("honest", SHAPE, async |_, _| Ok(Liar(Lie::Error)));
+    target.data(path, Access::Write)
+}
+
+#[test]
+fn a_map_that_lies_hurts_only_its_own_disk() {
+    let scratch = Scratch::new("lies");
+    let blank = vec![0; SIZE as usize];
+    let (good, other) = (scratch.file("good", &blank), scratch.file("other", &blank));
+    let yard = Yard::start(1).unwrap();
+    yard.serve(Disk::target("good", honest(&good)).vhost_user(scratch.path("good.sock"))).unwrap();
+    let mut neighbour = Guest::connect(&scratch.path("good.sock"));
+    let lies = [
+        Lie::Outside,
+        Lie::Short,
+        Lie::Empty,
+        Lie::Overlap,
+        Lie::NoFile,
+        Lie::Panic,
+        Lie::Error,
+        Lie::ReadOnlyFile,
+    ];
+    for lie in lies {
+        let path = scratch.file("lies", &blank);
+        let target = Target::map("liar", SHAPE, async move |_, _| Ok(Liar(lie)));
+        let target = target.data(path, Access::Write).data(other.clone(), Access::Read);
+        let socket = scratch.path("liar.sock");
+        yard.serve(Disk::target("liar", target).vhost_user(&socket)).unwrap();
+        let mut guest = Guest::connect(&socket);
+        guest.write(0, &[1; 4096]);
+        assert_eq!(guest.try_write(2 << 20, &[2; 8192]), IOERR, "{lie:?}");
+        if !matches!(lie, Lie::Overlap | Lie::ReadOnlyFile) {
+            assert_eq!(guest.try_read(2 << 20, 4096), Err(IOERR), "{lie:?}");
+        }
+        // What is known needs no question, so it works even after a panic.
+        assert_eq!(guest.read(0, 4096), [1; 4096], "{lie:?}");
+        neighbour.write(8192, &[lie as u8; 512]);
+        neighbour.flush();
+        assert_eq!(neighbour.read(8192, 512), [lie as u8; 512]);
+        drop(guest);
+        let counted = yard.remove("liar").unwrap().statistics;
+        assert!(counted.write.errors >= 1, "{lie:?}: {counted:?}");
+    }
+    assert_eq!(yard.statistics("good").unwrap().write.errors, 0);
+}
+
+/// Answers when the test lets it, from a thread that it blocks meanwhile.
+struct Silent(Mutex<Receiver<()>>);
+
+impl Map for Silent {
+    async fn locate(&self, asked: Question) -> io::Result<Vec<Extent>> {
+        let _ = self.0.lock().unwrap().recv();
+        Ok(vec![Extent { len: asked.len, place: Place::Zero }])
+    }
+
+    async fn flush(&self, _: &[Range<u64>]) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn a_map_that_is_silent_is_not_waited_for() {
+    let scratch = Scratch::new("silent");
+    let good = scratch.file("good", &vec![0; SIZE as usize]);
+    let yard = Yard::start(1).unwrap();
+    let (release, held) = sync_channel(8);
+    let limits = Limits { answer: Duration::from_millis(300), ..Limits::default() };
+    let target = Target::map("silent", SHAPE, async |_, _| Ok(Silent(Mutex::new(held))));
+    let disk = Disk::target("silent", target.limits(limits));
+    yard.serve(disk.vhost_user(scratch.path("silent.sock"))).unwrap();
+    yard.serve(Disk::target("good", honest(&good)).vhost_user(scratch.path("good.sock"))).unwrap();
+    let (mut guest, mut neighbour) =
+        (Guest::connect(&scratch.path("silent.sock")), Guest::connect(&scratch.path("good.sock")));
+    assert_eq!(guest.try_read(0, 4096), Err(IOERR));
+    neighbour.write(0, &[5; 4096]);
+    assert_eq!(neighbour.read(0, 4096), [5; 4096]);
+    // The target answers again: the late answer is not used, the next one is.
+    (0..2).for_each(|_| release.send(()).unwrap());
+    assert_eq!(guest.read(4096, 4096), [0; 4096]);
+    drop((guest, release));
+    assert!(yard.remove("silent").unwrap().is_flushed);
+}
+
+/// Fails at its start, in three ways.
+#[test]
+fn a_target_that_cannot_start_is_an_error() {
+    let scratch = Scratch::new("start");
+    let yard = Yard::start(1).unwrap();
+    let path = scratch.file("file", &[0; 8192]);
+    let failing = Target::map("failing", SHAPE, async |_, _| {
+        Err::<Liar, _>(io::Error::other("the table is damaged"))
+    });
+    let error = yard.serve(Disk::target("a", failing)).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Open);
+    assert_eq!(error.to_string(), "target failing: it cannot start: the table is damaged");
+    let panicking =
+        Target::map("panicking", SHAPE, async |_, _| -> io::Result<Liar> { panic!("no") });
+    let error = yard.serve(Disk::target("a", panicking)).unwrap_err();
+    assert_eq!(error.to_string(), "target panicking: it cannot start: the target has panicked");
+    let odd = Shape { size: SIZE, granule: 3000 };
+    let error =
+        yard.serve(Disk::target("a", Target::map("odd", odd, async |_, _| Ok(Liar(Lie::Empty)))));
+    assert!(error.unwrap_err().to_string().contains("granule of 3000 bytes"));
+    let missing = honest("/nonexistent/file");
+    let error = yard.serve(Disk::target("a", missing)).unwrap_err().to_string();
+    assert_eq!(error, "target honest: image /nonexistent/file: there is no such file");
+    // The name and the file are free again.
+    yard.serve(Disk::target("a", honest(&path))).unwrap();
+    let twice = yard.serve(Disk::target("b", honest(&path))).unwrap_err().to_string();
+    assert!(twice.contains("is in use by"), "{twice}");
+}
+
+/// Memory, with a count of its calls.
+struct Memory {
+    bytes: Rc<std::cell::RefCell<Vec<u8>>>,
+    flushes: Cell<u32>,
+    told: SyncSender<u32>,
+}
+
+impl Device for Memory {
+    async fn read(&self, offset: u64, data: &mut [u8]) -> io::Result<()> {
+        if offset == 1 << 20 {
+            panic!("the target's own fault");
+        }
+        let at = offset as usize;
+        data.copy_from_slice(&self.bytes.borrow()[at..at + data.len()]);
+        Ok(())
+    }
+
+    async fn write(&self, offset: u64, data: &[u8]) -> io::Result<()> {
+        self.bytes.borrow_mut()[offset as usize..][..data.len()].copy_from_slice(data);
+        Ok(())
+    }
+
+    async fn flush(&self) -> io::Result<()> {
+        self.flushes.set(self.flushes.get() + 1);
+        let _ = self.told.try_send(self.flushes.get());
+        Ok(())
+    }
+}
+
+#[test]
+fn a_device_serves_its_own_data_and_its_panic_ends_only_itself() {
+    let scratch = Scratch::new("device");
+    let good = scratch.file("good", &vec![0; SIZE as usize]);
+    let yard = Yard::start(2).unwrap();
+    let (told, flushes) = sync_channel(16);
+    let target = Target::device("memory", SHAPE, async move |_, _| {
+        let bytes = Rc::new(std::cell::RefCell::new(vec![0; SIZE as usize]));
+        Ok(Memory { bytes, flushes: Cell::new(0), told })
+    });
+    yard.serve(Disk::target("memory", target).vhost_user(scratch.path("m.sock"))).unwrap();
+    yard.serve(Disk::target("good", honest(&good)).vhost_user(scratch.path("good.sock"))).unwrap();
+    let (mut guest, mut neighbour) =
+        (Guest::connect(&scratch.path("m.sock")), Guest::connect(&scratch.path("good.sock")));
+    guest.write(512 * 3, &[9; 4096]);
+    assert_eq!(guest.read(512 * 3, 4096), [9; 4096]);
+    assert_eq!(guest.read(0, 512), [0; 512]);
+    guest.flush();
+    assert_eq!(flushes.recv_timeout(Duration::from_secs(60)).unwrap(), 1);
+    assert_eq!(guest.try_read(1 << 20, 512), Err(IOERR));
+    assert_eq!(guest.try_read(0, 512), Err(IOERR), "its state is unknown");
+    assert_eq!(guest.try_flush(), IOERR);
+    neighbour.write(0, &[5; 4096]);
+    neighbour.flush();
+    drop(guest);
+    assert!(!yard.remove("memory").unwrap().is_flushed);
+    assert!(yard.remove("good").unwrap().is_flushed);
+}
+
+/// A disk in one file that moves to another one while it is used, and grows.
+struct Moving {
+    file: Arc<Mutex<usize>>,
+}
+
+impl Map for Moving {
+    async fn locate(&self, asked: Question) -> io::Result<Vec<Extent>> {
+        let file = *self.file.lock().unwrap();
+        let place = match (asked.write, file) {
+            (true, 1) => Place::At { file, offset: asked.offset },
+            (true, _) => Place::New { file: 0, offset: asked.offset, fill: Fill::Zero },
+            (false, _) => Place::At { file, offset: asked.offset },
+        };
+        Ok(vec![Extent { len: asked.len, place }])
+    }
+
+    async fn flush(&self, _: &[Range<u64>]) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn an_invalidation_and_a_new_size_take_effect() {
+    let scratch = Scratch::new("moving");
+    let one = scratch.file("one", &vec![1; SIZE as usize]);
+    let two = scratch.file("two", &vec![2; SIZE as usize * 2]);
+    let yard = Yard::start(2).unwrap();
+    let file = Arc::new(Mutex::new(0));
+    let (sender, receiver) = sync_channel::<Handle>(1);
+    let map = Moving { file: file.clone() };
+    let target = Target::map("moving", SHAPE, async move |_, handle| {
+        let _ = sender.send(handle);
+        Ok(map)
+    });
+    let target = target.data(one, Access::Write).data(two, Access::Write);
+    yard.serve(Disk::target("moving", target).vhost_user(scratch.path("m.sock"))).unwrap();
+    let handle = receiver.recv().unwrap();
+    let mut guest = Guest::connect(&scratch.path("m.sock"));
+    assert_eq!(guest.read(0, 4096), [1; 4096]);
+    *file.lock().unwrap() = 1;
+    assert_eq!(guest.read(0, 4096), [1; 4096], "the answer is known");
+    let before = handle.figures();
+    assert_eq!((before.hits, before.misses), (1, 1));
+    blockyard::testing::wait(handle.invalidate(0..SIZE));
+    assert_eq!(guest.read(0, 4096), [2; 4096]);
+    assert!(!handle.set_size(SIZE + 1) && handle.set_size(SIZE * 2));
+    let resized = yard.resize("moving").unwrap().unwrap();
+    assert_eq!((resized.old, resized.new), (SIZE, SIZE * 2));
+    assert_eq!(guest.read(SIZE as usize + 8192, 4096), [2; 4096]);
+    assert_eq!(yard.resize("moving").unwrap(), None);
+}

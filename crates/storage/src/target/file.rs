@@ -1,0 +1,111 @@
+//! The files that a target uses itself, such as a table.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+
+use blockyard_ring::{Segments, UringFile};
+
+use crate::sim::SimDisk;
+use crate::storage::Storage;
+
+/// The files of a target, in the order in which it named them.
+#[derive(Clone, Debug, Default)]
+pub struct Files {
+    /// Files that only the target uses; see `Target::file`.
+    pub own: Vec<OwnFile>,
+    /// Lengths of the data files at the start, in bytes.
+    pub data_len: Vec<u64>,
+}
+
+/// A file that only the target uses, through the page cache. Its methods work on the target's
+/// thread.
+#[derive(Clone)]
+pub struct OwnFile(Rc<Inner>);
+
+struct Inner {
+    path: PathBuf,
+    medium: Medium,
+}
+
+enum Medium {
+    Host(UringFile),
+    Sim(SimDisk),
+}
+
+impl std::fmt::Debug for OwnFile {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("OwnFile").field(&self.0.path).finish()
+    }
+}
+
+impl OwnFile {
+    pub(crate) fn host(path: PathBuf, file: UringFile) -> Self {
+        OwnFile(Rc::new(Inner { path, medium: Medium::Host(file) }))
+    }
+
+    /// Returns a file on a simulated disk.
+    pub fn simulated(disk: SimDisk) -> Self {
+        OwnFile(Rc::new(Inner { path: "simulated".into(), medium: Medium::Sim(disk) }))
+    }
+
+    /// Returns the path by which the file was opened.
+    pub fn path(&self) -> &Path {
+        &self.0.path
+    }
+
+    /// Returns the length in bytes.
+    pub async fn len(&self) -> io::Result<u64> {
+        match &self.0.medium {
+            Medium::Host(file) => file.len().await,
+            Medium::Sim(disk) => disk.len().await,
+        }
+    }
+
+    /// Returns whether the file has no bytes.
+    pub async fn is_empty(&self) -> io::Result<bool> {
+        Ok(self.len().await? == 0)
+    }
+
+    /// Sets the length in bytes.
+    pub async fn set_len(&self, len: u64) -> io::Result<()> {
+        match &self.0.medium {
+            Medium::Host(file) => file.set_len(len).await,
+            Medium::Sim(disk) => disk.set_len(len).await,
+        }
+    }
+
+    /// Fills `data` from `offset`. Bytes behind the end of the file are zeroes.
+    pub async fn read_at(&self, data: &mut [u8], offset: u64) -> io::Result<()> {
+        let buffer = Segments::buffer(data.len());
+        let (buffer, read) = match &self.0.medium {
+            Medium::Host(file) => file.read(buffer, offset).await,
+            Medium::Sim(disk) => disk.read(buffer, offset).await,
+        };
+        let read = read?.min(data.len());
+        buffer.copy_out(0, &mut data[..read]);
+        data[read..].fill(0);
+        Ok(())
+    }
+
+    /// Writes all of `data` at `offset`. Durable after [`OwnFile::sync`].
+    pub async fn write_at(&self, data: &[u8], offset: u64) -> io::Result<()> {
+        let buffer = Segments::from_bytes(data);
+        let written = match &self.0.medium {
+            Medium::Host(file) => file.write(buffer, offset, false).await.1,
+            Medium::Sim(disk) => disk.write(buffer, offset, false).await.1,
+        };
+        match written? {
+            written if written < data.len() => Err(io::ErrorKind::WriteZero.into()),
+            _ => Ok(()),
+        }
+    }
+
+    /// Makes all writes durable that ended before this call.
+    pub async fn sync(&self) -> io::Result<()> {
+        match &self.0.medium {
+            Medium::Host(file) => file.sync().await,
+            Medium::Sim(disk) => disk.sync().await,
+        }
+    }
+}

@@ -1,0 +1,51 @@
+//! Disks whose contents a target decides: code of the library's user, or another program.
+//!
+//! ```text
+//!   map       the trait `Map`: where each range of a disk lies
+//!   device    the trait `Device`: reads, writes and flushes of a disk
+//!   file      the files that a target uses itself
+//!   worker    the thread on which a target runs
+//!   promise   a result that one thread passes to another, with a limit in time
+//!   patience  ends the waits for a target that is silent
+//!   cache     what was mapped, for all reactors
+//!   in_use    which requests use old answers of a map
+//!   answer    checks the answers of a map
+//!   mapped    `Storage` over a map: the data path
+//!   passed    `Storage` over a device: data are copied to the target's thread
+//!   target    a target before it is opened, and an open one
+//!   exec      a map in another program
+//! ```
+//!
+//! In: requests of a raw image. Out: operations on files of this host, and questions to the target.
+//!
+//! What must hold
+//! - A target runs on a thread of its own. A reactor never runs its code and never waits for it.
+//! - A target that panics, hangs, answers nonsense or ends costs its own disk I/O errors, bounded
+//!   memory and one line in the log for each kind of fault. Other disks go on.
+//! - A write that was placed anew is reported to the map as durable only after its data are.
+
+#![deny(missing_docs)]
+
+mod answer;
+mod cache;
+mod device;
+mod file;
+mod in_use;
+mod map;
+mod mapped;
+mod passed;
+mod patience;
+mod promise;
+#[expect(clippy::module_inception, reason = "it is the main type of this module")]
+mod target;
+mod worker;
+
+pub use device::Device;
+pub use file::{Files, OwnFile};
+pub use map::{Extent, Fill, Map, Place, Question};
+pub use mapped::{Ask, Direct, Mapped};
+pub use passed::Passed;
+pub use target::{
+    Access, AskWorker, Figures, Handle, Limits, OpenTarget, Shape, Target, TargetError,
+    TargetErrorKind,
+};

@@ -1,0 +1,132 @@
+//! `Storage` over a device: data are copied to and from the target's thread.
+//!
+//! What must hold: the memory of the copies is bounded for each disk.
+
+use std::io;
+use std::sync::Arc;
+
+use blockyard_ring::Segments;
+
+use super::device::AnyDevice;
+use super::map::Boxed;
+use super::patience::Patience;
+use super::target::{Core, limited};
+use super::worker::{Living, Worker};
+use crate::Geometry;
+use crate::storage::{Capabilities, Storage};
+
+/// Bytes of one copy.
+const PIECE: usize = 1 << 20;
+/// Bytes of all copies of a disk.
+pub(super) const COPIED: u64 = 16 << 20;
+
+/// A disk of a device on one reactor.
+#[derive(Clone)]
+pub struct Passed {
+    pub(super) core: Arc<Core>,
+    pub(super) worker: Arc<Worker>,
+    pub(super) patience: Patience,
+}
+
+impl Passed {
+    async fn call<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(std::rc::Rc<dyn AnyDevice>) -> Boxed<'static, io::Result<T>> + Send + 'static,
+    ) -> io::Result<T> {
+        let work = move |target| match target {
+            Living::Device(device) => work(device),
+            Living::Map(_) => Box::pin(async { Err(io::Error::other("it is no device")) }),
+        };
+        limited(&self.core, &self.worker, &self.patience, work).await
+    }
+
+    async fn read_all(&self, segments: &Segments, offset: u64) -> io::Result<()> {
+        let mut at = 0;
+        while at < segments.len() {
+            let (len, offset) = (PIECE.min(segments.len() - at), offset + at as u64);
+            let _permit = self.core.copies.acquire_many(len as u64).await;
+            let data = self
+                .call(move |device| {
+                    Box::pin(async move {
+                        let mut data = vec![0; len];
+                        device.read(offset, &mut data).await.map(|()| data)
+                    })
+                })
+                .await?;
+            segments.copy_in(at, &data);
+            at += len;
+        }
+        Ok(())
+    }
+
+    async fn write_all(&self, segments: &Segments, offset: u64) -> io::Result<()> {
+        let mut at = 0;
+        while at < segments.len() {
+            let (len, offset) = (PIECE.min(segments.len() - at), offset + at as u64);
+            let _permit = self.core.copies.acquire_many(len as u64).await;
+            let mut data = vec![0; len];
+            segments.copy_out(at, &mut data);
+            self.call(move |device| Box::pin(async move { device.write(offset, &data).await }))
+                .await?;
+            at += len;
+        }
+        Ok(())
+    }
+}
+
+impl Storage for Passed {
+    async fn read(&self, segments: Segments, offset: u64) -> (Segments, io::Result<usize>) {
+        let result = self.read_all(&segments, offset).await;
+        let len = segments.len();
+        (segments, result.map(|()| len))
+    }
+
+    async fn write(
+        &self,
+        segments: Segments,
+        offset: u64,
+        durable: bool,
+    ) -> (Segments, io::Result<usize>) {
+        let mut result = self.write_all(&segments, offset).await;
+        if durable && result.is_ok() {
+            result = self.sync().await;
+        }
+        let len = segments.len();
+        (segments, result.map(|()| len))
+    }
+
+    async fn sync(&self) -> io::Result<()> {
+        if let Some(why) = self.core.lost() {
+            return Err(io::Error::other(why));
+        }
+        let flush = |device: std::rc::Rc<dyn AnyDevice>| -> Boxed<'static, io::Result<()>> {
+            Box::pin(async move { device.flush().await })
+        };
+        self.call(flush).await.inspect_err(|e| self.core.set_lost(e))
+    }
+
+    async fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
+        self.call(move |device| Box::pin(async move { device.discard(offset, len).await })).await
+    }
+
+    async fn zero(&self, offset: u64, len: u64, _unmap: bool) -> io::Result<()> {
+        self.call(move |device| Box::pin(async move { device.write_zeroes(offset, len).await }))
+            .await
+    }
+
+    async fn set_len(&self, _: u64) -> io::Result<()> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
+    async fn len(&self) -> io::Result<u64> {
+        Ok(self.core.size())
+    }
+
+    fn geometry(&self) -> Geometry {
+        self.core.geometry
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        self.core.capabilities
+    }
+}

@@ -1,0 +1,154 @@
+//! The thread on which a target runs.
+//!
+//! In: calls from any thread. Out: their results. What must hold: every call ends with a result or
+//! an error; a panic of the target ends the target, not the thread of a caller; the number of calls
+//! that a silent target leaves unanswered is bounded.
+
+use std::cell::RefCell;
+use std::future::poll_fn;
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::pin::Pin;
+use std::rc::Rc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, mpsc};
+use std::task::Poll;
+use std::time::Duration;
+
+use blockyard_ring::{Executor, Handle, Remote, threads};
+
+use super::device::AnyDevice;
+use super::map::{AnyMap, Boxed};
+use super::promise::{Answer, promise};
+
+/// Most calls that a target may leave unanswered.
+const MOST_CALLS: usize = 16384;
+
+/// A target on its thread.
+#[derive(Clone)]
+pub(super) enum Living {
+    Map(Rc<dyn AnyMap>),
+    Device(Rc<dyn AnyDevice>),
+}
+
+/// Makes a target on its thread.
+pub(super) type Make = Box<dyn FnOnce(&Handle) -> Boxed<'static, io::Result<Living>> + Send>;
+
+/// The thread of a target. Dropping it ends the target.
+#[derive(Debug)]
+pub(super) struct Worker {
+    remote: Remote,
+    calls: Arc<AtomicUsize>,
+}
+
+thread_local! {
+    static TARGET: RefCell<Option<Living>> = const { RefCell::new(None) };
+}
+
+/// Counts a call until it ends.
+struct Counted(Arc<AtomicUsize>);
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl Worker {
+    /// Starts the thread, and waits until the target is made.
+    pub(super) fn start(make: Make, limit: Duration) -> io::Result<Self> {
+        let (sender, receiver) = mpsc::sync_channel(1);
+        // A reactor's thread may call this in a sandbox, and cannot start threads itself.
+        threads::spawn(std::thread::Builder::new().name("target".into()), move || {
+            let executor = match Executor::new() {
+                Ok(executor) => executor,
+                Err(e) => return drop(sender.send(Err(e))),
+            };
+            let (handle, remote) = (executor.handle().clone(), executor.remote());
+            executor.handle().spawn(async move {
+                let made = caught(|| make(&handle)).await.unwrap_or_else(|| Err(panicked()));
+                let made = made.map(|target| TARGET.set(Some(target)));
+                let failed = made.is_err();
+                let _ = sender.send(made.map(|()| remote));
+                if failed {
+                    handle.stop();
+                }
+            });
+            if let Err(e) = executor.run() {
+                tracing::error!("a target's thread has ended: {e}");
+            }
+            end_target();
+        })?;
+        let remote = receiver.recv_timeout(limit).map_err(|e| match e {
+            mpsc::RecvTimeoutError::Timeout => {
+                io::Error::new(io::ErrorKind::TimedOut, "it was not ready in time")
+            }
+            mpsc::RecvTimeoutError::Disconnected => io::Error::other("its thread has ended"),
+        })??;
+        Ok(Worker { remote, calls: Arc::default() })
+    }
+
+    /// Runs `work` on the target's thread.
+    pub(super) fn call<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(Living) -> Boxed<'static, io::Result<T>> + Send + 'static,
+    ) -> io::Result<Arc<Answer<io::Result<T>>>> {
+        let calls = self.calls.fetch_add(1, Ordering::Relaxed);
+        let counted = Counted(self.calls.clone());
+        if calls >= MOST_CALLS {
+            return Err(io::Error::new(
+                io::ErrorKind::TimedOut,
+                "the target leaves too many questions unanswered",
+            ));
+        }
+        let (promise, answer) = promise();
+        self.remote.run(move |handle| {
+            let _counted = &counted;
+            let Some(target) = TARGET.with_borrow(Option::clone) else { return };
+            handle.spawn(async move {
+                let _counted = counted;
+                match caught(|| work(target)).await {
+                    Some(value) => promise.keep(value),
+                    None => {
+                        promise.keep(Err(panicked()));
+                        // Its state is unknown now.
+                        end_target();
+                    }
+                }
+            });
+        });
+        Ok(answer)
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.remote.run(|handle| {
+            end_target();
+            handle.stop();
+        });
+    }
+}
+
+fn panicked() -> io::Error {
+    io::Error::other("the target has panicked")
+}
+
+/// Drops the target of this thread. Its destructor may panic, too.
+fn end_target() {
+    let target = TARGET.with_borrow_mut(Option::take);
+    let _ = catch_unwind(AssertUnwindSafe(|| drop(target)));
+}
+
+/// Runs a future of a target's code. None: it has panicked.
+async fn caught<T>(make: impl FnOnce() -> Boxed<'static, T>) -> Option<T> {
+    let mut future: Pin<Box<dyn Future<Output = T>>> = catch_unwind(AssertUnwindSafe(make)).ok()?;
+    let result = poll_fn(|cx| match catch_unwind(AssertUnwindSafe(|| future.as_mut().poll(cx))) {
+        Ok(Poll::Pending) => Poll::Pending,
+        Ok(Poll::Ready(value)) => Poll::Ready(Some(value)),
+        Err(_) => Poll::Ready(None),
+    })
+    .await;
+    let _ = catch_unwind(AssertUnwindSafe(|| drop(future)));
+    result
+}
