@@ -85,11 +85,11 @@ impl PowerCuts {
 
     /// Cuts the power `cuts` times, in runs with the seeds from `seed` on. `make` opens the map, as
     /// for [`Target::map`](crate::Target::map).
-    pub fn run<M: Map, F: Future<Output = io::Result<M>> + 'static>(
+    pub fn run<M: Map>(
         &self,
         seed: u64,
         cuts: u64,
-        make: impl Fn(Files, Handle) -> F + Clone + 'static,
+        make: impl AsyncFn(Files, Handle) -> io::Result<M> + Clone + 'static,
     ) -> Result<(), Broken> {
         for run in 0..cuts.div_ceil(ROUNDS) {
             self.run_one(seed + run, &make)?;
@@ -97,10 +97,10 @@ impl PowerCuts {
         Ok(())
     }
 
-    fn run_one<M: Map, F: Future<Output = io::Result<M>> + 'static>(
+    fn run_one<M: Map>(
         &self,
         seed: u64,
-        make: &(impl Fn(Files, Handle) -> F + Clone + 'static),
+        make: &(impl AsyncFn(Files, Handle) -> io::Result<M> + Clone + 'static),
     ) -> Result<(), Broken> {
         let mut rng = Rng::new(seed);
         let image = |bytes: &Vec<u8>| SimImage::from_bytes(bytes);
@@ -169,9 +169,9 @@ struct Rig {
 type Simulated = Rc<Mapped<SimDisk, Direct>>;
 
 impl Rig {
-    async fn round<M: Map, F: Future<Output = io::Result<M>> + 'static>(
+    async fn round<M: Map>(
         self,
-        make: impl Fn(Files, Handle) -> F,
+        make: impl AsyncFn(Files, Handle) -> io::Result<M>,
         sim: SimHandle,
         mut rng: Rng,
         checks: bool,

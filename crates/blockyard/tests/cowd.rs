@@ -56,9 +56,7 @@ impl Map for Wrong {
 #[test]
 fn the_harness_finds_maps_that_break_the_rules() {
     for early in [false, true] {
-        let make = async move |files, _| {
-            Ok(Wrong { map: Cowd::open(files, BLOCKS as usize).await?, early })
-        };
+        let make = async move |files, _| Ok(Wrong { map: Cowd::open(files, BLOCKS).await?, early });
         let broken = rig().run(1, 300, make).unwrap_err().to_string();
         assert!(broken.contains("sector"), "{broken}");
     }
@@ -67,7 +65,7 @@ fn the_harness_finds_maps_that_break_the_rules() {
 #[test]
 fn flushed_data_survive_power_cuts() {
     let seed = std::env::var("BLOCKYARD_SEED").map_or(1, |text| text.parse().unwrap());
-    let make = |files, _| Cowd::open(files, BLOCKS as usize);
+    let make = async |files, _| Cowd::open(files, BLOCKS).await;
     rig().run(seed, cuts(), make).unwrap();
     println!("seeds {seed} and on: {} cuts", cuts());
 }

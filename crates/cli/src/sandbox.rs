@@ -13,6 +13,7 @@ use blockyard_program::ending::Failure;
 use blockyard_ring::sandbox::{self, Access, Folder};
 use blockyard_ring::witness::{self, Question};
 use blockyard_ring::{holders, user};
+use blockyard_storage::target::exec;
 
 use crate::config::{Config, files};
 use crate::handover::launcher;
@@ -93,7 +94,10 @@ pub fn enter(args: &SandboxArgs, needs: &Needs<'_>) -> Result<(), Failure> {
     {
         tracing::warn!("sandbox: `ctl upgrade` cannot start another server: {e:#}");
     }
+    // The sandbox lets no thread start a program.
+    let programs = start_programs(needs)?;
     let mut folders = folders(args, needs, user::is_root());
+    folders.extend(programs.iter().flat_map(|file| granted_of(file)).map(writable));
     folders.push(Folder::new(journals::folder(), Access::Write));
     if user::is_root() {
         // After the witness, which looks into processes of all users.
@@ -106,6 +110,23 @@ pub fn enter(args: &SandboxArgs, needs: &Needs<'_>) -> Result<(), Failure> {
     let lacks = sandbox::enter(folders).context("entering the sandbox (--sandbox off: none)")?;
     lacks.iter().for_each(|lack| tracing::warn!("sandbox: {lack}"));
     Ok(())
+}
+
+/// Starts the programs of `exec:` images. Returns the files in which their data lie.
+fn start_programs(needs: &Needs<'_>) -> anyhow::Result<Vec<PathBuf>> {
+    let mut files = Vec::new();
+    for disk in &needs.config.disks {
+        let Some(name) = disk.image.to_str().filter(|name| exec::program_of(name).is_some()) else {
+            continue;
+        };
+        let started = exec::start_early(name);
+        files.extend(started.map_err(|e| anyhow::anyhow!("image {name}: {e}"))?);
+    }
+    Ok(files)
+}
+
+fn writable(path: PathBuf) -> Folder {
+    Folder::new(std::path::absolute(&path).unwrap_or(path), Access::Write)
 }
 
 /// Logs what a server of root may do.

@@ -16,7 +16,7 @@ use crate::nbd::{self, Nbd};
 use crate::open::{OpenOptions, Opened};
 use crate::sim::Recorded;
 use crate::storage::Storage;
-use crate::target::{AskWorker, Mapped, Passed};
+use crate::target::{AskWorker, Mapped, Passed, exec};
 
 /// A kind of storage names that are no paths, and what opens them.
 pub trait Scheme: Sync {
@@ -59,7 +59,7 @@ storages! {
     /// An export of an NBD server.
     Nbd(Nbd) boxed named by nbd::NbdScheme;
     /// A map of a target, on files and devices of this host.
-    Mapped(Rc<Mapped<HostFile, AskWorker>>) boxed;
+    Mapped(Rc<Mapped<HostFile, AskWorker>>) boxed named by exec::ExecScheme;
     /// A device of a target.
     Passed(Passed) boxed;
     /// A file with a journal of its operations, for simulated power cuts.

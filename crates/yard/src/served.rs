@@ -154,6 +154,10 @@ impl ServedDisk {
             return Some("its data are in the memory of this server".into());
         }
         let source = self.disk.source();
+        let opened = source.file().and_then(|file| file.opened());
+        if opened.is_some_and(|opened| opened.kind() == "target") {
+            return Some("only this server can ask what decides on its contents".into());
+        }
         if let Some(top) = source.chain().map(|chain| chain.path()).filter(|top| top != image) {
             return Some(format!("since a snapshot its image is {}", top.display()));
         }

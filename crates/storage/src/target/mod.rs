@@ -29,6 +29,7 @@
 mod answer;
 mod cache;
 mod device;
+pub mod exec;
 mod file;
 mod in_use;
 mod map;

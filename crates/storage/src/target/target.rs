@@ -113,7 +113,8 @@ impl TargetError {
 }
 
 /// Makes a target on its thread, from its files.
-type MakeWith = Box<dyn FnOnce(Files, Handle) -> Boxed<'static, io::Result<Living>> + Send>;
+type MakeWith =
+    Box<dyn FnOnce(&RingHandle, Files, Handle) -> Boxed<'static, io::Result<Living>> + Send>;
 
 /// A target before it is opened.
 pub struct Target {
@@ -133,7 +134,7 @@ impl Target {
         shape: Shape,
         make: impl AsyncFnOnce(Files, Handle) -> io::Result<M> + Send + 'static,
     ) -> Self {
-        let make = |files, handle| -> Boxed<'static, io::Result<Living>> {
+        let make = |_: &RingHandle, files, handle| -> Boxed<'static, io::Result<Living>> {
             Box::pin(async move { Ok(Living::Map(Rc::new(make(files, handle).await?))) })
         };
         Target::of(name.into(), shape, Box::new(make), true)
@@ -145,10 +146,23 @@ impl Target {
         shape: Shape,
         make: impl AsyncFnOnce(Files, Handle) -> io::Result<D> + Send + 'static,
     ) -> Self {
-        let make = |files, handle| -> Boxed<'static, io::Result<Living>> {
+        let make = |_: &RingHandle, files, handle| -> Boxed<'static, io::Result<Living>> {
             Box::pin(async move { Ok(Living::Device(Rc::new(make(files, handle).await?))) })
         };
         Target::of(name.into(), shape, Box::new(make), false)
+    }
+
+    /// Makes a target whose map is another program.
+    pub(super) fn of_program<M: Map>(
+        name: String,
+        shape: Shape,
+        make: impl FnOnce(&RingHandle, Handle) -> io::Result<M> + Send + 'static,
+    ) -> Self {
+        let make = |ring: &RingHandle, _, handle| -> Boxed<'static, io::Result<Living>> {
+            let made = make(ring, handle);
+            Box::pin(async { Ok(Living::Map(Rc::new(made?))) })
+        };
+        Target::of(name, shape, Box::new(make), true)
     }
 
     fn of(name: String, shape: Shape, make: MakeWith, is_map: bool) -> Self {
@@ -230,7 +244,7 @@ impl Target {
                 Ok(OwnFile::host(file.path().into(), UringFile::new(ring, fd)?))
             });
             match files.collect::<io::Result<Vec<_>>>() {
-                Ok(own) => make(Files { own, data_len }, handle),
+                Ok(own) => make(ring, Files { own, data_len }, handle),
                 Err(e) => Box::pin(async { Err(e) }),
             }
         });

@@ -1,0 +1,110 @@
+//! `exec:` images: another program is the map, and its faults hurt only its own disk.
+
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+
+use blockyard::{Disk, ErrorKind, Yard};
+
+mod common;
+
+use common::{Guest, Scratch};
+
+const BLOCK: usize = 64 << 10;
+/// virtio-blk's status of a failed request.
+const IOERR: u8 = 1;
+
+/// Makes a program of a shell script. Returns its image name.
+fn script(scratch: &Scratch, name: &str, text: &str) -> String {
+    let path = scratch.file(name, text.as_bytes());
+    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+    format!("exec:{path}")
+}
+
+#[test]
+fn the_python_example_keeps_what_was_written() {
+    let scratch = Scratch::new("python");
+    let bytes: Vec<u8> = (0..16 * BLOCK).map(|at| (at / 512 + at % 7) as u8).collect();
+    let base = scratch.file("base", &bytes);
+    let store = scratch.file("store", &vec![0; bytes.len()]);
+    let table = scratch.path("table");
+    let example = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../contrib/exec/cowd.py");
+    let example = std::fs::canonicalize(example).unwrap();
+    let text = format!(
+        "#!/bin/sh\nBASE={base} STORE={store} TABLE={} exec {}\n",
+        table.display(),
+        example.display()
+    );
+    let image = script(&scratch, "cowd", &text);
+    let mut expected = bytes.clone();
+    for round in 0..2u8 {
+        let yard = Yard::start(1).unwrap();
+        let socket = scratch.path("socket");
+        yard.serve(Disk::image("a", &image).vhost_user(&socket)).unwrap();
+        let mut guest = Guest::connect(&socket);
+        assert!(guest.read(0, expected.len()) == expected, "round {round}");
+        for at in [0, 3 * BLOCK + 512, 5 * BLOCK - 1024] {
+            let at = at + usize::from(round) * 4 * BLOCK;
+            guest.write(at, &[round + 1; 4096]);
+            expected[at..at + 4096].fill(round + 1);
+        }
+        guest.flush();
+        assert!(guest.read(0, expected.len()) == expected, "round {round}");
+        drop(guest);
+        assert!(yard.remove("a").unwrap().is_flushed);
+    }
+    assert!(std::fs::read(&base).unwrap() == bytes);
+    assert_eq!(std::fs::metadata(&table).unwrap().len(), 16 * 8);
+}
+
+const HELLO: &str = "#!/bin/sh\nprintf 'blockyard-map 1\\nsize 1048576\\ngranule 4096\\nready\\n'\n";
+
+#[test]
+fn a_program_that_fails_hurts_only_its_own_disk() {
+    let scratch = Scratch::new("programs");
+    let good = script(&scratch, "good", &format!("{HELLO}while read word number rest; do
+        echo \"ok $number 1048576 zero\"; done\n"));
+    let yard = Yard::start(1).unwrap();
+    yard.serve(Disk::image("good", &good).vhost_user(scratch.path("good.sock"))).unwrap();
+    let mut neighbour = Guest::connect(&scratch.path("good.sock"));
+    let faults = [
+        ("ends", "read line; exit 1"),
+        ("chatters", "read line; echo hello"),
+        ("answers another", "read line; echo ok 999 4096 zero; sleep 1000"),
+        ("lies", "while read a number rest; do echo \"ok $number 4096 at 3 0\"; done"),
+        ("fails", "while read a number rest; do echo \"error $number no idea\"; done"),
+        ("sends no line", "read line; exec cat /dev/zero"),
+    ];
+    for (fault, text) in faults {
+        let image = script(&scratch, "bad", &format!("{HELLO}{text}\n"));
+        let socket = scratch.path("bad.sock");
+        yard.serve(Disk::image("bad", image).vhost_user(&socket)).unwrap();
+        let mut guest = Guest::connect(&socket);
+        assert_eq!(guest.try_read(0, 4096), Err(IOERR), "{fault}");
+        assert_eq!(guest.try_read(8192, 4096), Err(IOERR), "{fault}");
+        assert_eq!(neighbour.read(4096, 512), [0; 512], "{fault}");
+        drop(guest);
+        yard.remove("bad").unwrap();
+    }
+}
+
+#[test]
+fn a_program_that_does_not_start_is_an_error() {
+    let scratch = Scratch::new("nostart");
+    let yard = Yard::start(1).unwrap();
+    let error = |image: String| {
+        let error = yard.serve(Disk::image("a", image)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Open);
+        error.to_string()
+    };
+    let missing = error("exec:/nonexistent/program".into());
+    assert!(missing.contains("cannot start /nonexistent/program"), "{missing}");
+    let relative = error("exec:program".into());
+    assert!(relative.contains("the form is exec:/path/of/program"), "{relative}");
+    let ended = error(script(&scratch, "ended", "#!/bin/sh\nexit 0\n"));
+    assert!(ended.ends_with("it ended at its start"), "{ended}");
+    let other = error(script(&scratch, "other", "#!/bin/sh\necho hello; sleep 1000\n"));
+    assert!(other.contains("it sent \"hello\" at its start, not \"blockyard-map 1\""), "{other}");
+    let text = "#!/bin/sh\nprintf 'blockyard-map 1\\nsize 1000\\ngranule 4096\\nready\\n'\n";
+    let odd = error(script(&scratch, "odd", text));
+    assert!(odd.contains("its size of 1000 bytes is no multiple"), "{odd}");
+}

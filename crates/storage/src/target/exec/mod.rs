@@ -1,0 +1,74 @@
+//! `exec:` images: a map in another program.
+//!
+//! ```text
+//!   protocol   the lines that both sides send
+//!   start      starts the program, and reads what it says at its start
+//!   program    asks the running program
+//! ```
+//!
+//! In: `exec:/path/of/program`. Out: a [`Target`](super::Target) whose map is the program. The data
+//! stay in Blockyard: the program only says where they lie.
+//!
+//! What must hold
+//! - A program that hangs, ends or sends nonsense costs its own disk I/O errors, bounded memory, and
+//!   a line in the log.
+//! - Only the operator names programs. An image that names one as its backing file is refused.
+//! - A server in a sandbox starts no program: it starts them before, see [`start_early`].
+
+mod program;
+mod protocol;
+mod start;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+pub use start::start_early;
+
+use crate::error::{ErrorKind, StorageError};
+use crate::open::{OpenOptions, Opened};
+use crate::schemes::Scheme;
+
+const PREFIX: &str = "exec:";
+
+/// Names of programs.
+pub(crate) struct ExecScheme;
+
+/// Returns the path of the program, if the name has the form `exec:/path`.
+pub fn program_of(name: &str) -> Option<PathBuf> {
+    let path = name.strip_prefix(PREFIX)?;
+    path.starts_with('/').then(|| path.into())
+}
+
+fn refused(kind: ErrorKind, what: impl Into<String>) -> StorageError {
+    StorageError { kind, source: what.into().into() }
+}
+
+impl Scheme for ExecScheme {
+    fn forms(&self) -> &'static str {
+        "exec:/path/of/program"
+    }
+
+    fn owns(&self, name: &str) -> bool {
+        name.starts_with(PREFIX)
+    }
+
+    fn open(&self, name: &str, options: &OpenOptions) -> Result<Arc<dyn Opened>, StorageError> {
+        let started = start::take(name)?;
+        let target = started.target(name, options.read_only);
+        let opened = target.open(options.cache);
+        Ok(opened.map_err(|e| StorageError { kind: ErrorKind::Refused, source: e.into() })?)
+    }
+
+    /// Fails always: only images refer to normalized names, and no image may name a program.
+    fn normalize(&self, _name: &str) -> Result<String, StorageError> {
+        Err(refused(ErrorKind::Refused, "an image may not name a program to start"))
+    }
+
+    fn permit(&self, _allowed: &str, _name: &str) -> Option<String> {
+        None
+    }
+
+    fn allowance(&self, name: &str) -> String {
+        name.into()
+    }
+}

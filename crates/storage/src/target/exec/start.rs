@@ -1,0 +1,165 @@
+//! Starts a program, and reads what it says at its start.
+
+use std::collections::HashMap;
+use std::io::{ErrorKind as IoKind, Read};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use blockyard_ring::{sandbox, threads};
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+
+use super::program::Program;
+use super::protocol::{Hello, MOST_LINE};
+use super::{program_of, refused};
+use crate::error::{ErrorKind, StorageError};
+use crate::target::{Access, Shape, Target};
+
+/// Longest time for the start of a program.
+const START: Duration = Duration::from_secs(30);
+/// How long a program may take to end after its connection was closed. Then it is killed.
+const END: Duration = Duration::from_secs(5);
+
+/// A program that is ready.
+pub(super) struct Started {
+    shape: Shape,
+    data: Vec<(PathBuf, Access)>,
+    stream: UnixStream,
+    process: Process,
+}
+
+/// A running program. Dropping it ends the program, in bounded time and without waiting.
+pub(super) struct Process {
+    child: Option<Child>,
+    pidfd: Option<OwnedFd>,
+}
+
+/// Programs that were started early, by name.
+static EARLY: Mutex<Option<HashMap<String, Vec<Started>>>> = Mutex::new(None);
+
+/// Starts the program of an `exec:` name for the next open of this name. For a server that enters a
+/// sandbox, where it can start none. Returns the paths of the program's data files.
+pub fn start_early(name: &str) -> Result<Vec<PathBuf>, StorageError> {
+    let started = start(name)?;
+    let files = started.data.iter().map(|(path, _)| path.clone()).collect();
+    let mut early = EARLY.lock().unwrap_or_else(PoisonError::into_inner);
+    early.get_or_insert_default().entry(name.into()).or_default().push(started);
+    Ok(files)
+}
+
+/// Returns a program that was started early, or starts it.
+pub(super) fn take(name: &str) -> Result<Started, StorageError> {
+    let mut early = EARLY.lock().unwrap_or_else(PoisonError::into_inner);
+    let known = early.as_mut().and_then(|early| early.get_mut(name)).and_then(Vec::pop);
+    drop(early);
+    if let Some(started) = known {
+        return Ok(started);
+    }
+    if sandbox::is_on() {
+        return Err(refused(
+            ErrorKind::Refused,
+            "a server in a sandbox cannot start a program: name the disk in the configuration or \
+             on the command line and restart the server, or start it with --sandbox off",
+        ));
+    }
+    start(name)
+}
+
+fn start(name: &str) -> Result<Started, StorageError> {
+    let program = program_of(name)
+        .ok_or_else(|| refused(ErrorKind::Name, "the form is exec:/path/of/program"))?;
+    let failed = |what: String| refused(ErrorKind::Unreachable, what);
+    let pair = UnixStream::pair().and_then(|(ours, theirs)| {
+        let output = OwnedFd::from(theirs.try_clone()?);
+        Ok((ours, Stdio::from(OwnedFd::from(theirs)), Stdio::from(output)))
+    });
+    let (stream, input, output) = pair.map_err(|e| failed(format!("cannot make a socket: {e}")))?;
+    let child = Command::new(&program).stdin(input).stdout(output).spawn();
+    let child = child.map_err(|e| failed(format!("cannot start {}: {e}", program.display())))?;
+    let pidfd =
+        Pid::from_raw(child.id() as i32).and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
+    let process = Process { child: Some(child), pidfd };
+    let wrong = |what: String| failed(format!("program {}: {what}", program.display()));
+    let (shape, hello) = greet(&stream).map_err(wrong)?;
+    Ok(Started { shape, data: hello.data, stream, process })
+}
+
+/// Reads the lines of a program until it is ready. Reads byte by byte, so that nothing of later
+/// lines is lost.
+fn greet(mut stream: &UnixStream) -> Result<(Shape, Hello), String> {
+    let (mut hello, mut line, deadline) = (Hello::default(), Vec::new(), Instant::now() + START);
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() || line.len() > MOST_LINE {
+            return Err(format!("it was not ready within {} s", START.as_secs()));
+        }
+        stream.set_read_timeout(Some(left)).map_err(|e| e.to_string())?;
+        let mut byte = [0];
+        match stream.read(&mut byte) {
+            Ok(0) => return Err("it ended at its start".into()),
+            Ok(_) if byte == *b"\n" => {
+                let text = String::from_utf8_lossy(&line).into_owned();
+                if let Some(shape) = hello.line(&text)? {
+                    stream.set_read_timeout(None).map_err(|e| e.to_string())?;
+                    return Ok((shape, hello));
+                }
+                line.clear();
+            }
+            Ok(_) => line.push(byte[0]),
+            Err(e) if matches!(e.kind(), IoKind::WouldBlock | IoKind::TimedOut) => {}
+            Err(e) if e.kind() == IoKind::Interrupted => {}
+            Err(e) => return Err(e.to_string()),
+        }
+    }
+}
+
+impl Started {
+    pub(super) fn target(self, name: &str, read_only: bool) -> Target {
+        let Started { shape, data, stream, process } = self;
+        let named = name.to_string();
+        let make = move |ring: &blockyard_ring::Handle, handle| {
+            Program::begin(ring, named, stream, process, handle)
+        };
+        let target = Target::of_program(name.into(), shape, make);
+        data.into_iter().fold(target, |target, (path, access)| {
+            target.data(path, if read_only { Access::Read } else { access })
+        })
+    }
+}
+
+impl Process {
+    /// Kills the program.
+    pub(super) fn kill(&self) {
+        if let Some(pidfd) = &self.pidfd {
+            let _ = pidfd_send_signal(pidfd, Signal::KILL);
+        }
+    }
+
+    /// Waits until the program has ended, or kills it.
+    fn end(mut self) {
+        if let Some(pidfd) = &self.pidfd {
+            let limit = Timespec { tv_sec: END.as_secs() as i64, tv_nsec: 0 };
+            let mut ended = [PollFd::new(pidfd, PollFlags::IN)];
+            if !matches!(rustix::event::poll(&mut ended, Some(&limit)), Ok(1..)) {
+                self.kill();
+            }
+        }
+        // In a sandbox the kernel removes the process when the server ends.
+        if let (Some(mut child), false) = (self.child.take(), sandbox::is_on()) {
+            let _ = child.wait();
+        }
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let Some(child) = self.child.take() else { return };
+        let process = Process { child: Some(child), pidfd: self.pidfd.take() };
+        let name = std::thread::Builder::new().name("program's end".into());
+        let _ = threads::spawn(name.stack_size(64 << 10), move || process.end());
+    }
+}
