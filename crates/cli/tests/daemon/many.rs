@@ -27,13 +27,14 @@ fn configure(folder: &Folder, count: usize) {
     std::fs::write(folder.join("toml"), (0..count).map(disk).collect::<String>()).unwrap();
 }
 
-/// Returns the names of the threads.
+/// Returns the names of the threads. Not those of io_uring's workers: the kernel makes one for a
+/// reactor if a write would wait, and the last one stays.
 fn names(daemon: &Daemon) -> Vec<String> {
     let tasks = std::fs::read_dir(format!("/proc/{}/task", daemon.pid())).unwrap();
     let name = |task: std::io::Result<std::fs::DirEntry>| {
         std::fs::read_to_string(task.ok()?.path().join("comm")).ok()
     };
-    tasks.filter_map(name).collect()
+    tasks.filter_map(name).filter(|name| !name.starts_with("iou-wrk-")).collect()
 }
 
 /// Returns the numbers of threads and of descriptors.
