@@ -34,8 +34,8 @@ impl Cowd {
         let used: BTreeSet<u64> = (0..blocks).map(|block| slot(&table, block)).collect();
         let all = (1..=files.data_len[1] / BLOCK).rev();
         let free = RefCell::new(all.filter(|slot| !used.contains(slot)).collect());
-        let file = files.own[0].clone();
-        Ok(Cowd { file, table: RefCell::new(table), given: RefCell::default(), free })
+        let (table, given) = (RefCell::new(table), RefCell::default());
+        Ok(Cowd { file: files.own[0].clone(), table, given, free })
     }
 
     /// Returns the place of a block that is about to change: always the same until it is durable.
@@ -91,9 +91,8 @@ pub fn target(base: &str, store: &str, table: &str) -> io::Result<Target> {
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let names: Vec<String> = std::env::args().skip(1).collect();
     let [base, store, table, socket] = &names[..] else { return Err("four names".into()) };
-    let open = |path| fs::File::options().append(true).create(true).open(path);
-    open(table)?;
-    open(store)?.set_len(fs::metadata(base)?.len())?;
+    let make = |path| fs::File::options().append(true).create(true).open(path);
+    make(table).and(make(store))?.set_len(fs::metadata(base)?.len())?;
     let yard = Yard::start(1)?;
     yard.serve(Disk::target("cowd", target(base, store, table)?).vhost_user(socket))?;
     io::stdin().read_line(&mut String::new())?; // Enter, or the end of the input, ends it.

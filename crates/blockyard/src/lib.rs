@@ -76,3 +76,8 @@ pub use blockyard_storage::target::{
 pub use disk::Disk;
 pub use error::{Error, ErrorKind};
 pub use yard::{Counts, Ended, Resized, Statistics, Yard};
+
+/// The code blocks of the guide, which the documentation tests compile.
+#[cfg(all(doctest, feature = "testing"))]
+#[doc = include_str!("../../../docs/own-target.md")]
+struct Guide;

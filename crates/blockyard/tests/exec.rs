@@ -56,20 +56,27 @@ fn the_python_example_keeps_what_was_written() {
     assert_eq!(std::fs::metadata(&table).unwrap().len(), 16 * 8);
 }
 
-const HELLO: &str = "#!/bin/sh\nprintf 'blockyard-map 1\\nsize 1048576\\ngranule 4096\\nready\\n'\n";
+const HELLO: &str =
+    "#!/bin/sh\nprintf 'blockyard-map 1\\nsize 1048576\\ngranule 4096\\nready\\n'\n";
 
 #[test]
 fn a_program_that_fails_hurts_only_its_own_disk() {
     let scratch = Scratch::new("programs");
-    let good = script(&scratch, "good", &format!("{HELLO}while read word number rest; do
-        echo \"ok $number 1048576 zero\"; done\n"));
+    let good = script(
+        &scratch,
+        "good",
+        &format!(
+            "{HELLO}while read word number rest; do
+        echo \"ok $number 1048576 zero\"; done\n"
+        ),
+    );
     let yard = Yard::start(1).unwrap();
     yard.serve(Disk::image("good", &good).vhost_user(scratch.path("good.sock"))).unwrap();
     let mut neighbour = Guest::connect(&scratch.path("good.sock"));
     let faults = [
         ("ends", "read line; exit 1"),
         ("chatters", "read line; echo hello"),
-        ("answers another", "read line; echo ok 999 4096 zero; sleep 1000"),
+        ("answers another", "read line; echo ok 999 4096 zero; exec sleep 1000"),
         ("lies", "while read a number rest; do echo \"ok $number 4096 at 3 0\"; done"),
         ("fails", "while read a number rest; do echo \"error $number no idea\"; done"),
         ("sends no line", "read line; exec cat /dev/zero"),
@@ -102,7 +109,7 @@ fn a_program_that_does_not_start_is_an_error() {
     assert!(relative.contains("the form is exec:/path/of/program"), "{relative}");
     let ended = error(script(&scratch, "ended", "#!/bin/sh\nexit 0\n"));
     assert!(ended.ends_with("it ended at its start"), "{ended}");
-    let other = error(script(&scratch, "other", "#!/bin/sh\necho hello; sleep 1000\n"));
+    let other = error(script(&scratch, "other", "#!/bin/sh\necho hello; exec sleep 1000\n"));
     assert!(other.contains("it sent \"hello\" at its start, not \"blockyard-map 1\""), "{other}");
     let text = "#!/bin/sh\nprintf 'blockyard-map 1\\nsize 1000\\ngranule 4096\\nready\\n'\n";
     let odd = error(script(&scratch, "odd", text));

@@ -65,7 +65,7 @@ fn check_activation(disk: &DiskArgs) -> anyhow::Result<()> {
         );
     }
     let name = disk.image.to_string_lossy();
-    if ["null:", "ram:", "delay:"].iter().any(|scheme| name.starts_with(scheme)) {
+    if ["null:", "ram:", "delay:", "exec:"].iter().any(|scheme| name.starts_with(scheme)) {
         anyhow::bail!(
             "image {image}: --activation rings needs an image that another server can open"
         );

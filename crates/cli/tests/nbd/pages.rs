@@ -118,6 +118,11 @@ fn api() {
 }
 
 #[test]
+fn own_target() {
+    runs_as_it_stands("own-target.md", &[]);
+}
+
+#[test]
 fn metrics() {
     runs_as_it_stands("metrics.md", &[]);
 }

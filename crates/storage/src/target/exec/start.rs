@@ -84,7 +84,7 @@ fn start(name: &str) -> Result<Started, StorageError> {
         Pid::from_raw(child.id() as i32).and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
     let process = Process { child: Some(child), pidfd };
     let wrong = |what: String| failed(format!("program {}: {what}", program.display()));
-    let (shape, hello) = greet(&stream).map_err(wrong)?;
+    let (shape, hello) = greet(&stream).inspect_err(|_| process.kill()).map_err(wrong)?;
     Ok(Started { shape, data: hello.data, stream, process })
 }
 

@@ -1,0 +1,132 @@
+//! The examples, served to a guest.
+
+use std::path::Path;
+
+use blockyard::{Access, Disk, Yard};
+
+mod common;
+#[path = "../examples/dedup.rs"]
+#[allow(dead_code)]
+mod dedup;
+#[path = "../examples/generated.rs"]
+#[allow(dead_code)]
+mod generated;
+#[path = "../examples/mirror.rs"]
+#[allow(dead_code)]
+mod mirror;
+#[path = "../examples/stripe.rs"]
+#[allow(dead_code)]
+mod stripe;
+
+use common::{Guest, Scratch};
+
+const MIB: usize = 1 << 20;
+
+/// Serves a disk to a guest. The guest must be dropped before the yard.
+fn served(scratch: &Scratch, disk: Disk) -> (Guest, Yard) {
+    let yard = Yard::start(1).unwrap();
+    let socket = scratch.path("socket");
+    yard.serve(disk.vhost_user(&socket)).unwrap();
+    (Guest::connect(&socket), yard)
+}
+
+fn bytes(len: usize, tag: u8) -> Vec<u8> {
+    (0..len).map(|at| (at / 512) as u8 ^ (at % 251) as u8 ^ tag).collect()
+}
+
+#[test]
+fn every_example_has_at_most_100_lines() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples");
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        let lines = std::fs::read_to_string(&path).unwrap().lines().count();
+        assert!(lines <= 100, "{}: {lines} lines", path.display());
+    }
+}
+
+#[test]
+fn a_stripe_spreads_its_data_over_all_files() {
+    let scratch = Scratch::new("stripe");
+    let names = ["a", "b", "c"].map(|name| scratch.file(name, &vec![0; MIB]));
+    let disk = Disk::target("stripe", stripe::target(&names).unwrap());
+    let (mut guest, yard) = served(&scratch, disk);
+    let data = bytes(3 * MIB, 1);
+    guest.write(0, &data);
+    guest.flush();
+    assert!(guest.read(0, data.len()) == data);
+    drop(guest);
+    assert!(yard.remove("stripe").unwrap().is_flushed);
+    let files = names.map(|name| std::fs::read(name).unwrap());
+    for (number, chunk) in data.chunks(stripe::CHUNK as usize).enumerate() {
+        let (file, at) = (&files[number % 3], number / 3 * stripe::CHUNK as usize);
+        assert!(file[at..at + chunk.len()] == *chunk, "chunk {number}");
+    }
+}
+
+#[test]
+fn a_mirror_goes_on_with_one_half() {
+    let scratch = Scratch::new("mirror");
+    let (one, other) = (scratch.file("one", &vec![0; MIB]), scratch.file("other", &vec![0; MIB]));
+    let serve = |first| {
+        let target = mirror::target([&one, &other], [first, Access::Write]).unwrap();
+        served(&scratch, Disk::target("mirror", target))
+    };
+    let (mut guest, yard) = serve(Access::Write);
+    let data = bytes(MIB / 2, 3);
+    guest.write(0, &data);
+    guest.flush();
+    drop(guest);
+    assert!(yard.remove("mirror").unwrap().is_flushed);
+    let read = |name: &str| std::fs::read(name).unwrap();
+    assert!(read(&one)[..data.len()] == data && read(&one) == read(&other));
+    // The first half refuses each write, because it is open for reading.
+    let (mut guest, yard) = serve(Access::Read);
+    let newer = bytes(MIB / 2, 5);
+    guest.write(0, &newer);
+    guest.flush();
+    assert!(guest.read(0, newer.len()) == newer);
+    drop(guest);
+    assert!(yard.remove("mirror").unwrap().is_flushed);
+    assert!(read(&one)[..data.len()] == data && read(&other)[..data.len()] == newer);
+    // The half is out of date, so it is not used again.
+    let (mut guest, _yard) = serve(Access::Write);
+    assert!(guest.read(0, newer.len()) == newer);
+    drop(guest);
+}
+
+#[test]
+fn a_generated_disk_reads_as_its_function_and_refuses_writes() {
+    let scratch = Scratch::new("generated");
+    let (mut guest, _yard) = served(&scratch, generated::disk(1 << 30));
+    for at in [0, 4096 * 7, (1 << 30) - 8192] {
+        let read = guest.read(at, 8192);
+        let words = (0..8192 / 8).flat_map(|number| generated::word((at + number * 8) as u64));
+        assert!(words.eq(read), "at {at}");
+    }
+    assert_ne!(guest.try_write(0, &[0; 512]), 0);
+    drop(guest);
+}
+
+#[test]
+fn bases_share_the_blocks_of_one_store() {
+    let scratch = Scratch::new("dedup");
+    let (mut first, mut second) = (bytes(MIB, 0), bytes(MIB, 0));
+    first[4096 * 9..4096 * 10].fill(0);
+    second[4096 * 5..4096 * 6].fill(7);
+    let store = scratch.path("store");
+    for (name, image, new) in [("one", &first, None), ("two", &second, Some(2))] {
+        let image = scratch.file(name, image);
+        let index = scratch.path(&format!("{name}.index"));
+        let added = dedup::pack(image.as_ref(), &index, &store).unwrap();
+        assert!(new.is_none_or(|new| new == added), "{name}: {added}");
+    }
+    let yard = Yard::start(1).unwrap();
+    for (name, image) in [("one", first), ("two", second)] {
+        let disk = dedup::disk(name, &scratch.path(&format!("{name}.index")), &store).unwrap();
+        yard.serve(disk.vhost_user(scratch.path(name).with_extension("sock"))).unwrap();
+        let mut guest = Guest::connect(&scratch.path(name).with_extension("sock"));
+        assert!(guest.read(0, image.len()) == image, "{name}");
+    }
+    assert_eq!(yard.disks(), ["one", "two"]);
+    assert_eq!(yard.close().len(), 2);
+}

@@ -1,0 +1,72 @@
+//! The public surface of the library, compared with the listing `api.txt`.
+//!
+//! The listing has the first lines of public items, in the files that define them. A change of it
+//! is a change of the version: see CONTRIBUTING.md.
+
+use std::fmt::Write;
+use std::path::Path;
+
+/// The files that define what `lib.rs` exports. Private items in them are marked `pub(...)`.
+const FILES: [&str; 9] = [
+    "src/lib.rs",
+    "src/disk.rs",
+    "src/error.rs",
+    "src/testing.rs",
+    "src/yard.rs",
+    "../storage/src/target/device.rs",
+    "../storage/src/target/file.rs",
+    "../storage/src/target/map.rs",
+    "../storage/src/target/target.rs",
+];
+
+/// Items of these files that `lib.rs` does not export.
+const INTERNAL: [&str; 5] = ["AskWorker", "OpenTarget", "simulated", "fn handle(&self)", "fn open(self"];
+
+fn listing() -> String {
+    let mut out = String::new();
+    for name in FILES {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(name);
+        let text = std::fs::read_to_string(&path).unwrap();
+        let _ = writeln!(out, "# {}", name.trim_start_matches("../"));
+        let (mut in_trait, mut item) = (false, String::new());
+        for line in text.lines() {
+            let begins = line.trim_start().starts_with("pub ");
+            in_trait = match line {
+                "}" => false,
+                _ => in_trait || line.starts_with("pub trait "),
+            };
+            let method = in_trait && line.starts_with("    fn ");
+            // A variant of a public enum, or a field of it.
+            if item.is_empty() && !begins && !method {
+                continue;
+            }
+            item = format!("{item} {}", line.trim()).trim().to_string();
+            let ends = [" {", ";", ",", "}", ")"].iter().any(|end| item.ends_with(end));
+            if ends && item.matches('(').count() == item.matches(')').count() {
+                let item = std::mem::take(&mut item);
+                if !INTERNAL.iter().any(|internal| item.contains(internal)) {
+                    let _ = writeln!(out, "{}", item.trim_end_matches(" {"));
+                }
+            }
+        }
+    }
+    out
+}
+
+#[test]
+fn the_public_surface_is_the_listed_one() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("api.txt");
+    let now = listing();
+    if std::env::var_os("BLOCKYARD_LIST_API").is_some() {
+        std::fs::write(&path, &now).unwrap();
+    }
+    let listed = std::fs::read_to_string(&path).unwrap_or_default();
+    let (old, new): (Vec<_>, Vec<_>) = (listed.lines().collect(), now.lines().collect());
+    let removed: Vec<_> = old.iter().filter(|line| !new.contains(line)).collect();
+    let added: Vec<_> = new.iter().filter(|line| !old.contains(line)).collect();
+    assert!(
+        listed == now,
+        "the public surface has changed: removed {removed:#?}, added {added:#?}; if that is \
+         intended, write api.txt again: BLOCKYARD_LIST_API=1 cargo test -p blockyard --test surface"
+    );
+}
