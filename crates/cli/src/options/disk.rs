@@ -219,7 +219,8 @@ pub struct DiskArgs {
 
     /// What to do when a queue is empty: auto, off, or microseconds to busy-poll.
     ///
-    /// auto: sleep, busy-poll or coalesce kicks, whichever measures best. off: sleep. The same
+    /// auto: sleep, busy-poll (also while requests are in flight, for User Mode Linux) or
+    /// coalesce kicks, whichever measures best. off: sleep. The same
     /// applies to NBD connections without requests.
     #[arg(long, default_value = "auto", value_name = "MODE", help_heading = "Queues",
         value_parser = suggest(&["auto", "off"], values::parse_poll), hide_possible_values = true)]

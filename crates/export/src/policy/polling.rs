@@ -3,6 +3,8 @@
 //! The strategies:
 //! - sleep until the next kick;
 //! - busy-poll the ring for a while, then sleep;
+//! - busy-poll also while requests are in flight, so that the processor does not sleep until the
+//!   storage answers;
 //! - gather: after a kick, sleep a little longer, so that more requests arrive before the queue
 //!   reads the ring;
 //! - co-locate: run the reactor's thread on the guest's processors, alone or with gathering.
@@ -15,6 +17,8 @@
 //! - User Mode Linux alone on a machine: the scheduler spreads it over two CPUs, and each of its
 //!   system calls costs two wake-ups. A reactor that busy-polls keeps the second CPU busy, and the
 //!   guest then runs three times as fast.
+//! - User Mode Linux, one request at a time, storage that takes 40 us: the processor sleeps and
+//!   wakes within each request. Busy-polling also in flight makes requests 8 to 23% shorter.
 //! - One CPU: each kick costs two switches of the address space. Gathering saves some of them,
 //!   except for a guest that has one request at a time.
 //!
@@ -82,19 +86,23 @@ pub enum Strategy {
     Sleep,
     BusyPoll,
     BusyPollLonger,
+    BusyPollInFlight,
     Gather,
     CoLocated,
     GatherCoLocated,
+    BusyPollInFlightCoLocated,
 }
 
 impl Strategy {
-    pub const ALL: [Strategy; 6] = [
+    pub const ALL: [Strategy; 8] = [
         Strategy::Sleep,
         Strategy::BusyPoll,
         Strategy::BusyPollLonger,
+        Strategy::BusyPollInFlight,
         Strategy::Gather,
         Strategy::CoLocated,
         Strategy::GatherCoLocated,
+        Strategy::BusyPollInFlightCoLocated,
     ];
 
     /// Returns the strategy's name for the log.
@@ -103,9 +111,11 @@ impl Strategy {
             Strategy::Sleep => "sleep",
             Strategy::BusyPoll => "busy-poll",
             Strategy::BusyPollLonger => "busy-poll longer",
+            Strategy::BusyPollInFlight => "busy-poll in flight",
             Strategy::Gather => "gather",
             Strategy::CoLocated => "co-located",
             Strategy::GatherCoLocated => "gather, co-located",
+            Strategy::BusyPollInFlightCoLocated => "busy-poll in flight, co-located",
         }
     }
 }
@@ -161,6 +171,8 @@ impl PollingFigures {
 struct Candidate {
     strategy: Strategy,
     busy_poll: Duration,
+    /// The queue busy-polls also while requests are in flight.
+    in_flight: bool,
     gather: Duration,
     co_located: bool,
     /// Factor by which this candidate's rate must exceed that of plain sleep.
@@ -170,6 +182,7 @@ struct Candidate {
 const SLEEP: Candidate = Candidate {
     strategy: Strategy::Sleep,
     busy_poll: Duration::ZERO,
+    in_flight: false,
     gather: Duration::ZERO,
     co_located: false,
     gain: 1.0,
@@ -182,6 +195,8 @@ const CO_LOCATED: Candidate =
 #[derive(Debug)]
 struct TrialPlan {
     candidates: &'static [Candidate],
+    /// Some candidates busy-poll while requests are in flight.
+    tries_in_flight: bool,
     /// Least duration of a slice. Requests in a quarter of this time before the slice do not count,
     /// because the scheduler needs time to react.
     slice: Duration,
@@ -198,18 +213,29 @@ const FOR_EVENTFDS: &TrialPlan = &TrialPlan {
         Candidate { strategy: Strategy::BusyPoll, busy_poll: BUSY_POLL, gain: 1.05, ..SLEEP },
         CO_LOCATED,
     ],
+    tries_in_flight: false,
     slice: Duration::from_millis(3),
     rounds: 4,
     decisive_after: 3,
+};
+const IN_FLIGHT: Candidate = Candidate {
+    strategy: Strategy::BusyPollInFlight,
+    busy_poll: BUSY_POLL_LONG,
+    in_flight: true,
+    gain: 1.1,
+    ..SLEEP
 };
 const FOR_STREAMS: &TrialPlan = &TrialPlan {
     candidates: &[
         SLEEP,
         Candidate { strategy: Strategy::BusyPoll, busy_poll: BUSY_POLL_LONG, gain: 1.1, ..SLEEP },
+        IN_FLIGHT,
         Candidate { strategy: Strategy::Gather, gather: GATHER, gain: 1.05, ..SLEEP },
         CO_LOCATED,
         Candidate { strategy: Strategy::GatherCoLocated, gather: GATHER, gain: 1.05, ..CO_LOCATED },
+        Candidate { strategy: Strategy::BusyPollInFlightCoLocated, co_located: true, ..IN_FLIGHT },
     ],
+    tries_in_flight: true,
     slice: Duration::from_millis(12),
     rounds: 2,
     decisive_after: 1,
@@ -226,11 +252,12 @@ const FOR_CLIENTS: &TrialPlan = &TrialPlan {
             ..SLEEP
         },
     ],
+    tries_in_flight: false,
     slice: Duration::from_millis(3),
     rounds: 4,
     decisive_after: 3,
 };
-const MAX_CANDIDATES: usize = 5;
+const MAX_CANDIDATES: usize = 7;
 const MAX_ROUNDS: usize = 4;
 
 /// Rates of one candidate's slices, in requests per second. The policy compares medians, so one
@@ -346,6 +373,19 @@ impl PollingPolicy {
                 (!busy_poll.is_zero() && self.pauses_below(busy_poll * 2)).then_some(busy_poll)
             }
         }
+    }
+
+    /// Returns how long to busy-poll although requests are in flight, or `None` to sleep until one
+    /// is complete. The queue calls this when its ring is empty.
+    #[inline]
+    pub fn waits_in_flight(&mut self, now: Instant, done: u64) -> Option<Duration> {
+        if self.mode != PollMode::Auto || !self.plan.tries_in_flight {
+            return None;
+        }
+        // The queue may never again be without requests in flight.
+        self.step(now, done);
+        let Candidate { busy_poll, in_flight, .. } = self.plan.candidates[self.current];
+        (in_flight && self.pauses_below(busy_poll * 2)).then_some(busy_poll)
     }
 
     /// Returns how long to wait for more kicks, if the strategy gathers. The queue calls this after

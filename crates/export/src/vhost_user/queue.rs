@@ -246,8 +246,11 @@ impl Queue {
                     // On slow storage, one system call submits all requests and waits.
                     slow -= 1;
                 }
-                if self.in_flight.get() == 0
-                    && let Some(limit) = self.went_empty()
+                let limit = match self.in_flight.get() {
+                    0 => self.went_empty(),
+                    _ => self.waits_in_flight(),
+                };
+                if let Some(limit) = limit
                     && self.busy_poll(limit).await
                 {
                     continue;
@@ -296,14 +299,19 @@ impl Queue {
         busy_poll
     }
 
+    fn waits_in_flight(&self) -> Option<Duration> {
+        self.core.borrow_mut().polling.waits_in_flight(self.handle.now(), self.done.get())
+    }
+
     fn gathers(&self) -> Option<Duration> {
         self.core.borrow().polling.gather()
     }
 
-    /// Busy-polls the ring for at most `limit`. Returns true if a chain is available or the queue
-    /// must stop or publish.
+    /// Busy-polls the ring for at most `limit`, and no longer than a coalesced signal may wait.
+    /// Returns true if a chain is available or the queue must stop or publish.
     async fn busy_poll(&self, limit: Duration) -> bool {
         let until = Instant::now() + limit;
+        let until = self.core.borrow().coalescer.due().map_or(until, |due| due.min(until));
         self.core.borrow_mut().disable_kicks();
         while self.core.borrow().unpublished == 0 && self.stopping.borrow().is_none() {
             if self.core.borrow_mut().ring.has_available() {

@@ -90,6 +90,41 @@ fn queues_of_streams_gather_if_that_is_faster() {
     assert_eq!(Guest::new(PollMode::Auto, false).run(us(20), gathering, TIME).gathered, 0.0);
 }
 
+/// Storage takes time. The guest has one request at a time, or always more than one in flight.
+#[test]
+fn the_queue_waits_for_storage_without_sleep_if_that_is_faster() {
+    for (faster, always_in_flight) in [(true, false), (true, true), (false, false)] {
+        let counters = Rc::<Counters>::default();
+        let mut now = origin();
+        let mut policy = PollingPolicy::new(PollMode::Auto, false, now, counters.clone());
+        policy.set_notified_by_stream(true);
+        let (start, mut done, mut polled, mut calls) = (now, 0, 0, 0);
+        while now - start < TIME {
+            let has_settled = now - start > TIME / 2;
+            if !(always_in_flight && has_settled) {
+                policy.went_empty(now, done);
+                now += us(5);
+                policy.requests_arrived(now);
+            }
+            let polls = policy.waits_in_flight(now, done).is_some();
+            if has_settled {
+                (polled, calls) = (polled + i32::from(polls), calls + 1);
+            }
+            now += us(if polls == faster { 80 } else { 110 });
+            done += 1;
+        }
+        let share = f64::from(polled) / f64::from(calls);
+        assert_eq!(share > 0.8, faster, "{faster} {always_in_flight} {share}");
+        assert_eq!(share < 0.2, !faster, "{faster} {always_in_flight} {share}");
+        assert!(counters.polling.get().of(Strategy::BusyPollInFlight).slices > 0);
+    }
+    for mode in [PollMode::Off, PollMode::Fixed(us(50))] {
+        let mut policy = PollingPolicy::new(mode, false, origin(), Rc::default());
+        policy.set_notified_by_stream(true);
+        assert_eq!(policy.waits_in_flight(origin(), 0), None);
+    }
+}
+
 #[test]
 fn a_guest_that_sends_one_request_at_a_time_ends_gathering() {
     let now = origin();
