@@ -20,7 +20,8 @@ const FILES: [&str; 9] = [
 ];
 
 /// Items of these files that `lib.rs` does not export.
-const INTERNAL: [&str; 5] = ["AskWorker", "OpenTarget", "simulated", "fn handle(&self)", "fn open(self"];
+const INTERNAL: [&str; 5] =
+    ["AskWorker", "OpenTarget", "simulated", "fn handle(&self)", "fn open(self"];
 
 fn listing() -> String {
     let mut out = String::new();

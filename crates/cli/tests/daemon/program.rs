@@ -1,0 +1,83 @@
+//! `exec:` images: the program starts before the sandbox closes, and its death hurts its own disk.
+
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::process::Command;
+
+use blockyard_driver::status;
+
+use crate::common::{BLOCKYARD, Daemon, Folder, SOON, Signal, until};
+use crate::guest::{Guest, pattern};
+
+/// Makes a program for which the whole disk is a file in another folder. It writes its process
+/// number to `pid`.
+fn program(folder: &Path, data: &Path) -> String {
+    let path = folder.join("program");
+    let text = format!(
+        "#!/bin/bash\necho $$ >{pid}\n\
+         printf '%s\\n' 'blockyard-map 1' 'size 1048576' 'granule 4096' 'data w {data}' ready\n\
+         while read -r word number how offset length; do\n\
+         [[ $word = locate ]] && echo \"ok $number $length at 0 $offset\" || echo \"ok $number\"\n\
+         done\n",
+        pid = folder.join("pid").display(),
+        data = data.display()
+    );
+    std::fs::write(&path, text).unwrap();
+    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+    format!("exec:{}", path.display())
+}
+
+#[test]
+fn a_program_says_where_the_data_of_a_disk_lie() {
+    let (folder, elsewhere) = (Folder::new(), Folder::new());
+    let data = elsewhere.image("data", 1 << 20);
+    let (image, socket) = (program(&folder, &data), folder.join("s"));
+    let mut daemon = Daemon::serve(&image, &socket, &[]);
+    let mut guest = Guest::connect(&socket);
+    let bytes = pattern(3, 64 << 10);
+    assert_eq!(guest.write(8, &bytes), status::OK);
+    assert_eq!(guest.flush(), status::OK);
+    assert!(guest.read(8, bytes.len()).unwrap() == bytes);
+    assert!(std::fs::read(&data).unwrap()[4096..][..bytes.len()] == bytes);
+    let pid: i32 = std::fs::read_to_string(folder.join("pid")).unwrap().trim().parse().unwrap();
+    let pid = rustix::process::Pid::from_raw(pid).unwrap();
+    rustix::process::kill_process(pid, Signal::KILL).unwrap();
+    daemon.wait_log("the program fails, and so does its disk: it has ended");
+    assert_eq!(guest.read(1024, 4096), Err(status::IOERR));
+    assert!(guest.read(8, bytes.len()).unwrap() == bytes, "what is remembered still works");
+    guest.leave();
+    assert!(daemon.terminate().success());
+}
+
+#[test]
+fn a_program_ends_with_its_server() {
+    let folder = Folder::new();
+    let image = program(&folder, &folder.image("data", 1 << 20));
+    let mut daemon = Daemon::serve(image, &folder.join("s"), &[]);
+    let pid = std::fs::read_to_string(folder.join("pid")).unwrap();
+    assert!(daemon.terminate().success());
+    let process = Path::new("/proc").join(pid.trim());
+    until("the program has ended", SOON, || !process.exists());
+}
+
+#[test]
+fn a_server_in_a_sandbox_starts_no_program_later() {
+    let folder = Folder::new();
+    let image = program(&folder, &folder.image("data", 1 << 20));
+    let config = folder.join("toml");
+    let disk = |name: &str, image: &str| {
+        let socket = folder.join(name);
+        format!("[[disk]]\nname = \"{name}\"\nimage = \"{image}\"\nvhost-user = {socket:?}\n")
+    };
+    std::fs::write(&config, disk("one", "ram:1M")).unwrap();
+    let mut daemon =
+        Daemon::start(Command::new(BLOCKYARD).args(["serve", "--config"]).arg(&config));
+    daemon.wait_ready();
+    std::fs::write(&config, disk("one", "ram:1M") + &disk("two", &image)).unwrap();
+    daemon.signal(Signal::HUP);
+    daemon.wait_log("a server in a sandbox cannot start a program");
+    daemon.wait_log("reloaded: ");
+    assert!(daemon.running());
+    assert!(Guest::connect(&folder.join("one")).read(0, 512).is_ok());
+    assert!(daemon.terminate().success());
+}
