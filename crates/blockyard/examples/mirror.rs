@@ -1,8 +1,8 @@
 //! mirror: writes to two files, reads from one. It goes on if one of them fails.
 //!
 //! `mirror SOCKET ONE OTHER` serves two files of one size on a vhost-user socket. A half that has
-//! failed is out of date. The file ONE.failed names it, before the next write is answered. The mirror
-//! then starts with the other half only.
+//! failed is out of date. The file ONE.failed names it, before the next write is answered. The
+//! mirror then starts with the other half only.
 
 use std::cell::Cell;
 use std::path::{Path, PathBuf};

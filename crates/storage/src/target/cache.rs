@@ -54,7 +54,7 @@ pub(super) struct Cache {
     moves: AtomicU64,
 }
 
-/// The state of the table when a map was asked.
+/// The state of the table when Blockyard asked a map.
 #[derive(Clone, Copy)]
 pub(super) struct Stamp {
     invalidations: u64,
@@ -116,7 +116,7 @@ impl Cache {
         }
     }
 
-    /// Keeps an answer that was asked for at `stamp`, as far as nothing has changed since. The
+    /// Keeps the answer to a question of `stamp`, as far as nothing has changed since. The
     /// caller holds `held`, in which nothing moves.
     pub(super) fn keep(
         &self,
@@ -247,8 +247,8 @@ impl Shard {
         self.entries.insert(at, entry);
     }
 
-    /// Inserts an entry in place of what it overlaps. With `all` also of parts that are not durable;
-    /// else those stay.
+    /// Inserts an entry in place of what it overlaps. Parts that are not durable stay, unless `all`
+    /// is true.
     fn insert(&mut self, offset: u64, entry: Entry, all: bool) {
         if self.entries.len() - self.moved >= MOST {
             self.evict();

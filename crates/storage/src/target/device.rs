@@ -8,7 +8,8 @@ use super::map::Boxed;
 /// A target that moves the disk's data itself.
 ///
 /// All methods run on the target's own thread, several at a time if they wait. Blockyard copies the
-/// data between that thread and its reactors. Requests that overlap have no order.
+/// data between that thread and its reactors. Requests are whole granules. Requests that overlap
+/// have no order.
 pub trait Device: 'static {
     /// Fills `data` with the disk's bytes from `offset`.
     fn read(&self, offset: u64, data: &mut [u8]) -> impl Future<Output = io::Result<()>>;

@@ -5,7 +5,7 @@ use std::io;
 use std::ops::Range;
 use std::pin::Pin;
 
-/// What a map is asked: where a range of the disk lies.
+/// A question to a map: where does a range of the disk lie?
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Question {
     /// Start of the range in bytes, a multiple of the granule.

@@ -15,7 +15,7 @@ use super::worker::{Living, Worker};
 use crate::Geometry;
 use crate::storage::{Capabilities, Storage};
 
-/// Bytes of one copy.
+/// Bytes of one copy, if granules are not larger.
 const PIECE: usize = 1 << 20;
 /// Bytes of all copies of a disk.
 pub(super) const COPIED: u64 = 16 << 20;
@@ -29,6 +29,11 @@ pub struct Passed {
 }
 
 impl Passed {
+    /// Returns the bytes of one copy, in whole granules.
+    fn piece(&self) -> usize {
+        PIECE.max(self.core.granule as usize)
+    }
+
     async fn call<T: Send + 'static>(
         &self,
         work: impl FnOnce(std::rc::Rc<dyn AnyDevice>) -> Boxed<'static, io::Result<T>> + Send + 'static,
@@ -43,7 +48,7 @@ impl Passed {
     async fn read_all(&self, segments: &Segments, offset: u64) -> io::Result<()> {
         let mut at = 0;
         while at < segments.len() {
-            let (len, offset) = (PIECE.min(segments.len() - at), offset + at as u64);
+            let (len, offset) = (self.piece().min(segments.len() - at), offset + at as u64);
             let _permit = self.core.copies.acquire_many(len as u64).await;
             let data = self
                 .call(move |device| {
@@ -62,7 +67,7 @@ impl Passed {
     async fn write_all(&self, segments: &Segments, offset: u64) -> io::Result<()> {
         let mut at = 0;
         while at < segments.len() {
-            let (len, offset) = (PIECE.min(segments.len() - at), offset + at as u64);
+            let (len, offset) = (self.piece().min(segments.len() - at), offset + at as u64);
             let _permit = self.core.copies.acquire_many(len as u64).await;
             let mut data = vec![0; len];
             segments.copy_out(at, &mut data);

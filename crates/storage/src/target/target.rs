@@ -33,8 +33,8 @@ use crate::{Geometry, SECTOR};
 pub struct Shape {
     /// Size in bytes, a multiple of the granule.
     pub size: u64,
-    /// Unit of a map in bytes: a power of two from 512 to 4 MiB. For a device, the size of its
-    /// blocks, which is a hint for guests.
+    /// Unit in bytes: a power of two from 512 to 4 MiB. Blockyard asks a map for whole granules,
+    /// and sends a device requests of whole granules.
     pub granule: u64,
 }
 
@@ -227,7 +227,11 @@ impl Target {
         let data: Vec<_> = data.collect::<Result<_, _>>()?;
         let own = self.own.iter().map(|(path, access)| open(path, *access, CacheMode::Writeback));
         let own: Vec<_> = own.collect::<Result<_, _>>()?;
-        let unit = data.iter().map(|f| u64::from(f.alignment().offset_align)).max().unwrap_or(1);
+        let unit = match self.is_map {
+            true => data.iter().map(|f| u64::from(f.alignment().offset_align)).max().unwrap_or(1),
+            // The raw image above a device cuts requests into whole granules.
+            false => self.shape.granule,
+        };
         if unit > self.shape.granule {
             let what = format!(
                 "its granule of {} bytes is smaller than the blocks of {unit} bytes of its files",
@@ -235,7 +239,7 @@ impl Target {
             );
             return Err(TargetError::new(TargetErrorKind::Shape, &name, what));
         }
-        let core = Arc::new(Core::new(name.clone(), self.shape, unit, &data));
+        let core = Arc::new(Core::new(name.clone(), self.shape, unit, &data, self.is_map));
         let handle = Handle(Arc::downgrade(&core));
         let (make, data_len) = (self.make, data.iter().map(ImageFile::size).collect());
         let make: Make = Box::new(move |ring| {
@@ -312,8 +316,8 @@ pub(super) struct Core {
 }
 
 impl Core {
-    fn new(name: String, shape: Shape, unit: u64, data: &[ImageFile]) -> Self {
-        let direct = data.iter().any(ImageFile::direct);
+    fn new(name: String, shape: Shape, unit: u64, data: &[ImageFile], is_map: bool) -> Self {
+        let direct = !is_map || data.iter().any(ImageFile::direct);
         let largest = |of: fn(&Geometry) -> u32| {
             data.iter().map(|file| of(&file.geometry())).max().unwrap_or(1)
         };

@@ -10,8 +10,8 @@
 //! stay in Blockyard: the program only says where they lie.
 //!
 //! What must hold
-//! - A program that hangs, ends or sends nonsense costs its own disk I/O errors, bounded memory, and
-//!   a line in the log.
+//! - A program that hangs, ends or sends nonsense costs its own disk I/O errors, bounded memory,
+//!   and a line in the log.
 //! - Only the operator names programs. An image that names one as its backing file is refused.
 //! - A server in a sandbox starts no program: it starts them before, see [`start_early`].
 

@@ -152,7 +152,7 @@ impl Inner {
                 continue;
             }
             if let Err(e) = self.socket.write_full(Segments::from_bytes(&lines)).await.1 {
-                return self.fail(&format!("it cannot be asked: {e}"));
+                return self.fail(&format!("it takes no questions: {e}"));
             }
         }
     }
