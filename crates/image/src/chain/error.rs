@@ -18,6 +18,9 @@ pub enum ChainError {
         path.display()
     )]
     Format { path: PathBuf },
+    /// The image that the caller names cannot be opened by this name.
+    #[error("image {}: {what}", path.display())]
+    Name { path: PathBuf, what: String },
     #[error("image {}: its backing file {}: {what}", path.display(), backing)]
     Backing { path: PathBuf, backing: String, what: String },
     /// The file exists, but lies outside the folders in which images may name files.

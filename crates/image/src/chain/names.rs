@@ -50,8 +50,11 @@ impl PendingImage {
 
     /// Returns an error about the image that names this one, with the name that it uses.
     pub(super) fn refuse(&self, what: impl Into<String>) -> ChainError {
-        let (path, backing) = self.named_by.clone().unwrap_or_default();
-        ChainError::Backing { path, backing, what: what.into() }
+        let what = what.into();
+        match self.named_by.clone() {
+            Some((path, backing)) => ChainError::Backing { path, backing, what },
+            None => ChainError::Name { path: self.path.clone(), what },
+        }
     }
 
     /// Returns the scheme that opens this image, and the image's name in that scheme. None: the
