@@ -68,7 +68,7 @@ pub(super) fn check(
             if offset.checked_add(*len).is_none_or(|end| end > size) {
                 return Err(Refused::Outside { file, offset, len: *len, size });
             }
-            if offset % unit != 0 {
+            if !offset.is_multiple_of(unit) {
                 return Err(Refused::Unaligned { file, offset, unit });
             }
             if write && !writable { Err(Refused::ReadOnly(file)) } else { Ok(()) }
