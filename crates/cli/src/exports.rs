@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use blockyard_disk::Disk;
+use blockyard_export::nbd;
 use blockyard_export::ublk::{Ublk, UblkOptions};
 use blockyard_export::vhost_user::{self, HandedSocket, QueueShape, Tuning, VhostUser};
 use blockyard_export::xen::{Xen, XenOptions};
@@ -38,7 +39,7 @@ type Constructor = fn(&DiskArgs, &Common) -> Option<Arc<dyn Way>>;
 
 /// Exports start in this order. ublk and Xen come last: the host or a guest uses their devices at
 /// once.
-const ALL: [Constructor; 4] = [vhost_user, nbd, ublk, xen];
+const ALL: [Constructor; 4] = [vhost_user, nbd_export, ublk, xen];
 
 /// Returns the exports that a disk's options request.
 pub fn ways(args: &DiskArgs, common: &Common) -> Vec<Arc<dyn Way>> {
@@ -97,12 +98,16 @@ fn vhost_user(args: &DiskArgs, common: &Common) -> Option<Arc<dyn Way>> {
     })
 }
 
-fn nbd(args: &DiskArgs, common: &Common) -> Option<Arc<dyn Way>> {
+fn nbd_export(args: &DiskArgs, common: &Common) -> Option<Arc<dyn Way>> {
     let address = args.nbd.clone()?;
-    let (args, servers) = (args.clone(), common.nbd.clone());
+    let (args, servers, handed) = (args.clone(), common.nbd.clone(), common.handed.clone());
     at(address.to_string(), move |disk, _| {
         let mut servers = servers.lock().unwrap_or_else(PoisonError::into_inner);
-        Ok(Box::new(servers.offer(&address, disk, &args)?))
+        let offer = servers.offer(&address, disk, &args)?;
+        if let Some((parcel, _)) = handed.take(disk.name(), nbd::KIND) {
+            offer.resume(parcel)?;
+        }
+        Ok(Box::new(offer))
     })
 }
 

@@ -58,11 +58,13 @@ pub struct Servers {
     all: Vec<(NbdAddress, Weak<Server>)>,
     /// Listening sockets of the server from which this one takes over, by address.
     handed: HashMap<String, Parcel>,
+    /// Servers whose disks are being handed over. They go on listening if the next server fails.
+    leaving: Vec<Arc<Server>>,
 }
 
 impl Servers {
     pub fn new(settings: Arc<Settings>, reactors: Arc<Reactors>) -> Self {
-        Servers { settings, reactors, all: Vec::new(), handed: HashMap::new() }
+        Servers { settings, reactors, all: Vec::new(), handed: HashMap::new(), leaving: Vec::new() }
     }
 
     /// Listens on a socket of another server when a disk needs its address.
@@ -71,14 +73,21 @@ impl Servers {
     }
 
     /// Returns the listening sockets by address, for the next server.
-    pub fn hand_over(&self) -> std::io::Result<Vec<(String, Parcel)>> {
-        let parcel = |server: Arc<Server>| Ok((server.address().to_string(), server.hand_over()?));
-        self.listening().map(parcel).collect()
+    pub fn hand_over(&mut self) -> std::io::Result<Vec<(String, Parcel)>> {
+        self.leaving = self.listening().collect();
+        let parcel = |server: &Arc<Server>| Ok((server.address().to_string(), server.hand_over()?));
+        self.leaving.iter().map(parcel).collect()
     }
 
-    /// The next server has failed.
+    /// The next server has failed. When the disks are served again, call
+    /// [`Servers::has_taken_back`].
     pub fn take_back(&self) {
-        self.listening().for_each(|server| server.take_back());
+        self.leaving.iter().for_each(|server| server.take_back());
+    }
+
+    /// Closes the addresses that no disk has any more.
+    pub fn has_taken_back(&mut self) {
+        self.leaving.clear();
     }
 
     /// Applies other settings to clients that connect from now on.

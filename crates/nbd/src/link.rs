@@ -141,6 +141,11 @@ impl Link {
         }
     }
 
+    /// See [`Socket::cancel`].
+    pub fn cancel(&self) {
+        self.socket().cancel();
+    }
+
     pub fn shutdown(&self) {
         self.socket().shutdown();
     }

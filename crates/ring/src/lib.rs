@@ -90,7 +90,7 @@ pub use pulse::{Pulse, Watcher};
 pub use quota::{Exceeded, MEMORY_SLOTS};
 pub use remote::{NoReply, PendingReply, Remote, Reply};
 pub use segments::{AlignedBuf, Segments};
-pub use socket::{MOST_PIECES, Socket, write_rest};
+pub use socket::{MOST_PIECES, Socket, is_canceled, write_rest};
 pub use uring::TaskId;
 pub use wake::{Signal, Watch, park};
 pub use words::SharedWords;

@@ -40,7 +40,7 @@ impl Remote {
         &self,
         f: impl FnOnce(&Handle, Reply<T>) + Send + 'static,
     ) -> Option<T> {
-        self.ask_later(f).0.recv().ok()
+        self.ask_later(f).wait()
     }
 
     /// Runs `f` on the executor's thread, and returns without waiting for its reply.
@@ -68,6 +68,11 @@ pub enum NoReply {
 }
 
 impl<T> PendingReply<T> {
+    /// Waits for the reply. `None`: the executor ended without a reply.
+    pub fn wait(self) -> Option<T> {
+        self.0.recv().ok()
+    }
+
     /// Waits for the reply until `deadline`.
     pub fn until(&self, deadline: Instant) -> Result<T, NoReply> {
         self.0.recv_timeout(deadline.saturating_duration_since(Instant::now())).map_err(|e| match e

@@ -174,6 +174,12 @@ impl Socket {
         write_rest(segments, 0, async |segments, done| self.write(segments, done).await).await
     }
 
+    /// Ends the waiting reads and writes. An operation that has transferred nothing returns the
+    /// error ECANCELED ([`is_canceled`]). No byte is lost.
+    pub fn cancel(&self) {
+        self.0.slot.handle().uring().cancel(&self.0.slot);
+    }
+
     /// Shuts down both directions: all waiting reads and writes complete.
     pub fn shutdown(&self) {
         let _ = rustix::net::shutdown(self.fd(), Shutdown::Both);
@@ -188,6 +194,11 @@ impl Socket {
     fn operation(&self, action: Action, segments: Segments) -> crate::operation::Operation {
         self.0.slot.handle().operation(action, segments, self.0.slot.clone())
     }
+}
+
+/// Returns whether the error is that of an operation that [`Socket::cancel`] has ended.
+pub fn is_canceled(error: &io::Error) -> bool {
+    error.raw_os_error() == Some(libc::ECANCELED)
 }
 
 /// Sends what `segments` have from `done` on, by as many calls of `write` as necessary. `write`
@@ -387,6 +398,50 @@ mod tests {
                 assert_eq!(socket.read_now(&Segments::buffer(4)).unwrap(), Some(1));
                 assert_eq!(socket.read_now(&Segments::buffer(4)).unwrap(), Some(0));
                 assert_eq!(socket.read(Segments::buffer(4)).await.1.unwrap(), 0);
+            })
+            .unwrap();
+    }
+
+    #[test]
+    fn canceled_operations_lose_no_bytes() {
+        let executor = Executor::new().unwrap();
+        let (socket, mut theirs) = narrow(&executor);
+        let handle = executor.handle().clone();
+        executor
+            .block_on(async move {
+                // Twice, because the connection goes on after a cancellation.
+                for byte in [b'a', b'b'] {
+                    let (other, later) = (socket.clone(), handle.clone());
+                    handle.spawn(async move {
+                        later.sleep(std::time::Duration::from_millis(1)).await;
+                        other.cancel();
+                    });
+                    let error = socket.read(Segments::buffer(10)).await.1.unwrap_err();
+                    assert!(is_canceled(&error), "{error}");
+                    theirs.write_all(&[byte]).unwrap();
+                    let (read, n) = socket.read(Segments::buffer(10)).await;
+                    let mut got = [0];
+                    read.copy_out(0, &mut got);
+                    assert_eq!((n.unwrap(), got[0]), (1, byte));
+                }
+                let mut full = 0;
+                loop {
+                    match socket.write_now(&Segments::buffer(4096)).unwrap() {
+                        0 => break,
+                        n => full += n,
+                    }
+                }
+                let (other, later) = (socket.clone(), handle.clone());
+                handle.spawn(async move {
+                    later.sleep(std::time::Duration::from_millis(1)).await;
+                    other.cancel();
+                });
+                let error = socket.write(Segments::buffer(4096), 0).await.1.unwrap_err();
+                assert!(is_canceled(&error), "{error}");
+                drop(socket);
+                let mut all = Vec::new();
+                theirs.read_to_end(&mut all).unwrap();
+                assert_eq!(all.len(), full);
             })
             .unwrap();
     }

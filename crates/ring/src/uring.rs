@@ -346,6 +346,21 @@ impl Uring {
         }
     }
 
+    /// Asks the kernel to end the operations in flight on a file. They complete as usual, with
+    /// ECANCELED if they have done nothing.
+    pub fn cancel(&mut self, file: &Rc<FileSlot>) {
+        let uses = |slot: &Slot| {
+            slot.state == State::Pending
+                && slot.file.as_ref().is_some_and(|of| Rc::ptr_eq(of, file))
+        };
+        let slots = (0u64..).zip(&self.slots).filter(|(_, slot)| uses(slot));
+        let keys: Vec<u64> = slots.map(|(key, _)| key).collect();
+        // An operation that gets the same key later is submitted behind the cancellation.
+        for key in keys {
+            self.push(&opcode::AsyncCancel::new(key).build().user_data(CANCEL));
+        }
+    }
+
     /// Submits, and waits for a completion if `wait` is set (for at most that time). Then reaps
     /// completions, and calls `wake` for their tasks.
     pub fn submit_and_reap(

@@ -128,6 +128,11 @@ impl HandedExports {
         all.remove(&(disk.into(), kind.into()))
     }
 
+    /// Drops what nothing has taken, and closes its connections.
+    pub fn clear(&self) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clear();
+    }
+
     /// Returns what the disk itself carries over, once. None: another server has sent nothing.
     pub fn take_carried(&self, disk: &str) -> anyhow::Result<Option<Arc<Carried>>> {
         let Some((parcel, _)) = self.take(disk, CARRIED) else { return Ok(None) };

@@ -116,6 +116,8 @@ impl Takeover {
         holder::announce();
         self.peer.send(&FromNew::Serves).context(TALKING)?;
         custody::set(Custody::Owner);
+        // What no export has taken ends with the old server.
+        server.common.handed.clear();
         Ok(others)
     }
 

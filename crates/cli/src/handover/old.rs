@@ -191,7 +191,7 @@ impl<'a> HandOver<'a> {
             let parcel = copy().with_context(|| format!("copying the socket of the {name}"))?;
             parcels.push((name.to_string(), parcel));
         }
-        let nbd = self.server.common.nbd.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut nbd = self.server.common.nbd.lock().unwrap_or_else(PoisonError::into_inner);
         let listening = nbd.hand_over().context("copying the sockets of NBD")?;
         parcels.extend(listening.into_iter().map(|(at, parcel)| (format!("{NBD}{at}"), parcel)));
         drop(nbd);
@@ -235,7 +235,8 @@ impl<'a> HandOver<'a> {
             // Two servers on one image would destroy it. The image's lock protects it, too.
             tracing::error!("the new server does not end: {e}");
         }
-        self.server.common.nbd.lock().unwrap_or_else(PoisonError::into_inner).take_back();
+        let nbd = || self.server.common.nbd.lock().unwrap_or_else(PoisonError::into_inner);
+        nbd().take_back();
         for Away { held, exports, .. } in self.away.drain(..) {
             let (args, name) = (held.args(), held.args().name());
             let handed = &self.server.common.handed;
@@ -257,6 +258,8 @@ impl<'a> HandOver<'a> {
                 }
             }
         }
+        nbd().has_taken_back();
+        self.server.common.handed.clear();
     }
 }
 

@@ -24,7 +24,7 @@ pub struct Case {
     pub folder: Folder,
     pub top: PathBuf,
     pub socket: PathBuf,
-    control: PathBuf,
+    pub control: PathBuf,
     api: PathBuf,
 }
 
@@ -63,7 +63,7 @@ impl Case {
         self.replace_by(old, &mut self.takeover())
     }
 
-    fn replace_by(&self, mut old: Daemon, command: &mut Command) -> Daemon {
+    pub fn replace_by(&self, mut old: Daemon, command: &mut Command) -> Daemon {
         let mut new = Daemon::start(command);
         assert!(new.became_ready(), "{}\n---- old ----\n{}", new.log(), old.log());
         let status = old.ended(SOON);
@@ -100,7 +100,7 @@ impl Case {
     }
 }
 
-fn serves(daemon: &Daemon) {
+pub fn serves(daemon: &Daemon) {
     daemon.until_served("write", "");
 }
 
@@ -305,7 +305,7 @@ fn end(pid: i32) {
 }
 
 /// Programs that fail as the next server, each at another step.
-fn failing(case: &Case) -> Vec<(String, PathBuf)> {
+pub fn failing(case: &Case) -> Vec<(String, PathBuf)> {
     let script = |name: &str, body: &str| {
         let path = case.folder.join(name);
         std::fs::write(&path, format!("#!/bin/bash\n{body}\n")).unwrap();
@@ -398,7 +398,7 @@ fn a_front_end_without_in_flight_region_is_served_by_both() {
     served_by_both(true, false);
 }
 
-/// NBD clients are disconnected after their last reply, and the address stays open.
+/// Clients that connect after a hand-over find the new server.
 #[test]
 fn the_address_of_nbd_is_handed_over() {
     let case = Case::new();

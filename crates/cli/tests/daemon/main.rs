@@ -26,6 +26,7 @@
 //!   shares       limits, groups, and their change at run time
 //!   holder       a killed server starts again, and front ends go on
 //!   handover     a new server takes the disks of a running one
+//!   handover_nbd a new server continues the NBD connections of a running one
 //!   streams      standard output and standard error that fail or are not read
 //!   tls          NBD with TLS: access, and the same data
 //!   renewal      certificates, revocation and limits of NBD clients, changed at run time
@@ -44,6 +45,7 @@ mod ending;
 mod exchange;
 mod full;
 mod handover;
+mod handover_nbd;
 mod holder;
 mod hosts;
 mod idle;

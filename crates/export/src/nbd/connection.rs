@@ -9,7 +9,7 @@ use std::io;
 use std::rc::Rc;
 
 use blockyard_disk::{LocalDisk, Op, Status, Store, Token};
-use blockyard_nbd::wire::{self, cmd, flag};
+use blockyard_nbd::wire::{self, cmd, errno, flag};
 use blockyard_ring::{Handle, Segments, Signal};
 
 use super::buffers::Buffers;
@@ -53,6 +53,8 @@ pub struct Connection {
     /// A request is in flight that needs much work for few bytes. The connection allows one such
     /// request at a time.
     pub heavy: Cell<bool>,
+    /// Headers of requests that this server has taken and leaves to the next one.
+    pub left: RefCell<Vec<u8>>,
 }
 
 impl Connection {
@@ -77,6 +79,7 @@ impl Connection {
             ended: Cell::new(false),
             broken: Cell::new(false),
             heavy: Cell::new(false),
+            left: RefCell::default(),
         }))
     }
 
@@ -90,6 +93,20 @@ impl Connection {
         self.to_send.ring();
     }
 
+    /// Ends a request without payload in the middle of its work. If another server continues the
+    /// connection, that server begins the request anew. Otherwise the client gets an error.
+    pub fn abandon(&self, request: &wire::Request) {
+        if !self.stream.is_leaving() || self.broken.get() {
+            return self.reply(request, Err(errno::ESHUTDOWN), Body::None);
+        }
+        request.put(self.terms.headers, &mut self.left.borrow_mut());
+        self.unanswered.set(self.unanswered.get() - 1);
+        self.heavy.set(false);
+        self.finished();
+        self.to_send.ring();
+        self.sent.ring();
+    }
+
     /// Records that a request is finished: it was answered, or it cannot be answered.
     pub fn finished(&self) {
         self.in_flight.set(self.in_flight.get() - 1);
@@ -98,7 +115,7 @@ impl Connection {
 
     /// Returns whether the client is connected and may send requests.
     pub fn goes_on(&self) -> bool {
-        !self.broken.get() && !self.ended.get()
+        !self.broken.get() && !self.ended.get() && !self.stream.is_leaving()
     }
 
     /// Returns the connection's use of the reactor's buffer quota.

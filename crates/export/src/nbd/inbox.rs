@@ -9,6 +9,7 @@ use std::ops::Range;
 
 use blockyard_ring::Segments;
 
+use super::spool::Spool;
 use super::stream::Stream;
 
 /// Size of the buffer, and therefore the maximum size of a read, in bytes.
@@ -19,11 +20,21 @@ pub struct Inbox {
     buffer: Segments,
     start: usize,
     end: usize,
+    /// The header of the request whose payload is being received.
+    header: ([u8; 32], usize),
+    /// The request whose payload was being received when the connection was handed over.
+    begun: Option<Spool>,
 }
 
 impl Default for Inbox {
     fn default() -> Self {
-        Inbox { buffer: Segments::buffer(SIZE), start: 0, end: 0 }
+        Inbox {
+            buffer: Segments::buffer(SIZE),
+            start: 0,
+            end: 0,
+            header: ([0; 32], 0),
+            begun: None,
+        }
     }
 }
 
@@ -38,6 +49,51 @@ impl Inbox {
         self.buffer.copy_out(self.start, &mut bytes[..len]);
         self.start += len;
         Some(bytes)
+    }
+
+    /// Notes the header of a request, until its payload is complete.
+    #[inline]
+    pub fn begin(&mut self, header: &[u8; 32], len: usize) {
+        self.header = (*header, len);
+    }
+
+    /// Keeps the header and a part of the payload, if the reading ended because another server
+    /// continues the connection.
+    fn keep(
+        &mut self,
+        stream: &Stream,
+        error: io::Error,
+        payload: impl FnOnce(&mut Spool) -> io::Result<()>,
+    ) -> io::Error {
+        if !stream.has_left(&error) {
+            return error;
+        }
+        let (header, len) = self.header;
+        let keep = || {
+            let mut spool = Spool::new()?;
+            spool.push(&header[..len])?;
+            payload(&mut spool)?;
+            io::Result::Ok(spool)
+        };
+        match keep() {
+            Ok(spool) => self.begun = Some(spool),
+            Err(e) => return e,
+        }
+        error
+    }
+
+    /// Returns all bytes that were received and not handled, behind those of `first`.
+    pub fn into_unread(mut self, stream: &Stream, first: &[u8]) -> io::Result<Option<Spool>> {
+        let mut spool = Spool::new()?;
+        spool.push(first)?;
+        if let Some(begun) = self.begun.take() {
+            spool.push_spool(begun)?;
+        }
+        spool.push_segments(&self.buffer, self.start, self.end - self.start)?;
+        if let Some(later) = stream.take_unread() {
+            spool.push_spool(later)?;
+        }
+        Ok(spool.unless_empty())
     }
 
     pub fn is_empty(&self) -> bool {
@@ -65,8 +121,13 @@ impl Inbox {
             self.buffer.copy_out(self.start, &mut bytes[done..done + here]);
             self.start += here;
             done += here;
-            if done < len && !self.fill(stream).await? {
-                return Err(io::ErrorKind::UnexpectedEof.into());
+            if done == len {
+                break;
+            }
+            match self.fill(stream).await {
+                Ok(true) => {}
+                Ok(false) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Err(e) => return Err(self.keep(stream, e, |spool| spool.push(&bytes[..done]))),
             }
         }
         Ok(bytes)
@@ -90,7 +151,14 @@ impl Inbox {
             if end == payload.len() {
                 target.gather(&self.buffer, 0, SIZE);
             }
-            let n = stream.read_payload(target).await.1?;
+            let n = match stream.read_payload(target).await.1 {
+                Ok(n) => n,
+                Err(e) => {
+                    // A long payload arrives in several ranges of the same buffer.
+                    let all = |spool: &mut Spool| spool.push_segments(payload, 0, done);
+                    return Err(self.keep(stream, e, all));
+                }
+            };
             if n == 0 {
                 return Err(io::ErrorKind::UnexpectedEof.into());
             }
@@ -104,6 +172,7 @@ impl Inbox {
 
     /// Skips `len` bytes.
     pub async fn skip(&mut self, stream: &Stream, mut len: u64) -> io::Result<()> {
+        let all = len;
         loop {
             let here = len.min((self.end - self.start) as u64);
             self.start += here as usize;
@@ -111,8 +180,11 @@ impl Inbox {
             if len == 0 {
                 return Ok(());
             }
-            if !self.fill(stream).await? {
-                return Err(io::ErrorKind::UnexpectedEof.into());
+            match self.fill(stream).await {
+                Ok(true) => {}
+                Ok(false) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                // The next server skips the payload too, so its bytes do not matter.
+                Err(e) => return Err(self.keep(stream, e, |spool| spool.push_zeroes(all - len))),
             }
         }
     }

@@ -15,6 +15,7 @@ use blockyard_ring::{Handle, Remote};
 
 use super::buffers::Buffers;
 use super::exported::{Exported, Peer};
+use super::handover::LeftConnection;
 use super::shared::Shared;
 use super::stream::Stream;
 use crate::{Client, Reactors};
@@ -37,6 +38,8 @@ pub struct Link {
     /// The client's identity, when it is known.
     peer: OnceCell<Peer>,
     counted: OnceCell<ConnectedClient>,
+    /// The connection as another server continues it.
+    left: Cell<Option<LeftConnection>>,
 }
 
 #[derive(Default)]
@@ -56,7 +59,7 @@ impl Link {
         handshake: Duration,
     ) -> Rc<Self> {
         let deadline = Instant::now() + handshake;
-        let (late, exported, peer, counted) = Default::default();
+        let (late, exported, peer, counted, left) = Default::default();
         let link = Rc::new(Link {
             server: server.clone(),
             stream: stream.clone(),
@@ -65,6 +68,7 @@ impl Link {
             exported,
             peer,
             counted,
+            left,
         });
         handle.local::<Links>().all.borrow_mut().push(Rc::downgrade(&link));
         handle.local::<Buffers>().on_shortage(watch);
@@ -91,6 +95,33 @@ impl Link {
         self.late.get()
     }
 
+    /// Lets another server continue the connection. TLS connections end instead.
+    pub fn leave(&self) {
+        if self.is_tls() { self.stream.shutdown_read() } else { self.stream.leave() }
+    }
+
+    pub fn is_tls(&self) -> bool {
+        self.stream.is_tls()
+    }
+
+    /// Ends the wait for a client that reads its last replies slowly.
+    pub fn hurry(&self, keeps_replies: bool, ends_tls: bool) {
+        match self.is_tls() {
+            true if ends_tls => self.stream.shutdown(),
+            false if keeps_replies => self.stream.collect(),
+            _ => {}
+        }
+    }
+
+    /// Notes the connection for another server.
+    pub fn put_left(&self, left: LeftConnection) {
+        self.left.set(Some(left));
+    }
+
+    pub fn take_left(&self) -> Option<LeftConnection> {
+        self.left.take()
+    }
+
     fn is_of(&self, disk: &Arc<Disk>) -> bool {
         self.exported.get().is_some_and(|exported| Arc::ptr_eq(&exported.disk, disk))
     }
@@ -108,10 +139,10 @@ impl Link {
             self.late.set(true);
             self.stream.shutdown();
         }
-        if short && self.stream.stalls(STALLED) {
+        if (short && self.stream.stalls(STALLED)) || self.stream.stalls_next() {
             self.stream.shutdown();
         }
-        self.exported.get().is_none() || short
+        self.exported.get().is_none() || short || self.stream.carries()
     }
 }
 
@@ -146,6 +177,28 @@ pub fn watch(handle: &Handle) {
     if !links.watched.replace(true) {
         handle.spawn(links.watch(handle.clone()));
     }
+}
+
+/// Returns the connections of `disk` on this reactor.
+pub fn of_disk(handle: &Handle, disk: &Arc<Disk>) -> Vec<Rc<Link>> {
+    let mut links = handle.local::<Links>().living();
+    links.retain(|link| link.is_of(disk));
+    links
+}
+
+/// Returns the number of connections of `server` that have not chosen an export.
+pub fn undecided(reactors: &Reactors, server: &Arc<Shared>) -> usize {
+    let of_reactor = |reactor: &Remote| {
+        let server = server.clone();
+        reactor.ask(move |handle, reply| {
+            let living = handle.local::<Links>().living();
+            let is_undecided = |link: &&Rc<Link>| {
+                link.exported.get().is_none() && Arc::ptr_eq(&link.server, &server)
+            };
+            reply.send(living.iter().filter(is_undecided).count());
+        })
+    };
+    reactors.all().filter_map(of_reactor).sum()
 }
 
 /// Ends the connections of `server` that have not chosen an export.
@@ -205,8 +258,7 @@ pub fn end(reactors: &Reactors, disk: &Arc<Disk>) {
 }
 
 async fn end_here(handle: &Handle, disk: &Arc<Disk>) {
-    let links = handle.local::<Links>();
-    let of_disk = || links.living().into_iter().filter(|link| link.is_of(disk)).collect::<Vec<_>>();
+    let of_disk = || of_disk(handle, disk);
     if of_disk().is_empty() {
         return;
     }

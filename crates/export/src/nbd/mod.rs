@@ -19,6 +19,7 @@ mod block_status;
 mod buffers;
 mod connection;
 mod exported;
+mod handover;
 mod idle;
 mod inbox;
 mod links;
@@ -28,6 +29,7 @@ mod receive;
 mod reply;
 mod send;
 mod shared;
+mod spool;
 mod stream;
 mod terms;
 mod worker;
@@ -38,25 +40,30 @@ use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use blockyard_disk::Disk;
 use blockyard_ring::Handle;
 use blockyard_ring::parcel::Parcel;
 
 use crate::log::Log;
-use crate::{Client, Export, Listener, Reactors};
+use crate::{Client, Export, Handed, Listener, Reactors};
 use crate::{custody, descriptors};
+use exported::Peer;
+use handover::LeftConnection;
 use inbox::Inbox;
 use links::Link;
 use negotiate::Negotiation;
 use receive::{End, Receiver};
 use shared::Shared;
-use stream::Stream;
+use stream::{Remains, Stream};
+use terms::Terms;
 
 pub use exported::Exported;
 pub use shared::{Limits, Settings};
 
+/// Time in which a client must choose its export when another server takes over.
+const CHOICE: Duration = Duration::from_secs(1);
 /// Time after which a server that could not accept a client tries again.
 const RETRY: Duration = Duration::from_millis(200);
 
@@ -88,6 +95,8 @@ impl Server {
             address: address.into(),
             clients: AtomicUsize::new(0),
             stop: AtomicBool::new(false),
+            is_paused: AtomicBool::new(false),
+            resumed: Mutex::default(),
             wake: rustix::event::eventfd(0, flags)?,
         });
         let listener = Arc::new(listener);
@@ -105,16 +114,33 @@ impl Server {
     }
 
     /// Returns a copy of the listening sockets for the next server. This one leaves the socket
-    /// file to it.
+    /// file to it, and accepts no client any more. A client that chooses its export now has
+    /// [`CHOICE`] for that.
     pub fn hand_over(&self) -> io::Result<Parcel> {
         let parcel = self.listener.to_parcel();
         self.listener.keep_file();
+        self.shared.is_paused.store(true, Ordering::SeqCst);
+        self.shared.ring();
+        let start = Instant::now();
+        while start.elapsed() < CHOICE && links::undecided(&self.reactors, &self.shared) > 0 {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        links::end_undecided(&self.reactors, &self.shared);
         parcel
     }
 
     /// The next server has failed.
     pub fn take_back(&self) {
         self.listener.remove_file();
+        self.shared.is_paused.store(false, Ordering::SeqCst);
+        self.shared.ring();
+    }
+
+    /// Continues connections of another server, when this process is the owner.
+    fn resume(&self, exported: &Arc<Exported>, left: Vec<LeftConnection>) {
+        let mut resumed = self.shared.resumed.lock().unwrap_or_else(PoisonError::into_inner);
+        resumed.extend(left.into_iter().map(|connection| (exported.clone(), connection)));
+        self.shared.ring();
     }
 
     /// Replaces the settings for clients that connect from now on.
@@ -126,10 +152,11 @@ impl Server {
 
     /// Exports one more disk, until the [`Offer`] is dropped.
     pub fn offer(self: &Arc<Self>, exported: Exported) -> Offer {
-        let disk = exported.disk.clone();
+        let (disk, exported) = (exported.disk.clone(), Arc::new(exported));
         disk.note_export(KIND);
-        self.shared.exports.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::new(exported));
-        Offer { server: self.clone(), disk, is_stopped: false }
+        let mut exports = self.shared.exports.lock().unwrap_or_else(PoisonError::into_inner);
+        exports.push(exported.clone());
+        Offer { server: self.clone(), disk, exported, is_stopped: false }
     }
 
     /// Restricts the disk to clients with these names (see [`Exported::only_for`]). Disconnects all
@@ -146,10 +173,14 @@ impl Server {
     /// Ends the export of a disk: sends the replies to the requests of its clients, and disconnects
     /// them.
     fn remove(&self, disk: &Arc<Disk>) {
+        self.forget(disk);
+        links::end(&self.reactors, disk);
+    }
+
+    /// Offers the disk to no client any more.
+    fn forget(&self, disk: &Arc<Disk>) {
         let mut exports = self.shared.exports.lock().unwrap_or_else(PoisonError::into_inner);
         exports.retain(|exported| !Arc::ptr_eq(&exported.disk, disk));
-        drop(exports);
-        links::end(&self.reactors, disk);
     }
 }
 
@@ -164,14 +195,15 @@ impl Drop for Server {
     }
 }
 
-/// Name of the export in counts.
-const KIND: &str = "nbd";
+/// Name of the export in counts and in a hand-over.
+pub const KIND: &str = "nbd";
 
 /// A disk that a server exports. When the server's last offer is dropped, the server closes its
 /// address.
 pub struct Offer {
     server: Arc<Server>,
     disk: Arc<Disk>,
+    exported: Arc<Exported>,
     is_stopped: bool,
 }
 
@@ -183,6 +215,16 @@ impl Export for Offer {
         if !std::mem::replace(&mut self.is_stopped, true) {
             self.server.remove(&self.disk);
         }
+    }
+
+    fn obstacle(&self) -> Option<String> {
+        let (left, limit) = descriptors::too_few()?;
+        let clients = !self.clients().is_empty();
+        clients.then(|| format!("only {left} of {limit} descriptors are left (ulimit -n)"))
+    }
+
+    fn hand_over(&mut self) -> Option<Handed> {
+        if std::mem::replace(&mut self.is_stopped, true) { None } else { self.leave() }
     }
 
     fn allow(&mut self, names: &[String]) {
@@ -208,6 +250,13 @@ fn listen(shared: &Arc<Shared>, listener: &Listener, reactors: &Reactors) {
     }
     while !shared.stop.load(Ordering::SeqCst) {
         let _ = rustix::io::read(&shared.wake, &mut [0; 8]);
+        let mut resumed = shared.resumed.lock().unwrap_or_else(PoisonError::into_inner);
+        resumed.drain(..).for_each(|(exported, left)| resume(shared, reactors, exported, left));
+        drop(resumed);
+        if shared.is_paused.load(Ordering::SeqCst) {
+            wait(shared, None);
+            continue;
+        }
         // Read the limit before the count. A client that leaves after the count was read finds this
         // limit or a later one, and wakes this thread. (`set` wakes this thread too.)
         let many = shared.settings().limits.clients;
@@ -265,6 +314,34 @@ fn deal_out(shared: &Arc<Shared>, reactors: &Reactors, fd: OwnedFd) {
                 None,
                 format_args!("cannot use a client's socket: {e}"),
             );
+        }
+    });
+}
+
+/// Gives a connection of another server to the next reactor.
+fn resume(
+    shared: &Arc<Shared>,
+    reactors: &Reactors,
+    exported: Arc<Exported>,
+    left: LeftConnection,
+) {
+    shared.clients.fetch_add(1, Ordering::SeqCst);
+    let LeftConnection { stream, headers, contexts, since, remains } = left;
+    let fd = Accepted { fd: stream, server: shared.clone() };
+    let (server, handshake) = (shared.clone(), shared.settings().limits.handshake);
+    reactors.next().run(move |handle| {
+        let terms = Terms { exported, headers, contexts };
+        match Stream::continued(handle, fd, since, remains) {
+            Ok(stream) => {
+                let stream = Rc::new(stream);
+                let link = Link::enter(handle, &stream, &server, handshake);
+                let agreed = (terms, Peer::default(), Inbox::default());
+                handle.spawn(transmit(handle.clone(), server, stream, link, agreed));
+            }
+            Err(e) => {
+                let name = &terms.exported.name;
+                server.log.warn(name, None, format_args!("cannot continue with a client: {e}"));
+            }
         }
     });
 }
@@ -338,7 +415,19 @@ async fn serve(handle: Handle, client: Arrival, stream: Rc<Stream>, link: Rc<Lin
             );
         }
     };
-    let exported = terms.exported.clone();
+    transmit(handle, client.server.clone(), stream, link, (terms, peer, inbox)).await;
+}
+
+/// Serves one client from the choice of its export to its disconnection.
+async fn transmit(
+    handle: Handle,
+    shared: Arc<Shared>,
+    stream: Rc<Stream>,
+    link: Rc<Link>,
+    (terms, peer, inbox): (Terms, Peer, Inbox),
+) {
+    let (exported, from) = (terms.exported.clone(), stream.from());
+    let (headers, contexts) = (terms.headers, terms.contexts.clone());
     link.chose(&exported, peer);
     // The export or the client's permission may have been removed during the negotiation.
     if link.is_not_allowed() || !shared.exports().iter().any(|e| Arc::ptr_eq(e, &exported)) {
@@ -356,10 +445,22 @@ async fn serve(handle: Handle, client: Arrival, stream: Rc<Stream>, link: Rc<Lin
         }
     };
     shared.log.info(&exported.name, None, format_args!("an NBD client connected ({from})"));
-    let end = receiver.run(inbox).await;
+    let end = match receiver.run(inbox).await {
+        End::Left(unread) => match stream.keep() {
+            Ok((fd, unsent)) => {
+                let (since, remains) = (stream.client().since, Remains { unread, unsent });
+                link.ends("another server continues it");
+                let left = LeftConnection { stream: fd, headers, contexts, since, remains };
+                return link.put_left(left);
+            }
+            Err(e) => End::Broken(format!("it cannot be handed over: {e}")),
+        },
+        end => end,
+    };
     stream.close();
     link.ends(&match &end {
         End::Broken(why) => why.to_string(),
+        End::Left(_) => "another server continues it".into(),
         End::Gone if link.is_not_allowed() => "its certificate is no longer allowed".into(),
         End::Gone if shared.exports().iter().any(|e| Arc::ptr_eq(e, &exported)) => {
             "it has closed its connection".into()
@@ -370,6 +471,7 @@ async fn serve(handle: Handle, client: Arrival, stream: Rc<Stream>, link: Rc<Lin
     drop(link);
     links::watch(&handle);
     match end {
+        End::Left(_) => {}
         End::Gone => shared.log.info(
             &exported.name,
             None,

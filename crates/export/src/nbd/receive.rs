@@ -22,6 +22,7 @@ use super::connection::{Connection, RequestToken, is_heavy};
 use super::inbox::Inbox;
 use super::quota::GUARANTEED;
 use super::reply::Body;
+use super::spool::Spool;
 use super::stream::Stream;
 use super::terms::Terms;
 use super::worker::{Job, Workers};
@@ -59,6 +60,8 @@ pub enum End {
     /// The client ended the connection.
     Gone,
     Broken(String),
+    /// Another server continues the connection, with these bytes first.
+    Left(Option<Spool>),
 }
 
 impl Receiver {
@@ -74,7 +77,7 @@ impl Receiver {
     }
 
     /// Serves the client until it disconnects and all its requests are done.
-    pub async fn run(self, inbox: Inbox) -> End {
+    pub async fn run(self, mut inbox: Inbox) -> End {
         let handle = &self.connection.handle;
         handle.label(&format!("disk {}, over NBD", self.connection.terms.exported.disk.name()));
         let sending = Signal::new(handle);
@@ -84,8 +87,13 @@ impl Receiver {
             done.ring();
         });
         self.sender.set(sender);
-        let end = match self.take_requests(inbox).await {
+        let taken = match self.connection.stream.send_unsent().await {
+            Ok(()) => self.take_requests(&mut inbox).await,
+            Err(e) => Err(e),
+        };
+        let end = match taken {
             Ok(()) => End::Gone,
+            Err(e) if self.connection.stream.has_left(&e) => End::Left(None),
             Err(e) if e.kind() == io::ErrorKind::InvalidData => End::Broken(e.to_string()),
             Err(e)
                 if matches!(
@@ -105,6 +113,9 @@ impl Receiver {
         self.connection.to_send.ring();
         sending.wait().await;
         self.workers.close();
+        if let End::Left(_) = end {
+            return self.left(inbox);
+        }
         if self.wrote.get() {
             // A client that disconnects without a flush should not lose its writes.
             let _ = self.connection.served.flush_unsynced().await;
@@ -112,11 +123,25 @@ impl Receiver {
         end
     }
 
-    async fn take_requests(&self, mut inbox: Inbox) -> io::Result<()> {
+    /// Returns how the connection ends if another server continues it.
+    fn left(&self, inbox: Inbox) -> End {
+        let connection = &*self.connection;
+        if connection.broken.get() {
+            return End::Gone;
+        }
+        match inbox.into_unread(&connection.stream, &connection.left.borrow()) {
+            Ok(unread) => End::Left(unread),
+            Err(e) => End::Broken(format!("it cannot be handed over: {e}")),
+        }
+    }
+
+    async fn take_requests(&self, inbox: &mut Inbox) -> io::Result<()> {
         let connection = &*self.connection;
         let headers = connection.terms.headers;
         loop {
-            while let Some(bytes) = inbox.take::<32>(headers.request_bytes()) {
+            while !connection.stream.is_leaving()
+                && let Some(bytes) = inbox.take::<32>(headers.request_bytes())
+            {
                 let request = wire::Request::parse(headers, &bytes).map_err(|magic| {
                     invalid(format!(
                         "a request begins with {magic:#010x}, which is not the magic of requests"
@@ -134,7 +159,8 @@ impl Receiver {
                 connection.in_flight.set(connection.in_flight.get() + 1);
                 connection.unanswered.set(connection.unanswered.get() + 1);
                 connection.idle.arrived();
-                let begun = self.begin(request, &mut inbox).await;
+                inbox.begin(&bytes, headers.request_bytes());
+                let begun = self.begin(request, inbox).await;
                 begun.inspect_err(|_| connection.finished())?;
                 let large_read = request.len >= LARGE && request.command == cmd::READ;
                 self.count(&request);

@@ -8,6 +8,7 @@ use std::time::Duration;
 use blockyard_nbd::ServerTls;
 
 use super::exported::{Exported, Peer};
+use super::handover::LeftConnection;
 use crate::log::Log;
 
 /// Limits for the clients of a server.
@@ -43,6 +44,10 @@ pub struct Shared {
     pub address: String,
     pub clients: AtomicUsize,
     pub stop: AtomicBool,
+    /// Another server takes over, so new clients wait in the listening socket.
+    pub is_paused: AtomicBool,
+    /// Connections of another server, until the accepting thread gives them to reactors.
+    pub resumed: Mutex<Vec<(Arc<Exported>, LeftConnection)>>,
     pub wake: OwnedFd,
 }
 

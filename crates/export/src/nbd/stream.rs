@@ -1,15 +1,17 @@
 //! The byte stream of a connection, plain or TLS.
 
-use std::cell::{Cell, OnceCell};
+use std::cell::{Cell, OnceCell, RefCell};
 use std::io;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::rc::Rc;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use blockyard_nbd::{Link, ServerTls};
-use blockyard_ring::{Handle, Segments, Socket, write_rest};
+use blockyard_ring::{Handle, Segments, Socket, is_canceled, write_rest};
+use rustix::io::Errno;
 
 use super::quota::Usage;
+use super::spool::Spool;
 use crate::Client;
 
 /// Minimum number of bytes that a client must transfer within the time limit if it holds `held`
@@ -18,6 +20,9 @@ use crate::Client;
 fn progress(held: usize) -> usize {
     (held / 8).max(64 << 10)
 }
+
+/// Longest time without progress while the client reads the replies from before a hand-over.
+const MOST_WAIT: Duration = Duration::from_secs(30);
 
 /// Requested size of the socket's send buffer in bytes. The kernel may allow less.
 const SENT_AHEAD: usize = 256 << 10;
@@ -39,6 +44,27 @@ pub struct Stream {
     payload_since: Cell<Option<Instant>>,
     /// Bytes of the payload that the client has sent since `payload_since`.
     payload_received: Cell<usize>,
+    /// Bytes that a previous server has received and not handled. They come before the socket's.
+    unread: RefCell<Option<Spool>>,
+    /// Replies that the client has not read before a hand-over.
+    unsent: RefCell<Option<Spool>>,
+    /// Reading needs a look at `unread` and `leaving`.
+    is_special: Cell<bool>,
+    /// Another server continues the connection, so this one reads nothing any more.
+    leaving: Cell<bool>,
+    /// Replies go to `unsent` instead of the socket.
+    collects: Cell<bool>,
+    /// The replies in `unsent` are being sent.
+    carries: Cell<bool>,
+}
+
+/// Bytes that are handed over with a connection.
+#[derive(Debug, Default)]
+pub struct Remains {
+    /// Received, and not handled.
+    pub unread: Option<Spool>,
+    /// Replies that were not sent.
+    pub unsent: Option<Spool>,
 }
 
 impl Stream {
@@ -49,6 +75,7 @@ impl Stream {
         let _ = rustix::net::sockopt::set_socket_keepalive(&fd, true);
         let client = Client::connected(&fd);
         let (usage, sending_since, payload_since, payload_received) = Default::default();
+        let (unread, unsent, is_special, leaving, collects, carries) = Default::default();
         let (plain, secure) = (Link::new(Socket::new(handle, fd)?, None), OnceCell::new());
         Ok(Stream {
             plain,
@@ -59,7 +86,27 @@ impl Stream {
             sending_since,
             payload_since,
             payload_received,
+            unread,
+            unsent,
+            is_special,
+            leaving,
+            collects,
+            carries,
         })
+    }
+
+    /// Continues a connection of another server, which connected at `since`.
+    pub fn continued(
+        handle: &Handle,
+        fd: impl AsFd + Send + Sync + 'static,
+        since: Option<SystemTime>,
+        Remains { unread, unsent }: Remains,
+    ) -> io::Result<Self> {
+        let mut stream = Self::new(handle, fd)?;
+        stream.client.since = since;
+        stream.is_special = Cell::new(unread.is_some());
+        (stream.unread, stream.unsent) = (RefCell::new(unread), RefCell::new(unsent));
+        Ok(stream)
     }
 
     pub fn client(&self) -> &Client {
@@ -86,7 +133,106 @@ impl Stream {
     /// Reads at least one byte. Returns 0 if the client has ended the connection.
     #[inline]
     pub async fn read(&self, segments: Segments) -> (Segments, io::Result<usize>) {
+        if self.is_special.get()
+            && let Some(read) = self.read_unread(&segments)
+        {
+            return (segments, read);
+        }
         self.link().read(segments).await
+    }
+
+    #[cold]
+    fn read_unread(&self, segments: &Segments) -> Option<io::Result<usize>> {
+        if self.leaving.get() {
+            return Some(Err(Errno::CANCELED.into()));
+        }
+        let mut unread = self.unread.borrow_mut();
+        if let Some(spool) = unread.as_mut().filter(|spool| !spool.is_empty()) {
+            return Some(spool.read(segments));
+        }
+        *unread = None;
+        self.is_special.set(false);
+        None
+    }
+
+    /// Returns whether reading has failed with `error` because another server continues the
+    /// connection.
+    pub fn has_left(&self, error: &io::Error) -> bool {
+        self.leaving.get() && is_canceled(error)
+    }
+
+    /// Returns whether another server continues the connection.
+    pub fn is_leaving(&self) -> bool {
+        self.leaving.get()
+    }
+
+    pub fn is_tls(&self) -> bool {
+        self.secure.get().is_some()
+    }
+
+    /// Reads nothing any more, because another server continues the connection. Replies are still
+    /// sent.
+    pub fn leave(&self) {
+        self.leaving.set(true);
+        self.is_special.set(true);
+        self.link().cancel();
+    }
+
+    /// Keeps the replies for the next server, because the client reads them too slowly.
+    pub fn collect(&self) {
+        if !self.collects.replace(true) {
+            self.link().cancel();
+        }
+    }
+
+    fn keep_unsent(&self, segments: &Segments, from: usize) -> io::Result<()> {
+        let mut unsent = self.unsent.borrow_mut();
+        let spool = match &mut *unsent {
+            Some(spool) => spool,
+            None => unsent.insert(Spool::new()?),
+        };
+        spool.push_segments(segments, from, segments.len() - from)
+    }
+
+    /// Sends the replies that the client has not read before a hand-over.
+    pub async fn send_unsent(&self) -> io::Result<()> {
+        let Some(mut spool) = self.unsent.take() else { return Ok(()) };
+        self.carries.set(true);
+        let sent = self.send_spool(&mut spool).await;
+        self.carries.set(false);
+        self.sending_since.set(None);
+        if sent.is_err() {
+            self.unsent.replace(spool.unless_empty());
+        }
+        sent
+    }
+
+    async fn send_spool(&self, spool: &mut Spool) -> io::Result<()> {
+        let room = Segments::buffer(SENT_AHEAD);
+        while !spool.is_empty() {
+            if self.leaving.get() {
+                return Err(Errno::CANCELED.into());
+            }
+            let n = spool.peek(&room)?;
+            self.sending_since.set(Some(self.handle.now()));
+            spool.from += self.link().write(room.slice(0, n), 0).await.1? as u64;
+        }
+        Ok(())
+    }
+
+    /// Returns whether the client has still to read replies from before a hand-over.
+    pub fn carries(&self) -> bool {
+        self.carries.get()
+    }
+
+    /// Returns the connection for another server. No operation may be in flight, or start later.
+    pub fn keep(&self) -> io::Result<(OwnedFd, Option<Spool>)> {
+        Ok((self.plain.keep()?.0, self.unsent.take()))
+    }
+
+    /// Returns the bytes of a previous server that were not read.
+    pub fn take_unread(&self) -> Option<Spool> {
+        self.unread.take().and_then(Spool::unless_empty)
     }
 
     /// Like [`Stream::read`], for a payload that already has a buffer. Tracks the client's
@@ -113,23 +259,35 @@ impl Stream {
     /// Sends all of `segments`.
     #[inline]
     pub async fn write(&self, segments: Segments) -> (Segments, io::Result<()>) {
+        if self.collects.get() {
+            let kept = self.keep_unsent(&segments, 0);
+            return (segments, kept);
+        }
         let done = match self.link().write_now(&segments) {
             Ok(n) if n == segments.len() => return (segments, Ok(())),
             Ok(n) => n,
             Err(e) => return (segments, Err(e)),
         };
         self.sending_since.set(Some(self.handle.now()));
-        let mut noted = done;
+        let (mut noted, reached) = (done, Cell::new(done));
         let sent = write_rest(segments, done, async |segments, done| {
+            reached.set(done);
             if done - noted >= progress(self.usage.held()) {
                 noted = done;
                 self.sending_since.set(Some(self.handle.now()));
             }
-            self.link().write(segments, done).await
+            match self.link().write(segments, done).await {
+                // The cancellation was meant for a read.
+                (segments, Err(e)) if is_canceled(&e) && !self.collects.get() => (segments, Ok(0)),
+                written => written,
+            }
         });
-        let sent = sent.await;
+        let (segments, mut sent) = sent.await;
         self.sending_since.set(None);
-        sent
+        if self.collects.get() && sent.as_ref().is_err_and(is_canceled) {
+            sent = self.keep_unsent(&segments, reached.get());
+        }
+        (segments, sent)
     }
 
     /// Returns whether the client holds shared bytes of the quota, and has made no progress for
@@ -137,6 +295,13 @@ impl Stream {
     pub fn stalls(&self, limit: Duration) -> bool {
         let since = [self.sending_since.get(), self.payload_since.get()];
         self.usage.shares() && since.iter().flatten().any(|since| since.elapsed() > limit)
+    }
+
+    /// Returns whether the client reads the replies from before a hand-over too slowly. They take
+    /// memory beyond the quota.
+    pub fn stalls_next(&self) -> bool {
+        let is_late = |since: Instant| since.elapsed() > MOST_WAIT;
+        self.carries.get() && self.sending_since.get().is_some_and(is_late)
     }
 
     /// Ends TLS, if the connection uses it.

@@ -7,7 +7,7 @@ use std::rc::{Rc, Weak};
 use std::task::Poll;
 
 use blockyard_disk::{Failure, Op, Request};
-use blockyard_nbd::wire::{self, errno};
+use blockyard_nbd::wire;
 use blockyard_ring::{Segments, TaskId};
 
 use super::block_status::{self, Contexts};
@@ -162,8 +162,7 @@ impl Connection {
         let mut status = Ok(());
         while at < end && status.is_ok() {
             if !self.goes_on() {
-                status = Err(errno::ESHUTDOWN);
-                break;
+                return self.abandon(&request);
             }
             let len = (end - at).min(piece);
             let buffered = if op == Op::Read { len as usize } else { 0 };

@@ -1,0 +1,306 @@
+//! NBD connections are handed over: clients see no disconnection, whatever is on its way.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+
+use blockyard_bench::client::LoadOptions;
+use blockyard_nbd::wire::{self, Headers, Request, cmd, handshake, opt};
+
+use crate::common::{BLOCKYARD, Daemon, SOON, guests};
+use crate::guest::pattern;
+use crate::handover::{Case, ctl, failing, serves};
+use crate::tls::TlsFixture;
+
+const MIB: usize = 1 << 20;
+
+/// The overlay of a [`Case`], exported by NBD.
+struct NbdCase {
+    case: Case,
+    socket: PathBuf,
+}
+
+impl NbdCase {
+    fn new() -> Self {
+        let case = Case::new();
+        let socket = case.folder.join("nbd");
+        NbdCase { case, socket }
+    }
+
+    fn command(&self) -> Command {
+        let mut command = self.case.command();
+        command.arg("--nbd").arg(format!("unix:{}", self.socket.display()));
+        command.args(["--reactors", "2"]);
+        command
+    }
+
+    fn serve(&self) -> Daemon {
+        let mut daemon = Daemon::start(&mut self.command());
+        daemon.wait_ready();
+        daemon
+    }
+
+    fn replace(&self, old: Daemon) -> Daemon {
+        self.case.replace_by(old, self.command().arg("--takeover").arg(&self.case.control))
+    }
+
+    fn uri(&self) -> String {
+        format!("nbd+unix:///disk.qcow2?socket={}", self.socket.display())
+    }
+
+    fn load(&self) -> LoadOptions {
+        let nbd = Some(blockyard_nbd::Uri::parse(&self.uri()).unwrap());
+        LoadOptions { nbd, queues: 3, ..self.case.load() }
+    }
+
+    fn end(&self, daemon: Daemon) {
+        daemon.stop();
+        assert!(!self.socket.exists());
+        self.case.is_clean();
+    }
+}
+
+#[test]
+fn twenty_handovers_of_nbd_clients_are_not_noticed() {
+    let nbd = NbdCase::new();
+    let first = nbd.serve();
+    let daemon = nbd.case.under_load(&nbd.load(), |goes_on| {
+        serves(&first);
+        let mut daemon = nbd.replace(first);
+        serves(&daemon);
+        let before = daemon.descriptors().len();
+        for _ in 1..20 {
+            goes_on();
+            daemon = nbd.replace(daemon);
+            serves(&daemon);
+        }
+        let after = daemon.descriptors();
+        assert!(after.len() <= before + 1, "{before} descriptors, later {after:?}");
+        daemon
+    });
+    nbd.end(daemon);
+}
+
+#[test]
+fn nbd_clients_stay_with_the_old_server_if_the_new_one_fails() {
+    let nbd = NbdCase::new();
+    // In a sandbox the server would not start these programs.
+    let mut daemon = Daemon::start(nbd.command().args(["--sandbox", "off"]));
+    daemon.wait_ready();
+    nbd.case.under_load(&nbd.load(), |goes_on| {
+        serves(&daemon);
+        for (stage, program) in failing(&nbd.case) {
+            // The others end at a step that concerns no NBD client.
+            if !["take", "given", "ready"].contains(&&stage[..]) {
+                continue;
+            }
+            let done = ctl(&nbd.case, &["upgrade", "--binary", program.to_str().unwrap()]);
+            assert!(!done.status.success(), "{stage}: {}", done.out);
+            goes_on();
+            serves(&daemon);
+        }
+    });
+    let daemon = nbd.replace(daemon);
+    nbd.end(daemon);
+}
+
+/// A client with simple replies.
+struct Raw(UnixStream);
+
+impl Raw {
+    fn connect(nbd: &NbdCase) -> Self {
+        let mut stream = UnixStream::connect(&nbd.socket).unwrap();
+        stream.set_read_timeout(Some(SOON)).unwrap();
+        stream.read_exact(&mut [0; 18]).unwrap();
+        let flags = u32::from(handshake::FIXED_NEWSTYLE | handshake::NO_ZEROES);
+        let mut bytes = flags.to_be_bytes().to_vec();
+        bytes.extend(wire::OPTION.to_be_bytes());
+        bytes.extend([opt::EXPORT_NAME, 10].map(u32::to_be_bytes).as_flattened());
+        bytes.extend(b"disk.qcow2");
+        stream.write_all(&bytes).unwrap();
+        stream.read_exact(&mut [0; 10]).unwrap();
+        Raw(stream)
+    }
+
+    fn send(&mut self, bytes: &[u8]) {
+        self.0.write_all(bytes).unwrap();
+    }
+
+    /// Receives a reply without data. Returns its cookie and its error code.
+    fn reply(&mut self) -> (u64, u32) {
+        let mut reply = [0; 16];
+        self.0.read_exact(&mut reply).unwrap();
+        (wire::u64_at(&reply, 8), wire::u32_at(&reply, 4))
+    }
+
+    /// Receives the reply to a read. Returns its cookie and its data.
+    fn data(&mut self, len: usize) -> (u64, Vec<u8>) {
+        let (cookie, error) = self.reply();
+        assert_eq!(error, 0);
+        let mut data = vec![0; len];
+        self.0.read_exact(&mut data).unwrap();
+        (cookie, data)
+    }
+
+    fn read(&mut self, offset: u64, len: usize) -> Vec<u8> {
+        self.send(&request(cmd::READ, 99, offset, len as u64));
+        self.data(len).1
+    }
+}
+
+fn request(command: u16, cookie: u64, offset: u64, len: u64) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    Request { flags: 0, command, cookie, offset, len }.put(Headers::Simple, &mut bytes);
+    bytes
+}
+
+/// Each client stops at another byte of a write of 2 MiB: in the header, behind it, and in the
+/// payload. They go on after two hand-overs, and the write is complete.
+#[test]
+fn a_request_that_has_arrived_in_part_is_handed_over() {
+    let nbd = NbdCase::new();
+    let mut daemon = nbd.serve();
+    let stops = [1, 27, 28, 29, 1000, 200_000, MIB + 77, 2 * MIB + 27];
+    let write = |at: usize| {
+        let header = request(cmd::WRITE, at as u64, (at * 2 * MIB) as u64, 2 * MIB as u64);
+        [header, pattern(at as u64, 2 * MIB)].concat()
+    };
+    let mut clients: Vec<_> = stops.iter().map(|_| Raw::connect(&nbd)).collect();
+    for (at, (client, stop)) in clients.iter_mut().zip(stops).enumerate() {
+        assert_eq!(client.read(0, 512), pattern(77, 512));
+        client.send(&write(at)[..stop]);
+    }
+    daemon = nbd.replace(daemon);
+    daemon = nbd.replace(daemon);
+    for (at, (client, stop)) in clients.iter_mut().zip(stops).enumerate() {
+        client.send(&write(at)[stop..]);
+        assert_eq!(client.reply(), (at as u64, 0));
+        assert!(client.read((at * 2 * MIB) as u64, 2 * MIB) == pattern(at as u64, 2 * MIB));
+    }
+    // The payload of a request that is refused: the server skips it.
+    let refused = request(cmd::WRITE, 7, 1 << 40, MIB as u64);
+    clients[0].send(&[&refused[..], &vec![1; 300_000]].concat());
+    daemon = nbd.replace(daemon);
+    clients[0].send(&vec![1; MIB - 300_000]);
+    let (cookie, error) = clients[0].reply();
+    assert!(cookie == 7 && error != 0, "{cookie}, {error}");
+    assert_eq!(clients[0].read(31 * MIB as u64, 512).len(), 512);
+    drop(clients);
+    nbd.end(daemon);
+}
+
+/// A client reads nothing while its disk is handed over twice. It finds all replies later. It does
+/// not delay the hand-over of others.
+#[test]
+fn replies_that_a_client_has_not_read_are_handed_over() {
+    const READS: u64 = 24;
+    let nbd = NbdCase::new();
+    let mut daemon = nbd.serve();
+    let mut slow = Raw::connect(&nbd);
+    let all: Vec<u8> =
+        (0..READS).flat_map(|n| request(cmd::READ, n, n * MIB as u64, MIB as u64)).collect();
+    slow.send(&all);
+    daemon.until_served("read", "");
+    daemon = nbd.replace(daemon);
+    daemon = nbd.replace(daemon);
+    let expected = pattern(77, 32 * MIB);
+    let mut seen = std::collections::BTreeSet::new();
+    for _ in 0..READS {
+        let (n, data) = slow.data(MIB);
+        let at = n as usize * MIB;
+        assert!(data == expected[at..at + MIB], "read {n}");
+        assert!(seen.insert(n), "read {n} has two replies");
+    }
+    assert_eq!(slow.read(0, 512), expected[..512]);
+    // A long request that the server does in parts begins anew at the next one.
+    slow.send(&request(cmd::CACHE, 5, 0, 32 * MIB as u64));
+    daemon = nbd.replace(daemon);
+    assert_eq!(slow.reply(), (5, 0));
+    drop(slow);
+    nbd.end(daemon);
+}
+
+/// Structured replies, extents and flags are those that the client has negotiated.
+const SCRIPT: &str = r#"
+import sys, errno
+h.add_meta_context(nbd.CONTEXT_BASE_ALLOCATION)
+h.add_meta_context("qemu:allocation-depth")
+h.connect_uri(sys.stdin.readline().strip())
+assert h.get_structured_replies_negotiated()
+for line in sys.stdin:
+    at = int(line) << 20
+    data = b"%08d" % at * 512
+    h.pwrite(data, at)
+    assert h.pread(4096, at) == data
+    seen = []
+    h.block_status(4 << 20, 0, lambda name, offset, entries, err: seen.append(name))
+    assert sorted(seen) == ["base:allocation", "qemu:allocation-depth"], seen
+    try:
+        h.pread(512, 1 << 50)
+        assert False
+    except nbd.Error as e:
+        pass
+    h.flush()
+    print("done", flush=True)
+"#;
+
+#[test]
+fn what_a_client_has_negotiated_goes_on() {
+    let nbd = NbdCase::new();
+    let mut daemon = nbd.serve();
+    let mut client = Command::new(guests().join("tool"))
+        .args(["nbdsh", "-c", SCRIPT])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut to = client.stdin.take().unwrap();
+    let mut from = BufReader::new(client.stdout.take().unwrap()).lines();
+    writeln!(to, "{}", nbd.uri()).unwrap();
+    for round in 0..3 {
+        writeln!(to, "{round}").unwrap();
+        assert_eq!(from.next().unwrap().unwrap(), "done");
+        daemon = nbd.replace(daemon);
+    }
+    drop(to);
+    assert!(client.wait().unwrap().success());
+    nbd.end(daemon);
+}
+
+#[test]
+fn a_client_with_tls_is_disconnected_after_its_last_reply() {
+    let tls = TlsFixture::new();
+    let control = tls.folder.join("control");
+    let serve = || {
+        let mut command = Command::new(BLOCKYARD);
+        command.arg("serve").arg(&tls.disk).arg("--control").arg(&control);
+        command.arg("--nbd").arg(format!("unix:{}", tls.socket.display()));
+        command.arg("--tls-certificates").arg(&tls.server);
+        command
+    };
+    let mut old = Daemon::start(&mut serve());
+    old.wait_ready();
+    let uri = tls.uri("", &tls.vm1);
+    let script = format!(
+        "import sys\nh.set_uri_allow_local_file(True)\nh.connect_uri('{uri}')\nh.pread(512, 0)\n\
+         print('ready', flush=True)\nsys.stdin.readline()\n\
+         try:\n    h.pread(512, 0)\nexcept nbd.Error:\n    print('closed', flush=True)\n"
+    );
+    let mut client = Command::new(guests().join("tool"))
+        .args(["nbdsh", "-c", &script])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut from = BufReader::new(client.stdout.take().unwrap()).lines();
+    assert_eq!(from.next().unwrap().unwrap(), "ready");
+    let mut new = Daemon::start(serve().arg("--takeover").arg(&control));
+    new.wait_ready();
+    assert!(old.ended(SOON).success(), "{}", old.log());
+    assert!(old.log().contains("1 NBD clients with TLS were disconnected"), "{}", old.log());
+    writeln!(client.stdin.take().unwrap()).unwrap();
+    assert_eq!(from.next().unwrap().unwrap(), "closed");
+    assert!(client.wait().unwrap().success());
+    new.stop();
+}
