@@ -67,7 +67,7 @@ fn a_program_that_fails_hurts_only_its_own_disk() {
         "good",
         &format!(
             "{HELLO}while read word number rest; do
-        echo \"ok $number 1048576 zero\"; done\n"
+        echo \"ok $number 4096 zero\"; done\n"
         ),
     );
     let yard = Yard::start(1).unwrap();

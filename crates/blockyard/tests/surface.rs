@@ -29,20 +29,28 @@ fn listing() -> String {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(name);
         let text = std::fs::read_to_string(&path).unwrap();
         let _ = writeln!(out, "# {}", name.trim_start_matches("../"));
-        let (mut in_trait, mut item) = (false, String::new());
+        let (mut in_trait, mut in_enum, mut item) = (false, false, String::new());
         for line in text.lines() {
             let begins = line.trim_start().starts_with("pub ");
             in_trait = match line {
                 "}" => false,
                 _ => in_trait || line.starts_with("pub trait "),
             };
+            in_enum = match line {
+                "}" => false,
+                _ => in_enum || line.starts_with("pub enum "),
+            };
             let method = in_trait && line.starts_with("    fn ");
-            // A variant of a public enum, or a field of it.
-            if item.is_empty() && !begins && !method {
+            let field =
+                in_enum && line.starts_with("    ") && !line.trim().starts_with(['/', '#', '}']);
+            if item.is_empty() && !begins && !method && !field {
                 continue;
             }
             item = format!("{item} {}", line.trim()).trim().to_string();
-            let ends = [" {", ";", ",", "}", ")"].iter().any(|end| item.ends_with(end));
+            let ends = match item.starts_with("pub use ") {
+                true => item.ends_with(';'),
+                false => [" {", ";", ",", "}", ")"].iter().any(|end| item.ends_with(end)),
+            };
             if ends && item.matches('(').count() == item.matches(')').count() {
                 let item = std::mem::take(&mut item);
                 if !INTERNAL.iter().any(|internal| item.contains(internal)) {
