@@ -145,6 +145,22 @@ fn a_generated_disk_reads_as_its_function_and_refuses_writes() {
 }
 
 #[test]
+fn nbd_clients_read_a_target_and_an_image_of_it() {
+    let scratch = Scratch::new("nbd");
+    let (yard, socket) = (Yard::start(1).unwrap(), scratch.path("nbd"));
+    yard.serve(generated::disk(1 << 30).nbd_unix(&socket).iops(1 << 20).weight(200)).unwrap();
+    let image = format!("nbd+unix:///generated?socket={}", socket.display());
+    let (mut guest, client) = served(&scratch, Disk::image("client", image).read_only());
+    let words = (0..8192 / 8).flat_map(|number| generated::word(4096 + number * 8));
+    assert!(words.eq(guest.read(4096, 8192)));
+    drop(guest);
+    assert!(client.remove("client").unwrap().is_flushed);
+    assert!(yard.statistics("generated").unwrap().read.bytes >= 8192);
+    let unknown = yard.remove("other").unwrap_err();
+    assert_eq!(unknown.kind(), blockyard::ErrorKind::NotFound);
+}
+
+#[test]
 fn bases_share_the_blocks_of_one_store() {
     let scratch = Scratch::new("dedup");
     let (mut first, mut second) = (bytes(MIB, 0), bytes(MIB, 0));

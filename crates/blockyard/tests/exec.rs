@@ -95,6 +95,31 @@ fn a_program_that_fails_hurts_only_its_own_disk() {
 }
 
 #[test]
+fn a_program_takes_its_answers_back() {
+    let scratch = Scratch::new("back");
+    let data = scratch.file("data", &[vec![1; 4096], vec![2; 4096]].concat());
+    let text = format!(
+        "#!/bin/sh\nprintf 'blockyard-map 1\\nsize 1048576\\ngranule 4096\\n'\n\
+         printf 'data r {data}\\nready\\n'\nnow=0\n\
+         while read -r word number how offset length; do\n\
+         [ $word = locate ] || continue\n\
+         [ $offset = 8192 ] && now=4096 && echo 'invalidate 0 8192'\n\
+         echo \"ok $number 4096 at 0 $now\"\ndone\n"
+    );
+    let image = script(&scratch, "program", &text);
+    let yard = Yard::start(1).unwrap();
+    yard.serve(Disk::image("a", image).read_only().vhost_user(scratch.path("s"))).unwrap();
+    let mut guest = Guest::connect(&scratch.path("s"));
+    assert_eq!((guest.read(0, 512), guest.read(0, 512)), (vec![1; 512], vec![1; 512]));
+    assert_eq!(guest.read(8192, 512), [2; 512]);
+    let began = std::time::Instant::now();
+    while guest.read(0, 512) != [2; 512] {
+        assert!(began.elapsed().as_secs() < 60, "the old answer is still used");
+    }
+    drop(guest);
+}
+
+#[test]
 fn a_program_that_does_not_start_is_an_error() {
     let scratch = Scratch::new("nostart");
     let yard = Yard::start(1).unwrap();

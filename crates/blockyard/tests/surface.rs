@@ -1,7 +1,7 @@
 //! The public surface of the library, compared with the listing `api.txt`.
 //!
-//! The listing has the first lines of public items, in the files that define them. A change of it
-//! is a change of the version: see CONTRIBUTING.md.
+//! The listing has the signatures of public items, in the files that define them. If a line of it
+//! changes or goes, programs of users may not compile any more: that needs a new version.
 
 use std::fmt::Write;
 use std::path::Path;
