@@ -529,7 +529,7 @@ impl std::fmt::Debug for Core {
 }
 
 impl Handle {
-    /// Forgets where a range lies. When it returns, no request uses an earlier answer any more, and
+    /// Forgets where the granules of a range lie. When it returns, no request uses an earlier answer any more, and
     /// the map may use the old place for something else. Change the map first. Parts that are new
     /// and not durable stay where they are.
     ///
@@ -538,7 +538,13 @@ impl Handle {
     pub async fn invalidate(&self, range: Range<u64>) {
         let Some(core) = self.0.upgrade() else { return };
         let _one = core.settling.acquire().await;
-        core.cache.forget(&range);
+        // The table has whole granules.
+        let (granule, end) = (core.granule, range.end.min(1 << 62));
+        let whole = range.start & !(granule - 1)..end.next_multiple_of(granule);
+        if whole.is_empty() {
+            return;
+        }
+        core.cache.forget(&whole);
         core.in_use.settle().await;
     }
 

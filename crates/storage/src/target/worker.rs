@@ -69,8 +69,9 @@ impl Worker {
                 let made = caught(|| make(&handle)).await.unwrap_or_else(|| Err(panicked()));
                 let made = made.map(|target| TARGET.set(Some(target)));
                 let failed = made.is_err();
-                let _ = sender.send(made.map(|()| remote));
-                if failed {
+                // Nobody waits any more if it took too long.
+                let unwanted = sender.send(made.map(|()| remote)).is_err();
+                if failed || unwanted {
                     handle.stop();
                 }
             });
