@@ -31,6 +31,7 @@ pub struct DiskArgs {
     /// Image to serve: a file, a block device, or the URI of an NBD export.
     ///
     /// A URI is nbd://HOST[:PORT]/EXPORT or nbd+unix:///EXPORT?socket=PATH (docs/remote-images.md).
+    /// exec:/path/of/program is a disk whose program says where its data lie (docs/own-target.md).
     /// For tests: null:SIZE discards writes; ram:SIZE keeps them in memory; delay:SIZE,... discards
     /// writes and takes the time that a device would take (docs/filters.md).
     #[allow(rustdoc::broken_intra_doc_links)] // the brackets are text of --help
