@@ -59,7 +59,7 @@ pub(super) fn check(
     }
     let (mut at, mut written) = (question.offset, Vec::new());
     for Extent { len, place } in extents {
-        if *len == 0 || len % bounds.granule != 0 {
+        if *len == 0 || !len.is_multiple_of(bounds.granule) {
             return Err(Refused::Length(*len));
         }
         at = at.checked_add(*len).filter(|end| *end <= bounds.size).ok_or(Refused::Size)?;
