@@ -42,7 +42,8 @@ impl Map for Wrong {
     async fn locate(&self, asked: Question) -> std::io::Result<Vec<Extent>> {
         let found = self.map.locate(asked).await?;
         if asked.write && self.early {
-            self.map.flush(&[asked.offset..asked.offset + asked.len]).await?;
+            let all = asked.offset..asked.offset + asked.len;
+            self.map.flush(std::slice::from_ref(&all)).await?;
         }
         Ok(found)
     }

@@ -529,9 +529,9 @@ impl std::fmt::Debug for Core {
 }
 
 impl Handle {
-    /// Forgets where the granules of a range lie. When it returns, no request uses an earlier answer any more, and
-    /// the map may use the old place for something else. Change the map first. Parts that are new
-    /// and not durable stay where they are.
+    /// Forgets where the granules of a range lie. When it returns, no request uses an earlier
+    /// answer any more, and the map may use the old place for something else. Change the map first.
+    /// Parts that are new and not durable stay where they are.
     ///
     /// A map must not wait for this in [`Map::locate`], because the request may wait for that
     /// answer. A map that moves parts calls this from a task or thread of its own.
