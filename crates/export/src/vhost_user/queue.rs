@@ -246,11 +246,7 @@ impl Queue {
                     // On slow storage, one system call submits all requests and waits.
                     slow -= 1;
                 }
-                let limit = match self.in_flight.get() {
-                    0 => self.went_empty(),
-                    _ => self.waits_in_flight(),
-                };
-                if let Some(limit) = limit
+                if let Some(limit) = self.went_empty()
                     && self.busy_poll(limit).await
                 {
                     continue;
@@ -286,9 +282,13 @@ impl Queue {
         if takes { self.served.queue_pause() } else { None }
     }
 
+    /// Returns how long to busy-poll the empty ring.
     fn went_empty(&self) -> Option<Duration> {
         let mut core = self.core.borrow_mut();
         let core = &mut *core;
+        if self.in_flight.get() > 0 {
+            return core.polling.waits_in_flight(self.handle.now(), self.done.get());
+        }
         let busy_poll = core.polling.went_empty(self.handle.now(), self.done.get());
         // All queues of this reactor run on this thread. So the thread moves to a guest's
         // processors only if the reactor has one queue.
@@ -297,10 +297,6 @@ impl Queue {
             placement::move_to(processors);
         }
         busy_poll
-    }
-
-    fn waits_in_flight(&self) -> Option<Duration> {
-        self.core.borrow_mut().polling.waits_in_flight(self.handle.now(), self.done.get())
     }
 
     fn gathers(&self) -> Option<Duration> {
