@@ -8,21 +8,15 @@
 //! first has the highest priority:
 //! 1. A disk with a latency target that is within its share meets the target, at any cost to its
 //!    neighbours, except for a tenth of their share.
-//! 2. Any other disk within its share is served within [`MAX_SLOWDOWN`] of its service time without
-//!    neighbours, as long as the disks over their share get at least their share of the completed
-//!    cost. It is served within [`NO_SLOWDOWN`] as long as they get their share of the device's
-//!    capacity.
+//! 2. Any other disk within its share is served within [`DeviceClass::max_slowdown`] of its service
+//!    time without neighbours, as long as the disks over their share get at least their share of
+//!    the completed cost. It is served within [`DeviceClass::ignored_slowdown`] as long as they get
+//!    their share of the device's capacity.
 //! 3. The device stays busy: the window grows until operations spend [`DeviceClass::queue_ns`] in
 //!    the device's queue.
 
-/// Largest accepted slowdown of a disk within its share. A slowdown is the service time divided by
-/// the service time without neighbours.
-pub(crate) const MAX_SLOWDOWN: f64 = 1.5;
-/// A slowdown up to this ratio counts as no slowdown.
-pub(crate) const NO_SLOWDOWN: f64 = 1.03;
-
-/// Number of operations over which a slowdown above [`MAX_SLOWDOWN`] is averaged. A smaller one is
-/// averaged over twice as many.
+/// Number of operations over which a slowdown above [`DeviceClass::max_slowdown`] is averaged. A
+/// smaller one is averaged over twice as many.
 const MIN_SAMPLES: u64 = 8;
 /// The same if the disks over their share get their share of the device, so that a larger window
 /// gains little. After [`CERTAIN_NS`] nanoseconds fewer operations are enough for it too.
@@ -50,7 +44,7 @@ const MAX_SHRINK: f64 = 0.4;
 const CAUTION_DECAY: f64 = 0.96;
 const SLOW_CAUTION_DECAY: f64 = 0.99;
 /// Age in nanoseconds from which a baseline may be out of date: if it shows a small slowdown, and
-/// if it shows one above [`MAX_SLOWDOWN`].
+/// if it shows one above [`DeviceClass::max_slowdown`].
 const STALE_NS: u64 = 1_000_000_000;
 const DOUBTFUL_NS: u64 = 300_000_000;
 
@@ -62,14 +56,25 @@ pub struct DeviceClass {
     pub queue_ns: u64,
     /// Length of a control period, in nanoseconds.
     pub period_ns: u64,
+    /// Largest accepted slowdown of a disk within its share. A slowdown is the service time divided
+    /// by the service time without neighbours.
+    pub max_slowdown: f64,
+    /// A slowdown up to this ratio counts as none. Larger values of both let neighbours do more, at
+    /// the cost of disks within their share (`cargo run -p blockyard-bench --example frontier`).
+    pub ignored_slowdown: f64,
 }
 
 impl DeviceClass {
     /// Settings for flash devices.
-    pub const FLASH: DeviceClass = DeviceClass { queue_ns: 1_000_000, period_ns: 20_000_000 };
+    pub const FLASH: DeviceClass = DeviceClass {
+        queue_ns: 1_000_000,
+        period_ns: 20_000_000,
+        max_slowdown: 1.5,
+        ignored_slowdown: 1.03,
+    };
     /// Settings for rotational devices.
     pub const ROTATIONAL: DeviceClass =
-        DeviceClass { queue_ns: 40_000_000, period_ns: 100_000_000 };
+        DeviceClass { queue_ns: 40_000_000, period_ns: 100_000_000, ..DeviceClass::FLASH };
 }
 
 /// Measurements of one control period. Costs and times are in nanoseconds.
@@ -272,8 +277,8 @@ impl InFlightWindow {
             self.unknown = (0, 0);
         }
         let is_stale = match self.slowdown {
-            slowdown if slowdown > MAX_SLOWDOWN => age > DOUBTFUL_NS,
-            slowdown => slowdown > NO_SLOWDOWN && age > STALE_NS,
+            slowdown if slowdown > self.class.max_slowdown => age > DOUBTFUL_NS,
+            slowdown => slowdown > self.class.ignored_slowdown && age > STALE_NS,
         };
         // A probe of a disk that does little would be long.
         let is_stale = is_stale && stats.within_operations >= MIN_UNKNOWN;
@@ -317,7 +322,7 @@ impl InFlightWindow {
                     () if is_too_small && self.is_opening => self.grow_step(stats, 2.0),
                     () if is_unknown || (is_full && !is_too_small) => 1.0,
                     () if self.is_opening => self.grow_step(stats, 1.1),
-                    () if self.slowdown > NO_SLOWDOWN && !is_too_small => 1.0,
+                    () if self.slowdown > self.class.ignored_slowdown && !is_too_small => 1.0,
                     () if self.is_far_below_knee() => self.grow_step(stats, 1.25),
                     () => self.grow_step(stats, 1.03),
                 }
@@ -348,7 +353,11 @@ impl InFlightWindow {
             self.is_too_large = false;
         } else if is_known {
             let is_smallest = self.is_too_large || self.size < self.held() + 2.0 * MIN_SIZE_NS;
-            let accepted = if self.is_too_large { NO_SLOWDOWN } else { MAX_SLOWDOWN };
+            let accepted = if self.is_too_large {
+                self.class.ignored_slowdown
+            } else {
+                self.class.max_slowdown
+            };
             self.is_too_large = is_smallest && self.slowdown > accepted;
             self.was_too_large = self.is_too_large;
         }
@@ -381,15 +390,15 @@ impl InFlightWindow {
         let slowdown = *service_ns as f64 / (*baseline_ns).max(1) as f64;
         let uncertain = UNCERTAINTY * if is_full { 1.0 } else { 3.0 } / (*operations as f64).sqrt();
         let enough = match () {
-            () if slowdown > MAX_SLOWDOWN => MIN_SAMPLES,
+            () if slowdown > self.class.max_slowdown => MIN_SAMPLES,
             // The slowdown is clear already.
-            () if slowdown > NO_SLOWDOWN + 3.0 * uncertain => 2 * MIN_SAMPLES,
+            () if slowdown > self.class.ignored_slowdown + 3.0 * uncertain => 2 * MIN_SAMPLES,
             () if is_full && *elapsed_ns < CERTAIN_NS => CERTAIN_SAMPLES,
             () => 2 * MIN_SAMPLES,
         };
         (*operations >= enough).then(|| {
             self.within = WithinShare::default();
-            let is_slowed = slowdown > NO_SLOWDOWN + uncertain;
+            let is_slowed = slowdown > self.class.ignored_slowdown + uncertain;
             if is_slowed { slowdown } else { 1.0 }
         })
     }
@@ -410,7 +419,7 @@ impl InFlightWindow {
         let full = stats.over_share_exceeds(self.capacity * stats.elapsed_ns as f64);
         let fair = stats.over_share_exceeds(stats.completed_cost_ns as f64);
         self.slowdown = slowdown;
-        if slowdown <= NO_SLOWDOWN {
+        if slowdown <= self.class.ignored_slowdown {
             let by = match () {
                 () if self.is_opening => 1.5,
                 () if self.is_far_below_knee() => 1.25,
@@ -425,11 +434,11 @@ impl InFlightWindow {
         }
         self.is_opening = false;
         let step = match () {
-            () if slowdown > MAX_SLOWDOWN && fair => self.shrink_step(stats, slowdown),
+            () if slowdown > self.class.max_slowdown && fair => self.shrink_step(stats, slowdown),
             // A smaller window would make these disks wait even more.
             () if full && stats.within_waits => 1.0,
-            () if full => 1.0 / (slowdown / NO_SLOWDOWN).clamp(1.01, 1.1),
-            () if !fair || slowdown < MAX_SLOWDOWN * 0.95 => self.grow_step(stats, 1.03),
+            () if full => 1.0 / (slowdown / self.class.ignored_slowdown).clamp(1.01, 1.1),
+            () if !fair || slowdown < self.class.max_slowdown * 0.95 => self.grow_step(stats, 1.03),
             () => 1.0,
         };
         if step < 1.0 && !self.is_shrinking {
@@ -446,11 +455,11 @@ impl InFlightWindow {
         self.knee < f64::MAX && self.size < 0.7 * self.knee
     }
 
-    /// Returns the factor for the window that reduces a slowdown above [`MAX_SLOWDOWN`]. The time
+    /// Returns the factor for the window that reduces a slowdown that is not accepted. The time
     /// that an operation takes longer is proportional to what the disks over their share have in
     /// flight. These keep their share of the completed cost.
     fn shrink_step(&self, stats: &PeriodStats, slowdown: f64) -> f64 {
-        let for_slowdown = (MAX_SLOWDOWN - 1.0) / (slowdown - 1.0);
+        let for_slowdown = (self.class.max_slowdown - 1.0) / (slowdown - 1.0);
         let part = stats.over_share_cost_ns as f64 / stats.completed_cost_ns.max(1) as f64;
         let due = stats.over_share_weight;
         let for_share = due * (1.0 - part) / (part * (1.0 - due)).max(f64::MIN_POSITIVE);

@@ -85,13 +85,18 @@ impl Chart {
         if band.len() > 2 {
             svg.add(&svg::polygon(&format!("{} opacity=\".15\"", svg::fill(series.look)), &band));
         }
-        let line: Vec<_> =
-            points.iter().map(|p| place(p.x, p.y)).map(|(x, y)| format!("{x:.1} {y:.1}")).collect();
+        // A point without a value interrupts the line.
+        let runs = series.points.split(|p| !p.y.is_finite()).filter(|run| !run.is_empty());
+        let run = |run: &[Point]| {
+            let places = run.iter().map(|p| place(p.x, p.y));
+            places.map(|(x, y)| format!("{x:.1} {y:.1}")).collect::<Vec<_>>().join("L")
+        };
+        let line: Vec<String> = runs.map(run).collect();
         if !line.is_empty() {
             svg.add(&format!(
                 "<path {} stroke-linejoin=\"round\" d=\"M{}\"/>",
                 svg::line(series.look),
-                line.join("L")
+                line.join("M")
             ));
         }
         if self.markers {

@@ -113,6 +113,7 @@ pub struct Model {
     pub scheduled: bool,
     /// Whether the service times without neighbours are known in advance.
     pub calibrated: bool,
+    pub class: DeviceClass,
     pub span: u64,
 }
 
@@ -126,6 +127,7 @@ impl Model {
         mood: Mood::Even,
         scheduled: true,
         calibrated: false,
+        class: DeviceClass::FLASH,
         span: 5 * S,
     };
 
@@ -230,7 +232,7 @@ impl Simulation {
             window_ns: model.calibrated.then_some(model.time),
             ..Calibration::of(model.costs())
         };
-        let profile = DeviceProfile { class: DeviceClass::FLASH, calibration };
+        let profile = DeviceProfile { class: model.class, calibration };
         let device = model.scheduled.then_some(("model", &profile));
         let share =
             |g: &Guest| host.share(device, g.group.as_ref().map(|(name, k)| (*name, k)), &g.knobs);
