@@ -6,7 +6,7 @@
 //!             person at a terminal: save a new file of 4 KiB (synced, with its folder), read
 //!             three small uncached files, pause
 //!   thrasher  is idle, or uses twice the memory that it has; the server shares the device fairly,
-//!             or does not
+//!             or does not; the thrasher swaps before the worker works, or before it boots
 //! ```
 //! A row is a device: the machine's disk, and Blockyard's model of a slower one before the same
 //! files. An emulated guest needs much processor time for each page that it swaps, so it does not
@@ -53,11 +53,28 @@ base-latency-write = 1000000
 /// Names of the rows, and whether a model of a device delays the files.
 const DEVICES: [(&str, bool); 2] = [("the machine's disk", false), ("4,000 IOPS, 128 MiB/s", true)];
 
-/// Each system: its name, whether the neighbour thrashes, and the server's `fair-share`.
-const WAYS: [(&str, bool, bool); 3] = [
-    ("idle", false, true),
-    ("thrashes, `fair-share = false`", true, false),
-    ("thrashes, `fair-share = true`", true, true),
+/// A system: what the neighbour does, and how the server treats it.
+struct Way {
+    name: &'static str,
+    thrashes: bool,
+    /// The server's `fair-share`.
+    fair: bool,
+    /// The neighbour swaps before the worker's guest boots.
+    swaps_first: bool,
+}
+
+const IDLE: Way = Way { name: "idle", thrashes: false, fair: true, swaps_first: false };
+const WAYS: [Way; 5] = [
+    IDLE,
+    Way { name: "thrashes, `fair-share = false`", thrashes: true, fair: false, ..IDLE },
+    Way { name: "thrashes, `fair-share = true`", thrashes: true, ..IDLE },
+    Way {
+        name: "thrashes first, `fair-share = false`",
+        thrashes: true,
+        fair: false,
+        swaps_first: true,
+    },
+    Way { name: "thrashes first, `fair-share = true`", thrashes: true, swaps_first: true, ..IDLE },
 ];
 
 const WORKER_MEMORY: &str = "256M";
@@ -161,15 +178,17 @@ impl Thrash {
         })
     }
 
-    /// Runs both guests once. Returns figures, and the steps of the worker.
-    fn run(&self, model: bool, thrashes: bool, fair: bool) -> Result<(Figures, Vec<f64>)> {
-        let limit = READY + Duration::from_secs_f64(self.place.seconds);
-        let mut server = self.server(model, fair)?;
+    fn worker(&self) -> Result<Guest<'_>> {
         let mut worker = self.guest("worker", WORKER, WORKER_MEMORY, "0")?;
+        worker.expect("ready", READY)?;
+        Ok(worker)
+    }
+
+    /// Boots the neighbour. Returns when it swaps, if it shall thrash.
+    fn thrasher(&self, thrashes: bool) -> Result<Guest<'_>> {
         let last = std::thread::available_parallelism().map_or(0, |n| n.get() - 1).min(1);
         let mut thrasher = self.guest("thrasher", THRASHER, THRASHER_MEMORY, &last.to_string())?;
         thrasher.expect("ready", READY)?;
-        worker.expect("ready", READY)?;
         thrasher.tell("thrash", if thrashes { "yes" } else { "no" })?;
         let mut pages = if thrashes { 0 } else { u64::MAX };
         while pages <= THRASHES {
@@ -180,6 +199,16 @@ impl Thrash {
                 .and_then(|n| n.parse().ok())
                 .context("the thrasher prints no figure")?;
         }
+        Ok(thrasher)
+    }
+
+    /// Runs both guests once. Returns figures, and the steps of the worker.
+    fn run(&self, model: bool, way: &Way) -> Result<(Figures, Vec<f64>)> {
+        let limit = READY + Duration::from_secs_f64(self.place.seconds);
+        let mut server = self.server(model, way.fair)?;
+        let first = if way.swaps_first { Some(self.thrasher(way.thrashes)?) } else { None };
+        let mut worker = self.worker()?;
+        let mut thrasher = first.map_or_else(|| self.thrasher(way.thrashes), Ok)?;
         let (before, begin) = (Snapshot::take(), Instant::now());
         worker.tell("work", "")?;
         let fio = worker.expect("fio", limit)?;
@@ -208,18 +237,18 @@ impl Thrash {
 
 impl Table for Thrash {
     fn rows(&self) -> Vec<Row> {
-        let systems = || WAYS.iter().map(|way| way.0.to_string()).collect();
+        let systems = || WAYS.iter().map(|way| way.name.to_string()).collect();
         DEVICES.iter().map(|device| Row { name: device.0.into(), systems: systems() }).collect()
     }
 
     fn measure(&mut self, row: usize, system: usize) -> Result<Figures> {
-        let ((_, model), (_, thrashes, fair)) = (DEVICES[row], WAYS[system]);
+        let (_, model) = DEVICES[row];
         if !model && !self.calibrated {
             calibrate::of_folder(&self.place.folder, 1 << 30, 24.0, &self.place.stop)?
                 .save(&self.costs)?;
             self.calibrated = true;
         }
-        let (figures, steps) = self.run(model, thrashes, fair)?;
+        let (figures, steps) = self.run(model, &WAYS[system])?;
         self.steps.entry((row, system)).or_default().extend(steps);
         Ok(figures)
     }
