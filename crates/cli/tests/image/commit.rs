@@ -3,6 +3,8 @@
 use std::path::Path;
 use std::process::{Command, Stdio};
 
+use rustix::process::{Pid, Signal, kill_process};
+
 use crate::common::{BLOCKYARD, SOON, allocated, until};
 use crate::fixture::{Images, MIB, SIZE, image, json, qemu_img, qemu_io, sound_and_same, text};
 use crate::mistakes::refused;
@@ -156,6 +158,9 @@ fn a_commit_locks_its_images() {
         let done = crate::fixture::image_any(&["snapshot", "-l", text(&top)]);
         !done.status.success() && done.err.contains(&holder)
     });
+    // It waits meanwhile, however long the commands take.
+    let commit = Pid::from_child(&child);
+    kill_process(commit, Signal::STOP).unwrap();
     for path in [&top, &middle] {
         for command in [
             &["resize", text(path), "+1M"][..],
@@ -166,6 +171,7 @@ fn a_commit_locks_its_images() {
         }
     }
     refused(&["rebase", "-u", "-b", "", text(&top)], 1, &["top.qcow2", &holder]);
+    kill_process(commit, Signal::CONT).unwrap();
     let done = child.wait_with_output().unwrap();
     let out = String::from_utf8(done.stdout).unwrap();
     assert!(done.status.success() && out.contains("(100.00/100%)"), "{out}");
