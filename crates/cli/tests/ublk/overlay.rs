@@ -19,7 +19,7 @@ writes --filename=expected.img --rw=randwrite --bsrange=512-24k --blockalign=512
 writes --read_iolog=/tmp/iolog --replay_redirect=/dev/ublkb0 --replay_no_stall=1
 echo 3 >/proc/sys/vm/drop_caches
 cmp /dev/ublkb0 expected.img
-# Flushed data survives a kill. (Until a flush, qcow2 metadata is in the server's memory.)
+# Flushed data survives a kill.
 sync /dev/ublkb0
 kill -9 $pid
 wait $pid 2>/dev/null || :
