@@ -60,24 +60,44 @@ fn a_program_ends_with_its_server() {
     until("the program has ended", SOON, || !process.exists());
 }
 
+/// Returns a configuration with this disk.
+fn disk(folder: &Folder, name: &str, image: &str) -> String {
+    let socket = folder.join(name);
+    format!("[[disk]]\nname = \"{name}\"\nimage = \"{image}\"\nvhost-user = {socket:?}\n")
+}
+
 #[test]
 fn a_server_in_a_sandbox_starts_no_program_later() {
     let folder = Folder::new();
     let image = program(&folder, &folder.image("data", 1 << 20));
     let config = folder.join("toml");
-    let disk = |name: &str, image: &str| {
-        let socket = folder.join(name);
-        format!("[[disk]]\nname = \"{name}\"\nimage = \"{image}\"\nvhost-user = {socket:?}\n")
-    };
-    std::fs::write(&config, disk("one", "ram:1M")).unwrap();
+    let one = disk(&folder, "one", "ram:1M");
+    std::fs::write(&config, &one).unwrap();
     let mut daemon =
         Daemon::start(Command::new(BLOCKYARD).args(["serve", "--config"]).arg(&config));
     daemon.wait_ready();
-    std::fs::write(&config, disk("one", "ram:1M") + &disk("two", &image)).unwrap();
+    std::fs::write(&config, one + &disk(&folder, "two", &image)).unwrap();
     daemon.signal(Signal::HUP);
     daemon.wait_log("a server in a sandbox cannot start a program");
     daemon.wait_log("reloaded: ");
     assert!(daemon.running());
     assert!(Guest::connect(&folder.join("one")).read(0, 512).is_ok());
     assert!(daemon.terminate().success());
+}
+
+#[test]
+fn a_program_ends_with_its_disk_and_leaves_no_zombie() {
+    let folder = Folder::new();
+    let image = program(&folder, &folder.image("data", 1 << 20));
+    let (config, one) = (folder.join("toml"), disk(&folder, "one", "ram:1M"));
+    std::fs::write(&config, one.clone() + &disk(&folder, "two", &image)).unwrap();
+    let mut daemon =
+        Daemon::start(Command::new(BLOCKYARD).args(["serve", "--config"]).arg(&config));
+    daemon.wait_ready();
+    let pid = std::fs::read_to_string(folder.join("pid")).unwrap();
+    std::fs::write(&config, one).unwrap();
+    daemon.signal(Signal::HUP);
+    let process = Path::new("/proc").join(pid.trim());
+    until("the program has ended", SOON, || !process.exists());
+    daemon.stop();
 }

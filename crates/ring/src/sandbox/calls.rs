@@ -345,9 +345,10 @@ const NETWORK: &[c_long] = &[
 const STARTS: &[c_long] =
     &[libc::SYS_clone3, libc::SYS_io_uring_setup, libc::SYS_seccomp, libc::SYS_set_tid_address];
 
-/// Hand-over to the next server: a connection for it, and a descriptor to wait for its end.
-/// `pidfd_send_signal` has a condition.
-const NEXT: &[c_long] = &[libc::SYS_pidfd_open, libc::SYS_socketpair];
+/// Hand-over to the next server: a connection for it, and a descriptor to wait for its end. The end
+/// of programs that were started before the sandbox closed. `pidfd_send_signal` has a condition.
+const NEXT: &[c_long] =
+    &[libc::SYS_pidfd_open, libc::SYS_socketpair, libc::SYS_wait4, libc::SYS_waitid];
 
 #[cfg(test)]
 mod tests {

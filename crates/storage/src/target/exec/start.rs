@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use blockyard_ring::{sandbox, threads};
 use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::io::retry_on_intr;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use super::program::Program;
@@ -144,12 +145,12 @@ impl Process {
         if let Some(pidfd) = &self.pidfd {
             let limit = Timespec { tv_sec: END.as_secs() as i64, tv_nsec: 0 };
             let mut ended = [PollFd::new(pidfd, PollFlags::IN)];
-            if !matches!(rustix::event::poll(&mut ended, Some(&limit)), Ok(1..)) {
+            let poll = || rustix::event::poll(&mut ended, Some(&limit));
+            if !matches!(retry_on_intr(poll), Ok(1..)) {
                 self.kill();
             }
         }
-        // In a sandbox the kernel removes the process when the server ends.
-        if let (Some(mut child), false) = (self.child.take(), sandbox::is_on()) {
+        if let Some(mut child) = self.child.take() {
             let _ = child.wait();
         }
     }
