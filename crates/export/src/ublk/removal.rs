@@ -13,6 +13,9 @@ use rustix::process::{Pid, test_kill_process};
 
 use super::{UblkError, takeover, users};
 
+/// How long the removal by another process may take. It waits for udev, and for the server.
+const OTHERS: Duration = Duration::from_secs(30);
+
 /// Removes a device, even if another process serves it. Returns the process that serves the device,
 /// if there is one. `force`: remove the device even if it is in use.
 pub fn remove(id: u32, force: bool) -> Result<Option<Pid>, UblkError> {
@@ -20,7 +23,7 @@ pub fn remove(id: u32, force: bool) -> Result<Option<Pid>, UblkError> {
     let mut control = Control::open().map_err(UblkError::Control)?;
     // If several processes remove a device at once, the first one succeeds, and the others find no
     // device.
-    let _lock = takeover::lock(id);
+    let _lock = takeover::lock_within(id, OTHERS);
     let device = control.info(id).map_err(|e| match Errno::from_io_error(&e) {
         Some(Errno::NODEV | Errno::NOENT) => UblkError::Missing { id },
         _ => error("cannot read its state")(e),

@@ -81,7 +81,12 @@ pub(super) fn find(
 /// added. Until then the process holds the lock of [`ADDING`]. So if a device is added and not
 /// locked, no process is about to start it.
 pub(super) fn lock(id: u32) -> Option<NumberLock> {
-    wait_for(|| {
+    lock_within(id, MAX_WAIT)
+}
+
+/// The same with another limit.
+pub(super) fn lock_within(id: u32, limit: Duration) -> Option<NumberLock> {
+    wait_for(limit, || {
         let adding = NumberLock::try_new(ADDING)?;
         if adding.is_some() { NumberLock::try_new(id) } else { Ok(None) }
     })
@@ -89,13 +94,16 @@ pub(super) fn lock(id: u32) -> Option<NumberLock> {
 
 /// Calls `add`, which adds a device and lets the driver choose the number, and locks that number.
 pub(super) fn lock_new<E>(add: impl FnOnce() -> Result<u32, E>) -> Result<Option<NumberLock>, E> {
-    let _adding = wait_for(|| NumberLock::try_new(ADDING));
-    add().map(|id| wait_for(|| NumberLock::try_new(id)))
+    let _adding = wait_for(MAX_WAIT, || NumberLock::try_new(ADDING));
+    add().map(|id| wait_for(MAX_WAIT, || NumberLock::try_new(id)))
 }
 
-fn wait_for(mut lock: impl FnMut() -> io::Result<Option<NumberLock>>) -> Option<NumberLock> {
+fn wait_for(
+    limit: Duration,
+    mut lock: impl FnMut() -> io::Result<Option<NumberLock>>,
+) -> Option<NumberLock> {
     let start = Instant::now();
-    while start.elapsed() < MAX_WAIT {
+    while start.elapsed() < limit {
         match lock() {
             Ok(Some(lock)) => return Some(lock),
             Ok(None) => std::thread::sleep(Duration::from_millis(10)),
@@ -107,7 +115,7 @@ fn wait_for(mut lock: impl FnMut() -> io::Result<Option<NumberLock>>) -> Option<
     }
     tracing::debug!(
         "another process has held the lock on a device's number for {} s",
-        MAX_WAIT.as_secs()
+        limit.as_secs()
     );
     None
 }
