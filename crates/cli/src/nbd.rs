@@ -92,7 +92,8 @@ impl Servers {
 
     /// Applies other settings to clients that connect from now on.
     pub fn set(&mut self, settings: Arc<Settings>) {
-        let old = &self.settings;
+        self.listening().for_each(|server| server.set(settings.clone()));
+        let old = std::mem::replace(&mut self.settings, settings.clone());
         if settings.limits != old.limits || settings.tls.is_some() || old.tls.is_some() {
             let Limits { clients, handshake } = settings.limits;
             let tls = match &settings.tls {
@@ -106,8 +107,6 @@ impl Servers {
                  {handshake:?}, TLS: {tls}"
             );
         }
-        self.listening().for_each(|server| server.set(settings.clone()));
-        self.settings = settings;
     }
 
     /// Exports `disk` at `address`. Starts a server if none listens there.
