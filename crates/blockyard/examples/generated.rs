@@ -1,4 +1,4 @@
-//! generated: a disk whose content is a function of the sector. It takes no space.
+//! generated: the content of this disk is a function of the sector. It takes no space.
 //!
 //! `generated SOCKET SIZE` serves SIZE bytes on a vhost-user socket. Each eight bytes are their own
 //! offset, mixed, so that any copy of the disk can be checked. It refuses writes.

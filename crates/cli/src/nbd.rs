@@ -58,7 +58,7 @@ pub struct Servers {
     all: Vec<(NbdAddress, Weak<Server>)>,
     /// Listening sockets of the server from which this one takes over, by address.
     handed: HashMap<String, Parcel>,
-    /// Servers whose disks are being handed over. They go on listening if the next server fails.
+    /// Servers during the hand-over of their disks. They go on listening if the next server fails.
     leaving: Vec<Arc<Server>>,
 }
 

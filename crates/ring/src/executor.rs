@@ -79,7 +79,7 @@ struct Inner {
     pulse: Arc<Pulse>,
     /// Number of files that are open for writing on this ring.
     files: Cell<u32>,
-    /// Registered files whose last user was an operation, to be unregistered.
+    /// Registered files to unregister: an operation was their last user.
     left_files: RefCell<Vec<u32>>,
     locals: Locals,
     /// For blocking calls of this executor that belong to no file.

@@ -7,7 +7,7 @@
 //!   open         an open image file on any storage
 //!   file         files and block devices: opening, lock, records of snapshots
 //!   nbd          exports of NBD servers
-//!   target       disks whose contents code of the library's user, or a program, decides
+//!   target       disks of the library's user: code or another program decides their contents
 //!   sim          the simulated disk; journals for power cuts
 //!   forward      a macro that forwards methods of `Storage`
 //!   error        why a name cannot be opened

@@ -1,5 +1,5 @@
 //! A disk on a socket, served by the test's own process: for snapshots, commits, streams and
-//! resizes whose pauses a test measures.
+//! resizes. Tests measure their pauses.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

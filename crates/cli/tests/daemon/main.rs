@@ -13,7 +13,7 @@
 //!   requests     the last sector, ranges, serial, status codes, a read-only disk
 //!   pin          guest memory registered with io_uring while its front end is connected
 //!   probes       static probes of the program
-//!   program      exec: images, whose map is another program
+//!   program      exec: images: another program is their map
 //!   chains       qcow2 and backing images
 //!   exchange     front ends connect, disconnect and die during an exchange of images
 //!   full         a host without space, and disks that wait for it

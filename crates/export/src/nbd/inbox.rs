@@ -20,9 +20,9 @@ pub struct Inbox {
     buffer: Segments,
     start: usize,
     end: usize,
-    /// The header of the request whose payload is being received.
+    /// The header of a request during the receipt of its payload.
     header: ([u8; 32], usize),
-    /// The request whose payload was being received when the connection was handed over.
+    /// The request that had a part of its payload when the connection was handed over.
     begun: Option<Spool>,
 }
 

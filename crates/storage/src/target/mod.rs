@@ -1,4 +1,4 @@
-//! Disks whose contents a target decides: code of the library's user, or another program.
+//! Disks of a target. It decides their contents: code of the library's user, or another program.
 //!
 //! ```text
 //!   map       the trait `Map`: where each range of a disk lies
