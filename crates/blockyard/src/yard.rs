@@ -133,7 +133,7 @@ impl Yard {
         Ok(resized.map(|size| Resized { old: size.old, new: size.new }))
     }
 
-    /// Changes the share and the limits of a disk in use to those of `like`, whose other settings
+    /// Changes the share and the limits of a disk in use to those of `like`. Its other settings
     /// have no effect.
     pub fn limit(&self, name: &str, like: &Disk) -> Result<(), Error> {
         let change = Change { knobs: Some(like.knobs.clone()), ..Change::default() };

@@ -3,7 +3,7 @@
 //!
 //! One thread, a journal on the tmpfs of /dev/shm. Each value is the median of several rounds; a
 //! write-back ends each round, and its time is not counted. "ready": the first records after a
-//! write-back, whose memory is kept. "many": 100,000 records, with the allocation of their memory.
+//! write-back, in kept memory. "many": 100,000 records, with the allocation of their memory.
 //! "none": the calls of an image without a journal.
 
 use std::fs::File;

@@ -78,7 +78,7 @@ pub enum Fill {
 /// 4. It answers the flush of the disk.
 ///
 /// So a map that changes its table for a part only in [`Map::flush`] never has a durable entry
-/// whose data are not durable. Until then it answers questions about the part as before: the old
+/// without durable data. Until then it answers questions about the part as before: the old
 /// place for a read, and **the same new place** for a write.
 pub trait Map: 'static {
     /// Answers where a range lies. The extents follow one another from the start of the range. They

@@ -69,7 +69,7 @@ impl Patience {
 }
 
 impl Inner {
-    /// Ends the waits whose time is over. Returns false if none is left.
+    /// Ends the waits that have reached their deadline. Returns false if none is left.
     fn expire(&self) -> bool {
         let now = Instant::now();
         let mut waits = self.waits.borrow_mut();

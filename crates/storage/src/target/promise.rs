@@ -13,7 +13,7 @@ pub(super) struct Answer<T>(Mutex<State<T>>);
 
 struct State<T> {
     value: Option<T>,
-    /// Set when no value will arrive, or nobody waits for it.
+    /// Set when no value will arrive, or no task waits for it.
     ended: Option<Ending>,
     waker: Option<Waker>,
 }

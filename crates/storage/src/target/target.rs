@@ -65,7 +65,7 @@ impl Default for Limits {
 /// Counts of a target's disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Figures {
-    /// Number of requests whose place was known.
+    /// Number of requests that found their place in the table of answers.
     pub hits: u64,
     /// Number of questions to the map.
     pub misses: u64,
@@ -152,7 +152,7 @@ impl Target {
         Target::of(name.into(), shape, Box::new(make), false)
     }
 
-    /// Makes a target whose map is another program.
+    /// Makes a target of a map in another program.
     pub(super) fn of_program<M: Map>(
         name: String,
         shape: Shape,
@@ -533,8 +533,8 @@ impl Handle {
     /// answer any more, and the map may use the old place for something else. Change the map first.
     /// Parts that are new and not durable stay where they are.
     ///
-    /// A map must not wait for this in [`Map::locate`], because the request may wait for that
-    /// answer. A map that moves parts calls this from a task or thread of its own.
+    /// A map must not wait for this in [`Map::locate`] or [`Map::flush`], because the request may
+    /// wait for that answer. A map that moves parts calls this from a task or thread of its own.
     pub async fn invalidate(&self, range: Range<u64>) {
         let Some(core) = self.0.upgrade() else { return };
         let _one = core.settling.acquire().await;

@@ -69,7 +69,7 @@ impl Worker {
                 let made = caught(|| make(&handle)).await.unwrap_or_else(|| Err(panicked()));
                 let made = made.map(|target| TARGET.set(Some(target)));
                 let failed = made.is_err();
-                // Nobody waits any more if it took too long.
+                // If it took too long, the caller has gone.
                 let unwanted = sender.send(made.map(|()| remote)).is_err();
                 if failed || unwanted {
                     handle.stop();

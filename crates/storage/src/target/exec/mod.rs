@@ -6,7 +6,7 @@
 //!   program    asks the running program
 //! ```
 //!
-//! In: `exec:/path/of/program`. Out: a [`Target`](super::Target) whose map is the program. The data
+//! In: `exec:/path/of/program`. Out: a [`Target`](super::Target); the program is its map. The data
 //! stay in Blockyard: the program only says where they lie.
 //!
 //! What must hold

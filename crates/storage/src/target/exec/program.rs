@@ -189,7 +189,7 @@ impl Inner {
         match protocol::parse(line)? {
             Said::Answer(number, answer) => {
                 let mut calls = self.calls.borrow_mut();
-                // A call that nobody waits for any more stays until its answer.
+                // A call stays until its answer, also after its caller has gone.
                 let call = calls.get_mut(&number).ok_or("it answered what nobody asked")?;
                 call.answer = Some(answer.map_err(io::Error::other));
                 if let Some(waker) = call.waker.take() {
