@@ -144,6 +144,8 @@ pub(crate) struct Counters {
     baseline_ns: AtomicU64,
     /// Of these operations, the number without a known baseline.
     unknown: AtomicU64,
+    /// The part of the service time that a stall of the device caused, in nanoseconds.
+    stalled_ns: AtomicU64,
 }
 
 impl Counters {
@@ -173,10 +175,17 @@ impl Counters {
         }
     }
 
-    fn all(&self) -> [u64; 7] {
-        let Counters { begun, served, cost_ns, service_ns, latency_ns, baseline_ns, unknown } =
-            self;
-        [begun, served, cost_ns, service_ns, latency_ns, baseline_ns, unknown]
+    /// Counts the nanoseconds of a service time that a stall of the device caused.
+    pub fn stalled(&self, stalled_ns: u64) {
+        Self::add(&self.stalled_ns, stalled_ns);
+    }
+
+    fn all(&self) -> [u64; 8] {
+        let times = [&self.cost_ns, &self.service_ns, &self.latency_ns, &self.baseline_ns];
+        let [cost_ns, service_ns, latency_ns, baseline_ns] = times;
+        let counts = [&self.begun, &self.served, &self.unknown];
+        let [begun, served, unknown] = counts;
+        [begun, served, cost_ns, service_ns, latency_ns, baseline_ns, unknown, &self.stalled_ns]
             .map(|counter| counter.load(Relaxed))
     }
 }
@@ -185,7 +194,7 @@ impl Counters {
 #[derive(Debug, Default)]
 struct Reader {
     counters: Arc<Counters>,
-    last: [u64; 7],
+    last: [u64; 8],
 }
 
 /// Counters of one control period; see [`Account`].
@@ -197,6 +206,7 @@ pub(crate) struct Counts {
     pub mostly_waited: bool,
     pub cost_ns: u64,
     pub served: u64,
+    /// Times without what stalls of the device caused.
     pub service_ns: u64,
     pub latency_ns: u64,
     pub baseline_ns: u64,
@@ -392,7 +402,7 @@ impl Account {
 
     /// Returns what was counted in the control period that ends.
     pub fn take_counts(&self, now: Time) -> Counts {
-        let mut sums = [0u64; 7];
+        let mut sums = [0u64; 8];
         self.counters().retain_mut(|reader| {
             // A reactor drops its counters after it has counted for the last time.
             let is_used = Arc::strong_count(&reader.counters) > 1;
@@ -403,7 +413,8 @@ impl Account {
             }
             is_used
         });
-        let [begun, served, cost_ns, service_ns, latency_ns, baseline_ns, unknown] = sums;
+        let [begun, served, cost_ns, service_ns, latency_ns, baseline_ns, unknown, stalled_ns] =
+            sums;
         let begun = begun + self.begun.swap(0, Relaxed);
         let waits = self.waits.swap(0, Relaxed);
         let counts = Counts {
@@ -412,8 +423,8 @@ impl Account {
             mostly_waited: waits * 2 > begun || (begun == 0 && self.waiting.load(Relaxed) > 0),
             cost_ns: cost_ns.saturating_add(self.more_cost_ns.swap(0, Relaxed)),
             served,
-            service_ns,
-            latency_ns,
+            service_ns: service_ns.saturating_sub(stalled_ns),
+            latency_ns: latency_ns.saturating_sub(stalled_ns),
             baseline_ns,
             unknown,
         };
@@ -421,7 +432,7 @@ impl Account {
         if busy {
             self.busy_at.store(now, Relaxed);
         }
-        self.sums.service_ns.fetch_add(counts.service_ns, Relaxed);
+        self.sums.service_ns.fetch_add(service_ns, Relaxed);
         self.sums.baseline_ns.fetch_add(counts.baseline_ns, Relaxed);
         self.sums.used_ns.fetch_add(counts.cost_ns, Relaxed);
         Counts { busy, ..counts }

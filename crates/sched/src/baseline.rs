@@ -24,9 +24,6 @@ pub(crate) struct Baseline {
     /// Lowest expected time of each kind and size at any depth. While none is known: the lowest
     /// mean of a batch with neighbours. 0: unknown.
     lowest: Vec<AtomicU64>,
-    /// Sums over the last probe, in nanoseconds: service times, and the expected ones.
-    probe_service: AtomicU64,
-    probe_expected: AtomicU64,
 }
 
 #[derive(Debug, Default)]
@@ -37,6 +34,9 @@ struct Cell {
     /// Sum and number of the service times with neighbours in the present batch of [`BATCH`].
     sum: AtomicU64,
     count: AtomicU64,
+    /// The same of the last probe.
+    probe_sum: AtomicU64,
+    probe_count: AtomicU64,
 }
 
 /// Number of service times with neighbours in a batch. Only the mean of a batch lowers the expected
@@ -50,6 +50,8 @@ const MEMORY: u64 = 32;
 /// If the service times of a probe differ from the expected ones by this factor, the device has
 /// become faster or slower.
 const MUCH: f64 = 1.4;
+/// The same, if the expected times are made of few service times.
+const MUCH_OF_FEW: f64 = 2.0;
 /// A single service time raises the expected time as if it was at most this multiple of it. A
 /// device that stalls for a second is not slow from then on.
 const MAX_OUTLIER: u64 = 4;
@@ -71,6 +73,19 @@ impl OperationClass {
     }
 }
 
+impl Cell {
+    /// Adds the service times of the last probe to the few that are known.
+    fn learn_from_probe(&self) {
+        let (sum, count) = (self.probe_sum.load(Relaxed), self.probe_count.load(Relaxed));
+        if count > 0 {
+            let samples = self.samples.load(Relaxed);
+            let known = self.expected.load(Relaxed) * samples;
+            self.expected.store(((known + sum) / (samples + count)).max(1), Relaxed);
+            self.samples.store((samples + count).min(MEMORY), Relaxed);
+        }
+    }
+}
+
 impl Baseline {
     /// Starts with the values of a calibration. If the measured service time of a 4 KiB operation
     /// exceeds its cost, the device works on several operations in parallel. Then the expected time
@@ -80,8 +95,6 @@ impl Baseline {
         let baseline = Baseline {
             cells: (0..KINDS * SIZES * DEPTHS).map(|_| Cell::default()).collect(),
             lowest: (0..KINDS * SIZES).map(|_| AtomicU64::default()).collect(),
-            probe_service: AtomicU64::default(),
-            probe_expected: AtomicU64::default(),
         };
         for (kind, known) in [
             (OperationKind::Read, calibration.baseline_read_ns),
@@ -120,43 +133,56 @@ impl Baseline {
 
     /// Forgets the service times of the last probe.
     pub fn begin_probe(&self) {
-        self.probe_service.store(0, Relaxed);
-        self.probe_expected.store(0, Relaxed);
+        for cell in &self.cells {
+            cell.probe_sum.store(0, Relaxed);
+            cell.probe_count.store(0, Relaxed);
+        }
     }
 
     /// Records a service time that a probe measured, in nanoseconds.
     pub fn learn_in_probe(&self, class: OperationClass, service: u64) {
         let cell = &self.cells[usize::from(class.0)];
-        match cell.expected.load(Relaxed) {
-            0 => self.learn(class, service, true),
-            // One probe does not show the mean yet.
-            _ if cell.samples.load(Relaxed) < MEMORY => self.learn(class, service, true),
-            expected => {
-                // A device that stalls is not slow from then on.
-                let service = service.min(expected.saturating_mul(MAX_OUTLIER));
-                self.probe_service.fetch_add(service, Relaxed);
-                self.probe_expected.fetch_add(expected, Relaxed);
-            }
-        }
+        let service = match cell.expected.load(Relaxed) {
+            0 => service,
+            // A device that stalls is not slow from then on.
+            expected => service.min(expected.saturating_mul(MAX_OUTLIER)),
+        };
+        cell.probe_sum.fetch_add(service, Relaxed);
+        cell.probe_count.fetch_add(1, Relaxed);
     }
 
     /// Adapts the expected times of all classes to the last probe. If its service times differ much
-    /// from the expected ones, the device has become faster or slower. Small differences are mostly
-    /// chance, because a probe is short.
-    pub fn end_probe(&self) {
-        let service = self.probe_service.load(Relaxed) as f64;
-        let expected = self.probe_expected.load(Relaxed) as f64;
-        if expected == 0.0 {
-            return;
+    /// from the expected ones, the device has become faster or slower: returns whether it has.
+    /// Small differences are mostly chance, because a probe is short.
+    pub fn end_probe(&self) -> bool {
+        let (mut service, mut expected, mut much) = (0, 0, MUCH);
+        for cell in self.cells.iter().filter(|cell| cell.expected.load(Relaxed) > 0) {
+            let count = cell.probe_count.load(Relaxed);
+            service += cell.probe_sum.load(Relaxed);
+            expected += count * cell.expected.load(Relaxed);
+            if count > 0 && cell.samples.load(Relaxed) < MEMORY {
+                much = MUCH_OF_FEW;
+            }
         }
-        let ratio = service / expected;
-        let has_changed = !(1.0 / MUCH..=MUCH).contains(&ratio);
+        let ratio = if expected == 0 { 1.0 } else { service as f64 / expected as f64 };
+        let has_changed = !(1.0 / much..=much).contains(&ratio);
         let by = if has_changed { ratio } else { 1.0 + (ratio - 1.0) / 8.0 };
         for cell in &self.cells {
             let known = cell.expected.load(Relaxed);
-            cell.expected.store((known as f64 * by).ceil() as u64, Relaxed);
+            let is_new = known == 0 || (!has_changed && cell.samples.load(Relaxed) < MEMORY);
+            if is_new {
+                cell.learn_from_probe();
+            } else {
+                cell.expected.store((known as f64 * by).ceil() as u64, Relaxed);
+            }
+            if has_changed {
+                // The batch has service times of the device as it was.
+                cell.sum.store(0, Relaxed);
+                cell.count.store(0, Relaxed);
+            }
         }
         self.update_lowest();
+        has_changed
     }
 
     /// Updates the expected time with a measured service time in nanoseconds. `was_quiet`: no disk
@@ -278,6 +304,27 @@ mod tests {
         (0..100).for_each(|_| baseline.learn(class, 100_000, true));
         baseline.learn(class, 2_000_000_000, true);
         assert!(baseline.expected(class) < 112_000, "{}", baseline.expected(class));
+    }
+
+    #[test]
+    fn a_probe_shows_a_change_of_the_device() {
+        let baseline = Baseline::new(&Calibration::of(Costs::FLASH));
+        let class = OperationClass::of(OperationKind::Read, 4096, 0);
+        let probe = |service| {
+            baseline.begin_probe();
+            (0..8).for_each(|_| baseline.learn_in_probe(class, service));
+            baseline.end_probe()
+        };
+        assert!(!probe(100_000), "the first one");
+        assert_eq!(baseline.expected(class), 100_000);
+        // Times with neighbours, of the device as it was.
+        (0..200).for_each(|_| baseline.learn(class, 100_000, false));
+        assert!(probe(300_000), "of few known times, too");
+        (0..100).for_each(|_| baseline.learn(class, 300_000, false));
+        assert_eq!(baseline.expected(class), 300_000);
+        assert!(probe(100_000));
+        assert_eq!(baseline.expected(class), 100_000);
+        assert!(!probe(180_000), "few times differ by chance");
     }
 
     #[test]

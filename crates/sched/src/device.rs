@@ -18,8 +18,10 @@
 //!
 //! Source: P. Goyal, H. M. Vin, H. Cheng, "Start-time Fair Queueing", SIGCOMM 1996.
 
+mod complete;
 mod gaps;
 mod period;
+mod stalls;
 
 use std::sync::atomic::{
     AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering::Relaxed, Ordering::SeqCst,
@@ -97,6 +99,11 @@ pub struct Device {
     /// Number of operations that began and completed in this quiet phase.
     quiet_samples: AtomicU64,
     next_period_at: AtomicU64,
+    /// Time from which on a completion shows that the device has stalled.
+    stall_at: AtomicU64,
+    /// Time when the device's last stall ended. Operations that began before it say nothing about
+    /// neighbours.
+    stalled_until: AtomicU64,
     state: Mutex<State>,
 }
 
@@ -176,6 +183,8 @@ impl Device {
             quiet_probe: AtomicU32::new(0),
             quiet_samples: AtomicU64::new(0),
             next_period_at: AtomicU64::new(0),
+            stall_at: AtomicU64::new(u64::MAX),
+            stalled_until: AtomicU64::new(0),
             state: Mutex::new(state),
         }
     }
@@ -556,45 +565,5 @@ impl Device {
 
     pub(crate) fn duration_of(&self, account: &Account, operation: &Operation) -> u64 {
         self.time_of(account, self.costs.of_request(operation))
-    }
-
-    /// Records that an operation has completed, which makes room in the window.
-    #[inline]
-    pub(crate) fn done(&self, (account, counters): (&Account, &Counters), now: Time, grant: Grant) {
-        let service = now.saturating_sub(grant.began);
-        let others = self.in_flight.0.load(Relaxed) > account.in_flight.get().1;
-        let in_probe = grant.probe != 0 && grant.probe == self.quiet_probe.load(Relaxed);
-        if in_probe {
-            self.quiet_samples.fetch_add(1, Relaxed);
-            self.baseline.learn_in_probe(grant.class, service);
-        } else {
-            self.baseline.learn(grant.class, service, grant.was_alone && !others);
-        }
-        // A disk in the queue causes its own depth.
-        let expected = match account.waiting.load(Relaxed) {
-            0 => self.baseline.expected(grant.class),
-            _ => self.baseline.at_least(grant.class),
-        };
-        counters.served(grant.cost_ns, service, now.saturating_sub(grant.arrived), expected);
-        if grant.is_queued {
-            self.stretch_gap(account, grant.began, now, grant.cost_ns);
-        }
-        self.release_grant(account, now, &grant);
-    }
-
-    /// Frees the part of the window that an operation took.
-    #[inline]
-    pub(crate) fn release_grant(&self, account: &Account, now: Time, grant: &Grant) {
-        let held = self.held(grant.cost_ns);
-        account.in_flight.remove(held);
-        self.in_flight.0.fetch_sub(held, SeqCst);
-        if grant.is_queued {
-            self.queued_in_flight.fetch_sub(held, SeqCst);
-        }
-        if self.waiting.load(SeqCst) > 0 {
-            let mut state = self.state();
-            self.step_probe(&mut state, now);
-            self.admit_waiters(&mut state, now);
-        }
     }
 }

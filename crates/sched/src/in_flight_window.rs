@@ -15,6 +15,10 @@
 //! 3. The device stays busy: the window grows until operations spend [`DeviceClass::queue_ns`] in
 //!    the device's queue.
 
+mod stats;
+
+pub(crate) use stats::PeriodStats;
+
 /// Number of operations over which a slowdown above [`DeviceClass::max_slowdown`] is averaged. A
 /// smaller one is averaged over twice as many.
 const MIN_SAMPLES: u64 = 8;
@@ -43,6 +47,10 @@ const MAX_SHRINK: f64 = 0.4;
 /// larger window gains little.
 const CAUTION_DECAY: f64 = 0.96;
 const SLOW_CAUTION_DECAY: f64 = 0.99;
+/// The window has become smaller by this factor when its effect on the service times is tested, and
+/// the time in nanoseconds for which it stays larger if there is none.
+const TESTED_PART: f64 = 0.85;
+const KEEP_NS: u64 = 1_000_000_000;
 /// Age in nanoseconds from which a baseline may be out of date: if it shows a small slowdown, and
 /// if it shows one above [`DeviceClass::max_slowdown`].
 const STALE_NS: u64 = 1_000_000_000;
@@ -75,44 +83,6 @@ impl DeviceClass {
     /// Settings for rotational devices.
     pub const ROTATIONAL: DeviceClass =
         DeviceClass { queue_ns: 40_000_000, period_ns: 100_000_000, ..DeviceClass::FLASH };
-}
-
-/// Measurements of one control period. Costs and times are in nanoseconds.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) struct PeriodStats {
-    pub elapsed_ns: u64,
-    /// Number of disks that had operations.
-    pub busy_disks: u32,
-    /// Whether a disk was over its share.
-    pub has_excess: bool,
-    /// Whether an operation of a disk within its share had to wait.
-    pub within_waits: bool,
-    /// Whether a disk over its share was within it a short time ago.
-    pub protected_waits: bool,
-    /// Cost in flight at the end of the period.
-    pub in_flight_ns: u64,
-    /// Cost of the operations that completed: of all disks, and of the disks over their share.
-    pub completed_cost_ns: u64,
-    pub over_share_cost_ns: u64,
-    /// Part of the device that is due to the disks over their share, 0 to 1.
-    pub over_share_weight: f64,
-    /// Completed operations of disks within their share and without a latency target: their number,
-    /// the sum of their service times, and the sum of their baseline service times.
-    pub within_operations: u64,
-    pub within_service_ns: u64,
-    pub within_baseline_ns: u64,
-    /// Of these operations, the number without a known baseline.
-    pub within_unknown: u64,
-    /// Cost that disks within their share had in flight on average.
-    pub within_in_flight_ns: u64,
-    /// Highest ratio of mean service time to latency target, of the disks within their share that
-    /// have a target.
-    pub target_ratio: Option<f64>,
-    /// All completed operations: their number, the sum of their service times, and the sum of their
-    /// baseline service times.
-    pub operations: u64,
-    pub total_service_ns: u64,
-    pub total_baseline_ns: u64,
 }
 
 /// The in-flight window of a device. Its size is in nanoseconds of cost.
@@ -160,6 +130,17 @@ pub(crate) struct InFlightWindow {
     is_shrinking: bool,
     /// 1 at a slowdown; decreases to 0 with the measurements after it.
     caution: f64,
+    /// Size of the window when it last slowed no disk within its share down. 0: unknown.
+    harmless: f64,
+    /// Whether the device itself may have become slower, because the window has proved harmless.
+    is_suspect: bool,
+    /// Factor by which the window becomes smaller, unless a probe shows that the device is slower.
+    deferred: Option<f64>,
+    /// Size of the window and mean service time in nanoseconds, when the window began to shrink
+    /// because the device's queue seemed too long.
+    queued: Option<(f64, f64)>,
+    /// The window does not shrink for the queue before this time, in nanoseconds.
+    keeps_until: u64,
 }
 
 /// Number and summed times of completed operations of disks within their share. The fields have the
@@ -196,6 +177,11 @@ impl InFlightWindow {
             is_opening: false,
             was_full: false,
             slowdown: 1.0,
+            harmless: 0.0,
+            is_suspect: false,
+            deferred: None,
+            queued: None,
+            keeps_until: 0,
         }
     }
 
@@ -282,15 +268,42 @@ impl InFlightWindow {
         };
         // A probe of a disk that does little would be long.
         let is_stale = is_stale && stats.within_operations >= MIN_UNKNOWN;
+        let is_stale = is_stale || self.is_suspect;
         stats.within_operations > 0 && ((all >= MIN_UNKNOWN && unknown * 2 > all) || is_stale)
     }
 
+    /// Continues after a probe. `has_changed`: the device has become slower or faster. Then
+    /// neighbours did not cause the slowdown, and the window becomes as large as it was before.
+    /// `is_quick`: the probe had its samples in less than a short control period.
+    pub fn probed(&mut self, has_changed: bool, is_quick: bool) {
+        if has_changed && self.harmless > 0.0 {
+            self.size = self.size.max(self.harmless);
+            self.protected = Some(self.size);
+            self.is_shrinking = false;
+            self.caution = 0.0;
+            self.slowdown = 1.0;
+            self.deferred = None;
+        }
+        self.shrink_as_deferred();
+        if !has_changed && self.is_suspect {
+            self.harmless = 0.0;
+        }
+        self.is_suspect = false;
+        self.within = WithinShare::default();
+        // One short period has enough operations for a decision, but they meet what all disks begin
+        // when the probe ends.
+        self.was_full = is_quick;
+    }
+
     /// Ends a control period: adapts the window to its measurements. `now` in nanoseconds.
-    pub fn adjust(&mut self, now: u64, stats: &PeriodStats) {
+    /// `may_probe`: a probe may begin now.
+    pub fn adjust(&mut self, now: u64, stats: &PeriodStats, may_probe: bool) {
         if stats.elapsed_ns == 0 {
             return;
         }
         let rate = self.rate(stats);
+        // The probe did not begin.
+        self.shrink_as_deferred();
         if !stats.has_excess {
             self.is_too_large = false;
             return;
@@ -307,7 +320,7 @@ impl InFlightWindow {
         }
         let step = match (
             step_for_target,
-            slowdown.map(|slowdown| self.step_within_share(stats, slowdown)),
+            slowdown.map(|slowdown| self.step_within_share(stats, slowdown, may_probe)),
         ) {
             (Some(one), Some(other)) => one.min(other),
             (Some(one), None) | (None, Some(one)) => one,
@@ -331,7 +344,7 @@ impl InFlightWindow {
                 self.within = WithinShare::default();
                 self.knee = f64::MAX;
                 self.slowdown = 1.0;
-                self.step_over_share(stats, rate)
+                self.step_over_share(now, stats, rate)
             }
         };
         let most = 8.0 * self.class.queue_ns as f64;
@@ -415,11 +428,13 @@ impl InFlightWindow {
     }
 
     /// Returns the factor for the window that protects disks within their share from `slowdown`.
-    fn step_within_share(&mut self, stats: &PeriodStats, slowdown: f64) -> f64 {
+    fn step_within_share(&mut self, stats: &PeriodStats, slowdown: f64, may_probe: bool) -> f64 {
         let full = stats.over_share_exceeds(self.capacity * stats.elapsed_ns as f64);
         let fair = stats.over_share_exceeds(stats.completed_cost_ns as f64);
         self.slowdown = slowdown;
+        self.is_suspect = false;
         if slowdown <= self.class.ignored_slowdown {
+            self.harmless = self.size;
             let by = match () {
                 () if self.is_opening => 1.5,
                 () if self.is_far_below_knee() => 1.25,
@@ -433,6 +448,13 @@ impl InFlightWindow {
             return self.grow_step(stats, by);
         }
         self.is_opening = false;
+        // Less was in flight than before, and did no harm then. A probe shows whether the device
+        // has become slower.
+        let was_harmless = self.size <= 1.15 * self.harmless;
+        self.is_suspect = was_harmless
+            && may_probe
+            && slowdown > self.class.max_slowdown
+            && stats.within_operations >= MIN_UNKNOWN;
         let step = match () {
             () if slowdown > self.class.max_slowdown && fair => self.shrink_step(stats, slowdown),
             // A smaller window would make these disks wait even more.
@@ -447,7 +469,18 @@ impl InFlightWindow {
             self.caution = 1.0;
         }
         self.is_shrinking = step < 1.0;
+        if self.is_suspect && step < 1.0 {
+            self.deferred = Some(step);
+            return 1.0;
+        }
         step
+    }
+
+    /// Makes the window smaller as decided before a probe.
+    fn shrink_as_deferred(&mut self) {
+        if let Some(step) = self.deferred.take() {
+            self.size = (self.size * step).max(self.held() + MIN_SIZE_NS);
+        }
     }
 
     /// Returns whether the window was much larger before it shrank because of a slowdown.
@@ -469,10 +502,35 @@ impl InFlightWindow {
 
     /// Returns the factor for the window while all disks are over their share. The window grows
     /// until the device's queue is full.
-    fn step_over_share(&mut self, stats: &PeriodStats, rate: f64) -> f64 {
+    fn step_over_share(&mut self, now: u64, stats: &PeriodStats, rate: f64) -> f64 {
         // The device is saturated and no disk is protected, so its rate is its present capacity.
         self.capacity += (rate - self.capacity) * 0.02;
-        self.grow_step(stats, 1.1)
+        let step = self.grow_step(stats, 1.1);
+        if step >= 1.0 {
+            if step > 1.0 {
+                self.queued = None;
+            }
+            return step;
+        }
+        if now < self.keeps_until {
+            return 1.0;
+        }
+        // If a smaller window does not shorten the service times, nothing queues: the device has
+        // become slower.
+        let each = stats.total_service_ns as f64 / stats.operations.max(1) as f64;
+        let (size, longest) = *self.queued.get_or_insert((self.size, each));
+        match () {
+            () if self.size > TESTED_PART * size => step,
+            () if each > (1.0 + TESTED_PART) / 2.0 * longest => {
+                self.queued = None;
+                self.keeps_until = now + KEEP_NS;
+                size / self.size
+            }
+            () => {
+                self.queued = Some((self.size, each));
+                step
+            }
+        }
     }
 
     /// Returns the factor `by`, limited to 1 if operations spend too long in the device's queue.
@@ -501,13 +559,6 @@ fn step_for_target(stats: &PeriodStats, ratio: f64) -> f64 {
         _ if ratio > 1.0 => 1.03,
         _ if ratio > 0.9 => 1.0,
         _ => 1.05,
-    }
-}
-
-impl PeriodStats {
-    /// Returns whether the disks over their share completed more than their part of `all`.
-    fn over_share_exceeds(&self, all: f64) -> bool {
-        self.over_share_cost_ns as f64 > self.over_share_weight * all
     }
 }
 

@@ -26,6 +26,8 @@ const MAX_DRAIN_NS: u64 = 100_000_000;
 const PAUSE_FACTOR: u64 = 50;
 /// The same after a probe with few samples, for each such probe in a row up to this number.
 const SHORT_PAUSE_FACTOR: u64 = 10;
+/// The same after a probe that has shown a change of the device, which may change again soon.
+const CHANGED_PAUSE_FACTOR: u64 = 10;
 const MAX_FRUITLESS: u64 = 20;
 
 #[derive(Debug, Default)]
@@ -34,6 +36,8 @@ pub(crate) struct Probe {
     began_at: Time,
     next_at: Time,
     ended_at: Time,
+    /// Duration of the last probe's quiet phase in nanoseconds.
+    lasted: u64,
     /// Number of probes in a row with few samples.
     fruitless: u64,
 }
@@ -97,6 +101,19 @@ impl Probe {
         true
     }
 
+    /// Returns the duration of the last probe's quiet phase, in nanoseconds. 0: it had none.
+    pub fn lasted(&self) -> u64 {
+        self.lasted
+    }
+
+    /// Records that the probe that has just ended has shown a change of the device.
+    pub fn has_shown_change(&mut self) {
+        let pause = self.next_at.saturating_sub(self.ended_at);
+        if self.fruitless == 0 {
+            self.next_at = self.ended_at + pause * CHANGED_PAUSE_FACTOR / PAUSE_FACTOR;
+        }
+    }
+
     /// Ends the probe. `samples`: as in [`Probe::step`].
     pub fn end(&mut self, now: Time, samples: u64) {
         self.fruitless = if samples < FEW { self.fruitless + 1 } else { 0 };
@@ -109,6 +126,10 @@ impl Probe {
             Phase::Quiet { since } => PAUSE_FACTOR * now.saturating_sub(since),
             // A device that does not answer must not hold the disks half of the time.
             _ => self.fruitless.min(MAX_FRUITLESS) * now.saturating_sub(self.began_at),
+        };
+        self.lasted = match self.phase {
+            Phase::Quiet { since } => now.saturating_sub(since),
+            _ => 0,
         };
         self.phase = Phase::Off;
         self.ended_at = now;
@@ -134,6 +155,16 @@ mod tests {
         // Its quiet phase took 2 ms.
         assert!(!probe.may_begin(102_999_999) && probe.may_begin(103_000_000));
         assert_eq!(probe.age(4_000_000), 1_000_000);
+    }
+
+    #[test]
+    fn a_probe_that_shows_a_change_is_followed_by_a_short_pause() {
+        let mut probe = Probe::default();
+        probe.begin(0);
+        probe.step(0, PERIOD, true, 0);
+        probe.step(2_000_000, PERIOD, true, ENOUGH);
+        probe.has_shown_change();
+        assert!(!probe.may_begin(21_999_999) && probe.may_begin(22_000_000));
     }
 
     #[test]

@@ -150,7 +150,9 @@ impl Device {
             take_stats(state, now, elapsed.min(2 * state.window.period()), self.max_held_ns);
         self.was_shared.store(stats.busy_disks > 1, Relaxed);
         let stats = PeriodStats { in_flight_ns: self.in_flight.0.load(Relaxed), ..stats };
-        state.window.adjust(now, &stats);
+        self.watch_stalls(state, now, &stats);
+        let may_probe = state.probe.may_begin(now);
+        state.window.adjust(now, &stats, may_probe);
         self.publish_window(state);
         if now.saturating_sub(state.aged) > 1_000_000_000 {
             state.aged = now;
@@ -169,6 +171,7 @@ impl Device {
     fn begin_probe(&self, state: &mut State, now: Time) {
         state.probe.begin(now);
         self.baseline.begin_probe();
+        self.stall_at.store(Time::MAX, Relaxed);
         self.quiet_samples.store(0, Relaxed);
         state.probes = state.probes.wrapping_add(1).max(1);
         for account in state.accounts.iter().flatten() {
@@ -218,7 +221,14 @@ impl Device {
 
     fn after_probe(&self, state: &mut State, now: Time) {
         self.is_probing.store(false, Relaxed);
-        self.baseline.end_probe();
+        self.stall_at.store(Time::MAX, Relaxed);
+        let has_changed = self.baseline.end_probe();
+        if has_changed {
+            state.probe.has_shown_change();
+        }
+        let is_quick = state.probe.lasted() < state.window.period() / SHORT;
+        state.window.probed(has_changed, is_quick);
+        self.publish_window(state);
         self.quiet_probe.store(0, Relaxed);
         state.accounts.iter().flatten().for_each(|account| account.held.store(false, Relaxed));
         // The window must not follow what the disks did during the probe.
@@ -231,7 +241,7 @@ impl Device {
 }
 
 /// Collects what the disks have counted since the last period.
-fn take_stats(state: &State, now: Time, elapsed: u64, max_held: u64) -> PeriodStats {
+pub(super) fn take_stats(state: &State, now: Time, elapsed: u64, max_held: u64) -> PeriodStats {
     let mut stats = PeriodStats { elapsed_ns: elapsed, ..PeriodStats::default() };
     let accounts = || state.accounts.iter().flatten();
     let capacity = state.window.capacity();

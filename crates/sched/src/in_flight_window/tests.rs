@@ -13,7 +13,7 @@ fn stats() -> PeriodStats {
 }
 
 fn after(window: &mut InFlightWindow, stats: &PeriodStats, periods: u64) -> u64 {
-    (0..periods).for_each(|n| window.adjust(n * 20_000_000, stats));
+    (0..periods).for_each(|n| window.adjust(n * 20_000_000, stats, false));
     window.size()
 }
 
@@ -31,9 +31,66 @@ fn the_window_grows_until_the_device_queue_is_full_and_then_shrinks() {
     assert!(
         after(&mut window, &PeriodStats { total_service_ns: 50_000_000, ..busy }, 20) > 2_000_000
     );
-    assert!(
-        after(&mut window, &PeriodStats { total_service_ns: 500_000_000, ..busy }, 60) < 200_000
-    );
+    for n in 20..80 {
+        // What is in flight decides how long an operation takes.
+        let queued = PeriodStats { total_service_ns: 200 * window.size(), ..busy };
+        window.adjust(n * 20_000_000, &queued, false);
+    }
+    assert!(window.size() < 1_000_000, "{}", window.size());
+}
+
+#[test]
+fn the_window_does_not_shrink_if_that_makes_no_operation_shorter() {
+    let mut window = InFlightWindow::new(DeviceClass::FLASH, Some(1_000_000));
+    let slow = PeriodStats {
+        completed_cost_ns: 7_000_000,
+        over_share_cost_ns: 7_000_000,
+        over_share_weight: 1.0,
+        operations: 100,
+        total_baseline_ns: 100_000_000,
+        total_service_ns: 300_000_000,
+        ..stats()
+    };
+    let least = (0..200).map(|n| {
+        window.adjust(n * 20_000_000, &slow, false);
+        window.size()
+    });
+    let least = least.min().unwrap();
+    assert!(least > 750_000, "{least}");
+}
+
+#[test]
+fn a_probe_that_shows_a_slower_device_restores_the_window() {
+    let mut window = InFlightWindow::new(DeviceClass::FLASH, Some(1_000_000));
+    let harmless = PeriodStats {
+        within_operations: 100,
+        within_baseline_ns: 10_000_000,
+        within_service_ns: 10_000_000,
+        completed_cost_ns: 10_000_000,
+        over_share_cost_ns: 8_000_000,
+        operations: 200,
+        ..stats()
+    };
+    let slowed = PeriodStats { within_service_ns: 30_000_000, ..harmless };
+    window.adjust(0, &harmless, true);
+    let before = window.size();
+    window.adjust(20_000_000, &slowed, true);
+    assert_eq!(window.size(), before, "a probe decides first");
+    assert!(window.wants_probe(&slowed, 1));
+    window.probed(true, false);
+    assert_eq!(window.size(), before);
+    // Without a change of the device neighbours are the cause.
+    window.adjust(40_000_000, &harmless, true);
+    window.adjust(60_000_000, &slowed, true);
+    window.probed(false, false);
+    assert!(window.size() < before * 9 / 10, "{} of {before}", window.size());
+    // No probe may begin, so the window shrinks at once, and a later probe restores it.
+    let mut window = InFlightWindow::new(DeviceClass::FLASH, Some(1_000_000));
+    window.adjust(0, &harmless, false);
+    window.adjust(20_000_000, &slowed, false);
+    assert!(window.size() < 900_000, "{}", window.size());
+    window.probed(true, false);
+    assert_eq!(window.size(), 1_000_000);
 }
 
 #[test]
@@ -95,7 +152,7 @@ fn the_window_stays_for_a_second_after_the_last_protected_operation() {
         over_share_cost_ns: 30_000_000,
         ..stats()
     };
-    window.adjust(0, &polite);
+    window.adjust(0, &polite, false);
     let busy = PeriodStats {
         completed_cost_ns: 30_000_000,
         over_share_cost_ns: 30_000_000,
@@ -113,7 +170,7 @@ fn the_window_stays_for_a_second_after_the_last_protected_operation() {
     ];
     for (now, stats, grows) in steps {
         let before = window.size() as f64;
-        window.adjust(now, stats);
+        window.adjust(now, stats, false);
         let by = window.size() as f64 / before;
         assert!((by - grows).abs() < 0.001, "at {now}: {by}");
     }
@@ -138,15 +195,15 @@ fn the_window_closes_for_a_disk_that_begins_and_opens_while_that_is_harmless() {
     let drains =
         PeriodStats { in_flight_ns: 50_000_000, within_service_ns: 80_000_000, ..harmless };
     let last = PeriodStats { within_service_ns: 80_000_000, ..harmless };
-    window.adjust(5_500_000_000, &drains);
-    window.adjust(5_500_000_001, &last);
+    window.adjust(5_500_000_000, &drains, false);
+    window.adjust(5_500_000_001, &last, false);
     assert!(window.is_opening() && window.size() >= before / 8, "{}", window.size());
     for n in 2..=7 {
-        window.adjust(5_500_000_000 + n, &harmless);
+        window.adjust(5_500_000_000 + n, &harmless, false);
     }
     assert!(window.is_opening() && window.size() > before, "{}", window.size());
     let slowed = PeriodStats { within_service_ns: 8_000_000, ..harmless };
-    window.adjust(5_600_000_000, &slowed);
+    window.adjust(5_600_000_000, &slowed, false);
     assert!(!window.is_opening());
 }
 
@@ -162,7 +219,7 @@ fn a_slow_disk_shrinks_a_window_that_limits_nothing() {
         in_flight_ns: 100_000,
         ..stats()
     };
-    window.adjust(1_000_000_000, &slowed);
+    window.adjust(1_000_000_000, &slowed, false);
     assert!(window.size() < 50_000, "{}", window.size());
 }
 
@@ -177,7 +234,7 @@ fn unknown_baselines_and_lasting_slowdowns_want_a_probe() {
         within_service_ns: 80_000_000,
         ..stats()
     };
-    window.adjust(0, &slowed);
+    window.adjust(0, &slowed, false);
     assert!(!window.wants_probe(&slowed, DOUBTFUL_NS));
     assert!(window.wants_probe(&slowed, DOUBTFUL_NS + 1));
 }
