@@ -70,6 +70,9 @@ struct Holder {
     arguments: Vec<*const libc::c_char>,
     _words: Vec<CString>,
     server: libc::pid_t,
+    /// Becomes readable when a server ends that has announced itself. Until the old server exits,
+    /// another process is the parent of the new one, and could take its status.
+    watched: Option<OwnedFd>,
     /// No process has the other end of the socket, so the server is about to end.
     is_alone: bool,
     socket: OwnedFd,
@@ -83,7 +86,7 @@ pub fn run(program: &Path, arguments: &[OsString]) -> io::Result<u8> {
     let mut holder = Holder::new(program, arguments)?;
     holder.start()?;
     loop {
-        let is_left = holder.wait()?;
+        let (is_left, is_over) = holder.wait()?;
         // A new server announces itself before the old one exits, so read messages first.
         while holder.take_message() {}
         // A socket without a peer is always readable, so poll must not wait for it any more.
@@ -95,6 +98,9 @@ pub fn run(program: &Path, arguments: &[OsString]) -> io::Result<u8> {
             } else if let Some(status) = holder.reap()? {
                 return Ok(status);
             }
+        }
+        if is_over && let Some(status) = holder.reap_announced()? {
+            return Ok(status);
         }
     }
 }
@@ -131,6 +137,7 @@ impl Holder {
             arguments,
             _words: words,
             server: 0,
+            watched: None,
             is_alone: false,
             socket,
             signals: signals()?,
@@ -165,24 +172,26 @@ impl Holder {
             }
         }
         (self.socket, self.server, self.is_alone) = (ours, pid, false);
+        self.watched = None;
         Ok(())
     }
 
-    /// Waits for a message or a signal. Returns true if no process has the other end of the socket
-    /// any more. Messages that were sent before that can still be read.
-    fn wait(&self) -> io::Result<bool> {
-        let entry =
-            |fd: &OwnedFd| libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-        let mut fds = [entry(&self.signals), entry(&self.socket)];
-        if self.is_alone {
-            fds[1].fd = -1;
-        }
-        // SAFETY: the kernel writes to `fds`, which has two entries.
-        let rc = unsafe { libc::poll(fds.as_mut_ptr(), 2, -1) };
+    /// Waits for a message, a signal, or the end of a server that has announced itself. The first
+    /// value: no process has the other end of the socket any more. Messages that were sent before
+    /// that can still be read. The second value: the announced server has ended.
+    fn wait(&self) -> io::Result<(bool, bool)> {
+        let entry = |fd: Option<&OwnedFd>| {
+            let fd = fd.map_or(-1, AsRawFd::as_raw_fd);
+            libc::pollfd { fd, events: libc::POLLIN, revents: 0 }
+        };
+        let socket = Some(&self.socket).filter(|_| !self.is_alone);
+        let mut fds = [entry(Some(&self.signals)), entry(socket), entry(self.watched.as_ref())];
+        // SAFETY: the kernel writes to `fds`, which has three entries.
+        let rc = unsafe { libc::poll(fds.as_mut_ptr(), 3, -1) };
         if rc < 0 && io::Error::last_os_error().kind() != io::ErrorKind::Interrupted {
             return Err(io::Error::last_os_error());
         }
-        Ok(fds[1].revents & libc::POLLHUP != 0)
+        Ok((fds[1].revents & libc::POLLHUP != 0, fds[2].revents & libc::POLLIN != 0))
     }
 
     /// Reads the next signal, if there is one.
@@ -205,16 +214,39 @@ impl Holder {
             if pid <= 0 {
                 return Ok(None);
             }
-            if pid != self.server {
-                continue;
-            }
-            if let Some(status) = self.ended(status) {
+            if pid == self.server
+                && let Some(status) = self.follow(status)?
+            {
                 return Ok(Some(status));
             }
-            note(b"blockyard holder: a signal ended the server: starting it again\n");
-            self.pause();
-            self.start()?;
         }
+    }
+
+    /// Collects the announced server, which has ended, if `reap` has not. If its parent has taken
+    /// the status, it counts as killed. Returns the status if the holder must end too.
+    fn reap_announced(&mut self) -> io::Result<Option<u8>> {
+        if self.watched.is_none() {
+            return Ok(None);
+        }
+        let mut status = 0;
+        // SAFETY: the kernel writes the status.
+        match unsafe { libc::waitpid(self.server, &mut status, libc::WNOHANG) } {
+            0 => Ok(None),
+            pid if pid == self.server => self.follow(status),
+            _ => self.follow(libc::SIGKILL),
+        }
+    }
+
+    /// Starts the next server after one that has ended with a status of waitpid. Returns the status
+    /// if the holder must end too.
+    fn follow(&mut self, status: libc::c_int) -> io::Result<Option<u8>> {
+        if let Some(status) = self.ended(status) {
+            return Ok(Some(status));
+        }
+        note(b"blockyard holder: a signal ended the server: starting it again\n");
+        self.pause();
+        self.start()?;
+        Ok(None)
     }
 
     /// Notes that the server has ended with a status of waitpid. Returns the status if the holder
@@ -257,6 +289,9 @@ impl Holder {
             Some((&kind::ALL, _)) => self.send_all(),
             Some((&kind::SERVER, rest)) if rest.len() >= 4 => {
                 self.server = i32::from_ne_bytes([rest[0], rest[1], rest[2], rest[3]]);
+                let pid = rustix::process::Pid::from_raw(self.server);
+                let flags = rustix::process::PidfdFlags::empty();
+                self.watched = pid.and_then(|pid| rustix::process::pidfd_open(pid, flags).ok());
                 self.set_program(&rest[4..]);
                 self.is_ready = true;
             }

@@ -9,6 +9,7 @@ use rustix::process::{Resource, Rlimit};
 use crate::segments::Segments;
 
 pub use crate::holders::{Holder, holders};
+pub use crate::topology::Topology;
 
 /// Maximum number of iovec entries in a system call (IOV_MAX).
 const IOV_MOST: usize = 1024;
@@ -66,34 +67,15 @@ pub fn file_size(fd: impl AsFd) -> io::Result<u64> {
 /// Reads the geometry of a block device from sysfs and statx: of `fd` itself if it is one, else of
 /// the device under the file `fd`.
 pub fn geometry(fd: impl AsFd) -> io::Result<Geometry> {
-    let stat = rustix::fs::fstat(fd.as_fd())?;
-    let is_device =
-        rustix::fs::FileType::from_raw_mode(stat.st_mode) == rustix::fs::FileType::BlockDevice;
-    let dev = if is_device { stat.st_rdev } else { stat.st_dev };
-    let folder = device_folder(dev);
-    let folder = folder.as_deref();
-    let read = |name: &str| folder.and_then(|f| read_number(&f.join(name))).unwrap_or(0);
-    let logical = read("queue/logical_block_size").max(512);
+    Ok(geometry_on(&fd, &*Topology::of(&fd)?))
+}
+
+/// Returns the geometry of the file or block device `fd`, which lies on a device with `topology`.
+pub fn geometry_on(fd: impl AsFd, topology: &Topology) -> Geometry {
+    let own = topology.device;
+    let logical = own.logical_block;
     let (direct_memory, direct_offset) = direct_alignment(fd.as_fd()).unwrap_or((logical, logical));
-    let mut geometry = Geometry {
-        logical_block: logical,
-        physical_block: read("queue/physical_block_size").max(logical),
-        minimum_io: read("queue/minimum_io_size"),
-        optimal_io: read("queue/optimal_io_size"),
-        alignment_offset: folder
-            .and_then(|f| read_number(&f.join("alignment_offset")))
-            .unwrap_or(0),
-        direct_memory,
-        direct_offset,
-        rotational: read("queue/rotational") == 1,
-    };
-    if !is_device {
-        // The file system decides where a file's blocks are: sizes carry over, offsets do not.
-        geometry.alignment_offset = 0;
-        let block = u32::try_from(stat.st_blksize).unwrap_or(4096).min(1 << 16);
-        geometry.physical_block = geometry.physical_block.max(block.next_power_of_two().min(4096));
-    }
-    Ok(geometry)
+    Geometry { direct_memory, direct_offset, ..own }
 }
 
 /// Limits of one request to a block device. The kernel splits larger ones.
@@ -122,7 +104,7 @@ pub fn request_limits(device: impl AsFd) -> Option<RequestLimits> {
 
 /// Returns the sysfs folder of a block device; for a partition, its parent's, which has the queue.
 /// `None`: there is no block device (tmpfs, NFS).
-fn device_folder(dev: u64) -> Option<PathBuf> {
+pub(crate) fn device_folder(dev: u64) -> Option<PathBuf> {
     // Resolve the last link only: each component would cost a system call.
     let links = Path::new("/sys/dev/block");
     let number = format!("{}:{}", rustix::fs::major(dev), rustix::fs::minor(dev));
@@ -152,7 +134,7 @@ pub fn backing_device(fd: impl AsFd) -> io::Result<(String, bool)> {
     Ok((whole, !is_virtual && read_number(&folder.join("queue/rotational")) == Some(1)))
 }
 
-fn read_number(path: &Path) -> Option<u32> {
+pub(crate) fn read_number(path: &Path) -> Option<u32> {
     std::fs::read_to_string(path)
         .ok()?
         .trim()

@@ -100,6 +100,17 @@ pub fn take(number: i32) -> io::Result<(OwnedFd, Claim)> {
     Ok((copy, Claim(number)))
 }
 
+/// Returns an inherited descriptor of any kind, once, for this process alone.
+pub fn take_any(number: i32) -> io::Result<OwnedFd> {
+    if !sockets().noted.remove(&number) {
+        let what = "this process did not inherit the descriptor";
+        return Err(io::Error::new(io::ErrorKind::NotFound, what));
+    }
+    // SAFETY: the parent opened it, and nothing in this process owns it, because each number leaves
+    // `noted` once.
+    Ok(unsafe { OwnedFd::from_raw_fd(number) })
+}
+
 #[cfg(test)]
 mod tests {
     use std::os::fd::{AsFd, AsRawFd};
@@ -120,6 +131,14 @@ mod tests {
         assert_eq!(take(passed).unwrap_err().kind(), io::ErrorKind::AddrInUse);
         drop((socket, claim));
         let (_socket, _claim) = take(passed).expect("a disk that is reopened can use it");
+
+        // A descriptor of another kind, once.
+        let (other, _peer) = std::os::unix::net::UnixStream::pair().unwrap();
+        rustix::io::fcntl_setfd(&other, FdFlags::empty()).unwrap();
+        let number = std::mem::ManuallyDrop::new(other).as_raw_fd();
+        note();
+        assert_eq!(take_any(number).unwrap().as_raw_fd(), number);
+        assert_eq!(take_any(number).unwrap_err().kind(), io::ErrorKind::NotFound);
 
         // The process opens a socket of its own later: with close-on-exec, and without.
         let own = listener();

@@ -19,6 +19,7 @@
 //!   doorbell   signals to eventfds of other processes, without blocking
 //!   words      shared memory that outlives the process
 //!   host       file locks, device geometry, block-device ioctls, socket options
+//!   topology   the block device under a file
 //!   inherited  listening sockets passed at start (socket activation)
 //!   sandbox    files and system calls of a server   threads   starts threads in a sandbox
 //!   holder     a process that keeps descriptors for a server, and starts it again
@@ -69,6 +70,7 @@ pub mod segments;
 pub mod semaphore;
 mod socket;
 pub mod threads;
+mod topology;
 pub mod ublk;
 mod uring;
 pub mod user;
@@ -89,7 +91,7 @@ pub use policy::WriteFigures;
 pub use pulse::{Pulse, Watcher};
 pub use quota::{Exceeded, MEMORY_SLOTS};
 pub use remote::{NoReply, PendingReply, Remote, Reply};
-pub use segments::{AlignedBuf, Segments};
+pub use segments::{AlignedBuf, Lent, Loan, Segments};
 pub use socket::{MOST_PIECES, Socket, is_canceled, write_rest};
 pub use uring::TaskId;
 pub use wake::{Signal, Watch, park};

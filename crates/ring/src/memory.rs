@@ -306,6 +306,18 @@ impl GuestMemory {
         GuestMemory { regions, spans, last: LastHit::default() }
     }
 
+    /// Returns the regions that these host addresses are in.
+    pub(crate) fn regions_of(&self, iov: &[libc::iovec]) -> Vec<Arc<Region>> {
+        let is_used = |region: &&Arc<Region>| {
+            let span = region.span();
+            iov.iter().any(|v| {
+                let start = v.iov_base as usize;
+                start < span.end && span.start < start + v.iov_len
+            })
+        };
+        self.regions.iter().filter(is_used).cloned().collect()
+    }
+
     /// Returns this memory with one more region.
     pub fn with(&self, region: Region) -> Result<Self, MemoryError> {
         let at = self.regions.partition_point(|r| r.guest < region.guest);

@@ -11,12 +11,16 @@
 //!   addresses. Only their owner copies them.
 
 mod heap;
+mod lent;
+mod loan;
 
 use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
 
 pub use heap::AlignedBuf;
+pub use lent::Lent;
+pub use loan::Loan;
 
 use crate::memory::{GuestMemory, MemoryError, Region};
 use crate::ublk::RequestData;
@@ -31,6 +35,8 @@ enum Owner {
     Heap(Rc<AlignedBuf>),
     /// Data in the kernel (ublk zero copy): the entries are offsets in it.
     Request(Rc<RequestData>),
+    /// Memory of another thread's request.
+    Lent(Rc<loan::Use>),
     /// If the segments come from several sources: the owners of their memory.
     Several(Vec<Owner>),
 }
@@ -45,6 +51,7 @@ impl Owner {
             }
             (Owner::Heap(mine), Owner::Heap(theirs)) => Rc::ptr_eq(mine, theirs),
             (Owner::Request(mine), Owner::Request(theirs)) => Rc::ptr_eq(mine, theirs),
+            (Owner::Lent(mine), Owner::Lent(theirs)) => Rc::ptr_eq(mine, theirs),
             _ => false,
         }
     }

@@ -14,6 +14,7 @@ fn holder() -> (Holder, OwnedFd) {
         failures: 0,
         is_ready: false,
         restarts: BURST,
+        watched: None,
         counted: Instant::now(),
         program: [0; MOST_PATH],
         arguments: vec![std::ptr::null()],
@@ -170,13 +171,13 @@ fn a_pause_brings_no_more_restarts_than_a_burst() {
 fn a_socket_without_a_server_is_left_after_its_last_message() {
     let (mut holder, socket) = holder();
     send(socket.as_raw_fd(), &[&[kind::SERVER][..], &7i32.to_ne_bytes()].concat(), &[]).unwrap();
-    assert!(!holder.wait().unwrap(), "the server has its end");
+    assert!(!holder.wait().unwrap().0, "the server has its end");
     drop(socket);
-    assert!(is_left(&holder.socket) && holder.wait().unwrap());
+    assert!(is_left(&holder.socket) && holder.wait().unwrap().0);
     assert!(holder.take_message() && !holder.take_message());
     assert!(holder.is_ready);
     holder.is_alone = true;
     // The only event that is left is that of a signal.
     rustix::io::write(&holder.signals, &1u64.to_ne_bytes()).unwrap();
-    assert!(!holder.wait().unwrap());
+    assert!(!holder.wait().unwrap().0);
 }

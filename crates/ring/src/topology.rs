@@ -1,0 +1,105 @@
+//! The block device under a file, as sysfs describes it.
+//!
+//! In: an open file. Out: its [`Topology`]. Files on one device share it: sysfs is read once while
+//! any of them is open, because that takes 30 system calls. The device of a mounted file system
+//! keeps its number and its block sizes.
+
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::AsFd;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use rustix::fs::FileType;
+
+use crate::host::{Geometry, device_folder, read_number};
+
+/// What sysfs says about a block device. Keep it as long as the file is open.
+#[derive(Debug)]
+pub struct Topology {
+    /// The alignment for O_DIRECT is not known here: it may differ between files.
+    pub(crate) device: Geometry,
+}
+
+/// The devices of the open files, and the size of a file system's blocks.
+type Known = HashMap<(u64, u32), Weak<Topology>>;
+
+static KNOWN: Mutex<Option<Known>> = Mutex::new(None);
+
+impl Topology {
+    /// Returns the topology of the device `fd`, or of the device under the file `fd`.
+    pub fn of(fd: impl AsFd) -> io::Result<Arc<Self>> {
+        let stat = rustix::fs::fstat(fd)?;
+        if FileType::from_raw_mode(stat.st_mode) == FileType::BlockDevice {
+            return Ok(Arc::new(Topology { device: read(stat.st_rdev) }));
+        }
+        let block = u32::try_from(stat.st_blksize).unwrap_or(4096);
+        let key = (stat.st_dev, block);
+        // Other threads wait: most of them have a file on the same device.
+        let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = known.get_or_insert_default();
+        if let Some(topology) = known.get(&key).and_then(Weak::upgrade) {
+            return Ok(topology);
+        }
+        known.retain(|_, topology| topology.strong_count() > 0);
+        let topology = Arc::new(Topology { device: under_files(read(stat.st_dev), block) });
+        known.insert(key, Arc::downgrade(&topology));
+        Ok(topology)
+    }
+}
+
+/// Reads what sysfs says about a device.
+fn read(dev: u64) -> Geometry {
+    let folder = device_folder(dev);
+    let folder = folder.as_deref();
+    let read = |name: &str| folder.and_then(|f| read_number(&f.join(name))).unwrap_or(0);
+    let logical = read("queue/logical_block_size").max(512);
+    Geometry {
+        logical_block: logical,
+        physical_block: read("queue/physical_block_size").max(logical),
+        minimum_io: read("queue/minimum_io_size"),
+        optimal_io: read("queue/optimal_io_size"),
+        alignment_offset: read("alignment_offset"),
+        direct_memory: logical,
+        direct_offset: logical,
+        rotational: read("queue/rotational") == 1,
+    }
+}
+
+/// Returns the geometry of files on a device. The file system decides where a file's blocks are:
+/// sizes carry over, offsets do not. `block`: the size of the file system's blocks.
+fn under_files(device: Geometry, block: u32) -> Geometry {
+    let block = block.min(1 << 16).next_power_of_two().min(4096);
+    let physical_block = device.physical_block.max(block);
+    Geometry { alignment_offset: 0, physical_block, ..device }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_on_one_device_share_its_topology_while_one_is_open() {
+        let path = std::env::temp_dir().join(format!("topology-{}", std::process::id()));
+        let (one, two) = (std::fs::File::create(&path).unwrap(), std::fs::File::open(&path));
+        let first = Topology::of(&one).unwrap();
+        let second = Topology::of(two.unwrap()).unwrap();
+        assert!(Arc::ptr_eq(&first, &second));
+        assert_eq!(under_files(read(first_device(&one)), 4096), first.device);
+        std::fs::remove_file(&path).unwrap();
+    }
+
+    fn first_device(file: &std::fs::File) -> u64 {
+        rustix::fs::fstat(file).unwrap().st_dev
+    }
+
+    #[test]
+    fn a_file_has_no_alignment_offset_and_at_least_its_file_systems_blocks() {
+        let device = Geometry { alignment_offset: 512, physical_block: 512, ..Default::default() };
+        let file = under_files(device, 3000);
+        assert_eq!((file.alignment_offset, file.physical_block), (0, 4096));
+        assert_eq!(
+            under_files(Geometry { physical_block: 8192, ..device }, 1).physical_block,
+            8192
+        );
+    }
+}
