@@ -2,53 +2,66 @@
 """Copy-on-write over a file, as an exec: image of Blockyard: see docs/own-target.md.
 
 BASE, STORE and TABLE in the environment name the files. STORE is as large as BASE. TABLE has eight
-bytes for each block of BASE: 0, or the block's number in STORE plus 1. It is made if missing.
+bytes for each block of BASE: 0, its number in STORE plus 1, or FREED. It is made if missing.
 """
 import os
-import socket
 import struct
+import sys
 
 BLOCK = 64 << 10
+FREED = (1 << 64) - 1
 base, store, table = (os.path.abspath(os.environ[name]) for name in ("BASE", "STORE", "TABLE"))
-blocks = os.path.getsize(base) // BLOCK
+blocks = os.lseek(os.open(base, os.O_RDONLY), 0, os.SEEK_END) // BLOCK
 file = os.open(table, os.O_RDWR | os.O_CREAT, 0o600)
 os.ftruncate(file, blocks * 8)
 slots = list(struct.unpack(f"<{blocks}Q", os.pread(file, blocks * 8, 0)))
 free = sorted(set(range(1, blocks + 1)) - set(slots), reverse=True)
 given = {}  # places that are not in the table yet
+freed = {}  # places that are free after the next flush, by the block that had it
 
 
-def locate(how, offset, length):
-    for block in range(offset // BLOCK, (offset + length) // BLOCK):
-        if slots[block]:
-            yield f"{BLOCK} at 1 {(slots[block] - 1) * BLOCK}"
+def set_slot(block, slot):
+    slots[block] = slot
+    os.pwrite(file, struct.pack("<Q", slot), block * 8)
+
+
+def locate(how, numbers):
+    for block in numbers:
+        slot = slots[block]
+        if slot not in (0, FREED):
+            yield f"{BLOCK} at 1 {(slot - 1) * BLOCK}"
         elif how == "r":
-            yield f"{BLOCK} at 0 {block * BLOCK}"
+            yield f"{BLOCK} zero" if slot else f"{BLOCK} at 0 {block * BLOCK}"
         else:
-            if block not in given:
-                given[block] = free.pop()
-            yield f"{BLOCK} new 1 {(given[block] - 1) * BLOCK} from 0 {block * BLOCK}"
+            given[block] = given.get(block) or freed.pop(block, 0) or free.pop()
+            fill = "zero" if slot else f"from 0 {block * BLOCK}"
+            yield f"{BLOCK} new 1 {(given[block] - 1) * BLOCK} {fill}"
 
 
-def flush(parts):
-    for part in parts.split(", "):
-        offset, length = map(int, part.split())
-        for block in range(offset // BLOCK, (offset + length) // BLOCK):
-            slots[block] = given.pop(block)
-            os.pwrite(file, struct.pack("<Q", slots[block]), block * 8)
-    os.fdatasync(file)
+def blocks_of(part):
+    offset, length = map(int, part.split())
+    return range(offset // BLOCK, (offset + length) // BLOCK)
 
 
-lines = socket.socket(fileno=0).makefile("rw", newline="\n")
-lines.write(f"blockyard-map 1\nsize {blocks * BLOCK}\ngranule {BLOCK}\n")
-lines.write(f"data r {base}\ndata w {store}\nready\n")
-lines.flush()
-for line in lines:
-    word, number, rest = line.rstrip("\n").split(" ", 2)
+print(f"blockyard-map 1\nsize {blocks * BLOCK}\ngranule {BLOCK}")
+print(f"data r {base}\ndata w {store}\ndiscards\nready", flush=True)
+for line in sys.stdin:
+    word, number, rest = (line.rstrip("\n") + " ").split(" ", 2)
+    answer = ""
     if word == "locate":
-        how, offset, length = rest.split()
-        lines.write(f"ok {number} {', '.join(locate(how, int(offset), int(length)))}\n")
+        answer = " " + ", ".join(locate(rest[0], blocks_of(rest[2:])))
     elif word == "flush":
-        flush(rest)
-        lines.write(f"ok {number}\n")
-    lines.flush()
+        for block in (b for part in rest.split(",") if part.strip() for b in blocks_of(part)):
+            set_slot(block, given.pop(block))
+        os.fdatasync(file)
+        free += freed.values()
+        freed.clear()
+    elif word in ("discard", "zero"):
+        for block in blocks_of(rest):
+            if slots[block] not in (0, FREED):
+                freed[block] = slots[block]
+            set_slot(block, FREED)
+        answer = f" {rest.split()[1]} zero"
+    else:
+        continue
+    print(f"ok {number}{answer}", flush=True)

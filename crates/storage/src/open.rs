@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use blockyard_ring::host::{self, Geometry, Lock};
+use blockyard_ring::host::{self, Geometry, Lock, Topology};
 use blockyard_ring::{Handle, LockedFile, UringFile};
 use rustix::fs::{FileType, Mode, OFlags};
 
@@ -77,6 +77,9 @@ impl OpenOptions {
 pub enum OpenError {
     #[error("image {}: {hint}", path.display())]
     Open { path: PathBuf, hint: &'static str, source: io::Error },
+    /// Like `Open`, for an error of the kernel whose text would only repeat the hint.
+    #[error("image {}: {hint}", path.display())]
+    Explained { path: PathBuf, hint: &'static str, kind: io::ErrorKind },
     #[error("image {} is in use by {holder}: an image is opened by one writer, \
              or by any number of readers", path.display())]
     Locked { path: PathBuf, holder: String },
@@ -103,12 +106,13 @@ impl OpenError {
     pub fn may_be_read(&self) -> bool {
         use io::ErrorKind::{PermissionDenied, ReadOnlyFilesystem};
         match self {
-            OpenError::Open { source, .. } => {
-                matches!(source.kind(), PermissionDenied | ReadOnlyFilesystem)
+            OpenError::Explained { kind, .. } => {
+                matches!(kind, PermissionDenied | ReadOnlyFilesystem)
             }
             OpenError::Storage { error, .. } => error.kind == ErrorKind::ReadOnly,
             // The holder may be a writer, which excludes readers.
-            OpenError::Locked { .. }
+            OpenError::Open { .. }
+            | OpenError::Locked { .. }
             | OpenError::Overlaid { .. }
             | OpenError::Io { .. }
             | OpenError::Sandboxed { .. }
@@ -129,6 +133,11 @@ pub trait Opened: fmt::Debug + Send + Sync {
     fn size(&self) -> u64;
     fn geometry(&self) -> Geometry;
     fn capabilities(&self) -> Capabilities;
+    /// Returns whether io_uring moves all data between files of this host and the memory of the
+    /// requests. Else this process copies them.
+    fn has_files(&self) -> bool {
+        false
+    }
     /// Returns the device that holds the storage's data and that other disks may share, and whether
     /// it is rotational. None: no other disk can share the device.
     fn device(&self) -> io::Result<Option<(String, bool)>>;
@@ -150,6 +159,8 @@ pub struct ImageFile {
     medium: Medium,
     size: AtomicU64,
     geometry: Geometry,
+    /// Of the device under a file. Other files on the device use it while this one is open.
+    topology: Option<Arc<Topology>>,
     capabilities: Capabilities,
     read_only: bool,
     /// Identity of the file. None: the storage is not a file of this host.
@@ -201,15 +212,16 @@ impl ImageFile {
             options.check_record(&fd)?;
         }
         let size = host::file_size(&fd).map_err(failed("finding its size"))?;
-        let geometry = host::geometry(&fd).map_err(failed("reading the geometry of its device"))?;
+        let topology = Topology::of(&fd).map_err(failed("reading the geometry of its device"))?;
         let stat = rustix::fs::fstat(&fd)
             .map_err(io::Error::from)
             .map_err(failed("finding what it is"))?;
         let fixed_length = FileType::from_raw_mode(stat.st_mode) == FileType::BlockDevice;
         Ok(ImageFile {
-            medium: Medium::File(Arc::new(fd.into())),
             size: AtomicU64::new(size),
-            geometry,
+            geometry: host::geometry_on(&fd, &topology),
+            topology: Some(topology),
+            medium: Medium::File(Arc::new(fd.into())),
             capabilities: Capabilities { direct, fixed_length },
             read_only: options.read_only,
             id: Some(FileId::of(&stat)),
@@ -225,6 +237,7 @@ impl ImageFile {
             path: options.path.clone(),
             size: AtomicU64::new(opened.size()),
             geometry: opened.geometry(),
+            topology: None,
             capabilities: opened.capabilities(),
             read_only: options.read_only,
             id: None,
@@ -301,6 +314,7 @@ impl ImageFile {
             medium: self.medium.clone(),
             size: AtomicU64::new(self.size()),
             geometry: self.geometry,
+            topology: self.topology.clone(),
             capabilities: self.capabilities,
             read_only: self.read_only,
             id: self.id,
@@ -353,6 +367,15 @@ impl ImageFile {
         match &self.medium {
             Medium::File(fd) => Some(fd),
             Medium::Other(_) => None,
+        }
+    }
+
+    /// Returns whether io_uring moves all data between files of this host and the memory of the
+    /// requests. A map of a target has such files, but no descriptor of its own.
+    pub fn has_files(&self) -> bool {
+        match &self.medium {
+            Medium::File(_) => true,
+            Medium::Other(opened) => opened.has_files(),
         }
     }
 

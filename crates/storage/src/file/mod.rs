@@ -169,9 +169,12 @@ fn explain(path: &Path, read_only: bool, source: io::Error) -> OpenError {
             "it is on a read-only file system, and cannot be opened for writing"
         }
         io::ErrorKind::IsADirectory => "it is a directory",
-        _ => "cannot open it",
+        _ => {
+            let hint = "cannot open it";
+            return OpenError::Open { path: path.into(), hint, source };
+        }
     };
-    OpenError::Open { path: path.into(), hint, source }
+    OpenError::Explained { path: path.into(), hint, kind: source.kind() }
 }
 
 impl OpenOptions {

@@ -20,11 +20,18 @@ use rustix::io::Errno;
 pub const ATTRIBUTE: &str = "user.blockyard.overlay";
 /// Largest value of an extended attribute on Linux.
 const MAX_VALUE: usize = 64 << 10;
+/// Size of the first buffer in bytes. The kernel clears a buffer of this size for each read.
+const USUAL_VALUE: usize = 256;
 
 /// Returns the overlay that the record of the image at `image` names; None if there is no record.
 pub fn read(fd: impl AsFd, image: &Path) -> io::Result<Option<PathBuf>> {
-    let mut value = vec![0; MAX_VALUE];
-    match fgetxattr(fd, ATTRIBUTE, &mut value[..]) {
+    let mut value = vec![0; USUAL_VALUE];
+    let mut result = fgetxattr(&fd, ATTRIBUTE, &mut value[..]);
+    if result == Err(Errno::RANGE) {
+        value.resize(MAX_VALUE, 0);
+        result = fgetxattr(&fd, ATTRIBUTE, &mut value[..]);
+    }
+    match result {
         Ok(len) => Ok(Some(real_folder(image).join(OsStr::from_bytes(&value[..len])))),
         // There is no record. Block devices, for example, have no user attributes.
         Err(Errno::NODATA | Errno::NOTSUP | Errno::PERM) => Ok(None),

@@ -3,10 +3,20 @@
 //! In: what a map answered. Out: extents that lie in the data files and follow one another, or the
 //! reason why the answer is refused.
 
-use super::map::{Extent, Fill, Place, Question};
+use std::ops::Range;
+
+use super::map::{Extent, Fill, Place};
 
 /// Most extents of one answer.
 pub(super) const MOST_EXTENTS: usize = 65536;
+
+/// Purpose of a question to a map.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Use {
+    Read,
+    Write,
+    Discard,
+}
 
 /// What an answer may refer to.
 pub(super) struct Bounds<'a> {
@@ -38,15 +48,18 @@ pub(super) enum Refused {
     ReadOnly(usize),
     #[error("it has zeroes or no new place for a write")]
     ZeroForWrite,
-    #[error("it has a new place for a read")]
+    #[error("it has a new place, and the question is not for a write")]
     NewForRead,
+    #[error("it goes on behind the range to discard")]
+    Behind,
     #[error("two of its extents overlap in data file {0}")]
     Overlap(usize),
 }
 
 /// Checks the answer to a question. `unit`: what offsets in files must be multiples of.
 pub(super) fn check(
-    question: &Question,
+    range: &Range<u64>,
+    purpose: Use,
     extents: &[Extent],
     bounds: &Bounds<'_>,
     unit: u64,
@@ -57,7 +70,7 @@ pub(super) fn check(
     if extents.len() > MOST_EXTENTS {
         return Err(Refused::TooMany);
     }
-    let (mut at, mut written) = (question.offset, Vec::new());
+    let (mut at, mut written) = (range.start, Vec::new());
     for Extent { len, place } in extents {
         if *len == 0 || !len.is_multiple_of(bounds.granule) {
             return Err(Refused::Length(*len));
@@ -74,10 +87,12 @@ pub(super) fn check(
             if write && !writable { Err(Refused::ReadOnly(file)) } else { Ok(()) }
         };
         match *place {
-            Place::Zero if question.write => return Err(Refused::ZeroForWrite),
-            Place::New { .. } if !question.write => return Err(Refused::NewForRead),
+            // The map has freed more than the range.
+            _ if purpose == Use::Discard && at > range.end => return Err(Refused::Behind),
+            Place::Zero if purpose == Use::Write => return Err(Refused::ZeroForWrite),
+            Place::New { .. } if purpose != Use::Write => return Err(Refused::NewForRead),
             Place::Zero => {}
-            Place::At { file, offset } => inside(file, offset, question.write)?,
+            Place::At { file, offset } => inside(file, offset, purpose != Use::Read)?,
             Place::New { file, offset, fill } => {
                 inside(file, offset, true)?;
                 if let Fill::From { file, offset } = fill {
@@ -86,7 +101,7 @@ pub(super) fn check(
             }
         }
         if let (true, Place::At { file, offset } | Place::New { file, offset, .. }) =
-            (question.write, *place)
+            (purpose != Use::Read, *place)
         {
             written.push((file, offset, offset + len));
         }
@@ -103,10 +118,13 @@ mod tests {
     use super::*;
 
     fn checked(write: bool, extents: &[Extent]) -> Result<(), Refused> {
+        asked(if write { Use::Write } else { Use::Read }, extents)
+    }
+
+    fn asked(purpose: Use, extents: &[Extent]) -> Result<(), Refused> {
         let files = [(1 << 20, false), (1 << 20, true)];
         let bounds = Bounds { granule: 4096, size: 1 << 20, files: &files };
-        let question = Question { offset: 8192, len: 8192, write };
-        check(&question, extents, &bounds, 512)
+        check(&(8192..16384), purpose, extents, &bounds, 512)
     }
 
     fn at(file: usize, offset: u64, len: u64) -> Extent {
@@ -135,5 +153,10 @@ mod tests {
         let new = Extent { len: 4096, place: new };
         assert_eq!(checked(false, &[new]), Err(Refused::NewForRead));
         assert!(matches!(checked(true, &[new]), Err(Refused::Outside { .. })));
+        assert_eq!(asked(Use::Discard, &[zero, at(1, 0, 4096)]), Ok(()));
+        assert_eq!(asked(Use::Discard, &[at(0, 0, 4096)]), Err(Refused::ReadOnly(0)));
+        assert_eq!(asked(Use::Discard, &[new]), Err(Refused::NewForRead));
+        let more = Extent { len: 12288, place: Place::Zero };
+        assert_eq!(asked(Use::Discard, &[more]), Err(Refused::Behind));
     }
 }

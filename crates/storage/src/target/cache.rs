@@ -160,6 +160,9 @@ impl Cache {
 
     /// Notes that the parts of a range that were placed anew are durable.
     pub(super) fn durable(&self, range: &Range<u64>) {
+        // The map may have answered with the old places before it heard of this. Until now the
+        // entries were safe from such answers.
+        self.moves.fetch_add(1, Ordering::SeqCst);
         self.each_shard(range, |shard, range| {
             let mut now_durable = 0;
             for (_, entry) in shard.entries.range_mut(range) {
@@ -206,6 +209,16 @@ impl Cache {
             at = end;
         }
         range.end
+    }
+
+    /// Returns whether any part of the range was placed anew and is not durable.
+    pub(super) fn has_moved(&self, range: &Range<u64>) -> bool {
+        let before = {
+            let shard = self.shard(range.start);
+            let before = shard.entries.range(..range.start).next_back();
+            before.is_some_and(|(at, entry)| entry.moved && at + entry.len > range.start)
+        };
+        before || self.next_moved(range) < range.end
     }
 
     /// Returns the number of entries.
@@ -325,6 +338,11 @@ mod tests {
         cache.keep(0, known, false, &(0..4096), stamp);
         assert_eq!(cache.find(0, 512, false).unwrap().place, at(0), "the held range is safe");
         assert_eq!(cache.find(4096, 512, false), None);
+        assert_eq!(cache.find(8192, 512, true).unwrap().place, at(1 << 20));
+        // The map answered before it heard that the part is durable.
+        let stamp = cache.stamp();
+        cache.durable(&(8192..12288));
+        cache.keep(0, known, false, &(0..4096), stamp);
         assert_eq!(cache.find(8192, 512, true).unwrap().place, at(1 << 20));
     }
 

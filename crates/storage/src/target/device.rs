@@ -3,19 +3,24 @@
 use std::future::Future;
 use std::io;
 
+use blockyard_ring::Lent;
+
 use super::map::Boxed;
 
 /// A target that moves the disk's data itself.
 ///
-/// All methods run on the target's own thread, several at a time if they wait. Blockyard copies the
-/// data between that thread and its reactors. Requests are whole granules. Requests that overlap
-/// have no order.
+/// All methods run on the target's own thread, several at a time if they wait. They get the memory
+/// of the request. Pass it to [`OwnFile`] and nothing is copied. Requests are whole granules.
+/// Requests that overlap have no order.
+///
+/// [`OwnFile`]: super::OwnFile
 pub trait Device: 'static {
     /// Fills `data` with the disk's bytes from `offset`.
-    fn read(&self, offset: u64, data: &mut [u8]) -> impl Future<Output = io::Result<()>>;
+    fn read(&self, offset: u64, data: Lent) -> impl Future<Output = io::Result<()>>;
 
-    /// Writes all of `data` at `offset`. It need not be durable before [`Device::flush`].
-    fn write(&self, offset: u64, data: &[u8]) -> impl Future<Output = io::Result<()>>;
+    /// Writes all of `data` at `offset`. It need not be durable before [`Device::flush`]. A guest
+    /// may change `data` meanwhile. A device that uses it twice copies it first.
+    fn write(&self, offset: u64, data: Lent) -> impl Future<Output = io::Result<()>>;
 
     /// Makes all writes durable that were answered before this call. After an error the disk
     /// accepts no more writes.
@@ -35,19 +40,19 @@ pub trait Device: 'static {
 
 /// [`Device`] as an object.
 pub(crate) trait AnyDevice {
-    fn read<'a>(&'a self, offset: u64, data: &'a mut [u8]) -> Boxed<'a, io::Result<()>>;
-    fn write<'a>(&'a self, offset: u64, data: &'a [u8]) -> Boxed<'a, io::Result<()>>;
+    fn read(&self, offset: u64, data: Lent) -> Boxed<'_, io::Result<()>>;
+    fn write(&self, offset: u64, data: Lent) -> Boxed<'_, io::Result<()>>;
     fn flush(&self) -> Boxed<'_, io::Result<()>>;
     fn discard(&self, offset: u64, len: u64) -> Boxed<'_, io::Result<()>>;
     fn write_zeroes(&self, offset: u64, len: u64) -> Boxed<'_, io::Result<()>>;
 }
 
 impl<D: Device> AnyDevice for D {
-    fn read<'a>(&'a self, offset: u64, data: &'a mut [u8]) -> Boxed<'a, io::Result<()>> {
+    fn read(&self, offset: u64, data: Lent) -> Boxed<'_, io::Result<()>> {
         Box::pin(Device::read(self, offset, data))
     }
 
-    fn write<'a>(&'a self, offset: u64, data: &'a [u8]) -> Boxed<'a, io::Result<()>> {
+    fn write(&self, offset: u64, data: Lent) -> Boxed<'_, io::Result<()>> {
         Box::pin(Device::write(self, offset, data))
     }
 

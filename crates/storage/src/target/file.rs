@@ -4,7 +4,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
-use blockyard_ring::{Segments, UringFile};
+use blockyard_ring::{Lent, Segments, UringFile};
 
 use crate::sim::SimDisk;
 use crate::storage::Storage;
@@ -77,26 +77,44 @@ impl OwnFile {
 
     /// Fills `data` from `offset`. Bytes behind the end of the file are zeroes.
     pub async fn read_at(&self, data: &mut [u8], offset: u64) -> io::Result<()> {
-        let buffer = Segments::buffer(data.len());
-        let (buffer, read) = match &self.0.medium {
-            Medium::Host(file) => file.read(buffer, offset).await,
-            Medium::Sim(disk) => disk.read(buffer, offset).await,
-        };
-        let read = read?.min(data.len());
-        buffer.copy_out(0, &mut data[..read]);
-        data[read..].fill(0);
+        let buffer = self.fill(Segments::buffer(data.len()), offset).await?;
+        buffer.copy_out(0, data);
         Ok(())
+    }
+
+    /// Fills a request's memory from `offset`, without a copy. Bytes behind the end of the file are
+    /// zeroes.
+    pub async fn read_into(&self, data: &Lent, offset: u64) -> io::Result<()> {
+        self.fill(data.segments()?, offset).await.map(drop)
+    }
+
+    async fn fill(&self, segments: Segments, offset: u64) -> io::Result<Segments> {
+        let (segments, read) = match &self.0.medium {
+            Medium::Host(file) => file.read(segments, offset).await,
+            Medium::Sim(disk) => disk.read(segments, offset).await,
+        };
+        let read = read?.min(segments.len());
+        segments.zero(read, segments.len() - read);
+        Ok(segments)
     }
 
     /// Writes all of `data` at `offset`. Durable after [`OwnFile::sync`].
     pub async fn write_at(&self, data: &[u8], offset: u64) -> io::Result<()> {
-        let buffer = Segments::from_bytes(data);
-        let written = match &self.0.medium {
-            Medium::Host(file) => file.write(buffer, offset, false).await.1,
-            Medium::Sim(disk) => disk.write(buffer, offset, false).await.1,
+        self.put(Segments::from_bytes(data), offset).await
+    }
+
+    /// Writes a request's memory at `offset`, without a copy. Durable after [`OwnFile::sync`].
+    pub async fn write_from(&self, data: &Lent, offset: u64) -> io::Result<()> {
+        self.put(data.segments()?, offset).await
+    }
+
+    async fn put(&self, segments: Segments, offset: u64) -> io::Result<()> {
+        let (segments, written) = match &self.0.medium {
+            Medium::Host(file) => file.write(segments, offset, false).await,
+            Medium::Sim(disk) => disk.write(segments, offset, false).await,
         };
         match written? {
-            written if written < data.len() => Err(io::ErrorKind::WriteZero.into()),
+            written if written < segments.len() => Err(io::ErrorKind::WriteZero.into()),
             _ => Ok(()),
         }
     }

@@ -16,6 +16,17 @@ pub struct Question {
     pub write: bool,
 }
 
+/// A question to a map: what becomes of a range that a guest no longer needs?
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Discard {
+    /// Start of the range in bytes, a multiple of the granule.
+    pub offset: u64,
+    /// Length of the range in bytes, a multiple of the granule.
+    pub len: u64,
+    /// Whether the range must read as zeroes from now on. Else its contents do not matter.
+    pub zero: bool,
+}
+
 /// A part of the disk that lies in one piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
@@ -23,6 +34,24 @@ pub struct Extent {
     pub len: u64,
     /// Where the part lies.
     pub place: Place,
+}
+
+impl Extent {
+    /// Collects extents, and joins those that follow one another in their file. Few long extents
+    /// cost a map and Blockyard less than many short ones.
+    pub fn joined<E>(
+        extents: impl IntoIterator<Item = Result<Extent, E>>,
+    ) -> Result<Vec<Extent>, E> {
+        let mut all: Vec<Extent> = Vec::new();
+        for extent in extents {
+            let extent = extent?;
+            match all.last_mut() {
+                Some(last) if last.place.skip(last.len) == extent.place => last.len += extent.len,
+                _ => all.push(extent),
+            }
+        }
+        Ok(all)
+    }
 }
 
 /// Where a part of the disk lies.
@@ -80,6 +109,9 @@ pub enum Fill {
 /// So a map that changes its table for a part only in [`Map::flush`] never has a durable entry
 /// without durable data. Until then it answers questions about the part as before: the old
 /// place for a read, and **the same new place** for a write.
+///
+/// A discard is simpler: the map changes its table at once, and makes that durable in its next
+/// flush. [`Map::discard`] and [`Map::flush`] never run at the same time.
 pub trait Map: 'static {
     /// Answers where a range lies. The extents follow one another from the start of the range. They
     /// may end before it, after at least one granule; Blockyard asks again for the rest. They may
@@ -94,8 +126,24 @@ pub trait Map: 'static {
     /// Makes the new places of these parts durable, in whole granules. The data of the parts are
     /// durable already. Returns after its own sync. After an error the disk accepts no more writes.
     ///
-    /// Not called if no part was placed anew since the last flush.
+    /// Not called if no part was placed anew or freed since the last flush. The list is empty if
+    /// parts were only freed.
     fn flush(&self, moved: &[Range<u64>]) -> impl Future<Output = io::Result<()>>;
+
+    /// Answers where a range lies that a guest discards or zeroes. The extents follow one another
+    /// from the start of the range, not beyond its end. They may end before it; Blockyard asks
+    /// again for the rest.
+    ///
+    /// - [`Place::Zero`]: the part is free, and reads as zeroes. The map may give the old place to
+    ///   another part **after its next flush**: until then a power cut brings back the old table.
+    ///   No request uses the old place any more. A later write of the part needs a new place.
+    /// - [`Place::At`]: the part stays there. Blockyard frees or zeroes it in the data file.
+    ///
+    /// An error of kind `Unsupported`, the default, means that the map frees nothing. Blockyard
+    /// asks no more: discards have no effect, and zeroes are written as data.
+    fn discard(&self, _asked: Discard) -> impl Future<Output = io::Result<Vec<Extent>>> {
+        std::future::ready(Err(io::ErrorKind::Unsupported.into()))
+    }
 }
 
 pub(crate) type Boxed<'a, T> = Pin<Box<dyn Future<Output = T> + 'a>>;
@@ -104,6 +152,8 @@ pub(crate) type Boxed<'a, T> = Pin<Box<dyn Future<Output = T> + 'a>>;
 pub(crate) trait AnyMap {
     fn locate(&self, question: Question) -> Boxed<'_, io::Result<Vec<Extent>>>;
     fn flush<'a>(&'a self, moved: &'a [Range<u64>]) -> Boxed<'a, io::Result<()>>;
+    /// None: the map frees nothing.
+    fn discard(&self, asked: Discard) -> Boxed<'_, io::Result<Option<Vec<Extent>>>>;
 }
 
 impl<M: Map> AnyMap for M {
@@ -113,5 +163,14 @@ impl<M: Map> AnyMap for M {
 
     fn flush<'a>(&'a self, moved: &'a [Range<u64>]) -> Boxed<'a, io::Result<()>> {
         Box::pin(Map::flush(self, moved))
+    }
+
+    fn discard(&self, asked: Discard) -> Boxed<'_, io::Result<Option<Vec<Extent>>>> {
+        Box::pin(async move {
+            match Map::discard(self, asked).await {
+                Err(e) if e.kind() == io::ErrorKind::Unsupported => Ok(None),
+                answer => answer.map(Some),
+            }
+        })
     }
 }

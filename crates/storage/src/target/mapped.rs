@@ -8,6 +8,7 @@
 //!   other waits. So no old answer replaces a newer one.
 //! - A write to a new place holds its granules until its data and the rest of the granules are
 //!   there. Until then reads find the old place.
+//! - A request counts itself in `in_use` while it uses answers. It waits for no flush meanwhile.
 //! - `sync` syncs the data files before the map makes new places durable; see [`Map`].
 //!
 //! [`Map`]: super::Map
@@ -21,10 +22,12 @@ use std::sync::Arc;
 
 use blockyard_ring::{Segments, join};
 
-use super::answer::{Bounds, check};
+use super::answer::{Bounds, Refused, Use, check};
 use super::cache::{Known, REGION};
-use super::map::{AnyMap, Extent, Fill, Map, Place, Question};
-use super::target::{Core, Fault};
+use super::free::Free;
+use super::in_use::Guard;
+use super::map::{AnyMap, Discard, Extent, Fill, Map, Place, Question};
+use super::shared::{Core, Fault};
 use crate::Geometry;
 use crate::storage::{Capabilities, Storage};
 
@@ -39,6 +42,8 @@ pub trait Ask: 'static {
     fn locate(&self, question: Question) -> impl Future<Output = io::Result<Vec<Extent>>>;
     /// See [`Map::flush`].
     fn flush(&self, moved: Vec<Range<u64>>) -> impl Future<Output = io::Result<()>>;
+    /// See [`Map::discard`]. None: the map has no answer to such questions.
+    fn discard(&self, asked: Discard) -> impl Future<Output = io::Result<Option<Vec<Extent>>>>;
 }
 
 /// Asks a map on the calling thread, for tests on simulated disks.
@@ -59,14 +64,18 @@ impl Ask for Direct {
     async fn flush(&self, moved: Vec<Range<u64>>) -> io::Result<()> {
         self.0.flush(&moved).await
     }
+
+    async fn discard(&self, asked: Discard) -> io::Result<Option<Vec<Extent>>> {
+        self.0.discard(asked).await
+    }
 }
 
 /// A disk of a map on one reactor.
 pub struct Mapped<S, A> {
     pub(super) core: Arc<Core>,
     /// The data files.
-    files: Vec<S>,
-    ask: A,
+    pub(super) files: Vec<S>,
+    pub(super) ask: A,
     /// Lengths of the data files, as last seen.
     lens: RefCell<Vec<(u64, bool)>>,
 }
@@ -77,6 +86,15 @@ struct Piece {
     offset: u64,
     len: u64,
     place: Place,
+}
+
+/// Adds the next part of a request. Parts that follow one another on the disk and in their file are
+/// one operation.
+fn push(pieces: &mut Vec<Piece>, piece: Piece) {
+    match pieces.last_mut() {
+        Some(last) if last.place.skip(last.len) == piece.place => last.len += piece.len,
+        _ => pieces.push(piece),
+    }
 }
 
 impl<S: Storage, A: Ask> Mapped<S, A> {
@@ -96,9 +114,20 @@ impl<S: Storage, A: Ask> Mapped<S, A> {
         self.core.misses();
         let question = Question { offset: range.start, len: range.end - range.start, write };
         let extents = self.ask.locate(question).await.inspect_err(|e| self.core.note_error(e))?;
+        self.check(&range, if write { Use::Write } else { Use::Read }, &extents).await?;
+        Extent::joined(extents.into_iter().map(Ok))
+    }
+
+    /// Checks the answer to a question about `range`.
+    pub(super) async fn check(
+        &self,
+        range: &Range<u64>,
+        purpose: Use,
+        extents: &[Extent],
+    ) -> io::Result<()> {
         let checked = {
             let files = self.lens.borrow();
-            self.checked(&question, &extents, &files)
+            self.checked(range, purpose, extents, &files)
         };
         if checked.is_err() {
             // The files may have grown.
@@ -106,26 +135,25 @@ impl<S: Storage, A: Ask> Mapped<S, A> {
                 let len = file.len().await?;
                 self.lens.borrow_mut()[at].0 = len;
             }
-            self.checked(&question, &extents, &self.lens.borrow()).map_err(|e| {
-                let what = format!(
-                    "its answer for {} bytes at {} is refused: {e}",
-                    question.len, question.offset
-                );
+            self.checked(range, purpose, extents, &self.lens.borrow()).map_err(|e| {
+                let (offset, len) = (range.start, range.end - range.start);
+                let what = format!("its answer for {len} bytes at {offset} is refused: {e}");
                 self.core.note(Fault::Answer, &what);
                 io::Error::other(what)
             })?;
         }
-        Ok(extents)
+        Ok(())
     }
 
     fn checked(
         &self,
-        question: &Question,
+        range: &Range<u64>,
+        purpose: Use,
         extents: &[Extent],
         files: &[(u64, bool)],
-    ) -> Result<(), super::answer::Refused> {
+    ) -> Result<(), Refused> {
         let bounds = Bounds { granule: self.core.granule, size: self.core.size(), files };
-        check(question, extents, &bounds, self.core.unit)
+        check(range, purpose, extents, &bounds, self.core.unit)
     }
 
     /// Returns where the bytes at `offset` lie, for at most `len` bytes. Asks the map if the table
@@ -173,10 +201,11 @@ impl<S: Storage, A: Ask> Mapped<S, A> {
     }
 
     async fn read_pieces(&self, segments: &Segments, offset: u64, len: u64) -> io::Result<()> {
+        let _in_use = self.enter(offset..offset + len).await;
         let (mut pieces, mut at) = (Vec::new(), offset);
         while at < offset + len {
             let Known { len, place } = self.find_for_read(at, offset + len - at).await?;
-            pieces.push(Piece { offset: at, len, place });
+            push(&mut pieces, Piece { offset: at, len, place });
             at += len;
         }
         let reads = pieces.into_iter().map(async |piece| {
@@ -186,7 +215,7 @@ impl<S: Storage, A: Ask> Mapped<S, A> {
         join::all(AT_A_TIME, reads).await
     }
 
-    async fn write_all(
+    pub(super) async fn write_all(
         &self,
         segments: Segments,
         file: usize,
@@ -201,18 +230,31 @@ impl<S: Storage, A: Ask> Mapped<S, A> {
         (segments, result)
     }
 
+    /// Counts a request that has to ask about a range, after a discard of the range has ended.
+    async fn enter(&self, range: Range<u64>) -> Guard<'_> {
+        let _held = self.core.freeing.hold(self.granules(range)).await;
+        self.core.in_use.enter()
+    }
+
     /// Writes what the table does not know how to write.
-    async fn write_pieces(&self, segments: &Segments, offset: u64) -> io::Result<()> {
+    async fn write_missed(&self, segments: &Segments, offset: u64) -> io::Result<()> {
+        // Before this request counts as one that uses answers: the map may wait in its flush for
+        // the end of such requests.
         if self.core.moved().list.len() >= MOST_MOVED {
             self.sync().await?;
         }
+        let _in_use = self.enter(offset..offset + segments.len() as u64).await;
+        self.write_pieces(segments, offset).await
+    }
+
+    async fn write_pieces(&self, segments: &Segments, offset: u64) -> io::Result<()> {
         let end = offset + segments.len() as u64;
         let held = self.granules(offset..end);
         let _held = self.core.misses_lock.hold(held.clone()).await;
         let (mut pieces, mut at) = (Vec::new(), held.start);
         while at < held.end {
             if let Some(Known { len, place }) = self.core.cache.find(at, held.end - at, true) {
-                pieces.push(Piece { offset: at, len, place });
+                push(&mut pieces, Piece { offset: at, len, place });
                 at += len;
                 continue;
             }
@@ -226,7 +268,7 @@ impl<S: Storage, A: Ask> Mapped<S, A> {
                     self.core.cache.keep(at, Known { len, place }, true, &asked, stamp);
                 }
                 let len = len.min(asked.end - at);
-                pieces.push(Piece { offset: at, len, place });
+                push(&mut pieces, Piece { offset: at, len, place });
                 at += len;
             }
         }
@@ -260,19 +302,27 @@ impl<S: Storage, A: Ask> Mapped<S, A> {
         (file, to): (usize, u64),
         fill: Fill,
     ) -> io::Result<()> {
+        self.core.ahead[file].prepare(&self.files[file], to..to + piece.len).await;
         let head = start - piece.offset;
         let tail_at = head + part.len() as u64;
-        let mut whole = part;
-        let mut _permit = None;
         if head > 0 || tail_at < piece.len {
-            _permit = Some(self.core.copies.acquire_many(piece.len).await);
+            let _permit = self.core.copies.acquire_many(piece.len).await;
             let mut all = self.filled(fill, head).await?;
-            all.gather(&whole, 0, whole.len());
             let tail = self.filled(fill.skip(tail_at), piece.len - tail_at).await?;
-            all.gather(&tail, 0, tail.len());
-            whole = all;
+            if part.is_request() {
+                // Data in the kernel and memory of this process need operations of their own.
+                let parts = [(all, 0), (part, head), (tail, tail_at)].into_iter();
+                let parts = parts.filter(|(part, _)| !part.is_empty());
+                let write = async |(part, at)| self.write_all(part, file, to + at, false).await.1;
+                join::all(AT_A_TIME, parts.map(write)).await?;
+            } else {
+                all.gather(&part, 0, part.len());
+                all.gather(&tail, 0, tail.len());
+                self.write_all(all, file, to, false).await.1?;
+            }
+        } else {
+            self.write_all(part, file, to, false).await.1?;
         }
-        self.write_all(whole, file, to, false).await.1?;
         // A flush takes both or neither.
         let mut moved = self.core.moved();
         // An entry of the table is in one region.
@@ -309,77 +359,17 @@ impl<S: Storage, A: Ask> Mapped<S, A> {
     }
 }
 
-trait IntoResult {
-    fn into_result(self) -> io::Result<Segments>;
-}
-
-impl IntoResult for (Segments, io::Result<()>) {
-    fn into_result(self) -> io::Result<Segments> {
-        self.1.map(|()| self.0)
-    }
-}
-
-impl<S: Storage, A: Ask> Storage for Mapped<S, A> {
-    async fn read(&self, segments: Segments, offset: u64) -> (Segments, io::Result<usize>) {
-        let len = (segments.len() as u64).min(self.core.size().saturating_sub(offset));
-        let _in_use = self.core.in_use.enter();
-        if len == segments.len() as u64
-            && let Some(known) = self.core.cache.find(offset, len, false)
-            && known.len == len
-        {
-            self.core.hits();
-            let (segments, result) = self.read_piece(segments, known.place).await;
-            return (segments, result.map(|()| len as usize));
-        }
-        let result = Box::pin(self.read_pieces(&segments, offset, len)).await;
-        (segments, result.map(|()| len as usize))
-    }
-
-    async fn write(
-        &self,
-        segments: Segments,
-        offset: u64,
-        durable: bool,
-    ) -> (Segments, io::Result<usize>) {
-        let len = segments.len();
-        if offset.checked_add(len as u64).is_none_or(|end| end > self.core.size()) {
-            return (segments, Err(io::ErrorKind::InvalidInput.into()));
-        }
-        let (segments, result, needs_sync) = {
-            let _in_use = self.core.in_use.enter();
-            match self.core.cache.find(offset, len as u64, true) {
-                Some(Known { len: known, place: Place::At { file, offset } })
-                    if known == len as u64 =>
-                {
-                    self.core.hits();
-                    // What was placed anew needs the map, too, so that the write is durable.
-                    let needs_sync = durable && self.core.moved().is_pending();
-                    let now = durable && !needs_sync;
-                    let (segments, result) = self.write_all(segments, file, offset, now).await;
-                    (segments, result, needs_sync)
-                }
-                _ => {
-                    let result = Box::pin(self.write_pieces(&segments, offset)).await;
-                    (segments, result, durable)
-                }
-            }
-        };
-        let result = match needs_sync && result.is_ok() {
-            true => Box::pin(self.sync()).await,
-            false => result,
-        };
-        (segments, result.map(|()| len))
-    }
-
-    async fn sync(&self) -> io::Result<()> {
-        let _one = self.core.flushing.acquire().await;
+impl<S: Storage, A: Ask> Mapped<S, A> {
+    /// Syncs; see [`Storage::sync`]. The caller holds `flushing`.
+    pub(super) async fn sync_alone(&self) -> io::Result<()> {
         if let Some(why) = self.core.lost() {
             return Err(io::Error::other(why));
         }
-        let moved = merged(self.core.moved().take());
+        let (moved, freed) = self.core.moved().take();
+        let moved = merged(moved);
         let result = async || {
             self.sync_files().await?;
-            if moved.is_empty() {
+            if moved.is_empty() && !freed {
                 return Ok(());
             }
             self.ask.flush(moved.clone()).await.inspect_err(|e| self.core.note_error(e))
@@ -397,13 +387,87 @@ impl<S: Storage, A: Ask> Storage for Mapped<S, A> {
             }
         }
     }
+}
 
-    async fn discard(&self, _: u64, _: u64) -> io::Result<()> {
-        Err(io::ErrorKind::Unsupported.into())
+trait IntoResult {
+    fn into_result(self) -> io::Result<Segments>;
+}
+
+impl IntoResult for (Segments, io::Result<()>) {
+    fn into_result(self) -> io::Result<Segments> {
+        self.1.map(|()| self.0)
+    }
+}
+
+impl<S: Storage, A: Ask> Storage for Mapped<S, A> {
+    async fn read(&self, segments: Segments, offset: u64) -> (Segments, io::Result<usize>) {
+        let len = (segments.len() as u64).min(self.core.size().saturating_sub(offset));
+        let in_use = self.core.in_use.enter();
+        if len == segments.len() as u64
+            && let Some(known) = self.core.cache.find(offset, len, false)
+            && known.len == len
+        {
+            self.core.hits();
+            let (segments, result) = self.read_piece(segments, known.place).await;
+            return (segments, result.map(|()| len as usize));
+        }
+        drop(in_use);
+        let result = Box::pin(self.read_pieces(&segments, offset, len)).await;
+        (segments, result.map(|()| len as usize))
     }
 
-    async fn zero(&self, _: u64, _: u64, _: bool) -> io::Result<()> {
-        Err(io::ErrorKind::Unsupported.into())
+    async fn write(
+        &self,
+        segments: Segments,
+        offset: u64,
+        durable: bool,
+    ) -> (Segments, io::Result<usize>) {
+        let len = segments.len();
+        if offset.checked_add(len as u64).is_none_or(|end| end > self.core.size()) {
+            return (segments, Err(io::ErrorKind::InvalidInput.into()));
+        }
+        let (segments, result, needs_sync) = {
+            let in_use = self.core.in_use.enter();
+            match self.core.cache.find(offset, len as u64, true) {
+                Some(Known { len: known, place: Place::At { file, offset } })
+                    if known == len as u64 =>
+                {
+                    self.core.hits();
+                    // What was placed anew needs the map, too, so that the write is durable.
+                    let needs_sync = durable && self.core.moved().is_pending();
+                    let now = durable && !needs_sync;
+                    let (segments, result) = self.write_all(segments, file, offset, now).await;
+                    (segments, result, needs_sync)
+                }
+                _ => {
+                    drop(in_use);
+                    let result = Box::pin(self.write_missed(&segments, offset)).await;
+                    (segments, result, durable)
+                }
+            }
+        };
+        let result = match needs_sync && result.is_ok() {
+            true => Box::pin(self.sync()).await,
+            false => result,
+        };
+        (segments, result.map(|()| len))
+    }
+
+    async fn sync(&self) -> io::Result<()> {
+        let _one = self.core.flushing.acquire().await;
+        self.sync_alone().await
+    }
+
+    async fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
+        self.free(offset, len, Free::Discard).await
+    }
+
+    async fn zero(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
+        self.free(offset, len, Free::Zero { unmap, fast: false }).await
+    }
+
+    async fn zero_fast(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
+        self.free(offset, len, Free::Zero { unmap, fast: true }).await
     }
 
     async fn set_len(&self, _: u64) -> io::Result<()> {
@@ -434,4 +498,33 @@ fn merged(mut ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
         }
     }
     all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn extents_that_follow_one_another_are_one_operation() {
+        let at = |file, offset| Extent { len: 4096, place: Place::At { file, offset } };
+        let new = |offset, from| {
+            let fill = Fill::From { file: 0, offset: from };
+            Extent { len: 4096, place: Place::New { file: 1, offset, fill } }
+        };
+        let zero = Extent { len: 4096, place: Place::Zero };
+        let extents = vec![
+            at(0, 0),
+            at(0, 4096),
+            at(1, 8192),
+            at(1, 4096),
+            zero,
+            zero,
+            new(0, 8192),
+            new(4096, 12288),
+            new(8192, 0),
+        ];
+        let joined = Extent::joined::<()>(extents.into_iter().map(Ok));
+        let lens: Vec<_> = joined.unwrap().iter().map(|extent| extent.len / 4096).collect();
+        assert_eq!(lens, [2, 1, 1, 2, 2, 1]);
+    }
 }

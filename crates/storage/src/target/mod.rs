@@ -4,14 +4,18 @@
 //!   map       the trait `Map`: where each range of a disk lies
 //!   device    the trait `Device`: reads, writes and flushes of a disk
 //!   file      the files that a target uses itself
+//!   lock      a mutex for methods of a target
 //!   worker    the thread on which a target runs
 //!   promise   a result that one thread passes to another, with a limit in time
 //!   patience  ends the waits for a target that is silent
 //!   cache     what was mapped, for all reactors
 //!   in_use    which requests use old answers of a map
+//!   ahead     allocates space of data files ahead of new places
 //!   answer    checks the answers of a map
 //!   mapped    `Storage` over a map: the data path
-//!   passed    `Storage` over a device: data are copied to the target's thread
+//!   free      discards and zeroes of a map's disk
+//!   passed    `Storage` over a device: memory of requests is lent to the target's thread
+//!   shared    what all reactors share of a target's disk
 //!   target    a target before it is opened, and an open one
 //!   exec      a map in another program
 //! ```
@@ -26,27 +30,33 @@
 
 #![deny(missing_docs)]
 
+mod ahead;
 mod answer;
 mod cache;
 mod device;
 pub mod exec;
 mod file;
+mod free;
 mod in_use;
+mod lock;
 mod map;
 mod mapped;
 mod passed;
 mod patience;
 mod promise;
+mod shared;
 #[expect(clippy::module_inception, reason = "it is the main type of this module")]
 mod target;
 mod worker;
 
+pub use blockyard_ring::Lent;
 pub use device::Device;
 pub use file::{Files, OwnFile};
-pub use map::{Extent, Fill, Map, Place, Question};
+pub use lock::{Lock, Locked};
+pub use map::{Discard, Extent, Fill, Map, Place, Question};
 pub use mapped::{Ask, Direct, Mapped};
 pub use passed::Passed;
+pub use shared::AskWorker;
 pub use target::{
-    Access, AskWorker, Figures, Handle, Limits, OpenTarget, Shape, Target, TargetError,
-    TargetErrorKind,
+    Access, Figures, Handle, Limits, OpenTarget, Shape, Target, TargetError, TargetErrorKind,
 };

@@ -1,6 +1,8 @@
-//! `Storage` over a device: data are copied to and from the target's thread.
+//! `Storage` over a device: the memory of requests is lent to the target's thread.
 //!
-//! What must hold: the memory of the copies is bounded for each disk.
+//! What must hold
+//! - A request is not answered while the device, or an operation of its files, may use the memory.
+//! - The memory of copies, for requests whose memory cannot be lent, is bounded for each disk.
 
 use std::io;
 use std::sync::Arc;
@@ -10,7 +12,7 @@ use blockyard_ring::Segments;
 use super::device::AnyDevice;
 use super::map::Boxed;
 use super::patience::Patience;
-use super::target::{Core, limited};
+use super::shared::{Core, limited};
 use super::worker::{Living, Worker};
 use crate::Geometry;
 use crate::storage::{Capabilities, Storage};
@@ -45,34 +47,30 @@ impl Passed {
         limited(&self.core, &self.worker, &self.patience, work).await
     }
 
-    async fn read_all(&self, segments: &Segments, offset: u64) -> io::Result<()> {
+    /// Passes a request to the device, in parts of which each is short enough for a copy.
+    async fn pass(&self, segments: &Segments, offset: u64, write: bool) -> io::Result<()> {
         let mut at = 0;
         while at < segments.len() {
             let (len, offset) = (self.piece().min(segments.len() - at), offset + at as u64);
-            let _permit = self.core.copies.acquire_many(len as u64).await;
-            let data = self
-                .call(move |device| {
-                    Box::pin(async move {
-                        let mut data = vec![0; len];
-                        device.read(offset, &mut data).await.map(|()| data)
-                    })
+            let part = segments.slice(at, len);
+            let _permit = match part.is_lendable() {
+                true => None,
+                false => Some(self.core.copies.acquire_many(len as u64).await),
+            };
+            let loan = part.lend(write);
+            let data = loan.lent();
+            let called = self.call(move |device| {
+                Box::pin(async move {
+                    match write {
+                        true => device.write(offset, data).await,
+                        false => device.read(offset, data).await,
+                    }
                 })
-                .await?;
-            segments.copy_in(at, &data);
-            at += len;
-        }
-        Ok(())
-    }
-
-    async fn write_all(&self, segments: &Segments, offset: u64) -> io::Result<()> {
-        let mut at = 0;
-        while at < segments.len() {
-            let (len, offset) = (self.piece().min(segments.len() - at), offset + at as u64);
-            let _permit = self.core.copies.acquire_many(len as u64).await;
-            let mut data = vec![0; len];
-            segments.copy_out(at, &mut data);
-            self.call(move |device| Box::pin(async move { device.write(offset, &data).await }))
-                .await?;
+            });
+            let result = called.await;
+            // A device that is silent is not waited for, but an operation of its files is.
+            loan.end(result.is_ok() && !write).await;
+            result?;
             at += len;
         }
         Ok(())
@@ -81,7 +79,7 @@ impl Passed {
 
 impl Storage for Passed {
     async fn read(&self, segments: Segments, offset: u64) -> (Segments, io::Result<usize>) {
-        let result = self.read_all(&segments, offset).await;
+        let result = self.pass(&segments, offset, false).await;
         let len = segments.len();
         (segments, result.map(|()| len))
     }
@@ -92,7 +90,7 @@ impl Storage for Passed {
         offset: u64,
         durable: bool,
     ) -> (Segments, io::Result<usize>) {
-        let mut result = self.write_all(&segments, offset).await;
+        let mut result = self.pass(&segments, offset, true).await;
         if durable && result.is_ok() {
             result = self.sync().await;
         }

@@ -4,26 +4,24 @@ use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use blockyard_ring::semaphore::Semaphore;
 use blockyard_ring::{Handle as RingHandle, UringFile};
 
-use super::cache::{Cache, REGION};
+use super::cache::REGION;
 use super::device::Device;
 use super::file::{Files, OwnFile};
-use super::in_use::InUse;
-use super::map::{Boxed, Extent, Map, Question};
+use super::map::{Boxed, Map};
 use super::mapped::{Ask, Mapped};
-use super::passed::{COPIED, Passed};
+use super::passed::Passed;
 use super::patience::Patience;
+use super::shared::{AskWorker, Core};
 use super::worker::{Living, Make, Worker};
 use crate::cache::CacheMode;
 use crate::file::HostFile;
 use crate::open::{ImageFile, OpenError, OpenOptions, Opened};
-use crate::range_lock::RangeLock;
 use crate::schemes::Store;
 use crate::storage::{Capabilities, Storage};
 use crate::{Geometry, SECTOR};
@@ -262,196 +260,6 @@ impl Target {
     }
 }
 
-/// Kinds of faults of a target. The log has one line for each.
-#[derive(Clone, Copy)]
-pub(super) enum Fault {
-    /// An answer is wrong.
-    Answer,
-    /// It has returned an error.
-    Error,
-    /// It is silent.
-    Late,
-}
-
-/// Parts that were placed anew and are not durable.
-#[derive(Debug, Default)]
-pub(super) struct Moved {
-    pub(super) list: Vec<Range<u64>>,
-    /// Whether a flush has taken parts, and has not succeeded.
-    pub(super) is_flushing: bool,
-}
-
-impl Moved {
-    pub(super) fn is_pending(&self) -> bool {
-        self.is_flushing || !self.list.is_empty()
-    }
-
-    pub(super) fn take(&mut self) -> Vec<Range<u64>> {
-        self.is_flushing |= !self.list.is_empty();
-        std::mem::take(&mut self.list)
-    }
-}
-
-/// What all reactors share of a target's disk.
-pub(super) struct Core {
-    name: String,
-    size: AtomicU64,
-    pub(super) granule: u64,
-    /// What offsets in data files must be multiples of.
-    pub(super) unit: u64,
-    pub(super) cache: Cache,
-    /// Held by the request that asks about a range.
-    pub(super) misses_lock: RangeLock,
-    pub(super) in_use: InUse,
-    settling: Semaphore,
-    pub(super) flushing: Semaphore,
-    moved: Mutex<Moved>,
-    pub(super) copies: Semaphore,
-    pub(super) geometry: Geometry,
-    pub(super) capabilities: Capabilities,
-    hits: AtomicU64,
-    misses: AtomicU64,
-    noted: AtomicU32,
-    lost: OnceLock<String>,
-}
-
-impl Core {
-    fn new(name: String, shape: Shape, unit: u64, data: &[ImageFile], is_map: bool) -> Self {
-        let direct = !is_map || data.iter().any(ImageFile::direct);
-        let largest = |of: fn(&Geometry) -> u32| {
-            data.iter().map(|file| of(&file.geometry())).max().unwrap_or(1)
-        };
-        let geometry = Geometry {
-            logical_block: (unit as u32).clamp(SECTOR as u32, 4096),
-            minimum_io: (shape.granule as u32).max(4096),
-            direct_memory: largest(|g| g.direct_memory),
-            direct_offset: unit as u32,
-            rotational: data.iter().any(|file| file.geometry().rotational),
-            ..Geometry::default()
-        };
-        let capabilities = Capabilities { direct, fixed_length: true };
-        Core::with(name, shape, unit, geometry, capabilities)
-    }
-
-    fn with(
-        name: String,
-        shape: Shape,
-        unit: u64,
-        geometry: Geometry,
-        capabilities: Capabilities,
-    ) -> Self {
-        let (misses_lock, in_use, moved, hits, misses, noted, lost) = Default::default();
-        Core {
-            name,
-            size: shape.size.into(),
-            granule: shape.granule,
-            unit,
-            cache: Cache::new(),
-            misses_lock,
-            in_use,
-            settling: Semaphore::new(1),
-            flushing: Semaphore::new(1),
-            moved,
-            copies: Semaphore::new(COPIED),
-            geometry,
-            capabilities,
-            hits,
-            misses,
-            noted,
-            lost,
-        }
-    }
-
-    pub(super) fn size(&self) -> u64 {
-        self.size.load(Ordering::Relaxed)
-    }
-
-    pub(super) fn moved(&self) -> MutexGuard<'_, Moved> {
-        self.moved.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub(super) fn hits(&self) {
-        self.hits.fetch_add(1, Ordering::Relaxed);
-    }
-
-    pub(super) fn misses(&self) {
-        self.misses.fetch_add(1, Ordering::Relaxed);
-    }
-
-    /// Returns why acknowledged writes may be lost.
-    pub(super) fn lost(&self) -> Option<String> {
-        self.lost.get().cloned()
-    }
-
-    pub(super) fn set_lost(&self, error: &io::Error) {
-        let _ = self.lost.set(format!("an earlier flush failed: {error}"));
-    }
-
-    /// Logs the first fault of each kind.
-    pub(super) fn note(&self, fault: Fault, what: &str) {
-        let bit = 1 << fault as u32;
-        if self.noted.fetch_or(bit, Ordering::Relaxed) & bit == 0 {
-            tracing::error!("target {}: {what}; later faults like this are not logged", self.name);
-        }
-    }
-
-    pub(super) fn note_error(&self, error: &io::Error) {
-        let fault = match error.kind() {
-            io::ErrorKind::TimedOut => Fault::Late,
-            _ => Fault::Error,
-        };
-        self.note(fault, &format!("it fails: {error}"));
-    }
-}
-
-/// Calls a target, and waits as long as its limit allows.
-pub(super) async fn limited<T: Send + 'static>(
-    core: &Core,
-    worker: &Worker,
-    patience: &Patience,
-    work: impl FnOnce(Living) -> Boxed<'static, io::Result<T>> + Send + 'static,
-) -> io::Result<T> {
-    let called = async {
-        let answer = worker.call(work)?;
-        patience.watch(answer.clone());
-        answer.wait().await?
-    };
-    called.await.inspect_err(|e| core.note_error(e))
-}
-
-/// Asks the map of a worker.
-pub struct AskWorker {
-    core: Arc<Core>,
-    worker: Arc<Worker>,
-    patience: Patience,
-}
-
-impl Ask for AskWorker {
-    async fn locate(&self, question: Question) -> io::Result<Vec<Extent>> {
-        let work = move |target| -> Boxed<'static, io::Result<Vec<Extent>>> {
-            Box::pin(async move {
-                match target {
-                    Living::Map(map) => map.locate(question).await,
-                    Living::Device(_) => Err(io::Error::other("it is no map")),
-                }
-            })
-        };
-        limited(&self.core, &self.worker, &self.patience, work).await
-    }
-
-    async fn flush(&self, moved: Vec<Range<u64>>) -> io::Result<()> {
-        let work = move |target| -> Boxed<'static, io::Result<()>> {
-            Box::pin(async move {
-                match target {
-                    Living::Map(map) => map.flush(&moved).await,
-                    Living::Device(_) => Err(io::Error::other("it is no map")),
-                }
-            })
-        };
-        limited(&self.core, &self.worker, &self.patience, work).await
-    }
-}
-
 /// An open target. Each reactor opens its disk through it.
 pub struct OpenTarget {
     core: Arc<Core>,
@@ -511,6 +319,11 @@ impl Opened for OpenTarget {
         self.core.capabilities
     }
 
+    /// The data of a map never enter this process, those of a device do.
+    fn has_files(&self) -> bool {
+        self.is_map
+    }
+
     /// Returns the device of the first data file that is written, or else of the first one.
     fn device(&self) -> io::Result<Option<(String, bool)>> {
         let written = self.data.iter().find(|file| !file.read_only());
@@ -533,19 +346,18 @@ impl Handle {
     /// answer any more, and the map may use the old place for something else. Change the map first.
     /// Parts that are new and not durable stay where they are.
     ///
-    /// A map must not wait for this in [`Map::locate`] or [`Map::flush`], because the request may
-    /// wait for that answer. A map that moves parts calls this from a task or thread of its own.
+    /// A map must not wait for this in [`Map::locate`], because the request that it waits for may
+    /// wait for that answer. It may wait in [`Map::flush`] and [`Map::discard`], if it answers
+    /// questions meanwhile.
     pub async fn invalidate(&self, range: Range<u64>) {
         let Some(core) = self.0.upgrade() else { return };
-        let _one = core.settling.acquire().await;
         // The table has whole granules.
         let (granule, end) = (core.granule, range.end.min(1 << 62));
         let whole = range.start & !(granule - 1)..end.next_multiple_of(granule);
         if whole.is_empty() {
             return;
         }
-        core.cache.forget(&whole);
-        core.in_use.settle().await;
+        core.let_go(&whole).await;
     }
 
     /// Changes the size of the disk, in bytes: a multiple of the granule. The program that serves
@@ -582,7 +394,8 @@ impl<S: Storage, A: Ask> Mapped<S, A> {
         make: impl FnOnce(Handle) -> A,
     ) -> Self {
         let geometry = Geometry::default();
-        let core = Core::with("simulated".into(), shape, 1, geometry, Capabilities::default());
+        let (name, capabilities) = ("simulated".into(), Capabilities::default());
+        let core = Core::with(name, shape, 1, files.len(), geometry, capabilities);
         let core = Arc::new(core);
         let ask = make(Handle(Arc::downgrade(&core)));
         let writable: Vec<_> = files.iter().map(|(_, access)| *access == Access::Write).collect();

@@ -17,7 +17,7 @@ use blockyard_ring::{Handle as RingHandle, Segments, Signal, Socket};
 use super::protocol::{self, MOST_LINE, Said};
 use super::start::Process;
 use crate::target::Handle;
-use crate::target::map::{Extent, Map, Question};
+use crate::target::map::{Discard, Extent, Map, Question};
 
 /// Bytes of a read from the program.
 const PIECE: usize = 64 << 10;
@@ -31,6 +31,8 @@ struct Inner {
     name: String,
     socket: Socket,
     process: Process,
+    /// Whether the program answers discards.
+    discards: bool,
     calls: RefCell<HashMap<u64, Call>>,
     next: Cell<u64>,
     unsent: RefCell<Vec<u8>>,
@@ -50,12 +52,14 @@ impl Program {
         name: String,
         stream: UnixStream,
         process: Process,
+        discards: bool,
         handle: Handle,
     ) -> io::Result<Self> {
         let inner = Rc::new(Inner {
             name,
             socket: Socket::new(ring, stream)?,
             process,
+            discards,
             calls: RefCell::default(),
             next: Cell::new(1),
             unsent: RefCell::default(),
@@ -107,6 +111,13 @@ impl Map for Program {
 
     async fn flush(&self, moved: &[Range<u64>]) -> io::Result<()> {
         self.call(|number| protocol::flush(number, moved)).await.map(|_| ())
+    }
+
+    async fn discard(&self, asked: Discard) -> io::Result<Vec<Extent>> {
+        match self.0.discards {
+            true => self.call(|number| protocol::discard(number, &asked)).await,
+            false => Err(io::ErrorKind::Unsupported.into()),
+        }
     }
 }
 

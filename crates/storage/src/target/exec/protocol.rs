@@ -7,7 +7,7 @@ use std::fmt::Write;
 use std::ops::Range;
 use std::path::PathBuf;
 
-use crate::target::map::{Extent, Fill, Place, Question};
+use crate::target::map::{Discard, Extent, Fill, Place, Question};
 use crate::target::{Access, Shape};
 
 /// Version of the protocol.
@@ -23,6 +23,8 @@ pub(super) struct Hello {
     size: Option<u64>,
     granule: Option<u64>,
     pub(super) data: Vec<(PathBuf, Access)>,
+    /// Whether the program answers discards.
+    pub(super) discards: bool,
     greeted: bool,
 }
 
@@ -47,6 +49,7 @@ impl Hello {
                 };
                 self.data.push((path.into(), access));
             }
+            None if line == "discards" => self.discards = true,
             None if line == "ready" => {
                 let missing = |what: &str| format!("it was ready and had sent no {what}");
                 let size = self.size.ok_or_else(|| missing("size"))?;
@@ -82,6 +85,12 @@ pub(super) fn flush(number: u64, moved: &[Range<u64>]) -> String {
     }
     line.push('\n');
     line
+}
+
+/// Returns the line that asks what becomes of a range that a guest no longer needs.
+pub(super) fn discard(number: u64, asked: &Discard) -> String {
+    let Discard { offset, len, zero } = asked;
+    format!("{} {number} {offset} {len}\n", if *zero { "zero" } else { "discard" })
 }
 
 /// Returns the line that says that an invalidation is done.
@@ -158,6 +167,11 @@ mod tests {
         let question = Question { offset: 65536, len: 131072, write: true };
         assert_eq!(locate(3, &question), "locate 3 w 65536 131072\n");
         assert_eq!(flush(4, &[0..512, 4096..8192]), "flush 4 0 512, 4096 4096\n");
+        let asked = |zero| discard(5, &Discard { offset: 65536, len: 512, zero });
+        assert_eq!(
+            (asked(false), asked(true)),
+            ("discard 5 65536 512\n".into(), "zero 5 65536 512\n".into())
+        );
         let answer = parse("ok 3 4096 at 1 512, 4096 zero, 512 new 1 0 zero, 512 new 1 0 from 0 7");
         let at = Place::At { file: 1, offset: 512 };
         let new = |fill| Place::New { file: 1, offset: 0, fill };
@@ -207,6 +221,9 @@ mod tests {
         }
         assert_eq!(hello.line("ready"), Ok(Some(Shape { size: 1 << 20, granule: 4096 })));
         assert_eq!(hello.data, [("/a b".into(), Access::Read), ("/c".into(), Access::Write)]);
+        assert!(!hello.discards);
+        hello.line("discards").unwrap();
+        assert!(hello.discards);
         assert!(Hello::default().line("blockyard-map 2").is_err());
         let mut hello = Hello::default();
         hello.line(GREETING).unwrap();

@@ -29,6 +29,7 @@ const END: Duration = Duration::from_secs(5);
 pub(super) struct Started {
     shape: Shape,
     data: Vec<(PathBuf, Access)>,
+    discards: bool,
     stream: UnixStream,
     process: Process,
 }
@@ -86,7 +87,8 @@ fn start(name: &str) -> Result<Started, StorageError> {
     let process = Process { child: Some(child), pidfd };
     let wrong = |what: String| failed(format!("program {}: {what}", program.display()));
     let (shape, hello) = greet(&stream).inspect_err(|_| process.kill()).map_err(wrong)?;
-    Ok(Started { shape, data: hello.data, stream, process })
+    let Hello { data, discards, .. } = hello;
+    Ok(Started { shape, data, discards, stream, process })
 }
 
 /// Reads the lines of a program until it is ready. Reads byte by byte, so that nothing of later
@@ -120,10 +122,10 @@ fn greet(mut stream: &UnixStream) -> Result<(Shape, Hello), String> {
 
 impl Started {
     pub(super) fn target(self, name: &str, read_only: bool) -> Target {
-        let Started { shape, data, stream, process } = self;
+        let Started { shape, data, discards, stream, process } = self;
         let named = name.to_string();
         let make = move |ring: &blockyard_ring::Handle, handle| {
-            Program::begin(ring, named, stream, process, handle)
+            Program::begin(ring, named, stream, process, discards, handle)
         };
         let target = Target::of_program(name.into(), shape, make);
         data.into_iter().fold(target, |target, (path, access)| {
