@@ -153,12 +153,15 @@ impl SectorBitmap {
         else {
             return false;
         };
-        let changed = set_in(words, (first % PAGE_SECTORS) as usize, count as usize);
+        let at = (first % PAGE_SECTORS) as usize;
+        let changed = missing_in(words, at, count as usize);
         self.add_dirty(page, &mut state.frames[way], changed);
         if changed != 0 {
             // After the page is dirty: a flush switches the journal's halves before it takes the
             // dirty pages, so that each record is in a half that outlives its page's write.
             self.journal.record(Record { key: Key::Sector(first), value: [count, 0] });
+            // After the record: a request that sees a bit is answered without a record of its own.
+            set_in(words, at, count as usize);
         }
         true
     }
@@ -279,21 +282,32 @@ fn run_in(words: &Words, at: usize, end: usize) -> (bool, u64) {
     (bit, (now.min(end) - at) as u64)
 }
 
-/// Sets bits; returns a mask of the parts in which a bit changed.
-fn set_in(words: &Words, first: usize, count: usize) -> u8 {
-    let mut changed = 0;
+/// Calls `visit` with each word that has some of these bits, and with the mask of the bits.
+fn each_word(first: usize, count: usize, mut visit: impl FnMut(usize, u64)) {
     let mut at = first;
     while at < first + count {
         let stop = (first + count).min((at / 64 + 1) * 64);
-        let mask = (u64::MAX >> (64 - (stop - at))) << (at % 64);
-        let word = at / 64;
-        // Release: a thread that sees the bit also sees the write of the sector's data.
-        if words[word].fetch_or(mask, Ordering::Release) & mask != mask {
-            changed |= 1 << (word / PART_WORDS);
-        }
+        visit(at / 64, (u64::MAX >> (64 - (stop - at))) << (at % 64));
         at = stop;
     }
-    changed
+}
+
+/// Returns a mask of the parts in which some of these bits are not set.
+fn missing_in(words: &Words, first: usize, count: usize) -> u8 {
+    let mut parts = 0;
+    each_word(first, count, |word, mask| {
+        if words[word].load(Ordering::Relaxed) & mask != mask {
+            parts |= 1 << (word / PART_WORDS);
+        }
+    });
+    parts
+}
+
+fn set_in(words: &Words, first: usize, count: usize) {
+    each_word(first, count, |word, mask| {
+        // Release: a thread that sees the bit also sees the write of the sector's data.
+        words[word].fetch_or(mask, Ordering::Release);
+    });
 }
 
 fn bytes_of(words: &Words) -> Box<[u8]> {

@@ -255,13 +255,17 @@ impl Header {
         Ok(header)
     }
 
-    /// Returns where the mark of a journal lies: at the end of the name's field. `None`: the name
-    /// leaves no room.
+    /// Returns where the mark of a journal lies: at the end of the name's field, in one sector, so
+    /// that a death of the process leaves the old mark or the new one. `None`: the name leaves no
+    /// room.
     pub(super) fn mark_offset(&self) -> Option<u64> {
         let Fields { name, name_len, .. } = self.layout.fields();
-        let at = name_len - super::session::LENGTH;
+        let (sector, field_end) = (SECTOR as usize, name + name_len);
+        let crosses = field_end % sector > 0 && field_end % sector < super::session::LENGTH;
+        let end = if crosses { field_end / sector * sector } else { field_end };
+        let at = end - super::session::LENGTH;
         // A zero byte ends the name.
-        (self.backing.len() < at).then_some((name + at) as u64)
+        (name + self.backing.len() < at).then_some(at as u64)
     }
 
     /// Returns the header with another backing file of the same number of sectors.
@@ -407,6 +411,22 @@ mod tests {
             alignment,
         )
         .unwrap()
+    }
+
+    #[test]
+    fn the_mark_of_a_journal_is_in_one_sector() {
+        for (version, alignment) in [(1, 512), (2, 512), (3, 4096), (3, 1)] {
+            let header = Header::new(version, alignment, &BACKING).unwrap();
+            let Fields { name, name_len, .. } = header.layout.fields();
+            let at = header.mark_offset().unwrap();
+            let end = at + crate::cow::session::LENGTH as u64;
+            assert_eq!(at / SECTOR, (end - 1) / SECTOR, "version {version}");
+            assert!(at > (name + BACKING.name.len()) as u64 && end <= (name + name_len) as u64);
+            // A name of this length leaves no room for the zero byte that ends it.
+            let long = "n".repeat(at as usize - name);
+            let backing = Backing { name: &long, ..BACKING };
+            assert_eq!(Header::new(version, alignment, &backing).unwrap().mark_offset(), None);
+        }
     }
 
     #[test]

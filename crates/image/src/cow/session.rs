@@ -1,8 +1,8 @@
 //! The session's mark in a COW file: which journal belongs to it.
 //!
 //! A COW file has no place for other programs' data. The field of the backing file's name is long
-//! and ends with zero bytes. The mark lies at its end, behind the name. User Mode Linux and its
-//! tools read the name up to the first zero byte, and never write the rest.
+//! and ends with zero bytes. The mark lies in the field's last sector, behind the name. User Mode
+//! Linux and its tools read the name up to the first zero byte, and never write the rest.
 //!
 //! Why a journal is safe although another program, such as User Mode Linux's own driver, may write
 //! to the file without a change of the mark: a sector has a fixed place in the file, and no program

@@ -214,8 +214,9 @@ impl Journal {
         self.failed.load(Ordering::Acquire)
     }
 
-    /// Records a change. The caller has changed its metadata and marked them dirty, and still holds
-    /// the lock that a write-back takes before it copies them.
+    /// Records a change, before the change is visible to other requests. The caller marks its
+    /// metadata dirty and holds the lock that a write-back takes before it copies them. If the
+    /// write-back finds what is dirty without that lock, the metadata are marked dirty first.
     #[inline]
     pub fn record(&self, record: Record) {
         if let Some(log) = self.log.get() {

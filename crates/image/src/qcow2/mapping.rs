@@ -134,10 +134,10 @@ impl<S: Storage> Qcow2<S> {
             .into());
         }
         let mut l1 = lock(&self.shared.l1);
-        l1.entries[index as usize] = at | COPIED;
-        l1.dirty.insert(index as usize);
         let record = Record { key: Key::Table(index), value: [at | COPIED, 0] };
         self.shared.journal.record(record);
+        l1.entries[index as usize] = at | COPIED;
+        l1.dirty.insert(index as usize);
         drop(l1);
         if let Some(table) = old.table {
             self.shared.alloc.let_go(Freed { start: table >> bits, count: 1, compressed: false });

@@ -11,7 +11,9 @@
 //! Invariants
 //! - A power cut at any moment leaves old or new entries, and leaks. (The journal is gone then.)
 //! - A death at any moment changes nothing: the replay begins again, with the same values.
-//! - Refcounts are never too low. Those that are too high are leaks, which the open repairs.
+//! - Refcounts are never too low. Those that are too high are leaks, which the open repairs. But a
+//!   cluster that an entry owns alone (COPIED) gets exactly 1: the file may still count references
+//!   of before the cluster was freed and used again.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -21,7 +23,7 @@ use super::bytes::{self, be64, put64};
 use super::change::{length, read_l1};
 use super::check::stored::Refcounts;
 use super::check::{Tally, flush};
-use super::entry::{Cluster, EntryFormat, L1Entry, L2Entry, OFFSET_MASK, is_partial};
+use super::entry::{COPIED, Cluster, EntryFormat, L1Entry, L2Entry, OFFSET_MASK, is_partial};
 use super::header::Header;
 use super::shared::Shape;
 use super::tables::Entry;
@@ -108,8 +110,9 @@ pub(super) async fn replay<S: Storage>(
 /// Host clusters that changed entries name.
 #[derive(Default)]
 struct Named {
-    /// L2 tables and clusters with data: each has one reference.
-    once: BTreeSet<u64>,
+    /// L2 tables and clusters with data: each has one reference of a changed entry. True: no other
+    /// entry has one (COPIED).
+    once: BTreeMap<u64, bool>,
     /// Clusters with compressed data, and the number of new references of each.
     shared: BTreeMap<u64, u64>,
 }
@@ -118,8 +121,9 @@ impl Named {
     fn by(changes: &Changes, shape: &Shape, file_len: u64) -> Result<Self, ImageError> {
         let (bits, mut named) = (shape.layout.cluster_bits, Named::default());
         let end = file_len.div_ceil(shape.cluster_size());
-        let tables = changes.l1.values().map(|word| word & OFFSET_MASK).filter(|table| *table != 0);
-        named.once.extend(tables.map(|table| table >> bits));
+        let tables = changes.l1.values().filter(|word| **word & OFFSET_MASK != 0);
+        let owned = |word: &u64| ((word & OFFSET_MASK) >> bits, word & COPIED != 0);
+        named.once.extend(tables.map(owned));
         // Clusters of an external data file have no refcount.
         let entries = changes.entries.iter().filter(|_| !shape.layout.data_file);
         for (number, entry) in entries {
@@ -131,13 +135,16 @@ impl Named {
                         *named.shared.entry(cluster).or_default() += 1;
                     }
                 }
-                cluster => named.once.extend(cluster.host().map(|host| host >> bits)),
+                cluster => {
+                    named.once.extend(cluster.host().map(|host| (host >> bits, decoded.copied)));
+                }
             }
         }
         let partial = changes.partial.iter().filter_map(|(_, entry)| {
             L2Entry::cached(entry.word, entry.bitmap, shape.layout).ok()?.cluster.host()
         });
-        let last = named.once.last().copied().max(named.shared.keys().last().copied());
+        let once = named.once.keys().last().copied();
+        let last = once.max(named.shared.keys().last().copied());
         if let Some(last) = last.max(partial.map(|host| host >> bits).max())
             && last >= end
         {
@@ -147,24 +154,27 @@ impl Named {
     }
 
     /// Raises the stored refcounts, so that none is too low. Clusters that the file already counts
-    /// keep their refcount.
+    /// keep their refcount, except those with a single owner.
     async fn raise<S: Storage>(&self, file: &Raw<S>, header: &Header) -> Result<(), ImageError> {
         let refcounts = Refcounts::load(file, header, &mut Tally::default()).await?;
-        let mut wanted: BTreeMap<u64, Vec<(u64, u64)>> = BTreeMap::new();
-        let all = self.once.iter().map(|&cluster| (cluster, 0));
-        for (cluster, more) in all.chain(self.shared.iter().map(|(&c, &more)| (c, more))) {
+        let mut wanted: BTreeMap<u64, Vec<(u64, u64, u64)>> = BTreeMap::new();
+        let max = refcounts.width.max();
+        let once =
+            self.once.iter().map(|(&cluster, &alone)| (cluster, 0, if alone { 1 } else { max }));
+        let shared = self.shared.iter().map(|(&cluster, &more)| (cluster, more, max));
+        for (cluster, more, most) in once.chain(shared) {
             let block = refcounts.block_of(cluster).ok_or_else(|| {
                 invalid(format!("it names cluster {cluster}, which has no refcount block"))
             })?;
-            wanted.entry(block).or_default().push((cluster, more));
+            wanted.entry(block).or_default().push((cluster, more, most));
         }
         for (block, clusters) in wanted {
             let mut counts = refcounts.read_block(file, block).await?;
             let before = counts.clone();
-            for (cluster, more) in clusters {
+            for (cluster, more, most) in clusters {
                 let index = (cluster % refcounts.per_block()) as usize;
                 let count = refcounts.width.get(&counts, index);
-                let raised = count.saturating_add(more).clamp(1, refcounts.width.max());
+                let raised = count.saturating_add(more).clamp(1, most);
                 refcounts.width.set(&mut counts, index, raised);
             }
             if counts != before {

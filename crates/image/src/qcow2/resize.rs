@@ -5,6 +5,7 @@
 //! longer backing file) never show, because they are zeroed before the header gets the new size.
 //! For power cuts see `super::change`.
 
+mod in_place;
 mod tables;
 mod tail;
 
@@ -12,6 +13,7 @@ use std::ops::Range;
 
 use blockyard_storage::Storage;
 
+pub use self::in_place::grow_in_place;
 use self::tables::ResizeTables;
 use super::bitmap;
 use super::change::{OfflineChange, length, trim};

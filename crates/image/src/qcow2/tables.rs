@@ -310,8 +310,10 @@ impl L2SliceCache {
             let old = slice.get(index);
             let new = change(at as u64, old);
             if new != old {
-                slice.set(index, new);
+                // A request that sees the entry is answered without a record of its own, so the
+                // record comes first.
                 self.record(&slice, index, new);
+                slice.set(index, new);
                 changed = true;
             }
         }

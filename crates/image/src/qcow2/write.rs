@@ -74,7 +74,11 @@ impl<S: Storage> Qcow2<S> {
         let len = segments.len() as u64;
         match self.step(offset, len) {
             WriteStep::InPlace { len: all, host } if all == len => {
-                self.data_file().write(segments, host, false).await
+                let (segments, mut result) = self.data_file().write(segments, host, false).await;
+                if result.is_ok() && self.shared.journal.must_flush() {
+                    result = Box::pin(self.settle(backing)).await;
+                }
+                (segments, result)
             }
             _ => {
                 let result = Box::pin(self.write_in_steps(backing, &segments, offset)).await;

@@ -153,8 +153,12 @@ impl<S: Storage> Qcow2<S> {
         len: u64,
         wish: ZeroRequest,
     ) -> io::Result<()> {
-        if len == 0 || wish == ZeroRequest::Discard || self.is_zero(backing, offset, len).await? {
+        if len == 0 || wish == ZeroRequest::Discard {
             return Ok(());
+        }
+        if self.is_zero(backing, offset, len).await? {
+            let must_flush = self.shared.journal.must_flush();
+            return if must_flush { self.settle(backing).await } else { Ok(()) };
         }
         let shape = self.shape();
         let hold =

@@ -116,9 +116,27 @@ impl Chain {
         }
     }
 
+    /// Returns the size of the topmost image's backing image in bytes; 0: it has none.
+    fn below(&self) -> u64 {
+        match self.layers().get(1) {
+            Some(layer) => layer.size(),
+            // The backing file is not open, and may be longer: the new part must hide it.
+            None if self.cut().is_some() => u64::MAX,
+            None => 0,
+        }
+    }
+
     /// Grows the topmost image, durably. It must be closed, with no request in flight.
     pub async fn grow_top(self: &Arc<Self>, handle: &Handle, size: u64) -> Result<(), ChainError> {
         self.may_grow(size)?;
+        let top = &self.top().file;
+        let in_place = Resize { size, shrink: false, below: self.below() };
+        if resize::grow_in_place(&raw_of(handle, top)?, in_place)
+            .await
+            .map_err(|error| of_file(top, error))?
+        {
+            return Ok(());
+        }
         let wanted = NewSize { size, shrink: false, preallocation: Preallocation::Off };
         on_closed(self, handle, wanted).await
     }
@@ -130,12 +148,7 @@ async fn on_closed(chain: &Arc<Chain>, handle: &Handle, wanted: NewSize) -> Resu
     let wrong = |error| of_file(&top.file, error);
     let file = raw_of(handle, &top.file)?;
     let data = top.data.as_ref().map(|data| raw_of(handle, data)).transpose()?;
-    let below = match chain.layers().get(1) {
-        Some(layer) => layer.size(),
-        // The backing file is not open, and may be longer: the new part must hide it.
-        None if chain.cut().is_some() => u64::MAX,
-        None => 0,
-    };
+    let below = chain.below();
     if wanted.size > chain.size() && below > chain.size() {
         hold_the_end(chain, handle, file.clone(), data.clone()).await?;
     }

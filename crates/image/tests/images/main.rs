@@ -10,9 +10,11 @@
 //!   power_cuts   chains on simulated disks, with power cuts at any event
 //!   cow_cuts     the same for COW files
 //!   fuzzed       the corpora of the fuzz targets
+//!   compared     bytes that were read, compared with those expected
 //!   lives        runs simulations by their seeds, on all processors
 //! ```
 
+mod compared;
 mod cow_cuts;
 mod cow_peers;
 mod fuzzed;

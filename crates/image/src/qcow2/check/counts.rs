@@ -279,9 +279,18 @@ impl Counts {
         }
     }
 
-    /// Returns true if a page has counts; most pages of a sparse image have none.
-    pub fn has_page(&self, cluster: u64) -> bool {
-        self.find(cluster / PAGE).is_some()
+    /// Returns whether a cluster of a range has counts. The range must lie in one page.
+    pub fn has_any(&self, cluster: u64, clusters: u64) -> bool {
+        let Some(slot) = self.find(cluster / PAGE) else { return false };
+        let first = (cluster % PAGE) as usize;
+        let end = first + clusters as usize;
+        match &self.pages[slot as usize].1 {
+            Page::Few(entries) => {
+                let at = entries.partition_point(|e| usize::from(e.0) < first);
+                entries.get(at).is_some_and(|e| usize::from(e.0) < end)
+            }
+            Page::Array(array) => array[first..end].iter().any(|&byte| byte != 0),
+        }
     }
 
     /// Returns the clusters with references, ascending.
@@ -321,6 +330,23 @@ mod tests {
         );
         assert_eq!((counts.get(7), counts.get(8)), (count(31), count(u64::MAX)));
         assert_eq!(counts.clusters().collect::<Vec<_>>(), [5, 7, 8, 1 << 47]);
+    }
+
+    #[test]
+    fn ranges_without_counts_are_found() {
+        let mut counts = Counts::new(0..u64::MAX, 1 << 20);
+        let clusters = [PAGE + 63, PAGE + 64, 3 * PAGE - 1];
+        clusters.iter().for_each(|&cluster| _ = counts.add(cluster, 1, false));
+        let with = |counts: &Counts| {
+            let ranges = (0..4 * PAGE).step_by(64);
+            ranges.filter(|&at| counts.has_any(at, 64)).collect::<Vec<_>>()
+        };
+        assert_eq!(with(&counts), [PAGE, PAGE + 64, 3 * PAGE - 64]);
+        // The second page becomes an array.
+        (PAGE + 128..PAGE + 128 + 1024).for_each(|at| _ = counts.add(at, 1, false));
+        let filled = (0..18).map(|n| PAGE + 64 * n).chain([3 * PAGE - 64]);
+        assert_eq!(with(&counts), filled.collect::<Vec<_>>());
+        assert!(!counts.has_any(PAGE + 1152, PAGE - 1152) && counts.has_any(PAGE, PAGE));
     }
 
     #[test]

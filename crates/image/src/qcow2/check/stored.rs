@@ -8,7 +8,7 @@ use std::collections::HashSet;
 
 use blockyard_storage::Storage;
 
-use super::counts::{Counts, PAGE};
+use super::counts::Counts;
 use super::report::{FindingKind, Tally};
 use super::walk::words;
 use crate::error::ImageError;
@@ -21,6 +21,9 @@ use crate::raw::Raw;
 /// Maximum number of ranges of freed clusters that are deallocated in the host, for one refcount
 /// block.
 const FREED: usize = 1 << 16;
+/// Number of clusters that are skipped at once if they have neither refcounts nor references. It
+/// divides [`super::counts::PAGE`].
+const STEP: u64 = 64;
 
 /// The usable refcount blocks.
 pub struct Refcounts {
@@ -178,11 +181,11 @@ impl<S: Storage> Compare<'_, S> {
         let (width, mut dirty, mut freed) = (self.refcounts.width, None, Vec::new());
         let mut cluster = range.start;
         while cluster < range.end {
-            let step = (PAGE - cluster % PAGE).min(range.end - cluster);
+            let step = (STEP - cluster % STEP).min(range.end - cluster);
             let n = (cluster - base) as usize;
             let bits = (n << width.order(), (n + step as usize) << width.order());
             let quiet = block[bits.0 / 8..bits.1.div_ceil(8)].iter().all(|&byte| byte == 0);
-            if quiet && !self.counts.has_page(cluster) {
+            if quiet && !self.counts.has_any(cluster, step) {
                 cluster += step;
                 continue;
             }

@@ -307,10 +307,17 @@ impl<S: Storage> Walk<'_, S> {
         }
     }
 
-    /// Reads the piece of a table that begins with entry `first`.
+    /// Reads the piece of a table that begins with entry `first`. Returns no bytes if a piece of
+    /// full length is a hole: its entries are 0. A crafted file has thousands of these.
     async fn piece(&mut self, table: &TableReference, first: u64) -> Option<Vec<u8>> {
-        let (at, len) =
-            (table.offset + first * 8, (table.entries - first).min(PIECE_ENTRIES as u64) * 8);
+        let entries = (table.entries - first).min(PIECE_ENTRIES as u64);
+        let (at, len) = (table.offset + first * 8, entries * 8);
+        if entries == PIECE_ENTRIES as u64
+            && let Ok((false, hole)) = self.file.data_or_hole(at, len).await
+            && hole == len
+        {
+            return Some(Vec::new());
+        }
         let read = bytes::read(self.file, at, len as usize).await;
         let site = Site { structure: format_args!("{}", table.name), at };
         read.inspect_err(|e| self.lost(FindingKind::Unreadable, site, format_args!("reading: {e}")))

@@ -30,7 +30,9 @@ pub fn run<S: Storage>(
     let running = Rc::new(Cell::new(plan.clients));
     let hot: Rc<Vec<u64>> = Rc::new((0..3).map(|_| rng.below(sectors)).collect());
     let cluster = plan.top().layout.cluster() / SECTOR as u64;
-    let packed = plan.packs.then(|| Rc::new(Packed::half_of(sectors, cluster, rng)));
+    // Each half needs a cluster. (An operation may have made the disk smaller.)
+    let packs = plan.packs && sectors >= 2 * cluster;
+    let packed = packs.then(|| Rc::new(Packed::half_of(sectors, cluster, rng)));
     for index in 0..plan.clients {
         let client = Client {
             judge: judge.clone(),

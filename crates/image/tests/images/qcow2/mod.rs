@@ -18,6 +18,7 @@ use blockyard_ring::{Executor, Segments};
 use blockyard_storage::sim::Rng;
 
 use self::peer::{Scratch, qemu_img};
+use crate::compared::{first_difference, note_discard};
 
 const SIZE: u64 = 24 << 20;
 
@@ -34,8 +35,7 @@ async fn check(image: &Image<Store>, model: &Model, offset: u64, len: usize) {
     result.unwrap();
     let mut bytes = vec![0; len];
     segments.copy_out(0, &mut bytes);
-    let wrong = bytes.iter().zip(&model.0[offset as usize..][..len]).position(|(a, b)| a != b);
-    if let Some(at) = wrong {
+    if let Some(at) = first_difference(&bytes, &model.0[offset as usize..][..len]) {
         panic!(
             "offset {}: {} is not {}",
             offset + at as u64,
@@ -73,10 +73,7 @@ async fn work(image: Rc<Image<Store>>, mut model: Model, seed: u64, rounds: usiz
                 result.unwrap();
                 let mut now = vec![0; len as usize];
                 segments.copy_out(0, &mut now);
-                for (now, was) in now.iter().zip(&mut model.0[offset as usize..]) {
-                    assert!(*now == 0 || now == was, "a discard shows something else");
-                    *was = *now;
-                }
+                note_discard(&now, &mut model.0[offset as usize..][..len as usize]);
             }
             2 => image.flush().await.unwrap(),
             3..=4 => check(&image, &model, offset, len as usize).await,

@@ -173,24 +173,26 @@ const KINDS: [(&str, &[&str]); 5] = [
 #[test]
 fn damage_is_found_and_repaired_by_both_checks() {
     for (options, extras) in KINDS {
+        let scratch = Scratch::new("damage");
+        let path = image(&scratch, options, extras);
+        qemu_img(&["convert", "-O", "raw", &path, &scratch.path("before.raw")]);
+        let bytes = std::fs::read(&path).unwrap();
         for (name, expect, damage) in DAMAGES {
-            one(options, extras, name, expect, damage);
+            std::fs::write(&path, &bytes).unwrap();
+            one(&scratch, &path, &format!("{name} ({options})"), expect, damage);
         }
     }
 }
 
-fn one(options: &str, extras: &[&str], name: &str, expect: Expect, damage: fn(&mut DamagedImage)) {
-    let scratch = Scratch::new("damage");
-    let path = image(&scratch, options, extras);
+/// Damages the image at `path`. `before.raw` has the disk's data.
+fn one(scratch: &Scratch, path: &str, what: &str, expect: Expect, damage: fn(&mut DamagedImage)) {
     let (theirs_path, raw) = (scratch.path("theirs.qcow2"), scratch.path("before.raw"));
-    qemu_img(&["convert", "-O", "raw", &path, &raw]);
-    let mut damaged = DamagedImage::new(&path);
+    let mut damaged = DamagedImage::new(path);
     damage(&mut damaged);
-    std::fs::write(&path, &damaged.bytes).unwrap();
+    std::fs::write(path, &damaged.bytes).unwrap();
     std::fs::write(&theirs_path, &damaged.bytes).unwrap();
 
-    let what = format!("{name} ({options})");
-    let (ours, theirs) = (our_check(&path, Repair::No), qemu_check(&path, None));
+    let (ours, theirs) = (our_check(path, Repair::No), qemu_check(path, None));
     let findings = &ours.findings[..ours.findings.len().min(4)];
     assert_eq!(
         (ours.corruptions > 0, ours.leaks > 0),
@@ -204,21 +206,21 @@ fn one(options: &str, extras: &[&str], name: &str, expect: Expect, damage: fn(&m
             "{what}: {findings:#?}"
         );
     }
-    assert_eq!(std::fs::read(&path).unwrap(), damaged.bytes, "a check without repair wrote");
+    assert_eq!(std::fs::read(path).unwrap(), damaged.bytes, "a check without repair wrote");
 
-    let mut pieces = check_in_pieces(&path, Repair::No, 1000);
+    let mut pieces = check_in_pieces(path, Repair::No, 1000);
     pieces.findings.sort_by_key(|f| (f.offset, f.text.clone()));
     let mut whole = ours.clone();
     whole.findings.sort_by_key(|f| (f.offset, f.text.clone()));
     assert!(pieces == whole, "{what}: in pieces {pieces:#?}, as a whole {whole:#?}");
     let copy = scratch.path("pieces.qcow2");
-    std::fs::copy(&path, &copy).unwrap();
+    std::fs::copy(path, &copy).unwrap();
 
-    let repaired = our_check(&path, Repair::All);
+    let repaired = our_check(path, Repair::All);
     check_in_pieces(&copy, Repair::All, 1000);
     assert_eq!(
         std::fs::read(&copy).unwrap(),
-        std::fs::read(&path).unwrap(),
+        std::fs::read(path).unwrap(),
         "{what}: repaired in pieces"
     );
     if expect == Expect::Stays {
@@ -229,7 +231,7 @@ fn one(options: &str, extras: &[&str], name: &str, expect: Expect, damage: fn(&m
         repaired.is_clean() && repaired.corruptions_fixed + repaired.leaks_fixed > 0,
         "{what}: {repaired:#?}"
     );
-    let after = qemu_check(&path, None);
+    let after = qemu_check(path, None);
     assert!(after.is_clean(), "{what}: {after:#?}");
     if expect != Expect::MendedHere {
         qemu_check(&theirs_path, Some("all"));
@@ -237,6 +239,6 @@ fn one(options: &str, extras: &[&str], name: &str, expect: Expect, damage: fn(&m
         assert!(after.is_clean(), "{what}, mended by qemu-img: {after:#?}");
     }
     if expect != Expect::DataLost {
-        qemu_img(&["compare", "-f", "qcow2", "-F", "raw", &path, &raw]);
+        qemu_img(&["compare", "-f", "qcow2", "-F", "raw", path, &raw]);
     }
 }

@@ -6,7 +6,7 @@ use blockyard_image::qcow2::bitmap::prepare_for_writing;
 use blockyard_image::qcow2::check::Repair;
 use blockyard_image::qcow2::empty::make_empty;
 use blockyard_image::qcow2::header::AUTOCLEAR_KNOWN;
-use blockyard_image::qcow2::resize::{Resize, resize};
+use blockyard_image::qcow2::resize::{Resize, grow_in_place, resize};
 
 use super::cuts::{everywhere, guest, load, on_image, opened_sound};
 use super::peer::{Scratch, on_file, our_check, qemu_check, qemu_img, qemu_io, two_files};
@@ -256,4 +256,84 @@ fn every_power_cut_leaves_the_old_or_the_new_size() {
     }
     println!("{cuts} cuts");
     assert!(cuts > 200, "{cuts} cuts");
+}
+
+#[test]
+fn growth_in_place_changes_the_header_only_and_leaves_the_rest_to_a_resize() {
+    // Clusters of 512 bytes: an L1 table of one cluster reaches to 2 MiB.
+    let cases = [
+        ("cluster_size=512", 200, MIB, 0, true),
+        ("cluster_size=512", 200, 2 * MIB, 0, true),
+        ("cluster_size=512", 200, 2 * MIB + 512, 0, false),
+        ("cluster_size=64k", 1024, 4 << 40, 0, true),
+        ("cluster_size=64k", 1024, (4 << 40) + 512, 0, false),
+        ("extended_l2=on,cluster_size=64k", 1024, 64 * MIB, MIB, true),
+        ("cluster_size=64k", 1024, 64 * MIB, MIB + 512, false),
+        ("cluster_size=4k", 201, MIB, 0, false),
+        ("cluster_size=4k", 200, 200 << 10, 0, false),
+        ("compat=0.10", 1024, 2 * MIB, 0, false),
+    ];
+    for (options, kib, size, below, expected) in cases {
+        let old = format!("{kib}k");
+        let scratch = Scratch::new("in-place");
+        let path = scratch.path("image.qcow2");
+        qemu_img(&["create", "-q", "-f", "qcow2", "-o", options, &path, &old]);
+        qemu_io(&path, &[&format!("write -P 1 0 {old}")]);
+        let what = format!("{options}: {old} to {size}, {below}");
+        let wanted = Resize { size, shrink: false, below };
+        let before = std::fs::read(&path).unwrap();
+        let done = on_file(&path, move |raw| async move { grow_in_place(&raw, wanted).await });
+        assert_eq!(done.unwrap(), expected, "{what}");
+        let after = std::fs::read(&path).unwrap();
+        // The header is in the first sector.
+        assert!(before[512..] == after[512..] && (before == after) != expected, "{what}");
+        if expected {
+            sound(&path, &what);
+            let zeroes = size.min(2 * MIB) - (kib << 10);
+            qemu_io(&path, &[&format!("read -P 1 0 {old}"), &format!("read -P 0 {old} {zeroes}")]);
+            qemu_io(&path, &[&format!("write -P 2 {} 512", size - 512)]);
+            sound(&path, &what);
+        }
+    }
+}
+
+/// Another program leaves old data behind an L1 table that it has moved to a used cluster.
+#[test]
+fn growth_in_place_uses_no_entries_that_are_not_zero() {
+    let scratch = Scratch::new("in-place");
+    let path = scratch.path("image.qcow2");
+    qemu_img(&["create", "-q", "-f", "qcow2", "-o", "cluster_size=512", &path, "200k"]);
+    let mut bytes = std::fs::read(&path).unwrap();
+    let l1 = u64::from_be_bytes(bytes[40..48].try_into().unwrap()) as usize;
+    bytes.resize(bytes.len().max(l1 + 512), 0);
+    bytes[l1 + 30 * 8] = 1;
+    std::fs::write(&path, &bytes).unwrap();
+    let to = |size| {
+        let wanted = Resize { size, shrink: false, below: 0 };
+        on_file(&path, move |raw| async move { grow_in_place(&raw, wanted).await }).unwrap()
+    };
+    assert!(!to(2 * MIB));
+    assert!(std::fs::read(&path).unwrap() == bytes);
+    assert!(to(512 << 10), "the entries up to there are zero");
+}
+
+#[test]
+fn every_power_cut_of_a_growth_in_place_leaves_the_old_or_the_new_size() {
+    let scratch = Scratch::new("in-place-cuts");
+    let path = scratch.path("image.qcow2");
+    qemu_img(&["create", "-q", "-f", "qcow2", "-o", "cluster_size=512", &path, "200k"]);
+    qemu_io(&path, &["write -P 1 0 200k"]);
+    let (image, wanted) = (load(&path), Resize { size: MIB, shrink: false, below: 0 });
+    let operation =
+        move |raw| async move { grow_in_place(&raw, wanted).await.map(|is_done| assert!(is_done)) };
+    let (before, (done, after)) = (guest(&image), on_image(&image, operation));
+    done.unwrap();
+    let after = guest(&after);
+    let cuts = everywhere("in place", &image, operation, |through, left| {
+        match guest(&opened_sound(&left)?) {
+            now if now == after || (!through && now == before) => Ok(()),
+            now => Err(format!("{} bytes that are neither; through: {through}", now.len())),
+        }
+    });
+    assert!(cuts > 2, "{cuts} cuts");
 }

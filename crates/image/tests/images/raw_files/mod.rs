@@ -21,6 +21,8 @@ use blockyard_storage::sim::Rng;
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
 
+use crate::compared::first_difference;
+
 /// The guest's memory in bytes: twice the largest request, with room for gaps.
 const MEMORY: u64 = 1 << 20;
 
@@ -196,7 +198,7 @@ async fn follow(
 }
 
 fn same(found: &[u8], expected: &[u8], offset: u64, when: &str) -> Result<(), TestCaseError> {
-    match found.iter().zip(expected).position(|(a, b)| a != b) {
+    match first_difference(found, expected) {
         None if found.len() == expected.len() => Ok(()),
         None => Err(TestCaseError::fail(format!(
             "{when}: {} bytes, not {}",
