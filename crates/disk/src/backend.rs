@@ -85,6 +85,17 @@ pub enum SourceError {
     Memory { name: String, source: MemoryError },
 }
 
+impl SourceError {
+    /// Returns whether another process has locked an image.
+    pub fn is_locked(&self) -> bool {
+        matches!(
+            self,
+            SourceError::Open(OpenError::Locked { .. })
+                | SourceError::Chain(ChainError::Open(OpenError::Locked { .. }))
+        )
+    }
+}
+
 impl Source {
     /// Opens an image by path, or `null:SIZE`, `ram:SIZE` or `delay:SIZE,...`. Without a given
     /// format the file name decides; the default is raw.

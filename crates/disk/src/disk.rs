@@ -19,6 +19,7 @@ use crate::clients::ClientCounts;
 use crate::dirty::DirtyMap;
 use crate::filter::Filter;
 use crate::flush::{FlushFigures, FlushGroup};
+use crate::live::Drain;
 use crate::local_disk::LocalDisk;
 use crate::observer::Observed;
 use crate::once_a_second::OnceASecond;
@@ -69,6 +70,8 @@ pub struct Disk {
     serving_state: Mutex<ServingState>,
     /// Options that open the image when the disk is activated. None: the disk is always active.
     pub(crate) activation: Option<Mutex<ChainOptions>>,
+    /// Whether an operator holds the requests back.
+    pub(crate) drain: Drain,
     /// Held by the snapshot, commit or stream that runs: one at a time.
     pub(crate) work: Mutex<()>,
     /// Whether the disk is being closed. If so, no snapshot, commit or stream begins, and a running
@@ -150,6 +153,7 @@ impl Disk {
             poisoned,
             serving_state,
             activation: None,
+            drain: Drain::default(),
             work,
             ended,
             used,
@@ -190,6 +194,7 @@ impl Disk {
     /// Call it before the disk is closed, from a thread that is no reactor.
     pub fn end_work(&self) {
         self.ended.store(true, Ordering::SeqCst);
+        self.drain.resume();
         drop(self.work.lock().unwrap_or_else(PoisonError::into_inner));
     }
 
@@ -279,8 +284,14 @@ impl Disk {
         self.paused.load(Ordering::SeqCst)
     }
 
-    /// Lets the requests that wait for space try again, on all reactors. Returns their number.
-    pub fn resume(self: &Arc<Self>) -> u64 {
+    /// Ends a drain, and lets the requests that wait for space try again, on all reactors. Returns
+    /// whether the disk was drained, and the number of requests that waited for space.
+    pub fn resume(self: &Arc<Self>) -> (bool, u64) {
+        let was_drained = self.drain.resume();
+        (was_drained, self.retry())
+    }
+
+    fn retry(self: &Arc<Self>) -> u64 {
         let paused = self.paused();
         for reactor in self.serving_state().reactors.clone() {
             let disk = self.clone();
@@ -303,7 +314,7 @@ impl Disk {
     pub fn set_on_enospc(self: &Arc<Self>, on_enospc: OnEnospc) {
         self.pauses.store(on_enospc == OnEnospc::Pause, Ordering::SeqCst);
         if on_enospc == OnEnospc::Error {
-            self.resume();
+            self.retry();
         }
     }
 

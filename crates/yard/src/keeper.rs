@@ -55,7 +55,9 @@ pub(crate) enum Message {
     Do { name: String, state: DiskState, operation: Operation },
     Done { name: String, disk: Option<Box<ServedDisk>> },
     List(SyncSender<Vec<DiskInfo>>),
+    Info { name: String, reply: SyncSender<Option<DiskInfo>> },
     Known(SyncSender<Vec<KnownDisk>>),
+    Find { name: String, reply: SyncSender<Option<Arc<Disk>>> },
     Close(SyncSender<Vec<Ended>>),
 }
 
@@ -87,6 +89,8 @@ pub struct DiskInfo {
     pub ways: Vec<String>,
     /// Number of requests that wait for space on the host.
     pub paused: u64,
+    /// Whether an operator holds the requests back.
+    pub is_drained: bool,
 }
 
 struct Entry {
@@ -141,7 +145,9 @@ impl Keeper {
                 Message::Do { name, state, operation } => self.take(name, state, operation),
                 Message::Done { name, disk } => self.put_back(name, disk),
                 Message::List(reply) => drop(reply.send(self.list())),
+                Message::Info { name, reply } => drop(reply.send(self.info(&name))),
                 Message::Known(reply) => drop(reply.send(self.known())),
+                Message::Find { name, reply } => drop(reply.send(self.find(&name))),
                 Message::Close(reply) => self.close(reply),
             }
             if self.closing.is_some()
@@ -200,14 +206,22 @@ impl Keeper {
     }
 
     fn list(&self) -> Vec<DiskInfo> {
-        // A command for a disk that does not exist has an entry, too, until it is done.
-        let is_disk = |entry: &Entry| entry.shown.is_some() || entry.state == DiskState::Opening;
-        let entries = self.by_arrival().into_iter().filter(|(_, entry)| is_disk(entry));
+        let entries = self.by_arrival().into_iter().filter(|(_, entry)| entry.is_disk());
         entries.map(|(name, entry)| entry.info(name)).collect()
+    }
+
+    fn info(&self, name: &str) -> Option<DiskInfo> {
+        let entry = self.entries.get(name).filter(|entry| entry.is_disk())?;
+        Some(entry.info(name))
     }
 
     fn known(&self) -> Vec<KnownDisk> {
         self.by_arrival().into_iter().filter_map(|(_, entry)| entry.known()).collect()
+    }
+
+    /// Returns a disk that is open and stays open, also while a command works on it.
+    fn find(&self, name: &str) -> Option<Arc<Disk>> {
+        Some(self.entries.get(name)?.known()?.disk)
     }
 
     fn by_arrival(&self) -> Vec<(&String, &Entry)> {
@@ -249,6 +263,12 @@ impl Drop for Done {
 }
 
 impl Entry {
+    /// Returns whether the entry is one of a disk. A command for a disk that does not exist has an
+    /// entry, too, until it is done.
+    fn is_disk(&self) -> bool {
+        self.shown.is_some() || self.state == DiskState::Opening
+    }
+
     /// Returns the disk if it is open and stays open.
     fn known(&self) -> Option<KnownDisk> {
         let open = self.shown.as_ref().filter(|_| self.state != DiskState::Closing);
@@ -265,8 +285,19 @@ impl Entry {
     fn info(&self, name: &str) -> DiskInfo {
         let (name, state) = (name.to_string(), self.state);
         let Some((disk, settings)) = &self.shown else {
-            let (image, images, ways, capacity, is_read_only, paused) = Default::default();
-            return DiskInfo { name, state, image, images, capacity, is_read_only, ways, paused };
+            let (image, images, ways) = Default::default();
+            let (capacity, is_read_only, paused, is_drained) = Default::default();
+            return DiskInfo {
+                name,
+                state,
+                image,
+                images,
+                capacity,
+                is_read_only,
+                ways,
+                paused,
+                is_drained,
+            };
         };
         DiskInfo {
             name,
@@ -277,6 +308,7 @@ impl Entry {
             is_read_only: settings.image.read_only,
             ways: settings.ways.iter().map(|way| way.describe()).collect(),
             paused: disk.paused(),
+            is_drained: disk.is_drained(),
         }
     }
 }

@@ -164,6 +164,9 @@ impl ServedDisk {
         if context.jobs.are_running(&self.settings.name) {
             return Some("a job works on it: wait for its end, or cancel it".into());
         }
+        if self.disk.is_drained() {
+            return Some("it is drained: run `blockyard ctl resume`".into());
+        }
         let obstacle = self.exports.iter().find_map(|export| export.obstacle());
         obstacle.or_else(|| self.sync_for_close(context))
     }
@@ -215,9 +218,16 @@ impl ServedDisk {
         }
     }
 
+    /// Begins to disconnect the clients with this description, or all of them.
+    pub fn disconnect(&mut self, description: Option<&str>) {
+        self.exports.iter_mut().for_each(|export| export.disconnect(description));
+    }
+
     /// Makes all answered writes durable.
     pub fn flush(&self, reactors: &Reactors) -> Result<(), YardError> {
-        let is_flushed = blockyard_export::sync(&self.disk, reactors);
+        // A drained disk has no write that is not durable, and a sync would wait for its end.
+        let is_durable = self.disk.is_drained() && self.disk.poisoned().is_none();
+        let is_flushed = is_durable || blockyard_export::sync(&self.disk, reactors);
         is_flushed
             .then_some(())
             .ok_or_else(|| YardError::Flush { disk: self.settings.name.clone() })

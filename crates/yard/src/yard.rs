@@ -5,6 +5,7 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
+use std::time::Duration;
 
 use blockyard_export::Reactors;
 use blockyard_image::{Opener, SharedImages};
@@ -161,6 +162,13 @@ impl Yard {
         receiver.recv().unwrap_or_default()
     }
 
+    /// Returns the row of one disk, if the yard has it. Does not wait for commands.
+    pub fn info(&self, name: &str) -> Option<DiskInfo> {
+        let (reply, receiver) = mpsc::sync_channel(1);
+        let _ = self.0.messages.send(Message::Info { name: name.into(), reply });
+        receiver.recv().ok().flatten()
+    }
+
     /// Returns the figures of all open disks and of the reactors. Does not wait for commands. Costs
     /// much less than a report of each disk.
     pub fn sample(&self) -> Result<Sample, SampleError> {
@@ -204,9 +212,32 @@ impl Yard {
         self.with(name, |context, disk| disk.flush(&context.reactors))
     }
 
-    /// Lets the requests of a disk that wait for space on the host try again. Returns their number.
-    pub fn resume(&self, name: &str) -> Result<u64, YardError> {
-        self.with(name, |_, disk| Ok(disk.disk.resume()))
+    /// Waits until no request of a disk is in flight and all answered writes are durable. Holds
+    /// requests from then on, until [`Yard::resume`] or for `limit`.
+    pub fn drain(&self, name: &str, limit: Duration) -> Result<(), YardError> {
+        self.with(name, move |_, disk| Ok(disk.disk.drain(limit)?))
+    }
+
+    /// Begins to disconnect the clients of a disk with this description, or all of them. They may
+    /// connect again.
+    pub fn disconnect(&self, name: &str, description: Option<String>) -> Result<(), YardError> {
+        self.with(name, move |_, disk| {
+            disk.disconnect(description.as_deref());
+            Ok(())
+        })
+    }
+
+    /// Ends a drain, and lets the requests of a disk that wait for space on the host try again.
+    /// Returns whether the disk was drained, and the number of those requests. Does not wait for
+    /// commands, because one of them may wait for requests that a drain holds.
+    pub fn resume(&self, name: &str) -> Result<(bool, u64), YardError> {
+        let (reply, receiver) = mpsc::sync_channel(1);
+        let _ = self.0.messages.send(Message::Find { name: name.into(), reply });
+        match receiver.recv() {
+            Ok(Some(disk)) => Ok(disk.resume()),
+            Ok(None) => Err(YardError::NotFound { disk: name.into() }),
+            Err(_) => Err(YardError::Closing),
+        }
     }
 
     /// Starts a snapshot, commit or stream of a disk. Other commands for the disk run concurrently.

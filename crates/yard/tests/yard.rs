@@ -179,6 +179,9 @@ fn disks_come_change_and_go() {
         (DiskState::Serving, 1 << 20, "first second")
     );
     assert_eq!(list[1].image.as_deref(), Some(&*image));
+    let row = yard.info("a").unwrap();
+    assert_eq!((&*row.name, row.image.as_deref()), ("a", Some(&*image)));
+    assert!(yard.info("c").is_none());
     let taken = yard.add(disk("a", "ram:1M", Vec::new()));
     assert!(matches!(&taken, Err(YardError::NameTaken { disk }) if disk == "a"), "{taken:?}");
 

@@ -15,7 +15,7 @@
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use blockyard_image::{ChainError, ChainOptions, ImageFile, OpenError};
+use blockyard_image::{ChainOptions, ImageFile};
 use blockyard_ring::LockedFile;
 
 use super::{Why, WorkError, Worker, check_not_poisoned};
@@ -78,7 +78,7 @@ impl Disk {
         let mut is_known = false;
         loop {
             match Source::open(options) {
-                Err(e) if is_locked(&e) && goes_on() && Instant::now() < deadline => {
+                Err(e) if e.is_locked() && goes_on() && Instant::now() < deadline => {
                     if !std::mem::replace(&mut is_known, true) {
                         tracing::info!(disk = self.name(), "activation waits: {e}");
                     }
@@ -131,15 +131,6 @@ impl Worker {
         quiesced.exchange(&image, None)?;
         Ok(())
     }
-}
-
-/// Returns whether another process has locked an image.
-fn is_locked(error: &SourceError) -> bool {
-    matches!(
-        error,
-        SourceError::Open(OpenError::Locked { .. })
-            | SourceError::Chain(ChainError::Open(OpenError::Locked { .. }))
-    )
 }
 
 /// Returns the files that are open and locked for writing.

@@ -1,4 +1,4 @@
-//! Snapshot, commit, stream and resize: work on a disk's images while guests use the disk. A
+//! Snapshot, commit, stream, resize and drain: work on a disk's images while guests use the disk. A
 //! control thread starts it.
 //!
 //! ```text
@@ -6,6 +6,7 @@
 //!   commit     copies the topmost image's data into its backing image, and empties it
 //!   stream     copies the data of all backing images into the topmost image, which then needs none
 //!   resize     grows the topmost image
+//!   drain      holds requests while an operator works on the host's side
 //! ```
 //!
 //! In: calls from a thread that is no reactor. They block until the work is done. Out: the disk,
@@ -14,10 +15,11 @@
 //! What must hold: a guest sees the same disk before and after, except for its size, whatever
 //! fails, also after a power cut. Only one such work runs on a disk at a time. The disk is quiesced
 //! only to exchange images, for a commit also to begin and to copy the last changes, and for a
-//! resize to change the image ([`crate::quiesce`]).
+//! resize to change the image, and as long as it is drained ([`crate::quiesce`]).
 
 mod activation;
 mod commit;
+mod drain;
 mod resize;
 mod snapshot;
 mod stream;
@@ -35,6 +37,7 @@ use crate::disk::Disk;
 use crate::local_disk::LocalDisk;
 use crate::quiesced::QuiesceError;
 
+pub(crate) use drain::Drain;
 pub use snapshot::SnapshotOptions;
 
 /// Progress and cancellation of a commit or a stream. The thread that does it and its observers
@@ -84,7 +87,7 @@ pub struct WorkError {
 /// Why a snapshot, commit or stream failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Why {
-    #[error("another snapshot, commit, stream or resize of this disk is under way")]
+    #[error("another snapshot, commit, stream, resize or drain of this disk is under way")]
     Busy,
     #[error("the disk is being closed")]
     Ended,
