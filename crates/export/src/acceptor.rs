@@ -1,18 +1,19 @@
-//! One thread that waits for clients on the listening sockets of all vhost-user exports.
+//! One thread that waits for clients on the listening sockets of all vhost-user and NBD exports.
 //!
 //! ```text
-//!   listening sockets ──► epoll, one thread ──► the export's callback: starts a session's thread
-//!                              ▲                                             │
-//!                              └────────── the end of that thread ◄──────────┘
+//!   listening sockets ──► epoll, one thread ──► the callback: starts a session's thread
+//!                              ▲                (vhost-user), or gives clients to reactors (NBD)
+//!                              └──── the end of the session, or of the callback ◄────┘
 //! ```
 //! So an export without a client has neither a thread nor a descriptor besides its socket.
 //!
-//! In: listeners, each with a callback. Out: a call when a client connects. The acceptor then
-//! ignores the listener until the [`Entrance`] that the call received is dropped.
+//! In: listeners, each with a callback. Out: a call when a client connects, or when a [`Bell`]
+//! rings. The acceptor then ignores the listener until the [`Entrance`] that the call received is
+//! dropped.
 //! What must hold: a callback does not block. After the [`Registration`] is dropped, its callback
 //! is not called any more.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -48,6 +49,8 @@ struct Shared {
     stop: AtomicBool,
     next: AtomicU64,
     doors: Mutex<HashMap<u64, Door>>,
+    /// Listeners with a bell that has rung.
+    rung: Mutex<BTreeSet<u64>>,
 }
 
 struct Door {
@@ -63,11 +66,19 @@ pub struct Registration {
     listener: Arc<Listener>,
 }
 
+/// Makes the acceptor call the callback of a listener, although no client has connected.
+#[derive(Clone)]
+pub struct Bell {
+    shared: Arc<Shared>,
+    number: u64,
+}
+
 /// A listener with clients, which the acceptor ignores until this is dropped.
 pub struct Entrance {
     shared: Arc<Shared>,
     number: u64,
     listener: Arc<Listener>,
+    is_shut: bool,
 }
 
 impl Acceptor {
@@ -79,6 +90,7 @@ impl Acceptor {
             stop: AtomicBool::new(false),
             next: AtomicU64::new(WAKE + 1),
             doors: Mutex::default(),
+            rung: Mutex::default(),
         });
         epoll::add(&shared.epoll, &shared.wake, EventData::new_u64(WAKE), EventFlags::IN)?;
         let waiting = shared.clone();
@@ -107,7 +119,7 @@ impl Acceptor {
         let listener = Arc::new(listener);
         let registration = self.add(listener.clone(), on_client, EventFlags::ONESHOT)?;
         let (shared, number) = (self.shared.clone(), registration.number);
-        Ok((registration, Entrance { shared, number, listener }))
+        Ok((registration, Entrance { shared, number, listener, is_shut: false }))
     }
 
     fn add(
@@ -134,7 +146,7 @@ const FLAGS: EventFlags = EventFlags::IN.union(EventFlags::ONESHOT);
 impl Drop for Acceptor {
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::SeqCst);
-        let _ = rustix::io::write(&self.shared.wake, &1u64.to_ne_bytes());
+        self.shared.wake();
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
@@ -162,11 +174,26 @@ impl Shared {
                 let data = event.data;
                 data.u64()
             };
-            let failed = events.iter().filter(|e| self.client_of(number(e)).is_err()).count();
+            let rung = self.rung();
+            let listeners = events.iter().map(number).filter(|&number| number != WAKE).chain(rung);
+            let failed = listeners.filter(|&number| self.client_of(number).is_err()).count();
             if failed > 0 {
                 self.pause();
             }
         }
+    }
+
+    fn wake(&self) {
+        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+    }
+
+    /// Returns the listeners with a bell that has rung since the last call.
+    fn rung(&self) -> BTreeSet<u64> {
+        if !self.stop.load(Ordering::SeqCst) {
+            // Before the list is taken, so that a bell that rings now wakes the thread again.
+            let _ = rustix::io::read(&self.wake, &mut [0; 8]);
+        }
+        std::mem::take(&mut *self.rung.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// Calls the callback of a listener that has a client.
@@ -174,7 +201,8 @@ impl Shared {
         // The lock is held during the callback, so that the end of a registration waits for it.
         let doors = self.doors();
         let Some(Door { listener, on_client }) = doors.get(&number) else { return Ok(()) };
-        on_client(Entrance { shared: self.clone(), number, listener: listener.clone() })
+        let (shared, listener) = (self.clone(), listener.clone());
+        on_client(Entrance { shared, number, listener, is_shut: false })
     }
 
     /// Waits for [`PAUSE`], or until the acceptor ends.
@@ -198,16 +226,40 @@ impl Registration {
     pub fn listener(&self) -> &Arc<Listener> {
         &self.listener
     }
+
+    pub fn bell(&self) -> Bell {
+        Bell { shared: self.shared.clone(), number: self.number }
+    }
+}
+
+impl Bell {
+    /// Makes the acceptor call the callback soon. After the end of the registration, nothing
+    /// happens.
+    pub fn ring(&self) {
+        let mut rung = self.shared.rung.lock().unwrap_or_else(PoisonError::into_inner);
+        rung.insert(self.number);
+        drop(rung);
+        self.shared.wake();
+    }
 }
 
 impl Entrance {
     pub fn listener(&self) -> &Listener {
         &self.listener
     }
+
+    /// Makes the acceptor ignore the listener until another entrance of it is dropped. Its
+    /// [`Bell`] calls the callback with one.
+    pub fn keep_shut(mut self) {
+        self.is_shut = true;
+    }
 }
 
 impl Drop for Entrance {
     fn drop(&mut self) {
+        if self.is_shut {
+            return;
+        }
         for socket in self.listener.sockets() {
             // Fails after the end of the registration. Then no client is expected.
             let data = EventData::new_u64(self.number);
@@ -260,6 +312,36 @@ mod tests {
         assert!(path.exists(), "a session has the listener");
         drop(entrance);
         assert!(!path.exists());
+        assert!(entrances.recv().is_err(), "the callback is gone");
+    }
+
+    #[test]
+    fn a_shut_listener_is_called_again_when_its_bell_rings() {
+        let acceptor = Acceptor::start().unwrap();
+        let (path, (sender, entrances)) = (socket("bell"), mpsc::channel());
+        let registration = acceptor
+            .register(Listener::bind(&path).unwrap(), move |entrance| {
+                sender.send(entrance).map_err(io::Error::other)
+            })
+            .unwrap();
+        let bell = registration.bell();
+        bell.ring();
+        // The callback is called without a client.
+        let entrance = entrances.recv().unwrap();
+        assert!(entrance.listener().accept_now().unwrap().is_none());
+        drop(entrance);
+        let _one = UnixStream::connect(&path).unwrap();
+        entrances.recv().unwrap().keep_shut();
+        // The thread handles one bell after another: no event came between.
+        bell.ring();
+        entrances.recv().unwrap().keep_shut();
+        bell.ring();
+        let entrance = entrances.recv().unwrap();
+        assert!(entrance.listener().accept_now().unwrap().is_some());
+        assert!(entrances.try_recv().is_err());
+        drop(entrance);
+        drop(registration);
+        bell.ring();
         assert!(entrances.recv().is_err(), "the callback is gone");
     }
 

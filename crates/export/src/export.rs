@@ -6,6 +6,9 @@ use blockyard_ring::parcel::Parcel;
 
 use crate::client::Client;
 
+/// Why a client was disconnected, in reports.
+pub(crate) const BY_OPERATOR: &str = "an operator disconnected it";
+
 /// What the next server needs to continue an export.
 pub struct Handed {
     /// The protocol, such as `vhost-user`.
@@ -44,6 +47,11 @@ pub trait Export: Send {
 
     /// Returns each connected client.
     fn clients(&self) -> Vec<Client>;
+
+    /// Begins to disconnect the clients with this description, or all clients. The requests that
+    /// were taken are answered first. The clients may connect again. Exports without connections
+    /// ignore this.
+    fn disconnect(&mut self, _description: Option<&str>) {}
 
     /// Returns the block device of this host that the export has made, if it has made one.
     fn device(&self) -> Option<PathBuf> {

@@ -1,8 +1,11 @@
-//! The holder's connection (`blockyard_ring::holder`): what the next server needs if this one dies.
+//! What the next server needs if this one dies, at the holder (`blockyard_ring::holder`) or in
+//! systemd's store of descriptors ([`Store`]).
 //!
 //! In: parcels, by key. Out: the same parcels in the next server. A parcel's bytes are in a memory
-//! file, which is its first descriptor. What must hold: a holder that does not read delays this
+//! file, which is its first descriptor. What must hold: a keeper that does not read delays this
 //! server at most [`SEND_TIME`] once. Then the server goes on without it.
+
+mod store;
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -21,41 +24,77 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, sockopt,
 };
 
-/// Longest wait until the holder reads.
+pub use store::Store;
+
+/// Longest wait until the holder or systemd reads.
 const SEND_TIME: Duration = Duration::from_secs(1);
 /// Longest description of a session in bytes.
 const MOST_DESCRIPTION: u64 = 4 << 20;
 
-static HOLDER: Mutex<Option<OwnedFd>> = Mutex::new(None);
+/// Where parcels are kept.
+enum Keeper {
+    Holder(OwnedFd),
+    Store(Store),
+}
 
-fn holder() -> MutexGuard<'static, Option<OwnedFd>> {
-    HOLDER.lock().unwrap_or_else(PoisonError::into_inner)
+static KEEPER: Mutex<Option<Keeper>> = Mutex::new(None);
+
+fn keeper() -> MutexGuard<'static, Option<Keeper>> {
+    KEEPER.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Keeps parcels at the holder from now on.
 pub fn use_holder(socket: OwnedFd) -> io::Result<()> {
     sockopt::set_socket_timeout(&socket, sockopt::Timeout::Send, Some(SEND_TIME))?;
-    *holder() = Some(socket);
+    *keeper() = Some(Keeper::Holder(socket));
     Ok(())
+}
+
+/// Keeps parcels in systemd's store from now on.
+pub fn use_store(store: Store) {
+    *keeper() = Some(Keeper::Store(store));
 }
 
 /// Returns whether sessions are kept.
 pub fn is_on() -> bool {
-    holder().is_some()
+    keeper().is_some()
 }
 
-/// Returns a copy of the connection, for a server that takes over.
+/// Returns a copy of the holder's connection, for a server that takes over. None: there is no
+/// holder.
 pub fn connection() -> Option<io::Result<OwnedFd>> {
-    holder().as_ref().map(OwnedFd::try_clone)
+    match &*keeper() {
+        Some(Keeper::Holder(socket)) => Some(socket.try_clone()),
+        _ => None,
+    }
 }
 
-/// Makes the holder watch this process, and start `program` if it dies.
+/// Returns the name of a parcel in systemd's store, for a server that takes over.
+pub fn stored(key: &str) -> Option<String> {
+    match &*keeper() {
+        Some(Keeper::Store(store)) => store.name(key),
+        _ => None,
+    }
+}
+
+/// Notes that another server has kept a parcel in systemd's store by this name.
+pub fn adopt(key: String, name: String) {
+    if let Some(Keeper::Store(store)) = &mut *keeper() {
+        store.adopt(key, name);
+    }
+}
+
+/// Makes the holder watch this process, and start `program` if it dies. (systemd learns the process
+/// from the server that hands over.)
 pub fn announce(program: &Path) {
     let mut message = vec![kind::SERVER];
     message.extend((std::process::id() as i32).to_ne_bytes());
     message.extend(program.as_os_str().as_bytes());
     message.truncate(MOST_BYTES);
-    tell("announcing this server", &message, &[]);
+    tell("announcing this server", |keeper| match keeper {
+        Keeper::Holder(socket) => send(socket, &message, &[]),
+        Keeper::Store(_) => Ok(()),
+    });
 }
 
 /// Replaces what is kept under a key.
@@ -71,7 +110,11 @@ pub fn keep(key: &str, parcel: &Parcel) {
             let fds: Vec<_> = std::iter::once(description.as_fd())
                 .chain(parcel.fds.iter().map(AsFd::as_fd))
                 .collect();
-            tell(key, &message(kind::KEEP, key), &fds);
+            let message = message(kind::KEEP, key);
+            tell(key, |keeper| match keeper {
+                Keeper::Holder(socket) => send(socket, &message, &fds),
+                Keeper::Store(store) => store.keep(key, &message, &fds),
+            });
         }
         Err(e) => tracing::warn!("{key}: cannot describe it for the holder: {e}"),
     }
@@ -79,7 +122,10 @@ pub fn keep(key: &str, parcel: &Parcel) {
 
 /// Forgets what is kept under a key.
 pub fn forget(key: &str) {
-    tell(key, &message(kind::FORGET, key), &[]);
+    tell(key, |keeper| match keeper {
+        Keeper::Holder(socket) => send(socket, &message(kind::FORGET, key), &[]),
+        Keeper::Store(store) => store.forget(key),
+    });
 }
 
 fn message(kind: u8, key: &str) -> Vec<u8> {
@@ -88,17 +134,21 @@ fn message(kind: u8, key: &str) -> Vec<u8> {
     message
 }
 
-/// Sends a message. Gives the holder up if that fails.
-fn tell(what: &str, message: &[u8], fds: &[BorrowedFd<'_>]) {
-    let mut holder = holder();
-    let Some(socket) = &*holder else { return };
-    if let Err(e) = send(socket, message, fds) {
-        tracing::error!("{what}: the holder cannot be reached, nothing is kept any more: {e}");
-        *holder = None;
+/// Sends something to the keeper. Gives the keeper up if that fails.
+fn tell(what: &str, send: impl FnOnce(&mut Keeper) -> io::Result<()>) {
+    let mut keeper = keeper();
+    let Some(present) = &mut *keeper else { return };
+    if let Err(e) = send(present) {
+        let name = match present {
+            Keeper::Holder(_) => "the holder",
+            Keeper::Store(_) => "systemd's store of descriptors",
+        };
+        tracing::error!("{what}: {name} cannot be reached, nothing is kept any more: {e}");
+        *keeper = None;
     }
 }
 
-fn send(socket: &OwnedFd, message: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+fn send(socket: impl AsFd, message: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     if !fds.is_empty() {
@@ -107,39 +157,59 @@ fn send(socket: &OwnedFd, message: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<
     let flags = SendFlags::NOSIGNAL;
     let piece = [IoSlice::new(message)];
     // The socket has a timeout: SIGSTOP and SIGCONT interrupt the call without any handler.
-    retry_on_intr(|| rustix::net::sendmsg(socket, &piece, &mut control, flags))?;
+    retry_on_intr(|| rustix::net::sendmsg(&socket, &piece, &mut control, flags))?;
     Ok(())
 }
 
-/// Returns all that the holder keeps: what servers that have died left.
+/// Returns all that is kept: what servers that have died left.
 pub fn left_behind() -> io::Result<Vec<(String, Parcel)>> {
-    let holder = holder();
-    let Some(socket) = &*holder else { return Ok(Vec::new()) };
+    match &mut *keeper() {
+        Some(Keeper::Holder(socket)) => at_holder(socket),
+        Some(Keeper::Store(store)) => Ok(store.left_behind()),
+        None => Ok(Vec::new()),
+    }
+}
+
+fn at_holder(socket: &OwnedFd) -> io::Result<Vec<(String, Parcel)>> {
     sockopt::set_socket_timeout(socket, sockopt::Timeout::Recv, Some(SEND_TIME * 30))?;
     send(socket, &[kind::ALL], &[])?;
     let mut all = Vec::new();
     loop {
-        let mut bytes = [0; MOST_BYTES];
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let flags = RecvFlags::CMSG_CLOEXEC;
-        let piece = &mut [IoSliceMut::new(&mut bytes)];
-        let receive = || rustix::net::recvmsg(socket, piece, &mut control, flags);
-        let got = retry_on_intr(receive)?.bytes;
-        let mut fds = Vec::new();
-        for message in control.drain() {
-            if let RecvAncillaryMessage::ScmRights(received) = message {
-                fds.extend(received);
-            }
+        match receive(socket, RecvFlags::empty())? {
+            Received::Kept(key, parcel) => all.push((key, parcel)),
+            Received::End => return Ok(all),
         }
-        match bytes[..got].split_first() {
-            Some((&kind::KEEP, key)) if !fds.is_empty() => {
-                let bytes = read(&fds.remove(0))?;
-                all.push((String::from_utf8_lossy(key).into_owned(), Parcel { bytes, fds }));
-            }
-            Some((&kind::END, _)) => return Ok(all),
-            _ => return Err(io::Error::other("the holder sent nonsense, or has ended")),
+    }
+}
+
+/// A message of the holder, or one that is kept in systemd's store.
+enum Received {
+    Kept(String, Parcel),
+    End,
+}
+
+fn receive(socket: impl AsFd, flags: RecvFlags) -> io::Result<Received> {
+    let mut bytes = [0; MOST_BYTES];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let flags = flags | RecvFlags::CMSG_CLOEXEC;
+    let piece = &mut [IoSliceMut::new(&mut bytes)];
+    let receive = || rustix::net::recvmsg(&socket, piece, &mut control, flags);
+    let got = retry_on_intr(receive)?.bytes;
+    let mut fds = Vec::new();
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(received) = message {
+            fds.extend(received);
         }
+    }
+    match bytes[..got].split_first() {
+        Some((&kind::KEEP, key)) if !fds.is_empty() => {
+            let bytes = read(&fds.remove(0))?;
+            let key = String::from_utf8_lossy(key).into_owned();
+            Ok(Received::Kept(key, Parcel { bytes, fds }))
+        }
+        Some((&kind::END, _)) => Ok(Received::End),
+        _ => Err(io::Error::other("the holder sent nonsense, or has ended")),
     }
 }
 

@@ -20,6 +20,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use blockyard_disk::{Disk, LocalDisk};
@@ -104,6 +105,7 @@ impl Offer {
             Ok(parcel) => Some(Handed { kind: KIND, parcel }),
             Err(e) => {
                 let what = format_args!("{} NBD clients are disconnected: {e}", left.len());
+                self.server.shared.disconnected.fetch_add(left.len() as u64, Ordering::SeqCst);
                 self.server.shared.log.warn(self.disk.name(), None, what);
                 None
             }
@@ -145,7 +147,8 @@ async fn hand_over_here(handle: &Handle, disk: &Arc<Disk>) -> Vec<LeftConnection
         handle.sleep(Duration::from_millis(1)).await;
     }
     served.iter().for_each(|served| served.resume());
-    let ended = links.iter().filter(|link| link.is_tls()).count();
+    let ended = links.iter().filter(|link| link.is_tls()).inspect(|link| link.note_disconnected());
+    let ended = ended.count();
     if ended > 0 {
         let disk = disk.name();
         tracing::warn!(disk, "{ended} NBD clients with TLS were disconnected for the hand-over");
@@ -275,6 +278,19 @@ mod tests {
         assert_eq!(unread.read(&room).unwrap(), 8);
         // The old server can still read the same bytes.
         assert_eq!(before.remains.unread.unwrap().read(&room).unwrap(), 8);
+    }
+
+    /// If this test fails, the format needs a new number, and the old one needs a reader.
+    #[test]
+    fn the_format_is_that_of_the_record() {
+        let recorded: serde_json::Value =
+            serde_json::from_str(include_str!("handover/recorded-1.json")).unwrap();
+        let ours = pack(&[left().0]).unwrap();
+        let wire: serde_json::Value = serde_json::from_slice(&ours.bytes).unwrap();
+        assert_eq!(wire, recorded);
+        let bytes = serde_json::to_vec(&recorded).unwrap();
+        let left = unpack(Parcel { bytes, fds: ours.fds }).unwrap();
+        assert_eq!((left.len(), left[0].headers), (1, Headers::Extended));
     }
 
     #[test]

@@ -8,6 +8,7 @@
 use std::cell::{Cell, OnceCell, RefCell};
 use std::rc::{Rc, Weak};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use blockyard_disk::{ConnectedClient, Disk, LocalDisk};
@@ -18,6 +19,7 @@ use super::exported::{Exported, Peer};
 use super::handover::LeftConnection;
 use super::shared::Shared;
 use super::stream::Stream;
+use crate::export::BY_OPERATOR;
 use crate::{Client, Reactors};
 
 /// Time between two checks for slow clients, while a client may be slow.
@@ -98,6 +100,11 @@ impl Link {
     /// Lets another server continue the connection. TLS connections end instead.
     pub fn leave(&self) {
         if self.is_tls() { self.stream.shutdown_read() } else { self.stream.leave() }
+    }
+
+    /// Counts this client as disconnected by the present hand-over.
+    pub fn note_disconnected(&self) {
+        self.server.disconnected.fetch_add(1, Ordering::SeqCst);
     }
 
     pub fn is_tls(&self) -> bool {
@@ -201,18 +208,19 @@ pub fn undecided(reactors: &Reactors, server: &Arc<Shared>) -> usize {
     reactors.all().filter_map(of_reactor).sum()
 }
 
-/// Ends the connections of `server` that have not chosen an export.
-pub fn end_undecided(reactors: &Reactors, server: &Arc<Shared>) {
-    for reactor in reactors.all() {
+/// Ends the connections of `server` that have not chosen an export. Returns their number.
+pub fn end_undecided(reactors: &Reactors, server: &Arc<Shared>) -> usize {
+    let of_reactor = |reactor: &Remote| {
         let server = server.clone();
-        reactor.run(move |handle| {
-            let living = handle.local::<Links>().living();
-            let undecided = living.iter().filter(|link| link.exported.get().is_none());
-            undecided
-                .filter(|link| Arc::ptr_eq(&link.server, &server))
-                .for_each(|link| link.stream.shutdown());
-        });
-    }
+        reactor.ask(move |handle, reply| {
+            let mut living = handle.local::<Links>().living();
+            living
+                .retain(|link| link.exported.get().is_none() && Arc::ptr_eq(&link.server, &server));
+            living.iter().for_each(|link| link.stream.shutdown());
+            reply.send(living.len());
+        })
+    };
+    reactors.all().filter_map(of_reactor).sum()
 }
 
 /// Ends the connections of clients that have lost their permission to use `disk`.
@@ -226,6 +234,37 @@ pub fn end_not_allowed(reactors: &Reactors, disk: &Arc<Disk>) {
                 .filter(|link| link.is_of(&disk) && link.is_not_allowed())
                 .for_each(|link| link.stream.shutdown());
         });
+    }
+}
+
+/// Ends the connections of clients of `disk` with this description, or of all of them, after their
+/// requests are answered. Returns before that.
+pub fn disconnect(reactors: &Reactors, disk: &Arc<Disk>, description: Option<&str>) {
+    for reactor in reactors.all() {
+        let (disk, description) = (disk.clone(), description.map(String::from));
+        reactor.run(move |handle| {
+            let mut links = of_disk(handle, &disk);
+            links.retain(|link| {
+                description.as_ref().is_none_or(|d| *d == link.stream.client().description)
+            });
+            for link in &links {
+                link.ends(BY_OPERATOR);
+                link.stream.shutdown_read();
+            }
+            let (links, timer) = (links.iter().map(Rc::downgrade).collect(), handle.clone());
+            handle.spawn(async move { hurry(&timer, links).await });
+        });
+    }
+}
+
+/// Disconnects clients that do not read their last replies in time.
+async fn hurry(handle: &Handle, links: Vec<Weak<Link>>) {
+    let deadline = Instant::now() + LAST_ANSWERS;
+    while links.iter().any(|link| link.strong_count() > 0) {
+        if Instant::now() > deadline {
+            return links.iter().filter_map(Weak::upgrade).for_each(|link| link.stream.shutdown());
+        }
+        handle.sleep(Duration::from_millis(2)).await;
     }
 }
 

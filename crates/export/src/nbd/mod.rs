@@ -2,13 +2,13 @@
 //! over Unix sockets and TCP.
 //!
 //! ```text
-//!   address ─► thread (accept) ─► reactor: negotiation ─► receiver ─► workers ─► disk
-//!                                                         sender ◄─── replies ◄───┘
+//!   address ─► acceptor ─► reactor: negotiation ─► receiver ─► workers ─► disk
+//!                                                  sender ◄─── replies ◄───┘
 //! ```
-//! A [`Server`] serves one address, with any number of disks, by name. Its thread accepts clients
-//! and distributes them over the reactors, which do everything else. A flush on one connection
-//! covers the writes of all connections, because the disk flushes as a whole. Source: the NBD
-//! project's `proto.md`. Its constants are in crate `nbd`.
+//! A [`Server`] serves one address, with any number of disks, by name. One thread accepts the
+//! clients of all addresses and distributes them over the reactors, which do everything else. A
+//! flush on one connection covers the writes of all connections, because the disk flushes as a
+//! whole. Source: the NBD project's `proto.md`. Its constants are in crate `nbd`.
 //!
 //! What must hold:
 //! - A client that sends nothing, or reads nothing, costs a bounded amount of memory. If others
@@ -37,18 +37,17 @@ mod worker;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::rc::Rc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::JoinHandle;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use blockyard_disk::Disk;
 use blockyard_ring::Handle;
 use blockyard_ring::parcel::Parcel;
 
-use crate::log::Log;
+use crate::acceptor::{Entrance, Registration};
+use crate::descriptors;
 use crate::{Client, Export, Handed, Listener, Reactors};
-use crate::{custody, descriptors};
 use exported::Peer;
 use handover::LeftConnection;
 use inbox::Inbox;
@@ -64,8 +63,8 @@ pub use shared::{Limits, Settings};
 
 /// Time in which a client must choose its export when another server takes over.
 const CHOICE: Duration = Duration::from_secs(1);
-/// Time after which a server that could not accept a client tries again.
-const RETRY: Duration = Duration::from_millis(200);
+/// Maximum number of clients that are accepted before clients of other exports get their turn.
+const TURN: usize = 16;
 
 /// A listening server. Drop closes its address, and the connections of clients that have not chosen
 /// a disk.
@@ -74,12 +73,12 @@ pub struct Server {
     /// Not in [`Shared`], because dropping the last reference to the reactors waits until they end.
     /// A client's connection must not hold that last reference.
     reactors: Arc<Reactors>,
-    listener: Arc<Listener>,
-    thread: Option<JoinHandle<()>>,
+    /// None: the server ends.
+    registration: Option<Registration>,
 }
 
 impl Server {
-    /// Starts the thread that accepts clients. `address` appears in the log.
+    /// Accepts clients from now on. `address` appears in the log.
     pub fn start(
         listener: Listener,
         address: &str,
@@ -87,25 +86,25 @@ impl Server {
         reactors: Arc<Reactors>,
     ) -> io::Result<Arc<Self>> {
         listener.refuse_descriptors();
-        let flags = rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK;
         let shared = Arc::new(Shared {
-            exports: Mutex::default(),
             settings: Mutex::new(settings),
-            log: Log::default(),
             address: address.into(),
-            clients: AtomicUsize::new(0),
-            stop: AtomicBool::new(false),
-            is_paused: AtomicBool::new(false),
-            resumed: Mutex::default(),
-            wake: rustix::event::eventfd(0, flags)?,
+            ..Shared::default()
         });
-        let listener = Arc::new(listener);
-        let (body, dealt, accepts) = (shared.clone(), reactors.clone(), listener.clone());
-        let thread = std::thread::Builder::new()
-            .name("nbd".into())
-            .stack_size(256 << 10)
-            .spawn(move || listen(&body, &accepts, &dealt))?;
-        Ok(Arc::new(Server { shared, reactors, listener, thread: Some(thread) }))
+        let acceptor = reactors.acceptor()?;
+        let (accepting, dealt) = (shared.clone(), Arc::downgrade(&reactors));
+        let registration =
+            acceptor.register(listener, move |entrance| admit(&accepting, &dealt, entrance))?;
+        let _ = shared.bell.set(registration.bell());
+        // A callback that came before left the listener shut without a bell.
+        shared.ring();
+        let registration = Some(registration);
+        Ok(Arc::new(Server { shared, reactors, registration }))
+    }
+
+    fn listener(&self) -> io::Result<&Arc<Listener>> {
+        let registration = self.registration.as_ref();
+        Ok(registration.ok_or(io::ErrorKind::NotConnected)?.listener())
     }
 
     /// Returns the address, as the log shows it.
@@ -117,21 +116,38 @@ impl Server {
     /// file to it, and accepts no client any more. A client that chooses its export now has
     /// [`CHOICE`] for that.
     pub fn hand_over(&self) -> io::Result<Parcel> {
-        let parcel = self.listener.to_parcel();
-        self.listener.keep_file();
+        let listener = self.listener()?;
+        let parcel = listener.to_parcel();
+        listener.keep_file();
         self.shared.is_paused.store(true, Ordering::SeqCst);
         self.shared.ring();
+        self.shared.disconnected.store(0, Ordering::SeqCst);
         let start = Instant::now();
         while start.elapsed() < CHOICE && links::undecided(&self.reactors, &self.shared) > 0 {
             std::thread::sleep(Duration::from_millis(5));
         }
-        links::end_undecided(&self.reactors, &self.shared);
+        let ended = links::end_undecided(&self.reactors, &self.shared);
+        if ended > 0 {
+            self.shared.disconnected.fetch_add(ended as u64, Ordering::SeqCst);
+            let address = &self.shared.address;
+            tracing::warn!(
+                "{address}: {ended} NBD clients that had chosen no export were disconnected for \
+                 the hand-over"
+            );
+        }
         parcel
+    }
+
+    /// Returns the number of clients that the present hand-over has disconnected.
+    pub fn disconnected(&self) -> u64 {
+        self.shared.disconnected.load(Ordering::SeqCst)
     }
 
     /// The next server has failed.
     pub fn take_back(&self) {
-        self.listener.remove_file();
+        if let Ok(listener) = self.listener() {
+            listener.remove_file();
+        }
         self.shared.is_paused.store(false, Ordering::SeqCst);
         self.shared.ring();
     }
@@ -186,11 +202,8 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        self.shared.stop.store(true, Ordering::SeqCst);
-        self.shared.ring();
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
+        // Waits for the callback, so that no client comes after this.
+        self.registration = None;
         links::end_undecided(&self.reactors, &self.shared);
     }
 }
@@ -234,6 +247,10 @@ impl Export for Offer {
     fn clients(&self) -> Vec<Client> {
         links::clients(&self.server.reactors, &self.disk)
     }
+
+    fn disconnect(&mut self, description: Option<&str>) {
+        links::disconnect(&self.server.reactors, &self.disk, description);
+    }
 }
 
 impl Drop for Offer {
@@ -242,23 +259,20 @@ impl Drop for Offer {
     }
 }
 
-/// Runs the server's thread.
-fn listen(shared: &Arc<Shared>, listener: &Listener, reactors: &Reactors) {
-    // A server that takes over accepts no client before it is the owner of the sockets.
-    if !custody::decided() {
-        return;
-    }
-    while !shared.stop.load(Ordering::SeqCst) {
-        let _ = rustix::io::read(&shared.wake, &mut [0; 8]);
-        let mut resumed = shared.resumed.lock().unwrap_or_else(PoisonError::into_inner);
-        resumed.drain(..).for_each(|(exported, left)| resume(shared, reactors, exported, left));
-        drop(resumed);
+/// Accepts the clients that wait. After an error, the acceptor calls again after a pause.
+fn admit(shared: &Arc<Shared>, reactors: &Weak<Reactors>, entrance: Entrance) -> io::Result<()> {
+    // The server, which waits for this call before it ends, has the reactors.
+    let Some(reactors) = reactors.upgrade() else { return Ok(()) };
+    let mut resumed = shared.resumed.lock().unwrap_or_else(PoisonError::into_inner);
+    resumed.drain(..).for_each(|(exported, left)| resume(shared, &reactors, exported, left));
+    drop(resumed);
+    for _ in 0..TURN {
         if shared.is_paused.load(Ordering::SeqCst) {
-            wait(shared, None);
-            continue;
+            entrance.keep_shut();
+            return Ok(());
         }
         // Read the limit before the count. A client that leaves after the count was read finds this
-        // limit or a later one, and wakes this thread. (`set` wakes this thread too.)
+        // limit or a later one, and rings. (`set` rings too.)
         let many = shared.settings().limits.clients;
         if shared.clients.load(Ordering::SeqCst) >= many {
             shared.log.warn(
@@ -266,8 +280,8 @@ fn listen(shared: &Arc<Shared>, listener: &Listener, reactors: &Reactors) {
                 None,
                 format_args!("{many} clients are connected: others wait until one disconnects"),
             );
-            wait(shared, None);
-            continue;
+            entrance.keep_shut();
+            return Ok(());
         }
         if let Some((left, limit)) = descriptors::too_few() {
             shared.log.warn(
@@ -278,19 +292,19 @@ fn listen(shared: &Arc<Shared>, listener: &Listener, reactors: &Reactors) {
                      clients wait until others disconnect (raise the limit: ulimit -n, LimitNOFILE)"
                 ),
             );
-            wait(shared, Some(RETRY));
-            continue;
+            return Err(io::ErrorKind::OutOfMemory.into());
         }
-        match listener.accept(shared.wake.as_fd()) {
-            Ok(Some(fd)) => deal_out(shared, reactors, fd),
-            Ok(None) => {}
+        match entrance.listener().accept_now() {
+            Ok(Some(fd)) => deal_out(shared, &reactors, fd),
+            Ok(None) => return Ok(()),
             Err(e) => {
-                // Most likely the process has no free descriptor. Retry after a pause.
+                // Most likely the process has no free descriptor.
                 shared.log.warn(&shared.address, None, format_args!("cannot accept a client: {e}"));
-                wait(shared, Some(RETRY));
+                return Err(e);
             }
         }
     }
+    Ok(())
 }
 
 /// Gives a client to the next reactor.
@@ -344,14 +358,6 @@ fn resume(
             }
         }
     });
-}
-
-/// Waits until a client that has left, or the end of the server, wakes the thread, or until `limit`
-/// is over.
-fn wait(shared: &Shared, limit: Option<Duration>) {
-    let mut fds = [rustix::event::PollFd::new(&shared.wake, rustix::event::PollFlags::IN)];
-    let limit = limit.and_then(|limit| rustix::event::Timespec::try_from(limit).ok());
-    let _ = rustix::event::poll(&mut fds, limit.as_ref());
 }
 
 /// What a new connection belongs to.

@@ -1,14 +1,14 @@
-//! State that a server's accepting thread, the reactors and the program share.
+//! State that the acceptor, the reactors and the program share.
 
-use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicBool, AtomicUsize};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use blockyard_nbd::ServerTls;
 
 use super::exported::{Exported, Peer};
 use super::handover::LeftConnection;
+use crate::acceptor::Bell;
 use crate::log::Log;
 
 /// Limits for the clients of a server.
@@ -33,7 +33,8 @@ pub struct Settings {
     pub tls: Option<ServerTls>,
 }
 
-/// State that a server's accepting thread, the reactors and the program share.
+/// State that the acceptor, the reactors and the program share.
+#[derive(Default)]
 pub struct Shared {
     pub exports: Mutex<Vec<Arc<Exported>>>,
     /// Settings for clients that connect from now on. A connected client keeps the settings that
@@ -43,12 +44,14 @@ pub struct Shared {
     /// The address, as the log shows it.
     pub address: String,
     pub clients: AtomicUsize,
-    pub stop: AtomicBool,
     /// Another server takes over, so new clients wait in the listening socket.
     pub is_paused: AtomicBool,
-    /// Connections of another server, until the accepting thread gives them to reactors.
+    /// Number of clients that the present hand-over has disconnected.
+    pub disconnected: AtomicU64,
+    /// Connections of another server, until the acceptor gives them to reactors.
     pub resumed: Mutex<Vec<(Arc<Exported>, LeftConnection)>>,
-    pub wake: OwnedFd,
+    /// Set when the acceptor waits for clients.
+    pub bell: OnceLock<Bell>,
 }
 
 impl Shared {
@@ -83,8 +86,10 @@ impl Shared {
             .cloned()
     }
 
-    /// Wakes the accepting thread.
+    /// Makes the acceptor look at clients, limits and connections of another server again.
     pub fn ring(&self) {
-        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+        if let Some(bell) = self.bell.get() {
+            bell.ring();
+        }
     }
 }

@@ -9,7 +9,7 @@ use blockyard_image::ImageFile;
 /// copies it anyway. A back end that leaves a read's memory unchanged must not get the kernel's
 /// pages, because it would expose their old contents.
 pub(super) fn has_files(disk: &Disk) -> bool {
-    every_file(disk, |file| file.fd().is_some())
+    every_file(disk, ImageFile::has_files)
 }
 
 /// Returns the alignment of memory, in bytes, that the image's files with O_DIRECT need. `None`: no

@@ -38,8 +38,8 @@ use crate::vhost_user::QueueShape;
 use crate::{Client, Export, Handed, Reactors};
 use files::{has_files, memory_alignment};
 use queue::{QueueHandle, Shared};
-pub use removal::remove;
 use removal::{delete, is_left, stop_unused};
+pub use removal::{remove, remove_left};
 pub use users::{KIND, answer};
 
 /// Maximum number of bytes of a request with zero copy.
@@ -71,6 +71,8 @@ pub enum UblkError {
     Missing { id: u32 },
     #[error("/dev/ublkb{id} is in use{by}: unmount it first")]
     InUse { id: u32, by: String },
+    #[error("/dev/ublkb{id} waits for a server: attach its image again, or remove it with --force")]
+    Waiting { id: u32 },
     #[error(
         "/dev/ublkb{id} is in use{by}, and another file has the path of its image now: \
          put the first one back, or unmount the device and remove it \

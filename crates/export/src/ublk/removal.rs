@@ -11,7 +11,7 @@ use blockyard_ring::ublk::abi::{self, DeviceInfo};
 use rustix::io::Errno;
 use rustix::process::{Pid, test_kill_process};
 
-use super::{UblkError, takeover, users};
+use super::{UblkError, UblkOptions, takeover, users};
 
 /// How long the removal by another process may take. It waits for udev, and for the server.
 const OTHERS: Duration = Duration::from_secs(30);
@@ -38,7 +38,7 @@ pub fn remove(id: u32, force: bool) -> Result<Option<Pid>, UblkError> {
         // The device was never started, or another process has stopped it. In both cases no block
         // device exists.
         Ok(()) | Err((Some(Errno::NODEV | Errno::NXIO | Errno::NOENT), _)) => {}
-        Err((Some(Errno::BUSY), _)) => return Err(UblkError::InUse { id, by: by(id) }),
+        Err((Some(Errno::BUSY), _)) => return Err(in_use(&mut control, id)),
         Err((Some(Errno::ACCESS), _)) if !force => return Err(UblkError::Unseen { id }),
         Err((_, e)) => return Err(error("cannot stop it")(e)),
     }
@@ -46,6 +46,22 @@ pub fn remove(id: u32, force: bool) -> Result<Option<Pid>, UblkError> {
         delete(&mut control, &device).map_err(error("cannot remove it"))?;
     }
     Ok(server)
+}
+
+/// Removes the device that a dead server of a disk left, if it is not in use. Returns its number,
+/// or `None` if there is no such device.
+pub fn remove_left(options: &UblkOptions) -> Result<Option<u32>, UblkError> {
+    let mut control = Control::open().map_err(UblkError::Control)?;
+    let (left, _lock) = takeover::find(&mut control, options)?;
+    let Some(device) = left else { return Ok(None) };
+    let id = device.id;
+    stop_unused(&mut control, &device).map_err(|source| match Errno::from_io_error(&source) {
+        Some(Errno::BUSY) => in_use(&mut control, id),
+        _ => UblkError::Device { id, what: "cannot stop it", source },
+    })?;
+    let deleted = delete(&mut control, &device);
+    deleted.map_err(|source| UblkError::Device { id, what: "cannot remove it", source })?;
+    Ok(Some(id))
 }
 
 /// Removes a device if the path of its image now belongs to another file. Fails if the device is in
@@ -62,6 +78,15 @@ pub(super) fn replace(control: &mut Control, device: &DeviceInfo) -> Result<(), 
         _ => error(e),
     })?;
     delete(control, device).map_err(error)
+}
+
+fn in_use(control: &mut Control, id: u32) -> UblkError {
+    match users::find(id) {
+        None if is_waiting(control, id) => UblkError::Waiting { id },
+        user => {
+            UblkError::InUse { id, by: user.map_or_else(String::new, |user| format!(" by {user}")) }
+        }
+    }
 }
 
 /// Returns ` by USER`, where USER has the device open, or an empty string if USER is not known.
@@ -85,11 +110,22 @@ pub(super) fn is_left(control: &mut Control, device: &DeviceInfo) -> bool {
     control.info(device.id).is_ok_and(|info| info.note == device.note && info.state == abi::S_DEAD)
 }
 
+/// Returns whether the device has no server and has requests that wait for one. If its server was
+/// killed while the kernel read the partitions, each check of its use would block until it has a
+/// server again.
+fn is_waiting(control: &mut Control, id: u32) -> bool {
+    control.info(id).is_ok_and(|info| info.state == abi::S_QUIESCED)
+        && users::requests_in_flight(id)
+}
+
 /// Stops a device if it is not in use. Returns `ResourceBusy` if it is in use, and
 /// `PermissionDenied` if this process cannot check that. Waits up to a second for udev, which may
 /// have the device open for a moment.
 pub(super) fn stop_unused(control: &mut Control, device: &DeviceInfo) -> io::Result<()> {
     let mut stop = || {
+        if is_waiting(control, device.id) {
+            return Err(Errno::BUSY.into());
+        }
         if device.flags & abi::F_SAFE_STOP_DEV != 0 {
             let stopped = control.try_stop(device);
             // EINVAL: some drivers cannot check the use for a user without privileges.

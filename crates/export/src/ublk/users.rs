@@ -47,6 +47,13 @@ pub(super) fn check_unused(id: u32) -> std::io::Result<()> {
     }
 }
 
+/// Returns whether block device `id` has requests in flight. Does not wait. (The attribute
+/// `inflight` does not count requests that wait for the next server.)
+pub(super) fn requests_in_flight(id: u32) -> bool {
+    let text = fs::read_to_string(format!("/sys/block/ublkb{id}/stat")).unwrap_or_default();
+    text.split_whitespace().nth(8).is_some_and(|count| count != "0")
+}
+
 /// Returns a user of block device `id` or of one of its partitions, if the search finds one. The
 /// device may already be removed.
 pub(super) fn find(id: u32) -> Option<User> {

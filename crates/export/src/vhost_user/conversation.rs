@@ -138,7 +138,10 @@ impl Conversation {
         let result = loop {
             // The holder has the state before the front end sends its next message.
             self.keep(export, listener);
-            waiting.until_readable(&self.messages.stream, self.wake.as_fd(), self.process);
+            let (stream, wake) = (&self.messages.stream, self.wake.as_fd());
+            if let Err(e) = waiting.until_whole(stream, wake, self.process) {
+                break Err(Disconnect::Protocol(e.into()));
+            }
             if is_stopped() {
                 break Ok(());
             }

@@ -122,9 +122,10 @@ pub(super) fn hand_over(export: &mut VhostUser) -> Option<Handed> {
         ring(&connection.wake);
     }
     let ended = export.ends() || {
-        // The front end has sent a part of a message, and nothing more.
+        // Another process decides when the descriptor answers.
         let device = &shared.device;
-        let what = format_args!("the front end stops in the middle of a message: disconnecting it");
+        let what =
+            format_args!("a descriptor of the front end blocks its session: disconnecting it");
         device.log.warn(device.disk.name(), None, what);
         if let Some(connection) = &*lock(&shared.connection) {
             let _ = connection.stream.shutdown(Shutdown::Both);

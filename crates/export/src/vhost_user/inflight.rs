@@ -246,6 +246,12 @@ impl Inflight {
 
     // Split rings: a chain's entry is the index of its head.
 
+    /// Records where a ring begins that this part says nothing about. Must be called before the
+    /// first chain is taken: the recovery compares this index with that of the ring.
+    pub fn begins_split(&mut self, used_index: u16) {
+        self.store(split::USED_IDX, used_index);
+    }
+
     /// Records that the chain at `head` is taken.
     pub fn taken_split(&mut self, head: u16) {
         self.counter = self.counter.wrapping_add(1);
@@ -286,6 +292,17 @@ impl Inflight {
 
     // Packed rings: entries come from a free list. They hold copies of the descriptors, because
     // used elements overwrite the descriptors in the ring.
+
+    /// Records where a ring begins that this part says nothing about. Must be called before the
+    /// first chain is taken.
+    pub fn begins_packed(&mut self, (index, wrap): (u16, bool)) {
+        for (index_at, wrap_at) in
+            [(packed::USED_IDX, packed::USED_WRAP), (packed::OLD_USED_IDX, packed::OLD_USED_WRAP)]
+        {
+            self.store(index_at, index);
+            self.slice.copy_in(wrap_at, [u8::from(wrap)]);
+        }
+    }
 
     /// Records a chain by its raw descriptors. Returns the chain's first entry.
     pub fn taken_packed(&mut self, raw: &[[u8; 16]]) -> u16 {

@@ -64,6 +64,7 @@ pub mod parts {
 }
 
 use crate::acceptor::{Entrance, Registration};
+use crate::export::BY_OPERATOR;
 use crate::log::Log;
 use crate::{Client, Export, Handed, Listener, PollMode, Reactors, custody};
 use channel::BackChannel;
@@ -247,8 +248,37 @@ impl Export for VhostUser {
         if self.registration.take().is_none() {
             return;
         }
-        self.export.forget();
         self.export.stop.store(true, Ordering::SeqCst);
+        self.end_session();
+        // A session that ends keeps its socket for the next one.
+        self.export.forget();
+    }
+
+    fn obstacle(&self) -> Option<String> {
+        handover::obstacle(self)
+    }
+
+    fn hand_over(&mut self) -> Option<Handed> {
+        handover::hand_over(self)
+    }
+
+    fn clients(&self) -> Vec<Client> {
+        lock(&self.export.connection).iter().map(|connection| connection.client.clone()).collect()
+    }
+
+    fn disconnect(&mut self, description: Option<&str>) {
+        let connection = lock(&self.export.connection);
+        let Some(Connection { stream, client, counted, .. }) = &*connection else { return };
+        if description.is_none_or(|description| description == client.description) {
+            counted.ends(BY_OPERATOR);
+            end(stream);
+        }
+    }
+}
+
+impl VhostUser {
+    /// Ends the session of a front end, in bounded time.
+    fn end_session(&self) {
         if *lock(&self.export.threads.running) == 0 {
             return;
         }
@@ -256,15 +286,7 @@ impl Export for VhostUser {
         self.export.each_served(LocalDisk::suspend);
         if let Some(Connection { stream, wake, .. }) = &*lock(&self.export.connection) {
             ring(wake);
-            // The session ends after its current message. The session still sends the reply to that
-            // message if the socket has room for it. If the socket has no room, the front end does
-            // not read. Then the session may be blocked in a write, so the write half is shut down
-            // too.
-            // Another server may have the same connection: it must stay then.
-            if custody::is_owner() {
-                let half = if has_room(stream) { Shutdown::Read } else { Shutdown::Both };
-                let _ = stream.shutdown(half);
-            }
+            end(stream);
         }
         if self.ends() {
             self.export.each_served(LocalDisk::resume);
@@ -278,18 +300,6 @@ impl Export for VhostUser {
         device.log.warn(device.disk.name(), None, what);
         QueueHandle::stop_all(device, &self.export.reactors);
         self.export.each_served(LocalDisk::resume);
-    }
-
-    fn obstacle(&self) -> Option<String> {
-        handover::obstacle(self)
-    }
-
-    fn hand_over(&mut self) -> Option<Handed> {
-        handover::hand_over(self)
-    }
-
-    fn clients(&self) -> Vec<Client> {
-        lock(&self.export.connection).iter().map(|connection| connection.client.clone()).collect()
     }
 }
 
@@ -354,6 +364,17 @@ impl Shared {
 
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Lets a session end after its current message. The session still sends the reply to that message
+/// if the socket has room for it. If the socket has no room, the front end does not read. Then the
+/// session may be blocked in a write, so the write half is shut down too.
+fn end(stream: &UnixStream) {
+    // Another server may have the same connection: it must stay then.
+    if custody::is_owner() {
+        let half = if has_room(stream) { Shutdown::Read } else { Shutdown::Both };
+        let _ = stream.shutdown(half);
+    }
 }
 
 /// Returns whether a reply could be written without blocking.

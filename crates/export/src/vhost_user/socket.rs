@@ -37,6 +37,8 @@ const VERSION: u32 = 1;
 
 /// Longest body in bytes of a message that this module handles.
 const MAX_BODY: usize = 40;
+/// Longest body in bytes of a message that the `vhost` crate reads.
+const LONGEST: usize = 4096;
 /// Length of an in-flight description in bytes. The crate requires four bytes of padding after it,
 /// as QEMU sends them.
 const INFLIGHT: usize = 20;
@@ -83,6 +85,25 @@ pub enum Message {
 pub fn has_data_answer(request: u32) -> bool {
     let answered = [SET_LOG_BASE, GET_VRING_BASE, GET_INFLIGHT_FD, SKIP_DRAIN];
     answered.contains(&request) || (POSTCOPY_ADVISE..=POSTCOPY_END).contains(&request)
+}
+
+/// Returns whether a read of the next message ends at once: the message is whole, or the connection
+/// or the message is broken. A part of a message stays on the socket, where another server finds
+/// it.
+pub fn is_whole(stream: &UnixStream) -> io::Result<bool> {
+    let mut header = [0; HEADER];
+    let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
+    let got = match rustix::net::recv(stream, &mut header[..], flags) {
+        Ok((got, _)) => got,
+        Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => return Ok(false),
+        Err(_) => return Ok(true),
+    };
+    let there = rustix::io::ioctl_fionread(stream)? as usize;
+    if got == 0 || (got < HEADER && there >= HEADER) {
+        return Ok(true);
+    }
+    let size = if got < HEADER { 0 } else { word(&header, 8) as usize };
+    Ok(size > LONGEST || there >= HEADER + size)
 }
 
 /// Waits for the next message, and reads it if this module handles it.

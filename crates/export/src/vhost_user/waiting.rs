@@ -13,11 +13,14 @@ use std::sync::atomic::Ordering;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 
-use super::{SecondClient, Shared};
+use super::{SecondClient, Shared, socket};
 use crate::Listener;
 
 /// Maximum number of waiting front ends. Each one takes an open descriptor.
 const MOST: usize = 8;
+
+/// Time between two looks for the rest of a message.
+const PART_TIME: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
 
 /// A connected front end.
 pub struct FrontEnd {
@@ -63,12 +66,7 @@ impl<'a> Waiting<'a> {
     /// clients during this time.
     ///
     /// A signal on `wake` ends the wait if the export stops.
-    pub fn until_readable(
-        &mut self,
-        served: &UnixStream,
-        wake: BorrowedFd<'_>,
-        process: Option<i32>,
-    ) {
+    fn until_readable(&mut self, served: &UnixStream, wake: BorrowedFd<'_>, process: Option<i32>) {
         // Check the served client after each new client, so that many new clients do not delay its
         // messages.
         while ready(served, PollFlags::IN).is_empty() {
@@ -86,6 +84,29 @@ impl<'a> Waiting<'a> {
                 Err(_) => return wait(served, wake),
             }
         }
+    }
+
+    /// Waits for the whole next message of the served client. Returns before if the client is gone
+    /// or the export stops.
+    pub fn until_whole(
+        &mut self,
+        served: &UnixStream,
+        wake: BorrowedFd<'_>,
+        process: Option<i32>,
+    ) -> io::Result<()> {
+        self.until_readable(served, wake, process);
+        while !self.export.stop.load(Ordering::SeqCst)
+            && ready(served, PollFlags::RDHUP).is_empty()
+            && !socket::is_whole(served)?
+        {
+            // No event tells of the other part alone: the socket is readable already.
+            let mut fds = [
+                PollFd::new(served, PollFlags::RDHUP),
+                PollFd::from_borrowed_fd(wake, PollFlags::IN),
+            ];
+            let _ = rustix::event::poll(&mut fds, Some(&PART_TIME));
+        }
+        Ok(())
     }
 
     pub fn listener(&self) -> &'a Listener {

@@ -29,6 +29,7 @@ mod watch;
 
 use std::fmt;
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::DirBuilderExt;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -154,6 +155,23 @@ pub struct XenOptions {
 impl XenOptions {
     fn failed(&self, source: NodeError) -> XenError {
         XenError::Nodes { domain: self.domain, device: self.device, source: Box::new(source) }
+    }
+}
+
+/// Returns the folder for records of requests in flight. They must survive a killed server, but not
+/// a reboot. Returns `None` and logs a warning if the folder cannot be created.
+pub fn records() -> Option<PathBuf> {
+    let folder = PathBuf::from("/run/blockyard/xen");
+    match std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&folder) {
+        Ok(()) => Some(folder),
+        Err(e) => {
+            tracing::warn!(
+                "cannot create folder {}: {e}; if this server is killed, the next server cannot \
+                 answer the requests that were in flight",
+                folder.display()
+            );
+            None
+        }
     }
 }
 

@@ -1,11 +1,11 @@
 //! States, rings and operations of a device, and servers that start and end while the device
 //! exists.
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
-use blockyard_disk::{Disk, DiskOptions, Source};
+use blockyard_disk::{ClientId, Disk, DiskObserver, DiskOptions, Source};
 use blockyard_driver::xen::operation::{BARRIER, DISCARD, FLUSH, INDIRECT, READ, WRITE};
 use blockyard_driver::xen::request::indirect;
 use blockyard_driver::xen::{Abi, PAGE, Terms};
@@ -237,6 +237,47 @@ fn requests_complete_while_xenstore_is_lost_and_states_are_followed_later() {
     setup.machine.lose_store();
     export.stop();
     assert_eq!((front.mapped(), front.back("state").as_deref()), (0, Some("4")));
+}
+
+/// Reports of clients, as lines.
+#[derive(Default)]
+struct Reports(Mutex<Vec<String>>);
+
+impl Reports {
+    fn add(&self, line: String) {
+        self.0.lock().unwrap().push(line);
+    }
+}
+
+impl DiskObserver for Reports {
+    fn changed(&self, _: Weak<Disk>) -> bool {
+        false
+    }
+
+    fn connected(&self, _: &str, export: &'static str, client: &ClientId) {
+        self.add(format!("{export}: {}", client.description));
+    }
+
+    fn disconnected(&self, _: &str, export: &'static str, client: &ClientId, why: &str) {
+        self.add(format!("{export}: {}: {why}", client.description));
+    }
+}
+
+#[test]
+fn a_domain_is_reported_when_it_connects_and_when_it_disconnects() {
+    let setup = Setup::new(false);
+    let reports = Arc::new(Reports::default());
+    setup.disk.observe(reports.clone());
+    let mut export = setup.start();
+    let mut front = Guest::new(&setup);
+    front.connect(PLAIN);
+    front.set("state", 6);
+    front.wait_for_state(6);
+    front.set("state", 1);
+    front.connect(PLAIN);
+    export.stop();
+    let (comes, goes) = ("xen: domain 7", "xen: domain 7: its device is disconnected");
+    assert_eq!(*reports.0.lock().unwrap(), [comes, goes, comes, goes]);
 }
 
 #[test]

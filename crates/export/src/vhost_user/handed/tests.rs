@@ -109,6 +109,23 @@ fn the_next_server_gets_all_of_a_session() {
     }
 }
 
+/// A later server must understand what this one has kept, also across the death of a server. If
+/// this test fails, the format needs a new number, and the old one needs a reader.
+#[test]
+fn the_format_is_that_of_the_record() {
+    let recorded: serde_json::Value =
+        serde_json::from_str(include_str!("recorded-1.json")).unwrap();
+    let ours = parcel(&state(), "record");
+    let mut wire: serde_json::Value = serde_json::from_slice(&ours.bytes).unwrap();
+    wire["listener"]["made"] = recorded["listener"]["made"].clone();
+    assert_eq!(wire, recorded);
+    let bytes = serde_json::to_vec(&recorded).unwrap();
+    let parcel = Parcel { bytes, fds: ours.fds };
+    let handed = HandedSocket::unpack(parcel, Before::Drained).unwrap();
+    assert_eq!(handed.path(), Some(std::path::Path::new("/run/vm.sock")));
+    assert_eq!((handed.queues(), handed.waiting.len()), (Some(2), 1));
+}
+
 /// Only rings that ran can have moved since the front end set their positions.
 #[test]
 fn a_death_makes_the_positions_of_running_rings_unknown() {

@@ -53,6 +53,26 @@ fn a_packed_ring_s_descriptors_are_kept() {
     assert_eq!(chains[0].raw, [raw(4), raw(5), raw(6)]);
 }
 
+/// The back end is killed before it has published anything. The ring has a past: it was stopped
+/// after its last request, and started again.
+#[test]
+fn a_ring_that_does_not_begin_at_zero_loses_no_chain() {
+    let split = region(8, false);
+    let mut queue = split.queue(0, false).unwrap().unwrap();
+    queue.begins_split(100);
+    for head in [3, 0] {
+        queue.taken_split(head);
+    }
+    assert_eq!(split.queue(0, false).unwrap().unwrap().recover_split(100), [3, 0]);
+    let packed = region(8, true);
+    let mut queue = packed.queue(0, true).unwrap().unwrap();
+    queue.begins_packed((5, false));
+    queue.taken_packed(&[[1; 16]]);
+    let (chains, used) =
+        packed.queue(0, true).unwrap().unwrap().recover_packed(|_, _| false).unwrap();
+    assert_eq!((chains.len(), used), (1, (5, false)));
+}
+
 #[test]
 fn a_damaged_region_is_an_error() {
     let damaged = |entry: usize, at: usize, value: u16| {

@@ -146,6 +146,9 @@ impl Core {
             setup.event_idx,
         )?;
         let mut unanswered = Vec::new();
+        if let Some(inflight) = inflight.as_mut().filter(|inflight| !inflight.is_used()) {
+            inflight.begins_split(ring.used_index());
+        }
         if let Some(inflight) = inflight
             && inflight.is_used()
         {
@@ -167,6 +170,9 @@ impl Core {
         let mut ring =
             PackedRing::new(memory.clone(), setup.parts, setup.size, setup.base, setup.event_idx)?;
         let mut unanswered = Vec::new();
+        if let Some(inflight) = inflight.as_mut().filter(|inflight| !inflight.is_used()) {
+            inflight.begins_packed(ring.used_position());
+        }
         if let Some(inflight) = inflight
             && inflight.is_used()
         {
