@@ -2,6 +2,7 @@
 //! table for each group. See docs/configuration.md.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
@@ -68,6 +69,23 @@ pub struct Config {
     /// The parsed file, for messages about its changes.
     #[serde(skip)]
     pub file: toml::Table,
+    /// Where the files have the disks, in their order. Empty if no file configures them.
+    #[serde(skip)]
+    pub places: Vec<Place>,
+}
+
+/// Where a file configures a disk: the line of its `[[disk]]`. None: the file has another form.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Place {
+    pub path: PathBuf,
+    pub line: Option<usize>,
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "configuration {}", self.path.display())?;
+        self.line.map_or(Ok(()), |line| write!(f, ": line {line}"))
+    }
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -76,8 +94,8 @@ pub enum ConfigError {
     Read { path: PathBuf, source: std::io::Error },
     #[error("configuration {}: {message}", path.display())]
     Parse { path: PathBuf, message: String },
-    #[error("configuration {}: {what}", path.display())]
-    Value { path: PathBuf, what: String },
+    #[error("{place}: {what}")]
+    Value { place: Place, what: String },
 }
 
 impl Config {
@@ -102,31 +120,37 @@ impl Config {
     /// the API can add disks.
     pub fn read(path: &Path, may_be_empty: bool) -> Result<Self, ConfigError> {
         let config = files::read(path)?;
-        let checked = config.check(may_be_empty);
-        checked.map_err(|what| ConfigError::Value { path: path.to_path_buf(), what })?;
+        let whole = Place { path: path.to_path_buf(), line: None };
+        config
+            .check(may_be_empty)
+            .map_err(|what| ConfigError::Value { place: whole.clone(), what })?;
+        let mut claims = Claims::default();
+        for (at, disk) in config.disks.iter().enumerate() {
+            let place = || config.places.get(at).unwrap_or(&whole).clone();
+            let checked = claims.add(disk, disk.file()).and_then(|()| config.check_disk(disk));
+            checked.map_err(|what| ConfigError::Value { place: place(), what })?;
+        }
         Ok(config)
+    }
+
+    fn check_disk(&self, disk: &DiskArgs) -> Result<(), String> {
+        let name = disk.name();
+        if !disk.is_exported() {
+            return Err(format!(
+                "disk \"{name}\": it has no export: set vhost-user, nbd, ublk or xen"
+            ));
+        }
+        match disk.group.as_ref().filter(|group| !self.groups.contains_key(*group)) {
+            Some(group) => Err(format!(
+                "disk \"{name}\": there is no group \"{group}\" (a table [group.{group}])"
+            )),
+            None => Ok(()),
+        }
     }
 
     fn check(&self, may_be_empty: bool) -> Result<(), String> {
         for (name, group) in &self.groups {
             knobs::check(&group.knobs()).map_err(|e| format!("group \"{name}\": {e}"))?;
-        }
-        let mut claims = Claims::default();
-        for disk in &self.disks {
-            let name = disk.name();
-            claims.add(disk, disk.file())?;
-            if !disk.is_exported() {
-                return Err(format!(
-                    "disk \"{name}\": it has no export: set vhost-user, nbd, ublk or xen"
-                ));
-            }
-            if let Some(group) =
-                disk.group.as_ref().filter(|group| !self.groups.contains_key(*group))
-            {
-                return Err(format!(
-                    "disk \"{name}\": there is no group \"{group}\" (a table [group.{group}])"
-                ));
-            }
         }
         let xen_group = self.xen.defaults.as_ref().and_then(|defaults| defaults.group.as_ref());
         if let Some(group) = xen_group.filter(|group| !self.groups.contains_key(*group)) {
@@ -148,6 +172,14 @@ impl Config {
 }
 
 impl Config {
+    /// Adds the file and the line of the disk at this index to an error about the disk.
+    pub fn locate(&self, disk: usize, error: anyhow::Error) -> anyhow::Error {
+        match self.places.get(disk) {
+            Some(place) => error.context(place.to_string()),
+            None => error,
+        }
+    }
+
     /// Returns the keys of the disk at this index of [`Config::disks`]. It has none if no file
     /// configures it.
     pub fn keys(&self, disk: usize) -> toml::Table {
@@ -253,7 +285,7 @@ mod tests {
             ),
             (format!("{disk}cache = \"fast\"\n"), "cache mode \"fast\" is not known"),
             (format!("{disk}queue-size = 100\n"), "a power of two"),
-            (format!("{disk}{disk}"), "two disks are called \"a\""),
+            (format!("{disk}{disk}"), "line 4: two disks are called \"a\""),
             (format!("{disk}nbd = \"tcp:5\"\n"), "\"tcp:5\": an NBD address is"),
             (
                 format!("{disk}ublk = \"x\"\n"),
@@ -262,7 +294,7 @@ mod tests {
             (format!("{disk}ublk = 4294967295\n"), "the number of a ublk device is"),
             (
                 format!("{disk}ublk = 3\n[[disk]]\nimage = \"b\"\nublk = 3\n"),
-                "disk \"b\": another disk is /dev/ublkb3",
+                "line 5: disk \"b\": another disk is /dev/ublkb3",
             ),
             ("[nbd]\nmax-clients = 0\n".into(), "line 2: max-clients: "),
             (
@@ -287,7 +319,10 @@ mod tests {
                 format!("{disk}latency-target = 5\n"),
                 "line 4: latency-target: \"5\": a latency target is a number and a unit",
             ),
-            (format!("{disk}group = \"g\"\n[group.h]\n"), "disk \"a\": there is no group \"g\""),
+            (
+                format!("{disk}group = \"g\"\n[group.h]\n"),
+                "line 1: disk \"a\": there is no group \"g\"",
+            ),
             (
                 format!("[group.g]\nwieght = 5\n{disk}"),
                 "line 2: unknown key `wieght`: did you mean `weight`?",
@@ -336,6 +371,7 @@ mod tests {
                 disk.replace("[[disk]]", "\n[disk]"),
                 "line 2: [disk] is one table, and disks are a list: write [[disk]]",
             ),
+            ("disk = 5\n".into(), "line 1: disk: it is 5, and disks are a list: write [[disk]]"),
             (String::new(), "it has no disk: add a table [[disk]]"),
             (
                 "[group.g]\niops = 5\nreserve-iops = 6\n".into(),

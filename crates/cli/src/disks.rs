@@ -12,9 +12,16 @@ use crate::figures;
 use crate::options::disk::DiskArgs;
 use crate::options::knobs;
 
+/// Maximum length of a disk's name in bytes: that of a file's name.
+const MAX_NAME: usize = 255;
+
 /// Returns an error if options of a disk contradict each other.
 pub fn check(disk: &DiskArgs) -> anyhow::Result<()> {
+    check_name(&disk.name())?;
     let image = disk.image.display();
+    if disk.vhost_user.as_deref() == Some("") {
+        anyhow::bail!("disk \"{}\": the path of its vhost-user socket is empty", disk.name());
+    }
     if !disk.is_exported() {
         anyhow::bail!(
             "image {image}: it has no export: add --vhost-user SOCKET, --nbd ADDRESS, --ublk or \
@@ -44,7 +51,22 @@ pub fn check(disk: &DiskArgs) -> anyhow::Result<()> {
     knobs::check(&disk.knobs()).map_err(|e| anyhow::anyhow!("disk \"{}\": {e}", disk.name()))?;
     let serial = disk.serial.as_deref().unwrap_or_default();
     if serial.len() > 20 {
-        anyhow::bail!("serial \"{serial}\" has {} bytes; at most 20 are allowed", serial.len());
+        let (name, bytes) = (disk.name(), serial.len());
+        anyhow::bail!(
+            "disk \"{name}\": serial \"{serial}\" has {bytes} bytes; at most 20 are allowed"
+        );
+    }
+    Ok(())
+}
+
+/// Returns an error if a name cannot be in a path of the API, or not in one line of a message.
+fn check_name(name: &str) -> anyhow::Result<()> {
+    let is_path = matches!(name, "" | "." | "..");
+    if is_path || name.len() > MAX_NAME || name.contains(char::is_control) {
+        anyhow::bail!(
+            "name {name:?}: a name has 1 to {MAX_NAME} bytes and no control characters, and is \
+             not \".\" or \"..\": give the disk another name"
+        );
     }
     Ok(())
 }

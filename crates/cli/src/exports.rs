@@ -2,15 +2,14 @@
 //!
 //! A new kind of export needs a [`Way`] here, and an entry in [`ALL`].
 
-use std::os::unix::fs::DirBuilderExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use blockyard_disk::Disk;
 use blockyard_export::nbd;
 use blockyard_export::ublk::{Ublk, UblkOptions};
 use blockyard_export::vhost_user::{self, HandedSocket, QueueShape, Tuning, VhostUser};
-use blockyard_export::xen::{Xen, XenOptions};
+use blockyard_export::xen::{Xen, XenOptions, records};
 use blockyard_export::{Export, Listener, Reactors};
 use blockyard_ring::xen::Host;
 use blockyard_yard::{Way, WayError};
@@ -112,21 +111,25 @@ fn nbd_export(args: &DiskArgs, common: &Common) -> Option<Arc<dyn Way>> {
 }
 
 fn ublk(args: &DiskArgs, common: &Common) -> Option<Arc<dyn Way>> {
-    let (id, address) = match args.ublk? {
-        UblkNumber::Any => (None, "a ublk device".to_string()),
-        UblkNumber::Number(number) => (Some(number), format!("/dev/ublkb{number}")),
+    let address = match args.ublk? {
+        UblkNumber::Any => "a ublk device".to_string(),
+        UblkNumber::Number(number) => format!("/dev/ublkb{number}"),
     };
     let (args, attached) = (args.clone(), common.attached);
     at(address, move |disk, reactors| {
-        let options = UblkOptions {
-            id,
-            shape: shape(&args),
-            identity: args.identity(),
-            file: args.file_identity(),
-        };
+        let options = ublk_options(&args);
         let ended = attach::ended(disk.name().to_string(), attached);
         Ok(Box::new(Ublk::start(disk.clone(), &options, reactors, ended)?))
     })
+}
+
+/// Returns the options of a disk's ublk device.
+pub fn ublk_options(args: &DiskArgs) -> UblkOptions {
+    let id = match args.ublk {
+        Some(UblkNumber::Number(number)) => Some(number),
+        Some(UblkNumber::Any) | None => None,
+    };
+    UblkOptions { id, shape: shape(args), identity: args.identity(), file: args.file_identity() }
 }
 
 fn xen(args: &DiskArgs, common: &Common) -> Option<Arc<dyn Way>> {
@@ -138,23 +141,6 @@ fn xen(args: &DiskArgs, common: &Common) -> Option<Arc<dyn Way>> {
         let ended = attach::ended(disk.name().to_string(), attached);
         Ok(Box::new(Xen::start(disk.clone(), &options, &Host::Xen, reactors.clone(), ended)?))
     })
-}
-
-/// Returns the folder for records of requests in flight. They must survive a killed server, but not
-/// a reboot. Returns `None` and logs a warning if the folder cannot be created.
-pub fn records() -> Option<PathBuf> {
-    let folder = PathBuf::from("/run/blockyard/xen");
-    match std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&folder) {
-        Ok(()) => Some(folder),
-        Err(e) => {
-            tracing::warn!(
-                "cannot create folder {}: {e}; if this server is killed, the next server cannot \
-                 answer the requests that were in flight",
-                folder.display()
-            );
-            None
-        }
-    }
 }
 
 fn shape(args: &DiskArgs) -> QueueShape {

@@ -4,15 +4,18 @@
 //!   blockyard serve --keep-sessions ...   the holder; it runs `blockyard_ring::holder`
 //!     \-- blockyard serve --held ...      the server; its standard input is the holder's socket
 //! ```
+//! Without a holder if systemd keeps descriptors (`FileDescriptorStoreMax=`): it is the parent
+//! already, and starts the server again.
 
 use std::ffi::OsString;
 use std::os::fd::OwnedFd;
 
 use anyhow::Context;
-use blockyard_export::keeper;
+use blockyard_export::keeper::{self, Store};
 use blockyard_export::vhost_user::Before;
 
 use crate::handover::{HandOvers, HandedExports, Takeover, inherited_connection, own_binary};
+use crate::{inherited, supervisor};
 
 /// Name of the holder's connection in a hand-over.
 const HOLDER: &str = "holder";
@@ -29,6 +32,30 @@ pub fn run() -> anyhow::Result<u8> {
     blockyard_ring::holder::run(&own_binary()?, &arguments).context("the holder of the sessions")
 }
 
+/// Returns whether systemd keeps descriptors for this service.
+pub fn is_stored() -> bool {
+    room().is_some()
+}
+
+/// Returns how many descriptors systemd keeps for this service. systemd sets FDSTORE since version
+/// 254; before, the unit does.
+fn room() -> Option<usize> {
+    std::env::var_os("NOTIFY_SOCKET")?;
+    let most = std::env::var("FDSTORE").ok()?.parse().ok()?;
+    (most > 0).then_some(most)
+}
+
+/// Keeps sessions in systemd's store. Call this before the process enters its sandbox.
+pub fn use_store() -> anyhow::Result<()> {
+    let room = room()
+        .context("--keep-sessions with --takeover is for a service with FileDescriptorStoreMax=")?;
+    let manager = supervisor::connect().context("connecting to systemd (NOTIFY_SOCKET)")?;
+    let manager = manager.context("NOTIFY_SOCKET is not set")?;
+    let stored = inherited::stored().context("taking the descriptors that systemd has stored")?;
+    keeper::use_store(Store::new(manager, stored, room)?);
+    Ok(())
+}
+
 /// Connects a server to its holder. Call this before the process enters its sandbox.
 pub fn connect(takeover: Option<&mut Takeover>) -> anyhow::Result<()> {
     let socket: OwnedFd = match takeover {
@@ -41,9 +68,10 @@ pub fn connect(takeover: Option<&mut Takeover>) -> anyhow::Result<()> {
     keeper::use_holder(socket).context("connecting to the holder")
 }
 
-/// Takes the exports that a dead server has left at the holder. Returns their number.
+/// Takes the exports that a dead server has left at the holder or in the store. Returns their
+/// number.
 pub fn take_all(handed: &HandedExports) -> anyhow::Result<usize> {
-    let all = keeper::left_behind().context("reading from the holder")?;
+    let all = keeper::left_behind().context("reading the sessions that were kept")?;
     let count = all.len();
     for (key, parcel) in all {
         if let Some((kind, disk)) = key.split_once(':') {
@@ -61,9 +89,20 @@ pub fn announce() {
     }
 }
 
+/// Like `announce`. Returns an error if the holder has not taken note of this process.
+pub fn announce_surely() -> anyhow::Result<()> {
+    if keeper::connection().is_some() {
+        keeper::announce(&own_binary()?);
+        // The holder answers this after it has read the announcement.
+        keeper::left_behind()?;
+        anyhow::ensure!(keeper::connection().is_some(), "it has started another server");
+    }
+    Ok(())
+}
+
 /// Passes the holder's connection on to the next server.
 pub fn offer(hand_overs: &HandOvers) {
-    if keeper::is_on() {
+    if keeper::connection().is_some() {
         hand_overs.offer(HOLDER, || {
             let socket =
                 keeper::connection().unwrap_or(Err(std::io::ErrorKind::NotConnected.into()))?;

@@ -4,7 +4,7 @@
 use std::os::fd::OwnedFd;
 
 use anyhow::{Context, bail};
-use blockyard_export::keeper;
+use blockyard_export::keeper::{self, Store};
 use blockyard_ring::inherited::{self, Claim};
 
 /// Returns the socket of `fd:NAME` or `fd:NUMBER`. `text`: the part after `fd:`.
@@ -16,6 +16,18 @@ pub fn socket(text: &str) -> anyhow::Result<(OwnedFd, Claim)> {
     };
     inherited::take(number)
         .with_context(|| format!("fd:{text}: this descriptor is not an inherited listening socket"))
+}
+
+/// Returns the parcels that systemd's store has for this process, by name.
+pub fn stored() -> std::io::Result<Vec<(String, OwnedFd)>> {
+    let var = |key| std::env::var(key).unwrap_or_default();
+    if var("LISTEN_PID") != std::process::id().to_string() {
+        return Ok(Vec::new());
+    }
+    let count: usize = var("LISTEN_FDS").parse().unwrap_or(0);
+    let names = var("LISTEN_FDNAMES");
+    let stored = names.split(':').take(count).enumerate().filter(|(_, name)| Store::is_name(name));
+    stored.map(|(at, name)| Ok((name.into(), inherited::take_any(3 + at as i32)?))).collect()
 }
 
 /// Returns the descriptor of a name in LISTEN_FDNAMES.

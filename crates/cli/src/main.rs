@@ -16,6 +16,7 @@ mod book;
 mod changes;
 mod claims;
 mod cli;
+mod completions;
 mod config;
 mod ctl;
 mod disks;
@@ -70,6 +71,8 @@ fn main() -> ExitCode {
     if let Command::Serve(options) = &cli.command
         && options.keep_sessions
         && !options.check_config
+        && options.takeover.is_none()
+        && !holder::is_stored()
     {
         return ExitCode::from(
             holder::run().unwrap_or_else(|e| Failure::from(e).end(log::last_words)),
@@ -92,9 +95,7 @@ fn run(command: &Command) -> Result<u8, Failure> {
         Command::Image(command) => return image::run(command),
         Command::Bench { arguments } => return Err(bench::become_it(arguments).into()),
         Command::Completions { shell } => {
-            let mut script = Vec::new();
-            clap_complete::generate(*shell, &mut cli::whole_command(), "blockyard", &mut script);
-            output::print(String::from_utf8_lossy(&script))?;
+            output::print(completions::script(*shell, cli::whole_command()))?;
         }
         Command::Man { folder } => man::write_pages(cli::whole_command(), folder)?,
     }

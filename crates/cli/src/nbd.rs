@@ -14,32 +14,22 @@ use blockyard_export::{Listener, Reactors};
 use blockyard_nbd::ServerTls;
 use blockyard_ring::parcel::Parcel;
 
+use crate::config::Config;
 use crate::inherited;
 use crate::options::disk::DiskArgs;
 use crate::options::nbd::{NbdAddress, NbdArgs};
 
 /// Returns the settings of the NBD servers, and reads the certificates. Returns an error if TLS is
 /// required but no certificates are configured, or if a disk's `tls-allow` would have no effect.
-pub fn settings(args: &NbdArgs, disks: &[DiskArgs]) -> anyhow::Result<Arc<Settings>> {
+pub fn settings(args: &NbdArgs, config: &Config) -> anyhow::Result<Arc<Settings>> {
     let required = args.tls_required || args.tls_verify_peer;
     anyhow::ensure!(
         args.tls_certificates.is_some() || !required,
         "TLS is required for NBD clients, but no certificates are configured: set \
          --tls-certificates, or tls-certificates in [nbd]"
     );
-    for disk in disks.iter().filter(|disk| !disk.tls_allow.is_empty()) {
-        let name = disk.name();
-        // tls-allow restricts NBD only. A user could believe that it protects other exports too.
-        anyhow::ensure!(
-            disk.nbd.is_some(),
-            "disk \"{name}\": tls-allow is for NBD clients, and the disk has no NBD export: leave \
-             it out"
-        );
-        anyhow::ensure!(
-            args.tls_certificates.is_some(),
-            "disk \"{name}\": tls-allow names client certificates, and there is no TLS: set \
-             --tls-certificates"
-        );
+    for (at, disk) in config.disks.iter().enumerate() {
+        check(args, disk).map_err(|e| config.locate(at, e))?;
     }
     let open = |folder: &PathBuf| ServerTls::open(folder, required, args.tls_verify_peer);
     let tls = args.tls_certificates.as_ref().map(open).transpose().map_err(anyhow::Error::msg)?;
@@ -49,6 +39,23 @@ pub fn settings(args: &NbdArgs, disks: &[DiskArgs]) -> anyhow::Result<Arc<Settin
         handshake: args.handshake.unwrap_or(default.handshake),
     };
     Ok(Arc::new(Settings { limits, tls }))
+}
+
+/// Returns an error if a disk restricts its NBD clients without effect.
+fn check(args: &NbdArgs, disk: &DiskArgs) -> anyhow::Result<()> {
+    let name = disk.name();
+    // tls-allow restricts NBD only. A user could believe that it protects other exports too.
+    anyhow::ensure!(
+        disk.tls_allow.is_empty() || disk.nbd.is_some(),
+        "disk \"{name}\": tls-allow is for NBD clients, and the disk has no NBD export: leave it \
+         out"
+    );
+    anyhow::ensure!(
+        disk.tls_allow.is_empty() || args.tls_certificates.is_some(),
+        "disk \"{name}\": tls-allow names client certificates, and there is no TLS: set \
+         --tls-certificates, or tls-certificates in [nbd]"
+    );
+    Ok(())
 }
 
 /// The NBD servers. Each closes its address when its last export ends.
@@ -77,6 +84,17 @@ impl Servers {
         self.leaving = self.listening().collect();
         let parcel = |server: &Arc<Server>| Ok((server.address().to_string(), server.hand_over()?));
         self.leaving.iter().map(parcel).collect()
+    }
+
+    /// Returns the number of clients that the hand-over has disconnected.
+    pub fn disconnected(&self) -> u64 {
+        self.leaving.iter().map(|server| server.disconnected()).sum()
+    }
+
+    /// Closes the addresses of the other server that no disk has any more.
+    pub fn close_unused(&mut self) {
+        // A listener removes the file of its socket.
+        self.handed.drain().for_each(|(_, parcel)| drop(Listener::from_parcel(parcel)));
     }
 
     /// The next server has failed. When the disks are served again, call

@@ -17,6 +17,9 @@ use crate::config::files::FOLDER;
 /// Files of this prefix belong to the API. Names with higher numbers override them.
 const PREFIX: &str = "90-ctl-";
 
+/// Maximum length of a file's name in bytes, on Linux.
+const MAX_FILE_NAME: usize = 255;
+
 /// The folder of a configuration, as the API changes it.
 pub struct Persistence {
     config: PathBuf,
@@ -24,8 +27,9 @@ pub struct Persistence {
 }
 
 impl Persistence {
-    /// Returns the folder of a configuration. Returns an error if it does not exist.
-    pub fn of(config: Option<&Path>) -> anyhow::Result<Self> {
+    /// Returns the folder of a configuration. Returns an error if it does not exist, or if the
+    /// disk's name is too long for a file.
+    pub fn of(config: Option<&Path>, disk: &str) -> anyhow::Result<Self> {
         let config = config
             .context("persist: the server has no configuration file: start it with --config")?;
         let folder = crate::config::files::root(config).join(FOLDER);
@@ -34,7 +38,14 @@ impl Persistence {
             "persist: folder {} does not exist: create it, and restart the server",
             folder.display()
         );
-        Ok(Persistence { config: config.to_path_buf(), folder })
+        let store = Persistence { config: config.to_path_buf(), folder };
+        let file = store.path(disk);
+        let len = file.file_name().map_or(0, |name| name.len());
+        anyhow::ensure!(
+            len <= MAX_FILE_NAME,
+            "persist: the disk's name is too long for the name of a file: choose a shorter one"
+        );
+        Ok(store)
     }
 
     /// Makes the next start serve a disk with these keys.
@@ -109,7 +120,9 @@ mod tests {
         std::fs::create_dir_all(folder.join(FOLDER)).unwrap();
         let disk = |name: &str| format!("name = \"{name}\"\nimage = \"ram:1M\"\nublk = true\n");
         std::fs::write(&config, format!("[[disk]]\n{}", disk("a"))).unwrap();
-        let store = Persistence::of(Some(&config)).unwrap();
+        let store = Persistence::of(Some(&config), "a").unwrap();
+        assert!(Persistence::of(Some(&config), &"x".repeat(243)).is_ok());
+        assert!(Persistence::of(Some(&config), &"x".repeat(244)).is_err());
         let keys = |name: &str, more: &str| (disk(name) + more).parse::<Table>().unwrap();
         store.keep("b/ c", keys("b/ c", "")).unwrap();
         store.keep("a", keys("a", "weight = 300\n")).unwrap();
@@ -122,6 +135,7 @@ mod tests {
         store.keep("a", keys("a", "")).unwrap();
         assert_eq!(names(&config), [("a".into(), 100)]);
         std::fs::remove_dir_all(&folder).unwrap();
-        assert!(Persistence::of(Some(&config)).is_err() && Persistence::of(None).is_err());
+        assert!(Persistence::of(Some(&config), "a").is_err());
+        assert!(Persistence::of(None, "a").is_err());
     }
 }

@@ -50,12 +50,17 @@ impl Server {
     /// Like `reload`, without the log line about an error. `dry_run`: returns what would change,
     /// and changes nothing. Returns `None` if another reload runs.
     pub fn try_reload(&self, dry_run: bool) -> Option<anyhow::Result<Reload>> {
-        let only = match self.reloading.try_lock() {
-            Ok(only) => only,
-            Err(TryLockError::Poisoned(only)) => only.into_inner(),
-            Err(TryLockError::WouldBlock) => return None,
-        };
+        let only = self.try_exclude_reloads()?;
         Some(self.apply_and_tell(&only, dry_run))
+    }
+
+    /// Excludes reloads and upgrades. Returns `None` if one runs.
+    pub fn try_exclude_reloads(&self) -> Option<MutexGuard<'_, ()>> {
+        match self.reloading.try_lock() {
+            Ok(only) => Some(only),
+            Err(TryLockError::Poisoned(only)) => Some(only.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
     }
 
     fn apply_and_tell(&self, only: &MutexGuard<'_, ()>, dry_run: bool) -> anyhow::Result<Reload> {
@@ -69,8 +74,10 @@ impl Server {
     /// `_only`: no other reload runs.
     fn apply(&self, _only: &MutexGuard<'_, ()>, dry_run: bool) -> anyhow::Result<Reload> {
         let config = Config::of(&self.options)?;
-        config.disks.iter().try_for_each(check)?;
-        let settings = nbd::settings(&self.options.nbd.or(&config.nbd), &config.disks)?;
+        for (at, disk) in config.disks.iter().enumerate() {
+            check(disk).map_err(|e| config.locate(at, e))?;
+        }
+        let settings = nbd::settings(&self.options.nbd.or(&config.nbd), &config)?;
         let before = self.book.all();
         let plan = self.plan(&config, &before);
         if dry_run {
@@ -221,7 +228,8 @@ impl Server {
             failed.push(note_new(&name, e));
             // Keep the new tls-allow: it may revoke the access of a client.
             let tls_allow = args.tls_allow.clone();
-            self.restore(DiskArgs { tls_allow, ..before.args }, before.keys);
+            let args = DiskArgs { tls_allow, ..before.args };
+            self.restore(args, before.keys, false);
         }
         // New disks open in parallel, as at start.
         let new: HashSet<_> = plan.added.iter().collect();
@@ -236,11 +244,11 @@ impl Server {
         }
     }
 
-    /// Serves a disk with its old configuration, because the new one failed. The next reload tries
-    /// the new one again.
-    fn restore(&self, args: DiskArgs, keys: Table) {
+    /// Serves a disk with its old configuration, because the new one failed. After a reload the
+    /// next one tries the new one again.
+    pub fn restore(&self, args: DiskArgs, keys: Table, by_api: bool) {
         let name = args.name();
-        match self.add(args, keys, false).map_err(anyhow::Error::from) {
+        match self.add(args, keys, by_api).map_err(anyhow::Error::from) {
             Ok(()) => tracing::warn!(disk = name, "the disk is served with its old configuration"),
             Err(e) => tracing::error!(
                 disk = name,

@@ -17,12 +17,12 @@ use blockyard_storage::target::exec;
 
 use crate::config::{Config, files};
 use crate::handover::launcher;
+use crate::journals;
 use crate::options::api::ApiArgs;
 use crate::options::disk::DiskArgs;
 use crate::options::nbd::{NbdAddress, NbdArgs};
 use crate::options::sandbox::SandboxArgs;
 use crate::options::xen::XenArgs;
-use crate::{exports, journals};
 
 /// Folders of the host that the C library and this program read: libraries, devices, limits, host
 /// names.
@@ -267,7 +267,7 @@ fn devices(needs: &Needs<'_>) -> Vec<PathBuf> {
     }
     if disks.iter().any(|disk| disk.xen.is_some()) || !needs.xen.watch.is_empty() {
         devices.push("/dev/xen".into());
-        devices.extend(exports::records());
+        devices.extend(blockyard_export::xen::records());
     }
     if needs.attached {
         let is_nbd = |name: &str| {

@@ -4,10 +4,11 @@
 //! the disks; this file sends it commands. Signals and the API (`api.rs`) use the same [`Server`].
 
 use std::sync::{Arc, Mutex};
-use std::time::{Instant, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::Context;
 use blockyard_control::events::What;
+use blockyard_disk::SourceError;
 use blockyard_export::Reactors;
 use blockyard_program::ending::Failure;
 use blockyard_program::output;
@@ -34,25 +35,29 @@ use crate::sandbox::Needs;
 use crate::toolstack::Toolstacks;
 use crate::{api, attach, figures, holder, journals, log, sandbox, shares, supervisor};
 
+/// Longest wait for a server that has the disks of one that died, and time between two attempts.
+const OTHERS_TIME: Duration = Duration::from_secs(30);
+const OTHERS_PAUSE: Duration = Duration::from_millis(5);
+
 pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     blockyard_ring::inherited::note();
     let config = Config::of(options).map_err(Failure::usage)?;
     if let Some(folder) = options.state_folder.as_ref().or(config.state_folder.as_ref()) {
         journals::use_folder(folder.clone());
     }
-    for disk in &config.disks {
-        check(disk).map_err(Failure::usage)?;
+    for (at, disk) in config.disks.iter().enumerate() {
+        check(disk).map_err(|e| Failure::usage(config.locate(at, e)))?;
     }
     let shares = shares::from_configuration(options, &config).map_err(Failure::usage)?;
     let xen = options.xen.or(&config.xen);
     xen.check().map_err(Failure::usage)?;
-    let nbd = nbd::settings(&options.nbd.or(&config.nbd), &config.disks).map_err(Failure::usage)?;
+    let nbd = nbd::settings(&options.nbd.or(&config.nbd), &config).map_err(Failure::usage)?;
     if let Some(cpus) = &options.cpus {
         check_cpus(cpus).map_err(Failure::usage)?;
     }
     if options.check_config {
-        for disk in &config.disks {
-            try_open(disk).map_err(Failure::usage)?;
+        for (at, disk) in config.disks.iter().enumerate() {
+            try_open(disk).map_err(|e| Failure::usage(config.locate(at, e)))?;
         }
         output::print(format_args!("configuration is valid: {} disks\n", config.disks.len()))?;
         return Ok(());
@@ -66,7 +71,10 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     let mut takeover = options.takeover.as_deref().map(Takeover::begin).transpose()?;
     if options.held {
         holder::connect(takeover.as_mut())?;
+    } else if options.keep_sessions {
+        holder::use_store()?;
     }
+    supervisor::start();
     let sandboxed = options.sandbox.or(&config);
     let needs = Needs {
         config: &config,
@@ -81,6 +89,9 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     log::start_queues()?;
     // Signals that arrive from now on stay pending until the start is complete.
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR1])?;
+    if options.attached {
+        attach::follow()?;
+    }
     let reactors = options.reactors.or(config.reactors).unwrap_or(1);
     let cpus = options.cpus.as_ref().map_or(&[][..], |c| &c.0);
     let reactors = Reactors::start_supervised(reactors.into(), cpus, supervisor::alive())
@@ -152,6 +163,14 @@ pub enum AddError {
     Yard(YardError),
 }
 
+impl AddError {
+    /// Returns whether another process has locked the image.
+    fn is_locked(&self) -> bool {
+        let AddError::Open(e) = self else { return false };
+        e.downcast_ref::<SourceError>().is_some_and(SourceError::is_locked)
+    }
+}
+
 /// A disk that is being opened.
 pub struct Adding<'a> {
     held: HeldDisk<'a>,
@@ -204,11 +223,22 @@ impl Server {
                 if left > 0 {
                     tracing::warn!("the last server died: continuing {left} exports");
                 }
-                self.add_all(config)?;
+                // If the last server died during a hand-over, the one that was to follow it closes
+                // the images and ends.
+                let attached =
+                    if self.options.attached { attach::LOCK_TIMEOUT } else { Duration::ZERO };
+                self.add_all(config, if left > 0 { OTHERS_TIME } else { attached })?;
+                for disk in self.common.handed.drop_others(&config.disks) {
+                    tracing::warn!(
+                        disk,
+                        "the configuration does not have it: its clients are lost"
+                    );
+                }
             }
             Some(takeover) => self.add_new(takeover.run(self, config)?),
         }
-        let toolstacks = Toolstacks::start(xen, &Host::Xen, exports::records, &self.yard)?;
+        let toolstacks =
+            Toolstacks::start(xen, &Host::Xen, blockyard_export::xen::records, &self.yard)?;
         let metrics = self.options.metrics.or(config.metrics);
         let api =
             api::start(&self.options.api.or(config), metrics, self.clone(), takeover.as_mut())?;
@@ -216,7 +246,9 @@ impl Server {
         let handed = takeover.as_mut().and_then(|takeover| takeover.socket("control"));
         let control = self.options.control.as_ref();
         let control = control.map(|path| Control::start(path, handed, self.clone())).transpose()?;
-        drop(takeover);
+        if let Some(takeover) = takeover {
+            takeover.finish();
+        }
         let mut by_nbd = None;
         if self.options.attached {
             by_nbd = self.report_device()?;
@@ -233,7 +265,7 @@ impl Server {
         }
         self.events.publish(What::ServerReady { disks: self.yard.list().len() as u64 });
         log::say("ready");
-        let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
+        supervisor::notify("READY=1");
         for signal in signals.forever() {
             match signal {
                 SIGHUP => self.reload(),
@@ -247,7 +279,7 @@ impl Server {
             tracing::info!("another server has the disks: this one ends");
             api.iter().for_each(api::Running::retire);
         } else {
-            let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
+            supervisor::notify("STOPPING=1");
         }
         drop((api, control));
         by_nbd.iter().for_each(|device| attach::sync_device(device));
@@ -265,14 +297,25 @@ impl Server {
     }
 
     /// Adds the disks at start. Returns the first error if all fail. If only some fail, logs their
-    /// errors.
-    fn add_all(&self, config: &Config) -> anyhow::Result<()> {
-        let all = config.disks.len();
-        let disks = config.disks.iter().enumerate();
-        let adding: Vec<_> =
-            disks.map(|(at, disk)| self.begin_add(disk.clone(), config.keys(at), false)).collect();
-        let mut failed: Vec<_> =
-            adding.into_iter().filter_map(|adding| adding.and_then(Adding::wait).err()).collect();
+    /// errors. `patience`: how long to wait for images that other processes have locked.
+    fn add_all(&self, config: &Config, patience: Duration) -> anyhow::Result<()> {
+        let (all, deadline) = (config.disks.len(), Instant::now() + patience);
+        let (mut left, mut failed) = (Vec::from_iter(0..all), Vec::new());
+        while !left.is_empty() {
+            let begin =
+                |at: usize| (at, self.begin_add(config.disks[at].clone(), config.keys(at), false));
+            let adding: Vec<_> = left.drain(..).map(begin).collect();
+            for (at, adding) in adding {
+                match adding.and_then(Adding::wait) {
+                    Ok(()) => {}
+                    Err(e) if e.is_locked() && Instant::now() < deadline => left.push(at),
+                    Err(e) => failed.push(e),
+                }
+            }
+            if !left.is_empty() {
+                std::thread::sleep(OTHERS_PAUSE);
+            }
+        }
         if failed.len() == all && !failed.is_empty() {
             return Err(failed.swap_remove(0).into());
         }

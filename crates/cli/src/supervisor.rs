@@ -1,12 +1,14 @@
-//! Reports to systemd's watchdog (sd_notify(3), `WatchdogSec=`) that the server works.
+//! Notifications to systemd (sd_notify(3)): start, end, the next server's process, and reports to
+//! the watchdog (`WatchdogSec=`) that the server works.
 //!
-//! In: `WATCHDOG_USEC` and `NOTIFY_SOCKET`. Out: a report twice in that time, while all reactors
-//! make progress. If one stalls for the whole time, systemd ends the server and starts it again.
-//! The watchdog's thread may not make sockets, so this one is connected before.
+//! In: `NOTIFY_SOCKET` and `WATCHDOG_USEC`. Out: messages. The watchdog gets a report twice in its
+//! time, while all reactors make progress. If one stalls for the whole time, systemd ends the
+//! server and starts it again. Most threads may not make sockets, so these are connected before.
 
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
+use std::sync::OnceLock;
 use std::time::Duration;
 
 use blockyard_export::Alive;
@@ -14,11 +16,41 @@ use blockyard_export::Alive;
 /// Shortest time between two reports.
 const SHORTEST: Duration = Duration::from_millis(50);
 
+/// Longest wait for a supervisor that does not read.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// The socket of notifications, unless there is no supervisor.
+static MANAGER: OnceLock<Option<UnixDatagram>> = OnceLock::new();
+
+/// Connects to the supervisor, if there is one. Call it before the process enters its sandbox.
+pub fn start() {
+    let connected = || {
+        let socket = connect()?;
+        socket.iter().try_for_each(|socket| socket.set_write_timeout(Some(PATIENCE)))?;
+        Ok::<_, std::io::Error>(socket)
+    };
+    let connected = connected().unwrap_or_else(|e| {
+        tracing::warn!("cannot notify the supervisor (NOTIFY_SOCKET): {e}");
+        None
+    });
+    let _ = MANAGER.set(connected);
+}
+
+/// Sends a notification, such as `READY=1`, if there is a supervisor.
+pub fn notify(text: &str) {
+    let Some(Some(socket)) = MANAGER.get() else { return };
+    if let Err(e) = socket.send(text.as_bytes()) {
+        tracing::warn!("cannot notify the supervisor ({text}): {e}");
+    }
+}
+
 /// Returns what the watchdog reports, or `None` if no supervisor asks for it.
 pub fn alive() -> Option<Alive> {
     let period = (sd_notify::watchdog_enabled()? / 2).max(SHORTEST);
+    // A supervisor that does not read must not stop the watchdog.
+    let without_wait = |socket: &UnixDatagram| socket.set_nonblocking(true);
     let socket = match connect() {
-        Ok(socket) => socket?,
+        Ok(socket) => socket.filter(|socket| without_wait(socket).is_ok())?,
         Err(e) => {
             tracing::warn!("cannot report to the supervisor's watchdog: {e}");
             return None;
@@ -32,7 +64,9 @@ pub fn alive() -> Option<Alive> {
     Some(Alive { period, report: Box::new(report) })
 }
 
-fn connect() -> std::io::Result<Option<UnixDatagram>> {
+/// Returns a socket for notifications, or `None` if there is no supervisor. Call it before the
+/// process enters its sandbox.
+pub fn connect() -> std::io::Result<Option<UnixDatagram>> {
     let Some(name) = std::env::var_os("NOTIFY_SOCKET") else { return Ok(None) };
     let address = match name.as_bytes().strip_prefix(b"@") {
         Some(name) => SocketAddr::from_abstract_name(name)?,
@@ -40,7 +74,5 @@ fn connect() -> std::io::Result<Option<UnixDatagram>> {
     };
     let socket = UnixDatagram::unbound()?;
     socket.connect_addr(&address)?;
-    // A supervisor that does not read must not stop the watchdog.
-    socket.set_nonblocking(true)?;
     Ok(Some(socket))
 }

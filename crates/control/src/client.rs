@@ -11,8 +11,14 @@ use hyper_util::rt::TokioIo;
 use serde_json::Value;
 use tokio::net::UnixStream;
 
-use crate::events::Event;
+use crate::events::{Event, QUIET, What};
 use crate::problem::Problem;
+use crate::types::{Job, JobState};
+
+/// Time before a client asks again after a stream has ended or none was free.
+const PAUSE: Duration = Duration::from_millis(200);
+/// Status of a refusal because the server has too much to do.
+const BUSY: u16 = 503;
 
 /// Error of a call.
 #[derive(Debug, thiserror::Error)]
@@ -63,26 +69,109 @@ pub fn follow(
     mut each: impl FnMut(Event) -> io::Result<()>,
 ) -> Result<(), CallError> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let runtime = runtime.map_err(CallError::Runtime)?;
-    let since = since.map(|id| format!("?since={}", segment(id))).unwrap_or_default();
-    let path = format!("/v1/events{since}");
-    runtime.block_on(async {
-        let answer = send(socket, Method::GET, &path, None);
-        let answer = tokio::time::timeout(limit, answer).await;
-        let mut body = answer.unwrap_or(Err(CallError::Timeout(limit)))?;
-        let mut text = Vec::new();
-        while let Some(frame) = body.frame().await {
-            let Ok(data) = frame.map_err(CallError::Broken)?.into_data() else { continue };
-            text.extend_from_slice(&data);
-            while let Some(end) = text.iter().position(|byte| *byte == b'\n') {
-                let line: Vec<_> = text.drain(..=end).collect();
-                if let Some(json) = line.strip_prefix(b"data: ") {
-                    each(serde_json::from_slice(json)?).map_err(CallError::Handling)?;
-                }
-            }
+    runtime.map_err(CallError::Runtime)?.block_on(async {
+        let mut events = Events::open(socket, since, limit).await?;
+        while let Some(event) = events.next(Duration::MAX).await? {
+            each(event).map_err(CallError::Handling)?;
         }
         Ok(())
     })
+}
+
+/// Waits until a job has ended, and returns it. Asks for the job once, then reads events. Asks
+/// again only if events were lost, if the stream ended, or if the server has no stream free.
+/// `limit`: for each answer.
+pub fn wait_for_job(socket: &Path, number: u64, limit: Duration) -> Result<Job, CallError> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    runtime.map_err(CallError::Runtime)?.block_on(async {
+        let mut last = None;
+        loop {
+            // The stream begins before the server looks at the job, so that no end is missed.
+            let events = match Events::open(socket, last.as_deref(), limit).await {
+                Err(CallError::Problem(problem)) if problem.status == BUSY => None,
+                opened => Some(opened?),
+            };
+            if let Some(job) = ended_job(socket, number, limit).await? {
+                return Ok(job);
+            }
+            if let Some(events) = events
+                && let Some(job) = end_of_job(events, number, limit, &mut last).await?
+            {
+                return Ok(job);
+            }
+            tokio::time::sleep(PAUSE).await;
+        }
+    })
+}
+
+/// Returns the job when its end is an event. Returns None if events are missing. `last`: id of the
+/// last event.
+async fn end_of_job(
+    mut events: Events,
+    number: u64,
+    limit: Duration,
+    last: &mut Option<String>,
+) -> Result<Option<Job>, CallError> {
+    let limit = limit.max(2 * QUIET);
+    loop {
+        let event = match events.next(limit).await {
+            Ok(Some(event)) => event,
+            // The server has ended, or closed the connection. Another one may have taken over.
+            Ok(None) | Err(CallError::Broken(_)) => return Ok(None),
+            Err(e) => return Err(e),
+        };
+        *last = Some(event.id);
+        match event.what {
+            What::JobEnded { job } if job.number == number => return Ok(Some(job)),
+            What::Lost { .. } => return Ok(None),
+            _ => {}
+        }
+    }
+}
+
+/// Returns the job if it has ended.
+async fn ended_job(socket: &Path, number: u64, limit: Duration) -> Result<Option<Job>, CallError> {
+    let path = format!("/v1/jobs/{number}");
+    let answer = tokio::time::timeout(limit, exchange(socket, Method::GET, &path, None)).await;
+    let job: Job = serde_json::from_value(answer.unwrap_or(Err(CallError::Timeout(limit)))?)?;
+    Ok((job.state != JobState::Running).then_some(job))
+}
+
+/// A stream of events.
+struct Events {
+    body: Incoming,
+    /// Received text without its complete lines.
+    text: Vec<u8>,
+}
+
+impl Events {
+    async fn open(socket: &Path, since: Option<&str>, limit: Duration) -> Result<Self, CallError> {
+        let since = since.map(|id| format!("?since={}", segment(id))).unwrap_or_default();
+        let path = format!("/v1/events{since}");
+        let answer = tokio::time::timeout(limit, send(socket, Method::GET, &path, None)).await;
+        let body = answer.unwrap_or(Err(CallError::Timeout(limit)))?;
+        Ok(Events { body, text: Vec::new() })
+    }
+
+    /// Returns the next event, or None at the end of the stream. Fails if the server sends nothing,
+    /// not even a comment, within `limit`.
+    async fn next(&mut self, limit: Duration) -> Result<Option<Event>, CallError> {
+        loop {
+            while let Some(end) = self.text.iter().position(|byte| *byte == b'\n') {
+                let line: Vec<_> = self.text.drain(..=end).collect();
+                if let Some(json) = line.strip_prefix(b"data: ") {
+                    return Ok(Some(serde_json::from_slice(json)?));
+                }
+            }
+            let frame = tokio::time::timeout(limit, self.body.frame()).await;
+            let Some(frame) = frame.map_err(|_| CallError::Timeout(limit))? else {
+                return Ok(None);
+            };
+            if let Ok(data) = frame.map_err(CallError::Broken)?.into_data() {
+                self.text.extend_from_slice(&data);
+            }
+        }
+    }
 }
 
 async fn exchange(

@@ -91,6 +91,8 @@ pub struct DiskFigures {
     pub poisoned: bool,
     /// Number of requests that wait for space on the host, until the disk is resumed.
     pub paused: u64,
+    /// Whether an operator holds the requests back.
+    pub drained: bool,
     /// Number of connected clients, for each kind of export.
     pub clients: BTreeMap<String, u64>,
     /// Longest time for which a snapshot, commit or stream has held requests back.

@@ -9,8 +9,8 @@ use crate::events::EventLog;
 use crate::figures::Figures;
 use crate::problem::Problem;
 use crate::types::{
-    Disk, DiskRow, Flushed, Job, JobRequest, Reload, Removed, Resize, Resized, Resumed, ServerInfo,
-    Upgraded,
+    ChangeQuery, Disconnect, Disconnected, Disk, DiskRow, Drain, Drained, Flushed, Job, JobRequest,
+    Reload, Removed, Resize, Resized, Resumed, ServerInfo, Upgraded,
 };
 
 /// Answer of a call.
@@ -45,7 +45,7 @@ pub trait Operator: Send + Sync + 'static {
 
     /// Changes keys of a disk that need no reconnection. A null restores the default of its key.
     /// `persist`: writes them into the configuration.
-    fn set(&self, name: &str, keys: Object, persist: bool) -> Answer<Disk>;
+    fn set(&self, name: &str, keys: Object, query: ChangeQuery) -> Answer<Disk>;
 
     /// Adopts the present size of the image.
     fn refresh(&self, name: &str) -> Answer<Resized>;
@@ -56,7 +56,15 @@ pub trait Operator: Send + Sync + 'static {
     /// Makes all answered writes durable.
     fn flush(&self, name: &str) -> Answer<Flushed>;
 
-    /// Lets the requests that wait for space on the host try again.
+    /// Waits until no request is in flight and all answered writes are durable. Holds requests from
+    /// then on, for a limited time.
+    fn drain(&self, name: &str, drain: Drain) -> Answer<Drained>;
+
+    /// Disconnects clients, which may connect again.
+    fn disconnect(&self, name: &str, clients: Disconnect) -> Answer<Disconnected>;
+
+    /// Ends a drain, and lets the requests that wait for space on the host try again. Does not
+    /// block.
     fn resume(&self, name: &str) -> Answer<Resumed>;
 
     /// Starts a job.

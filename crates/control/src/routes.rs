@@ -26,8 +26,9 @@ use crate::problem::{Kind, Problem};
 use crate::scrape::{self, Scrapes};
 use crate::server::THREADS;
 use crate::types::{
-    ChangeQuery, Disk, Disks, Flushed, Job, JobRequest, Jobs, Reload, ReloadQuery, RemoveQuery,
-    Removed, Resize, Resized, Resumed, ServerInfo, Snapshot, Upgrade, Upgraded,
+    ChangeQuery, Disconnect, Disconnected, Disk, Disks, Drain, Drained, Flushed, Job, JobRequest,
+    Jobs, Reload, ReloadQuery, RemoveQuery, Removed, Resize, Resized, Resumed, ServerInfo,
+    Snapshot, Upgrade, Upgraded,
 };
 
 /// Maximum number of calls that may block. The other threads answer calls that do not block.
@@ -98,7 +99,9 @@ fn parts() -> (Router<Calls>, Description) {
         .routes(routes!(refresh))
         .routes(routes!(resize))
         .routes(routes!(flush))
+        .routes(routes!(drain))
         .routes(routes!(resume))
+        .routes(routes!(disconnect))
         .routes(routes!(snapshot))
         .routes(routes!(commit))
         .routes(routes!(stream))
@@ -197,8 +200,9 @@ async fn remove(
     calls.slow(move |operator| operator.remove(&name, query.force, query.persist)).await
 }
 
-/// Changes weight, limits, reservations, latency target, `tls-allow` or `on-enospc` of a disk.
-/// Clients stay connected. Null restores a default.
+/// Changes weight, limits, reservations, latency target, `tls-allow`, `on-enospc` or `cache` of a
+/// disk. Clients stay connected, except for `cache`: the disk is closed and opened again. Null
+/// restores a default.
 #[utoipa::path(patch, path = "/v1/disks/{name}", params(("name" = String, Path), ChangeQuery),
     request_body = Object, responses((status = OK, body = Disk),
         (status = BAD_REQUEST, body = Problem), (status = NOT_FOUND, body = Problem),
@@ -209,7 +213,7 @@ async fn set(
     Parameters(query): Parameters<ChangeQuery>,
     Body(keys): Body<Object>,
 ) -> Answer<Json<Disk>> {
-    calls.slow(move |operator| operator.set(&name, keys, query.persist)).await
+    calls.slow(move |operator| operator.set(&name, keys, query)).await
 }
 
 /// Adopts the present size of the image, and notifies clients.
@@ -240,11 +244,39 @@ async fn flush(State(calls): State<Calls>, At(name): At<String>) -> Answer<Json<
     calls.slow(move |operator| operator.flush(&name)).await
 }
 
-/// Lets the requests that wait for space on the host try again.
+/// Waits until no request is in flight and all answered writes are durable. Holds requests from
+/// then on, until the disk is resumed or the time has passed.
+#[utoipa::path(post, path = "/v1/disks/{name}/drain", params(("name" = String, Path)),
+    responses((status = OK, body = Drained), (status = BAD_REQUEST, body = Problem),
+        (status = NOT_FOUND, body = Problem), (status = UNPROCESSABLE_ENTITY, body = Problem)))]
+async fn drain(
+    State(calls): State<Calls>,
+    At(name): At<String>,
+    Body(drain): Body<Drain>,
+) -> Answer<Json<Drained>> {
+    calls.slow(move |operator| operator.drain(&name, drain)).await
+}
+
+/// Disconnects one client of a disk, or all of them, after their requests are answered. They may
+/// connect again.
+#[utoipa::path(post, path = "/v1/disks/{name}/disconnect", params(("name" = String, Path)),
+    responses((status = OK, body = Disconnected), (status = BAD_REQUEST, body = Problem),
+        (status = NOT_FOUND, body = Problem), (status = CONFLICT, body = Problem),
+        (status = UNPROCESSABLE_ENTITY, body = Problem)))]
+async fn disconnect(
+    State(calls): State<Calls>,
+    At(name): At<String>,
+    Body(clients): Body<Disconnect>,
+) -> Answer<Json<Disconnected>> {
+    calls.slow(move |operator| operator.disconnect(&name, clients)).await
+}
+
+/// Ends a drain, and lets the requests that wait for space on the host try again.
 #[utoipa::path(post, path = "/v1/disks/{name}/resume", params(("name" = String, Path)),
     responses((status = OK, body = Resumed), (status = NOT_FOUND, body = Problem)))]
 async fn resume(State(calls): State<Calls>, At(name): At<String>) -> Answer<Json<Resumed>> {
-    calls.slow(move |operator| operator.resume(&name)).await
+    // Not among the calls that may block: it ends what they wait for.
+    calls.quick(move |operator| operator.resume(&name)).await
 }
 
 /// Starts a snapshot: later writes go to a new overlay.

@@ -47,6 +47,9 @@ pub struct DiskRow {
     pub exports: Vec<String>,
     /// Number of requests that wait for space on the host, until the disk is resumed.
     pub paused: u64,
+    /// Whether a drain holds the requests back, until the disk is resumed.
+    #[serde(default)]
+    pub drained: bool,
 }
 
 /// The list of disks.
@@ -173,12 +176,49 @@ pub struct Flushed {
     pub name: String,
 }
 
-/// A disk. Its requests that waited for space try again.
+/// A resumed disk. Requests that a drain held back or that waited for space go on.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize, ToSchema)]
 pub struct Resumed {
     pub name: String,
-    /// Number of requests that waited.
+    /// Number of requests that waited for space on the host.
     pub requests: u64,
+    /// Whether a drain held the requests back.
+    #[serde(default)]
+    pub drained: bool,
+}
+
+/// How long a drain lasts.
+#[derive(Clone, Copy, Debug, Default, Deserialize, Serialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Drain {
+    /// Longest time in seconds, 1 to 600. Then requests go on without a call. Null: 60.
+    #[serde(default)]
+    pub seconds: Option<u64>,
+}
+
+/// A disk that is drained: no request is in flight, and all answered writes are durable.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize, ToSchema)]
+pub struct Drained {
+    pub name: String,
+    /// Seconds after which requests go on without a call.
+    pub seconds: u64,
+}
+
+/// The clients to disconnect.
+#[derive(Clone, Debug, Default, Deserialize, Serialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Disconnect {
+    /// The `description` of a client of the disk. Null: all clients.
+    #[serde(default)]
+    pub client: Option<String>,
+}
+
+/// Clients that were disconnected.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize, ToSchema)]
+pub struct Disconnected {
+    pub name: String,
+    /// Their descriptions.
+    pub clients: Vec<String>,
 }
 
 /// The size to grow to.
@@ -310,6 +350,9 @@ pub struct RemoveQuery {
 #[into_params(parameter_in = Query)]
 #[serde(deny_unknown_fields)]
 pub struct ChangeQuery {
+    /// Change `cache` also if clients are connected: they are disconnected, and must connect again.
+    #[serde(default)]
+    pub force: bool,
     /// Write the change into the configuration too, so that a restart keeps it.
     #[serde(default)]
     pub persist: bool,
@@ -331,6 +374,10 @@ pub struct Upgraded {
     pub pid: u32,
     pub version: String,
     pub disks: Vec<HandedOver>,
+    /// Number of NBD clients that were disconnected, because they use TLS or had chosen no export
+    /// yet. They can connect to the new server.
+    #[serde(default)]
+    pub disconnected: u64,
 }
 
 /// A disk that another server has taken over.

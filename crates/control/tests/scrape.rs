@@ -8,8 +8,8 @@ use std::sync::{Arc, LazyLock};
 use blockyard_control::events::EventLog;
 use blockyard_control::figures::Figures;
 use blockyard_control::types::{
-    Disk, DiskRow, Flushed, Job, JobRequest, Reload, Removed, Resize, Resized, Resumed, ServerInfo,
-    Upgraded,
+    ChangeQuery, Disconnect, Disconnected, Disk, DiskRow, Drain, Drained, Flushed, Job, JobRequest,
+    Reload, Removed, Resize, Resized, Resumed, ServerInfo, Upgraded,
 };
 use blockyard_control::{Access, Answer, Api, Kind, Listeners, Object, Operator, Problem};
 
@@ -53,7 +53,7 @@ impl Operator for Long {
         nothing()
     }
 
-    fn set(&self, _: &str, _: Object, _: bool) -> Answer<Disk> {
+    fn set(&self, _: &str, _: Object, _: ChangeQuery) -> Answer<Disk> {
         nothing()
     }
 
@@ -66,6 +66,14 @@ impl Operator for Long {
     }
 
     fn flush(&self, _: &str) -> Answer<Flushed> {
+        nothing()
+    }
+
+    fn drain(&self, _: &str, _: Drain) -> Answer<Drained> {
+        nothing()
+    }
+
+    fn disconnect(&self, _: &str, _: Disconnect) -> Answer<Disconnected> {
         nothing()
     }
 

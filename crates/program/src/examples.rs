@@ -125,6 +125,10 @@ const ALL: &[(&str, &[Example])] = &[
             example("Limit a disk to 5000 requests a second", "blockyard ctl set web iops=5000"),
             example("Remove the limit", "blockyard ctl set web iops="),
             example("Let writes wait for space", "blockyard ctl set web on-enospc=pause"),
+            example(
+                "Use the page cache, although a guest is connected",
+                "blockyard ctl set web cache=writeback --force",
+            ),
         ],
     ),
     ("ctl snapshot", &[example("Take a snapshot", "blockyard ctl snapshot web /srv/web-2.qcow2")]),
@@ -144,7 +148,15 @@ const ALL: &[(&str, &[Example])] = &[
     ("ctl upgrade", &[example("Start the installed program anew", "blockyard ctl upgrade")]),
     ("ctl resize", &[example("Grow a disk to 20 GiB", "blockyard ctl resize web 20G")]),
     ("ctl flush", &[example("Make all answered writes durable", "blockyard ctl flush web")]),
-    ("ctl resume", &[example("Let writes try again", "blockyard ctl resume web")]),
+    ("ctl drain", &[example("Hold requests for a minute", "blockyard ctl drain web")]),
+    (
+        "ctl disconnect",
+        &[
+            example("Disconnect all clients", "blockyard ctl disconnect web"),
+            example("Disconnect one client", "blockyard ctl disconnect web 192.0.2.7:40312"),
+        ],
+    ),
+    ("ctl resume", &[example("Let requests go on", "blockyard ctl resume web")]),
     (
         "image",
         &[

@@ -2,18 +2,19 @@
 
 use std::path::PathBuf;
 use std::sync::{Arc, PoisonError};
-use std::time::UNIX_EPOCH;
+use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use blockyard_control::events::EventLog;
 use blockyard_control::figures::Figures;
 use blockyard_control::types::{
-    Disk, DiskRow, Flushed, Job, JobRequest, Reload, Removed, Resize, Resized, Resumed, ServerInfo,
-    State, Upgraded,
+    ChangeQuery, Disconnect, Disconnected, Disk, DiskRow, Drain, Drained, Flushed, Job, JobRequest,
+    Reload, Removed, Resize, Resized, Resumed, ServerInfo, State, Upgraded,
 };
-use blockyard_control::{Answer, Kind, Object, Operator, Problem};
+use blockyard_control::{Answer, Kind, Object, Operator, Problem, invalid};
 use blockyard_disk::SnapshotOptions;
 use blockyard_image::Format;
-use blockyard_yard::JobKind;
+use blockyard_yard::{JobKind, JobState};
+use toml::Table;
 
 use super::{sampled, words};
 use crate::book::{HeldDisk, HoldError};
@@ -25,6 +26,13 @@ use crate::options::disk::DiskArgs;
 use crate::options::knobs;
 use crate::persist::Persistence;
 use crate::serve::{AddError, Server};
+
+/// Length of a drain if the caller gives none.
+const DRAIN_SECONDS: u64 = 60;
+/// Longest drain. A guest that waits longer may report the disk as broken.
+const MAX_DRAIN_SECONDS: u64 = 600;
+/// Longest wait for clients that are disconnected. NBD clients have 2 s to read their replies.
+const DISCONNECT_TIME: Duration = Duration::from_secs(10);
 
 impl Server {
     /// Holds a disk for a command.
@@ -43,9 +51,74 @@ impl Server {
         })
     }
 
+    /// Returns an error if clients use the disk. `remedy`: what the caller can do.
+    fn check_unused(&self, name: &str, remedy: &str) -> Answer<()> {
+        let clients = self.yard.report(name).map_err(words::problem)?.clients;
+        if clients.is_empty() {
+            return Ok(());
+        }
+        let clients = describe_clients(&clients);
+        let what = format!("disk \"{name}\" is in use by {clients}: {remedy}");
+        Err(Problem::new(Kind::Conflict, what))
+    }
+
+    /// Closes a disk and opens it with another configuration, or with the old one if that fails.
+    fn open_again(
+        &self,
+        held: HeldDisk<'_>,
+        args: DiskArgs,
+        keys: Table,
+        force: bool,
+    ) -> Answer<()> {
+        let (name, old) = (args.name(), held.entry());
+        let row = self.row(&name)?;
+        let image = row.image.unwrap_or_default();
+        let rest = row.images.strip_prefix(&image);
+        let refused = match rest {
+            // Data in memory would be lost, and a program cannot start again in the sandbox.
+            _ if !args.image.exists() => Some("its image is not a file or a device of this host"),
+            Some(rest) if rest.is_empty() || rest.starts_with(' ') => None,
+            _ => Some(
+                "a snapshot has put an overlay on its image, and the disk would open without it: \
+                 remove the disk, and add it with the overlay as its image",
+            ),
+        };
+        let is_running = |job: blockyard_yard::Job| {
+            job.disk() == name && matches!(job.state(), JobState::Running)
+        };
+        let busy = match () {
+            () if row.drained => Some("it is drained: resume it first"),
+            () if self.yard.jobs().into_iter().any(is_running) => {
+                Some("a job works on it: wait for its end, or cancel it")
+            }
+            () => None,
+        };
+        if let Some(why) = refused.or(busy) {
+            let what = format!("the cache mode of disk \"{name}\" cannot change: {why}");
+            return Err(Problem::new(Kind::Conflict, what).in_field("cache"));
+        }
+        if !force {
+            let remedy = "disconnect, or change it with force=true: clients must connect again";
+            self.check_unused(&name, remedy)?;
+        }
+        // A reload would find the disk missing, and add it.
+        let Some(_only) = self.try_exclude_reloads() else {
+            let what = "a reload or an upgrade runs: try again when it has ended";
+            return Err(Problem::new(Kind::Conflict, what));
+        };
+        // A disk that cannot make its writes durable stays as it is.
+        self.yard.flush(&name).map_err(words::problem)?;
+        let modes = format!("{} -> {}", old.args.cache, args.cache);
+        tracing::info!(disk = name, "changed: cache: {modes}: closing and opening it");
+        self.remove(held).map_err(words::problem)?;
+        let Err(e) = self.add(args, keys, old.by_api) else { return Ok(()) };
+        self.restore(old.args, old.keys, old.by_api);
+        let what = format!("disk \"{name}\" does not open with the new cache mode: {e:#}");
+        Err(Problem::new(Kind::Failed, what))
+    }
+
     fn row(&self, name: &str) -> Answer<DiskRow> {
-        let found = self.yard.list().into_iter().find(|disk| disk.name == name);
-        found.map(words::row).ok_or_else(|| {
+        self.yard.info(name).map(words::row).ok_or_else(|| {
             Problem::new(Kind::NotFound, format!("no disk is called \"{name}\" (GET /v1/disks)"))
         })
     }
@@ -62,9 +135,9 @@ impl Server {
     }
 
     /// Returns where changes are kept, if the caller asks for that.
-    fn persistence(&self, wanted: bool) -> Answer<Option<Persistence>> {
-        let found = wanted.then(|| Persistence::of(self.options.config.as_deref())).transpose();
-        found.map_err(|e| Problem::new(Kind::Conflict, format!("{e:#}")))
+    fn persistence(&self, name: &str, wanted: bool) -> Answer<Option<Persistence>> {
+        let found = wanted.then(|| Persistence::of(self.options.config.as_deref(), name));
+        found.transpose().map_err(|e| Problem::new(Kind::Conflict, format!("{e:#}")))
     }
 
     fn job(&self, number: u64) -> Answer<blockyard_yard::Job> {
@@ -124,11 +197,11 @@ impl Operator for Server {
     }
 
     fn add(&self, keys: Object, persist: bool) -> Answer<Disk> {
-        let store = self.persistence(persist)?;
         let (args, table) = words::disk(keys)?;
         check(&args).map_err(|e| Problem::new(Kind::Invalid, format!("{e:#}")))?;
         self.check_group(&args)?;
         let name = args.name();
+        let store = self.persistence(&name, persist)?;
         if self.row(&name).is_ok() {
             let what = format!("a disk is called \"{name}\" already: choose another name");
             return Err(Problem::new(Kind::Conflict, what).in_field("name"));
@@ -146,17 +219,10 @@ impl Operator for Server {
     }
 
     fn remove(&self, name: &str, force: bool, persist: bool) -> Answer<Removed> {
-        let store = self.persistence(persist)?;
+        let store = self.persistence(name, persist)?;
         let held = self.hold(name)?;
         if !force {
-            let clients = self.yard.report(name).map_err(words::problem)?.clients;
-            if !clients.is_empty() {
-                let what = format!(
-                    "disk \"{name}\" is in use by {}: disconnect, or remove it with force=true",
-                    describe_clients(&clients)
-                );
-                return Err(Problem::new(Kind::Conflict, what));
-            }
+            self.check_unused(name, "disconnect, or remove it with force=true")?;
         }
         let flushed = self.remove(held).map_err(words::problem)?;
         if let Some(store) = store {
@@ -165,19 +231,24 @@ impl Operator for Server {
         Ok(Removed { name: name.into(), flushed })
     }
 
-    fn set(&self, name: &str, keys: Object, persist: bool) -> Answer<Disk> {
-        let store = self.persistence(persist)?;
+    fn set(&self, name: &str, keys: Object, query: ChangeQuery) -> Answer<Disk> {
+        let store = self.persistence(name, query.persist)?;
         let held = self.hold(name)?;
         let entry = held.entry();
+        let cache = entry.args.cache;
         let (args, table) = words::changed(entry.args, entry.keys, keys)?;
         knobs::check(&args.knobs())
             .map_err(|e| Problem::new(Kind::Invalid, format!("disk \"{name}\": {e}")))?;
-        self.change(&held, args.clone(), table.clone()).map_err(words::problem)?;
+        if args.cache == cache {
+            self.change(&held, args.clone(), table.clone()).map_err(words::problem)?;
+            drop(held);
+        } else {
+            self.open_again(held, args.clone(), table.clone(), query.force)?;
+        }
         if let Some(store) = store {
             not_kept(name, "is changed", store.keep(name, table))?;
             self.book.adopt(&[args]);
         }
-        drop(held);
         self.disk(name)
     }
 
@@ -225,10 +296,49 @@ impl Operator for Server {
         Ok(Flushed { name: name.into() })
     }
 
+    fn drain(&self, name: &str, drain: Drain) -> Answer<Drained> {
+        let seconds = drain.seconds.unwrap_or(DRAIN_SECONDS);
+        if !(1..=MAX_DRAIN_SECONDS).contains(&seconds) {
+            return Err(invalid("seconds", &format!("it is 1 to {MAX_DRAIN_SECONDS}")));
+        }
+        self.yard.drain(name, Duration::from_secs(seconds)).map_err(words::problem)?;
+        Ok(Drained { name: name.into(), seconds })
+    }
+
+    fn disconnect(&self, name: &str, clients: Disconnect) -> Answer<Disconnected> {
+        let wanted = clients.client;
+        let clients = || Ok(self.yard.report(name).map_err(words::problem)?.clients);
+        let mut gone = clients()?;
+        if let Some(wanted) = &wanted {
+            gone.retain(|client| client.description == *wanted);
+            if gone.is_empty() {
+                let what = format!(
+                    "disk \"{name}\" has no client \"{wanted}\": `ctl show {name}` lists them"
+                );
+                return Err(Problem::new(Kind::NotFound, what).in_field("client"));
+            }
+        }
+        self.yard.disconnect(name, wanted).map_err(words::problem)?;
+        let names: Vec<_> = gone.iter().map(|client| client.description.clone()).collect();
+        let until = Instant::now() + DISCONNECT_TIME;
+        while clients()?.iter().any(|client| gone.contains(client)) {
+            if Instant::now() > until {
+                let what = format!(
+                    "{} of disk \"{name}\" is still connected: requests in flight have not ended, \
+                     or it is a ublk or Xen device, which its own command detaches",
+                    names.join(", ")
+                );
+                return Err(Problem::new(Kind::Conflict, what));
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Ok(Disconnected { name: name.into(), clients: names })
+    }
+
     fn resume(&self, name: &str) -> Answer<Resumed> {
-        let requests = self.yard.resume(name).map_err(words::problem)?;
+        let (drained, requests) = self.yard.resume(name).map_err(words::problem)?;
         tracing::info!(disk = name, "resumed: {requests} requests that waited for space try again");
-        Ok(Resumed { name: name.into(), requests })
+        Ok(Resumed { name: name.into(), requests, drained })
     }
 
     fn start(&self, name: &str, job: JobRequest) -> Answer<Job> {
@@ -283,8 +393,8 @@ mod tests {
         assert_eq!((args.weight, args.iops, args.bps.map(|l| l.rate)), (300, None, Some(5000)));
         assert!(!table.contains_key("iops") && table.contains_key("bps"));
         let wrong = |text: &str| words::changed(args.clone(), table.clone(), keys(text));
-        let problem = wrong(r#"{"cache": "none"}"#).unwrap_err();
-        assert_eq!(problem.field.as_deref(), Some("cache"));
+        let problem = wrong(r#"{"queues": 2}"#).unwrap_err();
+        assert_eq!(problem.field.as_deref(), Some("queues"));
         let problem = wrong(r#"{"weight": 0}"#).unwrap_err();
         assert_eq!(problem.field.as_deref(), Some("weight"), "{problem}");
         let problem = wrong(r#"{"wieght": 5}"#).unwrap_err();

@@ -100,6 +100,7 @@ fn disk(sample: &DiskSample) -> DiskFigures {
         read_only: disk.options().read_only,
         poisoned: disk.poisoned().is_some(),
         paused: disk.paused(),
+        drained: disk.is_drained(),
         clients: disk.clients().into_iter().map(|(kind, n)| (kind.to_string(), n)).collect(),
         held_back: disk.longest_held_back().as_secs_f64(),
         operations: OpKind::ALL.into_iter().filter_map(of_kind).collect(),

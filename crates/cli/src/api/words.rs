@@ -20,8 +20,8 @@ use crate::options::disk::DiskArgs;
 /// Size of a sector in bytes. The size of a disk is a multiple of it.
 const SECTOR: u64 = 512;
 
-/// Keys that change without a reconnection.
-const CHANGEABLE: [&str; 12] = [
+/// Keys that change while the disk is served. All but `cache` do so without a reconnection.
+const CHANGEABLE: [&str; 13] = [
     "weight",
     "reserve-iops",
     "reserve-bps",
@@ -34,6 +34,7 @@ const CHANGEABLE: [&str; 12] = [
     "latency-target",
     "tls-allow",
     "on-enospc",
+    "cache",
 ];
 
 pub fn problem(error: YardError) -> Problem {
@@ -86,6 +87,7 @@ pub fn changed(args: DiskArgs, mut old: Table, keys: Object) -> Answer<(DiskArgs
     let new = parse(&[image].into_iter().chain(given).collect())?;
     let mut knobs = args.knobs();
     let (mut tls_allow, mut on_enospc) = (args.tls_allow.clone(), args.on_enospc);
+    let mut cache = args.cache;
     for key in keys.keys() {
         match key.as_str() {
             "weight" => knobs.weight = new.weight,
@@ -99,12 +101,13 @@ pub fn changed(args: DiskArgs, mut old: Table, keys: Object) -> Answer<(DiskArgs
             "bps-write" => knobs.limits.bps_write = new.bps_write,
             "latency-target" => knobs.latency_target = new.latency_target,
             "on-enospc" => on_enospc = new.on_enospc,
+            "cache" => cache = new.cache,
             _ => tls_allow.clone_from(&new.tls_allow),
         }
         old.remove(key);
     }
     old.extend(table(keys));
-    Ok((DiskArgs { tls_allow, on_enospc, ..args }.with(&knobs), old))
+    Ok((DiskArgs { tls_allow, on_enospc, cache, ..args }.with(&knobs), old))
 }
 
 pub fn resized(size: blockyard_yard::Resized) -> Resized {
@@ -138,6 +141,7 @@ pub fn row(disk: DiskInfo) -> DiskRow {
         read_only: disk.is_read_only,
         exports: disk.ways,
         paused: disk.paused,
+        drained: disk.is_drained,
     }
 }
 

@@ -4,16 +4,20 @@
 //! and prints the device. The server logs to a file. `detach` stops the device. The server notices
 //! that, flushes the image and exits. If the kernel has no ublk, `attach` starts `serve --nbd` and
 //! uses the kernel's NBD client. What must hold: when `detach` ends, all writes are in the image.
-//! `detach` removes a device that is in use only with `--force`.
+//! `detach` removes a device that is in use only with `--force`. If `attach` is killed before it
+//! has printed the device, its server ends. If the server is killed, `attach` removes its device.
 
 mod kernel_nbd;
+mod leftovers;
+mod starter;
 
 use std::ffi::OsString;
 use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow, bail};
@@ -23,9 +27,15 @@ use blockyard_program::output;
 use blockyard_ring::nbd_device::NbdDevice;
 use rustix::process::{Pid, Signal};
 
-use crate::log;
+use crate::options::disk::DiskArgs;
 use crate::options::nbd::NbdAddress;
 use crate::options::serve::{AttachOptions, DetachOptions};
+use crate::{exports, log};
+pub use starter::follow;
+
+/// How long a new server waits for the image's lock. A server whose `attach` was killed may still
+/// have it, and so may the last requests of a killed server.
+pub const LOCK_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// How long the server of a device may take to flush the image and exit.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(120);
@@ -49,40 +59,77 @@ pub fn attach(options: &AttachOptions) -> Result<(), Failure> {
             command.arg("--nbd").arg(format!("unix:{}", socket.display()));
         }
     }
-    start(command, &log, |device| Path::new(device).file_name().unwrap_or_default().to_os_string())
+    let started =
+        start(command, &log, |device| Path::new(device).file_name().unwrap_or_default().into());
+    match (started, driver) {
+        (Err(failure), Driver::Ublk) if failure.error.is::<Killed>() => {
+            Err(without_device(failure, &options.disk))
+        }
+        (started, _) => started,
+    }
+}
+
+/// A signal ended the server before its device was ready.
+#[derive(Debug, thiserror::Error)]
+#[error("signal {signal} ended the server of the device before it was ready (log: {})",
+    .log.display())]
+pub struct Killed {
+    signal: i32,
+    log: PathBuf,
+}
+
+/// Removes the device that a killed server left, because a program that opens it would wait for
+/// the next server. Adds to the error what happened to the device.
+fn without_device(failure: Failure, disk: &DiskArgs) -> Failure {
+    let removed = ublk::remove_left(&exports::ublk_options(disk));
+    let what = match removed {
+        Ok(Some(id)) => format!("/dev/ublkb{id} is removed again"),
+        Ok(None) => "no device is left".into(),
+        Err(e) => format!("its device stays, and waits for the next `attach`: {e}"),
+    };
+    Failure::with_status(failure.status, anyhow!("{}; {what}", failure.error))
 }
 
 /// Starts a server in the background that logs to the file `log`. Prints its device when it is
-/// ready, and renames the log to what `name` returns for the device.
+/// ready, and renames the log to what `name` returns for the device. The server ends if this
+/// process ends before it has printed the device.
 pub fn start(
     mut command: Command,
     log: &Path,
     name: impl Fn(&str) -> OsString,
 ) -> Result<(), Failure> {
     let file = File::create(log).with_context(|| format!("log {}", log.display()))?;
-    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(file);
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(file);
     let mut server = command.spawn().context("starting the server")?;
+    let confirmation = server.stdin.take();
     match device_of(&mut server) {
         Some(device) => {
             let mut file = name(&device);
             file.push(".log");
             let _ = std::fs::rename(log, log.with_file_name(file));
             output::print(format_args!("{device}\n"))?;
+            starter::confirm(confirmation);
             Ok(())
         }
-        None => {
-            let status = server.wait().context("waiting for the server")?;
-            let text = std::fs::read_to_string(log).unwrap_or_default();
-            let _ = std::fs::remove_file(log);
-            let last = text
-                .lines()
-                .last()
-                .unwrap_or("the server ended without a message")
-                .trim_start_matches("blockyard: ")
-                .to_string();
-            Err(Failure::with_status(status.code().map_or(1, |code| code as u8), anyhow!(last)))
-        }
+        None => Err(why_ended(server.wait().context("waiting for the server")?, log)),
     }
+}
+
+/// Returns why a server has ended before it was ready: its last message, or the signal. The log of
+/// a server that a signal has ended stays.
+fn why_ended(status: ExitStatus, log: &Path) -> Failure {
+    if let Some(signal) = status.signal() {
+        return Killed { signal, log: log.into() }.into();
+    }
+    let text = std::fs::read_to_string(log).unwrap_or_default();
+    let _ = std::fs::remove_file(log);
+    let last = text
+        .lines()
+        .last()
+        .unwrap_or("the server ended without a message")
+        .trim_start_matches("blockyard: ")
+        .to_string();
+    Failure::with_status(status.code().map_or(1, |code| code as u8), anyhow!(last))
 }
 
 /// Kernel driver of the block device.
@@ -134,7 +181,8 @@ pub fn log_file(disk: &str) -> anyhow::Result<PathBuf> {
     if owner != rustix::process::geteuid().as_raw() {
         bail!("folder {} belongs to another user: the log cannot be there", folder.display());
     }
-    Ok(folder.join(format!("attach-{}-{}.log", disk.replace('/', "_"), std::process::id())))
+    leftovers::remove(&folder);
+    Ok(folder.join(leftovers::name(disk, std::process::id())))
 }
 
 /// Detaches the server from the terminal, so that the terminal's signals do not reach it.

@@ -11,7 +11,7 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use toml::{Table, Value};
 
-use super::{Config, ConfigError, mistake};
+use super::{Config, ConfigError, Place, mistake};
 use crate::options::disk::DiskArgs;
 use crate::options::knobs::GroupArgs;
 
@@ -20,6 +20,9 @@ pub const FOLDER: &str = "conf.d";
 
 /// Name of the main file if `--config` names a folder.
 const MAIN: &str = "blockyard.toml";
+
+/// What a file of the folder is, for messages about unknown keys.
+const PART: &str = " in a file of conf.d, which has only [[disk]], [group.NAME] and remove";
 
 /// A file of the folder.
 #[derive(Default, Deserialize)]
@@ -55,12 +58,14 @@ pub fn read(config: &Path) -> Result<Config, ConfigError> {
     let mut all = if is_folder && !main.exists() {
         Config::default()
     } else {
-        let (parsed, file): (Config, Table) = parse(&main)?;
-        Config { file, ..parsed }
+        let (parsed, file, lines): (Config, _, _) = parse(&main, "")?;
+        let places = places(&main, &lines, parsed.disks.len());
+        Config { file, places, ..parsed }
     };
     for path in parts(&root(config).join(FOLDER))? {
-        let (part, file) = parse(&path)?;
-        merge(&mut all, part, file);
+        let (part, file, lines): (Part, _, _) = parse(&path, PART)?;
+        let places = places(&path, &lines, part.disks.len());
+        merge(&mut all, part, file, places);
     }
     Ok(all)
 }
@@ -85,23 +90,45 @@ fn parts(folder: &Path) -> Result<Vec<PathBuf>, ConfigError> {
     Ok(paths)
 }
 
-/// Parses a file, also as a table for messages about changes.
-fn parse<T: DeserializeOwned>(path: &Path) -> Result<(T, Table), ConfigError> {
+/// Parses a file, also as a table for messages about changes. Returns the lines of its disks, too.
+/// `kind`: for messages about mistakes.
+fn parse<T: DeserializeOwned>(
+    path: &Path,
+    kind: &str,
+) -> Result<(T, Table, Vec<usize>), ConfigError> {
     let owned = || path.to_path_buf();
     let text = std::fs::read_to_string(path)
         .map_err(|source| ConfigError::Read { path: owned(), source })?;
-    let wrong = |e| ConfigError::Parse { path: owned(), message: mistake::describe(&text, &e) };
+    let wrong =
+        |e| ConfigError::Parse { path: owned(), message: mistake::describe(&text, &e, kind) };
     let parsed = toml::from_str(&text).map_err(wrong)?;
-    Ok((parsed, text.parse().map_err(wrong)?))
+    Ok((parsed, text.parse().map_err(wrong)?, lines_of_disks(&text)))
 }
 
-/// Adds a part. `file`: the same part as a table.
-fn merge(all: &mut Config, part: Part, mut file: Table) {
+/// Returns the numbers of the lines with `[[disk]]`.
+fn lines_of_disks(text: &str) -> Vec<usize> {
+    let is_disk = |line: &str| line.trim_start().starts_with("[[disk]]");
+    let numbered = text.lines().zip(1..);
+    numbered.filter(|(line, _)| is_disk(line)).map(|(_, number)| number).collect()
+}
+
+/// Returns where a file has each of its disks. A text of several lines may look like a table, and a
+/// table may have another form: then the lines are not known.
+fn places(path: &Path, lines: &[usize], disks: usize) -> Vec<Place> {
+    let line = |at: usize| lines.get(at).copied().filter(|_| lines.len() == disks);
+    (0..disks).map(|at| Place { path: path.to_path_buf(), line: line(at) }).collect()
+}
+
+/// Adds a part. `file`: the same part as a table; `places`: where it has its disks.
+fn merge(all: &mut Config, part: Part, mut file: Table, places: Vec<Place>) {
     let named = part.disks.iter().map(DiskArgs::name);
     let gone: HashSet<_> = named.chain(part.remove).collect();
     let mut tables = take_disks(&mut all.file);
     let mut stays = all.disks.iter().map(|disk| !gone.contains(&disk.name()));
     tables.retain(|_| stays.next().unwrap_or(true));
+    let mut stays = all.disks.iter().map(|disk| !gone.contains(&disk.name()));
+    all.places.retain(|_| stays.next().unwrap_or(true));
+    all.places.extend(places);
     all.disks.retain(|disk| !gone.contains(&disk.name()));
     all.disks.extend(part.disks);
     tables.extend(take_disks(&mut file));
@@ -165,6 +192,9 @@ mod tests {
         let config = Config::read(&main, false).unwrap();
         let names: Vec<_> = config.disks.iter().map(DiskArgs::name).collect();
         assert_eq!(names, ["c", "a"]);
+        let place = |at: usize| config.places[at].to_string();
+        assert!(place(0).ends_with("main.toml: line 9"), "{}", place(0));
+        assert!(place(1).ends_with("20.toml: line 1"), "{}", place(1));
         assert_eq!((config.disks[1].weight, config.groups["g"].knobs().weight), (300, 5));
         for (at, name) in names.iter().enumerate() {
             assert_eq!(config.keys(at)["name"].as_str(), Some(&name[..]));
@@ -184,7 +214,7 @@ mod tests {
         assert!(error.starts_with(&expected) && error.contains("`weight`"), "{error}");
         files.write("conf.d/b.toml", "reactors = 3\n");
         let error = Config::read(&files.0, false).unwrap_err().to_string();
-        assert!(error.contains("b.toml: line 1: unknown key `reactors`"), "{error}");
+        assert!(error.contains("b.toml: line 1: unknown key `reactors` in a file of"), "{error}");
     }
 
     #[test]
@@ -193,6 +223,6 @@ mod tests {
         let main = files.write("main.toml", &disk("a", ""));
         files.write("conf.d/x.toml", &(disk("b", "") + &disk("b", "")));
         let error = Config::read(&main, false).unwrap_err().to_string();
-        assert!(error.contains("two disks are called \"b\""), "{error}");
+        assert!(error.contains("x.toml: line 5: two disks are called \"b\""), "{error}");
     }
 }

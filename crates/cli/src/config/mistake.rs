@@ -3,8 +3,9 @@
 //! In: the file and the error of the TOML parser, which is meant for programmers. Out: line number,
 //! key, what is wrong, and the correct form.
 
-/// Returns a line that says what is wrong and where.
-pub fn describe(text: &str, error: &toml::de::Error) -> String {
+/// Returns a line that says what is wrong and where. `file` describes the file, if not all keys may
+/// be in it.
+pub fn describe(text: &str, error: &toml::de::Error, file: &str) -> String {
     let at = error.span().map_or(0, |span| span.start.min(text.len()));
     let number = text[..at].matches('\n').count() + 1;
     let line = text.lines().nth(number - 1).unwrap_or_default();
@@ -15,9 +16,19 @@ pub fn describe(text: &str, error: &toml::de::Error) -> String {
         return format!("line {number}: [disk] is one table, and disks are a list: write [[disk]]");
     }
     if let Some(unknown) = message.strip_prefix("unknown field `") {
-        return format!("line {number}: {}", unknown_key(unknown, table_at(text, number)));
+        return format!(
+            "line {number}: {}",
+            unknown_key(unknown, table_at(text, number).unwrap_or(file))
+        );
     }
-    let what = wrong_type(&message).unwrap_or(message);
+    let mut what = wrong_type(&message).unwrap_or(message);
+    if line.trim_start().strip_prefix("disk").is_some_and(|rest| rest.trim_start().starts_with('='))
+    {
+        what = what.replace(
+            "must be a list, such as [\"one\", \"two\"]",
+            "disks are a list: write [[disk]]",
+        );
+    }
     let key = line.split_once('=').map(|(key, _)| key.trim());
     let is_key = |key: &&str| {
         !key.is_empty() && key.chars().all(|c| c.is_ascii_alphanumeric() || c == '-' || c == '_')
@@ -53,14 +64,14 @@ fn unknown_key(unknown: &str, table: &str) -> String {
     }
 }
 
-/// Returns the table that contains a line, such as ` in [[disk]]`.
-fn table_at(text: &str, line: usize) -> &str {
+/// Returns the table that contains a line, such as ` in [[disk]]`. None: the line is before all.
+fn table_at(text: &str, line: usize) -> Option<&str> {
     let header = text.lines().take(line).filter(|line| line.starts_with('[')).last();
     match header.map(|header| header.split('#').next().unwrap_or_default().trim()) {
-        Some("[[disk]]") => " in [[disk]]",
-        Some("[nbd]") => " in [nbd]",
-        Some(_) => " in this table",
-        None => "",
+        Some("[[disk]]") => Some(" in [[disk]]"),
+        Some("[nbd]") => Some(" in [nbd]"),
+        Some(_) => Some(" in this table"),
+        None => None,
     }
 }
 

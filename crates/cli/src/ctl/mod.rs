@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use blockyard_control::client::{call, segment};
+use blockyard_control::client::{call, segment, wait_for_job};
 use blockyard_control::types::{Job, JobState};
 use blockyard_program::ending::Failure;
 use blockyard_program::output;
@@ -19,9 +19,6 @@ use crate::options::values;
 
 /// Where a server's API is unless an option says otherwise.
 pub const USUAL: &str = "/run/blockyard/api.sock";
-
-/// Time between two looks at a job.
-const LOOK: Duration = Duration::from_millis(200);
 
 #[derive(Args)]
 pub struct CtlOptions {
@@ -55,6 +52,11 @@ pub enum Command {
     },
     /// List the disks.
     List,
+    /// Print the names of the disks, for the completions of a shell.
+    ///
+    /// Leaves out names with characters that a shell would interpret.
+    #[command(hide = true)]
+    Names,
     /// Show a disk: images, clients, settings, statistics.
     Show {
         /// Name of the disk.
@@ -83,11 +85,14 @@ pub enum Command {
         #[arg(long)]
         persist: bool,
     },
-    /// Change weight, limits, reservations, latency-target, tls-allow or on-enospc of a disk.
+    /// Change weight, limits, reservations, latency-target, tls-allow, on-enospc or cache.
     ///
-    /// Clients stay connected. A restart or a reload restores the values of the configuration file,
-    /// unless --persist is given.
+    /// Clients stay connected, except for cache: the disk is closed and opened again. A restart or
+    /// a reload restores the values of the configuration file, unless --persist is given.
     Set {
+        /// Change cache also if clients are connected: they must connect again.
+        #[arg(long)]
+        force: bool,
         /// Write the values into the folder conf.d of the configuration too.
         #[arg(long)]
         persist: bool,
@@ -171,9 +176,30 @@ pub enum Command {
         /// Name of the disk.
         disk: String,
     },
-    /// Let the requests that wait for space on the host try again.
+    /// Hold the requests of a disk, while you work on the host's side.
     ///
-    /// Requests wait if the disk has on-enospc = "pause". Free some space first.
+    /// Returns when no request is in flight and all answered writes are durable. Requests wait
+    /// until `ctl resume`, or until the time has passed.
+    Drain {
+        /// Name of the disk.
+        disk: String,
+        /// Seconds after which requests go on by themselves (1 to 600).
+        #[arg(long, value_name = "SECONDS", default_value_t = 60)]
+        seconds: u64,
+    },
+    /// Disconnect clients of a disk, after their requests are answered.
+    ///
+    /// They may connect again, and QEMU with reconnect-ms does so. `ctl remove --force` ends the
+    /// disk instead.
+    Disconnect {
+        /// Name of the disk.
+        disk: String,
+        /// The client as `ctl show` prints it, such as "pid 4711" [default: all clients].
+        client: Option<String>,
+    },
+    /// End a drain, and let the requests that wait for space on the host try again.
+    ///
+    /// Requests wait for space if the disk has on-enospc = "pause". Free some space first.
     Resume {
         /// Name of the disk.
         disk: String,
@@ -210,18 +236,12 @@ impl Caller<'_> {
     }
 
     fn wait(&self, number: u64) -> anyhow::Result<Value> {
-        loop {
-            let value = self.get(&format!("/v1/jobs/{number}"))?;
-            let job: Job = serde_json::from_value(value.clone())?;
-            match job.state {
-                JobState::Running => std::thread::sleep(LOOK),
-                JobState::Done => return Ok(value),
-                JobState::Failed => {
-                    let why = job.error.unwrap_or_default();
-                    bail!("job {number} ({} of disk {}) failed: {why}", job.kind, job.disk)
-                }
-            }
+        let job = wait_for_job(self.socket, number, self.limit)?;
+        if job.state == JobState::Failed {
+            let why = job.error.unwrap_or_default();
+            bail!("job {number} ({} of disk {}) failed: {why}", job.kind, job.disk)
         }
+        Ok(serde_json::to_value(job)?)
     }
 }
 
@@ -248,7 +268,7 @@ fn answer(caller: &Caller<'_>, command: &Command) -> anyhow::Result<Value> {
             Ok(answer)
         }
         Command::Events { .. } => bail!("events are printed one by one"),
-        Command::List => caller.get("/v1/disks"),
+        Command::List | Command::Names => caller.get("/v1/disks"),
         Command::Show { disk } => caller.get(&of(disk, "")),
         Command::Add { keys, persist } => {
             caller.post(&format!("/v1/disks?persist={persist}"), Some(&object(keys)?))
@@ -256,8 +276,8 @@ fn answer(caller: &Caller<'_>, command: &Command) -> anyhow::Result<Value> {
         Command::Remove { disk, force, persist } => {
             caller.delete(&of(disk, &format!("?force={force}&persist={persist}")))
         }
-        Command::Set { disk, keys, persist } => {
-            caller.patch(&of(disk, &format!("?persist={persist}")), &object(keys)?)
+        Command::Set { disk, keys, force, persist } => {
+            caller.patch(&of(disk, &format!("?force={force}&persist={persist}")), &object(keys)?)
         }
         Command::Snapshot { disk, overlay, no_wait } => {
             // The server may have another working folder.
@@ -280,6 +300,12 @@ fn answer(caller: &Caller<'_>, command: &Command) -> anyhow::Result<Value> {
             caller.post(&of(disk, "/resize"), Some(&json!({ "size": size })))
         }
         Command::Flush { disk } => caller.post(&of(disk, "/flush"), None),
+        Command::Drain { disk, seconds } => {
+            caller.post(&of(disk, "/drain"), Some(&json!({ "seconds": seconds })))
+        }
+        Command::Disconnect { disk, client } => {
+            caller.post(&of(disk, "/disconnect"), Some(&json!({ "client": client })))
+        }
         Command::Resume { disk } => caller.post(&of(disk, "/resume"), None),
     }
 }

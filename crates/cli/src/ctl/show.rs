@@ -3,8 +3,8 @@
 use std::fmt::Write;
 
 use blockyard_control::types::{
-    Client, Disk, DiskRow, Disks, HandedOver, Job, JobState, Jobs, LimitSetting, Reload, Resized,
-    Resumed, ServerInfo, Settings, State, Upgraded,
+    Client, Disconnected, Disk, DiskRow, Disks, Drained, HandedOver, Job, JobState, Jobs,
+    LimitSetting, Reload, Resized, Resumed, ServerInfo, Settings, State, Upgraded,
 };
 use serde_json::Value;
 
@@ -21,14 +21,27 @@ pub fn text(command: &Command, mut answer: Value) -> serde_json::Result<String> 
         }
         Command::Events { .. } => String::new(),
         Command::List => list(&serde_json::from_value::<Disks>(answer)?.disks),
+        Command::Names => names(&serde_json::from_value::<Disks>(answer)?.disks),
         Command::Show { .. } | Command::Add { .. } | Command::Set { .. } => {
             disk(&serde_json::from_value(answer)?)
         }
         Command::Remove { disk, .. } => format!("removed {disk}\n"),
         Command::Flush { disk } => format!("flushed {disk}\n"),
         Command::Resume { disk } => {
-            let Resumed { requests, .. } = serde_json::from_value(answer)?;
-            format!("resumed {disk}: {requests} requests try again\n")
+            let Resumed { requests, drained, .. } = serde_json::from_value(answer)?;
+            let drained = if drained { " after a drain" } else { "" };
+            format!(
+                "resumed {disk}{drained}: {requests} requests that waited for space try again\n"
+            )
+        }
+        Command::Drain { disk, .. } => {
+            let Drained { seconds, .. } = serde_json::from_value(answer)?;
+            format!("drained {disk}: requests wait for `ctl resume {disk}`, at most {seconds} s\n")
+        }
+        Command::Disconnect { disk, .. } => {
+            let Disconnected { clients, .. } = serde_json::from_value(answer)?;
+            let clients = if clients.is_empty() { "no client".into() } else { clients.join(", ") };
+            format!("{disk}: disconnected {clients}\n")
         }
         Command::Snapshot { .. }
         | Command::Commit { .. }
@@ -50,7 +63,19 @@ fn upgraded(done: &Upgraded) -> String {
     for HandedOver { name, pause_us } in &done.disks {
         rows.push(vec![name.clone(), format!("{:.1} ms", *pause_us as f64 / 1000.0)]);
     }
-    format!("process {} (version {}) serves the disks\n{}", done.pid, done.version, table(&rows))
+    let mut text = format!(
+        "process {} (version {}) serves the disks\n{}",
+        done.pid,
+        done.version,
+        table(&rows)
+    );
+    if done.disconnected > 0 {
+        text += &format!(
+            "{} NBD clients were disconnected (TLS, or no export chosen yet)\n",
+            done.disconnected
+        );
+    }
+    text
 }
 
 /// Returns rows with aligned columns. Control characters of names do not reach the terminal.
@@ -89,12 +114,21 @@ fn state_of(disk: &DiskRow) -> &'static str {
     match disk.state {
         State::Opening => "opening",
         // A command does not end the pause.
+        State::Serving | State::Busy if disk.drained => "drained",
         State::Serving | State::Busy if disk.paused > 0 => "paused",
         State::Serving if disk.read_only => "read-only",
         State::Serving => "serving",
         State::Busy => "busy",
         State::Closing => "closing",
     }
+}
+
+/// Returns the names of disks that mean nothing else to a shell.
+fn names(disks: &[DiskRow]) -> String {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "._-:@+/".contains(c);
+    let names = disks.iter().map(|disk| &disk.name);
+    let plain = names.filter(|name| !name.starts_with('-') && name.chars().all(is_plain));
+    plain.map(|name| format!("{name}\n")).collect()
 }
 
 fn list(disks: &[DiskRow]) -> String {
@@ -126,6 +160,10 @@ fn status(server: &ServerInfo, disks: &[DiskRow], all: &[Job]) -> String {
             disk.name.replace(char::is_control, "?"),
             disk.paused
         );
+    }
+    for disk in disks.iter().filter(|disk| disk.drained) {
+        let name = disk.name.replace(char::is_control, "?");
+        let _ = write!(text, "\n{name}: a drain holds its requests back: `blockyard ctl resume`\n");
     }
     let running: Vec<_> =
         all.iter().filter(|job| job.state == JobState::Running).cloned().collect();
@@ -274,5 +312,22 @@ mod tests {
         assert_eq!([size(512), size(10 << 30), size(1536)], ["512 B", "10 GiB", "1.5 KiB"]);
         let text = table(&[row(&["A", "B"]), row(&["long", "\x1b[31mx"])]);
         assert_eq!(text, "A     B\nlong  ?[31mx\n");
+    }
+
+    #[test]
+    fn only_plain_names_are_completed() {
+        let disk = |name: &str| DiskRow {
+            name: name.into(),
+            state: State::Serving,
+            image: None,
+            images: String::new(),
+            size: 0,
+            read_only: false,
+            exports: Vec::new(),
+            paused: 0,
+            drained: false,
+        };
+        let all = ["web", "$(reboot)", "a b", "`x`", "-x", "x;y", "a/b.c", "*"].map(disk);
+        assert_eq!(names(&all), "web\na/b.c\n");
     }
 }

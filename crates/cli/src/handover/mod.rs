@@ -38,11 +38,14 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use blockyard_disk::Carried;
-use blockyard_export::vhost_user::Before;
+use blockyard_export::keeper;
+use blockyard_export::vhost_user::{self, Before, HandedSocket};
 use blockyard_ring::parcel::{self, Parcel};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use toml::Table;
+
+use crate::options::disk::DiskArgs;
 
 pub use new::{Takeover, inherited_connection};
 pub use old::{Control, HandOvers, own_binary, upgrade};
@@ -52,6 +55,8 @@ const FORMAT: u32 = 1;
 /// Kind of the parcel that has what the disk itself carries over, [`Carried`]. A server that does
 /// not know it ignores it. A change that another server would misread needs a new name.
 const CARRIED: &str = "carried";
+/// Kind of the parcel with the names of a disk's exports in systemd's store, by key.
+const KEPT: &str = "kept";
 /// Name of a listening socket of NBD, before its address.
 const NBD: &str = "nbd ";
 /// Longest wait for a message of the other server. Opening an image on a slow server may take long.
@@ -128,9 +133,32 @@ impl HandedExports {
         all.remove(&(disk.into(), kind.into()))
     }
 
-    /// Drops what nothing has taken, and closes its connections.
+    /// Drops what nothing has taken, closes its connections, and removes what is kept of it for
+    /// later servers.
     pub fn clear(&self) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        self.drop_kept(|_| true);
+    }
+
+    /// Drops the exports of disks that are not in the configuration. Returns the names of these
+    /// disks. A disk of the configuration that cannot be opened may be opened later.
+    pub fn drop_others(&self, disks: &[DiskArgs]) -> Vec<String> {
+        self.drop_kept(|name| disks.iter().all(|disk| disk.name() != name))
+    }
+
+    fn drop_kept(&self, ends: impl Fn(&str) -> bool) -> Vec<String> {
+        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let ended = all.extract_if(|(disk, _), _| ends(disk)).collect::<Vec<_>>();
+        drop(all);
+        let mut disks = Vec::new();
+        for ((disk, kind), (parcel, before)) in ended {
+            if kind == vhost_user::KIND {
+                keeper::forget(&format!("{kind}:{disk}"));
+                // Its listener removes the file of its socket.
+                drop(HandedSocket::unpack(parcel, before));
+                disks.push(disk);
+            }
+        }
+        disks
     }
 
     /// Returns what the disk itself carries over, once. None: another server has sent nothing.
@@ -155,6 +183,51 @@ mod tests {
         let taken = handed.take_carried("a");
         assert!(handed.take_carried("a").unwrap().is_none(), "a parcel is used once");
         taken
+    }
+
+    /// Messages of version 0.2.0, in their order. If a test with them fails, a server of that
+    /// version cannot be upgraded: the format needs a new number, and the old one needs a reader.
+    #[test]
+    fn recorded_messages_are_understood() {
+        let all: Vec<serde_json::Value> =
+            serde_json::from_str(include_str!("recorded/messages-1.json")).unwrap();
+        let (new, old): (Vec<_>, Vec<_>) = all
+            .into_iter()
+            .partition(|message| serde_json::from_value::<FromNew>(message.clone()).is_ok());
+        assert_eq!((new.len(), old.len()), (5, 3));
+        for (recorded, ours) in new.iter().zip([
+            FromNew::Hello { format: FORMAT, version: "0.2.0".into() },
+            FromNew::Take { disk: "web".into() },
+            FromNew::Took { disk: "web".into() },
+            FromNew::Ready,
+            FromNew::Serves,
+        ]) {
+            assert_eq!(*recorded, serde_json::to_value(ours).unwrap());
+        }
+        let keys = Table::new();
+        let disks = vec![Offered { name: "web".into(), by_api: false, keys }];
+        let sockets = ["API", "control", "nbd unix:/run/n"].map(String::from).into();
+        let exports = ["vhost-user", "nbd", "carried"].map(String::from).into();
+        for (recorded, ours) in old.into_iter().zip([
+            FromOld::Welcome { version: "0.2.0".into(), disks, sockets },
+            FromOld::Given { exports },
+            FromOld::Commit,
+        ]) {
+            assert_eq!(recorded, serde_json::to_value(ours).unwrap());
+            serde_json::from_value::<FromOld>(recorded).unwrap();
+        }
+    }
+
+    #[test]
+    fn recorded_figures_of_a_disk_are_understood() {
+        let carried = taken(include_bytes!("recorded/carried.json")).unwrap().unwrap();
+        assert!(carried.flushes == 2 && carried.statistics != Carried::default().statistics);
+        let again = serde_json::to_value(&*carried).unwrap();
+        let recorded: serde_json::Value =
+            serde_json::from_str(include_str!("recorded/carried.json")).unwrap();
+        assert_eq!(again["share"], recorded["share"]);
+        let read = |value: &serde_json::Value| value["statistics"]["kinds"]["read"].clone();
+        assert_eq!(read(&again), read(&recorded));
     }
 
     #[test]

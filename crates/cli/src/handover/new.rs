@@ -9,10 +9,11 @@ use std::sync::PoisonError;
 use anyhow::{Context, bail};
 use blockyard_export::custody::{self, Custody};
 use blockyard_export::vhost_user::Before;
+use blockyard_export::{Listener, keeper};
 use blockyard_ring::parcel::{self, Parcel};
 use toml::Table;
 
-use super::{FORMAT, FromNew, FromOld, NBD, Offered, Peer};
+use super::{FORMAT, FromNew, FromOld, KEPT, NBD, Offered, Peer};
 use crate::config::Config;
 use crate::holder;
 use crate::options::disk::DiskArgs;
@@ -79,6 +80,8 @@ impl Takeover {
         if let Err(e) = &taken {
             let _ = self.peer.send(&FromNew::Failed { what: format!("{e:#}") });
             custody::set(Custody::Gone);
+            // A server that follows a dead one needs the addresses.
+            server.common.nbd.lock().unwrap_or_else(PoisonError::into_inner).close_unused();
         }
         taken
     }
@@ -112,13 +115,23 @@ impl Takeover {
             FromOld::Commit => {}
             other => bail!("the old server sent {other:?}"),
         }
-        // The holder must know this process before the old one exits.
-        holder::announce();
-        self.peer.send(&FromNew::Serves).context(TALKING)?;
+        // The holder must know this process before the old one exits. If the old one has died, the
+        // holder has started another server, and this one must end.
+        holder::announce_surely().context("announcing this server to the holder")?;
+        if let Err(e) = self.peer.send(&FromNew::Serves) {
+            // If it lives, it ends this process before it takes its disks back.
+            tracing::warn!("the old server has ended before it could leave: {e}");
+        }
         custody::set(Custody::Owner);
         // What no export has taken ends with the old server.
         server.common.handed.clear();
+        server.common.nbd.lock().unwrap_or_else(PoisonError::into_inner).close_unused();
         Ok(others)
+    }
+
+    /// Closes the sockets of the old server that this one does not use, and removes their files.
+    pub fn finish(self) {
+        self.sockets.into_values().for_each(|parcel| drop(Listener::from_parcel(parcel)));
     }
 
     fn take(
@@ -134,7 +147,12 @@ impl Takeover {
             FromOld::Given { exports } => {
                 for kind in exports {
                     let parcel = self.peer.receive_parcel().context(TALKING)?;
-                    server.common.handed.put(&name, &kind, parcel, Before::Drained);
+                    if kind == KEPT {
+                        let kept: HashMap<_, _> = serde_json::from_slice(&parcel.bytes)?;
+                        kept.into_iter().for_each(|(key, name)| keeper::adopt(key, name));
+                    } else {
+                        server.common.handed.put(&name, &kind, parcel, Before::Drained);
+                    }
                 }
             }
             FromOld::Refused { what } => bail!("{what}"),

@@ -1,5 +1,6 @@
 //! The old server of a hand-over.
 
+use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -14,7 +15,7 @@ use blockyard_control::events::What;
 use blockyard_control::types::{HandedOver, Upgraded};
 use blockyard_export::custody::{self, Custody};
 use blockyard_export::vhost_user::Before;
-use blockyard_export::{Handed, Listener};
+use blockyard_export::{Handed, Listener, keeper};
 use blockyard_ring::host;
 use blockyard_ring::parcel::Parcel;
 use blockyard_ring::sandbox;
@@ -22,12 +23,13 @@ use blockyard_yard::{DiskSettings, YardError};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, PidfdFlags, Signal};
 
-use super::{CARRIED, FORMAT, FromNew, FromOld, NBD, Offered, Peer, launcher};
+use super::{CARRIED, FORMAT, FromNew, FromOld, KEPT, NBD, Offered, Peer, launcher};
 use crate::book::HeldDisk;
 use crate::disks::{log_end, settings};
 use crate::exports;
 use crate::holder;
 use crate::serve::Server;
+use crate::supervisor;
 
 /// How long a new server that has failed may close its images before it is killed.
 const END_TIME: Duration = Duration::from_secs(10);
@@ -155,14 +157,32 @@ impl<'a> HandOver<'a> {
             FromNew::Serves => {}
             other => bail!("the new server sent {other:?} when it was ready"),
         }
+        self.end_others();
         custody::set(Custody::Gone);
         // Supervisors must know the new process before they see the end of this one.
-        let _ = sd_notify::notify(&[sd_notify::NotifyState::MainPid(pid)]);
+        supervisor::notify(&format!("MAINPID={pid}"));
         let disks = self.away.iter().map(|away| HandedOver {
             name: away.held.args().name(),
             pause_us: away.pause.unwrap_or_default().as_micros() as u64,
         });
-        Ok(Upgraded { pid, version: self.version.clone(), disks: disks.collect() })
+        let nbd = self.server.common.nbd.lock().unwrap_or_else(PoisonError::into_inner);
+        let (version, disconnected) = (self.version.clone(), nbd.disconnected());
+        Ok(Upgraded { pid, version, disks: disks.collect(), disconnected })
+    }
+
+    /// Ends the disks that the new server has not taken. This server still owns them: it closes
+    /// their connections, and removes what is kept of them.
+    fn end_others(&self) {
+        let taken: Vec<_> = self.away.iter().map(|away| away.held.args().name()).collect();
+        let all = self.server.book.all().into_iter().map(|entry| entry.args.name());
+        for disk in all.filter(|disk| !taken.contains(disk)) {
+            tracing::warn!(disk, "the new server does not have this disk: it ends");
+            let ended = self.server.book.hold(&disk).map_err(anyhow::Error::from);
+            let ended = ended.and_then(|held| Ok(self.server.remove(held)?));
+            if let Err(e) = ended {
+                tracing::error!(disk, "cannot end it: {e:#}");
+            }
+        }
     }
 
     fn greet(&mut self) -> anyhow::Result<()> {
@@ -217,6 +237,13 @@ impl<'a> HandOver<'a> {
         if let Some(carried) = handed.carried {
             let bytes = serde_json::to_vec(&carried).unwrap_or_default();
             exports.push(Handed { kind: CARRIED, parcel: Parcel { bytes, fds: Vec::new() } });
+        }
+        let key = |handed: &Handed| format!("{}:{disk}", handed.kind);
+        let kept = exports.iter().map(key).filter_map(|key| Some((keeper::stored(&key)?, key)));
+        let kept: HashMap<_, _> = kept.map(|(name, key)| (key, name)).collect();
+        if !kept.is_empty() {
+            let bytes = serde_json::to_vec(&kept).unwrap_or_default();
+            exports.push(Handed { kind: KEPT, parcel: Parcel { bytes, fds: Vec::new() } });
         }
         self.away.push(Away { held, exports, since, pause: None });
         let Some(Away { exports, .. }) = self.away.last() else { return Ok(()) };

@@ -73,8 +73,9 @@ pub struct ServeOptions {
     /// Keep the guests of vhost-user sockets if the server dies.
     ///
     /// A small process, the holder, keeps their sockets and memory, and starts the server again.
-    /// Guests see a pause, also those that cannot reconnect.
-    #[arg(long, help_heading = "Server", conflicts_with = "takeover")]
+    /// Guests see a pause, also those that cannot reconnect. In a service with
+    /// FileDescriptorStoreMax= systemd does this, and there is no holder.
+    #[arg(long, help_heading = "Server")]
     pub keep_sessions: bool,
 
     /// The holder has started this server; standard input is the connection.

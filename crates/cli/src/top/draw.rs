@@ -1,5 +1,6 @@
 //! The screen: a table of disks, or one disk in detail. It fits 80 columns and 24 lines.
 
+use blockyard_control::figures::DiskFigures;
 use ratatui::Frame;
 use ratatui::layout::{Alignment, Constraint, Layout, Rect};
 use ratatui::style::{Color, Modifier, Style, Stylize};
@@ -17,6 +18,9 @@ const WIDE: u16 = 110;
 
 /// Width of a column of numbers.
 const NUMBER: u16 = 6;
+
+/// Width of the column of states.
+const STATE: u16 = 8;
 
 /// A column: title, the order that it shows, whether only a wide screen has it, text of a row.
 type Column = (&'static str, Option<Order>, bool, fn(&View, &Row<'_>) -> String);
@@ -38,6 +42,17 @@ const COLUMNS: [Column; 12] = [
 
 fn quantile(view: &View, row: &Row<'_>, quantile: f64) -> String {
     time(row.rates.service.quantile(&view.latest.bounds_us, quantile))
+}
+
+/// Returns why requests of a disk fail or wait until an operator acts, and its colour. None: they
+/// go on.
+fn state(disk: &DiskFigures) -> Option<(&'static str, Color)> {
+    match () {
+        () if disk.poisoned => Some(("poisoned", Color::Red)),
+        () if disk.paused > 0 => Some(("paused", Color::Red)),
+        () if disk.drained => Some(("drained", Color::Yellow)),
+        () => None,
+    }
 }
 
 /// Draws the screen.
@@ -94,7 +109,10 @@ fn table(frame: &mut Frame<'_>, area: Rect, view: &View) {
     let columns: Vec<_> = COLUMNS.iter().filter(|column| is_wide || !column.2).collect();
     let names = rows.iter().map(|row| row.figures.name.chars().count()).max().unwrap_or(0);
     let name = (names as u16).clamp(8, if is_wide { 32 } else { 14 });
-    let used = name + columns.len() as u16 * (NUMBER + 1) + 1;
+    // The column takes space from the trend, so it is there only if a disk needs it.
+    let has_states = rows.iter().any(|row| state(row.figures).is_some());
+    let states = if has_states { STATE + 1 } else { 0 };
+    let used = name + states + columns.len() as u16 * (NUMBER + 1) + 1;
     let trend = area.width.saturating_sub(used);
     let title = |text: &'static str, order: Option<Order>| {
         let is_order = order == Some(view.order);
@@ -102,21 +120,25 @@ fn table(frame: &mut Frame<'_>, area: Rect, view: &View) {
         Span::styled(text, style)
     };
     let mut head = vec![Cell::from(title("disk", Some(Order::Name)))];
+    head.extend(has_states.then(|| Cell::from("state")));
     head.extend(columns.iter().map(|(text, order, ..)| right(title(text, *order))));
     head.push(Cell::from("trend"));
     let lines = rows.iter().map(|row| {
         let figures = row.figures;
         let mut cells = vec![Cell::from(figures.name.clone())];
+        let state = state(figures);
+        cells.extend(has_states.then(|| Cell::from(state.map_or("", |(name, _)| name))));
         cells.extend(columns.iter().map(|(.., text)| right(Span::from(text(view, row)))));
         cells.push(Cell::from(trend_of(&row.history, trend.into()).fg(Color::Cyan)));
-        let style = match () {
-            () if figures.poisoned || figures.paused > 0 => Style::new().fg(Color::Red),
-            () if row.rates.errors > 0.0 => Style::new().fg(Color::Yellow),
-            () => Style::new(),
+        let style = match state {
+            Some((_, color)) => Style::new().fg(color),
+            None if row.rates.errors > 0.0 => Style::new().fg(Color::Yellow),
+            None => Style::new(),
         };
         TableRow::new(cells).style(style)
     });
     let mut widths = vec![Constraint::Length(name)];
+    widths.extend(has_states.then_some(Constraint::Length(STATE)));
     widths.extend(columns.iter().map(|_| Constraint::Length(NUMBER)));
     widths.push(Constraint::Length(trend));
     let table = Table::new(lines, widths)
@@ -169,6 +191,9 @@ fn facts(row: &Row<'_>) -> Vec<Line<'static>> {
     }
     if disk.paused > 0 {
         first.push(format!("  PAUSED: {} requests wait for space", disk.paused).fg(Color::Red));
+    }
+    if disk.drained {
+        first.push("  DRAINED: requests wait for ctl resume".fg(Color::Yellow));
     }
     let device = disk.device.as_deref().unwrap_or("none");
     let share = &disk.share;

@@ -1,6 +1,6 @@
 //! The screen, drawn from samples of a server with four disks under load.
 
-use blockyard_control::figures::Figures;
+use blockyard_control::figures::{DiskFigures, Figures};
 use ratatui::crossterm::event::KeyCode;
 
 use super::rates::{Latency, Rates};
@@ -103,6 +103,29 @@ fn a_disk_is_shown_in_detail_with_its_histogram() {
     view.key(KeyCode::Esc);
     assert!(screen(&view, 80, 24)[3].starts_with("disk"));
     assert!(view.key(KeyCode::Esc));
+}
+
+#[test]
+fn a_disk_whose_requests_wait_or_fail_has_a_state() {
+    let mut figures = samples().remove(0);
+    let set = |figures: &mut Figures, name: &str, change: fn(&mut DiskFigures)| {
+        change(figures.disks.iter_mut().find(|disk| disk.name == name).unwrap());
+    };
+    let healthy = screen(&View::new(figures.clone()), 80, 24);
+    assert!(!healthy[3].contains("state"), "no space for it: {}", healthy[3]);
+    set(&mut figures, "backup", |disk| disk.drained = true);
+    set(&mut figures, "db", |disk| (disk.paused, disk.drained) = (3, true));
+    set(&mut figures, "mail", |disk| (disk.poisoned, disk.paused) = (true, 1));
+    let mut view = View::new(figures);
+    view.key(KeyCode::Char('n'));
+    let lines = screen(&view, 80, 24);
+    let words = |line: &str| line.split_whitespace().take(2).collect::<Vec<_>>().join(" ");
+    assert_eq!(words(&lines[3]), "disk state");
+    let rows: Vec<_> = lines[4..7].iter().map(|line| words(line)).collect();
+    assert_eq!(rows, ["backup drained", "db paused", "mail poisoned"], "{lines:#?}");
+    assert!(!words(&lines[7]).contains("ed"), "web needs nothing: {}", lines[7]);
+    view.key(KeyCode::Enter);
+    assert!(screen(&view, 80, 24)[3].contains("DRAINED"), "{lines:#?}");
 }
 
 #[test]

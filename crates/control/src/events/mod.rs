@@ -16,7 +16,7 @@ mod types;
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use hyper::body::Bytes;
 use tokio::sync::{Semaphore, watch};
@@ -28,6 +28,10 @@ pub const CAPACITY: usize = 1024;
 
 /// Maximum number of streams at a time.
 pub const MAX_STREAMS: usize = 16;
+
+/// Time without an event after which the server sends a comment. So it notices a client that is
+/// gone, and a client notices a server that hangs.
+pub const QUIET: Duration = Duration::from_secs(15);
 
 /// The latest events of a server; see the module documentation.
 pub struct EventLog {

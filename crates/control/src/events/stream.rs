@@ -7,7 +7,6 @@ use std::convert::Infallible;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
-use std::time::Duration;
 
 use axum::Router;
 use axum::body::Body;
@@ -20,14 +19,10 @@ use utoipa::openapi::OpenApi as Description;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use super::{Event, EventLog, EventsQuery, MAX_STREAMS, Next, Place};
+use super::{Event, EventLog, EventsQuery, MAX_STREAMS, Next, Place, QUIET};
 use crate::body::Parameters;
 use crate::operator::Answer;
 use crate::problem::{Kind, Problem};
-
-/// Time without an event after which the server sends a comment, so that it notices a client that
-/// is gone.
-const QUIET: Duration = Duration::from_secs(15);
 
 const LAST_ID: &str = "last-event-id";
 

@@ -101,12 +101,15 @@ const METRICS: &[Metric] = &[
         "1 if requests wait for space on the host, until the disk is resumed.",
         |disk, emit| emit("", (disk.paused > 0).into()),
     ),
+    gauge("blockyard_disk_drained", "1 if an operator holds requests back.", |disk, emit| {
+        emit("", disk.drained.into());
+    }),
     gauge("blockyard_disk_clients", "Connected clients of the disk's exports.", |disk, emit| {
         by_name(emit, "export", &disk.clients);
     }),
     gauge(
         "blockyard_disk_held_back_max_seconds",
-        "Longest time for which a snapshot, commit or stream has held requests back.",
+        "Longest time for which a snapshot, commit, stream, growth or drain has held requests.",
         |disk, emit| emit("", disk.held_back.into()),
     ),
     counter("blockyard_disk_requests_total", "Requests that have ended.", |disk, emit| {

@@ -28,6 +28,7 @@ fn disk(name: &str) -> DiskFigures {
         read_only: false,
         poisoned: false,
         paused: 0,
+        drained: false,
         clients: BTreeMap::new(),
         held_back: 0.0,
         operations: ["read", "write", "flush"].map(|kind| (kind.into(), operation.clone())).into(),
