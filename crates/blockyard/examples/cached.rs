@@ -3,103 +3,103 @@
 //! `cached SOCKET SLOW FAST` serves SLOW on a vhost-user socket. FAST is a log of slots: a sector
 //! with the log's number, the block's number and a checksum, then the block. A flush syncs it. When
 //! it is full, its blocks move to SLOW, which is synced before the log begins again. So a flushed
-//! block is in one of the two after a power cut. No method waits, so each has the log to itself.
+//! block is in one of the two after a power cut. Requests take turns.
 
-use std::cell::{Cell, RefCell};
-use std::{collections::BTreeMap, fs, io, os::unix::fs::FileExt};
+use std::{collections::BTreeMap, fs, io};
 
-use blockyard::{Device, Disk, Shape, Target, Yard};
+use blockyard::{Access::Write, Device, Disk, Files, Lent, Lock, OwnFile, Shape, Target, Yard};
 
 pub const BLOCK: u64 = 4096;
 const SLOT: u64 = BLOCK + 512;
 
-pub struct Cached {
-    slow: fs::File,
-    fast: fs::File,
-    /// Slot of the latest copy of each block in the log.
-    log: RefCell<BTreeMap<u64, u64>>,
-    next: Cell<u64>,
-    number: Cell<u64>,
+pub struct Cached(Lock<Log>);
+
+struct Log {
+    slow: OwnFile,
+    fast: OwnFile,
+    /// Slot of the latest copy of each block.
+    latest: BTreeMap<u64, u64>,
+    next: u64,
+    number: u64,
 }
 
 /// Returns the header of a slot, with its checksum.
 fn header(log: u64, block: u64, data: &[u8]) -> Vec<u8> {
     let mix = |sum: u64, byte: &u8| (sum ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3);
     let sum = data.iter().fold(!log ^ block.rotate_left(32), mix);
-    [log, block, sum].into_iter().flat_map(u64::to_le_bytes).collect()
+    [log, block, sum].into_iter().flat_map(u64::to_le_bytes).chain([0; 488]).collect()
 }
 
 impl Cached {
-    pub fn open(slow: fs::File, fast: fs::File) -> io::Result<Self> {
-        let (log, next, number) = Default::default();
-        let cached = Cached { slow, fast, log, next, number };
-        let mut slot = [0; SLOT as usize];
-        for at in 0..cached.fast.metadata()?.len() / SLOT {
-            cached.fast.read_exact_at(&mut slot, at * SLOT)?;
+    pub async fn open(files: Files) -> io::Result<Self> {
+        let (slow, fast) = (files.own[0].clone(), files.own[1].clone());
+        let mut log = Log { slow, fast, latest: BTreeMap::new(), next: 0, number: 0 };
+        for at in 0..log.fast.len().await? / SLOT {
+            let mut slot = [0; SLOT as usize];
+            log.fast.read_at(&mut slot, at * SLOT).await?;
             let word = |at: usize| slot[at..at + 8].try_into().map_or(0, u64::from_le_bytes);
-            let number = if at > 0 { cached.number.get() } else { word(0) };
-            cached.number.set(number);
-            if slot[..24] != header(number, word(8), &slot[512..]) {
-                break;
+            log.number = if at > 0 { log.number } else { word(0) };
+            if slot[..512] == header(log.number, word(8), &slot[512..]) {
+                log.latest.insert(word(8), at);
             }
-            cached.log.borrow_mut().insert(word(8), at);
         }
-        cached.write_back().map(|()| cached)
+        log.write_back().await?;
+        Ok(Cached(Lock::new(log)))
     }
+}
 
-    fn write_back(&self) -> io::Result<()> {
-        for block in self.log.borrow().keys() {
+impl Log {
+    async fn write_back(&mut self) -> io::Result<()> {
+        for (block, slot) in &self.latest {
             let mut data = [0; BLOCK as usize];
-            self.get(*block, &mut data)?;
-            self.slow.write_all_at(&data, block * BLOCK)?;
+            self.fast.read_at(&mut data, slot * SLOT + 512).await?;
+            self.slow.write_at(&data, block * BLOCK).await?;
         }
-        self.slow.sync_data()?;
-        // The checksum of the first slot is wrong from now on: the log is empty.
-        self.number.set(self.number.get() + 1);
-        self.fast.write_all_at(&[self.number.get().to_le_bytes(), [0; 8], [0; 8]].concat(), 0)?;
-        self.log.borrow_mut().clear();
-        self.next.set(0);
-        self.fast.sync_data()
-    }
-
-    fn get(&self, block: u64, data: &mut [u8]) -> io::Result<()> {
-        match self.log.borrow().get(&block) {
-            Some(slot) => self.fast.read_exact_at(data, slot * SLOT + 512),
-            None => self.slow.read_exact_at(data, block * BLOCK),
-        }
+        self.slow.sync().await?;
+        // No slot has a header with the next number: the log is empty.
+        (self.latest, self.next, self.number) = (BTreeMap::new(), 0, self.number + 1);
+        self.fast.write_at(&[&self.number.to_le_bytes()[..], &[0; 16]].concat(), 0).await?;
+        self.fast.sync().await
     }
 }
 
 impl Device for Cached {
-    async fn read(&self, offset: u64, data: &mut [u8]) -> io::Result<()> {
-        let mut blocks = (offset / BLOCK..).zip(data.chunks_mut(BLOCK as usize));
-        blocks.try_for_each(|(block, data)| self.get(block, data))
+    async fn read(&self, offset: u64, data: Lent) -> io::Result<()> {
+        let log = self.0.lock().await;
+        for (block, data) in (offset / BLOCK..).zip(data.pieces(BLOCK as usize)) {
+            let found = log.latest.get(&block).map(|slot| (&log.fast, slot * SLOT + 512));
+            let (file, at) = found.unwrap_or((&log.slow, block * BLOCK));
+            file.read_into(&data, at).await?;
+        }
+        Ok(())
     }
 
-    async fn write(&self, offset: u64, data: &[u8]) -> io::Result<()> {
-        for (block, data) in (offset / BLOCK..).zip(data.chunks(BLOCK as usize)) {
-            if (self.next.get() + 1) * SLOT > self.fast.metadata()?.len() {
-                self.write_back()?;
+    async fn write(&self, offset: u64, data: Lent) -> io::Result<()> {
+        let mut log = self.0.lock().await;
+        for (block, data) in (offset / BLOCK..).zip(data.pieces(BLOCK as usize)) {
+            // A copy, because a guest may change its memory after the checksum.
+            let data = data.to_vec()?;
+            if (log.next + 1) * SLOT > log.fast.len().await? {
+                log.write_back().await?;
             }
-            let slot = self.next.get();
-            self.fast.write_all_at(&header(self.number.get(), block, data), slot * SLOT)?;
-            self.fast.write_all_at(data, slot * SLOT + 512)?;
-            self.log.borrow_mut().insert(block, slot);
-            self.next.set(slot + 1);
+            let slot = log.next;
+            let bytes = [header(log.number, block, &data), data].concat();
+            log.fast.write_at(&bytes, slot * SLOT).await?;
+            log.latest.insert(block, slot);
+            log.next = slot + 1;
         }
         Ok(())
     }
 
     async fn flush(&self) -> io::Result<()> {
-        self.fast.sync_data()
+        self.0.lock().await.fast.sync().await
     }
 }
 
 pub fn target(slow: &str, fast: &str) -> io::Result<Target> {
-    let open = |path| fs::File::options().read(true).write(true).open(path);
-    let (slow, fast) = (open(slow)?, open(fast)?);
-    let shape = Shape { size: slow.metadata()?.len() / BLOCK * BLOCK, granule: BLOCK };
-    Ok(Target::device("cached", shape, async move |_, _| Cached::open(slow, fast)))
+    let shape = Shape { size: fs::metadata(slow)?.len() / BLOCK * BLOCK, granule: BLOCK };
+    let target = Target::device("cached", shape, async |files, _| Cached::open(files).await);
+    Ok(target.file(slow, Write).file(fast, Write))
 }
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {

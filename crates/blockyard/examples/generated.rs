@@ -5,7 +5,7 @@
 
 use std::io;
 
-use blockyard::{Device, Disk, Shape, Target, Yard};
+use blockyard::{Device, Disk, Lent, Shape, Target, Yard};
 
 pub struct Generated;
 
@@ -16,14 +16,12 @@ pub fn word(offset: u64) -> [u8; 8] {
 }
 
 impl Device for Generated {
-    async fn read(&self, offset: u64, data: &mut [u8]) -> io::Result<()> {
-        for (number, bytes) in data.chunks_mut(8).enumerate() {
-            bytes.copy_from_slice(&word(offset + number as u64 * 8));
-        }
-        Ok(())
+    async fn read(&self, offset: u64, data: Lent) -> io::Result<()> {
+        let offsets = (offset..offset + data.len() as u64).step_by(8);
+        data.copy_from(0, &offsets.flat_map(word).collect::<Vec<u8>>())
     }
 
-    async fn write(&self, _offset: u64, _data: &[u8]) -> io::Result<()> {
+    async fn write(&self, _offset: u64, _data: Lent) -> io::Result<()> {
         Err(io::ErrorKind::ReadOnlyFilesystem.into())
     }
 

@@ -8,7 +8,7 @@ use std::cell::Cell;
 use std::path::{Path, PathBuf};
 use std::{fs, io};
 
-use blockyard::{Access, Device, Disk, OwnFile, Shape, Target, Yard};
+use blockyard::{Access, Device, Disk, Lent, OwnFile, Shape, Target, Yard};
 
 pub struct Mirror {
     halves: [OwnFile; 2],
@@ -39,18 +39,19 @@ impl Mirror {
 }
 
 impl Device for Mirror {
-    async fn read(&self, offset: u64, data: &mut [u8]) -> io::Result<()> {
+    async fn read(&self, offset: u64, data: Lent) -> io::Result<()> {
         let first = self.failed.get().map_or(0, |failed| 1 - failed);
-        match self.halves[first].read_at(data, offset).await {
+        match self.halves[first].read_into(&data, offset).await {
             Err(_) if self.failed.get().is_none() => {
-                self.halves[1 - first].read_at(data, offset).await
+                self.halves[1 - first].read_into(&data, offset).await
             }
             read => read,
         }
     }
 
-    async fn write(&self, offset: u64, data: &[u8]) -> io::Result<()> {
-        self.on_both(async |half| half.write_at(data, offset).await).await
+    async fn write(&self, offset: u64, data: Lent) -> io::Result<()> {
+        let data = data.to_vec()?; // Both get the same bytes, even if the guest changes them.
+        self.on_both(async |half| half.write_at(&data, offset).await).await
     }
 
     async fn flush(&self) -> io::Result<()> {

@@ -21,6 +21,7 @@ pub(crate) enum Export {
     NbdUnix(PathBuf),
     NbdTcp(String, u16),
     Ublk(Option<u32>),
+    Xen(u16, String),
 }
 
 /// A disk to serve: its contents, exports, share and limits.
@@ -73,6 +74,12 @@ impl Disk {
         self.export(Export::Ublk(number))
     }
 
+    /// Makes a device of a Xen guest: its domain's number, and a name such as `xvda`. This host is
+    /// then a Xen domain that may do so, as dom0.
+    pub fn xen(self, domain: u16, device: impl Into<String>) -> Self {
+        self.export(Export::Xen(domain, device.into()))
+    }
+
     fn export(mut self, export: Export) -> Self {
         self.exports.push(export);
         self
@@ -96,7 +103,7 @@ impl Disk {
         self
     }
 
-    /// Sets the number of queues of vhost-user and ublk.
+    /// Sets the number of queues of vhost-user, ublk and Xen.
     pub fn queues(mut self, queues: u16) -> Self {
         self.queues = queues.max(1);
         self

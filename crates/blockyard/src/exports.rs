@@ -9,7 +9,9 @@ use blockyard_export::nbd::{Exported, Server, Settings};
 use blockyard_export::policy::notify::Coalesce;
 use blockyard_export::ublk::{Ublk, UblkOptions};
 use blockyard_export::vhost_user::{QueueShape, Tuning, VhostUser};
+use blockyard_export::xen::{Name, Xen, XenData, XenOptions, records};
 use blockyard_export::{Listener, PollMode, Reactors};
+use blockyard_ring::xen::Host;
 use blockyard_yard::{Way, WayError};
 
 use crate::disk::Export;
@@ -59,6 +61,7 @@ impl Way for One {
             Export::NbdTcp(host, port) => format!("tcp:{host}:{port}"),
             Export::Ublk(None) => "a ublk device".into(),
             Export::Ublk(Some(number)) => format!("/dev/ublkb{number}"),
+            Export::Xen(domain, device) => format!("device {device} of domain {domain}"),
         }
     }
 
@@ -96,6 +99,13 @@ impl Way for One {
                     file: None,
                 };
                 Ok(Box::new(Ublk::start(disk.clone(), &options, reactors, || ())?))
+            }
+            Export::Xen(domain, device) => {
+                let (domain, device, queues) = (*domain, device.parse::<Name>()?, self.queues);
+                let (data, records) = (XenData::Auto, records());
+                let options = XenOptions { domain, device, queues, data, records };
+                let (disk, reactors) = (disk.clone(), reactors.clone());
+                Ok(Box::new(Xen::start(disk, &options, &Host::Xen, reactors, || ())?))
             }
         }
     }

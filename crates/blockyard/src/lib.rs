@@ -6,7 +6,7 @@
 //!   data never reach your code. Blockyard remembers the answers.
 //! - [`Device`] reads, writes and flushes the data itself.
 //!
-//! A [`Yard`] serves targets, and disk images, by vhost-user, NBD and ublk, with limits, fair
+//! A [`Yard`] serves targets, and disk images, by vhost-user, NBD, ublk and Xen, with limits, fair
 //! shares and statistics.
 //!
 //! ```no_run
@@ -70,8 +70,8 @@ mod yard;
 
 pub use blockyard_storage::CacheMode;
 pub use blockyard_storage::target::{
-    Access, Device, Extent, Figures, Files, Fill, Handle, Limits, Map, OwnFile, Place, Question,
-    Shape, Target, TargetError, TargetErrorKind,
+    Access, Device, Discard, Extent, Figures, Files, Fill, Handle, Lent, Limits, Lock, Locked, Map,
+    OwnFile, Place, Question, Shape, Target, TargetError, TargetErrorKind,
 };
 pub use disk::Disk;
 pub use error::{Error, ErrorKind};

@@ -1,10 +1,10 @@
-//! Runs a map on simulated disks, cuts their power at random moments, and checks what is left.
+//! Runs a target on simulated disks, cuts their power at random moments, and checks what is left.
 //!
-//! The rules that it checks are those of [`Map`] and of the crate's documentation:
+//! The rules that it checks are those of [`Map`], [`Device`] and the crate's documentation:
 //!
 //! - A read returns what was written last, also while other requests run.
 //! - After a power cut each sector holds its last flushed or durable write, or a later one.
-//! - The map opens after each power cut.
+//! - The target opens after each power cut.
 //!
 //! The simulated disks tear, reorder and lose writes that are not synced. A run depends only on its
 //! seed.
@@ -20,16 +20,18 @@ use blockyard_storage::sim::{
 };
 use blockyard_storage::target::{Direct, Mapped};
 
-use crate::{Access, Files, Handle, Map, OwnFile, Shape};
+use crate::{Access, Device, Files, Handle, Map, OwnFile, Shape};
+
+mod device;
 
 /// Size of a sector in bytes.
 const SECTOR: u64 = 512;
 /// Most sectors of a request.
 const MOST_SECTORS: u64 = 48;
-/// Number of power cuts that a map survives in one run.
+/// Number of power cuts that a target survives in one run.
 const ROUNDS: u64 = 3;
 
-/// A map's files and size, for [`PowerCuts::run`].
+/// A target's files and size, for [`PowerCuts::run`] and [`PowerCuts::run_device`].
 #[derive(Clone, Debug)]
 #[must_use = "call `run`"]
 pub struct PowerCuts {
@@ -40,7 +42,7 @@ pub struct PowerCuts {
     requests: u64,
 }
 
-/// A rule that a map broke.
+/// A rule that a target broke.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("seed {seed}, round {round}: {what}")]
 pub struct Broken {
@@ -58,13 +60,13 @@ impl PowerCuts {
         PowerCuts { shape, data: Vec::new(), own: Vec::new(), contents, requests: 24 }
     }
 
-    /// Adds a data file with these contents.
+    /// Adds a data file of a map with these contents.
     pub fn data(mut self, contents: Vec<u8>, access: Access) -> Self {
         self.data.push((contents, access));
         self
     }
 
-    /// Adds a file of the map's own with these contents.
+    /// Adds a file of the target's own with these contents.
     pub fn file(mut self, contents: Vec<u8>) -> Self {
         self.own.push(contents);
         self
@@ -91,16 +93,45 @@ impl PowerCuts {
         cuts: u64,
         make: impl AsyncFn(Files, Handle) -> io::Result<M> + Clone + 'static,
     ) -> Result<(), Broken> {
+        let shape = self.shape;
+        self.run_all(seed, cuts, SECTOR, async move |files, data| {
+            let map = make(files, Handle::none()).await?;
+            Ok(Mapped::simulated(shape, data, |_| Direct::new(map)))
+        })
+    }
+
+    /// As [`PowerCuts::run`], for a device. Its requests are whole granules.
+    pub fn run_device<D: Device>(
+        &self,
+        seed: u64,
+        cuts: u64,
+        make: impl AsyncFn(Files, Handle) -> io::Result<D> + Clone + 'static,
+    ) -> Result<(), Broken> {
+        let size = self.shape.size;
+        self.run_all(seed, cuts, self.shape.granule, async move |files, _| {
+            Ok(device::Simulated { device: make(files, Handle::none()).await?, size })
+        })
+    }
+
+    /// Makes the runs. `unit`: what requests are multiples of.
+    fn run_all<S: Storage>(
+        &self,
+        seed: u64,
+        cuts: u64,
+        unit: u64,
+        open: impl AsyncFn(Files, DataFiles) -> io::Result<S> + Clone + 'static,
+    ) -> Result<(), Broken> {
         for run in 0..cuts.div_ceil(ROUNDS) {
-            self.run_one(seed + run, &make)?;
+            self.run_one(seed + run, unit, &open)?;
         }
         Ok(())
     }
 
-    fn run_one<M: Map>(
+    fn run_one<S: Storage>(
         &self,
         seed: u64,
-        make: &(impl AsyncFn(Files, Handle) -> io::Result<M> + Clone + 'static),
+        unit: u64,
+        open: &(impl AsyncFn(Files, DataFiles) -> io::Result<S> + Clone + 'static),
     ) -> Result<(), Broken> {
         let mut rng = Rng::new(seed);
         let image = |bytes: &Vec<u8>| SimImage::from_bytes(bytes);
@@ -131,14 +162,15 @@ impl PowerCuts {
                 .collect();
             let rig = Rig {
                 cuts: self.clone(),
+                unit,
                 disks: disks.clone(),
                 oracle: oracle.clone(),
                 tag: tag.clone(),
                 found: Rc::default(),
             };
-            let (found, make, handle, client) =
-                (rig.found.clone(), make.clone(), sim.handle().clone(), rng.fork());
-            let ran = sim.block_on(async move { rig.round(make, handle, client, round > 0).await });
+            let (found, open, handle, client) =
+                (rig.found.clone(), open.clone(), sim.handle().clone(), rng.fork());
+            let ran = sim.block_on(async move { rig.round(open, handle, client, round > 0).await });
             if let Some(what) = found.take() {
                 return Err(broken(what));
             }
@@ -155,9 +187,14 @@ impl PowerCuts {
     }
 }
 
+/// The data files of a map.
+type DataFiles = Vec<(SimDisk, Access)>;
+
 /// One time with power.
 struct Rig {
     cuts: PowerCuts,
+    /// What requests are multiples of, in bytes.
+    unit: u64,
     disks: Vec<SimDisk>,
     oracle: Rc<RefCell<Oracle>>,
     /// Number of the next write.
@@ -166,12 +203,10 @@ struct Rig {
     found: Rc<RefCell<Option<String>>>,
 }
 
-type Simulated = Rc<Mapped<SimDisk, Direct>>;
-
 impl Rig {
-    async fn round<M: Map>(
+    async fn round<S: Storage>(
         self,
-        make: impl AsyncFn(Files, Handle) -> io::Result<M>,
+        open: impl AsyncFn(Files, DataFiles) -> io::Result<S>,
         sim: SimHandle,
         mut rng: Rng,
         checks: bool,
@@ -179,22 +214,20 @@ impl Rig {
         let (data, own) = self.disks.split_at(self.cuts.data.len());
         let data_len = self.cuts.data.iter().map(|(bytes, _)| bytes.len() as u64).collect();
         let own = own.iter().cloned().map(OwnFile::simulated).collect();
-        let map = make(Files { own, data_len }, Handle::none()).await?;
         let access = self.cuts.data.iter().map(|(_, access)| *access);
-        let files = data.iter().cloned().zip(access).collect();
-        let disk = Mapped::simulated(self.cuts.shape, files, |_| Direct::new(map));
-        let disk = Rc::new(disk);
+        let data = data.iter().cloned().zip(access).collect();
+        let disk = Rc::new(open(Files { own, data_len }, data).await?);
         let rig = Rc::new(self);
         if checks {
             let size = rig.cuts.shape.size;
-            let bytes = read(&disk, 0, size).await?;
+            let bytes = read(&*disk, 0, size).await?;
             let checked = rig.oracle.borrow_mut().check_after_cut(0, &bytes);
             rig.note(checked);
         }
         let clients: Vec<_> = (0..3)
             .map(|_| {
                 let (rig, disk, rng) = (rig.clone(), disk.clone(), rng.fork());
-                sim.spawn(async move { rig.client(&disk, rng).await })
+                sim.spawn(async move { rig.client(&*disk, rng).await })
             })
             .collect();
         for client in clients {
@@ -203,13 +236,14 @@ impl Rig {
         Ok(())
     }
 
-    async fn client(&self, disk: &Simulated, mut rng: Rng) -> io::Result<()> {
-        let sectors = self.cuts.shape.size / SECTOR;
+    async fn client(&self, disk: &impl Storage, mut rng: Rng) -> io::Result<()> {
+        let units = self.cuts.shape.size / self.unit;
+        let most = (MOST_SECTORS * SECTOR / self.unit).max(2);
         for _ in 0..self.cuts.requests {
-            let len = rng.between(1, MOST_SECTORS.min(sectors));
-            let offset = rng.below(sectors - len + 1) * SECTOR;
-            let len = len * SECTOR;
-            match rng.below(8) {
+            let len = rng.between(1, most.min(units));
+            let offset = rng.below(units - len + 1) * self.unit;
+            let len = len * self.unit;
+            match rng.below(9) {
                 0..4 => {
                     let tag = self.tag.replace(self.tag.get() + 1);
                     let (data, durable) = (pattern(tag, offset, len as usize), rng.one_in(6));
@@ -223,13 +257,38 @@ impl Rig {
                     let checked = self.oracle.borrow_mut().check_read(token, offset, &bytes);
                     self.note(checked);
                 }
-                _ => {
+                7 => {
                     let token = self.oracle.borrow_mut().flush_started();
                     disk.sync().await?;
                     self.oracle.borrow_mut().flush_answered(token, true);
                 }
+                _ => self.free(disk, &mut rng, offset, len).await?,
             }
         }
+        Ok(())
+    }
+
+    /// Discards or zeroes a range. Zeroes are written if the target does not free it.
+    async fn free(&self, disk: &impl Storage, rng: &mut Rng, at: u64, len: u64) -> io::Result<()> {
+        let granule = self.cuts.shape.granule;
+        // Most ranges have a whole granule.
+        let end = (at + len + granule).min(self.cuts.shape.size);
+        let range = at..if rng.one_in(4) { at + len } else { end };
+        let (len, discards) = (range.end - range.start, rng.one_in(2));
+        let token = match discards {
+            true => self.oracle.borrow_mut().discard_started(at, len),
+            false => self.oracle.borrow_mut().zero_started(at, len),
+        };
+        let done = match discards {
+            true => disk.discard(at, len).await,
+            false => disk.zero(at, len, rng.one_in(2)).await,
+        };
+        match done {
+            Err(e) if e.kind() != io::ErrorKind::Unsupported => return Err(e),
+            Err(_) if !discards => disk.write(Segments::buffer(len as usize), at, false).await.1?,
+            _ => 0,
+        };
+        self.oracle.borrow_mut().write_answered(token, true, false);
         Ok(())
     }
 
@@ -240,7 +299,7 @@ impl Rig {
     }
 }
 
-async fn read(disk: &Simulated, offset: u64, len: u64) -> io::Result<Vec<u8>> {
+async fn read(disk: &impl Storage, offset: u64, len: u64) -> io::Result<Vec<u8>> {
     let (segments, result) = disk.read(Segments::buffer(len as usize), offset).await;
     result?;
     let mut bytes = vec![0; len as usize];

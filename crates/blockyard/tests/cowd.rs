@@ -1,14 +1,14 @@
 //! The example `cowd`: power cuts on simulated disks, and a served disk.
 
 use blockyard::testing::PowerCuts;
-use blockyard::{Access, Extent, Map, Question, Shape};
+use blockyard::{Access, Extent, Map, Place, Question, Shape};
 
 mod common;
 #[path = "../examples/cowd.rs"]
 #[allow(dead_code)]
 mod cowd;
 
-use common::{Guest, Scratch};
+use common::{Guest, Loop, Scratch};
 use cowd::{BLOCK, Cowd};
 
 /// Number of power cuts: BLOCKYARD_CUTS, or as many as a test has time for.
@@ -20,7 +20,7 @@ fn base(blocks: u64) -> Vec<u8> {
     (0..blocks * BLOCK).map(|at| (at / 512 * 7 + at % 251) as u8).collect()
 }
 
-const BLOCKS: u64 = 6;
+const BLOCKS: u64 = 96;
 
 fn rig() -> PowerCuts {
     let base = base(BLOCKS);
@@ -42,8 +42,10 @@ impl Map for Wrong {
     async fn locate(&self, asked: Question) -> std::io::Result<Vec<Extent>> {
         let found = self.map.locate(asked).await?;
         if asked.write && self.early {
-            let all = asked.offset..asked.offset + asked.len;
-            self.map.flush(std::slice::from_ref(&all)).await?;
+            let blocks = (asked.offset..).step_by(BLOCK as usize).zip(&found);
+            let new = blocks.filter(|(_, extent)| matches!(extent.place, Place::New { .. }));
+            let new: Vec<_> = new.map(|(at, _)| at..at + BLOCK).collect();
+            self.map.flush(&new).await?;
         }
         Ok(found)
     }
@@ -57,7 +59,9 @@ impl Map for Wrong {
 #[test]
 fn the_harness_finds_maps_that_break_the_rules() {
     for early in [false, true] {
-        let make = async move |files, _| Ok(Wrong { map: Cowd::open(files, BLOCKS).await?, early });
+        let make = async move |files, _| {
+            Ok(Wrong { map: Cowd::open(files, BLOCKS as usize).await?, early })
+        };
         let broken = rig().run(1, 300, make).unwrap_err().to_string();
         assert!(broken.contains("sector"), "{broken}");
     }
@@ -66,26 +70,104 @@ fn the_harness_finds_maps_that_break_the_rules() {
 #[test]
 fn flushed_data_survive_power_cuts() {
     let seed = std::env::var("BLOCKYARD_SEED").map_or(1, |text| text.parse().unwrap());
-    let make = async |files, _| Cowd::open(files, BLOCKS).await;
+    let make = async |files, _| Cowd::open(files, BLOCKS as usize).await;
     rig().run(seed, cuts(), make).unwrap();
     println!("seeds {seed} and on: {} cuts", cuts());
 }
 
 #[test]
-fn a_disk_keeps_what_was_written_and_the_base_stays() {
-    let scratch = Scratch::new("cowd");
+fn discarded_blocks_read_as_zeroes_and_their_places_are_used_again() {
+    let scratch = Scratch::new("freed");
     let bytes = base(16);
+    // The store has two places.
     let paths = [
         scratch.file("base", &bytes),
-        scratch.file("store", &vec![0; bytes.len()]),
+        scratch.file("store", &vec![0; 2 * BLOCK as usize]),
         scratch.file("table", &[0; 128]),
     ];
     let target = || cowd::target(&paths[0], &paths[1], &paths[2]).unwrap();
+    let block = BLOCK as usize;
+    let mut expected = bytes.clone();
+    for round in 0..3 {
+        let yard = blockyard::Yard::start(1).unwrap();
+        let socket = scratch.path("socket");
+        yard.serve(blockyard::Disk::target("a", target()).vhost_user(&socket)).unwrap();
+        let mut guest = Guest::connect(&socket);
+        assert!(guest.read(0, expected.len()) == expected, "round {round}");
+        for at in [1, 2].map(|at| (at + round * 2) * block) {
+            guest.write(at + 512, &[7; 512]);
+        }
+        assert_ne!(guest.try_write(15 * block, &[7; 512]), 0, "the store is full");
+        let (at, len) = ((1 + round * 2) * block, 2 * block);
+        guest.write_zeroes(at, len);
+        expected[at..at + len].fill(0);
+        assert!(guest.read(0, expected.len()) == expected, "round {round}");
+        guest.flush();
+        guest.discard(0, block);
+        expected[..block].fill(0);
+        drop(guest);
+        assert!(yard.remove("a").unwrap().is_flushed);
+    }
+    assert!(std::fs::read(&paths[0]).unwrap() == bytes, "the base is never written");
+}
+
+#[test]
+fn a_disk_keeps_what_was_written_and_the_base_stays() {
+    let scratch = Scratch::new("cowd");
+    let paths = [
+        scratch.file("base", &base(256)),
+        scratch.file("store", &vec![0; base(256).len()]),
+        scratch.file("table", &[0; 128]),
+    ];
+    keeps_what_was_written(&scratch, &paths);
+}
+
+#[test]
+fn the_base_the_store_and_the_table_may_be_block_devices() {
+    let scratch = Scratch::new("devices");
+    let devices = [
+        (scratch.file("base", &base(256)), 4096),
+        (scratch.file("store", &vec![0x55; base(256).len()]), 512),
+        (scratch.file("table", &[0; 4096]), 512),
+    ];
+    let devices = devices.map(|(file, sector)| Loop::new(&file, sector));
+    keeps_what_was_written(&scratch, &devices.each_ref().map(|device| device.0.clone()));
+}
+
+#[test]
+fn space_of_a_sparse_store_is_allocated_ahead() {
+    use std::os::unix::fs::MetadataExt;
+    let scratch = Scratch::new("ahead");
+    let paths = [
+        scratch.file("base", &base(256)),
+        scratch.file("store", &[]),
+        scratch.file("table", &[0; 128]),
+    ];
+    let len = 4 << 20;
+    std::fs::File::options().write(true).open(&paths[1]).unwrap().set_len(len).unwrap();
+    let yard = blockyard::Yard::start(1).unwrap();
+    let target = cowd::target(&paths[0], &paths[1], &paths[2]).unwrap();
+    yard.serve(blockyard::Disk::target("a", target).vhost_user(scratch.path("socket"))).unwrap();
+    let mut guest = Guest::connect(&scratch.path("socket"));
+    let mut write = |block: usize| {
+        guest.write(block * BLOCK as usize, &[7; BLOCK as usize]);
+        std::fs::metadata(&paths[1]).unwrap().blocks() * 512
+    };
+    let (first, second) = (write(9), write(3));
+    assert!(first < 1 << 20 && second >= 1 << 20 && second < len, "{first}, {second}");
+    drop(guest);
+    assert!(yard.remove("a").unwrap().is_flushed);
+}
+
+/// Serves the base with `base(256)`, the store and the table, and writes, three times.
+fn keeps_what_was_written(scratch: &Scratch, paths: &[String; 3]) {
+    let bytes = base(256);
     let mut expected = bytes.clone();
     for round in 0..3u8 {
         let yard = blockyard::Yard::start(2).unwrap();
         let socket = scratch.path("socket");
-        yard.serve(blockyard::Disk::target("a", target()).vhost_user(&socket)).unwrap();
+        let target = cowd::target(&paths[0], &paths[1], &paths[2]).unwrap();
+        yard.serve(blockyard::Disk::target("a", target).vhost_user(&socket)).unwrap();
         let mut guest = Guest::connect(&socket);
         assert!(guest.read(0, expected.len()) == expected, "round {round}");
         for at in [3usize, 130, 131, 700 + usize::from(round) * 300] {

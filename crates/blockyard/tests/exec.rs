@@ -7,7 +7,7 @@ use blockyard::{Disk, ErrorKind, Yard};
 
 mod common;
 
-use common::{Guest, Scratch};
+use common::{Guest, Loop, Scratch};
 
 const BLOCK: usize = 64 << 10;
 /// virtio-blk's status of a failed request.
@@ -20,27 +20,48 @@ fn script(scratch: &Scratch, name: &str, text: &str) -> String {
     format!("exec:{path}")
 }
 
+fn base() -> Vec<u8> {
+    (0..16 * BLOCK).map(|at| (at / 512 + at % 7) as u8).collect()
+}
+
 #[test]
 fn the_python_example_keeps_what_was_written() {
     let scratch = Scratch::new("python");
-    let bytes: Vec<u8> = (0..16 * BLOCK).map(|at| (at / 512 + at % 7) as u8).collect();
-    let base = scratch.file("base", &bytes);
-    let store = scratch.file("store", &vec![0; bytes.len()]);
-    let table = scratch.path("table");
+    let files = [scratch.file("base", &base()), scratch.file("store", &vec![0; base().len()])];
+    keeps_what_was_written(&scratch, &files);
+}
+
+#[test]
+fn the_python_example_works_on_block_devices() {
+    let scratch = Scratch::new("python-devices");
+    let devices = [("base", base(), 4096), ("store", vec![0x55; base().len()], 512)];
+    let devices =
+        devices.map(|(name, bytes, sector)| Loop::new(&scratch.file(name, &bytes), sector));
+    keeps_what_was_written(&scratch, &devices.each_ref().map(|device| device.0.clone()));
+}
+
+/// Serves the base with `base()` and the store by the Python example, and writes, twice.
+fn keeps_what_was_written(scratch: &Scratch, [base_path, store]: &[String; 2]) {
+    let (bytes, table) = (base(), scratch.path("table"));
     let example = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../contrib/exec/cowd.py");
     let example = std::fs::canonicalize(example).unwrap();
     let text = format!(
-        "#!/bin/sh\nBASE={base} STORE={store} TABLE={} exec {}\n",
+        "#!/bin/sh\nBASE={base_path} STORE={store} TABLE={} exec {}\n",
         table.display(),
         example.display()
     );
-    let image = script(&scratch, "cowd", &text);
+    let image = script(scratch, "cowd", &text);
     let mut expected = bytes.clone();
     for round in 0..2u8 {
         let yard = Yard::start(1).unwrap();
         let socket = scratch.path("socket");
         yard.serve(Disk::image("a", &image).vhost_user(&socket)).unwrap();
         let mut guest = Guest::connect(&socket);
+        // The program has several questions at a time.
+        let offsets: Vec<usize> = (0..15).map(|number| number * (BLOCK + 512)).collect();
+        for (read, at) in guest.read_at_once(&offsets).iter().zip(offsets) {
+            assert!(*read == expected[at..at + 4096], "round {round}, at {at}");
+        }
         assert!(guest.read(0, expected.len()) == expected, "round {round}");
         for at in [0, 3 * BLOCK + 512, 5 * BLOCK - 1024] {
             let at = at + usize::from(round) * 4 * BLOCK;
@@ -52,7 +73,7 @@ fn the_python_example_keeps_what_was_written() {
         drop(guest);
         assert!(yard.remove("a").unwrap().is_flushed);
     }
-    assert!(std::fs::read(&base).unwrap() == bytes);
+    assert!(std::fs::read(base_path).unwrap() == bytes);
     assert_eq!(std::fs::metadata(&table).unwrap().len(), 16 * 8);
 }
 

@@ -9,8 +9,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use blockyard::{
-    Access, Device, Disk, ErrorKind, Extent, Fill, Handle, Limits, Map, Place, Question, Shape,
-    Target, Yard,
+    Access, Device, Disk, ErrorKind, Extent, Fill, Handle, Lent, Limits, Map, Place, Question,
+    Shape, Target, Yard,
 };
 
 mod common;
@@ -174,6 +174,21 @@ fn a_target_that_cannot_start_is_an_error() {
     assert!(twice.contains("is in use by"), "{twice}");
 }
 
+/// The machine of the tests is no Xen domain.
+#[test]
+fn an_export_that_cannot_start_is_an_error_and_leaves_nothing() {
+    let scratch = Scratch::new("xen");
+    let yard = Yard::start(1).unwrap();
+    let path = scratch.file("file", &vec![0; SIZE as usize]);
+    for (device, what) in [("xvda", "must be a Xen domain"), ("sda", "is not a device name")] {
+        let error = yard.serve(Disk::target("a", honest(&path)).xen(3, device)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Export);
+        assert!(error.to_string().contains(what), "{error}");
+    }
+    // The name and the file are free again.
+    yard.serve(Disk::target("a", honest(&path))).unwrap();
+}
+
 /// Memory, with a count of its calls.
 struct Memory {
     bytes: Rc<std::cell::RefCell<Vec<u8>>>,
@@ -182,18 +197,16 @@ struct Memory {
 }
 
 impl Device for Memory {
-    async fn read(&self, offset: u64, data: &mut [u8]) -> io::Result<()> {
+    async fn read(&self, offset: u64, data: Lent) -> io::Result<()> {
         if offset == 1 << 20 {
             panic!("the target's own fault");
         }
         let at = offset as usize;
-        data.copy_from_slice(&self.bytes.borrow()[at..at + data.len()]);
-        Ok(())
+        data.copy_from(0, &self.bytes.borrow()[at..at + data.len()])
     }
 
-    async fn write(&self, offset: u64, data: &[u8]) -> io::Result<()> {
-        self.bytes.borrow_mut()[offset as usize..][..data.len()].copy_from_slice(data);
-        Ok(())
+    async fn write(&self, offset: u64, data: Lent) -> io::Result<()> {
+        data.copy_to(0, &mut self.bytes.borrow_mut()[offset as usize..][..data.len()])
     }
 
     async fn flush(&self) -> io::Result<()> {

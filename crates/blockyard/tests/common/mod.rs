@@ -2,6 +2,7 @@
 #![allow(dead_code)]
 
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::Duration;
 
 use blockyard_driver::{Data, Plan, Session, SplitRing, request, status};
@@ -31,6 +32,31 @@ impl Drop for Scratch {
     fn drop(&mut self) {
         let _ = std::fs::remove_dir_all(&self.0);
     }
+}
+
+/// A loop device, for tests on block devices. Needs root and `losetup`.
+pub struct Loop(pub String);
+
+impl Loop {
+    /// Makes a device of a file, with blocks of `sector` bytes.
+    pub fn new(file: &str, sector: u32) -> Self {
+        let sector = sector.to_string();
+        Loop(losetup(&["--find", "--show", "--sector-size", &sector, file]))
+    }
+}
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        losetup(&["--detach", &self.0]);
+    }
+}
+
+fn losetup(arguments: &[&str]) -> String {
+    let output = Command::new("losetup").args(arguments).output();
+    let output = output.expect("losetup (package util-linux) can be started");
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "losetup {arguments:?} (as root): {error}");
+    String::from_utf8(output.stdout).unwrap().trim_end().into()
 }
 
 /// A guest on a vhost-user socket.
@@ -80,8 +106,44 @@ impl Guest {
         self.call(request::FLUSH, 0, Data::None, &mut [])
     }
 
+    /// Sends a request for a range: a discard or zeroes.
+    fn range(&mut self, kind: u32, offset: usize, len: usize) {
+        let mut range = request::range(offset as u64 / 512, len as u32 / 512);
+        let data = Data::ToDevice(range.len() as u32);
+        assert_eq!(self.call(kind, 0, data, &mut range), status::OK);
+    }
+
+    pub fn discard(&mut self, offset: usize, len: usize) {
+        self.range(request::DISCARD, offset, len);
+    }
+
+    pub fn write_zeroes(&mut self, offset: usize, len: usize) {
+        self.range(request::WRITE_ZEROES, offset, len);
+    }
+
     pub fn read(&mut self, offset: usize, len: usize) -> Vec<u8> {
         self.try_read(offset, len).unwrap()
+    }
+
+    /// Reads 4096 bytes at each of these offsets, all at once.
+    pub fn read_at_once(&mut self, offsets: &[usize]) -> Vec<Vec<u8>> {
+        let queue = &mut self.0.queues[0];
+        for (slot, offset) in (0..).zip(offsets) {
+            queue.submit(slot, request::IN, *offset as u64 / 512, Data::FromDevice(4096));
+        }
+        queue.publish().unwrap();
+        while queue.in_flight() > 0 {
+            match queue.reap().unwrap() {
+                Some((_, status)) => assert_eq!(status, status::OK),
+                None => queue.sleep(Some(LIMIT)).unwrap(),
+            }
+        }
+        let read = |slot| {
+            let mut bytes = vec![0; 4096];
+            queue.read_data(slot, &mut bytes);
+            bytes
+        };
+        (0..offsets.len() as u16).map(read).collect()
     }
 
     pub fn write(&mut self, offset: usize, bytes: &[u8]) {
