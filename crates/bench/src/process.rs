@@ -199,15 +199,15 @@ pub fn fill(path: &Path, size: u64, stop: &Stop) -> Result<()> {
     let write = || {
         let file = std::fs::File::create(path)?;
         let mut random = crate::client::workload::Random::new(1, 0);
-        let mut piece = vec![0; PIECE];
+        let mut words = vec![[0; 8]; PIECE / 8];
         let mut done = 0;
         while done < size {
             stop.check()?;
-            piece
-                .chunks_exact_mut(8)
-                .for_each(|word| word.copy_from_slice(&random.word().to_ne_bytes()));
+            for word in &mut words {
+                *word = random.word().to_ne_bytes();
+            }
             let len = (size - done).min(PIECE as u64);
-            file.write_all_at(&piece[..len as usize], done)?;
+            file.write_all_at(&words.as_flattened()[..len as usize], done)?;
             done += len;
         }
         anyhow::Ok(file.sync_all()?)

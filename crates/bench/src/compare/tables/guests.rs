@@ -64,9 +64,7 @@ impl OverlayGuests {
         let [copy, boot] = EXPERIMENTS.map(|(_, _, base)| place.folder.join(base));
         let options = ["-q", "-t", "ext4", "-E", "lazy_itable_init=0,lazy_journal_init=0"];
         run(place.tool("mke2fs")?.args(options).arg(&copy).arg("512M"))?;
-        let find = ". \"$1/lib.sh\" && printf %s \"$cache\"";
-        let cache = run(Command::new("bash").args(["-c", find, "cache"]).arg(place.guests()?))?;
-        let root = Path::new(&cache).join("root.img");
+        let root = guest_root(&place)?;
         std::fs::copy(&root, &boot)
             .with_context(|| format!("copying {} (guests/setup makes it)", root.display()))?;
         let sums = [&copy, &boot].map(|base| sum(base)).into_iter().collect::<Result<_>>()?;
@@ -170,8 +168,15 @@ impl Table for OverlayGuests {
     }
 }
 
+/// Returns the guests' root file system, an image of ext4.
+pub fn guest_root(place: &Workspace) -> Result<PathBuf> {
+    let find = ". \"$1/lib.sh\" && printf %s \"$cache\"";
+    let cache = run(Command::new("bash").args(["-c", find, "cache"]).arg(place.guests()?))?;
+    Ok(Path::new(&cache).join("root.img"))
+}
+
 /// Returns the CRC32C of a file.
-fn sum(path: &Path) -> Result<u32> {
+pub fn sum(path: &Path) -> Result<u32> {
     use std::io::Read;
     let mut file = std::fs::File::open(path)?;
     let (mut sum, mut piece) = (0, vec![0; 1 << 20]);

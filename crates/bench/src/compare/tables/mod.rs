@@ -8,22 +8,26 @@
 //!   guests       experiments in a guest, on a raw disk and on overlays
 //!   image_tools  `blockyard image` beside `qemu-img` (image_tasks: the rows)
 //!   nbd          NBD servers, by fio
+//!   snapshots    copy-on-write disks in a QEMU guest: dm-snapshot, the example cowd, qcow2
 //!   thrash       two guests, one of which swaps (thrash_scripts: their scripts)
 //!   ublk         block devices of a host, in a QEMU guest
 //!   uml          drivers in a User Mode Linux guest
 //!   demo         the experiment of `make demo`
+//!   columns      the columns of tables that measure a guest: systems, ratios
 //! ```
 //! In: the name of a table. Out: Markdown, or all figures as JSON. What must hold: a round
 //! measures the systems of a row one right after the other, so that a slow minute of the machine
 //! affects all of them; figures are medians of the rounds.
 
 mod clients;
+mod columns;
 mod demo;
 mod guests;
 mod image_tasks;
 mod image_tools;
 mod nbd;
 mod overlays;
+mod snapshots;
 mod thrash;
 mod thrash_scripts;
 mod ublk;
@@ -55,6 +59,9 @@ pub enum TableName {
     Nbd,
     /// `blockyard image` and `qemu-img`: the same work on the same files
     ImageTools,
+    /// Copy-on-write disks in a QEMU guest: the kernel's dm-snapshot, the example cowd of the
+    /// library, and a qcow2 overlay, by ublk and by vhost-user
+    Snapshots,
     /// A guest beside one that runs out of memory and swaps, with fair shares and without
     Thrash,
     /// Block devices of a host, in a QEMU guest: ublk and the kernel's loop device
@@ -73,6 +80,7 @@ impl TableName {
             TableName::Thrash => (1 << 30, 15.0),
             TableName::Demo => (512 << 20, 0.0),
             TableName::ImageTools => (1 << 30, 0.0),
+            TableName::Snapshots => (256 << 20, 2.0),
             TableName::Ublk => (128 << 20, 3.0),
             TableName::Uml => (512 << 20, 1.0),
             TableName::Clients | TableName::OverlayGuests | TableName::Nbd => (2 << 30, 2.0),
@@ -179,6 +187,7 @@ pub fn run(plan: &TablePlan<'_>, guests: Option<PathBuf>, stop: Stop) -> Result<
         TableName::OverlayGuests => Box::new(guests::OverlayGuests::new(place)?),
         TableName::Nbd => Box::new(nbd::Nbd::new(place)?),
         TableName::ImageTools => Box::new(image_tools::ImageTools::new(place, plan.only)?),
+        TableName::Snapshots => Box::new(snapshots::Snapshots::new(place, plan)?),
         TableName::Thrash => Box::new(thrash::Thrash::new(place)?),
         TableName::Ublk => Box::new(ublk::Ublk::new(place, plan)?),
         TableName::Uml => Box::new(uml::Uml::new(place, plan)?),

@@ -14,8 +14,9 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 
+use super::columns::Columns;
 use super::workspace::{Workspace, run, zeroes};
-use super::{Figures, Measured, Row, SILENCE, Table, TablePlan, cell, markdown, order};
+use super::{Figures, Measured, Row, SILENCE, Table, TablePlan, markdown, order};
 use crate::process::Process;
 
 /// Each system: its name; and the guest script's arguments: driver, cache mode, and image.
@@ -217,21 +218,12 @@ impl Table for Ublk {
     }
 
     fn markdown(&self, measured: &[Measured]) -> String {
-        let there = |system: usize| measured.iter().any(|m| !m.figures[system].is_empty());
-        let systems: Vec<usize> = (0..SYSTEMS.len()).filter(|system| there(*system)).collect();
-        let ratios: Vec<_> = RATIOS.iter().filter(|(a, b)| there(*a) && there(*b)).collect();
-        let mut head = vec![format!("kernel {}", self.kernel)];
-        head.extend(systems.iter().map(|system| SYSTEMS[*system].0.to_string()));
-        head.extend(ratios.iter().map(|(a, b)| format!("{} / {}", SYSTEMS[*a].0, SYSTEMS[*b].0)));
+        let columns = Columns::of(measured, SYSTEMS.len(), &RATIOS);
         let line = |m: &Measured| {
             let digits = ROWS[m.number].2;
-            let figure =
-                |system: &usize| cell(m.median(*system, "figure"), |x| format!("{x:.digits$}"));
-            let ratio =
-                |(a, b): &&(usize, usize)| cell(m.ratio(*a, *b, "figure"), |x| format!("{x:.2}"));
-            let name = [m.row.name.clone()].into_iter();
-            name.chain(systems.iter().map(figure)).chain(ratios.iter().map(ratio)).collect()
+            columns.line(&m.row.name, m, "figure", |x| format!("{x:.digits$}"))
         };
+        let head = columns.head(&self.kernel, |system| SYSTEMS[system].0);
         markdown(&head, &measured.iter().map(line).collect::<Vec<_>>())
     }
 
