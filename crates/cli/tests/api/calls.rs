@@ -1,5 +1,7 @@
 //! Each call: what it answers, and what the server does.
 
+use std::os::unix::fs::FileExt;
+
 use blockyard_driver::{Data, Plan, Session, SplitRing, request, status};
 use serde_json::{Value, json};
 
@@ -274,6 +276,57 @@ fn a_qcow2_disk_grows_and_its_guest_sees_the_size() {
     server.bad("POST", "/v1/disks/a/resize", r#"{"size": 1048576}"#, 422);
     server.daemon.stop();
     tool("qemu-img", ["check", path.to_str().unwrap()]).good();
+}
+
+/// The disk is closed and opened again, so a connected guest must agree to that.
+#[test]
+fn the_cache_mode_of_a_disk_changes_and_its_data_stay() {
+    let server = Server::start();
+    let file = |name: &str| server.folder.join(name).to_str().unwrap().to_string();
+    let (path, socket, top) = (file("disk.qcow2"), server.folder.join("s"), file("top.qcow2"));
+    blockyard(["image", "create", "-q", &path, "1M"]).good();
+    let keys = json!({
+        "name": "a", "image": path, "format": "qcow2", "vhost-user": socket, "weight": 300,
+    });
+    server.good("POST", "/v1/disks", keys.clone());
+    let session = || Session::<SplitRing>::start(&socket, &Plan::default()).unwrap();
+    let mut guest = session();
+    let mut bytes = vec![7; 4096];
+    let queue = &mut guest.queues[0];
+    let written = queue.call(request::OUT, 8, Data::ToDevice(4096), &mut bytes, SOON).unwrap();
+    assert_eq!(written, status::OK);
+    let change = |query: &str, cache: &str| {
+        (format!("/v1/disks/a{query}"), json!({ "cache": cache, "iops": 5000 }))
+    };
+    let (target, body) = change("", "writeback");
+    let problem = server.bad("PATCH", &target, &body.to_string(), 409);
+    assert!(problem["detail"].as_str().unwrap().contains("force=true"), "{problem}");
+    let (target, body) = change("?force=true", "writeback");
+    let disk = server.good("PATCH", &target, body);
+    let settings = &disk["settings"];
+    assert_eq!((&settings["cache"], &settings["weight"]), (&json!("writeback"), &json!(300)));
+    drop(guest);
+    let mut guest = session();
+    let queue = &mut guest.queues[0];
+    let read = queue.call(request::IN, 8, Data::FromDevice(4096), &mut bytes, SOON).unwrap();
+    assert!(read == status::OK && bytes == [7; 4096]);
+    drop(guest);
+    // Each attempt to open the image fails.
+    let image = std::fs::File::options().read(true).write(true).open(&path).unwrap();
+    image.write_all_at(b"other", 0).unwrap();
+    let (target, body) = change("", "none");
+    let problem = server.bad("PATCH", &target, &body.to_string(), 422);
+    assert!(problem["detail"].as_str().unwrap().contains("does not open"), "{problem}");
+    image.write_all_at(b"QFI\xfb\0", 0).unwrap();
+    server.good("POST", "/v1/disks", keys);
+    server.good("POST", "/v1/disks/a/snapshot", json!({ "overlay": top }));
+    until("the snapshot is taken", SOON, || {
+        let disk = server.good("GET", "/v1/disks/a", Value::Null);
+        disk["images"].as_str().unwrap().contains("top.qcow2")
+    });
+    let (target, body) = change("", "writeback");
+    let problem = server.bad("PATCH", &target, &body.to_string(), 409);
+    assert!(problem["detail"].as_str().unwrap().contains("overlay"), "{problem}");
 }
 
 #[test]

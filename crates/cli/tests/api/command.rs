@@ -1,6 +1,8 @@
 //! `blockyard ctl`.
 
-use crate::common::{Finished, blockyard};
+use std::process::Command;
+
+use crate::common::{BLOCKYARD, Finished, TOOL, blockyard, run};
 use crate::server::Server;
 
 fn ctl(server: &Server, arguments: &[&str]) -> Finished {
@@ -50,4 +52,32 @@ fn a_missing_server_is_one_clear_line() {
         failed.err
     );
     assert_eq!(failed.err.lines().count(), 1, "{}", failed.err);
+}
+
+/// As bash does it for TAB after `blockyard ctl --api SOCKET show`.
+#[test]
+fn a_shell_completes_the_names_of_the_disks() {
+    let server = Server::start();
+    for name in ["web", "web-2", "$(touch ran)", "db"] {
+        let mut keys = server.keys("s");
+        keys["name"] = name.into();
+        keys["vhost-user"] = server.folder.join(format!("s-{}", name.len())).to_str().into();
+        server.good("POST", "/v1/disks", keys);
+    }
+    let complete = r#"
+        source <("$0" completions bash)
+        COMP_WORDS=("$0" ctl --api "$1" show "$2") COMP_CWORD=5
+        _blockyard "$0" "$2" show
+        printf '%s\n' "${COMPREPLY[@]}"
+    "#;
+    let socket = server.socket();
+    let completed = |begin: &str| {
+        let mut bash = Command::new("bash");
+        bash.current_dir(&*server.folder).args(["-c", complete, BLOCKYARD]);
+        run(bash.arg(&socket).arg(begin), TOOL).good()
+    };
+    assert_eq!(completed("we"), "web\nweb-2\n");
+    assert_eq!(completed("d"), "db\n");
+    assert!(!completed("").contains("touch"));
+    assert!(!server.folder.join("ran").exists(), "a name was run");
 }

@@ -4,20 +4,20 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::process::{Command, Stdio};
 
-use blockyard_driver::{Plan, Session, SplitRing};
+use blockyard_driver::{Data, Plan, Session, SplitRing, request, status};
 use serde_json::{Value, json};
 
-use crate::common::{BLOCKYARD, SOON, blockyard, until};
+use crate::common::{BLOCKYARD, Daemon, SOON, blockyard, guests, listens, until};
 use crate::server::Server;
 
 /// Number of events that a server keeps.
 const CAPACITY: u64 = 1024;
 
 /// A stream of events.
-struct Stream(BufReader<UnixStream>);
+pub struct Stream(BufReader<UnixStream>);
 
 /// Begins a stream. Returns the status instead if it is not 200.
-fn try_follow(server: &Server, path: &str, headers: &str) -> Result<Stream, u16> {
+pub fn try_follow(server: &Server, path: &str, headers: &str) -> Result<Stream, u16> {
     let mut stream = server.connect();
     stream.set_read_timeout(Some(SOON)).unwrap();
     // The body of an answer to HTTP/1.0 has no chunks.
@@ -142,6 +142,46 @@ fn the_events_of_a_disk_come_in_order() {
     assert_eq!(events.next(), None);
 }
 
+/// An NBD server that fails flushes stands for a device that has lost writes.
+#[test]
+fn a_failed_flush_is_an_event_and_a_figure() {
+    let server = Server::start();
+    let (kit, socket) = (server.folder.join("kit"), server.folder.join("s"));
+    let mut command = Command::new(guests().join("tool"));
+    command.args(["nbdkit", "-f", "-U"]).arg(&kit);
+    command.args([
+        "eval",
+        "get_size=echo 1048576",
+        "pread=head -c $3 /dev/zero",
+        "pwrite=cat >/dev/null",
+        "can_write=exit 0",
+        "can_flush=exit 0",
+        "flush=echo EIO the device has lost writes >&2; exit 1",
+    ]);
+    let _kit = Daemon::start(&mut command);
+    until("nbdkit listens", SOON, || listens(&kit));
+    let image = format!("nbd+unix:///?socket={}", kit.display());
+    server.good("POST", "/v1/disks", json!({ "name": "a", "image": image, "vhost-user": socket }));
+    let mut session = Session::<SplitRing>::start(&socket, &Plan::default()).unwrap();
+    let mut events = follow(&server, "/v1/events");
+    let mut ask = |kind, data| session.queues[0].call(kind, 0, data, &mut [7; 4096], SOON).unwrap();
+    let write = (request::OUT, Data::ToDevice(4096));
+    assert_eq!(ask(write.0, write.1), status::OK);
+    assert_eq!(ask(request::FLUSH, Data::None), status::IOERR);
+    let poisoned = events.expect("disk-poisoned");
+    assert_eq!(poisoned["disk"], "a");
+    assert!(poisoned["why"].as_str().unwrap().contains("a flush failed"), "{poisoned}");
+    assert_eq!(ask(write.0, write.1), status::IOERR, "it accepts no more writes");
+    let figures = server.good("GET", "/v1/figures", Value::Null);
+    assert_eq!(figures["disks"][0]["poisoned"], true);
+    for (call, body) in [("flush", ""), ("drain", "{}")] {
+        let problem = server.bad("POST", &format!("/v1/disks/a/{call}"), body, 422);
+        assert!(problem["detail"].as_str().unwrap().contains("flush"), "{call}: {problem}");
+    }
+    drop(session);
+    server.good("DELETE", "/v1/disks/a", Value::Null);
+}
+
 #[test]
 fn a_stream_resumes_and_tells_what_it_has_missed() {
     let server = Server::start();
@@ -152,13 +192,14 @@ fn a_stream_resumes_and_tells_what_it_has_missed() {
     let resume = || try_follow(&server, "/v1/events", &header).ok().unwrap();
     assert_eq!(resume().expect("disk-added"), events.expect("disk-added"));
     change(&server, "a", CAPACITY + 5);
+    // The client that was connected gets all of them. Then the log has them: it gets an event soon
+    // after the answer of a call.
+    (0..CAPACITY + 5).for_each(|_| drop(events.expect("disk-changed")));
     let mut late = resume();
     // The addition and five changes.
     assert_eq!(late.expect("lost")["count"], 6);
     assert_eq!(late.expect("disk-changed")["disk"], "a");
-    // The client that was connected has all of them.
     let mut other = follow(&server, "/v1/events");
-    (0..CAPACITY + 5).for_each(|_| drop(events.expect("disk-changed")));
     server.good("DELETE", "/v1/disks/a", Value::Null);
     let last = events.expect("disk-removed");
     assert_eq!(other.expect("disk-removed"), last, "a stream without an id begins with the next");

@@ -5,8 +5,10 @@
 //!   wrong     bodies, parameters and paths with mistakes
 //!   hostile   clients that send or read nothing, or too much
 //!   command   `blockyard ctl`
+//!   holds     `drain` and `disconnect`
 //!   persist   changes that a restart keeps
 //!   events    the stream of events
+//!   wait      `ctl wait`, which follows that stream
 //!   sandbox   disks outside of the folders of the server
 //!   metrics   metrics and figures under load
 //!   exposition  a strict reader of the metrics' text
@@ -20,8 +22,10 @@ mod calls;
 mod command;
 mod events;
 mod exposition;
+mod holds;
 mod hostile;
 mod metrics;
 mod persist;
 mod sandbox;
+mod wait;
 mod wrong;

@@ -20,7 +20,7 @@ use crate::server::Server;
 /// Labels that distinguish values of one thing. The others distinguish things that must all move.
 const VALUES: [&str; 6] = ["disk", "reactor", "le", "policy", "decision", "cause"];
 
-fn scrape(server: &Server) -> Vec<Family> {
+pub fn scrape(server: &Server) -> Vec<Family> {
     let mut stream = server.connect();
     stream.write_all(b"GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").unwrap();
     let mut answer = String::new();
@@ -44,7 +44,7 @@ fn moving(families: &[Family]) -> BTreeMap<String, f64> {
 }
 
 /// Returns the value of a disk's metric.
-fn value(families: &[Family], name: &str, disk: &str) -> f64 {
+pub fn value(families: &[Family], name: &str, disk: &str) -> f64 {
     let samples = families.iter().flat_map(|family| &family.samples);
     let mut found = samples.filter(|sample| {
         sample.name == name && sample.labels.get("disk").is_some_and(|name| name == disk)

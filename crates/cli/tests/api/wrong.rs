@@ -22,7 +22,13 @@ fn mistakes_have_a_status_and_name_the_field() {
         ("POST", "/v1/disks", r#""read-only": 1"#, 422, "read-only", "must be true or false"),
         ("POST", "/v1/disks", r#""weight": 1e99"#, 422, "weight", "a weight is"),
         ("POST", "/v1/disks", r#""group": "g""#, 422, "group", "no table [group.g]"),
-        ("PATCH", "/v1/disks/a", r#"{"cache": "none"}"#, 422, "cache", "cannot change"),
+        ("POST", "/v1/disks", r#""name": """#, 422, "", "a name has 1 to 255 bytes"),
+        ("POST", "/v1/disks", r#""name": "..""#, 422, "", "a name has 1 to 255 bytes"),
+        ("POST", "/v1/disks", r#""name": "a\nb""#, 422, "", "no control characters"),
+        ("POST", "/v1/disks?persist=true", r#""serial": "1""#, 409, "", "no configuration file"),
+        ("PATCH", "/v1/disks/a", r#"{"queues": 2}"#, 422, "queues", "cannot change"),
+        ("PATCH", "/v1/disks/a", r#"{"cache": "no"}"#, 422, "cache", "writethrough"),
+        ("PATCH", "/v1/disks/a", r#"{"cache": "unsafe"}"#, 409, "cache", "not a file"),
         ("PATCH", "/v1/disks/a", r#"{"weight": 0}"#, 422, "weight", "a weight is"),
         ("PATCH", "/v1/disks/a", r#"{"iops": 5, "reserve-iops": 6}"#, 422, "", "reserve-iops"),
         ("PATCH", "/v1/disks/b", "{}", 404, "", "no disk is called"),
@@ -48,6 +54,8 @@ fn mistakes_have_a_status_and_name_the_field() {
         assert_eq!(problem["field"].as_str().unwrap_or_default(), field, "{body}: {detail}");
     }
     assert_eq!(server.names(), ["a"]);
+    let long = disk.replace("KEY", &format!("\"name\": \"{}\"", "x".repeat(256)));
+    server.bad("POST", "/v1/disks", &long, 422);
     let large = format!("\"{}\"", "x".repeat(70_000));
     server.bad("POST", "/v1/disks", &large, 413);
 }

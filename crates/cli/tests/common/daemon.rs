@@ -174,11 +174,29 @@ impl Daemon {
     /// on this disk.
     #[track_caller]
     pub fn until_served(&self, kind: &str, disk: &str) {
+        self.until_served_more_than(0, kind, disk);
+    }
+
+    /// Waits until the daemon serves a front end that has connected again after a kill, and that
+    /// had `in_flight` requests. The first writes may be these requests, which the daemon repeats
+    /// while the front end still connects.
+    #[track_caller]
+    pub fn until_goes_on(&self, in_flight: u64) {
+        self.until_served_more_than(in_flight, "write", "");
+    }
+
+    #[track_caller]
+    fn until_served_more_than(&self, count: u64, kind: &str, disk: &str) {
         let (kind, disk) = (format!(" {kind}: queue time"), format!("disk=\"{disk}"));
-        until(&format!("{kind} {disk}"), TOOL, || {
+        let has_more = |line: &str| {
+            let requests = line.split_once("requests=").map(|(_, rest)| rest);
+            let requests = requests.and_then(|rest| rest.split(' ').next()?.parse::<u64>().ok());
+            line.contains(&kind) && line.contains(&disk) && requests > Some(count)
+        };
+        until(&format!("more than {count}{kind} {disk}"), TOOL, || {
             self.signal(Signal::USR1);
             std::thread::sleep(Duration::from_millis(20));
-            self.log.text().lines().any(|line| line.contains(&kind) && line.contains(&disk))
+            self.log.text().lines().any(has_more)
         });
     }
 
@@ -191,6 +209,48 @@ impl Daemon {
             entries.filter_map(link).map(|l| l.to_string_lossy().into_owned()).collect();
         links.sort();
         links
+    }
+
+    /// Returns the process number of the server that this holder keeps the sessions of. Processes
+    /// that helped a dead server are children of the holder, too. The list of children can lack one
+    /// while others end (proc(5)).
+    pub fn kept(&self) -> Option<i32> {
+        let pid = self.pid();
+        let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).ok()?;
+        let is_server = |child: &&str| {
+            let line = std::fs::read(format!("/proc/{child}/cmdline")).unwrap_or_default();
+            line.split(|byte| *byte == 0).nth(1) == Some(b"serve")
+        };
+        children.split_whitespace().rfind(is_server)?.parse().ok()
+    }
+
+    /// Returns how many servers of this holder have been ready.
+    fn starts(&self) -> usize {
+        self.out().lines().filter(|line| *line == "ready").count()
+    }
+
+    /// Kills the server of this holder with SIGKILL. Waits until the next one is ready.
+    #[track_caller]
+    pub fn kill_kept(&self) {
+        let (before, mut old) = (self.starts(), None);
+        until("the holder has a server", TOOL, || {
+            old = self.kept();
+            old.is_some()
+        });
+        kill_process(Pid::from_raw(old.unwrap()).unwrap(), Signal::KILL).unwrap();
+        until("the next server is ready", TOOL, || self.starts() > before);
+        assert_ne!(self.kept(), old);
+    }
+
+    /// Replaces the server of this holder by `ctl upgrade`, which returns its answer as JSON. Waits
+    /// until the new server is the holder's child and ready: the answer may come before.
+    #[track_caller]
+    pub fn upgrade_kept(&self, upgrade: impl FnOnce() -> String) {
+        let before = self.starts();
+        let answer: serde_json::Value = serde_json::from_str(&upgrade()).unwrap();
+        let new = answer["pid"].as_i64().map(|pid| pid as i32);
+        until("the new server is the holder's child", TOOL, || self.kept() == new);
+        until("the new server is ready", TOOL, || self.starts() > before);
     }
 
     /// Returns the numbers of voluntary and involuntary context switches of each thread.

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use super::{Folder, SOON, collect, guests, wait};
+use super::{BLOCKYARD, Folder, SOON, TOOL, collect, guests, run, wait};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GuestKind {
@@ -198,6 +198,14 @@ impl Drop for Guest {
     }
 }
 
+/// The shell function `nap SECONDS` for scripts of guests. It starts no program, because emulated
+/// that takes 30 ms of a processor or more.
+pub const NAP: &str = r#"
+[[ -p /run/never ]] || mkfifo /run/never
+exec {never}<>/run/never
+nap() { read -rt "$1" -u $never || :; }
+"#;
+
 /// Boots a guest, runs a script, expects success, and returns the output.
 #[track_caller]
 pub fn run_guest<S: Into<OsString>>(
@@ -206,4 +214,13 @@ pub fn run_guest<S: Into<OsString>>(
     script: &str,
 ) -> String {
     Guest::start(kind, options, script, Duration::from_secs(60)).finish()
+}
+
+/// Returns the path of a copy of the program without debug information, which makes it large. The
+/// boot of a guest copies the program.
+#[track_caller]
+pub fn stripped_program(folder: &Folder) -> PathBuf {
+    let program = folder.join("blockyard");
+    run(Command::new("strip").arg("-o").arg(&program).arg(BLOCKYARD), TOOL).good();
+    program
 }

@@ -28,7 +28,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 pub use daemon::Daemon;
-pub use guest::{Guest, GuestKind};
+pub use guest::{Guest, GuestKind, NAP, stripped_program};
 pub use rustix::process::Signal;
 pub use server::Server;
 

@@ -291,14 +291,14 @@ fn kill_9_keeps_durable_writes_under_load() {
     let (report, daemon) = std::thread::scope(|scope| {
         let client = scope.spawn(|| measure(&load));
         for _ in 0..4 {
-            daemon.until_served("write", "");
+            daemon.until_goes_on(16);
             std::thread::sleep(Duration::from_millis(300));
             assert!(!client.is_finished(), "the load ended early");
             daemon.kill();
             stack.check(true);
             daemon = Daemon::serve_again(stack.top(), &stack.socket, &options);
         }
-        daemon.until_served("write", "");
+        daemon.until_goes_on(16);
         load.over.store(true, Ordering::Relaxed);
         (client.join().unwrap().unwrap(), daemon)
     });

@@ -176,13 +176,13 @@ fn kill_9_five_times(packed: bool) {
     let (report, daemon) = std::thread::scope(|scope| {
         let client = scope.spawn(|| measure(&load));
         for _ in 0..5 {
-            daemon.until_served("write", "");
+            daemon.until_goes_on(32);
             std::thread::sleep(Duration::from_millis(300));
             assert!(!client.is_finished(), "the load ended early");
             daemon.kill();
             daemon = Daemon::serve_again(&image, &socket, &options);
         }
-        daemon.until_served("write", "");
+        daemon.until_goes_on(32);
         load.over.store(true, Ordering::Relaxed);
         (client.join().unwrap().unwrap(), daemon)
     });

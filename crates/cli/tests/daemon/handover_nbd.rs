@@ -10,7 +10,7 @@ use blockyard_nbd::wire::{self, Headers, Request, cmd, handshake, opt};
 
 use crate::common::{BLOCKYARD, Daemon, SOON, guests};
 use crate::guest::pattern;
-use crate::handover::{Case, ctl, failing, serves};
+use crate::handover::{Case, ctl, failing, has_no_more_descriptors, serves};
 use crate::tls::TlsFixture;
 
 const MIB: usize = 1 << 20;
@@ -75,8 +75,7 @@ fn twenty_handovers_of_nbd_clients_are_not_noticed() {
             daemon = nbd.replace(daemon);
             serves(&daemon);
         }
-        let after = daemon.descriptors();
-        assert!(after.len() <= before + 1, "{before} descriptors, later {after:?}");
+        has_no_more_descriptors(&daemon, before);
         daemon
     });
     nbd.end(daemon);
@@ -219,6 +218,38 @@ fn replies_that_a_client_has_not_read_are_handed_over() {
     assert_eq!(slow.reply(), (5, 0));
     drop(slow);
     nbd.end(daemon);
+}
+
+/// A client that is choosing its disk cannot go on at the next server. The log and the answer of
+/// the upgrade say so.
+#[test]
+fn a_client_that_has_chosen_no_disk_is_disconnected_and_counted() {
+    let nbd = NbdCase::new();
+    let mut daemon = nbd.serve();
+    let mut chosen = Raw::connect(&nbd);
+    let mut choosing: Vec<_> = (0..3).map(|_| UnixStream::connect(&nbd.socket).unwrap()).collect();
+    for stream in &mut choosing {
+        stream.set_read_timeout(Some(SOON)).unwrap();
+        stream.read_exact(&mut [0; 18]).unwrap();
+    }
+    let answer = ctl(&nbd.case, &["upgrade", "--json"]).good();
+    let answer: serde_json::Value = serde_json::from_str(&answer).unwrap();
+    assert_eq!(answer["disconnected"], 3, "{answer}");
+    assert!(daemon.ended(SOON).success());
+    let log = daemon.log();
+    assert!(log.contains("3 NBD clients that had chosen no export were disconnected"), "{log}");
+    for stream in &mut choosing {
+        assert!(matches!(stream.read(&mut [0]), Ok(0)));
+    }
+    assert_eq!(chosen.read(0, 512), pattern(77, 512));
+    drop(chosen);
+    let shown = ctl(&nbd.case, &["upgrade"]).good();
+    assert!(!shown.contains("NBD clients"), "{shown}");
+    let pid = ctl(&nbd.case, &["status", "--json"]).good();
+    let pid: serde_json::Value = serde_json::from_str(&pid).unwrap();
+    crate::handover::end_server(pid["pid"].as_i64().unwrap() as i32);
+    assert!(!nbd.socket.exists());
+    nbd.case.is_clean();
 }
 
 /// Structured replies, extents and flags are those that the client has negotiated.

@@ -1,54 +1,74 @@
-//! `serve --keep-sessions`: the holder starts a killed server again, and front ends that cannot
-//! connect again go on.
+//! `serve --keep-sessions`: the holder or systemd starts a killed server again, and front ends that
+//! cannot connect again go on. `service_manager.py` stands for systemd.
 
+use std::io::Read;
+use std::path::Path;
+use std::process::Command;
 use std::time::Duration;
 
 use blockyard_bench::client::LoadOptions;
 use blockyard_driver::connection::PROTOCOL_WITHOUT_INFLIGHT;
 use blockyard_driver::{Plan, status};
-use rustix::process::{Pid, Signal, kill_process};
 
-use crate::common::{Daemon, SOON, TOOL, until};
+use crate::common::{Daemon, SOON, until};
 use crate::guest::{Guest, pattern};
 use crate::handover::{Case, ctl};
+use crate::interrupted::Message;
 
-/// Starts the holder of a server, and waits until the server is ready.
-fn keep(case: &Case) -> Daemon {
-    let mut holder = Daemon::start(case.command().arg("--keep-sessions"));
+/// What keeps the sessions and starts the server again.
+#[derive(Clone, Copy, PartialEq)]
+pub enum Keeper {
+    Holder,
+    Systemd,
+}
+
+/// Starts the holder of a server, or a service, and waits until the server is ready.
+pub fn keep(case: &Case, keeper: Keeper) -> Daemon {
+    keep_with(case, keeper, &[])
+}
+
+/// Like `keep`, with more options of the server.
+pub fn keep_with(case: &Case, keeper: Keeper, options: &[&str]) -> Daemon {
+    keep_command(case, keeper, case.command().args(options))
+}
+
+/// Like `keep`, for the server of a command.
+fn keep_command(case: &Case, keeper: Keeper, command: &mut Command) -> Daemon {
+    command.arg("--keep-sessions");
+    let mut service = Command::new("python3");
+    if keeper == Keeper::Systemd {
+        service.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/daemon/service_manager.py"));
+        service.arg(case.folder.join("notify")).arg(command.get_program());
+        service.args(command.get_args());
+        service.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    }
+    let mut holder = Daemon::start(if keeper == Keeper::Systemd { &mut service } else { command });
     holder.wait_ready();
     holder
 }
 
-/// Returns the process number of the holder's server. Processes that helped a dead server became
-/// children of the holder before its next server did.
-fn server(holder: &Daemon) -> Option<i32> {
-    let pid = holder.pid();
-    let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).ok()?;
-    children.split_whitespace().next_back()?.parse().ok()
+/// Ends the server, and expects that nothing is kept any more.
+pub fn end(mut holder: Daemon, keeper: Keeper) -> String {
+    assert!(holder.terminate().success(), "{}", holder.log());
+    if keeper == Keeper::Systemd {
+        assert!(holder.out().ends_with("stored: 0, dropped: 0\n"), "{}", holder.out());
+    }
+    holder.log()
 }
 
-/// Kills the server with SIGKILL. Waits until the next one is ready.
-fn kill(holder: &Daemon) {
-    let ready = || holder.out().lines().filter(|line| *line == "ready").count();
-    let (before, old) = (ready(), server(holder).expect("the holder has a server"));
-    kill_process(Pid::from_raw(old).unwrap(), Signal::KILL).unwrap();
-    until("the next server is ready", SOON, || ready() > before);
-    assert_ne!(server(holder), Some(old));
-}
-
-fn twenty_kills(load: &LoadOptions, case: &Case) {
-    let holder = keep(case);
+fn twenty_kills(load: &LoadOptions, case: &Case, keeper: Keeper) {
+    let holder = keep(case, keeper);
     case.under_load(load, |goes_on| {
         // A kill in the middle of a message loses the message.
         holder.until_served("write", "");
         for _ in 0..20 {
             std::thread::sleep(Duration::from_millis(50));
             goes_on();
-            kill(&holder);
+            holder.kill_kept();
         }
         std::thread::sleep(Duration::from_millis(100));
     });
-    let log = holder.stop();
+    let log = end(holder, keeper);
     assert!(log.contains("the last server died: continuing 1 exports"), "{log}");
     assert!(log.contains("were in flight when the last back end ended"), "{log}");
     assert!(!case.socket.exists());
@@ -58,42 +78,169 @@ fn twenty_kills(load: &LoadOptions, case: &Case) {
 #[test]
 fn kills_are_not_noticed_by_a_front_end_without_in_flight_region() {
     let case = Case::new();
-    twenty_kills(&LoadOptions { no_inflight: true, ..case.load() }, &case);
+    twenty_kills(&LoadOptions { no_inflight: true, ..case.load() }, &case, Keeper::Holder);
 }
 
 #[test]
 fn kills_are_not_noticed_with_packed_rings() {
     let case = Case::new();
-    twenty_kills(&LoadOptions { no_inflight: true, packed: true, ..case.load() }, &case);
+    twenty_kills(
+        &LoadOptions { no_inflight: true, packed: true, ..case.load() },
+        &case,
+        Keeper::Holder,
+    );
 }
 
 #[test]
 fn kills_are_not_noticed_by_a_front_end_with_its_own_region() {
     let case = Case::new();
-    twenty_kills(&case.load(), &case);
+    twenty_kills(&case.load(), &case, Keeper::Holder);
+}
+
+#[test]
+fn kills_are_not_noticed_if_systemd_keeps_the_descriptors() {
+    let case = Case::new();
+    twenty_kills(&LoadOptions { no_inflight: true, ..case.load() }, &case, Keeper::Systemd);
+}
+
+fn upgrade(case: &Case, holder: &Daemon) {
+    holder.upgrade_kept(|| ctl(case, &["upgrade", "--json"]).good());
 }
 
 /// A front end that connects while no server runs waits for the next one.
-#[test]
-fn a_session_goes_on_after_an_upgrade_and_a_kill() {
+fn upgraded_and_killed(keeper: Keeper) {
     let case = Case::new();
-    let holder = keep(&case);
+    let holder = keep(&case, keeper);
     let plan = Plan { protocol: PROTOCOL_WITHOUT_INFLIGHT, ..Plan::default() };
     let mut guest = Guest::with(&case.socket, &plan);
     assert_eq!(guest.write(0, &pattern(1, 4096)), status::OK);
-    let upgraded = ctl(&case, &["upgrade", "--json"]).good();
-    let upgraded: serde_json::Value = serde_json::from_str(&upgraded).unwrap();
-    let new = upgraded["pid"].as_i64().map(|pid| pid as i32);
-    until("the new server is the holder's child", TOOL, || server(&holder) == new);
+    upgrade(&case, &holder);
     assert_eq!(guest.read(0, 4096).unwrap(), pattern(1, 4096));
-    kill(&holder);
+    holder.kill_kept();
     assert_eq!(guest.read(0, 4096).unwrap(), pattern(1, 4096));
     assert_eq!(guest.write(8, &pattern(2, 4096)), status::OK);
     guest.leave();
     let mut guest = Guest::with(&case.socket, &plan);
     assert_eq!(guest.read(8, 4096).unwrap(), pattern(2, 4096));
     drop(guest);
-    holder.stop();
+    holder.kill_kept();
+    end(holder, keeper);
+    case.is_clean();
+}
+
+#[test]
+fn a_session_goes_on_after_an_upgrade_and_a_kill() {
+    upgraded_and_killed(Keeper::Holder);
+    upgraded_and_killed(Keeper::Systemd);
+}
+
+/// A part of a message stays in the socket, where the next server finds it.
+fn message_in_two_parts(keeper: Keeper) {
+    let case = Case::new();
+    let holder = keep(&case, keeper);
+    let plan = Plan { protocol: PROTOCOL_WITHOUT_INFLIGHT, ..Plan::default() };
+    let mut guest = Guest::with(&case.socket, &plan);
+    assert_eq!(guest.write(0, &pattern(1, 4096)), status::OK);
+    for message in Message::all(&mut guest) {
+        for (at, cut) in message.cuts().enumerate() {
+            message.begin(&guest, cut);
+            match at % 2 {
+                0 => holder.kill_kept(),
+                _ => upgrade(&case, &holder),
+            }
+            message.end(&guest, cut);
+            assert_eq!(guest.read(0, 4096).unwrap(), pattern(1, 4096));
+        }
+    }
+    drop(guest);
+    end(holder, keeper);
+    case.is_clean();
+}
+
+#[test]
+fn a_message_in_two_parts_is_read_by_the_next_server() {
+    message_in_two_parts(Keeper::Holder);
+    message_in_two_parts(Keeper::Systemd);
+}
+
+/// A disk that the next configuration lacks ends at an upgrade. The keeper has nothing of it: a
+/// server that starts after a death does not continue it.
+fn upgraded_without_a_disk(keeper: Keeper) {
+    let case = Case::new();
+    let (image, socket) = (case.folder.image("second.img", 1 << 20), case.folder.join("s2"));
+    let config = case.folder.join("toml");
+    let disk = |image: &Path, socket: &Path| {
+        format!("[[disk]]\nimage = {image:?}\nvhost-user = {socket:?}\n")
+    };
+    let first = disk(&case.top, &case.socket);
+    std::fs::write(&config, first.clone() + &disk(&image, &socket)).unwrap();
+    let holder = keep_command(&case, keeper, &mut case.configured(&config));
+    let (mut guest, mut second) = (Guest::connect(&case.socket), Guest::connect(&socket));
+    assert_eq!(guest.write(0, &pattern(1, 4096)), status::OK);
+    assert_eq!(second.write(0, &pattern(2, 4096)), status::OK);
+    std::fs::write(&config, &first).unwrap();
+    upgrade(&case, &holder);
+    assert_eq!(second.session.link.connection.socket().read(&mut [0]).unwrap(), 0);
+    until("the file of its socket is gone", SOON, || !socket.exists());
+    assert_eq!(crate::guest::bytes_of(&image, 0, 4096), pattern(2, 4096));
+    holder.kill_kept();
+    assert_eq!(guest.read(0, 4096).unwrap(), pattern(1, 4096));
+    let log = holder.log();
+    assert!(log.contains("does not have this disk: it ends"), "{log}");
+    assert!(log.contains("continuing 1 exports"), "{log}");
+    // The configuration loses a disk, and then the server dies.
+    std::fs::write(&config, disk(&image, &socket)).unwrap();
+    holder.kill_kept();
+    holder.wait_log("the configuration does not have it: its clients are lost");
+    assert_eq!(guest.session.link.connection.socket().read(&mut [0]).unwrap(), 0);
+    assert!(!case.socket.exists());
+    let mut second = Guest::connect(&socket);
+    assert_eq!(second.read(0, 4096).unwrap(), pattern(2, 4096));
+    drop(second);
+    end(holder, keeper);
+}
+
+#[test]
+fn a_disk_that_an_upgrade_removes_leaves_nothing_at_the_keeper() {
+    upgraded_without_a_disk(Keeper::Holder);
+    upgraded_without_a_disk(Keeper::Systemd);
+}
+
+/// The store has room for one session. The log names the other one, and the kept one goes on.
+#[test]
+fn a_full_store_of_systemd_keeps_what_it_has() {
+    let case = Case::new();
+    let (image, socket) = (case.folder.image("second.img", 1 << 20), case.folder.join("s2"));
+    let config = case.folder.join("toml");
+    let disk = |image: &Path, socket: &Path| {
+        format!("[[disk]]\nimage = {image:?}\nvhost-user = {socket:?}\n")
+    };
+    std::fs::write(&config, disk(&case.top, &case.socket) + &disk(&image, &socket)).unwrap();
+    let mut command = case.configured(&config);
+    let holder = keep_command(&case, Keeper::Systemd, command.env("FDSTORE", "1"));
+    holder.wait_log("systemd's store of descriptors is full (1 of 1)");
+    let names = ["disk.qcow2", "second.img"];
+    let lost = names.map(|name| holder.log().contains(&format!("vhost-user:{name}: systemd's")));
+    assert_eq!(lost.iter().filter(|lost| **lost).count(), 1, "{}", holder.log());
+    let mut guests = [Guest::connect(&case.socket), Guest::connect(&socket)];
+    for guest in &mut guests {
+        // A kill during the last message of a session's start would lose the message.
+        guest.read(0, 4096).unwrap();
+    }
+    for round in 0..3 {
+        holder.kill_kept();
+        for (at, guest) in guests.iter_mut().enumerate() {
+            if lost[at] {
+                let gone = guest.session.link.connection.socket().read(&mut [0]);
+                assert!(matches!(gone, Ok(0)), "{gone:?}");
+                guest.session.restart().unwrap();
+            }
+            assert_eq!(guest.write(round * 8, &pattern(round, 4096)), status::OK);
+            assert_eq!(guest.read(round * 8, 4096).unwrap(), pattern(round, 4096));
+        }
+    }
+    drop(guests);
+    end(holder, Keeper::Systemd);
     case.is_clean();
 }
 
@@ -101,7 +248,7 @@ fn a_session_goes_on_after_an_upgrade_and_a_kill() {
 #[test]
 fn a_server_that_exits_ends_the_holder_with_its_status() {
     let case = Case::new();
-    let first = keep(&case);
+    let first = keep(&case, Keeper::Holder);
     let mut second = Daemon::start(case.command().arg("--keep-sessions"));
     assert_eq!(second.ended(SOON).code(), Some(1), "{}", second.log());
     assert!(second.log().contains("in use"), "{}", second.log());

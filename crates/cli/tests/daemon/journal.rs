@@ -203,12 +203,12 @@ fn fifty_kills(case: &Case) {
     let (report, daemon) = std::thread::scope(|scope| {
         let client = scope.spawn(|| measure(&load));
         for _ in 0..50 {
-            daemon.until_served("write", "");
+            daemon.until_goes_on(16);
             assert!(!client.is_finished(), "the load ended early");
             daemon.kill();
             daemon = case.serve_again(&[]);
         }
-        daemon.until_served("write", "");
+        daemon.until_goes_on(16);
         load.over.store(true, Ordering::Relaxed);
         (client.join().unwrap().unwrap(), daemon)
     });

@@ -139,7 +139,7 @@ impl Server {
 }
 
 /// Ends the load, also if the test fails.
-struct Over<'a>(&'a AtomicBool);
+pub struct Over<'a>(pub &'a AtomicBool);
 
 impl Drop for Over<'_> {
     fn drop(&mut self) {
@@ -151,9 +151,14 @@ fn is_clean(image: &Path) {
     tool("qemu-img", ["check", image.to_str().unwrap()]).good();
 }
 
+/// Returns the number of kills of a test. `ordinary`: the number without the variable.
+pub fn kills(ordinary: u64) -> u64 {
+    let given = std::env::var("BLOCKYARD_KILLS");
+    given.map_or(ordinary, |text| text.parse().expect("BLOCKYARD_KILLS is a number"))
+}
+
 fn killed_during(kind: &str) {
-    let kills = std::env::var("BLOCKYARD_KILLS")
-        .map_or(KILLS, |text| text.parse().expect("BLOCKYARD_KILLS is a number"));
+    let kills = kills(KILLS);
     let (mut server, mut rng) = (Server::new(), Rng::new(kind.len() as u64));
     let load = LoadOptions {
         rw: Pattern::Randrw,
@@ -169,7 +174,7 @@ fn killed_during(kind: &str) {
         let client = scope.spawn(|| measure(&load));
         let over = Over(&load.over);
         for _ in 0..kills {
-            server.daemon.as_ref().unwrap().until_served("write", "");
+            server.daemon.as_ref().unwrap().until_goes_on(16);
             assert!(!client.is_finished(), "the load ended early");
             let before = server.size();
             let mut work = server.work(kind);
@@ -182,7 +187,7 @@ fn killed_during(kind: &str) {
             assert!(after == before || kind == "resize" && after == grown, "{before}, {after}");
         }
         // The work succeeds after all.
-        server.daemon.as_ref().unwrap().until_served("write", "");
+        server.daemon.as_ref().unwrap().until_goes_on(16);
         assert!(server.work(kind).wait().unwrap().success(), "{kind}");
         server.daemon.as_ref().unwrap().until_served("write", "");
         drop(over);

@@ -19,6 +19,8 @@
 //!   full         a host without space, and disks that wait for it
 //!   journal      a killed server loses no answered write of an image with metadata
 //!   killed       kills during resize, snapshot, commit and stream
+//!   interrupted  kills while disks come and go, during a replay, in the middle of a message
+//!   interrupted_handover kills at each message of a hand-over
 //!   load         queues on reactors, filters, statistics
 //!   remote       images on an NBD server that dies and comes back
 //!   second       a front end that connects while another one is connected
@@ -26,6 +28,7 @@
 //!   shares       limits, groups, and their change at run time
 //!   holder       a killed server starts again, and front ends go on
 //!   handover     a new server takes the disks of a running one
+//!   handover_migration   hand-overs and deaths during a live migration
 //!   handover_nbd a new server continues the NBD connections of a running one
 //!   streams      standard output and standard error that fail or are not read
 //!   tls          NBD with TLS: access, and the same data
@@ -45,10 +48,13 @@ mod ending;
 mod exchange;
 mod full;
 mod handover;
+mod handover_migration;
 mod handover_nbd;
 mod holder;
 mod hosts;
 mod idle;
+mod interrupted;
+mod interrupted_handover;
 mod journal;
 mod killed;
 mod load;

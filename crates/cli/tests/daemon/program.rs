@@ -1,12 +1,15 @@
 //! `exec:` images: the program starts before the sandbox closes, and its death hurts its own disk.
+//! Limits and reservations apply to the disk. It stays with its server.
 
+use std::io::{Read, Write};
 use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::Command;
 
 use blockyard_driver::status;
 
-use crate::common::{BLOCKYARD, Daemon, Folder, SOON, Signal, until};
+use crate::common::{BLOCKYARD, Daemon, Folder, SOON, Signal, TOOL, run, until};
 use crate::guest::{Guest, pattern};
 
 /// Makes a program for which the whole disk is a file in another folder. It writes its process
@@ -100,4 +103,74 @@ fn a_program_ends_with_its_disk_and_leaves_no_zombie() {
     let process = Path::new("/proc").join(pid.trim());
     until("the program has ended", SOON, || !process.exists());
     daemon.stop();
+}
+
+/// Returns the value of a metric of the only disk. `name`: with the labels after the disk's.
+fn metric(api: &Path, name: &str) -> f64 {
+    let mut stream = UnixStream::connect(api).unwrap();
+    stream.set_read_timeout(Some(SOON)).unwrap();
+    stream.write_all(b"GET /metrics HTTP/1.0\r\n\r\n").unwrap();
+    let mut text = String::new();
+    stream.read_to_string(&mut text).unwrap();
+    let (name, label) = name.split_once(' ').unwrap_or((name, ""));
+    let found = text
+        .lines()
+        .find(|line| line.starts_with(&format!("blockyard_disk_{name}{{")) && line.contains(label));
+    let value = found.and_then(|line| line.rsplit_once(' '));
+    value.unwrap_or_else(|| panic!("no {name}: {text}")).1.parse().unwrap()
+}
+
+#[test]
+fn limits_reservations_and_statistics_are_those_of_other_disks() {
+    let folder = Folder::new();
+    let image = program(&folder, &folder.image("data", 1 << 20));
+    let (socket, api) = (folder.join("s"), folder.join("api"));
+    // The limit admits a request of one sector at once, and the next one after 25 s.
+    let options = ["--name", "a", "--bps", "20", "--reserve-iops", "10", "--api"];
+    let options = options.iter().copied().chain([api.to_str().unwrap()]).collect::<Vec<_>>();
+    let daemon = Daemon::serve(&image, &socket, &options);
+    let mut guest = Guest::connect(&socket);
+    guest.read(0, 512).unwrap();
+    std::thread::scope(|scope| {
+        let second = scope.spawn(move || guest.read(8, 512).unwrap());
+        until("the second request waits", SOON, || metric(&api, "queued_operations") == 1.0);
+        assert_eq!(metric(&api, "requests_total operation=\"read\""), 1.0);
+        let mut ctl = Command::new(BLOCKYARD);
+        run(ctl.arg("ctl").arg("--api").arg(&api).args(["set", "a", "bps="]), TOOL).good();
+        second.join().unwrap();
+    });
+    assert_eq!(metric(&api, "requests_total operation=\"read\""), 2.0);
+    assert_eq!(metric(&api, "request_bytes_total operation=\"read\""), 1024.0);
+    assert!(metric(&api, "throttled_seconds_total reason=\"limits\"") > 0.0);
+    // The share is one of the device on which the program's data lie.
+    assert_eq!(metric(&api, "reserved_requests_per_second"), 10.0);
+    assert!(metric(&api, "share_used_seconds_total") > 0.0);
+    daemon.stop();
+}
+
+#[test]
+fn the_disk_of_a_program_stays_with_its_server() {
+    let folder = Folder::new();
+    let image = program(&folder, &folder.image("data", 1 << 20));
+    let (socket, control) = (folder.join("s"), folder.join("control"));
+    let command = || {
+        let mut command = Command::new(BLOCKYARD);
+        command.args(["serve", &image, "--sandbox", "off", "--vhost-user"]).arg(&socket);
+        command.arg("--control").arg(&control);
+        command
+    };
+    let mut old = Daemon::start(&mut command());
+    old.wait_ready();
+    let mut guest = Guest::connect(&socket);
+    let bytes = pattern(5, 4096);
+    assert_eq!(guest.write(0, &bytes), status::OK);
+    let mut new = Daemon::start(command().arg("--takeover").arg(&control));
+    assert!(!new.ended(SOON).success());
+    let why = "only this server can ask what decides on its contents";
+    assert!(new.log().contains(why), "{}", new.log());
+    // The guest notices nothing.
+    assert!(guest.read(0, bytes.len()).unwrap() == bytes);
+    assert_eq!(guest.write(8, &bytes), status::OK);
+    drop(guest);
+    old.stop();
 }

@@ -193,6 +193,8 @@ fn only_a_change_of_group_or_device_closes_a_disk() {
         disk("b", "")
     ));
     let mut b = disks.guest("b");
+    // The line may come after the answer to the last message.
+    disks.daemon.wait_log("connected disk=\"b\"");
     for (keys, expected) in
         [("group = \"h\"", true), ("group = \"h\"\nweight = 7", false), ("device = \"d\"", true)]
     {

@@ -46,7 +46,7 @@ kilobytes() { sed -n "s/^$1: *\([0-9]*\) kB/\1/p" /proc/meminfo; }
 until_total() { # COMPARISON
     for ((i = 0; i < 500; i++)); do
         ! (($(kilobytes MemTotal) $1)) || return 0
-        sleep 0.02
+        nap 0.02
     done
     echo "after 10 s not $1: $(kilobytes MemTotal) kB"
     return 1

@@ -23,7 +23,7 @@ for n in 0 1 2 3 4 5; do
     for ((i = 0; i < 500; i++)); do
         read -r reads writes </sys/block/vda/inflight
         ((reads + writes == 0)) || break
-        sleep 0.02
+        nap 0.02
     done
     sleep 0.2
     echo "$device" >$driver/unbind
@@ -32,7 +32,7 @@ for n in 0 1 2 3 4 5; do
     echo "$device" >$driver/bind
     for ((i = 0; i < 500; i++)); do
         [[ -b /dev/vda ]] && break
-        sleep 0.02
+        nap 0.02
     done
     load --name=check --filename=/dev/vda --rw=randwrite --bs=4k --size=2M --randseed=$n
     [[ $n == [1234] ]] || tell "bound $n"

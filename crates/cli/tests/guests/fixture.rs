@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::common::{Daemon, Folder, Guest, GuestKind, Signal, TOOL};
+use crate::common::{Daemon, Folder, Guest, GuestKind, NAP, Signal, TOOL};
 
 /// Shell functions for the scripts.
 const PRELUDE: &str = r#"
@@ -15,7 +15,7 @@ tell() { # WORD...
     for ((i = 0; i < 1000; i++)); do
         read -r now </sys/block/vda/size
         [[ $now == "$before" ]] || return 0
-        sleep 0.02
+        nap 0.02
     done
     echo "the host did not make the disk larger within 20 s"
     return 1
@@ -112,7 +112,7 @@ impl GuestFixture {
 }
 
 pub fn script_with_prelude(script: &str) -> String {
-    format!("{PRELUDE}{script}")
+    format!("{NAP}{PRELUDE}{script}")
 }
 
 /// Lines of statistics from a log.

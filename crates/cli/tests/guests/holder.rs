@@ -2,9 +2,7 @@
 
 use std::time::Duration;
 
-use rustix::process::{Pid, kill_process};
-
-use crate::common::{GuestKind, SOON, Signal, until};
+use crate::common::{GuestKind, blockyard};
 use crate::fixture::GuestFixture;
 
 const KILLS: u32 = 10;
@@ -29,8 +27,10 @@ e2fsck -fn /dev/vda
 "#;
 
 #[test]
-fn a_guest_that_cannot_connect_again_survives_kills_of_the_server() {
-    let mut fixture = GuestFixture::new(16 << 20, &["--keep-sessions", "--filter", DELAY]);
+fn a_guest_that_cannot_connect_again_survives_kills_and_upgrades_of_the_server() {
+    let api = std::env::temp_dir().join(format!("by-api-{}", std::process::id()));
+    let options = ["--keep-sessions", "--filter", DELAY, "--api", api.to_str().unwrap()];
+    let mut fixture = GuestFixture::new(16 << 20, &options);
     let limit = Duration::from_secs(120);
     let mut guest = fixture.boot(GuestKind::Uml, "", &[], SCRIPT, limit);
     guest.expect("started");
@@ -39,14 +39,9 @@ fn a_guest_that_cannot_connect_again_survives_kills_of_the_server() {
         std::thread::sleep(Duration::from_millis(u64::from(n * 37 % 100)));
         assert!(guest.running(), "the guest ended after {n} kills: {}", guest.finish());
         let holder = fixture.daemon();
-        let ready = |out: String| out.lines().filter(|line| *line == "ready").count();
-        let (before, pid) = (ready(holder.out()), holder.pid());
-        let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children"));
-        // Processes that helped a dead server became children before the next server did.
-        let children = children.unwrap();
-        let server: i32 = children.split_whitespace().next_back().unwrap().parse().unwrap();
-        kill_process(Pid::from_raw(server).unwrap(), Signal::KILL).unwrap();
-        until("the next server is ready", SOON, || ready(holder.out()) > before);
+        let upgrade = ["ctl", "--api", api.to_str().unwrap(), "--json", "upgrade"];
+        holder.upgrade_kept(|| blockyard(upgrade).good());
+        holder.kill_kept();
     }
     fixture.until_served("write");
     fixture.go_on();

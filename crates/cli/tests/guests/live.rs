@@ -29,7 +29,7 @@ const SCRIPT: &str = r#"
         [[ $i -eq 3 ]] && rm /mnt/*.0 && fstrim /mnt
         echo "loaded $i"
     done
-    until [[ $(</sys/block/vda/size) == "$SECTORS" ]]; do sleep 0.05; done
+    until [[ $(</sys/block/vda/size) == "$SECTORS" ]]; do nap 0.05; done
     load --name=new --filename=/dev/vda --offset=64M --size=8M --rw=randwrite --bs=4k --io_size=4M
     umount /mnt
     e2fsck -fn /dev/vda >/tmp/fsck 2>&1 || { cat /tmp/fsck && exit 1; }

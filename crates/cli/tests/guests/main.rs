@@ -5,6 +5,7 @@
 //!   flush         a guest's sync is an fdatasync of the image; none in writethrough      UML
 //!   clients       qemu-img and the blkio crate, without a guest
 //!   crash         kill -9 under verified load, 20 times                                  QEMU
+//!   domu          a file system in a PV guest of an emulated Xen                         Xen
 //!   holder        kill -9 of a server that the holder starts again                       UML
 //!   device        the guest resets, unbinds and binds the device under load              QEMU
 //!   changes       the disk grows, memory is plugged in and out, under load               UML, QEMU
@@ -13,7 +14,6 @@
 //!   migration     QEMU moves a guest under load to another QEMU and another server        QEMU
 //!   runner        the guests' runner, stopped during its cleanup                         UML
 //!   neighbours    one guest runs out of memory and swaps; the data of the other is right UML
-//!   xen           a file system in a PV guest of an emulated Xen                         Xen
 //! ```
 //! A guest takes seconds to boot, so a script tests as much as possible. If the host must act at a
 //! certain point, the script calls `tell WORD`. It continues when the host has grown the disk
@@ -27,6 +27,7 @@ mod clients;
 mod cow;
 mod crash;
 mod device;
+mod domu;
 mod filesystems;
 mod fixture;
 mod flush;
@@ -36,4 +37,3 @@ mod migration;
 mod neighbours;
 mod qmp;
 mod runner;
-mod xen;

@@ -110,7 +110,7 @@ fn unlocked(image: &std::path::Path) {
 
 /// Starts a daemon after another one on the same socket and image was killed. The socket and the
 /// image may be in use for a moment.
-fn serve_again(image: &std::path::Path, socket: &std::path::Path, options: &[&str]) -> Daemon {
+pub fn serve_again(image: &std::path::Path, socket: &std::path::Path, options: &[&str]) -> Daemon {
     let mut command = Command::new(BLOCKYARD);
     command
         .arg("serve")

@@ -102,16 +102,20 @@ pub fn start_in_background<S: AsRef<OsStr>>(
     Daemon::start(Command::new(guests().join("tool")).arg(name).args(args))
 }
 
-/// Returns random bytes, the same for the same seed.
+/// Returns random bytes, the same for the same seed. The loop is short and makes words, because
+/// tests are built without optimisation and need megabytes.
 pub fn noise(bytes: u64, seed: u64) -> Vec<u8> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut next = || {
+    let mut words = vec![[0; 8]; bytes.div_ceil(8) as usize];
+    for place in &mut words {
         state ^= state << 13;
         state ^= state >> 7;
         state ^= state << 17;
-        state as u8
-    };
-    (0..bytes).map(|_| next()).collect()
+        *place = state.to_le_bytes();
+    }
+    let mut noise = words.into_flattened();
+    noise.truncate(bytes as usize);
+    noise
 }
 
 /// Creates a sparse file of 64 MiB with random data in some places. Its end is a hole.

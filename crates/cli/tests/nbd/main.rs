@@ -8,6 +8,7 @@
 //!   kit        nbdkit's nbd plugin in front, with filters that fail, delay, flip bits and retry
 //!   load       fio's nbd engine with verification
 //!   durable    several connections of one disk, kill -9, and what a flush covers
+//!   kills      a client that connects again, and a server that is killed 50 times
 //!   names      several exports on one address; sizes that change
 //!   pages      the commands of the pages in docs/
 //!   iotests    QEMU's own tests, with Blockyard instead of qemu-nbd
@@ -27,6 +28,7 @@ mod idle;
 mod info;
 mod iotests;
 mod kernel;
+mod kills;
 mod kit;
 mod load;
 mod names;

@@ -35,15 +35,15 @@ exec 5<&-
 # A device that a server left can be removed without a server.
 device=$(blockyard attach a.img)
 pkill -9 -f -- --attached
-while pgrep -f -- --attached >/dev/null; do sleep 0.01; done
-sleep 0.2
+while pgrep -f -- --attached >/dev/null; do nap 0.05; done
+nap 0.2
 [[ $(blockyard attach a.img) == "$device" ]]
 mount $device /mnt
 [[ $(md5sum </mnt/f) == "$sum" ]]
 umount /mnt
 pkill -9 -f -- --attached
-while pgrep -f -- --attached >/dev/null; do sleep 0.01; done
-sleep 0.2
+while pgrep -f -- --attached >/dev/null; do nap 0.05; done
+nap 0.2
 blockyard detach $device
 [[ ! -e $device ]]
 "#;
@@ -67,10 +67,11 @@ blockyard detach /dev/ublkb0
 user() { setpriv --reuid 1000 --clear-groups "$@"; }
 serve_as_user() {
     : >/tmp/out
-    { until [[ -e /dev/ublkc0 ]]; do sleep 0.01; done; chown 1000 /dev/ublkc0; } &
-    setpriv --reuid 1000 --clear-groups /host/blockyard serve a.img --ublk=0 >/tmp/out 2>/tmp/log &
+    { until [[ -e /dev/ublkc0 ]]; do nap 0.02; done; chown 1000 /dev/ublkc0; } &
+    setpriv --reuid 1000 --clear-groups /host/blockyard serve a.img --ublk=0 --api /tmp/api \
+        >/tmp/out 2>/tmp/log &
     pid=$!
-    for ((i = 0; i < 500; i++)); do grep -q ready /tmp/out && return || sleep 0.02; done
+    for ((i = 0; i < 500; i++)); do [[ $(</tmp/out) != *ready* ]] || return 0; nap 0.02; done
     cat /tmp/log
     return 1
 }
@@ -81,7 +82,13 @@ for ((round = 0; round < 2; round++)); do
     serve_as_user
     grep -q 'because the user has no privileges' /tmp/log || { cat /tmp/log && exit 1; }
     [[ $round -gt 0 ]] || load --name=a --filename=/dev/ublkb0 --rw=randrw --bs=4k --size=8M --do_verify=1
+    : >/tmp/events
+    blockyard ctl --api /tmp/api events --since 0 --json >/tmp/events &
+    events=$!
+    for ((i = 0; i < 500; i++)); do [[ -s /tmp/events ]] && break || nap 0.02; done
     stop
+    wait $events
+    grep -q '"client-connected".*"export":"ublk"' /tmp/events || { cat /tmp/events && exit 1; }
     gone
     ! grep WARN /tmp/log
 done
@@ -96,7 +103,7 @@ sum=$(md5sum </mnt/f)
 stop
 [[ ! $zero_copy ]] || grep -q '/dev/ublkb0 is in use, and ' /tmp/log || { cat /tmp/log && exit 1; }
 umount /mnt
-for ((i = 0; i < 100; i++)); do [[ ! -e /dev/ublkc0 ]] && break || sleep 0.05; done
+for ((i = 0; i < 100; i++)); do [[ ! -e /dev/ublkc0 ]] && break || nap 0.05; done
 gone
 modprobe loop
 mount -o loop a.img /mnt
@@ -115,7 +122,7 @@ umount /sys/class/ublk-char
 grep -q '/dev/ublkb0 is not removed: the driver has not removed the device for 5 s, and may do so later' /tmp/log || {
     cat /tmp/log && exit 1
 }
-for ((i = 0; i < 100; i++)); do [[ ! -e /dev/ublkc0 ]] && break || sleep 0.05; done
+for ((i = 0; i < 100; i++)); do [[ ! -e /dev/ublkc0 ]] && break || nap 0.05; done
 gone
 
 # The user removes it: without --force if the driver reports whether it is in use.
@@ -167,6 +174,25 @@ blockyard detach $device
 blockyard detach --force $other
 ! pgrep -f -- --attached
 [[ ! -e /sys/block/${device#/dev/}/pid ]]
+# The server is killed while it sets the device up, and while it serves it. Then the command is
+# killed before it has reported the device.
+killed() { # CALL:NUMBER OPTION...
+    ! strace -D -qq "${@:2}" -o /tmp/strace -e trace=${1%:*} -e inject=${1%:*}:signal=KILL:when=${1#*:} \
+        /host/blockyard attach a.img >/tmp/said 2>&1
+}
+works() {
+    while pgrep -f -- --attached >/dev/null || [[ -e /sys/block/nbd0/pid ]]; do nap 0.02; done
+    [[ $(blockyard attach a.img) == /dev/nbd0 ]]
+}
+killed ioctl:2 -f -P /dev/nbd0
+grep -q 'signal 9 ended the server of the device before it was ready' /tmp/said || { cat /tmp/said && exit 1; }
+works
+pkill -9 -f -- --attached
+works
+blockyard detach /dev/nbd0
+killed write:2
+works
+blockyard detach /dev/nbd0
 fails 1 'is not connected' -- blockyard detach $device
 ! ls /run/blockyard/*.sock 2>/dev/null
 e2fsck -fn a.img >/dev/null

@@ -8,13 +8,12 @@
 use std::ffi::OsString;
 use std::fs::{File, OpenOptions};
 use std::io::Write;
-use std::process::Command;
 use std::sync::Mutex;
 use std::time::Duration;
 
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 
-use crate::common::{BLOCKYARD, Folder, Guest, TOOL, run};
+use crate::common::{Folder, Guest, NAP, stripped_program};
 
 /// The guest runs each script that it reads from its FIFO. It prints how the script ended and
 /// whether the guest is clean.
@@ -55,6 +54,8 @@ const PRELUDE: &str = r#"
 blockyard() { /host/blockyard "$@"; }
 pid=
 
+logged() { [[ $(</tmp/log) == *"$1"* ]]; } # TEXT
+
 # Serves an image by ublk in the background: $pid, the log in /tmp/log. Retries while a killed server
 # still holds the lock of its image.
 serve() { # IMAGE OPTIONS...
@@ -63,8 +64,8 @@ serve() { # IMAGE OPTIONS...
         /host/blockyard serve "$@" >/tmp/out 2>>/tmp/log &
         pid=$!
         while kill -0 $pid 2>/dev/null; do
-            if grep -q ready /tmp/out; then return 0; fi
-            sleep 0.01
+            [[ $(</tmp/out) != *ready* ]] || return 0
+            nap 0.02
         done
         tail -n 1 /tmp/log | grep -q 'is in use by' || break
     done
@@ -112,7 +113,7 @@ answered() { # NAME
     read -r -a from </sys/block/$1/stat
     until read -r -a now </sys/block/$1/stat && ((now[0] > from[0] + 16 && now[4] > from[4] + 16)); do
         kill -0 $load || { cat /tmp/fio.log /tmp/log && return 1; }
-        sleep 0.02
+        nap 0.02
     done
 }
 
@@ -163,9 +164,7 @@ impl ScriptGuest {
         let disk = folder.image("disk.img", 400 << 20);
         let fifo = folder.join("scripts");
         mknodat(CWD, &fifo, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
-        // The copy in the guest has no debug information, because that makes it large.
-        let program = folder.join("blockyard");
-        run(Command::new("strip").arg("-o").arg(&program).arg(BLOCKYARD), TOOL).good();
+        let program = stripped_program(&folder);
         // The FIFO is also opened for reading, because opening a FIFO without a reader blocks.
         let scripts = OpenOptions::new().read(true).write(true).open(&fifo).unwrap();
         let mut options: Vec<OsString> =
@@ -186,7 +185,7 @@ impl ScriptGuest {
     #[track_caller]
     fn run(mut self, script: &str) -> String {
         self.guest.begin_part(LIMIT);
-        let script = format!("{PRELUDE}{script}");
+        let script = format!("{NAP}{PRELUDE}{script}");
         self.scripts.write_all(format!("{}\n{script}", script.len()).as_bytes()).unwrap();
         let end = self.guest.expect("script: ");
         let kernel = self.kernel;

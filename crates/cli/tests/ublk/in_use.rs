@@ -8,14 +8,14 @@ serve a.img --ublk=0
 # A program reads the device.
 sleep 100 </dev/ublkb0 &
 reader=$!
-until [[ $(readlink /proc/$reader/fd/0) == /dev/ublkb0 ]]; do sleep 0.01; done
+until [[ /proc/$reader/fd/0 -ef /dev/ublkb0 ]]; do nap 0.02; done
 fails 1 "is in use by process $reader (sleep): unmount it first" -- blockyard detach /dev/ublkb0
 kill $reader
 # A program uses another device node, and a program has a partition open.
 mknod /tmp/node b $(stat -c '0x%t 0x%T' /dev/ublkb0)
 sleep 100 <>/tmp/node &
 reader=$!
-until [[ $(readlink /proc/$reader/fd/0) == /tmp/node ]]; do sleep 0.01; done
+until [[ /proc/$reader/fd/0 -ef /tmp/node ]]; do nap 0.02; done
 fails 1 'is in use by process' -- blockyard detach /dev/ublkb0
 kill $reader
 wait $reader 2>/dev/null || :
@@ -24,10 +24,10 @@ entry='\0\0\0\0\x83\0\0\0\0\x08\0\0\0\x80\0\0'
 printf "$entry" | dd of=/dev/ublkb0 bs=1 seek=446 conv=notrunc status=none
 printf "\x55\xaa" | dd of=/dev/ublkb0 bs=1 seek=510 conv=notrunc status=none
 blockdev --rereadpt /dev/ublkb0
-until [[ -b /dev/ublkb0p1 ]]; do sleep 0.01; done
+until [[ -b /dev/ublkb0p1 ]]; do nap 0.02; done
 sleep 100 </dev/ublkb0p1 &
 reader=$!
-until [[ $(readlink /proc/$reader/fd/0) == /dev/ublkb0p1 ]]; do sleep 0.01; done
+until [[ /proc/$reader/fd/0 -ef /dev/ublkb0p1 ]]; do nap 0.02; done
 fails 1 'is in use by process' -- blockyard detach /dev/ublkb0
 kill $reader
 wait $reader 2>/dev/null || :
@@ -44,7 +44,7 @@ swapoff /dev/ublkb0p1
 mkfs.ext4 -q /dev/ublkb0p1
 unshare --mount --propagation private bash -c 'mount /dev/ublkb0p1 /mnt && echo >/tmp/mounted && exec sleep 100' &
 other=$!
-until [[ -s /tmp/mounted ]]; do sleep 0.01; done
+until [[ -s /tmp/mounted ]]; do nap 0.02; done
 fails 1 'is in use' -- blockyard detach /dev/ublkb0
 kill $other
 wait $other 2>/dev/null || :

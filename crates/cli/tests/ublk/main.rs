@@ -7,7 +7,9 @@
 //!   takeover      what a server takes over and refuses; kills and races meanwhile; many devices
 //!   handover      a device gets another server under verified load
 //!   in_use        programs, loop devices, swap and mounts keep their device
+//!   interrupted   kills of `attach`, `detach` and their server, at each step
 //!   overlay       qcow2 overlays: data that needs processing is copied
+//!   target        a program's map: with zero copy, data stay in the kernel
 //!   workers       the server itself makes the writes, not io_uring's workers
 //!   attach        `attach` and `detach`, their errors, users without privileges
 //! ```
@@ -23,6 +25,8 @@ mod filesystems;
 mod fixture;
 mod handover;
 mod in_use;
+mod interrupted;
 mod overlay;
 mod takeover;
+mod target;
 mod workers;

@@ -4,8 +4,8 @@
 use crate::fixture::on_both_kernels;
 
 const OVERLAY: &str = r#"
-dd if=/dev/urandom of=base.img bs=1M count=8 status=none
-truncate -s 20M base.img
+dd if=/dev/urandom of=base.img bs=1M count=3 status=none
+truncate -s 8M base.img
 cp --sparse=always base.img expected.img
 blockyard image create -f qcow2 -b base.img -F raw top.qcow2 >/dev/null
 serve top.qcow2 --ublk=0 --queues 2 --reactors 2
@@ -15,7 +15,7 @@ cmp /dev/ublkb0 base.img
 writes() {
     fio --eta=never --output=/tmp/fio.log --name=a --ioengine=libaio --iodepth=8 --direct=1 --buffer_pattern=0x5eed "$@"
 }
-writes --filename=expected.img --rw=randwrite --bsrange=512-24k --blockalign=512 --size=16M --io_size=4M --write_iolog=/tmp/iolog
+writes --filename=expected.img --rw=randwrite --bsrange=512-24k --blockalign=512 --size=7M --io_size=2M --write_iolog=/tmp/iolog
 writes --read_iolog=/tmp/iolog --replay_redirect=/dev/ublkb0 --replay_no_stall=1
 echo 3 >/proc/sys/vm/drop_caches
 cmp /dev/ublkb0 expected.img

@@ -16,7 +16,7 @@ cp /tmp/f /mnt/f
 kill -9 $pid
 wait $pid 2>/dev/null || :
 [[ $zero_copy ]] && last=1 || last=2
-for call in open:$last mmap:1 open:$last open:$last open:1; do
+for call in open:$last mmap:1 open:$last open:1; do
     ! strace -qq -f -o /tmp/strace -e trace=${call%:*} -P /dev/ublkc0 -e inject=${call%:*}:signal=KILL:when=${call#*:} \
         /host/blockyard serve a.img --ublk=0 --queues 2 >/tmp/out 2>>/tmp/log
     ! grep -q ready /tmp/out
@@ -33,7 +33,7 @@ until_or_say() { # COMMAND...
     local n=0
     until "$@"; do
         ((++n < 2000)) || { echo "never: $*" && cat /tmp/first /tmp/fetches /tmp/log "$server/status" && exit 1; }
-        sleep 0.01
+        nap 0.03
     done
 }
 server=
@@ -104,17 +104,17 @@ echo 3 >/proc/sys/vm/drop_caches
 # An image that shrinks while a server has it open.
 truncate -s 32M a.img
 kill -HUP $pid
-until grep 'ublkb0 keeps its size' /tmp/log; do sleep 0.01; done
+until logged 'ublkb0 keeps its size'; do nap 0.02; done
 [[ ! $zero_copy ]] || grep -q 'keeps its size: it is in use, and the image is smaller now' /tmp/log
 [[ $(blockdev --getsize64 /dev/ublkb0) == 67108864 ]]
 truncate -s 64M a.img
 kill -HUP $pid
-if [[ $zero_copy ]]; then until grep -q 'ublkb0 has its size' /tmp/log; do sleep 0.01; done; fi
+if [[ $zero_copy ]]; then until logged 'ublkb0 has its size'; do nap 0.02; done; fi
 umount /mnt
 # The device is not in use now.
 truncate -s 48M a.img
 kill -HUP $pid
-if [[ $zero_copy ]]; then until [[ $(blockdev --getsize64 /dev/ublkb0) == 50331648 ]]; do sleep 0.01; done; fi
+if [[ $zero_copy ]]; then until [[ $(</sys/block/ublkb0/size) == 98304 ]]; do nap 0.02; done; fi
 # A device that is not in use is replaced by a new one, for the file that has the path.
 kill -9 $pid
 wait $pid 2>/dev/null || :
@@ -140,17 +140,15 @@ each() { # COMMAND...: four at once; the successes, and what the others said
     for n in 1 2 3 4; do "$@" >/tmp/each.$n 2>&1 & jobs+=($!); done
     for job in "${jobs[@]}"; do wait $job && good=$((good + 1)) || :; done
 }
-for ((round = 0; round < 2; round++)); do
-    blockyard attach a.img --read-only >/dev/null
-    pkill -9 -f -- --attached
-    while pgrep -f -- --attached >/dev/null; do sleep 0.01; done
-    # One server takes the device over. The others make new devices.
-    each blockyard attach a.img --read-only
-    [[ $good == 4 && $(sort -u /tmp/each.? | wc -l) == 4 ]] || { cat /tmp/each.? && exit 1; }
-    for device in $(cat /tmp/each.?); do
-        each blockyard detach $device
-        [[ $good == 1 && $(grep -l "there is no device $device" /tmp/each.? | wc -l) == 3 ]] || { cat /tmp/each.? && exit 1; }
-    done
+blockyard attach a.img --read-only >/dev/null
+pkill -9 -f -- --attached
+while pgrep -f -- --attached >/dev/null; do nap 0.05; done
+# One server takes the device over. The others make new devices.
+each blockyard attach a.img --read-only
+[[ $good == 4 && $(sort -u /tmp/each.? | wc -l) == 4 ]] || { cat /tmp/each.? && exit 1; }
+for device in $(cat /tmp/each.?); do
+    each blockyard detach $device
+    [[ $good == 1 && $(grep -l "there is no device $device" /tmp/each.? | wc -l) == 3 ]] || { cat /tmp/each.? && exit 1; }
 done
 # All request the same number.
 each blockyard attach a.img --read-only --ublk=5
@@ -194,7 +192,7 @@ cmp /dev/ublkb39 d39.img
 # The next reload adds it.
 truncate -s 8M none.img
 kill -HUP $pid
-until [[ -b /dev/ublkb100 ]]; do sleep 0.01; done
+until [[ -b /dev/ublkb100 ]]; do nap 0.02; done
 stop
 [[ ! -e /dev/ublkb39 ]]
 serve d0.img --ublk=3 --queues 256 --queue-size 32768

@@ -1,0 +1,136 @@
+//! Requests that an operator holds back, and clients that an operator disconnects.
+
+use std::path::Path;
+
+use blockyard_driver::{Data, Plan, Session, SplitRing, request, status};
+use serde_json::{Value, json};
+
+use crate::common::{SOON, guests, until};
+use crate::metrics::{scrape, value};
+use crate::server::Server;
+
+/// Returns how many requests of disk "a" have no answer, and how many writes have ended.
+fn counts(server: &Server) -> (u64, u64) {
+    let figures = server.good("GET", "/v1/figures", Value::Null);
+    let disk = &figures["disks"][0];
+    let writes = &disk["operations"]["write"]["requests"];
+    (disk["in_flight"].as_u64().unwrap(), writes.as_u64().unwrap_or(0))
+}
+
+fn disk_state(server: &Server) -> Value {
+    server.good("GET", "/v1/disks/a", Value::Null)["drained"].clone()
+}
+
+/// Returns whether the disk is drained by its figures, which `top` shows, and by its metrics.
+fn shown(server: &Server) -> (Value, bool) {
+    let figures = server.good("GET", "/v1/figures", Value::Null);
+    let metric = value(&scrape(server), "blockyard_disk_drained", "a");
+    (figures["disks"][0]["drained"].clone(), metric == 1.0)
+}
+
+#[test]
+fn a_drained_disk_holds_requests_until_it_is_resumed() {
+    let server = Server::start();
+    let image = server.folder.image("disk.img", 1 << 20);
+    let socket = server.folder.join("s");
+    server.good("POST", "/v1/disks", json!({ "name": "a", "image": image, "vhost-user": socket }));
+    let mut session = Session::<SplitRing>::start(&socket, &Plan::default()).unwrap();
+    let queue = &mut session.queues[0];
+    let mut data = vec![7; 4096];
+    let first = queue.call(request::OUT, 0, Data::ToDevice(4096), &mut data, SOON).unwrap();
+    assert_eq!(first, status::OK);
+
+    let drained = server.good("POST", "/v1/disks/a/drain", json!({}));
+    assert_eq!(drained, json!({ "name": "a", "seconds": 60 }));
+    assert_eq!((disk_state(&server), counts(&server)), (true.into(), (0, 1)));
+    assert_eq!(shown(&server), (true.into(), true));
+    queue.write_data(0, &[8; 4096]);
+    queue.submit(0, request::OUT, 0, Data::ToDevice(4096));
+    queue.publish().unwrap();
+    until("the request is there", SOON, || counts(&server) == (1, 1));
+    assert_eq!(std::fs::read(&image).unwrap()[0], 7, "the image does not change");
+    // Commands go on, and none of them waits for the held request.
+    server.good("POST", "/v1/disks/a/flush", Value::Null);
+    server.good("POST", "/v1/disks/a/refresh", Value::Null);
+    server.good("PATCH", "/v1/disks/a", json!({ "weight": 200 }));
+    let busy = server.bad("POST", "/v1/disks/a/drain", "{}", 422);
+    assert!(busy["detail"].as_str().unwrap().contains("drain of this disk is under way"), "{busy}");
+    let cache = r#"{"cache": "writeback"}"#;
+    let refused = server.bad("PATCH", "/v1/disks/a?force=true", cache, 409);
+    assert!(refused["detail"].as_str().unwrap().contains("it is drained"), "{refused}");
+
+    let resumed = server.good("POST", "/v1/disks/a/resume", Value::Null);
+    assert_eq!(resumed, json!({ "name": "a", "requests": 0, "drained": true }));
+    until("the write ends", SOON, || queue.reap().unwrap() == Some((0, status::OK)));
+    assert_eq!(std::fs::read(&image).unwrap()[0], 8);
+    assert_eq!(disk_state(&server), false);
+    assert_eq!(shown(&server), (false.into(), false));
+
+    // The end of the time, and the end of the disk, end a drain too.
+    server.good("POST", "/v1/disks/a/drain", json!({ "seconds": 1 }));
+    let again = queue.call(request::OUT, 0, Data::ToDevice(4096), &mut data, SOON).unwrap();
+    assert_eq!(again, status::OK);
+    until("the drain ends", SOON, || disk_state(&server) == false);
+    until("a drain begins", SOON, || server.send("POST", "/v1/disks/a/drain", "{}").0 == 200);
+    server.good("DELETE", "/v1/disks/a?force=true", Value::Null);
+    server.bad("POST", "/v1/disks/a/drain", "{}", 404);
+    server.good("POST", "/v1/disks", server.keys("a"));
+    server.good("POST", "/v1/disks/a/drain", json!({ "seconds": 600 }));
+    for seconds in ["0", "601", "-1", "\"5\""] {
+        let body = format!("{{\"seconds\": {seconds}}}");
+        let problem = server.bad("POST", "/v1/disks/a/drain", &body, 422);
+        assert_eq!(problem["field"], "seconds", "{problem}");
+    }
+    // The end of the server does not wait for the drain.
+    server.daemon.stop();
+}
+
+/// Starts nbdsh, which connects, prints "connected", and ends when its connection ends.
+fn nbd_client(socket: &Path) -> std::process::Child {
+    let script = format!(
+        "h.connect_unix({:?})\nprint('connected', flush=True)\n\
+         while h.aio_is_ready(): h.poll(-1)\n",
+        socket.to_str().unwrap()
+    );
+    let mut command = std::process::Command::new(guests().join("tool"));
+    command.args(["nbdsh", "-c", &script]).stdout(std::process::Stdio::piped());
+    command.spawn().unwrap()
+}
+
+#[test]
+fn clients_are_disconnected_one_by_one_or_all() {
+    let server = Server::start();
+    let (socket, nbd) = (server.folder.join("s"), server.folder.join("nbd"));
+    let export = format!("unix:{}", nbd.display());
+    let keys = json!({ "name": "", "image": "ram:1M", "vhost-user": socket, "nbd": export });
+    let mut keys = keys;
+    keys["name"] = "a".into();
+    server.good("POST", "/v1/disks", keys);
+    let clients = || {
+        let disk = server.good("GET", "/v1/disks/a", Value::Null);
+        let clients = disk["clients"].as_array().unwrap().iter();
+        clients.map(|client| client["description"].clone()).collect::<Vec<_>>()
+    };
+    let disconnect =
+        |body: Value| server.good("POST", "/v1/disks/a/disconnect", body)["clients"].clone();
+    assert_eq!(disconnect(json!({})), json!([]));
+    let problem = server.bad("POST", "/v1/disks/a/disconnect", r#"{"client": "pid 1"}"#, 404);
+    assert_eq!(problem["field"], "client", "{problem}");
+
+    let session = Session::<SplitRing>::start(&socket, &Plan::default()).unwrap();
+    let me = json!(format!("pid {}", std::process::id()));
+    let mut child = nbd_client(&nbd);
+    until("both are connected", SOON, || clients().len() == 2);
+    assert_eq!(disconnect(json!({ "client": me })), json!([me]));
+    assert_eq!(clients().len(), 1);
+    drop(session);
+    // Nothing keeps it from connecting again.
+    let session = Session::<SplitRing>::start(&socket, &Plan::default()).unwrap();
+    assert_eq!(disconnect(json!({})).as_array().unwrap().len(), 2);
+    assert_eq!(clients(), [] as [Value; 0]);
+    drop(session);
+    child.wait().unwrap();
+    server.good("DELETE", "/v1/disks/a", Value::Null);
+    let log = server.daemon.stop();
+    assert!(log.contains("disconnect by process"), "{log}");
+}

@@ -1,0 +1,99 @@
+"""Stands between the two servers of a hand-over, and kills them when a message passes.
+
+Usage: between.py MESSAGE VICTIM PROGRAM ARGUMENT...
+    MESSAGE   hello, welcome, take, given, took, ready, commit or serves
+    VICTIM    old, new or both; the message still arrives at a server that lives. format: none, and
+              the parcels of the message have a newer format
+    PROGRAM   the new server
+Standard input is the connection to the old server, which is the parent of this process.
+"""
+
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+
+MESSAGE, VICTIM = sys.argv[1:3]
+OLD = os.getppid()
+# Fields of messages that say how many parcels follow.
+FOLLOWED = {"welcome": "sockets", "given": "exports"}
+
+
+class Gone(Exception):
+    """The other end of a connection is closed."""
+
+
+def read(stream, count):
+    data = b""
+    while len(data) < count:
+        try:
+            part = stream.recv(count - len(data))
+        except ConnectionResetError:
+            part = b""
+        if not part:
+            raise Gone
+        data += part
+    return data
+
+
+def receive(stream):
+    """Returns the bytes and the descriptors of a parcel."""
+    length, count = struct.unpack("<II", read(stream, 8))
+    fds = []
+    while len(fds) < count:
+        fds += socket.recv_fds(stream, 1, 253)[1]
+    return read(stream, length), fds
+
+
+def send(stream, body, fds):
+    try:
+        stream.sendall(struct.pack("<II", len(body), len(fds)))
+        for at in range(0, len(fds), 128):
+            socket.send_fds(stream, [b"."], fds[at : at + 128])
+        stream.sendall(body)
+    except (BrokenPipeError, ConnectionResetError):
+        pass
+    for fd in fds:
+        os.close(fd)
+
+
+def kill():
+    if VICTIM in ("new", "both"):
+        new.kill()
+        new.wait()
+    if VICTIM in ("old", "both"):
+        os.kill(OLD, signal.SIGKILL)
+
+
+def relay(source, target):
+    """Passes a message on, and the parcels that follow it."""
+    body, fds = receive(source)
+    message = json.loads(body)
+    name, rest = next(iter(message.items())) if isinstance(message, dict) else (message, {})
+    parcels = [(body, fds)]
+    parcels += [receive(source) for _ in rest.get(FOLLOWED.get(name), [])]
+    if name == MESSAGE and VICTIM == "format":
+        parcels = [(body.replace(b'"format":1', b'"format":2'), fds) for body, fds in parcels]
+    elif name == MESSAGE:
+        kill()
+    for parcel in parcels:
+        send(target, *parcel)
+
+
+old = socket.socket(fileno=os.dup(0))
+ours, theirs = socket.socketpair()
+new = subprocess.Popen([*sys.argv[3:]], stdin=theirs)
+theirs.close()
+try:
+    while True:
+        for source in select.select([old, ours], [], [])[0]:
+            relay(source, ours if source is old else old)
+except Gone:
+    pass
+ours.close()
+if VICTIM in ("new", "format"):
+    new.wait()
