@@ -56,6 +56,17 @@ const MUCH_OF_FEW: f64 = 2.0;
 /// device that stalls for a second is not slow from then on.
 const MAX_OUTLIER: u64 = 4;
 
+/// What a probe has shown.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Shown {
+    /// Whether the device has become faster or slower.
+    pub has_changed: bool,
+    /// Factor by which the probe has changed the expected times of the operations that it measured.
+    pub correction: f64,
+    /// Whether these expected times are still made of few service times.
+    pub is_vague: bool,
+}
+
 /// A class of operations that have the same expected service time.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct OperationClass(u16);
@@ -152,9 +163,9 @@ impl Baseline {
     }
 
     /// Adapts the expected times of all classes to the last probe. If its service times differ much
-    /// from the expected ones, the device has become faster or slower: returns whether it has.
-    /// Small differences are mostly chance, because a probe is short.
-    pub fn end_probe(&self) -> bool {
+    /// from the expected ones, the device has become faster or slower. Small differences are mostly
+    /// chance, because a probe is short.
+    pub fn end_probe(&self) -> Shown {
         let (mut service, mut expected, mut much) = (0, 0, MUCH);
         for cell in self.cells.iter().filter(|cell| cell.expected.load(Relaxed) > 0) {
             let count = cell.probe_count.load(Relaxed);
@@ -182,7 +193,12 @@ impl Baseline {
             }
         }
         self.update_lowest();
-        has_changed
+        let probed = || self.cells.iter().filter(|cell| cell.probe_count.load(Relaxed) > 0);
+        let now = probed().map(|cell| cell.probe_count.load(Relaxed) * cell.expected.load(Relaxed));
+        let correction =
+            if expected == 0 { 1.0 } else { now.sum::<u64>() as f64 / expected as f64 };
+        let samples = probed().map(|cell| cell.samples.load(Relaxed)).max();
+        Shown { has_changed, correction, is_vague: samples.is_some_and(|count| count < MEMORY) }
     }
 
     /// Updates the expected time with a measured service time in nanoseconds. `was_quiet`: no disk
@@ -313,7 +329,7 @@ mod tests {
         let probe = |service| {
             baseline.begin_probe();
             (0..8).for_each(|_| baseline.learn_in_probe(class, service));
-            baseline.end_probe()
+            baseline.end_probe().has_changed
         };
         assert!(!probe(100_000), "the first one");
         assert_eq!(baseline.expected(class), 100_000);
@@ -325,6 +341,24 @@ mod tests {
         assert!(probe(100_000));
         assert_eq!(baseline.expected(class), 100_000);
         assert!(!probe(180_000), "few times differ by chance");
+    }
+
+    #[test]
+    fn the_first_probes_correct_what_few_service_times_have_given() {
+        let baseline = Baseline::new(&Calibration::of(Costs::FLASH));
+        let class = OperationClass::of(OperationKind::Read, 4096, 0);
+        let probe = |service| {
+            baseline.begin_probe();
+            (0..8).for_each(|_| baseline.learn_in_probe(class, service));
+            baseline.end_probe()
+        };
+        let first = probe(90_000);
+        assert!(first.is_vague && first.correction == 1.0, "{first:?}");
+        let second = probe(110_000);
+        assert!(second.is_vague && !second.has_changed, "{second:?}");
+        assert!((second.correction - 10.0 / 9.0).abs() < 0.001, "{second:?}");
+        assert!(probe(100_000).is_vague);
+        assert!(!probe(100_000).is_vague, "32 service times are enough");
     }
 
     #[test]

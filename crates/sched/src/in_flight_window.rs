@@ -19,6 +19,8 @@ mod stats;
 
 pub(crate) use stats::PeriodStats;
 
+use crate::baseline::Shown;
+
 /// Number of operations over which a slowdown above [`DeviceClass::max_slowdown`] is averaged. A
 /// smaller one is averaged over twice as many.
 const MIN_SAMPLES: u64 = 8;
@@ -55,6 +57,8 @@ const KEEP_NS: u64 = 1_000_000_000;
 /// if it shows one above [`DeviceClass::max_slowdown`].
 const STALE_NS: u64 = 1_000_000_000;
 const DOUBTFUL_NS: u64 = 300_000_000;
+/// A probe that raises the baselines by more than this factor makes earlier slowdowns doubtful.
+const CORRECTED: f64 = 1.02;
 
 /// Class of a device: how it is controlled.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -141,6 +145,8 @@ pub(crate) struct InFlightWindow {
     queued: Option<(f64, f64)>,
     /// The window does not shrink for the queue before this time, in nanoseconds.
     keeps_until: u64,
+    /// Whether the baselines that the last probe measured are still made of few service times.
+    is_vague: bool,
 }
 
 /// Number and summed times of completed operations of disks within their share. The fields have the
@@ -182,6 +188,7 @@ impl InFlightWindow {
             deferred: None,
             queued: None,
             keeps_until: 0,
+            is_vague: false,
         }
     }
 
@@ -254,7 +261,8 @@ impl InFlightWindow {
     }
 
     /// Returns whether a probe would help: the baseline of most operations of disks within their
-    /// share is unknown, or these operations are slow and the last probe was `age` nanoseconds ago.
+    /// share is unknown or made of few service times, or these operations are slow and the last probe
+    /// was `age` nanoseconds ago.
     pub fn wants_probe(&mut self, stats: &PeriodStats, age: u64) -> bool {
         self.unknown.0 += stats.within_unknown;
         self.unknown.1 += stats.within_operations;
@@ -266,17 +274,18 @@ impl InFlightWindow {
             slowdown if slowdown > self.class.max_slowdown => age > DOUBTFUL_NS,
             slowdown => slowdown > self.class.ignored_slowdown && age > STALE_NS,
         };
+        let is_stale = is_stale || self.is_vague;
         // A probe of a disk that does little would be long.
         let is_stale = is_stale && stats.within_operations >= MIN_UNKNOWN;
         let is_stale = is_stale || self.is_suspect;
         stats.within_operations > 0 && ((all >= MIN_UNKNOWN && unknown * 2 > all) || is_stale)
     }
 
-    /// Continues after a probe. `has_changed`: the device has become slower or faster. Then
-    /// neighbours did not cause the slowdown, and the window becomes as large as it was before.
-    /// `is_quick`: the probe had its samples in less than a short control period.
-    pub fn probed(&mut self, has_changed: bool, is_quick: bool) {
-        if has_changed && self.harmless > 0.0 {
+    /// Continues after a probe. If the device has become slower or faster, neighbours did not cause
+    /// the slowdown, and the window becomes as large as it was before. `is_quick`: the probe had its
+    /// samples in less than a short control period.
+    pub fn probed(&mut self, shown: &Shown, is_quick: bool) {
+        if shown.has_changed && self.harmless > 0.0 {
             self.size = self.size.max(self.harmless);
             self.protected = Some(self.size);
             self.is_shrinking = false;
@@ -285,10 +294,18 @@ impl InFlightWindow {
             self.deferred = None;
         }
         self.shrink_as_deferred();
-        if !has_changed && self.is_suspect {
+        if !shown.has_changed && self.is_suspect {
             self.harmless = 0.0;
         }
         self.is_suspect = false;
+        self.is_vague = shown.is_vague;
+        if !shown.has_changed && shown.correction > CORRECTED {
+            // What seemed to be a slowdown may have been the error of the expected times.
+            self.knee = f64::MAX;
+            self.caution = 0.0;
+            self.slowdown = 1.0;
+            self.is_shrinking = false;
+        }
         self.within = WithinShare::default();
         // One short period has enough operations for a decision, but they meet what all disks begin
         // when the probe ends.

@@ -222,12 +222,12 @@ impl Device {
     fn after_probe(&self, state: &mut State, now: Time) {
         self.is_probing.store(false, Relaxed);
         self.stall_at.store(Time::MAX, Relaxed);
-        let has_changed = self.baseline.end_probe();
-        if has_changed {
+        let shown = self.baseline.end_probe();
+        if shown.has_changed {
             state.probe.has_shown_change();
         }
         let is_quick = state.probe.lasted() < state.window.period() / SHORT;
-        state.window.probed(has_changed, is_quick);
+        state.window.probed(&shown, is_quick);
         self.publish_window(state);
         self.quiet_probe.store(0, Relaxed);
         state.accounts.iter().flatten().for_each(|account| account.held.store(false, Relaxed));

@@ -12,6 +12,9 @@ fn stats() -> PeriodStats {
     }
 }
 
+const CONFIRMED: Shown = Shown { has_changed: false, correction: 1.0, is_vague: false };
+const CHANGED: Shown = Shown { has_changed: true, correction: 3.0, is_vague: false };
+
 fn after(window: &mut InFlightWindow, stats: &PeriodStats, periods: u64) -> u64 {
     (0..periods).for_each(|n| window.adjust(n * 20_000_000, stats, false));
     window.size()
@@ -60,6 +63,33 @@ fn the_window_does_not_shrink_if_that_makes_no_operation_shorter() {
 }
 
 #[test]
+fn a_probe_that_corrects_the_baselines_lets_the_window_grow_fast_again() {
+    let harmless = PeriodStats {
+        within_operations: 100,
+        within_baseline_ns: 10_000_000,
+        within_service_ns: 10_000_000,
+        completed_cost_ns: 10_000_000,
+        over_share_cost_ns: 8_000_000,
+        operations: 200,
+        ..stats()
+    };
+    let seems_slowed = PeriodStats { within_service_ns: 16_000_000, ..harmless };
+    let growth = |shown: &Shown| {
+        let mut window = InFlightWindow::new(DeviceClass::FLASH, Some(500_000));
+        window.adjust(0, &seems_slowed, false);
+        let before = window.size();
+        window.probed(shown, false);
+        let wants_probe = window.wants_probe(&harmless, 1);
+        (1..6).for_each(|n| window.adjust(n * 20_000_000, &harmless, false));
+        (window.size() as f64 / before as f64, wants_probe)
+    };
+    let (confirmed, wants_probe) = growth(&CONFIRMED);
+    assert!(confirmed < 1.2 && !wants_probe, "{confirmed}");
+    let (corrected, wants_probe) = growth(&Shown { correction: 1.1, is_vague: true, ..CONFIRMED });
+    assert!(corrected > 1.5 && wants_probe, "{corrected}");
+}
+
+#[test]
 fn a_probe_that_shows_a_slower_device_restores_the_window() {
     let mut window = InFlightWindow::new(DeviceClass::FLASH, Some(1_000_000));
     let harmless = PeriodStats {
@@ -77,19 +107,19 @@ fn a_probe_that_shows_a_slower_device_restores_the_window() {
     window.adjust(20_000_000, &slowed, true);
     assert_eq!(window.size(), before, "a probe decides first");
     assert!(window.wants_probe(&slowed, 1));
-    window.probed(true, false);
+    window.probed(&CHANGED, false);
     assert_eq!(window.size(), before);
     // Without a change of the device neighbours are the cause.
     window.adjust(40_000_000, &harmless, true);
     window.adjust(60_000_000, &slowed, true);
-    window.probed(false, false);
+    window.probed(&CONFIRMED, false);
     assert!(window.size() < before * 9 / 10, "{} of {before}", window.size());
     // No probe may begin, so the window shrinks at once, and a later probe restores it.
     let mut window = InFlightWindow::new(DeviceClass::FLASH, Some(1_000_000));
     window.adjust(0, &harmless, false);
     window.adjust(20_000_000, &slowed, false);
     assert!(window.size() < 900_000, "{}", window.size());
-    window.probed(true, false);
+    window.probed(&CHANGED, false);
     assert_eq!(window.size(), 1_000_000);
 }
 
