@@ -346,7 +346,9 @@ impl InFlightWindow {
                 // a slowdown.
                 let is_full = stats.over_share_exceeds(self.capacity * stats.elapsed_ns as f64);
                 // The window is so small that the protected disks wait, too.
-                let is_too_small = stats.within_operations == 0 && stats.protected_waits;
+                let is_too_small = stats.within_operations == 0
+                    && stats.protected_waits
+                    && !stats.within_in_service;
                 let is_unknown = stats.within_unknown * 2 > stats.within_operations;
                 match () {
                     () if is_too_small && self.is_opening => self.grow_step(stats, 2.0),

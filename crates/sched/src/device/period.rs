@@ -273,6 +273,7 @@ pub(super) fn take_stats(state: &State, now: Time, elapsed: u64, max_held: u64) 
         }
         account.within_at.store(now, Relaxed);
         stats.within_waits |= counts.has_waited;
+        stats.within_in_service |= account.in_flight.get().0 > 0;
         // Little's law: the mean number in flight is the sum of the service times over the time.
         let each = (counts.cost_ns / counts.served.max(1)).min(max_held) as f64;
         stats.within_in_flight_ns +=

@@ -13,6 +13,8 @@ pub(crate) struct PeriodStats {
     pub within_waits: bool,
     /// Whether a disk over its share was within it a short time ago.
     pub protected_waits: bool,
+    /// Whether a disk within its share had operations in flight at the end of the period.
+    pub within_in_service: bool,
     /// Cost in flight at the end of the period.
     pub in_flight_ns: u64,
     /// Cost of the operations that completed: of all disks, and of the disks over their share.

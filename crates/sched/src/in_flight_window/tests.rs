@@ -63,6 +63,21 @@ fn the_window_does_not_shrink_if_that_makes_no_operation_shorter() {
 }
 
 #[test]
+fn the_window_does_not_open_for_a_disk_whose_operations_take_long() {
+    let growth = |within_in_service| {
+        let mut window = InFlightWindow::new(DeviceClass::FLASH, Some(500_000));
+        assert!(window.protect(0));
+        let before = window.size();
+        let operations = 2;
+        let none = PeriodStats { protected_waits: true, within_in_service, operations, ..stats() };
+        window.adjust(2_000_000, &none, false);
+        window.size() as f64 / before as f64
+    };
+    assert!(growth(false) > 1.9, "it waits because the window is too small: {}", growth(false));
+    assert!(growth(true) < 1.2, "it waits for the device: {}", growth(true));
+}
+
+#[test]
 fn a_probe_that_corrects_the_baselines_lets_the_window_grow_fast_again() {
     let harmless = PeriodStats {
         within_operations: 100,
