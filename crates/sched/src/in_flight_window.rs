@@ -116,6 +116,8 @@ pub(crate) struct InFlightWindow {
     is_opening: bool,
     /// Whether much more was in flight than the window allows, because it had just closed.
     was_full: bool,
+    /// The least that was in flight since the window closed, in nanoseconds of cost.
+    least_in_flight: u64,
     /// Slowdown of the disks within their share when it was last computed.
     slowdown: f64,
     /// Window size at the last slowdown. The window grows slowly when it is near this size and the
@@ -182,6 +184,7 @@ impl InFlightWindow {
             protected: None,
             is_opening: false,
             was_full: false,
+            least_in_flight: u64::MAX,
             slowdown: 1.0,
             harmless: 0.0,
             is_suspect: false,
@@ -241,6 +244,7 @@ impl InFlightWindow {
         self.size = self.size.min(closed).max(MIN_SIZE_NS);
         self.within = WithinShare::default();
         self.is_opening = true;
+        self.least_in_flight = u64::MAX;
         self.is_too_large = self.was_too_large;
         true
     }
@@ -438,7 +442,10 @@ impl InFlightWindow {
     /// Returns whether the operations of this period may have met what the device had in flight
     /// before the window closed. They do not show whether the window is small enough.
     fn is_draining(&mut self, stats: &PeriodStats) -> bool {
-        let is_full = self.is_opening && stats.in_flight_ns as f64 > 2.0 * self.size;
+        let is_full = self.is_opening
+            && stats.in_flight_ns as f64 > 2.0 * self.size
+            && stats.in_flight_ns < self.least_in_flight;
+        self.least_in_flight = self.least_in_flight.min(stats.in_flight_ns);
         let is_draining = std::mem::replace(&mut self.was_full, is_full) || is_full;
         if is_draining {
             self.within = WithinShare::default();

@@ -78,6 +78,26 @@ fn the_window_does_not_open_for_a_disk_whose_operations_take_long() {
 }
 
 #[test]
+fn an_operation_larger_than_the_window_does_not_count_as_left_over() {
+    let mut window = InFlightWindow::new(DeviceClass::FLASH, Some(500_000));
+    assert!(window.protect(0));
+    let before = window.size();
+    let slowed = PeriodStats {
+        within_operations: 4,
+        within_baseline_ns: 200_000,
+        within_service_ns: 4_000_000,
+        completed_cost_ns: 2_000_000,
+        over_share_cost_ns: 1_900_000,
+        operations: 8,
+        elapsed_ns: 2_000_000,
+        in_flight_ns: 3 * before,
+        ..stats()
+    };
+    (1..10).for_each(|n| window.adjust(n * 2_000_000, &slowed, false));
+    assert!(window.size() < before, "{} of {before}", window.size());
+}
+
+#[test]
 fn a_probe_that_corrects_the_baselines_lets_the_window_grow_fast_again() {
     let harmless = PeriodStats {
         within_operations: 100,
