@@ -265,8 +265,8 @@ impl InFlightWindow {
     }
 
     /// Returns whether a probe would help: the baseline of most operations of disks within their
-    /// share is unknown or made of few service times, or these operations are slow and the last probe
-    /// was `age` nanoseconds ago.
+    /// share is unknown or made of few service times, or these operations are slow and the last
+    /// probe was `age` nanoseconds ago.
     pub fn wants_probe(&mut self, stats: &PeriodStats, age: u64) -> bool {
         self.unknown.0 += stats.within_unknown;
         self.unknown.1 += stats.within_operations;
@@ -286,8 +286,8 @@ impl InFlightWindow {
     }
 
     /// Continues after a probe. If the device has become slower or faster, neighbours did not cause
-    /// the slowdown, and the window becomes as large as it was before. `is_quick`: the probe had its
-    /// samples in less than a short control period.
+    /// the slowdown, and the window becomes as large as it was before. `is_quick`: the probe had
+    /// its samples in less than a short control period.
     pub fn probed(&mut self, shown: &Shown, is_quick: bool) {
         if shown.has_changed && self.harmless > 0.0 {
             self.size = self.size.max(self.harmless);
