@@ -87,6 +87,7 @@ fuzz_target!(|data: &[u8]| {
         enabled: true,
         poll: PollMode::Off,
         coalesce: Coalesce::Auto,
+        held: false,
         marks: marks(turns),
         peer: None,
     };

@@ -8,6 +8,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use blockyard_disk::{Disk, DiskOptions, Source};
 use blockyard_export::vhost_user::Coalesce;
@@ -111,6 +112,7 @@ impl Guest {
             enabled: true,
             poll: PollMode::Off,
             coalesce: Coalesce::Auto,
+            held: false,
             marks: None,
             peer: None,
         }
@@ -170,4 +172,32 @@ fn bytes_that_are_copied_at_once_leave_time_to_others() {
     let most = guest.most_between_checks();
     assert!(most <= 2 * 5, "{most} writes of 256 KiB between two checks");
     assert_eq!(guest.all.copy_out(STATUS as usize), [0]);
+}
+
+/// The keeper of sessions gets the state of a ring before the ring takes a request.
+#[test]
+fn a_held_queue_takes_chains_after_its_release() {
+    let guest = Guest::new();
+    guest.all.copy_in(AVAIL as usize + 4, 10u16.to_le_bytes());
+    let reactors = Reactors::start(1, &[]).unwrap();
+    let setup = QueueSetup { held: true, ..guest.setup() };
+    let mut queue = QueueHandle::start(reactors.next(), setup).unwrap();
+    guest.all.store_u16(AVAIL as usize + 2, 1, Ordering::Release);
+    let used = guest.memory.slice(USED, 4, 4).unwrap();
+    let used = || used.load_u16(2, Ordering::Acquire);
+    let turn = |queue: &QueueHandle| {
+        queue.kick();
+        reactors.next().ask(|_, reply| reply.send(()));
+    };
+    for _ in 0..100 {
+        turn(&queue);
+    }
+    assert_eq!(used(), 0, "it is held");
+    queue.release();
+    let start = Instant::now();
+    while used() == 0 {
+        assert!(start.elapsed() < Duration::from_secs(30), "it is not released");
+        turn(&queue);
+    }
+    assert_eq!(queue.stop(false), Some(1), "the base after one chain");
 }

@@ -59,7 +59,7 @@ pub fn end(mut holder: Daemon, keeper: Keeper) -> String {
 fn twenty_kills(load: &LoadOptions, case: &Case, keeper: Keeper) {
     let holder = keep(case, keeper);
     case.under_load(load, |goes_on| {
-        // A kill in the middle of a message loses the message.
+        // A kill before the connection is kept disconnects the front end.
         holder.until_served("write", "");
         for _ in 0..20 {
             std::thread::sleep(Duration::from_millis(50));
@@ -224,7 +224,7 @@ fn a_full_store_of_systemd_keeps_what_it_has() {
     assert_eq!(lost.iter().filter(|lost| **lost).count(), 1, "{}", holder.log());
     let mut guests = [Guest::connect(&case.socket), Guest::connect(&socket)];
     for guest in &mut guests {
-        // A kill during the last message of a session's start would lose the message.
+        // Each session works before the first kill.
         guest.read(0, 4096).unwrap();
     }
     for round in 0..3 {

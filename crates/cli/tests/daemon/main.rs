@@ -26,6 +26,7 @@
 //!   second       a front end that connects while another one is connected
 //!   bench        `blockyard bench` executes another program
 //!   shares       limits, groups, and their change at run time
+//!   messages     kills at each message of a front end, between handling and answer
 //!   holder       a killed server starts again, and front ends go on
 //!   handover     a new server takes the disks of a running one
 //!   handover_migration   hand-overs and deaths during a live migration
@@ -60,6 +61,7 @@ mod killed;
 mod load;
 mod locks;
 mod many;
+mod messages;
 mod mistakes;
 mod pin;
 mod probes;

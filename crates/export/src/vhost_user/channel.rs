@@ -89,6 +89,13 @@ impl BackChannel {
         BackChannel { state: Mutex::new(state), acknowledged, time: REPLY_TIME }
     }
 
+    /// Returns whether this is the channel on a socket.
+    pub fn is_on(&self, socket: &OwnedFd) -> bool {
+        let state = self.state.lock().unwrap_or_else(|e| e.into_inner());
+        let number = |fd: &OwnedFd| rustix::fs::fstat(fd).ok().map(|s| (s.st_dev, s.st_ino));
+        state.socket.as_ref().is_some_and(|own| number(own) == number(socket))
+    }
+
     /// Makes the front end read the configuration space again, because the disk has a new size.
     pub fn config_changed(&self) -> io::Result<()> {
         self.send(CONFIG_CHANGE_MSG, &[])

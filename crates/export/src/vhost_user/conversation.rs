@@ -11,14 +11,13 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::SystemTime;
 
-use blockyard_ring::parcel;
 use rustix::event::EventfdFlags;
 use vhost::vhost_user::message::FrontendReq;
 use vhost::vhost_user::{BackendReqHandler, Error};
 
 use super::handed::{self, Present, Served};
 use super::session::Session;
-use super::socket::{self, Next};
+use super::socket::{self, Answer, Incoming};
 use super::state::SessionState;
 use super::waiting::{FrontEnd, Waiting};
 use super::{Connection, KIND, Shared, lock};
@@ -57,18 +56,20 @@ impl Leaving {
 /// A connection with all that a session needs besides its state.
 struct Prepared {
     stream: UnixStream,
-    /// Copies of the socket.
-    for_handler: UnixStream,
+    /// A copy of the socket.
     for_export: UnixStream,
+    /// Connects [`Messages`] and the `vhost` crate's handler.
+    pair: (UnixStream, UnixStream),
     wake: OwnedFd,
 }
 
 impl Prepared {
     fn new(stream: UnixStream) -> Result<Self, Disconnect> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
-        let copy = || stream.try_clone().map_err(Disconnect::Copying);
+        let for_export = stream.try_clone().map_err(Disconnect::Copying)?;
+        let pair = UnixStream::pair().map_err(Disconnect::Copying)?;
         let wake = rustix::event::eventfd(0, flags).map_err(|e| Disconnect::Copying(e.into()))?;
-        Ok(Prepared { for_handler: copy()?, for_export: copy()?, wake, stream })
+        Ok(Prepared { stream, for_export, pair, wake })
     }
 }
 
@@ -99,6 +100,7 @@ impl Conversation {
         let session = Session::new(export.clone(), process, state)
             .map_err(|e| Disconnect::Protocol(e.into()))?;
         let mut conversation = Self::of(export, prepared, process, session);
+        lock(&conversation.messages.session).may_repeat = true;
         if let Err(e) = conversation.messages.negotiated(features, protocol) {
             lock(&conversation.messages.session).release();
             return Err(e);
@@ -116,8 +118,8 @@ impl Conversation {
         process: Option<i32>,
         session: Session,
     ) -> Self {
-        let Prepared { stream, for_handler, for_export, wake } = prepared;
-        let messages = Messages::new(stream, for_handler, session);
+        let Prepared { stream, for_export, pair, wake } = prepared;
+        let messages = Messages::new(stream, pair, session);
         let client = Client::connected(&for_export);
         let (since, wake) = (client.since, Arc::new(wake));
         let counted = export.device.disk.client(KIND, client.id());
@@ -135,9 +137,10 @@ impl Conversation {
     ) -> Result<Option<Leaving>, Disconnect> {
         let listener = waiting.listener();
         let is_stopped = || export.stop.load(Ordering::SeqCst);
+        let keeping = (self.process, self.since);
+        let keep = |messages: &Messages| messages.keep(export, listener, keeping);
+        keep(&self.messages);
         let result = loop {
-            // The holder has the state before the front end sends its next message.
-            self.keep(export, listener);
             let (stream, wake) = (&self.messages.stream, self.wake.as_fd());
             if let Err(e) = waiting.until_whole(stream, wake, self.process) {
                 break Err(Disconnect::Protocol(e.into()));
@@ -145,7 +148,7 @@ impl Conversation {
             if is_stopped() {
                 break Ok(());
             }
-            match self.messages.next() {
+            match self.messages.next(keep) {
                 Ok(true) if lock(&self.messages.session).ends => {
                     break Err(Disconnect::Protocol("its disk cannot be used now".into()));
                 }
@@ -176,41 +179,45 @@ impl Conversation {
         // Closing the front end's descriptors may block.
         result.map(|()| leaves.then_some(Leaving { stream, process, since, state }))
     }
-
-    /// Keeps the session at the holder, if there is one.
-    fn keep(&self, export: &Arc<Shared>, listener: &Listener) {
-        if !keeper::is_on() {
-            return;
-        }
-        let session = lock(&self.messages.session);
-        let (stream, state) = (&self.messages.stream, &session.state);
-        let present = Present { stream, process: self.process, since: self.since, state };
-        export.keep(handed::pack(listener, Some(present), &VecDeque::new()));
-    }
 }
 
 /// The messages of one front end, and the session that handles them.
 pub struct Messages {
     stream: UnixStream,
     pub(super) session: Arc<Mutex<Session>>,
+    /// The `vhost` crate's handler, and the other end of its socket. It does not read the front
+    /// end's socket, because a message that it has read would be lost if this server died.
     handler: BackendReqHandler<Mutex<Session>>,
+    inner: UnixStream,
 }
 
 impl Messages {
-    /// `copy`: a copy of `stream`.
-    pub fn new(stream: UnixStream, copy: UnixStream, session: Session) -> Self {
+    /// `pair`: a new socket pair.
+    pub fn new(stream: UnixStream, pair: (UnixStream, UnixStream), session: Session) -> Self {
         let session = Arc::new(Mutex::new(session));
-        let handler = BackendReqHandler::from_stream(copy, session.clone());
-        Messages { stream, session, handler }
+        let (inner, outer) = pair;
+        let handler = BackendReqHandler::from_stream(outer, session.clone());
+        Messages { stream, session, handler, inner }
+    }
+
+    /// Keeps the session at the holder, if there is one.
+    fn keep(
+        &self,
+        export: &Shared,
+        listener: &Listener,
+        (process, since): (Option<i32>, Option<SystemTime>),
+    ) {
+        if !keeper::is_on() {
+            return;
+        }
+        let session = lock(&self.session);
+        let present = Present { stream: &self.stream, process, since, state: &session.state };
+        export.keep(handed::pack(listener, Some(present), &VecDeque::new()));
     }
 
     /// Makes the `vhost` crate's handler know the features that the front end has negotiated with
-    /// another server. The crate has no call for that. So it reads the messages of a negotiation
-    /// from a socket pair, and then its descriptor is made to refer to the front end's connection.
+    /// another server. The crate has no call for that, so it gets the messages of a negotiation.
     fn negotiated(&mut self, features: u64, protocol: u64) -> Result<(), Disconnect> {
-        let failed = |e: Box<dyn std::error::Error + Send + Sync>| Disconnect::Protocol(e);
-        let (mut front, back) = UnixStream::pair().map_err(Disconnect::Copying)?;
-        let mut handler = BackendReqHandler::from_stream(back, self.session.clone());
         let messages = [
             (FrontendReq::GET_FEATURES, None),
             (FrontendReq::GET_PROTOCOL_FEATURES, None),
@@ -224,33 +231,55 @@ impl Messages {
             let words = [request as u32, MESSAGE_VERSION, body.len() as u32];
             let header = words.iter().flat_map(|word| word.to_ne_bytes());
             let message: Vec<u8> = header.chain(body.iter().copied()).collect();
-            front.write_all(&message).map_err(Disconnect::Copying)?;
-            handler.handle_request().map_err(|e| failed(e.into()))?;
+            self.inner.write_all(&message).map_err(Disconnect::Copying)?;
+            self.handler.handle_request().map_err(|e| Disconnect::Protocol(e.into()))?;
             if value.is_none() {
-                front.read_exact(&mut [0; ANSWER]).map_err(Disconnect::Copying)?;
+                self.inner.read_exact(&mut [0; ANSWER]).map_err(Disconnect::Copying)?;
             }
         }
-        parcel::replace(&handler, self.stream.as_fd()).map_err(Disconnect::Copying)?;
-        self.handler = handler;
         Ok(())
     }
 
     /// Waits for the next message and handles it. Returns false if the front end has disconnected.
-    pub fn next(&mut self) -> Result<bool, Disconnect> {
-        match socket::next(&self.stream).map_err(|e| Disconnect::Protocol(e.into()))? {
-            Next::Gone => Ok(false),
-            Next::Taken { request, reply, message } => {
-                let answered = lock(&self.session).answer(&self.stream, request, reply, message);
-                answered.map(|()| true).map_err(|e| Disconnect::Protocol(e.into()))
-            }
-            Next::Other { request } => match self.handler.handle_request() {
-                Ok(()) => Ok(true),
-                // Disconnect, because the front end would wait for the answer without a limit.
-                Err(e) if socket::has_data_answer(request) => Err(Disconnect::Protocol(e.into())),
-                Err(Error::ReqHandlerError(_) | Error::InvalidOperation(_)) => Ok(true),
-                Err(Error::Disconnected) => Ok(false),
-                Err(e) => Err(Disconnect::Protocol(e.into())),
-            },
+    ///
+    /// The message stays in the socket until `keep` has kept the changed session. If this server
+    /// dies, the next one finds the message, the change, or both. So to handle a message again must
+    /// be harmless. The answer comes last, because a front end must not get two of them.
+    pub fn next(&mut self, keep: impl FnOnce(&Self)) -> Result<bool, Disconnect> {
+        let failed = |e: io::Error| Disconnect::Protocol(e.into());
+        let Some(mut message) = socket::next(&self.stream).map_err(failed)? else {
+            return Ok(false);
+        };
+        let handled = self.handle(&mut message);
+        if handled.is_ok() {
+            keep(self);
+            let mut session = lock(&self.session);
+            session.may_repeat = false;
+            session.run_held();
         }
+        message.consume(&self.stream).map_err(failed)?;
+        if let Some(answer) = handled? {
+            answer.send(&self.stream).map_err(failed)?;
+        }
+        Ok(true)
+    }
+
+    fn handle(&mut self, message: &mut Incoming) -> Result<Option<Answer>, Disconnect> {
+        let failed = |e: io::Error| Disconnect::Protocol(e.into());
+        let (request, reply) = (message.request, message.reply);
+        if let Some(message) = message.parsed() {
+            return lock(&self.session).answer(request, reply, message).map_err(failed);
+        }
+        message.forward(&self.inner).map_err(failed)?;
+        match self.handler.handle_request() {
+            Ok(()) => {}
+            // Disconnect, because the front end would wait for the answer without a limit.
+            Err(e) if socket::has_data_answer(request) => {
+                return Err(Disconnect::Protocol(e.into()));
+            }
+            Err(Error::ReqHandlerError(_) | Error::InvalidOperation(_)) => {}
+            Err(e) => return Err(Disconnect::Protocol(e.into())),
+        }
+        Answer::of_crate(&self.inner).map_err(failed)
     }
 }

@@ -41,10 +41,13 @@ impl Session {
 
     /// Adds one region (ADD_MEM_REG).
     pub(super) fn add_region(&mut self, region: &VhostUserMemoryRegion, file: File) -> Result<()> {
+        let region = described(region);
+        if self.may_repeat && self.state.memory.iter().any(|known| known.is_same(&region)) {
+            return Ok(());
+        }
         if self.memory.regions().len() as u64 >= MEMORY_SLOTS {
             return Err(self.refuse(format_args!("more than {MEMORY_SLOTS} memory regions")));
         }
-        let region = described(region);
         let memory = self.map(&region, &file).and_then(|region| self.memory.with(region));
         let memory = memory
             .map_err(|e| self.refuse(format_args!("cannot add a memory region: {}", Causes(&e))))?;
@@ -54,10 +57,14 @@ impl Session {
 
     /// Removes one region (REM_MEM_REG).
     pub(super) fn remove_region(&mut self, guest: u64, len: u64) -> Result<()> {
+        let is_there = |region: &MemoryRegion| (region.guest, region.size) == (guest, len);
+        if self.may_repeat && !self.state.memory.iter().any(is_there) {
+            return Ok(());
+        }
         let memory = self.memory.without(guest, len);
         let memory =
             memory.map_err(|e| self.refuse(format_args!("cannot remove a memory region: {e}")))?;
-        self.state.memory.retain(|region| (region.guest, region.size) != (guest, len));
+        self.state.memory.retain(|region| !is_there(region));
         self.replace_memory(memory)
     }
 

@@ -1,9 +1,8 @@
-//! Handles the messages that [`super::socket`] reads before the `vhost` crate sees them.
+//! Handles the messages that [`super::socket`] parses instead of the `vhost` crate.
 
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::net::UnixStream;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use vhost::vhost_user::message::{VhostUserInflight, VhostUserProtocolFeatures};
@@ -13,31 +12,30 @@ use super::channel::BackChannel;
 use super::notify::is_unix_stream;
 use super::refusal::no;
 use super::session::Session;
-use super::socket::{self, Message};
+use super::socket::{self, Answer, Message};
 use super::state::{Change, Parts};
 
 impl Session {
-    /// Handles a message and answers it. An error ends the session.
+    /// Handles a message, and returns the answer, if there is one. An error ends the session.
     pub fn answer(
         &mut self,
-        stream: &UnixStream,
         request: u32,
         reply: bool,
         message: Message,
-    ) -> io::Result<()> {
+    ) -> io::Result<Option<Answer>> {
         if let Message::SkipDrain { index } = message {
             let base =
                 self.stop_without_drain(index).map_err(|e| io::Error::other(e.to_string()))?;
-            return socket::give_base(stream, index, base);
+            return Ok(Some(Answer::base(index, base)));
         }
         match self.take(message) {
-            Ok(Some((layout, file))) => socket::give_inflight(stream, &layout, file.as_fd()),
+            Ok(Some((layout, file))) => Ok(Some(Answer::inflight(&layout, file.into()))),
             // End the session, because the front end would wait for the answer without a limit.
             Err(e) if socket::has_data_answer(request) => Err(io::Error::other(e.to_string())),
             outcome if reply && self.state.acknowledges() => {
-                socket::acknowledge(stream, request, outcome.is_ok())
+                Ok(Some(Answer::acknowledgement(request, outcome.is_ok())))
             }
-            _ => Ok(()),
+            _ => Ok(None),
         }
     }
 
@@ -82,6 +80,11 @@ impl Session {
     fn set_channel(&mut self, socket: OwnedFd) -> Result<()> {
         if !is_unix_stream(&socket) {
             return Err(self.refuse(format_args!("a back channel that is no Unix stream socket")));
+        }
+        // The front end owes acknowledgements on the channel, and a server that has died may have
+        // handled this message already.
+        if self.state.back_channel.as_ref().is_some_and(|channel| channel.is_on(&socket)) {
+            return Ok(());
         }
         let channel = Arc::new(BackChannel::new(socket, self.state.acknowledges()));
         *super::lock(&self.export.channel) = Some(channel.clone());

@@ -100,6 +100,8 @@ pub struct QueueSetup {
     pub marks: Option<Marks>,
     pub poll: PollMode,
     pub coalesce: Coalesce,
+    /// The queue takes no request before [`QueueHandle::release`].
+    pub held: bool,
     /// The front end's process, if it is known.
     pub peer: Option<i32>,
 }
@@ -125,6 +127,7 @@ pub struct Queue {
     in_flight: Cell<u32>,
     done: Cell<u64>,
     enabled: Cell<bool>,
+    held: Cell<bool>,
     /// The front end gave no kick descriptor, so the queue polls by a timer.
     clocked: bool,
     coalesce: Coalesce,
@@ -160,6 +163,7 @@ impl Queue {
             in_flight: Cell::new(0),
             done: Cell::new(0),
             enabled: Cell::new(setup.enabled),
+            held: Cell::new(setup.held),
             clocked,
             coalesce: setup.coalesce,
             stopping: RefCell::new(None),
@@ -191,6 +195,7 @@ impl Queue {
 
     async fn run(self: Rc<Self>, mut watch: Option<Watch>, unanswered: Vec<Unanswered>) {
         self.handle.label(&format!("disk {}, queue {}", self.device.disk.name(), self.index));
+        self.released().await;
         // Requests of the previous back end count as new ones for a throttle that is still in debt.
         // If the queue drains, it waits for these requests too, because the in-flight region
         // contains them.

@@ -10,6 +10,8 @@
 //! - If a descriptor is refused, the state keeps the previous descriptor. Any other change stays in
 //!   the state even if a reactor or the process cannot carry it out.
 
+mod starting;
+
 use std::cell::OnceCell;
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -31,10 +33,11 @@ use super::inflight::{self, InflightRegion};
 use super::migration::{self, DirtyMemory};
 use super::notify::{self, Call};
 use super::pin::Pins;
-use super::queue::{DeviceState, QueueHandle, QueueSetup};
+use super::queue::{DeviceState, QueueHandle};
 use super::refusal::{Causes, no};
 use super::state::{Change, Effect, InflightFile, LogFile, Parts, Refusal, SessionState, Vring};
 use super::{Shared, Tuning};
+use crate::keeper;
 
 const NO_CALL: &str =
     "a call or error notifier that is neither an eventfd nor a Unix stream socket";
@@ -56,9 +59,16 @@ pub struct Session {
     pub(super) pins: Option<Pins>,
     /// The mapped in-flight region.
     pub(super) inflight: Option<InflightRegion>,
+    /// The front end has exchanged the region while rings ran.
+    is_exchanged: bool,
     pub(super) dirty: DirtyMemory,
     /// The session must end, because it cannot do what the front end relies on.
     pub(super) ends: bool,
+    /// The next message may be one that a server has handled before it died.
+    pub(super) may_repeat: bool,
+    /// A ring that starts takes no request before [`Session::run_held`], because the keeper does
+    /// not have its state yet.
+    holds: bool,
     pub(super) caller: OnceCell<Arc<Caller>>,
     /// The running rings.
     queues: Vec<Option<QueueHandle>>,
@@ -78,8 +88,11 @@ impl Session {
             named_disk: false,
             pins: export.tuning.pin_memory.then(|| Pins::new(export.device.clone())),
             inflight: None,
+            is_exchanged: false,
             dirty: DirtyMemory::default(),
             ends: false,
+            may_repeat: false,
+            holds: false,
             caller: OnceCell::new(),
             queues: state.vrings.iter().map(|_| None).collect(),
             state,
@@ -89,6 +102,7 @@ impl Session {
         if begun.is_err() {
             session.release();
         }
+        session.holds = keeper::is_on();
         begun.map(|()| session)
     }
 
@@ -253,91 +267,6 @@ impl Session {
                 "cannot check that the descriptor of a kick, call or error is an eventfd: {e}"
             ))),
         }
-    }
-
-    /// Starts a ring if it does not run. Returns an error if the front end has not set everything
-    /// that the ring needs.
-    pub(super) fn start(&mut self, index: usize) -> Result<()> {
-        let Some(vring) = self.state.vrings.get(index) else { return Err(no()) };
-        if vring.started {
-            return Ok(());
-        }
-        self.ensure_region()?;
-        let setup = self.setup(index)?;
-        self.start_with(index, setup)
-    }
-
-    /// Returns the settings with which a ring starts. Returns an error if the front end has not set
-    /// all of them.
-    fn setup(&self, index: usize) -> Result<QueueSetup> {
-        let vring = &self.state.vrings[index];
-        let Some(Parts { descriptors, available, used }) = vring.parts else {
-            return Err(
-                self.refuse(format_args!("queue {index} is started before its addresses are set"))
-            );
-        };
-        let guest = |address: u64| {
-            self.memory.guest_address(address).ok_or_else(|| {
-                self.refuse(format_args!(
-                    "queue {index}: ring address {address:#x} is not in the memory table"
-                ))
-            })
-        };
-        Ok(QueueSetup {
-            index: index as u16,
-            device: self.device.clone(),
-            memory: self.memory.clone(),
-            size: vring.size,
-            parts: (guest(descriptors)?, guest(available)?, guest(used)?),
-            base: vring.base,
-            packed: self.state.has(config::F_PACKED),
-            event_idx: self.state.has(config::F_EVENT_IDX),
-            inflight: self.inflight.clone(),
-            is_base_valid: vring.is_base_valid,
-            is_base_lost: vring.is_base_lost,
-            kick: self.copy(&vring.kick)?,
-            in_band: self.state.in_band(),
-            call: self.call(index)?,
-            error: self.copy(&vring.error)?,
-            // Without protocol features, rings are enabled from the start.
-            enabled: vring.enabled || !self.state.has(config::F_PROTOCOL),
-            marks: self.marks(index)?,
-            poll: self.tuning.poll,
-            coalesce: self.tuning.coalesce,
-            peer: self.peer,
-        })
-    }
-
-    fn start_with(&mut self, index: usize, setup: QueueSetup) -> Result<()> {
-        let _wait = self.export.own_wait();
-        self.activate()?;
-        let reactor = self.export.reactors.next();
-        if let Some(pins) = &mut self.pins {
-            pins.join(&reactor, &self.memory);
-        }
-        let queue = QueueHandle::start(reactor, setup);
-        self.queues[index] =
-            Some(queue.map_err(|e| self.refuse(format_args!("queue {index} cannot start: {e}")))?);
-        self.state.vrings[index].started = true;
-        Ok(())
-    }
-
-    /// Stops and starts a ring. A new kick descriptor for a running ring requires this (QEMU sends
-    /// one when it switches to another notifier). If the ring cannot start again, it is not
-    /// stopped.
-    fn restart(&mut self, index: usize) -> Result<()> {
-        self.ensure_region()?;
-        let mut setup = self.setup(index)?;
-        let wait = self.export.own_wait();
-        let is_stopped = self.stop(index, false);
-        drop(wait);
-        if !is_stopped {
-            return Err(self.refuse(format_args!("queue {index}: its reactor has ended")));
-        }
-        let vring = &self.state.vrings[index];
-        (setup.base, setup.is_base_valid) = (vring.base, vring.is_base_valid);
-        setup.is_base_lost = false;
-        self.start_with(index, setup)
     }
 
     fn reset(&mut self) {
@@ -536,6 +465,8 @@ impl VhostUserBackendReqHandlerMut for Session {
         let file = OwnedFd::from(file);
         let region = self.map_inflight(self.duplicate(&file)?, (offset, len), queues)?;
         self.take_over_write_cache(&region);
+        let runs = self.queues().next().is_some();
+        self.is_exchanged |= runs;
         self.inflight = Some(region);
         self.state.inflight = Some(InflightFile { file, offset, len, queues, own: None });
         Ok(())

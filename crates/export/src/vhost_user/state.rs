@@ -58,6 +58,14 @@ pub struct MemoryRegion {
     pub file: Option<OwnedFd>,
 }
 
+impl MemoryRegion {
+    /// Returns whether two regions have the same addresses and offset.
+    pub fn is_same(&self, other: &MemoryRegion) -> bool {
+        let place = |region: &Self| (region.guest, region.user, region.size, region.offset);
+        place(self) == place(other)
+    }
+}
+
 /// The file of an in-flight region, and the region's offset and length in it.
 #[derive(Debug)]
 pub struct InflightFile {

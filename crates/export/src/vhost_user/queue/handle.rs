@@ -5,7 +5,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use blockyard_ring::{GuestMemory, PendingReply, Remote};
+use blockyard_ring::{GuestMemory, PendingReply, Remote, park};
 
 use super::{DeviceState, Marks, Queue, QueueSetup, Queues};
 use crate::Reactors;
@@ -16,15 +16,20 @@ use crate::vhost_user::notify::Call;
 pub struct QueueHandle {
     remote: Remote,
     id: u64,
+    held: bool,
 }
 
 impl QueueHandle {
     /// Starts a queue on a reactor. The error says why the ring cannot be served.
     pub fn start(remote: Remote, setup: QueueSetup) -> Result<QueueHandle, StartError> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
-        let id = NEXT.fetch_add(1, Ordering::Relaxed);
+        let (id, held) = (NEXT.fetch_add(1, Ordering::Relaxed), setup.held);
         let started = remote.ask(move |handle, reply| reply.send(Queue::start(handle, setup, id)));
-        started.unwrap_or_else(|| Err(StartError::ended())).map(|()| QueueHandle { remote, id })
+        started.unwrap_or_else(|| Err(StartError::ended())).map(|()| QueueHandle {
+            remote,
+            id,
+            held,
+        })
     }
 
     /// Makes the queue take nothing more, waits for its requests in flight, and returns the ring's
@@ -60,8 +65,18 @@ impl QueueHandle {
             });
             let ids: Vec<u64> = ids.unwrap_or_default();
             for id in ids {
-                QueueHandle { remote: remote.clone(), id }.stop(false);
+                QueueHandle { remote: remote.clone(), id, held: false }.stop(false);
             }
+        }
+    }
+
+    /// Lets a held queue take requests.
+    pub fn release(&mut self) {
+        if std::mem::take(&mut self.held) {
+            drop(self.with(|queue| {
+                queue.held.set(false);
+                queue.wake.ring();
+            }));
         }
     }
 
@@ -108,5 +123,17 @@ impl QueueHandle {
             }
             reply.send(());
         })
+    }
+}
+
+impl Queue {
+    /// Waits until the queue is not held, or must stop.
+    pub(super) async fn released(&self) {
+        while self.held.get() && self.stopping.borrow().is_none() {
+            self.wake.clear();
+            if !self.wake.arm() {
+                park().await;
+            }
+        }
     }
 }

@@ -86,8 +86,7 @@ impl Front {
         let export = export();
         let (stream, theirs) = UnixStream::pair().unwrap();
         let session = Session::new(export.clone(), None, export.new_state()).unwrap();
-        let copy = theirs.try_clone().unwrap();
-        let messages = Messages::new(theirs, copy, session);
+        let messages = Messages::new(theirs, UnixStream::pair().unwrap(), session);
         let mut memory = Memory::new(1 << 20).unwrap();
         let options = RingOptions { size: SIZE, slots: 4, event_idx: true, indirect: false };
         let ring = SplitRing::new(&mut memory, options).unwrap();
@@ -153,6 +152,12 @@ impl Front {
     /// Sends a message and lets the session handle it. Returns the first 8 bytes of the answer's
     /// body, if there is an answer.
     fn send(&mut self, request: R, body: &[u8], fds: &[&OwnedFd]) -> Option<u64> {
+        self.post(request, body, fds);
+        self.next()
+    }
+
+    /// Sends a message.
+    fn post(&self, request: R, body: &[u8], fds: &[&OwnedFd]) {
         let mut bytes: Vec<u8> = [request as u32, 1 | 8, body.len() as u32]
             .iter()
             .flat_map(|word| word.to_ne_bytes())
@@ -164,7 +169,11 @@ impl Front {
         assert!(fds.is_empty() || control.push(SendAncillaryMessage::ScmRights(&fds)));
         let parts = [std::io::IoSlice::new(&bytes)];
         rustix::net::sendmsg(&self.stream, &parts, &mut control, SendFlags::NOSIGNAL).unwrap();
-        assert!(self.messages.next().unwrap(), "the session goes on");
+    }
+
+    /// Lets the session handle the next message. Returns what `send` returns.
+    fn next(&mut self) -> Option<u64> {
+        assert!(self.messages.next(|_| ()).unwrap(), "the session goes on");
         self.stream.set_nonblocking(true).unwrap();
         let mut answer = [0; 64];
         match self.stream.read(&mut answer) {
@@ -446,4 +455,31 @@ fn a_reset_keeps_memory_and_in_flight_region() {
     assert_eq!(format!("{:?}", session.state.vrings[0]), format!("{reset:?}"));
     assert_eq!((session.state.features, session.state.memory.len()), (0, 1));
     assert!(session.state.inflight.is_some() && session.running(0).is_none());
+}
+
+/// A peek at a message also copies the descriptors of the one behind it.
+#[test]
+fn each_message_has_its_own_descriptors_although_others_follow() {
+    let mut front = Front::new();
+    let (first, second) = (event(), event());
+    front.post(R::SET_VRING_NUM, &of_ring(0, 32), &[]);
+    front.post(R::SET_VRING_CALL, &words(&[0]), &[&first]);
+    front.post(R::SET_VRING_CALL, &words(&[1 | NO_DESCRIPTOR]), &[]);
+    front.post(R::SET_VRING_CALL, &words(&[1]), &[&second]);
+    front.post(R::SET_VRING_BASE, &of_ring(0, 7), &[]);
+    let answers = [(); 5].map(|()| front.next());
+    assert_eq!(answers, [DONE; 5]);
+    let session = front.session();
+    let number = |fd: &OwnedFd| {
+        // All eventfds have one inode. Their values tell them apart.
+        let mut value = [0; 8];
+        rustix::io::read(fd, &mut value).unwrap();
+        u64::from_ne_bytes(value)
+    };
+    for (value, fd) in [(1u64, &first), (2, &second)] {
+        rustix::io::write(fd, &value.to_ne_bytes()).unwrap();
+    }
+    let calls = [0, 1].map(|ring| number(session.state.vrings[ring].call.as_ref().unwrap()));
+    assert_eq!(calls, [1, 2]);
+    assert_eq!((session.state.vrings[0].size, session.state.vrings[0].base), (32, 7));
 }

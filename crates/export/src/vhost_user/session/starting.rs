@@ -1,0 +1,111 @@
+//! Starts the rings of a session.
+//!
+//! What must hold: the keeper of sessions gets a ring's state before the ring takes a request. So a
+//! server that follows a dead one knows of each ring that has taken requests.
+
+use vhost::vhost_user::Result;
+
+use super::Session;
+use crate::vhost_user::config;
+use crate::vhost_user::queue::{QueueHandle, QueueSetup};
+use crate::vhost_user::refusal::no;
+use crate::vhost_user::state::Parts;
+
+impl Session {
+    /// Starts a ring if it does not run. Returns an error if the front end has not set everything
+    /// that the ring needs.
+    pub(in crate::vhost_user) fn start(&mut self, index: usize) -> Result<()> {
+        let Some(vring) = self.state.vrings.get(index) else { return Err(no()) };
+        if vring.started {
+            return Ok(());
+        }
+        self.ensure_region()?;
+        let setup = self.setup(index)?;
+        self.start_with(index, setup)
+    }
+
+    /// Returns the settings with which a ring starts. Returns an error if the front end has not set
+    /// all of them.
+    fn setup(&self, index: usize) -> Result<QueueSetup> {
+        let vring = &self.state.vrings[index];
+        let Some(Parts { descriptors, available, used }) = vring.parts else {
+            return Err(
+                self.refuse(format_args!("queue {index} is started before its addresses are set"))
+            );
+        };
+        let guest = |address: u64| {
+            self.memory.guest_address(address).ok_or_else(|| {
+                self.refuse(format_args!(
+                    "queue {index}: ring address {address:#x} is not in the memory table"
+                ))
+            })
+        };
+        Ok(QueueSetup {
+            index: index as u16,
+            device: self.device.clone(),
+            memory: self.memory.clone(),
+            size: vring.size,
+            parts: (guest(descriptors)?, guest(available)?, guest(used)?),
+            base: vring.base,
+            packed: self.state.has(config::F_PACKED),
+            event_idx: self.state.has(config::F_EVENT_IDX),
+            inflight: self.inflight.clone(),
+            is_base_valid: vring.is_base_valid,
+            is_base_lost: vring.is_base_lost,
+            kick: self.copy(&vring.kick)?,
+            in_band: self.state.in_band(),
+            call: self.call(index)?,
+            error: self.copy(&vring.error)?,
+            // Without protocol features, rings are enabled from the start.
+            enabled: vring.enabled || !self.state.has(config::F_PROTOCOL),
+            marks: self.marks(index)?,
+            poll: self.tuning.poll,
+            coalesce: self.tuning.coalesce,
+            held: self.holds,
+            peer: self.peer,
+        })
+    }
+
+    fn start_with(&mut self, index: usize, setup: QueueSetup) -> Result<()> {
+        let _wait = self.export.own_wait();
+        self.activate()?;
+        let reactor = self.export.reactors.next();
+        if let Some(pins) = &mut self.pins {
+            pins.join(&reactor, &self.memory);
+        }
+        let queue = QueueHandle::start(reactor, setup);
+        self.queues[index] =
+            Some(queue.map_err(|e| self.refuse(format_args!("queue {index} cannot start: {e}")))?);
+        self.state.vrings[index].started = true;
+        Ok(())
+    }
+
+    /// Stops and starts a ring. A new kick descriptor for a running ring requires this (QEMU sends
+    /// one when it switches to another notifier). If the ring cannot start again, it is not
+    /// stopped.
+    pub(super) fn restart(&mut self, index: usize) -> Result<()> {
+        self.ensure_region()?;
+        let mut setup = self.setup(index)?;
+        let ran = self.running(index).is_some();
+        let wait = self.export.own_wait();
+        let is_stopped = self.stop(index, false);
+        drop(wait);
+        if !is_stopped {
+            return Err(self.refuse(format_args!("queue {index}: its reactor has ended")));
+        }
+        let vring = &self.state.vrings[index];
+        // The in-flight region has the position of a ring that ran. To format the region would
+        // leave the next server the base that the keeper has, which is old.
+        let formats = !ran || self.is_exchanged;
+        (setup.base, setup.is_base_valid) = (vring.base, vring.is_base_valid && formats);
+        setup.is_base_lost = false;
+        self.start_with(index, setup)
+    }
+
+    /// Lets rings that have started take requests, because the keeper has their state.
+    pub(in crate::vhost_user) fn run_held(&mut self) {
+        for queue in self.queues.iter_mut().flatten() {
+            queue.release();
+        }
+    }
+}
