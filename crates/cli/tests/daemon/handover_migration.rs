@@ -37,6 +37,13 @@ struct Migrating<R: Ring> {
 
 impl<R: Ring> Migrating<R> {
     fn begin(case: &Case) -> Self {
+        let migrating = Self::without_log(case);
+        migrating.send_log();
+        migrating
+    }
+
+    /// Starts a guest that asks for a log and has not sent one.
+    fn without_log(case: &Case) -> Self {
         let protocol = PROTOCOL | VhostUserProtocolFeatures::LOG_SHMFD;
         let wanted = feature::GUEST | LOG_ALL;
         let plan = Plan { wanted, required: LOG_ALL, protocol, ..Plan::default() };
@@ -46,13 +53,17 @@ impl<R: Ring> Migrating<R> {
         let bytes = ((start + len) / PAGE).div_ceil(8).next_multiple_of(8);
         let log = rustix::fs::memfd_create("log", MemfdFlags::CLOEXEC).unwrap();
         rustix::fs::ftruncate(&log, bytes).unwrap();
-        ask(&session, FrontendReq::SET_LOG_BASE, &[bytes, 0], &[&log]);
+        Migrating { session, log, words: bytes as usize / 8 }
+    }
+
+    fn send_log(&self) {
+        let Migrating { session, log, words } = self;
+        ask(session, FrontendReq::SET_LOG_BASE, &[*words as u64 * 8, 0], &[log]);
         let addresses = session.queues[0].setup().addresses;
         let [desc, used, avail] = [addresses.desc, addresses.used, addresses.avail]
             .map(|address| session.link.memory.user_address(address));
         let with_log = 1 << 32;
-        ask(&session, FrontendReq::SET_VRING_ADDR, &[with_log, desc, used, avail, USED], &[]);
-        Migrating { session, log, words: bytes as usize / 8 }
+        ask(session, FrontendReq::SET_VRING_ADDR, &[with_log, desc, used, avail, USED], &[]);
     }
 
     fn queue(&mut self) -> &mut Queue<R> {
@@ -199,4 +210,24 @@ fn the_server_after_a_death_marks_pages_in_the_log_of_a_migration() {
 #[test]
 fn the_server_after_a_death_marks_pages_of_packed_rings() {
     deaths::<PackedRing>();
+}
+
+/// The old server has written pages for which no log has a bit.
+#[test]
+fn a_log_that_comes_after_a_death_has_all_pages_marked() {
+    let case = Case::new();
+    let holder = keep(&case, Keeper::Holder);
+    let mut migrating = Migrating::<SplitRing>::without_log(&case);
+    migrating.submit();
+    migrating.answered();
+    holder.kill_kept();
+    migrating.send_log();
+    let marks = migrating.take_marks();
+    for slot in 0..SLOTS {
+        let (data, _) = migrating.queue().addresses(slot);
+        assert!(marks.contains(&(data / PAGE)), "slot {slot}: {marks:?}");
+    }
+    drop(migrating);
+    end(holder, Keeper::Holder);
+    case.is_clean();
 }

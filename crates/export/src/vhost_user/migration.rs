@@ -120,6 +120,12 @@ impl Session {
     pub(super) fn map_log(&mut self) -> Result<()> {
         if let Some(log) = &self.state.log {
             self.dirty.log = Some(self.mapped(log)?);
+        } else {
+            // The front end asks for a log that it has not sent. The other session may have written
+            // something meanwhile.
+            let logs = self.state.vrings.iter().any(|vring| vring.log.is_some());
+            let missed = logs || self.state.has(config::F_LOG_ALL);
+            self.dirty.missed.store(missed, Ordering::SeqCst);
         }
         Ok(())
     }
