@@ -322,15 +322,18 @@ mod tests {
         assert!(baseline.expected(class) < 112_000, "{}", baseline.expected(class));
     }
 
+    /// Ends a probe with 8 service times in nanoseconds.
+    fn probe(baseline: &Baseline, class: OperationClass, service: u64) -> Shown {
+        baseline.begin_probe();
+        (0..8).for_each(|_| baseline.learn_in_probe(class, service));
+        baseline.end_probe()
+    }
+
     #[test]
     fn a_probe_shows_a_change_of_the_device() {
         let baseline = Baseline::new(&Calibration::of(Costs::FLASH));
         let class = OperationClass::of(OperationKind::Read, 4096, 0);
-        let probe = |service| {
-            baseline.begin_probe();
-            (0..8).for_each(|_| baseline.learn_in_probe(class, service));
-            baseline.end_probe().has_changed
-        };
+        let probe = |service| probe(&baseline, class, service).has_changed;
         assert!(!probe(100_000), "the first one");
         assert_eq!(baseline.expected(class), 100_000);
         // Times with neighbours, of the device as it was.
@@ -347,11 +350,7 @@ mod tests {
     fn the_first_probes_correct_what_few_service_times_have_given() {
         let baseline = Baseline::new(&Calibration::of(Costs::FLASH));
         let class = OperationClass::of(OperationKind::Read, 4096, 0);
-        let probe = |service| {
-            baseline.begin_probe();
-            (0..8).for_each(|_| baseline.learn_in_probe(class, service));
-            baseline.end_probe()
-        };
+        let probe = |service| probe(&baseline, class, service);
         let first = probe(90_000);
         assert!(first.is_vague && first.correction == 1.0, "{first:?}");
         let second = probe(110_000);

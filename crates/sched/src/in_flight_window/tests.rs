@@ -12,6 +12,19 @@ fn stats() -> PeriodStats {
     }
 }
 
+/// Returns a period in which a disk within its share was not slowed down.
+fn harmless() -> PeriodStats {
+    PeriodStats {
+        within_operations: 100,
+        within_baseline_ns: 10_000_000,
+        within_service_ns: 10_000_000,
+        completed_cost_ns: 10_000_000,
+        over_share_cost_ns: 8_000_000,
+        operations: 200,
+        ..stats()
+    }
+}
+
 const CONFIRMED: Shown = Shown { has_changed: false, correction: 1.0, is_vague: false };
 const CHANGED: Shown = Shown { has_changed: true, correction: 3.0, is_vague: false };
 
@@ -99,15 +112,7 @@ fn an_operation_larger_than_the_window_does_not_count_as_left_over() {
 
 #[test]
 fn a_probe_that_corrects_the_baselines_lets_the_window_grow_fast_again() {
-    let harmless = PeriodStats {
-        within_operations: 100,
-        within_baseline_ns: 10_000_000,
-        within_service_ns: 10_000_000,
-        completed_cost_ns: 10_000_000,
-        over_share_cost_ns: 8_000_000,
-        operations: 200,
-        ..stats()
-    };
+    let harmless = harmless();
     let seems_slowed = PeriodStats { within_service_ns: 16_000_000, ..harmless };
     let growth = |shown: &Shown| {
         let mut window = InFlightWindow::new(DeviceClass::FLASH, Some(500_000));
@@ -127,15 +132,7 @@ fn a_probe_that_corrects_the_baselines_lets_the_window_grow_fast_again() {
 #[test]
 fn a_probe_that_shows_a_slower_device_restores_the_window() {
     let mut window = InFlightWindow::new(DeviceClass::FLASH, Some(1_000_000));
-    let harmless = PeriodStats {
-        within_operations: 100,
-        within_baseline_ns: 10_000_000,
-        within_service_ns: 10_000_000,
-        completed_cost_ns: 10_000_000,
-        over_share_cost_ns: 8_000_000,
-        operations: 200,
-        ..stats()
-    };
+    let harmless = harmless();
     let slowed = PeriodStats { within_service_ns: 30_000_000, ..harmless };
     window.adjust(0, &harmless, true);
     let before = window.size();
