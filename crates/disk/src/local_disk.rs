@@ -265,6 +265,11 @@ impl<S: Storage> LocalDisk<S> {
         self.release_paused();
     }
 
+    /// Returns whether an export of the disk ends on this reactor.
+    pub fn is_suspended(&self) -> bool {
+        self.throttle.is_suspended()
+    }
+
     /// Ends [`LocalDisk::suspend`].
     pub fn resume(&self) {
         self.throttle.resume();

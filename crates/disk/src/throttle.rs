@@ -316,7 +316,7 @@ impl Throttle {
     /// requests. None: it may take requests.
     #[inline]
     pub fn queue_pause(&self) -> Option<Duration> {
-        if self.is_open() || self.suspended.get() > 0 {
+        if self.is_open() {
             return None;
         }
         let now = self.now();

@@ -82,7 +82,7 @@ fn at_the_end_of_an_export_every_request_is_admitted() {
         assert_eq!(stage.come(2).await, [1]);
         stage.throttle.suspend();
         assert_eq!(stage.come(2).await, [1, 2, 3, 4]);
-        assert_eq!(stage.throttle.queue_pause(), None);
+        assert!(stage.throttle.queue_pause().is_some(), "queues take no further ones in debt");
         stage.throttle.resume();
         assert_eq!(stage.come(1).await, [1, 2, 3, 4]);
         assert!(stage.throttle.queue_pause().is_some());

@@ -196,11 +196,8 @@ impl Queue {
     async fn run(self: Rc<Self>, mut watch: Option<Watch>, unanswered: Vec<Unanswered>) {
         self.handle.label(&format!("disk {}, queue {}", self.device.disk.name(), self.index));
         self.released().await;
-        // Requests of the previous back end count as new ones for a throttle that is still in debt.
-        // If the queue drains, it waits for these requests too, because the in-flight region
-        // contains them.
-        while let Some(time) = self.held_back(!unanswered.is_empty() && !self.suspends.get()) {
-            self.handle.sleep(time).await;
+        if !unanswered.is_empty() {
+            self.until_paid().await;
         }
         if !self.suspends.get() {
             self.repeat_unanswered(unanswered).await;
@@ -278,6 +275,16 @@ impl Queue {
             }
         }
         self.retire();
+    }
+
+    /// Waits before the requests of the previous back end, which count as new ones for a throttle
+    /// that is still in debt. If the queue drains, it waits for these requests too, because the
+    /// in-flight region contains them. If the export ends, they wait no longer.
+    async fn until_paid(&self) {
+        let waits = || !self.suspends.get() && !self.served.is_suspended();
+        while let Some(time) = self.held_back(waits()) {
+            self.handle.sleep(time).await;
+        }
     }
 
     /// Returns how long the queue must not take requests. It must pause if drained queues have used
