@@ -148,7 +148,7 @@ pub fn next(stream: &UnixStream) -> io::Result<Option<Incoming>> {
         fds.clear();
     } else if got < len || (got > len && !fds.is_empty()) {
         // A peek ends after the part that has descriptors. So a message that came in several parts
-        // is read from the socket, and so is one whose descriptors may be those of the next.
+        // is read from the socket. So is one if its descriptors may be those of the next one.
         (left, fds) = (0, Vec::new());
         let mut read = 0;
         while read < len {
