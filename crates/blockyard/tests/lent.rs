@@ -13,7 +13,7 @@ const BLOCK: usize = 4096;
 const SIZE: usize = 64 * BLOCK;
 const SHAPE: Shape = Shape { size: SIZE as u64, granule: BLOCK as u64 };
 
-/// Passes each block on to its file, whose two halves it swaps.
+/// Passes each block on to its file, and swaps the two halves of the file.
 struct Swapped(OwnFile);
 
 impl Swapped {

@@ -77,7 +77,7 @@ impl OpenOptions {
 pub enum OpenError {
     #[error("image {}: {hint}", path.display())]
     Open { path: PathBuf, hint: &'static str, source: io::Error },
-    /// Like `Open`, for an error of the kernel whose text would only repeat the hint.
+    /// Like `Open`, without the text of the kernel's error, which would only repeat the hint.
     #[error("image {}: {hint}", path.display())]
     Explained { path: PathBuf, hint: &'static str, kind: io::ErrorKind },
     #[error("image {} is in use by {holder}: an image is opened by one writer, \

@@ -33,8 +33,8 @@ use crate::options::serve::{AttachOptions, DetachOptions};
 use crate::{exports, log};
 pub use starter::follow;
 
-/// How long a new server waits for the image's lock. A server whose `attach` was killed may still
-/// have it, and so may the last requests of a killed server.
+/// How long a new server waits for the image's lock. After a kill of `attach`, its server may still
+/// have the lock, and after a kill of a server, its last requests may.
 pub const LOCK_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// How long the server of a device may take to flush the image and exit.

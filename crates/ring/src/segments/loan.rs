@@ -32,10 +32,10 @@ enum Keeps {
     Copy(AlignedBuf),
 }
 
-// SAFETY: the addresses are in a guest's memory, or in a buffer that only this loan uses. Both are
-// plain memory, which `_keeps` keeps alive, and which any thread may release. A guest's memory is
-// accessed by copies of bytes only, as another process accesses it. The buffer has one user at a
-// time: the other thread until the end of the loan, then the reactor.
+// The addresses are in a guest's memory, or in a buffer that only this loan uses.
+// SAFETY: `_keeps` keeps both alive, and any thread may release them. A guest's memory is accessed
+// by copies of bytes only, as another process accesses it. The buffer has one user at a time: the
+// other thread until the end of the loan, then the reactor.
 unsafe impl Send for Memory {}
 
 struct State {

@@ -2,7 +2,8 @@
 //!
 //! What must hold
 //! - A request is not answered while the device, or an operation of its files, may use the memory.
-//! - The memory of copies, for requests whose memory cannot be lent, is bounded for each disk.
+//! - The memory of copies is bounded for each disk. A request needs a copy if its memory cannot be
+//!   lent.
 
 use std::io;
 use std::sync::Arc;
