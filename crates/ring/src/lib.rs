@@ -14,7 +14,8 @@
 //!   mapper     which files of front ends are mapped     quota     limits on the mapped bytes
 //!   dirty_log  marks guest memory that was written, for live migration
 //!   nbd_device the kernel's NBD client                  xen       xenstore, event channels, grants
-//!   workers    threads for calls that block             pulse     an executor's state (watchdog)
+//!   pool       bounded threads for work that may block  workers   calls that an executor awaits
+//!   pulse      an executor's state (watchdog)
 //!   semaphore  limits how many operations or bytes are in progress
 //!   doorbell   signals to eventfds of other processes, without blocking
 //!   words      shared memory that outlives the process
@@ -59,6 +60,7 @@ pub mod nbd_device;
 mod operation;
 pub mod parcel;
 mod policy;
+pub mod pool;
 pub mod probe;
 mod pulse;
 mod quota;

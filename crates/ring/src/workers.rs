@@ -1,62 +1,31 @@
-//! Bounded pools of threads for blocking calls.
+//! Blocking calls whose results an executor awaits.
 //!
-//! In: a closure that may block. Out: its result, on the executor that awaits it.
+//! In: a closure that may block. Out: its result, on the executor that awaits it. The threads are
+//! those of a [`Pool`].
 //!
 //! What must hold
-//! - A file has at most [`MOST`] such threads, however many requests a guest makes.
-//! - Calls begin in the order of their arrival.
-//! - An idle thread waits for more work for [`LINGER`], so that one thread makes a series of calls.
 //! - A call is skipped if its future is dropped before it begins.
 //! - A call that panics returns an error to its caller, which is woken.
 
-use std::collections::VecDeque;
 use std::future::poll_fn;
 use std::io;
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, TryRecvError, sync_channel};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::{Poll, Waker};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crate::executor::Handle;
+use crate::pool::{Pool, Task};
 
 /// Threads of one file on one executor.
 pub(crate) const MOST: usize = 4;
-/// How long an idle thread waits for more work. Long in tests, which check that threads end for
-/// other reasons.
-const LINGER: Duration = Duration::from_secs(if cfg!(test) { 3600 } else { 2 });
+/// How long an idle thread waits for more calls.
+const LINGER: Duration = Duration::from_secs(2);
 
-type Work = Box<dyn FnOnce() + Send>;
-
-/// A pool of threads. They end after some time without work, and soon after the last clone of this
-/// is dropped.
+/// The threads for the calls of one file, or of one executor. They end soon after the last clone is
+/// dropped.
 #[derive(Clone)]
-pub(crate) struct Workers(Arc<Owner>);
-
-struct Owner(Arc<Pool>);
-
-impl Drop for Owner {
-    fn drop(&mut self) {
-        self.0.queue().is_closed = true;
-        self.0.comes.notify_all();
-    }
-}
-
-struct Pool {
-    most: usize,
-    queue: Mutex<Queue>,
-    comes: Condvar,
-}
-
-#[derive(Default)]
-struct Queue {
-    threads: usize,
-    /// Threads that wait for work.
-    idle: usize,
-    waiting: VecDeque<Work>,
-    /// Whether the pool is closed: it gets no more work.
-    is_closed: bool,
-}
+pub(crate) struct Workers(Arc<Pool>);
 
 impl Default for Workers {
     fn default() -> Self {
@@ -65,10 +34,9 @@ impl Default for Workers {
 }
 
 impl Workers {
-    /// Creates a pool of at most `most` threads.
+    /// Returns at most `most` threads.
     pub fn of(most: usize) -> Self {
-        let pool = Pool { most, queue: Mutex::default(), comes: Condvar::new() };
-        Workers(Arc::new(Owner(Arc::new(pool))))
+        Workers(Arc::new(Pool::new("blocking", most, LINGER)))
     }
 
     /// Runs `f` on one of the threads.
@@ -77,72 +45,9 @@ impl Workers {
         handle: &Handle,
         f: impl FnOnce() -> T + Send + 'static,
     ) -> io::Result<T> {
-        let (work, result) = prepare(handle, f);
-        self.begin(work)?;
+        let (task, result) = prepare(handle, f);
+        self.0.run(task).map_err(|refused| refused.error)?;
         result.wait().await
-    }
-
-    fn begin(&self, work: Work) -> io::Result<()> {
-        let mut queue = self.queue();
-        queue.waiting.push_back(work);
-        if queue.waiting.len() <= queue.idle {
-            self.pool().comes.notify_one();
-            return Ok(());
-        }
-        if queue.threads == self.pool().most {
-            return Ok(());
-        }
-        let pool = self.pool().clone();
-        let builder = std::thread::Builder::new().name("blocking".into());
-        match crate::threads::spawn(builder, move || pool.work()) {
-            Ok(_) => queue.threads += 1,
-            // No thread could be started. The existing threads do the work.
-            Err(_) if queue.threads > 0 => {}
-            Err(e) => {
-                queue.waiting.pop_back();
-                return Err(e);
-            }
-        }
-        Ok(())
-    }
-
-    fn pool(&self) -> &Arc<Pool> {
-        &self.0.0
-    }
-
-    fn queue(&self) -> MutexGuard<'_, Queue> {
-        self.pool().queue()
-    }
-}
-
-impl Pool {
-    fn work(&self) {
-        while let Some(work) = self.next() {
-            let _ = catch_unwind(AssertUnwindSafe(work));
-        }
-    }
-
-    /// Waits for work. `None`: the thread must end, and is no longer counted.
-    fn next(&self) -> Option<Work> {
-        let mut queue = self.queue();
-        let deadline = Instant::now() + LINGER;
-        loop {
-            if let Some(work) = queue.waiting.pop_front() {
-                return Some(work);
-            }
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() || queue.is_closed {
-                queue.threads -= 1;
-                return None;
-            }
-            queue.idle += 1;
-            queue = self.comes.wait_timeout(queue, left).unwrap_or_else(PoisonError::into_inner).0;
-            queue.idle -= 1;
-        }
-    }
-
-    fn queue(&self) -> MutexGuard<'_, Queue> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -179,12 +84,12 @@ impl Drop for Wakes {
 fn prepare<T: Send + 'static>(
     handle: &Handle,
     f: impl FnOnce() -> T + Send + 'static,
-) -> (Work, Outcome<T>) {
+) -> (Task<()>, Outcome<T>) {
     let (sender, receiver) = sync_channel(1);
     let wanted = Arc::new(());
     let alive = Arc::downgrade(&wanted);
     let wakes = Wakes(handle.current_waker());
-    let work = move || {
+    let task = move |(): &()| {
         // Dropped after the sender, so that the woken task finds the result or the disconnection.
         let _wakes = wakes;
         let sender = sender;
@@ -192,13 +97,13 @@ fn prepare<T: Send + 'static>(
             let _ = sender.send(f());
         }
     };
-    (Box::new(work), Outcome(receiver, wanted))
+    (Box::new(task), Outcome(receiver, wanted))
 }
 
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
-    use std::sync::mpsc;
+    use std::sync::{Mutex, mpsc};
 
     use super::*;
     use crate::Executor;
@@ -207,106 +112,6 @@ mod tests {
         let executor = Executor::new().unwrap();
         let handle = executor.handle().clone();
         executor.block_on(async move { work(handle).await }).unwrap();
-    }
-
-    #[test]
-    fn calls_beyond_the_limit_of_threads_wait_and_begin_in_order() {
-        run(async |handle| {
-            let workers = Workers::default();
-            let (begun, order) = mpsc::channel();
-            let ended = Arc::new(AtomicUsize::new(0));
-            let gates: Vec<_> = (0..40)
-                .map(|number| {
-                    let (open, gate) = mpsc::channel::<()>();
-                    let (begun, ended, workers, calls) =
-                        (begun.clone(), ended.clone(), workers.clone(), handle.clone());
-                    handle.spawn(async move {
-                        let call = move || {
-                            begun.send(number).unwrap();
-                            gate.recv().unwrap();
-                        };
-                        workers.call(&calls, call).await.unwrap();
-                        ended.fetch_add(1, Ordering::Relaxed);
-                    });
-                    open
-                })
-                .collect();
-            for _ in 0..10 {
-                handle.yield_now().await;
-            }
-            let mut first: Vec<_> = (0..MOST).map(|_| order.recv().unwrap()).collect();
-            first.sort_unstable();
-            assert_eq!(first, (0..MOST).collect::<Vec<_>>());
-            assert_eq!(workers.queue().threads, MOST);
-            assert!(order.try_recv().is_err(), "the others wait");
-            for (number, gate) in gates.iter().enumerate() {
-                gate.send(()).unwrap();
-                if number + MOST < gates.len() {
-                    assert_eq!(order.recv().unwrap(), number + MOST);
-                }
-            }
-            while ended.load(Ordering::Relaxed) < gates.len() {
-                handle.sleep(std::time::Duration::from_millis(1)).await;
-            }
-        });
-    }
-
-    #[test]
-    fn idle_threads_end_with_the_last_user_of_their_pool() {
-        run(async |handle| {
-            let workers = Workers::default();
-            let other = workers.clone();
-            workers.call(&handle, || ()).await.unwrap();
-            let pool = Arc::downgrade(workers.pool());
-            drop(workers);
-            other.call(&handle, || ()).await.unwrap();
-            let start = Instant::now();
-            drop(other);
-            // The thread holds the last reference to the pool, and drops it when it ends.
-            while pool.strong_count() > 0 {
-                assert!(start.elapsed() < LINGER / 60, "the thread waits for more work");
-                std::thread::yield_now();
-            }
-        });
-    }
-
-    #[test]
-    fn one_thread_makes_successive_calls() {
-        run(async |handle| {
-            let workers = Workers::default();
-            let first = workers.call(&handle, || std::thread::current().id()).await.unwrap();
-            // Wait, because the result arrives before its thread is idle again.
-            while workers.queue().idle == 0 {
-                handle.yield_now().await;
-            }
-            let second = workers.call(&handle, || std::thread::current().id()).await.unwrap();
-            assert_eq!(first, second);
-        });
-    }
-
-    #[test]
-    fn a_pool_has_at_most_its_limit_of_threads() {
-        run(async |handle| {
-            let workers = Workers::of(2);
-            let (ends, gate) = mpsc::channel::<()>();
-            let gate = Arc::new(Mutex::new(gate));
-            let calls: Vec<_> = (0..10)
-                .map(|_| {
-                    let gate = gate.clone();
-                    let mut call = Box::pin(
-                        workers.call(&handle, move || gate.lock().unwrap().recv().unwrap()),
-                    );
-                    (std::task::Context::from_waker(std::task::Waker::noop()), &mut call).poll();
-                    call
-                })
-                .collect();
-            assert_eq!(workers.queue().threads, 2);
-            (0..10).for_each(|_| ends.send(()).unwrap());
-            for call in calls {
-                call.await.unwrap();
-            }
-            assert!(workers.queue().threads <= 2);
-        });
     }
 
     #[test]

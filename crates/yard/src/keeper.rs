@@ -8,14 +8,15 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, SyncSender};
 use std::sync::{Arc, mpsc};
+use std::time::Duration;
 
 use blockyard_disk::Disk;
 use blockyard_export::Reactors;
 use blockyard_image::{Opener, SharedImages};
+use blockyard_ring::pool::{Pool, Refused};
 
 use crate::job::Jobs;
 use crate::observer::{Event, Observer};
-use crate::pool::Pool;
 use crate::sample::KnownDisk;
 use crate::served::{Ended, ServedDisk, describe_image};
 use crate::settings::DiskSettings;
@@ -25,6 +26,8 @@ use crate::shares::Shares;
 const OPENING_THREADS: usize = 8;
 /// Threads that run other commands.
 const OTHER_THREADS: usize = 4;
+/// How long an idle thread waits for more commands. An idle server uses no memory for stacks.
+const LINGER: Duration = Duration::from_millis(250);
 
 /// State that all commands use.
 pub(crate) struct Context {
@@ -118,22 +121,20 @@ pub(crate) struct Keeper {
     entries: BTreeMap<String, Entry>,
     arrivals: u64,
     /// Runs commands that open images. A slow server on another host must not delay other commands.
-    opening: Pool,
-    others: Pool,
+    opening: Pool<Opener>,
+    others: Pool<Opener>,
     closing: Option<Closing>,
 }
 
 impl Keeper {
     pub fn new(context: Arc<Context>, messages: Sender<Message>) -> Self {
-        let (opening, others) =
-            (Pool::new("yard open", OPENING_THREADS), Pool::new("yard", OTHER_THREADS));
         Keeper {
             context,
             messages,
             entries: BTreeMap::new(),
             arrivals: 0,
-            opening,
-            others,
+            opening: Pool::new("yard open", OPENING_THREADS, LINGER),
+            others: Pool::new("yard", OTHER_THREADS, LINGER),
             closing: None,
         }
     }
@@ -185,13 +186,17 @@ impl Keeper {
         let done = Done { messages: self.messages.clone(), name, disk: None };
         let (disk, context) = (entry.disk.take(), self.context.clone());
         let pool = if opens { &self.opening } else { &self.others };
-        pool.run(Box::new(move |opener| {
+        let begun = pool.run(Box::new(move |opener| {
             let mut done = done;
             let (disk, answer) = operation(&context, opener, disk.map(|disk| *disk));
             done.disk = disk.map(Box::new);
             drop(done);
             answer();
         }));
+        if let Err(Refused { error, task }) = begun {
+            tracing::warn!("cannot start a thread for commands: {error}");
+            task(&Opener::default());
+        }
     }
 
     fn put_back(&mut self, name: String, disk: Option<Box<ServedDisk>>) {

@@ -2,8 +2,7 @@
 //!
 //! ```text
 //!   yard      the handle: add, remove, list, report, change, refresh, snapshot, commit, stream
-//!   keeper    the thread that owns the table of disks; commands arrive by one channel
-//!   pool      a fixed number of threads that run commands
+//!   keeper    the thread that owns the table of disks, and the pools that run commands
 //!   served    one disk with its exports, and what a command does with it
 //!   sample    the figures of all disks and reactors at one moment
 //!   settings  settings of a disk: image, share and exports
@@ -26,7 +25,6 @@ mod error;
 mod job;
 mod keeper;
 mod observer;
-mod pool;
 mod sample;
 mod served;
 mod settings;

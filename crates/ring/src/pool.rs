@@ -1,0 +1,236 @@
+//! Bounded pools of threads for work that may block.
+//!
+//! In: tasks. Out: each task runs once, on a thread of the pool, with that thread's context.
+//!
+//! What must hold
+//! - A pool has at most its number of threads, however many tasks arrive.
+//! - Tasks begin in the order of their arrival, each as soon as a thread is idle.
+//! - An idle thread waits some time for more work, so that one thread runs a series of tasks. To
+//!   start and end a thread for each would change the address space, which interrupts reactors.
+//! - A task that panics ends neither its thread nor the pool.
+//! - Idle threads end soon after the pool is dropped.
+
+use std::collections::VecDeque;
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::threads;
+
+/// Work for a thread with a context of type `C`. The context stays for the thread's next task.
+pub type Task<C> = Box<dyn FnOnce(&C) + Send>;
+
+/// A pool of threads. See the module documentation.
+pub struct Pool<C = ()>(Arc<Shared<C>>);
+
+/// A task that is not in the pool, because the kernel refuses to start its first thread.
+pub struct Refused<C> {
+    pub error: io::Error,
+    pub task: Task<C>,
+}
+
+struct Shared<C> {
+    name: &'static str,
+    most: usize,
+    linger: Duration,
+    queue: Mutex<Queue<C>>,
+    comes: Condvar,
+}
+
+struct Queue<C> {
+    tasks: VecDeque<Task<C>>,
+    threads: usize,
+    /// Threads that wait for work.
+    idle: usize,
+    /// Whether the pool gets no more work.
+    is_closed: bool,
+}
+
+impl<C> Drop for Pool<C> {
+    fn drop(&mut self) {
+        self.0.queue().is_closed = true;
+        self.0.comes.notify_all();
+    }
+}
+
+impl<C: Default + 'static> Pool<C> {
+    /// Returns a pool of at most `most` threads named `name`. Each ends after `linger` without
+    /// work.
+    pub fn new(name: &'static str, most: usize, linger: Duration) -> Self {
+        let queue = Queue { tasks: VecDeque::new(), threads: 0, idle: 0, is_closed: false };
+        Pool(Arc::new(Shared {
+            name,
+            most,
+            linger,
+            queue: Mutex::new(queue),
+            comes: Condvar::new(),
+        }))
+    }
+
+    /// Runs `task` on a thread of the pool, after earlier tasks.
+    pub fn run(&self, task: Task<C>) -> Result<(), Refused<C>> {
+        let mut queue = self.0.queue();
+        queue.tasks.push_back(task);
+        if queue.tasks.len() <= queue.idle {
+            self.0.comes.notify_one();
+            return Ok(());
+        }
+        if queue.threads == self.0.most {
+            return Ok(());
+        }
+        let shared = self.0.clone();
+        let builder = std::thread::Builder::new().name(self.0.name.into());
+        match threads::spawn(builder, move || shared.work()) {
+            Ok(_) => queue.threads += 1,
+            // The existing threads do the work.
+            Err(_) if queue.threads > 0 => {}
+            Err(error) => {
+                let task = queue.tasks.pop_back().expect("the lock is held since the push");
+                return Err(Refused { error, task });
+            }
+        }
+        Ok(())
+    }
+}
+
+impl<C> Shared<C> {
+    fn queue(&self) -> MutexGuard<'_, Queue<C>> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn work(&self)
+    where
+        C: Default,
+    {
+        let context = C::default();
+        while let Some(task) = self.next() {
+            let _ = catch_unwind(AssertUnwindSafe(|| task(&context)));
+        }
+    }
+
+    /// Waits for work. None: the thread must end, and is no longer counted.
+    fn next(&self) -> Option<Task<C>> {
+        let (mut queue, deadline) = (self.queue(), Instant::now() + self.linger);
+        loop {
+            if let Some(task) = queue.tasks.pop_front() {
+                return Some(task);
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() || queue.is_closed {
+                queue.threads -= 1;
+                return None;
+            }
+            queue.idle += 1;
+            queue = self.comes.wait_timeout(queue, left).unwrap_or_else(PoisonError::into_inner).0;
+            queue.idle -= 1;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::{Receiver, Sender, channel};
+    use std::thread::{ThreadId, current};
+
+    use super::*;
+
+    /// Returns a pool with threads that only end with it.
+    fn pool(most: usize) -> Pool {
+        Pool::new("test", most, Duration::from_secs(3600))
+    }
+
+    fn run(pool: &Pool, task: impl FnOnce() + Send + 'static) {
+        assert!(pool.run(Box::new(|()| task())).is_ok());
+    }
+
+    /// Waits until this number of threads is idle.
+    fn until_idle(pool: &Pool, threads: usize) {
+        while pool.0.queue().idle != threads {
+            std::thread::yield_now();
+        }
+    }
+
+    /// Runs a task that ends when the sender is dropped. Returns its thread.
+    fn begin(pool: &Pool, gate: Receiver<()>) -> Receiver<ThreadId> {
+        let (sender, thread) = channel();
+        run(pool, move || {
+            sender.send(current().id()).unwrap();
+            let _ = gate.recv();
+        });
+        thread
+    }
+
+    #[test]
+    fn a_series_of_tasks_uses_one_thread() {
+        let pool = pool(4);
+        let run = || begin(&pool, channel().1).recv().unwrap();
+        let first = run();
+        for _ in 0..10 {
+            until_idle(&pool, 1);
+            assert_eq!(run(), first);
+        }
+        assert_eq!(pool.0.queue().threads, 1);
+    }
+
+    #[test]
+    fn tasks_beyond_the_limit_of_threads_wait_and_begin_in_order() {
+        let pool = pool(4);
+        let (begun, order) = channel();
+        let gates: Vec<Sender<()>> = (0..40)
+            .map(|number| {
+                let (hold, gate) = channel();
+                let begun = begun.clone();
+                run(&pool, move || {
+                    begun.send(number).unwrap();
+                    let _ = gate.recv();
+                });
+                hold
+            })
+            .collect();
+        // The first ones run on different threads, at the same time.
+        let mut first: Vec<_> = (0..4).map(|_| order.recv().unwrap()).collect();
+        first.sort_unstable();
+        assert_eq!(first, [0, 1, 2, 3]);
+        assert_eq!(pool.0.queue().threads, 4);
+        assert!(order.try_recv().is_err(), "the others wait");
+        for (number, gate) in gates.into_iter().enumerate() {
+            drop(gate);
+            if number + 4 < 40 {
+                assert_eq!(order.recv().unwrap(), number + 4);
+            }
+        }
+        until_idle(&pool, 4);
+    }
+
+    #[test]
+    fn a_task_that_panics_ends_neither_its_thread_nor_later_tasks() {
+        let pool = pool(1);
+        let first = begin(&pool, channel().1).recv().unwrap();
+        run(&pool, || panic!("on purpose"));
+        assert_eq!(begin(&pool, channel().1).recv().unwrap(), first);
+    }
+
+    #[test]
+    fn idle_threads_end_with_the_pool() {
+        let pool = pool(2);
+        begin(&pool, channel().1).recv().unwrap();
+        until_idle(&pool, 1);
+        let shared = Arc::downgrade(&pool.0);
+        drop(pool);
+        // The thread holds the last reference.
+        while shared.strong_count() > 0 {
+            std::thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn a_thread_without_work_ends_after_the_time_of_its_pool() {
+        let pool: Pool = Pool::new("test", 2, Duration::from_millis(1));
+        begin(&pool, channel().1).recv().unwrap();
+        while pool.0.queue().threads > 0 {
+            std::thread::yield_now();
+        }
+        begin(&pool, channel().1).recv().unwrap();
+    }
+}
