@@ -62,6 +62,7 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
         output::print(format_args!("configuration is valid: {} disks\n", config.disks.len()))?;
         return Ok(());
     }
+    let closing = options.attached.then(attach::Closing::new).transpose()?;
     if options.attached {
         attach::leave_terminal();
     }
@@ -118,7 +119,9 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     // After `stop` the images are closed. Another program may open them as soon as this one exits.
     reactors.stop();
     served?;
-    closed
+    closed?;
+    closing.into_iter().for_each(attach::Closing::report);
+    Ok(())
 }
 
 /// Returns an error if the list has a processor that this process may not use.

@@ -7,6 +7,7 @@
 //! `detach` removes a device that is in use only with `--force`. If `attach` is killed before it
 //! has printed the device, its server ends. If the server is killed, `attach` removes its device.
 
+mod closing;
 mod kernel_nbd;
 mod leftovers;
 mod starter;
@@ -18,7 +19,7 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context, anyhow, bail};
 use blockyard_export::ublk;
@@ -31,14 +32,13 @@ use crate::options::disk::DiskArgs;
 use crate::options::nbd::NbdAddress;
 use crate::options::serve::{AttachOptions, DetachOptions};
 use crate::{exports, log};
+pub use closing::Closing;
+use closing::{Server, serves_one_device};
 pub use starter::follow;
 
 /// How long a new server waits for the image's lock. After a kill of `attach`, its server may still
 /// have the lock, and after a kill of a server, its last requests may.
 pub const LOCK_TIMEOUT: Duration = Duration::from_secs(2);
-
-/// How long the server of a device may take to flush the image and exit.
-const EXIT_TIMEOUT: Duration = Duration::from_secs(120);
 
 pub fn attach(options: &AttachOptions) -> Result<(), Failure> {
     let driver = Driver::find(options)?;
@@ -237,7 +237,7 @@ pub fn detach(options: &DetachOptions) -> Result<(), Failure> {
     let path = std::fs::canonicalize(&options.device).unwrap_or_else(|_| options.device.clone());
     let number = |prefix| path.to_str()?.strip_prefix(prefix)?.parse::<u32>().ok();
     let server = match (number("/dev/ublkb"), number("/dev/nbd")) {
-        (Some(id), _) => ublk::remove(id, options.force)?,
+        (Some(id), _) => ublk::remove(id, options.force, Server::watch)?,
         (_, Some(id)) => disconnect(&path, id, options.force)?,
         _ => {
             let path = path.display();
@@ -246,14 +246,11 @@ pub fn detach(options: &DetachOptions) -> Result<(), Failure> {
             return Err(Failure::usage(why));
         }
     };
-    match server {
-        Some(pid) if serves_one_device(pid) => Ok(wait_for(pid)?),
-        _ => Ok(()),
-    }
+    Ok(server.finish(&path)?)
 }
 
 /// Disconnects a device of the kernel's NBD client. Returns the process that served it.
-fn disconnect(path: &Path, id: u32, force: bool) -> anyhow::Result<Option<Pid>> {
+fn disconnect(path: &Path, id: u32, force: bool) -> anyhow::Result<Server> {
     let name = path.display();
     let Some(pid) = process_of(id) else { bail!("{name} is not connected") };
     if !serves_one_device(pid) {
@@ -263,6 +260,7 @@ fn disconnect(path: &Path, id: u32, force: bool) -> anyhow::Result<Option<Pid>> 
         let claimed = blockyard_ring::host::claim(path);
         claimed.with_context(|| format!("{name} is in use: unmount it first"))?;
     }
+    let server = Server::watch(Some(pid));
     let device = NbdDevice::open(path).with_context(|| format!("device {name}"))?;
     // A disconnect makes the kernel drop data that it has not written back.
     if let Err(e) = device.sync()
@@ -273,7 +271,7 @@ fn disconnect(path: &Path, id: u32, force: bool) -> anyhow::Result<Option<Pid>> 
         );
     }
     device.disconnect().with_context(|| format!("disconnecting {name}"))?;
-    Ok(Some(pid))
+    Ok(server)
 }
 
 /// Returns the process that serves /dev/nbdN. sysfs has the ID of one of its threads.
@@ -282,23 +280,4 @@ fn process_of(id: u32) -> Option<Pid> {
     let status = std::fs::read_to_string(format!("/proc/{}/status", thread.trim())).ok()?;
     let process = status.lines().find_map(|line| line.strip_prefix("Tgid:"))?;
     Pid::from_raw(process.trim().parse().ok()?)
-}
-
-fn serves_one_device(pid: Pid) -> bool {
-    let line = std::fs::read(format!("/proc/{}/cmdline", pid.as_raw_nonzero())).unwrap_or_default();
-    line.split(|b| *b == 0).any(|argument| argument == b"--attached")
-}
-
-fn wait_for(pid: Pid) -> anyhow::Result<()> {
-    let start = Instant::now();
-    while rustix::process::test_kill_process(pid).is_ok() && serves_one_device(pid) {
-        if start.elapsed() > EXIT_TIMEOUT {
-            bail!(
-                "the device is removed, but its server, process {}, does not exit",
-                pid.as_raw_nonzero()
-            );
-        }
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    Ok(())
 }

@@ -44,7 +44,7 @@ umount /mnt
 pkill -9 -f -- --attached
 while pgrep -f -- --attached >/dev/null; do nap 0.05; done
 nap 0.2
-blockyard detach $device
+[[ $(blockyard detach $device 2>&1) == *'had no server. If its server was killed, attach and detach'* ]]
 [[ ! -e $device ]]
 "#;
 

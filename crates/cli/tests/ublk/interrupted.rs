@@ -12,6 +12,7 @@ dd if=/dev/urandom of=base.img bs=1M count=4 status=none
 truncate -s 32M base.img
 blockyard image create -q -f qcow2 -b base.img -F raw top.qcow2
 gone() { while pgrep -f -- --attached >/dev/null; do nap 0.02; done; }
+journals() { find /run/blockyard-journals -type f 2>/dev/null || :; }
 none() { ! ls /dev/ublkc* 2>/dev/null; }
 said() { # TEXT
     [[ $(</tmp/said) == *"$1"* ]] || { cat /tmp/said && return 1; }
@@ -78,7 +79,9 @@ kill_ending() { # NUMBER
     strace -qq -f -o /tmp/strace -e trace=io_uring_enter -e inject=io_uring_enter:signal=KILL:when=$1 -p $server &
     tracer=$!
     until grep -q '^TracerPid:.[1-9]' /proc/$server/status; do nap 0.02; done
-    blockyard detach $device >/tmp/said 2>&1 || { cat /tmp/said && return 1; }
+    # `detach` succeeds only if the server had closed the image.
+    blockyard detach $device >/tmp/said 2>&1 || said 'ended before it had closed the image'
+    [[ $(</tmp/said) == *'before it had closed'* ]] || [[ -z $(journals) ]]
     none
     gone
     wait $tracer || :
@@ -87,6 +90,7 @@ kill_ending() { # NUMBER
 if [[ ! $kills ]]; then
     kill_command write:2
     kill_ending 2
+    said 'ended before it had closed the image'
     kill_attach 17
     kill_detach 3
 else
@@ -109,7 +113,7 @@ again "the end"
 blockyard detach $device
 # Nothing is left but the logs of devices.
 ! ls /run/blockyard | grep -v '^ublkb[0-9]*\.log$'
-[[ ! -d /run/blockyard-journals ]] || [[ -z $(find /run/blockyard-journals -type f) ]]
+[[ -z $(journals) ]]
 blockyard image check top.qcow2 >/dev/null
 ! dmesg | grep -E 'I/O error|BUG|WARNING|Oops|hung'
 "#;

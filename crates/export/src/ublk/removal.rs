@@ -16,9 +16,14 @@ use super::{UblkError, UblkOptions, takeover, users};
 /// How long the removal by another process may take. It waits for udev, and for the server.
 const OTHERS: Duration = Duration::from_secs(30);
 
-/// Removes a device, even if another process serves it. Returns the process that serves the device,
-/// if there is one. `force`: remove the device even if it is in use.
-pub fn remove(id: u32, force: bool) -> Result<Option<Pid>, UblkError> {
+/// Removes a device, even if another process serves it. `force`: remove the device even if it is in
+/// use. Calls `watch` before the device is stopped, with the process that serves it, if there is
+/// one. Returns what `watch` returned.
+pub fn remove<T>(
+    id: u32,
+    force: bool,
+    watch: impl FnOnce(Option<Pid>) -> T,
+) -> Result<T, UblkError> {
     let error = |what| move |source| UblkError::Device { id, what, source };
     let mut control = Control::open().map_err(UblkError::Control)?;
     // If several processes remove a device at once, the first one succeeds, and the others find no
@@ -33,6 +38,7 @@ pub fn remove(id: u32, force: bool) -> Result<Option<Pid>, UblkError> {
     }
     let server = Pid::from_raw(device.server.max(0))
         .filter(|pid| test_kill_process(*pid) != Err(Errno::SRCH));
+    let server = watch(server);
     let stopped = if force { control.stop(&device) } else { stop_unused(&mut control, &device) };
     match stopped.map_err(|e| (Errno::from_io_error(&e), e)) {
         // The device was never started, or another process has stopped it. In both cases no block
