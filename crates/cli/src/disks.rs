@@ -116,7 +116,7 @@ pub fn try_open(disk: &DiskArgs) -> anyhow::Result<()> {
     Source::open(&options)
         .map(drop)
         .map_err(|e| advise(e, disk))
-        .with_context(|| format!("disk {}", disk.name()))
+        .with_context(|| format!("disk \"{}\"", disk.name()))
 }
 
 /// Adds advice to the error of an image that cannot be opened, if an option of `serve` helps.

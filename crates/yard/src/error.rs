@@ -21,22 +21,22 @@ pub enum YardError {
     Open(SourceError),
     #[error("image {}: finding its device", image.display())]
     Device { image: PathBuf, source: io::Error },
-    #[error("disk {disk}: starting its export")]
+    #[error("disk \"{disk}\": starting its export")]
     Export { disk: String, source: WayError },
     #[error(transparent)]
     Work(#[from] WorkError),
-    #[error("disk {disk}: finding the image's size")]
+    #[error("disk \"{disk}\": finding the image's size")]
     Size { disk: String, source: io::Error },
-    #[error("disk {disk}: the image could not be flushed, writes may be lost: the log has why")]
+    #[error("disk \"{disk}\": the image could not be flushed, writes may be lost: the log has why")]
     Flush { disk: String },
     #[error(
-        "disk {disk}: {running} jobs run already, and no more may: wait until one ends, \
+        "disk \"{disk}\": {running} jobs run already, and no more may: wait until one ends, \
          or cancel one"
     )]
     TooManyJobs { disk: String, running: usize },
-    #[error("disk {disk}: cannot start a thread")]
+    #[error("disk \"{disk}\": cannot start a thread")]
     Thread { disk: String, source: io::Error },
-    #[error("disk {disk} cannot be handed over: {why}")]
+    #[error("disk \"{disk}\" cannot be handed over: {why}")]
     Stays { disk: String, why: String },
     #[error("the server is ending, and accepts no more commands")]
     Closing,

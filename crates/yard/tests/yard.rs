@@ -229,7 +229,7 @@ fn a_disk_that_cannot_be_added_leaves_nothing() {
     let (yard, image) = (&stage.yard, stage.image("disk.raw", 1 << 20));
     let failing = NoteWay { fails: true, ..stage.way("second") };
     let error = yard.add(disk("a", &image, vec![stage.way("first"), failing])).unwrap_err();
-    assert_eq!(error.to_string(), "disk a: starting its export");
+    assert_eq!(error.to_string(), "disk \"a\": starting its export");
     assert_eq!(error.source().unwrap().to_string(), "the address is taken");
     assert_eq!(stage.events(), ["first start", "first gone"]);
     assert!(yard.list().is_empty());

@@ -239,7 +239,7 @@ impl Caller<'_> {
         let job = wait_for_job(self.socket, number, self.limit)?;
         if job.state == JobState::Failed {
             let why = job.error.unwrap_or_default();
-            bail!("job {number} ({} of disk {}) failed: {why}", job.kind, job.disk)
+            bail!("job {number} ({} of disk \"{}\") failed: {why}", job.kind, job.disk)
         }
         Ok(serde_json::to_value(job)?)
     }

@@ -107,7 +107,8 @@ impl Takeover {
                 tracing::warn!("disk \"{name}\" is in no configuration file any more: it ends");
                 continue;
             }
-            let args: DiskArgs = keys.clone().try_into().with_context(|| format!("disk {name}"))?;
+            let args: DiskArgs =
+                keys.clone().try_into().with_context(|| format!("disk \"{name}\""))?;
             self.take(server, args, keys, true)?;
         }
         self.peer.send(&FromNew::Ready).context(TALKING)?;

@@ -265,7 +265,11 @@ fn check_config_opens_the_images() {
     std::fs::write(&file, content).unwrap();
     let arguments = ["serve", "--check-config", "--config", text(&file)];
     let place = format!("configuration {}: line ", text(&file));
-    refused(&arguments, 2, &[&place, "disk disk: image ", text(&image), "there is no such file"]);
+    refused(
+        &arguments,
+        2,
+        &[&place, "disk \"disk\": image ", text(&image), "there is no such file"],
+    );
     // Another server may have the image open.
     folder.image("disk", 1 << 20);
     let daemon = Daemon::serve(&image, &folder.join("other"), &[]);

@@ -77,7 +77,7 @@ impl Work {
 
 /// An error of a snapshot, commit or stream: the disk, the work, and the reason.
 #[derive(Debug, thiserror::Error)]
-#[error("disk {disk}: {work}: {why}")]
+#[error("disk \"{disk}\": {work}: {why}")]
 pub struct WorkError {
     pub disk: String,
     pub work: &'static str,

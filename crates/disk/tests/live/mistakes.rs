@@ -94,7 +94,7 @@ fn a_snapshot_that_fails_leaves_no_overlay_and_the_disk_as_it_was() {
     for (overlay, what) in cases {
         let error = snapshot(disk, scratch.path(overlay)).unwrap_err().to_string();
         assert!(
-            error.starts_with("disk live: snapshot: image ") && error.contains(overlay),
+            error.starts_with("disk \"live\": snapshot: image ") && error.contains(overlay),
             "{error}"
         );
         assert!(error.contains(what), "{error}");
@@ -222,7 +222,7 @@ fn a_disk_without_image_or_a_read_only_disk_refuses_snapshots() {
     drop(raw);
     let reading = scratch.disk_with("base.raw", |options| options.read_only = true);
     let error = snapshot(&reading, scratch.path("new.qcow2")).unwrap_err().to_string();
-    assert_eq!(error, "disk live: snapshot: the disk is read-only");
+    assert_eq!(error, "disk \"live\": snapshot: the disk is read-only");
     let chain = ChainOptions::new("null:1M");
     let null = blockyard_disk::Source::open(&chain).unwrap();
     let null = Arc::new(Disk::new(reading.options().clone(), null));
