@@ -13,11 +13,11 @@ pub mod files;
 pub mod mistake;
 
 use crate::claims::Claims;
-use crate::options::api;
+use crate::options::api::{self, ApiArgs};
 use crate::options::disk::DiskArgs;
 use crate::options::knobs::{self, GroupArgs};
 use crate::options::nbd::NbdArgs;
-use crate::options::sandbox;
+use crate::options::sandbox::{self, SandboxArgs};
 use crate::options::serve::ServeOptions;
 use crate::options::values;
 use crate::options::xen::XenArgs;
@@ -113,6 +113,24 @@ impl Config {
                      or --config FILE, or --api SOCKET to add disks later"
                 )
             }
+        }
+    }
+
+    /// Returns the options of the API's socket, with keys of this for those that are absent.
+    pub fn api(&self, options: &ApiArgs) -> ApiArgs {
+        ApiArgs {
+            api: options.api.clone().or_else(|| self.api.clone()),
+            socket_mode: options.socket_mode.or(self.socket_mode),
+            socket_group: options.socket_group.clone().or_else(|| self.socket_group.clone()),
+        }
+    }
+
+    /// Returns the options of the sandbox, with keys of this for those that are absent.
+    pub fn sandbox(&self, options: &SandboxArgs) -> SandboxArgs {
+        SandboxArgs {
+            sandbox: options.sandbox.or(self.sandbox),
+            allow_folders: [&options.allow_folders[..], &self.allow_folders].concat(),
+            user: options.user.clone().or_else(|| self.user.clone()),
         }
     }
 

@@ -13,13 +13,14 @@ use blockyard_export::xen::{Xen, XenOptions, records};
 use blockyard_export::{Export, Listener, Reactors};
 use blockyard_ring::xen::Host;
 use blockyard_yard::{Way, WayError};
+use rustix::process::Signal;
 
 use crate::handover::HandedExports;
+use crate::inherited;
 use crate::nbd::Servers;
 use crate::options::disk::DiskArgs;
 use crate::options::values::UblkNumber;
 use crate::options::xen::XenDevice;
-use crate::{attach, inherited};
 
 /// State that the exports of all disks share.
 #[derive(Clone)]
@@ -118,7 +119,7 @@ fn ublk(args: &DiskArgs, common: &Common) -> Option<Arc<dyn Way>> {
     let (args, attached) = (args.clone(), common.attached);
     at(address, move |disk, reactors| {
         let options = ublk_options(&args);
-        let ended = attach::ended(disk.name().to_string(), attached);
+        let ended = ended(disk.name().to_string(), attached);
         Ok(Box::new(Ublk::start(disk.clone(), &options, reactors, ended)?))
     })
 }
@@ -138,11 +139,21 @@ fn xen(args: &DiskArgs, common: &Common) -> Option<Arc<dyn Way>> {
     at(device, move |disk, reactors| {
         let XenDevice { domain, name: device } = device;
         let options = XenOptions { domain, device, queues, data, records: records() };
-        let ended = attach::ended(disk.name().to_string(), attached);
+        let ended = ended(disk.name().to_string(), attached);
         Ok(Box::new(Xen::start(disk.clone(), &options, &Host::Xen, reactors.clone(), ended)?))
     })
 }
 
 fn shape(args: &DiskArgs) -> QueueShape {
     QueueShape { queues: args.queues, size: args.queue_size }
+}
+
+/// Returns the callback for a device that something else removed. It ends an attached server.
+pub fn ended(disk: String, attached: bool) -> impl Fn() + Send + Sync + 'static {
+    move || {
+        tracing::info!(disk, "the block device was removed");
+        if attached {
+            let _ = rustix::process::kill_process(rustix::process::getpid(), Signal::TERM);
+        }
+    }
 }

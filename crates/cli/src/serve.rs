@@ -76,11 +76,11 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
         holder::use_store()?;
     }
     supervisor::start();
-    let sandboxed = options.sandbox.or(&config);
+    let sandboxed = config.sandbox(&options.sandbox);
     let needs = Needs {
         config: &config,
         config_file: options.config.as_deref(),
-        api: &options.api.or(&config),
+        api: &config.api(&options.api),
         nbd: &options.nbd.or(&config.nbd),
         xen: &xen,
         control: options.control.as_deref(),
@@ -100,7 +100,7 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     let reactors = Arc::new(reactors);
     let nbd = Arc::new(Mutex::new(Servers::new(nbd, reactors.clone())));
     let common = Common { nbd, attached: options.attached, handed: Arc::default() };
-    let events = Events::start(options.api.or(&config).api.is_some())?;
+    let events = Events::start(config.api(&options.api).api.is_some())?;
     let yard = Yard::start_observed(reactors.clone(), shares, events.observer())?;
     let server = Arc::new(Server {
         yard,
@@ -244,7 +244,7 @@ impl Server {
             Toolstacks::start(xen, &Host::Xen, blockyard_export::xen::records, &self.yard)?;
         let metrics = self.options.metrics.or(config.metrics);
         let api =
-            api::start(&self.options.api.or(config), metrics, self.clone(), takeover.as_mut())?;
+            api::start(&config.api(&self.options.api), metrics, self.clone(), takeover.as_mut())?;
         holder::offer(&self.hand_overs);
         let handed = takeover.as_mut().and_then(|takeover| takeover.socket("control"));
         let control = self.options.control.as_ref();
@@ -262,7 +262,7 @@ impl Server {
                 .all()
                 .for_each(|reactor| reactor.run(|_| drop(blockyard_ring::host::set_io_flusher())));
         }
-        sandbox::report(&self.options.sandbox.or(config));
+        sandbox::report(&config.sandbox(&self.options.sandbox));
         if self.options.held {
             holder::announce();
         }

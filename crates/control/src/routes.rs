@@ -24,12 +24,14 @@ use crate::events::stream as events;
 use crate::operator::{Answer, Object, Operator};
 use crate::problem::{Kind, Problem};
 use crate::scrape::{self, Scrapes};
-use crate::server::THREADS;
 use crate::types::{
     ChangeQuery, Disconnect, Disconnected, Disk, Disks, Drain, Drained, Flushed, Job, JobRequest,
     Jobs, Reload, ReloadQuery, RemoveQuery, Removed, Resize, Resized, Resumed, ServerInfo,
     Snapshot, Upgrade, Upgraded,
 };
+
+/// Maximum number of threads that run calls.
+pub(crate) const THREADS: usize = 8;
 
 /// Maximum number of calls that may block. The other threads answer calls that do not block.
 const MAX_BLOCKING: usize = THREADS - 2;

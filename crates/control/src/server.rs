@@ -28,9 +28,6 @@ use crate::{page, routes};
 /// Maximum number of connections of a listener. Further ones wait in the socket's queue.
 const MAX_CONNECTIONS: usize = 64;
 
-/// Maximum number of threads that run calls.
-pub(crate) const THREADS: usize = 8;
-
 /// How long a client may take to send the header of its first or next request.
 const HEADER_TIME: Duration = Duration::from_secs(10);
 
@@ -70,7 +67,7 @@ impl Api {
     pub fn start(listeners: Listeners, operator: Arc<dyn Operator>) -> io::Result<Self> {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
-            .max_blocking_threads(THREADS)
+            .max_blocking_threads(routes::THREADS)
             .thread_name("api call")
             .build()?;
         let events = operator.events().clone();

@@ -20,6 +20,7 @@ mod lanes;
 mod listener;
 mod log;
 pub mod nbd;
+mod packing;
 pub mod policy;
 mod reactors;
 mod start;

@@ -21,7 +21,7 @@ use rustix::net::SocketFlags;
 use serde::{Deserialize, Serialize};
 
 use crate::custody;
-use crate::vhost_user::handed::{Packed, Unpacked};
+use crate::packing::{Packed, Unpacked};
 
 /// Reasons why the server cannot listen on a socket or address.
 #[derive(Debug, thiserror::Error)]

@@ -26,7 +26,7 @@ use blockyard_export::ublk;
 use blockyard_program::ending::Failure;
 use blockyard_program::output;
 use blockyard_ring::nbd_device::NbdDevice;
-use rustix::process::{Pid, Signal};
+use rustix::process::Pid;
 
 use crate::options::disk::DiskArgs;
 use crate::options::nbd::NbdAddress;
@@ -202,7 +202,7 @@ pub fn report_device(
     let device = match (ublk, nbd) {
         (Some(device), _) => device,
         (None, Some(NbdAddress::Unix(socket))) => {
-            let device = kernel_nbd::start(socket, name, ended(name.to_string(), true));
+            let device = kernel_nbd::start(socket, name, exports::ended(name.to_string(), true));
             // Remove the socket, so that no other client can connect.
             let _ = std::fs::remove_file(socket);
             device?
@@ -219,16 +219,6 @@ pub fn sync_device(device: &Path) {
     let synced = NbdDevice::open(device).and_then(|device| device.sync());
     if let Err(e) = synced {
         tracing::debug!("{}: syncing it: {e}", device.display());
-    }
-}
-
-/// Returns the callback for a device that something else removed. It ends an attached server.
-pub fn ended(disk: String, attached: bool) -> impl Fn() + Send + Sync + 'static {
-    move || {
-        tracing::info!(disk, "the block device was removed");
-        if attached {
-            let _ = rustix::process::kill_process(rustix::process::getpid(), Signal::TERM);
-        }
     }
 }
 

@@ -11,6 +11,7 @@
 use std::ffi::OsString;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -19,7 +20,6 @@ use anyhow::{Context, bail};
 use blockyard_ring::parcel::{self, Parcel};
 
 use super::inherited_connection;
-use super::old::{own_arguments, own_binary};
 
 /// Argument with which the program starts as a launcher. The path of the server's program and its
 /// arguments follow.
@@ -86,4 +86,27 @@ pub fn run(mut command_line: impl Iterator<Item = OsString>) -> anyhow::Result<(
         parcel::send(&server, &answer, &[], Instant::now() + PATIENCE)?;
     }
     Ok(())
+}
+
+/// Returns the path of the running program. A new program may be there by now.
+pub fn own_binary() -> anyhow::Result<PathBuf> {
+    let path = std::env::current_exe().context("finding the running program")?;
+    let text = path.to_string_lossy();
+    Ok(text.strip_suffix(" (deleted)").map_or_else(|| path.clone(), PathBuf::from))
+}
+
+/// Returns the arguments of this process without `--takeover`.
+pub fn own_arguments() -> Vec<OsString> {
+    let (mut arguments, mut skip) = (Vec::new(), false);
+    for argument in std::env::args_os().skip(1) {
+        if std::mem::take(&mut skip) {
+            continue;
+        }
+        match argument.to_str() {
+            Some("--takeover") => skip = true,
+            Some(text) if text.starts_with("--takeover=") => {}
+            _ => arguments.push(argument),
+        }
+    }
+    arguments
 }

@@ -47,8 +47,9 @@ use toml::Table;
 
 use crate::options::disk::DiskArgs;
 
+pub use launcher::own_binary;
 pub use new::{Takeover, inherited_connection};
-pub use old::{Control, HandOvers, own_binary, upgrade};
+pub use old::{Control, HandOvers, upgrade};
 
 /// Version of the messages. A change that the other side would misread needs a new number.
 const FORMAT: u32 = 1;

@@ -329,9 +329,9 @@ pub fn upgrade(server: &Server, binary: Option<PathBuf>) -> anyhow::Result<Upgra
         let pid = launcher::launch(theirs.into())?;
         return hand_over(server, ours, pid);
     }
-    let binary = binary.map_or_else(own_binary, Ok)?;
+    let binary = binary.map_or_else(launcher::own_binary, Ok)?;
     let mut command = Command::new(&binary);
-    command.args(own_arguments()).arg("--takeover").arg("-");
+    command.args(launcher::own_arguments()).arg("--takeover").arg("-");
     command.stdin(Stdio::from(OwnedFd::from(theirs)));
     let mut child: Child =
         command.spawn().with_context(|| format!("starting {}", binary.display()))?;
@@ -343,29 +343,6 @@ pub fn upgrade(server: &Server, binary: Option<PathBuf>) -> anyhow::Result<Upgra
         let _ = child.wait();
     }
     outcome
-}
-
-/// Returns the path of the running program. A new program may be there by now.
-pub fn own_binary() -> anyhow::Result<PathBuf> {
-    let path = std::env::current_exe().context("finding the running program")?;
-    let text = path.to_string_lossy();
-    Ok(text.strip_suffix(" (deleted)").map_or_else(|| path.clone(), PathBuf::from))
-}
-
-/// Returns the arguments of this process without `--takeover`.
-pub fn own_arguments() -> Vec<std::ffi::OsString> {
-    let (mut arguments, mut skip) = (Vec::new(), false);
-    for argument in std::env::args_os().skip(1) {
-        if std::mem::take(&mut skip) {
-            continue;
-        }
-        match argument.to_str() {
-            Some("--takeover") => skip = true,
-            Some(text) if text.starts_with("--takeover=") => {}
-            _ => arguments.push(argument),
-        }
-    }
-    arguments
 }
 
 /// Waits for new servers on the socket of `--control`. Drop ends it.

@@ -3,8 +3,6 @@
 use clap::{Args, ValueHint};
 use serde::{Deserialize, Deserializer};
 
-use crate::config::Config;
-
 /// Default permissions of the socket.
 const MODE: u32 = 0o600;
 
@@ -28,15 +26,6 @@ pub struct ApiArgs {
 }
 
 impl ApiArgs {
-    /// Returns these options, with the keys of `config` for those that are absent.
-    pub fn or(&self, config: &Config) -> ApiArgs {
-        ApiArgs {
-            api: self.api.clone().or_else(|| config.api.clone()),
-            socket_mode: self.socket_mode.or(config.socket_mode),
-            socket_group: self.socket_group.clone().or_else(|| config.socket_group.clone()),
-        }
-    }
-
     /// Returns the permissions of the socket.
     pub fn mode(&self) -> u32 {
         let default = if self.socket_group.is_some() { MODE | 0o060 } else { MODE };

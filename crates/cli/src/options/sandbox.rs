@@ -6,7 +6,6 @@ use clap::{Args, ValueHint};
 use serde::Deserializer;
 
 use super::values::{self, explain};
-use crate::config::Config;
 
 /// Values of `--sandbox`, for help.
 const VALUES: &[(&str, &str)] = &[
@@ -37,16 +36,6 @@ pub struct SandboxArgs {
 }
 
 impl SandboxArgs {
-    /// Returns these options, with the keys of `config` for those that are absent.
-    pub fn or(&self, config: &Config) -> SandboxArgs {
-        let allow_folders = [&self.allow_folders[..], &config.allow_folders].concat();
-        SandboxArgs {
-            sandbox: self.sandbox.or(config.sandbox),
-            allow_folders,
-            user: self.user.clone().or_else(|| config.user.clone()),
-        }
-    }
-
     pub fn is_on(&self) -> bool {
         self.sandbox != Some(false)
     }

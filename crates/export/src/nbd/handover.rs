@@ -17,11 +17,10 @@
 //!   this process.
 
 use std::io;
-use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use blockyard_disk::{Disk, LocalDisk};
 use blockyard_nbd::wire::Headers;
@@ -30,11 +29,12 @@ use blockyard_ring::parcel::Parcel;
 use serde::{Deserialize, Serialize};
 
 use super::block_status::{Context, Contexts};
+use super::left::LeftConnection;
 use super::links::{self, Link};
 use super::spool::Spool;
 use super::stream::Remains;
 use super::{KIND, Offer};
-use crate::vhost_user::handed::{Packed, Unpacked};
+use crate::packing::{Packed, Unpacked};
 use crate::{Handed, Reactors};
 
 /// Version of the format. A change that an older server would misread needs a new number.
@@ -43,16 +43,6 @@ const FORMAT: u32 = 1;
 const SENDING: Duration = Duration::from_millis(50);
 /// How long TLS clients may read their last replies.
 const LAST_ANSWERS: Duration = Duration::from_secs(2);
-
-/// A connection that another server continues, or has handed over.
-#[derive(Debug)]
-pub struct LeftConnection {
-    pub stream: OwnedFd,
-    pub headers: Headers,
-    pub contexts: Contexts,
-    pub since: Option<SystemTime>,
-    pub remains: Remains,
-}
 
 #[derive(Serialize, Deserialize)]
 struct Wire {

@@ -16,7 +16,7 @@ use blockyard_ring::{Handle, Remote};
 
 use super::buffers::Buffers;
 use super::exported::{Exported, Peer};
-use super::handover::LeftConnection;
+use super::left::LeftConnection;
 use super::shared::Shared;
 use super::stream::Stream;
 use crate::export::BY_OPERATOR;

@@ -7,7 +7,7 @@ use std::time::Duration;
 use blockyard_nbd::ServerTls;
 
 use super::exported::{Exported, Peer};
-use super::handover::LeftConnection;
+use super::left::LeftConnection;
 use crate::acceptor::Bell;
 use crate::log::Log;
 

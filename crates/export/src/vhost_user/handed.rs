@@ -7,7 +7,6 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -21,6 +20,7 @@ use super::state::{InflightFile, LogFile, MemoryRegion, Parts, SessionState, Vri
 use super::waiting::FrontEnd;
 use crate::Listener;
 use crate::listener::WireListener;
+use crate::packing::{Packed, Unpacked, wrong};
 
 /// Version of the format. A change that an older server would misread needs a new number.
 const FORMAT: u32 = 1;
@@ -124,49 +124,6 @@ struct WireVring {
     error: Option<usize>,
     enabled: bool,
     started: bool,
-}
-
-/// Descriptors of a parcel that is being made.
-#[derive(Default)]
-pub struct Packed(Vec<OwnedFd>);
-
-impl Packed {
-    /// Adds a copy of a descriptor. Returns its place.
-    pub fn put(&mut self, fd: impl AsFd) -> io::Result<usize> {
-        self.0.push(fd.as_fd().try_clone_to_owned()?);
-        Ok(self.0.len() - 1)
-    }
-
-    fn put_some(&mut self, fd: &Option<OwnedFd>) -> io::Result<Option<usize>> {
-        fd.as_ref().map(|fd| self.put(fd)).transpose()
-    }
-
-    /// Returns the parcel of these descriptors and of a description as JSON.
-    pub fn seal(self, description: &impl Serialize) -> io::Result<Parcel> {
-        Ok(Parcel { bytes: serde_json::to_vec(description)?, fds: self.0 })
-    }
-}
-
-/// Descriptors of a parcel that is being read. Each place is used once.
-pub struct Unpacked(Vec<Option<OwnedFd>>);
-
-impl Unpacked {
-    pub fn new(fds: Vec<OwnedFd>) -> Self {
-        Unpacked(fds.into_iter().map(Some).collect())
-    }
-
-    pub fn take(&mut self, place: usize) -> io::Result<OwnedFd> {
-        let found = self.0.get_mut(place).and_then(Option::take);
-        found.ok_or_else(|| wrong("a descriptor is missing"))
-    }
-
-    fn take_some(&mut self, place: Option<usize>) -> io::Result<Option<OwnedFd>> {
-        place.map(|place| self.take(place)).transpose()
-    }
-}
-
-fn wrong(what: impl Into<String>) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, what.into())
 }
 
 /// A session as it is, borrowed for a parcel.

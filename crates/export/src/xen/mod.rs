@@ -25,6 +25,7 @@ mod queue;
 mod record;
 mod reopen;
 mod ring;
+mod toolstack;
 mod watch;
 
 use std::fmt;
@@ -53,7 +54,8 @@ use claim::{Claim, images};
 use device::Device;
 pub use device::{Listed, detach, list};
 use nodes::{NodeError, Paths};
-pub use watch::{ToolstackDevice, Wanted, Watch, WatchOptions};
+pub use toolstack::{ToolstackDevice, Wanted};
+pub use watch::{Watch, WatchOptions};
 
 /// Reasons why a device or a watch cannot be started.
 #[derive(Debug, thiserror::Error)]

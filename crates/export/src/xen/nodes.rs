@@ -17,7 +17,7 @@ use blockyard_image::SECTOR;
 use blockyard_ring::xen::{Access, Node, Store, StoreError, Transaction};
 
 use super::abi::{Abi, INDIRECT_SEGMENTS};
-use super::watch::{ToolstackDevice, Wanted};
+use super::toolstack::{ToolstackDevice, Wanted};
 use super::{XenData, XenOptions};
 use crate::fingerprint;
 

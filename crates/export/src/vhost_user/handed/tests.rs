@@ -1,5 +1,7 @@
 //! Parcels of an export, without servers.
 
+use std::os::fd::{AsFd, OwnedFd};
+
 use blockyard_ring::parcel::Parcel;
 use rustix::fs::MemfdFlags;
 
