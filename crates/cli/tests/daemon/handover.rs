@@ -113,8 +113,8 @@ pub fn serves(daemon: &Daemon) {
 }
 
 /// Checks that 19 hand-overs have leaked no descriptor: a leak in each is 19 more than early ones.
-/// A few more may be open, because a server opens its journal with its first change, and connections
-/// of the API and of commands come and go.
+/// A few more may be open: a server opens its journal with its first change, and connections of the
+/// API and of commands come and go.
 pub fn has_no_more_descriptors(daemon: &Daemon, before: &[String]) {
     let now = daemon.descriptors();
     assert!(now.len() < before.len() + 10, "open are {now:?}, and earlier {before:?}");
