@@ -1,4 +1,4 @@
-//! Blocking calls whose results an executor awaits.
+//! Blocking calls. An executor awaits their results.
 //!
 //! In: a closure that may block. Out: its result, on the executor that awaits it. The threads are
 //! those of a [`Pool`].
