@@ -51,9 +51,9 @@ impl Guest {
         Self::start_in(kind, options, script, limit, folder, temporary)
     }
 
-    /// Starts a QEMU guest that outlives this test, because later tests use it. No destructor ends
-    /// the guest: its script must end it. It leaves no files. It has started when it prints a
-    /// line that begins with `ready`.
+    /// Starts a QEMU guest that outlives this test, because later tests use it. It ends with this
+    /// process, although no destructor runs then. It leaves no files. It has started when it prints
+    /// a line that begins with `ready`.
     #[track_caller]
     pub fn start_to_stay<S: Into<OsString>>(
         options: impl IntoIterator<Item = S>,
@@ -61,6 +61,8 @@ impl Guest {
         limit: Duration,
         ready: &str,
     ) -> Self {
+        let options =
+            ["--lease".into()].into_iter().chain(options.into_iter().map(Into::<OsString>::into));
         let mut guest =
             Self::start_in(GuestKind::Qemu, options, script, limit, Folder::new(), None);
         guest.expect(ready);
@@ -87,7 +89,8 @@ impl Guest {
         let mut command = Command::new(runner);
         command.args(options.into_iter().map(Into::into));
         command.arg("--timeout").arg(limit.as_secs().to_string()).arg(file);
-        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        // The input ends with this process (`--lease`).
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         if let Some(temporary) = temporary {
             command.env("TMPDIR", temporary);
         }

@@ -4,6 +4,7 @@
 //! ```text
 //!   daemon    `blockyard serve` as a process: ready line, log, signals, its descriptors and memory
 //!   guest     guests/uml and guests/qemu: runs a script in a virtual machine; output line by line
+//!   qmp       QEMU's monitor: pauses a guest, adds a device, begins a migration
 //!   server    a disk that the test's own process serves
 //!   here      folders, images, commands
 //! ```
@@ -16,6 +17,7 @@
 
 pub mod daemon;
 pub mod guest;
+pub mod qmp;
 pub mod server;
 
 use std::ffi::OsStr;

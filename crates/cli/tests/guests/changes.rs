@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use serde_json::json;
 
+use crate::common::qmp::Qmp;
 use crate::common::{GuestKind, md5};
 use crate::fixture::{GuestFixture, STEP};
-use crate::qmp::Qmp;
 
 const MIB: u64 = 1 << 20;
 

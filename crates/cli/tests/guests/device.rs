@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use serde_json::json;
 
+use crate::common::qmp::Qmp;
 use crate::common::{Daemon, GuestKind, SOON, until};
 use crate::fixture::GuestFixture;
-use crate::qmp::Qmp;
 
 const MIB: u64 = 1 << 20;
 /// Allowed growth of the daemon's memory in kilobytes. Allocators keep freed memory.

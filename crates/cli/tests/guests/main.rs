@@ -35,5 +35,4 @@ mod holder;
 mod live;
 mod migration;
 mod neighbours;
-mod qmp;
 mod runner;

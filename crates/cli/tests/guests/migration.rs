@@ -13,9 +13,9 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
+use crate::common::qmp::Qmp;
 use crate::common::{Daemon, Folder, Guest, GuestKind, TOOL, md5, tool, until};
 use crate::fixture::script_with_prelude;
-use crate::qmp::Qmp;
 
 const SIZE: u64 = 12 << 20;
 const NAMES: [&str; 3] = ["raw", "qcow2", "nbd"];

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use crate::common::TOOL;
+use super::TOOL;
 
 pub struct Qmp {
     stream: BufReader<UnixStream>,
