@@ -101,6 +101,7 @@ impl Host {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{Limit, Limits};
 
     #[test]
     fn disks_on_a_device_of_the_same_name_share_it() {
@@ -139,5 +140,29 @@ mod tests {
         assert_eq!((one.figures().weight, two.figures().weight), (10.0, 20.0));
         one.set(&weight(200), 4);
         assert_eq!((one.figures().weight, two.figures().weight), (15.0, 15.0));
+    }
+
+    #[test]
+    fn a_change_of_a_group_reaches_each_of_its_disks() {
+        const NOW: Time = 1_000_000_000;
+        let host = Host::default();
+        let rate = Limit { rate: 1000, max: None, length: std::time::Duration::from_secs(1) };
+        let limits = Limits { bps: Some(rate), ..Limits::default() };
+        let group = Knobs { limits, ..Knobs::default() };
+        let disk = || host.share(None, Some(("g", &group)), &Knobs::default());
+        let closed = disk();
+        let disks = [disk(), disk(), disk()];
+        drop(closed);
+        let disks = disks.into_iter().chain([disk()]).collect::<Vec<_>>();
+        let kind = crate::OperationKind::Write;
+        let write = crate::Operation { kind, bytes: 10_000, sequential: false, requests: 1 };
+        for disk in &disks {
+            let _ = disk.force(NOW, &write);
+            assert!(disk.paused_until(NOW).is_some());
+        }
+        host.set_group("g", &Knobs::default(), NOW);
+        for disk in &disks {
+            assert_eq!(disk.paused_until(NOW), None, "the group has no limit now");
+        }
     }
 }
