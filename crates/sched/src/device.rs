@@ -567,3 +567,6 @@ impl Device {
         self.time_of(account, self.costs.of_request(operation))
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -168,7 +168,7 @@ impl Device {
     }
 
     /// Holds the disks over their share, so that the others show their service times without them.
-    fn begin_probe(&self, state: &mut State, now: Time) {
+    pub(super) fn begin_probe(&self, state: &mut State, now: Time) {
         state.probe.begin(now);
         self.baseline.begin_probe();
         self.stall_at.store(Time::MAX, Relaxed);
