@@ -141,6 +141,16 @@ mod tests {
     }
 
     #[test]
+    fn a_change_of_the_limits_forgives_no_debt_of_forced_operations() {
+        let share = Host::default().share(None, None, &bps(1000));
+        let now = 1000 * SECOND;
+        let _ = share.force(now, &write(10_000));
+        share.set(&bps(2000), now);
+        let paid = share.paused_until(now).unwrap();
+        assert!((now + 4 * SECOND..=now + 5 * SECOND).contains(&paid), "{paid}");
+    }
+
+    #[test]
     fn a_forced_operation_is_owed_to_the_neighbours_on_the_device() {
         let host = Host::default();
         let device = Some(("d", &DeviceProfile::FLASH));

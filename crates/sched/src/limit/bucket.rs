@@ -215,4 +215,15 @@ mod tests {
         assert_eq!(bucket.charge(5, 1, change), Ok(Ok(())));
         assert_eq!(bucket.full.load(Acquire), 4_000_000);
     }
+
+    /// A unit costs 333,333,333 1/3 nanoseconds.
+    #[test]
+    fn refunds_return_exactly_what_was_charged() {
+        let bucket = Bucket::default();
+        bucket.succeed(&Bucket::default(), 3, 10_000_000, 1, 0);
+        (0..3).for_each(|_| bucket.force(0, 1));
+        assert_eq!(bucket.full.load(Acquire), SECOND);
+        (0..3).for_each(|_| bucket.refund(1));
+        assert_eq!(bucket.full.load(Acquire), 0);
+    }
 }
