@@ -72,3 +72,77 @@ impl Disk {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+    use std::sync::Mutex;
+
+    use blockyard_image::CacheMode;
+
+    use super::*;
+    use crate::backend::Source;
+    use crate::disk::DiskOptions;
+
+    /// Counts the reports. `takes`: whether the observer takes the next report.
+    struct Reports {
+        count: Mutex<u32>,
+        takes: AtomicBool,
+    }
+
+    impl DiskObserver for Reports {
+        fn changed(&self, _: Weak<Disk>) -> bool {
+            *self.count.lock().unwrap() += 1;
+            self.takes.load(Ordering::SeqCst)
+        }
+
+        fn connected(&self, _: &str, _: &'static str, _: &ClientId) {}
+
+        fn disconnected(&self, _: &str, _: &'static str, _: &ClientId, _: &str) {}
+    }
+
+    fn observed(takes: bool) -> (Arc<Disk>, Arc<Reports>) {
+        let options = DiskOptions {
+            name: "observed".into(),
+            serial: String::new(),
+            read_only: false,
+            cache: CacheMode::None,
+            filters: Vec::new(),
+            on_enospc: Default::default(),
+        };
+        let disk = Arc::new(Disk::new(options, Source::Null { size: 512 }));
+        let reports = Arc::new(Reports { count: Mutex::default(), takes: takes.into() });
+        disk.observe(reports.clone());
+        (disk, reports)
+    }
+
+    #[test]
+    fn a_change_is_reported_again_only_after_it_was_handled() {
+        let (disk, reports) = observed(true);
+        disk.report_change();
+        disk.report_change();
+        assert_eq!(*reports.count.lock().unwrap(), 1);
+        disk.handled();
+        disk.report_change();
+        assert_eq!(*reports.count.lock().unwrap(), 2);
+    }
+
+    #[test]
+    fn the_next_change_after_a_lost_report_is_reported() {
+        let (disk, reports) = observed(false);
+        disk.report_change();
+        reports.takes.store(true, Ordering::SeqCst);
+        disk.report_change();
+        assert_eq!(*reports.count.lock().unwrap(), 2);
+    }
+
+    #[test]
+    fn a_disk_reports_once_that_it_is_poisoned() {
+        let (disk, reports) = observed(true);
+        let error = io::Error::other("broken");
+        disk.poison("a flush", &error);
+        disk.handled();
+        disk.poison("a flush", &error);
+        assert_eq!(*reports.count.lock().unwrap(), 1);
+    }
+}
