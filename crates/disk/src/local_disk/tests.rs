@@ -355,3 +355,57 @@ fn discards_are_no_credit_for_later_work() {
         );
     }
 }
+
+#[test]
+fn a_request_beyond_the_limit_waits() {
+    use blockyard_sched::{Knobs, Limit, Limits, Share};
+
+    let bps = Some(Limit { rate: 1, max: None, length: Duration::from_secs(1) });
+    let knobs = Knobs { limits: Limits { bps, ..Limits::default() }, ..Knobs::default() };
+    let share = Arc::new(Share::new(None, None, &knobs));
+    let disk = Arc::new(Disk::sharing(options(), Source::Null { size: CAPACITY }, share));
+    let executor = Executor::new().unwrap();
+    let handle = executor.handle().clone();
+    let test = async move {
+        let served = LocalDisk::local(&handle, &disk).unwrap();
+        assert_eq!(ask(&served, WRITE, 0, 512).await, Ok(()), "the limit admits one");
+        let mut second = Box::pin(ask(&served, WRITE, 0, 512));
+        let waits = std::future::poll_fn(|cx| {
+            std::task::Poll::Ready(second.as_mut().poll(cx).is_pending())
+        });
+        assert!(waits.await, "the limit admits no second one");
+        served.suspend();
+        assert_eq!(second.await, Ok(()));
+    };
+    executor.block_on(test).unwrap();
+}
+
+#[test]
+fn a_disk_with_neighbours_syncs_when_much_is_dirty() {
+    let host = blockyard_sched::Host::default();
+    let device = Some(("d", &blockyard_sched::DeviceProfile::FLASH));
+    let share = || host.share(device, None, &blockyard_sched::Knobs::default());
+    let (path, source) = cached_file(CAPACITY);
+    let (disk, neighbour) = (Disk::sharing(options(), source, share()), share());
+    assert!(!disk.dirties(1 << 30), "it has no neighbour");
+    let kind = blockyard_sched::OperationKind::Read;
+    let read = blockyard_sched::Operation { kind, bytes: 512, sequential: false, requests: 1 };
+    for share in [disk.share(), &neighbour] {
+        share.on_reactor().ask(1, &read).unwrap();
+    }
+    assert!(!disk.dirties(8 << 20), "as much as may be dirty");
+    assert!(disk.dirties(512));
+    std::fs::remove_file(&path).unwrap();
+}
+
+#[test]
+fn the_capacity_that_is_set_bounds_the_requests() {
+    let (_, served) = simulated(options());
+    run(async move {
+        served.disk().set_capacity(CAPACITY / 2);
+        assert_eq!(ask(&served, Op::Read, CAPACITY / 2 - 512, 512).await, Ok(()));
+        assert_eq!(ask(&served, Op::Read, CAPACITY / 2, 512).await, Err(Failure::OutOfRange));
+        served.disk().set_capacity(CAPACITY);
+        assert_eq!(ask(&served, Op::Read, CAPACITY / 2, 512).await, Ok(()));
+    });
+}

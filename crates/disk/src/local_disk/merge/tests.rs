@@ -170,6 +170,22 @@ fn adjacent_requests_are_one_operation_and_each_is_answered_and_counted() {
 }
 
 #[test]
+fn a_run_is_volatile_if_its_requests_are() {
+    for (op, volatile) in [(WRITE, true), (Op::Write { fua: true }, false), (Op::Read, false)] {
+        let request = |offset| {
+            let answers = Rc::new(RefCell::new(vec![None]));
+            let segments = Segments::buffer(512);
+            Request::new(op, offset, 512, segments, Instant::now(), Note(answers, 0))
+        };
+        let mut run = Run::default();
+        assert!(!run.is_volatile());
+        run.fill([request(0), request(512)].into_iter());
+        assert_eq!(run.is_volatile(), volatile, "{op:?}");
+        run.parts.drain(..).for_each(|request| request.finish(OK).answer());
+    }
+}
+
+#[test]
 fn other_requests_stay_separate_and_in_order() {
     let stage = Stage::new(MIB);
     run(async move {
