@@ -360,3 +360,21 @@ fn a_second_front_end_waits_or_is_refused() {
     assert_eq!((&second).read(&mut [0; 1]).unwrap(), 0, "closed");
     assert_eq!(first.ask(R::SET_VRING_NUM, &words(&[64 << 32]), &[]).unwrap(), DONE);
 }
+
+#[test]
+fn front_ends_that_wait_are_served_in_the_order_of_their_connections() {
+    let export = Fixture::start(SecondClient::Wait);
+    let first = export.connect();
+    let waiting = [(); 2].map(|()| {
+        let stream = UnixStream::connect(&export.socket).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        (&stream).write_all(&[1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0]).unwrap();
+        // The export answers the first front end after it has accepted the others.
+        assert_eq!(first.ask(R::SET_VRING_NUM, &words(&[64 << 32]), &[]).unwrap(), DONE);
+        stream
+    });
+    drop(first);
+    for stream in waiting {
+        (&stream).read_exact(&mut [0; 20]).unwrap();
+    }
+}

@@ -93,3 +93,34 @@ pub fn space(disk: &Disk, shape: QueueShape, write_back: bool) -> Vec<u8> {
     space.extend([0; 3]);
     space
 }
+
+#[cfg(test)]
+mod tests {
+    use blockyard_disk::{DiskOptions, Source};
+    use blockyard_image::{CacheMode, ChainOptions};
+
+    use super::*;
+
+    /// Virtio 1.2, section 5.2.4.
+    #[test]
+    fn each_field_of_the_configuration_space_has_its_place() {
+        let options = DiskOptions {
+            name: "disk".into(),
+            serial: String::new(),
+            read_only: false,
+            cache: CacheMode::None,
+            filters: Vec::new(),
+            on_enospc: Default::default(),
+        };
+        let disk = Disk::new(options, Source::open(&ChainOptions::new("ram:1M")).unwrap());
+        let space = space(&disk, QueueShape { queues: 3, size: 64 }, true);
+        let word = |at: usize| u32::from_le_bytes(space[at..at + 4].try_into().unwrap());
+        assert_eq!(space.len(), 60);
+        assert_eq!((word(0), word(4)), (2048, 0), "the capacity in sectors");
+        assert_eq!((word(8), word(12), word(20)), (SIZE_MAX, 62, 512));
+        assert_eq!(space[32..36], [1, 0, 3, 0], "the write cache, and the number of queues");
+        assert_eq!((word(36), word(40)), (DISCARD_SECTORS, DISCARD_SEGMENTS));
+        assert_eq!((word(48), word(52)), (DISCARD_SECTORS, DISCARD_SEGMENTS));
+        assert_eq!(space[56..], [1, 0, 0, 0], "zeroes may unmap");
+    }
+}

@@ -300,6 +300,35 @@ mod tests {
         assert_eq!(parsed.action.requests(), 3);
     }
 
+    /// Virtio 1.2, section 5.2.6.2.
+    #[test]
+    fn only_zeroes_may_unmap_and_other_flags_are_unsupported() {
+        let memory = memory(0);
+        let (header, range) = (memory.slice(0, 16, 1).unwrap(), memory.slice(64, 16, 1).unwrap());
+        range.copy_in(8, 8u32.to_le_bytes());
+        let descs = [desc(0, 16, false), desc(64, 16, false), desc(0x1fff, 1, true)];
+        let (discard, zeroes) = (11u32, 13u32);
+        let unmaps = |unmap| Some(Op::WriteZeroes { unmap, fua: true, fast: false });
+        for (kind, flags, expected) in [
+            (discard, 0u32, Some(Op::Discard)),
+            (discard, 1, None),
+            (zeroes, 0, unmaps(false)),
+            (zeroes, 1, unmaps(true)),
+            (zeroes, 2, None),
+            (zeroes, 3, None),
+        ] {
+            header.copy_in(0, kind.to_le_bytes());
+            range.copy_in(12, flags.to_le_bytes());
+            let parsed = ask(&memory, &descs, &mut Segments::default()).unwrap();
+            let got = match parsed.action {
+                Action::One { op, offset: 0, len: 4096 } => Some(op),
+                Action::Now { status: Err(Failure::Unsupported), .. } => None,
+                other => panic!("{kind} with flags {flags}: {other:?}"),
+            };
+            assert_eq!(got, expected, "{kind} with flags {flags}");
+        }
+    }
+
     #[test]
     fn a_request_across_many_regions_has_a_bounded_number_of_segments() {
         let memory = memory(500);

@@ -249,6 +249,20 @@ fn messages_lead_to_the_state_that_they_describe() {
     assert!(!state.vrings[1].started && !state.vrings[1].enabled);
 }
 
+/// Virtio 1.2, section 5.2.5.2.
+#[test]
+fn a_driver_that_cannot_flush_has_no_write_cache() {
+    use super::super::config::F_FLUSH;
+
+    let mut front = Front::new();
+    let write_back = |front: &Front| front.session().state.write_back;
+    assert_eq!(front.send(R::SET_FEATURES, &words(&[FEATURES | F_FLUSH]), &[]), DONE);
+    assert!(write_back(&front));
+    assert_eq!(front.send(R::SET_FEATURES, &words(&[FEATURES & !F_FLUSH]), &[]), DONE);
+    assert!(!write_back(&front));
+    assert!(!front.session().device.write_back.load(std::sync::atomic::Ordering::Relaxed));
+}
+
 #[test]
 fn a_refused_message_leaves_the_state_unchanged() {
     let mut front = Front::started();

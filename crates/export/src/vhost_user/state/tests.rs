@@ -186,3 +186,22 @@ fn the_base_of_a_ring_is_valid_only_if_the_ring_was_stopped() {
     vring.stopped(None);
     assert_eq!((vring.base, vring.is_base_valid, vring.started), (9, false, false));
 }
+
+#[test]
+fn a_front_end_acknowledges_only_if_it_has_negotiated_that() {
+    let mut state = state();
+    assert!(!state.acknowledges());
+    assert_eq!(state.apply(accept_protocol(VhostUserProtocolFeatures::MQ)), Ok(Effect::None));
+    assert!(!state.acknowledges());
+    let protocol = VhostUserProtocolFeatures::REPLY_ACK;
+    assert_eq!(state.apply(accept_protocol(protocol)), Ok(Effect::None));
+    assert!(state.acknowledges());
+}
+
+/// Virtio 1.2, sections 2.7 and 2.8.
+#[test]
+fn a_used_ring_ends_with_the_event_index() {
+    assert_eq!(used_bytes(8, false, false), 4 + 8 * 8);
+    assert_eq!(used_bytes(8, false, true), 4 + 8 * 8 + 2);
+    assert_eq!((used_bytes(8, true, false), used_bytes(8, true, true)), (4, 4));
+}
