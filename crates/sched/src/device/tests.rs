@@ -26,12 +26,13 @@ fn the_window_closes_as_soon_as_a_disk_begins_to_work_beside_another() {
 fn a_wait_that_is_cancelled_ends_the_probe() {
     let [one, two] = neighbours();
     let device = one.device().unwrap();
-    let granted = [one.ask(NOW, &SMALL), two.ask(NOW, &SMALL)];
+    for disk in [&one, &two] {
+        let _ = disk.ask(NOW, &SMALL).unwrap();
+    }
     let accounts: Vec<_> = device.state().accounts.iter().flatten().cloned().collect();
     accounts[1].is_over_share.store(true, Relaxed);
     device.begin_probe(&mut device.state(), NOW);
     assert!(device.state().probe.is_on() && accounts[1].held.load(Relaxed));
     one.withdraw(NOW + 1);
     assert!(!device.state().probe.is_on() && !accounts[1].held.load(Relaxed));
-    drop(granted);
 }
