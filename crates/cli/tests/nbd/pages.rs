@@ -66,9 +66,10 @@ fn runs_as_it_stands(name: &str, programs: &[&str]) {
 
 /// Runs commands in a folder, with `blockyard serve` in the background.
 fn runs(name: &str, folder: &Path, bin: &Path, text: &str) {
-    // The trap ends daemons also if the script fails.
+    // The trap ends daemons also if the script fails. A server that took over from another one is
+    // not a job of the script, and has its socket.
     let script = format!(
-        "{SERVE}trap 'kill $(jobs -p) $(cat *.pid 2>/dev/null) 2>/dev/null || :' EXIT\nset -x\n{text}{END}"
+        "{SERVE}trap 'kill $(jobs -p) $(cat *.pid 2>/dev/null) $(fuser api.sock 2>/dev/null) 2>/dev/null || :' EXIT\nset -x\n{text}{END}"
     );
     std::fs::write(folder.join("script"), script).unwrap();
     let mut command = Command::new("bash");
