@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use serde_json::json;
 
+use crate::common::GuestKind;
 use crate::common::qmp::Qmp;
-use crate::common::{GuestKind, md5};
-use crate::fixture::{GuestFixture, STEP};
+use crate::fixture::{GuestFixture, STEP, md5_of_first};
 
 const MIB: u64 = 1 << 20;
 
@@ -116,18 +116,12 @@ fn memory_is_plugged_in_and_out_under_load_in_qemu() {
 /// that part.
 fn scatter(fixture: &GuestFixture, bytes: u64) -> String {
     use std::os::unix::fs::FileExt;
-    let image = std::fs::File::options().read(true).write(true).open(&fixture.image).unwrap();
+    let image = std::fs::File::options().write(true).open(&fixture.image).unwrap();
     let mut random = vec![0; 64 << 10];
     let mut source = std::fs::File::open("/dev/urandom").unwrap();
     for at in (0..bytes).step_by(3 * MIB as usize) {
         std::io::Read::read_exact(&mut source, &mut random).unwrap();
         image.write_all_at(&random, at).unwrap();
     }
-    let copy = fixture.folder.join("part");
-    std::io::copy(
-        &mut std::io::Read::take(&image, bytes),
-        &mut std::fs::File::create(&copy).unwrap(),
-    )
-    .unwrap();
-    md5(&copy)
+    md5_of_first(bytes, &fixture.image, &fixture.folder.join("part"))
 }

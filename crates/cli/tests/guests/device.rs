@@ -34,7 +34,7 @@ for n in 0 1 2 3 4 5; do
         [[ -b /dev/vda ]] && break
         nap 0.02
     done
-    load --name=check --filename=/dev/vda --rw=randwrite --bs=4k --size=2M --randseed=$n
+    load --name=check --filename=/dev/vda --rw=randwrite --bs=4k --size=512k --randseed=$n
     [[ $n == [1234] ]] || tell "bound $n"
 done
 "#;

@@ -8,11 +8,14 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crate::common::{BLOCKYARD, Daemon, Folder, Guest, GuestKind, allocated, md5, tool};
-use crate::fixture::{GuestFixture, Statistics, script_with_prelude};
+use crate::fixture::{GuestFixture, Statistics, md5_of_first, script_with_prelude};
 
 const MIB: u64 = 1 << 20;
 /// Sizes in bytes of the ext4 disk and of the XFS disk. mkfs.xfs needs the larger size.
 const DISKS: [u64; 2] = [96 * MIB, 304 * MIB];
+/// Number of bytes at the start of each disk that the guest and the host compare. Behind them the XFS
+/// disk has metadata and free space, and reading it all takes an emulated guest seconds.
+const COMPARED: u64 = 96 * MIB;
 /// Number of bytes that the guest writes, deletes and trims.
 const BIG: u64 = 40 * MIB;
 
@@ -21,9 +24,9 @@ exercise() { # FILE-SYSTEM DISK
     "mkfs.$1" -q "$2"
     mount "$2" /mnt
     load --directory=/mnt --end_fsync=1 \
-        --name=small --rw=randwrite --bs=4k --size=4M \
+        --name=small --rw=randwrite --bs=4k --size=2M \
         --name=large --rw=write --bs=64k --size=8M \
-        --name=mixed --rw=randrw --bsrange=4k-128k --size=8M --fsync=16
+        --name=mixed --rw=randrw --bsrange=4k-128k --size=4M --fsync=16
     rm /mnt/*.0
     head -c 40M /dev/urandom >/mnt/big
     sync
@@ -40,7 +43,7 @@ exercise() { # FILE-SYSTEM DISK
     ext4) e2fsck -fn "$2" >/tmp/fsck 2>&1 ;;
     xfs) xfs_repair -n "$2" >/tmp/fsck 2>&1 ;;
     esac || { cat /tmp/fsck && return 1; }
-    sum=$(dd if="$2" bs=1M iflag=direct status=none | md5sum)
+    sum=$(dd if="$2" bs=1M count=96 iflag=direct status=none | md5sum)
     echo "$1 $sum"
 }
 exercise ext4 /dev/vda
@@ -75,7 +78,8 @@ fn file_systems(kind: GuestKind) {
             .find_map(|l| l.strip_prefix(name))
             .unwrap_or_else(|| panic!("no sum: {output}"));
         let sum = line.split_whitespace().next().unwrap();
-        assert_eq!(sum, md5(image), "{name}: the guest and the host read different bytes");
+        let on_host = md5_of_first(COMPARED, image, &folder.join("part"));
+        assert_eq!(sum, on_host, "{name}: the guest and the host read different bytes");
         let (most, now) = (peak.most(), allocated(image));
         assert!(
             most >= BIG && now + BIG * 9 / 10 <= most,

@@ -1,9 +1,11 @@
 //! A disk, its daemon, and a guest that uses it.
 
-use std::path::PathBuf;
+use std::fs::File;
+use std::io::Read;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use crate::common::{Daemon, Folder, Guest, GuestKind, NAP, Signal, TOOL};
+use crate::common::{Daemon, Folder, Guest, GuestKind, NAP, Signal, TOOL, md5};
 
 /// Shell functions for the scripts.
 const PRELUDE: &str = r#"
@@ -109,6 +111,14 @@ impl GuestFixture {
             assert!(start.elapsed() < TOOL, "no {kind} within {TOOL:?}: {}", self.daemon().log());
         }
     }
+}
+
+/// Returns the MD5 sum of the first `bytes` of a file, which it copies to `part`.
+#[track_caller]
+pub fn md5_of_first(bytes: u64, file: &Path, part: &Path) -> String {
+    let mut first = File::open(file).unwrap().take(bytes);
+    std::io::copy(&mut first, &mut File::create(part).unwrap()).unwrap();
+    md5(part)
 }
 
 pub fn script_with_prelude(script: &str) -> String {

@@ -81,7 +81,7 @@ gone() { ! ls /dev/ublkb0 /dev/ublkc0 2>/dev/null || { cat /tmp/log && return 1;
 for ((round = 0; round < 2; round++)); do
     serve_as_user
     grep -q 'because the user has no privileges' /tmp/log || { cat /tmp/log && exit 1; }
-    [[ $round -gt 0 ]] || load --name=a --filename=/dev/ublkb0 --rw=randrw --bs=4k --size=8M --do_verify=1
+    [[ $round -gt 0 ]] || load --name=a --filename=/dev/ublkb0 --rw=randrw --bs=4k --size=1M --do_verify=1
     : >/tmp/events
     blockyard ctl --api /tmp/api events --since 0 --json >/tmp/events &
     events=$!
@@ -163,7 +163,7 @@ device=$(blockyard attach a.img)
 other=$(blockyard attach b.img --read-only)
 [[ $device == /dev/nbd? && $other == /dev/nbd? && $device != "$other" ]]
 [[ $(blockdev --getsize64 $device) == 33554432 && $(blockdev --getro $other) == 1 ]]
-load --name=a --filename=$device --rw=randrw --bs=4k --size=8M --do_verify=1
+load --name=a --filename=$device --rw=randrw --bs=4k --size=2M --do_verify=1
 mkfs.ext4 -q $device
 mount $device /mnt
 dd if=/dev/urandom of=/mnt/f bs=1M count=4 status=none
@@ -184,7 +184,7 @@ works() {
     while pgrep -f -- --attached >/dev/null || [[ -e /sys/block/nbd0/pid ]]; do nap 0.02; done
     [[ $(blockyard attach a.img) == /dev/nbd0 ]]
 }
-killed ioctl:2 -f -P /dev/nbd0
+killed ioctl:2 -f --seccomp-bpf -P /dev/nbd0
 grep -q 'signal 9 ended the server of the device before it was ready' /tmp/said || { cat /tmp/said && exit 1; }
 works
 pkill -9 -f -- --attached

@@ -15,7 +15,7 @@ if [[ $zero_copy ]]; then grep -q 'ublkb3 made: zero copy' /tmp/log; else grep -
 # A file system, and its contents afterwards.
 mkfs.ext4 -q /dev/ublkb3
 mount /dev/ublkb3 /mnt
-load --name=a --directory=/mnt --rw=randwrite --bsrange=512-64k --blockalign=512 --size=16M --fsync=32 --do_verify=1
+load --name=a --directory=/mnt --rw=randwrite --bsrange=512-64k --blockalign=512 --size=8M --fsync=32 --do_verify=1
 dd if=/dev/urandom of=/mnt/f bs=1M count=20 status=none
 sum=$(md5sum </mnt/f)
 sync
@@ -89,7 +89,7 @@ stop
 # Without a write cache the kernel sends no flushes.
 serve a.img --ublk=1 --cache writethrough
 [[ $(cat /sys/block/ublkb1/queue/write_cache) == "write through" ]]
-load --name=a --filename=/dev/ublkb1 --rw=randwrite --bs=4k --size=4M --do_verify=1
+load --name=a --filename=/dev/ublkb1 --rw=randwrite --bs=4k --size=1M --do_verify=1
 stop
 
 # Zero copy works with the page cache too: the kernel copies once.
@@ -97,7 +97,7 @@ serve a.img --ublk=1 --cache writeback --queues 2 --queue-size 16 --reactors 2
 [[ $(ls -d /sys/block/ublkb1/mq/* | wc -l) == 2 && $(cat /sys/block/ublkb1/queue/nr_requests) == 16 ]]
 # The next server may take it over with O_DIRECT.
 [[ $(cat /sys/block/ublkb1/queue/dma_alignment) == 511 ]]
-load --name=a --filename=/dev/ublkb1 --rw=randrw --bs=4k --size=4M --numjobs=1 --do_verify=1
+load --name=a --filename=/dev/ublkb1 --rw=randrw --bs=4k --size=1M --numjobs=1 --do_verify=1
 load --name=b --filename=/dev/ublkb1 --rw=write --bs=1M --offset=4M --size=4M --do_verify=1
 md5=$(md5sum </dev/ublkb1)
 ! grep memfd:ublk /proc/$pid/maps
