@@ -184,7 +184,7 @@ works() {
     while pgrep -f -- --attached >/dev/null || [[ -e /sys/block/nbd0/pid ]]; do nap 0.02; done
     [[ $(blockyard attach a.img) == /dev/nbd0 ]]
 }
-killed ioctl:2 -f --seccomp-bpf -P /dev/nbd0
+killed ioctl:2 -f -P /dev/nbd0
 grep -q 'signal 9 ended the server of the device before it was ready' /tmp/said || { cat /tmp/said && exit 1; }
 works
 pkill -9 -f -- --attached

@@ -15,7 +15,7 @@ if [[ $zero_copy ]]; then grep -q 'ublkb3 made: zero copy' /tmp/log; else grep -
 # A file system, and its contents afterwards.
 mkfs.ext4 -q /dev/ublkb3
 mount /dev/ublkb3 /mnt
-load --name=a --directory=/mnt --rw=randwrite --bsrange=512-64k --blockalign=512 --size=8M --fsync=32 --do_verify=1
+load --name=a --directory=/mnt --rw=randwrite --bsrange=512-64k --blockalign=512 --size=12M --fsync=32 --do_verify=1
 dd if=/dev/urandom of=/mnt/f bs=1M count=20 status=none
 sum=$(md5sum </mnt/f)
 sync

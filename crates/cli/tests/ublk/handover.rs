@@ -28,8 +28,7 @@ fails 1 'it is writable, and the disk is read-only now' -- \
 kill -0 $pid
 answered ublkb0
 # A new server that dies when all its queues fetch.
-! strace -qq -f --seccomp-bpf -o /tmp/strace -e trace=mmap -P /dev/ublkc0 \
-    -e inject=mmap:signal=KILL:when=1 \
+! strace -qq -f -o /tmp/strace -e trace=mmap -P /dev/ublkc0 -e inject=mmap:signal=KILL:when=1 \
     /host/blockyard serve "${options[@]}" --takeover /tmp/control >/tmp/other 2>>/tmp/log
 ! grep -q ready /tmp/other
 grep -q 'killed by SIGKILL' /tmp/strace || { cat /tmp/strace /tmp/log && exit 1; }

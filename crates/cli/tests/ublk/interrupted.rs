@@ -30,7 +30,7 @@ again() { # WHAT
 killed() { # CALL:NUMBER [-f] COMMAND...
     local call=${1%:*} number=${1#*:} options=()
     shift
-    [[ $1 != -f ]] || { options=(-f --seccomp-bpf) && shift; }
+    [[ $1 != -f ]] || { options=(-f) && shift; }
     [[ ! ${path:-} ]] || options+=(-P $path)
     ended=0
     strace -D -qq "${options[@]}" -o /tmp/strace -e trace=$call -e inject=$call:signal=KILL:when=$number \
