@@ -13,8 +13,8 @@ use crate::fixture::{GuestFixture, Statistics, md5_of_first, script_with_prelude
 const MIB: u64 = 1 << 20;
 /// Sizes in bytes of the ext4 disk and of the XFS disk. mkfs.xfs needs the larger size.
 const DISKS: [u64; 2] = [96 * MIB, 304 * MIB];
-/// Number of bytes at the start of each disk that the guest and the host compare. Behind them the XFS
-/// disk has metadata and free space, and reading it all takes an emulated guest seconds.
+/// Number of bytes at the start of each disk that the guest and the host compare. Behind them the
+/// XFS disk has metadata and free space, and reading it all takes an emulated guest seconds.
 const COMPARED: u64 = 96 * MIB;
 /// Number of bytes that the guest writes, deletes and trims.
 const BIG: u64 = 40 * MIB;
