@@ -504,7 +504,8 @@ pub fn detach(
     }
     paths.request_close(&mut store).map_err(store_failed)?;
     store.watch(&paths.back, "back").map_err(store_failed)?;
-    let (never, _writer) = rustix::pipe::pipe().map_err(|e| XenError::Host(e.into()))?;
+    let (never, _writer) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)
+        .map_err(|e| XenError::Host(e.into()))?;
     let deadline = std::time::Instant::now() + patience;
     let is_there = |store: &mut Store| Ok(paths.online(store)?.is_some() && paths.is_same(store)?);
     while is_there(&mut store).map_err(store_failed)? {

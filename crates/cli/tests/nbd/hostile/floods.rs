@@ -113,7 +113,7 @@ fn rustix_connect(socket: &Path) -> Option<UnixStream> {
     let fd = rustix::net::socket_with(
         AddressFamily::UNIX,
         SocketType::STREAM,
-        SocketFlags::NONBLOCK,
+        SocketFlags::NONBLOCK | SocketFlags::CLOEXEC,
         None,
     )
     .unwrap();
