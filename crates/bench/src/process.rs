@@ -2,6 +2,7 @@
 //! bytes.
 
 use std::io::{BufRead, BufReader, Read};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
@@ -53,6 +54,8 @@ pub struct Process {
 
 /// Time a process has to end. It removes its files, and its disk may be slow.
 const ENDING: Duration = Duration::from_secs(30);
+/// Time that a server has until it listens.
+const LISTENS: Duration = Duration::from_secs(20);
 /// Longest wait for the rest of an ended process: its last output, and the killed processes of its
 /// group.
 const REST: Duration = Duration::from_secs(2);
@@ -105,6 +108,23 @@ impl Process {
     /// Returns what the process has written to standard error so far.
     pub fn errors(&self) -> String {
         self.errors.lock().unwrap_or_else(|e| e.into_inner()).clone()
+    }
+
+    /// Waits until a process listens on a Unix socket. The file of the socket exists before that:
+    /// between bind and listen a connection is refused.
+    pub fn until_it_listens(&mut self, socket: &Path, stop: &Stop) -> Result<()> {
+        let begin = Instant::now();
+        while !listens(socket)? {
+            stop.check()?;
+            anyhow::ensure!(
+                begin.elapsed() < LISTENS && self.child.try_wait()?.is_none(),
+                "the server does not listen on {}: {}",
+                socket.display(),
+                self.errors().trim()
+            );
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Ok(())
     }
 
     /// Returns the next line of output and its time. None: the process has closed its output.
@@ -191,6 +211,19 @@ impl Drop for Process {
     fn drop(&mut self) {
         let _ = self.end();
     }
+}
+
+/// Returns whether a process listens on a Unix socket that was bound by this path.
+fn listens(socket: &Path) -> Result<bool> {
+    const TABLE: &str = "/proc/net/unix";
+    let table = std::fs::read(TABLE).with_context(|| format!("reading {TABLE}"))?;
+    // Columns: address, references, protocol, flags, type, state, inode, path. Only listening
+    // sockets have this flag (__SO_ACCEPTCON).
+    let (flag, path) = (b" 00010000 ", socket.as_os_str().as_bytes());
+    Ok(table.split(|byte| *byte == b'\n').any(|line| {
+        line.windows(flag.len()).any(|part| part == flag)
+            && line.strip_suffix(path).is_some_and(|rest| rest.ends_with(b" "))
+    }))
 }
 
 /// Creates a durable file of random bytes without holes.

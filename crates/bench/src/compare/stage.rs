@@ -193,17 +193,8 @@ impl Stage {
             }
             _ => return Ok(None),
         };
-        let server = Process::start(&command)?;
-        let begin = Instant::now();
-        while !socket.exists() {
-            self.stop.check()?;
-            anyhow::ensure!(
-                begin.elapsed() < Duration::from_secs(20),
-                "the server does not listen: {}",
-                server.errors()
-            );
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        let mut server = Process::start(&command)?;
+        server.until_it_listens(&socket, &self.stop)?;
         Ok(Some(server))
     }
 

@@ -4,7 +4,6 @@
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use blockyard_program::peer;
@@ -13,9 +12,6 @@ use clap::Parser;
 use super::Figures;
 use crate::client;
 use crate::process::{Process, Stop, fill};
-
-/// A server that does not listen after this time has failed.
-const LISTENS: Duration = Duration::from_secs(20);
 
 pub struct Workspace {
     pub folder: PathBuf,
@@ -77,20 +73,8 @@ impl Workspace {
 
     /// Starts a server, and waits until it listens.
     pub fn start(&self, command: &Command, socket: &Path) -> Result<Process> {
-        let server = Process::start(command)?;
-        let begin = Instant::now();
-        while !socket.exists() {
-            self.stop.check()?;
-            anyhow::ensure!(
-                begin.elapsed() < LISTENS,
-                "the server does not listen: {}",
-                server.errors().trim()
-            );
-            std::thread::sleep(Duration::from_millis(5));
-        }
-        // A connection between the server's bind and its listen is refused. The server listens
-        // shortly after the socket exists.
-        std::thread::sleep(Duration::from_millis(50));
+        let mut server = Process::start(command)?;
+        server.until_it_listens(socket, &self.stop)?;
         Ok(server)
     }
 
