@@ -416,6 +416,14 @@ impl<S: Storage> Backend<S> {
         }
     }
 
+    /// Like [`Backend::close`], for an image that another process of this host opens next.
+    pub async fn leave(&self) -> io::Result<()> {
+        match self {
+            Backend::Image(image) => image.leave().await,
+            _ => Ok(()),
+        }
+    }
+
     /// Discards a range. Offset and length are in bytes.
     pub async fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
         match self {

@@ -6,6 +6,7 @@
 
 use std::time::Duration;
 
+use blockyard_image::LeftImage;
 use blockyard_sched::ShareState;
 use serde::{Deserialize, Serialize};
 
@@ -28,6 +29,8 @@ pub struct Carried {
     /// Longest time that a quiesce has held requests back, in microseconds.
     pub held_back_us: u64,
     pub share: ShareState,
+    /// The topmost image's file as it was left. None: the next server checks the image.
+    pub left: Option<LeftImage>,
 }
 
 impl Disk {
@@ -41,11 +44,14 @@ impl Disk {
             syncs,
             held_back_us: self.longest_held_back().as_micros() as u64,
             share: self.share().hand_over(sched_time()),
+            left: self.source().chain().and_then(|chain| chain.top().left()),
         }
     }
 
     /// Continues from the figures of another server. Call it before the first export starts.
     pub fn continue_from(&self, carried: &Carried) {
+        // The earlier server need not have synced what it had written.
+        self.note_unsynced();
         self.share().continue_from(sched_time(), &carried.share);
         self.flushes.continue_from(carried.flushes.min(MAX_COUNT), carried.syncs.min(MAX_COUNT));
         self.note_held_back(Duration::from_micros(carried.held_back_us.min(MAX_COUNT)));

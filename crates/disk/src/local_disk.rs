@@ -343,13 +343,23 @@ impl<S: Storage> LocalDisk<S> {
 
     /// Closes the image at the end of the disk; see [`Backend::close`].
     pub async fn close(&self) -> Status {
+        self.end(async |backend| backend.close().await).await
+    }
+
+    /// Leaves the image to another process at the end of the disk; see [`Backend::leave`].
+    pub async fn leave(&self) -> Status {
+        self.end(async |backend| backend.leave().await).await
+    }
+
+    async fn end(&self, end: impl AsyncFnOnce(&Backend<S>) -> io::Result<()>) -> Status {
         if self.disk.options().read_only || self.disk.poisoned().is_some() {
             return self.check_not_poisoned(Op::Flush);
         }
         let admitted = self.enter().await;
-        let closed = admitted.image.backend.close().await;
-        let keeps = |e: &io::Error| is_full(e) && admitted.image.backend.keeps_metadata();
-        closed
+        let backend = &admitted.image.backend;
+        let ended = end(backend).await;
+        let keeps = |e: &io::Error| is_full(e) && backend.keeps_metadata();
+        ended
             .inspect_err(|e| match keeps(e) {
                 true => self.disk.note_unsynced(),
                 false => self.disk.poison("closing the image", e),

@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
-use blockyard_disk::{Disk, LocalDisk};
+use blockyard_disk::{Disk, LocalDisk, Status};
 use blockyard_ring::Remote;
+use blockyard_storage::{ImageFile, Store};
 
 use crate::Reactors;
 
@@ -33,17 +34,44 @@ fn has_changes(disk: &Disk) -> bool {
     disk.source().chain().is_some_and(|chain| chain.top().has_changes())
 }
 
-/// Like [`close`], for a disk that another server serves next. A raw image is not synced: each
-/// flush of the guest syncs the whole file, whatever process has written it. An image with metadata
-/// is closed, because to open it after a death takes a repair of the whole image. Returns false if
-/// a step failed.
+/// Like [`close`], for a disk that another server of this host serves next. What was written to
+/// files of this host is not synced: each flush of the guest syncs the whole file, whatever process
+/// has written it. Metadata of an image are written to its file, because to open it after a death
+/// takes a repair of the whole image. Returns false if a step failed.
 pub fn leave(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
-    if disk.source().chain().is_some() || disk.poisoned().is_some() {
+    if disk.poisoned().is_some() || !is_on_this_host(disk) {
         return close(disk, reactors);
     }
     disk.end_work();
-    forget(disk, reactors);
-    true
+    if !has_changes(disk) {
+        forget(disk, reactors);
+        return true;
+    }
+    let leaving = serving(disk, reactors);
+    reactors.all().filter(|reactor| !reactor.is(&leaving)).for_each(|other| forget_on(other, disk));
+    end_on(&leaving, disk, async |served| served.leave().await)
+}
+
+/// Returns whether all that is written to the disk is in files of this host.
+fn is_on_this_host(disk: &Disk) -> bool {
+    let source = disk.source();
+    let is_file = |file: &Arc<ImageFile>| file.id().is_some();
+    match source.chain().map(|chain| chain.top()) {
+        Some(top) => is_file(&top.file) && top.data.iter().all(is_file),
+        None => source.file().is_none_or(is_file),
+    }
+}
+
+/// Returns a reactor that has served the disk if there is one, or else any.
+fn serving(disk: &Arc<Disk>, reactors: &Reactors) -> Remote {
+    let serves = |reactor: &&Remote| {
+        let disk = disk.clone();
+        let known = reactor.ask(move |handle, reply| {
+            reply.send(LocalDisk::known(handle, &disk).is_some());
+        });
+        known.unwrap_or(false)
+    };
+    reactors.all().find(serves).cloned().unwrap_or_else(|| reactors.next())
 }
 
 /// Removes `disk` from every reactor.
@@ -73,33 +101,31 @@ pub fn close(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
     }
     // To close the image syncs it, on a reactor that has written to it if there is one. The others
     // sync what they have written.
-    let serves = |reactor: &&Remote| {
-        let disk = disk.clone();
-        let known = reactor.ask(move |handle, reply| {
-            reply.send(LocalDisk::known(handle, &disk).is_some());
-        });
-        known.unwrap_or(false)
-    };
-    let closing = reactors.all().find(serves).cloned().unwrap_or_else(|| reactors.next());
+    let closing = serving(disk, reactors);
     let mut good = true;
     for reactor in reactors.all().filter(|reactor| !reactor.is(&closing)) {
         good &= disk.is_inactive() || sync_on(reactor, disk);
         forget_on(reactor, disk);
     }
-    close_on(&closing, disk) && good
+    end_on(&closing, disk, async |served| served.close().await) && good
 }
 
-fn close_on(reactor: &Remote, disk: &Arc<Disk>) -> bool {
+/// Ends the disk on its last reactor by `end`.
+fn end_on(
+    reactor: &Remote,
+    disk: &Arc<Disk>,
+    end: impl AsyncFnOnce(&LocalDisk<Store>) -> Status + Send + 'static,
+) -> bool {
     let disk = disk.clone();
-    let closed = reactor.ask(move |handle, reply| match LocalDisk::local(handle, &disk) {
+    let ended = reactor.ask(move |handle, reply| match LocalDisk::local(handle, &disk) {
         Ok(served) => {
             LocalDisk::forget(handle, &disk);
-            handle.spawn(async move { reply.send(served.close().await.is_ok()) });
+            handle.spawn(async move { reply.send(end(&served).await.is_ok()) });
         }
         Err(e) => {
             tracing::error!(disk = disk.name(), "cannot close its image: {e}");
             reply.send(false);
         }
     });
-    closed.unwrap_or(false)
+    ended.unwrap_or(false)
 }

@@ -77,6 +77,11 @@ impl Reactors {
         }
     }
 
+    /// Starts what the first export would start, so that it starts sooner.
+    pub fn prepare(&self) -> io::Result<()> {
+        self.acceptor().map(drop)
+    }
+
     /// Returns the acceptor, and starts it at the first call.
     pub(crate) fn acceptor(&self) -> io::Result<Arc<Acceptor>> {
         let mut acceptor = self.acceptor.lock().unwrap_or_else(PoisonError::into_inner);

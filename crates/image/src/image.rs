@@ -233,6 +233,16 @@ impl<S: Storage> Image<S> {
         }
     }
 
+    /// Leaves the image to another process of this host. All answered writes are in the files. What
+    /// was not flushed may be lost at a power cut. Call it with no request in flight.
+    pub async fn leave(&self) -> io::Result<()> {
+        match self.top() {
+            Layer::Raw { .. } => Ok(()),
+            Layer::Qcow2(image) => image.leave(&self.backing()).await,
+            Layer::Cow(image) => image.leave().await,
+        }
+    }
+
     /// Copies up the parts of a range that only the backing images have.
     pub async fn populate(&self, offset: u64, len: u64) -> io::Result<()> {
         let _guard = self.epoch.enter(&self.participant);

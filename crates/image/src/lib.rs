@@ -33,8 +33,8 @@ pub use blockyard_storage::{
     Storage, StorageError, Store, UnknownCacheMode, nbd,
 };
 pub use chain::{
-    Chain, ChainError, ChainLayer, ChainOptions, GrownChain, MAX_DEPTH, OpenedFiles, Opener,
-    SharedImages, WritableBacking,
+    Chain, ChainError, ChainLayer, ChainOptions, GrownChain, LeftImage, MAX_DEPTH, OpenedFiles,
+    Opener, SharedImages, WritableBacking,
 };
 pub use copying::commit::CopyDown;
 pub use copying::stream::{copy_up, stand_alone};

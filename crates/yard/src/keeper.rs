@@ -4,6 +4,7 @@
 //! thread of the pool owns the disk, and further commands for it wait in its entry.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::io;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, SyncSender};
@@ -60,6 +61,7 @@ pub(crate) enum Message {
     List(SyncSender<Vec<DiskInfo>>),
     Info { name: String, reply: SyncSender<Option<DiskInfo>> },
     Known(SyncSender<Vec<KnownDisk>>),
+    Prepare(SyncSender<io::Result<()>>),
     Find { name: String, reply: SyncSender<Option<Arc<Disk>>> },
     Close(SyncSender<Vec<Ended>>),
 }
@@ -148,6 +150,7 @@ impl Keeper {
                 Message::List(reply) => drop(reply.send(self.list())),
                 Message::Info { name, reply } => drop(reply.send(self.info(&name))),
                 Message::Known(reply) => drop(reply.send(self.known())),
+                Message::Prepare(reply) => self.prepare(reply),
                 Message::Find { name, reply } => drop(reply.send(self.find(&name))),
                 Message::Close(reply) => self.close(reply),
             }
@@ -208,6 +211,13 @@ impl Keeper {
             None if entry.disk.is_some() => entry.state = DiskState::Serving,
             None => drop(self.entries.remove(&name)),
         }
+    }
+
+    fn prepare(&self, reply: SyncSender<io::Result<()>>) {
+        let context = self.context.clone();
+        let _ = self.opening.run(Box::new(move |opener| {
+            let _ = reply.send(opener.prepare().and_then(|()| context.reactors.prepare()));
+        }));
     }
 
     fn list(&self) -> Vec<DiskInfo> {

@@ -290,7 +290,8 @@ pub(crate) fn describe_image(settings: &DiskSettings, disk: &Disk) -> String {
 /// Returns the options with which the image is opened at the start. An image that is activated
 /// later is only looked at, without a lock, because another server may write to it.
 fn first_options(settings: &DiskSettings) -> ChainOptions {
-    let image = settings.image.clone();
+    let left = settings.carried.as_ref().and_then(|carried| carried.left);
+    let image = ChainOptions { left, ..settings.image.clone() };
     match settings.activation {
         Activation::Start => image,
         Activation::Rings => ChainOptions {

@@ -4,7 +4,7 @@
 //!   new server                                    old server
 //!   Hello ────────────────────────────────────►   checks the format, and that no job runs
 //!             ◄──────────────────── Welcome, and its sockets (API, metrics, control)
-//!   Take(disk) ───────────────────────────────►   drains the disk, closes its image
+//!   Take(disk) ───────────────────────────────►   drains the disk, leaves its image
 //!             ◄──────────────────── Given, and a parcel for each export
 //!   opens the image, starts the rings
 //!   Took(disk) ───────────────────────────────►   (the disk's pause ends)

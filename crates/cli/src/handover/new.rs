@@ -11,6 +11,7 @@ use blockyard_export::custody::{self, Custody};
 use blockyard_export::vhost_user::Before;
 use blockyard_export::{Listener, keeper};
 use blockyard_ring::parcel::{self, Parcel};
+use blockyard_ring::resident;
 use toml::Table;
 
 use super::{FORMAT, FromNew, FromOld, KEPT, NBD, Offered, Peer};
@@ -54,6 +55,9 @@ impl Takeover {
         for name in names {
             sockets.insert(name, peer.receive_parcel().context(TALKING)?);
         }
+        if let Err(e) = resident::map_code() {
+            tracing::debug!("cannot map this program's code in advance: {e}");
+        }
         custody::set(Custody::Waiting);
         Ok(Takeover { peer, offered: disks, sockets })
     }
@@ -91,6 +95,7 @@ impl Takeover {
         server: &Server,
         config: &Config,
     ) -> anyhow::Result<Vec<(DiskArgs, Table)>> {
+        server.yard.prepare().context("preparing to take disks over")?;
         let mut others = Vec::new();
         for (at, args) in config.disks.iter().enumerate() {
             let offered = self.offered.iter().position(|offered| offered.name == args.name());

@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail};
 use blockyard_control::events::What;
 use blockyard_control::types::{HandedOver, Upgraded};
+use blockyard_disk::Carried;
 use blockyard_export::custody::{self, Custody};
 use blockyard_export::vhost_user::Before;
 use blockyard_export::{Handed, Listener, keeper};
@@ -274,6 +275,9 @@ impl<'a> HandOver<'a> {
                 tracing::error!("its statistics begin at zero: {e:#}");
                 None
             });
+            // The new server may have written to the image before it died.
+            let carried =
+                carried.map(|carried| Carried { left: None, ..(*carried).clone() }.into());
             let settings = settings(&args, exports::ways(&args, &self.server.common));
             match self.server.yard.add(DiskSettings { carried, ..settings }) {
                 Ok(()) => tracing::info!(disk = name, "served again"),

@@ -2,7 +2,9 @@
 //! server that fails leaves the old one serving.
 
 use std::collections::BTreeMap;
+use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::fs::FileExt;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -177,6 +179,53 @@ fn a_disk_without_a_client_is_handed_over() {
     drop(guest);
     daemon.stop();
     case.is_clean();
+}
+
+/// Makes the entry of a guest cluster in a qcow2 image invalid.
+fn break_entry(image: &Path, cluster_at: u64) {
+    let file = File::options().read(true).write(true).open(image).unwrap();
+    let word = |at: u64| {
+        let mut bytes = [0; 8];
+        file.read_exact_at(&mut bytes, at).unwrap();
+        u64::from_be_bytes(bytes)
+    };
+    let cluster_bits = word(16) & 0xffff_ffff;
+    let entry_bytes = if word(72) & 1 << 4 == 0 { 8 } else { 16 };
+    let (cluster, per_table) = (cluster_at >> cluster_bits, (1 << cluster_bits) / entry_bytes);
+    let table = word(word(40) + cluster / per_table * 8) & 0x00ff_ffff_ffff_fe00;
+    let entry = table + cluster % per_table * entry_bytes;
+    assert!(table != 0 && word(entry) != 0, "the cluster has data");
+    let reserved = 1 << 1;
+    file.write_all_at(&(word(entry) | reserved).to_be_bytes(), entry).unwrap();
+}
+
+/// A check reads all metadata, which would prolong a guest's pause. So the new server opens the
+/// image without one. A server that begins anew checks it.
+#[test]
+fn an_image_is_not_checked_again_at_a_hand_over() {
+    let case = Case::new();
+    let top = case.top.to_str().unwrap();
+    blockyard(["image", "create", "-q", "--force", "-f", "qcow2", top, "4G"]).good();
+    let far = 3 << 30;
+    let daemon = case.serve();
+    let mut guest = Guest::connect(&case.socket);
+    assert_eq!(guest.write(far / 512, &pattern(1, 4096)), status::OK);
+    drop(guest);
+    daemon.stop();
+    case.is_clean();
+
+    let first = case.serve();
+    break_entry(&case.top, far);
+    let mut guest = Guest::connect(&case.socket);
+    assert_eq!(guest.write(0, &pattern(2, 4096)), status::OK);
+    let second = case.replace(case.replace(first));
+    assert_eq!(guest.read(0, 4096).unwrap(), pattern(2, 4096));
+    drop(guest);
+    second.stop();
+
+    let mut anew = Daemon::start(&mut case.command());
+    assert!(!anew.became_ready());
+    assert!(anew.log().contains("it is not opened for writing"), "{}", anew.log());
 }
 
 /// Returns the counters of the disks, without those of policies.

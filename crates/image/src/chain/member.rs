@@ -9,6 +9,7 @@ use crate::cow;
 use crate::format::Format;
 use crate::qcow2;
 
+use super::left::LeftImage;
 use super::shared::Sharing;
 
 /// An open image of a chain: its file, and its format's shared state.
@@ -56,6 +57,14 @@ impl ChainLayer {
             Meta::Qcow2(shared) => shared.has_changes(),
             Meta::Cow(shared) => shared.has_changes(),
         }
+    }
+
+    /// Returns the state of the file for the next server of this host, after
+    /// [`Image::leave`](crate::Image::leave). None: the next server must check the image.
+    pub fn left(&self) -> Option<LeftImage> {
+        let Meta::Qcow2(shared) = &self.meta else { return None };
+        let is_whole = !shared.read_only() && self.data.is_none() && !shared.has_unwritten();
+        self.file.fd().filter(|_| is_whole).and_then(|fd| LeftImage::of(&**fd))
     }
 
     /// Returns the size of the virtual disk that this image holds, in bytes, rounded up to whole

@@ -6,6 +6,7 @@
 //!   error          why a chain cannot be opened
 //!   names          which files images may name
 //!   member         one open image
+//!   left           an image that the server before has just closed
 //!   cache_shares   memory for L2 tables
 //!   shared         backing images that several chains have in common
 //!   overlay        a new image on top
@@ -21,6 +22,7 @@
 mod backing;
 mod cache_shares;
 mod error;
+mod left;
 mod member;
 mod names;
 mod open;
@@ -32,6 +34,7 @@ mod tests;
 
 pub use backing::WritableBacking;
 pub use error::ChainError;
+pub use left::LeftImage;
 pub use member::ChainLayer;
 pub(crate) use member::shared_layers;
 pub use names::MAX_DEPTH;

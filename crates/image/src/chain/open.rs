@@ -1,6 +1,7 @@
 //! Opens a chain, image by image, and makes each reactor's view of it.
 
 use std::cell::Cell;
+use std::io;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -21,6 +22,7 @@ use crate::tools::apply_journal;
 
 use super::cache_shares;
 use super::error::ChainError;
+use super::left::LeftImage;
 use super::member::{ChainLayer, Meta};
 use super::names::{Allowed, PendingImage};
 use super::options::ChainOptions;
@@ -38,7 +40,21 @@ pub struct Chain {
     pub(crate) cut: Option<String>,
 }
 
+impl Opener {
+    /// Creates the ring now, so that the next chain is opened sooner.
+    pub fn prepare(&self) -> io::Result<()> {
+        let executor = self.0.take().map_or_else(Executor::new, Ok)?;
+        self.0.set(Some(executor));
+        Ok(())
+    }
+}
+
 impl ChainOptions {
+    /// Returns whether the topmost image is as the server before has left it.
+    fn is_as_left(&self, file: &ImageFile) -> bool {
+        self.left.is_some() && file.fd().and_then(|fd| LeftImage::of(&**fd)) == self.left
+    }
+
     /// Returns how the changed metadata of the image at `depth` survive a death of the process.
     /// Only the topmost image is written to by a guest.
     pub(super) fn safety_of(&self, depth: usize, file: &ImageFile) -> ImageSafety {
@@ -111,7 +127,7 @@ impl Chain {
             }
         }
         cache_shares::apply(&chain.layers, chain.options.l2_cache);
-        if chain.options.prime {
+        if chain.options.prime && chain.options.left.is_none() {
             let image = chain.image(handle).map_err(ChainError::Executor)?;
             if let Err(e) = image.prime().await {
                 tracing::warn!(
@@ -219,8 +235,15 @@ impl Chain {
                 // The limit of a shared image only grows; see `cache_shares`.
                 let l2_cache = if is_shared { Some(0) } else { self.options.l2_cache };
                 let safety = self.options.safety_of(depth, &file);
-                let options =
-                    Qcow2Options { read_only, l2_cache, unfinished, safety, ..Default::default() };
+                let is_sound = depth == 0 && self.options.is_as_left(&file);
+                let options = Qcow2Options {
+                    read_only,
+                    l2_cache,
+                    unfinished,
+                    safety,
+                    is_sound,
+                    ..Default::default()
+                };
                 let view = Qcow2::open(header, main, data_raw, &options).await.map_err(wrong)?;
                 (Meta::Qcow2(view.shared().clone()), data, backing)
             }

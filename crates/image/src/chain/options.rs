@@ -10,6 +10,7 @@ use blockyard_storage::{CacheMode, Opened, Overlaid, nbd};
 use crate::format::Format;
 use crate::journal::CrashSafety;
 
+use super::left::LeftImage;
 use super::shared::SharedImages;
 
 /// Options of opening a chain.
@@ -58,6 +59,9 @@ pub struct ChainOptions {
     pub journal: Option<Journal>,
     /// How the topmost image's changed metadata survive a death of the process.
     pub crash_safety: CrashSafety,
+    /// The topmost image as the server before has left it. If its file is still the same, it is not
+    /// checked again, and its metadata are not loaded in advance.
+    pub left: Option<LeftImage>,
     /// The topmost image's storage, if it is open already; then `path` is only its name.
     pub given: Option<Arc<dyn Opened>>,
     /// Descriptors of the topmost image's files while these have no name.
@@ -88,6 +92,7 @@ impl ChainOptions {
             shared: None,
             journal: None,
             crash_safety: CrashSafety::default(),
+            left: None,
             given: None,
             files: OpenedFiles::default(),
         }

@@ -1,10 +1,15 @@
+use std::fs::File;
+use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 
 use blockyard_storage::{CacheMode, ImageFile, OpenOptions};
 
+use super::left::LeftImage;
 use super::names::{Allowed, PendingImage};
 use super::*;
 use crate::format::Format;
+use crate::qcow2::CreateOptions;
+use crate::tools::{NewImage, create};
 
 struct Scratch(PathBuf);
 
@@ -94,4 +99,53 @@ fn names_outside_the_folders_are_refused_and_links_inside_are_allowed() {
         let next = top.names(name, Some(Format::Raw)).find(&allowed).unwrap();
         assert!(next.found.is_some(), "{name}");
     }
+}
+
+/// Only the file that was left is not checked again: not one that was written since, not one on
+/// another inode.
+#[test]
+fn an_image_is_spared_the_check_only_as_it_was_left() {
+    let scratch = Scratch::new("left");
+    let path = scratch.path("inside/top.qcow2");
+    let options = CreateOptions::new(1 << 20);
+    File::create(&path).unwrap();
+    create(&path, &OpenedFiles::default(), NewImage::Qcow2 { options, data: None }).unwrap();
+    let file = File::options().read(true).write(true).open(&path).unwrap();
+    // The refcount of the header's cluster becomes 0.
+    let offset_at = |at: u64| {
+        let mut word = [0; 8];
+        file.read_exact_at(&mut word, at).unwrap();
+        u64::from_be_bytes(word)
+    };
+    let block = offset_at(offset_at(48));
+    file.write_all_at(&[0, 0], block).unwrap();
+
+    let left = LeftImage::of(&file);
+    assert!(left.is_some());
+    let open = |path: &PathBuf, left| {
+        Chain::open(&ChainOptions { left, ..ChainOptions::new(path) })
+            .map(|chain| chain.top().left())
+    };
+    assert!(open(&path, None).is_err(), "the check finds the refcount");
+    let again = open(&path, left).unwrap();
+    assert_eq!(again, left, "nothing has changed the file");
+    let copy = scratch.path("inside/copy.qcow2");
+    std::fs::copy(&path, &copy).unwrap();
+    assert!(open(&copy, left).is_err());
+    file.write_all_at(&[0, 0], block).unwrap();
+    file.set_modified(std::time::SystemTime::UNIX_EPOCH).unwrap();
+    assert!(open(&path, left).is_err());
+}
+
+#[test]
+fn an_image_that_was_not_checked_is_not_left() {
+    let scratch = Scratch::new("unchecked");
+    let path = scratch.path("inside/top.qcow2");
+    let options = CreateOptions::new(1 << 20);
+    File::create(&path).unwrap();
+    create(&path, &OpenedFiles::default(), NewImage::Qcow2 { options, data: None }).unwrap();
+    let options = ChainOptions { read_only: true, ..ChainOptions::new(&path) };
+    assert_eq!(Chain::open(&options).unwrap().top().left(), None);
+    let raw = ChainOptions::new(scratch.path("inside/base.raw"));
+    assert_eq!(Chain::open(&raw).unwrap().top().left(), None);
 }

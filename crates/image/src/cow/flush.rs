@@ -25,7 +25,7 @@ impl<S: Storage> Cow<S> {
     /// Waits until all writes that completed before the call are durable.
     pub async fn flush(&self) -> io::Result<()> {
         let _permit = self.shared.flushing.acquire().await;
-        self.flush_with_permit().await
+        self.write_pages(true).await
     }
 
     /// Flushes, unless the file is read-only.
@@ -37,10 +37,24 @@ impl<S: Storage> Cow<S> {
         Ok(self.end_journal().await?)
     }
 
+    /// Like [`Cow::close`], but what was not flushed need not be durable. It is in the file for the
+    /// next process that opens it. One sync at most, because a guest waits for this.
+    pub async fn leave(&self) -> io::Result<()> {
+        if self.shared.options.read_only {
+            return Ok(());
+        }
+        let permit = self.shared.flushing.acquire().await;
+        if self.shared.bitmap.dirty_pages() > 0 {
+            self.write_pages(false).await?;
+        }
+        drop(permit);
+        Ok(self.end_journal().await?)
+    }
+
     /// Writes dirty pages without a request of the guest, unless another task has just done so.
     pub(super) async fn write_back(&self) -> io::Result<()> {
         let _permit = self.shared.flushing.acquire().await;
-        if self.shared.bitmap.dirty_pages() == 0 { Ok(()) } else { self.flush_with_permit().await }
+        if self.shared.bitmap.dirty_pages() == 0 { Ok(()) } else { self.write_pages(true).await }
     }
 
     /// Writes back if too many pages are dirty. Called after bits were set.
@@ -54,12 +68,14 @@ impl<S: Storage> Cow<S> {
         Ok(())
     }
 
-    async fn flush_with_permit(&self) -> io::Result<()> {
+    /// Writes the dirty pages. With `durable` they are durable at the end. The caller holds the
+    /// permit of `flushing`.
+    async fn write_pages(&self, durable: bool) -> io::Result<()> {
         self.shared.still_trusted()?;
         // Before the pages are taken: see `SectorBitmap::set`.
         let records = self.shared.journal.begin_write_back();
         let taken = self.shared.bitmap.take_dirty();
-        let written = self.write_taken(&taken).await;
+        let written = self.write_taken(&taken, durable).await;
         if written.is_ok() {
             taken.done();
         }
@@ -67,11 +83,13 @@ impl<S: Storage> Cow<S> {
         written
     }
 
-    async fn write_taken(&self, taken: &FlushBatch<'_>) -> io::Result<()> {
+    async fn write_taken(&self, taken: &FlushBatch<'_>, durable: bool) -> io::Result<()> {
         self.sync().await?;
         if !taken.is_empty() {
             self.write_bits(taken).await?;
-            self.sync().await?;
+            if durable {
+                self.sync().await?;
+            }
         }
         Ok(())
     }

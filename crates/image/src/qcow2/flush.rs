@@ -341,27 +341,46 @@ impl<S: Storage> Qcow2<S> {
 
     /// Flushes and releases reserved clusters. Call it at the end, with no request in flight.
     pub async fn close<B: BackingLayers>(&self, backing: &B) -> io::Result<()> {
+        self.end(backing, true).await
+    }
+
+    /// Like [`Qcow2::close`], but what was not flushed need not be durable. It is in the file for
+    /// the next process that opens it. One sync at most, because a guest waits for this.
+    pub async fn leave<B: BackingLayers>(&self, backing: &B) -> io::Result<()> {
+        self.end(backing, false).await
+    }
+
+    async fn end<B: BackingLayers>(&self, backing: &B, durable: bool) -> io::Result<()> {
         if self.shared.read_only {
             return Ok(());
         }
         let completed = self.complete_all(backing).await;
         let _permit = self.shared.writing_back.acquire().await;
         // No entry names reserved clusters, so the first write-back can lower their refcounts too.
-        // A sync less makes the pause of a hand-over shorter.
         let end = self.release_reserved().await?;
-        self.write_back(true).await?;
+        // Freed clusters are released only after a sync of the entries without them.
+        if durable || self.has_freed() || self.shared.unfinished {
+            self.write_back(true).await?;
+        } else if self.shared.has_unwritten() {
+            self.write_back(false).await?;
+        }
         // The first write-back released the freed clusters, because no request uses them any more.
         // It leaves those of a request that ended meanwhile.
-        if self.shared.alloc.has_freed() || !lock(&self.shared.leaving).is_empty() {
+        if self.has_freed() {
             self.write_back(true).await?;
         }
         if self.shared.alloc.has_changed_counts() {
-            self.write_back(true).await?;
+            self.write_back(durable).await?;
         }
         self.cut(end).await?;
         self.sync_unfinished().await?;
         completed?;
         Ok(self.end_journal().await?)
+    }
+
+    /// Returns whether clusters are freed and not yet released.
+    fn has_freed(&self) -> bool {
+        self.shared.alloc.has_freed() || !lock(&self.shared.leaving).is_empty()
     }
 
     /// Releases reserved clusters. Returns the cluster at which the file can end.

@@ -1,7 +1,8 @@
 //! Opens an image: checks before the first request, and repairs before the first write.
 //!
 //! Invariant: an inconsistent image is not written to. Before an image is opened for writing all of
-//! its references are checked, so that no cluster in use is allocated again.
+//! its references are checked, so that no cluster in use is allocated again. An image that a server
+//! takes over from another one was checked by that one.
 
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex};
@@ -45,6 +46,9 @@ pub struct Qcow2Options {
     /// Whether the file has no name yet, so that a power cut loses it. If so, the order in which
     /// writes become durable does not matter: only flushes and the close sync.
     pub unfinished: bool,
+    /// Whether the image was checked and closed by a server of this host, and no other program has
+    /// changed it since. If so, it is not checked again.
+    pub is_sound: bool,
     /// Whether clusters are partial even if that does not pay. (Tests need many of them.)
     pub always_partial: bool,
     /// How changed metadata survive a death of the process.
@@ -63,7 +67,7 @@ impl<S: Storage> Qcow2<S> {
         let (mut safety, mut resumed) = (ImageSafety::default(), None);
         if !options.read_only {
             resumed = session::recover(&file, data.as_ref(), &mut header, &options.safety).await?;
-            make_writable(&file, data.as_ref(), &mut header, options.keeps_disk, &resumed).await?;
+            make_writable(&file, data.as_ref(), &mut header, options, &resumed).await?;
             safety = safety_of(&header, options);
         } else if header.session().is_some_and(|session| Some(session.boot) == present_boot()) {
             tracing::warn!(
@@ -153,7 +157,7 @@ async fn make_writable<S: Storage>(
     file: &Raw<S>,
     data: Option<&Raw<S>>,
     header: &mut Header,
-    keeps_disk: bool,
+    options: &Qcow2Options,
     resumed: &Option<Resumed>,
 ) -> Result<(), ImageError> {
     // No entry of the file names the host clusters of partial clusters. Their data must stay.
@@ -169,6 +173,24 @@ async fn make_writable<S: Storage>(
         );
         *header = rebuild_with(file, deallocate).await?;
     }
+    let is_checked = options.is_sound && resumed.is_none();
+    if !is_checked && !check_references(file, data).await? {
+        *header = rebuild_with(file, deallocate).await?;
+    }
+    let known =
+        if resumed.is_some() { AUTOCLEAR_KNOWN | AUTOCLEAR_JOURNAL } else { AUTOCLEAR_KNOWN };
+    if options.keeps_disk {
+        drop_unknown_autoclear(file, header, known).await
+    } else {
+        prepare_for_writing(file, header, known).await
+    }
+}
+
+/// Checks all references. Returns false if the image must be repaired before it is written to.
+async fn check_references<S: Storage>(
+    file: &Raw<S>,
+    data: Option<&Raw<S>>,
+) -> Result<bool, ImageError> {
     let data_len = match data {
         Some(data) => Some(length(data).await?),
         None => None,
@@ -194,15 +216,8 @@ async fn make_writable<S: Storage>(
             "repairing the qcow2 image: {leaks} leaked clusters, {flags} COPIED flags \
              not set"
         );
-        *header = rebuild_with(file, deallocate).await?;
     }
-    let known =
-        if resumed.is_some() { AUTOCLEAR_KNOWN | AUTOCLEAR_JOURNAL } else { AUTOCLEAR_KNOWN };
-    if keeps_disk {
-        drop_unknown_autoclear(file, header, known).await
-    } else {
-        prepare_for_writing(file, header, known).await
-    }
+    Ok(found.unset_flags + found.leaks == 0)
 }
 
 async fn length<S: Storage>(file: &Raw<S>) -> Result<u64, ImageError> {

@@ -170,11 +170,14 @@ impl Shared {
 
     /// Returns whether metadata in memory differ from the file, or the image has a journal.
     pub(crate) fn has_changes(&self) -> bool {
+        self.has_unwritten() || self.alloc.has_some() || self.journal.has_log()
+    }
+
+    /// Returns whether metadata in memory differ from the file.
+    pub(crate) fn has_unwritten(&self) -> bool {
         self.tables.dirty() > 0
             || !lock(&self.l1).dirty.is_empty()
             || self.alloc.has_changed_counts()
-            || self.alloc.has_some()
-            || self.journal.has_log()
     }
 
     /// Returns the reason if earlier writes may be lost: a failed sync, or a failed write of

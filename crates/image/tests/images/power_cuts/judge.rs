@@ -23,7 +23,7 @@ pub struct Judge {
     trouble: bool,
     syncs_fail: bool,
     /// Whether the process dies at the end, and not the power: then all answered writes last.
-    dies: bool,
+    pub dies: bool,
     poisoned: Cell<bool>,
     pub flushes: Cell<u64>,
     pub errors: Cell<u64>,
