@@ -322,6 +322,15 @@ mod tests {
         assert!(baseline.expected(class) < 112_000, "{}", baseline.expected(class));
     }
 
+    #[test]
+    fn expected_times_grow_as_they_age() {
+        let baseline = Baseline::new(&Calibration::of(Costs::FLASH));
+        let class = OperationClass::of(OperationKind::Read, 4096, 0);
+        baseline.learn(class, 512_000, true);
+        baseline.age();
+        assert_eq!((baseline.expected(class), baseline.at_least(class)), (513_000, 513_000));
+    }
+
     /// Ends a probe with 8 service times in nanoseconds.
     fn probe(baseline: &Baseline, class: OperationClass, service: u64) -> Shown {
         baseline.begin_probe();

@@ -152,7 +152,7 @@ mod tests {
         assert!(probe.step(1_000_000, PERIOD, true, 0) && probe.is_on());
         assert!(!probe.step(2_000_000, PERIOD, true, ENOUGH - 1));
         assert!(probe.step(3_000_000, PERIOD, true, ENOUGH) && !probe.is_on());
-        // Its quiet phase took 2 ms.
+        assert_eq!(probe.lasted(), 2_000_000, "its quiet phase");
         assert!(!probe.may_begin(102_999_999) && probe.may_begin(103_000_000));
         assert_eq!(probe.age(4_000_000), 1_000_000);
     }
@@ -188,6 +188,7 @@ mod tests {
         let deadline = probe.deadline(0, PERIOD).unwrap();
         assert!(!probe.step(deadline - 1, PERIOD, false, 0));
         assert!(probe.step(deadline, PERIOD, false, 0) && !probe.is_on());
+        assert_eq!(probe.lasted(), 0);
         assert!(!probe.may_begin(deadline) && probe.may_begin(2 * deadline));
     }
 }

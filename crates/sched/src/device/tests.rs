@@ -1,9 +1,14 @@
 //! What a device decides at once, and not only at the end of a control period.
 
+use super::period::take_stats;
 use super::*;
 use crate::{DeviceProfile, Host, Knobs, ReactorShare};
 
 const NOW: Time = 1_000_000_000;
+
+fn accounts(device: &Device) -> Vec<Arc<Account>> {
+    device.state().accounts.iter().flatten().cloned().collect()
+}
 
 /// Returns two disks that share a device.
 fn neighbours() -> [ReactorShare; 2] {
@@ -29,10 +34,72 @@ fn a_wait_that_is_cancelled_ends_the_probe() {
     for disk in [&one, &two] {
         let _ = disk.ask(NOW, &SMALL).unwrap();
     }
-    let accounts: Vec<_> = device.state().accounts.iter().flatten().cloned().collect();
+    let accounts = accounts(device);
     accounts[1].is_over_share.store(true, Relaxed);
     device.begin_probe(&mut device.state(), NOW);
     assert!(device.state().probe.is_on() && accounts[1].held.load(Relaxed));
     one.withdraw(NOW + 1);
     assert!(!device.state().probe.is_on() && !accounts[1].held.load(Relaxed));
+}
+
+#[test]
+fn a_probe_that_gives_up_counts_no_samples_of_an_earlier_one() {
+    let [one, two] = neighbours();
+    let device = one.device().unwrap();
+    for disk in [&one, &two] {
+        let _ = disk.ask(NOW, &SMALL).unwrap();
+    }
+    accounts(device)[1].is_over_share.store(true, Relaxed);
+    device.quiet_samples.store(100, Relaxed);
+    let mut state = device.state();
+    device.begin_probe(&mut state, NOW);
+    let deadline = state.probe.deadline(NOW, state.window.period()).unwrap();
+    device.step_probe(&mut state, deadline);
+    assert!(!state.probe.is_on() && !state.probe.may_begin(deadline));
+}
+
+#[test]
+fn a_disk_that_takes_much_more_than_its_share_is_over_it_without_a_wait() {
+    let [one, two] = neighbours();
+    let device = one.device().unwrap();
+    let grants = [&one, &two].map(|disk| disk.ask(NOW, &SMALL).unwrap());
+    one.done(NOW, grants[0]);
+    two.done(NOW, grants[1]);
+    for _ in 0..9 {
+        one.done(NOW, one.ask(NOW, &SMALL).unwrap());
+    }
+    let stats = take_stats(&device.state(), NOW, 1_000_000, device.max_held_ns);
+    let is_over: Vec<_> = accounts(device).iter().map(|a| a.is_over_share()).collect();
+    assert_eq!(is_over, [true, false]);
+    assert_eq!((stats.operations, stats.within_operations), (11, 1));
+}
+
+#[test]
+fn a_completion_long_after_the_last_one_ends_a_stall() {
+    const PERIOD: u64 = DeviceClass::FLASH.period_ns;
+    let [one, _] = neighbours();
+    let device = one.device().unwrap();
+    one.done(NOW + 100_000, one.ask(NOW, &SMALL).unwrap());
+    let grant = one.ask(NOW + 100_000, &SMALL).unwrap();
+    // The first period has a completion, and the second one has none.
+    device.end_period(NOW + PERIOD);
+    device.end_period(NOW + 2 * PERIOD);
+    assert_eq!(device.stall_at.load(Relaxed), NOW + 4 * PERIOD);
+    one.done(NOW + 5 * PERIOD, grant);
+    assert_eq!(device.stalled_until.load(Relaxed), NOW + 5 * PERIOD);
+}
+
+#[test]
+fn a_large_operation_of_a_disk_in_the_queue_begins_a_gap() {
+    let [one, _two] = neighbours();
+    let device = one.device().unwrap();
+    device.leaves_gaps.store(true, Relaxed);
+    let account = &accounts(device)[0];
+    let cost = 2 * device.max_held_ns;
+    let gap = account.time_of(cost);
+    // The disk has not used its share before the first operation.
+    device.begin_gap(account, NOW, cost);
+    assert!(!device.is_in_gap(account, NOW));
+    device.begin_gap(account, NOW, cost);
+    assert!(device.is_in_gap(account, NOW + gap - 1) && !device.is_in_gap(account, NOW + gap));
 }

@@ -300,3 +300,44 @@ fn unknown_baselines_and_lasting_slowdowns_want_a_probe() {
     assert!(!window.wants_probe(&slowed, DOUBTFUL_NS));
     assert!(window.wants_probe(&slowed, DOUBTFUL_NS + 1));
 }
+
+#[test]
+fn disks_within_their_share_keep_room_while_they_have_operations() {
+    let mut window = InFlightWindow::new(DeviceClass::FLASH, Some(1_000_000));
+    let holds = PeriodStats { within_in_flight_ns: 100_000, ..harmless() };
+    after(&mut window, &holds, 30);
+    assert!(window.usual().abs_diff(200_000) <= 1, "{}", window.usual());
+    assert!(window.room().abs_diff(window.size() - 100_000) <= 1, "{}", window.room());
+    window.adjust(600_000_000, &stats(), false);
+    assert_eq!((window.usual(), window.room()), (0, window.size()));
+}
+
+#[test]
+fn the_smallest_window_is_too_large_from_a_large_slowdown_until_there_is_none() {
+    let mut window = InFlightWindow::new(DeviceClass::FLASH, Some(1_000));
+    let steps = [(13_000_000, false), (20_000_000, true), (13_000_000, true), (10_000_000, false)];
+    for (now, (within_service_ns, expected)) in (0..).zip(steps) {
+        window.adjust(now, &PeriodStats { within_service_ns, ..harmless() }, false);
+        assert_eq!(window.is_too_large(), expected, "step {now}");
+    }
+}
+
+#[test]
+fn the_capacity_is_the_highest_rate_over_several_periods() {
+    let mut window = InFlightWindow::new(DeviceClass::FLASH, None);
+    after(&mut window, &PeriodStats { completed_cost_ns: 40_000_000, ..harmless() }, 20);
+    after(&mut window, &harmless(), 20);
+    assert!((window.capacity() - 2.0).abs() < 0.001, "{}", window.capacity());
+}
+
+#[test]
+fn after_a_slowdown_the_window_grows_fast_only_for_disks_that_wait() {
+    let growth = |within_waits| {
+        let mut window = InFlightWindow::new(DeviceClass::FLASH, Some(500_000));
+        window.adjust(0, &PeriodStats { within_service_ns: 16_000_000, ..harmless() }, false);
+        let before = window.size() as f64;
+        window.adjust(20_000_000, &PeriodStats { within_waits, ..harmless() }, false);
+        window.size() as f64 / before
+    };
+    assert!(growth(true) > 1.09 && growth(false) < 1.01, "{} {}", growth(true), growth(false));
+}
