@@ -188,3 +188,24 @@ pub async fn trim<S: Storage>(file: &Raw<S>, end: u64) -> Result<(), ImageError>
     file.storage().set_len(end).await.map_err(io)?;
     flush(file).await
 }
+
+#[cfg(test)]
+mod tests {
+    use blockyard_storage::sim::{Sim, SimConfig, SimDisk, SimImage};
+
+    use super::*;
+    use crate::Alignment;
+
+    #[test]
+    fn a_trim_shortens_a_file_and_never_extends_it() {
+        let disk = SimDisk::new(SimImage::zeroed(8192), SimConfig::new(1));
+        let file = Raw::on(disk, Alignment { memory_align: 1, offset_align: 1 });
+        let test = async move {
+            for (end, expected) in [(16_384, 8192), (8192, 8192), (4096, 4096)] {
+                trim(&file, end).await.unwrap();
+                assert_eq!(length(&file).await.unwrap(), expected);
+            }
+        };
+        Sim::new(1).block_on(test).unwrap();
+    }
+}

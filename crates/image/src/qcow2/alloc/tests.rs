@@ -67,3 +67,14 @@ fn a_stale_copy_of_a_refcount_block_is_not_inserted() {
     }
     assert_eq!(alloc.count(7), Some(1));
 }
+
+#[test]
+fn no_run_without_clusters_is_put_back() {
+    let alloc = Allocator::new(16, RefcountWidth::new(4), Vec::new(), 0, None);
+    let run = |count| Run { start: 7, count, fresh: false, has_space: false };
+    alloc.put_back(run(0));
+    assert!(!alloc.has_some() && alloc.take(1).is_none());
+    alloc.put_back(run(2));
+    assert_eq!(alloc.take(5).map(|run| (run.start, run.count)), Some((7, 2)));
+    assert!(alloc.take(1).is_none());
+}
