@@ -174,3 +174,9 @@ fn interleaved_streams_are_not_sequential_on_a_rotational_device() {
         }
     }
 }
+
+#[test]
+fn a_time_that_was_never_set_is_long_past() {
+    let now = sched_time();
+    assert!(now >= 1_000_000_000, "{now}");
+}

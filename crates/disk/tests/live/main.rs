@@ -1,6 +1,7 @@
 //! Snapshot, commit and stream of a served disk: under load on several reactors; errors; and the
 //! files afterwards, which QEMU checks.
 
+mod activated;
 mod cuts;
 mod load;
 mod mistakes;
