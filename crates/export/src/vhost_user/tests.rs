@@ -1,6 +1,7 @@
 use std::io::Write;
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::AsFd;
+use std::path::PathBuf;
 
 use blockyard_disk::{DiskOptions, Source};
 use blockyard_driver::Connection;
@@ -22,10 +23,9 @@ fn lingering() -> (TcpStream, TcpStream) {
     (ours, theirs)
 }
 
-/// The session's thread closes a received descriptor, and the close blocks.
-#[test]
-fn a_descriptor_that_does_not_close_does_not_block_stop() {
-    let socket = std::env::temp_dir().join(format!("blockyard-linger-{}", std::process::id()));
+/// Serves a disk at a socket. Returns the socket's path, too.
+fn export(name: &str) -> (VhostUser, PathBuf) {
+    let socket = std::env::temp_dir().join(format!("blockyard-{name}-{}", std::process::id()));
     let (name, serial) = ("disk".to_string(), "disk".to_string());
     let options = DiskOptions {
         name,
@@ -47,7 +47,22 @@ fn a_descriptor_that_does_not_close_does_not_block_stop() {
     let reactors = Arc::new(Reactors::start(1, &[]).unwrap());
     let shape = QueueShape { queues: 1, size: 64 };
     let listener = Listener::bind(&socket).unwrap();
-    let mut export = VhostUser::start(disk, listener, shape, tuning, reactors).unwrap();
+    (VhostUser::start(disk, listener, shape, tuning, reactors).unwrap(), socket)
+}
+
+#[test]
+fn stop_waits_until_the_session_has_ended() {
+    let (mut export, socket) = export("stop");
+    let mut connection = Connection::open(&socket).unwrap();
+    connection.negotiate(0, 0, PROTOCOL).unwrap();
+    export.stop();
+    assert_eq!((*lock(&export.export.threads.running), export.clients().len()), (0, 0));
+}
+
+/// The session's thread closes a received descriptor, and the close blocks.
+#[test]
+fn a_descriptor_that_does_not_close_does_not_block_stop() {
+    let (mut export, socket) = export("linger");
     export.descriptor_time = Duration::from_millis(50);
     let mut connection = Connection::open(&socket).unwrap();
     connection.negotiate(0, 0, PROTOCOL).unwrap();
