@@ -106,7 +106,7 @@ impl Load {
             results.push(client.await);
         }
         // Not drawn: seeds that have failed once stay what they were.
-        if self.plan.seed % 4 == 0
+        if self.plan.seed.is_multiple_of(4)
             && let Err(e) = cow.leave().await
             && self.plan.trouble.is_none()
             && !self.power.is_off()

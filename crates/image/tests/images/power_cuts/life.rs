@@ -153,7 +153,7 @@ impl Life {
         }
         let (image, of) = (views[0].clone(), judge.clone());
         // Not drawn: seeds that have failed once stay what they were.
-        if self.plan.seed % 4 == 0 {
+        if self.plan.seed.is_multiple_of(4) {
             let left = load::wait(sim, power, disks, async move { image.leave().await })?;
             return Ok(left.is_ok() && judge.dies);
         }
