@@ -16,6 +16,7 @@ use serde::{Deserialize, Serialize};
 use vhost::vhost_user::message::VhostUserProtocolFeatures;
 
 use super::channel::{BackChannel, Owed};
+use super::migration;
 use super::state::{InflightFile, LogFile, MemoryRegion, Parts, SessionState, Vring};
 use super::waiting::FrontEnd;
 use crate::Listener;
@@ -258,9 +259,12 @@ fn unpack_front_end(wire: &WireFrontEnd, fds: &mut Unpacked) -> io::Result<Front
 fn unpack_served(wire: WireServed, fds: &mut Unpacked, before: Before) -> io::Result<Served> {
     let mut state = SessionState::new(wire.vrings.len() as u16, wire.write_back);
     state.features = wire.features;
-    let protocol = VhostUserProtocolFeatures::from_bits(wire.protocol);
-    state.protocol =
-        protocol.ok_or_else(|| wrong("a protocol feature that this server does not know"))?;
+    state.protocol = VhostUserProtocolFeatures::from_bits_retain(wire.protocol);
+    // The crate does not know all features that this server offers.
+    let known = VhostUserProtocolFeatures::all().union(migration::PROTOCOL);
+    if !known.contains(state.protocol) {
+        return Err(wrong("a protocol feature that this server does not know"));
+    }
     for WireRegion { guest, user, size, offset, file } in wire.memory {
         let file = Some(fds.take(file)?);
         state.memory.push(MemoryRegion { guest, user, size, offset, file });
