@@ -266,7 +266,7 @@ impl Throttle {
             }
             if wait.token.take_grant() {
                 wait.begun = false;
-                return Poll::Ready(self.share.granted(asked, now, operation));
+                return Poll::Ready(self.share.granted(asked, now, operation, &wait.token));
             }
             if let (Some(claim), Some(handle)) = (claim, &self.handle) {
                 handle.wake_at(Instant::now() + Duration::from_nanos(claim.saturating_sub(now)));
@@ -369,7 +369,11 @@ impl Drop for DeviceWait<'_> {
         if self.begun {
             if self.token.cancel() {
                 let now = self.throttle.now();
-                share.refund(now, self.operation, share.granted(now, now, self.operation));
+                share.refund(
+                    now,
+                    self.operation,
+                    share.granted(now, now, self.operation, &self.token),
+                );
             } else {
                 share.withdraw(self.throttle.now());
             }

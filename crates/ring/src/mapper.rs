@@ -3,14 +3,18 @@
 //! In: descriptors that a front end sent. Out: regions.
 //!
 //! What must hold
-//! - No other process can withhold a page of an accepted file. If it could, a page fault would stop
-//!   the reactor and every disk on it.
+//! - No other process provides the pages of an accepted file. It could withhold one, and a page
+//!   fault would stop the reactor and every disk on it.
 //! - Mappings are limited ([`crate::quota`]).
 //!
 //! Accepted are memory file systems (tmpfs and with it memfd, hugetlbfs, ramfs), and file systems
 //! on a disk of this host (ext4, XFS, Btrfs, F2FS). Only root mounts the latter, so a page fault
 //! there waits for a disk, as it would for swap. User Mode Linux has its memory in such a file if
 //! /dev/shm is not a tmpfs.
+//!
+//! Not prevented: a fault in a range of a memory file that a process punches
+//! (`fallocate(FALLOC_FL_PUNCH_HOLE)`) waits until the kernel is done. A process of low priority
+//! makes that last. No seal forbids it and allows a shared mapping for writing.
 //!
 //! Refused are FUSE, network file systems (NFS, CIFS, 9p), overlayfs (unprivileged users can use
 //! FUSE as its upper layer), device files, and everything unknown.

@@ -88,9 +88,8 @@ fn waits(count: usize) -> f64 {
             at = (at + 1) % under.len();
             let (disk, token, grant) = &mut under[at];
             let now = clock.tick();
-            let ended = grant
-                .take()
-                .or_else(|| token.take_grant().then(|| shares[*disk].granted(now, now, &READ)));
+            let waited = || shares[*disk].granted(now, now, &READ, token);
+            let ended = grant.take().or_else(|| token.take_grant().then(waited));
             let Some(ended) = ended else { continue };
             shares[*disk].done(now, ended);
             *grant = shares[*disk].ask(now, &READ);

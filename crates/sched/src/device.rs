@@ -19,6 +19,7 @@
 //! Source: P. Goyal, H. M. Vin, H. Cheng, "Start-time Fair Queueing", SIGCOMM 1996.
 
 mod complete;
+mod drained;
 mod gaps;
 mod period;
 mod stalls;
@@ -74,6 +75,9 @@ pub struct Device {
     /// Cost in flight, in nanoseconds: of all disks, and of the disks that are in the queue.
     in_flight: CacheAligned<AtomicU64>,
     queued_in_flight: AtomicU64,
+    /// Number of operations in flight that a drain has admitted. They take no room of the window:
+    /// other disks would wait for them, however many there are.
+    forced: AtomicU64,
     /// Size of the in-flight window, and the part of it for disks in the queue, in nanoseconds.
     /// These fields and the next ones change rarely.
     window: CacheAligned<AtomicU64>,
@@ -137,6 +141,8 @@ pub struct Grant {
     probe: u32,
     /// Whether the operation counts in the window.
     is_queued: bool,
+    /// Whether a drain has admitted the operation.
+    is_forced: bool,
 }
 
 /// What an admitted operation advances: the device's virtual time and its disk's start tag
@@ -170,6 +176,7 @@ impl Device {
             virtual_time: CacheAligned::default(),
             in_flight: CacheAligned::default(),
             queued_in_flight: AtomicU64::new(0),
+            forced: AtomicU64::new(0),
             window: CacheAligned(AtomicU64::new(state.window.size())),
             room: AtomicU64::new(state.window.room()),
             usual: AtomicU64::new(0),
@@ -312,12 +319,10 @@ impl Device {
         }
     }
 
-    /// Admits an operation that cannot wait.
-    pub(crate) fn force(&self, account: &Account, now: Time, operation: &Operation) -> Grant {
-        let cost = self.costs.of_request(operation);
-        account.began();
-        self.charge(account, now, cost, (operation.requests, operation.bytes), Advance::Disk);
-        self.grant(account, now, cost, operation)
+    /// Returns the class of an operation that counts as in flight already.
+    fn class_of(&self, account: &Account, operation: &Operation) -> OperationClass {
+        let others_of_disk = account.in_flight.get().0.saturating_sub(1);
+        OperationClass::of(operation.kind, operation.bytes, others_of_disk)
     }
 
     /// Begins a sync that is charged to the disk.
@@ -341,11 +346,14 @@ impl Device {
         }
         Grant {
             is_queued,
+            is_forced: false,
             cost_ns: cost,
             arrived: now,
             began: now,
             class: OperationClass::of(operation.kind, operation.bytes, others_of_disk),
-            was_alone: others <= own && !self.was_shared.load(Relaxed),
+            was_alone: others <= own
+                && self.forced.load(Relaxed) == 0
+                && !self.was_shared.load(Relaxed),
             probe: self.quiet_probe.load(Relaxed),
         }
     }
@@ -420,16 +428,17 @@ impl Device {
         arrived: Time,
         now: Time,
         operation: &Operation,
+        token: &WaitToken,
     ) -> Grant {
-        let others_of_disk = account.in_flight.get().0.saturating_sub(1);
-        let class = OperationClass::of(operation.kind, operation.bytes, others_of_disk);
+        let (class, is_forced) = (self.class_of(account, operation), token.is_forced());
         Grant {
             cost_ns: self.costs.of_request(operation),
             arrived,
             began: now,
             class,
             was_alone: false,
-            is_queued: true,
+            is_queued: !is_forced,
+            is_forced,
             probe: self.quiet_probe.load(Relaxed),
         }
     }
@@ -491,6 +500,10 @@ impl Device {
         if waits {
             account.began();
             self.charge(account, now, waiter.cost_ns, (waiter.requests, waiter.bytes), advance);
+            if waiter.token.is_forced() {
+                self.began_forced(account);
+                return true;
+            }
             let held = self.held(waiter.cost_ns);
             self.in_flight.0.fetch_add(held, SeqCst);
             self.queued_in_flight.fetch_add(held, SeqCst);
@@ -534,16 +547,12 @@ impl Device {
         state.wait_list.wake_first();
     }
 
-    /// Admits all waiting operations of the disk, because one of its queues is drained. Returns
-    /// their cost.
-    pub(crate) fn release(&self, account: &Account, now: Time) -> u64 {
-        self.admit_all(&mut self.state(), account, now)
-    }
-
-    /// Admits all waiting operations of the disk. Returns their cost.
-    fn admit_all(&self, state: &mut State, account: &Account, now: Time) -> u64 {
+    /// Admits all waiting operations of the disk. `is_forced`: because of a drain. Returns their
+    /// cost.
+    fn admit_all(&self, state: &mut State, account: &Account, now: Time, is_forced: bool) -> u64 {
         let mut cost = 0u64;
         while let Some(waiter) = state.wait_list.pop_of(account.number()) {
+            waiter.token.set_forced(is_forced);
             if self.admit_one(account, &waiter, now, Advance::Disk) {
                 cost = cost.saturating_add(waiter.cost_ns);
             }

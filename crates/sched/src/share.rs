@@ -194,9 +194,15 @@ impl Share {
     /// Returns the grant of an operation that was admitted after a wait. Give it to
     /// [`ReactorShare::done`].
     /// `asked`: time of arrival.
-    pub fn granted(&self, asked: Time, now: Time, operation: &Operation) -> Grant {
+    pub fn granted(
+        &self,
+        asked: Time,
+        now: Time,
+        operation: &Operation,
+        token: &WaitToken,
+    ) -> Grant {
         self.device.as_ref().map_or_else(Grant::default, |device| {
-            device.granted(&self.account, asked, now, operation)
+            device.granted(&self.account, asked, now, operation, token)
         })
     }
 

@@ -8,12 +8,16 @@
 use std::cmp::Ordering;
 use std::collections::{BinaryHeap, VecDeque};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, Ordering::SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering::SeqCst};
 use std::task::Waker;
 
 /// State of one operation that waits. The caller may reuse it for a later wait.
 #[derive(Debug, Default)]
-pub struct WaitToken(AtomicU8);
+pub struct WaitToken {
+    state: AtomicU8,
+    /// Whether a drain admits the operation.
+    is_forced: AtomicBool,
+}
 
 const IDLE: u8 = 0;
 const WAITS: u8 = 1;
@@ -21,32 +25,42 @@ const GRANTED: u8 = 2;
 
 impl WaitToken {
     pub(crate) fn start(&self) {
-        self.0.store(WAITS, SeqCst);
+        self.is_forced.store(false, SeqCst);
+        self.state.store(WAITS, SeqCst);
     }
 
     /// Admits the operation. Returns false if the caller has cancelled the wait.
     pub(crate) fn grant(&self) -> bool {
-        self.0.compare_exchange(WAITS, GRANTED, SeqCst, SeqCst).is_ok()
+        self.state.compare_exchange(WAITS, GRANTED, SeqCst, SeqCst).is_ok()
+    }
+
+    /// Notes whether a drain admits the operation. Call it before [`WaitToken::grant`].
+    pub(crate) fn set_forced(&self, is_forced: bool) {
+        self.is_forced.store(is_forced, SeqCst);
+    }
+
+    pub(crate) fn is_forced(&self) -> bool {
+        self.is_forced.load(SeqCst)
     }
 
     fn waits(&self) -> bool {
-        self.0.load(SeqCst) == WAITS
+        self.state.load(SeqCst) == WAITS
     }
 
     /// Returns whether the operation is admitted.
     pub fn is_granted(&self) -> bool {
-        self.0.load(SeqCst) == GRANTED
+        self.state.load(SeqCst) == GRANTED
     }
 
     /// Returns whether the operation was admitted. Returns true once for each wait.
     pub fn take_grant(&self) -> bool {
-        self.0.compare_exchange(GRANTED, IDLE, SeqCst, SeqCst).is_ok()
+        self.state.compare_exchange(GRANTED, IDLE, SeqCst, SeqCst).is_ok()
     }
 
     /// Cancels the wait. Returns true if the operation was admitted before the cancellation. Then
     /// the caller must release its grant.
     pub fn cancel(&self) -> bool {
-        self.0.swap(IDLE, SeqCst) == GRANTED
+        self.state.swap(IDLE, SeqCst) == GRANTED
     }
 }
 

@@ -16,7 +16,8 @@ impl Device {
             self.end_stall(now, self.baseline.at_least(grant.class));
         }
         let service = now.saturating_sub(grant.began);
-        let others = self.in_flight.0.load(Relaxed) > account.in_flight.get().1;
+        let others = self.in_flight.0.load(Relaxed) > account.in_flight.get().1
+            || self.forced.load(Relaxed) > 0;
         let in_probe = grant.probe != 0 && grant.probe == self.quiet_probe.load(Relaxed);
         let has_stalled = grant.began < self.stalled_until.load(Relaxed);
         match () {
@@ -45,11 +46,16 @@ impl Device {
     /// Frees the part of the window that an operation took.
     #[inline]
     pub(crate) fn release_grant(&self, account: &Account, now: Time, grant: &Grant) {
-        let held = self.held(grant.cost_ns);
-        account.in_flight.remove(held);
-        self.in_flight.0.fetch_sub(held, SeqCst);
-        if grant.is_queued {
-            self.queued_in_flight.fetch_sub(held, SeqCst);
+        if grant.is_forced {
+            account.in_flight.remove(0);
+            self.forced.fetch_sub(1, SeqCst);
+        } else {
+            let held = self.held(grant.cost_ns);
+            account.in_flight.remove(held);
+            self.in_flight.0.fetch_sub(held, SeqCst);
+            if grant.is_queued {
+                self.queued_in_flight.fetch_sub(held, SeqCst);
+            }
         }
         if self.waiting.load(SeqCst) > 0 {
             let mut state = self.state();

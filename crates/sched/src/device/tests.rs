@@ -103,3 +103,30 @@ fn a_large_operation_of_a_disk_in_the_queue_begins_a_gap() {
     device.begin_gap(account, NOW, cost);
     assert!(device.is_in_gap(account, NOW + gap - 1) && !device.is_in_gap(account, NOW + gap));
 }
+
+/// A drain admits operations without a limit. Other disks must not wait for their end.
+#[test]
+fn operations_that_a_drain_admits_take_no_room_of_other_disks() {
+    let [one, two] = neighbours();
+    let device = one.device().unwrap();
+    let mut of_two = vec![two.ask(NOW, &SMALL).unwrap()];
+    let of_one: Vec<_> = std::iter::from_fn(|| one.ask(NOW, &SMALL)).collect();
+    let tokens: Vec<Arc<WaitToken>> = (0..1000).map(|_| Arc::default()).collect();
+    for token in &tokens {
+        one.wait(NOW, &SMALL, token, Waker::noop());
+    }
+    one.release(NOW);
+    let mut forced: Vec<_> = (0..1000).map(|_| one.force(NOW, &SMALL)).collect();
+    assert!(tokens.iter().all(|token| token.take_grant()));
+    forced.extend(tokens.iter().map(|token| one.granted(NOW, NOW, &SMALL, token)));
+    of_one.into_iter().for_each(|grant| one.done(NOW, grant));
+
+    let beside = two.ask(NOW, &SMALL).unwrap();
+    assert!(!beside.was_alone, "it does not show what the device does without load");
+    of_two.push(beside);
+    of_two.into_iter().for_each(|grant| two.done(NOW, grant));
+    forced.into_iter().for_each(|grant| one.done(NOW, grant));
+    let left = [&device.in_flight.0, &device.queued_in_flight, &device.forced];
+    assert_eq!(left.map(|count| count.load(SeqCst)), [0; 3]);
+    assert_eq!(accounts(device)[0].in_flight.get(), (0, 0));
+}

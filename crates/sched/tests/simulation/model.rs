@@ -389,7 +389,8 @@ impl Simulation {
         }
         let under = &mut self.under[which];
         under.waits = None;
-        under.grant = self.shares[under.guest].granted(under.asked, self.now, &under.operation);
+        let share = &self.shares[under.guest];
+        under.grant = share.granted(under.asked, self.now, &under.operation, &under.token);
         self.submit(which);
     }
 
