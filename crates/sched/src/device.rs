@@ -460,6 +460,7 @@ impl Device {
             let excess = others.saturating_sub(self.usual.load(Relaxed));
             let is_full = queued + excess >= self.room.load(Relaxed);
             if in_flight > 0 && is_full && self.is_shared() {
+                self.admit_idle(wait_list, accounts, now);
                 break;
             }
             let Some((disk, tag)) = wait_list.pop_head() else { break };

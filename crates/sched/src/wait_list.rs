@@ -157,6 +157,11 @@ impl WaitList {
         }
     }
 
+    /// Returns the numbers of the disks in the heap.
+    pub fn disks(&self) -> Vec<usize> {
+        self.heads.iter().map(|head| head.disk).collect()
+    }
+
     /// Removes a disk's first operation out of order. The disk's next operation keeps the heap
     /// entry.
     pub fn pop_of(&mut self, disk: usize) -> Option<Waiter> {

@@ -1,14 +1,21 @@
 //! Operations that a drain admits: they cannot wait.
 //!
+//! In: operations of a disk, one of whose queues is drained. Out: their grants.
+//!
 //! What must hold: they take no room of the window. Other disks would wait until the last of
 //! them has ended. Their cost is charged to the disk, which owes it.
+//!
+//! They slow down all that is in flight, also what fills the window. So while one of them is in
+//! flight, each disk may have one operation in flight, whatever the window has room for.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 
 use super::{Advance, Device, Grant};
 use crate::Time;
 use crate::account::Account;
 use crate::cost::Operation;
+use crate::wait_list::WaitList;
 
 impl Device {
     /// Admits an operation that cannot wait.
@@ -36,6 +43,38 @@ impl Device {
     /// Admits all waiting operations of the disk, because one of its queues is drained. Returns
     /// their cost.
     pub(crate) fn release(&self, account: &Account, now: Time) -> u64 {
-        self.admit_all(&mut self.state(), account, now, true)
+        let mut state = self.state();
+        let cost = self.admit_all(&mut state, account, now, true);
+        self.admit_waiters(&mut state, now);
+        // One of the operations may have kept the time of a probe for the other disks.
+        state.wait_list.wake_first();
+        cost
+    }
+
+    /// Admits one operation of each disk that waits and has nothing in flight, if operations that
+    /// a drain has admitted are in flight.
+    pub(super) fn admit_idle(
+        &self,
+        wait_list: &mut WaitList,
+        accounts: &[Option<Arc<Account>>],
+        now: Time,
+    ) {
+        if self.forced.load(SeqCst) == 0 {
+            return;
+        }
+        for disk in wait_list.disks() {
+            let Some(account) = &accounts[disk] else { continue };
+            if account.in_flight.get().0 > 0 {
+                continue;
+            }
+            // A cancelled operation takes nothing.
+            while let Some(waiter) = wait_list.pop_of(disk) {
+                let is_admitted = self.admit_one(account, &waiter, now, Advance::Disk);
+                waiter.waker.wake();
+                if is_admitted {
+                    break;
+                }
+            }
+        }
     }
 }

@@ -130,3 +130,36 @@ fn operations_that_a_drain_admits_take_no_room_of_other_disks() {
     assert_eq!(left.map(|count| count.load(SeqCst)), [0; 3]);
     assert_eq!(accounts(device)[0].in_flight.get(), (0, 0));
 }
+
+/// What a drain admits slows down the operations that fill the window. They must not keep another
+/// disk waiting for as long.
+#[test]
+fn a_disk_with_nothing_in_flight_does_not_wait_while_a_drain_is_on() {
+    let [one, two] = neighbours();
+    let first = two.ask(NOW, &SMALL).unwrap();
+    let of_one: Vec<_> = std::iter::from_fn(|| one.ask(NOW, &SMALL)).collect();
+    let of_two: Vec<_> = std::iter::from_fn(|| two.ask(NOW, &SMALL)).collect();
+    let tokens: [Arc<WaitToken>; 3] = Default::default();
+    let waits = |token: &Arc<WaitToken>| two.wait(NOW, &SMALL, token, Waker::noop());
+    let granted = || tokens.each_ref().map(|token| token.is_granted());
+    waits(&tokens[0]);
+    for grant in of_two.into_iter().chain([first]) {
+        two.done(NOW, grant);
+    }
+    assert_eq!(granted(), [false; 3], "the other disk's operations fill the window");
+    waits(&tokens[1]);
+    // The drain begins.
+    let forced = one.force(NOW, &SMALL);
+    one.release(NOW);
+    assert_eq!(granted(), [true, false, false]);
+    waits(&tokens[2]);
+    assert_eq!(granted(), [true, false, false], "one at a time");
+    two.done(NOW, two.granted(NOW, NOW, &SMALL, &tokens[0]));
+    assert_eq!(granted(), [true, true, false]);
+    // The drain is over.
+    one.done(NOW, forced);
+    two.done(NOW, two.granted(NOW, NOW, &SMALL, &tokens[1]));
+    assert_eq!(granted(), [true, true, false]);
+    of_one.into_iter().for_each(|grant| one.done(NOW, grant));
+    assert_eq!(granted(), [true; 3]);
+}
