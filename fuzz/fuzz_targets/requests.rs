@@ -8,12 +8,11 @@
 #[path = "guest.rs"]
 mod guest;
 
-use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 
 use blockyard_disk::{Disk, DiskOptions, Source};
 use blockyard_export::vhost_user::Coalesce;
-use blockyard_export::vhost_user::parts::{Call, DeviceState, Log, Marks, QueueHandle, QueueSetup};
+use blockyard_export::vhost_user::parts::{Call, DeviceState, Marks, QueueHandle, QueueSetup};
 use blockyard_export::{PollMode, Reactors};
 use blockyard_image::{CacheMode, ChainOptions};
 use blockyard_ring::{DirtyLog, Mapper};
@@ -38,7 +37,7 @@ fn world() -> &'static World {
             on_enospc: Default::default(),
         };
         let disk = Arc::new(Disk::new(options, Source::open(&open).unwrap()));
-        let device = DeviceState { disk, write_back: AtomicBool::new(true), log: Log::default() };
+        let device = DeviceState::new(disk, true);
         World { reactors: Reactors::start(1, &[]).unwrap(), device: Arc::new(device) }
     })
 }

@@ -7,14 +7,12 @@
 //! queue takes a bounded number of chains in an iteration, however many are available.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use blockyard_disk::{Disk, DiskOptions, Source};
 use blockyard_export::vhost_user::Coalesce;
-use blockyard_export::vhost_user::parts::{
-    Call, DeviceState, Log, MAX_CHAIN, QueueHandle, QueueSetup,
-};
+use blockyard_export::vhost_user::parts::{Call, DeviceState, MAX_CHAIN, QueueHandle, QueueSetup};
 use blockyard_export::{PollMode, Reactors};
 use blockyard_image::{CacheMode, ChainOptions};
 use blockyard_ring::{GuestMemory, Region, SharedSlice};
@@ -45,7 +43,7 @@ fn device() -> Arc<DeviceState> {
         on_enospc: Default::default(),
     };
     let disk = Arc::new(Disk::new(options, Source::open(&ChainOptions::new("ram:16M")).unwrap()));
-    Arc::new(DeviceState { disk, write_back: AtomicBool::new(true), log: Log::default() })
+    Arc::new(DeviceState::new(disk, true))
 }
 
 struct Guest {

@@ -51,8 +51,8 @@ impl Doorbell {
     }
 }
 
-/// A doorbell for rare signals, shared by all threads. Each user locks it for a few system calls
-/// that never block.
+/// A ring that tells eventfds from other descriptors, shared by all threads. Each user locks it for
+/// a few system calls that never block.
 static SHARED: Mutex<Option<Doorbell>> = Mutex::new(None);
 
 fn shared<T>(work: impl FnOnce(&mut Doorbell) -> io::Result<T>) -> io::Result<T> {
@@ -63,19 +63,9 @@ fn shared<T>(work: impl FnOnce(&mut Doorbell) -> io::Result<T>) -> io::Result<T>
     }
 }
 
-/// Creates the ring that [`ring_once`] and [`is_eventfd`] share. A lack of memory is then an error
-/// at start.
+/// Creates the ring of [`is_eventfd`]. A lack of memory is then an error at start.
 pub fn prepare() -> io::Result<()> {
     shared(|_| Ok(()))
-}
-
-/// Signals an eventfd that is rarely signalled.
-pub fn ring_once(eventfd: impl AsFd) -> io::Result<()> {
-    shared(|bell| {
-        bell.attach(eventfd)?;
-        bell.ring();
-        bell.0.submitter().unregister_eventfd()
-    })
 }
 
 /// Returns whether a descriptor is an eventfd. `fstat` cannot tell it from an epoll or a
@@ -108,10 +98,6 @@ mod tests {
         let mut bell = Doorbell::new(&event).unwrap();
         (0..300).for_each(|_| bell.ring());
         assert_eq!(count(&event), 300);
-        ring_once(&event).unwrap();
-        bell.ring();
-        ring_once(&event).unwrap();
-        assert_eq!(count(&event), 3);
     }
 
     /// If a ring blocked, this test would not end.
@@ -121,7 +107,6 @@ mod tests {
         rustix::io::write(&event, &(u64::MAX - 1).to_ne_bytes()).unwrap();
         let mut bell = Doorbell::new(&event).unwrap();
         (0..3).for_each(|_| bell.ring());
-        ring_once(&event).unwrap();
         assert!(count(&event) >= u64::MAX - 1);
         bell.ring();
         assert_eq!(count(&event), 1);

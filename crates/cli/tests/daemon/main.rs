@@ -25,6 +25,7 @@
 //!   remote       images on an NBD server that dies and comes back
 //!   second       a front end that connects while another one is connected
 //!   bench        `blockyard bench` executes another program
+//!   signals      front ends that make signals slow
 //!   shares       limits, groups, and their change at run time
 //!   messages     kills at each message of a front end, between handling and answer
 //!   holder       a killed server starts again, and front ends go on
@@ -72,5 +73,6 @@ mod renewal;
 mod requests;
 mod second;
 mod shares;
+mod signals;
 mod streams;
 mod tls;

@@ -4,6 +4,7 @@
 //! ```text
 //!   polling     what a queue does when it has no request to take
 //!   notify      when the guest is notified of completions
+//!   signal      whether the reactor sends a signal, or a thread
 //!   placement   on which processors a reactor runs
 //! ```
 //!
@@ -16,6 +17,7 @@ pub mod placement;
 pub mod polling;
 #[cfg(test)]
 mod seeded;
+pub(crate) mod signal;
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;

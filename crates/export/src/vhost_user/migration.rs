@@ -189,7 +189,7 @@ impl Session {
             return Ok(None);
         }
         let changed = match &self.state.log_event {
-            Some(event) => Call::fd(self.duplicate(event)?)
+            Some(event) => Call::fd(self.duplicate(event)?, &self.device.signals)
                 .map_err(|e| self.refuse(format_args!("SET_LOG_FD: {e}")))?,
             None => Call::None,
         };

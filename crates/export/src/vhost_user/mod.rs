@@ -14,6 +14,7 @@ mod caller;
 mod channel;
 mod config;
 mod conversation;
+mod device;
 pub(crate) mod handed;
 mod handover;
 mod inflight;
@@ -28,6 +29,7 @@ mod queue;
 mod refusal;
 mod request;
 mod session;
+mod signal;
 mod socket;
 mod state;
 mod virtqueue;
@@ -55,21 +57,21 @@ pub use handover::KIND;
 /// Internal parts, for fuzzing and for tests without a front end. They are no stable interface.
 #[doc(hidden)]
 pub mod parts {
+    pub use super::device::DeviceState;
     pub use super::inflight::{Inflight, InflightRegion, PackedChain, allocate, queue_bytes};
     pub use super::notify::Call;
-    pub use super::queue::{DeviceState, Marks, QueueHandle, QueueSetup};
+    pub use super::queue::{Marks, QueueHandle, QueueSetup};
     pub use super::request::{Action, ParseContext, Parsed, parse};
     pub use super::virtqueue::{Desc, Head, MAX_CHAIN, PackedRing, Ring, RingError, SplitRing};
-    pub use crate::log::Log;
 }
 
 use crate::acceptor::{Entrance, Registration};
 use crate::export::BY_OPERATOR;
-use crate::log::Log;
 use crate::{Client, Export, Handed, Listener, PollMode, Reactors, custody};
 use channel::BackChannel;
 use conversation::{Conversation, Disconnect, Leaving};
-use queue::{DeviceState, QueueHandle};
+use device::DeviceState;
+use queue::QueueHandle;
 use state::SessionState;
 use waiting::{FrontEnd, Waiting};
 
@@ -318,9 +320,9 @@ impl Shared {
     ) -> io::Result<Arc<Self>> {
         blockyard_ring::doorbell::prepare()?;
         disk.note_export(KIND);
-        let write_back = AtomicBool::new(disk.options().cache.write_back());
+        let write_back = disk.options().cache.write_back();
         Ok(Arc::new(Shared {
-            device: Arc::new(DeviceState { disk, write_back, log: Log::default() }),
+            device: Arc::new(DeviceState::new(disk, write_back)),
             shape,
             tuning,
             reactors,

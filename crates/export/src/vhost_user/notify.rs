@@ -3,27 +3,29 @@
 //! A virtual machine's front end gives an eventfd, User Mode Linux a Unix stream socket.
 //!
 //! What must hold: a signal never blocks. The front end has these descriptors too, and can clear
-//! O_NONBLOCK at any time. So a [`Doorbell`] signals an eventfd, and a send with MSG_DONTWAIT
-//! signals a socket. Other descriptors are refused: pipes, other sockets, and sockets that this
-//! process reads have kernel locks, which another process can hold while it waits for a page.
+//! O_NONBLOCK at any time. So a `Doorbell` signals an eventfd, and a send with MSG_DONTWAIT signals
+//! a socket. A thread sends signals that take long ([`super::signal`]). Other descriptors are
+//! refused: pipes, other sockets, and sockets that this process reads have kernel locks, which
+//! another process can hold while it waits for a page.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
-use blockyard_ring::doorbell::{self, Doorbell};
+use blockyard_ring::doorbell;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, Shutdown, SocketType, sockopt};
 
 use super::caller::Caller;
+use super::signal::{GuestSignal, SignalThread};
 
 /// The means by which the device signals the guest (the call).
 pub enum Call {
     None,
     /// An eventfd (virtual machines).
-    Event(Doorbell),
+    Event(GuestSignal),
     /// A Unix stream socket (User Mode Linux).
-    Stream(OwnedFd),
+    Stream(GuestSignal),
     /// A message on the back channel (VHOST_USER_PROTOCOL_F_INBAND_NOTIFICATIONS).
     InBand {
         caller: Arc<Caller>,
@@ -33,9 +35,10 @@ pub enum Call {
 
 impl Call {
     /// Returns error `InvalidInput` if the descriptor is neither an eventfd nor a Unix stream
-    /// socket.
-    pub fn fd(fd: OwnedFd) -> io::Result<Self> {
-        if is_unix_stream(&fd) { Ok(Call::Stream(fd)) } else { Doorbell::new(&fd).map(Call::Event) }
+    /// socket. `thread`: sends the signals if they take long.
+    pub fn fd(fd: OwnedFd, thread: &Arc<SignalThread>) -> io::Result<Self> {
+        let call = if is_unix_stream(&fd) { Call::Stream } else { Call::Event };
+        GuestSignal::new(fd, thread).map(call)
     }
 
     pub fn is_stream(&self) -> bool {
@@ -47,25 +50,15 @@ impl Call {
     pub fn ring(&mut self) {
         match self {
             Call::None => {}
-            Call::Event(bell) => bell.ring(),
-            Call::Stream(socket) => send(socket),
+            Call::Event(signal) | Call::Stream(signal) => signal.ring(),
             Call::InBand { caller, index } => caller.call(*index),
         }
     }
 }
 
-/// Signals a ring's error descriptor. The queue calls this once, when its ring breaks.
-pub fn signal_error(fd: &OwnedFd) {
-    if is_unix_stream(fd) {
-        send(fd);
-    } else {
-        let _ = doorbell::ring_once(fd);
-    }
-}
-
 /// Sends a signal. Ignores a full socket, because the guest then has a signal that it has not read
 /// yet.
-fn send(socket: &OwnedFd) {
+pub(super) fn send(socket: &OwnedFd) {
     let _ =
         rustix::net::send(socket, &1u64.to_ne_bytes(), SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
 }
@@ -116,7 +109,8 @@ mod tests {
         let ours = OwnedFd::from(ours);
         assert!(is_call(&ours).unwrap());
         assert_eq!(theirs.write(&[7]).unwrap_err().kind(), io::ErrorKind::BrokenPipe);
-        let mut call = Call::fd(ours.try_clone().unwrap()).unwrap();
+        let fd = ours.try_clone().unwrap();
+        let mut call = Call::fd(fd, &SignalThread::for_tests()).unwrap();
         assert_eq!(
             std::os::unix::net::UnixStream::from(ours).read(&mut [0; 8]).unwrap(),
             0,

@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use blockyard_ring::{GuestMemory, Registration, Remote};
 
-use super::queue::DeviceState;
+use super::device::DeviceState;
 
 /// The registrations of a reactor, by the session's number.
 #[derive(Default)]

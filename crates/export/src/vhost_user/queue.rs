@@ -24,21 +24,21 @@ use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use blockyard_disk::{Disk, LocalDisk, Request, Status, Store};
+use blockyard_disk::{LocalDisk, Request, Status, Store};
 use blockyard_ring::{GuestMemory, Handle, Reply, Segments, Signal, Watch, park};
 
+use super::device::DeviceState;
 use super::inflight::InflightRegion;
-use super::notify::{Call, signal_error};
+use super::notify::Call;
 use super::placement;
 use super::request::{Action, ParseContext, parse, wire_status};
 use super::virtqueue::{Head, RingError};
 use crate::PollMode;
 use crate::budget::{self, Budget, REQUEST};
 use crate::lanes::Lanes;
-use crate::log::Log;
 use crate::policy::Counters;
 use crate::policy::notify::Coalesce;
 use crate::policy::placement::Placement;
@@ -61,15 +61,6 @@ const SLOW_BATCHES: u32 = 64;
 /// Maximum number of requests of one queue that the disk handles at a time. The limit bounds
 /// memory, and is more than a disk can use.
 const MOST_IN_FLIGHT: u32 = 1024;
-
-/// State of a device that all its queues share. The control thread changes it.
-#[derive(Debug)]
-pub struct DeviceState {
-    pub disk: Arc<Disk>,
-    /// The guest sees a volatile write cache, and sends flushes.
-    pub write_back: AtomicBool,
-    pub log: Log,
-}
 
 /// What a queue needs at its start.
 pub struct QueueSetup {
@@ -575,8 +566,8 @@ impl Queue {
                 "the guest broke its ring; the queue stops until the guest resets it: {error}"
             ),
         );
-        if let Some(fd) = &core.error {
-            signal_error(fd);
+        if let Some(fd) = core.error.take() {
+            self.device.signals.send_once(fd);
         }
     }
 

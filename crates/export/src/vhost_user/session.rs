@@ -29,11 +29,12 @@ use vhost::vhost_user::{Error, GpuBackend, Result, VhostUserBackendReqHandlerMut
 use super::caller::Caller;
 use super::channel::BackChannel;
 use super::config::{self, QueueShape};
+use super::device::DeviceState;
 use super::inflight::{self, InflightRegion};
 use super::migration::{self, DirtyMemory};
 use super::notify::{self, Call};
 use super::pin::Pins;
-use super::queue::{DeviceState, QueueHandle};
+use super::queue::QueueHandle;
 use super::refusal::{Causes, no};
 use super::state::{Change, Effect, InflightFile, LogFile, Parts, Refusal, SessionState, Vring};
 use super::{Shared, Tuning};
@@ -219,7 +220,7 @@ impl Session {
 
     fn call(&self, index: usize) -> Result<Call> {
         Ok(match (self.copy(&self.state.vrings[index].call)?, &self.state.back_channel) {
-            (Some(fd), _) => Call::fd(fd).map_err(|e| {
+            (Some(fd), _) => Call::fd(fd, &self.device.signals).map_err(|e| {
                 self.refuse(format_args!("queue {index}: cannot use its call descriptor: {e}"))
             })?,
             (None, Some(channel)) if self.state.in_band() => {

@@ -1,0 +1,278 @@
+//! Signals whose cost the front end determines, because it can add waiters to their descriptor.
+//!
+//! ```text
+//!   queue ── signal ──► bell (Direct, Measured)
+//!                └────► thread of the device ──► bell (Threaded)
+//! ```
+//!
+//! In: signals of a queue. Out: each reaches the guest, from the reactor or from a thread.
+//! [`crate::policy::signal`] decides which. What must hold: the thread has at most one signal of a
+//! queue to send, because several that wait are one signal to the guest. No signal is lost while
+//! the bell changes hands.
+
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use blockyard_disk::Disk;
+use blockyard_ring::doorbell::Doorbell;
+use blockyard_ring::pool::Pool;
+use rustix::time::{ClockId, clock_gettime};
+
+use super::{lock, notify};
+use crate::log::Log;
+use crate::policy::signal::{SignalMode, SignalPolicy};
+
+/// Time after which a thread without signals ends.
+const LINGER: Duration = Duration::from_secs(1);
+
+/// Signals that take as long are reported in the log.
+const REPORTED: Duration = Duration::from_millis(1);
+
+/// The thread that sends a device's slow signals. It runs only while there are some.
+pub struct SignalThread {
+    pool: Pool,
+    disk: Arc<Disk>,
+    log: Log,
+}
+
+impl std::fmt::Debug for SignalThread {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("SignalThread").field("disk", &self.disk.name()).finish_non_exhaustive()
+    }
+}
+
+impl SignalThread {
+    pub fn new(disk: Arc<Disk>) -> Arc<Self> {
+        let pool = Pool::new("signals", 1, LINGER);
+        Arc::new(SignalThread { pool, disk, log: Log::default() })
+    }
+
+    #[cfg(test)]
+    pub(super) fn for_tests() -> Arc<Self> {
+        use blockyard_disk::{DiskOptions, Source};
+        use blockyard_image::{CacheMode, ChainOptions};
+        let options = DiskOptions {
+            name: "test".into(),
+            serial: String::new(),
+            read_only: false,
+            cache: CacheMode::None,
+            filters: Vec::new(),
+            on_enospc: Default::default(),
+        };
+        let image = ChainOptions::new("ram:1M");
+        SignalThread::new(Arc::new(Disk::new(options, Source::open(&image).unwrap())))
+    }
+
+    /// Sends one signal from the thread.
+    pub fn send_once(&self, fd: OwnedFd) {
+        let task = move |(): &()| {
+            if let Ok(mut bell) = Bell::new(fd) {
+                bell.ring();
+            }
+        };
+        // Without a thread the signal is lost, as if the front end had not asked for it.
+        let _ = self.pool.run(Box::new(task));
+    }
+}
+
+/// Signals a descriptor.
+enum Bell {
+    Event(Doorbell),
+    Stream(OwnedFd),
+}
+
+impl Bell {
+    fn new(fd: OwnedFd) -> std::io::Result<Self> {
+        if notify::is_unix_stream(&fd) {
+            Ok(Bell::Stream(fd))
+        } else {
+            Doorbell::new(&fd).map(Bell::Event)
+        }
+    }
+
+    #[inline]
+    fn ring(&mut self) {
+        match self {
+            Bell::Event(bell) => bell.ring(),
+            Bell::Stream(socket) => notify::send(socket),
+        }
+    }
+
+    /// Signals, and returns the processor time that it took.
+    fn ring_measured(&mut self) -> Duration {
+        let before = processor_time();
+        self.ring();
+        processor_time().saturating_sub(before)
+    }
+}
+
+/// Returns the processor time of the calling thread.
+fn processor_time() -> Duration {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec as u32)
+}
+
+/// What the queue and the thread share.
+#[derive(Default)]
+struct Handed {
+    bell: Mutex<Option<Bell>>,
+    /// A signal of the queue waits for the thread.
+    is_wanted: AtomicBool,
+    /// Longest time of a signal since the queue last looked, in nanoseconds.
+    slowest_ns: AtomicU64,
+}
+
+impl Handed {
+    fn ring(&self) {
+        self.is_wanted.store(false, Ordering::SeqCst);
+        if let Some(bell) = &mut *lock(&self.bell) {
+            let took = u64::try_from(bell.ring_measured().as_nanos()).unwrap_or(u64::MAX);
+            self.slowest_ns.fetch_max(took, Ordering::SeqCst);
+        }
+    }
+}
+
+/// The signals of one queue.
+pub struct GuestSignal {
+    /// None: the thread has it.
+    bell: Option<Bell>,
+    policy: SignalPolicy,
+    handed: Arc<Handed>,
+    thread: Arc<SignalThread>,
+}
+
+impl GuestSignal {
+    /// Returns error `InvalidInput` if the descriptor is neither an eventfd nor a Unix stream
+    /// socket.
+    pub fn new(fd: OwnedFd, thread: &Arc<SignalThread>) -> std::io::Result<Self> {
+        let bell = Some(Bell::new(fd)?);
+        let (policy, handed) = Default::default();
+        Ok(GuestSignal { bell, policy, handed, thread: thread.clone() })
+    }
+
+    /// Signals the guest. Never blocks.
+    #[inline]
+    pub fn ring(&mut self) {
+        let began = Instant::now();
+        let mode = self.policy.mode(began);
+        match &mut self.bell {
+            Some(bell) if mode == SignalMode::Direct => {
+                bell.ring();
+                let ended = Instant::now();
+                self.policy.sent(ended, ended.saturating_duration_since(began));
+            }
+            _ => self.ring_slow(began, mode),
+        }
+    }
+
+    #[cold]
+    fn ring_slow(&mut self, now: Instant, mode: SignalMode) {
+        if mode != SignalMode::Threaded && self.take_back() {
+            return self.ring_measured(now);
+        }
+        let took = Duration::from_nanos(self.handed.slowest_ns.swap(0, Ordering::SeqCst));
+        self.policy.sent(now, took);
+        if !self.handed.is_wanted.swap(true, Ordering::SeqCst) {
+            let handed = self.handed.clone();
+            if self.thread.pool.run(Box::new(move |()| handed.ring())).is_err() {
+                // The kernel refuses to start a thread. A lost signal would stop the guest.
+                self.handed.ring();
+            }
+        }
+    }
+
+    /// Returns whether the reactor has the bell. A signal that the thread has not sent yet is the
+    /// next one of the reactor.
+    fn take_back(&mut self) -> bool {
+        if self.bell.is_none()
+            && let Ok(mut bell) = self.handed.bell.try_lock()
+        {
+            self.bell = bell.take();
+        }
+        self.bell.is_some()
+    }
+
+    fn ring_measured(&mut self, now: Instant) {
+        let Some(bell) = &mut self.bell else { return };
+        let took = bell.ring_measured();
+        if !self.policy.sent(now, took) {
+            return;
+        }
+        *lock(&self.handed.bell) = self.bell.take();
+        if took >= REPORTED {
+            let SignalThread { disk, log, .. } = &*self.thread;
+            let what = format_args!(
+                "a signal to the front end takes {} us, because its descriptor has many waiters; \
+                 a thread sends the signals",
+                took.as_micros()
+            );
+            log.warn(disk.name(), None, what);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::event::{EventfdFlags, eventfd};
+
+    use super::*;
+
+    /// Waits for signals, and returns their number.
+    fn signals(event: &OwnedFd) -> u64 {
+        let mut count = [0; 8];
+        rustix::io::read(event, &mut count).unwrap();
+        u64::from_ne_bytes(count)
+    }
+
+    /// If a signal was lost, this test would not end.
+    #[test]
+    fn no_signal_is_lost_while_the_bell_changes_hands() {
+        let thread = SignalThread::for_tests();
+        for _ in 0..100 {
+            let event = eventfd(0, EventfdFlags::empty()).unwrap();
+            let mut signal = GuestSignal::new(event.try_clone().unwrap(), &thread).unwrap();
+            signal.ring();
+            assert_eq!(signals(&event), 1, "from the reactor");
+            let (now, slow) = (Instant::now(), Duration::from_secs(1));
+            for _ in 0..2 {
+                signal.policy.sent(now, slow);
+            }
+            *lock(&signal.handed.bell) = signal.bell.take();
+            signal.ring();
+            assert_eq!(signals(&event), 1, "from the thread");
+            // The reactor takes the bell back before the thread has sent this signal, or after it.
+            signal.ring();
+            signal.policy = SignalPolicy::default();
+            signal.ring();
+            assert!((1..=2).contains(&signals(&event)));
+            while !signal.take_back() {
+                std::thread::yield_now();
+            }
+        }
+    }
+
+    #[test]
+    fn a_slow_signal_of_the_thread_keeps_the_signals_there() {
+        let thread = SignalThread::for_tests();
+        let event = eventfd(0, EventfdFlags::empty()).unwrap();
+        let mut signal = GuestSignal::new(event.try_clone().unwrap(), &thread).unwrap();
+        let (now, slow) = (Instant::now(), Duration::from_secs(1));
+        for _ in 0..2 {
+            signal.policy.sent(now, slow);
+        }
+        *lock(&signal.handed.bell) = signal.bell.take();
+        signal.handed.slowest_ns.store(3_000_000_000, Ordering::SeqCst);
+        signal.ring();
+        assert_eq!(signals(&event), 1);
+        assert_eq!(signal.policy.mode(now + 2999 * slow), SignalMode::Threaded);
+    }
+
+    #[test]
+    fn one_signal_of_a_descriptor_reaches_it() {
+        let event = eventfd(0, EventfdFlags::empty()).unwrap();
+        SignalThread::for_tests().send_once(event.try_clone().unwrap());
+        assert_eq!(signals(&event), 1);
+    }
+}
