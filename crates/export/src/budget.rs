@@ -18,6 +18,8 @@ use std::time::{Duration, Instant};
 use blockyard_disk::Disk;
 use blockyard_ring::Handle;
 
+use crate::placement;
+
 /// Maximum number of descriptors in one iteration: about 50 us of work. Each request also counts as
 /// [`REQUEST`] descriptors.
 const DESCRIPTORS: u32 = 1024;
@@ -78,8 +80,10 @@ pub struct Budget {
 }
 
 impl Budget {
-    /// Returns the budget for a new queue of `disk` on this reactor.
+    /// Returns the budget for a new queue of `disk` on this reactor. The reactor's thread leaves
+    /// the processors of another guest.
     pub fn of(handle: &Handle, disk: &Arc<Disk>) -> Self {
+        placement::go_home();
         let accounts = handle.local::<Accounts>();
         let mut accounts = accounts.0.borrow_mut();
         accounts.retain(|(_, account)| account.strong_count() > 0);
@@ -132,6 +136,14 @@ impl Budget {
     }
 }
 
+/// Returns whether the reactor has at most one queue, connection or device queue.
+pub fn is_alone(handle: &Handle) -> bool {
+    let accounts = handle.local::<Accounts>();
+    let queues =
+        accounts.0.borrow().iter().map(|(_, account)| account.strong_count()).sum::<usize>();
+    queues <= 1
+}
+
 /// Returns whether an iteration that began at `began` has lasted too long, so that each queue must
 /// yield.
 #[inline]
@@ -144,6 +156,8 @@ mod tests {
     use blockyard_disk::{DiskOptions, Source};
     use blockyard_image::{CacheMode, ChainOptions};
     use blockyard_ring::Executor;
+
+    use rustix::thread::{CpuSet, sched_getaffinity};
 
     use super::*;
 
@@ -268,7 +282,18 @@ mod tests {
         first.spend(1, DESCRIPTORS, 0);
         assert!(second.is_spent(1) && !neighbour.is_spent(1));
         drop((first, second));
-        assert!(!budget(&one).is_spent(1));
+        assert!(is_alone(executor.handle()));
+        let first = budget(&one);
+        assert!(!first.is_spent(1) && !is_alone(executor.handle()));
+        drop((first, neighbour));
+
+        // The only queue has moved the thread to its guest's processors.
+        let own = placement::home().unwrap();
+        let mut guest = CpuSet::new();
+        guest.set((0..CpuSet::MAX_CPU).find(|&cpu| own.is_set(cpu)).unwrap());
+        placement::move_to(&guest);
+        let _other = budget(&other);
+        assert_eq!(sched_getaffinity(None).unwrap(), own);
     }
 
     #[test]

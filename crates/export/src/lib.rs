@@ -21,6 +21,7 @@ mod listener;
 mod log;
 pub mod nbd;
 mod packing;
+mod placement;
 pub mod policy;
 mod reactors;
 mod start;

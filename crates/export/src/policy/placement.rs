@@ -4,8 +4,8 @@
 //! serve it fastest. [`super::polling`] measures whether that is so.
 //!
 //! In: the processors of the reactor's thread and of the guest's process, and whether the reactor
-//! should be co-located with the guest. Out: the processors to move to. `vhost_user/placement.rs`
-//! reads the processors and moves the thread.
+//! should be co-located with the guest. Out: the processors to move to. `placement.rs` reads
+//! the processors and moves the thread.
 
 use std::rc::Rc;
 
@@ -51,19 +51,28 @@ impl Placement {
     }
 
     /// Returns the processors to which the thread must move: the guest's, or the reactor's own.
-    /// Returns `None` if the thread need not move.
+    /// Returns `None` if the thread need not move. `is_away`: the thread is not at home. It has
+    /// returned if another queue started meanwhile.
     #[inline]
-    pub fn moves(&mut self, co_located: bool) -> Option<&CpuSet> {
+    pub fn moves(&mut self, co_located: bool, is_away: bool) -> Option<&CpuSet> {
+        if self.co_located && !is_away {
+            self.co_located = false;
+            self.count(|figures| figures.home += 1);
+        }
+        if co_located != self.co_located && self.can_move() {
+            self.count(
+                |figures| if co_located { figures.to_guest += 1 } else { figures.home += 1 },
+            );
+        }
         let (home, guest) = self.sets.as_ref().filter(|_| co_located != self.co_located)?;
         self.co_located = co_located;
-        let mut figures = self.counters.placement.get();
-        if co_located {
-            figures.to_guest += 1;
-        } else {
-            figures.home += 1;
-        }
-        self.counters.placement.set(figures);
         Some(if co_located { guest } else { home })
+    }
+
+    fn count(&self, add: impl FnOnce(&mut PlacementFigures)) {
+        let mut figures = self.counters.placement.get();
+        add(&mut figures);
+        self.counters.placement.set(figures);
     }
 }
 
@@ -91,7 +100,7 @@ mod tests {
     fn the_reactor_does_not_move_for_a_guest_that_may_run_on_all_its_processors() {
         let can_move = |home: &[usize], guest: &[usize]| {
             let mut placement = Placement::new(Some(set(home)), Some(set(guest)), Rc::default());
-            let moves = placement.moves(true).copied();
+            let moves = placement.moves(true, false).copied();
             assert_eq!(moves.is_some(), placement.can_move());
             moves
         };
@@ -107,12 +116,28 @@ mod tests {
         let counters = Rc::<Counters>::default();
         let mut placement = Placement::new(Some(set(&[0, 1])), Some(set(&[1])), counters.clone());
         let trace = [false, false, true, true, true, false, false, true];
-        let moves = trace.map(|co_located| placement.moves(co_located).copied());
+        let mut is_away = false;
+        let moves = trace.map(|co_located| {
+            let moves = placement.moves(co_located, is_away).copied();
+            is_away = moves.map_or(is_away, |_| co_located);
+            moves
+        });
         let (home, guest) = (Some(set(&[0, 1])), Some(set(&[1])));
         assert_eq!(moves, [None, None, guest, None, None, home, None, guest]);
         let mut figures = counters.placement.get();
         assert_eq!(figures, PlacementFigures { to_guest: 2, home: 1 });
         figures.merge(&counters.placement.get());
         assert_eq!(figures, PlacementFigures { to_guest: 4, home: 2 });
+    }
+
+    #[test]
+    fn after_a_return_for_another_queue_it_may_move_again() {
+        let counters = Rc::<Counters>::default();
+        let mut placement = Placement::new(Some(set(&[0, 1])), Some(set(&[1])), counters.clone());
+        assert!(placement.moves(true, false).is_some());
+        // Another queue started, so the thread is at home.
+        assert_eq!(placement.moves(false, false), None);
+        assert_eq!(counters.placement.get(), PlacementFigures { to_guest: 1, home: 1 });
+        assert_eq!(placement.moves(true, false).copied(), Some(set(&[1])));
     }
 }

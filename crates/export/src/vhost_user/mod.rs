@@ -24,7 +24,6 @@ mod migration;
 mod notify;
 mod own_region;
 mod pin;
-mod placement;
 mod queue;
 mod refusal;
 mod request;

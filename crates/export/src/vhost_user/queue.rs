@@ -33,12 +33,12 @@ use blockyard_ring::{GuestMemory, Handle, Reply, Segments, Signal, Watch, park};
 use super::device::DeviceState;
 use super::inflight::InflightRegion;
 use super::notify::Call;
-use super::placement;
 use super::request::{Action, ParseContext, parse, wire_status};
 use super::virtqueue::{Head, RingError};
 use crate::PollMode;
 use crate::budget::{self, Budget, REQUEST};
 use crate::lanes::Lanes;
+use crate::placement;
 use crate::policy::Counters;
 use crate::policy::notify::Coalesce;
 use crate::policy::placement::Placement;
@@ -293,10 +293,10 @@ impl Queue {
             return core.polling.waits_in_flight(self.handle.now(), self.done.get());
         }
         let busy_poll = core.polling.went_empty(self.handle.now(), self.done.get());
-        // All queues of this reactor run on this thread. So the thread moves to a guest's
-        // processors only if the reactor has one queue.
-        let is_alone = || self.handle.local::<Queues>().0.borrow().len() == 1;
-        if let Some(processors) = core.placement.moves(core.polling.co_located() && is_alone()) {
+        // All queues and connections of this reactor run on this thread. So the thread moves to a
+        // guest's processors only if the reactor has one queue.
+        let moves = core.polling.co_located() && budget::is_alone(&self.handle);
+        if let Some(processors) = core.placement.moves(moves, placement::is_away()) {
             placement::move_to(processors);
         }
         busy_poll
@@ -574,7 +574,7 @@ impl Queue {
     /// Ends the queue. Must be called when nothing is in flight.
     fn retire(&self) {
         let mut core = self.core.borrow_mut();
-        if let Some(processors) = core.placement.moves(false) {
+        if let Some(processors) = core.placement.moves(false, placement::is_away()) {
             placement::move_to(processors);
         }
         if core.coalescer.due().is_some() {

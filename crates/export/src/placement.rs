@@ -3,7 +3,8 @@
 //!
 //! What must hold: a thread's home is the processors that the thread had at its start, even while
 //! it is co-located with a guest. The thread moves only between its home and those processors of
-//! its home that the guest may use.
+//! its home that the guest may use. It returns before another queue, connection or device starts on
+//! it: a guest may be slow or hostile, and must not choose the processors of others.
 
 use std::cell::Cell;
 
@@ -12,6 +13,8 @@ use rustix::thread::{CpuSet, Pid, sched_getaffinity, sched_setaffinity};
 thread_local! {
     /// The processors of this thread at its start. They are read before the first move.
     static HOME: Cell<Option<CpuSet>> = const { Cell::new(None) };
+    /// The thread runs on a guest's processors.
+    static IS_AWAY: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Returns the processors that the calling thread had at its start.
@@ -29,7 +32,21 @@ pub fn guest(peer: Option<i32>) -> Option<CpuSet> {
 /// Moves the calling thread to `processors`. Does nothing if that is impossible, for example
 /// because a processor is offline.
 pub fn move_to(processors: &CpuSet) {
-    let _ = sched_setaffinity(None, processors);
+    if sched_setaffinity(None, processors).is_ok() {
+        IS_AWAY.set(HOME.get().is_some_and(|home| home != *processors));
+    }
+}
+
+/// Returns whether the calling thread runs on a guest's processors.
+pub fn is_away() -> bool {
+    IS_AWAY.get()
+}
+
+/// Moves the calling thread to its home, if it runs on a guest's processors.
+pub fn go_home() {
+    if let Some(home) = HOME.get().filter(|_| is_away()) {
+        move_to(&home);
+    }
 }
 
 #[cfg(test)]
@@ -68,8 +85,10 @@ mod tests {
         assert!(guest.is_some());
         assert_eq!(home(), Some(own));
         let mut late = Placement::new(home(), guest, Rc::default());
-        assert!(late.moves(false).is_none() && late.moves(true).is_none_or(|to| *to != own));
-        move_to(&own);
+        let late = [false, true].map(|to_guest| late.moves(to_guest, is_away()).copied());
+        assert!(late[0].is_none() && late[1].is_none_or(|to| to != own));
+        go_home();
+        assert_eq!((sched_getaffinity(None).unwrap(), is_away()), (own, false));
     }
 
     #[test]
