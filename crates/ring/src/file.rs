@@ -84,6 +84,8 @@ pub(crate) struct FileSlot {
     counted: bool,
     /// Whether the file's data go through the page cache (no O_DIRECT).
     cached: bool,
+    /// Whether a kernel worker must make all transfers.
+    leaves_all: Cell<bool>,
 }
 
 impl FileSlot {
@@ -98,6 +100,7 @@ impl FileSlot {
             handle: handle.clone(),
             counted: false,
             cached: false,
+            leaves_all: Cell::new(false),
         }
     }
 
@@ -126,7 +129,13 @@ impl FileSlot {
     /// wait.
     #[inline]
     pub fn leaves_to_worker(&self, bytes: usize) -> bool {
-        self.cached && bytes > LONGEST_ON_SUBMISSION
+        (self.cached && bytes > LONGEST_ON_SUBMISSION) || self.leaves_all.get()
+    }
+
+    /// Sets whether a kernel worker must make all transfers.
+    #[inline]
+    pub fn leave_all_to_worker(&self, leaves: bool) {
+        self.leaves_all.set(leaves);
     }
 }
 

@@ -90,6 +90,7 @@ pub use mapper::{Mapper, MemoryFile};
 pub use memory::{GuestMemory, MemoryError, Region, SharedSlice};
 pub use meter::Meter;
 pub use policy::WriteFigures;
+pub use policy::slow_calls::{CallMode, SlowCalls};
 pub use pulse::{Pulse, Watcher};
 pub use quota::{Exceeded, MEMORY_SLOTS};
 pub use remote::{NoReply, PendingReply, Remote, Reply};

@@ -4,20 +4,24 @@
 //!
 //! What must hold: a dropped future of a read or write continues in the kernel, with its memory
 //! and the descriptor, until its completion. [`Socket::shutdown`] forces that completion, and runs
-//! when the last clone is dropped.
+//! when the last clone is dropped. If the peer makes system calls on the socket slow, a kernel
+//! worker makes them ([`SlowCalls`]).
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Instant;
 
 use rustix::net::{RecvFlags, Shutdown};
 
 use crate::executor::Handle;
 use crate::file::{FileSlot, completion_result};
+use crate::policy::slow_calls::{CallMode, SlowCalls};
 use crate::rights;
 use crate::segments::Segments;
+use crate::threads::processor_time;
 use crate::uring::Action;
 
 /// Maximum number of iovec entries that the kernel takes per call (UIO_MAXIOV).
@@ -33,6 +37,7 @@ struct Connected {
     kept: Cell<bool>,
     /// Whether descriptors may arrive with the socket's bytes (see `rights`).
     brings_descriptors: bool,
+    calls: RefCell<SlowCalls>,
 }
 
 impl Drop for Connected {
@@ -55,7 +60,8 @@ impl Socket {
         rustix::io::ioctl_fionbio(&fd, false)?;
         let brings_descriptors = rights::may_arrive(fd.as_fd());
         let slot = Rc::new(FileSlot::uncounted(handle, Arc::new(fd)));
-        Ok(Socket(Rc::new(Connected { slot, kept: Cell::new(false), brings_descriptors })))
+        let (kept, calls) = Default::default();
+        Ok(Socket(Rc::new(Connected { slot, kept, brings_descriptors, calls })))
     }
 
     /// Returns the descriptor.
@@ -89,11 +95,40 @@ impl Socket {
 
     async fn read_checked(&self, segments: &Segments) -> io::Result<usize> {
         loop {
-            if let Some(n) = self.read_now(segments)? {
-                return Ok(n);
+            match self.call(|| self.receive_now(segments)) {
+                Some(read) => {
+                    if let Some(n) = read? {
+                        return Ok(n);
+                    }
+                }
+                // The kernel drops descriptors that arrive, on the thread of its worker.
+                None => {
+                    let all = segments.slice(0, segments.len());
+                    return completion_result(
+                        self.operation(Action::Read { offset: 0 }, all).await.0,
+                    );
+                }
             }
             completion_result(self.operation(Action::Readable, Segments::default()).await.0)?;
         }
+    }
+
+    /// Makes a system call on the socket. `None`: a kernel worker must make it.
+    #[inline]
+    fn call<T>(&self, call: impl FnOnce() -> T) -> Option<T> {
+        let (Connected { slot, calls, .. }, began) = (&*self.0, Instant::now());
+        let mode = calls.borrow_mut().mode(began);
+        slot.leave_all_to_worker(mode == CallMode::Elsewhere);
+        let (result, took) = match mode {
+            CallMode::Direct => (call(), began.elapsed()),
+            CallMode::Measured => {
+                let before = processor_time();
+                (call(), processor_time().saturating_sub(before))
+            }
+            CallMode::Elsewhere => return None,
+        };
+        calls.borrow_mut().made(began, took);
+        Some(result)
     }
 
     /// Reads at least one byte, by a system call instead of io_uring. 0: the peer has closed the
@@ -105,6 +140,10 @@ impl Socket {
             segments.copy_from(0, &buffer, 0, read.unwrap_or(0));
             return Ok(read);
         }
+        self.receive_now(segments)
+    }
+
+    fn receive_now(&self, segments: &Segments) -> io::Result<Option<usize>> {
         if self.0.brings_descriptors {
             return rights::read_now(self.fd(), segments);
         }
@@ -128,8 +167,12 @@ impl Socket {
     }
 
     /// Sends as much as the socket takes at once, by a system call instead of io_uring. Returns 0
-    /// if its buffer is full.
+    /// if its buffer is full, or if a kernel worker must send.
     pub fn write_now(&self, segments: &Segments) -> io::Result<usize> {
+        self.call(|| self.send_now(segments)).unwrap_or(Ok(0))
+    }
+
+    fn send_now(&self, segments: &Segments) -> io::Result<usize> {
         assert!(segments.request().is_none(), "zero-copy data are not in this process's memory");
         let iov = segments.iovecs();
         // SAFETY: an all-zero `msghdr` is valid: no name, no control data, no iovec.
@@ -234,6 +277,7 @@ fn ignore_broken_pipes() {
 mod tests {
     use std::io::{Read, Write};
     use std::os::unix::net::UnixStream;
+    use std::time::Duration;
 
     use super::*;
     use crate::Executor;
@@ -274,6 +318,37 @@ mod tests {
             })
             .unwrap();
         peer.join().unwrap();
+    }
+
+    #[test]
+    fn a_kernel_worker_makes_the_calls_of_a_peer_that_makes_them_slow() {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let executor = Executor::new().unwrap();
+        let socket = Socket::new(executor.handle(), ours).unwrap();
+        let answer = std::thread::spawn(move || {
+            let mut bytes = [0; 5];
+            theirs.read_exact(&mut bytes).unwrap();
+            theirs.write_all(&bytes).unwrap();
+        });
+        executor
+            .block_on(async move {
+                while !socket.0.calls.borrow_mut().made(Instant::now(), Duration::from_secs(9)) {}
+                let out = Segments::from_bytes(b"bytes");
+                assert_eq!(socket.write_now(&out).unwrap(), 0);
+                assert!(socket.0.slot.leaves_to_worker(1));
+                socket.write_full(out).await.1.unwrap();
+                let (segments, read) = socket.read_full(Segments::buffer(5)).await;
+                read.unwrap();
+                let mut bytes = [0; 5];
+                segments.copy_out(0, &mut bytes);
+                assert_eq!(&bytes, b"bytes");
+                // The peer's calls count as fast again.
+                *socket.0.calls.borrow_mut() = SlowCalls::default();
+                let _ = socket.write_now(&segments);
+                assert!(!socket.0.slot.leaves_to_worker(1));
+            })
+            .unwrap();
+        answer.join().unwrap();
     }
 
     #[test]

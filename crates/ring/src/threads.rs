@@ -11,6 +11,9 @@ use std::io;
 use std::sync::OnceLock;
 use std::sync::mpsc::{Sender, SyncSender, channel, sync_channel};
 use std::thread::{Builder, JoinHandle};
+use std::time::Duration;
+
+use rustix::time::{ClockId, clock_gettime};
 
 type Work = Box<dyn FnOnce() + Send>;
 
@@ -42,4 +45,11 @@ pub fn spawn(builder: Builder, work: impl FnOnce() + Send + 'static) -> io::Resu
     let lost = |_| io::Error::other("the thread that starts threads has ended");
     starter.send(Wanted { builder, work: Box::new(work), started }).map_err(|_| lost(()))?;
     answer.recv().map_err(|_| lost(()))?
+}
+
+/// Returns the processor time of the calling thread. The time in which other threads had its
+/// processor does not count.
+pub fn processor_time() -> Duration {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec as u32)
 }

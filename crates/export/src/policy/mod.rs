@@ -4,7 +4,6 @@
 //! ```text
 //!   polling     what a queue does when it has no request to take
 //!   notify      when the guest is notified of completions
-//!   signal      whether the reactor sends a signal, or a thread
 //!   placement   on which processors a reactor runs
 //! ```
 //!
@@ -17,7 +16,6 @@ pub mod placement;
 pub mod polling;
 #[cfg(test)]
 mod seeded;
-pub(crate) mod signal;
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;

@@ -2,11 +2,11 @@
 //!
 //! ```text
 //!   queue ── signal ──► bell (Direct, Measured)
-//!                └────► thread of the device ──► bell (Threaded)
+//!                └────► thread of the device ──► bell (Elsewhere)
 //! ```
 //!
 //! In: signals of a queue. Out: each reaches the guest, from the reactor or from a thread.
-//! [`crate::policy::signal`] decides which. What must hold: the thread has at most one signal of a
+//! [`SlowCalls`] decides which. What must hold: the thread has at most one signal of a
 //! queue to send, because several that wait are one signal to the guest. No signal is lost while
 //! the bell changes hands.
 
@@ -18,11 +18,11 @@ use std::time::{Duration, Instant};
 use blockyard_disk::Disk;
 use blockyard_ring::doorbell::Doorbell;
 use blockyard_ring::pool::Pool;
-use rustix::time::{ClockId, clock_gettime};
+use blockyard_ring::threads::processor_time;
+use blockyard_ring::{CallMode, SlowCalls};
 
 use super::{lock, notify};
 use crate::log::Log;
-use crate::policy::signal::{SignalMode, SignalPolicy};
 
 /// Time after which a thread without signals ends.
 const LINGER: Duration = Duration::from_secs(1);
@@ -108,12 +108,6 @@ impl Bell {
     }
 }
 
-/// Returns the processor time of the calling thread.
-fn processor_time() -> Duration {
-    let time = clock_gettime(ClockId::ThreadCPUTime);
-    Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec as u32)
-}
-
 /// What the queue and the thread share.
 #[derive(Default)]
 struct Handed {
@@ -138,7 +132,7 @@ impl Handed {
 pub struct GuestSignal {
     /// None: the thread has it.
     bell: Option<Bell>,
-    policy: SignalPolicy,
+    policy: SlowCalls,
     handed: Arc<Handed>,
     thread: Arc<SignalThread>,
 }
@@ -158,22 +152,22 @@ impl GuestSignal {
         let began = Instant::now();
         let mode = self.policy.mode(began);
         match &mut self.bell {
-            Some(bell) if mode == SignalMode::Direct => {
+            Some(bell) if mode == CallMode::Direct => {
                 bell.ring();
                 let ended = Instant::now();
-                self.policy.sent(ended, ended.saturating_duration_since(began));
+                self.policy.made(ended, ended.saturating_duration_since(began));
             }
             _ => self.ring_slow(began, mode),
         }
     }
 
     #[cold]
-    fn ring_slow(&mut self, now: Instant, mode: SignalMode) {
-        if mode != SignalMode::Threaded && self.take_back() {
+    fn ring_slow(&mut self, now: Instant, mode: CallMode) {
+        if mode != CallMode::Elsewhere && self.take_back() {
             return self.ring_measured(now);
         }
         let took = Duration::from_nanos(self.handed.slowest_ns.swap(0, Ordering::SeqCst));
-        self.policy.sent(now, took);
+        self.policy.made(now, took);
         if !self.handed.is_wanted.swap(true, Ordering::SeqCst) {
             let handed = self.handed.clone();
             if self.thread.pool.run(Box::new(move |()| handed.ring())).is_err() {
@@ -197,7 +191,7 @@ impl GuestSignal {
     fn ring_measured(&mut self, now: Instant) {
         let Some(bell) = &mut self.bell else { return };
         let took = bell.ring_measured();
-        if !self.policy.sent(now, took) {
+        if !self.policy.made(now, took) {
             return;
         }
         *lock(&self.handed.bell) = self.bell.take();
@@ -237,14 +231,14 @@ mod tests {
             assert_eq!(signals(&event), 1, "from the reactor");
             let (now, slow) = (Instant::now(), Duration::from_secs(1));
             for _ in 0..2 {
-                signal.policy.sent(now, slow);
+                signal.policy.made(now, slow);
             }
             *lock(&signal.handed.bell) = signal.bell.take();
             signal.ring();
             assert_eq!(signals(&event), 1, "from the thread");
             // The reactor takes the bell back before the thread has sent this signal, or after it.
             signal.ring();
-            signal.policy = SignalPolicy::default();
+            signal.policy = SlowCalls::default();
             signal.ring();
             assert!((1..=2).contains(&signals(&event)));
             while !signal.take_back() {
@@ -260,13 +254,13 @@ mod tests {
         let mut signal = GuestSignal::new(event.try_clone().unwrap(), &thread).unwrap();
         let (now, slow) = (Instant::now(), Duration::from_secs(1));
         for _ in 0..2 {
-            signal.policy.sent(now, slow);
+            signal.policy.made(now, slow);
         }
         *lock(&signal.handed.bell) = signal.bell.take();
         signal.handed.slowest_ns.store(3_000_000_000, Ordering::SeqCst);
         signal.ring();
         assert_eq!(signals(&event), 1);
-        assert_eq!(signal.policy.mode(now + 2999 * slow), SignalMode::Threaded);
+        assert_eq!(signal.policy.mode(now + 2999 * slow), CallMode::Elsewhere);
     }
 
     #[test]

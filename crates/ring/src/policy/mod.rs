@@ -1,20 +1,22 @@
-//! Policies for writes that a reactor makes, or prepares, without io_uring. Each policy receives
+//! Policies for calls that a reactor makes, or prepares, without io_uring. Each policy receives
 //! the time and its caller's observations, and returns decisions.
 //!
 //! ```text
 //!   pauses       for how long the reactor avoids work that has blocked it
 //!   inline       which page-cache writes the reactor makes itself
 //!   change_time  when the reactor sets a file's mtime before its writes
+//!   slow_calls   who makes calls whose cost another process determines
 //!   dirty        how long page-cache writes wait if too many pages are dirty
 //! ```
 //!
 //! What must hold: nothing in this folder makes system calls, starts a thread or reads a clock.
-//! `file/` carries out the decisions.
+//! `file/`, sockets and exports carry out the decisions.
 
 pub(crate) mod change_time;
 pub(crate) mod dirty;
 pub(crate) mod inline;
 pub(crate) mod pauses;
+pub(crate) mod slow_calls;
 
 use std::cell::Cell;
 

@@ -1,0 +1,148 @@
+//! Calls whose cost another process determines: whether a reactor makes them itself.
+//!
+//! A write to an eventfd or a socket runs through all of its waiters. Another process that has the
+//! descriptor too can add millions of them, and the caller pays. So a peer with slow calls must not
+//! make a reactor wait for them. A thread, or a worker of io_uring, makes them.
+//!
+//! ```text
+//!   Direct ── a slow call ──► Measured ── some slow ones ──► Elsewhere
+//!     ◄────────────── no slow call for a time ──────────────────┘
+//! ```
+//!
+//! In: the time, and how long each call took. Out: the mode of the next call. What must hold: the
+//! slow calls that a reactor makes for one peer take about 2 of [`PAUSE_FACTOR`] parts of its time.
+//! The first slow call only leads to a measurement of processor time, because the kernel may have
+//! interrupted the thread.
+
+use std::time::{Duration, Instant};
+
+/// A call that takes longer is slow. A signal to an eventfd of KVM takes 1 to 5 us, one to a socket
+/// of User Mode Linux up to 20 us.
+pub(crate) const SLOW: Duration = Duration::from_micros(50);
+/// Time that slow calls may take in the mode `Measured`. Interrupts count as processor time, too.
+const ALLOWED: Duration = Duration::from_micros(200);
+/// A mode lasts this multiple of the slow call's duration.
+const PAUSE_FACTOR: u32 = 1000;
+/// Longest duration of a mode after its last slow call.
+const MAX_PAUSE: Duration = Duration::from_secs(3600);
+
+/// How the next call is made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum CallMode {
+    /// The reactor makes the call, and measures the time.
+    #[default]
+    Direct,
+    /// The reactor makes the call, and measures the time of the processor.
+    Measured,
+    /// A thread, or a worker of io_uring, makes the call.
+    Elsewhere,
+}
+
+/// Decides who makes the calls to one peer. See the module documentation.
+#[derive(Debug, Default)]
+pub struct SlowCalls {
+    mode: CallMode,
+    /// Time when the mode ends, if it is not `Direct`.
+    until: Option<Instant>,
+    /// Time that slow calls took in the mode `Measured`.
+    spent: Duration,
+}
+
+impl SlowCalls {
+    /// Returns the mode of the next call.
+    #[inline]
+    pub fn mode(&mut self, now: Instant) -> CallMode {
+        if self.until.is_some_and(|until| now >= until) {
+            *self = SlowCalls::default();
+        }
+        self.mode
+    }
+
+    /// Reports how long a call took, or the longest of several. Returns whether the reactor makes
+    /// no more calls from now on.
+    #[inline]
+    pub fn made(&mut self, now: Instant, took: Duration) -> bool {
+        if took <= SLOW {
+            return false;
+        }
+        let until = now + took.saturating_mul(PAUSE_FACTOR).min(MAX_PAUSE);
+        self.until = self.until.max(Some(until));
+        let before = self.mode;
+        match before {
+            CallMode::Direct => self.mode = CallMode::Measured,
+            CallMode::Measured => {
+                self.spent = self.spent.saturating_add(took);
+                if self.spent > ALLOWED {
+                    self.mode = CallMode::Elsewhere;
+                }
+            }
+            CallMode::Elsewhere => {}
+        }
+        before != self.mode && self.mode == CallMode::Elsewhere
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MS: Duration = Duration::from_millis(1);
+
+    #[test]
+    fn the_second_slow_call_is_the_last_one_of_the_reactor() {
+        let (mut policy, now) = (SlowCalls::default(), Instant::now());
+        assert!(!policy.made(now, SLOW));
+        assert_eq!(policy.mode(now), CallMode::Direct);
+        assert!(!policy.made(now, MS));
+        assert_eq!(policy.mode(now), CallMode::Measured);
+        assert!(!policy.made(now, SLOW), "a fast call changes nothing");
+        assert!(policy.made(now, MS));
+        assert_eq!(policy.mode(now), CallMode::Elsewhere);
+        assert!(!policy.made(now, MS), "it is there already");
+    }
+
+    #[test]
+    fn a_few_calls_that_are_somewhat_slow_stay_with_the_reactor() {
+        let (mut policy, now) = (SlowCalls::default(), Instant::now());
+        let somewhat = SLOW + Duration::from_micros(10);
+        for _ in 0..4 {
+            assert!(!policy.made(now, somewhat));
+        }
+        assert!(policy.made(now, somewhat), "more than 200 us");
+    }
+
+    #[test]
+    fn a_mode_ends_after_a_thousand_times_its_slowest_call() {
+        let (mut policy, start) = (SlowCalls::default(), Instant::now());
+        policy.made(start, 2 * MS);
+        policy.made(start + MS, MS);
+        assert_eq!(policy.mode(start + 1999 * MS), CallMode::Elsewhere);
+        policy.made(start + 1999 * MS, MS);
+        assert_eq!(policy.mode(start + 2998 * MS), CallMode::Elsewhere);
+        assert_eq!(policy.mode(start + 2999 * MS), CallMode::Direct);
+        // However slow it is, the mode ends.
+        policy.made(start, Duration::MAX);
+        assert_eq!(policy.mode(start + MAX_PAUSE), CallMode::Direct);
+    }
+
+    /// Whatever the peer does, the slow calls of the reactor take a small part of its time.
+    #[test]
+    fn slow_calls_of_the_reactor_take_a_five_hundredth_of_its_time() {
+        for (each, pause) in [(MS, MS), (300 * MS, MS), (MS, 1001 * MS), (10 * MS, 9999 * MS)] {
+            let (mut policy, start) = (SlowCalls::default(), Instant::now());
+            let (mut now, mut spent) = (start, Duration::ZERO);
+            while now < start + Duration::from_secs(2000) {
+                let is_own = policy.mode(now) != CallMode::Elsewhere;
+                now += each;
+                if is_own {
+                    spent += each;
+                }
+                // A thread that never reports a slow call is the worst case.
+                policy.made(now, if is_own { each } else { Duration::ZERO });
+                now += pause;
+            }
+            let part = spent.as_secs_f64() / (now - start).as_secs_f64();
+            assert!(part < 0.0025, "{part} with {each:?} and {pause:?}");
+        }
+    }
+}
