@@ -96,13 +96,13 @@ impl Takeover {
         config: &Config,
     ) -> anyhow::Result<Vec<(DiskArgs, Table)>> {
         server.yard.prepare().context("preparing to take disks over")?;
-        let mut others = Vec::new();
+        let (mut wanted, mut others) = (Vec::new(), Vec::new());
         for (at, args) in config.disks.iter().enumerate() {
             let offered = self.offered.iter().position(|offered| offered.name == args.name());
             match offered {
                 Some(place) => {
                     let offered = self.offered.remove(place);
-                    self.take(server, args.clone(), config.keys(at), offered.by_api)?;
+                    wanted.push((args.clone(), config.keys(at), offered.by_api));
                 }
                 None => others.push((args.clone(), config.keys(at))),
             }
@@ -114,7 +114,12 @@ impl Takeover {
             }
             let args: DiskArgs =
                 keys.clone().try_into().with_context(|| format!("disk \"{name}\""))?;
-            self.take(server, args, keys, true)?;
+            wanted.push((args, keys, true));
+        }
+        // NBD clients wait for the end of the hand-over, so they must not wait for other disks.
+        wanted.sort_by_key(|(args, ..)| args.nbd.is_some());
+        for (args, keys, by_api) in wanted {
+            self.take(server, args, keys, by_api)?;
         }
         self.peer.send(&FromNew::Ready).context(TALKING)?;
         match self.peer.receive().context("waiting for the old server's consent")? {

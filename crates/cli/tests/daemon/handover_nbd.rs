@@ -252,6 +252,31 @@ fn a_client_that_has_chosen_no_disk_is_disconnected_and_counted() {
     nbd.case.is_clean();
 }
 
+/// NBD clients wait for the end of the hand-over, so they must not wait for other disks.
+#[test]
+fn disks_with_nbd_are_handed_over_last() {
+    let nbd = NbdCase::new();
+    let (image, socket) =
+        (nbd.case.folder.image("second.img", 1 << 20), nbd.case.folder.join("s2"));
+    let (top, nbd_socket) = (&nbd.case.top, format!("unix:{}", nbd.socket.display()));
+    let text = format!(
+        "[[disk]]\nname = \"first\"\nimage = {top:?}\nnbd = {nbd_socket:?}\n\
+         [[disk]]\nname = \"second\"\nimage = {image:?}\nvhost-user = {socket:?}\n"
+    );
+    let config = nbd.case.folder.join("toml");
+    std::fs::write(&config, text).unwrap();
+    let mut daemon = Daemon::start(&mut nbd.case.configured(&config));
+    daemon.wait_ready();
+    let answer = ctl(&nbd.case, &["upgrade", "--json"]).good();
+    let answer: serde_json::Value = serde_json::from_str(&answer).unwrap();
+    let order: Vec<_> = (0..2).map(|at| answer["disks"][at]["name"].as_str().unwrap()).collect();
+    assert_eq!(order, ["second", "first"]);
+    assert!(daemon.ended(SOON).success());
+    let pid = ctl(&nbd.case, &["status", "--json"]).good();
+    let pid: serde_json::Value = serde_json::from_str(&pid).unwrap();
+    crate::handover::end_server(pid["pid"].as_i64().unwrap() as i32);
+}
+
 /// Structured replies, extents and flags are those that the client has negotiated.
 const SCRIPT: &str = r#"
 import sys, errno
