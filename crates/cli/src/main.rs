@@ -37,6 +37,7 @@ mod persist;
 mod reload;
 mod sandbox;
 mod serve;
+mod server;
 mod shares;
 mod supervisor;
 mod toolstack;

@@ -20,7 +20,7 @@ use crate::config::Config;
 use crate::disks::check;
 use crate::nbd;
 use crate::options::disk::DiskArgs;
-use crate::serve::{AddError, Adding, Server};
+use crate::server::{AddError, Adding, Server};
 
 /// Keys of the file that are read at start only.
 const AT_START: [&str; 12] = [

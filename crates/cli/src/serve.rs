@@ -1,30 +1,28 @@
 //! `blockyard serve`: opens the disks, starts their exports, and waits for signals.
 //!
-//! SIGTERM and SIGINT: drain, flush, exit. SIGHUP: `reload`. SIGUSR1: log statistics. The yard owns
-//! the disks; this file sends it commands. Signals and the API (`api.rs`) use the same [`Server`].
+//! SIGTERM and SIGINT: drain, flush, exit. SIGHUP: `reload`. SIGUSR1: log statistics.
 
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::Context;
 use blockyard_control::events::What;
-use blockyard_disk::SourceError;
 use blockyard_export::Reactors;
 use blockyard_program::ending::Failure;
 use blockyard_program::output;
 use blockyard_ring::xen::Host;
-use blockyard_yard::{Change, DiskInfo, DiskSettings, DiskState, Pending, Yard, YardError};
+use blockyard_yard::Yard;
 use rustix::thread::CpuSet;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
 use toml::Table;
 
-use crate::book::{Book, Entry, HeldDisk};
-use crate::changes::{Known, changes};
+use crate::book::Book;
+use crate::changes::Known;
 use crate::config::Config;
-use crate::disks::{advise, check, log_end, settings, try_open};
+use crate::disks::{check, try_open};
 use crate::events::Events;
-use crate::exports::{self, Common};
+use crate::exports::Common;
 use crate::handover::{Control, HandOvers, Takeover};
 use crate::nbd::{self, Servers};
 use crate::options::disk::DiskArgs;
@@ -32,8 +30,9 @@ use crate::options::serve::ServeOptions;
 use crate::options::values::Cpus;
 use crate::options::xen::XenArgs;
 use crate::sandbox::Needs;
+use crate::server::{Adding, Server};
 use crate::toolstack::Toolstacks;
-use crate::{api, attach, figures, holder, journals, log, sandbox, shares, supervisor};
+use crate::{api, attach, holder, journals, log, sandbox, shares, supervisor};
 
 /// Longest wait for a server that has the disks of one that died, and time between two attempts.
 const OTHERS_TIME: Duration = Duration::from_secs(30);
@@ -155,62 +154,6 @@ fn explain_io_uring(error: std::io::Error) -> anyhow::Error {
     anyhow::Error::from(error).context(hint)
 }
 
-/// Reasons why a disk cannot be added.
-#[derive(Debug, thiserror::Error)]
-pub enum AddError {
-    #[error("{0}")]
-    Conflict(String),
-    #[error("{0:#}")]
-    Open(anyhow::Error),
-    #[error(transparent)]
-    Yard(YardError),
-}
-
-impl AddError {
-    /// Returns whether another process has locked the image.
-    fn is_locked(&self) -> bool {
-        let AddError::Open(e) = self else { return false };
-        e.downcast_ref::<SourceError>().is_some_and(SourceError::is_locked)
-    }
-}
-
-/// A disk that is being opened.
-pub struct Adding<'a> {
-    held: HeldDisk<'a>,
-    pending: Pending<()>,
-    args: DiskArgs,
-}
-
-impl Adding<'_> {
-    /// Waits until the disk is served.
-    pub fn wait(self) -> Result<(), AddError> {
-        self.pending.wait().map_err(|e| match e {
-            YardError::Open(e) => AddError::Open(advise(e, &self.args)),
-            e => AddError::Yard(e),
-        })?;
-        self.held.keep();
-        Ok(())
-    }
-}
-
-/// A running server: the yard, and the configuration that it serves.
-pub struct Server {
-    pub yard: Yard,
-    pub events: Events,
-    pub common: Common,
-    pub options: ServeOptions,
-    pub since: SystemTime,
-    /// The same moment, on the clock that never goes back.
-    pub started: Instant,
-    /// Configuration of each disk that is served, without the disks of toolstacks.
-    pub book: Book,
-    /// The configuration file that is in effect.
-    pub known: Mutex<Known>,
-    /// Held during a reload: one at a time.
-    pub reloading: Mutex<()>,
-    pub hand_overs: HandOvers,
-}
-
 impl Server {
     /// Opens the disks, and serves them until SIGTERM or SIGINT.
     fn serve(
@@ -330,67 +273,6 @@ impl Server {
         Ok(())
     }
 
-    /// Opens a disk and starts its exports. `keys`: the keys that were given. `by_api`: no
-    /// configuration file has the disk.
-    pub fn add(&self, args: DiskArgs, keys: Table, by_api: bool) -> Result<(), AddError> {
-        self.begin_add(args, keys, by_api)?.wait()
-    }
-
-    /// Like `add`, but returns before the disk is open.
-    pub fn begin_add(
-        &self,
-        args: DiskArgs,
-        keys: Table,
-        by_api: bool,
-    ) -> Result<Adding<'_>, AddError> {
-        sandbox::check(&args).map_err(AddError::Open)?;
-        let held = self.book.reserve(args.clone(), keys, by_api).map_err(AddError::Conflict)?;
-        let carried = match self.common.handed.take_carried(&args.name()) {
-            Ok(carried) => carried,
-            Err(e) => {
-                held.remove();
-                return Err(AddError::Open(e));
-            }
-        };
-        let settings = settings(&args, exports::ways(&args, &self.common));
-        let pending = self.yard.begin_add(DiskSettings { carried, ..settings });
-        Ok(Adding { held, pending, args })
-    }
-
-    /// Removes a disk, and logs its final statistics. Returns whether its image was flushed.
-    pub fn remove(&self, held: HeldDisk<'_>) -> Result<bool, YardError> {
-        let ended = self.yard.remove(&held.args().name());
-        held.remove();
-        ended.map(|ended| {
-            log_end(&ended);
-            ended.is_flushed
-        })
-    }
-
-    /// Applies keys that need no reconnection: weight, limits, reservations,
-    /// `tls-allow` and `on-enospc`.
-    pub fn change(
-        &self,
-        held: &HeldDisk<'_>,
-        args: DiskArgs,
-        keys: Table,
-    ) -> Result<(), YardError> {
-        let Entry { args: served, keys: old, .. } = held.entry();
-        let (knobs, clients, disk) = (args.knobs(), args.tls_allow.clone(), args.name());
-        let change = Change {
-            clients: (served.tls_allow != clients).then_some(clients),
-            knobs: (served.knobs() != knobs).then_some(knobs),
-            on_enospc: (served.on_enospc != args.on_enospc).then_some(args.on_enospc),
-        };
-        self.yard.change(&disk, change)?;
-        let changed = changes(&old, &keys);
-        if !changed.is_empty() {
-            self.events.publish(What::DiskChanged { disk, keys: changed });
-        }
-        held.set(args, keys);
-        Ok(())
-    }
-
     /// Prints the device of the only disk, for the process that started this server. Returns the
     /// device if it belongs to the kernel's NBD client. See [`attach::report_device`].
     fn report_device(&self) -> anyhow::Result<Option<std::path::PathBuf>> {
@@ -406,38 +288,5 @@ impl Server {
                 attach::report_device(self.yard.report(&name)?.device, args.nbd.as_ref(), export)
             }
         }
-    }
-
-    /// Returns the disks that are open. Commands to other disks would wait until these are opened
-    /// or closed, and would delay the next signal.
-    pub fn served(&self) -> impl Iterator<Item = DiskInfo> {
-        let answers = |disk: &DiskInfo| matches!(disk.state, DiskState::Serving | DiskState::Busy);
-        self.yard.list().into_iter().filter(answers)
-    }
-
-    fn log_statistics(&self) {
-        for disk in self.served() {
-            // The disk may have been removed since the list was made.
-            let Ok(report) = self.yard.report(&disk.name) else { continue };
-            if !report.clients.is_empty() {
-                let clients = figures::describe_clients(&report.clients);
-                tracing::info!(disk = report.name, "clients: {clients}");
-            }
-            figures::log(&report.name, &report.statistics, &report.share);
-            figures::log_policies(&report.name, &report.policies);
-        }
-    }
-
-    fn close(&self) -> Result<(), Failure> {
-        let ended = self.yard.close();
-        for disk in &ended {
-            figures::log(&disk.name, &disk.statistics, &disk.share);
-            figures::log_policies(&disk.name, &disk.policies);
-        }
-        if ended.iter().all(|disk| disk.is_flushed) {
-            return Ok(());
-        }
-        Err(anyhow::anyhow!("an image could not be flushed, writes may be lost: see the log")
-            .into())
     }
 }

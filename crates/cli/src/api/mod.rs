@@ -26,7 +26,7 @@ use blockyard_ring::parcel::Parcel;
 use crate::handover::Takeover;
 use crate::inherited;
 use crate::options::api::ApiArgs;
-use crate::serve::Server;
+use crate::server::Server;
 
 /// Names of the sockets in a hand-over.
 const API: &str = "API";

@@ -25,7 +25,7 @@ use crate::handover;
 use crate::options::disk::DiskArgs;
 use crate::options::knobs;
 use crate::persist::Persistence;
-use crate::serve::{AddError, Server};
+use crate::server::{AddError, Server};
 
 /// Length of a drain if the caller gives none.
 const DRAIN_SECONDS: u64 = 60;

@@ -18,7 +18,7 @@ use super::{FORMAT, FromNew, FromOld, KEPT, NBD, Offered, Peer};
 use crate::config::Config;
 use crate::holder;
 use crate::options::disk::DiskArgs;
-use crate::serve::Server;
+use crate::server::Server;
 
 /// The connection to the old server, which has agreed to hand its disks over.
 pub struct Takeover {

@@ -29,7 +29,7 @@ use crate::book::HeldDisk;
 use crate::disks::{log_end, settings};
 use crate::exports;
 use crate::holder;
-use crate::serve::Server;
+use crate::server::Server;
 use crate::supervisor;
 
 /// How long a new server that has failed may close its images before it is killed.

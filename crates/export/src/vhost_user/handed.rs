@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use vhost::vhost_user::message::VhostUserProtocolFeatures;
 
 use super::channel::{BackChannel, Owed};
-use super::migration;
+use super::dirty_memory;
 use super::state::{InflightFile, LogFile, MemoryRegion, Parts, SessionState, Vring};
 use super::waiting::FrontEnd;
 use crate::Listener;
@@ -261,7 +261,7 @@ fn unpack_served(wire: WireServed, fds: &mut Unpacked, before: Before) -> io::Re
     state.features = wire.features;
     state.protocol = VhostUserProtocolFeatures::from_bits_retain(wire.protocol);
     // The crate does not know all features that this server offers.
-    let known = VhostUserProtocolFeatures::all().union(migration::PROTOCOL);
+    let known = VhostUserProtocolFeatures::all().union(dirty_memory::PROTOCOL);
     if !known.contains(state.protocol) {
         return Err(wrong("a protocol feature that this server does not know"));
     }

@@ -9,9 +9,9 @@ use vhost::vhost_user::message::{VhostUserInflight, VhostUserProtocolFeatures};
 use vhost::vhost_user::{Result, VhostUserBackendReqHandlerMut};
 
 use super::channel::BackChannel;
-use super::notify::is_unix_stream;
 use super::refusal::no;
 use super::session::Session;
+use super::signal::is_unix_stream;
 use super::socket::{self, Answer, Message};
 use super::state::{Change, Parts};
 

@@ -12,7 +12,7 @@
 use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use blockyard_disk::{Why, WorkError};
@@ -24,34 +24,15 @@ use vhost::vhost_user::Result;
 use vhost::vhost_user::message::{VhostTransferStateDirection, VhostUserProtocolFeatures};
 
 use super::config;
+use super::dirty_memory::{DirtyMemory, SKIP_DRAIN};
 use super::notify::{self, Call};
 use super::queue::Marks;
 use super::refusal::Causes;
 use super::session::Session;
 use super::state::LogFile;
 
-/// The front end stops a ring without waiting for all requests by a message of its own
-/// (VHOST_USER_PROTOCOL_F_GET_VRING_BASE_SKIP_DRAIN, which the `vhost` crate does not know).
-const SKIP_DRAIN: VhostUserProtocolFeatures = VhostUserProtocolFeatures::from_bits_retain(1 << 23);
-
-/// Protocol features of a migration.
-pub const PROTOCOL: VhostUserProtocolFeatures = VhostUserProtocolFeatures::LOG_SHMFD
-    .union(VhostUserProtocolFeatures::DEVICE_STATE)
-    .union(VhostUserProtocolFeatures::GET_VRING_BASE_INFLIGHT)
-    .union(SKIP_DRAIN);
-
 /// Longest wait for the end of a state, which the front end has closed before it asks.
 const STATE_TIME: Duration = Duration::from_secs(5);
-
-/// The mapped log, and the transfer of the device's state.
-#[derive(Default)]
-pub struct DirtyMemory {
-    log: Option<Arc<DirtyLog>>,
-    /// A queue wrote something that no log has a bit for.
-    missed: Arc<AtomicBool>,
-    /// The pipe from which the device's state must be read.
-    state: Option<OwnedFd>,
-}
 
 impl Session {
     /// Opens the image of a disk that is active only while rings run. The session ends if that

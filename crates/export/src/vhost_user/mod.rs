@@ -15,6 +15,7 @@ mod channel;
 mod config;
 mod conversation;
 mod device;
+mod dirty_memory;
 pub(crate) mod handed;
 mod handover;
 mod inflight;

@@ -9,15 +9,15 @@
 //! another process can hold while it waits for a page.
 
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use blockyard_ring::doorbell;
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, RecvFlags, SendFlags, Shutdown, SocketType, sockopt};
+use rustix::net::{RecvFlags, Shutdown};
 
 use super::caller::Caller;
-use super::signal::{GuestSignal, SignalThread};
+use super::signal::{GuestSignal, SignalThread, is_unix_stream};
 
 /// The means by which the device signals the guest (the call).
 pub enum Call {
@@ -56,13 +56,6 @@ impl Call {
     }
 }
 
-/// Sends a signal. Ignores a full socket, because the guest then has a signal that it has not read
-/// yet.
-pub(super) fn send(socket: &OwnedFd) {
-    let _ =
-        rustix::net::send(socket, &1u64.to_ne_bytes(), SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
-}
-
 /// Returns whether a reactor may wait for kicks on this descriptor. It may only if the descriptor
 /// is an eventfd, because only eventfds need no read.
 pub fn is_kick(fd: &OwnedFd) -> io::Result<bool> {
@@ -87,12 +80,6 @@ fn close_input(socket: &OwnedFd) -> io::Result<()> {
             Err(e) => return Err(e.into()),
         }
     }
-}
-
-pub(super) fn is_unix_stream(fd: impl AsFd) -> bool {
-    let fd = fd.as_fd();
-    sockopt::socket_domain(fd).is_ok_and(|domain| domain == AddressFamily::UNIX)
-        && sockopt::socket_type(fd).is_ok_and(|kind| kind == SocketType::STREAM)
 }
 
 #[cfg(test)]

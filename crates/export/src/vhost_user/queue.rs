@@ -15,6 +15,7 @@
 //! - Lanes and segment lists are reused, so the steady state allocates nothing.
 
 mod handle;
+mod marking;
 mod marks;
 mod state;
 mod token;

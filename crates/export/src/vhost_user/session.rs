@@ -30,8 +30,8 @@ use super::caller::Caller;
 use super::channel::BackChannel;
 use super::config::{self, QueueShape};
 use super::device::DeviceState;
+use super::dirty_memory::{self, DirtyMemory};
 use super::inflight::{self, InflightRegion};
-use super::migration::{self, DirtyMemory};
 use super::notify::{self, Call};
 use super::pin::Pins;
 use super::queue::QueueHandle;
@@ -381,7 +381,7 @@ impl VhostUserBackendReqHandlerMut for Session {
             | VhostUserProtocolFeatures::RESET_DEVICE
             | VhostUserProtocolFeatures::BACKEND_REQ
             | VhostUserProtocolFeatures::INFLIGHT_SHMFD
-            | migration::PROTOCOL;
+            | dirty_memory::PROTOCOL;
         // User Mode Linux accepts all offered features, and an in-band kick is many times slower
         // than an eventfd. So offer in-band notifications only if the user enables them.
         let in_band = VhostUserProtocolFeatures::INBAND_NOTIFICATIONS;

@@ -10,7 +10,7 @@
 //! queue to send, because several that wait are one signal to the guest. No signal is lost while
 //! the bell changes hands.
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -20,8 +20,9 @@ use blockyard_ring::doorbell::Doorbell;
 use blockyard_ring::pool::Pool;
 use blockyard_ring::threads::processor_time;
 use blockyard_ring::{CallMode, SlowCalls};
+use rustix::net::{AddressFamily, SendFlags, SocketType, sockopt};
 
-use super::{lock, notify};
+use super::lock;
 use crate::log::Log;
 
 /// Time after which a thread without signals ends.
@@ -85,18 +86,14 @@ enum Bell {
 
 impl Bell {
     fn new(fd: OwnedFd) -> std::io::Result<Self> {
-        if notify::is_unix_stream(&fd) {
-            Ok(Bell::Stream(fd))
-        } else {
-            Doorbell::new(&fd).map(Bell::Event)
-        }
+        if is_unix_stream(&fd) { Ok(Bell::Stream(fd)) } else { Doorbell::new(&fd).map(Bell::Event) }
     }
 
     #[inline]
     fn ring(&mut self) {
         match self {
             Bell::Event(bell) => bell.ring(),
-            Bell::Stream(socket) => notify::send(socket),
+            Bell::Stream(socket) => send(socket),
         }
     }
 
@@ -106,6 +103,19 @@ impl Bell {
         self.ring();
         processor_time().saturating_sub(before)
     }
+}
+
+/// Sends a signal. Ignores a full socket, because the guest then has a signal that it has not read
+/// yet.
+fn send(socket: &OwnedFd) {
+    let _ =
+        rustix::net::send(socket, &1u64.to_ne_bytes(), SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+}
+
+pub(super) fn is_unix_stream(fd: impl AsFd) -> bool {
+    let fd = fd.as_fd();
+    sockopt::socket_domain(fd).is_ok_and(|domain| domain == AddressFamily::UNIX)
+        && sockopt::socket_type(fd).is_ok_and(|kind| kind == SocketType::STREAM)
 }
 
 /// What the queue and the thread share.

@@ -72,7 +72,7 @@ fn parcel(state: &SessionState, name: &str) -> Parcel {
 #[test]
 fn the_next_server_gets_all_of_a_session() {
     let mut ours = state();
-    ours.protocol |= migration::PROTOCOL;
+    ours.protocol |= dirty_memory::PROTOCOL;
     let handed = HandedSocket::unpack(parcel(&ours, "all"), Before::Drained).unwrap();
     assert_eq!((handed.queues(), handed.waiting.len()), (Some(2), 1));
     assert_eq!(handed.waiting[0].process, Some(12));

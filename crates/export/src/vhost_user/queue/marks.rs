@@ -10,7 +10,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use blockyard_ring::{DirtyLog, GuestMemory, Segments};
 
-use super::state::{Core, Pending};
 use crate::vhost_user::notify::Call;
 use crate::vhost_user::virtqueue::{Part, Written};
 
@@ -35,24 +34,29 @@ impl Marks {
         }
     }
 
-    /// Marks what the device has written for a chain: its status, and the data of `segments` if the
-    /// device writes to them.
-    fn chain(&self, memory: &GuestMemory, pending: &Pending, segments: &Segments) {
+    /// Marks what the device has written for a chain: the status at a guest address, and the data
+    /// of `segments` if the device fills them.
+    pub(super) fn chain(
+        &self,
+        memory: &GuestMemory,
+        (status, fills): (u64, bool),
+        segments: &Segments,
+    ) {
         if !self.data {
             return;
         }
-        if pending.fills {
+        if fills {
             let known = segments.guest_ranges(|addr, len| self.mark(addr, len));
             // The addresses are not known any more, so any page may have changed.
             if !known {
                 memory.regions().iter().for_each(|r| self.mark(r.guest(), r.size()));
             }
         }
-        self.mark(pending.status, 1);
+        self.mark(status, 1);
     }
 
     /// Marks a part of the ring.
-    fn ring(&self, written: Written, descriptors: u64) {
+    pub(super) fn ring(&self, written: Written, descriptors: u64) {
         let base = match written.part {
             Part::Used => self.used,
             Part::Descriptors => (self.data || self.used.is_some()).then_some(descriptors),
@@ -60,59 +64,5 @@ impl Marks {
         if let Some(base) = base {
             self.mark(base.wrapping_add(written.offset as u64), written.len as u64);
         }
-    }
-}
-
-impl Core {
-    /// Marks the data and the status of a chain.
-    #[inline]
-    pub(super) fn mark_chain(&self, pending: &Pending, segments: &Segments) {
-        if let Some(marks) = &self.marks {
-            marks.chain(&self.memory, pending, segments);
-        }
-    }
-
-    /// Marks a part of the ring that was written.
-    #[inline]
-    pub(super) fn mark_ring(&self, written: Option<Written>) {
-        if let (Some(marks), Some(written)) = (&self.marks, written) {
-            marks.ring(written, self.descriptors);
-        }
-    }
-
-    /// Signals the front end that the log has changed.
-    #[inline]
-    pub(super) fn log_changed(&mut self) {
-        if let Some(marks) = &mut self.marks {
-            marks.changed.ring();
-        }
-    }
-
-    /// Asks for kicks. Returns false if a chain is available already.
-    #[inline]
-    pub(super) fn enable_kicks(&mut self) -> bool {
-        let enabled = self.ring.enable_kicks();
-        self.mark_kick_setting();
-        enabled
-    }
-
-    /// Asks for no kicks.
-    #[inline]
-    pub(super) fn disable_kicks(&mut self) {
-        if self.ring.disable_kicks() {
-            self.mark_kick_setting();
-        }
-    }
-
-    #[inline]
-    fn mark_kick_setting(&self) {
-        if let Some(marks) = &self.marks {
-            marks.ring(self.ring.kick_setting(), self.descriptors);
-        }
-    }
-
-    /// Replaces what the queue marks.
-    pub(super) fn set_marks(&mut self, marks: Option<Marks>) {
-        self.marks = marks.map(Box::new);
     }
 }
