@@ -28,6 +28,13 @@ pub fn check(disk: &DiskArgs) -> anyhow::Result<()> {
              --xen DOMID:DEVICE"
         );
     }
+    if disk.on_reactors.is_some() && disk.nbd.is_some() {
+        anyhow::bail!(
+            "disk \"{}\": --on-reactors is not for --nbd, because a connection has its reactor \
+             before it has chosen a disk",
+            disk.name()
+        );
+    }
     let format = disk.format().map_err(anyhow::Error::msg)?;
     if format == Format::Raw {
         let of_chains = [

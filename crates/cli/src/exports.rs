@@ -19,7 +19,7 @@ use crate::handover::HandedExports;
 use crate::inherited;
 use crate::nbd::Servers;
 use crate::options::disk::DiskArgs;
-use crate::options::values::UblkNumber;
+use crate::options::values::{ReactorList, UblkNumber};
 use crate::options::xen::XenDevice;
 
 /// State that the exports of all disks share.
@@ -49,6 +49,8 @@ pub fn ways(args: &DiskArgs, common: &Common) -> Vec<Arc<dyn Way>> {
 /// An export with an address for messages, and a function that starts it.
 struct At<F> {
     address: String,
+    /// The reactors for its queues.
+    on: Option<ReactorList>,
     start: F,
 }
 
@@ -58,15 +60,19 @@ impl<F: Fn(&Arc<Disk>, &Arc<Reactors>) -> Started + Send + Sync> Way for At<F> {
     }
 
     fn start(&self, disk: &Arc<Disk>, reactors: &Arc<Reactors>) -> Started {
-        (self.start)(disk, reactors)
+        match &self.on {
+            None => (self.start)(disk, reactors),
+            Some(list) => (self.start)(disk, &Arc::new(reactors.only(&list.0)?)),
+        }
     }
 }
 
 fn at<F: Fn(&Arc<Disk>, &Arc<Reactors>) -> Started + Send + Sync + 'static>(
     address: impl ToString,
+    args: &DiskArgs,
     start: F,
 ) -> Option<Arc<dyn Way>> {
-    Some(Arc::new(At { address: address.to_string(), start }))
+    Some(Arc::new(At { address: address.to_string(), on: args.on_reactors.clone(), start }))
 }
 
 fn vhost_user(args: &DiskArgs, common: &Common) -> Option<Arc<dyn Way>> {
@@ -80,7 +86,7 @@ fn vhost_user(args: &DiskArgs, common: &Common) -> Option<Arc<dyn Way>> {
         second_client: args.second_client,
     };
     let (shape, handed) = (shape(args), common.handed.clone());
-    at(socket.clone(), move |disk, reactors| {
+    at(socket.clone(), args, move |disk, reactors| {
         if let Some((parcel, before)) = handed.take(disk.name(), vhost_user::KIND) {
             let handed = HandedSocket::unpack(parcel, before)?;
             if let Some(path) = handed.path().filter(|path| *path != Path::new(&socket)) {
@@ -100,10 +106,10 @@ fn vhost_user(args: &DiskArgs, common: &Common) -> Option<Arc<dyn Way>> {
 
 fn nbd_export(args: &DiskArgs, common: &Common) -> Option<Arc<dyn Way>> {
     let address = args.nbd.clone()?;
-    let (args, servers, handed) = (args.clone(), common.nbd.clone(), common.handed.clone());
-    at(address.to_string(), move |disk, _| {
+    let (own, servers, handed) = (args.clone(), common.nbd.clone(), common.handed.clone());
+    at(address.to_string(), args, move |disk, _| {
         let mut servers = servers.lock().unwrap_or_else(PoisonError::into_inner);
-        let offer = servers.offer(&address, disk, &args)?;
+        let offer = servers.offer(&address, disk, &own)?;
         if let Some((parcel, _)) = handed.take(disk.name(), nbd::KIND) {
             offer.resume(parcel)?;
         }
@@ -116,9 +122,9 @@ fn ublk(args: &DiskArgs, common: &Common) -> Option<Arc<dyn Way>> {
         UblkNumber::Any => "a ublk device".to_string(),
         UblkNumber::Number(number) => format!("/dev/ublkb{number}"),
     };
-    let (args, attached) = (args.clone(), common.attached);
-    at(address, move |disk, reactors| {
-        let options = ublk_options(&args);
+    let (own, attached) = (args.clone(), common.attached);
+    at(address, args, move |disk, reactors| {
+        let options = ublk_options(&own);
         let ended = ended(disk.name().to_string(), attached);
         Ok(Box::new(Ublk::start(disk.clone(), &options, reactors, ended)?))
     })
@@ -136,7 +142,7 @@ pub fn ublk_options(args: &DiskArgs) -> UblkOptions {
 fn xen(args: &DiskArgs, common: &Common) -> Option<Arc<dyn Way>> {
     let device = args.xen?;
     let (queues, data, attached) = (args.queues, args.xen_data, common.attached);
-    at(device, move |disk, reactors| {
+    at(device, args, move |disk, reactors| {
         let XenDevice { domain, name: device } = device;
         let options = XenOptions { domain, device, queues, data, records: records() };
         let ended = ended(disk.name().to_string(), attached);

@@ -12,13 +12,20 @@ use blockyard_ring::{Executor, Pulse, Remote};
 use crate::acceptor::Acceptor;
 use crate::watchdog::{Alive, Watchdog};
 
-/// The reactors, their watchdog, and the acceptor of their clients.
+/// The reactors, their watchdog, and the acceptor of their clients. New queues go to some of the
+/// reactors, or to all.
 pub struct Reactors {
+    all: Arc<All>,
+    /// Numbers of the reactors that get new queues. At least one.
+    used: Vec<usize>,
+    next: AtomicUsize,
+}
+
+struct All {
     reactors: Vec<Reactor>,
     watchdog: Option<Watchdog>,
     /// None until the first export needs it.
     acceptor: Mutex<Option<Arc<Acceptor>>>,
-    next: AtomicUsize,
 }
 
 struct Reactor {
@@ -40,32 +47,69 @@ impl Reactors {
         alive: Option<Alive>,
     ) -> io::Result<Self> {
         let cpu = |number: usize| cpus.get(number % cpus.len().max(1)).copied();
-        let mut reactors = Reactors {
-            reactors: Vec::new(),
-            watchdog: None,
-            acceptor: Mutex::default(),
-            next: AtomicUsize::new(0),
-        };
-        let mut pulses = Vec::new();
-        for number in 0..count.max(1) {
+        let mut all = All { reactors: Vec::new(), watchdog: None, acceptor: Mutex::default() };
+        let (mut pulses, used) = (Vec::new(), Vec::from_iter(0..count.max(1)));
+        for &number in &used {
             let (reactor, pulse) = Reactor::start(number, cpu(number))?;
-            reactors.reactors.push(reactor);
+            all.reactors.push(reactor);
             pulses.push((name(number), pulse));
         }
-        reactors.watchdog = Some(Watchdog::start(pulses, alive)?);
-        Ok(reactors)
+        all.watchdog = Some(Watchdog::start(pulses, alive)?);
+        Ok(Reactors { all: Arc::new(all), used, next: AtomicUsize::new(0) })
+    }
+
+    /// Returns the same reactors, of which only those with these numbers get new queues. Returns
+    /// error `InvalidInput` if the list is empty or a reactor does not exist.
+    pub fn only(&self, numbers: &[usize]) -> io::Result<Self> {
+        let count = self.all.reactors.len();
+        let wrong = match numbers.iter().find(|number| **number >= count) {
+            Some(number) => {
+                format!("there is no reactor {number}: the server has {count}, from 0 on")
+            }
+            None if numbers.is_empty() => "the list of reactors is empty".into(),
+            None => {
+                let (all, used) = (self.all.clone(), numbers.to_vec());
+                return Ok(Reactors { all, used, next: AtomicUsize::new(0) });
+            }
+        };
+        Err(io::Error::new(io::ErrorKind::InvalidInput, wrong))
     }
 
     /// Returns the reactor for the next queue, in round-robin order.
     pub fn next(&self) -> Remote {
         let at = self.next.fetch_add(1, Ordering::Relaxed);
-        self.reactors[at % self.reactors.len()].remote.clone()
+        self.all.reactors[self.used[at % self.used.len()]].remote.clone()
     }
 
     /// Ends all reactors and waits until they have ended. This closes the files of their rings,
     /// which releases the locks on these files. Without this call, the kernel closes the files some
     /// time after the process has ended. Later calls to the reactors get no answer.
     pub fn stop(&self) {
+        self.all.stop();
+    }
+
+    /// Starts what the first export would start, so that it starts sooner.
+    pub fn prepare(&self) -> io::Result<()> {
+        self.acceptor().map(drop)
+    }
+
+    /// Returns the acceptor, and starts it at the first call.
+    pub(crate) fn acceptor(&self) -> io::Result<Arc<Acceptor>> {
+        let mut acceptor = self.all.acceptor.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(acceptor) = &*acceptor {
+            return Ok(acceptor.clone());
+        }
+        Ok(acceptor.insert(Arc::new(Acceptor::start()?)).clone())
+    }
+
+    /// Returns all reactors.
+    pub fn all(&self) -> impl Iterator<Item = &Remote> {
+        self.all.reactors.iter().map(|r| &r.remote)
+    }
+}
+
+impl All {
+    fn stop(&self) {
         for reactor in &self.reactors {
             reactor.remote.run(|handle| handle.stop());
         }
@@ -76,28 +120,9 @@ impl Reactors {
             }
         }
     }
-
-    /// Starts what the first export would start, so that it starts sooner.
-    pub fn prepare(&self) -> io::Result<()> {
-        self.acceptor().map(drop)
-    }
-
-    /// Returns the acceptor, and starts it at the first call.
-    pub(crate) fn acceptor(&self) -> io::Result<Arc<Acceptor>> {
-        let mut acceptor = self.acceptor.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(acceptor) = &*acceptor {
-            return Ok(acceptor.clone());
-        }
-        Ok(acceptor.insert(Arc::new(Acceptor::start()?)).clone())
-    }
-
-    /// Returns all reactors.
-    pub fn all(&self) -> impl Iterator<Item = &Remote> {
-        self.reactors.iter().map(|r| &r.remote)
-    }
 }
 
-impl Drop for Reactors {
+impl Drop for All {
     fn drop(&mut self) {
         self.watchdog = None;
         self.stop();
@@ -153,4 +178,35 @@ fn keep_to(cpu: usize) -> io::Result<()> {
     rustix::thread::sched_setaffinity(None, &set).map_err(|e| {
         io::Error::new(io::ErrorKind::InvalidInput, format!("processor {cpu} cannot be used: {e}"))
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Returns the names of the threads of the next reactors.
+    fn next_of(reactors: &Reactors, count: usize) -> Vec<String> {
+        let thread = |_| {
+            let name = reactors.next().ask(|_, reply| {
+                reply.send(std::thread::current().name().unwrap_or_default().to_string());
+            });
+            name.unwrap()
+        };
+        (0..count).map(thread).collect()
+    }
+
+    #[test]
+    fn queues_go_to_the_reactors_of_a_list() {
+        let reactors = Reactors::start(3, &[]).unwrap();
+        assert_eq!(next_of(&reactors, 4), ["reactor-0", "reactor-1", "reactor-2", "reactor-0"]);
+        let some = reactors.only(&[2, 0]).unwrap();
+        assert_eq!(next_of(&some, 3), ["reactor-2", "reactor-0", "reactor-2"]);
+        assert_eq!(some.all().count(), 3);
+        let refused = |list: &[usize]| reactors.only(list).err().unwrap().to_string();
+        assert_eq!(refused(&[0, 3]), "there is no reactor 3: the server has 3, from 0 on");
+        assert_eq!(refused(&[]), "the list of reactors is empty");
+        // The threads live as long as the last of both.
+        drop(reactors);
+        assert_eq!(next_of(&some, 1), ["reactor-0"]);
+    }
 }

@@ -18,7 +18,7 @@ use serde::Deserialize;
 
 use super::knobs::with_knobs;
 use super::nbd::{self, NbdAddress};
-use super::values::{self, UblkNumber, explain, suggest};
+use super::values::{self, ReactorList, UblkNumber, explain, suggest};
 use super::xen::XenDevice;
 use crate::journals::{self, CrashMode};
 
@@ -217,6 +217,15 @@ pub struct DiskArgs {
         hide_possible_values = true)]
     #[serde(default = "default_queue_size", deserialize_with = "values::queue_size")]
     pub queue_size: u16,
+
+    /// Reactors for the disk's queues, such as 0,2-3 [default: all, in turn].
+    ///
+    /// A guest that stops a reactor then stops no disk of the other reactors. NBD connections are
+    /// on all reactors.
+    #[arg(long, value_name = "LIST", value_parser = values::parse_reactor_list,
+        help_heading = "Queues")]
+    #[serde(default, deserialize_with = "values::reactor_list")]
+    pub on_reactors: Option<ReactorList>,
 
     /// What to do when a queue is empty: auto, off, or microseconds to busy-poll.
     ///

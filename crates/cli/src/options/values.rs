@@ -120,18 +120,32 @@ pub struct Cpus(pub Vec<usize>);
 
 /// Parses numbers and ranges, in the format of taskset(1).
 pub fn parse_cpus(s: &str) -> Result<Cpus, String> {
-    let bad = || "a list of processors is numbers and ranges, such as 0,2-3".to_string();
-    let mut cpus = Vec::new();
+    numbers(s)
+        .ok_or_else(|| "a list of processors is numbers and ranges, such as 0,2-3".into())
+        .map(Cpus)
+}
+
+/// Numbers of reactors.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ReactorList(pub Vec<usize>);
+
+/// Parses numbers and ranges, in the same format as a list of processors.
+pub fn parse_reactor_list(s: &str) -> Result<ReactorList, String> {
+    let bad = || "a list of reactors is numbers from 0 on and ranges, such as 0,2-3".into();
+    numbers(s).ok_or_else(bad).map(ReactorList)
+}
+
+fn numbers(s: &str) -> Option<Vec<usize>> {
+    let mut numbers = Vec::new();
     for part in s.split(',') {
         let (first, last) = part.split_once('-').unwrap_or((part, part));
-        let number = |text: &str| text.parse::<usize>().map_err(|_| bad());
-        let range = number(first)?..=number(last)?;
+        let range = first.parse::<usize>().ok()?..=last.parse::<usize>().ok()?;
         if range.is_empty() || *range.end() > 4095 {
-            return Err(bad());
+            return None;
         }
-        cpus.extend(range);
+        numbers.extend(range);
     }
-    Ok(Cpus(cpus))
+    Some(numbers)
 }
 
 pub fn one() -> u16 {
@@ -328,6 +342,10 @@ pub fn queue_size<'de, D: Deserializer<'de>>(d: D) -> Result<u16, D::Error> {
 
 pub fn reactors<'de, D: Deserializer<'de>>(d: D) -> Result<Option<u16>, D::Error> {
     parsed(d, parse_reactors).map(Some)
+}
+
+pub fn reactor_list<'de, D: Deserializer<'de>>(d: D) -> Result<Option<ReactorList>, D::Error> {
+    parsed(d, parse_reactor_list).map(Some)
 }
 
 pub fn loopback<'de, D: Deserializer<'de>>(d: D) -> Result<Option<SocketAddr>, D::Error> {

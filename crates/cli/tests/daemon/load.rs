@@ -4,7 +4,7 @@ use blockyard_bench::client::workload::Pattern;
 use blockyard_bench::client::{LoadOptions, measure};
 use blockyard_driver::{Data, Ring, request, status};
 
-use crate::common::{Daemon, Folder, Signal, until};
+use crate::common::{Daemon, Folder, Signal, blockyard, until};
 use crate::guest::{ANSWER, Guest, pattern};
 
 /// Returns the CPU time of the daemon's threads `reactor-N` in nanoseconds, in the order of their
@@ -23,6 +23,34 @@ fn reactors(daemon: &Daemon) -> Vec<u64> {
         .collect();
     times.sort();
     times.into_iter().map(|t| t.1).collect()
+}
+
+#[test]
+fn queues_are_only_on_the_reactors_of_their_disk() {
+    let folder = Folder::new();
+    let (image, socket) = (folder.image("disk", 64 << 20), folder.join("s"));
+    let missing = ["--reactors", "2", "--on-reactors", "1-2"];
+    let serve =
+        [&["serve", image.to_str().unwrap(), "--vhost-user", "never"][..], &missing].concat();
+    let refused = blockyard(&serve);
+    let what = "there is no reactor 2: the server has 2, from 0 on";
+    assert!(!refused.status.success() && refused.err.contains(what), "{}", refused.err);
+    let daemon =
+        Daemon::serve(&image, &socket, &["--queues", "4", "--reactors", "2", "--on-reactors", "1"]);
+    let before = reactors(&daemon);
+    let report = measure(&LoadOptions {
+        rw: Pattern::Randrw,
+        queues: 4,
+        depth: 16,
+        ops: Some(20_000),
+        ..LoadOptions::for_socket(socket.clone())
+    });
+    assert_eq!(report.unwrap().errors, 0);
+    let used: Vec<_> =
+        reactors(&daemon).iter().zip(before).map(|(after, before)| after - before).collect();
+    // The other reactor only answers commands to all of them.
+    assert!(used[0] * 4 < used[1], "{used:?} ns");
+    daemon.stop();
 }
 
 #[test]

@@ -46,6 +46,8 @@ fn wrong_option_values_are_refused() {
         (&["--format", "vmdk"], &["\"vmdk\" is not known", "raw, qcow2 or cow"]),
         (&["--l2-cache", "much"], &["a size is a number of bytes"]),
         (&["--reactors", "0"], &["'0'", "--reactors"]),
+        (&["--on-reactors", "x"], &["'x'", "a list of reactors is numbers from 0 on"]),
+        (&["--on-reactors", "0", "--nbd", "unix:n"], &["--on-reactors is not for --nbd"]),
         (&["--poll", "often"], &["poll is auto, off, or microseconds"]),
         (&["--coalesce", "-1"], &["--coalesce: '-1' is negative"]),
         (&["--iops", "-5"], &["--iops: '-5' is negative, and a value here is not"]),
