@@ -381,6 +381,33 @@ pub fn end_server(pid: i32) {
     until("the last server has ended", SOON, || !is_running(pid));
 }
 
+/// A hand-over copies the descriptors of the front ends.
+#[test]
+fn a_server_with_few_free_descriptors_keeps_its_disks() {
+    let case = Case::new();
+    let open = |daemon: &Daemon| daemon.descriptors().len();
+    let connected = {
+        let daemon = case.serve();
+        let _guest = Guest::connect(&case.socket);
+        let connected = open(&daemon);
+        daemon.stop();
+        connected
+    };
+    // A quarter of the limit is the reserve.
+    let limit = connected * 4 / 3 - 1;
+    let serve = case.command();
+    let mut limited = Command::new("prlimit");
+    limited.arg(format!("--nofile={limit}:{limit}")).arg(serve.get_program());
+    let mut daemon = Daemon::start(limited.args(serve.get_args()));
+    daemon.wait_ready();
+    let mut guest = Guest::connect(&case.socket);
+    let refused = ctl(&case, &["upgrade"]);
+    assert!(refused.err.contains("descriptors are left (ulimit -n)"), "{}", refused.err);
+    assert_eq!(guest.write(0, &pattern(1, 4096)), status::OK);
+    guest.leave();
+    daemon.stop();
+}
+
 /// Writes a program in Bash.
 pub fn script(case: &Case, name: &str, body: &str) -> PathBuf {
     let path = case.folder.join(name);

@@ -107,6 +107,21 @@ fn upgrade(case: &Case, holder: &Daemon) {
     holder.upgrade_kept(|| ctl(case, &["upgrade", "--json"]).good());
 }
 
+/// The memory of a front end that has left would stay allocated.
+#[test]
+fn nothing_is_kept_of_a_front_end_that_has_left() {
+    let case = Case::new();
+    let holder = keep(&case, Keeper::Holder);
+    let kept = || std::fs::read_dir(format!("/proc/{}/fd", holder.pid())).unwrap().count();
+    let before = kept();
+    let mut guest = Guest::connect(&case.socket);
+    assert_eq!(guest.write(0, &pattern(1, 4096)), status::OK);
+    assert!(kept() > before);
+    guest.leave();
+    until("the holder has closed its descriptors", SOON, || kept() == before);
+    end(holder, Keeper::Holder);
+}
+
 /// A front end that connects while no server runs waits for the next one.
 fn upgraded_and_killed(keeper: Keeper) {
     let case = Case::new();
