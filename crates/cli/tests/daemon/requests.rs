@@ -2,7 +2,9 @@
 
 use std::path::Path;
 
-use blockyard_driver::{Buffer, Data, Ring, feature, request, status};
+use blockyard_driver::{
+    Buffer, Data, PackedRing, Plan, Ring, Session, SplitRing, feature, request, status,
+};
 
 use crate::common::{Daemon, Folder, allocated};
 use crate::guest::{ANSWER, Guest, bytes_of, pattern};
@@ -364,5 +366,35 @@ fn unknown_request_types_are_refused() {
         );
     }
     assert_eq!(guest.read(0, 512).unwrap(), [0; 512]);
+    daemon.stop();
+}
+
+/// Boots a guest again: it stops the ring, and starts an empty one on the same connection. The
+/// in-flight region still has the position of the old ring.
+fn boots_again<R: Ring>(socket: &Path) {
+    let mut session = Session::<R>::start(socket, &Plan::default()).unwrap();
+    assert!(session.link.inflight.is_some());
+    for boot in 0..3 {
+        for at in 0..5 {
+            let (mut bytes, len) = (pattern(boot, 512), 512);
+            let data = Data::ToDevice(len);
+            let status = session.queues[0].call(request::OUT, at, data, &mut bytes, ANSWER);
+            assert_eq!(status.unwrap(), status::OK, "boot {boot}, request {at}");
+        }
+        let Session { link, queues } = &mut session;
+        link.connection.stop_ring(0).unwrap();
+        let (setup, base) = (queues[0].setup(), queues[0].resume_base(false));
+        link.connection.set_ring(&setup, base, &link.memory).unwrap();
+        link.connection.enable(0, true).unwrap();
+    }
+}
+
+#[test]
+fn a_guest_boots_again_on_the_same_connection() {
+    let folder = Folder::new();
+    let (image, socket) = (folder.image("disk", 1 << 20), folder.join("s"));
+    let daemon = Daemon::serve(&image, &socket, &[]);
+    boots_again::<SplitRing>(&socket);
+    boots_again::<PackedRing>(&socket);
     daemon.stop();
 }
