@@ -1,6 +1,8 @@
 //! Answers of a disk to single requests: on a simulated disk with injected errors, and on a file
 //! that is resized.
 
+mod images;
+
 use super::*;
 use crate::backend::Source;
 use std::cell::Cell;
