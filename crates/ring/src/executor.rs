@@ -27,6 +27,7 @@ use std::task::{Context, Wake, Waker};
 use std::time::{Duration, Instant};
 
 use crate::buffers::{Buffers, Registration};
+use crate::compute::Computations;
 use crate::file::FileSlot;
 use crate::inbox::{Inbox, Job, SLOTS};
 use crate::locals::Locals;
@@ -84,6 +85,7 @@ struct Inner {
     locals: Locals,
     /// For blocking calls of this executor that belong to no file.
     workers: Workers,
+    computations: Computations,
 }
 
 /// The executor. It stays on the thread that created it.
@@ -122,6 +124,7 @@ impl Executor {
             left_files: RefCell::default(),
             locals: Locals::default(),
             workers: Workers::of(BLOCKING),
+            computations: Computations::default(),
         };
         // Completion coalescing waits for tens of microseconds; the default timer slack of 50 us
         // would double that.
@@ -458,6 +461,10 @@ impl Handle {
     ) -> io::Result<T> {
         let workers = self.0.workers.clone();
         workers.call(self, f).await
+    }
+
+    pub(crate) fn computations(&self) -> &Computations {
+        &self.0.computations
     }
 
     /// Returns a waker of the current task that any thread may use.

@@ -15,7 +15,7 @@
 //!   dirty_log  marks guest memory that was written, for live migration
 //!   nbd_device the kernel's NBD client                  xen       xenstore, event channels, grants
 //!   pool       bounded threads for work that may block  workers   calls that an executor awaits
-//!   pulse      an executor's state (watchdog)
+//!   compute    long computations                        pulse     an executor's state (watchdog)
 //!   semaphore  limits how many operations or bytes are in progress
 //!   doorbell   signals to eventfds of other processes, without blocking
 //!   words      shared memory that outlives the process
@@ -40,6 +40,7 @@
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
 pub mod buffers;
+mod compute;
 mod dirty_log;
 pub mod doorbell;
 mod enter;
@@ -83,6 +84,7 @@ mod workers;
 pub mod xen;
 
 pub use buffers::{Outcome, Refusal, Registration};
+pub use compute::THREADS as COMPUTING_THREADS;
 pub use dirty_log::{DirtyLog, LOG_PAGE, log_covers};
 pub use executor::{Executor, Handle};
 pub use file::{LockedFile, OpenMode, UringFile};

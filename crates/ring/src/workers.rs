@@ -49,6 +49,19 @@ impl Workers {
         self.0.run(task).map_err(|refused| refused.error)?;
         result.wait().await
     }
+
+    /// Like [`Workers::call`]. If the kernel refuses to start a thread, the caller runs `f` itself.
+    pub async fn call_or_run<T: Send + 'static>(
+        &self,
+        handle: &Handle,
+        f: impl FnOnce() -> T + Send + 'static,
+    ) -> io::Result<T> {
+        let (task, result) = prepare(handle, f);
+        if let Err(refused) = self.0.run(task) {
+            (refused.task)(&());
+        }
+        result.wait().await
+    }
 }
 
 /// The result of a call. If it is dropped early, the call is skipped.

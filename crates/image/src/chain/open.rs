@@ -322,11 +322,10 @@ impl Chain {
                 Meta::Raw => {
                     Layer::Raw { raw: main, size: layer.file.size().next_multiple_of(SECTOR) }
                 }
-                Meta::Qcow2(shared) => Layer::Qcow2(Qcow2::view(
-                    shared.clone(),
-                    main,
-                    layer.data.as_ref().map(raw).transpose()?,
-                )),
+                Meta::Qcow2(shared) => {
+                    let data = layer.data.as_ref().map(raw).transpose()?;
+                    Layer::Qcow2(Qcow2::view(shared.clone(), main, data).computing_on(handle))
+                }
                 Meta::Cow(shared) => Layer::Cow(Cow::view(shared.clone(), main)),
             })
         };

@@ -8,7 +8,8 @@ use std::collections::VecDeque;
 use std::io::{self, Read};
 use std::rc::Rc;
 
-use blockyard_ring::Segments;
+use blockyard_ring::semaphore::Semaphore;
+use blockyard_ring::{COMPUTING_THREADS, Handle, Segments};
 
 use blockyard_storage::Storage;
 
@@ -26,9 +27,18 @@ const KEPT: usize = 2 << 20;
 /// 2^21 bytes.
 const ZSTD_WINDOW_LOG: u32 = 27;
 
+/// Number of clusters of an image that a reactor decompresses at a time: for each thread one, and
+/// one that waits for it. So many requests for one image do not delay those for another.
+const AT_A_TIME: u64 = 2 * COMPUTING_THREADS as u64;
+
 /// Cache of the clusters that were read last.
-#[derive(Default)]
-pub struct Decompressed(RefCell<DecompressedClusters>);
+pub struct Decompressed {
+    cache: RefCell<DecompressedClusters>,
+    /// Bounds the clusters that are decompressed at a time, and so the memory of the results.
+    turns: Semaphore,
+    /// The reactor whose threads decompress. None: in the task itself, as in simulations.
+    reactor: Option<Handle>,
+}
 
 /// Cached clusters by descriptor, valid for one value of [`Qcow2::recompressed`].
 #[derive(Default)]
@@ -72,9 +82,18 @@ impl<S: Storage> Qcow2<S> {
         };
         let _room = self.shared.buffers.packed.acquire_many(len).await;
         let packed = bytes::read(&self.file, host, len as usize).await?;
+        let _turn = self.decompressed.turns.acquire().await;
+        // Another request may have decompressed the cluster meanwhile.
+        if self.recompressed() == now
+            && let Some(known) = self.decompressed.find(word, now)
+        {
+            return Ok(known);
+        }
         let size = self.shape().cluster_size() as usize;
-        let plain = unpack(&packed, self.shared.compression, size)
-            .map_err(|e| ImageError::invalid("qcow2 compressed cluster", host, e.to_string()))?;
+        let plain =
+            self.decompressed.unpack(packed, self.shared.compression, size).await?.map_err(
+                |e| ImageError::invalid("qcow2 compressed cluster", host, e.to_string()),
+            )?;
         let plain = Rc::new(plain);
         self.decompressed.keep(word, now, plain.clone(), size);
         Ok(plain)
@@ -82,8 +101,28 @@ impl<S: Storage> Qcow2<S> {
 }
 
 impl Decompressed {
+    /// Returns an empty cache. Threads of `reactor` decompress large clusters.
+    pub fn new(reactor: Option<Handle>) -> Self {
+        Decompressed { cache: RefCell::default(), turns: Semaphore::new(AT_A_TIME), reactor }
+    }
+
+    /// Decompresses a cluster. The data move to the thread that does it, and back.
+    async fn unpack(
+        &self,
+        packed: Vec<u8>,
+        compression: Compression,
+        size: usize,
+    ) -> io::Result<Result<Vec<u8>, BrokenData>> {
+        let unpack = move || unpack(&packed, compression, size);
+        match &self.reactor {
+            Some(reactor) => reactor.compute(size, unpack).await,
+            None => Ok(unpack()),
+        }
+    }
+
+    /// Returns the cluster if it is cached. `now`: the present value of [`Qcow2::recompressed`].
     fn find(&self, word: u64, now: u64) -> Option<Rc<Vec<u8>>> {
-        let mut kept = self.0.borrow_mut();
+        let mut kept = self.cache.borrow_mut();
         if kept.number != now {
             *kept = DecompressedClusters { number: now, clusters: VecDeque::new() };
         }
@@ -91,7 +130,7 @@ impl Decompressed {
     }
 
     fn keep(&self, word: u64, now: u64, cluster: Rc<Vec<u8>>, size: usize) {
-        let mut kept = self.0.borrow_mut();
+        let mut kept = self.cache.borrow_mut();
         if kept.number != now {
             return;
         }

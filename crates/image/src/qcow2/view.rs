@@ -9,7 +9,7 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use blockyard_ring::Segments;
+use blockyard_ring::{Handle, Segments};
 
 use blockyard_storage::Storage;
 
@@ -54,7 +54,7 @@ pub struct Qcow2<S> {
     lines: LocalSlices,
     /// Number of slices that this view had to load.
     misses: Cell<u64>,
-    pub(super) decompressed: Decompressed,
+    pub(super) decompressed: Box<Decompressed>,
 }
 
 impl<S: Storage> Qcow2<S> {
@@ -66,8 +66,14 @@ impl<S: Storage> Qcow2<S> {
             .div_ceil(shared.shape.slice_entries);
         let lines = LocalSlices::new(slices, shared.tables.limit());
         let (file, data) = (file.in_whole_blocks(), data.map(Raw::in_whole_blocks));
-        let (misses, decompressed) = Default::default();
+        let (misses, decompressed) = (Cell::new(0), Box::new(Decompressed::new(None)));
         Qcow2 { shared, file, data, lines, misses, decompressed }
+    }
+
+    /// Lets threads of `reactor` decompress large clusters.
+    pub fn computing_on(self, reactor: &Handle) -> Self {
+        let decompressed = Box::new(Decompressed::new(Some(reactor.clone())));
+        Qcow2 { decompressed, ..self }
     }
 
     /// Returns how this view's lookups of L2 entries ended.

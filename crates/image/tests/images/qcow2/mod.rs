@@ -4,6 +4,7 @@
 //! check` and `qemu-img compare` verify the files.
 
 mod caches;
+mod compressed;
 mod freed;
 mod locks;
 mod partial;
