@@ -16,7 +16,7 @@ use blockyard_ring::{holders, user};
 use blockyard_storage::target::exec;
 
 use crate::config::{Config, files};
-use crate::handover::launcher;
+use crate::handover::{Takeover, launcher};
 use crate::journals;
 use crate::options::api::ApiArgs;
 use crate::options::disk::DiskArgs;
@@ -64,6 +64,8 @@ pub struct Needs<'a> {
     /// The socket of `--control`.
     pub control: Option<&'a Path>,
     pub attached: bool,
+    /// The server whose disks this one will get.
+    pub takeover: Option<&'a Takeover>,
 }
 
 /// Changes the user and enters the sandbox, as the options say.
@@ -112,13 +114,17 @@ pub fn enter(args: &SandboxArgs, needs: &Needs<'_>) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Starts the programs of `exec:` images. Returns the files in which their data lie.
+/// Starts the programs of `exec:` images that no other server has started. Returns the files in which their data lie.
 fn start_programs(needs: &Needs<'_>) -> anyhow::Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     for disk in &needs.config.disks {
         let Some(name) = disk.image.to_str().filter(|name| exec::program_of(name).is_some()) else {
             continue;
         };
+        if let Some(running) = needs.takeover.and_then(|takeover| takeover.program(&disk.name())) {
+            files.extend_from_slice(running);
+            continue;
+        }
         let started = exec::start_early(name);
         files.extend(started.map_err(|e| anyhow::anyhow!("image {name}: {e}"))?);
     }
@@ -346,7 +352,16 @@ mod tests {
         let (config_file, attached) = (Some(Path::new("/conf/disks.toml")), false);
         let (nbd, xen) = (&config.nbd, &config.xen);
         let control = None;
-        let needs = Needs { config: &config, config_file, api: &api, nbd, xen, control, attached };
+        let needs = Needs {
+            config: &config,
+            config_file,
+            api: &api,
+            nbd,
+            xen,
+            control,
+            attached,
+            takeover: None,
+        };
         let system: Vec<_> = SYSTEM.iter().map(PathBuf::from).chain(settings(true)).collect();
         let null = Path::new("/dev/null");
         let is_own = |folder: &Folder| !system.contains(&folder.path) && folder.path != null;

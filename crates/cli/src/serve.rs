@@ -84,6 +84,7 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
         xen: &xen,
         control: options.control.as_deref(),
         attached: options.attached,
+        takeover: takeover.as_ref(),
     };
     sandbox::enter(&sandboxed, &needs)?;
     log::start_queues()?;

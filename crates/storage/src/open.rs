@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use blockyard_ring::host::{self, Geometry, Lock, Topology};
+use blockyard_ring::parcel::Parcel;
 use blockyard_ring::{Handle, LockedFile, UringFile};
 use rustix::fs::{FileType, Mode, OFlags};
 
@@ -137,6 +138,15 @@ pub trait Opened: fmt::Debug + Send + Sync {
     /// requests. Else this process copies them.
     fn has_files(&self) -> bool {
         false
+    }
+    /// Returns the data files of the program that decides where the data lie, if there is one.
+    fn program_files(&self) -> Option<Vec<PathBuf>> {
+        None
+    }
+    /// Gives up the program that decides where the data lie, for the next server. None: there is
+    /// none. The storage must be flushed and not be used any more.
+    fn hand_over(&self) -> io::Result<Option<Parcel>> {
+        Ok(None)
     }
     /// Returns the device that holds the storage's data and that other disks may share, and whether
     /// it is rotational. None: no other disk can share the device.

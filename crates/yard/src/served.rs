@@ -1,6 +1,7 @@
 //! One disk with its exports, and what commands do with it. All of this runs on a thread of the
 //! pool.
 
+use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
@@ -11,6 +12,7 @@ use blockyard_disk::{
 use blockyard_export::{Client, Export, Handed, PolicyFigures, Reactors};
 use blockyard_image::journal::CrashSafety;
 use blockyard_image::{ChainOptions, Opener};
+use blockyard_ring::parcel::Parcel;
 use blockyard_sched::{Knobs, Share};
 
 use crate::error::YardError;
@@ -50,6 +52,8 @@ pub struct HandedDisk {
     pub ended: Ended,
     /// What the next server continues with. None: the disk could not be flushed, and has ended.
     pub carried: Option<Carried>,
+    /// The program of an `exec:` image.
+    pub program: io::Result<Option<Parcel>>,
     /// When this server stopped to take requests.
     pub since: Instant,
 }
@@ -155,7 +159,8 @@ impl ServedDisk {
         }
         let source = self.disk.source();
         let opened = source.file().and_then(|file| file.opened());
-        if opened.is_some_and(|opened| opened.kind() == "target") {
+        let target = opened.filter(|opened| opened.kind() == "target");
+        if target.is_some_and(|target| target.program_files().is_none()) {
             return Some("only this server can ask what decides on its contents".into());
         }
         if let Some(top) = source.chain().map(|chain| chain.path()).filter(|top| top != image) {
@@ -187,7 +192,10 @@ impl ServedDisk {
         let ended = self.end(context, blockyard_export::leave);
         // Nothing is in flight any more.
         let carried = ended.is_flushed.then(|| disk.hand_over(&ended.statistics));
-        HandedDisk { settings, exports, ended, carried, since }
+        let source = disk.source();
+        let opened = source.file().and_then(|file| file.opened());
+        let program = opened.map_or(Ok(None), |opened| opened.hand_over());
+        HandedDisk { settings, exports, ended, carried, program, since }
     }
 
     /// Returns the clients and the statistics of the disk.

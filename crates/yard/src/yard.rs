@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
@@ -232,6 +233,15 @@ impl Yard {
             disk.disconnect(description.as_deref());
             Ok(())
         })
+    }
+
+    /// Returns the data files of the program that decides where a disk's data lie (`exec:`), if
+    /// there is one. Does not wait for commands.
+    pub fn program_files(&self, name: &str) -> Option<Vec<PathBuf>> {
+        let (reply, receiver) = mpsc::sync_channel(1);
+        let _ = self.0.messages.send(Message::Find { name: name.into(), reply });
+        let source = receiver.recv().ok()??.source();
+        source.file()?.opened()?.program_files()
     }
 
     /// Ends a drain, and lets the requests of a disk that wait for space on the host try again.

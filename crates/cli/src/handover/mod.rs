@@ -22,6 +22,7 @@
 //!   on. Requests that the new one has not answered are in the in-flight regions; changed metadata
 //!   are in the journals.
 //! - Each wait has a limit.
+//! - The program of an `exec:` image notices nothing: its connection and its process move.
 //! - A disk's counters go on, and its limits hold across the hand-over (`blockyard_disk::Carried`).
 //! - Each message is a parcel of JSON and descriptors. `Hello` and `Refused` never change.
 
@@ -33,6 +34,7 @@ use std::collections::HashMap;
 use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -56,6 +58,8 @@ const FORMAT: u32 = 1;
 /// Kind of the parcel that has what the disk itself carries over, [`Carried`]. A server that does
 /// not know it ignores it. A change that another server would misread needs a new name.
 const CARRIED: &str = "carried";
+/// Kind of the parcel with the program of an `exec:` image.
+const PROGRAM: &str = "program";
 /// Kind of the parcel with the names of a disk's exports in systemd's store, by key.
 const KEPT: &str = "kept";
 /// Name of a listening socket of NBD, before its address.
@@ -67,12 +71,24 @@ const MESSAGE_TIME: Duration = Duration::from_secs(30);
 #[derive(Debug, Deserialize, Serialize)]
 #[serde(rename_all = "kebab-case")]
 enum FromNew {
-    Hello { format: u32, version: String },
-    Take { disk: String },
-    Took { disk: String },
+    Hello {
+        format: u32,
+        version: String,
+    },
+    Take {
+        disk: String,
+        /// Whether the new server can continue the program of an `exec:` image.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        programs: bool,
+    },
+    Took {
+        disk: String,
+    },
     Ready,
     Serves,
-    Failed { what: String },
+    Failed {
+        what: String,
+    },
 }
 
 /// A message of the old server.
@@ -92,6 +108,9 @@ struct Offered {
     /// No configuration file has the disk.
     by_api: bool,
     keys: Table,
+    /// The data files of the program of an `exec:` image.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    program: Option<Vec<PathBuf>>,
 }
 
 /// The connection to the other server.
@@ -198,7 +217,7 @@ mod tests {
         assert_eq!((new.len(), old.len()), (5, 3));
         for (recorded, ours) in new.iter().zip([
             FromNew::Hello { format: FORMAT, version: "0.2.0".into() },
-            FromNew::Take { disk: "web".into() },
+            FromNew::Take { disk: "web".into(), programs: false },
             FromNew::Took { disk: "web".into() },
             FromNew::Ready,
             FromNew::Serves,
@@ -206,7 +225,7 @@ mod tests {
             assert_eq!(*recorded, serde_json::to_value(ours).unwrap());
         }
         let keys = Table::new();
-        let disks = vec![Offered { name: "web".into(), by_api: false, keys }];
+        let disks = vec![Offered { name: "web".into(), by_api: false, keys, program: None }];
         let sockets = ["API", "control", "nbd unix:/run/n"].map(String::from).into();
         let exports = ["vhost-user", "nbd", "carried"].map(String::from).into();
         for (recorded, ours) in old.into_iter().zip([

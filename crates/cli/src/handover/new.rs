@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::PoisonError;
 
 use anyhow::{Context, bail};
@@ -12,9 +12,10 @@ use blockyard_export::vhost_user::Before;
 use blockyard_export::{Listener, keeper};
 use blockyard_ring::parcel::{self, Parcel};
 use blockyard_ring::resident;
+use blockyard_storage::target::exec;
 use toml::Table;
 
-use super::{FORMAT, FromNew, FromOld, KEPT, NBD, Offered, Peer};
+use super::{FORMAT, FromNew, FromOld, KEPT, NBD, Offered, PROGRAM, Peer};
 use crate::config::Config;
 use crate::holder;
 use crate::options::disk::DiskArgs;
@@ -62,6 +63,12 @@ impl Takeover {
         Ok(Takeover { peer, offered: disks, sockets })
     }
 
+    /// Returns the data files of the running program that this server will get with a disk.
+    pub fn program(&self, disk: &str) -> Option<&[PathBuf]> {
+        let offered = self.offered.iter().find(|offered| offered.name == disk)?;
+        offered.program.as_deref()
+    }
+
     /// Returns a listening socket of the old server.
     pub fn socket(&mut self, name: &str) -> Option<Parcel> {
         self.sockets.remove(name)
@@ -107,7 +114,7 @@ impl Takeover {
                 None => others.push((args.clone(), config.keys(at))),
             }
         }
-        for Offered { name, by_api, keys } in std::mem::take(&mut self.offered) {
+        for Offered { name, by_api, keys, .. } in std::mem::take(&mut self.offered) {
             if !by_api {
                 tracing::warn!("disk \"{name}\" is in no configuration file any more: it ends");
                 continue;
@@ -153,7 +160,8 @@ impl Takeover {
         by_api: bool,
     ) -> anyhow::Result<()> {
         let name = args.name();
-        self.peer.send(&FromNew::Take { disk: name.clone() }).context(TALKING)?;
+        let take = FromNew::Take { disk: name.clone(), programs: true };
+        self.peer.send(&take).context(TALKING)?;
         match self.peer.receive().context(TALKING)? {
             FromOld::Given { exports } => {
                 for kind in exports {
@@ -161,6 +169,8 @@ impl Takeover {
                     if kind == KEPT {
                         let kept: HashMap<_, _> = serde_json::from_slice(&parcel.bytes)?;
                         kept.into_iter().for_each(|(key, name)| keeper::adopt(key, name));
+                    } else if kind == PROGRAM {
+                        exec::continue_from(&args.image.to_string_lossy(), parcel)?;
                     } else {
                         server.common.handed.put(&name, &kind, parcel, Before::Drained);
                     }

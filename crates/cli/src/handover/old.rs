@@ -20,11 +20,12 @@ use blockyard_export::{Handed, Listener, keeper};
 use blockyard_ring::host;
 use blockyard_ring::parcel::Parcel;
 use blockyard_ring::sandbox;
+use blockyard_storage::target::exec;
 use blockyard_yard::{DiskSettings, YardError};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, PidfdFlags, Signal};
 
-use super::{CARRIED, FORMAT, FromNew, FromOld, KEPT, NBD, Offered, Peer, launcher};
+use super::{CARRIED, FORMAT, FromNew, FromOld, KEPT, NBD, Offered, PROGRAM, Peer, launcher};
 use crate::book::HeldDisk;
 use crate::disks::{log_end, settings};
 use crate::exports;
@@ -136,7 +137,7 @@ impl<'a> HandOver<'a> {
         self.greet()?;
         loop {
             match self.peer.receive().context("waiting for the new server")? {
-                FromNew::Take { disk } => self.give(&disk)?,
+                FromNew::Take { disk, programs } => self.give(&disk, programs)?,
                 FromNew::Took { disk } => {
                     let taken = self.away.iter_mut().find(|away| away.held.args().name() == disk);
                     let taken =
@@ -203,6 +204,7 @@ impl<'a> HandOver<'a> {
             bail!("the device of `attach` and the disks of Xen toolstacks cannot be handed over");
         }
         let disks = self.server.book.all().into_iter().map(|entry| Offered {
+            program: self.server.yard.program_files(&entry.args.name()),
             name: entry.args.name(),
             by_api: entry.by_api,
             keys: entry.keys,
@@ -223,8 +225,12 @@ impl<'a> HandOver<'a> {
         Ok(())
     }
 
-    /// Drains a disk, closes its image, and gives it to the new server.
-    fn give(&mut self, disk: &str) -> anyhow::Result<()> {
+    /// Drains a disk, leaves its image, and gives it to the new server. `programs`: whether that one
+    /// can continue the program of an `exec:` image.
+    fn give(&mut self, disk: &str, programs: bool) -> anyhow::Result<()> {
+        if !programs && self.server.yard.program_files(disk).is_some() {
+            bail!("the new server cannot continue the program of disk \"{disk}\"");
+        }
         let held = self.server.book.hold(disk)?;
         let handed = self.server.yard.hand_over(disk)?;
         let since = handed.since;
@@ -238,6 +244,12 @@ impl<'a> HandOver<'a> {
         if let Some(carried) = handed.carried {
             let bytes = serde_json::to_vec(&carried).unwrap_or_default();
             exports.push(Handed { kind: CARRIED, parcel: Parcel { bytes, fds: Vec::new() } });
+        }
+        match handed.program {
+            Ok(Some(parcel)) => exports.push(Handed { kind: PROGRAM, parcel }),
+            Ok(None) => {}
+            // The new server fails then, and this one tries to start the program again.
+            Err(e) => tracing::error!(disk, "its program cannot be handed over: {e}"),
         }
         let key = |handed: &Handed| format!("{}:{disk}", handed.kind);
         let kept = exports.iter().map(key).filter_map(|key| Some((keeper::stored(&key)?, key)));
@@ -269,6 +281,12 @@ impl<'a> HandOver<'a> {
             let (args, name) = (held.args(), held.args().name());
             let handed = &self.server.common.handed;
             for Handed { kind, parcel } in exports {
+                if kind == PROGRAM {
+                    let image = args.image.to_string_lossy();
+                    let _ = exec::continue_from(&image, parcel)
+                        .inspect_err(|e| tracing::error!(disk = name, "its program: {e}"));
+                    continue;
+                }
                 handed.put(&name, kind, parcel, Before::Died);
             }
             let carried = handed.take_carried(&name).unwrap_or_else(|e| {

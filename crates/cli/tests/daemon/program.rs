@@ -1,5 +1,5 @@
 //! `exec:` images: the program starts before the sandbox closes, and its death hurts its own disk.
-//! Limits and reservations apply to the disk. It stays with its server.
+//! Limits and reservations apply to the disk. It goes on with the next server.
 
 use std::io::{Read, Write};
 use std::os::unix::fs::PermissionsExt;
@@ -148,29 +148,66 @@ fn limits_reservations_and_statistics_are_those_of_other_disks() {
     daemon.stop();
 }
 
-#[test]
-fn the_disk_of_a_program_stays_with_its_server() {
-    let folder = Folder::new();
-    let image = program(&folder, &folder.image("data", 1 << 20));
-    let (socket, control) = (folder.join("s"), folder.join("control"));
-    let command = || {
+/// The program notices neither a new server that fails nor two that take its disk over.
+fn a_program_goes_on(sandbox: &str) {
+    let (folder, elsewhere) = (Folder::new(), Folder::new());
+    let data = elsewhere.image("data", 1 << 20);
+    let image = program(&folder, &data);
+    let (one, both, control) = (folder.join("one.toml"), folder.join("toml"), folder.join("c"));
+    let disks = disk(&folder, "one", &image);
+    std::fs::write(&one, &disks).unwrap();
+    // The server cannot hand over what is in its memory.
+    std::fs::write(&both, disks + &disk(&folder, "two", "ram:1M")).unwrap();
+    let serve = |config: &Path| {
         let mut command = Command::new(BLOCKYARD);
-        command.args(["serve", &image, "--sandbox", "off", "--vhost-user"]).arg(&socket);
+        command.args(["serve", "--sandbox", sandbox, "--config"]).arg(config);
         command.arg("--control").arg(&control);
         command
     };
-    let mut old = Daemon::start(&mut command());
-    old.wait_ready();
-    let mut guest = Guest::connect(&socket);
-    let bytes = pattern(5, 4096);
-    assert_eq!(guest.write(0, &bytes), status::OK);
-    let mut new = Daemon::start(command().arg("--takeover").arg(&control));
-    assert!(!new.ended(SOON).success());
-    let why = "only this server can ask what decides on its contents";
-    assert!(new.log().contains(why), "{}", new.log());
-    // The guest notices nothing.
-    assert!(guest.read(0, bytes.len()).unwrap() == bytes);
-    assert_eq!(guest.write(8, &bytes), status::OK);
+    let mut daemon = Daemon::start(&mut serve(&both));
+    daemon.wait_ready();
+    let started = std::fs::read_to_string(folder.join("pid")).unwrap();
+    let mut guest = Guest::connect(&folder.join("one"));
+    let mut expected = vec![0; 1 << 20];
+    let mut write_and_read = |number: usize| {
+        let (at, bytes) = (number * (128 << 10), pattern(number as u64, 4096));
+        assert_eq!(guest.write(at as u64 / 512, &bytes), status::OK);
+        expected[at..at + bytes.len()].copy_from_slice(&bytes);
+        assert_eq!(guest.flush(), status::OK);
+        for at in (0..expected.len()).step_by(128 << 10) {
+            let wanted = &expected[at..at + 4096];
+            assert!(guest.read(at as u64 / 512, 4096).unwrap() == wanted, "after {number}");
+        }
+    };
+    write_and_read(0);
+
+    let mut fails = Daemon::start(serve(&both).arg("--takeover").arg(&control));
+    assert!(!fails.ended(SOON).success());
+    assert!(fails.log().contains("its data are in the memory"), "{}", fails.log());
+    write_and_read(1);
+
+    for number in 2..4 {
+        let mut new = Daemon::start(serve(&one).arg("--takeover").arg(&control));
+        assert!(new.became_ready(), "{}\n---- old ----\n{}", new.log(), daemon.log());
+        assert!(daemon.ended(SOON).success(), "{}", daemon.log());
+        daemon = new;
+        write_and_read(number);
+    }
+    assert_eq!(std::fs::read_to_string(folder.join("pid")).unwrap(), started);
+    let process = Path::new("/proc").join(started.trim());
+    assert!(process.exists());
     drop(guest);
-    old.stop();
+    daemon.stop();
+    until("the program has ended", SOON, || !process.exists());
+    assert!(std::fs::read(&data).unwrap() == expected);
+}
+
+#[test]
+fn a_program_goes_on_with_the_next_server() {
+    a_program_goes_on("on");
+}
+
+#[test]
+fn a_program_goes_on_with_the_next_server_without_a_sandbox() {
+    a_program_goes_on("off");
 }

@@ -5,13 +5,15 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Weak, mpsc};
 use std::time::Duration;
 
+use blockyard_ring::parcel::Parcel;
 use blockyard_ring::{Handle as RingHandle, UringFile};
 
 use super::cache::REGION;
 use super::device::Device;
+use super::exec;
 use super::file::{Files, OwnFile};
 use super::map::{Boxed, Map};
 use super::mapped::{Ask, Mapped};
@@ -123,6 +125,7 @@ pub struct Target {
     limits: Limits,
     make: MakeWith,
     is_map: bool,
+    is_program: bool,
 }
 
 impl Target {
@@ -160,12 +163,12 @@ impl Target {
             let made = make(ring, handle);
             Box::pin(async { Ok(Living::Map(Rc::new(made?))) })
         };
-        Target::of(name, shape, Box::new(make), true)
+        Target { is_program: true, ..Target::of(name, shape, Box::new(make), true) }
     }
 
     fn of(name: String, shape: Shape, make: MakeWith, is_map: bool) -> Self {
         let (data, own, limits) = Default::default();
-        Target { name, shape, data, own, limits, make, is_map }
+        Target { name, shape, data, own, limits, make, is_map, is_program: false }
     }
 
     /// Adds a data file or block device, to which the answers of a map refer. The first one has
@@ -256,7 +259,8 @@ impl Target {
             ..TargetError::new(TargetErrorKind::Start, &name, "")
         })?;
         let worker = Arc::new(worker);
-        Ok(Arc::new(OpenTarget { core, worker, data, limits: self.limits, is_map: self.is_map }))
+        let Target { limits, is_map, is_program, .. } = self;
+        Ok(Arc::new(OpenTarget { core, worker, data, limits, is_map, is_program }))
     }
 }
 
@@ -267,6 +271,8 @@ pub struct OpenTarget {
     data: Vec<ImageFile>,
     limits: Limits,
     is_map: bool,
+    /// Whether the map is another program.
+    is_program: bool,
 }
 
 impl std::fmt::Debug for OpenTarget {
@@ -322,6 +328,25 @@ impl Opened for OpenTarget {
     /// The data of a map never enter this process, those of a device do.
     fn has_files(&self) -> bool {
         self.is_map
+    }
+
+    fn program_files(&self) -> Option<Vec<PathBuf>> {
+        self.is_program.then(|| self.data.iter().map(|file| file.path().into()).collect())
+    }
+
+    fn hand_over(&self) -> io::Result<Option<Parcel>> {
+        if !self.is_program {
+            return Ok(None);
+        }
+        let (sender, receiver) = mpsc::sync_channel(1);
+        let _answer = self.worker.call(move |_| {
+            Box::pin(async move {
+                let _ = sender.send(exec::hand_over().await);
+                Ok(())
+            })
+        })?;
+        let late = |_| io::Error::new(io::ErrorKind::TimedOut, "the program does not read");
+        receiver.recv_timeout(self.limits.answer).map_err(late)?.map(Some)
     }
 
     /// Returns the device of the first data file that is written, or else of the first one.

@@ -4,6 +4,7 @@
 //!   protocol   the lines that both sides send
 //!   start      starts the program, and reads what it says at its start
 //!   program    asks the running program
+//!   handed     moves a running program to another server
 //! ```
 //!
 //! In: `exec:/path/of/program`. Out: a [`Target`](super::Target); the program is its map. The data
@@ -15,6 +16,7 @@
 //! - Only the operator names programs. An image that names one as its backing file is refused.
 //! - A server in a sandbox starts no program: it starts them before, see [`start_early`].
 
+mod handed;
 mod program;
 mod protocol;
 mod start;
@@ -22,7 +24,8 @@ mod start;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-pub use start::start_early;
+pub(super) use program::hand_over;
+pub use start::{continue_from, start_early};
 
 use crate::error::{ErrorKind, StorageError};
 use crate::open::{OpenOptions, Opened};

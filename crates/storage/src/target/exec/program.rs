@@ -8,14 +8,15 @@ use std::collections::HashMap;
 use std::future::poll_fn;
 use std::io;
 use std::ops::Range;
-use std::os::unix::net::UnixStream;
 use std::rc::{Rc, Weak};
 use std::task::{Poll, Waker};
 
-use blockyard_ring::{Handle as RingHandle, Segments, Signal, Socket};
+use blockyard_ring::parcel::Parcel;
+use blockyard_ring::{Handle as RingHandle, Segments, Signal, Socket, is_canceled};
 
+use super::handed::{self, Introduction, Position};
 use super::protocol::{self, MOST_LINE, Said};
-use super::start::Process;
+use super::start::{Process, Started};
 use crate::target::Handle;
 use crate::target::map::{Discard, Extent, Map, Question};
 
@@ -30,14 +31,25 @@ pub(crate) struct Program(Rc<Inner>);
 struct Inner {
     name: String,
     socket: Socket,
-    process: Process,
-    /// Whether the program answers discards.
-    discards: bool,
+    process: RefCell<Process>,
+    introduction: Introduction,
+    /// The beginning of a line that is not whole.
+    unread: RefCell<Vec<u8>>,
+    /// Set when another server will read what the program sends.
+    leaves: Cell<bool>,
+    /// Tasks that use the socket.
+    tasks: Cell<u32>,
+    quiet: Signal,
     calls: RefCell<HashMap<u64, Call>>,
     next: Cell<u64>,
     unsent: RefCell<Vec<u8>>,
     to_send: Signal,
     ended: RefCell<Option<String>>,
+}
+
+thread_local! {
+    /// The program of this thread. A target has a thread of its own.
+    static RUNNING: RefCell<Option<Rc<Inner>>> = const { RefCell::new(None) };
 }
 
 #[derive(Default)]
@@ -50,26 +62,36 @@ impl Program {
     pub(super) fn begin(
         ring: &RingHandle,
         name: String,
-        stream: UnixStream,
-        process: Process,
-        discards: bool,
+        started: Started,
         handle: Handle,
     ) -> io::Result<Self> {
+        let Started { introduction, position, stream, process } = started;
         let inner = Rc::new(Inner {
             name,
             socket: Socket::new(ring, stream)?,
-            process,
-            discards,
+            process: RefCell::new(process),
+            introduction,
+            unread: RefCell::new(position.unread),
+            leaves: Cell::new(false),
+            tasks: Cell::new(2),
+            quiet: Signal::new(ring),
             calls: RefCell::default(),
-            next: Cell::new(1),
+            next: Cell::new(position.next),
             unsent: RefCell::default(),
             to_send: Signal::new(ring),
             ended: RefCell::default(),
         });
         let (reader, writer) = (inner.clone(), inner.clone());
         let spawner = ring.clone();
-        ring.spawn(async move { reader.read(&spawner, &handle).await });
-        ring.spawn(async move { writer.write().await });
+        ring.spawn(async move {
+            reader.read(&spawner, &handle).await;
+            reader.task_ends();
+        });
+        ring.spawn(async move {
+            writer.write().await;
+            writer.task_ends();
+        });
+        RUNNING.set(Some(inner.clone()));
         Ok(Program(inner))
     }
 
@@ -98,8 +120,18 @@ impl Program {
     }
 }
 
+/// Returns the parcel with which another server continues the program of this thread. The program
+/// owes no answer and gets no further question.
+pub(crate) async fn hand_over() -> io::Result<Parcel> {
+    let Some(inner) = RUNNING.with_borrow(Clone::clone) else {
+        return Err(io::Error::other("the program has ended"));
+    };
+    inner.hand_over().await
+}
+
 impl Drop for Program {
     fn drop(&mut self) {
+        RUNNING.take();
         self.0.end("the disk is closed");
     }
 }
@@ -114,7 +146,7 @@ impl Map for Program {
     }
 
     async fn discard(&self, asked: Discard) -> io::Result<Vec<Extent>> {
-        match self.0.discards {
+        match self.0.introduction.discards {
             true => self.call(|number| protocol::discard(number, &asked)).await,
             false => Err(io::ErrorKind::Unsupported.into()),
         }
@@ -152,10 +184,39 @@ impl Inner {
         calls.into_values().filter_map(|call| call.waker).for_each(Waker::wake);
     }
 
-    async fn write(self: Rc<Self>) {
+    fn task_ends(&self) {
+        self.tasks.set(self.tasks.get() - 1);
+        self.quiet.ring();
+    }
+
+    async fn hand_over(&self) -> io::Result<Parcel> {
+        if self.ended.borrow().is_some() {
+            return Err(self.error());
+        }
+        self.leaves.set(true);
+        self.socket.cancel();
+        self.to_send.ring();
+        while self.tasks.get() > 0 {
+            self.quiet.wait().await;
+        }
+        if self.ended.borrow().is_some() {
+            return Err(self.error());
+        }
+        let stream = self.socket.keep()?;
+        let process = self.process.borrow().descriptor()?;
+        let position = Position { next: self.next.get(), unread: self.unread.borrow().clone() };
+        *self.ended.borrow_mut() = Some("another server has the program".into());
+        self.process.borrow_mut().release();
+        Ok(handed::pack(&self.introduction, &position, stream, process))
+    }
+
+    async fn write(self: &Rc<Self>) {
         loop {
             let lines = std::mem::take(&mut *self.unsent.borrow_mut());
             if self.ended.borrow().is_some() {
+                return;
+            }
+            if lines.is_empty() && self.leaves.get() {
                 return;
             }
             if lines.is_empty() {
@@ -168,16 +229,18 @@ impl Inner {
         }
     }
 
-    async fn read(self: Rc<Self>, ring: &RingHandle, handle: &Handle) {
-        let (mut segments, mut received) = (Segments::buffer(PIECE), Vec::new());
-        loop {
+    async fn read(self: &Rc<Self>, ring: &RingHandle, handle: &Handle) {
+        let mut segments = Segments::buffer(PIECE);
+        while !self.leaves.get() {
             let (back, read) = self.socket.read(segments).await;
             segments = back;
             let len = match read {
                 Ok(0) => return self.fail("it has ended"),
                 Ok(len) => len,
+                Err(e) if is_canceled(&e) => continue,
                 Err(e) => return self.fail(&format!("reading its answers: {e}")),
             };
+            let mut received = std::mem::take(&mut *self.unread.borrow_mut());
             let start = received.len();
             received.resize(start + len, 0);
             segments.copy_out(0, &mut received[start..]);
@@ -193,6 +256,7 @@ impl Inner {
             if received.len() > MOST_LINE {
                 return self.fail("it sent a line that is too long");
             }
+            *self.unread.borrow_mut() = received;
         }
     }
 
@@ -225,7 +289,7 @@ impl Inner {
         if self.ended.borrow().is_none() {
             tracing::error!("image {}: the program fails, and so does its disk: {what}", self.name);
             self.end(what);
-            self.process.kill();
+            self.process.borrow().kill();
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Starts a program, and reads what it says at its start.
 
 use std::collections::HashMap;
-use std::io::{ErrorKind as IoKind, Read};
+use std::io::{self, ErrorKind as IoKind, Read};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
@@ -9,11 +9,13 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use blockyard_ring::parcel::Parcel;
 use blockyard_ring::{sandbox, threads};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::retry_on_intr;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
+use super::handed::{self, Introduction, Position};
 use super::program::Program;
 use super::protocol::{Hello, MOST_LINE};
 use super::{program_of, refused};
@@ -27,15 +29,15 @@ const END: Duration = Duration::from_secs(5);
 
 /// A program that is ready.
 pub(super) struct Started {
-    shape: Shape,
-    data: Vec<(PathBuf, Access)>,
-    discards: bool,
-    stream: UnixStream,
-    process: Process,
+    pub introduction: Introduction,
+    pub position: Position,
+    pub stream: UnixStream,
+    pub process: Process,
 }
 
 /// A running program. Dropping it ends the program, in bounded time and without waiting.
 pub(super) struct Process {
+    /// None: another server has started the program.
     child: Option<Child>,
     pidfd: Option<OwnedFd>,
 }
@@ -47,10 +49,21 @@ static EARLY: Mutex<Option<HashMap<String, Vec<Started>>>> = Mutex::new(None);
 /// sandbox, where it can start none. Returns the paths of the program's data files.
 pub fn start_early(name: &str) -> Result<Vec<PathBuf>, StorageError> {
     let started = start(name)?;
-    let files = started.data.iter().map(|(path, _)| path.clone()).collect();
+    let files = started.introduction.data.iter().map(|(path, _)| path.clone()).collect();
+    keep(name, started);
+    Ok(files)
+}
+
+/// Takes over a program from another server, for the next open of this name. `parcel`: from
+/// [`Opened::hand_over`](crate::Opened::hand_over).
+pub fn continue_from(name: &str, parcel: Parcel) -> io::Result<()> {
+    keep(name, handed::unpack(parcel)?);
+    Ok(())
+}
+
+fn keep(name: &str, started: Started) {
     let mut early = EARLY.lock().unwrap_or_else(PoisonError::into_inner);
     early.get_or_insert_default().entry(name.into()).or_default().push(started);
-    Ok(files)
 }
 
 /// Returns a program that was started early, or starts it.
@@ -88,7 +101,9 @@ fn start(name: &str) -> Result<Started, StorageError> {
     let wrong = |what: String| failed(format!("program {}: {what}", program.display()));
     let (shape, hello) = greet(&stream).inspect_err(|_| process.kill()).map_err(wrong)?;
     let Hello { data, discards, .. } = hello;
-    Ok(Started { shape, data, discards, stream, process })
+    let (introduction, position) =
+        (Introduction { shape, data, discards }, Position { next: 1, unread: Vec::new() });
+    Ok(Started { introduction, position, stream, process })
 }
 
 /// Reads the lines of a program until it is ready. Reads byte by byte, so that nothing of later
@@ -122,11 +137,10 @@ fn greet(mut stream: &UnixStream) -> Result<(Shape, Hello), String> {
 
 impl Started {
     pub(super) fn target(self, name: &str, read_only: bool) -> Target {
-        let Started { shape, data, discards, stream, process } = self;
+        let Introduction { shape, data, .. } = self.introduction.clone();
         let named = name.to_string();
-        let make = move |ring: &blockyard_ring::Handle, handle| {
-            Program::begin(ring, named, stream, process, discards, handle)
-        };
+        let make =
+            move |ring: &blockyard_ring::Handle, handle| Program::begin(ring, named, self, handle);
         let target = Target::of_program(name.into(), shape, make);
         data.into_iter().fold(target, |target, (path, access)| {
             target.data(path, if read_only { Access::Read } else { access })
@@ -135,6 +149,24 @@ impl Started {
 }
 
 impl Process {
+    /// Returns a program that another server has started.
+    pub(super) fn of_another(pidfd: OwnedFd) -> Self {
+        Process { child: None, pidfd: Some(pidfd) }
+    }
+
+    /// Returns a descriptor of the process for another server.
+    pub(super) fn descriptor(&self) -> io::Result<OwnedFd> {
+        match &self.pidfd {
+            Some(pidfd) => pidfd.try_clone(),
+            None => Err(io::Error::other("the kernel gives no descriptor of the program")),
+        }
+    }
+
+    /// The program belongs to another server now, and dropping this value does not end it.
+    pub(super) fn release(&mut self) {
+        (self.child, self.pidfd) = (None, None);
+    }
+
     /// Kills the program.
     pub(super) fn kill(&self) {
         if let Some(pidfd) = &self.pidfd {
@@ -155,13 +187,17 @@ impl Process {
         if let Some(mut child) = self.child.take() {
             let _ = child.wait();
         }
+        self.release();
     }
 }
 
 impl Drop for Process {
     fn drop(&mut self) {
-        let Some(child) = self.child.take() else { return };
-        let process = Process { child: Some(child), pidfd: self.pidfd.take() };
+        let (child, pidfd) = (self.child.take(), self.pidfd.take());
+        if child.is_none() && pidfd.is_none() {
+            return;
+        }
+        let process = Process { child, pidfd };
         let name = std::thread::Builder::new().name("program's end".into());
         let _ = threads::spawn(name.stack_size(64 << 10), move || process.end());
     }
