@@ -341,6 +341,15 @@ impl<S: Storage> LocalDisk<S> {
         result.map_err(|e| self.failure(Op::Flush, 0, &e))
     }
 
+    /// Like [`LocalDisk::flush_unsynced`], also in a cache mode that ignores flushes.
+    pub async fn flush_always(&self) -> Status {
+        if self.disk.options().read_only {
+            return Ok(());
+        }
+        let admitted = self.enter().await;
+        self.flush(&admitted.image).await.map_err(|e| self.failure(Op::Flush, 0, &e))
+    }
+
     /// Closes the image at the end of the disk; see [`Backend::close`].
     pub async fn close(&self) -> Status {
         self.end(async |backend| backend.close().await).await

@@ -19,14 +19,22 @@ pub fn sync(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
 }
 
 fn sync_on(reactor: &Remote, disk: &Arc<Disk>) -> bool {
+    flush_on(reactor, disk, async |served| served.flush_unsynced().await)
+}
+
+fn flush_on(
+    reactor: &Remote,
+    disk: &Arc<Disk>,
+    flush: impl AsyncFnOnce(&LocalDisk<Store>) -> Status + Send + 'static,
+) -> bool {
     let disk = disk.clone();
-    let synced = reactor.ask(move |handle, reply| match LocalDisk::known(handle, &disk) {
+    let flushed = reactor.ask(move |handle, reply| match LocalDisk::known(handle, &disk) {
         Some(served) => {
-            handle.spawn(async move { reply.send(served.flush_unsynced().await.is_ok()) });
+            handle.spawn(async move { reply.send(flush(&served).await.is_ok()) });
         }
         None => reply.send(true),
     });
-    synced.unwrap_or(false)
+    flushed.unwrap_or(false)
 }
 
 /// Returns whether the image has changes in memory: opening it may have made some.
@@ -95,7 +103,15 @@ pub fn close(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
         return true;
     }
     if disk.source().chain().is_none() {
-        let good = sync(disk, reactors);
+        let source = disk.source();
+        let opened = source.file().and_then(|file| file.opened());
+        let is_target = opened.is_some_and(|opened| opened.kind() == "target");
+        let flush = |reactor: &&Remote| match is_target {
+            // The places of some data may be in memory only.
+            true => flush_on(reactor, disk, async |served| served.flush_always().await),
+            false => sync_on(reactor, disk),
+        };
+        let good = disk.is_inactive() || reactors.all().filter(|r| !flush(r)).count() == 0;
         forget(disk, reactors);
         return good;
     }
