@@ -114,14 +114,17 @@ pub fn enter(args: &SandboxArgs, needs: &Needs<'_>) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Starts the programs of `exec:` images that no other server has started. Returns the files in which their data lie.
+/// Starts the programs of `exec:` images that no other server has started. Returns the files in
+/// which the data of all programs lie.
 fn start_programs(needs: &Needs<'_>) -> anyhow::Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     for disk in &needs.config.disks {
         let Some(name) = disk.image.to_str().filter(|name| exec::program_of(name).is_some()) else {
             continue;
         };
-        if let Some(running) = needs.takeover.and_then(|takeover| takeover.program(&disk.name())) {
+        if let Some(running) =
+            needs.takeover.and_then(|takeover| takeover.program(&disk.name(), name))
+        {
             files.extend_from_slice(running);
             continue;
         }

@@ -75,7 +75,6 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
         holder::use_store()?;
     }
     supervisor::start();
-    let sandboxed = config.sandbox(&options.sandbox);
     let needs = Needs {
         config: &config,
         config_file: options.config.as_deref(),
@@ -86,7 +85,7 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
         attached: options.attached,
         takeover: takeover.as_ref(),
     };
-    sandbox::enter(&sandboxed, &needs)?;
+    sandbox::enter(&config.sandbox(&options.sandbox), &needs)?;
     log::start_queues()?;
     // Signals that arrive from now on stay pending until the start is complete.
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR1])?;

@@ -9,8 +9,11 @@
 //! What must hold
 //! - A process that is not the owner shuts no connection down and removes no file of a socket,
 //!   because the other server has the same open files.
+//! - A process that waits asks no program of an `exec:` image anything.
 //! - A process that waits reads no message of a front end and accepts no client. So the state that
 //!   the old server has handed over stays true until one of them is the owner.
+
+use blockyard_disk::Disk;
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
@@ -40,6 +43,14 @@ pub fn set(custody: Custody) {
 
 pub fn is_owner() -> bool {
     *lock() == Custody::Owner
+}
+
+/// Returns whether this process must ask nothing about the disk's data yet: a program decides where
+/// they lie, and another process may be its owner. An answer changes the state of the program. If
+/// this process ended then, the other one would not know what it has placed.
+pub(crate) fn must_wait(disk: &Disk) -> bool {
+    let asks = || disk.source().file()?.opened()?.program();
+    !is_owner() && asks().is_some()
 }
 
 /// Waits while it is not decided which process is the owner. Returns whether this one is.

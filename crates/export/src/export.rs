@@ -33,6 +33,12 @@ pub trait Export: Send {
         None
     }
 
+    /// Returns whether the next server of a hand-over answers no request of the export before it is
+    /// the owner (see [`crate::custody`]), if a program decides where the disk's data lie.
+    fn waits_for_owner(&self) -> bool {
+        false
+    }
+
     /// Stops the export like `stop`, but keeps the connections of its clients for another server.
     /// Returns `None` if the export has nothing that another server could continue. Then its
     /// clients connect again.

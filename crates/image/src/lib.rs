@@ -29,8 +29,8 @@ pub mod tools;
 
 pub use blockyard_ring::join::all as join_all;
 pub use blockyard_storage::{
-    Alignment, CacheMode, FileId, Geometry, ImageFile, OpenError, OpenOptions, Overlaid, SECTOR,
-    Storage, StorageError, Store, UnknownCacheMode, nbd,
+    Alignment, CacheMode, FileId, Geometry, ImageFile, OpenError, OpenOptions, Overlaid, Program,
+    SECTOR, Storage, StorageError, Store, UnknownCacheMode, nbd,
 };
 pub use chain::{
     Chain, ChainError, ChainLayer, ChainOptions, GrownChain, LeftImage, MAX_DEPTH, OpenedFiles,

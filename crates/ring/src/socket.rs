@@ -33,7 +33,7 @@ pub struct Socket(Rc<Connected>);
 
 struct Connected {
     slot: Rc<FileSlot>,
-    /// Whether the connection outlives this value ([`Socket::keep`]).
+    /// Whether the connection outlives this value ([`Socket::leave_open`]).
     kept: Cell<bool>,
     /// Whether descriptors may arrive with the socket's bytes (see `rights`).
     brings_descriptors: bool,
@@ -73,8 +73,14 @@ impl Socket {
     /// does not shut the connection down. No operation may be in flight, or start later.
     pub fn keep(&self) -> io::Result<OwnedFd> {
         let fd = self.fd().try_clone_to_owned()?;
-        self.0.kept.set(true);
+        self.leave_open();
         Ok(fd)
+    }
+
+    /// From now on, dropping this value does not shut the connection down, because another process
+    /// has it, too. No operation may be in flight, or start later.
+    pub fn leave_open(&self) {
+        self.0.kept.set(true);
     }
 
     /// Reads at least one byte. 0: the peer has closed the connection.

@@ -45,7 +45,7 @@ pub use blockyard_ring::host::Geometry;
 pub use cache::{CacheMode, UnknownCacheMode};
 pub use error::StorageError;
 pub use file::{FileId, HostFile, path_of};
-pub use open::{ImageFile, OpenError, OpenOptions, Opened, Overlaid};
+pub use open::{ImageFile, OpenError, OpenOptions, Opened, Overlaid, Program};
 pub use range_lock::{RangeGuard, RangeLock};
 pub use schemes::{SCHEMES, Scheme, Store, scheme_of};
 pub use storage::{Alignment, Capabilities, Storage};

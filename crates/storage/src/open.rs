@@ -122,6 +122,15 @@ impl OpenError {
     }
 }
 
+/// A program that decides where the data of an image lie.
+#[derive(Clone, Debug)]
+pub struct Program {
+    /// The name of the image, such as `exec:/path/of/program`.
+    pub image: String,
+    /// The files in which the data lie.
+    pub files: Vec<PathBuf>,
+}
+
 /// An open storage that is no file of this host, before a reactor uses it.
 pub trait Opened: fmt::Debug + Send + Sync {
     /// Returns the storage on one reactor.
@@ -139,8 +148,8 @@ pub trait Opened: fmt::Debug + Send + Sync {
     fn has_files(&self) -> bool {
         false
     }
-    /// Returns the data files of the program that decides where the data lie, if there is one.
-    fn program_files(&self) -> Option<Vec<PathBuf>> {
+    /// Returns the program that decides where the data lie, if there is one.
+    fn program(&self) -> Option<Program> {
         None
     }
     /// Gives up the program that decides where the data lie, for the next server. None: there is
@@ -148,6 +157,8 @@ pub trait Opened: fmt::Debug + Send + Sync {
     fn hand_over(&self) -> io::Result<Option<Parcel>> {
         Ok(None)
     }
+    /// The program that decides where the data lie is this server's alone now, after a hand-over.
+    fn own_program(&self) {}
     /// Returns the device that holds the storage's data and that other disks may share, and whether
     /// it is rotational. None: no other disk can share the device.
     fn device(&self) -> io::Result<Option<(String, bool)>>;

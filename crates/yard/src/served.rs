@@ -157,12 +157,10 @@ impl ServedDisk {
         if image.to_string_lossy().starts_with("ram:") {
             return Some("its data are in the memory of this server".into());
         }
-        let source = self.disk.source();
-        let opened = source.file().and_then(|file| file.opened());
-        let target = opened.filter(|opened| opened.kind() == "target");
-        if target.is_some_and(|target| target.program_files().is_none()) {
-            return Some("only this server can ask what decides on its contents".into());
+        if let Some(why) = self.obstacle_of_target() {
+            return Some(why.into());
         }
+        let source = self.disk.source();
         if let Some(top) = source.chain().map(|chain| chain.path()).filter(|top| top != image) {
             return Some(format!("since a snapshot its image is {}", top.display()));
         }
@@ -174,6 +172,21 @@ impl ServedDisk {
         }
         let obstacle = self.exports.iter().find_map(|export| export.obstacle());
         obstacle.or_else(|| self.sync_for_close(context))
+    }
+
+    /// Returns why another server cannot ask what decides on the contents of the disk.
+    fn obstacle_of_target(&self) -> Option<&'static str> {
+        let source = self.disk.source();
+        let target = source.file()?.opened().filter(|opened| opened.kind() == "target")?;
+        if target.program().is_none() {
+            return Some("only this server can ask what decides on its contents");
+        }
+        if self.settings.activation != Activation::Start {
+            return Some("its program has started before its rings: use --activation start");
+        }
+        // The next server must not ask the program before this one is sure to leave.
+        let waits = self.exports.iter().all(|export| export.waits_for_owner());
+        (!waits).then_some("its program cannot be handed over with a ublk or Xen device")
     }
 
     /// Syncs while requests still run, because the guest does not wait for this part. The second
@@ -193,7 +206,8 @@ impl ServedDisk {
         // Nothing is in flight any more.
         let carried = ended.is_flushed.then(|| disk.hand_over(&ended.statistics));
         let source = disk.source();
-        let opened = source.file().and_then(|file| file.opened());
+        // A disk that is not flushed has no next server, and its program ends with it.
+        let opened = source.file().filter(|_| ended.is_flushed).and_then(|file| file.opened());
         let program = opened.map_or(Ok(None), |opened| opened.hand_over());
         HandedDisk { settings, exports, ended, carried, program, since }
     }

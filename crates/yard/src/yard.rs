@@ -2,14 +2,14 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::Duration;
 
+use blockyard_disk::Disk;
 use blockyard_export::Reactors;
-use blockyard_image::{Opener, SharedImages};
+use blockyard_image::{Opener, Program, SharedImages};
 use blockyard_sched::Knobs;
 
 use crate::error::YardError;
@@ -235,26 +235,39 @@ impl Yard {
         })
     }
 
-    /// Returns the data files of the program that decides where a disk's data lie (`exec:`), if
-    /// there is one. Does not wait for commands.
-    pub fn program_files(&self, name: &str) -> Option<Vec<PathBuf>> {
-        let (reply, receiver) = mpsc::sync_channel(1);
-        let _ = self.0.messages.send(Message::Find { name: name.into(), reply });
-        let source = receiver.recv().ok()??.source();
-        source.file()?.opened()?.program_files()
+    /// Returns the program that decides where a disk's data lie (`exec:`), if there is one. Does
+    /// not wait for commands.
+    pub fn program(&self, name: &str) -> Option<Program> {
+        self.find(name)?.source().file()?.opened()?.program()
+    }
+
+    /// The program that decides where a disk's data lie, if there is one, is this server's alone
+    /// now. Does not wait for commands.
+    pub fn own_program(&self, name: &str) {
+        let Some(disk) = self.find(name) else { return };
+        if let Some(opened) = disk.source().file().and_then(|file| file.opened()) {
+            opened.own_program();
+        }
     }
 
     /// Ends a drain, and lets the requests of a disk that wait for space on the host try again.
     /// Returns whether the disk was drained, and the number of those requests. Does not wait for
     /// commands, because one of them may wait for requests that a drain holds.
     pub fn resume(&self, name: &str) -> Result<(bool, u64), YardError> {
+        let disk = self.find_now(name).ok_or(YardError::Closing)?;
+        disk.map(|disk| disk.resume()).ok_or_else(|| YardError::NotFound { disk: name.into() })
+    }
+
+    /// Returns a disk without waiting for commands.
+    fn find(&self, name: &str) -> Option<Arc<Disk>> {
+        self.find_now(name).flatten()
+    }
+
+    /// Like `find`. The outer None: the yard is closing.
+    fn find_now(&self, name: &str) -> Option<Option<Arc<Disk>>> {
         let (reply, receiver) = mpsc::sync_channel(1);
         let _ = self.0.messages.send(Message::Find { name: name.into(), reply });
-        match receiver.recv() {
-            Ok(Some(disk)) => Ok(disk.resume()),
-            Ok(None) => Err(YardError::NotFound { disk: name.into() }),
-            Err(_) => Err(YardError::Closing),
-        }
+        receiver.recv().ok()
     }
 
     /// Starts a snapshot, commit or stream of a disk. Other commands for the disk run concurrently.

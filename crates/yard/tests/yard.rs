@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::error::Error as _;
+use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex};
@@ -160,6 +161,24 @@ fn disk(name: &str, image: impl Into<PathBuf>, ways: Vec<NoteWay>) -> DiskSettin
         carried: None,
         ways: ways.into_iter().map(|way| Arc::new(way) as Arc<dyn Way>).collect(),
     }
+}
+
+/// The next server would take requests of such an export before it may ask the program.
+#[test]
+fn a_program_stays_if_an_export_does_not_wait_for_the_owner() {
+    let stage = Stage::new("program");
+    let program = stage.folder.join("program");
+    let text = "#!/bin/sh\nprintf '%s\\n' 'blockyard-map 1' 'size 4096' 'granule 512' ready\ncat";
+    std::fs::write(&program, text).unwrap();
+    std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).unwrap();
+    let image = format!("exec:{}", program.display());
+    stage.yard.add(disk("a", &image, vec![stage.way("first")])).unwrap();
+    assert_eq!(stage.yard.program("a").unwrap().image, image);
+    let handed = stage.yard.hand_over("a").map(|handed| handed.ended.is_flushed);
+    let stays = |why: &str| why.contains("a ublk or Xen device");
+    assert!(matches!(&handed, Err(YardError::Stays { why, .. }) if stays(why)), "{handed:?}");
+    stage.yard.add(disk("b", "ram:1M", Vec::new())).unwrap();
+    assert!(stage.yard.program("b").is_none());
 }
 
 #[test]

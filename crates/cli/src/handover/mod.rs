@@ -108,9 +108,16 @@ struct Offered {
     /// No configuration file has the disk.
     by_api: bool,
     keys: Table,
-    /// The data files of the program of an `exec:` image.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    program: Option<Vec<PathBuf>>,
+    program: Option<OfferedProgram>,
+}
+
+/// The program of an `exec:` image.
+#[derive(Debug, Deserialize, Serialize)]
+struct OfferedProgram {
+    image: String,
+    /// The data files.
+    files: Vec<PathBuf>,
 }
 
 /// The connection to the other server.

@@ -64,9 +64,10 @@ impl Takeover {
     }
 
     /// Returns the data files of the running program that this server will get with a disk.
-    pub fn program(&self, disk: &str) -> Option<&[PathBuf]> {
+    pub fn program(&self, disk: &str, image: &str) -> Option<&[PathBuf]> {
         let offered = self.offered.iter().find(|offered| offered.name == disk)?;
-        offered.program.as_deref()
+        let program = offered.program.as_ref().filter(|program| program.image == image)?;
+        Some(&program.files)
     }
 
     /// Returns a listening socket of the old server.
@@ -140,6 +141,9 @@ impl Takeover {
             // If it lives, it ends this process before it takes its disks back.
             tracing::warn!("the old server has ended before it could leave: {e}");
         }
+        // Before requests begin, because a program that is not owned answers none.
+        server.book.all().iter().for_each(|disk| server.yard.own_program(&disk.args.name()));
+        exec::end_unused();
         custody::set(Custody::Owner);
         // What no export has taken ends with the old server.
         server.common.handed.clear();
@@ -170,7 +174,7 @@ impl Takeover {
                         let kept: HashMap<_, _> = serde_json::from_slice(&parcel.bytes)?;
                         kept.into_iter().for_each(|(key, name)| keeper::adopt(key, name));
                     } else if kind == PROGRAM {
-                        exec::continue_from(&args.image.to_string_lossy(), parcel)?;
+                        exec::continue_from(parcel, false)?;
                     } else {
                         server.common.handed.put(&name, &kind, parcel, Before::Drained);
                     }

@@ -20,12 +20,15 @@ use blockyard_export::{Handed, Listener, keeper};
 use blockyard_ring::host;
 use blockyard_ring::parcel::Parcel;
 use blockyard_ring::sandbox;
+use blockyard_storage::Program;
 use blockyard_storage::target::exec;
 use blockyard_yard::{DiskSettings, YardError};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, PidfdFlags, Signal};
 
-use super::{CARRIED, FORMAT, FromNew, FromOld, KEPT, NBD, Offered, PROGRAM, Peer, launcher};
+use super::{
+    CARRIED, FORMAT, FromNew, FromOld, KEPT, NBD, Offered, OfferedProgram, PROGRAM, Peer, launcher,
+};
 use crate::book::HeldDisk;
 use crate::disks::{log_end, settings};
 use crate::exports;
@@ -204,7 +207,10 @@ impl<'a> HandOver<'a> {
             bail!("the device of `attach` and the disks of Xen toolstacks cannot be handed over");
         }
         let disks = self.server.book.all().into_iter().map(|entry| Offered {
-            program: self.server.yard.program_files(&entry.args.name()),
+            program: self.server.yard.program(&entry.args.name()).map(|program| {
+                let Program { image, files } = program;
+                OfferedProgram { image, files }
+            }),
             name: entry.args.name(),
             by_api: entry.by_api,
             keys: entry.keys,
@@ -225,10 +231,10 @@ impl<'a> HandOver<'a> {
         Ok(())
     }
 
-    /// Drains a disk, leaves its image, and gives it to the new server. `programs`: whether that one
-    /// can continue the program of an `exec:` image.
+    /// Drains a disk, leaves its image, and gives it to the new server. `programs`: whether the new
+    /// server can continue the program of an `exec:` image.
     fn give(&mut self, disk: &str, programs: bool) -> anyhow::Result<()> {
-        if !programs && self.server.yard.program_files(disk).is_some() {
+        if !programs && self.server.yard.program(disk).is_some() {
             bail!("the new server cannot continue the program of disk \"{disk}\"");
         }
         let held = self.server.book.hold(disk)?;
@@ -245,12 +251,9 @@ impl<'a> HandOver<'a> {
             let bytes = serde_json::to_vec(&carried).unwrap_or_default();
             exports.push(Handed { kind: CARRIED, parcel: Parcel { bytes, fds: Vec::new() } });
         }
-        match handed.program {
-            Ok(Some(parcel)) => exports.push(Handed { kind: PROGRAM, parcel }),
-            Ok(None) => {}
-            // The new server fails then, and this one tries to start the program again.
-            Err(e) => tracing::error!(disk, "its program cannot be handed over: {e}"),
-        }
+        let program = handed.program.map(|program| {
+            exports.extend(program.map(|parcel| Handed { kind: PROGRAM, parcel }));
+        });
         let key = |handed: &Handed| format!("{}:{disk}", handed.kind);
         let kept = exports.iter().map(key).filter_map(|key| Some((keeper::stored(&key)?, key)));
         let kept: HashMap<_, _> = kept.map(|(name, key)| (key, name)).collect();
@@ -259,6 +262,8 @@ impl<'a> HandOver<'a> {
             exports.push(Handed { kind: KEPT, parcel: Parcel { bytes, fds: Vec::new() } });
         }
         self.away.push(Away { held, exports, since, pause: None });
+        // This server tries to start the program again then.
+        program.with_context(|| format!("giving up the program of disk \"{disk}\""))?;
         let Some(Away { exports, .. }) = self.away.last() else { return Ok(()) };
         let kinds = exports.iter().map(|handed| handed.kind.to_string()).collect();
         self.peer.send(&FromOld::Given { exports: kinds })?;
@@ -282,8 +287,7 @@ impl<'a> HandOver<'a> {
             let handed = &self.server.common.handed;
             for Handed { kind, parcel } in exports {
                 if kind == PROGRAM {
-                    let image = args.image.to_string_lossy();
-                    let _ = exec::continue_from(&image, parcel)
+                    let _ = exec::continue_from(parcel, true)
                         .inspect_err(|e| tracing::error!(disk = name, "its program: {e}"));
                     continue;
                 }

@@ -3,7 +3,8 @@
 Usage: between.py MESSAGE VICTIM PROGRAM ARGUMENT...
     MESSAGE   hello, welcome, take, given, took, ready, commit or serves
     VICTIM    old, new or both; the message still arrives at a server that lives. format: none, and
-              the parcels of the message have a newer format
+              the parcels of the message have a newer format. A path: the process that the file
+              names; the message arrives when it has ended
     PROGRAM   the new server
 Standard input is the connection to the old server, which is the parent of this process.
 """
@@ -67,6 +68,11 @@ def kill():
         new.wait()
     if VICTIM in ("old", "both"):
         os.kill(OLD, signal.SIGKILL)
+    if "/" in VICTIM:
+        with open(VICTIM) as file:
+            process = os.pidfd_open(int(file.read()))
+        signal.pidfd_send_signal(process, signal.SIGKILL)
+        select.select([process], [], [])
 
 
 def relay(source, target):

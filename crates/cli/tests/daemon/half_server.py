@@ -39,7 +39,7 @@ send({"hello": {"format": 1, "version": "0.0.0"}})
 step("hello")
 for _ in json.loads(receive())["welcome"]["sockets"]:
     receive()
-send({"take": {"disk": DISK}})
+send({"take": {"disk": DISK, "programs": True}})
 step("take")
 for _ in json.loads(receive())["given"]["exports"]:
     receive()

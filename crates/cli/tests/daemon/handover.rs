@@ -27,7 +27,7 @@ pub struct Case {
     pub top: PathBuf,
     pub socket: PathBuf,
     pub control: PathBuf,
-    api: PathBuf,
+    pub api: PathBuf,
 }
 
 impl Case {
@@ -62,7 +62,7 @@ impl Case {
         daemon
     }
 
-    fn takeover(&self) -> Command {
+    pub fn takeover(&self) -> Command {
         let mut command = self.command();
         command.arg("--takeover").arg(&self.control);
         command
@@ -419,9 +419,10 @@ pub fn script(case: &Case, name: &str, body: &str) -> PathBuf {
 /// Programs that fail as the next server, each at another step.
 pub fn failing(case: &Case) -> Vec<(String, PathBuf)> {
     let script = |name: &str, body: &str| (name.to_string(), script(case, name, body));
+    let disk = case.top.file_name().unwrap().display();
     let half = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/daemon/half_server.py");
     let mut all: Vec<_> = ["start", "nonsense", "hello", "take", "given", "took", "ready"]
-        .map(|last| script(last, &format!("exec python3 {half} disk.qcow2 {last}")))
+        .map(|last| script(last, &format!("exec python3 {half} {disk} {last}")))
         .into();
     // The real program, with a disk of another shape: it fails after it has opened the image.
     all.push(script("queues", &format!("exec {BLOCKYARD} \"$@\" --queues 2")));

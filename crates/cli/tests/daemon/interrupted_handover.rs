@@ -12,32 +12,32 @@ use crate::handover::{Case, ctl, end_server, is_running, requests, script};
 use crate::holder::{Keeper, keep_with};
 use crate::killed::kills;
 
-const MESSAGES: [&str; 8] =
+pub const MESSAGES: [&str; 8] =
     ["hello", "welcome", "take", "given", "took", "ready", "commit", "serves"];
 const VICTIMS: [&str; 3] = ["old", "new", "both"];
 
 /// Returns a program that hands over to the real one, and kills at a message.
-fn between(case: &Case, message: &str, victim: &str) -> PathBuf {
+pub fn between(case: &Case, message: &str, victim: &str) -> PathBuf {
     let proxy = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/daemon/between.py");
     let body = format!("exec python3 {proxy} {message} {victim} {BLOCKYARD} \"$@\"");
-    script(case, &format!("{message}-{victim}"), &body)
+    script(case, &format!("{message}-{}", victim.replace('/', "-")), &body)
 }
 
 /// Returns the process of the server that answers the API.
-fn server(case: &Case) -> Option<i32> {
+pub fn server(case: &Case) -> Option<i32> {
     let status = ctl(case, &["status", "--json"]);
     let status: Option<Value> = serde_json::from_str(&status.out).ok();
     status.and_then(|status| Some(status["pid"].as_i64()? as i32))
 }
 
 /// Waits until requests of the load are answered.
-fn serves(case: &Case) {
+pub fn serves(case: &Case) {
     let before = requests(case);
     until("requests are answered", SOON, || requests(case) != before);
 }
 
 /// Begins an upgrade in which the message kills the victim. Returns the process of the old server.
-fn upgrade(case: &Case, message: &str, victim: &str) -> i32 {
+pub fn upgrade(case: &Case, message: &str, victim: &str) -> i32 {
     serves(case);
     let program = between(case, message, victim);
     let before = server(case).unwrap();

@@ -67,6 +67,7 @@ mod mistakes;
 mod pin;
 mod probes;
 mod program;
+mod program_handover;
 mod reload;
 mod remote;
 mod renewal;

@@ -237,6 +237,10 @@ impl Export for Offer {
         clients.then(|| format!("only {left} of {limit} descriptors are left (ulimit -n)"))
     }
 
+    fn waits_for_owner(&self) -> bool {
+        true
+    }
+
     fn hand_over(&mut self) -> Option<Handed> {
         if std::mem::replace(&mut self.is_stopped, true) { None } else { self.leave() }
     }

@@ -91,8 +91,9 @@ impl Conversation {
         Ok(Self::of(export, prepared, process, session))
     }
 
-    /// Continues to serve a front end of another server. Its rings run from now on. Its messages
-    /// are not read before [`Conversation::run`].
+    /// Continues to serve a front end of another server. Its rings run from now on, except those of
+    /// a disk that must wait (see [`crate::custody`]). Its messages are not read before
+    /// [`Conversation::run`].
     pub fn resume(export: &Arc<Shared>, served: Served) -> Result<Self, Disconnect> {
         let Served { front_end: FrontEnd { stream, process }, since, state } = served;
         let prepared = Prepared::new(stream)?;
@@ -126,6 +127,11 @@ impl Conversation {
         let connection = Connection { stream: for_export, wake: wake.clone(), client, counted };
         *lock(&export.connection) = Some(connection);
         Conversation { messages, wake, process, since }
+    }
+
+    /// Lets the rings take requests that waited until this process is the owner.
+    pub fn run_held(&self) {
+        lock(&self.messages.session).run_held();
     }
 
     /// Handles the front end's messages until it disconnects, or until the export stops. Returns

@@ -260,6 +260,10 @@ impl Export for VhostUser {
         handover::obstacle(self)
     }
 
+    fn waits_for_owner(&self) -> bool {
+        true
+    }
+
     fn hand_over(&mut self) -> Option<Handed> {
         handover::hand_over(self)
     }
@@ -442,8 +446,9 @@ fn serve_all(export: &Arc<Shared>, first: Option<Conversation>, mut waiting: Wai
     let is_owner = first.is_none() || custody::decided();
     let mut leaving = None;
     if let Some(conversation) = first {
-        if !is_owner {
-            export.stop.store(true, Ordering::SeqCst);
+        match is_owner {
+            true => conversation.run_held(),
+            false => export.stop.store(true, Ordering::SeqCst),
         }
         leaving = report(conversation.run(export, &mut waiting));
     }

@@ -39,11 +39,11 @@ use super::virtqueue::{Head, RingError};
 use crate::PollMode;
 use crate::budget::{self, Budget, REQUEST};
 use crate::lanes::Lanes;
-use crate::placement;
 use crate::policy::Counters;
 use crate::policy::notify::Coalesce;
 use crate::policy::placement::Placement;
 use crate::start::StartError;
+use crate::{custody, placement};
 use state::{Core, Pending, Unanswered};
 use token::ChainToken;
 
@@ -171,7 +171,9 @@ impl Queue {
     /// Stops the queue. `suspends`: chains that have not begun stay in the in-flight region for the
     /// next back end.
     fn stop(&self, reply: Reply<u32>, suspends: bool) {
-        let suspends = suspends && self.core.borrow().inflight.is_some();
+        // A held queue of a server that fails before it is the owner begins nothing any more.
+        let never_begins = self.held.get() && !custody::is_owner();
+        let suspends = (suspends || never_begins) && self.core.borrow().inflight.is_some();
         self.suspends.set(suspends);
         *self.stopping.borrow_mut() = Some(reply);
         if suspends {

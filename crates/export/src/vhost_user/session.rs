@@ -38,7 +38,7 @@ use super::queue::QueueHandle;
 use super::refusal::{Causes, no};
 use super::state::{Change, Effect, InflightFile, LogFile, Parts, Refusal, SessionState, Vring};
 use super::{Shared, Tuning};
-use crate::keeper;
+use crate::{custody, keeper};
 
 const NO_CALL: &str =
     "a call or error notifier that is neither an eventfd nor a Unix stream socket";
@@ -68,7 +68,7 @@ pub struct Session {
     /// The next message may be one that a server has handled before it died.
     pub(super) may_repeat: bool,
     /// A ring that starts takes no request before [`Session::run_held`], because the keeper does
-    /// not have its state yet.
+    /// not have its state yet, or because this process is not the owner.
     holds: bool,
     pub(super) caller: OnceCell<Arc<Caller>>,
     /// The running rings.
@@ -80,6 +80,7 @@ impl Session {
     /// [released](Session::release) it. Maps its memory and starts its rings.
     pub fn new(export: Arc<Shared>, peer: Option<i32>, state: SessionState) -> Result<Self> {
         export.device.write_back.store(state.write_back, Ordering::Relaxed);
+        let holds = custody::must_wait(&export.device.disk);
         let mut session = Session {
             device: export.device.clone(),
             tuning: export.tuning,
@@ -93,7 +94,7 @@ impl Session {
             dirty: DirtyMemory::default(),
             ends: false,
             may_repeat: false,
-            holds: false,
+            holds,
             caller: OnceCell::new(),
             queues: state.vrings.iter().map(|_| None).collect(),
             state,

@@ -23,10 +23,13 @@ use super::shared::{AskWorker, Core};
 use super::worker::{Living, Make, Worker};
 use crate::cache::CacheMode;
 use crate::file::HostFile;
-use crate::open::{ImageFile, OpenError, OpenOptions, Opened};
+use crate::open::{ImageFile, OpenError, OpenOptions, Opened, Program};
 use crate::schemes::Store;
 use crate::storage::{Capabilities, Storage};
 use crate::{Geometry, SECTOR};
+
+/// Longest time in which the thread of a program gives it up. It does not wait for the program.
+const LEAVE: Duration = Duration::from_secs(30);
 
 /// The size of a disk, and the unit in which it is mapped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -330,8 +333,9 @@ impl Opened for OpenTarget {
         self.is_map
     }
 
-    fn program_files(&self) -> Option<Vec<PathBuf>> {
-        self.is_program.then(|| self.data.iter().map(|file| file.path().into()).collect())
+    fn program(&self) -> Option<Program> {
+        let files = || self.data.iter().map(|file| file.path().into()).collect();
+        self.is_program.then(|| Program { image: self.core.name.clone(), files: files() })
     }
 
     fn hand_over(&self) -> io::Result<Option<Parcel>> {
@@ -345,8 +349,16 @@ impl Opened for OpenTarget {
                 Ok(())
             })
         })?;
-        let late = |_| io::Error::new(io::ErrorKind::TimedOut, "the program does not read");
-        receiver.recv_timeout(self.limits.answer).map_err(late)?.map(Some)
+        let late = |_| io::Error::new(io::ErrorKind::TimedOut, "its thread does not leave it");
+        receiver.recv_timeout(LEAVE).map_err(late)?.map(Some)
+    }
+
+    fn own_program(&self) {
+        // If its thread has ended, there is no program.
+        let _ = self.worker.call(|_| {
+            exec::own();
+            Box::pin(async { Ok(()) })
+        });
     }
 
     /// Returns the device of the first data file that is written, or else of the first one.

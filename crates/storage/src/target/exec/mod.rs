@@ -14,18 +14,21 @@
 //! - A program that hangs, ends or sends nonsense costs its own disk I/O errors, bounded memory,
 //!   and a line in the log.
 //! - Only the operator names programs. An image that names one as its backing file is refused.
+//! - In a hand-over the program serves one of two servers: the owner, see [`continue_from`].
 //! - A server in a sandbox starts no program: it starts them before, see [`start_early`].
 
 mod handed;
 mod program;
 mod protocol;
 mod start;
+#[cfg(test)]
+mod tests;
 
 use std::path::PathBuf;
 use std::sync::Arc;
 
-pub(super) use program::hand_over;
-pub use start::{continue_from, start_early};
+pub(super) use program::{hand_over, own};
+pub use start::{continue_from, end_unused, start_early};
 
 use crate::error::{ErrorKind, StorageError};
 use crate::open::{OpenOptions, Opened};

@@ -1,14 +1,17 @@
 //! Asks a running program.
 //!
-//! What must hold: each call ends with an answer or an error. After a line that makes no sense, or
-//! the end of the connection, all calls fail at once, and the program is ended.
+//! What must hold
+//! - Each call ends with an answer or an error. After a line that makes no sense, or the end of the
+//!   connection, all calls fail at once, and the program is ended.
+//! - A server that is not the owner of the program sends nothing, reads nothing, and neither shuts
+//!   the connection down nor ends the process. Its calls wait until it is the owner.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::future::poll_fn;
 use std::io;
 use std::ops::Range;
-use std::rc::{Rc, Weak};
+use std::rc::Rc;
 use std::task::{Poll, Waker};
 
 use blockyard_ring::parcel::Parcel;
@@ -30,6 +33,8 @@ pub(crate) struct Program(Rc<Inner>);
 
 struct Inner {
     name: String,
+    ring: RingHandle,
+    handle: Handle,
     socket: Socket,
     process: RefCell<Process>,
     introduction: Introduction,
@@ -37,9 +42,9 @@ struct Inner {
     unread: RefCell<Vec<u8>>,
     /// Set when another server will read what the program sends.
     leaves: Cell<bool>,
-    /// Tasks that use the socket.
+    /// Number of tasks that use the socket, or will send a line.
     tasks: Cell<u32>,
-    quiet: Signal,
+    task_ended: Signal,
     calls: RefCell<HashMap<u64, Call>>,
     next: Cell<u64>,
     unsent: RefCell<Vec<u8>>,
@@ -56,6 +61,8 @@ thread_local! {
 struct Call {
     waker: Option<Waker>,
     answer: Option<io::Result<Vec<Extent>>>,
+    /// An earlier server has asked, and its request has failed.
+    is_dropped: bool,
 }
 
 impl Program {
@@ -66,31 +73,28 @@ impl Program {
         handle: Handle,
     ) -> io::Result<Self> {
         let Started { introduction, position, stream, process } = started;
+        let Position { next, owed, unread, unsent } = position;
+        let dropped = |number| (number, Call { is_dropped: true, ..Call::default() });
         let inner = Rc::new(Inner {
             name,
+            ring: ring.clone(),
+            handle,
             socket: Socket::new(ring, stream)?,
             process: RefCell::new(process),
             introduction,
-            unread: RefCell::new(position.unread),
+            unread: RefCell::new(unread),
             leaves: Cell::new(false),
-            tasks: Cell::new(2),
-            quiet: Signal::new(ring),
-            calls: RefCell::default(),
-            next: Cell::new(position.next),
-            unsent: RefCell::default(),
+            tasks: Cell::new(0),
+            task_ended: Signal::new(ring),
+            calls: RefCell::new(owed.into_iter().map(dropped).collect()),
+            next: Cell::new(next),
+            unsent: RefCell::new(unsent),
             to_send: Signal::new(ring),
             ended: RefCell::default(),
         });
-        let (reader, writer) = (inner.clone(), inner.clone());
-        let spawner = ring.clone();
-        ring.spawn(async move {
-            reader.read(&spawner, &handle).await;
-            reader.task_ends();
-        });
-        ring.spawn(async move {
-            writer.write().await;
-            writer.task_ends();
-        });
+        if inner.process.borrow().is_owned() {
+            inner.talk();
+        }
         RUNNING.set(Some(inner.clone()));
         Ok(Program(inner))
     }
@@ -120,13 +124,22 @@ impl Program {
     }
 }
 
-/// Returns the parcel with which another server continues the program of this thread. The program
-/// owes no answer and gets no further question.
+/// Returns the parcel with which another server continues the program of this thread. No request
+/// waits for an answer of the program. If the program has failed, it fails at the next server, too.
 pub(crate) async fn hand_over() -> io::Result<Parcel> {
     let Some(inner) = RUNNING.with_borrow(Clone::clone) else {
-        return Err(io::Error::other("the program has ended"));
+        return Err(io::Error::other("the disk is closed"));
     };
     inner.hand_over().await
+}
+
+/// The program of this thread is this server's alone now: its questions may begin.
+pub(crate) fn own() {
+    let Some(inner) = RUNNING.with_borrow(Clone::clone) else { return };
+    if !inner.process.borrow().is_owned() {
+        inner.process.borrow_mut().own();
+        inner.talk();
+    }
 }
 
 impl Drop for Program {
@@ -172,64 +185,87 @@ impl Inner {
         Ok(())
     }
 
-    /// Ends the connection. All calls fail.
+    /// Begins to send and to read.
+    fn talk(self: &Rc<Self>) {
+        let (reader, writer) = (self.clone(), self.clone());
+        self.spawn(async move { reader.read().await });
+        self.spawn(async move { writer.write().await });
+    }
+
+    fn spawn(self: &Rc<Self>, work: impl Future<Output = ()> + 'static) {
+        self.tasks.set(self.tasks.get() + 1);
+        let me = self.clone();
+        self.ring.spawn(async move {
+            work.await;
+            me.tasks.set(me.tasks.get() - 1);
+            me.task_ended.ring();
+        });
+    }
+
+    /// Ends the connection, if this server is its owner. All calls fail.
     fn end(&self, why: &str) {
         if self.ended.borrow().is_some() {
             return;
         }
         *self.ended.borrow_mut() = Some(why.into());
-        self.socket.shutdown();
+        if self.process.borrow().is_owned() {
+            self.socket.shutdown();
+        } else {
+            self.socket.leave_open();
+        }
         self.to_send.ring();
+        self.fail_calls();
+    }
+
+    fn fail_calls(&self) {
         let calls = std::mem::take(&mut *self.calls.borrow_mut());
         calls.into_values().filter_map(|call| call.waker).for_each(Waker::wake);
     }
 
-    fn task_ends(&self) {
-        self.tasks.set(self.tasks.get() - 1);
-        self.quiet.ring();
-    }
-
     async fn hand_over(&self) -> io::Result<Parcel> {
-        if self.ended.borrow().is_some() {
-            return Err(self.error());
-        }
         self.leaves.set(true);
         self.socket.cancel();
         self.to_send.ring();
         while self.tasks.get() > 0 {
-            self.quiet.wait().await;
+            self.task_ended.wait().await;
         }
-        if self.ended.borrow().is_some() {
-            return Err(self.error());
-        }
-        let stream = self.socket.keep()?;
         let process = self.process.borrow().descriptor()?;
-        let position = Position { next: self.next.get(), unread: self.unread.borrow().clone() };
-        *self.ended.borrow_mut() = Some("another server has the program".into());
+        let stream = self.socket.keep()?;
+        let owed = |(number, call): (&u64, &Call)| call.answer.is_none().then_some(*number);
+        let position = Position {
+            next: self.next.get(),
+            owed: self.calls.borrow().iter().filter_map(owed).collect(),
+            unread: self.unread.take(),
+            unsent: self.unsent.take(),
+        };
+        self.ended.borrow_mut().get_or_insert_with(|| "another server has the program".into());
+        self.fail_calls();
         self.process.borrow_mut().release();
-        Ok(handed::pack(&self.introduction, &position, stream, process))
+        Ok(handed::pack(&self.name, &self.introduction, &position, [stream, process]))
     }
 
-    async fn write(self: &Rc<Self>) {
-        loop {
-            let lines = std::mem::take(&mut *self.unsent.borrow_mut());
-            if self.ended.borrow().is_some() {
-                return;
-            }
-            if lines.is_empty() && self.leaves.get() {
-                return;
-            }
+    async fn write(&self) {
+        while self.ended.borrow().is_none() && !self.leaves.get() {
+            let lines = self.unsent.take();
             if lines.is_empty() {
                 self.to_send.wait().await;
                 continue;
             }
-            if let Err(e) = self.socket.write_full(Segments::from_bytes(&lines)).await.1 {
-                return self.fail(&format!("it takes no questions: {e}"));
+            let (mut segments, mut done) = (Segments::from_bytes(&lines), 0);
+            while done < lines.len() && !self.leaves.get() {
+                let (back, written) = self.socket.write(segments, done).await;
+                segments = back;
+                match written {
+                    Ok(len) => done += len,
+                    Err(e) if is_canceled(&e) => {}
+                    Err(e) => return self.fail(&format!("it takes no questions: {e}")),
+                }
             }
+            self.unsent.borrow_mut().splice(..0, lines[done..].iter().copied());
         }
     }
 
-    async fn read(self: &Rc<Self>, ring: &RingHandle, handle: &Handle) {
+    async fn read(self: &Rc<Self>) {
         let mut segments = Segments::buffer(PIECE);
         while !self.leaves.get() {
             let (back, read) = self.socket.read(segments).await;
@@ -248,7 +284,7 @@ impl Inner {
             while let Some(end) = received[done..].iter().position(|byte| *byte == b'\n') {
                 let line = String::from_utf8_lossy(&received[done..done + end]).into_owned();
                 done += end + 1;
-                if let Err(what) = self.take(ring, handle, &line) {
+                if let Err(what) = self.take(&line) {
                     return self.fail(&what);
                 }
             }
@@ -260,24 +296,26 @@ impl Inner {
         }
     }
 
-    fn take(self: &Rc<Self>, ring: &RingHandle, handle: &Handle, line: &str) -> Result<(), String> {
+    fn take(self: &Rc<Self>, line: &str) -> Result<(), String> {
         match protocol::parse(line)? {
             Said::Answer(number, answer) => {
                 let mut calls = self.calls.borrow_mut();
                 // A call stays until its answer, also after its caller has gone.
                 let call = calls.get_mut(&number).ok_or("it answered what nobody asked")?;
+                if call.is_dropped {
+                    calls.remove(&number);
+                    return Ok(());
+                }
                 call.answer = Some(answer.map_err(io::Error::other));
                 if let Some(waker) = call.waker.take() {
                     waker.wake();
                 }
             }
             Said::Invalidate(range) => {
-                let (me, handle) = (Rc::downgrade(self), handle.clone());
-                ring.spawn(async move {
-                    handle.invalidate(range.clone()).await;
-                    if let Some(me) = Weak::upgrade(&me) {
-                        let _ = me.send(protocol::invalidated(&range).as_bytes());
-                    }
+                let me = self.clone();
+                self.spawn(async move {
+                    me.handle.invalidate(range.clone()).await;
+                    let _ = me.send(protocol::invalidated(&range).as_bytes());
                 });
             }
         }

@@ -2,10 +2,10 @@
 
 use std::collections::HashMap;
 use std::io::{self, ErrorKind as IoKind, Read};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -13,7 +13,9 @@ use blockyard_ring::parcel::Parcel;
 use blockyard_ring::{sandbox, threads};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::retry_on_intr;
-use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use rustix::process::{
+    Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, pidfd_open, pidfd_send_signal, waitid,
+};
 
 use super::handed::{self, Introduction, Position};
 use super::program::Program;
@@ -35,11 +37,11 @@ pub(super) struct Started {
     pub process: Process,
 }
 
-/// A running program. Dropping it ends the program, in bounded time and without waiting.
+/// A running program. The owner's drop ends the program, in bounded time and without waiting. Any
+/// other server's drop leaves it alone.
 pub(super) struct Process {
-    /// None: another server has started the program.
-    child: Option<Child>,
-    pidfd: Option<OwnedFd>,
+    pidfd: OwnedFd,
+    is_owned: bool,
 }
 
 /// Programs that were started early, by name.
@@ -54,11 +56,26 @@ pub fn start_early(name: &str) -> Result<Vec<PathBuf>, StorageError> {
     Ok(files)
 }
 
-/// Takes over a program from another server, for the next open of this name. `parcel`: from
-/// [`Opened::hand_over`](crate::Opened::hand_over).
-pub fn continue_from(name: &str, parcel: Parcel) -> io::Result<()> {
-    keep(name, handed::unpack(parcel)?);
+/// Continues a program of another server at the next open of its image. `parcel`: from
+/// [`Opened::hand_over`](crate::Opened::hand_over). `is_owner`: whether the program is this
+/// server's alone. If not, this server asks it nothing and leaves it alone before
+/// [`Opened::own_program`](crate::Opened::own_program).
+pub fn continue_from(parcel: Parcel, is_owner: bool) -> io::Result<()> {
+    let (image, mut started) = handed::unpack(parcel)?;
+    started.process.is_owned = is_owner;
+    keep(&image, started);
     Ok(())
+}
+
+/// Ends the programs of another server that no disk of this one continues. This server is their
+/// owner now.
+pub fn end_unused() {
+    let mut early = EARLY.lock().unwrap_or_else(PoisonError::into_inner);
+    let all = early.iter_mut().flat_map(HashMap::values_mut);
+    let unused: Vec<_> =
+        all.flat_map(|each| each.extract_if(.., |one| !one.process.is_owned)).collect();
+    drop(early);
+    unused.into_iter().for_each(|mut started| started.process.own());
 }
 
 fn keep(name: &str, started: Started) {
@@ -94,15 +111,18 @@ fn start(name: &str) -> Result<Started, StorageError> {
     });
     let (stream, input, output) = pair.map_err(|e| failed(format!("cannot make a socket: {e}")))?;
     let child = Command::new(&program).stdin(input).stdout(output).spawn();
-    let child = child.map_err(|e| failed(format!("cannot start {}: {e}", program.display())))?;
-    let pidfd =
-        Pid::from_raw(child.id() as i32).and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
-    let process = Process { child: Some(child), pidfd };
+    let mut child =
+        child.map_err(|e| failed(format!("cannot start {}: {e}", program.display())))?;
+    let pidfd = pidfd_open(Pid::from_child(&child), PidfdFlags::empty()).map_err(|e| {
+        let _ = child.kill().and_then(|()| child.wait());
+        failed(format!("cannot watch {}: {e}", program.display()))
+    })?;
+    let process = Process { pidfd, is_owned: true };
     let wrong = |what: String| failed(format!("program {}: {what}", program.display()));
     let (shape, hello) = greet(&stream).inspect_err(|_| process.kill()).map_err(wrong)?;
     let Hello { data, discards, .. } = hello;
     let (introduction, position) =
-        (Introduction { shape, data, discards }, Position { next: 1, unread: Vec::new() });
+        (Introduction { shape, data, discards }, Position { next: 1, ..Position::default() });
     Ok(Started { introduction, position, stream, process })
 }
 
@@ -149,56 +169,54 @@ impl Started {
 }
 
 impl Process {
-    /// Returns a program that another server has started.
+    /// Returns a program that another server has started, and still owns.
     pub(super) fn of_another(pidfd: OwnedFd) -> Self {
-        Process { child: None, pidfd: Some(pidfd) }
+        Process { pidfd, is_owned: false }
     }
 
     /// Returns a descriptor of the process for another server.
     pub(super) fn descriptor(&self) -> io::Result<OwnedFd> {
-        match &self.pidfd {
-            Some(pidfd) => pidfd.try_clone(),
-            None => Err(io::Error::other("the kernel gives no descriptor of the program")),
-        }
+        self.pidfd.try_clone()
     }
 
-    /// The program belongs to another server now, and dropping this value does not end it.
+    pub(super) fn is_owned(&self) -> bool {
+        self.is_owned
+    }
+
+    /// The program is this server's alone now.
+    pub(super) fn own(&mut self) {
+        self.is_owned = true;
+    }
+
+    /// The program belongs to another server now.
     pub(super) fn release(&mut self) {
-        (self.child, self.pidfd) = (None, None);
+        self.is_owned = false;
     }
 
     /// Kills the program.
     pub(super) fn kill(&self) {
-        if let Some(pidfd) = &self.pidfd {
-            let _ = pidfd_send_signal(pidfd, Signal::KILL);
-        }
+        let _ = pidfd_send_signal(&self.pidfd, Signal::KILL);
     }
+}
 
-    /// Waits until the program has ended, or kills it.
-    fn end(mut self) {
-        if let Some(pidfd) = &self.pidfd {
-            let limit = Timespec { tv_sec: END.as_secs() as i64, tv_nsec: 0 };
-            let mut ended = [PollFd::new(pidfd, PollFlags::IN)];
-            let poll = || rustix::event::poll(&mut ended, Some(&limit));
-            if !matches!(retry_on_intr(poll), Ok(1..)) {
-                self.kill();
-            }
-        }
-        if let Some(mut child) = self.child.take() {
-            let _ = child.wait();
-        }
-        self.release();
+/// Waits until a program has ended, or kills it.
+fn end(pidfd: &OwnedFd) {
+    let limit = Timespec { tv_sec: END.as_secs() as i64, tv_nsec: 0 };
+    let mut ended = [PollFd::new(pidfd, PollFlags::IN)];
+    if !matches!(retry_on_intr(|| rustix::event::poll(&mut ended, Some(&limit))), Ok(1..)) {
+        let _ = pidfd_send_signal(pidfd, Signal::KILL);
     }
+    // A program that another server has started may be no child of this process.
+    let _ = retry_on_intr(|| waitid(WaitId::PidFd(pidfd.as_fd()), WaitIdOptions::EXITED));
 }
 
 impl Drop for Process {
     fn drop(&mut self) {
-        let (child, pidfd) = (self.child.take(), self.pidfd.take());
-        if child.is_none() && pidfd.is_none() {
+        if !self.is_owned {
             return;
         }
-        let process = Process { child, pidfd };
+        let Ok(pidfd) = self.pidfd.try_clone() else { return self.kill() };
         let name = std::thread::Builder::new().name("program's end".into());
-        let _ = threads::spawn(name.stack_size(64 << 10), move || process.end());
+        let _ = threads::spawn(name.stack_size(64 << 10), move || end(&pidfd));
     }
 }

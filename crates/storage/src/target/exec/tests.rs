@@ -1,0 +1,112 @@
+//! A program that moves between servers, played by the test.
+
+use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::Duration;
+
+use blockyard_ring::{Executor, Segments};
+
+use super::handed::{self, Introduction, Position};
+use super::start::{Process, Started};
+use crate::CacheMode;
+use crate::open::Opened;
+use crate::schemes::Store;
+use crate::storage::Storage;
+use crate::target::target::OpenTarget;
+use crate::target::{Limits, Shape};
+
+const IMAGE: &str = "exec:/p";
+/// The program does not answer within this time.
+const NEVER: Limits = Limits { start: Duration::from_secs(30), answer: Duration::from_millis(1) };
+
+/// Returns a program, the stand-in for its process, and the program's end of the connection.
+fn started(is_owned: bool) -> (Started, UnixStream, UnixStream) {
+    let (stream, program) = UnixStream::pair().unwrap();
+    let (process, watched) = UnixStream::pair().unwrap();
+    let shape = Shape { size: 8192, granule: 4096 };
+    let introduction = Introduction { shape, data: Vec::new(), discards: false };
+    let mut process = Process::of_another(process.into());
+    if is_owned {
+        process.own();
+    }
+    let position = Position { next: 1, ..Position::default() };
+    (Started { introduction, position, stream, process }, watched, program)
+}
+
+fn open(started: Started, limits: Limits) -> Arc<OpenTarget> {
+    started.target(IMAGE, false).limits(limits).open(CacheMode::Writeback).unwrap()
+}
+
+fn read(target: &Arc<OpenTarget>) -> std::io::Result<usize> {
+    let (executor, target) = (Executor::new().unwrap(), target.clone());
+    let handle = executor.handle().clone();
+    let read = async move {
+        let Store::Mapped(disk) = target.storage(&handle)? else { panic!("it is no map") };
+        disk.read(Segments::buffer(4096), 0).await.1
+    };
+    executor.block_on(read).unwrap()
+}
+
+/// Reads a question, and answers it.
+fn answer(program: &UnixStream, question: &str, answer: &str) {
+    let mut line = String::new();
+    BufReader::new(program).read_line(&mut line).unwrap();
+    assert_eq!(line, question);
+    (&*program).write_all(answer.as_bytes()).unwrap();
+}
+
+#[test]
+fn an_answer_that_comes_after_a_hand_over_is_dropped() {
+    let (started, _process, program) = started(true);
+    let old = open(started, NEVER);
+    assert_eq!(read(&old).unwrap_err().kind(), ErrorKind::TimedOut);
+    answer(&program, "locate 1 r 0 4096\n", "");
+
+    let parcel = old.hand_over().unwrap().unwrap();
+    drop(old);
+    let (image, mut started) = handed::unpack(parcel).unwrap();
+    assert_eq!((&*image, &*started.position.owed), (IMAGE, &[1][..]));
+    started.process.own();
+    let new = open(started, Limits::default());
+    (&program).write_all(b"ok 1 4096 zero\n").unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| answer(&program, "locate 2 r 0 4096\n", "ok 2 4096 zero\n"));
+        assert_eq!(read(&new).unwrap(), 4096);
+    });
+}
+
+#[test]
+fn a_program_that_has_failed_is_handed_over() {
+    let (started, _process, program) = started(true);
+    let old = open(started, Limits::default());
+    (&program).write_all(b"nonsense\n").unwrap();
+    assert!(read(&old).is_err());
+    let parcel = old.hand_over().unwrap().unwrap();
+    let (_, mut started) = handed::unpack(parcel).unwrap();
+    started.process.own();
+    assert!(read(&open(started, Limits::default())).is_err());
+}
+
+#[test]
+fn a_server_that_is_not_the_owner_leaves_the_program_alone() {
+    let (first, mut process, program) = started(false);
+    let (second, _process, _) = started(false);
+    let second = Started { stream: first.stream.try_clone().unwrap(), ..second };
+    let fails = open(first, NEVER);
+    assert_eq!(read(&fails).unwrap_err().kind(), ErrorKind::TimedOut);
+    drop(fails);
+    // The drop of the process is the last step.
+    assert_eq!(process.read(&mut [0]).unwrap(), 0);
+    program.set_nonblocking(true).unwrap();
+    let nothing = (&program).read(&mut [0]).unwrap_err();
+    assert_eq!(nothing.kind(), ErrorKind::WouldBlock, "neither a question nor an end");
+    program.set_nonblocking(false).unwrap();
+
+    let goes_on = open(second, Limits::default());
+    std::thread::scope(|scope| {
+        scope.spawn(|| answer(&program, "locate 1 r 0 4096\n", "ok 1 4096 zero\n"));
+        goes_on.own_program();
+        assert_eq!(read(&goes_on).unwrap(), 4096);
+    });
+}
