@@ -75,8 +75,7 @@ pub struct Device {
     /// Cost in flight, in nanoseconds: of all disks, and of the disks that are in the queue.
     in_flight: CacheAligned<AtomicU64>,
     queued_in_flight: AtomicU64,
-    /// Number of operations in flight that a drain has admitted. They take no room of the window:
-    /// other disks would wait for them, however many there are.
+    /// Number of operations in flight that take no room of the window; see `drained`.
     forced: AtomicU64,
     /// Size of the in-flight window, and the part of it for disks in the queue, in nanoseconds.
     /// These fields and the next ones change rarely.
@@ -141,7 +140,7 @@ pub struct Grant {
     probe: u32,
     /// Whether the operation counts in the window.
     is_queued: bool,
-    /// Whether a drain has admitted the operation.
+    /// Whether the operation takes no room of the window.
     is_forced: bool,
 }
 

@@ -408,6 +408,14 @@ impl ReactorShare {
         }
     }
 
+    /// Lets an admitted operation take no part of the device's window from now on, because it lasts
+    /// much longer than the device works for it. The caller charges that work separately.
+    pub fn leave_room(&self, now: Time, grant: &mut Grant) {
+        if let Some(device) = &self.device {
+            device.leave_room(&self.account, now, grant);
+        }
+    }
+
     /// Records that an admitted operation has completed.
     #[inline]
     pub fn done(&self, now: Time, grant: Grant) {

@@ -1,9 +1,10 @@
-//! Operations that a drain admits: they cannot wait.
+//! Operations that take no room of the window: those that a drain admits, because they cannot wait,
+//! and those that last much longer than the device works for them.
 //!
-//! In: operations of a disk, one of whose queues is drained. Out: their grants.
+//! In: operations of a disk, one of whose queues is drained, or which last long. Out: their grants.
 //!
-//! What must hold: they take no room of the window. Other disks would wait until the last of
-//! them has ended. Their cost is charged to the disk, which owes it.
+//! What must hold: other disks never wait until such an operation has ended. Its cost is charged to
+//! its disk. The disk owes the cost of what a drain admits.
 //!
 //! They slow down all that is in flight, also what fills the window. So while one of them is in
 //! flight, each disk may have one operation in flight, whatever the window has room for.
@@ -33,6 +34,16 @@ impl Device {
             is_forced: true,
             ..Grant::default()
         }
+    }
+
+    /// Lets an admitted operation take no room from now on.
+    pub(crate) fn leave_room(&self, account: &Account, now: Time, grant: &mut Grant) {
+        if grant.is_forced {
+            return;
+        }
+        self.began_forced(account);
+        self.release_grant(account, now, grant);
+        (grant.is_forced, grant.is_queued) = (true, false);
     }
 
     pub(super) fn began_forced(&self, account: &Account) {

@@ -162,4 +162,24 @@ fn a_disk_with_nothing_in_flight_does_not_wait_while_a_drain_is_on() {
     assert_eq!(granted(), [true, true, false]);
     of_one.into_iter().for_each(|grant| one.done(NOW, grant));
     assert_eq!(granted(), [true; 3]);
+
+/// A request that changes many entries of an image keeps the device busy for a small part of its
+/// time.
+#[test]
+fn an_operation_that_leaves_its_room_lets_a_waiting_disk_begin() {
+    let [one, two] = neighbours();
+    let device = one.device().unwrap();
+    let beside = two.ask(NOW, &SMALL).unwrap();
+    let mut of_one: Vec<_> = std::iter::from_fn(|| one.ask(NOW, &SMALL)).collect();
+    let token = Arc::new(WaitToken::default());
+    one.wait(NOW, &SMALL, &token, Waker::noop());
+    two.done(NOW, beside);
+    assert!(!token.is_granted(), "the operations of the disk itself fill the window");
+    of_one.iter_mut().for_each(|grant| one.leave_room(NOW, grant));
+    assert!(token.take_grant());
+    of_one.push(one.granted(NOW, NOW, &SMALL, &token));
+    of_one.into_iter().for_each(|grant| one.done(NOW, grant));
+    let left = [&device.in_flight.0, &device.queued_in_flight, &device.forced];
+    assert_eq!(left.map(|count| count.load(SeqCst)), [0; 3]);
+    assert_eq!(accounts(device)[0].in_flight.get(), (0, 0));
 }
