@@ -32,6 +32,8 @@ pub const SLICE_BYTES: u64 = 4096;
 /// examines.
 const FEWEST: usize = 8;
 const AT_ONCE: usize = 64;
+/// Number of lines of a reactor's cache that one load looks through for evicted slices.
+const TIDIED: usize = 64;
 
 /// An L2 entry, and with extended L2 entries its subcluster bitmap (else 0).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -406,6 +408,8 @@ pub struct LocalSlices {
     lines: RefCell<Vec<Option<Arc<Slice>>>>,
     /// Number of lookups that found their slice in memory.
     hits: Cell<u64>,
+    /// The line after those that were tidied last.
+    tidied: Cell<usize>,
 }
 
 impl LocalSlices {
@@ -413,7 +417,11 @@ impl LocalSlices {
     /// cached slices.
     pub fn new(slices: u64, limit: usize) -> Self {
         let lines = slices.clamp(1, limit as u64).next_power_of_two() as usize;
-        LocalSlices { lines: RefCell::new(vec![None; lines]), hits: Cell::new(0) }
+        LocalSlices {
+            lines: RefCell::new(vec![None; lines]),
+            hits: Cell::new(0),
+            tidied: Cell::new(0),
+        }
     }
 
     /// Returns the number of lookups that found their slice in memory.
@@ -451,9 +459,14 @@ impl LocalSlices {
         Some(result)
     }
 
-    /// Drops slices that were evicted from the map.
+    /// Drops slices that were evicted from the map. Looks through a part of the cache, and the next
+    /// calls through the others: each load calls this, and evicts about one slice.
     pub fn tidy(&self) {
-        for line in self.lines.borrow_mut().iter_mut() {
+        let mut lines = self.lines.borrow_mut();
+        let first = self.tidied.get() % lines.len();
+        let end = (first + TIDIED).min(lines.len());
+        self.tidied.set(end);
+        for line in &mut lines[first..end] {
             if line.as_ref().is_some_and(|slice| slice.retired.load(Ordering::Acquire)) {
                 *line = None;
             }
