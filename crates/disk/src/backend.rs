@@ -2,6 +2,7 @@
 
 use std::io;
 use std::sync::Arc;
+use std::time::Instant;
 
 use blockyard_image::{
     BlockStatus, Chain, ChainError, ChainOptions, Format, Geometry, Image, ImageFile,
@@ -10,6 +11,7 @@ use blockyard_image::{
 use blockyard_ring::{GuestMemory, Handle, MemoryError, Region, Segments};
 use blockyard_storage::Storage;
 
+use crate::request::Op;
 use crate::statistics::OpKind;
 
 mod delay;
@@ -384,6 +386,30 @@ impl<S: Storage> Backend<S> {
     /// sync of it has failed. Then a later flush can make all writes durable.
     pub fn keeps_metadata(&self) -> bool {
         matches!(self, Backend::Image(image) if image.keeps_metadata())
+    }
+
+    /// Returns whether an operation may last much longer than the device works for it, because it
+    /// changes many entries of an image.
+    #[inline]
+    pub(crate) fn is_long(&self, op: Op, len: u64) -> bool {
+        match (self, op) {
+            (Backend::Image(image), Op::Discard | Op::WriteZeroes { .. }) => image.is_long(len),
+            _ => false,
+        }
+    }
+
+    /// Stops the discards in progress; see [`Image::stop_discards`].
+    pub(crate) fn stop_discards(&self) {
+        if let Backend::Image(image) = self {
+            image.stop_discards();
+        }
+    }
+
+    /// See [`Image::end_long_requests`].
+    pub(crate) fn end_long_requests(&self, at: Option<Instant>) {
+        if let Backend::Image(image) = self {
+            image.end_long_requests(at);
+        }
     }
 
     /// Returns how lookups of L2 entries ended. Zero for images without L2 tables.

@@ -4,7 +4,7 @@
 //!
 //! What must hold: a request uses the same image from its admission to its answer.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -27,6 +27,7 @@ use crate::request::{Failure, Finished, Op, Request, Status, Token};
 use crate::statistics::{DiskCounts, OpKind, Statistics};
 use crate::throttle::{self, Throttle};
 
+mod ending;
 mod merge;
 mod of_reactor;
 mod paused;
@@ -41,6 +42,8 @@ pub struct LocalDisk<S> {
     pub(crate) image: RefCell<Rc<CurrentImage<S>>>,
     /// The image to exchange for, while the disk is quiesced.
     pub(crate) next_image: RefCell<Option<Rc<CurrentImage<S>>>>,
+    /// Time from which long requests fail, while an export ends.
+    long_until: Cell<Option<Instant>>,
     /// None in simulations, which have no clock.
     handle: Option<Handle>,
     throttle: Throttle,
@@ -55,7 +58,7 @@ pub(crate) struct Admitted<'a, S> {
     /// Number of bytes that the request was charged for.
     charged: u64,
     _in_flight: InFlightGuard<'a>,
-    _admission: throttle::Admission<'a>,
+    admission: throttle::Admission<'a>,
 }
 
 /// A request after an attempt to serve it.
@@ -80,6 +83,7 @@ impl<S: Storage> LocalDisk<S> {
             pause: Pause::default(),
             image,
             next_image,
+            long_until: Cell::new(None),
             handle,
             throttle,
             statistics: RefCell::default(),
@@ -120,6 +124,7 @@ impl<S: Storage> LocalDisk<S> {
 
     /// Exchanges the image. The counts of the old image stay in the statistics.
     pub(crate) fn exchange(&self, image: Rc<CurrentImage<S>>) {
+        image.backend.end_long_requests(self.long_until.get());
         let old = self.image.replace(image);
         let mut statistics = self.statistics.borrow_mut();
         statistics.writes.merge(&old.writes());
@@ -148,7 +153,7 @@ impl<S: Storage> LocalDisk<S> {
             image: self.image.borrow().clone(),
             charged: 0,
             _in_flight: in_flight,
-            _admission: throttle::Admission::default(),
+            admission: throttle::Admission::default(),
         }
     }
 
@@ -169,7 +174,7 @@ impl<S: Storage> LocalDisk<S> {
                     image,
                     charged: operation.moves(),
                     _in_flight: in_flight,
-                    _admission: admission,
+                    admission,
                 };
             }
             // During a quiesce a waiting request must hold nothing that other requests need.
@@ -206,7 +211,7 @@ impl<S: Storage> LocalDisk<S> {
     async fn attempt<T: Token>(&self, request: Request<T>, probed: Probed<'_>) -> Attempt<T> {
         // A request that will be refused costs nothing.
         let len = if self.check(&request).is_ok() { request.len } else { 0 };
-        let admitted = match self.enter_now() {
+        let mut admitted = match self.enter_now() {
             Some(admitted) => admitted,
             None => {
                 let entering = self.enter_for(request.op, request.offset, len, 1);
@@ -216,6 +221,9 @@ impl<S: Storage> LocalDisk<S> {
                 }
             }
         };
+        if admitted.image.backend.is_long(request.op, len) {
+            admitted.admission.leave_room();
+        }
         probe::request_admitted(probed);
         let (attempt, file_io) =
             admitted.image.measured(self.serve_in(&admitted.image, request, true)).await;
@@ -242,37 +250,6 @@ impl<S: Storage> LocalDisk<S> {
     pub async fn may_zero_fast(&self, offset: u64, len: u64, unmap: bool) -> Status {
         let result = self.enter().await.image.backend.may_zero_fast(offset, len, unmap).await;
         result.map_err(|e| Failure::of(&e))
-    }
-
-    /// Admits the requests that wait on this reactor for limits or the device, because a queue is
-    /// drained. Their cost becomes a debt of the disk; see [`LocalDisk::queue_pause`]. Requests of
-    /// the queue that wait for space must not wait any longer.
-    pub fn drain(&self) {
-        self.throttle.drain();
-        self.release_paused();
-    }
-
-    /// Checks again which of the requests that wait for space may wait ([`Token::may_wait`]). The
-    /// others make one last attempt, and fail if there is still no space.
-    pub fn release_paused(&self) {
-        self.pause.check_again();
-    }
-
-    /// Admits every request of the disk on this reactor at once until [`LocalDisk::resume`],
-    /// because an export ends.
-    pub fn suspend(&self) {
-        self.throttle.suspend();
-        self.release_paused();
-    }
-
-    /// Returns whether an export of the disk ends on this reactor.
-    pub fn is_suspended(&self) -> bool {
-        self.throttle.is_suspended()
-    }
-
-    /// Ends [`LocalDisk::suspend`].
-    pub fn resume(&self) {
-        self.throttle.resume();
     }
 
     /// Returns how long a queue must wait before it checks again whether it may take requests,

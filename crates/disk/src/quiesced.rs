@@ -56,7 +56,10 @@ impl Disk {
     pub fn quiesce(self: &Arc<Self>, purpose: &'static str) -> Result<QuiescedDisk, QuiesceError> {
         let quiesced = QuiescedDisk { disk: self.clone(), since: Instant::now(), purpose };
         self.serving_state().quiesced = true;
-        quiesced.each(|local_disk, _, reply| local_disk.quiesce.start(Some(reply)))?;
+        quiesced.each(|local_disk, _, reply| {
+            local_disk.stop_discards();
+            local_disk.quiesce.start(Some(reply))
+        })?;
         Ok(quiesced)
     }
 }

@@ -86,6 +86,14 @@ impl Drop for Admission<'_> {
 }
 
 impl Admission<'_> {
+    /// Lets the request take no part of the device from now on, so that its neighbours do not wait
+    /// for its end. It lasts much longer than the device works for it.
+    pub fn leave_room(&mut self) {
+        if let Some((throttle, grant)) = &mut self.0 {
+            throttle.share.leave_room(throttle.now(), grant);
+        }
+    }
+
     /// Reverts the admission, because the request does not begin.
     pub fn give_back(mut self, operation: &Operation) {
         if let Some((throttle, grant)) = self.0.take() {

@@ -5,6 +5,7 @@
 
 use std::io;
 use std::sync::Arc;
+use std::time::Instant;
 
 use blockyard_ring::Segments;
 
@@ -14,6 +15,7 @@ use crate::SECTOR;
 use crate::extent::{BackingLayers, BlockStatus, Extent, Place};
 use crate::layer::{Layer, Layers, LookupResult};
 use crate::layout_scan;
+use crate::long::{Duty, LongRequests, is_long};
 use crate::lookup_cache::LookupCache;
 use crate::qcow2::LookupFigures;
 use crate::sync::epoch::{Epoch, EpochGuard, Participant};
@@ -32,6 +34,7 @@ pub struct Image<S> {
     /// Caches lookups in the backing images. None: the chain has at most one backing image, or its
     /// granules are too small.
     lookup_cache: Option<LookupCache>,
+    long: Box<LongRequests>,
 }
 
 impl<S: Storage> Image<S> {
@@ -47,7 +50,7 @@ impl<S: Storage> Image<S> {
         let worth = layers.len() > 2 && granule >= SMALLEST_GRANULE;
         let lookup_cache =
             worth.then(|| LookupCache::new(layers[0].size(), granule.min(LARGEST_GRANULE)));
-        Image { layers, epoch, participant, copy_on_read, lookup_cache }
+        Image { layers, epoch, participant, copy_on_read, lookup_cache, long: Box::default() }
     }
 
     /// Returns the size of the guest's disk in bytes.
@@ -107,15 +110,50 @@ impl<S: Storage> Image<S> {
     /// Deallocates a range where that is cheap. Afterwards the range reads as zeroes or is
     /// unchanged.
     pub async fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
-        {
-            let _guard = self.epoch.enter(&self.participant);
-            match self.top() {
-                Layer::Raw { raw, .. } => raw.discard(offset, len).await?,
-                Layer::Qcow2(image) => image.discard(&self.backing(), offset, len).await?,
-                Layer::Cow(image) => image.discard(offset, len).await?,
+        self.in_pieces(offset, len, Duty::Hint, async |offset, len| {
+            {
+                let _guard = self.epoch.enter(&self.participant);
+                match self.top() {
+                    Layer::Raw { raw, .. } => raw.discard(offset, len).await?,
+                    Layer::Qcow2(image) => image.discard(&self.backing(), offset, len).await?,
+                    Layer::Cow(image) => image.discard(offset, len).await?,
+                }
             }
-        }
+            self.bound_freed().await
+        })
+        .await?;
         self.give_space_back().await
+    }
+
+    /// Runs `work` with the pieces of a request that changes many entries of the topmost image.
+    async fn in_pieces(
+        &self,
+        offset: u64,
+        len: u64,
+        duty: Duty,
+        work: impl AsyncFn(u64, u64) -> io::Result<()>,
+    ) -> io::Result<()> {
+        match self.top().piece() {
+            Some(size) => self.long.in_pieces(offset, len, size, duty, work).await,
+            None => work(offset, len).await,
+        }
+    }
+
+    /// Returns whether a discard or zeroes of `len` bytes are done in pieces.
+    pub fn is_long(&self, len: u64) -> bool {
+        self.top().piece().is_some_and(|size| is_long(len, size))
+    }
+
+    /// Stops the discards in progress, because something waits for all requests. They free no more
+    /// space.
+    pub fn stop_discards(&self) {
+        self.long.stop_hints();
+    }
+
+    /// Some: stops all discards until the next call, and lets long zeroes fail from this time on.
+    /// An export that ends waits for them. None: requests run to their end again.
+    pub fn end_long_requests(&self, at: Option<Instant>) {
+        self.long.end_at(at);
     }
 
     /// Zeroes a range. With `unmap` its space may be deallocated. Durable after a flush.
@@ -132,31 +170,62 @@ impl<S: Storage> Image<S> {
     /// Returns Unsupported if [`Image::write_zeroes_fast`] would, as far as that is known without
     /// the write itself.
     pub async fn may_zero_fast(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
-        let _guard = self.epoch.enter(&self.participant);
-        match self.top() {
-            Layer::Raw { raw, .. } => raw.may_zero_fast(offset, len),
-            Layer::Qcow2(image) => image.may_zero_fast(&self.backing(), offset, len, unmap).await,
-            Layer::Cow(_) => Ok(()),
-        }
+        self.in_pieces(offset, len, Duty::Must, async |offset, len| {
+            let _guard = self.epoch.enter(&self.participant);
+            match self.top() {
+                Layer::Raw { raw, .. } => raw.may_zero_fast(offset, len),
+                Layer::Qcow2(image) => {
+                    image.may_zero_fast(&self.backing(), offset, len, unmap).await
+                }
+                Layer::Cow(_) => Ok(()),
+            }
+        })
+        .await
     }
 
     async fn zeroes(&self, offset: u64, len: u64, unmap: bool, fast: bool) -> io::Result<()> {
-        {
-            let _guard = self.epoch.enter(&self.participant);
-            match self.top() {
-                Layer::Raw { raw, .. } if fast => raw.write_zeroes_fast(offset, len, unmap).await?,
-                Layer::Raw { raw, .. } => raw.write_zeroes(offset, len, unmap).await?,
-                Layer::Qcow2(image) if fast => {
-                    image.write_zeroes_fast(&self.backing(), offset, len, unmap).await?
+        if fast && self.is_long(len) {
+            // Checks all pieces before the first one is changed.
+            self.may_zero_fast(offset, len, unmap).await?;
+        }
+        let backing = || self.backing();
+        let zeroes = async |offset: u64, len: u64| {
+            {
+                let _guard = self.epoch.enter(&self.participant);
+                match self.top() {
+                    Layer::Raw { raw, .. } if fast => {
+                        raw.write_zeroes_fast(offset, len, unmap).await?
+                    }
+                    Layer::Raw { raw, .. } => raw.write_zeroes(offset, len, unmap).await?,
+                    Layer::Qcow2(image) if fast => {
+                        image.write_zeroes_fast(&backing(), offset, len, unmap).await?
+                    }
+                    Layer::Qcow2(image) => {
+                        image.write_zeroes(&backing(), offset, len, unmap).await?
+                    }
+                    Layer::Cow(image) if fast => {
+                        image.write_zeroes_fast(offset, len, unmap).await?
+                    }
+                    Layer::Cow(image) => image.write_zeroes(offset, len, unmap).await?,
                 }
-                Layer::Qcow2(image) => {
-                    image.write_zeroes(&self.backing(), offset, len, unmap).await?
-                }
-                Layer::Cow(image) if fast => image.write_zeroes_fast(offset, len, unmap).await?,
-                Layer::Cow(image) => image.write_zeroes(offset, len, unmap).await?,
             }
+            self.bound_freed().await
+        };
+        match self.top() {
+            // The host zeroes the range by one operation, and the bits of a page are few words.
+            Layer::Cow(_) => zeroes(offset, len).await?,
+            _ => self.in_pieces(offset, len, Duty::Must, zeroes).await?,
         }
         self.give_space_back().await
+    }
+
+    /// Flushes between two pieces of a request, if the freed clusters are so many that they take
+    /// much memory, or that the flush at the request's end would take long.
+    async fn bound_freed(&self) -> io::Result<()> {
+        match self.top() {
+            Layer::Qcow2(image) if image.has_many_freed() => image.flush(&self.backing()).await,
+            _ => Ok(()),
+        }
     }
 
     /// Flushes if much freed space waits for a flush: a guest that never flushes must not fill the

@@ -13,6 +13,12 @@ use crate::qcow2::Qcow2;
 use crate::raw::Raw;
 use blockyard_ring::join;
 
+/// Number of clusters of a piece of a long request: a fraction of a millisecond of work.
+const PIECE_CLUSTERS: u64 = 256;
+/// Size of such a piece of a COW file in bytes: what a page of its bitmap describes. At worst each
+/// second sector is an operation of the host.
+const COW_PIECE: u64 = 16 << 20;
+
 /// An image of a chain.
 pub enum Layer<S> {
     /// `size`: the file's length, rounded up to whole sectors.
@@ -59,6 +65,16 @@ impl<S: Storage> Layer<S> {
         match self {
             Layer::Qcow2(image) => image.shared().shape().cluster_size(),
             Layer::Raw { .. } | Layer::Cow(_) => crate::SECTOR,
+        }
+    }
+
+    /// Returns the size in bytes of the pieces of a long discard or zero request. None: the host
+    /// does the request by one operation.
+    pub(crate) fn piece(&self) -> Option<u64> {
+        match self {
+            Layer::Raw { .. } => None,
+            Layer::Qcow2(_) => Some(PIECE_CLUSTERS * self.cluster_size()),
+            Layer::Cow(_) => Some(COW_PIECE),
         }
     }
 

@@ -21,6 +21,7 @@ mod image;
 pub mod journal;
 mod layer;
 mod layout_scan;
+mod long;
 mod lookup_cache;
 pub mod qcow2;
 mod raw;

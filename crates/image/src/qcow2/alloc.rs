@@ -114,6 +114,8 @@ struct AllocatorState {
     /// entries are durable, and which wait for the epoch of their readers.
     freed: Vec<Freed>,
     leaving: Vec<Freed>,
+    /// Number of clusters in both.
+    freed_clusters: u64,
 }
 
 impl Allocator {
@@ -414,6 +416,7 @@ impl Allocator {
     /// Records clusters that an entry no longer names.
     pub fn let_go(&self, freed: Freed) {
         let mut state = self.state();
+        state.freed_clusters += freed.count;
         match state.freed.last_mut() {
             Some(last)
                 if last.start + last.count == freed.start
@@ -427,30 +430,39 @@ impl Allocator {
 
     /// Returns the number of clusters freed and not yet released.
     pub fn freed(&self) -> u64 {
-        let state = self.state();
-        state.freed.iter().chain(&state.leaving).map(|freed| freed.count).sum()
+        self.state().freed_clusters
     }
 
     /// Takes the freed clusters. The caller gives them to [`Allocator::all_durable`] when the
     /// entries without them are durable.
     pub fn take_freed(&self) -> Vec<Freed> {
-        std::mem::take(&mut self.state().freed)
+        let mut state = self.state();
+        let taken = std::mem::take(&mut state.freed);
+        state.freed_clusters -= clusters_of(&taken);
+        taken
     }
 
     /// Takes back clusters that [`Allocator::take_freed`] took, because the entries without them
     /// are not durable.
     pub fn freed_again(&self, mut freed: Vec<Freed>) {
-        self.state().freed.append(&mut freed);
+        let mut state = self.state();
+        state.freed_clusters += clusters_of(&freed);
+        state.freed.append(&mut freed);
     }
 
     /// Lets these clusters be released after their readers' epoch.
     pub fn all_durable(&self, mut freed: Vec<Freed>) {
-        self.state().leaving.append(&mut freed);
+        let mut state = self.state();
+        state.freed_clusters += clusters_of(&freed);
+        state.leaving.append(&mut freed);
     }
 
     /// Takes the clusters that wait for their readers' epoch.
     pub fn take_leaving(&self) -> Vec<Freed> {
-        std::mem::take(&mut self.state().leaving)
+        let mut state = self.state();
+        let taken = std::mem::take(&mut state.leaving);
+        state.freed_clusters -= clusters_of(&taken);
+        taken
     }
 
     /// Returns true if freed clusters are not released yet.
@@ -528,6 +540,10 @@ impl Allocator {
     pub fn set_end(&self, end: u64) {
         self.state().end = end;
     }
+}
+
+fn clusters_of(freed: &[Freed]) -> u64 {
+    freed.iter().map(|freed| freed.count).sum()
 }
 
 impl AllocatorState {

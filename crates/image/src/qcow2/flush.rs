@@ -24,6 +24,7 @@ use blockyard_storage::Storage;
 use crate::error::ImageError;
 use crate::extent::BackingLayers;
 use crate::raw::Raw;
+use crate::sync::pace::Pace;
 use blockyard_ring::join;
 
 use super::alloc::{ChangedSection, Freed};
@@ -301,7 +302,7 @@ impl<S: Storage> Qcow2<S> {
     }
 
     async fn release_all(&self, freed: Vec<Freed>) -> io::Result<()> {
-        let mut empty = BTreeSet::new();
+        let (mut empty, mut pace) = (BTreeSet::new(), Pace::default());
         for range in freed {
             if range.compressed {
                 self.shared.recompressed.fetch_add(1, Ordering::AcqRel);
@@ -310,12 +311,14 @@ impl<S: Storage> Qcow2<S> {
                 if self.count(cluster).await? != 1 || !empty.insert(cluster) {
                     self.release_one(cluster).await?;
                 }
+                pace.step().await;
             }
         }
         let empty: Vec<u64> = empty.into_iter().collect();
         self.punch(&empty).await;
         for cluster in empty {
             self.release_one(cluster).await?;
+            pace.step().await;
         }
         Ok(())
     }

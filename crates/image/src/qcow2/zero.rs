@@ -3,16 +3,15 @@
 //! Invariants: discarded data read as zeroes or unchanged, never as the backing file. A host
 //! cluster is freed only by changing the entry that named it.
 
-use std::future::poll_fn;
 use std::io;
 use std::sync::atomic::Ordering;
-use std::task::Poll;
 
 use blockyard_ring::Segments;
 
 use blockyard_storage::Storage;
 
 use crate::extent::{BackingLayers, Place};
+use crate::sync::pace::yield_once;
 
 use super::entry::{Cluster, L2Entry, SubclusterBitmap};
 use super::tables::Entry;
@@ -24,6 +23,9 @@ const HELD: u64 = 256;
 const COPY: u64 = 1 << 20;
 /// Maximum number of bytes that the guest freed and that wait for its next flush.
 const OWED: u64 = 64 << 20;
+/// Number of freed clusters that a request may leave behind before it flushes. With small clusters
+/// [`OWED`] bytes are many clusters, and a long request may free many times as much.
+const MANY_FREED: u64 = OWED >> 9;
 /// Size of written zeroes in bytes.
 const ZEROES: u64 = 1 << 20;
 
@@ -113,6 +115,11 @@ impl<S: Storage> Qcow2<S> {
     /// Returns true if much freed space waits for a flush, which the guest may not send for long.
     pub fn owes_space(&self) -> bool {
         self.shared.alloc.freed() << self.shape().layout.cluster_bits >= OWED
+    }
+
+    /// Returns true if so many clusters are freed that a long request must flush before it goes on.
+    pub fn has_many_freed(&self) -> bool {
+        self.shared.alloc.freed() >= MANY_FREED
     }
 
     async fn wipe<B: BackingLayers>(
@@ -388,17 +395,4 @@ impl<S: Storage> Qcow2<S> {
         }
         Ok(())
     }
-}
-
-/// Yields once to the reactor's other tasks.
-async fn yield_once() {
-    let mut had = false;
-    poll_fn(|cx| {
-        if std::mem::replace(&mut had, true) {
-            return Poll::Ready(());
-        }
-        cx.waker().wake_by_ref();
-        Poll::Pending
-    })
-    .await;
 }

@@ -66,3 +66,29 @@ fn a_long_discard_of_unallocated_space_yields_to_other_requests() {
         assert!(polls > 500, "{polls} polls in {:?}, the longest {longest:?}", start.elapsed());
     });
 }
+
+/// The refcounts of freed clusters are in memory after the first look, so their release never
+/// waits. It must still yield to the reactor's other requests.
+#[test]
+fn the_release_of_many_clusters_yields_to_other_requests() {
+    const SIZE: u64 = 256 << 20;
+    let scratch = Scratch::new("release");
+    let options = "cluster_size=4k,refcount_bits=1,preallocation=metadata";
+    let (image, size) = (scratch.name("a.qcow2"), SIZE.to_string());
+    qemu_img(&["create", "-q", "-f", "qcow2", "-o", options, image, &size]);
+    on_image(&scratch, async move |image| {
+        let hold = image.hold_freed();
+        image.discard(0, SIZE).await.unwrap();
+        drop(hold);
+        let mut flush = Box::pin(image.flush());
+        let mut polls = 0u64;
+        poll_fn(|cx| {
+            polls += 1;
+            flush.as_mut().poll(cx)
+        })
+        .await
+        .unwrap();
+        // The release goes through all clusters twice.
+        assert!(polls >= 2 * (SIZE >> 12) / 256, "{polls} polls");
+    });
+}
