@@ -162,6 +162,7 @@ fn a_disk_with_nothing_in_flight_does_not_wait_while_a_drain_is_on() {
     assert_eq!(granted(), [true, true, false]);
     of_one.into_iter().for_each(|grant| one.done(NOW, grant));
     assert_eq!(granted(), [true; 3]);
+}
 
 /// A request that changes many entries of an image keeps the device busy for a small part of its
 /// time.
