@@ -15,6 +15,7 @@
 //! - Lanes and segment lists are reused, so the steady state allocates nothing.
 
 mod handle;
+mod idle;
 mod marking;
 mod marks;
 mod state;
@@ -26,10 +27,10 @@ use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use blockyard_disk::{LocalDisk, Request, Status, Store};
-use blockyard_ring::{GuestMemory, Handle, Reply, Segments, Signal, Watch, park};
+use blockyard_ring::{GuestMemory, Handle, Reply, Segments, Signal, Watch};
 
 use super::device::DeviceState;
 use super::inflight::InflightRegion;
@@ -269,74 +270,6 @@ impl Queue {
             }
         }
         self.retire();
-    }
-
-    /// Waits before the requests of the previous back end, which count as new ones for a throttle
-    /// that is still in debt. If the queue drains, it waits for these requests too, because the
-    /// in-flight region contains them. If the export ends, they wait no longer.
-    async fn until_paid(&self) {
-        let waits = || !self.suspends.get() && !self.served.is_suspended();
-        while let Some(time) = self.held_back(waits()) {
-            self.handle.sleep(time).await;
-        }
-    }
-
-    /// Returns how long the queue must not take requests. It must pause if drained queues have used
-    /// more than the disk's limits allow.
-    #[inline]
-    fn held_back(&self, takes: bool) -> Option<Duration> {
-        if takes { self.served.queue_pause() } else { None }
-    }
-
-    /// Returns how long to busy-poll the empty ring.
-    fn went_empty(&self) -> Option<Duration> {
-        let mut core = self.core.borrow_mut();
-        let core = &mut *core;
-        if self.in_flight.get() > 0 {
-            return core.polling.waits_in_flight(self.handle.now(), self.done.get());
-        }
-        let busy_poll = core.polling.went_empty(self.handle.now(), self.done.get());
-        // All queues and connections of this reactor run on this thread. So the thread moves to a
-        // guest's processors only if the reactor has one queue.
-        let moves = core.polling.co_located() && budget::is_alone(&self.handle);
-        if let Some(processors) = core.placement.moves(moves, placement::is_away()) {
-            placement::move_to(processors);
-        }
-        busy_poll
-    }
-
-    fn gathers(&self) -> Option<Duration> {
-        self.core.borrow().polling.gather()
-    }
-
-    /// Busy-polls the ring for at most `limit`, and no longer than a coalesced signal may wait.
-    /// Returns true if a chain is available or the queue must stop or publish.
-    async fn busy_poll(&self, limit: Duration) -> bool {
-        let until = Instant::now() + limit;
-        let until = self.core.borrow().coalescer.due().map_or(until, |due| due.min(until));
-        self.core.borrow_mut().disable_kicks();
-        while self.core.borrow().unpublished == 0 && self.stopping.borrow().is_none() {
-            if self.core.borrow_mut().ring.has_available() {
-                return true;
-            }
-            if Instant::now() >= until {
-                return false;
-            }
-            // Another thread may wait for this processor, perhaps a thread of the guest.
-            rustix::thread::sched_yield();
-            self.handle.yield_now().await;
-        }
-        true
-    }
-
-    async fn sleep(&self) {
-        if let Some(due) = self.core.borrow().coalescer.due() {
-            self.handle.wake_at(due);
-        }
-        if self.clocked && self.enabled.get() {
-            self.handle.wake_at(Instant::now() + Duration::from_micros(100));
-        }
-        park().await;
     }
 
     /// Publishes the used elements since the last call, and signals the guest if it wants that.
