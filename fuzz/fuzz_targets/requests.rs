@@ -71,6 +71,7 @@ fuzz_target!(|data: &[u8]| {
         index: 0,
         device: world.device.clone(),
         memory: memory.clone(),
+        alarm: None,
         size: shape.size.into(),
         parts: PARTS,
         base: shape.base,

@@ -95,6 +95,7 @@ impl Guest {
             index: 0,
             device: device(),
             memory: self.memory.clone(),
+            alarm: None,
             size: SIZE.into(),
             parts: (0, AVAIL, USED),
             base: 0,

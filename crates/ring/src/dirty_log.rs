@@ -8,7 +8,8 @@
 //!   the page, so a bit that is set too early may be cleared before the write.
 //! - A bit is set by an atomic operation, even if it is set already: the operation also orders the
 //!   write before it. The front end and other threads change the same bytes.
-//! - The front end may truncate the log's file. Then it loses its log (see `fault`), nothing else.
+//! - The front end may truncate the log's file. Then it loses its log, and its session ends (see
+//!   `fault`).
 
 use std::os::fd::AsFd;
 use std::sync::Arc;

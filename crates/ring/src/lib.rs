@@ -87,6 +87,7 @@ pub use buffers::{Outcome, Refusal, Registration};
 pub use compute::THREADS as COMPUTING_THREADS;
 pub use dirty_log::{DirtyLog, LOG_PAGE, log_covers};
 pub use executor::{Executor, Handle};
+pub use fault::MemoryAlarm;
 pub use file::{LockedFile, OpenMode, UringFile};
 pub use mapper::{Mapper, MemoryFile};
 pub use memory::{GuestMemory, MemoryError, Region, SharedSlice};

@@ -24,6 +24,7 @@ use std::sync::Arc;
 
 use rustix::fs::{FileType, SealFlags};
 
+use crate::fault::MemoryAlarm;
 use crate::memory::{MemoryError, Region};
 use crate::quota::{Account, Quota};
 
@@ -88,12 +89,18 @@ impl std::fmt::Display for MemoryFile {
 pub struct Mapper {
     account: Arc<Account>,
     any_file: bool,
+    alarm: Option<Arc<MemoryAlarm>>,
 }
 
 impl Mapper {
     /// Creates a mapper. `any_file`: accept files even if another process can withhold their pages.
     pub fn new(any_file: bool) -> Mapper {
-        Mapper { account: Quota::of_process().account(), any_file }
+        Mapper { account: Quota::of_process().account(), any_file, alarm: None }
+    }
+
+    /// Returns a mapper of the same front end. Raises `alarm` if memory that it has mapped is lost.
+    pub fn with_alarm(&self, alarm: Arc<MemoryAlarm>) -> Mapper {
+        Mapper { alarm: Some(alarm), ..self.clone() }
     }
 
     /// Maps `len` bytes of `fd`; see [`Region::map`].
@@ -106,7 +113,8 @@ impl Mapper {
         len: u64,
     ) -> Result<Region, MemoryError> {
         self.accept(fd.as_fd(), len)?;
-        Region::map_charged(fd, offset, guest, user, len, Some(&self.account))
+        let alarm = self.alarm.as_ref();
+        Region::map_charged(fd, offset, guest, user, len, Some(&self.account), alarm)
     }
 
     fn accept(&self, fd: BorrowedFd<'_>, len: u64) -> Result<(), MemoryError> {
@@ -178,7 +186,7 @@ mod tests {
             crate::quota::Amount { bytes: 1 << 20, mappings: 100 },
             crate::quota::Amount { bytes: 3 * 4096, mappings: 10 },
         );
-        let mapper = Mapper { account: quota.account(), any_file: false };
+        let mapper = Mapper { account: quota.account(), any_file: false, alarm: None };
         let memfd = rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
         rustix::fs::ftruncate(&memfd, 8192).unwrap();
         let page = |guest| mapper.map(&memfd, 0, guest, guest, 4096);

@@ -10,8 +10,8 @@
 //! - Another process writes this memory at any time. Every access is volatile or atomic, and two
 //!   reads of the same address may differ. So callers copy first, and check the copy.
 //! - An access beyond the end of a region's file would raise SIGBUS. A file that is too short is
-//!   refused when it is mapped. If a file is truncated later, its guest loses the region (see
-//!   `fault`).
+//!   refused when it is mapped. If a file is truncated later, its guest loses the region for good
+//!   (see `fault`).
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
@@ -20,7 +20,7 @@ use std::sync::atomic::{AtomicU16, AtomicU32, AtomicUsize, Ordering};
 
 use rustix::mm::{MapFlags, ProtFlags};
 
-use crate::fault::Guard;
+use crate::fault::{Guard, MemoryAlarm};
 use crate::mapper::MemoryFile;
 use crate::quota::{Account, Charge, Exceeded};
 use crate::xen::Release;
@@ -101,10 +101,11 @@ impl Region {
         user: u64,
         len: u64,
     ) -> Result<Self, MemoryError> {
-        Self::map_charged(fd, offset, guest, user, len, None)
+        Self::map_charged(fd, offset, guest, user, len, None, None)
     }
 
-    /// As [`Region::map`], and charges the mapping to a front end's account.
+    /// As [`Region::map`], and charges the mapping to a front end's account. `alarm`: is raised if
+    /// the memory is lost.
     pub(crate) fn map_charged(
         fd: impl AsFd,
         offset: u64,
@@ -112,6 +113,7 @@ impl Region {
         user: u64,
         len: u64,
         account: Option<&Arc<Account>>,
+        alarm: Option<&Arc<MemoryAlarm>>,
     ) -> Result<Self, MemoryError> {
         let bad = || MemoryError::BadRange { guest, len };
         if len == 0 || guest.checked_add(len).is_none() || user.checked_add(len).is_none() {
@@ -152,13 +154,10 @@ impl Region {
         .map_err(io)?;
         let base = NonNull::new(ptr.cast()).ok_or_else(bad)?;
         crate::resident::release(base, map_len);
-        let mapping = Mapping {
-            base,
-            map_len,
-            fault: Some(Guard::new(base, map_len)),
-            _charge: charge,
-            _release: None,
-        };
+        // Unmapped if there is no guard.
+        let mut mapping = Mapping { base, map_len, fault: None, _charge: charge, _release: None };
+        let guard = Guard::new(base, map_len, alarm.cloned());
+        mapping.fault = Some(guard.map_err(|source| MemoryError::Map { len, source })?);
         Ok(Region { mapping, skip, guest, user, len })
     }
 

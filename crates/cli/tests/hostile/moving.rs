@@ -323,31 +323,43 @@ fn a_new_kick_descriptor_keeps_the_other_settings() {
 
 /// A front end that truncates its memory file. Access to the missing pages is a bus error.
 #[test]
-fn truncated_memory_stops_only_its_own_queues() {
+fn truncated_memory_ends_only_its_own_session() {
     for layout in BOTH {
         let daemon = Daemon::start();
         let mut other = Guest::start(&daemon.socket(OTHER), *layout);
         let mut guest = Guest::start(&daemon.socket(VICTIM), *layout);
         guest.works(0, 0);
-        let extra = extra(EXTRA, 1 << 20);
+        let extra = extra(EXTRA, 1 << 40);
         guest.connection.frontend().add_mem_region(&extra.info).unwrap();
         rustix::fs::ftruncate(&extra.fd, 0).unwrap();
         let status = guest.status();
         guest.offer(0, &[out(EXTRA, 16), into(status, 1)]);
-        guest.rings[0].wait(2);
+        until_disconnected(&guest);
         other.works(0, 0);
+        let mut guest = Guest::start(&daemon.socket(VICTIM), *layout);
         guest.works(1, 8);
-        // Truncate the rings too.
+        // Truncate the rings.
         let region = guest.memory.region();
         let path = format!("/proc/self/fd/{}", region.mmap_handle);
         std::fs::File::options().write(true).open(path).unwrap().set_len(0).unwrap();
         rustix::io::write(&*guest.rings[0].setup.kick, &1u64.to_ne_bytes()).unwrap();
         rustix::io::write(&*guest.rings[1].setup.kick, &1u64.to_ne_bytes()).unwrap();
-        std::thread::sleep(Duration::from_millis(50));
+        until_disconnected(&guest);
         other.works(0, 8);
-        drop(guest.connection);
         let mut again = Guest::start(&daemon.socket(VICTIM), *layout);
         again.works(0, 0);
+        let complaints = daemon.complaints();
+        let ends = |line: &&String| line.contains("it truncated memory that it shares");
+        assert_eq!(complaints.iter().filter(ends).count(), 2, "{complaints:#?}");
         daemon.end();
+    }
+}
+
+fn until_disconnected(guest: &Guest) {
+    use std::io::{ErrorKind, Read};
+    match guest.connection.socket().read(&mut [0]) {
+        Ok(0) => {}
+        Err(e) if e.kind() == ErrorKind::ConnectionReset => {}
+        other => panic!("not disconnected: {other:?}"),
     }
 }

@@ -33,6 +33,8 @@ const ANSWER: usize = 20;
 pub enum Disconnect {
     #[error("cannot duplicate the socket of its connection: {0}")]
     Copying(io::Error),
+    #[error("it truncated memory that it shares, or its huge pages ran out")]
+    LostMemory,
     /// A message that cannot be answered.
     #[error("{0}")]
     Protocol(Box<dyn std::error::Error + Send + Sync>),
@@ -60,7 +62,7 @@ struct Prepared {
     for_export: UnixStream,
     /// Connects [`Messages`] and the `vhost` crate's handler.
     pair: (UnixStream, UnixStream),
-    wake: OwnedFd,
+    wake: Arc<OwnedFd>,
 }
 
 impl Prepared {
@@ -69,7 +71,7 @@ impl Prepared {
         let for_export = stream.try_clone().map_err(Disconnect::Copying)?;
         let pair = UnixStream::pair().map_err(Disconnect::Copying)?;
         let wake = rustix::event::eventfd(0, flags).map_err(|e| Disconnect::Copying(e.into()))?;
-        Ok(Prepared { stream, for_export, pair, wake })
+        Ok(Prepared { stream, for_export, pair, wake: Arc::new(wake) })
     }
 }
 
@@ -86,8 +88,9 @@ impl Conversation {
     pub fn begin(export: &Arc<Shared>, front_end: FrontEnd) -> Result<Self, Disconnect> {
         let FrontEnd { stream, process } = front_end;
         let prepared = Prepared::new(stream)?;
-        let session = Session::new(export.clone(), process, export.new_state())
-            .map_err(|e| Disconnect::Protocol(e.into()))?;
+        let session =
+            Session::new(export.clone(), process, export.new_state(), prepared.wake.clone())
+                .map_err(|e| Disconnect::Protocol(e.into()))?;
         Ok(Self::of(export, prepared, process, session))
     }
 
@@ -98,7 +101,7 @@ impl Conversation {
         let Served { front_end: FrontEnd { stream, process }, since, state } = served;
         let prepared = Prepared::new(stream)?;
         let (features, protocol) = (state.features, state.protocol.bits());
-        let session = Session::new(export.clone(), process, state)
+        let session = Session::new(export.clone(), process, state, prepared.wake.clone())
             .map_err(|e| Disconnect::Protocol(e.into()))?;
         let mut conversation = Self::of(export, prepared, process, session);
         lock(&conversation.messages.session).may_repeat = true;
@@ -122,7 +125,7 @@ impl Conversation {
         let Prepared { stream, for_export, pair, wake } = prepared;
         let messages = Messages::new(stream, pair, session);
         let client = Client::connected(&for_export);
-        let (since, wake) = (client.since, Arc::new(wake));
+        let since = client.since;
         let counted = export.device.disk.client(KIND, client.id());
         let connection = Connection { stream: for_export, wake: wake.clone(), client, counted };
         *lock(&export.connection) = Some(connection);
@@ -143,13 +146,18 @@ impl Conversation {
     ) -> Result<Option<Leaving>, Disconnect> {
         let listener = waiting.listener();
         let is_stopped = || export.stop.load(Ordering::SeqCst);
+        let alarm = lock(&self.messages.session).alarm.clone();
+        let is_over = || is_stopped() || alarm.is_raised();
         let keeping = (self.process, self.since);
         let keep = |messages: &Messages| messages.keep(export, listener, keeping);
         keep(&self.messages);
         let result = loop {
             let (stream, wake) = (&self.messages.stream, self.wake.as_fd());
-            if let Err(e) = waiting.until_whole(stream, wake, self.process) {
+            if let Err(e) = waiting.until_whole(stream, wake, self.process, &is_over) {
                 break Err(Disconnect::Protocol(e.into()));
+            }
+            if alarm.is_raised() {
+                break Err(Disconnect::LostMemory);
             }
             if is_stopped() {
                 break Ok(());

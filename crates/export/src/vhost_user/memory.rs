@@ -93,7 +93,7 @@ impl Session {
         file: impl AsFd,
     ) -> std::result::Result<Region, MemoryError> {
         let MemoryRegion { guest, user, size, offset, .. } = *region;
-        let mapped = self.export.mapper.map(&file, offset, guest, user, size)?;
+        let mapped = self.mapper.map(&file, offset, guest, user, size)?;
         if let Ok(MemoryFile::Disk(name)) = MemoryFile::of(file)
             && !std::mem::replace(&mut self.named_disk, true)
         {

@@ -112,7 +112,7 @@ impl Session {
     }
 
     fn mapped(&self, log: &LogFile) -> Result<Arc<DirtyLog>> {
-        let mapped = DirtyLog::map(&self.export.mapper, &log.file, log.offset, log.len);
+        let mapped = DirtyLog::map(&self.mapper, &log.file, log.offset, log.len);
         mapped.map(Arc::new).map_err(|e| self.refuse(format_args!("SET_LOG_BASE: {}", Causes(&e))))
     }
 

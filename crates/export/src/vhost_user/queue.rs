@@ -30,7 +30,7 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use blockyard_disk::{LocalDisk, Request, Status, Store};
-use blockyard_ring::{GuestMemory, Handle, Reply, Segments, Signal, Watch};
+use blockyard_ring::{GuestMemory, Handle, MemoryAlarm, Reply, Segments, Signal, Watch};
 
 use super::device::DeviceState;
 use super::inflight::InflightRegion;
@@ -69,6 +69,8 @@ pub struct QueueSetup {
     pub index: u16,
     pub device: Arc<DeviceState>,
     pub memory: GuestMemory,
+    /// If it is raised, the session ends, and the queue takes nothing more.
+    pub alarm: Option<Arc<MemoryAlarm>>,
     pub size: u32,
     /// Guest addresses of the descriptors, the available ring (driver area) and the used ring
     /// (device area).
@@ -111,6 +113,7 @@ pub struct Queue {
     served: Rc<LocalDisk<Store>>,
     core: RefCell<Core>,
     lanes: Rc<Lanes<ChainToken>>,
+    alarm: Option<Arc<MemoryAlarm>>,
     /// Vector for the requests of a batch, kept for reuse.
     requests: RefCell<Vec<Request<ChainToken>>>,
     wake: Signal,
@@ -150,6 +153,7 @@ impl Queue {
             served,
             core: RefCell::new(core),
             lanes,
+            alarm: setup.alarm,
             requests: RefCell::default(),
             wake: Signal::new(handle),
             budget: Budget::of(handle, &setup.device.disk),
@@ -213,7 +217,8 @@ impl Queue {
             }
             let takes = self.enabled.get()
                 && self.in_flight.get() < MOST_IN_FLIGHT
-                && !self.core.borrow().broken;
+                && !self.core.borrow().broken
+                && !self.alarm.as_ref().is_some_and(|alarm| alarm.is_raised());
             let held_back = self.held_back(takes && !stopping);
             if takes && !stopping && held_back.is_none() {
                 let taken = self.take(if slow > 0 { BATCH_IN_FLIGHT } else { BATCH_AT_ONCE });

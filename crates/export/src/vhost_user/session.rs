@@ -18,7 +18,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use blockyard_ring::{GuestMemory, MEMORY_SLOTS};
+use blockyard_ring::{GuestMemory, MEMORY_SLOTS, Mapper, MemoryAlarm};
 use vhost::vhost_user::message::{
     VhostTransferStateDirection, VhostTransferStatePhase, VhostUserConfigFlags, VhostUserInflight,
     VhostUserLog, VhostUserMemoryRegion, VhostUserProtocolFeatures, VhostUserShMemConfig,
@@ -52,6 +52,10 @@ pub struct Session {
     /// The front end's process, if it is known.
     peer: Option<i32>,
     pub(super) state: SessionState,
+    /// Maps what the front end shares.
+    pub(super) mapper: Mapper,
+    /// Is raised when the front end has truncated a file that it shares.
+    pub(super) alarm: Arc<MemoryAlarm>,
     /// The mapped memory table.
     pub(super) memory: GuestMemory,
     /// The log already says that the guest memory is in a file on a disk.
@@ -77,14 +81,23 @@ pub struct Session {
 
 impl Session {
     /// Returns a session that starts with `state`. The state is new, or another session has
-    /// [released](Session::release) it. Maps its memory and starts its rings.
-    pub fn new(export: Arc<Shared>, peer: Option<i32>, state: SessionState) -> Result<Self> {
+    /// [released](Session::release) it. Maps its memory and starts its rings. `wake`: an eventfd
+    /// that is signalled if the front end truncates memory that it shares.
+    pub fn new(
+        export: Arc<Shared>,
+        peer: Option<i32>,
+        state: SessionState,
+        wake: Arc<OwnedFd>,
+    ) -> Result<Self> {
+        let alarm = Arc::new(MemoryAlarm::new(wake));
         export.device.write_back.store(state.write_back, Ordering::Relaxed);
         let holds = custody::must_wait(&export.device.disk);
         let mut session = Session {
             device: export.device.clone(),
             tuning: export.tuning,
             peer,
+            mapper: export.mapper.with_alarm(alarm.clone()),
+            alarm,
             shape: export.shape,
             memory: GuestMemory::default(),
             named_disk: false,
@@ -289,7 +302,7 @@ impl Session {
         layout: (u64, u64),
         queues: u16,
     ) -> Result<InflightRegion> {
-        let region = InflightRegion::map(&self.export.mapper, file, layout, queues);
+        let region = InflightRegion::map(&self.mapper, file, layout, queues);
         region.map_err(|e| self.refuse(format_args!("in-flight region: {}", Causes(&e))))
     }
 }

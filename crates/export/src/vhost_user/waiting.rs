@@ -9,7 +9,6 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
-use std::sync::atomic::Ordering;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 
@@ -65,12 +64,18 @@ impl<'a> Waiting<'a> {
     /// Waits until the served client has sent something, or is gone. Accepts or refuses other
     /// clients during this time.
     ///
-    /// A signal on `wake` ends the wait if the export stops.
-    fn until_readable(&mut self, served: &UnixStream, wake: BorrowedFd<'_>, process: Option<i32>) {
+    /// A signal on `wake` ends the wait if `is_over`.
+    fn until_readable(
+        &mut self,
+        served: &UnixStream,
+        wake: BorrowedFd<'_>,
+        process: Option<i32>,
+        is_over: &dyn Fn() -> bool,
+    ) {
         // Check the served client after each new client, so that many new clients do not delay its
         // messages.
         while ready(served, PollFlags::IN).is_empty() {
-            if self.export.stop.load(Ordering::SeqCst) {
+            if is_over() {
                 return;
             }
             if self.clients.len() >= MOST {
@@ -87,17 +92,16 @@ impl<'a> Waiting<'a> {
     }
 
     /// Waits for the whole next message of the served client. Returns before if the client is gone
-    /// or the export stops.
+    /// or `is_over`, which is true when the export stops or the session ends.
     pub fn until_whole(
         &mut self,
         served: &UnixStream,
         wake: BorrowedFd<'_>,
         process: Option<i32>,
+        is_over: &dyn Fn() -> bool,
     ) -> io::Result<()> {
-        self.until_readable(served, wake, process);
-        while !self.export.stop.load(Ordering::SeqCst)
-            && ready(served, PollFlags::RDHUP).is_empty()
-            && !socket::is_whole(served)?
+        self.until_readable(served, wake, process, is_over);
+        while !is_over() && ready(served, PollFlags::RDHUP).is_empty() && !socket::is_whole(served)?
         {
             // No event tells of the other part alone: the socket is readable already.
             let mut fds = [

@@ -59,6 +59,124 @@ fn a_truncated_file_reads_as_zeroes_from_then_on() {
     assert_eq!(&other.copy_out(0), b"safe");
 }
 
+/// Returns the resident bytes and the number of mappings of a part of this process's memory.
+fn mapped(span: std::ops::Range<usize>) -> (usize, usize) {
+    let (mut resident, mut mappings, mut inside) = (0, 0, false);
+    for line in std::fs::read_to_string("/proc/self/smaps").unwrap().lines() {
+        let word = line.split(' ').next().unwrap();
+        if let Some((start, end)) = word.split_once('-') {
+            let (start, end) = (usize::from_str_radix(start, 16), usize::from_str_radix(end, 16));
+            inside = start.unwrap() >= span.start && end.unwrap() <= span.end;
+            mappings += usize::from(inside);
+        } else if inside && word == "Rss:" {
+            let kib = line.split_whitespace().nth(1).unwrap();
+            resident += kib.parse::<usize>().unwrap() << 10;
+        }
+    }
+    (resident, mappings)
+}
+
+#[test]
+fn accesses_to_lost_memory_use_a_bounded_amount_of_memory() {
+    let (region, fd) = Region::memfd("test", 0, 0, 1 << 40).unwrap();
+    let span = region.span();
+    let memory = GuestMemory::default().with(region).unwrap();
+    rustix::fs::ftruncate(&fd, 0).unwrap();
+    // Each page of 128 MiB, and pages far from each other.
+    for page in 0..32_768 {
+        memory.write_byte(page * 4096, 7).unwrap();
+    }
+    for part in 0..1000 {
+        memory.write_byte((1 << 39) + part * (1 << 20), 7).unwrap();
+    }
+    memory.write_byte((1 << 40) - 1, 7).unwrap();
+    let (resident, mappings) = mapped(span.clone());
+    assert!(resident <= 64 << 20, "{resident} bytes are resident");
+    assert!(mappings <= 2 * 256 + 1, "{mappings} mappings");
+    // The file cannot come back.
+    rustix::fs::ftruncate(&fd, 1 << 40).unwrap();
+    assert_eq!(memory.slice(1 << 38, 8, 8).unwrap().copy_out(0), [0; 8]);
+    drop(memory);
+    assert_eq!(mapped(span), (0, 0));
+}
+
+#[test]
+fn lost_memory_raises_its_alarm_and_the_kernel_transfers_no_data() {
+    use crate::{Executor, Mapper, MemoryAlarm, Segments, UringFile};
+    let flags = rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK;
+    let event = Arc::new(rustix::event::eventfd(0, flags).unwrap());
+    let alarm = Arc::new(MemoryAlarm::new(event.clone()));
+    let mapper = Mapper::new(false).with_alarm(alarm.clone());
+    let memfd = |len| {
+        let fd = rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&fd, len).unwrap();
+        fd
+    };
+    let (lost, kept) = (memfd(1 << 20), memfd(1 << 20));
+    let memory = GuestMemory::default()
+        .with(mapper.map(&lost, 0, 0, 0, 1 << 20).unwrap())
+        .unwrap()
+        .with(mapper.map(&kept, 0, 1 << 20, 1 << 20, 1 << 20).unwrap())
+        .unwrap();
+    let memory = std::rc::Rc::new(memory);
+    memory.write_byte(0, 1).unwrap();
+    memory.write_byte(1 << 20, 1).unwrap();
+    rustix::fs::ftruncate(&lost, 0).unwrap();
+    let executor = Executor::new().unwrap();
+    let file = UringFile::new(executor.handle(), Arc::new(memfd(1 << 20))).unwrap();
+    let fault = |outcome: std::io::Result<usize>| outcome.unwrap_err().raw_os_error();
+    executor
+        .block_on(async move {
+            let transfer = async |addr, writes| {
+                let mut segments = Segments::default();
+                segments.reset(&memory);
+                segments.push_guest(addr, 8192).unwrap();
+                match writes {
+                    true => file.write(segments, 0, false).await.1,
+                    false => file.read(segments, 0).await.1,
+                }
+            };
+            // Before and after this process has seen that the memory is lost.
+            for is_raised in [false, true] {
+                assert_eq!(fault(transfer(0x80000, false).await), Some(libc::EFAULT));
+                assert_eq!(fault(transfer(0x80000, true).await), Some(libc::EFAULT));
+                assert_eq!(transfer(1 << 20, true).await.unwrap(), 8192);
+                assert_eq!(transfer(1 << 20, false).await.unwrap(), 8192);
+                assert_eq!(alarm.is_raised(), is_raised);
+                memory.write_byte(0, 1).unwrap();
+            }
+        })
+        .unwrap();
+    let mut count = [0; 8];
+    rustix::io::read(&*event, &mut count).unwrap();
+    assert_eq!(u64::from_ne_bytes(count), 1);
+}
+
+#[test]
+fn threads_that_lose_memory_do_not_disturb_other_mappings() {
+    std::thread::scope(|s| {
+        for number in 0..4u8 {
+            s.spawn(move || {
+                for _ in 0..10 {
+                    let (lost, fd) = Region::memfd("test", 0, 0, 1 << 30).unwrap();
+                    let kept = region(1 << 30, 1 << 20);
+                    let memory = GuestMemory::default().with(lost).unwrap().with(kept).unwrap();
+                    rustix::fs::ftruncate(&fd, 0).unwrap();
+                    let pages = (0..256).map(|page| page * 4096);
+                    for at in pages.clone() {
+                        memory.write_byte((1 << 30) + at, number).unwrap();
+                        memory.write_byte(at * 1000, 255).unwrap();
+                    }
+                    for at in pages {
+                        let slice = memory.slice((1 << 30) + at, 1, 1).unwrap();
+                        assert_eq!(slice.copy_out(0), [number]);
+                    }
+                }
+            });
+        }
+    });
+}
+
 #[test]
 fn more_mappings_than_a_block_of_the_fault_table_may_fault() {
     let regions: Vec<_> = (0..200).map(|_| Region::memfd("test", 0, 0, 0x1000).unwrap()).collect();

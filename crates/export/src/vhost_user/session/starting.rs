@@ -44,6 +44,7 @@ impl Session {
             index: index as u16,
             device: self.device.clone(),
             memory: self.memory.clone(),
+            alarm: Some(self.alarm.clone()),
             size: vring.size,
             parts: (guest(descriptors)?, guest(available)?, guest(used)?),
             base: vring.base,

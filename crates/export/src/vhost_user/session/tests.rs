@@ -53,6 +53,10 @@ fn event() -> OwnedFd {
     rustix::event::eventfd(0, EventfdFlags::CLOEXEC).unwrap()
 }
 
+fn session(export: &Arc<Shared>, state: SessionState) -> Result<Session> {
+    Session::new(export.clone(), None, state, Arc::new(event()))
+}
+
 fn words(words: &[u64]) -> Vec<u8> {
     words.iter().flat_map(|word| word.to_ne_bytes()).collect()
 }
@@ -85,7 +89,7 @@ impl Front {
     fn new() -> Self {
         let export = export();
         let (stream, theirs) = UnixStream::pair().unwrap();
-        let session = Session::new(export.clone(), None, export.new_state()).unwrap();
+        let session = session(&export, export.new_state()).unwrap();
         let messages = Messages::new(theirs, UnixStream::pair().unwrap(), session);
         let mut memory = Memory::new(1 << 20).unwrap();
         let options = RingOptions { size: SIZE, slots: 4, event_idx: true, indirect: false };
@@ -401,7 +405,7 @@ fn a_session_continues_with_the_state_of_another_one() {
     // The test changes the write cache to a value that a new session does not start with.
     assert!(std::mem::replace(&mut state.write_back, false));
     let (parts, memory) = (ring.parts, format!("{:?}", state.memory));
-    let next = Session::new(front.export.clone(), None, state).unwrap();
+    let next = session(&front.export, state).unwrap();
     assert!(!front.export.device.write_back.load(Ordering::Relaxed));
     *front.session() = next;
     {
@@ -433,14 +437,14 @@ fn a_disabled_or_stopped_ring_stays_so_in_the_next_session() {
     let mut front = Front::started();
     assert_eq!(front.send(R::SET_VRING_ENABLE, &of_ring(0, 0), &[]), DONE);
     let state = front.session().release();
-    let next = Session::new(front.export.clone(), None, state).unwrap();
+    let next = session(&front.export, state).unwrap();
     assert!(next.running(0).is_some() && !next.state.vrings[0].enabled);
     *front.session() = next;
     assert_eq!(front.send(R::SET_VRING_ENABLE, &of_ring(0, 1), &[]), DONE);
     front.read();
     assert_eq!(front.send(R::GET_VRING_BASE, &of_ring(0, 0), &[]), Some(1 << 32));
     let state = front.session().release();
-    let next = Session::new(front.export.clone(), None, state).unwrap();
+    let next = session(&front.export, state).unwrap();
     assert!(next.running(0).is_none());
 }
 
@@ -449,12 +453,12 @@ fn a_state_that_cannot_be_mapped_is_not_taken_over() {
     let front = Front::started();
     let mut state = front.session().release();
     state.memory[0].file = None;
-    assert!(Session::new(front.export.clone(), None, state).is_err());
+    assert!(session(&front.export, state).is_err());
     // The memory can be mapped, but the ring's addresses are outside it.
     let front = Front::started();
     let mut state = front.session().release();
     state.vrings[0].parts = Some(Parts { descriptors: 0, available: 0, used: 0 });
-    assert!(Session::new(front.export.clone(), None, state).is_err());
+    assert!(session(&front.export, state).is_err());
     let reactor = front.export.reactors.next();
     assert!(reactor.ask(|_, reply| reply.send(())).is_some(), "the reactor goes on");
 }
