@@ -54,6 +54,22 @@ pub enum MemoryError {
     Sealed,
 }
 
+impl MemoryError {
+    /// Returns whether this process lacks memory, address space or descriptors. All other errors
+    /// are faults of what the front end shares.
+    pub fn is_lack(&self) -> bool {
+        use rustix::io::Errno;
+        match self {
+            MemoryError::Exceeded { .. } => true,
+            MemoryError::Map { source, .. } => matches!(
+                Errno::from_io_error(source),
+                Some(Errno::NOMEM | Errno::MFILE | Errno::NFILE | Errno::AGAIN | Errno::INTR)
+            ),
+            _ => false,
+        }
+    }
+}
+
 /// One shared mapping. Unmapped on drop.
 struct Mapping {
     base: NonNull<u8>,

@@ -16,6 +16,7 @@ use vhost::vhost_user::message::FrontendReq;
 use vhost::vhost_user::{BackendReqHandler, Error};
 
 use super::handed::{self, Present, Served};
+use super::refusal::as_unusable;
 use super::session::Session;
 use super::socket::{self, Answer, Incoming};
 use super::state::SessionState;
@@ -35,6 +36,9 @@ pub enum Disconnect {
     Copying(io::Error),
     #[error("it truncated memory that it shares, or its huge pages ran out")]
     LostMemory,
+    /// A session of another server that cannot go on. The front end alone is the reason.
+    #[error("{0}")]
+    Unusable(String),
     /// A message that cannot be answered.
     #[error("{0}")]
     Protocol(Box<dyn std::error::Error + Send + Sync>),
@@ -96,13 +100,16 @@ impl Conversation {
 
     /// Continues to serve a front end of another server. Its rings run from now on, except those of
     /// a disk that must wait (see [`crate::custody`]). Its messages are not read before
-    /// [`Conversation::run`].
+    /// [`Conversation::run`]. Error [`Disconnect::Unusable`]: no server can continue it.
     pub fn resume(export: &Arc<Shared>, served: Served) -> Result<Self, Disconnect> {
         let Served { front_end: FrontEnd { stream, process }, since, state } = served;
         let prepared = Prepared::new(stream)?;
         let (features, protocol) = (state.features, state.protocol.bits());
-        let session = Session::new(export.clone(), process, state, prepared.wake.clone())
-            .map_err(|e| Disconnect::Protocol(e.into()))?;
+        let session = Session::new(export.clone(), process, state, prepared.wake.clone());
+        let session = session.map_err(|e| match as_unusable(&e) {
+            Some(why) => Disconnect::Unusable(why.to_string()),
+            None => Disconnect::Protocol(e.into()),
+        })?;
         let mut conversation = Self::of(export, prepared, process, session);
         lock(&conversation.messages.session).may_repeat = true;
         if let Err(e) = conversation.messages.negotiated(features, protocol) {

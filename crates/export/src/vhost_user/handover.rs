@@ -1,18 +1,20 @@
 //! Hands an export over to another server, and continues the export of another server.
 //!
 //! What must hold: the front end sees neither a disconnection nor an unanswered message. If another
-//! server cannot continue, this one can, with the same parcel.
+//! server cannot continue, this one can, with the same parcel. A front end that has made its
+//! session unusable (it truncates its memory) is disconnected, and the hand-over goes on.
 
 use std::io;
 use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use blockyard_disk::{Disk, LocalDisk};
 use blockyard_ring::parcel::Parcel;
 
-use super::conversation::Conversation;
-use super::handed::{HandedSocket, pack};
+use super::conversation::{Conversation, Disconnect};
+use super::handed::{HandedSocket, Served, pack};
 use super::queue::QueueHandle;
 use super::{QueueShape, Shared, Tuning, VhostUser, begin, begin_with, lock, ring};
 use crate::{Handed, Listener, Reactors, custody, descriptors, keeper};
@@ -51,14 +53,33 @@ impl VhostUser {
             let (registration, entrance) = acceptor.register_entered(listener, on_client)?;
             // Until the session runs, an error must leave the socket's file to the other server.
             registration.listener().keep_file();
-            let first = served.map(|served| Conversation::resume(&export, served)).transpose();
-            let first = first.map_err(|e| io::Error::other(e.to_string()))?;
+            let first = served.map(|served| First::resume(&export, served)).transpose()?;
             begin_with(&export, entrance, first, waiting)?;
             registration.listener().remove_file();
             registration
         };
         let registration = Some(registration);
         Ok(VhostUser { export, registration, descriptor_time: super::DESCRIPTOR_TIME })
+    }
+}
+
+/// The front end of another server's session.
+pub(super) enum First {
+    GoesOn(Conversation),
+    /// The session cannot go on. The owner of the connection ends it.
+    Ends(UnixStream, Disconnect),
+}
+
+impl First {
+    /// Continues a session. A fault of its front end ends the session alone. A lack of this server
+    /// is an error, because another server may continue the session.
+    fn resume(export: &Arc<Shared>, served: Served) -> io::Result<First> {
+        let stream = served.front_end.stream.try_clone()?;
+        match Conversation::resume(export, served) {
+            Ok(conversation) => Ok(First::GoesOn(conversation)),
+            Err(why @ Disconnect::Unusable(_)) => Ok(First::Ends(stream, why)),
+            Err(e) => Err(io::Error::other(e.to_string())),
+        }
     }
 }
 

@@ -12,7 +12,6 @@ use blockyard_ring::{GuestMemory, MEMORY_SLOTS, MemoryError, MemoryFile, Pending
 use vhost::vhost_user::Result;
 use vhost::vhost_user::message::VhostUserMemoryRegion;
 
-use super::refusal::Causes;
 use super::session::Session;
 use super::state::MemoryRegion;
 use crate::descriptors;
@@ -31,8 +30,7 @@ impl Session {
         for (region, file) in regions.iter().zip(files) {
             let region = described(region);
             let mapped = self.map(&region, &file).and_then(|region| memory.with(region));
-            memory =
-                mapped.map_err(|e| self.refuse(format_args!("memory table: {}", Causes(&e))))?;
+            memory = mapped.map_err(|e| self.unmapped("memory table", &e))?;
             table.push(MemoryRegion { file: kept(file), ..region });
         }
         self.state.memory = table;
@@ -49,8 +47,7 @@ impl Session {
             return Err(self.refuse(format_args!("more than {MEMORY_SLOTS} memory regions")));
         }
         let memory = self.map(&region, &file).and_then(|region| self.memory.with(region));
-        let memory = memory
-            .map_err(|e| self.refuse(format_args!("cannot add a memory region: {}", Causes(&e))))?;
+        let memory = memory.map_err(|e| self.unmapped("cannot add a memory region", &e))?;
         self.state.memory.push(MemoryRegion { file: kept(file), ..region });
         self.replace_memory(memory)
     }
@@ -80,8 +77,7 @@ impl Session {
                 )));
             };
             let mapped = self.map(region, file).and_then(|region| memory.with(region));
-            memory =
-                mapped.map_err(|e| self.refuse(format_args!("memory table: {}", Causes(&e))))?;
+            memory = mapped.map_err(|e| self.unmapped("memory table", &e))?;
         }
         self.state.memory = table;
         self.replace_memory(memory)

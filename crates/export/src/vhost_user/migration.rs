@@ -27,7 +27,6 @@ use super::config;
 use super::dirty_memory::{DirtyMemory, SKIP_DRAIN};
 use super::notify::{self, Call};
 use super::queue::Marks;
-use super::refusal::Causes;
 use super::session::Session;
 use super::state::LogFile;
 
@@ -113,7 +112,7 @@ impl Session {
 
     fn mapped(&self, log: &LogFile) -> Result<Arc<DirtyLog>> {
         let mapped = DirtyLog::map(&self.mapper, &log.file, log.offset, log.len);
-        mapped.map(Arc::new).map_err(|e| self.refuse(format_args!("SET_LOG_BASE: {}", Causes(&e))))
+        mapped.map(Arc::new).map_err(|e| self.unmapped("SET_LOG_BASE", &e))
     }
 
     /// Uses a log (SET_LOG_BASE). The old log, if there is one, gets no bit after that.

@@ -71,6 +71,7 @@ use crate::{Client, Export, Handed, Listener, PollMode, Reactors, custody};
 use channel::BackChannel;
 use conversation::{Conversation, Disconnect, Leaving};
 use device::DeviceState;
+use handover::First;
 use queue::QueueHandle;
 use state::SessionState;
 use waiting::{FrontEnd, Waiting};
@@ -405,7 +406,7 @@ fn begin(export: &Arc<Shared>, entrance: Entrance) -> io::Result<()> {
 fn begin_with(
     export: &Arc<Shared>,
     entrance: Entrance,
-    first: Option<Conversation>,
+    first: Option<First>,
     waiting: Vec<FrontEnd>,
 ) -> io::Result<()> {
     let (served, running) = (export.clone(), Running::new(export));
@@ -427,7 +428,7 @@ fn begin_with(
 }
 
 /// Serves front ends until none is connected.
-fn serve_all(export: &Arc<Shared>, first: Option<Conversation>, mut waiting: Waiting<'_>) {
+fn serve_all(export: &Arc<Shared>, first: Option<First>, mut waiting: Waiting<'_>) {
     let (disk, log) = (export.device.disk.name(), &export.device.log);
     let report = |ended: Result<Option<Leaving>, Disconnect>| match ended {
         Ok(Some(leaving)) => Some(leaving),
@@ -445,12 +446,23 @@ fn serve_all(export: &Arc<Shared>, first: Option<Conversation>, mut waiting: Wai
     // messages. So none is read before it is decided which of them goes on.
     let is_owner = first.is_none() || custody::decided();
     let mut leaving = None;
-    if let Some(conversation) = first {
-        match is_owner {
-            true => conversation.run_held(),
-            false => export.stop.store(true, Ordering::SeqCst),
+    if !is_owner {
+        export.stop.store(true, Ordering::SeqCst);
+    }
+    match first {
+        Some(First::GoesOn(conversation)) => {
+            if is_owner {
+                conversation.run_held();
+            }
+            leaving = report(conversation.run(export, &mut waiting));
         }
-        leaving = report(conversation.run(export, &mut waiting));
+        Some(First::Ends(stream, why)) if is_owner => {
+            export.keep_listener(waiting.listener());
+            // The other server and the keeper may have the same connection.
+            let _ = stream.shutdown(Shutdown::Both);
+            report(Err(why));
+        }
+        Some(First::Ends(..)) | None => {}
     }
     while !export.stop.load(Ordering::SeqCst) {
         match waiting.next() {

@@ -18,7 +18,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use blockyard_ring::{GuestMemory, MEMORY_SLOTS, Mapper, MemoryAlarm};
+use blockyard_ring::{GuestMemory, MEMORY_SLOTS, Mapper, MemoryAlarm, MemoryError};
 use vhost::vhost_user::message::{
     VhostTransferStateDirection, VhostTransferStatePhase, VhostUserConfigFlags, VhostUserInflight,
     VhostUserLog, VhostUserMemoryRegion, VhostUserProtocolFeatures, VhostUserShMemConfig,
@@ -35,7 +35,7 @@ use super::inflight::{self, InflightRegion};
 use super::notify::{self, Call};
 use super::pin::Pins;
 use super::queue::QueueHandle;
-use super::refusal::{Causes, no};
+use super::refusal::{Causes, no, unusable};
 use super::state::{Change, Effect, InflightFile, LogFile, Parts, Refusal, SessionState, Vring};
 use super::{Shared, Tuning};
 use crate::{custody, keeper};
@@ -179,6 +179,19 @@ impl Session {
         no()
     }
 
+    /// As [`Session::refuse`], for what the front end has made unusable. A hand-over then goes on
+    /// without this session.
+    pub(super) fn reject(&self, what: std::fmt::Arguments<'_>) -> Error {
+        self.refuse(what);
+        unusable(what)
+    }
+
+    /// Logs why memory cannot be mapped, and returns the error for the front end.
+    pub(super) fn unmapped(&self, what: &str, why: &MemoryError) -> Error {
+        let what = format_args!("{what}: {}", Causes(why));
+        if why.is_lack() { self.refuse(what) } else { self.reject(what) }
+    }
+
     /// Returns a successful result unchanged. Logs a refusal, and converts it to an error for the
     /// front end.
     pub(super) fn allowed<T>(&self, outcome: std::result::Result<T, Refusal>) -> Result<T> {
@@ -303,7 +316,7 @@ impl Session {
         queues: u16,
     ) -> Result<InflightRegion> {
         let region = InflightRegion::map(&self.mapper, file, layout, queues);
-        region.map_err(|e| self.refuse(format_args!("in-flight region: {}", Causes(&e))))
+        region.map_err(|e| self.unmapped("in-flight region", &e))
     }
 }
 

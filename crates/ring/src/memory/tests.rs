@@ -225,6 +225,20 @@ fn a_file_shorter_than_its_region_is_refused() {
 }
 
 #[test]
+fn a_lack_of_this_process_differs_from_a_fault_of_the_front_end() {
+    use rustix::io::Errno;
+    let map = |e: Errno| MemoryError::Map { len: 1, source: e.into() };
+    let own = crate::Exceeded::Own { bytes: 1, mappings: 1 };
+    for lack in [map(Errno::NOMEM), map(Errno::MFILE), MemoryError::Exceeded { len: 1, why: own }] {
+        assert!(lack.is_lack(), "{lack}");
+    }
+    let short = MemoryError::FileTooShort { need: 2, have: 1 };
+    for fault in [short, MemoryError::Sealed, map(Errno::PERM), map(Errno::FAULT)] {
+        assert!(!fault.is_lack(), "{fault}");
+    }
+}
+
+#[test]
 fn segments_name_their_guest_addresses_across_regions() {
     let memory = std::rc::Rc::new(
         GuestMemory::default()

@@ -6,6 +6,7 @@
 use vhost::vhost_user::Result;
 
 use super::Session;
+use crate::start::StartKind;
 use crate::vhost_user::config;
 use crate::vhost_user::queue::{QueueHandle, QueueSetup};
 use crate::vhost_user::refusal::no;
@@ -30,12 +31,12 @@ impl Session {
         let vring = &self.state.vrings[index];
         let Some(Parts { descriptors, available, used }) = vring.parts else {
             return Err(
-                self.refuse(format_args!("queue {index} is started before its addresses are set"))
+                self.reject(format_args!("queue {index} is started before its addresses are set"))
             );
         };
         let guest = |address: u64| {
             self.memory.guest_address(address).ok_or_else(|| {
-                self.refuse(format_args!(
+                self.reject(format_args!(
                     "queue {index}: ring address {address:#x} is not in the memory table"
                 ))
             })
@@ -75,8 +76,12 @@ impl Session {
             pins.join(&reactor, &self.memory);
         }
         let queue = QueueHandle::start(reactor, setup);
-        self.queues[index] =
-            Some(queue.map_err(|e| self.refuse(format_args!("queue {index} cannot start: {e}")))?);
+        let queue = queue.map_err(|e| {
+            let what = format_args!("queue {index} cannot start: {e}");
+            // The front end decides what is in a ring and its in-flight region.
+            if e.kind == StartKind::Ring { self.reject(what) } else { self.refuse(what) }
+        })?;
+        self.queues[index] = Some(queue);
         self.state.vrings[index].started = true;
         Ok(())
     }

@@ -15,6 +15,7 @@ use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use vhost::vhost_user::message::FrontendReq as R;
 
 use super::super::conversation::Messages;
+use super::super::refusal::as_unusable;
 use super::super::{Coalesce, SecondClient, state};
 use super::*;
 use crate::{PollMode, Reactors};
@@ -448,19 +449,37 @@ fn a_disabled_or_stopped_ring_stays_so_in_the_next_session() {
     assert!(next.running(0).is_none());
 }
 
-#[test]
-fn a_state_that_cannot_be_mapped_is_not_taken_over() {
+/// Releases the session of a front end, changes its state, and returns the error of the next one.
+fn cannot_go_on(change: impl FnOnce(&mut SessionState)) -> Error {
     let front = Front::started();
     let mut state = front.session().release();
-    state.memory[0].file = None;
-    assert!(session(&front.export, state).is_err());
-    // The memory can be mapped, but the ring's addresses are outside it.
-    let front = Front::started();
-    let mut state = front.session().release();
-    state.vrings[0].parts = Some(Parts { descriptors: 0, available: 0, used: 0 });
-    assert!(session(&front.export, state).is_err());
+    change(&mut state);
+    let error = session(&front.export, state).err().expect("the session goes on");
     let reactor = front.export.reactors.next();
     assert!(reactor.ask(|_, reply| reply.send(())).is_some(), "the reactor goes on");
+    error
+}
+
+#[test]
+fn a_fault_of_the_front_ends_state_differs_from_a_lack_of_the_server() {
+    let is_unusable = |error: Error| as_unusable(&error).is_some();
+    let is_missing = cannot_go_on(|state| state.memory[0].file = None);
+    assert!(!is_unusable(is_missing), "an earlier server had no descriptor for it");
+    let is_short = cannot_go_on(|state| {
+        rustix::fs::ftruncate(state.memory[0].file.as_ref().unwrap(), 4096).unwrap();
+    });
+    assert!(is_unusable(is_short));
+    let is_no_file = cannot_go_on(|state| {
+        state.memory[0].file = Some(std::fs::File::open("/dev/null").unwrap().into());
+    });
+    assert!(is_unusable(is_no_file));
+    let is_shrunk = cannot_go_on(|state| {
+        rustix::fs::ftruncate(&state.inflight.as_ref().unwrap().file, 0).unwrap();
+    });
+    assert!(is_unusable(is_shrunk));
+    // The memory can be mapped, but the ring's addresses are outside it.
+    let parts = Parts { descriptors: 0, available: 0, used: 0 };
+    assert!(is_unusable(cannot_go_on(|state| state.vrings[0].parts = Some(parts))));
 }
 
 #[test]

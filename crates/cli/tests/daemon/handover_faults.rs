@@ -1,0 +1,122 @@
+//! Hand-overs with front ends that make their sessions unusable, and new servers that lack
+//! something. The former lose their session alone. The latter leave the old server serving.
+
+use std::io::{ErrorKind, Read};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::PathBuf;
+
+use blockyard_driver::status;
+use rustix::fs::{MemfdFlags, SealFlags};
+use vhost::VhostUserMemoryRegionInfo;
+use vhost::vhost_user::VhostUserFrontend;
+
+use crate::common::{BLOCKYARD, Daemon, SOON, until};
+use crate::guest::Guest;
+use crate::handover::{Case, ctl, end_server, is_running, script};
+
+/// Guest address of memory that no request uses, so that the old server does not touch it.
+const EXTRA: u64 = 1 << 41;
+
+/// Starts a server with the disks "bad" and "good". Returns their sockets.
+fn serve(case: &Case, options: &[&str]) -> (Daemon, [PathBuf; 2]) {
+    let mut config = String::new();
+    let sockets = ["bad", "good"].map(|name| {
+        let image = case.folder.join(format!("{name}.img"));
+        std::fs::File::create(&image).unwrap().set_len(1 << 20).unwrap();
+        let socket = case.folder.join(format!("{name}.s"));
+        config += &format!(
+            "[[disk]]\nname = \"{name}\"\nimage = {image:?}\nvhost-user = {socket:?}\n\
+             cache = \"writeback\"\n"
+        );
+        socket
+    });
+    let path = case.folder.join("config.toml");
+    std::fs::write(&path, config).unwrap();
+    let mut daemon = Daemon::start(case.configured(&path).args(options));
+    daemon.wait_ready();
+    (daemon, sockets)
+}
+
+/// Adds a region of memory, and returns its descriptor.
+fn share(guest: &mut Guest, len: u64) -> OwnedFd {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let file = rustix::fs::memfd_create("extra", flags).unwrap();
+    rustix::fs::ftruncate(&file, len).unwrap();
+    let region = VhostUserMemoryRegionInfo {
+        guest_phys_addr: EXTRA,
+        memory_size: len,
+        userspace_addr: 0x7e00_0000_0000,
+        mmap_offset: 0,
+        mmap_handle: file.as_raw_fd(),
+    };
+    guest.session.link.connection.frontend().add_mem_region(&region).unwrap();
+    file
+}
+
+fn works(guest: &mut Guest, fill: u8) {
+    assert_eq!(guest.write(8, &[fill; 4096]), status::OK);
+    assert_eq!(guest.read(8, 4096).unwrap(), [fill; 4096]);
+}
+
+/// Replaces the server of `pid`. Returns the new one.
+fn upgrade(case: &Case, pid: i32) -> i32 {
+    let shown = ctl(case, &["upgrade", "--json"]).good();
+    let shown: serde_json::Value = serde_json::from_str(&shown).unwrap();
+    until("the old server has ended", SOON, || !is_running(pid));
+    shown["pid"].as_u64().unwrap() as i32
+}
+
+#[test]
+fn a_front_end_that_cannot_be_mapped_again_loses_its_session_alone() {
+    for fault in ["truncated", "sealed"] {
+        let case = Case::new();
+        let (daemon, [bad, good]) = serve(&case, &[]);
+        let mut other = Guest::connect(&good);
+        let mut guest = Guest::connect(&bad);
+        works(&mut other, 1);
+        works(&mut guest, 2);
+        let extra = share(&mut guest, 1 << 20);
+        match fault {
+            "truncated" => rustix::fs::ftruncate(&extra, 4096).unwrap(),
+            _ => rustix::fs::fcntl_add_seals(&extra, SealFlags::FUTURE_WRITE).unwrap(),
+        }
+        works(&mut guest, 3);
+        let second = upgrade(&case, daemon.pid() as i32);
+        match guest.session.link.connection.socket().read(&mut [0]) {
+            Ok(0) => {}
+            Err(e) if e.kind() == ErrorKind::ConnectionReset => {}
+            other => panic!("{fault}: not disconnected: {other:?}"),
+        }
+        works(&mut other, 4);
+        // The disk is still there, also for the next server.
+        let mut guest = Guest::connect(&bad);
+        assert_eq!(guest.read(8, 4096).unwrap(), [3; 4096], "{fault}");
+        let third = upgrade(&case, second);
+        works(&mut guest, 5);
+        works(&mut other, 6);
+        drop((guest, other));
+        end_server(third);
+    }
+}
+
+#[test]
+fn a_new_server_without_room_for_a_front_ends_memory_leaves_the_old_one_serving() {
+    let case = Case::new();
+    // In a sandbox the server would not start this program.
+    let (daemon, [bad, good]) = serve(&case, &["--sandbox", "off"]);
+    let (mut other, mut guest) = (Guest::connect(&good), Guest::connect(&bad));
+    let _extra = share(&mut guest, 1 << 40);
+    // 256 GiB of address space.
+    let poor = script(&case, "poor", &format!("ulimit -v 268435456; exec {BLOCKYARD} \"$@\""));
+    let done = ctl(&case, &["upgrade", "--binary", poor.to_str().unwrap()]);
+    assert!(!done.status.success(), "{}", done.out);
+    assert!(done.err.contains("not upgraded"), "{}", done.err);
+    assert!(daemon.log().contains("may map at most"), "{}", daemon.log());
+    works(&mut guest, 1);
+    works(&mut other, 2);
+    let second = upgrade(&case, daemon.pid() as i32);
+    works(&mut guest, 3);
+    works(&mut other, 4);
+    drop((guest, other));
+    end_server(second);
+}
