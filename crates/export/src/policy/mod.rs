@@ -5,6 +5,7 @@
 //!   polling     what a queue does when it has no request to take
 //!   notify      when the guest is notified of completions
 //!   placement   on which processors a reactor runs
+//!   unkicked    when a queue without kicks looks at its ring
 //! ```
 //!
 //! What must hold: nothing in this folder calls the system, starts a thread or reads a clock. The
@@ -16,6 +17,7 @@ pub mod placement;
 pub mod polling;
 #[cfg(test)]
 mod seeded;
+pub mod unkicked;
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;

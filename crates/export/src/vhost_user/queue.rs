@@ -43,6 +43,7 @@ use crate::lanes::Lanes;
 use crate::policy::Counters;
 use crate::policy::notify::Coalesce;
 use crate::policy::placement::Placement;
+use crate::policy::unkicked::Looks;
 use crate::start::StartError;
 use crate::{custody, placement};
 use state::{Core, Pending, Unanswered};
@@ -124,8 +125,8 @@ pub struct Queue {
     done: Cell<u64>,
     enabled: Cell<bool>,
     held: Cell<bool>,
-    /// The front end gave no kick descriptor, so the queue polls by a timer.
-    clocked: bool,
+    /// The front end gave no kick descriptor, so the queue looks at its ring by a timer.
+    looks: Option<Looks>,
     coalesce: Coalesce,
     stopping: RefCell<Option<Reply<u32>>>,
     /// The queue stops, and leaves chains that have not begun in the in-flight region.
@@ -141,7 +142,8 @@ impl Queue {
             Lanes::new(handle, served.clone(), move || device.write_back.load(Ordering::Relaxed));
         let mut setup = setup;
         let kick = setup.kick.take();
-        let clocked = kick.is_none() && !setup.in_band;
+        let is_unkicked = kick.is_none() && !setup.in_band;
+        let looks = is_unkicked.then(|| Looks::new(*idle::START, handle.now()));
         let counters = Counters::local(handle, &setup.device.disk);
         let placement =
             Placement::new(placement::home(), placement::guest(setup.peer), counters.clone());
@@ -161,7 +163,7 @@ impl Queue {
             done: Cell::new(0),
             enabled: Cell::new(setup.enabled),
             held: Cell::new(setup.held),
-            clocked,
+            looks,
             coalesce: setup.coalesce,
             stopping: RefCell::new(None),
             suspends: Cell::new(false),
@@ -231,7 +233,7 @@ impl Queue {
                     );
                 }
                 if taken > 0 {
-                    self.core.borrow_mut().polling.requests_arrived(self.handle.now());
+                    self.requests_arrived();
                 }
                 if spent || (taken > 0 && slow == 0) {
                     self.handle.yield_now().await;
@@ -264,7 +266,7 @@ impl Queue {
                 if let Some(time) = held_back {
                     self.handle.wake_at(Instant::now() + time);
                 }
-                self.sleep().await;
+                self.sleep(takes).await;
             }
             self.core.borrow_mut().disable_kicks();
             if self.in_flight.get() == 0
@@ -285,6 +287,9 @@ impl Queue {
         let now = self.handle.now();
         if core.unpublished > 0 {
             let new = std::mem::take(&mut core.unpublished);
+            if let Some(looks) = &self.looks {
+                looks.has_worked(now);
+            }
             core.publish();
             core.log_changed();
             if core.ring.wants_signal() && core.coalescer.published(new, now) {

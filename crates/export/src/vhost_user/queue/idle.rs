@@ -1,12 +1,16 @@
 //! What a queue does while it takes no request: busy-polls, gathers, sleeps, or waits for a
 //! throttle.
 
+use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
 use blockyard_ring::park;
 
 use super::Queue;
 use crate::{budget, placement};
+
+/// The time from which queues without kicks count their looks, the same one for all.
+pub(super) static START: LazyLock<Instant> = LazyLock::new(Instant::now);
 
 impl Queue {
     /// Waits before the requests of the previous back end, which count as new ones for a throttle
@@ -43,6 +47,15 @@ impl Queue {
         busy_poll
     }
 
+    #[inline]
+    pub(super) fn requests_arrived(&self) {
+        let now = self.handle.now();
+        self.core.borrow_mut().polling.requests_arrived(now);
+        if let Some(looks) = &self.looks {
+            looks.has_worked(now);
+        }
+    }
+
     pub(super) fn gathers(&self) -> Option<Duration> {
         self.core.borrow().polling.gather()
     }
@@ -67,12 +80,15 @@ impl Queue {
         true
     }
 
-    pub(super) async fn sleep(&self) {
+    /// Sleeps until an event. `takes`: requests that the guest offers are an event.
+    pub(super) async fn sleep(&self, takes: bool) {
         if let Some(due) = self.core.borrow().coalescer.due() {
             self.handle.wake_at(due);
         }
-        if self.clocked && self.enabled.get() {
-            self.handle.wake_at(Instant::now() + Duration::from_micros(100));
+        if let Some(looks) = &self.looks
+            && takes
+        {
+            self.handle.wake_at(looks.next(Instant::now()));
         }
         park().await;
     }
