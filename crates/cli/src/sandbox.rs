@@ -64,7 +64,7 @@ pub struct Needs<'a> {
     /// The socket of `--control`.
     pub control: Option<&'a Path>,
     pub attached: bool,
-    /// The server whose disks this one will get.
+    /// The server that hands its disks over to this one.
     pub takeover: Option<&'a Takeover>,
 }
 

@@ -1,4 +1,4 @@
-//! Signals whose cost the front end determines, because it can add waiters to their descriptor.
+//! Signals to the front end, which determines their cost: it can add waiters to their descriptor.
 //!
 //! ```text
 //!   queue ── signal ──► bell (Direct, Measured)

@@ -36,7 +36,7 @@ pub struct Decompressed {
     cache: RefCell<DecompressedClusters>,
     /// Bounds the clusters that are decompressed at a time, and so the memory of the results.
     turns: Semaphore,
-    /// The reactor whose threads decompress. None: in the task itself, as in simulations.
+    /// The reactor. Its threads decompress. None: the task itself does, as in simulations.
     reactor: Option<Handle>,
 }
 

@@ -5,7 +5,7 @@
 //!   pauses       for how long the reactor avoids work that has blocked it
 //!   inline       which page-cache writes the reactor makes itself
 //!   change_time  when the reactor sets a file's mtime before its writes
-//!   slow_calls   who makes calls whose cost another process determines
+//!   slow_calls   where calls are made that another process can make slow
 //!   dirty        how long page-cache writes wait if too many pages are dirty
 //! ```
 //!

@@ -1,4 +1,4 @@
-//! Calls whose cost another process determines: whether a reactor makes them itself.
+//! Calls that another process can make slow: whether a reactor makes them itself.
 //!
 //! A write to an eventfd or a socket runs through all of its waiters. Another process that has the
 //! descriptor too can add millions of them, and the caller pays. So a peer with slow calls must not
@@ -38,7 +38,7 @@ pub enum CallMode {
     Elsewhere,
 }
 
-/// Decides who makes the calls to one peer. See the module documentation.
+/// Decides where the calls to one peer are made. See the module documentation.
 #[derive(Debug, Default)]
 pub struct SlowCalls {
     mode: CallMode,

@@ -1,7 +1,7 @@
 //! Operations that take no room of the window: those that a drain admits, because they cannot wait,
 //! and those that last much longer than the device works for them.
 //!
-//! In: operations of a disk, one of whose queues is drained, or which last long. Out: their grants.
+//! In: operations of a disk with a queue that is drained, or that last long. Out: their grants.
 //!
 //! What must hold: other disks never wait until such an operation has ended. Its cost is charged to
 //! its disk. The disk owes the cost of what a drain admits.

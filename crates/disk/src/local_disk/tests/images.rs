@@ -1,4 +1,4 @@
-//! Answers of a disk on a qcow2 image whose metadata cannot be written.
+//! Answers of a disk on a qcow2 image if writing its metadata fails.
 
 use blockyard_image::qcow2::{self, CreateOptions, Header, Qcow2, Qcow2Options};
 use blockyard_image::{Image, Layer};
