@@ -3,7 +3,8 @@
 //! In: calls of the exports. Out: requests that go on, or that end early.
 //!
 //! What must hold: an export ends in bounded time. A discard that ends early is a success, because
-//! its answer promises nothing. Zeroes that end early are an error.
+//! its answer promises nothing. Zeroes that end early are an error. They do not end early in a
+//! hand-over.
 
 use std::time::{Duration, Instant};
 
@@ -14,6 +15,8 @@ use super::LocalDisk;
 /// How long the end of an export waits for zeroes that change many clusters. The zeroes of one
 /// request usually take much less.
 const LONG_TIME: Duration = Duration::from_secs(5);
+/// Longer than any request takes.
+const NEVER: Duration = Duration::from_secs(365 * 24 * 3600);
 
 impl<S: Storage> LocalDisk<S> {
     /// Admits the requests that wait on this reactor for limits or the device, because a queue is
@@ -35,9 +38,19 @@ impl<S: Storage> LocalDisk<S> {
     /// because an export ends. The end does not wait for long requests: discards stop, and zeroes
     /// fail after some seconds.
     pub fn suspend(&self) {
+        self.suspend_until(Instant::now() + LONG_TIME);
+    }
+
+    /// Like [`LocalDisk::suspend`], for a hand-over. Zeroes run to their end, because the client
+    /// must see no error.
+    pub fn suspend_for_next(&self) {
+        self.suspend_until(Instant::now() + NEVER);
+    }
+
+    fn suspend_until(&self, fails_long: Instant) {
         self.throttle.suspend();
         self.release_paused();
-        self.end_long_requests(Some(Instant::now() + LONG_TIME));
+        self.end_long_requests(Some(fails_long));
     }
 
     /// Returns whether an export of the disk ends on this reactor.

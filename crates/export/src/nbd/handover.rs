@@ -125,7 +125,7 @@ async fn hand_over_here(handle: &Handle, disk: &Arc<Disk>) -> Vec<LeftConnection
     }
     // Requests in flight must not wait for throttles any more.
     let served = LocalDisk::known(handle, disk);
-    served.iter().for_each(|served| served.suspend());
+    served.iter().for_each(|served| served.suspend_for_next());
     links.iter().for_each(|link| link.leave());
     let start = Instant::now();
     // A connection's task has ended when nothing else has its link.

@@ -125,7 +125,7 @@ impl QueueHandle {
     pub fn drain(&self) {
         self.with(|queue| {
             if !queue.draining.replace(true) {
-                queue.served.suspend();
+                queue.served.suspend_for_next();
             }
         });
     }

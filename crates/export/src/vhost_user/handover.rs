@@ -138,7 +138,7 @@ pub(super) fn hand_over(export: &mut VhostUser) -> Option<Handed> {
     let shared = export.export.clone();
     shared.stop.store(true, Ordering::SeqCst);
     // Requests in flight must not wait for throttles any more.
-    shared.each_served(LocalDisk::suspend);
+    shared.each_served(LocalDisk::suspend_for_next);
     if let Some(connection) = &*lock(&shared.connection) {
         ring(&connection.wake);
     }
