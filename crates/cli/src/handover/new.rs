@@ -124,12 +124,8 @@ impl Takeover {
                 keys.clone().try_into().with_context(|| format!("disk \"{name}\""))?;
             wanted.push((args, keys, true));
         }
-        // NBD clients and the disks of programs wait for the end of the hand-over, so they must not
-        // wait for other disks.
-        let waits = |args: &DiskArgs| {
-            args.nbd.is_some() || args.image.to_string_lossy().starts_with("exec:")
-        };
-        wanted.sort_by_key(|(args, ..)| waits(args));
+        // NBD clients wait for the end of the hand-over, so they must not wait for other disks.
+        wanted.sort_by_key(|(args, ..)| args.nbd.is_some());
         for (args, keys, by_api) in wanted {
             self.take(server, args, keys, by_api)?;
         }
