@@ -293,8 +293,9 @@ fn show_empty(base: usize, len: usize, offset: usize, empty: RawFd) -> bool {
     place != libc::MAP_FAILED
 }
 
-/// Installs the handler, once in the life of the process.
-fn install() -> io::Result<()> {
+/// Installs the handler, once in the life of the process. The first mapping does it, too. A lack of
+/// descriptors is then an error at start.
+pub fn install() -> io::Result<()> {
     if INSTALLED.get().is_none() {
         let empty = rustix::fs::memfd_create("lost-memory", rustix::fs::MemfdFlags::CLOEXEC)?;
         INSTALLED.get_or_init(|| Installed { previous: handle_faults(), empty });

@@ -88,6 +88,7 @@ pub use compute::THREADS as COMPUTING_THREADS;
 pub use dirty_log::{DirtyLog, LOG_PAGE, log_covers};
 pub use executor::{Executor, Handle};
 pub use fault::MemoryAlarm;
+pub use fault::install as survive_lost_memory;
 pub use file::{LockedFile, OpenMode, UringFile};
 pub use mapper::{Mapper, MemoryFile};
 pub use memory::{GuestMemory, MemoryError, Region, SharedSlice};

@@ -324,6 +324,7 @@ impl Shared {
         reactors: Arc<Reactors>,
     ) -> io::Result<Arc<Self>> {
         blockyard_ring::doorbell::prepare()?;
+        blockyard_ring::survive_lost_memory()?;
         disk.note_export(KIND);
         let write_back = disk.options().cache.write_back();
         Ok(Arc::new(Shared {
