@@ -8,8 +8,7 @@
 //!   the page, so a bit that is set too early may be cleared before the write.
 //! - A bit is set by an atomic operation, even if it is set already: the operation also orders the
 //!   write before it. The front end and other threads change the same bytes.
-//! - The front end may truncate the log's file. Then it loses its log, and its session ends (see
-//!   `fault`).
+//! - The front end may truncate the log's file. Then it loses its log (see `fault`), nothing else.
 
 use std::os::fd::AsFd;
 use std::sync::Arc;

@@ -111,7 +111,8 @@ impl Session {
     }
 
     fn mapped(&self, log: &LogFile) -> Result<Arc<DirtyLog>> {
-        let mapped = DirtyLog::map(&self.mapper, &log.file, log.offset, log.len);
+        // Not by the session's mapper: a log that the front end truncates is lost alone.
+        let mapped = DirtyLog::map(&self.export.mapper, &log.file, log.offset, log.len);
         mapped.map(Arc::new).map_err(|e| self.unmapped("SET_LOG_BASE", &e))
     }
 
