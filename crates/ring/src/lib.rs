@@ -59,6 +59,8 @@ pub mod memory;
 mod meter;
 pub mod nbd_device;
 mod operation;
+#[cfg(test)]
+mod own_process;
 pub mod parcel;
 mod policy;
 pub mod pool;

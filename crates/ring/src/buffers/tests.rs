@@ -10,6 +10,7 @@ use std::task::Poll;
 use super::*;
 use crate::executor::Executor;
 use crate::file::UringFile;
+use crate::own_process;
 use crate::segments::Segments;
 
 const PAGE: u64 = 4096;
@@ -330,55 +331,44 @@ fn pages_that_the_guest_gave_back_stay_registered() {
     executor.block_on(all).unwrap();
 }
 
-/// RLIMIT_MEMLOCK is a limit of the process: this test runs in a process of its own, without
-/// CAP_IPC_LOCK.
+/// RLIMIT_MEMLOCK is a limit of the process, and is one without CAP_IPC_LOCK only.
 #[test]
 fn operations_work_if_pages_cannot_be_pinned() {
-    const CHILD: &str = "BLOCKYARD_TEST_WITHOUT_LOCKED_MEMORY";
-    if std::env::var_os(CHILD).is_none() {
-        let mut child = std::process::Command::new(std::env::current_exe().unwrap());
-        let name = std::thread::current().name().unwrap().to_string();
-        let done = child.args(["--exact", &name, "--nocapture"]).env(CHILD, "1").output().unwrap();
-        let out = String::from_utf8_lossy(&done.stdout);
-        assert!(
-            done.status.success() && out.contains("1 passed"),
-            "{out}{}",
-            String::from_utf8_lossy(&done.stderr)
-        );
-        return;
-    }
-    let mut sets = rustix::thread::capabilities(None).unwrap();
-    sets.effective.remove(rustix::thread::CapabilitySet::IPC_LOCK);
-    rustix::thread::set_capabilities(None, sets).unwrap();
-    // Some kernels count the ring itself as locked memory.
-    let executor = Executor::new().unwrap();
-    let limit = rustix::process::Rlimit { current: Some(700 * PAGE), maximum: Some(700 * PAGE) };
-    rustix::process::setrlimit(rustix::process::Resource::Memlock, limit).unwrap();
-    let handle = executor.handle().clone();
-    let all = async move {
-        // The region's second buffer exceeds the limit; then its first one is not registered
-        // either.
-        handle.buffers(|b, _| b.most = 512 * PAGE as usize);
-        let memory = Rc::new(guest(&[1024 * PAGE]).0);
-        let mut registration = handle.register_memory(&memory);
-        let outcome = registration.outcome();
-        assert_eq!(
-            (outcome.regions, outcome.plain, outcome.refused),
-            (0, 1, Some(Refusal::Pin(libc::ENOMEM)))
-        );
-        assert_eq!(
-            outcome.to_string(),
-            "guest memory is not registered with io_uring; requests work without it: cannot pin \
-             its pages: Cannot allocate memory (os error 12) (raise the limit of locked memory: \
-             ulimit -l)"
-        );
-        assert_eq!(free(&handle), usize::from(ENTRIES));
-        assert_eq!(moves(&handle, &memory, &[(0, PAGE)]).await, [false; 2]);
-        assert_eq!(moves(&handle, &memory, &[(0, PAGE), (2 * PAGE, PAGE)]).await, [false; 2]);
-        registration.replace(&guest(&[512 * PAGE]).0);
-        good(&registration, 1);
-    };
-    executor.block_on(all).unwrap();
+    own_process::run(|| {
+        let mut sets = rustix::thread::capabilities(None).unwrap();
+        sets.effective.remove(rustix::thread::CapabilitySet::IPC_LOCK);
+        rustix::thread::set_capabilities(None, sets).unwrap();
+        // Some kernels count the ring itself as locked memory.
+        let executor = Executor::new().unwrap();
+        let limit =
+            rustix::process::Rlimit { current: Some(700 * PAGE), maximum: Some(700 * PAGE) };
+        rustix::process::setrlimit(rustix::process::Resource::Memlock, limit).unwrap();
+        let handle = executor.handle().clone();
+        let all = async move {
+            // The region's second buffer exceeds the limit; then its first one is not registered
+            // either.
+            handle.buffers(|b, _| b.most = 512 * PAGE as usize);
+            let memory = Rc::new(guest(&[1024 * PAGE]).0);
+            let mut registration = handle.register_memory(&memory);
+            let outcome = registration.outcome();
+            assert_eq!(
+                (outcome.regions, outcome.plain, outcome.refused),
+                (0, 1, Some(Refusal::Pin(libc::ENOMEM)))
+            );
+            assert_eq!(
+                outcome.to_string(),
+                "guest memory is not registered with io_uring; requests work without it: cannot pin \
+                 its pages: Cannot allocate memory (os error 12) (raise the limit of locked memory: \
+                 ulimit -l)"
+            );
+            assert_eq!(free(&handle), usize::from(ENTRIES));
+            assert_eq!(moves(&handle, &memory, &[(0, PAGE)]).await, [false; 2]);
+            assert_eq!(moves(&handle, &memory, &[(0, PAGE), (2 * PAGE, PAGE)]).await, [false; 2]);
+            registration.replace(&guest(&[512 * PAGE]).0);
+            good(&registration, 1);
+        };
+        executor.block_on(all).unwrap();
+    });
 }
 
 fn reserve(handle: &Handle, number: u16) -> Result<Vec<u16>, Refusal> {

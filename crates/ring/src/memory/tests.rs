@@ -1,6 +1,7 @@
 //! Tests of guest memory: bounds, holes, truncated files.
 
 use super::*;
+use crate::own_process;
 
 fn region(guest: u64, len: u64) -> Region {
     Region::memfd("test", guest, guest + (1 << 40), len).unwrap().0
@@ -76,28 +77,31 @@ fn mapped(span: std::ops::Range<usize>) -> (usize, usize) {
     (resident, mappings)
 }
 
+/// Another thread of the process could map memory in the place of the region.
 #[test]
 fn accesses_to_lost_memory_use_a_bounded_amount_of_memory() {
-    let (region, fd) = Region::memfd("test", 0, 0, 1 << 40).unwrap();
-    let span = region.span();
-    let memory = GuestMemory::default().with(region).unwrap();
-    rustix::fs::ftruncate(&fd, 0).unwrap();
-    // Each page of 128 MiB, and pages far from each other.
-    for page in 0..32_768 {
-        memory.write_byte(page * 4096, 7).unwrap();
-    }
-    for part in 0..1000 {
-        memory.write_byte((1 << 39) + part * (1 << 20), 7).unwrap();
-    }
-    memory.write_byte((1 << 40) - 1, 7).unwrap();
-    let (resident, mappings) = mapped(span.clone());
-    assert!(resident <= 64 << 20, "{resident} bytes are resident");
-    assert!(mappings <= 2 * 256 + 1, "{mappings} mappings");
-    // The file cannot come back.
-    rustix::fs::ftruncate(&fd, 1 << 40).unwrap();
-    assert_eq!(memory.slice(1 << 38, 8, 8).unwrap().copy_out(0), [0; 8]);
-    drop(memory);
-    assert_eq!(mapped(span), (0, 0));
+    own_process::run(|| {
+        let (region, fd) = Region::memfd("test", 0, 0, 1 << 40).unwrap();
+        let span = region.span();
+        let memory = GuestMemory::default().with(region).unwrap();
+        rustix::fs::ftruncate(&fd, 0).unwrap();
+        // Each page of 128 MiB, and pages far from each other.
+        for page in 0..32_768 {
+            memory.write_byte(page * 4096, 7).unwrap();
+        }
+        for part in 0..1000 {
+            memory.write_byte((1 << 39) + part * (1 << 20), 7).unwrap();
+        }
+        memory.write_byte((1 << 40) - 1, 7).unwrap();
+        let (resident, mappings) = mapped(span.clone());
+        assert!(resident <= 64 << 20, "{resident} bytes are resident");
+        assert!(mappings <= 2 * 256 + 1, "{mappings} mappings");
+        // The file cannot come back.
+        rustix::fs::ftruncate(&fd, 1 << 40).unwrap();
+        assert_eq!(memory.slice(1 << 38, 8, 8).unwrap().copy_out(0), [0; 8]);
+        drop(memory);
+        assert_eq!(mapped(span), (0, 0));
+    });
 }
 
 #[test]
