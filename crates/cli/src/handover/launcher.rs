@@ -1,15 +1,18 @@
-//! A process outside the sandbox that starts the next server for `ctl upgrade`. A server in a
-//! sandbox can start no program, and what it starts would be in the same sandbox.
+//! A process outside the sandbox that starts the next server for `ctl upgrade`, and kills it if it
+//! hangs. A server in a sandbox can start no program, and what it starts would be in the same
+//! sandbox. It can send no signal to a process outside.
 //!
 //! In: a connection for the next server. Out: the number of its process.
 //!
 //! What must hold
 //! - The launcher starts only the server's own program with the server's own arguments. It has them
 //!   from its command line, before the server opens anything that a guest or a client can change.
+//! - It kills only what it has started.
 //! - It ends with the server, because the server's end of the socket closes.
 
+use std::collections::HashMap;
 use std::ffi::OsString;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
@@ -18,8 +21,11 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use blockyard_ring::parcel::{self, Parcel};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use serde::{Deserialize, Serialize};
 
 use super::inherited_connection;
+use super::old::has_ended;
 
 /// Argument with which the program starts as a launcher. The path of the server's program and its
 /// arguments follow.
@@ -45,16 +51,36 @@ pub fn start() -> anyhow::Result<()> {
     Ok(())
 }
 
+/// What the server asks for.
+#[derive(Serialize, Deserialize)]
+enum Order {
+    /// Start the next server, with the descriptor beside the order as its standard input.
+    Start,
+    /// Kill the process of this number.
+    Kill(i32),
+}
+
 /// Starts the next server, with `connection` as its standard input. Returns its process.
 pub fn launch(connection: OwnedFd) -> anyhow::Result<i32> {
-    use std::os::fd::AsFd;
+    order(Order::Start, &[connection.as_fd()])
+}
 
+/// Kills a process. Fails if [`launch`] has not started it.
+pub fn kill(pid: i32) -> anyhow::Result<()> {
+    order(Order::Kill(pid), &[]).map(|_| ())
+}
+
+fn order(order: Order, fds: &[BorrowedFd<'_>]) -> anyhow::Result<i32> {
     let launcher = LAUNCHER.lock().unwrap_or_else(PoisonError::into_inner);
     let Some(stream) = launcher.as_ref() else {
         bail!("the process that starts the next server is missing");
     };
+    ask(stream, &order, fds)
+}
+
+fn ask(stream: &UnixStream, order: &Order, fds: &[BorrowedFd<'_>]) -> anyhow::Result<i32> {
     let deadline = Instant::now() + PATIENCE;
-    parcel::send(stream, &[], &[connection.as_fd()], deadline)?;
+    parcel::send(stream, &serde_json::to_vec(order)?, fds, deadline)?;
     let Some(Parcel { bytes, .. }) = parcel::receive(stream, deadline)? else {
         bail!("the process that starts the next server has ended");
     };
@@ -64,28 +90,55 @@ pub fn launch(connection: OwnedFd) -> anyhow::Result<i32> {
 
 /// Runs the launcher until its server ends.
 pub fn run(mut command_line: impl Iterator<Item = OsString>) -> anyhow::Result<()> {
-    let program = command_line.next().context("the program is missing")?;
-    let arguments: Vec<_> = command_line.collect();
-    let server = UnixStream::from(inherited_connection()?);
-    while let Some(mut parcel) = parcel::receive(&server, Instant::now() + FOR_EVER)? {
-        let connection = parcel.fds.pop().context("the connection is missing")?;
-        let mut command = Command::new(&program);
-        command.args(&arguments).args(["--takeover", "-"]).stdin(Stdio::from(connection));
-        let started = command.spawn();
+    let program = command_line.next().context("the program is missing")?.into();
+    let launcher =
+        Launcher { program, arguments: command_line.collect(), started: HashMap::default() };
+    launcher.serve(&UnixStream::from(inherited_connection()?))
+}
+
+struct Launcher {
+    program: PathBuf,
+    arguments: Vec<OsString>,
+    /// The processes that it has started, by number. A descriptor names no later process.
+    started: HashMap<i32, OwnedFd>,
+}
+
+impl Launcher {
+    fn serve(mut self, server: &UnixStream) -> anyhow::Result<()> {
+        while let Some(Parcel { bytes, mut fds }) =
+            parcel::receive(server, Instant::now() + FOR_EVER)?
+        {
+            let answer = match serde_json::from_slice(&bytes)? {
+                Order::Start => self.start(fds.pop().context("the connection is missing")?),
+                Order::Kill(pid) => self.kill(pid),
+            };
+            let answer = serde_json::to_vec(&answer.map_err(|e| format!("{e:#}")))?;
+            parcel::send(server, &answer, &[], Instant::now() + PATIENCE)?;
+        }
+        Ok(())
+    }
+
+    fn start(&mut self, connection: OwnedFd) -> anyhow::Result<i32> {
+        let mut command = Command::new(&self.program);
+        command.args(&self.arguments).args(["--takeover", "-"]).stdin(Stdio::from(connection));
+        let spawned = command.spawn();
         // It has the connection too, which must not outlive the new server.
         drop(command);
-        let answer = match started {
-            Ok(mut child) => {
-                let pid = child.id() as i32;
-                std::thread::spawn(move || child.wait());
-                Ok(pid)
-            }
-            Err(e) => Err(format!("starting {}: {e}", program.display())),
-        };
-        let answer = serde_json::to_vec(&answer)?;
-        parcel::send(&server, &answer, &[], Instant::now() + PATIENCE)?;
+        let mut child = spawned.with_context(|| format!("starting {}", self.program.display()))?;
+        // Only this process waits for the child, and only later: the number is the child's.
+        let process = pidfd_open(Pid::from_child(&child), PidfdFlags::empty())?;
+        let pid = child.id() as i32;
+        self.started.retain(|_, earlier| !has_ended(earlier, Duration::ZERO).unwrap_or(true));
+        self.started.insert(pid, process);
+        std::thread::spawn(move || child.wait());
+        Ok(pid)
     }
-    Ok(())
+
+    fn kill(&mut self, pid: i32) -> anyhow::Result<i32> {
+        let process = self.started.get(&pid).context("the server has not started it")?;
+        pidfd_send_signal(process, Signal::KILL)?;
+        Ok(pid)
+    }
 }
 
 /// Returns the path of the running program. A new program may be there by now.
@@ -109,4 +162,37 @@ pub fn own_arguments() -> Vec<OsString> {
         }
     }
     arguments
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::process::ExitStatusExt;
+
+    use super::*;
+
+    #[test]
+    fn it_kills_what_it_has_started_and_no_other_process() {
+        let (server, end) = UnixStream::pair().unwrap();
+        let script = "read line";
+        let launcher = Launcher {
+            program: "/bin/sh".into(),
+            arguments: ["-c", script].map(OsString::from).into(),
+            started: HashMap::default(),
+        };
+        let thread = std::thread::spawn(move || launcher.serve(&end));
+        let (connection, theirs) = UnixStream::pair().unwrap();
+        let pid = ask(&server, &Order::Start, &[theirs.as_fd()]).unwrap();
+        drop(theirs);
+        let mut other = Command::new("sleep").arg("1000").spawn().unwrap();
+        let refused = ask(&server, &Order::Kill(other.id() as i32), &[]).unwrap_err();
+        assert_eq!(refused.to_string(), "the server has not started it");
+        ask(&server, &Order::Kill(pid), &[]).unwrap();
+        // The end of the process closes its connection.
+        assert!(parcel::receive(&connection, Instant::now() + PATIENCE).unwrap().is_none());
+        assert_eq!(other.try_wait().unwrap(), None, "the other process runs on");
+        other.kill().unwrap();
+        assert_eq!(other.wait().unwrap().signal(), Some(9));
+        drop(server);
+        thread.join().unwrap().unwrap();
+    }
 }

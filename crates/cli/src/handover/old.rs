@@ -92,6 +92,7 @@ struct HandOver<'a> {
     server: &'a Server,
     peer: Peer,
     process: OwnedFd,
+    pid: Pid,
     version: String,
     away: Vec<Away<'a>>,
 }
@@ -107,12 +108,13 @@ pub fn hand_over(server: &Server, stream: UnixStream, pid: i32) -> anyhow::Resul
     };
     // No reload changes the set of disks during the hand-over.
     let reloading = server.reloading.lock().unwrap_or_else(PoisonError::into_inner);
-    let pid_of = Pid::from_raw(pid).context("the new server has no process number here")?;
-    let process = rustix::process::pidfd_open(pid_of, PidfdFlags::empty())
+    let pid = Pid::from_raw(pid).context("the new server has no process number here")?;
+    let process = rustix::process::pidfd_open(pid, PidfdFlags::empty())
         .context("watching the new server's process")?;
     server.events.publish(What::HandOverBegun);
-    let mut hand_over = HandOver { server, peer, process, version: String::new(), away: vec![] };
-    let outcome = hand_over.run(pid as u32);
+    let mut hand_over =
+        HandOver { server, peer, process, pid, version: String::new(), away: vec![] };
+    let outcome = hand_over.run();
     match &outcome {
         Ok(done) => {
             let pid = Some(done.pid);
@@ -136,7 +138,7 @@ pub fn hand_over(server: &Server, stream: UnixStream, pid: i32) -> anyhow::Resul
 }
 
 impl<'a> HandOver<'a> {
-    fn run(&mut self, pid: u32) -> anyhow::Result<Upgraded> {
+    fn run(&mut self) -> anyhow::Result<Upgraded> {
         self.greet()?;
         loop {
             match self.peer.receive().context("waiting for the new server")? {
@@ -164,6 +166,7 @@ impl<'a> HandOver<'a> {
         }
         self.end_others();
         custody::set(Custody::Gone);
+        let pid = self.pid.as_raw_nonzero().get() as u32;
         // Supervisors must know the new process before they see the end of this one.
         supervisor::notify(&format!("MAINPID={pid}"));
         let disks = self.away.iter().map(|away| HandedOver {
@@ -275,10 +278,13 @@ impl<'a> HandOver<'a> {
     fn take_back(&mut self) {
         // A process that has got nothing may do what it likes.
         if !self.away.is_empty()
-            && let Err(e) = end_process(&self.process)
+            && let Err(e) = self.end_process()
         {
             // Two servers on one image would destroy it. The image's lock protects it, too.
-            tracing::error!("the new server does not end: {e}");
+            tracing::error!(
+                "the new server does not end: end its process, {}: {e:#}",
+                self.pid.as_raw_nonzero()
+            );
         }
         let nbd = || self.server.common.nbd.lock().unwrap_or_else(PoisonError::into_inner);
         nbd().take_back();
@@ -314,19 +320,25 @@ impl<'a> HandOver<'a> {
         nbd().has_taken_back();
         self.server.common.handed.clear();
     }
-}
 
-/// Waits for the end of a process, which may close its images first. Kills it if it does not end.
-fn end_process(process: &OwnedFd) -> io::Result<()> {
-    if has_ended(process, END_TIME)? {
-        return Ok(());
+    /// Waits for the end of the new server, which may close its images first. Kills it if it does
+    /// not end.
+    fn end_process(&self) -> anyhow::Result<()> {
+        if has_ended(&self.process, END_TIME)? {
+            return Ok(());
+        }
+        tracing::warn!("the new server does not end: killing it");
+        if sandbox::is_on() {
+            launcher::kill(self.pid.as_raw_nonzero().get())?;
+        } else {
+            rustix::process::pidfd_send_signal(&self.process, Signal::KILL)?;
+        }
+        if has_ended(&self.process, KILL_TIME)? { Ok(()) } else { bail!("it does not end at all") }
     }
-    tracing::warn!("the new server does not end: killing it");
-    rustix::process::pidfd_send_signal(process, Signal::KILL)?;
-    if has_ended(process, KILL_TIME)? { Ok(()) } else { Err(io::ErrorKind::TimedOut.into()) }
 }
 
-fn has_ended(process: &OwnedFd, limit: Duration) -> io::Result<bool> {
+/// Waits for the end of a process, and returns whether it has ended.
+pub(super) fn has_ended(process: &OwnedFd, limit: Duration) -> io::Result<bool> {
     let end = Instant::now() + limit;
     loop {
         let left = end.saturating_duration_since(Instant::now());
