@@ -1,6 +1,6 @@
 //! The server's own thread makes the writes, not io_uring's workers. This includes writes that ext4
 //! refuses because updating the modification time would block. No request is larger than the device
-//! below allows, because the kernel would have to split it.
+//! below allows, because the kernel would have to split it, and none begins within a sector of it.
 
 use crate::fixture::on_kernel;
 
@@ -35,7 +35,7 @@ fn updates_of_the_modification_time_need_no_workers() {
 const DEVICE: &str = r#"
 modprobe loop
 truncate -s 64M a.img
-device=$(losetup -f --show --direct-io=on a.img)
+device=$(losetup -f --show --direct-io=on --sector-size 4096 a.img)
 below=/sys/block/${device#/dev/}/queue
 echo 256 >$below/max_sectors_kb
 serve $device --ublk=0
@@ -43,12 +43,13 @@ above=/sys/block/ublkb0/queue
 for limit in max_segments max_segment_size max_sectors_kb; do
     (($(cat $above/$limit) <= $(cat $below/$limit))) || { grep . $above/max_* $below/max_* && exit 1; }
 done
+(($(<$above/logical_block_size) == 4096)) || { grep . $above/*_block_size && exit 1; }
 load --name=a --filename=/dev/ublkb0 --rw=write --bs=1M --size=32M --do_verify=1
 stop
 (($(figure requests) >= 256 && $(figure copied) == 0)) || { cat /tmp/log && exit 1; }
 "#;
 
 #[test]
-fn no_request_exceeds_the_limit_of_the_device_below() {
+fn a_device_has_the_sectors_and_the_limits_of_the_device_below() {
     on_kernel("7", DEVICE);
 }
