@@ -364,8 +364,7 @@ fn replace(
 fn report() {
     static WRITTEN: AtomicU32 = AtomicU32::new(0);
     if WRITTEN.fetch_add(1, Relaxed) < LINES {
-        let line = b" WARN blockyard_ring: a front end truncated the memory that it shares; \
-                     its session ends\n";
+        let line = b" WARN blockyard_ring: a front end truncated memory that it shares\n";
         // SAFETY: write(2) is async-signal-safe; the line outlives the call.
         unsafe { libc::write(2, line.as_ptr().cast(), line.len()) };
     }
