@@ -16,6 +16,7 @@
 //!   nbd_device the kernel's NBD client                  xen       xenstore, event channels, grants
 //!   pool       bounded threads for work that may block  workers   calls that an executor awaits
 //!   compute    long computations                        pulse     an executor's state (watchdog)
+//!   clock      clocks of the kernel
 //!   semaphore  limits how many operations or bytes are in progress
 //!   doorbell   signals to eventfds of other processes, without blocking
 //!   words      shared memory that outlives the process
@@ -40,6 +41,7 @@
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
 pub mod buffers;
+mod clock;
 mod compute;
 mod dirty_log;
 pub mod doorbell;
@@ -86,6 +88,7 @@ mod workers;
 pub mod xen;
 
 pub use buffers::{Outcome, Refusal, Registration};
+pub use clock::Clock;
 pub use compute::THREADS as COMPUTING_THREADS;
 pub use dirty_log::{DirtyLog, LOG_PAGE, log_covers};
 pub use executor::{Executor, Handle};

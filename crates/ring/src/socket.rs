@@ -16,12 +16,12 @@ use std::time::Instant;
 
 use rustix::net::{RecvFlags, Shutdown};
 
+use crate::clock::Clock;
 use crate::executor::Handle;
 use crate::file::{FileSlot, completion_result};
 use crate::policy::slow_calls::{CallMode, SlowCalls};
 use crate::rights;
 use crate::segments::Segments;
-use crate::threads::processor_time;
 use crate::uring::Action;
 
 /// Maximum number of iovec entries that the kernel takes per call (UIO_MAXIOV).
@@ -128,8 +128,8 @@ impl Socket {
         let (result, took) = match mode {
             CallMode::Direct => (call(), began.elapsed()),
             CallMode::Measured => {
-                let before = processor_time();
-                (call(), processor_time().saturating_sub(before))
+                let before = Clock::Thread.read();
+                (call(), Clock::Thread.read().saturating_sub(before))
             }
             CallMode::Elsewhere => return None,
         };

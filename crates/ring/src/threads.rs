@@ -11,7 +11,6 @@ use std::io;
 use std::sync::OnceLock;
 use std::sync::mpsc::{Sender, SyncSender, channel, sync_channel};
 use std::thread::{Builder, JoinHandle};
-use std::time::Duration;
 
 type Work = Box<dyn FnOnce() + Send>;
 
@@ -43,14 +42,4 @@ pub fn spawn(builder: Builder, work: impl FnOnce() + Send + 'static) -> io::Resu
     let lost = |_| io::Error::other("the thread that starts threads has ended");
     starter.send(Wanted { builder, work: Box::new(work), started }).map_err(|_| lost(()))?;
     answer.recv().map_err(|_| lost(()))?
-}
-
-/// Returns the processor time of the calling thread. The time in which other threads had its
-/// processor does not count.
-pub fn processor_time() -> Duration {
-    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // Not by rustix: it panics if the vDSO lacks a function, as that of User Mode Linux does.
-    // SAFETY: the kernel writes one timespec, which outlives the call.
-    unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &raw mut time) };
-    Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec as u32)
 }

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use blockyard_disk::{Disk, DiskCounts, LocalDisk, Statistics};
 use blockyard_export::{PolicyFigures, Reactors};
-use blockyard_ring::NoReply;
+use blockyard_ring::{Clock, NoReply};
 use blockyard_sched::Knobs;
 
 use crate::keeper::DiskState;
@@ -89,8 +89,7 @@ pub(crate) fn collect(
     for (reactor, remote) in reactors.all().enumerate() {
         let failed = |source| SampleError { reactor, source };
         let about = remote.ask_later(|handle, reply| {
-            let cpu = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
-            let cpu = Duration::new(cpu.tv_sec as u64, cpu.tv_nsec as u32);
+            let cpu = Clock::Thread.read();
             let thread = rustix::thread::gettid().as_raw_nonzero().get();
             reply.send(ReactorSample { cpu, iterations: handle.iteration(), thread });
         });

@@ -2,7 +2,7 @@
 //! load, from their clocks.
 
 use anyhow::{Context, Result};
-use rustix::time::ClockId;
+use blockyard_ring::Clock;
 use serde::Serialize;
 
 /// Returns the CPU seconds of a process: user and system, of all its threads, ended ones included.
@@ -45,12 +45,7 @@ impl Usage {
 
 /// Returns the CPU nanoseconds of this thread so far.
 pub fn thread_nanos() -> u64 {
-    nanos(ClockId::ThreadCPUTime)
-}
-
-fn nanos(clock: ClockId) -> u64 {
-    let time = rustix::time::clock_gettime(clock);
-    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
+    Clock::Thread.read().as_nanos() as u64
 }
 
 /// The process of the back end.
@@ -80,7 +75,7 @@ impl Meter {
     }
 
     fn read(&self) -> Result<(f64, Option<f64>)> {
-        let own = nanos(ClockId::ProcessCPUTime) as f64 / 1e9;
+        let own = Clock::Process.read().as_secs_f64();
         match self.backend {
             BackEnd::Unknown => Ok((own, None)),
             BackEnd::Process(pid) => Ok((own, Some(seconds(pid)?))),

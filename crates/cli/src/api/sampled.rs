@@ -12,10 +12,10 @@ use blockyard_control::figures::{
 use blockyard_disk::{Counts, Latencies, OpKind, WriteFigures};
 use blockyard_export::policy::notify::NotifyFigures;
 use blockyard_export::policy::polling::Strategy;
+use blockyard_ring::Clock;
 use blockyard_sched::{Knobs, Share};
 use blockyard_yard::{DiskSample, ReactorSample, Sample};
 use rustix::process::Resource;
-use rustix::time::ClockId;
 
 use super::words;
 
@@ -35,7 +35,6 @@ pub fn figures(sample: &Sample, since: SystemTime, started: Instant) -> Figures 
 
 /// Returns the figures of this process. A figure that the host does not show is 0.
 fn process(since: SystemTime) -> ProcessFigures {
-    let cpu = rustix::time::clock_gettime(ClockId::ProcessCPUTime);
     let read = |name: &str| std::fs::read_to_string(Path::new("/proc/self").join(name));
     let pages = read("statm").ok().and_then(|text| text.split(' ').nth(1)?.parse::<u64>().ok());
     let entries = |name: &str| {
@@ -45,7 +44,7 @@ fn process(since: SystemTime) -> ProcessFigures {
     ProcessFigures {
         pid: std::process::id(),
         started: since.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64(),
-        cpu: Duration::new(cpu.tv_sec as u64, cpu.tv_nsec as u32).as_secs_f64(),
+        cpu: Clock::Process.read().as_secs_f64(),
         resident_bytes: pages.unwrap_or(0) * rustix::param::page_size() as u64,
         threads: entries("task"),
         // One of them is the folder itself.

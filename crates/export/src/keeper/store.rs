@@ -21,9 +21,9 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixDatagram;
 
+use blockyard_ring::Clock;
 use blockyard_ring::parcel::Parcel;
 use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, sockopt};
-use rustix::time::{ClockId, clock_gettime};
 
 use super::{Received, SEND_TIME, receive, send};
 
@@ -142,8 +142,7 @@ impl Store {
     }
 
     fn next_name(&mut self) -> String {
-        let now = clock_gettime(ClockId::Monotonic);
-        let now = now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64;
+        let now = Clock::Monotonic.read().as_nanos() as u64;
         self.last = now.max(self.last + 1);
         format!("{PREFIX}{:016x}", self.last)
     }

@@ -16,9 +16,9 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use blockyard_disk::Disk;
+use blockyard_ring::Clock;
 use blockyard_ring::doorbell::Doorbell;
 use blockyard_ring::pool::Pool;
-use blockyard_ring::threads::processor_time;
 use blockyard_ring::{CallMode, SlowCalls};
 use rustix::net::{AddressFamily, SendFlags, SocketType, sockopt};
 
@@ -99,9 +99,9 @@ impl Bell {
 
     /// Signals, and returns the processor time that it took.
     fn ring_measured(&mut self) -> Duration {
-        let before = processor_time();
+        let before = Clock::Thread.read();
         self.ring();
-        processor_time().saturating_sub(before)
+        Clock::Thread.read().saturating_sub(before)
     }
 }
 

@@ -7,9 +7,9 @@ use std::os::fd::BorrowedFd;
 use std::rc::Rc;
 
 use rustix::fs::{FileType, OFlags, Timespec, Timestamps, UTIME_NOW, UTIME_OMIT};
-use rustix::time::{ClockId, clock_gettime};
 
 use super::attempts::attempt;
+use crate::clock;
 use crate::policy::Counters;
 use crate::policy::change_time::{Attempt, ChangeTime, Clock, Next};
 
@@ -19,13 +19,13 @@ struct CoarseClocks;
 impl Clock for CoarseClocks {
     #[inline]
     fn tick(&self) -> (i64, i64) {
-        let now = clock_gettime(ClockId::RealtimeCoarse);
-        (now.tv_sec, now.tv_nsec)
+        let now = clock::Clock::CoarseRealtime.read();
+        (now.as_secs() as i64, now.subsec_nanos().into())
     }
 
     #[inline]
     fn seconds(&self) -> i64 {
-        clock_gettime(ClockId::MonotonicCoarse).tv_sec
+        clock::Clock::CoarseMonotonic.read().as_secs() as i64
     }
 }
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use blockyard_image::qcow2::check::{FindingKind, Repair, Report};
 use blockyard_image::qcow2::{Compression, Header};
-use rustix::time::{ClockId, clock_gettime};
+use blockyard_ring::Clock;
 
 use super::peer::{Scratch, check_in_pieces, our_check};
 
@@ -63,18 +63,12 @@ impl Hostile {
     fn check(&self) -> Report {
         self.file.write_all_at(&self.header.serialize().unwrap(), 0).unwrap();
         // Measure the thread's own processor time, because the machine may be busy with other work.
-        let start = cpu_time();
+        let start = Clock::Thread.read();
         let report = our_check(&self.path, Repair::No);
-        let time = cpu_time() - start;
+        let time = Clock::Thread.read() - start;
         assert!(time < Duration::from_secs(60), "it took {time:?} of processor time");
         report
     }
-}
-
-/// Returns the processor time of this thread so far.
-fn cpu_time() -> Duration {
-    let time = clock_gettime(ClockId::ThreadCPUTime);
-    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
 #[test]
