@@ -25,7 +25,7 @@ use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde::{Deserialize, Serialize};
 
 use super::inherited_connection;
-use super::old::has_ended;
+use super::process::has_ended;
 
 /// Argument with which the program starts as a launcher. The path of the server's program and its
 /// arguments follow.

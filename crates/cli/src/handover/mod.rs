@@ -29,6 +29,7 @@
 pub mod launcher;
 mod new;
 mod old;
+mod process;
 
 use std::collections::HashMap;
 use std::io;

@@ -26,6 +26,7 @@ use blockyard_yard::{DiskSettings, YardError};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, PidfdFlags, Signal};
 
+use super::process::has_ended;
 use super::{
     CARRIED, FORMAT, FromNew, FromOld, KEPT, NBD, Offered, OfferedProgram, PROGRAM, Peer, launcher,
 };
@@ -334,21 +335,6 @@ impl<'a> HandOver<'a> {
             rustix::process::pidfd_send_signal(&self.process, Signal::KILL)?;
         }
         if has_ended(&self.process, KILL_TIME)? { Ok(()) } else { bail!("it does not end at all") }
-    }
-}
-
-/// Waits for the end of a process, and returns whether it has ended.
-pub(super) fn has_ended(process: &OwnedFd, limit: Duration) -> io::Result<bool> {
-    let end = Instant::now() + limit;
-    loop {
-        let left = end.saturating_duration_since(Instant::now());
-        let time = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
-        match rustix::event::poll(&mut [PollFd::new(process, PollFlags::IN)], Some(&time)) {
-            Ok(0) => return Ok(false),
-            Ok(_) => return Ok(true),
-            Err(rustix::io::Errno::INTR) => {}
-            Err(e) => return Err(e.into()),
-        }
     }
 }
 
