@@ -200,3 +200,30 @@ fn a_held_queue_takes_chains_after_its_release() {
     }
     assert_eq!(queue.stop(false), Some(1), "the base after one chain");
 }
+
+/// A device whose session is blocked has no other way to stop its queues.
+#[test]
+fn the_queues_of_one_device_stop_together() {
+    let reactors = Reactors::start(2, &[]).unwrap();
+    let remotes: Vec<_> = reactors.all().cloned().collect();
+    let (guest, idle, neighbour) = (Guest::new(), Guest::new(), Guest::new());
+    for guest in [&guest, &neighbour] {
+        guest.all.copy_in(AVAIL as usize + 4, 10u16.to_le_bytes());
+        guest.all.store_u16(AVAIL as usize + 2, 1, Ordering::Release);
+    }
+    let device = device();
+    let of_device = |guest: &Guest| QueueSetup { device: device.clone(), ..guest.setup() };
+    let start = |at: usize, setup| QueueHandle::start(remotes[at].clone(), setup).unwrap();
+    let queues = [start(0, of_device(&guest)), start(1, of_device(&idle))];
+    let other = start(0, neighbour.setup());
+    for queue in queues.iter().chain([&other]) {
+        queue.kick();
+    }
+    QueueHandle::stop_all(&device, &reactors);
+    let used = guest.memory.slice(USED, 4, 4).unwrap();
+    assert_eq!(used.load_u16(2, Ordering::Acquire), 1, "its request in flight is answered");
+    for queue in queues {
+        assert_eq!(queue.stop(false), None, "a queue of the device runs");
+    }
+    assert_eq!(other.stop(false), Some(1), "the queue of the other device has run");
+}

@@ -196,15 +196,6 @@ impl Segments {
         self.owner = Owner::None;
     }
 
-    /// Like [`Segments::release`], and returns the segments. A move after a release would wait for
-    /// the release's stores (store forwarding).
-    #[inline]
-    pub fn released(self) -> Self {
-        let Segments { mut iov, .. } = self;
-        iov.clear();
-        Segments { iov, len: 0, owner: Owner::None }
-    }
-
     /// Appends guest memory. Ranges that are adjacent on the host become one entry. After an error
     /// the segments are unusable until the next `reset`.
     #[inline]

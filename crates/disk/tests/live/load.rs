@@ -188,7 +188,8 @@ impl Lane {
             2 => drop(self.done(Op::Flush, 0, Vec::new()).await),
             3..9 => self.check(at, len).await,
             _ => {
-                let bytes: Vec<u8> = (0..len).map(|_| self.rng.next_u64() as u8).collect();
+                let mut bytes = vec![0; len];
+                self.rng.fill(&mut bytes);
                 self.known.set(at, &bytes);
                 let fua = self.rng.one_in(8);
                 self.done(Op::Write { fua }, at, bytes).await;

@@ -450,7 +450,11 @@ impl Queue {
         }
         // A chain with many ranges returns more segment lists than it took, so limit the pool.
         if core.pool.len() < MOST_IN_FLIGHT as usize {
-            core.pool.push(segments.released());
+            core.pool.push(segments);
+            // Released after the move, which would otherwise wait for the release's small stores.
+            if let Some(pooled) = core.pool.last_mut() {
+                pooled.release();
+            }
         }
     }
 

@@ -45,6 +45,13 @@ impl Rng {
         }
     }
 
+    /// Fills `bytes` with random values.
+    pub fn fill(&mut self, bytes: &mut [u8]) {
+        for piece in bytes.chunks_mut(8) {
+            piece.copy_from_slice(&self.next_u64().to_le_bytes()[..piece.len()]);
+        }
+    }
+
     /// Returns a new stream that this one's state determines.
     pub fn fork(&mut self) -> Rng {
         Rng(self.next_u64())

@@ -80,7 +80,10 @@ async fn work(image: Rc<Image<Store>>, mut model: Model, seed: u64, rounds: usiz
             3..=4 => check(&image, &model, offset, len as usize).await,
             _ => {
                 let byte = (round % 251 + 1) as u8;
-                let bytes: Vec<u8> = (0..len).map(|i| byte ^ (i >> 9) as u8).collect();
+                let mut bytes = vec![0; len as usize];
+                (0..)
+                    .zip(bytes.chunks_mut(512))
+                    .for_each(|(n, sector)| sector.fill(byte ^ n as u8));
                 write(&image, &mut model, offset, &bytes).await;
             }
         }
@@ -203,7 +206,7 @@ fn overlays_over_all_kinds_of_bases() {
             for piece in model.0[..short].chunks_mut(40_000) {
                 match rng.below(3) {
                     0 => piece.fill(rng.below(256) as u8),
-                    1 => piece.iter_mut().for_each(|b| *b = rng.below(256) as u8),
+                    1 => rng.fill(piece),
                     _ => {}
                 }
             }

@@ -79,7 +79,8 @@ impl Client {
             3 => self.image.populate(at as u64, len as u64).await.unwrap(),
             4..9 => self.check(range).await,
             _ => {
-                let bytes: Vec<u8> = (0..len).map(|_| self.rng.next_u64() as u8).collect();
+                let mut bytes = vec![0; len];
+                self.rng.fill(&mut bytes);
                 self.image.write(Segments::from_bytes(&bytes), at as u64).await.1.unwrap();
                 self.disk[mine].copy_from_slice(&bytes);
             }

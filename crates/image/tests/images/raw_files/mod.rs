@@ -176,7 +176,7 @@ async fn follow(
             Ask::Write { offset, len, pieces, durable } => {
                 let mut data = vec![0; len as usize];
                 let mut rng = Rng::new(pieces);
-                data.iter_mut().for_each(|b| *b = rng.next_u64() as u8);
+                rng.fill(&mut data);
                 let segments = segments(&memory, len, pieces);
                 segments.copy_in(0, &data);
                 raw.write(segments, offset, durable).await.1.map_err(fail)?;
