@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use blockyard_disk::{Disk, DiskOptions, Source};
+use blockyard_disk::{Disk, DiskOptions, LocalDisk, Source};
 use blockyard_export::vhost_user::Coalesce;
 use blockyard_export::vhost_user::parts::{Call, DeviceState, MAX_CHAIN, QueueHandle, QueueSetup};
 use blockyard_export::{PollMode, Reactors};
@@ -213,11 +213,21 @@ fn the_queues_of_one_device_stop_together() {
     }
     let device = device();
     let of_device = |guest: &Guest| QueueSetup { device: device.clone(), ..guest.setup() };
-    let start = |at: usize, setup| QueueHandle::start(remotes[at].clone(), setup).unwrap();
-    let queues = [start(0, of_device(&guest)), start(1, of_device(&idle))];
-    let other = start(0, neighbour.setup());
+    let starts = |at: usize, setup| QueueHandle::start(remotes[at].clone(), setup).unwrap();
+    let queues = [starts(0, of_device(&guest)), starts(1, of_device(&idle))];
+    let other = starts(0, neighbour.setup());
     for queue in queues.iter().chain([&other]) {
         queue.kick();
+    }
+    let in_flight = || {
+        let disk = device.disk.clone();
+        remotes[0].ask(move |handle, reply| {
+            reply.send(LocalDisk::known(handle, &disk).map_or(0, |disk| disk.counts().in_flight));
+        })
+    };
+    let start = Instant::now();
+    while in_flight() != Some(1) {
+        assert!(start.elapsed() < Duration::from_secs(30), "the queue does not take the request");
     }
     QueueHandle::stop_all(&device, &reactors);
     let used = guest.memory.slice(USED, 4, 4).unwrap();

@@ -77,15 +77,41 @@ impl Owner {
     }
 }
 
-/// An iovec, and the owner of its memory; see the module documentation.
+/// An iovec, and the owner of its memory; see the module documentation. Segments move many times on
+/// the way of a request, so they are one pointer. `Segments::default()` allocates nothing.
 #[derive(Default)]
-pub struct Segments {
+pub struct Segments(Option<Box<Parts>>);
+
+#[derive(Default)]
+struct Parts {
     iov: Vec<libc::iovec>,
     len: usize,
     owner: Owner,
 }
 
+/// The parts of segments that have none.
+struct NoParts(Parts);
+
+// SAFETY: the parts have no owner and no entry, and nothing changes them.
+unsafe impl Sync for NoParts {}
+
+static NO_PARTS: NoParts = NoParts(Parts { iov: Vec::new(), len: 0, owner: Owner::None });
+
 impl Segments {
+    fn new(iov: Vec<libc::iovec>, len: usize, owner: Owner) -> Self {
+        Segments(Some(Box::new(Parts { iov, len, owner })))
+    }
+
+    #[inline]
+    fn parts(&self) -> &Parts {
+        self.0.as_deref().unwrap_or(&NO_PARTS.0)
+    }
+
+    #[inline]
+    fn parts_mut(&mut self) -> &mut Parts {
+        self.0.get_or_insert_default()
+    }
+
     /// Returns a zeroed buffer of this process, aligned for O_DIRECT.
     pub fn buffer(len: usize) -> Self {
         Self::of(AlignedBuf::zeroed(len))
@@ -99,7 +125,7 @@ impl Segments {
     fn of(buf: AlignedBuf) -> Self {
         let len = buf.len;
         let iov = vec![libc::iovec { iov_base: buf.ptr.as_ptr().cast(), iov_len: len }];
-        Segments { iov, len, owner: Owner::Heap(Rc::new(buf)) }
+        Segments::new(iov, len, Owner::Heap(Rc::new(buf)))
     }
 
     /// Returns a buffer of this process with the content `bytes`.
@@ -114,30 +140,33 @@ impl Segments {
     /// buffer or the buffer is too short.
     #[must_use]
     pub fn refit(&mut self, len: usize) -> bool {
-        let Owner::Heap(buf) = &self.owner else { return false };
+        let Some(parts) = &mut self.0 else { return false };
+        let Owner::Heap(buf) = &parts.owner else { return false };
         if Rc::strong_count(buf) > 1 || buf.len < len {
             return false;
         }
-        self.iov.clear();
-        self.iov.push(libc::iovec { iov_base: buf.ptr.as_ptr().cast(), iov_len: len });
-        self.len = len;
+        parts.iov.clear();
+        parts.iov.push(libc::iovec { iov_base: buf.ptr.as_ptr().cast(), iov_len: len });
+        parts.len = len;
         true
     }
 
     /// Empties the segments for a request in `memory`. Keeps the vector's capacity.
     #[inline]
     pub fn reset(&mut self, memory: &Rc<GuestMemory>) {
-        self.iov.clear();
-        self.len = 0;
-        self.owner = Owner::Guest(memory.clone());
+        let parts = self.parts_mut();
+        parts.iov.clear();
+        parts.len = 0;
+        parts.owner = Owner::Guest(memory.clone());
     }
 
     /// Empties the segments for a request in regions. Keeps the vectors' capacity.
     #[inline]
     pub fn reset_regions(&mut self) {
-        self.iov.clear();
-        self.len = 0;
-        match &mut self.owner {
+        let parts = self.parts_mut();
+        parts.iov.clear();
+        parts.len = 0;
+        match &mut parts.owner {
             Owner::Regions(regions) => regions.clear(),
             owner => *owner = Owner::Regions(Vec::new()),
         }
@@ -152,25 +181,27 @@ impl Segments {
         len: u64,
     ) -> Result<(), MemoryError> {
         let out_of_range = MemoryError::OutOfRange { addr: offset, len };
-        let (Owner::Regions(regions), Some(base)) = (&mut self.owner, region.piece(offset, len))
+        let parts = self.parts_mut();
+        let (Owner::Regions(regions), Some(base)) = (&mut parts.owner, region.piece(offset, len))
         else {
             return Err(out_of_range);
         };
         if !regions.last().is_some_and(|last| Arc::ptr_eq(last, region)) {
             regions.push(region.clone());
         }
-        push(&mut self.iov, base, len as usize);
-        self.len += len as usize;
+        push(&mut parts.iov, base, len as usize);
+        parts.len += len as usize;
         Ok(())
     }
 
     /// Makes the segments the first `len` bytes of data in the kernel. Keeps the vector's capacity.
     #[inline]
     pub(crate) fn reset_request(&mut self, data: &Rc<RequestData>, len: usize) {
-        self.iov.clear();
-        self.iov.push(libc::iovec { iov_base: std::ptr::null_mut(), iov_len: len });
-        self.len = len;
-        self.owner = Owner::Request(data.clone());
+        let parts = self.parts_mut();
+        parts.iov.clear();
+        parts.iov.push(libc::iovec { iov_base: std::ptr::null_mut(), iov_len: len });
+        parts.len = len;
+        parts.owner = Owner::Request(data.clone());
     }
 
     /// Returns whether the data are in the kernel (ublk zero copy), where this process cannot see
@@ -182,7 +213,7 @@ impl Segments {
     /// Returns the data in the kernel: only io_uring operations can refer to them.
     #[inline]
     pub(crate) fn request(&self) -> Option<&Rc<RequestData>> {
-        match &self.owner {
+        match &self.parts().owner {
             Owner::Request(data) => Some(data),
             _ => None,
         }
@@ -191,19 +222,20 @@ impl Segments {
     /// Releases the memory. Keeps the vector's capacity.
     #[inline]
     pub fn release(&mut self) {
-        self.iov.clear();
-        self.len = 0;
-        self.owner = Owner::None;
+        let Some(parts) = &mut self.0 else { return };
+        parts.iov.clear();
+        parts.len = 0;
+        parts.owner = Owner::None;
     }
 
     /// Appends guest memory. Ranges that are adjacent on the host become one entry. After an error
     /// the segments are unusable until the next `reset`.
     #[inline]
     pub fn push_guest(&mut self, addr: u64, len: u64) -> Result<(), MemoryError> {
-        let Owner::Guest(memory) = &self.owner else {
+        let Parts { iov, len: total, owner } = self.parts_mut();
+        let Owner::Guest(memory) = owner else {
             return Err(MemoryError::OutOfRange { addr, len });
         };
-        let (iov, total) = (&mut self.iov, &mut self.len);
         memory.pieces(addr, len, |base, len| {
             *total += len;
             push(iov, base, len);
@@ -214,7 +246,8 @@ impl Segments {
     /// the memory has another owner.
     #[must_use]
     pub fn append(&mut self, other: &Segments) -> bool {
-        match (&mut self.owner, &other.owner) {
+        let (parts, other) = (self.parts_mut(), other.parts());
+        match (&mut parts.owner, &other.owner) {
             // Segments without an owner are empty.
             (mine @ Owner::None, owner) => *mine = owner.clone(),
             (Owner::Regions(mine), Owner::Regions(theirs)) => mine.extend(theirs.iter().cloned()),
@@ -223,9 +256,9 @@ impl Segments {
             _ => return false,
         }
         for v in &other.iov {
-            push(&mut self.iov, v.iov_base.cast(), v.iov_len);
+            push(&mut parts.iov, v.iov_base.cast(), v.iov_len);
         }
-        self.len += other.len;
+        parts.len += other.len;
         true
     }
 
@@ -242,17 +275,17 @@ impl Segments {
             self.request().is_none(),
             "entries of zero-copy data cannot be mixed with addresses"
         );
-        let iov = &mut self.iov;
-        other.each(offset, len, |base, len| push(iov, base, len));
-        self.owner.join(&other.owner);
-        self.len += len;
+        let parts = self.parts_mut();
+        other.each(offset, len, |base, len| push(&mut parts.iov, base, len));
+        parts.owner.join(&other.parts().owner);
+        parts.len += len;
     }
 
     /// Calls `range` with each range of guest memory (guest address, length) in these segments.
     /// Returns false if they are not in one guest's memory.
     pub fn guest_ranges(&self, mut range: impl FnMut(u64, u64)) -> bool {
-        let Owner::Guest(memory) = &self.owner else { return false };
-        for v in &self.iov {
+        let Owner::Guest(memory) = &self.parts().owner else { return false };
+        for v in &self.parts().iov {
             memory.guest_ranges(v.iov_base.cast(), v.iov_len, &mut range);
         }
         true
@@ -261,18 +294,18 @@ impl Segments {
     /// Returns the total length in bytes.
     #[inline]
     pub fn len(&self) -> usize {
-        self.len
+        self.parts().len
     }
 
     #[inline]
     pub fn is_empty(&self) -> bool {
-        self.len == 0
+        self.parts().len == 0
     }
 
     /// Returns the size in bytes of a buffer of this process, even if only a part is in use; 0 for
     /// other memory.
     pub fn capacity(&self) -> usize {
-        match &self.owner {
+        match &self.parts().owner {
             Owner::Heap(buf) => buf.len,
             _ => 0,
         }
@@ -280,14 +313,15 @@ impl Segments {
 
     /// Returns the number of entries of the iovec.
     pub fn count(&self) -> usize {
-        self.iov.len()
+        self.parts().iov.len()
     }
 
     /// Returns whether every entry's address and length are multiples of these powers of two, as
     /// O_DIRECT requires.
     #[inline]
     pub fn is_aligned(&self, address: usize, length: usize) -> bool {
-        self.iov
+        self.parts()
+            .iov
             .iter()
             .all(|v| v.iov_base as usize & (address - 1) == 0 && v.iov_len & (length - 1) == 0)
     }
@@ -298,7 +332,7 @@ impl Segments {
         self.each(offset, len, |base, len| {
             iov.push(libc::iovec { iov_base: base.cast(), iov_len: len })
         });
-        Segments { iov, len, owner: self.owner.clone() }
+        Segments::new(iov, len, self.parts().owner.clone())
     }
 
     /// Copies `bytes` in, at `offset`.
@@ -427,12 +461,13 @@ impl Segments {
     /// Calls `piece` with the ranges of `offset`+`len`. Panics beyond the end: callers pass lengths
     /// that they computed, never a guest's.
     fn each(&self, mut offset: usize, mut len: usize, mut piece: impl FnMut(*mut u8, usize)) {
+        let parts = self.parts();
         assert!(
-            offset <= self.len && len <= self.len - offset,
+            offset <= parts.len && len <= parts.len - offset,
             "segments: {offset}+{len} beyond {}",
-            self.len
+            parts.len
         );
-        for v in &self.iov {
+        for v in &parts.iov {
             if len == 0 {
                 return;
             }
@@ -448,7 +483,7 @@ impl Segments {
     }
 
     pub(crate) fn iovecs(&self) -> &[libc::iovec] {
-        &self.iov
+        &self.parts().iov
     }
 }
 
@@ -482,7 +517,7 @@ fn find_difference(a: &[u8], b: &[u8]) -> Option<usize> {
 
 impl std::fmt::Debug for Segments {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Segments({} bytes in {})", self.len, self.iov.len())
+        write!(f, "Segments({} bytes in {})", self.len(), self.count())
     }
 }
 

@@ -437,7 +437,7 @@ impl Queue {
     }
 
     #[inline]
-    fn finish(&self, core: &mut Core, id: u16, status: Status, segments: Segments) {
+    fn finish(&self, core: &mut Core, id: u16, status: Status, mut segments: Segments) {
         self.in_flight.set(self.in_flight.get() - 1);
         let pending = &mut core.pending[usize::from(id)];
         pending.failed = pending.failed.or(status.err());
@@ -450,11 +450,8 @@ impl Queue {
         }
         // A chain with many ranges returns more segment lists than it took, so limit the pool.
         if core.pool.len() < MOST_IN_FLIGHT as usize {
+            segments.release();
             core.pool.push(segments);
-            // Released after the move, which would otherwise wait for the release's small stores.
-            if let Some(pooled) = core.pool.last_mut() {
-                pooled.release();
-            }
         }
     }
 

@@ -67,7 +67,8 @@ impl Shared {
         state.uses += 1;
         drop(state);
         let owner = Owner::Lent(Rc::new(Use(self.clone())));
-        let all = Segments { len: iov.iter().map(|v| v.iov_len).sum(), iov, owner };
+        let total = iov.iter().map(|v| v.iov_len).sum();
+        let all = Segments::new(iov, total, owner);
         Ok(all.slice(start, len))
     }
 }
@@ -103,27 +104,28 @@ pub struct Loan {
 impl Segments {
     /// Returns whether [`Segments::lend`] lends the memory itself, not a copy.
     pub fn is_lendable(&self) -> bool {
-        matches!(self.owner, Owner::Guest(_) | Owner::Regions(_))
+        matches!(self.parts().owner, Owner::Guest(_) | Owner::Regions(_))
     }
 
     /// Lends the memory to another thread. `is_filled`: it has data that the other thread needs.
     pub fn lend(self, is_filled: bool) -> Loan {
-        let regions = match &self.owner {
-            Owner::Guest(memory) => Some(memory.regions_of(&self.iov)),
+        let parts = self.parts();
+        let regions = match &parts.owner {
+            Owner::Guest(memory) => Some(memory.regions_of(&parts.iov)),
             Owner::Regions(regions) => Some(regions.clone()),
             _ => None,
         };
         let is_copy = regions.is_none();
         let memory = match regions {
-            Some(regions) => Memory { iov: self.iov.clone(), _keeps: Keeps::Regions(regions) },
+            Some(regions) => Memory { iov: parts.iov.clone(), _keeps: Keeps::Regions(regions) },
             None => {
-                let copy = AlignedBuf::zeroed(self.len);
+                let copy = AlignedBuf::zeroed(parts.len);
                 let base = copy.ptr.as_ptr();
                 if is_filled {
                     // SAFETY: the buffer has `len` initialized bytes, and no other user yet.
-                    self.copy_out(0, unsafe { std::slice::from_raw_parts_mut(base, self.len) });
+                    self.copy_out(0, unsafe { std::slice::from_raw_parts_mut(base, parts.len) });
                 }
-                let iov = vec![libc::iovec { iov_base: base.cast(), iov_len: self.len }];
+                let iov = vec![libc::iovec { iov_base: base.cast(), iov_len: parts.len }];
                 Memory { iov, _keeps: Keeps::Copy(copy) }
             }
         };
@@ -135,7 +137,7 @@ impl Segments {
 impl Loan {
     /// Returns what the other thread gets.
     pub fn lent(&self) -> Lent {
-        Lent::new(self.shared.clone(), self.own.len)
+        Lent::new(self.shared.clone(), self.own.len())
     }
 
     /// Ends the loan, and waits for operations that use the guest's memory. `is_filled`: the other
@@ -156,7 +158,7 @@ impl Loan {
         let own = std::mem::take(&mut self.own);
         if let (Some(Memory { iov, .. }), true) = (&memory, self.is_copy) {
             // SAFETY: the buffer has these bytes, is alive, and has no other user any more.
-            let copy = unsafe { std::slice::from_raw_parts(iov[0].iov_base.cast(), own.len) };
+            let copy = unsafe { std::slice::from_raw_parts(iov[0].iov_base.cast(), own.len()) };
             own.copy_in(0, copy);
         }
         own

@@ -259,3 +259,8 @@ fn every_entry_must_be_aligned() {
         assert!(!of(&pieces).is_aligned(512, 512), "{pieces:x?}");
     }
 }
+
+#[test]
+fn segments_are_one_pointer() {
+    assert_eq!(size_of::<Segments>(), size_of::<usize>());
+}

@@ -14,8 +14,8 @@ fn guest() -> (Segments, Weak<Region>) {
     segments.reset(&Rc::new(memory));
     segments.push_guest(0x1000, 0x100).unwrap();
     segments.push_guest(0x20200, 0x100).unwrap();
-    let Owner::Guest(memory) = &segments.owner else { panic!("it is a guest's memory") };
-    let region = Arc::downgrade(&memory.regions_of(&segments.iov)[1]);
+    let Owner::Guest(memory) = &segments.parts().owner else { panic!("it is a guest's memory") };
+    let region = Arc::downgrade(&memory.regions_of(&segments.parts().iov)[1]);
     (segments, region)
 }
 
