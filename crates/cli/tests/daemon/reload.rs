@@ -206,6 +206,10 @@ fn a_reload_logs_every_change() {
         ],
     );
     file("reactors = 2\nfair-share = false\n");
+    // What the server logs at its start may arrive late.
+    for disk in ["a", "b", "c", "d"] {
+        yard.daemon.wait_log_after(0, &format!("disk={disk:?}"));
+    }
     let log = yard.hangup("reloaded: ");
     for line in [
         "not applied: reactors: 1 -> 2: restart the server",
