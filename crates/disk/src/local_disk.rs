@@ -275,6 +275,12 @@ impl<S: Storage> LocalDisk<S> {
                     self.perform(image, op, request.offset, len, segments).await;
                 request.segments = segments;
                 if let Err(e) = &result
+                    && self.has_ended_early(op, e)
+                    && request.is_repeated_later()
+                {
+                    return Attempt::Finished(request.withdraw());
+                }
+                if let Err(e) = &result
                     && may_pause
                     && self.disk.pauses_at(e)
                 {

@@ -84,7 +84,13 @@ pub trait Token {
         false
     }
 
-    /// Takes back a request that was withdrawn before it began.
+    /// Returns whether the next server repeats the request if this one does not answer it.
+    fn is_repeated_later(&self) -> bool {
+        false
+    }
+
+    /// Takes back a request that is not answered: it was withdrawn before it began, or the next
+    /// server repeats it.
     fn take_back(self, segments: Segments)
     where
         Self: Sized,
@@ -109,7 +115,7 @@ pub struct Request<T: Token> {
 #[must_use = "the guest waits for its answer"]
 pub struct Finished<T: Token> {
     status: Status,
-    /// The request was withdrawn before it began. It has no status.
+    /// The request goes back to its export unanswered. It has no status.
     withdrawn: bool,
     segments: Segments,
     owed: Owed<T>,
@@ -144,7 +150,12 @@ impl<T: Token> Request<T> {
         Finished { status, withdrawn: false, segments: self.segments, owed: self.owed }
     }
 
-    /// Returns the request to its export, because it was withdrawn before it began.
+    /// Returns [`Token::is_repeated_later`].
+    pub(crate) fn is_repeated_later(&self) -> bool {
+        self.owed.0.as_ref().is_some_and(Token::is_repeated_later)
+    }
+
+    /// Returns the request to its export unanswered; see [`Token::take_back`].
     pub(crate) fn withdraw(self) -> Finished<T> {
         Finished { status: Ok(()), withdrawn: true, segments: self.segments, owed: self.owed }
     }

@@ -3,14 +3,16 @@
 //! In: calls of the exports. Out: requests that go on, or that end early.
 //!
 //! What must hold: an export ends in bounded time. A discard that ends early is a success, because
-//! its answer promises nothing. Zeroes that end early are an error. They do not end early in a
-//! hand-over.
+//! its answer promises nothing. Zeroes that end early stay unanswered if the next server repeats
+//! them, and are an error otherwise. They do not end early in a hand-over.
 
+use std::io;
 use std::time::{Duration, Instant};
 
 use blockyard_storage::Storage;
 
 use super::LocalDisk;
+use crate::request::Op;
 
 /// How long the end of an export waits for zeroes that change many clusters. The zeroes of one
 /// request usually take much less.
@@ -35,8 +37,8 @@ impl<S: Storage> LocalDisk<S> {
     }
 
     /// Admits every request of the disk on this reactor at once until [`LocalDisk::resume`],
-    /// because an export ends. The end does not wait for long requests: discards stop, and zeroes
-    /// fail after some seconds.
+    /// because an export ends. The end does not wait for long requests: discards stop, and after
+    /// some seconds zeroes stop, too.
     pub fn suspend(&self) {
         self.suspend_until(Instant::now() + LONG_TIME);
     }
@@ -69,6 +71,14 @@ impl<S: Storage> LocalDisk<S> {
     /// Stops the discards in progress, because something waits for the end of all requests.
     pub(crate) fn stop_discards(&self) {
         self.image.borrow().backend.stop_discards();
+    }
+
+    /// Returns whether zeroes failed because an export ends. They have done a part, so they may be
+    /// repeated.
+    pub(super) fn has_ended_early(&self, op: Op, error: &io::Error) -> bool {
+        matches!(op, Op::WriteZeroes { .. })
+            && error.kind() == io::ErrorKind::TimedOut
+            && self.long_until.get().is_some_and(|time| time <= Instant::now())
     }
 
     fn end_long_requests(&self, at: Option<Instant>) {

@@ -429,7 +429,7 @@ impl Queue {
         self.finish(&mut self.core.borrow_mut(), id, status, segments);
     }
 
-    /// Takes back a request that was withdrawn before it began.
+    /// Takes back a request that stays in the in-flight region, unanswered.
     fn withdrawn(&self, id: u16, segments: Segments) {
         let mut core = self.core.borrow_mut();
         core.pending[usize::from(id)].withdrawn = true;

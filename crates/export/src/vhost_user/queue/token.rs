@@ -27,6 +27,10 @@ impl Token for ChainToken {
         self.queue.suspends.get()
     }
 
+    fn is_repeated_later(&self) -> bool {
+        self.queue.core.borrow().inflight.is_some()
+    }
+
     fn take_back(self, segments: Segments) {
         self.queue.withdrawn(self.id, segments);
     }
