@@ -23,6 +23,7 @@ use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, sockopt,
 };
+use rustix::process::Pid;
 
 pub use store::Store;
 
@@ -92,6 +93,17 @@ pub fn announce(program: &Path) {
     message.extend(program.as_os_str().as_bytes());
     message.truncate(MOST_BYTES);
     tell("announcing this server", |keeper| match keeper {
+        Keeper::Holder(socket) => send(socket, &message, &[]),
+        Keeper::Store(_) => Ok(()),
+    });
+}
+
+/// Makes the holder kill a process if this one dies before the other one is the server. None: it
+/// has failed to take over. (systemd ends all processes of a service before it starts it again.)
+pub fn announce_taker(pid: Option<Pid>) {
+    let number = pid.map_or(0, |pid| pid.as_raw_nonzero().get());
+    let message = [&[kind::TAKER][..], &number.to_ne_bytes()].concat();
+    tell("announcing the next server", |keeper| match keeper {
         Keeper::Holder(socket) => send(socket, &message, &[]),
         Keeper::Store(_) => Ok(()),
     });

@@ -6,6 +6,7 @@
 //!     keep(key, descriptors)   ◄── at each change of a session
 //!     forget(key)              ◄── at the end of a disk
 //!     all?                     ◄── at the server's start; the holder answers with each key
+//!     taker(process)           ◄── a process begins to take over; zero: it has failed
 //!     server(process, program) ◄── a server is ready, or has taken over
 //! ```
 //! What must hold
@@ -14,7 +15,9 @@
 //! - A server that exits by itself ends the holder, with the same status. A server that a signal
 //!   ends is started again: [`BURST`] times at once, then once a second.
 //! - If [`FAILURES`] servers in a row die before they are ready, the holder ends.
-//! - The holder waits for nothing but messages and signals.
+//! - If a server dies while another one takes over from it, the holder kills the other one, and
+//!   starts the next server only after its end. Both would serve the same queues otherwise.
+//! - The holder waits for nothing but messages, signals and ends of processes.
 
 use std::ffi::{CString, OsString};
 use std::io;
@@ -46,6 +49,7 @@ pub mod kind {
     pub const ALL: u8 = b'a';
     pub const END: u8 = b'e';
     pub const SERVER: u8 = b's';
+    pub const TAKER: u8 = b't';
 }
 
 /// What is kept under a key. `fds` is zero for a free slot.
@@ -73,6 +77,10 @@ struct Holder {
     /// Becomes readable when a server ends that has announced itself. Until the old server exits,
     /// another process is the parent of the new one, and could take its status.
     watched: Option<OwnedFd>,
+    /// The process that takes over from the server, with its number.
+    taker: Option<(libc::pid_t, OwnedFd)>,
+    /// The server has ended. The next one starts when the taker has ended too.
+    is_owed: bool,
     /// No process has the other end of the socket, so the server is about to end.
     is_alone: bool,
     socket: OwnedFd,
@@ -86,23 +94,47 @@ pub fn run(program: &Path, arguments: &[OsString]) -> io::Result<u8> {
     let mut holder = Holder::new(program, arguments)?;
     holder.start()?;
     loop {
-        let (is_left, is_over) = holder.wait()?;
+        let Ends { is_left, is_over, is_taker_gone } = holder.wait()?;
         // A new server announces itself before the old one exits, so read messages first.
         while holder.take_message() {}
         // A socket without a peer is always readable, so poll must not wait for it any more.
         holder.is_alone |= is_left;
+        if is_taker_gone {
+            holder.taker = None;
+        }
         while let Some(signal) = holder.next_signal() {
-            if signal != libc::SIGCHLD {
+            match signal {
+                libc::SIGCHLD => {
+                    if let Some(status) = holder.reap()? {
+                        return Ok(status);
+                    }
+                }
+                libc::SIGTERM | libc::SIGINT if holder.is_owed => {
+                    note(b"blockyard holder: ended before the next server could start\n");
+                    return Ok(1);
+                }
+                _ if holder.is_owed => {}
                 // SAFETY: kill has no memory arguments.
-                unsafe { libc::kill(holder.server, signal) };
-            } else if let Some(status) = holder.reap()? {
-                return Ok(status);
+                _ => drop(unsafe { libc::kill(holder.server, signal) }),
             }
         }
         if is_over && let Some(status) = holder.reap_announced()? {
             return Ok(status);
         }
+        if holder.is_owed && holder.taker.is_none() {
+            holder.start()?;
+        }
     }
+}
+
+/// What has ended.
+struct Ends {
+    /// No process has the other end of the socket any more. Messages that were sent before that can
+    /// still be read.
+    is_left: bool,
+    /// The server that has announced itself.
+    is_over: bool,
+    is_taker_gone: bool,
 }
 
 fn check(rc: libc::c_int) -> io::Result<libc::c_int> {
@@ -138,6 +170,8 @@ impl Holder {
             _words: words,
             server: 0,
             watched: None,
+            taker: None,
+            is_owed: false,
             is_alone: false,
             socket,
             signals: signals()?,
@@ -172,26 +206,30 @@ impl Holder {
             }
         }
         (self.socket, self.server, self.is_alone) = (ours, pid, false);
-        self.watched = None;
+        (self.watched, self.is_owed) = (None, false);
         Ok(())
     }
 
-    /// Waits for a message, a signal, or the end of a server that has announced itself. The first
-    /// value: no process has the other end of the socket any more. Messages that were sent before
-    /// that can still be read. The second value: the announced server has ended.
-    fn wait(&self) -> io::Result<(bool, bool)> {
+    /// Waits for a message, a signal, or an end.
+    fn wait(&self) -> io::Result<Ends> {
         let entry = |fd: Option<&OwnedFd>| {
             let fd = fd.map_or(-1, AsRawFd::as_raw_fd);
             libc::pollfd { fd, events: libc::POLLIN, revents: 0 }
         };
         let socket = Some(&self.socket).filter(|_| !self.is_alone);
-        let mut fds = [entry(Some(&self.signals)), entry(socket), entry(self.watched.as_ref())];
-        // SAFETY: the kernel writes to `fds`, which has three entries.
-        let rc = unsafe { libc::poll(fds.as_mut_ptr(), 3, -1) };
+        let taker = self.taker.as_ref().map(|(_, process)| process);
+        let watched = self.watched.as_ref();
+        let mut fds = [entry(Some(&self.signals)), entry(socket), entry(watched), entry(taker)];
+        // SAFETY: the kernel writes to `fds`, which has four entries.
+        let rc = unsafe { libc::poll(fds.as_mut_ptr(), 4, -1) };
         if rc < 0 && io::Error::last_os_error().kind() != io::ErrorKind::Interrupted {
             return Err(io::Error::last_os_error());
         }
-        Ok((fds[1].revents & libc::POLLHUP != 0, fds[2].revents & libc::POLLIN != 0))
+        Ok(Ends {
+            is_left: fds[1].revents & libc::POLLHUP != 0,
+            is_over: fds[2].revents & libc::POLLIN != 0,
+            is_taker_gone: fds[3].revents & libc::POLLIN != 0,
+        })
     }
 
     /// Reads the next signal, if there is one.
@@ -237,15 +275,24 @@ impl Holder {
         }
     }
 
-    /// Starts the next server after one that has ended with a status of waitpid. Returns the status
-    /// if the holder must end too.
+    /// Starts the next server after one that has ended with a status of waitpid. If there is a
+    /// taker, kills it, and owes the start. Returns the status if the holder must end too.
     fn follow(&mut self, status: libc::c_int) -> io::Result<Option<u8>> {
         if let Some(status) = self.ended(status) {
             return Ok(Some(status));
         }
         note(b"blockyard holder: a signal ended the server: starting it again\n");
         self.pause();
-        self.start()?;
+        match &self.taker {
+            None => self.start()?,
+            Some((_, process)) => {
+                // It notices the server's death too, and ends. But it may be slow. A killed process
+                // that does not end may still have writes in flight.
+                let kill = rustix::process::Signal::KILL;
+                let _ = rustix::process::pidfd_send_signal(process, kill);
+                (self.watched, self.is_owed) = (None, true);
+            }
+        }
         Ok(None)
     }
 
@@ -287,13 +334,17 @@ impl Holder {
             Some((&kind::KEEP, key)) if key.len() <= MOST_KEY => self.keep(key, fds),
             Some((&kind::FORGET, key)) => self.forget(key),
             Some((&kind::ALL, _)) => self.send_all(),
-            Some((&kind::SERVER, rest)) if rest.len() >= 4 => {
-                self.server = i32::from_ne_bytes([rest[0], rest[1], rest[2], rest[3]]);
-                let pid = rustix::process::Pid::from_raw(self.server);
-                let flags = rustix::process::PidfdFlags::empty();
-                self.watched = pid.and_then(|pid| rustix::process::pidfd_open(pid, flags).ok());
+            Some((&kind::SERVER, rest)) if rest.len() >= 4 && !self.is_owed => {
+                let process;
+                (self.server, process) = self::process(rest);
+                self.watched = process;
+                self.taker = self.taker.take().filter(|(taker, _)| *taker != self.server);
                 self.set_program(&rest[4..]);
                 self.is_ready = true;
+            }
+            Some((&kind::TAKER, rest)) if rest.len() >= 4 && !self.is_owed => {
+                let (pid, process) = process(rest);
+                self.taker = process.map(|process| (pid, process));
             }
             _ => close(fds),
         }
@@ -335,6 +386,14 @@ impl Holder {
         }
         let _ = send(self.socket.as_raw_fd(), &[kind::END], &[]);
     }
+}
+
+/// Returns the process whose number a message begins with.
+fn process(message: &[u8]) -> (libc::pid_t, Option<OwnedFd>) {
+    let number = i32::from_ne_bytes([message[0], message[1], message[2], message[3]]);
+    let pid = rustix::process::Pid::from_raw(number);
+    let flags = rustix::process::PidfdFlags::empty();
+    (number, pid.and_then(|pid| rustix::process::pidfd_open(pid, flags).ok()))
 }
 
 fn note(text: &[u8]) {

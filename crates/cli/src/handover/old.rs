@@ -112,6 +112,8 @@ pub fn hand_over(server: &Server, stream: UnixStream, pid: i32) -> anyhow::Resul
     let pid = Pid::from_raw(pid).context("the new server has no process number here")?;
     let process = rustix::process::pidfd_open(pid, PidfdFlags::empty())
         .context("watching the new server's process")?;
+    // Before the new server has anything of this one.
+    keeper::announce_taker(Some(pid));
     server.events.publish(What::HandOverBegun);
     let mut hand_over =
         HandOver { server, peer, process, pid, version: String::new(), away: vec![] };
@@ -130,6 +132,7 @@ pub fn hand_over(server: &Server, stream: UnixStream, pid: i32) -> anyhow::Resul
             holder::announce();
             let _ = hand_over.peer.send(&FromOld::Refused { what: format!("{e:#}") });
             hand_over.take_back();
+            keeper::announce_taker(None);
             let error = Some(format!("{e:#}"));
             server.events.publish(What::HandOverEnded { pid: None, error });
         }

@@ -2,10 +2,11 @@
 
 Usage: between.py MESSAGE VICTIM PROGRAM ARGUMENT...
     MESSAGE   hello, welcome, take, given, took, ready, commit or serves
-    VICTIM    old, new or both; the message still arrives at a server that lives. format: none, and
-              the parcels of the message have a newer format. A path: the process that the file
-              names; the message arrives when it has ended
-    PROGRAM   the new server
+    VICTIM    old, new or both; the message still arrives at a server that lives. hung: the new one
+              stops, and the old one is killed. format: none, and the parcels of the message have a
+              newer format. A path: the process that the file names; the message arrives when it has
+              ended
+    PROGRAM   the new server, which this process becomes. A child relays.
 Standard input is the connection to the old server, which is the parent of this process.
 """
 
@@ -15,7 +16,6 @@ import select
 import signal
 import socket
 import struct
-import subprocess
 import sys
 
 MESSAGE, VICTIM = sys.argv[1:3]
@@ -62,17 +62,23 @@ def send(stream, body, fds):
         os.close(fd)
 
 
+def wait_for(process):
+    select.select([process], [], [])
+
+
 def kill():
     if VICTIM in ("new", "both"):
-        new.kill()
-        new.wait()
-    if VICTIM in ("old", "both"):
+        signal.pidfd_send_signal(new, signal.SIGKILL)
+        wait_for(new)
+    if VICTIM == "hung":
+        signal.pidfd_send_signal(new, signal.SIGSTOP)
+    if VICTIM in ("old", "both", "hung"):
         os.kill(OLD, signal.SIGKILL)
     if "/" in VICTIM:
         with open(VICTIM) as file:
             process = os.pidfd_open(int(file.read()))
         signal.pidfd_send_signal(process, signal.SIGKILL)
-        select.select([process], [], [])
+        wait_for(process)
 
 
 def relay(source, target):
@@ -92,7 +98,11 @@ def relay(source, target):
 
 old = socket.socket(fileno=os.dup(0))
 ours, theirs = socket.socketpair()
-new = subprocess.Popen([*sys.argv[3:]], stdin=theirs)
+new = os.pidfd_open(os.getpid())
+if os.fork():
+    os.dup2(theirs.fileno(), 0)
+    os.execv(sys.argv[3], sys.argv[3:])
+os.close(0)
 theirs.close()
 try:
     while True:
@@ -102,4 +112,4 @@ except Gone:
     pass
 ours.close()
 if VICTIM in ("new", "format"):
-    new.wait()
+    wait_for(new)

@@ -115,6 +115,26 @@ fn kills_at_each_message_of_a_hand_over_under_a_holder_are_not_noticed() {
     case.is_clean();
 }
 
+/// The new server notices nothing. It has copies of the listening sockets, so another server cannot
+/// start beside it.
+#[test]
+fn a_new_server_that_hangs_ends_with_the_old_one_under_a_holder() {
+    let case = Case::new();
+    let mut holder = keep_with(&case, Keeper::Holder, &["--sandbox", "off"]);
+    let load = LoadOptions { no_inflight: true, ..case.load() };
+    case.under_load(&load, |goes_on| {
+        for message in ["welcome", "given", "took", "ready", "commit"] {
+            let before = upgrade(&case, message, "hung");
+            until("a server runs", SOON, || server(&case).is_some_and(|now| now != before));
+            goes_on();
+            assert!(holder.running(), "{message}: {}", holder.log());
+        }
+        serves(&case);
+    });
+    holder.stop();
+    case.is_clean();
+}
+
 /// A session that a newer server has described is not guessed: the new server ends, and the old one
 /// goes on.
 #[test]

@@ -1,5 +1,7 @@
 //! A holder without a process: the test is its server.
 
+use std::os::unix::process::ExitStatusExt;
+
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustix::pipe::PipeFlags;
 
@@ -15,6 +17,8 @@ fn holder() -> (Holder, OwnedFd) {
         is_ready: false,
         restarts: BURST,
         watched: None,
+        taker: None,
+        is_owed: false,
         counted: Instant::now(),
         program: [0; MOST_PATH],
         arguments: vec![std::ptr::null()],
@@ -166,18 +170,45 @@ fn a_pause_brings_no_more_restarts_than_a_burst() {
     assert_eq!(holder.restarts, BURST - 1);
 }
 
+#[test]
+fn a_server_that_dies_is_followed_after_the_end_of_its_taker() {
+    let (mut holder, socket) = holder();
+    let mut taker = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
+    let number = (taker.id() as i32).to_ne_bytes();
+    tell(&mut holder, &socket, kind::TAKER, &number, None);
+    assert_eq!(holder.follow(libc::SIGKILL).unwrap(), None);
+    assert!(holder.is_owed && holder.server == 0, "no server has been started");
+    // It was about to be the server.
+    tell(&mut holder, &socket, kind::SERVER, &number, None);
+    assert!(holder.taker.is_some() && holder.server == 0);
+    assert!(holder.wait().unwrap().is_taker_gone);
+    assert_eq!(taker.wait().unwrap().signal(), Some(libc::SIGKILL));
+}
+
+#[test]
+fn a_taker_that_has_failed_or_become_the_server_is_not_killed() {
+    let (mut holder, socket) = holder();
+    let ours = (std::process::id() as i32).to_ne_bytes();
+    for (kind, number) in [(kind::TAKER, 0i32.to_ne_bytes()), (kind::SERVER, ours)] {
+        tell(&mut holder, &socket, kind::TAKER, &ours, None);
+        assert!(holder.taker.is_some());
+        tell(&mut holder, &socket, kind, &number, None);
+        assert!(holder.taker.is_none());
+    }
+}
+
 /// A holder that polls such a socket would take a processor until the server has ended.
 #[test]
 fn a_socket_without_a_server_is_left_after_its_last_message() {
     let (mut holder, socket) = holder();
     send(socket.as_raw_fd(), &[&[kind::SERVER][..], &7i32.to_ne_bytes()].concat(), &[]).unwrap();
-    assert!(!holder.wait().unwrap().0, "the server has its end");
+    assert!(!holder.wait().unwrap().is_left, "the server has its end");
     drop(socket);
-    assert!(is_left(&holder.socket) && holder.wait().unwrap().0);
+    assert!(is_left(&holder.socket) && holder.wait().unwrap().is_left);
     assert!(holder.take_message() && !holder.take_message());
     assert!(holder.is_ready);
     holder.is_alone = true;
     // The only event that is left is that of a signal.
     rustix::io::write(&holder.signals, &1u64.to_ne_bytes()).unwrap();
-    assert!(!holder.wait().unwrap().0);
+    assert!(!holder.wait().unwrap().is_left);
 }
