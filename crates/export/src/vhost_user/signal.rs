@@ -145,6 +145,8 @@ pub struct GuestSignal {
     policy: SlowCalls,
     handed: Arc<Handed>,
     thread: Arc<SignalThread>,
+    /// The log has the slow signals since the thread got the bell.
+    is_reported: bool,
 }
 
 impl GuestSignal {
@@ -153,7 +155,7 @@ impl GuestSignal {
     pub fn new(fd: OwnedFd, thread: &Arc<SignalThread>) -> std::io::Result<Self> {
         let bell = Some(Bell::new(fd)?);
         let (policy, handed) = Default::default();
-        Ok(GuestSignal { bell, policy, handed, thread: thread.clone() })
+        Ok(GuestSignal { bell, policy, handed, thread: thread.clone(), is_reported: false })
     }
 
     /// Signals the guest. Never blocks.
@@ -178,6 +180,9 @@ impl GuestSignal {
         }
         let took = Duration::from_nanos(self.handed.slowest_ns.swap(0, Ordering::SeqCst));
         self.policy.made(now, took);
+        if took >= REPORTED && !std::mem::replace(&mut self.is_reported, true) {
+            self.report(took);
+        }
         if !self.handed.is_wanted.swap(true, Ordering::SeqCst) {
             let handed = self.handed.clone();
             if self.thread.pool.run(Box::new(move |()| handed.ring())).is_err() {
@@ -201,19 +206,22 @@ impl GuestSignal {
     fn ring_measured(&mut self, now: Instant) {
         let Some(bell) = &mut self.bell else { return };
         let took = bell.ring_measured();
-        if !self.policy.made(now, took) {
-            return;
+        if self.policy.made(now, took) {
+            *lock(&self.handed.bell) = self.bell.take();
+            self.is_reported = false;
         }
-        *lock(&self.handed.bell) = self.bell.take();
-        if took >= REPORTED {
-            let SignalThread { disk, log, .. } = &*self.thread;
-            let what = format_args!(
-                "a signal to the front end takes {} us, because its descriptor has many waiters; \
-                 a thread sends the signals",
-                took.as_micros()
-            );
-            log.warn(disk.name(), None, what);
-        }
+    }
+
+    /// Reports what the thread has measured. What the reactor has measured can be an interruption
+    /// by the host, which counts as processor time.
+    fn report(&self, took: Duration) {
+        let SignalThread { disk, log, .. } = &*self.thread;
+        let what = format_args!(
+            "a signal to the front end takes {} us, because its descriptor has many waiters; a \
+             thread sends the signals",
+            took.as_micros()
+        );
+        log.warn(disk.name(), None, what);
     }
 }
 
