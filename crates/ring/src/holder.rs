@@ -388,7 +388,7 @@ impl Holder {
     }
 }
 
-/// Returns the process whose number a message begins with.
+/// Returns the process at the start of a message: its number, and a descriptor if it is there.
 fn process(message: &[u8]) -> (libc::pid_t, Option<OwnedFd>) {
     let number = i32::from_ne_bytes([message[0], message[1], message[2], message[3]]);
     let pid = rustix::process::Pid::from_raw(number);
