@@ -15,8 +15,9 @@
 //! - A server that exits by itself ends the holder, with the same status. A server that a signal
 //!   ends is started again: [`BURST`] times at once, then once a second.
 //! - If [`FAILURES`] servers in a row die before they are ready, the holder ends.
-//! - If a server dies while another one takes over from it, the holder kills the other one, and
-//!   starts the next server only after its end. Both would serve the same queues otherwise.
+//! - Two processes of a hand-over never serve beside a third one. If the old server dies, the
+//!   holder kills the new one. If the new one dies, the old one announces itself again, or ends.
+//!   The next server starts only after the end of both.
 //! - The holder waits for nothing but messages, signals and ends of processes.
 
 use std::ffi::{CString, OsString};
@@ -61,6 +62,14 @@ struct Slot {
     count: usize,
 }
 
+/// The other process of a hand-over.
+struct Other {
+    pid: libc::pid_t,
+    process: OwnedFd,
+    /// It was the server before. Otherwise it takes over.
+    has_served: bool,
+}
+
 struct Holder {
     slots: Vec<Slot>,
     /// Number of servers in a row that died before they were ready.
@@ -77,9 +86,8 @@ struct Holder {
     /// Becomes readable when a server ends that has announced itself. Until the old server exits,
     /// another process is the parent of the new one, and could take its status.
     watched: Option<OwnedFd>,
-    /// The process that takes over from the server, with its number.
-    taker: Option<(libc::pid_t, OwnedFd)>,
-    /// The server has ended. The next one starts when the taker has ended too.
+    other: Option<Other>,
+    /// The server has ended. The next one starts when the other process has ended too.
     is_owed: bool,
     /// No process has the other end of the socket, so the server is about to end.
     is_alone: bool,
@@ -94,13 +102,13 @@ pub fn run(program: &Path, arguments: &[OsString]) -> io::Result<u8> {
     let mut holder = Holder::new(program, arguments)?;
     holder.start()?;
     loop {
-        let Ends { is_left, is_over, is_taker_gone } = holder.wait()?;
+        let Ends { is_left, is_over, is_other_gone } = holder.wait()?;
         // A new server announces itself before the old one exits, so read messages first.
         while holder.take_message() {}
         // A socket without a peer is always readable, so poll must not wait for it any more.
         holder.is_alone |= is_left;
-        if is_taker_gone {
-            holder.taker = None;
+        if is_other_gone {
+            holder.other = None;
         }
         while let Some(signal) = holder.next_signal() {
             match signal {
@@ -121,7 +129,7 @@ pub fn run(program: &Path, arguments: &[OsString]) -> io::Result<u8> {
         if is_over && let Some(status) = holder.reap_announced()? {
             return Ok(status);
         }
-        if holder.is_owed && holder.taker.is_none() {
+        if holder.is_owed && holder.other.is_none() {
             holder.start()?;
         }
     }
@@ -134,7 +142,7 @@ struct Ends {
     is_left: bool,
     /// The server that has announced itself.
     is_over: bool,
-    is_taker_gone: bool,
+    is_other_gone: bool,
 }
 
 fn check(rc: libc::c_int) -> io::Result<libc::c_int> {
@@ -170,7 +178,7 @@ impl Holder {
             _words: words,
             server: 0,
             watched: None,
-            taker: None,
+            other: None,
             is_owed: false,
             is_alone: false,
             socket,
@@ -217,9 +225,9 @@ impl Holder {
             libc::pollfd { fd, events: libc::POLLIN, revents: 0 }
         };
         let socket = Some(&self.socket).filter(|_| !self.is_alone);
-        let taker = self.taker.as_ref().map(|(_, process)| process);
+        let other = self.other.as_ref().map(|other| &other.process);
         let watched = self.watched.as_ref();
-        let mut fds = [entry(Some(&self.signals)), entry(socket), entry(watched), entry(taker)];
+        let mut fds = [entry(Some(&self.signals)), entry(socket), entry(watched), entry(other)];
         // SAFETY: the kernel writes to `fds`, which has four entries.
         let rc = unsafe { libc::poll(fds.as_mut_ptr(), 4, -1) };
         if rc < 0 && io::Error::last_os_error().kind() != io::ErrorKind::Interrupted {
@@ -228,7 +236,7 @@ impl Holder {
         Ok(Ends {
             is_left: fds[1].revents & libc::POLLHUP != 0,
             is_over: fds[2].revents & libc::POLLIN != 0,
-            is_taker_gone: fds[3].revents & libc::POLLIN != 0,
+            is_other_gone: fds[3].revents & libc::POLLIN != 0,
         })
     }
 
@@ -275,24 +283,25 @@ impl Holder {
         }
     }
 
-    /// Starts the next server after one that has ended with a status of waitpid. If there is a
-    /// taker, kills it, and owes the start. Returns the status if the holder must end too.
+    /// Starts the next server after one that has ended with a status of waitpid. If there is
+    /// another process, owes the start. Returns the status if the holder must end too.
     fn follow(&mut self, status: libc::c_int) -> io::Result<Option<u8>> {
         if let Some(status) = self.ended(status) {
             return Ok(Some(status));
         }
         note(b"blockyard holder: a signal ended the server: starting it again\n");
         self.pause();
-        match &self.taker {
-            None => self.start()?,
-            Some((_, process)) => {
-                // It notices the server's death too, and ends. But it may be slow. A killed process
-                // that does not end may still have writes in flight.
-                let kill = rustix::process::Signal::KILL;
-                let _ = rustix::process::pidfd_send_signal(process, kill);
-                (self.watched, self.is_owed) = (None, true);
-            }
+        let Some(other) = &self.other else {
+            self.start()?;
+            return Ok(None);
+        };
+        // It notices the server's death too, and ends. But it may be slow. A killed process that
+        // does not end may still have writes in flight.
+        if !other.has_served {
+            let kill = rustix::process::Signal::KILL;
+            let _ = rustix::process::pidfd_send_signal(&other.process, kill);
         }
+        (self.server, self.watched, self.is_owed) = (0, None, true);
         Ok(None)
     }
 
@@ -334,21 +343,36 @@ impl Holder {
             Some((&kind::KEEP, key)) if key.len() <= MOST_KEY => self.keep(key, fds),
             Some((&kind::FORGET, key)) => self.forget(key),
             Some((&kind::ALL, _)) => self.send_all(),
-            Some((&kind::SERVER, rest)) if rest.len() >= 4 && !self.is_owed => {
-                let process;
-                (self.server, process) = self::process(rest);
-                self.watched = process;
-                self.taker = self.taker.take().filter(|(taker, _)| *taker != self.server);
-                self.set_program(&rest[4..]);
-                self.is_ready = true;
+            Some((&kind::SERVER, rest)) if rest.len() >= 4 => {
+                let (pid, process) = number_of(rest);
+                self.announced(pid, process, &rest[4..]);
             }
             Some((&kind::TAKER, rest)) if rest.len() >= 4 && !self.is_owed => {
-                let (pid, process) = process(rest);
-                self.taker = process.map(|process| (pid, process));
+                let (pid, process) = number_of(rest);
+                self.other = process.map(|process| Other { pid, process, has_served: false });
             }
             _ => close(fds),
         }
         true
+    }
+
+    /// Follows a process that is the server now.
+    fn announced(&mut self, pid: libc::pid_t, process: Option<OwnedFd>, program: &[u8]) {
+        let before = self.other.as_ref().filter(|other| other.pid == pid);
+        let (is_other, has_served) = (before.is_some(), before.is_some_and(|b| b.has_served));
+        if self.is_owed && is_other && !has_served {
+            // It has been killed.
+            return;
+        }
+        if pid != self.server {
+            // A server that serves again has failed to hand over. The other one has to end then.
+            let last = self.watched.take().or_else(|| pidfd(self.server));
+            let last = last.map(|process| (self.server, process));
+            self.other = last.map(|(pid, process)| Other { pid, process, has_served: !has_served });
+        }
+        (self.server, self.watched, self.is_owed) = (pid, process, false);
+        self.set_program(program);
+        self.is_ready = true;
     }
 
     fn place(&self, key: &[u8]) -> Option<usize> {
@@ -389,11 +413,14 @@ impl Holder {
 }
 
 /// Returns the process at the start of a message: its number, and a descriptor if it is there.
-fn process(message: &[u8]) -> (libc::pid_t, Option<OwnedFd>) {
+fn number_of(message: &[u8]) -> (libc::pid_t, Option<OwnedFd>) {
     let number = i32::from_ne_bytes([message[0], message[1], message[2], message[3]]);
-    let pid = rustix::process::Pid::from_raw(number);
+    (number, pidfd(number))
+}
+
+fn pidfd(pid: libc::pid_t) -> Option<OwnedFd> {
     let flags = rustix::process::PidfdFlags::empty();
-    (number, pid.and_then(|pid| rustix::process::pidfd_open(pid, flags).ok()))
+    rustix::process::pidfd_open(rustix::process::Pid::from_raw(pid)?, flags).ok()
 }
 
 fn note(text: &[u8]) {

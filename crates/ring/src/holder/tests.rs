@@ -17,7 +17,7 @@ fn holder() -> (Holder, OwnedFd) {
         is_ready: false,
         restarts: BURST,
         watched: None,
-        taker: None,
+        other: None,
         is_owed: false,
         counted: Instant::now(),
         program: [0; MOST_PATH],
@@ -180,8 +180,8 @@ fn a_server_that_dies_is_followed_after_the_end_of_its_taker() {
     assert!(holder.is_owed && holder.server == 0, "no server has been started");
     // It was about to be the server.
     tell(&mut holder, &socket, kind::SERVER, &number, None);
-    assert!(holder.taker.is_some() && holder.server == 0);
-    assert!(holder.wait().unwrap().is_taker_gone);
+    assert!(holder.other.is_some() && holder.server == 0);
+    assert!(holder.wait().unwrap().is_other_gone);
     assert_eq!(taker.wait().unwrap().signal(), Some(libc::SIGKILL));
 }
 
@@ -191,10 +191,38 @@ fn a_taker_that_has_failed_or_become_the_server_is_not_killed() {
     let ours = (std::process::id() as i32).to_ne_bytes();
     for (kind, number) in [(kind::TAKER, 0i32.to_ne_bytes()), (kind::SERVER, ours)] {
         tell(&mut holder, &socket, kind::TAKER, &ours, None);
-        assert!(holder.taker.is_some());
+        assert!(holder.other.is_some());
         tell(&mut holder, &socket, kind, &number, None);
-        assert!(holder.taker.is_none());
+        assert!(holder.other.is_none());
     }
+}
+
+/// The new server dies between its announcement and the end of the old one.
+#[test]
+fn a_new_server_that_dies_is_followed_by_the_old_one_or_after_its_end() {
+    let (mut holder, socket) = holder();
+    let mut old = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
+    let mut new = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
+    let tell_of = |holder: &mut Holder, kind, process: &std::process::Child| {
+        tell(holder, &socket, kind, &(process.id() as i32).to_ne_bytes(), None);
+    };
+    for (kind, process) in [(kind::SERVER, &old), (kind::TAKER, &new), (kind::SERVER, &new)] {
+        tell_of(&mut holder, kind, process);
+    }
+    assert!(holder.other.as_ref().is_some_and(|other| other.has_served));
+    assert_eq!(holder.follow(libc::SIGKILL).unwrap(), None);
+    assert!(holder.is_owed && old.try_wait().unwrap().is_none(), "the old one may go on");
+    tell_of(&mut holder, kind::SERVER, &old);
+    assert_eq!((holder.is_owed, holder.server), (false, old.id() as i32));
+    assert!(holder.other.is_none());
+    // The old one serves again before the new one has ended, and dies.
+    tell_of(&mut holder, kind::SERVER, &new);
+    tell_of(&mut holder, kind::SERVER, &old);
+    assert_eq!(holder.follow(libc::SIGKILL).unwrap(), None);
+    assert_eq!(new.wait().unwrap().signal(), Some(libc::SIGKILL));
+    assert!(holder.is_owed && holder.wait().unwrap().is_other_gone);
+    old.kill().unwrap();
+    old.wait().unwrap();
 }
 
 /// A holder that polls such a socket would take a processor until the server has ended.
