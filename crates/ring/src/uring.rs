@@ -86,6 +86,10 @@ fn restrictions(ring: &IoUring) -> Vec<Restriction> {
     registers.chain(operations).chain([Restriction::sqe_flags_allowed(flags.bits())]).collect()
 }
 
+/// Most kernel workers of a ring that make calls on sockets. Peers decide how long these calls
+/// take, and each worker competes with the reactor for a processor.
+const MOST_SOCKET_WORKERS: u32 = 4;
+
 /// Number of a task of an executor.
 pub type TaskId = u32;
 
@@ -199,6 +203,8 @@ impl Uring {
             }
         };
         let _ = ring.submitter().register_iowq_aff(&no_cpu());
+        // A zero: the number of workers for files stays.
+        let _ = ring.submitter().register_iowq_max_workers(&mut [0, MOST_SOCKET_WORKERS]);
         let entrance = Entrance::new(&ring);
         if restricted {
             ring.submitter().register_restrictions(&mut restrictions(&ring))?;

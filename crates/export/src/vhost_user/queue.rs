@@ -513,7 +513,7 @@ impl Queue {
             ),
         );
         if let Some(fd) = core.error.take() {
-            self.device.signals.send_once(fd);
+            self.device.signals.send_error(fd);
         }
     }
 

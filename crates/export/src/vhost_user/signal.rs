@@ -6,12 +6,16 @@
 //! ```
 //!
 //! In: signals of a queue. Out: each reaches the guest, from the reactor or from a thread.
-//! [`SlowCalls`] decides which. What must hold: the thread has at most one signal of a
-//! queue to send, because several that wait are one signal to the guest. No signal is lost while
-//! the bell changes hands.
+//! [`SlowCalls`] decides which.
+//!
+//! What must hold
+//! - The thread has at most one signal of a queue to send, because several that wait are one signal
+//!   to the guest. No signal is lost while the bell changes hands.
+//! - A front end that brings a new descriptor, or connects again, gains nothing: the device
+//!   remembers what its signals took.
 
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -28,6 +32,9 @@ use crate::log::Log;
 /// Time after which a thread without signals ends.
 const LINGER: Duration = Duration::from_secs(1);
 
+/// Most error signals that wait for the thread. A further one is left out.
+const MOST_ERRORS: usize = 8;
+
 /// Signals that take as long are reported in the log.
 const REPORTED: Duration = Duration::from_millis(1);
 
@@ -36,6 +43,10 @@ pub struct SignalThread {
     pool: Pool,
     disk: Arc<Disk>,
     log: Log,
+    /// With what a new descriptor begins.
+    policy: Mutex<SlowCalls>,
+    /// Number of error signals that wait.
+    errors: Arc<AtomicUsize>,
 }
 
 impl std::fmt::Debug for SignalThread {
@@ -47,7 +58,8 @@ impl std::fmt::Debug for SignalThread {
 impl SignalThread {
     pub fn new(disk: Arc<Disk>) -> Arc<Self> {
         let pool = Pool::new("signals", 1, LINGER);
-        Arc::new(SignalThread { pool, disk, log: Log::default() })
+        let (log, policy, errors) = Default::default();
+        Arc::new(SignalThread { pool, disk, log, policy, errors })
     }
 
     #[cfg(test)]
@@ -66,12 +78,18 @@ impl SignalThread {
         SignalThread::new(Arc::new(Disk::new(options, Source::open(&image).unwrap())))
     }
 
-    /// Sends one signal from the thread.
-    pub fn send_once(&self, fd: OwnedFd) {
+    /// Sends one signal about an error from the thread, unless many wait already.
+    pub fn send_error(&self, fd: OwnedFd) {
+        let errors = self.errors.clone();
+        if errors.fetch_add(1, Ordering::SeqCst) >= MOST_ERRORS {
+            errors.fetch_sub(1, Ordering::SeqCst);
+            return;
+        }
         let task = move |(): &()| {
             if let Ok(mut bell) = Bell::new(fd) {
                 bell.ring();
             }
+            errors.fetch_sub(1, Ordering::SeqCst);
         };
         // Without a thread the signal is lost, as if the front end had not asked for it.
         let _ = self.pool.run(Box::new(task));
@@ -153,8 +171,15 @@ impl GuestSignal {
     /// Returns error `InvalidInput` if the descriptor is neither an eventfd nor a Unix stream
     /// socket.
     pub fn new(fd: OwnedFd, thread: &Arc<SignalThread>) -> std::io::Result<Self> {
-        let bell = Some(Bell::new(fd)?);
-        let (policy, handed) = Default::default();
+        let (bell, handed) = (Bell::new(fd)?, Arc::<Handed>::default());
+        let mut policy = lock(&thread.policy).clone();
+        let bell = match policy.mode(Instant::now()) {
+            CallMode::Elsewhere => {
+                *lock(&handed.bell) = Some(bell);
+                None
+            }
+            CallMode::Direct | CallMode::Measured => Some(bell),
+        };
         Ok(GuestSignal { bell, policy, handed, thread: thread.clone(), is_reported: false })
     }
 
@@ -167,7 +192,7 @@ impl GuestSignal {
             Some(bell) if mode == CallMode::Direct => {
                 bell.ring();
                 let ended = Instant::now();
-                self.policy.made(ended, ended.saturating_duration_since(began));
+                self.made(ended, ended.saturating_duration_since(began));
             }
             _ => self.ring_slow(began, mode),
         }
@@ -179,7 +204,7 @@ impl GuestSignal {
             return self.ring_measured(now);
         }
         let took = Duration::from_nanos(self.handed.slowest_ns.swap(0, Ordering::SeqCst));
-        self.policy.made(now, took);
+        self.made(now, took);
         if took >= REPORTED && !std::mem::replace(&mut self.is_reported, true) {
             self.report(took);
         }
@@ -190,6 +215,23 @@ impl GuestSignal {
                 self.handed.ring();
             }
         }
+    }
+
+    /// Reports how long a signal took. Returns whether the thread sends them from now on.
+    #[inline]
+    fn made(&mut self, now: Instant, took: Duration) -> bool {
+        SlowCalls::is_slow(took) && self.was_slow(now, took)
+    }
+
+    #[cold]
+    fn was_slow(&mut self, now: Instant, took: Duration) -> bool {
+        let is_measured = self.policy.mode(now) != CallMode::Direct;
+        let mut policy = lock(&self.thread.policy);
+        // A signal of the mode `Direct` leads only to a measurement. See `SlowCalls`.
+        if policy.mode(now) == CallMode::Direct || is_measured {
+            policy.made(now, took);
+        }
+        self.policy.made(now, took)
     }
 
     /// Returns whether the reactor has the bell. A signal that the thread has not sent yet is the
@@ -206,7 +248,7 @@ impl GuestSignal {
     fn ring_measured(&mut self, now: Instant) {
         let Some(bell) = &mut self.bell else { return };
         let took = bell.ring_measured();
-        if self.policy.made(now, took) {
+        if self.made(now, took) {
             *lock(&self.handed.bell) = self.bell.take();
             self.is_reported = false;
         }
@@ -281,10 +323,49 @@ mod tests {
         assert_eq!(signal.policy.mode(now + 2999 * slow), CallMode::Elsewhere);
     }
 
+    /// A front end replaces its descriptor before the second slow signal of each.
     #[test]
-    fn one_signal_of_a_descriptor_reaches_it() {
+    fn new_descriptors_begin_where_the_last_ones_were() {
+        let thread = SignalThread::for_tests();
         let event = eventfd(0, EventfdFlags::empty()).unwrap();
-        SignalThread::for_tests().send_once(event.try_clone().unwrap());
+        let (now, slow) = (Instant::now(), Duration::from_secs(1));
+        for expected in [CallMode::Direct, CallMode::Measured, CallMode::Elsewhere] {
+            let mut signal = GuestSignal::new(event.try_clone().unwrap(), &thread).unwrap();
+            assert_eq!(signal.policy.mode(now), expected);
+            signal.ring();
+            assert_eq!(signals(&event), 1, "{expected:?}");
+            signal.made(now, slow);
+        }
+        // The time of a signal that the reactor has not measured is not blamed twice.
+        let thread = SignalThread::for_tests();
+        let signal = || GuestSignal::new(event.try_clone().unwrap(), &thread).unwrap();
+        let mut both = [signal(), signal()];
+        for signal in &mut both {
+            assert!(!signal.made(now, slow));
+        }
+        assert_eq!(signal().policy.mode(now), CallMode::Measured);
+    }
+
+    #[test]
+    fn error_signals_that_wait_are_few() {
+        let thread = SignalThread::for_tests();
+        let event = eventfd(0, EventfdFlags::empty()).unwrap();
+        thread.send_error(event.try_clone().unwrap());
         assert_eq!(signals(&event), 1);
+        while thread.errors.load(Ordering::SeqCst) > 0 {
+            std::thread::yield_now();
+        }
+        // The thread waits meanwhile.
+        let (reader, writer) = rustix::pipe::pipe().unwrap();
+        let wait = move |(): &()| assert_eq!(rustix::io::read(&reader, &mut [0]), Ok(0));
+        assert!(thread.pool.run(Box::new(wait)).is_ok());
+        for _ in 0..2 * MOST_ERRORS {
+            thread.send_error(event.try_clone().unwrap());
+        }
+        drop(writer);
+        while thread.errors.load(Ordering::SeqCst) > 0 {
+            std::thread::yield_now();
+        }
+        assert_eq!(signals(&event), MOST_ERRORS as u64);
     }
 }

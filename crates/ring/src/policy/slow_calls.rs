@@ -39,7 +39,7 @@ pub enum CallMode {
 }
 
 /// Decides where the calls to one peer are made. See the module documentation.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct SlowCalls {
     mode: CallMode,
     /// Time when the mode ends, if it is not `Direct`.
@@ -49,6 +49,12 @@ pub struct SlowCalls {
 }
 
 impl SlowCalls {
+    /// Returns whether a call was slow.
+    #[inline]
+    pub fn is_slow(took: Duration) -> bool {
+        took > SLOW
+    }
+
     /// Returns the mode of the next call.
     #[inline]
     pub fn mode(&mut self, now: Instant) -> CallMode {
@@ -62,7 +68,7 @@ impl SlowCalls {
     /// no more calls from now on.
     #[inline]
     pub fn made(&mut self, now: Instant, took: Duration) -> bool {
-        if took <= SLOW {
+        if !SlowCalls::is_slow(took) {
             return false;
         }
         let until = now + took.saturating_mul(PAUSE_FACTOR).min(MAX_PAUSE);
