@@ -90,6 +90,11 @@ impl Book {
         Ok(HeldDisk { book: self, name: name.into(), is_leaving: false })
     }
 
+    /// Returns a disk that [`HeldDisk::lend`] has lent.
+    pub fn lent(&self, name: String) -> HeldDisk<'_> {
+        HeldDisk { book: self, name, is_leaving: false }
+    }
+
     /// Records that the configuration file has these disks.
     pub fn adopt(&self, disks: &[DiskArgs]) {
         let mut entries = self.entries();
@@ -121,6 +126,13 @@ impl HeldDisk<'_> {
     /// Changes keys that cannot conflict with those of other disks.
     pub fn set(&self, args: DiskArgs, keys: Table) {
         self.with(|entry| (entry.args, entry.keys) = (args, keys));
+    }
+
+    /// Keeps the disk held after the end of this borrow, until [`Book::lent`] takes it.
+    pub fn lend(self) -> String {
+        let name = self.name.clone();
+        std::mem::forget(self);
+        name
     }
 
     /// Keeps a disk that is served now.

@@ -9,13 +9,24 @@ use blockyard_ring::inherited::{self, Claim};
 
 /// Returns the socket of `fd:NAME` or `fd:NUMBER`. `text`: the part after `fd:`.
 pub fn socket(text: &str) -> anyhow::Result<(OwnedFd, Claim)> {
-    let number = match text.parse::<i32>() {
-        Ok(number) if number >= 3 => number,
-        Ok(number) => bail!("fd:{number}: inherited sockets begin at descriptor 3"),
-        Err(_) => named(text)?,
-    };
-    inherited::take(number)
+    inherited::take(number(text)?)
         .with_context(|| format!("fd:{text}: this descriptor is not an inherited listening socket"))
+}
+
+/// Returns an error if [`socket`] would fail for another reason than that the socket is in use.
+pub fn check(text: &str) -> anyhow::Result<()> {
+    if !inherited::has(number(text)?) {
+        bail!("fd:{text}: this process did not inherit the descriptor");
+    }
+    Ok(())
+}
+
+fn number(text: &str) -> anyhow::Result<i32> {
+    match text.parse::<i32>() {
+        Ok(number) if number >= 3 => Ok(number),
+        Ok(number) => bail!("fd:{number}: inherited sockets begin at descriptor 3"),
+        Err(_) => named(text),
+    }
 }
 
 /// Returns the parcels that systemd's store has for this process, by name.

@@ -35,6 +35,7 @@ mod options;
 mod panics;
 mod persist;
 mod reload;
+mod reopening;
 mod sandbox;
 mod serve;
 mod server;

@@ -8,6 +8,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{MutexGuard, PoisonError, TryLockError};
+use std::time::{Duration, Instant};
 
 use blockyard_control::events::What;
 use blockyard_control::types::{DiskChange, FailedDisk, Ignored, Reload};
@@ -20,6 +21,7 @@ use crate::config::Config;
 use crate::disks::check;
 use crate::nbd;
 use crate::options::disk::DiskArgs;
+use crate::reopening;
 use crate::server::{AddError, Adding, Server};
 
 /// Keys of the file that are read at start only.
@@ -38,29 +40,52 @@ const AT_START: [&str; 12] = [
     "metrics",
 ];
 
+/// Longest wait of SIGHUP for the end of another reload or an upgrade.
+const PATIENCE: Duration = Duration::from_secs(10);
+const PAUSE: Duration = Duration::from_millis(5);
+
+/// A disk that was closed to be opened again.
+struct Closed {
+    entry: Entry,
+    /// The old image has the data of the disk.
+    may_restore: bool,
+}
+
 impl Server {
     /// Applies the current configuration file. Logs an error and changes nothing if it is wrong.
     pub fn reload(&self) {
-        let only = self.reloading.lock().unwrap_or_else(PoisonError::into_inner);
+        let until = Instant::now() + PATIENCE;
+        let only = loop {
+            if let Some(only) = self.try_exclude_reloads() {
+                break only;
+            }
+            // The next signal must not wait for the storage of a disk that is handed over.
+            if self.hand_overs.is_done() || Instant::now() > until {
+                tracing::error!("not reloaded: another reload or an upgrade runs");
+                return;
+            }
+            std::thread::sleep(PAUSE);
+        };
         if let Err(e) = self.apply_and_tell(&only, false) {
             tracing::error!("not reloaded: {e:#}");
         }
     }
 
     /// Like `reload`, without the log line about an error. `dry_run`: returns what would change,
-    /// and changes nothing. Returns `None` if another reload runs.
+    /// and changes nothing. Returns `None` if another reload or an upgrade runs.
     pub fn try_reload(&self, dry_run: bool) -> Option<anyhow::Result<Reload>> {
         let only = self.try_exclude_reloads()?;
         Some(self.apply_and_tell(&only, dry_run))
     }
 
-    /// Excludes reloads and upgrades. Returns `None` if one runs.
+    /// Excludes reloads and upgrades. Returns `None` if one runs, or another server has the disks.
     pub fn try_exclude_reloads(&self) -> Option<MutexGuard<'_, ()>> {
-        match self.reloading.try_lock() {
-            Ok(only) => Some(only),
-            Err(TryLockError::Poisoned(only)) => Some(only.into_inner()),
-            Err(TryLockError::WouldBlock) => None,
-        }
+        let only = match self.reloading.try_lock() {
+            Ok(only) => only,
+            Err(TryLockError::Poisoned(only)) => only.into_inner(),
+            Err(TryLockError::WouldBlock) => return None,
+        };
+        (!self.hand_overs.is_done()).then_some(only)
     }
 
     fn apply_and_tell(&self, only: &MutexGuard<'_, ()>, dry_run: bool) -> anyhow::Result<Reload> {
@@ -80,15 +105,17 @@ impl Server {
         let settings = nbd::settings(&self.options.nbd.or(&config.nbd), &config)?;
         let before = self.book.all();
         let plan = self.plan(&config, &before);
+        let mut failed = self.obstacles(&config, &plan);
+        let plan = without(plan, failed.clone());
         if dry_run {
             return Ok(Reload { dry_run, ..plan });
         }
+        failed.iter().for_each(|FailedDisk { disk, error }| tracing::error!(disk, "{error}"));
         self.common.nbd.lock().unwrap_or_else(PoisonError::into_inner).set(settings);
         self.log_others(&config, &plan);
         // The groups' settings come first, because closing and opening disks takes long.
         self.yard.set_groups(config.group_knobs());
         self.book.adopt(&config.disks);
-        let mut failed = Vec::new();
         self.change_in_use(&config, &plan, &mut failed);
         let old = self.remove_others(&plan, &mut failed);
         // Update the sizes of all disks, including those of toolstacks.
@@ -144,6 +171,21 @@ impl Server {
         plan
     }
 
+    /// Returns the disks that must stay open, although their changes need that they are opened
+    /// again.
+    fn obstacles(&self, config: &Config, plan: &Reload) -> Vec<FailedDisk> {
+        let again = plan.changed.iter().filter(|change| change.disconnects);
+        let again: HashSet<_> = again.map(|change| &change.disk).collect();
+        let disks = config.disks.iter().map(|args| (args, args.name()));
+        let disks = disks.filter(|(_, name)| again.contains(name));
+        let failed = disks.filter_map(|(args, disk)| {
+            let why = reopening::obstacle(&self.yard.info(&disk)?, args)?;
+            let error = format!("the disk stays as it is: {why}");
+            Some(FailedDisk { disk, error })
+        });
+        failed.collect()
+    }
+
     /// Logs changes that are not those of disks.
     fn log_others(&self, config: &Config, plan: &Reload) {
         for Ignored { change, reason } in &plan.ignored {
@@ -180,8 +222,13 @@ impl Server {
     }
 
     /// Removes the disks that are gone from the configuration, and those that must be opened again.
-    /// Returns the latter.
-    fn remove_others(&self, plan: &Reload, failed: &mut Vec<FailedDisk>) -> HashMap<String, Entry> {
+    /// Returns the latter. A disk that must be opened again stays as it is if it cannot make its
+    /// writes durable: a later flush would report success for lost writes.
+    fn remove_others(
+        &self,
+        plan: &Reload,
+        failed: &mut Vec<FailedDisk>,
+    ) -> HashMap<String, Closed> {
         let mut old = HashMap::new();
         let again = plan.changed.iter().filter(|change| change.disconnects);
         let again = again.map(|change| (&change.disk, Some(&change.keys)));
@@ -193,19 +240,32 @@ impl Server {
                     continue;
                 }
             };
-            match keys {
-                Some(keys) => {
-                    tracing::info!(
-                        disk,
-                        "changed: {}: closing and opening it; its clients are disconnected",
-                        describe(keys)
-                    );
-                    old.insert(disk.clone(), held.entry());
+            let Some(keys) = keys else {
+                tracing::info!(disk, "removed from the configuration: closing it");
+                if let Err(e) = self.remove(held) {
+                    tracing::error!("{e}");
                 }
-                None => tracing::info!(disk, "removed from the configuration: closing it"),
+                continue;
+            };
+            if let Err(e) = self.yard.flush(disk) {
+                failed.push(note(disk, &anyhow::Error::from(e)));
+                continue;
             }
-            if let Err(e) = self.remove(held) {
-                tracing::error!("{e}");
+            tracing::info!(
+                disk,
+                "changed: {}: closing and opening it; its clients are disconnected",
+                describe(keys)
+            );
+            let info = self.yard.info(disk);
+            let may_restore = !info.is_some_and(|info| reopening::has_overlay(&info));
+            let entry = held.entry();
+            match self.remove(held) {
+                Ok(true) => drop(old.insert(disk.clone(), Closed { entry, may_restore })),
+                Ok(false) => {
+                    let what = "its writes may be lost, so it is not opened again";
+                    failed.push(note(disk, &anyhow::anyhow!("disk \"{disk}\": {what}")));
+                }
+                Err(e) => failed.push(note(disk, &e.into())),
             }
         }
         old
@@ -216,7 +276,7 @@ impl Server {
         &self,
         config: &Config,
         plan: &Reload,
-        mut old: HashMap<String, Entry>,
+        mut old: HashMap<String, Closed>,
         failed: &mut Vec<FailedDisk>,
     ) {
         let disks = || config.disks.iter().enumerate().map(|(at, args)| (at, args, args.name()));
@@ -226,6 +286,10 @@ impl Server {
             let Some(before) = old.remove(&name) else { continue };
             let Err(e) = self.add(args.clone(), config.keys(at), false) else { continue };
             failed.push(note_new(&name, e));
+            let Closed { entry: before, may_restore: true } = before else {
+                tracing::error!(disk = name, "its old image is below a snapshot: not served");
+                continue;
+            };
             // Keep the new tls-allow: it may revoke the access of a client.
             let tls_allow = args.tls_allow.clone();
             let args = DiskArgs { tls_allow, ..before.args };

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::Context;
 use blockyard_control::events::What;
-use blockyard_export::Reactors;
+use blockyard_export::{Listener, Reactors};
 use blockyard_program::ending::Failure;
 use blockyard_program::output;
 use blockyard_ring::xen::Host;
@@ -55,11 +55,7 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
         check_cpus(cpus).map_err(Failure::usage)?;
     }
     if options.check_config {
-        for (at, disk) in config.disks.iter().enumerate() {
-            try_open(disk).map_err(|e| Failure::usage(config.locate(at, e)))?;
-        }
-        output::print(format_args!("configuration is valid: {} disks\n", config.disks.len()))?;
-        return Ok(());
+        return check_images(&config);
     }
     let closing = options.attached.then(attach::Closing::new).transpose()?;
     if options.attached {
@@ -101,7 +97,7 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     let common = Common { nbd, attached: options.attached, handed: Arc::default() };
     let events = Events::start(config.api(&options.api).api.is_some())?;
     let yard = Yard::start_observed(reactors.clone(), shares, events.observer())?;
-    let server = Arc::new(Server {
+    let server = Arc::new_cyclic(|itself| Server {
         yard,
         events,
         common,
@@ -112,6 +108,7 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
         known: Mutex::new(Known::new(config.file.clone())),
         reloading: Mutex::new(()),
         hand_overs: HandOvers::new(signals.handle()),
+        itself: itself.clone(),
     });
     let served = server.serve(&config, xen, &mut signals, takeover);
     let closed = server.close();
@@ -121,6 +118,21 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     closed?;
     closing.into_iter().for_each(attach::Closing::report);
     Ok(())
+}
+
+/// Opens each image, and reports the first error.
+fn check_images(config: &Config) -> Result<(), Failure> {
+    for (at, disk) in config.disks.iter().enumerate() {
+        try_open(disk).map_err(|e| Failure::usage(config.locate(at, e)))?;
+    }
+    output::print(format_args!("configuration is valid: {} disks\n", config.disks.len()))?;
+    Ok(())
+}
+
+/// The sockets on which operators talk to the server. Nothing is accepted yet.
+struct Sockets {
+    api: api::Opened,
+    control: Option<Listener>,
 }
 
 /// Returns an error if the list has a processor that this process may not use.
@@ -163,7 +175,7 @@ impl Server {
         signals: &mut Signals,
         mut takeover: Option<Takeover>,
     ) -> Result<(), Failure> {
-        match &mut takeover {
+        let sockets = match &mut takeover {
             None => {
                 let left = holder::take_all(&self.common.handed)?;
                 if left > 0 {
@@ -180,18 +192,25 @@ impl Server {
                         "the configuration does not have it: its clients are lost"
                     );
                 }
+                self.open_sockets(config, None)?
             }
-            Some(takeover) => self.add_new(takeover.run(self, config)?),
-        }
+            Some(takeover) => {
+                // After the hand-over an error would end all disks.
+                let sockets = takeover.prepare(|takeover| {
+                    let why = "the disks of Xen toolstacks begin with a restart, not an upgrade";
+                    anyhow::ensure!(xen.watch.is_empty(), why);
+                    self.open_sockets(config, Some(takeover))
+                })?;
+                self.add_new(takeover.run(self, config)?);
+                sockets
+            }
+        };
         let toolstacks =
             Toolstacks::start(xen, &Host::Xen, blockyard_export::xen::records, &self.yard)?;
-        let metrics = self.options.metrics.or(config.metrics);
-        let api =
-            api::start(&config.api(&self.options.api), metrics, self.clone(), takeover.as_mut())?;
+        let api = sockets.api.start(self)?;
         holder::offer(&self.hand_overs);
-        let handed = takeover.as_mut().and_then(|takeover| takeover.socket("control"));
-        let control = self.options.control.as_ref();
-        let control = control.map(|path| Control::start(path, handed, self.clone())).transpose()?;
+        let control = sockets.control.map(|listener| Control::start(listener, self.clone()));
+        let control = control.transpose()?;
         if let Some(takeover) = takeover {
             takeover.finish();
         }
@@ -231,6 +250,22 @@ impl Server {
         by_nbd.iter().for_each(|device| attach::sync_device(device));
         toolstacks.finish();
         Ok(())
+    }
+
+    /// Opens the sockets of the API, of the metrics and for take-overs, or continues on those of
+    /// the server from which this one takes over.
+    fn open_sockets(
+        &self,
+        config: &Config,
+        mut takeover: Option<&mut Takeover>,
+    ) -> anyhow::Result<Sockets> {
+        let metrics = self.options.metrics.or(config.metrics);
+        let options = config.api(&self.options.api);
+        let api = api::Opened::of(&options, metrics, takeover.as_deref_mut())?;
+        let handed = takeover.and_then(|takeover| takeover.socket("control"));
+        let control = self.options.control.as_deref();
+        let control = control.map(|path| Control::open(path, handed)).transpose()?;
+        Ok(Sockets { api, control })
     }
 
     /// Adds the disks that the previous server did not have. Logs errors.

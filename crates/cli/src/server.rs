@@ -3,7 +3,7 @@
 //! Signals (`serve.rs`), reloads, hand-overs and the API use it. In: commands on disks. Out: each
 //! takes effect in the yard and in the book of configurations, or in neither.
 
-use std::sync::Mutex;
+use std::sync::{Mutex, Weak};
 use std::time::{Instant, SystemTime};
 
 use blockyard_control::events::What;
@@ -76,6 +76,8 @@ pub struct Server {
     /// Held during a reload: one at a time.
     pub reloading: Mutex<()>,
     pub hand_overs: HandOvers,
+    /// For threads that outlive a call.
+    pub itself: Weak<Server>,
 }
 
 impl Server {

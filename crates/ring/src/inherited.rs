@@ -65,6 +65,12 @@ fn survives_exec(number: i32) -> bool {
     flags >= 0 && flags & libc::FD_CLOEXEC == 0
 }
 
+/// Returns whether this process inherited a descriptor, whether or not it is in use.
+pub fn has(number: i32) -> bool {
+    let sockets = sockets();
+    sockets.noted.contains(&number) || sockets.kept.contains_key(&number)
+}
+
 /// Returns an inherited listening socket, for one export at a time.
 pub fn take(number: i32) -> io::Result<(OwnedFd, Claim)> {
     let mut sockets = sockets();

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::Duration;
 
 use blockyard_disk::Disk;
@@ -138,8 +138,8 @@ impl Yard {
     }
 
     /// Ends a disk like [`Yard::remove`], but so that another server can continue its exports. A
-    /// disk that cannot be handed over stays as it is.
-    pub fn hand_over(&self, name: &str) -> Result<HandedDisk, YardError> {
+    /// disk that cannot be handed over stays as it is. Returns before the disk has ended.
+    pub fn begin_hand_over(&self, name: &str) -> Pending<HandedDisk> {
         let (answer, receiver) = answer();
         let named = name.to_string();
         let operation: Operation = Box::new(move |context, _, disk| {
@@ -152,7 +152,7 @@ impl Yard {
             }
         });
         self.send(name.into(), DiskState::Closing, operation);
-        receiver.recv().unwrap_or(Err(YardError::Closing))
+        Pending(receiver)
     }
 
     /// Starts what the first disk would start: a guest that waits for a hand-over waits less.
@@ -335,6 +335,16 @@ impl<T> Pending<T> {
     /// Waits for the end of the command.
     pub fn wait(self) -> Result<T, YardError> {
         self.0.recv().unwrap_or(Err(YardError::Closing))
+    }
+
+    /// Waits for the end of the command, but not longer than `limit`. Returns the command itself if
+    /// it still runs then.
+    pub fn wait_at_most(self, limit: Duration) -> Result<Result<T, YardError>, Self> {
+        match self.0.recv_timeout(limit) {
+            Ok(result) => Ok(result),
+            Err(RecvTimeoutError::Disconnected) => Ok(Err(YardError::Closing)),
+            Err(RecvTimeoutError::Timeout) => Err(self),
+        }
     }
 }
 

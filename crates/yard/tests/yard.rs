@@ -174,7 +174,7 @@ fn a_program_stays_if_an_export_does_not_wait_for_the_owner() {
     let image = format!("exec:{}", program.display());
     stage.yard.add(disk("a", &image, vec![stage.way("first")])).unwrap();
     assert_eq!(stage.yard.program("a").unwrap().image, image);
-    let handed = stage.yard.hand_over("a").map(|handed| handed.ended.is_flushed);
+    let handed = stage.yard.begin_hand_over("a").wait().map(|handed| handed.ended.is_flushed);
     let stays = |why: &str| why.contains("a ublk or Xen device");
     assert!(matches!(&handed, Err(YardError::Stays { why, .. }) if stays(why)), "{handed:?}");
     stage.yard.add(disk("b", "ram:1M", Vec::new())).unwrap();

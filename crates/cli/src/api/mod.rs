@@ -17,7 +17,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 use blockyard_control::{Access, Api, Listeners};
 use blockyard_export::Listener;
 use blockyard_ring::host;
@@ -48,51 +48,84 @@ impl Running {
 /// How long the API's clients may read the last answer of a server that another one has replaced.
 const RETIRE_TIME: Duration = Duration::from_secs(2);
 
-/// Starts the API if the options have a socket, and offers metrics if they have an address.
-pub fn start(
-    options: &ApiArgs,
-    metrics: Option<SocketAddr>,
-    server: Arc<Server>,
-    mut takeover: Option<&mut Takeover>,
-) -> anyhow::Result<Option<Running>> {
-    if options.api.is_none() && metrics.is_none() {
-        return Ok(None);
+/// The open sockets of API and metrics.
+#[derive(Default)]
+pub struct Opened {
+    api: Option<(Arc<Listener>, Access)>,
+    metrics: Option<TcpListener>,
+}
+
+impl Opened {
+    /// Opens the socket of the API and the address of the metrics, as far as the options have them.
+    pub fn of(
+        options: &ApiArgs,
+        metrics: Option<SocketAddr>,
+        mut takeover: Option<&mut Takeover>,
+    ) -> anyhow::Result<Self> {
+        let mut handed = |name| takeover.as_mut().and_then(|takeover| takeover.socket(name));
+        let mut opened = Opened::default();
+        if let Some(path) = &options.api {
+            let group = options.socket_group.as_deref().map(group).transpose()?;
+            let listener = match handed(API) {
+                Some(parcel) => same_socket(Listener::from_parcel(parcel)?, path)?,
+                None => listen(path, options.mode(), group)?,
+            };
+            let access = Access { user: rustix::process::geteuid().as_raw(), group };
+            opened.api = Some((Arc::new(listener), access));
+            tracing::info!("the API listens on {path}");
+        }
+        if let Some(address) = metrics {
+            let socket = handed(METRICS).and_then(|parcel| parcel.fds.into_iter().next());
+            let socket = socket.map(TcpListener::from);
+            let is_same = |socket: &TcpListener| {
+                socket.local_addr().is_ok_and(|own| address.port() == 0 || own == address)
+            };
+            let listener = match socket.filter(is_same) {
+                Some(socket) => socket,
+                None => TcpListener::bind(address).with_context(|| {
+                    format!("metrics {address}: cannot listen there; choose another port")
+                })?,
+            };
+            tracing::info!("metrics are at http://{}/metrics", listener.local_addr()?);
+            opened.metrics = Some(listener);
+        }
+        Ok(opened)
     }
-    let (mut listeners, mut socket) = (Listeners::default(), None);
-    let mut handed = |name| takeover.as_mut().and_then(|takeover| takeover.socket(name));
-    if let Some(path) = &options.api {
-        let group = options.socket_group.as_deref().map(group).transpose()?;
-        let listener = match handed(API) {
-            Some(parcel) => Listener::from_parcel(parcel)?,
-            None => listen(path, options.mode(), group)?,
-        };
-        let listener = Arc::new(listener);
-        let offered = listener.clone();
-        server.hand_overs.offer(API, move || offered.to_parcel());
-        let access = Access { user: rustix::process::geteuid().as_raw(), group };
-        let unix = listener.unix();
-        let unix = unix.with_context(|| format!("socket {path}: cannot serve the API on it"))?;
-        listeners.api = Some((unix, access));
-        socket = Some(listener);
-        tracing::info!("the API listens on {path}");
+
+    /// Starts the API, and offers its sockets to the next server. None: there are none.
+    pub fn start(self, server: &Arc<Server>) -> anyhow::Result<Option<Running>> {
+        let Opened { api, metrics } = self;
+        if api.is_none() && metrics.is_none() {
+            return Ok(None);
+        }
+        let (mut listeners, mut socket) = (Listeners::default(), None);
+        if let Some((listener, access)) = api {
+            let unix = listener.unix().context("cannot serve the API on its socket")?;
+            let offered = listener.clone();
+            server.hand_overs.offer(API, move || offered.to_parcel());
+            listeners.api = Some((unix, access));
+            socket = Some(listener);
+        }
+        if let Some(listener) = metrics {
+            let offered = listener.try_clone()?;
+            server.hand_overs.offer(METRICS, move || {
+                let socket = offered.as_fd().try_clone_to_owned()?;
+                Ok(Parcel { bytes: Vec::new(), fds: vec![socket] })
+            });
+            listeners.metrics = Some(listener);
+        }
+        let api = Api::start(listeners, server.clone()).context("starting the API")?;
+        Ok(Some(Running { api, _socket: socket }))
     }
-    if let Some(address) = metrics {
-        let listener = match handed(METRICS).and_then(|parcel| parcel.fds.into_iter().next()) {
-            Some(socket) => TcpListener::from(socket),
-            None => TcpListener::bind(address).with_context(|| {
-                format!("metrics {address}: cannot listen there; choose another port")
-            })?,
-        };
-        let offered = listener.try_clone()?;
-        server.hand_overs.offer(METRICS, move || {
-            let socket = offered.as_fd().try_clone_to_owned()?;
-            Ok(Parcel { bytes: Vec::new(), fds: vec![socket] })
-        });
-        tracing::info!("metrics are at http://{}/metrics", listener.local_addr()?);
-        listeners.metrics = Some(listener);
+}
+
+/// Returns the socket of the running server, if it is the configured one.
+fn same_socket(listener: Listener, path: &str) -> anyhow::Result<Listener> {
+    if let Some(own) = listener.path().filter(|own| *own != Path::new(path)) {
+        let own = own.display();
+        bail!("api: the running server listens on {own}, not on {path}: a restart changes that");
     }
-    let api = Api::start(listeners, server).context("starting the API")?;
-    Ok(Some(Running { api, _socket: socket }))
+    Ok(listener)
 }
 
 /// Opens the API's socket, or takes an inherited one.

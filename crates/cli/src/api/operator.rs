@@ -1,7 +1,7 @@
 //! What each call of the API does: commands of the yard, and changes of the book of disks.
 
 use std::path::PathBuf;
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, PoisonError, RwLockReadGuard};
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use blockyard_control::events::EventLog;
@@ -13,7 +13,7 @@ use blockyard_control::types::{
 use blockyard_control::{Answer, Kind, Object, Operator, Problem, invalid};
 use blockyard_disk::SnapshotOptions;
 use blockyard_image::Format;
-use blockyard_yard::{JobKind, JobState};
+use blockyard_yard::{DiskInfo, JobKind, JobState};
 use toml::Table;
 
 use super::{sampled, words};
@@ -25,6 +25,7 @@ use crate::handover;
 use crate::options::disk::DiskArgs;
 use crate::options::knobs;
 use crate::persist::Persistence;
+use crate::reopening;
 use crate::server::{AddError, Server};
 
 /// Length of a drain if the caller gives none.
@@ -71,29 +72,19 @@ impl Server {
         force: bool,
     ) -> Answer<()> {
         let (name, old) = (args.name(), held.entry());
-        let row = self.row(&name)?;
-        let image = row.image.unwrap_or_default();
-        let rest = row.images.strip_prefix(&image);
-        let refused = match rest {
-            // Data in memory would be lost, and a program cannot start again in the sandbox.
-            _ if !args.image.exists() => Some("its image is not a file or a device of this host"),
-            Some(rest) if rest.is_empty() || rest.starts_with(' ') => None,
-            _ => Some(
-                "a snapshot has put an overlay on its image, and the disk would open without it: \
-                 remove the disk, and add it with the overlay as its image",
-            ),
-        };
+        let served = self.info(&name)?;
         let is_running = |job: blockyard_yard::Job| {
             job.disk() == name && matches!(job.state(), JobState::Running)
         };
         let busy = match () {
-            () if row.drained => Some("it is drained: resume it first"),
+            () if served.is_drained => Some("it is drained: resume it first"),
             () if self.yard.jobs().into_iter().any(is_running) => {
                 Some("a job works on it: wait for its end, or cancel it")
             }
             () => None,
         };
-        if let Some(why) = refused.or(busy) {
+        let busy = busy.map(String::from);
+        if let Some(why) = busy.or_else(|| reopening::obstacle(&served, &args)) {
             let what = format!("the cache mode of disk \"{name}\" cannot change: {why}");
             return Err(Problem::new(Kind::Conflict, what).in_field("cache"));
         }
@@ -117,10 +108,20 @@ impl Server {
         Err(Problem::new(Kind::Failed, what))
     }
 
-    fn row(&self, name: &str) -> Answer<DiskRow> {
-        self.yard.info(name).map(words::row).ok_or_else(|| {
+    /// Excludes upgrades for a call that changes disks: the new server would not know the change.
+    fn exclude_upgrades(&self) -> Answer<RwLockReadGuard<'_, ()>> {
+        let what = "an upgrade runs: try again when it has ended";
+        self.hand_overs.try_exclude().ok_or_else(|| Problem::new(Kind::Conflict, what))
+    }
+
+    fn info(&self, name: &str) -> Answer<DiskInfo> {
+        self.yard.info(name).ok_or_else(|| {
             Problem::new(Kind::NotFound, format!("no disk is called \"{name}\" (GET /v1/disks)"))
         })
+    }
+
+    fn row(&self, name: &str) -> Answer<DiskRow> {
+        self.info(name).map(words::row)
     }
 
     /// Returns an error if the group of a new disk does not exist.
@@ -197,6 +198,7 @@ impl Operator for Server {
     }
 
     fn add(&self, keys: Object, persist: bool) -> Answer<Disk> {
+        let _no_upgrade = self.exclude_upgrades()?;
         let (args, table) = words::disk(keys)?;
         check(&args).map_err(|e| Problem::new(Kind::Invalid, format!("{e:#}")))?;
         self.check_group(&args)?;
@@ -219,6 +221,7 @@ impl Operator for Server {
     }
 
     fn remove(&self, name: &str, force: bool, persist: bool) -> Answer<Removed> {
+        let _no_upgrade = self.exclude_upgrades()?;
         let store = self.persistence(name, persist)?;
         let held = self.hold(name)?;
         if !force {
@@ -232,6 +235,7 @@ impl Operator for Server {
     }
 
     fn set(&self, name: &str, keys: Object, query: ChangeQuery) -> Answer<Disk> {
+        let _no_upgrade = self.exclude_upgrades()?;
         let store = self.persistence(name, query.persist)?;
         let held = self.hold(name)?;
         let entry = held.entry();
@@ -260,6 +264,7 @@ impl Operator for Server {
     }
 
     fn resize(&self, name: &str, size: Resize) -> Answer<Resized> {
+        let _no_upgrade = self.exclude_upgrades()?;
         let held = self.hold(name)?;
         let args = held.args();
         let row = self.row(name)?;
@@ -365,7 +370,7 @@ impl Operator for Server {
 
     fn reload(&self, dry_run: bool) -> Answer<Reload> {
         let Some(done) = self.try_reload(dry_run) else {
-            let what = "another reload runs: try again when it has ended";
+            let what = "another reload or an upgrade runs: try again when it has ended";
             return Err(Problem::new(Kind::Conflict, what));
         };
         done.map_err(|e| Problem::new(Kind::Failed, format!("not reloaded: {e:#}")))

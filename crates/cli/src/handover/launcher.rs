@@ -36,7 +36,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// The server may ask at any time.
 const FOR_EVER: Duration = Duration::from_secs(1 << 32);
 
-static LAUNCHER: Mutex<Option<UnixStream>> = Mutex::new(None);
+static LAUNCHER: Mutex<Option<(UnixStream, Number)>> = Mutex::new(None);
 
 /// Starts the launcher of this process. Call this before the process enters its sandbox.
 pub fn start() -> anyhow::Result<()> {
@@ -47,9 +47,13 @@ pub fn start() -> anyhow::Result<()> {
         .args(own_arguments())
         .stdin(Stdio::from(OwnedFd::from(theirs)))
         .spawn()?;
-    *LAUNCHER.lock().unwrap_or_else(PoisonError::into_inner) = Some(ours);
+    *LAUNCHER.lock().unwrap_or_else(PoisonError::into_inner) = Some((ours, 0));
     Ok(())
 }
+
+/// The number of an order, which its answer repeats. An answer may come after its order was given
+/// up.
+type Number = u64;
 
 /// What the server asks for.
 #[derive(Serialize, Deserialize)]
@@ -71,21 +75,31 @@ pub fn kill(pid: i32) -> anyhow::Result<()> {
 }
 
 fn order(order: Order, fds: &[BorrowedFd<'_>]) -> anyhow::Result<i32> {
-    let launcher = LAUNCHER.lock().unwrap_or_else(PoisonError::into_inner);
-    let Some(stream) = launcher.as_ref() else {
+    let mut launcher = LAUNCHER.lock().unwrap_or_else(PoisonError::into_inner);
+    let Some((stream, number)) = launcher.as_mut() else {
         bail!("the process that starts the next server is missing");
     };
-    ask(stream, &order, fds)
+    *number += 1;
+    ask(stream, *number, &order, fds)
 }
 
-fn ask(stream: &UnixStream, order: &Order, fds: &[BorrowedFd<'_>]) -> anyhow::Result<i32> {
+fn ask(
+    stream: &UnixStream,
+    number: Number,
+    order: &Order,
+    fds: &[BorrowedFd<'_>],
+) -> anyhow::Result<i32> {
     let deadline = Instant::now() + PATIENCE;
-    parcel::send(stream, &serde_json::to_vec(order)?, fds, deadline)?;
-    let Some(Parcel { bytes, .. }) = parcel::receive(stream, deadline)? else {
-        bail!("the process that starts the next server has ended");
-    };
-    let answer: Result<i32, String> = serde_json::from_slice(&bytes)?;
-    answer.map_err(anyhow::Error::msg)
+    parcel::send(stream, &serde_json::to_vec(&(number, order))?, fds, deadline)?;
+    loop {
+        let Some(Parcel { bytes, .. }) = parcel::receive(stream, deadline)? else {
+            bail!("the process that starts the next server has ended");
+        };
+        let (of, answer): (Number, Result<i32, String>) = serde_json::from_slice(&bytes)?;
+        if of == number {
+            return answer.map_err(anyhow::Error::msg);
+        }
+    }
 }
 
 /// Runs the launcher until its server ends.
@@ -108,11 +122,12 @@ impl Launcher {
         while let Some(Parcel { bytes, mut fds }) =
             parcel::receive(server, Instant::now() + FOR_EVER)?
         {
-            let answer = match serde_json::from_slice(&bytes)? {
+            let (number, order): (Number, Order) = serde_json::from_slice(&bytes)?;
+            let answer = match order {
                 Order::Start => self.start(fds.pop().context("the connection is missing")?),
                 Order::Kill(pid) => self.kill(pid),
             };
-            let answer = serde_json::to_vec(&answer.map_err(|e| format!("{e:#}")))?;
+            let answer = serde_json::to_vec(&(number, answer.map_err(|e| format!("{e:#}"))))?;
             parcel::send(server, &answer, &[], Instant::now() + PATIENCE)?;
         }
         Ok(())
@@ -181,12 +196,15 @@ mod tests {
         };
         let thread = std::thread::spawn(move || launcher.serve(&end));
         let (connection, theirs) = UnixStream::pair().unwrap();
-        let pid = ask(&server, &Order::Start, &[theirs.as_fd()]).unwrap();
+        // The server gave this order up, and its answer is still in the socket.
+        let order = serde_json::to_vec(&(1, Order::Kill(1))).unwrap();
+        parcel::send(&server, &order, &[], Instant::now() + PATIENCE).unwrap();
+        let pid = ask(&server, 2, &Order::Start, &[theirs.as_fd()]).unwrap();
         drop(theirs);
         let mut other = Command::new("sleep").arg("1000").spawn().unwrap();
-        let refused = ask(&server, &Order::Kill(other.id() as i32), &[]).unwrap_err();
+        let refused = ask(&server, 3, &Order::Kill(other.id() as i32), &[]).unwrap_err();
         assert_eq!(refused.to_string(), "the server has not started it");
-        ask(&server, &Order::Kill(pid), &[]).unwrap();
+        ask(&server, 4, &Order::Kill(pid), &[]).unwrap();
         // The end of the process closes its connection.
         assert!(parcel::receive(&connection, Instant::now() + PATIENCE).unwrap().is_none());
         assert_eq!(other.try_wait().unwrap(), None, "the other process runs on");

@@ -14,7 +14,8 @@
 //!   Serves ───────────────────────────────────►   exits
 //!   reads messages, accepts clients
 //! ```
-//! `old` and `new` are the two sides. `launcher` starts the new server for one in a sandbox.
+//! `old` and `new` are the two sides. `away` is a disk on its way. `launcher` starts the new server
+//! for one in a sandbox.
 //!
 //! What must hold
 //! - Until `Serves` the old server has copies of all that it has given. If the new one fails, hangs
@@ -26,6 +27,7 @@
 //! - A disk's counters go on, and its limits hold across the hand-over (`blockyard_disk::Carried`).
 //! - Each message is a parcel of JSON and descriptors. `Hello` and `Refused` never change.
 
+mod away;
 pub mod launcher;
 mod new;
 mod old;
@@ -41,8 +43,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use blockyard_disk::Carried;
-use blockyard_export::keeper;
 use blockyard_export::vhost_user::{self, Before, HandedSocket};
+use blockyard_export::{Handed, keeper};
 use blockyard_ring::parcel::{self, Parcel};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -165,6 +167,14 @@ impl HandedExports {
     /// later servers.
     pub fn clear(&self) {
         self.drop_kept(|_| true);
+    }
+
+    /// Ends the exports of a disk that no server may serve any more. Like `clear` for one disk.
+    pub fn end_disk(&self, disk: &str, exports: Vec<Handed>) {
+        for Handed { kind, parcel } in exports {
+            self.put(disk, kind, parcel, Before::Died);
+        }
+        self.drop_kept(|name| name == disk);
     }
 
     /// Drops the exports of disks that are not in the configuration. Returns the names of these

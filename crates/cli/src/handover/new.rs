@@ -75,6 +75,20 @@ impl Takeover {
         self.sockets.remove(name)
     }
 
+    /// Does what may fail before the disks are taken over. After an error the old server goes on.
+    pub fn prepare<T>(
+        &mut self,
+        prepare: impl FnOnce(&mut Self) -> anyhow::Result<T>,
+    ) -> anyhow::Result<T> {
+        let prepared = prepare(self);
+        prepared.inspect_err(|e| self.fail(e))
+    }
+
+    fn fail(&self, error: &anyhow::Error) {
+        let _ = self.peer.send(&FromNew::Failed { what: format!("{error:#}") });
+        custody::set(Custody::Gone);
+    }
+
     /// Takes the disks over, and becomes the owner of their connections. Returns the disks of the
     /// configuration that the old server does not have. After an error the old server goes on with
     /// all disks, and this process must end.
@@ -90,8 +104,7 @@ impl Takeover {
         drop(nbd);
         let taken = self.take_all(server, config);
         if let Err(e) = &taken {
-            let _ = self.peer.send(&FromNew::Failed { what: format!("{e:#}") });
-            custody::set(Custody::Gone);
+            self.fail(e);
             // A server that follows a dead one needs the addresses.
             server.common.nbd.lock().unwrap_or_else(PoisonError::into_inner).close_unused();
         }

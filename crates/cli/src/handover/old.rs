@@ -1,46 +1,45 @@
 //! The old server of a hand-over.
 
-use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{
+    Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError,
+};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use blockyard_control::events::What;
 use blockyard_control::types::{HandedOver, Upgraded};
-use blockyard_disk::Carried;
 use blockyard_export::custody::{self, Custody};
-use blockyard_export::vhost_user::Before;
-use blockyard_export::{Handed, Listener, keeper};
+use blockyard_export::{Listener, keeper};
 use blockyard_ring::host;
 use blockyard_ring::parcel::Parcel;
 use blockyard_ring::sandbox;
 use blockyard_storage::Program;
-use blockyard_storage::target::exec;
-use blockyard_yard::{DiskSettings, YardError};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, PidfdFlags, Signal};
 
+use super::away::Away;
 use super::process::has_ended;
-use super::{
-    CARRIED, FORMAT, FromNew, FromOld, KEPT, NBD, Offered, OfferedProgram, PROGRAM, Peer, launcher,
-};
-use crate::book::HeldDisk;
-use crate::disks::{log_end, settings};
-use crate::exports;
+use super::{FORMAT, FromNew, FromOld, NBD, Offered, OfferedProgram, Peer, away, launcher};
 use crate::holder;
 use crate::server::Server;
 use crate::supervisor;
 
+/// How long a disk may take until its image is left. Less than [`super::MESSAGE_TIME`], so that the
+/// new server still waits, and the disks that it has are served again at once.
+const DRAIN_TIME: Duration = Duration::from_secs(20);
 /// How long a new server that has failed may close its images before it is killed.
 const END_TIME: Duration = Duration::from_secs(10);
 /// How long the kernel may take to end a killed process.
 const KILL_TIME: Duration = Duration::from_secs(60);
+/// How long calls that change the set of disks may take before a hand-over begins.
+const CALLS_TIME: Duration = Duration::from_secs(5);
+const CALLS_PAUSE: Duration = Duration::from_millis(5);
 
 /// Returns a copy of a listening socket for the next server.
 type Socket = Box<dyn Fn() -> io::Result<Parcel> + Send>;
@@ -51,6 +50,8 @@ pub struct HandOvers {
     only: Mutex<()>,
     /// Another server has the disks.
     is_done: AtomicBool,
+    /// Read by calls that change disks: the new server would not know what they do meanwhile.
+    changes: RwLock<()>,
     sockets: Mutex<Vec<(&'static str, Socket)>>,
     /// Ends the wait of the main thread for signals.
     end: signal_hook::iterator::Handle,
@@ -58,7 +59,8 @@ pub struct HandOvers {
 
 impl HandOvers {
     pub fn new(end: signal_hook::iterator::Handle) -> Self {
-        HandOvers { only: Mutex::default(), is_done: false.into(), sockets: Mutex::default(), end }
+        let (only, is_done, changes, sockets) = Default::default();
+        HandOvers { only, is_done, changes, sockets, end }
     }
 
     /// Passes a listening socket on to the next server.
@@ -75,17 +77,36 @@ impl HandOvers {
         self.is_done.load(Ordering::SeqCst)
     }
 
+    /// Excludes hand-overs for a call that changes disks. None: one runs, or has ended.
+    pub fn try_exclude(&self) -> Option<RwLockReadGuard<'_, ()>> {
+        let change = match self.changes.try_read() {
+            Ok(change) => change,
+            Err(TryLockError::Poisoned(change)) => change.into_inner(),
+            Err(TryLockError::WouldBlock) => return None,
+        };
+        (!self.is_done()).then_some(change)
+    }
+
+    /// Waits until no call changes disks, and excludes such calls.
+    fn exclude_changes(&self) -> anyhow::Result<RwLockWriteGuard<'_, ()>> {
+        let until = Instant::now() + CALLS_TIME;
+        loop {
+            match self.changes.try_write() {
+                Ok(alone) => return Ok(alone),
+                Err(TryLockError::Poisoned(alone)) => return Ok(alone.into_inner()),
+                Err(TryLockError::WouldBlock) if Instant::now() < until => {
+                    std::thread::sleep(CALLS_PAUSE);
+                }
+                Err(TryLockError::WouldBlock) => bail!(
+                    "a call that adds, changes or removes a disk has not ended: try again later"
+                ),
+            }
+        }
+    }
+
     fn sockets(&self) -> MutexGuard<'_, Vec<(&'static str, Socket)>> {
         self.sockets.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-/// A disk that the new server has, or may have.
-struct Away<'a> {
-    held: HeldDisk<'a>,
-    exports: Vec<Handed>,
-    since: Instant,
-    pause: Option<Duration>,
 }
 
 /// A hand-over that runs.
@@ -96,11 +117,18 @@ struct HandOver<'a> {
     pid: Pid,
     version: String,
     away: Vec<Away<'a>>,
+    /// This server has started the new one.
+    is_ours: bool,
 }
 
 /// Hands all disks over to the process at the other end of `stream`. After an error this server
-/// serves them.
-pub fn hand_over(server: &Server, stream: UnixStream, pid: i32) -> anyhow::Result<Upgraded> {
+/// serves them. `is_ours`: this server has started that process, and must end it after an error.
+fn hand_over(
+    server: &Server,
+    stream: UnixStream,
+    pid: i32,
+    is_ours: bool,
+) -> anyhow::Result<Upgraded> {
     let peer = Peer(stream);
     let only = match server.hand_overs.only.try_lock() {
         Ok(only) => only,
@@ -109,6 +137,7 @@ pub fn hand_over(server: &Server, stream: UnixStream, pid: i32) -> anyhow::Resul
     };
     // No reload changes the set of disks during the hand-over.
     let reloading = server.reloading.lock().unwrap_or_else(PoisonError::into_inner);
+    let changes = server.hand_overs.exclude_changes()?;
     let pid = Pid::from_raw(pid).context("the new server has no process number here")?;
     let process = rustix::process::pidfd_open(pid, PidfdFlags::empty())
         .context("watching the new server's process")?;
@@ -116,7 +145,7 @@ pub fn hand_over(server: &Server, stream: UnixStream, pid: i32) -> anyhow::Resul
     keeper::announce_taker(Some(pid));
     server.events.publish(What::HandOverBegun);
     let mut hand_over =
-        HandOver { server, peer, process, pid, version: String::new(), away: vec![] };
+        HandOver { server, peer, process, pid, version: String::new(), away: vec![], is_ours };
     let outcome = hand_over.run();
     match &outcome {
         Ok(done) => {
@@ -137,7 +166,7 @@ pub fn hand_over(server: &Server, stream: UnixStream, pid: i32) -> anyhow::Resul
             server.events.publish(What::HandOverEnded { pid: None, error });
         }
     }
-    drop((reloading, only));
+    drop((changes, reloading, only));
     outcome
 }
 
@@ -245,30 +274,18 @@ impl<'a> HandOver<'a> {
             bail!("the new server cannot continue the program of disk \"{disk}\"");
         }
         let held = self.server.book.hold(disk)?;
-        let handed = self.server.yard.hand_over(disk)?;
-        let since = handed.since;
-        log_end(&handed.ended);
-        if !handed.ended.is_flushed {
-            // No server may serve it now: a later flush would report success for lost writes.
-            held.remove();
-            bail!("disk \"{disk}\" could not be flushed, and has ended");
-        }
-        let mut exports = handed.exports;
-        if let Some(carried) = handed.carried {
-            let bytes = serde_json::to_vec(&carried).unwrap_or_default();
-            exports.push(Handed { kind: CARRIED, parcel: Parcel { bytes, fds: Vec::new() } });
-        }
-        let program = handed.program.map(|program| {
-            exports.extend(program.map(|parcel| Handed { kind: PROGRAM, parcel }));
-        });
-        let key = |handed: &Handed| format!("{}:{disk}", handed.kind);
-        let kept = exports.iter().map(key).filter_map(|key| Some((keeper::stored(&key)?, key)));
-        let kept: HashMap<_, _> = kept.map(|(name, key)| (key, name)).collect();
-        if !kept.is_empty() {
-            let bytes = serde_json::to_vec(&kept).unwrap_or_default();
-            exports.push(Handed { kind: KEPT, parcel: Parcel { bytes, fds: Vec::new() } });
-        }
-        self.away.push(Away { held, exports, since, pause: None });
+        let handed = match self.server.yard.begin_hand_over(disk).wait_at_most(DRAIN_TIME) {
+            Ok(handed) => handed?,
+            Err(late) => {
+                away::serve_later(self.server, held.lend(), late);
+                bail!(
+                    "requests of disk \"{disk}\" take longer than {DRAIN_TIME:?}: try again \
+                     later, or after `blockyard ctl disconnect {disk}`"
+                );
+            }
+        };
+        let (away, program) = Away::of(self.server, held, handed)?;
+        self.away.push(away);
         // This server tries to start the program again then.
         program.with_context(|| format!("giving up the program of disk \"{disk}\""))?;
         let Some(Away { exports, .. }) = self.away.last() else { return Ok(()) };
@@ -280,47 +297,22 @@ impl<'a> HandOver<'a> {
 
     /// Waits for the end of the new server, and serves its disks again.
     fn take_back(&mut self) {
-        // A process that has got nothing may do what it likes.
-        if !self.away.is_empty()
+        // A process that has got nothing may do what it likes, unless this server has started it.
+        let has_some = !self.away.is_empty();
+        if (has_some || self.is_ours)
             && let Err(e) = self.end_process()
         {
-            // Two servers on one image would destroy it. The image's lock protects it, too.
-            tracing::error!(
-                "the new server does not end: end its process, {}: {e:#}",
-                self.pid.as_raw_nonzero()
-            );
+            let pid = self.pid.as_raw_nonzero();
+            tracing::error!("the new server does not end: end its process, {pid}: {e:#}");
+            // Two servers on one image would destroy it, and a lock protects only some images.
+            while has_some && !has_ended(&self.process, KILL_TIME).unwrap_or(true) {
+                let disks = self.away.len();
+                tracing::error!("{disks} disks wait until process {pid} has ended");
+            }
         }
         let nbd = || self.server.common.nbd.lock().unwrap_or_else(PoisonError::into_inner);
         nbd().take_back();
-        for Away { held, exports, .. } in self.away.drain(..) {
-            let (args, name) = (held.args(), held.args().name());
-            let handed = &self.server.common.handed;
-            for Handed { kind, parcel } in exports {
-                if kind == PROGRAM {
-                    let _ = exec::continue_from(parcel, true)
-                        .inspect_err(|e| tracing::error!(disk = name, "its program: {e}"));
-                    continue;
-                }
-                handed.put(&name, kind, parcel, Before::Died);
-            }
-            let carried = handed.take_carried(&name).unwrap_or_else(|e| {
-                tracing::error!("its statistics begin at zero: {e:#}");
-                None
-            });
-            // The new server may have written to the image before it died.
-            let carried =
-                carried.map(|carried| Carried { left: None, ..(*carried).clone() }.into());
-            let settings = settings(&args, exports::ways(&args, &self.server.common));
-            match self.server.yard.add(DiskSettings { carried, ..settings }) {
-                Ok(()) => tracing::info!(disk = name, "served again"),
-                Err(YardError::Closing) => {}
-                Err(e) => {
-                    let e = anyhow::Error::from(e);
-                    tracing::error!(disk = name, "cannot serve it again: {e:#}");
-                    held.remove();
-                }
-            }
-        }
+        self.away.drain(..).for_each(|away| away.serve_again(self.server));
         nbd().has_taken_back();
         self.server.common.handed.clear();
     }
@@ -354,7 +346,7 @@ pub fn upgrade(server: &Server, binary: Option<PathBuf>) -> anyhow::Result<Upgra
             );
         }
         let pid = launcher::launch(theirs.into())?;
-        return hand_over(server, ours, pid);
+        return hand_over(server, ours, pid, true);
     }
     let binary = binary.map_or_else(launcher::own_binary, Ok)?;
     let mut command = Command::new(&binary);
@@ -365,8 +357,10 @@ pub fn upgrade(server: &Server, binary: Option<PathBuf>) -> anyhow::Result<Upgra
     // The command has the child's end of the connection, which must not outlive the child.
     drop(command);
     let pid = child.id() as i32;
-    let outcome = hand_over(server, ours, pid);
+    let outcome = hand_over(server, ours, pid, true);
     if outcome.is_err() {
+        // A hand-over that did not begin has not ended it.
+        let _ = child.kill();
         let _ = child.wait();
     }
     outcome
@@ -379,16 +373,15 @@ pub struct Control {
 }
 
 impl Control {
-    /// `handed`: the socket of the server from which this one has taken over.
-    pub fn start(
-        path: &Path,
-        handed: Option<Parcel>,
-        server: Arc<Server>,
-    ) -> anyhow::Result<Control> {
-        let listener = match handed {
+    /// Listens on the socket. `handed`: that of the server from which this one takes over.
+    pub fn open(path: &Path, handed: Option<Parcel>) -> anyhow::Result<Listener> {
+        Ok(match handed {
             Some(parcel) => Listener::from_parcel(parcel)?,
             None => Listener::bind(path)?,
-        };
+        })
+    }
+
+    pub fn start(listener: Listener, server: Arc<Server>) -> anyhow::Result<Control> {
         let listener = Arc::new(listener);
         let offered = listener.clone();
         server.hand_overs.offer("control", move || offered.to_parcel());
@@ -438,5 +431,5 @@ fn came(server: &Arc<Server>, stream: UnixStream) {
         return;
     };
     // The log has the outcome.
-    let _ = hand_over(server, stream, pid);
+    let _ = hand_over(server, stream, pid, false);
 }

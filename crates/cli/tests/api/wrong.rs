@@ -28,7 +28,7 @@ fn mistakes_have_a_status_and_name_the_field() {
         ("POST", "/v1/disks?persist=true", r#""serial": "1""#, 409, "", "no configuration file"),
         ("PATCH", "/v1/disks/a", r#"{"queues": 2}"#, 422, "queues", "cannot change"),
         ("PATCH", "/v1/disks/a", r#"{"cache": "no"}"#, 422, "cache", "writethrough"),
-        ("PATCH", "/v1/disks/a", r#"{"cache": "unsafe"}"#, 409, "cache", "not a file"),
+        ("PATCH", "/v1/disks/a", r#"{"cache": "unsafe"}"#, 409, "cache", "would be lost"),
         ("PATCH", "/v1/disks/a", r#"{"weight": 0}"#, 422, "weight", "a weight is"),
         ("PATCH", "/v1/disks/a", r#"{"iops": 5, "reserve-iops": 6}"#, 422, "", "reserve-iops"),
         ("PATCH", "/v1/disks/b", "{}", 404, "", "no disk is called"),

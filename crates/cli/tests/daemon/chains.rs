@@ -381,9 +381,10 @@ fn a_reload_handles_disks_with_chains() {
     let mut guest = Guest::connect(&stack.socket);
     assert_eq!(guest.write(8, &pattern(1, 4096)), status::OK);
     let from = daemon.log().len();
-    write("l2-cache = 65536\nbacking-folders = [\"/\"]\ncopy-on-read = true\n");
+    let folder = &*stack.folder;
+    write(&format!("l2-cache = 65536\nbacking-folders = [{folder:?}]\ncopy-on-read = true\n"));
     daemon.signal(crate::common::Signal::HUP);
-    daemon.wait_log_after(from, "serving ");
+    daemon.wait_log_after(from, "reloaded: disks added 0, changed 1");
     stack.base_is_unchanged();
     let mut guest = Guest::connect(&stack.socket);
     assert_eq!(

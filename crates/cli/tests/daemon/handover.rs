@@ -424,8 +424,15 @@ pub fn failing(case: &Case) -> Vec<(String, PathBuf)> {
     let mut all: Vec<_> = ["start", "nonsense", "hello", "take", "given", "took", "ready"]
         .map(|last| script(last, &format!("exec python3 {half} {disk} {last}")))
         .into();
-    // The real program, with a disk of another shape: it fails after it has opened the image.
-    all.push(script("queues", &format!("exec {BLOCKYARD} \"$@\" --queues 2")));
+    // The real program, with a disk of another shape: it fails after it has opened the image. Then
+    // with options of the API, which fail before.
+    for (name, option) in [
+        ("queues", "--queues 2"),
+        ("group", "--socket-group no"),
+        ("metrics", "--metrics 192.0.2.1:9"),
+    ] {
+        all.push(script(name, &format!("exec {BLOCKYARD} \"$@\" {option}")));
+    }
     all
 }
 

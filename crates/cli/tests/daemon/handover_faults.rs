@@ -99,6 +99,40 @@ fn a_front_end_that_cannot_be_mapped_again_loses_its_session_alone() {
     }
 }
 
+/// The new server would not know what such a call has changed.
+#[test]
+fn a_call_that_changes_disks_is_refused_during_an_upgrade() {
+    let case = Case::new();
+    let (daemon, [_, good]) = serve(&case, &["--sandbox", "off"]);
+    let mut guest = Guest::connect(&good);
+    let pid = case.folder.join("pid");
+    let hung = script(
+        &case,
+        "hung",
+        &format!("echo $$ >{pid:?}.tmp; mv {pid:?}.tmp {pid:?}; exec sleep 999"),
+    );
+    let (image, socket) = (case.folder.image("new.img", 1 << 20), case.folder.join("new.s"));
+    let add = || {
+        let (image, socket) = (image.to_str().unwrap(), socket.to_str().unwrap());
+        ctl(&case, &["add", &format!("image={image}"), &format!("vhost-user={socket}")])
+    };
+    std::thread::scope(|scope| {
+        let upgrade = scope.spawn(|| ctl(&case, &["upgrade", "--binary", hung.to_str().unwrap()]));
+        until("the new server has started", SOON, || pid.exists());
+        for refused in [add(), ctl(&case, &["remove", "good", "--force"]), ctl(&case, &["reload"])]
+        {
+            assert!(refused.err.contains("upgrade runs: try again"), "{}", refused.err);
+        }
+        end_server(std::fs::read_to_string(&pid).unwrap().trim().parse().unwrap());
+        let done = upgrade.join().unwrap();
+        assert!(done.err.contains("not upgraded"), "{}", done.err);
+    });
+    add().good();
+    works(&mut guest, 1);
+    guest.leave();
+    daemon.stop();
+}
+
 #[test]
 fn a_new_server_without_room_for_a_front_ends_memory_leaves_the_old_one_serving() {
     let case = Case::new();

@@ -89,6 +89,19 @@ fn configure(folder: &Path, disks: &[(&str, &str)]) {
     std::fs::write(folder.join("toml"), text).unwrap();
 }
 
+/// The disk would open again without its data.
+#[test]
+fn a_disk_in_memory_stays_open() {
+    let yard = Yard::start(&[("memory", "image = \"ram:1M\"")]);
+    let mut guest = yard.guest("memory");
+    assert_eq!(guest.write(0, &pattern(1, 4096)), status::OK);
+    let log = yard.reload(&[("memory", "image = \"ram:1M\"\nqueues = 2")], "would be lost");
+    assert!(log.contains("changed 0") && log.contains("failed 1"), "{log}");
+    assert_eq!(guest.read(0, 4096).unwrap(), pattern(1, 4096));
+    guest.leave();
+    yard.daemon.stop();
+}
+
 #[test]
 fn a_reload_adds_removes_and_changes_disks_around_a_busy_one() {
     let yard = Yard::start(&[("busy", ""), ("other", "")]);

@@ -1,0 +1,115 @@
+//! A disk that the old server of a hand-over has given away, or is about to give.
+//!
+//! In: what the yard returns for a disk that has ended. Out: the disk's parcels for the new server,
+//! or the disk itself, served again. What must hold: a disk that could not be flushed is served by
+//! no server again, because a later flush would report success for lost writes.
+
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+use anyhow::bail;
+use blockyard_disk::Carried;
+use blockyard_export::vhost_user::Before;
+use blockyard_export::{Handed, keeper};
+use blockyard_ring::parcel::Parcel;
+use blockyard_storage::target::exec;
+use blockyard_yard::{DiskSettings, HandedDisk, Pending, YardError};
+
+use super::{CARRIED, KEPT, PROGRAM};
+use crate::book::HeldDisk;
+use crate::disks::{log_end, settings};
+use crate::exports;
+use crate::server::Server;
+
+/// A disk that the new server has, or may have.
+pub struct Away<'a> {
+    pub held: HeldDisk<'a>,
+    pub exports: Vec<Handed>,
+    pub since: Instant,
+    pub pause: Option<Duration>,
+}
+
+impl<'a> Away<'a> {
+    /// Packs what the new server needs. The second value: an error if the disk's program could not
+    /// be given up.
+    pub fn of(
+        server: &Server,
+        held: HeldDisk<'a>,
+        handed: HandedDisk,
+    ) -> anyhow::Result<(Self, std::io::Result<()>)> {
+        let (disk, since) = (held.args().name(), handed.since);
+        log_end(&handed.ended);
+        if !handed.ended.is_flushed {
+            held.remove();
+            server.common.handed.end_disk(&disk, handed.exports);
+            bail!("disk \"{disk}\" could not be flushed, and has ended");
+        }
+        let mut exports = handed.exports;
+        if let Some(carried) = handed.carried {
+            let bytes = serde_json::to_vec(&carried).unwrap_or_default();
+            exports.push(Handed { kind: CARRIED, parcel: Parcel { bytes, fds: Vec::new() } });
+        }
+        let program = handed.program.map(|program| {
+            exports.extend(program.map(|parcel| Handed { kind: PROGRAM, parcel }));
+        });
+        let key = |handed: &Handed| format!("{}:{disk}", handed.kind);
+        let kept = exports.iter().map(key).filter_map(|key| Some((keeper::stored(&key)?, key)));
+        let kept: HashMap<_, _> = kept.map(|(name, key)| (key, name)).collect();
+        if !kept.is_empty() {
+            let bytes = serde_json::to_vec(&kept).unwrap_or_default();
+            exports.push(Handed { kind: KEPT, parcel: Parcel { bytes, fds: Vec::new() } });
+        }
+        Ok((Away { held, exports, since, pause: None }, program))
+    }
+
+    /// Opens the image again, and continues the exports. The new server must have ended.
+    pub fn serve_again(self, server: &Server) {
+        let Away { held, exports, .. } = self;
+        let (args, name) = (held.args(), held.args().name());
+        let handed = &server.common.handed;
+        for Handed { kind, parcel } in exports {
+            if kind == PROGRAM {
+                let _ = exec::continue_from(parcel, true)
+                    .inspect_err(|e| tracing::error!(disk = name, "its program: {e}"));
+                continue;
+            }
+            handed.put(&name, kind, parcel, Before::Died);
+        }
+        let carried = handed.take_carried(&name).unwrap_or_else(|e| {
+            tracing::error!("its statistics begin at zero: {e:#}");
+            None
+        });
+        // The new server may have written to the image before it died.
+        let carried = carried.map(|carried| Carried { left: None, ..(*carried).clone() }.into());
+        let settings = settings(&args, exports::ways(&args, &server.common));
+        match server.yard.add(DiskSettings { carried, ..settings }) {
+            Ok(()) => tracing::info!(disk = name, "served again"),
+            Err(YardError::Closing) => {}
+            Err(e) => {
+                let e = anyhow::Error::from(e);
+                tracing::error!(disk = name, "cannot serve it again: {e:#}");
+                held.remove();
+            }
+        }
+        handed.end_disk(&name, Vec::new());
+    }
+}
+
+/// Serves a disk again as soon as it has ended, because the hand-over does not wait for it. `lent`:
+/// its name in the book.
+pub fn serve_later(server: &Server, lent: String, late: Pending<HandedDisk>) {
+    let Some(server) = server.itself.upgrade() else { return };
+    let thread = std::thread::Builder::new().name("late disk".into());
+    let spawned = thread.spawn(move || {
+        let held = server.book.lent(lent);
+        let disk = held.args().name();
+        let ended = late.wait().map_err(anyhow::Error::from);
+        match ended.and_then(|handed| Away::of(&server, held, handed)) {
+            Ok((away, _)) => away.serve_again(&server),
+            Err(e) => tracing::error!(disk, "{e:#}"),
+        }
+    });
+    if let Err(e) = spawned {
+        tracing::error!("a disk is not served again after its drain: no thread can start: {e}");
+    }
+}

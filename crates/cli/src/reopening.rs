@@ -1,0 +1,93 @@
+//! Why a disk must not be closed and opened again, as a reload or a change of the cache mode does.
+//!
+//! In: the disk as it is served, and the options with which it would be opened. What must hold: a
+//! disk that could not be opened again, or only with other data, is not closed.
+
+use std::path::Path;
+
+use blockyard_ring::sandbox;
+use blockyard_storage::target::exec;
+use blockyard_yard::DiskInfo;
+
+use crate::inherited;
+use crate::options::disk::DiskArgs;
+use crate::options::nbd::NbdAddress;
+
+/// Returns whether a snapshot has put an overlay on the image with which the disk was opened.
+pub fn has_overlay(served: &DiskInfo) -> bool {
+    served.image.as_ref().is_some_and(|image| !is_top(served, image))
+}
+
+/// Returns whether an image is the topmost one of the disk.
+fn is_top(served: &DiskInfo, image: &Path) -> bool {
+    let rest = served.images.strip_prefix(&*image.to_string_lossy());
+    rest.is_some_and(|rest| rest.is_empty() || rest.starts_with(' '))
+}
+
+/// Returns why the disk must stay open. `again`: the options with which it would be opened.
+pub fn obstacle(served: &DiskInfo, again: &DiskArgs) -> Option<String> {
+    let name = again.image.to_string_lossy();
+    if served.image.as_ref() == Some(&again.image) && name.starts_with("ram:") {
+        return Some(
+            "its data are in memory and would be lost: remove the disk, and add it".into(),
+        );
+    }
+    if has_overlay(served) && !is_top(served, &again.image) {
+        let what = "a snapshot has put an overlay on its image, and the disk would open without \
+                    it: name the overlay as its image";
+        return Some(what.into());
+    }
+    if exec::program_of(&name).is_some() && sandbox::is_on() {
+        let what = "a server in a sandbox cannot start its program again: restart the server";
+        return Some(what.into());
+    }
+    let vhost_user = again.vhost_user.as_deref().and_then(|socket| socket.strip_prefix("fd:"));
+    let nbd = match &again.nbd {
+        Some(NbdAddress::Inherited(name)) => Some(name.as_str()),
+        _ => None,
+    };
+    let sockets = [vhost_user, nbd].into_iter().flatten();
+    let failed = sockets.map(inherited::check).find_map(Result::err);
+    let failed = failed.or_else(|| crate::sandbox::check(again).err());
+    failed.map(|e| format!("{e:#}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use blockyard_yard::DiskState;
+
+    use super::*;
+
+    #[test]
+    fn a_disk_that_would_open_with_other_data_stays_open() {
+        let served = |image: &str, images: &str| DiskInfo {
+            name: "a".into(),
+            state: DiskState::Serving,
+            image: Some(image.into()),
+            images: images.into(),
+            capacity: 1 << 20,
+            is_read_only: false,
+            ways: Vec::new(),
+            paused: 0,
+            is_drained: false,
+        };
+        let again = |image: &str, socket: &str| {
+            let keys = format!("image = \"{image}\"\nvhost-user = \"{socket}\"\n");
+            let keys: toml::Table = keys.parse().unwrap();
+            keys.try_into::<DiskArgs>().unwrap()
+        };
+        let obstacle_of = |image: &str, images: &str, new: &str| {
+            obstacle(&served(image, images), &again(new, "/s")).unwrap_or_default()
+        };
+        let overlaid = "/top (qcow2) over /base (raw)";
+        assert_eq!(obstacle_of("/base", "/base", "/base"), "");
+        assert_eq!(obstacle_of("/base", "/base (qcow2) over /b (raw)", "/base"), "");
+        assert!(obstacle_of("/base", overlaid, "/base").contains("name the overlay"));
+        assert!(obstacle_of("/base", overlaid, "/other").contains("name the overlay"));
+        assert_eq!(obstacle_of("/base", overlaid, "/top"), "");
+        assert!(obstacle_of("ram:1M", "ram:1M", "ram:1M").contains("would be lost"));
+        assert_eq!(obstacle_of("ram:1M", "ram:1M", "/other"), "");
+        let not_inherited = obstacle(&served("/base", "/base"), &again("/base", "fd:999"));
+        assert!(not_inherited.unwrap().contains("did not inherit"));
+    }
+}
