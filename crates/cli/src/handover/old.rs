@@ -197,11 +197,12 @@ impl<'a> HandOver<'a> {
             FromNew::Serves => {}
             other => bail!("the new server sent {other:?} when it was ready"),
         }
+        let pid = self.pid.as_raw_nonzero().get() as u32;
+        // Supervisors must know the new process before they see the end of this one, and the end of
+        // the other disks may take long.
+        supervisor::notify(&format!("MAINPID={pid}"));
         self.end_others();
         custody::set(Custody::Gone);
-        let pid = self.pid.as_raw_nonzero().get() as u32;
-        // Supervisors must know the new process before they see the end of this one.
-        supervisor::notify(&format!("MAINPID={pid}"));
         let disks = self.away.iter().map(|away| HandedOver {
             name: away.held.args().name(),
             pause_us: away.pause.unwrap_or_default().as_micros() as u64,
