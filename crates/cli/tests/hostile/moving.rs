@@ -357,6 +357,33 @@ fn truncated_memory_ends_only_its_own_session() {
     }
 }
 
+/// The status byte is in lost memory. The guest cannot see the answer, so the next session must
+/// repeat the request.
+#[test]
+fn an_answer_to_lost_memory_leaves_the_request_in_the_in_flight_region() {
+    let daemon = Daemon::start();
+    let mut guest = Guest::connect(&daemon.socket(VICTIM), Layout::Split);
+    let inflight = guest.connection.inflight(1, 64).unwrap().unwrap();
+    guest.connection.set_inflight(&inflight).unwrap();
+    guest.start_ring(0).unwrap();
+    guest.works(0, 0);
+    // The flag of each entry, after a header of 16 bytes.
+    let in_flight = || {
+        let mut region = [0; 16 + 64 * 16];
+        rustix::io::pread(&inflight.file, &mut region, 0).unwrap();
+        region[16..].chunks(16).filter(|entry| entry[0] != 0).count()
+    };
+    assert_eq!(in_flight(), 0);
+    let extra = extra(EXTRA, 1 << 40);
+    guest.connection.frontend().add_mem_region(&extra.info).unwrap();
+    rustix::fs::ftruncate(&extra.fd, 0).unwrap();
+    let (header, data) = (guest.header(IN, 0), guest.bytes(&[0; 512]));
+    guest.offer(0, &[out(header, 16), into(data, 512), into(EXTRA, 1)]);
+    until_disconnected(&guest);
+    assert_eq!(in_flight(), 1);
+    daemon.end();
+}
+
 fn until_disconnected(guest: &Guest) {
     use std::io::{ErrorKind, Read};
     match guest.connection.socket().read(&mut [0]) {

@@ -114,7 +114,6 @@ pub struct Queue {
     served: Rc<LocalDisk<Store>>,
     core: RefCell<Core>,
     lanes: Rc<Lanes<ChainToken>>,
-    alarm: Option<Arc<MemoryAlarm>>,
     /// Vector for the requests of a batch, kept for reuse.
     requests: RefCell<Vec<Request<ChainToken>>>,
     wake: Signal,
@@ -155,7 +154,6 @@ impl Queue {
             served,
             core: RefCell::new(core),
             lanes,
-            alarm: setup.alarm,
             requests: RefCell::default(),
             wake: Signal::new(handle),
             budget: Budget::of(handle, &setup.device.disk),
@@ -219,8 +217,7 @@ impl Queue {
             }
             let takes = self.enabled.get()
                 && self.in_flight.get() < MOST_IN_FLIGHT
-                && !self.core.borrow().broken
-                && !self.alarm.as_ref().is_some_and(|alarm| alarm.is_raised());
+                && self.core.borrow().works();
             let held_back = self.held_back(takes && !stopping);
             if takes && !stopping && held_back.is_none() {
                 let taken = self.take(if slow > 0 { BATCH_IN_FLIGHT } else { BATCH_AT_ONCE });

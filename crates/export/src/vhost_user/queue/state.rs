@@ -3,10 +3,11 @@
 
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::time::Instant;
 
 use blockyard_disk::Failure;
-use blockyard_ring::{GuestMemory, Segments};
+use blockyard_ring::{GuestMemory, MemoryAlarm, Segments};
 
 use super::QueueSetup;
 use super::marks::Marks;
@@ -59,6 +60,7 @@ pub(super) struct Core {
     /// Number of used elements that are pushed and not published.
     pub(super) unpublished: u32,
     pub(super) broken: bool,
+    alarm: Option<Arc<MemoryAlarm>>,
 }
 
 /// A chain that the previous back end left unanswered.
@@ -124,6 +126,7 @@ impl Core {
             error: setup.error.take(),
             unpublished: 0,
             broken: false,
+            alarm: setup.alarm.take(),
         };
         // The recovery of a packed ring may have written to any of its descriptors.
         if setup.packed && !unanswered.is_empty() {
@@ -213,9 +216,24 @@ impl Core {
         self.unpublished += 1;
     }
 
-    /// Publishes the pushed used elements, and clears their entries in the in-flight region.
+    /// Returns whether the ring may be used.
+    #[inline]
+    pub(super) fn works(&self) -> bool {
+        !self.broken && !self.has_lost_memory()
+    }
+
+    #[inline]
+    fn has_lost_memory(&self) -> bool {
+        self.alarm.as_ref().is_some_and(|alarm| alarm.is_raised())
+    }
+
+    /// Publishes the pushed used elements, and clears their entries in the in-flight region. If
+    /// memory is lost, the guest may not see the elements, so the region keeps the entries.
     #[inline]
     pub(super) fn publish(&mut self) {
+        if self.has_lost_memory() {
+            return;
+        }
         if let (Some(inflight), Ring::Packed(ring)) = (&mut self.inflight, &self.ring) {
             let (index, wrap) = ring.used_position();
             inflight.publishing_packed(index, wrap);
@@ -223,6 +241,9 @@ impl Core {
         let place = self.marks.as_ref().and_then(|_| self.ring.publication());
         self.ring.publish();
         self.mark_ring(place);
+        if self.has_lost_memory() {
+            return;
+        }
         match (&mut self.inflight, &self.ring) {
             (None, _) => {}
             (Some(inflight), Ring::Split(ring)) => inflight.published_split(ring.used_index()),
