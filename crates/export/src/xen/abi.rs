@@ -127,6 +127,13 @@ pub enum Place {
     Pages([u32; INDIRECT_PAGES]),
 }
 
+impl Ask {
+    /// Returns whether a request has pages.
+    pub fn moves(self) -> bool {
+        matches!(self, Ask::Read | Ask::Write | Ask::Barrier | Ask::Flush)
+    }
+}
+
 /// A request that was copied out of the ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request {
@@ -144,6 +151,18 @@ pub struct Request {
 }
 
 impl Request {
+    /// Returns the pages that describe the segments: their references, and the number of segments
+    /// in each.
+    pub fn tables(&self) -> impl Iterator<Item = (u32, usize)> {
+        let references: &[u32] = match &self.place {
+            Place::Pages(references) => &references[..self.segments.div_ceil(SEGMENTS_OF_PAGE)],
+            Place::Here(_) => &[],
+        };
+        let segments = self.segments;
+        let here = move |at: usize| (segments - at * SEGMENTS_OF_PAGE).min(SEGMENTS_OF_PAGE);
+        references.iter().enumerate().map(move |(at, reference)| (*reference, here(at)))
+    }
+
     /// Parses an entry. Invalid requests become `Ask::Bad`.
     pub fn parse(abi: Abi, bytes: &[u8; ENTRY_MOST]) -> Self {
         let (id, sector, rest) = abi.places();

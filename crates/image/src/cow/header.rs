@@ -25,6 +25,9 @@ const MAGIC: u32 = 0x4f4f_4f4d;
 /// Size of the longest header, in bytes.
 pub(super) const HEADER_MAX: usize = 4136;
 
+/// Length in bytes of the mark of a journal.
+pub(super) const MARK_LEN: usize = 40;
+
 /// Name of the structure in errors.
 pub(super) const HEADER: &str = "cow header";
 
@@ -261,9 +264,9 @@ impl Header {
     pub(super) fn mark_offset(&self) -> Option<u64> {
         let Fields { name, name_len, .. } = self.layout.fields();
         let (sector, field_end) = (SECTOR as usize, name + name_len);
-        let crosses = field_end % sector > 0 && field_end % sector < super::session::LENGTH;
+        let crosses = field_end % sector > 0 && field_end % sector < MARK_LEN;
         let end = if crosses { field_end / sector * sector } else { field_end };
-        let at = end - super::session::LENGTH;
+        let at = end - MARK_LEN;
         // A zero byte ends the name.
         (name + self.backing.len() < at).then_some(at as u64)
     }
@@ -419,7 +422,7 @@ mod tests {
             let header = Header::new(version, alignment, &BACKING).unwrap();
             let Fields { name, name_len, .. } = header.layout.fields();
             let at = header.mark_offset().unwrap();
-            let end = at + crate::cow::session::LENGTH as u64;
+            let end = at + MARK_LEN as u64;
             assert_eq!(at / SECTOR, (end - 1) / SECTOR, "version {version}");
             assert!(at > (name + BACKING.name.len()) as u64 && end <= (name + name_len) as u64);
             // A name of this length leaves no room for the zero byte that ends it.

@@ -15,7 +15,7 @@ use blockyard_ring::Segments;
 use blockyard_storage::Storage;
 
 use super::Cow;
-use super::header::{HEADER, Header};
+use super::header::{HEADER, Header, MARK_LEN};
 use crate::SECTOR;
 use crate::error::ImageError;
 use crate::journal::{ImageSafety, Key, Log, Record, Recovered, Session};
@@ -24,7 +24,6 @@ use crate::raw::Raw;
 const STRUCTURE: &str = "journal of the COW file";
 /// "BLKYSESS", then the session's number and the boot's, all big-endian.
 const TAG: u64 = 0x424c_4b59_5345_5353;
-pub(super) const LENGTH: usize = 40;
 
 /// Reads the mark. `None`: there is none.
 pub async fn read_mark<S: Storage>(
@@ -32,9 +31,9 @@ pub async fn read_mark<S: Storage>(
     header: &Header,
 ) -> Result<Option<Session>, ImageError> {
     let Some(at) = header.mark_offset() else { return Ok(None) };
-    let (segments, read) = file.read(Segments::buffer(LENGTH), at).await;
+    let (segments, read) = file.read(Segments::buffer(MARK_LEN), at).await;
     read.map_err(|e| ImageError::io(HEADER, at, "reading the mark of a journal", e))?;
-    let mut bytes = [0; LENGTH];
+    let mut bytes = [0; MARK_LEN];
     segments.copy_out(0, &mut bytes);
     let number =
         |at: usize| u128::from_be_bytes(bytes[at..at + 16].try_into().expect("sixteen bytes"));
@@ -51,7 +50,7 @@ async fn write_mark<S: Storage>(
     let at = header.mark_offset().ok_or_else(|| {
         ImageError::refused(HEADER, "the backing file's name leaves no room for a journal's mark")
     })?;
-    let bytes = session.map_or(vec![0; LENGTH], |Session { number, boot }| {
+    let bytes = session.map_or(vec![0; MARK_LEN], |Session { number, boot }| {
         [&TAG.to_be_bytes()[..], &number.to_be_bytes(), &boot.to_be_bytes()].concat()
     });
     let (_, written) = file.write(Segments::from_bytes(&bytes), at, false).await;

@@ -16,7 +16,6 @@ use blockyard_ring::xen::{CopyBatch, Grants};
 
 use super::super::abi::{self, Ask, SEGMENT_BYTES, Segment};
 use super::Counts;
-use super::pages::{moves, tables};
 
 /// Limits on buffers that are kept for reuse: their number, and their bytes.
 const BUFFERS: usize = 64;
@@ -72,7 +71,7 @@ impl Copies {
             let buffer = bounds.map(|(from, to)| {
                 let segments = &segments[from..to];
                 let buffer = self.buffer(length(segments));
-                if moves(request.ask) && request.ask != Ask::Read {
+                if request.ask.moves() && request.ask != Ask::Read {
                     push(&mut self.batch, grants, &buffer, segments, false);
                 }
                 buffer
@@ -83,7 +82,7 @@ impl Copies {
         let mut statuses = self.batch.statuses();
         for ((request, bounds), filled) in batch.iter().zip(bounds).zip(&mut self.filled) {
             let Some((from, to)) = bounds else { continue };
-            if moves(request.ask) && request.ask != Ask::Read {
+            if request.ask.moves() && request.ask != Ask::Read {
                 let good =
                     statuses.by_ref().take(to - from).filter(|status| status.is_ok()).count()
                         == to - from;
@@ -114,7 +113,9 @@ impl Copies {
 
     /// Copies the pages that describe the segments of a batch's requests, in one call.
     pub fn describe(&mut self, grants: &Grants, batch: &[abi::Request], counts: &Counts) {
-        let tables = || batch.iter().filter(|request| moves(request.ask)).flat_map(tables);
+        let tables = || {
+            batch.iter().filter(|request| request.ask.moves()).flat_map(|request| request.tables())
+        };
         let len = tables().map(|(_, segments)| segments * SEGMENT_BYTES).sum();
         self.tables.clear();
         (self.table, self.described) = (0, 0);
@@ -146,7 +147,7 @@ impl Copies {
     /// Returns false if a page cannot be read.
     pub fn segments(&mut self, request: &abi::Request, to: &mut Vec<Segment>) -> bool {
         let mut good = true;
-        for (_, segments) in tables(request) {
+        for (_, segments) in request.tables() {
             good &= self.tables[self.table];
             self.table += 1;
             for _ in 0..segments {

@@ -15,7 +15,7 @@ use std::sync::atomic::Ordering;
 use blockyard_ring::xen::Grants;
 use blockyard_ring::{Region, Segments};
 
-use super::super::abi::{self, Ask, Place, SEGMENT_BYTES, SEGMENTS_OF_PAGE, Segment};
+use super::super::abi::{self, Ask, Place, SEGMENT_BYTES, Segment};
 use super::Counts;
 use super::copies::{Copies, Read};
 
@@ -170,7 +170,7 @@ impl Pages {
         }
         segments.reset_regions();
         let Some((from, to)) = self.bounds[at] else { return Prepared::Failed };
-        debug_assert_eq!(to - from, if moves(request.ask) { request.segments } else { 0 });
+        debug_assert_eq!(to - from, if request.ask.moves() { request.segments } else { 0 });
         let mut len = 0;
         for (segment, page) in self.segments[from..to].iter().zip(&self.found[from..to]) {
             let (Some((offset, bytes)), Some(page)) = (segment.range(), page) else {
@@ -189,7 +189,7 @@ impl Pages {
 
     /// Appends the segments of a request. Returns false if they are invalid or cannot be read.
     fn collect(&mut self, request: &abi::Request, counts: &Counts) -> bool {
-        if !moves(request.ask) {
+        if !request.ask.moves() {
             return true;
         }
         let from = self.segments.len();
@@ -203,7 +203,7 @@ impl Pages {
                 }
             }
             (Place::Pages(_), None) => {
-                for (reference, here) in tables(request) {
+                for (reference, here) in request.tables() {
                     if !self.collect_indirect(reference, here, counts) {
                         return false;
                     }
@@ -317,23 +317,6 @@ impl Pages {
 fn count(counts: &Counts, pages: usize) {
     counts.maps.fetch_add(1, Ordering::Relaxed);
     counts.pages.fetch_add(pages as u64, Ordering::Relaxed);
-}
-
-/// Returns whether a request has pages.
-pub(super) fn moves(ask: Ask) -> bool {
-    matches!(ask, Ask::Read | Ask::Write | Ask::Barrier | Ask::Flush)
-}
-
-/// Returns the pages that describe a request's segments: their references, and the number of
-/// segments in each.
-pub(super) fn tables(request: &abi::Request) -> impl Iterator<Item = (u32, usize)> {
-    let references: &[u32] = match &request.place {
-        Place::Pages(references) => &references[..request.segments.div_ceil(SEGMENTS_OF_PAGE)],
-        Place::Here(_) => &[],
-    };
-    let segments = request.segments;
-    let here = move |at: usize| (segments - at * SEGMENTS_OF_PAGE).min(SEGMENTS_OF_PAGE);
-    references.iter().enumerate().map(move |(at, reference)| (*reference, here(at)))
 }
 
 #[cfg(test)]
