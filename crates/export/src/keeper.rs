@@ -98,8 +98,9 @@ pub fn announce(program: &Path) {
     });
 }
 
-/// Makes the holder kill a process if this one dies before the other one is the server. None: it
-/// has failed to take over. (systemd ends all processes of a service before it starts it again.)
+/// Makes the holder kill a process if the server dies: the one that takes over, or this one when it
+/// has handed all over. None: there is no such process. (systemd ends all processes of a service
+/// before it starts it again.)
 pub fn announce_taker(pid: Option<Pid>) {
     let number = pid.map_or(0, |pid| pid.as_raw_nonzero().get());
     let message = [&[kind::TAKER][..], &number.to_ne_bytes()].concat();

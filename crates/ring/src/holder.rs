@@ -6,7 +6,8 @@
 //!     keep(key, descriptors)   ◄── at each change of a session
 //!     forget(key)              ◄── at the end of a disk
 //!     all?                     ◄── at the server's start; the holder answers with each key
-//!     taker(process)           ◄── a process begins to take over; zero: it has failed
+//!     taker(process)           ◄── a process that must end if the server dies: it takes over, or
+//!                                  has handed all over; zero: there is none
 //!     server(process, program) ◄── a server is ready, or has taken over
 //! ```
 //! What must hold
@@ -40,6 +41,8 @@ pub const MOST_BYTES: usize = MOST_PATH + 8;
 
 /// Restarts without a pause. One more becomes possible each second.
 const BURST: u64 = 60;
+/// The time of a wait without a limit.
+const FOR_EVER: libc::c_int = -1;
 /// Servers that may die in a row before they are ready.
 const FAILURES: u32 = 5;
 
@@ -66,7 +69,7 @@ struct Slot {
 struct Other {
     pid: libc::pid_t,
     process: OwnedFd,
-    /// It was the server before. Otherwise it takes over.
+    /// It was the server before, and may serve again. Otherwise it must end if the server dies.
     has_served: bool,
 }
 
@@ -102,11 +105,13 @@ pub fn run(program: &Path, arguments: &[OsString]) -> io::Result<u8> {
     let mut holder = Holder::new(program, arguments)?;
     holder.start()?;
     loop {
-        let Ends { is_left, is_over, is_other_gone } = holder.wait()?;
+        let is_left = holder.wait(FOR_EVER)?.is_left;
         // A new server announces itself before the old one exits, so read messages first.
         while holder.take_message() {}
         // A socket without a peer is always readable, so poll must not wait for it any more.
         holder.is_alone |= is_left;
+        // A message may have put other processes in the place of those that woke the holder.
+        let Ends { is_over, is_other_gone, .. } = holder.wait(0)?;
         if is_other_gone {
             holder.other = None;
         }
@@ -118,6 +123,10 @@ pub fn run(program: &Path, arguments: &[OsString]) -> io::Result<u8> {
                     }
                 }
                 libc::SIGTERM | libc::SIGINT if holder.is_owed => {
+                    if let Some(other) = holder.other.filter(|other| other.has_served) {
+                        // SAFETY: kill has no memory arguments.
+                        unsafe { libc::kill(other.pid, signal) };
+                    }
                     note(b"blockyard holder: ended before the next server could start\n");
                     return Ok(1);
                 }
@@ -218,8 +227,8 @@ impl Holder {
         Ok(())
     }
 
-    /// Waits for a message, a signal, or an end.
-    fn wait(&self) -> io::Result<Ends> {
+    /// Waits for a message, a signal, or an end, for a time in milliseconds.
+    fn wait(&self, time: libc::c_int) -> io::Result<Ends> {
         let entry = |fd: Option<&OwnedFd>| {
             let fd = fd.map_or(-1, AsRawFd::as_raw_fd);
             libc::pollfd { fd, events: libc::POLLIN, revents: 0 }
@@ -229,7 +238,7 @@ impl Holder {
         let watched = self.watched.as_ref();
         let mut fds = [entry(Some(&self.signals)), entry(socket), entry(watched), entry(other)];
         // SAFETY: the kernel writes to `fds`, which has four entries.
-        let rc = unsafe { libc::poll(fds.as_mut_ptr(), 4, -1) };
+        let rc = unsafe { libc::poll(fds.as_mut_ptr(), 4, time) };
         if rc < 0 && io::Error::last_os_error().kind() != io::ErrorKind::Interrupted {
             return Err(io::Error::last_os_error());
         }

@@ -181,7 +181,7 @@ fn a_server_that_dies_is_followed_after_the_end_of_its_taker() {
     // It was about to be the server.
     tell(&mut holder, &socket, kind::SERVER, &number, None);
     assert!(holder.other.is_some() && holder.server == 0);
-    assert!(holder.wait().unwrap().is_other_gone);
+    assert!(holder.wait(FOR_EVER).unwrap().is_other_gone);
     assert_eq!(taker.wait().unwrap().signal(), Some(libc::SIGKILL));
 }
 
@@ -220,7 +220,7 @@ fn a_new_server_that_dies_is_followed_by_the_old_one_or_after_its_end() {
     tell_of(&mut holder, kind::SERVER, &old);
     assert_eq!(holder.follow(libc::SIGKILL).unwrap(), None);
     assert_eq!(new.wait().unwrap().signal(), Some(libc::SIGKILL));
-    assert!(holder.is_owed && holder.wait().unwrap().is_other_gone);
+    assert!(holder.is_owed && holder.wait(FOR_EVER).unwrap().is_other_gone);
     old.kill().unwrap();
     old.wait().unwrap();
 }
@@ -230,13 +230,13 @@ fn a_new_server_that_dies_is_followed_by_the_old_one_or_after_its_end() {
 fn a_socket_without_a_server_is_left_after_its_last_message() {
     let (mut holder, socket) = holder();
     send(socket.as_raw_fd(), &[&[kind::SERVER][..], &7i32.to_ne_bytes()].concat(), &[]).unwrap();
-    assert!(!holder.wait().unwrap().is_left, "the server has its end");
+    assert!(!holder.wait(FOR_EVER).unwrap().is_left, "the server has its end");
     drop(socket);
-    assert!(is_left(&holder.socket) && holder.wait().unwrap().is_left);
+    assert!(is_left(&holder.socket) && holder.wait(FOR_EVER).unwrap().is_left);
     assert!(holder.take_message() && !holder.take_message());
     assert!(holder.is_ready);
     holder.is_alone = true;
     // The only event that is left is that of a signal.
     rustix::io::write(&holder.signals, &1u64.to_ne_bytes()).unwrap();
-    assert!(!holder.wait().unwrap().is_left);
+    assert!(!holder.wait(FOR_EVER).unwrap().is_left);
 }
