@@ -92,7 +92,9 @@ impl SignalThread {
             errors.fetch_sub(1, Ordering::SeqCst);
         };
         // Without a thread the signal is lost, as if the front end had not asked for it.
-        let _ = self.pool.run(Box::new(task));
+        if self.pool.run(Box::new(task)).is_err() {
+            self.errors.fetch_sub(1, Ordering::SeqCst);
+        }
     }
 }
 
