@@ -117,7 +117,7 @@ impl Server {
         self.yard.set_groups(config.group_knobs());
         self.book.adopt(&config.disks);
         self.change_in_use(&config, &plan, &mut failed);
-        let old = self.remove_others(&plan, &mut failed);
+        let old = self.remove_others(&config, &plan, &mut failed);
         // Update the sizes of all disks, including those of toolstacks.
         let sizes: Vec<_> =
             self.served().map(|disk| (self.yard.begin_refresh(&disk.name), disk.name)).collect();
@@ -186,6 +186,16 @@ impl Server {
         failed.collect()
     }
 
+    /// Returns why a disk that this command holds must stay open: a job may have begun or ended
+    /// since the plan was made. None begins while the disk is held.
+    fn obstacle_now(&self, config: &Config, disk: &str) -> Option<String> {
+        if self.has_job(disk) {
+            return Some(reopening::JOB.into());
+        }
+        let args = config.disks.iter().find(|args| args.name() == disk)?;
+        reopening::obstacle(&self.yard.info(disk)?, args)
+    }
+
     /// Logs changes that are not those of disks.
     fn log_others(&self, config: &Config, plan: &Reload) {
         for Ignored { change, reason } in &plan.ignored {
@@ -226,6 +236,7 @@ impl Server {
     /// writes durable: a later flush would report success for lost writes.
     fn remove_others(
         &self,
+        config: &Config,
         plan: &Reload,
         failed: &mut Vec<FailedDisk>,
     ) -> HashMap<String, Closed> {
@@ -240,6 +251,11 @@ impl Server {
                     continue;
                 }
             };
+            let again = keys.is_some().then(|| self.obstacle_now(config, disk)).flatten();
+            if let Some(why) = again {
+                failed.push(note(disk, &anyhow::anyhow!("the disk stays as it is: {why}")));
+                continue;
+            }
             let Some(keys) = keys else {
                 tracing::info!(disk, "removed from the configuration: closing it");
                 if let Err(e) = self.remove(held) {

@@ -13,6 +13,9 @@ use crate::inherited;
 use crate::options::disk::DiskArgs;
 use crate::options::nbd::NbdAddress;
 
+/// Why a disk with a job stays open.
+pub const JOB: &str = "a job works on it: wait for its end, or cancel it";
+
 /// Returns whether a snapshot has put an overlay on the image with which the disk was opened.
 pub fn has_overlay(served: &DiskInfo) -> bool {
     served.image.as_ref().is_some_and(|image| !is_top(served, image))

@@ -238,6 +238,7 @@ impl Server {
                 _ => break,
             }
         }
+        self.hand_overs.give_up();
         self.events.publish(What::ServerEnding);
         self.events.flush();
         if self.hand_overs.is_done() {

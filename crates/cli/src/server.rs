@@ -9,7 +9,9 @@ use std::time::{Instant, SystemTime};
 use blockyard_control::events::What;
 use blockyard_disk::SourceError;
 use blockyard_program::ending::Failure;
-use blockyard_yard::{Change, DiskInfo, DiskSettings, DiskState, Pending, Yard, YardError};
+use blockyard_yard::{
+    Change, DiskInfo, DiskSettings, DiskState, Job, JobState, Pending, Yard, YardError,
+};
 use toml::Table;
 
 use crate::book::{Book, Entry, HeldDisk};
@@ -147,6 +149,12 @@ impl Server {
     pub fn served(&self) -> impl Iterator<Item = DiskInfo> {
         let answers = |disk: &DiskInfo| matches!(disk.state, DiskState::Serving | DiskState::Busy);
         self.yard.list().into_iter().filter(answers)
+    }
+
+    /// Returns whether a job works on a disk.
+    pub fn has_job(&self, disk: &str) -> bool {
+        let is_running = |job: Job| job.disk() == disk && matches!(job.state(), JobState::Running);
+        self.yard.jobs().into_iter().any(is_running)
     }
 
     /// Logs the statistics of the open disks.

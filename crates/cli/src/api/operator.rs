@@ -13,7 +13,7 @@ use blockyard_control::types::{
 use blockyard_control::{Answer, Kind, Object, Operator, Problem, invalid};
 use blockyard_disk::SnapshotOptions;
 use blockyard_image::Format;
-use blockyard_yard::{DiskInfo, JobKind, JobState};
+use blockyard_yard::{DiskInfo, DiskState, JobKind};
 use toml::Table;
 
 use super::{sampled, words};
@@ -73,14 +73,9 @@ impl Server {
     ) -> Answer<()> {
         let (name, old) = (args.name(), held.entry());
         let served = self.info(&name)?;
-        let is_running = |job: blockyard_yard::Job| {
-            job.disk() == name && matches!(job.state(), JobState::Running)
-        };
         let busy = match () {
             () if served.is_drained => Some("it is drained: resume it first"),
-            () if self.yard.jobs().into_iter().any(is_running) => {
-                Some("a job works on it: wait for its end, or cancel it")
-            }
+            () if self.has_job(&name) => Some(reopening::JOB),
             () => None,
         };
         let busy = busy.map(String::from);
@@ -101,7 +96,13 @@ impl Server {
         self.yard.flush(&name).map_err(words::problem)?;
         let modes = format!("{} -> {}", old.args.cache, args.cache);
         tracing::info!(disk = name, "changed: cache: {modes}: closing and opening it");
-        self.remove(held).map_err(words::problem)?;
+        if !self.remove(held).map_err(words::problem)? {
+            let what = format!(
+                "disk \"{name}\" could not be flushed when it was closed, so it is not opened \
+                 again: writes may be lost"
+            );
+            return Err(Problem::new(Kind::Failed, what));
+        }
         let Err(e) = self.add(args, keys, old.by_api) else { return Ok(()) };
         self.restore(old.args, old.keys, old.by_api);
         let what = format!("disk \"{name}\" does not open with the new cache mode: {e:#}");
@@ -311,6 +312,10 @@ impl Operator for Server {
     }
 
     fn disconnect(&self, name: &str, clients: Disconnect) -> Answer<Disconnected> {
+        if self.info(name)?.state == DiskState::Closing {
+            let what = format!("disk \"{name}\" is being closed");
+            return Err(Problem::new(Kind::Conflict, what));
+        }
         let wanted = clients.client;
         let clients = || Ok(self.yard.report(name).map_err(words::problem)?.clients);
         let mut gone = clients()?;
@@ -347,6 +352,15 @@ impl Operator for Server {
     }
 
     fn start(&self, name: &str, job: JobRequest) -> Answer<Job> {
+        // A command that holds the disk may close it, and open it with its old image.
+        let _held = match self.book.hold(name) {
+            Ok(held) => Some(held),
+            // A Xen toolstack has it.
+            Err(HoldError::NotFound(_)) => None,
+            Err(e @ HoldError::Busy(_)) => {
+                return Err(Problem::new(Kind::Conflict, e.to_string()));
+            }
+        };
         let kind = match job {
             JobRequest::Snapshot(options) => JobKind::Snapshot(SnapshotOptions {
                 unrecorded: options.unrecorded,

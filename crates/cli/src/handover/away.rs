@@ -1,8 +1,9 @@
 //! A disk that the old server of a hand-over has given away, or is about to give.
 //!
 //! In: what the yard returns for a disk that has ended. Out: the disk's parcels for the new server,
-//! or the disk itself, served again. What must hold: a disk that could not be flushed is served by
-//! no server again, because a later flush would report success for lost writes.
+//! or the disk itself, served again. What must hold: a disk that could not be flushed is not served
+//! again, because a later flush would report success for lost writes. Only a later command of the
+//! operator (a reload, an upgrade) opens it.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -42,7 +43,10 @@ impl<'a> Away<'a> {
         if !handed.ended.is_flushed {
             held.remove();
             server.common.handed.end_disk(&disk, handed.exports);
-            bail!("disk \"{disk}\" could not be flushed, and has ended");
+            bail!(
+                "disk \"{disk}\" could not be flushed, and has ended: writes may be lost (a reload \
+                 opens it again)"
+            );
         }
         let mut exports = handed.exports;
         if let Some(carried) = handed.carried {

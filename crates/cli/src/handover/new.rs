@@ -11,8 +11,9 @@ use blockyard_export::custody::{self, Custody};
 use blockyard_export::vhost_user::Before;
 use blockyard_export::{Listener, keeper};
 use blockyard_ring::parcel::{self, Parcel};
-use blockyard_ring::resident;
+use blockyard_ring::{host, resident};
 use blockyard_storage::target::exec;
+use rustix::process::Pid;
 use toml::Table;
 
 use super::{FORMAT, FromNew, FromOld, KEPT, NBD, Offered, PROGRAM, Peer};
@@ -151,7 +152,11 @@ impl Takeover {
         // holder has started another server, and this one must end.
         holder::announce_surely().context("announcing this server to the holder")?;
         if let Err(e) = self.peer.send(&FromNew::Serves) {
-            // If it lives, it ends this process before it takes its disks back.
+            // A server that lives has given up, and takes its disks back.
+            let peer = host::peer(&self.peer.0).and_then(|peer| Pid::from_raw(peer.process?));
+            if peer.is_some_and(|peer| rustix::process::test_kill_process(peer).is_ok()) {
+                bail!("the old server waits no longer: {e}");
+            }
             tracing::warn!("the old server has ended before it could leave: {e}");
         }
         // Before requests begin, because a program that is not owned answers none.

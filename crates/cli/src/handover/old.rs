@@ -1,6 +1,7 @@
 //! The old server of a hand-over.
 
 use std::io;
+use std::net::Shutdown;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -37,6 +38,8 @@ const DRAIN_TIME: Duration = Duration::from_secs(20);
 const END_TIME: Duration = Duration::from_secs(10);
 /// How long the kernel may take to end a killed process.
 const KILL_TIME: Duration = Duration::from_secs(60);
+/// Time between two looks whether this server ends, while it waits for such a process.
+const CHECK_TIME: Duration = Duration::from_millis(500);
 /// How long calls that change the set of disks may take before a hand-over begins.
 const CALLS_TIME: Duration = Duration::from_secs(5);
 const CALLS_PAUSE: Duration = Duration::from_millis(5);
@@ -50,6 +53,8 @@ pub struct HandOvers {
     only: Mutex<()>,
     /// Another server has the disks.
     is_done: AtomicBool,
+    /// This server ends, so nothing waits for the end of another one.
+    is_ending: AtomicBool,
     /// Read by calls that change disks: the new server would not know what they do meanwhile.
     changes: RwLock<()>,
     sockets: Mutex<Vec<(&'static str, Socket)>>,
@@ -59,8 +64,8 @@ pub struct HandOvers {
 
 impl HandOvers {
     pub fn new(end: signal_hook::iterator::Handle) -> Self {
-        let (only, is_done, changes, sockets) = Default::default();
-        HandOvers { only, is_done, changes, sockets, end }
+        let (only, is_done, is_ending, changes, sockets) = Default::default();
+        HandOvers { only, is_done, is_ending, changes, sockets, end }
     }
 
     /// Passes a listening socket on to the next server.
@@ -75,6 +80,11 @@ impl HandOvers {
     /// Returns whether another server has the disks.
     pub fn is_done(&self) -> bool {
         self.is_done.load(Ordering::SeqCst)
+    }
+
+    /// Notes that this server ends.
+    pub fn give_up(&self) {
+        self.is_ending.store(true, Ordering::SeqCst);
     }
 
     /// Excludes hand-overs for a call that changes disks. None: one runs, or has ended.
@@ -158,9 +168,13 @@ fn hand_over(
         }
         Err(e) => {
             tracing::error!("the disks stay with this server: {e:#}");
-            holder::announce();
             let _ = hand_over.peer.send(&FromOld::Refused { what: format!("{e:#}") });
+            // The new server must not believe any more that this one will leave.
+            let _ = hand_over.peer.0.shutdown(Shutdown::Both);
+            holder::announce();
             hand_over.take_back();
+            // The new server may have announced itself meanwhile.
+            holder::announce();
             keeper::announce_taker(None);
             let error = Some(format!("{e:#}"));
             server.events.publish(What::HandOverEnded { pid: None, error });
@@ -201,6 +215,7 @@ impl<'a> HandOver<'a> {
         // Supervisors must know the new process before they see the end of this one, and the end of
         // the other disks may take long.
         supervisor::notify(&format!("MAINPID={pid}"));
+        keeper::announce_taker(Some(rustix::process::getpid()));
         self.end_others();
         custody::set(Custody::Gone);
         let disks = self.away.iter().map(|away| HandedOver {
@@ -281,7 +296,7 @@ impl<'a> HandOver<'a> {
                 away::serve_later(self.server, held.lend(), late);
                 bail!(
                     "requests of disk \"{disk}\" take longer than {DRAIN_TIME:?}: try again \
-                     later, or after `blockyard ctl disconnect {disk}`"
+                     when they have ended"
                 );
             }
         };
@@ -305,17 +320,31 @@ impl<'a> HandOver<'a> {
         {
             let pid = self.pid.as_raw_nonzero();
             tracing::error!("the new server does not end: end its process, {pid}: {e:#}");
-            // Two servers on one image would destroy it, and a lock protects only some images.
-            while has_some && !has_ended(&self.process, KILL_TIME).unwrap_or(true) {
-                let disks = self.away.len();
-                tracing::error!("{disks} disks wait until process {pid} has ended");
-            }
         }
         let nbd = || self.server.common.nbd.lock().unwrap_or_else(PoisonError::into_inner);
         nbd().take_back();
+        // Two servers on one image would destroy it, and a lock protects only some images.
+        if has_some && !self.has_surely_ended() {
+            self.away.clear();
+        }
         self.away.drain(..).for_each(|away| away.serve_again(self.server));
         nbd().has_taken_back();
-        self.server.common.handed.clear();
+    }
+
+    /// Waits without a limit for the end of the new server. Returns false if this one ends first.
+    fn has_surely_ended(&self) -> bool {
+        let mut reported = None::<Instant>;
+        while !has_ended(&self.process, CHECK_TIME).unwrap_or(true) {
+            if self.server.hand_overs.is_ending.load(Ordering::SeqCst) {
+                return false;
+            }
+            if reported.is_none_or(|time| time.elapsed() > KILL_TIME) {
+                let (disks, pid) = (self.away.len(), self.pid.as_raw_nonzero());
+                tracing::error!("{disks} disks wait until process {pid} has ended");
+                reported = Some(Instant::now());
+            }
+        }
+        true
     }
 
     /// Waits for the end of the new server, which may close its images first. Kills it if it does
