@@ -3,7 +3,7 @@
 
 use blockyard_image::qcow2::Header;
 use blockyard_image::qcow2::check::{self, Repair, Report};
-use blockyard_image::tools::{apply_journal, discard_journal, on_file, pending_journal};
+use blockyard_image::tools::{Pending, apply_journal, discard_journal, on_file, pending_journal};
 use blockyard_image::{Format, SECTOR, cow};
 use blockyard_program::ending::Failure;
 use blockyard_program::output;
@@ -94,11 +94,16 @@ pub fn run(options: &CheckArgs) -> Result<u8, Failure> {
             .into());
         }
     };
-    lines.extend(journal.map(|changes| {
-        format!(
+    lines.extend(journal.map(|journal| match journal {
+        Pending::Changes(changes) => format!(
             "a server that died has left a journal with {changes} changes: the next open for \
              writing applies them (--discard-journal gives them up)"
-        )
+        ),
+        Pending::Elsewhere(place) => format!(
+            "a server has a journal for the image that is not in {place}: set \
+             BLOCKYARD_STATE_FOLDER to the folder of the server (--discard-journal gives its \
+             changes up)"
+        ),
     }));
     let fields = CheckFields {
         filename: options.image.file.display().to_string(),

@@ -3,7 +3,7 @@
 mod report;
 
 use blockyard_image::ChainOptions;
-use blockyard_image::tools::{details, pending_journal};
+use blockyard_image::tools::{Pending, details, pending_journal};
 use blockyard_program::ending::Failure;
 use clap::Args;
 use serde_json::Value;
@@ -40,7 +40,10 @@ pub fn run(options: &InfoArgs) -> Result<(), Failure> {
     let all = chain.layers().iter().zip(&details).map(|(layer, details)| Info::of(layer, details));
     let mut all: Vec<Info> = all.collect::<anyhow::Result<_>>()?;
     for (info, layer) in all.iter_mut().zip(chain.layers()) {
-        info.journal = pending_journal(layer.file.path(), layer.format).ok().flatten();
+        info.journal = match pending_journal(layer.file.path(), layer.format) {
+            Ok(Some(Pending::Changes(changes))) => Some(changes),
+            Ok(Some(Pending::Elsewhere(_)) | None) | Err(_) => None,
+        };
     }
     match (options.output.is_json(), all.as_slice()) {
         (true, [one]) if !options.backing_chain => print_json(one),

@@ -279,14 +279,36 @@ fn a_journal_is_not_replayed_over_changes_of_another_program() {
 #[test]
 fn an_image_without_its_journal_is_refused() {
     let case = Case::qcow2();
-    case.write_and_kill(1);
+    let blocks = case.write_and_kill(1);
     case.wait_for_the_lock();
     let other = StateFolder::new();
+    let top = case.top.to_str().unwrap();
+    for command in [
+        &["snapshot", "-c", "one", top][..],
+        &["amend", "-o", "lazy_refcounts=on", top],
+        &["bitmap", "--add", top, "b"],
+        &["rebase", "-u", "-b", "base.img", "-F", "raw", top],
+        &["resize", top, "64M"],
+        &["commit", top],
+        &["check", "--repair", "leaks", top],
+    ] {
+        let mut image = Command::new(BLOCKYARD);
+        image.arg("image").args(command).env("BLOCKYARD_STATE_FOLDER", &other.0);
+        let done = run(&mut image, SOON);
+        assert_eq!(done.status.code(), Some(1), "{command:?}: {}", done.err);
+        assert!(done.err.contains("BLOCKYARD_STATE_FOLDER"), "{command:?}: {}", done.err);
+    }
+    let mut check = Command::new(BLOCKYARD);
+    check.args(["image", "check", top]).env("BLOCKYARD_STATE_FOLDER", &other.0);
+    assert!(run(&mut check, SOON).err.contains("a server has a journal for the image"));
     let mut command = Command::new(BLOCKYARD);
     command.arg("serve").arg(&case.top).arg("--vhost-user").arg(&case.socket);
     let done = run(command.arg("--state-folder").arg(&other.0), SOON);
     assert_eq!(done.status.code(), Some(1), "{}", done.err);
     assert!(done.err.contains("--discard-journal"), "{}", done.err);
+    let daemon = case.serve();
+    assert_eq!(case.count(&mut Guest::connect(&case.socket), 1, &blocks), blocks.len());
+    daemon.stop();
 }
 
 #[test]

@@ -92,6 +92,19 @@ impl CrashSafety {
     }
 }
 
+/// Returns the error of an image whose journal is not in the folder `place`.
+pub(crate) fn missing(place: &str) -> ImageError {
+    ImageError::refused(
+        STRUCTURE,
+        format!(
+            "a server died while it had the image in use, and there is no journal of its changes \
+             in {place}: name the folder that the server used (--state-folder, \
+             BLOCKYARD_STATE_FOLDER), or give up the changes since its last flush (blockyard \
+             image check --discard-journal)"
+        ),
+    )
+}
+
 impl ImageSafety {
     /// Returns the setting without a new journal.
     pub fn without_journal(self) -> Self {
@@ -111,14 +124,6 @@ impl ImageSafety {
             return Ok(None);
         }
         let refuse = |what: String| ImageError::refused(STRUCTURE, what);
-        let missing = |place: &str| {
-            refuse(format!(
-                "a server died while it had the image in use, and there is no journal of its \
-                 changes in {place}: name the folder that the server used (--state-folder), or \
-                 give up the changes since its last flush (blockyard image check \
-                 --discard-journal)"
-            ))
-        };
         let Some(store) = store.clone().or_else(JournalStore::of_commands) else {
             let folder = StateFolder::default_path();
             return match marked {

@@ -11,7 +11,7 @@ use crate::chain::{Chain, ChainError, ChainOptions};
 use crate::cow;
 use crate::error::ImageError;
 use crate::format::Format;
-use crate::journal::{ImageKey, JournalStore, Recovered, Session};
+use crate::journal::{ImageKey, JournalStore, Session, StateFolder, missing, present_boot};
 use crate::qcow2::{Header, IncompleteCluster};
 use crate::raw::Raw;
 use blockyard_storage::{CacheMode, Store};
@@ -33,17 +33,33 @@ async fn session_of(raw: &Raw<Store>, format: Format) -> Result<Option<Session>,
     }
 }
 
-/// Returns the journal that belongs to the image as it is.
+/// The journal that belongs to an image as it is.
+pub enum Pending {
+    /// The next open for writing replays so many changes.
+    Changes(usize),
+    /// The image is marked with a journal of this boot, and this folder does not have it.
+    Elsewhere(String),
+}
+
 async fn journal_of(
     file: &ImageFile,
     raw: &Raw<Store>,
     format: Format,
-) -> Result<Option<Recovered>, ImageError> {
+) -> Result<Option<Pending>, ImageError> {
     let Some(session) = session_of(raw, format).await? else { return Ok(None) };
-    let Some((store, image)) = place_of(file) else { return Ok(None) };
+    let is_of_this_boot = Some(session.boot) == present_boot();
+    let elsewhere = |place: String| is_of_this_boot.then_some(Pending::Elsewhere(place));
+    let Some((store, image)) = place_of(file) else {
+        return Ok(elsewhere(StateFolder::default_path().display().to_string()));
+    };
     let found = store.find(&image);
     let found = found.map_err(|e| ImageError::refused(STRUCTURE, e.to_string()))?;
-    Ok(found.filter(|journal| journal.session() == session))
+    let Some(journal) = found.filter(|journal| journal.session() == session) else {
+        return Ok(elsewhere(store.to_string()));
+    };
+    let records = journal.records();
+    let records = records.map_err(|e| ImageError::io(STRUCTURE, None, "reading", e))?;
+    Ok(Some(Pending::Changes(records.len())))
 }
 
 fn place_of(file: &ImageFile) -> Option<(JournalStore, ImageKey)> {
@@ -51,28 +67,32 @@ fn place_of(file: &ImageFile) -> Option<(JournalStore, ImageKey)> {
     Some((JournalStore::of_commands()?, key))
 }
 
-/// Returns the number of changes in the journal that the next open for writing replays. `None`:
-/// there is no journal. Takes no lock.
-pub fn pending_journal(path: &Path, format: Format) -> Result<Option<usize>, ChainError> {
+/// Returns the journal of a dead server, or of one that has the image in use. `None`: there is
+/// none. Takes no lock.
+pub fn pending_journal(path: &Path, format: Format) -> Result<Option<Pending>, ChainError> {
     let options = OpenOptions::new(path, true, CacheMode::Writeback);
     let file = ImageFile::open(&OpenOptions { force_share: true, ..options })?;
     on_reactor(move |handle| async move {
         let raw = raw_of(&handle, &file)?;
-        let wrong = |error| of_file(&file, error);
-        let Some(journal) = journal_of(&file, &raw, format).await.map_err(wrong)? else {
-            return Ok(None);
-        };
-        let records = journal.records();
-        let records = records.map_err(|e| wrong(ImageError::io(STRUCTURE, None, "reading", e)))?;
-        Ok(Some(records.len()))
+        journal_of(&file, &raw, format).await.map_err(|error| of_file(&file, error))
     })
 }
 
-/// Applies the journal of an image, if there is one. Durable on return.
+/// Applies the journal of an image, if there is one. Durable on return. Fails if the journal is in
+/// another folder: a change of the image would give it up.
 pub fn apply_journal(path: &Path, format: Format) -> Result<(), ChainError> {
-    if format == Format::Raw || !matches!(pending_journal(path, format), Ok(Some(_))) {
-        // An image that cannot be read gets its error from the command itself.
+    if format == Format::Raw {
         return Ok(());
+    }
+    match pending_journal(path, format) {
+        Ok(Some(Pending::Changes(_))) => {}
+        Ok(Some(Pending::Elsewhere(place))) => {
+            // The error of an image in use is better.
+            ImageFile::open(&OpenOptions::new(path, false, CacheMode::Writeback))?;
+            return Err(ChainError::Image { path: path.into(), error: missing(&place) });
+        }
+        // An image that cannot be read gets its error from the command itself.
+        Ok(None) | Err(_) => return Ok(()),
     }
     let open = |no_backing| {
         let format = Some(format);

@@ -46,7 +46,7 @@ pub use create::{NewImage, create};
 pub use details::{Details, details};
 pub use disk::{Disk, close};
 pub use file::{on_file, open_file};
-pub use journal::{apply_journal, discard_journal, pending_journal};
+pub use journal::{Pending, apply_journal, discard_journal, pending_journal};
 pub use map::map;
 pub use measure::{Measure, measure};
 pub use reactors::on_reactor;
