@@ -148,6 +148,17 @@ impl Server {
     }
 }
 
+/// Returns an error if the next server would open an overlay in another format than qcow2.
+fn check_overlay(overlay: &str) -> Answer<()> {
+    match Format::of_name(overlay.as_ref()) {
+        None | Some(Format::Qcow2) => Ok(()),
+        Some(other) => {
+            let what = format!("an overlay is qcow2, and the name {overlay} means {other}");
+            Err(Problem::new(Kind::Invalid, what).in_field("overlay"))
+        }
+    }
+}
+
 /// Returns the error of a change that took effect, but that a restart would lose.
 fn not_kept(name: &str, done: &str, kept: anyhow::Result<()>) -> Answer<()> {
     let what = |e| format!("disk \"{name}\" {done}, but a restart would not know that: {e:#}");
@@ -362,10 +373,13 @@ impl Operator for Server {
             }
         };
         let kind = match job {
-            JobRequest::Snapshot(options) => JobKind::Snapshot(SnapshotOptions {
-                unrecorded: options.unrecorded,
-                ..SnapshotOptions::new(options.overlay)
-            }),
+            JobRequest::Snapshot(options) => {
+                check_overlay(&options.overlay)?;
+                JobKind::Snapshot(SnapshotOptions {
+                    unrecorded: options.unrecorded,
+                    ..SnapshotOptions::new(options.overlay)
+                })
+            }
             JobRequest::Commit => JobKind::Commit,
             JobRequest::Stream => JobKind::Stream,
         };

@@ -251,9 +251,17 @@ pub fn run(options: &CtlOptions) -> Result<(), Failure> {
     }
     let caller = Caller { socket: &options.api, limit: options.timeout };
     let answer = answer(&caller, &options.command)?;
+    let failed = match &options.command {
+        Command::Reload { .. } => answer["failed"].as_array().map_or(0, Vec::len),
+        _ => 0,
+    };
     let text =
         if options.json { format!("{answer:#}\n") } else { show::text(&options.command, answer)? };
     output::print(text)?;
+    if failed > 0 {
+        let disks = if failed == 1 { "disk is" } else { "disks are" };
+        return Err(anyhow::anyhow!("{failed} {disks} not as the file says").into());
+    }
     Ok(())
 }
 
