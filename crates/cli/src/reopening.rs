@@ -9,6 +9,7 @@ use blockyard_ring::sandbox;
 use blockyard_storage::target::exec;
 use blockyard_yard::DiskInfo;
 
+use crate::disks::try_open;
 use crate::inherited;
 use crate::options::disk::DiskArgs;
 use crate::options::nbd::NbdAddress;
@@ -52,6 +53,7 @@ pub fn obstacle(served: &DiskInfo, again: &DiskArgs) -> Option<String> {
     let sockets = [vhost_user, nbd].into_iter().flatten();
     let failed = sockets.map(inherited::check).find_map(Result::err);
     let failed = failed.or_else(|| crate::sandbox::check(again).err());
+    let failed = failed.or_else(|| try_open(again).err());
     failed.map(|e| format!("{e:#}"))
 }
 
@@ -63,6 +65,12 @@ mod tests {
 
     #[test]
     fn a_disk_that_would_open_with_other_data_stays_open() {
+        let folder =
+            std::env::temp_dir().join(format!("blockyard-reopening-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let names = ["base", "top", "other"].map(|name| folder.join(name).display().to_string());
+        names.iter().for_each(|name| std::fs::write(name, [0; 4096]).unwrap());
+        let [base, top, other] = names.each_ref().map(String::as_str);
         let served = |image: &str, images: &str| DiskInfo {
             name: "a".into(),
             state: DiskState::Serving,
@@ -75,22 +83,26 @@ mod tests {
             is_drained: false,
         };
         let again = |image: &str, socket: &str| {
-            let keys = format!("image = \"{image}\"\nvhost-user = \"{socket}\"\n");
+            let keys =
+                format!("image = \"{image}\"\nformat = \"raw\"\nvhost-user = \"{socket}\"\n");
             let keys: toml::Table = keys.parse().unwrap();
             keys.try_into::<DiskArgs>().unwrap()
         };
         let obstacle_of = |image: &str, images: &str, new: &str| {
             obstacle(&served(image, images), &again(new, "/s")).unwrap_or_default()
         };
-        let overlaid = "/top (qcow2) over /base (raw)";
-        assert_eq!(obstacle_of("/base", "/base", "/base"), "");
-        assert_eq!(obstacle_of("/base", "/base (qcow2) over /b (raw)", "/base"), "");
-        assert!(obstacle_of("/base", overlaid, "/base").contains("name the overlay"));
-        assert!(obstacle_of("/base", overlaid, "/other").contains("name the overlay"));
-        assert_eq!(obstacle_of("/base", overlaid, "/top"), "");
+        let overlaid = &format!("{top} (qcow2) over {base} (raw)");
+        assert_eq!(obstacle_of(base, base, base), "");
+        assert_eq!(obstacle_of(base, &format!("{base} (qcow2) over {other} (raw)"), base), "");
+        assert!(obstacle_of(base, overlaid, base).contains("name the overlay"));
+        assert!(obstacle_of(base, overlaid, other).contains("name the overlay"));
+        assert_eq!(obstacle_of(base, overlaid, top), "");
         assert!(obstacle_of("ram:1M", "ram:1M", "ram:1M").contains("would be lost"));
-        assert_eq!(obstacle_of("ram:1M", "ram:1M", "/other"), "");
-        let not_inherited = obstacle(&served("/base", "/base"), &again("/base", "fd:999"));
+        assert_eq!(obstacle_of("ram:1M", "ram:1M", other), "");
+        let not_inherited = obstacle(&served(base, base), &again(base, "fd:999"));
         assert!(not_inherited.unwrap().contains("did not inherit"));
+        std::fs::remove_file(other).unwrap();
+        assert!(obstacle_of(base, base, other).contains("no such file"));
+        std::fs::remove_dir_all(&folder).unwrap();
     }
 }

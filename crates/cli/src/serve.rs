@@ -13,7 +13,7 @@ use blockyard_program::output;
 use blockyard_ring::xen::Host;
 use blockyard_yard::Yard;
 use rustix::thread::CpuSet;
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGXFSZ};
 use signal_hook::iterator::Signals;
 use toml::Table;
 
@@ -40,12 +40,13 @@ const OTHERS_PAUSE: Duration = Duration::from_millis(5);
 
 pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     blockyard_ring::inherited::note();
-    let config = Config::of(options).map_err(Failure::usage)?;
+    let config = Config::of(options).and_then(check_disks);
+    let config = config.inspect_err(|e| {
+        options.takeover.iter().for_each(|control| Takeover::refuse(control, e));
+    });
+    let config = config.map_err(Failure::usage)?;
     if let Some(folder) = options.state_folder.as_ref().or(config.state_folder.as_ref()) {
         journals::use_folder(folder.clone());
-    }
-    for (at, disk) in config.disks.iter().enumerate() {
-        check(disk).map_err(|e| Failure::usage(config.locate(at, e)))?;
     }
     let shares = shares::from_configuration(options, &config).map_err(Failure::usage)?;
     let xen = options.xen.or(&config.xen);
@@ -83,6 +84,9 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     };
     sandbox::enter(&config.sandbox(&options.sandbox), &needs)?;
     log::start_queues()?;
+    // By default it ends the process: a write beyond the limit of a file's size (ulimit -f) fails
+    // with EFBIG instead.
+    signal_hook::flag::register(SIGXFSZ, Arc::default())?;
     // Signals that arrive from now on stay pending until the start is complete.
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR1])?;
     if options.attached {
@@ -118,6 +122,14 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     closed?;
     closing.into_iter().for_each(attach::Closing::report);
     Ok(())
+}
+
+/// Returns an error if options of a disk contradict each other.
+fn check_disks(config: Config) -> anyhow::Result<Config> {
+    for (at, disk) in config.disks.iter().enumerate() {
+        check(disk).map_err(|e| config.locate(at, e))?;
+    }
+    Ok(config)
 }
 
 /// Opens each image, and reports the first error.

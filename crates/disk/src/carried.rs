@@ -1,12 +1,13 @@
 //! What a disk carries over to the next server in a hand-over: its statistics, so that counters do
-//! not go back, and the state of its share, so that a hand-over is no way past a limit.
+//! not go back; the state of its share, so that a hand-over is no way past a limit; and what its
+//! clients rely on, so that they do not get another disk.
 //!
 //! In: a disk after its drain. Out: the same figures at the next server, which adds to them. What
 //! must hold: another process has written the state, so each number is bounded before it is used.
 
 use std::time::Duration;
 
-use blockyard_image::LeftImage;
+use blockyard_image::{FileId, Format, LeftImage};
 use blockyard_sched::ShareState;
 use serde::{Deserialize, Serialize};
 
@@ -31,6 +32,40 @@ pub struct Carried {
     pub share: ShareState,
     /// The topmost image's file as it was left. None: the next server checks the image.
     pub left: Option<LeftImage>,
+    /// None: the server before did not say it.
+    pub shown: Option<Shown>,
+}
+
+/// What clients that stay connected rely on.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
+pub struct Shown {
+    /// The topmost image. None: it is no file of this host.
+    file: Option<FileId>,
+    format: String,
+    read_only: bool,
+}
+
+impl Shown {
+    fn of(disk: &Disk) -> Option<Self> {
+        let source = disk.source();
+        let (file, format) = match source.chain().map(|chain| chain.top()) {
+            Some(top) => (top.file.id(), top.format.to_string()),
+            None => (source.file()?.id(), Format::Raw.to_string()),
+        };
+        Some(Shown { file, format, read_only: disk.options().read_only })
+    }
+
+    /// Returns how `later` differs, for an operator.
+    fn difference(&self, later: &Shown) -> Option<String> {
+        if self.file != later.file {
+            return Some("its image is another file now".into());
+        }
+        if self.format != later.format {
+            return Some(format!("its format was {}, and is {} now", self.format, later.format));
+        }
+        let what = if later.read_only { "it is read-only now" } else { "it is writable now" };
+        (self.read_only != later.read_only).then(|| what.into())
+    }
 }
 
 impl Disk {
@@ -45,7 +80,13 @@ impl Disk {
             held_back_us: self.longest_held_back().as_micros() as u64,
             share: self.share().hand_over(sched_time()),
             left: self.source().chain().and_then(|chain| chain.top().left()),
+            shown: Shown::of(self),
         }
+    }
+
+    /// Returns why clients of the server before must not stay connected to this disk.
+    pub fn differs_from(&self, carried: &Carried) -> Option<String> {
+        carried.shown.as_ref()?.difference(&Shown::of(self)?)
     }
 
     /// Continues from the figures of another server. Call it before the first export starts.

@@ -21,6 +21,9 @@ pub enum YardError {
     Open(SourceError),
     #[error("image {}: finding its device", image.display())]
     Device { image: PathBuf, source: io::Error },
+    /// Clients of another server rely on what its disk was.
+    #[error("disk \"{disk}\": {why}, and its clients would stay connected: restart the server")]
+    Differs { disk: String, why: String },
     #[error("disk \"{disk}\": starting its export")]
     Export { disk: String, source: WayError },
     #[error(transparent)]

@@ -1,6 +1,7 @@
 //! One disk with its exports, and what commands do with it. All of this runs on a thread of the
 //! pool.
 
+use std::fs::OpenOptions;
 use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -11,7 +12,7 @@ use blockyard_disk::{
 };
 use blockyard_export::{Client, Export, Handed, PolicyFigures, Reactors};
 use blockyard_image::journal::CrashSafety;
-use blockyard_image::{ChainOptions, Opener};
+use blockyard_image::{ChainOptions, FileId, Opener};
 use blockyard_ring::parcel::Parcel;
 use blockyard_sched::{Knobs, Share};
 
@@ -99,6 +100,9 @@ impl ServedDisk {
             Activation::Rings => disk.until_activated(settings.image.clone()),
         });
         if let Some(carried) = settings.carried.take() {
+            if let Some(why) = disk.differs_from(&carried) {
+                return Err(YardError::Differs { disk: settings.name, why });
+            }
             disk.continue_from(&carried);
         }
         let ways: Vec<_> = settings.ways.iter().map(|way| way.describe()).collect();
@@ -148,6 +152,24 @@ impl ServedDisk {
         }
     }
 
+    /// Returns why the image cannot be opened by its path again. The disk would be lost.
+    fn image_is_gone(&self) -> Option<String> {
+        let source = self.disk.source();
+        let file = match source.chain() {
+            Some(chain) => &chain.top().file,
+            None => source.file()?,
+        };
+        let (id, path) = (file.id()?, file.path());
+        let opened = OpenOptions::new().read(true).write(!self.settings.image.read_only).open(path);
+        match opened {
+            Err(e) => Some(format!("image {}: it cannot be opened again: {e}", path.display())),
+            Ok(found) if FileId::of_fd(&found).is_ok_and(|found| found != id) => {
+                Some(format!("image {}: another file is there now", path.display()))
+            }
+            Ok(_) => None,
+        }
+    }
+
     /// Returns why another server cannot continue the disk now.
     pub fn obstacle(&self, context: &Context) -> Option<String> {
         if let Some(why) = self.disk.poisoned() {
@@ -169,6 +191,15 @@ impl ServedDisk {
         }
         if self.disk.is_drained() {
             return Some("it is drained: run `blockyard ctl resume`".into());
+        }
+        if self.disk.paused() > 0 {
+            // The end of its exports would answer them with an error.
+            return Some(
+                "requests wait for space: make some, and run `blockyard ctl resume`".into(),
+            );
+        }
+        if let Some(why) = self.image_is_gone() {
+            return Some(why);
         }
         let obstacle = self.exports.iter().find_map(|export| export.obstacle());
         obstacle.or_else(|| self.sync_for_close(context))
@@ -200,11 +231,17 @@ impl ServedDisk {
     /// Ends the exports so that another server can continue them, and leaves the image to it.
     pub fn hand_over(mut self, context: &Context) -> HandedDisk {
         let (settings, since) = (self.settings.clone(), Instant::now());
+        let mut exports = self.exports.iter();
+        let is_used = exports.any(|e| !e.clients().is_empty() || e.device().is_some());
         let exports = self.exports.iter_mut().filter_map(|export| export.hand_over()).collect();
         let disk = self.disk.clone();
         let ended = self.end(context, blockyard_export::leave);
         // Nothing is in flight any more.
-        let carried = ended.is_flushed.then(|| disk.hand_over(&ended.statistics));
+        let carried = ended.is_flushed.then(|| {
+            let carried = disk.hand_over(&ended.statistics);
+            // Clients that connect later may find another disk.
+            Carried { shown: carried.shown.filter(|_| is_used), ..carried }
+        });
         let source = disk.source();
         // A disk that is not flushed has no next server, and its program ends with it.
         let opened = source.file().filter(|_| ended.is_flushed).and_then(|file| file.opened());

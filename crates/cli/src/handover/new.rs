@@ -30,19 +30,17 @@ pub struct Takeover {
 }
 
 impl Takeover {
+    /// Reports to the old server why this one cannot start.
+    pub fn refuse(control: &Path, why: &anyhow::Error) {
+        if let Ok(peer) = connect(control) {
+            let _ = peer.send(&FromNew::Failed { what: format!("{why:#}") });
+        }
+    }
+
     /// Connects to the old server. `-` as its socket: standard input is the connection. Call this
     /// before the process enters its sandbox.
     pub fn begin(control: &Path) -> anyhow::Result<Self> {
-        let stream = if control == Path::new("-") {
-            let socket = inherited_connection();
-            UnixStream::from(socket.context("--takeover -: standard input is no socket")?)
-        } else {
-            let stream = UnixStream::connect(control);
-            stream.with_context(|| {
-                format!("--takeover {}: no server can be reached there", control.display())
-            })?
-        };
-        let peer = Peer(stream);
+        let peer = connect(control)?;
         let version = env!("CARGO_PKG_VERSION").to_string();
         peer.send(&FromNew::Hello { format: FORMAT, version }).context(TALKING)?;
         let (disks, names) = match peer.receive().context(TALKING)? {
@@ -204,6 +202,18 @@ impl Takeover {
         server.add(args, keys, by_api)?;
         self.peer.send(&FromNew::Took { disk: name }).context(TALKING)
     }
+}
+
+fn connect(control: &Path) -> anyhow::Result<Peer> {
+    let stream = if control == Path::new("-") {
+        let socket = inherited_connection();
+        UnixStream::from(socket.context("--takeover -: standard input is no socket")?)
+    } else {
+        UnixStream::connect(control).with_context(|| {
+            format!("--takeover {}: no server can be reached there", control.display())
+        })?
+    };
+    Ok(Peer(stream))
 }
 
 const TALKING: &str = "talking to the old server";

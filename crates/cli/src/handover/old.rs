@@ -243,10 +243,10 @@ impl<'a> HandOver<'a> {
     }
 
     fn greet(&mut self) -> anyhow::Result<()> {
-        let FromNew::Hello { format, version } =
-            self.peer.receive().context("waiting for the new server")?
-        else {
-            bail!("the new server does not say hello");
+        let (format, version) = match self.peer.receive().context("waiting for the new server")? {
+            FromNew::Hello { format, version } => (format, version),
+            FromNew::Failed { what } => bail!("the new server failed: {what}"),
+            other => bail!("the new server does not say hello, but {other:?}"),
         };
         if format != FORMAT {
             bail!(

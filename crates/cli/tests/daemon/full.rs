@@ -118,6 +118,9 @@ fn writes_wait_for_space_and_all_of_them_succeed_after_a_resume() {
         let status = case.ctl(&["status"]).good();
         assert!(status.contains("paused") && status.contains("wait for space"), "{status}");
         assert!(case.ctl(&["show", "disk"]).good().contains("on-enospc"), "{image}");
+        // The end of its session would answer them.
+        let refused = case.ctl(&["upgrade"]);
+        assert!(refused.err.contains("requests wait for space"), "{}", refused.err);
         // Without space they wait again.
         let resumed = case.ctl(&["resume", "disk"]).good();
         assert!(resumed.starts_with("resumed disk: "), "{resumed}");

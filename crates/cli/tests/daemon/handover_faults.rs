@@ -99,6 +99,45 @@ fn a_front_end_that_cannot_be_mapped_again_loses_its_session_alone() {
     }
 }
 
+/// A guest that stays connected would have another disk.
+#[test]
+fn an_upgrade_never_changes_what_a_connected_guest_has() {
+    let case = Case::new();
+    let (daemon, [bad, _]) = serve(&case, &[]);
+    let mut guest = Guest::connect(&bad);
+    works(&mut guest, 1);
+    let [config, image] = ["config.toml", "bad.img"].map(|name| case.folder.join(name));
+    let good = std::fs::read_to_string(&config).unwrap();
+    let other = case.folder.image("other.img", 1 << 20);
+    let refused = |why: &str| {
+        let done = ctl(&case, &["upgrade"]);
+        assert!(done.err.contains(why), "{why}: {}", done.err);
+    };
+    let name = "name = \"bad\"\n";
+    for (text, why) in [
+        (good.replace("bad.img", "other.img"), "its image is another file now"),
+        (good.replace(name, &format!("{name}read-only = true\n")), "it is read-only now"),
+        (good.replace(name, &format!("{name}nonsense = 1\n")), "unknown key `nonsense`"),
+    ] {
+        std::fs::write(&config, text).unwrap();
+        refused(why);
+        works(&mut guest, 2);
+    }
+    std::fs::write(&config, good).unwrap();
+    let away = case.folder.join("away.img");
+    std::fs::rename(&image, &away).unwrap();
+    refused("it cannot be opened again");
+    works(&mut guest, 3);
+    std::fs::rename(&other, &image).unwrap();
+    refused("another file is there now");
+    works(&mut guest, 4);
+    std::fs::rename(&away, &image).unwrap();
+    let last = upgrade(&case, daemon.pid() as i32);
+    works(&mut guest, 5);
+    drop(guest);
+    end_server(last);
+}
+
 /// The new server would not know what such a call has changed.
 #[test]
 fn a_call_that_changes_disks_is_refused_during_an_upgrade() {

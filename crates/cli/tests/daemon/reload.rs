@@ -189,7 +189,7 @@ fn a_disk_whose_new_configuration_fails_keeps_the_old_one() {
     );
     assert!(
         log.contains("image /not/there: there is no such file")
-            && log.contains("served with its old configuration"),
+            && log.contains("the disk stays as it is"),
         "{log}"
     );
     assert_eq!(yard.guest("a").write(0, &pattern(1, 512)), status::OK);

@@ -5,9 +5,11 @@ use std::os::fd::AsFd;
 use std::path::Path;
 
 use rustix::fs::{FileType, Stat};
+use serde::{Deserialize, Serialize};
 
 /// A file by its inode, or a block device by its number.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Deserialize, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum FileId {
     File { device: u64, inode: u64 },
     BlockDevice { number: u64 },
