@@ -299,7 +299,7 @@ fn the_cache_mode_of_a_disk_changes_and_its_data_stay() {
     let change = |query: &str, cache: &str| {
         (format!("/v1/disks/a{query}"), json!({ "cache": cache, "iops": 5000 }))
     };
-    let (target, body) = change("", "none");
+    let (target, body) = change("", "writeback");
     let problem = server.bad("PATCH", &target, &body.to_string(), 409);
     assert!(problem["detail"].as_str().unwrap().contains("force=true"), "{problem}");
     let (target, body) = change("?force=true", "writeback");
@@ -324,7 +324,7 @@ fn the_cache_mode_of_a_disk_changes_and_its_data_stay() {
         let disk = server.good("GET", "/v1/disks/a", Value::Null);
         disk["images"].as_str().unwrap().contains("top.qcow2")
     });
-    let (target, body) = change("", "writeback");
+    let (target, body) = change("", "none");
     let problem = server.bad("PATCH", &target, &body.to_string(), 409);
     assert!(problem["detail"].as_str().unwrap().contains("overlay"), "{problem}");
 }
