@@ -92,7 +92,7 @@ impl CrashSafety {
     }
 }
 
-/// Returns the error of an image whose journal is not in the folder `place`.
+/// Returns the error of an image with a journal that is not in the folder `place`.
 pub(crate) fn missing(place: &str) -> ImageError {
     ImageError::refused(
         STRUCTURE,
