@@ -230,9 +230,9 @@ impl ServedDisk {
 
     /// Ends the exports so that another server can continue them, and leaves the image to it.
     pub fn hand_over(mut self, context: &Context) -> HandedDisk {
-        let (settings, since) = (self.settings.clone(), Instant::now());
         let mut exports = self.exports.iter();
         let is_used = exports.any(|e| !e.clients().is_empty() || e.device().is_some());
+        let (settings, since) = (self.settings.clone(), Instant::now());
         let exports = self.exports.iter_mut().filter_map(|export| export.hand_over()).collect();
         let disk = self.disk.clone();
         let ended = self.end(context, blockyard_export::leave);
