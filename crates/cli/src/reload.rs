@@ -123,6 +123,7 @@ impl Server {
             self.served().map(|disk| (self.yard.begin_refresh(&disk.name), disk.name)).collect();
         sizes.into_iter().for_each(|(size, disk)| log_size(&disk, size.wait()));
         self.add_others(&config, &plan, old, &mut failed);
+        self.revoke(&config, &failed);
         self.known().file = config.file;
         let done = without(plan, failed);
         if self.options.config.is_some() {
@@ -169,6 +170,20 @@ impl Server {
             .map(|change| Ignored { change, reason: "restart the server to apply it".into() })
             .collect();
         plan
+    }
+
+    /// Applies the new `tls-allow` of disks that stay as they are: it may revoke the access of a
+    /// client.
+    fn revoke(&self, config: &Config, failed: &[FailedDisk]) {
+        for FailedDisk { disk, .. } in failed {
+            let new = config.disks.iter().find(|args| args.name() == *disk);
+            let (Some(new), Ok(held)) = (new, self.book.hold(disk)) else { continue };
+            let Entry { args, keys, .. } = held.entry();
+            let args = DiskArgs { tls_allow: new.tls_allow.clone(), ..args };
+            if let Err(e) = self.change(&held, args, keys) {
+                tracing::error!(disk, "its tls-allow stays: {:#}", anyhow::Error::from(e));
+            }
+        }
     }
 
     /// Returns the disks that must stay open, although their changes need that they are opened

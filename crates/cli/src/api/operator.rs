@@ -116,8 +116,15 @@ impl Server {
     }
 
     fn info(&self, name: &str) -> Answer<DiskInfo> {
-        self.yard.info(name).ok_or_else(|| {
-            Problem::new(Kind::NotFound, format!("no disk is called \"{name}\" (GET /v1/disks)"))
+        self.yard.info(name).ok_or_else(|| match self.book.find(name) {
+            Some(_) => {
+                let what = format!("an upgrade hands disk \"{name}\" over: try again");
+                Problem::new(Kind::Conflict, what)
+            }
+            None => {
+                let what = format!("no disk is called \"{name}\" (GET /v1/disks)");
+                Problem::new(Kind::NotFound, what)
+            }
         })
     }
 

@@ -212,12 +212,13 @@ fn a_reload_changes_which_clients_may_use_a_disk() {
     assert_eq!(guest.write(0, &pattern(4, 4096)), 0);
     assert_eq!(guest.flush(), 0);
     fixture.none_may("vm1", &fixture.vm2, "no such export");
-    let allow = |names: &str| {
+    let configure = |names: &str, expected: &str| {
         let path = fixture.configure("tls-required = true");
         let config = std::fs::read_to_string(&path).unwrap();
         std::fs::write(&path, config.replace("tls-allow = [\"VM1.example\"]", names)).unwrap();
-        reload(&daemon, "changed without closing it: tls-allow: ")
+        reload(&daemon, expected)
     };
+    let allow = |names: &str| configure(names, "changed without closing it: tls-allow: ");
     allow("tls-allow = [\"vm1.example\", \"vm2.example\"]");
     fixture.all_may("vm1", &fixture.vm2);
     fixture.none_may("vm1", &fixture.anonymous, "no such export");
@@ -234,6 +235,10 @@ fn a_reload_changes_which_clients_may_use_a_disk() {
     daemon.wait_log_after(from, "an NBD client disconnected");
     fixture.none_may("vm1", &fixture.vm1, "no such export");
     fixture.all_may("vm1", &fixture.vm2);
+    // A disk in memory stays open, although its description has changed. The revocation counts.
+    configure("tls-allow = [\"vm1.example\"]\ndescription = \"x\"", "would be lost");
+    fixture.none_may("vm1", &fixture.vm2, "no such export");
+    fixture.all_may("vm1", &fixture.vm1);
     allow("");
     fixture.all_may("vm1", &fixture.anonymous);
     assert!(guest.read(0, 4096).unwrap() == pattern(4, 4096));
