@@ -23,7 +23,7 @@ for ((n = 1; n <= 3; n++)); do replace; done
 grep -q 'handed over after a pause' /tmp/log
 
 # A new server that the device does not fit.
-fails 1 'it is writable, and the disk is read-only now' -- \
+fails 1 'it is read-only now' -- \
     blockyard serve "${options[@]}" --read-only --takeover /tmp/control
 kill -0 $pid
 answered ublkb0
