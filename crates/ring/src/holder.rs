@@ -14,7 +14,9 @@
 //! - After its start the holder allocates nothing, opens nothing, and reads no bytes of a disk. Its
 //!   state is an array of fixed size.
 //! - A server that exits by itself ends the holder, with the same status. A server that a signal
-//!   ends is started again: [`BURST`] times at once, then once a second.
+//!   ends is started again: [`BURST`] times at once, then once a second. If the next one refuses to
+//!   start (its configuration has a mistake now), it is tried again [`REFUSALS`] times, once a
+//!   second: the sessions are not lost meanwhile.
 //! - If [`FAILURES`] servers in a row die before they are ready, the holder ends.
 //! - Two processes of a hand-over never serve beside a third one. If the old server dies, the
 //!   holder kills the new one. If the new one dies, the old one announces itself again, or ends.
@@ -41,6 +43,8 @@ pub const MOST_BYTES: usize = MOST_PATH + 8;
 
 /// Restarts without a pause. One more becomes possible each second.
 const BURST: u64 = 60;
+/// Attempts to start a server after a death if it refuses.
+const REFUSALS: u32 = 60;
 /// The time of a wait without a limit.
 const FOR_EVER: libc::c_int = -1;
 /// Servers that may die in a row before they are ready.
@@ -78,6 +82,12 @@ struct Holder {
     /// Number of servers in a row that died before they were ready.
     failures: u32,
     is_ready: bool,
+    /// The server follows one that a signal has ended.
+    follows: bool,
+    /// Number of servers in a row that have refused to follow.
+    refusals: u32,
+    /// An operator ends the server.
+    is_ending: bool,
     /// Restarts that are possible now, and when their number was last counted.
     restarts: u64,
     counted: Instant,
@@ -131,8 +141,11 @@ pub fn run(program: &Path, arguments: &[OsString]) -> io::Result<u8> {
                     return Ok(1);
                 }
                 _ if holder.is_owed => {}
-                // SAFETY: kill has no memory arguments.
-                _ => drop(unsafe { libc::kill(holder.server, signal) }),
+                _ => {
+                    holder.is_ending |= matches!(signal, libc::SIGTERM | libc::SIGINT);
+                    // SAFETY: kill has no memory arguments.
+                    unsafe { libc::kill(holder.server, signal) };
+                }
             }
         }
         if is_over && let Some(status) = holder.reap_announced()? {
@@ -180,6 +193,9 @@ impl Holder {
             slots: vec![free; SLOTS],
             failures: 0,
             is_ready: false,
+            follows: false,
+            refusals: 0,
+            is_ending: false,
             restarts: BURST,
             counted: Instant::now(),
             program: [0; MOST_PATH],
@@ -298,7 +314,10 @@ impl Holder {
         if let Some(status) = self.ended(status) {
             return Ok(Some(status));
         }
-        note(b"blockyard holder: a signal ended the server: starting it again\n");
+        if self.refusals == 0 {
+            note(b"blockyard holder: a signal ended the server: starting it again\n");
+        }
+        self.follows = true;
         self.pause();
         let Some(other) = &self.other else {
             self.start()?;
@@ -320,7 +339,13 @@ impl Holder {
         // A status from 128 on stands for a signal (the sandbox's trap).
         let exited = libc::WIFEXITED(status).then(|| libc::WEXITSTATUS(status) as u8);
         if let Some(status) = exited.filter(|status| *status < 128) {
-            return Some(status);
+            let refuses = status != 0 && self.follows && !self.is_ready && !self.is_ending;
+            if !refuses || self.refusals == REFUSALS {
+                return Some(status);
+            }
+            self.refusals += 1;
+            note(b"blockyard holder: the next server does not start: trying again\n");
+            return None;
         }
         let was_ready = std::mem::take(&mut self.is_ready);
         self.failures = if was_ready { 0 } else { self.failures + 1 };
@@ -335,7 +360,7 @@ impl Holder {
         let seconds = self.counted.elapsed().as_secs();
         self.counted += Duration::from_secs(seconds);
         self.restarts = (self.restarts + seconds).min(BURST);
-        if self.restarts == 0 {
+        if self.restarts == 0 || self.refusals > 0 {
             std::thread::sleep(Duration::from_secs(1));
         }
         self.restarts = self.restarts.saturating_sub(1);
@@ -381,7 +406,7 @@ impl Holder {
         }
         (self.server, self.watched, self.is_owed) = (pid, process, false);
         self.set_program(program);
-        self.is_ready = true;
+        (self.is_ready, self.refusals) = (true, 0);
     }
 
     fn place(&self, key: &[u8]) -> Option<usize> {

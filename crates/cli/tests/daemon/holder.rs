@@ -259,6 +259,30 @@ fn a_full_store_of_systemd_keeps_what_it_has() {
     case.is_clean();
 }
 
+/// The sessions wait until the mistake is mended.
+#[test]
+fn a_mistake_in_the_configuration_and_a_death_lose_no_session() {
+    let case = Case::new();
+    let config = case.folder.join("toml");
+    let (top, socket) = (&case.top, &case.socket);
+    let good = format!("[[disk]]\nimage = {top:?}\nvhost-user = {socket:?}\n");
+    std::fs::write(&config, &good).unwrap();
+    let holder = keep_command(&case, Keeper::Holder, &mut case.configured(&config));
+    let mut guest = Guest::connect(&case.socket);
+    assert_eq!(guest.write(0, &pattern(1, 4096)), status::OK);
+    let server = crate::interrupted_handover::server(&case).unwrap();
+    std::fs::write(&config, format!("{good}weigth = 5\n")).unwrap();
+    let process = rustix::process::Pid::from_raw(server).unwrap();
+    rustix::process::kill_process(process, rustix::process::Signal::KILL).unwrap();
+    holder.wait_log("unknown key `weigth`");
+    holder.wait_log("the next server does not start: trying again");
+    std::fs::write(&config, &good).unwrap();
+    assert_eq!(guest.read(0, 4096).unwrap(), pattern(1, 4096));
+    guest.leave();
+    end(holder, Keeper::Holder);
+    case.is_clean();
+}
+
 /// A server that cannot start is not started for ever.
 #[test]
 fn a_server_that_exits_ends_the_holder_with_its_status() {

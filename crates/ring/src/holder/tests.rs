@@ -15,6 +15,9 @@ fn holder() -> (Holder, OwnedFd) {
         slots: vec![free; 4],
         failures: 0,
         is_ready: false,
+        follows: false,
+        refusals: 0,
+        is_ending: false,
         restarts: BURST,
         watched: None,
         other: None,
@@ -160,6 +163,26 @@ fn a_server_is_started_again_unless_it_exits_or_fails_too_often() {
     assert_eq!(holder.ended(killed), None);
     let ends: Vec<_> = (0..FAILURES).map(|_| holder.ended(killed)).collect();
     assert_eq!(ends, [None, None, None, None, Some(1)]);
+}
+
+/// The configuration has a mistake when the server dies. The sessions wait until it is mended.
+#[test]
+fn a_server_that_refuses_to_follow_is_tried_again() {
+    let (mut holder, socket) = holder();
+    holder.follows = true;
+    for _ in 0..2 {
+        let ends: Vec<_> = (0..=REFUSALS).map(|_| holder.ended(exited(2))).collect();
+        assert!(ends[..REFUSALS as usize].iter().all(Option::is_none));
+        assert_eq!(ends.last(), Some(&Some(2)));
+        // A server that is ready begins the count again.
+        let ours = (std::process::id() as i32).to_ne_bytes();
+        tell(&mut holder, &socket, kind::SERVER, &ours, None);
+        assert_eq!(holder.ended(exited(1)), Some(1), "it was ready");
+        holder.is_ready = false;
+    }
+    assert_eq!(holder.ended(exited(0)), Some(0));
+    holder.is_ending = true;
+    assert_eq!(holder.ended(exited(1)), Some(1));
 }
 
 #[test]
