@@ -1,8 +1,10 @@
-//! Hosts without a permission, O_DIRECT or io_uring.
+//! Hosts without a permission, O_DIRECT or io_uring, or with a limit.
 
 use std::process::Command;
 
-use crate::common::{BLOCKYARD, Daemon, Folder, SOON, guests, run};
+use blockyard_driver::status;
+
+use crate::common::{BLOCKYARD, Daemon, Folder, SOON, blockyard, guests, run};
 use crate::guest::{Guest, pattern};
 
 /// Returns a command for the program without root's CAP_DAC_OVERRIDE.
@@ -178,4 +180,25 @@ fn a_limit_of_locked_memory_is_reported() {
     let mut enough = start("hard");
     enough.wait_ready();
     enough.stop();
+}
+
+/// By default SIGXFSZ ends a process that writes beyond the limit (`ulimit -f`).
+#[test]
+fn a_write_beyond_the_limit_of_a_files_size_fails_alone() {
+    let folder = Folder::new();
+    let (image, socket) = (folder.join("disk.qcow2"), folder.join("s"));
+    blockyard(["image", "create", "-q", image.to_str().unwrap(), "64M"]).good();
+    let mut limited = Command::new("prlimit");
+    limited.args(["--fsize=4194304:4194304", BLOCKYARD, "serve"]);
+    let mut daemon = Daemon::start(limited.arg(&image).arg("--vhost-user").arg(&socket));
+    daemon.wait_ready();
+    let mut guest = Guest::connect(&socket);
+    let data = pattern(1, 256 << 10);
+    let answers: Vec<_> = (0..32).map(|at| guest.write(at << 9, &data)).collect();
+    assert_eq!((answers[0], answers[31]), (status::OK, status::IOERR), "{answers:?}");
+    assert!(guest.read(0, 256 << 10).unwrap() == data);
+    guest.leave();
+    daemon.wait_log("File too large");
+    assert!(daemon.running());
+    daemon.kill();
 }
