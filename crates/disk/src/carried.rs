@@ -32,7 +32,7 @@ pub struct Carried {
     pub share: ShareState,
     /// The topmost image's file as it was left. None: the next server checks the image.
     pub left: Option<LeftImage>,
-    /// None: the server before did not say it.
+    /// None: the server before did not say it, or no client is connected.
     pub shown: Option<Shown>,
 }
 
@@ -46,13 +46,17 @@ pub struct Shown {
 }
 
 impl Shown {
+    /// `None`: the image is not open, because no ring runs.
     fn of(disk: &Disk) -> Option<Self> {
+        if disk.is_inactive() {
+            return None;
+        }
         let source = disk.source();
         let (file, format) = match source.chain().map(|chain| chain.top()) {
-            Some(top) => (top.file.id(), top.format.to_string()),
-            None => (source.file()?.id(), Format::Raw.to_string()),
+            Some(top) => (top.file.id(), top.format),
+            None => (source.file().and_then(|file| file.id()), Format::Raw),
         };
-        Some(Shown { file, format, read_only: disk.options().read_only })
+        Some(Shown { file, format: format.to_string(), read_only: disk.options().read_only })
     }
 
     /// Returns how `later` differs, for an operator.

@@ -116,6 +116,7 @@ fn an_upgrade_never_changes_what_a_connected_guest_has() {
     let name = "name = \"bad\"\n";
     for (text, why) in [
         (good.replace("bad.img", "other.img"), "its image is another file now"),
+        (good.replace(image.to_str().unwrap(), "null:1M"), "its image is another file now"),
         (good.replace(name, &format!("{name}read-only = true\n")), "it is read-only now"),
         (good.replace(name, &format!("{name}nonsense = 1\n")), "unknown key `nonsense`"),
     ] {
