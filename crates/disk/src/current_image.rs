@@ -90,22 +90,25 @@ impl<S> CurrentImage<S> {
         CurrentImage { backend, dirty: None, metered: None }
     }
 
-    /// Runs a request's future. Returns its output, and the I/O of the image's files that its polls
-    /// began.
+    /// Runs a request's future. Adds the I/O of the image's files that its polls begin to
+    /// `file_io`.
     #[inline]
-    pub(crate) async fn measured<T>(&self, request: impl Future<Output = T>) -> (T, FileIo) {
-        let Some(metered) = &self.metered else { return (request.await, FileIo::default()) };
+    pub(crate) async fn measured<T>(
+        &self,
+        request: impl Future<Output = T>,
+        file_io: &Cell<FileIo>,
+    ) -> T {
+        let Some(metered) = &self.metered else { return request.await };
         let mut request = pin!(request);
-        let mut file_io = FileIo::default();
-        let done = poll_fn(|cx| {
+        poll_fn(|cx| {
             let before = metered.done();
             let polled = request.as_mut().poll(cx);
             let new = metered.done().since(before);
             metered.accounted.set(metered.accounted.get().and(new));
-            file_io = file_io.and(new);
+            file_io.set(file_io.get().and(new));
             polled
-        });
-        (done.await, file_io)
+        })
+        .await
     }
 
     /// Returns the I/O that is not charged yet. The request was charged for one operation of
@@ -155,11 +158,13 @@ mod tests {
                     image.backend.write(data, at * 4096, false).await.1.unwrap();
                 }
             };
-            let ((), one) = image.measured(writes(1)).await;
-            assert_eq!((one.operations, one.bytes), (1, 4096));
-            assert!(image.uncharged(one, 4096).is_none());
-            let ((), three) = image.measured(writes(3)).await;
-            let more = image.uncharged(three, 4096).unwrap();
+            let one = Cell::default();
+            image.measured(writes(1), &one).await;
+            assert_eq!((one.get().operations, one.get().bytes), (1, 4096));
+            assert!(image.uncharged(one.get(), 4096).is_none());
+            let three = Cell::default();
+            image.measured(writes(3), &three).await;
+            let more = image.uncharged(three.get(), 4096).unwrap();
             assert_eq!((more.operations, more.bytes), (2, 8192));
         };
         executor.block_on(measured).unwrap();

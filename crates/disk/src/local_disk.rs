@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use blockyard_image::{BlockStatus, IncompleteCluster, is_full};
 use blockyard_ring::probe::{self, Probed};
 use blockyard_ring::{Handle, Segments};
+use blockyard_sched::Share;
 use blockyard_storage::Storage;
 
 use crate::backend::Backend;
@@ -55,10 +56,23 @@ pub struct LocalDisk<S> {
 /// A request that was admitted.
 pub(crate) struct Admitted<'a, S> {
     image: Rc<CurrentImage<S>>,
+    share: &'a Share,
     /// Number of bytes that the request was charged for.
     charged: u64,
+    /// What the request began on the image's files. When this is dropped, the disk is charged for
+    /// the I/O that its image has done beyond its requests.
+    file_io: Cell<FileIo>,
     _in_flight: InFlightGuard<'a>,
     admission: throttle::Admission<'a>,
+}
+
+impl<S> Drop for Admitted<'_, S> {
+    #[inline]
+    fn drop(&mut self) {
+        if let Some(more) = self.image.uncharged(self.file_io.get(), self.charged) {
+            self.share.charge_more(more.operations, more.bytes);
+        }
+    }
 }
 
 /// A request after an attempt to serve it.
@@ -151,7 +165,9 @@ impl<S: Storage> LocalDisk<S> {
     fn admitted<'a>(&'a self, in_flight: InFlightGuard<'a>) -> Admitted<'a, S> {
         Admitted {
             image: self.image.borrow().clone(),
+            share: self.throttle.share(),
             charged: 0,
+            file_io: Cell::default(),
             _in_flight: in_flight,
             admission: throttle::Admission::default(),
         }
@@ -172,7 +188,9 @@ impl<S: Storage> LocalDisk<S> {
                 let image = self.image.borrow().clone();
                 return Admitted {
                     image,
+                    share: self.throttle.share(),
                     charged: operation.moves(),
+                    file_io: Cell::default(),
                     _in_flight: in_flight,
                     admission,
                 };
@@ -225,18 +243,8 @@ impl<S: Storage> LocalDisk<S> {
             admitted.admission.leave_room();
         }
         probe::request_admitted(probed);
-        let (attempt, file_io) =
-            admitted.image.measured(self.serve_in(&admitted.image, request, true)).await;
-        self.charge_image_io(&admitted, file_io);
-        attempt
-    }
-
-    /// Charges the disk for the I/O that its image has done beyond its requests.
-    #[inline]
-    fn charge_image_io(&self, admitted: &Admitted<'_, S>, file_io: FileIo) {
-        if let Some(more) = admitted.image.uncharged(file_io, admitted.charged) {
-            self.throttle.share().charge_more(more.operations, more.bytes);
-        }
+        let served = self.serve_in(&admitted.image, request, true);
+        admitted.image.measured(served, &admitted.file_io).await
     }
 
     /// Returns the block status from `offset` on: the longest range of one status within `len`

@@ -129,12 +129,10 @@ impl<S: Storage> LocalDisk<S> {
         };
         probe::request_admitted(probed);
         let admitted = self.now();
-        let (done, mut file_io) =
-            entered.image.measured(self.perform_run(&entered.image, run)).await;
-        if !done {
-            let each = entered.image.measured(self.serve_each(&entered.image, run, true)).await;
-            file_io = file_io.and(each.1);
-            self.charge_image_io(&entered, file_io);
+        let performed = self.perform_run(&entered.image, run);
+        if !entered.image.measured(performed, &entered.file_io).await {
+            let each = self.serve_each(&entered.image, run, true);
+            entered.image.measured(each, &entered.file_io).await;
             drop(entered);
             if !run.parts.is_empty() {
                 Box::pin(self.serve_paused_run(run, resumed, probed)).await;
@@ -148,7 +146,6 @@ impl<S: Storage> LocalDisk<S> {
             let status = self.check_not_poisoned(part.op);
             run.finished.push(self.conclude(part, admitted, status));
         }
-        self.charge_image_io(&entered, file_io);
         probe::request_end(probed, true);
     }
 

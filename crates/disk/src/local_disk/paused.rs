@@ -31,10 +31,8 @@ impl<S: Storage> LocalDisk<S> {
             } else {
                 // The queue drains, so the request must not wait for the throttle either.
                 let admitted = self.enter().await;
-                let (attempt, file_io) =
-                    admitted.image.measured(self.serve_in(&admitted.image, request, false)).await;
-                self.charge_image_io(&admitted, file_io);
-                attempt
+                let served = self.serve_in(&admitted.image, request, false);
+                admitted.image.measured(served, &admitted.file_io).await
             };
             match attempt {
                 Attempt::Finished(finished) => return finished,
@@ -63,8 +61,7 @@ impl<S: Storage> LocalDisk<S> {
                 false => self.enter().await,
             };
             let served = self.serve_each(&admitted.image, run, may_pause);
-            let ((), file_io) = admitted.image.measured(served).await;
-            self.charge_image_io(&admitted, file_io);
+            admitted.image.measured(served, &admitted.file_io).await;
         }
     }
 
