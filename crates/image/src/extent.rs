@@ -1,4 +1,4 @@
-//! What a layer knows about a range of the guest's disk, and the status of a range in a chain.
+//! What a layer and a chain know about a range of the guest's disk.
 
 use std::future::Future;
 use std::io;
@@ -36,6 +36,26 @@ impl Extent {
             (Place::Zero, Place::Zero) | (Place::Absent, Place::Absent) => true,
             _ => false,
         }
+    }
+}
+
+/// Result of a lookup in a chain: the layer, and where the data are in it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LookupResult {
+    pub layer: usize,
+    pub extent: Extent,
+}
+
+impl LookupResult {
+    /// Extends this result by `next`, and returns true, if `next` continues it in the same layer.
+    /// `next` must begin where this result ends.
+    #[inline]
+    pub fn take_in(&mut self, next: &LookupResult) -> bool {
+        let goes_on = self.layer == next.layer && self.extent.goes_on(&next.extent);
+        if goes_on {
+            self.extent.len += next.extent.len;
+        }
+        goes_on
     }
 }
 

@@ -12,8 +12,8 @@ use blockyard_ring::Segments;
 use blockyard_storage::Storage;
 
 use crate::SECTOR;
-use crate::extent::{BackingLayers, BlockStatus, Extent, Place};
-use crate::layer::{Layer, Layers, LookupResult};
+use crate::extent::{BackingLayers, BlockStatus, Extent, LookupResult, Place};
+use crate::layer::{Layer, Layers};
 use crate::layout_scan;
 use crate::long::{Duty, LongRequests, is_long};
 use crate::lookup_cache::LookupCache;

@@ -7,7 +7,7 @@ use blockyard_ring::Segments;
 use blockyard_storage::Storage;
 
 use crate::cow::Cow;
-use crate::extent::{BackingLayers, Extent, Place};
+use crate::extent::{BackingLayers, Extent, LookupResult, Place};
 use crate::lookup_cache::LookupCache;
 use crate::qcow2::Qcow2;
 use crate::raw::Raw;
@@ -123,26 +123,6 @@ impl<S: Storage> Layer<S> {
                 (segments, Ok(()))
             }
         }
-    }
-}
-
-/// Result of a lookup in a chain: the layer, and where the data are in it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct LookupResult {
-    pub layer: usize,
-    pub extent: Extent,
-}
-
-impl LookupResult {
-    /// Extends this result by `next`, and returns true, if `next` continues it in the same layer.
-    /// `next` must begin where this result ends.
-    #[inline]
-    pub fn take_in(&mut self, next: &LookupResult) -> bool {
-        let goes_on = self.layer == next.layer && self.extent.goes_on(&next.extent);
-        if goes_on {
-            self.extent.len += next.extent.len;
-        }
-        goes_on
     }
 }
 

@@ -7,8 +7,7 @@
 
 use std::cell::RefCell;
 
-use crate::extent::{Extent, Place};
-use crate::layer::LookupResult;
+use crate::extent::{Extent, LookupResult, Place};
 
 /// Maximum number of granules that a reactor caches. Each entry takes 48 bytes.
 const MOST: u64 = 1 << 16;

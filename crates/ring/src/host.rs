@@ -2,51 +2,18 @@
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use rustix::process::{Resource, Rlimit};
 
 use crate::segments::Segments;
 
 pub use crate::holders::{Holder, holders};
-pub use crate::topology::Topology;
+pub use crate::topology::{Geometry, Topology};
+use crate::topology::{device_folder, read_number};
 
 /// Maximum number of iovec entries in a system call (IOV_MAX).
 const IOV_MOST: usize = 1024;
-
-/// Limits and topology of the storage under an image, in bytes; 0 means unknown.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Geometry {
-    pub logical_block: u32,
-    pub physical_block: u32,
-    /// Smallest I/O that causes no read-modify-write below (a RAID chunk).
-    pub minimum_io: u32,
-    /// I/O size that keeps the whole device busy (a RAID stripe).
-    pub optimal_io: u32,
-    /// Offset of the first physical block in the image.
-    pub alignment_offset: u32,
-    /// Alignment that O_DIRECT requires of addresses, and of offsets and lengths; 0 if O_DIRECT is
-    /// not supported.
-    pub direct_memory: u32,
-    pub direct_offset: u32,
-    pub rotational: bool,
-}
-
-/// The default is the geometry of unknown storage.
-impl Default for Geometry {
-    fn default() -> Self {
-        Geometry {
-            logical_block: 512,
-            physical_block: 4096,
-            minimum_io: 4096,
-            optimal_io: 0,
-            alignment_offset: 0,
-            direct_memory: 1,
-            direct_offset: 1,
-            rotational: false,
-        }
-    }
-}
 
 /// Returns the size in bytes of a regular file or a block device.
 pub fn file_size(fd: impl AsFd) -> io::Result<u64> {
@@ -102,20 +69,6 @@ pub fn request_limits(device: impl AsFd) -> Option<RequestLimits> {
     })
 }
 
-/// Returns the sysfs folder of a block device; for a partition, its parent's, which has the queue.
-/// `None`: there is no block device (tmpfs, NFS).
-pub(crate) fn device_folder(dev: u64) -> Option<PathBuf> {
-    // Resolve the last link only: each component would cost a system call.
-    let links = Path::new("/sys/dev/block");
-    let number = format!("{}:{}", rustix::fs::major(dev), rustix::fs::minor(dev));
-    let folder = links.join(std::fs::read_link(links.join(number)).ok()?);
-    if folder.join("queue").exists() {
-        Some(folder)
-    } else {
-        folder.parent().map(Path::to_path_buf)
-    }
-}
-
 /// Returns the block device under a file (or the file itself, if it is one) as "major:minor", and
 /// whether it is rotational. For a partition it is the whole disk, because partitions share one
 /// queue. A file system without a block device (tmpfs, NFS, Btrfs) counts as a device of its own.
@@ -132,15 +85,6 @@ pub fn backing_device(fd: impl AsFd) -> io::Result<(String, bool)> {
     let name = folder.file_name().unwrap_or_default().to_string_lossy();
     let is_virtual = name.starts_with("vd") || name.starts_with("xvd");
     Ok((whole, !is_virtual && read_number(&folder.join("queue/rotational")) == Some(1)))
-}
-
-pub(crate) fn read_number(path: &Path) -> Option<u32> {
-    std::fs::read_to_string(path)
-        .ok()?
-        .trim()
-        .parse::<i64>()
-        .ok()
-        .and_then(|n| u32::try_from(n).ok())
 }
 
 /// Returns the (memory, offset) alignment that O_DIRECT requires, if the kernel reports it (Linux
@@ -412,10 +356,10 @@ mod tests {
     use super::*;
 
     /// A temporary folder of a test, deleted at its end.
-    struct Folder(PathBuf);
+    struct Folder(std::path::PathBuf);
 
     impl Folder {
-        fn join(&self, name: &str) -> PathBuf {
+        fn join(&self, name: &str) -> std::path::PathBuf {
             self.0.join(name)
         }
     }

@@ -7,11 +7,44 @@
 use std::collections::HashMap;
 use std::io;
 use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use rustix::fs::FileType;
 
-use crate::host::{Geometry, device_folder, read_number};
+/// Limits and topology of the storage under an image, in bytes; 0 means unknown.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Geometry {
+    pub logical_block: u32,
+    pub physical_block: u32,
+    /// Smallest I/O that causes no read-modify-write below (a RAID chunk).
+    pub minimum_io: u32,
+    /// I/O size that keeps the whole device busy (a RAID stripe).
+    pub optimal_io: u32,
+    /// Offset of the first physical block in the image.
+    pub alignment_offset: u32,
+    /// Alignment that O_DIRECT requires of addresses, and of offsets and lengths; 0 if O_DIRECT is
+    /// not supported.
+    pub direct_memory: u32,
+    pub direct_offset: u32,
+    pub rotational: bool,
+}
+
+/// The default is the geometry of unknown storage.
+impl Default for Geometry {
+    fn default() -> Self {
+        Geometry {
+            logical_block: 512,
+            physical_block: 4096,
+            minimum_io: 4096,
+            optimal_io: 0,
+            alignment_offset: 0,
+            direct_memory: 1,
+            direct_offset: 1,
+            rotational: false,
+        }
+    }
+}
 
 /// What sysfs says about a block device. Keep it as long as the file is open.
 #[derive(Debug)]
@@ -71,6 +104,29 @@ fn under_files(device: Geometry, block: u32) -> Geometry {
     let block = block.min(1 << 16).next_power_of_two().min(4096);
     let physical_block = device.physical_block.max(block);
     Geometry { alignment_offset: 0, physical_block, ..device }
+}
+
+/// Returns the sysfs folder of a block device; for a partition, its parent's, which has the queue.
+/// `None`: there is no block device (tmpfs, NFS).
+pub(crate) fn device_folder(dev: u64) -> Option<PathBuf> {
+    // Resolve the last link only: each component would cost a system call.
+    let links = Path::new("/sys/dev/block");
+    let number = format!("{}:{}", rustix::fs::major(dev), rustix::fs::minor(dev));
+    let folder = links.join(std::fs::read_link(links.join(number)).ok()?);
+    if folder.join("queue").exists() {
+        Some(folder)
+    } else {
+        folder.parent().map(Path::to_path_buf)
+    }
+}
+
+pub(crate) fn read_number(path: &Path) -> Option<u32> {
+    std::fs::read_to_string(path)
+        .ok()?
+        .trim()
+        .parse::<i64>()
+        .ok()
+        .and_then(|n| u32::try_from(n).ok())
 }
 
 #[cfg(test)]

@@ -53,6 +53,11 @@ fn find(text: &str) -> io::Result<Option<User>> {
     Ok(Some(User { name, id: entry.pw_uid, group: entry.pw_gid }))
 }
 
+/// Returns whether this host has a user with this name or number.
+pub fn exists(text: &str) -> io::Result<bool> {
+    Ok(find(text)?.is_some())
+}
+
 /// Makes this process run as another user, for good. Does nothing if it runs as that user.
 pub fn become_user(text: &str) -> io::Result<()> {
     let user = find(text)?;

@@ -22,7 +22,6 @@ use blockyard_ring::SharedWords;
 use rustix::fs::FallocateFlags;
 
 use super::record::{self, Record, WORDS};
-use super::store::Session;
 
 /// Size of a word in bytes.
 const WORD: usize = 8;
@@ -46,6 +45,15 @@ pub const TOTAL: usize = HEADER + 2 * SLOTS * WORDS;
 /// Returns the first word of a half.
 pub fn start_of(half: usize) -> usize {
     HEADER + half * SLOTS * WORDS
+}
+
+/// One period in which a server has an image open for writing and changes its metadata.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Session {
+    /// Random number.
+    pub number: u128,
+    /// Number of the host's boot.
+    pub boot: u128,
 }
 
 /// The log of one session.
@@ -219,4 +227,51 @@ impl Log {
 /// Allocates a range of a file on tmpfs.
 pub fn allocate(file: &File, from: u64, len: u64) -> io::Result<()> {
     Ok(rustix::fs::fallocate(file, FallocateFlags::KEEP_SIZE, from, len)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::journal::Key;
+
+    const SESSION: Session = Session { number: 7, boot: 9 };
+
+    /// A log in memory whose file cannot grow, as on a full tmpfs: it is open for reading only.
+    fn full() -> Log {
+        let words = Arc::new(SharedWords::anonymous(TOTAL).unwrap());
+        Log::over(words, Some(File::open("/dev/null").unwrap()), SESSION)
+    }
+
+    fn change(cluster: u64) -> Record {
+        Record { key: Key::Cluster(cluster), value: [1 << 16, 0] }
+    }
+
+    #[test]
+    fn without_space_a_change_makes_the_log_incomplete_and_writes_no_slot() {
+        let log = full();
+        assert!(!log.is_incomplete());
+        log.record(change(1));
+        assert!(log.is_incomplete());
+        let slot = start_of(0);
+        let slot = log.words[slot..slot + WORDS].iter();
+        assert!(slot.map(|word| word.load(Ordering::Relaxed)).all(|word| word == 0));
+    }
+
+    /// A write-back puts all changes into the image. If it fails, the lost record still counts.
+    #[test]
+    fn only_a_write_back_that_succeeds_makes_the_log_complete_again() {
+        let log = full();
+        log.record(change(1));
+        let write_back = log.begin_write_back();
+        log.end_write_back(write_back, false);
+        assert!(log.is_incomplete());
+        let write_back = log.begin_write_back();
+        log.end_write_back(write_back, true);
+        assert!(!log.is_incomplete());
+        // A change during a write-back may have come too late for it.
+        let write_back = log.begin_write_back();
+        log.record(change(2));
+        log.end_write_back(write_back, true);
+        assert!(log.is_incomplete());
+    }
 }

@@ -38,12 +38,10 @@ use std::sync::{Arc, OnceLock};
 
 use crate::error::ImageError;
 
-pub use self::log::{Log, WriteBack};
+pub use self::log::{Log, Session, WriteBack};
 pub use self::record::{Key, Record};
 pub use self::recovered::Recovered;
-pub use self::store::{
-    ImageKey, JournalStore, MemoryStore, Session, StateFolder, StoreError, present_boot,
-};
+pub use self::store::{ImageKey, JournalStore, MemoryStore, StateFolder, StoreError, present_boot};
 
 const STRUCTURE: &str = "journal of the image";
 

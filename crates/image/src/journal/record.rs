@@ -88,6 +88,14 @@ fn mix(hash: u64, word: u64) -> u64 {
     product ^ product >> 32
 }
 
+/// Returns the words of bytes in native order, as [`SharedWords`] stores them.
+pub fn words_of(bytes: &[u8]) -> Vec<u64> {
+    bytes
+        .chunks_exact(8)
+        .map(|chunk| u64::from_ne_bytes(chunk.try_into().expect("eight bytes")))
+        .collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

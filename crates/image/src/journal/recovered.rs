@@ -8,9 +8,8 @@ use std::sync::atomic::Ordering;
 
 use blockyard_ring::SharedWords;
 
-use super::log::{CLAIMED, GENERATION, Log, SLOTS, start_of};
-use super::record::{self, Record, WORDS};
-use super::store::{Session, words_of};
+use super::log::{CLAIMED, GENERATION, Log, SLOTS, Session, start_of};
+use super::record::{self, Record, WORDS, words_of};
 
 /// A journal without its server.
 #[derive(Debug)]

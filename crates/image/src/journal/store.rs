@@ -21,7 +21,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use blockyard_ring::SharedWords;
 use rustix::fs::{AtFlags, OFlags, StatxFlags};
 
-use super::log::{self, Log};
+use super::log::{self, Log, Session};
+use super::record::words_of;
 use super::recovered::Recovered;
 
 /// "BLKYJRN1".
@@ -61,15 +62,6 @@ impl ImageKey {
             born: if known { born } else { 0 },
         })
     }
-}
-
-/// One period in which a server has an image open for writing and changes its metadata.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Session {
-    /// Random number.
-    pub number: u128,
-    /// Number of the host's boot.
-    pub boot: u128,
 }
 
 /// Why there is no journal.
@@ -396,12 +388,4 @@ fn sum(fields: &[u64]) -> u64 {
     fields
         .iter()
         .fold(0, |sum: u64, field| sum.rotate_left(7) ^ field.wrapping_mul(0x9e37_79b9_7f4a_7c15))
-}
-
-/// Returns the words of bytes in native order, as [`SharedWords`] stores them.
-pub fn words_of(bytes: &[u8]) -> Vec<u64> {
-    bytes
-        .chunks_exact(8)
-        .map(|chunk| u64::from_ne_bytes(chunk.try_into().expect("eight bytes")))
-        .collect()
 }

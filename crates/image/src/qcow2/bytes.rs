@@ -36,6 +36,11 @@ pub fn used_words(bytes: &[u8]) -> &[u8] {
     &bytes[..used * 8]
 }
 
+/// Returns the big-endian words of a table, numbered.
+pub fn words(bytes: &[u8]) -> impl Iterator<Item = (u64, u64)> {
+    (0..).zip(bytes.chunks_exact(8).map(|word| be64(word, 0)))
+}
+
 /// Reads `len` bytes at `offset`; bytes behind the end of the file are zeroes.
 pub async fn read<S: Storage>(file: &Raw<S>, offset: u64, len: usize) -> io::Result<Vec<u8>> {
     let mut bytes = vec![0; len];

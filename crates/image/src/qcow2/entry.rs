@@ -5,7 +5,7 @@
 //! they lie). Invariant: a decoded offset is aligned to a cluster and below 2^56; that of a
 //! compressed cluster is only below 2^56.
 
-use super::header::Header;
+use super::header::{Header, MAX_OFFSET};
 
 /// The cluster's refcount is exactly one (accurate in the active tables only).
 pub const COPIED: u64 = 1 << 63;
@@ -26,8 +26,6 @@ pub const L2_RESERVED: u64 = !(COPIED | COMPRESSED | ZERO | OFFSET_MASK);
 pub const REFCOUNT_TABLE_OFFSET_MASK: u64 = !REFCOUNT_TABLE_RESERVED;
 /// Reserved bits of a refcount table entry.
 pub const REFCOUNT_TABLE_RESERVED: u64 = 0x1ff;
-/// No table or cluster lies at or beyond this offset.
-pub const MAX_OFFSET: u64 = 1 << 56;
 /// Subclusters of a cluster with extended L2 entries.
 pub const SUBCLUSTERS: u32 = 32;
 /// Parts of a partial cluster.

@@ -31,6 +31,8 @@ pub const MAX_SNAPSHOT_TABLE_BYTES: u64 = 64 << 20;
 pub const MAX_BITMAPS: u32 = 65535;
 pub const MAX_BITMAP_DIRECTORY_BYTES: u64 = 64 << 20;
 pub const MAX_BACKING_NAME: usize = 1023;
+/// No table or cluster lies at or beyond this offset.
+pub const MAX_OFFSET: u64 = 1 << 56;
 
 pub const INCOMPATIBLE_DIRTY: u64 = 1;
 pub const INCOMPATIBLE_CORRUPT: u64 = 1 << 1;

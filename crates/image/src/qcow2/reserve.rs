@@ -12,7 +12,7 @@ use crate::error::{ImageError, is_full};
 
 use super::alloc::{Allocator, Grown, Run};
 use super::bytes;
-use super::entry::MAX_OFFSET;
+use super::header::MAX_OFFSET;
 use super::shared::lock;
 use super::view::Qcow2;
 

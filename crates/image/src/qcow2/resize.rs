@@ -181,7 +181,7 @@ async fn grow<S: Storage>(
             _ => tables.read(index).await?,
         };
         if index + 1 == needed_before {
-            tables.put_tail(&mut table, &tail, moved).await?;
+            tail.put(&tables, &mut table, moved).await?;
         }
         tables.hide(&mut table, index, &hidden);
         tables.write(index, &table).await?;

@@ -20,7 +20,8 @@ use crate::sync::epoch::Epoch;
 
 use super::bytes;
 use super::compressed::Decompressed;
-use super::entry::{Cluster, L1Entry, L2Entry, MAX_OFFSET};
+use super::entry::{Cluster, L1Entry, L2Entry};
+use super::header::MAX_OFFSET;
 use super::shared::{Shape, Shared, lock};
 use super::tables::{Entry, LocalSlices, Slice, SliceLookup};
 

@@ -11,7 +11,7 @@ use blockyard_storage::Storage;
 
 use super::counts::Counts;
 use super::report::{FindingKind, Tally};
-use super::walk::{PIECE_ENTRIES, l2_entries, words};
+use super::walk::{PIECE_ENTRIES, l2_entries};
 use crate::error::ImageError;
 use crate::qcow2::bytes::{self, put64};
 use crate::qcow2::entry::{COPIED, Cluster, EntryFormat, L1Entry, L2Entry};
@@ -93,7 +93,7 @@ impl<S: Storage> Flags<'_, S> {
             let Some(bytes) = self.read("qcow2 L1 table", at, len).await else { return Ok(()) };
             let mut edit = TableBuffer { at, bytes, changed: None };
             let tables: Vec<(u64, u64)> =
-                words(&edit.bytes).filter(|(_, word)| *word != 0).collect();
+                bytes::words(&edit.bytes).filter(|(_, word)| *word != 0).collect();
             for (i, word) in tables {
                 let Ok(entry) = L1Entry::decode(word, self.layout) else { continue };
                 let structure = format_args!("qcow2 L1 table entry {}", first + i);

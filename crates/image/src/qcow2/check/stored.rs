@@ -10,7 +10,6 @@ use blockyard_storage::Storage;
 
 use super::counts::Counts;
 use super::report::{FindingKind, Tally};
-use super::walk::words;
 use crate::error::ImageError;
 use crate::qcow2::bytes;
 use crate::qcow2::entry::{self, EntryFormat};
@@ -59,7 +58,7 @@ impl Refcounts {
         let mut seen = HashSet::new();
         let layout = EntryFormat::of(header);
         // Most tables have room for thousands of blocks that do not exist.
-        for (index, word) in words(bytes::used_words(&table)) {
+        for (index, word) in bytes::words(bytes::used_words(&table)) {
             let block = match entry::refcount_block(word, layout) {
                 Ok(Some(block)) if block >= file_len => Err("it lies beyond the end of the file"),
                 Ok(Some(block)) if !seen.insert(block) => {

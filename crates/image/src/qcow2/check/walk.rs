@@ -290,7 +290,7 @@ impl<S: Storage> Walk<'_, S> {
     async fn bitmap_table(&mut self, table: &TableReference) {
         for first in (0..table.entries).step_by(PIECE_ENTRIES) {
             let Some(piece) = self.piece(table, first).await else { return };
-            for (i, word) in words(&piece).filter(|(_, word)| *word > 1) {
+            for (i, word) in bytes::words(&piece).filter(|(_, word)| *word > 1) {
                 let (index, offset) = (first + i, word & OFFSET_MASK);
                 let structure = format_args!("{} entry {index}", table.name);
                 let site = Site { structure, at: table.offset + index * 8 };
@@ -335,7 +335,7 @@ impl<S: Storage> Walk<'_, S> {
         for (number, table) in l1_tables.iter().enumerate() {
             for first in (0..table.entries).step_by(PIECE_ENTRIES) {
                 let Some(piece) = self.piece(table, first).await else { break };
-                for (i, word) in words(&piece).filter(|(_, word)| *word != 0) {
+                for (i, word) in bytes::words(&piece).filter(|(_, word)| *word != 0) {
                     // The flags of the active table are checked in `flags`.
                     if word == COPIED && number > 0 && from == 0 {
                         let structure = format_args!("{} entry {}", table.name, first + i);
@@ -433,11 +433,6 @@ impl<S: Storage> Walk<'_, S> {
             }
         }
     }
-}
-
-/// Returns the big-endian words of a table, numbered.
-pub fn words(bytes: &[u8]) -> impl Iterator<Item = (u64, u64)> {
-    (0..).zip(bytes.chunks_exact(8).map(|word| be64(word, 0)))
 }
 
 /// Returns the entries of an L2 table, numbered: word and subcluster bitmap.

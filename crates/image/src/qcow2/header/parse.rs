@@ -2,7 +2,6 @@
 
 use super::*;
 use crate::qcow2::bytes::{be32, be64};
-use crate::qcow2::entry::MAX_OFFSET;
 
 const BACKING_NAME: &str = "qcow2 backing file name";
 

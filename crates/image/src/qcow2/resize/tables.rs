@@ -4,7 +4,6 @@ use std::ops::Range;
 
 use blockyard_storage::Storage;
 
-use super::tail::Tail;
 use crate::error::ImageError;
 use crate::qcow2::bytes::{self, be64, put64};
 use crate::qcow2::change::OfflineChange;
@@ -77,7 +76,8 @@ impl<'a, S: Storage> ResizeTables<'a, S> {
         entry.map_err(|what| ImageError::invalid("qcow2 L2 table entry", None, what))
     }
 
-    fn put(&self, table: &mut [u8], cluster: u64, entry: L2Entry) {
+    /// Encodes a guest cluster's entry into its table.
+    pub fn put(&self, table: &mut [u8], cluster: u64, entry: L2Entry) {
         let (at, (word, bitmap)) = (self.place_of(cluster), entry.encode(self.layout));
         put64(table, at, word);
         if self.layout.extended_l2 {
@@ -128,30 +128,6 @@ impl<'a, S: Storage> ResizeTables<'a, S> {
     /// Writes the L1 table.
     pub async fn finish(&self, new: &Header) -> Result<(), ImageError> {
         self.change.write("qcow2 L1 table", new.l1_offset, &self.l1).await
-    }
-
-    /// Sets the L2 entry of the last cluster of the old size. `moved`: the cluster's new offset,
-    /// used only if it moves.
-    pub async fn put_tail(
-        &self,
-        table: &mut [u8],
-        tail: &Tail,
-        moved: u64,
-    ) -> Result<(), ImageError> {
-        let cluster = (self.change.old.size - 1) >> self.layout.cluster_bits;
-        match tail {
-            Tail::Zero => {}
-            Tail::Entry(entry) => self.put(table, cluster, *entry),
-            Tail::Moved(bytes, bitmap) => {
-                self.change.write("qcow2 cluster", moved, bytes).await?;
-                let cluster_now = match self.layout.extended_l2 {
-                    false => Cluster::Standard { host: moved },
-                    true => Cluster::Subclusters { host: Some(moved), bitmap: *bitmap },
-                };
-                self.put(table, cluster, L2Entry { cluster: cluster_now, copied: true });
-            }
-        }
-        Ok(())
     }
 
     /// Makes clusters of a table in a range of the disk read as zeroes. These clusters are

@@ -33,6 +33,30 @@ impl Tail {
     pub fn changes_entry(&self) -> bool {
         !matches!(self, Tail::Zero)
     }
+
+    /// Sets the L2 entry of the last cluster of the old size in `table`. `moved`: the cluster's
+    /// new offset, used only if it moves.
+    pub async fn put<S: Storage>(
+        &self,
+        tables: &ResizeTables<'_, S>,
+        table: &mut [u8],
+        moved: u64,
+    ) -> Result<(), ImageError> {
+        let cluster = (tables.change.old.size - 1) >> tables.layout.cluster_bits;
+        match self {
+            Tail::Zero => {}
+            Tail::Entry(entry) => tables.put(table, cluster, *entry),
+            Tail::Moved(bytes, bitmap) => {
+                tables.change.write("qcow2 cluster", moved, bytes).await?;
+                let cluster_now = match tables.layout.extended_l2 {
+                    false => Cluster::Standard { host: moved },
+                    true => Cluster::Subclusters { host: Some(moved), bitmap: *bitmap },
+                };
+                tables.put(table, cluster, L2Entry { cluster: cluster_now, copied: true });
+            }
+        }
+        Ok(())
+    }
 }
 
 /// The last cluster of the disk: its host offset and file, and where in the cluster the disk ends.
