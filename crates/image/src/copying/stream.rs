@@ -6,6 +6,7 @@
 //! shows the same data. A copy-up changes nothing that a guest sees. The image names its backing
 //! file until the copies are durable.
 
+use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -27,18 +28,35 @@ const AT_A_TIME: usize = 4;
 
 const TOP: &str = "image to stand alone";
 
-/// Copies up all ranges that the topmost image lacks. `before` runs with each range before it is
+/// What happens to a range of the disk.
+#[derive(Clone, Copy, PartialEq)]
+enum Piece {
+    Copy,
+    /// It reads as zeroes, also without the backing images.
+    Leave,
+}
+
+/// Copies up all ranges that the topmost image lacks, without those that are known to read as
+/// zeroes, such as holes of a raw backing image. `before` runs with each range before it is
 /// copied; if it fails, the copy ends with its error. Durable after a flush.
 pub async fn copy_up<S: Storage>(
     image: &Image<S>,
     progress: &Progress,
     before: impl AsyncFn(Range<u64>) -> Result<(), ImageError>,
 ) -> Result<(), ImageError> {
-    top(image)?;
+    let cluster = top(image)?.shared().shape().cluster_size();
     progress.expect(image.size());
     let sweep = Sweep::new(0..image.size());
+    let judge = async |offset, rest| {
+        let found = piece(image, cluster, offset, rest).await;
+        found.map_err(|e| ImageError::io(TOP, offset, "finding data of the backing images", e))
+    };
     let workers = (0..AT_A_TIME).map(|_| async {
-        while let Some(next) = sweep.next(async |_, rest| Ok((PIECE.min(rest), ()))).await? {
+        while let Some(next) = sweep.next(judge).await? {
+            if next.what == Piece::Leave {
+                progress.add(next.len);
+                continue;
+            }
             let copy = async {
                 before(next.offset..next.offset + next.len).await?;
                 let copied = image.populate(next.offset, next.len).await;
@@ -52,6 +70,24 @@ pub async fn copy_up<S: Storage>(
         Ok(())
     });
     join::all(AT_A_TIME, workers).await
+}
+
+/// Returns the length of the next piece, and what happens to it. Guests may write to it meanwhile.
+/// What they write is in the topmost image then, and the bytes around it stay as they are.
+async fn piece<S: Storage>(
+    image: &Image<S>,
+    cluster: u64,
+    offset: u64,
+    rest: u64,
+) -> io::Result<(u64, Piece)> {
+    let status = image.status(offset, rest).await?;
+    let (known, end) = (offset + status.len, offset + rest);
+    // A cluster with data and zeroes is copied.
+    let zeroes = if known >= end { end } else { known - known % cluster };
+    if status.zero && zeroes > offset {
+        return Ok((zeroes - offset, Piece::Leave));
+    }
+    Ok(((known.next_multiple_of(cluster) - offset).min(PIECE).min(rest), Piece::Copy))
 }
 
 fn top<S: Storage>(image: &Image<S>) -> Result<&crate::qcow2::Qcow2<S>, ImageError> {

@@ -1,10 +1,13 @@
 //! Fast zeroes: done, or refused with nothing changed, depending on the entries that the format
 //! has.
 
+use std::os::unix::fs::{FileExt, MetadataExt};
+
+use blockyard_image::{Progress, copy_up};
 use blockyard_ring::Segments;
 
 use super::peer::{Scratch, qemu_img};
-use super::{Model, check, judged_by_qemu, on_image};
+use super::{Model, check, judged_by_qemu, on_image, write};
 
 const SIZE: u64 = 4 << 20;
 const CLUSTER: u64 = 64 << 10;
@@ -113,4 +116,35 @@ fn partial_clusters_of_zeroes_are_fast() {
         model
     });
     judged_by_qemu(&scratch, "a.qcow2", &model);
+}
+
+/// Holes of the backing image begin and end inside clusters, and at the disk's end.
+#[test]
+fn a_stream_copies_no_holes_of_a_raw_backing_image() {
+    const BIG: u64 = 64 << 20;
+    for options in ["cluster_size=64k", "cluster_size=2M", "extended_l2=on,cluster_size=128k"] {
+        let scratch = Scratch::new("holes");
+        let (base, name) = (scratch.path("base.raw"), scratch.name("a.qcow2"));
+        let file = std::fs::File::create(&base).unwrap();
+        let mut model = Model(vec![0; BIG as usize]);
+        for (at, len) in [(0, 4096), (3 << 20, 1 << 20), (53 << 20, 12 << 10), (BIG - 512, 512)] {
+            file.write_all_at(&vec![9; len], at).unwrap();
+            model.0[at as usize..][..len].fill(9);
+        }
+        let below = ["-F", "raw", "-b", scratch.name("base.raw"), name];
+        qemu_img(&[&["create", "-q", "-f", "qcow2", "-o", options], &below[..]].concat());
+        let model = on_image(&scratch, async move |image| {
+            write(&image, &mut model, 40 << 20, &[8; 512]).await;
+            let progress = Progress::default();
+            copy_up(&image, &progress, async |_| Ok(())).await.unwrap();
+            assert_eq!((progress.done(), progress.total()), (BIG, BIG));
+            image.flush().await.unwrap();
+            image.close().await.unwrap();
+            model
+        });
+        qemu_img(&["rebase", "-u", "-b", "", "-f", "qcow2", name]);
+        judged_by_qemu(&scratch, "a.qcow2", &model);
+        let used = std::fs::metadata(scratch.path("a.qcow2")).unwrap().blocks() * 512;
+        assert!(used < 14 << 20, "{options}: {used} bytes");
+    }
 }
