@@ -135,7 +135,11 @@ impl Shared {
         };
         self.progress().state = match result {
             Ok(()) => JobState::Done,
-            Err(e) => JobState::Failed(Arc::new(e)),
+            Err(e) => {
+                let (disk, job) = (&self.disk, self.number);
+                tracing::warn!(disk, job, "{} failed: {}", self.kind, e.why);
+                JobState::Failed(Arc::new(e))
+            }
         };
         // No lock is held: the observer reads the job's state.
         self.report(Event::JobEnded);

@@ -92,7 +92,10 @@ impl ServedDisk {
         let Context { shares, images, .. } = context;
         settings.image.shared = Some(images.clone());
         let first = first_options(&settings);
+        // Lines about the images name the disk.
+        let opening = tracing::info_span!("opening", disk = settings.name).entered();
         let source = Source::open_by(opener, &first).map_err(YardError::Open)?;
+        drop(opening);
         let share = shares.open(&settings, &source)?;
         let disk = Disk::sharing(options(&settings), source, share);
         let disk = Arc::new(match settings.activation {
