@@ -17,6 +17,9 @@ const MAX_NAME: usize = 255;
 
 /// Returns an error if options of a disk contradict each other.
 pub fn check(disk: &DiskArgs) -> anyhow::Result<()> {
+    if disk.image.as_os_str().is_empty() {
+        anyhow::bail!("the path of an image is empty");
+    }
     check_name(&disk.name())?;
     let image = disk.image.display();
     if disk.vhost_user.as_deref() == Some("") {
@@ -103,11 +106,9 @@ fn check_activation(disk: &DiskArgs) -> anyhow::Result<()> {
 }
 
 /// Opens the image and closes it again, to find errors. Takes no lock, because another server may
-/// have the image open. Does nothing for images that are not files of this host (NBD, `ram:`).
+/// have the image open. Does nothing for images of other programs and hosts (NBD, `exec:`).
 pub fn try_open(disk: &DiskArgs) -> anyhow::Result<()> {
-    if blockyard_storage::scheme_of(&disk.image).is_some()
-        || disk.image.to_string_lossy().starts_with("ram:")
-    {
+    if blockyard_storage::scheme_of(&disk.image).is_some() {
         return Ok(());
     }
     let (read_only, force_share, cache) = (true, true, CacheMode::Writeback);

@@ -14,6 +14,7 @@ mod attach;
 mod bench;
 mod book;
 mod changes;
+mod check_config;
 mod claims;
 mod cli;
 mod completions;

@@ -68,15 +68,24 @@ pub struct Needs<'a> {
     pub takeover: Option<&'a Takeover>,
 }
 
-/// Changes the user and enters the sandbox, as the options say.
-pub fn enter(args: &SandboxArgs, needs: &Needs<'_>) -> Result<(), Failure> {
+/// Returns an error if the host lacks a folder or the user of the options.
+pub fn check_host(args: &SandboxArgs) -> anyhow::Result<()> {
     for folder in &args.allow_folders {
         if !folder.exists() {
-            let folder = folder.display();
-            let what = anyhow::anyhow!("--allow-folder {folder}: there is no such folder");
-            return Err(Failure::usage(what));
+            anyhow::bail!("--allow-folder {}: there is no such folder", folder.display());
         }
     }
+    if let Some(name) = &args.user
+        && !user::exists(name).with_context(|| format!("--user {name}"))?
+    {
+        anyhow::bail!("--user {name}: this host has no such user");
+    }
+    Ok(())
+}
+
+/// Changes the user and enters the sandbox, as the options say.
+pub fn enter(args: &SandboxArgs, needs: &Needs<'_>) -> Result<(), Failure> {
+    check_host(args).map_err(Failure::usage)?;
     if let Some(name) = &args.user {
         user::become_user(name)
             .with_context(|| format!("--user {name}: cannot become this user"))?;

@@ -9,7 +9,6 @@ use anyhow::Context;
 use blockyard_control::events::What;
 use blockyard_export::{Listener, Reactors};
 use blockyard_program::ending::Failure;
-use blockyard_program::output;
 use blockyard_ring::xen::Host;
 use blockyard_yard::Yard;
 use rustix::thread::CpuSet;
@@ -20,7 +19,7 @@ use toml::Table;
 use crate::book::Book;
 use crate::changes::Known;
 use crate::config::Config;
-use crate::disks::{check, try_open};
+use crate::disks::check;
 use crate::events::Events;
 use crate::exports::Common;
 use crate::handover::{Control, HandOvers, Takeover};
@@ -32,7 +31,7 @@ use crate::options::xen::XenArgs;
 use crate::sandbox::Needs;
 use crate::server::{Adding, Server};
 use crate::toolstack::Toolstacks;
-use crate::{api, attach, holder, journals, log, sandbox, shares, supervisor};
+use crate::{api, attach, check_config, holder, journals, log, sandbox, shares, supervisor};
 
 /// Longest wait for a server that has the disks of one that died, and time between two attempts.
 const OTHERS_TIME: Duration = Duration::from_secs(30);
@@ -56,7 +55,7 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
         check_cpus(cpus).map_err(Failure::usage)?;
     }
     if options.check_config {
-        return check_images(&config);
+        return check_config::run(options, &config);
     }
     let closing = options.attached.then(attach::Closing::new).transpose()?;
     if options.attached {
@@ -130,15 +129,6 @@ fn check_disks(config: Config) -> anyhow::Result<Config> {
         check(disk).map_err(|e| config.locate(at, e))?;
     }
     Ok(config)
-}
-
-/// Opens each image, and reports the first error.
-fn check_images(config: &Config) -> Result<(), Failure> {
-    for (at, disk) in config.disks.iter().enumerate() {
-        try_open(disk).map_err(|e| Failure::usage(config.locate(at, e)))?;
-    }
-    output::print(format_args!("configuration is valid: {} disks\n", config.disks.len()))?;
-    Ok(())
 }
 
 /// The sockets on which operators talk to the server. Nothing is accepted yet.

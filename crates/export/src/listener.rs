@@ -26,6 +26,8 @@ use crate::packing::{Packed, Unpacked};
 /// Reasons why the server cannot listen on a socket or address.
 #[derive(Debug, thiserror::Error)]
 pub enum SocketError {
+    #[error("the path of a socket is empty")]
+    Empty,
     #[error(
         "socket {}: its path has {len} bytes, at most 107 are possible: use a shorter one",
         path.display()
@@ -119,18 +121,29 @@ impl Listener {
         Listener { sockets, made, _claim: claim, keeps_file: AtomicBool::new(false) }
     }
 
+    /// Returns an error if no socket can be at `path`.
+    pub fn check(path: &Path) -> Result<(), SocketError> {
+        let len = path.as_os_str().len();
+        if len == 0 {
+            return Err(SocketError::Empty);
+        }
+        if len > 107 {
+            return Err(SocketError::TooLong { path: path.into(), len });
+        }
+        match std::fs::symlink_metadata(path) {
+            Ok(meta) if !std::os::unix::fs::FileTypeExt::is_socket(&meta.file_type()) => {
+                Err(SocketError::NotASocket { path: path.into() })
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Listens at `path`. If a socket file exists but no server listens on it, because its server
     /// was killed, replaces the file.
     pub fn bind(path: &Path) -> Result<Self, SocketError> {
         let owned = || path.to_path_buf();
-        let len = path.as_os_str().len();
-        if len > 107 {
-            return Err(SocketError::TooLong { path: owned(), len });
-        }
-        if let Ok(meta) = std::fs::symlink_metadata(path) {
-            if !std::os::unix::fs::FileTypeExt::is_socket(&meta.file_type()) {
-                return Err(SocketError::NotASocket { path: owned() });
-            }
+        Listener::check(path)?;
+        if std::fs::symlink_metadata(path).is_ok() {
             match UnixStream::connect(path) {
                 Ok(_) => return Err(SocketError::Taken { path: owned() }),
                 Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => {

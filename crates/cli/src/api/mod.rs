@@ -148,7 +148,7 @@ fn permit(path: &Path, mode: u32, group: Option<u32>) -> std::io::Result<()> {
 }
 
 /// Returns the number of a group, which is given by name or number.
-fn group(text: &str) -> anyhow::Result<u32> {
+pub fn group(text: &str) -> anyhow::Result<u32> {
     if let Ok(number) = text.parse() {
         return Ok(number);
     }

@@ -223,8 +223,8 @@ mod tests {
         taken
     }
 
-    /// Messages of version 0.2.0, in their order. If a test with them fails, a server of that
-    /// version cannot be upgraded: the format needs a new number, and the old one needs a reader.
+    /// Messages of format 1, in their order. If a test with them fails, a server with that format
+    /// cannot be upgraded: the format needs a new number, and the old one needs a reader.
     #[test]
     fn recorded_messages_are_understood() {
         let all: Vec<serde_json::Value> =

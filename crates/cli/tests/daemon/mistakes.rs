@@ -281,6 +281,33 @@ fn check_config_opens_the_images() {
 }
 
 #[test]
+fn check_config_finds_what_the_host_lacks() {
+    let folder = Folder::new();
+    let (file, plain) = (folder.join("disks.toml"), folder.image("plain", 512));
+    let api = format!("api = \"{}\"\n", text(&folder.join("api")));
+    let socket = |path: &str| format!("[[disk]]\nimage = \"ram:1M\"\nvhost-user = \"{path}\"\n");
+    let disk = socket(text(&folder.join("s")));
+    for (content, parts) in [
+        (format!("user = \"none-such\"\n{disk}"), &["--user none-such: this host has no"][..]),
+        (format!("allow-folders = [\"/none/such\"]\n{disk}"), &["/none/such: there is no"]),
+        (format!("{api}socket-group = \"none-such\"\n{disk}"), &["no group \"none-such\""]),
+        (format!("{disk}on-reactors = \"0,3\"\n"), &["line 1", "there is no reactor 3", "has 1"]),
+        (disk.replace("ram:1M", "ram:"), &["line 1", "ram:: a size is a number"]),
+        (socket(text(&plain)), &["line 1", text(&plain), "a file that is no socket"]),
+        (format!("api = \"\"\n{disk}"), &["the path of a socket is empty"]),
+        (disk.replace("ram:1M", ""), &["line 1", "the path of an image is empty"]),
+        (socket(&"x".repeat(108)), &["line 1", "108 bytes, at most 107"]),
+    ] {
+        std::fs::write(&file, &content).unwrap();
+        refused(&["serve", "--check-config", "--config", text(&file)], 2, parts);
+    }
+    // The service makes the folder of its sockets.
+    std::fs::write(&file, socket("/none/such/socket")).unwrap();
+    let valid = blockyard(["serve", "--check-config", "--config", text(&file)]);
+    assert_eq!(valid.good(), "configuration is valid: 1 disks\n");
+}
+
+#[test]
 fn one_image_for_two_disks_is_refused_unless_both_are_read_only() {
     let folder = Folder::new();
     let (file, image) = (folder.join("disks.toml"), folder.image("disk", 1 << 20));

@@ -1,0 +1,73 @@
+//! `serve --check-config`: what a configuration needs of the host.
+//!
+//! In: a configuration without a mistake of its own. Out: the first thing that the host does not
+//! have. Opens each image and closes it again. Takes no lock and opens no socket, because another
+//! server may have both.
+
+use anyhow::Context;
+use blockyard_export::Listener;
+use blockyard_program::ending::Failure;
+use blockyard_program::output;
+
+use crate::config::Config;
+use crate::disks::try_open;
+use crate::options::disk::DiskArgs;
+use crate::options::nbd::NbdAddress;
+use crate::options::serve::ServeOptions;
+use crate::{api, sandbox};
+
+pub fn run(options: &ServeOptions, config: &Config) -> Result<(), Failure> {
+    check(options, config).map_err(Failure::usage)?;
+    output::print(format_args!("configuration is valid: {} disks\n", config.disks.len()))?;
+    Ok(())
+}
+
+/// Returns an error if `serve` would fail with these options and this configuration.
+fn check(options: &ServeOptions, config: &Config) -> anyhow::Result<()> {
+    sandbox::check_host(&config.sandbox(&options.sandbox))?;
+    let api = config.api(&options.api);
+    if let Some(group) = &api.socket_group {
+        api::group(group)?;
+    }
+    api.api.as_deref().map_or(Ok(()), check_socket)?;
+    let reactors = options.reactors.or(config.reactors).unwrap_or(1);
+    for (at, disk) in config.disks.iter().enumerate() {
+        check_reactors(disk, reactors)
+            .and_then(|()| check_sockets(disk))
+            .and_then(|()| try_open(disk))
+            .map_err(|e| config.locate(at, e))?;
+    }
+    Ok(())
+}
+
+fn check_reactors(disk: &DiskArgs, count: u16) -> anyhow::Result<()> {
+    let list = disk.on_reactors.as_ref().map_or(&[][..], |list| &list.0);
+    match list.iter().find(|number| **number >= count.into()) {
+        Some(number) => anyhow::bail!(
+            "disk \"{}\": on-reactors: there is no reactor {number}: the server has {count}, from \
+             0 on",
+            disk.name()
+        ),
+        None => Ok(()),
+    }
+}
+
+fn check_sockets(disk: &DiskArgs) -> anyhow::Result<()> {
+    let named =
+        |result: anyhow::Result<()>| result.with_context(|| format!("disk \"{}\"", disk.name()));
+    disk.vhost_user.as_deref().map_or(Ok(()), |socket| named(check_socket(socket)))?;
+    match &disk.nbd {
+        Some(NbdAddress::Unix(path)) => named(Listener::check(path).map_err(Into::into)),
+        _ => Ok(()),
+    }
+}
+
+/// Returns an error if no server can listen on a socket, whatever its folder is. The folder may be
+/// made later, when the service starts.
+fn check_socket(socket: &str) -> anyhow::Result<()> {
+    match socket.strip_prefix("fd:") {
+        // Only the server's own process inherits the socket.
+        Some(_) => Ok(()),
+        None => Ok(Listener::check(socket.as_ref())?),
+    }
+}
