@@ -1,7 +1,8 @@
 //! `exec:` images: another program is the map, and its faults hurt only its own disk.
 
-use std::os::unix::fs::PermissionsExt;
+use std::io::Write;
 use std::path::Path;
+use std::process::{Command, Stdio};
 
 use blockyard::{Disk, ErrorKind, Yard};
 
@@ -13,11 +14,17 @@ const BLOCK: usize = 64 << 10;
 /// virtio-blk's status of a failed request.
 const IOERR: u8 = 1;
 
-/// Makes a program of a shell script. Returns its image name.
+/// Makes a program of a shell script. Returns its image name. Another process writes the file: a
+/// process that a second thread starts in the meantime would inherit a descriptor of this one, and
+/// the kernel starts no program that is open for writing.
 fn script(scratch: &Scratch, name: &str, text: &str) -> String {
-    let path = scratch.file(name, text.as_bytes());
-    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
-    format!("exec:{path}")
+    let path = scratch.path(name);
+    let mut install = Command::new("install");
+    install.args(["-m", "755", "/dev/stdin"]).arg(&path).stdin(Stdio::piped());
+    let mut install = install.spawn().expect("install starts");
+    install.stdin.take().unwrap().write_all(text.as_bytes()).unwrap();
+    assert!(install.wait().unwrap().success(), "writing {}", path.display());
+    format!("exec:{}", path.display())
 }
 
 fn base() -> Vec<u8> {

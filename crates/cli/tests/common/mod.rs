@@ -21,7 +21,7 @@ pub mod qmp;
 pub mod server;
 
 use std::ffi::OsStr;
-use std::io::Read;
+use std::io::{Read, Write};
 use std::ops::Deref;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -68,6 +68,19 @@ impl Folder {
     pub fn image(&self, name: &str, bytes: u64) -> PathBuf {
         let path = self.join(name);
         std::fs::File::create_new(&path).unwrap().set_len(bytes).unwrap();
+        path
+    }
+
+    /// Makes a program of a script, and returns its path. Another process writes the file: a
+    /// process that a second thread starts in the meantime would inherit a descriptor of this one,
+    /// and the kernel starts no program that is open for writing.
+    pub fn script(&self, name: &str, text: &str) -> PathBuf {
+        let path = self.join(name);
+        let mut install = Command::new("install");
+        install.args(["-m", "755", "/dev/stdin"]).arg(&path).stdin(Stdio::piped());
+        let mut install = install.spawn().expect("install starts");
+        install.stdin.take().unwrap().write_all(text.as_bytes()).unwrap();
+        assert!(install.wait().unwrap().success(), "writing {}", path.display());
         path
     }
 }

@@ -5,7 +5,6 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::fs::FileExt;
-use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -410,10 +409,7 @@ fn a_server_with_few_free_descriptors_keeps_its_disks() {
 
 /// Writes a program in Bash.
 pub fn script(case: &Case, name: &str, body: &str) -> PathBuf {
-    let path = case.folder.join(name);
-    std::fs::write(&path, format!("#!/bin/bash\n{body}\n")).unwrap();
-    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
-    path
+    case.folder.script(name, &format!("#!/bin/bash\n{body}\n"))
 }
 
 /// Programs that fail as the next server, each at another step.

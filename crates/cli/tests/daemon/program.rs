@@ -2,7 +2,6 @@
 //! Limits and reservations apply to the disk. It goes on with the next server.
 
 use std::io::{Read, Write};
-use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::Command;
@@ -14,8 +13,7 @@ use crate::guest::{Guest, pattern};
 
 /// Makes a program for which the whole disk is a file in another folder. It writes its process
 /// number to `pid`.
-fn program(folder: &Path, data: &Path) -> String {
-    let path = folder.join("program");
+fn program(folder: &Folder, data: &Path) -> String {
     let text = format!(
         "#!/bin/bash\necho $$ >{pid}\n\
          printf '%s\\n' 'blockyard-map 1' 'size 1048576' 'granule 4096' 'data w {data}' ready\n\
@@ -25,9 +23,7 @@ fn program(folder: &Path, data: &Path) -> String {
         pid = folder.join("pid").display(),
         data = data.display()
     );
-    std::fs::write(&path, text).unwrap();
-    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
-    format!("exec:{}", path.display())
+    format!("exec:{}", folder.script("program", &text).display())
 }
 
 #[test]

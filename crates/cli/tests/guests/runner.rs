@@ -1,7 +1,6 @@
 //! The guests' tools: what the runner leaves behind when it is stopped at a bad moment, and which
 //! modules QEMU loads.
 
-use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
@@ -20,8 +19,7 @@ fn a_runner_that_is_stopped_during_cleanup_completes_it() {
     std::fs::write(&script, "true\n").unwrap();
     // An `rm` that is slow, and signals when it starts.
     let slow = format!("#!/bin/sh\n: >'{}'\nsleep 1\nexec /bin/rm \"$@\"\n", removing.display());
-    std::fs::write(bin.join("rm"), slow).unwrap();
-    std::fs::set_permissions(bin.join("rm"), std::fs::Permissions::from_mode(0o755)).unwrap();
+    folder.script("bin/rm", &slow);
 
     let mut command = Command::new(guests().join("uml"));
     command.args(["--timeout", "60"]).arg(&script).env("TMPDIR", &temporary).process_group(0);

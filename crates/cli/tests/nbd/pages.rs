@@ -89,7 +89,6 @@ fn runs(name: &str, folder: &Path, bin: &Path, text: &str) {
 
 /// Returns a folder with `blockyard` and the peers' programs under their own names.
 fn wrappers(folder: &Folder, programs: &[&str]) -> PathBuf {
-    use std::os::unix::fs::PermissionsExt;
     let bin = folder.join("bin");
     std::fs::create_dir(&bin).unwrap();
     let tool = guests().join("tool").canonicalize().unwrap();
@@ -97,13 +96,8 @@ fn wrappers(folder: &Folder, programs: &[&str]) -> PathBuf {
     for program in programs {
         // nbdkit goes to the background by itself. The script's trap ends nbdkit by this PID file.
         let more = if *program == "nbdkit" { "-P nbdkit-$$.pid" } else { "" };
-        let path = bin.join(program);
-        std::fs::write(
-            &path,
-            format!("#!/bin/sh\nexec {} {program} {more} \"$@\"\n", tool.display()),
-        )
-        .unwrap();
-        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+        let text = format!("#!/bin/sh\nexec {} {program} {more} \"$@\"\n", tool.display());
+        folder.script(&format!("bin/{program}"), &text);
     }
     bin
 }
