@@ -5,7 +5,9 @@ use blockyard_disk::{OpKind, Statistics};
 use blockyard_export::policy::notify::NotifyFigures;
 use blockyard_export::policy::placement::PlacementFigures;
 use blockyard_export::policy::polling::{PollingFigures, Strategy};
+use blockyard_export::policy::unkicked::LookFigures;
 use blockyard_export::{Client, PolicyFigures};
+use blockyard_ring::SlowCallFigures;
 use blockyard_sched::Share;
 
 /// Logs one line for each kind of operation, and one for the share.
@@ -47,7 +49,7 @@ pub fn describe_clients(clients: &[Client]) -> String {
 
 /// Describes the writes that reactors ran inline. Returns `None` if there were none.
 fn describe_writes(writes: &WriteFigures) -> Option<String> {
-    let WriteFigures { inline, blocked, left, noted, refused, paced } = writes;
+    let WriteFigures { inline, blocked, left, noted, refused, paced, .. } = writes;
     (*writes != WriteFigures::default()).then(|| {
         format!(
             "reactors wrote {inline} to the page cache inline, updated {noted} modification times, \
@@ -72,6 +74,24 @@ pub fn log_policies(disk: &str, policies: &PolicyFigures) {
     }
     if policies.notify.signals > 0 {
         tracing::info!(disk, "signals: {}", describe_signals(&policies.notify));
+    }
+    let LookFigures { quick, slower, idle, period } = policies.looks;
+    if let Some(period) = period {
+        let us = period.value.as_micros();
+        tracing::info!(
+            disk,
+            "queues without kicks: {quick} quick looks, {slower} slower, {idle} idle; the last \
+             time between two is {us} us"
+        );
+    }
+    let SlowCallFigures { slow, measured, elsewhere, last } = policies.slow_calls;
+    if let Some(last) = last {
+        let us = last.value.as_micros();
+        tracing::info!(
+            disk,
+            "slow calls: {slow}, the last one took {us} us; the processor time of the next ones \
+             was measured {measured} times, and they left the reactor {elsewhere} times"
+        );
     }
 }
 

@@ -20,6 +20,9 @@ pub struct Figures {
     /// Inclusive upper bounds of the buckets of all histograms, in microseconds. A histogram has
     /// one bucket more, without an upper bound.
     pub bounds_us: Vec<u64>,
+    /// Bytes a second that the kernel writes back from the page cache, as the policy of dirty pages
+    /// last saw it. 0: no write to the page cache needed it yet.
+    pub write_back: f64,
     pub reactors: Vec<ReactorFigures>,
     /// The devices that disks share.
     pub devices: Vec<DeviceFigures>,
@@ -185,11 +188,17 @@ pub struct LimitFigures {
     pub latency_target: Option<f64>,
 }
 
-/// Decisions of the policies, by name.
+/// Decisions of the policies, and the rates and times that they last saw, by name.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize, ToSchema)]
 pub struct PolicyFigures {
     /// Number of trials that chose each polling strategy.
     pub polling: BTreeMap<String, u64>,
+    /// Requests a second in the last time slice of a trial with each strategy. Absent: no trial has
+    /// measured the strategy.
+    pub polling_rates: BTreeMap<String, f64>,
+    /// Number of trials that began `early` because the rate had changed, and that were `given-up`
+    /// because the guest paused.
+    pub trials: BTreeMap<String, u64>,
     /// Number of moves of reactors: to the `guest`'s processors, and back `home`.
     pub placement: BTreeMap<String, u64>,
     /// Decisions about writes through the host's page cache.
@@ -198,4 +207,14 @@ pub struct PolicyFigures {
     pub completions: u64,
     /// Signals to the guest, by cause.
     pub signals: BTreeMap<String, u64>,
+    /// Looks at the rings of queues without kicks, by the time between two of them: `quick`,
+    /// `slower`, or `idle`.
+    pub looks: BTreeMap<String, u64>,
+    /// Number of `slow` signals to the guest and calls on NBD connections; how often the next ones
+    /// are `measured`, and how often others than the reactor make them (`elsewhere`).
+    pub slow_calls: BTreeMap<String, u64>,
+    /// In seconds, 0 before the first one: the last time between two looks (`look`), the last slow
+    /// call (`slow-call`), the last time that a write blocked a reactor (`blocked`), and the last
+    /// wait of a write because of dirty pages (`paced`).
+    pub last: BTreeMap<String, f64>,
 }

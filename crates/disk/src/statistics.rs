@@ -230,6 +230,10 @@ pub struct Summary {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Instant;
+
+    use blockyard_ring::Latest;
+
     use super::*;
 
     #[test]
@@ -242,12 +246,21 @@ mod tests {
         a.record_merged(Op::Read, 3);
         b.record_merged(Op::Read, 4);
         a.writes.noted = 1;
-        b.writes = WriteFigures { inline: 1, blocked: 2, left: 3, noted: 4, refused: 5, paced: 6 };
+        let last = |value| Some(Latest { at: Instant::now(), value });
+        (a.writes.last_blocked, a.writes.last_paced) = (last(us), last(us));
+        b.writes = WriteFigures {
+            inline: 1,
+            blocked: 2,
+            left: 3,
+            noted: 4,
+            refused: 5,
+            paced: 6,
+            last_blocked: last(ms),
+            last_paced: None,
+        };
+        let last_paced = a.writes.last_paced;
         a.merge(&b);
-        assert_eq!(
-            a.writes,
-            WriteFigures { inline: 1, blocked: 2, left: 3, noted: 5, refused: 5, paced: 6 }
-        );
+        assert_eq!(a.writes, WriteFigures { noted: 5, last_paced, ..b.writes });
         let s = a.summary(OpKind::Read).unwrap();
         assert_eq!((s.requests, s.merged, s.errors, s.bytes), (3, 7, 1, 8192));
         let counts = a.counts();

@@ -9,7 +9,7 @@ use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
 
-use blockyard_ring::{Handle, Segments, Socket, Watch, write_rest};
+use blockyard_ring::{Handle, Segments, SlowCallCounters, Socket, Watch, write_rest};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, recv};
 use rustls::Connection;
@@ -139,6 +139,11 @@ impl Link {
         if let Link::Tls(secure) = self {
             secure.close();
         }
+    }
+
+    /// See [`Socket::count_slow_calls`].
+    pub fn count_slow_calls(&self, counters: Rc<SlowCallCounters>) {
+        self.socket().count_slow_calls(counters);
     }
 
     /// See [`Socket::cancel`].

@@ -23,6 +23,7 @@ use rustix::fs::SeekFrom;
 use rustix::io::Errno;
 
 use self::dirty::CachedWrites;
+pub use self::dirty::write_back_rate;
 use crate::executor::Handle;
 use crate::host;
 use crate::meter::Meter;

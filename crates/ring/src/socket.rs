@@ -7,19 +7,19 @@
 //! when the last clone is dropped. If the peer makes system calls on the socket slow, a kernel
 //! worker makes them ([`SlowCalls`]).
 
-use std::cell::{Cell, RefCell};
+use std::cell::{Cell, OnceCell, RefCell};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rustix::net::{RecvFlags, Shutdown};
 
 use crate::clock::Clock;
 use crate::executor::Handle;
 use crate::file::{FileSlot, completion_result};
-use crate::policy::slow_calls::{CallMode, SlowCalls};
+use crate::policy::slow_calls::{CallMode, SlowCallCounters, SlowCalls};
 use crate::rights;
 use crate::segments::Segments;
 use crate::uring::Action;
@@ -38,6 +38,8 @@ struct Connected {
     /// Whether descriptors may arrive with the socket's bytes (see `rights`).
     brings_descriptors: bool,
     calls: RefCell<SlowCalls>,
+    /// Where slow calls are counted ([`Socket::count_slow_calls`]).
+    counters: OnceCell<Rc<SlowCallCounters>>,
 }
 
 impl Drop for Connected {
@@ -60,8 +62,14 @@ impl Socket {
         rustix::io::ioctl_fionbio(&fd, false)?;
         let brings_descriptors = rights::may_arrive(fd.as_fd());
         let slot = Rc::new(FileSlot::uncounted(handle, Arc::new(fd)));
-        let (kept, calls) = Default::default();
-        Ok(Socket(Rc::new(Connected { slot, kept, brings_descriptors, calls })))
+        let (kept, calls, counters) = Default::default();
+        Ok(Socket(Rc::new(Connected { slot, kept, brings_descriptors, calls, counters })))
+    }
+
+    /// Counts the later slow calls on the connection in `counters`, except if others count them
+    /// already.
+    pub fn count_slow_calls(&self, counters: Rc<SlowCallCounters>) {
+        let _ = self.0.counters.set(counters);
     }
 
     /// Returns the descriptor.
@@ -133,8 +141,18 @@ impl Socket {
             }
             CallMode::Elsewhere => return None,
         };
-        calls.borrow_mut().made(began, took);
+        if SlowCalls::is_slow(took) {
+            self.was_slow(began, took);
+        }
         Some(result)
+    }
+
+    #[cold]
+    fn was_slow(&self, now: Instant, took: Duration) {
+        let becomes = self.0.calls.borrow_mut().made(now, took);
+        if let Some(counters) = self.0.counters.get() {
+            counters.count(now, took, becomes);
+        }
     }
 
     /// Reads at least one byte, by a system call instead of io_uring. 0: the peer has closed the
@@ -283,10 +301,9 @@ fn ignore_broken_pipes() {
 mod tests {
     use std::io::{Read, Write};
     use std::os::unix::net::UnixStream;
-    use std::time::Duration;
 
     use super::*;
-    use crate::Executor;
+    use crate::{Executor, SlowCallFigures};
 
     #[test]
     fn bytes_go_both_ways() {
@@ -338,7 +355,11 @@ mod tests {
         });
         executor
             .block_on(async move {
-                while !socket.0.calls.borrow_mut().made(Instant::now(), Duration::from_secs(9)) {}
+                let counters = Rc::<SlowCallCounters>::default();
+                socket.count_slow_calls(counters.clone());
+                (0..2).for_each(|_| socket.was_slow(Instant::now(), Duration::from_secs(9)));
+                let SlowCallFigures { slow, measured, elsewhere, .. } = counters.figures();
+                assert_eq!((slow, measured, elsewhere), (2, 1, 1));
                 let out = Segments::from_bytes(b"bytes");
                 assert_eq!(socket.write_now(&out).unwrap(), 0);
                 assert!(socket.0.slot.leaves_to_worker(1));

@@ -11,8 +11,10 @@ use blockyard_control::figures::{
 };
 use blockyard_disk::{Counts, Latencies, OpKind, WriteFigures};
 use blockyard_export::policy::notify::NotifyFigures;
+use blockyard_export::policy::placement::PlacementFigures;
 use blockyard_export::policy::polling::Strategy;
-use blockyard_ring::Clock;
+use blockyard_export::policy::unkicked::LookFigures;
+use blockyard_ring::{Clock, Latest, SlowCallFigures};
 use blockyard_sched::{Knobs, Share};
 use blockyard_yard::{DiskSample, ReactorSample, Sample};
 use rustix::process::Resource;
@@ -26,6 +28,7 @@ pub fn figures(sample: &Sample, since: SystemTime, started: Instant) -> Figures 
         uptime: started.elapsed().as_secs_f64(),
         process: process(since),
         bounds_us: Latencies::bounds_us().collect(),
+        write_back: blockyard_ring::write_back_rate() as f64,
         reactors: sample.reactors.iter().map(reactor).collect(),
         devices: devices(&sample.disks),
         groups: sample.groups.iter().map(group).collect(),
@@ -164,13 +167,19 @@ fn policies(sample: &DiskSample) -> PolicyFigures {
     let name = |kind: Strategy| kind.name().replace(", ", "-").replace(' ', "-");
     let chosen = |kind: Strategy| (name(kind), policies.polling.of(kind).chosen);
     let NotifyFigures { completions, signals, full, gathered, vain, skipped } = policies.notify;
-    let WriteFigures { inline, blocked, left, noted, refused, paced } = sample.counts.writes;
-    let placement = policies.placement;
+    let rate = |kind: Strategy| Some((name(kind), policies.polling.of(kind).last?.value));
+    let writes = sample.counts.writes;
+    let WriteFigures { inline, blocked, left, noted, refused, paced, .. } = writes;
+    let PlacementFigures { to_guest, home } = policies.placement;
+    let LookFigures { quick, slower, idle, period } = policies.looks;
+    let SlowCallFigures { slow, measured, elsewhere, last: slow_call } = policies.slow_calls;
     // Signals that no wait preceded, because the policy does not coalesce.
     let direct = signals.saturating_sub(full + gathered + vain + skipped);
     PolicyFigures {
         polling: Strategy::ALL.map(chosen).into(),
-        placement: named([("guest", placement.to_guest), ("home", placement.home)]),
+        polling_rates: Strategy::ALL.into_iter().filter_map(rate).collect(),
+        trials: named([("early", policies.polling.early), ("given-up", policies.polling.given_up)]),
+        placement: named([("guest", to_guest), ("home", home)]),
         writes: named([
             ("inline", inline),
             ("blocked", blocked),
@@ -187,11 +196,24 @@ fn policies(sample: &DiskSample) -> PolicyFigures {
             ("vain", vain),
             ("skipped", skipped),
         ]),
+        looks: named([("quick", quick), ("slower", slower), ("idle", idle)]),
+        slow_calls: named([("slow", slow), ("measured", measured), ("elsewhere", elsewhere)]),
+        last: named([
+            ("look", last(period)),
+            ("slow-call", last(slow_call)),
+            ("blocked", last(writes.last_blocked)),
+            ("paced", last(writes.last_paced)),
+        ]),
     }
 }
 
-fn named<const N: usize>(counts: [(&str, u64); N]) -> BTreeMap<String, u64> {
-    counts.into_iter().map(|(name, count)| (name.to_string(), count)).collect()
+/// Returns a time in seconds, 0 if there is none.
+fn last(time: Option<Latest<Duration>>) -> f64 {
+    time.map_or(0.0, |last| last.value.as_secs_f64())
+}
+
+fn named<V, const N: usize>(values: [(&str, V); N]) -> BTreeMap<String, V> {
+    values.into_iter().map(|(name, value)| (name.to_string(), value)).collect()
 }
 
 fn seconds(nanos: u64) -> f64 {

@@ -4,6 +4,7 @@ use std::os::fd::OwnedFd;
 
 use blockyard_driver::status;
 use rustix::event::epoll::{CreateFlags, EventData, EventFlags, add, create};
+use rustix::process::Signal;
 
 use crate::common::{Daemon, Folder, SOON, until};
 use crate::guest::{Guest, pattern};
@@ -39,6 +40,9 @@ fn a_thread_signals_a_front_end_that_makes_signals_slow() {
     });
     // Each answer comes with a signal: without one, the guest would wait.
     (0..100).for_each(|_| assert!(guest.read(0, 4096).unwrap() == bytes));
+    daemon.signal(Signal::USR1);
+    daemon.wait_log("and they left the reactor");
+    assert!(!daemon.log().contains("left the reactor 0 times"), "{}", daemon.log());
     drop(waiters);
     (0..100).for_each(|_| assert!(guest.read(0, 4096).unwrap() == bytes));
     guest.leave();

@@ -1,5 +1,7 @@
 //! Metrics of each disk.
 
+use std::collections::BTreeMap;
+
 use crate::figures::{DiskFigures, Figures, HistogramFigures, OperationFigures};
 use crate::types::LimitSetting;
 
@@ -224,13 +226,26 @@ const METRICS: &[Metric] = &[
     ),
     counter(
         "blockyard_disk_policy_decisions_total",
-        "Decisions of the adaptive policies: polling, placement, and writes to the page cache.",
+        "Decisions of the adaptive policies.",
         |disk, emit| {
             let DiskFigures { policies, .. } = disk;
             by_name(emit, "policy=\"polling\",decision", &policies.polling);
             by_name(emit, "policy=\"placement\",decision", &policies.placement);
             by_name(emit, "policy=\"writes\",decision", &policies.writes);
+            by_name(emit, "policy=\"trials\",decision", &policies.trials);
+            by_name(emit, "policy=\"looks\",decision", &policies.looks);
+            by_name(emit, "policy=\"slow-calls\",decision", &policies.slow_calls);
         },
+    ),
+    gauge(
+        "blockyard_disk_policy_requests_per_second",
+        "Rate of requests in the last time slice of a polling trial with the strategy.",
+        |disk, emit| by_name(emit, "decision", &disk.policies.polling_rates),
+    ),
+    gauge(
+        "blockyard_disk_policy_last_seconds",
+        "Time that a policy saw or chose last; 0 before the first one.",
+        |disk, emit| by_name(emit, "what", &disk.policies.last),
     ),
     counter(
         "blockyard_disk_signalled_completions_total",
@@ -276,9 +291,9 @@ pub(super) fn optional(emit: Emit<'_>, value: Option<impl Into<Value>>) {
     }
 }
 
-fn by_name(emit: Emit<'_>, name: &str, counts: &std::collections::BTreeMap<String, u64>) {
-    for (value, count) in counts {
-        emit(&label(name, value), (*count).into());
+fn by_name<V: Copy + Into<Value>>(emit: Emit<'_>, name: &str, values: &BTreeMap<String, V>) {
+    for (key, value) in values {
+        emit(&label(name, key), (*value).into());
     }
 }
 

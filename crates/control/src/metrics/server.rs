@@ -65,6 +65,11 @@ const WINDOW: Family = Family {
     help: "Work that may be in flight at a shared device, in seconds of device time.",
 };
 
+const WRITE_BACK: Family = Family {
+    name: "blockyard_write_back_bytes_per_second",
+    kind: Kind::Gauge,
+    help: "Rate of the host's write-back that the policy of dirty pages last saw.",
+};
 const GROUP_WEIGHT: Family = Family {
     name: "blockyard_group_weight",
     kind: Kind::Gauge,
@@ -133,6 +138,7 @@ pub fn write(text: &mut Text, figures: &Figures) {
     if let Some(max) = process.max_descriptors {
         text.single(MAX_OPEN, max);
     }
+    text.single(WRITE_BACK, figures.write_back);
     let each = || (0..).map(|at: u32| label("reactor", &at.to_string())).zip(&figures.reactors);
     family(text, &BUSY, each().map(|(labels, reactor)| (labels, reactor.busy.into())));
     let waited = each().filter_map(|(labels, reactor)| Some((labels, reactor.waited?.into())));

@@ -45,7 +45,7 @@ struct KindState {
 
 impl From<&Statistics> for StatisticsState {
     fn from(from: &Statistics) -> Self {
-        let WriteFigures { inline, blocked, left, noted, refused, paced } = from.writes;
+        let WriteFigures { inline, blocked, left, noted, refused, paced, .. } = from.writes;
         let LookupFigures { hits, misses } = from.lookups;
         let kind = |kind: OpKind| {
             let state = KindState::from(&**from.kinds[kind as usize].as_ref()?);
@@ -70,6 +70,9 @@ impl From<&StatisticsState> for Statistics {
                 noted: most(from.noted),
                 refused: most(from.refused),
                 paced: most(from.paced),
+                // Times of this machine's clock that another process has seen are not carried.
+                last_blocked: None,
+                last_paced: None,
             },
             lookups: LookupFigures { hits: most(from.hits), misses: most(from.misses) },
         }

@@ -62,6 +62,7 @@ impl Connection {
         let disk = &terms.exported.disk;
         let served = LocalDisk::local(handle, disk)?;
         let idle = Idle::local(handle, &terms.exported);
+        stream.count_slow_calls(idle.slow_calls.clone());
         Ok(Rc::new(Connection {
             handle: handle.clone(),
             stream,

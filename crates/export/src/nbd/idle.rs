@@ -11,7 +11,7 @@ use std::rc::{Rc, Weak};
 use std::sync::Arc;
 
 use blockyard_disk::Disk;
-use blockyard_ring::Handle;
+use blockyard_ring::{Handle, SlowCallCounters};
 
 use super::exported::Exported;
 use crate::policy::Counters;
@@ -27,6 +27,8 @@ pub struct Idle {
     arrived: Cell<u64>,
     polling: RefCell<PollingPolicy>,
     is_polling: Cell<bool>,
+    /// Slow calls on the connections.
+    pub slow_calls: Rc<SlowCallCounters>,
 }
 
 /// The instances of a reactor, one for each disk.
@@ -45,6 +47,7 @@ impl Idle {
             .find(|idle| Arc::ptr_eq(&idle.disk, &exported.disk));
         known.unwrap_or_else(|| {
             let counters = Counters::local(handle, &exported.disk);
+            let slow_calls = counters.slow_calls.clone();
             let polling =
                 RefCell::new(PollingPolicy::for_clients(exported.poll, handle.now(), counters));
             let (in_progress, arrived, is_polling) = Default::default();
@@ -55,6 +58,7 @@ impl Idle {
                 arrived,
                 polling,
                 is_polling,
+                slow_calls,
             };
             let idle = Rc::new(idle);
             all.push(Rc::downgrade(&idle));

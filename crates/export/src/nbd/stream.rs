@@ -7,7 +7,7 @@ use std::rc::Rc;
 use std::time::{Duration, Instant, SystemTime};
 
 use blockyard_nbd::{Link, ServerTls};
-use blockyard_ring::{Handle, Segments, Socket, is_canceled, write_rest};
+use blockyard_ring::{Handle, Segments, SlowCallCounters, Socket, is_canceled, write_rest};
 use rustix::io::Errno;
 
 use super::quota::Usage;
@@ -107,6 +107,11 @@ impl Stream {
         stream.is_special = Cell::new(unread.is_some());
         (stream.unread, stream.unsent) = (RefCell::new(unread), RefCell::new(unsent));
         Ok(stream)
+    }
+
+    /// See [`Link::count_slow_calls`].
+    pub fn count_slow_calls(&self, counters: Rc<SlowCallCounters>) {
+        self.plain.count_slow_calls(counters);
     }
 
     pub fn client(&self) -> &Client {

@@ -24,11 +24,12 @@ use std::rc::Rc;
 use std::sync::{Arc, Weak};
 
 use blockyard_disk::Disk;
-use blockyard_ring::Handle;
+use blockyard_ring::{Handle, SlowCallCounters, SlowCallFigures};
 
 use notify::NotifyFigures;
 use placement::PlacementFigures;
 use polling::PollingFigures;
+use unkicked::LookFigures;
 
 /// The decisions of the policies for a disk, and the rates that they measured.
 /// [`PolicyFigures::merge`] adds the figures of several reactors.
@@ -37,6 +38,9 @@ pub struct PolicyFigures {
     pub polling: PollingFigures,
     pub notify: NotifyFigures,
     pub placement: PlacementFigures,
+    pub looks: LookFigures,
+    /// Signals to guests, and calls on the connections of NBD clients.
+    pub slow_calls: SlowCallFigures,
 }
 
 impl PolicyFigures {
@@ -49,6 +53,8 @@ impl PolicyFigures {
         self.polling.merge(&other.polling);
         self.notify.merge(&other.notify);
         self.placement.merge(&other.placement);
+        self.looks.merge(&other.looks);
+        self.slow_calls.merge(&other.slow_calls);
     }
 }
 
@@ -59,6 +65,8 @@ pub(crate) struct Counters {
     pub polling: Cell<PollingFigures>,
     pub notify: Cell<NotifyFigures>,
     pub placement: Cell<PlacementFigures>,
+    pub looks: Cell<LookFigures>,
+    pub slow_calls: Rc<SlowCallCounters>,
 }
 
 /// The counters of a reactor, by disk. The entry of a closed disk is removed when the next disk is
@@ -93,6 +101,8 @@ impl Counters {
             polling: self.polling.get(),
             notify: self.notify.get(),
             placement: self.placement.get(),
+            looks: self.looks.get(),
+            slow_calls: self.slow_calls.figures(),
         }
     }
 }

@@ -34,6 +34,8 @@
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
+use blockyard_ring::{Latest, later};
+
 use super::Counters;
 
 /// Longest busy-poll. If a guest's mean pause is at least twice as long as the busy-poll, the queue
@@ -140,6 +142,8 @@ pub struct TrialFigures {
     pub slices: u64,
     /// Sum of the request rates of the trial's time slices, in requests per second.
     rates: f64,
+    /// The rate of the last slice, in requests per second.
+    pub last: Option<Latest<f64>>,
 }
 
 impl TrialFigures {
@@ -161,6 +165,7 @@ impl PollingFigures {
             mine.chosen += theirs.chosen;
             mine.slices += theirs.slices;
             mine.rates += theirs.rates;
+            mine.last = later(mine.last, theirs.last);
         }
         self.given_up += other.given_up;
         self.early += other.early;
@@ -483,6 +488,7 @@ impl PollingPolicy {
                 self.count(|figures| {
                     let tried = &mut figures.strategies[strategy as usize];
                     (tried.slices, tried.rates) = (tried.slices + 1, tried.rates + here);
+                    tried.last = Some(Latest { at: now, value: here });
                 });
                 self.next_slice(round, now, done);
             }

@@ -12,7 +12,12 @@
 //!   expiry of its timer wakes all of them.
 
 use std::cell::Cell;
+use std::rc::Rc;
 use std::time::{Duration, Instant};
+
+use blockyard_ring::{Latest, later};
+
+use super::Counters;
 
 /// Time between two looks while requests come.
 pub const SHORTEST: Duration = Duration::from_micros(100);
@@ -23,17 +28,39 @@ const DOUBLINGS: u32 = 5;
 /// Time between two looks of an idle queue.
 pub const LONGEST: Duration = SHORTEST.saturating_mul(1 << DOUBLINGS);
 
+/// Number of looks by their period, and the last period.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LookFigures {
+    /// Looks after [`SHORTEST`], because requests come.
+    pub quick: u64,
+    /// Looks after a time between the two.
+    pub slower: u64,
+    /// Looks after [`LONGEST`].
+    pub idle: u64,
+    pub period: Option<Latest<Duration>>,
+}
+
+impl LookFigures {
+    pub fn merge(&mut self, other: &LookFigures) {
+        self.quick += other.quick;
+        self.slower += other.slower;
+        self.idle += other.idle;
+        self.period = later(self.period, other.period);
+    }
+}
+
 /// The looks of one queue.
 pub struct Looks {
     /// The time from which the looks of all queues are counted.
     start: Instant,
     /// When requests came or were answered last.
     worked: Cell<Instant>,
+    counters: Rc<Counters>,
 }
 
 impl Looks {
-    pub fn new(start: Instant, now: Instant) -> Self {
-        Looks { start, worked: Cell::new(now) }
+    pub(crate) fn new(start: Instant, now: Instant, counters: Rc<Counters>) -> Self {
+        Looks { start, worked: Cell::new(now), counters }
     }
 
     /// The queue has found or answered requests.
@@ -49,15 +76,32 @@ impl Looks {
         while period < LONGEST && idle >= period * 2 * PATIENCE {
             period *= 2;
         }
+        self.count(now, period);
         let since = now.saturating_duration_since(self.start).as_nanos() as u64;
         let period = period.as_nanos() as u64;
         self.start + Duration::from_nanos((since / period + 1) * period)
+    }
+
+    fn count(&self, now: Instant, period: Duration) {
+        let mut figures = self.counters.looks.get();
+        let looks = match () {
+            () if period == SHORTEST => &mut figures.quick,
+            () if period == LONGEST => &mut figures.idle,
+            () => &mut figures.slower,
+        };
+        *looks += 1;
+        figures.period = Some(Latest { at: now, value: period });
+        self.counters.looks.set(figures);
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn queue(start: Instant, now: Instant) -> Looks {
+        Looks::new(start, now, Rc::default())
+    }
 
     /// Returns the times of the looks of a queue between two times after its last request.
     fn looks(looks: &Looks, from: Instant, until: Instant) -> Vec<Instant> {
@@ -71,7 +115,7 @@ mod tests {
     #[test]
     fn an_idle_queue_looks_less_and_less_often() {
         let start = Instant::now();
-        let queue = Looks::new(start, start);
+        let queue = queue(start, start);
         let mut before = start;
         for look in looks(&queue, start, start + Duration::from_secs(1)) {
             let (pause, idle) = (look - before, before - start);
@@ -81,12 +125,15 @@ mod tests {
         assert_eq!(queue.next(before) - before, LONGEST);
         let a_second = looks(&queue, before, before + Duration::from_secs(1));
         assert!(a_second.len() <= 320, "{} looks", a_second.len());
+        let LookFigures { quick, slower, idle, period } = queue.counters.looks.get();
+        assert!(quick > 16 && slower > 16 && idle >= a_second.len() as u64);
+        assert_eq!(period.map(|last| last.value), Some(LONGEST));
     }
 
     #[test]
     fn requests_make_it_quick_at_once() {
         let start = Instant::now();
-        let queue = Looks::new(start, start);
+        let queue = queue(start, start);
         let later = queue.next(start + Duration::from_secs(3));
         queue.has_worked(later);
         assert_eq!(queue.next(later) - later, SHORTEST);
@@ -99,20 +146,26 @@ mod tests {
             }
             assert_eq!(queue.next(now) - now, SHORTEST);
         }
+        let mut figures = queue.counters.looks.get();
+        let last = Some(Latest { at: now, value: SHORTEST });
+        let expected = LookFigures { quick: 2001, slower: 0, idle: 1, period: last };
+        assert_eq!(figures, expected);
+        figures.merge(&LookFigures { slower: 3, ..LookFigures::default() });
+        assert_eq!(figures, LookFigures { slower: 3, ..expected });
     }
 
     #[test]
     fn idle_queues_look_at_the_same_times() {
         let start = Instant::now();
         let (first, second) = (start + Duration::from_micros(30), start + Duration::from_millis(7));
-        let (first, second) = (Looks::new(start, first), Looks::new(start, second));
+        let (first, second) = (queue(start, first), queue(start, second));
         let (from, until) = (start + Duration::from_secs(1), start + Duration::from_secs(2));
         let (first, second) = (looks(&first, from, until), looks(&second, from, until));
         assert_eq!(first, second);
         // A quick queue also looks when the idle ones do.
-        let quick = Looks::new(start, until);
+        let quick = queue(start, until);
         quick.has_worked(until);
-        let (now, idle) = (until, looks(&Looks::new(start, start), until, until));
+        let (now, idle) = (until, looks(&queue(start, start), until, until));
         let quick = looks(&quick, now, now + LONGEST);
         assert!(quick.contains(&idle[0]));
     }

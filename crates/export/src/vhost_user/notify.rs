@@ -12,7 +12,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use blockyard_ring::doorbell;
+use blockyard_ring::{SlowCallCounters, doorbell};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, Shutdown};
 
@@ -45,12 +45,12 @@ impl Call {
         matches!(self, Call::Stream(_))
     }
 
-    /// Signals the guest. Never blocks.
+    /// Signals the guest, and counts slow signals. Never blocks.
     #[inline]
-    pub fn ring(&mut self) {
+    pub fn ring(&mut self, counters: &SlowCallCounters) {
         match self {
             Call::None => {}
-            Call::Event(signal) | Call::Stream(signal) => signal.ring(),
+            Call::Event(signal) | Call::Stream(signal) => signal.ring(counters),
             Call::InBand { caller, index } => caller.call(*index),
         }
     }
@@ -103,7 +103,7 @@ mod tests {
             0,
             "nothing is left"
         );
-        call.ring();
+        call.ring(&SlowCallCounters::default());
         let mut signal = [0; 8];
         theirs.read_exact(&mut signal).unwrap();
         assert_eq!(u64::from_ne_bytes(signal), 1);

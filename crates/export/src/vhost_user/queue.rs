@@ -142,8 +142,8 @@ impl Queue {
         let mut setup = setup;
         let kick = setup.kick.take();
         let is_unkicked = kick.is_none() && !setup.in_band;
-        let looks = is_unkicked.then(|| Looks::new(*idle::START, handle.now()));
         let counters = Counters::local(handle, &setup.device.disk);
+        let looks = is_unkicked.then(|| Looks::new(*idle::START, handle.now(), counters.clone()));
         let placement =
             Placement::new(placement::home(), placement::guest(setup.peer), counters.clone());
         let core = Core::new(&mut setup, placement, handle.now(), counters);
@@ -205,7 +205,7 @@ impl Queue {
             self.served.drain();
         }
         // The previous back end may have published used elements without a signal.
-        self.core.borrow_mut().call.ring();
+        self.core.borrow_mut().signal();
         let mut slow = 0;
         let mut gathered = false;
         loop {
@@ -290,11 +290,11 @@ impl Queue {
             core.publish();
             core.log_changed();
             if core.ring.wants_signal() && core.coalescer.published(new, now) {
-                core.call.ring();
+                core.signal();
             }
         }
         if core.coalescer.expired(now) {
-            core.call.ring();
+            core.signal();
         }
     }
 
@@ -521,7 +521,7 @@ impl Queue {
             placement::move_to(processors);
         }
         if core.coalescer.due().is_some() {
-            core.call.ring();
+            core.signal();
         }
         core.disable_kicks();
         self.lanes.close();

@@ -23,7 +23,7 @@ use blockyard_disk::Disk;
 use blockyard_ring::Clock;
 use blockyard_ring::doorbell::Doorbell;
 use blockyard_ring::pool::Pool;
-use blockyard_ring::{CallMode, SlowCalls};
+use blockyard_ring::{CallMode, SlowCallCounters, SlowCalls};
 use rustix::net::{AddressFamily, SendFlags, SocketType, sockopt};
 
 use super::lock;
@@ -185,28 +185,28 @@ impl GuestSignal {
         Ok(GuestSignal { bell, policy, handed, thread: thread.clone(), is_reported: false })
     }
 
-    /// Signals the guest. Never blocks.
+    /// Signals the guest, and counts slow signals. Never blocks.
     #[inline]
-    pub fn ring(&mut self) {
+    pub fn ring(&mut self, counters: &SlowCallCounters) {
         let began = Instant::now();
         let mode = self.policy.mode(began);
         match &mut self.bell {
             Some(bell) if mode == CallMode::Direct => {
                 bell.ring();
                 let ended = Instant::now();
-                self.made(ended, ended.saturating_duration_since(began));
+                self.made(ended, ended.saturating_duration_since(began), counters);
             }
-            _ => self.ring_slow(began, mode),
+            _ => self.ring_slow(began, mode, counters),
         }
     }
 
     #[cold]
-    fn ring_slow(&mut self, now: Instant, mode: CallMode) {
+    fn ring_slow(&mut self, now: Instant, mode: CallMode, counters: &SlowCallCounters) {
         if mode != CallMode::Elsewhere && self.take_back() {
-            return self.ring_measured(now);
+            return self.ring_measured(now, counters);
         }
         let took = Duration::from_nanos(self.handed.slowest_ns.swap(0, Ordering::SeqCst));
-        self.made(now, took);
+        self.made(now, took, counters);
         if took >= REPORTED && !std::mem::replace(&mut self.is_reported, true) {
             self.report(took);
         }
@@ -221,19 +221,21 @@ impl GuestSignal {
 
     /// Reports how long a signal took. Returns whether the thread sends them from now on.
     #[inline]
-    fn made(&mut self, now: Instant, took: Duration) -> bool {
-        SlowCalls::is_slow(took) && self.was_slow(now, took)
+    fn made(&mut self, now: Instant, took: Duration, counters: &SlowCallCounters) -> bool {
+        SlowCalls::is_slow(took) && self.was_slow(now, took, counters)
     }
 
     #[cold]
-    fn was_slow(&mut self, now: Instant, took: Duration) -> bool {
+    fn was_slow(&mut self, now: Instant, took: Duration, counters: &SlowCallCounters) -> bool {
         let is_measured = self.policy.mode(now) != CallMode::Direct;
         let mut policy = lock(&self.thread.policy);
         // A signal of the mode `Direct` leads only to a measurement. See `SlowCalls`.
         if policy.mode(now) == CallMode::Direct || is_measured {
             policy.made(now, took);
         }
-        self.policy.made(now, took)
+        let becomes = self.policy.made(now, took);
+        counters.count(now, took, becomes);
+        becomes == Some(CallMode::Elsewhere)
     }
 
     /// Returns whether the reactor has the bell. A signal that the thread has not sent yet is the
@@ -247,10 +249,10 @@ impl GuestSignal {
         self.bell.is_some()
     }
 
-    fn ring_measured(&mut self, now: Instant) {
+    fn ring_measured(&mut self, now: Instant, counters: &SlowCallCounters) {
         let Some(bell) = &mut self.bell else { return };
         let took = bell.ring_measured();
-        if self.made(now, took) {
+        if self.made(now, took, counters) {
             *lock(&self.handed.bell) = self.bell.take();
             self.is_reported = false;
         }
@@ -271,6 +273,7 @@ impl GuestSignal {
 
 #[cfg(test)]
 mod tests {
+    use blockyard_ring::SlowCallFigures;
     use rustix::event::{EventfdFlags, eventfd};
 
     use super::*;
@@ -289,19 +292,19 @@ mod tests {
         for _ in 0..100 {
             let event = eventfd(0, EventfdFlags::empty()).unwrap();
             let mut signal = GuestSignal::new(event.try_clone().unwrap(), &thread).unwrap();
-            signal.ring();
+            signal.ring(&SlowCallCounters::default());
             assert_eq!(signals(&event), 1, "from the reactor");
             let (now, slow) = (Instant::now(), Duration::from_secs(1));
             for _ in 0..2 {
                 signal.policy.made(now, slow);
             }
             *lock(&signal.handed.bell) = signal.bell.take();
-            signal.ring();
+            signal.ring(&SlowCallCounters::default());
             assert_eq!(signals(&event), 1, "from the thread");
             // The reactor takes the bell back before the thread has sent this signal, or after it.
-            signal.ring();
+            signal.ring(&SlowCallCounters::default());
             signal.policy = SlowCalls::default();
-            signal.ring();
+            signal.ring(&SlowCallCounters::default());
             assert!((1..=2).contains(&signals(&event)));
             while !signal.take_back() {
                 std::thread::yield_now();
@@ -320,7 +323,7 @@ mod tests {
         }
         *lock(&signal.handed.bell) = signal.bell.take();
         signal.handed.slowest_ns.store(3_000_000_000, Ordering::SeqCst);
-        signal.ring();
+        signal.ring(&SlowCallCounters::default());
         assert_eq!(signals(&event), 1);
         assert_eq!(signal.policy.mode(now + 2999 * slow), CallMode::Elsewhere);
     }
@@ -331,19 +334,23 @@ mod tests {
         let thread = SignalThread::for_tests();
         let event = eventfd(0, EventfdFlags::empty()).unwrap();
         let (now, slow) = (Instant::now(), Duration::from_secs(1));
+        let counters = SlowCallCounters::default();
         for expected in [CallMode::Direct, CallMode::Measured, CallMode::Elsewhere] {
             let mut signal = GuestSignal::new(event.try_clone().unwrap(), &thread).unwrap();
             assert_eq!(signal.policy.mode(now), expected);
-            signal.ring();
+            signal.ring(&SlowCallCounters::default());
             assert_eq!(signals(&event), 1, "{expected:?}");
-            signal.made(now, slow);
+            signal.made(now, slow, &counters);
         }
+        // Each queue decides from where the device was, so only one of them changed its mode.
+        let SlowCallFigures { slow: all, measured, elsewhere, .. } = counters.figures();
+        assert_eq!((all, measured, elsewhere), (3, 1, 1));
         // The time of a signal that the reactor has not measured is not blamed twice.
         let thread = SignalThread::for_tests();
         let signal = || GuestSignal::new(event.try_clone().unwrap(), &thread).unwrap();
         let mut both = [signal(), signal()];
         for signal in &mut both {
-            assert!(!signal.made(now, slow));
+            assert!(!signal.made(now, slow, &counters));
         }
         assert_eq!(signal().policy.mode(now), CallMode::Measured);
     }

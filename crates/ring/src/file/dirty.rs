@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::FileType;
 
-use crate::policy::Counters;
 use crate::policy::dirty::{DirtyPacing, DirtyPages, Pace};
+use crate::policy::{Counters, Latest};
 
 /// Pages that a file writes before it looks at the clock.
 const UNCOUNTED: u64 = 64;
@@ -73,9 +73,19 @@ impl CachedWrites {
         if wait.is_zero() {
             return None;
         }
-        self.counters.count(|figures| figures.paced += 1);
+        self.counters.count(|figures| {
+            figures.paced += 1;
+            let at = *START + Duration::from_nanos(now);
+            figures.last_paced = Some(Latest { at, value: wait });
+        });
         Some(wait)
     }
+}
+
+/// Returns the rate at which the kernel writes pages back, as the last sample shows it, in bytes a
+/// second. 0: no page-cache write has needed it yet.
+pub fn write_back_rate() -> u64 {
+    PACING.written_rate().saturating_mul(PAGE as u64)
 }
 
 /// Reads the kernel's counters.

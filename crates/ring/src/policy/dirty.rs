@@ -121,6 +121,8 @@ pub(crate) struct DirtyPacing {
     apart: AtomicU64,
     /// Time between the beginnings of two writes, for each page; 0: writes do not wait.
     spacing: AtomicU64,
+    /// Average rate of write-back at the last sample, in pages a second; 0: unknown.
+    written_rate: AtomicU64,
     /// The files that were written in the present period and in the one before.
     active: [AtomicU64; 2],
     /// Number of the present period.
@@ -144,6 +146,7 @@ impl DirtyPacing {
             pages: AtomicU64::new(0),
             apart: AtomicU64::new(PAGES),
             spacing: AtomicU64::new(0),
+            written_rate: AtomicU64::new(0),
             active: [const { AtomicU64::new(0) }; 2],
             period: AtomicU64::new(0),
             estimate: Mutex::new(Estimate::new()),
@@ -154,6 +157,11 @@ impl DirtyPacing {
     #[inline]
     pub fn is_active(&self) -> bool {
         self.spacing.load(Relaxed) != 0
+    }
+
+    /// Returns the average rate of write-back at the last sample, in pages a second. 0: unknown.
+    pub fn written_rate(&self) -> u64 {
+        self.written_rate.load(Relaxed)
     }
 
     /// Counts `pages` more written pages. Returns the pages since the last sample if the caller
@@ -175,10 +183,12 @@ impl DirtyPacing {
     pub fn sample(&self, now: u64, pages: Option<DirtyPages>, own: u64) {
         let Some(pages) = pages else {
             self.spacing.store(0, Relaxed);
+            self.written_rate.store(0, Relaxed);
             return;
         };
         let mut estimate = self.estimate.lock().unwrap_or_else(PoisonError::into_inner);
         let rate = estimate.take(now, pages, own);
+        self.written_rate.store(rate.unwrap_or(0.0) as u64, Relaxed);
         let (begin, aim, end) = pages.levels();
         self.apart.store((begin / 256).clamp(16, PAGES), Relaxed);
         let spacing = match rate {

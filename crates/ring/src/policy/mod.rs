@@ -19,6 +19,23 @@ pub(crate) mod pauses;
 pub(crate) mod slow_calls;
 
 use std::cell::Cell;
+use std::time::{Duration, Instant};
+
+/// The last value that a policy saw, and when. Of two values, [`later`] keeps the younger one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Latest<T> {
+    pub at: Instant,
+    pub value: T,
+}
+
+/// Returns the younger one of two values.
+pub fn later<T>(one: Option<Latest<T>>, other: Option<Latest<T>>) -> Option<Latest<T>> {
+    match (&one, &other) {
+        (Some(a), Some(b)) if a.at >= b.at => one,
+        (_, None) => one,
+        _ => other,
+    }
+}
 
 /// What these policies decided for the files of a disk. Figures of several reactors can be added.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -36,6 +53,10 @@ pub struct WriteFigures {
     pub refused: u64,
     /// Number of page-cache writes that waited because too many pages of the machine were dirty.
     pub paced: u64,
+    /// For how long such work last blocked a reactor.
+    pub last_blocked: Option<Latest<Duration>>,
+    /// For how long a write last waited because of the dirty pages.
+    pub last_paced: Option<Latest<Duration>>,
 }
 
 impl WriteFigures {
@@ -47,6 +68,8 @@ impl WriteFigures {
         self.noted += other.noted;
         self.refused += other.refused;
         self.paced += other.paced;
+        self.last_blocked = later(self.last_blocked, other.last_blocked);
+        self.last_paced = later(self.last_paced, other.last_paced);
     }
 }
 
@@ -64,5 +87,22 @@ impl Counters {
         let mut figures = self.0.get();
         f(&mut figures);
         self.0.set(figures);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn of_two_values_the_younger_one_is_kept() {
+        let start = Instant::now();
+        let old = Some(Latest { at: start, value: 2 });
+        let young = Some(Latest { at: start + Duration::from_secs(1), value: 1 });
+        assert_eq!(later(old, young), young);
+        assert_eq!(later(young, old), young);
+        assert_eq!(later(None, old), old);
+        assert_eq!(later(old, None), old);
+        assert_eq!(later::<u64>(None, None), None);
     }
 }

@@ -11,7 +11,7 @@ use std::cell::Cell;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
-use super::Counters;
+use super::{Counters, Latest};
 
 /// Work that takes less has not blocked.
 const QUICK: Duration = Duration::from_micros(200);
@@ -48,7 +48,10 @@ impl Pauses {
     pub fn done(&self, began: Instant, ended: Instant, has_slept: impl FnOnce() -> bool) {
         let took = ended.saturating_duration_since(began);
         if took > QUICK && has_slept() {
-            self.counters.count(|figures| figures.blocked += 1);
+            self.counters.count(|figures| {
+                figures.blocked += 1;
+                figures.last_blocked = Some(Latest { at: ended, value: took });
+            });
             self.until.set(Some(ended + (took * FACTOR).min(MOST)));
         }
     }
@@ -73,7 +76,9 @@ mod tests {
         assert!(pauses.allows(end));
         pauses.done(end, end + QUICK, || unreachable!("quick work is not checked"));
         assert!(pauses.allows(end + QUICK));
-        assert_eq!((counters.figures().blocked, counters.figures().left), (1, 2));
+        let figures = counters.figures();
+        assert_eq!((figures.blocked, figures.left), (1, 2));
+        assert_eq!(figures.last_blocked, Some(Latest { at: start + ms(100), value: ms(100) }));
     }
 
     #[test]

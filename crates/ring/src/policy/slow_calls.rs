@@ -14,7 +14,10 @@
 //! The first slow call only leads to a measurement of processor time, because the kernel may have
 //! interrupted the thread.
 
+use std::cell::Cell;
 use std::time::{Duration, Instant};
+
+use super::{Latest, later};
 
 /// A call that takes longer is slow. A signal to an eventfd of KVM takes 1 to 5 us, one to a socket
 /// of User Mode Linux up to 20 us.
@@ -64,12 +67,12 @@ impl SlowCalls {
         self.mode
     }
 
-    /// Reports how long a call took, or the longest of several. Returns whether the reactor makes
-    /// no more calls from now on.
+    /// Reports how long a call took, or the longest of several. Returns the mode of the next call
+    /// if this one changes it.
     #[inline]
-    pub fn made(&mut self, now: Instant, took: Duration) -> bool {
+    pub fn made(&mut self, now: Instant, took: Duration) -> Option<CallMode> {
         if !SlowCalls::is_slow(took) {
-            return false;
+            return None;
         }
         let until = now + took.saturating_mul(PAUSE_FACTOR).min(MAX_PAUSE);
         self.until = self.until.max(Some(until));
@@ -84,7 +87,53 @@ impl SlowCalls {
             }
             CallMode::Elsewhere => {}
         }
-        before != self.mode && self.mode == CallMode::Elsewhere
+        (before != self.mode).then_some(self.mode)
+    }
+}
+
+/// What the policy saw of some peers, and decided. Figures of several reactors can be added.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SlowCallFigures {
+    /// Number of slow calls.
+    pub slow: u64,
+    /// Number of times that the mode became `Measured`.
+    pub measured: u64,
+    /// Number of times that the mode became `Elsewhere`.
+    pub elsewhere: u64,
+    /// How long the last slow call took.
+    pub last: Option<Latest<Duration>>,
+}
+
+impl SlowCallFigures {
+    /// Adds the figures of `other`.
+    pub fn merge(&mut self, other: &SlowCallFigures) {
+        self.slow += other.slow;
+        self.measured += other.measured;
+        self.elsewhere += other.elsewhere;
+        self.last = later(self.last, other.last);
+    }
+}
+
+/// The figures of the calls to some peers on one reactor.
+#[derive(Debug, Default)]
+pub struct SlowCallCounters(Cell<SlowCallFigures>);
+
+impl SlowCallCounters {
+    pub fn figures(&self) -> SlowCallFigures {
+        self.0.get()
+    }
+
+    /// Counts a slow call. `becomes`: the mode that it led to ([`SlowCalls::made`]).
+    pub fn count(&self, now: Instant, took: Duration, becomes: Option<CallMode>) {
+        let mut figures = self.0.get();
+        figures.slow += 1;
+        figures.last = Some(Latest { at: now, value: took });
+        match becomes {
+            Some(CallMode::Measured) => figures.measured += 1,
+            Some(CallMode::Elsewhere) => figures.elsewhere += 1,
+            Some(CallMode::Direct) | None => {}
+        }
+        self.0.set(figures);
     }
 }
 
@@ -97,14 +146,14 @@ mod tests {
     #[test]
     fn the_second_slow_call_is_the_last_one_of_the_reactor() {
         let (mut policy, now) = (SlowCalls::default(), Instant::now());
-        assert!(!policy.made(now, SLOW));
+        assert_eq!(policy.made(now, SLOW), None);
         assert_eq!(policy.mode(now), CallMode::Direct);
-        assert!(!policy.made(now, MS));
+        assert_eq!(policy.made(now, MS), Some(CallMode::Measured));
         assert_eq!(policy.mode(now), CallMode::Measured);
-        assert!(!policy.made(now, SLOW), "a fast call changes nothing");
-        assert!(policy.made(now, MS));
+        assert_eq!(policy.made(now, SLOW), None, "a fast call changes nothing");
+        assert_eq!(policy.made(now, MS), Some(CallMode::Elsewhere));
         assert_eq!(policy.mode(now), CallMode::Elsewhere);
-        assert!(!policy.made(now, MS), "it is there already");
+        assert_eq!(policy.made(now, MS), None, "it is there already");
     }
 
     #[test]
@@ -112,9 +161,24 @@ mod tests {
         let (mut policy, now) = (SlowCalls::default(), Instant::now());
         let somewhat = SLOW + Duration::from_micros(10);
         for _ in 0..4 {
-            assert!(!policy.made(now, somewhat));
+            assert_ne!(policy.made(now, somewhat), Some(CallMode::Elsewhere));
         }
-        assert!(policy.made(now, somewhat), "more than 200 us");
+        assert_eq!(policy.made(now, somewhat), Some(CallMode::Elsewhere), "more than 200 us");
+    }
+
+    #[test]
+    fn figures_have_the_slow_calls_the_decisions_and_the_last_time() {
+        let (mut policy, now) = (SlowCalls::default(), Instant::now());
+        let counters = SlowCallCounters::default();
+        for (at, took) in [(0, 2 * MS), (1, 5 * MS), (2, MS)] {
+            let at = now + at * MS;
+            counters.count(at, took, policy.made(at, took));
+        }
+        let last = Some(Latest { at: now + 2 * MS, value: MS });
+        let mut figures = counters.figures();
+        assert_eq!(figures, SlowCallFigures { slow: 3, measured: 1, elsewhere: 1, last });
+        figures.merge(&counters.figures());
+        assert_eq!(figures, SlowCallFigures { slow: 6, measured: 2, elsewhere: 2, last });
     }
 
     #[test]

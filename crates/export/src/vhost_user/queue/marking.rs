@@ -27,7 +27,7 @@ impl Core {
     #[inline]
     pub(super) fn log_changed(&mut self) {
         if let Some(marks) = &mut self.marks {
-            marks.changed.ring();
+            marks.changed.ring(&self.counters.slow_calls);
         }
     }
 

@@ -55,7 +55,7 @@ pub(super) struct Core {
     pub(super) coalescer: Coalescer,
     pub(super) polling: PollingPolicy,
     pub(super) placement: Placement,
-    counters: Rc<Counters>,
+    pub(super) counters: Rc<Counters>,
     pub(super) error: Option<OwnedFd>,
     /// Number of used elements that are pushed and not published.
     pub(super) unpublished: u32,
@@ -277,6 +277,12 @@ impl Core {
         self.polling.set_notified_by_stream(call.is_stream());
         self.call = call;
         // Signals on the old descriptor may be lost, so signal on the new one.
-        self.call.ring();
+        self.signal();
+    }
+
+    /// Signals the guest. Never blocks.
+    #[inline]
+    pub(super) fn signal(&mut self) {
+        self.call.ring(&self.counters.slow_calls);
     }
 }

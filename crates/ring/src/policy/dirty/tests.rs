@@ -106,6 +106,8 @@ fn writes_stay_below_the_level_at_which_the_kernel_delays_them() {
         // The machine is used: writes have the rate of write-back.
         let share = waits.len() as f64 / (seconds as f64 / 4.0) / rate;
         assert!((0.9..1.1).contains(&share), "{rate}: {share}");
+        let seen = pacing.written_rate() as f64 / rate;
+        assert!((0.8..1.2).contains(&seen), "{rate}: {seen}");
         let (p99, fair) = (p99(&mut waits), 32e9 / rate);
         assert!((p99 as f64) < 1.5 * fair + 1e6, "{rate}: {p99} ns of {fair}");
     }
@@ -198,7 +200,7 @@ fn without_counters_no_write_waits() {
     assert!(pacing.is_active());
     pacing.sample(machine.now, None, 0);
     let wait = pacing.wait(&Pace::default(), machine.now, 1);
-    assert_eq!((pacing.is_active(), wait), (false, 0));
+    assert_eq!((pacing.is_active(), wait, pacing.written_rate()), (false, 0, 0));
 }
 
 #[test]
