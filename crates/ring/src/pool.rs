@@ -11,10 +11,10 @@
 //! - Idle threads end soon after the pool is dropped.
 
 use std::collections::VecDeque;
-use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
+use std::{fmt, io};
 
 use crate::threads;
 
@@ -45,6 +45,13 @@ struct Queue<C> {
     idle: usize,
     /// Whether the pool gets no more work.
     is_closed: bool,
+}
+
+impl<C> fmt::Debug for Pool<C> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Shared { name, most, .. } = &*self.0;
+        f.debug_struct("Pool").field("name", name).field("most", most).finish_non_exhaustive()
+    }
 }
 
 impl<C> Drop for Pool<C> {

@@ -12,11 +12,14 @@
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::sync::LazyLock;
+use std::time::Duration;
 
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, sockopt};
 
 use crate::file::Descriptor;
+use crate::pool::Pool;
 use crate::segments::Segments;
 
 /// Linux 6.16, `asm-generic/socket.h`.
@@ -25,6 +28,17 @@ const SO_PASSRIGHTS: libc::c_int = 83;
 const SO_PASSPIDFD: libc::c_int = 76;
 /// Maximum number of bytes that one read discards.
 const DISCARDED: usize = 16 << 10;
+
+/// Most threads that close descriptors. A peer decides how long a close takes, so these threads do
+/// nothing else. If all of them are blocked, the other sockets stay open until one is free.
+const MOST_CLOSERS: usize = 8;
+const LINGER: Duration = Duration::from_secs(1);
+
+static CLOSERS: LazyLock<Pool> = LazyLock::new(|| closers("descriptors"));
+
+fn closers(name: &'static str) -> Pool {
+    Pool::new(name, MOST_CLOSERS, LINGER)
+}
 
 /// Makes a Unix socket refuse descriptors: the sender gets EPERM. On a listening socket it applies
 /// to later connections too. Must be called before a socket is connected, because queued
@@ -117,6 +131,10 @@ pub(crate) fn receive(
 /// Discards what is queued on a socket that was shut down. If descriptors are queued, a thread does
 /// it, and keeps the socket until they are closed.
 pub(crate) fn discard(socket: &Descriptor) {
+    discard_by(&CLOSERS, socket);
+}
+
+fn discard_by(closers: &Pool, socket: &Descriptor) {
     let bytes = Segments::buffer(DISCARDED);
     loop {
         match read_now(socket.as_fd(), &bytes) {
@@ -126,13 +144,12 @@ pub(crate) fn discard(socket: &Descriptor) {
         }
     }
     let (theirs, ours) = (socket.clone(), socket.clone());
-    let builder = std::thread::Builder::new().name("descriptors".into()).stack_size(64 << 10);
-    let thread = crate::threads::spawn(builder, move || {
+    let task = move |(): &()| {
         let mut bytes = [0; 4096];
         let mut receive = || rustix::net::recv(theirs.as_fd(), &mut bytes, RecvFlags::DONTWAIT);
         while let Ok((_, 1..)) | Err(Errno::INTR | Errno::CONNRESET) = receive() {}
-    });
-    if thread.is_err() {
+    };
+    if closers.run(Box::new(task)).is_err() {
         // Leak the socket, because closing it here may block.
         std::mem::forget(ours);
     }
@@ -145,7 +162,7 @@ mod tests {
     use std::net::{TcpListener, TcpStream};
     use std::os::fd::OwnedFd;
     use std::os::unix::net::UnixStream;
-    use std::time::Duration;
+    use std::sync::Arc;
 
     use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 
@@ -241,5 +258,48 @@ mod tests {
         assert_eq!(send(&theirs, b"with", &[ours.as_fd()]).err(), refuses.then_some(Errno::PERM));
         let (tcp, _other) = lingering();
         assert!(!refuse(&tcp) && !may_arrive(tcp.as_fd()));
+    }
+
+    /// Returns the number of threads with this name.
+    fn threads(name: &str) -> usize {
+        let tasks = std::fs::read_dir("/proc/self/task").unwrap();
+        let named = |path: std::path::PathBuf| {
+            // A thread may end meanwhile.
+            std::fs::read_to_string(path.join("comm")).is_ok_and(|comm| comm.trim_end() == name)
+        };
+        tasks.filter(|task| named(task.as_ref().unwrap().path())).count()
+    }
+
+    /// The close of each socket's descriptor blocks.
+    #[test]
+    fn peers_that_block_the_close_use_few_threads() {
+        const NAME: &str = "close bound";
+        let closers = closers(NAME);
+        let blocked: Vec<_> = (0..2 * MOST_CLOSERS)
+            .map(|_| {
+                let (ours, theirs) = UnixStream::pair().unwrap();
+                let (lingers, other) = lingering();
+                send(&theirs, b"with", &[lingers.as_fd()]).unwrap();
+                drop(lingers);
+                let socket: Descriptor = Arc::new(ours);
+                discard_by(&closers, &socket);
+                (theirs, other)
+            })
+            .collect();
+        loop {
+            let closing = threads(NAME);
+            assert!(closing <= MOST_CLOSERS, "{closing} threads");
+            if closing == MOST_CLOSERS {
+                break;
+            }
+            std::thread::yield_now();
+        }
+        let (sockets, others): (Vec<_>, Vec<_>) = blocked.into_iter().unzip();
+        drop(others);
+        for mut socket in sockets {
+            let end = socket.read(&mut [0; 1]);
+            // The kernel reports a reset if a byte was unread.
+            assert!(matches!(end, Ok(0)) || end.is_err(), "{end:?}");
+        }
     }
 }

@@ -103,6 +103,8 @@ impl<'a> Away<'a> {
 /// its name in the book.
 pub fn serve_later(server: &Server, lent: String, late: Pending<HandedDisk>) {
     let Some(server) = server.itself.upgrade() else { return };
+    // The wait ends with the disk's requests in flight. A device may never answer them, so the wait
+    // would use up a pool. A disk is lent once, so it has at most one such thread.
     let thread = std::thread::Builder::new().name("late disk".into());
     let spawned = thread.spawn(move || {
         let held = server.book.lent(lent);

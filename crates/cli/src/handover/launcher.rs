@@ -145,6 +145,8 @@ impl Launcher {
         let pid = child.id() as i32;
         self.started.retain(|_, earlier| !has_ended(earlier, Duration::ZERO).unwrap_or(true));
         self.started.insert(pid, process);
+        // The child runs as long as it serves. Servers take over one after another, so such threads
+        // are as few as the servers of this process that run.
         std::thread::spawn(move || child.wait());
         Ok(pid)
     }

@@ -9,6 +9,7 @@
 //! are durable. The requests go on at the latest when the time limit has passed, so that a caller
 //! that dies leaves no disk that hangs.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::Builder;
@@ -24,6 +25,29 @@ use crate::disk::Disk;
 pub(crate) struct Drain {
     is_drained: Mutex<bool>,
     changed: Condvar,
+    /// A drain of the disk has a thread.
+    has_thread: AtomicBool,
+}
+
+/// The right to the disk's only thread for drains. Drop gives it back.
+///
+/// No pool can hold these threads, because a drain waits for an operator. All disks may be drained
+/// at a time, for a snapshot of the host. So the bound is one thread for each disk.
+struct Permit(Arc<Disk>);
+
+impl Permit {
+    fn take(disk: &Arc<Disk>) -> Result<Self, Why> {
+        if disk.drain.has_thread.swap(true, Ordering::SeqCst) {
+            return Err(if disk.has_ended() { Why::Ended } else { Why::Busy });
+        }
+        Ok(Permit(disk.clone()))
+    }
+}
+
+impl Drop for Permit {
+    fn drop(&mut self) {
+        self.0.drain.has_thread.store(false, Ordering::SeqCst);
+    }
 }
 
 impl Drain {
@@ -59,16 +83,19 @@ impl Disk {
     /// Waits until no request is in flight and all answered writes are durable. Holds requests
     /// from then on, until [`Disk::resume`], until the disk ends, or for `limit`.
     pub fn drain(self: &Arc<Self>, limit: Duration) -> Result<(), WorkError> {
+        let error = |why| WorkError { disk: self.name().into(), work: "drain", why: Box::new(why) };
+        let permit = Permit::take(self).map_err(error)?;
         let (sender, drained) = sync_channel(1);
-        let disk = self.clone();
         let started = threads::spawn(Builder::new().name("drain".into()), move || {
             let answer = sender.clone();
-            if let Err(e) = disk.work("drain", move |worker| worker.drain(limit, answer)) {
+            let work = permit.0.work("drain", move |worker| worker.drain(limit, answer));
+            // The caller may drain the disk again as soon as it has an answer.
+            drop(permit);
+            if let Err(e) = work {
                 // The caller has its answer already if the drain has begun.
                 let _ = sender.try_send(Err(e));
             }
         });
-        let error = |why| WorkError { disk: self.name().into(), work: "drain", why: Box::new(why) };
         started.map_err(|e| error(Why::Image(ChainError::Executor(e))))?;
         drained.recv().unwrap_or_else(|_| Err(error(Why::Ended)))
     }
@@ -104,5 +131,36 @@ impl Worker {
         }
         drop(quiesced);
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use blockyard_image::CacheMode;
+
+    use super::*;
+    use crate::{DiskOptions, Source};
+
+    fn disk(name: &str) -> Arc<Disk> {
+        let options = DiskOptions {
+            name: name.into(),
+            serial: String::new(),
+            read_only: false,
+            cache: CacheMode::None,
+            filters: Vec::new(),
+            on_enospc: Default::default(),
+        };
+        Arc::new(Disk::new(options, Source::Null { size: 4096 }))
+    }
+
+    #[test]
+    fn a_disk_has_one_thread_for_drains() {
+        let (disk, other) = (disk("a"), disk("b"));
+        let first = Permit::take(&disk).unwrap();
+        let error = disk.drain(Duration::ZERO).unwrap_err();
+        assert!(matches!(*error.why, Why::Busy), "{error}");
+        assert!(Permit::take(&other).is_ok(), "each disk has its own");
+        drop(first);
+        assert!(Permit::take(&disk).is_ok());
     }
 }

@@ -225,20 +225,15 @@ impl Export for VhostUser {
         let channel = lock(&self.export.channel).clone();
         let Some(channel) = channel else { return };
         let disk = self.export.device.disk.clone();
-        // The front end owns the other end of the channel and can block the sender, so nothing
-        // waits for this thread.
-        let sender = std::thread::Builder::new().name("config".into()).stack_size(256 << 10).spawn(
-            move || {
-                if let Err(e) = channel.config_changed() {
-                    tracing::warn!(
-                        disk = disk.name(),
-                        "cannot notify the front end of the new size: {e}"
-                    );
-                }
-            },
-        );
-        if let Err(e) = sender {
-            let disk = self.export.device.disk.name();
+        // The front end can block the sender for a second, so nothing waits for the thread.
+        let task = move |(): &()| {
+            if let Err(e) = channel.config_changed() {
+                let disk = disk.name();
+                tracing::warn!(disk, "cannot notify the front end of the new size: {e}");
+            }
+        };
+        if let Err(refused) = self.export.device.back_channel.run(Box::new(task)) {
+            let (disk, e) = (self.export.device.disk.name(), refused.error);
             tracing::warn!(
                 disk,
                 "cannot notify the front end of the new size: cannot start a thread: {e}"

@@ -25,6 +25,8 @@ use super::queue::{Command, Device};
 /// Needed from Linux 6.7 to 6.14; see the module documentation. Before 6.7, a device keeps the
 /// commands of a thread that ended.
 pub fn fill_vacant(device: Device) -> io::Result<usize> {
+    // No pool can do this, because the thread must end. The caller waits for it, so each takeover
+    // has one.
     let thread =
         std::thread::Builder::new().name("ublk-vacant".into()).spawn(move || fill(&device))?;
     thread

@@ -6,11 +6,12 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{LazyLock, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use blockyard_ring::parcel::Parcel;
-use blockyard_ring::{sandbox, threads};
+use blockyard_ring::pool::Pool;
+use blockyard_ring::sandbox;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::retry_on_intr;
 use rustix::process::{
@@ -28,6 +29,15 @@ use crate::target::{Access, Shape, Target};
 const START: Duration = Duration::from_secs(30);
 /// How long a program may take to end after its connection was closed. Then it is killed.
 const END: Duration = Duration::from_secs(5);
+/// How long a killed program may take to end. If the kernel cannot end it, because it waits for a
+/// device, it stays a zombie. So it does not use up the threads.
+const KILLED: Duration = Duration::from_secs(1);
+/// The threads that wait for the ends of programs: their name, and most of them.
+pub(super) const ENDER: &str = "program's end";
+pub(super) const MOST_ENDERS: usize = 4;
+
+static ENDERS: LazyLock<Pool> =
+    LazyLock::new(|| Pool::new(ENDER, MOST_ENDERS, Duration::from_secs(1)));
 
 /// A program that is ready.
 pub(super) struct Started {
@@ -199,15 +209,23 @@ impl Process {
     }
 }
 
-/// Waits until a program has ended, or kills it.
-fn end(pidfd: &OwnedFd) {
-    let limit = Timespec { tv_sec: END.as_secs() as i64, tv_nsec: 0 };
+/// Returns whether a program ends before a time.
+fn ends(pidfd: &OwnedFd, deadline: Instant) -> bool {
+    let left = deadline.saturating_duration_since(Instant::now());
+    let limit = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
     let mut ended = [PollFd::new(pidfd, PollFlags::IN)];
-    if !matches!(retry_on_intr(|| rustix::event::poll(&mut ended, Some(&limit))), Ok(1..)) {
+    matches!(retry_on_intr(|| rustix::event::poll(&mut ended, Some(&limit))), Ok(1..))
+}
+
+/// Waits until a program has ended. Kills it if it has not at `deadline`.
+fn end(pidfd: &OwnedFd, deadline: Instant) {
+    if !ends(pidfd, deadline) {
         let _ = pidfd_send_signal(pidfd, Signal::KILL);
+        ends(pidfd, Instant::now() + KILLED);
     }
     // A program that another server has started may be no child of this process.
-    let _ = retry_on_intr(|| waitid(WaitId::PidFd(pidfd.as_fd()), WaitIdOptions::EXITED));
+    let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG;
+    let _ = retry_on_intr(|| waitid(WaitId::PidFd(pidfd.as_fd()), options));
 }
 
 impl Drop for Process {
@@ -216,7 +234,10 @@ impl Drop for Process {
             return;
         }
         let Ok(pidfd) = self.pidfd.try_clone() else { return self.kill() };
-        let name = std::thread::Builder::new().name("program's end".into());
-        let _ = threads::spawn(name.stack_size(64 << 10), move || end(&pidfd));
+        // The time counts from now on, also if all threads are busy.
+        let deadline = Instant::now() + END;
+        if ENDERS.run(Box::new(move |()| end(&pidfd, deadline))).is_err() {
+            self.kill();
+        }
     }
 }

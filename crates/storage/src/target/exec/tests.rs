@@ -1,6 +1,7 @@
 //! A program that moves between servers, played by the test.
 
 use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
+use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,7 +9,7 @@ use std::time::Duration;
 use blockyard_ring::{Executor, Segments};
 
 use super::handed::{self, Introduction, Position};
-use super::start::{Process, Started};
+use super::start::{ENDER, MOST_ENDERS, Process, Started};
 use crate::CacheMode;
 use crate::open::Opened;
 use crate::schemes::Store;
@@ -109,4 +110,30 @@ fn a_server_that_is_not_the_owner_leaves_the_program_alone() {
         goes_on.own_program();
         assert_eq!(read(&goes_on).unwrap(), 4096);
     });
+}
+
+/// Returns the number of threads that wait for the ends of programs.
+fn enders() -> usize {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap();
+    let named = |path: std::path::PathBuf| {
+        // A thread may end meanwhile.
+        std::fs::read_to_string(path.join("comm")).is_ok_and(|comm| comm.trim_end() == ENDER)
+    };
+    tasks.filter(|task| named(task.as_ref().unwrap().path())).count()
+}
+
+#[test]
+fn programs_that_end_late_use_few_threads() {
+    let programs: Vec<_> = (0..4 * MOST_ENDERS)
+        .map(|_| {
+            let (started, watched, _) = started(true);
+            drop(started.process);
+            watched
+        })
+        .collect();
+    assert!((0..1000).all(|_| enders() <= MOST_ENDERS));
+    for mut program in programs {
+        program.shutdown(Shutdown::Write).unwrap();
+        assert_eq!(program.read(&mut [0; 1]).unwrap(), 0, "a thread has seen its end");
+    }
 }
