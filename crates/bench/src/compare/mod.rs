@@ -68,6 +68,10 @@ pub struct CompareOptions {
     /// Only systems of the table with this name; may be repeated
     #[arg(long = "peer", value_name = "NAME", requires = "table")]
     peers: Vec<String>,
+    /// Measure this earlier build of the program blockyard too, and print the ratios (tables
+    /// `clients`, `overlays` and `nbd`)
+    #[arg(long, value_name = "PROGRAM", requires = "table")]
+    before: Option<PathBuf>,
     /// Kernel of the guest of the table `ublk` [default: 7]
     #[arg(long, value_name = "6|7", value_parser = ["6", "7"], requires = "table")]
     kernel: Option<String>,
@@ -114,6 +118,7 @@ pub fn run(options: &CompareOptions) -> Result<()> {
             size,
             only,
             peers,
+            before: options.before.as_deref(),
             kernel,
             guest_cpus,
             server_cpus,

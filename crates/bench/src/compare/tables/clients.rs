@@ -114,6 +114,10 @@ impl Table for Clients {
         Ok(figures)
     }
 
+    fn place(&mut self) -> Option<&mut Workspace> {
+        Some(&mut self.place)
+    }
+
     fn markdown(&self, measured: &[Measured]) -> String {
         let head = [
             "load",

@@ -14,11 +14,13 @@
 //!   uml          drivers in a User Mode Linux guest
 //!   demo         the experiment of `make demo`
 //!   columns      the columns of tables that measure a guest: systems, ratios
+//!   builds       an earlier build of Blockyard beside this one (`--before`)
 //! ```
 //! In: the name of a table. Out: Markdown, or all figures as JSON. What must hold: a round
 //! measures the systems of a row one right after the other, so that a slow minute of the machine
 //! affects all of them; figures are medians of the rounds.
 
+mod builds;
 mod clients;
 mod columns;
 mod demo;
@@ -35,12 +37,13 @@ mod uml;
 mod workspace;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::Result;
 use blockyard_program::output;
 
+use self::builds::Build;
 use self::workspace::Workspace;
 use crate::process::Stop;
 use crate::statistics::median;
@@ -98,6 +101,8 @@ pub struct TablePlan<'a> {
     pub only: &'a str,
     /// Only systems with one of these names, if there are any.
     pub peers: &'a [String],
+    /// The program of an earlier build, which is measured too.
+    pub before: Option<&'a Path>,
     /// The guest's kernel, for tables with a choice.
     pub kernel: Option<&'a str>,
     /// Processors of the guest and of the back end, for tables with a choice.
@@ -138,6 +143,16 @@ trait Table {
 
     fn markdown(&self, measured: &[Measured]) -> String;
 
+    /// Returns the place with the program under test, if another build can take its turn.
+    fn place(&mut self) -> Option<&mut Workspace> {
+        None
+    }
+
+    /// Returns whether a system of a row is Blockyard.
+    fn is_ours(&self, row: usize, system: usize) -> bool {
+        self.rows()[row].systems[system].starts_with("blockyard")
+    }
+
     /// Checks that the measurements have left files unchanged that they must not change.
     fn check(&mut self) -> Result<()> {
         Ok(())
@@ -149,6 +164,8 @@ struct Measured {
     row: Row,
     number: usize,
     figures: Vec<Vec<Figures>>,
+    /// The figures of the same systems with the earlier build.
+    before: Vec<Vec<Figures>>,
 }
 
 impl Measured {
@@ -195,7 +212,11 @@ pub fn run(plan: &TablePlan<'_>, guests: Option<PathBuf>, stop: Stop) -> Result<
     };
     let measured = rounds(table.as_mut(), plan, &stop)?;
     table.check()?;
-    let text = if plan.json { json(&measured) } else { table.markdown(&measured) };
+    let text = match plan {
+        TablePlan { json: true, .. } => json(&measured),
+        TablePlan { before: Some(_), .. } => builds::markdown(&measured),
+        _ => table.markdown(&measured),
+    };
     output::print(text)?;
     Ok(())
 }
@@ -205,32 +226,39 @@ fn rounds(table: &mut dyn Table, plan: &TablePlan<'_>, stop: &Stop) -> Result<Ve
     let chosen = table.rows().into_iter().enumerate().filter(|(_, row)| plan.wants(&row.name));
     let new = |(number, row): (usize, Row)| Measured {
         figures: vec![Vec::new(); row.systems.len()],
+        before: vec![Vec::new(); row.systems.len()],
         row,
         number,
     };
     let mut measured: Vec<_> = chosen.map(new).collect();
     anyhow::ensure!(!measured.is_empty(), "--only {only}: no row has such a name");
+    anyhow::ensure!(
+        plan.before.is_none() || table.place().is_some(),
+        "--before: only the tables clients, overlays and nbd measure an earlier build"
+    );
     let has = |peer: &String| measured.iter().any(|m| m.row.systems.contains(peer));
     if let Some(wrong) = peers.iter().find(|peer| !has(peer)) {
         let all: BTreeSet<_> = measured.iter().flat_map(|m| &m.row.systems).collect();
         anyhow::bail!("--peer {wrong}: the table has {all:?}");
     }
     for round in 0..rounds {
-        for Measured { row, number, figures } in &mut measured {
+        for Measured { row, number, figures, before } in &mut measured {
             let wanted = |system: &usize| plan.wants_peer(&row.systems[*system]);
-            let systems: Vec<usize> = (0..row.systems.len()).filter(wanted).collect();
-            for system in order(round as usize, systems.len()).map(|n| systems[n]) {
+            let systems = (0..row.systems.len()).filter(wanted);
+            let turns = builds::turns(table, plan, *number, systems);
+            for (system, build) in order(round as usize, turns.len()).map(|n| turns[n]) {
                 stop.check()?;
-                let figure = table.measure(*number, system)?;
+                let figure = builds::with(table, build, plan, |t| t.measure(*number, system))?;
                 let told: Vec<_> =
                     figure.iter().map(|(name, value)| format!("{name} {value:.3}")).collect();
                 let (name, system_name) = (&row.name, &row.systems[system]);
                 output::note(format_args!(
-                    "round {} of {rounds}: {name} on {system_name}: {}",
+                    "round {} of {rounds}: {name} on {system_name}{build}: {}",
                     round + 1,
                     told.join(", ")
                 ));
-                figures[system].push(figure);
+                let kept = if build == Build::Before { &mut *before } else { &mut *figures };
+                kept[system].push(figure);
             }
         }
     }
@@ -240,12 +268,12 @@ fn rounds(table: &mut dyn Table, plan: &TablePlan<'_>, stop: &Stop) -> Result<Ve
 /// Returns all figures of all rounds.
 fn json(measured: &[Measured]) -> String {
     let row = |m: &Measured| {
-        let systems = m
-            .row
-            .systems
-            .iter()
-            .zip(&m.figures)
-            .map(|(name, figures)| (name.clone(), serde_json::json!(figures)));
+        let of = |build: Build, figures: &[Vec<Figures>]| {
+            let all = m.row.systems.iter().zip(figures).filter(|(_, rounds)| !rounds.is_empty());
+            all.map(|(name, rounds)| (format!("{name}{build}"), serde_json::json!(rounds)))
+                .collect::<Vec<_>>()
+        };
+        let systems = of(Build::Now, &m.figures).into_iter().chain(of(Build::Before, &m.before));
         (m.row.name.clone(), serde_json::Value::Object(systems.collect()))
     };
     format!("{}\n", serde_json::Value::Object(measured.iter().map(row).collect()))
@@ -314,6 +342,7 @@ mod tests {
             size: None,
             only: "",
             peers: &[],
+            before: None,
             kernel: None,
             guest_cpus: None,
             server_cpus: None,

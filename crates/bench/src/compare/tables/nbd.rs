@@ -220,6 +220,10 @@ impl Table for Nbd {
         Ok(figures)
     }
 
+    fn place(&mut self) -> Option<&mut Workspace> {
+        Some(&mut self.place)
+    }
+
     fn markdown(&self, measured: &[Measured]) -> String {
         let head = [
             "load",

@@ -205,6 +205,14 @@ impl Table for Overlays {
         Ok(figures)
     }
 
+    fn place(&mut self) -> Option<&mut Workspace> {
+        Some(&mut self.place)
+    }
+
+    fn is_ours(&self, row: usize, system: usize) -> bool {
+        self.loads[row].systems[system].server == Server::Blockyard
+    }
+
     fn markdown(&self, measured: &[Measured]) -> String {
         let head = [
             "load",
