@@ -6,7 +6,7 @@
 //! shows the same data. A copy-up changes nothing that a guest sees. The image names its backing
 //! file until the copies are durable.
 
-use std::io;
+use std::cell::Cell;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -25,6 +25,8 @@ use blockyard_ring::join;
 const PIECE: u64 = 1 << 20;
 /// Number of copies in flight.
 const AT_A_TIME: usize = 4;
+/// A shorter run of zeroes between data is copied with them, in bytes.
+const LEAST_LEFT: u64 = 64 << 10;
 
 const TOP: &str = "image to stand alone";
 
@@ -47,10 +49,8 @@ pub async fn copy_up<S: Storage>(
     let cluster = top(image)?.shared().shape().cluster_size();
     progress.expect(image.size());
     let sweep = Sweep::new(0..image.size());
-    let judge = async |offset, rest| {
-        let found = piece(image, cluster, offset, rest).await;
-        found.map_err(|e| ImageError::io(TOP, offset, "finding data of the backing images", e))
-    };
+    let known = Known { image, cluster, last: Cell::new((0..0, false)) };
+    let judge = async |offset, rest| Ok::<_, ImageError>(known.piece(offset, rest).await);
     let workers = (0..AT_A_TIME).map(|_| async {
         while let Some(next) = sweep.next(judge).await? {
             if next.what == Piece::Leave {
@@ -72,22 +72,53 @@ pub async fn copy_up<S: Storage>(
     join::all(AT_A_TIME, workers).await
 }
 
-/// Returns the length of the next piece, and what happens to it. Guests may write to it meanwhile.
-/// What they write is in the topmost image then, and the bytes around it stay as they are.
-async fn piece<S: Storage>(
-    image: &Image<S>,
+/// What was last learned of the disk. To ask a file for the end of a long run of data is expensive:
+/// once for each run is enough.
+struct Known<'a, S: Storage> {
+    image: &'a Image<S>,
     cluster: u64,
-    offset: u64,
-    rest: u64,
-) -> io::Result<(u64, Piece)> {
-    let status = image.status(offset, rest).await?;
-    let (known, end) = (offset + status.len, offset + rest);
-    // A cluster with data and zeroes is copied.
-    let zeroes = if known >= end { end } else { known - known % cluster };
-    if status.zero && zeroes > offset {
-        return Ok((zeroes - offset, Piece::Leave));
+    /// A range, and whether it reads as zeroes.
+    last: Cell<(Range<u64>, bool)>,
+}
+
+impl<S: Storage> Known<'_, S> {
+    /// Returns the length of the next piece, and what happens to it. A piece to copy goes on over
+    /// short runs of zeroes, so that a fragmented image is not copied cluster by cluster. Guests
+    /// may write to it meanwhile. What they write is in the topmost image then, and the bytes
+    /// around it stay as they are.
+    async fn piece(&self, offset: u64, rest: u64) -> (u64, Piece) {
+        let end = offset + rest;
+        let (limit, mut at) = (end.min(offset + PIECE), offset);
+        while at < limit {
+            let (until, zero) = self.status(at, end - at).await;
+            // A cluster with data and zeroes is copied.
+            let from = if at == offset { at } else { at.next_multiple_of(self.cluster) };
+            let to = if until >= end { end } else { until - until % self.cluster };
+            if zero && at == offset && to > from {
+                return (to - from, Piece::Leave);
+            }
+            if zero && from < limit && to >= from + LEAST_LEFT {
+                return (from - offset, Piece::Copy);
+            }
+            at = until;
+        }
+        (at.next_multiple_of(self.cluster).min(limit) - offset, Piece::Copy)
     }
-    Ok(((known.next_multiple_of(cluster) - offset).min(PIECE).min(rest), Piece::Copy))
+
+    /// Returns the end of the bytes at `offset` that are alike, and whether they read as zeroes.
+    /// Bytes without a status are copied; a fault of the image fails the copy.
+    async fn status(&self, offset: u64, len: u64) -> (u64, bool) {
+        let (range, zero) = self.last.take();
+        let (range, zero) = if range.contains(&offset) {
+            (range, zero)
+        } else {
+            let found = self.image.status(offset, len).await;
+            let (known, zero) = found.map_or((len.min(PIECE), false), |s| (s.len, s.zero));
+            (offset..offset + known, zero)
+        };
+        self.last.set((range.clone(), zero));
+        (range.end, zero)
+    }
 }
 
 fn top<S: Storage>(image: &Image<S>) -> Result<&crate::qcow2::Qcow2<S>, ImageError> {
