@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 
-use blockyard_disk::{Disk, SnapshotOptions, Work, WorkError};
+use blockyard_disk::{Disk, SnapshotOptions, Why, Work, WorkError};
 use blockyard_ring::threads;
 
 use crate::error::YardError;
@@ -136,8 +136,13 @@ impl Shared {
         self.progress().state = match result {
             Ok(()) => JobState::Done,
             Err(e) => {
-                let (disk, job) = (&self.disk, self.number);
-                tracing::warn!(disk, job, "{} failed: {}", self.kind, e.why);
+                let (disk, job, kind) = (&self.disk, self.number, self.kind.to_string());
+                match &*e.why {
+                    why @ (Why::Cancelled | Why::Ended) => {
+                        tracing::info!(disk, job, "{kind} ended: {why}");
+                    }
+                    why => tracing::warn!(disk, job, "{kind} failed: {why}"),
+                }
                 JobState::Failed(Arc::new(e))
             }
         };

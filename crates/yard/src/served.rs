@@ -93,7 +93,7 @@ impl ServedDisk {
         settings.image.shared = Some(images.clone());
         let first = first_options(&settings);
         // Lines about the images name the disk.
-        let opening = tracing::info_span!("opening", disk = settings.name).entered();
+        let opening = tracing::error_span!("opening", disk = settings.name).entered();
         let source = Source::open_by(opener, &first).map_err(YardError::Open)?;
         drop(opening);
         let share = shares.open(&settings, &source)?;

@@ -77,7 +77,10 @@ impl Disk {
         let deadline = Instant::now() + LOCK_TIME;
         let mut is_known = false;
         loop {
-            match Source::open(options) {
+            let opening = tracing::error_span!("opening", disk = self.name()).entered();
+            let opened = Source::open(options);
+            drop(opening);
+            match opened {
                 Err(e) if e.is_locked() && goes_on() && Instant::now() < deadline => {
                     if !std::mem::replace(&mut is_known, true) {
                         tracing::info!(disk = self.name(), "activation waits: {e}");
