@@ -1,8 +1,8 @@
 //! `serve --check-config`: what a configuration needs of the host.
 //!
 //! In: a configuration without a mistake of its own. Out: the first thing that the host does not
-//! have. Opens each image and closes it again. Takes no lock and opens no socket, because another
-//! server may have both.
+//! have. Opens each image and closes it again. Takes no lock, opens no socket and makes no folder:
+//! another server, of another user, may have them.
 
 use anyhow::Context;
 use blockyard_export::Listener;
@@ -22,14 +22,18 @@ pub fn run(options: &ServeOptions, config: &Config) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Returns an error if `serve` would fail with these options and this configuration.
+/// Returns the first thing of the configuration that the host lacks. A socket's folder may be made
+/// later, when the service starts.
 fn check(options: &ServeOptions, config: &Config) -> anyhow::Result<()> {
     sandbox::check_host(&config.sandbox(&options.sandbox))?;
     let api = config.api(&options.api);
-    if let Some(group) = &api.socket_group {
-        api::group(group)?;
+    if let Some(path) = &api.api {
+        api.socket_group.as_deref().map(api::group).transpose()?;
+        check_socket(path)?;
     }
-    api.api.as_deref().map_or(Ok(()), check_socket)?;
+    if let Some(path) = &options.control {
+        Listener::check(path)?;
+    }
     let reactors = options.reactors.or(config.reactors).unwrap_or(1);
     for (at, disk) in config.disks.iter().enumerate() {
         check_reactors(disk, reactors)
@@ -62,8 +66,7 @@ fn check_sockets(disk: &DiskArgs) -> anyhow::Result<()> {
     }
 }
 
-/// Returns an error if no server can listen on a socket, whatever its folder is. The folder may be
-/// made later, when the service starts.
+/// Returns an error if no server can listen on a socket, whatever its folder is.
 fn check_socket(socket: &str) -> anyhow::Result<()> {
     match socket.strip_prefix("fd:") {
         // Only the server's own process inherits the socket.

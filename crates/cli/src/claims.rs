@@ -5,8 +5,10 @@
 //! known. The configuration file and the API have the same checks.
 
 use std::collections::{HashMap, HashSet};
+use std::path::PathBuf;
 
 use crate::options::disk::DiskArgs;
+use crate::options::nbd::NbdAddress;
 use crate::options::values::UblkNumber;
 use crate::options::xen::XenDevice;
 
@@ -17,7 +19,7 @@ pub type FileNumber = (u64, u64);
 #[derive(Default)]
 pub struct Claims {
     names: HashSet<String>,
-    sockets: HashSet<String>,
+    sockets: HashSet<PathBuf>,
     exports: HashSet<(String, String)>,
     devices: HashSet<u32>,
     domains: HashSet<XenDevice>,
@@ -36,8 +38,9 @@ impl Claims {
             ));
         }
         let of_disk = |what: String| Err(format!("disk \"{name}\": {what}"));
-        if let Some(socket) = disk.vhost_user.as_ref().filter(|s| self.sockets.contains(*s)) {
-            return of_disk(format!("another disk has the socket {socket} already"));
+        let socket = disk.vhost_user.as_deref().map(path_of);
+        if let Some(socket) = socket.as_ref().filter(|s| self.sockets.contains(*s)) {
+            return of_disk(format!("another disk has the socket {} already", socket.display()));
         }
         let export = export_of(disk);
         if let Some((address, _)) = export.as_ref().filter(|export| self.exports.contains(export)) {
@@ -59,7 +62,7 @@ impl Claims {
                 disk.image.display()
             ));
         }
-        self.sockets.extend(disk.vhost_user.clone());
+        self.sockets.extend(socket);
         self.exports.extend(export);
         self.devices.extend(device);
         self.domains.extend(disk.xen);
@@ -74,7 +77,7 @@ impl Claims {
     pub fn remove(&mut self, disk: &DiskArgs, file: Option<FileNumber>) {
         let name = disk.name();
         if let Some(socket) = &disk.vhost_user {
-            self.sockets.remove(socket);
+            self.sockets.remove(&path_of(socket));
         }
         if let Some(export) = export_of(disk) {
             self.exports.remove(&export);
@@ -95,6 +98,38 @@ impl Claims {
         }
         self.names.remove(&name);
     }
+}
+
+/// Returns an error if two sockets of a server have the same path: those of its options, or one of
+/// them and one of a disk. `own`: the option's name, and the socket.
+pub fn check_sockets(own: &[(&str, &str)], disks: &[DiskArgs]) -> Result<(), String> {
+    let mut users: HashMap<PathBuf, &str> = HashMap::new();
+    for (option, socket) in own {
+        if let Some(other) = users.insert(path_of(socket), option) {
+            return Err(format!("{option} {socket}: {other} is the same socket"));
+        }
+    }
+    for disk in disks {
+        let nbd = match &disk.nbd {
+            Some(NbdAddress::Unix(path)) => path.to_str(),
+            _ => None,
+        };
+        for socket in disk.vhost_user.as_deref().into_iter().chain(nbd) {
+            if let Some(option) = users.get(&path_of(socket)) {
+                return Err(format!(
+                    "disk \"{}\": its socket {socket} is that of {option}",
+                    disk.name()
+                ));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Returns the path of a socket, without `.` in it and from the root on, so that equal sockets
+/// compare equal. (`fd:NAME` is no path, and stays unique too.)
+fn path_of(socket: &str) -> PathBuf {
+    std::path::absolute(socket).unwrap_or_else(|_| socket.into())
 }
 
 /// Returns the address and the name of the NBD export.

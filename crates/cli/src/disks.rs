@@ -118,8 +118,8 @@ pub fn try_open(disk: &DiskArgs) -> anyhow::Result<()> {
         cache,
         prime: false,
         copy_on_read: false,
-        crash_safety: CrashSafety::default(),
-        ..disk.chain()
+        // A journal needs the state folder, which the server makes as its own user.
+        ..disk.chain_with(CrashSafety::default())
     };
     Source::open(&options)
         .map(drop)

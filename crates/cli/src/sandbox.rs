@@ -70,11 +70,20 @@ pub struct Needs<'a> {
 
 /// Returns an error if the host lacks a folder or the user of the options.
 pub fn check_host(args: &SandboxArgs) -> anyhow::Result<()> {
+    check_folders(args)?;
+    check_user(args)
+}
+
+fn check_folders(args: &SandboxArgs) -> anyhow::Result<()> {
     for folder in &args.allow_folders {
         if !folder.exists() {
             anyhow::bail!("--allow-folder {}: there is no such folder", folder.display());
         }
     }
+    Ok(())
+}
+
+fn check_user(args: &SandboxArgs) -> anyhow::Result<()> {
     if let Some(name) = &args.user
         && !user::exists(name).with_context(|| format!("--user {name}"))?
     {
@@ -85,7 +94,9 @@ pub fn check_host(args: &SandboxArgs) -> anyhow::Result<()> {
 
 /// Changes the user and enters the sandbox, as the options say.
 pub fn enter(args: &SandboxArgs, needs: &Needs<'_>) -> Result<(), Failure> {
-    check_host(args).map_err(Failure::usage)?;
+    check_folders(args).map_err(Failure::usage)?;
+    // A directory service may know the user a moment later: a service manager tries again.
+    check_user(args)?;
     if let Some(name) = &args.user {
         user::become_user(name)
             .with_context(|| format!("--user {name}: cannot become this user"))?;

@@ -2,6 +2,7 @@
 //!
 //! SIGTERM and SIGINT: drain, flush, exit. SIGHUP: `reload`. SIGUSR1: log statistics.
 
+use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime};
 
@@ -31,7 +32,9 @@ use crate::options::xen::XenArgs;
 use crate::sandbox::Needs;
 use crate::server::{Adding, Server};
 use crate::toolstack::Toolstacks;
-use crate::{api, attach, check_config, holder, journals, log, sandbox, shares, supervisor};
+use crate::{
+    api, attach, check_config, claims, holder, journals, log, sandbox, shares, supervisor,
+};
 
 /// Longest wait for a server that has the disks of one that died, and time between two attempts.
 const OTHERS_TIME: Duration = Duration::from_secs(30);
@@ -54,6 +57,7 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     if let Some(cpus) = &options.cpus {
         check_cpus(cpus).map_err(Failure::usage)?;
     }
+    check_sockets(options, &config).map_err(Failure::usage)?;
     if options.check_config {
         return check_config::run(options, &config);
     }
@@ -135,6 +139,15 @@ fn check_disks(config: Config) -> anyhow::Result<Config> {
 struct Sockets {
     api: api::Opened,
     control: Option<Listener>,
+}
+
+/// Returns an error if the server or a disk cannot have the socket that it names.
+fn check_sockets(options: &ServeOptions, config: &Config) -> anyhow::Result<()> {
+    let api = config.api(&options.api).api;
+    let control = options.control.as_deref().and_then(Path::to_str);
+    let own = [api.as_deref().map(|s| ("--api", s)), control.map(|s| ("--control", s))];
+    let own: Vec<_> = own.into_iter().flatten().collect();
+    claims::check_sockets(&own, &config.disks).map_err(anyhow::Error::msg)
 }
 
 /// Returns an error if the list has a processor that this process may not use.

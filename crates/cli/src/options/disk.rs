@@ -388,6 +388,11 @@ impl DiskArgs {
 
     /// Returns the options to open the image with.
     pub fn chain(&self) -> ChainOptions {
+        self.chain_with(self.crash_safety())
+    }
+
+    /// Returns the options to open the image with, and with this crash safety.
+    pub fn chain_with(&self, crash_safety: CrashSafety) -> ChainOptions {
         ChainOptions {
             format: self.format().ok(),
             read_only: self.read_only,
@@ -396,7 +401,7 @@ impl DiskArgs {
             prime: self.prime,
             copy_on_read: self.copy_on_read,
             overlaid: if self.abandon_overlay { Overlaid::Abandon } else { Overlaid::Refuse },
-            crash_safety: self.crash_safety(),
+            crash_safety,
             folders: self.backing_folders.clone(),
             nbd: blockyard_image::nbd::Options {
                 reconnect: self.nbd_reconnect,

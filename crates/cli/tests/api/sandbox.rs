@@ -152,7 +152,7 @@ fn a_server_without_a_sandbox_warns_and_uses_every_folder() {
 fn an_unknown_user_and_a_missing_folder_are_refused() {
     let folder = Folder::new();
     for (option, value, status, message) in [
-        ("--user", "no such user", 2, "this host has no such user"),
+        ("--user", "no such user", 1, "this host has no such user"),
         ("--allow-folder", "/no/such/folder", 2, "--allow-folder /no/such/folder: there is no"),
         ("--sandbox", "maybe", 2, "it must be on or off"),
     ] {

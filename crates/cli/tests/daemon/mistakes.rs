@@ -285,6 +285,8 @@ fn check_config_finds_what_the_host_lacks() {
     let folder = Folder::new();
     let (file, plain) = (folder.join("disks.toml"), folder.image("plain", 512));
     let api = format!("api = \"{}\"\n", text(&folder.join("api")));
+    let qcow2 = folder.join("disk.qcow2");
+    blockyard(["image", "create", text(&qcow2), "1M"]).good();
     let socket = |path: &str| format!("[[disk]]\nimage = \"ram:1M\"\nvhost-user = \"{path}\"\n");
     let disk = socket(text(&folder.join("s")));
     for (content, parts) in [
@@ -297,14 +299,26 @@ fn check_config_finds_what_the_host_lacks() {
         (format!("api = \"\"\n{disk}"), &["the path of a socket is empty"]),
         (disk.replace("ram:1M", ""), &["line 1", "the path of an image is empty"]),
         (socket(&"x".repeat(108)), &["line 1", "108 bytes, at most 107"]),
+        (format!("api = \"/a/./b\"\n{}", socket("/a/b")), &["its socket /a/b is that of --api"]),
+        (disk.clone() + &disk.replace("[[disk]]", "[[disk]]\nname = \"b\""), &["has the socket"]),
     ] {
         std::fs::write(&file, &content).unwrap();
         refused(&["serve", "--check-config", "--config", text(&file)], 2, parts);
     }
-    // The service makes the folder of its sockets.
-    std::fs::write(&file, socket("/none/such/socket")).unwrap();
-    let valid = blockyard(["serve", "--check-config", "--config", text(&file)]);
-    assert_eq!(valid.good(), "configuration is valid: 1 disks\n");
+    std::fs::write(&file, &disk).unwrap();
+    let check = ["serve", "--check-config", "--config", text(&file)];
+    let control = [&check[..], &["--control", text(&plain)]].concat();
+    refused(&control, 2, &[text(&plain), "a file that is no socket"]);
+    // The service makes the folder of its sockets, and its state folder. No API uses this group.
+    let state = folder.join("state");
+    let content = format!(
+        "socket-group = \"none-such\"\nstate-folder = \"{}\"\n{}",
+        text(&state),
+        socket("/none/such/socket").replace("ram:1M", text(&qcow2))
+    );
+    std::fs::write(&file, content).unwrap();
+    assert_eq!(blockyard(check).good(), "configuration is valid: 1 disks\n");
+    assert!(!state.exists(), "a check makes the state folder");
 }
 
 #[test]
