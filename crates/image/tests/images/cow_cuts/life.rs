@@ -22,6 +22,8 @@ use crate::lives::Count;
 #[derive(Debug, Default)]
 pub struct Tally {
     pub cuts: u64,
+    /// Number of cuts that were deaths of the process: what the kernel has stays.
+    pub deaths: u64,
     pub survived: u64,
     flushes: u64,
     syncs: u64,
@@ -53,6 +55,7 @@ impl Count for Tally {
     fn add(&mut self, other: &Tally) {
         let Tally {
             cuts,
+            deaths,
             survived,
             flushes,
             syncs,
@@ -65,6 +68,7 @@ impl Count for Tally {
             recoveries_cut,
         } = other;
         self.cuts += cuts;
+        self.deaths += deaths;
         self.survived += survived;
         self.flushes += flushes;
         self.syncs += syncs;
@@ -82,6 +86,7 @@ impl fmt::Display for Tally {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Tally {
             cuts,
+            deaths,
             survived,
             flushes,
             syncs,
@@ -95,7 +100,8 @@ impl fmt::Display for Tally {
         } = self;
         write!(
             f,
-            "{cuts} cuts, {survived} whole runs, {flushes} flushes, {syncs} syncs of the file, "
+            "{cuts} cuts, {deaths} deaths among them, {survived} whole runs, {flushes} flushes, \
+             {syncs} syncs of the file, "
         )?;
         write!(
             f,
@@ -292,6 +298,7 @@ impl Life {
         result.transpose().map_err(&explain)?;
         let survived = !boot.power.is_off();
         tally.count(survived);
+        tally.deaths += u64::from(!survived && dies);
         tally.flushes += flushes.get();
         let synced = |t: &&Trace| t.kind == OpKind::Sync && t.phase == Phase::Answered;
         tally.syncs += boot.cow.trace().iter().filter(synced).count() as u64;

@@ -70,9 +70,20 @@ fn answered_writes_survive_deaths_of_the_process() {
 
 #[test]
 fn flushed_data_survive_a_cut_at_every_event() {
+    every_event(0..6, false);
+}
+
+/// The same with a journal: the process dies, or the power fails and the journal is gone.
+#[test]
+fn answered_writes_survive_a_death_at_every_event() {
+    let tally = every_event(40..48, true);
+    assert!(tally.deaths > 100 && tally.cuts - tally.deaths > 100, "{tally}");
+}
+
+fn every_event(seeds: std::ops::Range<u64>, dies: bool) -> Tally {
     let mut tally = Tally::default();
-    for seed in 0..6 {
-        let plan = Plan { requests: 8, clients: 5, ..Plan::quiet(seed) };
+    for seed in seeds {
+        let plan = Plan { requests: 8, clients: 5, dies, ..Plan::quiet(seed) };
         let whole = (0..).find(|&events| {
             let mut life = Life::new(plan.clone());
             life.be_created(u64::MAX, &mut Tally::default()).unwrap();
@@ -82,6 +93,7 @@ fn flushed_data_survive_a_cut_at_every_event() {
         assert!(whole > Some(40), "a run of only {whole:?} events");
     }
     println!("{tally}");
+    tally
 }
 
 /// Creation, commit and rebase of a file, each cut at every event.

@@ -137,6 +137,23 @@ fn flushed_data_survive_a_cut_at_every_event() {
     println!("{tally}");
 }
 
+/// The same with a journal: at every event the process dies, or the power fails and the journal is
+/// gone. Its last events are those of a clean end.
+#[test]
+fn answered_writes_survive_a_death_at_every_event() {
+    let mut tally = Tally::default();
+    for (seed, shape) in (40_000..).zip(SHAPES.into_iter().cycle()).take(8) {
+        let plan = Plan { shape, clients: 4, requests: 6, ..Plan::dying(seed) };
+        let whole = (0..).find(|&events| {
+            let mut life = Life::new(plan.clone());
+            life.boot(events, |disk| disk, &mut tally).unwrap_or_else(|e| panic!("{e}")).survived
+        });
+        println!("seed {seed}, {shape:?}: {whole:?} events");
+    }
+    println!("{tally}");
+    assert!(tally.deaths > 100 && tally.cuts - tally.deaths > 100, "{tally}");
+}
+
 /// The boot that needs a new refcount table, cut at every event.
 #[test]
 fn a_new_refcount_table_survives_a_cut_at_every_event() {

@@ -9,6 +9,8 @@ use crate::lives::Count;
 #[derive(Debug, Default)]
 pub struct Tally {
     pub cuts: u64,
+    /// Number of cuts that were deaths of the process: what the kernel has stays.
+    pub deaths: u64,
     pub survived: u64,
     pub flushes: u64,
     pub events: u64,
@@ -33,11 +35,21 @@ pub struct Tally {
 impl fmt::Display for Tally {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Tally {
-            cuts, survived, flushes, events, judged, errors, troubled, leaky, by_qemu, ..
+            cuts,
+            deaths,
+            survived,
+            flushes,
+            events,
+            judged,
+            errors,
+            troubled,
+            leaky,
+            by_qemu,
+            ..
         } = self;
         write!(
             f,
-            "{cuts} cuts, {survived} whole runs, {flushes} flushes, {events} events, {judged} \
+            "{cuts} cuts, {deaths} deaths among them, {survived} whole runs, {flushes} flushes, {events} events, {judged} \
              images judged, "
         )?;
         write!(f, "{leaky} with leaks, {by_qemu} by QEMU too, {errors} errors in {troubled} runs")?;
@@ -61,6 +73,7 @@ impl fmt::Display for Tally {
 impl Tally {
     pub fn count(&mut self, judge: &Judge, survived: bool) {
         self.cuts += u64::from(!survived);
+        self.deaths += u64::from(!survived && judge.dies);
         self.survived += u64::from(survived);
         self.flushes += judge.flushes.get();
         self.events += judge.power.events();
@@ -103,6 +116,7 @@ impl Count for Tally {
             ..
         } = other;
         self.cuts += cuts;
+        self.deaths += other.deaths;
         self.survived += survived;
         self.flushes += flushes;
         self.events += events;
