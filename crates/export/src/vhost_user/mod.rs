@@ -232,7 +232,7 @@ impl Export for VhostUser {
                 tracing::warn!(disk, "cannot notify the front end of the new size: {e}");
             }
         };
-        if let Err(refused) = self.export.device.back_channel.run(Box::new(task)) {
+        if let Err(refused) = self.export.device.changes.run(Box::new(task)) {
             let (disk, e) = (self.export.device.disk.name(), refused.error);
             tracing::warn!(
                 disk,

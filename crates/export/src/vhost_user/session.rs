@@ -265,7 +265,7 @@ impl Session {
         if let Some(caller) = self.caller.get() {
             return Ok(caller.clone());
         }
-        let caller = Caller::start(channel.clone(), self.shape.queues, &self.device.back_channel)?;
+        let caller = Caller::start(channel.clone(), self.shape.queues)?;
         Ok(self.caller.get_or_init(|| caller).clone())
     }
 
