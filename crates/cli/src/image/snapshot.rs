@@ -4,7 +4,8 @@ use std::time::SystemTime;
 
 use anyhow::anyhow;
 use blockyard_image::Format;
-use blockyard_image::qcow2::snapshot::{self, Snapshot};
+use blockyard_image::qcow2::snapshot;
+use blockyard_image::qcow2::snapshot_table::Snapshot;
 use blockyard_image::tools::{apply_journal, on_file};
 use blockyard_program::ending::Failure;
 use clap::Args;

@@ -1,6 +1,6 @@
 //! Lists of snapshots, in the format of qemu-img.
 
-use blockyard_image::qcow2::snapshot::table::Snapshot;
+use blockyard_image::qcow2::snapshot_table::Snapshot;
 use blockyard_ring::host::local_time;
 use serde::Serialize;
 

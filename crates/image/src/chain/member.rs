@@ -6,7 +6,7 @@ use blockyard_storage::ImageFile;
 
 use crate::SECTOR;
 use crate::cow;
-use crate::format::Format;
+use crate::layers::format::Format;
 use crate::qcow2;
 
 use super::left::LeftImage;

@@ -15,7 +15,7 @@ use rustix::io::Errno;
 
 use super::error::ChainError;
 use super::options::ChainOptions;
-use crate::format::Format;
+use crate::layers::format::Format;
 
 /// Maximum number of images in a chain.
 pub const MAX_DEPTH: usize = 200;

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use blockyard_storage::sim::Journal;
 use blockyard_storage::{CacheMode, Opened, Overlaid, nbd};
 
-use crate::format::Format;
 use crate::journal::CrashSafety;
+use crate::layers::format::Format;
 
 use super::left::LeftImage;
 use super::shared::SharedImages;

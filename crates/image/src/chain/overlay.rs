@@ -23,7 +23,7 @@ use super::names::{Allowed, MAX_DEPTH};
 use super::open::Chain;
 use super::options::ChainOptions;
 use crate::error::ImageError;
-use crate::format::Format;
+use crate::layers::format::Format;
 use crate::qcow2::{self, CreateOptions, Header, Preallocation, Qcow2, Qcow2Options};
 use crate::raw::Raw;
 

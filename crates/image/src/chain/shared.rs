@@ -22,7 +22,7 @@ use rustix::fs::{FileType, Stat};
 use super::member::{ChainLayer, Meta};
 use super::names::PendingImage;
 use super::options::ChainOptions;
-use crate::format::Format;
+use crate::layers::format::Format;
 
 /// The images that chains share. Clones are the same set.
 #[derive(Clone, Debug, Default)]

@@ -7,7 +7,7 @@ use blockyard_storage::{CacheMode, ImageFile, OpenOptions};
 use super::left::LeftImage;
 use super::names::{Allowed, PendingImage};
 use super::*;
-use crate::format::Format;
+use crate::layers::format::Format;
 use crate::qcow2::CreateOptions;
 use crate::tools::{NewImage, create};
 

@@ -25,7 +25,7 @@ use crate::SECTOR;
 use crate::copying::sweep::{Piece, Progress, Sweep};
 use crate::error::ImageError;
 use crate::extent::Place;
-use crate::image::Image;
+use crate::layers::image::Image;
 use blockyard_ring::join;
 
 /// Size of one copy in bytes. It is larger if the backing image's clusters are larger.

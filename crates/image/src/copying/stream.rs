@@ -17,8 +17,8 @@ use blockyard_storage::Storage;
 use crate::chain::{Chain, ChainError};
 use crate::copying::sweep::{Progress, Sweep};
 use crate::error::ImageError;
-use crate::image::Image;
-use crate::layer::Layer;
+use crate::layers::image::Image;
+use crate::layers::layer::Layer;
 use blockyard_ring::join;
 
 /// Size of one copy, in bytes.

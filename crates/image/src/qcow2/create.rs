@@ -13,11 +13,11 @@ use std::ops::Range;
 
 use blockyard_storage::Storage;
 
-use super::bytes;
-use super::check::flush;
-use super::entry::{Cluster, EntryFormat, L1Entry, L2Entry, SubclusterBitmap};
-use super::header::{self, Compression, Header, SECTOR_BYTES};
-use super::refblock::RefcountWidth;
+use super::encoding::bytes;
+use super::encoding::entry::{Cluster, EntryFormat, L1Entry, L2Entry, SubclusterBitmap};
+use super::encoding::file::flush;
+use super::encoding::header::{self, Compression, Header, SECTOR_BYTES};
+use super::encoding::refblock::RefcountWidth;
 use crate::SECTOR;
 use crate::error::ImageError;
 use crate::raw::Raw;

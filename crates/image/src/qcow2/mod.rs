@@ -1,61 +1,37 @@
 //! qcow2, versions 2 and 3: clusters with reference counts, allocated when they are first written.
 //!
 //! ```text
-//!   view      lookup, read
-//!   tables    cache of L2 tables
-//!   write     in place, or to new clusters
-//!   partial   new clusters of which the rest is copied later
-//!   zero      zeroes, discards, copy-up
-//!   mapping   changes of entries in memory
-//!   flush     write-back: the order of metadata
-//!   alloc     reserved clusters, refcounts
-//!   reserve   reserves more clusters
-//!   shared    what reactors share of an open image
-//!   packing   compressed clusters, one after another
-//!   buffers   bounds the memory of requests
-//!   session   the mark of a journal in the image; replay: the journal of a server that died
+//!   encoding   what lies in the file: header, entries, refcounts
+//!   state      what reactors share of an open image
+//!   reading    a reactor's view of it: lookups and reads
+//!   check      counts the references; repairs refcounts
+//!   closed     changes of a closed image: snapshots, bitmaps, size, options
+//!   recovery   the journal's mark in the image; the journal of a server that died
+//!   writing    writes, zeroes, allocation, write-back
+//!   open       opens an image
+//!   create     creates an image
 //! ```
 //!
-//! The other modules are off the request path: they run once, or on a closed image. They hold the
-//! header, the encoding of table entries and refcounts, and the commands.
+//! Each module uses only modules above it. `state`, `reading` and `writing` are on the request
+//! path. The others run once, or on a closed image.
 
-mod alloc;
-pub mod amend;
-pub mod backing;
-pub mod bitmap;
-mod buffers;
-mod bytes;
-mod change;
 pub mod check;
-mod compressed;
-pub mod create;
-pub mod empty;
-pub mod entry;
-mod flush;
-pub mod header;
-mod mapping;
+mod closed;
+mod create;
+mod encoding;
 mod open;
-mod packing;
-mod partial;
-mod preallocate;
-pub mod refblock;
-mod replay;
-mod reserve;
-pub mod resize;
-mod rewrite;
-mod session;
-mod shared;
-pub mod snapshot;
-mod tables;
-mod view;
-mod write;
-mod zero;
+mod reading;
+mod recovery;
+mod state;
+mod writing;
 
 pub use check::rebuild_refcounts;
-pub use compressed::{pack, unpack};
+pub use closed::{amend, backing, bitmap, empty, resize, snapshot};
 pub use create::{CreateOptions, Preallocation, create};
-pub use header::{BitmapsExtension, Compression, Extension, Header};
+pub use encoding::compression::{pack, unpack};
+pub use encoding::header::{BitmapsExtension, Compression, Extension, Header};
+pub use encoding::{bitmap_directory, entry, header, refblock, snapshot_table};
 pub use open::{L2_CACHE_LIMIT, Qcow2Options};
-pub use partial::IncompleteCluster;
-pub use shared::Shared;
-pub use view::{LookupFigures, Qcow2};
+pub use reading::view::{LookupFigures, Qcow2};
+pub use state::shared::Shared;
+pub use writing::partial::IncompleteCluster;

@@ -15,18 +15,19 @@ use crate::raw::Raw;
 use crate::sync::epoch::Epoch;
 use blockyard_ring::semaphore::Semaphore;
 
-use super::alloc::Allocator;
-use super::bitmap::{drop_unknown_autoclear, prepare_for_writing};
-use super::bytes;
 use super::check::{FindingKind, Repair, check, rebuild_with};
-use super::entry::{self, L1Entry};
-use super::header::{AUTOCLEAR_JOURNAL, AUTOCLEAR_KNOWN, Header};
-use super::packing::Packing;
-use super::partial::PartialClusters;
-use super::session::{self, Resumed};
-use super::shared::{L1, Shape, Shared};
-use super::tables::L2SliceCache;
-use super::view::Qcow2;
+use super::closed::bitmap::{drop_unknown_autoclear, prepare_for_writing};
+use super::encoding::bytes;
+use super::encoding::entry::{self, L1Entry};
+use super::encoding::file;
+use super::encoding::header::{AUTOCLEAR_JOURNAL, AUTOCLEAR_KNOWN, Header};
+use super::reading::view::Qcow2;
+use super::recovery::session::{self, Resumed};
+use super::state::alloc::Allocator;
+use super::state::packing::Packing;
+use super::state::partial::PartialClusters;
+use super::state::shared::{L1, Shape, Shared};
+use super::state::tables::L2SliceCache;
 
 /// Maximum size of the cached L2 tables, in bytes. 32 MiB map 256 GiB with clusters of 64 KiB.
 pub const L2_CACHE_LIMIT: u64 = 32 << 20;
@@ -81,7 +82,7 @@ impl<S: Storage> Qcow2<S> {
         let shape = Shape::of(&header);
         let l1 = read_l1(&file, &header).await?;
         let table = read_refcount_table(&file, &header).await?;
-        let len = length(&file).await?;
+        let len = file::length(&file).await?;
         let end = if file.is_device() {
             last_counted(&file, &header, &table).await?
         } else {
@@ -192,7 +193,7 @@ async fn check_references<S: Storage>(
     data: Option<&Raw<S>>,
 ) -> Result<bool, ImageError> {
     let data_len = match data {
-        Some(data) => Some(length(data).await?),
+        Some(data) => Some(file::length(data).await?),
         None => None,
     };
     let found = check(file, data_len, Repair::No).await?;
@@ -220,17 +221,9 @@ async fn check_references<S: Storage>(
     Ok(found.unset_flags + found.leaks == 0)
 }
 
-async fn length<S: Storage>(file: &Raw<S>) -> Result<u64, ImageError> {
-    file.storage()
-        .len()
-        .await
-        .map_err(|e| ImageError::io("qcow2 file", None, "finding its length", e))
-}
-
 async fn read_l1<S: Storage>(file: &Raw<S>, header: &Header) -> Result<L1, ImageError> {
     let (offset, layout) = (header.l1_offset, entry::EntryFormat::of(header));
-    let read = bytes::read(file, offset, header.l1_size as usize * 8).await;
-    let read = read.map_err(|e| ImageError::io("qcow2 L1 table", offset, "reading", e))?;
+    let read = file::read_l1(file, offset, header.l1_size.into()).await?;
     let entries: Vec<u64> = read.chunks_exact(8).map(|b| bytes::be64(b, 0)).collect();
     for (index, &word) in entries.iter().enumerate() {
         L1Entry::decode(word, layout).map_err(|what| {

@@ -10,11 +10,11 @@ use blockyard_storage::Storage;
 use crate::chain::{Chain, ChainError};
 use crate::error::ImageError;
 use crate::extent::BlockStatus;
-use crate::image::Image;
+use crate::layers::image::Image;
 use blockyard_storage::Store;
 
 use super::reactors::on_reactor;
-use crate::layout_scan;
+use crate::layers::layout_scan;
 
 const DATA: &str = "the disk";
 

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use blockyard_image::qcow2::bitmap::directory::{AUTO, BitmapEntry, IN_USE};
+use blockyard_image::qcow2::bitmap_directory::{AUTO, BitmapEntry, IN_USE};
 use blockyard_image::qcow2::{Compression, Header};
 use blockyard_image::tools::Details;
 use blockyard_image::{ChainLayer, Format, ImageFile, SECTOR, cow};

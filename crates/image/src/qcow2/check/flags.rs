@@ -13,9 +13,9 @@ use super::counts::Counts;
 use super::report::{FindingKind, Tally};
 use super::walk::{PIECE_ENTRIES, l2_entries};
 use crate::error::ImageError;
-use crate::qcow2::bytes::{self, put64};
-use crate::qcow2::entry::{COPIED, Cluster, EntryFormat, L1Entry, L2Entry};
-use crate::qcow2::header::Header;
+use crate::qcow2::encoding::bytes::{self, put64};
+use crate::qcow2::encoding::entry::{COPIED, Cluster, EntryFormat, L1Entry, L2Entry};
+use crate::qcow2::encoding::header::Header;
 use crate::raw::Raw;
 
 /// Which flags a repair changes.

@@ -7,9 +7,9 @@
 use blockyard_storage::Storage;
 
 use crate::error::ImageError;
-use crate::qcow2::bytes;
-use crate::qcow2::header::{Header, MAX_REFCOUNT_TABLE_BYTES};
-use crate::qcow2::refblock::RefcountWidth;
+use crate::qcow2::encoding::bytes;
+use crate::qcow2::encoding::header::{Header, MAX_REFCOUNT_TABLE_BYTES};
+use crate::qcow2::encoding::refblock::RefcountWidth;
 use crate::raw::Raw;
 
 const STRUCTURE: &str = "qcow2 refcount table";

@@ -11,10 +11,10 @@ use blockyard_storage::Storage;
 use super::counts::Counts;
 use super::report::{FindingKind, Tally};
 use crate::error::ImageError;
-use crate::qcow2::bytes;
-use crate::qcow2::entry::{self, EntryFormat};
-use crate::qcow2::header::Header;
-use crate::qcow2::refblock::RefcountWidth;
+use crate::qcow2::encoding::bytes;
+use crate::qcow2::encoding::entry::{self, EntryFormat};
+use crate::qcow2::encoding::header::Header;
+use crate::qcow2::encoding::refblock::RefcountWidth;
 use crate::raw::Raw;
 
 /// Maximum number of ranges of freed clusters that are deallocated in the host, for one refcount

@@ -16,13 +16,13 @@ use super::counts::Counts;
 use super::report::{FindingKind, Tally};
 use super::stored::Refcounts;
 use crate::error::{ErrorKind, ImageError};
-use crate::qcow2::bitmap::directory;
-use crate::qcow2::bytes::{self, be64};
-use crate::qcow2::entry::{
+use crate::qcow2::encoding::bitmap_directory;
+use crate::qcow2::encoding::bytes::{self, be64};
+use crate::qcow2::encoding::entry::{
     COMPRESSED, COPIED, Cluster, EntryFormat, L1Entry, L2Entry, OFFSET_MASK,
 };
-use crate::qcow2::header::Header;
-use crate::qcow2::snapshot::table;
+use crate::qcow2::encoding::header::Header;
+use crate::qcow2::encoding::snapshot_table;
 use crate::raw::Raw;
 
 /// Number of entries of an L1 or bitmap table that are read at a time.
@@ -204,7 +204,7 @@ impl<S: Storage> Walk<'_, S> {
             return;
         }
         let (structure, at) = ("qcow2 snapshot table", header.snapshots_offset);
-        let (snapshots, len) = match table::read(self.file, header).await {
+        let (snapshots, len) = match snapshot_table::read(self.file, header).await {
             Ok(read) => read,
             Err(e) => return self.bad_table(structure, at, &e),
         };
@@ -247,7 +247,7 @@ impl<S: Storage> Walk<'_, S> {
         let header = self.header;
         let Some(extension) = &header.bitmaps else { return };
         let (structure, at) = ("qcow2 bitmap directory", extension.directory_offset);
-        let bitmaps = match directory::read(self.file, extension).await {
+        let bitmaps = match bitmap_directory::read(self.file, extension).await {
             Ok((_, bitmaps)) => bitmaps,
             Err(e) => return self.bad_table(structure, at, &e),
         };

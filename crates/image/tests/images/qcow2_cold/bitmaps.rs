@@ -76,7 +76,7 @@ fn a_power_cut_invalidates_at_most_the_bitmaps() {
         let (flags, _) = on_image(image, |raw| async move {
             let extension = Header::read(&raw).await.unwrap().bitmaps.unwrap();
             let (_, bitmaps) =
-                blockyard_image::qcow2::bitmap::directory::read(&raw, &extension).await.unwrap();
+                blockyard_image::qcow2::bitmap_directory::read(&raw, &extension).await.unwrap();
             bitmaps.iter().map(|b| b.flags).collect::<Vec<_>>()
         });
         flags

@@ -1,7 +1,7 @@
 //! Truncated, circular, overlapping and inconsistent images. Open, read, check and list return an
 //! error that names a structure and its offset (or the unchanged contents), and nothing is written.
 
-use blockyard_image::qcow2::bitmap::directory;
+use blockyard_image::qcow2::bitmap_directory;
 use blockyard_image::qcow2::check::{FindingKind, Repair, check};
 use blockyard_image::qcow2::{Header, Qcow2, Qcow2Options, snapshot};
 use blockyard_image::{Image, ImageError, Layer, Raw};
@@ -57,7 +57,7 @@ async fn list(raw: Raw<impl blockyard_image::Storage>) -> Result<(), ImageError>
     let header = Header::read(&raw).await?;
     snapshot::list(&raw).await?;
     match &header.bitmaps {
-        Some(extension) => directory::read(&raw, extension).await.map(|_| ()),
+        Some(extension) => bitmap_directory::read(&raw, extension).await.map(|_| ()),
         None => Ok(()),
     }
 }

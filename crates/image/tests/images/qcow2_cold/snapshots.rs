@@ -4,7 +4,8 @@ use std::cell::Cell;
 use std::time::Duration;
 
 use blockyard_image::qcow2::check::{FindingKind, Repair};
-use blockyard_image::qcow2::snapshot::{self, Snapshot};
+use blockyard_image::qcow2::snapshot;
+use blockyard_image::qcow2::snapshot_table::Snapshot;
 use blockyard_image::{Chain, ChainOptions, ImageError};
 use blockyard_storage::sim::SimImage;
 

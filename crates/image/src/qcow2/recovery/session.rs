@@ -1,0 +1,139 @@
+//! The session's mark in the image: which journal belongs to it.
+//!
+//! The mark is a header extension with the session's number and the boot's, and an autoclear bit
+//! that says that it is valid. Each program that follows the specification clears the bit when it
+//! opens the image for writing, because it does not know it. So a journal is never replayed over
+//! another program's changes. This program's commands that change a closed image clear it too.
+//!
+//! ```text
+//!   first change of metadata ─► create the journal ─► write the mark ─► changes, records
+//!   close: write everything back ─► clear the bit ─► remove the journal
+//! ```
+//!
+//! Nothing here is synced: a mark must survive the process, not a power cut. The extension's place
+//! is made durably when an image gets its first one.
+
+use blockyard_storage::Storage;
+
+use super::replay;
+use crate::error::ImageError;
+use crate::journal::{ImageSafety, Log, Session};
+use crate::qcow2::encoding::header::{AUTOCLEAR_JOURNAL, EXTENSION_JOURNAL, Extension, Header};
+use crate::qcow2::encoding::rewrite::{rewrite, rewrite_first_sector};
+use crate::qcow2::reading::view::Qcow2;
+use crate::qcow2::state::shared::lock;
+use crate::qcow2::state::tables::Entry;
+use crate::raw::Raw;
+
+const STRUCTURE: &str = "journal of the image";
+/// Bytes of the extension: the session's number and the boot's, both big-endian.
+const LENGTH: usize = 32;
+
+/// A session that goes on after the death of its server.
+pub(in crate::qcow2) struct Resumed {
+    pub log: Log,
+    /// Partial clusters: the file cannot say what they hold.
+    pub partial: Vec<(u64, Entry)>,
+}
+
+impl Header {
+    /// Returns the session that the image is marked with, if the mark is valid.
+    pub fn session(&self) -> Option<Session> {
+        let extension = self.extensions.iter().find(|e| e.kind == EXTENSION_JOURNAL)?;
+        let data: [u8; LENGTH] = extension.data.as_slice().try_into().ok()?;
+        let number =
+            |at: usize| u128::from_be_bytes(data[at..at + 16].try_into().expect("sixteen bytes"));
+        let is_valid = self.autoclear & AUTOCLEAR_JOURNAL != 0;
+        is_valid.then(|| Session { number: number(0), boot: number(16) })
+    }
+
+    fn set_session(&mut self, session: Session) {
+        self.autoclear |= AUTOCLEAR_JOURNAL;
+        let data = [session.number.to_be_bytes(), session.boot.to_be_bytes()].concat();
+        match self.extensions.iter_mut().find(|e| e.kind == EXTENSION_JOURNAL) {
+            Some(extension) => extension.data = data,
+            None => self.extensions.push(Extension { kind: EXTENSION_JOURNAL, data }),
+        }
+    }
+
+    /// Makes the image's mark invalid, so that no journal is replayed.
+    pub async fn clear_session<S: Storage>(&mut self, file: &Raw<S>) -> Result<(), ImageError> {
+        if self.autoclear & AUTOCLEAR_JOURNAL == 0 {
+            return Ok(());
+        }
+        self.autoclear &= !AUTOCLEAR_JOURNAL;
+        self.write_fixed(file).await
+    }
+}
+
+/// Returns whether an image of this version can carry a mark. Version 2 has no autoclear bits.
+pub(in crate::qcow2) fn can_be_marked(header: &Header) -> bool {
+    header.version >= 3
+}
+
+/// Replays the journal that a dead server has left for the image, into its file. Returns the
+/// session, which goes on. `None`: there is nothing to replay.
+pub(in crate::qcow2) async fn recover<S: Storage>(
+    file: &Raw<S>,
+    data: Option<&Raw<S>>,
+    header: &mut Header,
+    safety: &ImageSafety,
+) -> Result<Option<Resumed>, ImageError> {
+    let Some(journal) = safety.claim(header.session())? else { return Ok(None) };
+    let records = journal.records().map_err(|e| ImageError::io(STRUCTURE, None, "reading", e))?;
+    let count = records.len();
+    let partial = replay::replay(file, data, header, records).await?;
+    tracing::info!("replayed the journal of a server that died: {count} changes of metadata");
+    Ok(Some(Resumed { log: journal.resume(), partial }))
+}
+
+impl<S: Storage> Qcow2<S> {
+    /// Begins the journal if this is the first change of metadata. Each change of an L1 or L2 entry
+    /// calls this first. If there can be no journal, metadata are flushed before each answer.
+    #[inline]
+    pub(in crate::qcow2) async fn begin_journal(&self) {
+        if self.shared.journal.must_begin() {
+            Box::pin(self.begin_journal_once()).await;
+        }
+    }
+
+    #[cold]
+    async fn begin_journal_once(&self) {
+        let journal = &self.shared.journal;
+        let _permit = self.shared.marking.acquire().await;
+        if !journal.must_begin() {
+            return;
+        }
+        let marked = match journal.begin() {
+            Ok(session) => self.mark(session).await.map_err(|e| e.to_string()),
+            Err(e) => Err(e.to_string()),
+        };
+        match marked {
+            Ok(()) => journal.set_marked(),
+            Err(why) => journal.fail(&why),
+        }
+    }
+
+    async fn mark(&self, session: Session) -> Result<(), ImageError> {
+        let old = self.shared.header();
+        let mut new = old.clone();
+        new.set_session(session);
+        if !rewrite_first_sector(&self.file, &old, &new).await? {
+            rewrite(&self.file, &old, &mut new).await?;
+        }
+        *lock(&self.shared.header) = new;
+        Ok(())
+    }
+
+    /// Ends the journal after everything was written back.
+    pub(in crate::qcow2) async fn end_journal(&self) -> Result<(), ImageError> {
+        let journal = &self.shared.journal;
+        if journal.has_log() {
+            let mut header = self.shared.header();
+            header.autoclear &= !AUTOCLEAR_JOURNAL;
+            header.write_fixed(&self.file).await?;
+            *lock(&self.shared.header) = header;
+        }
+        journal.end().map_err(|e| ImageError::io(STRUCTURE, None, "removing", e))
+    }
+}

@@ -1,0 +1,424 @@
+//! Writes metadata back, in an order that is safe at every power cut.
+//!
+//! ```text
+//!   copy changed L2 entries ─► write refcounts
+//!   ─► sync: data and refcounts of the copied entries are durable
+//!   ─► write L2 slices and L1 entries
+//!   ─► sync: the entries are durable
+//!   ─► release freed clusters
+//! ```
+//!
+//! Invariants: an entry is in the file only after the data it names and their refcounts are
+//! durable. A cluster is free only after no durable entry names it. So a power cut leaves leaks and
+//! old or new contents, nothing else. A flush without changed metadata is one sync.
+//!
+//! A file without a name (`Qcow2Options::unfinished`) is lost at a power cut anyway. There
+//! the syncs between are skipped, and a flush is one sync at its end.
+
+use std::collections::BTreeSet;
+use std::io;
+use std::sync::atomic::Ordering;
+
+use blockyard_storage::Storage;
+
+use crate::error::ImageError;
+use crate::extent::BackingLayers;
+use crate::raw::Raw;
+use crate::sync::pace::Pace;
+use blockyard_ring::join;
+
+use crate::qcow2::encoding::bytes;
+use crate::qcow2::reading::view::Qcow2;
+use crate::qcow2::state::alloc::{ChangedSection, Freed};
+use crate::qcow2::state::shared::lock;
+use crate::qcow2::state::tables::SliceCopy;
+
+/// Number of metadata writes in flight.
+const AT_A_TIME: usize = 16;
+/// Unit in which L1 entries are written, in bytes.
+const L1_SECTOR: usize = 512;
+
+/// L1 entries to write: index of the first, bytes, offset in the file.
+struct L1Piece {
+    first: usize,
+    bytes: Vec<u8>,
+    offset: u64,
+}
+
+/// Metadata written between the two syncs, and clusters that may be released after the second.
+struct PendingWriteBack {
+    slices: Vec<SliceCopy>,
+    l1: Vec<L1Piece>,
+    l1_dirty: Vec<usize>,
+    freed: Vec<Freed>,
+}
+
+impl<S: Storage> Qcow2<S> {
+    /// Waits until all writes that completed before the call are durable. If only partial clusters
+    /// could not be completed ([`IncompleteCluster`]), nothing is lost: all other writes are
+    /// durable, and a later flush tries again.
+    ///
+    /// [`IncompleteCluster`]: crate::qcow2::IncompleteCluster
+    pub async fn flush<B: BackingLayers>(&self, backing: &B) -> io::Result<()> {
+        let completed = self.complete_all(backing).await;
+        let _permit = self.shared.writing_back.acquire().await;
+        self.write_back(true).await?;
+        self.sync_unfinished().await?;
+        completed
+    }
+
+    /// Completes partial clusters if there are too many, and then does
+    /// [`Qcow2::relieve_metadata`]. The caller must hold no guest cluster.
+    pub(super) async fn relieve<B: BackingLayers>(&self, backing: &B) -> io::Result<()> {
+        if self.shared.journal.must_flush() {
+            return self.flush(backing).await;
+        }
+        // If a cluster cannot be completed, that is no error of this request. The next flush
+        // reports it.
+        let _ = self.complete_some(backing).await;
+        if self.is_relieved() {
+            return Ok(());
+        }
+        // A slice with a partial cluster stays dirty.
+        if self.is_dirty() && !self.shared.partial.is_completing() {
+            let _ = self.complete_all(backing).await;
+        }
+        self.relieve_metadata().await
+    }
+
+    /// Makes metadata durable that another request has changed and not flushed yet. Without a
+    /// journal a request that relied on such an entry would be lost with the process, too. The
+    /// caller must hold no guest cluster.
+    #[cold]
+    pub(super) async fn settle<B: BackingLayers>(&self, backing: &B) -> io::Result<()> {
+        // A write-back that runs may have taken the changes, and may fail.
+        let permit = self.shared.writing_back.acquire().await;
+        let is_settled = self.shared.tables.dirty() == 0 && lock(&self.shared.l1).dirty.is_empty();
+        drop(permit);
+        if is_settled { Ok(()) } else { self.flush(backing).await }
+    }
+
+    /// Writes metadata back if so much is dirty that too little can be evicted. The written
+    /// metadata are not durable on return. The caller must hold no guest cluster.
+    pub(super) async fn relieve_metadata(&self) -> io::Result<()> {
+        if self.is_relieved() {
+            return Ok(());
+        }
+        let _permit = self.shared.writing_back.acquire().await;
+        let (journal, alloc) = (&self.shared.journal, &self.shared.alloc);
+        if journal.must_flush() {
+            return self.write_back(true).await;
+        }
+        let many = self.shared.tables.dirty() > self.dirty_limit() || alloc.is_crowded();
+        if many || journal.is_long() { self.write_back(false).await } else { Ok(()) }
+    }
+
+    fn is_relieved(&self) -> bool {
+        let journal = &self.shared.journal;
+        !self.is_dirty()
+            && !self.shared.alloc.is_crowded()
+            && !journal.is_long()
+            && !journal.must_flush()
+    }
+
+    fn is_dirty(&self) -> bool {
+        self.shared.tables.dirty() > 2 * self.dirty_limit()
+    }
+
+    /// Maximum number of L2 slices that stay dirty until the guest flushes.
+    fn dirty_limit(&self) -> usize {
+        (self.shared.tables.limit() / 2).max(4)
+    }
+
+    /// Writes changed metadata to the file. With `durable` it ends with [`Qcow2::barrier_metadata`]
+    /// and releases freed clusters. The caller holds the permit of `writing_back`.
+    async fn write_back(&self, durable: bool) -> io::Result<()> {
+        let journal = &self.shared.journal;
+        let records = journal.begin_write_back();
+        let changes = self.take_changes();
+        if changes.is_empty() && !self.shared.alloc.has_changed_counts() {
+            let synced = self.barrier().await;
+            // An earlier write-back that was not durable may have written the changed entries of
+            // the freed clusters. This sync makes those entries durable.
+            match &synced {
+                Ok(()) => self.shared.alloc.all_durable(changes.freed),
+                Err(_) => self.shared.alloc.freed_again(changes.freed),
+            }
+            journal.end_write_back(records, synced.is_ok());
+            synced?;
+            return self.release().await;
+        }
+        let done = self.write_changes(&changes, durable).await;
+        self.shared.tables.written(&changes.slices, done.is_ok());
+        journal.end_write_back(records, done.is_ok());
+        match done {
+            Ok(()) if durable => self.shared.alloc.all_durable(changes.freed),
+            // The entries are not durable yet. The next flush makes them durable and releases the
+            // clusters.
+            Ok(()) => self.shared.alloc.freed_again(changes.freed),
+            Err(e) => {
+                self.shared.alloc.freed_again(changes.freed);
+                lock(&self.shared.l1).dirty.extend(changes.l1_dirty);
+                return Err(e);
+            }
+        }
+        if durable { self.release().await } else { Ok(()) }
+    }
+
+    fn take_changes(&self) -> PendingWriteBack {
+        // Take the freed clusters first, and copy the slices after that. The copies then have the
+        // changed entries of all clusters that were taken.
+        let freed = self.shared.alloc.take_freed();
+        let slices = self.shared.tables.take_changes();
+        let mut l1 = lock(&self.shared.l1);
+        let l1_dirty: Vec<usize> = std::mem::take(&mut l1.dirty).into_iter().collect();
+        let per_sector = L1_SECTOR / 8;
+        let mut sectors: Vec<usize> = l1_dirty.iter().map(|index| index / per_sector).collect();
+        sectors.dedup();
+        let piece = |sector: usize| {
+            let first = sector * per_sector;
+            let end = (first + per_sector).min(l1.entries.len());
+            let bytes = l1.entries[first..end].iter().flat_map(|word| word.to_be_bytes()).collect();
+            L1Piece { first, bytes, offset: l1.offset + first as u64 * 8 }
+        };
+        let l1 = sectors.into_iter().map(piece).collect();
+        PendingWriteBack { slices, l1, l1_dirty, freed }
+    }
+
+    async fn write_changes(&self, changes: &PendingWriteBack, durable: bool) -> io::Result<()> {
+        let counts = self.write_changed_counts().await?;
+        if changes.is_empty() {
+            return self.barrier().await;
+        }
+        self.barrier().await.inspect_err(|_| self.shared.alloc.counts_written(&counts, false))?;
+        let slices = changes.slices.iter().map(|copied| self.write_slice(copied));
+        join::all(AT_A_TIME, slices).await?;
+        join::all(AT_A_TIME, changes.l1.iter().map(|piece| self.write_l1(piece))).await?;
+        if durable { self.barrier_metadata().await } else { Ok(()) }
+    }
+
+    /// Writes changed refcounts; returns what was written. The caller holds the permit of
+    /// `writing_back`.
+    async fn write_changed_counts(&self) -> io::Result<Vec<ChangedSection>> {
+        let counts = self.shared.alloc.take_changed_counts();
+        let sections = counts
+            .iter()
+            .map(|section| self.write_at("qcow2 refcount block", section.offset, &section.bytes));
+        let written = join::all(AT_A_TIME, sections).await;
+        self.shared.alloc.counts_written(&counts, written.is_ok());
+        written.map(|()| counts)
+    }
+
+    async fn write_l1(&self, piece: &L1Piece) -> io::Result<()> {
+        self.write_at(
+            &format!("qcow2 L1 table from entry {}", piece.first),
+            piece.offset,
+            &piece.bytes,
+        )
+        .await
+    }
+
+    async fn write_at(&self, structure: &str, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        let written = bytes::write(&self.file, offset, bytes).await;
+        written.map_err(|e| ImageError::io(structure, offset, "writing", e).into())
+    }
+
+    async fn write_slice(&self, copied: &SliceCopy) -> io::Result<()> {
+        let shape = self.shape();
+        let per_table = shape.slices_per_table();
+        let (index, in_table) = (copied.slice.number / per_table, copied.slice.number % per_table);
+        let table = self.shared.l1_entry(index) & crate::qcow2::encoding::entry::OFFSET_MASK;
+        debug_assert!(table != 0, "a changed slice has a table");
+        let at = table + in_table * shape.slice_bytes();
+        self.write_at(&format!("qcow2 L2 table {index}"), at, &copied.bytes).await
+    }
+
+    /// Orders writes: earlier writes become durable before later writes start. Does not sync an
+    /// unfinished image, because a power cut loses it anyway.
+    async fn barrier(&self) -> io::Result<()> {
+        if self.shared.unfinished {
+            return self.not_lost();
+        }
+        self.sync().await
+    }
+
+    /// Like [`Qcow2::barrier`], but for the image's own file only.
+    pub(super) async fn barrier_metadata(&self) -> io::Result<()> {
+        if self.shared.unfinished {
+            return self.not_lost();
+        }
+        self.sync_file(&self.file).await
+    }
+
+    /// Does the one sync that replaces the barriers that an unfinished image skipped.
+    async fn sync_unfinished(&self) -> io::Result<()> {
+        if self.shared.unfinished { self.sync().await } else { Ok(()) }
+    }
+
+    async fn sync(&self) -> io::Result<()> {
+        if let Some(data) = &self.data {
+            self.sync_file(data).await?;
+        }
+        self.sync_file(&self.file).await
+    }
+
+    fn not_lost(&self) -> io::Result<()> {
+        self.shared.lost().map_or(Ok(()), Err)
+    }
+
+    /// Syncs one file. After a failed sync it fails at once: the kernel has forgotten the failed
+    /// write-back and would report success.
+    async fn sync_file(&self, file: &Raw<S>) -> io::Result<()> {
+        let _permit = self.shared.syncing.acquire().await;
+        self.not_lost()?;
+        file.flush().await.inspect_err(|e| self.shared.lose(e))
+    }
+
+    /// Releases clusters after their entries are durably gone and the epoch of requests that may
+    /// still use them has ended. If that epoch has not ended, this flush does not wait: a later
+    /// flush releases the clusters.
+    async fn release(&self) -> io::Result<()> {
+        let (alloc, epoch) = (&self.shared.alloc, &self.shared.epoch);
+        let mut leaving = std::mem::take(&mut *lock(&self.shared.leaving));
+        if !leaving.is_empty() {
+            if !epoch.previous_is_empty() {
+                *lock(&self.shared.leaving) = leaving;
+                return Ok(());
+            }
+            self.release_all(std::mem::take(&mut leaving)).await?;
+        }
+        let freed = alloc.take_leaving();
+        if freed.is_empty() {
+            return Ok(());
+        }
+        if !epoch.try_advance() {
+            alloc.all_durable(freed);
+        } else if epoch.previous_is_empty() {
+            self.release_all(freed).await?;
+        } else {
+            *lock(&self.shared.leaving) = freed;
+        }
+        Ok(())
+    }
+
+    async fn release_all(&self, freed: Vec<Freed>) -> io::Result<()> {
+        let (mut empty, mut pace) = (BTreeSet::new(), Pace::default());
+        for range in freed {
+            if range.compressed {
+                self.shared.recompressed.fetch_add(1, Ordering::AcqRel);
+            }
+            for cluster in range.start..range.start + range.count {
+                if self.count(cluster).await? != 1 || !empty.insert(cluster) {
+                    self.release_one(cluster).await?;
+                }
+                pace.step().await;
+            }
+        }
+        let empty: Vec<u64> = empty.into_iter().collect();
+        self.punch(&empty).await;
+        for cluster in empty {
+            self.release_one(cluster).await?;
+            pace.step().await;
+        }
+        Ok(())
+    }
+
+    /// Releases one cluster. The caller holds the permit of `writing_back`. The entries without the
+    /// cluster are durable, so its refcount may be written at any time.
+    async fn release_one(&self, cluster: u64) -> io::Result<()> {
+        self.release_count(cluster).await?;
+        if self.shared.alloc.is_crowded() {
+            self.write_changed_counts().await?;
+        }
+        Ok(())
+    }
+
+    /// Deallocates the clusters in the host before they can be reused. This is a hint: a failure
+    /// costs only space.
+    async fn punch(&self, clusters: &[u64]) {
+        let bits = self.shape().layout.cluster_bits;
+        for run in clusters.chunk_by(|a, b| a + 1 == *b) {
+            let _ = self.file.discard(run[0] << bits, (run.len() as u64) << bits).await;
+        }
+    }
+
+    /// Flushes and releases reserved clusters. Call it at the end, with no request in flight.
+    pub async fn close<B: BackingLayers>(&self, backing: &B) -> io::Result<()> {
+        self.end(backing, true).await
+    }
+
+    /// Like [`Qcow2::close`], but what was not flushed need not be durable. It is in the file for
+    /// the next process that opens it. One sync at most, because a guest waits for this.
+    pub async fn leave<B: BackingLayers>(&self, backing: &B) -> io::Result<()> {
+        self.end(backing, false).await
+    }
+
+    async fn end<B: BackingLayers>(&self, backing: &B, durable: bool) -> io::Result<()> {
+        if self.shared.read_only {
+            return Ok(());
+        }
+        let completed = self.complete_all(backing).await;
+        let _permit = self.shared.writing_back.acquire().await;
+        // No entry names reserved clusters, so the first write-back can lower their refcounts too.
+        let end = self.release_reserved().await?;
+        // Freed clusters are released only after a sync of the entries without them.
+        if durable || self.has_freed() || self.shared.unfinished {
+            self.write_back(true).await?;
+        } else if self.shared.has_unwritten() {
+            self.write_back(false).await?;
+        }
+        // The first write-back released the freed clusters, because no request uses them any more.
+        // It leaves those of a request that ended meanwhile.
+        if self.has_freed() {
+            self.write_back(true).await?;
+        }
+        if self.shared.alloc.has_changed_counts() {
+            self.write_back(durable).await?;
+        }
+        self.cut(end).await?;
+        self.sync_unfinished().await?;
+        completed?;
+        Ok(self.end_journal().await?)
+    }
+
+    /// Returns whether clusters are freed and not yet released.
+    fn has_freed(&self) -> bool {
+        self.shared.alloc.has_freed() || !lock(&self.shared.leaving).is_empty()
+    }
+
+    /// Releases reserved clusters. Returns the cluster at which the file can end.
+    async fn release_reserved(&self) -> io::Result<u64> {
+        let alloc = &self.shared.alloc;
+        self.end_packing();
+        let mut end = alloc.end();
+        let mut reserved = alloc.take_reserved();
+        reserved.sort_unstable_by_key(|run| run.start);
+        for run in reserved.iter().rev() {
+            for cluster in run.start..run.start + run.count {
+                self.release_one(cluster).await?;
+            }
+            if run.start + run.count == end {
+                end = run.start;
+            }
+        }
+        Ok(end)
+    }
+
+    /// Makes the file shorter, if its last clusters are free. Their refcounts are durable: a file
+    /// that ends before a cluster with a refcount is corrupt. A file that ends behind it is not, so
+    /// the new length needs no sync.
+    async fn cut(&self, end: u64) -> io::Result<()> {
+        let (alloc, bits) = (&self.shared.alloc, self.shape().layout.cluster_bits);
+        if end < alloc.end() && !self.file.is_device() {
+            self.file.storage().set_len(end << bits).await?;
+            alloc.set_end(end);
+        }
+        Ok(())
+    }
+}
+
+impl PendingWriteBack {
+    fn is_empty(&self) -> bool {
+        self.slices.is_empty() && self.l1.is_empty()
+    }
+}
