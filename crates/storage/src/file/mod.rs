@@ -20,7 +20,7 @@ use rustix::fs::{FileType, Mode, OFlags};
 
 use crate::Geometry;
 use crate::cache::CacheMode;
-use crate::open::{OpenError, OpenOptions, Overlaid};
+use crate::opened::{OpenError, OpenOptions, Overlaid};
 use crate::storage::{Capabilities, Storage};
 
 mod id;

@@ -4,7 +4,6 @@
 //! that may be lost count as lost until the image is opened again.
 
 use std::sync::{Mutex, OnceLock, PoisonError};
-use std::time::Duration;
 
 use blockyard_nbd::negotiate::Terms;
 use blockyard_nbd::uri::Uri;
@@ -12,24 +11,9 @@ use blockyard_nbd::wire::export;
 use blockyard_nbd::{NbdError, NbdErrorKind};
 
 use super::dial::Dialed;
+use super::options::Options;
 use crate::Geometry;
 use crate::storage::Capabilities;
-
-/// Timeouts of a remote image.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Options {
-    /// How long requests wait for a lost connection.
-    pub reconnect: Duration,
-    /// How long a server may take to answer or to accept a connection, before the connection counts
-    /// as lost.
-    pub timeout: Duration,
-}
-
-impl Default for Options {
-    fn default() -> Self {
-        Options { reconnect: Duration::from_secs(30), timeout: Duration::from_secs(30) }
-    }
-}
 
 /// The properties that all connections to an export share.
 #[derive(Debug)]

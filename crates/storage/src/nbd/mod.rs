@@ -7,6 +7,7 @@
 //!   watch      detects a server that is silent or gone
 //!   hub        one connection for several reactors
 //!   remote     an open export
+//!   options    timeouts
 //!   export     what its connections share
 //!   state      what the parts of a client share
 //!   storage    `Storage` over all of it
@@ -19,21 +20,24 @@
 //! writes that may be lost are never reported as durable.
 
 use std::io;
+use std::rc::Rc;
 use std::sync::Arc;
 
 use blockyard_nbd::uri::{self, Host, Uri};
 use blockyard_ring::Handle;
 
 use crate::Geometry;
+use crate::boxed::AnyStore;
 use crate::error::StorageError;
-use crate::open::{OpenOptions, Opened};
-use crate::schemes::{Scheme, Store};
+use crate::opened::{OpenOptions, Opened};
+use crate::scheme::Scheme;
 use crate::storage::Capabilities;
 
 mod client;
 mod dial;
 mod export;
 mod hub;
+pub(crate) mod options;
 mod receive;
 mod remote;
 mod slots;
@@ -42,13 +46,13 @@ mod storage;
 mod watch;
 
 use export::EXPORT;
-pub use export::Options;
+pub use options::Options;
 pub use remote::Remote;
 pub use storage::Nbd;
 
 impl Opened for Remote {
-    fn storage(self: Arc<Self>, handle: &Handle) -> io::Result<Store> {
-        Nbd::on(&self, handle).map(Store::Nbd)
+    fn storage(self: Arc<Self>, handle: &Handle) -> io::Result<AnyStore> {
+        Ok(Rc::new(Nbd::on(&self, handle)?))
     }
 
     fn name(&self) -> String {

@@ -10,8 +10,9 @@ use std::io;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use super::dial::dial;
-use super::export::{Export, Options, unsuitable};
+use super::export::{Export, unsuitable};
 use super::hub::Hub;
+use super::options::Options;
 use blockyard_nbd::negotiate::Terms;
 use blockyard_nbd::uri::Uri;
 use blockyard_nbd::wire::export;

@@ -16,7 +16,7 @@ use super::passed::COPIED;
 use super::patience::Patience;
 use super::target::Shape;
 use super::worker::{Living, Worker};
-use crate::open::ImageFile;
+use crate::image_file::ImageFile;
 use crate::range_lock::RangeLock;
 use crate::storage::Capabilities;
 use crate::{Geometry, SECTOR};

@@ -21,11 +21,13 @@ use super::passed::Passed;
 use super::patience::Patience;
 use super::shared::{AskWorker, Core};
 use super::worker::{Living, Make, Worker};
+use crate::boxed::AnyStore;
 use crate::cache::CacheMode;
 use crate::file::HostFile;
-use crate::open::{ImageFile, OpenError, OpenOptions, Opened, Program};
-use crate::schemes::Store;
+use crate::image_file::ImageFile;
+use crate::opened::{OpenError, OpenOptions, Opened, Program};
 use crate::storage::{Capabilities, Storage};
+use crate::store::Store;
 use crate::{Geometry, SECTOR};
 
 /// Longest time in which the thread of a program gives it up. It does not wait for the program.
@@ -220,12 +222,7 @@ impl Target {
         let name = self.name.clone();
         let open = |path: &Path, access, cache| {
             let options = OpenOptions::new(path, access == Access::Read, cache);
-            let file = ImageFile::open(&options).map_err(|e| TargetError::of_file(&name, e))?;
-            if file.fd().is_none() {
-                let what = format!("{} is no file or device of this host", path.display());
-                return Err(TargetError::new(TargetErrorKind::File, &name, what));
-            }
-            Ok(file)
+            ImageFile::open_file(&options).map_err(|e| TargetError::of_file(&name, e))
         };
         let data = self.data.iter().map(|(path, access)| open(path, *access, cache));
         let data: Vec<_> = data.collect::<Result<_, _>>()?;
@@ -292,11 +289,11 @@ impl OpenTarget {
 }
 
 impl Opened for OpenTarget {
-    fn storage(self: Arc<Self>, handle: &RingHandle) -> io::Result<Store> {
+    fn storage(self: Arc<Self>, handle: &RingHandle) -> io::Result<AnyStore> {
         let (core, worker) = (self.core.clone(), self.worker.clone());
         let patience = Patience::new(handle, self.limits.answer);
         if !self.is_map {
-            return Ok(Store::Passed(Passed { core, worker, patience }));
+            return Ok(Rc::new(Passed { core, worker, patience }));
         }
         let files = self.data.iter().map(|file| match file.storage(handle)? {
             Store::File(file) => Ok(file),
@@ -305,7 +302,7 @@ impl Opened for OpenTarget {
         let files: Vec<HostFile> = files.collect::<io::Result<_>>()?;
         let writable: Vec<bool> = self.data.iter().map(|file| !file.read_only()).collect();
         let ask = AskWorker { core, worker, patience };
-        Ok(Store::Mapped(Rc::new(Mapped::new(&self.core, files, &writable, ask))))
+        Ok(Rc::new(Mapped::new(&self.core, files, &writable, ask)))
     }
 
     fn name(&self) -> String {

@@ -31,8 +31,8 @@ pub(super) use program::{hand_over, own};
 pub use start::{continue_from, end_unused, start_early};
 
 use crate::error::{ErrorKind, StorageError};
-use crate::open::{OpenOptions, Opened};
-use crate::schemes::Scheme;
+use crate::opened::{OpenOptions, Opened};
+use crate::scheme::Scheme;
 
 const PREFIX: &str = "exec:";
 

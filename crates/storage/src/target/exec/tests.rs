@@ -11,9 +11,7 @@ use blockyard_ring::{Executor, Segments};
 use super::handed::{self, Introduction, Position};
 use super::start::{ENDER, MOST_ENDERS, Process, Started};
 use crate::CacheMode;
-use crate::open::Opened;
-use crate::schemes::Store;
-use crate::storage::Storage;
+use crate::opened::Opened;
 use crate::target::target::OpenTarget;
 use crate::target::{Limits, Shape};
 
@@ -42,10 +40,7 @@ fn open(started: Started, limits: Limits) -> Arc<OpenTarget> {
 fn read(target: &Arc<OpenTarget>) -> std::io::Result<usize> {
     let (executor, target) = (Executor::new().unwrap(), target.clone());
     let handle = executor.handle().clone();
-    let read = async move {
-        let Store::Mapped(disk) = target.storage(&handle)? else { panic!("it is no map") };
-        disk.read(Segments::buffer(4096), 0).await.1
-    };
+    let read = async move { target.storage(&handle)?.read(Segments::buffer(4096), 0).await.1 };
     executor.block_on(read).unwrap()
 }
 

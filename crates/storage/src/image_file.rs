@@ -1,7 +1,8 @@
-//! Opens the storage of an image by its name: a file of this host, or what a scheme of the table
-//! opens.
+//! An open image file: a locked file of this host, or what a scheme has opened.
+//!
+//! In: [`OpenOptions`], or an [`Opened`]. Out: an [`ImageFile`], which may be sent to any thread;
+//! and its [`Store`] on each reactor.
 
-use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -9,160 +10,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use blockyard_ring::host::{self, Geometry, Lock, Topology};
-use blockyard_ring::parcel::Parcel;
 use blockyard_ring::{Handle, LockedFile, UringFile};
 use rustix::fs::{FileType, Mode, OFlags};
 
 use crate::cache::CacheMode;
-use crate::error::{ErrorKind, StorageError};
 use crate::file::lock::{LockError, take_lock};
 use crate::file::{self, FileId, HostFile, path_of, record};
-use crate::nbd;
+use crate::opened::{OpenError, OpenOptions, Opened};
 use crate::range_lock::RangeLock;
-use crate::schemes::{SCHEMES, Store, scheme_of};
 use crate::sim::{Journal, Recorded};
 use crate::storage::{Alignment, Capabilities};
-
-/// Options for opening an image file.
-#[derive(Clone, Debug)]
-pub struct OpenOptions {
-    pub path: PathBuf,
-    /// A descriptor of the file (O_PATH suffices). The file is opened through it, even if the path
-    /// now names another file.
-    pub found: Option<Arc<OwnedFd>>,
-    pub read_only: bool,
-    pub cache: CacheMode,
-    /// Whether to open without a lock, so that another program may write to the file. Only readers
-    /// may do this.
-    pub force_share: bool,
-    /// For images on an NBD server.
-    pub nbd: nbd::Options,
-    pub overlaid: Overlaid,
-    /// Records all operations on the file, for simulated power cuts.
-    pub journal: Option<Journal>,
-    /// A storage that is open already; then `path` is only its name.
-    pub given: Option<Arc<dyn Opened>>,
-}
-
-/// What to do when an image is opened for writing and a live snapshot has put an overlay on it.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub enum Overlaid {
-    #[default]
-    Refuse,
-    /// Open the image and remove the record: the overlay is abandoned.
-    Abandon,
-    /// Open the image if the record names one of these files, which lie over the image and hide
-    /// what is written to it.
-    Below(Vec<PathBuf>),
-}
-
-impl OpenOptions {
-    pub fn new(path: impl Into<PathBuf>, read_only: bool, cache: CacheMode) -> Self {
-        let (found, nbd, overlaid, journal, given) = Default::default();
-        OpenOptions {
-            path: path.into(),
-            found,
-            read_only,
-            cache,
-            force_share: false,
-            nbd,
-            overlaid,
-            journal,
-            given,
-        }
-    }
-}
-
-/// Why an image could not be opened, and what the operator can do.
-#[derive(Debug, thiserror::Error)]
-pub enum OpenError {
-    #[error("image {}: {hint}", path.display())]
-    Open { path: PathBuf, hint: &'static str, source: io::Error },
-    /// Like `Open`, without the text of the kernel's error, which would only repeat the hint.
-    #[error("image {}: {hint}", path.display())]
-    Explained { path: PathBuf, hint: &'static str, kind: io::ErrorKind },
-    #[error("image {} is in use by {holder}: an image is opened by one writer, \
-             or by any number of readers", path.display())]
-    Locked { path: PathBuf, holder: String },
-    #[error("image {}: a live snapshot has put overlay {} on it, and writing to it would damage \
-             the overlay: serve the overlay, or merge it (blockyard image commit), or abandon it \
-             (blockyard serve --abandon-overlay)",
-             path.display(), overlay.to_string_lossy().escape_debug())]
-    Overlaid { path: PathBuf, overlay: PathBuf },
-    #[error("image {}: {advice}", path.display())]
-    Sandboxed { path: PathBuf, advice: String, source: io::Error },
-    #[error("image {}: {operation}", path.display())]
-    Io { path: PathBuf, operation: &'static str, source: io::Error },
-    #[error(
-        "image {}: there is no such file, and no storage has such a name: use a path, or {forms}",
-        path.display()
-    )]
-    Scheme { path: PathBuf, forms: String },
-    #[error("image {}: {error}", path.display())]
-    Storage { path: PathBuf, error: StorageError },
-}
-
-impl OpenError {
-    /// Returns whether the image could perhaps be opened by a reader.
-    pub fn may_be_read(&self) -> bool {
-        use io::ErrorKind::{PermissionDenied, ReadOnlyFilesystem};
-        match self {
-            OpenError::Explained { kind, .. } => {
-                matches!(kind, PermissionDenied | ReadOnlyFilesystem)
-            }
-            OpenError::Storage { error, .. } => error.kind == ErrorKind::ReadOnly,
-            // The holder may be a writer, which excludes readers.
-            OpenError::Open { .. }
-            | OpenError::Locked { .. }
-            | OpenError::Overlaid { .. }
-            | OpenError::Io { .. }
-            | OpenError::Sandboxed { .. }
-            | OpenError::Scheme { .. } => false,
-        }
-    }
-}
-
-/// A program that decides where the data of an image lie.
-#[derive(Clone, Debug)]
-pub struct Program {
-    /// The name of the image, such as `exec:/path/of/program`.
-    pub image: String,
-    /// The files in which the data lie.
-    pub files: Vec<PathBuf>,
-}
-
-/// An open storage that is no file of this host, before a reactor uses it.
-pub trait Opened: fmt::Debug + Send + Sync {
-    /// Returns the storage on one reactor.
-    fn storage(self: Arc<Self>, handle: &Handle) -> io::Result<Store>;
-    /// Returns the normalized name by which an image may refer to the storage.
-    fn name(&self) -> String;
-    /// Returns the storage's kind for `image info`: "nbd".
-    fn kind(&self) -> &'static str;
-    /// Returns the storage's size in bytes.
-    fn size(&self) -> u64;
-    fn geometry(&self) -> Geometry;
-    fn capabilities(&self) -> Capabilities;
-    /// Returns whether io_uring moves all data between files of this host and the memory of the
-    /// requests. Else this process copies them.
-    fn has_files(&self) -> bool {
-        false
-    }
-    /// Returns the program that decides where the data lie, if there is one.
-    fn program(&self) -> Option<Program> {
-        None
-    }
-    /// Gives up the program that decides where the data lie, for the next server. None: there is
-    /// none. The storage must be flushed and not be used any more.
-    fn hand_over(&self) -> io::Result<Option<Parcel>> {
-        Ok(None)
-    }
-    /// The program that decides where the data lie is this server's alone now, after a hand-over.
-    fn own_program(&self) {}
-    /// Returns the device that holds the storage's data and that other disks may share, and whether
-    /// it is rotational. None: no other disk can share the device.
-    fn device(&self) -> io::Result<Option<(String, bool)>>;
-}
+use crate::store::Store;
 
 /// What holds the data.
 #[derive(Clone, Debug)]
@@ -192,26 +50,8 @@ pub struct ImageFile {
 }
 
 impl ImageFile {
-    /// Opens and locks an image file, or connects to what its name's scheme describes.
-    pub fn open(options: &OpenOptions) -> Result<Self, OpenError> {
-        if let Some(opened) = &options.given {
-            return Ok(ImageFile::other(opened.clone(), options));
-        }
-        match scheme_of(&options.path) {
-            Some((scheme, name)) => {
-                let failed = |error| OpenError::Storage { path: options.path.clone(), error };
-                Ok(ImageFile::other(scheme.open(name, options).map_err(failed)?, options))
-            }
-            None if is_unknown_uri(&options.path) => {
-                let forms =
-                    SCHEMES.iter().map(|scheme| scheme.forms()).collect::<Vec<_>>().join(", or ");
-                Err(OpenError::Scheme { path: options.path.clone(), forms })
-            }
-            None => ImageFile::open_file(options),
-        }
-    }
-
-    fn open_file(options: &OpenOptions) -> Result<Self, OpenError> {
+    /// Opens and locks a file or block device of this host.
+    pub(crate) fn open_file(options: &OpenOptions) -> Result<Self, OpenError> {
         let path = options.path.clone();
         let (fd, direct) = file::open(&path, options)?;
         let failed = |operation| {
@@ -253,7 +93,8 @@ impl ImageFile {
         })
     }
 
-    fn other(opened: Arc<dyn Opened>, options: &OpenOptions) -> Self {
+    /// Returns the image file of what a scheme has opened.
+    pub(crate) fn other(opened: Arc<dyn Opened>, options: &OpenOptions) -> Self {
         ImageFile {
             path: options.path.clone(),
             size: AtomicU64::new(opened.size()),
@@ -282,7 +123,7 @@ impl ImageFile {
                     }
                 }
             }
-            Medium::Other(opened) => opened.clone().storage(handle)?,
+            Medium::Other(opened) => Store::Other(opened.clone().storage(handle)?),
         })
     }
 
@@ -476,11 +317,6 @@ impl ImageFile {
     }
 }
 
-/// Returns whether the name looks like a URI, and is not the path of an existing file.
-fn is_unknown_uri(path: &Path) -> bool {
-    path.to_str().is_some_and(|name| name.contains("://")) && !path.exists()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -499,29 +335,35 @@ mod tests {
     #[test]
     fn an_image_has_one_writer_or_many_readers() {
         let path = scratch("lock", 1000);
-        let writer = ImageFile::open(&options(&path, false)).unwrap();
+        let writer = ImageFile::open_file(&options(&path, false)).unwrap();
         assert_eq!(writer.size(), 1000);
-        assert!(matches!(ImageFile::open(&options(&path, true)), Err(OpenError::Locked { .. })));
+        assert!(matches!(
+            ImageFile::open_file(&options(&path, true)),
+            Err(OpenError::Locked { .. })
+        ));
         drop(writer);
-        let _a = ImageFile::open(&options(&path, true)).unwrap();
-        let _b = ImageFile::open(&options(&path, true)).unwrap();
-        assert!(matches!(ImageFile::open(&options(&path, false)), Err(OpenError::Locked { .. })));
+        let _a = ImageFile::open_file(&options(&path, true)).unwrap();
+        let _b = ImageFile::open_file(&options(&path, true)).unwrap();
+        assert!(matches!(
+            ImageFile::open_file(&options(&path, false)),
+            Err(OpenError::Locked { .. })
+        ));
         std::fs::remove_file(&path).unwrap();
     }
 
     #[test]
     fn a_writer_becomes_a_reader_and_no_other_process_takes_the_lock_in_between() {
         let path = scratch("reader", 4096);
-        let writer = ImageFile::open(&options(&path, false)).unwrap();
+        let writer = ImageFile::open_file(&options(&path, false)).unwrap();
         // The old path names another file now. The reader must not open that file.
         let moved = path.with_extension("moved");
         std::fs::rename(&path, &moved).unwrap();
         let _other = scratch("reader", 1);
         let reader = writer.reader().unwrap();
-        assert!(ImageFile::open(&options(&moved, true)).is_err());
+        assert!(ImageFile::open_file(&options(&moved, true)).is_err());
         writer.hand_lock_to(&reader).unwrap();
-        let _second = ImageFile::open(&options(&moved, true)).unwrap();
-        assert!(ImageFile::open(&options(&moved, false)).is_err());
+        let _second = ImageFile::open_file(&options(&moved, true)).unwrap();
+        assert!(ImageFile::open_file(&options(&moved, false)).is_err());
         assert!(
             matches!(reader.writer(), Err(OpenError::Locked { .. })),
             "there is a second reader"
@@ -529,38 +371,30 @@ mod tests {
         drop(_second);
         drop(writer);
         let writer = reader.writer().unwrap();
-        assert!(ImageFile::open(&options(&moved, true)).is_err());
+        assert!(ImageFile::open_file(&options(&moved, true)).is_err());
         writer.hand_lock_to(&reader).unwrap();
         drop(writer);
-        assert!(ImageFile::open(&options(&moved, false)).is_err(), "the reader's lock is its own");
+        assert!(
+            ImageFile::open_file(&options(&moved, false)).is_err(),
+            "the reader's lock is its own"
+        );
         drop(reader);
-        ImageFile::open(&options(&moved, false)).unwrap();
+        ImageFile::open_file(&options(&moved, false)).unwrap();
         std::fs::remove_file(&moved).unwrap();
         std::fs::remove_file(&path).unwrap();
     }
 
     #[test]
-    fn the_error_for_an_unknown_scheme_lists_the_known_ones() {
-        let error = ImageFile::open(&options(Path::new("http://host/disk.img"), false))
-            .unwrap_err()
-            .to_string();
-        assert!(error.starts_with("image http://host/disk.img: there is no such file"), "{error}");
-        for scheme in SCHEMES {
-            assert!(error.contains(scheme.forms()), "{error}");
-        }
-    }
-
-    #[test]
     fn errors_name_the_file_and_what_to_do() {
         let missing =
-            ImageFile::open(&options(Path::new("/nonexistent/x.img"), false)).unwrap_err();
+            ImageFile::open_file(&options(Path::new("/nonexistent/x.img"), false)).unwrap_err();
         assert_eq!(missing.to_string(), "image /nonexistent/x.img: there is no such file");
-        let folder = ImageFile::open(&options(&std::env::temp_dir(), false)).unwrap_err();
+        let folder = ImageFile::open_file(&options(&std::env::temp_dir(), false)).unwrap_err();
         assert!(
             folder.to_string().contains("must be a regular file or a block device"),
             "{folder}"
         );
-        let device = ImageFile::open(&options(Path::new("/dev/null"), false)).unwrap_err();
+        let device = ImageFile::open_file(&options(Path::new("/dev/null"), false)).unwrap_err();
         assert!(
             device.to_string().contains("must be a regular file or a block device"),
             "{device}"
