@@ -96,8 +96,7 @@ fn check_activation(disk: &DiskArgs) -> anyhow::Result<()> {
              --read-only or --activation"
         );
     }
-    let name = disk.image.to_string_lossy();
-    if ["null:", "ram:", "delay:", "exec:"].iter().any(|scheme| name.starts_with(scheme)) {
+    if Source::scheme_of(&disk.image).is_some_and(|(scheme, _)| !scheme.may_move()) {
         anyhow::bail!(
             "image {image}: --activation rings needs an image that another server can open"
         );
@@ -108,7 +107,7 @@ fn check_activation(disk: &DiskArgs) -> anyhow::Result<()> {
 /// Opens the image and closes it again, to find errors. Takes no lock, because another server may
 /// have the image open. Does nothing for images of other programs and hosts (NBD, `exec:`).
 pub fn try_open(disk: &DiskArgs) -> anyhow::Result<()> {
-    if blockyard_storage::scheme_of(&disk.image).is_some() {
+    if Source::scheme_of(&disk.image).is_some_and(|(scheme, _)| scheme.is_elsewhere()) {
         return Ok(());
     }
     let (read_only, force_share, cache) = (true, true, CacheMode::Writeback);

@@ -5,8 +5,8 @@
 
 use std::path::Path;
 
+use blockyard_disk::Source;
 use blockyard_ring::sandbox;
-use blockyard_storage::target::exec;
 use blockyard_yard::DiskInfo;
 
 use crate::disks::try_open;
@@ -30,8 +30,9 @@ fn is_top(served: &DiskInfo, image: &Path) -> bool {
 
 /// Returns why the disk must stay open. `again`: the options with which it would be opened.
 pub fn obstacle(served: &DiskInfo, again: &DiskArgs) -> Option<String> {
-    let name = again.image.to_string_lossy();
-    if served.image.as_ref() == Some(&again.image) && name.starts_with("ram:") {
+    let scheme = Source::scheme_of(&again.image);
+    let is_volatile = scheme.is_some_and(|(scheme, _)| scheme.is_volatile());
+    if served.image.as_ref() == Some(&again.image) && is_volatile {
         return Some(
             "its data are in memory and would be lost: remove the disk, and add it".into(),
         );
@@ -41,7 +42,8 @@ pub fn obstacle(served: &DiskInfo, again: &DiskArgs) -> Option<String> {
                     it: name the overlay as its image";
         return Some(what.into());
     }
-    if exec::program_of(&name).is_some() && sandbox::is_on() {
+    let program = scheme.and_then(|(scheme, name)| scheme.program(name));
+    if program.is_some() && sandbox::is_on() {
         let what = "a server in a sandbox cannot start its program again: restart the server";
         return Some(what.into());
     }

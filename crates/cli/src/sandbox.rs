@@ -9,6 +9,7 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
+use blockyard_disk::Source;
 use blockyard_program::ending::Failure;
 use blockyard_ring::sandbox::{self, Access, Folder};
 use blockyard_ring::witness::{self, Question};
@@ -139,9 +140,10 @@ pub fn enter(args: &SandboxArgs, needs: &Needs<'_>) -> Result<(), Failure> {
 fn start_programs(needs: &Needs<'_>) -> anyhow::Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     for disk in &needs.config.disks {
-        let Some(name) = disk.image.to_str().filter(|name| exec::program_of(name).is_some()) else {
+        let Some((scheme, name)) = Source::scheme_of(&disk.image) else { continue };
+        if scheme.program(name).is_none() {
             continue;
-        };
+        }
         if let Some(running) =
             needs.takeover.and_then(|takeover| takeover.program(&disk.name(), name))
         {
@@ -309,16 +311,12 @@ fn devices(needs: &Needs<'_>) -> Vec<PathBuf> {
     devices
 }
 
-/// Returns the path of a disk's image, or `None` if it is not on this host.
+/// Returns the file of a disk's image, or `None` if it is not on this host.
 fn image_of(disk: &DiskArgs) -> Option<PathBuf> {
-    let name = disk.image.to_string_lossy();
-    if let Some(model) = name.strip_prefix("delay:") {
-        let file = model.strip_prefix("file=")?;
-        return Some(file.split(',').next().unwrap_or_default().into());
+    match Source::scheme_of(&disk.image) {
+        Some((scheme, name)) => scheme.file(name),
+        None => Some(disk.image.clone()),
     }
-    let is_elsewhere = ["null:", "ram:"].iter().any(|prefix| name.starts_with(prefix))
-        || blockyard_storage::scheme_of(&disk.image).is_some();
-    (!is_elsewhere).then(|| disk.image.clone())
 }
 
 /// Returns what an image needs: the device itself, or the folders of the file, with and without

@@ -23,10 +23,11 @@
 //! [`Store`], which is the same on one reactor.
 //!
 //! Each part imports only parts below it: the table is at the top, the types of `opened` at the
-//! bottom. To add a storage, add a file with three types and a line of `schemes.rs`. A [`Scheme`]
-//! opens a name and returns an [`Opened`], which returns a [`Storage`] for each reactor. A layer
-//! that wraps a storage (encryption, a cache, a journal) is a `Storage` over a `Storage`. It
-//! implements the methods that it changes and forwards the others: see [`sim::Recorded`].
+//! bottom. To add a storage, add a file with three types and a line of `schemes.rs`. A
+//! [`StorageScheme`] opens a name and returns an [`Opened`], which returns a [`Storage`] for each
+//! reactor. A layer that wraps a storage (encryption, a cache, a journal) is a `Storage` over a
+//! `Storage`. It implements the methods that it changes and forwards the others: see
+//! [`sim::Recorded`].
 
 // `print!` and `eprint!` panic if the stream cannot be written. `blockyard_program::output` and the
 // log do not.
@@ -58,7 +59,7 @@ pub use file::{FileId, HostFile, path_of};
 pub use image_file::ImageFile;
 pub use opened::{OpenError, OpenOptions, Opened, Overlaid, Program};
 pub use range_lock::{RangeGuard, RangeLock};
-pub use scheme::Scheme;
+pub use scheme::{Scheme, StorageScheme};
 pub use schemes::{SCHEMES, scheme_of};
 pub use storage::{Alignment, Capabilities, Storage};
 pub use store::Store;

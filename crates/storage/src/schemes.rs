@@ -3,21 +3,24 @@
 //! In: a name. Out: an [`ImageFile`], by the scheme that owns the name, or else by its path.
 //!
 //! To add a scheme, add a file to the folder `schemes`, and here its `mod` and a line of
-//! [`SCHEMES`].
+//! [`SCHEMES`]. Crate `disk` has a table for names on which no image can lie (`null:`), and
+//! searches both.
+//!
+//! What must hold: no file except the scheme's own knows its prefix.
 
 use std::path::Path;
 
 use crate::image_file::ImageFile;
 use crate::nbd;
 use crate::opened::{OpenError, OpenOptions};
-use crate::scheme::Scheme;
+use crate::scheme::StorageScheme;
 use crate::target::exec;
 
 /// The kinds of names that are no paths.
-pub static SCHEMES: &[&dyn Scheme] = &[&nbd::NbdScheme, &exec::ExecScheme];
+pub static SCHEMES: &[&dyn StorageScheme] = &[&nbd::NbdScheme, &exec::ExecScheme];
 
 /// Returns the scheme of a name; None: it is a path.
-pub fn scheme_of(name: &Path) -> Option<(&'static dyn Scheme, &str)> {
+pub fn scheme_of(name: &Path) -> Option<(&'static dyn StorageScheme, &str)> {
     let name = name.to_str()?;
     SCHEMES.iter().find(|scheme| scheme.owns(name)).map(|scheme| (*scheme, name))
 }
@@ -52,6 +55,7 @@ fn is_unknown_uri(path: &Path) -> bool {
 mod tests {
     use super::*;
     use crate::CacheMode;
+    use crate::scheme::Scheme;
 
     #[test]
     fn a_name_selects_the_scheme_that_owns_it() {

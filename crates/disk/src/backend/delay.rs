@@ -23,11 +23,11 @@ use blockyard_image::{Format, Raw, SECTOR};
 use blockyard_ring::{Handle, Segments};
 use blockyard_storage::Storage;
 
-use super::parse_size;
+use super::size::parse_size;
 use crate::filter::{Dice, MOST_TIME, TIME_FORM, parse_time};
 use crate::statistics::OpKind;
 
-const FORM: &str = "a modelled device is delay:SIZE or delay:file=PATH, then [,parallel=N]\
+pub(super) const FORM: &str = "a modelled device is delay:SIZE or delay:file=PATH, then [,parallel=N]\
                     [,KIND=TIME]...[,bandwidth=BYTES_PER_S][,spread=exponential[,seed=N]]\
                     [,device=NAME]";
 const SIZE_FORM: &str = "a number of bytes with an optional suffix k, M, G or T (powers of 1024)";
@@ -179,8 +179,13 @@ impl Model {
 }
 
 impl Below {
+    /// Returns the path of the raw image, if the text after `delay:` names one.
+    pub(super) fn path(text: &str) -> Option<PathBuf> {
+        text.strip_prefix("file=")?.split(',').next().map(PathBuf::from)
+    }
+
     fn read(text: &str) -> Result<Self, ModelError> {
-        if let Some(path) = text.strip_prefix("file=").map(PathBuf::from) {
+        if let Some(path) = Below::path(text) {
             return match Format::of_name(&path).unwrap_or(Format::Raw) {
                 Format::Raw => Ok(Below::File(path)),
                 other => Err(ModelError::NotRaw { path, format: other }),

@@ -9,7 +9,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use blockyard_storage::{FileId, Scheme, path_of, scheme_of};
+use blockyard_storage::{FileId, StorageScheme, path_of, scheme_of};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
@@ -59,7 +59,7 @@ impl PendingImage {
 
     /// Returns the scheme that opens this image, and the image's name in that scheme. None: the
     /// image is a file of this host.
-    pub(super) fn scheme(&self) -> Option<(&'static dyn Scheme, &str)> {
+    pub(super) fn scheme(&self) -> Option<(&'static dyn StorageScheme, &str)> {
         scheme_of(&self.path)
     }
 

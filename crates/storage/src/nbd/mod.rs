@@ -30,7 +30,7 @@ use crate::Geometry;
 use crate::boxed::AnyStore;
 use crate::error::StorageError;
 use crate::opened::{OpenOptions, Opened};
-use crate::scheme::Scheme;
+use crate::scheme::{Scheme, StorageScheme};
 use crate::storage::Capabilities;
 
 mod client;
@@ -97,6 +97,12 @@ impl Scheme for NbdScheme {
         uri::is_uri(name)
     }
 
+    fn is_elsewhere(&self) -> bool {
+        true
+    }
+}
+
+impl StorageScheme for NbdScheme {
     fn open(&self, name: &str, options: &OpenOptions) -> Result<Arc<dyn Opened>, StorageError> {
         Ok(Remote::open(name, options.read_only, options.nbd)?)
     }

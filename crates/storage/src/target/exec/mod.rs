@@ -32,7 +32,7 @@ pub use start::{continue_from, end_unused, start_early};
 
 use crate::error::{ErrorKind, StorageError};
 use crate::opened::{OpenOptions, Opened};
-use crate::scheme::Scheme;
+use crate::scheme::{Scheme, StorageScheme};
 
 const PREFIX: &str = "exec:";
 
@@ -40,7 +40,7 @@ const PREFIX: &str = "exec:";
 pub(crate) struct ExecScheme;
 
 /// Returns the path of the program, if the name has the form `exec:/path`.
-pub fn program_of(name: &str) -> Option<PathBuf> {
+fn program_of(name: &str) -> Option<PathBuf> {
     let path = name.strip_prefix(PREFIX)?;
     path.starts_with('/').then(|| path.into())
 }
@@ -58,6 +58,21 @@ impl Scheme for ExecScheme {
         name.starts_with(PREFIX)
     }
 
+    /// Only one server may ask a program.
+    fn may_move(&self) -> bool {
+        false
+    }
+
+    fn is_elsewhere(&self) -> bool {
+        true
+    }
+
+    fn program(&self, name: &str) -> Option<PathBuf> {
+        program_of(name)
+    }
+}
+
+impl StorageScheme for ExecScheme {
     fn open(&self, name: &str, options: &OpenOptions) -> Result<Arc<dyn Opened>, StorageError> {
         let started = start::take(name)?;
         let target = started.target(name, options.read_only);
@@ -72,9 +87,5 @@ impl Scheme for ExecScheme {
 
     fn permit(&self, _allowed: &str, _name: &str) -> Option<String> {
         None
-    }
-
-    fn allowance(&self, name: &str) -> String {
-        name.into()
     }
 }
