@@ -91,13 +91,14 @@ fn vhost_user(args: &DiskArgs, common: &Common) -> Option<Arc<dyn Way>> {
             let handed = HandedSocket::unpack(parcel, before)?;
             if let Some(path) = handed.path().filter(|path| *path != Path::new(&socket)) {
                 let path = path.display();
-                return Err(format!("the other server listens on {path}, not on {socket}").into());
+                let what = format!("the other server listens on {path}, not on {socket}");
+                return Err(WayError::caller(what));
             }
             let (disk, reactors) = (disk.clone(), reactors.clone());
             return Ok(Box::new(VhostUser::resume(disk, handed, shape, tuning, reactors)?));
         }
         let listener = match socket.strip_prefix("fd:") {
-            Some(text) => Listener::inherited(inherited::socket(text)?),
+            Some(text) => Listener::inherited(inherited::socket(text).map_err(WayError::caller)?),
             None => Listener::bind(socket.as_ref())?,
         };
         Ok(Box::new(VhostUser::start(disk.clone(), listener, shape, tuning, reactors.clone())?))
@@ -109,7 +110,7 @@ fn nbd_export(args: &DiskArgs, common: &Common) -> Option<Arc<dyn Way>> {
     let (own, servers, handed) = (args.clone(), common.nbd.clone(), common.handed.clone());
     at(address.to_string(), args, move |disk, _| {
         let mut servers = servers.lock().unwrap_or_else(PoisonError::into_inner);
-        let offer = servers.offer(&address, disk, &own)?;
+        let offer = servers.offer(&address, disk, &own).map_err(WayError::caller)?;
         if let Some((parcel, _)) = handed.take(disk.name(), nbd::KIND) {
             offer.resume(parcel)?;
         }

@@ -183,7 +183,7 @@ impl Shared {
     /// Adds the disk that a toolstack requests.
     fn add(self: &Arc<Self>, wanted: Wanted) {
         let (shared, requested) = (self.clone(), wanted.clone());
-        let settings = move || shared.settings(requested).map_err(Into::into);
+        let settings = move || shared.settings(requested).map_err(WayError::caller);
         let (shared, device) = (self.clone(), wanted.device.clone());
         self.yard.add_then(name(&wanted.device), settings, move |added| match added {
             // If the yard closes, this server ends. The next server takes the device over.
@@ -249,7 +249,7 @@ impl Way for ToolstackWay {
         disk: &Arc<Disk>,
         reactors: &Arc<Reactors>,
     ) -> Result<Box<dyn Export>, WayError> {
-        let shared = self.shared.upgrade().ok_or("the server shuts down")?;
+        let shared = self.shared.upgrade().ok_or(WayError::Closing)?;
         let ToolstackDevice { domain, device, .. } = self.wanted.device;
         let records = shared.records.clone();
         let options = XenOptions { domain, device, queues: self.queues, data: self.data, records };

@@ -1,15 +1,46 @@
 //! Settings of a disk, independent of their source (command line, configuration file, API).
 
 use std::error::Error;
+use std::io;
 use std::sync::Arc;
 
 use blockyard_disk::{Carried, Disk, Filter, OnEnospc};
-use blockyard_export::{Export, Reactors};
+use blockyard_export::ublk::UblkError;
+use blockyard_export::xen::{XenError, XenNameError};
+use blockyard_export::{Export, Reactors, SocketError};
 use blockyard_image::ChainOptions;
 use blockyard_sched::Knobs;
 
-/// Error of an export that could not be started, or of settings that could not be made.
-pub type WayError = Box<dyn Error + Send + Sync>;
+/// Why an export could not be started, or settings could not be made. [`YardError`] adds the disk.
+///
+/// [`YardError`]: crate::YardError
+#[derive(Debug, thiserror::Error)]
+pub enum WayError {
+    /// The export cannot listen on its socket.
+    #[error(transparent)]
+    Socket(#[from] SocketError),
+    /// The reactors or the threads of a vhost-user or NBD export.
+    #[error(transparent)]
+    Start(#[from] io::Error),
+    #[error(transparent)]
+    Ublk(#[from] UblkError),
+    #[error(transparent)]
+    Xen(#[from] XenError),
+    #[error(transparent)]
+    XenName(#[from] XenNameError),
+    #[error("the server shuts down")]
+    Closing,
+    /// What the caller's own code found.
+    #[error(transparent)]
+    Caller(Box<dyn Error + Send + Sync>),
+}
+
+impl WayError {
+    /// Returns an error of the caller's own code.
+    pub fn caller(source: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
+        WayError::Caller(source.into())
+    }
+}
 
 /// Starts one export of a disk. An implementation holds the options of its protocol.
 pub trait Way: Send + Sync {

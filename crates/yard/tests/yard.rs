@@ -75,7 +75,7 @@ impl Way for NoteWay {
             let _ = held.lock().unwrap().recv();
         }
         if self.fails {
-            return Err("the address is taken".into());
+            return Err(WayError::caller("the address is taken"));
         }
         let note = Note { name: self.name.into(), events: self.events.clone() };
         note.note("start");
@@ -254,7 +254,7 @@ fn a_disk_that_cannot_be_added_leaves_nothing() {
     assert!(yard.list().is_empty());
     let missing = yard.add(disk("a", stage.folder.join("missing.raw"), Vec::new())).unwrap_err();
     assert!(missing.to_string().contains("missing.raw"), "{missing}");
-    let settings = || Err("the toolstack names no image".into());
+    let settings = || Err(WayError::caller("the toolstack names no image"));
     let (sender, receiver) = sync_channel(1);
     yard.add_then("a".into(), settings, move |result| {
         sender.send(result.unwrap_err().to_string()).unwrap()
