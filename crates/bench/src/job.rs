@@ -41,10 +41,16 @@ pub enum JobName {
     Experiment(Experiment),
 }
 
+/// A name of no job and of no experiment.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("invalid variant: {0}")]
+pub struct UnknownJob(String);
+
 impl JobName {
-    pub fn parse(text: &str) -> Result<Self, String> {
+    pub fn parse(text: &str) -> Result<Self, UnknownJob> {
         let experiment = || Experiment::from_str(text, false).map(JobName::Experiment);
-        Job::from_str(text, false).map(JobName::Job).or_else(|_| experiment())
+        let known = Job::from_str(text, false).map(JobName::Job).or_else(|_| experiment());
+        known.map_err(|_| UnknownJob(text.into()))
     }
 
     fn parser() -> impl TypedValueParser<Value = JobName> {

@@ -1,6 +1,7 @@
 //! Who may use the API: the kernel says who is at the other end of a connection.
 
 use std::fmt;
+use std::io;
 
 use tokio::net::UnixStream;
 
@@ -21,6 +22,15 @@ impl fmt::Display for Peer {
     }
 }
 
+/// Why a process may not use the API.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum AccessError {
+    #[error("an unknown process: {0}")]
+    Unknown(#[source] io::Error),
+    #[error("{0}")]
+    Peer(Peer),
+}
+
 /// The users that may connect, besides root.
 #[derive(Clone, Copy, Debug)]
 pub struct Access {
@@ -32,8 +42,8 @@ pub struct Access {
 
 impl Access {
     /// Returns the peer, or an error for the log if it may not connect.
-    pub(crate) fn check(&self, stream: &UnixStream) -> Result<Peer, String> {
-        let credentials = stream.peer_cred().map_err(|e| format!("an unknown process: {e}"))?;
+    pub(crate) fn check(&self, stream: &UnixStream) -> Result<Peer, AccessError> {
+        let credentials = stream.peer_cred().map_err(AccessError::Unknown)?;
         let peer = Peer { uid: credentials.uid(), pid: credentials.pid() };
         let is_member = |group: u32| {
             credentials.gid() == group || blockyard_ring::host::peer_groups(stream).contains(&group)
@@ -41,7 +51,7 @@ impl Access {
         if peer.uid == 0 || peer.uid == self.user || self.group.is_some_and(is_member) {
             Ok(peer)
         } else {
-            Err(peer.to_string())
+            Err(AccessError::Peer(peer))
         }
     }
 }

@@ -158,7 +158,7 @@ async fn accept_api(
                     let router = router.clone().layer(axum::Extension(peer));
                     tokio::spawn(serve(stream, peer.to_string(), router, permit));
                 }
-                Err(peer) => tracing::warn!("api: refused {peer}"),
+                Err(e) => tracing::warn!("api: refused {e}"),
             },
             Err(e) => cannot_accept("api", &e).await,
         }

@@ -19,10 +19,15 @@ pub fn start(level: Level, writer: impl for<'w> MakeWriter<'w> + Send + Sync + '
     if journal { log.without_time().init() } else { log.init() }
 }
 
+/// A text that names no level.
+#[derive(Debug, thiserror::Error)]
+#[error("a level is error, warn, info, debug or trace")]
+pub struct UnknownLevel;
+
 /// Parses the value of `--log`.
-pub fn parse_level(s: &str) -> Result<Level, String> {
+pub fn parse_level(s: &str) -> Result<Level, UnknownLevel> {
     let levels = ["error", "warn", "info", "debug", "trace"];
     let level = s.to_ascii_lowercase();
     let known = levels.contains(&level.as_str()).then(|| level.parse().ok()).flatten();
-    known.ok_or_else(|| "a level is error, warn, info, debug or trace".into())
+    known.ok_or(UnknownLevel)
 }

@@ -89,25 +89,35 @@ impl fmt::Display for System {
     }
 }
 
+/// A text that names no system.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum UnknownSystem {
+    #[error("\"{0}\" is none of raw, qcow2, overlay")]
+    Image(String),
+    #[error("\"{0}\" is none of {names}", names = SystemKind::NAMES.map(|n| n.0).join(", "))]
+    Kind(String),
+    #[error("{0} is measured on raw images only")]
+    OnlyRaw(String),
+}
+
 impl FromStr for System {
-    type Err = String;
+    type Err = UnknownSystem;
 
     /// Parses the name of a system, such as `uml-blockyard` or `qemu-qsd:overlay`.
-    fn from_str(text: &str) -> Result<Self, String> {
+    fn from_str(text: &str) -> Result<Self, UnknownSystem> {
         let (name, image) = text.split_once(':').unwrap_or((text, "raw"));
         let image = match image {
             "raw" => Image::Raw,
             "qcow2" => Image::Qcow2,
             "overlay" => Image::Overlay,
-            other => return Err(format!("\"{other}\" is none of raw, qcow2, overlay")),
+            other => return Err(UnknownSystem::Image(other.into())),
         };
-        let names = || SystemKind::NAMES.map(|n| n.0).join(", ");
         let kind = SystemKind::NAMES.iter().find(|n| n.0 == name).map(|n| n.1);
-        let kind = kind.ok_or_else(|| format!("\"{name}\" is none of {}", names()))?;
+        let kind = kind.ok_or_else(|| UnknownSystem::Kind(name.into()))?;
         let only_raw =
             matches!(kind, SystemKind::Host | SystemKind::UmlUbd | SystemKind::UmlUbdSync);
         if only_raw && image != Image::Raw {
-            return Err(format!("{name} is measured on raw images only"));
+            return Err(UnknownSystem::OnlyRaw(name.into()));
         }
         Ok(System { kind, image })
     }

@@ -9,7 +9,7 @@ use clap::ValueEnum;
 use super::stage::Played;
 use super::system::{System, SystemKind};
 use crate::experiment::{Contents, Experiment};
-use crate::job::{self, Job, JobName};
+use crate::job::{self, Job, JobName, UnknownJob};
 use crate::rate::Operation;
 use crate::results::{Run, Spent};
 use crate::samples;
@@ -47,18 +47,31 @@ impl fmt::Display for Workload {
     }
 }
 
+/// A text that names no work.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum UnknownWorkload {
+    #[error("invalid variant: {0}")]
+    Operation(String),
+    #[error(transparent)]
+    Job(#[from] UnknownJob),
+    #[error("\"{0}\": say rate:read, rate:write, rate:writesync, or job:NAME")]
+    Kind(String),
+}
+
 impl FromStr for Workload {
-    type Err = String;
+    type Err = UnknownWorkload;
 
     /// Parses the name of a work, such as `rate:read` or `job:fileserver`.
-    fn from_str(text: &str) -> Result<Self, String> {
+    fn from_str(text: &str) -> Result<Self, UnknownWorkload> {
         match text.split_once(':') {
-            Some(("rate", operation)) => Operation::from_str(operation, false).map(Workload::Rate),
+            Some(("rate", operation)) => Operation::from_str(operation, false)
+                .map(Workload::Rate)
+                .map_err(|_| UnknownWorkload::Operation(operation.into())),
             Some(("job", name)) => Ok(match JobName::parse(name)? {
                 JobName::Job(job) => Workload::Job(job),
                 JobName::Experiment(experiment) => Workload::Experiment(experiment),
             }),
-            _ => Err(format!("\"{text}\": say rate:read, rate:write, rate:writesync, or job:NAME")),
+            _ => Err(UnknownWorkload::Kind(text.into())),
         }
     }
 }

@@ -267,7 +267,7 @@ impl Inner {
             if !received && let Poll::Ready(why) = receiving.as_mut().poll(cx) {
                 // The receiver's error says more about the end than the sender's.
                 (received, reason) =
-                    (true, Some(why).filter(|_| !self.broken.get()).or(reason.take()));
+                    (true, Some(why.to_string()).filter(|_| !self.broken.get()).or(reason.take()));
             }
             if reason.is_none()
                 && let Poll::Ready(why) = watching.as_mut().poll(cx)

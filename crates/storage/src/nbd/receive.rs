@@ -17,6 +17,7 @@ use super::state::{Inner, PIECES, SENT_AT_A_TIME};
 use blockyard_nbd::link::{CLOSED, Link, UNASKED};
 use blockyard_nbd::negotiate::{Terms, printable};
 use blockyard_nbd::wire::{self, Chunk, Headers, SimpleReply, chunk, cmd, errno};
+use blockyard_nbd::{NbdError, NbdErrorKind};
 
 /// Size of the buffer for received bytes whose request is not known yet, in bytes.
 const BUFFER: usize = 16 << 10;
@@ -38,8 +39,6 @@ pub(super) struct Receiver<'a> {
     moved: usize,
 }
 
-type Broken = String;
-
 impl<'a> Receiver<'a> {
     pub fn new(client: &'a Inner, socket: &'a Link, terms: &'a Terms) -> Self {
         Receiver {
@@ -54,14 +53,14 @@ impl<'a> Receiver<'a> {
     }
 
     /// Receives replies until the connection is lost. Returns the reason.
-    pub async fn run(mut self) -> Broken {
+    pub async fn run(mut self) -> NbdError {
         loop {
             if self.client.is_broken() {
-                return Broken::new();
+                return NbdError::new(NbdErrorKind::Closed, CLOSED);
             }
             if self.client.slots.borrow().busy() == 0 {
                 if self.from < self.to {
-                    return UNASKED.into();
+                    return NbdError::protocol(UNASKED);
                 }
                 self.client.receive.wait().await;
                 continue;
@@ -72,7 +71,7 @@ impl<'a> Receiver<'a> {
         }
     }
 
-    async fn reply(&mut self) -> Result<(), Broken> {
+    async fn reply(&mut self) -> Result<(), NbdError> {
         self.have(SimpleReply::BYTES).await?;
         let magic = wire::u32_at(&self.peek::<4>(), 0);
         if magic != SimpleReply::MAGIC {
@@ -85,7 +84,9 @@ impl<'a> Receiver<'a> {
         if self.terms.headers == Headers::Extended
             || reads && self.terms.headers == Headers::Structured
         {
-            return Err("the server sent a simple reply where the protocol requires chunks".into());
+            return Err(NbdError::protocol(
+                "the server sent a simple reply where the protocol requires chunks",
+            ));
         }
         if reply.error != 0 {
             self.fail(index, reply.error, "");
@@ -96,7 +97,7 @@ impl<'a> Receiver<'a> {
         Ok(())
     }
 
-    async fn chunk(&mut self) -> Result<(), Broken> {
+    async fn chunk(&mut self) -> Result<(), NbdError> {
         let headers = self.terms.headers;
         let size = headers.chunk_bytes();
         self.have(size).await?;
@@ -108,10 +109,10 @@ impl<'a> Receiver<'a> {
         let chunk = Chunk::parse(headers, &bytes[..size]).map_err(not_a_reply)?;
         let (index, ask) = self.request(chunk.cookie)?;
         if headers == Headers::Extended && chunk.offset != ask.offset {
-            return Err(format!(
+            return Err(NbdError::protocol(format!(
                 "the answer to a request at {} names {}",
                 ask.offset, chunk.offset
-            ));
+            )));
         }
         match chunk.kind {
             chunk::NONE if chunk.len == 0 => {}
@@ -135,10 +136,10 @@ impl<'a> Receiver<'a> {
             }
             kind if kind & chunk::IS_ERROR != 0 => self.error(index, &chunk).await?,
             kind => {
-                return Err(format!(
+                return Err(NbdError::protocol(format!(
                     "a chunk of kind {kind} with {} bytes does not answer this request",
                     chunk.len
-                ));
+                )));
             }
         }
         if chunk.flags & chunk::DONE != 0 {
@@ -147,22 +148,24 @@ impl<'a> Receiver<'a> {
         Ok(())
     }
 
-    fn request(&self, cookie: u64) -> Result<(u32, Ask), Broken> {
+    fn request(&self, cookie: u64) -> Result<(u32, Ask), NbdError> {
         let mut slots = self.client.slots.borrow_mut();
         let found = slots.of_cookie(cookie).map(|(index, ask, _)| (index, ask));
         found.ok_or_else(|| {
-            format!("the server answers a request that was not sent (cookie {cookie:#x})")
+            NbdError::protocol(format!(
+                "the server answers a request that was not sent (cookie {cookie:#x})"
+            ))
         })
     }
 
     /// Returns the position of a chunk of `len` bytes at `offset` in the request's segments, and
     /// counts the chunk as received.
-    fn inside(&self, index: u32, ask: Ask, offset: u64, len: u64) -> Result<usize, Broken> {
+    fn inside(&self, index: u32, ask: Ask, offset: u64, len: u64) -> Result<usize, NbdError> {
         let wrong = || {
-            format!(
+            NbdError::protocol(format!(
                 "{len} bytes at {offset} do not answer a request of {} at {}",
                 ask.len, ask.offset
-            )
+            ))
         };
         let at = offset.checked_sub(ask.offset).ok_or_else(wrong)?;
         let mut slots = self.client.slots.borrow_mut();
@@ -186,9 +189,12 @@ impl<'a> Receiver<'a> {
         Ok(at as usize)
     }
 
-    async fn data(&mut self, index: u32, ask: Ask, len: u64) -> Result<(), Broken> {
+    async fn data(&mut self, index: u32, ask: Ask, len: u64) -> Result<(), NbdError> {
         if len <= 8 || len > ask.len + 8 {
-            return Err(format!("a chunk of {len} bytes answers a request of {}", ask.len));
+            return Err(NbdError::protocol(format!(
+                "a chunk of {len} bytes answers a request of {}",
+                ask.len
+            )));
         }
         self.have(8).await?;
         let offset = wire::u64_at(&self.take::<8>(), 0);
@@ -196,32 +202,38 @@ impl<'a> Receiver<'a> {
         self.fill(index, at, (len - 8) as usize).await
     }
 
-    async fn error(&mut self, index: u32, chunk: &Chunk) -> Result<(), Broken> {
+    async fn error(&mut self, index: u32, chunk: &Chunk) -> Result<(), NbdError> {
         if !(6..=MAX_ERROR).contains(&chunk.len) {
-            return Err(format!("an error of {} bytes has a wrong size", chunk.len));
+            return Err(NbdError::protocol(format!(
+                "an error of {} bytes has a wrong size",
+                chunk.len
+            )));
         }
         let bytes = self.bytes(chunk.len as usize).await?;
         let said = usize::from(u16::from_be_bytes([bytes[4], bytes[5]]));
-        let message =
-            bytes[6..].get(..said).ok_or("an error's message is longer than the error")?;
+        let too_long = || NbdError::protocol("an error's message is longer than the error");
+        let message = bytes[6..].get(..said).ok_or_else(too_long)?;
         self.fail(index, wire::u32_at(&bytes, 0), &printable(message));
         Ok(())
     }
 
-    async fn status(&mut self, index: u32, ask: Ask, chunk: &Chunk) -> Result<(), Broken> {
+    async fn status(&mut self, index: u32, ask: Ask, chunk: &Chunk) -> Result<(), NbdError> {
         let extended = self.terms.headers == Headers::Extended;
         let (kind, head, each) =
             if extended { (chunk::BLOCK_STATUS_EXT, 8, 16) } else { (chunk::BLOCK_STATUS, 4, 8) };
         let whole = chunk.len >= head + each && (chunk.len - head).is_multiple_of(each);
         if chunk.kind != kind || !whole || chunk.len > MAX_STATUS {
-            return Err(format!("a block status chunk of {} bytes has a wrong size", chunk.len));
+            return Err(NbdError::protocol(format!(
+                "a block status chunk of {} bytes has a wrong size",
+                chunk.len
+            )));
         }
         let bytes = self.bytes(chunk.len as usize).await?;
         if Some(wire::u32_at(&bytes, 0)) != self.terms.allocation {
-            return Err(format!(
+            return Err(NbdError::protocol(format!(
                 "the server sent the status of meta context {}, which was not requested",
                 wire::u32_at(&bytes, 0)
-            ));
+            )));
         }
         let (mut pieces, mut left) = (Vec::<Piece>::new(), ask.len);
         for piece in bytes[head as usize..].chunks_exact(each as usize) {
@@ -230,10 +242,9 @@ impl<'a> Receiver<'a> {
                 false => (wire::u32_at(piece, 0).into(), wire::u32_at(piece, 4)),
             };
             if len == 0 || left == 0 {
-                return Err(
-                    "a block status has an empty extent, or one after the end of the request"
-                        .into(),
-                );
+                return Err(NbdError::protocol(
+                    "a block status has an empty extent, or one after the end of the request",
+                ));
             }
             // The last piece may extend beyond the request.
             pieces.push((len.min(left), flags));
@@ -244,7 +255,7 @@ impl<'a> Receiver<'a> {
     }
 
     /// Ends a request after its last chunk. The answer must be complete, or an error.
-    fn done(&self, index: u32, ask: Ask) -> Result<(), Broken> {
+    fn done(&self, index: u32, ask: Ask) -> Result<(), NbdError> {
         {
             let mut slots = self.client.slots.borrow_mut();
             let slot = slots.get(index);
@@ -254,7 +265,10 @@ impl<'a> Receiver<'a> {
                 _ => true,
             };
             if slot.error.is_none() && !whole {
-                return Err(format!("an answer ends after {} of {} bytes", slot.got, ask.len));
+                return Err(NbdError::protocol(format!(
+                    "an answer ends after {} of {} bytes",
+                    slot.got, ask.len
+                )));
             }
         }
         self.client.answered(index);
@@ -283,7 +297,7 @@ impl<'a> Receiver<'a> {
     }
 
     /// Reads until the buffer holds `len` bytes. `len` must be small.
-    async fn have(&mut self, len: usize) -> Result<(), Broken> {
+    async fn have(&mut self, len: usize) -> Result<(), NbdError> {
         while self.to - self.from < len {
             if self.from == self.to {
                 (self.from, self.to) = (0, 0);
@@ -301,9 +315,9 @@ impl<'a> Receiver<'a> {
     }
 
     /// Reads available bytes.
-    async fn read(&mut self, into: Segments) -> Result<usize, Broken> {
+    async fn read(&mut self, into: Segments) -> Result<usize, NbdError> {
         match self.socket.read(into).await.1 {
-            Ok(0) => Err(CLOSED.into()),
+            Ok(0) => Err(NbdError::new(NbdErrorKind::Closed, CLOSED)),
             Ok(n) => {
                 self.moved += n;
                 if self.moved >= SENT_AT_A_TIME {
@@ -312,12 +326,15 @@ impl<'a> Receiver<'a> {
                 }
                 Ok(n)
             }
-            Err(e) => Err(format!("receiving: {e}")),
+            Err(e) => {
+                let what = format!("receiving: {e}");
+                Err(NbdError { what, ..NbdError::of(NbdErrorKind::Io, e) })
+            }
         }
     }
 
     /// Returns the next `len` bytes. The caller has checked that `len` is small.
-    async fn bytes(&mut self, len: usize) -> Result<Vec<u8>, Broken> {
+    async fn bytes(&mut self, len: usize) -> Result<Vec<u8>, NbdError> {
         let mut bytes = vec![0; len];
         let mut done = 0;
         while done < len {
@@ -331,7 +348,7 @@ impl<'a> Receiver<'a> {
     }
 
     /// Copies the next `len` bytes to the request's segments, from `at` on.
-    async fn fill(&mut self, index: u32, at: usize, len: usize) -> Result<(), Broken> {
+    async fn fill(&mut self, index: u32, at: usize, len: usize) -> Result<(), NbdError> {
         let mut done = 0;
         loop {
             let here = (self.to - self.from).min(len - done);
@@ -363,8 +380,10 @@ impl<'a> Receiver<'a> {
     }
 }
 
-fn not_a_reply(magic: u32) -> Broken {
-    format!("the server sent something that is no reply (it begins with {magic:#x})")
+fn not_a_reply(magic: u32) -> NbdError {
+    NbdError::protocol(format!(
+        "the server sent something that is no reply (it begins with {magic:#x})"
+    ))
 }
 
 /// Converts an NBD error to an I/O error.

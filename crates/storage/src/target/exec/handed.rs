@@ -96,7 +96,7 @@ pub(super) fn unpack(parcel: Parcel) -> io::Result<(String, Started)> {
     let (mut hello, mut shape) = (Hello::default(), None);
     while shape.is_none() {
         let said = line().ok_or_else(|| wrong("the introduction of a program is not whole"))?;
-        shape = hello.line(said).map_err(|what| wrong(&what))?;
+        shape = hello.line(said).map_err(|what| wrong(&what.to_string()))?;
     }
     let shape = shape.ok_or_else(|| wrong("no shape"))?;
     let mut part = |len| {

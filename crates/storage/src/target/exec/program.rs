@@ -18,7 +18,7 @@ use blockyard_ring::parcel::Parcel;
 use blockyard_ring::{Handle as RingHandle, Segments, Signal, Socket, is_canceled};
 
 use super::handed::{self, Introduction, Position};
-use super::protocol::{self, MOST_LINE, Said};
+use super::protocol::{self, LineError, MOST_LINE, Said};
 use super::start::{Process, Started};
 use crate::target::Handle;
 use crate::target::map::{Discard, Extent, Map, Question};
@@ -285,7 +285,7 @@ impl Inner {
                 let line = String::from_utf8_lossy(&received[done..done + end]).into_owned();
                 done += end + 1;
                 if let Err(what) = self.take(&line) {
-                    return self.fail(&what);
+                    return self.fail(&what.to_string());
                 }
             }
             received.drain(..done);
@@ -296,12 +296,12 @@ impl Inner {
         }
     }
 
-    fn take(self: &Rc<Self>, line: &str) -> Result<(), String> {
+    fn take(self: &Rc<Self>, line: &str) -> Result<(), LineError> {
         match protocol::parse(line)? {
             Said::Answer(number, answer) => {
                 let mut calls = self.calls.borrow_mut();
                 // A call stays until its answer, also after its caller has gone.
-                let call = calls.get_mut(&number).ok_or("it answered what nobody asked")?;
+                let call = calls.get_mut(&number).ok_or(LineError::Unasked)?;
                 if call.is_dropped {
                     calls.remove(&number);
                     return Ok(());

@@ -17,6 +17,26 @@ pub(super) const MOST_LINE: usize = 1 << 20;
 /// Most data files.
 const MOST_FILES: usize = 64;
 
+/// Why a line of a program is refused. Each variant has the beginning of what the program sent.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(super) enum LineError {
+    #[error("it sent \"{0}\" at its start, not \"{GREETING}\"")]
+    Greeting(String),
+    #[error("it sent \"{0}\" at its start")]
+    AtStart(String),
+    #[error("it was ready and had sent no {0}")]
+    Missing(&'static str),
+    #[error("it sent \"{0}\"")]
+    Unknown(String),
+    #[error("it answered what nobody asked")]
+    Unasked,
+}
+
+/// The reason that a program gives for an answer that is an error.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub(super) struct Reason(pub(super) String);
+
 /// What a program says at its start.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Hello {
@@ -30,12 +50,12 @@ pub(super) struct Hello {
 
 impl Hello {
     /// Takes in a line. Returns the shape after the last one.
-    pub(super) fn line(&mut self, line: &str) -> Result<Option<Shape>, String> {
-        let unknown = || format!("it sent \"{}\" at its start", shortened(line));
+    pub(super) fn line(&mut self, line: &str) -> Result<Option<Shape>, LineError> {
+        let unknown = || LineError::AtStart(shortened(line));
         if !std::mem::replace(&mut self.greeted, true) {
             return match line {
                 GREETING => Ok(None),
-                _ => Err(format!("{}, not \"{GREETING}\"", unknown())),
+                _ => Err(LineError::Greeting(shortened(line))),
             };
         }
         match line.split_once(' ') {
@@ -51,9 +71,8 @@ impl Hello {
             }
             None if line == "discards" => self.discards = true,
             None if line == "ready" => {
-                let missing = |what: &str| format!("it was ready and had sent no {what}");
-                let size = self.size.ok_or_else(|| missing("size"))?;
-                let granule = self.granule.ok_or_else(|| missing("granule"))?;
+                let size = self.size.ok_or(LineError::Missing("size"))?;
+                let granule = self.granule.ok_or(LineError::Missing("granule"))?;
                 return Ok(Some(Shape { size, granule }));
             }
             _ => return Err(unknown()),
@@ -66,7 +85,7 @@ impl Hello {
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Said {
     /// The answer to the call with this number.
-    Answer(u64, Result<Vec<Extent>, String>),
+    Answer(u64, Result<Vec<Extent>, Reason>),
     Invalidate(Range<u64>),
 }
 
@@ -99,8 +118,8 @@ pub(super) fn invalidated(range: &Range<u64>) -> String {
 }
 
 /// Parses a line of a running program.
-pub(super) fn parse(line: &str) -> Result<Said, String> {
-    let unknown = || format!("it sent \"{}\"", shortened(line));
+pub(super) fn parse(line: &str) -> Result<Said, LineError> {
+    let unknown = || LineError::Unknown(shortened(line));
     let mut words = line.splitn(3, ' ');
     let (word, number) = (words.next().unwrap_or_default(), words.next());
     let number: u64 = number.and_then(|text| text.parse().ok()).ok_or_else(unknown)?;
@@ -111,7 +130,10 @@ pub(super) fn parse(line: &str) -> Result<Said, String> {
             let extents: Option<Vec<Extent>> = list.split(", ").map(extent).collect();
             Ok(Said::Answer(number, Ok(extents.ok_or_else(unknown)?)))
         }
-        ("error", why) => Ok(Said::Answer(number, Err(shortened(why.unwrap_or("no reason"))))),
+        ("error", why) => {
+            let reason = Reason(shortened(why.unwrap_or("no reason")));
+            Ok(Said::Answer(number, Err(reason)))
+        }
         ("invalidate", Some(len)) => {
             let len: u64 = len.parse().map_err(|_| unknown())?;
             let end = number.checked_add(len).ok_or_else(unknown)?;
@@ -184,7 +206,10 @@ mod tests {
         let extents = extents.map(|(len, place)| Extent { len, place });
         assert_eq!(answer, Ok(Said::Answer(3, Ok(extents.into()))));
         assert_eq!(parse("ok 9"), Ok(Said::Answer(9, Ok(Vec::new()))));
-        assert_eq!(parse("error 9 full disk"), Ok(Said::Answer(9, Err("full disk".into()))));
+        assert_eq!(
+            parse("error 9 full disk"),
+            Ok(Said::Answer(9, Err(Reason("full disk".into()))))
+        );
         assert_eq!(parse("invalidate 512 512"), Ok(Said::Invalidate(512..1024)));
     }
 
@@ -224,10 +249,12 @@ mod tests {
         assert!(!hello.discards);
         hello.line("discards").unwrap();
         assert!(hello.discards);
-        assert!(Hello::default().line("blockyard-map 2").is_err());
+        let other = Hello::default().line("blockyard-map 2").unwrap_err().to_string();
+        assert_eq!(other, "it sent \"blockyard-map 2\" at its start, not \"blockyard-map 1\"");
         let mut hello = Hello::default();
         hello.line(GREETING).unwrap();
-        assert_eq!(hello.line("ready").unwrap_err(), "it was ready and had sent no size");
+        let missing = hello.line("ready").unwrap_err();
+        assert_eq!(missing.to_string(), "it was ready and had sent no size");
         assert!(hello.line("size many").is_err() && hello.line("data x /a").is_err());
     }
 }

@@ -20,7 +20,7 @@ use rustix::process::{
 
 use super::handed::{self, Introduction, Position};
 use super::program::Program;
-use super::protocol::{Hello, MOST_LINE};
+use super::protocol::{Hello, LineError, MOST_LINE};
 use super::{program_of, refused};
 use crate::error::{ErrorKind, StorageError};
 use crate::target::{Access, Shape, Target};
@@ -38,6 +38,19 @@ pub(super) const MOST_ENDERS: usize = 4;
 
 static ENDERS: LazyLock<Pool> =
     LazyLock::new(|| Pool::new(ENDER, MOST_ENDERS, Duration::from_secs(1)));
+
+/// Why a program did not become ready.
+#[derive(Debug, thiserror::Error)]
+enum GreetError {
+    #[error("it was not ready within {} s", START.as_secs())]
+    Late,
+    #[error("it ended at its start")]
+    Ended,
+    #[error(transparent)]
+    Line(#[from] LineError),
+    #[error(transparent)]
+    Io(#[from] io::Error),
+}
 
 /// A program that is ready.
 pub(super) struct Started {
@@ -128,7 +141,7 @@ fn start(name: &str) -> Result<Started, StorageError> {
         failed(format!("cannot watch {}: {e}", program.display()))
     })?;
     let process = Process { pidfd, is_owned: true };
-    let wrong = |what: String| failed(format!("program {}: {what}", program.display()));
+    let wrong = |what: GreetError| failed(format!("program {}: {what}", program.display()));
     let (shape, hello) = greet(&stream).inspect_err(|_| process.kill()).map_err(wrong)?;
     let Hello { data, discards, .. } = hello;
     let (introduction, position) =
@@ -138,21 +151,21 @@ fn start(name: &str) -> Result<Started, StorageError> {
 
 /// Reads the lines of a program until it is ready. Reads byte by byte, so that nothing of later
 /// lines is lost.
-fn greet(mut stream: &UnixStream) -> Result<(Shape, Hello), String> {
+fn greet(mut stream: &UnixStream) -> Result<(Shape, Hello), GreetError> {
     let (mut hello, mut line, deadline) = (Hello::default(), Vec::new(), Instant::now() + START);
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() || line.len() > MOST_LINE {
-            return Err(format!("it was not ready within {} s", START.as_secs()));
+            return Err(GreetError::Late);
         }
-        stream.set_read_timeout(Some(left)).map_err(|e| e.to_string())?;
+        stream.set_read_timeout(Some(left))?;
         let mut byte = [0];
         match stream.read(&mut byte) {
-            Ok(0) => return Err("it ended at its start".into()),
+            Ok(0) => return Err(GreetError::Ended),
             Ok(_) if byte == *b"\n" => {
                 let text = String::from_utf8_lossy(&line).into_owned();
                 if let Some(shape) = hello.line(&text)? {
-                    stream.set_read_timeout(None).map_err(|e| e.to_string())?;
+                    stream.set_read_timeout(None)?;
                     return Ok((shape, hello));
                 }
                 line.clear();
@@ -160,7 +173,7 @@ fn greet(mut stream: &UnixStream) -> Result<(Shape, Hello), String> {
             Ok(_) => line.push(byte[0]),
             Err(e) if matches!(e.kind(), IoKind::WouldBlock | IoKind::TimedOut) => {}
             Err(e) if e.kind() == IoKind::Interrupted => {}
-            Err(e) => return Err(e.to_string()),
+            Err(e) => return Err(e.into()),
         }
     }
 }
