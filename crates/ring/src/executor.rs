@@ -73,6 +73,8 @@ struct Inner {
     timers: RefCell<BinaryHeap<Reverse<(Instant, TaskId)>>>,
     current: Cell<TaskId>,
     now: Cell<Instant>,
+    /// The simulated time. None: the executor uses the real clock.
+    simulated: Option<Cell<Instant>>,
     iteration: Cell<u64>,
     inbox: Arc<Inbox>,
     remote_rung: Cell<bool>,
@@ -105,6 +107,17 @@ thread_local! {
 impl Executor {
     /// Creates an executor for the calling thread.
     pub fn new() -> io::Result<Self> {
+        Self::with_clock(None)
+    }
+
+    /// Creates an executor with a simulated clock, for tests. The time stands still while a task is
+    /// ready, and is that of the next timer when none is. [`Executor::run`] fails if no task is
+    /// ready and no timer is set, because it never waits for other threads or the kernel.
+    pub fn simulated() -> io::Result<Self> {
+        Self::with_clock(Some(time::simulated_start()))
+    }
+
+    fn with_clock(simulated: Option<Instant>) -> io::Result<Self> {
         let inbox = Arc::new(Inbox::new()?);
         let inner = Inner {
             uring: RefCell::new(Uring::new()?),
@@ -114,7 +127,8 @@ impl Executor {
             after: RefCell::default(),
             timers: RefCell::default(),
             current: Cell::new(NO_TASK),
-            now: Cell::new(Instant::now()),
+            now: Cell::new(simulated.unwrap_or_else(Instant::now)),
+            simulated: simulated.map(Cell::new),
             iteration: Cell::new(0),
             inbox,
             remote_rung: Cell::new(false),
@@ -290,9 +304,8 @@ impl Inner {
         let none_ready = self.ready.borrow().is_empty() && self.after.borrow().is_empty();
         let idle = none_ready && !self.stop.get() && self.inbox.may_sleep();
         let wait = if idle {
-            let next = self.timers.borrow().peek().map(|t| t.0.0);
             self.pulse.sleeps();
-            Some(next.map(|at| at.saturating_duration_since(Instant::now())))
+            Some(self.longest_wait())
         } else {
             None
         };
@@ -310,7 +323,10 @@ impl Inner {
         for id in self.after.borrow_mut().drain(..) {
             self.wake(id);
         }
-        let now = Instant::now();
+        if idle {
+            self.advance_simulated()?;
+        }
+        let now = self.read_clock();
         self.now.set(now);
         self.iteration.set(self.iteration.get() + 1);
         let mut timers = self.timers.borrow_mut();
