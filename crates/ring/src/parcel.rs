@@ -176,6 +176,7 @@ fn receive_group(stream: &UnixStream, fds: &mut Vec<OwnedFd>, deadline: Instant)
 #[cfg(test)]
 mod tests {
     use std::os::unix::thread::JoinHandleExt;
+    use std::sync::atomic::{AtomicU32, Ordering};
 
     use super::*;
 
@@ -225,18 +226,23 @@ mod tests {
 
     #[test]
     fn signals_do_not_end_a_wait() {
-        extern "C" fn nothing(_: libc::c_int) {}
+        static HANDLED: AtomicU32 = AtomicU32::new(0);
+        extern "C" fn count(_: libc::c_int) {
+            HANDLED.fetch_add(1, Ordering::SeqCst);
+        }
         // SAFETY: an all-zero sigaction is valid: no SA_RESTART, so that calls are interrupted.
         let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
-        action.sa_sigaction = nothing as extern "C" fn(_) as usize;
-        // SAFETY: the handler does nothing, and no other test of this program uses the signal.
+        action.sa_sigaction = count as extern "C" fn(_) as usize;
+        // SAFETY: the handler only counts, and no other test of this program uses the signal.
         assert_eq!(unsafe { libc::sigaction(libc::SIGWINCH, &action, std::ptr::null_mut()) }, 0);
         let (one, two) = UnixStream::pair().unwrap();
         let receiver = std::thread::spawn(move || receive(&two, soon()).unwrap().unwrap().bytes);
-        for _ in 0..100 {
+        for sent in 1..=100 {
             // SAFETY: the thread is joined below, so that its handle is valid.
             unsafe { libc::pthread_kill(receiver.as_pthread_t(), libc::SIGWINCH) };
-            std::thread::sleep(Duration::from_micros(100));
+            while HANDLED.load(Ordering::SeqCst) < sent {
+                std::thread::yield_now();
+            }
         }
         send(&one, b"whole", &[], soon()).unwrap();
         assert_eq!(receiver.join().unwrap(), b"whole");

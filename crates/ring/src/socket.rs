@@ -310,9 +310,12 @@ mod tests {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         ours.set_nonblocking(true).unwrap();
         let executor = Executor::new().unwrap();
+        let reader = ours.try_clone().unwrap();
         let peer = std::thread::spawn(move || {
             theirs.write_all(b"01234").unwrap();
-            std::thread::sleep(std::time::Duration::from_millis(20));
+            while rustix::io::ioctl_fionread(&reader).unwrap() > 0 {
+                std::thread::yield_now();
+            }
             theirs.write_all(b"56789").unwrap();
             // The message exceeds the socket's buffers, so it is sent in several steps.
             let mut all = vec![0; 3 << 20];
@@ -515,7 +518,8 @@ mod tests {
                 for byte in [b'a', b'b'] {
                     let (other, later) = (socket.clone(), handle.clone());
                     handle.spawn(async move {
-                        later.sleep(std::time::Duration::from_millis(1)).await;
+                        // The operation has been submitted then.
+                        later.yield_now().await;
                         other.cancel();
                     });
                     let error = socket.read(Segments::buffer(10)).await.1.unwrap_err();
@@ -535,7 +539,7 @@ mod tests {
                 }
                 let (other, later) = (socket.clone(), handle.clone());
                 handle.spawn(async move {
-                    later.sleep(std::time::Duration::from_millis(1)).await;
+                    later.yield_now().await;
                     other.cancel();
                 });
                 let error = socket.write(Segments::buffer(4096), 0).await.1.unwrap_err();
