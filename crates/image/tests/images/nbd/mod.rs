@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use blockyard_image::nbd::{self, Remote};
 use blockyard_image::{CacheMode, ImageFile, OpenOptions, Raw, Store};
-use blockyard_nbd::wire::{Headers, Request, chunk, cmd, errno};
+use blockyard_nbd::wire::{self, Headers, Request, chunk, cmd, errno};
 use blockyard_ring::{Executor, Segments};
 use blockyard_storage::Storage;
 
@@ -18,10 +18,12 @@ use self::server::{Disk, SIZE, Script, Server, data, done, good, piece, simple};
 /// For servers that do not answer.
 const SHORT: nbd::Options =
     nbd::Options { reconnect: Duration::from_millis(400), timeout: Duration::from_secs(1) };
-/// Timeouts for tests that are not about silence: a short stall of the machine must not look like a
-/// silent server.
+/// Timeouts for tests that are not about silence: a stall of the machine must not look like a
+/// silent server. After an error the client connects again soon.
 const TALKING: nbd::Options =
-    nbd::Options { reconnect: Duration::from_millis(400), timeout: Duration::from_secs(8) };
+    nbd::Options { reconnect: Duration::from_millis(400), timeout: Duration::from_secs(60) };
+/// Limit for events that a busy machine may delay.
+const SOON: Duration = Duration::from_secs(30);
 const LONG: nbd::Options =
     nbd::Options { reconnect: Duration::from_secs(20), timeout: Duration::from_secs(20) };
 
@@ -197,8 +199,8 @@ fn ends_in_an_error(says: &'static str, headers: Headers, lie: Lie) {
         })
     };
     let server = Server::start(headers, |_, _| (), script(answer));
+    // The error names the wrong answer: the client has not waited for its timeout.
     on_image(&server, TALKING, async move |raw| {
-        let start = Instant::now();
         let mut error = raw.read(Segments::buffer(4096), 4096).await.1;
         if says.contains("without a request") && error.is_ok() {
             // The next request detects an error behind a correct answer.
@@ -209,7 +211,6 @@ fn ends_in_an_error(says: &'static str, headers: Headers, lie: Lie) {
         }
         let error = error.expect_err(says).to_string();
         assert!(error.contains(says), "{says}: {error}");
-        assert!(start.elapsed() < Duration::from_secs(7), "{says}: {:?}", start.elapsed());
         honest.store(true, Ordering::SeqCst);
         for _ in 0..1000 {
             let (segments, result) = raw.read(Segments::buffer(4096), 4096).await;
@@ -288,6 +289,9 @@ fn errors_of_the_server_are_returned_and_keep_the_connection() {
 
 #[test]
 fn a_silent_server_costs_bounded_time() {
+    /// Number of requests that fail at once. If each waited for a new connection by itself, they
+    /// would take longer than the limit.
+    const REFUSED: usize = 200;
     for drips in [false, true] {
         let (given_up, until_given_up) = channel::<()>();
         let server = Server::start(
@@ -303,17 +307,13 @@ fn a_silent_server_costs_bounded_time() {
             }),
         );
         on_image(&server, SHORT, async move |raw| {
-            let start = Instant::now();
             let error = raw.read(Segments::buffer(4096), 0).await.1.unwrap_err().to_string();
             assert!(error.contains("cannot be reached"), "{error}");
-            assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
             let start = Instant::now();
-            raw.read(Segments::buffer(4096), 0).await.1.unwrap_err();
-            assert!(
-                start.elapsed() < Duration::from_secs(2),
-                "the server is known to be gone: {:?}",
-                start.elapsed()
-            );
+            for refused in 0..REFUSED {
+                raw.read(Segments::buffer(4096), 0).await.1.unwrap_err();
+                assert!(start.elapsed() < SOON, "only {refused} requests have failed");
+            }
             drop(given_up);
         });
     }
@@ -356,32 +356,44 @@ fn requests_are_repeated_after_lost_connections() {
 /// This happens only once, because a server may disconnect idle clients.
 #[test]
 fn an_idle_connection_is_reconnected_once() {
+    // The server allows a connection for each reactor, so the client runs on this one.
     let server = Server::start(
         Headers::Structured,
-        |_, disk| disk.patience = Some(Duration::from_millis(1500)),
+        |_, disk| disk.flags |= wire::export::CAN_MULTI_CONN,
         script(|_, request, disk| Some(good(request, disk))),
     );
-    let connections = server.connections.clone();
-    on_image(&server, LONG, async move |raw| {
-        let read = async || {
+    let (connections, idle, path) =
+        (server.connections.clone(), server.idle.clone(), server.path());
+    let options =
+        OpenOptions { nbd: LONG, ..OpenOptions::new(server.uri(), false, CacheMode::None) };
+    let file = ImageFile::open(&options).unwrap();
+    let executor = Executor::new().unwrap();
+    let handle = executor.handle().clone();
+    let raw = Raw::open(&file, &handle).unwrap();
+    let test = async move {
+        for round in 1..=2 {
             let (segments, result) = raw.read(Segments::buffer(4096), 8192).await;
             result.unwrap();
             assert!(is_pattern(&segments, 8192));
-        };
-        for _ in 0..2 {
-            read().await;
             let before = connections.load(Ordering::SeqCst);
+            // The server ends this connection, and the next one after its handshake.
+            idle.end();
             let start = Instant::now();
-            while connections.load(Ordering::SeqCst) == before {
-                assert!(start.elapsed() < Duration::from_secs(10), "the end was not detected");
-                std::thread::sleep(Duration::from_millis(5));
+            while idle.ended() < 2 * round {
+                assert!(start.elapsed() < SOON, "the end was not detected");
+                handle.sleep(Duration::from_millis(5)).await;
             }
-            // An idle connection is not reconnected a second time.
-            std::thread::sleep(Duration::from_secs(4));
-            assert_eq!(connections.load(Ordering::SeqCst), before + 1);
+            // The client has closed the second connection, and would connect again at once.
+            for _ in 0..1000 {
+                handle.yield_now().await;
+            }
+            Server::touch(&path);
+            assert_eq!(connections.load(Ordering::SeqCst), before + 2, "the client's and this one");
+            idle.serve();
         }
         assert!(raw.storage().lost().is_none(), "nothing was written");
-    });
+    };
+    executor.block_on(test).unwrap();
 }
 
 /// Data that were acknowledged but not flushed are lost with the connection. The client must not
@@ -481,7 +493,7 @@ fn a_server_that_does_not_negotiate_fails_in_time() {
     let error =
         Remote::open(&format!("nbd+unix:///?socket={}", path.display()), true, SHORT).unwrap_err();
     assert!(error.to_string().contains("does not answer"), "{error}");
-    assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
+    assert!(start.elapsed() < SOON, "{:?}", start.elapsed());
     drop(listener);
     let error =
         Remote::open(&format!("nbd+unix:///?socket={}", path.display()), true, SHORT).unwrap_err();

@@ -2,12 +2,12 @@
 //! structured replies, and serves one connection after the other until it is dropped.
 
 use std::io::{Read, Write};
+use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
-use std::time::Duration;
 
 use blockyard_nbd::wire::{
     self, Chunk, Headers, OptionReply, Request, SimpleReply, chunk, cmd, opt, rep,
@@ -24,10 +24,57 @@ pub struct Disk {
     pub headers: Headers,
     pub size: u64,
     pub flags: u16,
-    /// Time after which the server disconnects an idle client. None: never.
-    pub patience: Option<Duration>,
     pub bytes: Vec<u8>,
     pub written: Vec<u8>,
+}
+
+/// Ends idle connections when a test says so. Clones are the same.
+#[derive(Clone, Default)]
+pub struct Idle(Arc<Mutex<IdleState>>);
+
+#[derive(Default)]
+struct IdleState {
+    /// Whether each connection ends after its handshake.
+    ends: bool,
+    /// The connection that is served.
+    served: Option<UnixStream>,
+    /// Number of connections that this has ended, and that the client has closed too.
+    ended: usize,
+}
+
+impl Idle {
+    /// Ends the connection, and from now on each further one after its handshake.
+    pub fn end(&self) {
+        let mut state = self.0.lock().unwrap();
+        state.ends = true;
+        if let Some(stream) = &state.served {
+            stream.shutdown(Shutdown::Write).unwrap();
+        }
+    }
+
+    /// Serves connections again.
+    pub fn serve(&self) {
+        self.0.lock().unwrap().ends = false;
+    }
+
+    /// Returns how many connections have ended so far, on both sides.
+    pub fn ended(&self) -> usize {
+        self.0.lock().unwrap().ended
+    }
+
+    fn begin(&self, stream: &UnixStream) {
+        let mut state = self.0.lock().unwrap();
+        if state.ends {
+            let _ = stream.shutdown(Shutdown::Write);
+        }
+        state.served = stream.try_clone().ok();
+    }
+
+    fn is_over(&self) {
+        let mut state = self.0.lock().unwrap();
+        let was_served = state.served.take().is_some();
+        state.ended += usize::from(state.ends && was_served);
+    }
 }
 
 pub struct Server {
@@ -35,6 +82,7 @@ pub struct Server {
     thread: Option<JoinHandle<()>>,
     /// Number of accepted connections.
     pub connections: Arc<AtomicUsize>,
+    pub idle: Idle,
     ended: Arc<Mutex<bool>>,
 }
 
@@ -52,12 +100,12 @@ impl Server {
         let listener = UnixListener::bind(&path).unwrap();
         let connections = Arc::new(AtomicUsize::new(0));
         let ended = Arc::new(Mutex::new(false));
-        let (count, stop) = (connections.clone(), ended.clone());
+        let idle = Idle::default();
+        let (count, stop, ends) = (connections.clone(), ended.clone(), idle.clone());
         let thread = std::thread::spawn(move || {
             let bytes = (0..SIZE).map(|at| (at / 512 % 251) as u8).collect();
-            let (patience, written) = Default::default();
-            let mut disk =
-                Disk { headers, size: SIZE, flags: FLUSH_TRIM_ZEROES, patience, bytes, written };
+            let written = Vec::new();
+            let mut disk = Disk { headers, size: SIZE, flags: FLUSH_TRIM_ZEROES, bytes, written };
             for stream in listener.incoming() {
                 if *stop.lock().unwrap() {
                     return;
@@ -65,14 +113,25 @@ impl Server {
                 let number = count.fetch_add(1, Ordering::SeqCst) + 1;
                 setup(number, &mut disk);
                 // The client may close the connection at any point.
-                let _ = serve(stream.unwrap(), number, &mut disk, &mut script);
+                let _ = serve(stream.unwrap(), number, &mut disk, &mut script, &ends);
+                ends.is_over();
             }
         });
-        Server { path, thread: Some(thread), connections, ended }
+        Server { path, thread: Some(thread), connections, idle, ended }
     }
 
     pub fn uri(&self) -> String {
         format!("nbd+unix:///x?socket={}", self.path.display())
+    }
+
+    /// Connects to a server with this path, and waits until it greets. It has accepted all earlier
+    /// connections then.
+    pub fn touch(path: &Path) {
+        UnixStream::connect(path).unwrap().read_exact(&mut [0; 18]).unwrap();
+    }
+
+    pub fn path(&self) -> PathBuf {
+        self.path.clone()
     }
 }
 
@@ -92,6 +151,7 @@ fn serve(
     number: usize,
     disk: &mut Disk,
     script: &mut Script,
+    idle: &Idle,
 ) -> std::io::Result<()> {
     let mut hello = wire::GREETING.to_be_bytes().to_vec();
     hello.extend(wire::OPTION.to_be_bytes());
@@ -132,7 +192,7 @@ fn serve(
             break;
         }
     }
-    stream.set_read_timeout(disk.patience)?;
+    idle.begin(&stream);
     loop {
         let mut header = vec![0; disk.headers.request_bytes()];
         stream.read_exact(&mut header)?;

@@ -1,7 +1,6 @@
 //! Freed space, and its effect on other requests.
 
 use std::future::{Future, poll_fn};
-use std::time::{Duration, Instant};
 
 use blockyard_ring::Segments;
 
@@ -54,16 +53,14 @@ fn a_long_discard_of_unallocated_space_yields_to_other_requests() {
     );
     on_image(&scratch, async move |image| {
         let mut discard = Box::pin(image.discard(0, SIZE));
-        let (mut polls, mut longest, start) = (0u32, Duration::ZERO, Instant::now());
+        let mut polls = 0u32;
         poll_fn(|cx| {
-            let began = Instant::now();
-            let done = discard.as_mut().poll(cx);
-            (polls, longest) = (polls + 1, longest.max(began.elapsed()));
-            done
+            polls += 1;
+            discard.as_mut().poll(cx)
         })
         .await
         .unwrap();
-        assert!(polls > 500, "{polls} polls in {:?}, the longest {longest:?}", start.elapsed());
+        assert!(polls > 500, "{polls} polls");
     });
 }
 

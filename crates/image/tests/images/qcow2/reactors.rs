@@ -8,10 +8,9 @@
 use std::cell::Cell;
 use std::rc::Rc;
 use std::sync::{Arc, Barrier, Mutex};
-use std::time::{Duration, Instant};
 
 use blockyard_image::{CacheMode, Chain, ChainOptions, Format, Image, Store};
-use blockyard_ring::{Executor, Handle, Segments};
+use blockyard_ring::{Executor, Segments, Signal};
 use blockyard_storage::sim::Rng;
 
 use super::peer::{Scratch, qemu_img};
@@ -23,7 +22,8 @@ const REACTORS: u64 = 2;
 const CLIENTS: u64 = 8;
 /// Number of sectors in a stripe, in the first and in the second half of the disk.
 const STRIPES: [u64; 2] = [3, 205];
-const TIME: Duration = Duration::from_millis(1500);
+/// Number of steps of each client.
+const STEPS: u64 = 300;
 
 /// Returns the client that a sector belongs to.
 fn owner(sector: u64) -> u64 {
@@ -106,28 +106,28 @@ fn reactor(chain: &Chain, number: u64, seed: u64, disk: &[u8]) -> Vec<(u64, Vec<
     let handle = executor.handle().clone();
     let image = Rc::new(chain.image(&handle).unwrap());
     let (left, found) = (Rc::new(Cell::new(CLIENTS)), Rc::new(std::cell::RefCell::new(Vec::new())));
+    let done = Rc::new(Signal::new(&handle));
     for client in number * CLIENTS..(number + 1) * CLIENTS {
         let rng = Rng::new(seed ^ client);
         let mut client = Client { number: client, image: image.clone(), disk: disk.to_vec(), rng };
-        let (left, found) = (left.clone(), found.clone());
+        let (left, found, done) = (left.clone(), found.clone(), done.clone());
         handle.spawn(async move {
-            let end = Instant::now() + TIME;
-            while Instant::now() < end {
+            for _ in 0..STEPS {
                 client.step().await;
             }
             found.borrow_mut().push((client.number, client.disk));
             left.set(left.get() - 1);
+            done.ring();
         });
     }
     let all = found.clone();
-    executor.block_on(async move { wait(&handle, &left).await }).unwrap();
+    let end = async move {
+        while left.get() > 0 {
+            done.wait().await;
+        }
+    };
+    executor.block_on(end).unwrap();
     all.take()
-}
-
-async fn wait(handle: &Handle, left: &Cell<u64>) {
-    while left.get() > 0 {
-        handle.sleep(Duration::from_millis(5)).await;
-    }
 }
 
 /// Runs all clients and closes the image; returns the expected contents.
