@@ -134,6 +134,17 @@ impl Daemon {
         kill_process(pid, signal).unwrap_or_else(|e| panic!("signalling the daemon: {e}"));
     }
 
+    /// Waits until the daemon has taken the signals that were sent to it, or has ended.
+    #[track_caller]
+    pub fn until_signals_are_taken(&self) {
+        let is_taken = |status: String| {
+            let pending = status.lines().find_map(|line| line.strip_prefix("ShdPnd:"));
+            pending.is_none_or(|mask| mask.trim().bytes().all(|digit| digit == b'0'))
+        };
+        let status = || std::fs::read_to_string(format!("/proc/{}/status", self.pid()));
+        until("the signals are taken", SOON, || status().map_or(true, is_taken));
+    }
+
     pub fn running(&mut self) -> bool {
         self.child.try_wait().unwrap().is_none()
     }
@@ -177,26 +188,29 @@ impl Daemon {
         self.until_served_more_than(0, kind, disk);
     }
 
-    /// Waits until the daemon serves a front end that has connected again after a kill, and that
-    /// had `in_flight` requests. The first writes may be these requests, which the daemon repeats
-    /// while the front end still connects.
+    /// Waits until the daemon serves a front end that has connected again after a kill. The first
+    /// writes may be those that were in flight, which the daemon repeats while the front end still
+    /// connects. `more`: this number must be larger than that of the requests in flight.
     #[track_caller]
-    pub fn until_goes_on(&self, in_flight: u64) {
-        self.until_served_more_than(in_flight, "write", "");
+    pub fn until_goes_on(&self, more: u64) {
+        self.until_served_more_than(more, "write", "");
     }
 
+    /// Waits until the daemon has completed more than `count` requests of this kind on this disk. A
+    /// daemon that holds sessions passes the question on to its current server.
     #[track_caller]
-    fn until_served_more_than(&self, count: u64, kind: &str, disk: &str) {
+    pub fn until_served_more_than(&self, count: u64, kind: &str, disk: &str) {
         let (kind, disk) = (format!(" {kind}: queue time"), format!("disk=\"{disk}"));
         let has_more = |line: &str| {
             let requests = line.split_once("requests=").map(|(_, rest)| rest);
             let requests = requests.and_then(|rest| rest.split(' ').next()?.parse::<u64>().ok());
             line.contains(&kind) && line.contains(&disk) && requests > Some(count)
         };
+        let from = self.log().len();
         until(&format!("more than {count}{kind} {disk}"), TOOL, || {
             self.signal(Signal::USR1);
             std::thread::sleep(Duration::from_millis(20));
-            self.log.text().lines().any(has_more)
+            self.log()[from..].lines().any(has_more)
         });
     }
 

@@ -4,7 +4,6 @@
 use std::io::Read;
 use std::path::Path;
 use std::process::Command;
-use std::time::Duration;
 
 use blockyard_bench::client::LoadOptions;
 use blockyard_driver::connection::PROTOCOL_WITHOUT_INFLIGHT;
@@ -62,11 +61,11 @@ fn twenty_kills(load: &LoadOptions, case: &Case, keeper: Keeper) {
         // A kill before the connection is kept disconnects the front end.
         holder.until_served("write", "");
         for _ in 0..20 {
-            std::thread::sleep(Duration::from_millis(50));
+            holder.until_goes_on(32);
             goes_on();
             holder.kill_kept();
         }
-        std::thread::sleep(Duration::from_millis(100));
+        holder.until_goes_on(32);
     });
     let log = end(holder, keeper);
     assert!(log.contains("the last server died: continuing 1 exports"), "{log}");

@@ -5,7 +5,6 @@ use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Duration;
 
 use blockyard_nbd::tls;
 use blockyard_nbd::wire::{
@@ -413,8 +412,9 @@ fn a_remote_disk_reconnects_with_tls() {
         }
         assert_eq!(guest.write(0, &whole[..4096]), 0);
         assert_eq!(guest.flush(), 0);
+        let from = daemon.log().len();
         drop(peer);
-        std::thread::sleep(Duration::from_millis(100));
+        daemon.wait_log_after(from, "connecting again");
         peer = start();
     }
     // The client also reconnects if no request is in flight, after a connection that worked.
