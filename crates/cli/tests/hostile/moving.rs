@@ -3,8 +3,7 @@
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use blockyard_driver::request::{FLUSH, IN, OUT};
 use blockyard_ring::SharedSlice;
@@ -36,13 +35,19 @@ impl Random {
     }
 }
 
-/// Writes plausible random values all over a ring, until it is stopped.
+/// Number of rounds of a test with changing memory.
+const ROUNDS: u64 = 60;
+/// Number of kicks in a round, unless the ring breaks before, and of changes for each of them.
+const KICKS: u64 = 50;
+const CHANGES: u64 = 100;
+
+/// Writes plausible random values all over a ring, until it is stopped. `changes`: their number.
 fn rewrite(
     desc: &SharedSlice,
     avail: &SharedSlice,
     addresses: [u64; 4],
     layout: Layout,
-    stop: &AtomicBool,
+    (stop, changes): (&AtomicBool, &AtomicU64),
     seed: u64,
 ) {
     let mut random = Random::new(seed);
@@ -69,6 +74,7 @@ fn rewrite(
                 desc.store_u16(index + 14, flags | wrap, Ordering::Release);
             }
         }
+        changes.fetch_add(1, Ordering::Relaxed);
     }
 }
 
@@ -82,22 +88,24 @@ fn a_ring_that_changes_during_use_affects_no_other_queue() {
         let header = guest.header(IN, 0);
         let table = guest.table(&[out(header, 16), into(data, 512), into(data + 512, 1)]);
         let addresses = [header, data, table.addr, 0];
-        let start = Instant::now();
-        let (mut breaks, mut round) = (0, 0);
-        while start.elapsed() < Duration::from_millis(1500) || round <= 20 {
-            assert!(start.elapsed() < Duration::from_secs(60), "{layout:?}: {round} rounds");
-            round += 1;
-            let stop = AtomicBool::new(false);
+        let mut breaks = 0;
+        for round in 1..=ROUNDS {
+            let (stop, changes) = (AtomicBool::new(false), AtomicU64::new(0));
             let (desc, avail) = (guest.rings[0].desc.clone(), guest.rings[0].avail.clone());
             std::thread::scope(|scope| {
                 scope.spawn(|| {
                     let (desc, avail) = (desc, avail);
-                    rewrite(&desc, &avail, addresses, *layout, &stop, round);
+                    rewrite(&desc, &avail, addresses, *layout, (&stop, &changes), round);
                 });
-                let until = Instant::now() + Duration::from_millis(20);
-                while Instant::now() < until && rung(&guest.rings[0].error) == 0 {
+                for kick in 1..=KICKS {
                     guest.rings[0].kick();
-                    std::thread::sleep(Duration::from_micros(100));
+                    while changes.load(Ordering::Relaxed) < kick * CHANGES {
+                        std::thread::yield_now();
+                    }
+                    if rung(&guest.rings[0].error) > 0 {
+                        breaks += 1;
+                        break;
+                    }
                 }
                 stop.store(true, Ordering::Relaxed);
             });
@@ -110,7 +118,7 @@ fn a_ring_that_changes_during_use_affects_no_other_queue() {
         }
         let log = daemon.complaints();
         // The log has a line for each broken ring while these are rare, and at most 12 lines.
-        assert!(log.len() as u64 <= breaks.max(round).min(12), "{log:#?}");
+        assert!(log.len() as u64 <= breaks.max(ROUNDS).min(12), "{log:#?}");
         assert!(log.iter().all(|l| l.contains("the guest broke its ring")), "{log:#?}");
         daemon.end();
     }
@@ -123,39 +131,30 @@ fn endless_kicks_starve_no_other_queue() {
         let mut other = Guest::start(&daemon.socket(OTHER), *layout);
         let mut guest = Guest::start(&daemon.socket(VICTIM), *layout);
         let before = daemon.own_memory();
-        let stop = AtomicBool::new(false);
+        let (stop, kicks) = (AtomicBool::new(false), AtomicU64::new(0));
         let kick = guest.rings[0].setup.kick.clone();
-        let kicks = std::thread::scope(|scope| {
-            let kicker = scope.spawn(|| {
-                let mut kicks = 0u64;
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
                 while !stop.load(Ordering::Relaxed) {
                     // The write fails if the counter is full because nothing reads it. Reset the
                     // counter then.
                     if rustix::io::write(&*kick, &1u64.to_ne_bytes()).is_err() {
                         rung(&kick);
                     }
-                    kicks += 1;
+                    kicks.fetch_add(1, Ordering::Relaxed);
                 }
-                kicks
             });
-            let start = Instant::now();
-            let mut sector = 0;
-            while start.elapsed() < Duration::from_secs(1) || sector <= 20 {
-                other.works(0, sector % 1000);
-                sector += 1;
-                let took = start.elapsed();
-                assert!(
-                    took < Duration::from_secs(5),
-                    "the other disk did {sector} rounds in {took:?}"
-                );
+            // Each round of the other disk has its own time limit.
+            let mut rounds = 0;
+            while rounds < 200 || kicks.load(Ordering::Relaxed) < 100_000 {
+                other.works(0, rounds % 1000);
+                rounds += 1;
             }
             stop.store(true, Ordering::Relaxed);
-            kicker.join().unwrap()
         });
-        assert!(kicks > 10_000, "{kicks} kicks");
         guest.works(0, 0);
         let grown = daemon.own_memory().saturating_sub(before);
-        assert!(grown < 2 << 20, "{grown} bytes more after {kicks} kicks");
+        assert!(grown < 2 << 20, "{grown} bytes more after {} kicks", kicks.into_inner());
         assert_eq!(daemon.complaints(), Vec::<String>::new());
         daemon.end();
     }
@@ -171,21 +170,20 @@ fn a_changed_in_flight_region_affects_no_request() {
         let inflight = guest.connection.inflight(1, 64).unwrap().unwrap();
         guest.connection.set_inflight(&inflight).unwrap();
         guest.start_ring(0).unwrap();
-        let stop = AtomicBool::new(false);
+        let (stop, changes) = (AtomicBool::new(false), AtomicU64::new(0));
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 let mut random = Random::new(3);
                 while !stop.load(Ordering::Relaxed) {
                     let at = random.below(2100);
                     rustix::io::pwrite(&inflight.file, &random.next().to_le_bytes(), at).unwrap();
+                    changes.fetch_add(1, Ordering::Relaxed);
                 }
             });
-            let until = Instant::now() + Duration::from_millis(500);
-            for sector in (0..1000).cycle() {
-                guest.works(0, sector);
-                if Instant::now() > until {
-                    break;
-                }
+            let mut rounds = 0;
+            while rounds < 500 || changes.load(Ordering::Relaxed) < 10_000 {
+                guest.works(0, rounds % 1000);
+                rounds += 1;
             }
             stop.store(true, Ordering::Relaxed);
         });

@@ -5,14 +5,13 @@ use std::time::Duration;
 use crate::common::{Folder, TOOL, until};
 use crate::fixture::{NbdServer, python, start_in_background};
 
-/// Returns how often the reactor went to sleep.
-fn sleeps(disk: &NbdServer) -> u64 {
+/// Returns the identifier of the reactor's thread, and how often that thread went to sleep.
+fn reactor(disk: &NbdServer) -> (String, u64) {
     let switches = disk.daemon.switches();
-    switches
-        .iter()
-        .filter(|(name, _)| name.ends_with(" reactor-0"))
-        .map(|(_, (slept, _))| slept)
-        .sum()
+    let thread = switches.iter().find_map(|(name, (slept, _))| {
+        Some((name.strip_suffix(" reactor-0")?.to_string(), *slept))
+    });
+    thread.expect("the server has a reactor")
 }
 
 #[test]
@@ -32,21 +31,29 @@ fn an_idle_client_costs_no_cpu_time() {
     }
 }
 
+/// Without busy-polling, the server sleeps after each request, and the client waits for that before
+/// the next one. With busy-polling, the client sends a request when the last one is answered.
 #[test]
 fn the_server_busy_polls_for_the_configured_time() {
+    const SLEEPS: &str = "import os\ndef slept():\n    \
+        return int(open(STATUS).read().split('\\nvoluntary_ctxt_switches:')[1].split()[0])\n";
     let folder = Folder::new();
-    let slept = ["off", "100000"].map(|poll| {
+    let [off, polling] = [("off", true), ("100000", false)].map(|(poll, waits)| {
         let disk = NbdServer::start("ram:64M", folder.join("s"), &["--poll", poll]);
-        let code = "import time\nh = nbd.NBD()\nh.connect_uri(URI)\n\
-                    for i in range(300):\n    h.pwrite(b'x' * 4096, i * 4096)\n    time.sleep(0.003)\nh.shutdown()";
-        let before = sleeps(&disk);
-        python(&disk.uri(), code).good();
-        let slept = sleeps(&disk) - before;
+        let (thread, before) = reactor(&disk);
+        let status = format!("/proc/{}/task/{thread}/status", disk.daemon.pid());
+        let wait = if waits { "while slept() == before: os.sched_yield()" } else { "pass" };
+        let code = format!(
+            "STATUS = '{status}'\n{SLEEPS}h = nbd.NBD()\nh.connect_uri(URI)\n\
+             for i in range(300):\n    before = slept()\n    h.pwrite(b'x' * 4096, i * 4096)\n    \
+             {wait}\nh.shutdown()"
+        );
+        python(&disk.uri(), &code).good();
+        let slept = reactor(&disk).1 - before;
         disk.daemon.stop();
         slept
     });
-    let [off, looking] = slept;
-    // Of 300 requests. On a busy machine the next request may arrive before the server sleeps.
-    assert!(off >= 200, "without looking it sleeps before each request: {off}");
-    assert!(looking < 100, "a request every 3 ms is waited for awake: {looking} sleeps");
+    assert!(off >= 300, "without busy-polling it slept {off} times for 300 requests");
+    // It sleeps only if the client does not run for 100 ms.
+    assert!(polling < 150, "with busy-polling it slept {polling} times for 300 requests");
 }

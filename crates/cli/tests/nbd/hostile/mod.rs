@@ -8,7 +8,6 @@ mod requests;
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::time::{Duration, Instant};
 
 use blockyard_nbd::wire::{
     self, Headers, OptionHeader, OptionReply, Request, SimpleReply, cmd, opt, rep,
@@ -20,8 +19,6 @@ use crate::fixture::{MB, NbdServer};
 /// Maximum memory of a daemon in kilobytes: 256 MiB of requests for each of two reactors, and its
 /// own memory.
 const MOST_MEMORY: u64 = 640 << 10;
-/// Maximum time for a request of a well-behaved client beside bad ones, on a busy machine.
-const UNHARMED: Duration = Duration::from_secs(4);
 
 /// A client that can send arbitrary bytes.
 struct Raw {
@@ -155,28 +152,23 @@ impl Good {
         Good(Raw::ready(socket, Headers::Simple), 0)
     }
 
-    /// Writes and reads back. Returns the longer of the two durations.
+    /// Writes and reads back. An answer that does not come fails by the time limit of [`Raw`].
     #[track_caller]
-    fn works(&mut self) -> Duration {
+    fn works(&mut self) {
         self.1 += 1;
         let (offset, data) = ((self.1 % 64) << 14, vec![self.1 as u8; 4096]);
-        let start = Instant::now();
         self.0.request(cmd::WRITE, offset, 4096);
         self.0.write(&data);
         assert_eq!(self.0.error(), 0);
-        let wrote = start.elapsed();
-        let start = Instant::now();
         self.0.request(cmd::READ, offset, 4096);
         assert_eq!(self.0.error(), 0);
         assert!(self.0.read(4096) == data, "read something else than was written");
-        wrote.max(start.elapsed())
     }
 
     #[track_caller]
     fn is_unharmed(&mut self) {
         for _ in 0..20 {
-            let took = self.works();
-            assert!(took < UNHARMED, "a request took {took:?}");
+            self.works();
         }
     }
 }
@@ -202,8 +194,6 @@ fn ends<T>(disk: NbdServer, held: T) -> String {
 
 #[track_caller]
 fn stop(daemon: Daemon) -> String {
-    let start = Instant::now();
-    let log = daemon.stop();
-    assert!(start.elapsed() < SOON, "SIGTERM took {:?}", start.elapsed());
-    log
+    // This limits the time.
+    daemon.stop()
 }

@@ -1,5 +1,7 @@
 //! The handshake: wrong magic, wrong lengths, too many options.
 
+use std::time::Duration;
+
 use super::*;
 
 /// Columns: an option, its data, and the reply, after which the client continues.
