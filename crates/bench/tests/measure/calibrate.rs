@@ -53,9 +53,6 @@ fn a_folders_device_is_calibrated_and_the_others_stay() {
         // counts.
         assert!((1..1_000_000_000_000).contains(&figure(name)), "{name} is {}", figure(name));
     }
-    // A read takes at least about its cost, because the cost is the time for a read when many are
-    // in flight. The latency without other load cannot be much shorter.
-    assert!(figure("base-latency-read") * 2 > figure("read"), "{device}");
     // A second calibration replaces the entry of the same device.
     let json: Value =
         serde_json::from_str(&calibrate(&target, &costs, &["--json"]).good()).unwrap();

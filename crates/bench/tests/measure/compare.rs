@@ -2,11 +2,13 @@
 
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde_json::Value;
 
-use crate::common::{BLOCKYARD, Daemon, Folder, SOON, Signal, TOOL, blockyard, guests, run, tool};
+use crate::common::{
+    BLOCKYARD, Daemon, Folder, SOON, Signal, TOOL, blockyard, guests, run, tool, until,
+};
 
 fn compare(folder: &Folder, arguments: &[&str]) -> Command {
     let mut command = Command::new(BLOCKYARD);
@@ -29,18 +31,20 @@ fn nothing_is_left(folder: &Folder) {
         std::fs::read_dir(&**folder).unwrap().map(|e| e.unwrap().file_name()).collect();
     let inside = || tool("find", [folder.to_str().unwrap()]).out;
     assert!(names.iter().all(|n| n == "report"), "left behind: {}", inside());
+    until("no process names the folder", SOON, || {
+        let left = named(folder);
+        left.iter().for_each(|line| println!("left: {line}"));
+        left.is_empty()
+    });
+}
+
+/// Returns the command lines of the processes that name the folder.
+fn named(folder: &Folder) -> Vec<String> {
     let name = folder.to_str().unwrap().as_bytes();
-    let left = || -> Vec<String> {
-        let processes = std::fs::read_dir("/proc").unwrap().flatten();
-        let lines = processes.filter_map(|e| std::fs::read(e.path().join("cmdline")).ok());
-        let left = lines.filter(|l| l.windows(name.len()).any(|w| w == name));
-        left.map(|l| String::from_utf8_lossy(&l).into_owned()).collect()
-    };
-    let start = Instant::now();
-    while !left().is_empty() {
-        assert!(start.elapsed() < SOON, "{:?}", left());
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    let processes = std::fs::read_dir("/proc").unwrap().flatten();
+    let lines = processes.filter_map(|e| std::fs::read(e.path().join("cmdline")).ok());
+    let named = lines.filter(|l| l.windows(name.len()).any(|w| w == name));
+    named.map(|l| String::from_utf8_lossy(&l).into_owned()).collect()
 }
 
 #[test]
@@ -158,23 +162,41 @@ fn a_loss_is_told_from_noise() {
     );
 }
 
-/// The interruptions come while images are made, while a guest boots, and while a load runs.
+/// When an interruption comes.
+#[derive(Clone, Copy, Debug)]
+enum Moment {
+    Start,
+    /// The command has made its folder, and makes images.
+    Images,
+    /// A process beside the command works in the folder: a server or a guest.
+    Guest,
+    /// A round is finished.
+    Round,
+}
+
 #[test]
 fn an_interruption_leaves_nothing_but_finished_rounds() {
-    for wait in [0, 300, 900, 2500, 5000] {
+    for moment in [Moment::Start, Moment::Images, Moment::Guest, Moment::Round] {
         let folder = Folder::new();
         let report = folder.join("report");
         let mut command =
             compare(&folder, &["rate:read", "--systems", "host,uml-blockyard", "--rounds", "100"]);
         command.arg("--report").arg(&report).stdout(Stdio::null()).stderr(Stdio::piped());
         let mut daemon = Daemon::start(&mut command);
-        std::thread::sleep(Duration::from_millis(wait));
+        let entries = || std::fs::read_dir(&*folder).unwrap().count();
+        until(&format!("{moment:?}"), TOOL, || match moment {
+            Moment::Start => true,
+            Moment::Images => entries() > 0,
+            Moment::Guest => named(&folder).len() > 1,
+            Moment::Round => daemon.log().lines().any(|line| line.starts_with("round ")),
+        });
         // The test sends SIGTERM, because a shell makes its background processes ignore SIGINT.
         daemon.signal(Signal::TERM);
         let status = daemon.ended(TOOL);
         assert_eq!(status.code().or(Some(130)), Some(130), "{status}: {}", daemon.log());
         nothing_is_left(&folder);
         let rounds = daemon.log().lines().filter(|l| l.starts_with("round ")).count();
+        assert!(rounds > 0 || !matches!(moment, Moment::Round), "{}", daemon.log());
         if rounds > 0 {
             assert_eq!(results(&report)["runs"].as_array().unwrap().len(), rounds);
             assert!(report.join("index.html").exists());

@@ -102,10 +102,13 @@ fn neighbours_of_any_kind_by_any_export_are_told_with_all_figures() {
     for figure in row["figures"].as_array().unwrap() {
         assert!(figure["median"].is_number(), "{figure}");
     }
-    // There are two arrivals of half a second.
+    // There are two arrivals of half a second, and the model admits no more than this a second.
     let found = figure(&json, "thrash-d8", "to share ms");
-    assert!((10.0..=500.0).contains(&found), "{found} ms");
-    assert!(figure(&json, "thrash-d8", "share") <= figure(&json, "thrash-d8", "alone"));
+    assert!(found <= 500.0, "{found} ms");
+    for name in ["share", "alone"] {
+        let found = figure(&json, "thrash-d8", name);
+        assert!(found < 8e6 / (1000.0 + 30.5) * 1.05, "{found} a second: {name}");
+    }
     let disks = |scene: &str| {
         row["rounds"][0].as_array().unwrap().iter().filter(|c| c["scene"] == scene).count()
     };

@@ -110,6 +110,24 @@ fn a_model_before_an_image() {
     figures.judge();
 }
 
+/// A read takes at least about its cost, because the cost is the time for a read when many are in
+/// flight. The latency without other load cannot be much shorter.
+#[test]
+fn the_latency_of_a_calibrated_device_and_the_cost_of_its_reads() {
+    let mut figures = Figures::default();
+    let folder = Folder::new();
+    let (target, costs) = (folder.join("target"), folder.join("costs.toml"));
+    std::fs::create_dir(&target).unwrap();
+    let mut command = Command::new(BLOCKYARD);
+    command.args(["bench", "calibrate", "--size", "64m", "--seconds", "3", "--rounds", "1"]);
+    run(command.arg(&target).arg("-o").arg(&costs), TOOL).good();
+    let table: toml::Table = std::fs::read_to_string(&costs).unwrap().parse().unwrap();
+    let figure = |name: &str| table["device"][0][name].as_integer().unwrap() as f64;
+    let times = figure("base-latency-read") / figure("read");
+    figures.row("times the cost of a read is its latency alone", times, 0.5..1e6);
+    figures.judge();
+}
+
 /// Delays that are long compared with the time that the machine itself adds.
 const DELAY: &str = "delay:read=20ms,write=30ms,flush=25ms";
 
