@@ -15,7 +15,7 @@ use blockyard_ring::Handle;
 
 use super::cache_shares;
 use super::error::ChainError;
-use super::member::{ChainLayer, Meta};
+use super::member::ChainLayer;
 use super::open::Chain;
 use super::options::ChainOptions;
 use crate::cow::{Cow, CowOptions};
@@ -23,6 +23,7 @@ use crate::error::ImageError;
 use crate::journal::ImageSafety;
 use crate::layers::format::Format;
 use crate::layers::image::Image;
+use crate::layers::meta::Meta;
 use crate::qcow2::{self, Header, Qcow2, Qcow2Options};
 use crate::raw::Raw;
 use blockyard_storage::Store;

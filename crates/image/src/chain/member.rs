@@ -7,6 +7,7 @@ use blockyard_storage::ImageFile;
 use crate::SECTOR;
 use crate::cow;
 use crate::layers::format::Format;
+use crate::layers::meta::Meta;
 use crate::qcow2;
 
 use super::left::LeftImage;
@@ -24,15 +25,13 @@ pub struct ChainLayer {
     pub(crate) sharing: Option<Sharing>,
 }
 
-/// State of an open image that reactors share, by format.
-#[derive(Clone, Debug)]
-pub(crate) enum Meta {
-    Raw,
-    Qcow2(Arc<qcow2::Shared>),
-    Cow(Arc<cow::Shared>),
-}
-
 impl ChainLayer {
+    /// Returns an image that other chains may have open, too.
+    pub(super) fn shared(sharing: Sharing) -> Self {
+        let (format, file, meta) = sharing.image();
+        ChainLayer { format, file, data: None, meta, sharing: Some(sharing) }
+    }
+
     /// Returns the shared state, if this is a qcow2 image.
     pub fn qcow2(&self) -> Option<&Arc<qcow2::Shared>> {
         match &self.meta {

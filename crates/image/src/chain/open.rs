@@ -23,10 +23,11 @@ use crate::tools::apply_journal;
 use super::cache_shares;
 use super::error::ChainError;
 use super::left::LeftImage;
-use super::member::{ChainLayer, Meta};
+use super::member::ChainLayer;
 use super::names::{Allowed, PendingImage};
 use super::options::ChainOptions;
 use super::shared::Candidate;
+use crate::layers::meta::Meta;
 
 /// A ring for opening chains, created at its first use. A thread that opens many chains keeps it.
 #[derive(Default)]
@@ -150,10 +151,9 @@ impl Chain {
         let format = format
             .or_else(|| Format::of_name(path))
             .ok_or_else(|| ChainError::Format { path: path.clone() })?;
-        let shared = (!self.layers.is_empty() && self.has_read_only_files())
-            .then(|| Candidate::of(&image, format, &self.options))
-            .flatten();
-        if let Some(layer) = shared.as_ref().and_then(Candidate::find) {
+        let shared = self.may_be_shared(&image, format);
+        if let Some(sharing) = shared.as_ref().and_then(Candidate::find) {
+            let layer = ChainLayer::shared(sharing);
             let backing = match layer.qcow2() {
                 Some(shared) => self.below_qcow2(&image, &shared.header())?,
                 None => None,
@@ -163,11 +163,22 @@ impl Chain {
         }
         let (layer, backing) =
             self.open_files(handle, image, format, allowed, shared.is_some()).await?;
-        self.layers.push(Arc::new(match shared {
-            Some(shared) => shared.share(layer),
-            None => layer,
-        }));
+        let sharing = shared
+            .filter(|_| layer.data.is_none())
+            .and_then(|shared| shared.share(&layer.file, &layer.meta));
+        self.layers.push(Arc::new(sharing.map_or(layer, ChainLayer::shared)));
         Ok(backing)
+    }
+
+    /// Returns the file of a backing image, if the options let chains share it.
+    fn may_be_shared(&self, image: &PendingImage, format: Format) -> Option<Candidate> {
+        let options = &self.options;
+        let is_read = !self.layers.is_empty() && self.has_read_only_files();
+        if !is_read || options.force_share || options.journal.is_some() {
+            return None;
+        }
+        let (images, found) = (options.shared.clone()?, image.found.as_ref()?);
+        Candidate::of(images, found, image.path.clone(), format, options.cache)
     }
 
     /// Returns whether the next image's files are opened for reading only.

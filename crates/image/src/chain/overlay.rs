@@ -18,12 +18,13 @@ use blockyard_storage::{ImageFile, OpenOptions};
 
 use super::cache_shares;
 use super::error::ChainError;
-use super::member::{ChainLayer, Meta};
+use super::member::ChainLayer;
 use super::names::{Allowed, MAX_DEPTH};
 use super::open::Chain;
 use super::options::ChainOptions;
 use crate::error::ImageError;
 use crate::layers::format::Format;
+use crate::layers::meta::Meta;
 use crate::qcow2::{self, CreateOptions, Header, Preallocation, Qcow2, Qcow2Options};
 use crate::raw::Raw;
 

@@ -13,16 +13,15 @@
 //!   commit's lock.
 
 use std::collections::HashMap;
+use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use blockyard_storage::{CacheMode, FileId, ImageFile};
 use rustix::fs::{FileType, Stat};
 
-use super::member::{ChainLayer, Meta};
-use super::names::PendingImage;
-use super::options::ChainOptions;
 use crate::layers::format::Format;
+use crate::layers::meta::Meta;
 
 /// The images that chains share. Clones are the same set.
 #[derive(Clone, Debug, Default)]
@@ -88,60 +87,56 @@ impl SharedImages {
 }
 
 impl Candidate {
-    /// Returns the file of a backing image that is opened for reading, if the options let chains
-    /// share it.
-    pub fn of(image: &PendingImage, format: Format, options: &ChainOptions) -> Option<Candidate> {
-        let images = options.shared.clone()?;
-        if options.force_share || options.journal.is_some() || format == Format::Cow {
+    /// Returns the file `found`, if chains can share it. They open it for reading, by `path`.
+    pub fn of(
+        images: SharedImages,
+        found: impl AsFd,
+        path: PathBuf,
+        format: Format,
+        cache: CacheMode,
+    ) -> Option<Candidate> {
+        let stat = rustix::fs::fstat(found).ok()?;
+        let is_file = FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile;
+        if !is_file || format == Format::Cow {
             return None;
         }
-        let stat = rustix::fs::fstat(image.found.as_ref()?).ok()?;
-        if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
-            return None;
-        }
-        let (id, path, cache) = (FileId::of(&stat), image.path.clone(), options.cache);
-        Some(Candidate { images, key: Key { id, path, format, cache }, stamp: Stamp::of(&stat) })
+        let key = Key { id: FileId::of(&stat), path, format, cache };
+        Some(Candidate { images, key, stamp: Stamp::of(&stat) })
     }
 
     /// Returns the image, if another chain has it open.
-    pub fn find(&self) -> Option<ChainLayer> {
+    pub fn find(&self) -> Option<Sharing> {
         let known = self.images.known(&self.key)?;
-        (known.stamp == self.stamp).then(|| layer(known))
+        (known.stamp == self.stamp).then_some(Sharing(known))
     }
 
     /// Lets other chains share an image that was just opened. Returns the image of another chain,
-    /// if that chain has opened the file at the same time.
-    pub fn share(self, layer_: ChainLayer) -> ChainLayer {
+    /// if that chain has opened the file at the same time. None: the file has changed meanwhile.
+    pub fn share(self, file: &Arc<ImageFile>, meta: &Meta) -> Option<Sharing> {
         let Candidate { images, key, stamp } = self;
-        let ChainLayer { file, meta, data: None, .. } = layer_ else { return layer_ };
         let unchanged = file.fd().is_some_and(|fd| {
             rustix::fs::fstat(fd)
                 .is_ok_and(|stat| FileId::of(&stat) == key.id && Stamp::of(&stat) == stamp)
         });
-        let format = key.format;
         if !unchanged {
-            return ChainLayer { format, file, data: None, meta, sharing: None };
+            return None;
         }
         if let Some(known) = images.known(&key).filter(|known| known.stamp == stamp) {
-            return layer(known);
+            return Some(Sharing(known));
         }
+        let (file, meta) = (file.clone(), meta.clone());
         let new = Arc::new(Opened { images: images.clone(), key: key.clone(), stamp, file, meta });
         images.lock().insert(key, Arc::downgrade(&new));
-        layer(new)
-    }
-}
-
-fn layer(opened: Arc<Opened>) -> ChainLayer {
-    ChainLayer {
-        format: opened.key.format,
-        file: opened.file.clone(),
-        data: None,
-        meta: opened.meta.clone(),
-        sharing: Some(Sharing(opened)),
+        Some(Sharing(new))
     }
 }
 
 impl Sharing {
+    /// Returns the image's format, file and state.
+    pub fn image(&self) -> (Format, Arc<ImageFile>, Meta) {
+        (self.0.key.format, self.0.file.clone(), self.0.meta.clone())
+    }
+
     /// Takes the image out of the set, so that this chain can write to the file. Returns false if
     /// another chain has the image.
     pub fn take_out(&self) -> bool {

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!   format         the formats of images
+//!   meta           what reactors share of one image, of any format
 //!   layer          one image, of any format
 //!   lookup_cache   the last lookups
 //!   layout_scan    layers that are mostly holes; block status
@@ -17,3 +18,4 @@ pub mod layer;
 pub mod layout_scan;
 mod long;
 mod lookup_cache;
+pub mod meta;
