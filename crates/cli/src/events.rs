@@ -37,7 +37,8 @@ const CLIENTS_A_SECOND: u32 = 64;
 const LAST: Duration = Duration::from_secs(1);
 
 enum Report {
-    Changed(Weak<Disk>),
+    /// The state of the disk with this name.
+    Changed(Arc<str>),
     Client {
         disk: String,
         what: What,
@@ -118,8 +119,8 @@ impl Queue {
 }
 
 impl DiskObserver for Queue {
-    fn changed(&self, disk: Weak<Disk>) -> bool {
-        let is_sent = self.reports.try_send(Report::Changed(disk)).is_ok();
+    fn changed(&self, disk: &Arc<str>) -> bool {
+        let is_sent = self.reports.try_send(Report::Changed(disk.clone())).is_ok();
         if !is_sent {
             self.lost.changes.store(true, Ordering::SeqCst);
         }
@@ -203,11 +204,7 @@ impl Follower {
 
     fn handle(&mut self, report: Report) {
         match report {
-            Report::Changed(disk) => {
-                let Some(disk) = disk.upgrade() else { return };
-                disk.handled();
-                self.check(&disk);
-            }
+            Report::Changed(disk) => self.changed(&disk),
             Report::Client { disk, what } if self.may_tell(&disk) => self.log.publish(what),
             Report::Client { .. } => self.log.skip(1),
             Report::Yard(event) => self.of_yard(event),
@@ -220,7 +217,10 @@ impl Follower {
         let what = match event {
             Event::Added { name, disk, size, images, ways } => {
                 self.disks.insert(name.clone(), Known::new(disk));
-                What::DiskAdded { disk: name, images, size, exports: ways }
+                let (disk, exports) = (name.clone(), ways);
+                self.log.publish(What::DiskAdded { disk, images, size, exports });
+                // A change that the disk has reported before is handled here.
+                return self.changed(&name);
             }
             Event::Removed { disk, is_flushed, error } => {
                 self.disks.remove(&disk);
@@ -248,6 +248,15 @@ impl Follower {
         self.log.publish(what);
     }
 
+    /// Handles a report that the state of a disk may have changed.
+    fn changed(&mut self, disk: &str) {
+        let known = self.disks.get(disk).and_then(|known| known.disk.upgrade());
+        if let Some(disk) = known {
+            disk.handled();
+            self.check(&disk);
+        }
+    }
+
     /// Publishes what has changed since the last tick.
     fn tick(&mut self) {
         self.ticked = Instant::now();
@@ -265,9 +274,6 @@ impl Follower {
     /// Publishes the state of a disk if the log says another one.
     fn check(&mut self, disk: &Arc<Disk>) {
         let Some(known) = self.disks.get_mut(disk.name()) else { return };
-        if !Weak::ptr_eq(&known.disk, &Arc::downgrade(disk)) {
-            return;
-        }
         let name = || disk.name().to_string();
         if let Some(why) = disk.poisoned()
             && !std::mem::replace(&mut known.is_poisoned, true)

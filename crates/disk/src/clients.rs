@@ -4,13 +4,10 @@
 //! an export. A kind remains in the count when its last client is gone.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
 use crate::disk::Disk;
 use crate::observer::ClientId;
-
-#[derive(Debug, Default)]
-pub(crate) struct ClientCounts(Mutex<BTreeMap<&'static str, u64>>);
 
 /// A connected client, until this is dropped.
 #[derive(Debug)]
@@ -19,12 +16,6 @@ pub struct ConnectedClient {
     export: &'static str,
     id: ClientId,
     why: OnceLock<String>,
-}
-
-impl ClientCounts {
-    fn change(&self, export: &'static str, change: impl FnOnce(&mut u64)) {
-        change(self.0.lock().unwrap_or_else(PoisonError::into_inner).entry(export).or_default());
-    }
 }
 
 impl Disk {
@@ -45,7 +36,7 @@ impl Disk {
 
     /// Returns the number of connected clients for each kind of export.
     pub fn clients(&self) -> BTreeMap<&'static str, u64> {
-        self.clients.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.clients.all()
     }
 }
 

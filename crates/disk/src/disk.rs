@@ -15,15 +15,14 @@ use blockyard_ring::Remote;
 use blockyard_sched::{Knobs, Share};
 
 use crate::backend::Source;
-use crate::clients::ClientCounts;
+use crate::client_counts::ClientCounts;
 use crate::dirty::DirtyMap;
+use crate::drain::Drain;
 use crate::filter::Filter;
 use crate::flush::{FlushFigures, FlushGroup};
-use crate::live::Drain;
-use crate::local_disk::LocalDisk;
-use crate::observer::Observed;
+use crate::observer::{DiskObserver, Observed};
+use crate::on_enospc::OnEnospc;
 use crate::once_a_second::OnceASecond;
-use crate::pause::OnEnospc;
 use crate::request::Failure;
 use crate::statistics::Statistics;
 
@@ -87,7 +86,7 @@ pub struct Disk {
     /// Limits the log lines about failed requests.
     pub(crate) failure_log: OnceASecond,
     /// Whether requests without space on the host wait; see [`crate::pause`].
-    pauses: AtomicBool,
+    pub(crate) pauses: AtomicBool,
     pub(crate) observed: OnceLock<Observed>,
     /// What earlier servers have counted, if this one has taken the disk over.
     pub(crate) before: OnceLock<Statistics>,
@@ -284,38 +283,9 @@ impl Disk {
         self.paused.load(Ordering::SeqCst)
     }
 
-    /// Ends a drain, and lets the requests that wait for space try again, on all reactors. Returns
-    /// whether the disk was drained, and the number of requests that waited for space.
-    pub fn resume(self: &Arc<Self>) -> (bool, u64) {
-        let was_drained = self.drain.resume();
-        (was_drained, self.retry())
-    }
-
-    fn retry(self: &Arc<Self>) -> u64 {
-        let paused = self.paused();
-        for reactor in self.serving_state().reactors.clone() {
-            let disk = self.clone();
-            reactor.run(move |handle| {
-                if let Some(local_disk) = LocalDisk::known(handle, &disk) {
-                    local_disk.pause.resume();
-                }
-            });
-        }
-        paused
-    }
-
     /// Returns whether a request that failed with this error waits for space.
     pub(crate) fn pauses_at(&self, error: &io::Error) -> bool {
         self.pauses.load(Ordering::SeqCst) && is_full(error) && self.poisoned().is_none()
-    }
-
-    /// Changes what happens to requests without space on the host. With `Error`, requests that wait
-    /// try again, and fail if there is still no space.
-    pub fn set_on_enospc(self: &Arc<Self>, on_enospc: OnEnospc) {
-        self.pauses.store(on_enospc == OnEnospc::Pause, Ordering::SeqCst);
-        if on_enospc == OnEnospc::Error {
-            self.retry();
-        }
     }
 
     /// Logs that requests begin to wait for space. Guests cause this, so the log has at most one
@@ -340,5 +310,20 @@ impl Disk {
             tracing::error!(disk = self.name(), "{}", self.poisoned().unwrap_or_default());
             self.report_change();
         }
+    }
+
+    /// Reports to `observer` from now on. A disk has one observer: a second call does nothing.
+    pub fn observe(&self, observer: Arc<dyn DiskObserver>) {
+        let _ = self.observed.set(Observed::new(observer, self.name()));
+    }
+
+    /// Reports that the disk's state may have changed.
+    pub(crate) fn report_change(&self) {
+        self.observed.get().into_iter().for_each(Observed::report_change);
+    }
+
+    /// Lets the next change of the state be reported. Call it before the state is read.
+    pub fn handled(&self) {
+        self.observed.get().into_iter().for_each(Observed::handled);
     }
 }

@@ -18,16 +18,19 @@
 
 mod backend;
 mod carried;
+mod client_counts;
 mod clients;
 mod current_image;
 mod dirty;
 mod disk;
+mod drain;
 mod filter;
 mod flush;
 mod in_flight;
 mod live;
 mod local_disk;
 mod observer;
+mod on_enospc;
 mod once_a_second;
 mod pause;
 mod quiesce;
@@ -47,7 +50,7 @@ pub use flush::FlushFigures;
 pub use live::{SnapshotOptions, Why, Work, WorkError};
 pub use local_disk::{LocalDisk, Run};
 pub use observer::{ClientId, DiskObserver};
-pub use pause::{OnEnospc, UnknownOnEnospc};
+pub use on_enospc::{OnEnospc, UnknownOnEnospc};
 pub use quiesced::QuiesceError;
 pub use request::{Failure, Finished, Op, Request, Status, Token, dropped_requests};
 pub use statistics::{Counts, DiskCounts, Latencies, OpKind, Statistics, StatisticsState, Summary};

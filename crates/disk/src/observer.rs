@@ -7,10 +7,8 @@
 //! its state that is not handled yet, so that no guest floods the observer.
 
 use std::fmt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Weak};
-
-use crate::disk::Disk;
 
 /// A client of a disk, for reports.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -23,10 +21,10 @@ pub struct ClientId {
 
 /// Follows what happens to disks. Reactors call it, so no call may block.
 pub trait DiskObserver: Send + Sync {
-    /// The disk may be paused, resumed or poisoned now. Must not allocate: requests call it.
-    /// Returns false if the report is lost. Else the observer calls [`Disk::handled`] before it
-    /// reads the disk's state.
-    fn changed(&self, disk: Weak<Disk>) -> bool;
+    /// The disk may be paused, resumed or poisoned now. `disk`: its name. Must not allocate:
+    /// requests call it. Returns false if the report is lost. Else the observer calls
+    /// [`Disk::handled`](crate::Disk::handled) before it reads the disk's state.
+    fn changed(&self, disk: &Arc<str>) -> bool;
 
     /// `export`: the kind of export, such as `nbd`.
     fn connected(&self, disk: &str, export: &'static str, client: &ClientId);
@@ -37,7 +35,7 @@ pub trait DiskObserver: Send + Sync {
 /// The observer of one disk.
 pub(crate) struct Observed {
     pub observer: Arc<dyn DiskObserver>,
-    disk: Weak<Disk>,
+    disk: Arc<str>,
     /// A report of the state is not handled yet.
     is_reported: AtomicBool,
 }
@@ -48,28 +46,22 @@ impl fmt::Debug for Observed {
     }
 }
 
-impl Disk {
-    /// Reports to `observer` from now on. A disk has one observer: a second call does nothing.
-    pub fn observe(self: &Arc<Self>, observer: Arc<dyn DiskObserver>) {
-        let (disk, is_reported) = (Arc::downgrade(self), AtomicBool::new(false));
-        let _ = self.observed.set(Observed { observer, disk, is_reported });
+impl Observed {
+    /// Returns the observer of the disk with this name.
+    pub fn new(observer: Arc<dyn DiskObserver>, disk: &str) -> Self {
+        Observed { observer, disk: disk.into(), is_reported: AtomicBool::new(false) }
     }
 
     /// Reports that the disk's state may have changed.
-    pub(crate) fn report_change(&self) {
-        let Some(observed) = self.observed.get() else { return };
-        if !observed.is_reported.swap(true, Ordering::SeqCst)
-            && !observed.observer.changed(observed.disk.clone())
-        {
-            observed.is_reported.store(false, Ordering::SeqCst);
+    pub fn report_change(&self) {
+        if !self.is_reported.swap(true, Ordering::SeqCst) && !self.observer.changed(&self.disk) {
+            self.is_reported.store(false, Ordering::SeqCst);
         }
     }
 
-    /// Lets the next change of the state be reported. Call it before the state is read.
+    /// Lets the next change of the state be reported.
     pub fn handled(&self) {
-        if let Some(observed) = self.observed.get() {
-            observed.is_reported.store(false, Ordering::SeqCst);
-        }
+        self.is_reported.store(false, Ordering::SeqCst);
     }
 }
 
@@ -82,7 +74,7 @@ mod tests {
 
     use super::*;
     use crate::backend::Source;
-    use crate::disk::DiskOptions;
+    use crate::disk::{Disk, DiskOptions};
 
     /// Counts the reports. `takes`: whether the observer takes the next report.
     struct Reports {
@@ -91,7 +83,7 @@ mod tests {
     }
 
     impl DiskObserver for Reports {
-        fn changed(&self, _: Weak<Disk>) -> bool {
+        fn changed(&self, _: &Arc<str>) -> bool {
             *self.count.lock().unwrap() += 1;
             self.takes.load(Ordering::SeqCst)
         }

@@ -9,25 +9,16 @@
 //! are durable. The requests go on at the latest when the time limit has passed, so that a caller
 //! that dies leaves no disk that hangs.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::Arc;
 use std::sync::mpsc::{SyncSender, sync_channel};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::Builder;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use blockyard_image::ChainError;
 use blockyard_ring::threads;
 
 use super::{Why, WorkError, Worker};
 use crate::disk::Disk;
-
-#[derive(Debug, Default)]
-pub(crate) struct Drain {
-    is_drained: Mutex<bool>,
-    changed: Condvar,
-    /// A drain of the disk has a thread.
-    has_thread: AtomicBool,
-}
 
 /// The right to the disk's only thread for drains. Drop gives it back.
 ///
@@ -37,7 +28,7 @@ struct Permit(Arc<Disk>);
 
 impl Permit {
     fn take(disk: &Arc<Disk>) -> Result<Self, Why> {
-        if disk.drain.has_thread.swap(true, Ordering::SeqCst) {
+        if !disk.drain.take_thread() {
             return Err(if disk.has_ended() { Why::Ended } else { Why::Busy });
         }
         Ok(Permit(disk.clone()))
@@ -46,36 +37,7 @@ impl Permit {
 
 impl Drop for Permit {
     fn drop(&mut self) {
-        self.0.drain.has_thread.store(false, Ordering::SeqCst);
-    }
-}
-
-impl Drain {
-    fn is_drained(&self) -> MutexGuard<'_, bool> {
-        self.is_drained.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Lets the requests go on. Returns whether they were held.
-    pub fn resume(&self) -> bool {
-        let was_drained = std::mem::replace(&mut *self.is_drained(), false);
-        self.changed.notify_all();
-        was_drained
-    }
-
-    /// Waits for [`Drain::resume`]. Returns false if `limit` has passed without it.
-    fn wait(&self, limit: Duration) -> bool {
-        let until = Instant::now() + limit;
-        let mut is_drained = self.is_drained();
-        while *is_drained {
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                *is_drained = false;
-                return false;
-            }
-            let waited = self.changed.wait_timeout(is_drained, left);
-            is_drained = waited.unwrap_or_else(PoisonError::into_inner).0;
-        }
-        true
+        self.0.drain.give_thread_back();
     }
 }
 
@@ -102,7 +64,7 @@ impl Disk {
 
     /// Returns whether requests are held because of [`Disk::drain`].
     pub fn is_drained(&self) -> bool {
-        *self.drain.is_drained()
+        self.drain.is_drained()
     }
 }
 
@@ -119,7 +81,7 @@ impl Worker {
         self.flush_unsynced(&local_disk).await?;
         let (name, seconds) = (self.disk.name(), limit.as_secs());
         tracing::info!(disk = name, "drained: requests wait for `ctl resume`, at most {seconds} s");
-        *self.disk.drain.is_drained() = true;
+        self.disk.drain.begin();
         // The end of the disk comes before or after this check. After it, it finds the flag.
         if self.disk.has_ended() {
             self.disk.drain.resume();

@@ -7,6 +7,7 @@
 //!   stream     copies the data of all backing images into the topmost image, which then needs none
 //!   resize     grows the topmost image
 //!   drain      holds requests while an operator works on the host's side
+//!   resume     lets requests go on: those of a drain, and those that wait for space
 //! ```
 //!
 //! In: calls from a thread that is no reactor. They block until the work is done. Out: the disk,
@@ -21,6 +22,7 @@ mod activation;
 mod commit;
 mod drain;
 mod resize;
+mod resume;
 mod snapshot;
 mod stream;
 
@@ -37,7 +39,6 @@ use crate::disk::Disk;
 use crate::local_disk::LocalDisk;
 use crate::quiesced::QuiesceError;
 
-pub(crate) use drain::Drain;
 pub use snapshot::SnapshotOptions;
 
 /// Progress and cancellation of a commit or a stream. The thread that does it and its observers

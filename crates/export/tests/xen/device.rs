@@ -2,7 +2,7 @@
 //! exists.
 
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use blockyard_disk::{ClientId, Disk, DiskObserver, DiskOptions, Source};
@@ -250,7 +250,7 @@ impl Reports {
 }
 
 impl DiskObserver for Reports {
-    fn changed(&self, _: Weak<Disk>) -> bool {
+    fn changed(&self, _: &Arc<str>) -> bool {
         false
     }
 
