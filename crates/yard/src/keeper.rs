@@ -6,22 +6,20 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, Sender, SyncSender};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use blockyard_disk::Disk;
-use blockyard_export::Reactors;
-use blockyard_image::{Opener, SharedImages};
+use blockyard_image::Opener;
 use blockyard_ring::pool::{Pool, Refused};
 
-use crate::job::Jobs;
-use crate::observer::{Event, Observer};
+use crate::context::Context;
 use crate::sample::KnownDisk;
 use crate::served::{Ended, ServedDisk, describe_image};
 use crate::settings::DiskSettings;
-use crate::shares::Shares;
+use crate::state::DiskState;
 
 /// Threads that open disks. They mostly wait for an image's metadata.
 const OPENING_THREADS: usize = 8;
@@ -29,24 +27,6 @@ const OPENING_THREADS: usize = 8;
 const OTHER_THREADS: usize = 4;
 /// How long an idle thread waits for more commands. An idle server uses no memory for stacks.
 const LINGER: Duration = Duration::from_millis(250);
-
-/// State that all commands use.
-pub(crate) struct Context {
-    pub reactors: Arc<Reactors>,
-    pub shares: Shares,
-    /// Backing images that the disks have in common.
-    pub images: SharedImages,
-    pub jobs: Jobs,
-    pub observer: Option<Arc<dyn Observer>>,
-    /// Whether the yard is closing. If so, no disk is added.
-    pub is_closing: AtomicBool,
-}
-
-impl Context {
-    pub fn report(&self, event: Event) {
-        self.observer.iter().for_each(|observer| observer.event(event.clone()));
-    }
-}
 
 /// A command. It receives the disk that it names, if the yard has that disk. It returns the disk
 /// for the yard to keep, and its answer, a closure. The yard calls the answer when the table has
@@ -64,18 +44,6 @@ pub(crate) enum Message {
     Prepare(SyncSender<io::Result<()>>),
     Find { name: String, reply: SyncSender<Option<Arc<Disk>>> },
     Close(SyncSender<Vec<Ended>>),
-}
-
-/// The state of a disk in the yard.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum DiskState {
-    /// The disk's image is being opened, or its exports start.
-    Opening,
-    Serving,
-    /// A command works on the disk. Clients do not notice.
-    Busy,
-    /// The disk's exports end, and its image is flushed and closed.
-    Closing,
 }
 
 /// A row of the list of disks.

@@ -8,7 +8,9 @@
 //!   settings  settings of a disk: image, share and exports
 //!   shares    which disks share a device or a group
 //!   observer  events, for programs that follow them
-//!   job       snapshot, commit and stream, which run for long
+//!   job       snapshot, commit and stream, which run for long; jobs: all of them
+//!   context   what all commands use
+//!   state     the state of a disk
 //! ```
 //!
 //! In: calls from any thread that is no reactor. Out: disks that exports offer, and their
@@ -21,22 +23,26 @@
 
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
+mod context;
 mod error;
 mod job;
+mod jobs;
 mod keeper;
 mod observer;
 mod sample;
 mod served;
 mod settings;
 mod shares;
+mod state;
 mod yard;
 
 pub use error::YardError;
 pub use job::{Job, JobKind, JobState};
-pub use keeper::{DiskInfo, DiskState};
-pub use observer::{Event, Observer};
+pub use keeper::DiskInfo;
+pub use observer::{Event, Observer, Resized};
 pub use sample::{DiskSample, ReactorSample, Sample, SampleError};
-pub use served::{Change, Ended, HandedDisk, Report, Resized};
+pub use served::{Change, Ended, HandedDisk, Report};
 pub use settings::{Activation, DiskSettings, Way, WayError};
 pub use shares::{MeasuredDevice, Shares};
+pub use state::DiskState;
 pub use yard::{Pending, Yard};

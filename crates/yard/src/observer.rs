@@ -8,7 +8,13 @@ use std::sync::Weak;
 use blockyard_disk::{Disk, DiskObserver};
 
 use crate::job::Job;
-use crate::served::Resized;
+
+/// Capacity in bytes, before and after.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Resized {
+    pub old: u64,
+    pub new: u64,
+}
 
 /// What has happened in the yard.
 #[derive(Clone)]

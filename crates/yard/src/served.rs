@@ -16,9 +16,9 @@ use blockyard_image::{ChainOptions, FileId, Opener};
 use blockyard_ring::parcel::Parcel;
 use blockyard_sched::{Knobs, Share};
 
+use crate::context::Context;
 use crate::error::YardError;
-use crate::keeper::Context;
-use crate::observer::Event;
+use crate::observer::{Event, Resized};
 use crate::settings::{Activation, DiskSettings};
 
 /// Length of a serial number in bytes (virtio 1.2, section 5.2.6.1).
@@ -66,13 +66,6 @@ pub struct Change {
     /// Names in the certificates of the clients that may connect. Empty: every client may.
     pub clients: Option<Vec<String>>,
     pub on_enospc: Option<OnEnospc>,
-}
-
-/// Capacity in bytes, before and after.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Resized {
-    pub old: u64,
-    pub new: u64,
 }
 
 pub(crate) struct ServedDisk {

@@ -12,14 +12,17 @@ use blockyard_export::Reactors;
 use blockyard_image::{Opener, Program, SharedImages};
 use blockyard_sched::Knobs;
 
+use crate::context::Context;
 use crate::error::YardError;
-use crate::job::{Job, JobKind, Jobs};
-use crate::keeper::{Answer, Context, DiskInfo, DiskState, Keeper, Message, Operation};
-use crate::observer::Observer;
+use crate::job::{Job, JobKind};
+use crate::jobs::Jobs;
+use crate::keeper::{Answer, DiskInfo, Keeper, Message, Operation};
+use crate::observer::{Observer, Resized};
 use crate::sample::{self, Sample, SampleError};
-use crate::served::{Change, Ended, HandedDisk, Report, Resized, ServedDisk};
+use crate::served::{Change, Ended, HandedDisk, Report, ServedDisk};
 use crate::settings::{DiskSettings, WayError};
 use crate::shares::Shares;
+use crate::state::DiskState;
 
 /// The set of disks that this process serves. Clones are handles to the same set.
 ///

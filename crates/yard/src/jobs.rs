@@ -1,0 +1,89 @@
+//! The jobs of a yard. Each job runs on a thread of its own, concurrently with other commands for
+//! its disk.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use blockyard_disk::Disk;
+use blockyard_ring::threads;
+
+use crate::error::YardError;
+use crate::job::{Job, JobKind};
+use crate::observer::{Event, Observer};
+
+/// Maximum number of jobs that run at a time, for all disks together.
+const MAX_RUNNING: usize = 16;
+
+/// Maximum number of ended jobs that are still listed.
+const MAX_ENDED: usize = 64;
+
+/// All jobs that run, and the last ones that have ended.
+#[derive(Default)]
+pub(crate) struct Jobs {
+    all: Mutex<Vec<Job>>,
+    numbers: AtomicU64,
+    observer: Option<Arc<dyn Observer>>,
+}
+
+impl Jobs {
+    pub fn new(observer: Option<Arc<dyn Observer>>) -> Self {
+        Jobs { observer, ..Jobs::default() }
+    }
+
+    fn all(&self) -> MutexGuard<'_, Vec<Job>> {
+        self.all.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the jobs in the order of their starts.
+    pub fn list(&self) -> Vec<Job> {
+        self.all().clone()
+    }
+
+    /// Returns whether a job of this disk runs.
+    pub fn are_running(&self, disk: &str) -> bool {
+        self.all().iter().any(|job| job.disk() == disk && job.is_running())
+    }
+
+    /// Cancels the jobs of a disk that is about to be closed, and waits until they have ended.
+    pub fn end(&self, disk: &Arc<Disk>) {
+        disk.end_work();
+        for job in self.list().into_iter().filter(|job| job.is_of(disk)) {
+            let _ = job.wait();
+        }
+    }
+
+    pub fn start(&self, name: &str, disk: &Arc<Disk>, kind: JobKind) -> Result<Job, YardError> {
+        let mut all = self.all();
+        let running = all.iter().filter(|job| job.is_running()).count();
+        if running >= MAX_RUNNING {
+            return Err(YardError::TooManyJobs { disk: name.into(), running });
+        }
+        let number = self.numbers.fetch_add(1, Ordering::Relaxed) + 1;
+        let job = Job::new(number, name, disk, kind);
+        let (running_job, disk, observer) = (job.clone(), disk.clone(), self.observer.clone());
+        let thread = std::thread::Builder::new().name("yard job".into());
+        // A caller of the API may not do all that a job needs.
+        let started = threads::spawn(thread, move || run(&running_job, &disk, observer.as_deref()));
+        started.map_err(|source| YardError::Thread { disk: name.into(), source })?;
+        let mut ended = all.len() - running;
+        all.retain(|job| {
+            let remove = ended >= MAX_ENDED && !job.is_running();
+            ended -= usize::from(remove);
+            !remove
+        });
+        all.push(job.clone());
+        Ok(job)
+    }
+}
+
+fn run(job: &Job, disk: &Arc<Disk>, observer: Option<&dyn Observer>) {
+    let report = |event: fn(Job) -> Event| {
+        observer.into_iter().for_each(|observer| observer.event(event(job.clone())));
+    };
+    report(Event::JobBegun);
+    job.run(disk);
+    // No lock is held: the observer reads the job's state.
+    report(Event::JobEnded);
+    // The observer knows that the job has ended.
+    job.end();
+}
