@@ -186,6 +186,12 @@ pub fn watch(handle: &Handle) {
     }
 }
 
+/// Starts no checks on this reactor, so that time disconnects no client.
+#[cfg(test)]
+pub fn never_watch(handle: &Handle) {
+    handle.local::<Links>().watched.set(true);
+}
+
 /// Returns the connections of `disk` on this reactor.
 pub fn of_disk(handle: &Handle, disk: &Arc<Disk>) -> Vec<Rc<Link>> {
     let mut links = handle.local::<Links>().living();

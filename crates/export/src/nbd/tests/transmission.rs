@@ -251,3 +251,42 @@ fn a_client_that_breaks_the_protocol_is_disconnected_alone() {
     assert!(is_disconnected(&mut short.stream), "it goes in the middle of a payload");
     other_client.reads();
 }
+
+/// Clients that read nothing hold all buffers, and no time disconnects them. Small requests of
+/// another client are answered, and a large one waits until buffers are free.
+#[test]
+fn clients_that_hold_all_buffers_block_only_large_requests() {
+    let server = Paired::new();
+    let reactor = server.server.reactors.next();
+    let never_watch = reactor.ask(|handle, reply| {
+        links::never_watch(handle);
+        reply.send(());
+    });
+    never_watch.unwrap();
+    let is_short = || {
+        reactor
+            .ask(|handle, reply| reply.send(handle.local::<buffers::Buffers>().are_short()))
+            .unwrap()
+    };
+    let hears = |asker: &Asker| rustix::io::ioctl_fionread(&asker.stream).unwrap() > 0;
+    let mut small = Asker::new(&server, Headers::Simple);
+    let mut large = Asker::new(&server, Headers::Simple);
+    let mut held: Vec<Asker> = (0..24).map(|_| Asker::new(&server, Headers::Simple)).collect();
+    held.iter_mut().for_each(|asker| asker.send(cmd::READ, 0, 0, SIZE, &[]));
+    while !is_short() {
+        std::thread::yield_now();
+    }
+    large.send(cmd::READ, 0, 4096, 4 << 20, &[]);
+    for round in 0..100 {
+        let offset = round * 4096;
+        assert_eq!(small.ask(cmd::WRITE, 0, offset, 4096, &[round as u8; 4096]), 0);
+        small.send(cmd::READ, 0, offset, 4096, &[]);
+        assert_eq!(small.simple(offset), 0);
+        assert_eq!(bytes::<4096>(&mut small.stream), [round as u8; 4096]);
+    }
+    assert!(is_short() && !hears(&large));
+    assert!(held.iter().filter(|asker| hears(asker)).count() < held.len(), "there was room");
+    drop(held);
+    assert_eq!(large.simple(4096), 0);
+    large.stream.read_exact(&mut vec![0; 4 << 20]).unwrap();
+}
