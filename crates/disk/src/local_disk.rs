@@ -45,7 +45,7 @@ pub struct LocalDisk<S> {
     pub(crate) next_image: RefCell<Option<Rc<CurrentImage<S>>>>,
     /// Time from which long requests fail, while an export ends.
     long_until: Cell<Option<Instant>>,
-    /// None in simulations, which have no clock.
+    /// None in simulations without a clock.
     handle: Option<Handle>,
     throttle: Throttle,
     statistics: RefCell<Statistics>,

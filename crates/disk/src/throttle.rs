@@ -47,7 +47,8 @@ fn time_of(at: Instant) -> Time {
 
 pub(crate) struct Throttle {
     share: ReactorShare,
-    /// None in simulations, which have no clock. Then nothing is limited or shared.
+    /// None in simulations without a clock (`Executor::simulated` has one). Then nothing is limited
+    /// or shared.
     handle: Option<Handle>,
     /// Whether the disk is a device that may zero a range only by writing it.
     writes_zeroes: bool,
@@ -131,9 +132,22 @@ impl Throttle {
         self.handle.is_none() || self.share.is_free()
     }
 
+    /// Returns the time of the reactor's iteration.
     #[inline]
     fn now(&self) -> Time {
         self.handle.as_ref().map_or(0, |handle| time_of(handle.now()))
+    }
+
+    /// Reads the reactor's clock.
+    fn read_clock(&self) -> Time {
+        self.handle.as_ref().map_or(0, |handle| time_of(handle.read_clock()))
+    }
+
+    /// Wakes the current task after `time`.
+    fn wake_after(&self, time: Duration) {
+        if let Some(handle) = &self.handle {
+            handle.wake_at(handle.read_clock() + time);
+        }
     }
 
     /// Returns the operation that a request makes on the device. A flush costs little by itself;
@@ -211,11 +225,11 @@ impl Throttle {
     }
 
     async fn wait(&self, operation: &Operation, number: u64, limited: bool) -> Grant {
-        let arrived = sched_time();
+        let arrived = self.read_clock();
         let _pending =
             PendingCost { share: &self.share, cost_ns: self.share.join_queue(operation) };
         let drained = limited && !self.wait_for_limits(operation, number).await;
-        let passed = if limited { sched_time() } else { arrived };
+        let passed = if limited { self.read_clock() } else { arrived };
         if drained {
             self.share.note_waits(passed - arrived, 0);
             return self.share.force(passed, operation);
@@ -224,7 +238,7 @@ impl Throttle {
             Some(grant) => grant,
             None => self.wait_for_device(operation).await,
         };
-        self.share.note_waits(passed - arrived, sched_time() - passed);
+        self.share.note_waits(passed - arrived, self.read_clock() - passed);
         grant
     }
 
@@ -244,14 +258,11 @@ impl Throttle {
             if queue.waiting.borrow().front().is_some_and(|first| first.0 != number) {
                 return Poll::Pending;
             }
-            match self.share.limit(sched_time(), operation, &queue.flow) {
+            match self.share.limit(self.read_clock(), operation, &queue.flow) {
                 Ok(()) => Poll::Ready(true),
                 Err(opens) => {
-                    let wait = Duration::from_nanos(opens.saturating_sub(sched_time()));
-                    if let Some(handle) = &self.handle {
-                        handle
-                            .wake_at(Instant::now() + wait.saturating_add(COALESCE).min(MAX_SLEEP));
-                    }
+                    let wait = Duration::from_nanos(opens.saturating_sub(self.read_clock()));
+                    self.wake_after(wait.saturating_add(COALESCE).min(MAX_SLEEP));
                     Poll::Pending
                 }
             }
@@ -262,9 +273,9 @@ impl Throttle {
     async fn wait_for_device(&self, operation: &Operation) -> Grant {
         let token = self.tokens.borrow_mut().pop().unwrap_or_default();
         let mut wait = DeviceWait { throttle: self, operation, token, begun: false };
-        let asked = sched_time();
+        let asked = self.read_clock();
         poll_fn(|cx| {
-            let now = sched_time();
+            let now = self.read_clock();
             let mut claim = None;
             if !wait.begun {
                 wait.begun = true;
@@ -276,8 +287,8 @@ impl Throttle {
                 wait.begun = false;
                 return Poll::Ready(self.share.granted(asked, now, operation, &wait.token));
             }
-            if let (Some(claim), Some(handle)) = (claim, &self.handle) {
-                handle.wake_at(Instant::now() + Duration::from_nanos(claim.saturating_sub(now)));
+            if let Some(claim) = claim {
+                self.wake_after(Duration::from_nanos(claim.saturating_sub(now)));
             }
             Poll::Pending
         })

@@ -41,6 +41,11 @@ impl Memory {
         Ok(GUEST_BASE + start)
     }
 
+    /// Returns the memory as a device in the same process uses it.
+    pub fn guest(&self) -> &GuestMemory {
+        &self.guest
+    }
+
     /// Returns a slice of `len` bytes at the guest address `addr`.
     pub fn slice(&self, addr: u64, len: u64, align: u64) -> Result<SharedSlice> {
         Ok(self.guest.slice(addr, len, align)?)

@@ -12,11 +12,12 @@ use std::task::Poll;
 
 use blockyard_disk::{LocalDisk, Request, Run, Store, Token};
 use blockyard_ring::{Handle, TaskId};
+use blockyard_storage::Storage;
 
-/// The lanes of one queue.
-pub struct Lanes<T: Token> {
+/// The lanes of one queue. `S`: see [`LocalDisk`].
+pub struct Lanes<T: Token, S = Store> {
     handle: Handle,
-    served: Rc<LocalDisk<Store>>,
+    served: Rc<LocalDisk<S>>,
     /// Returns whether the guest sees a volatile write cache now. The value may change while the
     /// disk handles a write.
     has_write_back: Rc<dyn Fn() -> bool>,
@@ -39,12 +40,12 @@ enum Load<T: Token> {
     Run(Run<T>),
 }
 
-impl<T: Token + 'static> Lanes<T> {
+impl<T: Token + 'static, S: Storage + 'static> Lanes<T, S> {
     /// Returns the lanes of a queue. `has_write_back` returns whether the guest sees a volatile
     /// write cache now.
     pub fn new(
         handle: &Handle,
-        served: Rc<LocalDisk<Store>>,
+        served: Rc<LocalDisk<S>>,
         has_write_back: impl Fn() -> bool + 'static,
     ) -> Rc<Self> {
         let (idle, runs, tasks) = Default::default();
@@ -96,7 +97,7 @@ impl<T: Token + 'static> Lanes<T> {
 
     async fn run(
         lanes: Weak<Self>,
-        served: Rc<LocalDisk<Store>>,
+        served: Rc<LocalDisk<S>>,
         has_write_back: Rc<dyn Fn() -> bool>,
         lane: Rc<Lane<T>>,
     ) {

@@ -210,7 +210,7 @@ impl<S: Storage> Delay<S> {
     }
 
     pub(super) async fn read(&self, segments: Segments, offset: u64) -> (Segments, io::Result<()>) {
-        let done = self.model.book(Instant::now(), OpKind::Read, segments.len() as u64);
+        let done = self.model.book(self.handle.read_clock(), OpKind::Read, segments.len() as u64);
         let answer = match &self.raw {
             Some(raw) => raw.read(segments, offset).await,
             None => (segments, Ok(())),
@@ -225,7 +225,7 @@ impl<S: Storage> Delay<S> {
         offset: u64,
         durable: bool,
     ) -> (Segments, io::Result<()>) {
-        let done = self.model.book(Instant::now(), OpKind::Write, segments.len() as u64);
+        let done = self.model.book(self.handle.read_clock(), OpKind::Write, segments.len() as u64);
         let answer = match &self.raw {
             Some(raw) => raw.write(segments, offset, durable).await,
             None => (segments, Ok(())),
@@ -241,7 +241,7 @@ impl<S: Storage> Delay<S> {
         kind: OpKind,
         below: impl AsyncFnOnce(&Raw<S>) -> io::Result<()>,
     ) -> io::Result<()> {
-        let done = self.model.book(Instant::now(), kind, 0);
+        let done = self.model.book(self.handle.read_clock(), kind, 0);
         let answer = match &self.raw {
             Some(raw) => below(raw).await,
             None => Ok(()),

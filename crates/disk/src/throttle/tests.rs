@@ -8,6 +8,8 @@ use blockyard_sched::{DeviceProfile, Host, Knobs, Limit, Limits};
 
 use super::*;
 
+mod simulated;
+
 const WRITE: Operation =
     Operation { kind: OperationKind::Write, bytes: 1 << 30, sequential: false, requests: 1 };
 

@@ -27,10 +27,10 @@ use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
 
 use blockyard_disk::{LocalDisk, Request, Status, Store};
 use blockyard_ring::{GuestMemory, Handle, MemoryAlarm, Reply, Segments, Signal, Watch};
+use blockyard_storage::Storage;
 
 use super::device::DeviceState;
 use super::inflight::InflightRegion;
@@ -106,16 +106,16 @@ pub struct QueueSetup {
 #[derive(Default)]
 struct Queues(RefCell<HashMap<u64, Rc<Queue>>>);
 
-/// A virtqueue that runs on a reactor.
-pub struct Queue {
+/// A virtqueue that runs on a reactor. `S`: see [`LocalDisk`].
+pub struct Queue<S: Storage + 'static = Store> {
     index: u16,
     handle: Handle,
     device: Arc<DeviceState>,
-    served: Rc<LocalDisk<Store>>,
+    served: Rc<LocalDisk<S>>,
     core: RefCell<Core>,
-    lanes: Rc<Lanes<ChainToken>>,
+    lanes: Rc<Lanes<ChainToken<S>, S>>,
     /// Vector for the requests of a batch, kept for reuse.
-    requests: RefCell<Vec<Request<ChainToken>>>,
+    requests: RefCell<Vec<Request<ChainToken<S>>>>,
     wake: Signal,
     budget: Budget,
     /// Number of requests that are not answered yet. A discard chain with several ranges counts
@@ -134,8 +134,20 @@ pub struct Queue {
 
 impl Queue {
     fn start(handle: &Handle, setup: QueueSetup, id: u64) -> Result<(), StartError> {
-        let disk = &setup.device.disk;
-        let served = LocalDisk::local(handle, disk).map_err(StartError::disk)?;
+        let served = LocalDisk::local(handle, &setup.device.disk).map_err(StartError::disk)?;
+        let queue = Self::start_on(handle, setup, served)?;
+        handle.local::<Queues>().0.borrow_mut().insert(id, queue);
+        Ok(())
+    }
+}
+
+impl<S: Storage + 'static> Queue<S> {
+    /// Starts a queue of a disk that this reactor has open.
+    fn start_on(
+        handle: &Handle,
+        setup: QueueSetup,
+        served: Rc<LocalDisk<S>>,
+    ) -> Result<Rc<Self>, StartError> {
         let device = setup.device.clone();
         let lanes =
             Lanes::new(handle, served.clone(), move || device.write_back.load(Ordering::Relaxed));
@@ -167,10 +179,9 @@ impl Queue {
             suspends: Cell::new(false),
             device: setup.device,
         });
-        handle.local::<Queues>().0.borrow_mut().insert(id, queue.clone());
         let watch = kick.map(|fd| handle.watch(fd));
-        handle.spawn(queue.run(watch, unanswered));
-        Ok(())
+        handle.spawn(queue.clone().run(watch, unanswered));
+        Ok(queue)
     }
 
     /// Stops the queue. `suspends`: chains that have not begun stay in the in-flight region for the
@@ -261,7 +272,7 @@ impl Queue {
             }
             if !self.wake.arm() {
                 if let Some(time) = held_back {
-                    self.handle.wake_at(Instant::now() + time);
+                    self.handle.wake_at(self.handle.read_clock() + time);
                 }
                 self.sleep(takes).await;
             }
@@ -302,7 +313,7 @@ impl Queue {
     #[inline]
     fn has_spent(&self, taken: usize) -> bool {
         self.budget.is_spent(self.handle.iteration())
-            || (taken > 0 && budget::is_over(self.handle.now(), Instant::now()))
+            || (taken > 0 && budget::is_over(self.handle.now(), self.handle.read_clock()))
     }
 
     /// Takes up to `most` chains within the iteration's budget. Returns the number of chains taken.
@@ -343,7 +354,7 @@ impl Queue {
         self: &Rc<Self>,
         head: Head,
         entry: Option<u16>,
-        requests: &mut Vec<Request<ChainToken>>,
+        requests: &mut Vec<Request<ChainToken<S>>>,
     ) -> Result<(), RingError> {
         let mut core = self.core.borrow_mut();
         let core = &mut *core;
@@ -416,7 +427,7 @@ impl Queue {
 
     /// Hands the requests to the disk, and keeps the vector for reuse.
     #[inline]
-    fn dispatch(&self, mut requests: Vec<Request<ChainToken>>) {
+    fn dispatch(&self, mut requests: Vec<Request<ChainToken<S>>>) {
         self.lanes.dispatch(&mut requests);
         *self.requests.borrow_mut() = requests;
     }
@@ -530,3 +541,6 @@ impl Queue {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

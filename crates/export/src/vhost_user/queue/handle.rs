@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use blockyard_ring::{GuestMemory, PendingReply, Remote, park};
+use blockyard_storage::Storage;
 
 use super::{DeviceState, Marks, Queue, QueueSetup, Queues};
 use crate::Reactors;
@@ -126,7 +127,7 @@ impl QueueHandle {
     }
 }
 
-impl Queue {
+impl<S: Storage + 'static> Queue<S> {
     /// Waits until the queue is not held, or must stop.
     pub(super) async fn released(&self) {
         while self.held.get() && self.stopping.borrow().is_none() {

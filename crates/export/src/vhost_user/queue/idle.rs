@@ -5,6 +5,7 @@ use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
 use blockyard_ring::park;
+use blockyard_storage::Storage;
 
 use super::Queue;
 use crate::{budget, placement};
@@ -12,7 +13,7 @@ use crate::{budget, placement};
 /// The time from which queues without kicks count their looks, the same one for all.
 pub(super) static START: LazyLock<Instant> = LazyLock::new(Instant::now);
 
-impl Queue {
+impl<S: Storage + 'static> Queue<S> {
     /// Waits before the requests of the previous back end, which count as new ones for a throttle
     /// that is still in debt. If the queue drains, it waits for these requests too, because the
     /// in-flight region contains them. If the export ends, they wait no longer.
@@ -63,14 +64,14 @@ impl Queue {
     /// Busy-polls the ring for at most `limit`, and no longer than a coalesced signal may wait.
     /// Returns true if a chain is available or the queue must stop or publish.
     pub(super) async fn busy_poll(&self, limit: Duration) -> bool {
-        let until = Instant::now() + limit;
+        let until = self.handle.read_clock() + limit;
         let until = self.core.borrow().coalescer.due().map_or(until, |due| due.min(until));
         self.core.borrow_mut().disable_kicks();
         while self.core.borrow().unpublished == 0 && self.stopping.borrow().is_none() {
             if self.core.borrow_mut().ring.has_available() {
                 return true;
             }
-            if Instant::now() >= until {
+            if self.handle.read_clock() >= until {
                 return false;
             }
             // Another thread may wait for this processor, perhaps a thread of the guest.
@@ -88,7 +89,7 @@ impl Queue {
         if let Some(looks) = &self.looks
             && takes
         {
-            self.handle.wake_at(looks.next(Instant::now()));
+            self.handle.wake_at(looks.next(self.handle.read_clock()));
         }
         park().await;
     }
