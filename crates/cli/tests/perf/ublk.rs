@@ -30,5 +30,5 @@ done
 
 #[test]
 fn a_ublk_disk_gets_half_of_a_device_beside_a_thrasher() {
-    println!("{}", on_kernel("7", SHARES));
+    println!("{}", on_kernel("7", 2, SHARES));
 }

@@ -50,7 +50,7 @@ nap 0.2
 
 #[test]
 fn attach_makes_a_device_and_detach_removes_it() {
-    on_both_kernels(ATTACH);
+    on_both_kernels(1, ATTACH);
 }
 
 /// A user without privileges may use the driver. The script does the work of a udev rule.
@@ -149,7 +149,7 @@ gone
 
 #[test]
 fn a_user_without_privileges_can_attach_with_a_udev_rule() {
-    on_both_kernels(UNPRIVILEGED);
+    on_both_kernels(1, UNPRIVILEGED);
 }
 
 /// Without ublk, `attach` uses the kernel's NBD client. If that is missing too, the message names
@@ -205,5 +205,5 @@ blockyard detach $device
 
 #[test]
 fn without_ublk_attach_uses_the_kernels_nbd_client() {
-    on_kernel("6", NBD);
+    on_kernel("6", 1, NBD);
 }

@@ -25,12 +25,12 @@ stop
 
 #[test]
 fn kill_9_loses_no_request_with_copied_data() {
-    on_kernel("6", KILLS);
+    on_kernel("6", 2, KILLS);
 }
 
 #[test]
 fn kill_9_loses_no_request_with_zero_copy() {
-    on_kernel("7", KILLS);
+    on_kernel("7", 2, KILLS);
 }
 
 /// A mounted device stays when the program ends. The next server of the same disk takes it over,
@@ -69,5 +69,5 @@ e2fsck -fn a.img >/dev/null
 
 #[test]
 fn a_mounted_device_survives_its_server() {
-    on_both_kernels(KEPT);
+    on_both_kernels(1, KEPT);
 }

@@ -64,12 +64,12 @@ mount -o loop,ro a.img /mnt 2>/dev/null || { modprobe loop && mount -o loop,ro a
 
 #[test]
 fn file_systems_work_with_copied_data() {
-    on_kernel("6", DEVICE);
+    on_kernel("6", 1, DEVICE);
 }
 
 #[test]
 fn file_systems_work_with_zero_copy() {
-    on_kernel("7", DEVICE);
+    on_kernel("7", 1, DEVICE);
 }
 
 const MODES: &str = r#"
@@ -123,5 +123,5 @@ stop
 
 #[test]
 fn cache_modes_queues_and_errors_reach_the_kernel() {
-    on_kernel("7", MODES);
+    on_kernel("7", 2, MODES);
 }

@@ -2,6 +2,10 @@
 //! takes seconds, so a guest runs the scripts of several tests, one after another. Meanwhile it is
 //! paused, because the timers of an idle guest take 18% of a processor of the host.
 //!
+//! A guest has one processor. It has two for scripts that need several queues, or programs that
+//! really run at the same time. Two emulated processors wait for each other in loops, and a script
+//! takes half as much time of the host again.
+//!
 //! What must hold: each script finds the guest as after a boot: idle, without devices, processes,
 //! modules and files of an earlier script. A guest runs no other script if one failed or if
 //! cleaning failed. A guest ends with this process.
@@ -149,9 +153,18 @@ const LIMIT: Duration = Duration::from_secs(300);
 /// Timeout for all scripts of a guest. After it the runner ends the guest.
 const ALL: Duration = Duration::from_secs(1800);
 
+/// What a script needs.
+#[derive(Clone, Copy, PartialEq)]
+struct Machine {
+    /// 6 or 7.
+    kernel: &'static str,
+    /// ublk gives a device at most one queue for each processor.
+    processors: u8,
+}
+
 /// A guest that waits for a script, or runs one.
 struct ScriptGuest {
-    kernel: &'static str,
+    machine: Machine,
     guest: Guest,
     monitor: Qmp,
     scripts: File,
@@ -162,7 +175,7 @@ static IDLE: Mutex<Vec<ScriptGuest>> = Mutex::new(Vec::new());
 
 impl ScriptGuest {
     #[track_caller]
-    fn boot(kernel: &'static str) -> Self {
+    fn boot(machine: Machine) -> Self {
         let folder = Folder::new();
         let disk = folder.image("disk.img", 400 << 20);
         let fifo = folder.join("scripts");
@@ -171,11 +184,11 @@ impl ScriptGuest {
         // The FIFO is also opened for reading, because opening a FIFO without a reader blocks.
         let scripts = OpenOptions::new().read(true).write(true).open(&fifo).unwrap();
         let mut options: Vec<OsString> =
-            vec!["--kernel".into(), kernel.into(), "--file".into(), program.into()];
+            vec!["--kernel".into(), machine.kernel.into(), "--file".into(), program.into()];
         let monitor = folder.join("qmp");
-        // ublk gives a device at most one queue for each processor.
-        options.extend(["--smp".into(), "2".into()]);
         options.extend([
+            "--smp".into(),
+            machine.processors.to_string().into(),
             "--qmp".into(),
             monitor.clone().into(),
             "--input".into(),
@@ -184,7 +197,7 @@ impl ScriptGuest {
             format!("file={}", disk.display()).into(),
         ]);
         let guest = Guest::start_to_stay(options, SERVE_SCRIPTS, ALL, "guest: ready");
-        ScriptGuest { kernel, guest, monitor: Qmp::connect(&monitor), scripts }
+        ScriptGuest { machine, guest, monitor: Qmp::connect(&monitor), scripts }
     }
 
     /// Returns what the guest has printed so far.
@@ -195,7 +208,7 @@ impl ScriptGuest {
         let script = format!("{NAP}{PRELUDE}{script}");
         self.scripts.write_all(format!("{}\n{script}", script.len()).as_bytes()).unwrap();
         let end = self.guest.expect("script: ");
-        let kernel = self.kernel;
+        let kernel = self.machine.kernel;
         assert_eq!(end, "passed", "on kernel {kernel}:\n{}", self.guest.seen());
         let seen = self.guest.seen();
         self.monitor.execute("stop", json!({}));
@@ -204,24 +217,26 @@ impl ScriptGuest {
     }
 }
 
-/// Runs the script on a kernel (6 or 7), in a guest that no other test uses meanwhile. Returns what
-/// the guest has printed so far.
+/// Runs the script on a kernel (6 or 7), in a guest with this number of processors. No other test
+/// uses the guest meanwhile. Returns what the guest has printed so far.
 #[track_caller]
-pub fn on_kernel(kernel: &'static str, script: &str) -> String {
+pub fn on_kernel(kernel: &'static str, processors: u8, script: &str) -> String {
+    let machine = Machine { kernel, processors };
     let idle = {
         let mut idle = IDLE.lock().unwrap();
-        idle.iter().position(|idle| idle.kernel == kernel).map(|at| idle.swap_remove(at))
+        idle.iter().position(|idle| idle.machine == machine).map(|at| idle.swap_remove(at))
     };
-    idle.unwrap_or_else(|| ScriptGuest::boot(kernel)).run(script)
+    idle.unwrap_or_else(|| ScriptGuest::boot(machine)).run(script)
 }
 
 /// Runs the script on both kernels, first on one that has an idle guest.
 #[track_caller]
-pub fn on_both_kernels(script: &str) {
+pub fn on_both_kernels(processors: u8, script: &str) {
     let newer_first = {
         let idle = IDLE.lock().unwrap();
-        idle.iter().any(|idle| idle.kernel == "7") && !idle.iter().any(|idle| idle.kernel == "6")
+        let has = |kernel| idle.iter().any(|idle| idle.machine == Machine { kernel, processors });
+        has("7") && !has("6")
     };
     let kernels = if newer_first { ["7", "6"] } else { ["6", "7"] };
-    kernels.into_iter().for_each(|kernel| drop(on_kernel(kernel, script)));
+    kernels.into_iter().for_each(|kernel| drop(on_kernel(kernel, processors, script)));
 }

@@ -49,7 +49,7 @@ blockyard image compare top.qcow2 seen.img >/dev/null
 
 #[test]
 fn a_device_is_handed_over_under_load() {
-    on_kernel("7", HAND_OVERS);
+    on_kernel("7", 2, HAND_OVERS);
 }
 
 /// Linux 6.12 cannot quiesce a device, so its server refuses the hand-over and goes on.
@@ -65,5 +65,5 @@ stop
 
 #[test]
 fn a_device_that_ends_with_its_server_stays_with_it() {
-    on_kernel("6", REFUSED);
+    on_kernel("6", 1, REFUSED);
 }

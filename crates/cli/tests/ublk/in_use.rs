@@ -65,5 +65,5 @@ stop
 
 #[test]
 fn a_device_in_use_is_not_removed() {
-    on_both_kernels(OPEN);
+    on_both_kernels(1, OPEN);
 }

@@ -121,7 +121,7 @@ blockyard image check top.qcow2 >/dev/null
 #[test]
 fn attach_works_after_kills_of_attach_and_detach() {
     match std::env::var("BLOCKYARD_KILLS") {
-        Ok(kills) => on_both_kernels(&format!("kills={kills}\n{KILLED}")),
-        Err(_) => drop(on_kernel("7", &format!("kills=\n{KILLED}"))),
+        Ok(kills) => on_both_kernels(1, &format!("kills={kills}\n{KILLED}")),
+        Err(_) => drop(on_kernel("7", 1, &format!("kills=\n{KILLED}"))),
     }
 }

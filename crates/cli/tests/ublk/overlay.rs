@@ -50,5 +50,5 @@ fi
 
 #[test]
 fn overlays_have_the_same_data_as_with_other_exports() {
-    on_both_kernels(OVERLAY);
+    on_both_kernels(2, OVERLAY);
 }

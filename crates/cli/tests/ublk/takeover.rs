@@ -68,7 +68,7 @@ e2fsck -fn a.img >/dev/null
 
 #[test]
 fn a_killed_takeover_is_repeated() {
-    on_both_kernels(KILLED);
+    on_both_kernels(2, KILLED);
 }
 
 const REFUSED: &str = r#"
@@ -128,7 +128,7 @@ stop
 
 #[test]
 fn a_smaller_disk_takes_no_device_over() {
-    on_both_kernels(REFUSED);
+    on_both_kernels(1, REFUSED);
 }
 
 /// Several processes start for one device. One gets it. The others wait and find its device later.
@@ -169,7 +169,7 @@ blockyard detach /dev/ublkb5
 
 #[test]
 fn one_of_several_servers_gets_a_device() {
-    on_both_kernels(RACES);
+    on_both_kernels(2, RACES);
 }
 
 /// A server of 40 disks. When the space for zero copy runs out, the server makes a new device with
@@ -203,5 +203,5 @@ fails 1 'none2.img' -- blockyard serve none2.img --ublk
 
 #[test]
 fn devices_without_room_for_zero_copy_still_work() {
-    on_kernel("7", MANY);
+    on_kernel("7", 1, MANY);
 }

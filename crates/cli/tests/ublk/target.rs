@@ -93,5 +93,5 @@ stop
 
 #[test]
 fn the_data_of_a_map_stay_in_the_kernel() {
-    on_kernel("7", &format!("{MAP}{WORK}"));
+    on_kernel("7", 1, &format!("{MAP}{WORK}"));
 }

@@ -29,7 +29,7 @@ requests=$(figure requests)
 
 #[test]
 fn updates_of_the_modification_time_need_no_workers() {
-    on_kernel("7", WRITES);
+    on_kernel("7", 2, WRITES);
 }
 
 const DEVICE: &str = r#"
@@ -51,5 +51,5 @@ stop
 
 #[test]
 fn a_device_has_the_sectors_and_the_limits_of_the_device_below() {
-    on_kernel("7", DEVICE);
+    on_kernel("7", 1, DEVICE);
 }
