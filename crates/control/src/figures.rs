@@ -1,7 +1,8 @@
 //! The figures of a server at one moment: what metrics, `blockyard top` and the web page show.
 //!
 //! Counts and times are totals since the disk was opened, or the server was started. A reader makes
-//! rates from two samples. Times are in seconds.
+//! rates from two samples. Times are in seconds. A reader may be newer than the server: a figure
+//! that was added later has a default.
 
 use std::collections::BTreeMap;
 
@@ -22,6 +23,7 @@ pub struct Figures {
     pub bounds_us: Vec<u64>,
     /// Bytes a second that the kernel writes back from the page cache, as the policy of dirty pages
     /// last saw it. 0: no write to the page cache needed it yet.
+    #[serde(default)]
     pub write_back: f64,
     pub reactors: Vec<ReactorFigures>,
     /// The devices that disks share.
@@ -195,9 +197,11 @@ pub struct PolicyFigures {
     pub polling: BTreeMap<String, u64>,
     /// Requests a second in the last time slice of a trial with each strategy. Absent: no trial has
     /// measured the strategy.
+    #[serde(default)]
     pub polling_rates: BTreeMap<String, f64>,
     /// Number of trials that began `early` because the rate had changed, and that were `given-up`
     /// because the guest paused.
+    #[serde(default)]
     pub trials: BTreeMap<String, u64>,
     /// Number of moves of reactors: to the `guest`'s processors, and back `home`.
     pub placement: BTreeMap<String, u64>,
@@ -209,12 +213,15 @@ pub struct PolicyFigures {
     pub signals: BTreeMap<String, u64>,
     /// Looks at the rings of queues without kicks, by the time between two of them: `quick`,
     /// `slower`, or `idle`.
+    #[serde(default)]
     pub looks: BTreeMap<String, u64>,
     /// Number of `slow` signals to the guest and calls on NBD connections; how often the next ones
     /// are `measured`, and how often others than the reactor make them (`elsewhere`).
+    #[serde(default)]
     pub slow_calls: BTreeMap<String, u64>,
     /// In seconds, 0 before the first one: the last time between two looks (`look`), the last slow
     /// call (`slow-call`), the last time that a write blocked a reactor (`blocked`), and the last
     /// wait of a write because of dirty pages (`paced`).
+    #[serde(default)]
     pub last: BTreeMap<String, f64>,
 }

@@ -22,12 +22,10 @@ use crate::statistics::OpKind;
 mod delay;
 mod ram;
 mod schemes;
-mod size;
 mod source;
 
 pub use delay::{Delay, Model};
 pub use ram::Ram;
-pub use size::parse_size;
 pub use source::{InactiveImage, Source, SourceError};
 
 /// A back end on one reactor. Rare operations have boxed futures, so that those of reads and writes

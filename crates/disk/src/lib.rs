@@ -39,7 +39,7 @@ mod request;
 mod statistics;
 mod throttle;
 
-pub use backend::{Backend, Delay, InactiveImage, Model, Ram, Source, SourceError, parse_size};
+pub use backend::{Backend, Delay, InactiveImage, Model, Ram, Source, SourceError};
 pub use blockyard_image::{LookupFigures, Store};
 pub use blockyard_ring::WriteFigures;
 pub use carried::Carried;

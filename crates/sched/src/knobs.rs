@@ -107,9 +107,14 @@ impl FromStr for Limit {
     }
 }
 
-/// Parses a number with an optional suffix (powers of 1024). Returns None if it is no such number,
-/// or above 2^50.
+/// Parses a rate: [`parse_size`], at most 2^50.
 pub fn parse_rate(text: &str) -> Option<u64> {
+    parse_size(text).filter(|rate| *rate <= 1 << 50)
+}
+
+/// Parses a number with an optional suffix (powers of 1024). Returns None if it is no such number.
+pub fn parse_size(text: &str) -> Option<u64> {
+    let text = text.trim();
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let shift = match text[digits.len()..].to_ascii_lowercase().as_str() {
         "" | "b" => 0,
@@ -119,7 +124,7 @@ pub fn parse_rate(text: &str) -> Option<u64> {
         "t" | "tib" => 40,
         _ => return None,
     };
-    digits.parse::<u64>().ok()?.checked_mul(1 << shift).filter(|rate| *rate <= 1 << 50)
+    digits.parse::<u64>().ok()?.checked_mul(1 << shift)
 }
 
 #[cfg(test)]

@@ -50,7 +50,7 @@ pub use device::{Device, Grant};
 pub use group::Group;
 pub use host::{DeviceProfile, Host};
 pub use in_flight_window::DeviceClass;
-pub use knobs::{KnobError, Knobs, Limit, Limits, parse_rate};
+pub use knobs::{KnobError, Knobs, Limit, Limits, parse_rate, parse_size};
 pub use limit::{Flow, Limiter};
 pub use share::{Figures, ReactorShare, Share};
 pub use wait_list::WaitToken;

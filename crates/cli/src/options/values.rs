@@ -220,7 +220,7 @@ pub fn parse_queues(s: &str) -> Result<u16, String> {
 }
 
 pub fn parse_size(s: &str) -> Result<u64, String> {
-    blockyard_disk::parse_size(s)
+    blockyard_sched::parse_size(s)
         .ok_or_else(|| "a size is a number of bytes with an optional suffix k, M, G or T".into())
 }
 

@@ -21,9 +21,9 @@ use std::time::{Duration, Instant};
 
 use blockyard_image::{Format, Raw, SECTOR};
 use blockyard_ring::{Handle, Segments};
+use blockyard_sched::parse_size;
 use blockyard_storage::Storage;
 
-use super::size::parse_size;
 use crate::filter::{Dice, MOST_TIME, TIME_FORM, parse_time};
 use crate::statistics::OpKind;
 

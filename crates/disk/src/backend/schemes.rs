@@ -11,10 +11,10 @@ use std::sync::Arc;
 
 use blockyard_image::{Chain, ChainOptions, Format, ImageFile, OpenOptions, Opener, SECTOR};
 use blockyard_ring::{GuestMemory, Region};
+use blockyard_sched::parse_size;
 use blockyard_storage::{Scheme, scheme_of};
 
 use super::delay::{Below, FORM, Model};
-use super::size::parse_size;
 use super::source::{Source, SourceError};
 
 /// A scheme whose names open a disk.
@@ -132,8 +132,7 @@ impl DiskScheme for DelayScheme {
         match opened.map_err(|error| SourceError::Delay { name: name.into(), error })? {
             (Below::Nothing { size }, model) => Ok(Source::Delay { size, model, file: None }),
             (Below::File(path), model) => {
-                let (given, force_share) = (None, false);
-                let open = OpenOptions { path, given, force_share, ..raw_options(options) };
+                let open = OpenOptions { path, given: None, ..raw_options(options) };
                 let file = Arc::new(ImageFile::open(&open)?);
                 Ok(Source::Delay { size: file.size(), model, file: Some(file) })
             }
