@@ -20,6 +20,8 @@ pub type FileNumber = (u64, u64);
 pub struct Claims {
     names: HashSet<String>,
     sockets: HashSet<PathBuf>,
+    /// NBD's Unix sockets, and the number of disks on each.
+    nbd_sockets: HashMap<PathBuf, usize>,
     exports: HashSet<(String, String)>,
     devices: HashSet<u32>,
     domains: HashSet<XenDevice>,
@@ -38,8 +40,12 @@ impl Claims {
             ));
         }
         let of_disk = |what: String| Err(format!("disk \"{name}\": {what}"));
-        let socket = disk.vhost_user.as_deref().map(path_of);
-        if let Some(socket) = socket.as_ref().filter(|s| self.sockets.contains(*s)) {
+        let (socket, nbd_socket) = (disk.vhost_user.as_deref().map(path_of), nbd_socket_of(disk));
+        let is_taken = |socket: &PathBuf| self.sockets.contains(socket);
+        let is_nbds = |socket: &PathBuf| self.nbd_sockets.contains_key(socket);
+        let taken = socket.as_ref().filter(|socket| is_taken(socket) || is_nbds(socket));
+        let taken = taken.or_else(|| nbd_socket.as_ref().filter(|socket| is_taken(socket)));
+        if let Some(socket) = taken {
             return of_disk(format!("another disk has the socket {} already", socket.display()));
         }
         let export = export_of(disk);
@@ -62,7 +68,13 @@ impl Claims {
                 disk.image.display()
             ));
         }
+        if socket.is_some() && socket == nbd_socket {
+            return of_disk("its vhost-user socket is its NBD socket".into());
+        }
         self.sockets.extend(socket);
+        if let Some(socket) = nbd_socket {
+            *self.nbd_sockets.entry(socket).or_default() += 1;
+        }
         self.exports.extend(export);
         self.devices.extend(device);
         self.domains.extend(disk.xen);
@@ -78,6 +90,14 @@ impl Claims {
         let name = disk.name();
         if let Some(socket) = &disk.vhost_user {
             self.sockets.remove(&path_of(socket));
+        }
+        if let Some(socket) = nbd_socket_of(disk)
+            && let Some(disks) = self.nbd_sockets.get_mut(&socket)
+        {
+            *disks -= 1;
+            if *disks == 0 {
+                self.nbd_sockets.remove(&socket);
+            }
         }
         if let Some(export) = export_of(disk) {
             self.exports.remove(&export);
@@ -110,16 +130,11 @@ pub fn check_sockets(own: &[(&str, &str)], disks: &[DiskArgs]) -> Result<(), Str
         }
     }
     for disk in disks {
-        let nbd = match &disk.nbd {
-            Some(NbdAddress::Unix(path)) => path.to_str(),
-            _ => None,
-        };
-        for socket in disk.vhost_user.as_deref().into_iter().chain(nbd) {
-            if let Some(option) = users.get(&path_of(socket)) {
-                return Err(format!(
-                    "disk \"{}\": its socket {socket} is that of {option}",
-                    disk.name()
-                ));
+        let vhost_user = disk.vhost_user.as_deref().map(path_of);
+        for socket in vhost_user.into_iter().chain(nbd_socket_of(disk)) {
+            if let Some(option) = users.get(&socket) {
+                let (name, socket) = (disk.name(), socket.display());
+                return Err(format!("disk \"{name}\": its socket {socket} is that of {option}"));
             }
         }
     }
@@ -130,6 +145,16 @@ pub fn check_sockets(own: &[(&str, &str)], disks: &[DiskArgs]) -> Result<(), Str
 /// compare equal. (`fd:NAME` is no path, and stays unique too.)
 fn path_of(socket: &str) -> PathBuf {
     std::path::absolute(socket).unwrap_or_else(|_| socket.into())
+}
+
+/// Returns the path of the disk's NBD socket.
+fn nbd_socket_of(disk: &DiskArgs) -> Option<PathBuf> {
+    match &disk.nbd {
+        Some(NbdAddress::Unix(path)) => {
+            Some(std::path::absolute(path).unwrap_or_else(|_| path.clone()))
+        }
+        _ => None,
+    }
 }
 
 /// Returns the address and the name of the NBD export.

@@ -42,7 +42,7 @@ const OTHERS_PAUSE: Duration = Duration::from_millis(5);
 
 pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     blockyard_ring::inherited::note();
-    let config = Config::of(options).and_then(check_disks);
+    let config = Config::of(options).and_then(|config| check_disks(options, config));
     let config = config.inspect_err(|e| {
         options.takeover.iter().for_each(|control| Takeover::refuse(control, e));
     });
@@ -57,7 +57,6 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     if let Some(cpus) = &options.cpus {
         check_cpus(cpus).map_err(Failure::usage)?;
     }
-    check_sockets(options, &config).map_err(Failure::usage)?;
     if options.check_config {
         return check_config::run(options, &config);
     }
@@ -127,8 +126,9 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Returns an error if options of a disk contradict each other.
-fn check_disks(config: Config) -> anyhow::Result<Config> {
+/// Returns an error if options of a disk contradict each other, or if it cannot have a socket.
+fn check_disks(options: &ServeOptions, config: Config) -> anyhow::Result<Config> {
+    check_sockets(options, &config)?;
     for (at, disk) in config.disks.iter().enumerate() {
         check(disk).map_err(|e| config.locate(at, e))?;
     }

@@ -195,7 +195,7 @@ pub struct LimitFigures {
 pub struct PolicyFigures {
     /// Number of trials that chose each polling strategy.
     pub polling: BTreeMap<String, u64>,
-    /// Requests a second in the last time slice of a trial with each strategy. Absent: no trial has
+    /// Requests a second in the last time slice of a trial with each strategy. 0: no trial has
     /// measured the strategy.
     #[serde(default)]
     pub polling_rates: BTreeMap<String, f64>,

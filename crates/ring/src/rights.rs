@@ -140,6 +140,8 @@ fn discard_by(closers: &Pool, socket: &Descriptor) {
         match read_now(socket.as_fd(), &bytes) {
             Ok(None | Some(0)) => return,
             Ok(Some(_)) => {}
+            // The peer has gone without reading all. The kernel reports that once.
+            Err(e) if e.kind() == io::ErrorKind::ConnectionReset => {}
             Err(_) => break,
         }
     }

@@ -172,7 +172,8 @@ impl ServedDisk {
             return Some(format!("writes may be lost, so it must be reopened: {why}"));
         }
         let image = &self.settings.image.path;
-        if Source::scheme_of(image).is_some_and(|(scheme, _)| scheme.is_volatile()) {
+        let scheme = Source::scheme_of(image).filter(|_| self.settings.image.given.is_none());
+        if scheme.is_some_and(|(scheme, _)| scheme.is_volatile()) {
             return Some("its data are in the memory of this server".into());
         }
         if let Some(why) = self.obstacle_of_target() {

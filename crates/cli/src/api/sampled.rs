@@ -167,7 +167,10 @@ fn policies(sample: &DiskSample) -> PolicyFigures {
     let name = |kind: Strategy| kind.name().replace(", ", "-").replace(' ', "-");
     let chosen = |kind: Strategy| (name(kind), policies.polling.of(kind).chosen);
     let NotifyFigures { completions, signals, full, gathered, vain, skipped } = policies.notify;
-    let rate = |kind: Strategy| Some((name(kind), policies.polling.of(kind).last?.value));
+    let rate = |kind: Strategy| {
+        let last = policies.polling.of(kind).last;
+        (name(kind), last.map_or(0.0, |last| last.value))
+    };
     let writes = sample.counts.writes;
     let WriteFigures { inline, blocked, left, noted, refused, paced, .. } = writes;
     let PlacementFigures { to_guest, home } = policies.placement;
@@ -177,7 +180,7 @@ fn policies(sample: &DiskSample) -> PolicyFigures {
     let direct = signals.saturating_sub(full + gathered + vain + skipped);
     PolicyFigures {
         polling: Strategy::ALL.map(chosen).into(),
-        polling_rates: Strategy::ALL.into_iter().filter_map(rate).collect(),
+        polling_rates: Strategy::ALL.map(rate).into(),
         trials: named([("early", policies.polling.early), ("given-up", policies.polling.given_up)]),
         placement: named([("guest", to_guest), ("home", home)]),
         writes: named([

@@ -39,7 +39,9 @@ impl Source {
 
     /// Like [`Source::open`], with the ring of `opener` if metadata must be read.
     pub fn open_by(opener: &Opener, options: &ChainOptions) -> Result<Self, SourceError> {
-        if let Some((scheme, name)) = disk_scheme_of(&options.path) {
+        // A storage that the caller gives has no name: the path is that of its disk.
+        let scheme = disk_scheme_of(&options.path).filter(|_| options.given.is_none());
+        if let Some((scheme, name)) = scheme {
             return scheme.open(name, options);
         }
         match options.format.or_else(|| Format::of_name(&options.path)).unwrap_or(Format::Raw) {

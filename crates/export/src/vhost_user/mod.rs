@@ -224,11 +224,11 @@ impl Export for VhostUser {
     fn resize(&mut self) {
         let channel = lock(&self.export.channel).clone();
         let Some(channel) = channel else { return };
-        let disk = self.export.device.disk.clone();
+        // Only the name: a task that waits must not keep the image open.
+        let disk = self.export.device.disk.name().to_string();
         // The front end can block the sender for a second, so nothing waits for the thread.
         let task = move |(): &()| {
             if let Err(e) = channel.config_changed() {
-                let disk = disk.name();
                 tracing::warn!(disk, "cannot notify the front end of the new size: {e}");
             }
         };
