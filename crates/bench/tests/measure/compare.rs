@@ -184,10 +184,10 @@ fn an_interruption_leaves_nothing_but_finished_rounds() {
         command.arg("--report").arg(&report).stdout(Stdio::null()).stderr(Stdio::piped());
         let mut daemon = Daemon::start(&mut command);
         let entries = || std::fs::read_dir(&*folder).unwrap().count();
-        until(&format!("{moment:?}"), TOOL, || match moment {
+        until(&format!("{moment:?}"), 5 * TOOL, || match moment {
             Moment::Start => true,
             Moment::Images => entries() > 0,
-            Moment::Guest => named(&folder).len() > 1,
+            Moment::Guest => named(&folder).iter().any(|line| line.contains("linux.uml")),
             Moment::Round => daemon.log().lines().any(|line| line.starts_with("round ")),
         });
         // The test sends SIGTERM, because a shell makes its background processes ignore SIGINT.

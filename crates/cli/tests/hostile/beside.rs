@@ -22,7 +22,7 @@ use super::guest::{D, Guest, Layout, NONE, into, out, rung};
 /// Number of reads of the neighbour and of steps of the attack, in `make test`.
 const READS: u32 = 100;
 const STEPS: u64 = 10;
-const PATIENCE: Duration = Duration::from_secs(10);
+const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Rounds of a measurement. Each has a part without and a part with the attack.
 const ROUNDS: u32 = 5;
@@ -160,17 +160,13 @@ impl Neighbour {
     }
 
     fn reads_while(&mut self, steps: &AtomicU64, what: &str) {
-        let (start, before) = (Instant::now(), steps.load(Ordering::Relaxed));
+        let before = steps.load(Ordering::Relaxed);
         let made = || steps.load(Ordering::Relaxed) - before;
         let mut reads = 0;
         while reads < READS || made() < STEPS {
+            // Each read has its own limit, and so has each step.
             self.read(what);
             reads += 1;
-            assert!(
-                start.elapsed() < 2 * PATIENCE,
-                "{what}: {reads} reads of the neighbour, {} steps",
-                made()
-            );
         }
     }
 

@@ -93,13 +93,14 @@ fn a_ring_that_changes_during_use_affects_no_other_queue() {
             let (stop, changes) = (AtomicBool::new(false), AtomicU64::new(0));
             let (desc, avail) = (guest.rings[0].desc.clone(), guest.rings[0].avail.clone());
             std::thread::scope(|scope| {
-                scope.spawn(|| {
+                let rewriter = scope.spawn(|| {
                     let (desc, avail) = (desc, avail);
                     rewrite(&desc, &avail, addresses, *layout, (&stop, &changes), round);
                 });
                 for kick in 1..=KICKS {
                     guest.rings[0].kick();
                     while changes.load(Ordering::Relaxed) < kick * CHANGES {
+                        assert!(!rewriter.is_finished(), "the thread has ended");
                         std::thread::yield_now();
                     }
                     if rung(&guest.rings[0].error) > 0 {
@@ -134,7 +135,7 @@ fn endless_kicks_starve_no_other_queue() {
         let (stop, kicks) = (AtomicBool::new(false), AtomicU64::new(0));
         let kick = guest.rings[0].setup.kick.clone();
         std::thread::scope(|scope| {
-            scope.spawn(|| {
+            let kicker = scope.spawn(|| {
                 while !stop.load(Ordering::Relaxed) {
                     // The write fails if the counter is full because nothing reads it. Reset the
                     // counter then.
@@ -147,6 +148,7 @@ fn endless_kicks_starve_no_other_queue() {
             // Each round of the other disk has its own time limit.
             let mut rounds = 0;
             while rounds < 200 || kicks.load(Ordering::Relaxed) < 100_000 {
+                assert!(!kicker.is_finished(), "the thread has ended");
                 other.works(0, rounds % 1000);
                 rounds += 1;
             }
@@ -172,7 +174,7 @@ fn a_changed_in_flight_region_affects_no_request() {
         guest.start_ring(0).unwrap();
         let (stop, changes) = (AtomicBool::new(false), AtomicU64::new(0));
         std::thread::scope(|scope| {
-            scope.spawn(|| {
+            let changer = scope.spawn(|| {
                 let mut random = Random::new(3);
                 while !stop.load(Ordering::Relaxed) {
                     let at = random.below(2100);
@@ -182,6 +184,7 @@ fn a_changed_in_flight_region_affects_no_request() {
             });
             let mut rounds = 0;
             while rounds < 500 || changes.load(Ordering::Relaxed) < 10_000 {
+                assert!(!changer.is_finished(), "the thread has ended");
                 guest.works(0, rounds % 1000);
                 rounds += 1;
             }

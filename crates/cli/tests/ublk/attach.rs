@@ -71,9 +71,10 @@ serve_as_user() {
     setpriv --reuid 1000 --clear-groups /host/blockyard serve a.img --ublk=0 --api /tmp/api \
         >/tmp/out 2>/tmp/log &
     pid=$!
-    for ((i = 0; i < 500; i++)); do [[ $(</tmp/out) != *ready* ]] || return 0; nap 0.02; done
-    cat /tmp/log
-    return 1
+    until [[ $(</tmp/out) == *ready* ]]; do
+        kill -0 $pid || { cat /tmp/log && return 1; }
+        nap 0.02
+    done
 }
 gone() { ! ls /dev/ublkb0 /dev/ublkc0 2>/dev/null || { cat /tmp/log && return 1; }; }
 
@@ -85,7 +86,7 @@ for ((round = 0; round < 2; round++)); do
     : >/tmp/events
     blockyard ctl --api /tmp/api events --since 0 --json >/tmp/events &
     events=$!
-    for ((i = 0; i < 500; i++)); do [[ -s /tmp/events ]] && break || nap 0.02; done
+    until [[ -s /tmp/events ]]; do nap 0.02; done
     stop
     wait $events
     grep -q '"client-connected".*"export":"ublk"' /tmp/events || { cat /tmp/events && exit 1; }
@@ -103,7 +104,7 @@ sum=$(md5sum </mnt/f)
 stop
 [[ ! $zero_copy ]] || grep -q '/dev/ublkb0 is in use, and ' /tmp/log || { cat /tmp/log && exit 1; }
 umount /mnt
-for ((i = 0; i < 100; i++)); do [[ ! -e /dev/ublkc0 ]] && break || nap 0.05; done
+while [[ -e /dev/ublkc0 ]]; do nap 0.05; done
 gone
 modprobe loop
 mount -o loop a.img /mnt
@@ -122,7 +123,7 @@ umount /sys/class/ublk-char
 grep -q '/dev/ublkb0 is not removed: the driver has not removed the device for 5 s, and may do so later' /tmp/log || {
     cat /tmp/log && exit 1
 }
-for ((i = 0; i < 100; i++)); do [[ ! -e /dev/ublkc0 ]] && break || nap 0.05; done
+while [[ -e /dev/ublkc0 ]]; do nap 0.05; done
 gone
 
 # The user removes it: without --force if the driver reports whether it is in use.

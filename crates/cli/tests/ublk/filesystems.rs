@@ -37,7 +37,7 @@ map=$(blockyard image map -U -f raw a.img)
 # The device grows, if the kernel supports that.
 truncate -s 300M a.img
 kill -HUP $pid
-for ((i = 0; i < 200; i++)); do logged 'has its size' || logged 'keeps its size' && break || nap 0.02; done
+until logged 'has its size' || logged 'keeps its size'; do nap 0.02; done
 if [[ $zero_copy ]]; then
     [[ $(blockdev --getsize64 /dev/ublkb3) == 314572800 ]]
     dd if=/dev/urandom of=/dev/ublkb3 bs=1M seek=299 count=1 oflag=direct status=none

@@ -146,7 +146,9 @@ fn answered_writes_survive_a_death_at_every_event() {
         let plan = Plan { shape, clients: 4, requests: 6, ..Plan::dying(seed) };
         let whole = (0..).find(|&events| {
             let mut life = Life::new(plan.clone());
-            life.boot(events, |disk| disk, &mut tally).unwrap_or_else(|e| panic!("{e}")).survived
+            let boot = life.boot(events, |disk| disk, &mut tally).unwrap_or_else(|e| panic!("{e}"));
+            assert!(!boot.survived || events > 20, "a run of only {events} events");
+            boot.survived
         });
         println!("seed {seed}, {shape:?}: {whole:?} events");
     }
