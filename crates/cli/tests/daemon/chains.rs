@@ -283,7 +283,7 @@ fn kill_9_keeps_durable_writes_under_load() {
         rw: Pattern::Randrw,
         queues: 2,
         depth: 16,
-        runtime: 120.0,
+        runtime: 600.0,
         verify: true,
         reconnect: true,
         ..LoadOptions::for_socket(stack.socket.clone())

@@ -168,7 +168,7 @@ fn kill_9_five_times(packed: bool) {
         rw: Pattern::Randrw,
         queues: 2,
         depth: 16,
-        runtime: 120.0,
+        runtime: 600.0,
         flush_every: 20,
         verify: true,
         reconnect: true,

@@ -107,7 +107,7 @@ fn a_reload_adds_removes_and_changes_disks_around_a_busy_one() {
     let yard = Yard::start(&[("busy", ""), ("other", "")]);
     let load = LoadOptions {
         rw: Pattern::Randrw,
-        runtime: 120.0,
+        runtime: 600.0,
         verify: true,
         ..LoadOptions::for_socket(yard.socket("busy"))
     };

@@ -99,7 +99,7 @@ fn an_overlay_survives_a_restart_of_its_bases_server() {
             rw: Pattern::Randrw,
             queues: 2,
             depth: 8,
-            runtime: 120.0,
+            runtime: 600.0,
             flush_every: 50,
             verify: true,
             ..LoadOptions::for_socket(fixture.socket.clone())
