@@ -10,7 +10,7 @@
 //! ```
 //!
 //! In: the time, and how long each call took. Out: the mode of the next call. What must hold: the
-//! slow calls that a reactor makes for one peer take about 2 of [`PAUSE_FACTOR`] parts of its time.
+//! slow calls that a reactor makes for one peer take about one of [`SHARE`] parts of its time.
 //! The first slow call only leads to a measurement of processor time, because the kernel may have
 //! interrupted the thread.
 
@@ -22,8 +22,12 @@ use super::{Latest, later};
 /// A call that takes longer is slow. A signal to an eventfd of KVM takes 1 to 5 us, one to a socket
 /// of User Mode Linux up to 20 us.
 pub(crate) const SLOW: Duration = Duration::from_micros(50);
-/// Time that slow calls may take in the mode `Measured`. Interrupts count as processor time, too.
+/// Time that slow calls may take in the mode `Measured`, beside their share of the time. Interrupts
+/// count as processor time, too.
 const ALLOWED: Duration = Duration::from_micros(200);
+/// In the mode `Measured` one of so many nanoseconds may pass in slow calls: to make them elsewhere
+/// doubles the latency of a client with one request at a time.
+const SHARE: u32 = 100;
 /// A mode lasts this multiple of the slow call's duration.
 const PAUSE_FACTOR: u32 = 1000;
 /// Longest duration of a mode after its last slow call.
@@ -47,6 +51,8 @@ pub struct SlowCalls {
     mode: CallMode,
     /// Time when the mode ends, if it is not `Direct`.
     until: Option<Instant>,
+    /// When the mode became `Measured`.
+    since: Option<Instant>,
     /// Time that slow calls took in the mode `Measured`.
     spent: Duration,
 }
@@ -78,10 +84,11 @@ impl SlowCalls {
         self.until = self.until.max(Some(until));
         let before = self.mode;
         match before {
-            CallMode::Direct => self.mode = CallMode::Measured,
+            CallMode::Direct => (self.mode, self.since) = (CallMode::Measured, Some(now)),
             CallMode::Measured => {
                 self.spent = self.spent.saturating_add(took);
-                if self.spent > ALLOWED {
+                let time = self.since.map_or(Duration::ZERO, |s| now.saturating_duration_since(s));
+                if self.spent > ALLOWED + time / SHARE {
                     self.mode = CallMode::Elsewhere;
                 }
             }
@@ -164,6 +171,23 @@ mod tests {
             assert_ne!(policy.made(now, somewhat), Some(CallMode::Elsewhere));
         }
         assert_eq!(policy.made(now, somewhat), Some(CallMode::Elsewhere), "more than 200 us");
+    }
+
+    /// Four slow calls of 60 us in 100 ms are 0.24%: of a client whose thread is sometimes late.
+    #[test]
+    fn rare_slow_calls_stay_on_the_reactor() {
+        let (mut policy, start) = (SlowCalls::default(), Instant::now());
+        let somewhat = SLOW + Duration::from_micros(10);
+        for number in 0..1000 {
+            assert_ne!(policy.made(start + number * 25 * MS, somewhat), Some(CallMode::Elsewhere));
+        }
+        // The mode stays as long as slow calls come, and so does the limit of 1%.
+        let (mut policy, mut now) = (SlowCalls::default(), start);
+        let left = (0..1000).any(|_| {
+            now += 2 * MS;
+            policy.made(now, somewhat) == Some(CallMode::Elsewhere)
+        });
+        assert!(left, "3% of the time");
     }
 
     #[test]
