@@ -9,7 +9,7 @@ use std::sync::Arc;
 use crate::error::StorageError;
 use crate::opened::{OpenOptions, Opened};
 
-/// A kind of names that are no paths. The defaults are those of a storage whose data stay where
+/// A kind of names that are no paths. The defaults are those of a storage with data that stay where
 /// they are when the server closes it.
 pub trait Scheme: Sync {
     /// Returns the syntax of such names, for messages and help.
@@ -44,7 +44,7 @@ pub trait Scheme: Sync {
     }
 }
 
-/// A scheme whose names open a storage, on which images of any format may lie.
+/// A scheme with names that open a storage, on which images of any format may lie.
 pub trait StorageScheme: Scheme {
     fn open(&self, name: &str, options: &OpenOptions) -> Result<Arc<dyn Opened>, StorageError>;
     /// Returns the normalized form, which is the same for all names of the same storage.

@@ -17,7 +17,7 @@ use blockyard_storage::{Scheme, scheme_of};
 use super::delay::{Below, FORM, Model};
 use super::source::{Source, SourceError};
 
-/// A scheme whose names open a disk.
+/// A scheme with names that open a disk.
 trait DiskScheme: Scheme {
     fn open(&self, name: &str, options: &ChainOptions) -> Result<Source, SourceError>;
 }

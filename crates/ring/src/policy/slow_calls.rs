@@ -173,7 +173,7 @@ mod tests {
         assert_eq!(policy.made(now, somewhat), Some(CallMode::Elsewhere), "more than 200 us");
     }
 
-    /// Four slow calls of 60 us in 100 ms are 0.24%: of a client whose thread is sometimes late.
+    /// Four slow calls of 60 us in 100 ms are 0.24%: a thread of the client is late now and then.
     #[test]
     fn rare_slow_calls_stay_on_the_reactor() {
         let (mut policy, start) = (SlowCalls::default(), Instant::now());

@@ -246,7 +246,7 @@ fn a_flush_passes_the_requests_that_wait_for_limits() {
     });
 }
 
-/// A request of 4 MiB takes four seconds of its limit, whose bucket has 10 ms.
+/// A request of 4 MiB takes four seconds of its limit. The bucket has 10 ms.
 #[test]
 fn a_request_larger_than_the_bucket_is_admitted() {
     simulate(async |handle, seed, _| {
