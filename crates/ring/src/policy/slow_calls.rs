@@ -51,9 +51,10 @@ pub struct SlowCalls {
     mode: CallMode,
     /// Time when the mode ends, if it is not `Direct`.
     until: Option<Instant>,
-    /// When the mode became `Measured`.
-    since: Option<Instant>,
-    /// Time that slow calls took in the mode `Measured`.
+    /// When the last slow call was made.
+    last: Option<Instant>,
+    /// Time that slow calls took in the mode `Measured`, less their share of the time since. It is
+    /// never below 0: a peer saves nothing for later.
     spent: Duration,
 }
 
@@ -83,12 +84,13 @@ impl SlowCalls {
         let until = now + took.saturating_mul(PAUSE_FACTOR).min(MAX_PAUSE);
         self.until = self.until.max(Some(until));
         let before = self.mode;
+        let last = self.last.replace(now).unwrap_or(now);
         match before {
-            CallMode::Direct => (self.mode, self.since) = (CallMode::Measured, Some(now)),
+            CallMode::Direct => self.mode = CallMode::Measured,
             CallMode::Measured => {
-                self.spent = self.spent.saturating_add(took);
-                let time = self.since.map_or(Duration::ZERO, |s| now.saturating_duration_since(s));
-                if self.spent > ALLOWED + time / SHARE {
+                let share = now.saturating_duration_since(last) / SHARE;
+                self.spent = self.spent.saturating_sub(share).saturating_add(took);
+                if self.spent > ALLOWED {
                     self.mode = CallMode::Elsewhere;
                 }
             }
@@ -181,7 +183,8 @@ mod tests {
         for number in 0..1000 {
             assert_ne!(policy.made(start + number * 25 * MS, somewhat), Some(CallMode::Elsewhere));
         }
-        // The mode stays as long as slow calls come, and so does the limit of 1%.
+        // A peer that was patient has saved nothing for a burst.
+        assert_eq!(policy.made(start + 25_000 * MS, MS), Some(CallMode::Elsewhere));
         let (mut policy, mut now) = (SlowCalls::default(), start);
         let left = (0..1000).any(|_| {
             now += 2 * MS;
