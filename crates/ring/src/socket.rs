@@ -27,6 +27,9 @@ use crate::uring::Action;
 /// Maximum number of iovec entries that the kernel takes per call (UIO_MAXIOV).
 pub const MOST_PIECES: usize = 1024;
 
+/// The number of bytes of a call. `None`: nothing has arrived.
+type Transfer = io::Result<Option<usize>>;
+
 /// A connected stream socket. Clones are the same connection.
 #[derive(Clone)]
 pub struct Socket(Rc<Connected>);
@@ -127,9 +130,9 @@ impl Socket {
         }
     }
 
-    /// Makes a system call on the socket. `None`: a kernel worker must make it.
+    /// Makes a system call that transfers bytes. `None`: a kernel worker must make it.
     #[inline]
-    fn call<T>(&self, call: impl FnOnce() -> T) -> Option<T> {
+    fn call(&self, call: impl FnOnce() -> Transfer) -> Option<Transfer> {
         let (Connected { slot, calls, .. }, began) = (&*self.0, Instant::now());
         let mode = calls.borrow_mut().mode(began);
         slot.leave_all_to_worker(mode == CallMode::Elsewhere);
@@ -141,6 +144,8 @@ impl Socket {
             }
             CallMode::Elsewhere => return None,
         };
+        let bytes = result.as_ref().map_or(0, |n| n.unwrap_or(0));
+        let took = SlowCalls::beside_bytes(took, bytes);
         if SlowCalls::is_slow(took) {
             self.was_slow(began, took);
         }
@@ -193,7 +198,8 @@ impl Socket {
     /// Sends as much as the socket takes at once, by a system call instead of io_uring. Returns 0
     /// if its buffer is full, or if a kernel worker must send.
     pub fn write_now(&self, segments: &Segments) -> io::Result<usize> {
-        self.call(|| self.send_now(segments)).unwrap_or(Ok(0))
+        let sent = self.call(|| self.send_now(segments).map(Some));
+        sent.map_or(Ok(0), |sent| sent.map(|n| n.unwrap_or(0)))
     }
 
     fn send_now(&self, segments: &Segments) -> io::Result<usize> {

@@ -10,6 +10,7 @@ use blockyard_control::figures::{
     ProcessFigures, ReactorFigures,
 };
 use blockyard_disk::{Counts, Latencies, OpKind, WriteFigures};
+use blockyard_export::policy;
 use blockyard_export::policy::notify::NotifyFigures;
 use blockyard_export::policy::placement::PlacementFigures;
 use blockyard_export::policy::polling::Strategy;
@@ -112,7 +113,7 @@ fn disk(sample: &DiskSample) -> DiskFigures {
         metadata: MetadataFigures { hits: counts.lookups.hits, misses: counts.lookups.misses },
         share: share(disk.share()),
         limits: limits(&sample.knobs),
-        policies: policies(sample),
+        policies: policies(&sample.policies, &sample.counts.writes),
     }
 }
 
@@ -161,8 +162,7 @@ fn limits(knobs: &Knobs) -> LimitFigures {
     }
 }
 
-fn policies(sample: &DiskSample) -> PolicyFigures {
-    let policies = &sample.policies;
+fn policies(policies: &policy::PolicyFigures, writes: &WriteFigures) -> PolicyFigures {
     // The names of the log have spaces, which are awkward in queries.
     let name = |kind: Strategy| kind.name().replace(", ", "-").replace(' ', "-");
     let chosen = |kind: Strategy| (name(kind), policies.polling.of(kind).chosen);
@@ -171,8 +171,7 @@ fn policies(sample: &DiskSample) -> PolicyFigures {
         let last = policies.polling.of(kind).last;
         (name(kind), last.map_or(0.0, |last| last.value))
     };
-    let writes = sample.counts.writes;
-    let WriteFigures { inline, blocked, left, noted, refused, paced, .. } = writes;
+    let WriteFigures { inline, blocked, left, noted, refused, paced, .. } = *writes;
     let PlacementFigures { to_guest, home } = policies.placement;
     let LookFigures { quick, slower, idle, period } = policies.looks;
     let SlowCallFigures { slow, measured, elsewhere, last: slow_call } = policies.slow_calls;
@@ -221,4 +220,31 @@ fn named<V, const N: usize>(values: [(&str, V); N]) -> BTreeMap<String, V> {
 
 fn seconds(nanos: u64) -> f64 {
     nanos as f64 / 1e9
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn policies_show_the_rate_of_each_strategy_and_their_last_times() {
+        let mut seen = policy::PolicyFigures::default();
+        let at = Instant::now();
+        let trial = &mut seen.polling.strategies[Strategy::BusyPollInFlightCoLocated as usize];
+        (trial.chosen, trial.last) = (3, Some(Latest { at, value: 1234.5 }));
+        seen.slow_calls.last = Some(Latest { at, value: Duration::from_millis(2) });
+        let writes = WriteFigures {
+            blocked: 4,
+            last_paced: Some(Latest { at, value: Duration::from_millis(30) }),
+            ..WriteFigures::default()
+        };
+        let figures = policies(&seen, &writes);
+        let name = "busy-poll-in-flight-co-located";
+        for (other, rate) in &figures.polling_rates {
+            assert_eq!(*rate, if other == name { 1234.5 } else { 0.0 }, "{other}");
+        }
+        assert_eq!((figures.polling[name], figures.writes["blocked"]), (3, 4));
+        let last = [("blocked", 0.0), ("look", 0.0), ("paced", 0.03), ("slow-call", 0.002)];
+        assert_eq!(figures.last, named(last));
+    }
 }

@@ -80,6 +80,24 @@ fn a_histogram_is_cumulative_and_its_bounds_are_in_seconds() {
 }
 
 #[test]
+fn policies_show_what_they_decided_and_saw() {
+    let mut disk = disk("a");
+    disk.policies.polling = [("poll".into(), 3)].into();
+    disk.policies.polling_rates = [("poll".into(), 1234.5), ("wait".into(), 0.0)].into();
+    disk.policies.last = [("slow-call".into(), 0.002)].into();
+    let text = render(&figures(vec![disk]));
+    for line in [
+        "decisions_total{disk=\"a\",policy=\"polling\",decision=\"poll\"} 3",
+        "requests_per_second{disk=\"a\",decision=\"poll\"} 1234.5",
+        "requests_per_second{disk=\"a\",decision=\"wait\"} 0",
+        "last_seconds{disk=\"a\",what=\"slow-call\"} 0.002",
+    ] {
+        let line = format!("blockyard_disk_policy_{line}");
+        assert!(text.lines().any(|other| other == line), "{line}\n{text}");
+    }
+}
+
+#[test]
 fn label_values_are_escaped() {
     let text = render(&figures(vec![disk("a\"b\\c\nd=é{}")]));
     let expected = r#"blockyard_disk_in_flight_requests{disk="a\"b\\c\nd=é{}"} 3"#;

@@ -126,7 +126,7 @@ impl Strategy {
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct PollingFigures {
     /// The figures of each strategy, indexed by [`Strategy`].
-    strategies: [TrialFigures; Strategy::ALL.len()],
+    pub strategies: [TrialFigures; Strategy::ALL.len()],
     /// Trials that ended without a decision because the guest paused.
     pub given_up: u64,
     /// Trials that began early because the rate had changed.

@@ -22,12 +22,16 @@ use super::{Latest, later};
 /// A call that takes longer is slow. A signal to an eventfd of KVM takes 1 to 5 us, one to a socket
 /// of User Mode Linux up to 20 us.
 pub(crate) const SLOW: Duration = Duration::from_micros(50);
+/// Time that a call may take for each byte that it transfers, beside [`SLOW`]. A virtual machine
+/// was seen to send 128 KiB in 200 us (1.5 ns for a byte), so large replies looked like waiters.
+const FOR_BYTE: Duration = Duration::from_nanos(4);
 /// Time that slow calls may take in the mode `Measured`, beside their share of the time. Interrupts
-/// count as processor time, too.
-const ALLOWED: Duration = Duration::from_micros(200);
+/// and time that a hypervisor takes count as processor time, too: on a busy virtual machine, calls
+/// of an ordinary client took up to 350 us, in bursts of 0.6 ms.
+const ALLOWED: Duration = Duration::from_millis(1);
 /// In the mode `Measured` one of so many nanoseconds may pass in slow calls: to make them elsewhere
-/// doubles the latency of a client with one request at a time.
-const SHARE: u32 = 100;
+/// doubles the latency of a client with one request at a time. On that machine it was one of 100.
+const SHARE: u32 = 32;
 /// A mode lasts this multiple of the slow call's duration.
 const PAUSE_FACTOR: u32 = 1000;
 /// Longest duration of a mode after its last slow call.
@@ -65,6 +69,12 @@ impl SlowCalls {
         took > SLOW
     }
 
+    /// Returns `took` less the time that a call may take to transfer `bytes`.
+    #[inline]
+    pub fn beside_bytes(took: Duration, bytes: usize) -> Duration {
+        took.saturating_sub(FOR_BYTE.saturating_mul(u32::try_from(bytes).unwrap_or(u32::MAX)))
+    }
+
     /// Returns the mode of the next call.
     #[inline]
     pub fn mode(&mut self, now: Instant) -> CallMode {
@@ -74,8 +84,8 @@ impl SlowCalls {
         self.mode
     }
 
-    /// Reports how long a call took, or the longest of several. Returns the mode of the next call
-    /// if this one changes it.
+    /// Reports how long a call took beside its bytes, or the longest of several. Returns the mode
+    /// of the next call if this one changes it.
     #[inline]
     pub fn made(&mut self, now: Instant, took: Duration) -> Option<CallMode> {
         if !SlowCalls::is_slow(took) {
@@ -160,22 +170,32 @@ mod tests {
         assert_eq!(policy.made(now, MS), Some(CallMode::Measured));
         assert_eq!(policy.mode(now), CallMode::Measured);
         assert_eq!(policy.made(now, SLOW), None, "a fast call changes nothing");
-        assert_eq!(policy.made(now, MS), Some(CallMode::Elsewhere));
+        assert_eq!(policy.made(now, 2 * MS), Some(CallMode::Elsewhere));
         assert_eq!(policy.mode(now), CallMode::Elsewhere);
-        assert_eq!(policy.made(now, MS), None, "it is there already");
+        assert_eq!(policy.made(now, 2 * MS), None, "it is there already");
+    }
+
+    #[test]
+    fn a_call_that_transfers_more_may_take_longer() {
+        let is_slow = |us, bytes| {
+            SlowCalls::is_slow(SlowCalls::beside_bytes(Duration::from_micros(us), bytes))
+        };
+        assert!(is_slow(70, 4096) && !is_slow(60, 4096));
+        assert!(is_slow(1200, 256 << 10) && !is_slow(1000, 256 << 10));
+        assert!(!is_slow(1000, usize::MAX));
     }
 
     #[test]
     fn a_few_calls_that_are_somewhat_slow_stay_with_the_reactor() {
         let (mut policy, now) = (SlowCalls::default(), Instant::now());
         let somewhat = SLOW + Duration::from_micros(10);
-        for _ in 0..4 {
+        for _ in 0..17 {
             assert_ne!(policy.made(now, somewhat), Some(CallMode::Elsewhere));
         }
-        assert_eq!(policy.made(now, somewhat), Some(CallMode::Elsewhere), "more than 200 us");
+        assert_eq!(policy.made(now, somewhat), Some(CallMode::Elsewhere), "more than 1 ms");
     }
 
-    /// Four slow calls of 60 us in 100 ms are 0.24%: a thread of the client is late now and then.
+    /// 40 slow calls of 60 us in a second are 0.24%: a hypervisor takes time now and then.
     #[test]
     fn rare_slow_calls_stay_on_the_reactor() {
         let (mut policy, start) = (SlowCalls::default(), Instant::now());
@@ -184,13 +204,13 @@ mod tests {
             assert_ne!(policy.made(start + number * 25 * MS, somewhat), Some(CallMode::Elsewhere));
         }
         // A peer that was patient has saved nothing for a burst.
-        assert_eq!(policy.made(start + 25_000 * MS, MS), Some(CallMode::Elsewhere));
+        assert_eq!(policy.made(start + 25_000 * MS, 2 * MS), Some(CallMode::Elsewhere));
         let (mut policy, mut now) = (SlowCalls::default(), start);
         let left = (0..1000).any(|_| {
-            now += 2 * MS;
+            now += MS;
             policy.made(now, somewhat) == Some(CallMode::Elsewhere)
         });
-        assert!(left, "3% of the time");
+        assert!(left, "6% of the time");
     }
 
     #[test]
@@ -212,7 +232,7 @@ mod tests {
     fn a_mode_ends_after_a_thousand_times_its_slowest_call() {
         let (mut policy, start) = (SlowCalls::default(), Instant::now());
         policy.made(start, 2 * MS);
-        policy.made(start + MS, MS);
+        policy.made(start, 2 * MS);
         assert_eq!(policy.mode(start + 1999 * MS), CallMode::Elsewhere);
         policy.made(start + 1999 * MS, MS);
         assert_eq!(policy.mode(start + 2998 * MS), CallMode::Elsewhere);
@@ -224,11 +244,20 @@ mod tests {
 
     /// Whatever the peer does, the slow calls of the reactor take a small part of its time.
     #[test]
-    fn slow_calls_of_the_reactor_take_a_five_hundredth_of_its_time() {
-        for (each, pause) in [(MS, MS), (300 * MS, MS), (MS, 1001 * MS), (10 * MS, 9999 * MS)] {
+    fn slow_calls_of_the_reactor_take_a_small_part_of_its_time() {
+        let us = Duration::from_micros;
+        for (each, pause, most) in [
+            (us(60), us(1), 0.02),
+            (us(60), us(1900), 0.031),
+            (us(350), us(1), 0.005),
+            (MS, MS, 0.004),
+            (300 * MS, MS, 0.003),
+            (MS, 1001 * MS, 0.003),
+            (10 * MS, 9999 * MS, 0.003),
+        ] {
             let (mut policy, start) = (SlowCalls::default(), Instant::now());
             let (mut now, mut spent) = (start, Duration::ZERO);
-            while now < start + Duration::from_secs(2000) {
+            while now < start + (2000 * each).max(Duration::from_secs(20)) {
                 let is_own = policy.mode(now) != CallMode::Elsewhere;
                 now += each;
                 if is_own {
@@ -239,7 +268,7 @@ mod tests {
                 now += pause;
             }
             let part = spent.as_secs_f64() / (now - start).as_secs_f64();
-            assert!(part < 0.0025, "{part} with {each:?} and {pause:?}");
+            assert!(part < most, "{part} with {each:?} and {pause:?}");
         }
     }
 }

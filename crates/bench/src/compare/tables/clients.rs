@@ -107,7 +107,7 @@ impl Table for Clients {
             _ => Server::Blockyard,
         };
         let format = if *under == Under::Null { "null" } else { "raw" };
-        let image = Image { path: &self.base, format, cached };
+        let image = Image::new(&self.base, format, cached);
         let (mut server, socket) = self.place.vhost_user(server, &image)?;
         let figures = load(&options, back_end(&server, &socket))?;
         server.end()?;

@@ -131,7 +131,7 @@ impl Table for OverlayGuests {
         settle(&base, false)?;
         let format = if overlay { "qcow2" } else { "raw" };
         let (mut back, socket) =
-            self.place.vhost_user(server, &Image { path: &disk, format, cached: false })?;
+            self.place.vhost_user(server, &Image::new(&disk, format, false))?;
         let seconds = self.guest(script, &socket)?;
         back.end()?;
         Ok(Figures::from([("seconds", seconds)]))

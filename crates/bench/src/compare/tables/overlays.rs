@@ -39,6 +39,8 @@ struct System {
     server: Server,
     made: Made,
     options: &'static str,
+    /// See [`Image::crash_safety`].
+    crash_safety: Option<&'static str>,
 }
 
 struct Load {
@@ -56,8 +58,8 @@ pub struct Overlays {
 
 fn loads() -> Vec<Load> {
     use Server::{Blockyard, Qsd};
-    let system = |name, server, made| System { name, server, made, options: QEMUS };
-    let wide = |name, server, made| System { name, server, made, options: OURS };
+    let system = |name, server, made| System::new(name, server, made, QEMUS);
+    let wide = |name, server, made| System::new(name, server, made, OURS);
     let raw = system("blockyard raw", Blockyard, Made::Raw);
     let full = vec![
         raw,
@@ -85,7 +87,7 @@ fn loads() -> Vec<Load> {
     ];
     let read = "--rw randread --bs 4k --depth 32";
     let cached = format!("{read} --size 1g");
-    let writes = |bs: &str, ops: u64| format!("--rw randwrite --bs {bs} --depth 32 --ops {ops}");
+    let writes = |bs, ops| writes(bs, 32, ops);
     let load = |name, options: String, systems: &[System], cached| Load {
         name,
         options,
@@ -128,10 +130,42 @@ fn loads() -> Vec<Load> {
     ]
 }
 
+fn writes(bs: &str, depth: u32, ops: u64) -> String {
+    format!("--rw randwrite --bs {bs} --depth {depth} --ops {ops}")
+}
+
+/// Returns the loads that show what the journal costs: each first write enters a change into it.
+fn loads_of_journal() -> Vec<Load> {
+    let load = |name, depth, made, options| Load {
+        name,
+        options: writes("4k", depth, OPS),
+        systems: ["off", "journal"]
+            .map(|kind| System {
+                crash_safety: Some(kind),
+                ..System::new(kind, Server::Blockyard, made, options)
+            })
+            .into(),
+        cached: false,
+    };
+    vec![
+        load("crash safety, first writes, 4k random, depth 1", 1, Made::Overlay, OURS),
+        load("crash safety, first writes, 4k random, depth 32", 32, Made::Overlay, OURS),
+        load("crash safety, first writes, 64k clusters, depth 32", 32, Made::Overlay, QEMUS),
+        load("crash safety, allocated, 4k random write, depth 1", 1, Made::Full, OURS),
+    ]
+}
+
+impl System {
+    fn new(name: &'static str, server: Server, made: Made, options: &'static str) -> Self {
+        System { name, server, made, options, crash_safety: None }
+    }
+}
+
 impl Overlays {
     pub fn new(place: Workspace) -> Result<Self> {
         let base = place.base()?;
-        Ok(Overlays { place, base, loads: loads() })
+        let loads = [loads(), loads_of_journal()].into_iter().flatten().collect();
+        Ok(Overlays { place, base, loads })
     }
 
     /// Prepares an image. Returns its path and format.
@@ -189,7 +223,7 @@ impl Table for Overlays {
 
     fn measure(&mut self, row: usize, system: usize) -> Result<Figures> {
         let Load { options, systems, cached, .. } = &self.loads[row];
-        let System { server, made, options: qcow2, .. } = systems[system];
+        let System { server, made, options: qcow2, crash_safety, .. } = systems[system];
         let (path, format) = self.image(made, qcow2)?;
         settle(&self.base, *cached)?;
         settle(&path, *cached)?;
@@ -197,8 +231,8 @@ impl Table for Overlays {
             true => options.clone(),
             false => format!("{options} --runtime {}", self.place.seconds),
         };
-        let (mut server, socket) =
-            self.place.vhost_user(server, &Image { path: &path, format, cached: *cached })?;
+        let image = Image { crash_safety, ..Image::new(&path, format, *cached) };
+        let (mut server, socket) = self.place.vhost_user(server, &image)?;
         let mut figures = load(&options, back_end(&server, &socket))?;
         figures.insert("memory_mib", memory(server.pid())?);
         server.end()?;
@@ -210,7 +244,9 @@ impl Table for Overlays {
     }
 
     fn is_ours(&self, row: usize, system: usize) -> bool {
-        self.loads[row].systems[system].server == Server::Blockyard
+        let System { server, crash_safety, .. } = self.loads[row].systems[system];
+        // An earlier build may not have the option.
+        server == Server::Blockyard && crash_safety.is_none()
     }
 
     fn markdown(&self, measured: &[Measured]) -> String {

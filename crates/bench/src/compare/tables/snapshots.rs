@@ -178,7 +178,7 @@ impl Snapshots {
             let mut create = Command::new(&self.place.program);
             create.args(["image", "create", "-q", "-f", "qcow2", "-F", "raw", "-b"]);
             run(create.args([base, &image]))?;
-            let image = Image { path: &image, format: "qcow2", cached: false };
+            let image = Image::new(&image, "qcow2", false);
             let (server, socket) = self.place.vhost_user(Server::Blockyard, &image)?;
             return Ok((server, socket, None));
         }

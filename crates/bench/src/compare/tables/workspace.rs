@@ -35,6 +35,14 @@ pub struct Image<'a> {
     /// `raw`, `qcow2`, or `null` for no storage at all.
     pub format: &'static str,
     pub cached: bool,
+    /// Blockyard's option. `None`: its default, which is the journal.
+    pub crash_safety: Option<&'static str>,
+}
+
+impl<'a> Image<'a> {
+    pub fn new(path: &'a Path, format: &'static str, cached: bool) -> Self {
+        Image { path, format, cached, crash_safety: None }
+    }
 }
 
 impl Workspace {
@@ -87,7 +95,7 @@ impl Workspace {
     /// Starts a back end for an image. Returns its process and its socket.
     pub fn vhost_user(&self, server: Server, image: &Image<'_>) -> Result<(Process, PathBuf)> {
         let socket = self.socket();
-        let Image { path, format, cached } = image;
+        let Image { path, format, cached, crash_safety } = image;
         let command = if server == Server::Blockyard {
             let mut command = Command::new(&self.program);
             command.args(["--log", "error", "serve"]);
@@ -99,6 +107,9 @@ impl Workspace {
             command
                 .args(["--cache", if *cached { "writeback" } else { "none" }, "--vhost-user"])
                 .arg(&socket);
+            if let Some(kind) = crash_safety {
+                command.args(["--crash-safety", kind]);
+            }
             command
         } else {
             let mut command = self.tool("qemu-storage-daemon")?;
