@@ -46,4 +46,4 @@ pub use body::invalid;
 pub use operator::{Answer, Object, Operator};
 pub use problem::{Kind, Problem};
 pub use routes::description;
-pub use server::{Api, Listeners};
+pub use server::{Acceptance, Api, Listeners};

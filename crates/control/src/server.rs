@@ -4,10 +4,12 @@
 //! a bounded number of connections, for a bounded time, and bounded memory. Connections to the
 //! metrics' address do not count as connections to the API.
 
+use std::future::poll_fn;
 use std::io;
 use std::net::TcpListener;
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
+use std::task::{Context, Poll};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -55,11 +57,27 @@ pub struct Listeners {
 /// The running API. Dropping it ends the thread; calls that run are not waited for.
 pub struct Api {
     stop: Option<oneshot::Sender<()>>,
-    quiet: watch::Sender<bool>,
+    acceptance: Acceptance,
     events: Arc<EventLog>,
     /// Permits of the API's connections; see [`MAX_CONNECTIONS`].
     connections: Arc<Semaphore>,
     thread: Option<JoinHandle<()>>,
+}
+
+/// Whether the API accepts connections. Clones are of the same API.
+#[derive(Clone)]
+pub struct Acceptance(watch::Sender<bool>);
+
+impl Acceptance {
+    /// Accepts no more connections, from now on. Those that come wait in the queue of the socket,
+    /// which another process may have, too.
+    pub fn pause(&self) {
+        self.0.send_replace(false);
+    }
+
+    pub fn resume(&self) {
+        self.0.send_replace(true);
+    }
 }
 
 impl Api {
@@ -72,7 +90,7 @@ impl Api {
             .build()?;
         let events = operator.events().clone();
         let scrapes = Scrapes::new(operator.clone());
-        let quiet = watch::Sender::new(false);
+        let acceptance = Acceptance(watch::Sender::new(true));
         let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
         let (api, metrics) = {
             let _context = runtime.enter();
@@ -80,14 +98,15 @@ impl Api {
                 listener.set_nonblocking(true)?;
                 let listener = tokio::net::UnixListener::from_std(listener)?;
                 let router = routes::router(operator, scrapes.clone());
-                let door = Door { connections: connections.clone(), quiet: quiet.subscribe() };
+                let accepts = acceptance.0.subscribe();
+                let door = Door { connections: connections.clone(), accepts };
                 io::Result::Ok(accept_api(listener, access, router, door))
             });
             let metrics = listeners.metrics.map(|listener| {
                 listener.set_nonblocking(true)?;
                 let listener = tokio::net::TcpListener::from_std(listener)?;
                 let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
-                let door = Door { connections, quiet: quiet.subscribe() };
+                let door = Door { connections, accepts: acceptance.0.subscribe() };
                 let router = page::router(scrapes.of_other_listener());
                 io::Result::Ok(accept_metrics(listener, router, door))
             });
@@ -103,13 +122,17 @@ impl Api {
             });
             runtime.shutdown_background();
         })?;
-        Ok(Api { stop: Some(stop), quiet, events, connections, thread: Some(thread) })
+        Ok(Api { stop: Some(stop), acceptance, events, connections, thread: Some(thread) })
+    }
+
+    pub fn acceptance(&self) -> &Acceptance {
+        &self.acceptance
     }
 
     /// Accepts no more clients, because another process has the sockets. Waits at most `limit`
     /// until the connections end.
     pub fn retire(&self, limit: Duration) {
-        let _ = self.quiet.send(true);
+        self.acceptance.pause();
         self.events.close();
         wait_until(limit, || self.connections.available_permits() == MAX_CONNECTIONS);
     }
@@ -136,8 +159,33 @@ impl Drop for Api {
 /// What bounds the connections of a listener.
 struct Door {
     connections: Arc<Semaphore>,
-    /// Becomes true when no more connections may be accepted.
-    quiet: watch::Receiver<bool>,
+    /// See [`Acceptance`].
+    accepts: watch::Receiver<bool>,
+}
+
+impl Door {
+    /// Waits until a connection may be accepted. None: the API ends.
+    async fn opened(&mut self) -> Option<OwnedSemaphorePermit> {
+        self.accepts.wait_for(|accepts| *accepts).await.ok()?;
+        self.connections.clone().acquire_owned().await.ok()
+    }
+
+    /// Waits for a connection. None: no more may be accepted.
+    async fn accept<T>(
+        &mut self,
+        mut accept: impl FnMut(&mut Context<'_>) -> Poll<io::Result<T>>,
+    ) -> Option<io::Result<T>> {
+        let accepts = self.accepts.clone();
+        let accepted = poll_fn(|context| {
+            // A pause waits while this is borrowed. So nothing is accepted after it.
+            let accepts = accepts.borrow();
+            if *accepts { accept(context) } else { Poll::Pending }
+        });
+        tokio::select! {
+            _ = self.accepts.changed() => None,
+            accepted = accepted => Some(accepted),
+        }
+    }
 }
 
 async fn accept_api(
@@ -146,11 +194,9 @@ async fn accept_api(
     router: Router,
     mut door: Door,
 ) {
-    loop {
-        let Ok(permit) = door.connections.clone().acquire_owned().await else { return };
-        let accepted = tokio::select! {
-            accepted = listener.accept() => accepted,
-            _ = door.quiet.changed() => return,
+    while let Some(permit) = door.opened().await {
+        let Some(accepted) = door.accept(|context| listener.poll_accept(context)).await else {
+            continue;
         };
         match accepted {
             Ok((stream, _)) => match access.check(&stream) {
@@ -166,11 +212,9 @@ async fn accept_api(
 }
 
 async fn accept_metrics(listener: tokio::net::TcpListener, router: Router, mut door: Door) {
-    loop {
-        let Ok(permit) = door.connections.clone().acquire_owned().await else { return };
-        let accepted = tokio::select! {
-            accepted = listener.accept() => accepted,
-            _ = door.quiet.changed() => return,
+    while let Some(permit) = door.opened().await {
+        let Some(accepted) = door.accept(|context| listener.poll_accept(context)).await else {
+            continue;
         };
         match accepted {
             Ok((stream, peer)) => {

@@ -1,7 +1,9 @@
-//! Clients of a large text of metrics: those that read it, and those that do not.
+//! The listeners of the API. Clients of a large text of metrics: those that read it, and those that
+//! do not. Sockets that another process has, too.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::{Arc, LazyLock};
 
@@ -104,8 +106,6 @@ impl Operator for Long {
 
 /// Starts an API on a socket in the abstract namespace, and metrics on a port.
 fn start(name: &str) -> (Api, std::os::unix::net::SocketAddr, SocketAddr) {
-    use std::os::linux::net::SocketAddrExt;
-
     let name = format!("blockyard-{name}-{}", std::process::id());
     let socket = std::os::unix::net::SocketAddr::from_abstract_name(name).unwrap();
     let tcp = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -187,5 +187,32 @@ fn the_address_offers_no_call_and_answers_to_no_name_of_another_site() {
         let answer = answer(&format!("{request}\r\nconnection: close\r\n\r\n"));
         assert!(answer.starts_with(&format!("HTTP/1.1 {status}")), "{request}: {answer}");
         assert!(!answer.to_lowercase().contains("access-control"), "{answer}");
+    }
+}
+
+#[test]
+fn a_paused_api_leaves_its_connections_to_another_process() {
+    let name = format!("blockyard-paused-{}", std::process::id());
+    let socket = std::os::unix::net::SocketAddr::from_abstract_name(name).unwrap();
+    let ours = UnixListener::bind_addr(&socket).unwrap();
+    let theirs = ours.try_clone().unwrap();
+    let listeners = Listeners {
+        api: Some((ours, Access { user: rustix::process::geteuid().as_raw(), group: None })),
+        metrics: None,
+    };
+    let api = Api::start(listeners, Arc::new(Long)).unwrap();
+    let call = || ask(UnixStream::connect_addr(&socket).unwrap(), "/v1");
+    for _ in 0..20 {
+        assert!(read(call()).starts_with("HTTP/1.1 200"));
+        api.acceptance().pause();
+        let client = call();
+        // If the API had taken the connection, the client would get its answer.
+        let (mut accepted, _) = theirs.accept().unwrap();
+        accepted.write_all(b"other").unwrap();
+        drop(accepted);
+        let mut answer = [0; 5];
+        (&client).read_exact(&mut answer).unwrap();
+        assert_eq!(&answer, b"other");
+        api.acceptance().resume();
     }
 }

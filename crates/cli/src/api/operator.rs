@@ -48,8 +48,17 @@ impl Server {
                 ),
                 Err(problem) => problem,
             },
-            HoldError::Busy(_) => Problem::new(Kind::Conflict, e.to_string()),
+            HoldError::Busy(_) => self.busy(&e),
         })
+    }
+
+    fn busy(&self, error: &HoldError) -> Problem {
+        let what = match self.hand_overs.is_done() {
+            // The client has connected before the end of the upgrade.
+            true => "an upgrade has handed the disks over: connect again".into(),
+            false => error.to_string(),
+        };
+        Problem::new(Kind::Conflict, what)
     }
 
     /// Returns an error if clients use the disk. `remedy`: what the caller can do.
@@ -84,7 +93,8 @@ impl Server {
             return Err(Problem::new(Kind::Conflict, what).in_field("cache"));
         }
         if !force {
-            let remedy = "disconnect, or change it with force=true: clients must connect again";
+            let remedy = "disconnect, or change it with force=true (--force): clients must \
+                          connect again";
             self.check_unused(&name, remedy)?;
         }
         // A reload would find the disk missing, and add it.
@@ -244,7 +254,7 @@ impl Operator for Server {
         let store = self.persistence(name, persist)?;
         let held = self.hold(name)?;
         if !force {
-            self.check_unused(name, "disconnect, or remove it with force=true")?;
+            self.check_unused(name, "disconnect, or remove it with force=true (--force)")?;
         }
         let flushed = self.remove(held).map_err(words::problem)?;
         if let Some(store) = store {
@@ -375,9 +385,7 @@ impl Operator for Server {
             Ok(held) => Some(held),
             // A Xen toolstack has it.
             Err(HoldError::NotFound(_)) => None,
-            Err(e @ HoldError::Busy(_)) => {
-                return Err(Problem::new(Kind::Conflict, e.to_string()));
-            }
+            Err(e @ HoldError::Busy(_)) => return Err(self.busy(&e)),
         };
         let kind = match job {
             JobRequest::Snapshot(options) => {

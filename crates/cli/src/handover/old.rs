@@ -8,11 +8,13 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{
-    Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError,
+    Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
+    TryLockError,
 };
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
+use blockyard_control::Acceptance;
 use blockyard_control::events::What;
 use blockyard_control::types::{HandedOver, Upgraded};
 use blockyard_export::custody::{self, Custody};
@@ -58,14 +60,16 @@ pub struct HandOvers {
     /// Read by calls that change disks: the new server would not know what they do meanwhile.
     changes: RwLock<()>,
     sockets: Mutex<Vec<(&'static str, Socket)>>,
+    /// Of the API, if there is one.
+    acceptance: OnceLock<Acceptance>,
     /// Ends the wait of the main thread for signals.
     end: signal_hook::iterator::Handle,
 }
 
 impl HandOvers {
     pub fn new(end: signal_hook::iterator::Handle) -> Self {
-        let (only, is_done, is_ending, changes, sockets) = Default::default();
-        HandOvers { only, is_done, is_ending, changes, sockets, end }
+        let (only, is_done, is_ending, changes, sockets, acceptance) = Default::default();
+        HandOvers { only, is_done, is_ending, changes, sockets, acceptance, end }
     }
 
     /// Passes a listening socket on to the next server.
@@ -75,6 +79,11 @@ impl HandOvers {
         copy: impl Fn() -> io::Result<Parcel> + Send + 'static,
     ) {
         self.sockets().push((name, Box::new(copy)));
+    }
+
+    /// Leaves new connections to the API to the next server, once that has the disks.
+    pub fn leave(&self, acceptance: &Acceptance) {
+        let _ = self.acceptance.set(acceptance.clone());
     }
 
     /// Returns whether another server has the disks.
@@ -173,6 +182,7 @@ fn hand_over(
             let _ = hand_over.peer.0.shutdown(Shutdown::Both);
             holder::announce();
             hand_over.take_back();
+            server.hand_overs.acceptance.get().inspect(|api| api.resume());
             // The new server may have announced itself meanwhile.
             holder::announce();
             keeper::announce_taker(None);
@@ -206,6 +216,8 @@ impl<'a> HandOver<'a> {
         if let Some(away) = self.away.iter().find(|away| away.pause.is_none()) {
             bail!("the new server is ready without disk \"{}\"", away.held.args().name());
         }
+        // The caller that learns of the end must not reach this server again.
+        self.server.hand_overs.acceptance.get().inspect(|api| api.pause());
         self.peer.send(&FromOld::Commit)?;
         match self.peer.receive().context("the new server ended when it was ready")? {
             FromNew::Serves => {}
