@@ -128,7 +128,7 @@ fn a_map_that_is_silent_is_not_waited_for() {
     let good = scratch.file("good", &vec![0; SIZE as usize]);
     let yard = Yard::start(1).unwrap();
     let (release, held) = sync_channel(8);
-    let limits = Limits { answer: Duration::from_millis(300), ..Limits::default() };
+    let limits = Limits { answer: Duration::from_secs(1), ..Limits::default() };
     let target = Target::map("silent", SHAPE, async |_, _| Ok(Silent(Mutex::new(held))));
     let disk = Disk::target("silent", target.limits(limits));
     yard.serve(disk.vhost_user(scratch.path("silent.sock"))).unwrap();

@@ -98,9 +98,9 @@ pub fn announce(program: &Path) {
     });
 }
 
-/// Makes the holder kill a process if the server dies: the one that takes over, or this one when it
-/// has handed all over. None: there is no such process. (systemd ends all processes of a service
-/// before it starts it again.)
+/// Makes the holder kill a process if the server dies. During a hand-over, this is the next server,
+/// and after it, this server itself. None: there is no such process. (systemd ends all processes of
+/// a service before it starts it again.)
 pub fn announce_taker(pid: Option<Pid>) {
     let number = pid.map_or(0, |pid| pid.as_raw_nonzero().get());
     let message = [&[kind::TAKER][..], &number.to_ne_bytes()].concat();

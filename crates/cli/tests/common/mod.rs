@@ -44,7 +44,7 @@ pub const BLOCKYARD: &str =
     };
 /// Timeout for things that should be immediate. A slower program counts as hung. A busy machine may
 /// delay it by several seconds.
-pub const SOON: Duration = Duration::from_secs(30);
+pub const SOON: Duration = Duration::from_secs(60);
 /// Timeout for a whole run of a tool on a busy machine.
 pub const TOOL: Duration = Duration::from_secs(60);
 

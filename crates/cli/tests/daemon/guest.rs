@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use blockyard_driver::{Data, Plan, Queue, Session, SplitRing, feature, request, status};
 
 /// Maximum time for an answer. If it takes longer, the daemon hangs.
-pub const ANSWER: Duration = Duration::from_secs(30);
+pub const ANSWER: Duration = Duration::from_secs(60);
 
 pub struct Guest {
     pub session: Session<SplitRing>,

@@ -44,11 +44,11 @@ fn the_disk_grows(kind: GuestKind) {
 const PLUG: &str = r#"
 kilobytes() { sed -n "s/^$1: *\([0-9]*\) kB/\1/p" /proc/meminfo; }
 until_total() { # COMPARISON
-    for ((i = 0; i < 500; i++)); do
+    for ((i = 0; i < 3000; i++)); do
         ! (($(kilobytes MemTotal) $1)) || return 0
         nap 0.02
     done
-    echo "after 10 s not $1: $(kilobytes MemTotal) kB"
+    echo "after 60 s not $1: $(kilobytes MemTotal) kB"
     return 1
 }
 echo online_movable >/sys/devices/system/memory/auto_online_blocks

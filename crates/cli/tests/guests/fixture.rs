@@ -14,12 +14,12 @@ tell() { # WORD...
     local before now
     read -r before </sys/block/vda/size
     echo "tell $*"
-    for ((i = 0; i < 1000; i++)); do
+    for ((i = 0; i < 3000; i++)); do
         read -r now </sys/block/vda/size
         [[ $now == "$before" ]] || return 0
         nap 0.02
     done
-    echo "the host did not make the disk larger within 20 s"
+    echo "the host did not make the disk larger within 60 s"
     return 1
 }
 

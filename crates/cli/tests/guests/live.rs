@@ -14,9 +14,9 @@ const SIZE: u64 = 64 << 20;
 /// By how much the image grows in each of the first [`GROWN`] rounds.
 const STEP: u64 = 4 << 20;
 const GROWN: u64 = 2;
-/// Maximum time for which a quiesce may hold requests. On an idle machine it takes a hundredth of
+/// Maximum time for which a quiesce may hold requests. On an idle machine it takes a thousandth of
 /// that.
-const LONGEST: Duration = Duration::from_secs(5);
+const LONGEST: Duration = Duration::from_secs(60);
 
 const SCRIPT: &str = r#"
     mkfs.ext4 -q /dev/vda

@@ -22,7 +22,7 @@ use super::guest::{D, Guest, Layout, NONE, into, out, rung};
 /// Number of reads of the neighbour and of steps of the attack, in `make test`.
 const READS: u32 = 100;
 const STEPS: u64 = 10;
-const PATIENCE: Duration = Duration::from_secs(30);
+const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Rounds of a measurement. Each has a part without and a part with the attack.
 const ROUNDS: u32 = 5;

@@ -23,7 +23,7 @@ const USED: u16 = 1 << 15;
 pub const SIZE: u16 = 64;
 /// Value of a status byte before the device writes it.
 pub const NONE: u8 = 0xff;
-const PATIENCE: Duration = Duration::from_secs(30);
+const PATIENCE: Duration = Duration::from_secs(60);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Layout {

@@ -11,7 +11,7 @@ use super::guest::{BOTH, D, Guest, INDIRECT, Layout, NEXT, SIZE, WRITE, into, ou
 
 const SPLIT: &[Layout] = &[Layout::Split];
 const PACKED: &[Layout] = &[Layout::Packed];
-const PATIENCE: Duration = Duration::from_secs(30);
+const PATIENCE: Duration = Duration::from_secs(60);
 
 struct Case {
     name: &'static str,

@@ -43,7 +43,7 @@ fn wrong_options_and_names_are_refused() {
     refused(
         &["convert", text(&raw), "/no/such/folder/new.raw"],
         1,
-        &["/no/such/folder/new.raw", "No such file"],
+        &["/no/such/folder/new.raw", "folder /no/such/folder does not exist"],
     );
     refused(&["create", "-f", "raw", text(&target), "-5M"], 2, &["'-5M' is negative"]);
     assert!(!target.exists());

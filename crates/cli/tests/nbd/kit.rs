@@ -135,7 +135,7 @@ fn a_copy_survives_a_restart_of_the_server() {
         }
     };
     let mut daemon = serve();
-    // The copy is slow enough to last until the server dies: 5 ms for each of at least 192
+    // The copy is slow enough to last until the server dies: 20 ms for each of at least 192
     // requests.
     let parameters = ["retries=10", "retry-delay=1", "wdelay=20ms"];
     let kit = Kit::start(&folder, &["retry", "delay"], &uri(&socket, "disk"), &parameters);

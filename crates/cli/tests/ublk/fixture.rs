@@ -33,9 +33,9 @@ clean() {
         [[ ! -e $control ]] || /host/blockyard detach --force "/dev/ublkb${control#/dev/ublkc}" || return
     done
     [[ ! -e /sys/module/loop ]] || losetup -D
-    for ((try = 0; try < 100; try++)); do umount -q /tmp/images && break || sleep 0.05; done
+    for ((try = 0; try < 600; try++)); do umount -q /tmp/images && break || sleep 0.05; done
     for module in loop nbd ublk_drv; do
-        [[ ! -e /sys/module/$module ]] || for ((try = 0; try < 100; try++)); do modprobe -r $module && break || sleep 0.05; done
+        [[ ! -e /sys/module/$module ]] || for ((try = 0; try < 600; try++)); do modprobe -r $module && break || sleep 0.05; done
     done
     ! grep -E ' (/mnt|/tmp/images) ' /proc/mounts || return
     rm -rf /tmp/* /run/blockyard
@@ -66,7 +66,7 @@ logged() { [[ $(</tmp/log) == *"$1"* ]]; } # TEXT
 # Serves an image by ublk in the background: $pid, the log in /tmp/log. Retries while a killed server
 # still holds the lock of its image.
 serve() { # IMAGE OPTIONS...
-    for ((try = 0; try < 100; try++)); do
+    for ((try = 0; try < 600; try++)); do
         : >/tmp/out
         /host/blockyard serve "$@" >/tmp/out 2>>/tmp/log &
         pid=$!

@@ -113,7 +113,7 @@ fn load(reactor: &Reactor, disk: &Arc<Disk>, load: &Arc<Load>, lanes: usize) -> 
 }
 
 fn wait_for(what: impl Fn() -> bool) {
-    let until = Instant::now() + Duration::from_secs(20);
+    let until = Instant::now() + Duration::from_secs(60);
     while !what() {
         assert!(Instant::now() < until, "waited in vain");
         std::thread::sleep(Duration::from_millis(1));

@@ -23,7 +23,7 @@ const SHORT: nbd::Options =
 const TALKING: nbd::Options =
     nbd::Options { reconnect: Duration::from_millis(400), timeout: Duration::from_secs(60) };
 /// Limit for events that a busy machine may delay.
-const SOON: Duration = Duration::from_secs(30);
+const SOON: Duration = Duration::from_secs(60);
 const LONG: nbd::Options =
     nbd::Options { reconnect: Duration::from_secs(20), timeout: Duration::from_secs(20) };
 
