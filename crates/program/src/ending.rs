@@ -50,7 +50,7 @@ pub fn refuse(error: &clap::Error) -> ! {
     if !error.use_stderr() || error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
         error.exit();
     }
-    if let Some(what) = negative(error) {
+    if let Some(what) = negative(error).or_else(|| conflict(error, std::env::args())) {
         output::note(format_args!("blockyard: {what} (see --help)"));
         std::process::exit(2)
     }
@@ -83,4 +83,51 @@ fn negative(error: &clap::Error) -> Option<String> {
         option.unwrap_or_default(),
         arguments[at]
     ))
+}
+
+/// Returns a message about an option that excludes others. clap lists all that it excludes, even
+/// those that were not given.
+fn conflict(error: &clap::Error, mut given: impl Iterator<Item = String>) -> Option<String> {
+    let Some(ContextValue::String(option)) = error.get(ContextKind::InvalidArg) else {
+        return None;
+    };
+    let Some(ContextValue::Strings(others)) = error.get(ContextKind::PriorArg) else {
+        return None;
+    };
+    let name = |shown: &str| shown.split(['=', ' ', '[']).next().unwrap_or_default().to_string();
+    let option_given = given.find_map(|argument| {
+        let argument = name(&argument);
+        others.iter().find(|other| argument.starts_with("--") && name(other) == argument)
+    });
+    // An argument without an option's name, such as [IMAGE].
+    let found = option_given.or_else(|| others.iter().find(|other| !other.starts_with('-')))?;
+    Some(format!("the argument '{option}' cannot be used with '{found}'"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_conflict_names_an_argument_that_was_given() {
+        const ALL: [&str; 4] = ["one", "two", "three", "image"];
+        let option = |name: &'static str| clap::Arg::new(name).long(name).value_name("V");
+        let command = clap::Command::new("program")
+            .args(["one", "two", "three"].map(option))
+            .arg(clap::Arg::new("image").value_name("IMAGE"))
+            .group(clap::ArgGroup::new("disk").args(ALL).multiple(true))
+            .arg(option("file").conflicts_with("disk"));
+        let told = |arguments: &[&str]| {
+            let given = ["program"].iter().chain(arguments).map(|word| word.to_string());
+            let error = command.clone().try_get_matches_from(given.clone()).unwrap_err();
+            conflict(&error, given)
+        };
+        let expected = |option: &str, other: &str| {
+            Some(format!("the argument '--{option} <V>' cannot be used with '--{other} <V>'"))
+        };
+        assert_eq!(told(&["--file", "x", "--three", "3", "--two=2"]), expected("file", "three"));
+        let image = "the argument '--file <V>' cannot be used with '[IMAGE]'";
+        assert_eq!(told(&["--file", "x", "disk.img"]).as_deref(), Some(image));
+        assert_eq!(told(&["--four"]), None);
+    }
 }

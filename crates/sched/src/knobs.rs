@@ -58,7 +58,8 @@ pub struct Limit {
 pub enum KnobError {
     #[error(
         "limit \"{0}\": it is RATE[,max=RATE[,length=SECONDS]], such as 1000 or \
-         1000,max=5000,length=10; a RATE is a whole number with an optional suffix k, M, G or T"
+         1000,max=5000,length=10; a RATE is a whole number up to 2^50, with an optional suffix k, M, \
+         G or T"
     )]
     Form(String),
     #[error("limit \"{0}\": {1}")]

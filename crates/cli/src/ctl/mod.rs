@@ -31,7 +31,7 @@ pub struct CtlOptions {
     pub json: bool,
     /// Seconds to wait for an answer.
     #[arg(long, global = true, value_name = "SECONDS", default_value = "60",
-        value_parser = values::parse_seconds)]
+        value_parser = values::parse_limit)]
     pub timeout: Duration,
     #[command(subcommand)]
     pub command: Command,

@@ -59,6 +59,7 @@ pub fn run(options: &CreateArgs) -> Result<(), Failure> {
         None => settings.size("size").map_err(Failure::usage)?,
         given => given,
     };
+    new::check_folder(&options.file)?;
     let size = match (&backing, given) {
         (Some(backing), given) if !options.backing_unsafe => {
             let size = backing.size(&options.folders)?;

@@ -126,6 +126,18 @@ impl Backing {
     }
 }
 
+/// Fails if the folder of a new image does not exist.
+pub fn check_folder(target: &Path) -> anyhow::Result<()> {
+    let folder = folder(target);
+    anyhow::ensure!(
+        !matches!(folder.try_exists(), Ok(false)),
+        "{}: its folder {} does not exist: create it first",
+        target.display(),
+        folder.display()
+    );
+    Ok(())
+}
+
 /// Returns the folder of a file.
 pub fn folder(path: &Path) -> &Path {
     path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))

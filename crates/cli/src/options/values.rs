@@ -164,6 +164,14 @@ pub fn parse_seconds(s: &str) -> Result<Duration, String> {
     of_seconds(s.parse().unwrap_or(-1.0))
 }
 
+/// Parses the longest time of a wait. 0 would mean no time at all.
+pub fn parse_limit(s: &str) -> Result<Duration, String> {
+    match parse_seconds(s)? {
+        Duration::ZERO => Err("a limit is longer than 0 seconds".into()),
+        limit => Ok(limit),
+    }
+}
+
 pub fn parse_text<T: FromStr<Err: std::fmt::Display>>(s: &str) -> Result<T, String> {
     s.parse().map_err(|e: T::Err| e.to_string())
 }

@@ -10,7 +10,8 @@
 //! ```
 //!
 //! In: the time, and how long each call took. Out: the mode of the next call. What must hold: the
-//! slow calls that a reactor makes for one peer take about one of [`SHARE`] parts of its time.
+//! slow calls that a reactor makes for one peer take about one of [`SHARE`] parts of its time. The
+//! time that a call may take for its bytes does not count.
 //! The first slow call only leads to a measurement of processor time, because the kernel may have
 //! interrupted the thread.
 
@@ -25,12 +26,15 @@ pub(crate) const SLOW: Duration = Duration::from_micros(50);
 /// Time that a call may take for each byte that it transfers, beside [`SLOW`]. A virtual machine
 /// was seen to send 128 KiB in 200 us (1.5 ns for a byte), so large replies looked like waiters.
 const FOR_BYTE: Duration = Duration::from_nanos(4);
+/// The number of bytes of a call that count. A socket takes about so many at once.
+const MOST_BYTES: u32 = 512 << 10;
 /// Time that slow calls may take in the mode `Measured`, beside their share of the time. Interrupts
 /// and time that a hypervisor takes count as processor time, too: on a busy virtual machine, calls
 /// of an ordinary client took up to 350 us, in bursts of 0.6 ms.
 const ALLOWED: Duration = Duration::from_millis(1);
-/// In the mode `Measured` one of so many nanoseconds may pass in slow calls: to make them elsewhere
-/// doubles the latency of a client with one request at a time. On that machine it was one of 100.
+/// In the mode `Measured`, slow calls may take one part of so many of the time. Calls that are made
+/// elsewhere take longer: they double the latency of a client with one request at a time. On that
+/// machine, slow calls of an ordinary client took one part of 100.
 const SHARE: u32 = 32;
 /// A mode lasts this multiple of the slow call's duration.
 const PAUSE_FACTOR: u32 = 1000;
@@ -72,7 +76,8 @@ impl SlowCalls {
     /// Returns `took` less the time that a call may take to transfer `bytes`.
     #[inline]
     pub fn beside_bytes(took: Duration, bytes: usize) -> Duration {
-        took.saturating_sub(FOR_BYTE.saturating_mul(u32::try_from(bytes).unwrap_or(u32::MAX)))
+        let bytes = u32::try_from(bytes).unwrap_or(u32::MAX).min(MOST_BYTES);
+        took.saturating_sub(FOR_BYTE * bytes)
     }
 
     /// Returns the mode of the next call.
@@ -182,7 +187,7 @@ mod tests {
         };
         assert!(is_slow(70, 4096) && !is_slow(60, 4096));
         assert!(is_slow(1200, 256 << 10) && !is_slow(1000, 256 << 10));
-        assert!(!is_slow(1000, usize::MAX));
+        assert!(!is_slow(2100, usize::MAX) && is_slow(2200, usize::MAX));
     }
 
     #[test]

@@ -51,7 +51,7 @@ impl Patience {
             waits.retain(|(_, wait)| !wait.is_over());
             inner.live.set(waits.len());
         }
-        waits.push_back((inner.handle.now() + inner.limit, wait));
+        waits.push_back((inner.handle.read_clock() + inner.limit, wait));
         if !inner.watches.replace(true) {
             let weak = Rc::downgrade(&self.0);
             let handle = inner.handle.clone();
@@ -71,7 +71,7 @@ impl Patience {
 impl Inner {
     /// Ends the waits that have reached their deadline. Returns false if none is left.
     fn expire(&self) -> bool {
-        let now = Instant::now();
+        let now = self.handle.read_clock();
         let mut waits = self.waits.borrow_mut();
         while waits.front().is_some_and(|(at, wait)| *at <= now || wait.is_over()) {
             if let Some((_, wait)) = waits.pop_front() {

@@ -18,6 +18,7 @@ use rustix::io::Errno;
 
 use super::unfinished::{self, Unfinished};
 use super::{folder, same_place};
+use crate::image::new::check_folder;
 
 /// Mode of a new file before the umask, as in `File::create`.
 const MODE: Mode = Mode::from_raw_mode(0o666);
@@ -69,6 +70,7 @@ impl Pending {
     fn begin(path: PathBuf, replaced: Option<ImageFile>) -> anyhow::Result<Self> {
         let name =
             path.file_name().ok_or_else(|| anyhow!("{} is not a file name", path.display()))?;
+        check_folder(&path)?;
         unfinished::remove_on_signals();
         unfinished::remove_left_behind(folder(&path), name);
         let new =
