@@ -98,14 +98,17 @@ impl Way for One {
                     identity: disk.name().into(),
                     file: None,
                 };
-                Ok(Box::new(Ublk::start(disk.clone(), &options, reactors, || ())?))
+                let ublk = Ublk::start(disk.clone(), &options, reactors, || ());
+                Ok(Box::new(ublk.map_err(WayError::caller)?))
             }
             Export::Xen(domain, device) => {
-                let (domain, device, queues) = (*domain, device.parse::<Name>()?, self.queues);
+                let device = device.parse::<Name>().map_err(WayError::caller)?;
+                let (domain, queues) = (*domain, self.queues);
                 let (data, records) = (XenData::Auto, records());
                 let options = XenOptions { domain, device, queues, data, records };
                 let (disk, reactors) = (disk.clone(), reactors.clone());
-                Ok(Box::new(Xen::start(disk, &options, &Host::Xen, reactors, || ())?))
+                let xen = Xen::start(disk, &options, &Host::Xen, reactors, || ());
+                Ok(Box::new(xen.map_err(WayError::caller)?))
             }
         }
     }

@@ -12,9 +12,8 @@ use blockyard_program::output;
 use crate::config::Config;
 use crate::disks::try_open;
 use crate::options::disk::DiskArgs;
-use crate::options::nbd::NbdAddress;
 use crate::options::serve::ServeOptions;
-use crate::{api, sandbox};
+use crate::{api, exports, sandbox};
 
 pub fn run(options: &ServeOptions, config: &Config) -> Result<(), Failure> {
     check(options, config).map_err(Failure::usage)?;
@@ -59,11 +58,7 @@ fn check_reactors(disk: &DiskArgs, count: u16) -> anyhow::Result<()> {
 fn check_sockets(disk: &DiskArgs) -> anyhow::Result<()> {
     let named =
         |result: anyhow::Result<()>| result.with_context(|| format!("disk \"{}\"", disk.name()));
-    disk.vhost_user.as_deref().map_or(Ok(()), |socket| named(check_socket(socket)))?;
-    match &disk.nbd {
-        Some(NbdAddress::Unix(path)) => named(Listener::check(path).map_err(Into::into)),
-        _ => Ok(()),
-    }
+    exports::sockets(disk).iter().try_for_each(|path| named(Ok(Listener::check(path)?)))
 }
 
 /// Returns an error if no server can listen on a socket, whatever its folder is.

@@ -4,13 +4,12 @@
 //! In: the options of disks. Out: an error that says what is in use, by which disk where that is
 //! known. The configuration file and the API have the same checks.
 
+use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
 
+use crate::exports::{self, Claim, Listens};
 use crate::options::disk::DiskArgs;
-use crate::options::nbd::NbdAddress;
-use crate::options::values::UblkNumber;
-use crate::options::xen::XenDevice;
 
 /// Device and inode of an image that is a file.
 pub type FileNumber = (u64, u64);
@@ -19,12 +18,10 @@ pub type FileNumber = (u64, u64);
 #[derive(Default)]
 pub struct Claims {
     names: HashSet<String>,
-    sockets: HashSet<PathBuf>,
-    /// NBD's Unix sockets, and the number of disks on each.
-    nbd_sockets: HashMap<PathBuf, usize>,
-    exports: HashSet<(String, String)>,
-    devices: HashSet<u32>,
-    domains: HashSet<XenDevice>,
+    /// The number of disks on each socket. More than one: they share it.
+    sockets: HashMap<Listens, usize>,
+    /// Other things that only one disk can have, by the option of its export.
+    others: HashSet<(&'static str, Claim)>,
     /// The disks of each image, and whether they are read-only.
     images: HashMap<FileNumber, Vec<(String, bool)>>,
 }
@@ -40,24 +37,12 @@ impl Claims {
             ));
         }
         let of_disk = |what: String| Err(format!("disk \"{name}\": {what}"));
-        let (socket, nbd_socket) = (disk.vhost_user.as_deref().map(path_of), nbd_socket_of(disk));
-        let is_taken = |socket: &PathBuf| self.sockets.contains(socket);
-        let is_nbds = |socket: &PathBuf| self.nbd_sockets.contains_key(socket);
-        let taken = socket.as_ref().filter(|socket| is_taken(socket) || is_nbds(socket));
-        let taken = taken.or_else(|| nbd_socket.as_ref().filter(|socket| is_taken(socket)));
-        if let Some(socket) = taken {
-            return of_disk(format!("another disk has the socket {} already", socket.display()));
+        let (sockets, others) = (sockets_of(disk), exports::claims(disk));
+        if let Some(socket) = sockets.iter().find(|socket| self.is_taken(socket)) {
+            return of_disk(format!("another disk has the socket {} already", text_of(socket)));
         }
-        let export = export_of(disk);
-        if let Some((address, _)) = export.as_ref().filter(|export| self.exports.contains(export)) {
-            return of_disk(format!("another disk has that name at {address} already"));
-        }
-        let device = device_of(disk);
-        if let Some(number) = device.filter(|number| self.devices.contains(number)) {
-            return of_disk(format!("another disk is /dev/ublkb{number} already"));
-        }
-        if let Some(device) = disk.xen.filter(|device| self.domains.contains(device)) {
-            return of_disk(format!("another disk is {device} already"));
+        if let Some((_, claim)) = others.iter().find(|claim| self.others.contains(claim)) {
+            return of_disk(format!("another disk {} already", claim.says));
         }
         let users = file.and_then(|file| self.images.get(&file)).into_iter().flatten();
         let mut writers = users.filter(|(_, read_only)| !(*read_only && disk.read_only));
@@ -68,16 +53,14 @@ impl Claims {
                 disk.image.display()
             ));
         }
-        if socket.is_some() && socket == nbd_socket {
-            return of_disk("its vhost-user socket is its NBD socket".into());
+        let texts: Vec<_> = sockets.iter().map(text_of).collect();
+        if let Some(at) = (1..texts.len()).find(|at| texts[..*at].contains(&texts[*at])) {
+            return of_disk(format!("two of its exports have the socket {}", texts[at]));
         }
-        self.sockets.extend(socket);
-        if let Some(socket) = nbd_socket {
-            *self.nbd_sockets.entry(socket).or_default() += 1;
+        for socket in sockets {
+            *self.sockets.entry(socket).or_default() += 1;
         }
-        self.exports.extend(export);
-        self.devices.extend(device);
-        self.domains.extend(disk.xen);
+        self.others.extend(others);
         if let Some(file) = file {
             self.images.entry(file).or_default().push((name.clone(), disk.read_only));
         }
@@ -85,28 +68,32 @@ impl Claims {
         Ok(())
     }
 
+    /// Returns whether another disk has the socket, and does not share it.
+    fn is_taken(&self, socket: &Listens) -> bool {
+        let has = |listens: Listens| self.sockets.contains_key(&listens);
+        match socket {
+            Listens::Alone(path) => has(socket.clone()) || has(Listens::Shared(path.clone())),
+            Listens::Shared(path) => has(Listens::Alone(path.clone())),
+            Listens::Inherited { name, shared } => {
+                has(Listens::Inherited { name: name.clone(), shared: !shared })
+                    || (!shared && has(socket.clone()))
+            }
+        }
+    }
+
     /// Forgets what a disk has. The arguments are those of [`Claims::add`].
     pub fn remove(&mut self, disk: &DiskArgs, file: Option<FileNumber>) {
         let name = disk.name();
-        if let Some(socket) = &disk.vhost_user {
-            self.sockets.remove(&path_of(socket));
-        }
-        if let Some(socket) = nbd_socket_of(disk)
-            && let Some(disks) = self.nbd_sockets.get_mut(&socket)
-        {
-            *disks -= 1;
-            if *disks == 0 {
-                self.nbd_sockets.remove(&socket);
+        for socket in sockets_of(disk) {
+            if let Entry::Occupied(mut disks) = self.sockets.entry(socket) {
+                *disks.get_mut() -= 1;
+                if *disks.get() == 0 {
+                    disks.remove();
+                }
             }
         }
-        if let Some(export) = export_of(disk) {
-            self.exports.remove(&export);
-        }
-        if let Some(number) = device_of(disk) {
-            self.devices.remove(&number);
-        }
-        if let Some(device) = &disk.xen {
-            self.domains.remove(device);
+        for claim in exports::claims(disk) {
+            self.others.remove(&claim);
         }
         if let Some((file, users)) =
             file.and_then(|file| self.images.get_mut(&file).map(|users| (file, users)))
@@ -123,17 +110,16 @@ impl Claims {
 /// Returns an error if two sockets of a server have the same path: those of its options, or one of
 /// them and one of a disk. `own`: the option's name, and the socket.
 pub fn check_sockets(own: &[(&str, &str)], disks: &[DiskArgs]) -> Result<(), String> {
-    let mut users: HashMap<PathBuf, &str> = HashMap::new();
+    let mut users: HashMap<String, &str> = HashMap::new();
     for (option, socket) in own {
-        if let Some(other) = users.insert(path_of(socket), option) {
+        if let Some(other) = users.insert(own_text(socket), option) {
             return Err(format!("{option} {socket}: {other} is the same socket"));
         }
     }
     for disk in disks {
-        let vhost_user = disk.vhost_user.as_deref().map(path_of);
-        for socket in vhost_user.into_iter().chain(nbd_socket_of(disk)) {
+        for socket in sockets_of(disk).iter().map(text_of) {
             if let Some(option) = users.get(&socket) {
-                let (name, socket) = (disk.name(), socket.display());
+                let name = disk.name();
                 return Err(format!("disk \"{name}\": its socket {socket} is that of {option}"));
             }
         }
@@ -141,32 +127,32 @@ pub fn check_sockets(own: &[(&str, &str)], disks: &[DiskArgs]) -> Result<(), Str
     Ok(())
 }
 
-/// Returns the path of a socket, without `.` in it and from the root on, so that equal sockets
-/// compare equal. (`fd:NAME` is no path, and stays unique too.)
-fn path_of(socket: &str) -> PathBuf {
-    std::path::absolute(socket).unwrap_or_else(|_| socket.into())
+/// Returns the sockets of a disk, with paths that are equal if the sockets are.
+fn sockets_of(disk: &DiskArgs) -> Vec<Listens> {
+    let whole = |listens| match listens {
+        Listens::Alone(path) => Listens::Alone(whole_path(path)),
+        Listens::Shared(path) => Listens::Shared(whole_path(path)),
+        inherited @ Listens::Inherited { .. } => inherited,
+    };
+    exports::listens(disk).into_iter().map(whole).collect()
 }
 
-/// Returns the path of the disk's NBD socket.
-fn nbd_socket_of(disk: &DiskArgs) -> Option<PathBuf> {
-    match &disk.nbd {
-        Some(NbdAddress::Unix(path)) => {
-            Some(std::path::absolute(path).unwrap_or_else(|_| path.clone()))
-        }
-        _ => None,
+/// Returns a path without `.` in it and from the root on.
+fn whole_path(path: PathBuf) -> PathBuf {
+    std::path::absolute(&path).unwrap_or(path)
+}
+
+/// Returns the text of a socket of the server itself, equal to that of a disk's if the sockets are.
+fn own_text(socket: &str) -> String {
+    match socket.strip_prefix("fd:") {
+        Some(_) => socket.into(),
+        None => whole_path(socket.into()).display().to_string(),
     }
 }
 
-/// Returns the address and the name of the NBD export.
-fn export_of(disk: &DiskArgs) -> Option<(String, String)> {
-    let name = || disk.nbd_name.clone().unwrap_or_else(|| disk.name());
-    disk.nbd.as_ref().map(|address| (address.to_string(), name()))
-}
-
-/// Returns the configured number of the ublk device.
-fn device_of(disk: &DiskArgs) -> Option<u32> {
-    match disk.ublk {
-        Some(UblkNumber::Number(number)) => Some(number),
-        _ => None,
+fn text_of(socket: &Listens) -> String {
+    match socket {
+        Listens::Alone(path) | Listens::Shared(path) => path.display().to_string(),
+        Listens::Inherited { name, .. } => format!("fd:{name}"),
     }
 }

@@ -13,6 +13,7 @@ pub mod files;
 pub mod mistake;
 
 use crate::claims::Claims;
+use crate::exports;
 use crate::options::api::{self, ApiArgs};
 use crate::options::disk::DiskArgs;
 use crate::options::knobs::{self, GroupArgs};
@@ -153,10 +154,8 @@ impl Config {
 
     fn check_disk(&self, disk: &DiskArgs) -> Result<(), String> {
         let name = disk.name();
-        if !disk.is_exported() {
-            return Err(format!(
-                "disk \"{name}\": it has no export: set vhost-user, nbd, ublk or xen"
-            ));
+        if !exports::is_exported(disk) {
+            return Err(format!("disk \"{name}\": it has no export: set {}", exports::keys()));
         }
         match disk.group.as_ref().filter(|group| !self.groups.contains_key(*group)) {
             Some(group) => Err(format!(
@@ -178,12 +177,10 @@ impl Config {
         }
         let may_be_empty = may_be_empty || self.api.is_some() || !self.xen.watch.is_empty();
         if self.disks.is_empty() && !may_be_empty {
-            return Err(
-                "it has no disk: add a table [[disk]] with the key image and one of vhost-user, \
-                 nbd, \
-                 ublk and xen"
-                    .into(),
-            );
+            return Err(format!(
+                "it has no disk: add a table [[disk]] with the key image, and {}",
+                exports::keys()
+            ));
         }
         Ok(())
     }

@@ -8,6 +8,7 @@ use blockyard_image::journal::CrashSafety;
 use blockyard_image::{CacheMode, ChainError, ChainOptions, Format, OpenError};
 use blockyard_yard::{Activation, DiskSettings, Ended, Way};
 
+use crate::exports;
 use crate::figures;
 use crate::options::disk::DiskArgs;
 use crate::options::knobs;
@@ -22,22 +23,10 @@ pub fn check(disk: &DiskArgs) -> anyhow::Result<()> {
     }
     check_name(&disk.name())?;
     let image = disk.image.display();
-    if disk.vhost_user.as_deref() == Some("") {
-        anyhow::bail!("disk \"{}\": the path of its vhost-user socket is empty", disk.name());
+    if !exports::is_exported(disk) {
+        anyhow::bail!("image {image}: it has no export: add {}", exports::options());
     }
-    if !disk.is_exported() {
-        anyhow::bail!(
-            "image {image}: it has no export: add --vhost-user SOCKET, --nbd ADDRESS, --ublk or \
-             --xen DOMID:DEVICE"
-        );
-    }
-    if disk.on_reactors.is_some() && disk.nbd.is_some() {
-        anyhow::bail!(
-            "disk \"{}\": --on-reactors is not for --nbd, because a connection has its reactor \
-             before it has chosen a disk",
-            disk.name()
-        );
-    }
+    exports::check(disk).map_err(|what| anyhow::anyhow!("disk \"{}\": {what}", disk.name()))?;
     let format = disk.format().map_err(anyhow::Error::msg)?;
     if format == Format::Raw {
         let of_chains = [
@@ -84,8 +73,7 @@ fn check_name(name: &str) -> anyhow::Result<()> {
 /// Returns an error if a disk cannot be without an open image while no ring runs.
 fn check_activation(disk: &DiskArgs) -> anyhow::Result<()> {
     let image = disk.image.display();
-    let others = disk.nbd.is_some() || disk.ublk.is_some() || disk.xen.is_some();
-    if others || disk.vhost_user.is_none() {
+    if !exports::have_rings(disk) {
         anyhow::bail!(
             "image {image}: --activation rings is for disks whose only export is --vhost-user"
         );

@@ -14,7 +14,8 @@ use anyhow::Context;
 use blockyard_export::keeper::{self, Store};
 use blockyard_export::vhost_user::Before;
 
-use crate::handover::{HandOvers, HandedExports, Takeover, inherited_connection, own_binary};
+use crate::exports::HandedExports;
+use crate::handover::{HandOvers, Takeover, inherited_connection, own_binary};
 use crate::{inherited, supervisor};
 
 /// Name of the holder's connection in a hand-over.

@@ -10,9 +10,9 @@ use blockyard_ring::sandbox;
 use blockyard_yard::DiskInfo;
 
 use crate::disks::try_open;
+use crate::exports::{self, Listens};
 use crate::inherited;
 use crate::options::disk::DiskArgs;
-use crate::options::nbd::NbdAddress;
 
 /// Why a disk with a job stays open.
 pub const JOB: &str = "a job works on it: wait for its end, or cancel it";
@@ -47,13 +47,10 @@ pub fn obstacle(served: &DiskInfo, again: &DiskArgs) -> Option<String> {
         let what = "a server in a sandbox cannot start its program again: restart the server";
         return Some(what.into());
     }
-    let vhost_user = again.vhost_user.as_deref().and_then(|socket| socket.strip_prefix("fd:"));
-    let nbd = match &again.nbd {
-        Some(NbdAddress::Inherited(name)) => Some(name.as_str()),
-        _ => None,
-    };
-    let sockets = [vhost_user, nbd].into_iter().flatten();
-    let failed = sockets.map(inherited::check).find_map(Result::err);
+    let failed = exports::listens(again).iter().find_map(|listens| match listens {
+        Listens::Inherited { name, .. } => inherited::check(name).err(),
+        Listens::Alone(_) | Listens::Shared(_) => None,
+    });
     let failed = failed.or_else(|| crate::sandbox::check(again).err());
     let failed = failed.or_else(|| try_open(again).err());
     failed.map(|e| format!("{e:#}"))

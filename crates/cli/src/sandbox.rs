@@ -17,11 +17,12 @@ use blockyard_ring::{holders, user};
 use blockyard_storage::target::exec;
 
 use crate::config::{Config, files};
+use crate::exports;
 use crate::handover::{Takeover, launcher};
 use crate::journals;
 use crate::options::api::ApiArgs;
 use crate::options::disk::DiskArgs;
-use crate::options::nbd::{NbdAddress, NbdArgs};
+use crate::options::nbd::NbdArgs;
 use crate::options::sandbox::SandboxArgs;
 use crate::options::xen::XenArgs;
 
@@ -197,19 +198,13 @@ pub fn check(disk: &DiskArgs) -> anyhow::Result<()> {
     for folder in local_folders(disk).filter(|folder| folder.exists()) {
         refused("backing folder", &folder.join("*"))?;
     }
-    for socket in sockets_of(disk) {
+    for socket in exports::sockets(disk) {
         // A folder of sockets only is enough for a socket.
         if !sandbox::may_listen(&socket) {
             refused("socket", &socket)?;
         }
     }
-    if disk.ublk.is_some() {
-        refused("device", Path::new("/dev/ublk-control"))?;
-    }
-    if disk.xen.is_some() {
-        refused("device", Path::new("/dev/xen/gntdev"))?;
-    }
-    Ok(())
+    exports::controls(disk).try_for_each(|device| refused("device", Path::new(device)))
 }
 
 /// Returns what the server may read of the host's settings, whatever its disks are.
@@ -276,7 +271,7 @@ fn folders(args: &SandboxArgs, needs: &Needs<'_>, is_root: bool) -> Vec<Folder> 
     needs.xen.folders.iter().for_each(|folder| add(folder, Access::Write));
     for disk in &needs.config.disks {
         disk.backing_folders.iter().for_each(|folder| add(folder, Access::Write));
-        sockets_of(disk).iter().for_each(|socket| add(folder_of(socket), Access::Sockets));
+        exports::sockets(disk).iter().for_each(|socket| add(folder_of(socket), Access::Sockets));
         if let Some(image) = image_of(disk) {
             granted_of(&image).iter().for_each(|path| add(path, Access::Write));
         }
@@ -291,15 +286,7 @@ fn folders(args: &SandboxArgs, needs: &Needs<'_>, is_root: bool) -> Vec<Folder> 
 
 /// Returns the devices of ublk, Xen and the kernel's NBD client, as far as the server uses them.
 fn devices(needs: &Needs<'_>) -> Vec<PathBuf> {
-    let (disks, mut devices) = (&needs.config.disks, Vec::new());
-    if disks.iter().any(|disk| disk.ublk.is_some()) {
-        // The driver makes the devices of its disks later, with new names.
-        devices.push("/dev".into());
-    }
-    if disks.iter().any(|disk| disk.xen.is_some()) || !needs.xen.watch.is_empty() {
-        devices.push("/dev/xen".into());
-        devices.extend(blockyard_export::xen::records());
-    }
+    let mut devices = exports::devices(&needs.config.disks, !needs.xen.watch.is_empty());
     if needs.attached {
         let is_nbd = |name: &str| {
             name.strip_prefix("nbd").is_some_and(|rest| rest.bytes().all(|b| b.is_ascii_digit()))
@@ -339,16 +326,6 @@ fn linked_from(folder: &Path) -> impl Iterator<Item = PathBuf> {
 /// Returns the folders of backing images that are not remote.
 fn local_folders(disk: &DiskArgs) -> impl Iterator<Item = &PathBuf> {
     disk.backing_folders.iter().filter(|name| blockyard_storage::scheme_of(name).is_none())
-}
-
-/// Returns the Unix sockets that a disk's exports create.
-fn sockets_of(disk: &DiskArgs) -> Vec<PathBuf> {
-    let vhost_user = disk.vhost_user.as_ref().filter(|socket| !socket.starts_with("fd:"));
-    let nbd = match &disk.nbd {
-        Some(NbdAddress::Unix(path)) => Some(path.clone()),
-        _ => None,
-    };
-    vhost_user.map(PathBuf::from).into_iter().chain(nbd).collect()
 }
 
 /// Returns the folders of certificates that a disk's remote images name.

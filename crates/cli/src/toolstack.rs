@@ -255,9 +255,9 @@ impl Way for ToolstackWay {
         let options = XenOptions { domain, device, queues: self.queues, data: self.data, records };
         let (of, device) = (self.shared.clone(), self.wanted.device.clone());
         let ended = move || of.upgrade().iter().for_each(|shared| shared.remove(device.clone()));
-        let xen =
-            Xen::take(disk.clone(), &options, &self.wanted, &shared.host, reactors.clone(), ended)?;
-        Ok(Box::new(xen))
+        let (disk, reactors) = (disk.clone(), reactors.clone());
+        let xen = Xen::take(disk, &options, &self.wanted, &shared.host, reactors, ended);
+        Ok(Box::new(xen.map_err(WayError::caller)?))
     }
 }
 

@@ -78,6 +78,10 @@ impl Acceptance {
     pub fn resume(&self) {
         self.0.send_replace(true);
     }
+
+    pub fn is_paused(&self) -> bool {
+        !*self.0.borrow()
+    }
 }
 
 impl Api {
@@ -167,6 +171,7 @@ impl Door {
     /// Waits until a connection may be accepted. None: the API ends.
     async fn opened(&mut self) -> Option<OwnedSemaphorePermit> {
         self.accepts.wait_for(|accepts| *accepts).await.ok()?;
+        self.accepts.has_changed().ok()?;
         self.connections.clone().acquire_owned().await.ok()
     }
 

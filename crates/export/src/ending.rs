@@ -105,7 +105,7 @@ pub fn close(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
     if disk.source().chain().is_none() {
         let source = disk.source();
         let opened = source.file().and_then(|file| file.opened());
-        let is_target = opened.is_some_and(|opened| opened.kind() == "target");
+        let is_target = opened.is_some_and(|opened| opened.is_target());
         let flush = |reactor: &&Remote| match is_target {
             // The places of some data may be in memory only.
             true => flush_on(reactor, disk, async |served| served.flush_always().await),

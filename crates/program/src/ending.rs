@@ -50,7 +50,7 @@ pub fn refuse(error: &clap::Error) -> ! {
     if !error.use_stderr() || error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
         error.exit();
     }
-    if let Some(what) = negative(error).or_else(|| conflict(error, std::env::args())) {
+    if let Some(what) = negative(error).or_else(|| conflict(error, arguments())) {
         output::note(format_args!("blockyard: {what} (see --help)"));
         std::process::exit(2)
     }
@@ -63,6 +63,11 @@ pub fn refuse(error: &clap::Error) -> ! {
     std::process::exit(2)
 }
 
+/// Returns the arguments of this process, for messages. They need not be UTF-8.
+fn arguments() -> impl Iterator<Item = String> {
+    std::env::args_os().map(|argument| argument.to_string_lossy().into_owned())
+}
+
 /// Returns a message about a negative number as a value. clap reads it as an option, and advises
 /// `-- -5`, which would make it an IMAGE.
 fn negative(error: &clap::Error) -> Option<String> {
@@ -72,7 +77,7 @@ fn negative(error: &clap::Error) -> Option<String> {
     if error.kind() != ErrorKind::UnknownArgument || !number {
         return None;
     }
-    let arguments: Vec<_> = std::env::args().collect();
+    let arguments: Vec<_> = arguments().collect();
     let at = arguments.iter().position(|argument| argument.starts_with(found.as_str()))?;
     let option = arguments[..at]
         .last()

@@ -145,16 +145,16 @@ impl Socket {
             CallMode::Elsewhere => return None,
         };
         let bytes = result.as_ref().map_or(0, |n| n.unwrap_or(0));
-        let took = SlowCalls::beside_bytes(took, bytes);
-        if SlowCalls::is_slow(took) {
-            self.was_slow(began, took);
+        let beside = SlowCalls::beside_bytes(took, bytes);
+        if SlowCalls::is_slow(beside) {
+            self.was_slow(began, took, beside);
         }
         Some(result)
     }
 
     #[cold]
-    fn was_slow(&self, now: Instant, took: Duration) {
-        let becomes = self.0.calls.borrow_mut().made(now, took);
+    fn was_slow(&self, now: Instant, took: Duration, beside_bytes: Duration) {
+        let becomes = self.0.calls.borrow_mut().made(now, beside_bytes);
         if let Some(counters) = self.0.counters.get() {
             counters.count(now, took, becomes);
         }
@@ -366,7 +366,7 @@ mod tests {
             .block_on(async move {
                 let counters = Rc::<SlowCallCounters>::default();
                 socket.count_slow_calls(counters.clone());
-                (0..2).for_each(|_| socket.was_slow(Instant::now(), Duration::from_secs(9)));
+                (0..2).for_each(|_| socket.was_slow(Instant::now(), Duration::MAX, Duration::MAX));
                 let SlowCallFigures { slow, measured, elsewhere, .. } = counters.figures();
                 assert_eq!((slow, measured, elsewhere), (2, 1, 1));
                 let out = Segments::from_bytes(b"bytes");

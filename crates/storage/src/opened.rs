@@ -136,6 +136,11 @@ pub trait Opened: fmt::Debug + Send + Sync {
     fn name(&self) -> String;
     /// Returns the storage's kind for `image info`: "nbd".
     fn kind(&self) -> &'static str;
+    /// Returns whether a target (code of others) decides where the data lie. It may keep changes in
+    /// memory until a flush.
+    fn is_target(&self) -> bool {
+        false
+    }
     /// Returns the storage's size in bytes.
     fn size(&self) -> u64;
     fn geometry(&self) -> Geometry;

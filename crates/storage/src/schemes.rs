@@ -2,8 +2,8 @@
 //!
 //! In: a name. Out: an [`ImageFile`], by the scheme that owns the name, or else by its path.
 //!
-//! To add a scheme, add a file to the folder `schemes`, and here its `mod` and a line of
-//! [`SCHEMES`]. Crate `disk` has a table for names on which no image can lie (`null:`), and
+//! To add a scheme, add a file or a folder with its storage and its [`StorageScheme`], and here a
+//! line of [`SCHEMES`]. Crate `disk` has a table for names on which no image can lie (`null:`), and
 //! searches both.
 //!
 //! What must hold: no file except the scheme's own knows its prefix.

@@ -73,6 +73,12 @@ mod tests {
         async fn zero(&self, _: u64, _: u64, _: bool) -> io::Result<()> {
             Err(io::ErrorKind::WouldBlock.into())
         }
+        async fn zero_fast(&self, _: u64, _: u64, _: bool) -> io::Result<()> {
+            Err(io::ErrorKind::AddrInUse.into())
+        }
+        async fn allocate(&self, _: u64, _: u64) -> io::Result<()> {
+            Err(io::ErrorKind::AddrNotAvailable.into())
+        }
         async fn set_len(&self, _: u64) -> io::Result<()> {
             Ok(())
         }
@@ -138,7 +144,8 @@ mod tests {
             assert_eq!(kind(other.sync().await), io::ErrorKind::BrokenPipe);
             assert_eq!(kind(other.discard(0, 1).await), io::ErrorKind::NotFound);
             assert_eq!(kind(other.zero(0, 1, true).await), io::ErrorKind::WouldBlock);
-            assert_eq!(kind(other.allocate(0, 1).await), io::ErrorKind::Unsupported);
+            assert_eq!(kind(other.zero_fast(0, 1, true).await), io::ErrorKind::AddrInUse);
+            assert_eq!(kind(other.allocate(0, 1).await), io::ErrorKind::AddrNotAvailable);
             other.set_len(1).await.unwrap();
         };
         Sim::new(1).block_on(work).unwrap();

@@ -205,7 +205,7 @@ impl ServedDisk {
     /// Returns why another server cannot ask what decides on the contents of the disk.
     fn obstacle_of_target(&self) -> Option<&'static str> {
         let source = self.disk.source();
-        let target = source.file()?.opened().filter(|opened| opened.kind() == "target")?;
+        let target = source.file()?.opened().filter(|opened| opened.is_target())?;
         if target.program().is_none() {
             return Some("only this server can ask what decides on its contents");
         }

@@ -5,8 +5,6 @@ use std::io;
 use std::sync::Arc;
 
 use blockyard_disk::{Carried, Disk, Filter, OnEnospc};
-use blockyard_export::ublk::UblkError;
-use blockyard_export::xen::{XenError, XenNameError};
 use blockyard_export::{Export, Reactors, SocketError};
 use blockyard_image::ChainOptions;
 use blockyard_sched::Knobs;
@@ -22,21 +20,15 @@ pub enum WayError {
     /// The reactors or the threads of a vhost-user or NBD export.
     #[error(transparent)]
     Start(#[from] io::Error),
-    #[error(transparent)]
-    Ublk(#[from] UblkError),
-    #[error(transparent)]
-    Xen(#[from] XenError),
-    #[error(transparent)]
-    XenName(#[from] XenNameError),
     #[error("the server shuts down")]
     Closing,
-    /// What the caller's own code found.
+    /// The error of one kind of export, or of the caller's own code.
     #[error(transparent)]
     Caller(Box<dyn Error + Send + Sync>),
 }
 
 impl WayError {
-    /// Returns an error of the caller's own code.
+    /// Returns an error of one kind of export, or of the caller's own code.
     pub fn caller(source: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
         WayError::Caller(source.into())
     }

@@ -115,7 +115,7 @@ impl Opened {
             listeners.metrics = Some(listener);
         }
         let api = Api::start(listeners, server.clone()).context("starting the API")?;
-        server.hand_overs.leave(api.acceptance());
+        server.hand_overs.pauses(api.acceptance());
         Ok(Some(Running { api, _socket: socket }))
     }
 }

@@ -53,7 +53,7 @@ impl Server {
     }
 
     fn busy(&self, error: &HoldError) -> Problem {
-        let what = match self.hand_overs.is_done() {
+        let what = match self.hand_overs.has_left_api() {
             // The client has connected before the end of the upgrade.
             true => "an upgrade has handed the disks over: connect again".into(),
             false => error.to_string(),

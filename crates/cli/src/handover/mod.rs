@@ -33,24 +33,21 @@ mod new;
 mod old;
 mod process;
 
-use std::collections::HashMap;
 use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use blockyard_disk::Carried;
-use blockyard_export::vhost_user::{self, Before, HandedSocket};
-use blockyard_export::{Handed, keeper};
 use blockyard_ring::parcel::{self, Parcel};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use toml::Table;
 
-use crate::options::disk::DiskArgs;
+use crate::exports::HandedExports;
 
 pub use launcher::own_binary;
 pub use new::{Takeover, inherited_connection};
@@ -147,58 +144,7 @@ impl Peer {
     }
 }
 
-/// Exports of another server, by disk, until this server continues them.
-#[derive(Default)]
-pub struct HandedExports(Mutex<HashMap<(String, String), (Parcel, Before)>>);
-
 impl HandedExports {
-    pub fn put(&self, disk: &str, kind: &str, parcel: Parcel, before: Before) {
-        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        all.insert((disk.into(), kind.into()), (parcel, before));
-    }
-
-    /// Returns the parcel of an export of this kind, once.
-    pub fn take(&self, disk: &str, kind: &str) -> Option<(Parcel, Before)> {
-        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        all.remove(&(disk.into(), kind.into()))
-    }
-
-    /// Drops what nothing has taken, closes its connections, and removes what is kept of it for
-    /// later servers.
-    pub fn clear(&self) {
-        self.drop_kept(|_| true);
-    }
-
-    /// Ends the exports of a disk that no server may serve any more. Like `clear` for one disk.
-    pub fn end_disk(&self, disk: &str, exports: Vec<Handed>) {
-        for Handed { kind, parcel } in exports {
-            self.put(disk, kind, parcel, Before::Died);
-        }
-        self.drop_kept(|name| name == disk);
-    }
-
-    /// Drops the exports of disks that are not in the configuration. Returns the names of these
-    /// disks. A disk of the configuration that cannot be opened may be opened later.
-    pub fn drop_others(&self, disks: &[DiskArgs]) -> Vec<String> {
-        self.drop_kept(|name| disks.iter().all(|disk| disk.name() != name))
-    }
-
-    fn drop_kept(&self, ends: impl Fn(&str) -> bool) -> Vec<String> {
-        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let ended = all.extract_if(|(disk, _), _| ends(disk)).collect::<Vec<_>>();
-        drop(all);
-        let mut disks = Vec::new();
-        for ((disk, kind), (parcel, before)) in ended {
-            if kind == vhost_user::KIND {
-                keeper::forget(&format!("{kind}:{disk}"));
-                // Its listener removes the file of its socket.
-                drop(HandedSocket::unpack(parcel, before));
-                disks.push(disk);
-            }
-        }
-        disks
-    }
-
     /// Returns what the disk itself carries over, once. None: another server has sent nothing.
     pub fn take_carried(&self, disk: &str) -> anyhow::Result<Option<Arc<Carried>>> {
         let Some((parcel, _)) = self.take(disk, CARRIED) else { return Ok(None) };
@@ -211,6 +157,8 @@ impl HandedExports {
 
 #[cfg(test)]
 mod tests {
+    use blockyard_export::vhost_user::Before;
+
     use super::*;
 
     fn taken(bytes: &[u8]) -> anyhow::Result<Option<Arc<Carried>>> {

@@ -18,6 +18,7 @@ use toml::Table;
 
 use super::{FORMAT, FromNew, FromOld, KEPT, NBD, Offered, PROGRAM, Peer};
 use crate::config::Config;
+use crate::exports;
 use crate::holder;
 use crate::options::disk::DiskArgs;
 use crate::server::Server;
@@ -136,8 +137,8 @@ impl Takeover {
                 keys.clone().try_into().with_context(|| format!("disk \"{name}\""))?;
             wanted.push((args, keys, true));
         }
-        // NBD clients wait for the end of the hand-over, so they must not wait for other disks.
-        wanted.sort_by_key(|(args, ..)| args.nbd.is_some());
+        // Clients that wait for the end of the hand-over must not wait for other disks.
+        wanted.sort_by_key(|(args, ..)| exports::is_handed_last(args));
         for (args, keys, by_api) in wanted {
             self.take(server, args, keys, by_api)?;
         }

@@ -81,9 +81,14 @@ impl HandOvers {
         self.sockets().push((name, Box::new(copy)));
     }
 
-    /// Leaves new connections to the API to the next server, once that has the disks.
-    pub fn leave(&self, acceptance: &Acceptance) {
+    /// Stores what pauses the API. A hand-over pauses it before the next server serves.
+    pub fn pauses(&self, acceptance: &Acceptance) {
         let _ = self.acceptance.set(acceptance.clone());
+    }
+
+    /// Returns whether the next server accepts the calls of the API, or will in a moment.
+    pub fn has_left_api(&self) -> bool {
+        self.is_done() || self.acceptance.get().is_some_and(Acceptance::is_paused)
     }
 
     /// Returns whether another server has the disks.
@@ -182,7 +187,6 @@ fn hand_over(
             let _ = hand_over.peer.0.shutdown(Shutdown::Both);
             holder::announce();
             hand_over.take_back();
-            server.hand_overs.acceptance.get().inspect(|api| api.resume());
             // The new server may have announced itself meanwhile.
             holder::announce();
             keeper::announce_taker(None);
@@ -333,6 +337,8 @@ impl<'a> HandOver<'a> {
             let pid = self.pid.as_raw_nonzero();
             tracing::error!("the new server does not end: end its process, {pid}: {e:#}");
         }
+        // Before a wait without a limit: the operator must be able to ask this server.
+        self.server.hand_overs.acceptance.get().inspect(|api| api.resume());
         let nbd = || self.server.common.nbd.lock().unwrap_or_else(PoisonError::into_inner);
         nbd().take_back();
         // Two servers on one image would destroy it, and a lock protects only some images.

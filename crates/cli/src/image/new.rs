@@ -129,13 +129,14 @@ impl Backing {
 /// Fails if the folder of a new image does not exist.
 pub fn check_folder(target: &Path) -> anyhow::Result<()> {
     let folder = folder(target);
-    anyhow::ensure!(
-        !matches!(folder.try_exists(), Ok(false)),
-        "{}: its folder {} does not exist: create it first",
-        target.display(),
-        folder.display()
-    );
-    Ok(())
+    if !matches!(folder.try_exists(), Ok(false)) {
+        return Ok(());
+    }
+    let what = match folder.is_symlink() {
+        true => "is a link to nothing: remove or mend it",
+        false => "does not exist: create it first",
+    };
+    anyhow::bail!("{}: its folder {} {what}", target.display(), folder.display())
 }
 
 /// Returns the folder of a file.

@@ -335,11 +335,6 @@ impl DiskArgs {
         std::fs::metadata(&self.image).ok().map(|meta| (meta.dev(), meta.ino()))
     }
 
-    /// Returns whether the disk has an export.
-    pub fn is_exported(&self) -> bool {
-        self.vhost_user.is_some() || self.nbd.is_some() || self.ublk.is_some() || self.xen.is_some()
-    }
-
     /// Returns a text that identifies the disk across runs of the program.
     pub fn identity(&self) -> String {
         let path = || std::fs::canonicalize(&self.image).unwrap_or_else(|_| self.image.clone());

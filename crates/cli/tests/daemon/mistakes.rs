@@ -300,9 +300,10 @@ fn check_config_finds_what_the_host_lacks() {
         (disk.replace("ram:1M", ""), &["line 1", "the path of an image is empty"]),
         (socket(&"x".repeat(108)), &["line 1", "108 bytes, at most 107"]),
         (format!("api = \"/a/./b\"\n{}", socket("/a/b")), &["its socket /a/b is that of --api"]),
+        (format!("api = \"fd:3\"\n{}", socket("fd:3")), &["its socket fd:3 is that of --api"]),
         (
             disk.clone() + &format!("nbd = \"unix:{}\"\n", text(&folder.join("s"))),
-            &["its vhost-user socket is its NBD socket"],
+            &["two of its exports have the socket /"],
         ),
         (disk.clone() + &disk.replace("[[disk]]", "[[disk]]\nname = \"b\""), &["has the socket"]),
     ] {

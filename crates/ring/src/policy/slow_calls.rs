@@ -10,7 +10,7 @@
 //! ```
 //!
 //! In: the time, and how long each call took. Out: the mode of the next call. What must hold: the
-//! slow calls that a reactor makes for one peer take about one of [`SHARE`] parts of its time. The
+//! slow calls that a reactor makes for one peer take about 1/[`SHARE`] of its time. The
 //! time that a call may take for its bytes does not count.
 //! The first slow call only leads to a measurement of processor time, because the kernel may have
 //! interrupted the thread.
@@ -32,9 +32,9 @@ const MOST_BYTES: u32 = 512 << 10;
 /// and time that a hypervisor takes count as processor time, too: on a busy virtual machine, calls
 /// of an ordinary client took up to 350 us, in bursts of 0.6 ms.
 const ALLOWED: Duration = Duration::from_millis(1);
-/// In the mode `Measured`, slow calls may take one part of so many of the time. Calls that are made
+/// In the mode `Measured`, slow calls may take at most 1/`SHARE` of the time. Calls that are made
 /// elsewhere take longer: they double the latency of a client with one request at a time. On that
-/// machine, slow calls of an ordinary client took one part of 100.
+/// machine, slow calls of an ordinary client took 1/100.
 const SHARE: u32 = 32;
 /// A mode lasts this multiple of the slow call's duration.
 const PAUSE_FACTOR: u32 = 1000;

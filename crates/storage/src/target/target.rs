@@ -313,6 +313,10 @@ impl Opened for OpenTarget {
         "target"
     }
 
+    fn is_target(&self) -> bool {
+        true
+    }
+
     fn size(&self) -> u64 {
         self.core.size()
     }

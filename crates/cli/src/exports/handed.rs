@@ -1,0 +1,61 @@
+//! Exports that another server has handed over, until this one continues or ends them.
+
+use std::collections::HashMap;
+use std::sync::{Mutex, PoisonError};
+
+use blockyard_export::Handed;
+use blockyard_export::vhost_user::Before;
+use blockyard_ring::parcel::Parcel;
+
+use super::end_handed;
+use crate::options::disk::DiskArgs;
+
+/// Exports of another server, by disk, until this server continues them.
+#[derive(Default)]
+pub struct HandedExports(Mutex<HashMap<(String, String), (Parcel, Before)>>);
+
+impl HandedExports {
+    pub fn put(&self, disk: &str, kind: &str, parcel: Parcel, before: Before) {
+        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        all.insert((disk.into(), kind.into()), (parcel, before));
+    }
+
+    /// Returns the parcel of an export of this kind, once.
+    pub fn take(&self, disk: &str, kind: &str) -> Option<(Parcel, Before)> {
+        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        all.remove(&(disk.into(), kind.into()))
+    }
+
+    /// Drops what nothing has taken, closes its connections, and removes what is kept of it for
+    /// later servers.
+    pub fn clear(&self) {
+        self.drop_kept(|_| true);
+    }
+
+    /// Ends the exports of a disk that no server may serve any more. Like `clear` for one disk.
+    pub fn end_disk(&self, disk: &str, exports: Vec<Handed>) {
+        for Handed { kind, parcel } in exports {
+            self.put(disk, kind, parcel, Before::Died);
+        }
+        self.drop_kept(|name| name == disk);
+    }
+
+    /// Drops the exports of disks that are not in the configuration. Returns the names of these
+    /// disks. A disk of the configuration that cannot be opened may be opened later.
+    pub fn drop_others(&self, disks: &[DiskArgs]) -> Vec<String> {
+        self.drop_kept(|name| disks.iter().all(|disk| disk.name() != name))
+    }
+
+    fn drop_kept(&self, ends: impl Fn(&str) -> bool) -> Vec<String> {
+        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let ended = all.extract_if(|(disk, _), _| ends(disk)).collect::<Vec<_>>();
+        drop(all);
+        let mut disks = Vec::new();
+        for ((disk, kind), (parcel, before)) in ended {
+            if end_handed(&disk, &kind, parcel, before) {
+                disks.push(disk);
+            }
+        }
+        disks
+    }
+}

@@ -1,0 +1,255 @@
+//! The exports of a disk, from its options.
+//!
+//! Each kind of export has a file here. Besides the options, it has all that the program knows of
+//! the kind: what messages call it, what it listens on, what only one disk can have, which devices
+//! it needs, and how it starts. A new kind needs such a file, and an entry in [`ALL`].
+
+mod handed;
+mod nbd;
+mod ublk;
+mod vhost_user;
+mod xen;
+
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+
+use blockyard_disk::Disk;
+use blockyard_export::vhost_user::{Before, QueueShape};
+use blockyard_export::{Export, Reactors};
+use blockyard_ring::parcel::Parcel;
+use blockyard_yard::{Way, WayError};
+use rustix::process::Signal;
+
+use crate::nbd::Servers;
+use crate::options::disk::DiskArgs;
+use crate::options::values::ReactorList;
+
+pub use handed::HandedExports;
+pub use ublk::ublk_options;
+
+/// Exports start in this order. ublk and Xen come last: the host or a guest uses their devices at
+/// once.
+const ALL: [&dyn Kind; 4] = [&vhost_user::Kind, &nbd::Kind, &ublk::Kind, &xen::Kind];
+
+/// State that the exports of all disks share.
+#[derive(Clone)]
+pub struct Common {
+    pub nbd: Arc<Mutex<Servers>>,
+    /// The process serves one device, and exits when the device is removed.
+    pub attached: bool,
+    /// Exports of another server that this one continues.
+    pub handed: Arc<HandedExports>,
+}
+
+/// A kind of export.
+trait Kind: Sync {
+    /// Returns the option that requests the export, with its value, for messages.
+    fn option(&self) -> &'static str;
+
+    /// Returns the export of a disk, or `None` if its options do not request it.
+    fn way(&self, args: &DiskArgs, common: &Common) -> Option<Arc<dyn Way>>;
+
+    fn is_requested(&self, args: &DiskArgs) -> bool;
+
+    /// Returns what is wrong with the options of the export.
+    fn check(&self, _args: &DiskArgs) -> Result<(), &'static str> {
+        Ok(())
+    }
+
+    /// Returns the Unix socket on which the export listens.
+    fn listens(&self, _args: &DiskArgs) -> Option<Listens> {
+        None
+    }
+
+    /// Returns what only one disk of a server can have.
+    fn claim(&self, _args: &DiskArgs) -> Option<Claim> {
+        None
+    }
+
+    /// Returns the device of the host without which the export cannot start.
+    fn control(&self) -> Option<&'static str> {
+        None
+    }
+
+    /// Returns the devices and folders of devices that the server writes to.
+    fn devices(&self) -> Vec<PathBuf> {
+        Vec::new()
+    }
+
+    /// Returns whether toolstacks can request the export, besides the options of a disk.
+    fn has_toolstacks(&self) -> bool {
+        false
+    }
+
+    /// Returns whether the server can open the image when the first queue starts.
+    fn has_rings(&self) -> bool {
+        false
+    }
+
+    /// Returns whether clients wait for the end of a hand-over.
+    fn is_handed_last(&self) -> bool {
+        false
+    }
+
+    /// Returns the kind of the parcels in which another server hands the export over.
+    fn parcels(&self) -> Option<&'static str> {
+        None
+    }
+
+    /// Drops an export that was handed over, and that no server continues. Returns whether it was
+    /// kept for later servers.
+    fn end_handed(&self, _disk: &str, _parcel: Parcel, _before: Before) -> bool {
+        false
+    }
+}
+
+/// A Unix socket of a disk.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Listens {
+    /// The disk has the socket for itself.
+    Alone(PathBuf),
+    /// Several disks can have the socket.
+    Shared(PathBuf),
+    /// An inherited socket. `name`: the part after `fd:`.
+    Inherited { name: String, shared: bool },
+}
+
+/// What only one disk of a server can have.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Claim {
+    /// What distinguishes it from the other claims of this kind.
+    pub of: String,
+    /// What another disk does with it, for messages: "is /dev/ublkb5".
+    pub says: String,
+}
+
+fn requested(args: &DiskArgs) -> impl Iterator<Item = &'static dyn Kind> {
+    ALL.into_iter().filter(|kind| kind.is_requested(args))
+}
+
+/// Returns the exports that a disk's options request.
+pub fn ways(args: &DiskArgs, common: &Common) -> Vec<Arc<dyn Way>> {
+    ALL.iter().filter_map(|kind| kind.way(args, common)).collect()
+}
+
+pub fn is_exported(args: &DiskArgs) -> bool {
+    requested(args).next().is_some()
+}
+
+/// Returns the options that request an export, for messages.
+pub fn options() -> String {
+    list(ALL.map(|kind| kind.option().to_string()))
+}
+
+/// Returns the keys of the configuration that request an export, for messages.
+pub fn keys() -> String {
+    list(ALL.map(|kind| {
+        let option = kind.option().trim_start_matches('-');
+        option.split(' ').next().unwrap_or(option).to_string()
+    }))
+}
+
+fn list(words: [String; ALL.len()]) -> String {
+    let [first @ .., last] = &words;
+    format!("{} or {last}", first.join(", "))
+}
+
+/// Returns what is wrong with the options of a disk's exports.
+pub fn check(args: &DiskArgs) -> Result<(), &'static str> {
+    requested(args).try_for_each(|kind| kind.check(args))
+}
+
+/// Returns whether the image can be opened when the first ring starts.
+pub fn have_rings(args: &DiskArgs) -> bool {
+    is_exported(args) && requested(args).all(Kind::has_rings)
+}
+
+/// Returns the Unix sockets of a disk.
+pub fn listens(args: &DiskArgs) -> Vec<Listens> {
+    requested(args).filter_map(|kind| kind.listens(args)).collect()
+}
+
+/// Returns the paths of the Unix sockets that a disk's exports create.
+pub fn sockets(args: &DiskArgs) -> Vec<PathBuf> {
+    let path = |listens| match listens {
+        Listens::Alone(path) | Listens::Shared(path) => Some(path),
+        Listens::Inherited { .. } => None,
+    };
+    listens(args).into_iter().filter_map(path).collect()
+}
+
+/// Returns what only one disk of a server can have, each with the option that requests it.
+pub fn claims(args: &DiskArgs) -> Vec<(&'static str, Claim)> {
+    requested(args).filter_map(|kind| Some((kind.option(), kind.claim(args)?))).collect()
+}
+
+/// Returns the devices without which the exports of a disk cannot start.
+pub fn controls(args: &DiskArgs) -> impl Iterator<Item = &'static str> {
+    requested(args).filter_map(Kind::control)
+}
+
+/// Returns the devices and folders of devices that the exports of these disks use. `watches`:
+/// whether the server waits for disks of Xen toolstacks.
+pub fn devices(disks: &[DiskArgs], watches: bool) -> Vec<PathBuf> {
+    let is_used = |kind: &&dyn Kind| {
+        disks.iter().any(|disk| kind.is_requested(disk)) || (watches && kind.has_toolstacks())
+    };
+    ALL.into_iter().filter(is_used).flat_map(Kind::devices).collect()
+}
+
+/// Returns whether clients of the disk wait for the end of a hand-over.
+pub fn is_handed_last(args: &DiskArgs) -> bool {
+    requested(args).any(Kind::is_handed_last)
+}
+
+/// Drops an export that another server has handed over, and that this one does not continue.
+/// Returns whether it was kept for later servers.
+fn end_handed(disk: &str, kind: &str, parcel: Parcel, before: Before) -> bool {
+    let kind = ALL.into_iter().find(|of| of.parcels() == Some(kind));
+    kind.is_some_and(|kind| kind.end_handed(disk, parcel, before))
+}
+
+type Started = Result<Box<dyn Export>, WayError>;
+
+/// An export with an address for messages, and a function that starts it.
+struct At<F> {
+    address: String,
+    /// The reactors for its queues.
+    on: Option<ReactorList>,
+    start: F,
+}
+
+impl<F: Fn(&Arc<Disk>, &Arc<Reactors>) -> Started + Send + Sync> Way for At<F> {
+    fn describe(&self) -> String {
+        self.address.clone()
+    }
+
+    fn start(&self, disk: &Arc<Disk>, reactors: &Arc<Reactors>) -> Started {
+        match &self.on {
+            None => (self.start)(disk, reactors),
+            Some(list) => (self.start)(disk, &Arc::new(reactors.only(&list.0)?)),
+        }
+    }
+}
+
+fn at<F: Fn(&Arc<Disk>, &Arc<Reactors>) -> Started + Send + Sync + 'static>(
+    address: impl ToString,
+    args: &DiskArgs,
+    start: F,
+) -> Option<Arc<dyn Way>> {
+    Some(Arc::new(At { address: address.to_string(), on: args.on_reactors.clone(), start }))
+}
+
+fn shape(args: &DiskArgs) -> QueueShape {
+    QueueShape { queues: args.queues, size: args.queue_size }
+}
+
+/// Returns the callback for a device that something else removed. It ends an attached server.
+pub fn ended(disk: String, attached: bool) -> impl Fn() + Send + Sync + 'static {
+    move || {
+        tracing::info!(disk, "the block device was removed");
+        if attached {
+            let _ = rustix::process::kill_process(rustix::process::getpid(), Signal::TERM);
+        }
+    }
+}

@@ -1,0 +1,65 @@
+//! `--ublk`: a block device of this host.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use blockyard_export::ublk::{Ublk, UblkOptions};
+use blockyard_yard::{Way, WayError};
+
+use super::{Claim, Common, at, ended, shape};
+use crate::options::disk::DiskArgs;
+use crate::options::values::UblkNumber;
+
+pub(super) struct Kind;
+
+impl super::Kind for Kind {
+    fn option(&self) -> &'static str {
+        "--ublk"
+    }
+
+    fn is_requested(&self, args: &DiskArgs) -> bool {
+        args.ublk.is_some()
+    }
+
+    fn claim(&self, args: &DiskArgs) -> Option<Claim> {
+        let device = format!("/dev/ublkb{}", number(args)?);
+        Some(Claim { says: format!("is {device}"), of: device })
+    }
+
+    fn control(&self) -> Option<&'static str> {
+        Some("/dev/ublk-control")
+    }
+
+    fn devices(&self) -> Vec<PathBuf> {
+        // The driver makes the devices of its disks later, with new names.
+        vec!["/dev".into()]
+    }
+
+    fn way(&self, args: &DiskArgs, common: &Common) -> Option<Arc<dyn Way>> {
+        let address = match args.ublk? {
+            UblkNumber::Any => "a ublk device".to_string(),
+            UblkNumber::Number(number) => format!("/dev/ublkb{number}"),
+        };
+        let (own, attached) = (args.clone(), common.attached);
+        at(address, args, move |disk, reactors| {
+            let options = ublk_options(&own);
+            let ended = ended(disk.name().to_string(), attached);
+            let ublk = Ublk::start(disk.clone(), &options, reactors, ended);
+            Ok(Box::new(ublk.map_err(WayError::caller)?))
+        })
+    }
+}
+
+/// Returns the options of a disk's ublk device.
+pub fn ublk_options(args: &DiskArgs) -> UblkOptions {
+    let (id, shape) = (number(args), shape(args));
+    UblkOptions { id, shape, identity: args.identity(), file: args.file_identity() }
+}
+
+/// Returns the configured number of the device.
+fn number(args: &DiskArgs) -> Option<u32> {
+    match args.ublk? {
+        UblkNumber::Number(number) => Some(number),
+        UblkNumber::Any => None,
+    }
+}

@@ -1,0 +1,88 @@
+//! `--vhost-user`: a socket for the front end of a guest.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use blockyard_export::vhost_user::{self, Before, HandedSocket, Tuning, VhostUser};
+use blockyard_export::{Listener, keeper};
+use blockyard_ring::parcel::Parcel;
+use blockyard_yard::{Way, WayError};
+
+use super::{Common, Listens, at, shape};
+use crate::inherited;
+use crate::options::disk::DiskArgs;
+
+pub(super) struct Kind;
+
+impl super::Kind for Kind {
+    fn option(&self) -> &'static str {
+        "--vhost-user SOCKET"
+    }
+
+    fn is_requested(&self, args: &DiskArgs) -> bool {
+        args.vhost_user.is_some()
+    }
+
+    fn check(&self, args: &DiskArgs) -> Result<(), &'static str> {
+        match args.vhost_user.as_deref() {
+            Some("") => Err("the path of its vhost-user socket is empty"),
+            _ => Ok(()),
+        }
+    }
+
+    fn listens(&self, args: &DiskArgs) -> Option<Listens> {
+        let socket = args.vhost_user.as_deref()?;
+        Some(match socket.strip_prefix("fd:") {
+            Some(name) => Listens::Inherited { name: name.into(), shared: false },
+            None => Listens::Alone(PathBuf::from(socket)),
+        })
+    }
+
+    fn has_rings(&self) -> bool {
+        true
+    }
+
+    fn parcels(&self) -> Option<&'static str> {
+        Some(vhost_user::KIND)
+    }
+
+    fn end_handed(&self, disk: &str, parcel: Parcel, before: Before) -> bool {
+        keeper::forget(&format!("{}:{disk}", vhost_user::KIND));
+        // Its listener removes the file of its socket.
+        drop(HandedSocket::unpack(parcel, before));
+        true
+    }
+
+    fn way(&self, args: &DiskArgs, common: &Common) -> Option<Arc<dyn Way>> {
+        let socket = args.vhost_user.clone()?;
+        let tuning = Tuning {
+            poll: args.poll,
+            coalesce: args.coalesce,
+            in_band: args.in_band_notifications,
+            pin_memory: args.pin_memory,
+            any_memory_file: args.allow_any_memory_file,
+            second_client: args.second_client,
+        };
+        let (shape, handed) = (shape(args), common.handed.clone());
+        at(socket.clone(), args, move |disk, reactors| {
+            if let Some((parcel, before)) = handed.take(disk.name(), vhost_user::KIND) {
+                let handed = HandedSocket::unpack(parcel, before)?;
+                if let Some(path) = handed.path().filter(|path| *path != Path::new(&socket)) {
+                    let path = path.display();
+                    let what = format!("the other server listens on {path}, not on {socket}");
+                    return Err(WayError::caller(what));
+                }
+                let (disk, reactors) = (disk.clone(), reactors.clone());
+                return Ok(Box::new(VhostUser::resume(disk, handed, shape, tuning, reactors)?));
+            }
+            let listener = match socket.strip_prefix("fd:") {
+                Some(text) => {
+                    Listener::inherited(inherited::socket(text).map_err(WayError::caller)?)
+                }
+                None => Listener::bind(socket.as_ref())?,
+            };
+            let reactors = reactors.clone();
+            Ok(Box::new(VhostUser::start(disk.clone(), listener, shape, tuning, reactors)?))
+        })
+    }
+}
