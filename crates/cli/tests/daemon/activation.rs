@@ -44,7 +44,13 @@ impl Manager {
     #[track_caller]
     fn next(&self) -> String {
         let mut bytes = [0; 256];
-        let len = self.notified.recv(&mut bytes).expect("the service manager is notified");
+        let len = loop {
+            match self.notified.recv(&mut bytes) {
+                // A stopped process that continues, because the socket has a limit for waits.
+                Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
+                received => break received.expect("the service manager is notified"),
+            }
+        };
         String::from_utf8_lossy(&bytes[..len]).trim().to_string()
     }
 
