@@ -7,8 +7,8 @@
 //! In: targets, as toolstacks write them to XenStore. Out: disks that are served, or the reason of
 //! a refusal. What must hold:
 //! - No image outside the configured folders is opened, whatever the path or its links are.
-//! - An image whose open blocks delays no disk that is served. The yard opens eight images at a
-//!   time, so eight blocked ones delay all further ones.
+//! - An image that blocks while the yard opens it delays no disk that is served. The yard opens
+//!   eight images at a time, so eight blocked ones delay all further ones.
 //! - The server reports a device as closed only after its image is closed.
 
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
