@@ -11,12 +11,13 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Instant;
 
 use anyhow::Context;
 use blockyard_disk::{Disk, DiskOptions, Source};
 use blockyard_export::vhost_user::{Coalesce, QueueShape, SecondClient, Tuning, VhostUser};
 use blockyard_export::xen::{Name, Xen, XenData, XenOptions};
-use blockyard_export::{Export, Listener, PollMode, Reactors};
+use blockyard_export::{Export, Listener, PollMode, Reactors, STOP_TIME};
 use blockyard_image::{CacheMode, ChainOptions};
 use blockyard_program::output;
 use blockyard_ring::xen::{Host, Machine};
@@ -158,7 +159,7 @@ impl<'a> Stage<'a> {
         let mut export =
             VhostUser::start(self.disk.clone(), listener, shape, tuning, self.reactors.clone())?;
         let report = client::measure(&load);
-        export.stop();
+        export.stop(Instant::now() + STOP_TIME);
         report
     }
 
@@ -173,7 +174,7 @@ impl<'a> Stage<'a> {
             Xen::start(self.disk.clone(), &options, &host, self.reactors.clone(), || ())?;
         let front_end = FrontEnd { domain: DOMAIN, device: device.number(), persistent };
         let report = client::xen::measure(&load, &machine, front_end);
-        export.stop();
+        export.stop(Instant::now() + STOP_TIME);
         report
     }
 }

@@ -1,10 +1,14 @@
 //! The interface between the program and an export of any protocol.
 
 use std::path::PathBuf;
+use std::time::{Duration, Instant};
 
 use blockyard_ring::parcel::Parcel;
 
 use crate::client::Client;
+
+/// How long clients have to take their last answers when an export stops.
+pub const STOP_TIME: Duration = Duration::from_secs(10);
 
 /// Why a client was disconnected, in reports.
 pub(crate) const BY_OPERATOR: &str = "an operator disconnected it";
@@ -25,8 +29,11 @@ pub trait Export: Send {
     fn resize(&mut self);
 
     /// Stops the export: takes no more requests, and answers the requests that were taken. Requests
-    /// that wait for a throttle are admitted at once. A second call does nothing.
-    fn stop(&mut self);
+    /// that wait for a throttle are admitted at once. Waits for clients, the kernel and other
+    /// programs until `deadline` at most, and then ends without them. Requests that the storage
+    /// works on have no deadline, because they use the memory of clients. A second call does
+    /// nothing.
+    fn stop(&mut self, deadline: Instant);
 
     /// Returns why the export cannot be handed over to another server, if it cannot.
     fn obstacle(&self) -> Option<String> {
@@ -43,7 +50,7 @@ pub trait Export: Send {
     /// Returns `None` if the export has nothing that another server could continue. Then its
     /// clients connect again.
     fn hand_over(&mut self) -> Option<Handed> {
-        self.stop();
+        self.stop(Instant::now() + STOP_TIME);
         None
     }
 

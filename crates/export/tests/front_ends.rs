@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use blockyard_disk::{Disk, DiskOptions, LocalDisk, OpKind, Source};
 use blockyard_driver::connection::PROTOCOL;
@@ -15,7 +15,7 @@ use blockyard_driver::ring::{Buffer, Ring, RingOptions};
 use blockyard_driver::{Connection, Memory, RingSetup, SplitRing, feature};
 use blockyard_export::policy::notify::NotifyFigures;
 use blockyard_export::vhost_user::{Coalesce, QueueShape, SecondClient, Tuning, VhostUser};
-use blockyard_export::{Export, Listener, PolicyFigures, PollMode, Reactors};
+use blockyard_export::{Export, Listener, PolicyFigures, PollMode, Reactors, STOP_TIME};
 use blockyard_image::{CacheMode, ChainOptions};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use vhost::vhost_user::message::FrontendReq as R;
@@ -220,7 +220,7 @@ fn a_front_end_that_reads_no_replies_does_not_block_stop() {
             }
         }
     }
-    bounded("the export", move || export.stop());
+    bounded("the export", move || export.stop(Instant::now() + STOP_TIME));
     drop((deaf, reactors));
 }
 

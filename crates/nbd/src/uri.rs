@@ -44,48 +44,48 @@ pub fn is_uri(name: &str) -> bool {
 
 impl Uri {
     pub fn parse(text: &str) -> Result<Self, NbdError> {
-        let wrong = |what: &str| {
+        let wrong = |what: &dyn fmt::Display| {
             NbdError::new(NbdErrorKind::Name, format!("{what}: say {FORMS}"))
                 .about(format!("\"{text}\""))
         };
-        let (scheme, rest) = text.split_once("://").ok_or_else(|| wrong("it is no NBD URI"))?;
+        let (scheme, rest) = text.split_once("://").ok_or_else(|| wrong(&"it is no NBD URI"))?;
         let known = SCHEMES.iter().find(|(name, ..)| *name == scheme);
         let (_, tls, unix) =
-            known.ok_or_else(|| wrong(&format!("the scheme \"{scheme}\" is not known")))?;
+            known.ok_or_else(|| wrong(&format_args!("the scheme \"{scheme}\" is not known")))?;
         let (rest, query) = rest.split_once('?').unwrap_or((rest, ""));
         if rest.contains('#') || query.contains('#') {
-            return Err(wrong("it has a fragment (write # as %23)"));
+            return Err(wrong(&"it has a fragment (write # as %23)"));
         }
         let (authority, export) = rest.split_once('/').unwrap_or((rest, ""));
-        let export = decode(export).map_err(wrong)?;
+        let export = decode(export).map_err(|part| wrong(&part))?;
         if export.len() > MOST_STRING || export.contains('\0') {
-            return Err(wrong("its export's name is none"));
+            return Err(wrong(&"its export's name is none"));
         }
         let (mut socket, mut tls_certificates, mut tls_hostname) = (None, None, None);
         for item in query.split('&').filter(|item| !item.is_empty()) {
             let (key, value) = item.split_once('=').unwrap_or((item, ""));
-            let value = decode(value).map_err(wrong)?;
+            let value = decode(value).map_err(|part| wrong(&part))?;
             if value.is_empty() || value.contains('\0') {
-                return Err(wrong(&format!("{key} has no value")));
+                return Err(wrong(&format_args!("{key} has no value")));
             }
             let known = match key {
                 "socket" if *unix => &mut socket,
                 "tls-certificates" if *tls => &mut tls_certificates,
                 "tls-hostname" if *tls => &mut tls_hostname,
-                _ => return Err(wrong(&format!("its parameter \"{key}\" is not known here"))),
+                _ => return Err(wrong(&format_args!("its parameter \"{key}\" is not known here"))),
             };
             if known.replace(value).is_some() {
-                return Err(wrong(&format!("{key} is said twice")));
+                return Err(wrong(&format_args!("{key} is said twice")));
             }
         }
         let host = if *unix {
-            let socket = socket.ok_or_else(|| wrong("the socket is missing"))?;
+            let socket = socket.ok_or_else(|| wrong(&"the socket is missing"))?;
             if !authority.is_empty() {
-                return Err(wrong("a Unix socket has no host"));
+                return Err(wrong(&"a Unix socket has no host"));
             }
             Host::Unix(socket.into())
         } else {
-            tcp(authority).map_err(wrong)?
+            tcp(authority).map_err(|part| wrong(&part))?
         };
         let tls_certificates = tls_certificates.map(PathBuf::from);
         Ok(Uri { host, export, tls: *tls, tls_certificates, tls_hostname })
@@ -123,11 +123,24 @@ impl Uri {
     }
 }
 
+/// What is wrong with a part of a URI.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+enum PartError {
+    #[error("the port is none")]
+    Port,
+    #[error("the host is none")]
+    Host,
+    #[error("a % is not followed by two hexadecimal digits")]
+    Escape,
+    #[error("it is not UTF-8")]
+    Encoding,
+}
+
 /// Splits a host and an optional port. An IPv6 address is in brackets.
-fn tcp(authority: &str) -> Result<Host, &'static str> {
+fn tcp(authority: &str) -> Result<Host, PartError> {
     let (name, port) = match authority.rsplit_once(':').filter(|(_, port)| !port.ends_with(']')) {
         Some((name, port)) => {
-            (name, port.parse().ok().filter(|port| *port > 0).ok_or("the port is none")?)
+            (name, port.parse().ok().filter(|port| *port > 0).ok_or(PartError::Port)?)
         }
         None => (authority, PORT),
     };
@@ -138,11 +151,11 @@ fn tcp(authority: &str) -> Result<Host, &'static str> {
             !name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric() || "-._".contains(c))
         }
     };
-    if good { Ok(Host::Tcp(bare.unwrap_or(name).into(), port)) } else { Err("the host is none") }
+    if good { Ok(Host::Tcp(bare.unwrap_or(name).into(), port)) } else { Err(PartError::Host) }
 }
 
 /// Decodes %XX to bytes.
-fn decode(text: &str) -> Result<String, &'static str> {
+fn decode(text: &str) -> Result<String, PartError> {
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.as_bytes();
     while let [first, more @ ..] = rest {
@@ -156,10 +169,10 @@ fn decode(text: &str) -> Result<String, &'static str> {
             .and_then(|hex| std::str::from_utf8(hex).ok())
             .filter(|hex| !hex.starts_with('+'));
         let byte = digits.and_then(|hex| u8::from_str_radix(hex, 16).ok());
-        bytes.push(byte.ok_or("a % is not followed by two hexadecimal digits")?);
+        bytes.push(byte.ok_or(PartError::Escape)?);
         rest = &more[2..];
     }
-    String::from_utf8(bytes).map_err(|_| "it is not UTF-8")
+    String::from_utf8(bytes).map_err(|_| PartError::Encoding)
 }
 
 /// Encodes text for [`decode`]. `plain`: characters that stay, in addition to letters and digits.

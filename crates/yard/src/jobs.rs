@@ -1,11 +1,11 @@
-//! The jobs of a yard. Each job runs on a thread of its own, concurrently with other commands for
-//! its disk.
+//! The jobs of a yard. A pool of threads runs them, concurrently with other commands for their disks.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use blockyard_disk::Disk;
-use blockyard_ring::threads;
+use blockyard_ring::pool::{Pool, Refused};
 
 use crate::error::YardError;
 use crate::job::{Job, JobKind};
@@ -14,20 +14,25 @@ use crate::observer::{Event, Observer};
 /// Maximum number of jobs that run at a time, for all disks together.
 const MAX_RUNNING: usize = 16;
 
+/// How long an idle thread waits for the next job.
+const LINGER: Duration = Duration::from_millis(250);
+
 /// Maximum number of ended jobs that are still listed.
 const MAX_ENDED: usize = 64;
 
 /// All jobs that run, and the last ones that have ended.
-#[derive(Default)]
 pub(crate) struct Jobs {
     all: Mutex<Vec<Job>>,
     numbers: AtomicU64,
+    /// Has a thread for each job that may run, so that no job waits.
+    pool: Pool,
     observer: Option<Arc<dyn Observer>>,
 }
 
 impl Jobs {
     pub fn new(observer: Option<Arc<dyn Observer>>) -> Self {
-        Jobs { observer, ..Jobs::default() }
+        let (all, numbers) = Default::default();
+        Jobs { all, numbers, pool: Pool::new("yard job", MAX_RUNNING, LINGER), observer }
     }
 
     fn all(&self) -> MutexGuard<'_, Vec<Job>> {
@@ -61,10 +66,12 @@ impl Jobs {
         let number = self.numbers.fetch_add(1, Ordering::Relaxed) + 1;
         let job = Job::new(number, name, disk, kind);
         let (running_job, disk, observer) = (job.clone(), disk.clone(), self.observer.clone());
-        let thread = std::thread::Builder::new().name("yard job".into());
-        // A caller of the API may not do all that a job needs.
-        let started = threads::spawn(thread, move || run(&running_job, &disk, observer.as_deref()));
-        started.map_err(|source| YardError::Thread { disk: name.into(), source })?;
+        let task = move |(): &()| run(&running_job, &disk, observer.as_deref());
+        let started = self.pool.run(Box::new(task));
+        started.map_err(|Refused { error: source, .. }| YardError::Thread {
+            disk: name.into(),
+            source,
+        })?;
         let mut ended = all.len() - running;
         all.retain(|job| {
             let remove = ended >= MAX_ENDED && !job.is_running();

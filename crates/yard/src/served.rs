@@ -10,7 +10,7 @@ use std::time::Instant;
 use blockyard_disk::{
     Carried, Disk, DiskOptions, LocalDisk, OnEnospc, Source, Statistics, sched_time,
 };
-use blockyard_export::{Client, Export, Handed, PolicyFigures, Reactors};
+use blockyard_export::{Client, Export, Handed, PolicyFigures, Reactors, STOP_TIME};
 use blockyard_image::journal::CrashSafety;
 use blockyard_image::{ChainOptions, FileId, Opener};
 use blockyard_ring::parcel::Parcel;
@@ -136,7 +136,8 @@ impl ServedDisk {
     fn end(mut self, context: &Context, close: fn(&Arc<Disk>, &Reactors) -> bool) -> Ended {
         let reactors = &context.reactors;
         context.jobs.end(&self.disk);
-        self.exports.iter_mut().for_each(|export| export.stop());
+        let deadline = Instant::now() + STOP_TIME;
+        self.exports.iter_mut().for_each(|export| export.stop(deadline));
         let (statistics, policies) = statistics(&self.disk, reactors);
         let is_flushed = close(&self.disk, reactors);
         Ended {

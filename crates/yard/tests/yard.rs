@@ -7,6 +7,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex};
+use std::time::Instant;
 
 use blockyard_disk::{Disk, SnapshotOptions};
 use blockyard_export::{Client, Export, Reactors};
@@ -37,7 +38,7 @@ impl Export for Note {
         self.note("resize");
     }
 
-    fn stop(&mut self) {
+    fn stop(&mut self, _deadline: Instant) {
         self.note("stop");
     }
 

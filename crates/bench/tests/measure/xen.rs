@@ -3,6 +3,7 @@
 
 use std::process::Command;
 use std::sync::Arc;
+use std::time::Instant;
 
 use blockyard_bench::client::LoadOptions;
 use blockyard_bench::client::report::Report;
@@ -10,7 +11,7 @@ use blockyard_bench::client::workload::Pattern;
 use blockyard_bench::client::xen::{FrontEnd, measure};
 use blockyard_disk::{Disk, DiskOptions, Source};
 use blockyard_export::xen::{Xen, XenData, XenOptions};
-use blockyard_export::{Export, Reactors};
+use blockyard_export::{Export, Reactors, STOP_TIME};
 use blockyard_image::{CacheMode, ChainOptions};
 use blockyard_ring::xen::{Host, Machine};
 
@@ -47,7 +48,7 @@ fn run(load: &LoadOptions, data: XenData, persistent: bool) -> Report {
     let mut export =
         Xen::start(disk, &options, &Host::Machine(machine.clone()), reactors, || ()).unwrap();
     let report = measure(load, &machine, FrontEnd { persistent, ..FRONT_END }).unwrap();
-    export.stop();
+    export.stop(Instant::now() + STOP_TIME);
     assert_eq!((report.errors, &report.first_error), (0, &None));
     assert!(report.verified_blocks > 0);
     report

@@ -3,10 +3,11 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Instant;
 
 use blockyard_disk::{Disk, DiskOptions, SnapshotOptions, Source, WorkError};
 use blockyard_export::vhost_user::{Coalesce, QueueShape, SecondClient, Tuning, VhostUser};
-use blockyard_export::{Export, Listener, PollMode, Reactors};
+use blockyard_export::{Export, Listener, PollMode, Reactors, STOP_TIME};
 use blockyard_image::{CacheMode, ChainOptions};
 
 /// One disk on a socket.
@@ -59,7 +60,7 @@ impl Server {
 
     /// Ends the server as the program does at SIGTERM.
     pub fn end(mut self) {
-        self.export.stop();
+        self.export.stop(Instant::now() + STOP_TIME);
         assert!(blockyard_export::close(&self.disk, &self.reactors), "the disk cannot be closed");
     }
 }

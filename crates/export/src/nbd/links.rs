@@ -288,21 +288,22 @@ pub fn clients(reactors: &Reactors, disk: &Arc<Disk>) -> Vec<Client> {
 }
 
 /// Ends the connections of `disk` on all reactors, after their requests are answered. Disconnects
-/// clients that do not read the replies in time.
-pub fn end(reactors: &Reactors, disk: &Arc<Disk>) {
+/// clients that have not read the replies at `deadline`, or in [`LAST_ANSWERS`].
+pub fn end(reactors: &Reactors, disk: &Arc<Disk>, deadline: Instant) {
+    let deadline = deadline.min(Instant::now() + LAST_ANSWERS);
     for reactor in reactors.all() {
         let disk = disk.clone();
         reactor.ask(move |handle, reply| {
             let asking = handle.clone();
             handle.spawn(async move {
-                end_here(&asking, &disk).await;
+                end_here(&asking, &disk, deadline).await;
                 reply.send(());
             });
         });
     }
 }
 
-async fn end_here(handle: &Handle, disk: &Arc<Disk>) {
+async fn end_here(handle: &Handle, disk: &Arc<Disk>, deadline: Instant) {
     let of_disk = || of_disk(handle, disk);
     if of_disk().is_empty() {
         return;
@@ -311,7 +312,6 @@ async fn end_here(handle: &Handle, disk: &Arc<Disk>) {
     let served = LocalDisk::known(handle, disk);
     served.iter().for_each(|served| served.suspend());
     of_disk().iter().for_each(|link| link.stream.shutdown_read());
-    let deadline = Instant::now() + LAST_ANSWERS;
     loop {
         let left = of_disk();
         if left.is_empty() {

@@ -48,6 +48,7 @@ use blockyard_ring::parcel::Parcel;
 
 use crate::acceptor::{Entrance, Registration};
 use crate::descriptors;
+use crate::export::STOP_TIME;
 use crate::{Client, Export, Handed, Listener, Reactors};
 use exported::Peer;
 use inbox::Inbox;
@@ -189,9 +190,9 @@ impl Server {
 
     /// Ends the export of a disk: sends the replies to the requests of its clients, and disconnects
     /// them.
-    fn remove(&self, disk: &Arc<Disk>) {
+    fn remove(&self, disk: &Arc<Disk>, deadline: Instant) {
         self.forget(disk);
-        links::end(&self.reactors, disk);
+        links::end(&self.reactors, disk, deadline);
     }
 
     /// Offers the disk to no client any more.
@@ -225,9 +226,9 @@ impl Export for Offer {
     /// NBD has no message for a new size. Clients see it when they connect.
     fn resize(&mut self) {}
 
-    fn stop(&mut self) {
+    fn stop(&mut self, deadline: Instant) {
         if !std::mem::replace(&mut self.is_stopped, true) {
-            self.server.remove(&self.disk);
+            self.server.remove(&self.disk, deadline);
         }
     }
 
@@ -260,7 +261,7 @@ impl Export for Offer {
 
 impl Drop for Offer {
     fn drop(&mut self) {
-        self.stop();
+        self.stop(Instant::now() + STOP_TIME);
     }
 }
 

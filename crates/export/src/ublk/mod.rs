@@ -34,6 +34,7 @@ use blockyard_ring::ublk::abi::{self, DeviceInfo, Params};
 use blockyard_ring::ublk::{self, Control, Device, NumberLock, QueueError};
 use rustix::io::Errno;
 
+use crate::export::STOP_TIME;
 use crate::vhost_user::QueueShape;
 use crate::{Client, Export, Handed, Reactors};
 use files::{has_files, memory_alignment};
@@ -517,13 +518,13 @@ impl Export for Ublk {
     /// Leaves the device to the next server, which finds it by the disk's identity.
     fn hand_over(&mut self) -> Option<Handed> {
         self.stays = true;
-        self.stop();
+        self.stop(Instant::now() + STOP_TIME);
         None
     }
 
     /// Removes the device if it is not in use. If it is in use, leaves it to the next server of the
     /// disk. In both cases, requests that have begun are answered.
-    fn stop(&mut self) {
+    fn stop(&mut self, deadline: Instant) {
         if self.queues.is_empty() {
             return;
         }
@@ -536,7 +537,8 @@ impl Export for Ublk {
         if quiesces {
             // If the kernel has no quiesce command, the device loses its server only when this
             // process ends.
-            let quiesced = self.control.quiesce(&self.device, MAX_WAIT.as_millis() as u64);
+            let left = deadline.saturating_duration_since(Instant::now()).min(MAX_WAIT);
+            let quiesced = self.control.quiesce(&self.device, left.as_millis() as u64);
             let _ = quiesced.inspect_err(|e| {
                 tracing::warn!(disk = self.name(), "cannot quiesce its device: {e}")
             });
@@ -544,7 +546,7 @@ impl Export for Ublk {
         for queue in self.queues.drain(..) {
             if stopped { queue.wait() } else { queue.leave() }
         }
-        if quiesces && !takeover::wait_quiesced(&mut self.control, &self.device) {
+        if quiesces && !takeover::wait_quiesced(&mut self.control, &self.device, deadline) {
             let (disk, path) = (self.name(), self.path());
             tracing::warn!(disk, "{} has no other server before this process ends", path.display());
         }
@@ -595,6 +597,6 @@ impl Export for Ublk {
 
 impl Drop for Ublk {
     fn drop(&mut self) {
-        self.stop();
+        self.stop(Instant::now() + STOP_TIME);
     }
 }

@@ -212,10 +212,11 @@ pub(super) fn begin(control: &mut Control, info: &DeviceInfo) -> io::Result<()> 
 /// The quiesce command takes back the commands that wait for a request. A request that was in
 /// flight then leaves such a command when it is committed, and the command keeps the device open.
 /// So the quiesce command is repeated.
-pub(super) fn wait_quiesced(control: &mut Control, info: &DeviceInfo) -> bool {
-    let (start, mut pause) = (Instant::now(), Duration::from_millis(1));
+pub(super) fn wait_quiesced(control: &mut Control, info: &DeviceInfo, deadline: Instant) -> bool {
+    let deadline = deadline.min(Instant::now() + MAX_WAIT);
+    let mut pause = Duration::from_millis(1);
     while control.info(info.id).is_ok_and(|info| info.state == abi::S_LIVE) {
-        if start.elapsed() > MAX_WAIT {
+        if Instant::now() > deadline {
             return false;
         }
         std::thread::sleep(pause);

@@ -9,6 +9,7 @@ use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Instant;
 
 use blockyard_disk::{Disk, LocalDisk};
 use blockyard_ring::parcel::Parcel;
@@ -17,6 +18,7 @@ use super::conversation::{Conversation, Disconnect};
 use super::handed::{HandedSocket, Served, pack};
 use super::queue::QueueHandle;
 use super::{QueueShape, Shared, Tuning, VhostUser, begin, begin_with, lock, ring};
+use crate::export::STOP_TIME;
 use crate::{Handed, Listener, Reactors, custody, descriptors, keeper};
 
 /// The name of this protocol in a hand-over, and in counts of clients.
@@ -142,7 +144,7 @@ pub(super) fn hand_over(export: &mut VhostUser) -> Option<Handed> {
     if let Some(connection) = &*lock(&shared.connection) {
         ring(&connection.wake);
     }
-    let ended = export.ends() || {
+    let ended = export.ends(Instant::now() + STOP_TIME) || {
         // Another process decides when the descriptor answers.
         let device = &shared.device;
         let what =
@@ -151,7 +153,7 @@ pub(super) fn hand_over(export: &mut VhostUser) -> Option<Handed> {
         if let Some(connection) = &*lock(&shared.connection) {
             let _ = connection.stream.shutdown(Shutdown::Both);
         }
-        export.ends()
+        export.ends(Instant::now() + STOP_TIME)
     };
     if !ended {
         QueueHandle::stop_all(&shared.device, &shared.reactors);

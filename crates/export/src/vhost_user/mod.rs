@@ -66,7 +66,7 @@ pub mod parts {
 }
 
 use crate::acceptor::{Entrance, Registration};
-use crate::export::BY_OPERATOR;
+use crate::export::{BY_OPERATOR, STOP_TIME};
 use crate::{Client, Export, Handed, Listener, PollMode, Reactors, custody};
 use channel::BackChannel;
 use conversation::{Conversation, Disconnect, Leaving};
@@ -203,14 +203,17 @@ impl VhostUser {
     }
 
     /// Waits until no thread serves front ends. Returns false if the thread is blocked by a
-    /// descriptor of the front end for `descriptor_time`.
-    fn ends(&self) -> bool {
+    /// descriptor of the front end at `deadline`, or for `descriptor_time`. The time of a wait that
+    /// the front end cannot prolong does not count.
+    fn ends(&self, deadline: Instant) -> bool {
         let Threads { running, ended } = &self.export.threads;
-        let (mut since, mut count) = (Instant::now(), lock(running));
+        let mut limit = deadline.min(Instant::now() + self.descriptor_time);
+        let mut count = lock(running);
         while *count > 0 {
+            let now = Instant::now();
             if self.export.own_waits.load(Ordering::SeqCst) > 0 {
-                since = Instant::now();
-            } else if since.elapsed() >= self.descriptor_time {
+                limit = limit.max(now + self.descriptor_time);
+            } else if now >= limit {
                 return false;
             }
             let waited = ended.wait_timeout(count, CHECK_PERIOD);
@@ -241,13 +244,13 @@ impl Export for VhostUser {
         }
     }
 
-    fn stop(&mut self) {
+    fn stop(&mut self, deadline: Instant) {
         // No thread begins after this.
         if self.registration.take().is_none() {
             return;
         }
         self.export.stop.store(true, Ordering::SeqCst);
-        self.end_session();
+        self.end_session(deadline);
         // A session that ends keeps its socket for the next one.
         self.export.forget();
     }
@@ -279,8 +282,8 @@ impl Export for VhostUser {
 }
 
 impl VhostUser {
-    /// Ends the session of a front end, in bounded time.
-    fn end_session(&self) {
+    /// Ends the session of a front end. Waits for the front end until `deadline` at most.
+    fn end_session(&self, deadline: Instant) {
         if *lock(&self.export.threads.running) == 0 {
             return;
         }
@@ -290,7 +293,7 @@ impl VhostUser {
             ring(wake);
             end(stream);
         }
-        if self.ends() {
+        if self.ends(deadline) {
             self.export.each_served(LocalDisk::resume);
             return;
         }
@@ -307,7 +310,7 @@ impl VhostUser {
 
 impl Drop for VhostUser {
     fn drop(&mut self) {
-        self.stop();
+        self.stop(Instant::now() + STOP_TIME);
     }
 }
 

@@ -55,15 +55,26 @@ fn stop_waits_until_the_session_has_ended() {
     let (mut export, socket) = export("stop");
     let mut connection = Connection::open(&socket).unwrap();
     connection.negotiate(0, 0, PROTOCOL).unwrap();
-    export.stop();
+    export.stop(Instant::now() + STOP_TIME);
     assert_eq!((*lock(&export.export.threads.running), export.clients().len()), (0, 0));
 }
 
-/// The session's thread closes a received descriptor, and the close blocks.
 #[test]
 fn a_descriptor_that_does_not_close_does_not_block_stop() {
-    let (mut export, socket) = export("linger");
-    export.descriptor_time = Duration::from_millis(50);
+    stops_beside_a_blocked_close("linger", SHORT, STOP_TIME);
+}
+
+#[test]
+fn stop_ends_at_its_deadline() {
+    stops_beside_a_blocked_close("deadline", Duration::from_secs(3600), SHORT);
+}
+
+const SHORT: Duration = Duration::from_millis(50);
+
+/// The session's thread closes a received descriptor, and the close blocks.
+fn stops_beside_a_blocked_close(name: &str, descriptor_time: Duration, stop_time: Duration) {
+    let (mut export, socket) = export(name);
+    export.descriptor_time = descriptor_time;
     let mut connection = Connection::open(&socket).unwrap();
     connection.negotiate(0, 0, PROTOCOL).unwrap();
     let (lingers, other) = lingering();
@@ -73,7 +84,7 @@ fn a_descriptor_that_does_not_close_does_not_block_stop() {
     connection.send_bytes(&message, &[lingers.as_fd()]).unwrap();
     // If the session has already closed its copy of the descriptor, this close blocks.
     let close = std::thread::spawn(move || drop(lingers));
-    export.stop();
+    export.stop(Instant::now() + stop_time);
     drop(other);
     close.join().unwrap();
 }

@@ -118,6 +118,9 @@ impl Device {
             let _ = rustix::io::read(&self.control.wake, &mut [0; 8]);
         };
         self.disconnect();
+        if let Some(deadline) = *self.control.deadline() {
+            self.store.limit(deadline);
+        }
         if gone && self.remove_nodes() {
             self.remove_records();
         }

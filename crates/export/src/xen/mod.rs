@@ -36,6 +36,7 @@ use std::str::FromStr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
+use std::time::Instant;
 
 use blockyard_disk::{ConnectedClient, Disk};
 use blockyard_ring::xen::{Host, Node, Store};
@@ -49,6 +50,7 @@ pub mod parts {
     pub use crate::log::Log;
 }
 
+use crate::export::STOP_TIME;
 use crate::{Client, Export, Reactors};
 use claim::{Claim, images};
 use device::Device;
@@ -219,6 +221,8 @@ const COUNTED: &str = "xen";
 struct Control {
     wake: OwnedFd,
     stop: AtomicBool,
+    /// The time until which a device that stops may wait for xenstore.
+    deadline: Mutex<Option<Instant>>,
     resized: AtomicBool,
     connected: Mutex<Option<ConnectedClient>>,
 }
@@ -226,12 +230,16 @@ struct Control {
 impl Control {
     fn new() -> std::io::Result<Self> {
         let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        let (stop, resized, connected) = Default::default();
-        Ok(Control { wake, stop, resized, connected })
+        let (stop, deadline, resized, connected) = Default::default();
+        Ok(Control { wake, stop, deadline, resized, connected })
     }
 
     fn connected(&self) -> MutexGuard<'_, Option<ConnectedClient>> {
         self.connected.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn deadline(&self) -> MutexGuard<'_, Option<Instant>> {
+        self.deadline.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn ring(&self) {
@@ -329,7 +337,8 @@ impl Export for Xen {
         self.control.ring();
     }
 
-    fn stop(&mut self) {
+    fn stop(&mut self, deadline: Instant) {
+        *self.control.deadline() = Some(deadline);
         self.control.stop.store(true, Ordering::SeqCst);
         self.control.ring();
         if let Some(thread) = self.thread.take() {
@@ -348,7 +357,7 @@ impl Export for Xen {
 
 impl Drop for Xen {
     fn drop(&mut self) {
-        self.stop();
+        self.stop(Instant::now() + STOP_TIME);
     }
 }
 

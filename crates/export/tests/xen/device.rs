@@ -15,7 +15,7 @@ use blockyard_image::{CacheMode, ChainOptions};
 use blockyard_ring::xen::{Host, Node};
 use blockyard_storage::sim::Journal;
 
-use crate::guest::{Guest, Setup, disk_with, options};
+use crate::guest::{Guest, Setup, disk_with, options, soon};
 
 const BACK: &str = "/local/domain/0/backend/blockyard/7/51712";
 const FRONT: &str = "/local/domain/7/device/vbd/51712";
@@ -58,7 +58,7 @@ fn data_is_read_back_over_rings_of_all_layouts() {
         front.set("state", 6);
         front.wait_for_state(6);
         assert_eq!(front.mapped(), 0);
-        export.stop();
+        export.stop(soon());
     }
 }
 
@@ -109,7 +109,7 @@ fn the_next_server_continues_with_the_same_rings() {
     front.connect(PLAIN);
     front.fill(100, 3);
     assert_eq!(front.done(1, WRITE, 0, &[100]), 0);
-    export.stop();
+    export.stop(soon());
     assert_eq!((front.mapped(), front.back("state").as_deref()), (0, Some("4")));
     // The guest submits this request while no server runs.
     front.ask(0, 2, READ, 0, &[101]);
@@ -144,7 +144,7 @@ fn a_device_ends_with_its_domain_or_when_it_is_detached() {
     assert_eq!(front.done(2, FLUSH, 0, &[]), 0);
     front.set("state", 6);
     front.front.wait("state", None).unwrap();
-    export.stop();
+    export.stop(soon());
     assert!(setup.ended.load(Ordering::SeqCst));
     assert_eq!((front.mapped(), front.front.store.list(FRONT).unwrap()), (0, Vec::new()));
     assert_eq!(front.front.store.list("/local/domain/0/backend").unwrap(), [""; 0]);
@@ -181,7 +181,7 @@ fn a_server_does_not_change_a_later_device_of_the_same_name() {
     let _second = other.start();
     let made = store.read(&format!("{BACK}/incarnation")).unwrap();
     assert!(made.is_some());
-    export.stop();
+    export.stop(soon());
     assert_eq!(store.read(&format!("{BACK}/incarnation")).unwrap(), made);
     assert_eq!(store.read(&format!("{BACK}/state")).unwrap().as_deref(), Some("2"));
     assert!(setup.ended.load(Ordering::SeqCst) && !other.ended.load(Ordering::SeqCst));
@@ -204,7 +204,7 @@ fn a_server_that_finds_another_device_ends_without_a_change() {
     while !setup.ended.load(Ordering::SeqCst) {
         std::thread::yield_now();
     }
-    export.stop();
+    export.stop(soon());
     assert_eq!((front.back("state").as_deref(), front.mapped()), (Some("1"), 0));
 }
 
@@ -235,7 +235,7 @@ fn requests_complete_while_xenstore_is_lost_and_states_are_followed_later() {
     front.connect(PLAIN);
     // A server that stops does not wait for xenstore.
     setup.machine.lose_store();
-    export.stop();
+    export.stop(soon());
     assert_eq!((front.mapped(), front.back("state").as_deref()), (0, Some("4")));
 }
 
@@ -275,7 +275,7 @@ fn a_domain_is_reported_when_it_connects_and_when_it_disconnects() {
     front.wait_for_state(6);
     front.set("state", 1);
     front.connect(PLAIN);
-    export.stop();
+    export.stop(soon());
     let (comes, goes) = ("xen: domain 7", "xen: domain 7: its device is disconnected");
     assert_eq!(*reports.0.lock().unwrap(), [comes, goes, comes, goes]);
 }
@@ -317,7 +317,7 @@ fn the_next_server_accepts_the_queues_that_the_last_one_offered() {
     let mut export = setup.start();
     let mut front = Guest::new(&setup);
     front.connect(Terms { queues: 2, ..PLAIN });
-    export.stop();
+    export.stop(soon());
     let _next = setup.start_of(&setup.disk, xen::XenOptions { queues: 1, ..options() }).unwrap();
     for queue in [0, 1] {
         front.ask(queue, 5, READ, 0, &[100]);
@@ -392,7 +392,7 @@ fn writes_are_durable_if_the_last_server_offered_no_flush() {
         let mut export = setup.start_of(&disk(first), options()).unwrap();
         let mut front = Guest::new(&setup);
         front.connect(PLAIN);
-        export.stop();
+        export.stop(soon());
         let _next = setup.start_of(&disk(CacheMode::Writeback), options()).unwrap();
         assert_eq!(front.done(1, READ, 0, &[100]), 0);
         let before = journal.len();
@@ -417,7 +417,7 @@ fn a_second_server_of_a_device_in_use_is_refused() {
     let live = refused(&setup.disk, recorded());
     assert!(live.contains("domain 7, device xvda: another server serves the device"), "{live}");
     assert_eq!((front.done(1, FLUSH, 0, &[]), front.back("state").as_deref()), (0, Some("4")));
-    export.stop();
+    export.stop(soon());
     // The second server is also refused without a folder of records, and so without a lock.
     for options in [recorded(), options()] {
         let image = refused(&other.disk, options);
@@ -430,7 +430,7 @@ fn a_second_server_of_a_device_in_use_is_refused() {
     assert!(folder.join("7-xvda.lock").exists());
     front.front.store.remove("/local/domain/7").unwrap();
     front.front.wait("state", None).unwrap();
-    next.stop();
+    next.stop(soon());
     assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0);
     std::fs::remove_dir(&folder).unwrap();
 }

@@ -14,6 +14,11 @@ use blockyard_ring::xen::{Host, Machine};
 use crate::lines;
 
 pub const LIMIT: Duration = Duration::from_secs(60);
+
+/// Returns the deadline of a call that begins now.
+pub fn soon() -> Instant {
+    Instant::now() + LIMIT
+}
 /// Number of the device `xvda`.
 pub const XVDA: u32 = 51712;
 

@@ -12,7 +12,7 @@ use blockyard_export::xen::{self, Wanted, Watch, WatchOptions, Xen, XenData, Xen
 use blockyard_export::{Export, Reactors};
 use blockyard_ring::xen::{Host, Machine, Node, Store};
 
-use crate::guest::{Guest, LIMIT, XVDA, disk};
+use crate::guest::{Guest, LIMIT, XVDA, disk, soon};
 
 const SCRIPT: &str = "block-ours";
 const XVDB: u32 = 51728;
@@ -170,7 +170,7 @@ fn wait_for_end(ended: &AtomicBool) {
 
 /// Waits for the end of a device's thread.
 fn joined(mut xen: Xen, ended: &AtomicBool) {
-    xen.stop();
+    xen.stop(soon());
     assert!(ended.load(Ordering::SeqCst));
 }
 
@@ -366,7 +366,7 @@ fn the_next_server_takes_over_the_devices_of_the_last_one() {
     let (mut xen, _) = setup.take(&both[0]).unwrap();
     let guest = setup.connect(XVDA);
     // The program stops while it opens the image of the second device.
-    xen.stop();
+    xen.stop(soon());
     setup.watch.stop();
     assert_eq!((setup.read(XVDA, "state").as_deref(), guest.mapped()), (Some("4"), 0));
     (setup.watch, setup.wanted) = watch(&setup.machine, Some(SCRIPT));
@@ -431,7 +431,7 @@ fn a_device_in_use_whose_image_cannot_be_opened_is_not_closed() {
     let wanted = setup.wanted();
     let (mut xen, _) = setup.take(&wanted).unwrap();
     let mut guest = setup.connect(XVDA);
-    xen.stop();
+    xen.stop(soon());
     setup.watch.stop();
     assert_eq!((setup.read(XVDA, "state").as_deref(), guest.mapped()), (Some("4"), 0));
     (setup.watch, setup.wanted) = watch(&setup.machine, Some(SCRIPT));

@@ -88,6 +88,8 @@ pub struct Store {
     last: u32,
     events: BTreeSet<String>,
     broken: bool,
+    /// The time of the last wait; see [`Store::limit`].
+    limit: Option<Instant>,
 }
 
 /// Changes that others see all at once, or not at all; see [`Store::transaction`].
@@ -202,7 +204,18 @@ impl Store {
 
     /// Creates a connection over a descriptor that speaks the protocol.
     pub fn over(file: OwnedFd) -> Self {
-        Store { file, last: 0, events: BTreeSet::new(), broken: false }
+        Store { file, last: 0, events: BTreeSet::new(), broken: false, limit: None }
+    }
+
+    /// Waits for no reply after `deadline`, from the next call on.
+    pub fn limit(&mut self, deadline: Instant) {
+        self.limit = Some(deadline);
+    }
+
+    /// Returns the time until which a call that begins now waits.
+    fn deadline(&self) -> Instant {
+        let deadline = Instant::now() + PATIENCE;
+        self.limit.map_or(deadline, |limit| limit.min(deadline))
     }
 
     /// Makes changes that others see all at once. `changes` may run several times. If it fails,
@@ -259,7 +272,7 @@ impl Store {
             }
             match wait(&[self.file.as_fd(), wake], deadline)? {
                 Some(0) => {
-                    let (header, body) = self.receive(Instant::now() + PATIENCE)?;
+                    let (header, body) = self.receive(self.deadline())?;
                     self.note(header, &body)?;
                 }
                 _ => return Ok(None),
@@ -288,7 +301,7 @@ impl Store {
         // The connection counts as broken until the reply was read completely.
         self.broken = true;
         self.write_all(&bytes)?;
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = self.deadline();
         loop {
             let (header, body) = self.receive(deadline)?;
             if header.kind == message::WATCH_EVENT {

@@ -12,7 +12,7 @@ use super::counts::Counts;
 use super::report::{FindingKind, Tally};
 use crate::error::ImageError;
 use crate::qcow2::encoding::bytes;
-use crate::qcow2::encoding::entry::{self, EntryFormat};
+use crate::qcow2::encoding::entry::{self, EntryError, EntryFormat};
 use crate::qcow2::encoding::header::Header;
 use crate::qcow2::encoding::refblock::RefcountWidth;
 use crate::raw::Raw;
@@ -60,10 +60,8 @@ impl Refcounts {
         // Most tables have room for thousands of blocks that do not exist.
         for (index, word) in bytes::words(bytes::used_words(&table)) {
             let block = match entry::refcount_block(word, layout) {
-                Ok(Some(block)) if block >= file_len => Err("it lies beyond the end of the file"),
-                Ok(Some(block)) if !seen.insert(block) => {
-                    Err("another entry points to the same block")
-                }
+                Ok(Some(block)) if block >= file_len => Err(EntryError::BeyondFile),
+                Ok(Some(block)) if !seen.insert(block) => Err(EntryError::Repeated),
                 other => other,
             };
             if let Err(what) = block {

@@ -33,8 +33,40 @@ pub const PARTS: u32 = 16;
 /// Bits of an entry that name the parts with data.
 const PARTS_MASK: u64 = (1 << PARTS) - 1;
 
-const RESERVED: &str = "reserved bits are set";
-const UNALIGNED: &str = "the offset is not aligned to a cluster";
+/// What is wrong with an entry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum EntryError {
+    #[error("reserved bits are set")]
+    Reserved,
+    #[error("the offset is not aligned to a cluster")]
+    Unaligned,
+    #[error("the offset lies beyond 2^56")]
+    Beyond,
+    #[error("it lies beyond the end of the file")]
+    BeyondFile,
+    #[error("another entry points to the same block")]
+    Repeated,
+    #[error("a zero cluster in an image of version 2")]
+    ZeroInVersion2,
+    #[error("the zero bit is set in an extended entry, which has its own for each subcluster")]
+    ZeroInExtended,
+    #[error("a subcluster is both allocated and zero")]
+    AllocatedAndZero,
+    #[error("a subcluster is allocated, but the cluster has no offset")]
+    NoOffset,
+    #[error("a compressed cluster with the COPIED flag")]
+    CompressedCopied,
+    #[error("a compressed cluster with subclusters")]
+    CompressedSubclusters,
+    #[error("a compressed cluster in an image with an external data file")]
+    CompressedDataFile,
+}
+
+impl From<EntryError> for String {
+    fn from(error: EntryError) -> Self {
+        error.to_string()
+    }
+}
 
 /// The header's fields on which the meaning of entries depends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,13 +106,13 @@ pub struct L1Entry {
 
 impl L1Entry {
     #[inline]
-    pub fn decode(word: u64, layout: EntryFormat) -> Result<Self, &'static str> {
+    pub fn decode(word: u64, layout: EntryFormat) -> Result<Self, EntryError> {
         let offset = word & OFFSET_MASK;
         if word & L1_RESERVED != 0 {
-            return Err(RESERVED);
+            return Err(EntryError::Reserved);
         }
         if !layout.aligned(offset) {
-            return Err(UNALIGNED);
+            return Err(EntryError::Unaligned);
         }
         Ok(L1Entry { table: (offset != 0).then_some(offset), copied: word & COPIED != 0 })
     }
@@ -91,15 +123,15 @@ impl L1Entry {
 }
 
 /// Decodes a refcount table entry: offset of the refcount block. None: all its refcounts are 0.
-pub fn refcount_block(word: u64, layout: EntryFormat) -> Result<Option<u64>, &'static str> {
+pub fn refcount_block(word: u64, layout: EntryFormat) -> Result<Option<u64>, EntryError> {
     if word & REFCOUNT_TABLE_RESERVED != 0 {
-        return Err(RESERVED);
+        return Err(EntryError::Reserved);
     }
     if !layout.aligned(word) {
-        return Err(UNALIGNED);
+        return Err(EntryError::Unaligned);
     }
     if word >= MAX_OFFSET {
-        return Err("the offset lies beyond 2^56");
+        return Err(EntryError::Beyond);
     }
     Ok((word != 0).then_some(word))
 }
@@ -163,17 +195,17 @@ impl L2Entry {
 
     /// Decodes an entry. `bitmap`: the second word of an extended entry, else 0.
     #[inline]
-    pub fn decode(word: u64, bitmap: u64, layout: EntryFormat) -> Result<Self, &'static str> {
+    pub fn decode(word: u64, bitmap: u64, layout: EntryFormat) -> Result<Self, EntryError> {
         let copied = word & COPIED != 0;
         if word & COMPRESSED != 0 {
             return Self::decode_compressed(word, bitmap, layout);
         }
         if word & L2_RESERVED != 0 {
-            return Err(RESERVED);
+            return Err(EntryError::Reserved);
         }
         let offset = word & OFFSET_MASK;
         if !layout.aligned(offset) {
-            return Err(UNALIGNED);
+            return Err(EntryError::Unaligned);
         }
         // Offset 0 is the header's cluster, so it means "none". In an external data file it is the
         // first cluster.
@@ -182,7 +214,7 @@ impl L2Entry {
         let cluster = match (layout.extended_l2, host) {
             (true, _) => Self::decode_subclusters(host, SubclusterBitmap(bitmap), zero)?,
             (false, _) if zero && layout.version < 3 => {
-                return Err("a zero cluster in an image of version 2");
+                return Err(EntryError::ZeroInVersion2);
             }
             (false, host) if zero => Cluster::Zero { host },
             (false, Some(host)) => Cluster::Standard { host },
@@ -193,7 +225,7 @@ impl L2Entry {
 
     /// Decodes an entry of the cache, which may be partial.
     #[inline]
-    pub fn cached(word: u64, bitmap: u64, layout: EntryFormat) -> Result<Self, &'static str> {
+    pub fn cached(word: u64, bitmap: u64, layout: EntryFormat) -> Result<Self, EntryError> {
         if is_partial(word) && !layout.extended_l2 {
             let host = word & OFFSET_MASK & !PARTS_MASK;
             let cluster = Cluster::Partial { host, parts: word as u16 };
@@ -206,17 +238,15 @@ impl L2Entry {
         host: Option<u64>,
         bitmap: SubclusterBitmap,
         zero: bool,
-    ) -> Result<Cluster, &'static str> {
+    ) -> Result<Cluster, EntryError> {
         if zero {
-            return Err(
-                "the zero bit is set in an extended entry, which has its own for each subcluster",
-            );
+            return Err(EntryError::ZeroInExtended);
         }
         if bitmap.data() & bitmap.zero() != 0 {
-            return Err("a subcluster is both allocated and zero");
+            return Err(EntryError::AllocatedAndZero);
         }
         if host.is_none() && bitmap.data() != 0 {
-            return Err("a subcluster is allocated, but the cluster has no offset");
+            return Err(EntryError::NoOffset);
         }
         if host.is_none() && bitmap.0 == 0 {
             return Ok(Cluster::Unallocated);
@@ -224,25 +254,21 @@ impl L2Entry {
         Ok(Cluster::Subclusters { host, bitmap })
     }
 
-    fn decode_compressed(
-        word: u64,
-        bitmap: u64,
-        layout: EntryFormat,
-    ) -> Result<Self, &'static str> {
+    fn decode_compressed(word: u64, bitmap: u64, layout: EntryFormat) -> Result<Self, EntryError> {
         let shift = layout.compressed_shift();
         let host = word & ((1 << shift) - 1);
         let sectors = ((word & !(COPIED | COMPRESSED)) >> shift) + 1;
         if word & COPIED != 0 {
-            return Err("a compressed cluster with the COPIED flag");
+            return Err(EntryError::CompressedCopied);
         }
         if host >= MAX_OFFSET {
-            return Err(RESERVED);
+            return Err(EntryError::Reserved);
         }
         if bitmap != 0 {
-            return Err("a compressed cluster with subclusters");
+            return Err(EntryError::CompressedSubclusters);
         }
         if layout.data_file {
-            return Err("a compressed cluster in an image with an external data file");
+            return Err(EntryError::CompressedDataFile);
         }
         Ok(L2Entry {
             cluster: Cluster::Compressed { host, len: sectors * 512 - host % 512 },
@@ -283,7 +309,7 @@ mod tests {
     const EXTENDED: EntryFormat = EntryFormat { extended_l2: true, ..PLAIN };
     const DATA_FILE: EntryFormat = EntryFormat { data_file: true, ..PLAIN };
 
-    fn l2(word: u64, layout: EntryFormat) -> Result<L2Entry, &'static str> {
+    fn l2(word: u64, layout: EntryFormat) -> Result<L2Entry, EntryError> {
         L2Entry::decode(word, 0, layout)
     }
 

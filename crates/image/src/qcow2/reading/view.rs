@@ -272,7 +272,7 @@ impl<S: Storage> Qcow2<S> {
                 continue;
             }
             let cluster = number * shape.slice_entries + index as u64;
-            let wrong = |what: &str| {
+            let wrong = |what: String| {
                 let at = place + (index as u64) * if shape.layout.extended_l2 { 16 } else { 8 };
                 ImageError::invalid(
                     "qcow2 L2 entry",
@@ -280,19 +280,20 @@ impl<S: Storage> Qcow2<S> {
                     format!("(guest cluster {cluster}, {word:#x}) {what}"),
                 )
             };
-            let entry = L2Entry::decode(word, bitmap, shape.layout).map_err(wrong)?;
+            let entry =
+                L2Entry::decode(word, bitmap, shape.layout).map_err(|what| wrong(what.into()))?;
             let host = match entry.cluster {
                 Cluster::Compressed { host, len } => Some(host + len),
                 other => other.host(),
             };
             if host.is_some_and(|host| host >= MAX_OFFSET) {
-                return Err(wrong("lies beyond 2^56 bytes"));
+                return Err(wrong("lies beyond 2^56 bytes".into()));
             }
             if shape.layout.data_file
                 && entry.cluster.host().is_some_and(|h| h != cluster << shape.layout.cluster_bits)
             {
                 return Err(wrong(
-                    "is not the guest's own offset, as in an external data file it must be",
+                    "is not the guest's own offset, as in an external data file it must be".into(),
                 ));
             }
         }
