@@ -535,10 +535,7 @@ impl Export for Ublk {
         let stopped = removed || (!self.stays && self.stop_if_unused());
         let quiesces = !stopped && self.recovers() && self.device.flags & abi::F_QUIESCE != 0;
         if quiesces {
-            // If the kernel has no quiesce command, the device loses its server only when this
-            // process ends.
-            let left = deadline.saturating_duration_since(Instant::now()).min(MAX_WAIT);
-            let quiesced = self.control.quiesce(&self.device, left.as_millis() as u64);
+            let quiesced = takeover::quiesce(&mut self.control, &self.device, deadline);
             let _ = quiesced.inspect_err(|e| {
                 tracing::warn!(disk = self.name(), "cannot quiesce its device: {e}")
             });

@@ -206,6 +206,17 @@ pub(super) fn begin(control: &mut Control, info: &DeviceInfo) -> io::Result<()> 
     }
 }
 
+/// Takes the device from its server, after its requests or at `deadline`. Without this command of
+/// the kernel, the device loses its server only when this process ends.
+pub(super) fn quiesce(
+    control: &mut Control,
+    info: &DeviceInfo,
+    deadline: Instant,
+) -> io::Result<()> {
+    let left = deadline.saturating_duration_since(Instant::now()).min(MAX_WAIT);
+    control.quiesce(info, left.as_millis() as u64)
+}
+
 /// Waits until the driver has seen that this server has closed the device. Before that, another
 /// server would find a device that is served. Returns false if it takes too long.
 ///
