@@ -1,4 +1,5 @@
-//! The jobs of a yard. A pool of threads runs them, concurrently with other commands for their disks.
+//! The jobs of a yard. A pool of threads runs them, concurrently with other commands for their
+//! disks.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

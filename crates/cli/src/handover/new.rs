@@ -5,6 +5,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::PoisonError;
+use std::time::Duration;
 
 use anyhow::{Context, bail};
 use blockyard_export::custody::{self, Custody};
@@ -13,9 +14,10 @@ use blockyard_export::{Listener, keeper};
 use blockyard_ring::parcel::{self, Parcel};
 use blockyard_ring::{host, resident};
 use blockyard_storage::target::exec;
-use rustix::process::Pid;
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use toml::Table;
 
+use super::process::has_ended;
 use super::{FORMAT, FromNew, FromOld, KEPT, NBD, Offered, PROGRAM, Peer};
 use crate::config::Config;
 use crate::exports;
@@ -26,6 +28,8 @@ use crate::server::Server;
 /// The connection to the old server, which has agreed to hand its disks over.
 pub struct Takeover {
     peer: Peer,
+    /// The process of the old server, if it has a number here.
+    old: Option<OwnedFd>,
     offered: Vec<Offered>,
     sockets: HashMap<String, Parcel>,
 }
@@ -42,6 +46,7 @@ impl Takeover {
     /// before the process enters its sandbox.
     pub fn begin(control: &Path) -> anyhow::Result<Self> {
         let peer = connect(control)?;
+        let old = process(&peer);
         let version = env!("CARGO_PKG_VERSION").to_string();
         peer.send(&FromNew::Hello { format: FORMAT, version }).context(TALKING)?;
         let (disks, names) = match peer.receive().context(TALKING)? {
@@ -60,7 +65,7 @@ impl Takeover {
             tracing::debug!("cannot map this program's code in advance: {e}");
         }
         custody::set(Custody::Waiting);
-        Ok(Takeover { peer, offered: disks, sockets })
+        Ok(Takeover { peer, old, offered: disks, sockets })
     }
 
     /// Returns the data files of the running program that this server will get with a disk.
@@ -151,9 +156,9 @@ impl Takeover {
         // holder has started another server, and this one must end.
         holder::announce_surely().context("announcing this server to the holder")?;
         if let Err(e) = self.peer.send(&FromNew::Serves) {
-            // A server that lives has given up, and takes its disks back.
-            let peer = host::peer(&self.peer.0).and_then(|peer| Pid::from_raw(peer.process?));
-            if peer.is_some_and(|peer| rustix::process::test_kill_process(peer).is_ok()) {
+            // A server that lives has given up, and takes its disks back after the end of this one.
+            let lives = |old| has_ended(old, DYING).is_ok_and(|has_ended| !has_ended);
+            if self.old.as_ref().is_some_and(lives) {
                 bail!("the old server waits no longer: {e}");
             }
             tracing::warn!("the old server has ended before it could leave: {e}");
@@ -218,6 +223,15 @@ fn connect(control: &Path) -> anyhow::Result<Peer> {
 }
 
 const TALKING: &str = "talking to the old server";
+
+/// Longest time between the close of a connection and the end of its process, if the process dies.
+const DYING: Duration = Duration::from_secs(2);
+
+/// Returns the process at the other end of a connection.
+fn process(peer: &Peer) -> Option<OwnedFd> {
+    let process = Pid::from_raw(host::peer(&peer.0)?.process?)?;
+    pidfd_open(process, PidfdFlags::empty()).ok()
+}
 
 /// Returns the connection that another process has passed as standard input.
 pub fn inherited_connection() -> std::io::Result<OwnedFd> {

@@ -6,7 +6,7 @@ Usage: between.py MESSAGE VICTIM PROGRAM ARGUMENT...
               stops, and the old one is killed. format: none, and the parcels of the message have a
               newer format. A path: the process that the file names; the message arrives when it has
               ended
-    PROGRAM   the new server, which this process becomes. A child relays.
+    PROGRAM   the new server, which this process becomes. A child relays, in place of the old server
 Standard input is the connection to the old server, which is the parent of this process.
 """
 
@@ -97,12 +97,15 @@ def relay(source, target):
 
 
 old = socket.socket(fileno=os.dup(0))
-ours, theirs = socket.socketpair()
+above, below = socket.socketpair()
 new = os.pidfd_open(os.getpid())
 if os.fork():
-    os.dup2(theirs.fileno(), 0)
+    os.dup2(socket.recv_fds(above, 1, 1)[1][0], 0)
     os.execv(sys.argv[3], sys.argv[3:])
 os.close(0)
+# The new server asks whether its peer lives. The peer is the process that makes the pair.
+ours, theirs = socket.socketpair()
+socket.send_fds(below, [b"."], [theirs.fileno()])
 theirs.close()
 try:
     while True:

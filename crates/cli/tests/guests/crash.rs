@@ -9,7 +9,7 @@ use crate::fixture::{GuestFixture, script_with_prelude};
 const KILLS: u32 = 20;
 /// Delay of each request. Without it most kills would find no request in flight, because an
 /// emulated guest is slower than the disk.
-const DELAY: &str = "delay:read=8ms,write=8ms";
+const DELAY: &str = "delay:read=30ms,write=30ms";
 
 /// Two loads at once with checksums, repeated until both disks have grown, and a final verification
 /// of everything.

@@ -5,7 +5,7 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use crate::common::{Daemon, Folder, Guest, GuestKind, NAP, Signal, TOOL, md5};
+use crate::common::{Daemon, Folder, Guest, GuestKind, NAP, Signal, md5};
 
 /// Shell functions for the scripts.
 const PRELUDE: &str = r#"
@@ -92,24 +92,10 @@ impl GuestFixture {
         self.daemon.take().expect("the daemon runs").stop()
     }
 
-    /// Returns the statistics that the daemon logs on SIGUSR1.
-    #[track_caller]
-    pub fn statistics(&mut self) -> Statistics {
-        let daemon = self.daemon();
-        let before = daemon.log().len();
-        daemon.signal(Signal::USR1);
-        // There is a line for each kind of request that occurred, and no line marks the end.
-        std::thread::sleep(Duration::from_millis(100));
-        Statistics(daemon.log()[before..].to_string())
-    }
-
     /// Waits until the daemon has completed a request of the kind.
     #[track_caller]
     pub fn until_served(&mut self, kind: &str) {
-        let start = std::time::Instant::now();
-        while self.statistics().figure(kind, "requests") == 0 {
-            assert!(start.elapsed() < TOOL, "no {kind} within {TOOL:?}: {}", self.daemon().log());
-        }
+        self.daemon().until_served(kind, "");
     }
 }
 

@@ -6,7 +6,6 @@
 //!   qcow2        images in use, written here and by QEMU, read by the other
 //!   qcow2_cold   commands on closed images, verified by QEMU's tools
 //!   cow_peers    COW files, compared with the programs of User Mode Linux
-//!   nbd          the NBD client against a scripted server
 //!   power_cuts   chains on simulated disks, with power cuts at any event
 //!   cow_cuts     the same for COW files
 //!   fuzzed       the corpora of the fuzz targets
@@ -19,7 +18,10 @@ mod cow_cuts;
 mod cow_peers;
 mod fuzzed;
 mod lives;
-mod nbd;
+// The scripted NBD server. Not all of it is used here.
+#[allow(dead_code)]
+#[path = "../../../storage/tests/remote/server.rs"]
+mod nbd_server;
 mod power_cuts;
 mod qcow2;
 mod qcow2_cold;

@@ -1,5 +1,6 @@
 //! Reference implementation of check and read, slow and simple: references are counted one by one.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use blockyard_image::qcow2::{Compression, unpack};
@@ -56,6 +57,23 @@ fn be64(bytes: &[u8], at: u64) -> u64 {
     u64::from_be_bytes(piece(bytes, at))
 }
 
+/// Returns `len` bytes at `offset`. Bytes behind the end of the file are zeroes.
+fn part(bytes: &[u8], offset: u64, len: u64) -> Cow<'_, [u8]> {
+    let from = bytes.len().min(offset as usize);
+    let here = &bytes[from..bytes.len().min((offset + len) as usize)];
+    let mut part = Cow::from(here);
+    if here.len() as u64 != len {
+        part.to_mut().resize(len as usize, 0);
+    }
+    part
+}
+
+/// Returns the offsets of the pieces of 64 bytes that are not zeroes. Most of a table is zeroes,
+/// and comparing 64 bytes is quicker than each entry in them.
+fn used(table: &[u8]) -> impl Iterator<Item = u64> {
+    table.chunks(64).zip((0..).step_by(64)).filter(|(piece, _)| *piece != [0; 64]).map(|(_, at)| at)
+}
+
 impl<'a> Parsed<'a> {
     pub fn new(bytes: &'a [u8]) -> Self {
         let version = be32(bytes, 4);
@@ -100,13 +118,8 @@ impl<'a> Parsed<'a> {
     }
 
     /// Reads a cluster; bytes behind the end of the file are zeroes.
-    fn cluster(&self, offset: u64) -> Vec<u8> {
-        let mut cluster = vec![0; self.layout.cluster() as usize];
-        let from = self.bytes.len().min(offset as usize);
-        let here =
-            &self.bytes[from..self.bytes.len().min((offset + self.layout.cluster()) as usize)];
-        cluster[..here.len()].copy_from_slice(here);
-        cluster
+    fn cluster(&self, offset: u64) -> Cow<'_, [u8]> {
+        part(self.bytes, offset, self.layout.cluster())
     }
 
     pub fn check(&self) -> Findings {
@@ -123,10 +136,9 @@ impl<'a> Parsed<'a> {
             self.words(self.refcounts).enumerate().filter(|(_, block)| *block != 0)
         {
             let bytes = self.cluster(block);
-            // Most of a block is zeroes. Comparing 64 bytes is quicker than each count in them.
             let in_64_bytes = 512 >> self.layout.refcount_order;
-            let used = bytes.chunks(64).zip(0u64..).filter(|(piece, _)| *piece != [0; 64]);
-            for n in used.flat_map(|(_, at)| at * in_64_bytes..(at + 1) * in_64_bytes) {
+            for n in used(&bytes).flat_map(|at| at / 64 * in_64_bytes..(at / 64 + 1) * in_64_bytes)
+            {
                 let count = self.layout.count(&bytes, n);
                 if count > 0 {
                     counts.insert(number as u64 * self.layout.per_block() + n, count);
@@ -194,13 +206,7 @@ impl<'a> Parsed<'a> {
             return Ok(());
         }
         let host = match data {
-            Some(data) => {
-                let mut bytes = vec![0; layout.cluster() as usize];
-                let from = data.len().min(guest as usize);
-                let here = &data[from..data.len().min((guest + layout.cluster()) as usize)];
-                bytes[..here.len()].copy_from_slice(here);
-                bytes
-            }
+            Some(data) => part(data, guest, layout.cluster()),
             None => self.cluster(word & OFFSET),
         };
         let has_host = word & OFFSET != 0 || (layout.data_file && word & COPIED != 0);
@@ -276,7 +282,8 @@ impl Counter<'_> {
             self.name("L2 table", table, layout.cluster());
             self.copied(&format!("L1 entry {index}"), word, table / layout.cluster(), counts);
             let bytes = image.cluster(table);
-            for at in (0..layout.cluster()).step_by(layout.l2_entry()) {
+            let entries = |at| (at..at + 64).step_by(layout.l2_entry());
+            for at in used(&bytes).flat_map(entries) {
                 let bitmap = if layout.extended { be64(&bytes, at + 8) } else { 0 };
                 let guest = index as u64 * layout.l2_entries() + at / layout.l2_entry() as u64;
                 self.entry(guest, be64(&bytes, at), bitmap, counts);

@@ -9,7 +9,7 @@ use blockyard_image::{ChainOptions, Extent, Image, IncompleteCluster, Place, Sto
 use blockyard_nbd::wire::{Headers, cmd, errno};
 use blockyard_ring::Segments;
 
-use crate::nbd::server::{Server, good, simple};
+use crate::nbd_server::{Server, good, simple};
 
 use super::peer::{Scratch, qemu_img};
 use super::{Model, check, judged_by_qemu, on_image, on_image_with, write};

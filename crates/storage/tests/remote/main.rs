@@ -1,17 +1,16 @@
 //! The NBD client against a scripted server: correct, wrong, dying and silent.
 
-pub mod server;
+mod server;
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use blockyard_image::nbd::{self, Remote};
-use blockyard_image::{CacheMode, ImageFile, OpenOptions, Raw, Store};
 use blockyard_nbd::wire::{self, Headers, Request, chunk, cmd, errno};
 use blockyard_ring::{Executor, Segments};
-use blockyard_storage::Storage;
+use blockyard_storage::nbd::{self, Remote};
+use blockyard_storage::{CacheMode, ImageFile, OpenOptions, Storage, Store};
 
 use self::server::{Disk, SIZE, Script, Server, data, done, good, piece, simple};
 
@@ -30,14 +29,14 @@ const LONG: nbd::Options =
 fn on_image<T: 'static>(
     server: &Server,
     options: nbd::Options,
-    work: impl AsyncFnOnce(Raw<Store>) -> T + 'static,
+    work: impl AsyncFnOnce(Store) -> T + 'static,
 ) -> T {
     let options =
         OpenOptions { nbd: options, ..OpenOptions::new(server.uri(), false, CacheMode::None) };
     let file = ImageFile::open(&options).unwrap();
     let executor = Executor::new().unwrap();
-    let raw = Raw::open(&file, executor.handle()).unwrap();
-    executor.block_on(async move { work(raw).await }).unwrap()
+    let store = file.storage(executor.handle()).unwrap();
+    executor.block_on(async move { work(store).await }).unwrap()
 }
 
 /// Returns true if the bytes are those of the server's initial disk at `offset`.
@@ -58,24 +57,24 @@ fn all_kinds_of_headers_and_sizes() {
     for headers in [Headers::Simple, Headers::Structured, Headers::Extended] {
         let server =
             Server::start(headers, |_, _| (), script(|_, request, disk| Some(good(request, disk))));
-        on_image(&server, LONG, async |raw| {
+        on_image(&server, LONG, async |store| {
             for (offset, len) in
                 [(0, 512), (512, 4096), (3, 5), (100, 70_000), (0, SIZE), (SIZE - 512, 512)]
             {
-                let (segments, result) = raw.read(Segments::buffer(len as usize), offset).await;
+                let (segments, result) = store.read(Segments::buffer(len as usize), offset).await;
                 result.unwrap();
                 assert!(is_pattern(&segments, offset), "{offset}+{len}");
             }
-            raw.write(Segments::from_bytes(&[0xee; 3000]), 5000, true).await.1.unwrap();
-            let (segments, _) = raw.read(Segments::buffer(3000), 5000).await;
+            store.write(Segments::from_bytes(&[0xee; 3000]), 5000, true).await.1.unwrap();
+            let (segments, _) = store.read(Segments::buffer(3000), 5000).await;
             assert_eq!(
                 segments.find_difference(0, &Segments::from_bytes(&[0xee; 3000]), 0, 3000),
                 None
             );
-            raw.flush().await.unwrap();
-            let behind = raw.storage().write(Segments::buffer(512), SIZE, false).await.1;
+            store.sync().await.unwrap();
+            let behind = store.write(Segments::buffer(512), SIZE, false).await.1;
             assert!(behind.unwrap_err().to_string().contains("after the end"));
-            assert_eq!(raw.storage().len().await.unwrap(), SIZE);
+            assert_eq!(store.len().await.unwrap(), SIZE);
         });
     }
 }
@@ -100,9 +99,9 @@ fn many_chunks_in_any_order_and_holes() {
             Some(out)
         }),
     );
-    on_image(&server, LONG, async |raw| {
+    on_image(&server, LONG, async |store| {
         let segments = Segments::from_bytes(&[9; 65536]);
-        let (segments, result) = raw.read(segments, 8192).await;
+        let (segments, result) = store.read(segments, 8192).await;
         result.unwrap();
         assert!(is_pattern(&segments.slice(0, 16384), 8192));
         assert_eq!(segments.find_nonzero(16384, 16384), None);
@@ -200,11 +199,11 @@ fn ends_in_an_error(says: &'static str, headers: Headers, lie: Lie) {
     };
     let server = Server::start(headers, |_, _| (), script(answer));
     // The error names the wrong answer: the client has not waited for its timeout.
-    on_image(&server, TALKING, async move |raw| {
-        let mut error = raw.read(Segments::buffer(4096), 4096).await.1;
+    on_image(&server, TALKING, async move |store| {
+        let mut error = store.read(Segments::buffer(4096), 4096).await.1;
         if says.contains("without a request") && error.is_ok() {
             // The next request detects an error behind a correct answer.
-            error = raw.read(Segments::buffer(4096), 4096).await.1;
+            error = store.read(Segments::buffer(4096), 4096).await.1;
             if error.is_ok() {
                 return;
             }
@@ -213,7 +212,7 @@ fn ends_in_an_error(says: &'static str, headers: Headers, lie: Lie) {
         assert!(error.contains(says), "{says}: {error}");
         honest.store(true, Ordering::SeqCst);
         for _ in 0..1000 {
-            let (segments, result) = raw.read(Segments::buffer(4096), 4096).await;
+            let (segments, result) = store.read(Segments::buffer(4096), 4096).await;
             if result.is_ok() {
                 assert!(is_pattern(&segments, 4096));
                 return;
@@ -251,10 +250,10 @@ fn a_huge_length_is_not_allocated(headers: Headers, kind: u16) {
         Some(bytes)
     };
     let server = Server::start(headers, |_, _| (), script(answer));
-    on_image(&server, TALKING, async move |raw| {
-        let error = raw.read(Segments::buffer(512), 0).await.1.unwrap_err().to_string();
+    on_image(&server, TALKING, async move |store| {
+        let error = store.read(Segments::buffer(512), 0).await.1.unwrap_err().to_string();
         assert!(error.contains("answer") || error.contains("error of"), "{error}");
-        let error = raw.storage().next_data(0).await.unwrap_err().to_string();
+        let error = store.next_data(0).await.unwrap_err().to_string();
         assert!(error.contains("cannot be reached"), "{error}");
     });
 }
@@ -278,11 +277,12 @@ fn errors_of_the_server_are_returned_and_keep_the_connection() {
         }),
     );
     let connections = server.connections.clone();
-    on_image(&server, LONG, async move |raw| {
-        let error = raw.read(Segments::buffer(512), 4096).await.1.unwrap_err().to_string();
+    on_image(&server, LONG, async move |store| {
+        let error = store.read(Segments::buffer(512), 4096).await.1.unwrap_err().to_string();
         assert!(error.contains("I/O error (\"bad luck\")"), "{error}");
-        raw.read(Segments::buffer(512), 0).await.1.unwrap();
-        raw.discard(0, 4096).await.unwrap();
+        store.read(Segments::buffer(512), 0).await.1.unwrap();
+        let error = store.discard(0, 4096).await.unwrap_err();
+        assert_eq!(error.kind(), std::io::ErrorKind::Unsupported);
         assert_eq!(connections.load(Ordering::SeqCst), 1);
     });
 }
@@ -306,12 +306,12 @@ fn a_silent_server_costs_bounded_time() {
                 None
             }),
         );
-        on_image(&server, SHORT, async move |raw| {
-            let error = raw.read(Segments::buffer(4096), 0).await.1.unwrap_err().to_string();
+        on_image(&server, SHORT, async move |store| {
+            let error = store.read(Segments::buffer(4096), 0).await.1.unwrap_err().to_string();
             assert!(error.contains("cannot be reached"), "{error}");
             let start = Instant::now();
             for refused in 0..REFUSED {
-                raw.read(Segments::buffer(4096), 0).await.1.unwrap_err();
+                store.read(Segments::buffer(4096), 0).await.1.unwrap_err();
                 assert!(start.elapsed() < SOON, "only {refused} requests have failed");
             }
             drop(given_up);
@@ -337,18 +337,18 @@ fn requests_are_repeated_after_lost_connections() {
         }),
     );
     let connections = server.connections.clone();
-    on_image(&server, LONG, async move |raw| {
+    on_image(&server, LONG, async move |store| {
         for round in 0..20 {
             for at in 0..16 {
                 let offset = (round * 16 + at) % 32 * 4096;
-                let (segments, result) = raw.read(Segments::buffer(32768), offset).await;
+                let (segments, result) = store.read(Segments::buffer(32768), offset).await;
                 result.unwrap();
                 assert!(is_pattern(&segments, offset));
             }
         }
         assert_eq!(connections.load(Ordering::SeqCst), 8);
-        raw.flush().await.unwrap();
-        assert!(raw.storage().lost().is_none(), "nothing was written");
+        store.sync().await.unwrap();
+        assert!(store.lost().is_none(), "nothing was written");
     });
 }
 
@@ -369,10 +369,10 @@ fn an_idle_connection_is_reconnected_once() {
     let file = ImageFile::open(&options).unwrap();
     let executor = Executor::new().unwrap();
     let handle = executor.handle().clone();
-    let raw = Raw::open(&file, &handle).unwrap();
+    let store = file.storage(&handle).unwrap();
     let test = async move {
         for round in 1..=2 {
-            let (segments, result) = raw.read(Segments::buffer(4096), 8192).await;
+            let (segments, result) = store.read(Segments::buffer(4096), 8192).await;
             result.unwrap();
             assert!(is_pattern(&segments, 8192));
             let before = connections.load(Ordering::SeqCst);
@@ -391,7 +391,7 @@ fn an_idle_connection_is_reconnected_once() {
             assert_eq!(connections.load(Ordering::SeqCst), before + 2, "the client's and this one");
             idle.serve();
         }
-        assert!(raw.storage().lost().is_none(), "nothing was written");
+        assert!(store.lost().is_none(), "nothing was written");
     };
     executor.block_on(test).unwrap();
 }
@@ -410,20 +410,20 @@ fn unflushed_writes_are_lost_with_the_connection() {
                 if now.swap(false, Ordering::SeqCst) { None } else { Some(good(request, disk)) }
             }),
         );
-        on_image(&server, LONG, async move |raw| {
-            raw.write(Segments::from_bytes(&[1; 512]), 0, false).await.1.unwrap();
+        on_image(&server, LONG, async move |store| {
+            store.write(Segments::from_bytes(&[1; 512]), 0, false).await.1.unwrap();
             if flushed {
-                raw.flush().await.unwrap();
+                store.sync().await.unwrap();
             }
             closes.store(true, Ordering::SeqCst);
             // An unanswered write is sent again, unless earlier writes are lost.
-            let write = raw.write(Segments::from_bytes(&[2; 512]), 512, false).await.1;
-            assert_eq!((write.is_ok(), raw.flush().await.is_ok()), (flushed, flushed));
-            assert_eq!(raw.storage().lost().is_none(), flushed);
-            let (segments, result) = raw.read(Segments::buffer(512), 0).await;
+            let write = store.write(Segments::from_bytes(&[2; 512]), 512, false).await.1;
+            assert_eq!((write.is_ok(), store.sync().await.is_ok()), (flushed, flushed));
+            assert_eq!(store.lost().is_none(), flushed);
+            let (segments, result) = store.read(Segments::buffer(512), 0).await;
             result.unwrap();
             assert_eq!(segments.find_difference(0, &Segments::from_bytes(&[1; 512]), 0, 512), None);
-            let late = raw.write(Segments::from_bytes(&[3; 512]), 0, true).await.1;
+            let late = store.write(Segments::from_bytes(&[3; 512]), 0, true).await.1;
             assert_eq!(late.is_ok(), flushed);
             if let Err(e) = late {
                 assert!(e.to_string().contains("since the last flush may be lost"), "{e}");
@@ -447,10 +447,10 @@ fn a_server_silent_during_a_write_is_lost() {
             Some(good(request, disk))
         }),
     );
-    on_image(&server, SHORT, async move |raw| {
-        let error = raw.write(Segments::buffer(512), 0, false).await.1.unwrap_err().to_string();
+    on_image(&server, SHORT, async move |store| {
+        let error = store.write(Segments::buffer(512), 0, false).await.1.unwrap_err().to_string();
         assert!(error.contains("not answered a write"), "{error}");
-        assert!(raw.flush().await.is_err() && raw.storage().lost().is_some());
+        assert!(store.sync().await.is_err() && store.lost().is_some());
         drop(given_up);
     });
 }
@@ -477,8 +477,8 @@ fn an_export_that_changed_is_not_used_after_a_reconnect() {
             ),
         );
         let says = says.clone();
-        on_image(&server, TALKING, async move |raw| {
-            let error = raw.read(Segments::buffer(512), 0).await.1.unwrap_err().to_string();
+        on_image(&server, TALKING, async move |store| {
+            let error = store.read(Segments::buffer(512), 0).await.1.unwrap_err().to_string();
             assert!(error.contains(what), "{error}");
             *says.lock().unwrap() = error;
         });
