@@ -216,7 +216,9 @@ fn a_reload_changes_which_clients_may_use_a_disk() {
         let path = fixture.configure("tls-required = true");
         let config = std::fs::read_to_string(&path).unwrap();
         std::fs::write(&path, config.replace("tls-allow = [\"VM1.example\"]", names)).unwrap();
-        reload(&daemon, expected)
+        let logged = reload(&daemon, "reloaded: ");
+        assert!(logged.contains(expected), "{expected}: {logged}");
+        logged
     };
     let allow = |names: &str| configure(names, "changed without closing it: tls-allow: ");
     allow("tls-allow = [\"vm1.example\", \"vm2.example\"]");
