@@ -132,7 +132,7 @@ pub struct LoadOptions {
     /// Process of the back end: measures its CPU time
     #[arg(long, value_name = "PID", conflicts_with = "file")]
     pub backend_pid: Option<u32>,
-    /// When the back end goes away: connect again for up to 10 seconds, and go on
+    /// When the back end goes away: connect again for up to 60 seconds, and go on
     #[arg(long, conflicts_with_all = ["file", "nbd"])]
     pub reconnect: bool,
     /// Seconds without a completion, or without an answer from the back end (at most 10), after

@@ -12,7 +12,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::RecvTimeoutError;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
@@ -213,6 +213,8 @@ impl Connection {
         }
         let ask = VhostUserInflight::new(0, 0, queues, queue_size);
         let (layout, file) = self.frontend.get_inflight_fd(&ask).context("GET_INFLIGHT_FD")?;
+        // Other programs that this process starts must not inherit it.
+        rustix::io::fcntl_setfd(&file, rustix::io::FdFlags::CLOEXEC)?;
         Ok(Some(Inflight { layout, file }))
     }
 
@@ -361,13 +363,18 @@ fn connect(path: &Path, limit: Duration) -> Result<UnixStream> {
         SocketFlags::CLOEXEC,
         None,
     )?;
-    let limit = limit.max(Duration::from_millis(1));
-    sockopt::set_socket_timeout(&socket, sockopt::Timeout::Send, Some(limit))?;
-    match rustix::net::connect(&socket, &SocketAddrUnix::new(path)?) {
-        Err(rustix::io::Errno::AGAIN) => {
-            anyhow::bail!("the back end accepted no connection for {limit:?}")
+    let deadline = Instant::now() + limit;
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let left = left.max(Duration::from_millis(1));
+        sockopt::set_socket_timeout(&socket, sockopt::Timeout::Send, Some(left))?;
+        match rustix::net::connect(&socket, &SocketAddrUnix::new(path)?) {
+            Err(rustix::io::Errno::INTR) => {}
+            Err(rustix::io::Errno::AGAIN) => {
+                anyhow::bail!("the back end accepted no connection for {limit:?}")
+            }
+            result => break result?,
         }
-        result => result?,
     }
     sockopt::set_socket_timeout(&socket, sockopt::Timeout::Send, None)?;
     Ok(socket.into())

@@ -49,7 +49,7 @@ impl Default for Plan {
             wanted: feature::GUEST,
             required: 0,
             protocol: PROTOCOL,
-            answer_limit: Duration::from_secs(10),
+            answer_limit: Duration::from_secs(60),
         }
     }
 }

@@ -44,7 +44,7 @@ mod tests {
         use std::time::{Instant, SystemTime, UNIX_EPOCH};
         let (begin, real) = (Instant::now(), SystemTime::now());
         let (thread, process) = (Clock::Thread.read(), Clock::Process.read());
-        let (monotonic, coarse) = (Clock::Monotonic.read(), Clock::CoarseMonotonic.read());
+        let (coarse, monotonic) = (Clock::CoarseMonotonic.read(), Clock::Monotonic.read());
         assert!(thread <= process && coarse <= monotonic, "{thread:?} {process:?}");
         let since = real.duration_since(UNIX_EPOCH).unwrap();
         let tick = Clock::CoarseRealtime.read();

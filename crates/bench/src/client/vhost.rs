@@ -23,7 +23,7 @@ use super::workload::Pattern;
 use super::{LoadOptions, LoadSetup};
 
 /// Maximum time to wait for the next back end after one has disconnected.
-const AWAY: Duration = Duration::from_secs(10);
+const AWAY: Duration = Duration::from_secs(60);
 /// Interval at which the supervisor checks the progress of the workers.
 const WATCH: Duration = Duration::from_millis(250);
 

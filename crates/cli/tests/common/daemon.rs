@@ -362,13 +362,14 @@ fn switches(process: u32) -> BTreeMap<String, (u64, u64)> {
     let tasks = std::fs::read_dir(format!("/proc/{process}/task")).unwrap();
     let count = |task: std::io::Result<std::fs::DirEntry>| {
         let path = task.unwrap().path();
-        let status = std::fs::read_to_string(path.join("status")).unwrap();
+        // The thread may have ended.
+        let status = std::fs::read_to_string(path.join("status")).ok()?;
         let field = |name: &str| {
             status.lines().find_map(|l| l.strip_prefix(name)).unwrap().trim().to_string()
         };
         let count = |name: &str| field(name).parse().unwrap();
         let thread = format!("{} {}", path.file_name().unwrap().to_string_lossy(), field("Name:"));
-        (thread, (count("voluntary_ctxt_switches:"), count("nonvoluntary_ctxt_switches:")))
+        Some((thread, (count("voluntary_ctxt_switches:"), count("nonvoluntary_ctxt_switches:"))))
     };
-    tasks.map(count).collect()
+    tasks.filter_map(count).collect()
 }

@@ -185,7 +185,7 @@ fn a_new_server_without_room_for_a_front_ends_memory_leaves_the_old_one_serving(
     let done = ctl(&case, &["upgrade", "--binary", poor.to_str().unwrap()]);
     assert!(!done.status.success(), "{}", done.out);
     assert!(done.err.contains("not upgraded"), "{}", done.err);
-    assert!(daemon.log().contains("may map at most"), "{}", daemon.log());
+    daemon.wait_log("may map at most");
     works(&mut guest, 1);
     works(&mut other, 2);
     let second = upgrade(&case, daemon.pid() as i32);

@@ -51,6 +51,7 @@ fn is_killed_at(holder: &Daemon, moment: Moment, n: usize, work: impl FnOnce()) 
     let attached = lines.find(|line| line.contains("attached") || line.contains("ptrace"));
     assert!(attached.is_some_and(|line| line.contains("attached")), "strace cannot attach");
     work();
+    until("the holder has a server", SOON, || holder.kept().is_some());
     let is_killed = holder.kept() != server;
     if !is_killed {
         kill_process(Pid::from_child(&strace), Signal::TERM).unwrap();

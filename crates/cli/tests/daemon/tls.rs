@@ -381,7 +381,7 @@ fn tls_is_closed_before_the_connection() {
             }
             _ => assert_eq!(OptionReply::parse(last).unwrap().reply, rep::ACK),
         }
-        assert_eq!(stream.read(&mut [0]).unwrap(), 0);
+        assert_eq!(stream.read_to_end(&mut Vec::new()).unwrap(), 0);
     }
     daemon.stop();
 }

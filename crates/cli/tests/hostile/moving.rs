@@ -391,6 +391,7 @@ fn until_disconnected(guest: &Guest) {
     match guest.connection.socket().read(&mut [0]) {
         Ok(0) => {}
         Err(e) if e.kind() == ErrorKind::ConnectionReset => {}
+        Err(e) if e.kind() == ErrorKind::Interrupted => until_disconnected(guest),
         other => panic!("not disconnected: {other:?}"),
     }
 }

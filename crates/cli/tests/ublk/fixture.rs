@@ -99,7 +99,7 @@ load() { # ARGUMENTS...
 
 # The same in the background, until it receives a signal. (The limit is for a load that nothing ends.)
 begin_load() { # ARGUMENTS...
-    load --time_based --runtime=100 --verify_backlog=64 "$@" >/dev/null &
+    load --time_based --runtime=1000 --verify_backlog=64 "$@" >/dev/null &
     load=$!
 }
 

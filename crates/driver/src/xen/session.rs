@@ -32,7 +32,7 @@ impl Plan {
         while terms.abi.entries(terms.ring_pages()) < u32::from(slots) {
             terms.order = Some(terms.order.unwrap_or(0) + 1);
         }
-        Plan { terms, slots, data_len, limit: Duration::from_secs(10) }
+        Plan { terms, slots, data_len, limit: Duration::from_secs(60) }
     }
 }
 

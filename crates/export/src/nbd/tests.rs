@@ -91,6 +91,7 @@ fn bytes<const N: usize>(stream: &mut UnixStream) -> [u8; N] {
 fn is_disconnected(stream: &mut UnixStream) -> bool {
     match stream.read(&mut [0; 1]) {
         Ok(n) => n == 0,
+        Err(e) if e.kind() == io::ErrorKind::Interrupted => is_disconnected(stream),
         Err(e) => e.kind() == io::ErrorKind::ConnectionReset,
     }
 }

@@ -170,6 +170,17 @@ fn written_zeroes_come_in_aligned_pieces() {
 }
 
 #[test]
+fn a_discard_that_the_storage_does_not_support_is_no_error() {
+    for (kind, ignored) in [(io::ErrorKind::Unsupported, true), (io::ErrorKind::Other, false)] {
+        let disk = SimDisk::new(SimImage::zeroed(8 << 20), SimConfig::new(1));
+        disk.fail(blockyard_storage::sim::Fault::new(OpKind::Discard, kind).always());
+        let raw = Raw::on(disk, BLOCKS);
+        let done = run(async move { raw.discard(0, 1 << 20).await });
+        assert_eq!(done.is_ok(), ignored, "{done:?}");
+    }
+}
+
+#[test]
 fn fast_zeroes_are_never_written_as_data() {
     let disk = SimDisk::new(SimImage::zeroed(8 << 20), SimConfig::new(1));
     disk.fail(
