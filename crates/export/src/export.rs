@@ -7,8 +7,11 @@ use blockyard_ring::parcel::Parcel;
 
 use crate::client::Client;
 
-/// How long clients have to take their last answers when an export stops.
+/// How long an export that stops may wait for clients, the kernel and other programs.
 pub const STOP_TIME: Duration = Duration::from_secs(10);
+
+/// How long such a wait may last at least, if it begins after the storage has answered late.
+pub(crate) const GRACE: Duration = Duration::from_secs(2);
 
 /// Why a client was disconnected, in reports.
 pub(crate) const BY_OPERATOR: &str = "an operator disconnected it";
@@ -29,10 +32,10 @@ pub trait Export: Send {
     fn resize(&mut self);
 
     /// Stops the export: takes no more requests, and answers the requests that were taken. Requests
-    /// that wait for a throttle are admitted at once. Waits for clients, the kernel and other
-    /// programs until `deadline` at most, and then ends without them. Requests that the storage
-    /// works on have no deadline, because they use the memory of clients. A second call does
-    /// nothing.
+    /// that wait for a throttle are admitted at once. Requests that the storage works on have no
+    /// deadline, because they use the memory of clients. Waits for clients, the kernel and other
+    /// programs end at `deadline`, or [`GRACE`] after the storage has answered. A call of another
+    /// program that has begun keeps its own limit. A second call does nothing.
     fn stop(&mut self, deadline: Instant);
 
     /// Returns why the export cannot be handed over to another server, if it cannot.

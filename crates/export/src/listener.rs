@@ -98,6 +98,13 @@ impl Listener {
         Self::unpack(serde_json::from_slice(&parcel.bytes)?, &mut Unpacked::new(parcel.fds))
     }
 
+    /// Makes this process the peer that clients see of a socket of another server. (The peer is the
+    /// process that called listen last.)
+    pub fn become_peer(&self) -> io::Result<()> {
+        // -1: the longest queue that the kernel allows.
+        self.sockets.iter().try_for_each(|socket| Ok(rustix::net::listen(socket, -1)?))
+    }
+
     /// Makes drop leave the socket file, because another server continues to listen.
     pub(crate) fn keep_file(&self) {
         self.keeps_file.store(true, Ordering::Relaxed);

@@ -126,9 +126,9 @@ impl Uri {
 /// What is wrong with a part of a URI.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 enum PartError {
-    #[error("the port is none")]
+    #[error("the port must be 1 to 65535")]
     Port,
-    #[error("the host is none")]
+    #[error("the host is no name and no address")]
     Host,
     #[error("a % is not followed by two hexadecimal digits")]
     Escape,

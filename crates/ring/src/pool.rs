@@ -24,7 +24,7 @@ pub type Task<C> = Box<dyn FnOnce(&C) + Send>;
 /// A pool of threads. See the module documentation.
 pub struct Pool<C = ()>(Arc<Shared<C>>);
 
-/// A task that is not in the pool, because the kernel refuses to start its first thread.
+/// A task that is not in the pool, because the kernel refuses to start a thread for it.
 pub struct Refused<C> {
     pub error: io::Error,
     pub task: Task<C>,
@@ -77,6 +77,17 @@ impl<C: Default + 'static> Pool<C> {
 
     /// Runs `task` on a thread of the pool, after earlier tasks.
     pub fn run(&self, task: Task<C>) -> Result<(), Refused<C>> {
+        self.begin(task, |threads| threads > 0)
+    }
+
+    /// Like [`Pool::run`], for a task that must not wait for the end of others: refuses it if it
+    /// needs a new thread and none can start.
+    pub fn run_now(&self, task: Task<C>) -> Result<(), Refused<C>> {
+        self.begin(task, |_| false)
+    }
+
+    /// `may_wait`: whether the task may wait for one of this number of threads.
+    fn begin(&self, task: Task<C>, may_wait: impl FnOnce(usize) -> bool) -> Result<(), Refused<C>> {
         let mut queue = self.0.queue();
         queue.tasks.push_back(task);
         if queue.tasks.len() <= queue.idle {
@@ -91,7 +102,7 @@ impl<C: Default + 'static> Pool<C> {
         match threads::spawn(builder, move || shared.work()) {
             Ok(_) => queue.threads += 1,
             // The existing threads do the work.
-            Err(_) if queue.threads > 0 => {}
+            Err(_) if may_wait(queue.threads) => {}
             Err(error) => {
                 let task = queue.tasks.pop_back().expect("the lock is held since the push");
                 return Err(Refused { error, task });

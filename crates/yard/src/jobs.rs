@@ -25,7 +25,7 @@ const MAX_ENDED: usize = 64;
 pub(crate) struct Jobs {
     all: Mutex<Vec<Job>>,
     numbers: AtomicU64,
-    /// Has a thread for each job that may run, so that no job waits.
+    /// Has a thread for each job that may run. A job must not wait for another one.
     pool: Pool,
     observer: Option<Arc<dyn Observer>>,
 }
@@ -68,7 +68,7 @@ impl Jobs {
         let job = Job::new(number, name, disk, kind);
         let (running_job, disk, observer) = (job.clone(), disk.clone(), self.observer.clone());
         let task = move |(): &()| run(&running_job, &disk, observer.as_deref());
-        let started = self.pool.run(Box::new(task));
+        let started = self.pool.run_now(Box::new(task));
         started.map_err(|Refused { error: source, .. }| YardError::Thread {
             disk: name.into(),
             source,

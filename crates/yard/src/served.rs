@@ -136,8 +136,8 @@ impl ServedDisk {
     fn end(mut self, context: &Context, close: fn(&Arc<Disk>, &Reactors) -> bool) -> Ended {
         let reactors = &context.reactors;
         context.jobs.end(&self.disk);
-        let deadline = Instant::now() + STOP_TIME;
-        self.exports.iter_mut().for_each(|export| export.stop(deadline));
+        // The storage may have answered the requests of an earlier export late.
+        self.exports.iter_mut().for_each(|export| export.stop(Instant::now() + STOP_TIME));
         let (statistics, policies) = statistics(&self.disk, reactors);
         let is_flushed = close(&self.disk, reactors);
         Ended {

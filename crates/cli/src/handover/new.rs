@@ -28,7 +28,7 @@ use crate::server::Server;
 /// The connection to the old server, which has agreed to hand its disks over.
 pub struct Takeover {
     peer: Peer,
-    /// The process of the old server, if it has a number here.
+    /// The process of the old server. None: it has ended, or is in another PID namespace.
     old: Option<OwnedFd>,
     offered: Vec<Offered>,
     sockets: HashMap<String, Parcel>,
@@ -156,7 +156,8 @@ impl Takeover {
         // holder has started another server, and this one must end.
         holder::announce_surely().context("announcing this server to the holder")?;
         if let Err(e) = self.peer.send(&FromNew::Serves) {
-            // A server that lives has given up, and takes its disks back after the end of this one.
+            // If the old server is alive, it has given up. It serves its disks again after this
+            // process ends.
             let lives = |old| has_ended(old, DYING).is_ok_and(|has_ended| !has_ended);
             if self.old.as_ref().is_some_and(lives) {
                 bail!("the old server waits no longer: {e}");

@@ -430,6 +430,8 @@ impl Control {
     }
 
     pub fn start(listener: Listener, server: Arc<Server>) -> anyhow::Result<Control> {
+        // The next server must know this process, not the one that made the socket.
+        listener.become_peer()?;
         let listener = Arc::new(listener);
         let offered = listener.clone();
         server.hand_overs.offer("control", move || offered.to_parcel());

@@ -100,7 +100,10 @@ old = socket.socket(fileno=os.dup(0))
 above, below = socket.socketpair()
 new = os.pidfd_open(os.getpid())
 if os.fork():
-    os.dup2(socket.recv_fds(above, 1, 1)[1][0], 0)
+    below.close()
+    fd = socket.recv_fds(above, 1, 1)[1][0]
+    os.dup2(fd, 0)
+    os.close(fd)
     os.execv(sys.argv[3], sys.argv[3:])
 os.close(0)
 # The new server asks whether its peer lives. The peer is the process that makes the pair.

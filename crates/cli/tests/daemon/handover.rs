@@ -77,6 +77,12 @@ impl Case {
         assert!(new.became_ready(), "{}\n---- old ----\n{}", new.log(), old.log());
         let status = old.ended(SOON);
         assert!(status.success(), "{status}: {}", old.log());
+        // A server that takes over asks whether its peer lives.
+        let peer = || {
+            let control = UnixStream::connect(&self.control).unwrap();
+            blockyard_ring::host::peer(&control).unwrap().process
+        };
+        until("the new server is the peer", SOON, || peer() == Some(new.pid() as i32));
         new
     }
 

@@ -291,15 +291,20 @@ pub fn clients(reactors: &Reactors, disk: &Arc<Disk>) -> Vec<Client> {
 /// clients that have not read the replies at `deadline`, or in [`LAST_ANSWERS`].
 pub fn end(reactors: &Reactors, disk: &Arc<Disk>, deadline: Instant) {
     let deadline = deadline.min(Instant::now() + LAST_ANSWERS);
-    for reactor in reactors.all() {
+    let begin = |reactor: &Remote| {
         let disk = disk.clone();
-        reactor.ask(move |handle, reply| {
+        reactor.ask_later(move |handle, reply| {
             let asking = handle.clone();
             handle.spawn(async move {
                 end_here(&asking, &disk, deadline).await;
                 reply.send(());
             });
-        });
+        })
+    };
+    // Starts all ends before it waits, because the clients of each reactor share one deadline.
+    let ends: Vec<_> = reactors.all().map(begin).collect();
+    for end in ends {
+        let _ = end.wait();
     }
 }
 

@@ -13,6 +13,7 @@ use blockyard_ring::ublk::{CLASS, Control, NumberLock};
 use rustix::io::Errno;
 
 use super::{MAX_WAIT, UblkError, UblkOptions};
+use crate::export::GRACE;
 use crate::fingerprint;
 
 /// A number that no device has. A server holds the lock on this number while it adds a device.
@@ -206,14 +207,15 @@ pub(super) fn begin(control: &mut Control, info: &DeviceInfo) -> io::Result<()> 
     }
 }
 
-/// Takes the device from its server, after its requests or at `deadline`. Without this command of
-/// the kernel, the device loses its server only when this process ends.
+/// Asks the driver to take the device from this server. Fails if that takes until `deadline`.
+/// Without this command of the kernel, the device loses its server only when this process ends.
 pub(super) fn quiesce(
     control: &mut Control,
     info: &DeviceInfo,
     deadline: Instant,
 ) -> io::Result<()> {
-    let left = deadline.saturating_duration_since(Instant::now()).min(MAX_WAIT);
+    // For the driver 0 is no limit.
+    let left = deadline.saturating_duration_since(Instant::now()).clamp(GRACE, MAX_WAIT);
     control.quiesce(info, left.as_millis() as u64)
 }
 
@@ -224,7 +226,8 @@ pub(super) fn quiesce(
 /// flight then leaves such a command when it is committed, and the command keeps the device open.
 /// So the quiesce command is repeated.
 pub(super) fn wait_quiesced(control: &mut Control, info: &DeviceInfo, deadline: Instant) -> bool {
-    let deadline = deadline.min(Instant::now() + MAX_WAIT);
+    let now = Instant::now();
+    let deadline = deadline.clamp(now + GRACE, now + MAX_WAIT);
     let mut pause = Duration::from_millis(1);
     while control.info(info.id).is_ok_and(|info| info.state == abi::S_LIVE) {
         if Instant::now() > deadline {

@@ -20,6 +20,7 @@ use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Instant;
 
 use blockyard_disk::Disk;
 use blockyard_ring::xen::{Host, Node, Store, StoreError};
@@ -29,6 +30,7 @@ use super::nodes::{FrontSetup, KIND, MAX_QUEUES, NodeError, Paths, QueueKeys, SE
 use super::queue::{Counts, Data, QueueHandle, QueueSetup, Shared};
 use super::reopen::Reopen;
 use super::{COUNTED, Control, Name, XenData, XenError, XenOptions, own_domain};
+use crate::export::GRACE;
 use crate::start::StartError;
 use crate::{Client, Reactors};
 
@@ -119,7 +121,7 @@ impl Device {
         };
         self.disconnect();
         if let Some(deadline) = *self.control.deadline() {
-            self.store.limit(deadline);
+            self.store.set_limit(deadline.max(Instant::now() + GRACE));
         }
         if gone && self.remove_nodes() {
             self.remove_records();

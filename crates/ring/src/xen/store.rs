@@ -88,7 +88,7 @@ pub struct Store {
     last: u32,
     events: BTreeSet<String>,
     broken: bool,
-    /// The time of the last wait; see [`Store::limit`].
+    /// The time after which no call waits; see [`Store::set_limit`].
     limit: Option<Instant>,
 }
 
@@ -207,8 +207,8 @@ impl Store {
         Store { file, last: 0, events: BTreeSet::new(), broken: false, limit: None }
     }
 
-    /// Waits for no reply after `deadline`, from the next call on.
-    pub fn limit(&mut self, deadline: Instant) {
+    /// Limits the waits of later calls to `deadline`.
+    pub fn set_limit(&mut self, deadline: Instant) {
         self.limit = Some(deadline);
     }
 

@@ -41,7 +41,7 @@ pub enum EntryError {
     #[error("the offset is not aligned to a cluster")]
     Unaligned,
     #[error("the offset lies beyond 2^56")]
-    Beyond,
+    BeyondLimit,
     #[error("it lies beyond the end of the file")]
     BeyondFile,
     #[error("another entry points to the same block")]
@@ -131,7 +131,7 @@ pub fn refcount_block(word: u64, layout: EntryFormat) -> Result<Option<u64>, Ent
         return Err(EntryError::Unaligned);
     }
     if word >= MAX_OFFSET {
-        return Err(EntryError::Beyond);
+        return Err(EntryError::BeyondLimit);
     }
     Ok((word != 0).then_some(word))
 }
