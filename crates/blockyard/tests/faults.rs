@@ -140,12 +140,7 @@ fn a_map_that_is_silent_is_not_waited_for() {
     assert_eq!(neighbour.read(0, 4096), [5; 4096]);
     // The target answers again: the late answer is not used, the next one is.
     (0..2).for_each(|_| release.send(()).unwrap());
-    // A busy machine may delay an answer for longer than the limit.
-    let next = std::iter::repeat_with(|| {
-        let _ = release.try_send(());
-        guest.try_read(4096, 4096)
-    });
-    assert_eq!(next.take(60).find_map(Result::ok), Some(vec![0; 4096]));
+    assert_eq!(guest.read(4096, 4096), [0; 4096]);
     drop((guest, release));
     assert!(yard.remove("silent").unwrap().is_flushed);
 }

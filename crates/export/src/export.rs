@@ -34,7 +34,7 @@ pub trait Export: Send {
     /// Stops the export: takes no more requests, and answers the requests that were taken. Requests
     /// that wait for a throttle are admitted at once. Requests that the storage works on have no
     /// deadline, because they use the memory of clients. Waits for clients, the kernel and other
-    /// programs end at `deadline`, or [`GRACE`] after the storage has answered. A call of another
+    /// programs end at `deadline`, or at most 5 s after the storage has answered. A call of another
     /// program that has begun keeps its own limit. A second call does nothing.
     fn stop(&mut self, deadline: Instant);
 

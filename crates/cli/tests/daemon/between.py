@@ -6,7 +6,7 @@ Usage: between.py MESSAGE VICTIM PROGRAM ARGUMENT...
               stops, and the old one is killed. format: none, and the parcels of the message have a
               newer format. A path: the process that the file names; the message arrives when it has
               ended
-    PROGRAM   the new server, which this process becomes. A child relays, in place of the old server
+    PROGRAM   the new server, which this process becomes. A child relays for the old server.
 Standard input is the connection to the old server, which is the parent of this process.
 """
 

@@ -14,13 +14,13 @@ use blockyard_ring::xen::{Host, Machine};
 use crate::lines;
 
 pub const LIMIT: Duration = Duration::from_secs(60);
+/// Number of the device `xvda`.
+pub const XVDA: u32 = 51712;
 
 /// Returns the deadline of a call that begins now.
 pub fn soon() -> Instant {
     Instant::now() + LIMIT
 }
-/// Number of the device `xvda`.
-pub const XVDA: u32 = 51712;
 
 /// A back end: machine, reactor and disk.
 pub struct Setup {
