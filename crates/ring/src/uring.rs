@@ -159,15 +159,20 @@ pub(crate) struct Uring {
     left: usize,
 }
 
-/// Returns the CPU affinity of the kernel's worker threads (for fdatasync, and writes that
-/// allocate): no CPU at all.
+/// Returns the CPUs of the calling thread, for the kernel's worker threads (for fdatasync, and
+/// writes that allocate).
 ///
-/// The kernel keeps the last idle worker of a ring for ever and wakes it every 5 s, unless that
-/// worker runs on a CPU outside this set; then the worker exits. When there is work, the kernel
-/// creates a new one, on the CPUs of this thread.
-fn no_cpu() -> libc::cpu_set_t {
-    // SAFETY: all zeroes is a valid value of this plain C bit set, the empty set.
-    unsafe { std::mem::zeroed() }
+/// Not the empty set, although idle workers would end then. The kernel keeps the last worker of a
+/// ring, and wakes it every 5 s. If it ends instead, it can end while an operation is given to it,
+/// and that operation never completes: from Linux 6.4 on, io-wq counts on each worker that is still
+/// in the list of idle ones. A flush was lost so.
+fn own_cpus() -> libc::cpu_set_t {
+    // SAFETY: all zeroes is a valid value of this plain C bit set.
+    let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
+    // SAFETY: the kernel writes at most the size of `set`. If it fails, `set` stays empty, and the
+    // kernel has a default.
+    unsafe { libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), &mut set) };
+    set
 }
 
 impl Uring {
@@ -202,7 +207,7 @@ impl Uring {
                 Vec::new()
             }
         };
-        let _ = ring.submitter().register_iowq_aff(&no_cpu());
+        let _ = ring.submitter().register_iowq_aff(&own_cpus());
         // A zero: the number of workers for files stays.
         let _ = ring.submitter().register_iowq_max_workers(&mut [0, MOST_SOCKET_WORKERS]);
         let entrance = Entrance::new(&ring);
