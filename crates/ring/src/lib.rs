@@ -12,6 +12,7 @@
 //!   memory     guest memory: regions, slices, bounds    segments  an iovec, and its memory's owner
 //!   buffers    guest memory registered with io_uring    fault     SIGBUS in shared memory
 //!   mapper     which files of front ends are mapped     quota     limits on the mapped bytes
+//!   memory_file  what such a file is stored in
 //!   dirty_log  marks guest memory that was written, for live migration
 //!   nbd_device the kernel's NBD client                  xen       xenstore, event channels, grants
 //!   pool       bounded threads for work that may block  workers   calls that an executor awaits
@@ -58,6 +59,7 @@ pub mod join;
 mod locals;
 mod mapper;
 pub mod memory;
+mod memory_file;
 mod meter;
 pub mod nbd_device;
 mod operation;
@@ -95,8 +97,9 @@ pub use executor::{Executor, Handle};
 pub use fault::MemoryAlarm;
 pub use fault::install as survive_lost_memory;
 pub use file::{LockedFile, OpenMode, UringFile, write_back_rate};
-pub use mapper::{Mapper, MemoryFile};
+pub use mapper::Mapper;
 pub use memory::{GuestMemory, MemoryError, Region, SharedSlice};
+pub use memory_file::MemoryFile;
 pub use meter::Meter;
 pub use policy::slow_calls::{CallMode, SlowCallCounters, SlowCallFigures, SlowCalls};
 pub use policy::{Latest, WriteFigures, later};

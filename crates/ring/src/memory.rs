@@ -21,7 +21,7 @@ use std::sync::atomic::{AtomicU16, AtomicU32, AtomicUsize, Ordering};
 use rustix::mm::{MapFlags, ProtFlags};
 
 use crate::fault::{Guard, MemoryAlarm};
-use crate::mapper::MemoryFile;
+use crate::memory_file::MemoryFile;
 use crate::quota::{Account, Charge, Exceeded};
 use crate::xen::Release;
 
