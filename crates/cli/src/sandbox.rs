@@ -56,6 +56,9 @@ const READ_BY_ROOT: [&str; 16] = [
     "ssl/certs",
 ];
 
+/// Most programs of `exec:` images that start at the same time.
+const PROGRAMS_AT_A_TIME: usize = 16;
+
 /// What the server does, as far as the sandbox depends on it.
 pub struct Needs<'a> {
     pub config: &'a Config,
@@ -139,20 +142,28 @@ pub fn enter(args: &SandboxArgs, needs: &Needs<'_>) -> Result<(), Failure> {
 /// Starts the programs of `exec:` images that no other server has started. Returns the files in
 /// which the data of all programs lie.
 fn start_programs(needs: &Needs<'_>) -> anyhow::Result<Vec<PathBuf>> {
-    let mut files = Vec::new();
+    let (mut files, mut names) = (Vec::new(), Vec::new());
     for disk in &needs.config.disks {
         let Some((scheme, name)) = Source::scheme_of(&disk.image) else { continue };
         if scheme.program(name).is_none() {
             continue;
         }
-        if let Some(running) =
-            needs.takeover.and_then(|takeover| takeover.program(&disk.name(), name))
-        {
-            files.extend_from_slice(running);
-            continue;
+        match needs.takeover.and_then(|takeover| takeover.program(&disk.name(), name)) {
+            Some(running) => files.extend_from_slice(running),
+            None => names.push(name),
         }
-        let started = exec::start_early(name);
-        files.extend(started.map_err(|e| anyhow::anyhow!("image {name}: {e}"))?);
+    }
+    // A program may take its time to be ready.
+    for some in names.chunks(PROGRAMS_AT_A_TIME) {
+        let started: Vec<_> = std::thread::scope(|scope| {
+            let starts: Vec<_> =
+                some.iter().map(|name| scope.spawn(|| exec::start_early(name))).collect();
+            starts.into_iter().map(|start| start.join()).collect()
+        });
+        for (name, started) in some.iter().zip(started) {
+            let started = started.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            files.extend(started.map_err(|e| anyhow::anyhow!("image {name}: {e}"))?);
+        }
     }
     Ok(files)
 }

@@ -27,7 +27,7 @@
 //!   sandbox    files and system calls of a server   threads   starts threads in a sandbox
 //!   holder     a process that keeps descriptors for a server, and starts it again
 //!   witness    a process outside the sandbox        holders   processes that have locked a file
-//!   user       the user that a server runs as
+//!   user       the user that a server runs as      child     processes that signals do not end
 //! ```
 //!
 //! In: memory addresses and offsets in bytes, to which the caller has given a meaning. Out:
@@ -42,6 +42,7 @@
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
 pub mod buffers;
+pub mod child;
 mod clock;
 mod compute;
 mod dirty_log;

@@ -27,6 +27,8 @@ use crate::target::map::{Discard, Extent, Map, Question};
 const PIECE: usize = 64 << 10;
 /// Most bytes that wait for a program to read them.
 const MOST_UNREAD: usize = 16 << 20;
+/// Most invalidations of a program that wait for requests.
+const MOST_INVALIDATIONS: u32 = 1024;
 
 /// The map of a program.
 pub(crate) struct Program(Rc<Inner>);
@@ -45,6 +47,7 @@ struct Inner {
     /// Number of tasks that use the socket, or will send a line.
     tasks: Cell<u32>,
     task_ended: Signal,
+    invalidations: Cell<u32>,
     calls: RefCell<HashMap<u64, Call>>,
     next: Cell<u64>,
     unsent: RefCell<Vec<u8>>,
@@ -86,6 +89,7 @@ impl Program {
             leaves: Cell::new(false),
             tasks: Cell::new(0),
             task_ended: Signal::new(ring),
+            invalidations: Cell::new(0),
             calls: RefCell::new(owed.into_iter().map(dropped).collect()),
             next: Cell::new(next),
             unsent: RefCell::new(unsent),
@@ -306,15 +310,20 @@ impl Inner {
                     calls.remove(&number);
                     return Ok(());
                 }
-                call.answer = Some(answer.map_err(io::Error::other));
+                call.answer = Some(answer.map_err(|reason| io::Error::new(reason.kind, reason)));
                 if let Some(waker) = call.waker.take() {
                     waker.wake();
                 }
             }
             Said::Invalidate(range) => {
+                if self.invalidations.get() == MOST_INVALIDATIONS {
+                    return Err(LineError::Invalidations(MOST_INVALIDATIONS));
+                }
+                self.invalidations.set(self.invalidations.get() + 1);
                 let me = self.clone();
                 self.spawn(async move {
                     me.handle.invalidate(range.clone()).await;
+                    me.invalidations.set(me.invalidations.get() - 1);
                     let _ = me.send(protocol::invalidated(&range).as_bytes());
                 });
             }

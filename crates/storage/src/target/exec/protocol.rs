@@ -4,6 +4,7 @@
 //! list by a comma and a space. docs/own-target.md describes the protocol for authors.
 
 use std::fmt::Write;
+use std::io::ErrorKind;
 use std::ops::Range;
 use std::path::PathBuf;
 
@@ -30,12 +31,18 @@ pub(super) enum LineError {
     Unknown(String),
     #[error("it answered what nobody asked")]
     Unasked,
+    #[error("it sent an invalidation while {0} others wait")]
+    Invalidations(u32),
 }
 
 /// The reason that a program gives for an answer that is an error.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0}")]
-pub(super) struct Reason(pub(super) String);
+#[error("{text}")]
+pub(super) struct Reason {
+    /// How the request fails: without space, or in another way.
+    pub(super) kind: ErrorKind,
+    text: String,
+}
 
 /// What a program says at its start.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -130,9 +137,12 @@ pub(super) fn parse(line: &str) -> Result<Said, LineError> {
             let extents: Option<Vec<Extent>> = list.split(", ").map(extent).collect();
             Ok(Said::Answer(number, Ok(extents.ok_or_else(unknown)?)))
         }
-        ("error", why) => {
-            let reason = Reason(shortened(why.unwrap_or("no reason")));
-            Ok(Said::Answer(number, Err(reason)))
+        ("error" | "full", why) => {
+            let (kind, else_why) = match word {
+                "full" => (ErrorKind::StorageFull, "no space left"),
+                _ => (ErrorKind::Other, "no reason"),
+            };
+            Ok(Said::Answer(number, Err(Reason { kind, text: shortened(why.unwrap_or(else_why)) })))
         }
         ("invalidate", Some(len)) => {
             let len: u64 = len.parse().map_err(|_| unknown())?;
@@ -206,10 +216,15 @@ mod tests {
         let extents = extents.map(|(len, place)| Extent { len, place });
         assert_eq!(answer, Ok(Said::Answer(3, Ok(extents.into()))));
         assert_eq!(parse("ok 9"), Ok(Said::Answer(9, Ok(Vec::new()))));
-        assert_eq!(
-            parse("error 9 full disk"),
-            Ok(Said::Answer(9, Err(Reason("full disk".into()))))
-        );
+        for (line, kind, text) in [
+            ("error 9 bad disk", ErrorKind::Other, "bad disk"),
+            ("error 9", ErrorKind::Other, "no reason"),
+            ("full 9", ErrorKind::StorageFull, "no space left"),
+            ("full 9 the store", ErrorKind::StorageFull, "the store"),
+        ] {
+            let reason = Reason { kind, text: text.into() };
+            assert_eq!(parse(line), Ok(Said::Answer(9, Err(reason))));
+        }
         assert_eq!(parse("invalidate 512 512"), Ok(Said::Invalidate(512..1024)));
     }
 

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use blockyard_ring::parcel::Parcel;
 use blockyard_ring::pool::Pool;
-use blockyard_ring::sandbox;
+use blockyard_ring::{child, sandbox};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::retry_on_intr;
 use rustix::process::{
@@ -133,7 +133,12 @@ fn start(name: &str) -> Result<Started, StorageError> {
         Ok((ours, Stdio::from(OwnedFd::from(theirs)), Stdio::from(output)))
     });
     let (stream, input, output) = pair.map_err(|e| failed(format!("cannot make a socket: {e}")))?;
-    let child = Command::new(&program).stdin(input).stdout(output).spawn();
+    let mut command = Command::new(&program);
+    // It must answer the last flush, after the signal that ends the server.
+    child::shield(&mut command);
+    let child = command.stdin(input).stdout(output).spawn();
+    // It has the program's end of the socket, which must close with the program.
+    drop(command);
     let mut child =
         child.map_err(|e| failed(format!("cannot start {}: {e}", program.display())))?;
     let pidfd = pidfd_open(Pid::from_child(&child), PidfdFlags::empty()).map_err(|e| {

@@ -132,3 +132,27 @@ fn programs_that_end_late_use_few_threads() {
         assert_eq!(program.read(&mut [0; 1]).unwrap(), 0, "a thread has seen its end");
     }
 }
+
+#[test]
+fn invalidations_that_wait_are_bounded() {
+    let (started, _process, program) = started(true);
+    let target = open(started, Limits::default());
+    // The read waits for its answer, and each invalidation waits for the read.
+    let lines = "invalidate 0 4096\n".repeat(1025);
+    std::thread::scope(|scope| {
+        scope.spawn(|| answer(&program, "locate 1 r 0 4096\n", &lines));
+        let error = read(&target).unwrap_err().to_string();
+        assert!(error.contains("while 1024 others wait"), "{error}");
+    });
+}
+
+#[test]
+fn a_program_without_space_says_so() {
+    let (started, _process, program) = started(true);
+    let target = open(started, Limits::default());
+    std::thread::scope(|scope| {
+        scope.spawn(|| answer(&program, "locate 1 r 0 4096\n", "full 1 the store\n"));
+        let error = read(&target).unwrap_err();
+        assert_eq!((error.kind(), &*error.to_string()), (ErrorKind::StorageFull, "the store"));
+    });
+}
