@@ -34,13 +34,11 @@ fn check(options: &ServeOptions, config: &Config) -> anyhow::Result<()> {
         Listener::check(path)?;
     }
     let reactors = options.reactors.or(config.reactors).unwrap_or(1);
-    for (at, disk) in config.disks.iter().enumerate() {
-        check_reactors(disk, reactors)
-            .and_then(|()| check_sockets(disk))
-            .and_then(|()| try_open(disk))
-            .map_err(|e| config.locate(at, e))?;
-    }
-    Ok(())
+    config.check_each(|disk| {
+        check_reactors(disk, reactors)?;
+        check_sockets(disk)?;
+        try_open(disk)
+    })
 }
 
 fn check_reactors(disk: &DiskArgs, count: u16) -> anyhow::Result<()> {

@@ -5,7 +5,9 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
+use blockyard_export::nbd::Settings;
 use blockyard_sched::Knobs;
 use serde::Deserialize;
 
@@ -14,6 +16,7 @@ pub mod mistake;
 
 use crate::claims::Claims;
 use crate::exports;
+use crate::nbd;
 use crate::options::api::{self, ApiArgs};
 use crate::options::disk::DiskArgs;
 use crate::options::knobs::{self, GroupArgs};
@@ -187,8 +190,26 @@ impl Config {
 }
 
 impl Config {
+    /// Returns the settings of the NBD servers; see [`nbd::settings`]. Options of the command line
+    /// replace keys of the file. Returns an error if a disk restricts its NBD clients without
+    /// effect.
+    pub fn nbd_settings(&self, options: &NbdArgs) -> anyhow::Result<Arc<Settings>> {
+        let args = options.or(&self.nbd);
+        self.check_each(|disk| nbd::check(&args, disk))?;
+        nbd::settings(&args)
+    }
+
+    /// Returns the first disk's error, with the file and the line of the disk.
+    pub fn check_each(
+        &self,
+        check: impl Fn(&DiskArgs) -> anyhow::Result<()>,
+    ) -> anyhow::Result<()> {
+        let mut disks = self.disks.iter().enumerate();
+        disks.try_for_each(|(at, disk)| check(disk).map_err(|error| self.locate(at, error)))
+    }
+
     /// Adds the file and the line of the disk at this index to an error about the disk.
-    pub fn locate(&self, disk: usize, error: anyhow::Error) -> anyhow::Error {
+    fn locate(&self, disk: usize, error: anyhow::Error) -> anyhow::Error {
         match self.places.get(disk) {
             Some(place) => error.context(place.to_string()),
             None => error,

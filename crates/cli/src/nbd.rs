@@ -14,23 +14,19 @@ use blockyard_export::{Listener, Reactors};
 use blockyard_nbd::ServerTls;
 use blockyard_ring::parcel::Parcel;
 
-use crate::config::Config;
 use crate::inherited;
 use crate::options::disk::DiskArgs;
 use crate::options::nbd::{NbdAddress, NbdArgs};
 
 /// Returns the settings of the NBD servers, and reads the certificates. Returns an error if TLS is
-/// required but no certificates are configured, or if a disk's `tls-allow` would have no effect.
-pub fn settings(args: &NbdArgs, config: &Config) -> anyhow::Result<Arc<Settings>> {
+/// required but no certificates are configured.
+pub fn settings(args: &NbdArgs) -> anyhow::Result<Arc<Settings>> {
     let required = args.tls_required || args.tls_verify_peer;
     anyhow::ensure!(
         args.tls_certificates.is_some() || !required,
         "TLS is required for NBD clients, but no certificates are configured: set \
          --tls-certificates, or tls-certificates in [nbd]"
     );
-    for (at, disk) in config.disks.iter().enumerate() {
-        check(args, disk).map_err(|e| config.locate(at, e))?;
-    }
     let open = |folder: &PathBuf| ServerTls::open(folder, required, args.tls_verify_peer);
     let tls = args.tls_certificates.as_ref().map(open).transpose().map_err(anyhow::Error::msg)?;
     let default = Limits::default();
@@ -42,7 +38,7 @@ pub fn settings(args: &NbdArgs, config: &Config) -> anyhow::Result<Arc<Settings>
 }
 
 /// Returns an error if a disk restricts its NBD clients without effect.
-fn check(args: &NbdArgs, disk: &DiskArgs) -> anyhow::Result<()> {
+pub fn check(args: &NbdArgs, disk: &DiskArgs) -> anyhow::Result<()> {
     let name = disk.name();
     // tls-allow restricts NBD only. A user could believe that it protects other exports too.
     anyhow::ensure!(

@@ -19,7 +19,6 @@ use crate::book::Entry;
 use crate::changes::{change, changes, describe, inner};
 use crate::config::Config;
 use crate::disks::check;
-use crate::nbd;
 use crate::options::disk::DiskArgs;
 use crate::reopening;
 use crate::server::{AddError, Adding, Server};
@@ -99,10 +98,8 @@ impl Server {
     /// `_only`: no other reload runs.
     fn apply(&self, _only: &MutexGuard<'_, ()>, dry_run: bool) -> anyhow::Result<Reload> {
         let config = Config::of(&self.options)?;
-        for (at, disk) in config.disks.iter().enumerate() {
-            check(disk).map_err(|e| config.locate(at, e))?;
-        }
-        let settings = nbd::settings(&self.options.nbd.or(&config.nbd), &config)?;
+        config.check_each(check)?;
+        let settings = config.nbd_settings(&self.options.nbd)?;
         let before = self.book.all();
         let plan = self.plan(&config, &before);
         let mut failed = self.obstacles(&config, &plan);

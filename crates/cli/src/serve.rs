@@ -24,7 +24,7 @@ use crate::disks::check;
 use crate::events::Events;
 use crate::exports::Common;
 use crate::handover::{Control, HandOvers, Takeover};
-use crate::nbd::{self, Servers};
+use crate::nbd::Servers;
 use crate::options::disk::DiskArgs;
 use crate::options::serve::ServeOptions;
 use crate::options::values::Cpus;
@@ -53,7 +53,7 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     let shares = shares::from_configuration(options, &config).map_err(Failure::usage)?;
     let xen = options.xen.or(&config.xen);
     xen.check().map_err(Failure::usage)?;
-    let nbd = nbd::settings(&options.nbd.or(&config.nbd), &config).map_err(Failure::usage)?;
+    let nbd = config.nbd_settings(&options.nbd).map_err(Failure::usage)?;
     if let Some(cpus) = &options.cpus {
         check_cpus(cpus).map_err(Failure::usage)?;
     }
@@ -129,9 +129,7 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
 /// Returns an error if options of a disk contradict each other, or if it cannot have a socket.
 fn check_disks(options: &ServeOptions, config: Config) -> anyhow::Result<Config> {
     check_sockets(options, &config)?;
-    for (at, disk) in config.disks.iter().enumerate() {
-        check(disk).map_err(|e| config.locate(at, e))?;
-    }
+    config.check_each(check)?;
     Ok(config)
 }
 
