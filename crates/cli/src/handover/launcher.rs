@@ -12,20 +12,22 @@
 
 use std::collections::HashMap;
 use std::ffi::OsString;
+use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use blockyard_ring::parcel::{self, Parcel};
-use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde::{Deserialize, Serialize};
 
 use super::inherited_connection;
-use super::process::has_ended;
 
 /// Argument with which the program starts as a launcher. The path of the server's program and its
 /// arguments follow.
@@ -33,8 +35,6 @@ pub const ARGUMENT: &str = "--launcher";
 
 /// Longest time for the start of a process, and for its answer.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// The server may ask at any time.
-const FOR_EVER: Duration = Duration::from_secs(1 << 32);
 
 static LAUNCHER: Mutex<Option<(UnixStream, Number)>> = Mutex::new(None);
 
@@ -113,15 +113,22 @@ pub fn run(mut command_line: impl Iterator<Item = OsString>) -> anyhow::Result<(
 struct Launcher {
     program: PathBuf,
     arguments: Vec<OsString>,
-    /// The processes that it has started, by number. A descriptor names no later process.
-    started: HashMap<i32, OwnedFd>,
+    /// The processes that it has started and that run, by number.
+    started: HashMap<i32, Started>,
+}
+
+struct Started {
+    child: Child,
+    /// Tells the end of the child (pidfd).
+    process: OwnedFd,
 }
 
 impl Launcher {
     fn serve(mut self, server: &UnixStream) -> anyhow::Result<()> {
-        while let Some(Parcel { bytes, mut fds }) =
-            parcel::receive(server, Instant::now() + FOR_EVER)?
-        {
+        loop {
+            self.wait_for_order(server)?;
+            let order = parcel::receive(server, Instant::now() + PATIENCE)?;
+            let Some(Parcel { bytes, mut fds }) = order else { return Ok(()) };
             let (number, order): (Number, Order) = serde_json::from_slice(&bytes)?;
             let answer = match order {
                 Order::Start => self.start(fds.pop().context("the connection is missing")?),
@@ -130,7 +137,25 @@ impl Launcher {
             let answer = serde_json::to_vec(&(number, answer.map_err(|e| format!("{e:#}"))))?;
             parcel::send(server, &answer, &[], Instant::now() + PATIENCE)?;
         }
-        Ok(())
+    }
+
+    /// Waits until the server sends or ends. Meanwhile it waits for the processes that end, which
+    /// would be zombies otherwise.
+    fn wait_for_order(&mut self, server: &UnixStream) -> io::Result<()> {
+        loop {
+            let mut waits = vec![PollFd::new(server, PollFlags::IN)];
+            let processes = self.started.values();
+            waits.extend(processes.map(|started| PollFd::new(&started.process, PollFlags::IN)));
+            match poll(&mut waits, None) {
+                Err(Errno::INTR) => continue,
+                result => result?,
+            };
+            let is_sent = !waits[0].revents().is_empty();
+            self.started.retain(|_, started| matches!(started.child.try_wait(), Ok(None)));
+            if is_sent {
+                return Ok(());
+            }
+        }
     }
 
     fn start(&mut self, connection: OwnedFd) -> anyhow::Result<i32> {
@@ -139,21 +164,17 @@ impl Launcher {
         let spawned = command.spawn();
         // It has the connection too, which must not outlive the new server.
         drop(command);
-        let mut child = spawned.with_context(|| format!("starting {}", self.program.display()))?;
-        // Only this process waits for the child, and only later: the number is the child's.
+        let child = spawned.with_context(|| format!("starting {}", self.program.display()))?;
+        // Only this thread waits for the child, and only later: the number is the child's.
         let process = pidfd_open(Pid::from_child(&child), PidfdFlags::empty())?;
         let pid = child.id() as i32;
-        self.started.retain(|_, earlier| !has_ended(earlier, Duration::ZERO).unwrap_or(true));
-        self.started.insert(pid, process);
-        // The child runs as long as it serves. Servers take over one after another, so such threads
-        // are as few as the servers of this process that run.
-        std::thread::spawn(move || child.wait());
+        self.started.insert(pid, Started { child, process });
         Ok(pid)
     }
 
     fn kill(&mut self, pid: i32) -> anyhow::Result<i32> {
-        let process = self.started.get(&pid).context("the server has not started it")?;
-        pidfd_send_signal(process, Signal::KILL)?;
+        let started = self.started.get_mut(&pid).context("it runs no such process")?;
+        started.child.kill()?;
         Ok(pid)
     }
 }
@@ -205,7 +226,7 @@ mod tests {
         drop(theirs);
         let mut other = Command::new("sleep").arg("1000").spawn().unwrap();
         let refused = ask(&server, 3, &Order::Kill(other.id() as i32), &[]).unwrap_err();
-        assert_eq!(refused.to_string(), "the server has not started it");
+        assert_eq!(refused.to_string(), "it runs no such process");
         ask(&server, 4, &Order::Kill(pid), &[]).unwrap();
         // The end of the process closes its connection.
         assert!(parcel::receive(&connection, Instant::now() + PATIENCE).unwrap().is_none());

@@ -372,12 +372,17 @@ impl<'a> HandOver<'a> {
             return Ok(());
         }
         tracing::warn!("the new server does not end: killing it");
-        if sandbox::is_on() {
-            launcher::kill(self.pid.as_raw_nonzero().get())?;
+        let killed = if sandbox::is_on() {
+            launcher::kill(self.pid.as_raw_nonzero().get())
         } else {
-            rustix::process::pidfd_send_signal(&self.process, Signal::KILL)?;
+            rustix::process::pidfd_send_signal(&self.process, Signal::KILL).map_err(Into::into)
+        };
+        // It may have ended by itself before the signal.
+        if has_ended(&self.process, KILL_TIME)? {
+            return Ok(());
         }
-        if has_ended(&self.process, KILL_TIME)? { Ok(()) } else { bail!("it does not end at all") }
+        killed?;
+        bail!("it does not end at all")
     }
 }
 
