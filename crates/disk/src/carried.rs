@@ -59,17 +59,30 @@ impl Shown {
         Some(Shown { file, format: format.to_string(), read_only: disk.options().read_only })
     }
 
-    /// Returns how `later` differs, for an operator.
-    fn difference(&self, later: &Shown) -> Option<String> {
+    fn difference(&self, later: &Shown) -> Option<Difference> {
         if self.file != later.file {
-            return Some("its image is another file now".into());
+            return Some(Difference::File);
         }
         if self.format != later.format {
-            return Some(format!("its format was {}, and is {} now", self.format, later.format));
+            let (before, now) = (self.format.clone(), later.format.clone());
+            return Some(Difference::Format { before, now });
         }
-        let what = if later.read_only { "it is read-only now" } else { "it is writable now" };
-        (self.read_only != later.read_only).then(|| what.into())
+        let what = if later.read_only { Difference::ReadOnly } else { Difference::Writable };
+        (self.read_only != later.read_only).then_some(what)
     }
+}
+
+/// What clients that stay connected would not expect.
+#[derive(Debug, thiserror::Error)]
+pub enum Difference {
+    #[error("its image is another file now")]
+    File,
+    #[error("its format was {before}, and is {now} now")]
+    Format { before: String, now: String },
+    #[error("it is read-only now")]
+    ReadOnly,
+    #[error("it is writable now")]
+    Writable,
 }
 
 impl Disk {
@@ -89,7 +102,7 @@ impl Disk {
     }
 
     /// Returns why clients of the server before must not stay connected to this disk.
-    pub fn differs_from(&self, carried: &Carried) -> Option<String> {
+    pub fn differs_from(&self, carried: &Carried) -> Option<Difference> {
         carried.shown.as_ref()?.difference(&Shown::of(self)?)
     }
 

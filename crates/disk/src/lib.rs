@@ -42,7 +42,7 @@ mod throttle;
 pub use backend::{Backend, Delay, InactiveImage, Model, Ram, Source, SourceError};
 pub use blockyard_image::{LookupFigures, Store};
 pub use blockyard_ring::WriteFigures;
-pub use carried::Carried;
+pub use carried::{Carried, Difference};
 pub use clients::ConnectedClient;
 pub use disk::{Disk, DiskOptions};
 pub use filter::{Filter, FilterError, parse_time};

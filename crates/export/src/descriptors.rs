@@ -5,6 +5,8 @@
 
 use blockyard_ring::host;
 
+use crate::export::Obstacle;
+
 /// Number of descriptors kept for the server itself, or a quarter of the limit if that is less.
 const RESERVE: u64 = 64;
 
@@ -14,6 +16,11 @@ pub fn too_few() -> Option<(u64, u64)> {
     let limit = host::descriptor_limit();
     let left = limit.saturating_sub(host::open_descriptors().ok()?);
     (left < reserve(limit)).then_some((left, limit))
+}
+
+/// Returns the obstacle of a hand-over, which copies the descriptors of clients.
+pub fn obstacle() -> Option<Obstacle> {
+    too_few().map(|(left, limit)| Obstacle::FewDescriptors { left, limit })
 }
 
 fn reserve(limit: u64) -> u64 {

@@ -23,6 +23,16 @@ pub struct Handed {
     pub parcel: Parcel,
 }
 
+/// Why an export cannot be handed over to another server.
+#[derive(Debug, thiserror::Error)]
+pub enum Obstacle {
+    /// The hand-over copies the descriptors of clients.
+    #[error("only {left} of {limit} descriptors are left (ulimit -n)")]
+    FewDescriptors { left: u64, limit: u64 },
+    #[error("{} ends with its server", .0.display())]
+    EndsWithServer(PathBuf),
+}
+
 /// One disk, served by one protocol, from its start until `stop` or drop.
 ///
 /// What must hold: no call waits for a client without a time limit, because clients can be hostile.
@@ -39,7 +49,7 @@ pub trait Export: Send {
     fn stop(&mut self, deadline: Instant);
 
     /// Returns why the export cannot be handed over to another server, if it cannot.
-    fn obstacle(&self) -> Option<String> {
+    fn obstacle(&self) -> Option<Obstacle> {
         None
     }
 

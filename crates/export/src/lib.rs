@@ -32,7 +32,7 @@ pub mod xen;
 
 pub use client::Client;
 pub use ending::{close, leave, sync};
-pub use export::{Export, Handed, STOP_TIME};
+pub use export::{Export, Handed, Obstacle, STOP_TIME};
 pub use listener::{Listener, SocketError};
 pub use policy::PolicyFigures;
 pub use policy::polling::PollMode;

@@ -3,8 +3,9 @@
 use std::io;
 use std::path::PathBuf;
 
-use blockyard_disk::{SourceError, WorkError};
+use blockyard_disk::{Difference, SourceError, WorkError};
 
+use crate::obstacle::Obstacle;
 use crate::settings::WayError;
 
 /// Error of a command of the yard.
@@ -23,7 +24,7 @@ pub enum YardError {
     Device { image: PathBuf, source: io::Error },
     /// Clients of another server rely on what its disk was.
     #[error("disk \"{disk}\": {why}, and its clients would stay connected: restart the server")]
-    Differs { disk: String, why: String },
+    Differs { disk: String, why: Difference },
     #[error("disk \"{disk}\": starting its export")]
     Export { disk: String, source: WayError },
     #[error(transparent)]
@@ -40,7 +41,7 @@ pub enum YardError {
     #[error("disk \"{disk}\": cannot start a thread")]
     Thread { disk: String, source: io::Error },
     #[error("disk \"{disk}\" cannot be handed over: {why}")]
-    Stays { disk: String, why: String },
+    Stays { disk: String, why: Obstacle },
     #[error("the server is ending, and accepts no more commands")]
     Closing,
 }

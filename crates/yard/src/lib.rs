@@ -9,6 +9,7 @@
 //!   shares    which disks share a device or a group
 //!   observer  events, for programs that follow them
 //!   job       snapshot, commit and stream, which run for long; jobs: all of them
+//!   obstacle  why a disk cannot be handed over
 //!   context   what all commands use
 //!   state     the state of a disk
 //! ```
@@ -29,6 +30,7 @@ mod job;
 mod jobs;
 mod keeper;
 mod observer;
+mod obstacle;
 mod sample;
 mod served;
 mod settings;
@@ -40,6 +42,7 @@ pub use error::YardError;
 pub use job::{Job, JobKind, JobState};
 pub use keeper::DiskInfo;
 pub use observer::{Event, Observer, Resized};
+pub use obstacle::Obstacle;
 pub use sample::{DiskSample, ReactorSample, Sample, SampleError};
 pub use served::{Change, Ended, HandedDisk, Report};
 pub use settings::{Activation, DiskSettings, Way, WayError};

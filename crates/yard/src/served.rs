@@ -19,6 +19,7 @@ use blockyard_sched::{Knobs, Share};
 use crate::context::Context;
 use crate::error::YardError;
 use crate::observer::{Event, Resized};
+use crate::obstacle::Obstacle;
 use crate::settings::{Activation, DiskSettings};
 
 /// Length of a serial number in bytes (virtio 1.2, section 5.2.6.1).
@@ -150,7 +151,7 @@ impl ServedDisk {
     }
 
     /// Returns why the image cannot be opened by its path again. The disk would be lost.
-    fn image_is_gone(&self) -> Option<String> {
+    fn image_is_gone(&self) -> Option<Obstacle> {
         let source = self.disk.source();
         let file = match source.chain() {
             Some(chain) => &chain.top().file,
@@ -159,71 +160,68 @@ impl ServedDisk {
         let (id, path) = (file.id()?, file.path());
         let opened = OpenOptions::new().read(true).write(!self.settings.image.read_only).open(path);
         match opened {
-            Err(e) => Some(format!("image {}: it cannot be opened again: {e}", path.display())),
+            Err(error) => Some(Obstacle::ImageNotOpened { image: path.into(), error }),
             Ok(found) if FileId::of_fd(&found).is_ok_and(|found| found != id) => {
-                Some(format!("image {}: another file is there now", path.display()))
+                Some(Obstacle::ImageReplaced(path.into()))
             }
             Ok(_) => None,
         }
     }
 
     /// Returns why another server cannot continue the disk now.
-    pub fn obstacle(&self, context: &Context) -> Option<String> {
+    pub fn obstacle(&self, context: &Context) -> Option<Obstacle> {
         if let Some(why) = self.disk.poisoned() {
-            return Some(format!("writes may be lost, so it must be reopened: {why}"));
+            return Some(Obstacle::WritesMayBeLost(why.into()));
         }
         let image = &self.settings.image.path;
         let scheme = Source::scheme_of(image).filter(|_| self.settings.image.given.is_none());
         if scheme.is_some_and(|(scheme, _)| scheme.is_volatile()) {
-            return Some("its data are in the memory of this server".into());
+            return Some(Obstacle::DataInMemory);
         }
         if let Some(why) = self.obstacle_of_target() {
-            return Some(why.into());
+            return Some(why);
         }
         let source = self.disk.source();
         if let Some(top) = source.chain().map(|chain| chain.path()).filter(|top| top != image) {
-            return Some(format!("since a snapshot its image is {}", top.display()));
+            return Some(Obstacle::Snapshot(top.into()));
         }
         if context.jobs.are_running(&self.settings.name) {
-            return Some("a job works on it: wait for its end, or cancel it".into());
+            return Some(Obstacle::Job);
         }
         if self.disk.is_drained() {
-            return Some("it is drained: run `blockyard ctl resume`".into());
+            return Some(Obstacle::Drained);
         }
         if self.disk.paused() > 0 {
-            // The end of its exports would answer them with an error.
-            return Some(
-                "requests wait for space: make some, and run `blockyard ctl resume`".into(),
-            );
+            return Some(Obstacle::WaitsForSpace);
         }
         if let Some(why) = self.image_is_gone() {
             return Some(why);
         }
         let obstacle = self.exports.iter().find_map(|export| export.obstacle());
-        obstacle.or_else(|| self.sync_for_close(context))
+        obstacle.map(Obstacle::Export).or_else(|| self.sync_for_close(context))
     }
 
     /// Returns why another server cannot ask what decides on the contents of the disk.
-    fn obstacle_of_target(&self) -> Option<&'static str> {
+    fn obstacle_of_target(&self) -> Option<Obstacle> {
         let source = self.disk.source();
         let target = source.file()?.opened().filter(|opened| opened.is_target())?;
         if target.program().is_none() {
-            return Some("only this server can ask what decides on its contents");
+            return Some(Obstacle::TargetInServer);
         }
         if self.settings.activation != Activation::Start {
-            return Some("its program has started before its rings: use --activation start");
+            return Some(Obstacle::ProgramBeforeRings);
         }
         // The next server must not ask the program before this one is sure to leave.
         let waits = self.exports.iter().all(|export| export.waits_for_owner());
-        (!waits).then_some("its program cannot be handed over with a ublk or Xen device")
+        (!waits).then_some(Obstacle::ProgramWithDevice)
     }
 
     /// Syncs while requests still run, because the guest does not wait for this part. The second
-    /// sync leaves little for the close. Returns an error as text.
-    fn sync_for_close(&self, context: &Context) -> Option<String> {
+    /// sync leaves little for the close. Returns an obstacle if that fails.
+    fn sync_for_close(&self, context: &Context) -> Option<Obstacle> {
         self.disk.source().chain()?;
         let is_synced = (0..2).all(|_| blockyard_export::sync(&self.disk, &context.reactors));
-        (!is_synced).then(|| "a flush failed".into())
+        (!is_synced).then_some(Obstacle::FlushFailed)
     }
 
     /// Ends the exports so that another server can continue them, and leaves the image to it.

@@ -48,7 +48,7 @@ use blockyard_ring::parcel::Parcel;
 
 use crate::acceptor::{Entrance, Registration};
 use crate::descriptors;
-use crate::export::STOP_TIME;
+use crate::export::{Obstacle, STOP_TIME};
 use crate::{Client, Export, Handed, Listener, Reactors};
 use exported::Peer;
 use inbox::Inbox;
@@ -232,10 +232,8 @@ impl Export for Offer {
         }
     }
 
-    fn obstacle(&self) -> Option<String> {
-        let (left, limit) = descriptors::too_few()?;
-        let clients = !self.clients().is_empty();
-        clients.then(|| format!("only {left} of {limit} descriptors are left (ulimit -n)"))
+    fn obstacle(&self) -> Option<Obstacle> {
+        descriptors::obstacle().filter(|_| !self.clients().is_empty())
     }
 
     fn waits_for_owner(&self) -> bool {

@@ -34,7 +34,7 @@ use blockyard_ring::ublk::abi::{self, DeviceInfo, Params};
 use blockyard_ring::ublk::{self, Control, Device, NumberLock, QueueError};
 use rustix::io::Errno;
 
-use crate::export::STOP_TIME;
+use crate::export::{Obstacle, STOP_TIME};
 use crate::vhost_user::QueueShape;
 use crate::{Client, Export, Handed, Reactors};
 use files::{has_files, memory_alignment};
@@ -509,10 +509,9 @@ impl Export for Ublk {
         }
     }
 
-    fn obstacle(&self) -> Option<String> {
+    fn obstacle(&self) -> Option<Obstacle> {
         let can_stay = self.recovers() && self.device.flags & abi::F_QUIESCE != 0;
-        let path = self.path();
-        (!can_stay).then(|| format!("{} ends with its server", path.display()))
+        (!can_stay).then(|| Obstacle::EndsWithServer(self.path()))
     }
 
     /// Leaves the device to the next server, which finds it by the disk's identity.

@@ -18,7 +18,7 @@ use super::conversation::{Conversation, Disconnect};
 use super::handed::{HandedSocket, Served, pack};
 use super::queue::QueueHandle;
 use super::{QueueShape, Shared, Tuning, VhostUser, begin, begin_with, lock, ring};
-use crate::export::STOP_TIME;
+use crate::export::{Obstacle, STOP_TIME};
 use crate::{Handed, Listener, Reactors, custody, descriptors, keeper};
 
 /// The name of this protocol in a hand-over, and in counts of clients.
@@ -122,12 +122,8 @@ impl Shared {
 }
 
 /// Returns why an export cannot be handed over.
-pub(super) fn obstacle(export: &VhostUser) -> Option<String> {
-    if lock(&export.export.connection).is_none() {
-        return None;
-    }
-    descriptors::too_few()
-        .map(|(left, limit)| format!("only {left} of {limit} descriptors are left (ulimit -n)"))
+pub(super) fn obstacle(export: &VhostUser) -> Option<Obstacle> {
+    descriptors::obstacle().filter(|_| lock(&export.export.connection).is_some())
 }
 
 /// Stops an export, and returns its parcel.

@@ -66,7 +66,7 @@ pub mod parts {
 }
 
 use crate::acceptor::{Entrance, Registration};
-use crate::export::{BY_OPERATOR, STOP_TIME};
+use crate::export::{BY_OPERATOR, Obstacle, STOP_TIME};
 use crate::{Client, Export, Handed, Listener, PollMode, Reactors, custody};
 use channel::BackChannel;
 use conversation::{Conversation, Disconnect, Leaving};
@@ -255,7 +255,7 @@ impl Export for VhostUser {
         self.export.forget();
     }
 
-    fn obstacle(&self) -> Option<String> {
+    fn obstacle(&self) -> Option<Obstacle> {
         handover::obstacle(self)
     }
 

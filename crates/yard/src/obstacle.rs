@@ -1,0 +1,37 @@
+//! Why a disk cannot be handed over to another server.
+
+use std::io;
+use std::path::PathBuf;
+
+/// Why a disk cannot be handed over now.
+#[derive(Debug, thiserror::Error)]
+pub enum Obstacle {
+    #[error("writes may be lost, so it must be reopened: {0}")]
+    WritesMayBeLost(String),
+    #[error("its data are in the memory of this server")]
+    DataInMemory,
+    #[error("only this server can ask what decides on its contents")]
+    TargetInServer,
+    #[error("its program has started before its rings: use --activation start")]
+    ProgramBeforeRings,
+    /// Such a device may send requests before this server is sure to leave.
+    #[error("its program cannot be handed over with a ublk or Xen device")]
+    ProgramWithDevice,
+    #[error("since a snapshot its image is {}", .0.display())]
+    Snapshot(PathBuf),
+    #[error("a job works on it: wait for its end, or cancel it")]
+    Job,
+    #[error("it is drained: run `blockyard ctl resume`")]
+    Drained,
+    /// The end of the exports would answer the requests with an error.
+    #[error("requests wait for space: make some, and run `blockyard ctl resume`")]
+    WaitsForSpace,
+    #[error("image {}: it cannot be opened again: {error}", image.display())]
+    ImageNotOpened { image: PathBuf, error: io::Error },
+    #[error("image {}: another file is there now", .0.display())]
+    ImageReplaced(PathBuf),
+    #[error(transparent)]
+    Export(#[from] blockyard_export::Obstacle),
+    #[error("a flush failed")]
+    FlushFailed,
+}
