@@ -54,7 +54,7 @@ fn serve_on(listener: Listener) -> (Offer, Arc<Disk>, Arc<Reactors>) {
 /// A server with clients at the other ends of socket pairs.
 struct Paired {
     server: Arc<Server>,
-    _offers: Vec<Offer>,
+    offers: Vec<Offer>,
 }
 
 impl Paired {
@@ -65,7 +65,7 @@ impl Paired {
         let server = Server::start(listener, "test", Arc::default(), reactors).unwrap();
         let offers =
             all.into_iter().map(|exported| server.offer(exported.polled(PollMode::Off))).collect();
-        Paired { server, _offers: offers }
+        Paired { server, offers }
     }
 
     /// Starts a server with one export, [`NAME`].

@@ -252,6 +252,28 @@ fn a_client_that_breaks_the_protocol_is_disconnected_alone() {
     other_client.reads();
 }
 
+/// The deadline of a stop has passed while a client does not read its answer.
+#[test]
+fn a_stop_disconnects_a_client_that_does_not_read() {
+    let mut server = Paired::new();
+    let mut deaf = Asker::new(&server, Headers::Simple);
+    deaf.send(cmd::READ, 0, 0, SIZE, &[]);
+    // The answer has begun, and does not fit into the socket.
+    assert_eq!(deaf.simple(0), 0);
+    let mut offer = server.offers.remove(0);
+    let (ended, end) = channel();
+    std::thread::spawn(move || {
+        offer.stop(Instant::now());
+        ended.send(()).unwrap();
+    });
+    end.recv_timeout(Duration::from_secs(60)).expect("the export ends");
+    let mut rest = 0;
+    while let Ok(count @ 1..) = deaf.stream.read(&mut [0; 4096]) {
+        rest += count as u64;
+    }
+    assert!(rest < SIZE, "the whole answer has fitted");
+}
+
 /// Clients that read nothing hold all buffers, and no time disconnects them. Small requests of
 /// another client are answered, and a large one waits until buffers are free.
 #[test]
