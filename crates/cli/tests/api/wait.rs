@@ -3,13 +3,13 @@
 use std::io::{Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Condvar, Mutex};
 
 use serde_json::json;
 
-use crate::common::{BLOCKYARD, Daemon, Folder, SOON, Signal, blockyard, tool, until};
+use crate::common::{BLOCKYARD, Daemon, Folder, SOON, blockyard, tool, until};
 use crate::events::try_follow;
 use crate::server::Server;
 
@@ -83,32 +83,84 @@ fn pass(mut client: UnixStream, mut server: UnixStream, seen: &Mutex<Seen>) {
     let _ = client.shutdown(Shutdown::Both);
 }
 
-/// A server with an overlay of an image on an NBD server. A stream of the disk waits while the NBD
-/// server is stopped.
-fn with_slow_base() -> (Server, Daemon, Folder) {
+/// The way to a server. A test closes and opens it.
+///
+/// A stopped server (SIGSTOP) would not do: a continuation of all processes would end the stop.
+#[derive(Clone, Default)]
+struct Gate(Arc<(Mutex<bool>, Condvar)>);
+
+impl Gate {
+    fn set(&self, is_closed: bool) {
+        *self.0.0.lock().unwrap() = is_closed;
+        self.0.1.notify_all();
+    }
+
+    /// Passes what `from` sends to `to`, while the gate is open.
+    fn pass(&self, mut from: UnixStream, mut to: UnixStream) {
+        let mut bytes = vec![0; 1 << 16];
+        while let Ok(count @ 1..) = from.read(&mut bytes) {
+            let is_closed = self.0.0.lock().unwrap();
+            drop(self.0.1.wait_while(is_closed, |is_closed| *is_closed).unwrap());
+            if to.write_all(&bytes[..count]).is_err() {
+                break;
+            }
+        }
+        let _ = to.shutdown(Shutdown::Both);
+    }
+
+    /// Listens on `socket`, and connects each client with `server`.
+    fn start(&self, socket: &Path, server: &Path) {
+        let (listener, server) = (UnixListener::bind(socket).unwrap(), server.to_path_buf());
+        let gate = self.clone();
+        // The thread ends with the test's process.
+        std::thread::spawn(move || {
+            for client in listener.incoming() {
+                let (client, server) = (client.unwrap(), UnixStream::connect(&server).unwrap());
+                let (gate, answering) = (gate.clone(), Gate::default());
+                let back = (server.try_clone().unwrap(), client.try_clone().unwrap());
+                std::thread::spawn(move || gate.pass(client, server));
+                std::thread::spawn(move || answering.pass(back.0, back.1));
+            }
+        });
+    }
+}
+
+/// An API server with an overlay of an image on an NBD server.
+struct SlowBase {
+    server: Server,
+    /// A stream of the disk waits while the way to the NBD server is closed.
+    way: Gate,
+    _behind: Daemon,
+    _far: Folder,
+}
+
+fn with_slow_base() -> SlowBase {
     let far = Folder::new();
-    let (base, nbd) = (far.join("base.raw"), far.join("nbd"));
+    let (base, nbd, gate) = (far.join("base.raw"), far.join("nbd"), far.join("gate"));
     std::fs::write(&base, vec![7; 1 << 20]).unwrap();
     let mut command = Command::new(BLOCKYARD);
     command.arg("serve").arg(&base).arg("--nbd").arg(format!("unix:{}", nbd.display()));
     let mut behind = Daemon::start(&mut command);
     behind.wait_ready();
+    let way = Gate::default();
+    way.start(&gate, &nbd);
     let server = Server::start();
     let (image, uri) =
-        (server.folder.join("a.qcow2"), format!("nbd+unix:///?socket={}", nbd.display()));
+        (server.folder.join("a.qcow2"), format!("nbd+unix:///?socket={}", gate.display()));
     let create = ["create", "-q", "-f", "qcow2", "-F", "raw", "-b", &uri, image.to_str().unwrap()];
     tool("qemu-img", create).good();
     let keys = json!({ "name": "a", "image": image, "vhost-user": server.folder.join("a"),
         "backing-folders": [uri] });
     server.good("POST", "/v1/disks", keys);
-    (server, behind, far)
+    SlowBase { server, way, _behind: behind, _far: far }
 }
 
 #[test]
 fn the_command_waits_by_events_and_resumes_their_stream() {
-    let (server, behind, _far) = with_slow_base();
-    let between = Between::start(&server);
-    behind.signal(Signal::STOP);
+    let slow = with_slow_base();
+    let server = &slow.server;
+    let between = Between::start(server);
+    slow.way.set(true);
     let api = server.socket();
     let begin = ["ctl", "--api", api.to_str().unwrap(), "stream", "a", "--no-wait"];
     blockyard(begin).good();
@@ -126,7 +178,7 @@ fn the_command_waits_by_events_and_resumes_their_stream() {
     let calls = between.calls();
     assert!(calls[2].starts_with("GET /v1/events?since="), "{calls:?}");
     assert_eq!(calls[3], "GET /v1/jobs/1");
-    behind.signal(Signal::CONT);
+    slow.way.set(false);
     let ended = child.wait_with_output().unwrap();
     assert!(ended.status.success(), "{ended:?}");
     let job: serde_json::Value = serde_json::from_slice(&ended.stdout).unwrap();
@@ -136,8 +188,9 @@ fn the_command_waits_by_events_and_resumes_their_stream() {
 
 #[test]
 fn commands_without_a_free_stream_wait_too() {
-    let (server, behind, _far) = with_slow_base();
-    behind.signal(Signal::STOP);
+    let slow = with_slow_base();
+    let server = &slow.server;
+    slow.way.set(true);
     let api = server.socket();
     blockyard(["ctl", "--api", api.to_str().unwrap(), "stream", "a", "--no-wait"]).good();
     // The server has 16 streams.
@@ -148,9 +201,9 @@ fn commands_without_a_free_stream_wait_too() {
     };
     let children: Vec<_> = (0..17).map(wait).collect();
     until("all streams are in use", SOON, || {
-        try_follow(&server, "/v1/events", "").err() == Some(503)
+        try_follow(server, "/v1/events", "").err() == Some(503)
     });
-    behind.signal(Signal::CONT);
+    slow.way.set(false);
     for mut child in children {
         assert!(child.wait().unwrap().success());
     }

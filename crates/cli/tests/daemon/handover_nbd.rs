@@ -31,7 +31,8 @@ impl NbdCase {
     fn command(&self) -> Command {
         let mut command = self.case.command();
         command.arg("--nbd").arg(format!("unix:{}", self.socket.display()));
-        command.args(["--reactors", "2"]);
+        // A stall of the machine must not look like a client that does not choose.
+        command.args(["--reactors", "2", "--nbd-handshake", "600s"]);
         command
     }
 

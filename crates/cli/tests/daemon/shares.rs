@@ -80,7 +80,7 @@ fn a_burst_is_allowed_once() {
     let daemon = Daemon::serve("null:1G", &socket, &["--iops", "500,max=4000,length=0.25"]);
     // The disk admits 1000 requests in the first 0.25 s, then 500 per second. So 1250 requests take
     // at least 0.75 s.
-    let took = good(&LoadOptions { ops: Some(1250), ..LoadOptions::for_socket(socket) }).seconds;
+    let (_, took) = timed(&LoadOptions { ops: Some(1250), ..LoadOptions::for_socket(socket) });
     assert!(took > 0.70, "{took} s for 1250 operations");
     daemon.stop();
 }

@@ -11,12 +11,6 @@ use super::daemon::{CAPACITY, Daemon, OTHER, VICTIM};
 use super::guest::{BOTH, D, Guest, Layout, event, into, out};
 use super::messages::{Fate, send};
 
-/// Returns how many complaints about one guest may be in the log: a first budget, and one for each
-/// 10 s since `start`.
-fn allowed(start: Instant) -> usize {
-    12 + start.elapsed().as_secs() as usize / 10
-}
-
 /// Offers chains of the same descriptors, a few at a time, until `count` were completed. The last
 /// descriptor is the status.
 fn flood(guest: &mut Guest, chain: &[D], count: u32) {
@@ -140,7 +134,7 @@ fn large_unaligned_requests_take_bounded_memory() {
 /// A guest that breaks its ring and resets it in a loop.
 #[test]
 fn rings_that_break_in_a_loop_do_not_fill_the_log() {
-    let (start, daemon) = (Instant::now(), Daemon::start());
+    let daemon = Daemon::start();
     let mut other = Guest::start(&daemon.socket(OTHER), Layout::Split);
     let mut guest = Guest::start(&daemon.socket(VICTIM), Layout::Split);
     let (descriptors, memory) = (daemon.descriptors(), daemon.own_memory());
@@ -152,7 +146,7 @@ fn rings_that_break_in_a_loop_do_not_fill_the_log() {
     guest.works(0, 0);
     other.works(0, 0);
     let log = daemon.complaints();
-    assert!((1..=allowed(start)).contains(&log.len()), "{log:#?}");
+    assert!((1..=daemon.allowed_complaints()).contains(&log.len()), "{log:#?}");
     daemon.keeps_descriptors(descriptors, "at last");
     let grown = daemon.own_memory().saturating_sub(memory);
     assert!(grown < 1 << 20, "{grown} bytes more");
@@ -161,7 +155,7 @@ fn rings_that_break_in_a_loop_do_not_fill_the_log() {
 
 #[test]
 fn refused_messages_do_not_fill_the_log() {
-    let (start, daemon) = (Instant::now(), Daemon::start());
+    let daemon = Daemon::start();
     let mut other = Guest::start(&daemon.socket(OTHER), Layout::Split);
     let guest = Guest::connect(&daemon.socket(VICTIM), Layout::Split);
     let memory = daemon.own_memory();
@@ -178,7 +172,7 @@ fn refused_messages_do_not_fill_the_log() {
     }
     other.works(0, 0);
     let log = daemon.complaints();
-    assert!((1..=allowed(start)).contains(&log.len()), "{log:#?}");
+    assert!((1..=daemon.allowed_complaints()).contains(&log.len()), "{log:#?}");
     let grown = daemon.own_memory().saturating_sub(memory);
     assert!(grown < 1 << 20, "{grown} bytes more");
     daemon.end();
@@ -188,7 +182,7 @@ fn refused_messages_do_not_fill_the_log() {
 /// one.
 #[test]
 fn disconnected_front_ends_leave_no_resources_behind() {
-    let (start, daemon) = (Instant::now(), Daemon::start());
+    let daemon = Daemon::start();
     let mut other = Guest::start(&daemon.socket(OTHER), Layout::Split);
     let visit = |layout: Layout, garbage: bool| {
         let mut guest = Guest::start(&daemon.socket(VICTIM), layout);
@@ -213,6 +207,6 @@ fn disconnected_front_ends_leave_no_resources_behind() {
     daemon.keeps_mappings(mappings + 8);
     let grown = daemon.own_memory().saturating_sub(memory);
     assert!(grown < 1 << 20, "{grown} bytes more");
-    assert!(daemon.log().len() < 28 + allowed(start), "{:#?}", daemon.log());
+    assert!(daemon.log().len() < 28 + daemon.allowed_complaints(), "{:#?}", daemon.log());
     daemon.end();
 }

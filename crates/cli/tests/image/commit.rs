@@ -158,19 +158,23 @@ fn a_commit_locks_its_images() {
         let done = crate::fixture::image_any(&["snapshot", "-l", text(&top)]);
         !done.status.success() && done.err.contains(&holder)
     });
-    // It waits meanwhile, however long the commands take.
+    // It waits meanwhile, however long the commands take. A continuation of all processes would end
+    // the stop, so each command has its own one.
     let commit = Pid::from_child(&child);
-    kill_process(commit, Signal::STOP).unwrap();
+    let refused_meanwhile = |command: &[&str], says: &[&str]| {
+        kill_process(commit, Signal::STOP).unwrap();
+        refused(command, 1, says);
+    };
     for path in [&top, &middle] {
         for command in [
             &["resize", text(path), "+1M"][..],
             &["commit", text(path)],
             &["snapshot", "-c", "x", text(path)],
         ] {
-            refused(command, 1, &[path.file_name().unwrap().to_str().unwrap(), &holder]);
+            refused_meanwhile(command, &[path.file_name().unwrap().to_str().unwrap(), &holder]);
         }
     }
-    refused(&["rebase", "-u", "-b", "", text(&top)], 1, &["top.qcow2", &holder]);
+    refused_meanwhile(&["rebase", "-u", "-b", "", text(&top)], &["top.qcow2", &holder]);
     kill_process(commit, Signal::CONT).unwrap();
     let done = child.wait_with_output().unwrap();
     let out = String::from_utf8(done.stdout).unwrap();
