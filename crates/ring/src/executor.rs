@@ -238,7 +238,7 @@ impl Drop for Executor {
         let deadline = Instant::now() + Duration::from_secs(5);
         while inner.uring.borrow().in_flight() > 0 && Instant::now() < deadline {
             let wait = Some(Some(Duration::from_millis(50)));
-            if inner.uring.borrow_mut().submit_and_reap(wait, |_| ()).is_err() {
+            if inner.uring.borrow_mut().submit_and_reap(wait, inner.now.get(), |_| ()).is_err() {
                 break;
             }
         }
@@ -312,7 +312,7 @@ impl Inner {
         let mut uring = self.uring.borrow_mut();
         // Before the thread sleeps, because a file stays open while it is registered.
         self.left_files.borrow_mut().drain(..).for_each(|index| uring.unregister_file(index));
-        uring.submit_and_reap(wait, |task| self.wake(task))?;
+        uring.submit_and_reap(wait, self.now.get(), |task| self.wake(task))?;
         drop(uring);
         if idle {
             self.inbox.awake();

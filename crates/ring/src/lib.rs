@@ -12,7 +12,7 @@
 //!   memory     guest memory: regions, slices, bounds    segments  an iovec, and its memory's owner
 //!   buffers    guest memory registered with io_uring    fault     SIGBUS in shared memory
 //!   mapper     which files of front ends are mapped     quota     limits on the mapped bytes
-//!   memory_file  what such a file is stored in
+//!   memory_file  what such a file is stored in      silence   workers that complete nothing
 //!   dirty_log  marks guest memory that was written, for live migration
 //!   nbd_device the kernel's NBD client                  xen       xenstore, event channels, grants
 //!   pool       bounded threads for work that may block  workers   calls that an executor awaits
@@ -78,6 +78,7 @@ pub mod rights;
 pub mod sandbox;
 pub mod segments;
 pub mod semaphore;
+mod silence;
 mod socket;
 pub mod threads;
 mod topology;

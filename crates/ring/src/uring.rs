@@ -21,7 +21,7 @@
 
 use std::io;
 use std::rc::Rc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use io_uring::register::{Probe, Restriction};
 use io_uring::types::{Fd, Fixed, FsyncFlags};
@@ -32,6 +32,7 @@ use crate::enter::Entrance;
 use crate::file::FileSlot;
 use crate::sandbox;
 use crate::segments::Segments;
+use crate::silence::Silence;
 use crate::ublk::Command;
 
 /// Entries of the submission queue. A full queue is submitted early, so it limits a batch, not the
@@ -57,11 +58,12 @@ const REGISTER: [u8; 6] = [
     21, // IORING_UNREGISTER_RING_FDS
 ];
 
-/// Operations that [`build`] and [`Uring::abandon`] make.
-const OPERATIONS: [u8; 13] = [
+/// Operations that [`build`] and [`Uring`] make.
+const OPERATIONS: [u8; 14] = [
     opcode::AsyncCancel::CODE,
     opcode::Fallocate::CODE,
     opcode::Fsync::CODE,
+    opcode::Nop::CODE,
     opcode::PollAdd::CODE,
     opcode::Read::CODE,
     opcode::ReadFixed::CODE,
@@ -107,6 +109,8 @@ struct Slot {
     multi: bool,
     /// Whether the kernel never cancels the operation.
     stays: bool,
+    /// Whether one of the kernel's workers does the operation.
+    for_worker: bool,
     task: TaskId,
     result: i32,
     segments: Segments,
@@ -157,6 +161,7 @@ pub(crate) struct Uring {
     in_flight: usize,
     /// Number of operations in flight that no future awaits, and that end only with the ring.
     left: usize,
+    silence: Silence,
 }
 
 /// Returns the CPUs of the calling thread, for the kernel's worker threads (for fdatasync, and
@@ -224,6 +229,7 @@ impl Uring {
             buffers: Buffers::new(),
             in_flight: 0,
             left: 0,
+            silence: Silence::default(),
         })
     }
 
@@ -273,8 +279,13 @@ impl Uring {
         let stays = matches!(action, Action::Ublk(_));
         let moves = matches!(action, Action::Read { .. } | Action::Write { .. });
         let to_worker = moves && file.as_ref().is_some_and(|f| f.leaves_to_worker(segments.len()));
-        let slot =
-            Slot { state: State::Pending, multi, stays, task, result: 0, segments, file, buffer };
+        let for_worker = to_worker
+            || matches!(action, Action::Sync | Action::Fallocate { .. } | Action::Discard { .. });
+        if for_worker {
+            self.silence.started();
+        }
+        let (state, result) = (State::Pending, 0);
+        let slot = Slot { state, multi, stays, for_worker, task, result, segments, file, buffer };
         let key = match self.free.pop() {
             Some(key) => {
                 self.slots[key as usize] = slot;
@@ -373,12 +384,18 @@ impl Uring {
     }
 
     /// Submits, and waits for a completion if `wait` is set (for at most that time). Then reaps
-    /// completions, and calls `wake` for their tasks.
+    /// completions, and calls `wake` for their tasks. The wait may end earlier.
     pub fn submit_and_reap(
         &mut self,
         wait: Option<Option<Duration>>,
+        now: Instant,
         wake: impl FnMut(TaskId),
     ) -> io::Result<()> {
+        if self.silence.is_too_long(now) {
+            tracing::debug!("io_uring: the kernel's workers complete nothing: asking them again");
+            self.push(&opcode::Nop::new().build().flags(squeue::Flags::ASYNC).user_data(CANCEL));
+        }
+        let wait = wait.map(|limit| self.silence.bound(limit, now));
         let result = self.entrance.enter(&mut self.ring, wait);
         self.reap(wake);
         match result.map_err(|e| (e.raw_os_error(), e)) {
@@ -405,6 +422,9 @@ impl Uring {
             let last = !cqueue::more(cqe.flags());
             if last {
                 self.in_flight -= 1;
+                if slot.for_worker {
+                    self.silence.completed();
+                }
                 self.buffers.done(slot.buffer);
             }
             match slot.state {
@@ -441,9 +461,9 @@ impl Uring {
 
 #[cfg(test)]
 impl Uring {
-    /// Returns the result of a no-op, which [`build`] never makes.
-    pub fn result_of_nop(&mut self) -> i32 {
-        self.push(&opcode::Nop::new().build());
+    /// Returns the result of a shutdown of a socket, which [`build`] never makes.
+    pub fn result_of_shutdown(&mut self) -> i32 {
+        self.push(&opcode::Shutdown::new(Fd(-1), 0).build());
         self.ring.submit_and_wait(1).unwrap();
         self.ring.completion().next().unwrap().result()
     }

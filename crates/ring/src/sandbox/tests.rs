@@ -161,7 +161,7 @@ fn a_ring_of_a_sandbox_refuses_other_operations() {
         enter(vec![Folder::new("/", Access::Write)]).unwrap();
         let mut ring = crate::uring::Uring::new().unwrap();
         confine(Kind::Reactor);
-        assert_eq!(ring.result_of_nop(), -libc::EACCES);
+        assert_eq!(ring.result_of_shutdown(), -libc::EACCES);
         println!("whole");
         std::process::exit(0);
     };
