@@ -148,12 +148,12 @@ pub struct FlushFigures {
     pub syncs: u64,
 }
 
-/// Lookups of qcow2 metadata.
+/// Lookups of where data lie: in the L2 tables of a qcow2 image, or among the answers of a target.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize, ToSchema)]
 pub struct MetadataFigures {
-    /// Number of lookups that found their L2 entry in memory.
+    /// Number of lookups that found the place in memory.
     pub hits: u64,
-    /// Number of lookups that did not, and loaded it.
+    /// Number of lookups that did not, and loaded it, or asked the target.
     pub misses: u64,
 }
 

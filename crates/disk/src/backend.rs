@@ -12,9 +12,9 @@ use std::io;
 use std::sync::Arc;
 use std::time::Instant;
 
-use blockyard_image::{BlockStatus, Image, ImageFile, LookupFigures, Raw, Store};
+use blockyard_image::{BlockStatus, Image, ImageFile, Raw, Store};
 use blockyard_ring::{Handle, Segments};
-use blockyard_storage::Storage;
+use blockyard_storage::{LookupFigures, Storage};
 
 use crate::request::Op;
 use crate::statistics::OpKind;
@@ -150,10 +150,11 @@ impl<S: Storage> Backend<S> {
         }
     }
 
-    /// Returns how lookups of L2 entries ended. Zero for images without L2 tables.
+    /// Returns how lookups of where data lie ended: of L2 entries, or of a map's answers.
     pub fn lookups(&self) -> LookupFigures {
         match self {
             Backend::Image(image) => image.lookups(),
+            Backend::Raw(raw) => raw.storage().lookups(),
             _ => LookupFigures::default(),
         }
     }

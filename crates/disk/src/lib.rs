@@ -40,8 +40,9 @@ mod statistics;
 mod throttle;
 
 pub use backend::{Backend, Delay, InactiveImage, Model, Ram, Source, SourceError};
-pub use blockyard_image::{LookupFigures, Store};
+pub use blockyard_image::Store;
 pub use blockyard_ring::WriteFigures;
+pub use blockyard_storage::LookupFigures;
 pub use carried::{Carried, Difference};
 pub use clients::ConnectedClient;
 pub use disk::{Disk, DiskOptions};

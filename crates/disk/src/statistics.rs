@@ -5,8 +5,8 @@
 
 use std::time::Duration;
 
-use blockyard_image::LookupFigures;
 use blockyard_ring::WriteFigures;
+use blockyard_storage::LookupFigures;
 use hdrhistogram::Histogram;
 
 use crate::request::Op;

@@ -40,6 +40,6 @@ pub use extent::{BackingLayers, BlockStatus, Extent, LookupResult, NoBacking, Pl
 pub use layers::format::{Format, UnknownFormat};
 pub use layers::image::Image;
 pub use layers::layer::{Layer, Layers};
-pub use qcow2::{IncompleteCluster, LookupFigures};
+pub use qcow2::IncompleteCluster;
 pub use raw::Raw;
 pub use sync::epoch::EpochGuard;

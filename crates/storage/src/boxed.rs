@@ -11,7 +11,7 @@ use std::rc::Rc;
 use blockyard_ring::Segments;
 use blockyard_ring::host::Geometry;
 
-use crate::storage::{Alignment, Capabilities, Storage};
+use crate::storage::{Alignment, Capabilities, LookupFigures, Storage};
 
 /// Any storage on one reactor.
 pub type AnyStore = Rc<dyn AnyStorage>;
@@ -56,6 +56,7 @@ any_storage! {
     now {
         allocated -> io::Result<Option<u64>>;
         lost -> Option<io::Error>;
+        lookups -> LookupFigures;
         geometry -> Geometry;
         capabilities -> Capabilities;
         alignment -> Alignment;

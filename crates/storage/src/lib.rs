@@ -61,7 +61,7 @@ pub use opened::{OpenError, OpenOptions, Opened, Overlaid, Program};
 pub use range_lock::{RangeGuard, RangeLock};
 pub use scheme::{Scheme, StorageScheme};
 pub use schemes::{SCHEMES, scheme_of};
-pub use storage::{Alignment, Capabilities, Storage};
+pub use storage::{Alignment, Capabilities, LookupFigures, Storage};
 pub use store::Store;
 
 /// Size of a sector in bytes: the unit of virtio and of an image's capacity.

@@ -71,6 +71,11 @@ pub trait Storage: 'static {
     fn lost(&self) -> Option<io::Error> {
         None
     }
+    /// Returns how lookups of where data lie ended on this reactor. Zero for storages without such
+    /// lookups.
+    fn lookups(&self) -> LookupFigures {
+        LookupFigures::default()
+    }
     /// Returns the block sizes that the storage prefers or requires.
     fn geometry(&self) -> Geometry {
         Geometry::default()
@@ -81,6 +86,24 @@ pub trait Storage: 'static {
     /// Returns what requests must be multiples of.
     fn alignment(&self) -> Alignment {
         Alignment::of(&self.geometry(), self.capabilities())
+    }
+}
+
+/// Number of lookups of where data lie, by their result: in the L2 tables of an image, or among the
+/// answers of a map. A lookup that misses may be repeated, and then counts as a hit, too.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LookupFigures {
+    /// Lookups that found the place in memory.
+    pub hits: u64,
+    /// Lookups that did not, and loaded it or asked for it.
+    pub misses: u64,
+}
+
+impl LookupFigures {
+    /// Adds the figures of `other`.
+    pub fn merge(&mut self, other: &LookupFigures) {
+        self.hits += other.hits;
+        self.misses += other.misses;
     }
 }
 

@@ -32,7 +32,7 @@ impl Storage for Store {
             Store::Other(other) => inline other
         }
         read write sync discard zero zero_fast allocate set_len len next_data
-        allocated lost geometry capabilities alignment
+        allocated lost lookups geometry capabilities alignment
     }
 }
 

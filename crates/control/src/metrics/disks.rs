@@ -150,12 +150,12 @@ const METRICS: &[Metric] = &[
     ),
     counter(
         "blockyard_disk_metadata_cache_hits_total",
-        "Lookups that found their L2 entry of a qcow2 image in memory.",
+        "Lookups that found in memory where data lie: in an L2 table, or in an answer of a target.",
         |disk, emit| emit("", disk.metadata.hits.into()),
     ),
     counter(
         "blockyard_disk_metadata_cache_misses_total",
-        "Lookups that did not find their L2 entry in memory, and loaded it.",
+        "Lookups that did not, and loaded the L2 table or asked the target.",
         |disk, emit| emit("", disk.metadata.misses.into()),
     ),
     counter(

@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use blockyard_image::LookupFigures;
 use blockyard_ring::WriteFigures;
+use blockyard_storage::LookupFigures;
 use hdrhistogram::Histogram;
 use serde::{Deserialize, Serialize};
 

@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use blockyard_ring::Segments;
 
-use blockyard_storage::Storage;
+use blockyard_storage::{LookupFigures, Storage};
 
 use super::layer::{Layer, Layers};
 use super::layout_scan;
@@ -17,7 +17,6 @@ use super::long::{Duty, LongRequests, is_long};
 use super::lookup_cache::LookupCache;
 use crate::SECTOR;
 use crate::extent::{BackingLayers, BlockStatus, Extent, LookupResult, Place};
-use crate::qcow2::LookupFigures;
 use crate::sync::epoch::{Epoch, EpochGuard, Participant};
 
 /// Smallest and largest granule of the lookup cache, in bytes.

@@ -32,6 +32,6 @@ pub use encoding::compression::{pack, unpack};
 pub use encoding::header::{BitmapsExtension, Compression, Extension, Header};
 pub use encoding::{bitmap_directory, entry, header, refblock, snapshot_table};
 pub use open::{L2_CACHE_LIMIT, Qcow2Options};
-pub use reading::view::{LookupFigures, Qcow2};
+pub use reading::view::Qcow2;
 pub use state::shared::Shared;
 pub use writing::partial::IncompleteCluster;

@@ -13,7 +13,7 @@
 //!
 //! [`Map`]: super::Map
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::future::Future;
 use std::io;
 use std::ops::Range;
@@ -29,7 +29,7 @@ use super::in_use::Guard;
 use super::map::{AnyMap, Discard, Extent, Fill, Map, Place, Question};
 use super::shared::{Core, Fault};
 use crate::Geometry;
-use crate::storage::{Capabilities, Storage};
+use crate::storage::{Capabilities, LookupFigures, Storage};
 
 /// Number of operations of one request that are in flight.
 const AT_A_TIME: usize = 16;
@@ -78,6 +78,7 @@ pub struct Mapped<S, A> {
     pub(super) ask: A,
     /// Lengths of the data files, as last seen.
     lens: RefCell<Vec<(u64, bool)>>,
+    lookups: Cell<LookupFigures>,
 }
 
 /// A part of a request, and where it lies.
@@ -101,7 +102,21 @@ impl<S: Storage, A: Ask> Mapped<S, A> {
     /// Makes the disk on one reactor. `writable`: which data files may be written.
     pub(super) fn new(core: &Arc<Core>, files: Vec<S>, writable: &[bool], ask: A) -> Self {
         let lens = RefCell::new(writable.iter().map(|writable| (0, *writable)).collect());
-        Mapped { core: core.clone(), files, ask, lens }
+        Mapped { core: core.clone(), files, ask, lens, lookups: Cell::default() }
+    }
+
+    /// Counts a request whose places are known.
+    fn hit(&self) {
+        self.core.hits();
+        let LookupFigures { hits, misses } = self.lookups.get();
+        self.lookups.set(LookupFigures { hits: hits + 1, misses });
+    }
+
+    /// Counts a question to the map.
+    fn miss(&self) {
+        self.core.misses();
+        let LookupFigures { hits, misses } = self.lookups.get();
+        self.lookups.set(LookupFigures { hits, misses: misses + 1 });
     }
 
     fn granules(&self, range: Range<u64>) -> Range<u64> {
@@ -111,7 +126,7 @@ impl<S: Storage, A: Ask> Mapped<S, A> {
 
     /// Asks the map for `range`, and checks the answer.
     async fn locate(&self, range: Range<u64>, write: bool) -> io::Result<Vec<Extent>> {
-        self.core.misses();
+        self.miss();
         let question = Question { offset: range.start, len: range.end - range.start, write };
         let extents = self.ask.locate(question).await.inspect_err(|e| self.core.note_error(e))?;
         self.check(&range, if write { Use::Write } else { Use::Read }, &extents).await?;
@@ -400,6 +415,10 @@ impl IntoResult for (Segments, io::Result<()>) {
 }
 
 impl<S: Storage, A: Ask> Storage for Mapped<S, A> {
+    fn lookups(&self) -> LookupFigures {
+        self.lookups.get()
+    }
+
     async fn read(&self, segments: Segments, offset: u64) -> (Segments, io::Result<usize>) {
         let len = (segments.len() as u64).min(self.core.size().saturating_sub(offset));
         let in_use = self.core.in_use.enter();
@@ -407,7 +426,7 @@ impl<S: Storage, A: Ask> Storage for Mapped<S, A> {
             && let Some(known) = self.core.cache.find(offset, len, false)
             && known.len == len
         {
-            self.core.hits();
+            self.hit();
             let (segments, result) = self.read_piece(segments, known.place).await;
             return (segments, result.map(|()| len as usize));
         }
@@ -432,7 +451,7 @@ impl<S: Storage, A: Ask> Storage for Mapped<S, A> {
                 Some(Known { len: known, place: Place::At { file, offset } })
                     if known == len as u64 =>
                 {
-                    self.core.hits();
+                    self.hit();
                     // What was placed anew needs the map, too, so that the write is durable.
                     let needs_sync = durable && self.core.moved().is_pending();
                     let now = durable && !needs_sync;

@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering;
 
 use blockyard_ring::{Handle, Segments};
 
-use blockyard_storage::Storage;
+use blockyard_storage::{LookupFigures, Storage};
 
 use crate::error::ImageError;
 use crate::extent::{Extent, Place};
@@ -27,24 +27,6 @@ use crate::qcow2::state::tables::{Entry, LocalSlices, Slice, SliceLookup};
 
 /// Number of bytes of an L2 table that are read at once when requests are sequential.
 const READ_AHEAD: u64 = 64 << 10;
-
-/// Number of lookups of L2 entries by their result. A lookup that misses is repeated after the
-/// load, and then counts as a hit, too.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct LookupFigures {
-    /// Lookups that found their slice of an L2 table in memory.
-    pub hits: u64,
-    /// Lookups that did not, and loaded it.
-    pub misses: u64,
-}
-
-impl LookupFigures {
-    /// Adds the figures of `other`.
-    pub fn merge(&mut self, other: &LookupFigures) {
-        self.hits += other.hits;
-        self.misses += other.misses;
-    }
-}
 
 /// One reactor's view of an image. All views of an image have the same `Shared`.
 pub struct Qcow2<S> {

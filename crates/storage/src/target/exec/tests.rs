@@ -10,10 +10,10 @@ use blockyard_ring::{Executor, Segments};
 
 use super::handed::{self, Introduction, Position};
 use super::start::{ENDER, MOST_ENDERS, Process, Started};
-use crate::CacheMode;
 use crate::opened::Opened;
 use crate::target::target::OpenTarget;
 use crate::target::{Limits, Shape};
+use crate::{CacheMode, LookupFigures};
 
 const IMAGE: &str = "exec:/p";
 /// The program does not answer within this time.
@@ -154,5 +154,25 @@ fn a_program_without_space_says_so() {
         scope.spawn(|| answer(&program, "locate 1 r 0 4096\n", "full 1 the store\n"));
         let error = read(&target).unwrap_err();
         assert_eq!((error.kind(), &*error.to_string()), (ErrorKind::StorageFull, "the store"));
+    });
+}
+
+#[test]
+fn known_answers_and_questions_are_counted() {
+    let (started, _process, program) = started(true);
+    let target = open(started, Limits::default());
+    let executor = Executor::new().unwrap();
+    let handle = executor.handle().clone();
+    let read_twice = async move {
+        let storage = target.storage(&handle).unwrap();
+        for _ in 0..2 {
+            assert_eq!(storage.read(Segments::buffer(4096), 0).await.1.unwrap(), 4096);
+        }
+        storage.lookups()
+    };
+    std::thread::scope(|scope| {
+        scope.spawn(|| answer(&program, "locate 1 r 0 4096\n", "ok 1 4096 zero\n"));
+        let lookups = executor.block_on(read_twice).unwrap();
+        assert_eq!(lookups, LookupFigures { hits: 1, misses: 1 });
     });
 }
