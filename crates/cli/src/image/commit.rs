@@ -51,11 +51,13 @@ pub fn run(options: &CommitArgs) -> Result<(), Failure> {
         cache: options.cache,
         ..options.folders.reading(&options.image.file, options.image.format)
     };
-    let file = &options.image.file;
-    let format = options.image.format.or_else(|| Format::of_name(file));
-    tools::apply_journal(file, format.unwrap_or(Format::Raw)).map_err(failed)?;
-    let read_only_chain = open(&reading)?;
+    tools::apply_journal_of(&reading).map_err(failed)?;
+    let mut read_only_chain = open(&reading)?;
     let into = base(options, &read_only_chain)?;
+    if into > 1 {
+        apply_journals(read_only_chain, into)?;
+        read_only_chain = open(&reading)?;
+    }
     let (size, format) = (read_only_chain.size(), read_only_chain.top().format);
     let names = read_only_chain.describe();
     if read_only_chain.layers()[into].size() < size {
@@ -114,25 +116,37 @@ fn base(options: &CommitArgs, chain: &Chain) -> Result<usize, Failure> {
     Ok(found.with_context(none)? + 1)
 }
 
-/// Grows an image of the chain to the size of the topmost one. The new part reads as zeroes, as it
-/// does through the chain.
-fn grow(chain: Arc<Chain>, into: usize, size: u64) -> Result<(), Failure> {
-    let layer = &chain.layers()[into];
+/// Applies the journals that dead servers have left for the images between the topmost one and the
+/// target: the commit also copies their data. The open for the commit applies the target's journal.
+fn apply_journals(chain: Arc<Chain>, into: usize) -> Result<(), Failure> {
+    let between: Vec<_> = (1..into).map(|depth| alone(&chain, depth)).collect();
+    // Release the chain's read locks, which would conflict with opening the images for writing.
+    drop(chain);
+    between.iter().try_for_each(|image| tools::apply_journal_of(image).map_err(failed))
+}
+
+/// Returns the options of an image of the chain, without the images above it.
+fn alone(chain: &Chain, depth: usize) -> ChainOptions {
+    let layer = &chain.layers()[depth];
     let mut folders = chain.options().folders.clone();
     if folders.is_empty() {
         folders.push(new::folder(&chain.options().path).into());
     }
-    let alone = ChainOptions {
+    let above = &chain.layers()[..depth];
+    ChainOptions {
         format: Some(layer.format),
-        only_locked: true,
         cache: chain.options().cache,
         folders,
-        overlaid: Overlaid::Below(
-            chain.layers()[..into].iter().map(|above| above.file.path().into()).collect(),
-        ),
+        overlaid: Overlaid::Below(above.iter().map(|above| above.file.path().into()).collect()),
         ..ChainOptions::new(layer.file.path())
-    };
-    let meant = layer.file.id();
+    }
+}
+
+/// Grows an image of the chain to the size of the topmost one. The new part reads as zeroes, as it
+/// does through the chain.
+fn grow(chain: Arc<Chain>, into: usize, size: u64) -> Result<(), Failure> {
+    let alone = ChainOptions { only_locked: true, ..alone(&chain, into) };
+    let meant = chain.layers()[into].file.id();
     // Release the chain's read locks, which would conflict with opening the image for writing.
     drop(chain);
     let opened = open(&alone)?;

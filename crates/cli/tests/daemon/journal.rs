@@ -311,6 +311,83 @@ fn an_image_without_its_journal_is_refused() {
     daemon.stop();
 }
 
+/// Puts an overlay on the image of a dead server, with one write of its own.
+fn overlay(case: &Case) -> PathBuf {
+    let top = case.folder.join("over.qcow2");
+    let create = ["image", "create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", "disk.qcow2"];
+    blockyard([&create[..], &[top.to_str().unwrap()]].concat()).good();
+    let write = format!("write -P 9 {} 64k", SIZE - MIB);
+    tool("qemu-io", ["-c", &write, top.to_str().unwrap()]).good();
+    top
+}
+
+/// Returns the blocks that the overlay has not written.
+fn below(blocks: Vec<u64>) -> Vec<u64> {
+    blocks.into_iter().filter(|block| *block < ((SIZE - MIB) / BLOCK) as u64).collect()
+}
+
+#[test]
+fn a_commit_applies_the_journal_of_its_target() {
+    let case = Case::qcow2();
+    let blocks = below(case.write_and_kill(1));
+    case.wait_for_the_lock();
+    let top = overlay(&case);
+    let commit = |state: &StateFolder| {
+        let mut commit = Command::new(BLOCKYARD);
+        commit.args(["image", "commit"]).arg(&top).env("BLOCKYARD_STATE_FOLDER", &state.0);
+        run(&mut commit, TOOL)
+    };
+    // Without the journal nothing is changed.
+    let done = commit(&StateFolder::new());
+    assert_eq!(done.status.code(), Some(1), "{}", done.err);
+    assert!(done.err.contains("disk.qcow2") && done.err.contains("--state-folder"), "{}", done.err);
+    assert_eq!(case.state.journals(), 1);
+    commit(&case.state).good();
+    assert_eq!(case.state.journals(), 0);
+    is_clean(&case.top);
+    let daemon = case.serve();
+    let mut guest = Guest::connect(&case.socket);
+    assert_eq!(case.count(&mut guest, 1, &blocks), blocks.len());
+    assert_eq!(guest.read((SIZE - MIB) as u64 / 512, BLOCK).unwrap(), [9; BLOCK]);
+    daemon.stop();
+}
+
+#[test]
+fn a_commit_applies_the_journals_of_the_images_above_its_target() {
+    let case = Case::qcow2();
+    let blocks = below(case.write_and_kill(1));
+    case.wait_for_the_lock();
+    let top = overlay(&case);
+    let mut commit = Command::new(BLOCKYARD);
+    commit.args(["image", "commit", "-b", "base.img"]).arg(&top);
+    run(commit.env("BLOCKYARD_STATE_FOLDER", &case.state.0), TOOL).good();
+    assert_eq!(case.state.journals(), 0);
+    let base = std::fs::read(case.folder.join("base.img")).unwrap();
+    let block = |number: u64| &base[number as usize * BLOCK..][..BLOCK];
+    let has = |number: &&u64| block(**number) == pattern(10_000 + **number, BLOCK);
+    assert_eq!(blocks.iter().filter(has).count(), blocks.len());
+    assert_eq!(base[SIZE - MIB..][..BLOCK], [9; BLOCK]);
+}
+
+/// A replay during the commit would change the data that the guest of the overlay sees.
+#[test]
+fn a_commit_of_a_disk_in_use_is_refused_while_its_target_has_a_journal() {
+    let case = Case::qcow2();
+    let blocks = below(case.write_and_kill(1));
+    case.wait_for_the_lock();
+    let (top, api) = (overlay(&case), case.folder.join("api"));
+    let options = [&case.options()[..], &["--api", api.to_str().unwrap()]].concat();
+    let daemon = Daemon::serve(&top, &case.socket, &options);
+    let done = blockyard(["ctl", "--api", api.to_str().unwrap(), "commit", "over.qcow2"]);
+    assert!(!done.status.success());
+    assert!(done.err.contains("disk.qcow2") && done.err.contains("journal"), "{}", done.err);
+    daemon.stop();
+    assert_eq!(case.state.journals(), 1);
+    let daemon = case.serve();
+    assert_eq!(case.count(&mut Guest::connect(&case.socket), 1, &blocks), blocks.len());
+    daemon.stop();
+}
+
 #[test]
 fn a_folder_that_cannot_hold_journals_is_named_once() {
     let case = Case::qcow2();

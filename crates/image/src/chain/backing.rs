@@ -6,7 +6,8 @@
 //! Invariants: nothing else has the backing image open, and it leaves the images that chains
 //! [share](super::shared). No other process can write to it at any moment. Reactors may still read
 //! the backing image through L2 tables that they cached before it was opened for writing. They find
-//! unchanged data wherever the topmost image has none ([`Image::hold_freed`]).
+//! unchanged data wherever the topmost image has none ([`Image::hold_freed`]). So a backing image
+//! with the journal of a dead server is refused: a replay would change the running disk.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -26,10 +27,12 @@ use crate::layers::image::Image;
 use crate::layers::meta::Meta;
 use crate::qcow2::{self, Header, Qcow2, Qcow2Options};
 use crate::raw::Raw;
+use crate::tools::session_of;
 use blockyard_storage::Store;
 use blockyard_storage::{ImageFile, OpenError};
 
 const TOP: &str = "overlay to be committed";
+const BACKING: &str = "backing image to be committed into";
 
 /// A writable backing image. On drop the writer's lock is released; readers keep theirs.
 pub struct WritableBacking {
@@ -51,6 +54,26 @@ impl WritableBacking {
     /// Returns the chain that begins at the backing image.
     pub fn chain(&self) -> &Chain {
         &self.chain
+    }
+
+    /// Returns an error if a dead server has left a journal for the backing image, with this file.
+    async fn has_no_journal(&self, handle: &Handle, file: &ImageFile) -> Result<(), ChainError> {
+        let wrong = |error| ChainError::Image { path: file.path().into(), error };
+        let failed = |e| wrong(ImageError::io(BACKING, None, "opening it for io_uring", e));
+        let options = &self.chain.options;
+        let raw = Raw::open(file, handle).map_err(failed)?;
+        let format = options.format.unwrap_or(Format::Raw);
+        let session = session_of(&raw, format).await.map_err(wrong)?;
+        let safety = options.safety_of(0, file).without_journal();
+        if safety.claim(session).map_err(wrong)?.is_none() {
+            return Ok(());
+        }
+        Err(wrong(ImageError::refused(
+            BACKING,
+            "a server that died has left a journal of changes that the running disk does not show: \
+             end the disk, and apply the journal (blockyard image commit, or image check --repair \
+             leaks) or give it up (image check --discard-journal)",
+        )))
     }
 
     fn lock(&mut self, reader: &Arc<ImageFile>) -> Result<Arc<ImageFile>, ChainError> {
@@ -117,6 +140,7 @@ impl Chain {
         // During a commit the backing image is open twice. Each of the two has the limit of the L2
         // cache that the backing image had before the commit.
         let l2_cache = backing.qcow2().map(|shared| shared.cache_bytes().1);
+        writable.has_no_journal(handle, &file).await?;
         // The overlay has all data until the backing image is durable.
         let safety = ImageSafety::default();
         let opened = backing.open_again(handle, file, data, false, l2_cache, safety).await?;

@@ -18,7 +18,7 @@ use crate::layers::image::Image;
 use crate::layers::layer::Layer;
 use crate::qcow2::{Header, Qcow2, Qcow2Options, snapshot};
 use crate::raw::Raw;
-use crate::tools::apply_journal;
+use crate::tools::apply_journal_of;
 
 use super::cache_shares;
 use super::error::ChainError;
@@ -57,12 +57,17 @@ impl ChainOptions {
     }
 
     /// Returns how the changed metadata of the image at `depth` survive a death of the process.
-    /// Only the topmost image is written to by a guest.
+    /// Only the topmost image is written to by a guest. The target of a commit needs no journal of
+    /// its own, but the one of a dead server is replayed before the first write.
     pub(super) fn safety_of(&self, depth: usize, file: &ImageFile) -> ImageSafety {
-        if depth > 0 {
-            return ImageSafety::default();
+        let safety = |file: &ImageFile| {
+            self.crash_safety.of(file.fd().and_then(|fd| ImageKey::of(&**fd).ok()))
+        };
+        match depth {
+            0 => safety(file),
+            _ if self.commit_into == Some(depth) => safety(file).without_journal(),
+            _ => ImageSafety::default(),
         }
-        self.crash_safety.of(file.fd().and_then(|fd| ImageKey::of(&**fd).ok()))
     }
 }
 
@@ -81,8 +86,7 @@ impl Chain {
     /// Like [`Chain::open`], with the ring of `opener`.
     pub fn open_by(opener: &Opener, options: &ChainOptions) -> Result<Self, ChainError> {
         if options.only_locked && !options.read_only {
-            let format = options.format.or_else(|| Format::of_name(&options.path));
-            apply_journal(&options.path, format.unwrap_or(Format::Raw))?;
+            apply_journal_of(options)?;
         }
         let kept = opener.0.take().map_or_else(Executor::new, Ok);
         let executor = kept.map_err(ChainError::Executor)?;

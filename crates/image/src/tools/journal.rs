@@ -22,7 +22,10 @@ use super::reactors::on_reactor;
 const STRUCTURE: &str = "journal of the image";
 
 /// Returns the session that an image is marked with.
-async fn session_of(raw: &Raw<Store>, format: Format) -> Result<Option<Session>, ImageError> {
+pub(crate) async fn session_of(
+    raw: &Raw<Store>,
+    format: Format,
+) -> Result<Option<Session>, ImageError> {
     match format {
         Format::Raw => Ok(None),
         Format::Qcow2 => Ok(Header::read_for_check(raw).await?.session()),
@@ -81,6 +84,13 @@ pub fn pending_journal(path: &Path, format: Format) -> Result<Option<Pending>, C
 /// Applies the journal of an image, if there is one. Durable on return. Fails if the journal is in
 /// another folder: a change of the image would give it up.
 pub fn apply_journal(path: &Path, format: Format) -> Result<(), ChainError> {
+    apply_journal_of(&ChainOptions { format: Some(format), ..ChainOptions::new(path) })
+}
+
+/// Like [`apply_journal`], for the topmost image of a chain with these options.
+pub fn apply_journal_of(options: &ChainOptions) -> Result<(), ChainError> {
+    let path = options.path.as_path();
+    let format = options.format.or_else(|| Format::of_name(path)).unwrap_or(Format::Raw);
     if format == Format::Raw {
         return Ok(());
     }
@@ -88,7 +98,8 @@ pub fn apply_journal(path: &Path, format: Format) -> Result<(), ChainError> {
         Ok(Some(Pending::Changes(_))) => {}
         Ok(Some(Pending::Elsewhere(place))) => {
             // The error of an image in use is better.
-            ImageFile::open(&OpenOptions::new(path, false, CacheMode::Writeback))?;
+            let opened = OpenOptions::new(path, false, CacheMode::Writeback);
+            ImageFile::open(&OpenOptions { overlaid: options.overlaid.clone(), ..opened })?;
             return Err(ChainError::Image { path: path.into(), error: missing(&place) });
         }
         // An image that cannot be read gets its error from the command itself.
@@ -102,6 +113,8 @@ pub fn apply_journal(path: &Path, format: Format) -> Result<(), ChainError> {
             no_backing,
             accept_changed_backing,
             cache: CacheMode::Writeback,
+            folders: options.folders.clone(),
+            overlaid: options.overlaid.clone(),
             ..ChainOptions::new(path)
         })
     };

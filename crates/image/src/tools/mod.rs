@@ -37,5 +37,6 @@ pub use inspect::compare::{Comparison, compare};
 pub use inspect::details::{Details, details};
 pub use inspect::map::map;
 pub use inspect::measure::{Measure, measure};
-pub use journal::{Pending, apply_journal, discard_journal, pending_journal};
+pub(crate) use journal::session_of;
+pub use journal::{Pending, apply_journal, apply_journal_of, discard_journal, pending_journal};
 pub use reactors::on_reactor;
