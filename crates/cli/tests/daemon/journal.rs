@@ -32,6 +32,12 @@ impl StateFolder {
         &self.0
     }
 
+    /// Returns the only journal.
+    fn file(&self) -> PathBuf {
+        let entry = std::fs::read_dir(&self.0).unwrap().next();
+        entry.unwrap().unwrap().path()
+    }
+
     pub fn journals(&self) -> usize {
         std::fs::read_dir(&self.0).map_or(0, Iterator::count)
     }
@@ -386,6 +392,38 @@ fn a_commit_of_a_disk_in_use_is_refused_while_its_target_has_a_journal() {
     let daemon = case.serve();
     assert_eq!(case.count(&mut Guest::connect(&case.socket), 1, &blocks), blocks.len());
     daemon.stop();
+}
+
+#[test]
+fn a_journal_that_cannot_be_read_stops_a_command() {
+    let case = Case::qcow2();
+    let blocks = case.write_and_kill(1);
+    case.wait_for_the_lock();
+    let (journal, hidden) = (case.state.file(), case.state.0.join("hidden"));
+    std::fs::rename(&journal, &hidden).unwrap();
+    // A journal is not opened through a symbolic link.
+    std::os::unix::fs::symlink(&hidden, &journal).unwrap();
+    let top = case.top.to_str().unwrap();
+    for command in [
+        &["snapshot", "-c", "one", top][..],
+        &["amend", "-o", "lazy_refcounts=on", top],
+        &["bitmap", "--add", top, "b"],
+        &["rebase", "-u", "-b", "base.img", "-F", "raw", top],
+        &["resize", top, "64M"],
+        &["commit", top],
+        &["check", "--repair", "leaks", top],
+    ] {
+        let mut image = Command::new(BLOCKYARD);
+        image.arg("image").args(command).env("BLOCKYARD_STATE_FOLDER", &case.state.0);
+        let done = run(&mut image, SOON);
+        assert_eq!(done.status.code(), Some(1), "{command:?}: {}", done.err);
+        assert!(done.err.contains("opening a journal"), "{command:?}: {}", done.err);
+    }
+    std::fs::rename(&hidden, &journal).unwrap();
+    let daemon = case.serve();
+    assert_eq!(case.count(&mut Guest::connect(&case.socket), 1, &blocks), blocks.len());
+    daemon.stop();
+    is_clean(&case.top);
 }
 
 #[test]

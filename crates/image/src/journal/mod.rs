@@ -41,7 +41,7 @@ use crate::error::ImageError;
 pub use self::log::{Log, Session, WriteBack};
 pub use self::record::{Key, Record};
 pub use self::recovered::Recovered;
-pub use self::store::{ImageKey, JournalStore, MemoryStore, StateFolder, StoreError, present_boot};
+pub use self::store::{ImageKey, JournalStore, MemoryStore, StateFolder, StoreError};
 
 const STRUCTURE: &str = "journal of the image";
 
@@ -122,14 +122,16 @@ impl ImageSafety {
             return Ok(None);
         }
         let refuse = |what: String| ImageError::refused(STRUCTURE, what);
-        let Some(store) = store.clone().or_else(JournalStore::of_commands) else {
-            let folder = StateFolder::default_path();
-            return match marked {
-                Some(session) if Some(session.boot) == present_boot() => {
-                    Err(missing(&folder.to_string_lossy()))
-                }
-                _ => Ok(None),
-            };
+        let store = match store.clone().map_or_else(JournalStore::of_commands, |s| Ok(Some(s))) {
+            Ok(Some(store)) => store,
+            found => {
+                let folder = StateFolder::default_path();
+                return match (marked.filter(Session::may_be_of_this_boot), found) {
+                    (None, _) => Ok(None),
+                    (Some(_), Ok(_)) => Err(missing(&folder.to_string_lossy())),
+                    (Some(_), Err(e)) => Err(refuse(e.to_string())),
+                };
+            }
         };
         let found = store.find(image).map_err(|e| refuse(e.to_string()))?;
         match (marked.filter(|session| session.boot == store.boot()), found) {
@@ -151,7 +153,8 @@ impl ImageSafety {
     /// Returns the store and the image's key.
     fn place(&self) -> Option<(JournalStore, ImageKey)> {
         let JournalPlace { store, image } = self.place.as_ref()?;
-        Some((store.clone().or_else(JournalStore::of_commands)?, *image))
+        let of_commands = || JournalStore::of_commands().ok().flatten();
+        Some((store.clone().or_else(of_commands)?, *image))
     }
 }
 

@@ -75,6 +75,8 @@ pub enum StoreError {
     None,
     #[error("memory for a journal: {0}")]
     Memory(io::Error),
+    #[error("finding the identity of the image: {0}")]
+    Image(io::Error),
 }
 
 /// The folder of the journals.
@@ -270,9 +272,13 @@ impl MemoryStore {
 impl JournalStore {
     /// Returns the folder that commands use if none is named. `None`: there is none on this
     /// machine, so no server can have left a journal in it.
-    pub fn of_commands() -> Option<Self> {
+    pub fn of_commands() -> Result<Option<Self>, StoreError> {
         let path = StateFolder::default_path();
-        path.is_dir().then(|| StateFolder::open(path).ok()).flatten().map(JournalStore::from)
+        match std::fs::metadata(&path) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(StoreError::Io { path, operation: "finding it", error }),
+            Ok(_) => StateFolder::open(path).map(|folder| Some(folder.into())),
+        }
     }
 
     /// Creates the journal of an image. An older one is removed.
@@ -336,9 +342,11 @@ fn is_in_memory(path: &Path) -> rustix::io::Result<bool> {
     Ok(kind == TMPFS || kind == RAMFS)
 }
 
-/// Number of the host's present boot. `None`: the host does not tell it.
-pub fn present_boot() -> Option<u128> {
-    read_boot().ok()
+impl Session {
+    /// Returns whether the session is not known to be of an earlier boot.
+    pub fn may_be_of_this_boot(&self) -> bool {
+        read_boot().map_or(true, |boot| boot == self.boot)
+    }
 }
 
 fn read_boot() -> io::Result<u128> {

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 use blockyard_storage::Storage;
 
 use crate::error::{ErrorKind, ImageError};
-use crate::journal::{ImageSafety, Journal, present_boot};
+use crate::journal::{ImageSafety, Journal, Session};
 use crate::raw::Raw;
 use crate::sync::epoch::Epoch;
 use blockyard_ring::semaphore::Semaphore;
@@ -70,7 +70,7 @@ impl<S: Storage> Qcow2<S> {
             resumed = session::recover(&file, data.as_ref(), &mut header, &options.safety).await?;
             make_writable(&file, data.as_ref(), &mut header, options, &resumed).await?;
             safety = safety_of(&header, options);
-        } else if header.session().is_some_and(|session| Some(session.boot) == present_boot()) {
+        } else if header.session().as_ref().is_some_and(Session::may_be_of_this_boot) {
             tracing::warn!(
                 "a server has the image in use, or died while it had: changes in its journal are \
                  missing from what is read (`blockyard image check --repair leaks` applies the \

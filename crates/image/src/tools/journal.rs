@@ -9,8 +9,8 @@ use blockyard_storage::{ImageFile, OpenOptions};
 
 use crate::chain::{Chain, ChainError, ChainOptions};
 use crate::cow;
-use crate::error::ImageError;
-use crate::journal::{ImageKey, JournalStore, Session, StateFolder, missing, present_boot};
+use crate::error::{ErrorKind, ImageError};
+use crate::journal::{ImageKey, JournalStore, Session, StateFolder, StoreError, missing};
 use crate::layers::format::Format;
 use crate::qcow2::{Header, IncompleteCluster};
 use crate::raw::Raw;
@@ -50,13 +50,17 @@ async fn journal_of(
     format: Format,
 ) -> Result<Option<Pending>, ImageError> {
     let Some(session) = session_of(raw, format).await? else { return Ok(None) };
-    let is_of_this_boot = Some(session.boot) == present_boot();
-    let elsewhere = |place: String| is_of_this_boot.then_some(Pending::Elsewhere(place));
-    let Some((store, image)) = place_of(file) else {
-        return Ok(elsewhere(StateFolder::default_path().display().to_string()));
+    let may_be_of_this_boot = session.may_be_of_this_boot();
+    let elsewhere = |place: String| may_be_of_this_boot.then_some(Pending::Elsewhere(place));
+    let refuse = |e: StoreError| ImageError::refused(STRUCTURE, e.to_string());
+    let (store, image) = match place_of(file) {
+        Ok(Some(place)) => place,
+        Err(e) if may_be_of_this_boot => return Err(refuse(e)),
+        Ok(None) | Err(_) => {
+            return Ok(elsewhere(StateFolder::default_path().display().to_string()));
+        }
     };
-    let found = store.find(&image);
-    let found = found.map_err(|e| ImageError::refused(STRUCTURE, e.to_string()))?;
+    let found = store.find(&image).map_err(refuse)?;
     let Some(journal) = found.filter(|journal| journal.session() == session) else {
         return Ok(elsewhere(store.to_string()));
     };
@@ -65,9 +69,10 @@ async fn journal_of(
     Ok(Some(Pending::Changes(records.len())))
 }
 
-fn place_of(file: &ImageFile) -> Option<(JournalStore, ImageKey)> {
-    let key = file.fd().and_then(|fd| ImageKey::of(&**fd).ok())?;
-    Some((JournalStore::of_commands()?, key))
+fn place_of(file: &ImageFile) -> Result<Option<(JournalStore, ImageKey)>, StoreError> {
+    let Some(fd) = file.fd() else { return Ok(None) };
+    let key = ImageKey::of(&**fd).map_err(StoreError::Image)?;
+    Ok(JournalStore::of_commands()?.map(|store| (store, key)))
 }
 
 /// Returns the journal of a dead server, or of one that has the image in use. `None`: there is
@@ -82,7 +87,7 @@ pub fn pending_journal(path: &Path, format: Format) -> Result<Option<Pending>, C
 }
 
 /// Applies the journal of an image, if there is one. Durable on return. Fails if the journal is in
-/// another folder: a change of the image would give it up.
+/// another folder or cannot be read: a change of the image would give it up.
 pub fn apply_journal(path: &Path, format: Format) -> Result<(), ChainError> {
     apply_journal_of(&ChainOptions { format: Some(format), ..ChainOptions::new(path) })
 }
@@ -102,8 +107,14 @@ pub fn apply_journal_of(options: &ChainOptions) -> Result<(), ChainError> {
             ImageFile::open(&OpenOptions { overlaid: options.overlaid.clone(), ..opened })?;
             return Err(ChainError::Image { path: path.into(), error: missing(&place) });
         }
-        // An image that cannot be read gets its error from the command itself.
-        Ok(None) | Err(_) => return Ok(()),
+        Ok(None) => return Ok(()),
+        // An image of another format, or a damaged one, gets its error from the command itself.
+        Err(ChainError::Image { error, .. })
+            if matches!(error.kind, ErrorKind::Invalid | ErrorKind::Unsupported) =>
+        {
+            return Ok(());
+        }
+        Err(e) => return Err(e),
     }
     let open = |no_backing| {
         let format = Some(format);
@@ -158,7 +169,8 @@ pub fn discard_journal(path: &Path, format: Format) -> Result<bool, ChainError> 
         }
         let io = |what: &'static str| move |e| ImageError::io(STRUCTURE, None, what, e);
         raw.flush().await.map_err(io("syncing the image")).map_err(wrong)?;
-        if let Some((store, image)) = place_of(&file) {
+        // A journal that cannot be removed is out of date without the mark.
+        if let Ok(Some((store, image))) = place_of(&file) {
             store.remove(&image).map_err(io("removing it")).map_err(wrong)?;
         }
         Ok(marked)
