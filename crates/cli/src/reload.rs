@@ -270,8 +270,14 @@ impl Server {
             }
             let Some(keys) = keys else {
                 tracing::info!(disk, "removed from the configuration: closing it");
-                if let Err(e) = self.remove(held) {
-                    tracing::error!("{e}");
+                match self.remove(held) {
+                    Ok(true) => {}
+                    Ok(false) => {
+                        let what = "it is removed, but its image could not be flushed: writes \
+                                    since its last flush may be lost";
+                        failed.push(note(disk, &anyhow::anyhow!("disk \"{disk}\": {what}")));
+                    }
+                    Err(e) => failed.push(note(disk, &e.into())),
                 }
                 continue;
             };

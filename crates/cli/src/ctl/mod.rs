@@ -251,18 +251,27 @@ pub fn run(options: &CtlOptions) -> Result<(), Failure> {
     }
     let caller = Caller { socket: &options.api, limit: options.timeout };
     let answer = answer(&caller, &options.command)?;
-    let failed = match &options.command {
-        Command::Reload { .. } => answer["failed"].as_array().map_or(0, Vec::len),
-        _ => 0,
-    };
+    let failure = failure(&options.command, &answer);
     let text =
         if options.json { format!("{answer:#}\n") } else { show::text(&options.command, answer)? };
     output::print(text)?;
-    if failed > 0 {
-        let disks = if failed == 1 { "disk is" } else { "disks are" };
-        return Err(anyhow::anyhow!("{failed} {disks} not as the file says").into());
+    failure.map_or(Ok(()), |what| Err(anyhow::anyhow!(what).into()))
+}
+
+/// Returns what failed although the server has carried out the command.
+fn failure(command: &Command, answer: &Value) -> Option<String> {
+    match command {
+        Command::Reload { .. } => match answer["failed"].as_array().map_or(0, Vec::len) {
+            0 => None,
+            1 => Some("the reload of 1 disk failed".into()),
+            failed => Some(format!("the reload of {failed} disks failed")),
+        },
+        Command::Remove { disk, .. } if answer["flushed"] == false => Some(format!(
+            "disk \"{disk}\" is removed, but its image could not be flushed: writes since its \
+             last flush may be lost; the server's log has the reason"
+        )),
+        _ => None,
     }
-    Ok(())
 }
 
 /// Makes the calls of a command. Returns the answer of the last one.

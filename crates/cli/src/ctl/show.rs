@@ -25,7 +25,10 @@ pub fn text(command: &Command, mut answer: Value) -> serde_json::Result<String> 
         Command::Show { .. } | Command::Add { .. } | Command::Set { .. } => {
             disk(&serde_json::from_value(answer)?)
         }
-        Command::Remove { disk, .. } => format!("removed {disk}\n"),
+        Command::Remove { disk, .. } => match answer["flushed"] == false {
+            true => format!("removed {disk}, not flushed\n"),
+            false => format!("removed {disk}\n"),
+        },
         Command::Flush { disk } => format!("flushed {disk}\n"),
         Command::Resume { disk } => {
             let Resumed { requests, drained, .. } = serde_json::from_value(answer)?;

@@ -1,8 +1,12 @@
 //! `blockyard ctl`.
 
+use std::path::Path;
 use std::process::Command;
 
-use crate::common::{BLOCKYARD, Finished, TOOL, blockyard, run};
+use blockyard_driver::{Data, Plan, Session, SplitRing, request, status};
+use serde_json::{Value, json};
+
+use crate::common::{BLOCKYARD, Finished, SOON, TOOL, blockyard, run};
 use crate::server::Server;
 
 fn ctl(server: &Server, arguments: &[&str]) -> Finished {
@@ -40,6 +44,46 @@ fn commands_print_tables_or_json_and_fail_with_the_reason() {
 
     assert_eq!(ctl(&server, &["remove", "a"]).good(), "removed a\n");
     assert_eq!(ctl(&server, &["remove", "a"]).status.code(), Some(1));
+}
+
+/// Writes to a disk.
+fn write(socket: &Path) {
+    let mut guest = Session::<SplitRing>::start(socket, &Plan::default()).unwrap();
+    let (write, mut data) = (Data::ToDevice(4096), [7; 4096]);
+    let written = guest.queues[0].call(request::OUT, 0, write, &mut data, SOON).unwrap();
+    assert_eq!(written, status::OK);
+}
+
+#[test]
+fn a_removed_disk_that_cannot_be_flushed_is_a_failure() {
+    let failing = "image = \"ram:1M\"\nfilters = [\"error:flush=1\"]\n";
+    let disk = |name: &str| {
+        format!("[[disk]]\nname = \"{name}\"\nvhost-user = \"FOLDER/{name}\"\n{failing}")
+    };
+    let server = Server::configured(&["a", "b", "c", "d"].map(disk).concat());
+    for name in ["a", "b", "c"] {
+        write(&server.folder.join(name));
+    }
+    let failed = ctl(&server, &["remove", "--force", "a"]);
+    assert_eq!(failed.status.code(), Some(1));
+    assert!(failed.err.contains("writes since its last flush may be lost"), "{}", failed.err);
+    assert_eq!(failed.out, "removed a, not flushed\n");
+    let failed = ctl(&server, &["remove", "--force", "--json", "b"]);
+    assert_eq!(failed.status.code(), Some(1));
+    let answer: Value = serde_json::from_str(&failed.out).unwrap();
+    assert_eq!(answer, json!({ "name": "b", "flushed": false }));
+    assert_eq!(server.names(), ["c", "d"]);
+    // The disk d has no writes that can be lost.
+    server.configure("");
+    let failed = ctl(&server, &["reload", "--json"]);
+    assert_eq!(failed.status.code(), Some(1));
+    assert!(failed.err.contains("the reload of 1 disk failed"), "{}", failed.err);
+    let answer: Value = serde_json::from_str(&failed.out).unwrap();
+    assert_eq!(answer["removed"], json!(["d"]), "{answer}");
+    assert_eq!(answer["failed"][0]["disk"], "c", "{answer}");
+    let why = answer["failed"][0]["error"].as_str().unwrap();
+    assert!(why.contains("writes since its last flush may be lost"), "{answer}");
+    assert_eq!(server.names(), [""; 0]);
 }
 
 #[test]
