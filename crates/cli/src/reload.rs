@@ -39,7 +39,8 @@ const AT_START: [&str; 12] = [
     "metrics",
 ];
 
-/// Longest wait of SIGHUP for the end of another reload or an upgrade.
+/// Longest wait of SIGHUP for the end of another reload or an upgrade, and of a reload for the
+/// sizes of images.
 const PATIENCE: Duration = Duration::from_secs(10);
 const PAUSE: Duration = Duration::from_millis(5);
 
@@ -118,7 +119,17 @@ impl Server {
         // Update the sizes of all disks, including those of toolstacks.
         let sizes: Vec<_> =
             self.served().map(|disk| (self.yard.begin_refresh(&disk.name), disk.name)).collect();
-        sizes.into_iter().for_each(|(size, disk)| log_size(&disk, size.wait()));
+        let until = Instant::now() + PATIENCE;
+        for (size, disk) in sizes {
+            match size.wait_at_most(until.saturating_duration_since(Instant::now())) {
+                Ok(size) => log_size(&disk, size),
+                Err(_goes_on) => tracing::error!(
+                    disk,
+                    "its size is not known yet: another command works on it, or its storage does \
+                     not answer"
+                ),
+            }
+        }
         self.add_others(&config, &plan, old, &mut failed);
         self.revoke(&config, &failed);
         self.known().file = config.file;
@@ -281,7 +292,8 @@ impl Server {
                 }
                 continue;
             };
-            if let Err(e) = self.yard.flush(disk) {
+            let flushed = self.yard.begin_flush(disk).and_then(|pending| pending.wait());
+            if let Err(e) = flushed {
                 failed.push(note(disk, &anyhow::Error::from(e)));
                 continue;
             }

@@ -1,6 +1,7 @@
 //! The paths of the API. Each function is one call, with its part of the OpenAPI description.
 
 use std::path::PathBuf;
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -30,11 +31,17 @@ use crate::types::{
     Snapshot, Upgrade, Upgraded,
 };
 
-/// Maximum number of threads that run calls.
-pub(crate) const THREADS: usize = 8;
+/// Maximum number of threads that run calls. Two of them answer calls that do not block.
+pub(crate) const THREADS: usize = MAX_BLOCKING + MAX_LONG + 2;
 
-/// Maximum number of calls that may block. The other threads answer calls that do not block.
-const MAX_BLOCKING: usize = THREADS - 2;
+/// Maximum number of calls that may block, without those that run for long.
+const MAX_BLOCKING: usize = 6;
+
+/// Maximum number of calls that run for long, mostly because the storage of a disk hangs.
+const MAX_LONG: usize = 32;
+
+/// A call that runs for this time leaves its place to calls for other disks.
+const LONG: Duration = Duration::from_secs(1);
 
 /// How long a call that may block waits for others to end.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -42,7 +49,10 @@ const PATIENCE: Duration = Duration::from_secs(10);
 #[derive(Clone)]
 struct Calls {
     operator: Arc<dyn Operator>,
+    /// Places of calls that may block; see [`MAX_BLOCKING`].
     blocking: Arc<Semaphore>,
+    /// Places of calls that run for long; see [`MAX_LONG`].
+    long: Arc<Semaphore>,
 }
 
 impl Calls {
@@ -65,12 +75,24 @@ impl Calls {
             let detail = format!("{MAX_BLOCKING} calls are under way already: try again later");
             return Err(Problem::new(Kind::Busy, detail));
         };
-        self.quick(move |operator| {
-            // The call goes on if its client disconnects. Only its end frees the thread.
-            let _permit = permit;
-            call(operator)
-        })
-        .await
+        let long = self.long.clone();
+        // A task of its own, because the call goes on if its client disconnects.
+        let done = tokio::spawn(async move {
+            let mut running = pin!(self.quick(call));
+            if let Ok(done) = tokio::time::timeout(LONG, &mut running).await {
+                return done;
+            }
+            tokio::select! {
+                done = &mut running => done,
+                place = long.acquire_owned() => {
+                    drop(permit);
+                    let done = running.await;
+                    drop(place);
+                    done
+                }
+            }
+        });
+        done.await.unwrap_or_else(|_| Err(Problem::new(Kind::Busy, "the server is ending")))
     }
 }
 
@@ -125,7 +147,8 @@ pub fn description() -> Description {
 /// Returns the service that answers all requests.
 pub(crate) fn router(operator: Arc<dyn Operator>, scrapes: Scrapes) -> Router {
     let streams = events::parts().0.with_state(operator.events().clone());
-    let calls = Calls { operator, blocking: Arc::new(Semaphore::new(MAX_BLOCKING)) };
+    let [blocking, long] = [MAX_BLOCKING, MAX_LONG].map(|places| Arc::new(Semaphore::new(places)));
+    let calls = Calls { operator, blocking, long };
     let (router, description) = parts();
     router
         .route("/v1/openapi.json", axum::routing::get(|| async move { Json(description) }))
@@ -220,7 +243,8 @@ async fn set(
 
 /// Adopts the present size of the image, and notifies clients.
 #[utoipa::path(post, path = "/v1/disks/{name}/refresh", params(("name" = String, Path)),
-    responses((status = OK, body = Resized), (status = NOT_FOUND, body = Problem)))]
+    responses((status = OK, body = Resized), (status = NOT_FOUND, body = Problem),
+        (status = CONFLICT, body = Problem), (status = UNPROCESSABLE_ENTITY, body = Problem)))]
 async fn refresh(State(calls): State<Calls>, At(name): At<String>) -> Answer<Json<Resized>> {
     calls.slow(move |operator| operator.refresh(&name)).await
 }
@@ -241,7 +265,7 @@ async fn resize(
 /// Makes all answered writes durable.
 #[utoipa::path(post, path = "/v1/disks/{name}/flush", params(("name" = String, Path)),
     responses((status = OK, body = Flushed), (status = NOT_FOUND, body = Problem),
-        (status = UNPROCESSABLE_ENTITY, body = Problem)))]
+        (status = CONFLICT, body = Problem), (status = UNPROCESSABLE_ENTITY, body = Problem)))]
 async fn flush(State(calls): State<Calls>, At(name): At<String>) -> Answer<Json<Flushed>> {
     calls.slow(move |operator| operator.flush(&name)).await
 }
@@ -250,7 +274,8 @@ async fn flush(State(calls): State<Calls>, At(name): At<String>) -> Answer<Json<
 /// then on, until the disk is resumed or the time has passed.
 #[utoipa::path(post, path = "/v1/disks/{name}/drain", params(("name" = String, Path)),
     responses((status = OK, body = Drained), (status = BAD_REQUEST, body = Problem),
-        (status = NOT_FOUND, body = Problem), (status = UNPROCESSABLE_ENTITY, body = Problem)))]
+        (status = NOT_FOUND, body = Problem), (status = CONFLICT, body = Problem),
+        (status = UNPROCESSABLE_ENTITY, body = Problem)))]
 async fn drain(
     State(calls): State<Calls>,
     At(name): At<String>,
@@ -284,7 +309,8 @@ async fn resume(State(calls): State<Calls>, At(name): At<String>) -> Answer<Json
 /// Starts a snapshot: later writes go to a new overlay.
 #[utoipa::path(post, path = "/v1/disks/{name}/snapshot", params(("name" = String, Path)),
     responses((status = ACCEPTED, body = Job), (status = BAD_REQUEST, body = Problem),
-        (status = NOT_FOUND, body = Problem), (status = UNPROCESSABLE_ENTITY, body = Problem)))]
+        (status = NOT_FOUND, body = Problem), (status = CONFLICT, body = Problem),
+        (status = UNPROCESSABLE_ENTITY, body = Problem)))]
 async fn snapshot(
     State(calls): State<Calls>,
     At(name): At<String>,
@@ -295,7 +321,8 @@ async fn snapshot(
 
 /// Starts a commit: copies the topmost image's data into its backing image.
 #[utoipa::path(post, path = "/v1/disks/{name}/commit", params(("name" = String, Path)),
-    responses((status = ACCEPTED, body = Job), (status = NOT_FOUND, body = Problem)))]
+    responses((status = ACCEPTED, body = Job), (status = NOT_FOUND, body = Problem),
+        (status = CONFLICT, body = Problem)))]
 async fn commit(
     State(calls): State<Calls>,
     At(name): At<String>,
@@ -305,7 +332,8 @@ async fn commit(
 
 /// Starts a stream: copies the data of all backing images into the topmost one.
 #[utoipa::path(post, path = "/v1/disks/{name}/stream", params(("name" = String, Path)),
-    responses((status = ACCEPTED, body = Job), (status = NOT_FOUND, body = Problem)))]
+    responses((status = ACCEPTED, body = Job), (status = NOT_FOUND, body = Problem),
+        (status = CONFLICT, body = Problem)))]
 async fn stream(
     State(calls): State<Calls>,
     At(name): At<String>,

@@ -3,7 +3,8 @@
 //! In: tasks. Out: each task runs once, on a thread of the pool, with that thread's context.
 //!
 //! What must hold
-//! - A pool has at most its number of threads, however many tasks arrive.
+//! - A pool has at most its number of threads, however many tasks arrive. [`Pool::relieve`] adds a
+//!   thread for each one that hangs, up to a second number.
 //! - Tasks begin in the order of their arrival, each as soon as a thread is idle.
 //! - An idle thread waits some time for more work, so that one thread runs a series of tasks. To
 //!   start and end a thread for each would change the address space, which interrupts reactors.
@@ -43,6 +44,10 @@ struct Queue<C> {
     threads: usize,
     /// Threads that wait for work.
     idle: usize,
+    /// When each task that runs began.
+    running: Vec<Instant>,
+    /// A task that has run for this time hangs. None: [`Pool::relieve`] was never called.
+    long: Option<Duration>,
     /// Whether the pool gets no more work.
     is_closed: bool,
 }
@@ -65,7 +70,14 @@ impl<C: Default + 'static> Pool<C> {
     /// Returns a pool of at most `most` threads named `name`. Each ends after `linger` without
     /// work.
     pub fn new(name: &'static str, most: usize, linger: Duration) -> Self {
-        let queue = Queue { tasks: VecDeque::new(), threads: 0, idle: 0, is_closed: false };
+        let queue = Queue {
+            tasks: VecDeque::new(),
+            threads: 0,
+            idle: 0,
+            running: Vec::new(),
+            long: None,
+            is_closed: false,
+        };
         Pool(Arc::new(Shared {
             name,
             most,
@@ -97,10 +109,8 @@ impl<C: Default + 'static> Pool<C> {
         if queue.threads == self.0.most {
             return Ok(());
         }
-        let shared = self.0.clone();
-        let builder = std::thread::Builder::new().name(self.0.name.into());
-        match threads::spawn(builder, move || shared.work()) {
-            Ok(_) => queue.threads += 1,
+        match self.start_thread(&mut queue) {
+            Ok(()) => {}
             // The existing threads do the work.
             Err(_) if may_wait(queue.threads) => {}
             Err(error) => {
@@ -109,6 +119,39 @@ impl<C: Default + 'static> Pool<C> {
             }
         }
         Ok(())
+    }
+
+    fn start_thread(&self, queue: &mut Queue<C>) -> io::Result<()> {
+        let shared = self.0.clone();
+        let builder = std::thread::Builder::new().name(self.0.name.into());
+        threads::spawn(builder, move || shared.work())?;
+        queue.threads += 1;
+        Ok(())
+    }
+
+    /// Starts threads for tasks that wait behind tasks that hang: those that have run for `long`.
+    /// The pool has at most `most` threads then, and its usual number again when no task hangs.
+    /// Returns whether tasks still wait.
+    pub fn relieve(&self, long: Duration, most: usize) -> bool {
+        let mut queue = self.0.queue();
+        queue.long = Some(long);
+        let allowed = (self.0.most + queue.hanging()).min(most);
+        let waiting = queue.tasks.len().saturating_sub(queue.idle);
+        for _ in 0..waiting.min(allowed.saturating_sub(queue.threads)) {
+            // A later call tries again.
+            if self.start_thread(&mut queue).is_err() {
+                break;
+            }
+        }
+        !queue.tasks.is_empty()
+    }
+}
+
+impl<C> Queue<C> {
+    /// Returns the number of tasks that hang.
+    fn hanging(&self) -> usize {
+        let hangs = |begun: &&Instant| self.long.is_some_and(|long| begun.elapsed() >= long);
+        self.running.iter().filter(hangs).count()
     }
 }
 
@@ -121,18 +164,31 @@ impl<C> Shared<C> {
     where
         C: Default,
     {
-        let context = C::default();
-        while let Some(task) = self.next() {
+        let (context, mut ended) = (C::default(), None);
+        while let Some((task, begun)) = self.next(ended) {
             let _ = catch_unwind(AssertUnwindSafe(|| task(&context)));
+            ended = Some(begun);
         }
     }
 
-    /// Waits for work. None: the thread must end, and is no longer counted.
-    fn next(&self) -> Option<Task<C>> {
-        let (mut queue, deadline) = (self.queue(), Instant::now() + self.linger);
+    /// Waits for work. Returns a task and when it begins. None: the thread must end, and is no
+    /// longer counted. `ended`: when the thread's last task began.
+    fn next(&self, ended: Option<Instant>) -> Option<(Task<C>, Instant)> {
+        let (mut queue, now) = (self.queue(), Instant::now());
+        let deadline = now + self.linger;
+        if let Some(at) = queue.running.iter().position(|begun| Some(*begun) == ended) {
+            queue.running.swap_remove(at);
+        }
+        // `relieve` has started it for a task that hangs no more.
+        if queue.threads > self.most && queue.threads > self.most + queue.hanging() {
+            queue.threads -= 1;
+            return None;
+        }
         loop {
             if let Some(task) = queue.tasks.pop_front() {
-                return Some(task);
+                let begun = Instant::now();
+                queue.running.push(begun);
+                return Some((task, begun));
             }
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() || queue.is_closed {
@@ -219,6 +275,35 @@ mod tests {
             }
         }
         until_idle(&pool, 4);
+    }
+
+    #[test]
+    fn tasks_that_hang_leave_threads_for_others() {
+        let pool = pool(2);
+        let hang = |pool: &Pool| {
+            let (hold, gate) = channel();
+            let thread = begin(pool, gate);
+            (hold, thread)
+        };
+        let hanging: Vec<_> = (0..2).map(|_| hang(&pool)).collect();
+        hanging.iter().for_each(|(_, thread)| assert!(thread.recv().is_ok()));
+        let waiting: Vec<_> = (0..3).map(|_| hang(&pool)).collect();
+        assert!(pool.relieve(Duration::from_secs(3600), 9), "no task hangs yet");
+        assert_eq!(pool.0.queue().threads, 2);
+        // Two tasks hang, so two more threads may run.
+        pool.relieve(Duration::ZERO, 9);
+        assert_eq!(pool.0.queue().threads, 4);
+        waiting[..2].iter().for_each(|(_, thread)| assert!(thread.recv().is_ok()));
+        assert!(pool.relieve(Duration::ZERO, 4), "the pool has its maximum");
+        assert!(waiting[2].1.try_recv().is_err());
+        assert_eq!(pool.0.queue().threads, 4);
+        drop(hanging);
+        waiting[2].1.recv().unwrap();
+        drop(waiting);
+        // Without tasks that hang it has its usual number again.
+        while pool.0.queue().threads != 2 {
+            std::thread::yield_now();
+        }
     }
 
     #[test]

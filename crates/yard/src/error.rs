@@ -38,6 +38,11 @@ pub enum YardError {
          or cancel one"
     )]
     TooManyJobs { disk: String, running: usize },
+    #[error(
+        "another command works on disk \"{disk}\": try again when it has ended; if it does not \
+         end, the disk's storage does not answer"
+    )]
+    Busy { disk: String },
     #[error("disk \"{disk}\": cannot start a thread")]
     Thread { disk: String, source: io::Error },
     #[error("disk \"{disk}\" cannot be handed over: {why}")]

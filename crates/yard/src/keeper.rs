@@ -7,9 +7,9 @@ use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::{Receiver, Sender, SyncSender};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender};
 use std::sync::{Arc, mpsc};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use blockyard_disk::Disk;
 use blockyard_image::Opener;
@@ -17,14 +17,20 @@ use blockyard_ring::pool::{Pool, Refused};
 
 use crate::context::Context;
 use crate::sample::KnownDisk;
-use crate::served::{Ended, ServedDisk, describe_image};
+use crate::served::{Ended, Exports, ServedDisk, describe_image};
 use crate::settings::DiskSettings;
 use crate::state::DiskState;
 
 /// Threads that open disks. They mostly wait for an image's metadata.
 const OPENING_THREADS: usize = 8;
-/// Threads that run other commands.
+/// Threads that run other commands. Those that hang do not count; see [`LONG`].
 const OTHER_THREADS: usize = 4;
+/// Maximum number of threads of each pool while commands hang, because the storage of their disks
+/// does.
+const MOST_THREADS: usize = 64;
+/// A command that runs for this time may hang. It gets a thread beyond the usual ones, so that it
+/// does not delay the commands of other disks.
+const LONG: Duration = Duration::from_secs(1);
 /// How long an idle thread waits for more commands. An idle server uses no memory for stacks.
 const LINGER: Duration = Duration::from_millis(250);
 
@@ -36,13 +42,32 @@ pub(crate) type Operation =
 pub(crate) type Answer = Box<dyn FnOnce()>;
 
 pub(crate) enum Message {
-    Do { name: String, state: DiskState, operation: Operation },
-    Done { name: String, disk: Option<Box<ServedDisk>> },
+    Do {
+        name: String,
+        state: DiskState,
+        operation: Operation,
+    },
+    /// Like `Do`, if no other command works on the disk. Else the operation comes back.
+    Try {
+        name: String,
+        operation: Operation,
+        refused: SyncSender<Option<Operation>>,
+    },
+    Done {
+        name: String,
+        disk: Option<Box<ServedDisk>>,
+    },
     List(SyncSender<Vec<DiskInfo>>),
-    Info { name: String, reply: SyncSender<Option<DiskInfo>> },
+    Info {
+        name: String,
+        reply: SyncSender<Option<DiskInfo>>,
+    },
     Known(SyncSender<Vec<KnownDisk>>),
     Prepare(SyncSender<io::Result<()>>),
-    Find { name: String, reply: SyncSender<Option<Arc<Disk>>> },
+    Find {
+        name: String,
+        reply: SyncSender<Option<(Arc<Disk>, Exports)>>,
+    },
     Close(SyncSender<Vec<Ended>>),
 }
 
@@ -73,8 +98,15 @@ struct Entry {
     /// The disk. None while a thread of the pool owns it, or before it is open.
     disk: Option<Box<ServedDisk>>,
     /// What the list shows of the disk. None before it is open.
-    shown: Option<(Arc<Disk>, DiskSettings)>,
+    shown: Option<Shown>,
     waiting: VecDeque<(DiskState, Operation)>,
+}
+
+/// What a disk shows while a command works on it.
+struct Shown {
+    disk: Arc<Disk>,
+    settings: DiskSettings,
+    exports: Exports,
 }
 
 /// State of closing the yard: the caller that waits for it, and the statistics of the disks that
@@ -93,6 +125,8 @@ pub(crate) struct Keeper {
     /// Runs commands that open images. A slow server on another host must not delay other commands.
     opening: Pool<Opener>,
     others: Pool<Opener>,
+    /// Whether a command may wait for a thread.
+    has_waiting: bool,
     closing: Option<Closing>,
 }
 
@@ -105,14 +139,39 @@ impl Keeper {
             arrivals: 0,
             opening: Pool::new("yard open", OPENING_THREADS, LINGER),
             others: Pool::new("yard", OTHER_THREADS, LINGER),
+            has_waiting: false,
             closing: None,
         }
     }
 
     /// Runs commands until the yard is closed.
     pub fn run(mut self, messages: &Receiver<Message>) {
-        for message in messages {
+        let mut relieved = Instant::now();
+        loop {
+            let message = match self.has_waiting {
+                true => messages.recv_timeout(LONG),
+                false => messages.recv().map_err(|_| RecvTimeoutError::Disconnected),
+            };
+            if self.has_waiting && relieved.elapsed() >= LONG {
+                self.has_waiting = self.relieve();
+                relieved = Instant::now();
+            }
+            let message = match message {
+                Ok(message) => message,
+                Err(RecvTimeoutError::Timeout) => continue,
+                Err(RecvTimeoutError::Disconnected) => break,
+            };
             match message {
+                Message::Try { name, operation, refused } => {
+                    let is_free = |entry: &Entry| entry.disk.is_some();
+                    let is_free = self.entries.get(&name).is_none_or(is_free);
+                    let (operation, back) =
+                        if is_free { (Some(operation), None) } else { (None, Some(operation)) };
+                    let _ = refused.send(back);
+                    if let Some(operation) = operation {
+                        self.take(name, DiskState::Busy, operation);
+                    }
+                }
                 Message::Do { name, state, operation } => self.take(name, state, operation),
                 Message::Done { name, disk } => self.put_back(name, disk),
                 Message::List(reply) => drop(reply.send(self.list())),
@@ -132,6 +191,13 @@ impl Keeper {
             drop(sender);
             let _ = reply.send(ended.try_iter().collect());
         }
+    }
+
+    /// Starts threads for commands that wait behind commands that hang. Returns whether commands
+    /// still wait.
+    fn relieve(&self) -> bool {
+        let opening = self.opening.relieve(LONG, MOST_THREADS);
+        self.others.relieve(LONG, MOST_THREADS) || opening
     }
 
     fn take(&mut self, name: String, state: DiskState, operation: Operation) {
@@ -164,6 +230,7 @@ impl Keeper {
             drop(done);
             answer();
         }));
+        self.has_waiting = true;
         if let Err(Refused { error, task }) = begun {
             tracing::warn!("cannot start a thread for commands: {error}");
             task(&Opener::default());
@@ -172,7 +239,11 @@ impl Keeper {
 
     fn put_back(&mut self, name: String, disk: Option<Box<ServedDisk>>) {
         let Some(entry) = self.entries.get_mut(&name) else { return };
-        entry.shown = disk.as_ref().map(|disk| (disk.disk.clone(), disk.settings.clone()));
+        entry.shown = disk.as_ref().map(|disk| Shown {
+            disk: disk.disk.clone(),
+            settings: disk.settings.clone(),
+            exports: disk.exports.clone(),
+        });
         entry.disk = disk;
         match entry.waiting.pop_front() {
             Some((state, operation)) => self.begin(name, state, operation),
@@ -203,8 +274,9 @@ impl Keeper {
     }
 
     /// Returns a disk that is open and stays open, also while a command works on it.
-    fn find(&self, name: &str) -> Option<Arc<Disk>> {
-        Some(self.entries.get(name)?.known()?.disk)
+    fn find(&self, name: &str) -> Option<(Arc<Disk>, Exports)> {
+        let Shown { disk, exports, .. } = self.entries.get(name)?.open()?;
+        Some((disk.clone(), exports.clone()))
     }
 
     fn by_arrival(&self) -> Vec<(&String, &Entry)> {
@@ -253,9 +325,12 @@ impl Entry {
     }
 
     /// Returns the disk if it is open and stays open.
+    fn open(&self) -> Option<&Shown> {
+        self.shown.as_ref().filter(|_| self.state != DiskState::Closing)
+    }
+
     fn known(&self) -> Option<KnownDisk> {
-        let open = self.shown.as_ref().filter(|_| self.state != DiskState::Closing);
-        let (disk, settings) = open?;
+        let Shown { disk, settings, .. } = self.open()?;
         Some(KnownDisk {
             state: self.state,
             disk: disk.clone(),
@@ -267,7 +342,7 @@ impl Entry {
 
     fn info(&self, name: &str) -> DiskInfo {
         let (name, state) = (name.to_string(), self.state);
-        let Some((disk, settings)) = &self.shown else {
+        let Some(Shown { disk, settings, .. }) = &self.shown else {
             let (image, images, ways) = Default::default();
             let (capacity, is_read_only, paused, is_drained) = Default::default();
             return DiskInfo {

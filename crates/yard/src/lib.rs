@@ -19,8 +19,9 @@
 //!
 //! What must hold: a command takes effect as a whole, or leaves the disk as it was. Commands for
 //! one disk run in the order of their calls. A command that blocks (an image on a slow server)
-//! delays no command for another disk. Signals, the configuration file and toolstacks are clients
-//! of the yard. The yard does not depend on them.
+//! delays no command for another disk: it uses one thread, and a pool gets more threads while
+//! commands hang. Signals, the configuration file and toolstacks are clients of the
+//! yard. The yard does not depend on them.
 
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 

@@ -4,7 +4,7 @@
 use std::fs::OpenOptions;
 use std::io;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use blockyard_disk::{
@@ -72,7 +72,39 @@ pub struct Change {
 pub(crate) struct ServedDisk {
     pub settings: DiskSettings,
     pub disk: Arc<Disk>,
-    exports: Vec<Box<dyn Export>>,
+    pub exports: Exports,
+}
+
+/// The exports of a disk. Empty while the disk is being closed. Clones are of the same disk.
+///
+/// No command holds the lock while it waits for the storage, so that a report of a disk with a
+/// command that hangs has its clients.
+#[derive(Clone, Default)]
+pub(crate) struct Exports(Arc<Mutex<Vec<Box<dyn Export>>>>);
+
+impl Exports {
+    fn all(&self) -> MutexGuard<'_, Vec<Box<dyn Export>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Begins to disconnect the clients with this description, or all of them.
+    pub fn disconnect(&self, description: Option<&str>) {
+        self.all().iter_mut().for_each(|export| export.disconnect(description));
+    }
+
+    /// Returns the clients and the statistics of the disk that has these exports.
+    pub fn report(&self, disk: &Arc<Disk>, reactors: &Reactors) -> Report {
+        let (statistics, policies) = statistics(disk, reactors);
+        let exports = self.all();
+        Report {
+            name: disk.name().into(),
+            clients: exports.iter().flat_map(|export| export.clients()).collect(),
+            device: exports.iter().find_map(|export| export.device()),
+            statistics,
+            policies,
+            share: disk.share().clone(),
+        }
+    }
 }
 
 impl ServedDisk {
@@ -123,22 +155,29 @@ impl ServedDisk {
             describe_image(&settings, &disk),
             ways.join(" and ")
         );
+        let exports = Exports(Arc::new(Mutex::new(exports)));
         Ok(ServedDisk { settings, disk, exports })
     }
 
     /// Ends the jobs and the exports, then flushes and closes the image.
     pub fn close(self, context: &Context) -> Ended {
-        let ended = self.end(context, blockyard_export::close);
+        let exports = std::mem::take(&mut *self.exports.all());
+        let ended = self.end(context, exports, blockyard_export::close);
         let (disk, is_flushed) = (ended.name.clone(), ended.is_flushed);
         context.report(Event::Removed { disk, is_flushed, error: None });
         ended
     }
 
-    fn end(mut self, context: &Context, close: fn(&Arc<Disk>, &Reactors) -> bool) -> Ended {
+    fn end(
+        self,
+        context: &Context,
+        mut exports: Vec<Box<dyn Export>>,
+        close: fn(&Arc<Disk>, &Reactors) -> bool,
+    ) -> Ended {
         let reactors = &context.reactors;
         context.jobs.end(&self.disk);
         // The storage may have answered the requests of an earlier export late.
-        self.exports.iter_mut().for_each(|export| export.stop(Instant::now() + STOP_TIME));
+        exports.iter_mut().for_each(|export| export.stop(Instant::now() + STOP_TIME));
         let (statistics, policies) = statistics(&self.disk, reactors);
         let is_flushed = close(&self.disk, reactors);
         Ended {
@@ -197,7 +236,7 @@ impl ServedDisk {
         if let Some(why) = self.image_is_gone() {
             return Some(why);
         }
-        let obstacle = self.exports.iter().find_map(|export| export.obstacle());
+        let obstacle = self.exports.all().iter().find_map(|export| export.obstacle());
         obstacle.map(Obstacle::Export).or_else(|| self.sync_for_close(context))
     }
 
@@ -212,7 +251,7 @@ impl ServedDisk {
             return Some(Obstacle::ProgramBeforeRings);
         }
         // The next server must not ask the program before this one is sure to leave.
-        let waits = self.exports.iter().all(|export| export.waits_for_owner());
+        let waits = self.exports.all().iter().all(|export| export.waits_for_owner());
         (!waits).then_some(Obstacle::ProgramWithDevice)
     }
 
@@ -225,13 +264,13 @@ impl ServedDisk {
     }
 
     /// Ends the exports so that another server can continue them, and leaves the image to it.
-    pub fn hand_over(mut self, context: &Context) -> HandedDisk {
-        let mut exports = self.exports.iter();
-        let is_used = exports.any(|e| !e.clients().is_empty() || e.device().is_some());
+    pub fn hand_over(self, context: &Context) -> HandedDisk {
+        let mut all = std::mem::take(&mut *self.exports.all());
+        let is_used = all.iter().any(|e| !e.clients().is_empty() || e.device().is_some());
         let (settings, since) = (self.settings.clone(), Instant::now());
-        let exports = self.exports.iter_mut().filter_map(|export| export.hand_over()).collect();
+        let exports = all.iter_mut().filter_map(|export| export.hand_over()).collect();
         let disk = self.disk.clone();
-        let ended = self.end(context, blockyard_export::leave);
+        let ended = self.end(context, all, blockyard_export::leave);
         // Nothing is in flight any more.
         let carried = ended.is_flushed.then(|| {
             let carried = disk.hand_over(&ended.statistics);
@@ -245,19 +284,6 @@ impl ServedDisk {
         HandedDisk { settings, exports, ended, carried, program, since }
     }
 
-    /// Returns the clients and the statistics of the disk.
-    pub fn report(&self, reactors: &Reactors) -> Report {
-        let (statistics, policies) = statistics(&self.disk, reactors);
-        Report {
-            name: self.settings.name.clone(),
-            clients: self.exports.iter().flat_map(|export| export.clients()).collect(),
-            device: self.exports.iter().find_map(|export| export.device()),
-            statistics,
-            policies,
-            share: self.disk.share().clone(),
-        }
-    }
-
     /// Changes the knobs, the clients that may connect, or what happens without space.
     pub fn change(&mut self, change: &Change) {
         if let Some(on_enospc) = change.on_enospc {
@@ -269,13 +295,8 @@ impl ServedDisk {
             self.settings.knobs = knobs.clone();
         }
         if let Some(clients) = &change.clients {
-            self.exports.iter_mut().for_each(|export| export.allow(clients));
+            self.exports.all().iter_mut().for_each(|export| export.allow(clients));
         }
-    }
-
-    /// Begins to disconnect the clients with this description, or all of them.
-    pub fn disconnect(&mut self, description: Option<&str>) {
-        self.exports.iter_mut().for_each(|export| export.disconnect(description));
     }
 
     /// Makes all answered writes durable.
@@ -304,7 +325,7 @@ impl ServedDisk {
         let old = self.disk.capacity();
         let failed = |source| YardError::Size { disk: self.settings.name.clone(), source };
         let Some(new) = self.disk.refresh_capacity().map_err(failed)? else { return Ok(None) };
-        self.exports.iter_mut().for_each(|export| export.resize());
+        self.exports.all().iter_mut().for_each(|export| export.resize());
         let size = Resized { old, new };
         context.report(Event::Resized { disk: self.settings.name.clone(), size });
         Ok(Some(size))

@@ -5,7 +5,7 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use blockyard_disk::Disk;
 use blockyard_export::Reactors;
@@ -19,10 +19,14 @@ use crate::jobs::Jobs;
 use crate::keeper::{Answer, DiskInfo, Keeper, Message, Operation};
 use crate::observer::{Observer, Resized};
 use crate::sample::{self, Sample, SampleError};
-use crate::served::{Change, Ended, HandedDisk, Report, ServedDisk};
+use crate::served::{Change, Ended, Exports, HandedDisk, Report, ServedDisk};
 use crate::settings::{DiskSettings, WayError};
 use crate::shares::Shares;
 use crate::state::DiskState;
+
+/// How long a command that must run alone waits for the end of the disk's other commands.
+const PATIENCE: Duration = Duration::from_secs(2);
+const PAUSE: Duration = Duration::from_millis(2);
 
 /// The set of disks that this process serves. Clones are handles to the same set.
 ///
@@ -189,17 +193,21 @@ impl Yard {
         sample::collect(receiver.recv().unwrap_or_default(), self.reactors(), groups)
     }
 
-    /// Returns the clients and the statistics of a disk.
+    /// Returns the clients and the statistics of a disk. Waits for no command of an open disk.
     pub fn report(&self, name: &str) -> Result<Report, YardError> {
-        self.with(name, |context, disk| Ok(disk.report(&context.reactors)))
+        if let Some((disk, exports)) = self.find_now(name).flatten() {
+            return Ok(exports.report(&disk, self.reactors()));
+        }
+        self.with(name, |context, disk| Ok(disk.exports.report(&disk.disk, &context.reactors)))
     }
 
-    /// Changes a disk while clients are connected.
+    /// Changes a disk while clients are connected. Fails if another command works on it for long.
     pub fn change(&self, name: &str, change: Change) -> Result<(), YardError> {
-        self.with(name, move |_, disk| {
+        let change = move |_: &Context, disk: &mut ServedDisk| {
             disk.change(&change);
             Ok(())
-        })
+        };
+        self.begin_alone(name, change)?.wait()
     }
 
     /// Adopts the present size of a disk's image. Returns None if it has not changed.
@@ -207,15 +215,21 @@ impl Yard {
         self.begin_refresh(name).wait()
     }
 
-    /// Like [`Yard::refresh`], but returns before the size is known.
+    /// Like [`Yard::refresh`], but returns before the size is known. Waits for other commands of
+    /// the disk.
     pub fn begin_refresh(&self, name: &str) -> Pending<Option<Resized>> {
         self.begin(name, |context, disk| disk.refresh(context))
     }
 
-    /// Grows a disk's topmost image, a qcow2 image, and notifies clients. Returns None if it has
-    /// that size already.
-    pub fn grow(&self, name: &str, size: u64) -> Result<Option<Resized>, YardError> {
-        self.with(name, move |context, disk| disk.grow(size, context))
+    /// Like [`Yard::begin_refresh`], but fails if another command works on the disk for long.
+    pub fn begin_refresh_alone(&self, name: &str) -> Result<Pending<Option<Resized>>, YardError> {
+        self.begin_alone(name, |context, disk| disk.refresh(context))
+    }
+
+    /// Begins to grow a disk's topmost image, a qcow2 image, and to notify clients. The result is
+    /// None if it has that size already. Fails if another command works on the disk for long.
+    pub fn begin_grow(&self, name: &str, size: u64) -> Result<Pending<Option<Resized>>, YardError> {
+        self.begin_alone(name, move |context, disk| disk.grow(size, context))
     }
 
     /// Makes all answered writes of a disk durable.
@@ -223,19 +237,26 @@ impl Yard {
         self.with(name, |context, disk| disk.flush(&context.reactors))
     }
 
-    /// Waits until no request of a disk is in flight and all answered writes are durable. Holds
-    /// requests from then on, until [`Yard::resume`] or for `limit`.
-    pub fn drain(&self, name: &str, limit: Duration) -> Result<(), YardError> {
-        self.with(name, move |_, disk| Ok(disk.disk.drain(limit)?))
+    /// Like [`Yard::flush`], but returns before the end. Fails if another command works on the disk
+    /// for long.
+    pub fn begin_flush(&self, name: &str) -> Result<Pending<()>, YardError> {
+        self.begin_alone(name, |context, disk| disk.flush(&context.reactors))
+    }
+
+    /// Begins to wait until no request of a disk is in flight and all answered writes are durable.
+    /// Holds requests from then on, until [`Yard::resume`] or for `limit`. Fails if another command
+    /// works on the disk for long.
+    pub fn begin_drain(&self, name: &str, limit: Duration) -> Result<Pending<()>, YardError> {
+        self.begin_alone(name, move |_, disk| Ok(disk.disk.drain(limit)?))
     }
 
     /// Begins to disconnect the clients of a disk with this description, or all of them. They may
-    /// connect again.
+    /// connect again. Does not wait for commands.
     pub fn disconnect(&self, name: &str, description: Option<String>) -> Result<(), YardError> {
-        self.with(name, move |_, disk| {
-            disk.disconnect(description.as_deref());
-            Ok(())
-        })
+        let found = self.find_now(name).ok_or(YardError::Closing)?;
+        let (_, exports) = found.ok_or_else(|| YardError::NotFound { disk: name.into() })?;
+        exports.disconnect(description.as_deref());
+        Ok(())
     }
 
     /// Returns the program that decides where a disk's data lie (`exec:`), if there is one. Does
@@ -257,25 +278,31 @@ impl Yard {
     /// Returns whether the disk was drained, and the number of those requests. Does not wait for
     /// commands, because one of them may wait for requests that a drain holds.
     pub fn resume(&self, name: &str) -> Result<(bool, u64), YardError> {
-        let disk = self.find_now(name).ok_or(YardError::Closing)?;
-        disk.map(|disk| disk.resume()).ok_or_else(|| YardError::NotFound { disk: name.into() })
+        let found = self.find_now(name).ok_or(YardError::Closing)?;
+        found
+            .map(|(disk, _)| disk.resume())
+            .ok_or_else(|| YardError::NotFound { disk: name.into() })
     }
 
     /// Returns a disk without waiting for commands.
     fn find(&self, name: &str) -> Option<Arc<Disk>> {
-        self.find_now(name).flatten()
+        self.find_now(name).flatten().map(|(disk, _)| disk)
     }
 
-    /// Like `find`. The outer None: the yard is closing.
-    fn find_now(&self, name: &str) -> Option<Option<Arc<Disk>>> {
+    /// Like `find`, with the exports. The outer None: the yard is closing.
+    fn find_now(&self, name: &str) -> Option<Option<(Arc<Disk>, Exports)>> {
         let (reply, receiver) = mpsc::sync_channel(1);
         let _ = self.0.messages.send(Message::Find { name: name.into(), reply });
         receiver.recv().ok()
     }
 
     /// Starts a snapshot, commit or stream of a disk. Other commands for the disk run concurrently.
+    /// Fails if another command works on the disk for long.
     pub fn start_job(&self, name: &str, kind: JobKind) -> Result<Job, YardError> {
-        self.with(name, |context, disk| context.jobs.start(&disk.settings.name, &disk.disk, kind))
+        let start = |context: &Context, disk: &mut ServedDisk| {
+            context.jobs.start(&disk.settings.name, &disk.disk, kind)
+        };
+        self.begin_alone(name, start)?.wait()
     }
 
     /// Returns the running jobs, and the latest ones that have ended, in the order of their starts.
@@ -315,14 +342,34 @@ impl Yard {
         name: &str,
         command: impl FnOnce(&Context, &mut ServedDisk) -> Result<T, YardError> + Send + 'static,
     ) -> Pending<T> {
-        let (answer, receiver) = answer();
-        let named = name.to_string();
-        let operation: Operation = Box::new(move |context, _, mut disk| {
-            let result = disk.as_mut().map(|disk| command(context, disk));
-            (disk, answer(result.unwrap_or(Err(YardError::NotFound { disk: named }))))
-        });
+        let (operation, pending) = operation(name, command);
         self.send(name.into(), DiskState::Busy, operation);
-        Pending(receiver)
+        pending
+    }
+
+    /// Begins a command when no other one works on the disk. Fails if one does for long: a disk on
+    /// storage that hangs has at most one command of this kind.
+    fn begin_alone<T: Send + 'static>(
+        &self,
+        name: &str,
+        command: impl FnOnce(&Context, &mut ServedDisk) -> Result<T, YardError> + Send + 'static,
+    ) -> Result<Pending<T>, YardError> {
+        let (mut operation, pending) = operation(name, command);
+        let until = Instant::now() + PATIENCE;
+        loop {
+            let (refused, receiver) = mpsc::sync_channel(1);
+            let message = Message::Try { name: name.into(), operation, refused };
+            let _ = self.0.messages.send(message);
+            operation = match receiver.recv() {
+                Ok(None) => return Ok(pending),
+                Ok(Some(operation)) => operation,
+                Err(_) => return Err(YardError::Closing),
+            };
+            if Instant::now() >= until {
+                return Err(YardError::Busy { disk: name.into() });
+            }
+            std::thread::sleep(PAUSE);
+        }
     }
 
     fn send(&self, name: String, state: DiskState, operation: Operation) {
@@ -349,6 +396,20 @@ impl<T> Pending<T> {
             Err(RecvTimeoutError::Timeout) => Err(self),
         }
     }
+}
+
+/// Returns a command on a served disk, and its result.
+fn operation<T: Send + 'static>(
+    name: &str,
+    command: impl FnOnce(&Context, &mut ServedDisk) -> Result<T, YardError> + Send + 'static,
+) -> (Operation, Pending<T>) {
+    let (answer, receiver) = answer();
+    let named = name.to_string();
+    let operation: Operation = Box::new(move |context, _, mut disk| {
+        let result = disk.as_mut().map(|disk| command(context, disk));
+        (disk, answer(result.unwrap_or(Err(YardError::NotFound { disk: named }))))
+    });
+    (operation, Pending(receiver))
 }
 
 /// Returns an answer to a caller that waits. The table has the disk again when the caller gets it.

@@ -13,7 +13,7 @@ use blockyard_control::types::{
 use blockyard_control::{Answer, Kind, Object, Operator, Problem, invalid};
 use blockyard_disk::SnapshotOptions;
 use blockyard_image::Format;
-use blockyard_yard::{DiskInfo, DiskState, JobKind};
+use blockyard_yard::{DiskInfo, DiskState, JobKind, Pending, YardError};
 use toml::Table;
 
 use super::{sampled, words};
@@ -34,6 +34,8 @@ const DRAIN_SECONDS: u64 = 60;
 const MAX_DRAIN_SECONDS: u64 = 600;
 /// Longest wait for clients that are disconnected. NBD clients have 2 s to read their replies.
 const DISCONNECT_TIME: Duration = Duration::from_secs(10);
+/// Longest wait of a call for the storage of a disk. The growth of a large image takes minutes.
+const STORAGE_TIME: Duration = Duration::from_secs(600);
 
 impl Server {
     /// Holds a disk for a command.
@@ -103,7 +105,7 @@ impl Server {
             return Err(Problem::new(Kind::Conflict, what));
         };
         // A disk that cannot make its writes durable stays as it is.
-        self.yard.flush(&name).map_err(words::problem)?;
+        self.sync(&name)?;
         let modes = format!("{} -> {}", old.args.cache, args.cache);
         tracing::info!(disk = name, "changed: cache: {modes}: closing and opening it");
         if !self.remove(held).map_err(words::problem)? {
@@ -136,6 +138,11 @@ impl Server {
                 Problem::new(Kind::NotFound, what)
             }
         })
+    }
+
+    /// Makes all answered writes of a disk durable.
+    fn sync(&self, name: &str) -> Answer<()> {
+        outcome(name, "flush", self.yard.begin_flush(name), STORAGE_TIME)
     }
 
     fn row(&self, name: &str) -> Answer<DiskRow> {
@@ -172,6 +179,26 @@ fn check_overlay(overlay: &str) -> Answer<()> {
         Some(other) => {
             let what = format!("an overlay is qcow2, and the name {overlay} means {other}");
             Err(Problem::new(Kind::Invalid, what).in_field("overlay"))
+        }
+    }
+}
+
+/// Returns the result of a command on a disk. Waits at most `limit` for it.
+fn outcome<T>(
+    name: &str,
+    what: &str,
+    begun: Result<Pending<T>, YardError>,
+    limit: Duration,
+) -> Answer<T> {
+    match begun.map_err(words::problem)?.wait_at_most(limit) {
+        Ok(result) => result.map_err(words::problem),
+        Err(_goes_on) => {
+            let what = format!(
+                "the {what} of disk \"{name}\" has not ended after {} s and goes on: the disk's \
+                 storage may not answer; `ctl show {name}` shows the state busy until it ends",
+                limit.as_secs()
+            );
+            Err(Problem::new(Kind::Busy, what))
         }
     }
 }
@@ -215,6 +242,7 @@ impl Operator for Server {
             let (device, clients, share, requests) = Default::default();
             return Ok(Disk { row, device, clients, share, settings, requests });
         }
+        // Waits for no command, so that a disk on storage that hangs is shown too.
         let report = self.yard.report(name).map_err(words::problem)?;
         Ok(Disk {
             row,
@@ -286,7 +314,8 @@ impl Operator for Server {
     }
 
     fn refresh(&self, name: &str) -> Answer<Resized> {
-        match self.yard.refresh(name).map_err(words::problem)? {
+        let begun = self.yard.begin_refresh_alone(name);
+        match outcome(name, "refresh", begun, STORAGE_TIME)? {
             Some(size) => Ok(words::resized(size)),
             None => self.row(name).map(|row| Resized { old: row.size, new: row.size }),
         }
@@ -301,7 +330,8 @@ impl Operator for Server {
         // After a snapshot the disk has an overlay on the image.
         let has_overlay = row.image.as_ref() != Some(&row.images);
         if args.format() != Ok(Format::Raw) || has_overlay {
-            let grown = self.yard.grow(name, size.size).map_err(words::problem)?;
+            let begun = self.yard.begin_grow(name, size.size);
+            let grown = outcome(name, "growth", begun, STORAGE_TIME)?;
             let Resize { size } = size;
             return Ok(grown.map_or(Resized { old: size, new: size }, words::resized));
         }
@@ -326,7 +356,7 @@ impl Operator for Server {
     }
 
     fn flush(&self, name: &str) -> Answer<Flushed> {
-        self.yard.flush(name).map_err(words::problem)?;
+        self.sync(name)?;
         Ok(Flushed { name: name.into() })
     }
 
@@ -335,7 +365,8 @@ impl Operator for Server {
         if !(1..=MAX_DRAIN_SECONDS).contains(&seconds) {
             return Err(invalid("seconds", &format!("it is 1 to {MAX_DRAIN_SECONDS}")));
         }
-        self.yard.drain(name, Duration::from_secs(seconds)).map_err(words::problem)?;
+        let begun = self.yard.begin_drain(name, Duration::from_secs(seconds));
+        outcome(name, "drain", begun, STORAGE_TIME)?;
         Ok(Drained { name: name.into(), seconds })
     }
 
@@ -427,9 +458,52 @@ impl Operator for Server {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+    use std::sync::Mutex;
+    use std::sync::mpsc::{Receiver, channel};
+
+    use blockyard_disk::Disk as Served;
+    use blockyard_export::{Export, Reactors};
+    use blockyard_yard::{Shares, Way, WayError, Yard};
     use toml::Table;
 
     use super::*;
+
+    /// An export that does not start before the other end of the channel is dropped.
+    struct HeldWay(Mutex<Receiver<()>>);
+
+    impl Way for HeldWay {
+        fn describe(&self) -> String {
+            "held".into()
+        }
+
+        fn start(&self, _: &Arc<Served>, _: &Arc<Reactors>) -> Result<Box<dyn Export>, WayError> {
+            let _ = self.0.lock().unwrap().recv();
+            Err(WayError::caller("on purpose"))
+        }
+    }
+
+    #[test]
+    fn a_call_does_not_wait_without_limit_for_a_command() {
+        let shares = Shares::new(false, Vec::new(), BTreeMap::new());
+        let yard = Yard::start(Arc::new(Reactors::start(1, &[]).unwrap()), shares).unwrap();
+        let (hold, held) = channel::<()>();
+        let keys = "name = \"a\"\nimage = \"ram:1M\"\nvhost-user = \"/s\"\n";
+        let args: DiskArgs = keys.parse::<Table>().unwrap().try_into().unwrap();
+        let way = Arc::new(HeldWay(Mutex::new(held)));
+        let begin = || yard.begin_add(crate::disks::settings(&args, vec![way.clone()]));
+        let problem = outcome("a", "growth", Ok(begin()), Duration::ZERO).unwrap_err();
+        assert_eq!(problem.status, 503);
+        assert!(problem.detail.contains("the growth of disk \"a\" has not ended"), "{problem}");
+        assert!(problem.detail.contains("goes on"), "{problem}");
+        drop(hold);
+        let problem = outcome("a", "growth", Ok(begin()), STORAGE_TIME).unwrap_err();
+        assert!(problem.detail.contains("on purpose"), "{problem}");
+        let busy = YardError::Busy { disk: "a".into() };
+        let problem = outcome::<()>("a", "growth", Err(busy), STORAGE_TIME).unwrap_err();
+        assert_eq!(problem.status, 409);
+        yard.close();
+    }
 
     #[test]
     fn only_keys_that_need_no_reconnection_change_and_null_restores_a_default() {

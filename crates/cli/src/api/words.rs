@@ -40,7 +40,7 @@ const CHANGEABLE: [&str; 13] = [
 pub fn problem(error: YardError) -> Problem {
     let kind = match &error {
         YardError::NotFound { .. } => Kind::NotFound,
-        YardError::NameTaken { .. } => Kind::Conflict,
+        YardError::NameTaken { .. } | YardError::Busy { .. } => Kind::Conflict,
         YardError::TooManyJobs { .. } | YardError::Thread { .. } | YardError::Closing => Kind::Busy,
         _ => Kind::Failed,
     };

@@ -6,6 +6,7 @@
 //!   hostile   clients that send or read nothing, or too much
 //!   command   `blockyard ctl`
 //!   holds     `drain` and `disconnect`
+//!   hung      disks on storage that hangs
 //!   persist   changes that a restart keeps
 //!   events    the stream of events
 //!   wait      `ctl wait`, which follows that stream
@@ -24,6 +25,7 @@ mod events;
 mod exposition;
 mod holds;
 mod hostile;
+mod hung;
 mod metrics;
 mod persist;
 mod sandbox;

@@ -1,0 +1,123 @@
+//! Disks on storage that hangs: calls for other disks are answered meanwhile.
+
+use std::io::{ErrorKind, Read, Write};
+use std::os::unix::net::UnixStream;
+
+use blockyard_driver::{Data, Plan, Session, SplitRing, request, status};
+use serde_json::{Value, json};
+
+use crate::common::{SOON, blockyard, until};
+use crate::server::Server;
+
+/// More disks than the API has places for calls that may block (6), and than the yard has threads
+/// for commands (4).
+const HUNG: usize = 10;
+
+/// A server with disks that hang at a flush, and one that does not. All have a guest.
+struct Hung {
+    server: Server,
+    _guests: Vec<Session<SplitRing>>,
+    /// Calls that have no answer yet.
+    calls: Vec<UnixStream>,
+}
+
+fn guest(server: &Server, disk: &str) -> Session<SplitRing> {
+    let mut guest =
+        Session::<SplitRing>::start(&server.folder.join(disk), &Plan::default()).unwrap();
+    let (write, mut data) = (Data::ToDevice(4096), [7; 4096]);
+    let written = guest.queues[0].call(request::OUT, 0, write, &mut data, SOON).unwrap();
+    assert_eq!(written, status::OK);
+    guest
+}
+
+fn state(server: &Server, disk: &str) -> String {
+    let disks = server.good("GET", "/v1/disks", Value::Null);
+    let is_it = |row: &&Value| row["name"] == disk;
+    let row = disks["disks"].as_array().unwrap().iter().find(is_it).unwrap();
+    row["state"].as_str().unwrap().to_string()
+}
+
+/// Sends a call, and does not wait for its answer.
+fn begin(server: &Server, path: &str) -> UnixStream {
+    let mut stream = server.connect();
+    let text = format!("POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n");
+    stream.write_all(text.as_bytes()).unwrap();
+    stream
+}
+
+impl Hung {
+    fn start() -> Self {
+        let server = Server::start();
+        let names: Vec<_> = (0..HUNG).map(|number| format!("h{number}")).collect();
+        for name in &names {
+            let mut keys = server.keys(name);
+            keys["filters"] = json!(["delay:flush=3600s"]);
+            server.good("POST", "/v1/disks", keys);
+        }
+        server.good("POST", "/v1/disks", server.keys("a"));
+        let disks = names.iter().map(String::as_str).chain(["a"]);
+        let _guests = disks.map(|name| guest(&server, name)).collect();
+        let calls: Vec<_> =
+            names.iter().map(|name| begin(&server, &format!("/v1/disks/{name}/flush"))).collect();
+        for name in &names {
+            until("the flush runs", SOON, || state(&server, name) == "busy");
+        }
+        Hung { server, _guests, calls }
+    }
+}
+
+impl Drop for Hung {
+    fn drop(&mut self) {
+        // No call has been answered. The daemon is killed, because its end would flush the disks.
+        for mut call in self.calls.drain(..) {
+            call.set_nonblocking(true).unwrap();
+            let answer = call.read(&mut [0; 1]);
+            if !std::thread::panicking() {
+                assert_eq!(answer.unwrap_err().kind(), ErrorKind::WouldBlock);
+            }
+        }
+    }
+}
+
+#[test]
+fn disks_that_hang_do_not_delay_calls_for_others() {
+    let hung = Hung::start();
+    let server = &hung.server;
+    server.good("POST", "/v1/disks", server.keys("new"));
+    let disk = server.good("PATCH", "/v1/disks/a", json!({ "weight": 300 }));
+    assert_eq!(disk["settings"]["weight"], 300);
+    server.good("POST", "/v1/disks/a/flush", Value::Null);
+    server.good("POST", "/v1/disks/a/drain", json!({}));
+    server.good("POST", "/v1/disks/a/resume", Value::Null);
+    server.good("POST", "/v1/disks/a/refresh", Value::Null);
+    server.good("DELETE", "/v1/disks/a?force=true", Value::Null);
+    server.good("DELETE", "/v1/disks/new", Value::Null);
+}
+
+#[test]
+fn a_disk_that_hangs_is_shown_and_takes_no_second_command() {
+    let hung = Hung::start();
+    let server = &hung.server;
+    let disk = server.good("GET", "/v1/disks/h1", Value::Null);
+    assert_eq!((&disk["state"], &disk["size"]), (&json!("busy"), &json!(1 << 20)));
+    assert_eq!(disk["clients"][0]["pid"], std::process::id(), "{disk}");
+    assert_eq!(disk["requests"]["write"]["requests"], 1, "{disk}");
+    assert!(disk["share"].is_object() && disk["settings"].is_object(), "{disk}");
+    let refused = |method: &str, path: &str, body: &str| {
+        let problem = server.bad(method, path, body, 409);
+        let what = problem["detail"].as_str().unwrap();
+        assert!(what.contains("another command works on disk \"h1\""), "{problem}");
+        assert!(what.contains("storage does not answer"), "{problem}");
+    };
+    refused("POST", "/v1/disks/h1/flush", "");
+    refused("POST", "/v1/disks/h1/drain", "{}");
+    refused("POST", "/v1/disks/h1/refresh", "");
+    refused("POST", "/v1/disks/h1/commit", "");
+    refused("PATCH", "/v1/disks/h1", r#"{"weight": 300}"#);
+    // A guest can be disconnected.
+    let gone = server.good("POST", "/v1/disks/h1/disconnect", json!({}));
+    assert_eq!(gone["clients"].as_array().unwrap().len(), 1, "{gone}");
+    let api = server.socket();
+    let shown = blockyard(["ctl", "--api", api.to_str().unwrap(), "show", "h1"]).good();
+    assert!(shown.contains("busy"), "{shown}");
+}
