@@ -48,6 +48,13 @@ impl Persistence {
         Ok(store)
     }
 
+    /// Returns the keys of a disk in the files as they are now. None: no file has the disk.
+    pub fn keys(&self, name: &str) -> anyhow::Result<Option<Table>> {
+        let config = Config::read(&self.config, true)?;
+        let at = config.disks.iter().position(|disk| disk.name() == name);
+        Ok(at.map(|at| config.keys(at)))
+    }
+
     /// Makes the next start serve a disk with these keys.
     pub fn keep(&self, name: &str, keys: Table) -> anyhow::Result<()> {
         let disk = Value::Array(vec![Value::Table(keys)]);

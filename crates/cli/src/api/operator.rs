@@ -203,6 +203,23 @@ fn outcome<T>(
     }
 }
 
+/// Returns the keys of a disk to keep: those of the configuration files with the changes of a call.
+/// Values that earlier calls have set without keeping them are not among them. `present`: all
+/// present keys, for a disk that no file has.
+fn kept(store: &Persistence, name: &str, present: &Table, changes: Object) -> Answer<Table> {
+    let failed = |e| Problem::new(Kind::Conflict, format!("persist: {e:#}"));
+    let Some(keys) = store.keys(name).map_err(failed)? else { return Ok(present.clone()) };
+    let keys = words::with(keys, changes);
+    let args: Result<DiskArgs, _> = keys.clone().try_into();
+    let checked = args
+        .map_err(anyhow::Error::from)
+        .and_then(|args| knobs::check(&args.knobs()).map_err(|e| anyhow::anyhow!("{e}")));
+    checked.map_err(|e| {
+        failed(e.context(format!("disk \"{name}\", with the values of the configuration file")))
+    })?;
+    Ok(keys)
+}
+
 /// Returns the error of a change that took effect, but that a restart would lose.
 fn not_kept(name: &str, done: &str, kept: anyhow::Result<()>) -> Answer<()> {
     let what = |e| format!("disk \"{name}\" {done}, but a restart would not know that: {e:#}");
@@ -297,17 +314,18 @@ impl Operator for Server {
         let held = self.hold(name)?;
         let entry = held.entry();
         let cache = entry.args.cache;
-        let (args, table) = words::changed(entry.args, entry.keys, keys)?;
+        let (args, table) = words::changed(entry.args, entry.keys, keys.clone())?;
         knobs::check(&args.knobs())
             .map_err(|e| Problem::new(Kind::Invalid, format!("disk \"{name}\": {e}")))?;
+        let kept = store.as_ref().map(|store| kept(store, name, &table, keys)).transpose()?;
         if args.cache == cache {
             self.change(&held, args.clone(), table.clone()).map_err(words::problem)?;
             drop(held);
         } else {
             self.open_again(held, args.clone(), table.clone(), query.force)?;
         }
-        if let Some(store) = store {
-            not_kept(name, "is changed", store.keep(name, table))?;
+        if let Some((store, kept)) = store.zip(kept) {
+            not_kept(name, "is changed", store.keep(name, kept))?;
             self.book.adopt(&[args]);
         }
         self.disk(name)

@@ -69,7 +69,7 @@ fn table(mut keys: Object) -> Table {
 }
 
 /// Returns the options and the keys of a disk with some keys changed.
-pub fn changed(args: DiskArgs, mut old: Table, keys: Object) -> Answer<(DiskArgs, Table)> {
+pub fn changed(args: DiskArgs, old: Table, keys: Object) -> Answer<(DiskArgs, Table)> {
     // The key is required, and no call changes it.
     let image = ("image".to_string(), Value::from(args.image.to_string_lossy()));
     if let Some(key) = keys.keys().find(|key| !CHANGEABLE.contains(&key.as_str())) {
@@ -104,10 +104,15 @@ pub fn changed(args: DiskArgs, mut old: Table, keys: Object) -> Answer<(DiskArgs
             "cache" => cache = new.cache,
             _ => tls_allow.clone_from(&new.tls_allow),
         }
-        old.remove(key);
     }
+    Ok((DiskArgs { tls_allow, on_enospc, cache, ..args }.with(&knobs), with(old, keys)))
+}
+
+/// Returns a table with some keys changed.
+pub fn with(mut old: Table, keys: Object) -> Table {
+    keys.keys().for_each(|key| drop(old.remove(key)));
     old.extend(table(keys));
-    Ok((DiskArgs { tls_allow, on_enospc, cache, ..args }.with(&knobs), old))
+    old
 }
 
 pub fn resized(size: blockyard_yard::Resized) -> Resized {

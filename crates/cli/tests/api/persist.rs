@@ -83,6 +83,36 @@ fn a_restart_keeps_what_was_persisted_and_nothing_else() {
 }
 
 #[test]
+fn a_call_keeps_its_own_values_and_not_those_of_earlier_calls() {
+    let server = start();
+    server.configure(&format!("{MAIN}bps = 5000\n"));
+    let server = restarted(server);
+    let b = format!("vhost-user={}", server.folder.join("b").display());
+    ctl(&server, &["add", "--persist", "name=b", "image=ram:1M", &b]).good();
+    for disk in ["a", "b"] {
+        ctl(&server, &["set", disk, "iops=100", "bps=7000"]).good();
+        ctl(&server, &["set", "--persist", disk, "weight=200"]).good();
+    }
+    let settings = |server: &Server, disk: &str| {
+        let disk = server.good("GET", &format!("/v1/disks/{disk}"), serde_json::Value::Null);
+        let rate = |limit: &str| disk["settings"][limit]["rate"].as_u64();
+        (disk["settings"]["weight"].as_u64(), rate("iops"), rate("bps"))
+    };
+    assert_eq!(settings(&server, "a"), (Some(200), Some(100), Some(7000)), "until a restart");
+    let server = restarted(server);
+    assert_eq!(settings(&server, "a"), (Some(200), None, Some(5000)));
+    assert_eq!(settings(&server, "b"), (Some(200), None, None));
+    // The values of the file and of the call must agree: the change has no effect otherwise.
+    ctl(&server, &["set", "a", "iops=500"]).good();
+    let main = std::fs::read_to_string(server.folder.join("toml")).unwrap();
+    std::fs::write(server.folder.join("toml"), main + "wieght = 5\n").unwrap();
+    let failed = ctl(&server, &["set", "--persist", "a", "iops=900"]);
+    assert_eq!(failed.status.code(), Some(1));
+    assert!(failed.err.contains("unknown key `wieght`"), "{}", failed.err);
+    assert_eq!(settings(&server, "a"), (Some(200), Some(500), Some(5000)));
+}
+
+#[test]
 fn a_server_without_the_folder_says_what_to_do() {
     let server = Server::configured(MAIN);
     let failed = ctl(&server, &["set", "--persist", "a", "weight=300"]);
