@@ -35,6 +35,12 @@ pub enum CallError {
     Runtime(io::Error),
     #[error("the server did not answer within {0:?}")]
     Timeout(Duration),
+    /// Like `Timeout`, for a call that may change something.
+    #[error(
+        "the server did not answer within {0:?}, and the call may still run: `blockyard ctl show \
+         DISK` and `blockyard ctl status` show what the server does; --timeout SECONDS waits longer"
+    )]
+    Unfinished(Duration),
     #[error("the connection to the server broke: it may have been killed")]
     Broken(#[source] hyper::Error),
     #[error("cannot handle an event")]
@@ -56,8 +62,9 @@ pub fn call(
 ) -> Result<Value, CallError> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(CallError::Runtime)?;
+    let late = if method == Method::GET { CallError::Timeout } else { CallError::Unfinished };
     let answer = async { tokio::time::timeout(limit, exchange(socket, method, path, body)).await };
-    runtime.block_on(answer).unwrap_or(Err(CallError::Timeout(limit)))
+    runtime.block_on(answer).unwrap_or_else(|_| Err(late(limit)))
 }
 
 /// Calls `each` with the events of a server, until the server ends. `since`: id of the last event

@@ -45,15 +45,18 @@ fn begin(server: &Server, path: &str) -> UnixStream {
     stream
 }
 
+/// Adds a disk that hangs at a flush.
+fn add_hanging(server: &Server, name: &str) {
+    let mut keys = server.keys(name);
+    keys["filters"] = json!(["delay:flush=3600s"]);
+    server.good("POST", "/v1/disks", keys);
+}
+
 impl Hung {
     fn start() -> Self {
         let server = Server::start();
         let names: Vec<_> = (0..HUNG).map(|number| format!("h{number}")).collect();
-        for name in &names {
-            let mut keys = server.keys(name);
-            keys["filters"] = json!(["delay:flush=3600s"]);
-            server.good("POST", "/v1/disks", keys);
-        }
+        names.iter().for_each(|name| add_hanging(&server, name));
         server.good("POST", "/v1/disks", server.keys("a"));
         let disks = names.iter().map(String::as_str).chain(["a"]);
         let _guests = disks.map(|name| guest(&server, name)).collect();
@@ -120,4 +123,19 @@ fn a_disk_that_hangs_is_shown_and_takes_no_second_command() {
     let api = server.socket();
     let shown = blockyard(["ctl", "--api", api.to_str().unwrap(), "show", "h1"]).good();
     assert!(shown.contains("busy"), "{shown}");
+}
+
+#[test]
+fn a_command_that_gets_no_answer_says_that_the_call_may_still_run() {
+    let server = Server::start();
+    add_hanging(&server, "a");
+    let _guest = guest(&server, "a");
+    let api = server.socket();
+    let flush = ["ctl", "--api", api.to_str().unwrap(), "--timeout", "1", "flush", "a"];
+    let failed = blockyard(flush);
+    assert_eq!(failed.status.code(), Some(1));
+    for part in ["the call may still run", "ctl show", "--timeout"] {
+        assert!(failed.err.contains(part), "{}", failed.err);
+    }
+    assert_eq!(state(&server, "a"), "busy", "it runs");
 }
