@@ -128,6 +128,20 @@ impl HeldDisk<'_> {
         self.with(|entry| (entry.args, entry.keys) = (args, keys));
     }
 
+    /// Changes keys with the image among them. No other disk has the image, because it is locked.
+    pub fn set_image(&self, args: DiskArgs, keys: Table) {
+        // The file system may be slow, so this is done without the lock.
+        let file = args.file();
+        let mut entries = self.book.entries();
+        let Entries { all, claims, .. } = &mut *entries;
+        let entry = all.get_mut(&self.name).expect("a held disk stays in the book");
+        claims.remove(&entry.args, entry.file);
+        if let Err(e) = claims.add(&args, file) {
+            tracing::error!("{e}");
+        }
+        (entry.args, entry.keys, entry.file) = (args, keys, file);
+    }
+
     /// Keeps the disk held after the end of this borrow, until [`Book::lent`] takes it.
     pub fn lend(self) -> String {
         let name = self.name.clone();
@@ -189,6 +203,32 @@ mod tests {
         book.hold("b").unwrap().remove();
         book.reserve(args, keys, false).unwrap().keep();
         assert_eq!(book.all().len(), 1);
+    }
+
+    #[test]
+    fn a_disk_with_another_image_has_that_one_only() {
+        let folder = std::env::temp_dir().join(format!("blockyard-book-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let disk = |name: &str, image: &str| {
+            let image = folder.join(image);
+            std::fs::write(&image, "").unwrap();
+            let keys = format!("name = {name:?}\nimage = {image:?}\nvhost-user = \"/{name}\"\n");
+            let keys: Table = keys.parse().unwrap();
+            (keys.clone().try_into::<DiskArgs>().unwrap(), keys)
+        };
+        let book = Book::default();
+        let reserve = |name: &str, image: &str| {
+            let (args, keys) = disk(name, image);
+            book.reserve(args, keys, false).map(HeldDisk::keep)
+        };
+        reserve("a", "base").unwrap();
+        let (args, keys) = disk("a", "top");
+        book.hold("a").unwrap().set_image(args, keys);
+        assert!(reserve("b", "top").unwrap_err().contains("\"a\" has the same image"));
+        reserve("b", "base").unwrap();
+        book.hold("a").unwrap().remove();
+        reserve("c", "top").unwrap();
+        std::fs::remove_dir_all(&folder).unwrap();
     }
 
     #[test]

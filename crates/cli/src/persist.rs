@@ -57,8 +57,25 @@ impl Persistence {
 
     /// Makes the next start serve a disk with these keys.
     pub fn keep(&self, name: &str, keys: Table) -> anyhow::Result<()> {
-        let disk = Value::Array(vec![Value::Table(keys)]);
-        self.write(name, &Table::from_iter([("disk".to_string(), disk)]))
+        self.write(name, &of_disk(keys))
+    }
+
+    /// Prepares to keep the keys of a disk, so that it can be done at once, and taken back without
+    /// space on the host.
+    pub fn prepare(&self, name: &str, keys: Table) -> anyhow::Result<Prepared> {
+        let path = self.path(name);
+        let failed = || format!("persist: preparing {}", path.display());
+        let present = match std::fs::read(&path) {
+            Ok(text) => Some(text),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => None,
+            Err(e) => return Err(e).with_context(failed),
+        };
+        // Drop removes the files after an error.
+        let prepared = Prepared { path: path.clone(), replaces: present.is_some() };
+        let written = write_durably(&prepared.new_file(), text_of(&of_disk(keys)).as_bytes());
+        let old = present.map(|text| write_durably(&prepared.old_file(), &text));
+        written.and(old.unwrap_or(Ok(()))).with_context(failed)?;
+        Ok(prepared)
     }
 
     /// Makes the next start leave a disk out.
@@ -79,14 +96,13 @@ impl Persistence {
 
     fn write(&self, name: &str, table: &Table) -> anyhow::Result<()> {
         let path = self.path(name);
-        let text = format!("# Written by the API (ctl --persist).\n{table}");
-        self.replace(&path, &text).with_context(|| format!("persist: writing {}", path.display()))
+        let replaced = self.replace(&path, &text_of(table));
+        replaced.with_context(|| format!("persist: writing {}", path.display()))
     }
 
     fn replace(&self, path: &Path, text: &str) -> io::Result<()> {
         let unfinished = path.with_extension("new");
-        let mut file = File::create(&unfinished)?;
-        let written = file.write_all(text.as_bytes()).and_then(|()| file.sync_all());
+        let written = write_durably(&unfinished, text.as_bytes());
         written.and_then(|()| std::fs::rename(&unfinished, path)).inspect_err(|_| {
             let _ = std::fs::remove_file(&unfinished);
         })?;
@@ -94,7 +110,7 @@ impl Persistence {
     }
 
     fn sync(&self) -> io::Result<()> {
-        File::open(&self.folder)?.sync_all()
+        sync_folder(&self.folder)
     }
 
     /// Returns the file of a disk. Letters that are unusual in names of files are encoded.
@@ -109,6 +125,74 @@ impl Persistence {
         }
         self.folder.join(file + ".toml")
     }
+}
+
+/// A file of the folder that can replace the present one at once. Drop removes the parts of this
+/// that are not in use.
+#[derive(Debug)]
+pub struct Prepared {
+    path: PathBuf,
+    /// Whether the folder had the file before.
+    replaces: bool,
+}
+
+impl Prepared {
+    fn new_file(&self) -> PathBuf {
+        self.path.with_extension("new")
+    }
+
+    fn old_file(&self) -> PathBuf {
+        self.path.with_extension("old")
+    }
+
+    /// Puts the new file into the folder, durably.
+    pub fn apply(&self) -> io::Result<()> {
+        std::fs::rename(self.new_file(), &self.path)?;
+        self.sync()
+    }
+
+    /// Puts the old file into the folder again, durably, also after an error of `apply`.
+    pub fn take_back(&self) -> io::Result<()> {
+        if self.replaces {
+            std::fs::rename(self.old_file(), &self.path)?;
+            return self.sync();
+        }
+        match std::fs::remove_file(&self.path) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
+            _ => self.sync(),
+        }
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        self.path.parent().map_or(Ok(()), sync_folder)
+    }
+}
+
+impl Drop for Prepared {
+    fn drop(&mut self) {
+        for file in [self.new_file(), self.old_file()] {
+            let _ = std::fs::remove_file(file);
+        }
+    }
+}
+
+fn of_disk(keys: Table) -> Table {
+    let disk = Value::Array(vec![Value::Table(keys)]);
+    Table::from_iter([("disk".to_string(), disk)])
+}
+
+fn text_of(table: &Table) -> String {
+    format!("# Written by the API (ctl --persist).\n{table}")
+}
+
+fn write_durably(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let mut file = File::create(path)?;
+    file.write_all(bytes)?;
+    file.sync_all()
+}
+
+fn sync_folder(folder: &Path) -> io::Result<()> {
+    File::open(folder)?.sync_all()
 }
 
 #[cfg(test)]
@@ -136,6 +220,30 @@ mod tests {
         assert_eq!(names(&config), [("a".into(), 300), ("b/ c".into(), 100)]);
         store.forget("a").unwrap();
         assert_eq!(names(&config), [("b/ c".into(), 100)]);
+        let files = || {
+            let entries = std::fs::read_dir(folder.join(FOLDER)).unwrap().flatten();
+            let mut names: Vec<_> = entries.map(|entry| entry.file_name()).collect();
+            names.sort();
+            names
+        };
+        let before = (names(&config), files());
+        for name in ["b/ c", "new"] {
+            let prepare = || store.prepare(name, keys(name, "weight = 9\n")).unwrap();
+            assert_eq!(names(&config), before.0);
+            let prepared = prepare();
+            prepared.apply().unwrap();
+            assert!(names(&config).contains(&(name.into(), 9)));
+            prepared.take_back().unwrap();
+            drop(prepared);
+            assert_eq!((names(&config), files()), before);
+            // Without an application, too.
+            prepare().take_back().unwrap();
+            assert_eq!((names(&config), files()), before);
+        }
+        let prepared = store.prepare("b/ c", keys("b/ c", "weight = 9\n")).unwrap();
+        prepared.apply().unwrap();
+        drop(prepared);
+        assert_eq!((names(&config), files()), (vec![("b/ c".into(), 9)], before.1));
         store.forget("b/ c").unwrap();
         let left: Vec<_> = std::fs::read_dir(folder.join(FOLDER)).unwrap().flatten().collect();
         assert_eq!(left.len(), 1, "the main file has the first disk: {left:?}");

@@ -245,6 +245,9 @@ pub struct Snapshot {
     /// Continue although the old image cannot record that it has an overlay.
     #[serde(default)]
     pub unrecorded: bool,
+    /// Name the overlay as the disk's image in the configuration too.
+    #[serde(default)]
+    pub persist: bool,
 }
 
 /// A job to start.

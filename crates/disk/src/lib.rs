@@ -48,7 +48,7 @@ pub use clients::ConnectedClient;
 pub use disk::{Disk, DiskOptions};
 pub use filter::{Filter, FilterError, parse_time};
 pub use flush::FlushFigures;
-pub use live::{SnapshotOptions, Why, Work, WorkError};
+pub use live::{SnapshotOptions, StartRecord, Why, Work, WorkError};
 pub use local_disk::{LocalDisk, Run};
 pub use observer::{ClientId, DiskObserver};
 pub use on_enospc::{OnEnospc, UnknownOnEnospc};

@@ -131,7 +131,16 @@ const ALL: &[(&str, &[Example])] = &[
             ),
         ],
     ),
-    ("ctl snapshot", &[example("Take a snapshot", "blockyard ctl snapshot web /srv/web-2.qcow2")]),
+    (
+        "ctl snapshot",
+        &[
+            example("Take a snapshot", "blockyard ctl snapshot web /srv/web-2.qcow2"),
+            example(
+                "Take a snapshot that a restart knows",
+                "blockyard ctl snapshot --persist web /srv/web-2.qcow2",
+            ),
+        ],
+    ),
     ("ctl commit", &[example("Commit, and wait for the end", "blockyard ctl commit web")]),
     ("ctl stream", &[example("Begin to stream", "blockyard ctl stream web --no-wait")]),
     ("ctl jobs", &[example("List the jobs and their progress", "blockyard ctl jobs")]),

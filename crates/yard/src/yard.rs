@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
@@ -9,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use blockyard_disk::Disk;
 use blockyard_export::Reactors;
-use blockyard_image::{Opener, Program, SharedImages};
+use blockyard_image::{Format, Opener, Program, SharedImages};
 use blockyard_sched::Knobs;
 
 use crate::context::Context;
@@ -257,6 +258,17 @@ impl Yard {
         let (_, exports) = found.ok_or_else(|| YardError::NotFound { disk: name.into() })?;
         exports.disconnect(description.as_deref());
         Ok(())
+    }
+
+    /// From now on the disk counts as opened from this qcow2 image, the overlay of a snapshot. A
+    /// later server opens it. Does not wait, so that a job of the disk may call it.
+    pub fn adopt_overlay(&self, name: &str, overlay: PathBuf) {
+        let adopted: Pending<()> = self.begin(name, |_, disk| {
+            disk.settings.image.path = overlay;
+            disk.settings.image.format = Some(Format::Qcow2);
+            Ok(())
+        });
+        drop(adopted);
     }
 
     /// Returns the program that decides where a disk's data lie (`exec:`), if there is one. Does

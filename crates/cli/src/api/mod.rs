@@ -2,12 +2,14 @@
 //!
 //! ```text
 //!   operator   what each call does
+//!   snapshots  snapshots, and the configuration that names their overlays
 //!   sampled    figures for metrics
 //!   words      settings, figures and errors in the API's words
 //! ```
 
 mod operator;
 mod sampled;
+mod snapshots;
 pub mod words;
 
 use std::net::{SocketAddr, TcpListener};

@@ -11,7 +11,6 @@ use blockyard_control::types::{
     Reload, Removed, Resize, Resized, Resumed, ServerInfo, State, Upgraded,
 };
 use blockyard_control::{Answer, Kind, Object, Operator, Problem, invalid};
-use blockyard_disk::SnapshotOptions;
 use blockyard_image::Format;
 use blockyard_yard::{DiskInfo, DiskState, JobKind, Pending, YardError};
 use toml::Table;
@@ -39,7 +38,7 @@ const STORAGE_TIME: Duration = Duration::from_secs(600);
 
 impl Server {
     /// Holds a disk for a command.
-    fn hold(&self, name: &str) -> Answer<HeldDisk<'_>> {
+    pub(super) fn hold(&self, name: &str) -> Answer<HeldDisk<'_>> {
         self.book.hold(name).map_err(|e| match e {
             HoldError::NotFound(_) => match self.row(name) {
                 Ok(_) => Problem::new(
@@ -161,7 +160,7 @@ impl Server {
     }
 
     /// Returns where changes are kept, if the caller asks for that.
-    fn persistence(&self, name: &str, wanted: bool) -> Answer<Option<Persistence>> {
+    pub(super) fn persistence(&self, name: &str, wanted: bool) -> Answer<Option<Persistence>> {
         let found = wanted.then(|| Persistence::of(self.options.config.as_deref(), name));
         found.transpose().map_err(|e| Problem::new(Kind::Conflict, format!("{e:#}")))
     }
@@ -169,17 +168,6 @@ impl Server {
     fn job(&self, number: u64) -> Answer<blockyard_yard::Job> {
         let found = self.yard.jobs().into_iter().find(|job| job.number() == number);
         found.ok_or_else(|| Problem::new(Kind::NotFound, format!("there is no job {number}")))
-    }
-}
-
-/// Returns an error if the next server would open an overlay in another format than qcow2.
-fn check_overlay(overlay: &str) -> Answer<()> {
-    match Format::of_name(overlay.as_ref()) {
-        None | Some(Format::Qcow2) => Ok(()),
-        Some(other) => {
-            let what = format!("an overlay is qcow2, and the name {overlay} means {other}");
-            Err(Problem::new(Kind::Invalid, what).in_field("overlay"))
-        }
     }
 }
 
@@ -429,6 +417,13 @@ impl Operator for Server {
     }
 
     fn start(&self, name: &str, job: JobRequest) -> Answer<Job> {
+        let job = match job {
+            // Holds the disk until the job has ended.
+            JobRequest::Snapshot(snapshot) if snapshot.persist => {
+                return self.start_snapshot(name, snapshot).map(|job| words::job(&job));
+            }
+            job => job,
+        };
         // A command that holds the disk may close it, and open it with its old image.
         let _held = match self.book.hold(name) {
             Ok(held) => Some(held),
@@ -436,18 +431,16 @@ impl Operator for Server {
             Err(HoldError::NotFound(_)) => None,
             Err(e @ HoldError::Busy(_)) => return Err(self.busy(&e)),
         };
-        let kind = match job {
-            JobRequest::Snapshot(options) => {
-                check_overlay(&options.overlay)?;
-                JobKind::Snapshot(SnapshotOptions {
-                    unrecorded: options.unrecorded,
-                    ..SnapshotOptions::new(options.overlay)
-                })
+        let started = match job {
+            JobRequest::Snapshot(snapshot) => self.start_snapshot(name, snapshot),
+            JobRequest::Commit => {
+                self.yard.start_job(name, JobKind::Commit).map_err(words::problem)
             }
-            JobRequest::Commit => JobKind::Commit,
-            JobRequest::Stream => JobKind::Stream,
+            JobRequest::Stream => {
+                self.yard.start_job(name, JobKind::Stream).map_err(words::problem)
+            }
         };
-        self.yard.start_job(name, kind).map(|job| words::job(&job)).map_err(words::problem)
+        started.map(|job| words::job(&job))
     }
 
     fn jobs(&self) -> Vec<Job> {

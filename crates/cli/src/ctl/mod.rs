@@ -104,8 +104,11 @@ pub enum Command {
     },
     /// Take a snapshot: later writes go to a new overlay, and the image stays as it is.
     ///
-    /// Afterwards, a start must name the overlay as the image.
+    /// Afterwards, a start must name the overlay as the image: see --persist.
     Snapshot {
+        /// Name the overlay as the disk's image in the folder conf.d of the configuration too.
+        #[arg(long)]
+        persist: bool,
         /// Name of the disk.
         disk: String,
         /// Path of the overlay to create.
@@ -296,10 +299,11 @@ fn answer(caller: &Caller<'_>, command: &Command) -> anyhow::Result<Value> {
         Command::Set { disk, keys, force, persist } => {
             caller.patch(&of(disk, &format!("?force={force}&persist={persist}")), &object(keys)?)
         }
-        Command::Snapshot { disk, overlay, no_wait } => {
+        Command::Snapshot { disk, overlay, persist, no_wait } => {
             // The server may have another working folder.
             let overlay = std::path::absolute(overlay).context("finding the working folder")?;
-            caller.start(&of(disk, "/snapshot"), Some(&json!({ "overlay": overlay })), *no_wait)
+            let body = json!({ "overlay": overlay, "persist": persist });
+            caller.start(&of(disk, "/snapshot"), Some(&body), *no_wait)
         }
         Command::Commit { disk, no_wait } => caller.start(&of(disk, "/commit"), None, *no_wait),
         Command::Stream { disk, no_wait } => caller.start(&of(disk, "/stream"), None, *no_wait),

@@ -2,9 +2,9 @@
 
 use std::process::Command;
 
-use blockyard_driver::{Plan, Session, SplitRing};
+use blockyard_driver::{Data, Plan, Session, SplitRing, request, status};
 
-use crate::common::{BLOCKYARD, Daemon, Finished, blockyard};
+use crate::common::{BLOCKYARD, Daemon, Finished, Folder, SOON, blockyard};
 use crate::server::Server;
 
 fn ctl(server: &Server, arguments: &[&str]) -> Finished {
@@ -29,6 +29,11 @@ fn start() -> Server {
 fn restarted(server: Server) -> Server {
     let Server { daemon, folder } = server;
     daemon.stop();
+    again(folder)
+}
+
+/// Starts a server with the configuration of one that has ended.
+fn again(folder: Folder) -> Server {
     let mut command = Command::new(BLOCKYARD);
     command.arg("serve").arg("--config").arg(folder.join("toml")).arg("--api");
     command.arg(folder.join("api"));
@@ -110,6 +115,69 @@ fn a_call_keeps_its_own_values_and_not_those_of_earlier_calls() {
     assert_eq!(failed.status.code(), Some(1));
     assert!(failed.err.contains("unknown key `wieght`"), "{}", failed.err);
     assert_eq!(settings(&server, "a"), (Some(200), Some(500), Some(5000)));
+}
+
+/// Writes a block to the disk a, and reads it and block 0, which holds `first`.
+fn write_and_read(server: &Server, sector: u64, byte: u8, first: u8) {
+    let mut guest =
+        Session::<SplitRing>::start(&server.folder.join("a"), &Plan::default()).unwrap();
+    let mut ask = |kind, sector, data, byte| {
+        let mut bytes = [byte; 4096];
+        let queue = &mut guest.queues[0];
+        assert_eq!(queue.call(kind, sector, data, &mut bytes, SOON).unwrap(), status::OK);
+        bytes
+    };
+    ask(request::OUT, sector, Data::ToDevice(4096), byte);
+    assert_eq!(ask(request::IN, sector, Data::FromDevice(4096), 0), [byte; 4096]);
+    assert_eq!(ask(request::IN, 0, Data::FromDevice(4096), 0), [first; 4096]);
+}
+
+#[test]
+fn a_snapshot_that_is_persisted_is_served_after_a_crash() {
+    let server = start();
+    let file = |name: &str| server.folder.join(name).to_str().unwrap().to_string();
+    let (base, top, topmost) = (file("base.qcow2"), file("top.qcow2"), file("topmost.qcow2"));
+    blockyard(["image", "create", "-q", &base, "1M"]).good();
+    // Without a key name, the name follows from the image.
+    let disk = format!("[[disk]]\nimage = \"{base}\"\nvhost-user = \"FOLDER/a\"\nweight = 50\n");
+    server.configure(&disk);
+    let server = restarted(server);
+    write_and_read(&server, 0, 1, 1);
+    ctl(&server, &["set", "base.qcow2", "iops=100000"]).good();
+    let failed = ctl(&server, &["snapshot", "--persist", "base.qcow2", &base]);
+    assert!(failed.err.contains("exists already"), "{}", failed.err);
+    let kept = || std::fs::read_dir(server.folder.join("conf.d")).unwrap().count();
+    assert_eq!(kept(), 0, "a snapshot that failed changes no file");
+    ctl(&server, &["snapshot", "--persist", "base.qcow2", &top]).good();
+    write_and_read(&server, 8, 2, 1);
+    let shown = server.good("GET", "/v1/disks/base.qcow2", serde_json::Value::Null);
+    assert_eq!(shown["image"], *top, "an upgrade opens this image: {shown}");
+    let failed = ctl(&server, &["snapshot", "--persist", "base.qcow2", &base]);
+    assert!(failed.err.contains("exists already"), "{}", failed.err);
+    assert_eq!(kept(), 1);
+    ctl(&server, &["snapshot", "--persist", "base.qcow2", &topmost]).good();
+    write_and_read(&server, 16, 3, 1);
+    assert_eq!(kept(), 1);
+    let reload = |server: &Server| server.good("POST", "/v1/reload", serde_json::Value::Null);
+    let done = reload(&server);
+    let keys = done["changed"][0]["keys"].as_array().unwrap();
+    assert_eq!((keys.len(), &keys[0]["key"]), (1, &"iops".into()), "only the temporary value");
+    assert_eq!(done["changed"][0]["disconnects"], false, "{done}");
+    let Server { daemon, folder } = server;
+    daemon.kill();
+    let server = again(folder);
+    assert_eq!(server.names(), ["base.qcow2"]);
+    let shown = server.good("GET", "/v1/disks/base.qcow2", serde_json::Value::Null);
+    assert_eq!((&shown["image"], &shown["settings"]["weight"]), (&topmost.into(), &50.into()));
+    assert!(shown["settings"]["iops"].is_null(), "{shown}");
+    write_and_read(&server, 16, 4, 1);
+    assert_eq!(reload(&server)["changed"], serde_json::json!([]));
+    // The disk can be changed again, and a commit keeps the overlay.
+    ctl(&server, &["set", "--persist", "base.qcow2", "weight=60"]).good();
+    ctl(&server, &["commit", "base.qcow2"]).good();
+    let server = restarted(server);
+    assert_eq!(weight(&server, "base.qcow2"), 60);
+    write_and_read(&server, 24, 5, 1);
 }
 
 #[test]

@@ -19,6 +19,7 @@
 //!   full         a host without space, and disks that wait for it
 //!   journal      a killed server loses no answered write of an image with metadata
 //!   killed       kills during resize, snapshot, commit and stream
+//!   kept_snapshot  kills at each step of a snapshot that the configuration keeps
 //!   interrupted  kills while disks come and go, during a replay, in the middle of a message
 //!   interrupted_handover kills at each message of a hand-over
 //!   load         queues on reactors, filters, statistics
@@ -60,6 +61,7 @@ mod idle;
 mod interrupted;
 mod interrupted_handover;
 mod journal;
+mod kept_snapshot;
 mod killed;
 mod load;
 mod locks;

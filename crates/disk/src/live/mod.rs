@@ -26,6 +26,7 @@ mod resume;
 mod snapshot;
 mod stream;
 
+use std::io;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, MutexGuard, PoisonError, TryLockError};
@@ -39,7 +40,7 @@ use crate::disk::Disk;
 use crate::local_disk::LocalDisk;
 use crate::quiesced::QuiesceError;
 
-pub use snapshot::SnapshotOptions;
+pub use snapshot::{SnapshotOptions, StartRecord};
 
 /// Progress and cancellation of a commit or a stream. The thread that does it and its observers
 /// share this.
@@ -98,6 +99,8 @@ pub enum Why {
     Poisoned(String),
     #[error("{0}")]
     NotPossible(String),
+    #[error("cannot keep it for the next start: {0}")]
+    StartRecord(io::Error),
     #[error(transparent)]
     Quiesce(#[from] QuiesceError),
     #[error(transparent)]

@@ -6,16 +6,37 @@
 //! and at most an empty overlay. Before the first write to the overlay, the old image records which
 //! overlay is on it ([`GrownChain::record`]).
 //!
+//! What a later start reads ([`StartRecord`]) names the overlay before the old image records it,
+//! because the old image can no longer be opened then. The old image is closed at that moment, so
+//! the overlay can be opened. After a failure, the start record names the old image again before
+//! the overlay is removed. So at each death of the server it names an image that a start can open.
+//!
 //! [`GrownChain::record`]: blockyard_image::GrownChain::record
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::{fmt, io};
 
+use blockyard_image::GrownChain;
 use blockyard_image::qcow2::CreateOptions;
 
 use super::{Why, WorkError, Worker, check_not_poisoned};
 use crate::backend::Source;
 use crate::disk::Disk;
+use crate::quiesced::QuiescedDisk;
+
+/// What a later start reads to find the image of a disk. Its calls run on the thread of the
+/// snapshot, and may block for a short time, while requests are held.
+pub trait StartRecord: fmt::Debug + Send + Sync {
+    /// Names the overlay, durably.
+    fn name_overlay(&self) -> io::Result<()>;
+
+    /// Names the old image again, durably, also after an error of `name_overlay`.
+    fn name_old_image(&self) -> io::Result<()>;
+
+    /// The snapshot has ended. `is_taken`: the disk has the overlay. Is called once, last.
+    fn ended(&self, is_taken: bool);
+}
 
 /// Options of a snapshot.
 #[derive(Clone, Debug)]
@@ -30,19 +51,24 @@ pub struct SnapshotOptions {
     /// export, a file system without extended attributes). Without the record, a later start that
     /// names the old image may write beneath the overlay.
     pub unrecorded: bool,
+    /// What a later start reads, if it shall name the overlay.
+    pub start_record: Option<Arc<dyn StartRecord>>,
 }
 
 impl SnapshotOptions {
     pub fn new(overlay: impl Into<PathBuf>) -> Self {
-        SnapshotOptions { overlay: overlay.into(), shape: None, unrecorded: false }
+        let (shape, start_record) = (None, None);
+        SnapshotOptions { overlay: overlay.into(), shape, unrecorded: false, start_record }
     }
 }
 
 impl Disk {
     /// Takes a snapshot; see the module documentation. From now on, a start must name the overlay.
     pub fn snapshot(self: &Arc<Self>, options: &SnapshotOptions) -> Result<(), WorkError> {
-        let options = options.clone();
-        self.work("snapshot", |worker| worker.snapshot(options))
+        let (options, start_record) = (options.clone(), options.start_record.clone());
+        let taken = self.work("snapshot", |worker| worker.snapshot(options));
+        start_record.iter().for_each(|record| record.ended(taken.is_ok()));
+        taken
     }
 }
 
@@ -58,6 +84,34 @@ impl Worker {
         if local_disk.close().await.is_err() {
             check_not_poisoned(&self.disk)?;
         }
+        if let Err(why) = self.put_on(&mut new, &options, &quiesced) {
+            let Some(start_record) = &options.start_record else { return Err(why) };
+            new.take_record_back();
+            if let Err(e) = start_record.name_old_image() {
+                let (disk, overlay) = (self.disk.name(), options.overlay.display());
+                tracing::error!(
+                    disk,
+                    "the next start opens {overlay}, although the snapshot failed: cannot name \
+                     the old image again: {e}"
+                );
+                new.leave();
+            }
+            return Err(why);
+        }
+        new.keep();
+        Ok(())
+    }
+
+    /// Puts the overlay on the disk, which has no request in flight.
+    fn put_on(
+        &self,
+        new: &mut GrownChain,
+        options: &SnapshotOptions,
+        quiesced: &QuiescedDisk,
+    ) -> Result<(), Why> {
+        if let Some(start_record) = &options.start_record {
+            start_record.name_overlay().map_err(Why::StartRecord)?;
+        }
         match new.record() {
             Err(e) if options.unrecorded => {
                 tracing::warn!(disk = self.disk.name(), "snapshot: {e}")
@@ -65,7 +119,6 @@ impl Worker {
             recorded => recorded?,
         }
         quiesced.exchange(&Source::Chain(new.chain().clone()), None)?;
-        new.keep();
         Ok(())
     }
 }

@@ -1,10 +1,11 @@
 //! Impossible, cancelled and failing commands: the disk stays as it was, and the error says why.
 
+use std::io;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
-use blockyard_disk::{Disk, Failure, Op, SnapshotOptions, Why, Work, WorkError};
+use blockyard_disk::{Disk, Failure, Op, SnapshotOptions, StartRecord, Why, Work, WorkError};
 use blockyard_image::{ChainOptions, ImageFile, OpenOptions};
 
 use crate::load::{Load, Reactor, WRITE, ask, close};
@@ -114,6 +115,67 @@ fn a_snapshot_that_fails_leaves_no_overlay_and_the_disk_as_it_was() {
     assert!(error.contains("cluster size"), "{error}");
     assert!(!scratch.path("odd.qcow2").exists());
     fixture.end();
+}
+
+/// Notes the calls, and whether the overlay is a complete image then. Fails if it shall.
+#[derive(Debug)]
+struct Record {
+    overlay: PathBuf,
+    fails: bool,
+    calls: Mutex<Vec<(&'static str, bool)>>,
+}
+
+impl Record {
+    fn note(&self, call: &'static str) {
+        let is_complete = std::fs::read(&self.overlay).is_ok_and(|bytes| bytes.starts_with(b"QFI"));
+        self.calls.lock().unwrap().push((call, is_complete));
+    }
+}
+
+impl StartRecord for Record {
+    fn name_overlay(&self) -> io::Result<()> {
+        self.note("overlay");
+        if self.fails { Err(io::Error::other("no space")) } else { Ok(()) }
+    }
+
+    fn name_old_image(&self) -> io::Result<()> {
+        self.note("old image");
+        if self.fails { Ok(()) } else { Err(io::Error::other("on purpose")) }
+    }
+
+    fn ended(&self, is_taken: bool) {
+        self.note(if is_taken { "taken" } else { "not taken" });
+    }
+}
+
+#[test]
+fn a_start_record_never_names_an_overlay_that_is_not_there() {
+    let fixture = Fixture::new("record");
+    let (scratch, disk) = (&fixture.scratch, &fixture.disk);
+    let overlay = scratch.path("new.qcow2");
+    let take = |fails: bool| {
+        let calls = Mutex::default();
+        let record = Arc::new(Record { overlay: overlay.clone(), fails, calls });
+        let start_record = Some(record.clone() as Arc<dyn StartRecord>);
+        let options = SnapshotOptions { start_record, ..SnapshotOptions::new(&overlay) };
+        let taken = disk.snapshot(&options);
+        (taken, std::mem::take(&mut *record.calls.lock().unwrap()))
+    };
+    let (failed, calls) = take(true);
+    let error = failed.unwrap_err().to_string();
+    assert!(error.contains("cannot keep it for the next start: no space"), "{error}");
+    assert_eq!(calls, [("overlay", true), ("old image", true), ("not taken", false)]);
+    assert!(!overlay.exists());
+    fixture.load.go_on(100);
+    let (taken, calls) = take(false);
+    taken.unwrap();
+    assert_eq!(calls, [("overlay", true), ("taken", true)]);
+    let Fixture { scratch, disk, reactors, load } = fixture;
+    load.go_on(100);
+    let known = load.end();
+    close(&disk, &reactors);
+    drop(disk);
+    judge(&scratch, "new.qcow2", &known);
 }
 
 #[test]

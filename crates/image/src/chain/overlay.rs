@@ -53,12 +53,7 @@ impl Drop for Unfinished {
 impl Drop for GrownChain {
     fn drop(&mut self) {
         if self.unfinished.0.is_some() {
-            if self.recorded
-                && let Err(e) = self.writer.file.remove_overlay_record()
-            {
-                let path = self.writer.file.path().display();
-                tracing::warn!("image {path}: cannot remove the record of its overlay: {e}");
-            }
+            self.take_record_back();
             // The chain has no overlay again: divide the cache memory among the images below it.
             cache_shares::apply(&self.chain.layers[1..], self.chain.options.l2_cache);
         }
@@ -85,6 +80,22 @@ impl GrownChain {
                 error: ImageError::io("image", None, what, e),
             }
         })
+    }
+
+    /// Takes [`GrownChain::record`] back. Drop does it too.
+    pub fn take_record_back(&mut self) {
+        if std::mem::take(&mut self.recorded)
+            && let Err(e) = self.writer.file.remove_overlay_record()
+        {
+            let path = self.writer.file.path().display();
+            tracing::warn!("image {path}: cannot remove the record of its overlay: {e}");
+        }
+    }
+
+    /// Leaves the overlay, which is empty, for a later start. The first chain stays in use.
+    pub fn leave(mut self) {
+        self.unfinished.0 = None;
+        cache_shares::apply(&self.chain.layers[1..], self.chain.options.l2_cache);
     }
 
     /// Keeps the overlay, which is in use now, and turns the backing image's lock into a reader's

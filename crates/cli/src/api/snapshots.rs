@@ -1,0 +1,135 @@
+//! Snapshots, and the configuration that names their overlays.
+//!
+//! In: a snapshot to take, with `persist` or without. Out: a job. What must hold: at each death of
+//! the server the configuration names an image that a start can open: the old image before the
+//! snapshot, the overlay after it ([`StartRecord`]). No other command changes the disk or its file
+//! before the job has ended.
+
+use std::io;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use blockyard_control::types::Snapshot;
+use blockyard_control::{Answer, Kind, Problem};
+use blockyard_disk::{SnapshotOptions, StartRecord};
+use blockyard_image::Format;
+use blockyard_yard::{Job, JobKind};
+use toml::{Table, Value};
+
+use super::words;
+use crate::options::disk::DiskArgs;
+use crate::persist::Prepared;
+use crate::server::Server;
+
+/// The file of a disk that a snapshot changes. The job holds the disk until it has ended.
+#[derive(Debug)]
+struct KeptOverlay {
+    server: Weak<Server>,
+    disk: String,
+    overlay: PathBuf,
+    /// None after the end of the job.
+    prepared: Mutex<Option<Prepared>>,
+}
+
+impl KeptOverlay {
+    fn prepared(&self) -> MutexGuard<'_, Option<Prepared>> {
+        self.prepared.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl StartRecord for KeptOverlay {
+    fn name_overlay(&self) -> io::Result<()> {
+        self.prepared().as_ref().map_or(Ok(()), Prepared::apply)
+    }
+
+    fn name_old_image(&self) -> io::Result<()> {
+        self.prepared().as_ref().map_or(Ok(()), Prepared::take_back)
+    }
+
+    fn ended(&self, is_taken: bool) {
+        drop(self.prepared().take());
+        let Some(server) = self.server.upgrade() else { return };
+        let held = server.book.lent(self.disk.clone());
+        if is_taken {
+            // A reload finds nothing to change.
+            let entry = held.entry();
+            let args = DiskArgs {
+                name: Some(self.disk.clone()),
+                image: self.overlay.clone(),
+                format: Some(Format::Qcow2),
+                ..entry.args
+            };
+            held.set_image(args.clone(), self.named(entry.keys));
+            server.yard.adopt_overlay(&self.disk, self.overlay.clone());
+            server.book.adopt(&[args]);
+        }
+    }
+}
+
+impl KeptOverlay {
+    /// Returns the keys of the disk with the overlay as its image.
+    fn named(&self, mut keys: Table) -> Table {
+        let text = |text: &str| Value::String(text.into());
+        // Without the key, the name would be that of the image.
+        keys.insert("name".into(), text(&self.disk));
+        keys.insert("image".into(), text(&self.overlay.to_string_lossy()));
+        keys.insert("format".into(), text(&Format::Qcow2.to_string()));
+        keys
+    }
+}
+
+impl Server {
+    /// Starts a snapshot.
+    pub(super) fn start_snapshot(&self, name: &str, snapshot: Snapshot) -> Answer<Job> {
+        check_overlay(&snapshot.overlay)?;
+        let Snapshot { overlay, unrecorded, persist } = snapshot;
+        let options = SnapshotOptions { unrecorded, ..SnapshotOptions::new(overlay) };
+        if persist { self.start_kept(name, options) } else { self.start_job(name, options) }
+    }
+
+    fn start_job(&self, name: &str, options: SnapshotOptions) -> Answer<Job> {
+        self.yard.start_job(name, JobKind::Snapshot(options)).map_err(words::problem)
+    }
+
+    /// Starts a snapshot that also names the overlay in the configuration.
+    fn start_kept(&self, name: &str, options: SnapshotOptions) -> Answer<Job> {
+        let Some(store) = self.persistence(name, true)? else {
+            return self.start_job(name, options);
+        };
+        let failed = |e| Problem::new(Kind::Conflict, format!("{e:#}"));
+        let held = self.hold(name)?;
+        // The next server may have another working folder.
+        let overlay = std::path::absolute(&options.overlay).map_err(|e| failed(e.into()))?;
+        if overlay.to_str().is_none() {
+            let what = "persist: the configuration cannot have a path that is not UTF-8";
+            return Err(Problem::new(Kind::Invalid, what).in_field("overlay"));
+        }
+        let kept = KeptOverlay {
+            server: self.itself.clone(),
+            disk: name.into(),
+            overlay: overlay.clone(),
+            prepared: Mutex::new(None),
+        };
+        let keys = store.keys(name).map_err(failed)?.unwrap_or_else(|| held.entry().keys);
+        let prepared = store.prepare(name, kept.named(keys)).map_err(failed)?;
+        *kept.prepared() = Some(prepared);
+        let options = SnapshotOptions { overlay, start_record: Some(Arc::new(kept)), ..options };
+        let lent = held.lend();
+        let started = self.start_job(name, options);
+        if started.is_err() {
+            drop(self.book.lent(lent));
+        }
+        started
+    }
+}
+
+/// Returns an error if the next server would open an overlay in another format than qcow2.
+fn check_overlay(overlay: &str) -> Answer<()> {
+    match Format::of_name(overlay.as_ref()) {
+        None | Some(Format::Qcow2) => Ok(()),
+        Some(other) => {
+            let what = format!("an overlay is qcow2, and the name {overlay} means {other}");
+            Err(Problem::new(Kind::Invalid, what).in_field("overlay"))
+        }
+    }
+}
