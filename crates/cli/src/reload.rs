@@ -429,3 +429,19 @@ fn is_same(served: &DiskArgs, args: &DiskArgs) -> bool {
     let same = DiskArgs { tls_allow, on_enospc, ..args.clone() };
     same.with(&served.knobs()) == *served
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_manual_names_all_keys_that_are_read_at_start_only() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/operate.md");
+        let text = std::fs::read_to_string(path).unwrap();
+        let begin = text.find("- These are read only at start:").unwrap();
+        let list = text[begin..].split("\n- ").next().unwrap();
+        for key in AT_START {
+            assert!(list.contains(&format!("`{key}`")) || list.contains(&format!("`[{key}]`")));
+        }
+    }
+}

@@ -7,7 +7,7 @@ use blockyard_control::types::{
     Client, DiskRow, Job, JobState, LimitSetting, Requests, Resized, Settings, ShareFigures, State,
 };
 use blockyard_control::{Answer, Kind, Object, Problem, invalid};
-use blockyard_disk::{OpKind, Statistics};
+use blockyard_disk::{OpKind, Statistics, Why};
 use blockyard_sched::{Limit, Share};
 use blockyard_yard::{DiskInfo, DiskState, YardError};
 use serde_json::Value;
@@ -41,6 +41,7 @@ pub fn problem(error: YardError) -> Problem {
     let kind = match &error {
         YardError::NotFound { .. } => Kind::NotFound,
         YardError::NameTaken { .. } | YardError::Busy { .. } => Kind::Conflict,
+        YardError::Work(e) if matches!(*e.why, Why::Busy | Why::Ended) => Kind::Conflict,
         YardError::TooManyJobs { .. } | YardError::Thread { .. } | YardError::Closing => Kind::Busy,
         _ => Kind::Failed,
     };

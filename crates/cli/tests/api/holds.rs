@@ -53,7 +53,7 @@ fn a_drained_disk_holds_requests_until_it_is_resumed() {
     server.good("POST", "/v1/disks/a/flush", Value::Null);
     server.good("POST", "/v1/disks/a/refresh", Value::Null);
     server.good("PATCH", "/v1/disks/a", json!({ "weight": 200 }));
-    let busy = server.bad("POST", "/v1/disks/a/drain", "{}", 422);
+    let busy = server.bad("POST", "/v1/disks/a/drain", "{}", 409);
     assert!(busy["detail"].as_str().unwrap().contains("drain of this disk is under way"), "{busy}");
     let cache = r#"{"cache": "writeback"}"#;
     let refused = server.bad("PATCH", "/v1/disks/a?force=true", cache, 409);
