@@ -1,7 +1,8 @@
 //! The log: a header and two halves of records, in shared words.
 //!
 //! ```text
-//!   page 0   magic, boot, image, session; of each half: generation, number of claimed slots
+//!   page 0   magic, boot, image, session; of each half: generation, number of claimed slots,
+//!            whether it counts only without the other half
 //!   half 0   records
 //!   half 1   records
 //! ```
@@ -10,13 +11,21 @@
 //! it has ended well, all changes of the old half are in the file, and the half is dropped. If it
 //! fails, both halves stay, and the next write-back does not switch.
 //!
-//! Invariant: a thread writes only to slots with allocated memory. So a full tmpfs is no SIGBUS but
-//! an incomplete log ([`Log::is_incomplete`]).
+//! Invariants
+//! - A thread writes only to slots with allocated memory. So a full tmpfs is no SIGBUS but an
+//!   incomplete log ([`Log::is_incomplete`]).
+//! - A later change may rely on an earlier one, such as an entry on its table. So after a change
+//!   without a record the half takes no more: it is **closed**. The log is incomplete until that
+//!   change is in the file. Requests are answered only then.
+//! - A write-back of an incomplete log switches too. The new half is **conditional**: it counts
+//!   only when the old one is dropped, with the changes without a record in the file. If both
+//!   halves are in use already, both are dropped at the end.
+//! - The old half stays if a record that the file cannot replace was not repeated in the new one.
 
 use std::fs::File;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use blockyard_ring::SharedWords;
 use rustix::fs::FallocateFlags;
@@ -31,6 +40,8 @@ pub const HEADER: usize = 512;
 /// cache line of its own.
 pub const GENERATION: [usize; 2] = [16, 32];
 pub const CLAIMED: [usize; 2] = [24, 40];
+/// Words of page 0: whether the half counts only if the older one is dropped.
+pub const CONDITIONAL: [usize; 2] = [17, 33];
 /// Most records of a half: 8 MiB.
 pub const SLOTS: usize = 1 << 18;
 /// Number of records from which a write-back is due.
@@ -63,14 +74,27 @@ pub struct Log {
     /// The file of the words. `None`: memory of this process, which needs no allocation.
     file: Option<File>,
     session: Session,
+    /// Changed under the lock of `growing`.
     active: AtomicUsize,
+    /// Generation of the next half that becomes active.
+    generation: AtomicU64,
     /// Salts of the halves' records.
     salts: [AtomicU64; 2],
-    /// Number of slots of each half that have allocated memory.
+    /// Number of slots of each half that have allocated memory. 0: the half is closed.
     ready: [AtomicUsize; 2],
+    /// The same, also of closed halves.
+    allocated: [AtomicUsize; 2],
+    /// Whether each half takes no more records. Changed under the lock of `growing`.
+    closed: [AtomicBool; 2],
+    /// Number of slots of each half for which there can be memory.
+    room: [usize; 2],
     growing: Mutex<()>,
-    /// Whether a change could not be recorded since the last write-back began.
-    incomplete: AtomicBool,
+    /// Number of changes without a record.
+    lost: AtomicU64,
+    /// Number of these changes that are in the image's file.
+    settled: AtomicU64,
+    /// Whether a record could not be repeated since the last write-back began.
+    unrepeated: AtomicBool,
     /// Whether the log has said that there is no space. A guest must not flood it.
     warned: AtomicBool,
 }
@@ -78,7 +102,12 @@ pub struct Log {
 /// A write-back in progress.
 #[derive(Debug, Default)]
 pub struct WriteBack {
-    was_incomplete: bool,
+    /// Number of changes without a record before.
+    lost: u64,
+    /// Whether the log was incomplete.
+    is_incomplete: bool,
+    /// Whether later records go to another half than those of before.
+    switched: bool,
 }
 
 impl Log {
@@ -86,22 +115,37 @@ impl Log {
     /// The active half is the newer one. If both are unused, the first one becomes active.
     pub fn over(words: Arc<SharedWords>, file: Option<File>, session: Session) -> Self {
         let generation = GENERATION.map(|at| words[at].load(Ordering::Acquire));
-        let active = usize::from(generation[1] > generation[0]);
+        let mut active = usize::from(generation[1] > generation[0]);
+        if counts_not(&words, active) {
+            words[GENERATION[active]].store(0, Ordering::Release);
+            active = 1 - active;
+        }
         let log = Log {
             session,
             active: AtomicUsize::new(active),
+            generation: AtomicU64::new(generation[0].max(generation[1]) + 1),
             salts: generation.map(|of| AtomicU64::new(record::salt(session.number, of))),
             ready: Default::default(),
+            allocated: Default::default(),
+            closed: Default::default(),
+            room: [SLOTS; 2],
             growing: Mutex::default(),
-            incomplete: AtomicBool::new(false),
+            lost: AtomicU64::new(0),
+            settled: AtomicU64::new(0),
+            unrepeated: AtomicBool::new(false),
             warned: AtomicBool::new(false),
             words,
             file,
         };
         if generation == [0, 0] {
-            log.use_half(0, 1);
+            log.use_half(0, false);
         }
         log
+    }
+
+    /// Returns the log with memory for so many slots of each half, as on a full tmpfs.
+    pub fn with_room(self, room: [usize; 2]) -> Self {
+        Log { room: room.map(|slots| slots.min(SLOTS)), ..self }
     }
 
     pub fn session(&self) -> Session {
@@ -113,22 +157,67 @@ impl Log {
         &self.words
     }
 
-    /// Makes an empty half the active one.
-    fn use_half(&self, half: usize, generation: u64) {
+    fn lock(&self) -> MutexGuard<'_, ()> {
+        self.growing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes an unused half the active one. The caller holds the lock, or is alone.
+    fn use_half(&self, half: usize, is_conditional: bool) {
+        let generation = self.generation.fetch_add(1, Ordering::Relaxed);
+        self.closed[half].store(false, Ordering::Relaxed);
+        let allocated = self.allocated[half].load(Ordering::Relaxed);
+        self.ready[half].store(allocated, Ordering::Release);
+        self.words[CONDITIONAL[half]].store(is_conditional.into(), Ordering::Relaxed);
         self.salts[half].store(record::salt(self.session.number, generation), Ordering::Relaxed);
         self.words[CLAIMED[half]].store(0, Ordering::Relaxed);
         self.words[GENERATION[half]].store(generation, Ordering::Release);
         self.active.store(half, Ordering::Release);
     }
 
-    /// Adds a record to the active half.
+    /// Drops a half. A replay does not see its records any more.
+    fn drop_half(&self, half: usize) {
+        self.words[GENERATION[half]].store(0, Ordering::Release);
+    }
+
+    /// Lets a half take no more records. The caller holds the lock.
+    fn close(&self, half: usize) {
+        self.closed[half].store(true, Ordering::Relaxed);
+        self.ready[half].store(0, Ordering::Release);
+    }
+
+    /// Adds a record to the active half. If there is no space, the log becomes incomplete.
     #[inline]
     pub fn record(&self, record: Record) {
+        if let Err(half) = self.put(record) {
+            self.lose(half);
+        }
+    }
+
+    /// Notes a change without a record.
+    #[cold]
+    fn lose(&self, half: usize) {
+        let _guard = self.lock();
+        // A write-back may have switched meanwhile. Changes that rely on this one go to its half.
+        self.close(half);
+        self.close(self.active.load(Ordering::Relaxed));
+        self.lost.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// Adds a record of a change that has one already, and that the write-back in progress cannot
+    /// put into the file. If there is no space, the old half stays.
+    pub fn repeat(&self, record: Record) {
+        if self.put(record).is_err() {
+            self.unrepeated.store(true, Ordering::Release);
+        }
+    }
+
+    /// Adds a record to the active half. If there is no space, the error is the half.
+    #[inline]
+    fn put(&self, record: Record) -> Result<(), usize> {
         let half = self.active.load(Ordering::Acquire);
         let slot = self.words[CLAIMED[half]].fetch_add(1, Ordering::AcqRel) as usize;
         if slot >= self.ready[half].load(Ordering::Acquire) && !self.allocate(half, slot) {
-            self.incomplete.store(true, Ordering::Release);
-            return;
+            return Err(half);
         }
         let at = start_of(half) + slot * WORDS;
         let words = record.encode(self.salts[half].load(Ordering::Relaxed), slot as u64);
@@ -137,21 +226,25 @@ impl Log {
         }
         // Publishes the record.
         self.words[at].store(words[0], Ordering::Release);
+        Ok(())
     }
 
     /// Allocates the memory of slots up to `slot`. Returns false if there is none.
     #[cold]
     fn allocate(&self, half: usize, slot: usize) -> bool {
-        let _guard = self.growing.lock().unwrap_or_else(PoisonError::into_inner);
+        let _guard = self.lock();
+        if self.closed[half].load(Ordering::Relaxed) {
+            return false;
+        }
         let ready = self.ready[half].load(Ordering::Acquire);
         if slot < ready {
             return true;
         }
-        if slot >= SLOTS {
+        if slot >= self.room[half] {
             return false;
         }
         let step = if slot < FIRST_STEP { FIRST_STEP } else { STEP };
-        let until = (slot + 1).next_multiple_of(step).min(SLOTS);
+        let until = (slot + 1).next_multiple_of(step).min(self.room[half]);
         let bytes = |slots: usize| ((start_of(half) + slots * WORDS) * WORD) as u64;
         if let Some(file) = &self.file {
             let (from, to) = (bytes(ready), bytes(until));
@@ -165,46 +258,78 @@ impl Log {
                 return false;
             }
         }
+        self.allocated[half].store(until, Ordering::Relaxed);
         self.ready[half].store(until, Ordering::Release);
         true
     }
 
     pub fn begin_write_back(&self) -> WriteBack {
-        let was_incomplete = self.incomplete.swap(false, Ordering::AcqRel);
-        let (old, generation) = {
-            let old = self.active.load(Ordering::Acquire);
-            (old, self.words[GENERATION[old]].load(Ordering::Relaxed))
-        };
-        let other = 1 - old;
-        if self.words[GENERATION[other]].load(Ordering::Acquire) == 0 {
-            self.use_half(other, generation + 1);
+        let _guard = self.lock();
+        let (lost, is_incomplete) = (self.lost.load(Ordering::Acquire), self.is_incomplete());
+        self.unrepeated.store(false, Ordering::Release);
+        let active = self.active.load(Ordering::Relaxed);
+        let other = 1 - active;
+        let switched = self.words[GENERATION[other]].load(Ordering::Acquire) == 0;
+        if switched {
+            self.use_half(other, is_incomplete);
+        } else if is_incomplete {
+            self.close(active);
         }
-        WriteBack { was_incomplete }
+        WriteBack { lost, is_incomplete, switched }
     }
 
-    pub fn end_write_back(&self, write_back: WriteBack, ok: bool) {
+    /// Ends a write-back. `ok`: all changes of before are in the file, except those that were
+    /// repeated. Returns whether they survive a death of the process. If not although `ok`, records
+    /// could not be repeated, and a replay would put earlier values over some of the changes.
+    pub fn end_write_back(&self, write_back: WriteBack, ok: bool) -> bool {
         if !ok {
-            if write_back.was_incomplete {
-                self.incomplete.store(true, Ordering::Release);
-            }
-            return;
+            return false;
         }
-        let old = 1 - self.active.load(Ordering::Acquire);
-        self.words[GENERATION[old]].store(0, Ordering::Release);
-        self.give_back(old);
+        let WriteBack { lost, is_incomplete, switched } = write_back;
+        if self.unrepeated.load(Ordering::Acquire) {
+            return !is_incomplete;
+        }
+        let _guard = self.lock();
+        let active = self.active.load(Ordering::Relaxed);
+        let old = 1 - active;
+        if is_incomplete && !switched {
+            self.drop_both(old, active);
+            // Changes that came meanwhile have no record.
+            if self.lost.load(Ordering::Acquire) != lost {
+                self.close(old);
+            }
+        } else {
+            // A conditional half counts from now on.
+            self.drop_half(old);
+            self.give_back(old);
+        }
+        self.settled.store(lost, Ordering::Release);
+        true
     }
 
-    /// Gives the memory of an unused half back, except its first part.
+    /// Drops both halves, in an order in which what is left between is older than the file, and
+    /// without gaps. Makes `old` the active half. The caller holds the lock.
+    fn drop_both(&self, old: usize, active: usize) {
+        let is_conditional = self.words[CONDITIONAL[active]].load(Ordering::Relaxed) != 0;
+        let order = if is_conditional { [active, old] } else { [old, active] };
+        order.into_iter().for_each(|half| self.drop_half(half));
+        self.give_back(old);
+        self.give_back(active);
+        self.use_half(old, false);
+    }
+
+    /// Gives the memory of an unused half back, except its first part. The caller holds the lock.
     fn give_back(&self, half: usize) {
         let Some(file) = &self.file else { return };
-        let _guard = self.growing.lock().unwrap_or_else(PoisonError::into_inner);
-        let ready = self.ready[half].load(Ordering::Acquire);
-        if ready <= FIRST_STEP {
+        let allocated = self.allocated[half].load(Ordering::Relaxed);
+        if allocated <= FIRST_STEP {
             return;
         }
-        self.ready[half].store(FIRST_STEP, Ordering::Release);
+        self.allocated[half].store(FIRST_STEP, Ordering::Relaxed);
+        let ready = self.ready[half].load(Ordering::Relaxed);
+        self.ready[half].store(ready.min(FIRST_STEP), Ordering::Release);
         let bytes = |slots: usize| ((start_of(half) + slots * WORDS) * WORD) as u64;
-        let (from, len) = (bytes(FIRST_STEP), bytes(ready) - bytes(FIRST_STEP));
+        let (from, len) = (bytes(FIRST_STEP), bytes(allocated) - bytes(FIRST_STEP));
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         // A failure costs only memory.
         let _ = rustix::fs::fallocate(file, flags, from, len);
@@ -217,11 +342,18 @@ impl Log {
         self.words[CLAIMED[half]].load(Ordering::Relaxed) > LONG
     }
 
-    /// Returns whether a change could not be recorded, and no write-back has begun since.
+    /// Returns whether a change could not be recorded, and no write-back that began later has put
+    /// it into the file.
     #[inline]
     pub fn is_incomplete(&self) -> bool {
-        self.incomplete.load(Ordering::Acquire)
+        self.lost.load(Ordering::Acquire) != self.settled.load(Ordering::Acquire)
     }
+}
+
+/// Returns whether a half does not count, because its condition is not met.
+pub fn counts_not(words: &SharedWords, half: usize) -> bool {
+    let [own, other] = [half, 1 - half].map(|half| words[GENERATION[half]].load(Ordering::Acquire));
+    words[CONDITIONAL[half]].load(Ordering::Acquire) != 0 && other != 0 && own > other
 }
 
 /// Allocates a range of a file on tmpfs.
@@ -232,7 +364,7 @@ pub fn allocate(file: &File, from: u64, len: u64) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::journal::Key;
+    use crate::journal::{Key, Recovered};
 
     const SESSION: Session = Session { number: 7, boot: 9 };
 
@@ -259,19 +391,95 @@ mod tests {
 
     /// A write-back puts all changes into the image. If it fails, the lost record still counts.
     #[test]
-    fn only_a_write_back_that_succeeds_makes_the_log_complete_again() {
+    fn only_the_end_of_a_write_back_makes_the_log_complete_again() {
         let log = full();
         log.record(change(1));
         let write_back = log.begin_write_back();
-        log.end_write_back(write_back, false);
+        assert!(log.is_incomplete(), "the change is not in the file yet");
+        assert!(!log.end_write_back(write_back, false));
         assert!(log.is_incomplete());
-        let write_back = log.begin_write_back();
-        log.end_write_back(write_back, true);
+        assert!(log.end_write_back(log.begin_write_back(), true));
         assert!(!log.is_incomplete());
         // A change during a write-back may have come too late for it.
         let write_back = log.begin_write_back();
         log.record(change(2));
-        log.end_write_back(write_back, true);
+        assert!(log.end_write_back(write_back, true));
+        assert!(log.is_incomplete());
+    }
+
+    fn with_room(room: [usize; 2]) -> Log {
+        let words = Arc::new(SharedWords::anonymous(TOTAL).unwrap());
+        Log::over(words, None, SESSION).with_room(room)
+    }
+
+    fn records(log: &Log) -> Vec<Record> {
+        Recovered::new(log.words.clone(), None, SESSION).records().unwrap()
+    }
+
+    #[test]
+    fn the_old_half_stays_if_a_record_cannot_be_repeated() {
+        let log = with_room([2, 0]);
+        log.record(change(1));
+        log.record(change(2));
+        for _ in 0..2 {
+            let write_back = log.begin_write_back();
+            log.repeat(change(1));
+            assert!(log.end_write_back(write_back, true), "no change was lost");
+            assert!(!log.is_incomplete());
+            assert_eq!(records(&log), [change(1), change(2)]);
+        }
+        // Now the file has all changes.
+        assert!(log.end_write_back(log.begin_write_back(), true));
+        assert_eq!(records(&log), []);
+    }
+
+    /// A change may rely on an earlier one, so no record follows a lost one.
+    #[test]
+    fn records_after_a_lost_one_count_only_when_its_change_is_in_the_file() {
+        let log = with_room([1, 4]);
+        log.record(change(1));
+        log.record(change(2));
+        let _ = log.begin_write_back();
+        log.record(change(3));
+        assert_eq!(records(&log), [change(1)]);
+        let resumed = Log::over(log.words.clone(), None, SESSION);
+        assert_eq!(records(&resumed), [change(1)], "the next server goes on after them");
+        assert!(log.is_incomplete());
+        let log = with_room([1, 4]);
+        log.record(change(1));
+        log.record(change(2));
+        let again = log.begin_write_back();
+        log.record(change(3));
+        assert!(log.end_write_back(again, true));
+        assert_eq!((log.is_incomplete(), records(&log)), (false, vec![change(3)]));
+    }
+
+    /// A stale record would be replayed over the change in the file.
+    #[test]
+    fn an_earlier_value_of_a_lost_change_is_dropped_before_the_log_is_complete() {
+        let of = |value: u64| Record { key: Key::Cluster(1), value: [value << 16, 0] };
+        let log = with_room([1, 1]);
+        log.record(of(1));
+        log.end_write_back(log.begin_write_back(), false);
+        log.record(of(2));
+        log.record(of(3));
+        assert_eq!(records(&log), [of(1), of(2)]);
+        // A change during the write-back has no record either.
+        let write_back = log.begin_write_back();
+        log.record(of(4));
+        assert!(log.end_write_back(write_back, true));
+        assert_eq!((log.is_incomplete(), records(&log)), (true, Vec::new()));
+        log.record(of(5));
+        assert_eq!(records(&log), []);
+        assert!(log.end_write_back(log.begin_write_back(), true));
+        assert_eq!((log.is_incomplete(), records(&log)), (false, Vec::new()));
+        // If the old half must stay, the change does not survive a death.
+        log.record(of(6));
+        log.record(of(7));
+        let write_back = log.begin_write_back();
+        log.record(change(8));
+        log.repeat(change(9));
+        assert!(!log.end_write_back(write_back, true));
         assert!(log.is_incomplete());
     }
 }

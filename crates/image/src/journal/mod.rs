@@ -21,8 +21,10 @@
 //!   metadata are flushed before the answer instead ([`Journal::must_flush`]).
 //! - A record is published by one store with release order, so that a dead thread leaves a whole
 //!   record or none.
-//! - The old half is dropped only after all changes in it are in the image's file. A record of a
-//!   change that is in the file already does no harm: later records of the same key follow it.
+//! - The old half is dropped only after all changes in it are in the image's file, or recorded
+//!   again. A record of a change that is in the file already does no harm: later records of the
+//!   same key follow it.
+//! - The records are those of all changes up to one moment: none follows a change that has none.
 //! - A journal belongs to one session of one image: the image's file carries the session's number,
 //!   in a place that other writers clear or keep valid (`qcow2/session.rs`, `cow/session.rs`).
 //! - A reboot clears the journals. A power cut may lose what was not flushed, and nothing else.
@@ -230,16 +232,23 @@ impl Journal {
         }
     }
 
+    /// Repeats the record of a change that the write-back in progress cannot put into the file.
+    pub fn repeat(&self, record: Record) {
+        if let Some(log) = self.log.get() {
+            log.repeat(record);
+        }
+    }
+
     /// Begins a write-back of metadata, one at a time. Call it before the changes are copied.
     pub fn begin_write_back(&self) -> WriteBack {
         self.log.get().map_or_else(WriteBack::default, Log::begin_write_back)
     }
 
-    /// Ends a write-back. `ok`: all changes that were copied are in the file.
-    pub fn end_write_back(&self, write_back: WriteBack, ok: bool) {
-        if let Some(log) = self.log.get() {
-            log.end_write_back(write_back, ok);
-        }
+    /// Ends a write-back. `ok`: all changes that were copied are in the file. Returns whether they
+    /// survive a death of the process. If not although `ok`, the journal has no space to repeat
+    /// records, and has earlier values of some of the changes.
+    pub fn end_write_back(&self, write_back: WriteBack, ok: bool) -> bool {
+        self.log.get().map_or(ok, |log| log.end_write_back(write_back, ok))
     }
 
     /// Returns whether metadata should be written back soon, because the log is long.
@@ -251,7 +260,12 @@ impl Journal {
     /// Returns whether metadata must be durable before a request that changed them is answered.
     #[inline]
     pub fn must_flush(&self) -> bool {
-        self.failed() || self.log.get().is_some_and(Log::is_incomplete)
+        self.failed() || self.is_incomplete()
+    }
+
+    /// Returns whether a change could not be recorded and is not in the file yet.
+    pub fn is_incomplete(&self) -> bool {
+        self.log.get().is_some_and(Log::is_incomplete)
     }
 
     /// Returns whether there is a log, so that the image may carry its mark.

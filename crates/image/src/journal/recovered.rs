@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 
 use blockyard_ring::SharedWords;
 
-use super::log::{CLAIMED, GENERATION, Log, SLOTS, Session, start_of};
+use super::log::{CLAIMED, GENERATION, Log, SLOTS, Session, counts_not, start_of};
 use super::record::{self, Record, WORDS, words_of};
 
 /// A journal without its server.
@@ -17,11 +17,18 @@ pub struct Recovered {
     words: Arc<SharedWords>,
     file: Option<File>,
     session: Session,
+    /// See [`Log::with_room`].
+    room: [usize; 2],
 }
 
 impl Recovered {
     pub fn new(words: Arc<SharedWords>, file: Option<File>, session: Session) -> Self {
-        Recovered { words, file, session }
+        Recovered { words, file, session, room: [SLOTS; 2] }
+    }
+
+    /// Sets the memory for later records, as [`Log::with_room`].
+    pub fn with_room(self, room: [usize; 2]) -> Self {
+        Recovered { room, ..self }
     }
 
     pub fn session(&self) -> Session {
@@ -34,7 +41,7 @@ impl Recovered {
     pub fn records(&self) -> io::Result<Vec<Record>> {
         let generation = |half: usize| self.words[GENERATION[half]].load(Ordering::Acquire);
         let mut halves = [0, 1].map(|half| (generation(half), half)).to_vec();
-        halves.retain(|(generation, _)| *generation != 0);
+        halves.retain(|(generation, half)| *generation != 0 && !counts_not(&self.words, *half));
         halves.sort_unstable();
         let mut records = Vec::new();
         for (generation, half) in halves {
@@ -63,6 +70,6 @@ impl Recovered {
 
     /// Continues the session: later changes follow the records that there are.
     pub fn resume(self) -> Log {
-        Log::over(self.words, self.file, self.session)
+        Log::over(self.words, self.file, self.session).with_room(self.room)
     }
 }

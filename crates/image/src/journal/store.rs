@@ -3,7 +3,8 @@
 //! Page 0 of a journal, in words:
 //! ```text
 //!   0 magic   1, 2 boot   3 device   4 inode   5 time of birth   6, 7 session   8 checksum
-//!   16, 32 generations of the halves   24, 40 their numbers of claimed slots
+//!   16, 32 generations of the halves   17, 33 whether a half counts only without the older one
+//!   24, 40 their numbers of claimed slots
 //! ```
 //!
 //! Invariant: only the server's own user can write to the folder, so that no other user can
@@ -91,6 +92,8 @@ pub struct StateFolder {
 pub struct MemoryStore {
     journals: Arc<Mutex<HashMap<ImageKey, Kept>>>,
     boots: Arc<AtomicU64>,
+    /// Number of records that each half of a journal has memory for. `None`: no limit.
+    room: Option<[usize; 2]>,
 }
 
 #[derive(Clone, Debug)]
@@ -236,6 +239,15 @@ impl MemoryStore {
         self.journals.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Creates a store that is full soon: each half of a journal has memory for so many records.
+    pub fn with_room(room: [usize; 2]) -> Self {
+        MemoryStore { room: Some(room), ..MemoryStore::default() }
+    }
+
+    fn room(&self) -> [usize; 2] {
+        self.room.unwrap_or([log::SLOTS; 2])
+    }
+
     /// Number of journals that exist.
     pub fn len(&self) -> usize {
         self.journals().len()
@@ -260,12 +272,12 @@ impl MemoryStore {
         let session = Session { number: random(), boot: self.boot() };
         write_header(&words, image, session);
         self.journals().insert(*image, Kept { words: words.clone(), session });
-        Ok(Log::over(words, None, session))
+        Ok(Log::over(words, None, session).with_room(self.room()))
     }
 
     fn find(&self, image: &ImageKey) -> Option<Recovered> {
         let Kept { words, session } = self.journals().get(image)?.clone();
-        Some(Recovered::new(words, None, session))
+        Some(Recovered::new(words, None, session).with_room(self.room()))
     }
 }
 

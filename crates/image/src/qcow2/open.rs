@@ -130,7 +130,7 @@ impl<S: Storage> Qcow2<S> {
         if partial.is_empty() {
             // The file has all changes of the journal.
             let journal = &image.shared.journal;
-            journal.end_write_back(journal.begin_write_back(), true);
+            let _ = journal.end_write_back(journal.begin_write_back(), true);
         }
         Ok(image)
     }

@@ -327,9 +327,7 @@ impl L2SliceCache {
 
     #[inline]
     fn record(&self, slice: &Slice, index: usize, entry: Entry) {
-        let cluster = slice.number * slice.entries() as u64 + index as u64;
-        let value = [entry.word, entry.bitmap];
-        self.journal.record(Record { key: Key::Cluster(cluster), value });
+        self.journal.record(record_of(slice, index, entry));
     }
 
     /// Number of dirty slices.
@@ -359,7 +357,7 @@ impl L2SliceCache {
         for index in 0..slice.entries() {
             let entry = slice.get(index);
             if is_partial(entry.word) {
-                self.record(slice, index, entry);
+                self.journal.repeat(record_of(slice, index, entry));
             }
         }
     }
@@ -401,6 +399,12 @@ impl CacheState {
             self.map.remove(&number);
         }
     }
+}
+
+#[inline]
+fn record_of(slice: &Slice, index: usize, entry: Entry) -> Record {
+    let cluster = slice.number * slice.entries() as u64 + index as u64;
+    Record { key: Key::Cluster(cluster), value: [entry.word, entry.bitmap] }
 }
 
 /// One reactor's direct-mapped cache of slices: a lookup takes no lock.

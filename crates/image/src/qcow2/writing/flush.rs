@@ -60,11 +60,16 @@ impl<S: Storage> Qcow2<S> {
     ///
     /// [`IncompleteCluster`]: crate::qcow2::IncompleteCluster
     pub async fn flush<B: BackingLayers>(&self, backing: &B) -> io::Result<()> {
-        let completed = self.complete_all(backing).await;
-        let _permit = self.shared.writing_back.acquire().await;
-        self.write_back(true).await?;
-        self.sync_unfinished().await?;
-        completed
+        // If the journal is full, other requests may leave partial clusters between the two steps.
+        for _ in 0..2 {
+            let completed = self.complete_all(backing).await;
+            let _permit = self.shared.writing_back.acquire().await;
+            if self.write_back_once(true).await? || completed.is_err() {
+                self.sync_unfinished().await?;
+                return completed;
+            }
+        }
+        Err(no_space())
     }
 
     /// Completes partial clusters if there are too many, and then does
@@ -93,7 +98,9 @@ impl<S: Storage> Qcow2<S> {
     pub(super) async fn settle<B: BackingLayers>(&self, backing: &B) -> io::Result<()> {
         // A write-back that runs may have taken the changes, and may fail.
         let permit = self.shared.writing_back.acquire().await;
-        let is_settled = self.shared.tables.dirty() == 0 && lock(&self.shared.l1).dirty.is_empty();
+        let is_settled = self.shared.tables.dirty() == 0
+            && lock(&self.shared.l1).dirty.is_empty()
+            && !self.shared.journal.is_incomplete();
         drop(permit);
         if is_settled { Ok(()) } else { self.flush(backing).await }
     }
@@ -133,28 +140,34 @@ impl<S: Storage> Qcow2<S> {
     /// Writes changed metadata to the file. With `durable` it ends with [`Qcow2::barrier_metadata`]
     /// and releases freed clusters. The caller holds the permit of `writing_back`.
     async fn write_back(&self, durable: bool) -> io::Result<()> {
+        if self.write_back_once(durable).await? { Ok(()) } else { Err(no_space()) }
+    }
+
+    /// Like [`Qcow2::write_back`]. Returns whether the changes survive a death of the process. If
+    /// they do not, no freed cluster is released, because a replay may name it.
+    async fn write_back_once(&self, durable: bool) -> io::Result<bool> {
         let journal = &self.shared.journal;
         let records = journal.begin_write_back();
         let changes = self.take_changes();
         if changes.is_empty() && !self.shared.alloc.has_changed_counts() {
             let synced = self.barrier().await;
+            let settled = journal.end_write_back(records, synced.is_ok());
             // An earlier write-back that was not durable may have written the changed entries of
             // the freed clusters. This sync makes those entries durable.
-            match &synced {
-                Ok(()) => self.shared.alloc.all_durable(changes.freed),
-                Err(_) => self.shared.alloc.freed_again(changes.freed),
+            match settled {
+                true => self.shared.alloc.all_durable(changes.freed),
+                false => self.shared.alloc.freed_again(changes.freed),
             }
-            journal.end_write_back(records, synced.is_ok());
             synced?;
-            return self.release().await;
+            return if settled { self.release().await.map(|()| true) } else { Ok(false) };
         }
         let done = self.write_changes(&changes, durable).await;
         self.shared.tables.written(&changes.slices, done.is_ok());
-        journal.end_write_back(records, done.is_ok());
+        let settled = journal.end_write_back(records, done.is_ok());
         match done {
-            Ok(()) if durable => self.shared.alloc.all_durable(changes.freed),
-            // The entries are not durable yet. The next flush makes them durable and releases the
-            // clusters.
+            Ok(()) if durable && settled => self.shared.alloc.all_durable(changes.freed),
+            // The entries are not durable yet, or the journal has older ones. The next flush
+            // releases the clusters.
             Ok(()) => self.shared.alloc.freed_again(changes.freed),
             Err(e) => {
                 self.shared.alloc.freed_again(changes.freed);
@@ -162,7 +175,10 @@ impl<S: Storage> Qcow2<S> {
                 return Err(e);
             }
         }
-        if durable { self.release().await } else { Ok(()) }
+        if durable && settled {
+            self.release().await?;
+        }
+        Ok(settled)
     }
 
     fn take_changes(&self) -> PendingWriteBack {
@@ -415,6 +431,13 @@ impl<S: Storage> Qcow2<S> {
         }
         Ok(())
     }
+}
+
+/// Returns the error of changes that would not survive a death of the process.
+fn no_space() -> io::Error {
+    let what = "the journal of changed metadata has no space for clusters that are not complete: \
+        free some in the state folder";
+    io::Error::new(io::ErrorKind::StorageFull, what)
 }
 
 impl PendingWriteBack {

@@ -49,7 +49,8 @@ impl Life {
         let sound = findings.corruptions.is_empty() && findings.careful == 0 && findings.leaks == 0;
         assert!(sound, "to begin with: {findings:?}\n{plan:?}");
         let (rng, oracle) = (Rng::new(plan.seed), Rc::new(RefCell::new(Oracle::new())));
-        let (dirty, careful, journals) = (false, false, MemoryStore::default());
+        let (dirty, careful) = (false, false);
+        let journals = plan.room.map_or_else(MemoryStore::default, MemoryStore::with_room);
         let life = Life { plan, rng, layers, view, leaks: 0, dirty, careful, oracle, journals };
         life.tell_oracle(0);
         life

@@ -48,6 +48,7 @@ const CUTS: u64 = 2_000;
 const QUIET: [u64; 1] = [2451];
 const GROWING: [u64; 0] = [];
 const DYING: [u64; 6] = [339, 509, 687, 793, 1121, 1245];
+const FILLING: [u64; 4] = [24, 201, 324, 483];
 const TROUBLED: [u64; 11] = [171, 236, 395, 446, 449, 483, 485, 639, 722, 755, 959];
 
 /// Runs a complete boot to count its events. Then runs boots with power cuts at random events. Each
@@ -111,6 +112,11 @@ fn partial_clusters_survive_random_cuts() {
 fn answered_writes_survive_deaths_of_the_process() {
     let tally = random_lives(Plan::dying, 15, &DYING);
     assert!(tally.recoveries_cut > 10 || !lives::is_thorough(CUTS), "{tally}");
+}
+
+#[test]
+fn answered_writes_survive_deaths_with_a_full_journal() {
+    random_lives(Plan::filling, 15, &FILLING);
 }
 
 #[test]

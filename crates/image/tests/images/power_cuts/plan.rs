@@ -50,6 +50,8 @@ pub struct Plan {
     pub trouble: Option<Trouble>,
     /// Whether the process dies in some boots, instead of a power cut, with a journal.
     pub dies: bool,
+    /// Number of records that each half of the journal has memory for. `None`: no limit.
+    pub room: Option<[usize; 2]>,
 }
 
 impl Plan {
@@ -79,6 +81,7 @@ impl Plan {
             packs: false,
             trouble: None,
             dies: false,
+            room: None,
         }
     }
 
@@ -94,6 +97,14 @@ impl Plan {
             _ => Plan::quiet(seed),
         };
         Plan { dies: true, ..plan }
+    }
+
+    /// Like [`Plan::dying`], with a journal that is full soon.
+    pub fn filling(seed: u64) -> Self {
+        let mut rng = Rng::new(seed ^ 0x6675_6c6c);
+        let most = *rng.pick(&[1, 4, 12, 30]);
+        let room = [0; 2].map(|_| if rng.one_in(3) { 0 } else { rng.between(0, most) as usize });
+        Plan { room: Some(room), ..Plan::dying(seed) }
     }
 
     /// Returns a plan with a file that grows all the time, with refcount blocks that cover few

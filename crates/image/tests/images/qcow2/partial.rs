@@ -172,9 +172,15 @@ fn failing(name: &str, is_bad: &Arc<AtomicBool>) -> (Server, Scratch, Model, Cha
 /// metadata, so the journal must keep what the file does not have.
 #[test]
 fn a_cluster_that_cannot_be_completed_outlives_the_server() {
+    outlives(MemoryStore::default());
+    // The journal has no space for a second record of the cluster.
+    outlives(MemoryStore::with_room([64, 0]));
+}
+
+fn outlives(store: MemoryStore) {
     let is_bad = Arc::new(AtomicBool::new(true));
     let (_server, _scratch, mut model, options) = failing("outlives", &is_bad);
-    let store = Some(MemoryStore::default().into());
+    let store = Some(store.into());
     let crash_safety = CrashSafety { mode: SafetyMode::Journal, store };
     let options = ChainOptions { crash_safety, ..options };
     let model = on_image_with(&options, async move |image| {
