@@ -50,3 +50,10 @@ pub enum YardError {
     #[error("the server is ending, and accepts no more commands")]
     Closing,
 }
+
+impl YardError {
+    /// Returns whether another process has locked the image.
+    pub fn is_locked(&self) -> bool {
+        matches!(self, YardError::Open(e) if e.is_locked())
+    }
+}

@@ -3,7 +3,8 @@
 //! In: what the yard returns for a disk that has ended. Out: the disk's parcels for the new server,
 //! or the disk itself, served again. What must hold: a disk that could not be flushed is not served
 //! again, because a later flush would report success for lost writes. Only a later command of the
-//! operator (a reload, an upgrade) opens it.
+//! operator (a reload, an upgrade) opens it. A process that has locked the image meanwhile, such as
+//! a check, delays a disk and does not end it.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -21,6 +22,13 @@ use crate::book::HeldDisk;
 use crate::disks::{log_end, settings};
 use crate::exports;
 use crate::server::Server;
+
+/// How long a disk waits for other processes that have locked its image.
+const LOCKED_TIME: Duration = Duration::from_secs(600);
+/// Time between two attempts: the first, and the longest one.
+const LOCKED_PAUSE: [Duration; 2] = [Duration::from_millis(10), Duration::from_secs(1)];
+/// Time between two lines of the log that say so.
+const LOCKED_REPORT: Duration = Duration::from_secs(60);
 
 /// A disk that the new server has, or may have.
 pub struct Away<'a> {
@@ -86,16 +94,70 @@ impl<'a> Away<'a> {
         // The new server may have written to the image before it died.
         let carried = carried.map(|carried| Carried { left: None, ..(*carried).clone() }.into());
         let settings = settings(&args, exports::ways(&args, &server.common));
-        match server.yard.add(DiskSettings { carried, ..settings }) {
-            Ok(()) => tracing::info!(disk = name, "served again"),
-            Err(YardError::Closing) => {}
-            Err(e) => {
-                let e = anyhow::Error::from(e);
-                tracing::error!(disk = name, "cannot serve it again: {e:#}");
-                held.remove();
-            }
+        let settings = DiskSettings { carried, ..settings };
+        match server.yard.add(settings.clone()) {
+            Err(e) if e.is_locked() => wait_for_lock(server, held, settings, e),
+            added => has_tried(server, held, added),
         }
-        handed.end_disk(&name, Vec::new());
+    }
+}
+
+/// The end of the attempts to serve a disk again.
+fn has_tried(server: &Server, held: HeldDisk<'_>, added: Result<(), YardError>) {
+    let name = held.args().name();
+    match added {
+        Ok(()) => tracing::info!(disk = name, "served again"),
+        Err(YardError::Closing) => {}
+        Err(e) => {
+            let e = anyhow::Error::from(e);
+            tracing::error!(disk = name, "cannot serve it again: {e:#}");
+            held.remove();
+        }
+    }
+    server.common.handed.end_disk(&name, Vec::new());
+}
+
+/// Serves a disk again as soon as no other process has its image locked. Its connections wait
+/// meanwhile. `locked`: why the first attempt failed.
+fn wait_for_lock(server: &Server, held: HeldDisk<'_>, settings: DiskSettings, locked: YardError) {
+    let Some(itself) = server.itself.upgrade() else { return has_tried(server, held, Err(locked)) };
+    let name = held.args().name();
+    let limit = LOCKED_TIME.as_secs();
+    let locked = anyhow::Error::from(locked);
+    tracing::warn!(disk = name, "waiting up to {limit} s before it is served again: {locked:#}");
+    let lent = held.lend();
+    let again = lent.clone();
+    // The other disks of the hand-over must not wait. A disk is lent once, so it has at most one
+    // such thread.
+    let spawned = std::thread::Builder::new().name("late disk".into()).spawn(move || {
+        let held = itself.book.lent(again);
+        let added = add_when_unlocked(&itself, &settings);
+        has_tried(&itself, held, added);
+    });
+    if let Err(source) = spawned {
+        let disk = name;
+        has_tried(server, server.book.lent(lent), Err(YardError::Thread { disk, source }));
+    }
+}
+
+/// Adds a disk after other processes have unlocked its image. Returns the last error if they take
+/// too long.
+fn add_when_unlocked(server: &Server, settings: &DiskSettings) -> Result<(), YardError> {
+    let (start, [mut pause, longest]) = (Instant::now(), LOCKED_PAUSE);
+    let mut reported = start;
+    loop {
+        std::thread::sleep(pause);
+        pause = (pause * 2).min(longest);
+        match server.yard.add(settings.clone()) {
+            Err(e) if e.is_locked() && start.elapsed() < LOCKED_TIME => {
+                if reported.elapsed() >= LOCKED_REPORT {
+                    reported = Instant::now();
+                    let (disk, e) = (&settings.name, anyhow::Error::from(e));
+                    tracing::warn!(disk, "it still waits to be served again: {e:#}");
+                }
+            }
+            added => return added,
+        }
     }
 }
 

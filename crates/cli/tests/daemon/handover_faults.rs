@@ -1,16 +1,17 @@
 //! Hand-overs with front ends that make their sessions unusable, and new servers that lack
 //! something. The former lose their session alone. The latter leave the old server serving.
 
-use std::io::{ErrorKind, Read};
+use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::PathBuf;
+use std::process::{Command, Stdio};
 
 use blockyard_driver::status;
-use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::fs::{CWD, FileType, MemfdFlags, Mode, SealFlags};
 use vhost::VhostUserMemoryRegionInfo;
 use vhost::vhost_user::VhostUserFrontend;
 
-use crate::common::{BLOCKYARD, Daemon, SOON, until};
+use crate::common::{BLOCKYARD, Daemon, SOON, guests, until};
 use crate::guest::Guest;
 use crate::handover::{Case, ctl, end_server, is_running, script};
 
@@ -193,4 +194,54 @@ fn a_new_server_without_room_for_a_front_ends_memory_leaves_the_old_one_serving(
     works(&mut other, 4);
     drop((guest, other));
     end_server(second);
+}
+
+/// Another process may lock the image between the old server and the new one, such as a check.
+#[test]
+fn a_disk_waits_for_a_process_that_has_locked_its_image() {
+    let case = Case::new();
+    let mut daemon = Daemon::start(case.command().args(["--sandbox", "off"]));
+    daemon.wait_ready();
+    let mut guest = Guest::connect(&case.socket);
+    works(&mut guest, 1);
+    let [given, end] = ["given", "end"].map(|name| case.folder.join(name));
+    let mode = Mode::RUSR | Mode::WUSR;
+    rustix::fs::mknodat(CWD, &end, FileType::Fifo, mode, 0).unwrap();
+    let half = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/daemon/half_server.py");
+    let body = format!(
+        "python3 {half} disk.qcow2 given\ntouch {}\nread < {}\nexit 1",
+        given.display(),
+        end.display()
+    );
+    let program = script(&case, "half", &body);
+    std::thread::scope(|scope| {
+        let upgrade =
+            scope.spawn(|| ctl(&case, &["upgrade", "--binary", program.to_str().unwrap()]));
+        until("the new server has the disk", SOON, || given.exists());
+        let mut reader = Command::new(guests().join("tool"));
+        reader.arg("qemu-io");
+        reader.arg("-r").arg(&case.top).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut reader = reader.spawn().unwrap();
+        let mut commands = reader.stdin.take().unwrap();
+        commands.write_all(b"read 0 512\n").unwrap();
+        let mut shown = BufReader::new(reader.stdout.take().unwrap()).lines();
+        assert!(shown.any(|line| line.unwrap().contains("read 512/512 bytes")));
+        std::fs::write(&end, "\n").unwrap();
+        daemon.wait_log("before it is served again: ");
+        let done = upgrade.join().unwrap();
+        assert!(done.err.contains("not upgraded"), "{}", done.err);
+        let write = scope.spawn(|| guest.write(16, &[2; 4096]));
+        drop(commands);
+        assert!(reader.wait().unwrap().success());
+        daemon.wait_log("served again");
+        assert_eq!(write.join().unwrap(), status::OK);
+    });
+    let log = daemon.log();
+    assert_eq!(log.matches("before it is served again: ").count(), 1, "{log}");
+    assert!(log.contains("is in use by "), "{log}");
+    assert_eq!(guest.read(16, 4096).unwrap(), [2; 4096]);
+    works(&mut guest, 3);
+    drop(guest);
+    daemon.stop();
+    case.is_clean();
 }
