@@ -35,6 +35,9 @@ use crate::qcow2::state::tables::SliceCopy;
 
 /// Number of metadata writes in flight.
 const AT_A_TIME: usize = 16;
+/// How often a flush writes back before it fails because the journal has no space for clusters that
+/// other requests leave partial meanwhile.
+const ATTEMPTS: usize = 16;
 /// Unit in which L1 entries are written, in bytes.
 const L1_SECTOR: usize = 512;
 
@@ -61,7 +64,7 @@ impl<S: Storage> Qcow2<S> {
     /// [`IncompleteCluster`]: crate::qcow2::IncompleteCluster
     pub async fn flush<B: BackingLayers>(&self, backing: &B) -> io::Result<()> {
         // If the journal is full, other requests may leave partial clusters between the two steps.
-        for _ in 0..2 {
+        for _ in 0..ATTEMPTS {
             let completed = self.complete_all(backing).await;
             let _permit = self.shared.writing_back.acquire().await;
             if self.write_back_once(true).await? || completed.is_err() {
