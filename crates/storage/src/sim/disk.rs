@@ -29,13 +29,21 @@ pub struct SimConfig {
     pub latency: Latency,
     /// Whether discarded sectors read as zeroes. If not, some of them keep their data.
     pub discard_zeroes: bool,
+    /// Whether space can be allocated.
+    pub allocates: bool,
     /// The power supply. Disks with clones of the same one lose power together.
     pub power: Power,
 }
 
 impl SimConfig {
     pub fn new(seed: u64) -> Self {
-        SimConfig { seed, latency: Latency::default(), discard_zeroes: true, power: Power::on() }
+        SimConfig {
+            seed,
+            latency: Latency::default(),
+            discard_zeroes: true,
+            allocates: false,
+            power: Power::on(),
+        }
     }
 
     /// Cuts the power after `events` events; see [`Power`].
@@ -51,7 +59,7 @@ pub struct Latency {
     pub read: u64,
     pub write: u64,
     pub sync: u64,
-    /// Discard, zero and set_len.
+    /// Discard, zero, allocate and set_len.
     pub other: u64,
 }
 
@@ -184,6 +192,14 @@ impl Storage for SimDisk {
         self.run(Effect::Zero { offset, len }, Segments::default()).await.1.map(|_| ())
     }
 
+    async fn allocate(&self, offset: u64, len: u64) -> io::Result<()> {
+        if !self.0.borrow().config.allocates {
+            return Err(io::ErrorKind::Unsupported.into());
+        }
+        let end = offset + len;
+        self.run(Effect::Reach { end }, Segments::default()).await.1.map(|_| ())
+    }
+
     async fn set_len(&self, len: u64) -> io::Result<()> {
         self.run(Effect::SetLen { len }, Segments::default()).await.1.map(|_| ())
     }
@@ -220,6 +236,10 @@ enum Effect {
     SetLen {
         len: u64,
     },
+    /// Extends the file to `end` if it is shorter.
+    Reach {
+        end: u64,
+    },
     /// `uncovered`: the operations in flight when it began.
     Sync {
         uncovered: Vec<u64>,
@@ -234,7 +254,7 @@ impl Effect {
             Effect::Write { offset, data, .. } => (OpKind::Write, *offset, data.len() as u64),
             Effect::Zero { offset, len } => (OpKind::Zero, *offset, *len),
             Effect::Discard { offset, len } => (OpKind::Discard, *offset, *len),
-            Effect::SetLen { len } => (OpKind::SetLen, 0, *len),
+            Effect::SetLen { len: end } | Effect::Reach { end } => (OpKind::SetLen, 0, *end),
             Effect::Sync { .. } => (OpKind::Sync, 0, 0),
         }
     }
@@ -404,9 +424,7 @@ impl Inner {
         self.rng.shuffle(&mut order);
         for op in order {
             op.sectors.iter().for_each(|&sector| op.land(&mut media, sector));
-            if let Effect::SetLen { len } = op.effect {
-                media.set_len(op.op, len);
-            }
+            op.set_len(&mut media);
         }
         media.crash(&mut self.rng)
     }
@@ -425,10 +443,8 @@ impl Inner {
                     op.land(&mut media, sector);
                 }
             }
-            if let Effect::SetLen { len } = op.effect
-                && fate == 0
-            {
-                media.set_len(op.op, len);
+            if fate == 0 {
+                op.set_len(&mut media);
             }
         }
         media.visible_image()
@@ -446,7 +462,19 @@ impl InFlight {
             Effect::Zero { offset, len } | Effect::Discard { offset, len } => {
                 media.zero(self.op, sector, *offset, *len)
             }
-            Effect::Read { .. } | Effect::SetLen { .. } | Effect::Sync { .. } => {}
+            Effect::Read { .. }
+            | Effect::SetLen { .. }
+            | Effect::Reach { .. }
+            | Effect::Sync { .. } => {}
+        }
+    }
+
+    /// Changes the length of the file, if the operation does that.
+    fn set_len(&self, media: &mut Media) {
+        match self.effect {
+            Effect::SetLen { len } => media.set_len(self.op, len),
+            Effect::Reach { end } if end > media.len() => media.set_len(self.op, end),
+            _ => {}
         }
     }
 
@@ -476,7 +504,7 @@ impl InFlight {
                 }
                 return data.len();
             }
-            Effect::SetLen { len } => media.set_len(op, *len),
+            Effect::SetLen { .. } | Effect::Reach { .. } => self.set_len(media),
             Effect::Sync { uncovered, journal_end } => {
                 media.sync(|other| other < op && !uncovered.contains(&other), *journal_end, rng)
             }

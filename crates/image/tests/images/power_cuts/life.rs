@@ -169,7 +169,7 @@ impl Life {
     fn config(&mut self, power: &Power) -> impl FnMut() -> SimConfig + use<> {
         let (mut rng, discard_zeroes, power) =
             (self.rng.fork(), self.plan.discard_zeroes, power.clone());
-        let slowest = self.plan.slow;
+        let (slowest, allocates) = (self.plan.slow, self.plan.allocates);
         move || {
             // Sometimes operations of one kind are slow, so that others overtake them.
             let mut slow = |most| if rng.one_in(4) { slowest } else { most };
@@ -177,6 +177,7 @@ impl Life {
             SimConfig {
                 latency,
                 discard_zeroes,
+                allocates,
                 power: power.clone(),
                 ..SimConfig::new(rng.next_u64())
             }

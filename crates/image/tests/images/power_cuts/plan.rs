@@ -39,6 +39,8 @@ pub struct Plan {
     /// Size of the L2 table cache, and of a reservation of clusters, in bytes.
     pub cache: Option<u64>,
     pub reserve: Option<u64>,
+    /// Whether the host allocates the space of reserved clusters. Else none becomes partial.
+    pub allocates: bool,
     pub copy_on_read: bool,
     /// Longest time that a slow operation takes.
     pub slow: u64,
@@ -75,6 +77,7 @@ impl Plan {
             requests: rng.between(4, 12) as usize,
             cache: rng.one_in(2).then_some(0),
             reserve: (cluster_bits < 14 || !rng.one_in(3)).then(|| cluster * rng.between(1, 40)),
+            allocates: false,
             copy_on_read: rng.one_in(6),
             slow: 40,
             spread: false,
@@ -267,6 +270,7 @@ impl Plan {
             requests: 20,
             cache: rng.one_in(3).then_some(0),
             reserve: Some(layout.cluster() * rng.between(1, 20)),
+            allocates: true,
             copy_on_read: false,
             ..Plan::quiet(seed)
         }
