@@ -1,4 +1,5 @@
-//! What a file of guest memory is stored in: who supplies its pages.
+//! What a file of guest memory is stored in: memory, a local disk, or something else that supplies
+//! its pages.
 
 use std::os::fd::AsFd;
 
@@ -65,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn file_systems_are_classified_by_who_supplies_pages() {
+    fn file_systems_are_classified_by_what_supplies_pages() {
         let fuse = 0x6573_5546;
         assert_eq!(MemoryFile::of_type(fuse), MemoryFile::Other("FUSE", fuse));
         for local in [0xef53, 0x5846_5342, 0x9123_683e, 0xf2f5_2010] {

@@ -58,6 +58,27 @@ struct Case {
 }
 
 impl Case {
+    /// Each command that writes to the image fails with this text. `state`: the state folder.
+    #[track_caller]
+    fn writing_commands_fail(&self, state: &Path, text: &str) {
+        let top = self.top.to_str().unwrap();
+        for command in [
+            &["snapshot", "-c", "one", top][..],
+            &["amend", "-o", "lazy_refcounts=on", top],
+            &["bitmap", "--add", top, "b"],
+            &["rebase", "-u", "-b", "base.img", "-F", "raw", top],
+            &["resize", top, "64M"],
+            &["commit", top],
+            &["check", "--repair", "leaks", top],
+        ] {
+            let mut image = Command::new(BLOCKYARD);
+            image.arg("image").args(command).env("BLOCKYARD_STATE_FOLDER", state);
+            let done = run(&mut image, SOON);
+            assert_eq!(done.status.code(), Some(1), "{command:?}: {}", done.err);
+            assert!(done.err.contains(text), "{command:?}: {}", done.err);
+        }
+    }
+
     /// `make`: arguments of `blockyard image create`, without base and file.
     fn new(name: &str, make: &[&str]) -> Self {
         let folder = Folder::new();
@@ -288,24 +309,11 @@ fn an_image_without_its_journal_is_refused() {
     let blocks = case.write_and_kill(1);
     case.wait_for_the_lock();
     let other = StateFolder::new();
-    let top = case.top.to_str().unwrap();
-    for command in [
-        &["snapshot", "-c", "one", top][..],
-        &["amend", "-o", "lazy_refcounts=on", top],
-        &["bitmap", "--add", top, "b"],
-        &["rebase", "-u", "-b", "base.img", "-F", "raw", top],
-        &["resize", top, "64M"],
-        &["commit", top],
-        &["check", "--repair", "leaks", top],
-    ] {
-        let mut image = Command::new(BLOCKYARD);
-        image.arg("image").args(command).env("BLOCKYARD_STATE_FOLDER", &other.0);
-        let done = run(&mut image, SOON);
-        assert_eq!(done.status.code(), Some(1), "{command:?}: {}", done.err);
-        assert!(done.err.contains("BLOCKYARD_STATE_FOLDER"), "{command:?}: {}", done.err);
-    }
+    case.writing_commands_fail(&other.0, "BLOCKYARD_STATE_FOLDER");
     let mut check = Command::new(BLOCKYARD);
-    check.args(["image", "check", top]).env("BLOCKYARD_STATE_FOLDER", &other.0);
+    check
+        .args(["image", "check", case.top.to_str().unwrap()])
+        .env("BLOCKYARD_STATE_FOLDER", &other.0);
     assert!(run(&mut check, SOON).err.contains("a server has a journal for the image"));
     let mut command = Command::new(BLOCKYARD);
     command.arg("serve").arg(&case.top).arg("--vhost-user").arg(&case.socket);
@@ -403,22 +411,7 @@ fn a_journal_that_cannot_be_read_stops_a_command() {
     std::fs::rename(&journal, &hidden).unwrap();
     // A journal is not opened through a symbolic link.
     std::os::unix::fs::symlink(&hidden, &journal).unwrap();
-    let top = case.top.to_str().unwrap();
-    for command in [
-        &["snapshot", "-c", "one", top][..],
-        &["amend", "-o", "lazy_refcounts=on", top],
-        &["bitmap", "--add", top, "b"],
-        &["rebase", "-u", "-b", "base.img", "-F", "raw", top],
-        &["resize", top, "64M"],
-        &["commit", top],
-        &["check", "--repair", "leaks", top],
-    ] {
-        let mut image = Command::new(BLOCKYARD);
-        image.arg("image").args(command).env("BLOCKYARD_STATE_FOLDER", &case.state.0);
-        let done = run(&mut image, SOON);
-        assert_eq!(done.status.code(), Some(1), "{command:?}: {}", done.err);
-        assert!(done.err.contains("opening a journal"), "{command:?}: {}", done.err);
-    }
+    case.writing_commands_fail(&case.state.0, "opening a journal");
     std::fs::rename(&hidden, &journal).unwrap();
     let daemon = case.serve();
     assert_eq!(case.count(&mut Guest::connect(&case.socket), 1, &blocks), blocks.len());

@@ -105,7 +105,7 @@ impl<S: Storage, A: Ask> Mapped<S, A> {
         Mapped { core: core.clone(), files, ask, lens, lookups: Cell::default() }
     }
 
-    /// Counts a request whose places are known.
+    /// Counts a request that needs no question, because all its places are known.
     fn hit(&self) {
         self.core.hits();
         let LookupFigures { hits, misses } = self.lookups.get();
