@@ -6,6 +6,7 @@
 //!   guest     guests/uml and guests/qemu: runs a script in a virtual machine; output line by line
 //!   qmp       QEMU's monitor: pauses a guest, adds a device, begins a migration
 //!   server    a disk that the test's own process serves
+//!   journals  folders for journals
 //!   here      folders, images, commands
 //! ```
 //!
@@ -17,6 +18,7 @@
 
 pub mod daemon;
 pub mod guest;
+pub mod journals;
 pub mod qmp;
 pub mod server;
 
@@ -31,6 +33,7 @@ use std::time::{Duration, Instant};
 
 pub use daemon::Daemon;
 pub use guest::{Guest, GuestKind, NAP, stripped_program};
+pub use journals::StateFolder;
 pub use rustix::process::Signal;
 pub use server::Server;
 

@@ -16,9 +16,8 @@ use blockyard_driver::{Data, request, status};
 use blockyard_storage::sim::Rng;
 use vhost::vhost_user::message::FrontendReq;
 
-use crate::common::{BLOCKYARD, Daemon, Folder, SOON, blockyard, guests, tool};
+use crate::common::{BLOCKYARD, Daemon, Folder, SOON, StateFolder, blockyard, guests, tool};
 use crate::guest::{Guest, pattern};
-use crate::journal::StateFolder;
 use crate::killed::{Over, kills};
 
 const SIZE: usize = 24 << 20;

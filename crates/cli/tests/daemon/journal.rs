@@ -3,13 +3,15 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::Ordering;
 
 use blockyard_bench::client::workload::Pattern;
 use blockyard_bench::client::{LoadOptions, measure};
 use blockyard_driver::status;
 
-use crate::common::{BLOCKYARD, Daemon, Finished, Folder, SOON, TOOL, blockyard, run, tool, until};
+use crate::common::{
+    BLOCKYARD, Daemon, Finished, Folder, SOON, StateFolder, TOOL, blockyard, run, tool, until,
+};
 use crate::guest::{Guest, pattern};
 
 const MIB: usize = 1 << 20;
@@ -17,37 +19,6 @@ const SIZE: usize = 32 * MIB;
 /// Size of a write of these tests in bytes, and in sectors.
 const BLOCK: usize = 4096;
 const SECTORS: u64 = 8;
-
-/// A folder on tmpfs. Dropping it removes it.
-pub struct StateFolder(PathBuf);
-
-impl StateFolder {
-    pub fn new() -> Self {
-        static NUMBER: AtomicU32 = AtomicU32::new(0);
-        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        StateFolder(format!("/dev/shm/by-journal-{}-{number}", std::process::id()).into())
-    }
-
-    pub fn path(&self) -> &Path {
-        &self.0
-    }
-
-    /// Returns the only journal.
-    fn file(&self) -> PathBuf {
-        let entry = std::fs::read_dir(&self.0).unwrap().next();
-        entry.unwrap().unwrap().path()
-    }
-
-    pub fn journals(&self) -> usize {
-        std::fs::read_dir(&self.0).map_or(0, Iterator::count)
-    }
-}
-
-impl Drop for StateFolder {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
 
 /// An overlay of a raw base with data everywhere.
 struct Case {
@@ -97,7 +68,7 @@ impl Case {
     }
 
     fn options(&self) -> [&str; 2] {
-        ["--state-folder", self.state.0.to_str().unwrap()]
+        ["--state-folder", self.state.path().to_str().unwrap()]
     }
 
     fn serve(&self) -> Daemon {
@@ -112,7 +83,7 @@ impl Case {
     fn image(&self, command: &[&str]) -> Finished {
         let mut program = Command::new(BLOCKYARD);
         program.arg("image").args(command).arg(&self.top);
-        run(program.env("BLOCKYARD_STATE_FOLDER", &self.state.0), TOOL)
+        run(program.env("BLOCKYARD_STATE_FOLDER", self.state.path()), TOOL)
     }
 
     /// Writes blocks without a flush, for each seed other ones, and kills the server.
@@ -309,15 +280,15 @@ fn an_image_without_its_journal_is_refused() {
     let blocks = case.write_and_kill(1);
     case.wait_for_the_lock();
     let other = StateFolder::new();
-    case.writing_commands_fail(&other.0, "BLOCKYARD_STATE_FOLDER");
+    case.writing_commands_fail(other.path(), "BLOCKYARD_STATE_FOLDER");
     let mut check = Command::new(BLOCKYARD);
     check
         .args(["image", "check", case.top.to_str().unwrap()])
-        .env("BLOCKYARD_STATE_FOLDER", &other.0);
+        .env("BLOCKYARD_STATE_FOLDER", other.path());
     assert!(run(&mut check, SOON).err.contains("a server has a journal for the image"));
     let mut command = Command::new(BLOCKYARD);
     command.arg("serve").arg(&case.top).arg("--vhost-user").arg(&case.socket);
-    let done = run(command.arg("--state-folder").arg(&other.0), SOON);
+    let done = run(command.arg("--state-folder").arg(other.path()), SOON);
     assert_eq!(done.status.code(), Some(1), "{}", done.err);
     assert!(done.err.contains("--discard-journal"), "{}", done.err);
     let daemon = case.serve();
@@ -348,7 +319,7 @@ fn a_commit_applies_the_journal_of_its_target() {
     let top = overlay(&case);
     let commit = |state: &StateFolder| {
         let mut commit = Command::new(BLOCKYARD);
-        commit.args(["image", "commit"]).arg(&top).env("BLOCKYARD_STATE_FOLDER", &state.0);
+        commit.args(["image", "commit"]).arg(&top).env("BLOCKYARD_STATE_FOLDER", state.path());
         run(&mut commit, TOOL)
     };
     // Without the journal nothing is changed.
@@ -374,7 +345,7 @@ fn a_commit_applies_the_journals_of_the_images_above_its_target() {
     let top = overlay(&case);
     let mut commit = Command::new(BLOCKYARD);
     commit.args(["image", "commit", "-b", "base.img"]).arg(&top);
-    run(commit.env("BLOCKYARD_STATE_FOLDER", &case.state.0), TOOL).good();
+    run(commit.env("BLOCKYARD_STATE_FOLDER", case.state.path()), TOOL).good();
     assert_eq!(case.state.journals(), 0);
     let base = std::fs::read(case.folder.join("base.img")).unwrap();
     let block = |number: u64| &base[number as usize * BLOCK..][..BLOCK];
@@ -402,16 +373,46 @@ fn a_commit_of_a_disk_in_use_is_refused_while_its_target_has_a_journal() {
     daemon.stop();
 }
 
+/// The stream changes the image's header, which has the mark of the journal.
+#[test]
+fn kill_9_after_a_live_stream_loses_no_answered_write() {
+    let case = Case::qcow2();
+    let (api, top) = (case.folder.join("api"), case.top.to_str().unwrap());
+    blockyard(["image", "resize", "-q", top, "64M"]).good();
+    let options = [&case.options()[..], &["--api", api.to_str().unwrap()]].concat();
+    let daemon = Daemon::serve(&case.top, &case.socket, &options);
+    let mut guest = Guest::connect(&case.socket);
+    assert_eq!(guest.write(0, &pattern(10_000, BLOCK)), status::OK, "it begins the journal");
+    blockyard(["ctl", "--api", api.to_str().unwrap(), "stream", "disk.qcow2"]).good();
+    // The new half of the disk has no clusters yet.
+    let half = (SIZE / 512) as u64;
+    for block in 1..20 {
+        let data = pattern(10_000 + block, BLOCK);
+        assert_eq!(guest.write(half + block * 128, &data), status::OK);
+    }
+    daemon.kill();
+    let daemon = case.serve_again(&[]);
+    daemon.wait_log("replayed the journal of a server that died");
+    let mut guest = Guest::connect(&case.socket);
+    for block in 1..20 {
+        let found = guest.read(half + block * 128, BLOCK).unwrap();
+        assert!(found == pattern(10_000 + block, BLOCK), "block {block}");
+    }
+    assert_eq!(guest.read(0, BLOCK).unwrap(), pattern(10_000, BLOCK));
+    daemon.stop();
+    is_clean(&case.top);
+}
+
 #[test]
 fn a_journal_that_cannot_be_read_stops_a_command() {
     let case = Case::qcow2();
     let blocks = case.write_and_kill(1);
     case.wait_for_the_lock();
-    let (journal, hidden) = (case.state.file(), case.state.0.join("hidden"));
+    let (journal, hidden) = (case.state.file(), case.state.path().join("hidden"));
     std::fs::rename(&journal, &hidden).unwrap();
     // A journal is not opened through a symbolic link.
     std::os::unix::fs::symlink(&hidden, &journal).unwrap();
-    case.writing_commands_fail(&case.state.0, "opening a journal");
+    case.writing_commands_fail(case.state.path(), "opening a journal");
     std::fs::rename(&hidden, &journal).unwrap();
     let daemon = case.serve();
     assert_eq!(case.count(&mut Guest::connect(&case.socket), 1, &blocks), blocks.len());
@@ -427,6 +428,42 @@ fn a_folder_that_cannot_hold_journals_is_named_once() {
     let options = ["--state-folder", on_disk.to_str().unwrap()];
     let log = Daemon::serve(&case.top, &case.socket, &options).stop();
     assert_eq!(log.matches("it is not on tmpfs").count(), 1, "{log}");
+}
+
+/// Until the journal can be created, each change of metadata is durable before its answer.
+fn a_journal_begins_late(case: &Case) {
+    let daemon = case.serve();
+    let mut guest = Guest::connect(&case.socket);
+    let hidden = StateFolder::new();
+    std::fs::rename(case.state.path(), hidden.path()).unwrap();
+    for block in 0..3 {
+        assert_eq!(guest.write(block * 128, &pattern(10_000 + block, BLOCK)), status::OK);
+    }
+    daemon.wait_log("no journal of changed metadata");
+    std::fs::rename(hidden.path(), case.state.path()).unwrap();
+    for block in 3..9 {
+        assert_eq!(guest.write(block * 128, &pattern(10_000 + block, BLOCK)), status::OK);
+    }
+    daemon.wait_log("changed metadata are in a journal from now on");
+    assert_eq!(case.state.journals(), 1);
+    let log = daemon.log();
+    assert_eq!(log.matches("no journal of changed metadata").count(), 1, "{log}");
+    daemon.kill();
+    let daemon = case.serve_again(&[]);
+    daemon.wait_log("replayed the journal of a server that died");
+    let mut guest = Guest::connect(&case.socket);
+    for block in 0..9 {
+        assert_eq!(guest.read(block * 128, BLOCK).unwrap(), pattern(10_000 + block, BLOCK));
+    }
+    daemon.stop();
+    assert_eq!(case.state.journals(), 0);
+    is_clean(&case.top);
+}
+
+#[test]
+fn a_journal_begins_when_it_can_be_created() {
+    a_journal_begins_late(&Case::qcow2());
+    a_journal_begins_late(&Case::new("disk.cow", &["-f", "cow"]));
 }
 
 /// Without a journal each change of metadata is durable before its answer.

@@ -7,9 +7,8 @@ use std::process::{Command, Stdio};
 use blockyard_driver::status;
 use rustix::process::{Pid, kill_process};
 
-use crate::common::{BLOCKYARD, Daemon, Folder, Signal, blockyard, guests, tool};
+use crate::common::{BLOCKYARD, Daemon, Folder, Signal, StateFolder, blockyard, guests, tool};
 use crate::guest::{Guest, pattern};
-use crate::journal::StateFolder;
 
 const BLOCK: usize = 4096;
 

@@ -14,9 +14,8 @@ use blockyard_bench::client::{LoadOptions, measure};
 use blockyard_storage::sim::Rng;
 use serde_json::Value;
 
-use crate::common::{BLOCKYARD, Daemon, Folder, SOON, blockyard, tool};
+use crate::common::{BLOCKYARD, Daemon, Folder, SOON, StateFolder, blockyard, tool};
 use crate::guest::pattern;
-use crate::journal::StateFolder;
 
 const MIB: u64 = 1 << 20;
 const SIZE: u64 = 24 * MIB;

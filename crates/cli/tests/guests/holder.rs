@@ -8,7 +8,9 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-use crate::common::{BLOCKYARD, Daemon, Folder, Guest, GuestKind, Signal, TOOL, blockyard, until};
+use crate::common::{
+    BLOCKYARD, Daemon, Folder, Guest, GuestKind, Signal, StateFolder, TOOL, blockyard, until,
+};
 use crate::fixture::script_with_prelude;
 
 const KILLS: usize = 50;
@@ -70,6 +72,8 @@ fn a_guest_that_cannot_connect_again_survives_kills_and_upgrades_of_the_server()
     };
     let mut serve = Command::new(BLOCKYARD);
     serve.args(["serve", "--keep-sessions", "--config", &path("disks.toml"), "--api"]).arg(&api);
+    let state = StateFolder::new();
+    serve.arg("--state-folder").arg(state.path());
     let mut holder = Daemon::start(&mut serve);
     holder.wait_ready();
     let sockets = ["disk.sock", "flag.sock"].map(|name| folder.join(name));
@@ -96,5 +100,6 @@ fn a_guest_that_cannot_connect_again_survives_kills_and_upgrades_of_the_server()
     let log = holder.stop();
     let repeats = log.matches("in flight when the last back end ended: repeating them").count();
     assert!(repeats >= KILLS, "{repeats}: {log}");
+    assert_eq!(state.journals(), 0, "a journal is left after a clean end");
     blockyard(["image", "check", "-q", image.to_str().unwrap()]).good();
 }

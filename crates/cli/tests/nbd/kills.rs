@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use blockyard_storage::sim::Rng;
 
-use crate::common::{Folder, SOON, blockyard, tool, until};
+use crate::common::{Folder, SOON, StateFolder, blockyard, tool, until};
 use crate::durable::serve_again;
 use crate::fixture::{start_in_background, uri};
 
@@ -24,8 +24,8 @@ fn fifty_kills_lose_no_answered_write_of_a_client_that_connects_again() {
     let (image, socket, stop) = (folder.join("a.qcow2"), folder.join("s"), folder.join("stop"));
     let make = ["image", "create", "-q", "-f", "qcow2", "-F", "raw", "-b", "base"];
     blockyard(make.into_iter().chain([image.to_str().unwrap()])).good();
-    let state = Path::new("/dev/shm").join(format!("by-nbd-kills-{}", std::process::id()));
-    let options = ["--state-folder", state.to_str().unwrap()];
+    let state = StateFolder::new();
+    let options = ["--state-folder", state.path().to_str().unwrap()];
     let mut server = serve_again(&image, &socket, &options);
 
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/nbd/libnbd/reconnects.py");
@@ -51,6 +51,5 @@ fn fifty_kills_lose_no_answered_write_of_a_client_that_connects_again() {
     assert!(out.ends_with(&all), "{status}: {out}{}", client.log());
     server.stop();
     tool("qemu-img", ["check", "-q", image.to_str().unwrap()]).good();
-    assert_eq!(std::fs::read_dir(&state).map_or(0, Iterator::count), 0, "a journal is left");
-    let _ = std::fs::remove_dir_all(&state);
+    assert_eq!(state.journals(), 0, "a journal is left");
 }

@@ -115,7 +115,7 @@ impl<S: Storage> Qcow2<S> {
             new_tables: Semaphore::new(1),
             writing_back: Semaphore::new(1),
             syncing: Semaphore::new(1),
-            marking: Semaphore::new(1),
+            changing_header: Semaphore::new(1),
             journal,
             lost: Default::default(),
             recompressed: AtomicU64::new(0),

@@ -7,7 +7,9 @@
 use blockyard_storage::Storage;
 
 use crate::error::ImageError;
-use crate::qcow2::encoding::header::{AUTOCLEAR_KNOWN, Header, MAX_BACKING_NAME};
+use crate::qcow2::encoding::header::{
+    AUTOCLEAR_JOURNAL, AUTOCLEAR_KNOWN, Header, MAX_BACKING_NAME,
+};
 use crate::qcow2::encoding::rewrite::rewrite;
 use crate::qcow2::reading::view::Qcow2;
 use crate::qcow2::state::shared::lock;
@@ -23,8 +25,18 @@ pub async fn set_backing<S: Storage>(
     header: &mut Header,
     backing: Option<(&str, &str)>,
 ) -> Result<(), ImageError> {
+    replace_backing(file, header, backing, AUTOCLEAR_KNOWN).await
+}
+
+/// `kept`: the autoclear bits that stay.
+async fn replace_backing<S: Storage>(
+    file: &Raw<S>,
+    header: &mut Header,
+    backing: Option<(&str, &str)>,
+    kept: u64,
+) -> Result<(), ImageError> {
     let mut new = header.clone();
-    new.autoclear &= AUTOCLEAR_KNOWN;
+    new.autoclear &= kept;
     new.backing = backing.map(|(name, _)| name.into());
     new.backing_format = backing.map(|(_, format)| format.into());
     if new.raw_data_file() && backing.is_some() {
@@ -43,11 +55,13 @@ pub async fn set_backing<S: Storage>(
 
 impl<S: Storage> Qcow2<S> {
     /// Removes the backing file's name from the open image. The image must hold the whole disk, and
-    /// no request may be in flight.
+    /// no request may be in flight. The image keeps the mark of its journal, which goes on.
     pub(crate) async fn forget_backing(&self) -> Result<(), ImageError> {
         let _permit = self.shared.writing_back.acquire().await;
+        let _header = self.shared.changing_header.acquire().await;
         let mut header = self.shared.header();
-        let done = set_backing(&self.file, &mut header, None).await;
+        let kept = AUTOCLEAR_KNOWN | AUTOCLEAR_JOURNAL;
+        let done = replace_backing(&self.file, &mut header, None, kept).await;
         // After a failure in the middle the file's header may differ from the one in memory.
         if let Err(ImageError { source: Some(e), .. }) = &done {
             self.shared.lose(e);

@@ -100,7 +100,7 @@ impl<S: Storage> Qcow2<S> {
     #[cold]
     async fn begin_journal_once(&self) {
         let journal = &self.shared.journal;
-        let _permit = self.shared.marking.acquire().await;
+        let _permit = self.shared.changing_header.acquire().await;
         if !journal.must_begin() {
             return;
         }
@@ -114,21 +114,36 @@ impl<S: Storage> Qcow2<S> {
         }
     }
 
+    /// The caller holds the permit of `changing_header`.
     async fn mark(&self, session: Session) -> Result<(), ImageError> {
         let old = self.shared.header();
         let mut new = old.clone();
         new.set_session(session);
         if !rewrite_first_sector(&self.file, &old, &new).await? {
-            rewrite(&self.file, &old, &mut new).await?;
+            self.make_room(&old, &mut new).await?;
         }
         *lock(&self.shared.header) = new;
         Ok(())
+    }
+
+    /// Gives the extension of the mark its place, durably. If a sync fails, writes of the guest may
+    /// be lost, and the header in the file may be either one.
+    async fn make_room(&self, old: &Header, new: &mut Header) -> Result<(), ImageError> {
+        let _permit = self.shared.syncing.acquire().await;
+        let lost = |e| ImageError::io(STRUCTURE, 0, "writing the mark", e);
+        self.shared.lost().map_or(Ok(()), Err).map_err(lost)?;
+        let made = rewrite(&self.file, old, new).await;
+        if let Err(ImageError { source: Some(e), .. }) = &made {
+            self.shared.lose(e);
+        }
+        made
     }
 
     /// Ends the journal after everything was written back.
     pub(in crate::qcow2) async fn end_journal(&self) -> Result<(), ImageError> {
         let journal = &self.shared.journal;
         if journal.has_log() {
+            let _permit = self.shared.changing_header.acquire().await;
             let mut header = self.shared.header();
             header.autoclear &= !AUTOCLEAR_JOURNAL;
             header.write_fixed(&self.file).await?;

@@ -127,8 +127,8 @@ pub struct Shared {
     /// Admits one sync of the files at a time, because the kernel reports a failed write-back to
     /// only one of concurrent syncs.
     pub(in crate::qcow2) syncing: Semaphore,
-    /// Admits one task that begins the journal.
-    pub(in crate::qcow2) marking: Semaphore,
+    /// Admits one change of the header at a time: its copy, the write, and the new one in memory.
+    pub(in crate::qcow2) changing_header: Semaphore,
     pub(in crate::qcow2) journal: Arc<Journal>,
     /// Error of the first failed sync, or of a failed write of metadata that the image depends on.
     pub(in crate::qcow2) lost: OnceLock<(io::ErrorKind, String)>,

@@ -326,6 +326,7 @@ impl<S: Storage> Qcow2<S> {
     /// Writes the header that names the new table. The new table's clusters count as used; those of
     /// the old table are free when that is durable.
     async fn switch_refcount_table(&self, offset: u64, clusters: u64) -> io::Result<()> {
+        let _permit = self.shared.changing_header.acquire().await;
         let mut header = self.shared.header();
         let bits = self.shape().layout.cluster_bits;
         let (old, count) =

@@ -7,7 +7,7 @@ use std::rc::Rc;
 use blockyard_image::Image;
 use blockyard_image::journal::{CrashSafety, ImageKey, ImageSafety, MemoryStore, SafetyMode};
 use blockyard_storage::Storage;
-use blockyard_storage::sim::{Latency, Oracle, Power, Rng, Sim, SimConfig, SimDisk};
+use blockyard_storage::sim::{Latency, OpKind, Oracle, Power, Rng, Sim, SimConfig, SimDisk};
 
 use super::chain::{self, Disks, Files, View};
 use super::judge::Judge;
@@ -92,7 +92,10 @@ impl Life {
         let plan = Rc::new(self.plan.clone());
         let power = Power::cut_after(cut_after);
         let config = self.config(&power);
-        let dies = plan.dies && self.rng.one_in(2);
+        // A failed sync loses what was written before it, also if the process dies.
+        let loses = plan.trouble.as_ref().is_some_and(|trouble| trouble.kind == OpKind::Sync);
+        let dies = plan.dies && self.rng.one_in(2) && !loses;
+        self.journals.fail_creations(plan.late);
         let disks = Rc::new(Disks { safety: self.safety(), ..Disks::new(&self.layers, config) });
         if let Some(trouble) = &plan.trouble {
             trouble.strike(&disks);

@@ -54,6 +54,8 @@ pub struct Plan {
     pub dies: bool,
     /// Number of records that each half of the journal has memory for. `None`: no limit.
     pub room: Option<[usize; 2]>,
+    /// Number of attempts to create a journal that fail in each boot, before one succeeds.
+    pub late: u64,
 }
 
 impl Plan {
@@ -85,6 +87,7 @@ impl Plan {
             trouble: None,
             dies: false,
             room: None,
+            late: 0,
         }
     }
 
@@ -108,6 +111,24 @@ impl Plan {
         let most = *rng.pick(&[1, 4, 12, 30]);
         let room = [0; 2].map(|_| if rng.one_in(3) { 0 } else { rng.between(0, most) as usize });
         Plan { room: Some(room), ..Plan::dying(seed) }
+    }
+
+    /// Like [`Plan::dying`], with a journal that begins only after some changes.
+    pub fn late(seed: u64) -> Self {
+        let mut rng = Rng::new(seed ^ 0x6c61_7465);
+        let most = *rng.pick(&[1, 4, 30]);
+        let plan = match rng.below(3) {
+            // The mark of the journal and the switch to a new refcount table change the header.
+            0 => Plan { clients: 4, requests: 6, slow: 400, ..Plan::recounting(seed) },
+            _ => Plan::dying(seed),
+        };
+        Plan { late: rng.between(1, most), dies: true, ..plan }
+    }
+
+    /// Returns a plan with power cuts, deaths, and errors of operations on the files.
+    pub fn unlucky(seed: u64) -> Self {
+        let mut rng = Rng::new(seed ^ 0x756e_6c75);
+        Plan { trouble: Some(Trouble::random(&mut rng)), ..Plan::dying(seed) }
     }
 
     /// Returns a plan with a file that grows all the time, with refcount blocks that cover few
