@@ -1,7 +1,7 @@
 //! The journals of changed metadata: which store this process uses.
 //!
 //! In: `--state-folder`, `--crash-safety`. Out: the setting of each disk. If the folder cannot be
-//! used, the server says so once, and goes on without journals.
+//! used, the server says so once, and goes on without journals. It also says if the folder is full.
 
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -35,6 +35,9 @@ impl FromStr for CrashMode {
     }
 }
 
+/// Free space in bytes below which a journal may not begin: a page and its first records, twice.
+const SPACE: u64 = 128 << 10;
+
 static FOLDER: OnceLock<PathBuf> = OnceLock::new();
 static STORE: OnceLock<Option<JournalStore>> = OnceLock::new();
 
@@ -50,7 +53,10 @@ fn store() -> Option<JournalStore> {
         .get_or_init(|| {
             let folder = FOLDER.get().cloned().unwrap_or_else(StateFolder::default_path);
             match StateFolder::open(folder) {
-                Ok(folder) => Some(folder.into()),
+                Ok(folder) => {
+                    warn_if_full(&folder);
+                    Some(folder.into())
+                }
                 Err(e) => {
                     tracing::warn!(
                         "{e}; without journals, qcow2 and COW images lose answered writes that \
@@ -62,6 +68,16 @@ fn store() -> Option<JournalStore> {
             }
         })
         .clone()
+}
+
+fn warn_if_full(folder: &StateFolder) {
+    if let Ok(Some(free @ ..SPACE)) = folder.free() {
+        tracing::warn!(
+            "state folder {}: only {free} bytes are free; while it has no space, changed metadata \
+             of qcow2 and COW images are flushed before each answer, which is slow",
+            folder.path().display()
+        );
+    }
 }
 
 /// Returns the folder of this process's journals, and creates it.

@@ -203,6 +203,11 @@ impl Log {
         self.lost.fetch_add(1, Ordering::AcqRel);
     }
 
+    /// Notes that changes of before the log have no record.
+    pub fn lack_earlier(&self) {
+        self.lose(self.active.load(Ordering::Relaxed));
+    }
+
     /// Adds a record of a change that has one already, and that the write-back in progress cannot
     /// put into the file. If there is no space, the old half stays.
     pub fn repeat(&self, record: Record) {

@@ -17,8 +17,9 @@
 //! ```
 //!
 //! What must hold
-//! - A change is in the journal before its request is answered. If the journal has no space, the
-//!   metadata are flushed before the answer instead ([`Journal::must_flush`]).
+//! - A change is in the journal before its request is answered. If the journal has no space, or
+//!   cannot be created yet, the metadata are flushed before the answer instead
+//!   ([`Journal::must_flush`]).
 //! - A record is published by one store with release order, so that a dead thread leaves a whole
 //!   record or none.
 //! - The old half is dropped only after all changes in it are in the image's file, or recorded
@@ -168,8 +169,11 @@ pub struct Journal {
     log: OnceLock<Log>,
     /// Whether the image carries the mark of the log's session.
     marked: AtomicBool,
-    /// Whether the log could not be created, or has ended. Then all metadata are flushed.
+    /// Whether all metadata are flushed before an answer: in mode `flush`, without a log, or after
+    /// its end.
     failed: AtomicBool,
+    /// Whether the log could not be created. The next change tries again.
+    is_late: AtomicBool,
 }
 
 impl Journal {
@@ -180,13 +184,13 @@ impl Journal {
         let failed = AtomicBool::new(flush);
         let marked = AtomicBool::new(log.is_some());
         let log = log.map(OnceLock::from).unwrap_or_default();
-        Arc::new(Journal { safety, log, marked, failed })
+        Arc::new(Journal { safety, log, marked, failed, is_late: AtomicBool::new(false) })
     }
 
     /// Returns whether [`Journal::begin`] must be called before the next change of metadata.
     #[inline]
     pub fn must_begin(&self) -> bool {
-        self.safety.wants_journal() && !self.marked() && !self.failed()
+        self.safety.wants_journal() && !self.marked() && (!self.failed() || self.is_late())
     }
 
     /// Creates the log. The caller then marks the image with the session, and calls
@@ -194,6 +198,10 @@ impl Journal {
     pub fn begin(&self) -> Result<Session, StoreError> {
         let (store, image) = self.safety.place().ok_or(StoreError::None)?;
         let log = store.create(&image)?;
+        if self.is_late() {
+            // The answers to earlier changes still wait for a flush.
+            log.lack_earlier();
+        }
         let session = log.session();
         let _ = self.log.set(log);
         Ok(session)
@@ -202,15 +210,29 @@ impl Journal {
     /// Notes that the image carries the mark of the session.
     pub fn set_marked(&self) {
         self.marked.store(true, Ordering::Release);
+        if self.is_late.swap(false, Ordering::AcqRel) {
+            self.failed.store(false, Ordering::Release);
+            tracing::info!("changed metadata are in a journal from now on");
+        }
+    }
+
+    fn is_late(&self) -> bool {
+        self.is_late.load(Ordering::Acquire)
     }
 
     fn marked(&self) -> bool {
         self.marked.load(Ordering::Acquire)
     }
 
-    /// Gives up the log for good: from now on all metadata are flushed before an answer. Its file
-    /// stays, because the image may carry the mark although writing it failed.
+    /// Notes that there is no log: all metadata are flushed before an answer. If the log could not
+    /// be created, the next change tries again. If it was created, that is final: its file stays,
+    /// because the image may carry the mark although writing it failed.
     pub fn fail(&self, why: &str) {
+        let is_late = !self.has_log();
+        if is_late && self.is_late.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        self.is_late.store(is_late, Ordering::Release);
         tracing::warn!(
             "no journal of changed metadata: {why}; they are flushed before each answer, which is \
              slow"

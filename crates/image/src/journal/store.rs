@@ -94,6 +94,8 @@ pub struct MemoryStore {
     boots: Arc<AtomicU64>,
     /// Number of records that each half of a journal has memory for. `None`: no limit.
     room: Option<[usize; 2]>,
+    /// Number of creations that fail before one succeeds.
+    failures: Arc<AtomicU64>,
 }
 
 #[derive(Clone, Debug)]
@@ -170,6 +172,12 @@ impl StateFolder {
         &self.path
     }
 
+    /// Returns the free space in bytes. `None`: the file system has no limit.
+    pub fn free(&self) -> io::Result<Option<u64>> {
+        let of = rustix::fs::statvfs(&self.path)?;
+        Ok((of.f_blocks > 0).then(|| of.f_bavail * of.f_frsize))
+    }
+
     fn file(&self, image: &ImageKey) -> PathBuf {
         self.path.join(format!("{:x}-{:x}.journal", image.device, image.inode))
     }
@@ -244,6 +252,11 @@ impl MemoryStore {
         MemoryStore { room: Some(room), ..MemoryStore::default() }
     }
 
+    /// Lets the next creations fail, so many of them.
+    pub fn fail_creations(&self, count: u64) {
+        self.failures.store(count, Ordering::Relaxed);
+    }
+
     fn room(&self) -> [usize; 2] {
         self.room.unwrap_or([log::SLOTS; 2])
     }
@@ -268,6 +281,10 @@ impl MemoryStore {
     }
 
     fn create(&self, image: &ImageKey) -> Result<Log, StoreError> {
+        let less = |left: u64| left.checked_sub(1);
+        if self.failures.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less).is_ok() {
+            return Err(StoreError::Memory(io::ErrorKind::StorageFull.into()));
+        }
         let words = Arc::new(SharedWords::anonymous(log::TOTAL).map_err(StoreError::Memory)?);
         let session = Session { number: random(), boot: self.boot() };
         write_header(&words, image, session);
