@@ -51,6 +51,10 @@ struct Case {
 
 impl Case {
     fn new(image: &str, options: &[&str]) -> Self {
+        Case::cached(image, "writeback", options)
+    }
+
+    fn cached(image: &str, cache: &str, options: &[&str]) -> Self {
         let (folder, mount) = (Folder::new(), Mount::new());
         let path = mount.0.join(image);
         let size = SIZE.to_string();
@@ -59,7 +63,7 @@ impl Case {
         blockyard(["image", "create", "-q", "-f", format, image, &size]).good();
         std::fs::write(mount.0.join("filler"), vec![1; SIZE]).unwrap();
         let api = folder.join("api");
-        let fixed = ["--name", "disk", "--cache", "writeback", "--api", api.to_str().unwrap()];
+        let fixed = ["--name", "disk", "--cache", cache, "--api", api.to_str().unwrap()];
         // A snapshot may be elsewhere.
         let elsewhere = api.parent().unwrap().to_str().unwrap();
         let below = mount.0.to_str().unwrap();
@@ -90,6 +94,14 @@ impl Case {
         until("requests wait for space", SOON, || self.paused() > 0);
     }
 
+    /// Returns the metric of requests that wait for space.
+    fn metric(&self) -> String {
+        let mut stream = UnixStream::connect(self.folder.join("api")).unwrap();
+        stream.write_all(b"GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").unwrap();
+        let mut lines = BufReader::new(stream).lines().map(Result::unwrap);
+        lines.find(|line| line.starts_with("blockyard_disk_paused{")).expect("it is a metric")
+    }
+
     /// Writes to the whole disk in the background, and then reads it back.
     fn load(&self, rw: Pattern) -> JoinHandle<()> {
         let load = LoadOptions {
@@ -115,6 +127,7 @@ fn writes_wait_for_space_and_all_of_them_succeed_after_a_resume() {
         let case = Case::new(image, &["--on-enospc", "pause"]);
         let load = case.load(rw);
         case.until_paused();
+        assert_eq!(case.metric(), "blockyard_disk_paused{disk=\"disk\"} 1");
         let status = case.ctl(&["status"]).good();
         assert!(status.contains("paused") && status.contains("wait for space"), "{status}");
         assert!(case.ctl(&["show", "disk"]).good().contains("on-enospc"), "{image}");
@@ -213,4 +226,29 @@ fn by_default_a_write_without_space_fails() {
     assert_eq!(guest.flush(), status::OK, "no write was lost");
     guest.leave();
     case.daemon.stop();
+}
+
+/// Only the close writes the metadata of the old image, because the disk ignores flushes.
+#[test]
+fn a_snapshot_fails_while_the_old_image_cannot_be_closed() {
+    let case = Case::cached("disk.qcow2", "unsafe", &[]);
+    let mut guest = Guest::connect(&case.folder.join("s"));
+    let data = pattern(1, PIECE);
+    (0..4).for_each(|n| assert_eq!(guest.write(n * 1024, &data), status::OK));
+    let rest = std::fs::write(case.mount.0.join("rest"), vec![1; SIZE]);
+    assert_eq!(rest.unwrap_err().kind(), std::io::ErrorKind::StorageFull);
+    let snapshot =
+        |name: &str| case.ctl(&["snapshot", "disk", case.folder.join(name).to_str().unwrap()]);
+    let refused = snapshot("1.qcow2");
+    assert!(refused.err.contains("the image could not be closed"), "{}", refused.err);
+    std::fs::remove_file(case.mount.0.join("rest")).unwrap();
+    (0..4).for_each(|n| assert!(guest.read(n * 1024, PIECE).unwrap() == data));
+    snapshot("2.qcow2").good();
+    case.daemon.kill();
+    let (old, raw) = (case.mount.0.join("disk.qcow2"), case.folder.join("raw"));
+    let names = [&old, &raw].map(|path| path.to_str().unwrap());
+    tool("qemu-img", ["check", "-q", names[0]]).good();
+    tool("qemu-img", ["convert", "-U", "-f", "qcow2", "-O", "raw", names[0], names[1]]).good();
+    let bytes = std::fs::read(&raw).unwrap();
+    (0..4).for_each(|n| assert!(bytes[n * 1024 * 512..][..PIECE] == data));
 }

@@ -121,9 +121,7 @@ impl Worker {
         let local_disk = self.local_disk(&source)?;
         let quiesced = self.disk.quiesce("deactivation")?;
         self.flush_unsynced(&local_disk).await?;
-        if local_disk.close().await.is_err() {
-            check_not_poisoned(&self.disk)?;
-        }
+        self.close_image(&local_disk).await?;
         // A snapshot may have put another image on top since the disk was activated.
         if let (Some(chain), Some(options)) = (source.chain(), &self.disk.activation) {
             let mut options = options.lock().unwrap_or_else(std::sync::PoisonError::into_inner);

@@ -19,7 +19,7 @@ use blockyard_image::{
     Chain, ChainError, CopyDown, Image, ImageError, Store, WritableBacking, join_all,
 };
 
-use super::{Why, Work, WorkError, Worker, check_not_poisoned};
+use super::{Why, Work, WorkError, Worker};
 use crate::backend::Source;
 use crate::dirty::DirtyMap;
 use crate::disk::Disk;
@@ -186,10 +186,7 @@ impl Commit<'_> {
         self.work.check_cancelled(&self.worker.disk)?;
         self.flush_backing().await?;
         self.worker.flush_unsynced(&self.local_disk).await?;
-        if self.local_disk.close().await.is_err() {
-            check_not_poisoned(&self.worker.disk)?;
-        }
-        Ok(())
+        self.worker.close_image(&self.local_disk).await
     }
 
     /// Ends a failed commit. The disk stays as it was, because the topmost image hides what was

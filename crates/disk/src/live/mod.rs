@@ -188,6 +188,14 @@ impl Worker {
         check_not_poisoned(&self.disk)?;
         settled.map_err(|_| Why::NotPossible("a flush failed".into()))
     }
+
+    /// Closes the image, during a quiesce. If the disk ignores flushes, only this writes the
+    /// metadata that are in memory.
+    async fn close_image(&self, local_disk: &LocalDisk<Store>) -> Result<(), Why> {
+        let closed = local_disk.close().await;
+        check_not_poisoned(&self.disk)?;
+        closed.map_err(|_| Why::NotPossible("the image could not be closed".into()))
+    }
 }
 
 #[cfg(test)]

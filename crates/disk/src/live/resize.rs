@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use blockyard_image::Chain;
 
-use super::{Why, WorkError, Worker, check_not_poisoned};
+use super::{Why, WorkError, Worker};
 use crate::backend::Source;
 use crate::disk::Disk;
 use crate::quiesced::QuiescedDisk;
@@ -34,10 +34,7 @@ impl Worker {
         self.flush_unsynced(&local_disk).await?;
         let quiesced = self.disk.quiesce("resize")?;
         self.flush_unsynced(&local_disk).await?;
-        if local_disk.close().await.is_err() {
-            check_not_poisoned(&self.disk)?;
-            return Err(Why::NotPossible("the image could not be closed".into()));
-        }
+        self.close_image(&local_disk).await?;
         let grown = chain.grow_top(&self.handle, size).await;
         // Also after an error: the change may have taken effect.
         self.open_again(&chain, &quiesced).await?;

@@ -20,7 +20,7 @@ use std::{fmt, io};
 use blockyard_image::GrownChain;
 use blockyard_image::qcow2::CreateOptions;
 
-use super::{Why, WorkError, Worker, check_not_poisoned};
+use super::{Why, WorkError, Worker};
 use crate::backend::Source;
 use crate::disk::Disk;
 use crate::quiesced::QuiescedDisk;
@@ -81,9 +81,7 @@ impl Worker {
         self.flush_unsynced(&local_disk).await?;
         let quiesced = self.disk.quiesce("snapshot")?;
         self.flush_unsynced(&local_disk).await?;
-        if local_disk.close().await.is_err() {
-            check_not_poisoned(&self.disk)?;
-        }
+        self.close_image(&local_disk).await?;
         if let Err(why) = self.put_on(&mut new, &options, &quiesced) {
             let Some(start_record) = &options.start_record else { return Err(why) };
             new.take_record_back();
