@@ -201,6 +201,9 @@ pub enum Effect {
     Enable(usize),
 }
 
+/// Most bytes of a log, all of which are allocated: bits for 16 TiB of guest addresses.
+const MOST_LOG: u64 = 512 << 20;
+
 /// Reasons why a message is refused.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
@@ -222,6 +225,8 @@ pub enum Refusal {
     RingBeyondLog { index: u32, address: u64, bytes: u64 },
     #[error("a log of {bytes} bytes, which is too small for memory at {address:#x}+{len:#x}")]
     LogRoom { bytes: u64, address: u64, len: u64 },
+    #[error("a log of {0} bytes: at most {MOST_LOG} are possible")]
+    LogSize(u64),
     #[error("queue {index}: SET_VRING_ENABLE of {state} is not valid")]
     Enable { index: u32, state: u32 },
     #[error("a message that needs {0:?}, which was not negotiated")]
@@ -334,6 +339,9 @@ impl SessionState {
 
     /// Returns an error if a log is too small for the guest's memory, or for a logged ring.
     pub fn check_log_room(&self, bytes: u64) -> Result<(), Refusal> {
+        if bytes > MOST_LOG {
+            return Err(Refusal::LogSize(bytes));
+        }
         for region in &self.memory {
             let (address, len) = (region.guest, region.size);
             if !log_covers(bytes, address, len) {

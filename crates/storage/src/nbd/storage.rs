@@ -41,7 +41,9 @@ pub struct Nbd {
 #[derive(Default)]
 struct Known {
     start: u64,
-    pieces: Vec<Piece>,
+    /// The end of each extent, in ascending order, and whether it reads as zeroes. Neighbours
+    /// differ.
+    extents: Vec<(u64, bool)>,
 }
 
 impl Nbd {
@@ -156,7 +158,7 @@ impl Nbd {
             len: self.within_export(offset, MAX_RANGE),
         };
         let pieces = self.ask(ask, Segments::default()).await.1?;
-        let known = Known { start: offset, pieces };
+        let known = Known::new(offset, &pieces);
         let found = known
             .find(offset)
             .ok_or_else(|| io::Error::other("the server sent an empty block status"));
@@ -169,18 +171,23 @@ impl Nbd {
 }
 
 impl Known {
-    fn find(&self, offset: u64) -> Option<(u64, bool)> {
-        let mut at = self.start;
-        if offset < at {
-            return None;
-        }
-        for (len, flags) in &self.pieces {
-            at += len;
-            if offset < at {
-                return Some((at - offset, flags & state::ZERO != 0));
+    fn new(start: u64, pieces: &[Piece]) -> Self {
+        let (mut end, mut extents) = (start, Vec::<(u64, bool)>::new());
+        for (len, flags) in pieces {
+            end += len;
+            let zero = flags & state::ZERO != 0;
+            match extents.last_mut() {
+                Some(last) if last.1 == zero => last.0 = end,
+                _ => extents.push((end, zero)),
             }
         }
-        None
+        Known { start, extents }
+    }
+
+    fn find(&self, offset: u64) -> Option<(u64, bool)> {
+        let at = self.extents.partition_point(|(end, _)| *end <= offset);
+        let (end, zero) = self.extents.get(at).filter(|_| offset >= self.start)?;
+        Some((end - offset, *zero))
     }
 }
 
@@ -308,5 +315,37 @@ impl Storage for Nbd {
 
     fn capabilities(&self) -> Capabilities {
         EXPORT
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn extents_are_found_and_neighbours_of_one_kind_are_one_extent() {
+        let pieces: Vec<Piece> = vec![(1, state::ZERO); 1000];
+        let known = Known::new(512, &pieces);
+        assert_eq!(known.extents, [(1512, true)]);
+        assert_eq!(known.find(600), Some((912, true)));
+        let hole = state::HOLE | state::ZERO;
+        let known =
+            Known::new(512, &[(8, 0), (8, state::HOLE), (16, state::ZERO), (8, hole), (4, 0)]);
+        assert_eq!(known.extents, [(528, false), (552, true), (556, false)]);
+        let found = [511, 512, 527, 528, 551, 552, 555, 556].map(|at| known.find(at));
+        let some = |len, zero| Some((len, zero));
+        assert_eq!(
+            found,
+            [
+                None,
+                some(16, false),
+                some(1, false),
+                some(24, true),
+                some(1, true),
+                some(4, false),
+                some(1, false),
+                None
+            ]
+        );
     }
 }

@@ -344,19 +344,19 @@ impl Opened for OpenTarget {
             return Ok(None);
         }
         let (sender, receiver) = mpsc::sync_channel(1);
-        let _answer = self.worker.call(move |_| {
+        let _answer = self.worker.call_always(move |_| {
             Box::pin(async move {
                 let _ = sender.send(exec::hand_over().await);
                 Ok(())
             })
-        })?;
+        });
         let late = |_| io::Error::new(io::ErrorKind::TimedOut, "its thread does not leave it");
         receiver.recv_timeout(LEAVE).map_err(late)?.map(Some)
     }
 
     fn own_program(&self) {
         // If its thread has ended, there is no program.
-        let _ = self.worker.call(|_| {
+        let _ = self.worker.call_always(|_| {
             exec::own();
             Box::pin(async { Ok(()) })
         });

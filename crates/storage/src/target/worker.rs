@@ -102,6 +102,22 @@ impl Worker {
                 "the target leaves too many questions unanswered",
             ));
         }
+        Ok(self.run(Some(counted), work))
+    }
+
+    /// Like `call`, for the server's own work: however many calls have no answer.
+    pub(super) fn call_always<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(Living) -> Boxed<'static, io::Result<T>> + Send + 'static,
+    ) -> Arc<Answer<io::Result<T>>> {
+        self.run(None, work)
+    }
+
+    fn run<T: Send + 'static>(
+        &self,
+        counted: Option<Counted>,
+        work: impl FnOnce(Living) -> Boxed<'static, io::Result<T>> + Send + 'static,
+    ) -> Arc<Answer<io::Result<T>>> {
         let (promise, answer) = promise();
         self.remote.run(move |handle| {
             let _counted = &counted;
@@ -118,7 +134,7 @@ impl Worker {
                 }
             });
         });
-        Ok(answer)
+        answer
     }
 }
 

@@ -205,3 +205,10 @@ fn a_used_ring_ends_with_the_event_index() {
     assert_eq!(used_bytes(8, false, true), 4 + 8 * 8 + 2);
     assert_eq!((used_bytes(8, true, false), used_bytes(8, true, true)), (4, 4));
 }
+
+#[test]
+fn a_log_is_bounded() {
+    let state = SessionState::new(2, true);
+    assert_eq!(state.check_log_room(MOST_LOG), Ok(()));
+    assert_eq!(state.check_log_room(MOST_LOG + 1), Err(Refusal::LogSize(MOST_LOG + 1)));
+}

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use blockyard_ring::parcel::Parcel;
 use blockyard_ring::pool::Pool;
-use blockyard_ring::{child, sandbox};
+use blockyard_ring::{child, rights, sandbox};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::retry_on_intr;
 use rustix::process::{
@@ -133,6 +133,8 @@ fn start(name: &str) -> Result<Started, StorageError> {
         Ok((ours, Stdio::from(OwnedFd::from(theirs)), Stdio::from(output)))
     });
     let (stream, input, output) = pair.map_err(|e| failed(format!("cannot make a socket: {e}")))?;
+    // Without descriptors, io_uring reads the socket. An older kernel has no such option.
+    rights::refuse(&stream);
     let mut command = Command::new(&program);
     // It must answer the last flush, after the signal that ends the server.
     child::shield(&mut command);
