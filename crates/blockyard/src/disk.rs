@@ -1,6 +1,7 @@
 //! A disk before it is served.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use blockyard_disk::OnEnospc;
 use blockyard_image::ChainOptions;
@@ -34,6 +35,8 @@ pub struct Disk {
     pub(crate) read_only: bool,
     pub(crate) queues: u16,
     pub(crate) knobs: Knobs,
+    pub(crate) group: Option<String>,
+    pub(crate) on_enospc: OnEnospc,
     pub(crate) exports: Vec<Export>,
 }
 
@@ -49,9 +52,10 @@ impl Disk {
     }
 
     fn of(name: String, content: Content) -> Self {
-        let (serial, read_only, exports) = Default::default();
+        let (serial, read_only, exports, group) = Default::default();
         let (cache, queues, knobs) = (CacheMode::default(), 1, Knobs::default());
-        Disk { name, content, serial, cache, read_only, queues, knobs, exports }
+        let on_enospc = OnEnospc::Error;
+        Disk { name, content, serial, cache, read_only, queues, knobs, group, on_enospc, exports }
     }
 
     /// Offers the disk to a virtual machine, on a vhost-user-blk socket.
@@ -127,13 +131,44 @@ impl Disk {
         self
     }
 
+    /// Guarantees these requests a second, before shares apply.
+    pub fn reserve_iops(mut self, rate: u64) -> Self {
+        self.knobs.reserve_iops = Some(rate.max(1));
+        self
+    }
+
+    /// Guarantees these bytes a second, before shares apply.
+    pub fn reserve_bytes_per_second(mut self, rate: u64) -> Self {
+        self.knobs.reserve_bps = Some(rate.max(1));
+        self
+    }
+
+    /// Sets the mean service time that the disk gets while it stays within its share, also at the
+    /// cost of its neighbours' shares.
+    pub fn latency_target(mut self, time: Duration) -> Self {
+        self.knobs.latency_target = Some(time);
+        self
+    }
+
+    /// Puts the disk into a group. The disks of a group share its weight, its limits and its
+    /// guarantees ([`Yard::limit_group`]), and keep their own limits.
+    ///
+    /// [`Yard::limit_group`]: crate::Yard::limit_group
+    pub fn group(mut self, name: impl Into<String>) -> Self {
+        self.group = Some(name.into());
+        self
+    }
+
+    /// Lets requests wait for which the host has no space, until [`Yard::resume`]. Else they fail.
+    ///
+    /// [`Yard::resume`]: crate::Yard::resume
+    pub fn wait_for_space(mut self) -> Self {
+        self.on_enospc = OnEnospc::Pause;
+        self
+    }
+
     /// Returns the options with which the disk's image is opened.
     pub(crate) fn image_options(&self, path: PathBuf) -> ChainOptions {
         ChainOptions { read_only: self.read_only, cache: self.cache, ..ChainOptions::new(path) }
-    }
-
-    /// Returns what happens to requests without space on the host.
-    pub(crate) fn on_enospc(&self) -> OnEnospc {
-        OnEnospc::Error
     }
 }

@@ -93,7 +93,7 @@ impl Yard {
         });
         let ways: Vec<_> = exports.collect();
         let mut image = disk.image_options(disk.name.clone().into());
-        let (knobs, on_enospc, name) = (disk.knobs.clone(), disk.on_enospc(), disk.name.clone());
+        let (knobs, on_enospc, name) = (disk.knobs.clone(), disk.on_enospc, disk.name.clone());
         match disk.content {
             Content::Image(path) => image.path = path,
             Content::Target(target) => {
@@ -109,7 +109,7 @@ impl Yard {
             filters: Vec::new(),
             on_enospc,
             device: None,
-            group: None,
+            group: disk.group,
             knobs,
             carried: None,
             ways,
@@ -138,6 +138,19 @@ impl Yard {
     pub fn limit(&self, name: &str, like: &Disk) -> Result<(), Error> {
         let change = Change { knobs: Some(like.knobs.clone()), ..Change::default() };
         Ok(self.yard.change(name, change)?)
+    }
+
+    /// Sets the weight, the limits and the guarantees of a group to those of `like`, also for disks
+    /// in use. A group that was never set has the weight 100, and no limits.
+    pub fn limit_group(&self, name: impl Into<String>, like: &Disk) {
+        self.yard.set_groups(BTreeMap::from([(name.into(), like.knobs.clone())]));
+    }
+
+    /// Lets the requests of a disk try again that wait for space on the host
+    /// ([`Disk::wait_for_space`]). Returns their number.
+    pub fn resume(&self, name: &str) -> Result<u64, Error> {
+        let (_, requests) = self.yard.resume(name)?;
+        Ok(requests)
     }
 
     /// Returns the counts of a disk.

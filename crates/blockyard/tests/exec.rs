@@ -148,6 +148,27 @@ fn a_program_takes_its_answers_back() {
 }
 
 #[test]
+fn a_program_lets_its_disk_grow() {
+    let scratch = Scratch::new("grows");
+    let text = format!(
+        "{HELLO}while read -r word number how offset length; do\n\
+         [ $offset = 8192 ] && echo 'size 2097152'\n\
+         echo \"ok $number $length zero\"\ndone\n"
+    );
+    let image = script(&scratch, "program", &text);
+    let yard = Yard::start(1).unwrap();
+    yard.serve(Disk::image("a", image).read_only().vhost_user(scratch.path("s"))).unwrap();
+    let mut guest = Guest::connect(&scratch.path("s"));
+    assert_eq!(guest.read(0, 512), [0; 512]);
+    assert_eq!(yard.resize("a").unwrap(), None);
+    assert_eq!(guest.read(8192, 512), [0; 512]);
+    let resized = yard.resize("a").unwrap().map(|size| (size.old, size.new));
+    assert_eq!(resized, Some((1 << 20, 2 << 20)));
+    assert_eq!(guest.read((2 << 20) - 512, 512), [0; 512]);
+    drop(guest);
+}
+
+#[test]
 fn a_program_that_does_not_start_is_an_error() {
     let scratch = Scratch::new("nostart");
     let yard = Yard::start(1).unwrap();

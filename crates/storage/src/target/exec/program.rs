@@ -39,7 +39,8 @@ struct Inner {
     handle: Handle,
     socket: Socket,
     process: RefCell<Process>,
-    introduction: Introduction,
+    /// As at its start, with the size that it has now.
+    introduction: RefCell<Introduction>,
     /// The beginning of a line that is not whole.
     unread: RefCell<Vec<u8>>,
     /// Set when another server will read what the program sends.
@@ -84,7 +85,7 @@ impl Program {
             handle,
             socket: Socket::new(ring, stream)?,
             process: RefCell::new(process),
-            introduction,
+            introduction: RefCell::new(introduction),
             unread: RefCell::new(unread),
             leaves: Cell::new(false),
             tasks: Cell::new(0),
@@ -163,7 +164,8 @@ impl Map for Program {
     }
 
     async fn discard(&self, asked: Discard) -> io::Result<Vec<Extent>> {
-        match self.0.introduction.discards {
+        let discards = self.0.introduction.borrow().discards;
+        match discards {
             true => self.call(|number| protocol::discard(number, &asked)).await,
             false => Err(io::ErrorKind::Unsupported.into()),
         }
@@ -245,7 +247,8 @@ impl Inner {
         self.ended.borrow_mut().get_or_insert_with(|| "another server has the program".into());
         self.fail_calls();
         self.process.borrow_mut().release();
-        Ok(handed::pack(&self.name, &self.introduction, &position, [stream, process]))
+        let introduction = self.introduction.borrow();
+        Ok(handed::pack(&self.name, &introduction, &position, [stream, process]))
     }
 
     async fn write(&self) {
@@ -314,6 +317,12 @@ impl Inner {
                 if let Some(waker) = call.waker.take() {
                     waker.wake();
                 }
+            }
+            Said::Size(size) => {
+                if !self.handle.set_size(size) {
+                    return Err(LineError::Size(size));
+                }
+                self.introduction.borrow_mut().shape.size = size;
             }
             Said::Invalidate(range) => {
                 if self.invalidations.get() == MOST_INVALIDATIONS {

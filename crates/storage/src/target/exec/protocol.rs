@@ -33,6 +33,8 @@ pub(super) enum LineError {
     Unasked,
     #[error("it sent an invalidation while {0} others wait")]
     Invalidations(u32),
+    #[error("it sent the size {0}, which is not a multiple of its granule")]
+    Size(u64),
 }
 
 /// The reason that a program gives for an answer that is an error.
@@ -94,6 +96,8 @@ pub(super) enum Said {
     /// The answer to the call with this number.
     Answer(u64, Result<Vec<Extent>, Reason>),
     Invalidate(Range<u64>),
+    /// The disk has this many bytes now.
+    Size(u64),
 }
 
 /// Returns the line that asks a question.
@@ -144,6 +148,7 @@ pub(super) fn parse(line: &str) -> Result<Said, LineError> {
             };
             Ok(Said::Answer(number, Err(Reason { kind, text: shortened(why.unwrap_or(else_why)) })))
         }
+        ("size", None) => Ok(Said::Size(number)),
         ("invalidate", Some(len)) => {
             let len: u64 = len.parse().map_err(|_| unknown())?;
             let end = number.checked_add(len).ok_or_else(unknown)?;
@@ -226,6 +231,7 @@ mod tests {
             assert_eq!(parse(line), Ok(Said::Answer(9, Err(reason))));
         }
         assert_eq!(parse("invalidate 512 512"), Ok(Said::Invalidate(512..1024)));
+        assert_eq!(parse("size 4096"), Ok(Said::Size(4096)));
     }
 
     #[test]
@@ -242,6 +248,8 @@ mod tests {
             "ok 1 -1 zero",
             "ok 1 4096 new 1 2",
             "invalidate 5",
+            "size",
+            "size 4096 1",
             "invalidate 18446744073709551615 1",
             "hello 1 2",
             "ok 1 99999999999999999999 zero",

@@ -158,6 +158,34 @@ fn a_program_without_space_says_so() {
 }
 
 #[test]
+fn a_program_changes_its_size_and_the_next_server_knows_it() {
+    let (started, _process, program) = started(true);
+    let target = open(started, Limits::default());
+    std::thread::scope(|scope| {
+        scope.spawn(|| answer(&program, "locate 1 r 0 4096\n", "size 16384\nok 1 4096 zero\n"));
+        assert_eq!(read(&target).unwrap(), 4096);
+    });
+    assert_eq!(target.size(), 16384);
+    let (_, started) = handed::unpack(target.hand_over().unwrap().unwrap()).unwrap();
+    assert_eq!(started.introduction.shape.size, 16384);
+}
+
+#[test]
+fn a_size_that_is_not_whole_granules_is_refused() {
+    for size in ["0", "4097"] {
+        let (started, _process, program) = started(true);
+        let target = open(started, Limits::default());
+        let line = format!("size {size}\nok 1 4096 zero\n");
+        std::thread::scope(|scope| {
+            scope.spawn(|| answer(&program, "locate 1 r 0 4096\n", &line));
+            let error = read(&target).unwrap_err().to_string();
+            assert!(error.contains("not a multiple of its granule"), "{error}");
+        });
+        assert_eq!(target.size(), 8192);
+    }
+}
+
+#[test]
 fn known_answers_and_questions_are_counted() {
     let (started, _process, program) = started(true);
     let target = open(started, Limits::default());
