@@ -39,7 +39,7 @@ pub fn obstacle(served: &DiskInfo, again: &DiskArgs) -> Option<String> {
     }
     if has_overlay(served) && !is_top(served, &again.image) {
         let what = "a snapshot has put an overlay on its image, and the disk would open without \
-                    it: name the overlay as its image";
+                    it: name the overlay as its image, and its format (qcow2)";
         return Some(what.into());
     }
     let program = scheme.and_then(|(scheme, name)| scheme.program(name));

@@ -125,7 +125,9 @@ pub fn parse_size(text: &str) -> Option<u64> {
         "t" | "tib" => 40,
         _ => return None,
     };
-    digits.parse::<u64>().ok()?.checked_mul(1 << shift)
+    // A sign would look like a difference.
+    let number = digits.parse::<u64>().ok().filter(|_| digits.starts_with(|c: char| c != '+'))?;
+    number.checked_mul(1 << shift)
 }
 
 #[cfg(test)]
@@ -153,6 +155,7 @@ mod tests {
             "1.5",
             "1.5M",
             "-5",
+            "+5",
             "5P",
             "1125899906842625",
             "",

@@ -81,7 +81,7 @@ impl KeptOverlay {
 impl Server {
     /// Starts a snapshot.
     pub(super) fn start_snapshot(&self, name: &str, snapshot: Snapshot) -> Answer<Job> {
-        check_overlay(&snapshot.overlay)?;
+        check_overlay(&snapshot.overlay, snapshot.persist)?;
         let Snapshot { overlay, unrecorded, persist } = snapshot;
         let options = SnapshotOptions { unrecorded, ..SnapshotOptions::new(overlay) };
         if persist { self.start_kept(name, options) } else { self.start_job(name, options) }
@@ -124,12 +124,16 @@ impl Server {
 }
 
 /// Returns an error if the next server would open an overlay in another format than qcow2.
-fn check_overlay(overlay: &str) -> Answer<()> {
-    match Format::of_name(overlay.as_ref()) {
-        None | Some(Format::Qcow2) => Ok(()),
-        Some(other) => {
-            let what = format!("an overlay is qcow2, and the name {overlay} means {other}");
-            Err(Problem::new(Kind::Invalid, what).in_field("overlay"))
-        }
-    }
+/// `persist`: the configuration will name the format.
+fn check_overlay(overlay: &str, persist: bool) -> Answer<()> {
+    let what = match Format::of_name(overlay.as_ref()) {
+        Some(Format::Qcow2) => return Ok(()),
+        None if persist => return Ok(()),
+        None => format!(
+            "overlay {overlay}: without a format, the next start would take it for a raw image: \
+             call it {overlay}.qcow2, or use persist=true (--persist)"
+        ),
+        Some(other) => format!("an overlay is qcow2, and the name {overlay} means {other}"),
+    };
+    Err(Problem::new(Kind::Invalid, what).in_field("overlay"))
 }

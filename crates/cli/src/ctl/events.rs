@@ -103,7 +103,7 @@ fn of_job(job: &Job) -> String {
 }
 
 /// Returns a time in microseconds since 1970 as text (RFC 3339), in UTC.
-fn utc(micros: u64) -> String {
+pub fn utc(micros: u64) -> String {
     let (seconds, millis) = (micros / 1_000_000, micros / 1000 % 1000);
     let (day, second) = (seconds / 86_400, seconds % 86_400);
     // Days since 1 March of the year 0; a year that begins in March has its leap day at its end.

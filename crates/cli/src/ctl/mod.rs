@@ -109,6 +109,10 @@ pub enum Command {
         /// Name the overlay as the disk's image in the folder conf.d of the configuration too.
         #[arg(long)]
         persist: bool,
+        /// Continue although the image cannot record that it has an overlay. Then nothing stops a
+        /// server that opens the image alone.
+        #[arg(long)]
+        unrecorded: bool,
         /// Name of the disk.
         disk: String,
         /// Path of the overlay to create.
@@ -299,10 +303,10 @@ fn answer(caller: &Caller<'_>, command: &Command) -> anyhow::Result<Value> {
         Command::Set { disk, keys, force, persist } => {
             caller.patch(&of(disk, &format!("?force={force}&persist={persist}")), &object(keys)?)
         }
-        Command::Snapshot { disk, overlay, persist, no_wait } => {
+        Command::Snapshot { disk, overlay, persist, unrecorded, no_wait } => {
             // The server may have another working folder.
             let overlay = std::path::absolute(overlay).context("finding the working folder")?;
-            let body = json!({ "overlay": overlay, "persist": persist });
+            let body = json!({ "overlay": overlay, "persist": persist, "unrecorded": unrecorded });
             caller.start(&of(disk, "/snapshot"), Some(&body), *no_wait)
         }
         Command::Commit { disk, no_wait } => caller.start(&of(disk, "/commit"), None, *no_wait),

@@ -9,6 +9,7 @@ use blockyard_control::types::{
 use serde_json::Value;
 
 use super::Command;
+use super::events::utc;
 
 /// Returns the answer of a command as text.
 pub fn text(command: &Command, mut answer: Value) -> serde_json::Result<String> {
@@ -192,9 +193,7 @@ fn disk(disk: &Disk) -> String {
     if let Some(device) = &disk.device {
         rows.push(row(&["device", device]));
     }
-    let clients: Vec<_> = disk.clients.iter().map(client).collect();
-    let clients = if clients.is_empty() { "none".into() } else { clients.join(", ") };
-    rows.push(row(&["clients", &clients]));
+    rows.push(row(&["clients", &disk.clients.len().to_string()]));
     rows.extend(disk.settings.iter().flat_map(settings));
     if let Some(share) = &disk.share {
         let device = share.device.as_deref().unwrap_or("none");
@@ -202,6 +201,12 @@ fn disk(disk: &Disk) -> String {
         rows.push(row(&["waiting now", &share.queued.to_string()]));
     }
     let mut text = table(&rows);
+    if !disk.clients.is_empty() {
+        let mut rows = vec![row(&["CLIENT", "PROGRAM", "USER", "SINCE", "FEATURES"])];
+        rows.extend(disk.clients.iter().map(client));
+        text.push('\n');
+        text += &table(&rows);
+    }
     if !disk.requests.is_empty() {
         let mut rows = vec![row(&["REQUESTS", "NUMBER", "BYTES", "ERRORS", "P50 us", "P99 us"])];
         for (kind, requests) in &disk.requests {
@@ -221,14 +226,16 @@ fn disk(disk: &Disk) -> String {
     text
 }
 
-/// Describes a client: `pid 4711 (qemu-system-x86, user 107)`.
-fn client(client: &Client) -> String {
-    let user = client.uid.map(|uid| format!("user {uid}"));
-    let more: Vec<_> = client.program.iter().cloned().chain(user).collect();
-    if more.is_empty() {
-        return client.description.clone();
-    }
-    format!("{} ({})", client.description, more.join(", "))
+/// Returns the row of a client. A dash stands for what its protocol does not tell.
+fn client(client: &Client) -> Vec<String> {
+    let told = |what: Option<String>| what.unwrap_or_else(|| "-".into());
+    vec![
+        client.description.clone(),
+        told(client.program.clone()),
+        told(client.uid.map(|uid| uid.to_string())),
+        told(client.since.map(|since| utc(since * 1_000_000).replace(".000", ""))),
+        told(client.features.clone()),
+    ]
 }
 
 fn settings(settings: &Settings) -> Vec<Vec<String>> {

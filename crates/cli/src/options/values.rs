@@ -228,8 +228,9 @@ pub fn parse_queues(s: &str) -> Result<u16, String> {
 }
 
 pub fn parse_size(s: &str) -> Result<u64, String> {
-    blockyard_sched::parse_size(s)
-        .ok_or_else(|| "a size is a number of bytes with an optional suffix k, M, G or T".into())
+    blockyard_sched::parse_size(s).ok_or_else(|| {
+        "a size is a number of bytes without a sign, with an optional suffix k, M, G or T".into()
+    })
 }
 
 pub fn parse_queue_size(s: &str) -> Result<u16, String> {

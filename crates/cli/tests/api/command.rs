@@ -27,13 +27,32 @@ fn commands_print_tables_or_json_and_fail_with_the_reason() {
     assert_eq!(list["disks"][0]["name"], "a");
     let out = ctl(&server, &["set", "a", "weight=", "iops=5000"]).good();
     assert!(out.contains("5000"), "{out}");
-    assert!(ctl(&server, &["show", "a"]).good().contains("clients"));
+    let show = || ctl(&server, &["show", "a"]).good();
+    assert!(show().lines().any(|line| line.starts_with("clients") && line.ends_with('0')));
+    let guest = Session::<SplitRing>::start(&server.folder.join("s"), &Plan::default()).unwrap();
+    let shown = show();
+    let line = shown.lines().skip_while(|line| !line.starts_with("CLIENT")).nth(1);
+    let cells: Vec<_> = line.unwrap_or_else(|| panic!("{shown}")).split("  ").collect();
+    let cells: Vec<_> = cells.iter().map(|cell| cell.trim()).filter(|c| !c.is_empty()).collect();
+    let [client, _program, user, since, features] = cells[..] else { panic!("{shown}") };
+    assert_eq!(client, format!("pid {}", std::process::id()));
+    assert!(user.parse::<u32>().is_ok() && since.ends_with('Z'), "{shown}");
+    assert!(features.starts_with("0x"), "{shown}");
+    drop(guest);
+    // Waits until the server has noticed it.
+    ctl(&server, &["disconnect", "a"]).good();
     assert_eq!(ctl(&server, &["flush", "a"]).good(), "flushed a\n");
     assert_eq!(ctl(&server, &["refresh", "a"]).good(), "a: 1048576 -> 1048576 bytes\n");
 
     let failed = ctl(&server, &["set", "a", "wieght=5"]);
     assert_eq!(failed.status.code(), Some(1));
     assert!(failed.err.contains("did you mean `weight`?"), "{}", failed.err);
+    let grown = ctl(&server, &["resize", "a", "+1M"]);
+    assert_eq!(grown.status.code(), Some(2), "{}", grown.out);
+    assert!(grown.err.contains("without a sign"), "{}", grown.err);
+    let overlay = server.folder.join("overlay");
+    let failed = ctl(&server, &["snapshot", "a", overlay.to_str().unwrap()]);
+    assert!(failed.err.contains("overlay.qcow2, or use persist=true"), "{}", failed.err);
     let overlay = server.folder.join("overlay.qcow2");
     let failed = ctl(&server, &["snapshot", "a", overlay.to_str().unwrap()]);
     assert_eq!(failed.status.code(), Some(1), "memory has no overlay: {}", failed.out);
