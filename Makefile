@@ -14,6 +14,7 @@ DEB ?= $(CARGO_TARGET_DIR)
 binary = $(CARGO_TARGET_DIR)/$(PROFILE)/blockyard
 bench = $(binary)-bench
 share = $(DESTDIR)$(PREFIX)/share
+doc = $(share)/doc/blockyard
 units = $(DESTDIR)$(PREFIX)/lib/systemd/system
 
 .PHONY: help demo test soak perf bench build lint install uninstall deb clean
@@ -71,9 +72,12 @@ install: ## programs, man pages, documentation, completions, units, guests (PREF
 		sed 's|@bindir@|$(PREFIX)/bin|' contrib/$$unit >$(units)/$$unit; done
 	install -Dm644 contrib/sysusers.conf $(DESTDIR)$(PREFIX)/lib/sysusers.d/blockyard.conf
 	install -Dm644 contrib/tmpfiles.conf $(DESTDIR)$(PREFIX)/lib/tmpfiles.d/blockyard.conf
-	install -Dm644 contrib/blockyard.toml $(share)/doc/blockyard/blockyard.toml
-	install -Dm644 -t $(share)/doc/blockyard/docs docs/*.md docs/*.svg
-	install -Dm644 -t $(share)/doc/blockyard/docs/design docs/design/*.md
+	install -Dm644 -t $(doc) ARCHITECTURE.md
+	install -Dm644 -t $(doc)/docs docs/*.md docs/*.svg docs/*.png
+	install -Dm644 -t $(doc)/docs/design docs/design/*.md docs/design/*.svg
+	install -Dm644 -t $(doc)/contrib contrib/blockyard.toml contrib/grafana-dashboard.json
+	install -Dm755 -t $(doc)/contrib/exec contrib/exec/cowd.py
+	install -Dm644 -t $(doc)/guests guests/README.md
 	install -d $(share)/blockyard/guests
 	install -m755 guests/setup guests/tool guests/uml guests/qemu guests/guest-init \
 		$(share)/blockyard/guests
@@ -90,7 +94,7 @@ uninstall: ## remove what install put there
 		$(units)/blockyard.service $(units)/blockyard@.service \
 		$(units)/blockyard@.socket $(DESTDIR)$(PREFIX)/lib/sysusers.d/blockyard.conf \
 		$(DESTDIR)$(PREFIX)/lib/tmpfiles.d/blockyard.conf
-	rm -rf $(share)/doc/blockyard $(share)/blockyard
+	rm -rf $(doc) $(share)/blockyard
 
 deb: ## Debian package of what is built, in target/ (DEB=FOLDER: elsewhere)
 	@test -x $(binary) -a -x $(bench) || { echo "first: make build" >&2; exit 1; }

@@ -12,6 +12,8 @@ use clap::Command;
 use clap_mangen::Man;
 use clap_mangen::roff::{Roff, bold, roman};
 
+use crate::ctl::USUAL;
+
 /// Terms with their explanations, for a section of a page.
 type Terms = &'static [(&'static str, &'static str)];
 
@@ -134,6 +136,17 @@ fn files(path: &str) -> Terms {
             "Configuration file of the systemd unit blockyard.service.",
         ),
         (
+            "/etc/blockyard/conf.d",
+            "Further configuration files, in the order of their names. \
+             blockyard-ctl(1) writes what it shall keep into it.",
+        ),
+        (USUAL, "Socket of the API, which blockyard-ctl(1) uses (--api)."),
+        (
+            "/run/blockyard-journals",
+            "Journals of changed metadata (--state-folder). \
+             A new server replays them if the old one was killed.",
+        ),
+        (
             "/var/lib/blockyard/costs.toml",
             "Costs of the devices' operations, from blockyard-bench-calibrate(1). \
              Read at start if --costs is absent.",
@@ -152,6 +165,9 @@ fn files(path: &str) -> Terms {
         &[(".NAME.PID.part", "Temporary name of a new image, on file systems without O_TMPFILE.")];
     match path {
         "" | "serve" => SERVE,
+        _ if path == "ctl" || path.starts_with("ctl ") => {
+            &[(USUAL, "Socket of the server's API (--api).")]
+        }
         "attach" | "detach" | "xen" | "xen attach" | "xen detach" => ATTACH,
         "image create" | "image convert" | "image dd" => NEW_IMAGE,
         "bench calibrate" => {
@@ -197,6 +213,7 @@ const COMMON_STATUSES: Terms = &[
 
 fn statuses(path: &str) -> Terms {
     match path {
+        "" | "serve" => &[("159", "The sandbox refused a system call of the server.")],
         "image check" => &[
             ("0", "The image is consistent."),
             ("1", "The check failed."),

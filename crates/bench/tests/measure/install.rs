@@ -46,4 +46,25 @@ fn an_installation_has_the_pages_that_its_help_names() {
         named.map(|(page, _)| format!("usr/share/doc/blockyard/docs/{page}.md")).collect();
     assert!(pages.len() > 1, "the help names no page");
     pages.iter().for_each(|page| assert!(tree.join(page).exists(), "{page} is not installed"));
+    let missing = missing_targets(&tree.join("usr/share/doc/blockyard"));
+    assert!(missing.is_empty(), "links of installed pages to what is not installed: {missing:#?}");
+}
+
+/// Returns the links of all pages in the folder that lead to no installed file.
+fn missing_targets(folder: &Path) -> Vec<String> {
+    let mut missing = Vec::new();
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            missing.extend(missing_targets(&path));
+        } else if path.extension().is_some_and(|extension| extension == "md") {
+            let text = std::fs::read_to_string(&path).unwrap();
+            let links = text.split("](").skip(1).filter_map(|rest| rest.split_once(')'));
+            let files = links.filter_map(|(link, _)| link.split('#').next());
+            let local = files.filter(|file| !file.is_empty() && !file.contains("://"));
+            let gone = local.filter(|file| !folder.join(file).exists());
+            missing.extend(gone.map(|file| format!("{}: {file}", path.display())));
+        }
+    }
+    missing
 }
