@@ -8,6 +8,7 @@ use blockyard_driver::{Data, Plan, Session, SplitRing, request, status};
 use serde_json::{Value, json};
 
 use crate::common::{BLOCKYARD, Daemon, SOON, blockyard, guests, listens, until};
+use crate::metrics::{scrape, value};
 use crate::server::Server;
 
 /// Number of events that a server keeps.
@@ -174,12 +175,13 @@ fn a_failed_flush_is_an_event_and_a_figure() {
     assert_eq!(ask(write.0, write.1), status::IOERR, "it accepts no more writes");
     let figures = server.good("GET", "/v1/figures", Value::Null);
     assert_eq!(figures["disks"][0]["poisoned"], true);
+    assert_eq!(value(&scrape(&server), "blockyard_disk_poisoned", "a"), 1.0);
     for (call, body) in [("flush", ""), ("drain", "{}")] {
         let problem = server.bad("POST", &format!("/v1/disks/a/{call}"), body, 422);
         assert!(problem["detail"].as_str().unwrap().contains("flush"), "{call}: {problem}");
     }
     drop(session);
-    server.good("DELETE", "/v1/disks/a", Value::Null);
+    server.good("DELETE", "/v1/disks/a?force=true", Value::Null);
 }
 
 #[test]
