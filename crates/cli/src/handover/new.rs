@@ -14,6 +14,7 @@ use blockyard_export::{Listener, keeper};
 use blockyard_ring::parcel::{self, Parcel};
 use blockyard_ring::{host, resident};
 use blockyard_storage::target::exec;
+use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use toml::Table;
 
@@ -46,7 +47,7 @@ impl Takeover {
     /// before the process enters its sandbox.
     pub fn begin(control: &Path) -> anyhow::Result<Self> {
         let peer = connect(control)?;
-        let old = process(&peer);
+        let old = process(&peer)?;
         let version = env!("CARGO_PKG_VERSION").to_string();
         peer.send(&FromNew::Hello { format: FORMAT, version }).context(TALKING)?;
         let (disks, names) = match peer.receive().context(TALKING)? {
@@ -228,10 +229,16 @@ const TALKING: &str = "talking to the old server";
 /// Longest time between the close of a connection and the end of its process, if the process dies.
 const DYING: Duration = Duration::from_secs(2);
 
-/// Returns the process at the other end of a connection.
-fn process(peer: &Peer) -> Option<OwnedFd> {
-    let process = Pid::from_raw(host::peer(&peer.0)?.process?)?;
-    pidfd_open(process, PidfdFlags::empty()).ok()
+/// Returns the process at the other end of a connection. `None`: it has ended, or has no number
+/// here.
+fn process(peer: &Peer) -> anyhow::Result<Option<OwnedFd>> {
+    let number = host::peer(&peer.0).and_then(|peer| peer.process);
+    let Some(process) = number.and_then(Pid::from_raw) else { return Ok(None) };
+    match pidfd_open(process, PidfdFlags::empty()) {
+        Ok(process) => Ok(Some(process)),
+        Err(Errno::SRCH) => Ok(None),
+        Err(e) => Err(e).context("watching the old server's process"),
+    }
 }
 
 /// Returns the connection that another process has passed as standard input.
