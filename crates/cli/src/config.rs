@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use blockyard_export::nbd::Settings;
+use blockyard_nbd::small_file::SmallFileError;
 use blockyard_sched::Knobs;
 use serde::Deserialize;
 
@@ -95,7 +96,9 @@ impl fmt::Display for Place {
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     #[error("configuration {}: cannot read it", path.display())]
-    Read { path: PathBuf, source: std::io::Error },
+    Folder { path: PathBuf, source: std::io::Error },
+    #[error("configuration {0}")]
+    File(SmallFileError),
     #[error("configuration {}: {message}", path.display())]
     Parse { path: PathBuf, message: String },
     #[error("{place}: {what}")]

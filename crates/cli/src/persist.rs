@@ -9,6 +9,7 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
+use blockyard_nbd::small_file;
 use toml::{Table, Value};
 
 use crate::config::Config;
@@ -65,10 +66,10 @@ impl Persistence {
     pub fn prepare(&self, name: &str, keys: Table) -> anyhow::Result<Prepared> {
         let path = self.path(name);
         let failed = || format!("persist: preparing {}", path.display());
-        let present = match std::fs::read(&path) {
+        let present = match small_file::read(&path) {
             Ok(text) => Some(text),
-            Err(e) if e.kind() == io::ErrorKind::NotFound => None,
-            Err(e) => return Err(e).with_context(failed),
+            Err(e) if e.is_missing() => None,
+            Err(e) => return Err(e).context("persist"),
         };
         // Drop removes the files after an error.
         let prepared = Prepared { path: path.clone(), replaces: present.is_some() };

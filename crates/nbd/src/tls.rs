@@ -20,6 +20,7 @@ use rustls::{
 };
 
 use crate::error::{NbdError, NbdErrorKind};
+use crate::small_file;
 
 const AUTHORITIES: &str = "ca-cert.pem";
 const REVOKED: &str = "ca-crl.pem";
@@ -40,9 +41,15 @@ impl Folder<'_> {
         self.path(name).exists()
     }
 
+    fn read(&self, name: &str) -> Result<Vec<u8>, NbdError> {
+        small_file::read(&self.path(name))
+            .map_err(|e| NbdError::of(NbdErrorKind::Tls, e).about("TLS"))
+    }
+
     fn all<T: PemObject>(&self, name: &str) -> Result<Vec<T>, NbdError> {
-        let read = || T::pem_file_iter(self.path(name))?.collect::<Result<Vec<_>, _>>();
-        let all = read().map_err(|e| self.wrong(name, e))?;
+        let bytes = self.read(name)?;
+        let all: Result<Vec<_>, _> = T::pem_slice_iter(&bytes).collect();
+        let all = all.map_err(|e| self.wrong(name, e))?;
         if all.is_empty() {
             Err(self.wrong(name, "there is nothing of that kind in it"))
         } else {
@@ -80,7 +87,7 @@ impl Folder<'_> {
     ) -> Result<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>), NbdError> {
         let (certificate, key) = (format!("{who}-cert.pem"), format!("{who}-key.pem"));
         let certificates = self.all(&certificate)?;
-        let key = PrivateKeyDer::from_pem_file(self.path(&key)).map_err(|e| match e {
+        let key = PrivateKeyDer::from_pem_slice(&self.read(&key)?).map_err(|e| match e {
             rustls::pki_types::pem::Error::NoItemsFound => {
                 self.wrong(&key, "there is no private key in it")
             }
@@ -262,6 +269,12 @@ mod tests {
         write("server-key.pem", authority.pem());
         let error = ServerTls::open(&folder, true, true).unwrap_err().to_string();
         assert!(error.ends_with("server-key.pem: there is no private key in it"), "{error}");
+        std::fs::remove_file(folder.join("server-key.pem")).unwrap();
+        let path = folder.join("server-key.pem");
+        rustix::fs::mkfifoat(rustix::fs::CWD, &path, rustix::fs::Mode::RWXU).unwrap();
+        let error = ServerTls::open(&folder, true, true).unwrap_err().to_string();
+        assert!(error.contains("server-key.pem: cannot read it: it is a pipe"), "{error}");
+        std::fs::remove_file(&path).unwrap();
         write("server-key.pem", key);
         let server = ServerTls::open(&folder, true, true).unwrap();
         for version in [&TLS12, &TLS13] {

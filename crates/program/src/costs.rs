@@ -6,6 +6,7 @@
 use std::path::Path;
 
 use anyhow::{Context, Result};
+use blockyard_nbd::small_file::read_text;
 use blockyard_sched::Costs;
 use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
@@ -58,9 +59,9 @@ impl DeviceCosts {
     /// Writes the costs to the file, and replaces those of the same device.
     pub fn save(&self, path: &Path) -> Result<()> {
         let name = || path.display().to_string();
-        let text = match std::fs::read_to_string(path) {
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => String::new(),
-            read => read.with_context(|| format!("reading {}", name()))?,
+        let text = match read_text(path) {
+            Err(e) if e.is_missing() => String::new(),
+            read => read?,
         };
         let text = self.put(&text).with_context(|| format!("{} is no file of costs", name()))?;
         if let Some(folder) = path.parent() {
@@ -123,8 +124,7 @@ pub fn read(path: &Path) -> Result<Vec<DeviceCosts>> {
         #[serde(default)]
         device: Vec<DeviceCosts>,
     }
-    let text =
-        std::fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))?;
+    let text = read_text(path)?;
     let parse = || {
         let file: File = toml::from_str(&text).map_err(|e| {
             let line = e

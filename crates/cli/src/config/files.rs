@@ -7,6 +7,7 @@
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 
+use blockyard_nbd::small_file::read_text;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use toml::{Table, Value};
@@ -72,7 +73,7 @@ pub fn read(config: &Path) -> Result<Config, ConfigError> {
 
 /// Returns the files of the folder in their order. A folder that does not exist has none.
 fn parts(folder: &Path) -> Result<Vec<PathBuf>, ConfigError> {
-    let failed = |source| ConfigError::Read { path: folder.to_path_buf(), source };
+    let failed = |source| ConfigError::Folder { path: folder.to_path_buf(), source };
     let entries = match std::fs::read_dir(folder) {
         Ok(entries) => entries,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -97,8 +98,7 @@ fn parse<T: DeserializeOwned>(
     kind: &str,
 ) -> Result<(T, Table, Vec<usize>), ConfigError> {
     let owned = || path.to_path_buf();
-    let text = std::fs::read_to_string(path)
-        .map_err(|source| ConfigError::Read { path: owned(), source })?;
+    let text = read_text(path).map_err(ConfigError::File)?;
     let wrong =
         |e| ConfigError::Parse { path: owned(), message: mistake::describe(&text, &e, kind) };
     let parsed = toml::from_str(&text).map_err(wrong)?;

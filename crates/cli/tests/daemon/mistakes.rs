@@ -4,6 +4,8 @@ use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 
+use rustix::fs::{CWD, Mode};
+
 use crate::common::{BLOCKYARD, Daemon, Folder, Signal, blockyard};
 use crate::guest::{Guest, pattern};
 
@@ -27,6 +29,10 @@ fn refused(args: &[&str], status: i32, parts: &[&str]) -> String {
 
 fn text(path: &Path) -> &str {
     path.to_str().unwrap()
+}
+
+fn make_pipe(path: &Path) {
+    rustix::fs::mkfifoat(CWD, path, Mode::RUSR | Mode::WUSR).unwrap();
 }
 
 #[test]
@@ -113,7 +119,7 @@ fn wrong_images_are_refused() {
     serve(text(&folder), 1, &["must be a regular file or a block device"]);
     serve("/dev/null", 1, &["must be a regular file or a block device", "use null:SIZE"]);
     let fifo = folder.join("fifo");
-    rustix::fs::mkfifoat(rustix::fs::CWD, &fifo, rustix::fs::Mode::from_raw_mode(0o600)).unwrap();
+    make_pipe(&fifo);
     serve(text(&fifo), 1, &["must be a regular file or a block device"]);
     for name in ["disk.qcow2", "disk.QCOW2"] {
         serve(text(&folder.image(name, 1 << 20)), 1, &["qcow2 header at offset 0"]);
@@ -237,7 +243,7 @@ fn wrong_configuration_files_are_refused() {
         (format!("{DISK}{other}"), &["disk \"other\": another disk has the socket /nonexistent/s"]),
         (DISK.replace("ram:1M", "/x/disk.vmdk"), &["/x/disk.vmdk", "--format raw"]),
         (format!("{DISK}format = \"vmdk\"\n"), &["line 4", "format \"vmdk\" is not known"]),
-        (format!("costs = \"/not/there\"\n{DISK}"), &["reading /not/there", "No such file"]),
+        (format!("costs = \"/not/there\"\n{DISK}"), &["/not/there: cannot read it: No such file"]),
         (
             format!("costs = \"/proc/self/status\"\n{DISK}"),
             &["/proc/self/status is no file of costs", "line 1"],
@@ -253,6 +259,32 @@ fn wrong_configuration_files_are_refused() {
         refused(&["serve", "--config", config], 2, parts);
         refused(&["serve", "--config", config, "--check-config"], 2, parts);
     }
+}
+
+#[test]
+fn a_configuration_with_pipes_and_folders_is_refused_at_once() {
+    let folder = Folder::new();
+    let file = folder.join("disks.toml");
+    let config = text(&file);
+    make_pipe(&file);
+    refused(&["serve", "--config", config], 2, &[config, "it is a pipe"]);
+    std::fs::remove_file(&file).unwrap();
+    std::fs::write(&file, DISK).unwrap();
+    let part = folder.join("conf.d/part.toml");
+    std::fs::create_dir(folder.join("conf.d")).unwrap();
+    make_pipe(&part);
+    refused(&["serve", "--config", config], 2, &[text(&part), "it is a pipe"]);
+    std::fs::remove_file(&part).unwrap();
+    std::fs::create_dir(&part).unwrap();
+    refused(&["serve", "--config", config], 2, &[text(&part), "it is a folder"]);
+    std::fs::remove_dir(&part).unwrap();
+    let costs = folder.join("costs");
+    make_pipe(&costs);
+    refused(
+        &["serve", "--config", config, "--costs", text(&costs)],
+        2,
+        &[text(&costs), "it is a pipe"],
+    );
 }
 
 #[test]

@@ -13,6 +13,7 @@ use blockyard_bench::client::workload::Pattern;
 use blockyard_bench::client::{LoadOptions, measure};
 use blockyard_driver::connection::PROTOCOL;
 use blockyard_driver::{Plan, feature, status};
+use rustix::fs::{CWD, Mode};
 use vhost::vhost_user::message::VhostUserProtocolFeatures;
 
 use crate::common::{BLOCKYARD, Daemon, Folder, SOON, Signal, until};
@@ -172,6 +173,10 @@ fn a_bad_file_changes_nothing() {
     std::fs::remove_file(yard.folder.join("toml")).unwrap();
     let log = yard.hangup("cannot read it");
     assert!(log.contains("not reloaded: ") && log.contains("No such file"), "{log}");
+    // The server does not wait for a writer of the pipe, so it can be stopped.
+    rustix::fs::mkfifoat(CWD, yard.folder.join("toml"), Mode::RWXU).unwrap();
+    let log = yard.hangup("it is a pipe");
+    assert!(log.contains("not reloaded: "), "{log}");
     assert_eq!(
         (a.write(0, &pattern(1, 512)), b.write(0, &pattern(1, 512))),
         (status::OK, status::OK)
