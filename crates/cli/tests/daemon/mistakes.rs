@@ -116,6 +116,8 @@ fn wrong_images_are_refused() {
     };
     serve(text(&folder.join("nothing")), 1, &["there is no such file"]);
     serve(text(&folder.join("no/folder")), 1, &["there is no such file"]);
+    serve("exec:", 1, &["the form is exec:/path/of/program"]);
+    serve("exec:program", 1, &["the form is exec:/path/of/program"]);
     serve(text(&folder), 1, &["must be a regular file or a block device"]);
     serve("/dev/null", 1, &["must be a regular file or a block device", "use null:SIZE"]);
     let fifo = folder.join("fifo");

@@ -73,7 +73,7 @@ static EARLY: Mutex<Option<HashMap<String, Vec<Started>>>> = Mutex::new(None);
 /// Starts the program of an `exec:` name for the next open of this name. For a server that enters a
 /// sandbox, where it can start none. Returns the paths of the program's data files.
 pub fn start_early(name: &str) -> Result<Vec<PathBuf>, StorageError> {
-    let started = start(name)?;
+    let started = start(named(name)?)?;
     let files = started.introduction.data.iter().map(|(path, _)| path.clone()).collect();
     keep(name, started);
     Ok(files)
@@ -108,6 +108,7 @@ fn keep(name: &str, started: Started) {
 
 /// Returns a program that was started early, or starts it.
 pub(super) fn take(name: &str) -> Result<Started, StorageError> {
+    let program = named(name)?;
     let mut early = EARLY.lock().unwrap_or_else(PoisonError::into_inner);
     let known = early.as_mut().and_then(|early| early.get_mut(name)).and_then(Vec::pop);
     drop(early);
@@ -121,12 +122,15 @@ pub(super) fn take(name: &str) -> Result<Started, StorageError> {
              on the command line and restart the server, or start it with --sandbox off",
         ));
     }
-    start(name)
+    start(program)
 }
 
-fn start(name: &str) -> Result<Started, StorageError> {
-    let program = program_of(name)
-        .ok_or_else(|| refused(ErrorKind::Name, "the form is exec:/path/of/program"))?;
+/// Returns the program of an `exec:` name.
+fn named(name: &str) -> Result<PathBuf, StorageError> {
+    program_of(name).ok_or_else(|| refused(ErrorKind::Name, "the form is exec:/path/of/program"))
+}
+
+fn start(program: PathBuf) -> Result<Started, StorageError> {
     let failed = |what: String| refused(ErrorKind::Unreachable, what);
     let pair = UnixStream::pair().and_then(|(ours, theirs)| {
         let output = OwnedFd::from(theirs.try_clone()?);
