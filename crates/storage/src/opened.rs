@@ -81,8 +81,9 @@ pub enum OpenError {
     #[error("image {} is in use by {holder}: an image is opened by one writer, \
              or by any number of readers", path.display())]
     Locked { path: PathBuf, holder: String },
-    #[error("image {}: a live snapshot has put overlay {} on it, and writing to it would damage \
-             the overlay: serve the overlay, or merge it (blockyard image commit), or abandon it \
+    #[error("image {0}: a live snapshot has put overlay {1} on it, and the disk's data are in the \
+             overlay now: serve the overlay; or merge it (blockyard image commit {1}), if it still \
+             has {0} as its backing file; or abandon the overlay and its data \
              (blockyard serve --abandon-overlay)",
              path.display(), overlay.to_string_lossy().escape_debug())]
     Overlaid { path: PathBuf, overlay: PathBuf },
