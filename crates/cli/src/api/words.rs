@@ -1,6 +1,7 @@
 //! Settings, figures and errors in the words of the API.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::time::UNIX_EPOCH;
 
 use blockyard_control::types::{
@@ -135,6 +136,19 @@ pub fn check_growth(args: &DiskArgs, old: u64, new: u64) -> Answer<()> {
         return Err(invalid("size", "it must be a multiple of 512, and less than 2^63"));
     }
     Ok(())
+}
+
+/// Returns an error if a new overlay's folder does not exist.
+pub fn check_folder(overlay: &str) -> Answer<()> {
+    let folder = Path::new(overlay).parent().filter(|folder| !folder.as_os_str().is_empty());
+    match folder.filter(|folder| !folder.exists()) {
+        Some(folder) => {
+            let folder = folder.display();
+            let what = format!("{overlay}: its folder {folder} does not exist: create it first");
+            Err(invalid("overlay", &what))
+        }
+        None => Ok(()),
+    }
 }
 
 pub fn row(disk: DiskInfo) -> DiskRow {
