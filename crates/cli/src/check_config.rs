@@ -17,14 +17,16 @@ use crate::{api, exports, sandbox};
 
 pub fn run(options: &ServeOptions, config: &Config) -> Result<(), Failure> {
     check(options, config).map_err(Failure::usage)?;
-    output::print(format_args!("configuration is valid: {} disks\n", config.disks.len()))?;
+    let count = config.disks.len();
+    let disks = if count == 1 { "disk" } else { "disks" };
+    output::print(format_args!("configuration is valid: {count} {disks}\n"))?;
     Ok(())
 }
 
 /// Returns the first thing of the configuration that the host lacks. A socket's folder may be made
 /// later, when the service starts.
 fn check(options: &ServeOptions, config: &Config) -> anyhow::Result<()> {
-    sandbox::check_host(&config.sandbox(&options.sandbox))?;
+    sandbox::check_host(&config.sandbox(&options.sandbox), config)?;
     let api = config.api(&options.api);
     if let Some(path) = &api.api {
         api.socket_group.as_deref().map(api::group).transpose()?;

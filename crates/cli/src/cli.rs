@@ -5,9 +5,11 @@ use std::path::PathBuf;
 
 use blockyard_program::help;
 use blockyard_program::log::parse_level;
+use clap::builder::Resettable;
 use clap::{CommandFactory, Parser, Subcommand, ValueHint};
 
 use crate::bench;
+use crate::ctl::VARIABLE;
 use crate::options::serve::{AttachOptions, DetachOptions, ServeOptions};
 use crate::options::values;
 
@@ -75,7 +77,13 @@ pub enum Command {
 
 /// Returns the command line that the program parses. `bench` passes its arguments on.
 pub fn command() -> clap::Command {
-    help::complete(Cli::command(), "")
+    let command = Cli::command();
+    // An empty variable is like none.
+    let is_empty = std::env::var_os(VARIABLE).is_some_and(|path| path.is_empty());
+    let commands = if is_empty { &["ctl", "top"][..] } else { &[] };
+    let without = |command: clap::Command| command.mut_arg("api", |api| api.env(Resettable::Reset));
+    let command = commands.iter().fold(command, |all, name| all.mut_subcommand(name, without));
+    help::complete(command, "")
 }
 
 /// Returns the command line with the commands of `bench`, for man pages and completions.

@@ -43,7 +43,7 @@ pub struct Config {
     #[serde(default)]
     pub state_folder: Option<PathBuf>,
     /// The API's socket. Read at start only.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "api::socket")]
     pub api: Option<String>,
     #[serde(default, deserialize_with = "api::mode")]
     pub socket_mode: Option<u32>,

@@ -32,7 +32,7 @@ pub fn check(disk: &DiskArgs) -> anyhow::Result<()> {
         let of_chains = [
             ("--l2-cache", disk.l2_cache.is_some()),
             ("--prime", disk.prime),
-            ("--backing-folder", !disk.backing_folders.is_empty()),
+            ("--backing-folder (key backing-folders)", !disk.backing_folders.is_empty()),
             ("--copy-on-read", disk.copy_on_read),
         ];
         if let Some((option, _)) = of_chains.iter().find(|(_, given)| *given) {
@@ -49,6 +49,10 @@ pub fn check(disk: &DiskArgs) -> anyhow::Result<()> {
     }
     knobs::check(&disk.knobs()).map_err(|e| anyhow::anyhow!("disk \"{}\": {e}", disk.name()))?;
     let serial = disk.serial.as_deref().unwrap_or_default();
+    if serial.contains(char::is_control) {
+        let name = disk.name();
+        anyhow::bail!("disk \"{name}\": serial {serial:?}: a serial has no control characters");
+    }
     if serial.len() > 20 {
         let (name, bytes) = (disk.name(), serial.len());
         anyhow::bail!(

@@ -48,6 +48,7 @@ mod xen;
 
 use std::process::ExitCode;
 
+use anyhow::Context;
 use blockyard_program::ending::{Failure, refuse};
 use blockyard_program::output;
 use clap::FromArgMatches;
@@ -100,7 +101,8 @@ fn run(command: &Command) -> Result<u8, Failure> {
         Command::Completions { shell } => {
             output::print(completions::script(*shell, cli::whole_command()))?;
         }
-        Command::Man { folder } => man::write_pages(cli::whole_command(), folder)?,
+        Command::Man { folder } => man::write_pages(cli::whole_command(), folder)
+            .with_context(|| format!("writing man pages into {}", folder.display()))?,
     }
     Ok(0)
 }

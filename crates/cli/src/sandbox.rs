@@ -73,38 +73,48 @@ pub struct Needs<'a> {
     pub takeover: Option<&'a Takeover>,
 }
 
-/// Returns an error if the host lacks a folder or the user of the options.
-pub fn check_host(args: &SandboxArgs) -> anyhow::Result<()> {
-    check_folders(args)?;
-    check_user(args)
+/// Returns an error if the host lacks a folder or the user of the options. `config`: has some of
+/// them as its keys.
+pub fn check_host(args: &SandboxArgs, config: &Config) -> anyhow::Result<()> {
+    check_folders(args, config)?;
+    check_user(args, config)
 }
 
-fn check_folders(args: &SandboxArgs) -> anyhow::Result<()> {
+fn check_folders(args: &SandboxArgs, config: &Config) -> anyhow::Result<()> {
     for folder in &args.allow_folders {
         if !folder.exists() {
-            anyhow::bail!("--allow-folder {}: there is no such folder", folder.display());
+            let is_key = config.allow_folders.contains(folder);
+            let option = if is_key { "allow-folders:" } else { "--allow-folder" };
+            anyhow::bail!("{option} {}: there is no such folder", folder.display());
         }
     }
     Ok(())
 }
 
-fn check_user(args: &SandboxArgs) -> anyhow::Result<()> {
-    if let Some(name) = &args.user
-        && !user::exists(name).with_context(|| format!("--user {name}"))?
-    {
-        anyhow::bail!("--user {name}: this host has no such user");
+fn check_user(args: &SandboxArgs, config: &Config) -> anyhow::Result<()> {
+    if let Some(name) = &args.user {
+        let option = user_option(name, config);
+        if !user::exists(name).with_context(|| format!("{option} {name}"))? {
+            anyhow::bail!("{option} {name}: this host has no such user");
+        }
     }
     Ok(())
 }
 
+/// Returns what gave the name of the user, for messages.
+fn user_option(name: &str, config: &Config) -> &'static str {
+    if config.user.as_deref() == Some(name) { "user:" } else { "--user" }
+}
+
 /// Changes the user and enters the sandbox, as the options say.
 pub fn enter(args: &SandboxArgs, needs: &Needs<'_>) -> Result<(), Failure> {
-    check_folders(args).map_err(Failure::usage)?;
+    check_folders(args, needs.config).map_err(Failure::usage)?;
     // A directory service may know the user a moment later: a service manager tries again.
-    check_user(args)?;
+    check_user(args, needs.config)?;
     if let Some(name) = &args.user {
-        user::become_user(name)
-            .with_context(|| format!("--user {name}: cannot become this user"))?;
+        user::become_user(name).with_context(|| {
+            format!("{} {name}: cannot become this user", user_option(name, needs.config))
+        })?;
     }
     if !args.is_on() {
         tracing::warn!(

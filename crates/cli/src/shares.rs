@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use anyhow::Context;
 use blockyard_program::costs::{USUAL, read};
 use blockyard_sched::Calibration;
 use blockyard_yard::{MeasuredDevice, Shares};
@@ -13,7 +14,9 @@ use crate::options::serve::ServeOptions;
 /// one if it exists.
 pub fn from_configuration(options: &ServeOptions, config: &Config) -> anyhow::Result<Shares> {
     let costs = match options.costs.as_ref().or(config.costs.as_ref()) {
-        Some(path) => read(path)?,
+        Some(path) => {
+            read(path).context(if options.costs.is_some() { "--costs" } else { "the key costs" })?
+        }
         None if Path::new(USUAL).exists() => read(Path::new(USUAL))?,
         None => Vec::new(),
     };

@@ -28,6 +28,8 @@ use crate::packing::{Packed, Unpacked};
 pub enum SocketError {
     #[error("the path of a socket is empty")]
     Empty,
+    #[error("socket {path:?}: its path has a control character: use another path")]
+    ControlCharacter { path: PathBuf },
     #[error(
         "socket {}: its path has {len} bytes, at most 107 are possible: use a shorter one",
         path.display()
@@ -133,6 +135,9 @@ impl Listener {
         let len = path.as_os_str().len();
         if len == 0 {
             return Err(SocketError::Empty);
+        }
+        if path.to_string_lossy().contains(char::is_control) {
+            return Err(SocketError::ControlCharacter { path: path.into() });
         }
         if len > 107 {
             return Err(SocketError::TooLong { path: path.into(), len });

@@ -17,13 +17,16 @@ use serde_json::{Map, Value, json};
 
 use crate::options::values;
 
+/// Environment variable with the path of the API's socket.
+pub const VARIABLE: &str = "BLOCKYARD_API";
+
 /// Where a server's API is unless an option says otherwise.
 pub const USUAL: &str = "/run/blockyard/api.sock";
 
 #[derive(Args)]
 pub struct CtlOptions {
     /// Socket of the server's API.
-    #[arg(long, global = true, value_name = "SOCKET", env = "BLOCKYARD_API",
+    #[arg(long, global = true, value_name = "SOCKET", env = VARIABLE,
         default_value = USUAL, value_hint = ValueHint::FilePath)]
     pub api: PathBuf,
     /// Print the answer as JSON.

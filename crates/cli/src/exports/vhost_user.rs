@@ -26,6 +26,9 @@ impl super::Kind for Kind {
     fn check(&self, args: &DiskArgs) -> Result<(), &'static str> {
         match args.vhost_user.as_deref() {
             Some("") => Err("the path of its vhost-user socket is empty"),
+            Some(path) if path.contains(char::is_control) => {
+                Err("the path of its vhost-user socket has a control character: use another path")
+            }
             _ => Ok(()),
         }
     }

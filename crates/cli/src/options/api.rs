@@ -3,6 +3,8 @@
 use clap::{Args, ValueHint};
 use serde::{Deserialize, Deserializer};
 
+use super::values;
+
 /// Default permissions of the socket.
 const MODE: u32 = 0o600;
 
@@ -12,7 +14,8 @@ pub struct ApiArgs {
     ///
     /// fd:N or fd:NAME is a listening socket that the server inherits (systemd). Only root, the
     /// server's own user and the group of --socket-group may call.
-    #[arg(long, value_name = "SOCKET", help_heading = "Server", value_hint = ValueHint::AnyPath)]
+    #[arg(long, value_name = "SOCKET", help_heading = "Server", value_parser = parse_socket,
+        value_hint = ValueHint::AnyPath)]
     pub api: Option<String>,
 
     /// Permissions of the API's socket in octal [default: 600, with --socket-group 660].
@@ -31,6 +34,18 @@ impl ApiArgs {
         let default = if self.socket_group.is_some() { MODE | 0o060 } else { MODE };
         self.socket_mode.unwrap_or(default)
     }
+}
+
+fn parse_socket(text: &str) -> Result<String, String> {
+    match text {
+        "" => Err("the path of the API's socket is empty".into()),
+        _ => values::plain(text).map(str::to_string),
+    }
+}
+
+/// Deserializes the key `api`.
+pub fn socket<'de, D: Deserializer<'de>>(d: D) -> Result<Option<String>, D::Error> {
+    values::parsed(d, parse_socket).map(Some)
 }
 
 fn parse_mode(text: &str) -> Result<u32, String> {

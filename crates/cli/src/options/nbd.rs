@@ -9,7 +9,7 @@ use blockyard_disk::parse_time;
 use clap::{Args, ValueHint};
 use serde::Deserialize;
 
-use super::values::parsed;
+use super::values::{parsed, plain};
 
 /// An address for NBD clients.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -28,7 +28,7 @@ impl FromStr for NbdAddress {
         let (kind, rest) =
             text.split_once(':').filter(|(_, rest)| !rest.is_empty()).ok_or_else(wrong)?;
         match kind {
-            "unix" => Ok(NbdAddress::Unix(rest.into())),
+            "unix" => Ok(NbdAddress::Unix(plain(rest)?.into())),
             "fd" => Ok(NbdAddress::Inherited(rest.into())),
             "tcp" => {
                 // Split at the last colon, because an IPv6 address (in brackets) contains colons.

@@ -3,6 +3,7 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
+use clap::builder::{PathBufValueParser, TypedValueParser};
 use clap::{Args, ValueHint};
 
 use super::api::ApiArgs;
@@ -61,7 +62,8 @@ pub struct ServeOptions {
     /// Hand the disks over to a server that is started with --takeover SOCKET.
     ///
     /// Only a process of the same user may connect.
-    #[arg(long, value_name = "SOCKET", help_heading = "Server", value_hint = ValueHint::AnyPath)]
+    #[arg(long, value_name = "SOCKET", help_heading = "Server", value_parser = control(),
+        value_hint = ValueHint::AnyPath)]
     pub control: Option<PathBuf>,
 
     /// Take the disks over from the server with this --control socket. Guests stay connected.
@@ -103,7 +105,16 @@ pub struct ServeOptions {
     pub xen: XenArgs,
 }
 
+/// Returns the parser of `--control`.
+fn control() -> impl TypedValueParser<Value = PathBuf> {
+    PathBufValueParser::new().try_map(|path| {
+        values::plain(&path.to_string_lossy())?;
+        Ok::<_, String>(path)
+    })
+}
+
 #[derive(Args)]
+#[command(mut_arg("image", |image| image.required(true)))]
 pub struct AttachOptions {
     #[command(flatten)]
     pub disk: DiskArgs,

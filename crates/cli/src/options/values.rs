@@ -59,6 +59,14 @@ pub fn explain<P: TypedValueParser>(
     Suggesting { values: values.iter().map(value).collect(), parser }
 }
 
+/// Returns the path of a socket, if it fits into one line of a message.
+pub fn plain(path: &str) -> Result<&str, String> {
+    if path.contains(char::is_control) {
+        return Err(format!("{path:?}: the path of a socket has no control characters"));
+    }
+    Ok(path)
+}
+
 /// Cache modes, for [`explain`].
 pub const CACHE_MODES: &[(&str, &str)] = &[
     ("none", "O_DIRECT; flushes are honoured"),

@@ -33,7 +33,7 @@ use ratatui::backend::TestBackend;
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
 use ratatui::{DefaultTerminal, Terminal};
 
-use crate::ctl::USUAL;
+use crate::ctl::{USUAL, VARIABLE};
 use crate::options::values;
 use view::{Order, View};
 
@@ -46,7 +46,7 @@ const TICK: Duration = Duration::from_millis(100);
 #[derive(Args)]
 pub struct TopOptions {
     /// Socket of the server's API.
-    #[arg(long, value_name = "SOCKET", env = "BLOCKYARD_API", default_value = USUAL,
+    #[arg(long, value_name = "SOCKET", env = VARIABLE, default_value = USUAL,
         value_hint = ValueHint::FilePath)]
     pub api: PathBuf,
     /// Seconds between two samples.

@@ -61,6 +61,10 @@ fn commands_print_tables_or_json_and_fail_with_the_reason() {
     let failed = ctl(&server, &["wait", "1"]);
     assert_eq!(failed.status.code(), Some(1));
 
+    // An empty variable is like none.
+    let mut command = Command::new(BLOCKYARD);
+    let unset = run(command.args(["ctl", "list"]).env("BLOCKYARD_API", ""), TOOL);
+    assert!(unset.err.contains("/run/blockyard/api.sock"), "{}", unset.err);
     assert_eq!(ctl(&server, &["remove", "a"]).good(), "removed a\n");
     assert_eq!(ctl(&server, &["remove", "a"]).status.code(), Some(1));
 }

@@ -82,6 +82,19 @@ fn wrong_option_values_are_refused() {
         let args = [&["serve", text(&image), "--vhost-user", text(&socket)], more].concat();
         refused(&args, 2, parts);
     }
+    for (option, value, part) in [
+        ("--api", "", "the path of the API's socket is empty"),
+        ("--api", "a\nb", "no control characters"),
+        ("--control", "a\nb", "no control characters"),
+        ("--nbd", "unix:a\nb", "no control characters"),
+        ("--vhost-user", "a\nb", "its vhost-user socket has a control character"),
+    ] {
+        let given = ["serve", text(&image), "--ublk", option, value];
+        refused(&given, 2, &[option, part][usize::from(option == "--vhost-user")..]);
+    }
+    refused(&["attach"], 2, &["<IMAGE>"]);
+    let missing = folder.join("missing");
+    refused(&["man", text(&missing)], 1, &[text(&missing), "No such file"]);
     refused(&["serve"], 2, &["IMAGE"]);
     refused(&["serve", text(&image)], 2, &["--vhost-user"]);
     refused(&["serve", "--check-config"], 2, &["--config"]);
@@ -245,7 +258,10 @@ fn wrong_configuration_files_are_refused() {
         (format!("{DISK}{other}"), &["disk \"other\": another disk has the socket /nonexistent/s"]),
         (DISK.replace("ram:1M", "/x/disk.vmdk"), &["/x/disk.vmdk", "--format raw"]),
         (format!("{DISK}format = \"vmdk\"\n"), &["line 4", "format \"vmdk\" is not known"]),
-        (format!("costs = \"/not/there\"\n{DISK}"), &["/not/there: cannot read it: No such file"]),
+        (
+            format!("costs = \"/not/there\"\n{DISK}"),
+            &["the key costs: /not/there: cannot read it: No such file"],
+        ),
         (
             format!("costs = \"/proc/self/status\"\n{DISK}"),
             &["/proc/self/status is no file of costs", "line 1"],
@@ -324,13 +340,20 @@ fn check_config_finds_what_the_host_lacks() {
     let socket = |path: &str| format!("[[disk]]\nimage = \"ram:1M\"\nvhost-user = \"{path}\"\n");
     let disk = socket(text(&folder.join("s")));
     for (content, parts) in [
-        (format!("user = \"none-such\"\n{disk}"), &["--user none-such: this host has no"][..]),
-        (format!("allow-folders = [\"/none/such\"]\n{disk}"), &["/none/such: there is no"]),
+        (format!("user = \"none-such\"\n{disk}"), &["user: none-such: this host has no"][..]),
+        (
+            format!("allow-folders = [\"/none/such\"]\n{disk}"),
+            &["allow-folders: /none/such: there is no"],
+        ),
         (format!("{api}socket-group = \"none-such\"\n{disk}"), &["no group \"none-such\""]),
         (format!("{disk}on-reactors = \"0,3\"\n"), &["line 1", "there is no reactor 3", "has 1"]),
         (disk.replace("ram:1M", "ram:"), &["line 1", "ram:: a size is a number"]),
         (socket(text(&plain)), &["line 1", text(&plain), "a file that is no socket"]),
-        (format!("api = \"\"\n{disk}"), &["the path of a socket is empty"]),
+        (format!("api = \"\"\n{disk}"), &["line 1: api: the path of the API's socket is empty"]),
+        (format!("api = \"a\\nb\"\n{disk}"), &["line 1: api: \"a\\nb\"", "no control characters"]),
+        (socket("a\\nb"), &["line 1", "its vhost-user socket has a control character"]),
+        (format!("{disk}nbd = \"unix:a\\nb\"\n"), &["line 4: nbd: ", "no control characters"]),
+        (format!("{disk}serial = \"a\\nb\"\n"), &["line 1", "a serial has no control characters"]),
         (disk.replace("ram:1M", ""), &["line 1", "the path of an image is empty"]),
         (socket(&"x".repeat(108)), &["line 1", "108 bytes, at most 107"]),
         (format!("api = \"/a/./b\"\n{}", socket("/a/b")), &["its socket /a/b is that of --api"]),
@@ -356,7 +379,7 @@ fn check_config_finds_what_the_host_lacks() {
         socket("/none/such/socket").replace("ram:1M", text(&qcow2))
     );
     std::fs::write(&file, content).unwrap();
-    assert_eq!(blockyard(check).good(), "configuration is valid: 1 disks\n");
+    assert_eq!(blockyard(check).good(), "configuration is valid: 1 disk\n");
     assert!(!state.exists(), "a check makes the state folder");
 }
 

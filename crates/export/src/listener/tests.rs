@@ -39,6 +39,14 @@ fn accept(listener: &Listener) -> OwnedFd {
 }
 
 #[test]
+fn a_path_with_a_control_character_is_refused_in_one_line() {
+    let folder = Folder::new("control");
+    let error = Listener::bind(&folder.0.join("a\nb")).err().unwrap();
+    assert!(matches!(error, SocketError::ControlCharacter { .. }), "{error}");
+    assert!(!error.to_string().contains('\n'), "{error}");
+}
+
+#[test]
 fn a_socket_that_a_killed_server_left_is_replaced_and_a_live_one_is_not() {
     let folder = Folder::new("live");
     let path = folder.socket();
