@@ -382,6 +382,14 @@ mod tests {
             ),
             (format!("{disk}queues = 1.5\n"), "line 4: queues: \"1.5\": a number of queues is"),
             (
+                format!("{disk}queues = 99999999999999999999\n"),
+                "line 4: queues: it is 99999999999999999999, and a number here has at most 64 bits",
+            ),
+            (
+                format!("{disk}[group]\nweight = 3\n"),
+                "line 5: weight: it is 3, and must be a table: write [group.NAME]",
+            ),
+            (
                 format!("{disk}read-only = \"yes\"\n"),
                 "line 4: read-only: it is \"yes\", and must be true or false",
             ),

@@ -11,6 +11,7 @@
 //!   scrape     sends figures and metrics within bounds
 //!   page       what the metrics' address offers
 //!   body       reads a JSON body within bounds
+//!   wrong_type describes values of a wrong type without Rust's names of types
 //!   server     the thread that accepts connections, and the bounds of a connection
 //!   access     who may connect
 //!   client     one call to a server
@@ -40,6 +41,7 @@ mod routes;
 mod scrape;
 mod server;
 pub mod types;
+mod wrong_type;
 
 pub use access::{Access, Peer};
 pub use body::invalid;
@@ -47,3 +49,4 @@ pub use operator::{Answer, Object, Operator};
 pub use problem::{Kind, Problem};
 pub use routes::description;
 pub use server::{Acceptance, Api, Listeners};
+pub use wrong_type::wrong_type;

@@ -19,10 +19,10 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use crate::access::Peer;
-use crate::body::{Body, Parameters};
+use crate::body::{Body, Keys, Parameters};
 use crate::description::complete;
 use crate::events::stream as events;
-use crate::operator::{Answer, Object, Operator};
+use crate::operator::{Answer, Operator};
 use crate::problem::{Kind, Problem};
 use crate::scrape::{self, Scrapes};
 use crate::types::{
@@ -207,8 +207,9 @@ async fn disk(State(calls): State<Calls>, At(name): At<String>) -> Answer<Json<D
 async fn add(
     State(calls): State<Calls>,
     Parameters(query): Parameters<ChangeQuery>,
-    Body(keys): Body<Object>,
+    Body(keys): Body<Keys>,
 ) -> Answer<(StatusCode, Json<Disk>)> {
+    let keys = keys.unique()?;
     let disk = calls.slow(move |operator| operator.add(keys, query.persist)).await?;
     Ok((StatusCode::CREATED, disk))
 }
@@ -236,8 +237,9 @@ async fn set(
     State(calls): State<Calls>,
     At(name): At<String>,
     Parameters(query): Parameters<ChangeQuery>,
-    Body(keys): Body<Object>,
+    Body(keys): Body<Keys>,
 ) -> Answer<Json<Disk>> {
+    let keys = keys.unique()?;
     calls.slow(move |operator| operator.set(&name, keys, query)).await
 }
 

@@ -3,6 +3,8 @@
 //! In: the file and the error of the TOML parser, which is meant for programmers. Out: line number,
 //! key, what is wrong, and the correct form.
 
+use blockyard_control::wrong_type;
+
 /// Returns a line that says what is wrong and where. `file` describes the file, if not all keys may
 /// be in it.
 pub fn describe(text: &str, error: &toml::de::Error, file: &str) -> String {
@@ -21,7 +23,7 @@ pub fn describe(text: &str, error: &toml::de::Error, file: &str) -> String {
             unknown_key(unknown, table_at(text, number).unwrap_or(file))
         );
     }
-    let mut what = wrong_type(&message).unwrap_or(message);
+    let mut what = wrong_type(&message, "a table").unwrap_or(message);
     if line.trim_start().strip_prefix("disk").is_some_and(|rest| rest.trim_start().starts_with('='))
     {
         what = what.replace(
@@ -45,7 +47,7 @@ pub fn describe_value(message: &str, path: &str) -> String {
         let of_disk = if path.contains('.') { " in this object" } else { " in a disk" };
         return unknown_key(unknown, of_disk);
     }
-    wrong_type(message).unwrap_or_else(|| message.into())
+    wrong_type(message, "an object").unwrap_or_else(|| message.into())
 }
 
 /// Returns a message about an unknown key, with the nearest known key. `unknown`: the rest of the
@@ -73,23 +75,6 @@ fn table_at(text: &str, line: usize) -> Option<&str> {
         Some(_) => Some(" in this table"),
         None => None,
     }
-}
-
-/// Returns a message about a value of the wrong type, without Rust's names of types.
-fn wrong_type(message: &str) -> Option<String> {
-    let (found, wanted) = message.strip_prefix("invalid type: ")?.split_once(", expected ")?;
-    let value = ["string ", "integer ", "floating point ", "boolean "]
-        .iter()
-        .find_map(|kind| found.strip_prefix(kind));
-    let wanted = match wanted {
-        "a boolean" | "bool" => "true or false",
-        "a string" | "path string" => "a text",
-        "f64" | "f32" => "a number",
-        "a sequence" => "a list, such as [\"one\", \"two\"]",
-        wanted if wanted.starts_with(['u', 'i']) => "a whole number",
-        wanted => wanted,
-    };
-    Some(format!("it is {}, and must be {wanted}", value.unwrap_or(found).replace('`', "")))
 }
 
 /// Returns the Damerau-Levenshtein distance of two words: the number of letters to insert, remove,
