@@ -12,6 +12,7 @@
 //!   memory     guest memory: regions, slices, bounds    segments  an iovec, and its memory's owner
 //!   buffers    guest memory registered with io_uring    fault     SIGBUS in shared memory
 //!   mapper     which files of front ends are mapped     quota     limits on the mapped bytes
+//!   mapping    memory of other processes, unmapped by a thread if it is large
 //!   memory_file  what such a file is stored in      silence   workers that complete nothing
 //!   dirty_log  marks guest memory that was written, for live migration
 //!   nbd_device the kernel's NBD client                  xen       xenstore, event channels, grants
@@ -59,6 +60,7 @@ pub mod inherited;
 pub mod join;
 mod locals;
 mod mapper;
+mod mapping;
 pub mod memory;
 mod memory_file;
 mod meter;

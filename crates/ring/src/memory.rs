@@ -21,8 +21,9 @@ use std::sync::atomic::{AtomicU16, AtomicU32, AtomicUsize, Ordering};
 use rustix::mm::{MapFlags, ProtFlags};
 
 use crate::fault::{Guard, MemoryAlarm};
+use crate::mapping::Mapping;
 use crate::memory_file::MemoryFile;
-use crate::quota::{Account, Charge, Exceeded};
+use crate::quota::{Account, Exceeded};
 use crate::xen::Release;
 
 /// Why guest memory cannot be mapped or accessed.
@@ -67,33 +68,6 @@ impl MemoryError {
             ),
             _ => false,
         }
-    }
-}
-
-/// One shared mapping. Unmapped on drop.
-struct Mapping {
-    base: NonNull<u8>,
-    map_len: usize,
-    fault: Option<Guard>,
-    /// The charge on a front end's account, until the memory is unmapped.
-    _charge: Option<Charge>,
-    /// For granted pages (Xen): dropped after the memory is unmapped, which releases the grants.
-    _release: Option<Release>,
-}
-
-// SAFETY: a mapping is plain shared memory. All access is volatile or atomic, within checked
-// bounds. So sharing the handle between threads adds no access that another process could not make
-// anyway.
-unsafe impl Send for Mapping {}
-// SAFETY: as above.
-unsafe impl Sync for Mapping {}
-
-impl Drop for Mapping {
-    fn drop(&mut self) {
-        self.fault = None;
-        // SAFETY: base and map_len come from mmap. No pointer into the mapping remains, because
-        // every SharedSlice and Segments holds the Arc<Region> that owns this.
-        let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.map_len) };
     }
 }
 
@@ -171,7 +145,7 @@ impl Region {
         let base = NonNull::new(ptr.cast()).ok_or_else(bad)?;
         crate::resident::release(base, map_len);
         // Unmapped if there is no guard.
-        let mut mapping = Mapping { base, map_len, fault: None, _charge: charge, _release: None };
+        let mut mapping = Mapping { base, map_len, fault: None, charge, release: None };
         let guard = Guard::new(base, map_len, alarm.cloned());
         mapping.fault = Some(guard.map_err(|source| MemoryError::Map { len, source })?);
         Ok(Region { mapping, skip, guest, user, len })
@@ -184,7 +158,7 @@ impl Region {
     /// `base` and `len` are a mapping that nothing else uses.
     pub(crate) unsafe fn granted(base: NonNull<u8>, len: usize, release: Release) -> Self {
         let mapping =
-            Mapping { base, map_len: len, fault: None, _charge: None, _release: Some(release) };
+            Mapping { base, map_len: len, fault: None, charge: None, release: Some(release) };
         Region { mapping, skip: 0, guest: 0, user: 0, len: len as u64 }
     }
 
