@@ -428,6 +428,10 @@ fn a_folder_that_cannot_hold_journals_is_named_once() {
     let options = ["--state-folder", on_disk.to_str().unwrap()];
     let log = Daemon::serve(&case.top, &case.socket, &options).stop();
     assert_eq!(log.matches("it is not on tmpfs").count(), 1, "{log}");
+    let missing = case.folder.join("missing");
+    let options = ["--state-folder", missing.to_str().unwrap()];
+    let log = Daemon::serve(&case.top, &case.socket, &options).stop();
+    assert!(log.contains("missing: it is not on tmpfs") && !missing.exists(), "{log}");
 }
 
 /// Until the journal can be created, each change of metadata is durable before its answer.

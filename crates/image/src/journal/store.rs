@@ -36,6 +36,10 @@ const RAMFS: u64 = 0x8584_58f6;
 /// Environment variable that names the folder.
 const VARIABLE: &str = "BLOCKYARD_STATE_FOLDER";
 
+/// Why a folder on another file system than tmpfs is refused.
+const NOT_IN_MEMORY: &str = "it is not on tmpfs: a journal must be in memory, so that a reboot \
+                             clears it; name another folder (--state-folder)";
+
 /// Identity of an image's file: a copy of the file at the same path has another one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ImageKey {
@@ -139,6 +143,12 @@ impl StateFolder {
             let path = path.clone();
             move |error| StoreError::Io { path, operation, error }
         };
+        let refuse = |what: &str| StoreError::Unusable { path: path.clone(), what: what.into() };
+        let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+        // A folder that cannot be used is not created.
+        if !path.exists() && is_in_memory(parent.unwrap_or(Path::new("."))) == Ok(false) {
+            return Err(refuse(NOT_IN_MEMORY));
+        }
         match std::fs::DirBuilder::new().mode(0o700).create(&path) {
             Err(e) if e.kind() != io::ErrorKind::AlreadyExists => {
                 return Err(failed("creating it")(e));
@@ -146,7 +156,6 @@ impl StateFolder {
             _ => {}
         }
         let folder = std::fs::symlink_metadata(&path).map_err(failed("finding its owner"))?;
-        let refuse = |what: &str| StoreError::Unusable { path: path.clone(), what: what.into() };
         let user = rustix::process::geteuid().as_raw();
         if !folder.is_dir() {
             return Err(refuse("it is no folder"));
@@ -159,10 +168,7 @@ impl StateFolder {
         let in_memory =
             is_in_memory(&path).map_err(|e| failed("finding its file system")(e.into()))?;
         if !in_memory {
-            return Err(refuse(
-                "it is not on tmpfs: a journal must be in memory, so that a reboot clears it; \
-                 name another folder (--state-folder)",
-            ));
+            return Err(refuse(NOT_IN_MEMORY));
         }
         let boot = read_boot().map_err(failed("reading the boot's number"))?;
         Ok(StateFolder { path, boot })
