@@ -138,7 +138,7 @@ fn files(path: &str) -> Terms {
         (
             "/etc/blockyard/conf.d",
             "Further configuration files, in the order of their names. \
-             blockyard-ctl(1) writes what it shall keep into it.",
+             blockyard-ctl(1) --persist writes disks into it.",
         ),
         (USUAL, "Socket of the API, which blockyard-ctl(1) uses (--api)."),
         (
@@ -161,8 +161,16 @@ fn files(path: &str) -> Terms {
         ("/run/blockyard/DEVICE.log", "Log of the server that runs in the background."),
         ("$XDG_RUNTIME_DIR/blockyard", "Folder of the log for users other than root."),
     ];
-    const NEW_IMAGE: Terms =
-        &[(".NAME.PID.part", "Temporary name of a new image, on file systems without O_TMPFILE.")];
+    const JOURNALS: (&str, &str) = (
+        "/run/blockyard-journals",
+        "Journals of a server that was killed. Commands that write to an image replay its journal \
+         first. The environment variable BLOCKYARD_STATE_FOLDER names another folder.",
+    );
+    const IMAGE: Terms = &[JOURNALS];
+    const NEW_IMAGE: Terms = &[
+        JOURNALS,
+        (".NAME.PID.part", "Temporary name of a new image, on file systems without O_TMPFILE."),
+    ];
     match path {
         "" | "serve" => SERVE,
         _ if path == "ctl" || path.starts_with("ctl ") => {
@@ -170,6 +178,7 @@ fn files(path: &str) -> Terms {
         }
         "attach" | "detach" | "xen" | "xen attach" | "xen detach" => ATTACH,
         "image create" | "image convert" | "image dd" => NEW_IMAGE,
+        _ if path == "image" || path.starts_with("image ") => IMAGE,
         "bench calibrate" => {
             &[("/var/lib/blockyard/costs.toml", "Costs of the devices' operations (--output).")]
         }
@@ -285,6 +294,17 @@ mod tests {
                 assert!(text.lines().any(|line| !line.starts_with('.')), "{name}: {section}");
             }
         }
+    }
+
+    #[test]
+    fn pages_of_image_commands_name_the_journals() {
+        let pages = pages();
+        let of_image = pages.iter().filter(|(name, _)| name.starts_with("blockyard-image"));
+        let lacking = of_image.clone().filter(|(_, page)| {
+            !page.contains("blockyard\\-journals") || !page.contains("BLOCKYARD_STATE_FOLDER")
+        });
+        assert!(of_image.count() > 10);
+        assert_eq!(lacking.map(|(name, _)| name).collect::<Vec<_>>(), [""; 0]);
     }
 
     #[test]
