@@ -5,7 +5,7 @@ use crate::fixture::{on_both_kernels, on_kernel};
 const ATTACH: &str = r#"
 truncate -s 64M a.img b.img
 fails 1 'there is no such file' -- blockyard attach none.img
-fails 2 'image' -- blockyard attach
+fails 2 '<IMAGE>' -- blockyard attach
 fails 2 'is not a device of this program' -- blockyard detach /dev/vda
 fails 1 'there is no device /dev/ublkb9' -- blockyard detach /dev/ublkb9
 
@@ -30,7 +30,8 @@ exec 5<$other
 if [[ $zero_copy ]]; then fails 1 'is in use' -- blockyard detach $other; fi
 blockyard detach --force $other
 exec 5<&-
-[[ ! -e $other ]] && ! pgrep -f -- --attached
+[[ ! -e $other ]]
+not pgrep -f -- --attached
 
 # A device that a server left can be removed without a server.
 device=$(blockyard attach a.img)
@@ -91,7 +92,8 @@ for ((round = 0; round < 2; round++)); do
     wait $events
     grep -q '"client-connected".*"export":"ublk"' /tmp/events || { cat /tmp/events && exit 1; }
     gone
-    ! grep WARN /tmp/log
+    # A slow host is no fault.
+    sed '/reactor-0 \(stalls\|goes on\)/d' /tmp/log | not grep WARN
 done
 
 # A device in use also ends with its server, because the driver keeps no devices of unprivileged
@@ -173,12 +175,12 @@ fails 1 'is in use: unmount it first' -- blockyard detach $device
 umount /mnt
 blockyard detach $device
 blockyard detach --force $other
-! pgrep -f -- --attached
+not pgrep -f -- --attached
 [[ ! -e /sys/block/${device#/dev/}/pid ]]
 # The server is killed while it sets the device up, and while it serves it. Then the command is
 # killed before it has reported the device.
 killed() { # CALL:NUMBER OPTION...
-    ! strace -D -qq "${@:2}" -o /tmp/strace -e trace=${1%:*} -e inject=${1%:*}:signal=KILL:when=${1#*:} \
+    not strace -D -qq "${@:2}" -o /tmp/strace -e trace=${1%:*} -e inject=${1%:*}:signal=KILL:when=${1#*:} \
         /host/blockyard attach a.img >/tmp/said 2>&1
 }
 works() {
@@ -195,7 +197,7 @@ killed write:2
 works
 blockyard detach /dev/nbd0
 fails 1 'is not connected' -- blockyard detach $device
-! ls /run/blockyard/*.sock 2>/dev/null
+not ls /run/blockyard/*.sock 2>/dev/null
 e2fsck -fn a.img >/dev/null
 [[ $(blockyard attach a.img) == "$device" ]]
 mount $device /mnt

@@ -20,7 +20,7 @@ end_load
 [[ $(grep -c 'ublkb0 taken over' /tmp/log) == 10 ]]
 stop
 [[ ! -e /dev/ublkb0 ]]
-! dmesg | grep -E 'I/O error|BUG|WARNING|Oops'
+dmesg | not grep -E 'I/O error|BUG|WARNING|Oops'
 "#;
 
 #[test]

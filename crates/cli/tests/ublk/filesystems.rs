@@ -48,7 +48,7 @@ fi
 # SIGTERM: the device is removed, and all writes are in the image.
 if [[ $zero_copy ]]; then
     # With zero copy the server has no data buffers and copies nothing.
-    ! grep -q memfd:ublk /proc/$pid/maps
+    not grep -q memfd:ublk /proc/$pid/maps
     stop
     (($(figure copied) == 0 && $(figure bytes) > 50000000)) || { cat /tmp/log && exit 1; }
 else
@@ -82,7 +82,7 @@ serve a.img --ublk=1 --read-only
 # The whole program is locked in memory, because swap may be on the device.
 sed -n '/\/host\/blockyard/,/^VmFlags/p' /proc/$pid/smaps >/tmp/program
 [[ ! $(sed -n 's/^\(Size\|Rss\): *//p' /tmp/program | uniq -u) ]] && ! grep '^VmFlags' /tmp/program | grep -v ' lo' || { cat /tmp/program && exit 1; }
-! dd if=/dev/zero of=/dev/ublkb1 bs=4k count=1 oflag=direct status=none 2>/dev/null
+not dd if=/dev/zero of=/dev/ublkb1 bs=4k count=1 oflag=direct status=none 2>/dev/null
 [[ $(md5sum </dev/ublkb1) == "$md5" ]]
 stop
 
@@ -100,7 +100,7 @@ serve a.img --ublk=1 --cache writeback --queues 2 --queue-size 16 --reactors 2
 load --name=a --filename=/dev/ublkb1 --rw=randrw --bs=4k --size=1M --numjobs=1 --do_verify=1
 load --name=b --filename=/dev/ublkb1 --rw=write --bs=1M --offset=4M --size=4M --do_verify=1
 md5=$(md5sum </dev/ublkb1)
-! grep memfd:ublk /proc/$pid/maps
+not grep memfd:ublk /proc/$pid/maps
 stop
 (($(figure copied) == 0 && $(figure bytes) > 8000000)) || { cat /tmp/log && exit 1; }
 [[ $(md5sum <a.img) == "$md5" ]]
@@ -116,7 +116,7 @@ stop
 serve ram:16M --ublk=1 --filter error:write=1,range=8388608-16777216
 grep memfd:ublk /proc/$pid/maps >/dev/null
 dd if=/dev/zero of=/dev/ublkb1 bs=1M count=4 oflag=direct status=none
-! dd if=/dev/zero of=/dev/ublkb1 bs=64k seek=200 count=1 oflag=direct status=none 2>/dev/null
+not dd if=/dev/zero of=/dev/ublkb1 bs=64k seek=200 count=1 oflag=direct status=none 2>/dev/null
 dd if=/dev/ublkb1 of=/dev/null bs=1M count=16 iflag=direct status=none
 stop
 "#;

@@ -61,6 +61,8 @@ const PRELUDE: &str = r#"
 blockyard() { /host/blockyard "$@"; }
 pid=
 
+not() { ! "$@"; } # COMMAND...: fails if it succeeds. (Bash goes on after `! COMMAND` in any case.)
+
 logged() { [[ $(</tmp/log) == *"$1"* ]]; } # TEXT
 
 # Serves an image by ublk in the background: $pid, the log in /tmp/log. Retries while a killed server

@@ -28,9 +28,9 @@ fails 1 'it is read-only now' -- \
 kill -0 $pid
 answered ublkb0
 # A new server that dies when all its queues fetch.
-! strace -qq -f -o /tmp/strace -e trace=mmap -P /dev/ublkc0 -e inject=mmap:signal=KILL:when=1 \
+not strace -qq -f -o /tmp/strace -e trace=mmap -P /dev/ublkc0 -e inject=mmap:signal=KILL:when=1 \
     /host/blockyard serve "${options[@]}" --takeover /tmp/control >/tmp/other 2>>/tmp/log
-! grep -q ready /tmp/other
+not grep -q ready /tmp/other
 grep -q 'killed by SIGKILL' /tmp/strace || { cat /tmp/strace /tmp/log && exit 1; }
 kill -0 $pid
 answered ublkb0
@@ -44,7 +44,7 @@ stop
 [[ ! -e /dev/ublkb0 && ! -e /tmp/control ]]
 blockyard image check top.qcow2 >/dev/null
 blockyard image compare top.qcow2 seen.img >/dev/null
-! dmesg | grep -E 'I/O error|BUG|WARNING|Oops'
+dmesg | not grep -E 'I/O error|BUG|WARNING|Oops'
 "#;
 
 #[test]

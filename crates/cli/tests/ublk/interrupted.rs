@@ -112,10 +112,10 @@ fi
 again "the end"
 blockyard detach $device
 # Nothing is left but the logs of devices.
-! ls /run/blockyard | grep -v '^ublkb[0-9]*\.log$'
+ls /run/blockyard | not grep -v '^ublkb[0-9]*\.log$'
 [[ -z $(journals) ]]
 blockyard image check top.qcow2 >/dev/null
-! dmesg | grep -E 'I/O error|BUG|WARNING|Oops|hung'
+dmesg | not grep -E 'I/O error|BUG|WARNING|Oops|hung'
 "#;
 
 #[test]

@@ -30,7 +30,7 @@ dd if=/dev/zero of=expected.img bs=1M seek=4 count=1 conv=notrunc status=none
 stop
 blockyard image check top.qcow2 >/dev/null
 blockyard image compare top.qcow2 expected.img >/dev/null
-! cmp -s base.img expected.img
+not cmp -s base.img expected.img
 
 # A file system on an overlay whose base is compressed.
 blockyard image convert -c -O qcow2 expected.img packed.qcow2 >/dev/null

@@ -17,9 +17,9 @@ kill -9 $pid
 wait $pid 2>/dev/null || :
 [[ $zero_copy ]] && last=1 || last=2
 for call in open:$last mmap:1 open:$last open:1; do
-    ! strace -qq -f -o /tmp/strace -e trace=${call%:*} -P /dev/ublkc0 -e inject=${call%:*}:signal=KILL:when=${call#*:} \
+    not strace -qq -f -o /tmp/strace -e trace=${call%:*} -P /dev/ublkc0 -e inject=${call%:*}:signal=KILL:when=${call#*:} \
         /host/blockyard serve a.img --ublk=0 --queues 2 >/tmp/out 2>>/tmp/log
-    ! grep -q ready /tmp/out
+    not grep -q ready /tmp/out
     grep -q 'killed by SIGKILL' /tmp/strace || { cat /tmp/strace /tmp/log && exit 1; }
 done
 # Kill the server after the first queue has fetched and before the second one has. The first strace
@@ -53,7 +53,7 @@ kill -CONT ${server#/proc/}
 until_or_say grep -q '= 128$' /tmp/fetches
 kill -9 ${server#/proc/} $held
 wait $first $held $fetches || :
-! grep -q ready /tmp/out
+not grep -q ready /tmp/out
 serve a.img --ublk=0 --queues 2 --log debug
 [[ $zero_copy ]] || grep -q 'vacant=1' /tmp/log || { cat /tmp/held /tmp/fetches /tmp/log && exit 1; }
 grep -q 'ublkb0 taken over' /tmp/log
@@ -63,7 +63,7 @@ umount /mnt
 stop
 [[ ! -e /dev/ublkb0 ]]
 e2fsck -fn a.img >/dev/null
-! dmesg | grep -E 'I/O error|BUG|WARNING|Oops'
+dmesg | not grep -E 'I/O error|BUG|WARNING|Oops'
 "#;
 
 #[test]
