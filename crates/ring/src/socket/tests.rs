@@ -35,7 +35,9 @@ fn bytes_go_both_ways() {
             out.gather(&one, 0, one.len());
             out.gather(&two, 0, two.len());
             let at_once = socket.write_now(&out).unwrap();
-            assert!(at_once > 0 && at_once < out.len(), "{at_once}");
+            // A busy host can make calls slow, which leaves them to a kernel worker.
+            let elsewhere = socket.0.calls.borrow_mut().mode(Instant::now()) == CallMode::Elsewhere;
+            assert!((at_once > 0 || elsewhere) && at_once < out.len(), "{at_once}");
             let rest = out.slice(at_once, out.len() - at_once);
             socket.write_full(rest).await.1.unwrap();
             let (_, end) = socket.read_full(Segments::buffer(1)).await;
