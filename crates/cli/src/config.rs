@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use blockyard_export::nbd::Settings;
-use blockyard_nbd::small_file::SmallFileError;
+use blockyard_ring::small_file::SmallFileError;
 use blockyard_sched::Knobs;
 use serde::Deserialize;
 

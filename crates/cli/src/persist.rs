@@ -9,7 +9,7 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
-use blockyard_nbd::small_file;
+use blockyard_ring::small_file;
 use toml::{Table, Value};
 
 use crate::config::Config;

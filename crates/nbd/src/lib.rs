@@ -5,7 +5,6 @@
 //!   wire       numbers and headers                     uri        where an export is
 //!   error      errors of peers and URIs
 //!   negotiate  a client's side of the option phase     link, tls  a connection, plain or by TLS
-//!   small_file reads files that an operator names: certificates, keys, configuration
 //! ```
 //! Source: the NBD project's proto.md and uri.md. What must hold: each value from the
 //! peer is checked before its use.
@@ -13,7 +12,6 @@
 pub mod error;
 pub mod link;
 pub mod negotiate;
-pub mod small_file;
 pub mod tls;
 pub mod uri;
 pub mod wire;

@@ -10,6 +10,7 @@ use std::error::Error;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use blockyard_ring::small_file;
 use rustls::client::WebPkiServerVerifier;
 use rustls::crypto::CryptoProvider;
 use rustls::pki_types::pem::PemObject;
@@ -20,7 +21,6 @@ use rustls::{
 };
 
 use crate::error::{NbdError, NbdErrorKind};
-use crate::small_file;
 
 const AUTHORITIES: &str = "ca-cert.pem";
 const REVOKED: &str = "ca-crl.pem";

@@ -6,7 +6,7 @@
 use std::path::Path;
 
 use anyhow::{Context, Result};
-use blockyard_nbd::small_file::read_text;
+use blockyard_ring::small_file::read_text;
 use blockyard_sched::Costs;
 use serde::{Deserialize, Serialize};
 use toml::{Table, Value};

@@ -7,6 +7,7 @@ use std::path::Path;
 use rustix::process::{Resource, Rlimit};
 
 use crate::segments::Segments;
+use crate::small_file;
 
 pub use crate::holders::{Holder, holders};
 pub use crate::topology::{Geometry, Topology};
@@ -26,7 +27,7 @@ pub fn file_size(fd: impl AsFd) -> io::Result<u64> {
         }
         kind => Err(io::Error::new(
             io::ErrorKind::InvalidInput,
-            format!("it is a {kind:?}, not a file or block device"),
+            format!("it is {}, not a file or block device", small_file::name_of(kind)),
         )),
     }
 }

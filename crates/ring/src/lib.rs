@@ -24,6 +24,7 @@
 //!   words      shared memory that outlives the process
 //!   host       file locks, device geometry, block-device ioctls, socket options
 //!   topology   the block device under a file
+//!   small_file files that an operator names: configuration, certificates
 //!   inherited  listening sockets passed at start (socket activation)
 //!   sandbox    files and system calls of a server   threads   starts threads in a sandbox
 //!   holder     a process that keeps descriptors for a server, and starts it again
@@ -81,6 +82,7 @@ pub mod sandbox;
 pub mod segments;
 pub mod semaphore;
 mod silence;
+pub mod small_file;
 mod socket;
 pub mod threads;
 mod topology;

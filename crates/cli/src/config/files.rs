@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 
-use blockyard_nbd::small_file::read_text;
+use blockyard_ring::small_file::read_text;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use toml::{Table, Value};

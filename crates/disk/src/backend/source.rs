@@ -65,7 +65,7 @@ pub enum SourceError {
     Chain(#[from] ChainError),
     #[error(
         "{name}: a size is a number of bytes with an optional suffix k, M, G or T \
-         (powers of 1024), at least 512"
+         (powers of 1024), at least 512 and below 2^62"
     )]
     Size { name: String },
     #[error("{name}: {error}")]

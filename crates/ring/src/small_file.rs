@@ -5,10 +5,10 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
-use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::OFlags;
+use rustix::fs::{FileType, OFlags};
 
 /// Most bytes of such a file.
 pub const MAX_BYTES: u64 = 16 << 20;
@@ -71,15 +71,21 @@ fn open(path: &Path) -> io::Result<File> {
 
 /// Returns what the file is, if it is no regular file.
 fn other_kind(file: &File) -> io::Result<Option<&'static str>> {
-    let kind = file.metadata()?.file_type();
-    Ok(match () {
-        () if kind.is_file() => None,
-        () if kind.is_dir() => Some("a folder"),
-        () if kind.is_fifo() => Some("a pipe"),
-        () if kind.is_block_device() => Some("a block device"),
-        () if kind.is_char_device() => Some("a character device"),
-        () => Some("another kind of file"),
-    })
+    let kind = FileType::from_raw_mode(rustix::fs::fstat(file)?.st_mode);
+    Ok((kind != FileType::RegularFile).then(|| name_of(kind)))
+}
+
+/// Returns a kind of file in words.
+pub fn name_of(kind: FileType) -> &'static str {
+    match kind {
+        FileType::RegularFile => "a regular file",
+        FileType::Directory => "a folder",
+        FileType::Fifo => "a pipe",
+        FileType::BlockDevice => "a block device",
+        FileType::CharacterDevice => "a character device",
+        FileType::Socket => "a socket",
+        _ => "another kind of file",
+    }
 }
 
 #[cfg(test)]
