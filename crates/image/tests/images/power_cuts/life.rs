@@ -239,7 +239,7 @@ impl Life {
         let plan = Rc::new(self.plan.clone());
         loop {
             let power = match self.rng.one_in(2) {
-                true => Power::cut_after(self.rng.below(80)),
+                true => Power::cut_after(self.rng.below(40)),
                 false => Power::on(),
             };
             let config = self.config(&power);
