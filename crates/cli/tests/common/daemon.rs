@@ -328,6 +328,15 @@ impl Drop for Daemon {
     }
 }
 
+/// Returns the lines of a log that report errors or warnings. Not those of the watchdog, because a
+/// host that stops all processes for a second causes them.
+pub fn complaints(log: &str) -> Vec<String> {
+    let of_watchdog =
+        |line: &str| line.contains(" stalls: one task ") || line.contains(" goes on after about ");
+    let complains = |line: &&str| !line.contains(" INFO ") && !of_watchdog(line);
+    log.lines().filter(complains).map(String::from).collect()
+}
+
 /// Output of a process, collected line by line until its end.
 #[derive(Default)]
 struct Gathered {

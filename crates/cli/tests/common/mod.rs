@@ -26,12 +26,16 @@ use std::ffi::OsStr;
 use std::io::{Read, Write};
 use std::ops::Deref;
 use std::os::unix::fs::MetadataExt;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-pub use daemon::Daemon;
+use rustix::io::Errno;
+use rustix::net::RecvFlags;
+
+pub use daemon::{Daemon, complaints};
 pub use guest::{Guest, GuestKind, NAP, stripped_program};
 pub use journals::StateFolder;
 pub use rustix::process::Signal;
@@ -50,6 +54,19 @@ pub const BLOCKYARD: &str =
 pub const SOON: Duration = Duration::from_secs(60);
 /// Timeout for a whole run of a tool on a busy machine.
 pub const TOOL: Duration = Duration::from_secs(60);
+
+/// Waits until the peer has closed the connection.
+#[track_caller]
+pub fn until_disconnected(socket: &UnixStream) {
+    let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
+    until("it is disconnected", SOON, || match rustix::net::recv(socket, &mut [0u8], flags) {
+        Ok((bytes, _)) => {
+            assert_eq!(bytes, 0, "a message instead");
+            true
+        }
+        Err(e) => e == Errno::CONNRESET,
+    });
+}
 
 /// A folder for a test. Dropping it removes the folder. It is not in /tmp, which may be a tmpfs,
 /// because tests need O_DIRECT and holes.

@@ -4,7 +4,7 @@ use blockyard_bench::client::workload::Pattern;
 use blockyard_bench::client::{LoadOptions, measure};
 use blockyard_driver::{Data, Ring, request, status};
 
-use crate::common::{Daemon, Folder, Signal, blockyard, until};
+use crate::common::{Daemon, Folder, Signal, blockyard, complaints, until};
 use crate::guest::{ANSWER, Guest, pattern};
 
 /// Returns the CPU time of the daemon's threads `reactor-N` in nanoseconds, in the order of their
@@ -316,6 +316,6 @@ fn a_disk_with_a_filter_serves_a_fixed_rate() {
     let report = measure(&load).unwrap();
     assert!((800..1200).contains(&report.errors), "{} of 4000", report.errors);
     let log = daemon.stop();
-    let warnings = log.lines().filter(|l| l.contains(" WARN ")).count();
+    let warnings = complaints(&log).len();
     assert!((1..=5).contains(&warnings), "a thousand errors are not a thousand lines: {warnings}");
 }

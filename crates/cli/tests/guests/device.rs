@@ -67,7 +67,6 @@ written --rw=write --do_verify=0
 echo second >/tmp/mark
 dd if=/tmp/mark of=/dev/vda bs=512 conv=sync,fsync,notrunc status=none
 load --name=more --filename=/dev/vda --offset=8M --rw=randrw --bs=4k --size=8M --time_based --runtime=60 &
-sleep 0.5
 tell first
 sleep 60
 "#;

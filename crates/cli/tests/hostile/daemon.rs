@@ -110,7 +110,7 @@ impl Daemon {
 
     /// Returns the log lines that report errors or warnings.
     pub fn complaints(&self) -> Vec<String> {
-        self.log().into_iter().filter(|l| !l.contains(" INFO ")).collect()
+        common::complaints(&self.daemon.log())
     }
 
     /// Returns how many complaints about one guest may be in the log: a first budget, and one for
@@ -157,10 +157,12 @@ impl Daemon {
         Path::new("/proc").join(self.daemon.pid().to_string()).join(what)
     }
 
-    /// Ends the daemon by SIGTERM. It must still run, drain, and exit with status 0.
-    pub fn end(mut self) {
+    /// Ends the daemon by SIGTERM. It must still run, drain, and exit with status 0. Returns its
+    /// complaints.
+    pub fn end(mut self) -> Vec<String> {
         assert!(self.daemon.running(), "the daemon died: {:#?}", self.log());
         let log = self.daemon.stop();
         assert!(!log.contains("panicked"), "{log}");
+        common::complaints(&log)
     }
 }

@@ -43,7 +43,7 @@ fstrim /mnt
 umount /mnt
 e2fsck -fn /dev/nbd0
 blkdiscard -z -o 0 -l 1M /dev/nbd0
-[[ $(head -c 1M /dev/nbd0 | tr -d '\0' | wc -c) == 0 ]]
+cmp -n 1048576 /dev/nbd0 /dev/zero
 nbd-client -d /dev/nbd0
 echo "blocks $before $(stat -c %b /tmp/disk.img)"
 kill $server; wait $server

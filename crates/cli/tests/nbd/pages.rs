@@ -240,6 +240,22 @@ fn systemd() {
     runs_as_it_stands("systemd.md", &[]);
 }
 
+#[test]
+fn restart() {
+    runs_as_it_stands("restart.md", &[]);
+}
+
+#[test]
+fn every_page_with_commands_has_a_test() {
+    let pages = std::fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs"));
+    let names = pages.unwrap().map(|page| page.unwrap().file_name().into_string().unwrap());
+    let untested: Vec<_> = names
+        .filter(|name| name.ends_with(".md") && !blocks(&page(name), "```sh").is_empty())
+        .filter(|name| !include_str!("pages.rs").contains(&format!("runs_as_it_stands(\"{name}\"")))
+        .collect();
+    assert_eq!(untested, [""; 0]);
+}
+
 /// Runs the blocks for a guest as root of such a guest.
 fn runs_in_a_guest(name: &str, kind: GuestKind, options: &[&str]) {
     let text = blocks(&page(name), "```sh guest");

@@ -37,14 +37,12 @@ not pgrep -f -- --attached
 device=$(blockyard attach a.img)
 pkill -9 -f -- --attached
 while pgrep -f -- --attached >/dev/null; do nap 0.05; done
-nap 0.2
 [[ $(blockyard attach a.img) == "$device" ]]
 mount $device /mnt
 [[ $(md5sum </mnt/f) == "$sum" ]]
 umount /mnt
 pkill -9 -f -- --attached
 while pgrep -f -- --attached >/dev/null; do nap 0.05; done
-nap 0.2
 [[ $(blockyard detach $device 2>&1) == *'had no server. If its server was killed, attach and detach'* ]]
 [[ ! -e $device ]]
 "#;
@@ -82,7 +80,7 @@ gone() { ! ls /dev/ublkb0 /dev/ublkc0 2>/dev/null || { cat /tmp/log && return 1;
 # The block device belongs to root. The server still removes it before it exits, every time.
 for ((round = 0; round < 2; round++)); do
     serve_as_user
-    grep -q 'because the user has no privileges' /tmp/log || { cat /tmp/log && exit 1; }
+    until_logged 'because the user has no privileges'
     [[ $round -gt 0 ]] || load --name=a --filename=/dev/ublkb0 --rw=randrw --bs=4k --size=1M --do_verify=1
     : >/tmp/events
     blockyard ctl --api /tmp/api events --since 0 --json >/tmp/events &

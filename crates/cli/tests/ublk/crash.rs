@@ -17,7 +17,7 @@ for ((n = 1; n <= 10; n++)); do
     answered ublkb0
 done
 end_load
-[[ $(grep -c 'ublkb0 taken over' /tmp/log) == 10 ]]
+until_logged 'ublkb0 taken over' 10
 stop
 [[ ! -e /dev/ublkb0 ]]
 dmesg | not grep -E 'I/O error|BUG|WARNING|Oops'
@@ -54,7 +54,7 @@ serve b.img --ublk
 stop
 [[ $(echo /dev/ublkb*) == "$device" ]]
 serve a.img --ublk
-grep -q "$device taken over" /tmp/log
+until_logged "$device taken over"
 wait $writer
 fails 1 'is in use by' -- blockyard serve a.img --ublk
 fails 1 'is served by process' -- blockyard serve b.img --ublk=${device#/dev/ublkb}

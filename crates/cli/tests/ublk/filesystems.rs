@@ -10,7 +10,7 @@ queue() { cat "/sys/block/ublkb3/queue/$1"; }
 [[ $(blockdev --getsize64 /dev/ublkb3) == 209715200 ]]
 [[ $(queue write_cache)/$(queue fua) == "write back/1" ]]
 (($(queue discard_max_bytes) > 0 && $(queue write_zeroes_max_bytes) > 0))
-if [[ $zero_copy ]]; then grep -q 'ublkb3 made: zero copy' /tmp/log; else grep -q 'ublkb3 made: data are copied' /tmp/log; fi
+if [[ $zero_copy ]]; then until_logged 'ublkb3 made: zero copy'; else until_logged 'ublkb3 made: data are copied'; fi
 
 # A file system, and its contents afterwards.
 mkfs.ext4 -q /dev/ublkb3
@@ -81,6 +81,7 @@ serve a.img --ublk=1 --read-only
 [[ $(blockdev --getro /dev/ublkb1) == 1 ]]
 # The whole program is locked in memory, because swap may be on the device.
 sed -n '/\/host\/blockyard/,/^VmFlags/p' /proc/$pid/smaps >/tmp/program
+grep -q '^VmFlags' /tmp/program
 [[ ! $(sed -n 's/^\(Size\|Rss\): *//p' /tmp/program | uniq -u) ]] && ! grep '^VmFlags' /tmp/program | grep -v ' lo' || { cat /tmp/program && exit 1; }
 not dd if=/dev/zero of=/dev/ublkb1 bs=4k count=1 oflag=direct status=none 2>/dev/null
 [[ $(md5sum </dev/ublkb1) == "$md5" ]]

@@ -65,6 +65,16 @@ not() { ! "$@"; } # COMMAND...: fails if it succeeds. (Bash goes on after `! COM
 
 logged() { [[ $(</tmp/log) == *"$1"* ]]; } # TEXT
 
+# Waits until the log has a line that matches. (A thread writes the log: a line that precedes `ready`
+# may come after it.)
+until_logged() { # PATTERN [COUNT]
+    for ((try = 0; try < 3000; try++)); do
+        (($(grep -c "$1" /tmp/log) < ${2:-1})) || return 0
+        nap 0.02
+    done
+    echo "not in the log: $1" && cat /tmp/log && return 1
+}
+
 # Serves an image by ublk in the background: $pid, the log in /tmp/log. Retries while a killed server
 # still holds the lock of its image.
 serve() { # IMAGE OPTIONS...

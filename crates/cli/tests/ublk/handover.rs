@@ -34,7 +34,7 @@ not grep -q ready /tmp/other
 grep -q 'killed by SIGKILL' /tmp/strace || { cat /tmp/strace /tmp/log && exit 1; }
 kill -0 $pid
 answered ublkb0
-[[ $(grep -c 'served again' /tmp/log) == 2 ]] || { cat /tmp/log && exit 1; }
+until_logged 'served again' 2
 
 replace
 end_load

@@ -39,7 +39,9 @@ until_or_say() { # COMMAND...
 server=
 until_or_say grep -qs 'stopped by SIGSTOP' /tmp/first
 for number in 0 1; do
-    thread[number]=$(grep -lx reactor-$number /proc/[0-9]*/task/*/comm) && thread[number]=${thread[number]%/comm}
+    # Another process may end meanwhile. Then grep fails.
+    thread[number]=$(grep -slx reactor-$number /proc/[0-9]*/task/*/comm || :)
+    thread[number]=${thread[number]%/comm}
 done
 server=${thread[0]%/task/*}
 kill -9 $first
@@ -55,8 +57,8 @@ kill -9 ${server#/proc/} $held
 wait $first $held $fetches || :
 not grep -q ready /tmp/out
 serve a.img --ublk=0 --queues 2 --log debug
-[[ $zero_copy ]] || grep -q 'vacant=1' /tmp/log || { cat /tmp/held /tmp/fetches /tmp/log && exit 1; }
-grep -q 'ublkb0 taken over' /tmp/log
+[[ $zero_copy ]] || until_logged 'vacant=1' || { cat /tmp/held /tmp/fetches && exit 1; }
+until_logged 'ublkb0 taken over'
 echo 3 >/proc/sys/vm/drop_caches
 cmp /mnt/f /tmp/f
 umount /mnt
@@ -185,9 +187,9 @@ disks() { # COUNT: the first is one that cannot be
 disks 40 >c.toml
 serve --config c.toml
 [[ $(ls /dev/ublkb* | wc -l) == 40 && ! -e /dev/ublkb100 ]]
-grep -q 'ERROR.*none.img' /tmp/log
-grep -q '1 of 41 disks are not served' /tmp/log
-[[ ! $zero_copy ]] || grep -q 'ublkb39 made: data are copied' /tmp/log
+until_logged 'ERROR.*none.img'
+until_logged '1 of 41 disks are not served'
+[[ ! $zero_copy ]] || until_logged 'ublkb39 made: data are copied'
 cmp /dev/ublkb39 d39.img
 # The next reload adds it.
 truncate -s 8M none.img

@@ -11,12 +11,12 @@ use rustix::net::sockopt;
 
 use super::*;
 
-/// Returns a TCP connection. Its close takes a minute, because the peer does not read.
+/// Returns a TCP connection. Its close blocks until the other side is closed, at most an hour.
 fn lingering() -> (TcpStream, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let mut ours = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     let (theirs, _) = listener.accept().unwrap();
-    sockopt::set_socket_linger(&ours, Some(Duration::from_secs(60))).unwrap();
+    sockopt::set_socket_linger(&ours, Some(Duration::from_secs(3600))).unwrap();
     ours.set_nonblocking(true).unwrap();
     while ours.write(&[0; 1 << 16]).is_ok() {}
     ours.set_nonblocking(false).unwrap();
@@ -71,7 +71,7 @@ fn stop_ends_at_its_deadline() {
 
 const SHORT: Duration = Duration::from_millis(50);
 
-/// The session's thread closes a received descriptor, and the close blocks.
+/// The session's thread closes the last copy of a received descriptor, and the close blocks.
 fn stops_beside_a_blocked_close(name: &str, descriptor_time: Duration, stop_time: Duration) {
     let (mut export, socket) = export(name);
     export.descriptor_time = descriptor_time;
@@ -81,10 +81,16 @@ fn stops_beside_a_blocked_close(name: &str, descriptor_time: Duration, stop_time
     // The message ADD_MEM_REG carries a descriptor that is not memory.
     let message: Vec<u8> =
         [37u32, 1, 40].iter().flat_map(|w| w.to_ne_bytes()).chain([1; 40]).collect();
-    connection.send_bytes(&message, &[lingers.as_fd()]).unwrap();
-    // If the session has already closed its copy of the descriptor, this close blocks.
-    let close = std::thread::spawn(move || drop(lingers));
+    let (first, rest) = message.split_at(message.len() - 1);
+    // The session cannot close its copy before it has the whole message. So this close does not
+    // block, and the session has the last copy.
+    connection.send_bytes(first, &[lingers.as_fd()]).unwrap();
+    drop(lingers);
+    connection.send_bytes(rest, &[]).unwrap();
     export.stop(Instant::now() + stop_time);
+    assert_eq!(*lock(&export.export.threads.running), 1, "the close has blocked the session");
     drop(other);
-    close.join().unwrap();
+    let ended = &export.export.threads.ended;
+    let running = lock(&export.export.threads.running);
+    drop(ended.wait_while(running, |running| *running > 0).unwrap());
 }
