@@ -10,7 +10,7 @@ tree=$cache/tree
 
 # Raise the number by hand when a part's recipe changes: `setup` then rebuilds the part.
 declare -A version=(
-    [tree]=3 [uml]=1 [qemu]=2 [qemu7]=2 [xen]=1 [xenqemu]=1 [iotests]=1 [selftests]=2
+    [tree]=4 [uml]=1 [qemu]=2 [qemu7]=2 [xen]=2 [xenqemu]=1 [iotests]=1 [selftests]=2
 )
 
 die() { # STATUS MESSAGE...
@@ -81,7 +81,9 @@ fill_job() { # SCRIPT K=V...
     for file in ${files[@]+"${files[@]}"}; do
         cp -- "$file" "$run/job/" || die 2 "cannot copy $file"
     done
-    cat -- "$script" >"$run/job/script" || die 2 "cannot read the script $script"
+    # On the script's first line, so that messages name its lines.
+    { printf '. /host/env; ' && cat -- "$script"; } >"$run/job/script" ||
+        die 2 "cannot read the script $script"
     cp -- "${BASH_SOURCE[0]%/*}/guest-init" "$run/job/init"
     for pair; do
         [[ $pair =~ ^[A-Za-z_][A-Za-z_0-9]*= ]] || die 2 "--env needs NAME=VALUE, not '$pair'"
