@@ -57,6 +57,12 @@ pub fn use_store() -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Returns whether the running server has a holder. The next server has the same one, whatever its
+/// options are: the holder ends with the last server that it knows.
+pub fn is_offered(takeover: &Takeover) -> bool {
+    takeover.has_socket(HOLDER)
+}
+
 /// Connects a server to its holder. Call this before the process enters its sandbox.
 pub fn connect(takeover: Option<&mut Takeover>) -> anyhow::Result<()> {
     let socket: OwnedFd = match takeover {

@@ -6,6 +6,7 @@
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Weak};
+use std::time::Instant;
 
 use anyhow::Context;
 use blockyard_disk::Disk;
@@ -78,7 +79,11 @@ impl Servers {
     /// Returns the listening sockets by address, for the next server.
     pub fn hand_over(&mut self) -> std::io::Result<Vec<(String, Parcel)>> {
         self.leaving = self.listening().collect();
-        let parcel = |server: &Arc<Server>| Ok((server.address().to_string(), server.hand_over()?));
+        // The clients of all addresses have the same time, so that the next server waits for it once.
+        self.leaving.iter().try_for_each(|server| server.pause())?;
+        let since = Instant::now();
+        let parcel =
+            |server: &Arc<Server>| Ok((server.address().to_string(), server.hand_over(since)?));
         self.leaving.iter().map(parcel).collect()
     }
 

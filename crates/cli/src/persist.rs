@@ -79,18 +79,20 @@ impl Persistence {
         Ok(prepared)
     }
 
-    /// Makes the next start leave a disk out.
+    /// Makes the next start leave a disk out. After an error or a power cut, the files have the disk
+    /// as before, or not at all: the disk of an earlier file must not come back, because it may have
+    /// another image.
     pub fn forget(&self, name: &str) -> anyhow::Result<()> {
+        let names = Value::Array(vec![name.into()]);
+        self.write(name, &Table::from_iter([("remove".to_string(), names)]))?;
         let path = self.path(name);
-        let failed = || format!("persist: removing {}", path.display());
-        match std::fs::remove_file(&path).and_then(|()| self.sync()) {
-            Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e).with_context(failed),
-            _ => {}
-        }
-        let config = Config::read(&self.config, true)?;
-        if config.disks.iter().any(|disk| disk.name() == name) {
-            let names = Value::Array(vec![name.into()]);
-            self.write(name, &Table::from_iter([("remove".to_string(), names)]))?;
+        let is_in = |config: Config| config.disks.iter().any(|disk| disk.name() == name);
+        // With a mistake in another file, the file stays. It does no harm.
+        if crate::config::files::read_without(&self.config, Some(&path))
+            .is_ok_and(|others| !is_in(others))
+        {
+            let removed = std::fs::remove_file(&path).and_then(|()| self.sync());
+            removed.with_context(|| format!("persist: removing {}", path.display()))?;
         }
         Ok(())
     }
@@ -250,6 +252,13 @@ mod tests {
         assert_eq!(left.len(), 1, "the main file has the first disk: {left:?}");
         store.keep("a", keys("a", "")).unwrap();
         assert_eq!(names(&config), [("a".into(), 100)]);
+        // A mistake in another file: the disk of the main file does not come back.
+        store.keep("a", keys("a", "weight = 300\n")).unwrap();
+        let wrong = folder.join(FOLDER).join("99.toml");
+        std::fs::write(&wrong, "no TOML").unwrap();
+        let _ = store.forget("a");
+        std::fs::remove_file(&wrong).unwrap();
+        assert_eq!(names(&config), []);
         std::fs::remove_dir_all(&folder).unwrap();
         assert!(Persistence::of(Some(&config), "a").is_err());
         assert!(Persistence::of(None, "a").is_err());

@@ -21,7 +21,7 @@ use crate::config::Config;
 use crate::disks::check;
 use crate::options::disk::DiskArgs;
 use crate::reopening;
-use crate::server::{AddError, Adding, Server};
+use crate::server::{AddError, Adding, RemoveError, STORAGE_TIME, Server};
 
 /// Keys of the file that are read at start only.
 const AT_START: [&str; 12] = [
@@ -264,6 +264,9 @@ impl Server {
         failed: &mut Vec<FailedDisk>,
     ) -> HashMap<String, Closed> {
         let mut old = HashMap::new();
+        // All disks together have this time. One that hangs must not use up that of the others.
+        let until = Instant::now() + STORAGE_TIME;
+        let left = || until.saturating_duration_since(Instant::now()).max(PATIENCE);
         let again = plan.changed.iter().filter(|change| change.disconnects);
         let again = again.map(|change| (&change.disk, Some(&change.keys)));
         for (disk, keys) in plan.removed.iter().map(|disk| (disk, None)).chain(again) {
@@ -281,7 +284,7 @@ impl Server {
             }
             let Some(keys) = keys else {
                 tracing::info!(disk, "removed from the configuration: closing it");
-                match self.remove(held) {
+                match self.remove(held, left()) {
                     Ok(true) => {}
                     Ok(false) => {
                         let what = "it is removed, but its image could not be flushed: writes \
@@ -292,9 +295,8 @@ impl Server {
                 }
                 continue;
             };
-            let flushed = self.yard.begin_flush(disk).and_then(|pending| pending.wait());
-            if let Err(e) = flushed {
-                failed.push(note(disk, &anyhow::Error::from(e)));
+            if let Err(e) = self.flush_within(disk, left()) {
+                failed.push(note(disk, &e));
                 continue;
             }
             tracing::info!(
@@ -305,16 +307,32 @@ impl Server {
             let info = self.yard.info(disk);
             let may_restore = !info.is_some_and(|info| reopening::has_overlay(&info));
             let entry = held.entry();
-            match self.remove(held) {
+            match self.remove(held, left()) {
                 Ok(true) => drop(old.insert(disk.clone(), Closed { entry, may_restore })),
                 Ok(false) => {
                     let what = "its writes may be lost, so it is not opened again";
                     failed.push(note(disk, &anyhow::anyhow!("disk \"{disk}\": {what}")));
                 }
+                Err(e @ RemoveError::GoesOn { .. }) => {
+                    let what = "it is not opened again: reload when it has ended";
+                    failed.push(note(disk, &anyhow::anyhow!("{e}; {what}")));
+                }
                 Err(e) => failed.push(note(disk, &e.into())),
             }
         }
         old
+    }
+
+    /// Makes all answered writes of a disk durable, before it is closed.
+    fn flush_within(&self, disk: &str, limit: Duration) -> anyhow::Result<()> {
+        match self.yard.begin_flush(disk)?.wait_at_most(limit) {
+            Ok(flushed) => Ok(flushed?),
+            Err(_goes_on) => anyhow::bail!(
+                "disk \"{disk}\" stays as it is: its flush has not ended after {} s and goes on; its \
+                 storage may not answer",
+                limit.as_secs()
+            ),
+        }
     }
 
     /// Adds the disks that are not served yet. `old`: the disks that `remove_others` removed.

@@ -68,7 +68,7 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
         tracing::warn!("raising the limit of open descriptors (ulimit -n): {e}");
     }
     let mut takeover = options.takeover.as_deref().map(Takeover::begin).transpose()?;
-    if options.held {
+    if options.held || takeover.as_ref().is_some_and(holder::is_offered) {
         holder::connect(takeover.as_mut())?;
     } else if options.keep_sessions {
         holder::use_store()?;
@@ -96,8 +96,9 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     }
     let reactors = options.reactors.or(config.reactors).unwrap_or(1);
     let cpus = options.cpus.as_ref().map_or(&[][..], |c| &c.0);
-    let reactors = Reactors::start_supervised(reactors.into(), cpus, supervisor::alive())
-        .map_err(explain_io_uring)?;
+    let alive = supervisor::alive(options.takeover.is_some() || options.held);
+    let reactors = Reactors::start_supervised(reactors.into(), cpus, alive);
+    let reactors = reactors.map_err(explain_io_uring)?;
     let reactors = Arc::new(reactors);
     let nbd = Arc::new(Mutex::new(Servers::new(nbd, reactors.clone())));
     let common = Common { nbd, attached: options.attached, handed: Arc::default() };

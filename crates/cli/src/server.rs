@@ -4,13 +4,13 @@
 //! takes effect in the yard and in the book of configurations, or in neither.
 
 use std::sync::{Mutex, Weak};
-use std::time::{Instant, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use blockyard_control::events::What;
 use blockyard_disk::SourceError;
 use blockyard_program::ending::Failure;
 use blockyard_yard::{
-    Change, DiskInfo, DiskSettings, DiskState, Job, JobState, Pending, Yard, YardError,
+    Change, DiskInfo, DiskSettings, DiskState, Ended, Job, JobState, Pending, Yard, YardError,
 };
 use toml::Table;
 
@@ -41,6 +41,24 @@ impl AddError {
         let AddError::Open(e) = self else { return false };
         e.downcast_ref::<SourceError>().is_some_and(SourceError::is_locked)
     }
+}
+
+/// How long a command waits for the storage of a disk. The growth of a large image takes minutes.
+/// Storage that does not answer must not keep the command and its thread for ever.
+pub const STORAGE_TIME: Duration = Duration::from_secs(600);
+
+/// Reasons why a disk is not removed.
+#[derive(Debug, thiserror::Error)]
+pub enum RemoveError {
+    #[error(transparent)]
+    Yard(YardError),
+    /// The disk is removed when its storage answers.
+    #[error(
+        "disk \"{disk}\" is still closing after {} s, and goes on: its storage may not answer; \
+         `ctl show {disk}` shows the state closing until it ends",
+        .limit.as_secs()
+    )]
+    GoesOn { disk: String, limit: Duration },
 }
 
 /// A disk that is being opened.
@@ -110,14 +128,37 @@ impl Server {
         Ok(Adding { held, pending, args })
     }
 
-    /// Removes a disk, and logs its final statistics. Returns whether its image was flushed.
-    pub fn remove(&self, held: HeldDisk<'_>) -> Result<bool, YardError> {
-        let ended = self.yard.remove(&held.args().name());
-        held.remove();
-        ended.map(|ended| {
-            log_end(&ended);
-            ended.is_flushed
+    /// Removes a disk, and logs its final statistics. Returns whether its image was flushed. After
+    /// `limit` it returns an error, and the removal goes on: the disk stays held until then.
+    pub fn remove(&self, held: HeldDisk<'_>, limit: Duration) -> Result<bool, RemoveError> {
+        let disk = held.args().name();
+        end_within(&self.yard, held, limit).map_err(RemoveError::Yard)?.map_err(|(held, late)| {
+            self.remove_later(held, late);
+            RemoveError::GoesOn { disk, limit }
         })
+    }
+
+    /// Waits on a thread of its own for the end of a disk. Its storage may never answer, so the
+    /// wait would use up a pool. A disk is lent once, so it has at most one such thread.
+    fn remove_later(&self, held: HeldDisk<'_>, late: Pending<Ended>) {
+        let Some(server) = self.itself.upgrade() else { return };
+        let disk = held.lend();
+        let thread = std::thread::Builder::new().name("late removal".into());
+        let spawned = thread.spawn(move || {
+            let held = server.book.lent(disk.clone());
+            match removed(held, late.wait()) {
+                Ok(true) => tracing::info!(disk, "it is removed now"),
+                Ok(false) => {
+                    let what = "it is removed now, but its image could not be flushed: writes since \
+                                its last flush may be lost";
+                    tracing::error!(disk, "{what}");
+                }
+                Err(e) => tracing::error!(disk, "{:#}", anyhow::Error::from(e)),
+            }
+        });
+        if let Err(e) = spawned {
+            tracing::error!("the end of a disk is not noticed: no thread can start: {e}");
+        }
     }
 
     /// Applies keys that need no reconnection: weight, limits, reservations,
@@ -183,5 +224,92 @@ impl Server {
         }
         Err(anyhow::anyhow!("an image could not be flushed, writes may be lost: see the log")
             .into())
+    }
+}
+
+/// Ends a disk. Returns whether its image was flushed, or what still runs after `limit`.
+fn end_within<'a>(
+    yard: &Yard,
+    held: HeldDisk<'a>,
+    limit: Duration,
+) -> Result<Result<bool, (HeldDisk<'a>, Pending<Ended>)>, YardError> {
+    match yard.begin_remove(&held.args().name()).wait_at_most(limit) {
+        Ok(ended) => removed(held, ended).map(Ok),
+        Err(late) => Ok(Err((held, late))),
+    }
+}
+
+/// Takes a disk that has ended out of the book, and logs its final statistics. Returns whether its
+/// image was flushed.
+fn removed(held: HeldDisk<'_>, ended: Result<Ended, YardError>) -> Result<bool, YardError> {
+    held.remove();
+    let ended = ended?;
+    log_end(&ended);
+    Ok(ended.is_flushed)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+    use std::sync::Arc;
+    use std::sync::mpsc::{Receiver, channel};
+
+    use blockyard_disk::Disk;
+    use blockyard_export::{Client, Export, Reactors};
+    use blockyard_yard::{Shares, Way, WayError};
+
+    use super::*;
+    use crate::book::HoldError;
+
+    /// An export that does not stop before the other end of the channel is dropped.
+    struct HeldExport(Receiver<()>);
+
+    impl Export for HeldExport {
+        fn resize(&mut self) {}
+
+        fn stop(&mut self, _: Instant) {
+            let _ = self.0.recv();
+        }
+
+        fn clients(&self) -> Vec<Client> {
+            Vec::new()
+        }
+    }
+
+    struct HeldWay(Mutex<Option<Receiver<()>>>);
+
+    impl Way for HeldWay {
+        fn describe(&self) -> String {
+            "held".into()
+        }
+
+        fn start(&self, _: &Arc<Disk>, _: &Arc<Reactors>) -> Result<Box<dyn Export>, WayError> {
+            Ok(Box::new(HeldExport(self.0.lock().unwrap().take().unwrap())))
+        }
+    }
+
+    #[test]
+    fn a_disk_that_does_not_end_in_time_stays_held_and_leaves_later() {
+        let shares = Shares::new(false, Vec::new(), BTreeMap::new());
+        let yard = Yard::start(Arc::new(Reactors::start(1, &[]).unwrap()), shares).unwrap();
+        let keys: Table =
+            "name = \"a\"\nimage = \"ram:1M\"\nvhost-user = \"/s\"\n".parse().unwrap();
+        let args: DiskArgs = keys.clone().try_into().unwrap();
+        let (hold, held) = channel::<()>();
+        let way = Arc::new(HeldWay(Mutex::new(Some(held))));
+        yard.add(settings(&args, vec![way])).unwrap();
+        let book = Book::default();
+        book.reserve(args.clone(), keys.clone(), true).unwrap().keep();
+        let taken = book.hold("a").unwrap();
+        let Err((taken, late)) = end_within(&yard, taken, Duration::ZERO).unwrap() else {
+            panic!("it has ended")
+        };
+        assert!(matches!(book.hold("a"), Err(HoldError::Busy(_))));
+        assert!(book.reserve(args, keys, true).is_err(), "its image is still in use");
+        assert_eq!(yard.info("a").unwrap().state, DiskState::Closing);
+        drop(hold);
+        assert!(removed(taken, late.wait()).unwrap(), "it is flushed");
+        assert!(book.all().is_empty() && yard.info("a").is_none());
+        yard.close();
     }
 }

@@ -44,9 +44,12 @@ pub fn notify(text: &str) {
     }
 }
 
-/// Returns what the watchdog reports, or `None` if no supervisor asks for it.
-pub fn alive() -> Option<Alive> {
-    let period = (sd_notify::watchdog_enabled()? / 2).max(SHORTEST);
+/// Returns what the watchdog reports, or `None` if no supervisor asks for it. `continues`: the
+/// server continues another one, or has a holder. It has the environment of the process that the
+/// supervisor started, whose number is in WATCHDOG_PID, and now it is the one that must report.
+pub fn alive(continues: bool) -> Option<Alive> {
+    let time = if continues { watchdog_time() } else { sd_notify::watchdog_enabled() };
+    let period = (time? / 2).max(SHORTEST);
     // A supervisor that does not read must not stop the watchdog.
     let without_wait = |socket: &UnixDatagram| socket.set_nonblocking(true);
     let socket = match connect() {
@@ -62,6 +65,11 @@ pub fn alive() -> Option<Alive> {
         }
     };
     Some(Alive { period, report: Box::new(report) })
+}
+
+fn watchdog_time() -> Option<Duration> {
+    let time = std::env::var("WATCHDOG_USEC").ok()?.parse().ok()?;
+    (time > 0).then(|| Duration::from_micros(time))
 }
 
 /// Returns a socket for notifications, or `None` if there is no supervisor. Call it before the

@@ -36,6 +36,8 @@ pub const MOST_FDS: usize = 240;
 pub const MOST_KEY: usize = 200;
 /// Most keys.
 const SLOTS: usize = 1024;
+/// How long the holder waits for a server that does not read what it has asked for.
+const SEND_TIME: Duration = Duration::from_secs(1);
 /// Longest path of a program, with the byte that ends it.
 const MOST_PATH: usize = 4096;
 /// Longest message in bytes.
@@ -369,10 +371,16 @@ impl Holder {
     /// Reads and handles a message. Returns false if there is none.
     fn take_message(&mut self) -> bool {
         let (mut bytes, mut fds) = ([0; MOST_BYTES], [-1; MOST_FDS]);
-        let Some((len, count)) = receive(self.socket.as_raw_fd(), &mut bytes, &mut fds) else {
+        let Some(got) = receive(self.socket.as_raw_fd(), &mut bytes, &mut fds) else {
             return false;
         };
-        let (message, fds) = (&bytes[..len], &fds[..count]);
+        let (message, fds) = (&bytes[..got.len], &fds[..got.count]);
+        if got.is_cut {
+            // What is kept already is better than a part of this.
+            close(fds);
+            note(b"blockyard holder: no descriptors are left (ulimit -n): changes are not kept\n");
+            return true;
+        }
         match message.split_first() {
             Some((&kind::KEEP, key)) if key.len() <= MOST_KEY => self.keep(key, fds),
             Some((&kind::FORGET, key)) => self.forget(key),
@@ -404,6 +412,11 @@ impl Holder {
             let last = last.map(|process| (self.server, process));
             self.other = last.map(|(pid, process)| Other { pid, process, has_served: !has_served });
         }
+        if self.is_ending && pid != self.server {
+            // The signal to end came during the upgrade, and went to the server before.
+            // SAFETY: kill has no memory arguments.
+            unsafe { libc::kill(pid, libc::SIGTERM) };
+        }
         (self.server, self.watched, self.is_owed) = (pid, process, false);
         self.set_program(program);
         (self.is_ready, self.refusals) = (true, 0);
@@ -433,14 +446,17 @@ impl Holder {
         }
     }
 
-    /// Sends each key with its descriptors, and the end. The server reads them at once.
+    /// Sends each key with its descriptors, and the end. The server reads them at once. One that has
+    /// died does not: the wait for room in the socket has a limit.
     fn send_all(&self) {
         for slot in self.slots.iter().filter(|slot| slot.count > 0) {
             let mut message = [0; MOST_KEY + 1];
             message[0] = kind::KEEP;
             message[1..][..slot.key_len].copy_from_slice(&slot.key[..slot.key_len]);
             let message = &message[..=slot.key_len];
-            let _ = send(self.socket.as_raw_fd(), message, &slot.fds[..slot.count]);
+            if send(self.socket.as_raw_fd(), message, &slot.fds[..slot.count]).is_err() {
+                return;
+            }
         }
         let _ = send(self.socket.as_raw_fd(), &[kind::END], &[]);
     }
@@ -474,10 +490,13 @@ fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
     let mut fds = [-1; 2];
     let kind = libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC;
     // SAFETY: the kernel writes two descriptors, which nothing else owns.
-    unsafe {
+    let (ours, theirs) = unsafe {
         check(libc::socketpair(libc::AF_UNIX, kind, 0, fds.as_mut_ptr()))?;
-        Ok((OwnedFd::from_raw_fd(fds[0]), OwnedFd::from_raw_fd(fds[1])))
-    }
+        (OwnedFd::from_raw_fd(fds[0]), OwnedFd::from_raw_fd(fds[1]))
+    };
+    let which = rustix::net::sockopt::Timeout::Send;
+    rustix::net::sockopt::set_socket_timeout(&ours, which, Some(SEND_TIME))?;
+    Ok((ours, theirs))
 }
 
 /// Blocks the signals of the holder, and returns a descriptor that reads them.
@@ -501,8 +520,17 @@ struct Control([u8; 1024]);
 
 const _: () = assert!(MOST_FDS * size_of::<RawFd>() + 64 <= 1024);
 
-/// Receives a message without waiting. Returns its length and the number of its descriptors.
-fn receive(socket: RawFd, bytes: &mut [u8], fds: &mut [RawFd]) -> Option<(usize, usize)> {
+/// A message that was received.
+struct Got {
+    len: usize,
+    /// Number of its descriptors.
+    count: usize,
+    /// The kernel has dropped some of its descriptors.
+    is_cut: bool,
+}
+
+/// Receives a message without waiting.
+fn receive(socket: RawFd, bytes: &mut [u8], fds: &mut [RawFd]) -> Option<Got> {
     let mut control = Control([0; 1024]);
     let mut piece = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
     // SAFETY: the message refers to `piece` and `control`, which outlive the call. The kernel
@@ -533,7 +561,8 @@ fn receive(socket: RawFd, bytes: &mut [u8], fds: &mut [RawFd]) -> Option<(usize,
             }
             header = libc::CMSG_NXTHDR(&message, part);
         }
-        Some((got as usize, count))
+        let is_cut = message.msg_flags & libc::MSG_CTRUNC != 0;
+        Some(Got { len: got as usize, count, is_cut })
     }
 }
 

@@ -83,7 +83,9 @@ impl Shares {
     pub fn set_groups(&self, groups: BTreeMap<String, Knobs>) {
         let mut known = self.groups.write().unwrap_or_else(PoisonError::into_inner);
         for (name, knobs) in groups {
-            if known.insert(name.clone(), knobs.clone()).is_some_and(|old| old != knobs) {
+            // Disks of a group without knobs of its own have one with the usual knobs.
+            let old = known.insert(name.clone(), knobs.clone()).unwrap_or_default();
+            if old != knobs {
                 self.host.set_group(&name, &knobs, sched_time());
             }
         }

@@ -117,9 +117,14 @@ impl Yard {
     /// Ends the exports of a disk, flushes its image and closes it. Running jobs of the disk are
     /// cancelled first.
     pub fn remove(&self, name: &str) -> Result<Ended, YardError> {
+        self.begin_remove(name).wait()
+    }
+
+    /// Like [`Yard::remove`], but returns before the disk is closed.
+    pub fn begin_remove(&self, name: &str) -> Pending<Ended> {
         let (answer, receiver) = answer();
         self.send_remove(name.into(), answer);
-        receiver.recv().unwrap_or(Err(YardError::Closing))
+        Pending(receiver)
     }
 
     /// Like [`Yard::remove`], without waiting. `then` gets the result on another thread before the
@@ -194,12 +199,21 @@ impl Yard {
         sample::collect(receiver.recv().unwrap_or_default(), self.reactors(), groups)
     }
 
-    /// Returns the clients and the statistics of a disk. Waits for no command of an open disk.
+    /// Returns the clients and the statistics of a disk. Waits for no command of an open disk. Fails
+    /// if a disk takes long to open or to close.
     pub fn report(&self, name: &str) -> Result<Report, YardError> {
-        if let Some((disk, exports)) = self.find_now(name).flatten() {
-            return Ok(exports.report(&disk, self.reactors()));
+        let until = Instant::now() + PATIENCE;
+        loop {
+            if let Some((disk, exports)) = self.find_now(name).ok_or(YardError::Closing)? {
+                return Ok(exports.report(&disk, self.reactors()));
+            }
+            let disk = name.to_string();
+            match self.info(name) {
+                None => return Err(YardError::NotFound { disk }),
+                Some(_) if Instant::now() >= until => return Err(YardError::Busy { disk }),
+                Some(_) => std::thread::sleep(PAUSE),
+            }
         }
-        self.with(name, |context, disk| Ok(disk.exports.report(&disk.disk, &context.reactors)))
     }
 
     /// Changes a disk while clients are connected. Fails if another command works on it for long.

@@ -1,7 +1,7 @@
 //! What each call of the API does: commands of the yard, and changes of the book of disks.
 
 use std::path::PathBuf;
-use std::sync::{Arc, PoisonError, RwLockReadGuard};
+use std::sync::{Arc, MutexGuard, PoisonError, RwLockReadGuard};
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use blockyard_control::events::EventLog;
@@ -25,7 +25,7 @@ use crate::options::disk::DiskArgs;
 use crate::options::knobs;
 use crate::persist::Persistence;
 use crate::reopening;
-use crate::server::{AddError, Server};
+use crate::server::{AddError, RemoveError, STORAGE_TIME, Server};
 
 /// Length of a drain if the caller gives none.
 const DRAIN_SECONDS: u64 = 60;
@@ -33,8 +33,6 @@ const DRAIN_SECONDS: u64 = 60;
 const MAX_DRAIN_SECONDS: u64 = 600;
 /// Longest wait for clients that are disconnected. NBD clients have 2 s to read their replies.
 const DISCONNECT_TIME: Duration = Duration::from_secs(10);
-/// Longest wait of a call for the storage of a disk. The growth of a large image takes minutes.
-const STORAGE_TIME: Duration = Duration::from_secs(600);
 
 impl Server {
     /// Holds a disk for a command.
@@ -99,15 +97,17 @@ impl Server {
             self.check_unused(&name, remedy)?;
         }
         // A reload would find the disk missing, and add it.
-        let Some(_only) = self.try_exclude_reloads() else {
-            let what = "a reload or an upgrade runs: try again when it has ended";
-            return Err(Problem::new(Kind::Conflict, what));
-        };
+        let _only = self.exclude_reloads()?;
         // A disk that cannot make its writes durable stays as it is.
         self.sync(&name)?;
         let modes = format!("{} -> {}", old.args.cache, args.cache);
         tracing::info!(disk = name, "changed: cache: {modes}: closing and opening it");
-        if !self.remove(held).map_err(words::problem)? {
+        let removed = self.remove(held, STORAGE_TIME).map_err(|e| {
+            let problem = words::removal(e);
+            let detail = format!("{}; it is not opened again: add it then", problem.detail);
+            Problem { detail, ..problem }
+        });
+        if !removed? {
             let what = format!(
                 "disk \"{name}\" could not be flushed when it was closed, so it is not opened \
                  again: writes may be lost"
@@ -124,6 +124,11 @@ impl Server {
     fn exclude_upgrades(&self) -> Answer<RwLockReadGuard<'_, ()>> {
         let what = "an upgrade runs: try again when it has ended";
         self.hand_overs.try_exclude().ok_or_else(|| Problem::new(Kind::Conflict, what))
+    }
+
+    fn exclude_reloads(&self) -> Answer<MutexGuard<'_, ()>> {
+        let what = "a reload or an upgrade runs: try again when it has ended";
+        self.try_exclude_reloads().ok_or_else(|| Problem::new(Kind::Conflict, what))
     }
 
     fn info(&self, name: &str) -> Answer<DiskInfo> {
@@ -197,7 +202,7 @@ fn outcome<T>(
 fn kept(store: &Persistence, name: &str, present: &Table, changes: Object) -> Answer<Table> {
     let failed = |e| Problem::new(Kind::Conflict, format!("persist: {e:#}"));
     let Some(keys) = store.keys(name).map_err(failed)? else { return Ok(present.clone()) };
-    let keys = words::with(keys, changes);
+    let keys = words::with(keys, changes)?;
     let args: Result<DiskArgs, _> = keys.clone().try_into();
     let checked = args
         .map_err(anyhow::Error::from)
@@ -285,14 +290,21 @@ impl Operator for Server {
     fn remove(&self, name: &str, force: bool, persist: bool) -> Answer<Removed> {
         let _no_upgrade = self.exclude_upgrades()?;
         let store = self.persistence(name, persist)?;
+        // A reload in between would find the disk in the file, and add it again.
+        let _only = persist.then(|| self.exclude_reloads()).transpose()?;
         let held = self.hold(name)?;
         if !force {
             self.check_unused(name, "disconnect, or remove it with force=true (--force)")?;
         }
-        let flushed = self.remove(held).map_err(words::problem)?;
-        if let Some(store) = store {
-            not_kept(name, "is removed", store.forget(name))?;
-        }
+        let removed = self.remove(held, STORAGE_TIME);
+        let store = store.filter(|_| !matches!(removed, Err(RemoveError::Yard(_))));
+        let forgotten = store.map_or(Ok(()), |store| store.forget(name));
+        let flushed = removed.map_err(words::removal)?;
+        let done = match flushed {
+            true => "is removed",
+            false => "is removed, its last writes may be lost because a flush failed",
+        };
+        not_kept(name, done, forgotten)?;
         Ok(Removed { name: name.into(), flushed })
     }
 
@@ -340,6 +352,12 @@ impl Operator for Server {
             let grown = outcome(name, "growth", begun, STORAGE_TIME)?;
             let Resize { size } = size;
             return Ok(grown.map_or(Resized { old: size, new: size }, words::resized));
+        }
+        // A snapshot makes its overlay as large as the disk is at its start. No job begins while the
+        // disk is held.
+        if self.has_job(name) {
+            let what = format!("disk \"{name}\": {}", reopening::JOB);
+            return Err(Problem::new(Kind::Conflict, what));
         }
         let failed = |e: std::io::Error| {
             let image = args.image.display();

@@ -17,6 +17,7 @@ use toml::Table;
 use crate::book::Entry;
 use crate::config::mistake;
 use crate::options::disk::DiskArgs;
+use crate::server::RemoveError;
 
 /// Size of a sector in bytes. The size of a disk is a multiple of it.
 const SECTOR: u64 = 512;
@@ -49,10 +50,17 @@ pub fn problem(error: YardError) -> Problem {
     Problem::new(kind, format!("{:#}", anyhow::Error::from(error)))
 }
 
+pub fn removal(error: RemoveError) -> Problem {
+    match error {
+        RemoveError::Yard(e) => problem(e),
+        goes_on @ RemoveError::GoesOn { .. } => Problem::new(Kind::Busy, goes_on.to_string()),
+    }
+}
+
 /// Parses the keys of a disk. Returns them also as a table of the configuration file.
 pub fn disk(keys: Object) -> Answer<(DiskArgs, Table)> {
     let args: DiskArgs = parse(&keys)?;
-    Ok((args, table(keys)))
+    Ok((args, table(keys)?))
 }
 
 fn parse(keys: &Object) -> Answer<DiskArgs> {
@@ -64,10 +72,12 @@ fn parse(keys: &Object) -> Answer<DiskArgs> {
 }
 
 /// Returns keys as a table. A key with null has its default, so it is left out.
-fn table(mut keys: Object) -> Table {
+fn table(mut keys: Object) -> Answer<Table> {
     keys.retain(|_, value| !value.is_null());
-    // JSON without null has a form in TOML, except numbers beyond 64 bits, which no key accepts.
-    Table::try_from(keys).unwrap_or_default()
+    // JSON without null has a form in TOML, except numbers from 2^63 on.
+    Table::try_from(keys).map_err(|e| {
+        Problem::new(Kind::Invalid, format!("a value does not fit into a configuration file: {e}"))
+    })
 }
 
 /// Returns the options and the keys of a disk with some keys changed.
@@ -107,14 +117,14 @@ pub fn changed(args: DiskArgs, old: Table, keys: Object) -> Answer<(DiskArgs, Ta
             _ => tls_allow.clone_from(&new.tls_allow),
         }
     }
-    Ok((DiskArgs { tls_allow, on_enospc, cache, ..args }.with(&knobs), with(old, keys)))
+    Ok((DiskArgs { tls_allow, on_enospc, cache, ..args }.with(&knobs), with(old, keys)?))
 }
 
 /// Returns a table with some keys changed.
-pub fn with(mut old: Table, keys: Object) -> Table {
+pub fn with(mut old: Table, keys: Object) -> Answer<Table> {
     keys.keys().for_each(|key| drop(old.remove(key)));
-    old.extend(table(keys));
-    old
+    old.extend(table(keys)?);
+    Ok(old)
 }
 
 pub fn resized(size: blockyard_yard::Resized) -> Resized {

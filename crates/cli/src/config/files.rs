@@ -53,6 +53,11 @@ pub fn main(config: &Path) -> PathBuf {
 
 /// Reads and merges the files of a configuration.
 pub fn read(config: &Path) -> Result<Config, ConfigError> {
+    read_without(config, None)
+}
+
+/// Like `read`, as if one file were not there.
+pub fn read_without(config: &Path, left_out: Option<&Path>) -> Result<Config, ConfigError> {
     let is_folder = config.is_dir();
     let main = main(config);
     // A folder may have parts only.
@@ -63,7 +68,8 @@ pub fn read(config: &Path) -> Result<Config, ConfigError> {
         let places = places(&main, &lines, parsed.disks.len());
         Config { file, places, ..parsed }
     };
-    for path in parts(&root(config).join(FOLDER))? {
+    let parts = parts(&root(config).join(FOLDER))?;
+    for path in parts.into_iter().filter(|path| Some(&**path) != left_out) {
         let (part, file, lines): (Part, _, _) = parse(&path, PART)?;
         let places = places(&path, &lines, part.disks.len());
         merge(&mut all, part, file, places);

@@ -208,16 +208,18 @@ fn disk(disk: &Disk) -> String {
         text += &table(&rows);
     }
     if !disk.requests.is_empty() {
-        let mut rows = vec![row(&["REQUESTS", "NUMBER", "BYTES", "ERRORS", "P50 us", "P99 us"])];
+        let times = ["QUEUE us p50/p99", "SERVICE us p50/p99"];
+        let mut rows =
+            vec![row(&[&["REQUESTS", "NUMBER", "BYTES", "ERRORS"][..], &times].concat())];
         for (kind, requests) in &disk.requests {
-            let sum = |at: usize| format!("{:.0}", requests.queue_us[at] + requests.service_us[at]);
+            let both = |times: &[f64]| format!("{:.0}/{:.0}", times[0], times[1]);
             rows.push(row(&[
                 kind,
                 &requests.requests.to_string(),
                 &size(requests.bytes),
                 &requests.errors.to_string(),
-                &sum(0),
-                &sum(1),
+                &both(&requests.queue_us),
+                &both(&requests.service_us),
             ]));
         }
         text.push('\n');

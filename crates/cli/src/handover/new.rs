@@ -76,6 +76,10 @@ impl Takeover {
         Some(&program.files)
     }
 
+    pub fn has_socket(&self, name: &str) -> bool {
+        self.sockets.contains_key(name)
+    }
+
     /// Returns a listening socket of the old server.
     pub fn socket(&mut self, name: &str) -> Option<Parcel> {
         self.sockets.remove(name)

@@ -251,7 +251,7 @@ impl<'a> HandOver<'a> {
         for disk in all.filter(|disk| !taken.contains(disk)) {
             tracing::warn!(disk, "the new server does not have this disk: it ends");
             let ended = self.server.book.hold(&disk).map_err(anyhow::Error::from);
-            let ended = ended.and_then(|held| Ok(self.server.remove(held)?));
+            let ended = ended.and_then(|held| Ok(self.server.remove(held, DRAIN_TIME)?));
             if let Err(e) = ended {
                 tracing::error!(disk, "cannot end it: {e:#}");
             }
@@ -428,10 +428,16 @@ pub struct Control {
 impl Control {
     /// Listens on the socket. `handed`: that of the server from which this one takes over.
     pub fn open(path: &Path, handed: Option<Parcel>) -> anyhow::Result<Listener> {
-        Ok(match handed {
-            Some(parcel) => Listener::from_parcel(parcel)?,
-            None => Listener::bind(path)?,
-        })
+        let Some(parcel) = handed else { return Ok(Listener::bind(path)?) };
+        let listener = Listener::from_parcel(parcel)?;
+        if let Some(own) = listener.path().filter(|own| *own != path) {
+            let (own, path) = (own.display(), path.display());
+            bail!(
+                "--control: the running server listens on {own}, not on {path}: a restart changes \
+                 that"
+            );
+        }
+        Ok(listener)
     }
 
     pub fn start(listener: Listener, server: Arc<Server>) -> anyhow::Result<Control> {

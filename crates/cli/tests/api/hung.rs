@@ -38,9 +38,9 @@ fn state(server: &Server, disk: &str) -> String {
 }
 
 /// Sends a call, and does not wait for its answer.
-fn begin(server: &Server, path: &str) -> UnixStream {
+fn begin(server: &Server, method: &str, path: &str) -> UnixStream {
     let mut stream = server.connect();
-    let text = format!("POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n");
+    let text = format!("{method} {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n");
     stream.write_all(text.as_bytes()).unwrap();
     stream
 }
@@ -52,6 +52,10 @@ fn add_hanging(server: &Server, name: &str) {
     server.good("POST", "/v1/disks", keys);
 }
 
+fn flush(name: &str) -> String {
+    format!("/v1/disks/{name}/flush")
+}
+
 impl Hung {
     fn start() -> Self {
         let server = Server::start();
@@ -60,8 +64,7 @@ impl Hung {
         server.good("POST", "/v1/disks", server.keys("a"));
         let disks = names.iter().map(String::as_str).chain(["a"]);
         let _guests = disks.map(|name| guest(&server, name)).collect();
-        let calls: Vec<_> =
-            names.iter().map(|name| begin(&server, &format!("/v1/disks/{name}/flush"))).collect();
+        let calls: Vec<_> = names.iter().map(|name| begin(&server, "POST", &flush(name))).collect();
         for name in &names {
             until("the flush runs", SOON, || state(&server, name) == "busy");
         }
@@ -131,11 +134,27 @@ fn a_command_that_gets_no_answer_says_that_the_call_may_still_run() {
     add_hanging(&server, "a");
     let _guest = guest(&server, "a");
     let api = server.socket();
-    let flush = ["ctl", "--api", api.to_str().unwrap(), "--timeout", "1", "flush", "a"];
+    let flush = ["ctl", "--api", api.to_str().unwrap(), "--timeout", "3", "flush", "a"];
     let failed = blockyard(flush);
     assert_eq!(failed.status.code(), Some(1));
     for part in ["the call may still run", "ctl show", "--timeout"] {
         assert!(failed.err.contains(part), "{}", failed.err);
     }
-    assert_eq!(state(&server, "a"), "busy", "it runs");
+    until("it runs", SOON, || state(&server, "a") == "busy");
+}
+
+/// The removal waits for the storage, for a limited time. Nothing else waits for it.
+#[test]
+fn a_disk_whose_removal_hangs_keeps_its_name_and_delays_no_other() {
+    let server = Server::start();
+    add_hanging(&server, "a");
+    server.good("POST", "/v1/disks", server.keys("b"));
+    let guest = guest(&server, "a");
+    let _call = begin(&server, "DELETE", "/v1/disks/a?force=true");
+    until("the removal runs", SOON, || state(&server, "a") == "closing");
+    let problem = server.bad("DELETE", "/v1/disks/a?force=true", "", 409);
+    assert!(problem["detail"].as_str().unwrap().contains("another command works"), "{problem}");
+    server.good("DELETE", "/v1/disks/b", Value::Null);
+    assert_eq!(server.names(), ["a"]);
+    drop(guest);
 }

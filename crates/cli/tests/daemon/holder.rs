@@ -9,7 +9,7 @@ use blockyard_bench::client::LoadOptions;
 use blockyard_driver::connection::PROTOCOL_WITHOUT_INFLIGHT;
 use blockyard_driver::{Plan, status};
 
-use crate::common::{Daemon, SOON, until};
+use crate::common::{BLOCKYARD, Daemon, SOON, until};
 use crate::guest::{Guest, pattern};
 use crate::handover::{Case, ctl};
 use crate::interrupted::Message;
@@ -112,12 +112,40 @@ fn nothing_is_kept_of_a_front_end_that_has_left() {
     let case = Case::new();
     let holder = keep(&case, Keeper::Holder);
     let kept = || std::fs::read_dir(format!("/proc/{}/fd", holder.pid())).unwrap().count();
+    // The server's process is the last that the holder gets before a front end.
+    until("the holder has the server", SOON, || {
+        holder.descriptors().iter().any(|target| target.contains("pidfd"))
+    });
     let before = kept();
     let mut guest = Guest::connect(&case.socket);
     assert_eq!(guest.write(0, &pattern(1, 4096)), status::OK);
-    assert!(kept() > before);
+    until("the session is kept", SOON, || kept() > before);
     guest.leave();
     until("the holder has closed its descriptors", SOON, || kept() == before);
+    end(holder, Keeper::Holder);
+}
+
+/// The operator starts the next server with the options of the one before, and the holder stays.
+#[test]
+fn a_server_that_takes_over_by_hand_has_the_same_holder() {
+    let case = Case::new();
+    let holder = keep(&case, Keeper::Holder);
+    let plan = Plan { protocol: PROTOCOL_WITHOUT_INFLIGHT, ..Plan::default() };
+    let mut guest = Guest::with(&case.socket, &plan);
+    assert_eq!(guest.write(0, &pattern(1, 4096)), status::OK);
+    let mut elsewhere = Command::new(BLOCKYARD);
+    elsewhere.arg("serve").arg(&case.top).arg("--vhost-user").arg(&case.socket);
+    elsewhere.arg("--control").arg(case.folder.join("elsewhere")).arg("--api").arg(&case.api);
+    let mut refused = Daemon::start(elsewhere.arg("--takeover").arg(&case.control));
+    assert!(!refused.ended(SOON).success());
+    assert!(refused.log().contains("a restart changes that"), "{}", refused.log());
+    let mut new = Daemon::start(&mut case.takeover());
+    assert!(new.became_ready(), "{}\n---- holder ----\n{}", new.log(), holder.log());
+    assert_eq!(guest.read(0, 4096).unwrap(), pattern(1, 4096));
+    new.kill();
+    until("the holder has started a server", SOON, || holder.kept().is_some());
+    assert_eq!(guest.read(0, 4096).unwrap(), pattern(1, 4096));
+    guest.leave();
     end(holder, Keeper::Holder);
 }
 

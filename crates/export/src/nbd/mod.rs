@@ -114,18 +114,21 @@ impl Server {
         &self.shared.address
     }
 
-    /// Returns a copy of the listening sockets for the next server. This one leaves the socket
-    /// file to it, and accepts no client any more. A client that chooses its export now has
-    /// [`CHOICE`] for that.
-    pub fn hand_over(&self) -> io::Result<Parcel> {
-        let listener = self.listener()?;
-        let parcel = listener.to_parcel();
-        listener.keep_file();
+    /// Begins a hand-over: accepts no client any more, and leaves the socket's file to the next
+    /// server.
+    pub fn pause(&self) -> io::Result<()> {
+        self.listener()?.keep_file();
         self.shared.is_paused.store(true, Ordering::SeqCst);
         self.shared.ring();
         self.shared.disconnected.store(0, Ordering::SeqCst);
-        let start = Instant::now();
-        while start.elapsed() < CHOICE && links::undecided(&self.reactors, &self.shared) > 0 {
+        Ok(())
+    }
+
+    /// Returns a copy of the listening sockets for the next server. Call [`Server::pause`] before.
+    /// Clients that choose their exports may do that until `since` is [`CHOICE`] ago.
+    pub fn hand_over(&self, since: Instant) -> io::Result<Parcel> {
+        let parcel = self.listener()?.to_parcel();
+        while since.elapsed() < CHOICE && links::undecided(&self.reactors, &self.shared) > 0 {
             std::thread::sleep(Duration::from_millis(5));
         }
         let ended = links::end_undecided(&self.reactors, &self.shared);

@@ -65,7 +65,8 @@ fn all(holder: &mut Holder, socket: &OwnedFd) -> Vec<(Vec<u8>, usize)> {
     let mut found = Vec::new();
     loop {
         let (mut bytes, mut fds) = ([0; MOST_BYTES], [-1; MOST_FDS]);
-        let (len, count) = receive(socket.as_raw_fd(), &mut bytes, &mut fds).expect("an answer");
+        let got = receive(socket.as_raw_fd(), &mut bytes, &mut fds).expect("an answer");
+        let (len, count) = (got.len, got.count);
         close(&fds[..count]);
         match bytes[0] {
             kind::KEEP => found.push((bytes[1..len].to_vec(), count)),
@@ -218,6 +219,22 @@ fn a_taker_that_has_failed_or_become_the_server_is_not_killed() {
         tell(&mut holder, &socket, kind, &number, None);
         assert!(holder.other.is_none());
     }
+}
+
+/// The signal came during the upgrade, when the old server was the one to get it.
+#[test]
+fn a_new_server_is_told_to_end_if_the_holder_is() {
+    let (mut holder, socket) = holder();
+    let sleeps = || std::process::Command::new("sleep").arg("1000").spawn().unwrap();
+    let (mut old, mut new) = (sleeps(), sleeps());
+    for process in [&old, &new] {
+        let number = (process.id() as i32).to_ne_bytes();
+        tell(&mut holder, &socket, kind::SERVER, &number, None);
+        holder.is_ending = true;
+    }
+    assert_eq!(new.wait().unwrap().signal(), Some(libc::SIGTERM));
+    assert!(old.try_wait().unwrap().is_none());
+    old.kill().and_then(|()| old.wait()).unwrap();
 }
 
 /// The new server dies between its announcement and the end of the old one.
