@@ -111,6 +111,13 @@ impl<S> CurrentImage<S> {
         .await
     }
 
+    /// Returns whether a request that began no I/O on the image's files left their device idle. (The
+    /// I/O of an NBD client is not counted.)
+    #[inline]
+    pub(crate) fn is_idle_without_io(&self) -> bool {
+        self.metered.as_ref().is_some_and(|metered| metered.done().operations > 0)
+    }
+
     /// Returns the I/O that is not charged yet. The request was charged for one operation of
     /// `charged` bytes, and its polls began `file_io`. If the request was charged for more than it
     /// began, the difference is no credit for other requests.

@@ -72,6 +72,9 @@ impl<S> Drop for Admitted<'_, S> {
         if let Some(more) = self.image.uncharged(self.file_io.get(), self.charged) {
             self.share.charge_more(more.operations, more.bytes);
         }
+        if self.file_io.get().operations == 0 && self.image.is_idle_without_io() {
+            self.admission.set_idle();
+        }
     }
 }
 

@@ -95,6 +95,14 @@ impl Admission<'_> {
         }
     }
 
+    /// The device has not worked for the request: the image knew the answer, or refused it.
+    #[inline]
+    pub fn set_idle(&mut self) {
+        if let Some((_, grant)) = &mut self.0 {
+            grant.set_idle();
+        }
+    }
+
     /// Reverts the admission, because the request does not begin.
     pub fn give_back(mut self, operation: &Operation) {
         if let Some((throttle, grant)) = self.0.take() {

@@ -249,7 +249,8 @@ impl Baseline {
                 let full = count >= BATCH || (count >= SMALL_BATCH && shorter > known / 4);
                 if full && shorter > 0 {
                     let all = shorter > known / 10;
-                    cell.expected.store(known - if all { shorter } else { shorter / 8 }, Relaxed);
+                    let expected = known - if all { shorter } else { shorter / 8 };
+                    cell.expected.store(expected.max(1), Relaxed);
                 }
                 cell.sum.store(if full { 0 } else { sum }, Relaxed);
                 cell.count.store(if full { 0 } else { count }, Relaxed);

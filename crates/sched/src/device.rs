@@ -142,6 +142,15 @@ pub struct Grant {
     is_queued: bool,
     /// Whether the operation takes no room of the window.
     is_forced: bool,
+    /// Whether the device has not worked for the operation.
+    is_idle: bool,
+}
+
+impl Grant {
+    /// The device has not worked for the operation: its duration says nothing about the device.
+    pub fn set_idle(&mut self) {
+        self.is_idle = true;
+    }
 }
 
 /// What an admitted operation advances: the device's virtual time and its disk's start tag
@@ -346,6 +355,7 @@ impl Device {
         Grant {
             is_queued,
             is_forced: false,
+            is_idle: false,
             cost_ns: cost,
             arrived: now,
             began: now,
@@ -437,6 +447,7 @@ impl Device {
             class,
             was_alone: false,
             is_queued: !is_forced,
+            is_idle: false,
             is_forced,
             probe: self.quiet_probe.load(Relaxed),
         }

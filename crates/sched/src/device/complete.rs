@@ -21,7 +21,7 @@ impl Device {
         let in_probe = grant.probe != 0 && grant.probe == self.quiet_probe.load(Relaxed);
         let has_stalled = grant.began < self.stalled_until.load(Relaxed);
         match () {
-            () if has_stalled => {}
+            () if has_stalled || grant.is_idle => {}
             () if in_probe => {
                 self.quiet_samples.fetch_add(1, Relaxed);
                 self.baseline.learn_in_probe(grant.class, service);
@@ -30,6 +30,7 @@ impl Device {
         }
         // A disk in the queue causes its own depth.
         let expected = match account.waiting.load(Relaxed) {
+            _ if grant.is_idle => now.saturating_sub(grant.arrived),
             0 => self.baseline.expected(grant.class),
             _ => self.baseline.at_least(grant.class),
         };

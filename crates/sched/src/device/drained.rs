@@ -32,6 +32,7 @@ impl Device {
             began: now,
             class,
             is_forced: true,
+            is_idle: false,
             ..Grant::default()
         }
     }

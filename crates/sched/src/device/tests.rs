@@ -89,6 +89,25 @@ fn a_completion_long_after_the_last_one_ends_a_stall() {
     assert_eq!(device.stalled_until.load(Relaxed), NOW + 5 * PERIOD);
 }
 
+/// A disk that reads only what its image knows would else make every other disk look slow.
+#[test]
+fn an_operation_that_left_the_device_idle_teaches_nothing() {
+    let [one, _two] = neighbours();
+    let device = one.device().unwrap();
+    for _ in 0..100 {
+        one.done(NOW + 90_000, one.ask(NOW, &SMALL).unwrap());
+    }
+    let class = OperationClass::of(SMALL.kind, SMALL.bytes, 0);
+    let before = device.baseline.expected(class);
+    assert!(before > 0);
+    for _ in 0..100 {
+        let mut grant = one.ask(NOW + 90_000, &SMALL).unwrap();
+        grant.set_idle();
+        one.done(NOW + 90_000, grant);
+    }
+    assert_eq!(device.baseline.expected(class), before);
+}
+
 #[test]
 fn a_large_operation_of_a_disk_in_the_queue_begins_a_gap() {
     let [one, _two] = neighbours();
