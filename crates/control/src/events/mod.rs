@@ -112,7 +112,11 @@ impl EventLog {
 
     /// Counts events that the server could not keep. Streams report them as lost.
     pub fn skip(&self, events: u64) {
-        self.ring().next += events;
+        let mut ring = self.ring();
+        ring.next += events;
+        if events > 0 && !ring.is_closed {
+            self.news.send_replace(ring.next);
+        }
     }
 
     /// Ends all streams after the last event.
@@ -176,6 +180,10 @@ impl EventLog {
             Some((number, _)) => {
                 *place = Place::Before(*number);
                 Next::Text(self.lost(*number, Some(number - wanted)))
+            }
+            None if wanted < ring.next => {
+                *place = Place::Before(ring.next);
+                Next::Text(self.lost(ring.next, Some(ring.next - wanted)))
             }
             None if ring.is_closed => Next::End,
             None => Next::Wait,

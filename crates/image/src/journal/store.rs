@@ -11,7 +11,7 @@
 //! make a server change an image.
 
 use std::collections::HashMap;
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt};
@@ -231,6 +231,11 @@ impl StateFolder {
             file.read_exact_at(&mut bytes, 0).map_err(failed("reading a journal"))?;
         }
         let header = words_of(&bytes);
+        if self.is_of_another_version(&file, &meta)? {
+            let what = "a journal of another version of Blockyard has answered writes of this image: \
+                        start that version once, and stop it";
+            return Err(StoreError::Unusable { path, what: what.into() });
+        }
         let session = whole.then(|| read_header(&header, image)).flatten();
         let Some(session) = session.filter(|session| session.boot == self.boot) else {
             self.remove(image).map_err(failed("removing an old journal"))?;
@@ -238,6 +243,25 @@ impl StateFolder {
         };
         let words = SharedWords::of_file(&file, log::TOTAL).map_err(failed("mapping a journal"))?;
         Ok(Some(Recovered::new(Arc::new(words), Some(file), session)))
+    }
+
+    /// Returns whether a file is a journal of this boot that only another version can read. All
+    /// versions have the magic number and the boot in the same words.
+    fn is_of_another_version(&self, file: &File, meta: &Metadata) -> Result<bool, StoreError> {
+        let mut bytes = [0; 3 * 8];
+        if !meta.is_file() || meta.len() < bytes.len() as u64 {
+            return Ok(false);
+        }
+        let read = file.read_exact_at(&mut bytes, 0);
+        read.map_err(|error| StoreError::Io {
+            path: self.path.clone(),
+            operation: "reading a journal",
+            error,
+        })?;
+        let words = words_of(&bytes);
+        let is_ours = words[0] == MAGIC && meta.len() == (log::TOTAL * 8) as u64;
+        let is_journal = words[0] >> 8 == MAGIC >> 8;
+        Ok(is_journal && !is_ours && joined([words[1], words[2]]) == self.boot)
     }
 
     fn remove(&self, image: &ImageKey) -> io::Result<()> {
@@ -431,4 +455,28 @@ fn sum(fields: &[u64]) -> u64 {
     fields
         .iter()
         .fold(0, |sum: u64, field| sum.rotate_left(7) ^ field.wrapping_mul(0x9e37_79b9_7f4a_7c15))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_journal_of_another_version_is_kept_until_the_next_boot() {
+        let path = std::env::temp_dir().join(format!("blockyard-journals-{}", std::process::id()));
+        std::fs::create_dir_all(&path).unwrap();
+        let folder = StateFolder { path, boot: 7 };
+        let image = ImageKey { device: 1, inode: 2, born: 3 };
+        drop(folder.create(&image).unwrap());
+        assert!(folder.find(&image).unwrap().is_some());
+        let file = File::options().write(true).open(folder.file(&image)).unwrap();
+        file.write_all_at(&(MAGIC + 1).to_ne_bytes(), 0).unwrap();
+        let error = folder.find(&image).err().unwrap().to_string();
+        assert!(error.contains("another version of Blockyard"), "{error}");
+        assert!(folder.file(&image).exists());
+        let later = StateFolder { boot: 8, ..folder.clone() };
+        assert!(later.find(&image).unwrap().is_none());
+        assert!(!folder.file(&image).exists());
+        std::fs::remove_dir_all(&folder.path).unwrap();
+    }
 }

@@ -87,7 +87,14 @@ impl<S: Storage, A: Ask> Mapped<S, A> {
         while at < whole.end {
             let asked = Discard { offset: at, len: whole.end - at, zero: how != Free::Discard };
             let answer = self.ask.discard(asked).await;
-            let Some(extents) = answer.inspect_err(|e| self.core.note_error(e))? else {
+            let answer = answer.inspect_err(|e| {
+                self.core.note_error(e);
+                // The map may still free places, and a flush must not run at the same time.
+                if e.kind() == io::ErrorKind::TimedOut {
+                    self.core.set_lost("discard", e);
+                }
+            });
+            let Some(extents) = answer? else {
                 self.core.frees_nothing.store(true, Ordering::Relaxed);
                 return Err(io::ErrorKind::Unsupported.into());
             };

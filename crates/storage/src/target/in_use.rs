@@ -37,10 +37,17 @@ impl InUse {
 
     /// Waits until all requests have ended that began before this call. One caller at a time.
     pub(super) async fn settle(&self) {
+        // A caller that was dropped may have left requests on the other side.
+        self.is_empty((self.current.load(SeqCst) as usize & 1) ^ 1).await;
         let old = self.current.fetch_add(1, SeqCst) as usize & 1;
+        self.is_empty(old).await;
+    }
+
+    /// Waits until the side that is not the current one is empty.
+    async fn is_empty(&self, side: usize) {
         poll_fn(|cx| {
             *self.waits.lock().unwrap_or_else(PoisonError::into_inner) = Some(cx.waker().clone());
-            match self.counts[old].load(SeqCst) {
+            match self.counts[side].load(SeqCst) {
                 0 => Poll::Ready(()),
                 _ => Poll::Pending,
             }
@@ -59,5 +66,28 @@ impl Drop for Guard<'_> {
                 waker.wake();
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::pin::pin;
+    use std::task::Context;
+
+    use super::*;
+
+    #[test]
+    fn a_dropped_wait_does_not_shorten_the_next_one() {
+        let (all, mut context) = (InUse::default(), Context::from_waker(Waker::noop()));
+        let guard = all.enter();
+        assert!(pin!(all.settle()).poll(&mut context).is_pending());
+        // The future above was dropped.
+        let mut next = pin!(all.settle());
+        assert!(next.as_mut().poll(&mut context).is_pending());
+        let later = all.enter();
+        drop(guard);
+        assert!(next.as_mut().poll(&mut context).is_pending(), "the later request began before");
+        drop(later);
+        assert!(next.as_mut().poll(&mut context).is_ready());
     }
 }

@@ -397,7 +397,7 @@ impl<S: Storage, A: Ask> Mapped<S, A> {
             }
             Err(e) => {
                 // The list stays pending: no write is durable any more.
-                self.core.set_lost(&e);
+                self.core.set_lost("flush", &e);
                 Err(e)
             }
         }

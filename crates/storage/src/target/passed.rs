@@ -106,7 +106,7 @@ impl Storage for Passed {
         let flush = |device: std::rc::Rc<dyn AnyDevice>| -> Boxed<'static, io::Result<()>> {
             Box::pin(async move { device.flush().await })
         };
-        self.call(flush).await.inspect_err(|e| self.core.set_lost(e))
+        self.call(flush).await.inspect_err(|e| self.core.set_lost("flush", e))
     }
 
     async fn discard(&self, offset: u64, len: u64) -> io::Result<()> {

@@ -170,8 +170,8 @@ impl Core {
         self.lost.get().cloned()
     }
 
-    pub(super) fn set_lost(&self, error: &io::Error) {
-        let _ = self.lost.set(format!("an earlier flush failed: {error}"));
+    pub(super) fn set_lost(&self, call: &str, error: &io::Error) {
+        let _ = self.lost.set(format!("an earlier {call} failed: {error}"));
     }
 
     /// Logs the first fault of each kind.

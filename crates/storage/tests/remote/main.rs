@@ -198,6 +198,7 @@ fn ends_in_an_error(says: &'static str, headers: Headers, lie: Lie) {
         })
     };
     let server = Server::start(headers, |_, _| (), script(answer));
+    let connections = server.connections.clone();
     // The error names the wrong answer: the client has not waited for its timeout.
     on_image(&server, TALKING, async move |store| {
         let mut error = store.read(Segments::buffer(4096), 4096).await.1;
@@ -205,6 +206,8 @@ fn ends_in_an_error(says: &'static str, headers: Headers, lie: Lie) {
             // The next request detects an error behind a correct answer.
             error = store.read(Segments::buffer(4096), 4096).await.1;
             if error.is_ok() {
+                let connections = connections.load(Ordering::SeqCst);
+                assert!(connections > 1, "{says}: the connection is kept");
                 return;
             }
         }

@@ -102,8 +102,8 @@ impl Server {
         let ended = Arc::new(Mutex::new(false));
         let idle = Idle::default();
         let (count, stop, ends) = (connections.clone(), ended.clone(), idle.clone());
+        let bytes = (0..SIZE).map(|at| (at / 512 % 251) as u8).collect();
         let thread = std::thread::spawn(move || {
-            let bytes = (0..SIZE).map(|at| (at / 512 % 251) as u8).collect();
             let written = Vec::new();
             let mut disk = Disk { headers, size: SIZE, flags: FLUSH_TRIM_ZEROES, bytes, written };
             for stream in listener.incoming() {
