@@ -70,12 +70,13 @@ fn the_disks_of_a_group_share_its_limit() {
     let scratch = Scratch::new("group");
     let yard = Yard::start(1).unwrap();
     let like = || Disk::image("like", "");
-    yard.limit_group("guests", &like().bytes_per_second(512));
     for name in ["a", "b"] {
         let image = scratch.file(name, &vec![1; 1 << 20]);
         let socket = scratch.path(&format!("{name}.sock"));
         yard.serve(Disk::image(name, image).group("guests").vhost_user(socket)).unwrap();
     }
+    // The disks are there already.
+    yard.limit_group("guests", &like().bytes_per_second(512));
     let free = scratch.file("free", &vec![2; 1 << 20]);
     yard.serve(Disk::image("free", free).vhost_user(scratch.path("free.sock"))).unwrap();
     let [mut a, mut b, mut free] =

@@ -1,6 +1,7 @@
 //! Each call: what it answers, and what the server does.
 
 use std::os::unix::fs::FileExt;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use blockyard_driver::{Data, Plan, Session, SplitRing, request, status};
 use serde_json::{Value, json};
@@ -87,7 +88,7 @@ fn one_of_many_concurrent_adds_of_a_disk_succeeds() {
 #[test]
 fn concurrent_and_repeated_calls_all_have_an_answer() {
     let server = Server::start();
-    let server = &server;
+    let (server, added) = (&server, &AtomicUsize::new(0));
     let calls = |seed: usize| {
         for round in 0..30 {
             let name = format!("d{}", (seed + round) % 3);
@@ -105,9 +106,11 @@ fn concurrent_and_repeated_calls_all_have_an_answer() {
             };
             let (status, answer) = server.send(method, &path, &body);
             assert!(status < 500 || status == 503, "{method} {path}: {status} {answer}");
+            added.fetch_add(usize::from(status == 201), Ordering::Relaxed);
         }
     };
     std::thread::scope(|scope| (0..8).for_each(|seed| drop(scope.spawn(move || calls(seed)))));
+    assert!(added.load(Ordering::Relaxed) > 0, "no disk was added");
     for name in server.names() {
         server.good("DELETE", &format!("/v1/disks/{name}?force=true"), Value::Null);
     }

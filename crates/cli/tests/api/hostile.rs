@@ -1,11 +1,12 @@
 //! Clients that send or read nothing, or too much.
 
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 
 use serde_json::Value;
 
+use crate::common::{SOON, until};
 use crate::server::Server;
 
 /// A connection without a request. The socket's queue may be full.
@@ -22,13 +23,15 @@ fn idle(server: &Server) -> Option<UnixStream> {
 }
 
 #[test]
-fn a_thousand_idle_connections_end_and_the_server_answers() {
+fn a_thousand_idle_connections_take_few_descriptors_and_the_server_answers() {
     let server = Server::start();
     server.good("POST", "/v1/disks", server.keys("a"));
     let all: Vec<_> = (0..1000).filter_map(|_| idle(&server)).collect();
     assert!(all.len() > 64, "{}", all.len());
-    let open = server.daemon.descriptors().len();
-    assert!(open < 64 + 64, "the server holds {open} descriptors");
+    // It has accepted as many as it may when the first one of the rest is still in the queue.
+    let open = || server.daemon.descriptors().len();
+    until("the server has accepted 64", SOON, || open() >= 64);
+    assert!(open() < 64 + 64, "the server holds {} descriptors", open());
     drop(all);
     assert_eq!(server.names(), ["a"]);
     assert!(server.daemon.stop().contains("POST /v1/disks"));
@@ -52,7 +55,8 @@ fn connections_that_send_part_of_a_request_are_closed() {
     for (part, mut stream) in streams {
         let mut answer = Vec::new();
         // The server closes the connection, with or without an answer.
-        let _ = stream.read_to_end(&mut answer);
+        let end = stream.read_to_end(&mut answer);
+        assert!(!end.is_err_and(|e| e.kind() == ErrorKind::WouldBlock), "{part:?}: not closed");
         let answer = String::from_utf8_lossy(&answer);
         assert!(answer.is_empty() || answer.starts_with("HTTP/1.1 4"), "{part:?}: {answer}");
     }

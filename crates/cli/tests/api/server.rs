@@ -7,7 +7,7 @@ use std::process::Command;
 
 use serde_json::{Value, json};
 
-use crate::common::{BLOCKYARD, Daemon, Folder};
+use crate::common::{BLOCKYARD, Daemon, Folder, SOON};
 
 pub struct Server {
     pub daemon: Daemon,
@@ -49,7 +49,9 @@ impl Server {
     }
 
     pub fn connect(&self) -> UnixStream {
-        UnixStream::connect(self.socket()).unwrap()
+        let stream = UnixStream::connect(self.socket()).unwrap();
+        stream.set_read_timeout(Some(SOON)).unwrap();
+        stream
     }
 
     /// Sends a request with any text as body. Returns the status and the body of the answer.

@@ -200,18 +200,33 @@ impl Daemon {
     /// daemon that holds sessions passes the question on to its current server.
     #[track_caller]
     pub fn until_served_more_than(&self, count: u64, kind: &str, disk: &str) {
+        self.first_served(kind, disk, |served| served > count);
+    }
+
+    /// Returns how many requests of this kind the daemon has completed on this disk: at least one,
+    /// for which it waits.
+    #[track_caller]
+    pub fn served(&self, kind: &str, disk: &str) -> u64 {
+        self.first_served(kind, disk, |_| true)
+    }
+
+    /// Returns the first number of completed requests that is wanted.
+    #[track_caller]
+    fn first_served(&self, kind: &str, disk: &str, is_wanted: impl Fn(u64) -> bool) -> u64 {
         let (kind, disk) = (format!(" {kind}: queue time"), format!("disk=\"{disk}"));
-        let has_more = |line: &str| {
-            let requests = line.split_once("requests=").map(|(_, rest)| rest);
-            let requests = requests.and_then(|rest| rest.split(' ').next()?.parse::<u64>().ok());
-            line.contains(&kind) && line.contains(&disk) && requests > Some(count)
+        let served = |line: &str| {
+            let (_, rest) = line.split_once("requests=")?;
+            let served = rest.split(' ').next()?.parse::<u64>().ok()?;
+            (line.contains(&kind) && line.contains(&disk) && is_wanted(served)).then_some(served)
         };
-        let from = self.log().len();
-        until(&format!("more than {count}{kind} {disk}"), TOOL, || {
+        let (from, mut found) = (self.log().len(), None);
+        until(&format!("enough of{kind} {disk}"), TOOL, || {
             self.signal(Signal::USR1);
             std::thread::sleep(Duration::from_millis(20));
-            self.log()[from..].lines().any(has_more)
+            found = self.log()[from..].lines().find_map(served);
+            found.is_some()
         });
+        found.unwrap()
     }
 
     /// Returns the targets of the daemon's open descriptors in /proc, sorted.

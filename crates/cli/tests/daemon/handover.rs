@@ -115,8 +115,10 @@ impl Case {
     }
 }
 
+/// Waits until a server has answered more writes. A hand-over carries their count over.
 pub fn serves(daemon: &Daemon) {
-    daemon.until_served("write", "");
+    let before = daemon.served("write", "");
+    daemon.until_served_more_than(before, "write", "");
 }
 
 /// Waits until a server has at most a descriptor more than an early one: the journal. Connections

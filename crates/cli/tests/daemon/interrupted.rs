@@ -6,8 +6,9 @@
 
 use std::io::Read;
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use blockyard_bench::client::workload::Pattern;
@@ -16,7 +17,9 @@ use blockyard_driver::{Data, request, status};
 use blockyard_storage::sim::Rng;
 use vhost::vhost_user::message::FrontendReq;
 
-use crate::common::{BLOCKYARD, Daemon, Folder, SOON, StateFolder, blockyard, guests, tool};
+use crate::common::{
+    BLOCKYARD, Daemon, Folder, SOON, Signal, StateFolder, blockyard, guests, tool,
+};
 use crate::guest::{Guest, pattern};
 use crate::killed::{Over, kills};
 
@@ -103,7 +106,8 @@ impl Host {
     }
 
     fn serves(&self) {
-        self.daemon.as_ref().unwrap().until_served("write", "busy");
+        let daemon = self.daemon.as_ref().unwrap();
+        daemon.until_served_more_than(daemon.served("write", "busy"), "write", "busy");
     }
 
     fn ctl(&self, arguments: &[&str]) -> Command {
@@ -263,21 +267,23 @@ fn a_kill_while_disks_are_added_removed_and_reloaded_leaves_nothing_in_the_way()
 }
 
 /// Starts a server that is killed at the n-th call of io_uring_enter of one of its threads: strace
-/// counts them. Returns whether it became ready before.
-fn killed_at(host: &Host, call: u64) -> bool {
+/// counts them. Returns how it ended, or None if it became ready before. The killed server before
+/// may still have its locks.
+fn killed_at(host: &Host, call: u64) -> Option<ExitStatus> {
     let mut strace = Command::new(guests().join("tool"));
     strace.args(["strace", "-D", "-qq", "-f", "-o", "/dev/null", "-e", "trace=io_uring_enter"]);
     strace.arg("-e").arg(format!("inject=io_uring_enter:signal=KILL:when={call}"));
     let serve = host.command(BLOCKYARD);
     let mut daemon = Daemon::start(strace.arg(BLOCKYARD).args(serve.get_args()));
-    let is_ready = daemon.became_ready();
-    if is_ready {
+    if daemon.became_ready() {
         daemon.kill();
-    } else {
-        let log = daemon.log();
-        assert!(!log.contains("ERROR"), "killed at call {call}: {log}");
+        return None;
     }
-    is_ready
+    let (status, log) = (daemon.ended(SOON), daemon.log());
+    let is_killed = status.signal() == Some(Signal::KILL.as_raw());
+    assert!(is_killed || log.contains("is in use by"), "call {call}: {status}: {log}");
+    assert!(!is_killed || !log.contains("ERROR"), "killed at call {call}: {log}");
+    Some(status)
 }
 
 fn killed_while_replaying(format: &str) {
@@ -285,17 +291,23 @@ fn killed_while_replaying(format: &str) {
     Host::new(format).under_load(|host| {
         // Calls of the start, with a replay: the opening thread has about 30.
         let mut call = 1 + rng.below(3);
-        let mut left = kills(6);
+        let (mut left, mut killed) = (kills(6), 0);
         while left > 0 {
             host.serves();
             host.kill();
             for _ in 0..3 {
                 left = left.saturating_sub(1);
-                call =
-                    if killed_at(host, call) { 1 + rng.below(3) } else { call + 1 + rng.below(4) };
+                call = match killed_at(host, call) {
+                    Some(status) => {
+                        killed += u64::from(status.signal().is_some());
+                        call + 1 + rng.below(4)
+                    }
+                    None => 1 + rng.below(3),
+                };
             }
             host.start();
         }
+        assert!(killed > 0, "no server was killed");
     });
 }
 

@@ -32,8 +32,12 @@ pub fn server(case: &Case) -> Option<i32> {
 
 /// Waits until requests of the load are answered.
 pub fn serves(case: &Case) {
-    let before = requests(case);
-    until("requests are answered", SOON, || requests(case) != before);
+    let mut before = None;
+    until("the API answers", SOON, || {
+        before = requests(case);
+        before.is_some()
+    });
+    until("requests are answered", SOON, || requests(case) > before);
 }
 
 /// Begins an upgrade in which the message kills the victim. Returns the process of the old server.

@@ -188,7 +188,7 @@ fn killed_during(kind: &str) {
         // The work succeeds after all.
         server.daemon.as_ref().unwrap().until_goes_on(16);
         assert!(server.work(kind).wait().unwrap().success(), "{kind}");
-        server.daemon.as_ref().unwrap().until_served("write", "");
+        server.daemon.as_ref().unwrap().until_served_more_than(1000, "write", "");
         drop(over);
         client.join().unwrap().unwrap()
     });

@@ -8,7 +8,7 @@ use blockyard_driver::{Data, request};
 use blockyard_ring::host::{self, Lock};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 
-use crate::common::{BLOCKYARD, Daemon, Folder, SOON, run};
+use crate::common::{BLOCKYARD, Daemon, Folder, SOON, run, until};
 use crate::guest::{Guest, pattern};
 
 fn serve(image: &Path, socket: &Path, more: &[&str]) -> Command {
@@ -110,6 +110,7 @@ fn a_start_waits_for_the_lock_of_a_killed_server() {
             );
         }
         guest.queue().publish().unwrap();
+        until("it is under load", SOON, || guest.queue().reap().unwrap().is_some());
         daemon.kill();
         daemon = Daemon::start(&mut serve(&image, &socket, &[]));
         assert!(daemon.became_ready(), "round {round}: {}", daemon.log());

@@ -121,8 +121,8 @@ fn limits_reservations_and_statistics_are_those_of_other_disks() {
     let folder = Folder::new();
     let image = program(&folder, &folder.image("data", 1 << 20));
     let (socket, api) = (folder.join("s"), folder.join("api"));
-    // The limit admits a request of one sector at once, and the next one after 25 s.
-    let options = ["--name", "a", "--bps", "20", "--reserve-iops", "10", "--api"];
+    // The limit admits a request of one sector at once, and the next one after 512 s.
+    let options = ["--name", "a", "--bps", "1", "--reserve-iops", "10", "--api"];
     let options = options.iter().copied().chain([api.to_str().unwrap()]).collect::<Vec<_>>();
     let daemon = Daemon::serve(&image, &socket, &options);
     let mut guest = Guest::connect(&socket);
