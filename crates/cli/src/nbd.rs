@@ -79,7 +79,7 @@ impl Servers {
     /// Returns the listening sockets by address, for the next server.
     pub fn hand_over(&mut self) -> std::io::Result<Vec<(String, Parcel)>> {
         self.leaving = self.listening().collect();
-        // The clients of all addresses have the same time, so that the next server waits for it once.
+        // The clients of all addresses have the same time: the next server waits for it once.
         self.leaving.iter().try_for_each(|server| server.pause())?;
         let since = Instant::now();
         let parcel =

@@ -79,9 +79,9 @@ impl Persistence {
         Ok(prepared)
     }
 
-    /// Makes the next start leave a disk out. After an error or a power cut, the files have the disk
-    /// as before, or not at all: the disk of an earlier file must not come back, because it may have
-    /// another image.
+    /// Makes the next start leave a disk out. After an error or a power cut, the files have the
+    /// disk as before, or not at all: the disk of an earlier file must not come back, because it
+    /// may have another image.
     pub fn forget(&self, name: &str) -> anyhow::Result<()> {
         let names = Value::Array(vec![name.into()]);
         self.write(name, &Table::from_iter([("remove".to_string(), names)]))?;

@@ -111,8 +111,8 @@ impl<S> CurrentImage<S> {
         .await
     }
 
-    /// Returns whether a request that began no I/O on the image's files left their device idle. (The
-    /// I/O of an NBD client is not counted.)
+    /// Returns whether a request that began no I/O on the image's files left their device idle.
+    /// (The I/O of an NBD client is not counted.)
     #[inline]
     pub(crate) fn is_idle_without_io(&self) -> bool {
         self.metered.as_ref().is_some_and(|metered| metered.done().operations > 0)

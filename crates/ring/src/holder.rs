@@ -38,6 +38,7 @@ pub const MOST_KEY: usize = 200;
 const SLOTS: usize = 1024;
 /// How long the holder waits for a server that does not read what it has asked for.
 const SEND_TIME: Duration = Duration::from_secs(1);
+const SEND: rustix::net::sockopt::Timeout = rustix::net::sockopt::Timeout::Send;
 /// Longest path of a program, with the byte that ends it.
 const MOST_PATH: usize = 4096;
 /// Longest message in bytes.
@@ -375,13 +376,12 @@ impl Holder {
             return false;
         };
         let (message, fds) = (&bytes[..got.len], &fds[..got.count]);
-        if got.is_cut {
-            // What is kept already is better than a part of this.
-            close(fds);
-            note(b"blockyard holder: no descriptors are left (ulimit -n): changes are not kept\n");
-            return true;
-        }
         match message.split_first() {
+            // What is kept already is better than a part of this.
+            _ if got.is_cut => {
+                close(fds);
+                note(b"blockyard holder: no descriptors are left (ulimit -n): a change is not kept\n");
+            }
             Some((&kind::KEEP, key)) if key.len() <= MOST_KEY => self.keep(key, fds),
             Some((&kind::FORGET, key)) => self.forget(key),
             Some((&kind::ALL, _)) => self.send_all(),
@@ -446,8 +446,8 @@ impl Holder {
         }
     }
 
-    /// Sends each key with its descriptors, and the end. The server reads them at once. One that has
-    /// died does not: the wait for room in the socket has a limit.
+    /// Sends each key with its descriptors, and the end. The server reads them at once. One that
+    /// has died does not: the wait for room in the socket has a limit.
     fn send_all(&self) {
         for slot in self.slots.iter().filter(|slot| slot.count > 0) {
             let mut message = [0; MOST_KEY + 1];
@@ -494,8 +494,7 @@ fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
         check(libc::socketpair(libc::AF_UNIX, kind, 0, fds.as_mut_ptr()))?;
         (OwnedFd::from_raw_fd(fds[0]), OwnedFd::from_raw_fd(fds[1]))
     };
-    let which = rustix::net::sockopt::Timeout::Send;
-    rustix::net::sockopt::set_socket_timeout(&ours, which, Some(SEND_TIME))?;
+    rustix::net::sockopt::set_socket_timeout(&ours, SEND, Some(SEND_TIME))?;
     Ok((ours, theirs))
 }
 
@@ -523,9 +522,9 @@ const _: () = assert!(MOST_FDS * size_of::<RawFd>() + 64 <= 1024);
 /// A message that was received.
 struct Got {
     len: usize,
-    /// Number of its descriptors.
+    /// Number of descriptors.
     count: usize,
-    /// The kernel has dropped some of its descriptors.
+    /// Whether the kernel has dropped some.
     is_cut: bool,
 }
 
@@ -561,8 +560,7 @@ fn receive(socket: RawFd, bytes: &mut [u8], fds: &mut [RawFd]) -> Option<Got> {
             }
             header = libc::CMSG_NXTHDR(&message, part);
         }
-        let is_cut = message.msg_flags & libc::MSG_CTRUNC != 0;
-        Some(Got { len: got as usize, count, is_cut })
+        Some(Got { len: got as usize, count, is_cut: message.msg_flags & libc::MSG_CTRUNC != 0 })
     }
 }
 

@@ -199,8 +199,8 @@ impl Yard {
         sample::collect(receiver.recv().unwrap_or_default(), self.reactors(), groups)
     }
 
-    /// Returns the clients and the statistics of a disk. Waits for no command of an open disk. Fails
-    /// if a disk takes long to open or to close.
+    /// Returns the clients and the statistics of a disk. Waits for no command of an open disk.
+    /// Fails if a disk takes long to open or to close.
     pub fn report(&self, name: &str) -> Result<Report, YardError> {
         let until = Instant::now() + PATIENCE;
         loop {

@@ -353,8 +353,8 @@ impl Operator for Server {
             let Resize { size } = size;
             return Ok(grown.map_or(Resized { old: size, new: size }, words::resized));
         }
-        // A snapshot makes its overlay as large as the disk is at its start. No job begins while the
-        // disk is held.
+        // A snapshot makes its overlay as large as the disk is at its start. No job begins while
+        // the disk is held.
         if self.has_job(name) {
             let what = format!("disk \"{name}\": {}", reopening::JOB);
             return Err(Problem::new(Kind::Conflict, what));
