@@ -96,6 +96,11 @@ trait Kind: Sync {
         None
     }
 
+    /// Returns whether the next server must continue an export that is handed over.
+    fn must_continue(&self) -> bool {
+        false
+    }
+
     /// Drops an export that was handed over, and that no server continues. Returns whether it was
     /// kept for later servers.
     fn end_handed(&self, _disk: &str, _parcel: Parcel, _before: Before) -> bool {
@@ -204,6 +209,13 @@ pub fn is_handed_last(args: &DiskArgs) -> bool {
 
 /// Drops an export that another server has handed over, and that this one does not continue.
 /// Returns whether it was kept for later servers.
+/// Returns the option of an export that was handed over, if the disk lacks that option and must have
+/// it.
+pub fn missing(args: &DiskArgs, kind: &str) -> Option<&'static str> {
+    let kind = ALL.into_iter().find(|of| of.parcels() == Some(kind))?;
+    (kind.must_continue() && !kind.is_requested(args)).then(|| kind.option())
+}
+
 fn end_handed(disk: &str, kind: &str, parcel: Parcel, before: Before) -> bool {
     let kind = ALL.into_iter().find(|of| of.parcels() == Some(kind));
     kind.is_some_and(|kind| kind.end_handed(disk, parcel, before))

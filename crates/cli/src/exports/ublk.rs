@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use blockyard_export::ublk::{Ublk, UblkOptions};
+use blockyard_export::ublk::{PARCELS, Ublk, UblkOptions, number_in};
 use blockyard_yard::{Way, WayError};
 
 use super::{Claim, Common, at, ended, shape};
@@ -35,14 +35,33 @@ impl super::Kind for Kind {
         vec!["/dev".into()]
     }
 
+    fn parcels(&self) -> Option<&'static str> {
+        Some(PARCELS)
+    }
+
+    /// A device that no server continues would hang, with the file system on it.
+    fn must_continue(&self) -> bool {
+        true
+    }
+
     fn way(&self, args: &DiskArgs, common: &Common) -> Option<Arc<dyn Way>> {
         let address = match args.ublk? {
             UblkNumber::Any => "a ublk device".to_string(),
             UblkNumber::Number(number) => format!("/dev/ublkb{number}"),
         };
-        let (own, attached) = (args.clone(), common.attached);
+        let (own, attached, handed) = (args.clone(), common.attached, common.handed.clone());
         at(address, args, move |disk, reactors| {
-            let options = ublk_options(&own);
+            let mut options = ublk_options(&own);
+            let left = handed.take(disk.name(), PARCELS);
+            if let Some(id) = left.and_then(|(parcel, _)| number_in(&parcel)) {
+                if let Some(other) = options.id.filter(|other| *other != id) {
+                    let what = format!(
+                        "the other server has the disk as /dev/ublkb{id}, not as /dev/ublkb{other}"
+                    );
+                    return Err(WayError::caller(what));
+                }
+                options.id = Some(id);
+            }
             let ended = ended(disk.name().to_string(), attached);
             let ublk = Ublk::start(disk.clone(), &options, reactors, ended);
             Ok(Box::new(ublk.map_err(WayError::caller)?))

@@ -194,9 +194,11 @@ impl Takeover {
         let name = args.name();
         let take = FromNew::Take { disk: name.clone(), programs: true };
         self.peer.send(&take).context(TALKING)?;
+        let mut missing = None;
         match self.peer.receive().context(TALKING)? {
             FromOld::Given { exports } => {
                 for kind in exports {
+                    missing = missing.or(exports::missing(&args, &kind));
                     let parcel = self.peer.receive_parcel().context(TALKING)?;
                     if kind == KEPT {
                         let kept: HashMap<_, _> = serde_json::from_slice(&parcel.bytes)?;
@@ -210,6 +212,12 @@ impl Takeover {
             }
             FromOld::Refused { what } => bail!("{what}"),
             other => bail!("the old server sent {other:?}"),
+        }
+        if let Some(option) = missing {
+            bail!(
+                "disk \"{name}\" has its device, but no {option} any more: an upgrade cannot change \
+                 that"
+            );
         }
         server.add(args, keys, by_api)?;
         self.peer.send(&FromNew::Took { disk: name }).context(TALKING)

@@ -27,6 +27,13 @@ fails 1 'it is read-only now' -- \
     blockyard serve "${options[@]}" --read-only --takeover /tmp/control
 kill -0 $pid
 answered ublkb0
+# The device would hang.
+for other in --ublk=3 '--nbd unix:/tmp/nbd'; do
+    fails 1 'top.qcow2' -- blockyard serve top.qcow2 $other --control /tmp/control --takeover /tmp/control
+    kill -0 $pid
+    answered ublkb0
+done
+[[ ! -e /dev/ublkb3 ]]
 # A new server that dies when all its queues fetch.
 not strace -qq -f -o /tmp/strace -e trace=mmap -P /dev/ublkc0 -e inject=mmap:signal=KILL:when=1 \
     /host/blockyard serve "${options[@]}" --takeover /tmp/control >/tmp/other 2>>/tmp/log
@@ -34,7 +41,7 @@ not grep -q ready /tmp/other
 grep -q 'killed by SIGKILL' /tmp/strace || { cat /tmp/strace /tmp/log && exit 1; }
 kill -0 $pid
 answered ublkb0
-until_logged 'served again' 2
+until_logged 'served again' 4
 
 replace
 end_load

@@ -41,6 +41,7 @@ use files::{has_files, memory_alignment};
 use queue::{QueueHandle, Shared};
 use removal::{delete, is_left, stop_unused};
 pub use removal::{remove, remove_left};
+pub use takeover::{PARCELS, number_in};
 pub use users::{KIND, answer};
 
 /// Maximum number of bytes of a request with zero copy.
@@ -514,11 +515,11 @@ impl Export for Ublk {
         (!can_stay).then(|| Obstacle::EndsWithServer(self.path()))
     }
 
-    /// Leaves the device to the next server, which finds it by the disk's identity.
+    /// Leaves the device to the next server. Older ones find it by the disk's identity.
     fn hand_over(&mut self) -> Option<Handed> {
         self.stays = true;
         self.stop(Instant::now() + STOP_TIME);
-        None
+        Some(Handed { kind: PARCELS, parcel: takeover::parcel(self.device.id) })
     }
 
     /// Removes the device if it is not in use. If it is in use, leaves it to the next server of the

@@ -8,6 +8,7 @@ use std::io;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use blockyard_ring::parcel::Parcel;
 use blockyard_ring::ublk::abi::{self, DeviceInfo};
 use blockyard_ring::ublk::{CLASS, Control, NumberLock};
 use rustix::io::Errno;
@@ -15,6 +16,19 @@ use rustix::io::Errno;
 use super::{MAX_WAIT, UblkError, UblkOptions};
 use crate::export::GRACE;
 use crate::fingerprint;
+
+/// The kind of the parcels of a hand-over.
+pub const PARCELS: &str = "ublk";
+
+/// Returns what the next server needs to continue a device.
+pub(super) fn parcel(id: u32) -> Parcel {
+    Parcel { bytes: id.to_le_bytes().to_vec(), fds: Vec::new() }
+}
+
+/// Returns the number of the device that another server has handed over.
+pub fn number_in(parcel: &Parcel) -> Option<u32> {
+    Some(u32::from_le_bytes(parcel.bytes.as_slice().try_into().ok()?))
+}
 
 /// A number that no device has. A server holds the lock on this number while it adds a device.
 const ADDING: u32 = u32::MAX;
