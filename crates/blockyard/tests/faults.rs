@@ -298,3 +298,46 @@ fn an_invalidation_and_a_new_size_take_effect() {
     assert_eq!(guest.read(SIZE as usize + 8192, 4096), [2; 4096]);
     assert_eq!(yard.resize("moving").unwrap(), None);
 }
+
+/// Blocks lie in two files in turn.
+struct Striped;
+
+impl Map for Striped {
+    async fn locate(&self, asked: Question) -> io::Result<Vec<Extent>> {
+        let blocks = asked.offset / BLOCK..(asked.offset + asked.len) / BLOCK;
+        let place = |block: u64| Place::At { file: block as usize % 2, offset: block * BLOCK };
+        Ok(blocks.map(|block| Extent { len: BLOCK, place: place(block) }).collect())
+    }
+
+    async fn flush(&self, _: &[Range<u64>]) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+const BLOCK: u64 = 4096;
+
+#[test]
+fn a_request_in_many_places_that_are_known_is_a_hit() {
+    let scratch = Scratch::new("striped");
+    let [one, two] = [1, 2].map(|byte| scratch.file(&byte.to_string(), &vec![byte; SIZE as usize]));
+    let yard = Yard::start(1).unwrap();
+    let (sender, receiver) = sync_channel::<Handle>(1);
+    let target = Target::map("striped", SHAPE, async move |_, handle| {
+        let _ = sender.send(handle);
+        Ok(Striped)
+    });
+    let target = target.data(one, Access::Write).data(two, Access::Write);
+    yard.serve(Disk::target("striped", target).vhost_user(scratch.path("s.sock"))).unwrap();
+    let handle = receiver.recv().unwrap();
+    let mut guest = Guest::connect(&scratch.path("s.sock"));
+    let expected = [[1; BLOCK as usize], [2; BLOCK as usize]].as_flattened().repeat(8);
+    for hits in 0..2 {
+        assert!(guest.read(0, 16 * BLOCK as usize) == expected);
+        assert_eq!((handle.figures().hits, handle.figures().misses), (hits, 1));
+    }
+    guest.write(0, &expected);
+    let before = handle.figures();
+    guest.write(0, &expected);
+    let after = handle.figures();
+    assert_eq!((after.hits, after.misses), (before.hits + 1, before.misses));
+}

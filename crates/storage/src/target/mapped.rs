@@ -171,12 +171,9 @@ impl<S: Storage, A: Ask> Mapped<S, A> {
         check(range, purpose, extents, &bounds, self.core.unit)
     }
 
-    /// Returns where the bytes at `offset` lie, for at most `len` bytes. Asks the map if the table
-    /// does not know.
-    async fn find_for_read(&self, offset: u64, len: u64) -> io::Result<Known> {
-        if let Some(known) = self.core.cache.find(offset, len, false) {
-            return Ok(known);
-        }
+    /// Asks the map where the bytes at `offset` lie, for at most `len` bytes. The table does not
+    /// know.
+    async fn ask_for_read(&self, offset: u64, len: u64) -> io::Result<Known> {
         let held = self.granules(offset..offset + len);
         let _held = self.core.misses_lock.hold(held.clone()).await;
         // Another request may have asked meanwhile.
@@ -217,11 +214,20 @@ impl<S: Storage, A: Ask> Mapped<S, A> {
 
     async fn read_pieces(&self, segments: &Segments, offset: u64, len: u64) -> io::Result<()> {
         let _in_use = self.enter(offset..offset + len).await;
-        let (mut pieces, mut at) = (Vec::new(), offset);
+        let (mut pieces, mut at, mut is_known) = (Vec::new(), offset, true);
         while at < offset + len {
-            let Known { len, place } = self.find_for_read(at, offset + len - at).await?;
+            let left = offset + len - at;
+            let known = self.core.cache.find(at, left, false);
+            is_known &= known.is_some();
+            let Known { len, place } = match known {
+                Some(known) => known,
+                None => self.ask_for_read(at, left).await?,
+            };
             push(&mut pieces, Piece { offset: at, len, place });
             at += len;
+        }
+        if is_known {
+            self.hit();
         }
         let reads = pieces.into_iter().map(async |piece| {
             let part = segments.slice((piece.offset - offset) as usize, piece.len as usize);
@@ -266,13 +272,14 @@ impl<S: Storage, A: Ask> Mapped<S, A> {
         let end = offset + segments.len() as u64;
         let held = self.granules(offset..end);
         let _held = self.core.misses_lock.hold(held.clone()).await;
-        let (mut pieces, mut at) = (Vec::new(), held.start);
+        let (mut pieces, mut at, mut is_known) = (Vec::new(), held.start, true);
         while at < held.end {
             if let Some(Known { len, place }) = self.core.cache.find(at, held.end - at, true) {
                 push(&mut pieces, Piece { offset: at, len, place });
                 at += len;
                 continue;
             }
+            is_known = false;
             let stamp = self.core.cache.stamp();
             let asked = at..self.core.cache.next_moved(&(at..held.end));
             for Extent { len, place } in self.locate(asked.clone(), true).await? {
@@ -286,6 +293,9 @@ impl<S: Storage, A: Ask> Mapped<S, A> {
                 push(&mut pieces, Piece { offset: at, len, place });
                 at += len;
             }
+        }
+        if is_known {
+            self.hit();
         }
         let writes = pieces.into_iter().map(async |piece| {
             let (start, stop) = (piece.offset.max(offset), (piece.offset + piece.len).min(end));
