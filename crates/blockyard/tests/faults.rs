@@ -128,7 +128,8 @@ fn a_map_that_is_silent_is_not_waited_for() {
     let good = scratch.file("good", &vec![0; SIZE as usize]);
     let yard = Yard::start(1).unwrap();
     let (release, held) = sync_channel(8);
-    let limits = Limits { answer: Duration::from_secs(1), ..Limits::default() };
+    // The second answer must come in this time on a busy host, too.
+    let limits = Limits { answer: Duration::from_secs(3), ..Limits::default() };
     let target = Target::map("silent", SHAPE, async |_, _| Ok(Silent(Mutex::new(held))));
     let disk = Disk::target("silent", target.limits(limits));
     yard.serve(disk.vhost_user(scratch.path("silent.sock"))).unwrap();
@@ -138,11 +139,9 @@ fn a_map_that_is_silent_is_not_waited_for() {
     assert_eq!(guest.try_read(0, 4096), Err(IOERR));
     neighbour.write(0, &[5; 4096]);
     assert_eq!(neighbour.read(0, 4096), [5; 4096]);
-    // The target answers again: the late answer is not used, a next one is. (A busy host can make
-    // one late, too.)
-    (0..8).for_each(|_| release.send(()).unwrap());
-    let again = (0..7).find_map(|_| guest.try_read(4096, 4096).ok());
-    assert_eq!(again.expect("it answers again"), [0; 4096]);
+    // The target answers again: the late answer is not used, the next one is.
+    (0..2).for_each(|_| release.send(()).unwrap());
+    assert_eq!(guest.read(4096, 4096), [0; 4096]);
     drop((guest, release));
     assert!(yard.remove("silent").unwrap().is_flushed);
 }

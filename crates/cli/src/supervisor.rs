@@ -45,8 +45,8 @@ pub fn notify(text: &str) {
 }
 
 /// Returns what the watchdog reports, or `None` if no supervisor asks for it. `continues`: the
-/// server continues another one, or has a holder. It has the environment of the process that the
-/// supervisor started, whose number is in WATCHDOG_PID, and now it is the one that must report.
+/// server continues another one, or has a holder. Then WATCHDOG_PID names another process, which
+/// the supervisor has started, and this server reports in its place.
 pub fn alive(continues: bool) -> Option<Alive> {
     let time = if continues { watchdog_time() } else { sd_notify::watchdog_enabled() };
     let period = (time? / 2).max(SHORTEST);

@@ -209,8 +209,8 @@ pub fn is_handed_last(args: &DiskArgs) -> bool {
 
 /// Drops an export that another server has handed over, and that this one does not continue.
 /// Returns whether it was kept for later servers.
-/// Returns the option of an export that was handed over, if the disk lacks that option and must have
-/// it.
+/// Returns the option of an export that was handed over, if the disk lacks that option and must
+/// have it.
 pub fn missing(args: &DiskArgs, kind: &str) -> Option<&'static str> {
     let kind = ALL.into_iter().find(|of| of.parcels() == Some(kind))?;
     (kind.must_continue() && !kind.is_requested(args)).then(|| kind.option())
