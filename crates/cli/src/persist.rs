@@ -256,7 +256,7 @@ mod tests {
         store.keep("a", keys("a", "weight = 300\n")).unwrap();
         let wrong = folder.join(FOLDER).join("99.toml");
         std::fs::write(&wrong, "no TOML").unwrap();
-        let _ = store.forget("a");
+        store.forget("a").unwrap();
         std::fs::remove_file(&wrong).unwrap();
         assert_eq!(names(&config), []);
         std::fs::remove_dir_all(&folder).unwrap();

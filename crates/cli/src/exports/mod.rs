@@ -207,8 +207,6 @@ pub fn is_handed_last(args: &DiskArgs) -> bool {
     requested(args).any(Kind::is_handed_last)
 }
 
-/// Drops an export that another server has handed over, and that this one does not continue.
-/// Returns whether it was kept for later servers.
 /// Returns the option of an export that was handed over, if the disk lacks that option and must
 /// have it.
 pub fn missing(args: &DiskArgs, kind: &str) -> Option<&'static str> {
@@ -216,6 +214,8 @@ pub fn missing(args: &DiskArgs, kind: &str) -> Option<&'static str> {
     (kind.must_continue() && !kind.is_requested(args)).then(|| kind.option())
 }
 
+/// Drops an export that another server has handed over, and that this one does not continue.
+/// Returns whether it was kept for later servers.
 fn end_handed(disk: &str, kind: &str, parcel: Parcel, before: Before) -> bool {
     let kind = ALL.into_iter().find(|of| of.parcels() == Some(kind));
     kind.is_some_and(|kind| kind.end_handed(disk, parcel, before))
