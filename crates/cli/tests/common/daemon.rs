@@ -288,39 +288,32 @@ impl Daemon {
         switches(self.pid())
     }
 
-    /// Waits until the daemon's threads stay asleep. Then panics if one of them is awake within
-    /// `time`. Returns the names of the threads. Not of the kernel's io_uring workers, which the
-    /// kernel wakes every 5 s.
-    ///
-    /// A stop and continuation of all processes (SIGSTOP) wakes each thread. So the threads may
-    /// wake as often as a process that only sleeps.
+    /// Waits until each thread of the daemon sleeps, and none has a time at which it wakes: only an
+    /// event from outside can wake them. Returns the names of the threads. Not of the kernel's
+    /// io_uring workers, which the kernel wakes every 5 s.
     #[track_caller]
-    pub fn sleeps_for(&self, time: Duration) -> Vec<String> {
-        let mut child = Command::new("sleep").arg("infinity").spawn().unwrap();
+    pub fn falls_asleep(&self) -> Vec<String> {
         let counts = || {
-            let mut own = self.switches();
-            own.retain(|name, _| !name.contains(" iou-wrk-"));
-            (own, switches(child.id()))
+            let mut counts = self.switches();
+            counts.retain(|name, _| !name.contains(" iou-wrk-"));
+            counts
         };
-        let mut before = counts();
-        until("its threads sleep", TOOL, || {
-            std::thread::sleep(Duration::from_secs(1));
-            let now = counts();
-            std::mem::replace(&mut before, now.clone()) == now
+        let mut names = Vec::new();
+        until("each thread sleeps without a time limit", TOOL, || {
+            let before = counts();
+            let is_asleep = |name: &String| {
+                let thread = name.split(' ').next().unwrap();
+                let call = format!("/proc/{0}/task/{thread}/syscall", self.pid());
+                std::fs::read_to_string(call).is_ok_and(|call| sleeps_without_limit(&call))
+            };
+            let asleep = before.keys().all(is_asleep);
+            names = before.keys().cloned().collect();
+            // With the same counts, no thread has been awake since the first count.
+            asleep && before == counts()
         });
-        std::thread::sleep(time);
-        let after = counts();
-        let woken = |before: &BTreeMap<_, (u64, u64)>, after: &BTreeMap<_, (u64, u64)>| {
-            let pairs = after.iter().map(|(name, now)| (now, before.get(name).unwrap_or(&(0, 0))));
-            pairs.map(|(now, then)| now.0 + now.1 - then.0 - then.1).max().unwrap_or(0)
-        };
-        let (awake, stops) = (woken(&before.0, &after.0), woken(&before.1, &after.1));
-        child.kill().and_then(|()| child.wait()).unwrap();
-        // A wait that a stop interrupts may have to begin again, which the sleeping process does
-        // not. A count during a stop has only one of its switches.
-        let allowed = if stops == 0 { 0 } else { 2 * stops + 2 };
-        assert!(awake <= allowed, "a thread has been awake: {before:?}, then {after:?}");
-        before.0.into_keys().collect()
+        let timers = self.descriptors().iter().any(|file| file.contains("timerfd"));
+        assert!(!timers, "{:?}", self.descriptors());
+        names
     }
 
     /// Returns a field of /proc/PID/status in kilobytes, such as VmRSS.
@@ -399,4 +392,29 @@ fn switches(process: u32) -> BTreeMap<String, (u64, u64)> {
         Some((thread, (count("voluntary_ctxt_switches:"), count("nonvoluntary_ctxt_switches:"))))
     };
     tasks.filter_map(count).collect()
+}
+
+/// Returns whether a thread waits in a system call that only an event ends. `call` is its
+/// /proc/PID/task/TID/syscall: the number of the call and its arguments, or `running`.
+fn sleeps_without_limit(call: &str) -> bool {
+    let parse = |word: &str| match word.strip_prefix("0x") {
+        Some(digits) => u64::from_str_radix(digits, 16),
+        None => word.parse(),
+    };
+    let Ok(words) = call.split_whitespace().take(7).map(parse).collect::<Result<Vec<_>, _>>()
+    else {
+        return false;
+    };
+    /// IORING_ENTER_EXT_ARG and IORING_ENTER_EXT_ARG_REG: the call has a time limit.
+    const LIMITED: u64 = 1 << 3 | 1 << 6;
+    match words[0] as i64 {
+        libc::SYS_io_uring_enter => words[4] & LIMITED == 0,
+        libc::SYS_futex | libc::SYS_epoll_pwait2 => words[4] == 0,
+        libc::SYS_epoll_wait | libc::SYS_epoll_pwait => words[4] as i32 == -1,
+        libc::SYS_poll => words[3] as i32 == -1,
+        libc::SYS_ppoll => words[3] == 0,
+        libc::SYS_read | libc::SYS_recvfrom | libc::SYS_recvmsg | libc::SYS_accept4 => true,
+        // Another call is not known to sleep.
+        _ => false,
+    }
 }

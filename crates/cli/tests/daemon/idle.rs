@@ -22,7 +22,7 @@ fn idle_costs_nothing() {
         assert_eq!(guest.write(round % 1000 * 8, &pattern(round, 4096)), status::OK);
     }
     assert_eq!(guest.flush(), status::OK);
-    let threads = daemon.sleeps_for(Duration::from_secs(10));
+    let threads = daemon.falls_asleep();
     assert!(threads.len() >= 3, "{threads:?}");
     let (resident, anonymous) = (daemon.kilobytes("VmRSS"), daemon.kilobytes("RssAnon"));
     println!("resident: {resident} kB, of which anonymous {anonymous} kB; threads: {threads:?}");

@@ -1,7 +1,5 @@
 //! A server without requests: it sleeps, or busy-polls for a while (`--poll`).
 
-use std::time::Duration;
-
 use crate::common::{Folder, TOOL, until};
 use crate::fixture::{NbdServer, python, start_in_background};
 
@@ -23,7 +21,7 @@ fn an_idle_client_costs_no_cpu_time() {
                     for i in range(20000): h.pread(4096, i % 1000 * 4096)\nprint('ready', flush=True)\ntime.sleep(600)";
         let mut client = start_in_background("python3", ["-B", "-c", code, &disk.uri()]);
         until("the client has asked", TOOL, || client.out().contains("ready") || !client.running());
-        disk.daemon.sleeps_for(Duration::from_secs(4));
+        disk.daemon.falls_asleep();
         drop(client);
         disk.daemon.stop();
     }
