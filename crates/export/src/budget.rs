@@ -35,6 +35,20 @@ const TIME: Duration = Duration::from_micros(200);
 #[derive(Default)]
 struct Accounts(RefCell<Vec<(sync::Weak<Disk>, Weak<Account>)>>);
 
+/// Work that takes long for few bytes. A reactor does one part of it in an iteration, for all tasks
+/// together.
+#[derive(Default)]
+struct Turn(Cell<u64>);
+
+/// Waits for an iteration in which no other task has done a part of such work.
+pub async fn long_turn(handle: &Handle) {
+    let turn = handle.local::<Turn>();
+    while turn.0.get() == handle.iteration() {
+        handle.yield_now().await;
+    }
+    turn.0.set(handle.iteration());
+}
+
 /// What the queues of one disk on one reactor have taken in this iteration.
 #[derive(Debug, Default)]
 struct Account {

@@ -172,13 +172,17 @@ impl Link {
         Ok((self.socket().keep()?, session))
     }
 
-    /// Does a server's handshake. Returns the names of the client, if it has a certificate.
-    pub async fn handshake(&self) -> io::Result<Vec<String>> {
+    /// Does a server's handshake. Returns the names of the client, if it has a certificate. Waits
+    /// for `turn` before each part, because a part may take milliseconds (a signature).
+    pub async fn handshake(&self, turn: impl AsyncFn()) -> io::Result<Vec<String>> {
         let Link::Tls(secure) = self else { return Ok(Vec::new()) };
         loop {
             secure.send_records().await?;
             if !secure.with(|session| session.is_handshaking())? {
                 return secure.with(|session| crate::tls::names(session));
+            }
+            if !secure.is_empty() {
+                turn().await;
             }
             if let Err(e) = secure.take_records() {
                 // Sends the TLS alert, which names the reason.

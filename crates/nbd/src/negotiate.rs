@@ -163,11 +163,13 @@ impl Terms {
         if self.size == 0 || self.size > i64::MAX as u64 {
             return Err(unsuitable(format!("an export of {} bytes is no disk", self.size)));
         }
+        // NBD specification, "Block size constraints": the maximum is at least the preferred size,
+        // or that of the export. Otherwise a request would have millions of parts.
         let Terms { minimum, preferred, maximum, .. } = self;
         let good = minimum.is_power_of_two()
             && minimum <= BLOCK_MOST
             && preferred.is_power_of_two()
-            && maximum >= minimum;
+            && u64::from(maximum) >= self.size.min(preferred.max(minimum).max(512).into());
         if !good {
             return Err(unsuitable(format!(
                 "blocks of {minimum}, {preferred} and at most {maximum} bytes cannot be"
@@ -405,6 +407,8 @@ mod tests {
                 "cannot be",
             ),
             (vec![export_info(4096, 1), block_info([4096, 4096, 512]), go()], "cannot be"),
+            (vec![export_info(1 << 20, 1), block_info([1, 4096, 1]), go()], "cannot be"),
+            (vec![export_info(1 << 20, 1), block_info([1, 1, 1]), go()], "cannot be"),
             (
                 vec![export_info(4095, 1), block_info([4096, 4096, 4096]), go()],
                 "smaller than its block",

@@ -298,19 +298,24 @@ impl Daemon {
             counts.retain(|name, _| !name.contains(" iou-wrk-"));
             counts
         };
-        let mut names = Vec::new();
-        until("each thread sleeps without a time limit", TOOL, || {
+        let start = Instant::now();
+        let names = loop {
             let before = counts();
-            let is_asleep = |name: &String| {
+            let call = |name: &String| {
                 let thread = name.split(' ').next().unwrap();
                 let call = format!("/proc/{0}/task/{thread}/syscall", self.pid());
-                std::fs::read_to_string(call).is_ok_and(|call| sleeps_without_limit(&call))
+                std::fs::read_to_string(call).unwrap_or_default()
             };
-            let asleep = before.keys().all(is_asleep);
-            names = before.keys().cloned().collect();
+            let calls: BTreeMap<_, _> =
+                before.keys().map(|name| (name.clone(), call(name))).collect();
             // With the same counts, no thread has been awake since the first count.
-            asleep && before == counts()
-        });
+            let is_same = before == counts();
+            if is_same && calls.values().all(|call| sleeps_without_limit(call)) {
+                break calls.into_keys().collect();
+            }
+            assert!(start.elapsed() < TOOL, "still awake after {TOOL:?}: {calls:#?}");
+            std::thread::sleep(Duration::from_millis(20));
+        };
         let timers = self.descriptors().iter().any(|file| file.contains("timerfd"));
         assert!(!timers, "{:?}", self.descriptors());
         names

@@ -56,6 +56,16 @@ done
 echo "all of it has run"
 "#;
 
+/// Shell code that lists the servers that run in the script's folder.
+const HERE: &str = r#"
+here() {
+    local process
+    for process in /proc/[0-9]*; do
+        [[ $process/cwd -ef . && $(<"$process/comm") = blockyard ]] && echo "${process#/proc/}"
+    done
+}
+"#;
+
 fn runs_as_it_stands(name: &str, programs: &[&str]) {
     let text = format!("\n{}", blocks(&page(name), "```sh")).replace("\n! ", "\nnot ");
     assert!(text.lines().count() > 3, "{name} has no commands");
@@ -69,9 +79,11 @@ fn runs_as_it_stands(name: &str, programs: &[&str]) {
 /// Runs commands in a folder, with `blockyard serve` in the background.
 fn runs(name: &str, folder: &Path, bin: &Path, text: &str) {
     // The trap ends daemons also if the script fails. A server that took over from another one is
-    // not a job of the script, and has its socket.
+    // not a job of the script, but runs in its folder. (`fuser api.sock` would also find the
+    // servers of other scripts that listen on this relative name.)
     let script = format!(
-        "{SERVE}trap 'kill $(jobs -p) $(cat *.pid 2>/dev/null) $(fuser api.sock 2>/dev/null) 2>/dev/null || :' EXIT\nset -x\n{text}{END}"
+        "{SERVE}{HERE}trap 'kill $(jobs -p) $(cat *.pid 2>/dev/null) $(here) 2>/dev/null || :' EXIT\n\
+         set -x\n{text}{END}"
     );
     std::fs::write(folder.join("script"), script).unwrap();
     let mut command = Command::new("bash");

@@ -53,7 +53,11 @@ impl Buffers {
     pub async fn take(&self, handle: &Handle, len: usize, usage: &Rc<Usage>) -> Segments {
         self.quota.take(handle, usage, rounded(len), Need::Buffer).await;
         self.recycled(len).unwrap_or_else(|| {
-            let mut buffer = Segments::buffer(rounded(len));
+            let size = rounded(len);
+            // Clearing a long buffer would take the reactor milliseconds. The kernel clears mapped
+            // pages as they are used.
+            let mapped = (size > GUARANTEED).then(|| Segments::mapped_buffer(size).ok()).flatten();
+            let mut buffer = mapped.unwrap_or_else(|| Segments::buffer(size));
             let fits = buffer.refit(len);
             debug_assert!(fits);
             buffer

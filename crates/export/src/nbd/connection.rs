@@ -48,6 +48,9 @@ pub struct Connection {
     pub idle: Rc<Idle>,
     /// The connection accepts no more requests.
     pub ended: Cell<bool>,
+    /// The client has said that it sends no more requests (NBD_CMD_DISC). It has a right to the
+    /// requests before that: they run to their end, unless the export ends.
+    pub is_finished: Cell<bool>,
     /// The connection can send nothing more.
     pub broken: Cell<bool>,
     /// A request is in flight that needs much work for few bytes. The connection allows one such
@@ -78,6 +81,7 @@ impl Connection {
             held: Cell::new(0),
             unsent: Cell::new(0),
             ended: Cell::new(false),
+            is_finished: Cell::new(false),
             broken: Cell::new(false),
             heavy: Cell::new(false),
             left: RefCell::default(),
@@ -116,7 +120,9 @@ impl Connection {
 
     /// Returns whether the client is connected and may send requests.
     pub fn goes_on(&self) -> bool {
-        !self.broken.get() && !self.ended.get() && !self.stream.is_leaving()
+        let is_wanted = self.is_finished.get() && !self.served.is_suspended();
+        let ended = self.ended.get() && !is_wanted;
+        !self.broken.get() && !ended && !self.stream.is_leaving()
     }
 
     /// Returns the connection's use of the reactor's buffer quota.

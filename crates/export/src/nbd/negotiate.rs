@@ -78,6 +78,7 @@ impl<'a> Negotiation<'a> {
     pub async fn run(mut self) -> io::Result<Option<(Terms, Peer)>> {
         let fixed = self.greet().await?;
         for _ in 0..MOST_OPTIONS {
+            self.stream.option_turn().await;
             let header = self.inbox.exactly(self.stream, OptionHeader::BYTES).await?;
             let header = OptionHeader::parse(&header).map_err(|magic| {
                 invalid(format!(
@@ -241,6 +242,7 @@ impl<'a> Negotiation<'a> {
 
     async fn list(&mut self) -> io::Result<()> {
         for exported in self.shared.visible(&self.peer) {
+            self.stream.option_turn().await;
             let name = exported.name.as_bytes();
             let mut reply = Vec::from((name.len() as u32).to_be_bytes());
             reply.extend(name);

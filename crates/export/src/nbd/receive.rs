@@ -147,7 +147,11 @@ impl Receiver {
                         "a request begins with {magic:#010x}, which is not the magic of requests"
                     ))
                 })?;
-                if request.command == cmd::DISC || connection.broken.get() {
+                if request.command == cmd::DISC {
+                    connection.is_finished.set(true);
+                    return Ok(());
+                }
+                if connection.broken.get() {
                     return Ok(());
                 }
                 while connection.in_flight.get() >= MOST_IN_FLIGHT {

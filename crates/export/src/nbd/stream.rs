@@ -12,7 +12,7 @@ use rustix::io::Errno;
 
 use super::quota::Usage;
 use super::spool::Spool;
-use crate::Client;
+use crate::{Client, budget};
 
 /// Minimum number of bytes that a client must transfer within the time limit if it holds `held`
 /// bytes of the quota. A client that transfers less is stalled. The more a client holds, the more
@@ -132,7 +132,15 @@ impl Stream {
     /// the client has sent one.
     pub async fn start_tls(&self, tls: &ServerTls) -> io::Result<Vec<String>> {
         let session = tls.session().map_err(io::Error::other)?;
-        self.secure.get_or_init(|| self.plain.under_tls(session)).handshake().await
+        let secure = self.secure.get_or_init(|| self.plain.under_tls(session));
+        secure.handshake(async || budget::long_turn(&self.handle).await).await
+    }
+
+    /// Waits before a further part of the option phase, if this iteration has lasted too long.
+    pub async fn option_turn(&self) {
+        if budget::is_over(self.handle.now(), Instant::now()) {
+            budget::long_turn(&self.handle).await;
+        }
     }
 
     /// Reads at least one byte. Returns 0 if the client has ended the connection.

@@ -222,7 +222,9 @@ impl Device {
             _ => {}
         }
         if self.control.resized.swap(false, Ordering::SeqCst) && !self.queues.is_empty() && online {
-            self.paths.connect(&mut self.store, &self.shared.disk)?;
+            let announced = self.paths.connect(&mut self.store, &self.shared.disk);
+            // The next step announces the size if xenstore has failed now.
+            announced.inspect_err(|_| self.control.resized.store(true, Ordering::SeqCst))?;
         }
         if !online && matches!(self.state, Some(State::Connected | State::InitWait)) {
             self.set_state(State::Closing)?;

@@ -44,6 +44,9 @@ use blockyard_nbd::{NbdError, NbdErrorKind};
 /// Pauses between attempts to connect.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(2);
+/// After a connection that lasted this long, the next attempt begins at once. Otherwise a server
+/// that closes each connection after one answer would cause connections and log lines without end.
+const LASTING: Duration = Duration::from_secs(1);
 /// Maximum number of requests in one send.
 const REQUESTS_AT_A_TIME: usize = 64;
 
@@ -150,7 +153,6 @@ impl Inner {
             if self.reconnect_idle.take() {
                 // The reconnect limit of this request begins here.
                 self.trouble.set(Some(Instant::now()));
-                self.pause.set(Duration::ZERO);
             }
         }
         self.send.ring();
@@ -172,7 +174,11 @@ impl Inner {
                     if self.reconnect_idle.take() {
                         self.log_connected();
                     }
+                    let began = Instant::now();
                     let why = self.serve(dialed).await;
+                    if began.elapsed() >= LASTING {
+                        self.pause.set(Duration::ZERO);
+                    }
                     if !self.ended.get() {
                         self.lost_connection(&why);
                     }

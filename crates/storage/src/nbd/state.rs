@@ -101,7 +101,6 @@ impl Inner {
 
     pub(super) fn log_connected(&self) {
         if let Some(since) = self.trouble.take() {
-            self.pause.set(Duration::ZERO);
             self.given_up.set(false);
             tracing::info!(
                 "image {}: connected again after {:.1} s",

@@ -103,14 +103,12 @@ impl Nbd {
     /// Sends requests of at most `most` bytes each, which use the segments, if there are any.
     async fn ask_in_parts(&self, ask: Ask, segments: &Segments, most: u64) -> io::Result<()> {
         let moves = !segments.is_empty();
-        let mut parts = Vec::new();
-        let mut done = 0;
-        while done < ask.len {
-            let len = most.min(ask.len - done);
-            parts.push((done, Ask { offset: ask.offset + done, len, ..ask }));
-            done += len;
-        }
-        let work = parts.into_iter().map(async |(at, part)| {
+        // The server chooses `most`, so there may be many parts. They are made one by one.
+        let parts = (0..ask.len.div_ceil(most)).map(|part| {
+            let at = part * most;
+            (at, Ask { offset: ask.offset + at, len: most.min(ask.len - at), ..ask })
+        });
+        let work = parts.map(async |(at, part)| {
             let piece = if moves {
                 segments.slice(at as usize, part.len as usize)
             } else {

@@ -104,3 +104,30 @@ fn requests_may_arrive_in_pieces() {
     assert!(data[0] == 0 && data[3001] == 0 && data[1..3001].iter().all(|b| *b == 0xcc));
     ends(disk, raw);
 }
+
+/// NBD specification, NBD_CMD_DISC: the server handles the requests before it, however long they
+/// are.
+#[test]
+fn zeroes_before_a_disconnection_are_written_to_their_end() {
+    let folder = Folder::new();
+    let disk = NbdServer::start("ram:5G", folder.join("s"), &[]);
+    let mut good = Raw::ready(&disk.socket, Headers::Simple);
+    for offset in [0, 3 << 30, (5 << 30) - 4096] {
+        good.request(cmd::WRITE, offset, 4096);
+        good.write(&[0xaa; 4096]);
+        assert_eq!(good.error(), 0);
+    }
+    let mut raw = Raw::ready(&disk.socket, Headers::Extended);
+    raw.request(cmd::WRITE_ZEROES, 0, 5 << 30);
+    raw.request(cmd::DISC, 0, 0);
+    let reply = raw.read(32);
+    // The type NBD_REPLY_TYPE_NONE: a success.
+    assert_eq!((&reply[6..8], wire::u64_at(&reply, 8)), (&[0, 0][..], 7));
+    raw.ends();
+    for offset in [0, 3 << 30, (5 << 30) - 4096] {
+        good.request(cmd::READ, offset, 4096);
+        assert_eq!(good.error(), 0);
+        assert!(good.read(4096).iter().all(|byte| *byte == 0), "at {offset}");
+    }
+    disk.daemon.stop();
+}
