@@ -361,7 +361,9 @@ impl<S: Storage> LocalDisk<S> {
         let admitted = self.enter().await;
         let backend = &admitted.image.backend;
         let ended = end(backend).await;
-        let keeps = |e: &io::Error| is_full(e) && backend.keeps_metadata();
+        // The image keeps what it cannot write now, and its journal has it. Nothing is lost.
+        let keeps =
+            |e: &io::Error| IncompleteCluster::is_in(e) || (is_full(e) && backend.keeps_metadata());
         ended
             .inspect_err(|e| match keeps(e) {
                 true => self.disk.note_unsynced(),

@@ -114,6 +114,12 @@ impl QuiescedDisk {
         });
     }
 
+    /// Sets the image that reactors open from now on, and that later work begins with. Reactors
+    /// that have the disk open keep theirs.
+    pub fn continue_from(&self, source: Source) {
+        self.disk.serving_state().source = source;
+    }
+
     /// Runs `ask` on every reactor that has the disk open, and waits for all replies. Returns the
     /// first error.
     fn each(

@@ -40,7 +40,10 @@ impl Worker {
         flushed.map_err(|e| Why::NotPossible(format!("a flush failed: {e}")))?;
         let alone = chain.alone(&self.handle).await;
         local_disk.poison_if_writes_lost();
-        quiesced.exchange(&Source::Chain(alone?), None)?;
+        let alone = Source::Chain(alone?);
+        // The file names no backing file any more. Reactors that keep the old chain read nothing
+        // from below, but later work on the disk must know of the new one.
+        quiesced.exchange(&alone, None).inspect_err(|_| quiesced.continue_from(alone.clone()))?;
         Ok(())
     }
 }

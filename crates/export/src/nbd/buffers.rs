@@ -6,11 +6,13 @@
 
 use std::cell::{Cell, RefCell};
 use std::io;
-use std::rc::Rc;
+use std::rc::{Rc, Weak};
+use std::sync::{self, Arc};
 
+use blockyard_disk::Disk;
 use blockyard_ring::{Handle, Segments};
 
-use super::quota::{GUARANTEED, Need, Quota, Usage};
+use super::quota::{DiskUsage, GUARANTEED, Need, Quota, Usage};
 
 /// Maximum number of bytes in free buffers that are kept for reuse. Arriving payloads may also use
 /// recycled buffers beyond their quota, up to the same number of bytes.
@@ -28,6 +30,8 @@ pub struct Buffers {
     /// Bytes of recycled buffers that clients are filling.
     lent: Cell<usize>,
     quota: Quota,
+    /// What each disk's connections hold.
+    disks: RefCell<Vec<(sync::Weak<Disk>, Weak<DiskUsage>)>>,
 }
 
 /// The buffer of a long payload. It takes its quota as the payload arrives, so a client that only
@@ -116,6 +120,24 @@ impl Buffers {
     /// Calls `alarm` from now on when a request must wait for quota.
     pub fn on_shortage(&self, alarm: fn(&Handle)) {
         self.quota.on_shortage(alarm);
+    }
+
+    /// Returns what the connections of a disk hold.
+    pub fn of_disk(&self, disk: &Arc<Disk>) -> Rc<DiskUsage> {
+        let mut disks = self.disks.borrow_mut();
+        disks.retain(|(_, usage)| usage.strong_count() > 0);
+        let is_same = |known: &sync::Weak<Disk>| std::ptr::eq(known.as_ptr(), Arc::as_ptr(disk));
+        let known = disks.iter().find(|(known, _)| is_same(known));
+        known.and_then(|(_, usage)| usage.upgrade()).unwrap_or_else(|| {
+            let usage = Rc::<DiskUsage>::default();
+            disks.push((Arc::downgrade(disk), Rc::downgrade(&usage)));
+            usage
+        })
+    }
+
+    /// Ends the waits of a connection that ends.
+    pub fn end(&self, usage: &Usage) {
+        self.quota.end(usage);
     }
 
     /// Returns whether requests wait for quota.

@@ -122,7 +122,7 @@ impl Connection {
     pub fn goes_on(&self) -> bool {
         let is_wanted = self.is_finished.get() && !self.served.is_suspended();
         let ended = self.ended.get() && !is_wanted;
-        !self.broken.get() && !ended && !self.stream.is_leaving()
+        !self.broken.get() && !self.stream.is_shut() && !ended && !self.stream.is_leaving()
     }
 
     /// Returns the connection's use of the reactor's buffer quota.

@@ -81,6 +81,7 @@ impl Link {
     /// Records the export that the client has chosen.
     pub fn chose(&self, exported: &Arc<Exported>, peer: Peer) {
         let _ = self.peer.set(peer);
+        self.stream.chose(&exported.disk);
         let _ = self.counted.set(exported.disk.client(super::KIND, self.stream.client().id()));
         let _ = self.exported.set(exported.clone());
     }

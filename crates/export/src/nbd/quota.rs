@@ -5,8 +5,13 @@
 //! - A connection gets its first [`GUARANTEED`] bytes at once, whatever other connections hold.
 //!   This applies even while the connection waits for more bytes.
 //! - All bytes beyond the guaranteed ones are at most [`MOST`] for all connections together.
-//! - A request waits only while the quota is used up. The quota serves the connection that holds
-//!   least first.
+//! - A request waits only while the quota is used up, or while its disk has its part of it. The
+//!   quota serves the connection that holds least first.
+//! - The requests of a disk that does not answer leave quota for the other disks: a disk gets more
+//!   only while it holds less than what is free. (A threshold that follows the free space:
+//!   Choudhury and Hahne, "Dynamic Queue Length Thresholds for Shared-Memory Packet Switches",
+//!   1998.) A disk that holds nothing gets what is free.
+//! - A connection that ends, or that another server continues, waits no longer.
 //! - Payloads get their memory in steps, so they could deadlock. To prevent that, the quota
 //!   reserves its last [`LONGEST`] bytes for one payload at a time, so that this payload can
 //!   complete.
@@ -40,7 +45,14 @@ pub struct Quota {
 #[derive(Default)]
 pub struct Usage {
     held: Cell<usize>,
+    of_disk: RefCell<Rc<DiskUsage>>,
+    /// Whether the connection waits for nothing any more.
+    has_ended: Cell<bool>,
 }
+
+/// Bytes that the connections of one disk hold beyond their guaranteed bytes.
+#[derive(Default)]
+pub struct DiskUsage(Cell<usize>);
 
 /// The last [`LONGEST`] bytes of the quota, which only an arriving payload may take.
 #[derive(Default)]
@@ -83,6 +95,16 @@ impl Usage {
         self.held.get() > GUARANTEED
     }
 
+    /// Counts what the connection holds from now on for a disk, too. It holds nothing yet.
+    pub fn set_disk(&self, disk: Rc<DiskUsage>) {
+        debug_assert!(!self.shares());
+        self.of_disk.replace(disk);
+    }
+
+    fn disk_bytes(&self) -> usize {
+        self.of_disk.borrow().0.get()
+    }
+
     /// Returns how many of `size` further bytes would exceed the guaranteed bytes.
     fn beyond(&self, size: usize) -> usize {
         let held = self.held.get();
@@ -113,7 +135,8 @@ impl Quota {
         need: Need,
     ) -> Option<Rc<Waiting>> {
         let beyond = usage.beyond(size);
-        let first = self.waiting.borrow().is_empty()
+        let first = usage.has_ended.get()
+            || self.waiting.borrow().is_empty()
             || (need == Need::Payload && self.is_reserved_for(usage));
         if beyond == 0 || (first && self.fits(usage, beyond, need)) {
             self.grant(usage, size);
@@ -143,6 +166,8 @@ impl Quota {
         let held = usage.held.replace(usage.held.get() - size);
         let beyond = held.saturating_sub(GUARANTEED) - usage.held.get().saturating_sub(GUARANTEED);
         self.shared.set(self.shared.get() - beyond);
+        let disk = usage.of_disk.borrow();
+        disk.0.set(disk.0.get() - beyond);
         if self.is_short() || !matches!(*self.reserve.borrow(), Reserve::Free) {
             self.serve();
         }
@@ -162,12 +187,31 @@ impl Quota {
 
     fn fits(&self, usage: &Rc<Usage>, beyond: usize, need: Need) -> bool {
         let reserved = need == Need::Payload && self.is_reserved_for(usage);
-        self.shared.get() + beyond <= if reserved { MOST } else { MOST - LONGEST }
+        let most = if reserved { MOST } else { MOST - LONGEST };
+        let fits = self.shared.get() + beyond <= most;
+        usage.has_ended.get() || (fits && (reserved || self.is_within_part(usage, beyond)))
+    }
+
+    /// Returns whether the connection's disk may hold so many more bytes.
+    fn is_within_part(&self, usage: &Usage, beyond: usize) -> bool {
+        let (disk, free) = (usage.disk_bytes(), (MOST - LONGEST).saturating_sub(self.shared.get()));
+        disk == 0 || disk + beyond <= free
     }
 
     fn grant(&self, usage: &Usage, size: usize) {
-        self.shared.set(self.shared.get() + usage.beyond(size));
+        let beyond = usage.beyond(size);
+        self.shared.set(self.shared.get() + beyond);
+        let disk = usage.of_disk.borrow();
+        disk.0.set(disk.0.get() + beyond);
         usage.held.set(usage.held.get() + size);
+    }
+
+    /// Ends the connection's waits, because the connection ends. It gives back what it gets.
+    pub fn end(&self, usage: &Usage) {
+        usage.has_ended.set(true);
+        if self.is_short() {
+            self.serve();
+        }
     }
 
     /// Grants waiting requests while there is quota.
@@ -186,19 +230,26 @@ impl Quota {
     /// Returns the index of the waiting request to grant next, if one can be granted.
     fn next(&self) -> Option<usize> {
         let waiting = self.waiting.borrow();
-        if let Some(at) = waiting.iter().position(|waiting| waiting.usage.beyond(waiting.size) == 0)
-        {
+        let is_free = |w: &Rc<Waiting>| w.usage.has_ended.get() || w.usage.beyond(w.size) == 0;
+        if let Some(at) = waiting.iter().position(is_free) {
             return Some(at);
         }
+        // Requests of a disk that has its part make no others wait.
         let smallest = |payload: bool| {
-            let all =
-                waiting.iter().enumerate().filter(|(_, w)| !payload || w.need == Need::Payload);
+            let all = waiting.iter().enumerate().filter(|(_, w)| match payload {
+                true => w.need == Need::Payload,
+                false => {
+                    let beyond = w.usage.beyond(w.size);
+                    self.is_within_part(&w.usage, beyond) || self.fits(&w.usage, beyond, w.need)
+                }
+            });
             all.min_by_key(|(_, w)| w.usage.held()).map(|(at, _)| at)
         };
-        let first = smallest(false)?;
-        let Waiting { usage, size, need, .. } = &*waiting[first];
-        if self.fits(usage, usage.beyond(*size), *need) {
-            return Some(first);
+        if let Some(first) = smallest(false) {
+            let Waiting { usage, size, need, .. } = &*waiting[first];
+            if self.fits(usage, usage.beyond(*size), *need) {
+                return Some(first);
+            }
         }
         if !matches!(*self.reserve.borrow(), Reserve::Free) {
             return None;
@@ -271,6 +322,8 @@ mod tests {
         reactor.1.give_back(&full[0], 8 * MB);
         assert!(smallest.granted.get() && !greedy.granted.get());
         reactor.1.give_back(&full[0], 8 * MB);
+        assert!(!greedy.granted.get(), "its disk holds more than what is free");
+        reactor.1.give_back(&full[2], 32 * MB);
         assert!(greedy.granted.get() && !reactor.1.is_short());
     }
 
@@ -327,5 +380,39 @@ mod tests {
         full.iter().for_each(|usage| reactor.1.give_back(usage, 32 * MB + GUARANTEED));
         reactor.1.give_back(&client, GUARANTEED);
         assert_eq!(reactor.1.shared.get(), 0);
+    }
+
+    #[test]
+    fn a_disk_that_does_not_answer_leaves_quota_for_the_others() {
+        let (reactor, disk) = (Reactor::new(), Rc::<DiskUsage>::default());
+        let of_disk: Vec<_> = (0..8).map(|_| Rc::<Usage>::default()).collect();
+        of_disk.iter().for_each(|usage| usage.set_disk(disk.clone()));
+        let waiting: Vec<_> =
+            of_disk.iter().filter_map(|usage| reactor.take(usage, 32 * MB)).collect();
+        assert!(waiting.len() >= 4 && waiting.iter().all(|waiting| !waiting.granted.get()));
+        // Each further disk gets a part, too.
+        for _ in 0..2 {
+            let other = Rc::<Usage>::default();
+            let waiting = reactor.take(&other, 32 * MB);
+            assert!(waiting.is_none_or(|waiting| waiting.granted.get()));
+            reactor.1.give_back(&other, 32 * MB);
+        }
+        // What the disk gives back goes to its own requests.
+        reactor.1.give_back(&of_disk[0], 32 * MB);
+        assert!(waiting[0].granted.get() && !waiting[1].granted.get());
+    }
+
+    #[test]
+    fn a_connection_that_ends_waits_no_longer() {
+        let reactor = Reactor::new();
+        let _full = reactor.full();
+        let usage = Rc::<Usage>::default();
+        let waiting = reactor.take(&usage, 32 * MB).unwrap();
+        assert!(!waiting.granted.get());
+        reactor.1.end(&usage);
+        assert!(waiting.granted.get());
+        assert!(reactor.take(&usage, 32 * MB).is_none(), "nor later");
+        reactor.1.give_back(&usage, 64 * MB);
+        assert_eq!(usage.disk_bytes(), 0);
     }
 }

@@ -251,7 +251,13 @@ impl Receiver {
         match command {
             cmd::READ => {
                 let buffer = connection.take(len as usize).await;
-                if connection.broken.get() {
+                if connection.stream.is_leaving() {
+                    // The quota may be exceeded. The next server begins the request.
+                    connection.give_back(buffer, len as usize);
+                    connection.abandon(&request);
+                    return Ok(());
+                }
+                if connection.broken.get() || connection.stream.is_shut() {
                     // The reply cannot be sent, so free the buffer and end the connection.
                     connection.give_back(buffer, len as usize);
                     return Err(io::ErrorKind::BrokenPipe.into());

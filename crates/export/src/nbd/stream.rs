@@ -4,12 +4,15 @@ use std::cell::{Cell, OnceCell, RefCell};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::rc::Rc;
+use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
+use blockyard_disk::Disk;
 use blockyard_nbd::{Link, ServerTls};
 use blockyard_ring::{Handle, Segments, SlowCallCounters, Socket, is_canceled, write_rest};
 use rustix::io::Errno;
 
+use super::buffers::Buffers;
 use super::quota::Usage;
 use super::spool::Spool;
 use crate::{Client, budget};
@@ -56,6 +59,8 @@ pub struct Stream {
     collects: Cell<bool>,
     /// The replies in `unsent` are being sent.
     carries: Cell<bool>,
+    /// Both directions of the socket are shut down.
+    is_shut: Cell<bool>,
 }
 
 /// Bytes that are handed over with a connection.
@@ -76,6 +81,7 @@ impl Stream {
         let client = Client::connected(&fd);
         let (usage, sending_since, payload_since, payload_received) = Default::default();
         let (unread, unsent, is_special, leaving, collects, carries) = Default::default();
+        let is_shut = Cell::default();
         let (plain, secure) = (Link::new(Socket::new(handle, fd)?, None), OnceCell::new());
         Ok(Stream {
             plain,
@@ -92,6 +98,7 @@ impl Stream {
             leaving,
             collects,
             carries,
+            is_shut,
         })
     }
 
@@ -112,6 +119,11 @@ impl Stream {
     /// See [`Link::count_slow_calls`].
     pub fn count_slow_calls(&self, counters: Rc<SlowCallCounters>) {
         self.plain.count_slow_calls(counters);
+    }
+
+    /// Counts the memory of the client's requests for this disk.
+    pub fn chose(&self, disk: &Arc<Disk>) {
+        self.usage.set_disk(self.handle.local::<Buffers>().of_disk(disk));
     }
 
     pub fn client(&self) -> &Client {
@@ -189,6 +201,7 @@ impl Stream {
         self.leaving.set(true);
         self.is_special.set(true);
         self.link().cancel();
+        self.handle.local::<Buffers>().end(&self.usage);
     }
 
     /// Keeps the replies for the next server, because the client reads them too slowly.
@@ -322,9 +335,16 @@ impl Stream {
         self.link().close();
     }
 
-    /// Shuts both directions of the socket down.
+    /// Shuts both directions of the socket down. The connection waits for no memory any more.
     pub fn shutdown(&self) {
+        self.is_shut.set(true);
         self.plain.shutdown();
+        self.handle.local::<Buffers>().end(&self.usage);
+    }
+
+    /// Returns whether [`Stream::shutdown`] was called.
+    pub fn is_shut(&self) -> bool {
+        self.is_shut.get()
     }
 
     /// Shuts the receiving direction of the socket down.

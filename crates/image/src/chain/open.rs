@@ -250,12 +250,14 @@ impl Chain {
                 // The limit of a shared image only grows; see `cache_shares`.
                 let l2_cache = if is_shared { Some(0) } else { self.options.l2_cache };
                 let safety = self.options.safety_of(depth, &file);
+                let is_below_writer = depth > 0 && !self.options.read_only;
                 let is_sound = depth == 0 && self.options.is_as_left(&file);
                 let options = Qcow2Options {
                     read_only,
                     l2_cache,
                     unfinished,
                     safety,
+                    is_below_writer,
                     is_sound,
                     ..Default::default()
                 };
@@ -267,6 +269,7 @@ impl Chain {
                     read_only,
                     accept_changed_backing: self.options.accept_changed_backing
                         || self.options.no_backing,
+                    is_below_writer: depth > 0 && !self.options.read_only,
                     safety: self.options.safety_of(depth, &file),
                     ..CowOptions::default()
                 };

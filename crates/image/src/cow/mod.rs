@@ -53,7 +53,7 @@ use blockyard_storage::Storage;
 use crate::SECTOR;
 use crate::error::ImageError;
 use crate::extent::{Extent, Place};
-use crate::journal::{ImageSafety, Journal};
+use crate::journal::{ImageSafety, Journal, pending};
 use crate::raw::Raw;
 use bitmap::{PAGE, PAGE_SECTORS, SectorBitmap};
 use blockyard_ring::semaphore::Semaphore;
@@ -77,6 +77,8 @@ pub struct CowOptions {
     pub bitmap_memory: u64,
     /// Whether to only log a warning if the backing file's size or mtime differs from the header.
     pub accept_changed_backing: bool,
+    /// As in [`crate::qcow2::Qcow2Options`].
+    pub is_below_writer: bool,
     /// How changed bits survive a death of the process.
     pub safety: ImageSafety,
 }
@@ -88,6 +90,7 @@ impl Default for CowOptions {
             read_only: false,
             bitmap_memory: 64 << 20,
             accept_changed_backing: false,
+            is_below_writer: false,
             safety: ImageSafety::default(),
         }
     }
@@ -123,7 +126,10 @@ impl<S: Storage> Cow<S> {
             check::check_spare_bits(&file, &header).await?;
         }
         let mut recovered = None;
-        if !options.read_only {
+        if options.read_only {
+            let marked = session::read_mark(&file, &header).await?;
+            pending(marked.as_ref(), options.is_below_writer)?;
+        } else {
             recovered = session::recover(&file, &header, &options.safety).await?;
         }
         let (log, records) = recovered.unzip();

@@ -106,6 +106,29 @@ pub(crate) fn missing(place: &str) -> ImageError {
     )
 }
 
+/// Checks the mark of an image that is opened only for reading. A pending journal is a warning, or
+/// an error below an overlay that is written to.
+pub fn pending(marked: Option<&Session>, is_below_writer: bool) -> Result<(), ImageError> {
+    match marked.is_some_and(Session::may_be_of_this_boot) {
+        false => Ok(()),
+        true if is_below_writer => Err(ImageError::refused(
+            STRUCTURE,
+            "a server died while it had the image in use, and its changes since the last flush are \
+             in a journal. If they were applied later, the disk would change below its overlay: \
+             apply them first (blockyard image check --repair leaks), or give them up (blockyard \
+             image check --discard-journal)",
+        )),
+        true => {
+            tracing::warn!(
+                "a server has the image in use, or died while it had: changes in its journal are \
+                 missing from what is read (`blockyard image check --repair leaks` applies the \
+                 journal of a dead server)"
+            );
+            Ok(())
+        }
+    }
+}
+
 impl ImageSafety {
     /// Returns the setting without a new journal.
     pub fn without_journal(self) -> Self {

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 use blockyard_storage::Storage;
 
 use crate::error::{ErrorKind, ImageError};
-use crate::journal::{ImageSafety, Journal, Session};
+use crate::journal::{ImageSafety, Journal, pending};
 use crate::raw::Raw;
 use crate::sync::epoch::Epoch;
 use blockyard_ring::semaphore::Semaphore;
@@ -52,6 +52,9 @@ pub struct Qcow2Options {
     pub is_sound: bool,
     /// Whether clusters are partial even if that does not pay. (Tests need many of them.)
     pub always_partial: bool,
+    /// Whether an overlay that is open for writing reads this image. Then a pending journal is an
+    /// error: if it was replayed later, the disk would change below the overlay.
+    pub is_below_writer: bool,
     /// How changed metadata survive a death of the process.
     pub safety: ImageSafety,
 }
@@ -70,12 +73,8 @@ impl<S: Storage> Qcow2<S> {
             resumed = session::recover(&file, data.as_ref(), &mut header, &options.safety).await?;
             make_writable(&file, data.as_ref(), &mut header, options, &resumed).await?;
             safety = safety_of(&header, options);
-        } else if header.session().as_ref().is_some_and(Session::may_be_of_this_boot) {
-            tracing::warn!(
-                "a server has the image in use, or died while it had: changes in its journal are \
-                 missing from what is read (`blockyard image check --repair leaks` applies the \
-                 journal of a dead server)"
-            );
+        } else {
+            pending(header.session().as_ref(), options.is_below_writer)?;
         }
         let (log, partial) = resumed.map_or((None, Vec::new()), |r| (Some(r.log), r.partial));
         let journal = Journal::new(safety, log);

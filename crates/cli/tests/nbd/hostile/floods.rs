@@ -4,7 +4,7 @@ use std::process::Command;
 use std::time::Instant;
 
 use super::*;
-use crate::common::BLOCKYARD;
+use crate::common::{BLOCKYARD, Signal};
 
 /// Thousands of clients that connect and send nothing, or half a handshake.
 #[test]
@@ -269,4 +269,42 @@ fn sigterm_ends_the_server_during_a_flood() {
     flowing.recv().unwrap();
     ends(disk, (mute, half));
     flood.join().unwrap();
+}
+
+/// The requests of a disk that hardly moves hold buffers while they wait. Another disk's client on
+/// the same reactor gets buffers, too, and its export ends.
+#[test]
+fn requests_that_wait_for_one_disk_leave_buffers_for_another() {
+    let folder = Folder::new();
+    let (socket, file) = (folder.join("s"), folder.join("toml"));
+    let disk = |name: &str, more: &str| {
+        let socket = crate::fixture::address(&socket);
+        format!("[[disk]]\nname = \"{name}\"\nimage = \"ram:64M\"\nnbd = \"{socket}\"\n{more}")
+    };
+    let (slow, fast) = (disk("slow", "bps = \"64K\"\n"), disk("fast", ""));
+    std::fs::write(&file, format!("reactors = 1\n{slow}{fast}")).unwrap();
+    let mut daemon = Daemon::start(Command::new(BLOCKYARD).arg("serve").arg("--config").arg(&file));
+    daemon.wait_ready();
+    let mut stuck = Vec::new();
+    for _ in 0..10 {
+        let mut raw = Raw::ready_for("slow", &socket, Headers::Simple);
+        raw.request(cmd::READ, 0, 32 * MB);
+        stuck.push(raw);
+    }
+    let read = |raw: &mut Raw| {
+        raw.request(cmd::READ, 0, 32 * MB);
+        assert_eq!(raw.error(), 0);
+        assert_eq!(raw.read(32 << 20).len(), 32 << 20);
+    };
+    let mut raw = Raw::ready_for("fast", &socket, Headers::Simple);
+    (0..4).for_each(|_| read(&mut raw));
+    // The slow disk ends although its requests wait for buffers.
+    std::fs::write(&file, format!("reactors = 1\n{fast}")).unwrap();
+    daemon.signal(Signal::HUP);
+    for mut raw in stuck {
+        let ended = raw.stream.read_to_end(&mut Vec::new());
+        assert!(ended.is_ok_and(|len| len < 33 << 20), "the slow disk does not end");
+    }
+    read(&mut raw);
+    daemon.stop();
 }

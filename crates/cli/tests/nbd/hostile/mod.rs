@@ -51,6 +51,11 @@ impl Raw {
     /// Enters the transmission phase of the export `disk`.
     #[track_caller]
     fn ready(socket: &Path, headers: Headers) -> Self {
+        Self::ready_for("disk", socket, headers)
+    }
+
+    #[track_caller]
+    fn ready_for(name: &str, socket: &Path, headers: Headers) -> Self {
         let mut raw = Self::greeted(socket);
         let option = match headers {
             Headers::Simple => None,
@@ -61,7 +66,7 @@ impl Raw {
             raw.option(option, &[]);
             assert_eq!(raw.reply().0.reply, rep::ACK);
         }
-        raw.option(opt::GO, &go("disk"));
+        raw.option(opt::GO, &go(name));
         loop {
             match raw.reply().0.reply {
                 rep::ACK => break,

@@ -10,7 +10,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use blockyard_ring::xen::Grants;
 use blockyard_ring::{Region, Segments};
@@ -21,6 +21,12 @@ use super::copies::{Copies, Read};
 
 /// Maximum number of pages of a queue that stay mapped: as many as Linux front ends use.
 const PERSISTENT: usize = 1056;
+/// Maximum number of mappings of a queue that stay, and of all queues together. A process may have
+/// 65,530 mappings (`vm.max_map_count`), and without one it can serve no other guest. A front end
+/// can make each mapping one page long.
+const QUEUE_MAPPINGS: usize = PERSISTENT / 4;
+const ALL_MAPPINGS: usize = 16 << 10;
+static MAPPINGS: AtomicUsize = AtomicUsize::new(0);
 const PAGE: u64 = 4096;
 
 /// Result of preparing a request's segments.
@@ -35,7 +41,7 @@ pub enum Prepared {
 /// The guest's pages of a queue; see the module documentation.
 pub struct Pages {
     grants: Grants,
-    persistent: Option<HashMap<u32, Page>>,
+    persistent: Option<Persistent>,
     copies: Option<Copies>,
     /// For the current batch: the segments of each request in `segments`, and its pages in `found`,
     /// in the same order.
@@ -45,6 +51,32 @@ pub struct Pages {
     ranges: Vec<(usize, usize)>,
     references: Vec<u32>,
     requests: Vec<abi::Request>,
+}
+
+/// The pages of a queue that stay mapped.
+#[derive(Default)]
+struct Persistent {
+    pages: HashMap<u32, Page>,
+    /// Number of their mappings, which [`MAPPINGS`] counts, too.
+    mappings: usize,
+}
+
+impl Persistent {
+    /// Returns whether the pages of one more mapping may stay, and counts it.
+    fn may_keep(&mut self, pages: usize) -> bool {
+        let more = |all: usize| (all < ALL_MAPPINGS).then_some(all + 1);
+        let may = self.pages.len() + pages <= PERSISTENT
+            && self.mappings < QUEUE_MAPPINGS
+            && MAPPINGS.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok();
+        self.mappings += usize::from(may);
+        may
+    }
+}
+
+impl Drop for Persistent {
+    fn drop(&mut self) {
+        MAPPINGS.fetch_sub(self.mappings, Ordering::Relaxed);
+    }
 }
 
 /// How the data of requests is transferred.
@@ -67,7 +99,7 @@ struct Page {
 impl Pages {
     pub fn new(grants: Grants, data: Data) -> Self {
         let (segments, found, bounds, ranges, references, requests) = Default::default();
-        let persistent = (data == Data::Persistent).then(HashMap::new);
+        let persistent = (data == Data::Persistent).then(Persistent::default);
         let copies = (data == Data::Copied).then(Copies::default);
         Pages { grants, persistent, copies, segments, found, bounds, ranges, references, requests }
     }
@@ -216,23 +248,21 @@ impl Pages {
     /// Parses `segments` segments of an indirect request from the guest page `reference`. Copies
     /// each one once, because the guest may change the page.
     fn collect_indirect(&mut self, reference: u32, segments: usize, counts: &Counts) -> bool {
-        let known = self.persistent.as_ref().and_then(|persistent| persistent.get(&reference));
+        let known = self.persistent.as_ref().and_then(|known| known.pages.get(&reference));
         let page = match known {
             Some(page) => page.clone(),
             None => {
                 // A front end with persistent grants also keeps the pages that describe segments,
                 // and may later use them for data.
-                let stays = self
-                    .persistent
-                    .as_ref()
-                    .is_some_and(|persistent| persistent.len() < PERSISTENT);
                 let Ok(region) = self.grants.map(&[reference], self.persistent.is_some()) else {
                     return false;
                 };
                 count(counts, 1);
                 let page = Page { region: Arc::new(region), offset: 0 };
-                if stays && let Some(persistent) = &mut self.persistent {
-                    persistent.insert(reference, page.clone());
+                if let Some(persistent) = &mut self.persistent
+                    && persistent.may_keep(1)
+                {
+                    persistent.pages.insert(reference, page.clone());
                 }
                 page
             }
@@ -281,7 +311,7 @@ impl Pages {
         for at in ranges.iter().flat_map(|(from, to)| *from..*to) {
             let reference = self.segments[at].reference;
             self.found[at] =
-                self.persistent.as_ref().and_then(|persistent| persistent.get(&reference)).cloned();
+                self.persistent.as_ref().and_then(|known| known.pages.get(&reference)).cloned();
             if self.found[at].is_none()
                 && !(self.persistent.is_some() && self.references.contains(&reference))
             {
@@ -308,8 +338,8 @@ impl Pages {
                 self.found[at] = new.get(&self.segments[at].reference).cloned();
             }
         }
-        if persistent.len() + new.len() <= PERSISTENT {
-            persistent.extend(new);
+        if persistent.may_keep(new.len()) {
+            persistent.pages.extend(new);
         }
     }
 }
@@ -332,6 +362,27 @@ mod tests {
         bytes[1] = 1;
         bytes[24..28].copy_from_slice(&reference.to_le_bytes());
         Request::parse(Abi::X86_64, &bytes)
+    }
+
+    /// A front end may send each page in a request of its own.
+    #[test]
+    fn the_number_of_mappings_that_stay_is_limited() {
+        let machine = Machine::new();
+        let domain = machine.add(3, 2 * QUEUE_MAPPINGS).unwrap();
+        let mut pages = Pages::new(Host::Machine(machine).grants(3).unwrap(), Data::Persistent);
+        for page in 0..2 * QUEUE_MAPPINGS {
+            let mut segments = Segments::default();
+            let batch = [read(domain.grant(page, false))];
+            pages.prepare(&batch, &Counts::default());
+            assert_eq!(pages.fill(0, &batch[0], &mut segments), Prepared::Filled(512));
+            pages.give_back(&mut segments);
+            pages.end_batch();
+        }
+        let persistent = pages.persistent.as_ref().unwrap();
+        assert_eq!((persistent.mappings, persistent.pages.len()), (QUEUE_MAPPINGS, QUEUE_MAPPINGS));
+        assert!(MAPPINGS.load(Ordering::Relaxed) >= QUEUE_MAPPINGS);
+        pages.clear();
+        assert!(pages.persistent.is_none());
     }
 
     #[test]

@@ -121,7 +121,7 @@ impl<S: Storage> Flags<'_, S> {
     }
 
     async fn read(&mut self, structure: &str, at: u64, len: u64) -> Option<Vec<u8>> {
-        let read = bytes::read(self.file, at, len as usize).await;
+        let read = bytes::read_data(self.file, at, len as usize).await;
         if let Err(e) = &read
             && !self.tally.incomplete
         {

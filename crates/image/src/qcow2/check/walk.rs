@@ -307,18 +307,12 @@ impl<S: Storage> Walk<'_, S> {
         }
     }
 
-    /// Reads the piece of a table that begins with entry `first`. Returns no bytes if a piece of
-    /// full length is a hole: its entries are 0. A crafted file has thousands of these.
+    /// Reads the piece of a table that begins with entry `first`. Returns no bytes if it is a hole:
+    /// its entries are 0.
     async fn piece(&mut self, table: &TableReference, first: u64) -> Option<Vec<u8>> {
         let entries = (table.entries - first).min(PIECE_ENTRIES as u64);
         let (at, len) = (table.offset + first * 8, entries * 8);
-        if entries == PIECE_ENTRIES as u64
-            && let Ok((false, hole)) = self.file.data_or_hole(at, len).await
-            && hole == len
-        {
-            return Some(Vec::new());
-        }
-        let read = bytes::read(self.file, at, len as usize).await;
+        let read = bytes::read_data(self.file, at, len as usize).await;
         let site = Site { structure: format_args!("{}", table.name), at };
         read.inspect_err(|e| self.lost(FindingKind::Unreadable, site, format_args!("reading: {e}")))
             .ok()
@@ -392,8 +386,8 @@ impl<S: Storage> Walk<'_, S> {
     }
 
     async fn l2_table(&mut self, offset: u64, times: u64) {
-        let bytes = match bytes::read(self.file, offset, self.header.cluster_size() as usize).await
-        {
+        let len = self.header.cluster_size() as usize;
+        let bytes = match bytes::read_data(self.file, offset, len).await {
             Ok(bytes) => bytes,
             Err(e) => {
                 let site = Site { structure: format_args!("qcow2 L2 table"), at: offset };

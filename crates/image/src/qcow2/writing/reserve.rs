@@ -153,10 +153,16 @@ impl<S: Storage> Qcow2<S> {
     pub(crate) async fn has_clusters(&self, wanted: u64) -> io::Result<bool> {
         let alloc = &self.shared.alloc;
         let (mut cluster, mut used) = (0, 0);
-        while cluster < alloc.end() && used < wanted {
+        // No cluster behind the last refcount block is in use, however long a sparse file is.
+        let end = alloc.end().min((alloc.table().len() as u64).saturating_mul(alloc.per_block()));
+        while cluster < end && used < wanted {
             let block = alloc.block_of(cluster);
+            if !alloc.has_block(block) {
+                cluster = (block + 1) * alloc.per_block();
+                continue;
+            }
             self.load_counts(block).await?;
-            let next = ((block + 1) * alloc.per_block()).min(alloc.end());
+            let next = ((block + 1) * alloc.per_block()).min(end);
             used += (cluster..next)
                 .filter(|&c| alloc.count(c).is_some_and(|count| count > 0))
                 .count() as u64;

@@ -83,6 +83,15 @@ fn tables_that_all_point_to_one_place() {
     assert!(report.findings_left_off > 1 << 20);
 }
 
+/// To read each of these tables would take minutes.
+#[test]
+fn tables_that_are_all_holes() {
+    let hostile = Hostile::new();
+    hostile.words(TIB, (0..4 << 20).map(|n| 3 * TIB + n * CLUSTER));
+    let report = hostile.check();
+    assert!(report.corruptions > 4 << 20, "{report:?}");
+}
+
 #[test]
 fn snapshots_that_share_and_overlap_their_tables() {
     let mut hostile = Hostile::new();
