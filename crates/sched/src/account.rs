@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use crate::Time;
+use crate::cost::Reserved;
 use crate::group::Group;
 use crate::knobs::Knobs;
 use crate::reserve::Reserve;
@@ -246,7 +247,7 @@ impl Account {
             sums: Sums::default(),
         };
         account.set(knobs);
-        account.set_weight(f64::from(account.own_weight()));
+        account.set_weight(f64::from(account.own_weight()), 0);
         account
     }
 
@@ -276,9 +277,18 @@ impl Account {
         f64::from_bits(self.weight.load(Relaxed))
     }
 
-    /// Sets the effective weight.
-    pub fn set_weight(&self, weight: f64) {
+    /// Sets the effective weight. `device`: the device's virtual time. By what the disk is ahead of
+    /// it, it was charged at the old weight.
+    pub fn set_weight(&self, weight: f64, device: u64) {
         let weight = weight.max(MIN_WEIGHT);
+        let old = self.weight();
+        if old > 0.0 && old != weight {
+            let rescaled = |own: u64| {
+                let lead = own.wrapping_sub(device) as f64 * (old / weight);
+                before(device, own).then(|| device.wrapping_add(lead as u64))
+            };
+            let _ = self.start_tag.fetch_update(Relaxed, Relaxed, rescaled);
+        }
         self.weight.store(weight.to_bits(), Relaxed);
         self.virtual_rate
             .store(((1u64 << (20 + FRACTION_BITS)) as f64 / weight).round() as u64, Relaxed);
@@ -334,12 +344,12 @@ impl Account {
 
     /// Counts an admitted operation against the reservations of the disk and its group.
     #[inline]
-    pub fn charge_reservation(&self, now: Time, requests: u32, bytes: u64) {
+    pub fn charge_reservation(&self, now: Time, reserved: Reserved) {
         if self.is_reserved.load(Relaxed) {
-            self.reserve.charge(now, requests, bytes);
+            self.reserve.charge(now, reserved);
         }
         if let Some(group) = &self.group {
-            group.reserve.charge(now, requests, bytes);
+            group.reserve.charge(now, reserved);
         }
     }
 

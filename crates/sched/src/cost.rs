@@ -35,6 +35,30 @@ impl Operation {
             OperationKind::Flush | OperationKind::Discard | OperationKind::WriteZeroes => 0,
         }
     }
+
+    #[inline]
+    pub(crate) fn reserved(&self) -> Reserved {
+        let bytes = self.moves();
+        Reserved { operations: u64::from(self.requests).max(bytes.div_ceil(RESERVED_BYTES)), bytes }
+    }
+
+    /// Returns whether the cost says little about the operation's time, which depends on the device
+    /// and on the range.
+    #[inline]
+    pub(crate) fn is_of_unknown_time(&self) -> bool {
+        matches!(self.kind, OperationKind::Discard | OperationKind::WriteZeroes)
+    }
+}
+
+/// Bytes for which an operation counts as one against a reservation. A larger one counts as
+/// several, so that a reserved rate of operations bounds what it can take from other disks.
+const RESERVED_BYTES: u64 = 256 << 10;
+
+/// What an operation counts for against a reservation.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Reserved {
+    pub operations: u64,
+    pub bytes: u64,
 }
 
 /// Largest cost of one operation: 17 s. It keeps the distances of virtual times far below half of
@@ -146,6 +170,21 @@ impl Costs {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_large_operation_counts_as_several_against_a_reservation() {
+        let of = |kind, bytes, requests| {
+            let reserved = Operation { kind, bytes, sequential: false, requests }.reserved();
+            (reserved.operations, reserved.bytes)
+        };
+        assert_eq!(of(OperationKind::Read, 4096, 1), (1, 4096));
+        assert_eq!(of(OperationKind::Write, 256 << 10, 1), (1, 256 << 10));
+        assert_eq!(of(OperationKind::Write, 32 << 20, 1), (128, 32 << 20));
+        assert_eq!(of(OperationKind::Write, 64 << 10, 16), (16, 64 << 10), "merged requests");
+        // A discard of a terabyte must not use up the reservation of an hour.
+        assert_eq!(of(OperationKind::Discard, 1 << 40, 1), (1, 0));
+        assert_eq!(of(OperationKind::Flush, 0, 0), (0, 0));
+    }
 
     #[test]
     fn a_cost_is_a_base_and_a_cost_for_each_byte() {

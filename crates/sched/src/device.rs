@@ -144,6 +144,8 @@ pub struct Grant {
     is_forced: bool,
     /// Whether the device has not worked for the operation.
     is_idle: bool,
+    /// Whether a gap follows the operation.
+    is_large: bool,
 }
 
 impl Grant {
@@ -305,9 +307,9 @@ impl Device {
             }
             counters.began();
             let advance = if has_room { Advance::Device } else { Advance::Disk };
-            self.charge(account, now, cost, (operation.requests, operation.bytes), advance);
+            self.charge(account, now, cost, operation, advance);
             if account.is_queued.load(Relaxed) {
-                self.begin_gap(account, now, cost);
+                self.begin_gap(account, now, cost, operation);
             }
         } else {
             counters.began();
@@ -339,7 +341,7 @@ impl Device {
             Operation { kind: OperationKind::Flush, bytes: 0, sequential: false, requests: 0 };
         let cost = self.costs.of(&sync);
         account.began();
-        self.charge(account, now, cost, (0, 0), Advance::Disk);
+        self.charge(account, now, cost, &sync, Advance::Disk);
         self.grant(account, now, cost, &sync)
     }
 
@@ -356,6 +358,7 @@ impl Device {
             is_queued,
             is_forced: false,
             is_idle: false,
+            is_large: self.is_large(cost, operation),
             cost_ns: cost,
             arrived: now,
             began: now,
@@ -374,7 +377,7 @@ impl Device {
         account: &Account,
         now: Time,
         cost: u64,
-        (requests, bytes): (u32, u64),
+        operation: &Operation,
         advance: Advance,
     ) {
         let device = self.virtual_time.0.load(SeqCst);
@@ -397,7 +400,7 @@ impl Device {
                 .0
                 .fetch_update(SeqCst, Relaxed, |tag| before(tag, begins).then_some(begins));
         }
-        account.charge_reservation(now, requests, bytes);
+        account.charge_reservation(now, operation.reserved());
     }
 
     /// Adds an operation to the wait list. The token reports when it is admitted, which may be at
@@ -411,10 +414,12 @@ impl Device {
         waker: &Waker,
     ) -> Option<Time> {
         token.start();
-        let (cost, bytes, requests) =
-            (self.costs.of_request(operation), operation.bytes, operation.requests);
-        let waiter =
-            Waiter { token: token.clone(), waker: waker.clone(), cost_ns: cost, bytes, requests };
+        let waiter = Waiter {
+            token: token.clone(),
+            waker: waker.clone(),
+            cost_ns: self.costs.of_request(operation),
+            operation: *operation,
+        };
         let mut state = self.state();
         let tag = later(account.start_tag.load(Relaxed), self.virtual_time.0.load(SeqCst));
         state.wait_list.push(account.number(), tag, waiter);
@@ -440,8 +445,10 @@ impl Device {
         token: &WaitToken,
     ) -> Grant {
         let (class, is_forced) = (self.class_of(account, operation), token.is_forced());
+        let cost = self.costs.of_request(operation);
         Grant {
-            cost_ns: self.costs.of_request(operation),
+            cost_ns: cost,
+            is_large: self.is_large(cost, operation),
             arrived,
             began: now,
             class,
@@ -489,7 +496,7 @@ impl Device {
             }
             if let Some(waiter) = wait_list.take(disk) {
                 if self.admit_one(account, &waiter, now, Advance::Device) {
-                    self.begin_gap(account, now, waiter.cost_ns);
+                    self.begin_gap(account, now, waiter.cost_ns, &waiter.operation);
                 }
                 waiter.waker.wake();
             }
@@ -510,7 +517,7 @@ impl Device {
         let waits = waiter.token.grant();
         if waits {
             account.began();
-            self.charge(account, now, waiter.cost_ns, (waiter.requests, waiter.bytes), advance);
+            self.charge(account, now, waiter.cost_ns, &waiter.operation, advance);
             if waiter.token.is_forced() {
                 self.began_forced(account);
                 return true;

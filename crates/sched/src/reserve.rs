@@ -7,6 +7,7 @@
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use crate::Time;
+use crate::cost::Reserved;
 use crate::knobs::Knobs;
 
 /// Maximum time for which a missed reservation is caught up, in nanoseconds. An idle disk saves up
@@ -83,9 +84,9 @@ impl Reserve {
 
     /// Counts an admitted operation against the reservation.
     #[inline]
-    pub fn charge(&self, now: Time, requests: u32, bytes: u64) {
-        self.operations.charge(now, requests.into());
-        self.bytes.charge(now, bytes);
+    pub fn charge(&self, now: Time, reserved: Reserved) {
+        self.operations.charge(now, reserved.operations);
+        self.bytes.charge(now, reserved.bytes);
     }
 
     /// Returns when the reservation is due for the last of `ahead` waiting operations.
@@ -100,6 +101,8 @@ impl Reserve {
 mod tests {
     use super::*;
 
+    const SMALL: Reserved = Reserved { operations: 1, bytes: 4096 };
+
     #[test]
     fn the_reserved_rate_is_due_and_100_ms_are_caught_up() {
         let reserve = Reserve::default();
@@ -109,7 +112,7 @@ mod tests {
         let mut served = 0;
         for now in (start..start + 1_000_000_000).step_by(50_000) {
             while reserve.is_due(now) {
-                reserve.charge(now, 1, 4096);
+                reserve.charge(now, SMALL);
                 served += 1;
             }
         }
@@ -124,7 +127,7 @@ mod tests {
         let reserve = Reserve::default();
         reserve.set(&Knobs { reserve_iops: Some(1000), ..Knobs::default() });
         let start = 5_000_000_000;
-        (0..1_000_000).for_each(|n| reserve.charge(start + n * 50_000, 1, 4096));
+        (0..1_000_000).for_each(|n| reserve.charge(start + n * 50_000, SMALL));
         let end = start + 1_000_000 * 50_000;
         assert!(!reserve.is_due(end) && reserve.is_due(end + CATCH_UP_NS));
     }
@@ -133,7 +136,7 @@ mod tests {
     fn a_reservation_of_bytes_is_due_by_bytes() {
         let reserve = Reserve::default();
         reserve.set(&Knobs { reserve_bps: Some(1 << 20), ..Knobs::default() });
-        reserve.charge(1_000_000_000, 1, 1 << 20);
+        reserve.charge(1_000_000_000, Reserved { operations: 1, bytes: 1 << 20 });
         assert!(!reserve.is_due(1_890_000_000) && reserve.is_due(1_910_000_000));
         assert_eq!(reserve.next(1_000_000_000, 1), Some(1_900_000_000));
     }

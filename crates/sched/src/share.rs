@@ -109,7 +109,7 @@ impl Share {
         self.debt.limits_changed(self.limits_open());
         match &self.device {
             Some(device) => device.reweigh(now),
-            None => self.account.set_weight(f64::from(self.account.own_weight())),
+            None => self.account.set_weight(f64::from(self.account.own_weight()), 0),
         }
     }
 

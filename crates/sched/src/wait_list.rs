@@ -11,6 +11,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering::SeqCst};
 use std::task::Waker;
 
+use crate::cost::Operation;
+
 /// State of one operation that waits. The caller may reuse it for a later wait.
 #[derive(Debug, Default)]
 pub struct WaitToken {
@@ -81,8 +83,7 @@ pub(crate) struct Waiter {
     pub token: Arc<WaitToken>,
     pub waker: Waker,
     pub cost_ns: u64,
-    pub bytes: u64,
-    pub requests: u32,
+    pub operation: Operation,
 }
 
 /// Entry of one disk in the heap. `BinaryHeap` pops the greatest entry, so the lowest start tag
@@ -177,14 +178,19 @@ impl WaitList {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cost::OperationKind;
 
     fn waiter(cost_ns: u64) -> Waiter {
         Waiter {
             token: Arc::default(),
             waker: Waker::noop().clone(),
             cost_ns,
-            bytes: 0,
-            requests: 1,
+            operation: Operation {
+                kind: OperationKind::Read,
+                bytes: 4096,
+                sequential: false,
+                requests: 1,
+            },
         }
     }
 

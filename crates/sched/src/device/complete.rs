@@ -15,13 +15,24 @@ impl Device {
         if now >= self.stall_at.load(Relaxed) {
             self.end_stall(now, self.baseline.at_least(grant.class));
         }
+        // What the image answers is no work of the device. Its short time says nothing about the
+        // device, and would hide how long other operations take.
+        if !grant.is_idle {
+            self.count((account, counters), now, &grant);
+        }
+        self.release_grant(account, now, &grant);
+    }
+
+    /// Learns and counts the service time of an operation.
+    #[inline]
+    fn count(&self, (account, counters): (&Account, &Counters), now: Time, grant: &Grant) {
         let service = now.saturating_sub(grant.began);
         let others = self.in_flight.0.load(Relaxed) > account.in_flight.get().1
             || self.forced.load(Relaxed) > 0;
         let in_probe = grant.probe != 0 && grant.probe == self.quiet_probe.load(Relaxed);
         let has_stalled = grant.began < self.stalled_until.load(Relaxed);
         match () {
-            () if has_stalled || grant.is_idle => {}
+            () if has_stalled => {}
             () if in_probe => {
                 self.quiet_samples.fetch_add(1, Relaxed);
                 self.baseline.learn_in_probe(grant.class, service);
@@ -30,7 +41,6 @@ impl Device {
         }
         // A disk in the queue causes its own depth.
         let expected = match account.waiting.load(Relaxed) {
-            _ if grant.is_idle => now.saturating_sub(grant.arrived),
             0 => self.baseline.expected(grant.class),
             _ => self.baseline.at_least(grant.class),
         };
@@ -39,9 +49,8 @@ impl Device {
         }
         counters.served(grant.cost_ns, service, now.saturating_sub(grant.arrived), expected);
         if grant.is_queued {
-            self.stretch_gap(account, grant.began, now, grant.cost_ns);
+            self.stretch_gap(account, now, grant);
         }
-        self.release_grant(account, now, &grant);
     }
 
     /// Frees the part of the window that an operation took.

@@ -23,7 +23,7 @@ impl Device {
     pub(crate) fn force(&self, account: &Account, now: Time, operation: &Operation) -> Grant {
         let cost = self.costs.of_request(operation);
         account.began();
-        self.charge(account, now, cost, (operation.requests, operation.bytes), Advance::Disk);
+        self.charge(account, now, cost, operation, Advance::Disk);
         self.began_forced(account);
         let class = self.class_of(account, operation);
         Grant {
@@ -63,8 +63,8 @@ impl Device {
         cost
     }
 
-    /// Admits one operation of each disk that waits and has nothing in flight, if operations that
-    /// a drain has admitted are in flight.
+    /// Admits one operation of each disk that waits, has nothing in flight, and is not in a gap, if
+    /// operations that take no room are in flight.
     pub(super) fn admit_idle(
         &self,
         wait_list: &mut WaitList,
@@ -77,6 +77,10 @@ impl Device {
         for disk in wait_list.disks() {
             let Some(account) = &accounts[disk] else { continue };
             if account.in_flight.get().0 > 0 {
+                continue;
+            }
+            if self.is_in_gap(account, now) {
+                self.time_gap(wait_list, account);
                 continue;
             }
             // A cancelled operation takes nothing.

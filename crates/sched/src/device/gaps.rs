@@ -12,12 +12,14 @@
 
 use std::sync::atomic::Ordering::Relaxed;
 
-use super::{Device, State};
+use super::{Device, Grant, State};
 use crate::Time;
 use crate::account::Account;
+use crate::cost::Operation;
 use crate::wait_list::WaitList;
 
-/// Longest gap, in nanoseconds.
+/// Longest gap, in nanoseconds. After an operation that took longer, the gap is at most as long as
+/// the operation.
 const LONGEST_NS: u64 = 100_000_000;
 
 impl Device {
@@ -31,8 +33,8 @@ impl Device {
     /// Begins a gap after a large operation of a disk in the queue: until its share of the device
     /// covers the operation.
     #[inline]
-    pub(super) fn begin_gap(&self, account: &Account, now: Time, cost: u64) {
-        if cost > self.max_held_ns && self.leaves_gaps.load(Relaxed) {
+    pub(super) fn begin_gap(&self, account: &Account, now: Time, cost: u64, operation: &Operation) {
+        if self.is_large(cost, operation) && self.leaves_gaps.load(Relaxed) {
             let gap = account.time_of(cost).min(LONGEST_NS);
             // An operation that begins late does not delay the next one.
             let from = account.gap_until.load(Relaxed).max(now.saturating_sub(gap)).min(now);
@@ -41,14 +43,21 @@ impl Device {
         }
     }
 
-    /// Ends a large operation, which began at `began`. If it took longer than its cost says, so
-    /// does the gap.
+    /// Ends a large operation. If it took longer than its cost says, so does the gap: the disk
+    /// pauses until it has had the device for its part of the time.
     #[inline]
-    pub(super) fn stretch_gap(&self, account: &Account, began: Time, now: Time, cost: u64) {
-        if cost > self.max_held_ns && self.leaves_gaps.load(Relaxed) {
-            let turn = account.turn_of(now.saturating_sub(began)).min(LONGEST_NS);
-            account.gap_until.fetch_max(began + turn, Relaxed);
+    pub(super) fn stretch_gap(&self, account: &Account, now: Time, grant: &Grant) {
+        if grant.is_large && self.leaves_gaps.load(Relaxed) {
+            let service = now.saturating_sub(grant.began);
+            let rest = account.turn_of(service).saturating_sub(service);
+            account.gap_until.fetch_max(now + rest.min(LONGEST_NS.max(service)), Relaxed);
         }
+    }
+
+    /// Returns whether gaps follow an operation of this cost.
+    #[inline]
+    pub(super) fn is_large(&self, cost: u64, operation: &Operation) -> bool {
+        cost > self.max_held_ns || operation.is_of_unknown_time()
     }
 
     /// Wakes the first waiting operation of a disk in a gap, if no operation keeps the time of the

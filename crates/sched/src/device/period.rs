@@ -31,6 +31,9 @@ impl Device {
         let mut state = self.state();
         account.awake.store(true, Relaxed);
         account.busy_at.store(now, Relaxed);
+        // What the disk did before its rest says nothing about it now.
+        account.is_over_share.store(false, Relaxed);
+        account.is_queued.store(account.waiting.load(Relaxed) > 0, Relaxed);
         if !account.present.swap(true, Relaxed) {
             self.update_presence(&mut state, now);
             let part = state.window.unprotected_size() / state.present.max(1) as f64;
@@ -87,7 +90,7 @@ impl Device {
                     f64::from(group.weight()) * own as f64 / sum as f64
                 }
             };
-            account.set_weight(weight);
+            account.set_weight(weight, self.virtual_time.0.load(SeqCst));
         }
     }
 
@@ -192,7 +195,8 @@ impl Device {
         while state.probe.is_on() {
             let drained = || {
                 let held = state.accounts.iter().flatten().filter(|a| a.held.load(Relaxed));
-                held.map(|a| a.in_flight.get().0).sum::<u64>() == 0
+                // Operations that take no room may last much longer than the device works for them.
+                held.map(|a| a.in_flight.get().1).sum::<u64>() == 0
             };
             let (drained, samples) = (drained(), self.quiet_samples.load(Relaxed));
             if !state.probe.step(now, period, drained, samples) {

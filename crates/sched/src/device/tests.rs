@@ -117,10 +117,44 @@ fn a_large_operation_of_a_disk_in_the_queue_begins_a_gap() {
     let cost = 2 * device.max_held_ns;
     let gap = account.time_of(cost);
     // The disk has not used its share before the first operation.
-    device.begin_gap(account, NOW, cost);
+    device.begin_gap(account, NOW, cost, &SMALL);
     assert!(!device.is_in_gap(account, NOW));
-    device.begin_gap(account, NOW, cost);
+    device.begin_gap(account, NOW, cost, &SMALL);
     assert!(device.is_in_gap(account, NOW + gap - 1) && !device.is_in_gap(account, NOW + gap));
+}
+
+/// An operation of 0.3 s is followed by a gap of 0.3 s, although the longest gap after a short one
+/// is less.
+#[test]
+fn the_gap_after_a_long_operation_gives_the_others_as_much_time() {
+    let [one, _two] = neighbours();
+    let device = one.device().unwrap();
+    device.leaves_gaps.store(true, Relaxed);
+    let account = &accounts(device)[0];
+    account.set_due(0.5, 1.0);
+    let end = NOW + 300_000_000;
+    let grant = Grant { began: NOW, is_large: true, ..Grant::default() };
+    device.stretch_gap(account, end, &grant);
+    assert!(device.is_in_gap(account, end + 299_999_999));
+    assert!(!device.is_in_gap(account, end + 300_000_000));
+    let discard = Operation { kind: OperationKind::Discard, ..SMALL };
+    assert!(device.is_large(1, &discard) && !device.is_large(1, &SMALL));
+}
+
+/// What a disk was charged at its old weight is worth less at a higher one.
+#[test]
+fn a_higher_weight_shortens_the_lead_of_a_disk() {
+    let [one, _two] = neighbours();
+    let account = &accounts(one.device().unwrap())[0];
+    let (device, lead) = (u64::MAX - 1_000, 1_000_000);
+    account.set_weight(100.0, device);
+    account.start_tag.store(device.wrapping_add(lead), Relaxed);
+    account.set_weight(400.0, device);
+    assert_eq!(account.start_tag.load(Relaxed).wrapping_sub(device), lead / 4);
+    // A disk that is behind has no lead.
+    account.start_tag.store(device.wrapping_sub(lead), Relaxed);
+    account.set_weight(100.0, device);
+    assert_eq!(device.wrapping_sub(account.start_tag.load(Relaxed)), lead);
 }
 
 /// A drain admits operations without a limit. Other disks must not wait for their end.

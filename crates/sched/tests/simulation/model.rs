@@ -15,6 +15,8 @@ use blockyard_sched::{
 
 pub const MS: u64 = 1_000_000;
 pub const S: u64 = 1_000 * MS;
+/// Time of an answer without the device.
+const ANSWER: u64 = 2_000;
 
 /// The load of a guest.
 #[derive(Clone)]
@@ -31,6 +33,8 @@ pub struct Guest {
     /// From `from` on, works for the first duration, rests for the second one, and so on, in
     /// nanoseconds.
     pub shifts: Option<(u64, u64)>,
+    /// Whether the image answers without the device, as for clusters that are not allocated.
+    pub is_answered: bool,
 }
 
 impl Guest {
@@ -45,6 +49,7 @@ impl Guest {
             from: 0,
             until: u64::MAX,
             shifts: None,
+            is_answered: false,
         }
     }
 
@@ -151,8 +156,9 @@ impl Model {
         }
     }
 
-    fn service(&self, now: u64, bytes: u64, random: &mut Random) -> u64 {
-        let time = self.time + ((u128::from(bytes) * u128::from(self.per_mib)) >> 20) as u64;
+    fn service(&self, now: u64, operation: &Operation, random: &mut Random) -> u64 {
+        let bytes = u128::from(operation.bytes);
+        let time = self.time + ((bytes * u128::from(self.per_mib)) >> 20) as u64;
         let spread = time * self.spread / 100;
         let time = time - spread / 2 + random.below(spread + 1);
         match self.mood {
@@ -395,13 +401,17 @@ impl Simulation {
     }
 
     fn submit(&mut self, which: usize) {
+        if self.guests[self.under[which].guest].is_answered {
+            self.under[which].grant.set_idle();
+            return self.at(self.now + ANSWER, Event::Ended(which));
+        }
         if self.busy < self.model.servers { self.serve(which) } else { self.queue.push_back(which) }
     }
 
     fn serve(&mut self, which: usize) {
         self.busy += 1;
-        let bytes = self.under[which].operation.bytes;
-        let time = self.model.service(self.now, bytes, &mut self.random);
+        let operation = self.under[which].operation;
+        let time = self.model.service(self.now, &operation, &mut self.random);
         let begins = match self.model.mood {
             Mood::Bucket(rate) => {
                 let begins = self.token_at.max(self.now);
@@ -434,7 +444,10 @@ impl Simulation {
         if self.now >= from {
             let got = &mut self.got[guest];
             got.operations += 1;
-            got.cost += self.model.costs().of(&operation);
+            got.cost += match self.guests[guest].is_answered {
+                true => 0,
+                false => self.model.costs().of(&operation),
+            };
             if got.latencies.len() < 1 << 20 {
                 got.latencies.push(self.now - asked);
                 got.completions.push(self.now);

@@ -254,6 +254,14 @@ fn beside_a_thrasher_of_large_requests_on_a_device_without_parallelism() {
     holds(model, &bounds, &[Guest { work, ..Guest::reads(32) }]);
 }
 
+/// The image answers one guest's requests without the device. Their short times must not hide how
+/// long the polite guest's requests take.
+#[test]
+fn beside_a_thrasher_and_a_guest_that_needs_no_device() {
+    let answered = Guest { is_answered: true, think: 50_000, ..Guest::reads(4) };
+    holds(FAST, &Bounds { p99: 9.0, ..NARROW }, &[thrasher(), answered]);
+}
+
 #[test]
 fn beside_four_thrashers_on_a_device_without_parallelism() {
     let thrasher = Guest { depth: 64, ..thrasher() };
