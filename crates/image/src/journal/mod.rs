@@ -159,8 +159,9 @@ impl ImageSafety {
                 };
             }
         };
-        let found = store.find(image).map_err(|e| refuse(e.to_string()))?;
-        match (marked.filter(|session| session.boot == store.boot()), found) {
+        let marked = marked.filter(|session| session.boot == store.boot());
+        let found = store.find_marked(image, marked).map_err(|e| refuse(e.to_string()))?;
+        match (marked, found) {
             (None, None) => Ok(None),
             (None, Some(_)) => {
                 tracing::warn!(

@@ -69,6 +69,14 @@ impl ImageKey {
     }
 }
 
+impl ImageKey {
+    /// Returns whether this is the number of a block device. The host uses it again for another
+    /// device.
+    fn is_of_device(&self) -> bool {
+        self.inode == 0
+    }
+}
+
 /// Why there is no journal.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
@@ -245,6 +253,51 @@ impl StateFolder {
         Ok(Some(Recovered::new(Arc::new(words), Some(file), session)))
     }
 
+    /// Like [`StateFolder::find`], for a block device with this mark. A journal of another session
+    /// belongs to an image that had the same number before, so it gets a name of its own. The
+    /// journal of this session may be under another number, or have such a name.
+    fn find_of_device(
+        &self,
+        image: &ImageKey,
+        marked: Option<Session>,
+    ) -> Result<Option<Recovered>, StoreError> {
+        let (path, failed) = (self.file(image), |path: &Path, operation| {
+            let path = path.to_path_buf();
+            move |error| StoreError::Io { path, operation, error }
+        });
+        let found = self.find(image)?;
+        match found.as_ref().map(Recovered::session) {
+            Some(session) if Some(session) == marked => return Ok(found),
+            Some(session) => {
+                let aside = self.path.join(format!("{:032x}.journal", session.number));
+                std::fs::rename(&path, &aside).map_err(failed(&path, "renaming a journal"))?;
+                tracing::warn!(
+                    "the journal of another image that had the number of this device is now {}",
+                    aside.display()
+                );
+            }
+            None => {}
+        }
+        let Some(session) = marked else { return Ok(None) };
+        let files = std::fs::read_dir(&self.path).map_err(failed(&self.path, "reading it"))?;
+        let of_session = files.filter_map(Result::ok).map(|file| file.path()).find(|path| {
+            let header = File::open(path).and_then(|file| {
+                let mut bytes = [0; log::HEADER * 8];
+                file.read_exact_at(&mut bytes, 0).map(|()| words_of(&bytes))
+            });
+            header.is_ok_and(|words| {
+                let device = ImageKey { device: words[3], inode: 0, born: 0 };
+                read_header(&words, &device) == Some(session)
+            })
+        });
+        let Some(known) = of_session else { return Ok(None) };
+        std::fs::rename(&known, &path).map_err(failed(&known, "renaming a journal"))?;
+        let file = File::options().read(true).write(true).open(&path);
+        let words = file.and_then(|file| SharedWords::of_file(&file, log::TOTAL));
+        write_header(&words.map_err(failed(&path, "mapping a journal"))?, image, session);
+        self.find(image)
+    }
+
     /// Returns whether a file is a journal of this boot that only another version can read. All
     /// versions have the magic number and the boot in the same words.
     fn is_of_another_version(&self, file: &File, meta: &Metadata) -> Result<bool, StoreError> {
@@ -356,6 +409,21 @@ impl JournalStore {
         }
     }
 
+    /// Returns the journal that a dead server has left for an image with this mark, or a journal
+    /// that is out of date, because another program has removed the mark.
+    pub fn find_marked(
+        &self,
+        image: &ImageKey,
+        marked: Option<Session>,
+    ) -> Result<Option<Recovered>, StoreError> {
+        match self {
+            JournalStore::Folder(folder) if image.is_of_device() => {
+                folder.find_of_device(image, marked)
+            }
+            _ => self.find(image),
+        }
+    }
+
     pub fn remove(&self, image: &ImageKey) -> io::Result<()> {
         match self {
             JournalStore::Folder(folder) => folder.remove(image),
@@ -460,6 +528,32 @@ fn sum(fields: &[u64]) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// The host gives the number of a device that is detached to the next one.
+    #[test]
+    fn a_journal_of_a_device_outlives_another_device_with_its_number() {
+        let path = std::env::temp_dir().join(format!("blockyard-devices-{}", std::process::id()));
+        std::fs::create_dir_all(&path).unwrap();
+        let folder = StateFolder { path, boot: 7 };
+        let device = |device| ImageKey { device, inode: 0, born: 0 };
+        let first = folder.create(&device(1)).unwrap().session();
+        // The next device of this number has no mark, and begins a journal.
+        assert!(folder.find_of_device(&device(1), None).unwrap().is_none());
+        let second = folder.create(&device(1)).unwrap().session();
+        let of = |number, session| {
+            let found = folder.find_of_device(&device(number), Some(session)).unwrap();
+            found.map(|journal| journal.session())
+        };
+        // The first one comes back under the same number, then both under other numbers.
+        for number in [1, 2] {
+            assert_eq!(of(number, first), Some(first));
+            assert_eq!(of(3 - number, second), Some(second));
+        }
+        assert_eq!(of(3, Session { number: 5, boot: 7 }), None);
+        folder.remove(&device(1)).unwrap();
+        assert_eq!((of(1, second), of(4, first)), (None, Some(first)));
+        std::fs::remove_dir_all(&folder.path).unwrap();
+    }
 
     #[test]
     fn a_journal_of_another_version_is_kept_until_the_next_boot() {

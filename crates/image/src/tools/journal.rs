@@ -60,7 +60,7 @@ async fn journal_of(
             return Ok(elsewhere(StateFolder::default_path().display().to_string()));
         }
     };
-    let found = store.find(&image).map_err(refuse)?;
+    let found = store.find_marked(&image, Some(session)).map_err(refuse)?;
     let Some(journal) = found.filter(|journal| journal.session() == session) else {
         return Ok(elsewhere(store.to_string()));
     };
@@ -155,7 +155,7 @@ pub fn discard_journal(path: &Path, format: Format) -> Result<bool, ChainError> 
     on_reactor(move |handle| async move {
         let raw = raw_of(&handle, &file)?;
         let wrong = |error| of_file(&file, error);
-        let marked = session_of(&raw, format).await.map_err(wrong)?.is_some();
+        let marked = session_of(&raw, format).await.map_err(wrong)?;
         match format {
             Format::Raw => {}
             Format::Qcow2 => {
@@ -171,8 +171,11 @@ pub fn discard_journal(path: &Path, format: Format) -> Result<bool, ChainError> 
         raw.flush().await.map_err(io("syncing the image")).map_err(wrong)?;
         // A journal that cannot be removed is out of date without the mark.
         if let Ok(Some((store, image))) = place_of(&file) {
-            store.remove(&image).map_err(io("removing it")).map_err(wrong)?;
+            // The journal of a device may be that of an image that had its number before.
+            if store.find_marked(&image, marked).is_ok_and(|journal| journal.is_some()) {
+                store.remove(&image).map_err(io("removing it")).map_err(wrong)?;
+            }
         }
-        Ok(marked)
+        Ok(marked.is_some())
     })
 }
