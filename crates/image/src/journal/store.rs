@@ -67,9 +67,7 @@ impl ImageKey {
             born: if known { born } else { 0 },
         })
     }
-}
 
-impl ImageKey {
     /// Returns whether this is the number of a block device. The host uses it again for another
     /// device.
     fn is_of_device(&self) -> bool {
@@ -253,24 +251,33 @@ impl StateFolder {
         Ok(Some(Recovered::new(Arc::new(words), Some(file), session)))
     }
 
+    /// Returns the name of a device's journal while another image has the number of the device.
+    fn aside(&self, session: Session) -> PathBuf {
+        self.path.join(format!("{:032x}.journal", session.number))
+    }
+
     /// Like [`StateFolder::find`], for a block device with this mark. A journal of another session
-    /// belongs to an image that had the same number before, so it gets a name of its own. The
-    /// journal of this session may be under another number, or have such a name.
+    /// belongs to an image that had the same number before, so it gets a name of its own until
+    /// that image is back. It must be back under this number: under another one the mark may be
+    /// that of a copy, such as a snapshot of a volume whose server has the journal in use.
     fn find_of_device(
         &self,
         image: &ImageKey,
         marked: Option<Session>,
     ) -> Result<Option<Recovered>, StoreError> {
-        let (path, failed) = (self.file(image), |path: &Path, operation| {
-            let path = path.to_path_buf();
-            move |error| StoreError::Io { path, operation, error }
-        });
+        let path = self.file(image);
+        let rename = |from: &Path, to: &Path| {
+            std::fs::rename(from, to).map_err(|error| {
+                let (path, operation) = (from.to_path_buf(), "renaming a journal");
+                StoreError::Io { path, operation, error }
+            })
+        };
         let found = self.find(image)?;
         match found.as_ref().map(Recovered::session) {
             Some(session) if Some(session) == marked => return Ok(found),
             Some(session) => {
-                let aside = self.path.join(format!("{:032x}.journal", session.number));
-                std::fs::rename(&path, &aside).map_err(failed(&path, "renaming a journal"))?;
+                let aside = self.aside(session);
+                rename(&path, &aside)?;
                 tracing::warn!(
                     "the journal of another image that had the number of this device is now {}",
                     aside.display()
@@ -279,23 +286,16 @@ impl StateFolder {
             None => {}
         }
         let Some(session) = marked else { return Ok(None) };
-        let files = std::fs::read_dir(&self.path).map_err(failed(&self.path, "reading it"))?;
-        let of_session = files.filter_map(Result::ok).map(|file| file.path()).find(|path| {
-            let header = File::open(path).and_then(|file| {
-                let mut bytes = [0; log::HEADER * 8];
-                file.read_exact_at(&mut bytes, 0).map(|()| words_of(&bytes))
-            });
-            header.is_ok_and(|words| {
-                let device = ImageKey { device: words[3], inode: 0, born: 0 };
-                read_header(&words, &device) == Some(session)
-            })
+        let aside = self.aside(session);
+        let header = File::open(&aside).and_then(|file| {
+            let mut bytes = [0; log::HEADER * 8];
+            file.read_exact_at(&mut bytes, 0).map(|()| words_of(&bytes))
         });
-        let Some(known) = of_session else { return Ok(None) };
-        std::fs::rename(&known, &path).map_err(failed(&known, "renaming a journal"))?;
-        let file = File::options().read(true).write(true).open(&path);
-        let words = file.and_then(|file| SharedWords::of_file(&file, log::TOTAL));
-        write_header(&words.map_err(failed(&path, "mapping a journal"))?, image, session);
-        self.find(image)
+        if header.is_ok_and(|words| read_header(&words, image) == Some(session)) {
+            rename(&aside, &path)?;
+            return self.find(image);
+        }
+        Ok(None)
     }
 
     /// Returns whether a file is a journal of this boot that only another version can read. All
@@ -544,14 +544,14 @@ mod tests {
             let found = folder.find_of_device(&device(number), Some(session)).unwrap();
             found.map(|journal| journal.session())
         };
-        // The first one comes back under the same number, then both under other numbers.
-        for number in [1, 2] {
-            assert_eq!(of(number, first), Some(first));
-            assert_eq!(of(3 - number, second), Some(second));
+        // They take turns.
+        for session in [first, second, first] {
+            assert_eq!(of(1, session), Some(session));
         }
-        assert_eq!(of(3, Session { number: 5, boot: 7 }), None);
+        // A copy of the first image on another device does not get the journal.
+        assert_eq!((of(2, first), of(1, first)), (None, Some(first)));
         folder.remove(&device(1)).unwrap();
-        assert_eq!((of(1, second), of(4, first)), (None, Some(first)));
+        assert_eq!((of(1, first), of(2, second), of(1, second)), (None, None, Some(second)));
         std::fs::remove_dir_all(&folder.path).unwrap();
     }
 
