@@ -338,6 +338,10 @@ fn answer(caller: &Caller<'_>, command: &Command) -> anyhow::Result<Value> {
     }
 }
 
+/// Keys with values that are always texts, also if they look like numbers.
+const TEXTS: [&str; 8] =
+    ["name", "image", "serial", "description", "device", "group", "nbd-name", "vhost-user"];
+
 /// Parses KEY=VALUE. A value is a number, true, false or JSON; else it is text. No value: null.
 fn object(keys: &[String]) -> anyhow::Result<Value> {
     let mut object = Map::new();
@@ -347,7 +351,11 @@ fn object(keys: &[String]) -> anyhow::Result<Value> {
         };
         let value = match value {
             "" => Value::Null,
-            _ => serde_json::from_str(value).unwrap_or_else(|_| value.into()),
+            _ => match serde_json::from_str(value) {
+                Ok(parsed @ Value::String(_)) => parsed,
+                Ok(parsed) if !TEXTS.contains(&key) => parsed,
+                _ => value.into(),
+            },
         };
         if object.insert(key.into(), value).is_some() {
             bail!("the key {key} is given twice");
@@ -363,6 +371,10 @@ mod tests {
     #[test]
     fn values_of_keys_are_json_or_text() {
         let keys = ["image=/a b", "queues=4", "read-only=true", "iops=", "serial=\"5\""];
+        let texts = ["serial=12345678901234567890123", "name=true", "group=\"5\""];
+        let texts = object(&texts.map(String::from)).unwrap();
+        let expected = json!({ "serial": "12345678901234567890123", "name": "true", "group": "5" });
+        assert_eq!(texts, expected);
         let object = object(&keys.map(String::from)).unwrap();
         let expected = json!({
             "image": "/a b", "queues": 4, "read-only": true, "iops": null, "serial": "5"
