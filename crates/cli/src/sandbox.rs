@@ -150,7 +150,8 @@ pub fn enter(args: &SandboxArgs, needs: &Needs<'_>) -> Result<(), Failure> {
 }
 
 /// Starts the programs of `exec:` images that no other server has started. Returns the files in
-/// which the data of all programs lie.
+/// which the data of all programs lie. A program that does not start ends its own disk only. If all
+/// disks fail so, this returns an error.
 fn start_programs(needs: &Needs<'_>) -> anyhow::Result<Vec<PathBuf>> {
     let (mut files, mut names) = (Vec::new(), Vec::new());
     for disk in &needs.config.disks {
@@ -163,6 +164,7 @@ fn start_programs(needs: &Needs<'_>) -> anyhow::Result<Vec<PathBuf>> {
             None => names.push(name),
         }
     }
+    let mut failed = 0;
     // A program may take its time to be ready.
     for some in names.chunks(PROGRAMS_AT_A_TIME) {
         let started: Vec<_> = std::thread::scope(|scope| {
@@ -172,7 +174,14 @@ fn start_programs(needs: &Needs<'_>) -> anyhow::Result<Vec<PathBuf>> {
         });
         for (name, started) in some.iter().zip(started) {
             let started = started.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-            files.extend(started.map_err(|e| anyhow::anyhow!("image {name}: {e}"))?);
+            match started {
+                Ok(of_program) => files.extend(of_program),
+                Err(e) => {
+                    failed += 1;
+                    anyhow::ensure!(failed < needs.config.disks.len(), "image {name}: {e}");
+                    tracing::error!("image {name}: {e}");
+                }
+            }
         }
     }
     Ok(files)

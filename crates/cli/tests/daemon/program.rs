@@ -49,6 +49,26 @@ fn a_program_says_where_the_data_of_a_disk_lie() {
 }
 
 #[test]
+fn a_program_that_does_not_start_leaves_the_other_disks_served() {
+    let folder = Folder::new();
+    let (image, config) = (folder.image("disk.img", 1 << 20), folder.join("toml"));
+    let disk = |name: &str, image: &str| {
+        let socket = folder.join(name);
+        format!("[[disk]]\nname = {name:?}\nimage = {image:?}\nvhost-user = {socket:?}\n")
+    };
+    let text = disk("good", image.to_str().unwrap()) + &disk("bad", "exec:/bin/true");
+    std::fs::write(&config, text).unwrap();
+    let mut command = Command::new(BLOCKYARD);
+    let mut daemon = Daemon::start(command.arg("serve").arg("--config").arg(&config));
+    daemon.wait_ready();
+    let mut guest = Guest::connect(&folder.join("good"));
+    assert_eq!(guest.write(8, &pattern(3, 4096)), status::OK);
+    daemon.wait_log("1 of 2 disks are not served");
+    guest.leave();
+    daemon.stop();
+}
+
+#[test]
 fn a_program_ends_with_its_server() {
     let folder = Folder::new();
     let image = program(&folder, &folder.image("data", 1 << 20));
