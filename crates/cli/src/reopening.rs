@@ -3,6 +3,7 @@
 //! In: the disk as it is served, and the options with which it would be opened. What must hold: a
 //! disk that could not be opened again, or only with other data, is not closed.
 
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use blockyard_disk::Source;
@@ -19,13 +20,14 @@ pub const JOB: &str = "a job works on it: wait for its end, or cancel it";
 
 /// Returns whether a snapshot has put an overlay on the image with which the disk was opened.
 pub fn has_overlay(served: &DiskInfo) -> bool {
-    served.image.as_ref().is_some_and(|image| !is_top(served, image))
+    served.top.is_some() && served.top != served.image
 }
 
-/// Returns whether an image is the topmost one of the disk.
+/// Returns whether an image is the topmost one of the disk, by this path or another one.
 fn is_top(served: &DiskInfo, image: &Path) -> bool {
-    let rest = served.images.strip_prefix(&*image.to_string_lossy());
-    rest.is_some_and(|rest| rest.is_empty() || rest.starts_with(' '))
+    let Some(top) = &served.top else { return false };
+    let id = |path: &Path| std::fs::metadata(path).ok().map(|meta| (meta.dev(), meta.ino()));
+    top == image || id(image).is_some_and(|image| Some(image) == id(top))
 }
 
 /// Returns why the disk must stay open. `again`: the options with which it would be opened.
@@ -58,6 +60,8 @@ pub fn obstacle(served: &DiskInfo, again: &DiskArgs) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
+    use std::path::PathBuf;
+
     use blockyard_yard::DiskState;
 
     use super::*;
@@ -70,11 +74,12 @@ mod tests {
         let names = ["base", "top", "other"].map(|name| folder.join(name).display().to_string());
         names.iter().for_each(|name| std::fs::write(name, [0; 4096]).unwrap());
         let [base, top, other] = names.each_ref().map(String::as_str);
-        let served = |image: &str, images: &str| DiskInfo {
+        let served = |image: &str, top: &str| DiskInfo {
             name: "a".into(),
             state: DiskState::Serving,
             image: Some(image.into()),
-            images: images.into(),
+            top: Some(top.into()).filter(|top: &PathBuf| !top.as_os_str().is_empty()),
+            images: top.into(),
             capacity: 1 << 20,
             is_read_only: false,
             ways: Vec::new(),
@@ -87,21 +92,27 @@ mod tests {
             let keys: toml::Table = keys.parse().unwrap();
             keys.try_into::<DiskArgs>().unwrap()
         };
-        let obstacle_of = |image: &str, images: &str, new: &str| {
-            obstacle(&served(image, images), &again(new, "/s")).unwrap_or_default()
+        let obstacle_of = |image: &str, top: &str, new: &str| {
+            obstacle(&served(image, top), &again(new, "/s")).unwrap_or_default()
         };
-        let overlaid = &format!("{top} (qcow2) over {base} (raw)");
         assert_eq!(obstacle_of(base, base, base), "");
-        assert_eq!(obstacle_of(base, &format!("{base} (qcow2) over {other} (raw)"), base), "");
-        assert!(obstacle_of(base, overlaid, base).contains("name the overlay"));
-        assert!(obstacle_of(base, overlaid, other).contains("name the overlay"));
-        assert_eq!(obstacle_of(base, overlaid, top), "");
-        assert!(obstacle_of("ram:1M", "ram:1M", "ram:1M").contains("would be lost"));
-        assert_eq!(obstacle_of("ram:1M", "ram:1M", other), "");
-        let not_inherited = obstacle(&served(base, base), &again(base, "fd:999"));
+        assert_eq!(obstacle_of(base, "", base), "");
+        assert!(obstacle_of(base, top, base).contains("name the overlay"));
+        assert!(obstacle_of(base, top, other).contains("name the overlay"));
+        assert_eq!(obstacle_of(base, top, top), "");
+        let linked = folder.join("linked").display().to_string();
+        std::os::unix::fs::symlink(top, &linked).unwrap();
+        assert_eq!(obstacle_of(base, top, &linked), "");
+        // The image's name and a blank begin the overlay's name.
+        let longer = format!("{base} 2.qcow2");
+        std::fs::write(&longer, [0; 4096]).unwrap();
+        assert!(obstacle_of(base, &longer, base).contains("name the overlay"));
+        assert!(obstacle_of("ram:1M", "", "ram:1M").contains("would be lost"));
+        assert_eq!(obstacle_of("ram:1M", "", other), "");
+        let not_inherited = obstacle(&served(base, ""), &again(base, "fd:999"));
         assert!(not_inherited.unwrap().contains("did not inherit"));
         std::fs::remove_file(other).unwrap();
-        assert!(obstacle_of(base, base, other).contains("no such file"));
+        assert!(obstacle_of(base, "", other).contains("no such file"));
         std::fs::remove_dir_all(&folder).unwrap();
     }
 }

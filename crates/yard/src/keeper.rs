@@ -78,6 +78,8 @@ pub struct DiskInfo {
     pub state: DiskState,
     /// The image that was given when the disk was added. None while it is being opened.
     pub image: Option<PathBuf>,
+    /// The topmost image of a chain. None: the image has no other format than raw.
+    pub top: Option<PathBuf>,
     /// The images that the disk consists of now.
     pub images: String,
     /// Size of the disk in bytes; 0 while the image is being opened.
@@ -343,12 +345,13 @@ impl Entry {
     fn info(&self, name: &str) -> DiskInfo {
         let (name, state) = (name.to_string(), self.state);
         let Some(Shown { disk, settings, .. }) = &self.shown else {
-            let (image, images, ways) = Default::default();
+            let (image, top, images, ways) = Default::default();
             let (capacity, is_read_only, paused, is_drained) = Default::default();
             return DiskInfo {
                 name,
                 state,
                 image,
+                top,
                 images,
                 capacity,
                 is_read_only,
@@ -361,6 +364,7 @@ impl Entry {
             name,
             state,
             image: Some(settings.image.path.clone()),
+            top: disk.source().chain().map(|chain| chain.path().to_path_buf()),
             images: describe_image(settings, disk),
             capacity: disk.capacity(),
             is_read_only: settings.image.read_only,
