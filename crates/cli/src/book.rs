@@ -9,7 +9,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use toml::Table;
 
-use crate::claims::{Claims, FileNumber};
+use crate::claims::{Claims, ImageId};
 use crate::options::disk::DiskArgs;
 
 /// Reasons why a command cannot have a disk.
@@ -29,7 +29,7 @@ pub struct Entry {
     pub keys: Table,
     /// Whether a call of the API added the disk, and no configuration file has it.
     pub by_api: bool,
-    file: Option<FileNumber>,
+    image: Option<ImageId>,
     /// Number of the disk in the order of arrival.
     arrival: u64,
     is_held: bool,
@@ -70,11 +70,11 @@ impl Book {
         by_api: bool,
     ) -> Result<HeldDisk<'_>, String> {
         // The file system may be slow, so this is done without the lock.
-        let (name, file) = (args.name(), args.file());
+        let (name, image) = (args.name(), ImageId::of(&args));
         let mut entries = self.entries();
-        entries.claims.add(&args, file)?;
+        entries.claims.add(&args, image.clone())?;
         entries.arrivals += 1;
-        let entry = Entry { args, keys, by_api, file, arrival: entries.arrivals, is_held: true };
+        let entry = Entry { args, keys, by_api, image, arrival: entries.arrivals, is_held: true };
         entries.all.insert(name.clone(), entry);
         Ok(HeldDisk { book: self, name, is_leaving: true })
     }
@@ -131,15 +131,15 @@ impl HeldDisk<'_> {
     /// Changes keys with the image among them. No other disk has the image, because it is locked.
     pub fn set_image(&self, args: DiskArgs, keys: Table) {
         // The file system may be slow, so this is done without the lock.
-        let file = args.file();
+        let image = ImageId::of(&args);
         let mut entries = self.book.entries();
         let Entries { all, claims, .. } = &mut *entries;
         let entry = all.get_mut(&self.name).expect("a held disk stays in the book");
-        claims.remove(&entry.args, entry.file);
-        if let Err(e) = claims.add(&args, file) {
+        claims.remove(&entry.args, entry.image.take());
+        if let Err(e) = claims.add(&args, image.clone()) {
             tracing::error!("{e}");
         }
-        (entry.args, entry.keys, entry.file) = (args, keys, file);
+        (entry.args, entry.keys, entry.image) = (args, keys, image);
     }
 
     /// Keeps the disk held after the end of this borrow, until [`Book::lent`] takes it.
@@ -173,7 +173,7 @@ impl Drop for HeldDisk<'_> {
                 entry.is_held = false;
             }
         } else if let Some(entry) = entries.all.remove(&self.name) {
-            entries.claims.remove(&entry.args, entry.file);
+            entries.claims.remove(&entry.args, entry.image);
         }
     }
 }

@@ -6,13 +6,32 @@
 
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
+use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 
 use crate::exports::{self, Claim, Listens};
 use crate::options::disk::DiskArgs;
 
-/// Device and inode of an image that is a file.
-pub type FileNumber = (u64, u64);
+/// What tells whether two images are the same.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum ImageId {
+    /// Device and inode of a file.
+    File(u64, u64),
+    /// The normalized name of a storage that is not a file, such as an NBD export. It may have no
+    /// lock.
+    Storage(String),
+}
+
+impl ImageId {
+    /// Returns `None` if no other disk can have the disk's image, or if it does not exist.
+    pub fn of(disk: &DiskArgs) -> Option<Self> {
+        if let Some((scheme, name)) = blockyard_image::scheme_of(&disk.image) {
+            return scheme.normalize(name).ok().map(ImageId::Storage);
+        }
+        let metadata = std::fs::metadata(&disk.image).ok()?;
+        Some(ImageId::File(metadata.dev(), metadata.ino()))
+    }
+}
 
 /// What the disks of a server have.
 #[derive(Default)]
@@ -23,13 +42,13 @@ pub struct Claims {
     /// Other things that only one disk can have, by the option of its export.
     others: HashSet<(&'static str, Claim)>,
     /// The disks of each image, and whether they are read-only.
-    images: HashMap<FileNumber, Vec<(String, bool)>>,
+    images: HashMap<ImageId, Vec<(String, bool)>>,
 }
 
 impl Claims {
     /// Records what a disk has. Returns an error and records nothing if another disk has it.
-    /// `file`: [`DiskArgs::file`].
-    pub fn add(&mut self, disk: &DiskArgs, file: Option<FileNumber>) -> Result<(), String> {
+    /// `image`: [`ImageId::of`].
+    pub fn add(&mut self, disk: &DiskArgs, image: Option<ImageId>) -> Result<(), String> {
         let name = disk.name();
         if self.names.contains(&name) {
             return Err(format!(
@@ -44,7 +63,7 @@ impl Claims {
         if let Some((_, claim)) = others.iter().find(|claim| self.others.contains(claim)) {
             return of_disk(format!("another disk {} already", claim.says));
         }
-        let users = file.and_then(|file| self.images.get(&file)).into_iter().flatten();
+        let users = image.as_ref().and_then(|image| self.images.get(image)).into_iter().flatten();
         let mut writers = users.filter(|(_, read_only)| !(*read_only && disk.read_only));
         if let Some((other, _)) = writers.next() {
             return of_disk(format!(
@@ -61,8 +80,8 @@ impl Claims {
             *self.sockets.entry(socket).or_default() += 1;
         }
         self.others.extend(others);
-        if let Some(file) = file {
-            self.images.entry(file).or_default().push((name.clone(), disk.read_only));
+        if let Some(image) = image {
+            self.images.entry(image).or_default().push((name.clone(), disk.read_only));
         }
         self.names.insert(name);
         Ok(())
@@ -82,7 +101,7 @@ impl Claims {
     }
 
     /// Forgets what a disk has. The arguments are those of [`Claims::add`].
-    pub fn remove(&mut self, disk: &DiskArgs, file: Option<FileNumber>) {
+    pub fn remove(&mut self, disk: &DiskArgs, image: Option<ImageId>) {
         let name = disk.name();
         for socket in sockets_of(disk) {
             if let Entry::Occupied(mut disks) = self.sockets.entry(socket) {
@@ -95,12 +114,12 @@ impl Claims {
         for claim in exports::claims(disk) {
             self.others.remove(&claim);
         }
-        if let Some((file, users)) =
-            file.and_then(|file| self.images.get_mut(&file).map(|users| (file, users)))
+        if let Some((image, users)) =
+            image.and_then(|image| self.images.get_mut(&image).map(|users| (image, users)))
         {
             users.retain(|(user, _)| *user != name);
             if users.is_empty() {
-                self.images.remove(&file);
+                self.images.remove(&image);
             }
         }
         self.names.remove(&name);
@@ -154,5 +173,30 @@ fn text_of(socket: &Listens) -> String {
     match socket {
         Listens::Alone(path) | Listens::Shared(path) => path.display().to_string(),
         Listens::Inherited { name, .. } => format!("fd:{name}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_export_of_another_host_has_one_writer() {
+        let disk = |name: &str, more: &str| -> DiskArgs {
+            toml::from_str(&format!("name = \"{name}\"\nvhost-user = \"/{name}\"\n{more}")).unwrap()
+        };
+        let mut claims = Claims::default();
+        let mut add = |args: &DiskArgs| claims.add(args, ImageId::of(args));
+        add(&disk("a", "image = \"nbd://host/x\"\nformat = \"qcow2\"\n")).unwrap();
+        let same = disk("b", "image = \"nbd://host:10809/x\"\nformat = \"qcow2\"\n");
+        assert!(add(&same).unwrap_err().contains("disk \"a\" has the same image"));
+        add(&disk("c", "image = \"nbd://host/y\"\n")).unwrap();
+        for name in ["d", "e"] {
+            add(&disk(name, "image = \"nbd://host/z\"\nread-only = true\n")).unwrap();
+        }
+        // Each has memory of its own.
+        for name in ["f", "g"] {
+            add(&disk(name, "image = \"ram:1M\"\n")).unwrap();
+        }
     }
 }

@@ -15,7 +15,8 @@ use serde::Deserialize;
 pub mod files;
 pub mod mistake;
 
-use crate::claims::Claims;
+use self::files::Instead;
+use crate::claims::{Claims, ImageId};
 use crate::exports;
 use crate::nbd;
 use crate::options::api::{self, ApiArgs};
@@ -144,7 +145,16 @@ impl Config {
     /// Reads a configuration file and its folder `conf.d`; see [`files`]. `may_be_empty`: calls of
     /// the API can add disks.
     pub fn read(path: &Path, may_be_empty: bool) -> Result<Self, ConfigError> {
-        let config = files::read(path)?;
+        Config::read_with(path, may_be_empty, None)
+    }
+
+    /// Like `read`, with another text of one file of the folder.
+    pub fn read_with(
+        path: &Path,
+        may_be_empty: bool,
+        instead: Option<Instead<'_>>,
+    ) -> Result<Self, ConfigError> {
+        let config = files::read(path, instead)?;
         let whole = Place { path: path.to_path_buf(), line: None };
         config
             .check(may_be_empty)
@@ -152,7 +162,8 @@ impl Config {
         let mut claims = Claims::default();
         for (at, disk) in config.disks.iter().enumerate() {
             let place = || config.places.get(at).unwrap_or(&whole).clone();
-            let checked = claims.add(disk, disk.file()).and_then(|()| config.check_disk(disk));
+            let checked =
+                claims.add(disk, ImageId::of(disk)).and_then(|()| config.check_disk(disk));
             checked.map_err(|what| ConfigError::Value { place: place(), what })?;
         }
         Ok(config)
@@ -198,7 +209,7 @@ impl Config {
     /// effect.
     pub fn nbd_settings(&self, options: &NbdArgs) -> anyhow::Result<Arc<Settings>> {
         let args = options.or(&self.nbd);
-        self.check_each(|disk| nbd::check(&args, disk))?;
+        self.check_each(|disk| nbd::check(args.tls_certificates.is_some(), disk))?;
         nbd::settings(&args)
     }
 

@@ -38,8 +38,9 @@ pub fn settings(args: &NbdArgs) -> anyhow::Result<Arc<Settings>> {
     Ok(Arc::new(Settings { limits, tls }))
 }
 
-/// Returns an error if a disk restricts its NBD clients without effect.
-pub fn check(args: &NbdArgs, disk: &DiskArgs) -> anyhow::Result<()> {
+/// Returns an error if a disk restricts its NBD clients without effect. `has_tls`: the server has
+/// certificates.
+pub fn check(has_tls: bool, disk: &DiskArgs) -> anyhow::Result<()> {
     let name = disk.name();
     // tls-allow restricts NBD only. A user could believe that it protects other exports too.
     anyhow::ensure!(
@@ -48,7 +49,7 @@ pub fn check(args: &NbdArgs, disk: &DiskArgs) -> anyhow::Result<()> {
          out"
     );
     anyhow::ensure!(
-        disk.tls_allow.is_empty() || args.tls_certificates.is_some(),
+        disk.tls_allow.is_empty() || has_tls,
         "disk \"{name}\": tls-allow names client certificates, and there is no TLS: set \
          --tls-certificates, or tls-certificates in [nbd]"
     );
@@ -90,6 +91,11 @@ impl Servers {
     /// Returns the number of clients that the hand-over has disconnected.
     pub fn disconnected(&self) -> u64 {
         self.leaving.iter().map(|server| server.disconnected()).sum()
+    }
+
+    /// Returns whether clients can use TLS.
+    pub fn has_tls(&self) -> bool {
+        self.settings.tls.is_some()
     }
 
     /// Closes the addresses of the other server that no disk has any more.

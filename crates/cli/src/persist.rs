@@ -2,7 +2,8 @@
 //!
 //! In: the keys of a disk, or the name of one that is gone. Out: a file of the folder. It replaces
 //! what earlier files say about the disk. What must hold: a power cut leaves the old file or the
-//! new one, and the new one is durable when the call returns.
+//! new one, and the new one is durable when the call returns. The next start accepts the files, and
+//! finds the disk as the call left it: a caller checks that before it changes the disk.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -13,7 +14,10 @@ use blockyard_ring::small_file;
 use toml::{Table, Value};
 
 use crate::config::Config;
-use crate::config::files::FOLDER;
+use crate::config::files::{FOLDER, Instead};
+use crate::disks;
+use crate::nbd;
+use crate::options::nbd::NbdArgs;
 
 /// Files of this prefix belong to the API. Names with higher numbers override them.
 const PREFIX: &str = "90-ctl-";
@@ -25,12 +29,14 @@ const MAX_FILE_NAME: usize = 255;
 pub struct Persistence {
     config: PathBuf,
     folder: PathBuf,
+    /// Options of the command line, which replace keys of the file.
+    nbd: NbdArgs,
 }
 
 impl Persistence {
     /// Returns the folder of a configuration. Returns an error if it does not exist, or if the
     /// disk's name is too long for a file.
-    pub fn of(config: Option<&Path>, disk: &str) -> anyhow::Result<Self> {
+    pub fn of(config: Option<&Path>, nbd: &NbdArgs, disk: &str) -> anyhow::Result<Self> {
         let config = config
             .context("persist: the server has no configuration file: start it with --config")?;
         let folder = crate::config::files::root(config).join(FOLDER);
@@ -39,7 +45,7 @@ impl Persistence {
             "persist: folder {} does not exist: create it, and restart the server",
             folder.display()
         );
-        let store = Persistence { config: config.to_path_buf(), folder };
+        let store = Persistence { config: config.to_path_buf(), folder, nbd: nbd.clone() };
         let file = store.path(disk);
         let len = file.file_name().map_or(0, |name| name.len());
         anyhow::ensure!(
@@ -54,6 +60,48 @@ impl Persistence {
         let config = Config::read(&self.config, true)?;
         let at = config.disks.iter().position(|disk| disk.name() == name);
         Ok(at.map(|at| config.keys(at)))
+    }
+
+    /// Returns an error if the next start would refuse the files with these keys of a disk, or
+    /// would not serve the disk with them.
+    pub fn check(&self, name: &str, keys: &Table) -> anyhow::Result<()> {
+        let path = self.path(name);
+        let text = text_of(&of_disk(keys.clone()));
+        let instead = Instead { path: &path, text: Some(&text) };
+        let refused = "persist: the next start would refuse the configuration";
+        let config = Config::read_with(&self.config, true, Some(instead)).context(refused)?;
+        let has_tls = self.nbd.or(&config.nbd).tls_certificates.is_some();
+        let checked =
+            config.check_each(|disk| disks::check(disk).and_then(|()| nbd::check(has_tls, disk)));
+        checked.context(refused)?;
+        let at = config.disks.iter().position(|disk| disk.name() == name);
+        anyhow::ensure!(
+            at.is_some_and(|at| config.keys(at) == *keys),
+            "persist: a file of {} that is read after {} has disk \"{name}\": change it there",
+            self.folder.display(),
+            path.file_name().unwrap_or_default().display()
+        );
+        Ok(())
+    }
+
+    /// Returns an error if the next start would serve a disk although [`Persistence::forget`] has
+    /// been called.
+    pub fn check_forget(&self, name: &str) -> anyhow::Result<()> {
+        let path = self.path(name);
+        let text = text_of(&without(name));
+        let instead = Instead { path: &path, text: Some(&text) };
+        // A disk can be removed although another file has a mistake.
+        let Ok(config) = Config::read_with(&self.config, true, Some(instead)) else {
+            return Ok(());
+        };
+        match config.disks.iter().position(|disk| disk.name() == name) {
+            Some(at) => anyhow::bail!(
+                "persist: {} is read after {} and has disk \"{name}\": remove it there",
+                config.places.get(at).map(ToString::to_string).unwrap_or_default(),
+                path.file_name().unwrap_or_default().display()
+            ),
+            None => Ok(()),
+        }
     }
 
     /// Makes the next start serve a disk with these keys.
@@ -83,12 +131,12 @@ impl Persistence {
     /// disk as before, or not at all: the disk of an earlier file must not come back, because it
     /// may have another image.
     pub fn forget(&self, name: &str) -> anyhow::Result<()> {
-        let names = Value::Array(vec![name.into()]);
-        self.write(name, &Table::from_iter([("remove".to_string(), names)]))?;
+        self.write(name, &without(name))?;
         let path = self.path(name);
         let is_in = |config: Config| config.disks.iter().any(|disk| disk.name() == name);
         // With a mistake in another file, the file stays. It does no harm.
-        if crate::config::files::read_without(&self.config, Some(&path))
+        let instead = Instead { path: &path, text: None };
+        if crate::config::files::read(&self.config, Some(instead))
             .is_ok_and(|others| !is_in(others))
         {
             let removed = std::fs::remove_file(&path).and_then(|()| self.sync());
@@ -184,6 +232,11 @@ fn of_disk(keys: Table) -> Table {
     Table::from_iter([("disk".to_string(), disk)])
 }
 
+fn without(name: &str) -> Table {
+    let names = Value::Array(vec![name.into()]);
+    Table::from_iter([("remove".to_string(), names)])
+}
+
 fn text_of(table: &Table) -> String {
     format!("# Written by the API (ctl --persist).\n{table}")
 }
@@ -214,9 +267,11 @@ mod tests {
         std::fs::create_dir_all(folder.join(FOLDER)).unwrap();
         let disk = |name: &str| format!("name = \"{name}\"\nimage = \"ram:1M\"\nublk = true\n");
         std::fs::write(&config, format!("[[disk]]\n{}", disk("a"))).unwrap();
-        let store = Persistence::of(Some(&config), "a").unwrap();
-        assert!(Persistence::of(Some(&config), &"x".repeat(243)).is_ok());
-        assert!(Persistence::of(Some(&config), &"x".repeat(244)).is_err());
+        let of =
+            |config: Option<&Path>, disk: &str| Persistence::of(config, &NbdArgs::default(), disk);
+        let store = of(Some(&config), "a").unwrap();
+        assert!(of(Some(&config), &"x".repeat(243)).is_ok());
+        assert!(of(Some(&config), &"x".repeat(244)).is_err());
         let keys = |name: &str, more: &str| (disk(name) + more).parse::<Table>().unwrap();
         store.keep("b/ c", keys("b/ c", "")).unwrap();
         store.keep("a", keys("a", "weight = 300\n")).unwrap();
@@ -260,7 +315,7 @@ mod tests {
         std::fs::remove_file(&wrong).unwrap();
         assert_eq!(names(&config), []);
         std::fs::remove_dir_all(&folder).unwrap();
-        assert!(Persistence::of(Some(&config), "a").is_err());
-        assert!(Persistence::of(None, "a").is_err());
+        assert!(of(Some(&config), "a").is_err());
+        assert!(of(None, "a").is_err());
     }
 }

@@ -17,6 +17,7 @@ use toml::Table;
 
 use crate::book::Entry;
 use crate::changes::{change, changes, describe, inner};
+use crate::claims::{Claims, ImageId};
 use crate::config::Config;
 use crate::disks::check;
 use crate::options::disk::DiskArgs;
@@ -54,17 +55,9 @@ struct Closed {
 impl Server {
     /// Applies the current configuration file. Logs an error and changes nothing if it is wrong.
     pub fn reload(&self) {
-        let until = Instant::now() + PATIENCE;
-        let only = loop {
-            if let Some(only) = self.try_exclude_reloads() {
-                break only;
-            }
-            // The next signal must not wait for the storage of a disk that is handed over.
-            if self.hand_overs.is_done() || Instant::now() > until {
-                tracing::error!("not reloaded: another reload or an upgrade runs");
-                return;
-            }
-            std::thread::sleep(PAUSE);
+        let Some(only) = self.exclude_reloads_within(PATIENCE) else {
+            tracing::error!("not reloaded: another reload or an upgrade runs");
+            return;
         };
         if let Err(e) = self.apply_and_tell(&only, false) {
             tracing::error!("not reloaded: {e:#}");
@@ -88,6 +81,21 @@ impl Server {
         (!self.hand_overs.is_done()).then_some(only)
     }
 
+    /// Like `try_exclude_reloads`, but waits for the end of one that runs.
+    pub fn exclude_reloads_within(&self, limit: Duration) -> Option<MutexGuard<'_, ()>> {
+        let until = Instant::now() + limit;
+        loop {
+            if let Some(only) = self.try_exclude_reloads() {
+                return Some(only);
+            }
+            // The next signal must not wait for the storage of a disk that is handed over.
+            if self.hand_overs.is_done() || Instant::now() > until {
+                return None;
+            }
+            std::thread::sleep(PAUSE);
+        }
+    }
+
     fn apply_and_tell(&self, only: &MutexGuard<'_, ()>, dry_run: bool) -> anyhow::Result<Reload> {
         let done = self.apply(only, dry_run);
         if !dry_run {
@@ -103,7 +111,9 @@ impl Server {
         let settings = config.nbd_settings(&self.options.nbd)?;
         let before = self.book.all();
         let plan = self.plan(&config, &before);
-        let mut failed = self.obstacles(&config, &plan);
+        let mut failed = conflicts(&config, &plan, &before);
+        let plan = without(plan, failed.clone());
+        failed.extend(self.obstacles(&config, &plan));
         let plan = without(plan, failed.clone());
         if dry_run {
             return Ok(Reload { dry_run, ..plan });
@@ -384,6 +394,26 @@ impl Server {
             ),
         }
     }
+}
+
+/// Returns the disks that cannot be served as configured, because a disk that the API added has
+/// something of theirs.
+fn conflicts(config: &Config, plan: &Reload, served: &[Entry]) -> Vec<FailedDisk> {
+    let names: HashSet<_> = config.disks.iter().map(DiskArgs::name).collect();
+    let stays = |entry: &&Entry| entry.by_api && !names.contains(&entry.args.name());
+    let mut claims = Claims::default();
+    for Entry { args, .. } in served.iter().filter(stays) {
+        // They are served, so they have no conflict.
+        let _ = claims.add(args, ImageId::of(args));
+    }
+    let again = plan.changed.iter().filter(|change| change.disconnects).map(|change| &change.disk);
+    let begins: HashSet<_> = plan.added.iter().chain(again).collect();
+    let begins = |args: &&DiskArgs| begins.contains(&args.name());
+    let failed = config.disks.iter().filter(begins).filter_map(|args| {
+        let error = claims.add(args, ImageId::of(args)).err()?;
+        Some(FailedDisk { disk: args.name(), error })
+    });
+    failed.collect()
 }
 
 fn summary(done: &anyhow::Result<Reload>) -> What {

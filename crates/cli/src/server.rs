@@ -68,15 +68,19 @@ pub struct Adding<'a> {
     args: DiskArgs,
 }
 
-impl Adding<'_> {
+impl<'a> Adding<'a> {
     /// Waits until the disk is served.
     pub fn wait(self) -> Result<(), AddError> {
+        self.wait_held().map(HeldDisk::keep)
+    }
+
+    /// Like `wait`, but no other command has the disk yet. The caller keeps it.
+    pub fn wait_held(self) -> Result<HeldDisk<'a>, AddError> {
         self.pending.wait().map_err(|e| match e {
             YardError::Open(e) => AddError::Open(advise(e, &self.args)),
             e => AddError::Yard(e),
         })?;
-        self.held.keep();
-        Ok(())
+        Ok(self.held)
     }
 }
 

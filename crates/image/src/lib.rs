@@ -26,7 +26,7 @@ pub mod tools;
 pub use blockyard_ring::join::all as join_all;
 pub use blockyard_storage::{
     Alignment, CacheMode, FileId, Geometry, ImageFile, OpenError, OpenOptions, Overlaid, Program,
-    SECTOR, Storage, StorageError, Store, UnknownCacheMode, nbd,
+    SECTOR, Storage, StorageError, Store, UnknownCacheMode, nbd, scheme_of,
 };
 pub use chain::{
     Chain, ChainError, ChainLayer, ChainOptions, GrownChain, LeftImage, MAX_DEPTH, OpenedFiles,

@@ -241,8 +241,9 @@ impl Yard {
         self.begin_alone(name, |context, disk| disk.refresh(context))
     }
 
-    /// Begins to grow a disk's topmost image, a qcow2 image, and to notify clients. The result is
-    /// None if it has that size already. Fails if another command works on the disk for long.
+    /// Begins to grow a disk's topmost image, a file or a qcow2 image, and to notify clients. The
+    /// result is None if the disk has that size already. Fails if another command works on the disk
+    /// for long.
     pub fn begin_grow(&self, name: &str, size: u64) -> Result<Pending<Option<Resized>>, YardError> {
         self.begin_alone(name, move |context, disk| disk.grow(size, context))
     }

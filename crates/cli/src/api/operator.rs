@@ -11,7 +11,6 @@ use blockyard_control::types::{
     Reload, Removed, Resize, Resized, Resumed, ServerInfo, State, Upgraded,
 };
 use blockyard_control::{Answer, Kind, Object, Operator, Problem, invalid};
-use blockyard_image::Format;
 use blockyard_yard::{DiskInfo, DiskState, JobKind, Pending, YardError};
 use toml::Table;
 
@@ -21,12 +20,15 @@ use crate::changes::inner;
 use crate::disks::check;
 use crate::figures::describe_clients;
 use crate::handover;
+use crate::nbd;
 use crate::options::disk::DiskArgs;
 use crate::options::knobs;
 use crate::persist::Persistence;
 use crate::reopening;
-use crate::server::{AddError, RemoveError, STORAGE_TIME, Server};
+use crate::server::{AddError, Adding, RemoveError, STORAGE_TIME, Server};
 
+/// Longest wait of a call that keeps a change for the end of another one, or of a reload.
+const CHANGE_TIME: Duration = Duration::from_secs(10);
 /// Length of a drain if the caller gives none.
 const DRAIN_SECONDS: u64 = 60;
 /// Longest drain. A guest that waits longer may report the disk as broken.
@@ -72,13 +74,16 @@ impl Server {
     }
 
     /// Closes a disk and opens it with another configuration, or with the old one if that fails.
+    /// `only`: no reload runs, which would find the disk missing, and add it.
     fn open_again(
         &self,
         held: HeldDisk<'_>,
         args: DiskArgs,
         keys: Table,
         force: bool,
-    ) -> Answer<()> {
+        only: &MutexGuard<'_, ()>,
+    ) -> Answer<HeldDisk<'_>> {
+        let _ = only;
         let (name, old) = (args.name(), held.entry());
         let served = self.info(&name)?;
         let busy = match () {
@@ -96,8 +101,6 @@ impl Server {
                           connect again";
             self.check_unused(&name, remedy)?;
         }
-        // A reload would find the disk missing, and add it.
-        let _only = self.exclude_reloads()?;
         // A disk that cannot make its writes durable stays as it is.
         self.sync(&name)?;
         let modes = format!("{} -> {}", old.args.cache, args.cache);
@@ -114,7 +117,11 @@ impl Server {
             );
             return Err(Problem::new(Kind::Failed, what));
         }
-        let Err(e) = self.add(args, keys, old.by_api) else { return Ok(()) };
+        let opened = self.begin_add(args, keys, old.by_api).and_then(Adding::wait_held);
+        let e = match opened {
+            Ok(held) => return Ok(held),
+            Err(e) => e,
+        };
         self.restore(old.args, old.keys, old.by_api);
         let what = format!("disk \"{name}\" does not open with the new cache mode: {e:#}");
         Err(Problem::new(Kind::Failed, what))
@@ -126,9 +133,17 @@ impl Server {
         self.hand_overs.try_exclude().ok_or_else(|| Problem::new(Kind::Conflict, what))
     }
 
+    /// Excludes reloads. Other calls that keep changes end soon, so this waits for them.
     fn exclude_reloads(&self) -> Answer<MutexGuard<'_, ()>> {
         let what = "a reload or an upgrade runs: try again when it has ended";
-        self.try_exclude_reloads().ok_or_else(|| Problem::new(Kind::Conflict, what))
+        let only = self.exclude_reloads_within(CHANGE_TIME);
+        only.ok_or_else(|| Problem::new(Kind::Conflict, what))
+    }
+
+    /// Returns an error if the disk restricts its NBD clients without effect.
+    fn check_clients(&self, args: &DiskArgs) -> Answer<()> {
+        let has_tls = self.common.nbd.lock().unwrap_or_else(PoisonError::into_inner).has_tls();
+        nbd::check(has_tls, args).map_err(|e| invalid("tls-allow", &format!("{e:#}")))
     }
 
     fn info(&self, name: &str) -> Answer<DiskInfo> {
@@ -166,8 +181,9 @@ impl Server {
 
     /// Returns where changes are kept, if the caller asks for that.
     pub(super) fn persistence(&self, name: &str, wanted: bool) -> Answer<Option<Persistence>> {
-        let found = wanted.then(|| Persistence::of(self.options.config.as_deref(), name));
-        found.transpose().map_err(|e| Problem::new(Kind::Conflict, format!("{e:#}")))
+        let (config, nbd) = (self.options.config.as_deref(), &self.options.nbd);
+        let found = wanted.then(|| Persistence::of(config, nbd, name));
+        found.transpose().map_err(|e| conflict(&e))
     }
 
     fn job(&self, number: u64) -> Answer<blockyard_yard::Job> {
@@ -196,12 +212,19 @@ fn outcome<T>(
     }
 }
 
+fn conflict(error: &anyhow::Error) -> Problem {
+    Problem::new(Kind::Conflict, format!("{error:#}"))
+}
+
 /// Returns the keys of a disk to keep: those of the configuration files with the changes of a call.
 /// Values that earlier calls have set without keeping them are not among them. `present`: all
 /// present keys, for a disk that no file has.
 fn kept(store: &Persistence, name: &str, present: &Table, changes: Object) -> Answer<Table> {
     let failed = |e| Problem::new(Kind::Conflict, format!("persist: {e:#}"));
-    let Some(keys) = store.keys(name).map_err(failed)? else { return Ok(present.clone()) };
+    let Some(keys) = store.keys(name).map_err(failed)? else {
+        store.check(name, present).map_err(|e| conflict(&e))?;
+        return Ok(present.clone());
+    };
     let keys = words::with(keys, changes)?;
     let args: Result<DiskArgs, _> = keys.clone().try_into();
     let checked = args
@@ -210,6 +233,7 @@ fn kept(store: &Persistence, name: &str, present: &Table, changes: Object) -> An
     checked.map_err(|e| {
         failed(e.context(format!("disk \"{name}\", with the values of the configuration file")))
     })?;
+    store.check(name, &keys).map_err(|e| conflict(&e))?;
     Ok(keys)
 }
 
@@ -269,21 +293,30 @@ impl Operator for Server {
         let (args, table) = words::disk(keys)?;
         check(&args).map_err(|e| Problem::new(Kind::Invalid, format!("{e:#}")))?;
         self.check_group(&args)?;
+        self.check_clients(&args)?;
         let name = args.name();
         let store = self.persistence(&name, persist)?;
         if self.row(&name).is_ok() {
             let what = format!("a disk is called \"{name}\" already: choose another name");
             return Err(Problem::new(Kind::Conflict, what).in_field("name"));
         }
-        self.add(args.clone(), table.clone(), true).map_err(|e| match e {
+        if let Some(store) = &store {
+            store.check(&name, &table).map_err(|e| conflict(&e))?;
+        }
+        let added = self.begin_add(args.clone(), table.clone(), true).and_then(Adding::wait_held);
+        let held = added.map_err(|e| match e {
             AddError::Conflict(what) => Problem::new(Kind::Conflict, what),
             AddError::Open(e) => Problem::new(Kind::Failed, format!("{e:#}")),
             AddError::Yard(e) => words::problem(e),
         })?;
-        if let Some(store) = store {
-            not_kept(&name, "is served", store.keep(&name, table))?;
+        // While the disk is held, no other call changes its file.
+        let kept = store.map_or(Ok(()), |store| {
+            store.keep(&name, table)?;
             self.book.adopt(&[args]);
-        }
+            Ok(())
+        });
+        held.keep();
+        not_kept(&name, "is served", kept)?;
         self.disk(&name)
     }
 
@@ -295,6 +328,9 @@ impl Operator for Server {
         let held = self.hold(name)?;
         if !force {
             self.check_unused(name, "disconnect, or remove it with force=true (--force)")?;
+        }
+        if let Some(store) = &store {
+            store.check_forget(name).map_err(|e| conflict(&e))?;
         }
         let removed = self.remove(held, STORAGE_TIME);
         let store = store.filter(|_| !matches!(removed, Err(RemoveError::Yard(_))));
@@ -311,23 +347,31 @@ impl Operator for Server {
     fn set(&self, name: &str, keys: Object, query: ChangeQuery) -> Answer<Disk> {
         let _no_upgrade = self.exclude_upgrades()?;
         let store = self.persistence(name, query.persist)?;
-        let held = self.hold(name)?;
+        // A reload may have read the old file, and would take the change back.
+        let only = query.persist.then(|| self.exclude_reloads()).transpose()?;
+        let mut held = self.hold(name)?;
         let entry = held.entry();
         let cache = entry.args.cache;
         let (args, table) = words::changed(entry.args, entry.keys, keys.clone())?;
         knobs::check(&args.knobs())
             .map_err(|e| Problem::new(Kind::Invalid, format!("disk \"{name}\": {e}")))?;
+        if keys.contains_key("tls-allow") {
+            self.check_clients(&args)?;
+        }
         let kept = store.as_ref().map(|store| kept(store, name, &table, keys)).transpose()?;
         if args.cache == cache {
             self.change(&held, args.clone(), table.clone()).map_err(words::problem)?;
-            drop(held);
         } else {
-            self.open_again(held, args.clone(), table.clone(), query.force)?;
+            let only = only.map_or_else(|| self.exclude_reloads(), Ok)?;
+            held = self.open_again(held, args.clone(), table.clone(), query.force, &only)?;
         }
-        if let Some((store, kept)) = store.zip(kept) {
-            not_kept(name, "is changed", store.keep(name, kept))?;
+        let kept = store.zip(kept).map_or(Ok(()), |(store, kept)| {
+            store.keep(name, kept)?;
             self.book.adopt(&[args]);
-        }
+            Ok(())
+        });
+        held.keep();
+        not_kept(name, "is changed", kept)?;
         self.disk(name)
     }
 
@@ -345,38 +389,10 @@ impl Operator for Server {
         let args = held.args();
         let row = self.row(name)?;
         words::check_growth(&args, row.size, size.size)?;
-        // After a snapshot the disk has an overlay on the image.
-        let has_overlay = row.image.as_ref() != Some(&row.images);
-        if args.format() != Ok(Format::Raw) || has_overlay {
-            let begun = self.yard.begin_grow(name, size.size);
-            let grown = outcome(name, "growth", begun, STORAGE_TIME)?;
-            let Resize { size } = size;
-            return Ok(grown.map_or(Resized { old: size, new: size }, words::resized));
-        }
-        // A snapshot makes its overlay as large as the disk is at its start. No job begins while
-        // the disk is held.
-        if self.has_job(name) {
-            let what = format!("disk \"{name}\": {}", reopening::JOB);
-            return Err(Problem::new(Kind::Conflict, what));
-        }
-        let failed = |e: std::io::Error| {
-            let image = args.image.display();
-            Problem::new(Kind::Failed, format!("image {image}: cannot grow it: {e}"))
-        };
-        let file = std::fs::File::options().write(true).open(&args.image).map_err(failed)?;
-        let metadata = file.metadata().map_err(failed)?;
-        if !metadata.is_file() {
-            let what = format!("disk \"{name}\": its image is not a file: grow it, then refresh");
-            return Err(Problem::new(Kind::Conflict, what));
-        }
-        // Another program may have grown the file. It must not become shorter.
-        if metadata.len() > size.size {
-            let len = metadata.len();
-            let what = format!("disk \"{name}\": its image has {len} bytes already: refresh it");
-            return Err(Problem::new(Kind::Conflict, what));
-        }
-        file.set_len(size.size).map_err(failed)?;
-        self.refresh(name)
+        let begun = self.yard.begin_grow(name, size.size);
+        let grown = outcome(name, "growth", begun, STORAGE_TIME)?;
+        let Resize { size } = size;
+        Ok(grown.map_or(Resized { old: size, new: size }, words::resized))
     }
 
     fn flush(&self, name: &str) -> Answer<Flushed> {

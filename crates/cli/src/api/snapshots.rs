@@ -111,7 +111,9 @@ impl Server {
             prepared: Mutex::new(None),
         };
         let keys = store.keys(name).map_err(failed)?.unwrap_or_else(|| held.entry().keys);
-        let prepared = store.prepare(name, kept.named(keys)).map_err(failed)?;
+        let keys = kept.named(keys);
+        store.check(name, &keys).map_err(failed)?;
+        let prepared = store.prepare(name, keys).map_err(failed)?;
         *kept.prepared() = Some(prepared);
         let options = SnapshotOptions { overlay, start_record: Some(Arc::new(kept)), ..options };
         let lent = held.lend();

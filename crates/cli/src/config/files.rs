@@ -51,34 +51,45 @@ pub fn main(config: &Path) -> PathBuf {
     if config.is_dir() { config.join(MAIN) } else { config.to_path_buf() }
 }
 
-/// Reads and merges the files of a configuration.
-pub fn read(config: &Path) -> Result<Config, ConfigError> {
-    read_without(config, None)
+/// What a file of the folder is taken for, whatever it has.
+#[derive(Clone, Copy)]
+pub struct Instead<'a> {
+    pub path: &'a Path,
+    /// None: there is no such file.
+    pub text: Option<&'a str>,
 }
 
-/// Like `read`, as if one file were not there.
-pub fn read_without(config: &Path, left_out: Option<&Path>) -> Result<Config, ConfigError> {
+/// Reads and merges the files of a configuration.
+pub fn read(config: &Path, instead: Option<Instead<'_>>) -> Result<Config, ConfigError> {
     let is_folder = config.is_dir();
     let main = main(config);
     // A folder may have parts only.
     let mut all = if is_folder && !main.exists() {
         Config::default()
     } else {
-        let (parsed, file, lines): (Config, _, _) = parse(&main, "")?;
+        let text = read_text(&main).map_err(ConfigError::File)?;
+        let (parsed, file, lines): (Config, _, _) = parse(&main, &text, "")?;
         let places = places(&main, &lines, parsed.disks.len());
         Config { file, places, ..parsed }
     };
-    let parts = parts(&root(config).join(FOLDER))?;
-    for path in parts.into_iter().filter(|path| Some(&**path) != left_out) {
-        let (part, file, lines): (Part, _, _) = parse(&path, PART)?;
+    for (path, given) in parts(&root(config).join(FOLDER), instead)? {
+        let text = match given {
+            Some(text) => text.to_string(),
+            None => read_text(&path).map_err(ConfigError::File)?,
+        };
+        let (part, file, lines): (Part, _, _) = parse(&path, &text, PART)?;
         let places = places(&path, &lines, part.disks.len());
         merge(&mut all, part, file, places);
     }
     Ok(all)
 }
 
-/// Returns the files of the folder in their order. A folder that does not exist has none.
-fn parts(folder: &Path) -> Result<Vec<PathBuf>, ConfigError> {
+/// Returns the files of the folder in their order, one of them with its text. A folder that does
+/// not exist has none.
+fn parts<'a>(
+    folder: &Path,
+    instead: Option<Instead<'a>>,
+) -> Result<Vec<(PathBuf, Option<&'a str>)>, ConfigError> {
     let failed = |source| ConfigError::Folder { path: folder.to_path_buf(), source };
     let entries = match std::fs::read_dir(folder) {
         Ok(entries) => entries,
@@ -89,10 +100,14 @@ fn parts(folder: &Path) -> Result<Vec<PathBuf>, ConfigError> {
     for entry in entries {
         let path = entry.map_err(failed)?.path();
         let is_hidden = path.file_name().is_some_and(|name| name.as_encoded_bytes()[0] == b'.');
-        if path.extension().is_some_and(|extension| extension == "toml") && !is_hidden {
-            paths.push(path);
+        let is_other = instead.is_none_or(|instead| instead.path != path);
+        let is_part = path.extension().is_some_and(|extension| extension == "toml") && !is_hidden;
+        if is_part && is_other {
+            paths.push((path, None));
         }
     }
+    let given = instead.and_then(|Instead { path, text }| Some((path.to_path_buf(), Some(text?))));
+    paths.extend(given);
     paths.sort();
     Ok(paths)
 }
@@ -101,14 +116,14 @@ fn parts(folder: &Path) -> Result<Vec<PathBuf>, ConfigError> {
 /// `kind`: for messages about mistakes.
 fn parse<T: DeserializeOwned>(
     path: &Path,
+    text: &str,
     kind: &str,
 ) -> Result<(T, Table, Vec<usize>), ConfigError> {
     let owned = || path.to_path_buf();
-    let text = read_text(path).map_err(ConfigError::File)?;
     let wrong =
-        |e| ConfigError::Parse { path: owned(), message: mistake::describe(&text, &e, kind) };
-    let parsed = toml::from_str(&text).map_err(wrong)?;
-    Ok((parsed, text.parse().map_err(wrong)?, lines_of_disks(&text)))
+        |e| ConfigError::Parse { path: owned(), message: mistake::describe(text, &e, kind) };
+    let parsed = toml::from_str(text).map_err(wrong)?;
+    Ok((parsed, text.parse().map_err(wrong)?, lines_of_disks(text)))
 }
 
 /// Returns the numbers of the lines with `[[disk]]`.

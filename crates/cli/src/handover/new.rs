@@ -132,8 +132,9 @@ impl Takeover {
             let offered = self.offered.iter().position(|offered| offered.name == args.name());
             match offered {
                 Some(place) => {
-                    let offered = self.offered.remove(place);
-                    wanted.push((args.clone(), config.keys(at), offered.by_api));
+                    self.offered.remove(place);
+                    // The file has it, although a call of the API may have added it.
+                    wanted.push((args.clone(), config.keys(at), false));
                 }
                 None => others.push((args.clone(), config.keys(at))),
             }

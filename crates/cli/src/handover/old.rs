@@ -160,7 +160,9 @@ fn hand_over(
         Err(TryLockError::WouldBlock) => bail!("another hand-over runs"),
     };
     // No reload changes the set of disks during the hand-over.
-    let reloading = server.reloading.lock().unwrap_or_else(PoisonError::into_inner);
+    let reloading = server
+        .exclude_reloads_within(CALLS_TIME)
+        .context("a reload, or a call that keeps a change, has not ended: try again later")?;
     let changes = server.hand_overs.exclude_changes()?;
     let pid = Pid::from_raw(pid).context("the new server has no process number here")?;
     let process = rustix::process::pidfd_open(pid, PidfdFlags::empty())

@@ -330,11 +330,6 @@ impl DiskArgs {
         })
     }
 
-    /// Returns device and inode of the image, or `None` if it is not a file.
-    pub fn file(&self) -> Option<(u64, u64)> {
-        std::fs::metadata(&self.image).ok().map(|meta| (meta.dev(), meta.ino()))
-    }
-
     /// Returns a text that identifies the disk across runs of the program.
     pub fn identity(&self) -> String {
         let path = || std::fs::canonicalize(&self.image).unwrap_or_else(|_| self.image.clone());

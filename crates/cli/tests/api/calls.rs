@@ -174,6 +174,15 @@ fn a_reload_answers_what_changes_and_keeps_disks_of_the_api() {
     server.good("PATCH", "/v1/disks/a", json!({ "weight": 300 }));
     let change = server.good("POST", "/v1/reload?dry-run=true", Value::Null)["changed"].clone();
     assert_eq!(change[0]["keys"], json!([{ "key": "weight", "old": "300", "new": "200" }]));
+    // The socket of a disk of the API is taken, so the disk a is not closed for it.
+    let text = disks(&[("a", ""), ("b", "queues = 2"), ("new", "")]);
+    server.configure(&text.replacen("FOLDER/a", "FOLDER/mine", 1));
+    for query in ["?dry-run=true", ""] {
+        let done = server.good("POST", &format!("/v1/reload{query}"), Value::Null);
+        assert_eq!((&done["failed"][0]["disk"], &done["changed"]), (&json!("a"), &json!([])));
+        assert!(done["failed"][0]["error"].as_str().unwrap().contains("the socket"), "{done}");
+    }
+    assert_eq!(server.good("GET", "/v1/disks/a", Value::Null)["settings"]["weight"], 300);
     server.configure("");
     assert_eq!(server.good("POST", "/v1/reload", Value::Null)["removed"], json!(["a", "b", "new"]));
     assert_eq!(server.names(), ["mine"], "a file without disks is valid for a server with an API");
@@ -240,9 +249,20 @@ fn a_raw_disk_grows_and_its_guest_sees_the_size() {
     assert_eq!(session.link.config.capacity_sectors * 512, 2 << 20);
     server.bad("POST", "/v1/disks/a/resize", r#"{"size": 1048576}"#, 422);
     server.bad("POST", "/v1/disks/a/resize", r#"{"size": 3000001}"#, 422);
+    server.good("POST", "/v1/disks/a/drain", json!({}));
+    let refused = server.bad("POST", "/v1/disks/a/resize", r#"{"size": 3145728}"#, 409);
+    assert!(refused["detail"].as_str().unwrap().contains("drain of this disk"), "{refused}");
+    server.good("POST", "/v1/disks/a/resume", Value::Null);
     std::fs::File::options().write(true).open(&image).unwrap().set_len(4 << 20).unwrap();
     let resized = server.good("POST", "/v1/disks/a/refresh", Value::Null);
     assert_eq!(resized, json!({ "old": 2 << 20, "new": 4 << 20 }));
+    // Its path names another file now, which stays as it is.
+    let len = |path: &std::path::Path| std::fs::metadata(path).unwrap().len();
+    let opened = server.folder.join("opened.img");
+    std::fs::rename(&image, &opened).unwrap();
+    server.folder.image("disk.img", 1 << 20);
+    server.good("POST", "/v1/disks/a/resize", json!({ "size": 5 << 20 }));
+    assert_eq!((len(&image), len(&opened)), (1 << 20, 5 << 20));
     server.good("POST", "/v1/disks", server.keys("ram"));
     server.bad("POST", "/v1/disks/ram/resize", r#"{"size": 2097152}"#, 422);
 }

@@ -117,6 +117,35 @@ fn a_call_keeps_its_own_values_and_not_those_of_earlier_calls() {
     assert_eq!(settings(&server, "a"), (Some(200), Some(500), Some(5000)));
 }
 
+#[test]
+fn a_call_that_the_next_start_would_refuse_or_not_see_changes_nothing() {
+    let server = start();
+    let file = |name: &str| server.folder.join("conf.d").join(name);
+    let refused = |arguments: &[&str], part: &str| {
+        let done = ctl(&server, arguments);
+        assert_eq!(done.status.code(), Some(1), "{arguments:?}: {}", done.out);
+        assert!(done.err.contains(part), "{arguments:?}: {}", done.err);
+    };
+    // The file has the disk a with this socket, although the server does not serve it any more.
+    ctl(&server, &["remove", "a"]).good();
+    let socket = format!("vhost-user={}", server.folder.join("a").display());
+    let add = ["add", "--persist", "name=b", "image=ram:1M", &socket];
+    refused(&add, "another disk has the socket");
+    assert_eq!((server.names().len(), file("90-ctl-b.toml").exists()), (0, false));
+    ctl(&server, &["reload"]).good();
+    refused(&["set", "--persist", "a", "tls-allow=[\"x\"]"], "tls-allow is for NBD clients");
+    refused(&["set", "a", "tls-allow=[\"x\"]"], "tls-allow is for NBD clients");
+    // A file that is read later overrides what calls keep.
+    let later = "[[disk]]\nname = \"w\"\nimage = \"ram:1M\"\nvhost-user = \"FOLDER/w\"\n";
+    let later = later.replace("FOLDER", server.folder.to_str().unwrap());
+    std::fs::write(file("w.toml"), later).unwrap();
+    ctl(&server, &["reload"]).good();
+    refused(&["set", "--persist", "w", "weight=300"], "read after 90-ctl-w.toml has disk");
+    refused(&["remove", "--persist", "w"], "w.toml: line 1 is read after 90-ctl-w.toml");
+    assert_eq!((server.names(), weight(&server, "w")), (vec!["a".into(), "w".into()], 100.into()));
+    assert!(!file("90-ctl-w.toml").exists() && !file("90-ctl-a.toml").exists());
+}
+
 /// Writes a block to the disk a, and reads it and block 0, which holds `first`.
 fn write_and_read(server: &Server, sector: u64, byte: u8, first: u8) {
     let mut guest =

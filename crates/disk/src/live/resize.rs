@@ -1,4 +1,7 @@
-//! Resize: grows the topmost image, a qcow2 image, while guests use the disk.
+//! Resize: grows the topmost image, a raw file or a qcow2 image, while guests use the disk.
+//!
+//! A raw file grows without a pause, by the descriptor that the disk has: its path may name another
+//! file by now. A qcow2 image:
 //!
 //! ```text
 //!   flush ─► quiesce: flush, close the image ─► change the closed image ─► open it again ─► resume
@@ -10,7 +13,7 @@
 
 use std::sync::Arc;
 
-use blockyard_image::Chain;
+use blockyard_image::{Chain, ChainError, ImageError, ImageFile, Storage};
 
 use super::{Why, WorkError, Worker};
 use crate::backend::Source;
@@ -27,6 +30,9 @@ impl Disk {
 
 impl Worker {
     async fn grow(self, size: u64) -> Result<(), Why> {
+        if let Source::File(file) = self.disk.source() {
+            return self.grow_file(&file, size).await;
+        }
         let chain = self.chain()?;
         chain.may_grow(size)?;
         let local_disk = self.local_disk(&self.disk.source())?;
@@ -39,6 +45,25 @@ impl Worker {
         // Also after an error: the change may have taken effect.
         self.open_again(&chain, &quiesced).await?;
         Ok(grown?)
+    }
+
+    async fn grow_file(&self, file: &ImageFile, size: u64) -> Result<(), Why> {
+        if file.fd().is_none() || file.is_device() {
+            let what = "its image is not a file of this host: grow it, then refresh";
+            return Err(Why::NotPossible(what.into()));
+        }
+        let failed = |error| {
+            let error = ImageError::io("image", None, "growing it", error);
+            Why::Image(ChainError::Image { path: file.path().into(), error })
+        };
+        let storage = file.storage(&self.handle).map_err(failed)?;
+        // Another program may have grown the file. It must not become shorter.
+        let len = storage.len().await.map_err(failed)?;
+        if len > size {
+            return Err(Why::NotPossible(format!("its image has {len} bytes already: refresh it")));
+        }
+        storage.set_len(size).await.map_err(failed)?;
+        storage.sync().await.map_err(failed)
     }
 
     /// Lets all reactors read the topmost image's metadata again.
