@@ -39,7 +39,7 @@ use crate::remote::Remote;
 use crate::segments::Segments;
 use crate::uring::{Action, TaskId, Uring};
 use crate::wake::Watch;
-use crate::workers::Workers;
+use crate::workers::{LONG, Workers};
 
 mod time;
 
@@ -470,13 +470,14 @@ impl Handle {
         self.0.iteration.get()
     }
 
-    /// Runs `f`, which may block, on a thread of this executor's pool; see `Workers`.
+    /// Runs `f`, which may block, on a thread of this executor's pool; see `Workers`. It does not
+    /// wait for calls that hang.
     pub async fn blocking<T: Send + 'static>(
         &self,
         f: impl FnOnce() -> T + Send + 'static,
     ) -> io::Result<T> {
         let workers = self.0.workers.clone();
-        workers.call(self, f).await
+        workers.call_past(self, LONG, f).await
     }
 
     pub(crate) fn computations(&self) -> &Computations {

@@ -6,9 +6,12 @@
 //! What must hold
 //! - A call is skipped if its future is dropped before it begins.
 //! - A call that panics returns an error to its caller, which is woken.
+//! - Calls that hang keep no other call waiting for long, if the caller asks for that
+//!   ([`Workers::call_past`]).
 
-use std::future::poll_fn;
+use std::future::{Future, poll_fn};
 use std::io;
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, TryRecvError, sync_channel};
 use std::task::{Poll, Waker};
@@ -19,6 +22,10 @@ use crate::pool::{Pool, Task};
 
 /// Threads of one file on one executor.
 pub(crate) const MOST: usize = 4;
+/// A call that has run for this time hangs.
+pub(crate) const LONG: Duration = Duration::from_secs(1);
+/// Threads of a pool with calls that hang. Each call has a limit of its own.
+const MOST_BESIDE: usize = 256;
 /// How long an idle thread waits for more calls.
 const LINGER: Duration = Duration::from_secs(2);
 
@@ -48,6 +55,29 @@ impl Workers {
         let (task, result) = prepare(handle, f);
         self.0.run(task).map_err(|refused| refused.error)?;
         result.wait().await
+    }
+
+    /// Like [`Workers::call`], but waits for no call that has run for `long`: a thread more begins
+    /// then.
+    pub async fn call_past<T: Send + 'static>(
+        &self,
+        handle: &Handle,
+        long: Duration,
+        f: impl FnOnce() -> T + Send + 'static,
+    ) -> io::Result<T> {
+        let mut call = pin!(self.call(handle, f));
+        loop {
+            let mut pause = pin!(handle.sleep(long));
+            let result = poll_fn(|cx| match (call.as_mut().poll(cx), pause.as_mut().poll(cx)) {
+                (Poll::Ready(result), _) => Poll::Ready(Some(result)),
+                (Poll::Pending, Poll::Ready(())) => Poll::Ready(None),
+                (Poll::Pending, Poll::Pending) => Poll::Pending,
+            });
+            match result.await {
+                Some(result) => return result,
+                None => drop(self.0.relieve(long, MOST_BESIDE)),
+            }
+        }
     }
 
     /// Like [`Workers::call`]. If the kernel refuses to start a thread, the caller runs `f` itself.
@@ -155,6 +185,30 @@ mod tests {
             }
             workers.call(&handle, || ()).await.unwrap();
             assert_eq!(begun.load(Ordering::Relaxed), 0);
+        });
+    }
+
+    #[test]
+    fn calls_that_hang_keep_no_other_call_waiting() {
+        run(async |handle| {
+            let (workers, long) = (Workers::of(2), Duration::from_millis(1));
+            let (open, gate) = mpsc::channel::<()>();
+            let gate = Arc::new(Mutex::new(gate));
+            let hung: Vec<_> = (0..3)
+                .map(|_| {
+                    let gate = gate.clone();
+                    let mut call = Box::pin(workers.call_past(&handle, long, move || {
+                        let _ = gate.lock().unwrap().recv();
+                    }));
+                    (std::task::Context::from_waker(std::task::Waker::noop()), &mut call).poll();
+                    call
+                })
+                .collect();
+            assert_eq!(workers.call_past(&handle, long, || 7).await.unwrap(), 7);
+            drop(open);
+            for call in hung {
+                call.await.unwrap();
+            }
         });
     }
 
