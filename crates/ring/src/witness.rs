@@ -17,6 +17,7 @@ use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -63,6 +64,8 @@ pub fn start() -> io::Result<()> {
     let (ours, theirs) = UnixStream::pair()?;
     ours.set_read_timeout(Some(PATIENCE))?;
     Command::new("/proc/self/exe")
+        // For administrators who look at the list of processes.
+        .arg0("blockyard")
         .arg(ARGUMENT)
         .env_clear()
         .current_dir("/")

@@ -15,6 +15,7 @@ use std::ffi::OsString;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::{Mutex, PoisonError};
@@ -42,6 +43,8 @@ static LAUNCHER: Mutex<Option<(UnixStream, Number)>> = Mutex::new(None);
 pub fn start() -> anyhow::Result<()> {
     let (ours, theirs) = UnixStream::pair()?;
     Command::new("/proc/self/exe")
+        // For administrators who look at the list of processes.
+        .arg0("blockyard")
         .arg(ARGUMENT)
         .arg(own_binary()?)
         .args(own_arguments())
