@@ -43,9 +43,10 @@ impl Takeover {
         }
     }
 
-    /// Connects to the old server. `-` as its socket: standard input is the connection. Call this
-    /// before the process enters its sandbox.
-    pub fn begin(control: &Path) -> anyhow::Result<Self> {
+    /// Connects to the old server, if there is one. `-` as its socket: standard input is the
+    /// connection. Call this before the process enters its sandbox.
+    pub fn begin(control: Option<&Path>, config: &Config) -> anyhow::Result<Option<Self>> {
+        let Some(control) = control else { return Ok(None) };
         let peer = connect(control)?;
         let old = process(&peer)?;
         let version = env!("CARGO_PKG_VERSION").to_string();
@@ -66,7 +67,9 @@ impl Takeover {
             tracing::debug!("cannot map this program's code in advance: {e}");
         }
         custody::set(Custody::Waiting);
-        Ok(Takeover { peer, old, offered: disks, sockets })
+        let mut takeover = Takeover { peer, old, offered: disks, sockets };
+        takeover.prepare(|takeover| takeover.check_programs(config))?;
+        Ok(Some(takeover))
     }
 
     /// Returns the data files of the running program that this server will get with a disk.
@@ -74,6 +77,26 @@ impl Takeover {
         let offered = self.offered.iter().find(|offered| offered.name == disk)?;
         let program = offered.program.as_ref().filter(|program| program.image == image)?;
         Some(&program.files)
+    }
+
+    /// Returns an error if a program of the old server would run twice, because its disk has
+    /// another name now. Both would change the same files.
+    fn check_programs(&self, config: &Config) -> anyhow::Result<()> {
+        for Offered { name, by_api, program, .. } in &self.offered {
+            let Some(program) = program.as_ref().filter(|_| !by_api) else { continue };
+            let same: Vec<_> =
+                config.disks.iter().filter(|disk| disk.image == *program.image).collect();
+            let stays = same.iter().any(|disk| disk.name() == *name);
+            if let Some(other) = same.first().filter(|_| !stays) {
+                bail!(
+                    "image {}: its program runs for disk \"{name}\", which the configuration calls \
+                     \"{}\": keep the name, or restart the server instead of an upgrade",
+                    program.image,
+                    other.name()
+                );
+            }
+        }
+        Ok(())
     }
 
     pub fn has_socket(&self, name: &str) -> bool {

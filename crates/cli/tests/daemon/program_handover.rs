@@ -267,6 +267,33 @@ fn a_program_that_the_next_server_does_not_use_ends() {
     daemon.stop();
 }
 
+#[test]
+fn a_program_of_a_renamed_disk_does_not_run_twice() {
+    let case = copied();
+    let config = |file: &str, name: &str| {
+        let (path, socket) = (case.folder.join(file), case.socket.display());
+        let image = case.top.display();
+        let text =
+            format!("[[disk]]\nname = {name:?}\nimage = \"{image}\"\nvhost-user = \"{socket}\"\n");
+        std::fs::write(&path, text).unwrap();
+        path
+    };
+    let mut daemon = Daemon::start(&mut case.configured(&config("old", "a")));
+    daemon.wait_ready();
+    let program = process(&case);
+    let mut guest = Guest::connect(&case.socket);
+    let mut written = Written(Vec::new());
+    written.another(&mut guest);
+    let mut next = case.configured(&config("new", "b"));
+    let mut next = Daemon::start(next.arg("--takeover").arg(&case.control));
+    assert!(!next.ended(SOON).success());
+    assert!(next.log().contains("its program runs for disk \"a\""), "{}", next.log());
+    assert_eq!(process(&case), program, "no other one has started");
+    written.another(&mut guest);
+    drop(guest);
+    ends(daemon, program);
+}
+
 /// A program that has sent a part of a line, and will send the rest to the next server.
 #[test]
 fn half_a_line_is_handed_over() {
