@@ -27,7 +27,7 @@ use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
     propagate_version = true
 )]
 struct Cli {
-    /// How much to tell on standard error: error, warn, info, debug, trace.
+    /// Least severe messages to log on standard error: error, warn, info, debug, trace.
     #[arg(long, global = true, default_value = "warn", help_heading = help::GENERAL, value_name = "LEVEL", value_parser = log::parse_level)]
     log: tracing::Level,
     #[command(subcommand)]
@@ -49,7 +49,7 @@ enum Bench {
     Job(job::JobOptions),
     /// The same work on the host and in guests, in turn: a table, and a page with pictures.
     Compare(Box<compare::CompareOptions>),
-    /// What operations cost a device: the figures that fair shares are reckoned by.
+    /// Measure what operations cost a device, for fair shares.
     Calibrate(calibrate::CalibrateOptions),
     /// Disks that share one device: what a thrashing guest leaves the others, with fair shares and
     /// without.

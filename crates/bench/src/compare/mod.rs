@@ -37,8 +37,8 @@ pub struct CompareOptions {
     #[arg(value_name = "WORK", value_parser = |s: &str| s.parse::<Workload>())]
     works: Vec<Workload>,
     /// host, uml-ubd, uml-ubd-sync, uml-blockyard, qemu-virtio, qemu-qsd, qemu-blockyard, nbd,
-    /// nbd-qsd; with :qcow2 or :overlay where the image is not to be raw [default: host and those
-    /// of UML]
+    /// nbd-qsd; with :qcow2 or :overlay for an image that is not raw [default: host and those of
+    /// UML]
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = |s: &str| s.parse::<System>())]
     systems: Vec<System>,
     /// How often each is measured

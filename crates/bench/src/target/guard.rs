@@ -46,7 +46,9 @@ pub fn check(target: &mut dyn Target, path: Option<&Path>, bytes: &mut [u8]) -> 
     let bytes = &mut bytes[..len as usize];
     target.read(0, bytes)?;
     if let Some(what) = holds(bytes) {
-        anyhow::bail!("it holds {what}, which writing would destroy: say --destroy if you mean it");
+        anyhow::bail!(
+            "it holds {what}, which writing would destroy: pass --destroy to overwrite it"
+        );
     }
     Ok(())
 }
@@ -68,7 +70,7 @@ fn not_in_use(path: &Path) -> Result<()> {
     match exclusive {
         Err(e) if e.kind() == std::io::ErrorKind::ResourceBusy => {
             anyhow::bail!(
-                "the device is in use (mounted, swap, or part of another device): say --destroy if you mean it"
+                "the device is in use (mounted, swap, or part of another device): pass --destroy to overwrite it"
             )
         }
         _ => Ok(()),

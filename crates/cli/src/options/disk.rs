@@ -33,7 +33,8 @@ pub struct DiskArgs {
     /// A URI is nbd://HOST[:PORT]/EXPORT or nbd+unix:///EXPORT?socket=PATH (docs/remote-images.md).
     /// exec:/path/of/program is a disk whose program says where its data lie (docs/own-target.md).
     /// For tests: null:SIZE discards writes; ram:SIZE keeps them in memory; delay:SIZE,... discards
-    /// writes and takes the time that a device would take (docs/filters.md).
+    /// writes and takes the time that a device would take; delay:file=PATH,... stores them in a raw
+    /// image and takes that time (docs/filters.md).
     #[allow(rustdoc::broken_intra_doc_links)] // the brackets are text of --help
     #[arg(value_name = "IMAGE", required = false, value_hint = ValueHint::AnyPath)]
     pub image: PathBuf,
