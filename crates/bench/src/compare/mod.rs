@@ -4,11 +4,13 @@
 //!   system  the compared systems       work         scripts, and their output
 //!   stage   images, servers, guests    environment  the machine, for reports
 //!   cpu     processor time             tables       the tables of docs/benchmark-tables.md
+//!   blockdev  qemu-storage-daemon's nodes of an image
 //! ```
 //! In: names of works and systems. Out: [`Results`], saved after each run; a table, and a report if
 //! wanted. What must hold: systems take turns, and each round begins with another one, so that a
 //! slow minute of the machine affects all; an interrupted run leaves only its finished rounds.
 
+mod blockdev;
 mod cpu;
 pub(crate) mod environment;
 mod stage;

@@ -15,8 +15,10 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use blockyard_program::peer;
 
+use super::blockdev::{self, ImageFile};
 use super::cpu::Snapshot;
 use super::system::{Image, System, SystemKind};
+use super::tables::settle;
 use crate::experiment::Contents;
 use crate::process::{Process, Stop, fill};
 use crate::results::{Cpu, Run, Spent};
@@ -91,8 +93,9 @@ impl Stage {
         Ok(path)
     }
 
-    /// Returns the system's image, with no page of it in the page cache.
-    fn image(&self, system: &System, contents: Contents) -> Result<PathBuf> {
+    /// Returns the system's image and the image that backs it, if there is one. The page cache has
+    /// no page of them.
+    fn image(&self, system: &System, contents: Contents) -> Result<Vec<ImageFile>> {
         let base = self.base(contents)?;
         let make = |arguments: &[&std::ffi::OsStr]| {
             let done = Command::new(&self.program)
@@ -107,8 +110,9 @@ impl Stage {
             Ok(())
         };
         let (qcow2, overlay) = (base.with_extension("qcow2"), self.folder.join("overlay.qcow2"));
-        let image = match system.image {
-            Image::Raw => base.clone(),
+        let raw = ImageFile::new(&*base, "raw");
+        let chain = match system.image {
+            Image::Raw => vec![raw],
             Image::Qcow2 => {
                 if !qcow2.exists() {
                     let [f, raw, o, q] = ["-f", "raw", "-O", "qcow2"].map(AsRef::as_ref);
@@ -123,22 +127,18 @@ impl Stage {
                         qcow2.as_ref(),
                     ])?;
                 }
-                qcow2
+                vec![ImageFile::new(qcow2, "qcow2")]
             }
             Image::Overlay => {
                 let _ = std::fs::remove_file(&overlay);
-                let [create, f, q, b, big, raw] =
+                let [create, f, q, b, big, below] =
                     ["create", "-f", "qcow2", "-b", "-F", "raw"].map(AsRef::as_ref);
-                make(&[create, overlay.as_ref(), f, q, b, base.as_ref(), big, raw])?;
-                overlay
+                make(&[create, overlay.as_ref(), f, q, b, base.as_ref(), big, below])?;
+                vec![ImageFile::new(overlay, "qcow2"), raw]
             }
         };
-        for path in [&base, &image] {
-            let file = std::fs::File::open(path)?;
-            file.sync_all()?;
-            rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed)?;
-        }
-        Ok(image)
+        chain.iter().try_for_each(|file| settle(&file.path, false))?;
+        Ok(chain)
     }
 
     fn tool(&self, name: &str) -> Result<Command> {
@@ -149,9 +149,9 @@ impl Stage {
     }
 
     /// Starts the server of the system's disk, if there is one, and waits until it listens.
-    fn server(&self, system: &System, image: &Path) -> Result<Option<Process>> {
-        let (socket, format) =
-            (self.folder.join("s"), if system.image == Image::Raw { "raw" } else { "qcow2" });
+    fn server(&self, system: &System, chain: &[ImageFile]) -> Result<Option<Process>> {
+        let ImageFile { path: image, format } = &chain[0];
+        let socket = self.folder.join("s");
         let _ = std::fs::remove_file(&socket);
         let command = match system.kind {
             SystemKind::UmlBlockyard | SystemKind::QemuBlockyard => {
@@ -171,23 +171,16 @@ impl Stage {
             }
             SystemKind::QemuQsd | SystemKind::NbdQsd => {
                 let mut command = self.tool("qemu-storage-daemon")?;
-                let file = format!(
-                    "driver=file,node-name=f,filename={},aio=io_uring,cache.direct=on",
-                    image.display()
-                );
-                command.args([
-                    "--blockdev",
-                    &file,
-                    "--blockdev",
-                    &format!("driver={format},node-name=d,file=f"),
-                ]);
-                let path = socket.display();
+                command.args(blockdev::arguments(chain, false));
+                let (path, node) = (socket.display(), blockdev::TOP);
                 if system.nbd() {
                     command.args(["--nbd-server", &format!("addr.type=unix,addr.path={path}")]);
-                    command.args(["--export", "type=nbd,id=e,node-name=d,name=disk,writable=on"]);
+                    let export = format!("type=nbd,id=e,node-name={node},name=disk,writable=on");
+                    command.args(["--export", &export]);
                 } else {
-                    let export = "type=vhost-user-blk,id=e,node-name=d,writable=on,addr.type=unix,addr.path=";
-                    command.args(["--export", &format!("{export}{path}")]);
+                    let export = format!("type=vhost-user-blk,id=e,node-name={node},writable=on");
+                    command
+                        .args(["--export", &format!("{export},addr.type=unix,addr.path={path}")]);
                 }
                 command
             }
@@ -200,8 +193,9 @@ impl Stage {
 
     /// Runs a script on a system.
     pub fn play(&mut self, system: &System, contents: Contents, script: &str) -> Result<Played> {
-        let image = self.image(system, contents)?;
-        let mut server = self.server(system, &image)?;
+        let chain = self.image(system, contents)?;
+        let image = chain[0].path.clone();
+        let mut server = self.server(system, &chain)?;
         let file = self.folder.join("script");
         let target = self.target(system, &image);
         let program = if system.uml() || system.qemu() {

@@ -17,6 +17,7 @@ use anyhow::{Context, Result};
 
 use super::workspace::{Image, Server, Workspace, run, settle};
 use super::{Figures, Measured, Row, SILENCE, Table, cell, markdown};
+use crate::compare::blockdev::ImageFile;
 use crate::process::Process;
 
 const COPY: &str = r#"set -e
@@ -129,9 +130,11 @@ impl Table for OverlayGuests {
         let base = self.place.folder.join(base);
         let disk = self.disk(server, overlay, &base)?;
         settle(&base, false)?;
-        let format = if overlay { "qcow2" } else { "raw" };
-        let (mut back, socket) =
-            self.place.vhost_user(server, &Image::new(&disk, format, false))?;
+        let base = [ImageFile::new(base, "raw")];
+        let (format, backing) = if overlay { ("qcow2", &base[..]) } else { ("raw", &[][..]) };
+        let (mut back, socket) = self
+            .place
+            .vhost_user(server, &Image { backing, ..Image::new(&disk, format, false) })?;
         let seconds = self.guest(script, &socket)?;
         back.end()?;
         Ok(Figures::from([("seconds", seconds)]))

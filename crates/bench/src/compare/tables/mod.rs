@@ -45,6 +45,7 @@ use blockyard_program::output;
 
 use self::builds::Build;
 use self::workspace::Workspace;
+pub(crate) use self::workspace::settle;
 use crate::process::Stop;
 use crate::statistics::median;
 

@@ -118,7 +118,7 @@ impl Nbd {
                 command.args(["-t", "-e", "8", "-x", "disk", "-k"]).arg(&socket);
                 match under {
                     Under::Direct => command.args(["--cache=none", "--aio=io_uring"]),
-                    Under::Cached => command.args(["--cache=writeback", "--aio=threads"]),
+                    Under::Cached => command.args(["--cache=writeback", "--aio=io_uring"]),
                     Under::Null => &mut command,
                 };
                 if under != Under::Null {

@@ -9,6 +9,7 @@ use anyhow::Result;
 
 use super::workspace::{Image, Server, Workspace, back_end, load, settle};
 use super::{Figures, Measured, Row, Table, cell, grouped, markdown};
+use crate::compare::blockdev::ImageFile;
 
 /// The options that `blockyard image create -b` chooses, and QEMU's default.
 const OURS: &str = "extended_l2=on,cluster_size=128k";
@@ -168,11 +169,13 @@ impl Overlays {
         Ok(Overlays { place, base, loads })
     }
 
-    /// Prepares an image. Returns its path and format.
-    fn image(&self, made: Made, options: &str) -> Result<(PathBuf, &'static str)> {
+    /// Prepares an image. Returns it and the images that back it.
+    fn chain(&self, made: Made, options: &str) -> Result<Vec<ImageFile>> {
+        let base = ImageFile::new(&*self.base, "raw");
         if made == Made::Raw {
-            return Ok((self.base.clone(), "raw"));
+            return Ok(vec![base]);
         }
+        let mut backing = Vec::new();
         let kind = if options == OURS { "wide" } else { "plain" };
         let image = self.place.folder.join(format!("{made:?}-{kind}.qcow2").to_lowercase());
         let overlay = |below: &Path, format: &str, image: &Path| {
@@ -181,7 +184,23 @@ impl Overlays {
             self.place.qemu_img(&words, &[below, image])
         };
         match made {
-            Made::Overlay => overlay(&self.base, "raw", &image)?,
+            Made::Overlay => {
+                overlay(&self.base, "raw", &image)?;
+                backing.push(base);
+            }
+            Made::Chain => {
+                backing = self.chain(Made::Full, options)?;
+                for number in 2..8 {
+                    let link = self.place.folder.join(format!("link-{number}.qcow2"));
+                    backing.insert(0, ImageFile::new(link, "qcow2"));
+                }
+                if !image.exists() {
+                    for links in backing.windows(2).rev() {
+                        overlay(&links[1].path, "qcow2", &links[0].path)?;
+                    }
+                    overlay(&backing[0].path, "qcow2", &image)?;
+                }
+            }
             _ if image.exists() => {}
             Made::Full => {
                 // The image is copied once more in sequential order, because a file system
@@ -194,21 +213,12 @@ impl Overlays {
                 std::fs::copy(&parts, &image)?;
                 std::fs::remove_file(&parts)?;
             }
-            Made::Chain => {
-                let mut below = self.image(Made::Full, options)?.0;
-                for number in 2..=8 {
-                    let link = self.place.folder.join(format!("link-{number}.qcow2"));
-                    let link = if number < 8 { link } else { image.clone() };
-                    overlay(&below, "qcow2", &link)?;
-                    below = link;
-                }
-            }
             _ => {
                 let words = format!("create -q -f qcow2 -o preallocation=metadata,{options}");
                 self.place.qemu_img(&words, &[&image, Path::new("1T")])?;
             }
         }
-        Ok((image, "qcow2"))
+        Ok([vec![ImageFile::new(image, "qcow2")], backing].concat())
     }
 }
 
@@ -224,14 +234,14 @@ impl Table for Overlays {
     fn measure(&mut self, row: usize, system: usize) -> Result<Figures> {
         let Load { options, systems, cached, .. } = &self.loads[row];
         let System { server, made, options: qcow2, crash_safety, .. } = systems[system];
-        let (path, format) = self.image(made, qcow2)?;
-        settle(&self.base, *cached)?;
-        settle(&path, *cached)?;
+        let chain = self.chain(made, qcow2)?;
+        chain.iter().try_for_each(|file| settle(&file.path, *cached))?;
+        let (ImageFile { path, format }, backing) = (&chain[0], &chain[1..]);
         let options = match options.contains("--ops") {
             true => options.clone(),
             false => format!("{options} --runtime {}", self.place.seconds),
         };
-        let image = Image { crash_safety, ..Image::new(&path, format, *cached) };
+        let image = Image { crash_safety, backing, ..Image::new(path, format, *cached) };
         let (mut server, socket) = self.place.vhost_user(server, &image)?;
         let mut figures = load(&options, back_end(&server, &socket))?;
         figures.insert("memory_mib", memory(server.pid())?);

@@ -11,6 +11,7 @@ use clap::Parser;
 
 use super::Figures;
 use crate::client;
+use crate::compare::blockdev::{self, ImageFile};
 use crate::process::{Process, Stop, fill};
 
 pub struct Workspace {
@@ -34,6 +35,8 @@ pub struct Image<'a> {
     pub path: &'a Path,
     /// `raw`, `qcow2`, or `null` for no storage at all.
     pub format: &'static str,
+    /// The images that back it: that of `path` first.
+    pub backing: &'a [ImageFile],
     pub cached: bool,
     /// Blockyard's option. `None`: its default, which is the journal.
     pub crash_safety: Option<&'static str>,
@@ -41,7 +44,7 @@ pub struct Image<'a> {
 
 impl<'a> Image<'a> {
     pub fn new(path: &'a Path, format: &'static str, cached: bool) -> Self {
-        Image { path, format, cached, crash_safety: None }
+        Image { path, format, backing: &[], cached, crash_safety: None }
     }
 }
 
@@ -95,7 +98,7 @@ impl Workspace {
     /// Starts a back end for an image. Returns its process and its socket.
     pub fn vhost_user(&self, server: Server, image: &Image<'_>) -> Result<(Process, PathBuf)> {
         let socket = self.socket();
-        let Image { path, format, cached, crash_safety } = image;
+        let Image { path, format, backing, cached, crash_safety } = image;
         let command = if server == Server::Blockyard {
             let mut command = Command::new(&self.program);
             command.args(["--log", "error", "serve"]);
@@ -116,23 +119,21 @@ impl Workspace {
             if *format == "null" {
                 command.args([
                     "--blockdev",
-                    "driver=null-co,node-name=r0,size=2147483648,read-zeroes=off",
+                    &format!(
+                        "driver=null-co,node-name={},size=2147483648,read-zeroes=off",
+                        blockdev::TOP
+                    ),
                 ]);
             } else {
-                let direct = if *cached { "off" } else { "on" };
-                let file = format!(
-                    "driver=file,node-name=f0,filename={},aio=io_uring,cache.direct={direct}",
-                    path.display()
-                );
-                command.args([
-                    "--blockdev",
-                    &file,
-                    "--blockdev",
-                    &format!("driver={format},node-name=r0,file=f0"),
-                ]);
+                let chain = [&[ImageFile::new(*path, format)], *backing].concat();
+                command.args(blockdev::arguments(&chain, *cached));
             }
-            let export = "type=vhost-user-blk,id=e0,node-name=r0,writable=on,num-queues=1,addr.type=unix,addr.path=";
-            command.args(["--export", &format!("{export}{}", socket.display())]);
+            let node = blockdev::TOP;
+            let export = format!(
+                "type=vhost-user-blk,id=e0,node-name={node},writable=on,num-queues=1,addr.type=unix,addr.path={}",
+                socket.display()
+            );
+            command.args(["--export", &export]);
             command
         };
         Ok((self.start(&command, &socket)?, socket))
