@@ -106,6 +106,10 @@ pub struct LoadOptions {
     /// A flush after every N writes of a queue; 0: none
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub flush_every: u64,
+    /// Each queue ends with a flush after its last operation, inside the measured time: what a
+    /// server has put off until a flush counts too
+    #[arg(long, requires = "ops")]
+    pub end_flush: bool,
     /// Packed virtqueues
     #[arg(long, conflicts_with_all = ["file", "nbd"])]
     pub packed: bool,
@@ -194,6 +198,11 @@ impl LoadOptions {
     /// Returns the size of the largest operation in bytes.
     fn largest(&self) -> u64 {
         self.bssplit.iter().flat_map(|s| &s.0).map(|s| s.0).max().unwrap_or(self.bs)
+    }
+
+    /// Returns whether the load needs a target with flushes.
+    fn flushes(&self) -> bool {
+        self.flush_every > 0 || self.end_flush
     }
 
     fn back_end(&self) -> BackEnd {
@@ -353,6 +362,7 @@ impl<'a> LoadSetup<'a> {
         let pacer = options.rate.map(|rate| Pacer::new(rate as f64 / queues as f64));
         let generator = Generator::new(mix, self.seed, queue);
         let load = Load::new(generator, verifier, pacer, limit, over, options.bs)?;
+        let load = if options.end_flush { load.with_end_flush() } else { load };
         Ok(if options.steps { load.with_steps() } else { load })
     }
 

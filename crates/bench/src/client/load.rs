@@ -142,6 +142,8 @@ enum Stage {
     WarmUp,
     Measured,
     Drain,
+    /// A flush after the last operation. True: it has started.
+    EndFlush(bool),
     /// Verification reads back what the run has written. Has the next block.
     ReadBack(u64),
     Over,
@@ -166,6 +168,7 @@ pub struct Load {
     /// If set, the measured time is over.
     over: Arc<AtomicBool>,
     stage: Stage,
+    end_flush: bool,
     in_flight: u64,
     started: u64,
     block_size: u64,
@@ -195,6 +198,7 @@ impl Load {
             limit,
             over,
             stage,
+            end_flush: false,
             in_flight: 0,
             started: 0,
             block_size,
@@ -210,12 +214,21 @@ impl Load {
         self
     }
 
+    /// Ends a number of operations with a flush, inside the measured time. A server may put off
+    /// work until the next flush, and this work belongs to the operations.
+    pub fn with_end_flush(mut self) -> Self {
+        self.end_flush = true;
+        self
+    }
+
     /// Returns whether completions are counted now.
     #[inline]
     pub fn counting(&self) -> bool {
         match self.limit {
             Limit::Time { .. } => self.stage == Stage::Measured,
-            Limit::Operations(_) => matches!(self.stage, Stage::Measured | Stage::Drain),
+            Limit::Operations(_) => {
+                matches!(self.stage, Stage::Measured | Stage::Drain | Stage::EndFlush(_))
+            }
         }
     }
 
@@ -238,11 +251,19 @@ impl Load {
             }
             _ => {}
         }
-        if self.stage == Stage::Drain && self.in_flight == 0 {
-            if let Limit::Operations(_) = self.limit {
-                self.tally.elapsed_ns = now.max(1);
+        if self.in_flight > 0 {
+            return;
+        }
+        let operations = matches!(self.limit, Limit::Operations(_));
+        match self.stage {
+            Stage::Drain if operations && self.end_flush => self.stage = Stage::EndFlush(false),
+            Stage::Drain | Stage::EndFlush(true) => {
+                if operations {
+                    self.tally.elapsed_ns = now.max(1);
+                }
+                self.stage = if self.verifier.is_some() { Stage::ReadBack(0) } else { Stage::Over };
             }
-            self.stage = if self.verifier.is_some() { Stage::ReadBack(0) } else { Stage::Over };
+            _ => {}
         }
     }
 
@@ -251,7 +272,12 @@ impl Load {
     pub fn next(&mut self, now: u64) -> Next {
         match self.stage {
             Stage::WarmUp | Stage::Measured => {}
-            Stage::Drain => return Next::Finish,
+            Stage::Drain | Stage::EndFlush(true) => return Next::Finish,
+            Stage::EndFlush(false) => {
+                self.stage = Stage::EndFlush(true);
+                self.in_flight += 1;
+                return Next::Do(Operation::one(RequestKind::Flush, 0));
+            }
             Stage::ReadBack(from) => return self.read_back(from),
             Stage::Over => return Next::Over,
         }
@@ -495,6 +521,27 @@ mod tests {
         load.finish(back, 10, 11, Ok(()), |bytes| bytes.copy_from_slice(&contents)).unwrap();
         assert_eq!(load.next(12), Next::Over);
         assert_eq!(load.tally.writes, 2);
+    }
+
+    #[test]
+    fn a_flush_ends_the_operations_inside_the_measured_time() {
+        let mut load = load(Limit::Operations(2), false).with_end_flush();
+        let (a, b) = (operation(load.next(0)), operation(load.next(0)));
+        load.tick(1);
+        load.finish(a, 0, 5, Ok(()), |_| ()).unwrap();
+        load.tick(5);
+        assert_eq!(load.next(5), Next::Finish, "the second operation is in flight");
+        load.finish(b, 0, 9, Ok(()), |_| ()).unwrap();
+        load.tick(9);
+        assert!(load.counting());
+        let flush = operation(load.next(9));
+        assert_eq!((flush.kind, load.next(9)), (RequestKind::Flush, Next::Finish));
+        load.tick(10);
+        assert!(load.counting(), "the measured time ends with the flush");
+        load.finish(flush, 9, 20, Ok(()), |_| ()).unwrap();
+        load.tick(20);
+        assert_eq!((load.counting(), load.next(20)), (false, Next::Over));
+        assert_eq!((load.tally.writes, load.tally.flushes, load.tally.elapsed_ns), (2, 1, 20));
     }
 
     #[test]

@@ -56,8 +56,8 @@ fn check(options: &LoadOptions, terms: &Terms) -> Result<()> {
         "the export is read-only"
     );
     anyhow::ensure!(
-        options.flush_every == 0 || terms.has(export::SEND_FLUSH),
-        "--flush-every: the server has no flush"
+        !options.flushes() || terms.has(export::SEND_FLUSH),
+        "--flush-every, --end-flush: the server has no flush"
     );
     anyhow::ensure!(
         !discards || terms.has(export::SEND_TRIM),

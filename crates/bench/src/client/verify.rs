@@ -74,6 +74,9 @@ impl Verifier {
 
     /// Ends the claim. After a failed write the contents of the block are unknown.
     pub fn release(&mut self, operation: Operation, ok: bool) {
+        if !operation.kind.moves() {
+            return;
+        }
         let at = self.at(operation.block);
         match operation.kind {
             RequestKind::Flush | RequestKind::Discard => {}

@@ -38,7 +38,7 @@ pub fn run(options: &LoadOptions, socket: &Path) -> Result<Report> {
 fn plan(options: &LoadOptions) -> Plan {
     let chain = if options.indirect { 1 } else { ring::CHAIN_MAX };
     let fits = (usize::from(options.depth) * chain).next_power_of_two().clamp(128, 1 << 15) as u16;
-    let flush = if options.flush_every > 0 { feature::FLUSH } else { 0 };
+    let flush = if options.flushes() { feature::FLUSH } else { 0 };
     let discard = if options.rw == Pattern::Randtrim { feature::DISCARD } else { 0 };
     let mq = if options.queues > 1 { feature::MQ } else { 0 };
     Plan {

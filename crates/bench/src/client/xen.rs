@@ -124,10 +124,7 @@ fn setup<'a>(options: &'a LoadOptions, offer: &Offer) -> Result<LoadSetup<'a>> {
         options.bs
     );
     anyhow::ensure!(!(offer.read_only && options.rw.writes()), "the disk is read-only");
-    anyhow::ensure!(
-        options.flush_every == 0 || offer.flush,
-        "--flush-every: the back end has no flush"
-    );
+    anyhow::ensure!(!options.flushes() || offer.flush, "--flush-every: the back end has no flush");
     anyhow::ensure!(
         options.rw != Pattern::Randtrim || offer.discard,
         "--rw randtrim: the back end has no discard"

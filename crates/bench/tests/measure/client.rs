@@ -42,6 +42,8 @@ fn loads_on_nbd_are_verified_at_a_depth() {
     let report = good(&LoadOptions { queues: 2, flush_every: 50, ops: Some(2000), ..load.clone() });
     assert_eq!((report.target.kind, report.target.capacity_bytes), ("nbd", 16 << 20));
     assert!(report.flushes > 0 && report.verified_blocks > 100, "{report}");
+    let flushed = LoadOptions { queues: 2, end_flush: true, ops: Some(100), ..load.clone() };
+    assert_eq!(good(&flushed).flushes, 2, "each queue ends with one");
     let large = LoadOptions { bs: 512 << 10, depth: 4, ops: Some(60), ..load };
     assert!(good(&large).verified_blocks > 10);
     let timed = LoadOptions { warmup: 0.0, runtime: 0.2, ..on_nbd(&uri) };

@@ -131,8 +131,10 @@ fn loads() -> Vec<Load> {
     ]
 }
 
+/// Returns a load of first writes. It ends with a flush, because Blockyard copies the rest of a
+/// cluster at the next flush.
 fn writes(bs: &str, depth: u32, ops: u64) -> String {
-    format!("--rw randwrite --bs {bs} --depth {depth} --ops {ops}")
+    format!("--rw randwrite --bs {bs} --depth {depth} --ops {ops} --end-flush")
 }
 
 /// Returns the loads that show what the journal costs: each first write enters a change into it.
