@@ -127,7 +127,7 @@ pub struct LoadOptions {
     #[arg(long, value_name = "N")]
     pub seed: Option<u64>,
     /// Give every block a header and a CRC32C, check what is read, and read back all that was
-    /// written at the end
+    /// written or read at the end
     #[arg(long)]
     pub verify: bool,
     /// One JSON object instead of the table
@@ -269,20 +269,21 @@ pub fn measure(options: &LoadOptions) -> Result<Report> {
         return measure(&options);
     }
     options.check()?;
-    if let Some(uri) = &options.nbd {
-        return nbd::run(options, uri);
-    }
-    match (&options.file, &options.socket) {
-        (Some(file), _) => host::run(options, file),
-        (None, Some(path)) if std::fs::metadata(path).is_ok_and(|m| !m.file_type().is_socket()) => {
+    let report = match (&options.nbd, &options.file, &options.socket) {
+        (Some(uri), ..) => nbd::run(options, uri),
+        (None, Some(file), _) => host::run(options, file),
+        (None, None, Some(path))
+            if std::fs::metadata(path).is_ok_and(|m| !m.file_type().is_socket()) =>
+        {
             let path = path.display();
             anyhow::bail!(
                 "{path} is no socket of a back end: --file {path} puts the load on a file or block device"
             )
         }
-        (None, Some(socket)) => vhost::run(options, socket),
-        (None, None) => anyhow::bail!("neither a socket nor a file to put load on"),
-    }
+        (None, None, Some(socket)) => vhost::run(options, socket),
+        (None, None, None) => anyhow::bail!("neither a socket nor a file to put load on"),
+    };
+    report?.compared()
 }
 
 /// The options, resolved for a disk of known size. They determine the work of each queue.

@@ -144,7 +144,7 @@ enum Stage {
     Drain,
     /// A flush after the last operation. True: it has started.
     EndFlush(bool),
-    /// Verification reads back what the run has written. Has the next block.
+    /// Verification reads back what the run has written or read. Has the next block.
     ReadBack(u64),
     Over,
 }
@@ -302,7 +302,7 @@ impl Load {
     }
 
     fn read_back(&mut self, from: u64) -> Next {
-        match self.verifier.as_mut().and_then(|v| Some((v.written_from(from)?, v))) {
+        match self.verifier.as_mut().and_then(|v| Some((v.known_from(from)?, v))) {
             Some((block, verifier)) => {
                 self.stage = Stage::ReadBack(block + 1);
                 self.in_flight += 1;

@@ -143,6 +143,15 @@ impl Report {
     }
 }
 
+impl Report {
+    /// Returns this report, or an error if the load was to be verified and no block was compared.
+    pub fn compared(self) -> anyhow::Result<Self> {
+        let compared = !self.options.verify || self.verified_blocks > 0 || self.errors > 0;
+        anyhow::ensure!(compared, "--verify: the run has ended and has compared no block");
+        Ok(self)
+    }
+}
+
 impl Display for Report {
     fn fmt(&self, f: &mut Formatter<'_>) -> Result {
         let o = &self.options;
@@ -244,6 +253,15 @@ mod tests {
             &meter,
             2,
         )
+    }
+
+    #[test]
+    fn a_verified_run_has_compared_blocks() {
+        let error = report().compared().unwrap_err().to_string();
+        assert!(error.contains("--verify") && error.contains("no block"), "{error}");
+        Report { verified_blocks: 1, ..report() }.compared().unwrap();
+        // The failed operations are the error of such a run.
+        Report { errors: 1, ..report() }.compared().unwrap();
     }
 
     #[test]

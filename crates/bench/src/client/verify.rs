@@ -4,6 +4,9 @@
 //! block written carries a header (magic, offset, generation, seed, length), filler made from
 //! those, and a CRC32C of it all.
 //!
+//! A block that this run has not written must not change: each later read must find the CRC32C of
+//! the first one.
+//!
 //! What must hold: a block in a write is in no other request, and a block in a read is in no write
 //! (`claim`). So a read must always find one known generation.
 
@@ -17,14 +20,20 @@ const HEADER: usize = 36;
 const CRC: usize = 32;
 /// Marks a block with a write in flight. Other values are the number of reads in flight.
 const WRITING: u16 = u16::MAX;
+/// The run has not read the block.
+const UNREAD: u32 = 0;
+/// A write of the block has failed. Its contents may be the old or the new ones, or both.
+const UNKNOWN: u32 = 1;
 
 pub struct Verifier {
     seed: u64,
     block_size: usize,
     first: u64,
-    /// Number of the last write of each block. 0: this run has not written the block, and its
-    /// contents are unknown.
+    /// Number of the last write of each block. 0: this run has not written the block.
     generations: Vec<u32>,
+    /// Checksum of each block that this run has not written, from its first good read. Or one of
+    /// [`UNREAD`] and [`UNKNOWN`].
+    unwritten: Vec<u32>,
     busy: Vec<u16>,
     expected: Vec<u8>,
     found: Vec<u8>,
@@ -40,6 +49,7 @@ impl Verifier {
             block_size,
             first,
             generations: vec![0; blocks as usize],
+            unwritten: vec![UNREAD; blocks as usize],
             busy: vec![0; blocks as usize],
             expected: vec![0; block_size],
             found: vec![0; block_size],
@@ -85,16 +95,19 @@ impl Verifier {
                 self.busy[at] = 0;
                 if !ok {
                     self.generations[at] = 0;
+                    self.unwritten[at] = UNKNOWN;
                 }
             }
         }
     }
 
-    /// Returns the next block at or after `from` that this run has written.
-    pub fn written_from(&self, from: u64) -> Option<u64> {
+    /// Returns the next block at or after `from` that has known contents: this run has written or
+    /// read it.
+    pub fn known_from(&self, from: u64) -> Option<u64> {
         let start = self.at(from.max(self.first)).min(self.generations.len());
-        let found = self.generations[start..].iter().position(|g| *g != 0)?;
-        Some(self.first + (start + found) as u64)
+        let known = |at: &usize| self.generations[*at] != 0 || self.unwritten[*at] > UNKNOWN;
+        let found = (start..self.generations.len()).find(known)?;
+        Some(self.first + found as u64)
     }
 
     /// Fills the buffer of a claimed write.
@@ -129,11 +142,12 @@ impl Verifier {
         checked
     }
 
-    /// Checks that a block has the contents that were written last. Unknown blocks pass.
+    /// Checks that a block has the contents that were written last. A block that this run has not
+    /// written must have the contents of its first read.
     pub fn check(&mut self, block: u64, found: &[u8]) -> Result<()> {
         let generation = self.generations[self.at(block)];
         if generation == 0 {
-            return Ok(());
+            return self.check_unwritten(block, found);
         }
         self.checked += 1;
         let offset = block * self.block_size as u64;
@@ -149,6 +163,25 @@ impl Verifier {
             describe(found, whole, self.seed),
             offset + at as u64
         );
+    }
+
+    fn check_unwritten(&mut self, block: u64, found: &[u8]) -> Result<()> {
+        let at = self.at(block);
+        let crc = crc32c::crc32c(found).max(UNKNOWN + 1);
+        match self.unwritten[at] {
+            UNKNOWN => {}
+            UNREAD => self.unwritten[at] = crc,
+            before => {
+                self.checked += 1;
+                anyhow::ensure!(
+                    before == crc,
+                    "wrong data at offset {}: this run has not written the block, and its contents have changed since the first read: CRC32C {before:08x}, now {crc:08x}, found {}",
+                    block * self.block_size as u64,
+                    describe(found, checksum(found) == u32_at(found, CRC), self.seed)
+                );
+            }
+        }
+        Ok(())
     }
 }
 
@@ -199,14 +232,35 @@ mod tests {
     }
 
     #[test]
-    fn what_was_written_passes_and_unknown_blocks_too() {
+    fn an_unwritten_block_must_stay_as_it_was_read_first() {
+        let mut v = verifier();
+        v.check(13, &[7; SIZE]).unwrap();
+        assert_eq!((v.checked, v.known_from(0)), (0, Some(13)), "read back at the end");
+        v.check(13, &[7; SIZE]).unwrap();
+        assert_eq!(v.checked, 1);
+        let mut bad = [7; SIZE];
+        bad[SIZE - 1] ^= 1;
+        let error = v.check(13, &bad).unwrap_err().to_string();
+        assert!(error.contains("wrong data at offset 6656: this run has not written"), "{error}");
+        // After a write the new contents count.
+        let bytes = write(&mut v, 13);
+        v.check(13, &bytes).unwrap();
+        // After a failed write any contents pass.
+        let failed = v.claim(Operation::one(RequestKind::Write, 13));
+        v.release(failed, false);
+        v.check(13, &[7; SIZE]).unwrap();
+        v.check(13, &bytes).unwrap();
+        assert_eq!((v.checked, v.known_from(0)), (3, None));
+    }
+
+    #[test]
+    fn what_was_written_passes_and_is_read_back() {
         let mut v = verifier();
         let bytes = write(&mut v, 12);
         v.check(12, &bytes).unwrap();
-        v.check(13, &[7; SIZE]).unwrap();
         assert_eq!(v.checked, 1);
         assert_eq!(
-            (v.written_from(0), v.written_from(12), v.written_from(13)),
+            (v.known_from(0), v.known_from(12), v.known_from(13)),
             (Some(12), Some(12), None)
         );
     }
@@ -257,7 +311,7 @@ mod tests {
         assert_eq!(v.claim(write(17)).block, 10, "past the end it goes on at the start");
         assert_eq!(v.claim(read(10)).block, 11);
         v.release(write(10), false);
-        assert_eq!(v.written_from(0), None, "a failed write leaves nothing to expect");
+        assert_eq!(v.known_from(0), None, "a failed write leaves nothing to expect");
         assert_eq!(v.claim(write(10)).block, 10);
     }
 }

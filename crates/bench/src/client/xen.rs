@@ -113,7 +113,7 @@ pub fn measure(options: &LoadOptions, machine: &Machine, front_end: FrontEnd) ->
     );
     let mut report = Report::new(options, target, &crew.tally, &crew.meter, 0);
     report.grants = Some(grants(&crew.queues, report.operations));
-    Ok(report)
+    report.compared()
 }
 
 fn setup<'a>(options: &'a LoadOptions, offer: &Offer) -> Result<LoadSetup<'a>> {
@@ -124,7 +124,10 @@ fn setup<'a>(options: &'a LoadOptions, offer: &Offer) -> Result<LoadSetup<'a>> {
         options.bs
     );
     anyhow::ensure!(!(offer.read_only && options.rw.writes()), "the disk is read-only");
-    anyhow::ensure!(!options.flushes() || offer.flush, "--flush-every: the back end has no flush");
+    anyhow::ensure!(
+        !options.flushes() || offer.flush,
+        "--flush-every, --end-flush: the back end has no flush"
+    );
     anyhow::ensure!(
         options.rw != Pattern::Randtrim || offer.discard,
         "--rw randtrim: the back end has no discard"
