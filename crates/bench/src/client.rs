@@ -19,6 +19,7 @@ mod host;
 pub mod load;
 mod nbd;
 pub mod report;
+mod tally;
 pub mod verify;
 mod vhost;
 mod worker;

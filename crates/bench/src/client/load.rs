@@ -9,103 +9,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::Result;
-use hdrhistogram::Histogram;
 
+pub use super::tally::{SLICE, STEP, Slice, Tally};
 use super::verify::Verifier;
 use super::workload::{Generator, Operation, Pacer, Pauses, RequestKind};
-
-/// Counts of the measured part.
-pub struct Tally {
-    /// Nanoseconds from submission until this thread sees the completion.
-    pub latency: Histogram<u64>,
-    pub reads: u64,
-    pub writes: u64,
-    pub flushes: u64,
-    pub discards: u64,
-    /// Bytes read and written.
-    pub bytes: u64,
-    pub elapsed_ns: u64,
-    /// Counts of each [`SLICE`] of the measured time. Empty if a number of operations limits the
-    /// run.
-    pub slices: Vec<Slice>,
-    /// Number of completions in each [`STEP`] since the load began, warm-up included. Empty unless
-    /// the caller wants them ([`Load::with_steps`]).
-    pub steps: Vec<u64>,
-    pub kicks: u64,
-    pub signals: u64,
-    /// CPU time of the load's thread in nanoseconds. 0: not measured.
-    pub cpu_ns: u64,
-    /// Number of requests with an error in the whole run, and the first error.
-    pub errors: u64,
-    pub first_error: Option<String>,
-    pub verified: u64,
-    pub longest_stall_ns: u64,
-}
-
-impl Tally {
-    /// Creates an empty tally. It records latencies from 1 ns to 5 minutes, to three digits.
-    pub fn new() -> Result<Self> {
-        Ok(Tally {
-            latency: Histogram::new_with_bounds(1, 300_000_000_000, 3)?,
-            reads: 0,
-            writes: 0,
-            flushes: 0,
-            discards: 0,
-            bytes: 0,
-            elapsed_ns: 0,
-            slices: Vec::new(),
-            steps: Vec::new(),
-            kicks: 0,
-            signals: 0,
-            cpu_ns: 0,
-            errors: 0,
-            first_error: None,
-            verified: 0,
-            longest_stall_ns: 0,
-        })
-    }
-
-    /// Adds another queue's tally.
-    pub fn merge(&mut self, other: Tally) -> Result<()> {
-        self.latency.add(&other.latency)?;
-        self.reads += other.reads;
-        self.writes += other.writes;
-        self.flushes += other.flushes;
-        self.discards += other.discards;
-        self.bytes += other.bytes;
-        self.elapsed_ns = self.elapsed_ns.max(other.elapsed_ns);
-        self.slices.resize(self.slices.len().max(other.slices.len()), Slice::default());
-        for (slice, other) in self.slices.iter_mut().zip(&other.slices) {
-            slice.operations += other.operations;
-            slice.bytes += other.bytes;
-            slice.latency_ns += other.latency_ns;
-        }
-        self.steps.resize(self.steps.len().max(other.steps.len()), 0);
-        self.steps.iter_mut().zip(&other.steps).for_each(|(step, other)| *step += other);
-        self.kicks += other.kicks;
-        self.signals += other.signals;
-        self.cpu_ns += other.cpu_ns;
-        self.errors += other.errors;
-        self.first_error = self.first_error.take().or(other.first_error);
-        self.verified += other.verified;
-        self.longest_stall_ns = self.longest_stall_ns.max(other.longest_stall_ns);
-        Ok(())
-    }
-}
-
-/// Length of a slice in nanoseconds.
-pub const SLICE: u64 = 100_000_000;
-/// Length of a step in nanoseconds. It shows how a load begins.
-pub const STEP: u64 = 10_000_000;
-
-/// Operations that completed in one slice of the measured time. Pauses are no part of it.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Slice {
-    pub operations: u64,
-    pub bytes: u64,
-    /// Sum of the completions' latencies in nanoseconds.
-    pub latency_ns: u64,
-}
 
 /// The condition that ends a load.
 #[derive(Clone, Copy, Debug)]
@@ -169,6 +76,7 @@ pub struct Load {
     over: Arc<AtomicBool>,
     stage: Stage,
     end_flush: bool,
+    count_steps: bool,
     in_flight: u64,
     started: u64,
     block_size: u64,
@@ -186,11 +94,6 @@ impl Load {
     ) -> Result<Self> {
         let stage =
             if matches!(limit, Limit::Time { .. }) { Stage::WarmUp } else { Stage::Measured };
-        let mut tally = Tally::new()?;
-        if let Limit::Time { from, until, .. } = limit {
-            let measured = limit.worked(until).saturating_sub(limit.worked(from));
-            tally.slices = vec![Slice::default(); (measured / SLICE) as usize];
-        }
         Ok(Load {
             workload,
             verifier,
@@ -199,18 +102,17 @@ impl Load {
             over,
             stage,
             end_flush: false,
+            count_steps: false,
             in_flight: 0,
             started: 0,
             block_size,
-            tally,
+            tally: Tally::new()?,
         })
     }
 
     /// Counts completions in steps, if the load has a limit of time.
     pub fn with_steps(mut self) -> Self {
-        if let Limit::Time { until, .. } = self.limit {
-            self.tally.steps = vec![0; (self.limit.worked(until) / STEP) as usize];
-        }
+        self.count_steps = matches!(self.limit, Limit::Time { .. });
         self
     }
 
@@ -244,6 +146,12 @@ impl Load {
             {
                 let end = self.limit.worked(now.min(until));
                 self.tally.elapsed_ns = end - self.limit.worked(from);
+                // The last ones may have had no completion.
+                let slices = (self.tally.elapsed_ns / SLICE) as usize;
+                self.tally.slices.resize(slices, Slice::default());
+                if self.count_steps {
+                    self.tally.steps.resize((end / STEP) as usize, 0);
+                }
                 self.stage = Stage::Drain;
             }
             (Limit::Operations(n), Stage::Measured) if self.started == n => {
@@ -345,10 +253,7 @@ impl Load {
                 slice.latency_ns += now - started;
             }
         }
-        if !self.tally.steps.is_empty()
-            && self.limit.resumes(now).is_none()
-            && let Some(step) = self.tally.steps.get_mut((self.limit.worked(now) / STEP) as usize)
-        {
+        if let Some(step) = self.step(now) {
             *step += 1;
         }
         let ok = outcome.is_ok();
@@ -367,12 +272,26 @@ impl Load {
     /// Returns the slice of the time `now`. A pause has none.
     #[inline]
     fn slice(&mut self, now: u64) -> Option<&mut Slice> {
-        let Limit::Time { from, .. } = self.limit else { return None };
+        let Limit::Time { from, until, .. } = self.limit else { return None };
         if self.limit.resumes(now).is_some() {
             return None;
         }
-        let place = self.limit.worked(now).saturating_sub(self.limit.worked(from));
-        self.tally.slices.get_mut((place / SLICE) as usize)
+        let since = |time| self.limit.worked(time).saturating_sub(self.limit.worked(from));
+        let (at, most) = (since(now) / SLICE, since(until) / SLICE);
+        grown(&mut self.tally.slices, at, most)
+    }
+
+    /// Returns the step of the time `now`. A pause has none, and a drain has no further ones.
+    #[inline]
+    fn step(&mut self, now: u64) -> Option<&mut u64> {
+        let Limit::Time { until, .. } = self.limit else { return None };
+        if !self.count_steps || self.limit.resumes(now).is_some() {
+            return None;
+        }
+        let (at, all) = (self.limit.worked(now) / STEP, self.limit.worked(until) / STEP);
+        let running = matches!(self.stage, Stage::WarmUp | Stage::Measured);
+        let most = if running { all } else { self.tally.steps.len() as u64 };
+        grown(&mut self.tally.steps, at, most)
     }
 
     #[cold]
@@ -388,6 +307,20 @@ impl Load {
         };
         self.tally.first_error.get_or_insert_with(|| format!("{what}: {failure}"));
     }
+}
+
+/// Returns the element `at`, or `None` if there are `most` at the most. The list grows with the
+/// run, because most runs are interrupted long before a long runtime ends.
+#[inline]
+fn grown<T: Clone + Default>(list: &mut Vec<T>, at: u64, most: u64) -> Option<&mut T> {
+    if at >= most {
+        return None;
+    }
+    let at = at as usize;
+    if at >= list.len() {
+        list.resize(at + 1, T::default());
+    }
+    list.get_mut(at)
 }
 
 /// The reason why an operation failed.
@@ -468,10 +401,28 @@ mod tests {
         }
         let slice =
             |operations| Slice { operations, bytes: 512 * operations, latency_ns: operations * ms };
+        load.tick(350 * ms);
         assert!(load.tally.slices == [2, 1, 0].map(slice), "the last one was too late");
         let mut both = Tally::new().unwrap();
         both.merge(load.tally).unwrap();
         assert_eq!((both.slices.len(), both.slices[0]), (3, slice(2)));
+    }
+
+    #[test]
+    fn a_long_runtime_takes_memory_as_it_passes_and_an_early_end_has_whole_slices() {
+        let ms = 1_000_000;
+        let limit = Limit::Time { from: 0, until: u64::MAX / 4, pauses: None };
+        let mut load = load(limit, false).with_steps();
+        let capacity = |load: &Load| (load.tally.slices.capacity(), load.tally.steps.capacity());
+        assert_eq!(capacity(&load), (0, 0));
+        load.tick(0);
+        let o = operation(load.next(0));
+        load.finish(o, 0, 120 * ms, Ok(()), |_| ()).unwrap();
+        assert!(capacity(&load).0 < 10 && capacity(&load).1 < 100, "{:?}", capacity(&load));
+        load.over.store(true, Ordering::Relaxed);
+        load.tick(350 * ms);
+        let slices: Vec<_> = load.tally.slices.iter().map(|s| s.operations).collect();
+        assert_eq!((slices, load.tally.steps.len()), (vec![0, 1, 0], 35));
     }
 
     #[test]

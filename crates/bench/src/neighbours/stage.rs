@@ -1,10 +1,12 @@
 //! Runs a scene: images, a server with a configuration, a client for each disk.
 //!
-//! In: a scene. Out: each client's report. What must hold: the drop removes all; clients are
-//! measured while their neighbours work.
+//! In: a scene. Out: each client's report. What must hold: the drop removes all; a neighbour that
+//! disturbs works until the last measured client has ended.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -27,8 +29,10 @@ use crate::process::{Process, Stop, fill};
 const READY: Duration = Duration::from_secs(30);
 /// Duration in seconds of each measurement of a latency without other load.
 const ALONE: f64 = 0.5;
-/// Seconds by which neighbours begin earlier and end later than the measured disks.
+/// Seconds by which the measured time of neighbours begins earlier than that of the other disks.
 const AROUND: f64 = 0.2;
+/// A neighbour that still runs so many seconds after the planned end of the other disks ends.
+const SPARE: f64 = 60.0;
 /// Seconds by which the first disk begins earlier, in an order of arrival.
 const LEAD: f64 = 1.0;
 /// Work and pauses of the polite disk in [`Order::Sleeps`].
@@ -118,18 +122,10 @@ impl Stage {
     pub fn play(&self, scene: &Scene) -> Result<Vec<Option<Report>>> {
         let mut server =
             self.serve(scene).with_context(|| format!("the scene \"{}\"", scene.name))?;
-        let loads: Vec<_> =
-            scene.disks.iter().enumerate().map(|(n, disk)| self.load(scene, n, disk)).collect();
-        let results: Vec<Option<Result<Report>>> = std::thread::scope(|scope| {
-            let threads: Vec<_> = loads
-                .iter()
-                .map(|load| load.as_ref().map(|load| scope.spawn(|| load.measure())))
-                .collect();
-            let join = |thread: std::thread::ScopedJoinHandle<'_, Result<Report>>| {
-                thread.join().unwrap_or_else(|_| Err(anyhow::anyhow!("a client has died")))
-            };
-            threads.into_iter().map(|thread| thread.map(join)).collect()
-        });
+        let over = Arc::default();
+        let load = |(number, disk)| self.load(scene, number, disk, &over);
+        let loads: Vec<_> = scene.disks.iter().enumerate().map(load).collect();
+        let results = measure_all(&loads, &over);
         self.stop.check()?;
         let mut reports = Vec::new();
         for (result, disk) in results.into_iter().zip(&scene.disks) {
@@ -163,62 +159,31 @@ impl Stage {
         Ok(())
     }
 
-    fn load(&self, scene: &Scene, number: usize, disk: &Disk) -> Option<Load> {
+    /// Returns the load of a disk. `over`: ends the loads of disks that only disturb, which have no
+    /// planned end.
+    fn load(
+        &self,
+        scene: &Scene,
+        number: usize,
+        disk: &Disk,
+        over: &Arc<AtomicBool>,
+    ) -> Option<Load> {
         let mut load = LoadOptions { indirect: true, socket: None, ..disk.load.clone()? };
         match disk.export {
             Export::VhostUser => load.socket = Some(self.socket(number)),
             Export::Nbd => load.nbd = Some(self.uri(number, disk)),
         }
         (load.warmup, load.runtime) = (scene.warmup, scene.seconds);
-        let mut earlier = None;
         // Without a disk that disturbs, there is no order.
         let order = match scene.disks.iter().any(|disk| disk.beside && disk.load.is_some()) {
             true => self.order,
             false => Order::Together,
         };
-        load.steps = order.arrives() && !disk.beside;
-        // In [`Order::Sleeps`] the seconds of the scene are those of work.
-        let works = (scene.seconds * 1e9 / SLEEPS.work as f64).ceil().max(1.0);
-        let sleeps_for = SLEEPS.end_of(works as u64) as f64 / 1e9;
-        let begins = match (order, disk.beside) {
-            (Order::Together, false) => 0.0,
-            (Order::Together, true) => {
-                load.warmup = (scene.warmup - AROUND).max(0.0);
-                load.runtime = scene.seconds + 2.0 * AROUND;
-                0.0
-            }
-            (Order::PoliteFirst, false) => {
-                load.warmup += LEAD;
-                0.0
-            }
-            (Order::PoliteFirst, true) => {
-                load.runtime = scene.seconds + AROUND;
-                LEAD
-            }
-            (Order::ThrasherFirst, false) => LEAD,
-            (Order::ThrasherFirst, true) => {
-                load.runtime = LEAD + scene.seconds + AROUND;
-                0.0
-            }
-            (Order::Returns, false) => {
-                earlier = Some(LoadOptions { warmup: 0.0, runtime: LEAD / 2.0, ..load.clone() });
-                2.0 * LEAD
-            }
-            (Order::Returns, true) => {
-                load.runtime = LEAD + scene.seconds + AROUND;
-                LEAD
-            }
-            (Order::Sleeps, false) => {
-                (load.warmup, load.runtime) = (0.0, sleeps_for);
-                load.pauses = Some(SLEEPS);
-                LEAD
-            }
-            (Order::Sleeps, true) => {
-                load.runtime = LEAD + sleeps_for + AROUND - load.warmup;
-                0.0
-            }
-        };
-        Some(Load { earlier, begins: Duration::from_secs_f64(begins), options: load })
+        let mut load = in_order(order, disk.beside, load);
+        if disk.beside {
+            load.options.over = over.clone();
+        }
+        Some(load)
     }
 
     fn serve(&self, scene: &Scene) -> Result<Process> {
@@ -283,6 +248,66 @@ impl Stage {
     }
 }
 
+/// Returns a load with its place in the order. `load` has the warm-up and the seconds of the scene.
+fn in_order(order: Order, beside: bool, mut load: LoadOptions) -> Load {
+    // In [`Order::Sleeps`] the seconds of the scene are those of work.
+    let works = (load.runtime * 1e9 / SLEEPS.work as f64).ceil().max(1.0);
+    let sleeps_for = SLEEPS.end_of(works as u64) as f64 / 1e9;
+    let mut earlier = None;
+    if beside {
+        if order == Order::Together {
+            load.warmup = (load.warmup - AROUND).max(0.0);
+        }
+        // The last measured disk begins twice the lead after the scene at the latest.
+        load.runtime = 2.0 * LEAD + load.warmup + load.runtime.max(sleeps_for) + SPARE;
+    } else {
+        load.steps = order.arrives();
+        if order.arrives() {
+            // The time after the arrival is measured.
+            load.warmup = 0.0;
+        }
+    }
+    let begins = match (order, beside) {
+        (Order::Together, _) | (Order::ThrasherFirst | Order::Sleeps, true) => 0.0,
+        (Order::PoliteFirst, false) => {
+            load.warmup += LEAD;
+            0.0
+        }
+        (Order::Returns, false) => {
+            earlier = Some(LoadOptions { runtime: LEAD / 2.0, ..load.clone() });
+            2.0 * LEAD
+        }
+        (Order::Sleeps, false) => {
+            load.runtime = sleeps_for;
+            load.pauses = Some(SLEEPS);
+            LEAD
+        }
+        (Order::PoliteFirst | Order::Returns, true) | (Order::ThrasherFirst, false) => LEAD,
+    };
+    Load { earlier, begins: Duration::from_secs_f64(begins), beside, options: load }
+}
+
+/// Measures all loads at once. Ends those that only disturb once the last other load has ended.
+fn measure_all(loads: &[Option<Load>], over: &AtomicBool) -> Vec<Option<Result<Report>>> {
+    std::thread::scope(|scope| {
+        let mut threads = Vec::new();
+        for load in loads {
+            threads.push(load.as_ref().map(|load| (load.beside, scope.spawn(|| load.measure()))));
+        }
+        let mut results: Vec<_> = loads.iter().map(|_| None).collect();
+        for beside in [false, true] {
+            for (thread, result) in threads.iter_mut().zip(&mut results) {
+                if let Some((_, thread)) = thread.take_if(|thread| thread.0 == beside) {
+                    let died = |_| Err(anyhow::anyhow!("a client has died"));
+                    *result = Some(thread.join().unwrap_or_else(died));
+                }
+            }
+            over.store(true, Ordering::Relaxed);
+        }
+        results
+    })
+}
+
 fn image_path(folder: &Path, disk: usize) -> PathBuf {
     folder.join(format!("{disk}.img"))
 }
@@ -293,6 +318,8 @@ struct Load {
     earlier: Option<LoadOptions>,
     /// When the measured load begins, after the scene's beginning.
     begins: Duration,
+    /// The load only disturbs the others, and ends after them.
+    beside: bool,
     options: LoadOptions,
 }
 
@@ -303,7 +330,12 @@ impl Load {
             client::measure(earlier)?;
         }
         std::thread::sleep(self.begins.saturating_sub(scene_began.elapsed()));
-        client::measure(&self.options)
+        let report = client::measure(&self.options)?;
+        anyhow::ensure!(
+            !self.beside || self.options.over.load(Ordering::Relaxed),
+            "this disk has ended before the disks that it was to disturb"
+        );
+        Ok(report)
     }
 }
 
@@ -313,5 +345,73 @@ impl Drop for Stage {
         if let Some(images) = &self.images {
             let _ = std::fs::remove_dir_all(images);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ORDERS: [Order; 5] =
+        [Order::Together, Order::PoliteFirst, Order::ThrasherFirst, Order::Returns, Order::Sleeps];
+
+    fn planned(order: Order, beside: bool) -> Load {
+        let load = LoadOptions { warmup: 0.5, runtime: 2.0, ..load(Pattern::Randread, 4096, 1) };
+        in_order(order, beside, load)
+    }
+
+    #[test]
+    fn the_time_after_an_arrival_is_measured() {
+        for order in ORDERS {
+            let polite = planned(order, false).options;
+            let warmup = match order {
+                Order::Together => 0.5,
+                Order::PoliteFirst => 0.5 + LEAD,
+                _ => 0.0,
+            };
+            assert_eq!((polite.warmup, polite.steps), (warmup, order.arrives()), "{order:?}");
+        }
+    }
+
+    #[test]
+    fn a_neighbour_that_disturbs_may_outlast_the_others() {
+        for order in ORDERS {
+            let end = |load: &Load| {
+                load.begins.as_secs_f64() + load.options.warmup + load.options.runtime
+            };
+            let (polite, thrasher) = (planned(order, false), planned(order, true));
+            let spare = end(&thrasher) - end(&polite);
+            assert!((SPARE..2.0 * SPARE).contains(&spare), "{order:?}: {spare} s");
+            let first = order == Order::PoliteFirst || thrasher.begins <= polite.begins;
+            assert!(first, "{order:?}");
+        }
+    }
+
+    #[test]
+    fn a_neighbour_ends_when_the_last_measured_disk_has_ended() {
+        let path = std::env::temp_dir().join(format!("blockyard-stage-{}", std::process::id()));
+        std::fs::write(&path, vec![7; 1 << 20]).unwrap();
+        let on_file = |runtime, beside, over: &Arc<AtomicBool>| {
+            let defaults = LoadOptions::for_file(path.clone());
+            let options = LoadOptions {
+                buffered: true,
+                warmup: 0.0,
+                runtime,
+                over: over.clone(),
+                ..defaults
+            };
+            Some(Load { earlier: None, begins: Duration::ZERO, beside, options })
+        };
+        let (over, own) = (Arc::default(), Arc::default());
+        let loads = [on_file(1e6, true, &over), None, on_file(0.05, false, &own)];
+        let reports: Vec<_> =
+            measure_all(&loads, &over).into_iter().map(|r| r.map(Result::unwrap)).collect();
+        let seconds = |at: usize| reports[at].as_ref().map(|report| report.seconds);
+        assert!(seconds(0) >= Some(0.05) && seconds(1).is_none(), "{:?}", seconds(0));
+        // A neighbour that ends by itself did not disturb all the time.
+        let over: Arc<AtomicBool> = Arc::default();
+        let early = on_file(0.0, true, &over).unwrap().measure().unwrap_err().to_string();
+        std::fs::remove_file(&path).unwrap();
+        assert!(early.contains("has ended before"), "{early}");
     }
 }
