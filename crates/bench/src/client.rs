@@ -45,6 +45,9 @@ use workload::{Generator, Mix, Pacer, Pattern, Pauses, Split};
 
 use crate::target;
 
+/// Maximum size of the buffers of all operations in flight, in bytes.
+const MOST_BUFFERS: u64 = 16 << 30;
+
 /// Load on a vhost-user-blk back end, with no virtual machine.
 #[derive(Clone, Debug, Serialize, clap::Args)]
 pub struct LoadOptions {
@@ -221,10 +224,22 @@ impl LoadOptions {
         (bs != self.bs).then(|| LoadOptions { bs, ..self.clone() })
     }
 
-    fn check(&self) -> Result<()> {
-        let bs = self.bs;
+    /// Returns an error if the options cannot be used on any target.
+    pub fn check(&self) -> Result<()> {
+        let bs = match &self.bssplit {
+            Some(sizes) => sizes.0.iter().map(|size| size.0).min().unwrap_or(self.bs),
+            None => self.bs,
+        };
         anyhow::ensure!(bs > 0 && bs.is_multiple_of(512), "--bs {bs}: a multiple of 512 is needed");
-        anyhow::ensure!(self.largest() <= 1 << 30, "--bs {bs}: 1g is the most");
+        anyhow::ensure!(self.largest() <= 1 << 30, "--bs {}: 1g is the most", self.largest());
+        let (depth, queues) = (self.depth, self.queues);
+        let buffers = u64::from(depth) * u64::from(queues) * self.largest();
+        anyhow::ensure!(
+            buffers <= MOST_BUFFERS,
+            "--depth {depth} --queues {queues} --bs {}: the buffers need {buffers} bytes, and \
+             {MOST_BUFFERS} are the most",
+            self.largest()
+        );
         anyhow::ensure!(
             !(self.verify && self.rw == Pattern::Randtrim),
             "--verify: discarded blocks have no known contents (--rw randtrim)"
@@ -432,6 +447,23 @@ mod tests {
         let sequential = options(|o| (o.queues, o.rw, o.offset) = (4, Pattern::Write, 8192));
         let setup = LoadSetup::new(&sequential, 1 << 20).unwrap();
         assert_eq!((setup.part(0), setup.part(3)), ((2, 63), (191, 63)));
+    }
+
+    #[test]
+    fn options_that_fit_no_target_are_refused() {
+        let refused = |change: fn(&mut LoadOptions)| {
+            options(change).check().err().map(|e| e.to_string()).unwrap_or_default()
+        };
+        assert!(refused(|o| o.bs = 100).contains("--bs 100: a multiple of 512"));
+        assert!(refused(|o| o.bssplit = parse_split("100/50:1000/50").ok()).contains("--bs 100"));
+        assert!(refused(|o| o.bs = 2 << 30).contains("1g is the most"));
+        let large = refused(|o| (o.depth, o.bs) = (32768, 1 << 30));
+        assert!(
+            large.contains("--depth 32768 --queues 1") && large.contains("the most"),
+            "{large}"
+        );
+        assert_eq!(refused(|o| (o.depth, o.bs) = (16, 1 << 30)), "");
+        assert!(refused(|o| (o.depth, o.queues, o.bs) = (16, 2, 1 << 30)).contains("--queues 2"));
     }
 
     #[test]

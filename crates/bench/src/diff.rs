@@ -2,9 +2,9 @@
 //! noise.
 //!
 //! In: two files of results. Out: for each work on each system the ratio of rates (new to old) and
-//! its 95% confidence interval; exit status 1 when a row is slower beyond it. What must hold: the
-//! interval is from the rounds themselves (percentile bootstrap of the ratio of medians), with a
-//! seed of its own, so that the same files give the same answer.
+//! its 95% confidence interval; exit status 1 when a row is slower beyond it, or is missing. What
+//! must hold: the interval is from the rounds themselves (percentile bootstrap of the ratio of
+//! medians), with a seed of its own, so that the same files give the same answer.
 
 use std::path::PathBuf;
 
@@ -17,7 +17,7 @@ use crate::results::{Results, Run};
 use crate::statistics::{median, quantile, sorted};
 
 /// Compares two sets of results. Exit status: 0 nothing is slower, 1 a row is slower beyond the
-/// noise, 2 failed.
+/// noise or missing in the new results, 2 failed.
 #[derive(Clone, Debug, clap::Args)]
 pub struct DiffOptions {
     #[arg(value_name = "OLD")]
@@ -45,11 +45,12 @@ pub struct Row {
 
 const RESAMPLES: usize = 4000;
 
-/// Prints the rows. Returns true if none is slower.
+/// Prints the rows. Returns true if none is slower, and none is missing in the new results.
 pub fn run(options: &DiffOptions) -> Result<bool> {
     let (old, new) = (Results::load(&options.old)?, Results::load(&options.new)?);
     let rows = rows(&old, &new, options.tolerate / 100.0);
     anyhow::ensure!(!rows.is_empty(), "the two have no work on a system in common");
+    let missing = missing(&old, &new);
     if options.json {
         output::print(format_args!("{}\n", serde_json::to_string(&rows)?))?;
     } else {
@@ -66,7 +67,27 @@ pub fn run(options: &DiffOptions) -> Result<bool> {
             ))?;
         }
     }
-    Ok(rows.iter().all(|r| !r.slower))
+    // Not in the JSON, which is a list of compared rows.
+    for (work, system) in &missing {
+        let line = format!("{work:<24} {system:<24} {:>7}  MISSING in the new results", "-");
+        match options.json {
+            true => output::note(line),
+            false => output::print(format_args!("{line}\n"))?,
+        }
+    }
+    Ok(missing.is_empty() && rows.iter().all(|r| !r.slower))
+}
+
+/// Returns each work on a system that only the old results have.
+pub fn missing<'a>(old: &'a Results, new: &Results) -> Vec<(&'a str, &'a str)> {
+    let has = |results: &Results, work, system| results.of(work, system).next().is_some();
+    let mut missing = Vec::new();
+    for work in old.works() {
+        let systems = old.systems().into_iter();
+        let gone = systems.filter(|s| has(old, work, s) && !has(new, work, s));
+        missing.extend(gone.map(|system| (work, system)));
+    }
+    missing
 }
 
 pub fn rows(old: &Results, new: &Results, tolerate: f64) -> Vec<Row> {
@@ -135,5 +156,8 @@ mod tests {
         );
         assert!(!slower(&[1000.0], &[500.0], 0.0), "one round does not show the noise");
         assert!(rows(&results(&[1.0]), &Results::default(), 0.0).is_empty());
+        assert_eq!(missing(&results(&[1.0]), &Results::default()), [("w", "s")]);
+        assert!(missing(&results(&[1.0]), &results(&[2.0])).is_empty());
+        assert!(missing(&Results::default(), &results(&[2.0])).is_empty());
     }
 }

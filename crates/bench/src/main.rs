@@ -1,7 +1,7 @@
 //! `blockyard-bench`, which `blockyard bench` starts: the command line of all measurements.
 //!
 //! Exit status: 0 done, 1 failed, 2 usage, 130 interrupted, 141 the reader of standard output has
-//! gone. `diff`: 0 nothing is slower, 1 something is, 2 failed.
+//! gone. `diff`: 0 nothing is slower, 1 something is slower or missing, 2 failed.
 
 // These macros panic when the stream cannot be written; `blockyard_program::output` and the log do
 // not.
@@ -58,8 +58,8 @@ enum Bench {
     Xen(xen::CompareXenOptions),
     /// Draw a report again, or one picture of it (SVG, PNG).
     Plot(draw::DrawOptions),
-    /// Compare two sets of results. Exit status: 0 nothing is slower, 1 something is, beyond the
-    /// noise, 2 failed.
+    /// Compare two sets of results. Exit status: 0 nothing is slower, 1 something is slower beyond
+    /// the noise or missing, 2 failed.
     Diff(diff::DiffOptions),
     /// Print these commands and their options as JSON: `blockyard` writes man pages and completions
     /// from it.
@@ -84,8 +84,14 @@ fn main() -> ExitCode {
 /// Returns the exit status of a command that went well.
 fn run(command: &Bench) -> Result<u8, Failure> {
     match command {
-        Bench::Client(options) => client::run(options)?,
-        Bench::Rate(options) => rate::run(options)?,
+        Bench::Client(options) => {
+            options.check().map_err(Failure::usage)?;
+            client::run(options)?
+        }
+        Bench::Rate(options) => {
+            options.check().map_err(Failure::usage)?;
+            rate::run(options)?
+        }
         Bench::Median(options) => figures::median(options)?,
         Bench::Percentile(options) => figures::percentile(options)?,
         Bench::Job(options) => job::run(options)?,

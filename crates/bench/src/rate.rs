@@ -63,6 +63,19 @@ pub enum Operation {
     Writesync,
 }
 
+impl RateOptions {
+    /// Returns an error if the options cannot be used on any target.
+    pub fn check(&self) -> Result<()> {
+        let (min, max) = (self.min_size, self.max_size);
+        anyhow::ensure!(max <= LARGEST, "--max-size {max}: at most {LARGEST} bytes");
+        anyhow::ensure!(
+            min <= max && min > 0,
+            "--min-size {min} is not from 1 to --max-size {max}"
+        );
+        Ok(())
+    }
+}
+
 /// Maximum size of an operation in bytes.
 const LARGEST: u64 = 1 << 30;
 const SECONDS: f64 = 10.0;
@@ -116,12 +129,8 @@ pub struct Run {
 
 impl Run {
     pub fn open(options: &RateOptions) -> Result<Self> {
+        options.check()?;
         let (min, max) = (options.min_size, options.max_size);
-        anyhow::ensure!(max <= LARGEST, "--max-size {max}: at most {LARGEST} bytes");
-        anyhow::ensure!(
-            min <= max && min > 0,
-            "--min-size {min} is not from 1 to --max-size {max}"
-        );
         let writes = options.operation != Operation::Read;
         let durable = options.operation == Operation::Writesync;
         let largest = max.max(guard::LOOKED_AT as u64);

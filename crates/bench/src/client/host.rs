@@ -8,7 +8,8 @@ use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::mpsc::Sender;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -23,11 +24,15 @@ use super::{LoadOptions, LoadSetup};
 
 /// Interval at which an idle slot checks for work.
 const LULL: Duration = Duration::from_millis(1);
+/// Longest sleep of a slot that waits for its next operation.
+const NAP: Duration = Duration::from_millis(100);
+/// Interval at which the progress of the threads is checked.
+const WATCH: Duration = Duration::from_millis(250);
 
 enum Event {
     Begin,
     End,
-    Over(Result<Box<Load>>),
+    Over(usize, Result<Box<Load>>),
 }
 
 pub fn run(options: &LoadOptions, path: &Path) -> Result<Report> {
@@ -43,35 +48,86 @@ pub fn run(options: &LoadOptions, path: &Path) -> Result<Report> {
     let (sender, events) = std::sync::mpsc::channel();
     let epoch = Instant::now();
     let mut meter = Meter::new(BackEnd::Unknown)?;
-    let mut threads = Vec::new();
+    let (mut threads, mut hands) = (Vec::new(), Vec::new());
     for queue in 0..options.queues {
         let (load, fd, filler, sender) =
             (setup.load(queue)?, fd.clone(), filler.clone(), sender.clone());
         let (depth, block_size, largest) =
             (options.depth, options.bs as usize, options.largest() as usize);
+        let progress = Arc::new(AtomicU64::new(0));
+        hands.push(Hand::new(progress.clone()));
         let work = move || {
-            let result = drive(load, &fd, &filler, &sender, epoch, depth, (block_size, largest));
-            let _ = sender.send(Event::Over(result.map(Box::new)));
+            let thread = Thread { sender: sender.clone(), progress, epoch };
+            let result = drive(load, &fd, &filler, thread, depth, (block_size, largest));
+            let _ = sender.send(Event::Over(queue.into(), result.map(Box::new)));
         };
         threads.push(std::thread::Builder::new().name(format!("queue{queue}")).spawn(work)?);
     }
     drop(sender);
-    let mut tally = Tally::new()?;
-    for event in events {
-        match event {
-            Event::Begin => meter.begin()?,
-            Event::End => meter.end(),
-            Event::Over(result) => {
-                let mut load = result?;
-                load.tally.verified = load.verifier.as_ref().map_or(0, |v| v.checked);
-                tally.merge(load.tally)?;
-            }
-        }
-    }
+    let tally = watch(&events, &mut hands, &mut meter, options.timeout)?;
     threads.into_iter().for_each(|t| drop(t.join()));
     let target =
         Target { kind: "file", capacity_bytes: capacity, seed: setup.seed, ..Target::default() };
     Ok(Report::new(options, target, &tally, &meter, 0))
+}
+
+/// What the supervisor knows of a thread.
+struct Hand {
+    progress: Arc<AtomicU64>,
+    /// The last value of `progress`, and its time.
+    seen: (u64, Instant),
+    is_over: bool,
+}
+
+impl Hand {
+    fn new(progress: Arc<AtomicU64>) -> Self {
+        Hand { progress, seen: (0, Instant::now()), is_over: false }
+    }
+}
+
+/// Waits until every thread has sent its end. `timeout`: seconds without progress of a thread after
+/// which the run fails. The thread stays behind then, because the kernel has its buffers.
+fn watch(
+    events: &Receiver<Event>,
+    hands: &mut [Hand],
+    meter: &mut Meter,
+    timeout: f64,
+) -> Result<Tally> {
+    let limit = Duration::from_secs_f64(timeout);
+    let mut tally = Tally::new()?;
+    while hands.iter().any(|hand| !hand.is_over) {
+        match events.recv_timeout(WATCH.min(limit)) {
+            Ok(Event::Begin) => meter.begin()?,
+            Ok(Event::End) => meter.end(),
+            Ok(Event::Over(queue, result)) => {
+                hands[queue].is_over = true;
+                let mut load = result?;
+                load.tally.verified = load.verifier.as_ref().map_or(0, |v| v.checked);
+                tally.merge(load.tally)?;
+            }
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => anyhow::bail!("a worker thread has died"),
+        }
+        for (queue, hand) in hands.iter_mut().enumerate() {
+            let now = hand.progress.load(Ordering::Relaxed);
+            if now != hand.seen.0 || hand.is_over {
+                hand.seen = (now, Instant::now());
+            }
+            anyhow::ensure!(
+                hand.seen.1.elapsed() < limit,
+                "queue {queue}: the file finished nothing for {limit:?}"
+            );
+        }
+    }
+    Ok(tally)
+}
+
+/// What a thread and its supervisor share.
+struct Thread {
+    sender: Sender<Event>,
+    /// Counter that grows with each completion, and while nothing is in flight.
+    progress: Arc<AtomicU64>,
+    epoch: Instant,
 }
 
 /// State that the slots of one thread share.
@@ -79,8 +135,8 @@ struct Slots {
     load: RefCell<Load>,
     file: UringFile,
     handle: Handle,
-    sender: Sender<Event>,
-    epoch: Instant,
+    thread: Thread,
+    in_flight: Cell<u16>,
     block_size: usize,
     counting: Cell<bool>,
     left: Cell<u16>,
@@ -91,8 +147,7 @@ fn drive(
     load: Load,
     fd: &Arc<OwnedFd>,
     filler: &[u8],
-    sender: &Sender<Event>,
-    epoch: Instant,
+    thread: Thread,
     depth: u16,
     (block_size, largest): (usize, usize),
 ) -> Result<Load> {
@@ -101,8 +156,8 @@ fn drive(
         load: RefCell::new(load),
         file: UringFile::new(executor.handle(), fd.clone())?.without_delays(),
         handle: executor.handle().clone(),
-        sender: sender.clone(),
-        epoch,
+        thread,
+        in_flight: Cell::new(0),
         block_size,
         counting: Cell::new(false),
         left: Cell::new(depth),
@@ -135,14 +190,18 @@ fn drive(
 impl Slots {
     /// Returns the executor's time, which it reads once in an iteration.
     fn now(&self) -> u64 {
-        self.handle.now().saturating_duration_since(self.epoch).as_nanos() as u64
+        self.handle.now().saturating_duration_since(self.thread.epoch).as_nanos() as u64
     }
 
     fn tick(&self, now: u64) {
         let mut load = self.load.borrow_mut();
         load.tick(now);
         if load.counting() != self.counting.replace(load.counting()) {
-            let _ = self.sender.send(if self.counting.get() { Event::Begin } else { Event::End });
+            let _ = self.thread.sender.send(if self.counting.get() {
+                Event::Begin
+            } else {
+                Event::End
+            });
         }
     }
 
@@ -151,14 +210,21 @@ impl Slots {
             let now = self.now();
             self.tick(now);
             let next = self.load.borrow_mut().next(now);
+            if self.in_flight.get() == 0 {
+                self.thread.progress.fetch_add(1, Ordering::Relaxed);
+            }
             match next {
                 Next::Over => return Ok(()),
                 Next::Finish => self.handle.sleep(LULL).await,
                 Next::At(at) => {
-                    self.handle.sleep_until(self.epoch + Duration::from_nanos(at)).await
+                    let at = self.thread.epoch + Duration::from_nanos(at);
+                    self.handle.sleep_until(at.min(self.handle.now() + NAP)).await
                 }
                 Next::Do(operation) => {
+                    self.in_flight.update(|n| n + 1);
                     let (back, outcome) = self.operate(operation, segments).await;
+                    self.in_flight.update(|n| n - 1);
+                    self.thread.progress.fetch_add(1, Ordering::Relaxed);
                     segments = back;
                     let mut load = self.load.borrow_mut();
                     let read = |bytes: &mut [u8]| segments.copy_out(0, bytes);
@@ -202,5 +268,31 @@ impl Slots {
             _ => self.file.read(segments, offset).await,
         };
         (segments, moved.and_then(whole))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn supervise(hands: usize, events: &Receiver<Event>, timeout: f64) -> Result<Tally> {
+        let mut hands: Vec<_> = (0..hands).map(|_| Hand::new(Arc::default())).collect();
+        watch(events, &mut hands, &mut Meter::new(BackEnd::Unknown).unwrap(), timeout)
+    }
+
+    #[test]
+    fn a_file_that_hangs_and_a_thread_that_dies_end_the_run() {
+        let (sender, events) = std::sync::mpsc::channel();
+        let error = supervise(2, &events, 0.01).map(drop).unwrap_err().to_string();
+        assert!(error.contains("queue 0: the file finished nothing for 10ms"), "{error}");
+        drop(sender);
+        let error = supervise(2, &events, 60.0).map(drop).unwrap_err().to_string();
+        assert!(error.contains("a worker thread has died"), "{error}");
+        let (sender, events) = std::sync::mpsc::channel();
+        sender.send(Event::Over(1, Err(anyhow::anyhow!("the first error")))).unwrap();
+        assert_eq!(
+            supervise(2, &events, 60.0).map(drop).unwrap_err().to_string(),
+            "the first error"
+        );
     }
 }

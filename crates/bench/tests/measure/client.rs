@@ -58,6 +58,8 @@ fn loads_on_nbd_are_verified_at_a_depth() {
         done.status.code()
     };
     assert_eq!(refused(&["nbds://host/disk"], "without TLS"), Some(2));
+    assert_eq!(refused(&[&uri, "--bs", "100"], "a multiple of 512"), Some(2));
+    assert_eq!(refused(&[&uri, "--depth", "32768", "--bs", "1g"], "the most"), Some(2));
     assert_eq!(refused(&[&uri, "--packed"], "cannot be used with"), Some(2));
     let none = uri.replace("disk", "none");
     assert_eq!(refused(&[&none, "--ops", "1"], "no such export"), Some(1));
