@@ -38,6 +38,8 @@ loader=("$tree/usr/lib64/ld-linux-x86-64.so.2" --inhibit-cache --library-path "$
 # ---- the runners ----
 
 run='' guest_pid='' out_pid='' watch_pid='' boot_pid='' boots=0
+# Set by the runners whose guests QEMU emulates. Only their boots are repeated.
+emulated=''
 
 # Removes the files that a run made and ends the processes that it started, nothing else. It ignores
 # signals: one to the whole process group, just after the guest ends, would kill the running `rm`.
@@ -117,23 +119,33 @@ is_silent() { # PROCESS
     [[ $(<"/proc/$1/syscall") != '47 '* ]]
 }
 
-# Returns whether the guest failed before it began its init, by a fault of the emulator (QEMU
-# without KVM) with several processors:
+# Returns whether the guest failed before it began its init, by a known fault of the emulator (QEMU
+# without KVM) with several processors, and sets $fault:
 # - It lost the timer of a processor, possibly before the kernel could print.
 # - It ran code that another processor was patching. The kernel panics with an invalid instruction.
 # - A processor used memory regions of a device while another one mapped it (QEMU issue 1921).
+# Any other failure may be one of the server, and is reported.
 boot_failed() {
-    [[ -e $run/stuck ]] || {
-        grep -Eq 'Kernel panic|iotlb_to_section: Assertion' "$run/console" &&
-            ! grep -q 'guest-init: begins' "$run/console"
-    }
+    [[ -n $emulated ]] || return 1
+    if [[ -e $run/stuck ]]; then
+        fault='a processor got no timer interrupts'
+        return
+    fi
+    ! grep -q 'guest-init: begins' "$run/console" || return
+    if grep -q 'iotlb_to_section: Assertion' "$run/console"; then
+        fault='QEMU failed in iotlb_to_section'
+    elif grep -q 'Kernel panic' "$run/console" && grep -q 'invalid opcode' "$run/console"; then
+        fault='the kernel panicked at an invalid instruction'
+    else
+        return 1
+    fi
 }
 
 # Runs the guest. Its output ($run/out) goes to our standard output as it comes, its consoles go to
 # $run/console. Exits with the status that the guest wrote to STATUS_FILE. A guest that fails before
-# it begins its init is started again, twice.
+# it begins its init, by a known fault of the emulator, is started again, twice.
 run_guest() { # TIMEOUT STATUS_FILE COMMAND...
-    local timeout=$1 status_file=$2 ended status
+    local timeout=$1 status_file=$2 ended status fault
     shift 2
     cat "$run/out" &
     out_pid=$!
@@ -146,12 +158,14 @@ run_guest() { # TIMEOUT STATUS_FILE COMMAND...
     guest_pid=$!
     setpriv --pdeathsig KILL sleep "$timeout" &
     watch_pid=$!
-    # It must not hold the pipes of our output open.
-    watch_boot "$guest_pid" </dev/null >/dev/null 2>&1 &
-    boot_pid=$!
+    if [[ -n $emulated ]]; then
+        # It must not hold the pipes of our output open.
+        watch_boot "$guest_pid" </dev/null >/dev/null 2>&1 &
+        boot_pid=$!
+    fi
     # 2>/dev/null: bash would report a kernel that aborts, and the console has the details.
     { wait -n -p ended "$guest_pid" "$watch_pid" || :; } 2>/dev/null
-    { kill "$boot_pid" && wait "$boot_pid"; } 2>/dev/null || :
+    [[ -z $boot_pid ]] || { kill "$boot_pid" && wait "$boot_pid"; } 2>/dev/null || :
     if [[ $ended == "$watch_pid" ]]; then
         watch_pid=
         guest_failed "no end after $timeout s"
@@ -163,9 +177,9 @@ run_guest() { # TIMEOUT STATUS_FILE COMMAND...
     out_pid=
     if boot_failed && ((++boots < 3)); then
         rm -f -- "$run/stuck"
-        tail -n 40 "$run/console" >&2
         : >"$run/console"
-        echo 'the guest failed before it began its init: it is started again' >&2
+        printf '%s: the emulator failed before the guest began its init (%s): start %d of 3\n' \
+            "${0##*/}" "$fault" $((boots + 1)) >&2
         kill "$watch_pid" 2>/dev/null || :
         run_guest "$timeout" "$status_file" "$@"
     fi
