@@ -120,6 +120,9 @@ struct WireVring {
     log: Option<u64>,
     base: u32,
     is_base_valid: bool,
+    /// Earlier servers do not know it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    next_base: Option<u32>,
     kick: Option<usize>,
     call: Option<usize>,
     error: Option<usize>,
@@ -192,6 +195,7 @@ fn pack_served(served: &Present<'_>, fds: &mut Packed) -> io::Result<WireServed>
             log: vring.log,
             base: vring.base,
             is_base_valid: vring.is_base_valid,
+            next_base: vring.next_base,
             kick: fds.put_some(&vring.kick)?,
             call: fds.put_some(&vring.call)?,
             error: fds.put_some(&vring.error)?,
@@ -294,6 +298,7 @@ fn unpack_served(wire: WireServed, fds: &mut Unpacked, before: Before) -> io::Re
             base: wire.base,
             is_base_valid: wire.is_base_valid && !is_lost,
             is_base_lost: is_lost,
+            next_base: wire.next_base,
             kick: fds.take_some(wire.kick)?,
             call: fds.take_some(wire.call)?,
             error: fds.take_some(wire.error)?,

@@ -85,6 +85,7 @@ impl Session {
         let is_stopped = self.stop(at, suspends);
         let vring = &mut self.state.vrings[at];
         (vring.kick, vring.call, vring.error) = (None, None, None);
+        vring.next_base = None;
         let base = vring.base;
         if !is_stopped {
             // The reactor has ended, so the ring's position is not known.

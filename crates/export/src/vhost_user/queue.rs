@@ -276,7 +276,7 @@ impl<S: Storage + 'static> Queue<S> {
                 }
                 self.sleep(takes).await;
             }
-            self.core.borrow_mut().disable_kicks();
+            self.disable_kicks();
             if self.in_flight.get() == 0
                 && let Some(time) = self.gathers()
             {
@@ -525,6 +525,15 @@ impl<S: Storage + 'static> Queue<S> {
         }
     }
 
+    /// Asks the guest to send no kicks. Does not write to a disabled ring, because the guest may
+    /// have freed its memory.
+    #[inline]
+    fn disable_kicks(&self) {
+        if self.enabled.get() {
+            self.core.borrow_mut().disable_kicks();
+        }
+    }
+
     /// Ends the queue. Must be called when nothing is in flight.
     fn retire(&self) {
         let mut core = self.core.borrow_mut();
@@ -534,7 +543,9 @@ impl<S: Storage + 'static> Queue<S> {
         if core.coalescer.due().is_some() {
             core.signal();
         }
-        core.disable_kicks();
+        if self.enabled.get() {
+            core.disable_kicks();
+        }
         self.lanes.close();
         if let Some(reply) = self.stopping.borrow_mut().take() {
             reply.send(core.ring.base());

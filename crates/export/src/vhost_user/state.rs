@@ -104,6 +104,10 @@ pub struct Vring {
     /// Another server has served the ring since `base` was set, and has died. The ring itself and
     /// the in-flight region have the position.
     pub is_base_lost: bool,
+    /// The base that the front end has set while the ring ran disabled. The front end has emptied
+    /// the ring since (User Mode Linux sends no GET_VRING_BASE when a driver ends), so the next
+    /// kick descriptor starts the ring there.
+    pub next_base: Option<u32>,
     pub kick: Option<OwnedFd>,
     pub call: Option<OwnedFd>,
     pub error: Option<OwnedFd>,
@@ -283,7 +287,13 @@ impl SessionState {
             Change::Addresses { index, flags, parts, log } => {
                 return self.set_addresses(index, flags, parts, log);
             }
-            Change::Base { index, base } => self.vring(index)?.1.base = base,
+            Change::Base { index, base } => {
+                let has_enable = self.has(config::F_PROTOCOL);
+                let vring = self.vring(index)?.1;
+                vring.base = base;
+                vring.next_base =
+                    Some(base).filter(|_| vring.started && has_enable && !vring.enabled);
+            }
             Change::Kick { index, fd } => {
                 let (at, vring) = self.vring(index)?;
                 vring.kick = fd;
@@ -305,6 +315,10 @@ impl SessionState {
                 }
                 let (at, vring) = self.vring(index)?;
                 vring.enabled = state == 1;
+                if vring.enabled {
+                    // The ring goes on where it was.
+                    vring.next_base = None;
+                }
                 return Ok(Effect::Enable(at));
             }
         }

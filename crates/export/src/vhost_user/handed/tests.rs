@@ -34,6 +34,7 @@ fn vring(started: bool) -> Vring {
         base: 7,
         is_base_valid: true,
         is_base_lost: false,
+        next_base: None,
         kick: Some(file()),
         call: Some(file()),
         error: Some(file()),
@@ -73,6 +74,7 @@ fn parcel(state: &SessionState, name: &str) -> Parcel {
 fn the_next_server_gets_all_of_a_session() {
     let mut ours = state();
     ours.protocol |= dirty_memory::PROTOCOL;
+    ours.vrings[0].next_base = Some(9);
     let handed = HandedSocket::unpack(parcel(&ours, "all"), Before::Drained).unwrap();
     assert_eq!((handed.queues(), handed.waiting.len()), (Some(2), 1));
     assert_eq!(handed.waiting[0].process, Some(12));
@@ -106,7 +108,7 @@ fn the_next_server_gets_all_of_a_session() {
         let of = |v: &Vring| {
             let fds = numbers([&v.kick, &v.call, &v.error]);
             let flags = [v.is_base_valid, v.is_base_lost, v.enabled, v.started];
-            (v.size, v.parts, v.log, v.base, flags, fds)
+            (v.size, v.parts, v.log, v.base, v.next_base, flags, fds)
         };
         assert_eq!(of(vring), of(ours));
     }

@@ -62,12 +62,14 @@ impl<S: Storage + 'static> Queue<S> {
     }
 
     /// Busy-polls the ring for at most `limit`, and no longer than a coalesced signal may wait.
-    /// Returns true if a chain is available or the queue must stop or publish.
+    /// Returns true if a chain is available, if the queue must stop or publish, or if the ring is
+    /// disabled.
     pub(super) async fn busy_poll(&self, limit: Duration) -> bool {
         let until = self.handle.read_clock() + limit;
         let until = self.core.borrow().coalescer.due().map_or(until, |due| due.min(until));
         self.core.borrow_mut().disable_kicks();
-        while self.core.borrow().unpublished == 0 && self.stopping.borrow().is_none() {
+        let goes_on = || self.enabled.get() && self.stopping.borrow().is_none();
+        while self.core.borrow().unpublished == 0 && goes_on() {
             if self.core.borrow_mut().ring.has_available() {
                 return true;
             }

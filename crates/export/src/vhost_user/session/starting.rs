@@ -87,8 +87,9 @@ impl Session {
     }
 
     /// Stops and starts a ring. A new kick descriptor for a running ring requires this (QEMU sends
-    /// one when it switches to another notifier). If the ring cannot start again, it is not
-    /// stopped.
+    /// one when it switches to another notifier). The ring goes on where it was, unless the front
+    /// end has set another base since it disabled the ring. If the ring cannot start again, it is
+    /// not stopped.
     pub(super) fn restart(&mut self, index: usize) -> Result<()> {
         self.ensure_region()?;
         let mut setup = self.setup(index)?;
@@ -99,10 +100,13 @@ impl Session {
         if !is_stopped {
             return Err(self.refuse(format_args!("queue {index}: its reactor has ended")));
         }
-        let vring = &self.state.vrings[index];
+        let vring = &mut self.state.vrings[index];
+        let next_base = vring.next_base.take();
+        vring.base = next_base.unwrap_or(vring.base);
         // The in-flight region has the position of a ring that ran. To format the region would
-        // leave the next server the base that the keeper has, which is old.
-        let formats = !ran || self.is_exchanged;
+        // leave the next server the base that the keeper has, which is old. But if the front end
+        // has set another base, the region's position is the old one.
+        let formats = !ran || self.is_exchanged || next_base.is_some();
         (setup.base, setup.is_base_valid) = (vring.base, vring.is_base_valid && formats);
         setup.is_base_lost = false;
         self.start_with(index, setup)

@@ -12,13 +12,15 @@ use blockyard_image::{CacheMode, ChainOptions};
 use config::{F_CONFIG_WCE, F_EVENT_IDX, F_FLUSH, F_PROTOCOL, F_VERSION_1};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
-use vhost::vhost_user::message::FrontendReq as R;
+use vhost::vhost_user::message::FrontendReq as Req;
 
 use super::super::conversation::Messages;
 use super::super::refusal::as_unusable;
 use super::super::{Coalesce, SecondClient, state};
 use super::*;
 use crate::{PollMode, Reactors};
+
+mod rebinding;
 
 const FEATURES: u64 = F_PROTOCOL | F_VERSION_1 | F_EVENT_IDX | F_FLUSH | F_CONFIG_WCE;
 const SIZE: u16 = 64;
@@ -75,12 +77,12 @@ fn inflight(bytes: u64, queues: u16) -> Vec<u8> {
 }
 
 /// A front end, and the session at the other end of its socket.
-struct Front {
+struct Front<R = SplitRing> {
     export: Arc<Shared>,
     stream: UnixStream,
     messages: Messages,
     memory: Memory,
-    ring: SplitRing,
+    ring: R,
     kick: OwnedFd,
     call: OwnedFd,
 }
@@ -88,30 +90,7 @@ struct Front {
 impl Front {
     /// Connects, and negotiates features.
     fn new() -> Self {
-        let export = export();
-        let (stream, theirs) = UnixStream::pair().unwrap();
-        let session = session(&export, export.new_state()).unwrap();
-        let messages = Messages::new(theirs, UnixStream::pair().unwrap(), session);
-        let mut memory = Memory::new(1 << 20).unwrap();
-        let options = RingOptions { size: SIZE, slots: 4, event_idx: true, indirect: false };
-        let ring = SplitRing::new(&mut memory, options).unwrap();
-        let mut front =
-            Front { export, stream, messages, memory, ring, kick: event(), call: event() };
-        let offered = front.send(R::GET_FEATURES, &[], &[]).unwrap();
-        assert_eq!(offered & FEATURES, FEATURES);
-        assert_eq!(
-            front.send(R::SET_FEATURES, &words(&[FEATURES]), &[]),
-            None,
-            "no acknowledgement yet"
-        );
-        let protocol = VhostUserProtocolFeatures::REPLY_ACK
-            | VhostUserProtocolFeatures::MQ
-            | VhostUserProtocolFeatures::CONFIG
-            | VhostUserProtocolFeatures::RESET_DEVICE
-            | VhostUserProtocolFeatures::INFLIGHT_SHMFD
-            | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS;
-        front.send(R::SET_PROTOCOL_FEATURES, &words(&[protocol.bits()]), &[]);
-        front
+        Front::of_ring(true)
     }
 
     /// Sets memory, in-flight region and ring 0, and starts the ring.
@@ -122,21 +101,77 @@ impl Front {
     /// `kick`: the descriptor of the kicks. `None`: there are none.
     fn started_with(kick: Option<OwnedFd>) -> Self {
         let mut front = Front::new();
-        let (memory, region) = front.region();
-        assert_eq!(front.send(R::ADD_MEM_REG, &region, &[&memory]), DONE);
-        let (file, len) = inflight::allocate(2, SIZE, false).unwrap();
-        assert_eq!(front.send(R::SET_INFLIGHT_FD, &inflight(len, 2), &[&file]), DONE);
-        assert_eq!(front.send(R::SET_VRING_NUM, &of_ring(0, SIZE.into()), &[]), DONE);
-        assert_eq!(front.send(R::SET_VRING_ADDR, &front.addresses(), &[]), DONE);
-        assert_eq!(front.send(R::SET_VRING_BASE, &of_ring(0, 0), &[]), DONE);
-        let call = front.call.try_clone().unwrap();
-        assert_eq!(front.send(R::SET_VRING_CALL, &words(&[0]), &[&call]), DONE);
+        front.start(kick, true);
+        front
+    }
+}
+
+/// Returns the options of the test's rings.
+fn options(event_idx: bool) -> RingOptions {
+    RingOptions { size: SIZE, slots: 4, event_idx, indirect: false }
+}
+
+impl<R: Ring> Front<R> {
+    /// Connects, and negotiates the features of a ring layout.
+    fn of_ring(event_idx: bool) -> Self {
+        let export = export();
+        let (stream, theirs) = UnixStream::pair().unwrap();
+        let session = session(&export, export.new_state()).unwrap();
+        let messages = Messages::new(theirs, UnixStream::pair().unwrap(), session);
+        let mut memory = Memory::new(1 << 20).unwrap();
+        let ring = R::new(&mut memory, options(event_idx)).unwrap();
+        let mut front =
+            Front { export, stream, messages, memory, ring, kick: event(), call: event() };
+        let features = if event_idx { FEATURES } else { FEATURES & !F_EVENT_IDX } | R::FEATURES;
+        let offered = front.send(Req::GET_FEATURES, &[], &[]).unwrap();
+        assert_eq!(offered & features, features);
+        assert_eq!(
+            front.send(Req::SET_FEATURES, &words(&[features]), &[]),
+            None,
+            "no acknowledgement yet"
+        );
+        let protocol = VhostUserProtocolFeatures::REPLY_ACK
+            | VhostUserProtocolFeatures::MQ
+            | VhostUserProtocolFeatures::CONFIG
+            | VhostUserProtocolFeatures::RESET_DEVICE
+            | VhostUserProtocolFeatures::INFLIGHT_SHMFD
+            | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS;
+        front.send(Req::SET_PROTOCOL_FEATURES, &words(&[protocol.bits()]), &[]);
+        front
+    }
+
+    /// Sets memory and ring 0, and starts the ring. `has_region`: sets an in-flight region.
+    fn start(&mut self, kick: Option<OwnedFd>, has_region: bool) {
+        let (memory, region) = self.region();
+        assert_eq!(self.send(Req::ADD_MEM_REG, &region, &[&memory]), DONE);
+        if has_region {
+            let (file, len) = inflight::allocate(2, SIZE, self.is_packed()).unwrap();
+            assert_eq!(self.send(Req::SET_INFLIGHT_FD, &inflight(len, 2), &[&file]), DONE);
+        }
+        self.set_up(kick);
+    }
+
+    /// Sets ring 0 from its begin, and starts the ring.
+    fn set_up(&mut self, kick: Option<OwnedFd>) {
+        let call = self.call.try_clone().unwrap();
+        assert_eq!(self.send(Req::SET_VRING_CALL, &words(&[0]), &[&call]), DONE);
+        assert_eq!(self.send(Req::SET_VRING_NUM, &of_ring(0, SIZE.into()), &[]), DONE);
+        assert_eq!(self.send(Req::SET_VRING_BASE, &of_ring(0, 0), &[]), DONE);
+        assert_eq!(self.send(Req::SET_VRING_ADDR, &self.addresses(), &[]), DONE);
+        self.kick_off(kick);
+    }
+
+    /// Sets the kick descriptor of ring 0, and enables the ring.
+    fn kick_off(&mut self, kick: Option<OwnedFd>) {
         let ring = words(&[if kick.is_some() { 0 } else { NO_DESCRIPTOR }]);
         let fds: Vec<_> = kick.iter().collect();
-        assert_eq!(front.send(R::SET_VRING_KICK, &ring, &fds), DONE);
-        front.kick = kick.unwrap_or_else(event);
-        assert_eq!(front.send(R::SET_VRING_ENABLE, &of_ring(0, 1), &[]), DONE);
-        front
+        assert_eq!(self.send(Req::SET_VRING_KICK, &ring, &fds), DONE);
+        self.kick = kick.unwrap_or_else(event);
+        assert_eq!(self.send(Req::SET_VRING_ENABLE, &of_ring(0, 1), &[]), DONE);
+    }
+
+    fn is_packed(&self) -> bool {
+        R::FEATURES & config::F_PACKED != 0
     }
 
     /// Returns the memory's descriptor, and the body of the message that adds it.
@@ -156,13 +191,13 @@ impl Front {
 
     /// Sends a message and lets the session handle it. Returns the first 8 bytes of the answer's
     /// body, if there is an answer.
-    fn send(&mut self, request: R, body: &[u8], fds: &[&OwnedFd]) -> Option<u64> {
+    fn send(&mut self, request: Req, body: &[u8], fds: &[&OwnedFd]) -> Option<u64> {
         self.post(request, body, fds);
         self.next()
     }
 
     /// Sends a message.
-    fn post(&self, request: R, body: &[u8], fds: &[&OwnedFd]) {
+    fn post(&self, request: Req, body: &[u8], fds: &[&OwnedFd]) {
         let mut bytes: Vec<u8> = [request as u32, 1 | 8, body.len() as u32]
             .iter()
             .flat_map(|word| word.to_ne_bytes())
@@ -223,9 +258,9 @@ impl Front {
     }
 }
 
-impl Drop for Front {
+impl<R> Drop for Front<R> {
     fn drop(&mut self) {
-        self.session().release();
+        super::super::lock(&self.messages.session).release();
     }
 }
 
@@ -261,9 +296,9 @@ fn a_driver_that_cannot_flush_has_no_write_cache() {
 
     let mut front = Front::new();
     let write_back = |front: &Front| front.session().state.write_back;
-    assert_eq!(front.send(R::SET_FEATURES, &words(&[FEATURES | F_FLUSH]), &[]), DONE);
+    assert_eq!(front.send(Req::SET_FEATURES, &words(&[FEATURES | F_FLUSH]), &[]), DONE);
     assert!(write_back(&front));
-    assert_eq!(front.send(R::SET_FEATURES, &words(&[FEATURES & !F_FLUSH]), &[]), DONE);
+    assert_eq!(front.send(Req::SET_FEATURES, &words(&[FEATURES & !F_FLUSH]), &[]), DONE);
     assert!(!write_back(&front));
     assert!(!front.session().device.write_back.load(std::sync::atomic::Ordering::Relaxed));
 }
@@ -280,22 +315,22 @@ fn a_refused_message_leaves_the_state_unchanged() {
     let at = 0x40_0000_0000u64;
     let no_region = words(&[0, at, 4096, at, 0]);
     let protocol = front.session().state.protocol | VhostUserProtocolFeatures::INBAND_NOTIFICATIONS;
-    let messages: [(R, Vec<u8>, &[&OwnedFd]); 14] = [
-        (R::SET_FEATURES, words(&[FEATURES | 1 << 63]), &[]),
-        (R::SET_PROTOCOL_FEATURES, words(&[protocol.bits()]), &[]),
-        (R::SET_VRING_NUM, of_ring(0, 0), &[]),
-        (R::SET_VRING_NUM, of_ring(2, 64), &[]),
-        (R::SET_VRING_BASE, of_ring(2, 0), &[]),
-        (R::SET_VRING_ENABLE, of_ring(0, 2), &[]),
-        (R::SET_VRING_ENABLE, of_ring(9, 1), &[]),
-        (R::SET_VRING_KICK, words(&[0]), &[&pipe]),
-        (R::SET_VRING_CALL, words(&[0]), &[&pipe]),
-        (R::SET_VRING_ERR, words(&[0]), &[&file]),
+    let messages: [(Req, Vec<u8>, &[&OwnedFd]); 14] = [
+        (Req::SET_FEATURES, words(&[FEATURES | 1 << 63]), &[]),
+        (Req::SET_PROTOCOL_FEATURES, words(&[protocol.bits()]), &[]),
+        (Req::SET_VRING_NUM, of_ring(0, 0), &[]),
+        (Req::SET_VRING_NUM, of_ring(2, 64), &[]),
+        (Req::SET_VRING_BASE, of_ring(2, 0), &[]),
+        (Req::SET_VRING_ENABLE, of_ring(0, 2), &[]),
+        (Req::SET_VRING_ENABLE, of_ring(9, 1), &[]),
+        (Req::SET_VRING_KICK, words(&[0]), &[&pipe]),
+        (Req::SET_VRING_CALL, words(&[0]), &[&pipe]),
+        (Req::SET_VRING_ERR, words(&[0]), &[&file]),
         // The region overlaps an existing region.
-        (R::ADD_MEM_REG, region, &[&memory]),
-        (R::ADD_MEM_REG, words(&[0, at, 8192, at, 0]), &[&file]),
-        (R::REM_MEM_REG, no_region, &[]),
-        (R::SET_INFLIGHT_FD, inflight(64, 2), &[&file]),
+        (Req::ADD_MEM_REG, region, &[&memory]),
+        (Req::ADD_MEM_REG, words(&[0, at, 8192, at, 0]), &[&file]),
+        (Req::REM_MEM_REG, no_region, &[]),
+        (Req::SET_INFLIGHT_FD, inflight(64, 2), &[&file]),
     ];
     for (request, body, fds) in messages {
         assert_eq!(front.send(request, &body, fds), REFUSED, "{request:?}");
@@ -306,7 +341,7 @@ fn a_refused_message_leaves_the_state_unchanged() {
     let user = front.memory.user_address(start);
     let (memory, _) = front.region();
     assert_eq!(
-        front.send(R::SET_MEM_TABLE, &words(&[1, start, len * 2, user, 0]), &[&memory]),
+        front.send(Req::SET_MEM_TABLE, &words(&[1, start, len * 2, user, 0]), &[&memory]),
         REFUSED
     );
     assert_eq!(front.state(), before, "SET_MEM_TABLE");
@@ -317,15 +352,15 @@ fn a_refused_message_leaves_the_state_unchanged() {
 fn a_ring_without_addresses_keeps_its_old_kick_and_runs_on() {
     let mut front = Front::new();
     let before = front.state();
-    assert_eq!(front.send(R::SET_VRING_KICK, &words(&[0]), &[&event()]), REFUSED);
+    assert_eq!(front.send(Req::SET_VRING_KICK, &words(&[0]), &[&event()]), REFUSED);
     assert_eq!(front.state(), before, "a ring that does not run");
     let mut front = Front::started();
     front.read();
     let mut misaligned = front.addresses();
     misaligned[8] |= 1;
-    assert_eq!(front.send(R::SET_VRING_ADDR, &misaligned, &[]), REFUSED);
+    assert_eq!(front.send(Req::SET_VRING_ADDR, &misaligned, &[]), REFUSED);
     let before = front.state();
-    assert_eq!(front.send(R::SET_VRING_KICK, &words(&[0]), &[&event()]), REFUSED);
+    assert_eq!(front.send(Req::SET_VRING_KICK, &words(&[0]), &[&event()]), REFUSED);
     assert_eq!(front.state(), before, "a running ring");
     assert!(front.session().running(0).is_some());
     front.read();
@@ -337,9 +372,9 @@ fn a_kick_descriptor_that_is_no_eventfd_is_refused() {
     let mut front = Front::started();
     let (socket, _peer) = UnixStream::pair().unwrap();
     let socket = OwnedFd::from(socket);
-    assert_eq!(front.send(R::SET_VRING_CALL, &words(&[1]), &[&socket]), DONE);
+    assert_eq!(front.send(Req::SET_VRING_CALL, &words(&[1]), &[&socket]), DONE);
     let before = front.state();
-    assert_eq!(front.send(R::SET_VRING_KICK, &words(&[0]), &[&socket]), REFUSED);
+    assert_eq!(front.send(Req::SET_VRING_KICK, &words(&[0]), &[&socket]), REFUSED);
     assert_eq!(front.state(), before);
     front.read();
 }
@@ -356,7 +391,7 @@ fn a_ring_without_a_kick_descriptor_is_read_by_a_timer() {
 fn a_call_or_error_descriptor_that_cannot_be_used_leaves_the_old_one() {
     let mut front = Front::started();
     front.read();
-    assert_eq!(front.send(R::SET_VRING_ERR, &words(&[0]), &[&event()]), DONE);
+    assert_eq!(front.send(Req::SET_VRING_ERR, &words(&[0]), &[&event()]), DONE);
     let before = front.state();
     // The descriptor cannot be used, because no queue has the index of the change.
     let refused = |session: &mut Session, descriptor, change| {
@@ -375,21 +410,21 @@ fn a_call_or_error_descriptor_that_cannot_be_used_leaves_the_old_one() {
 fn memory_that_is_removed_leaves_the_state() {
     let mut front = Front::new();
     let (memory, region) = front.region();
-    assert_eq!(front.send(R::ADD_MEM_REG, &region, &[&memory]), DONE);
+    assert_eq!(front.send(Req::ADD_MEM_REG, &region, &[&memory]), DONE);
     let file = rustix::fs::memfd_create("more", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
     rustix::fs::ftruncate(&file, 8192).unwrap();
     let at = 0x40_0000_0000u64;
-    assert_eq!(front.send(R::ADD_MEM_REG, &words(&[0, at, 4096, at, 4096]), &[&file]), DONE);
+    assert_eq!(front.send(Req::ADD_MEM_REG, &words(&[0, at, 4096, at, 4096]), &[&file]), DONE);
     let regions = |front: &Front| {
         front.session().state.memory.iter().map(|r| (r.guest, r.offset)).collect::<Vec<_>>()
     };
     let (start, _) = front.memory.range();
     assert_eq!(regions(&front), [(start, 0), (at, 4096)]);
-    assert_eq!(front.send(R::REM_MEM_REG, &region, &[]), DONE);
+    assert_eq!(front.send(Req::REM_MEM_REG, &region, &[]), DONE);
     assert_eq!(regions(&front), [(at, 4096)]);
     let (_, len) = front.memory.range();
     let table = words(&[1, start, len, front.memory.user_address(start), 0]);
-    assert_eq!(front.send(R::SET_MEM_TABLE, &table, &[&memory]), DONE);
+    assert_eq!(front.send(Req::SET_MEM_TABLE, &table, &[&memory]), DONE);
     assert_eq!(regions(&front), [(start, 0)]);
 }
 
@@ -422,7 +457,7 @@ fn a_session_continues_with_the_state_of_another_one() {
     }
     (0..2).for_each(|_| front.read());
     assert_eq!(
-        front.send(R::GET_VRING_BASE, &of_ring(0, 0), &[]),
+        front.send(Req::GET_VRING_BASE, &of_ring(0, 0), &[]),
         Some(5 << 32),
         "queue 0, base 5"
     );
@@ -436,14 +471,14 @@ fn a_session_continues_with_the_state_of_another_one() {
 #[test]
 fn a_disabled_or_stopped_ring_stays_so_in_the_next_session() {
     let mut front = Front::started();
-    assert_eq!(front.send(R::SET_VRING_ENABLE, &of_ring(0, 0), &[]), DONE);
+    assert_eq!(front.send(Req::SET_VRING_ENABLE, &of_ring(0, 0), &[]), DONE);
     let state = front.session().release();
     let next = session(&front.export, state).unwrap();
     assert!(next.running(0).is_some() && !next.state.vrings[0].enabled);
     *front.session() = next;
-    assert_eq!(front.send(R::SET_VRING_ENABLE, &of_ring(0, 1), &[]), DONE);
+    assert_eq!(front.send(Req::SET_VRING_ENABLE, &of_ring(0, 1), &[]), DONE);
     front.read();
-    assert_eq!(front.send(R::GET_VRING_BASE, &of_ring(0, 0), &[]), Some(1 << 32));
+    assert_eq!(front.send(Req::GET_VRING_BASE, &of_ring(0, 0), &[]), Some(1 << 32));
     let state = front.session().release();
     let next = session(&front.export, state).unwrap();
     assert!(next.running(0).is_none());
@@ -486,7 +521,7 @@ fn a_fault_of_the_front_ends_state_differs_from_a_lack_of_the_server() {
 fn a_reset_keeps_memory_and_in_flight_region() {
     let mut front = Front::started();
     front.read();
-    assert_eq!(front.send(R::RESET_DEVICE, &[], &[]), DONE);
+    assert_eq!(front.send(Req::RESET_DEVICE, &[], &[]), DONE);
     let session = front.session();
     let reset = state::Vring { is_base_valid: true, ..state::Vring::default() };
     assert_eq!(format!("{:?}", session.state.vrings[0]), format!("{reset:?}"));
@@ -499,11 +534,11 @@ fn a_reset_keeps_memory_and_in_flight_region() {
 fn each_message_has_its_own_descriptors_although_others_follow() {
     let mut front = Front::new();
     let (first, second) = (event(), event());
-    front.post(R::SET_VRING_NUM, &of_ring(0, 32), &[]);
-    front.post(R::SET_VRING_CALL, &words(&[0]), &[&first]);
-    front.post(R::SET_VRING_CALL, &words(&[1 | NO_DESCRIPTOR]), &[]);
-    front.post(R::SET_VRING_CALL, &words(&[1]), &[&second]);
-    front.post(R::SET_VRING_BASE, &of_ring(0, 7), &[]);
+    front.post(Req::SET_VRING_NUM, &of_ring(0, 32), &[]);
+    front.post(Req::SET_VRING_CALL, &words(&[0]), &[&first]);
+    front.post(Req::SET_VRING_CALL, &words(&[1 | NO_DESCRIPTOR]), &[]);
+    front.post(Req::SET_VRING_CALL, &words(&[1]), &[&second]);
+    front.post(Req::SET_VRING_BASE, &of_ring(0, 7), &[]);
     let answers = [(); 5].map(|()| front.next());
     assert_eq!(answers, [DONE; 5]);
     let session = front.session();
