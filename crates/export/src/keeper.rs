@@ -110,27 +110,30 @@ pub fn announce_taker(pid: Option<Pid>) {
     });
 }
 
-/// Replaces what is kept under a key.
-pub fn keep(key: &str, parcel: &Parcel) {
-    if parcel.fds.len() + 1 > MOST_FDS || key.len() > MOST_KEY {
-        tracing::warn!("{key}: it has too many descriptors, or too long a name, for the holder");
-        return forget(key);
+/// Replaces what is kept under a key. Returns false if the keeper has no room. Error: the parcel
+/// cannot be kept, and the keeper still has the old one.
+pub fn keep(key: &str, parcel: &Parcel) -> io::Result<bool> {
+    if key.len() > MOST_KEY {
+        let what = format!("its name is longer than {MOST_KEY} bytes, the most of the holder");
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
+    }
+    // One more descriptor has the description.
+    let fds = parcel.fds.len() + 1;
+    if fds > MOST_FDS {
+        let what = format!("it has {fds} descriptors, and the holder keeps at most {MOST_FDS}");
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
     }
     let description = rustix::fs::memfd_create("blockyard-session", MemfdFlags::CLOEXEC)
-        .and_then(|file| rustix::io::pwrite(&file, &parcel.bytes, 0).map(|_| file));
-    match description {
-        Ok(description) => {
-            let fds: Vec<_> = std::iter::once(description.as_fd())
-                .chain(parcel.fds.iter().map(AsFd::as_fd))
-                .collect();
-            let message = message(kind::KEEP, key);
-            tell(key, |keeper| match keeper {
-                Keeper::Holder(socket) => send(socket, &message, &fds),
-                Keeper::Store(store) => store.keep(key, &message, &fds),
-            });
-        }
-        Err(e) => tracing::warn!("{key}: cannot describe it for the holder: {e}"),
-    }
+        .and_then(|file| rustix::io::pwrite(&file, &parcel.bytes, 0).map(|_| file))
+        .map_err(|e| io::Error::other(format!("cannot describe it for the holder: {e}")))?;
+    let fds: Vec<_> =
+        std::iter::once(description.as_fd()).chain(parcel.fds.iter().map(AsFd::as_fd)).collect();
+    let message = message(kind::KEEP, key);
+    let is_kept = tell(key, |keeper| match keeper {
+        Keeper::Holder(socket) => send(socket, &message, &fds).map(|()| true),
+        Keeper::Store(store) => store.keep(key, &message, &fds),
+    });
+    Ok(is_kept.unwrap_or(false))
 }
 
 /// Forgets what is kept under a key.
@@ -147,17 +150,22 @@ fn message(kind: u8, key: &str) -> Vec<u8> {
     message
 }
 
-/// Sends something to the keeper. Gives the keeper up if that fails.
-fn tell(what: &str, send: impl FnOnce(&mut Keeper) -> io::Result<()>) {
+/// Sends something to the keeper. Gives the keeper up if that fails. Returns `None` if there is no
+/// keeper.
+fn tell<T>(what: &str, send: impl FnOnce(&mut Keeper) -> io::Result<T>) -> Option<T> {
     let mut keeper = keeper();
-    let Some(present) = &mut *keeper else { return };
-    if let Err(e) = send(present) {
-        let name = match present {
-            Keeper::Holder(_) => "the holder",
-            Keeper::Store(_) => "systemd's store of descriptors",
-        };
-        tracing::error!("{what}: {name} cannot be reached, nothing is kept any more: {e}");
-        *keeper = None;
+    let present = keeper.as_mut()?;
+    match send(present) {
+        Ok(told) => Some(told),
+        Err(e) => {
+            let name = match present {
+                Keeper::Holder(_) => "the holder",
+                Keeper::Store(_) => "systemd's store of descriptors",
+            };
+            tracing::error!("{what}: {name} cannot be reached, nothing is kept any more: {e}");
+            *keeper = None;
+            None
+        }
     }
 }
 

@@ -3,20 +3,31 @@
 //! In: descriptors and a description that has their places. Out: a parcel, and the same from it.
 
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
 use blockyard_ring::parcel::Parcel;
 use serde::Serialize;
 
+/// The identity of a descriptor while it is open: its number, and the inode of its file. All
+/// eventfds have one inode.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Source(i32, u64);
+
 /// Descriptors of a parcel that is being made.
 #[derive(Default)]
-pub(crate) struct Packed(Vec<OwnedFd>);
+pub(crate) struct Packed {
+    fds: Vec<OwnedFd>,
+    /// The descriptors of which `fds` are copies.
+    sources: Vec<Source>,
+}
 
 impl Packed {
     /// Adds a copy of a descriptor. Returns its place.
     pub fn put(&mut self, fd: impl AsFd) -> io::Result<usize> {
-        self.0.push(fd.as_fd().try_clone_to_owned()?);
-        Ok(self.0.len() - 1)
+        let fd = fd.as_fd();
+        self.sources.push(Source(fd.as_raw_fd(), rustix::fs::fstat(fd)?.st_ino));
+        self.fds.push(fd.try_clone_to_owned()?);
+        Ok(self.fds.len() - 1)
     }
 
     pub fn put_some(&mut self, fd: &Option<OwnedFd>) -> io::Result<Option<usize>> {
@@ -25,7 +36,16 @@ impl Packed {
 
     /// Returns the parcel of these descriptors and of a description as JSON.
     pub fn seal(self, description: &impl Serialize) -> io::Result<Parcel> {
-        Ok(Parcel { bytes: serde_json::to_vec(description)?, fds: self.0 })
+        self.seal_with_sources(description).map(|(parcel, _)| parcel)
+    }
+
+    /// Returns the parcel, and the identities of the descriptors that were copied for it.
+    pub fn seal_with_sources(
+        self,
+        description: &impl Serialize,
+    ) -> io::Result<(Parcel, Vec<Source>)> {
+        let bytes = serde_json::to_vec(description)?;
+        Ok((Parcel { bytes, fds: self.fds }, self.sources))
     }
 }
 

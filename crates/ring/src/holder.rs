@@ -32,8 +32,8 @@ use std::time::{Duration, Instant};
 
 /// Most descriptors of a key. The kernel passes at most 253 with a message.
 pub const MOST_FDS: usize = 240;
-/// Longest key in bytes.
-pub const MOST_KEY: usize = 200;
+/// Longest key in bytes: the name of a disk (255) with a protocol before it.
+pub const MOST_KEY: usize = 280;
 /// Most keys.
 const SLOTS: usize = 1024;
 /// How long the holder waits for a server that does not read what it has asked for.

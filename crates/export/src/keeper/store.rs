@@ -74,14 +74,15 @@ impl Store {
         self.names.insert(key, name);
     }
 
+    /// Stores the parcel of a key. Returns false if there is no room.
     pub(super) fn keep(
         &mut self,
         key: &str,
         message: &[u8],
         fds: &[BorrowedFd<'_>],
-    ) -> io::Result<()> {
+    ) -> io::Result<bool> {
         if !self.has_room(key)? {
-            return Ok(());
+            return Ok(false);
         }
         // The queue of a datagram socket stays readable without a peer, and shows no hang-up.
         let (family, kind) = (AddressFamily::UNIX, SocketType::DGRAM);
@@ -89,10 +90,10 @@ impl Store {
         send(from, message, fds)?;
         let name = self.next_name();
         self.notify(&format!("FDSTORE=1\nFDPOLL=0\nFDNAME={name}"), &[to.as_fd()])?;
-        match self.names.insert(key.into(), name) {
-            Some(old) => self.remove(&old),
-            None => Ok(()),
+        if let Some(old) = self.names.insert(key.into(), name) {
+            self.remove(&old)?;
         }
+        Ok(true)
     }
 
     /// Makes room for a new parcel in a full store. Returns false if there is none.

@@ -16,6 +16,7 @@ use vhost::vhost_user::message::FrontendReq;
 use vhost::vhost_user::{BackendReqHandler, Error};
 
 use super::handed::{self, Present, Served};
+use super::kept::Kept;
 use super::refusal::as_unusable;
 use super::session::Session;
 use super::socket::{self, Answer, Incoming};
@@ -210,6 +211,7 @@ pub struct Messages {
     /// end's socket, because a message that it has read would be lost if this server died.
     handler: BackendReqHandler<Mutex<Session>>,
     inner: UnixStream,
+    kept: Mutex<Kept>,
 }
 
 impl Messages {
@@ -218,7 +220,7 @@ impl Messages {
         let session = Arc::new(Mutex::new(session));
         let (inner, outer) = pair;
         let handler = BackendReqHandler::from_stream(outer, session.clone());
-        Messages { stream, session, handler, inner }
+        Messages { stream, session, handler, inner, kept: Mutex::default() }
     }
 
     /// Keeps the session at the holder, if there is one.
@@ -233,7 +235,8 @@ impl Messages {
         }
         let session = lock(&self.session);
         let present = Present { stream: &self.stream, process, since, state: &session.state };
-        export.keep(handed::pack(listener, Some(present), &VecDeque::new()));
+        let parcel = handed::pack_with_sources(listener, Some(present), &VecDeque::new());
+        export.keep(parcel, &mut lock(&self.kept));
     }
 
     /// Makes the `vhost` crate's handler know the features that the front end has negotiated with

@@ -17,6 +17,7 @@ use vhost::vhost_user::message::VhostUserProtocolFeatures;
 
 use super::channel::{BackChannel, Owed};
 use super::dirty_memory;
+use super::kept::Sourced;
 use super::state::{InflightFile, LogFile, MemoryRegion, Parts, SessionState, Vring};
 use super::waiting::FrontEnd;
 use crate::Listener;
@@ -144,6 +145,15 @@ pub(super) fn pack(
     served: Option<Present<'_>>,
     waiting: &VecDeque<FrontEnd>,
 ) -> io::Result<Parcel> {
+    pack_with_sources(listener, served, waiting).map(|(parcel, _)| parcel)
+}
+
+/// Like `pack`. Also returns the identities of the descriptors.
+pub(super) fn pack_with_sources(
+    listener: &Listener,
+    served: Option<Present<'_>>,
+    waiting: &VecDeque<FrontEnd>,
+) -> io::Result<Sourced> {
     let mut fds = Packed::default();
     let listener = listener.pack(&mut fds)?;
     let served = served.map(|served| pack_served(&served, &mut fds)).transpose()?;
@@ -151,7 +161,7 @@ pub(super) fn pack(
     for FrontEnd { stream, process } in waiting {
         others.push(WireFrontEnd { stream: fds.put(stream)?, process: *process });
     }
-    fds.seal(&Wire { format: FORMAT, listener, served, waiting: others })
+    fds.seal_with_sources(&Wire { format: FORMAT, listener, served, waiting: others })
 }
 
 fn pack_served(served: &Present<'_>, fds: &mut Packed) -> io::Result<WireServed> {

@@ -15,7 +15,8 @@ use blockyard_disk::{Disk, LocalDisk};
 use blockyard_ring::parcel::Parcel;
 
 use super::conversation::{Conversation, Disconnect};
-use super::handed::{HandedSocket, Served, pack};
+use super::handed::{HandedSocket, Served, pack, pack_with_sources};
+use super::kept::{Kept, Sourced};
 use super::queue::QueueHandle;
 use super::{QueueShape, Shared, Tuning, VhostUser, begin, begin_with, lock, ring};
 use crate::export::{Obstacle, STOP_TIME};
@@ -92,24 +93,24 @@ impl Shared {
 
     /// Keeps the export at the holder, for the next server if this one dies.
     ///
-    /// A server that takes over leaves there what the old one has put there.
-    pub(super) fn keep(&self, parcel: io::Result<Parcel>) {
+    /// A server that takes over leaves there what the old one has put there. `kept`: what the
+    /// keeper has of the session.
+    pub(super) fn keep(&self, parcel: io::Result<Sourced>, kept: &mut Kept) {
         if !custody::is_owner() {
             return;
         }
-        match parcel {
-            Ok(parcel) => keeper::keep(&self.key(), &parcel),
-            Err(e) => {
-                let what = format_args!("the front end is lost if this server dies: {e}");
-                self.device.log.warn(self.device.disk.name(), None, what);
-                keeper::forget(&self.key());
-            }
+        let key = self.key();
+        let keep = |parcel: &Parcel| keeper::keep(&key, parcel);
+        if let Some(e) = kept.change(parcel, keep, || keeper::forget(&key)) {
+            let what = format_args!("the front end is lost if this server dies: {e}");
+            self.device.log.warn(self.device.disk.name(), None, what);
         }
     }
 
     pub(super) fn keep_listener(&self, listener: &Listener) {
         if keeper::is_on() {
-            self.keep(pack(listener, None, &Default::default()));
+            let parcel = pack_with_sources(listener, None, &Default::default());
+            self.keep(parcel, &mut Kept::default());
         }
     }
 

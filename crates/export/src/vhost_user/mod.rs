@@ -19,6 +19,7 @@ mod dirty_memory;
 pub(crate) mod handed;
 mod handover;
 mod inflight;
+mod kept;
 mod memory;
 mod messages;
 mod migration;
