@@ -158,6 +158,15 @@ impl InflightRegion {
         }
     }
 
+    /// Forgets all chains. The next ring of each queue formats its part.
+    pub fn forget(&self) {
+        for index in (0..self.queues).filter(|_| self.queue_bytes > 0) {
+            if let Ok(part) = self.memory.slice(u64::from(index) * self.queue_bytes, 64, 8) {
+                part.store_u16(VERSION_AT, 0, Ordering::Release);
+            }
+        }
+    }
+
     /// Returns the part of one queue, or `None` if the region has no part for that queue. Returns
     /// an error if the part cannot be read.
     pub fn queue(&self, index: u16, is_packed: bool) -> Result<Option<Inflight>, RingError> {

@@ -304,6 +304,10 @@ impl Session {
         }
         let _ = self.deactivate();
         drop(wait);
+        // The driver begins with fresh rings, so chains that were not answered mean nothing there.
+        if let Some(region) = &self.inflight {
+            region.forget();
+        }
         self.state.reset();
         self.drop_own_region();
         self.switch_write_cache(self.device.disk.options().cache.write_back());

@@ -21,6 +21,7 @@ use super::*;
 use crate::{PollMode, Reactors};
 
 mod rebinding;
+mod resets;
 
 const FEATURES: u64 = F_PROTOCOL | F_VERSION_1 | F_EVENT_IDX | F_FLUSH | F_CONFIG_WCE;
 const SIZE: u16 = 64;
