@@ -156,6 +156,11 @@ pub fn next(stream: &UnixStream) -> io::Result<Option<Incoming>> {
                 0 => return Err(io::ErrorKind::UnexpectedEof.into()),
                 got => read += got,
             }
+            // Each part may have as many.
+            if fds.len() > MOST_FDS {
+                let what = format!("a message with more than {MOST_FDS} descriptors");
+                return Err(io::Error::new(io::ErrorKind::InvalidData, what));
+            }
         }
     }
     Ok(Some(Incoming { request, reply: flags & NEED_REPLY != 0, bytes, fds, left }))

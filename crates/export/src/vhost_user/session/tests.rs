@@ -20,6 +20,7 @@ use super::super::{Coalesce, SecondClient, state};
 use super::*;
 use crate::{PollMode, Reactors};
 
+mod parts;
 mod rebinding;
 mod resets;
 
