@@ -5,6 +5,8 @@ use std::io;
 
 use blockyard_ring::Segments;
 
+use crate::sync::pace::Zeroing;
+
 /// Where a layer has the bytes of a range. Offsets are in the layer's file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {
@@ -132,7 +134,7 @@ pub struct NoBacking;
 
 impl BackingLayers for NoBacking {
     async fn read_backing(&self, segments: Segments, _: u64) -> (Segments, io::Result<()>) {
-        segments.zero(0, segments.len());
+        Zeroing::default().zero(&segments).await;
         (segments, Ok(()))
     }
 

@@ -10,6 +10,7 @@
 //! - With ublk zero copy the data stay in the kernel: the entries are offsets from 0, never
 //!   addresses. Only their owner copies them.
 
+mod cursor;
 mod heap;
 mod lent;
 mod loan;
@@ -18,6 +19,7 @@ use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
 
+pub use cursor::Cursor;
 pub use heap::AlignedBuf;
 pub use lent::Lent;
 pub use loan::Loan;
@@ -333,6 +335,11 @@ impl Segments {
             iov.push(libc::iovec { iov_base: base.cast(), iov_len: len })
         });
         Segments::new(iov, len, self.parts().owner.clone())
+    }
+
+    /// Returns a cursor at the first byte.
+    pub fn cursor(&self) -> Cursor<'_> {
+        Cursor { segments: self, entry: 0, inside: 0 }
     }
 
     /// Copies `bytes` in, at `offset`.

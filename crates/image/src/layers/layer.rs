@@ -11,6 +11,7 @@ use crate::cow::Cow;
 use crate::extent::{BackingLayers, Extent, LookupResult, Place};
 use crate::qcow2::Qcow2;
 use crate::raw::Raw;
+use crate::sync::pace::{Pace, Zeroing};
 use blockyard_ring::join;
 
 /// Number of clusters of a piece of a long request: a fraction of a millisecond of work.
@@ -119,7 +120,7 @@ impl<S: Storage> Layer<S> {
                 Box::pin(image.read_compressed(segments, word, inside)).await
             }
             _ => {
-                segments.zero(0, segments.len());
+                Zeroing::default().zero(&segments).await;
                 (segments, Ok(()))
             }
         }
@@ -212,7 +213,7 @@ impl<S: Storage> Layers<'_, S> {
         match self.layers.get(found.layer) {
             Some(layer) => layer.read_place(segments, offset, found.extent.place).await,
             None => {
-                segments.zero(0, segments.len());
+                Zeroing::default().zero(&segments).await;
                 (segments, Ok(()))
             }
         }
@@ -239,7 +240,9 @@ impl<S: Storage> Layers<'_, S> {
         const AT_A_TIME: usize = 16;
         let len = segments.len() as u64;
         let (mut pieces, mut done) = (Vec::<(u64, LookupResult)>::new(), 0);
+        let mut pace = Pace::default();
         while done < len {
+            pace.step().await;
             let found = self.find(offset + done, len - done).await?;
             // Consecutive results may be contiguous in the file: read these with one operation.
             if !pieces.last_mut().is_some_and(|(_, last)| last.take_in(&found)) {
@@ -247,10 +250,21 @@ impl<S: Storage> Layers<'_, S> {
             }
             done += found.extent.len;
         }
-        let reads = pieces.into_iter().map(async |(at, found)| {
-            let piece = segments.slice(at as usize, found.extent.len as usize);
-            self.read_found(piece, offset + at, found).await.1
-        });
+        // Zero before the reads begin, because each yield would let several operations go on.
+        let (mut cursor, mut zeroing) = (segments.cursor(), Zeroing::default());
+        let mut reads = Vec::new();
+        for (at, found) in pieces {
+            pace.step().await;
+            let piece = cursor.take(found.extent.len as usize);
+            if found.layer >= self.layers.len() || found.extent.place == Place::Zero {
+                zeroing.zero(&piece).await;
+            } else {
+                reads.push((piece, offset + at, found));
+            }
+        }
+        let reads = reads
+            .into_iter()
+            .map(async |(piece, at, found)| self.read_found(piece, at, found).await.1);
         join::all(AT_A_TIME, reads).await
     }
 }
@@ -274,5 +288,67 @@ impl<S: Storage> BackingLayers for Layers<'_, S> {
 
     fn exists(&self) -> bool {
         !self.layers.is_empty()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+    use std::rc::Rc;
+
+    use blockyard_ring::Executor;
+    use blockyard_storage::sim::{SimConfig, SimDisk, SimImage};
+
+    use super::*;
+    use crate::Alignment;
+    use crate::extent::NoBacking;
+
+    const PIECE: usize = 1 << 20;
+    const PIECES: usize = 6;
+
+    /// Returns how often another task runs while `read` fills a buffer with zeroes.
+    fn runs_meanwhile(read: impl AsyncFnOnce(Segments) -> Segments + 'static) -> usize {
+        let executor = Executor::new().unwrap();
+        let handle = executor.handle().clone();
+        let runs = executor.block_on(async move {
+            let (runs, done) = (Rc::new(Cell::new(0)), Rc::new(Cell::new(false)));
+            let (count, ended, tasks) = (runs.clone(), done.clone(), handle.clone());
+            handle.spawn(async move {
+                while !ended.get() {
+                    count.set(count.get() + 1);
+                    tasks.yield_now().await;
+                }
+            });
+            let segments = Segments::buffer(PIECES * PIECE);
+            segments.copy_in(segments.len() - 1, &[7]);
+            let segments = read(segments).await;
+            done.set(true);
+            assert_eq!(segments.find_nonzero(0, segments.len()), None);
+            runs.get()
+        });
+        runs.unwrap()
+    }
+
+    #[test]
+    fn other_tasks_run_while_a_large_read_is_zeroed() {
+        let unallocated =
+            runs_meanwhile(async |segments| Layers::<SimDisk>::new(&[]).read(segments, 0).await.0);
+        assert!(unallocated >= PIECES - 2, "{unallocated} runs");
+        let below = runs_meanwhile(async |segments| NoBacking.read_backing(segments, 0).await.0);
+        assert!(below >= PIECES - 2, "{below} runs");
+    }
+
+    /// The pieces of a read behind the end of an image, after bytes of the image.
+    #[test]
+    fn other_tasks_run_while_a_piece_of_a_large_read_is_zeroed() {
+        let runs = runs_meanwhile(async |segments| {
+            let sim = SimDisk::new(SimImage::zeroed(4096), SimConfig::new(1));
+            let raw = Raw::on(sim.clone(), Alignment { memory_align: 1, offset_align: 1 });
+            let layers = [Layer::Raw { raw, size: 4096 }];
+            let (segments, read) = Layers::new(&layers).read(segments, 0).await;
+            read.unwrap();
+            segments
+        });
+        assert!(runs >= PIECES - 2, "{runs} runs");
     }
 }

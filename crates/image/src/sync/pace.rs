@@ -4,6 +4,8 @@
 use std::future::poll_fn;
 use std::task::Poll;
 
+use blockyard_ring::Segments;
+
 /// Number of clusters after which work yields.
 const CLUSTERS: u32 = 256;
 
@@ -18,6 +20,31 @@ impl Pace {
         if self.0 == CLUSTERS {
             self.0 = 0;
             yield_once().await;
+        }
+    }
+}
+
+/// Most bytes that are zeroed before work yields.
+const ZEROED: usize = 1 << 20;
+
+/// Zeroes consecutive segments in pieces, and yields between the pieces.
+#[derive(Default)]
+pub struct Zeroing(usize);
+
+impl Zeroing {
+    /// Zeroes all bytes of `segments`.
+    #[inline]
+    pub async fn zero(&mut self, segments: &Segments) {
+        let (mut at, len) = (0, segments.len());
+        while at < len {
+            if self.0 == ZEROED {
+                self.0 = 0;
+                yield_once().await;
+            }
+            let here = (len - at).min(ZEROED - self.0);
+            segments.zero(at, here);
+            at += here;
+            self.0 += here;
         }
     }
 }
