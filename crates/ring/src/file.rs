@@ -74,6 +74,10 @@ pub(crate) type Descriptor = Arc<dyn AsFd + Send + Sync>;
 /// takes up to about 200 us.
 const LONGEST_ON_SUBMISSION: usize = 1 << 20;
 
+/// Maximum number of bytes that the kernel may transfer past the page cache on submission. It fills
+/// the memory of a hole with zeroes at once, and pins the memory of a transfer at once.
+const LONGEST_DIRECT: usize = 4 << 20;
+
 /// A file's descriptor on one ring. Operations in flight keep it alive.
 pub(crate) struct FileSlot {
     fd: Descriptor,
@@ -83,8 +87,8 @@ pub(crate) struct FileSlot {
     handle: Handle,
     /// Whether the file is counted as open for writing.
     counted: bool,
-    /// Whether the file's data go through the page cache (no O_DIRECT).
-    cached: bool,
+    /// Number of bytes above which a kernel worker must make a transfer.
+    longest: usize,
     /// Whether a kernel worker must make all transfers.
     leaves_all: Cell<bool>,
 }
@@ -100,7 +104,7 @@ impl FileSlot {
             raw,
             handle: handle.clone(),
             counted: false,
-            cached: false,
+            longest: usize::MAX,
             leaves_all: Cell::new(false),
         }
     }
@@ -126,11 +130,11 @@ impl FileSlot {
     }
 
     /// Returns whether a kernel worker must transfer `bytes` bytes. On submission the kernel would
-    /// copy them from or to the page cache on this thread, and the reactor's other queues would
-    /// wait.
+    /// copy them from or to the page cache, or zero the memory of a hole, on this thread, and the
+    /// reactor's other queues would wait.
     #[inline]
     pub fn leaves_to_worker(&self, bytes: usize) -> bool {
-        (self.cached && bytes > LONGEST_ON_SUBMISSION) || self.leaves_all.get()
+        bytes > self.longest || self.leaves_all.get()
     }
 
     /// Sets whether a kernel worker must make all transfers.
@@ -202,8 +206,9 @@ impl UringFile {
         }
         let mut slot = FileSlot::uncounted(handle, fd);
         slot.counted = counted;
-        slot.cached = !flags.contains(rustix::fs::OFlags::DIRECT);
-        let cached = if slot.cached { CachedWrites::new(slot.fd(), counters) } else { None };
+        let is_cached = !flags.contains(rustix::fs::OFlags::DIRECT);
+        slot.longest = if is_cached { LONGEST_ON_SUBMISSION } else { LONGEST_DIRECT };
+        let cached = if is_cached { CachedWrites::new(slot.fd(), counters) } else { None };
         Ok(UringFile {
             slot: Rc::new(slot),
             block_device,

@@ -174,6 +174,28 @@ fn a_kernel_worker_makes_long_page_cache_copies() {
         .unwrap();
 }
 
+/// The kernel zeroes the memory of a hole on submission, also for a direct read.
+#[test]
+fn a_kernel_worker_makes_long_direct_transfers() {
+    let executor = Executor::new().unwrap();
+    let handle = executor.handle().clone();
+    executor
+        .block_on(async move {
+            let path =
+                std::env::temp_dir().join(format!("blockyard-direct-{}", std::process::id()));
+            let flags = rustix::fs::OFlags::CREATE | rustix::fs::OFlags::RDWR;
+            let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
+            let fd = rustix::fs::open(&path, flags | rustix::fs::OFlags::DIRECT, mode);
+            rustix::fs::unlink(&path).ok();
+            // Some file systems have no O_DIRECT.
+            let Ok(fd) = fd else { return };
+            let file = UringFile::new(&handle, Arc::new(fd)).unwrap();
+            assert!(file.slot.leaves_to_worker((4 << 20) + 1));
+            assert!(!file.slot.leaves_to_worker(4 << 20));
+        })
+        .unwrap();
+}
+
 /// The kernel gives each change of extents a worker thread, and all of them wait for one lock.
 #[test]
 fn extents_are_changed_one_at_a_time() {
