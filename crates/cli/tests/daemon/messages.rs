@@ -26,7 +26,7 @@ const DEPTH: u16 = 8;
 /// When the server dies: the system call, and the number of calls for a message.
 #[derive(Clone, Copy)]
 enum Moment {
-    /// It has handled the message, and begins to describe the session to the keeper.
+    /// It has handled a message that changes the session, and begins to describe it to the keeper.
     Handled,
     /// The keeper has the session, and the message is still in the socket. (The calls before: two
     /// peeks.)
@@ -176,9 +176,10 @@ fn killed_during_messages<R: Ring>(keeper: Keeper) {
     let mut front = Front::<R>::connect(&case);
     front.submit();
     front.finish();
-    for moment in [Moment::Handled, Moment::Kept] {
+    // The end of the ring, its kick, its call, and the kick of the running ring change the session.
+    for (moment, least) in [(Moment::Handled, 4), (Moment::Kept, 8)] {
         let kills = kill_at_each(&holder, &mut front, Front::restart_ring, moment);
-        assert!(kills >= 8, "{kills} kills for the messages of a ring");
+        assert!(kills >= least, "{kills} kills for the messages of a ring");
         let kills = kill_at_each(&holder, &mut front, Front::change_memory, moment);
         assert_eq!(kills, 3, "three messages change the memory");
     }
@@ -218,7 +219,8 @@ fn a_session_begins_although_its_server_is_killed_at_each_message() {
     while is_killed_at(&holder, Moment::Handled, kills + 2, begin) {
         kills += 1;
     }
-    assert!(kills >= 13, "{kills} kills for the messages of a session");
+    // Of the messages that change something.
+    assert!(kills >= 9, "{kills} kills for the messages of a session");
     end(holder, Keeper::Holder);
     case.is_clean();
 }
