@@ -25,7 +25,10 @@ const BUSY: u16 = 503;
 pub enum CallError {
     #[error("cannot connect to the API at {path}: start the server with --api, or name its socket")]
     Connect { path: String, source: io::Error },
-    #[error("the server did not answer")]
+    #[error(
+        "no answer: the server has ended, the caller has no access, or the socket is not that of \
+         `serve --api`"
+    )]
     Http(#[from] hyper::Error),
     #[error("cannot form the request")]
     Request(#[from] axum::http::Error),

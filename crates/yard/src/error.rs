@@ -11,7 +11,7 @@ use crate::settings::WayError;
 /// Error of a command of the yard.
 #[derive(Debug, thiserror::Error)]
 pub enum YardError {
-    #[error("no disk is called \"{disk}\"")]
+    #[error("no disk is called \"{disk}\": `blockyard ctl list` shows the disks")]
     NotFound { disk: String },
     #[error("a disk is called \"{disk}\" already: choose another name")]
     NameTaken { disk: String },

@@ -152,10 +152,7 @@ impl Server {
                 let what = format!("an upgrade hands disk \"{name}\" over: try again");
                 Problem::new(Kind::Conflict, what)
             }
-            None => {
-                let what = format!("no disk is called \"{name}\" (GET /v1/disks)");
-                Problem::new(Kind::NotFound, what)
-            }
+            None => words::problem(YardError::NotFound { disk: name.into() }),
         })
     }
 

@@ -236,6 +236,9 @@ mod tests {
         files.write("conf.d/b.toml", "reactors = 3\n");
         let error = Config::read(&files.0, false).unwrap_err().to_string();
         assert!(error.contains("b.toml: line 1: unknown key `reactors` in a file of"), "{error}");
+        files.write("conf.d/b.toml", &(disk("b", "") + "[nbd]\nmax-clients = 3\n"));
+        let error = Config::read(&files.0, false).unwrap_err().to_string();
+        assert!(error.contains("line 5: unknown key `nbd` in a file of conf.d"), "{error}");
     }
 
     #[test]

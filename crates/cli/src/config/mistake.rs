@@ -17,10 +17,12 @@ pub fn describe(text: &str, error: &toml::de::Error, file: &str) -> String {
     {
         return format!("line {number}: [disk] is one table, and disks are a list: write [[disk]]");
     }
+    // A header belongs to the file, not to the table before it.
+    let is_header = line.trim_start().starts_with('[');
     if let Some(unknown) = message.strip_prefix("unknown field `") {
         return format!(
             "line {number}: {}",
-            unknown_key(unknown, table_at(text, number).unwrap_or(file))
+            unknown_key(unknown, table_at(text, number).filter(|_| !is_header).unwrap_or(file))
         );
     }
     let mut what = wrong_type(&message, "a table").unwrap_or(message);

@@ -349,6 +349,9 @@ fn object(keys: &[String]) -> anyhow::Result<Value> {
         let Some((key, value)) = text.split_once('=') else {
             bail!("\"{text}\": a key and its value are KEY=VALUE, such as weight=200");
         };
+        if key.is_empty() {
+            bail!("\"{text}\": the key is missing: write KEY=VALUE, such as weight=200");
+        }
         let value = match value {
             "" => Value::Null,
             _ => match serde_json::from_str(value) {

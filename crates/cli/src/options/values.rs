@@ -172,12 +172,10 @@ pub fn parse_seconds(s: &str) -> Result<Duration, String> {
     of_seconds(s.parse().unwrap_or(-1.0))
 }
 
-/// Parses the longest time of a wait. 0 would mean no time at all.
+/// Parses the longest time of a wait, or the time between two samples. 0 would mean no time at all.
 pub fn parse_limit(s: &str) -> Result<Duration, String> {
-    match parse_seconds(s)? {
-        Duration::ZERO => Err("a limit is longer than 0 seconds".into()),
-        limit => Ok(limit),
-    }
+    let limit = parse_seconds(s).ok().filter(|limit| !limit.is_zero());
+    limit.ok_or_else(|| "a number of seconds above 0, at most 86400".into())
 }
 
 pub fn parse_text<T: FromStr<Err: std::fmt::Display>>(s: &str) -> Result<T, String> {

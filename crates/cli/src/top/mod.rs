@@ -51,7 +51,7 @@ pub struct TopOptions {
     pub api: PathBuf,
     /// Seconds between two samples.
     #[arg(long, short, value_name = "SECONDS", default_value = "1",
-        value_parser = values::parse_seconds)]
+        value_parser = values::parse_limit)]
     pub interval: Duration,
     /// Print the table once, the slowest disk first, and end. Needs no terminal.
     #[arg(long)]

@@ -15,6 +15,7 @@ use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
+use blockyard_ring::small_file::name_of;
 use blockyard_ring::{Segments, UringFile, sandbox};
 use rustix::fs::{FileType, Mode, OFlags};
 
@@ -125,7 +126,8 @@ pub(crate) fn open(path: &Path, options: &OpenOptions) -> Result<(OwnedFd, bool)
     let stat = rustix::fs::stat(place).map_err(|e| explain(path, options.read_only, e.into()))?;
     let kind = FileType::from_raw_mode(stat.st_mode);
     if !matches!(kind, FileType::RegularFile | FileType::BlockDevice) {
-        let source = io::Error::new(io::ErrorKind::InvalidInput, format!("it is a {kind:?}"));
+        let source =
+            io::Error::new(io::ErrorKind::InvalidInput, format!("it is {}", name_of(kind)));
         return Err(OpenError::Open {
             path: path.into(),
             hint: "it must be a regular file or a block device",
