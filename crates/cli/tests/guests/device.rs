@@ -54,6 +54,31 @@ fn the_driver_can_be_unbound_and_bound_under_load() {
     fixture.stop();
 }
 
+/// The driver of User Mode Linux frees its ring without GET_VRING_BASE, and begins at base 0.
+const BIND: &str = r#"
+device=$(basename "$(readlink -f /sys/block/vda/device)")
+driver=/sys/bus/virtio/drivers/virtio_blk
+for n in 0 1 2; do
+    head -c 32k /dev/urandom >/tmp/data
+    dd if=/tmp/data of=/dev/vda bs=4k seek=$((n * 8)) oflag=direct conv=fsync,notrunc status=none
+    echo "$device" >$driver/unbind
+    [[ ! -e /sys/block/vda ]]
+    echo "$device" >$driver/bind
+    for ((i = 0; i < 500; i++)); do
+        [[ -b /dev/vda ]] && break
+        nap 0.02
+    done
+    dd if=/dev/vda bs=4k skip=$((n * 8)) count=8 iflag=direct status=none | cmp - /tmp/data
+done
+"#;
+
+#[test]
+fn the_driver_of_user_mode_linux_can_be_unbound_and_bound() {
+    let mut fixture = GuestFixture::new(32 * MIB, &[]);
+    fixture.boot(GuestKind::Uml, "", &[], BIND, Duration::from_secs(60)).finish();
+    fixture.stop();
+}
+
 const RESET: &str = r#"
 written() { fio --eta=never --output=/tmp/fio.log --name=kept --filename=/dev/vda --offset=1M --size=4M --bs=64k --ioengine=libaio \
     --direct=1 --iodepth=32 --verify=crc32c --verify_fatal=1 "$@" || { cat /tmp/fio.log && return 1; }; }
