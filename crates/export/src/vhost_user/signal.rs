@@ -165,8 +165,9 @@ pub struct GuestSignal {
     policy: SlowCalls,
     handed: Arc<Handed>,
     thread: Arc<SignalThread>,
-    /// The log has the slow signals since the thread got the bell.
-    is_reported: bool,
+    /// Number of slow signals of the thread since it got the bell. The second one is reported: the
+    /// host can interrupt a thread once.
+    slow_by_thread: u32,
 }
 
 impl GuestSignal {
@@ -182,7 +183,7 @@ impl GuestSignal {
             }
             CallMode::Direct | CallMode::Measured => Some(bell),
         };
-        Ok(GuestSignal { bell, policy, handed, thread: thread.clone(), is_reported: false })
+        Ok(GuestSignal { bell, policy, handed, thread: thread.clone(), slow_by_thread: 0 })
     }
 
     /// Signals the guest, and counts slow signals. Never blocks.
@@ -207,8 +208,11 @@ impl GuestSignal {
         }
         let took = Duration::from_nanos(self.handed.slowest_ns.swap(0, Ordering::SeqCst));
         self.made(now, took, counters);
-        if took >= REPORTED && !std::mem::replace(&mut self.is_reported, true) {
-            self.report(took);
+        if took >= REPORTED {
+            self.slow_by_thread = self.slow_by_thread.saturating_add(1);
+            if self.slow_by_thread == 2 {
+                self.report(took);
+            }
         }
         if !self.handed.is_wanted.swap(true, Ordering::SeqCst) {
             let handed = self.handed.clone();
@@ -254,7 +258,7 @@ impl GuestSignal {
         let took = bell.ring_measured();
         if self.made(now, took, counters) {
             *lock(&self.handed.bell) = self.bell.take();
-            self.is_reported = false;
+            self.slow_by_thread = 0;
         }
     }
 
