@@ -64,7 +64,7 @@ pub fn start() -> io::Result<()> {
     let (ours, theirs) = UnixStream::pair()?;
     ours.set_read_timeout(Some(PATIENCE))?;
     Command::new("/proc/self/exe")
-        // For administrators who look at the list of processes.
+        // An administrator looks for this name in the list of processes.
         .arg0("blockyard")
         .arg(ARGUMENT)
         .env_clear()

@@ -27,8 +27,9 @@ use crate::persist::Persistence;
 use crate::reopening;
 use crate::server::{AddError, Adding, RemoveError, STORAGE_TIME, Server};
 
-/// Longest wait of a call that keeps a change for the end of another one, or of a reload.
-const CHANGE_TIME: Duration = Duration::from_secs(10);
+/// Longest wait of a call that keeps a change for the end of another one, or of a reload. Shorter
+/// than the 5 s for which an upgrade that has begun waits for the call.
+const CHANGE_TIME: Duration = Duration::from_secs(2);
 /// Length of a drain if the caller gives none.
 const DRAIN_SECONDS: u64 = 60;
 /// Longest drain. A guest that waits longer may report the disk as broken.
@@ -74,16 +75,15 @@ impl Server {
     }
 
     /// Closes a disk and opens it with another configuration, or with the old one if that fails.
-    /// `only`: no reload runs, which would find the disk missing, and add it.
+    /// `_only`: no reload runs, which would find the disk missing, and add it.
     fn open_again(
         &self,
         held: HeldDisk<'_>,
         args: DiskArgs,
         keys: Table,
         force: bool,
-        only: &MutexGuard<'_, ()>,
+        _only: &MutexGuard<'_, ()>,
     ) -> Answer<HeldDisk<'_>> {
-        let _ = only;
         let (name, old) = (args.name(), held.entry());
         let served = self.info(&name)?;
         let busy = match () {

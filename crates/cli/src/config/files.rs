@@ -51,7 +51,7 @@ pub fn main(config: &Path) -> PathBuf {
     if config.is_dir() { config.join(MAIN) } else { config.to_path_buf() }
 }
 
-/// What a file of the folder is taken for, whatever it has.
+/// A text that replaces a file of the folder, for a check before the file is written.
 #[derive(Clone, Copy)]
 pub struct Instead<'a> {
     pub path: &'a Path,

@@ -43,7 +43,7 @@ static LAUNCHER: Mutex<Option<(UnixStream, Number)>> = Mutex::new(None);
 pub fn start() -> anyhow::Result<()> {
     let (ours, theirs) = UnixStream::pair()?;
     Command::new("/proc/self/exe")
-        // For administrators who look at the list of processes.
+        // An administrator looks for this name in the list of processes.
         .arg0("blockyard")
         .arg(ARGUMENT)
         .arg(own_binary()?)

@@ -259,7 +259,7 @@ impl StateFolder {
     /// Like [`StateFolder::find`], for a block device with this mark. A journal of another session
     /// belongs to an image that had the same number before, so it gets a name of its own until
     /// that image is back. It must be back under this number: under another one the mark may be
-    /// that of a copy, such as a snapshot of a volume whose server has the journal in use.
+    /// that of a copy: a server may use the journal for the volume of which this is a snapshot.
     fn find_of_device(
         &self,
         image: &ImageKey,
