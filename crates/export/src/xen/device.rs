@@ -111,6 +111,8 @@ impl Device {
                     self.reopen(&e);
                     continue;
                 }
+                // The device was removed during the step, so the step found no node to read.
+                Err(_) if self.is_gone().unwrap_or(false) => break true,
                 Err(e) => self.close_with_error(&e),
             }
             if let Err(e) = self.store.event(self.control.wake.as_fd(), None) {
@@ -186,8 +188,7 @@ impl Device {
     fn step(&mut self) -> Result<Next, NodeError> {
         let front = self.paths.front_state(&mut self.store)?;
         let Some(online) = self.paths.online(&mut self.store)? else { return Ok(Next::Remove) };
-        let is_there = self.store.read(&format!("{}/backend", self.paths.front))?.is_some();
-        if !is_there || !self.paths.is_same(&mut self.store)? || self.is_recreated()? {
+        if self.is_gone()? {
             return Ok(Next::Remove);
         }
         match front {
@@ -230,6 +231,13 @@ impl Device {
             self.set_state(State::Closing)?;
         }
         Ok(Next::Wait)
+    }
+
+    /// Returns whether the device was removed. Another device may already have the same name.
+    fn is_gone(&mut self) -> Result<bool, NodeError> {
+        let is_there = self.paths.online(&mut self.store)?.is_some()
+            && self.store.read(&format!("{}/backend", self.paths.front))?.is_some();
+        Ok(!is_there || !self.paths.is_same(&mut self.store)? || self.is_recreated()?)
     }
 
     /// Returns whether a toolstack has removed the device and created a new one with the same name.

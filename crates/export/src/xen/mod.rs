@@ -11,7 +11,6 @@
 //! - This program removes the nodes that it created, when the device is detached or its domain has
 //!   ended. The toolstack removes the nodes that it created (`watch`).
 //! - When this program ends, it completes every request that it has taken, and the nodes stay. The
-//! - When this program ends, it completes every request that it has taken, and the nodes stay. The
 //!   next server of the same device continues with the same rings. The guest notices only a delay.
 //!   If the program was killed, records (`record`) contain the requests in flight.
 //! - A front end that writes anything invalid loses at most its device, and causes one line in the
