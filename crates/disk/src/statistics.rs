@@ -82,8 +82,8 @@ impl Counts {
 #[derive(Clone, Debug)]
 struct KindStatistics {
     counts: Counts,
-    queue: Histogram<u32>,
-    service: Histogram<u32>,
+    queue: Histogram<u64>,
+    service: Histogram<u64>,
 }
 
 impl KindStatistics {
@@ -204,7 +204,7 @@ impl Statistics {
     /// Returns a summary of one kind of request. None if no such request was recorded.
     pub fn summary(&self, kind: OpKind) -> Option<Summary> {
         let k = self.kinds[kind as usize].as_ref()?;
-        let us = |h: &Histogram<u32>, q: f64| h.value_at_quantile(q) as f64 / 1e3;
+        let us = |h: &Histogram<u64>, q: f64| h.value_at_quantile(q) as f64 / 1e3;
         Some(Summary {
             requests: k.counts.requests,
             merged: k.counts.merged,
@@ -275,6 +275,19 @@ mod tests {
         a.record_refused(Op::Discard);
         let s = a.summary(OpKind::Discard).unwrap();
         assert_eq!((s.requests, s.errors, s.service_us), (1, 1, [0.0; 3]));
+    }
+
+    /// A request that no limit delays has a queue time of 0, so one value may occur most often.
+    #[test]
+    fn percentiles_count_more_than_four_billion_requests_of_one_time() {
+        let mut statistics = Statistics::default();
+        let ms = Duration::from_millis(1);
+        statistics.record(Op::Read, 4096, ms, ms, true);
+        let reads = statistics.kind(Op::Read);
+        reads.queue.saturating_record_n(1, 1 << 34);
+        reads.queue.saturating_record_n(5_000_000, 1 << 33);
+        let [median, p99, most] = statistics.summary(OpKind::Read).unwrap().queue_us;
+        assert!(median < 0.1 && p99 > 4_900.0 && most > 4_900.0, "{median}, {p99}, {most}");
     }
 
     #[test]

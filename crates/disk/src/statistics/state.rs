@@ -39,8 +39,8 @@ struct KindState {
     queue: LatenciesState,
     service: LatenciesState,
     /// Values of the histograms in nanoseconds, and how often each occurred.
-    queue_values: Vec<(u64, u32)>,
-    service_values: Vec<(u64, u32)>,
+    queue_values: Vec<(u64, u64)>,
+    service_values: Vec<(u64, u64)>,
 }
 
 impl From<&Statistics> for StatisticsState {
@@ -82,7 +82,7 @@ impl From<&StatisticsState> for Statistics {
 impl From<&KindStatistics> for KindState {
     fn from(from: &KindStatistics) -> Self {
         let Counts { requests, merged, errors, bytes, queue, service } = &from.counts;
-        let values = |histogram: &Histogram<u32>| {
+        let values = |histogram: &Histogram<u64>| {
             let recorded = histogram.iter_recorded();
             recorded.map(|v| (v.value_iterated_to(), v.count_at_value())).collect()
         };
@@ -111,8 +111,8 @@ impl From<&KindState> for KindStatistics {
             queue: Latencies::from(&from.queue),
             service: Latencies::from(&from.service),
         };
-        from.queue_values.iter().for_each(|(v, n)| new.queue.saturating_record_n(*v, *n));
-        from.service_values.iter().for_each(|(v, n)| new.service.saturating_record_n(*v, *n));
+        from.queue_values.iter().for_each(|(v, n)| new.queue.saturating_record_n(*v, most(*n)));
+        from.service_values.iter().for_each(|(v, n)| new.service.saturating_record_n(*v, most(*n)));
         new
     }
 }
@@ -176,7 +176,7 @@ mod tests {
         let text = format!(
             r#"{{"hits": {most}, "paced": {most}, "kinds": {{"write": {{
                 "requests": {most}, "bytes": {most}, "queue": {times}, "service": {times},
-                "queue_values": [[{most}, 4294967295], [{most}, 4294967295], [0, 1]]}}}}}}"#
+                "queue_values": [[{most}, {most}], [{most}, 4294967296], [0, 1]]}}}}}}"#
         );
         let mut statistics = parsed(&text);
         let again = statistics.clone();
