@@ -4,13 +4,13 @@
 use blockyard_image::qcow2::Header;
 use blockyard_image::qcow2::check::{self, Repair, Report};
 use blockyard_image::tools::{Pending, apply_journal, discard_journal, on_file, pending_journal};
-use blockyard_image::{Format, SECTOR, cow};
+use blockyard_image::{Format, ImageError, SECTOR, cow};
 use blockyard_program::ending::Failure;
 use blockyard_program::output;
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 
-use super::{ImageArgs, OutputArgs, failed, format_of, new, print, print_json};
+use super::{ImageArgs, OutputArgs, failed, format_of, new, print, print_json, printable};
 
 #[derive(Args)]
 pub struct CheckArgs {
@@ -101,8 +101,8 @@ pub fn run(options: &CheckArgs) -> Result<u8, Failure> {
         ),
         Pending::Elsewhere(place) => format!(
             "a server has a journal for the image that is not in {place}: set \
-             BLOCKYARD_STATE_FOLDER to the folder of the server (--discard-journal gives its \
-             changes up)"
+             BLOCKYARD_STATE_FOLDER to the folder of the server, /run/blockyard/journals if systemd \
+             started it (--discard-journal gives its changes up)"
         ),
     }));
     let fields = CheckFields {
@@ -140,7 +140,14 @@ fn of_qcow2(options: &CheckArgs) -> Result<Found, Failure> {
     let folder = new::folder(&options.image.file).to_path_buf();
     let report = on_file(&options.image.file, repair == Repair::No, async move |file| {
         let header = Header::read_for_check(&file).await?;
-        let data_file = header.data_file.and_then(|name| std::fs::metadata(folder.join(name)).ok());
+        let data_file = header.data_file.map(|name| {
+            let path = folder.join(name);
+            std::fs::metadata(&path).map_err(|e| {
+                let name = printable(&path.display().to_string());
+                ImageError::io("image", None, &format!("finding the size of data file {name}"), e)
+            })
+        });
+        let data_file = data_file.transpose()?;
         check::check(&file, data_file.map(|data| data.len()), repair).await
     })?;
     let mut lines: Vec<_> = report.findings.iter().map(ToString::to_string).collect();

@@ -11,8 +11,8 @@ use serde_json::Value;
 use report::Info;
 
 use super::{
-    FolderArgs, ImageArgs, OutputArgs, SharingArgs, failed, open, print, print_json, size,
-    snapshots,
+    FolderArgs, ImageArgs, OutputArgs, SharingArgs, failed, open, print, print_json, printable,
+    size, snapshots,
 };
 
 #[derive(Args)]
@@ -90,7 +90,7 @@ fn text(info: &Info) -> String {
         lines.push(format!("    file length: {} ({length} bytes)", size::human(length)));
         lines.push(format!("    disk size: {}", size::human(child.info.actual_size)));
     }
-    lines.join("\n") + "\n"
+    lines.iter().map(|line| printable(line) + "\n").collect()
 }
 
 /// Returns the fields as lines `name: value`.

@@ -8,7 +8,7 @@ use blockyard_program::ending::Failure;
 use blockyard_program::output::OutputError;
 use clap::Args;
 
-use super::{FolderArgs, ImageArgs, OutputArgs, SharingArgs, failed, open, size};
+use super::{FolderArgs, ImageArgs, OutputArgs, SharingArgs, failed, open, printable, size};
 
 #[derive(Args)]
 pub struct MapArgs {
@@ -44,7 +44,7 @@ pub fn run(options: &MapArgs) -> Result<(), Failure> {
         let files = chain.layers().iter().map(|layer| layer.data.as_ref().unwrap_or(&layer.file));
         let mut lines = Lines {
             json,
-            files: files.map(|file| file.path().display().to_string()).collect(),
+            files: files.map(|file| printable(&file.path().display().to_string())).collect(),
             out: BufWriter::new(io::stdout()),
             begun: false,
             result: Ok(()),

@@ -197,6 +197,12 @@ fn print(text: &str) -> Result<(), Failure> {
     Ok(blockyard_program::output::print(text)?)
 }
 
+/// Returns text from an image without control characters, which could change what a terminal has
+/// shown, or add a line.
+fn printable(text: &str) -> String {
+    text.replace(char::is_control, "?")
+}
+
 fn print_json(value: &impl serde::Serialize) -> Result<(), Failure> {
     print(&(serde_json::to_string_pretty(value)? + "\n"))
 }

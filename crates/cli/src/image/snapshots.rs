@@ -4,7 +4,7 @@ use blockyard_image::qcow2::snapshot_table::Snapshot;
 use blockyard_ring::host::local_time;
 use serde::Serialize;
 
-use super::size;
+use super::{printable, size};
 
 const NANOSECONDS: u64 = 1_000_000_000;
 
@@ -55,6 +55,7 @@ impl SnapshotFields {
 }
 
 fn row(id: &str, name: &str, size: &str, date: &str, clock: &str, icount: &str) -> String {
+    let (id, name) = (printable(id), printable(name));
     format!("{id:<7} {name:<16} {size:>8} {date:>19} {clock:>15} {icount:>10}")
 }
 

@@ -1,10 +1,33 @@
 //! Error of opening a chain.
 
+use std::fmt;
 use std::path::PathBuf;
 
 use blockyard_storage::OpenError;
 
 use crate::error::ImageError;
+
+/// What a file is to the image that names it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    Backing,
+    Data,
+}
+
+impl fmt::Display for Role {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Role::Backing => "backing file",
+            Role::Data => "data file",
+        })
+    }
+}
+
+/// Returns a text that an image contains, without control characters. They could change lines that
+/// a terminal has shown, or look like another line of a log.
+fn shown(text: &str) -> String {
+    text.replace(char::is_control, "?")
+}
 
 /// Error of opening a chain.
 #[derive(Debug, thiserror::Error)]
@@ -21,16 +44,17 @@ pub enum ChainError {
     /// The image that the caller names cannot be opened by this name.
     #[error("image {}: {what}", path.display())]
     Name { path: PathBuf, what: String },
-    #[error("image {}: its backing file {}: {what}", path.display(), backing)]
-    Backing { path: PathBuf, backing: String, what: String },
+    #[error("image {}: its {role} {}: {}", path.display(), shown(name), shown(what))]
+    Named { path: PathBuf, role: Role, name: String, what: String },
     /// The file exists, but lies outside the folders in which images may name files.
     #[error(
-        "image {}: its backing file {backing}: {} lies outside {allowed}: \
-         pass --backing-folder to allow its folder",
+        "image {}: its {role} {}: {} lies outside {allowed}: pass --backing-folder to allow its \
+         folder",
         path.display(),
-        real.display()
+        shown(name),
+        shown(&real.display().to_string())
     )]
-    Outside { path: PathBuf, backing: String, real: PathBuf, allowed: String },
+    Outside { path: PathBuf, role: Role, name: String, real: PathBuf, allowed: String },
     #[error("starting io_uring")]
     Executor(#[source] std::io::Error),
 }

@@ -13,7 +13,7 @@ use blockyard_storage::{FileId, StorageScheme, path_of, scheme_of};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
-use super::error::ChainError;
+use super::error::{ChainError, Role};
 use super::options::ChainOptions;
 use crate::layers::format::Format;
 
@@ -32,27 +32,36 @@ pub(super) enum Identity {
 pub(super) struct PendingImage {
     pub(super) path: PathBuf,
     pub(super) format: Option<Format>,
-    /// The image that names this one as its backing or data file, and the name it uses.
-    pub(super) named_by: Option<(PathBuf, String)>,
+    /// The image that names this one.
+    pub(super) named_by: Option<NamedBy>,
     /// Descriptor (O_PATH) of the file at `path`. Checks and opens use only this descriptor,
     /// because a symbolic link may change at any time.
     pub(super) found: Option<Arc<OwnedFd>>,
 }
 
+/// The image that names a file, and how.
+#[derive(Clone)]
+pub(super) struct NamedBy {
+    path: PathBuf,
+    role: Role,
+    name: String,
+}
+
 impl PendingImage {
     /// Returns the file that this image names; a relative name begins at its folder.
-    pub(super) fn names(&self, name: &str, format: Option<Format>) -> PendingImage {
+    pub(super) fn names(&self, role: Role, name: &str, format: Option<Format>) -> PendingImage {
         let folder = self.path.parent().unwrap_or(Path::new(""));
         let path =
             if scheme_of(Path::new(name)).is_some() { name.into() } else { folder.join(name) };
-        PendingImage { path, format, named_by: Some((self.path.clone(), name.into())), found: None }
+        let named_by = Some(NamedBy { path: self.path.clone(), role, name: name.into() });
+        PendingImage { path, format, named_by, found: None }
     }
 
     /// Returns an error about the image that names this one, with the name that it uses.
     pub(super) fn refuse(&self, what: impl Into<String>) -> ChainError {
         let what = what.into();
         match self.named_by.clone() {
-            Some((path, backing)) => ChainError::Backing { path, backing, what },
+            Some(NamedBy { path, role, name }) => ChainError::Named { path, role, name, what },
             None => ChainError::Name { path: self.path.clone(), what },
         }
     }
@@ -106,15 +115,16 @@ impl PendingImage {
     /// The caller must open the image through this descriptor, because the path may lead to another
     /// file later.
     pub(super) fn find(mut self, allowed: &Allowed) -> Result<PendingImage, ChainError> {
-        if self.named_by.is_none() || self.found.is_some() || self.is_permitted(allowed)? {
+        let Some(named_by) = self.named_by.clone() else { return Ok(self) };
+        if self.found.is_some() || self.is_permitted(allowed)? {
             return Ok(self);
         }
+        let advice = match named_by.role {
+            Role::Backing => "restore it, or name its new place (blockyard image rebase --unsafe)",
+            Role::Data => "restore it",
+        };
         let missing = |e: Errno| match e {
-            Errno::NOENT => self.refuse(format!(
-                "{} is missing: restore it, or name its new place (blockyard image rebase \
-                 --unsafe)",
-                self.path.display()
-            )),
+            Errno::NOENT => self.refuse(format!("{} is missing: {advice}", self.path.display())),
             _ => self.refuse(format!("{}: {e}", self.path.display())),
         };
         let flags = OFlags::PATH | OFlags::CLOEXEC;
@@ -123,13 +133,9 @@ impl PendingImage {
         let real = Path::new(OsStr::from_bytes(real.to_bytes()));
         if !allowed.folders.iter().any(|folder| real.starts_with(folder)) {
             let list: Vec<_> = allowed.folders.iter().map(|f| f.display().to_string()).collect();
-            let (path, backing) = self.named_by.clone().unwrap_or_default();
-            return Err(ChainError::Outside {
-                path,
-                backing,
-                real: real.into(),
-                allowed: list.join(", "),
-            });
+            let NamedBy { path, role, name } = named_by;
+            let (real, allowed) = (real.into(), list.join(", "));
+            return Err(ChainError::Outside { path, role, name, real, allowed });
         }
         self.found = Some(Arc::new(found));
         Ok(self)
@@ -138,7 +144,7 @@ impl PendingImage {
     /// Returns true if the name belongs to a scheme (such as NBD) and the operator allows it.
     /// Returns false if the name is the path of a file. Fails in all other cases.
     fn is_permitted(&self, allowed: &Allowed) -> Result<bool, ChainError> {
-        let Some((image, name)) = &self.named_by else { return Ok(false) };
+        let Some(NamedBy { path: image, name, .. }) = &self.named_by else { return Ok(false) };
         if let Some((scheme, name)) = scheme_of(Path::new(name)) {
             scheme.normalize(name).map_err(|e| self.refuse(e.to_string()))?;
             return match allowed.permit(name) {

@@ -21,7 +21,7 @@ use crate::raw::Raw;
 use crate::tools::apply_journal_of;
 
 use super::cache_shares;
-use super::error::ChainError;
+use super::error::{ChainError, Role};
 use super::left::LeftImage;
 use super::member::ChainLayer;
 use super::names::{Allowed, PendingImage};
@@ -234,7 +234,7 @@ impl Chain {
                 }
                 let data = match data_file_name(&header).map_err(wrong)? {
                     Some(name) => {
-                        let next = image.names(name, Some(Format::Raw));
+                        let next = image.names(Role::Data, name, Some(Format::Raw));
                         Some(open(&match new_data {
                             Some(fd) => PendingImage { found: Some(fd), ..next },
                             None => next.find(allowed)?,
@@ -289,9 +289,10 @@ impl Chain {
         let Some(name) = header.backing.as_deref().filter(|_| !self.options.no_backing) else {
             return Ok(None);
         };
-        let wrong = |what: String| ChainError::Backing {
+        let wrong = |what: String| ChainError::Named {
             path: image.path.clone(),
-            backing: name.into(),
+            role: Role::Backing,
+            name: name.into(),
             what,
         };
         let format = match header.backing_format.as_deref() {
@@ -301,7 +302,7 @@ impl Chain {
         let what = "its format is unknown: neither the image nor its name gives it; `blockyard \
             image rebase --unsafe -F` stores it";
         let format = Some(format.ok_or_else(|| wrong(what.into()))?);
-        Ok(Some(image.names(name, format)))
+        Ok(Some(image.names(Role::Backing, name, format)))
     }
 
     /// Checks that a COW file's backing file, which is raw, has not changed.
@@ -314,7 +315,7 @@ impl Chain {
         if self.options.no_backing {
             return Ok(None);
         }
-        let next = image.names(&view.header().backing, Some(Format::Raw));
+        let next = image.names(Role::Backing, &view.header().backing, Some(Format::Raw));
         if next.scheme().is_some() {
             return Err(next.refuse("a cow image's backing file is a file of this host"));
         }

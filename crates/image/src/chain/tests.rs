@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use blockyard_storage::{CacheMode, ImageFile, OpenOptions};
 
+use super::error::Role;
 use super::left::LeftImage;
 use super::names::{Allowed, PendingImage};
 use super::*;
@@ -63,14 +64,19 @@ fn a_link_that_changes_after_the_check_is_not_followed() {
         };
         std::fs::write(scratch.path("base.raw"), [7; 4096]).unwrap();
         scratch.point(link, good);
-        let next = top.names(name, Some(Format::Raw)).find(&allowed).unwrap();
+        let next = top.names(Role::Backing, name, Some(Format::Raw)).find(&allowed).unwrap();
         scratch.point(link, bad);
         let opening = OpenOptions {
             found: next.found.clone(),
             ..OpenOptions::new(&next.path, true, CacheMode::Writeback)
         };
         assert_eq!(first_byte(&ImageFile::open(&opening).unwrap()), 1, "{link}");
-        let refused = top.names(name, Some(Format::Raw)).find(&allowed).err().unwrap().to_string();
+        let refused = top
+            .names(Role::Backing, name, Some(Format::Raw))
+            .find(&allowed)
+            .err()
+            .unwrap()
+            .to_string();
         assert!(refused.contains("lies outside"), "{refused}");
     }
 }
@@ -92,11 +98,14 @@ fn names_outside_the_folders_are_refused_and_links_inside_are_allowed() {
         "/proc/self/exe",
         "missing.raw",
     ] {
-        assert!(top.names(name, Some(Format::Raw)).find(&allowed).is_err(), "{name}");
+        assert!(
+            top.names(Role::Backing, name, Some(Format::Raw)).find(&allowed).is_err(),
+            "{name}"
+        );
     }
     scratch.point("inside/absolute.raw", "inside/base.raw");
     for name in ["base.raw", "./base.raw", "../inside/base.raw", "absolute.raw"] {
-        let next = top.names(name, Some(Format::Raw)).find(&allowed).unwrap();
+        let next = top.names(Role::Backing, name, Some(Format::Raw)).find(&allowed).unwrap();
         assert!(next.found.is_some(), "{name}");
     }
 }
