@@ -14,7 +14,9 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
+use blockyard_program::signals::not_ignored;
 use rustix::process::{Pid, Signal, kill_process_group, test_kill_process_group};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 /// A flag that is set when the user interrupts the run.
 #[derive(Clone, Default)]
@@ -26,12 +28,11 @@ pub struct Stop(Arc<AtomicBool>);
 pub struct Interrupted;
 
 impl Stop {
-    /// Installs handlers for SIGINT, SIGTERM and SIGHUP, which set the flag.
+    /// Installs handlers for SIGINT, SIGTERM and SIGHUP, which set the flag. Signals that the
+    /// caller ignores stay ignored.
     pub fn on_signals() -> Result<Self> {
         let stop = Stop::default();
-        for signal in
-            [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP]
-        {
+        for signal in not_ignored([SIGINT, SIGTERM, SIGHUP]) {
             signal_hook::flag::register(signal, stop.0.clone()).context("watching for signals")?;
         }
         Ok(stop)

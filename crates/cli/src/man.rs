@@ -203,7 +203,7 @@ fn signals(path: &str) -> Terms {
     match path {
         "" | "serve" | "attach" | "xen attach" => SERVER,
         "image create" | "image convert" | "image dd" => {
-            &[("SIGTERM, SIGINT, SIGHUP", "Removes the unfinished image and exits with status 1.")]
+            &[("SIGTERM, SIGINT, SIGHUP", "Removes the unfinished image and ends.")]
         }
         "bench compare" | "bench neighbours" | "bench calibrate" => &[(
             "SIGTERM, SIGINT",

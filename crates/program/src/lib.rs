@@ -11,6 +11,7 @@
 //!   examples  the text of the examples
 //!   costs     the file of device costs: bench calibrate writes it, serve reads it
 //!   file      replaces a file atomically
+//!   signals   those that the caller ignores
 //! ```
 
 // These macros panic when the stream cannot be written; `output` and the log do not.
@@ -25,3 +26,4 @@ pub mod log;
 pub mod outline;
 pub mod output;
 pub mod peer;
+pub mod signals;

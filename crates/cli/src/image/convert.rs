@@ -119,6 +119,7 @@ pub fn run(options: &ConvertArgs) -> Result<(), Failure> {
         return print(&help);
     }
     let settings = Settings::parse(format, &options.options).map_err(Failure::usage)?;
+    settings.refuse_size("the source: use `image resize` afterwards").map_err(Failure::usage)?;
     if options.compress && (format != Format::Qcow2 || settings.has("data_file")) {
         return Err(Failure::usage(anyhow!(
             "-c: only qcow2 images without an external data file have compressed clusters"

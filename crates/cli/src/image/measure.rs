@@ -44,6 +44,7 @@ pub fn run(options: &MeasureArgs) -> Result<(), Failure> {
     }
     let settings =
         Settings::parse(options.target_format, &options.options).map_err(Failure::usage)?;
+    settings.refuse_size("FILE, or --size").map_err(Failure::usage)?;
     let source = options.file.as_ref().map(|file| {
         open(&ChainOptions {
             force_share: options.sharing.force_share,

@@ -11,6 +11,7 @@
 //!   options are checked.)
 //! - The name is durable when the command ends.
 
+mod attributes;
 mod pending;
 mod unfinished;
 

@@ -77,6 +77,14 @@ impl Settings {
         Ok(Settings { format, pairs })
     }
 
+    /// Refuses the option `size` in a command that takes the disk's size from elsewhere.
+    pub fn refuse_size(&self, from: &str) -> Result<()> {
+        if self.has("size") {
+            bail!("option \"size\": the new disk has the size of {from}");
+        }
+        Ok(())
+    }
+
     pub fn format(&self) -> Format {
         self.format
     }

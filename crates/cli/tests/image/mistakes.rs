@@ -1,7 +1,9 @@
 //! Errors: one line with the file and the reason, and an exit status.
 
+use std::os::unix::process::ExitStatusExt;
+
 use crate::common::{Signal, blockyard};
-use crate::fixture::{Images, MIB, image_any, qemu_img, text};
+use crate::fixture::{Images, MIB, image, image_any, qemu_img, text};
 
 /// Runs `blockyard image ARGS`, which must fail with `status` and one line that has all of `parts`.
 #[track_caller]
@@ -46,6 +48,12 @@ fn wrong_options_and_names_are_refused() {
         &["/no/such/folder/new.raw", "folder /no/such/folder does not exist"],
     );
     refused(&["create", "-f", "raw", text(&target), "-5M"], 2, &["'-5M' is negative"]);
+    let size = ["option \"size\"", "has the size of"];
+    refused(&["convert", "-o", "size=2M", text(&raw), text(&target)], 2, &size);
+    refused(&["measure", "-O", "qcow2", "-o", "size=1G", text(&raw)], 2, &size);
+    let link = images.path("link.raw");
+    std::os::unix::fs::symlink("nowhere.raw", &link).unwrap();
+    refused(&["convert", text(&raw), text(&link)], 1, &["link.raw is a link to nothing"]);
     assert!(!target.exists());
     assert_eq!(blockyard(["image"]).status.code(), Some(2));
 }
@@ -68,12 +76,62 @@ fn missing_and_forbidden_backing_files_are_refused() {
     assert!(image_any(&["info", text(&overlay)]).status.success());
 }
 
+/// The advice for a backing file would add a backing file to the image.
+#[test]
+fn a_missing_data_file_is_named_as_such() {
+    let images = Images::new();
+    let path = images.path("a.qcow2");
+    image(&["create", "-q", "-f", "qcow2", "-o", "data_file=gone.raw", text(&path), "1M"]);
+    std::fs::remove_file(images.path("gone.raw")).unwrap();
+    let missing = ["its data file gone.raw", "is missing: restore it"];
+    refused(&["map", text(&path)], 1, &missing);
+    assert!(!image_any(&["map", text(&path)]).err.contains("rebase"));
+    refused(&["check", text(&path)], 1, &["data file", "gone.raw", "No such file"]);
+}
+
+#[test]
+fn names_in_an_image_cannot_control_a_terminal() {
+    let images = Images::new();
+    let path = images.path("a.qcow2");
+    let name = "x\u{1b}[31m\nfile format: raw";
+    image(&["create", "-q", "-f", "qcow2", "-u", "-b", name, "-F", "raw", text(&path), "1M"]);
+    let info = image(&["info", text(&path)]);
+    assert!(info.contains("backing file: x?[31m?file format: raw"), "{info}");
+    assert_eq!(info.matches("\nfile format").count(), 1, "{info}");
+    refused(&["map", text(&path)], 1, &["its backing file x?[31m?file format: raw"]);
+}
+
+/// `nohup` ignores SIGHUP, and a shell ignores SIGINT for a command in the background.
+#[test]
+fn a_signal_that_the_caller_ignores_does_not_end_a_conversion() {
+    let images = Images::new();
+    let source = images.0.image("a.raw", 256 << 20);
+    let target = images.path("b.raw");
+    let mut child = std::process::Command::new("sh")
+        .args(["-c", "trap '' HUP INT; exec \"$0\" image convert -S 0 \"$1\" \"$2\""])
+        .args([crate::common::BLOCKYARD, text(&source), text(&target)])
+        .spawn()
+        .unwrap();
+    let process = rustix::process::Pid::from_child(&child);
+    let is_begun = || {
+        let fds = std::fs::read_dir(format!("/proc/{}/fd", child.id())).unwrap();
+        fds.filter_map(|fd| std::fs::read_link(fd.unwrap().path()).ok())
+            .any(|link| link.parent() == Some(&*images.0) && link != source)
+    };
+    crate::common::until("a file is being made", crate::common::SOON, is_begun);
+    for signal in [Signal::HUP, Signal::INT] {
+        rustix::process::kill_process(process, signal).unwrap();
+    }
+    assert!(child.wait().unwrap().success());
+    assert_eq!(std::fs::metadata(&target).unwrap().len(), 256 << 20);
+}
+
 #[test]
 fn an_interrupted_or_killed_conversion_leaves_nothing() {
     let images = Images::new();
     let source = images.0.image("a.raw", 2 << 30);
     let target = images.path("b.raw");
-    for (signal, status) in [(Signal::TERM, Some(1)), (Signal::KILL, None)] {
+    for signal in [Signal::TERM, Signal::KILL] {
         let mut child = std::process::Command::new(crate::common::BLOCKYARD)
             .args(["image", "convert", "-S", "0", "-t", "none", text(&source), text(&target)])
             .stderr(std::process::Stdio::null())
@@ -94,7 +152,7 @@ fn an_interrupted_or_killed_conversion_leaves_nothing() {
             links().any(|link| is_new(&link))
         });
         rustix::process::kill_process(rustix::process::Pid::from_child(&child), signal).unwrap();
-        assert_eq!(child.wait().unwrap().code(), status);
+        assert_eq!(child.wait().unwrap().signal(), Some(signal.as_raw()));
         assert_eq!(std::fs::read_dir(&*images.0).unwrap().count(), 1);
     }
 }

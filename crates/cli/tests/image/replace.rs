@@ -180,6 +180,37 @@ fn an_image_and_its_data_file_are_replaced_together() {
     assert!(link.is_symlink() && count() == 3);
 }
 
+/// The new file must be as private as the old one, and its user must be able to open it.
+#[test]
+fn a_new_file_has_the_attributes_of_the_file_that_it_replaces() {
+    use rustix::fs::{Gid, Uid, XattrFlags};
+    let images = Images::new();
+    let source = images.raw("a.raw", 4 * MIB, 1);
+    let (target, data) = (images.raw("b.qcow2", 4 * MIB, 2), images.raw("data", 4 * MIB, 3));
+    let is_root = rustix::process::geteuid().is_root();
+    for file in [&target, &data] {
+        rustix::fs::chmod(file, rustix::fs::Mode::from_raw_mode(0o640)).unwrap();
+        rustix::fs::setxattr(file, "user.backup", b"daily", XattrFlags::CREATE).unwrap();
+        if is_root {
+            let (user, group) = (Uid::from_raw(1234), Gid::from_raw(4321));
+            rustix::fs::chown(file, Some(user), Some(group)).unwrap();
+        }
+    }
+    let state = |file: &Path| {
+        let stat = std::fs::metadata(file).unwrap();
+        let mut value = [0; 16];
+        let len = rustix::fs::getxattr(file, "user.backup", &mut value[..]).unwrap();
+        (stat.mode() & 0o7777, stat.uid(), stat.gid(), value[..len].to_vec())
+    };
+    let before = [state(&target), state(&data)];
+    let inode = std::fs::metadata(&target).unwrap().ino();
+    image(&["convert", "--force", "-o", &data_option(&data), text(&source), text(&target)]);
+    assert_ne!(std::fs::metadata(&target).unwrap().ino(), inode);
+    assert_eq!([state(&target), state(&data)], before);
+    image(&["create", "-q", "--force", "-f", "raw", text(&data), "1M"]);
+    assert_eq!(state(&data), before[1]);
+}
+
 #[test]
 fn files_of_a_killed_command_are_removed() {
     let images = Images::new();

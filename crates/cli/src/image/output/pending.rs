@@ -3,6 +3,7 @@
 //!
 //! In: the final path of the file. Out: a descriptor, and finally the file at that path. What must
 //! hold: an existing file is replaced atomically, by a rename, and only if it is the locked one.
+//! The new file has its owner, mode and extended attributes.
 
 use std::fs::File;
 use std::io;
@@ -17,11 +18,12 @@ use rustix::fs::{AtFlags, CWD, Mode, OFlags, RenameFlags};
 use rustix::io::Errno;
 
 use super::unfinished::{self, Unfinished};
-use super::{folder, same_place};
+use super::{attributes, folder, same_place};
 use crate::image::new::check_folder;
 
 /// Mode of a new file before the umask, as in `File::create`.
 const MODE: Mode = Mode::from_raw_mode(0o666);
+const PRIVATE: Mode = Mode::from_raw_mode(0o600);
 
 pub struct Pending {
     path: PathBuf,
@@ -55,6 +57,9 @@ impl Pending {
             Ok(_) if !force => return Err(exists()),
             Ok(real) => real,
             Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                if path.is_symlink() {
+                    bail!("{} is a link to nothing: remove or mend it", path.display());
+                }
                 return Pending::begin(path.into(), None);
             }
             Err(e) => bail!("{}: {e}", path.display()),
@@ -73,8 +78,14 @@ impl Pending {
         check_folder(&path)?;
         unfinished::remove_on_signals();
         unfinished::remove_left_behind(folder(&path), name);
-        let new =
-            UnnamedFile::create(&path).with_context(|| format!("creating {}", path.display()))?;
+        // Until the new file has the mode of the old one, no other user may open it.
+        let mode = if replaced.is_some() { PRIVATE } else { MODE };
+        let new = UnnamedFile::create(&path, mode)
+            .with_context(|| format!("creating {}", path.display()))?;
+        if let Some(replaced) = &replaced {
+            attributes::copy(&path, replaced, &new.file)
+                .with_context(|| format!("replacing {}", path.display()))?;
+        }
         Ok(Pending { path, replaced, new: Some(new) })
     }
 
@@ -117,16 +128,16 @@ impl Published {
 }
 
 impl UnnamedFile {
-    fn create(path: &Path) -> io::Result<Self> {
+    fn create(path: &Path, mode: Mode) -> io::Result<Self> {
         let flags = OFlags::RDWR | OFlags::CLOEXEC;
-        match rustix::fs::open(folder(path), flags | OFlags::TMPFILE, MODE) {
+        match rustix::fs::open(folder(path), flags | OFlags::TMPFILE, mode) {
             Ok(file) => return Ok(UnnamedFile { file: Arc::new(file), temporary: None }),
             // The kernel or the file system does not support O_TMPFILE.
             Err(Errno::OPNOTSUPP | Errno::ISDIR | Errno::INVAL | Errno::NOENT) => {}
             Err(e) => return Err(e.into()),
         }
         let (temporary, file) = Unfinished::add(path, |name| {
-            Ok(rustix::fs::open(name, flags | OFlags::CREATE | OFlags::EXCL, MODE)?)
+            Ok(rustix::fs::open(name, flags | OFlags::CREATE | OFlags::EXCL, mode)?)
         })?;
         Ok(UnnamedFile { file: Arc::new(file), temporary: Some(temporary) })
     }

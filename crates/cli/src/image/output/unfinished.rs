@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 
 use blockyard_image::tools::open_file;
+use blockyard_program::signals::not_ignored;
 use rustix::process::{Pid, test_kill_process};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -51,18 +52,22 @@ impl Drop for Unfinished {
     }
 }
 
+/// Removes the files if a signal ends the program. Signals that the caller ignores stay ignored.
 pub fn remove_on_signals() {
     static STARTED: Once = Once::new();
     STARTED.call_once(|| {
-        let Ok(mut signals) = Signals::new([SIGINT, SIGTERM, SIGHUP]) else { return };
+        let heeded = not_ignored([SIGINT, SIGTERM, SIGHUP]);
+        let Ok(mut signals) = Signals::new(heeded) else { return };
         std::thread::spawn(move || {
-            if signals.forever().next().is_some() {
-                // Keep the lock until exit, so that no file gets its final name after this.
+            if let Some(signal) = signals.forever().next() {
+                // Keep the lock until the end, so that no file gets its final name after this.
                 let list = unfinished();
                 for path in list.iter() {
                     let _ = std::fs::remove_file(path);
                 }
                 blockyard_program::output::note("blockyard: interrupted");
+                // A shell ends its loop if the signal ended the command.
+                let _ = signal_hook::low_level::emulate_default_handler(signal);
                 std::process::exit(1);
             }
         });
