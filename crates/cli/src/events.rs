@@ -18,7 +18,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use blockyard_control::events::{EventLog, What};
-use blockyard_disk::{ClientId, Disk, DiskObserver};
+use blockyard_disk::{ClientId, Disk, DiskObserver, DrainState};
 use blockyard_ring::sandbox::{self, Kind};
 use blockyard_yard::{Event, Job, Observer};
 
@@ -154,6 +154,7 @@ struct Known {
     disk: Weak<Disk>,
     is_paused: bool,
     is_poisoned: bool,
+    drain: DrainState,
     /// When the last event about a pause was published.
     told: Option<Instant>,
     /// The second in which the events about clients are counted.
@@ -280,6 +281,18 @@ impl Follower {
         {
             self.log.publish(What::DiskPoisoned { disk: name(), why: why.into() });
         }
+        let now = disk.drain_state();
+        let before = std::mem::replace(&mut known.drain, now);
+        let mut is_drained = before.is_drained;
+        if now.expired != before.expired {
+            self.log.publish(What::DrainEnded { disk: name(), expired: true });
+            is_drained = false;
+        }
+        match (is_drained, now.is_drained) {
+            (false, true) => self.log.publish(What::DiskDrained { disk: name() }),
+            (true, false) => self.log.publish(What::DrainEnded { disk: name(), expired: false }),
+            _ => {}
+        }
         let requests = disk.paused();
         if known.is_paused == (requests > 0) {
             return;
@@ -309,7 +322,7 @@ impl Follower {
 
 impl Known {
     fn new(disk: Weak<Disk>) -> Self {
-        let (is_paused, is_poisoned, told, clients) = Default::default();
-        Known { disk, is_paused, is_poisoned, told, second: Instant::now(), clients }
+        let (is_paused, is_poisoned, drain, told, clients) = Default::default();
+        Known { disk, is_paused, is_poisoned, drain, told, second: Instant::now(), clients }
     }
 }

@@ -6,12 +6,12 @@
 //! could not be served. What must hold: a file with an error changes nothing. If a disk cannot be
 //! served as the file says, its old configuration stays.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::{MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
 use blockyard_control::events::What;
-use blockyard_control::types::{DiskChange, FailedDisk, Ignored, Reload};
+use blockyard_control::types::{DiskChange, FailedDisk, GroupChange, Ignored, Reload};
 use blockyard_yard::{Resized, YardError};
 use toml::Table;
 
@@ -120,7 +120,7 @@ impl Server {
         }
         failed.iter().for_each(|FailedDisk { disk, error }| tracing::error!(disk, "{error}"));
         self.common.nbd.lock().unwrap_or_else(PoisonError::into_inner).set(settings);
-        self.log_others(&config, &plan);
+        log_others(&plan);
         // The groups' settings come first, because closing and opening disks takes long.
         self.yard.set_groups(config.group_knobs());
         self.book.adopt(&config.disks);
@@ -181,6 +181,11 @@ impl Server {
         let gone = served.iter().filter(|entry| !entry.by_api).map(|entry| entry.args.name());
         plan.removed = gone.filter(|name| !names.contains(name)).collect();
         let known = self.known();
+        let both = |key| (inner(&known.file, key), inner(&config.file, key));
+        let (old, new) = both("group");
+        plan.groups = group_changes(&old, &new);
+        let (old, new) = both("nbd");
+        plan.nbd = changes(&old, &new);
         let at_start = |key| change(key, known.at_start.get(key), config.file.get(key));
         plan.ignored = AT_START
             .into_iter()
@@ -227,20 +232,6 @@ impl Server {
         }
         let args = config.disks.iter().find(|args| args.name() == disk)?;
         reopening::obstacle(&self.yard.info(disk)?, args)
-    }
-
-    /// Logs changes that are not those of disks.
-    fn log_others(&self, config: &Config, plan: &Reload) {
-        for Ignored { change, reason } in &plan.ignored {
-            let change = describe(std::slice::from_ref(change));
-            tracing::warn!("not applied: {change}: {reason}");
-        }
-        let known = self.known();
-        let nbd = changes(&inner(&known.file, "nbd"), &inner(&config.file, "nbd"));
-        if !nbd.is_empty() {
-            tracing::info!("changed for NBD: {}", describe(&nbd));
-        }
-        log_groups(&inner(&known.file, "group"), &inner(&config.file, "group"));
     }
 
     /// Applies changes that need no reconnection.
@@ -424,6 +415,7 @@ fn summary(done: &anyhow::Result<Reload>) -> What {
         changed: count(|done| done.changed.len()),
         removed: count(|done| done.removed.len()),
         failed: count(|done| done.failed.len()),
+        groups: count(|done| done.groups.len()),
         error,
     }
 }
@@ -439,12 +431,28 @@ fn log_size(disk: &str, size: Result<Option<Resized>, YardError>) {
     }
 }
 
-fn log_groups(old: &Table, new: &Table) {
-    for group in old.keys() {
-        let what = changes(&inner(old, group), &inner(new, group));
-        if new.contains_key(group) && !what.is_empty() {
-            tracing::info!(group, "changed: {}", describe(&what));
-        }
+/// Returns the groups of both files with the keys that differ. A group that one file lacks differs
+/// in all its keys.
+fn group_changes(old: &Table, new: &Table) -> Vec<GroupChange> {
+    let names: BTreeSet<_> = old.keys().chain(new.keys()).collect();
+    let change = |name: &String| {
+        let keys = changes(&inner(old, name), &inner(new, name));
+        (!keys.is_empty()).then(|| GroupChange { group: name.clone(), keys })
+    };
+    names.into_iter().filter_map(change).collect()
+}
+
+/// Logs changes that are not those of disks.
+fn log_others(plan: &Reload) {
+    for Ignored { change, reason } in &plan.ignored {
+        let change = describe(std::slice::from_ref(change));
+        tracing::warn!("not applied: {change}: {reason}");
+    }
+    if !plan.nbd.is_empty() {
+        tracing::info!("changed for NBD: {}", describe(&plan.nbd));
+    }
+    for GroupChange { group, keys } in &plan.groups {
+        tracing::info!(group, "changed: {}", describe(keys));
     }
 }
 

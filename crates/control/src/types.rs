@@ -307,6 +307,13 @@ pub struct DiskChange {
     pub disconnects: bool,
 }
 
+/// A group of disks that a reload changes.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize, ToSchema)]
+pub struct GroupChange {
+    pub group: String,
+    pub keys: Vec<KeyChange>,
+}
+
 /// A change that a reload does not apply.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize, ToSchema)]
 pub struct Ignored {
@@ -331,6 +338,11 @@ pub struct Reload {
     pub changed: Vec<DiskChange>,
     /// Removed disks. Their clients are disconnected.
     pub removed: Vec<String>,
+    #[serde(default)]
+    pub groups: Vec<GroupChange>,
+    /// Changed keys of the section `[nbd]`.
+    #[serde(default)]
+    pub nbd: Vec<KeyChange>,
     pub ignored: Vec<Ignored>,
     pub failed: Vec<FailedDisk>,
 }

@@ -4,22 +4,29 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+/// What has become of the drains of a disk.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DrainState {
+    pub is_drained: bool,
+    /// Number of drains that ended because their time had passed.
+    pub expired: u64,
+}
+
 /// Whether an operator holds the requests of a disk back.
 #[derive(Debug, Default)]
 pub(crate) struct Drain {
-    is_drained: Mutex<bool>,
+    state: Mutex<DrainState>,
     changed: Condvar,
     /// A drain of the disk has a thread.
     has_thread: AtomicBool,
 }
 
 impl Drain {
-    fn lock(&self) -> MutexGuard<'_, bool> {
-        self.is_drained.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, DrainState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns whether the disk is drained.
-    pub fn is_drained(&self) -> bool {
+    pub fn state(&self) -> DrainState {
         *self.lock()
     }
 
@@ -34,12 +41,12 @@ impl Drain {
 
     /// Notes that the requests are held now.
     pub fn begin(&self) {
-        *self.lock() = true;
+        self.lock().is_drained = true;
     }
 
     /// Lets the requests go on. Returns whether they were held.
     pub fn resume(&self) -> bool {
-        let was_drained = std::mem::replace(&mut *self.lock(), false);
+        let was_drained = std::mem::replace(&mut self.lock().is_drained, false);
         self.changed.notify_all();
         was_drained
     }
@@ -47,15 +54,15 @@ impl Drain {
     /// Waits for [`Drain::resume`]. Returns false if `limit` has passed without it.
     pub fn wait(&self, limit: Duration) -> bool {
         let until = Instant::now() + limit;
-        let mut is_drained = self.lock();
-        while *is_drained {
+        let mut state = self.lock();
+        while state.is_drained {
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                *is_drained = false;
+                *state = DrainState { is_drained: false, expired: state.expired + 1 };
                 return false;
             }
-            let waited = self.changed.wait_timeout(is_drained, left);
-            is_drained = waited.unwrap_or_else(PoisonError::into_inner).0;
+            let waited = self.changed.wait_timeout(state, left);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
         true
     }

@@ -46,6 +46,7 @@ pub use blockyard_storage::LookupFigures;
 pub use carried::{Carried, Difference};
 pub use clients::ConnectedClient;
 pub use disk::{Disk, DiskOptions};
+pub use drain::DrainState;
 pub use filter::{Filter, FilterError, parse_time};
 pub use flush::FlushFigures;
 pub use live::{SnapshotOptions, StartRecord, Why, Work, WorkError};

@@ -71,13 +71,19 @@ fn words(what: &What) -> (&'static str, &str, String) {
             ("disk-paused", disk, what)
         }
         What::DiskResumed { disk } => ("disk-resumed", disk, String::new()),
+        What::DiskDrained { disk } => ("disk-drained", disk, "requests wait for ctl resume".into()),
+        What::DrainEnded { disk, expired } => {
+            let what = if *expired { "requests went on after the time of the drain" } else { "" };
+            ("drain-ended", disk, what.into())
+        }
         What::DiskPoisoned { disk, why } => ("disk-poisoned", disk, why.clone()),
         What::JobBegun { job } => ("job-begun", &job.disk, of_job(job)),
         What::JobProgressed { job } => ("job-progressed", &job.disk, of_job(job)),
         What::JobEnded { job } => ("job-ended", &job.disk, of_job(job)),
-        What::Reloaded { added, changed, removed, failed, error } => {
+        What::Reloaded { added, changed, removed, failed, groups, error } => {
             let good = format!(
-                "disks added {added}, changed {changed}, removed {removed}, failed {failed}"
+                "disks added {added}, changed {changed}, removed {removed}, failed {failed}; \
+                 groups changed {groups}"
             );
             ("reloaded", "", flat(error, &good))
         }

@@ -144,7 +144,7 @@ fn a_reload_answers_what_changes_and_keeps_disks_of_the_api() {
     let server = Server::configured(&disks(&[("a", ""), ("b", ""), ("c", "")]));
     server.good("POST", "/v1/disks", server.keys("mine"));
     server.configure(&format!(
-        "reactors = 2\n{}",
+        "reactors = 2\n{}[group.slow]\niops = \"100\"\n",
         disks(&[("a", "weight = 200"), ("b", "queues = 2"), ("new", "")])
     ));
     let expected = json!({
@@ -157,6 +157,9 @@ fn a_reload_answers_what_changes_and_keeps_disks_of_the_api() {
               "disconnects": true },
         ],
         "removed": ["c"],
+        "groups": [{ "group": "slow",
+                     "keys": [{ "key": "iops", "old": "not set", "new": "\"100\"" }] }],
+        "nbd": [],
         "ignored": [{ "key": "reactors", "old": "1", "new": "2",
                       "reason": "restart the server to apply it" }],
         "failed": [],

@@ -38,7 +38,7 @@ pub fn try_follow(server: &Server, path: &str, headers: &str) -> Result<Stream, 
 }
 
 #[track_caller]
-fn follow(server: &Server, path: &str) -> Stream {
+pub fn follow(server: &Server, path: &str) -> Stream {
     try_follow(server, path, "").unwrap_or_else(|status| panic!("{path}: {status}"))
 }
 
@@ -59,6 +59,17 @@ impl Stream {
                 let event: Value = serde_json::from_str(text).unwrap();
                 assert_eq!((&event["id"], &event["event"]), (&json!(id), &json!(name)));
                 return Some(event);
+            }
+        }
+    }
+
+    /// Returns the next event of this name.
+    #[track_caller]
+    pub fn find(&mut self, name: &str) -> Value {
+        loop {
+            let event = self.next().unwrap_or_else(|| panic!("the stream ended before {name}"));
+            if event["event"] == name {
+                return event;
             }
         }
     }

@@ -6,6 +6,7 @@ use blockyard_driver::{Data, Plan, Session, SplitRing, request, status};
 use serde_json::{Value, json};
 
 use crate::common::{SOON, guests, until};
+use crate::events::follow;
 use crate::metrics::{scrape, value};
 use crate::server::Server;
 
@@ -40,6 +41,7 @@ fn a_drained_disk_holds_requests_until_it_is_resumed() {
     let first = queue.call(request::OUT, 0, Data::ToDevice(4096), &mut data, SOON).unwrap();
     assert_eq!(first, status::OK);
 
+    let mut events = follow(&server, "/v1/events");
     let drained = server.good("POST", "/v1/disks/a/drain", json!({}));
     assert_eq!(drained, json!({ "name": "a", "seconds": 60 }));
     assert_eq!((disk_state(&server), counts(&server)), (true.into(), (0, 1)));
@@ -68,6 +70,10 @@ fn a_drained_disk_holds_requests_until_it_is_resumed() {
 
     // The end of the time, and the end of the disk, end a drain too.
     server.good("POST", "/v1/disks/a/drain", json!({ "seconds": 1 }));
+    for expired in [false, true] {
+        assert_eq!(events.find("disk-drained")["disk"], "a");
+        assert_eq!(events.find("drain-ended")["expired"], expired);
+    }
     let again = queue.call(request::OUT, 0, Data::ToDevice(4096), &mut data, SOON).unwrap();
     assert_eq!(again, status::OK);
     until("the drain ends", SOON, || disk_state(&server) == false);

@@ -85,6 +85,16 @@ pub enum What {
     DiskResumed {
         disk: String,
     },
+    /// A drain holds the requests of the disk back.
+    DiskDrained {
+        disk: String,
+    },
+    /// The requests go on. `expired`: no call resumed the disk, so they went on after the time of
+    /// the drain.
+    DrainEnded {
+        disk: String,
+        expired: bool,
+    },
     /// The disk accepts no more writes.
     DiskPoisoned {
         disk: String,
@@ -107,6 +117,9 @@ pub enum What {
         changed: u64,
         removed: u64,
         failed: u64,
+        /// Number of groups with changed keys.
+        #[serde(default)]
+        groups: u64,
         error: Option<String>,
     },
     /// Another server begins to take the disks over.

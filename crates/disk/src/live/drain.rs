@@ -19,6 +19,7 @@ use blockyard_ring::threads;
 
 use super::{Why, WorkError, Worker};
 use crate::disk::Disk;
+use crate::drain::DrainState;
 
 /// The right to the disk's only thread for drains. Drop gives it back.
 ///
@@ -64,7 +65,11 @@ impl Disk {
 
     /// Returns whether requests are held because of [`Disk::drain`].
     pub fn is_drained(&self) -> bool {
-        self.drain.is_drained()
+        self.drain_state().is_drained
+    }
+
+    pub fn drain_state(&self) -> DrainState {
+        self.drain.state()
     }
 }
 
@@ -87,11 +92,13 @@ impl Worker {
             self.disk.drain.resume();
             return Err(Why::Ended);
         }
+        self.disk.report_change();
         let _ = answer.try_send(Ok(()));
         if !self.disk.drain.wait(limit) {
             tracing::warn!(disk = name, "requests go on: no call resumed the disk in {seconds} s");
         }
         drop(quiesced);
+        self.disk.report_change();
         Ok(())
     }
 }
