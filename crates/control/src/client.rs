@@ -81,7 +81,8 @@ pub fn follow(
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     runtime.map_err(CallError::Runtime)?.block_on(async {
         let mut events = Events::open(socket, since, limit).await?;
-        while let Some(event) = events.next(Duration::MAX).await? {
+        // A server without events sends a comment each `QUIET`.
+        while let Some(event) = events.next(2 * QUIET).await? {
             each(event).map_err(CallError::Handling)?;
         }
         Ok(())

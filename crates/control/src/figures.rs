@@ -151,9 +151,10 @@ pub struct FlushFigures {
 /// Lookups of where data lie: in the L2 tables of a qcow2 image, or among the answers of a target.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize, ToSchema)]
 pub struct MetadataFigures {
-    /// Number of lookups that found the place in memory.
+    /// Number of lookups that found the place in memory. For images also those that loaded the
+    /// table first.
     pub hits: u64,
-    /// Number of lookups that did not, and loaded it, or asked the target.
+    /// Number of lookups that loaded a table, or asked the target.
     pub misses: u64,
 }
 

@@ -11,6 +11,7 @@ use blockyard_control::client::{call, segment, wait_for_job};
 use blockyard_control::types::{Job, JobState};
 use blockyard_program::ending::Failure;
 use blockyard_program::output;
+use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, Subcommand, ValueHint};
 use http::Method;
 use serde_json::{Map, Value, json};
@@ -63,6 +64,7 @@ pub enum Command {
     /// Show a disk: images, clients, settings, statistics.
     Show {
         /// Name of the disk.
+        #[arg(value_parser = NonEmptyStringValueParser::new())]
         disk: String,
     },
     /// Add a disk.
@@ -80,6 +82,7 @@ pub enum Command {
     /// Remove a disk. Refuses while clients are connected.
     Remove {
         /// Name of the disk.
+        #[arg(value_parser = NonEmptyStringValueParser::new())]
         disk: String,
         /// Disconnect clients.
         #[arg(long)]
@@ -100,6 +103,7 @@ pub enum Command {
         #[arg(long)]
         persist: bool,
         /// Name of the disk.
+        #[arg(value_parser = NonEmptyStringValueParser::new())]
         disk: String,
         /// Keys, such as iops=5000. An empty value restores the default.
         #[arg(required = true, value_name = "KEY=VALUE")]
@@ -117,6 +121,7 @@ pub enum Command {
         #[arg(long)]
         unrecorded: bool,
         /// Name of the disk.
+        #[arg(value_parser = NonEmptyStringValueParser::new())]
         disk: String,
         /// Path of the overlay to create.
         #[arg(value_hint = ValueHint::FilePath)]
@@ -128,6 +133,7 @@ pub enum Command {
     /// Copy the topmost image's data into its backing image.
     Commit {
         /// Name of the disk.
+        #[arg(value_parser = NonEmptyStringValueParser::new())]
         disk: String,
         /// Return at once, and leave the job to `ctl wait`.
         #[arg(long)]
@@ -136,6 +142,7 @@ pub enum Command {
     /// Copy the data of all backing images into the topmost image.
     Stream {
         /// Name of the disk.
+        #[arg(value_parser = NonEmptyStringValueParser::new())]
         disk: String,
         /// Return at once, and leave the job to `ctl wait`.
         #[arg(long)]
@@ -171,11 +178,13 @@ pub enum Command {
     /// Adopt the present size of a disk's image, and notify the guest.
     Refresh {
         /// Name of the disk.
+        #[arg(value_parser = NonEmptyStringValueParser::new())]
         disk: String,
     },
     /// Grow a raw or qcow2 image, and notify the guest.
     Resize {
         /// Name of the disk.
+        #[arg(value_parser = NonEmptyStringValueParser::new())]
         disk: String,
         /// New size in bytes (suffixes k, M, G, T).
         #[arg(value_parser = values::parse_size)]
@@ -184,6 +193,7 @@ pub enum Command {
     /// Make all answered writes of a disk durable.
     Flush {
         /// Name of the disk.
+        #[arg(value_parser = NonEmptyStringValueParser::new())]
         disk: String,
     },
     /// Hold the requests of a disk, while you work on the host's side.
@@ -192,6 +202,7 @@ pub enum Command {
     /// until `ctl resume`, or until the time has passed.
     Drain {
         /// Name of the disk.
+        #[arg(value_parser = NonEmptyStringValueParser::new())]
         disk: String,
         /// Seconds after which requests go on by themselves (1 to 600).
         #[arg(long, value_name = "SECONDS", default_value_t = 60)]
@@ -203,6 +214,7 @@ pub enum Command {
     /// disk instead.
     Disconnect {
         /// Name of the disk.
+        #[arg(value_parser = NonEmptyStringValueParser::new())]
         disk: String,
         /// The client as `ctl show` prints it, such as "pid 4711" [default: all clients].
         client: Option<String>,
@@ -212,6 +224,7 @@ pub enum Command {
     /// Requests wait for space if the disk has on-enospc = "pause". Free some space first.
     Resume {
         /// Name of the disk.
+        #[arg(value_parser = NonEmptyStringValueParser::new())]
         disk: String,
     },
 }

@@ -6,7 +6,9 @@ use blockyard_control::types::{
     Client, Disconnected, Disk, DiskRow, Disks, Drained, HandedOver, Job, JobState, Jobs,
     LimitSetting, Reload, Resized, Resumed, ServerInfo, Settings, State, Upgraded,
 };
+use blockyard_program::output::shell;
 use serde_json::Value;
+use unicode_width::UnicodeWidthStr;
 
 use super::Command;
 use super::events::utc;
@@ -33,14 +35,22 @@ pub fn text(command: &Command, mut answer: Value) -> serde_json::Result<String> 
         Command::Flush { disk } => format!("flushed {disk}\n"),
         Command::Resume { disk } => {
             let Resumed { requests, drained, .. } = serde_json::from_value(answer)?;
-            let drained = if drained { " after a drain" } else { "" };
-            format!(
-                "resumed {disk}{drained}: {requests} requests that waited for space try again\n"
-            )
+            match (drained, requests) {
+                (true, 0) => format!("resumed {disk} after a drain\n"),
+                (false, 0) => format!("{disk} was not drained, and no request waited for space\n"),
+                (_, 1..) => {
+                    let drained = if drained { " after a drain" } else { "" };
+                    format!(
+                        "resumed {disk}{drained}: {requests} requests that waited for space try \
+                         again\n"
+                    )
+                }
+            }
         }
         Command::Drain { disk, .. } => {
             let Drained { seconds, .. } = serde_json::from_value(answer)?;
-            format!("drained {disk}: requests wait for `ctl resume {disk}`, at most {seconds} s\n")
+            let name = shell(disk);
+            format!("drained {disk}: requests wait for `ctl resume {name}`, at most {seconds} s\n")
         }
         Command::Disconnect { disk, .. } => {
             let Disconnected { clients, .. } = serde_json::from_value(answer)?;
@@ -88,12 +98,15 @@ fn table(rows: &[Vec<String>]) -> String {
     let rows: Vec<Vec<_>> = rows.iter().map(|row| row.iter().map(clean).collect()).collect();
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
     let width = |column: usize| {
-        rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count()).max()
+        rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.width()).max()
     };
     let widths: Vec<_> = (0..columns).map(|column| width(column).unwrap_or(0)).collect();
     let mut text = String::new();
     for row in &rows {
-        let cells = row.iter().zip(&widths).map(|(cell, width)| format!("{cell:<width$}"));
+        let cells = row
+            .iter()
+            .zip(&widths)
+            .map(|(cell, width)| format!("{cell}{:1$}", "", width.saturating_sub(cell.width())));
         text += cells.collect::<Vec<_>>().join("  ").trim_end();
         text.push('\n');
     }
@@ -129,9 +142,8 @@ fn state_of(disk: &DiskRow) -> &'static str {
 
 /// Returns the names of disks that mean nothing else to a shell.
 fn names(disks: &[DiskRow]) -> String {
-    let is_plain = |c: char| c.is_ascii_alphanumeric() || "._-:@+/".contains(c);
     let names = disks.iter().map(|disk| &disk.name);
-    let plain = names.filter(|name| !name.starts_with('-') && name.chars().all(is_plain));
+    let plain = names.filter(|name| !name.starts_with('-') && shell(name) == name.as_str());
     plain.map(|name| format!("{name}\n")).collect()
 }
 
@@ -302,6 +314,14 @@ fn reload(reload: &Reload) -> String {
     for disk in &reload.removed {
         let _ = writeln!(text, "{disk}: {will}removed, and clients disconnected");
     }
+    for change in &reload.groups {
+        let keys = crate::changes::describe(&change.keys);
+        let _ = writeln!(text, "group {}: {will}changed: {keys}", change.group);
+    }
+    if !reload.nbd.is_empty() {
+        let keys = crate::changes::describe(&reload.nbd);
+        let _ = writeln!(text, "NBD: {will}changed: {keys}");
+    }
     for ignored in &reload.ignored {
         let change = crate::changes::describe(std::slice::from_ref(&ignored.change));
         let _ = writeln!(text, "not applied: {change}: {}", ignored.reason);
@@ -324,6 +344,8 @@ mod tests {
         assert_eq!([size(512), size(10 << 30), size(1536)], ["512 B", "10 GiB", "1.5 KiB"]);
         let text = table(&[row(&["A", "B"]), row(&["long", "\x1b[31mx"])]);
         assert_eq!(text, "A     B\nlong  ?[31mx\n");
+        let text = table(&[row(&["日本", "B"]), row(&["long", "x"])]);
+        assert_eq!(text, "日本  B\nlong  x\n");
     }
 
     #[test]

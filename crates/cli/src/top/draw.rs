@@ -6,6 +6,7 @@ use ratatui::layout::{Alignment, Constraint, Layout, Rect};
 use ratatui::style::{Color, Modifier, Style, Stylize};
 use ratatui::text::{Line, Span, Text};
 use ratatui::widgets::{Cell, Paragraph, Row as TableRow, Table, TableState};
+use unicode_width::UnicodeWidthStr;
 
 use super::view::{Order, Row, View};
 use super::words::{count, megabytes, percent, size, time};
@@ -107,7 +108,7 @@ fn table(frame: &mut Frame<'_>, area: Rect, view: &View) {
     let rows = view.rows();
     let is_wide = area.width >= WIDE;
     let columns: Vec<_> = COLUMNS.iter().filter(|column| is_wide || !column.2).collect();
-    let names = rows.iter().map(|row| row.figures.name.chars().count()).max().unwrap_or(0);
+    let names = rows.iter().map(|row| row.figures.name.width()).max().unwrap_or(0);
     let name = (names as u16).clamp(8, if is_wide { 32 } else { 14 });
     // The column takes space from the trend, so it is there only if a disk needs it.
     let has_states = rows.iter().any(|row| state(row.figures).is_some());

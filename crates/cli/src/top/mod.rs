@@ -32,6 +32,7 @@ use http::Method;
 use ratatui::backend::TestBackend;
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
 use ratatui::{DefaultTerminal, Terminal};
+use unicode_width::UnicodeWidthStr;
 
 use crate::ctl::{USUAL, VARIABLE};
 use crate::options::values;
@@ -97,7 +98,16 @@ fn lines(view: &View, width: u16, height: u16) -> anyhow::Result<Vec<String>> {
     let mut terminal = Terminal::new(TestBackend::new(width, height))?;
     terminal.draw(|frame| draw::screen(frame, view))?;
     let buffer = terminal.backend().buffer();
-    let line = |y| (0..width).map(|x| buffer[(x, y)].symbol()).collect::<String>();
+    let line = |y| {
+        let (mut text, mut x) = (String::new(), 0);
+        while x < width {
+            let symbol = buffer[(x, y)].symbol();
+            text += symbol;
+            // A wide character covers the next cell.
+            x += (symbol.width() as u16).max(1);
+        }
+        text
+    };
     Ok((0..height).map(|y| line(y).trim_end().to_string()).collect())
 }
 

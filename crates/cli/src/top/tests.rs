@@ -160,6 +160,27 @@ fn a_name_with_control_characters_does_not_reach_the_terminal() {
     assert!(lines.iter().all(|line| !line.contains(char::is_control)), "{lines:#?}");
 }
 
+/// `top --once` is read by programs.
+#[test]
+fn a_name_with_wide_characters_is_printed_as_it_is() {
+    let mut figures = samples().remove(0);
+    figures.disks[0].name = "日本".into();
+    let lines = screen(&View::new(figures), 80, 24);
+    assert!(lines.iter().any(|line| line.starts_with("日本 ")), "{lines:#?}");
+}
+
+#[test]
+fn the_detail_of_a_removed_disk_is_left() {
+    let mut view = View::new(samples().remove(0));
+    view.detail = Some(view.latest.disks[0].name.clone());
+    let mut next = view.latest.clone();
+    view.add(Ok(next.clone()));
+    assert!(view.detail.is_some());
+    next.disks.remove(0);
+    view.add(Ok(next));
+    assert_eq!(view.detail, None);
+}
+
 #[test]
 fn a_quantile_is_interpolated_in_its_bucket() {
     let latency = Latency { buckets: vec![0, 0, 10, 0, 90] };

@@ -109,6 +109,9 @@ impl View {
         let mut start = Figures { process: figures.process.clone(), ..Figures::default() };
         start.reactors.resize(figures.reactors.len(), Default::default());
         self.totals = Rates::between(&start, &figures);
+        // Another disk may get the name later.
+        let is_there = |name: &String| figures.disks.iter().any(|disk| &disk.name == name);
+        self.detail = self.detail.take().filter(is_there);
         self.latest = figures;
         self.error = None;
     }

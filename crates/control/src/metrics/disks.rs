@@ -150,12 +150,13 @@ const METRICS: &[Metric] = &[
     ),
     counter(
         "blockyard_disk_metadata_cache_hits_total",
-        "Lookups that found in memory where data lie: in an L2 table, or in an answer of a target.",
+        "Lookups that found where data lie in an L2 table in memory, or in an answer of a target. \
+         Also lookups that loaded the table first.",
         |disk, emit| emit("", disk.metadata.hits.into()),
     ),
     counter(
         "blockyard_disk_metadata_cache_misses_total",
-        "Lookups that did not, and loaded the L2 table or asked the target.",
+        "Lookups that loaded an L2 table, or asked the target, to find where data lie.",
         |disk, emit| emit("", disk.metadata.misses.into()),
     ),
     counter(
