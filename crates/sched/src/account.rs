@@ -45,6 +45,10 @@ pub(crate) struct Account {
     pub reserve: Reserve,
     /// Time until which the disk begins no operation in its turn ([`crate::device`]).
     pub gap_until: AtomicU64,
+    /// Number of the disk's large operations in flight ([`crate::device`]), and whether one has
+    /// completed since the last control period.
+    pub large_in_flight: AtomicU32,
+    pub had_large: AtomicBool,
     /// The value of `gap_until` that a waiting operation knows.
     pub gap_timed: AtomicU64,
     /// Number of operations that had to wait in this control period, and of those that began after
@@ -205,6 +209,8 @@ pub(crate) struct Counts {
     pub has_waited: bool,
     /// Whether most of the disk's operations had to wait.
     pub mostly_waited: bool,
+    /// Whether the disk had a large operation in flight, or was in the gap after one.
+    pub is_large: bool,
     pub cost_ns: u64,
     pub served: u64,
     /// Times without what stalls of the device caused.
@@ -212,6 +218,14 @@ pub(crate) struct Counts {
     pub latency_ns: u64,
     pub baseline_ns: u64,
     pub unknown: u64,
+}
+
+impl Counts {
+    /// Returns what the disk may have used of the device in the control period. The cost of a large
+    /// operation may be far too low, so a disk with one may have used the device all the time.
+    pub fn used(&self, elapsed: u64) -> u64 {
+        if self.is_large { self.cost_ns.max(elapsed) } else { self.cost_ns }
+    }
 }
 
 impl Account {
@@ -232,6 +246,8 @@ impl Account {
             own_weight: AtomicU32::default(),
             reserve: Reserve::default(),
             gap_until: AtomicU64::default(),
+            large_in_flight: AtomicU32::default(),
+            had_large: AtomicBool::default(),
             gap_timed: AtomicU64::default(),
             waits: AtomicU64::default(),
             begun: AtomicU64::default(),
@@ -411,7 +427,7 @@ impl Account {
     }
 
     /// Returns what was counted in the control period that ends.
-    pub fn take_counts(&self, now: Time) -> Counts {
+    pub fn take_counts(&self, now: Time, elapsed: u64) -> Counts {
         let mut sums = [0u64; 8];
         self.counters().retain_mut(|reader| {
             // A reactor drops its counters after it has counted for the last time.
@@ -429,6 +445,9 @@ impl Account {
         let waits = self.waits.swap(0, Relaxed);
         let counts = Counts {
             busy: false,
+            is_large: self.had_large.swap(false, Relaxed)
+                || self.large_in_flight.load(Relaxed) > 0
+                || now < self.gap_until.load(Relaxed).saturating_add(elapsed),
             has_waited: waits > 0 || self.waiting.load(Relaxed) > 0,
             mostly_waited: waits * 2 > begun || (begun == 0 && self.waiting.load(Relaxed) > 0),
             cost_ns: cost_ns.saturating_add(self.more_cost_ns.swap(0, Relaxed)),
@@ -471,7 +490,7 @@ mod tests {
             (begun / 2..begun).for_each(|_| counters.began());
             account.waits.store(waits, Relaxed);
             account.waiting.store(waiting, Relaxed);
-            account.take_counts(1).mostly_waited
+            account.take_counts(1, 1).mostly_waited
         };
         assert!(is_over(6, 10, 0));
         assert!(!is_over(5, 10, 0), "half of them is not most");
@@ -487,17 +506,17 @@ mod tests {
         reactors[0].served(10, 100, 150, 90);
         reactors[1].served(20, 200, 200, 0);
         account.costs_more(5);
-        let counts = account.take_counts(1);
+        let counts = account.take_counts(1, 1);
         assert_eq!((counts.served, counts.cost_ns, counts.unknown), (2, 35, 1));
         assert_eq!((counts.service_ns, counts.latency_ns, counts.baseline_ns), (300, 350, 290));
-        assert_eq!(account.take_counts(2).served, 0);
+        assert_eq!(account.take_counts(2, 1).served, 0);
         // A reactor closes the disk. What it has counted is not lost.
         reactors[1].served(1, 1, 1, 1);
         let [first, second] = reactors;
         drop(second);
         first.served(1, 1, 1, 1);
-        assert_eq!(account.take_counts(3).served, 2);
-        assert_eq!((account.take_counts(4).served, account.counters().len()), (0, 1));
+        assert_eq!(account.take_counts(3, 1).served, 2);
+        assert_eq!((account.take_counts(4, 1).served, account.counters().len()), (0, 1));
     }
 
     #[test]

@@ -309,7 +309,7 @@ impl Device {
             let advance = if has_room { Advance::Device } else { Advance::Disk };
             self.charge(account, now, cost, operation, advance);
             if account.is_queued.load(Relaxed) {
-                self.begin_gap(account, now, cost, operation);
+                self.begin_turn(account, now, cost, operation);
             }
         } else {
             counters.began();
@@ -358,7 +358,7 @@ impl Device {
             is_queued,
             is_forced: false,
             is_idle: false,
-            is_large: self.is_large(cost, operation),
+            is_large: self.count_large(account, cost, operation),
             cost_ns: cost,
             arrived: now,
             began: now,
@@ -448,7 +448,7 @@ impl Device {
         let cost = self.costs.of_request(operation);
         Grant {
             cost_ns: cost,
-            is_large: self.is_large(cost, operation),
+            is_large: self.count_large(account, cost, operation),
             arrived,
             began: now,
             class,
@@ -496,7 +496,7 @@ impl Device {
             }
             if let Some(waiter) = wait_list.take(disk) {
                 if self.admit_one(account, &waiter, now, Advance::Device) {
-                    self.begin_gap(account, now, waiter.cost_ns, &waiter.operation);
+                    self.begin_turn(account, now, waiter.cost_ns, &waiter.operation);
                 }
                 waiter.waker.wake();
             }

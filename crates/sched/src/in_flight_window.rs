@@ -44,6 +44,8 @@ const MIN_SIZE_NS: f64 = 1_000.0;
 const CLOSED_PART: f64 = 8.0;
 /// Smallest factor for the window in one step.
 const MAX_SHRINK: f64 = 0.4;
+/// Slowdown beside large operations that closes the window whatever the operations cost.
+const CLEAR_SLOWDOWN: f64 = 4.0;
 /// Factor by which the caution after a slowdown decreases with each measurement without one. The
 /// second factor applies while the disks over their share get their share of the device, so that a
 /// larger window gains little.
@@ -130,6 +132,8 @@ pub(crate) struct InFlightWindow {
     has_protected: bool,
     /// Whether the window is at its smallest, and disks within their share are still slowed down.
     is_too_large: bool,
+    /// Until when it counts as too large, although nothing is slowed down: the gaps may be why.
+    too_large_until: u64,
     /// The same when disks were last protected.
     was_too_large: bool,
     /// Whether the last step was a smaller window because of a slowdown.
@@ -179,6 +183,7 @@ impl InFlightWindow {
             usually_held: 0.0,
             has_protected: false,
             is_too_large: false,
+            too_large_until: 0,
             was_too_large: false,
             is_shrinking: false,
             protected: None,
@@ -245,7 +250,7 @@ impl InFlightWindow {
         self.within = WithinShare::default();
         self.is_opening = true;
         self.least_in_flight = u64::MAX;
-        self.is_too_large = self.was_too_large;
+        (self.is_too_large, self.too_large_until) = (self.was_too_large, now + KEEP_NS);
         true
     }
 
@@ -326,7 +331,7 @@ impl InFlightWindow {
         // The probe did not begin.
         self.shrink_as_deferred();
         if !stats.has_excess {
-            self.is_too_large = false;
+            self.is_too_large &= now < self.too_large_until;
             return;
         }
         if stats.within_operations > 0 || stats.target_ratio.is_some() {
@@ -389,12 +394,12 @@ impl InFlightWindow {
             self.is_too_large = false;
         } else if is_known {
             let is_smallest = self.is_too_large || self.size < self.held() + 2.0 * MIN_SIZE_NS;
-            let accepted = if self.is_too_large {
-                self.class.ignored_slowdown
-            } else {
-                self.class.max_slowdown
-            };
-            self.is_too_large = is_smallest && self.slowdown > accepted;
+            let DeviceClass { ignored_slowdown, max_slowdown, .. } = self.class;
+            let accepted = if self.is_too_large { ignored_slowdown } else { max_slowdown };
+            if is_smallest && self.slowdown > accepted {
+                (self.is_too_large, self.too_large_until) = (true, now + KEEP_NS);
+            }
+            self.is_too_large &= now < self.too_large_until;
             self.was_too_large = self.is_too_large;
         }
     }
@@ -426,6 +431,7 @@ impl InFlightWindow {
         let slowdown = *service_ns as f64 / (*baseline_ns).max(1) as f64;
         let uncertain = UNCERTAINTY * if is_full { 1.0 } else { 3.0 } / (*operations as f64).sqrt();
         let enough = match () {
+            () if slowdown > 2.0 * CLEAR_SLOWDOWN && stats.over_share_is_large => 2,
             () if slowdown > self.class.max_slowdown => MIN_SAMPLES,
             // The slowdown is clear already.
             () if slowdown > self.class.ignored_slowdown + 3.0 * uncertain => 2 * MIN_SAMPLES,
@@ -482,6 +488,8 @@ impl InFlightWindow {
             && slowdown > self.class.max_slowdown
             && stats.within_operations >= MIN_UNKNOWN;
         let step = match () {
+            // At the smallest window, disks take turns by measured time, whatever the costs say.
+            () if slowdown > CLEAR_SLOWDOWN && stats.over_share_is_large => MAX_SHRINK,
             () if slowdown > self.class.max_slowdown && fair => self.shrink_step(stats, slowdown),
             // A smaller window would make these disks wait even more.
             () if full && stats.within_waits => 1.0,

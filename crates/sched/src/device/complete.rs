@@ -48,14 +48,12 @@ impl Device {
             counters.stalled(service.saturating_sub(expected));
         }
         counters.served(grant.cost_ns, service, now.saturating_sub(grant.arrived), expected);
-        if grant.is_queued {
-            self.stretch_gap(account, now, grant);
-        }
     }
 
     /// Frees the part of the window that an operation took.
     #[inline]
     pub(crate) fn release_grant(&self, account: &Account, now: Time, grant: &Grant) {
+        self.end_turn(account, now, grant);
         if grant.is_forced {
             account.in_flight.remove(0);
             self.forced.fetch_sub(1, SeqCst);

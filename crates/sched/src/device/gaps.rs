@@ -2,9 +2,10 @@
 //!
 //! An operation of 1 MiB keeps a device that serves one operation after another busy for as long as
 //! dozens of small ones, and it cannot be interrupted. So even one such operation at a time, the
-//! smallest window, slows a disk within its share down. Then each large operation is followed by a
-//! gap, in which its disk begins no other: until the disk's share of the device covers the
-//! operation. So the disks take turns in time.
+//! smallest window, slows a disk within its share down. Then a disk in the queue begins nothing
+//! while a large operation of it is in flight, and nothing in a gap after it: until the disk's
+//! share of the device covers the time that the operation took. So the disks take turns in time,
+//! and a cost that is too low gives no disk more than its share.
 //!
 //! In: admitted operations of disks in the queue. Out: whether a disk is in a gap, and when its
 //! first waiting operation must ask again. What must hold: while operations wait in a gap, the
@@ -21,37 +22,61 @@ use crate::wait_list::WaitList;
 /// Longest gap, in nanoseconds. After an operation that took longer, the gap is at most as long as
 /// the operation.
 const LONGEST_NS: u64 = 100_000_000;
+/// Longest time in nanoseconds for which a disk waits for the end of its large operation.
+const LONGEST_TURN_NS: u64 = 10_000_000_000;
 
 impl Device {
-    /// Returns whether a disk in the queue must wait although there is room, because it has just
-    /// begun a large operation.
+    /// Returns whether a disk in the queue must wait although there is room, because of its last
+    /// large operation.
     #[inline]
     pub(super) fn is_in_gap(&self, account: &Account, now: Time) -> bool {
         self.leaves_gaps.load(Relaxed) && now < account.gap_until.load(Relaxed)
     }
 
-    /// Begins a gap after a large operation of a disk in the queue: until its share of the device
-    /// covers the operation.
+    /// Begins the turn of a large operation of a disk in the queue. [`Device::end_turn`] says when
+    /// the next operation may begin.
     #[inline]
-    pub(super) fn begin_gap(&self, account: &Account, now: Time, cost: u64, operation: &Operation) {
+    pub(super) fn begin_turn(
+        &self,
+        account: &Account,
+        now: Time,
+        cost: u64,
+        operation: &Operation,
+    ) {
         if self.is_large(cost, operation) && self.leaves_gaps.load(Relaxed) {
-            let gap = account.time_of(cost).min(LONGEST_NS);
-            // An operation that begins late does not delay the next one.
-            let from = account.gap_until.load(Relaxed).max(now.saturating_sub(gap)).min(now);
-            account.gap_until.store(from + gap, Relaxed);
+            account.gap_until.store(now + LONGEST_TURN_NS, Relaxed);
             self.gap_lead.fetch_max(account.virtual_cost(cost), Relaxed);
         }
     }
 
-    /// Ends a large operation. If it took longer than its cost says, so does the gap: the disk
-    /// pauses until it has had the device for its part of the time.
+    /// Ends a large operation. Charges the time that it took longer than its cost says. The gap
+    /// lasts until the disk has had the device for its part of the time.
     #[inline]
-    pub(super) fn stretch_gap(&self, account: &Account, now: Time, grant: &Grant) {
-        if grant.is_large && self.leaves_gaps.load(Relaxed) {
+    pub(super) fn end_turn(&self, account: &Account, now: Time, grant: &Grant) {
+        if !grant.is_large {
+            return;
+        }
+        account.had_large.store(true, Relaxed);
+        account.large_in_flight.fetch_sub(1, Relaxed);
+        if self.leaves_gaps.load(Relaxed) {
             let service = now.saturating_sub(grant.began);
             let rest = account.turn_of(service).saturating_sub(service);
-            account.gap_until.fetch_max(now + rest.min(LONGEST_NS.max(service)), Relaxed);
+            let more = service.saturating_sub(grant.cost_ns);
+            account.start_tag.fetch_add(account.virtual_cost(more), Relaxed);
+            account.costs_more(more);
+            account.gap_until.store(now + rest.min(LONGEST_NS.max(service)), Relaxed);
         }
+    }
+
+    /// Counts an operation that begins as in flight, if it is large. Returns whether it is.
+    /// [`Device::end_turn`] ends it.
+    #[inline]
+    pub(super) fn count_large(&self, account: &Account, cost: u64, operation: &Operation) -> bool {
+        let is_large = self.is_large(cost, operation);
+        if is_large {
+            account.large_in_flight.fetch_add(1, Relaxed);
+        }
+        is_large
     }
 
     /// Returns whether gaps follow an operation of this cost.

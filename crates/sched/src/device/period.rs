@@ -249,14 +249,14 @@ pub(super) fn take_stats(state: &State, now: Time, elapsed: u64, max_held: u64) 
     let mut stats = PeriodStats { elapsed_ns: elapsed, ..PeriodStats::default() };
     let accounts = || state.accounts.iter().flatten();
     let capacity = state.window.capacity();
-    let counts: Vec<_> = accounts().map(|account| account.take_counts(now)).collect();
+    let counts: Vec<_> = accounts().map(|account| account.take_counts(now, elapsed)).collect();
     let weights: f64 =
         accounts().zip(&counts).filter(|(_, c)| c.busy).map(|(a, _)| a.weight()).sum();
-    let completed: u64 = counts.iter().map(|counts| counts.cost_ns).sum();
+    let completed: u64 = counts.iter().map(|counts| counts.used(elapsed)).sum();
     for (account, counts) in accounts().zip(&counts).filter(|(_, c)| c.busy) {
         let due = account.weight() / weights;
         // Without a wait, too, a disk may take so much that it slows others down.
-        let takes_much = counts.cost_ns as f64 > MUCH * due * completed as f64;
+        let takes_much = counts.used(elapsed) as f64 > MUCH * due * completed as f64;
         let is_over_share = counts.mostly_waited || takes_much;
         account.is_over_share.store(is_over_share, Relaxed);
         stats.busy_disks += 1;
@@ -272,6 +272,7 @@ pub(super) fn take_stats(state: &State, now: Time, elapsed: u64, max_held: u64) 
             stats.has_excess = true;
             stats.protected_waits |= account.was_within(now, PROTECTION_NS);
             stats.over_share_cost_ns += counts.cost_ns;
+            stats.over_share_is_large |= counts.is_large;
             stats.over_share_weight += due;
             continue;
         }

@@ -108,19 +108,26 @@ fn an_operation_that_left_the_device_idle_teaches_nothing() {
     assert_eq!(device.baseline.expected(class), before);
 }
 
+/// The operation takes a hundred times as long as its cost says. Its disk begins no other while it
+/// is in flight, and pauses for as long afterwards.
 #[test]
-fn a_large_operation_of_a_disk_in_the_queue_begins_a_gap() {
+fn a_large_operation_of_a_disk_in_the_queue_takes_a_turn() {
     let [one, _two] = neighbours();
     let device = one.device().unwrap();
     device.leaves_gaps.store(true, Relaxed);
     let account = &accounts(device)[0];
+    account.set_due(0.5, 1.0);
     let cost = 2 * device.max_held_ns;
-    let gap = account.time_of(cost);
-    // The disk has not used its share before the first operation.
-    device.begin_gap(account, NOW, cost, &SMALL);
-    assert!(!device.is_in_gap(account, NOW));
-    device.begin_gap(account, NOW, cost, &SMALL);
-    assert!(device.is_in_gap(account, NOW + gap - 1) && !device.is_in_gap(account, NOW + gap));
+    device.begin_turn(account, NOW, cost, &SMALL);
+    let service = 100 * cost;
+    assert!(device.is_in_gap(account, NOW + service));
+    let before = account.start_tag.load(Relaxed);
+    let grant = Grant { began: NOW, is_large: true, cost_ns: cost, ..Grant::default() };
+    device.end_turn(account, NOW + service, &grant);
+    assert!(device.is_in_gap(account, NOW + 2 * service - 1));
+    assert!(!device.is_in_gap(account, NOW + 2 * service));
+    let charged = account.start_tag.load(Relaxed).wrapping_sub(before);
+    assert_eq!(charged, account.virtual_cost(service - cost));
 }
 
 /// An operation of 0.3 s is followed by a gap of 0.3 s, although the longest gap after a short one
@@ -134,7 +141,7 @@ fn the_gap_after_a_long_operation_gives_the_others_as_much_time() {
     account.set_due(0.5, 1.0);
     let end = NOW + 300_000_000;
     let grant = Grant { began: NOW, is_large: true, ..Grant::default() };
-    device.stretch_gap(account, end, &grant);
+    device.end_turn(account, end, &grant);
     assert!(device.is_in_gap(account, end + 299_999_999));
     assert!(!device.is_in_gap(account, end + 300_000_000));
     let discard = Operation { kind: OperationKind::Discard, ..SMALL };

@@ -20,6 +20,8 @@ pub(crate) struct PeriodStats {
     /// Cost of the operations that completed: of all disks, and of the disks over their share.
     pub completed_cost_ns: u64,
     pub over_share_cost_ns: u64,
+    /// Whether large operations of the disks over their share completed.
+    pub over_share_is_large: bool,
     /// Part of the device that is due to the disks over their share, 0 to 1.
     pub over_share_weight: f64,
     /// Completed operations of disks within their share and without a latency target: their number,

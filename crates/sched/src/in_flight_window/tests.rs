@@ -313,10 +313,18 @@ fn disks_within_their_share_keep_room_while_they_have_operations() {
 }
 
 #[test]
-fn the_smallest_window_is_too_large_from_a_large_slowdown_until_there_is_none() {
+fn the_smallest_window_is_too_large_until_nothing_is_slowed_down_for_a_while() {
     let mut window = InFlightWindow::new(DeviceClass::FLASH, Some(1_000));
-    let steps = [(13_000_000, false), (20_000_000, true), (13_000_000, true), (10_000_000, false)];
-    for (now, (within_service_ns, expected)) in (0..).zip(steps) {
+    let steps = [
+        (0, 13_000_000, false),
+        (1, 20_000_000, true),
+        (2, 13_000_000, true),
+        (3, 10_000_000, true),
+        (1 + KEEP_NS, 10_000_000, true),
+        (2 + KEEP_NS, 10_000_000, false),
+        (3 + KEEP_NS, 13_000_000, false),
+    ];
+    for (now, within_service_ns, expected) in steps {
         window.adjust(now, &PeriodStats { within_service_ns, ..harmless() }, false);
         assert_eq!(window.is_too_large(), expected, "step {now}");
     }

@@ -110,6 +110,8 @@ pub struct Model {
     pub per_mib: u64,
     /// Service times are uniformly distributed over this many percent.
     pub spread: u64,
+    /// Factor by which an operation takes longer than its cost says.
+    pub factor: fn(&Operation) -> u64,
     /// Time in nanoseconds after the service, in which the operation occupies no server.
     pub after: u64,
     /// What becomes of the device while it works.
@@ -131,6 +133,7 @@ impl Model {
         time: MS,
         per_mib: 0,
         spread: 0,
+        factor: |_| 1,
         after: 0,
         mood: Mood::Even,
         scheduled: true,
@@ -159,6 +162,7 @@ impl Model {
     fn service(&self, now: u64, operation: &Operation, random: &mut Random) -> u64 {
         let bytes = u128::from(operation.bytes);
         let time = self.time + ((bytes * u128::from(self.per_mib)) >> 20) as u64;
+        let time = time * (self.factor)(operation);
         let spread = time * self.spread / 100;
         let time = time - spread / 2 + random.below(spread + 1);
         match self.mood {
@@ -446,7 +450,7 @@ impl Simulation {
             got.operations += 1;
             got.cost += match self.guests[guest].is_answered {
                 true => 0,
-                false => self.model.costs().of(&operation),
+                false => self.model.costs().of(&operation) * (self.model.factor)(&operation),
             };
             if got.latencies.len() < 1 << 20 {
                 got.latencies.push(self.now - asked);

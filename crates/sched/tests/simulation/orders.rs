@@ -1,7 +1,7 @@
 //! A polite guest beside guests that thrash, in every order of arrival, on devices of several
 //! kinds. What the polite guest keeps must not depend on what happened before.
 
-use blockyard_sched::OperationKind;
+use blockyard_sched::{Operation, OperationKind};
 
 use crate::model::{Got, Guest, MS, Model, Mood, S, Simulation};
 
@@ -252,6 +252,29 @@ fn beside_a_thrasher_of_large_requests_on_a_device_without_parallelism() {
     let bounds = Bounds { kept: 0.9, p99: 22.0, total: 0.6, time_to_share: 160 * MS };
     let model = Model { per_mib: MS, ..FAST };
     holds(model, &bounds, &[Guest { work, ..Guest::reads(32) }]);
+}
+
+/// A request of 1 MiB takes 10 ms, ten times what its cost says: a network disk of 100 MiB/s.
+#[test]
+fn beside_large_requests_that_take_longer_than_their_cost() {
+    let work = vec![(OperationKind::Read, 1 << 20), (OperationKind::Write, 1 << 20)];
+    let factor = |operation: &Operation| if operation.bytes >= 1 << 20 { 10 } else { 1 };
+    let model = Model { per_mib: MS, factor, ..FAST };
+    // One such request lasts as long as 70 of the polite guest's at depth 8.
+    let bounds = Bounds { kept: 0.75, p99: 80.0, total: 0.6, time_to_share: 250 * MS };
+    holds(model, &bounds, &[Guest { work, ..Guest::reads(8) }]);
+}
+
+/// A discard takes 5.5 ms, and its cost says 11 us.
+#[test]
+fn beside_discards_that_take_longer_than_their_cost() {
+    let factor = |operation: &Operation| match operation.kind {
+        OperationKind::Discard => 500,
+        _ => 1,
+    };
+    let work = vec![(OperationKind::Discard, 1 << 20)];
+    let bounds = Bounds { kept: 0.45, p99: 65.0, total: 0.6, time_to_share: 1100 * MS };
+    holds(Model { factor, ..FAST }, &bounds, &[Guest { work, ..Guest::reads(8) }]);
 }
 
 /// The image answers one guest's requests without the device. Their short times must not hide how
