@@ -126,6 +126,11 @@ impl<S: Storage> Backend<S> {
         matches!(self, Backend::Image(image) if image.keeps_metadata())
     }
 
+    /// Returns whether there is no image: it is not open, or it was lost.
+    pub(crate) fn is_gone(&self) -> bool {
+        matches!(self, Backend::Gone(_))
+    }
+
     /// Returns whether an operation may last much longer than the device works for it, because it
     /// changes many entries of an image.
     #[inline]

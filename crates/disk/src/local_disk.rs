@@ -516,7 +516,7 @@ impl<S: Storage> LocalDisk<S> {
                 }
                 // Reset the flag before the sync begins, because the sync may not cover writes that
                 // are acknowledged from here on.
-                self.disk.unsynced.swap(false, Ordering::SeqCst);
+                let had_unsynced = self.disk.unsynced.swap(false, Ordering::SeqCst);
                 self.disk.dirty.store(0, Ordering::Relaxed);
                 let _held = self.throttle.sync();
                 probe::sync_begin(self.disk.name());
@@ -529,6 +529,12 @@ impl<S: Storage> LocalDisk<S> {
                     // nothing, because no sync has failed.
                     Err(e) if is_full(e) && image.backend.keeps_metadata() => {
                         self.disk.note_unsynced()
+                    }
+                    // No sync has begun, because no image is open.
+                    Err(_) if image.backend.is_gone() => {
+                        if had_unsynced {
+                            self.disk.note_unsynced();
+                        }
                     }
                     Err(e) => self.disk.poison("a flush", e),
                     Ok(()) => {}

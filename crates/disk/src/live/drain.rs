@@ -17,7 +17,7 @@ use std::time::Duration;
 use blockyard_image::ChainError;
 use blockyard_ring::threads;
 
-use super::{Why, WorkError, Worker};
+use super::{Why, WorkError, Worker, check_open};
 use crate::disk::Disk;
 use crate::drain::DrainState;
 
@@ -79,7 +79,9 @@ impl Worker {
         limit: Duration,
         answer: SyncSender<Result<(), WorkError>>,
     ) -> Result<(), Why> {
-        let local_disk = self.local_disk(&self.disk.source())?;
+        let source = self.disk.source();
+        check_open(&source)?;
+        let local_disk = self.local_disk(&source)?;
         // A flush now leaves little for the flush during the quiesce.
         self.flush_unsynced(&local_disk).await?;
         let quiesced = self.disk.quiesce("drain")?;

@@ -113,6 +113,17 @@ fn check_not_poisoned(disk: &Disk) -> Result<(), Why> {
     disk.poisoned().map_or(Ok(()), |why| Err(Why::Poisoned(why.into())))
 }
 
+/// Returns an error if no image is open, or if it was lost.
+fn check_open(source: &Source) -> Result<(), Why> {
+    match source {
+        Source::Gone { why, .. } => Err(Why::Poisoned(why.clone())),
+        Source::Inactive(_) => {
+            Err(Why::NotPossible("no guest runs, so the image is not open".into()))
+        }
+        _ => Ok(()),
+    }
+}
+
 impl Disk {
     /// Runs a snapshot, commit or stream on this thread, with the disk's work lock held.
     fn work<F: Future<Output = Result<(), Why>> + 'static>(
@@ -164,11 +175,8 @@ impl Worker {
         match self.disk.source() {
             Source::Chain(chain) => Ok(chain),
             Source::File(file) => Ok(Arc::new(Chain::of_raw(&file))),
-            Source::Gone { why, .. } => Err(Why::Poisoned(why)),
-            Source::Inactive(_) => {
-                Err(Why::NotPossible("no guest runs, so the image is not open".into()))
-            }
-            Source::Null { .. } | Source::Delay { .. } | Source::Ram(_) => {
+            source => {
+                check_open(&source)?;
                 Err(Why::NotPossible("the disk has no image".into()))
             }
         }

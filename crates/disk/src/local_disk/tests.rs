@@ -142,6 +142,22 @@ fn a_failed_sync_poisons_the_disk() {
     }
 }
 
+/// A disk without an open image has nothing to lose. Its flushes fail, but it may be activated.
+#[test]
+fn a_flush_without_an_image_fails_and_does_not_poison_the_disk() {
+    let disk = Arc::new(Disk::new(options(), Source::Null { size: CAPACITY }));
+    let served = LocalDisk::<SimDisk>::new(disk, Backend::Gone("closed".into()), None);
+    run(async move {
+        for unsynced in [false, true] {
+            served.disk().unsynced.store(unsynced, Ordering::SeqCst);
+            assert_eq!(ask(&served, Op::Flush, 0, 0).await, Err(Failure::Io));
+            assert_eq!(served.flush_always().await, Err(Failure::Io));
+            assert_eq!(served.disk().poisoned(), None);
+            assert_eq!(served.disk().unsynced.load(Ordering::SeqCst), unsynced);
+        }
+    });
+}
+
 /// A durable write ends in a flush of the device. That flush may report the loss of other writes,
 /// and the device reports it only once.
 #[test]

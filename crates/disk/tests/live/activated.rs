@@ -1,15 +1,15 @@
 //! A disk that has its image open only while a guest uses the disk.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use blockyard_disk::{Disk, DiskOptions, Source};
 use blockyard_image::{CacheMode, ChainOptions};
 
 use crate::peer::{Scratch, random};
 
-#[test]
-fn a_disk_holds_the_lock_of_its_image_only_while_it_is_active() {
-    let scratch = Scratch::new("activated");
+/// Returns a disk that is inactive, and the options that open its image.
+fn inactive(scratch: &Scratch) -> (Arc<Disk>, ChainOptions) {
     std::fs::write(scratch.path("disk.raw"), random(1 << 20, 1)).unwrap();
     let image = ChainOptions::new(scratch.path("disk.raw"));
     let options = DiskOptions {
@@ -21,11 +21,29 @@ fn a_disk_holds_the_lock_of_its_image_only_while_it_is_active() {
         on_enospc: Default::default(),
     };
     let disk = Disk::new(options, Source::open(&image).unwrap());
-    let disk = Arc::new(disk.until_activated(image.clone()));
+    (Arc::new(disk.until_activated(image.clone())), image)
+}
+
+#[test]
+fn a_disk_holds_the_lock_of_its_image_only_while_it_is_active() {
+    let scratch = Scratch::new("activated");
+    let (disk, image) = inactive(&scratch);
     let is_free = || Source::open(&image).is_ok();
     assert!(disk.is_inactive() && is_free());
     disk.activate(|| true).unwrap();
     assert!(!disk.is_inactive() && !is_free());
     disk.deactivate().unwrap();
     assert!(disk.is_inactive() && is_free());
+}
+
+/// An inactive disk has no writes that a drain could make durable, and no requests to hold.
+#[test]
+fn a_drain_of_an_inactive_disk_is_refused_and_changes_nothing() {
+    let scratch = Scratch::new("inactive-drain");
+    let (disk, _) = inactive(&scratch);
+    let error = disk.drain(Duration::from_secs(60)).unwrap_err().to_string();
+    assert!(error.contains("no guest runs"), "{error}");
+    assert_eq!(disk.poisoned(), None);
+    disk.activate(|| true).unwrap();
+    assert!(!disk.is_inactive());
 }
