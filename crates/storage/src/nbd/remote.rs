@@ -17,12 +17,19 @@ use blockyard_nbd::negotiate::Terms;
 use blockyard_nbd::uri::Uri;
 use blockyard_nbd::wire::export;
 use blockyard_nbd::{NbdError, NbdErrorKind};
+use blockyard_ring::semaphore::Semaphore;
+
+/// Maximum number of bytes of reads and writes that are in the hub at a time. It bounds the memory
+/// of their copies.
+const HUB_BYTES: u64 = 16 << 20;
 
 /// An open export; see the module documentation.
 #[derive(Debug)]
 pub struct Remote {
     export: Arc<Export>,
     hub: OnceLock<Hub>,
+    /// Has a permit for each byte that may be in the hub.
+    hub_bytes: Semaphore,
     /// Held while the hub is started.
     starting: Mutex<()>,
 }
@@ -54,7 +61,8 @@ impl Remote {
         }
         let (idle, lost) = (Mutex::new(Some(dialed)), OnceLock::new());
         let export = Arc::new(Export { uri, options, read_only, terms, idle, lost });
-        Ok(Arc::new(Remote { export, hub: OnceLock::new(), starting: Mutex::default() }))
+        let (hub, hub_bytes) = (OnceLock::new(), Semaphore::new(HUB_BYTES));
+        Ok(Arc::new(Remote { export, hub, hub_bytes, starting: Mutex::default() }))
     }
 
     pub fn terms(&self) -> &Terms {
@@ -77,6 +85,10 @@ impl Remote {
 
     pub(super) fn hub(&self) -> Option<&Hub> {
         self.hub.get()
+    }
+
+    pub(super) fn hub_bytes(&self) -> &Semaphore {
+        &self.hub_bytes
     }
 
     pub(super) fn export(&self) -> &Arc<Export> {

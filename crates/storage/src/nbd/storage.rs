@@ -5,12 +5,13 @@
 //! What must hold: a durable write is durable by the server's promise (FUA, or a flush after it).
 //! The client sends only commands that the server offers.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::io;
 use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
 
+use blockyard_ring::semaphore::Semaphore;
 use blockyard_ring::{Handle, Segments, join};
 
 use super::client::Client;
@@ -26,6 +27,10 @@ use blockyard_nbd::wire::{cmd, export, flag, state};
 const MAX_RANGE: u64 = 1 << 30;
 /// Maximum number of requests that one operation has in flight.
 const MAX_IN_FLIGHT: usize = 16;
+/// Largest part of a read or write in the hub, in bytes, unless the server's minimum is larger.
+const HUB_PART: u64 = 1 << 20;
+/// Size in bytes of a copy that counts as a long one, if it is exceeded.
+const LONG_COPY: usize = 64 << 10;
 
 /// An export on one reactor.
 #[derive(Clone)]
@@ -33,8 +38,23 @@ pub struct Nbd {
     remote: Arc<Remote>,
     /// None if requests go through the hub.
     client: Option<Rc<Client>>,
+    handle: Handle,
+    long_copies: Rc<LongCopies>,
     /// The latest block status.
     known: Rc<RefCell<Known>>,
+}
+
+/// The long copies of one reactor to and from hubs: one in each iteration of its event loop.
+struct LongCopies {
+    one: Semaphore,
+    /// Iteration of the latest copy.
+    latest: Cell<Option<u64>>,
+}
+
+impl Default for LongCopies {
+    fn default() -> Self {
+        LongCopies { one: Semaphore::new(1), latest: Cell::default() }
+    }
 }
 
 /// Extents of the disk from `start` on.
@@ -56,7 +76,8 @@ impl Nbd {
                 None
             }
         };
-        Ok(Nbd { remote: remote.clone(), client, known: Rc::default() })
+        let (remote, handle, long_copies) = (remote.clone(), handle.clone(), handle.local());
+        Ok(Nbd { remote, client, handle, long_copies, known: Rc::default() })
     }
 
     fn terms(&self) -> &Terms {
@@ -70,20 +91,34 @@ impl Nbd {
 
     /// Sends one request. Returns the segments, which a read has filled.
     async fn ask(&self, ask: Ask, segments: Segments) -> (Segments, io::Result<Vec<Piece>>) {
-        if let Some(client) = &self.client {
-            return client.ask(ask, segments).await;
+        match &self.client {
+            Some(client) => client.ask(ask, segments).await,
+            None => self.ask_hub(ask, segments).await,
         }
+    }
+
+    /// Sends one request by the hub, which needs a copy of its data.
+    async fn ask_hub(&self, ask: Ask, segments: Segments) -> (Segments, io::Result<Vec<Piece>>) {
         let Some(hub) = self.remote.hub() else {
             return (segments, Err(io::Error::other("the export has no connection")));
         };
         let (len, reads) = (segments.len(), ask.command == cmd::READ);
+        // Requests without data never wait for memory.
+        let _permit = match len {
+            0 => None,
+            len => Some(self.remote.hub_bytes().acquire_many(len as u64).await),
+        };
         let mut data = Vec::new();
         if ask.command == cmd::WRITE {
-            data.resize(len, 0);
-            segments.copy_out(0, &mut data);
+            self.copy(len, || {
+                data.resize(len, 0);
+                segments.copy_out(0, &mut data);
+            })
+            .await;
         }
         let answer = hub.run(async move |client| {
             let theirs = if reads { Segments::buffer(len) } else { Segments::from_bytes(&data) };
+            drop(data);
             let (theirs, result) = client.ask(ask, theirs).await;
             result.map(|pieces| {
                 let mut data = vec![0; if reads { len } else { 0 }];
@@ -93,10 +128,32 @@ impl Nbd {
         });
         match answer.await {
             Ok(Ok((pieces, data))) => {
-                segments.copy_in(0, &data);
+                self.copy(data.len(), || segments.copy_in(0, &data)).await;
                 (segments, Ok(pieces))
             }
             Ok(Err(e)) | Err(e) => (segments, Err(e)),
+        }
+    }
+
+    /// Runs a copy of `len` bytes. A long one waits for an iteration without another long one.
+    async fn copy(&self, len: usize, copy: impl FnOnce()) {
+        if len <= LONG_COPY {
+            return copy();
+        }
+        let _permit = self.long_copies.one.acquire().await;
+        while self.long_copies.latest.get() == Some(self.handle.iteration()) {
+            self.handle.yield_now().await;
+        }
+        self.long_copies.latest.set(Some(self.handle.iteration()));
+        copy();
+    }
+
+    /// Returns the largest read or write to send as one request, in bytes.
+    fn most_data(&self) -> u64 {
+        let (minimum, maximum) = (self.terms().minimum.into(), self.terms().maximum.into());
+        match self.client {
+            Some(_) => maximum,
+            None => HUB_PART.max(minimum).min(maximum),
         }
     }
 
@@ -191,7 +248,7 @@ impl Known {
 
 impl Storage for Nbd {
     async fn read(&self, segments: Segments, offset: u64) -> (Segments, io::Result<usize>) {
-        let (len, most) = (segments.len() as u64, u64::from(self.terms().maximum));
+        let (len, most) = (segments.len() as u64, self.most_data());
         let here = self.within_export(offset, len);
         let ask = Ask { command: cmd::READ, flags: 0, offset, len: here };
         if here == len && (1..=most).contains(&len) {
@@ -209,7 +266,7 @@ impl Storage for Nbd {
         offset: u64,
         durable: bool,
     ) -> (Segments, io::Result<usize>) {
-        let (len, most) = (segments.len() as u64, u64::from(self.terms().maximum));
+        let (len, most) = (segments.len() as u64, self.most_data());
         if let Err(e) = self.may_write(0) {
             return (segments, Err(e));
         }

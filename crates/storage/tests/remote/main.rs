@@ -1,5 +1,6 @@
 //! The NBD client against a scripted server: correct, wrong, dying and silent.
 
+mod hub;
 mod server;
 
 use std::sync::atomic::{AtomicBool, Ordering};
