@@ -4,7 +4,7 @@
 //! run it on a worker thread.
 
 use std::io::{self, Read, Write};
-use std::net::{TcpStream, ToSocketAddrs};
+use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
@@ -15,6 +15,14 @@ use blockyard_nbd::tls;
 use blockyard_nbd::uri::{Host, Uri};
 use blockyard_nbd::wire;
 use blockyard_nbd::{NbdError, NbdErrorKind};
+
+/// Time after which the kernel probes an idle connection, and the time between two probes.
+const KEEPALIVE_IDLE: Duration = Duration::from_secs(30);
+const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
+/// Number of probes without an answer that end a connection.
+const KEEPALIVE_PROBES: u32 = 3;
+/// Shortest timeout. Zero would mean no timeout.
+const SHORTEST: Duration = Duration::from_millis(1);
 
 /// A negotiated connection without a request in flight. It may be sent to another thread.
 #[derive(Debug)]
@@ -138,33 +146,44 @@ fn connect(uri: &Uri, deadline: Instant) -> Result<OwnedFd, NbdError> {
                 NbdError::of(NbdErrorKind::Io, e).about(format!("connecting to {name} port {port}"))
             };
             let addresses = (name.as_str(), *port).to_socket_addrs().map_err(failed)?;
-            let mut last = io::Error::other("the name has no address");
-            for address in addresses {
-                let left = left(deadline).map_err(failed)?;
-                match TcpStream::connect_timeout(&address, left) {
-                    Ok(stream) => {
-                        stream.set_nodelay(true).map_err(failed)?;
-                        // Keepalive detects a host that has vanished, even without requests.
-                        sockopt::set_socket_keepalive(&stream, true)
-                            .map_err(|e| failed(e.into()))?;
-                        return Ok(stream.into());
-                    }
-                    Err(e) => last = e,
-                }
-            }
-            Err(failed(last))
+            let addresses: Vec<SocketAddr> = addresses.collect();
+            connect_to_any(&addresses, deadline).map_err(failed)
         }
     }
+}
+
+/// Connects to the first of the addresses that answers. Each address gets an equal share of the
+/// time that is left, so that one that does not answer leaves time for the others.
+fn connect_to_any(addresses: &[SocketAddr], deadline: Instant) -> io::Result<OwnedFd> {
+    let mut last = io::Error::other("the name has no address");
+    for (at, address) in addresses.iter().enumerate() {
+        let share = left(deadline)? / (addresses.len() - at) as u32;
+        match TcpStream::connect_timeout(address, share.max(SHORTEST)) {
+            Ok(stream) => {
+                stream.set_nodelay(true)?;
+                keep_alive(&stream)?;
+                return Ok(stream.into());
+            }
+            Err(e) => last = e,
+        }
+    }
+    Err(last)
+}
+
+/// Makes the kernel probe an idle connection. The probes detect a host that has vanished, also
+/// without requests. They also keep the connection in the tables of routers (NAT), some of which
+/// forget connections that are idle for a few minutes.
+fn keep_alive(stream: &TcpStream) -> io::Result<()> {
+    sockopt::set_socket_keepalive(stream, true)?;
+    sockopt::set_tcp_keepidle(stream, KEEPALIVE_IDLE)?;
+    sockopt::set_tcp_keepintvl(stream, KEEPALIVE_INTERVAL)?;
+    Ok(sockopt::set_tcp_keepcnt(stream, KEEPALIVE_PROBES)?)
 }
 
 /// Returns the time until `deadline`. Never zero, which would mean no timeout.
 fn left(deadline: Instant) -> io::Result<Duration> {
     let left = deadline.saturating_duration_since(Instant::now());
-    if left.is_zero() {
-        Err(io::ErrorKind::TimedOut.into())
-    } else {
-        Ok(left.max(Duration::from_millis(1)))
-    }
+    if left.is_zero() { Err(io::ErrorKind::TimedOut.into()) } else { Ok(left.max(SHORTEST)) }
 }
 
 fn set_timeouts(fd: &OwnedFd, deadline: Option<Instant>) -> io::Result<()> {
@@ -194,5 +213,47 @@ impl Write for Timed<'_> {
 
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{Ipv4Addr, TcpListener};
+
+    use super::*;
+
+    /// Returns a listener without room for another connection, and the connections that fill it.
+    fn full() -> (TcpListener, Vec<TcpStream>) {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        rustix::net::listen(&listener, 0).unwrap();
+        let address = listener.local_addr().unwrap();
+        let wait = Duration::from_millis(200);
+        let connections = std::iter::from_fn(|| TcpStream::connect_timeout(&address, wait).ok());
+        let connections = connections.collect();
+        (listener, connections)
+    }
+
+    #[test]
+    fn an_address_that_does_not_answer_leaves_time_for_the_others() {
+        let ((silent, _filling), good) = (full(), TcpListener::bind((Ipv4Addr::LOCALHOST, 0)));
+        let good = good.unwrap();
+        let addresses = [silent.local_addr().unwrap(), good.local_addr().unwrap()];
+        let deadline = Instant::now() + Duration::from_secs(2);
+        let fd = connect_to_any(&addresses, deadline).unwrap();
+        assert_eq!(TcpStream::from(fd).peer_addr().unwrap(), addresses[1]);
+        let error = connect_to_any(&addresses[..1], Instant::now() + Duration::from_millis(50));
+        assert_eq!(error.unwrap_err().kind(), io::ErrorKind::TimedOut);
+    }
+
+    #[test]
+    fn an_idle_connection_is_probed_soon() {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let name = format!("nbd://{}/x", listener.local_addr().unwrap());
+        let deadline = Instant::now() + Duration::from_secs(60);
+        let fd = connect(&Uri::parse(&name).unwrap(), deadline).unwrap();
+        assert!(sockopt::socket_keepalive(&fd).unwrap());
+        let idle = sockopt::tcp_keepidle(&fd).unwrap();
+        let probes = sockopt::tcp_keepintvl(&fd).unwrap() * sockopt::tcp_keepcnt(&fd).unwrap();
+        assert_eq!((idle, probes), (Duration::from_secs(30), Duration::from_secs(30)));
     }
 }
