@@ -126,6 +126,12 @@ impl<S: Storage> Backend<S> {
         matches!(self, Backend::Image(image) if image.keeps_metadata())
     }
 
+    /// Returns whether a failed flush has lost no write, so that a later flush can make all of them
+    /// durable. This holds for a raw image on an NBD server, whose client tracks each loss.
+    pub(crate) fn keeps_unsynced(&self) -> bool {
+        matches!(self, Backend::Raw(raw) if raw.storage().keeps_unsynced())
+    }
+
     /// Returns whether there is no image: it is not open, or it was lost.
     pub(crate) fn is_gone(&self) -> bool {
         matches!(self, Backend::Gone(_))

@@ -38,8 +38,9 @@ struct State {
 
 impl FlushGroup {
     /// Runs `sync` for this flush, or waits for one that begins after this call. Returns `Err` only
-    /// from its own sync, which must poison the disk on failure. Flushes that waited for a failed
-    /// sync run `sync` themselves, and fail because of the poison.
+    /// from its own sync, which must poison the disk if it may have lost writes. Flushes that
+    /// waited for a failed sync run `sync` themselves. They fail because of the poison, if there is
+    /// one.
     pub async fn flush<E, F: Future<Output = Result<(), E>>>(
         &self,
         sync: impl Fn() -> F,

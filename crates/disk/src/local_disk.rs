@@ -467,7 +467,9 @@ impl<S: Storage> LocalDisk<S> {
                     result = self.flush(image).await;
                 }
             }
-            Err(e) if durable && self.disk.lost_others_with(e) => {
+            Err(e)
+                if durable && self.disk.lost_others_with(e) && !image.backend.keeps_unsynced() =>
+            {
                 self.disk.poison("a durable write", e)
             }
             Err(_) => self.poison_if_lost(image),
@@ -525,6 +527,8 @@ impl<S: Storage> LocalDisk<S> {
                 match &result {
                     // All other writes are durable, and the next flush tries again.
                     Err(e) if IncompleteCluster::is_in(e) => self.disk.note_unsynced(),
+                    // The server cannot be reached, and has lost nothing.
+                    Err(_) if image.backend.keeps_unsynced() => self.disk.note_unsynced(),
                     // The host has refused metadata, and the image keeps them. The kernel has lost
                     // nothing, because no sync has failed.
                     Err(e) if is_full(e) && image.backend.keeps_metadata() => {

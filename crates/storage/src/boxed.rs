@@ -56,6 +56,7 @@ any_storage! {
     now {
         allocated -> io::Result<Option<u64>>;
         lost -> Option<io::Error>;
+        keeps_unsynced -> bool;
         lookups -> LookupFigures;
         geometry -> Geometry;
         capabilities -> Capabilities;

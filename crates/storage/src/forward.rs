@@ -61,6 +61,7 @@ macro_rules! forward {
     };
     (@ allocated $arms:tt) => { forward!(@now allocated -> io::Result<Option<u64>>; $arms); };
     (@ lost $arms:tt) => { forward!(@now lost -> Option<io::Error>; $arms); };
+    (@ keeps_unsynced $arms:tt) => { forward!(@now keeps_unsynced -> bool; $arms); };
     (@ lookups $arms:tt) => { forward!(@now lookups -> $crate::LookupFigures; $arms); };
     (@ geometry $arms:tt) => { forward!(@now geometry -> $crate::Geometry; $arms); };
     (@ capabilities $arms:tt) => { forward!(@now capabilities -> $crate::Capabilities; $arms); };

@@ -71,6 +71,11 @@ pub trait Storage: 'static {
     fn lost(&self) -> Option<io::Error> {
         None
     }
+    /// Returns whether a failed sync has lost no write, so that a later sync can make all of them
+    /// durable. Only a storage that tracks each loss may return true.
+    fn keeps_unsynced(&self) -> bool {
+        false
+    }
     /// Returns how lookups of where data lie ended on this reactor. Zero for storages without such
     /// lookups.
     fn lookups(&self) -> LookupFigures {

@@ -32,7 +32,7 @@ impl Storage for Store {
             Store::Other(other) => inline other
         }
         read write sync discard zero zero_fast allocate set_len len next_data
-        allocated lost lookups geometry capabilities alignment
+        allocated lost keeps_unsynced lookups geometry capabilities alignment
     }
 }
 
@@ -94,6 +94,9 @@ mod tests {
         fn lost(&self) -> Option<io::Error> {
             Some(io::ErrorKind::TimedOut.into())
         }
+        fn keeps_unsynced(&self) -> bool {
+            true
+        }
         fn geometry(&self) -> Geometry {
             Geometry {
                 logical_block: 4096,
@@ -118,6 +121,7 @@ mod tests {
         assert_eq!(layer.capabilities(), Demanding.capabilities());
         assert_eq!(layer.allocated().unwrap(), Some(5));
         assert_eq!(layer.lost().unwrap().kind(), io::ErrorKind::TimedOut);
+        assert!(layer.keeps_unsynced());
         let work = async move {
             assert_eq!(layer.read(Segments::default(), 9).await.1.unwrap(), 9);
             assert_eq!(layer.len().await.unwrap(), 77);
@@ -135,6 +139,7 @@ mod tests {
         assert_eq!(other.capabilities(), Demanding.capabilities());
         assert_eq!(other.allocated().unwrap(), Some(5));
         assert_eq!(other.lost().unwrap().kind(), io::ErrorKind::TimedOut);
+        assert!(other.keeps_unsynced());
         let work = async move {
             let kind = |done: io::Result<()>| done.unwrap_err().kind();
             assert_eq!(other.read(Segments::default(), 9).await.1.unwrap(), 9);

@@ -158,6 +158,66 @@ fn a_flush_without_an_image_fails_and_does_not_poison_the_disk() {
     });
 }
 
+/// A storage that cannot be reached now and then, and that loses nothing then.
+struct Keeping(SimDisk);
+
+impl Storage for Keeping {
+    fn read(
+        &self,
+        segments: Segments,
+        offset: u64,
+    ) -> impl Future<Output = (Segments, io::Result<usize>)> {
+        self.0.read(segments, offset)
+    }
+    fn write(
+        &self,
+        segments: Segments,
+        offset: u64,
+        durable: bool,
+    ) -> impl Future<Output = (Segments, io::Result<usize>)> {
+        self.0.write(segments, offset, durable)
+    }
+    fn sync(&self) -> impl Future<Output = io::Result<()>> {
+        self.0.sync()
+    }
+    fn discard(&self, offset: u64, len: u64) -> impl Future<Output = io::Result<()>> {
+        self.0.discard(offset, len)
+    }
+    fn zero(&self, offset: u64, len: u64, unmap: bool) -> impl Future<Output = io::Result<()>> {
+        self.0.zero(offset, len, unmap)
+    }
+    fn set_len(&self, len: u64) -> impl Future<Output = io::Result<()>> {
+        self.0.set_len(len)
+    }
+    fn len(&self) -> impl Future<Output = io::Result<u64>> {
+        self.0.len()
+    }
+    fn keeps_unsynced(&self) -> bool {
+        true
+    }
+}
+
+/// An image on an NBD server in an outage: the flush fails, and a later one succeeds.
+#[test]
+fn a_failed_flush_that_loses_nothing_does_not_poison_the_disk() {
+    let sim = SimDisk::new(SimImage::zeroed(CAPACITY), SimConfig::new(1));
+    let disk = Arc::new(Disk::new(options(), Source::Null { size: CAPACITY }));
+    let raw = Raw::on(Keeping(sim.clone()), Alignment { memory_align: 1, offset_align: 1 });
+    let served = LocalDisk::new(disk, Backend::Raw(raw), None);
+    run(async move {
+        assert_eq!(ask(&served, WRITE, 0, 512).await, Ok(()));
+        sim.fail(Fault::new(SimOp::Sync, 5));
+        assert_eq!(ask(&served, Op::Flush, 0, 0).await, Err(Failure::Io));
+        assert!(served.disk().unsynced.load(Ordering::SeqCst));
+        sim.fail(Fault::new(SimOp::Write, 5));
+        assert_eq!(ask(&served, DURABLE, 512, 512).await, Err(Failure::Io));
+        assert_eq!(served.disk().poisoned(), None);
+        assert_eq!(ask(&served, WRITE, 512, 512).await, Ok(()));
+        assert_eq!(ask(&served, Op::Flush, 0, 0).await, Ok(()));
+        assert!(!served.disk().unsynced.load(Ordering::SeqCst));
+    });
+}
+
 /// A durable write ends in a flush of the device. That flush may report the loss of other writes,
 /// and the device reports it only once.
 #[test]

@@ -365,8 +365,7 @@ impl Inner {
     }
 
     fn lost_connection(&self, why: &str) {
-        let flushes = self.export.terms.has(wire::export::SEND_FLUSH);
-        if flushes && self.acknowledged.get() > self.flushed.get() {
+        if self.has_unflushed() {
             self.export.lose(&format!("the connection was lost ({why})"));
         }
         let mut slots = self.slots.borrow_mut();

@@ -1,6 +1,7 @@
 //! State that the sender, the receiver and the watcher of a client share.
 
 use std::cell::{Cell, RefCell};
+use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -58,6 +59,15 @@ pub(super) fn changes(command: u16) -> bool {
     matches!(command, cmd::WRITE | cmd::WRITE_ZEROES | cmd::TRIM)
 }
 
+/// Returns whether a server that answers a durable write with this error may have lost other
+/// writes, too. The flush that such a write ends in may report their loss, and no later one does.
+fn may_lose_others(error: &io::Error) -> bool {
+    !matches!(
+        error.kind(),
+        io::ErrorKind::InvalidInput | io::ErrorKind::Unsupported | io::ErrorKind::StorageFull
+    )
+}
+
 impl Inner {
     /// Stops the sender and the receiver.
     pub(super) fn break_off(&self) {
@@ -90,6 +100,13 @@ impl Inner {
             {
                 self.acknowledged.set(self.acknowledged.get() + 1);
             }
+            Some(ask) if changes(ask.command) && ask.flags & wire::flag::FUA != 0 => {
+                if let Some(e) = slot.error.as_ref().filter(|e| may_lose_others(e))
+                    && self.has_unflushed()
+                {
+                    self.export.lose(&format!("a durable write failed ({e})"));
+                }
+            }
             Some(Ask { command: cmd::FLUSH, .. }) => match &slot.error {
                 None => self.flushed.set(self.flushed.get().max(slot.covers)),
                 Some(e) => self.export.lose(&format!("a flush failed ({e})")),
@@ -97,6 +114,13 @@ impl Inner {
             _ => {}
         }
         slots.finish(index);
+    }
+
+    /// Returns whether a write was acknowledged that no flush has covered. False for a server
+    /// without flushes, because each write that it acknowledges counts as durable.
+    pub(super) fn has_unflushed(&self) -> bool {
+        let flushes = self.export.terms.has(wire::export::SEND_FLUSH);
+        flushes && self.acknowledged.get() > self.flushed.get()
     }
 
     pub(super) fn log_connected(&self) {

@@ -364,6 +364,10 @@ impl Storage for Nbd {
         self.loss()
     }
 
+    fn keeps_unsynced(&self) -> bool {
+        self.loss().is_none()
+    }
+
     fn geometry(&self) -> Geometry {
         self.remote.export().geometry()
     }

@@ -1,6 +1,7 @@
 //! The NBD client against a scripted server: correct, wrong, dying and silent.
 
 mod hub;
+mod outage;
 mod server;
 
 use std::sync::atomic::{AtomicBool, Ordering};

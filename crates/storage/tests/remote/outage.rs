@@ -1,0 +1,72 @@
+//! What an outage costs a disk: nothing, unless acknowledged writes may be lost.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use blockyard_nbd::wire::{Headers, errno, flag};
+use blockyard_ring::Segments;
+use blockyard_storage::Storage;
+
+use crate::server::{Server, good, simple};
+use crate::{SOON, TALKING, on_image, script};
+
+/// A flush fails during an outage that is longer than the time to connect again. It has lost
+/// nothing if the writes before it were flushed. It succeeds when the server is back.
+#[test]
+fn a_flush_that_fails_in_an_outage_has_lost_nothing() {
+    let down = Arc::new(AtomicBool::new(false));
+    let is_down = down.clone();
+    let server = Server::start(
+        Headers::Simple,
+        |_, _| (),
+        script(move |_, request, disk| {
+            (!is_down.load(Ordering::SeqCst)).then(|| good(request, disk))
+        }),
+    );
+    on_image(&server, TALKING, async move |store| {
+        store.write(Segments::from_bytes(&[1; 512]), 0, false).await.1.unwrap();
+        store.sync().await.unwrap();
+        down.store(true, Ordering::SeqCst);
+        let error = store.sync().await.unwrap_err().to_string();
+        assert!(error.contains("cannot be reached"), "{error}");
+        assert!(store.keeps_unsynced() && store.lost().is_none());
+        down.store(false, Ordering::SeqCst);
+        let start = Instant::now();
+        while let Err(e) = store.sync().await {
+            assert!(start.elapsed() < SOON, "{e}");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        store.write(Segments::from_bytes(&[2; 512]), 0, false).await.1.unwrap();
+        down.store(true, Ordering::SeqCst);
+        store.sync().await.unwrap_err();
+        assert!(!store.keeps_unsynced(), "a write was not flushed");
+    });
+}
+
+/// A durable write ends in a flush at the server. Its failure may be the only report of the loss of
+/// other writes.
+#[test]
+fn a_durable_write_that_fails_may_have_lost_others() {
+    for (error, flushed, keeps) in
+        [(errno::EIO, false, false), (errno::EIO, true, true), (errno::ENOSPC, false, true)]
+    {
+        let server = Server::start(
+            Headers::Simple,
+            |_, disk| disk.flags |= 1 << 3,
+            script(move |_, request, disk| {
+                let fails = request.flags & flag::FUA != 0;
+                Some(if fails { simple(error, request.cookie) } else { good(request, disk) })
+            }),
+        );
+        on_image(&server, TALKING, async move |store| {
+            store.write(Segments::from_bytes(&[1; 512]), 0, false).await.1.unwrap();
+            if flushed {
+                store.sync().await.unwrap();
+            }
+            store.write(Segments::from_bytes(&[2; 512]), 512, true).await.1.unwrap_err();
+            assert_eq!(store.keeps_unsynced(), keeps);
+            assert_eq!(store.sync().await.is_ok(), keeps);
+        });
+    }
+}
