@@ -37,8 +37,8 @@ impl Inner {
                 continue;
             }
             // The deadline: nothing arrives, or one request is passed over while others are
-            // answered.
-            let oldest = self.slots.borrow().oldest().unwrap_or_else(Instant::now);
+            // answered. If requests wait and none is in flight, the server takes no bytes.
+            let oldest = self.slots.borrow().oldest().unwrap_or_else(|| self.progress.get());
             let until = (self.progress.get().max(oldest) + limit).min(oldest + PASSED_OVER * limit);
             if Instant::now() < until {
                 self.handle.sleep_until(until.min(next_check)).await;

@@ -143,6 +143,7 @@ fn wrong_answers_end_in_errors() {
                     headers: Headers::Structured,
                     bytes: Vec::new(),
                     written: Vec::new(),
+                    hasty: None,
                     ..*disk
                 },
                 0,

@@ -2,14 +2,15 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use blockyard_nbd::wire::{Headers, errno, flag};
-use blockyard_ring::Segments;
-use blockyard_storage::Storage;
+use blockyard_ring::{Executor, Segments};
+use blockyard_storage::{CacheMode, ImageFile, OpenOptions, Storage};
 
-use crate::server::{Server, good, simple};
-use crate::{SOON, TALKING, on_image, script};
+use crate::server::{SIZE, Server, done, good, simple};
+use crate::{SHORT, SOON, TALKING, on_image, script};
 
 /// A flush fails during an outage that is longer than the time to connect again. It has lost
 /// nothing if the writes before it were flushed. It succeeds when the server is back.
@@ -69,4 +70,35 @@ fn a_durable_write_that_fails_may_have_lost_others() {
             assert_eq!(store.sync().await.is_ok(), keeps);
         });
     }
+}
+
+/// A server answers a write before it has received its data, and receives nothing more. Then no
+/// request is in flight, and later ones wait to be sent. They fail in time.
+#[test]
+fn a_server_that_takes_no_bytes_costs_bounded_time() {
+    let (release, released) = channel::<()>();
+    let mut released = Some(released);
+    let server = Server::start(
+        Headers::Simple,
+        move |_, disk| disk.hasty = released.take(),
+        script(|_, request, disk| Some(done(request, disk))),
+    );
+    let options =
+        OpenOptions { nbd: SHORT, ..OpenOptions::new(server.uri(), false, CacheMode::None) };
+    let file = ImageFile::open(&options).unwrap();
+    let executor = Executor::new().unwrap();
+    let handle = executor.handle().clone();
+    let store = file.storage(&handle).unwrap();
+    handle.clone().spawn(async move {
+        handle.sleep(SOON).await;
+        handle.stop();
+    });
+    let test = async move {
+        store.write(Segments::buffer(SIZE as usize), 0, false).await.1.unwrap();
+        let error = store.write(Segments::buffer(512), 0, false).await.1.unwrap_err().to_string();
+        assert!(error.contains("has not answered for 1 s"), "{error}");
+        assert!(store.lost().is_some(), "the first write was acknowledged");
+        drop(release);
+    };
+    executor.block_on(test).expect("the second write hangs");
 }

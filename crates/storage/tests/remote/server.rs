@@ -6,6 +6,7 @@ use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
@@ -26,6 +27,9 @@ pub struct Disk {
     pub flags: u16,
     pub bytes: Vec<u8>,
     pub written: Vec<u8>,
+    /// Makes the server answer the next write from its header. Then it reads nothing until the
+    /// sender is dropped.
+    pub hasty: Option<Receiver<()>>,
 }
 
 /// Ends idle connections when a test says so. Clones are the same.
@@ -105,7 +109,8 @@ impl Server {
         let bytes = (0..SIZE).map(|at| (at / 512 % 251) as u8).collect();
         let thread = std::thread::spawn(move || {
             let written = Vec::new();
-            let mut disk = Disk { headers, size: SIZE, flags: FLUSH_TRIM_ZEROES, bytes, written };
+            let (size, flags) = (SIZE, FLUSH_TRIM_ZEROES);
+            let mut disk = Disk { headers, size, flags, bytes, written, hasty: None };
             for stream in listener.incoming() {
                 if *stop.lock().unwrap() {
                     return;
@@ -198,6 +203,13 @@ fn serve(
         stream.read_exact(&mut header)?;
         let request = Request::parse(disk.headers, &header).unwrap();
         if request.command == cmd::DISC {
+            return Ok(());
+        }
+        if request.command == cmd::WRITE
+            && let Some(released) = disk.hasty.take()
+        {
+            stream.write_all(&done(&request, disk))?;
+            let _ = released.recv();
             return Ok(());
         }
         disk.written
