@@ -15,8 +15,9 @@
 //!   an answer, not a connection.
 //! - A write that was acknowledged but not flushed when the connection was lost may be lost with
 //!   the server. From then on writes and flushes fail ([`Export::lose`]). The same holds if the
-//!   server falls silent with a write in flight, because it might still do that write after a later
-//!   one.
+//!   server falls silent with a write in flight, or if this side ends the connection then, because
+//!   the server might still do that write after a later one. A server that has closed the
+//!   connection, or has reset it, is assumed to do nothing more of what it has not answered.
 //! - A sender or receiver that has begun is never dropped. The client shuts the socket down and
 //!   lets them run out, because they use the memory of requests that are sent again.
 
@@ -49,6 +50,40 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 const LASTING: Duration = Duration::from_secs(1);
 /// Maximum number of requests in one send.
 const REQUESTS_AT_A_TIME: usize = 64;
+
+/// Why a connection has ended.
+#[derive(Default)]
+struct Ended {
+    why: String,
+    /// Whether the server has closed or reset the connection. If not, it may still execute requests
+    /// that were sent.
+    by_server: bool,
+}
+
+impl Ended {
+    /// The end of a connection by this side.
+    fn here(why: String) -> Self {
+        Ended { why, by_server: false }
+    }
+
+    fn of(why: String, error: &io::Error) -> Self {
+        let by_server = matches!(
+            error.kind(),
+            io::ErrorKind::ConnectionReset
+                | io::ErrorKind::ConnectionAborted
+                | io::ErrorKind::BrokenPipe
+        );
+        Ended { why, by_server }
+    }
+
+    fn of_receiver(error: &NbdError) -> Self {
+        let why = error.to_string();
+        match error.source.as_ref().and_then(|source| source.downcast_ref()) {
+            Some(error) => Ended::of(why, error),
+            None => Ended { why, by_server: error.kind == NbdErrorKind::Closed },
+        }
+    }
+}
 
 /// A client of one export on one reactor; see the module documentation.
 pub struct Client(Rc<Inner>);
@@ -175,12 +210,12 @@ impl Inner {
                         self.log_connected();
                     }
                     let began = Instant::now();
-                    let why = self.serve(dialed).await;
+                    let end = self.serve(dialed).await;
                     if began.elapsed() >= LASTING {
                         self.pause.set(Duration::ZERO);
                     }
                     if !self.ended.get() {
-                        self.lost_connection(&why);
+                        self.lost_connection(&end);
                     }
                 }
                 Err(why) if self.reconnect_idle.take() => {
@@ -250,11 +285,11 @@ impl Inner {
     }
 
     /// Uses a connection until it is lost. Returns why it was lost.
-    async fn serve(&self, dialed: Dialed) -> String {
+    async fn serve(&self, dialed: Dialed) -> Ended {
         let Dialed { fd, session, terms } = dialed;
         let socket = match Socket::new(&self.handle, fd) {
             Ok(socket) => Link::new(socket, session),
-            Err(e) => return format!("opening its socket for io_uring: {e}"),
+            Err(e) => return Ended::here(format!("opening its socket for io_uring: {e}")),
         };
         self.broken.set(false);
         self.used.set(false);
@@ -264,21 +299,21 @@ impl Inner {
         let receiver = Receiver::new(self, &socket, &terms);
         let (mut sending, mut receiving) =
             (pin!(self.send_all(&socket, &terms)), pin!(receiver.run()));
-        let (mut watching, mut reason) = (pin!(self.watch(&socket)), None::<String>);
+        let (mut watching, mut reason) = (pin!(self.watch(&socket)), None::<Ended>);
         let (mut sent, mut received) = (false, false);
-        let why = poll_fn(|cx| {
-            if !sent && let Poll::Ready(why) = sending.as_mut().poll(cx) {
-                (sent, reason) = (true, reason.take().or(Some(why)));
+        let end = poll_fn(|cx| {
+            if !sent && let Poll::Ready(end) = sending.as_mut().poll(cx) {
+                (sent, reason) = (true, reason.take().or(Some(end)));
             }
             if !received && let Poll::Ready(why) = receiving.as_mut().poll(cx) {
                 // The receiver's error says more about the end than the sender's.
-                (received, reason) =
-                    (true, Some(why.to_string()).filter(|_| !self.broken.get()).or(reason.take()));
+                let end = Some(Ended::of_receiver(&why)).filter(|_| !self.broken.get());
+                (received, reason) = (true, end.or(reason.take()));
             }
             if reason.is_none()
                 && let Poll::Ready(why) = watching.as_mut().poll(cx)
             {
-                reason = Some(why);
+                reason = Some(Ended::here(why));
             }
             if reason.is_some() && !self.broken.get() {
                 socket.shutdown();
@@ -291,15 +326,15 @@ impl Inner {
                 Poll::Pending
             }
         });
-        let why = why.await;
+        let end = end.await;
         self.socket.take();
-        why
+        end
     }
 
-    async fn send_all(&self, socket: &Link, terms: &Terms) -> String {
+    async fn send_all(&self, socket: &Link, terms: &Terms) -> Ended {
         loop {
             if self.broken.get() {
-                return String::new();
+                return Ended::default();
             }
             let out = self.gather(terms);
             if out.is_empty() {
@@ -311,7 +346,7 @@ impl Inner {
                 let piece = out.slice(done, (out.len() - done).min(SENT_AT_A_TIME));
                 done += piece.len();
                 if let Err(e) = socket.write_full(piece).await.1 {
-                    return format!("sending: {e}");
+                    return Ended::of(format!("sending: {e}"), &e);
                 }
                 // The server has accepted a part of a long payload. That counts as progress,
                 // although it is no answer.
@@ -364,7 +399,14 @@ impl Inner {
         out
     }
 
-    fn lost_connection(&self, why: &str) {
+    fn lost_connection(&self, end: &Ended) {
+        let why = end.why.as_str();
+        if !end.by_server && self.slots.borrow().any_sent(changes) {
+            self.export.lose(&format!(
+                "the connection was ended here ({why}) with a write in flight, which the server \
+                 may still execute"
+            ));
+        }
         if self.has_unflushed() {
             self.export.lose(&format!("the connection was lost ({why})"));
         }
@@ -390,7 +432,7 @@ impl Inner {
         }
         drop(slots);
         if self.trouble.get().is_some_and(|since| since.elapsed() > self.export.options.reconnect) {
-            self.give_up(why.into());
+            self.give_up(end.why.clone());
         }
     }
 

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use blockyard_nbd::wire::{Headers, errno, flag};
+use blockyard_nbd::wire::{Headers, cmd, errno, flag};
 use blockyard_ring::{Executor, Segments};
 use blockyard_storage::{CacheMode, ImageFile, OpenOptions, Storage};
 
@@ -70,6 +70,26 @@ fn a_durable_write_that_fails_may_have_lost_others() {
             assert_eq!(store.sync().await.is_ok(), keeps);
         });
     }
+}
+
+/// The client ends a connection because of a wrong answer. The server lives, and may still execute
+/// a write that it has received, so the client must not send that write again.
+#[test]
+fn a_write_is_not_repeated_if_the_client_has_ended_the_connection() {
+    let server = Server::start(
+        Headers::Simple,
+        |_, _| (),
+        script(|number, request, disk| {
+            assert!(number == 1 || request.command != cmd::WRITE, "the write is repeated");
+            Some(if number == 1 { vec![0x42; 64] } else { good(request, disk) })
+        }),
+    );
+    on_image(&server, TALKING, async move |store| {
+        let error = store.write(Segments::buffer(512), 0, false).await.1.unwrap_err().to_string();
+        assert!(error.contains("may still execute"), "{error}");
+        assert!(store.lost().is_some());
+        store.read(Segments::buffer(512), 0).await.1.unwrap();
+    });
 }
 
 /// A server answers a write before it has received its data, and receives nothing more. Then no
