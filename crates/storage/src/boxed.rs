@@ -52,6 +52,7 @@ any_storage! {
         set_len(len: u64) -> io::Result<()>;
         len() -> io::Result<u64>;
         next_data(offset: u64) -> io::Result<Option<Range<u64>>>;
+        next_data_within(range: Range<u64>) -> io::Result<Option<Range<u64>>>;
     }
     now {
         allocated -> io::Result<Option<u64>>;

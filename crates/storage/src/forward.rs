@@ -46,6 +46,13 @@ macro_rules! forward {
     (@ next_data $arms:tt) => {
         forward!(@@ next_data (offset: u64) (offset) -> Option<std::ops::Range<u64>>; $arms);
     };
+    (@ next_data_within $arms:tt) => {
+        forward!(
+            @@ next_data_within (range: std::ops::Range<u64>) (range)
+                -> Option<std::ops::Range<u64>>;
+            $arms
+        );
+    };
     (@@ $name:ident ($($arg:ident: $type:ty),*) $args:tt -> $out:ty;
         { $($from:pat => $how:ident $to:expr),* }
     ) => {

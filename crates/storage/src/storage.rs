@@ -62,6 +62,14 @@ pub trait Storage: 'static {
     fn next_data(&self, offset: u64) -> impl Future<Output = io::Result<Option<Range<u64>>>> {
         std::future::ready(Ok(Some(offset..u64::MAX)))
     }
+    /// Like [`Storage::next_data`], but looks for data in `range` only. None: the range has none. A
+    /// range of data that is returned may begin or end after `range`.
+    fn next_data_within(
+        &self,
+        range: Range<u64>,
+    ) -> impl Future<Output = io::Result<Option<Range<u64>>>> {
+        self.next_data(range.start)
+    }
     /// Returns the bytes that are allocated to the file. None: unknown.
     fn allocated(&self) -> io::Result<Option<u64>> {
         Ok(None)

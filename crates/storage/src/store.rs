@@ -31,7 +31,7 @@ impl Storage for Store {
             // Its futures are boxed already.
             Store::Other(other) => inline other
         }
-        read write sync discard zero zero_fast allocate set_len len next_data
+        read write sync discard zero zero_fast allocate set_len len next_data next_data_within
         allocated lost keeps_unsynced lookups geometry capabilities alignment
     }
 }
@@ -88,6 +88,12 @@ mod tests {
         async fn next_data(&self, offset: u64) -> io::Result<Option<std::ops::Range<u64>>> {
             Ok(Some(offset..offset + 1))
         }
+        async fn next_data_within(
+            &self,
+            range: std::ops::Range<u64>,
+        ) -> io::Result<Option<std::ops::Range<u64>>> {
+            Ok(Some(range.end..range.end + 1))
+        }
         fn allocated(&self) -> io::Result<Option<u64>> {
             Ok(Some(5))
         }
@@ -126,6 +132,7 @@ mod tests {
             assert_eq!(layer.read(Segments::default(), 9).await.1.unwrap(), 9);
             assert_eq!(layer.len().await.unwrap(), 77);
             assert_eq!(layer.next_data(3).await.unwrap(), Some(3..4));
+            assert_eq!(layer.next_data_within(3..5).await.unwrap(), Some(5..6));
             assert_eq!(layer.sync().await.unwrap_err().kind(), io::ErrorKind::BrokenPipe);
         };
         Sim::new(1).block_on(work).unwrap();
@@ -146,6 +153,7 @@ mod tests {
             assert_eq!(other.write(Segments::default(), 9, true).await.1.unwrap(), 10);
             assert_eq!(other.len().await.unwrap(), 77);
             assert_eq!(other.next_data(3).await.unwrap(), Some(3..4));
+            assert_eq!(other.next_data_within(3..5).await.unwrap(), Some(5..6));
             assert_eq!(kind(other.sync().await), io::ErrorKind::BrokenPipe);
             assert_eq!(kind(other.discard(0, 1).await), io::ErrorKind::NotFound);
             assert_eq!(kind(other.zero(0, 1, true).await), io::ErrorKind::WouldBlock);

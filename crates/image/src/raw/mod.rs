@@ -202,7 +202,7 @@ impl<S: Storage> Raw<S> {
 
     /// Returns true for data, false for a hole, and the number of bytes for which that holds.
     pub(crate) async fn data_or_hole(&self, host: u64, len: u64) -> io::Result<(bool, u64)> {
-        Ok(match self.storage.next_data(host).await? {
+        Ok(match self.storage.next_data_within(host..host.saturating_add(len)).await? {
             None => (false, len),
             Some(data) if data.start > host => (false, len.min(data.start - host)),
             Some(data) => (true, len.min(data.end - host)),

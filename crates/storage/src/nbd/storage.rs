@@ -25,6 +25,9 @@ use blockyard_nbd::wire::{cmd, export, flag, state};
 
 /// Largest range of a command without data, in bytes.
 const MAX_RANGE: u64 = 1 << 30;
+/// Maximum number of requests for block status in a row. A server may answer each one with a hole
+/// of a single block.
+const MAX_STATUSES: usize = 16;
 /// Maximum number of requests that one operation has in flight.
 const MAX_IN_FLIGHT: usize = 16;
 /// Largest part of a read or write in the hub, in bytes, unless the server's minimum is larger.
@@ -201,22 +204,27 @@ impl Nbd {
         len.min(self.terms().size.saturating_sub(offset))
     }
 
-    /// Returns the length of the extent from `offset` on, and whether it reads as zeroes.
-    async fn status(&self, offset: u64) -> io::Result<(u64, bool)> {
+    /// Returns the length of the extent from `offset` on, and whether it reads as zeroes. The
+    /// caller needs the status up to `end`, and both lie in the export.
+    async fn status(&self, offset: u64, end: u64) -> io::Result<(u64, bool)> {
         if let Some(known) = self.known.borrow().find(offset) {
             return Ok(known);
         }
-        let ask = Ask {
-            command: cmd::BLOCK_STATUS,
-            flags: 0,
-            offset,
-            len: self.within_export(offset, MAX_RANGE),
+        // The server requires whole blocks.
+        let minimum = u64::from(self.terms().minimum);
+        let start = offset & !(minimum - 1);
+        let len = match self.remote.export().read_only {
+            // Later calls can use more of the answer.
+            true => MAX_RANGE,
+            false => (end - start).min(MAX_RANGE).next_multiple_of(minimum),
         };
+        let len = self.within_export(start, len);
+        let ask = Ask { command: cmd::BLOCK_STATUS, flags: 0, offset: start, len };
         let pieces = self.ask(ask, Segments::default()).await.1?;
-        let known = Known::new(offset, &pieces);
+        let known = Known::new(start, &pieces);
         let found = known
             .find(offset)
-            .ok_or_else(|| io::Error::other("the server sent an empty block status"));
+            .ok_or_else(|| io::Error::other("the server sent the block status of too few bytes"));
         // Do not keep the status of a writable export, because any reactor may write to it.
         if self.remote.export().read_only {
             *self.known.borrow_mut() = known;
@@ -346,18 +354,26 @@ impl Storage for Nbd {
     }
 
     async fn next_data(&self, offset: u64) -> io::Result<Option<Range<u64>>> {
+        self.next_data_within(offset..u64::MAX).await
+    }
+
+    async fn next_data_within(&self, range: Range<u64>) -> io::Result<Option<Range<u64>>> {
         if self.terms().allocation.is_none() {
-            return Ok(Some(offset..u64::MAX));
+            return Ok(Some(range.start..u64::MAX));
         }
-        let mut at = offset;
-        while at < self.terms().size {
-            let (len, zero) = self.status(at).await?;
+        let (mut at, end) = (range.start, range.end.min(self.terms().size));
+        for _ in 0..MAX_STATUSES {
+            if at >= end {
+                return Ok(None);
+            }
+            let (len, zero) = self.status(at, end).await?;
             if !zero {
                 return Ok(Some(at..at + len));
             }
             at += len;
         }
-        Ok(None)
+        // What was not asked for counts as data.
+        Ok((at < end).then_some(at..end))
     }
 
     fn lost(&self) -> Option<io::Error> {

@@ -3,6 +3,7 @@
 mod hub;
 mod outage;
 mod server;
+mod status;
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;

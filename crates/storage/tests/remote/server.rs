@@ -15,6 +15,8 @@ use blockyard_nbd::wire::{
 };
 
 pub const SIZE: u64 = 1 << 20;
+/// ID of the meta context base:allocation.
+const CONTEXT: u32 = 9;
 const FLUSH_TRIM_ZEROES: u16 = 1 | 1 << 2 | 1 << 5 | 1 << 6;
 
 /// Script of a server: returns the answer's bytes, or None to close the connection.
@@ -27,6 +29,8 @@ pub struct Disk {
     pub flags: u16,
     pub bytes: Vec<u8>,
     pub written: Vec<u8>,
+    /// Minimum block size that the server announces, if it is not 0.
+    pub minimum: u32,
     /// Makes the server answer the next write from its header. Then it reads nothing until the
     /// sender is dropped.
     pub hasty: Option<Receiver<()>>,
@@ -110,7 +114,7 @@ impl Server {
         let thread = std::thread::spawn(move || {
             let written = Vec::new();
             let (size, flags) = (SIZE, FLUSH_TRIM_ZEROES);
-            let mut disk = Disk { headers, size, flags, bytes, written, hasty: None };
+            let mut disk = Disk { headers, size, flags, bytes, written, minimum: 0, hasty: None };
             for stream in listener.incoming() {
                 if *stop.lock().unwrap() {
                     return;
@@ -178,7 +182,7 @@ fn serve(
             (opt::EXTENDED_HEADERS, Headers::Extended)
             | (opt::STRUCTURED_REPLY, Headers::Structured) => answer(rep::ACK, b""),
             (opt::SET_META_CONTEXT, _) => {
-                let mut context = 9u32.to_be_bytes().to_vec();
+                let mut context = CONTEXT.to_be_bytes().to_vec();
                 context.extend(b"base:allocation");
                 answer(rep::META_CONTEXT, &context);
                 answer(rep::ACK, b"");
@@ -188,6 +192,13 @@ fn serve(
                 info.extend(disk.size.to_be_bytes());
                 info.extend(disk.flags.to_be_bytes());
                 answer(rep::INFO, &info);
+                if disk.minimum > 0 {
+                    let mut blocks = wire::info::BLOCK_SIZE.to_be_bytes().to_vec();
+                    for size in [disk.minimum, 4096, 32 << 20] {
+                        blocks.extend(size.to_be_bytes());
+                    }
+                    answer(rep::INFO, &blocks);
+                }
                 answer(rep::ACK, b"");
             }
             _ => answer(rep::ERR_UNSUP, b""),
@@ -268,4 +279,14 @@ pub fn data(request: &Request, disk: &Disk, offset: u64, bytes: &[u8], flags: u1
     let mut payload = offset.to_be_bytes().to_vec();
     payload.extend(bytes);
     piece(request, disk, chunk::OFFSET_DATA, flags, &payload)
+}
+
+/// Returns a block status of extents: the length and the state of each one.
+pub fn status(request: &Request, disk: &Disk, extents: &[(u32, u32)]) -> Vec<u8> {
+    let mut payload = CONTEXT.to_be_bytes().to_vec();
+    for (len, state) in extents {
+        payload.extend(len.to_be_bytes());
+        payload.extend(state.to_be_bytes());
+    }
+    piece(request, disk, chunk::BLOCK_STATUS, chunk::DONE, &payload)
 }
