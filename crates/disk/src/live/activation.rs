@@ -8,11 +8,12 @@
 //!
 //! In: calls of an export, when its first queue starts and when its last queue has stopped. Out: a
 //! disk with or without an open image. What must hold: after `deactivate` all answered writes are
-//! durable, the image is closed as at the end of a server, and this process holds no lock on it. A
-//! failed `deactivate` leaves the disk active, with the lock. No request reaches an inactive disk's
-//! image, and an inactive disk changes nothing in it.
+//! durable, the image is closed as at the end of a server, and this process holds no lock on it.
+//! After a failed `deactivate` this process may still hold the lock, and the disk is active or
+//! inactive. No request reaches an inactive disk's image, and an inactive disk changes nothing in
+//! it.
 
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 
 use blockyard_image::{ChainOptions, ImageFile};
@@ -22,8 +23,8 @@ use super::{Why, WorkError, Worker, check_not_poisoned};
 use crate::backend::{InactiveImage, Source, SourceError};
 use crate::disk::Disk;
 
-/// Longest wait for an image that another process has locked. The source of a migration releases
-/// it before the destination's guest runs.
+/// Longest wait for an image that another process has locked, and for other work on the disk. The
+/// source of a migration releases the image before the destination's guest runs.
 const LOCK_TIME: Duration = Duration::from_secs(30);
 /// Pause between two attempts to open such an image.
 const LOCK_PAUSE: Duration = Duration::from_millis(20);
@@ -46,14 +47,21 @@ impl Disk {
     }
 
     /// Opens the image of an inactive disk. Waits a bounded time if another process has locked it,
-    /// as long as `goes_on` returns true. Must not run on a reactor.
+    /// or if other work on the disk is under way, as long as `goes_on` returns true. Must not run
+    /// on a reactor.
     pub fn activate(self: &Arc<Self>, goes_on: impl Fn() -> bool) -> Result<(), WorkError> {
         let Some(options) = self.activation.as_ref().filter(|_| self.is_inactive()) else {
             return Ok(());
         };
         let error =
             |why| WorkError { disk: self.name().into(), work: "activation", why: Box::new(why) };
-        let _lock = self.begin_work().map_err(error)?;
+        let deadline = Instant::now() + LOCK_TIME;
+        let goes_on = || goes_on() && Instant::now() < deadline;
+        let _lock = self.wait_for_work(goes_on).map_err(error)?;
+        // The work that this has waited for may be another activation.
+        if !self.is_inactive() {
+            return Ok(());
+        }
         check_not_poisoned(self).map_err(error)?;
         let options = options.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone();
         let source = self.open_unlocked(&options, goes_on).map_err(|e| error(Why::Source(e)))?;
@@ -69,19 +77,27 @@ impl Disk {
         Ok(())
     }
 
+    fn wait_for_work(&self, goes_on: impl Fn() -> bool) -> Result<MutexGuard<'_, ()>, Why> {
+        loop {
+            match self.begin_work() {
+                Err(Why::Busy) if goes_on() => std::thread::sleep(LOCK_PAUSE),
+                begun => return begun,
+            }
+        }
+    }
+
     fn open_unlocked(
         &self,
         options: &ChainOptions,
         goes_on: impl Fn() -> bool,
     ) -> Result<Source, SourceError> {
-        let deadline = Instant::now() + LOCK_TIME;
         let mut is_known = false;
         loop {
             let opening = tracing::error_span!("opening", disk = self.name()).entered();
             let opened = Source::open(options);
             drop(opening);
             match opened {
-                Err(e) if e.is_locked() && goes_on() && Instant::now() < deadline => {
+                Err(e) if e.is_locked() && goes_on() => {
                     if !std::mem::replace(&mut is_known, true) {
                         tracing::info!(disk = self.name(), "activation waits: {e}");
                     }
@@ -95,6 +111,9 @@ impl Disk {
     /// Flushes and closes the image of an active disk, and releases its lock. The caller has
     /// stopped the disk's queues. Does nothing for disks that are always active. Must not run on a
     /// reactor.
+    ///
+    /// After an error the disk is active. The exception is a reactor that does not close the image
+    /// in time: the disk is inactive then, and the lock is released when that reactor closes it.
     pub fn deactivate(self: &Arc<Self>) -> Result<(), WorkError> {
         if self.activation.is_none() || self.is_inactive() {
             return Ok(());
@@ -104,7 +123,8 @@ impl Disk {
         let deadline = Instant::now() + LOCK_TIME;
         while files.iter().any(|file| file.strong_count() > 0) {
             if Instant::now() > deadline {
-                let why = Why::NotPossible("a reactor still has the image open".into());
+                let why = "the disk is inactive, but a reactor has not closed the image yet";
+                let why = Why::NotPossible(why.into());
                 let (disk, why) = (self.name().into(), Box::new(why));
                 return Err(WorkError { disk, work: "deactivation", why });
             }
@@ -144,4 +164,67 @@ fn locked_files(source: &Source) -> Vec<Weak<LockedFile>> {
         source => source.file().into_iter().collect(),
     };
     written.into_iter().filter_map(|file| file.fd().map(Arc::downgrade)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+
+    use blockyard_image::CacheMode;
+
+    use super::*;
+    use crate::DiskOptions;
+
+    /// Two sessions may activate a disk at the same time, and other work may hold the lock for a
+    /// moment.
+    #[test]
+    fn activations_wait_for_other_work_and_the_first_one_suffices() {
+        let path = std::env::temp_dir().join(format!("blockyard-activate-{}", std::process::id()));
+        std::fs::write(&path, [0; 4096]).unwrap();
+        let image = ChainOptions::new(&path);
+        let (name, serial) = ("disk".into(), String::new());
+        let (cache, filters) = (CacheMode::None, Vec::new());
+        let on_enospc = Default::default();
+        let options = DiskOptions { name, serial, read_only: false, cache, filters, on_enospc };
+        let disk = Disk::new(options, Source::open(&image).unwrap());
+        let disk = Arc::new(disk.until_activated(image));
+        let held = disk.begin_work().unwrap();
+        std::thread::scope(|scope| {
+            let activations: Vec<_> = (0..2)
+                .map(|_| {
+                    let (waits, waiting) = channel();
+                    let disk = disk.clone();
+                    let activation = scope.spawn(move || {
+                        disk.activate(|| {
+                            let _ = waits.send(());
+                            true
+                        })
+                    });
+                    (activation, waiting)
+                })
+                .collect();
+            let all_wait = activations.iter().all(|(_, waiting)| waiting.recv().is_ok());
+            drop(held);
+            assert!(all_wait, "an activation did not wait");
+            for (activation, _) in activations {
+                activation.join().unwrap().unwrap();
+            }
+        });
+        assert!(!disk.is_inactive());
+        std::fs::remove_file(&path).unwrap();
+    }
+
+    /// The other work does not end, and the session does.
+    #[test]
+    fn an_activation_that_waits_ends_with_its_session() {
+        let (name, serial) = ("disk".into(), String::new());
+        let (cache, filters) = (CacheMode::None, Vec::new());
+        let on_enospc = Default::default();
+        let options = DiskOptions { name, serial, read_only: false, cache, filters, on_enospc };
+        let disk = Disk::new(options, Source::Null { size: 4096 });
+        let disk = Arc::new(disk.until_activated(ChainOptions::new("/nonexistent")));
+        let _held = disk.begin_work().unwrap();
+        let error = disk.activate(|| false).unwrap_err();
+        assert!(matches!(*error.why, Why::Busy), "{error}");
+    }
 }

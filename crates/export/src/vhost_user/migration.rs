@@ -46,7 +46,7 @@ impl Session {
         })
     }
 
-    /// Closes the image of such a disk if no ring runs. After an error the disk stays active.
+    /// Closes the image of such a disk if no ring runs. After an error the image is still locked.
     pub(super) fn deactivate(&self) -> Result<()> {
         if self.queues().next().is_some() {
             return Ok(());
