@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use anyhow::bail;
 use blockyard_program::output;
 use rustix::fs::MemfdFlags;
+use rustix::io::Errno;
 use rustix::process::Pid;
 
 /// Name of the memory file.
@@ -74,15 +75,20 @@ impl Server {
         };
         let number = pid.as_raw_nonzero();
         let start = Instant::now();
-        while rustix::process::test_kill_process(pid).is_ok() && serves_one_device(pid) {
+        while is_alive(pid) && serves_one_device(pid) {
             if start.elapsed() > EXIT_TIMEOUT {
                 bail!("the device is removed, but its server, process {number}, does not exit");
             }
             std::thread::sleep(Duration::from_millis(5));
         }
-        let is_closed =
-            closing.is_none_or(|file| file.metadata().is_ok_and(|file| file.size() > 0));
-        if !is_closed {
+        let Some(closing) = closing else {
+            bail!(
+                "{device} is removed, but it is not known whether its server, process {number}, \
+                 has closed the image: the files of that process cannot be read. As the user of \
+                 the server or as root, {AGAIN}"
+            );
+        };
+        if !closing.metadata().is_ok_and(|file| file.size() > 0) {
             bail!(
                 "{device} is removed, but its server, process {number}, ended before it had closed \
                  the image: {AGAIN}"
@@ -90,6 +96,11 @@ impl Server {
         }
         Ok(())
     }
+}
+
+/// Returns whether a process exists. It may belong to another user, which is `EPERM`.
+fn is_alive(pid: Pid) -> bool {
+    rustix::process::test_kill_process(pid) != Err(Errno::SRCH)
 }
 
 pub fn serves_one_device(pid: Pid) -> bool {
@@ -105,4 +116,33 @@ fn closing_of(pid: Pid) -> Option<File> {
     let path =
         paths.find(|path| std::fs::read_link(path).is_ok_and(|to| to == Path::new(&name)))?;
     File::open(path).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_servers_report_proves_that_the_image_is_closed() {
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        let pid = Pid::from_child(&child);
+        child.wait().unwrap();
+        let finish = |closing| {
+            let done = Server::Attached(pid, closing).finish(Path::new("/dev/ublkb7"));
+            done.map_err(|e| e.to_string())
+        };
+        let silent = Closing::new().unwrap();
+        assert!(finish(Some(silent.0)).unwrap_err().contains("ended before it had closed"));
+        assert!(finish(None).unwrap_err().contains("it is not known"));
+        let closing = Closing::new().unwrap();
+        let seen = closing.0.try_clone().unwrap();
+        closing.report();
+        finish(Some(seen)).unwrap();
+    }
+
+    /// Without privileges, signals to the first process are refused.
+    #[test]
+    fn a_process_of_another_user_is_alive() {
+        assert!(is_alive(Pid::INIT));
+    }
 }
