@@ -109,11 +109,23 @@ impl Storage for Passed {
         self.call(flush).await.inspect_err(|e| self.core.set_lost("flush", e))
     }
 
+    /// Discards the whole granules of the range. The rest stays, because a discard is a hint.
     async fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
+        let granule = self.core.granule;
+        let end = offset.checked_add(len).ok_or(io::ErrorKind::InvalidInput)?;
+        let (offset, end) = (offset.next_multiple_of(granule), end & !(granule - 1));
+        if offset >= end {
+            return Ok(());
+        }
+        let len = end - offset;
         self.call(move |device| Box::pin(async move { device.discard(offset, len).await })).await
     }
 
     async fn zero(&self, offset: u64, len: u64, _unmap: bool) -> io::Result<()> {
+        // The raw image above writes zeroes then, and keeps the rest of each granule.
+        if !(offset | len).is_multiple_of(self.core.granule) {
+            return Err(io::ErrorKind::Unsupported.into());
+        }
         self.call(move |device| Box::pin(async move { device.write_zeroes(offset, len).await }))
             .await
     }
