@@ -146,6 +146,21 @@ fn a_map_that_is_silent_is_not_waited_for() {
     assert!(yard.remove("silent").unwrap().is_flushed);
 }
 
+#[test]
+fn a_target_may_have_no_limit() {
+    let scratch = Scratch::new("no-limit");
+    let file = scratch.file("file", &vec![0; SIZE as usize]);
+    let yard = Yard::start(1).unwrap();
+    let limits = Limits { start: Duration::MAX, answer: Duration::MAX };
+    let disk = Disk::target("a", honest(&file).limits(limits));
+    yard.serve(disk.vhost_user(scratch.path("socket"))).unwrap();
+    let mut guest = Guest::connect(&scratch.path("socket"));
+    guest.write(0, &[5; 4096]);
+    assert_eq!(guest.read(0, 4096), [5; 4096]);
+    drop(guest);
+    assert!(yard.remove("a").unwrap().is_flushed);
+}
+
 /// Fails at its start, in three ways.
 #[test]
 fn a_target_that_cannot_start_is_an_error() {

@@ -43,6 +43,8 @@ impl Patience {
     /// Ends this wait after the limit.
     pub(super) fn watch(&self, wait: Arc<dyn Expires>) {
         let inner = &*self.0;
+        // A limit that no clock reaches is none.
+        let Some(deadline) = inner.handle.read_clock().checked_add(inner.limit) else { return };
         let mut waits = inner.waits.borrow_mut();
         while waits.front().is_some_and(|(_, wait)| wait.is_over()) {
             waits.pop_front();
@@ -51,7 +53,7 @@ impl Patience {
             waits.retain(|(_, wait)| !wait.is_over());
             inner.live.set(waits.len());
         }
-        waits.push_back((inner.handle.read_clock() + inner.limit, wait));
+        waits.push_back((deadline, wait));
         if !inner.watches.replace(true) {
             let weak = Rc::downgrade(&self.0);
             let handle = inner.handle.clone();

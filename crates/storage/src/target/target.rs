@@ -57,7 +57,8 @@ pub enum Access {
 pub struct Limits {
     /// Longest time for the start of the target.
     pub start: Duration,
-    /// Longest time for an answer. Then the request fails. The target goes on.
+    /// Longest time for an answer. Then the request fails. The target goes on. `Duration::MAX`: no
+    /// limit.
     pub answer: Duration,
 }
 
