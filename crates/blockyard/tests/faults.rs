@@ -261,6 +261,73 @@ fn a_device_serves_its_own_data_and_its_panic_ends_only_itself() {
     assert!(yard.remove("good").unwrap().is_flushed);
 }
 
+/// An error of the target's own type. It notes the threads that format or drop it.
+#[derive(Debug)]
+struct OwnError(Arc<Mutex<Vec<String>>>);
+
+impl OwnError {
+    fn note(&self) {
+        let name = std::thread::current().name().unwrap_or_default().to_string();
+        self.0.lock().unwrap().push(name);
+    }
+}
+
+impl std::fmt::Display for OwnError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.note();
+        f.write_str("no idea")
+    }
+}
+
+impl Drop for OwnError {
+    fn drop(&mut self) {
+        self.note();
+    }
+}
+
+impl std::error::Error for OwnError {}
+
+struct Failing(Arc<Mutex<Vec<String>>>);
+
+impl Failing {
+    fn fail(&self) -> io::Result<()> {
+        Err(io::Error::other(OwnError(self.0.clone())))
+    }
+}
+
+impl Device for Failing {
+    async fn read(&self, _offset: u64, _data: Lent) -> io::Result<()> {
+        self.fail()
+    }
+
+    async fn write(&self, _offset: u64, _data: Lent) -> io::Result<()> {
+        self.fail()
+    }
+
+    async fn flush(&self) -> io::Result<()> {
+        self.fail()
+    }
+}
+
+#[test]
+fn an_error_of_a_target_runs_its_code_on_the_thread_of_the_target() {
+    let scratch = Scratch::new("own-error");
+    let threads = Arc::new(Mutex::new(Vec::new()));
+    let noted = threads.clone();
+    let target = Target::device("failing", SHAPE, async move |_, _| Ok(Failing(noted)));
+    let yard = Yard::start(1).unwrap();
+    yard.serve(Disk::target("a", target).vhost_user(scratch.path("socket"))).unwrap();
+    let mut guest = Guest::connect(&scratch.path("socket"));
+    assert_eq!(guest.try_read(0, 4096), Err(IOERR));
+    assert_eq!(guest.try_write(0, &[1; 4096]), IOERR);
+    assert_eq!(guest.try_flush(), IOERR);
+    drop(guest);
+    yard.remove("a").unwrap();
+    let threads = threads.lock().unwrap();
+    // Each of the three errors is formatted and dropped.
+    assert!(threads.len() >= 6 && threads.iter().all(|name| name == "target"), "{threads:?}");
+}
+
 /// A disk in one file that moves to another one while it is used, and grows.
 struct Moving {
     file: Arc<Mutex<usize>>,

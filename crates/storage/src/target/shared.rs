@@ -1,5 +1,6 @@
 //! What all reactors share of a target's disk, and the questions to the target's thread.
 
+use std::fmt::Display;
 use std::io;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -171,11 +172,11 @@ impl Core {
     }
 
     pub(super) fn set_lost(&self, call: &str, error: &io::Error) {
-        let _ = self.lost.set(format!("an earlier {call} failed: {error}"));
+        self.lost.get_or_init(|| format!("an earlier {call} failed: {error}"));
     }
 
     /// Logs the first fault of each kind.
-    pub(super) fn note(&self, fault: Fault, what: &str) {
+    pub(super) fn note(&self, fault: Fault, what: impl Display) {
         let bit = 1 << fault as u32;
         if self.noted.fetch_or(bit, Ordering::Relaxed) & bit == 0 {
             tracing::error!("target {}: {what}; later faults like this are not logged", self.name);
@@ -187,7 +188,7 @@ impl Core {
             io::ErrorKind::TimedOut => Fault::Late,
             _ => Fault::Error,
         };
-        self.note(fault, &format!("it fails: {error}"));
+        self.note(fault, format_args!("it fails: {error}"));
     }
 }
 

@@ -1,8 +1,9 @@
 //! The thread on which a target runs.
 //!
 //! In: calls from any thread. Out: their results. What must hold: every call ends with a result or
-//! an error; a panic of the target ends the target, not the thread of a caller; the number of calls
-//! that a silent target leaves unanswered is bounded.
+//! an error; a panic of the target ends the target, not the thread of a caller; an error has no code
+//! of the target, because its caller formats and drops it; the number of calls that a silent target
+//! leaves unanswered is bounded.
 
 use std::cell::RefCell;
 use std::future::poll_fn;
@@ -124,7 +125,11 @@ impl Worker {
             let Some(target) = TARGET.with_borrow(Option::clone) else { return };
             handle.spawn(async move {
                 let _counted = counted;
-                match caught(|| work(target)).await {
+                let work = || -> Boxed<'static, io::Result<T>> {
+                    let work = work(target);
+                    Box::pin(async move { work.await.map_err(plain) })
+                };
+                match caught(work).await {
                     Some(value) => promise.keep(value),
                     None => {
                         promise.keep(Err(panicked()));
@@ -144,6 +149,14 @@ impl Drop for Worker {
             end_target();
             handle.stop();
         });
+    }
+}
+
+/// Returns an error with the same kind and text, and without a type of the target.
+fn plain(error: io::Error) -> io::Error {
+    match error.get_ref() {
+        Some(_) => io::Error::new(error.kind(), error.to_string()),
+        None => error,
     }
 }
 
