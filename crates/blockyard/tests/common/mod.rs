@@ -107,18 +107,26 @@ impl Guest {
     }
 
     /// Sends a request for a range: a discard or zeroes.
-    fn range(&mut self, kind: u32, offset: usize, len: usize) {
+    fn range(&mut self, kind: u32, offset: usize, len: usize) -> u8 {
         let mut range = request::range(offset as u64 / 512, len as u32 / 512);
         let data = Data::ToDevice(range.len() as u32);
-        assert_eq!(self.call(kind, 0, data, &mut range), status::OK);
+        self.call(kind, 0, data, &mut range)
+    }
+
+    pub fn try_discard(&mut self, offset: usize, len: usize) -> u8 {
+        self.range(request::DISCARD, offset, len)
     }
 
     pub fn discard(&mut self, offset: usize, len: usize) {
-        self.range(request::DISCARD, offset, len);
+        assert_eq!(self.try_discard(offset, len), status::OK);
+    }
+
+    pub fn try_write_zeroes(&mut self, offset: usize, len: usize) -> u8 {
+        self.range(request::WRITE_ZEROES, offset, len)
     }
 
     pub fn write_zeroes(&mut self, offset: usize, len: usize) {
-        self.range(request::WRITE_ZEROES, offset, len);
+        assert_eq!(self.try_write_zeroes(offset, len), status::OK);
     }
 
     pub fn read(&mut self, offset: usize, len: usize) -> Vec<u8> {

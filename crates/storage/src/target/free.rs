@@ -19,6 +19,7 @@ use super::answer::Use;
 use super::cache::Known;
 use super::map::{Discard, Extent, Place};
 use super::mapped::{Ask, Mapped};
+use super::promise::is_late;
 use crate::storage::Storage;
 
 /// Bytes of zeroes that are written at a time.
@@ -90,7 +91,7 @@ impl<S: Storage, A: Ask> Mapped<S, A> {
             let answer = answer.inspect_err(|e| {
                 self.core.note_error(e);
                 // The map may still free places, and a flush must not run at the same time.
-                if e.kind() == io::ErrorKind::TimedOut {
+                if is_late(e) {
                     self.core.set_lost("discard", e);
                 }
             });

@@ -28,6 +28,8 @@ enum Kind {
     /// They are free. The map answers a read before, with more than its range, but the answer comes
     /// after.
     Late,
+    /// The map implements neither discards nor flushes.
+    Unable,
 }
 
 /// Every part lies at its own offset of the file, in granules.
@@ -63,6 +65,9 @@ impl Map for Same {
 
     async fn flush(&self, moved: &[Range<u64>]) -> io::Result<()> {
         self.flushes.set(self.flushes.get() + 1);
+        if self.kind == Kind::Unable {
+            return Err(io::ErrorKind::Unsupported.into());
+        }
         for range in moved {
             self.moved.borrow_mut().extend(range.start / GRANULE..range.end / GRANULE);
         }
@@ -75,7 +80,7 @@ impl Map for Same {
         // One granule at a time, so that Blockyard asks again.
         let (at, offset) = (asked.offset / GRANULE, asked.offset);
         let place = match self.kind {
-            Kind::Silent => return Err(io::ErrorKind::Unsupported.into()),
+            Kind::Silent | Kind::Unable => return Err(io::ErrorKind::Unsupported.into()),
             Kind::Stays => Place::At { file: 0, offset },
             Kind::Frees | Kind::Lies | Kind::Late => {
                 while self.kind == Kind::Late && !self.has_answered.get() {
@@ -136,6 +141,19 @@ fn a_map_may_wait_for_an_invalidation_in_each_flush() {
         disk.sync().await.unwrap();
         assert_eq!(flushes.get(), 2);
         assert_eq!(read(&disk, 16383 * 512, 1024).await, [[1; 512], [2; 512]].concat());
+    });
+}
+
+#[test]
+fn a_failed_flush_of_the_engine_is_reported_once_and_for_all() {
+    with_map(Kind::Unable, async |Rig { disk, .. }| {
+        for part in 0..16384 {
+            write(&disk, part * 512, &[1; 512]).await;
+        }
+        assert!(disk.lost().is_none());
+        let written = disk.write(Segments::from_bytes(&[2; 512]), 16384 * 512, false).await.1;
+        assert_eq!(written.unwrap_err().kind(), io::ErrorKind::Unsupported);
+        assert!(disk.lost().unwrap().to_string().starts_with("an earlier flush failed"));
     });
 }
 

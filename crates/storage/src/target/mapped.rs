@@ -429,6 +429,10 @@ impl<S: Storage, A: Ask> Storage for Mapped<S, A> {
         self.lookups.get()
     }
 
+    fn lost(&self) -> Option<io::Error> {
+        self.core.lost().map(io::Error::other)
+    }
+
     async fn read(&self, segments: Segments, offset: u64) -> (Segments, io::Result<usize>) {
         let len = (segments.len() as u64).min(self.core.size().saturating_sub(offset));
         let in_use = self.core.in_use.enter();

@@ -2,10 +2,13 @@
 //!
 //! What must hold
 //! - A request is not answered while the device, or an operation of its files, may use the memory.
+//! - After a change that the device did not answer in time the disk accepts no writes, because the
+//!   change may still reach the device's storage after a later write.
 //! - The memory of copies is bounded for each disk. A request needs a copy if its memory cannot be
 //!   lent.
 
 use std::io;
+use std::rc::Rc;
 use std::sync::Arc;
 
 use blockyard_ring::Segments;
@@ -13,6 +16,7 @@ use blockyard_ring::Segments;
 use super::device::AnyDevice;
 use super::map::Boxed;
 use super::patience::Patience;
+use super::promise::is_late;
 use super::shared::{Core, limited};
 use super::worker::{Living, Worker};
 use crate::Geometry;
@@ -39,13 +43,20 @@ impl Passed {
 
     async fn call<T: Send + 'static>(
         &self,
-        work: impl FnOnce(std::rc::Rc<dyn AnyDevice>) -> Boxed<'static, io::Result<T>> + Send + 'static,
+        work: impl FnOnce(Rc<dyn AnyDevice>) -> Boxed<'static, io::Result<T>> + Send + 'static,
     ) -> io::Result<T> {
         let work = move |target| match target {
             Living::Device(device) => work(device),
             Living::Map(_) => Box::pin(async { Err(io::Error::other("it is no device")) }),
         };
         limited(&self.core, &self.worker, &self.patience, work).await
+    }
+
+    /// Ends the disk if the device may still make a change that has failed.
+    fn end_if_late(&self, change: &str, error: &io::Error) {
+        if is_late(error) {
+            self.core.set_lost(change, error);
+        }
     }
 
     /// Passes a request to the device, in parts of which each is short enough for a copy.
@@ -69,6 +80,9 @@ impl Passed {
                 })
             });
             let result = called.await;
+            if let (true, Err(e)) = (write, &result) {
+                self.end_if_late("write", e);
+            }
             // A device that is silent is not waited for, but an operation of its files is.
             loan.end(result.is_ok() && !write).await;
             result?;
@@ -103,7 +117,7 @@ impl Storage for Passed {
         if let Some(why) = self.core.lost() {
             return Err(io::Error::other(why));
         }
-        let flush = |device: std::rc::Rc<dyn AnyDevice>| -> Boxed<'static, io::Result<()>> {
+        let flush = |device: Rc<dyn AnyDevice>| -> Boxed<'static, io::Result<()>> {
             Box::pin(async move { device.flush().await })
         };
         self.call(flush).await.inspect_err(|e| self.core.set_lost("flush", e))
@@ -118,7 +132,9 @@ impl Storage for Passed {
             return Ok(());
         }
         let len = end - offset;
-        self.call(move |device| Box::pin(async move { device.discard(offset, len).await })).await
+        let called =
+            self.call(move |device| Box::pin(async move { device.discard(offset, len).await }));
+        called.await.inspect_err(|e| self.end_if_late("discard", e))
     }
 
     async fn zero(&self, offset: u64, len: u64, _unmap: bool) -> io::Result<()> {
@@ -126,8 +142,9 @@ impl Storage for Passed {
         if !(offset | len).is_multiple_of(self.core.granule) {
             return Err(io::ErrorKind::Unsupported.into());
         }
-        self.call(move |device| Box::pin(async move { device.write_zeroes(offset, len).await }))
-            .await
+        let called = self
+            .call(move |device| Box::pin(async move { device.write_zeroes(offset, len).await }));
+        called.await.inspect_err(|e| self.end_if_late("write of zeroes", e))
     }
 
     async fn set_len(&self, _: u64) -> io::Result<()> {
@@ -136,6 +153,10 @@ impl Storage for Passed {
 
     async fn len(&self) -> io::Result<u64> {
         Ok(self.core.size())
+    }
+
+    fn lost(&self) -> Option<io::Error> {
+        self.core.lost().map(io::Error::other)
     }
 
     fn geometry(&self) -> Geometry {

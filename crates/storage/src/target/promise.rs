@@ -8,6 +8,16 @@ use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Poll, Waker};
 
+/// A wait that has reached its limit. What was asked for may still happen.
+#[derive(Debug, thiserror::Error)]
+#[error("the target did not answer in time")]
+struct Late;
+
+/// Returns whether a call has begun and may still happen, although it has failed.
+pub(super) fn is_late(error: &io::Error) -> bool {
+    error.get_ref().is_some_and(|inner| inner.is::<Late>())
+}
+
 /// Where a result arrives.
 pub(super) struct Answer<T>(Mutex<State<T>>);
 
@@ -59,10 +69,9 @@ impl<T> Answer<T> {
                     state.waker = Some(cx.waker().clone());
                     Poll::Pending
                 }
-                Some(Ending::Late) => Poll::Ready(Err(io::Error::new(
-                    io::ErrorKind::TimedOut,
-                    "the target did not answer in time",
-                ))),
+                Some(Ending::Late) => {
+                    Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, Late)))
+                }
                 Some(_) => Poll::Ready(Err(io::Error::other("the target has ended"))),
             }
         })
