@@ -1,10 +1,11 @@
-//! Devices with large granules get whole granules only.
+//! Devices with large granules get whole granules only, and nothing beyond the end of their disk.
 
 use std::cell::RefCell;
 use std::io;
+use std::sync::mpsc::sync_channel;
 use std::sync::{Arc, Mutex};
 
-use blockyard::{Device, Disk, Lent, Shape, Target, Yard};
+use blockyard::{Device, Disk, Handle, Lent, Shape, Target, Yard};
 
 mod common;
 
@@ -13,6 +14,8 @@ use common::{Guest, Scratch};
 const GRANULE: usize = 64 << 10;
 const SIZE: usize = 16 * GRANULE;
 const SHAPE: Shape = Shape { size: SIZE as u64, granule: GRANULE as u64 };
+/// virtio-blk's status of a failed request.
+const IOERR: u8 = 1;
 
 /// Offset and length of each discard, and of each range of zeroes.
 type Ranges = Arc<Mutex<[Vec<(usize, usize)>; 2]>>;
@@ -83,6 +86,35 @@ fn discards_and_zeroes_reach_a_device_in_whole_granules() {
     let [discards, zeroes] = ranges.lock().unwrap().clone();
     assert_eq!(discards, [(2 * GRANULE, GRANULE)]);
     assert_eq!(zeroes, [(8 * GRANULE, 2 * GRANULE)]);
+    drop(guest);
+    yard.remove("a").unwrap();
+}
+
+#[test]
+fn a_device_that_became_smaller_gets_nothing_beyond_its_end() {
+    let scratch = Scratch::new("smaller");
+    let ranges = Ranges::default();
+    let noted = ranges.clone();
+    let (sender, receiver) = sync_channel::<Handle>(1);
+    let target = Target::device("memory", SHAPE, async move |_, handle| {
+        let _ = sender.send(handle);
+        Ok(Memory { bytes: vec![7; SIZE].into(), ranges: noted })
+    });
+    let yard = Yard::start(1).unwrap();
+    yard.serve(Disk::target("a", target).vhost_user(scratch.path("socket"))).unwrap();
+    let (handle, mut guest) = (receiver.recv().unwrap(), Guest::connect(&scratch.path("socket")));
+    let end = SIZE - 4 * GRANULE;
+    // The guest still has the old size.
+    assert!(handle.set_size(end as u64));
+    assert_eq!(guest.try_write(end, &vec![9; GRANULE]), IOERR);
+    for at in [end, end - GRANULE] {
+        assert_eq!(guest.try_discard(at, 2 * GRANULE), IOERR);
+        assert_eq!(guest.try_write_zeroes(at, 2 * GRANULE), IOERR);
+    }
+    assert!(guest.read(end, 4 * GRANULE) == vec![0; 4 * GRANULE]);
+    assert_eq!(*ranges.lock().unwrap(), [Vec::new(), Vec::new()]);
+    assert!(handle.set_size(SIZE as u64));
+    assert!(guest.read(end, 4 * GRANULE) == vec![7; 4 * GRANULE], "nothing has reached the device");
     drop(guest);
     yard.remove("a").unwrap();
 }

@@ -2,10 +2,11 @@
 //!
 //! What must hold
 //! - A request is not answered while the device, or an operation of its files, may use the memory.
+//! - No request goes beyond the end of the disk, also if that has come closer.
 //! - After a change that the device did not answer in time the disk accepts no writes, because the
 //!   change may still reach the device's storage after a later write.
-//! - The memory of copies is bounded for each disk. A request needs a copy if its memory cannot be
-//!   lent.
+//! - The memory of copies is bounded for each disk, without those of failed requests that a hanging
+//!   operation still uses. A request needs a copy if its memory cannot be lent.
 
 use std::io;
 use std::rc::Rc;
@@ -39,6 +40,12 @@ impl Passed {
     /// Returns the bytes of one copy, in whole granules.
     fn piece(&self) -> usize {
         PIECE.max(self.core.granule as usize)
+    }
+
+    /// Returns the end of a range, or an error if it is beyond the end of the disk.
+    fn end_of(&self, offset: u64, len: u64) -> io::Result<u64> {
+        let end = offset.checked_add(len).filter(|end| *end <= self.core.size());
+        end.ok_or_else(|| io::ErrorKind::InvalidInput.into())
     }
 
     async fn call<T: Send + 'static>(
@@ -94,8 +101,11 @@ impl Passed {
 
 impl Storage for Passed {
     async fn read(&self, segments: Segments, offset: u64) -> (Segments, io::Result<usize>) {
-        let result = self.pass(&segments, offset, false).await;
-        let len = segments.len();
+        let len = (segments.len() as u64).min(self.core.size().saturating_sub(offset)) as usize;
+        let result = match len == segments.len() {
+            true => self.pass(&segments, offset, false).await,
+            false => self.pass(&segments.slice(0, len), offset, false).await,
+        };
         (segments, result.map(|()| len))
     }
 
@@ -105,6 +115,9 @@ impl Storage for Passed {
         offset: u64,
         durable: bool,
     ) -> (Segments, io::Result<usize>) {
+        if let Err(e) = self.end_of(offset, segments.len() as u64) {
+            return (segments, Err(e));
+        }
         let mut result = self.pass(&segments, offset, true).await;
         if durable && result.is_ok() {
             result = self.sync().await;
@@ -126,7 +139,7 @@ impl Storage for Passed {
     /// Discards the whole granules of the range. The rest stays, because a discard is a hint.
     async fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
         let granule = self.core.granule;
-        let end = offset.checked_add(len).ok_or(io::ErrorKind::InvalidInput)?;
+        let end = self.end_of(offset, len)?;
         let (offset, end) = (offset.next_multiple_of(granule), end & !(granule - 1));
         if offset >= end {
             return Ok(());
@@ -138,6 +151,7 @@ impl Storage for Passed {
     }
 
     async fn zero(&self, offset: u64, len: u64, _unmap: bool) -> io::Result<()> {
+        self.end_of(offset, len)?;
         // The raw image above writes zeroes then, and keeps the rest of each granule.
         if !(offset | len).is_multiple_of(self.core.granule) {
             return Err(io::ErrorKind::Unsupported.into());

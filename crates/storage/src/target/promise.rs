@@ -8,7 +8,7 @@ use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Poll, Waker};
 
-/// A wait that has reached its limit. What was asked for may still happen.
+/// Error of a wait that has reached its limit. The call may still have its effect.
 #[derive(Debug, thiserror::Error)]
 #[error("the target did not answer in time")]
 struct Late;

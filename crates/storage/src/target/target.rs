@@ -33,10 +33,13 @@ use crate::{Geometry, SECTOR};
 /// Longest time in which the thread of a program gives it up. It does not wait for the program.
 const LEAVE: Duration = Duration::from_secs(30);
 
+/// Largest size of a disk in bytes.
+const MOST_SIZE: u64 = 1 << 62;
+
 /// The size of a disk, and the unit in which it is mapped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
-    /// Size in bytes, a multiple of the granule.
+    /// Size in bytes: a multiple of the granule, at most 2^62.
     pub size: u64,
     /// Unit in bytes: a power of two from 512 to 4 MiB. Blockyard asks a map for whole granules,
     /// and sends a device requests of whole granules.
@@ -203,18 +206,22 @@ impl Target {
 
     fn check(&self) -> Result<(), TargetError> {
         let Shape { size, granule } = self.shape;
-        let wrong = |what| Err(TargetError::new(TargetErrorKind::Shape, &self.name, what));
+        let wrong = |what: String| Err(TargetError::new(TargetErrorKind::Shape, &self.name, what));
         if !granule.is_power_of_two() || !(SECTOR..=REGION).contains(&granule) {
             return wrong(format!(
                 "its granule of {granule} bytes is no power of two from 512 to 4194304"
             ));
         }
-        if size == 0 || !size.is_multiple_of(granule) || size > 1 << 62 {
-            return wrong(format!(
+        match size {
+            0 => wrong("its size is 0 bytes".into()),
+            _ if size > MOST_SIZE => {
+                wrong(format!("its size of {size} bytes is more than {MOST_SIZE} bytes"))
+            }
+            _ if !size.is_multiple_of(granule) => wrong(format!(
                 "its size of {size} bytes is no multiple of its granule of {granule} bytes"
-            ));
+            )),
+            _ => Ok(()),
         }
-        Ok(())
     }
 
     /// Opens the files and starts the target. `cache`: how data files are opened.
@@ -391,7 +398,7 @@ impl Handle {
     pub async fn invalidate(&self, range: Range<u64>) {
         let Some(core) = self.0.upgrade() else { return };
         // The table has whole granules.
-        let (granule, end) = (core.granule, range.end.min(1 << 62));
+        let (granule, end) = (core.granule, range.end.min(MOST_SIZE));
         let whole = range.start & !(granule - 1)..end.next_multiple_of(granule);
         if whole.is_empty() {
             return;
@@ -401,9 +408,15 @@ impl Handle {
 
     /// Changes the size of the disk, in bytes: a multiple of the granule. The program that serves
     /// the disk then adopts it. Returns false, and changes nothing, for other sizes.
+    ///
+    /// A disk that grows has its new space before this call. A disk that becomes smaller gives its
+    /// space up after it: requests that begin later do not go beyond the new end, but those that
+    /// began before may reach the target, or use its answers, until they end. So first call this,
+    /// then wait for [`Handle::invalidate`] of the rest (a map), or for the methods that run (a
+    /// device), and then give up the space.
     pub fn set_size(&self, size: u64) -> bool {
         let Some(core) = self.0.upgrade() else { return false };
-        let fits = size > 0 && size.is_multiple_of(core.granule) && size <= 1 << 62;
+        let fits = size > 0 && size.is_multiple_of(core.granule) && size <= MOST_SIZE;
         if fits {
             core.size.store(size, Ordering::Relaxed);
         }

@@ -1,9 +1,9 @@
 //! The thread on which a target runs.
 //!
 //! In: calls from any thread. Out: their results. What must hold: every call ends with a result or
-//! an error; a panic of the target ends the target, not the thread of a caller; an error has no code
-//! of the target, because its caller formats and drops it; the number of calls that a silent target
-//! leaves unanswered is bounded.
+//! an error; a panic of the target ends the target, not the thread of a caller; an error has no
+//! code of the target, because its caller formats and drops it; the number of calls that a silent
+//! target leaves unanswered is bounded.
 
 use std::cell::RefCell;
 use std::future::poll_fn;
