@@ -11,9 +11,12 @@ import sys
 BLOCK = 64 << 10
 FREED = (1 << 64) - 1
 base, store, table = (os.path.abspath(os.environ[name]) for name in ("BASE", "STORE", "TABLE"))
-blocks = os.lseek(os.open(base, os.O_RDONLY), 0, os.SEEK_END) // BLOCK
+blocks, rest = divmod(os.lseek(os.open(base, os.O_RDONLY), 0, os.SEEK_END), BLOCK)
+if rest:
+    sys.exit(f"{base} is no multiple of {BLOCK} bytes: make it one, with truncate -s %{BLOCK}")
 file = os.open(table, os.O_RDWR | os.O_CREAT, 0o600)
-os.ftruncate(file, blocks * 8)
+if os.lseek(file, 0, os.SEEK_END) < blocks * 8:
+    os.posix_fallocate(file, 0, blocks * 8)  # now, not in a flush, the host may be full
 slots = list(struct.unpack(f"<{blocks}Q", os.pread(file, blocks * 8, 0)))
 free = sorted(set(range(1, blocks + 1)) - set(slots), reverse=True)
 given = {}  # places that are not in the table yet

@@ -3,6 +3,8 @@
 use std::io::Write;
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::sync::mpsc::sync_channel;
+use std::time::Duration;
 
 use blockyard::{Disk, ErrorKind, Yard};
 
@@ -13,6 +15,8 @@ use common::{Guest, Loop, Scratch};
 const BLOCK: usize = 64 << 10;
 /// virtio-blk's status of a failed request.
 const IOERR: u8 = 1;
+/// Limit for hangs only.
+const LIMIT: Duration = Duration::from_secs(60);
 
 /// Makes a program of a shell script. Returns its image name. Another process writes the file: a
 /// process that a second thread starts in the meantime would inherit a descriptor of this one, and
@@ -45,6 +49,18 @@ fn the_python_example_works_on_block_devices() {
     let devices =
         devices.map(|(name, bytes, sector)| Loop::new(&scratch.file(name, &bytes), sector));
     keeps_what_was_written(&scratch, &devices.each_ref().map(|device| device.0.clone()));
+}
+
+#[test]
+fn the_python_example_refuses_a_base_of_part_of_a_block() {
+    let scratch = Scratch::new("python-odd");
+    let base = scratch.file("base", &vec![1; BLOCK + 512]);
+    let example = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../contrib/exec/cowd.py");
+    let mut command = Command::new(example);
+    command.env("BASE", &base).env("STORE", &base).env("TABLE", scratch.path("table"));
+    let output = command.stdin(Stdio::null()).output().unwrap();
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert!(!output.status.success() && error.contains("is no multiple of 65536 bytes"), "{error}");
 }
 
 /// Serves the base with `base()` and the store by the Python example, and writes, twice.
@@ -119,6 +135,37 @@ fn a_program_that_fails_hurts_only_its_own_disk() {
         assert_eq!(neighbour.read(4096, 512), [0; 512], "{fault}");
         drop(guest);
         yard.remove("bad").unwrap();
+    }
+}
+
+#[test]
+fn the_processes_of_a_program_end_with_it() {
+    let scratch = Scratch::new("group");
+    let pipe = scratch.path("pipe");
+    assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    // Fails at its first question, and goes on.
+    let text = format!("{HELLO}read line; echo hello; exec sleep 1000\n");
+    let inner = script(&scratch, "inner", &text).split_off("exec:".len());
+    let wrappers = [
+        ("waits for a child", format!("{inner} 3>'{}'\nexit 1", pipe.display())),
+        ("leaves a child", format!("{inner} <&0 3>'{}' &", pipe.display())),
+    ];
+    for (how, text) in wrappers {
+        // Each process of the program has the other end open.
+        let (sender, ended) = sync_channel(1);
+        let path = pipe.clone();
+        std::thread::spawn(move || {
+            let _ = sender.send(std::fs::read(path).unwrap());
+        });
+        let yard = Yard::start(1).unwrap();
+        let image = script(&scratch, "wrapper", &format!("#!/bin/sh\n{text}\n"));
+        let socket = scratch.path("socket");
+        yard.serve(Disk::image("a", image).vhost_user(&socket)).unwrap();
+        let mut guest = Guest::connect(&socket);
+        assert_eq!(guest.try_read(0, 4096), Err(IOERR), "{how}");
+        drop(guest);
+        yard.remove("a").unwrap();
+        assert_eq!(ended.recv_timeout(LIMIT), Ok(Vec::new()), "{how}: a process lives on");
     }
 }
 

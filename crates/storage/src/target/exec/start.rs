@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::io::{self, ErrorKind as IoKind, Read};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
@@ -15,7 +15,8 @@ use blockyard_ring::{child, rights, sandbox};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::retry_on_intr;
 use rustix::process::{
-    Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, pidfd_open, pidfd_send_signal, waitid,
+    Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, kill_process_group, pidfd_open,
+    pidfd_send_signal, waitid,
 };
 
 use super::handed::{self, Introduction, Position};
@@ -63,8 +64,15 @@ pub(super) struct Started {
 /// A running program. The owner's drop ends the program, in bounded time and without waiting. Any
 /// other server's drop leaves it alone.
 pub(super) struct Process {
-    pidfd: OwnedFd,
+    id: Id,
     is_owned: bool,
+}
+
+/// A program's process, and the process group that it leads.
+struct Id {
+    pidfd: OwnedFd,
+    /// The number of both. None: it is unknown.
+    group: Option<Pid>,
 }
 
 /// Programs that were started early, by name.
@@ -147,11 +155,12 @@ fn start(program: PathBuf) -> Result<Started, StorageError> {
     drop(command);
     let mut child =
         child.map_err(|e| failed(format!("cannot start {}: {e}", program.display())))?;
-    let pidfd = pidfd_open(Pid::from_child(&child), PidfdFlags::empty()).map_err(|e| {
+    let pid = Pid::from_child(&child);
+    let pidfd = pidfd_open(pid, PidfdFlags::empty()).map_err(|e| {
         let _ = child.kill().and_then(|()| child.wait());
         failed(format!("cannot watch {}: {e}", program.display()))
     })?;
-    let process = Process { pidfd, is_owned: true };
+    let process = Process { id: Id { pidfd, group: Some(pid) }, is_owned: true };
     let wrong = |what: GreetError| failed(format!("program {}: {what}", program.display()));
     let (shape, hello) = greet(&stream).inspect_err(|_| process.kill()).map_err(wrong)?;
     let Hello { data, discards, .. } = hello;
@@ -205,12 +214,13 @@ impl Started {
 impl Process {
     /// Returns a program that another server has started, and still owns.
     pub(super) fn of_another(pidfd: OwnedFd) -> Self {
-        Process { pidfd, is_owned: false }
+        let group = pid_of(&pidfd);
+        Process { id: Id { pidfd, group }, is_owned: false }
     }
 
     /// Returns a descriptor of the process for another server.
     pub(super) fn descriptor(&self) -> io::Result<OwnedFd> {
-        self.pidfd.try_clone()
+        self.id.pidfd.try_clone()
     }
 
     pub(super) fn is_owned(&self) -> bool {
@@ -227,10 +237,33 @@ impl Process {
         self.is_owned = false;
     }
 
-    /// Kills the program.
+    /// Kills the program, and the other processes of its group.
     pub(super) fn kill(&self) {
-        let _ = pidfd_send_signal(&self.pidfd, Signal::KILL);
+        self.id.kill();
     }
+}
+
+impl Id {
+    fn try_clone(&self) -> io::Result<Self> {
+        Ok(Id { pidfd: self.pidfd.try_clone()?, group: self.group })
+    }
+
+    fn kill(&self) {
+        // An error: the process has gone, and another one may have its number. A process that has
+        // ended, and that this server has not waited for, keeps its number.
+        let exists = pidfd_send_signal(&self.pidfd, Signal::KILL).is_ok();
+        // The sandbox lets a server signal no group.
+        if let (true, false, Some(group)) = (exists, sandbox::is_on(), self.group) {
+            let _ = kill_process_group(group, Signal::KILL);
+        }
+    }
+}
+
+/// Returns the number of the process of a pidfd.
+fn pid_of(pidfd: &OwnedFd) -> Option<Pid> {
+    let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd())).ok()?;
+    let number = info.lines().find_map(|line| line.strip_prefix("Pid:"))?;
+    number.trim().parse().ok().filter(|number| *number > 0).and_then(Pid::from_raw)
 }
 
 /// Returns whether a program ends before a time.
@@ -241,15 +274,18 @@ fn ends(pidfd: &OwnedFd, deadline: Instant) -> bool {
     matches!(retry_on_intr(|| rustix::event::poll(&mut ended, Some(&limit))), Ok(1..))
 }
 
-/// Waits until a program has ended. Kills it if it has not at `deadline`.
-fn end(pidfd: &OwnedFd, deadline: Instant) {
-    if !ends(pidfd, deadline) {
-        let _ = pidfd_send_signal(pidfd, Signal::KILL);
-        ends(pidfd, Instant::now() + KILLED);
+/// Waits until a program has ended. Kills it if it has not at `deadline`, and then what is left of
+/// its process group.
+fn end(id: &Id, deadline: Instant) {
+    let has_ended = ends(&id.pidfd, deadline);
+    // Before the wait below, which frees the number of the group.
+    id.kill();
+    if !has_ended {
+        ends(&id.pidfd, Instant::now() + KILLED);
     }
     // A program that another server has started may be no child of this process.
     let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG;
-    let _ = retry_on_intr(|| waitid(WaitId::PidFd(pidfd.as_fd()), options));
+    let _ = retry_on_intr(|| waitid(WaitId::PidFd(id.pidfd.as_fd()), options));
 }
 
 impl Drop for Process {
@@ -257,10 +293,10 @@ impl Drop for Process {
         if !self.is_owned {
             return;
         }
-        let Ok(pidfd) = self.pidfd.try_clone() else { return self.kill() };
+        let Ok(id) = self.id.try_clone() else { return self.kill() };
         // The time counts from now on, also if all threads are busy.
         let deadline = Instant::now() + END;
-        if ENDERS.run(Box::new(move |()| end(&pidfd, deadline))).is_err() {
+        if ENDERS.run(Box::new(move |()| end(&id, deadline))).is_err() {
             self.kill();
         }
     }
