@@ -242,10 +242,11 @@ fn read_all(disk: &impl Storage) -> f64 {
 fn table() -> [f64; 3] {
     let shape = Shape { size: BLOCK * BLOCKS, granule: BLOCK };
     let (mut handle, files) = (Handle::none(), vec![(Nothing, Access::Write)]);
-    let disk = Mapped::simulated(shape, files, |given| {
+    let made = Mapped::simulated(shape, files, async |given| {
         handle = given;
-        Direct::new(Same)
+        Ok(Direct::new(Same))
     });
+    let disk = blockyard::testing::wait(made).expect("the map opens");
     let (alone, miss, hit) = (read_all(&Nothing), read_all(&disk), read_all(&disk));
     let figures = handle.figures();
     assert_eq!((figures.misses, figures.hits, figures.known), (BLOCKS, BLOCKS, BLOCKS));

@@ -95,8 +95,8 @@ impl PowerCuts {
     ) -> Result<(), Broken> {
         let shape = self.shape;
         self.run_all(seed, cuts, SECTOR, async move |files, data| {
-            let map = make(files, Handle::none()).await?;
-            Ok(Mapped::simulated(shape, data, |_| Direct::new(map)))
+            let map = async |handle| Ok(Direct::new(make(files, handle).await?));
+            Mapped::simulated(shape, data, map).await
         })
     }
 

@@ -102,18 +102,21 @@ struct Rig {
     discards: Rc<RefCell<Vec<Discard>>>,
 }
 
-fn with_map<F: Future<Output = ()> + 'static>(kind: Kind, work: impl FnOnce(Rig) -> F) {
+fn with_map<F: Future<Output = ()> + 'static>(kind: Kind, work: impl FnOnce(Rig) -> F + 'static) {
     let image = SimImage::zeroed(SHAPE.size);
     let file = SimDisk::new(image, SimConfig::new(1));
     let (flushes, discards) = (Rc::default(), Rc::default());
     let counts = (Rc::clone(&flushes), Rc::clone(&discards));
-    let disk = Mapped::simulated(SHAPE, vec![(file, Access::Write)], |handle| {
-        let (flushes, discards) = counts;
-        let (moved, has_answered) = Default::default();
-        Direct::new(Same { kind, handle, moved, flushes, discards, has_answered })
-    });
-    let work = work(Rig { disk: Rc::new(disk), flushes, discards });
-    Sim::new(1).step_limit(u64::MAX).block_on(work).unwrap();
+    let run = async move {
+        let make = async move |handle| {
+            let (flushes, discards) = counts;
+            let (moved, has_answered) = Default::default();
+            Ok(Direct::new(Same { kind, handle, moved, flushes, discards, has_answered }))
+        };
+        let disk = Mapped::simulated(SHAPE, vec![(file, Access::Write)], make).await.unwrap();
+        work(Rig { disk: Rc::new(disk), flushes, discards }).await;
+    };
+    Sim::new(1).step_limit(u64::MAX).block_on(run).unwrap();
 }
 
 async fn write(disk: &Mapped<SimDisk, Direct>, offset: u64, bytes: &[u8]) {

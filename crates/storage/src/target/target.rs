@@ -439,19 +439,19 @@ impl Handle {
 
 impl<S: Storage, A: Ask> Mapped<S, A> {
     /// Makes a disk of a map without a thread: for tests on simulated disks. `files`: the data
-    /// files, and whether each may be written.
-    pub fn simulated(
+    /// files, and whether each may be written. `make` gets the handle to the disk.
+    pub async fn simulated(
         shape: Shape,
         files: Vec<(S, Access)>,
-        make: impl FnOnce(Handle) -> A,
-    ) -> Self {
+        make: impl AsyncFnOnce(Handle) -> io::Result<A>,
+    ) -> io::Result<Self> {
         let geometry = Geometry::default();
         let (name, capabilities) = ("simulated".into(), Capabilities::default());
         let core = Core::with(name, shape, 1, files.len(), geometry, capabilities);
         let core = Arc::new(core);
-        let ask = make(Handle(Arc::downgrade(&core)));
+        let ask = make(Handle(Arc::downgrade(&core))).await?;
         let writable: Vec<_> = files.iter().map(|(_, access)| *access == Access::Write).collect();
         let files = files.into_iter().map(|(file, _)| file).collect();
-        Mapped::new(&core, files, &writable, ask)
+        Ok(Mapped::new(&core, files, &writable, ask))
     }
 }
