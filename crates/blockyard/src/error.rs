@@ -76,10 +76,14 @@ impl From<YardError> for Error {
             YardError::Flush { .. } => ErrorKind::Flush,
             _ => ErrorKind::Other,
         };
-        let mut what = error.to_string();
-        if let YardError::Export { source, .. } = &error {
-            what = format!("{what}: {source}");
-        }
+        let what = match &error {
+            YardError::Export { source, .. } => format!("{error}: {source}"),
+            // The commands that the server's messages advise are not there for a program.
+            YardError::NotFound { disk } => {
+                format!("no disk is called \"{disk}\": `Yard::disks` returns the names")
+            }
+            _ => error.to_string(),
+        };
         Error::new(kind, what, error)
     }
 }

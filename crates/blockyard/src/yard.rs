@@ -8,7 +8,7 @@ use std::time::Duration;
 use blockyard_disk::OpKind;
 use blockyard_export::Reactors;
 use blockyard_image::{ChainOptions, Format};
-use blockyard_yard::{Activation, Change, DiskSettings, Shares, Way};
+use blockyard_yard::{Activation, Change, DiskSettings, Shares, Way, YardError};
 
 use crate::disk::{Content, Disk};
 use crate::error::{Error, ErrorKind};
@@ -87,6 +87,11 @@ impl Yard {
 
     /// Opens a disk and starts its exports. After an error nothing of it remains.
     pub fn serve(&self, disk: Disk) -> Result<(), Error> {
+        // A target that is opened runs code, and may change its files. The yard checks the name
+        // again, because another thread may serve a disk meanwhile.
+        if self.yard.info(&disk.name).is_some() {
+            return Err(YardError::NameTaken { disk: disk.name }.into());
+        }
         let exports = disk.exports.iter().map(|export| -> Arc<dyn Way> {
             let (export, queues, servers) = (export.clone(), disk.queues, self.servers.clone());
             Arc::new(One { export, queues, servers })

@@ -181,6 +181,16 @@ fn a_target_that_cannot_start_is_an_error() {
     let error =
         yard.serve(Disk::target("a", Target::map("odd", odd, async |_, _| Ok(Liar(Lie::Empty)))));
     assert!(error.unwrap_err().to_string().contains("granule of 3000 bytes"));
+    for (size, what) in [
+        (0, "its size is 0 bytes"),
+        (SIZE + 512, "its size of 4194816 bytes is no multiple of its granule of 4096 bytes"),
+        (1 << 63, "is more than 4611686018427387904 bytes"),
+    ] {
+        let shape = Shape { size, granule: 4096 };
+        let target = Target::map("odd", shape, async |_, _| Ok(Liar(Lie::Empty)));
+        let error = yard.serve(Disk::target("a", target)).unwrap_err().to_string();
+        assert!(error.ends_with(what), "{error}");
+    }
     let missing = honest("/nonexistent/file");
     let error = yard.serve(Disk::target("a", missing)).unwrap_err().to_string();
     assert_eq!(error, "target honest: image /nonexistent/file: there is no such file");
@@ -188,6 +198,25 @@ fn a_target_that_cannot_start_is_an_error() {
     yard.serve(Disk::target("a", honest(&path))).unwrap();
     let twice = yard.serve(Disk::target("b", honest(&path))).unwrap_err().to_string();
     assert!(twice.contains("is in use by"), "{twice}");
+}
+
+#[test]
+fn a_name_that_is_taken_starts_no_target() {
+    let scratch = Scratch::new("taken");
+    let path = scratch.file("file", &vec![0; SIZE as usize]);
+    let yard = Yard::start(1).unwrap();
+    yard.serve(Disk::target("a", honest(&path))).unwrap();
+    let (sender, started) = sync_channel(1);
+    let second = Target::map("second", SHAPE, async move |_, _| {
+        let _ = sender.send(());
+        Ok(Liar(Lie::Error))
+    });
+    let error = yard.serve(Disk::target("a", second)).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::NameTaken);
+    assert!(started.recv().is_err(), "the target has started");
+    yard.remove("a").unwrap();
+    let unknown = yard.remove("a").unwrap_err().to_string();
+    assert_eq!(unknown, "no disk is called \"a\": `Yard::disks` returns the names");
 }
 
 /// The machine of the tests is no Xen domain.
