@@ -3,11 +3,11 @@
 //! `cached SOCKET SLOW FAST` serves SLOW on a vhost-user socket. FAST is a log of slots: a sector
 //! with the log's number, the block's number and a checksum, then the block. A flush syncs it. When
 //! it is full, its blocks move to SLOW, which is synced before the log begins again. So a flushed
-//! block is in one of the two after a power cut. Requests take turns.
+//! block is in one of the two after a power cut. Requests take turns, so the target has no limit.
 
-use std::{collections::BTreeMap, fs, io};
+use std::{collections::BTreeMap, fs, io, time::Duration};
 
-use blockyard::{Access::Write, Device, Disk, Files, Lent, Lock, OwnFile, Shape, Target, Yard};
+use blockyard::{Access::Write, *};
 
 pub const BLOCK: u64 = 4096;
 const SLOT: u64 = BLOCK + 512;
@@ -32,7 +32,7 @@ fn header(log: u64, block: u64, data: &[u8]) -> Vec<u8> {
 
 impl Cached {
     pub async fn open(files: Files) -> io::Result<Self> {
-        let (slow, fast) = (files.own[0].clone(), files.own[1].clone());
+        let [slow, fast] = [0, 1].map(|number| files.own[number].clone());
         let mut log = Log { slow, fast, latest: BTreeMap::new(), next: 0, number: 0 };
         for at in 0..log.fast.len().await? / SLOT {
             let mut slot = [0; SLOT as usize];
@@ -99,6 +99,7 @@ impl Device for Cached {
 pub fn target(slow: &str, fast: &str) -> io::Result<Target> {
     let shape = Shape { size: fs::metadata(slow)?.len() / BLOCK * BLOCK, granule: BLOCK };
     let target = Target::device("cached", shape, async |files, _| Cached::open(files).await);
+    let target = target.limits(Limits { start: Duration::MAX, answer: Duration::MAX });
     Ok(target.file(slow, Write).file(fast, Write))
 }
 

@@ -29,6 +29,7 @@ impl Cowd {
     pub async fn open(files: Files, blocks: usize) -> io::Result<Self> {
         let (file, mut bytes) = (files.own[0].clone(), vec![0; blocks * 8]);
         file.read_at(&mut bytes, 0).await?;
+        file.write_at(&bytes, 0).await?; // Now, not in a flush, the host may be full.
         let table: Vec<_> = bytes.as_chunks().0.iter().map(|b| u64::from_le_bytes(*b)).collect();
         let used: BTreeSet<&u64> = table.iter().collect();
         let free = (1..=files.data_len[1] / BLOCK).rev().filter(|slot| !used.contains(slot));
@@ -72,8 +73,7 @@ impl Map for Cowd {
         for block in moved.iter().flat_map(|part| part.start / BLOCK..part.end / BLOCK) {
             self.set(block, std::mem::take(&mut self.given.borrow_mut()[block as usize]));
         }
-        let changed = Vec::from_iter(self.changed.take());
-        for run in changed.chunk_by(|a, b| a + 1 == *b) {
+        for run in Vec::from_iter(self.changed.take()).chunk_by(|a, b| a + 1 == *b) {
             let (from, len) = (run[0] * SLOTS, run.len() * SLOTS);
             let slots: Vec<_> = self.table.borrow().iter().skip(from).take(len).copied().collect();
             let bytes: Vec<u8> = slots.into_iter().flat_map(u64::to_le_bytes).collect();

@@ -1,12 +1,12 @@
 //! dedup: read-only bases that share one store of blocks.
 //!
 //! `dedup pack IMAGE INDEX STORE` adds the blocks of an image to the store, each different block
-//! once. `dedup serve SOCKET INDEX STORE` serves such an image on a vhost-user socket. Several
-//! servers, or several disks of one, read the same store. INDEX has eight bytes for each block: 0
-//! for zeroes, or the block's number in STORE plus 1.
+//! once; its last block must be whole. `dedup serve SOCKET INDEX STORE` serves such an image on a
+//! vhost-user socket. Several servers, or several disks of one, read the same store. INDEX has
+//! eight bytes for each block: 0 for zeroes, or the block's number in STORE plus 1.
 
 use std::collections::HashMap;
-use std::io::{self, Read, Write};
+use std::io::{self, BufRead, Read, Write};
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::{fs, path::Path};
@@ -45,12 +45,14 @@ pub fn pack(image: &Path, index: &Path, store: &Path) -> io::Result<u64> {
     let store = fs::File::options().read(true).append(true).create(true).open(store)?;
     let (mut block, mut known) = (vec![0; BLOCK], HashMap::<Vec<u8>, u64>::new());
     let before = store.metadata()?.len() / BLOCK as u64;
+    store.set_len(before * BLOCK as u64)?; // An earlier run may have been cut off in a block.
     for number in 0..before {
         store.read_exact_at(&mut block, number * BLOCK as u64)?;
         known.insert(block.clone(), number + 1);
     }
     let (mut image, mut entries) = (io::BufReader::new(fs::File::open(image)?), Vec::new());
-    while image.read_exact(&mut block).is_ok() {
+    while !image.fill_buf()?.is_empty() {
+        image.read_exact(&mut block)?;
         let next = known.len() as u64 + 1;
         let number = match block.iter().all(|byte| *byte == 0) {
             true => 0,
@@ -62,7 +64,11 @@ pub fn pack(image: &Path, index: &Path, store: &Path) -> io::Result<u64> {
         entries.extend_from_slice(&number.to_le_bytes());
     }
     store.sync_all()?;
-    fs::write(index, entries)?;
+    // The index is there as a whole or not at all.
+    let new = format!("{}.new", index.display());
+    fs::write(&new, entries)?;
+    fs::File::open(&new)?.sync_all()?;
+    fs::rename(&new, index)?;
     Ok(known.len() as u64 - before)
 }
 

@@ -2,7 +2,8 @@
 //!
 //! `mirror SOCKET ONE OTHER` serves two files of one size on a vhost-user socket. A half that has
 //! failed is out of date. The file ONE.failed names it, before the next write is answered. The
-//! mirror then starts with the other half only.
+//! mirror then starts with the other half only. After a power cut the halves may differ in writes
+//! that no flush covers: copy ONE over OTHER before the next start.
 
 use std::cell::Cell;
 use std::path::{Path, PathBuf};
@@ -59,11 +60,12 @@ impl Device for Mirror {
     }
 }
 
-fn note(path: &Path, failed: usize) -> io::Result<()> {
+pub fn note(path: &Path, failed: usize) -> io::Result<()> {
     let file = fs::File::create(path)?;
     io::Write::write_all(&mut &file, failed.to_string().as_bytes())?;
     file.sync_all()?;
-    fs::File::open(path.parent().unwrap_or(Path::new(".")))?.sync_all()
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    fs::File::open(folder.unwrap_or(Path::new(".")))?.sync_all()
 }
 
 pub fn target([one, other]: [&str; 2], access: [Access; 2]) -> io::Result<Target> {

@@ -4,7 +4,7 @@
 //! all time, so Blockyard asks once for each stripe.
 
 use std::ops::Range;
-use std::{fs, io};
+use std::{fs, io, io::Seek};
 
 use blockyard::{Access, Disk, Extent, Map, Place, Question, Shape, Target, Yard};
 
@@ -32,7 +32,9 @@ impl Map for Stripe {
 
 pub fn target(paths: &[String]) -> io::Result<Target> {
     let files = paths.len() as u64;
-    let lens: io::Result<Vec<u64>> = paths.iter().map(|p| Ok(fs::metadata(p)?.len())).collect();
+    // A block device has its length at its end only.
+    let len = |path: &String| fs::File::open(path)?.seek(io::SeekFrom::End(0));
+    let lens: io::Result<Vec<u64>> = paths.iter().map(len).collect();
     let shortest = lens?.into_iter().min().unwrap_or(0) / CHUNK * CHUNK;
     let shape = Shape { size: shortest * files, granule: CHUNK };
     let target = Target::map("stripe", shape, async move |_, _| Ok(Stripe { files }));

@@ -21,7 +21,7 @@ mod mirror;
 #[allow(dead_code)]
 mod stripe;
 
-use common::{Guest, Scratch};
+use common::{Guest, Loop, Scratch};
 
 const MIB: usize = 1 << 20;
 
@@ -46,6 +46,18 @@ fn every_example_has_at_most_100_lines_without_blank_ones() {
         let lines = text.lines().filter(|line| !line.is_empty()).count();
         assert!(lines <= 100, "{}: {lines} lines", path.display());
     }
+}
+
+#[test]
+fn a_stripe_has_the_size_of_its_block_devices() {
+    let scratch = Scratch::new("stripe-devices");
+    let devices = ["a", "b"].map(|name| Loop::new(&scratch.file(name, &vec![0; MIB]), 512));
+    let names = devices.each_ref().map(|device| device.0.clone());
+    let disk = Disk::target("stripe", stripe::target(&names).unwrap());
+    let (mut guest, _yard) = served(&scratch, disk);
+    guest.write(2 * MIB - 4096, &[7; 4096]);
+    assert_eq!(guest.read(2 * MIB - 4096, 4096), [7; 4096]);
+    drop(guest);
 }
 
 #[test]
@@ -96,6 +108,16 @@ fn a_mirror_goes_on_with_one_half() {
     let (mut guest, _yard) = serve(Access::Write);
     assert!(guest.read(0, newer.len()) == newer);
     drop(guest);
+}
+
+#[test]
+fn a_mirror_notes_a_failed_half_beside_a_relative_path() {
+    let name = format!("blockyard-note-{}", std::process::id());
+    // The file is in the folder in which the test runs.
+    mirror::note(Path::new(&name), 1).unwrap();
+    let noted = std::fs::read(&name).unwrap();
+    std::fs::remove_file(&name).unwrap();
+    assert_eq!(noted, b"1");
 }
 
 #[test]
@@ -167,6 +189,11 @@ fn bases_share_the_blocks_of_one_store() {
     first[4096 * 9..4096 * 10].fill(0);
     second[4096 * 5..4096 * 6].fill(7);
     let store = scratch.path("store");
+    // An earlier run was cut off in its first block.
+    std::fs::write(&store, [5; 100]).unwrap();
+    let odd = scratch.file("odd", &[1; 4097]);
+    dedup::pack(odd.as_ref(), &scratch.path("odd.index"), &store).unwrap_err();
+    assert!(!scratch.path("odd.index").exists());
     for (name, image, new) in [("one", &first, None), ("two", &second, Some(2))] {
         let image = scratch.file(name, image);
         let index = scratch.path(&format!("{name}.index"));
