@@ -17,6 +17,7 @@
 //!   ends is started again: [`BURST`] times at once, then once a second. If the next one refuses to
 //!   start (its configuration has a mistake now), it is tried again [`REFUSALS`] times, once a
 //!   second: the sessions are not lost meanwhile.
+//! - After SIGTERM or SIGINT no server is started again, however the present one ends.
 //! - If [`FAILURES`] servers in a row die before they are ready, the holder ends.
 //! - Two processes of a hand-over never serve beside a third one. If the old server dies, the
 //!   holder kills the new one. If the new one dies, the old one announces itself again, or ends.
@@ -30,15 +31,14 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use messages::{close, pair, receive, send};
+
 /// Most descriptors of a key. The kernel passes at most 253 with a message.
 pub const MOST_FDS: usize = 240;
 /// Longest key in bytes: the name of a disk (255) with a protocol before it.
 pub const MOST_KEY: usize = 280;
 /// Most keys.
 const SLOTS: usize = 1024;
-/// How long the holder waits for a server that does not read what it has asked for.
-const SEND_TIME: Duration = Duration::from_secs(1);
-const SEND: rustix::net::sockopt::Timeout = rustix::net::sockopt::Timeout::Send;
 /// Longest path of a program, with the byte that ends it.
 const MOST_PATH: usize = 4096;
 /// Longest message in bytes.
@@ -242,7 +242,7 @@ impl Holder {
             }
         }
         (self.socket, self.server, self.is_alone) = (ours, pid, false);
-        (self.watched, self.is_owed) = (None, false);
+        (self.watched, self.is_owed, self.is_ending) = (None, false, false);
         Ok(())
     }
 
@@ -315,6 +315,9 @@ impl Holder {
     /// another process, owes the start. Returns the status if the holder must end too.
     fn follow(&mut self, status: libc::c_int) -> io::Result<Option<u8>> {
         if let Some(status) = self.ended(status) {
+            if self.is_ending {
+                self.end_old();
+            }
             return Ok(Some(status));
         }
         if self.refusals == 0 {
@@ -336,11 +339,20 @@ impl Holder {
         Ok(None)
     }
 
+    /// Lets an old server end that would serve again now.
+    fn end_old(&self) {
+        if let Some(old) = self.other.as_ref().filter(|other| other.has_served) {
+            let term = rustix::process::Signal::TERM;
+            let _ = rustix::process::pidfd_send_signal(&old.process, term);
+        }
+    }
+
     /// Notes that the server has ended with a status of waitpid. Returns the status if the holder
     /// must end too.
     fn ended(&mut self, status: libc::c_int) -> Option<u8> {
         // A status from 128 on stands for a signal (the sandbox's trap).
         let exited = libc::WIFEXITED(status).then(|| libc::WEXITSTATUS(status) as u8);
+        let signalled = || 128 | libc::WTERMSIG(status) as u8;
         if let Some(status) = exited.filter(|status| *status < 128) {
             let refuses = status != 0 && self.follows && !self.is_ready && !self.is_ending;
             if !refuses || self.refusals == REFUSALS {
@@ -349,6 +361,10 @@ impl Holder {
             self.refusals += 1;
             note(b"blockyard holder: the next server does not start: trying again\n");
             return None;
+        }
+        if self.is_ending {
+            note(b"blockyard holder: a signal ended the server while it was ending\n");
+            return Some(exited.unwrap_or_else(signalled));
         }
         let was_ready = std::mem::take(&mut self.is_ready);
         self.failures = if was_ready { 0 } else { self.failures + 1 };
@@ -478,26 +494,6 @@ fn note(text: &[u8]) {
     unsafe { libc::write(2, text.as_ptr().cast(), text.len()) };
 }
 
-fn close(fds: &[RawFd]) {
-    for fd in fds {
-        // SAFETY: the holder has received the descriptor, and uses it nowhere else.
-        unsafe { libc::close(*fd) };
-    }
-}
-
-/// Makes the socket pair of the holder and a server.
-fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
-    let mut fds = [-1; 2];
-    let kind = libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC;
-    // SAFETY: the kernel writes two descriptors, which nothing else owns.
-    let (ours, theirs) = unsafe {
-        check(libc::socketpair(libc::AF_UNIX, kind, 0, fds.as_mut_ptr()))?;
-        (OwnedFd::from_raw_fd(fds[0]), OwnedFd::from_raw_fd(fds[1]))
-    };
-    rustix::net::sockopt::set_socket_timeout(&ours, SEND, Some(SEND_TIME))?;
-    Ok((ours, theirs))
-}
-
 /// Blocks the signals of the holder, and returns a descriptor that reads them.
 fn signals() -> io::Result<OwnedFd> {
     // SAFETY: the set is ours; the descriptor is new.
@@ -513,88 +509,6 @@ fn signals() -> io::Result<OwnedFd> {
     }
 }
 
-/// Room for the control data of a message, aligned as `cmsghdr` requires.
-#[repr(C, align(8))]
-struct Control([u8; 1024]);
-
-const _: () = assert!(MOST_FDS * size_of::<RawFd>() + 64 <= 1024);
-
-/// A message that was received.
-struct Got {
-    len: usize,
-    /// Number of descriptors.
-    count: usize,
-    /// Whether the kernel has dropped some.
-    is_cut: bool,
-}
-
-/// Receives a message without waiting.
-fn receive(socket: RawFd, bytes: &mut [u8], fds: &mut [RawFd]) -> Option<Got> {
-    let mut control = Control([0; 1024]);
-    let mut piece = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
-    // SAFETY: the message refers to `piece` and `control`, which outlive the call. The kernel
-    // writes well-formed control data, and the macros stay in it.
-    unsafe {
-        let mut message: libc::msghdr = std::mem::zeroed();
-        (message.msg_iov, message.msg_iovlen) = (&mut piece, 1);
-        message.msg_control = control.0.as_mut_ptr().cast();
-        message.msg_controllen = control.0.len();
-        let flags = libc::MSG_DONTWAIT | libc::MSG_CMSG_CLOEXEC;
-        let got = libc::recvmsg(socket, &mut message, flags);
-        if got <= 0 {
-            return None;
-        }
-        let mut count = 0;
-        let mut header = libc::CMSG_FIRSTHDR(&message);
-        while let Some(part) = header.as_ref() {
-            if (part.cmsg_level, part.cmsg_type) == (libc::SOL_SOCKET, libc::SCM_RIGHTS) {
-                let data = libc::CMSG_DATA(part).cast::<RawFd>();
-                let len = part.cmsg_len - libc::CMSG_LEN(0) as usize;
-                for at in 0..len / size_of::<RawFd>() {
-                    let fd = data.add(at).read_unaligned();
-                    match fds.get_mut(count) {
-                        Some(place) => (*place, count) = (fd, count + 1),
-                        None => close(&[fd]),
-                    }
-                }
-            }
-            header = libc::CMSG_NXTHDR(&message, part);
-        }
-        Some(Got { len: got as usize, count, is_cut: message.msg_flags & libc::MSG_CTRUNC != 0 })
-    }
-}
-
-/// Sends a message with descriptors.
-fn send(socket: RawFd, bytes: &[u8], fds: &[RawFd]) -> io::Result<()> {
-    let mut control = Control([0; 1024]);
-    let len = size_of_val(fds);
-    let mut piece =
-        libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
-    assert!(fds.len() <= MOST_FDS, "the caller checks the number of descriptors");
-    // SAFETY: the message refers to `piece` and `control`, which outlive the call. `control` has
-    // room for the header and `MOST_FDS` descriptors.
-    unsafe {
-        let mut message: libc::msghdr = std::mem::zeroed();
-        (message.msg_iov, message.msg_iovlen) = (&mut piece, 1);
-        if !fds.is_empty() {
-            message.msg_control = control.0.as_mut_ptr().cast();
-            message.msg_controllen = libc::CMSG_SPACE(len as u32) as usize;
-            if let Some(header) = libc::CMSG_FIRSTHDR(&message).as_mut() {
-                (header.cmsg_level, header.cmsg_type) = (libc::SOL_SOCKET, libc::SCM_RIGHTS);
-                header.cmsg_len = libc::CMSG_LEN(len as u32) as usize;
-                std::ptr::copy_nonoverlapping(
-                    fds.as_ptr().cast::<u8>(),
-                    libc::CMSG_DATA(header),
-                    len,
-                );
-            }
-        }
-        if libc::sendmsg(socket, &message, libc::MSG_NOSIGNAL) < 0 {
-            return Err(io::Error::last_os_error());
-        }
-    }
-    Ok(())
-}
-
+mod messages;
 #[cfg(test)]
 mod tests;

@@ -166,6 +166,28 @@ fn a_server_is_started_again_unless_it_exits_or_fails_too_often() {
     assert_eq!(ends, [None, None, None, None, Some(1)]);
 }
 
+/// Nothing would end a server that is started after the operator's SIGTERM.
+#[test]
+fn a_server_that_dies_while_it_ends_is_not_started_again() {
+    let (mut holder, socket) = holder();
+    for (status, expected) in
+        [(libc::SIGKILL, 137), (libc::SIGABRT | 0x80, 134), (exited(159), 159)]
+    {
+        (holder.is_ready, holder.is_ending) = (true, true);
+        assert_eq!(holder.follow(status).unwrap(), Some(expected));
+        assert!(!holder.is_owed);
+    }
+    // The new server of an upgrade dies. The old one would serve again.
+    let mut old = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
+    for number in [old.id() as i32, std::process::id() as i32] {
+        holder.is_ending = false;
+        tell(&mut holder, &socket, kind::SERVER, &number.to_ne_bytes(), None);
+    }
+    holder.is_ending = true;
+    assert_eq!(holder.follow(libc::SIGKILL).unwrap(), Some(137));
+    assert_eq!(old.wait().unwrap().signal(), Some(libc::SIGTERM));
+}
+
 /// The configuration has a mistake when the server dies. The sessions wait until it is mended.
 #[test]
 fn a_server_that_refuses_to_follow_is_tried_again() {

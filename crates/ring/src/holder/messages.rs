@@ -1,0 +1,114 @@
+//! Messages between the holder and a server, with descriptors.
+
+use std::io;
+use std::os::fd::{FromRawFd, OwnedFd, RawFd};
+use std::time::Duration;
+
+use super::{MOST_FDS, check};
+
+/// How long the holder waits for a server that does not read what it has asked for.
+const SEND_TIME: Duration = Duration::from_secs(1);
+const SEND: rustix::net::sockopt::Timeout = rustix::net::sockopt::Timeout::Send;
+
+pub(super) fn close(fds: &[RawFd]) {
+    for fd in fds {
+        // SAFETY: the holder has received the descriptor, and uses it nowhere else.
+        unsafe { libc::close(*fd) };
+    }
+}
+
+/// Makes the socket pair of the holder and a server.
+pub(super) fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
+    let mut fds = [-1; 2];
+    let kind = libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC;
+    // SAFETY: the kernel writes two descriptors, which nothing else owns.
+    let (ours, theirs) = unsafe {
+        check(libc::socketpair(libc::AF_UNIX, kind, 0, fds.as_mut_ptr()))?;
+        (OwnedFd::from_raw_fd(fds[0]), OwnedFd::from_raw_fd(fds[1]))
+    };
+    rustix::net::sockopt::set_socket_timeout(&ours, SEND, Some(SEND_TIME))?;
+    Ok((ours, theirs))
+}
+
+/// Room for the control data of a message, aligned as `cmsghdr` requires.
+#[repr(C, align(8))]
+struct Control([u8; 1024]);
+
+const _: () = assert!(MOST_FDS * size_of::<RawFd>() + 64 <= 1024);
+
+/// A message that was received.
+pub(super) struct Got {
+    pub(super) len: usize,
+    /// Number of descriptors.
+    pub(super) count: usize,
+    /// Whether the kernel has dropped some.
+    pub(super) is_cut: bool,
+}
+
+/// Receives a message without waiting.
+pub(super) fn receive(socket: RawFd, bytes: &mut [u8], fds: &mut [RawFd]) -> Option<Got> {
+    let mut control = Control([0; 1024]);
+    let mut piece = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
+    // SAFETY: the message refers to `piece` and `control`, which outlive the call. The kernel
+    // writes well-formed control data, and the macros stay in it.
+    unsafe {
+        let mut message: libc::msghdr = std::mem::zeroed();
+        (message.msg_iov, message.msg_iovlen) = (&mut piece, 1);
+        message.msg_control = control.0.as_mut_ptr().cast();
+        message.msg_controllen = control.0.len();
+        let flags = libc::MSG_DONTWAIT | libc::MSG_CMSG_CLOEXEC;
+        let got = libc::recvmsg(socket, &mut message, flags);
+        if got <= 0 {
+            return None;
+        }
+        let mut count = 0;
+        let mut header = libc::CMSG_FIRSTHDR(&message);
+        while let Some(part) = header.as_ref() {
+            if (part.cmsg_level, part.cmsg_type) == (libc::SOL_SOCKET, libc::SCM_RIGHTS) {
+                let data = libc::CMSG_DATA(part).cast::<RawFd>();
+                let len = part.cmsg_len - libc::CMSG_LEN(0) as usize;
+                for at in 0..len / size_of::<RawFd>() {
+                    let fd = data.add(at).read_unaligned();
+                    match fds.get_mut(count) {
+                        Some(place) => (*place, count) = (fd, count + 1),
+                        None => close(&[fd]),
+                    }
+                }
+            }
+            header = libc::CMSG_NXTHDR(&message, part);
+        }
+        Some(Got { len: got as usize, count, is_cut: message.msg_flags & libc::MSG_CTRUNC != 0 })
+    }
+}
+
+/// Sends a message with descriptors.
+pub(super) fn send(socket: RawFd, bytes: &[u8], fds: &[RawFd]) -> io::Result<()> {
+    let mut control = Control([0; 1024]);
+    let len = size_of_val(fds);
+    let mut piece =
+        libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
+    assert!(fds.len() <= MOST_FDS, "the caller checks the number of descriptors");
+    // SAFETY: the message refers to `piece` and `control`, which outlive the call. `control` has
+    // room for the header and `MOST_FDS` descriptors.
+    unsafe {
+        let mut message: libc::msghdr = std::mem::zeroed();
+        (message.msg_iov, message.msg_iovlen) = (&mut piece, 1);
+        if !fds.is_empty() {
+            message.msg_control = control.0.as_mut_ptr().cast();
+            message.msg_controllen = libc::CMSG_SPACE(len as u32) as usize;
+            if let Some(header) = libc::CMSG_FIRSTHDR(&message).as_mut() {
+                (header.cmsg_level, header.cmsg_type) = (libc::SOL_SOCKET, libc::SCM_RIGHTS);
+                header.cmsg_len = libc::CMSG_LEN(len as u32) as usize;
+                std::ptr::copy_nonoverlapping(
+                    fds.as_ptr().cast::<u8>(),
+                    libc::CMSG_DATA(header),
+                    len,
+                );
+            }
+        }
+        if libc::sendmsg(socket, &message, libc::MSG_NOSIGNAL) < 0 {
+            return Err(io::Error::last_os_error());
+        }
+    }
+    Ok(())
+}
