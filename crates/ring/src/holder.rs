@@ -48,6 +48,8 @@ pub const MOST_BYTES: usize = MOST_PATH + 8;
 const BURST: u64 = 60;
 /// Attempts to start a server after a death if it refuses.
 const REFUSALS: u32 = 60;
+/// Time between two attempts to make the process of the next server, in milliseconds.
+const AGAIN: libc::c_int = 1000;
 /// The time of a wait without a limit.
 const FOR_EVER: libc::c_int = -1;
 /// Servers that may die in a row before they are ready.
@@ -103,7 +105,8 @@ struct Holder {
     /// another process is the parent of the new one, and could take its status.
     watched: Option<OwnedFd>,
     other: Option<Other>,
-    /// The server has ended. The next one starts when the other process has ended too.
+    /// The server has ended. The next one starts when the other process has ended too, and when
+    /// the host has room for it.
     is_owed: bool,
     /// No process has the other end of the socket, so the server is about to end.
     is_alone: bool,
@@ -118,7 +121,7 @@ pub fn run(program: &Path, arguments: &[OsString]) -> io::Result<u8> {
     let mut holder = Holder::new(program, arguments)?;
     holder.start()?;
     loop {
-        let is_left = holder.wait(FOR_EVER)?.is_left;
+        let is_left = holder.wait(holder.patience())?.is_left;
         // A new server announces itself before the old one exits, so read messages first.
         while holder.take_message() {}
         // A socket without a peer is always readable, so poll must not wait for it any more.
@@ -131,7 +134,7 @@ pub fn run(program: &Path, arguments: &[OsString]) -> io::Result<u8> {
         while let Some(signal) = holder.next_signal() {
             match signal {
                 libc::SIGCHLD => {
-                    if let Some(status) = holder.reap()? {
+                    if let Some(status) = holder.reap() {
                         return Ok(status);
                     }
                 }
@@ -151,11 +154,11 @@ pub fn run(program: &Path, arguments: &[OsString]) -> io::Result<u8> {
                 }
             }
         }
-        if is_over && let Some(status) = holder.reap_announced()? {
+        if is_over && let Some(status) = holder.reap_announced() {
             return Ok(status);
         }
         if holder.is_owed && holder.other.is_none() {
-            holder.start()?;
+            holder.start_again(Holder::start)?;
         }
     }
 }
@@ -246,6 +249,24 @@ impl Holder {
         Ok(())
     }
 
+    /// Starts the next server. If the host lacks memory, processes or descriptors, the next attempt
+    /// follows after [`AGAIN`], because the sessions would be lost with the holder. Returns the
+    /// error after too many attempts.
+    fn start_again(&mut self, start: impl FnOnce(&mut Self) -> io::Result<()>) -> io::Result<()> {
+        let started = start(self);
+        if started.is_ok() || self.refusals >= REFUSALS {
+            return started;
+        }
+        self.refusals += 1;
+        note(b"blockyard holder: the next server cannot be started: trying again\n");
+        Ok(())
+    }
+
+    /// Returns how long the holder may wait for the next event, in milliseconds.
+    fn patience(&self) -> libc::c_int {
+        if self.is_owed && self.other.is_none() { AGAIN } else { FOR_EVER }
+    }
+
     /// Waits for a message, a signal, or an end, for a time in milliseconds.
     fn wait(&self, time: libc::c_int) -> io::Result<Ends> {
         let entry = |fd: Option<&OwnedFd>| {
@@ -280,63 +301,57 @@ impl Holder {
     }
 
     /// Collects processes that have ended. Returns the status if the holder must end too.
-    fn reap(&mut self) -> io::Result<Option<u8>> {
+    fn reap(&mut self) -> Option<u8> {
         loop {
             let mut status = 0;
             // SAFETY: the kernel writes the status.
             let pid = unsafe { libc::waitpid(-1, &mut status, libc::WNOHANG) };
             if pid <= 0 {
-                return Ok(None);
+                return None;
             }
             if pid == self.server
-                && let Some(status) = self.follow(status)?
+                && let Some(status) = self.follow(status)
             {
-                return Ok(Some(status));
+                return Some(status);
             }
         }
     }
 
     /// Collects the announced server, which has ended, if `reap` has not. If its parent has taken
     /// the status, it counts as killed. Returns the status if the holder must end too.
-    fn reap_announced(&mut self) -> io::Result<Option<u8>> {
-        if self.watched.is_none() {
-            return Ok(None);
-        }
+    fn reap_announced(&mut self) -> Option<u8> {
+        self.watched.as_ref()?;
         let mut status = 0;
         // SAFETY: the kernel writes the status.
         match unsafe { libc::waitpid(self.server, &mut status, libc::WNOHANG) } {
-            0 => Ok(None),
+            0 => None,
             pid if pid == self.server => self.follow(status),
             _ => self.follow(libc::SIGKILL),
         }
     }
 
-    /// Starts the next server after one that has ended with a status of waitpid. If there is
-    /// another process, owes the start. Returns the status if the holder must end too.
-    fn follow(&mut self, status: libc::c_int) -> io::Result<Option<u8>> {
+    /// Owes the start of the next server after one that has ended with a status of waitpid. If
+    /// there is another process, it must end first. Returns the status if the holder must end too.
+    fn follow(&mut self, status: libc::c_int) -> Option<u8> {
         if let Some(status) = self.ended(status) {
             if self.is_ending {
                 self.end_old();
             }
-            return Ok(Some(status));
+            return Some(status);
         }
         if self.refusals == 0 {
             note(b"blockyard holder: a signal ended the server: starting it again\n");
         }
         self.follows = true;
         self.pause();
-        let Some(other) = &self.other else {
-            self.start()?;
-            return Ok(None);
-        };
         // It notices the server's death too, and ends. But it may be slow. A killed process that
         // does not end may still have writes in flight.
-        if !other.has_served {
+        if let Some(other) = self.other.as_ref().filter(|other| !other.has_served) {
             let kill = rustix::process::Signal::KILL;
             let _ = rustix::process::pidfd_send_signal(&other.process, kill);
         }
         (self.server, self.watched, self.is_owed) = (0, None, true);
-        Ok(None)
+        None
     }
 
     /// Lets an old server end that would serve again now.

@@ -174,7 +174,7 @@ fn a_server_that_dies_while_it_ends_is_not_started_again() {
         [(libc::SIGKILL, 137), (libc::SIGABRT | 0x80, 134), (exited(159), 159)]
     {
         (holder.is_ready, holder.is_ending) = (true, true);
-        assert_eq!(holder.follow(status).unwrap(), Some(expected));
+        assert_eq!(holder.follow(status), Some(expected));
         assert!(!holder.is_owed);
     }
     // The new server of an upgrade dies. The old one would serve again.
@@ -184,7 +184,7 @@ fn a_server_that_dies_while_it_ends_is_not_started_again() {
         tell(&mut holder, &socket, kind::SERVER, &number.to_ne_bytes(), None);
     }
     holder.is_ending = true;
-    assert_eq!(holder.follow(libc::SIGKILL).unwrap(), Some(137));
+    assert_eq!(holder.follow(libc::SIGKILL), Some(137));
     assert_eq!(old.wait().unwrap().signal(), Some(libc::SIGTERM));
 }
 
@@ -208,6 +208,28 @@ fn a_server_that_refuses_to_follow_is_tried_again() {
     assert_eq!(holder.ended(exited(1)), Some(1));
 }
 
+/// A host without room for a process now has it later. Until then the holder keeps the sessions.
+#[test]
+fn a_start_that_the_host_refuses_is_tried_again() {
+    let (mut holder, socket) = holder();
+    let (kept, fd) = pipe();
+    tell(&mut holder, &socket, kind::KEEP, b"a", Some(fd));
+    let refused = |_: &mut Holder| Err(io::ErrorKind::WouldBlock.into());
+    assert_eq!((holder.follow(libc::SIGKILL), holder.is_owed), (None, true));
+    for _ in 0..REFUSALS {
+        holder.start_again(refused).unwrap();
+        assert!(holder.is_owed && is_held(&kept));
+        assert_eq!(holder.patience(), AGAIN, "it wakes without an event");
+    }
+    let started = |holder: &mut Holder| {
+        (holder.server, holder.is_owed) = (7, false);
+        Ok(())
+    };
+    holder.start_again(started).unwrap();
+    assert_eq!((holder.patience(), holder.server), (FOR_EVER, 7));
+    assert!(holder.start_again(refused).is_err(), "the attempts have an end");
+}
+
 #[test]
 fn a_pause_brings_no_more_restarts_than_a_burst() {
     let (mut holder, _socket) = holder();
@@ -222,7 +244,7 @@ fn a_server_that_dies_is_followed_after_the_end_of_its_taker() {
     let mut taker = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
     let number = (taker.id() as i32).to_ne_bytes();
     tell(&mut holder, &socket, kind::TAKER, &number, None);
-    assert_eq!(holder.follow(libc::SIGKILL).unwrap(), None);
+    assert_eq!(holder.follow(libc::SIGKILL), None);
     assert!(holder.is_owed && holder.server == 0, "no server has been started");
     // It was about to be the server.
     tell(&mut holder, &socket, kind::SERVER, &number, None);
@@ -272,7 +294,7 @@ fn a_new_server_that_dies_is_followed_by_the_old_one_or_after_its_end() {
         tell_of(&mut holder, kind, process);
     }
     assert!(holder.other.as_ref().is_some_and(|other| other.has_served));
-    assert_eq!(holder.follow(libc::SIGKILL).unwrap(), None);
+    assert_eq!(holder.follow(libc::SIGKILL), None);
     assert!(holder.is_owed && old.try_wait().unwrap().is_none(), "the old one may go on");
     tell_of(&mut holder, kind::SERVER, &old);
     assert_eq!((holder.is_owed, holder.server), (false, old.id() as i32));
@@ -280,7 +302,7 @@ fn a_new_server_that_dies_is_followed_by_the_old_one_or_after_its_end() {
     // The old one serves again before the new one has ended, and dies.
     tell_of(&mut holder, kind::SERVER, &new);
     tell_of(&mut holder, kind::SERVER, &old);
-    assert_eq!(holder.follow(libc::SIGKILL).unwrap(), None);
+    assert_eq!(holder.follow(libc::SIGKILL), None);
     assert_eq!(new.wait().unwrap().signal(), Some(libc::SIGKILL));
     assert!(holder.is_owed && holder.wait(FOR_EVER).unwrap().is_other_gone);
     old.kill().unwrap();
