@@ -67,7 +67,7 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     if let Err(e) = blockyard_ring::host::raise_descriptor_limit() {
         tracing::warn!("raising the limit of open descriptors (ulimit -n): {e}");
     }
-    let mut takeover = Takeover::begin(options.takeover.as_deref(), &config)?;
+    let mut takeover = Takeover::begin(options, &config)?;
     if options.held || takeover.as_ref().is_some_and(holder::is_offered) {
         holder::connect(takeover.as_mut())?;
     } else if options.keep_sessions {

@@ -454,6 +454,7 @@ impl Operator for Server {
         let job = match job {
             // Holds the disk until the job has ended.
             JobRequest::Snapshot(snapshot) if snapshot.persist => {
+                let _no_upgrade = self.exclude_upgrades()?;
                 return self.start_snapshot(name, snapshot).map(|job| words::job(&job));
             }
             job => job,

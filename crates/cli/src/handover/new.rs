@@ -24,6 +24,7 @@ use crate::config::Config;
 use crate::exports;
 use crate::holder;
 use crate::options::disk::DiskArgs;
+use crate::options::serve::ServeOptions;
 use crate::server::Server;
 
 /// The connection to the old server, which has agreed to hand its disks over.
@@ -45,8 +46,8 @@ impl Takeover {
 
     /// Connects to the old server, if there is one. `-` as its socket: standard input is the
     /// connection. Call this before the process enters its sandbox.
-    pub fn begin(control: Option<&Path>, config: &Config) -> anyhow::Result<Option<Self>> {
-        let Some(control) = control else { return Ok(None) };
+    pub fn begin(options: &ServeOptions, config: &Config) -> anyhow::Result<Option<Self>> {
+        let Some(control) = options.takeover.as_deref() else { return Ok(None) };
         let peer = connect(control)?;
         let old = process(&peer)?;
         let version = env!("CARGO_PKG_VERSION").to_string();
@@ -68,7 +69,10 @@ impl Takeover {
         }
         custody::set(Custody::Waiting);
         let mut takeover = Takeover { peer, old, offered: disks, sockets };
-        takeover.prepare(|takeover| takeover.check_programs(config))?;
+        takeover.prepare(|takeover| {
+            check_unchanged(options, config)?;
+            takeover.check_programs(config)
+        })?;
         Ok(Some(takeover))
     }
 
@@ -246,6 +250,14 @@ impl Takeover {
         server.add(args, keys, by_api)?;
         self.peer.send(&FromNew::Took { disk: name }).context(TALKING)
     }
+}
+
+/// Returns an error if the configuration is not the one that this process has read. A call of the
+/// old server may have changed it before the old one agreed to hand over. It changes nothing since.
+fn check_unchanged(options: &ServeOptions, config: &Config) -> anyhow::Result<()> {
+    let is_same = Config::of(options)? == *config;
+    anyhow::ensure!(is_same, "the configuration has changed since this server read it: try again");
+    Ok(())
 }
 
 fn connect(control: &Path) -> anyhow::Result<Peer> {

@@ -17,12 +17,14 @@ use anyhow::{Context, bail};
 use blockyard_control::Acceptance;
 use blockyard_control::events::What;
 use blockyard_control::types::{HandedOver, Upgraded};
+use blockyard_disk::SnapshotOptions;
 use blockyard_export::custody::{self, Custody};
 use blockyard_export::{Listener, keeper};
 use blockyard_ring::host;
 use blockyard_ring::parcel::Parcel;
 use blockyard_ring::sandbox;
 use blockyard_storage::Program;
+use blockyard_yard::{Job, JobKind, JobState};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, PidfdFlags, Signal};
 
@@ -133,6 +135,42 @@ impl HandOvers {
     }
 }
 
+/// What excludes another hand-over, reloads, and calls that change disks or the configuration. It
+/// begins before the new server reads the configuration. The last field is dropped last.
+struct Alone<'a> {
+    _changes: RwLockWriteGuard<'a, ()>,
+    _reloading: MutexGuard<'a, ()>,
+    _only: MutexGuard<'a, ()>,
+}
+
+impl<'a> Alone<'a> {
+    fn of(server: &'a Server) -> anyhow::Result<Self> {
+        let _only = match server.hand_overs.only.try_lock() {
+            Ok(only) => only,
+            Err(TryLockError::Poisoned(only)) => only.into_inner(),
+            Err(TryLockError::WouldBlock) => bail!("another hand-over runs"),
+        };
+        let _reloading = server
+            .exclude_reloads_within(CALLS_TIME)
+            .context("a reload, or a call that keeps a change, has not ended: try again later")?;
+        let _changes = server.hand_overs.exclude_changes()?;
+        if let Some(job) = server.yard.jobs().iter().find(|job| will_change_configuration(job)) {
+            bail!(
+                "a snapshot of disk \"{}\" that is kept has not ended: try again later",
+                job.disk()
+            );
+        }
+        Ok(Alone { _changes, _reloading, _only })
+    }
+}
+
+/// Returns whether the end of a job changes a file of the configuration.
+fn will_change_configuration(job: &Job) -> bool {
+    let is_kept = |options: &SnapshotOptions| options.start_record.is_some();
+    let is_running = matches!(job.state(), JobState::Running);
+    is_running && matches!(job.kind(), JobKind::Snapshot(options) if is_kept(options))
+}
+
 /// A hand-over that runs.
 struct HandOver<'a> {
     server: &'a Server,
@@ -152,18 +190,9 @@ fn hand_over(
     stream: UnixStream,
     pid: i32,
     is_ours: bool,
+    alone: Alone<'_>,
 ) -> anyhow::Result<Upgraded> {
     let peer = Peer(stream);
-    let only = match server.hand_overs.only.try_lock() {
-        Ok(only) => only,
-        Err(TryLockError::Poisoned(only)) => only.into_inner(),
-        Err(TryLockError::WouldBlock) => bail!("another hand-over runs"),
-    };
-    // No reload changes the set of disks during the hand-over.
-    let reloading = server
-        .exclude_reloads_within(CALLS_TIME)
-        .context("a reload, or a call that keeps a change, has not ended: try again later")?;
-    let changes = server.hand_overs.exclude_changes()?;
     let pid = Pid::from_raw(pid).context("the new server has no process number here")?;
     let process = rustix::process::pidfd_open(pid, PidfdFlags::empty())
         .context("watching the new server's process")?;
@@ -196,7 +225,7 @@ fn hand_over(
             server.events.publish(What::HandOverEnded { pid: None, error });
         }
     }
-    drop((changes, reloading, only));
+    drop(alone);
     outcome
 }
 
@@ -390,6 +419,8 @@ impl<'a> HandOver<'a> {
 
 /// Starts another server with the command line of this one, and hands the disks over to it.
 pub fn upgrade(server: &Server, binary: Option<PathBuf>) -> anyhow::Result<Upgraded> {
+    // The new process reads the configuration at once, so no call may be about to change it.
+    let alone = Alone::of(server)?;
     let (ours, theirs) = UnixStream::pair()?;
     if sandbox::is_on() {
         if let Some(binary) = binary {
@@ -401,7 +432,7 @@ pub fn upgrade(server: &Server, binary: Option<PathBuf>) -> anyhow::Result<Upgra
             );
         }
         let pid = launcher::launch(theirs.into())?;
-        return hand_over(server, ours, pid, true);
+        return hand_over(server, ours, pid, true, alone);
     }
     let binary = binary.map_or_else(launcher::own_binary, Ok)?;
     let mut command = Command::new(&binary);
@@ -412,7 +443,7 @@ pub fn upgrade(server: &Server, binary: Option<PathBuf>) -> anyhow::Result<Upgra
     // The command has the child's end of the connection, which must not outlive the child.
     drop(command);
     let pid = child.id() as i32;
-    let outcome = hand_over(server, ours, pid, true);
+    let outcome = hand_over(server, ours, pid, true, alone);
     if outcome.is_err() {
         // A hand-over that did not begin has not ended it.
         let _ = child.kill();
@@ -494,5 +525,5 @@ fn came(server: &Arc<Server>, stream: UnixStream) {
         return;
     };
     // The log has the outcome.
-    let _ = hand_over(server, stream, pid, false);
+    let _ = Alone::of(server).and_then(|alone| hand_over(server, stream, pid, false, alone));
 }

@@ -31,6 +31,7 @@
 //!   messages     kills at each message of a front end, between handling and answer
 //!   holder       a killed server starts again, and front ends go on
 //!   handover     a new server takes the disks of a running one
+//!   handover_calls       hand-overs while a call changes the configuration
 //!   handover_faults      front ends that cannot be handed over, new servers that lack something
 //!   handover_migration   hand-overs and deaths during a live migration
 //!   handover_nbd a new server continues the NBD connections of a running one
@@ -52,6 +53,7 @@ mod ending;
 mod exchange;
 mod full;
 mod handover;
+mod handover_calls;
 mod handover_faults;
 mod handover_migration;
 mod handover_nbd;

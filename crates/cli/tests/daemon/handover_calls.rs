@@ -1,0 +1,101 @@
+//! Hand-overs that begin while a call of the API changes the configuration.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use blockyard_driver::status;
+
+use crate::common::{BLOCKYARD, Daemon, SOON, until};
+use crate::guest::Guest;
+use crate::handover::{Case, ctl, end_server, is_running};
+
+/// Starts a server with the disks `a` and `b`, and a folder `conf.d`. A flush of `b` takes some
+/// time, and so does its end, because a guest has written to it.
+fn serve(case: &Case) -> (Daemon, PathBuf) {
+    let [a, b] = ["a", "b"].map(|name| {
+        let image = case.folder.image(&format!("{name}.img"), 1 << 20);
+        let socket = case.folder.join(format!("{name}.s"));
+        format!(
+            "[[disk]]\nname = \"{name}\"\nimage = {image:?}\nvhost-user = {socket:?}\n\
+             cache = \"writeback\"\n"
+        )
+    });
+    let config = case.folder.join("config.toml");
+    std::fs::write(&config, format!("{a}{b}filters = [\"delay:flush=2s\"]\n")).unwrap();
+    std::fs::create_dir(case.folder.join("conf.d")).unwrap();
+    let mut daemon = Daemon::start(&mut case.configured(&config));
+    daemon.wait_ready();
+    let mut guest = Guest::connect(&case.folder.join("b.s"));
+    assert_eq!(guest.write(8, &[7; 4096]), status::OK);
+    guest.leave();
+    (daemon, config)
+}
+
+fn is_closing(case: &Case) -> bool {
+    ctl(case, &["list"]).good().contains("closing")
+}
+
+/// Removes `b`. Calls `meanwhile` when the call has begun and has not written its file yet.
+fn while_removed(case: &Case, meanwhile: impl FnOnce()) {
+    let kept = case.folder.join("conf.d/90-ctl-b.toml");
+    std::thread::scope(|scope| {
+        let removed = scope.spawn(|| ctl(case, &["remove", "--persist", "--force", "b"]));
+        until("the disk is being removed", SOON, || is_closing(case));
+        assert!(!kept.exists());
+        meanwhile();
+        removed.join().unwrap().good();
+    });
+    assert!(kept.exists());
+}
+
+fn names(case: &Case) -> Vec<String> {
+    let disks = ctl(case, &["list", "--json"]).good();
+    let disks: serde_json::Value = serde_json::from_str(&disks).unwrap();
+    let rows = disks["disks"].as_array().unwrap().iter();
+    rows.map(|row| row["name"].as_str().unwrap().to_string()).collect()
+}
+
+/// The new server would read the configuration of before the call.
+#[test]
+fn an_upgrade_begins_after_the_call_that_changes_the_configuration() {
+    let case = Case::new();
+    let (daemon, _) = serve(&case);
+    let mut upgraded = String::new();
+    while_removed(&case, || upgraded = ctl(&case, &["upgrade", "--json"]).good());
+    let upgraded: serde_json::Value = serde_json::from_str(&upgraded).unwrap();
+    until("the old server has ended", SOON, || !is_running(daemon.pid() as i32));
+    assert_eq!(names(&case), ["a"]);
+    end_server(upgraded["pid"].as_u64().unwrap() as i32);
+}
+
+/// A server that an operator has started read the configuration before it reached the old one.
+#[test]
+fn a_take_over_fails_if_a_call_has_changed_the_configuration_meanwhile() {
+    let case = Case::new();
+    let (daemon, config) = serve(&case);
+    let takeover = |config: &Path| {
+        let mut command = Command::new(BLOCKYARD);
+        command.arg("serve").arg("--config").arg(config);
+        command.arg("--control").arg(&case.control).arg("--api").arg(&case.api);
+        Daemon::start(command.arg("--takeover").arg(&case.control))
+    };
+    let mut new = None;
+    while_removed(&case, || {
+        new = Some(takeover(&config));
+        // The old server excludes reloads as soon as the new one has reached it.
+        until("the take-over has begun", SOON, || {
+            ctl(&case, &["reload", "--dry-run"]).err.contains("upgrade runs")
+        });
+    });
+    let mut new = new.unwrap();
+    assert!(!new.became_ready(), "{}", new.log());
+    assert!(new.log().contains("the configuration has changed"), "{}", new.log());
+    assert_eq!(names(&case), ["a"]);
+    // The next attempt reads the new configuration.
+    let mut old = daemon;
+    let mut new = takeover(&config);
+    new.wait_ready();
+    assert!(old.ended(SOON).success(), "{}", old.log());
+    assert_eq!(names(&case), ["a"]);
+    new.stop();
+}
