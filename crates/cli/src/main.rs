@@ -36,6 +36,7 @@ mod options;
 mod panics;
 mod persist;
 mod reload;
+mod reloader;
 mod reopening;
 mod sandbox;
 mod serve;

@@ -350,7 +350,11 @@ impl Server {
         for (at, args, name) in disks() {
             let Some(before) = old.remove(&name) else { continue };
             let Err(e) = self.add(args.clone(), config.keys(at), false) else { continue };
+            let goes_on = e.goes_on();
             failed.push(note_new(&name, e));
+            if goes_on {
+                continue;
+            }
             let Closed { entry: before, may_restore: true } = before else {
                 tracing::error!(disk = name, "its old image is below a snapshot: not served");
                 continue;
@@ -368,8 +372,10 @@ impl Server {
             .collect();
         for (name, adding) in adding {
             let Err(e) = adding.and_then(Adding::wait) else { continue };
+            if !e.goes_on() {
+                tracing::error!(disk = name, "the disk is not served");
+            }
             failed.push(note_new(&name, e));
-            tracing::error!(disk = name, "the disk is not served");
         }
     }
 

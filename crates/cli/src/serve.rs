@@ -29,8 +29,9 @@ use crate::options::disk::DiskArgs;
 use crate::options::serve::ServeOptions;
 use crate::options::values::Cpus;
 use crate::options::xen::XenArgs;
+use crate::reloader::Reloader;
 use crate::sandbox::Needs;
-use crate::server::{Adding, Server};
+use crate::server::{AddError, Adding, Server};
 use crate::toolstack::Toolstacks;
 use crate::{
     api, attach, check_config, claims, holder, journals, log, sandbox, shares, supervisor,
@@ -39,6 +40,9 @@ use crate::{
 /// Longest wait for a server that has the disks of one that died, and time between two attempts.
 const OTHERS_TIME: Duration = Duration::from_secs(30);
 const OTHERS_PAUSE: Duration = Duration::from_millis(5);
+
+/// Longest wait at the end of the server for a reload that runs.
+const RELOAD_TIME: Duration = Duration::from_secs(10);
 
 pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     blockyard_ring::inherited::note();
@@ -245,13 +249,7 @@ impl Server {
         self.events.publish(What::ServerReady { disks: self.yard.list().len() as u64 });
         log::say("ready");
         supervisor::notify("READY=1");
-        for signal in signals.forever() {
-            match signal {
-                SIGHUP => self.reload(),
-                SIGUSR1 => self.log_statistics(),
-                _ => break,
-            }
-        }
+        self.follow(signals);
         self.hand_overs.give_up();
         self.events.publish(What::ServerEnding);
         self.events.flush();
@@ -265,6 +263,25 @@ impl Server {
         by_nbd.iter().for_each(|device| attach::sync_device(device));
         toolstacks.finish();
         Ok(())
+    }
+
+    /// Handles signals until SIGTERM or SIGINT, or the end of a hand-over.
+    fn follow(self: &Arc<Self>, signals: &mut Signals) {
+        let server = self.clone();
+        let reloader = Reloader::start(move || server.reload());
+        let reloader = reloader
+            .inspect_err(|e| tracing::error!("SIGHUP delays other signals: no thread: {e}"))
+            .ok();
+        for signal in signals.forever() {
+            match signal {
+                SIGHUP => reloader.as_ref().map_or_else(|| self.reload(), Reloader::request),
+                SIGUSR1 => self.log_statistics(),
+                _ => break,
+            }
+        }
+        if let Some(reloader) = reloader {
+            reloader.finish(RELOAD_TIME);
+        }
     }
 
     /// Opens the sockets of the API, of the metrics and for take-overs, or continues on those of
@@ -312,7 +329,8 @@ impl Server {
                 std::thread::sleep(OTHERS_PAUSE);
             }
         }
-        if failed.len() == all && !failed.is_empty() {
+        let goes_on = failed.iter().any(AddError::goes_on);
+        if failed.len() == all && !failed.is_empty() && !goes_on {
             return Err(failed.swap_remove(0).into());
         }
         let failed: Vec<_> = failed.into_iter().map(anyhow::Error::from).collect();

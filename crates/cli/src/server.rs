@@ -33,9 +33,28 @@ pub enum AddError {
     Open(anyhow::Error),
     #[error(transparent)]
     Yard(YardError),
+    /// The disk is served when its storage answers.
+    #[error(
+        "disk \"{disk}\" is still opening after {} s, and goes on: its storage may not answer; \
+         `ctl show {disk}` shows the state opening until it ends",
+        .limit.as_secs()
+    )]
+    GoesOn { disk: String, limit: Duration },
 }
 
 impl AddError {
+    fn of(e: YardError, args: &DiskArgs) -> Self {
+        match e {
+            YardError::Open(e) => AddError::Open(advise(e, args)),
+            e => AddError::Yard(e),
+        }
+    }
+
+    /// Returns whether the disk may still be served, without another command.
+    pub fn goes_on(&self) -> bool {
+        matches!(self, AddError::GoesOn { .. })
+    }
+
     /// Returns whether another process has locked the image.
     pub fn is_locked(&self) -> bool {
         let AddError::Open(e) = self else { return false };
@@ -63,24 +82,36 @@ pub enum RemoveError {
 
 /// A disk that is being opened.
 pub struct Adding<'a> {
+    server: &'a Server,
     held: HeldDisk<'a>,
     pending: Pending<()>,
     args: DiskArgs,
+    begun: Instant,
 }
 
 impl<'a> Adding<'a> {
-    /// Waits until the disk is served.
+    /// Waits until the disk is served, but not longer than [`STORAGE_TIME`] from the begin. Then it
+    /// returns an error, and the disk is served when it is open.
     pub fn wait(self) -> Result<(), AddError> {
         self.wait_held().map(HeldDisk::keep)
     }
 
     /// Like `wait`, but no other command has the disk yet. The caller keeps it.
     pub fn wait_held(self) -> Result<HeldDisk<'a>, AddError> {
-        self.pending.wait().map_err(|e| match e {
-            YardError::Open(e) => AddError::Open(advise(e, &self.args)),
-            e => AddError::Yard(e),
-        })?;
-        Ok(self.held)
+        self.wait_within(STORAGE_TIME)
+    }
+
+    fn wait_within(self, limit: Duration) -> Result<HeldDisk<'a>, AddError> {
+        let Adding { server, held, pending, args, begun } = self;
+        match pending.wait_at_most(limit.saturating_sub(begun.elapsed())) {
+            Ok(Ok(())) => Ok(held),
+            Ok(Err(e)) => Err(AddError::of(e, &args)),
+            Err(late) => {
+                let disk = args.name();
+                server.add_later(held, late);
+                Err(AddError::GoesOn { disk, limit })
+            }
+        }
     }
 }
 
@@ -129,7 +160,30 @@ impl Server {
         };
         let settings = settings(&args, exports::ways(&args, &self.common));
         let pending = self.yard.begin_add(DiskSettings { carried, ..settings });
-        Ok(Adding { held, pending, args })
+        Ok(Adding { server: self, held, pending, args, begun: Instant::now() })
+    }
+
+    /// Waits on a thread of its own until a disk is open or has failed, as `remove_later` does.
+    fn add_later(&self, held: HeldDisk<'_>, late: Pending<()>) {
+        let Some(server) = self.itself.upgrade() else { return };
+        let disk = held.lend();
+        let thread = std::thread::Builder::new().name("late addition".into());
+        let spawned = thread.spawn(move || {
+            let held = server.book.lent(disk.clone());
+            match late.wait().map_err(|e| AddError::of(e, &held.args())) {
+                Ok(()) => {
+                    held.keep();
+                    tracing::info!(disk, "it is served now");
+                }
+                Err(e) => {
+                    held.remove();
+                    tracing::error!(disk, "it is not served: {:#}", anyhow::Error::from(e));
+                }
+            }
+        });
+        if let Err(e) = spawned {
+            tracing::error!("a disk that is opened late is not noticed: no thread can start: {e}");
+        }
     }
 
     /// Removes a disk, and logs its final statistics. Returns whether its image was flushed. After

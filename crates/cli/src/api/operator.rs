@@ -122,6 +122,9 @@ impl Server {
             Ok(held) => return Ok(held),
             Err(e) => e,
         };
+        if e.goes_on() {
+            return Err(Problem::new(Kind::Busy, e.to_string()));
+        }
         self.restore(old.args, old.keys, old.by_api);
         let what = format!("disk \"{name}\" does not open with the new cache mode: {e:#}");
         Err(Problem::new(Kind::Failed, what))
@@ -305,6 +308,7 @@ impl Operator for Server {
             AddError::Conflict(what) => Problem::new(Kind::Conflict, what),
             AddError::Open(e) => Problem::new(Kind::Failed, format!("{e:#}")),
             AddError::Yard(e) => words::problem(e),
+            e @ AddError::GoesOn { .. } => Problem::new(Kind::Busy, e.to_string()),
         })?;
         // While the disk is held, no other call changes its file.
         let kept = store.map_or(Ok(()), |store| {

@@ -9,7 +9,9 @@ use blockyard_bench::client::workload::Pattern;
 use blockyard_bench::client::{LoadOptions, measure};
 use blockyard_driver::status;
 
-use crate::common::{Daemon, Folder, SOON, TOOL, blockyard, guests, listens, md5, tool, until};
+use crate::common::{
+    BLOCKYARD, Daemon, Folder, SOON, Signal, TOOL, blockyard, guests, listens, md5, tool, until,
+};
 use crate::guest::{Guest, pattern};
 
 const MIB: u64 = 1 << 20;
@@ -272,4 +274,35 @@ fn a_remote_disk_writes_and_flushes_to_its_server() {
     assert_eq!(guest.flush(), status::IOERR, "the server that had it is gone");
     daemon.wait_log("may be lost");
     assert_eq!(guest.read(8, 8192), Ok(vec![9; 8192]));
+}
+
+/// The storage of a new disk accepts a connection, and sends nothing.
+#[test]
+fn a_reload_that_waits_for_storage_delays_no_other_signal() {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let folder = Folder::new();
+    let config = folder.join("toml");
+    let disk = |name: &str, image: &str| {
+        let socket = folder.join(name);
+        format!("[[disk]]\nname = \"{name}\"\nimage = \"{image}\"\nvhost-user = {socket:?}\n")
+    };
+    std::fs::write(&config, disk("a", "ram:1M")).unwrap();
+    let mut command = Command::new(BLOCKYARD);
+    command.arg("serve").arg("--config").arg(&config).args(["--sandbox", "off"]);
+    let mut daemon = Daemon::start(&mut command);
+    daemon.wait_ready();
+    let guest = Guest::connect(&folder.join("a"));
+    let hung = disk("b", &format!("nbd://127.0.0.1:{port}/b"));
+    std::fs::write(&config, disk("a", "ram:1M") + &hung).unwrap();
+    daemon.signal(Signal::HUP);
+    // The server opens the disk now.
+    let (connection, _) = listener.accept().unwrap();
+    daemon.signal(Signal::USR1);
+    daemon.wait_log("clients: ");
+    assert!(!daemon.log().contains("reloaded"), "{}", daemon.log());
+    drop((listener, connection));
+    daemon.wait_log("reloaded: disks added 0, changed 0, removed 0, failed 1");
+    guest.leave();
+    daemon.stop();
 }
