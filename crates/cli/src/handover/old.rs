@@ -193,9 +193,7 @@ fn hand_over(
     alone: Alone<'_>,
 ) -> anyhow::Result<Upgraded> {
     let peer = Peer(stream);
-    let pid = Pid::from_raw(pid).context("the new server has no process number here")?;
-    let process = rustix::process::pidfd_open(pid, PidfdFlags::empty())
-        .context("watching the new server's process")?;
+    let (pid, process) = watch(pid).inspect_err(|e| refuse(&peer, e))?;
     // Before the new server has anything of this one.
     keeper::announce_taker(Some(pid));
     server.events.publish(What::HandOverBegun);
@@ -227,6 +225,19 @@ fn hand_over(
     }
     drop(alone);
     outcome
+}
+
+fn watch(pid: i32) -> anyhow::Result<(Pid, OwnedFd)> {
+    let pid = Pid::from_raw(pid).context("the new server has no process number here")?;
+    let process = rustix::process::pidfd_open(pid, PidfdFlags::empty())
+        .context("watching the new server's process")?;
+    Ok((pid, process))
+}
+
+/// Reports to both sides why a hand-over does not begin.
+fn refuse(peer: &Peer, why: &anyhow::Error) {
+    tracing::error!("nothing is handed over: {why:#}");
+    let _ = peer.send(&FromOld::Refused { what: format!("{why:#}") });
 }
 
 impl<'a> HandOver<'a> {
@@ -524,6 +535,9 @@ fn came(server: &Arc<Server>, stream: UnixStream) {
         let _ = Peer(stream).send(&FromOld::Refused { what: what.into() });
         return;
     };
-    // The log has the outcome.
-    let _ = Alone::of(server).and_then(|alone| hand_over(server, stream, pid, false, alone));
+    match Alone::of(server) {
+        // The log has the outcome.
+        Ok(alone) => drop(hand_over(server, stream, pid, false, alone)),
+        Err(e) => refuse(&Peer(stream), &e),
+    }
 }

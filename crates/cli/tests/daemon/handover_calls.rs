@@ -7,7 +7,7 @@ use blockyard_driver::status;
 
 use crate::common::{BLOCKYARD, Daemon, SOON, until};
 use crate::guest::Guest;
-use crate::handover::{Case, ctl, end_server, is_running};
+use crate::handover::{Case, ctl, end_server, is_running, script};
 
 /// Starts a server with the disks `a` and `b`, and a folder `conf.d`. A flush of `b` takes some
 /// time, and so does its end, because a guest has written to it.
@@ -98,4 +98,29 @@ fn a_take_over_fails_if_a_call_has_changed_the_configuration_meanwhile() {
     assert!(old.ended(SOON).success(), "{}", old.log());
     assert_eq!(names(&case), ["a"]);
     new.stop();
+}
+
+#[test]
+fn a_take_over_during_an_upgrade_learns_why_it_is_refused() {
+    let case = Case::new();
+    let mut daemon = Daemon::start(case.command().args(["--sandbox", "off"]));
+    daemon.wait_ready();
+    let pid = case.folder.join("pid");
+    let hung = script(
+        &case,
+        "hung",
+        &format!("echo $$ >{pid:?}.tmp; mv {pid:?}.tmp {pid:?}; exec sleep 999"),
+    );
+    std::thread::scope(|scope| {
+        let upgrade = scope.spawn(|| ctl(&case, &["upgrade", "--binary", hung.to_str().unwrap()]));
+        until("the new server has started", SOON, || pid.exists());
+        let mut refused = Daemon::start(case.takeover().args(["--sandbox", "off"]));
+        assert!(!refused.became_ready());
+        let why = "the running server keeps its disks: another hand-over runs";
+        assert!(refused.log().contains(why), "{}", refused.log());
+        daemon.wait_log("nothing is handed over: another hand-over runs");
+        end_server(std::fs::read_to_string(&pid).unwrap().trim().parse().unwrap());
+        assert!(upgrade.join().unwrap().err.contains("not upgraded"));
+    });
+    daemon.stop();
 }
