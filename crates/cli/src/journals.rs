@@ -3,7 +3,7 @@
 //! In: `--state-folder`, `--crash-safety`. Out: the setting of each disk. If the folder cannot be
 //! used, the server says so once, and goes on without journals. It also says if the folder is full.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::OnceLock;
 
@@ -40,6 +40,8 @@ const SPACE: u64 = 128 << 10;
 
 static FOLDER: OnceLock<PathBuf> = OnceLock::new();
 static STORE: OnceLock<Option<JournalStore>> = OnceLock::new();
+/// The path of the folder that is in use, without links.
+static IN_USE: OnceLock<PathBuf> = OnceLock::new();
 
 /// Sets the folder of this process. Call it before the first disk is opened.
 pub fn use_folder(folder: PathBuf) {
@@ -55,6 +57,9 @@ fn store() -> Option<JournalStore> {
             match StateFolder::open(folder) {
                 Ok(folder) => {
                     warn_if_full(&folder);
+                    if let Ok(path) = std::fs::canonicalize(folder.path()) {
+                        let _ = IN_USE.set(path);
+                    }
                     Some(folder.into())
                 }
                 Err(e) => {
@@ -84,6 +89,12 @@ fn warn_if_full(folder: &StateFolder) {
 pub fn folder() -> PathBuf {
     let _ = store();
     FOLDER.get().cloned().unwrap_or_else(StateFolder::default_path)
+}
+
+/// Returns the folder that is in use, and creates it. `None`: this process has no journals.
+pub fn in_use() -> Option<&'static Path> {
+    let _ = store();
+    IN_USE.get().map(PathBuf::as_path)
 }
 
 /// Returns how the metadata of an image of this mode survive a death of the server. In each mode

@@ -95,9 +95,20 @@ enum FromNew {
 #[derive(Debug, Deserialize, Serialize)]
 #[serde(rename_all = "kebab-case")]
 enum FromOld {
-    Refused { what: String },
-    Welcome { version: String, disks: Vec<Offered>, sockets: Vec<String> },
-    Given { exports: Vec<String> },
+    Refused {
+        what: String,
+    },
+    Welcome {
+        version: String,
+        disks: Vec<Offered>,
+        sockets: Vec<String>,
+        /// The folder of the journals. None: it has none, or the version does not send it.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        state_folder: Option<PathBuf>,
+    },
+    Given {
+        exports: Vec<String>,
+    },
     Commit,
 }
 
@@ -195,7 +206,7 @@ mod tests {
         let sockets = ["API", "control", "nbd unix:/run/n"].map(String::from).into();
         let exports = ["vhost-user", "nbd", "carried"].map(String::from).into();
         for (recorded, ours) in old.into_iter().zip([
-            FromOld::Welcome { version: "0.2.0".into(), disks, sockets },
+            FromOld::Welcome { version: "0.2.0".into(), disks, sockets, state_folder: None },
             FromOld::Given { exports },
             FromOld::Commit,
         ]) {

@@ -23,6 +23,7 @@ use super::{FORMAT, FromNew, FromOld, KEPT, NBD, Offered, PROGRAM, Peer};
 use crate::config::Config;
 use crate::exports;
 use crate::holder;
+use crate::journals;
 use crate::options::disk::DiskArgs;
 use crate::options::serve::ServeOptions;
 use crate::server::Server;
@@ -52,10 +53,10 @@ impl Takeover {
         let old = process(&peer)?;
         let version = env!("CARGO_PKG_VERSION").to_string();
         peer.send(&FromNew::Hello { format: FORMAT, version }).context(TALKING)?;
-        let (disks, names) = match peer.receive().context(TALKING)? {
-            FromOld::Welcome { disks, sockets, version } => {
+        let (disks, names, state_folder) = match peer.receive().context(TALKING)? {
+            FromOld::Welcome { disks, sockets, version, state_folder } => {
                 tracing::info!("taking {} disks over from version {version}", disks.len());
-                (disks, sockets)
+                (disks, sockets, state_folder)
             }
             FromOld::Refused { what } => bail!("the running server keeps its disks: {what}"),
             other => bail!("the running server sent {other:?}"),
@@ -71,6 +72,7 @@ impl Takeover {
         let mut takeover = Takeover { peer, old, offered: disks, sockets };
         takeover.prepare(|takeover| {
             check_unchanged(options, config)?;
+            check_state_folder(state_folder.as_deref())?;
             takeover.check_programs(config)
         })?;
         Ok(Some(takeover))
@@ -257,6 +259,19 @@ impl Takeover {
 fn check_unchanged(options: &ServeOptions, config: &Config) -> anyhow::Result<()> {
     let is_same = Config::of(options)? == *config;
     anyhow::ensure!(is_same, "the configuration has changed since this server read it: try again");
+    Ok(())
+}
+
+/// Returns an error if the old server has its journals elsewhere: it could not take back an image
+/// that this server has marked with a journal in another folder.
+fn check_state_folder(theirs: Option<&Path>) -> anyhow::Result<()> {
+    let (Some(theirs), Some(ours)) = (theirs, journals::in_use()) else { return Ok(()) };
+    let (place, old) = (ours.display(), theirs.display());
+    anyhow::ensure!(
+        ours == theirs,
+        "--state-folder: the running server has its journals in {old}, not in {place}: a restart \
+         changes that"
+    );
     Ok(())
 }
 

@@ -31,9 +31,8 @@ use rustix::process::{Pid, PidfdFlags, Signal};
 use super::away::Away;
 use super::process::has_ended;
 use super::{FORMAT, FromNew, FromOld, NBD, Offered, OfferedProgram, Peer, away, launcher};
-use crate::holder;
 use crate::server::Server;
-use crate::supervisor;
+use crate::{holder, journals, supervisor};
 
 /// How long a disk may take until its image is left. Less than [`super::MESSAGE_TIME`], so that the
 /// new server still waits, and the disks that it has are served again at once.
@@ -336,7 +335,8 @@ impl<'a> HandOver<'a> {
         drop(nbd);
         let sockets = parcels.iter().map(|(name, _)| name.clone()).collect();
         let version = env!("CARGO_PKG_VERSION").into();
-        self.peer.send(&FromOld::Welcome { version, disks: disks.collect(), sockets })?;
+        let (disks, state_folder) = (disks.collect(), journals::in_use().map(Path::to_path_buf));
+        self.peer.send(&FromOld::Welcome { version, disks, sockets, state_folder })?;
         parcels.iter().try_for_each(|(_, parcel)| self.peer.send_parcel(parcel))?;
         Ok(())
     }

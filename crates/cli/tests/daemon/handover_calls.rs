@@ -1,4 +1,5 @@
-//! Hand-overs that begin while a call of the API changes the configuration.
+//! Hand-overs that are refused before a disk pauses, and those that wait for a call of the API that
+//! changes the configuration.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -122,5 +123,24 @@ fn a_take_over_during_an_upgrade_learns_why_it_is_refused() {
         end_server(std::fs::read_to_string(&pid).unwrap().trim().parse().unwrap());
         assert!(upgrade.join().unwrap().err.contains("not upgraded"));
     });
+    daemon.stop();
+}
+
+/// The old server could not take back an image with a journal in another folder.
+#[test]
+fn a_new_server_with_another_folder_of_journals_is_refused() {
+    let case = Case::new();
+    let mut daemon = case.serve();
+    let other = PathBuf::from(format!("/dev/shm/by-other-{}", std::process::id()));
+    let mut refused = Daemon::start(case.takeover().arg("--state-folder").arg(&other));
+    assert!(!refused.became_ready(), "{}", refused.log());
+    let _ = std::fs::remove_dir(&other);
+    let why = format!("not in {}: a restart changes that", other.display());
+    assert!(refused.log().contains(&why), "{}", refused.log());
+    daemon.wait_log(&why);
+    let mut guest = Guest::connect(&case.socket);
+    assert_eq!(guest.write(8, &[7; 4096]), status::OK);
+    guest.leave();
+    assert!(daemon.running());
     daemon.stop();
 }
