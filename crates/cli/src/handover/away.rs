@@ -74,8 +74,8 @@ impl<'a> Away<'a> {
         Ok((Away { held, exports, since, pause: None }, program))
     }
 
-    /// Opens the image again, and continues the exports. The new server must have ended.
-    pub fn serve_again(self, server: &Server) {
+    /// Begins to open the image again, and to continue the exports. The new server must have ended.
+    pub fn begin_again(self, server: &Server) -> Back<'a> {
         let Away { held, exports, .. } = self;
         let (args, name) = (held.args(), held.args().name());
         let handed = &server.common.handed;
@@ -95,7 +95,23 @@ impl<'a> Away<'a> {
         let carried = carried.map(|carried| Carried { left: None, ..(*carried).clone() }.into());
         let settings = settings(&args, exports::ways(&args, &server.common));
         let settings = DiskSettings { carried, ..settings };
-        match server.yard.add(settings.clone()) {
+        let pending = server.yard.begin_add(settings.clone());
+        Back { held, settings, pending }
+    }
+}
+
+/// A disk that is being served again.
+pub struct Back<'a> {
+    held: HeldDisk<'a>,
+    settings: DiskSettings,
+    pending: Pending<()>,
+}
+
+impl Back<'_> {
+    /// Waits until the disk is served again, or waits for another process.
+    pub fn wait(self, server: &Server) {
+        let Back { held, settings, pending } = self;
+        match pending.wait() {
             Err(e) if e.is_locked() => wait_for_lock(server, held, settings, e),
             added => has_tried(server, held, added),
         }
@@ -173,7 +189,7 @@ pub fn serve_later(server: &Server, lent: String, late: Pending<HandedDisk>) {
         let disk = held.args().name();
         let ended = late.wait().map_err(anyhow::Error::from);
         match ended.and_then(|handed| Away::of(&server, held, handed)) {
-            Ok((away, _)) => away.serve_again(&server),
+            Ok((away, _)) => away.begin_again(&server).wait(&server),
             Err(e) => tracing::error!(disk, "{e:#}"),
         }
     });

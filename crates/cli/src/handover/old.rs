@@ -387,7 +387,10 @@ impl<'a> HandOver<'a> {
         if has_some && !self.has_surely_ended() {
             self.away.clear();
         }
-        self.away.drain(..).for_each(|away| away.serve_again(self.server));
+        // The disks open at the same time, as at start.
+        let back = self.away.drain(..).map(|away| away.begin_again(self.server));
+        let back: Vec<_> = back.collect();
+        back.into_iter().for_each(|back| back.wait(self.server));
         nbd().has_taken_back();
     }
 
