@@ -219,7 +219,7 @@ impl Server {
                     anyhow::ensure!(xen.watch.is_empty(), why);
                     self.open_sockets(config, Some(takeover))
                 })?;
-                self.add_new(takeover.run(self, config)?);
+                self.add_new(&takeover.run(self, config)?);
                 sockets
             }
         };
@@ -300,28 +300,29 @@ impl Server {
         Ok(Sockets { api, control })
     }
 
-    /// Adds the disks that the previous server did not have. Logs errors.
-    fn add_new(&self, disks: Vec<(DiskArgs, Table)>) {
-        for (args, keys) in disks {
-            if let Err(e) = self.add(args, keys, false) {
-                tracing::error!("{:#}", anyhow::Error::from(e));
-            }
+    /// Adds the disks that the previous server did not have. Logs errors. Under another name it may
+    /// still have the image of one, until it has ended its own disk.
+    fn add_new(&self, disks: &[(DiskArgs, Table)]) {
+        for e in self.open_all(disks, OTHERS_TIME) {
+            tracing::error!("{:#}", anyhow::Error::from(e));
         }
     }
 
-    /// Adds the disks at start. Returns the first error if all fail. If only some fail, logs their
-    /// errors. `patience`: how long to wait for images that other processes have locked.
-    fn add_all(&self, config: &Config, patience: Duration) -> anyhow::Result<()> {
-        let (all, deadline) = (config.disks.len(), Instant::now() + patience);
-        let (mut left, mut failed) = (Vec::from_iter(0..all), Vec::new());
+    /// Opens disks at the same time. Returns the errors. `patience`: how long to wait for images
+    /// that other processes have locked.
+    fn open_all(&self, disks: &[(DiskArgs, Table)], patience: Duration) -> Vec<AddError> {
+        let deadline = Instant::now() + patience;
+        let (mut left, mut failed) = (Vec::from_iter(disks), Vec::new());
         while !left.is_empty() {
-            let begin =
-                |at: usize| (at, self.begin_add(config.disks[at].clone(), config.keys(at), false));
+            let begin = |disk| {
+                let (args, keys): &(DiskArgs, Table) = disk;
+                (disk, self.begin_add(args.clone(), keys.clone(), false))
+            };
             let adding: Vec<_> = left.drain(..).map(begin).collect();
-            for (at, adding) in adding {
+            for (disk, adding) in adding {
                 match adding.and_then(Adding::wait) {
                     Ok(()) => {}
-                    Err(e) if e.is_locked() && Instant::now() < deadline => left.push(at),
+                    Err(e) if e.is_locked() && Instant::now() < deadline => left.push(disk),
                     Err(e) => failed.push(e),
                 }
             }
@@ -329,6 +330,16 @@ impl Server {
                 std::thread::sleep(OTHERS_PAUSE);
             }
         }
+        failed
+    }
+
+    /// Adds the disks at start. Returns the first error if all fail. If only some fail, logs their
+    /// errors. `patience`: how long to wait for images that other processes have locked.
+    fn add_all(&self, config: &Config, patience: Duration) -> anyhow::Result<()> {
+        let all = config.disks.len();
+        let disks = config.disks.iter().enumerate();
+        let disks: Vec<_> = disks.map(|(at, args)| (args.clone(), config.keys(at))).collect();
+        let mut failed = self.open_all(&disks, patience);
         let goes_on = failed.iter().any(AddError::goes_on);
         if failed.len() == all && !failed.is_empty() && !goes_on {
             return Err(failed.swap_remove(0).into());

@@ -144,3 +144,21 @@ fn a_new_server_with_another_folder_of_journals_is_refused() {
     assert!(daemon.running());
     daemon.stop();
 }
+
+/// The old server ends its disk after the new one has begun to serve, and that takes some time.
+#[test]
+fn a_disk_with_another_name_waits_until_the_old_server_has_ended_its_own() {
+    let case = Case::new();
+    let (daemon, config) = serve(&case);
+    let text = std::fs::read_to_string(&config).unwrap();
+    let renamed = text.replace("name = \"b\"", "name = \"c\"").replace("b.s\"", "c.s\"");
+    std::fs::write(&config, renamed).unwrap();
+    let upgraded = ctl(&case, &["upgrade", "--json"]).good();
+    let upgraded: serde_json::Value = serde_json::from_str(&upgraded).unwrap();
+    until("the old server has ended", SOON, || !is_running(daemon.pid() as i32));
+    assert_eq!(names(&case), ["a", "c"]);
+    let mut guest = Guest::connect(&case.folder.join("c.s"));
+    assert_eq!(guest.read(8, 4096).unwrap(), [7; 4096]);
+    guest.leave();
+    end_server(upgraded["pid"].as_u64().unwrap() as i32);
+}
