@@ -52,8 +52,10 @@ impl Takeover {
         let peer = connect(control)?;
         let old = process(&peer)?;
         let version = env!("CARGO_PKG_VERSION").to_string();
-        peer.send(&FromNew::Hello { format: FORMAT, version }).context(TALKING)?;
-        let (disks, names, state_folder) = match peer.receive().context(TALKING)? {
+        let sent = peer.send(&FromNew::Hello { format: FORMAT, version }).context(TALKING);
+        // A server that refuses at once may close the connection before it reads.
+        let answer: FromOld = peer.receive().context(TALKING).or_else(|e| sent.and(Err(e)))?;
+        let (disks, names, state_folder) = match answer {
             FromOld::Welcome { disks, sockets, version, state_folder } => {
                 tracing::info!("taking {} disks over from version {version}", disks.len());
                 (disks, sockets, state_folder)
