@@ -66,13 +66,19 @@ impl Worker {
         storage.sync().await.map_err(failed)
     }
 
-    /// Lets all reactors read the topmost image's metadata again.
+    /// Lets all reactors read the topmost image's metadata again, after it was closed.
+    pub(super) async fn exchange_top(
+        &self,
+        chain: &Chain,
+        quiesced: &QuiescedDisk,
+    ) -> Result<(), Why> {
+        let new = chain.read_again(&self.handle, 0..1).await?;
+        Ok(quiesced.exchange(&Source::Chain(new), None)?)
+    }
+
+    /// Like `exchange_top`. After an error no image is left to serve.
     async fn open_again(&self, chain: &Chain, quiesced: &QuiescedDisk) -> Result<(), Why> {
-        let opened = match chain.read_again(&self.handle, 0..1).await {
-            Ok(new) => quiesced.exchange(&Source::Chain(new), None).map_err(Why::from),
-            Err(e) => Err(e.into()),
-        };
-        opened.inspect_err(|why| {
+        self.exchange_top(chain, quiesced).await.inspect_err(|why| {
             tracing::error!(disk = self.disk.name(), "the image cannot be opened again: {why}");
             quiesced.lose(&format!("the image could not be opened again after a resize: {why}"));
         })

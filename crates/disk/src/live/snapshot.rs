@@ -17,8 +17,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::{fmt, io};
 
-use blockyard_image::GrownChain;
 use blockyard_image::qcow2::CreateOptions;
+use blockyard_image::{Chain, GrownChain};
 
 use super::{Why, WorkError, Worker};
 use crate::backend::Source;
@@ -83,21 +83,44 @@ impl Worker {
         self.flush_unsynced(&local_disk).await?;
         self.close_image(&local_disk).await?;
         if let Err(why) = self.put_on(&mut new, &options, &quiesced) {
-            let Some(start_record) = &options.start_record else { return Err(why) };
-            new.take_record_back();
-            if let Err(e) = start_record.name_old_image() {
-                let (disk, overlay) = (self.disk.name(), options.overlay.display());
-                tracing::error!(
-                    disk,
-                    "the next start opens {overlay}, although the snapshot failed: cannot name \
-                     the old image again: {e}"
-                );
-                new.leave();
-            }
+            self.stay(new, &old, &options, &quiesced).await;
             return Err(why);
         }
         new.keep();
         Ok(())
+    }
+
+    /// Lets the disk go on with the old image, which was closed, after a failure.
+    async fn stay(
+        &self,
+        mut new: GrownChain,
+        old: &Chain,
+        options: &SnapshotOptions,
+        quiesced: &QuiescedDisk,
+    ) {
+        let disk = self.disk.name();
+        new.take_record_back();
+        let named = options.start_record.as_ref().map_or(Ok(()), |record| record.name_old_image());
+        if let Err(e) = named {
+            let overlay = options.overlay.display();
+            tracing::error!(
+                disk,
+                "the next start opens {overlay}, although the snapshot failed: cannot name the old \
+                 image again: {e}"
+            );
+            new.leave();
+        } else {
+            drop(new);
+        }
+        // The journal of a closed image has ended. Without a new one, the disk would flush its
+        // metadata before each answer.
+        if let Err(why) = self.exchange_top(old, quiesced).await {
+            tracing::warn!(
+                disk,
+                "the image cannot be opened again after the snapshot failed: changed metadata are \
+                 flushed before each answer, which is slow, until the disk is opened again: {why}"
+            );
+        }
     }
 
     /// Puts the overlay on the disk, which has no request in flight.

@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
 use blockyard_disk::{Disk, Failure, Op, SnapshotOptions, StartRecord, Why, Work, WorkError};
+use blockyard_image::journal::MemoryStore;
 use blockyard_image::{ChainOptions, ImageFile, OpenOptions};
 
 use crate::load::{Load, Reactor, WRITE, ask, close};
@@ -176,6 +177,40 @@ fn a_start_record_never_names_an_overlay_that_is_not_there() {
     close(&disk, &reactors);
     drop(disk);
     judge(&scratch, "new.qcow2", &known);
+}
+
+/// The journal of the old image ended when the snapshot closed the image.
+#[test]
+fn a_disk_has_a_journal_again_after_a_snapshot_that_fails() {
+    let scratch = Scratch::new("journal");
+    let (top, overlay) = (scratch.name("top.qcow2"), scratch.path("new.qcow2"));
+    qemu_img(&["create", "-f", "qcow2", &top, "8M"]);
+    let store = MemoryStore::default();
+    let disk = scratch.disk_with_journal("top.qcow2", &store);
+    let reactors = [Reactor::start(), Reactor::start()];
+    // Each write allocates a cluster.
+    let write = |at: u64| {
+        let bytes = vec![at as u8; 512];
+        let written =
+            reactors[0].on(&disk, move |d| async move { ask(&d, WRITE, at << 20, bytes).await });
+        assert_eq!(written.0, Ok(()));
+    };
+    write(1);
+    assert_eq!(store.len(), 1);
+    let record = Record { overlay: overlay.clone(), fails: true, calls: Mutex::default() };
+    let start_record = Some(Arc::new(record) as Arc<dyn StartRecord>);
+    let options = SnapshotOptions { start_record, ..SnapshotOptions::new(&overlay) };
+    disk.snapshot(&options).unwrap_err();
+    assert_eq!((store.len(), overlay.exists()), (0, false));
+    write(2);
+    assert_eq!(store.len(), 1, "the changed metadata are in a journal");
+    for at in [1, 2] {
+        let read = reactors[1]
+            .on(&disk, move |d| async move { ask(&d, Op::Read, at << 20, vec![0; 512]).await });
+        assert_eq!(read, (Ok(()), vec![at as u8; 512]));
+    }
+    close(&disk, &reactors);
+    assert!(store.is_empty());
 }
 
 #[test]

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use blockyard_disk::{Disk, DiskOptions, Source};
+use blockyard_image::journal::{CrashSafety, MemoryStore, SafetyMode};
 use blockyard_image::{CacheMode, ChainOptions};
 use blockyard_storage::sim::Rng;
 
@@ -38,6 +39,21 @@ impl Scratch {
     }
 
     pub fn disk_with(&self, image: &str, change: impl FnOnce(&mut DiskOptions)) -> Arc<Disk> {
+        self.disk_by(image, change, CrashSafety::default())
+    }
+
+    /// Serves an image whose journal is in `store`.
+    pub fn disk_with_journal(&self, image: &str, store: &MemoryStore) -> Arc<Disk> {
+        let (mode, store) = (SafetyMode::Journal, Some(store.clone().into()));
+        self.disk_by(image, |_| {}, CrashSafety { mode, store })
+    }
+
+    fn disk_by(
+        &self,
+        image: &str,
+        change: impl FnOnce(&mut DiskOptions),
+        crash_safety: CrashSafety,
+    ) -> Arc<Disk> {
         let (name, serial) = ("live".into(), String::new());
         let mut options = DiskOptions {
             name,
@@ -51,6 +67,7 @@ impl Scratch {
         let chain = ChainOptions {
             read_only: options.read_only,
             cache: options.cache,
+            crash_safety,
             ..ChainOptions::new(self.path(image))
         };
         Arc::new(Disk::new(options, Source::open(&chain).unwrap()))
