@@ -200,6 +200,8 @@ impl StateFolder {
             let path = path.clone();
             move |error| StoreError::Io { path, operation, error }
         };
+        // Gives the journal of another image another name.
+        drop(self.find(image)?);
         self.remove(image).map_err(failed("removing an old journal"))?;
         let mut options = File::options();
         options.read(true).write(true).create_new(true).mode(0o600);
@@ -217,7 +219,8 @@ impl StateFolder {
         Ok(Log::over(Arc::new(words), Some(file), session))
     }
 
-    /// Opens the journal of an image. A journal of another image or boot is removed.
+    /// Opens the journal of an image. A journal of another boot is removed. One of another image
+    /// gets a name of its own, see [`StateFolder::find_marked`].
     fn find(&self, image: &ImageKey) -> Result<Option<Recovered>, StoreError> {
         let path = self.file(image);
         let failed = |operation| {
@@ -242,47 +245,54 @@ impl StateFolder {
                         start that version once, and stop it";
             return Err(StoreError::Unusable { path, what: what.into() });
         }
-        let session = whole.then(|| read_header(&header, image)).flatten();
-        let Some(session) = session.filter(|session| session.boot == self.boot) else {
-            self.remove(image).map_err(failed("removing an old journal"))?;
-            return Ok(None);
+        let read = whole.then(|| read_header(&header)).flatten();
+        let session = match read.filter(|(_, session)| session.boot == self.boot) {
+            Some((of, session)) if of == *image => session,
+            Some((_, session)) => {
+                self.put_aside(&path, session)?;
+                return Ok(None);
+            }
+            None => {
+                self.remove(image).map_err(failed("removing an old journal"))?;
+                return Ok(None);
+            }
         };
         let words = SharedWords::of_file(&file, log::TOTAL).map_err(failed("mapping a journal"))?;
         Ok(Some(Recovered::new(Arc::new(words), Some(file), session)))
     }
 
-    /// Returns the name of a device's journal while another image has the number of the device.
+    /// Returns the name of a journal while another image has the numbers of its image.
     fn aside(&self, session: Session) -> PathBuf {
         self.path.join(format!("{:032x}.journal", session.number))
     }
 
-    /// Like [`StateFolder::find`], for a block device with this mark. A journal of another session
-    /// belongs to an image that had the same number before, so it gets a name of its own until
-    /// that image is back. It must be back under this number: under another one the mark may be
-    /// that of a copy: a server may use the journal for the volume of which this is a snapshot.
-    fn find_of_device(
+    fn put_aside(&self, path: &Path, session: Session) -> Result<(), StoreError> {
+        let aside = self.aside(session);
+        rename(path, &aside)?;
+        tracing::warn!(
+            "the journal of another image that had the numbers of this one is now {}",
+            aside.display()
+        );
+        Ok(())
+    }
+
+    /// Like [`StateFolder::find`], for an image with this mark. The host uses the numbers of a
+    /// device or volume that is detached again, so a journal with these numbers may belong to
+    /// another image. It then gets a name of its own until that image is back. It must be back
+    /// under its numbers: under others the mark may be that of a copy. A server may use the journal
+    /// for the volume of which this is a snapshot.
+    fn find_marked(
         &self,
         image: &ImageKey,
         marked: Option<Session>,
     ) -> Result<Option<Recovered>, StoreError> {
         let path = self.file(image);
-        let rename = |from: &Path, to: &Path| {
-            std::fs::rename(from, to).map_err(|error| {
-                let (path, operation) = (from.to_path_buf(), "renaming a journal");
-                StoreError::Io { path, operation, error }
-            })
-        };
         let found = self.find(image)?;
         match found.as_ref().map(Recovered::session) {
             Some(session) if Some(session) == marked => return Ok(found),
-            Some(session) => {
-                let aside = self.aside(session);
-                rename(&path, &aside)?;
-                tracing::warn!(
-                    "the journal of another image that had the number of this device is now {}",
-                    aside.display()
-                );
-            }
+            // Another program has removed the mark, or the journal is of an earlier copy.
+            Some(_) if !image.is_of_device() => return Ok(found),
+            Some(session) => self.put_aside(&path, session)?,
             None => {}
         }
         let Some(session) = marked else { return Ok(None) };
@@ -291,7 +301,7 @@ impl StateFolder {
             let mut bytes = [0; log::HEADER * 8];
             file.read_exact_at(&mut bytes, 0).map(|()| words_of(&bytes))
         });
-        if header.is_ok_and(|words| read_header(&words, image) == Some(session)) {
+        if header.is_ok_and(|words| read_header(&words) == Some((*image, session))) {
             rename(&aside, &path)?;
             return self.find(image);
         }
@@ -417,10 +427,8 @@ impl JournalStore {
         marked: Option<Session>,
     ) -> Result<Option<Recovered>, StoreError> {
         match self {
-            JournalStore::Folder(folder) if image.is_of_device() => {
-                folder.find_of_device(image, marked)
-            }
-            _ => self.find(image),
+            JournalStore::Folder(folder) => folder.find_marked(image, marked),
+            JournalStore::Memory(memory) => Ok(memory.find(image)),
         }
     }
 
@@ -508,14 +516,20 @@ fn write_header(words: &SharedWords, image: &ImageKey, session: Session) {
     words[CHECKSUM].store(sum(&fields), Ordering::Release);
 }
 
-/// Returns the session of a header. `None`: it is no header, or that of another image.
-fn read_header(words: &[u64], image: &ImageKey) -> Option<Session> {
-    let ImageKey { device, inode, born } = *image;
-    let ours = words[0] == MAGIC && words[3..6] == [device, inode, born];
-    let whole = words[CHECKSUM] == sum(&words[..CHECKSUM]);
-    (ours && whole).then(|| Session {
-        boot: joined([words[1], words[2]]),
-        number: joined([words[6], words[7]]),
+/// Returns the image and the session of a header. `None`: it is no header.
+fn read_header(words: &[u64]) -> Option<(ImageKey, Session)> {
+    let is_ours = words[0] == MAGIC && words[CHECKSUM] == sum(&words[..CHECKSUM]);
+    is_ours.then(|| {
+        let image = ImageKey { device: words[3], inode: words[4], born: words[5] };
+        let (boot, number) = (joined([words[1], words[2]]), joined([words[6], words[7]]));
+        (image, Session { number, boot })
+    })
+}
+
+fn rename(from: &Path, to: &Path) -> Result<(), StoreError> {
+    std::fs::rename(from, to).map_err(|error| {
+        let (path, operation) = (from.to_path_buf(), "renaming a journal");
+        StoreError::Io { path, operation, error }
     })
 }
 
@@ -526,51 +540,4 @@ fn sum(fields: &[u64]) -> u64 {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// The host gives the number of a device that is detached to the next one.
-    #[test]
-    fn a_journal_of_a_device_outlives_another_device_with_its_number() {
-        let path = std::env::temp_dir().join(format!("blockyard-devices-{}", std::process::id()));
-        std::fs::create_dir_all(&path).unwrap();
-        let folder = StateFolder { path, boot: 7 };
-        let device = |device| ImageKey { device, inode: 0, born: 0 };
-        let first = folder.create(&device(1)).unwrap().session();
-        // The next device of this number has no mark, and begins a journal.
-        assert!(folder.find_of_device(&device(1), None).unwrap().is_none());
-        let second = folder.create(&device(1)).unwrap().session();
-        let of = |number, session| {
-            let found = folder.find_of_device(&device(number), Some(session)).unwrap();
-            found.map(|journal| journal.session())
-        };
-        // They take turns.
-        for session in [first, second, first] {
-            assert_eq!(of(1, session), Some(session));
-        }
-        // A copy of the first image on another device does not get the journal.
-        assert_eq!((of(2, first), of(1, first)), (None, Some(first)));
-        folder.remove(&device(1)).unwrap();
-        assert_eq!((of(1, first), of(2, second), of(1, second)), (None, None, Some(second)));
-        std::fs::remove_dir_all(&folder.path).unwrap();
-    }
-
-    #[test]
-    fn a_journal_of_another_version_is_kept_until_the_next_boot() {
-        let path = std::env::temp_dir().join(format!("blockyard-journals-{}", std::process::id()));
-        std::fs::create_dir_all(&path).unwrap();
-        let folder = StateFolder { path, boot: 7 };
-        let image = ImageKey { device: 1, inode: 2, born: 3 };
-        drop(folder.create(&image).unwrap());
-        assert!(folder.find(&image).unwrap().is_some());
-        let file = File::options().write(true).open(folder.file(&image)).unwrap();
-        file.write_all_at(&(MAGIC + 1).to_ne_bytes(), 0).unwrap();
-        let error = folder.find(&image).err().unwrap().to_string();
-        assert!(error.contains("another version of Blockyard"), "{error}");
-        assert!(folder.file(&image).exists());
-        let later = StateFolder { boot: 8, ..folder.clone() };
-        assert!(later.find(&image).unwrap().is_none());
-        assert!(!folder.file(&image).exists());
-        std::fs::remove_dir_all(&folder.path).unwrap();
-    }
-}
+mod tests;
