@@ -9,6 +9,7 @@ use std::time::{Duration, Instant, SystemTime};
 use blockyard_control::events::What;
 use blockyard_disk::SourceError;
 use blockyard_program::ending::Failure;
+use blockyard_program::output::shell;
 use blockyard_yard::{
     Change, DiskInfo, DiskSettings, DiskState, Ended, Job, JobState, Pending, Yard, YardError,
 };
@@ -36,8 +37,9 @@ pub enum AddError {
     /// The disk is served when its storage answers.
     #[error(
         "disk \"{disk}\" is still opening after {} s, and goes on: its storage may not answer; \
-         `ctl show {disk}` shows the state opening until it ends",
-        .limit.as_secs()
+         `ctl show {}` shows the state opening until it ends",
+        .limit.as_secs(),
+        shell(disk)
     )]
     GoesOn { disk: String, limit: Duration },
 }
@@ -74,8 +76,9 @@ pub enum RemoveError {
     /// The disk is removed when its storage answers.
     #[error(
         "disk \"{disk}\" is still closing after {} s, and goes on: its storage may not answer; \
-         `ctl show {disk}` shows the state closing until it ends",
-        .limit.as_secs()
+         `ctl show {}` shows the state closing until it ends",
+        .limit.as_secs(),
+        shell(disk)
     )]
     GoesOn { disk: String, limit: Duration },
 }

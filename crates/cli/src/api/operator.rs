@@ -11,6 +11,7 @@ use blockyard_control::types::{
     Reload, Removed, Resize, Resized, Resumed, ServerInfo, State, Upgraded,
 };
 use blockyard_control::{Answer, Kind, Object, Operator, Problem, invalid};
+use blockyard_program::output::shell;
 use blockyard_yard::{DiskInfo, DiskState, JobKind, Pending, YardError};
 use toml::Table;
 
@@ -204,8 +205,9 @@ fn outcome<T>(
         Err(_goes_on) => {
             let what = format!(
                 "the {what} of disk \"{name}\" has not ended after {} s and goes on: the disk's \
-                 storage may not answer; `ctl show {name}` shows the state busy until it ends",
-                limit.as_secs()
+                 storage may not answer; `ctl show {}` shows the state busy until it ends",
+                limit.as_secs(),
+                shell(name)
             );
             Err(Problem::new(Kind::Busy, what))
         }
@@ -423,7 +425,8 @@ impl Operator for Server {
             gone.retain(|client| client.description == *wanted);
             if gone.is_empty() {
                 let what = format!(
-                    "disk \"{name}\" has no client \"{wanted}\": `ctl show {name}` lists them"
+                    "disk \"{name}\" has no client \"{wanted}\": `ctl show {}` lists them",
+                    shell(name)
                 );
                 return Err(Problem::new(Kind::NotFound, what).in_field("client"));
             }
