@@ -44,7 +44,7 @@ impl Device {
         }
         self.began_forced(account);
         self.release_grant(account, now, grant);
-        (grant.is_forced, grant.is_queued) = (true, false);
+        (grant.is_forced, grant.is_queued, grant.is_large) = (true, false, false);
     }
 
     pub(super) fn began_forced(&self, account: &Account) {

@@ -49,22 +49,30 @@ impl Device {
         }
     }
 
-    /// Ends a large operation. Charges the time that it took longer than its cost says. The gap
-    /// lasts until the disk has had the device for its part of the time.
+    /// Ends a large operation. For a disk in the queue, charges the time that it took longer than
+    /// its cost says. After the last one in flight there is a gap, until the disk has had the device
+    /// for its part of the time.
     #[inline]
     pub(super) fn end_turn(&self, account: &Account, now: Time, grant: &Grant) {
         if !grant.is_large {
             return;
         }
-        account.had_large.store(true, Relaxed);
-        account.large_in_flight.fetch_sub(1, Relaxed);
-        if self.leaves_gaps.load(Relaxed) {
+        let is_last = account.large_in_flight.fetch_sub(1, Relaxed) == 1;
+        // What the image answered is no work of the device.
+        account.had_large.fetch_or(!grant.is_idle, Relaxed);
+        let takes_turns = grant.is_queued || account.is_over_share.load(Relaxed);
+        let mut gap = 0;
+        if self.leaves_gaps.load(Relaxed) && takes_turns && !grant.is_idle {
             let service = now.saturating_sub(grant.began);
-            let rest = account.turn_of(service).saturating_sub(service);
             let more = service.saturating_sub(grant.cost_ns);
             account.start_tag.fetch_add(account.virtual_cost(more), Relaxed);
             account.costs_more(more);
-            account.gap_until.store(now + rest.min(LONGEST_NS.max(service)), Relaxed);
+            let rest = account.turn_of(service).saturating_sub(service);
+            gap = rest.min(LONGEST_NS.max(service));
+        }
+        if is_last {
+            // The turn ends also if turns have ended meanwhile: they may begin again.
+            account.gap_until.store(now + gap, Relaxed);
         }
     }
 

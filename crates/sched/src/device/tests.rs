@@ -118,11 +118,12 @@ fn a_large_operation_of_a_disk_in_the_queue_takes_a_turn() {
     let account = &accounts(device)[0];
     account.set_due(0.5, 1.0);
     let cost = 2 * device.max_held_ns;
+    assert!(device.count_large(account, cost, &SMALL));
     device.begin_turn(account, NOW, cost, &SMALL);
     let service = 100 * cost;
     assert!(device.is_in_gap(account, NOW + service));
     let before = account.start_tag.load(Relaxed);
-    let grant = Grant { began: NOW, is_large: true, cost_ns: cost, ..Grant::default() };
+    let grant = Grant { began: NOW, is_queued: true, cost_ns: cost, ..large() };
     device.end_turn(account, NOW + service, &grant);
     assert!(device.is_in_gap(account, NOW + 2 * service - 1));
     assert!(!device.is_in_gap(account, NOW + 2 * service));
@@ -140,12 +141,49 @@ fn the_gap_after_a_long_operation_gives_the_others_as_much_time() {
     let account = &accounts(device)[0];
     account.set_due(0.5, 1.0);
     let end = NOW + 300_000_000;
-    let grant = Grant { began: NOW, is_large: true, ..Grant::default() };
+    account.large_in_flight.store(1, Relaxed);
+    let grant = Grant { began: NOW, is_queued: true, ..large() };
     device.end_turn(account, end, &grant);
     assert!(device.is_in_gap(account, end + 299_999_999));
     assert!(!device.is_in_gap(account, end + 300_000_000));
     let discard = Operation { kind: OperationKind::Discard, ..SMALL };
     assert!(device.is_large(1, &discard) && !device.is_large(1, &SMALL));
+}
+
+fn large() -> Grant {
+    Grant { is_large: true, ..Grant::default() }
+}
+
+/// Otherwise the disk would begin nothing for 10 s when turns begin again.
+#[test]
+fn a_turn_ends_also_if_turns_have_ended_meanwhile() {
+    let [one, _two] = neighbours();
+    let device = one.device().unwrap();
+    let account = &accounts(device)[0];
+    for grant in [Grant { is_queued: true, ..large() }, large()] {
+        device.leaves_gaps.store(true, Relaxed);
+        account.large_in_flight.store(2, Relaxed);
+        device.begin_turn(account, NOW, 2 * device.max_held_ns, &SMALL);
+        device.end_turn(account, NOW + 1, &grant);
+        assert!(device.is_in_gap(account, NOW + 1), "another one is in flight");
+        device.leaves_gaps.store(!grant.is_queued, Relaxed);
+        device.end_turn(account, NOW + 1, &grant);
+        device.leaves_gaps.store(true, Relaxed);
+        assert!(!device.is_in_gap(account, NOW + 1));
+    }
+}
+
+/// A discard of many entries of an image leaves its room. It ends its turn once.
+#[test]
+fn a_large_operation_that_leaves_its_room_is_counted_once() {
+    let [one, _two] = neighbours();
+    let discard = Operation { kind: OperationKind::Discard, ..SMALL };
+    let mut grant = one.ask(NOW, &discard).unwrap();
+    let account = &accounts(one.device().unwrap())[0];
+    assert_eq!(account.large_in_flight.load(Relaxed), 1);
+    one.leave_room(NOW, &mut grant);
+    one.done(NOW, grant);
+    assert_eq!(account.large_in_flight.load(Relaxed), 0);
 }
 
 /// What a disk was charged at its old weight is worth less at a higher one.
