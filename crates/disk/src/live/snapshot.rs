@@ -112,6 +112,10 @@ impl Worker {
         } else {
             drop(new);
         }
+        // A raw file has nothing to read again.
+        if !matches!(self.disk.source(), Source::Chain(_)) {
+            return;
+        }
         // The journal of a closed image has ended. Without a new one, the disk would flush its
         // metadata before each answer.
         if let Err(why) = self.exchange_top(old, quiesced).await {
