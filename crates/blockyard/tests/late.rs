@@ -18,7 +18,7 @@ const SHAPE: Shape = Shape { size: SIZE as u64, granule: 4096 };
 /// virtio-blk's status of a failed request.
 const IOERR: u8 = 1;
 const LIMITS: Limits =
-    Limits { start: Duration::from_secs(30), answer: Duration::from_millis(500) };
+    Limits { start: Duration::from_secs(30), answer: Duration::from_millis(1500) };
 
 /// Has no answer at offset 0.
 struct Silent;

@@ -59,6 +59,11 @@ impl Passed {
         limited(&self.core, &self.worker, &self.patience, work).await
     }
 
+    /// Returns an error if the disk has ended.
+    fn accepts_changes(&self) -> io::Result<()> {
+        self.core.lost().map_or(Ok(()), |why| Err(io::Error::other(why)))
+    }
+
     /// Ends the disk if the device may still make a change that has failed.
     fn end_if_late(&self, change: &str, error: &io::Error) {
         if is_late(error) {
@@ -115,7 +120,9 @@ impl Storage for Passed {
         offset: u64,
         durable: bool,
     ) -> (Segments, io::Result<usize>) {
-        if let Err(e) = self.end_of(offset, segments.len() as u64) {
+        let allowed =
+            self.accepts_changes().and_then(|()| self.end_of(offset, segments.len() as u64));
+        if let Err(e) = allowed {
             return (segments, Err(e));
         }
         let mut result = self.pass(&segments, offset, true).await;
@@ -127,9 +134,7 @@ impl Storage for Passed {
     }
 
     async fn sync(&self) -> io::Result<()> {
-        if let Some(why) = self.core.lost() {
-            return Err(io::Error::other(why));
-        }
+        self.accepts_changes()?;
         let flush = |device: Rc<dyn AnyDevice>| -> Boxed<'static, io::Result<()>> {
             Box::pin(async move { device.flush().await })
         };
@@ -138,6 +143,7 @@ impl Storage for Passed {
 
     /// Discards the whole granules of the range. The rest stays, because a discard is a hint.
     async fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
+        self.accepts_changes()?;
         let granule = self.core.granule;
         let end = self.end_of(offset, len)?;
         let (offset, end) = (offset.next_multiple_of(granule), end & !(granule - 1));
@@ -151,6 +157,7 @@ impl Storage for Passed {
     }
 
     async fn zero(&self, offset: u64, len: u64, _unmap: bool) -> io::Result<()> {
+        self.accepts_changes()?;
         self.end_of(offset, len)?;
         // The raw image above writes zeroes then, and keeps the rest of each granule.
         if !(offset | len).is_multiple_of(self.core.granule) {
