@@ -219,7 +219,7 @@ impl Server {
                     anyhow::ensure!(xen.watch.is_empty(), why);
                     self.open_sockets(config, Some(takeover))
                 })?;
-                self.add_new(&takeover.run(self, config)?);
+                self.add_new(&takeover.run(self, config)?, takeover);
                 sockets
             }
         };
@@ -302,18 +302,22 @@ impl Server {
 
     /// Adds the disks that the previous server did not have. Logs errors. Under another name it may
     /// still have the image of one, until it has ended its own disk.
-    fn add_new(&self, disks: &[(DiskArgs, Table)]) {
-        for e in self.open_all(disks, OTHERS_TIME) {
+    fn add_new(&self, disks: &[(DiskArgs, Table)], takeover: &Takeover) {
+        let deadline = Instant::now() + OTHERS_TIME;
+        for e in
+            self.open_all(disks, || takeover.old_lives(Duration::ZERO) && Instant::now() < deadline)
+        {
             tracing::error!("{:#}", anyhow::Error::from(e));
         }
     }
 
-    /// Opens disks at the same time. Returns the errors. `patience`: how long to wait for images
-    /// that other processes have locked.
-    fn open_all(&self, disks: &[(DiskArgs, Table)], patience: Duration) -> Vec<AddError> {
-        let deadline = Instant::now() + patience;
+    /// Opens disks at the same time. Returns the errors. `waits`: whether to try again afterwards
+    /// if other processes have locked an image.
+    fn open_all(&self, disks: &[(DiskArgs, Table)], waits: impl Fn() -> bool) -> Vec<AddError> {
         let (mut left, mut failed) = (Vec::from_iter(disks), Vec::new());
         while !left.is_empty() {
+            // Another disk may open slowly. A lock that is free by then needs one more attempt.
+            let tries_again = waits();
             let begin = |disk| {
                 let (args, keys): &(DiskArgs, Table) = disk;
                 (disk, self.begin_add(args.clone(), keys.clone(), false))
@@ -322,7 +326,7 @@ impl Server {
             for (disk, adding) in adding {
                 match adding.and_then(Adding::wait) {
                     Ok(()) => {}
-                    Err(e) if e.is_locked() && Instant::now() < deadline => left.push(disk),
+                    Err(e) if e.is_locked() && tries_again => left.push(disk),
                     Err(e) => failed.push(e),
                 }
             }
@@ -339,7 +343,8 @@ impl Server {
         let all = config.disks.len();
         let disks = config.disks.iter().enumerate();
         let disks: Vec<_> = disks.map(|(at, args)| (args.clone(), config.keys(at))).collect();
-        let mut failed = self.open_all(&disks, patience);
+        let deadline = Instant::now() + patience;
+        let mut failed = self.open_all(&disks, || Instant::now() < deadline);
         let goes_on = failed.iter().any(AddError::goes_on);
         if failed.len() == all && !failed.is_empty() && !goes_on {
             return Err(failed.swap_remove(0).into());

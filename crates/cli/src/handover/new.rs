@@ -195,8 +195,7 @@ impl Takeover {
         if let Err(e) = self.peer.send(&FromNew::Serves) {
             // If the old server is alive, it has given up. It serves its disks again after this
             // process ends.
-            let lives = |old| has_ended(old, DYING).is_ok_and(|has_ended| !has_ended);
-            if self.old.as_ref().is_some_and(lives) {
+            if self.old_lives(DYING) {
                 bail!("the old server waits no longer: {e}");
             }
             tracing::warn!("the old server has ended before it could leave: {e}");
@@ -209,6 +208,12 @@ impl Takeover {
         server.common.handed.clear();
         server.common.nbd.lock().unwrap_or_else(PoisonError::into_inner).close_unused();
         Ok(others)
+    }
+
+    /// Returns whether the old server's process does not end within `limit`.
+    pub fn old_lives(&self, limit: Duration) -> bool {
+        let lives = |old| has_ended(old, limit).is_ok_and(|has_ended| !has_ended);
+        self.old.as_ref().is_some_and(lives)
     }
 
     /// Closes the sockets of the old server that this one does not use, and removes their files.
