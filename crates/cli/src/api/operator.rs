@@ -193,6 +193,9 @@ impl Server {
     }
 }
 
+/// Of a call with `persist` that fails, or has not ended.
+const NOT_WRITTEN: &str = "nothing is written into the configuration";
+
 /// Returns the result of a command on a disk. Waits at most `limit` for it.
 fn outcome<T>(
     name: &str,
@@ -310,6 +313,9 @@ impl Operator for Server {
             AddError::Conflict(what) => Problem::new(Kind::Conflict, what),
             AddError::Open(e) => Problem::new(Kind::Failed, format!("{e:#}")),
             AddError::Yard(e) => words::problem(e),
+            e @ AddError::GoesOn { .. } if persist => {
+                Problem::new(Kind::Busy, format!("{e}; {NOT_WRITTEN}"))
+            }
             e @ AddError::GoesOn { .. } => Problem::new(Kind::Busy, e.to_string()),
         })?;
         // While the disk is held, no other call changes its file.
@@ -366,7 +372,11 @@ impl Operator for Server {
             self.change(&held, args.clone(), table.clone()).map_err(words::problem)?;
         } else {
             let only = only.map_or_else(|| self.exclude_reloads(), Ok)?;
-            held = self.open_again(held, args.clone(), table.clone(), query.force, &only)?;
+            let opened = self.open_again(held, args.clone(), table.clone(), query.force, &only);
+            held = opened.map_err(|problem| match query.persist {
+                true => Problem { detail: format!("{}; {NOT_WRITTEN}", problem.detail), ..problem },
+                false => problem,
+            })?;
         }
         let kept = store.zip(kept).map_or(Ok(()), |(store, kept)| {
             store.keep(name, kept)?;

@@ -4,7 +4,7 @@
 use blockyard_image::qcow2::Header;
 use blockyard_image::qcow2::check::{self, Repair, Report};
 use blockyard_image::tools::{Pending, apply_journal, discard_journal, on_file, pending_journal};
-use blockyard_image::{Format, ImageError, SECTOR, cow};
+use blockyard_image::{Format, ImageError, SECTOR, cow, scheme_of};
 use blockyard_program::ending::Failure;
 use blockyard_program::output;
 use clap::{Args, ValueEnum};
@@ -140,7 +140,11 @@ fn of_qcow2(options: &CheckArgs) -> Result<Found, Failure> {
     let folder = new::folder(&options.image.file).to_path_buf();
     let report = on_file(&options.image.file, repair == Repair::No, async move |file| {
         let header = Header::read_for_check(&file).await?;
-        let data_file = header.data_file.map(|name| {
+        let has_data_file = header.has_data_file();
+        // A file on a server has no length here.
+        let name =
+            header.data_file.filter(|name| has_data_file && scheme_of(name.as_ref()).is_none());
+        let data_file = name.map(|name| {
             let path = folder.join(name);
             std::fs::metadata(&path).map_err(|e| {
                 let name = printable(&path.display().to_string());

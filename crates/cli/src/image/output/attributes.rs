@@ -28,6 +28,8 @@ pub fn copy(path: &Path, replaced: &ImageFile, new: impl AsFd) -> anyhow::Result
             format!("giving its successor the owner {}:{}", stat.uid(), stat.gid())
         })?;
     }
+    // The folder's default list must not give more users access. The file system may have no lists.
+    let _ = rustix::fs::fremovexattr(&new, ACL);
     rustix::fs::fchmod(&new, Mode::from_raw_mode(stat.mode() & 0o777))?;
     for name in names(&old).unwrap_or_default() {
         match copy_one(&old, &new, &name) {
@@ -41,14 +43,14 @@ pub fn copy(path: &Path, replaced: &ImageFile, new: impl AsFd) -> anyhow::Result
 
 /// Returns the names of extended attributes. Fails if the file system has none.
 fn names(file: &File) -> io::Result<Vec<String>> {
-    let mut list = vec![0; rustix::fs::flistxattr(file, &mut [0u8; 0])?];
+    let mut list = vec![0; rustix::fs::flistxattr_query(file)?];
     let len = rustix::fs::flistxattr(file, &mut list[..])?;
     let names = list[..len].split(|byte| *byte == 0).filter(|name| !name.is_empty());
     Ok(names.map(|name| String::from_utf8_lossy(name).into_owned()).collect())
 }
 
 fn copy_one(old: &File, new: impl AsFd, name: &str) -> io::Result<()> {
-    let mut value = vec![0; rustix::fs::fgetxattr(old, name, &mut [0u8; 0])?];
+    let mut value = vec![0; rustix::fs::fgetxattr_query(old, name)?];
     let len = rustix::fs::fgetxattr(old, name, &mut value[..])?;
     Ok(rustix::fs::fsetxattr(new, name, &value[..len], XattrFlags::empty())?)
 }
