@@ -179,7 +179,8 @@ fn an_interruption_of_neighbours_leaves_finished_rounds() {
     command.stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut daemon = Daemon::start(&mut command);
     until("a round is finished", TOOL, || daemon.log().contains("round 1 of 100"));
-    daemon.signal(Signal::INT);
+    // A shell makes its background processes ignore SIGINT.
+    daemon.signal(Signal::TERM);
     let status = daemon.ended(TOOL);
     assert_eq!(status.code(), Some(130), "{}", daemon.log());
     assert!(daemon.out().contains("burst of max %"), "{}", daemon.out());
