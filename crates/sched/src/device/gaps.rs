@@ -7,9 +7,9 @@
 //! share of the device covers the time that the operation took. So the disks take turns in time,
 //! and a cost that is too low gives no disk more than its share.
 //!
-//! In: admitted operations of disks in the queue. Out: whether a disk is in a gap, and when its
-//! first waiting operation must ask again. What must hold: while operations wait in a gap, the
-//! first one of the disk knows when the gap ends.
+//! In: admitted operations of disks in the queue, or over their share. Out: whether a disk is in a
+//! gap, and when its first waiting operation must ask again. What must hold: while operations wait
+//! in a gap, the first one of the disk knows when the gap ends.
 
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -49,9 +49,9 @@ impl Device {
         }
     }
 
-    /// Ends a large operation. For a disk in the queue, charges the time that it took longer than
-    /// its cost says. After the last one in flight there is a gap, until the disk has had the device
-    /// for its part of the time.
+    /// Ends a large operation. For a disk that takes turns, charges the time that it took longer
+    /// than its cost says. After the last one in flight there is a gap, until the disk has had the
+    /// device for its part of the time.
     #[inline]
     pub(super) fn end_turn(&self, account: &Account, now: Time, grant: &Grant) {
         if !grant.is_large {
