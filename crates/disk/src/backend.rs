@@ -127,7 +127,7 @@ impl<S: Storage> Backend<S> {
     }
 
     /// Returns whether a failed flush has lost no write, so that a later flush can make all of them
-    /// durable. This holds for a raw image on an NBD server, whose client tracks each loss.
+    /// durable. This holds for a raw image on an NBD server: the client tracks each loss.
     pub(crate) fn keeps_unsynced(&self) -> bool {
         matches!(self, Backend::Raw(raw) if raw.storage().keeps_unsynced())
     }

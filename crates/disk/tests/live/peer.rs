@@ -42,7 +42,7 @@ impl Scratch {
         self.disk_by(image, change, CrashSafety::default())
     }
 
-    /// Serves an image whose journal is in `store`.
+    /// Serves an image with its journal in `store`.
     pub fn disk_with_journal(&self, image: &str, store: &MemoryStore) -> Arc<Disk> {
         let (mode, store) = (SafetyMode::Journal, Some(store.clone().into()));
         self.disk_by(image, |_| {}, CrashSafety { mode, store })

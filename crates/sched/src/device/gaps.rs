@@ -2,8 +2,8 @@
 //!
 //! An operation of 1 MiB keeps a device that serves one operation after another busy for as long as
 //! dozens of small ones, and it cannot be interrupted. So even one such operation at a time, the
-//! smallest window, slows a disk within its share down. Then a disk in the queue begins nothing
-//! while a large operation of it is in flight, and nothing in a gap after it: until the disk's
+//! smallest window, slows a disk within its share down. Then a disk in the queue begins no
+//! other operation while a large one is in flight, and none in a gap after it: until the disk's
 //! share of the device covers the time that the operation took. So the disks take turns in time,
 //! and a cost that is too low gives no disk more than its share.
 //!

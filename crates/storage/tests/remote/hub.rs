@@ -6,7 +6,7 @@ use std::pin::pin;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use blockyard_nbd::wire::{Headers, cmd};
 use blockyard_ring::{Executor, Segments};
@@ -94,7 +94,7 @@ fn the_copies_of_all_requests_take_bounded_memory() {
         let start = Instant::now();
         while held.load(Ordering::SeqCst) < IN_HUB {
             assert!(start.elapsed() < SOON, "the server has too few writes");
-            handle.sleep(Duration::from_millis(1)).await;
+            handle.yield_now().await;
         }
         // The others would be sent now.
         for _ in 0..1000 {
@@ -104,7 +104,7 @@ fn the_copies_of_all_requests_take_bounded_memory() {
         assert_eq!(held.load(Ordering::SeqCst), IN_HUB);
         while ended.get() < 2 {
             assert!(start.elapsed() < SOON, "the writes have not ended");
-            handle.sleep(Duration::from_millis(1)).await;
+            handle.yield_now().await;
         }
     };
     executor.block_on(test).unwrap();
