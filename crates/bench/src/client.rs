@@ -43,6 +43,7 @@ use report::Report;
 use verify::Verifier;
 use workload::{Generator, Mix, Pacer, Pattern, Pauses, Split};
 
+use crate::process::Stop;
 use crate::target;
 
 /// Maximum size of the buffers of all operations in flight, in bytes.
@@ -151,6 +152,10 @@ pub struct LoadOptions {
     #[arg(skip)]
     #[serde(skip)]
     pub over: Arc<AtomicBool>,
+    /// Ends the run when the user interrupts it.
+    #[arg(skip)]
+    #[serde(skip)]
+    pub stop: Stop,
     /// Pauses of the load. The warm-up is 0 then, and the runtime includes the pauses.
     #[arg(skip)]
     #[serde(skip)]
@@ -379,6 +384,7 @@ impl<'a> LoadSetup<'a> {
         let pacer = options.rate.map(|rate| Pacer::new(rate as f64 / queues as f64));
         let generator = Generator::new(mix, self.seed, queue);
         let load = Load::new(generator, verifier, pacer, limit, over, options.bs)?;
+        let load = load.with_stop(options.stop.clone());
         let load = if options.end_flush { load.with_end_flush() } else { load };
         Ok(if options.steps { load.with_steps() } else { load })
     }

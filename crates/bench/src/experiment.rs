@@ -4,14 +4,17 @@
 //! command and after each; in a guest on its disk, on the host in a folder. What must hold: all
 //! systems begin in the same state; the script waits for writes that a command has delayed.
 
-use std::fmt::Write;
+use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 use std::process::Command;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use clap::ValueEnum;
 
 use blockyard_program::output;
+
+use crate::process::{Process, Stop};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Experiment {
@@ -57,22 +60,27 @@ impl Experiment {
     }
 
     /// Returns the script. It uses `$DISK`, a block device of the guest; or `$FOLDER`, a folder on
-    /// the host, if the experiment mounts nothing.
+    /// the host, if the experiment mounts nothing. All that it makes is in a new folder, which it
+    /// removes, also after an error or a signal.
     pub fn script(self) -> String {
         const MAKE: &str =
             "mke2fs -q -F -t ext4 -E lazy_itable_init=0,lazy_journal_init=0 \"$DISK\"";
+        const FOLDER: &str = "work=$(mktemp -d \"${FOLDER:-${TMPDIR:-/tmp}}/blockyard-job.XXXXXX\")\n\
+             mkdir \"$work/disk\"\n\
+             leave() { cd /; umount \"$work/disk\" 2>/dev/null || :; rm -rf --one-file-system \"$work\"; }\n\
+             trap leave EXIT\n";
         match self {
             Experiment::DdRm => format!(
-                "if [ -b \"$DISK\" ]; then {MAKE}; mount \"$DISK\" /mnt; cd /mnt; else cd \"$FOLDER\"; fi\n\
+                "{FOLDER}if [ -b \"$DISK\" ]; then {MAKE}; mount \"$DISK\" \"$work/disk\"; fi\ncd \"$work/disk\"\n\
                  settle() {{ sync -f .; }}\nsettle\nmark begin\n\
                  dd if=/dev/zero of=testfile bs=1M count=32 status=none; mark dd\nsettle; mark dd-sync\n\
-                 rm testfile; mark rm\nsettle; mark rm-sync\nmark end\n\
-                 cd /; if [ -b \"$DISK\" ]; then umount /mnt; fi"
+                 rm testfile; mark rm\nsettle; mark rm-sync\nmark end"
             ),
             Experiment::Copy => format!(
-                "{MAKE}\nsource=$(mktemp); head -c 20000000 /dev/urandom >\"$source\"; sync\n\
-                 mark begin\nmount \"$DISK\" /mnt; mark mount\ncp \"$source\" /mnt/copy; mark copy\numount /mnt; mark unmount\nmark end\n\
-                 mount \"$DISK\" /mnt; cmp \"$source\" /mnt/copy; umount /mnt"
+                "{FOLDER}{MAKE}\nhead -c 20000000 /dev/urandom >\"$work/source\"; sync\n\
+                 mark begin\nmount \"$DISK\" \"$work/disk\"; mark mount\ncp \"$work/source\" \"$work/disk/copy\"; mark copy\n\
+                 umount \"$work/disk\"; mark unmount\nmark end\n\
+                 mount \"$DISK\" \"$work/disk\"; cmp \"$work/source\" \"$work/disk/copy\""
             ),
             Experiment::Boot => "mark up\nmount \"$DISK\" /mnt\nchroot /mnt /bin/bash -c '\n    set -e\n    mount -t proc proc /proc\n    \
                 for program in bash ls find grep sed date stat; do /usr/bin/$program --version >/dev/null; done\n    \
@@ -83,39 +91,41 @@ impl Experiment {
     }
 }
 
+/// Longest wait for the next mark of an experiment. Its disk may be slow.
+const SILENCE: Duration = Duration::from_secs(600);
+
 /// Runs an experiment on this machine: in a folder, or (as root) on a block device.
 pub fn run(experiment: Experiment, target: &Path) -> Result<()> {
     anyhow::ensure!(
         experiment != Experiment::Boot,
         "`bench compare job:boot` boots guests; there is nothing to be booted here"
     );
-    let device = !target.is_dir();
+    let name = target.display();
+    let kind = std::fs::metadata(target).with_context(|| format!("looking at {name}"))?.file_type();
+    let device = kind.is_block_device();
     anyhow::ensure!(
-        device || !experiment.mounts(),
-        "{}: a block device of its own is needed, not a folder",
-        target.display()
+        device || (kind.is_dir() && !experiment.mounts()),
+        "{name}: {} needs {}",
+        experiment.name(),
+        if experiment.mounts() { "a block device" } else { "a folder or a block device" }
     );
-    let mut script = String::from("set -euo pipefail\n");
-    let (disk, folder) = if device { (target, Path::new("")) } else { (Path::new(""), target) };
-    let _ = writeln!(
-        script,
-        "mark() {{ echo \"mark $1 ${{EPOCHREALTIME/./}}\"; }}\n{}",
+    let stop = Stop::on_signals()?;
+    let script = format!(
+        "set -euo pipefail\nmark() {{ echo \"mark $1 ${{EPOCHREALTIME/./}}\"; }}\n{}",
         experiment.script()
     );
     let mut command = Command::new("bash");
-    let out = command
-        .args(["-c", &script])
-        .env("DISK", disk)
-        .env("FOLDER", folder)
-        .output()
-        .context("starting bash")?;
-    anyhow::ensure!(
-        out.status.success(),
-        "{}: {}",
-        experiment.name(),
-        String::from_utf8_lossy(&out.stderr).trim()
-    );
-    let text = String::from_utf8_lossy(&out.stdout);
+    command.args(["-c", &script]);
+    let target = std::path::absolute(target)?;
+    command.env(if device { "DISK" } else { "FOLDER" }, target);
+    command.env(if device { "FOLDER" } else { "DISK" }, "");
+    let mut process = Process::start(&command)?;
+    let mut text = String::new();
+    while let Some((_, line)) = process.line(&stop, Instant::now() + SILENCE)? {
+        text += &line;
+        text.push('\n');
+    }
+    process.finish().with_context(|| experiment.name())?;
     let marks = text.lines().filter_map(|l| l.strip_prefix("mark ")?.split_once(' '));
     let marks: Vec<(&str, f64)> =
         marks.filter_map(|(name, clock)| Some((name, clock.parse().ok()?))).collect();

@@ -1,10 +1,12 @@
 //! `blockyard bench job`: the loads of the reports that this project began with, by name.
 //!
 //! In: a name. Out: a job file for fio, and a run of it on a target; without fio the same load by
-//! our own engine (`client`). What must hold: `--print` shows exactly what runs.
+//! our own engine (`client`). What must hold: `--print` shows what runs, except for the log of the
+//! throughput.
 
 use std::path::Path;
 use std::process::Command;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use blockyard_program::output;
@@ -14,6 +16,7 @@ use serde_json::Value;
 
 use crate::client::{self, parse_seconds, workload::Pattern};
 use crate::experiment::{self, Experiment};
+use crate::process::{Process, Stop};
 use crate::results::{Run, Spent};
 use crate::target::{TargetAddress, guard};
 
@@ -107,6 +110,8 @@ impl Job {
         let log = log
             .map(|log| format!("write_bw_log={log}\nlog_avg_msec=100\nper_job_logs=0\n"))
             .unwrap_or_default();
+        // fio separates the names of several files by colons.
+        let target = target.replace('\\', "\\\\").replace(':', "\\:");
         format!(
             "[global]\nioengine=libaio\ndirect=1\nfilename={target}\ntime_based=1\nruntime={seconds}\nrandrepeat=1\n\
              randseed=1\nnorandommap=1\ngroup_reporting=1\npercentile_list=1:5:10:25:50:75:90:95:99:99.9\n{log}\n\
@@ -250,21 +255,29 @@ fn fio() -> Option<std::path::PathBuf> {
     std::env::split_paths(&paths).map(|folder| folder.join("fio")).find(|file| file.is_file())
 }
 
+/// Time that fio has beyond the load's own: it lays out a file, and waits for its last operations.
+const ENDING: Duration = Duration::from_secs(600);
+
 fn by_fio(fio: &Path, job: Job, target: &str, seconds: f64) -> Result<Run> {
+    let stop = Stop::on_signals()?;
     let folder = std::env::temp_dir().join(format!("blockyard-job.{}", std::process::id()));
     std::fs::create_dir(&folder)?;
     let done = (|| {
-        std::fs::write(folder.join("job"), job.file(target, seconds, Some("log")))?;
-        let out = Command::new(fio)
-            .current_dir(&folder)
-            .args(["--output-format=json", "job"])
-            .output()?;
-        let text = String::from_utf8_lossy(&out.stdout).into_owned();
-        anyhow::ensure!(
-            out.status.success(),
-            "fio: {}{text}",
-            String::from_utf8_lossy(&out.stderr)
-        );
+        let (file, log) = (folder.join("job"), folder.join("log"));
+        let target = std::path::absolute(target)?;
+        let target = target.to_str().context("fio takes no path that is not UTF-8")?;
+        std::fs::write(&file, job.file(target, seconds, log.to_str()))?;
+        let mut command = Command::new(fio);
+        command.arg("--output-format=json").arg(&file);
+        let mut process = Process::start(&command)?;
+        // fio prints its results at the end.
+        let limit = Instant::now() + Duration::from_secs_f64(seconds) + ENDING;
+        let mut text = String::new();
+        while let Some((_, line)) = process.line(&stop, limit)? {
+            text += &line;
+            text.push('\n');
+        }
+        process.finish().with_context(|| text.clone())?;
         let log = std::fs::read_to_string(folder.join("log_bw.log")).unwrap_or_default();
         read(&text, &log)
     })();
@@ -340,6 +353,8 @@ mod tests {
         ] {
             assert!(file.lines().any(|l| l == line), "{line} is missing:\n{file}");
         }
+        let path = Job::Fileserver.file("/dev/disk/by-path/pci-0000:00:05.0", 10.0, None);
+        assert!(path.contains("filename=/dev/disk/by-path/pci-0000\\:00\\:05.0\n"), "{path}");
         assert!(Job::FileserverWrites.file("x", 1.0, None).contains("rwmixread=20\n"));
         let shares = client::parse_split(FILESERVER).unwrap();
         assert_eq!(shares.0.iter().map(|s| u32::from(s.1)).sum::<u32>(), 100);

@@ -19,7 +19,7 @@ use rustix::process::{Pid, Signal, kill_process_group, test_kill_process_group};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 /// A flag that is set when the user interrupts the run.
-#[derive(Clone, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct Stop(Arc<AtomicBool>);
 
 /// The error of an interrupted run.
@@ -38,8 +38,13 @@ impl Stop {
         Ok(stop)
     }
 
+    #[inline]
+    pub fn is_requested(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+
     pub fn check(&self) -> Result<()> {
-        if self.0.load(Ordering::Relaxed) { Err(Interrupted.into()) } else { Ok(()) }
+        if self.is_requested() { Err(Interrupted.into()) } else { Ok(()) }
     }
 }
 
@@ -189,6 +194,7 @@ impl Process {
         let begin = Instant::now();
         while self.child.try_wait()?.is_none() {
             if begin.elapsed() > ENDING {
+                group.map(|group| kill_process_group(group, Signal::KILL));
                 self.child.kill()?;
                 self.child.wait()?;
                 anyhow::bail!("{} did not end, and was killed", self.name);

@@ -13,6 +13,7 @@ use anyhow::Result;
 pub use super::tally::{SLICE, STEP, Slice, Tally};
 use super::verify::Verifier;
 use super::workload::{Generator, Operation, Pacer, Pauses, RequestKind};
+use crate::process::Stop;
 
 /// The condition that ends a load.
 #[derive(Clone, Copy, Debug)]
@@ -74,6 +75,8 @@ pub struct Load {
     limit: Limit,
     /// If set, the measured time is over.
     over: Arc<AtomicBool>,
+    /// Ends the load in each stage. Its figures mean nothing then.
+    stop: Stop,
     stage: Stage,
     end_flush: bool,
     count_steps: bool,
@@ -100,6 +103,7 @@ impl Load {
             pacer,
             limit,
             over,
+            stop: Stop::default(),
             stage,
             end_flush: false,
             count_steps: false,
@@ -108,6 +112,12 @@ impl Load {
             block_size,
             tally: Tally::new()?,
         })
+    }
+
+    /// Ends the load when the user interrupts the run.
+    pub fn with_stop(mut self, stop: Stop) -> Self {
+        self.stop = stop;
+        self
     }
 
     /// Counts completions in steps, if the load has a limit of time.
@@ -137,6 +147,10 @@ impl Load {
     /// Advances the stage of the load (warm-up, measured part, draining) to the time `now`.
     #[inline]
     pub fn tick(&mut self, now: u64) {
+        if self.stop.is_requested() {
+            self.stage = if self.in_flight > 0 { Stage::Drain } else { Stage::Over };
+            return;
+        }
         match (self.limit, self.stage) {
             (Limit::Time { from, .. }, Stage::WarmUp) if now >= from => {
                 self.stage = Stage::Measured

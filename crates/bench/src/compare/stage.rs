@@ -57,17 +57,10 @@ impl Stage {
     pub fn new(guests: Option<PathBuf>, size: u64, stop: Stop) -> Result<Self> {
         let base = std::env::var_os("TMPDIR").map_or_else(|| "/var/tmp".into(), PathBuf::from);
         let folder = base.join(format!("blockyard-bench.{}", std::process::id()));
-        std::fs::create_dir(&folder).with_context(|| format!("creating {}", folder.display()))?;
+        let program = peer::find("blockyard")?;
         let bench = std::env::current_exe().context("finding this program")?;
-        Ok(Stage {
-            folder,
-            guests,
-            program: peer::find("blockyard")?,
-            bench,
-            size,
-            seccomp: None,
-            stop,
-        })
+        std::fs::create_dir(&folder).with_context(|| format!("creating {}", folder.display()))?;
+        Ok(Stage { folder, guests, program, bench, size, seccomp: None, stop })
     }
 
     /// Returns the path of the raw image. Systems use it directly, or as the base of their image.

@@ -57,8 +57,8 @@ impl Stage {
     pub fn new(device: &Device, options: &NeighboursOptions, stop: &Stop) -> Result<Self> {
         let base = std::env::var_os("TMPDIR").map_or_else(|| "/var/tmp".into(), PathBuf::from);
         let folder = base.join(format!("blockyard-neighbours.{}", std::process::id()));
-        std::fs::create_dir(&folder).with_context(|| format!("creating {}", folder.display()))?;
         let program = peer::find("blockyard")?;
+        std::fs::create_dir(&folder).with_context(|| format!("creating {}", folder.display()))?;
         let (device, stop) = (device.clone(), stop.clone());
         let mut stage = Stage {
             folder,
@@ -180,6 +180,8 @@ impl Stage {
             false => Order::Together,
         };
         let mut load = in_order(order, disk.beside, load);
+        let earlier = load.earlier.iter_mut();
+        earlier.chain([&mut load.options]).for_each(|part| part.stop = self.stop.clone());
         if disk.beside {
             load.options.over = over.clone();
         }

@@ -1,5 +1,7 @@
 //! `bench compare`, `plot`, `diff`, `job`: what they write, what they leave behind, how they end.
 
+use std::fs::Permissions;
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -315,10 +317,48 @@ fn jobs_run_by_fio_and_without() {
             assert!((mean - 11_345.9).abs() < most, "{job}: {mean} bytes on average");
         }
     }
+    // fio gets a whole path, because it runs elsewhere, and none of two files.
+    std::fs::rename(&image, folder.join("a:b")).unwrap();
+    let shim = folder.join("fio");
+    let tool = guests().join("tool");
+    std::fs::write(&shim, format!("#!/bin/sh\nexec {} fio \"$@\"\n", tool.display())).unwrap();
+    std::fs::set_permissions(&shim, Permissions::from_mode(0o755)).unwrap();
+    let path = format!("{}:{}", folder.display(), std::env::var("PATH").unwrap());
+    let mut command = Command::new(BLOCKYARD);
+    command.args(["bench", "job", "stream-read", "a:b", "--engine", "fio", "--seconds", "0.2"]);
+    let done = run(command.current_dir(&*folder).env("PATH", path).arg("--json"), TOOL).good();
+    let report: Value = serde_json::from_str(&done).unwrap();
+    assert!(report["operations"].as_u64() > Some(0), "{report}");
+}
+
+#[test]
+fn experiments_leave_files_alone() {
+    let folder = Folder::new();
+    let names = || {
+        let entries = std::fs::read_dir(&*folder).unwrap();
+        entries.map(|e| e.unwrap().file_name()).collect::<Vec<_>>()
+    };
+    let file = folder.join("testfile");
+    std::fs::write(&file, "mine").unwrap();
     let done = blockyard(["bench", "job", "dd-rm", folder.to_str().unwrap()]).good();
     assert_eq!(
         done.lines().map(|l| l.split(' ').next().unwrap()).collect::<Vec<_>>(),
         ["dd", "dd-sync", "rm", "rm-sync"]
     );
+    // A plain file is neither a folder nor a device.
+    let mut command = Command::new(BLOCKYARD);
+    command.args(["bench", "job", "dd-rm", "testfile"]).current_dir(&*folder);
+    let refused = run(&mut command, TOOL);
+    assert!(refused.err.contains("needs a folder or a block device"), "{}", refused.err);
+    assert_eq!(
+        (names(), &*std::fs::read_to_string(&file).unwrap()),
+        (vec!["testfile".into()], "mine")
+    );
+}
+
+#[test]
+fn unknown_jobs_are_refused() {
+    let folder = Folder::new();
+    let name = folder.to_str().unwrap();
     assert_eq!(blockyard(["bench", "job", "nothing", name]).status.code(), Some(2));
 }

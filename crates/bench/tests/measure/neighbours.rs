@@ -186,3 +186,18 @@ fn an_interruption_of_neighbours_leaves_finished_rounds() {
     assert!(daemon.out().contains("burst of max %"), "{}", daemon.out());
     assert!(entries(&folder).is_empty(), "{:?}", entries(&folder));
 }
+
+#[test]
+fn an_interruption_ends_a_long_load() {
+    let folder = Folder::new();
+    let mut command = command(&folder, &["--model", MODEL, "--rows", "burst", "--seconds", "600"]);
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut daemon = Daemon::start(&mut command);
+    until("the server listens", TOOL, || {
+        let stages = std::fs::read_dir(&*folder).unwrap().flatten();
+        stages.into_iter().any(|stage| stage.path().join("0.sock").exists())
+    });
+    daemon.signal(Signal::TERM);
+    assert_eq!(daemon.ended(TOOL).code(), Some(130), "{}", daemon.log());
+    assert!(entries(&folder).is_empty(), "{:?}", entries(&folder));
+}

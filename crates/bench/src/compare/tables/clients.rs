@@ -101,6 +101,7 @@ impl Table for Clients {
                 return load(
                     &options,
                     ["--file".into(), self.base.clone().into()].into_iter().chain(buffered),
+                    &self.place.stop,
                 );
             }
             "qsd" => Server::Qsd,
@@ -109,7 +110,7 @@ impl Table for Clients {
         let format = if *under == Under::Null { "null" } else { "raw" };
         let image = Image::new(&self.base, format, cached);
         let (mut server, socket) = self.place.vhost_user(server, &image)?;
-        let figures = load(&options, back_end(&server, &socket))?;
+        let figures = load(&options, back_end(&server, &socket), &self.place.stop)?;
         server.end()?;
         Ok(figures)
     }

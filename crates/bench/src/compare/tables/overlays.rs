@@ -245,7 +245,7 @@ impl Table for Overlays {
         };
         let image = Image { crash_safety, backing, ..Image::new(path, format, *cached) };
         let (mut server, socket) = self.place.vhost_user(server, &image)?;
-        let mut figures = load(&options, back_end(&server, &socket))?;
+        let mut figures = load(&options, back_end(&server, &socket), &self.place.stop)?;
         figures.insert("memory_mib", memory(server.pid())?);
         server.end()?;
         Ok(figures)

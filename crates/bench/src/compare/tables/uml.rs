@@ -1,7 +1,7 @@
 //! UML's stock driver and Blockyard inside a User Mode Linux guest.
 //!
-//! Each measurement of a system boots one guest, which runs the loads of all rows. fio counts the
-//! operations in the guest. The host measures durations, because the guest's clock may lag, and the
+//! Each measurement of a system boots one guest, which runs the loads of all rows. fio's rates and
+//! latencies are by the guest's clock. The host measures the durations of the other rows, and the
 //! CPU time of the back end, at marks that the guest prints. (ubd has no back end: it runs in the
 //! guest.) In: processors of guest and back end. Out: operations a second, CPU time for each. What
 //! must hold: only systems of equal durability are compared.

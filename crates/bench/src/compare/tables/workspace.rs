@@ -52,8 +52,9 @@ impl Workspace {
     pub fn new(guests: Option<PathBuf>, size: u64, seconds: f64, stop: Stop) -> Result<Self> {
         let base = std::env::var_os("TMPDIR").map_or_else(|| "/var/tmp".into(), PathBuf::from);
         let folder = base.join(format!("blockyard-table.{}", std::process::id()));
+        let program = peer::find("blockyard")?;
         std::fs::create_dir(&folder).with_context(|| format!("creating {}", folder.display()))?;
-        Ok(Workspace { folder, guests, program: peer::find("blockyard")?, stop, size, seconds })
+        Ok(Workspace { folder, guests, program, stop, size, seconds })
     }
 
     pub fn guests(&self) -> Result<&Path> {
@@ -187,7 +188,7 @@ pub fn settle(path: &Path, cached: bool) -> Result<()> {
 }
 
 /// Runs a load of `bench client` on a target. `words` and `more`: its options.
-pub fn load(words: &str, more: impl IntoIterator<Item = OsString>) -> Result<Figures> {
+pub fn load(words: &str, more: impl IntoIterator<Item = OsString>, stop: &Stop) -> Result<Figures> {
     #[derive(Parser)]
     #[command(no_binary_name = true)]
     struct Load {
@@ -195,7 +196,11 @@ pub fn load(words: &str, more: impl IntoIterator<Item = OsString>) -> Result<Fig
         options: client::LoadOptions,
     }
     let words = words.split_whitespace().map(OsString::from);
-    let report = client::measure(&Load::try_parse_from(words.chain(more))?.options)?;
+    let mut options = Load::try_parse_from(words.chain(more))?.options;
+    options.stop = stop.clone();
+    let report = client::measure(&options);
+    stop.check()?;
+    let report = report?;
     if let Some(first) = &report.first_error {
         anyhow::bail!("{} operations failed, the first: {first}", report.errors);
     }
