@@ -20,7 +20,19 @@ pub fn from_configuration(options: &ServeOptions, config: &Config) -> anyhow::Re
         None if Path::new(USUAL).exists() => read(Path::new(USUAL))?,
         None => Vec::new(),
     };
-    let measured = costs.iter().map(|known| MeasuredDevice {
+    let measured = costs.iter().filter(|known| {
+        let is_of_another = known.is_of_another();
+        if is_of_another {
+            tracing::warn!(
+                "the costs of device {} were measured on \"{}\", which it is not now: they are not \
+                 used (`blockyard bench calibrate` measures them again)",
+                known.device,
+                known.description
+            );
+        }
+        !is_of_another
+    });
+    let measured = measured.map(|known| MeasuredDevice {
         device: known.device.clone(),
         calibration: Calibration {
             costs: known.costs(),

@@ -22,6 +22,7 @@ pub const USUAL: &str = "/var/lib/blockyard/costs.toml";
 pub struct DeviceCosts {
     /// `MAJOR:MINOR`, or a name.
     pub device: String,
+    /// As [`describe`] returned it.
     #[serde(default)]
     pub description: String,
     pub read: u64,
@@ -54,6 +55,14 @@ impl DeviceCosts {
             discard: self.discard,
             write_zeroes: self.write_zeroes,
         }
+    }
+
+    /// Returns whether the device that has the number now is not the one that was measured. The
+    /// kernel gives most devices their numbers in the order in which it finds them.
+    pub fn is_of_another(&self) -> bool {
+        let now = describe(&self.device);
+        // An older version noted the first words only.
+        !now.is_empty() && !now.starts_with(&self.description)
     }
 
     /// Writes the costs to the file, and replaces those of the same device.
@@ -114,6 +123,22 @@ impl DeviceCosts {
         );
         Ok(())
     }
+}
+
+/// Returns the kernel's name of a device (`MAJOR:MINOR`), its model, and its identification, as far
+/// as it has them.
+pub fn describe(key: &str) -> String {
+    let Ok(folder) = std::fs::canonicalize(format!("/sys/dev/block/{key}")) else {
+        return String::new();
+    };
+    let text = |file| std::fs::read_to_string(folder.join(file)).ok();
+    let name = folder.file_name().map(|name| name.to_string_lossy().into_owned());
+    let own = ["wwid", "device/wwid", "serial", "dm/uuid"].into_iter().find_map(text);
+    let words = [name, text("device/model"), own].into_iter().flatten();
+    let words: Vec<_> = words
+        .flat_map(|text| text.split_whitespace().map(String::from).collect::<Vec<_>>())
+        .collect();
+    words.join(" ")
 }
 
 /// Returns all devices of a file.
@@ -197,6 +222,24 @@ mod tests {
         let zero = device("a", 0).put("").unwrap();
         assert!(wrong(&zero).contains("at least 1 ns"));
         std::fs::remove_file(&path).unwrap();
+    }
+
+    #[test]
+    fn costs_are_those_of_the_measured_device() {
+        let devices = std::fs::read_dir("/sys/dev/block").unwrap().flatten();
+        let keys: Vec<_> = devices.filter_map(|e| e.file_name().into_string().ok()).collect();
+        assert!(!keys.is_empty());
+        for key in keys {
+            let now = describe(&key);
+            assert!(!now.is_empty(), "{key}");
+            let noted = |description: &str| {
+                let description = description.into();
+                DeviceCosts { description, ..device(&key, 1) }.is_of_another()
+            };
+            let first = now.split(' ').next().unwrap();
+            assert_eq!([&*now, first, "", "sdz other"].map(noted), [false, false, false, true]);
+        }
+        assert!(!device("model", 1).is_of_another(), "a name is no number");
     }
 
     #[test]

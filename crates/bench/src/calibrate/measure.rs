@@ -5,11 +5,15 @@
 //! hold: nothing is written without permission; discarded ranges are not read or written again.
 
 use std::collections::BTreeMap;
+use std::fs::File;
+use std::num::NonZero;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use rustix::fs::{FallocateFlags, OFlags};
+use rustix::fs::{Advice, FallocateFlags, fadvise, fallocate};
+use rustix::io::Errno;
 
 use super::arithmetic::{Displaced, Times};
 use crate::client::workload::Pattern;
@@ -30,6 +34,8 @@ const LONGEST_ROUND: f64 = 10.0;
 pub const DEPTHS: [u16; 9] = [1, 2, 4, 8, 16, 32, 64, 128, 256];
 /// Size in bytes of a measured discard or write of zeroes.
 const CLEARED: u64 = 64 << 10;
+/// Maximum number of measured discards, or writes of zeroes, of a round.
+const MOST_CLEARED: u64 = 128;
 
 /// The target, and the time of each step.
 pub struct CalibrationPlan<'a> {
@@ -75,11 +81,11 @@ impl CalibrationPlan<'_> {
         let each = (self.seconds / f64::from(self.rounds * self.steps())).max(0.02);
         let mut depths = vec![Vec::new(); DEPTHS.len()];
         let mut figures = Figures::new();
-        for round in 0..self.rounds {
+        for _ in 0..self.rounds {
             self.reads(each, &mut depths, &mut figures)?;
             if self.writes {
                 let rate = depths.get(6).and_then(|d| d.last()).copied().unwrap_or(0.0);
-                self.written(each, round, rate, &mut figures)?;
+                self.written(each, rate, &mut figures)?;
             }
         }
         let middle = |name: &str| median(figures.get(name).into_iter().flatten().copied());
@@ -118,13 +124,7 @@ impl CalibrationPlan<'_> {
         Ok(())
     }
 
-    fn written(
-        &self,
-        each: f64,
-        round: u32,
-        reads_alone: f64,
-        figures: &mut Figures,
-    ) -> Result<()> {
+    fn written(&self, each: f64, reads_alone: f64, figures: &mut Figures) -> Result<()> {
         let mut note = |name, rate| figures.entry(name).or_default().push(rate);
         note("random write", self.rate(Pattern::Randwrite, 4096, PLENTY, each)?);
         note("sequential write", self.rate(Pattern::Write, 4096, PLENTY, each)?);
@@ -143,13 +143,12 @@ impl CalibrationPlan<'_> {
         });
         let pairs = pairs.map_err(|_| anyhow::anyhow!("a thread has died"))?? / 2.0;
         note("pair", Displaced { reads_alone, reads: reads?, pairs }.pair());
-        // These two operations have the last sixteenth of the target to themselves: first discards,
-        // then zeroes.
-        for (name, flags) in [
-            ("discard", FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE),
-            ("write zeroes", FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE),
+        // These two operations have the last sixteenth of the target to themselves, a half each.
+        for (name, half, flags) in [
+            ("discard", 0, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE),
+            ("write zeroes", 1, FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE),
         ] {
-            if let Some(time) = self.clear(flags, each / 2.0, round)? {
+            if let Some(time) = self.clear(flags, each / 2.0, half)? {
                 note(name, time);
             }
         }
@@ -166,6 +165,7 @@ impl CalibrationPlan<'_> {
             size,
             runtime: seconds - warmup,
             warmup,
+            stop: self.stop.clone(),
             ..LoadOptions::for_file(self.path.into())
         }
     }
@@ -180,7 +180,9 @@ impl CalibrationPlan<'_> {
         let mut load = load.clone();
         loop {
             self.stop.check()?;
-            let report = client::measure(&load)?;
+            let report = client::measure(&load);
+            self.stop.check()?;
+            let report = report?;
             if let Some(first) = report.first_error {
                 anyhow::bail!("{}: {first}", self.path.display());
             }
@@ -197,25 +199,31 @@ impl CalibrationPlan<'_> {
         }
     }
 
-    /// Returns the duration of one fallocate(2) call in nanoseconds, or `None` if the file or the
-    /// device does not support the operation.
-    fn clear(&self, flags: FallocateFlags, seconds: f64, round: u32) -> Result<Option<f64>> {
+    /// Returns the duration of one fallocate(2) call on data in nanoseconds, or `None` if the file
+    /// or the device does not support the operation. `half`: of the last sixteenth. Writes it
+    /// first, because a call on a hole has nothing to do.
+    fn clear(&self, flags: FallocateFlags, seconds: f64, half: u64) -> Result<Option<f64>> {
         self.stop.check()?;
-        let fd =
-            rustix::fs::open(self.path, OFlags::RDWR | OFlags::CLOEXEC, rustix::fs::Mode::empty())
-                .with_context(|| format!("opening {}", self.path.display()))?;
-        let (first, places) = (self.size / 16 * 15, self.size / 16 / CLEARED);
+        let failed = || format!("clearing a part of {}", self.path.display());
+        let file = File::options().read(true).write(true).open(self.path).with_context(failed)?;
+        let first = self.size / 16 * 15 + self.size / 32 * half;
+        let places = (self.size / 32 / CLEARED).min(MOST_CLEARED);
+        let data = vec![0x5a; (places * CLEARED) as usize];
+        file.write_all_at(&data, first).and_then(|()| file.sync_data()).with_context(failed)?;
+        // Otherwise the calls would also free pages, which an image opened with O_DIRECT has not.
+        fadvise(&file, first, NonZero::new(places * CLEARED), Advice::DontNeed)
+            .with_context(failed)?;
         let (begin, mut done) = (Instant::now(), 0u64);
-        while done == 0 || begin.elapsed() < Duration::from_secs_f64(seconds) {
-            let place = (u64::from(round) * 101 + done) % places;
-            match rustix::fs::fallocate(&fd, flags, first + place * CLEARED, CLEARED) {
-                Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NODEV) => return Ok(None),
-                other => {
-                    other.with_context(|| format!("clearing a part of {}", self.path.display()))?
-                }
+        while done == 0 || (done < places && begin.elapsed() < Duration::from_secs_f64(seconds)) {
+            match fallocate(&file, flags, first + done * CLEARED, CLEARED) {
+                Err(Errno::OPNOTSUPP | Errno::NODEV) => return Ok(None),
+                other => other.with_context(failed)?,
             }
             done += 1;
         }
-        Ok(Some(begin.elapsed().as_nanos() as f64 / done as f64))
+        let time = begin.elapsed().as_nanos() as f64 / done as f64;
+        // The next calibration of the file must find no holes.
+        file.write_all_at(&data, first).with_context(failed)?;
+        Ok(Some(time))
     }
 }

@@ -4,19 +4,22 @@
 //!   options -> measure (rounds of short loads) -> arithmetic (linear model) -> costs (the file)
 //! ```
 //! In: a folder, a file, or a block device. Out: a table, and a file of costs with those of this
-//! device. What must hold: without an option only a file of our own is written to, and it is
-//! removed.
+//! device. What must hold: without an option only a file of our own is written to, and it has no
+//! name.
 
 mod arithmetic;
 mod measure;
 
 use std::fmt::Write;
+use std::fs::File;
+use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
-use blockyard_program::costs::DeviceCosts;
+use blockyard_program::costs::{DeviceCosts, describe};
 use blockyard_program::output;
 use blockyard_sched::Costs;
+use rustix::io::Errno;
 
 use self::arithmetic::{enough, flush, in_proportion};
 use self::measure::{CalibrationPlan, Measured};
@@ -94,12 +97,12 @@ fn calibrate(options: &CalibrateOptions, stop: &Stop) -> Result<(DeviceCosts, Me
     } else {
         None
     };
-    let path = own.as_ref().map_or(options.target.as_path(), |own| &own.0);
+    let path = own.as_ref().map_or(options.target.as_path(), |own| &own.path);
     if own.is_none() && options.writes && !options.destroy {
         guard::check_unopened(&TargetAddress::File(path.into()))
             .with_context(|| format!("{name} is not written to"))?;
     }
-    let file = std::fs::File::open(path).with_context(|| format!("opening {name}"))?;
+    let file = File::open(path).with_context(|| format!("opening {name}"))?;
     let size = blockyard_ring::host::file_size(&file)
         .with_context(|| format!("{name} cannot be measured"))?;
     let size = size.min(options.size.max(LEAST)) >> 24 << 24;
@@ -108,6 +111,9 @@ fn calibrate(options: &CalibrateOptions, stop: &Stop) -> Result<(DeviceCosts, Me
         "{name} has less than {} MiB: too small to be measured",
         LEAST >> 20
     );
+    if own.is_none() && kind.is_file() {
+        check_holes(&file, size).with_context(|| format!("{name} cannot be measured"))?;
+    }
     let (device, _) = blockyard_ring::host::backing_device(&file)
         .with_context(|| format!("finding the device of {name}"))?;
     let writes = own.is_some() || options.writes;
@@ -123,21 +129,45 @@ fn calibrate(options: &CalibrateOptions, stop: &Stop) -> Result<(DeviceCosts, Me
     Ok((costs(device, &measured), measured))
 }
 
-/// A temporary file in the measured folder.
-struct Own(PathBuf);
-
-impl Own {
-    fn make(folder: &Path, size: u64, stop: &Stop) -> Result<Self> {
-        let own = Own(folder.join(format!(".blockyard-calibrate.{}", std::process::id())));
-        fill(&own.0, size, stop)?;
-        Ok(own)
+/// Returns an error if a part of the file has no blocks. The device has nothing to do for reads of
+/// such a part.
+fn check_holes(file: &File, size: u64) -> Result<()> {
+    match rustix::fs::seek(file, rustix::fs::SeekFrom::Hole(0)) {
+        Ok(at) if at < size => anyhow::bail!(
+            "it has a hole at byte {at}, and holes are read without the device: name a folder, or \
+             a file that was written completely"
+        ),
+        // Some file systems do not tell.
+        Ok(_) | Err(Errno::INVAL | Errno::OPNOTSUPP) => Ok(()),
+        Err(e) => Err(e).context("looking for holes"),
     }
 }
 
-impl Drop for Own {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.0);
+/// A temporary file in the measured folder, without a name: another user of the folder cannot
+/// exchange it, and it ends with this process.
+struct Own {
+    /// Keeps `path` valid.
+    _file: File,
+    path: PathBuf,
+}
+
+impl Own {
+    fn make(folder: &Path, size: u64, stop: &Stop) -> Result<Self> {
+        let file =
+            tempfile_in(folder).with_context(|| format!("a file in {}", folder.display()))?;
+        let path = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
+        fill(&path, size, stop).with_context(|| format!("a file in {}", folder.display()))?;
+        Ok(Own { _file: file, path })
     }
+}
+
+/// Creates a file and removes its name.
+fn tempfile_in(folder: &Path) -> std::io::Result<File> {
+    let path = folder.join(format!(".blockyard-calibrate.{}", std::process::id()));
+    // Fails if the name exists, also as a link.
+    let file = File::options().read(true).write(true).create_new(true).open(&path)?;
+    std::fs::remove_file(&path)?;
+    Ok(file)
 }
 
 fn costs(device: String, measured: &Measured) -> DeviceCosts {
@@ -171,15 +201,6 @@ fn costs(device: String, measured: &Measured) -> DeviceCosts {
         costs.base_latency_write = nanos(written.times.alone);
     }
     costs
-}
-
-/// Returns the kernel's name of the device, and its model.
-fn describe(key: &str) -> String {
-    let folder = std::fs::canonicalize(format!("/sys/dev/block/{key}"));
-    let Ok(folder) = folder else { return String::new() };
-    let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let model = std::fs::read_to_string(folder.join("device/model")).unwrap_or_default();
-    format!("{name} {}", model.trim()).trim().to_string()
 }
 
 fn table(costs: &DeviceCosts, measured: &Measured) -> String {

@@ -65,7 +65,11 @@ fn a_folders_device_is_calibrated_and_the_others_stay() {
 fn what_is_not_its_own_is_only_read() {
     let folder = Folder::new();
     let (image, costs) = (folder.image("disk", 64 << 20), folder.join("costs.toml"));
-    tool("mkfs.ext4", ["-q", "-F", image.to_str().unwrap()]).good();
+    // Holes are read without the device.
+    let sparse = calibrate(&image, &costs, &[]);
+    assert!(sparse.err.contains("it has a hole at byte 0") && !costs.exists(), "{}", sparse.err);
+    std::fs::write(&image, vec![7; 64 << 20]).unwrap();
+    tool("mkfs.ext4", ["-q", "-F", "-E", "nodiscard", image.to_str().unwrap()]).good();
     let before = std::fs::read(&image).unwrap();
     let out = calibrate(&image, &costs, &[]).good();
     assert!(out.contains("not measured: in the proportion of the defaults"), "{out}");
