@@ -1,8 +1,9 @@
 //! Checks before the first write whether it would destroy data on the target.
 //!
 //! In: a target and, for a device, its path. Out: an error that names the contents found. What must
-//! hold: the signatures are those of libblkid's superblocks that today's guests and hosts use. A
-//! target without any of them may still hold data. A plain file of zeroes or random bytes passes.
+//! hold: the signatures are those of images, and of libblkid's superblocks that today's guests and
+//! hosts use. A target without any of them may still hold data. A plain file of zeroes or random
+//! bytes passes.
 
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::Path;
@@ -13,7 +14,7 @@ use rustix::fs::OFlags;
 use super::{Access, Target, TargetAddress};
 
 /// Signatures: offset, the bytes at that offset, and the name of the contents.
-const SIGNATURES: [(usize, &[u8], &str); 16] = [
+const SIGNATURES: [(usize, &[u8], &str); 24] = [
     (0x438, &[0x53, 0xef], "an ext2, ext3 or ext4 file system"),
     (0, b"XFSB", "an XFS file system"),
     (0x10040, b"_BHRfS_M", "a btrfs file system"),
@@ -30,6 +31,14 @@ const SIGNATURES: [(usize, &[u8], &str); 16] = [
     (512, b"EFI PART", "a partition table (GPT)"),
     (0, b"QFI\xfb", "a qcow2 image"),
     (0x1000, &[0xfc, 0x4e, 0x2b, 0xa9], "a member of an md RAID"),
+    (0, b"OOOM", "a COW file"),
+    (0, b"KDMV", "a VMDK image"),
+    (0x40, &[0x7f, 0x10, 0xda, 0xbe], "a VDI image"),
+    (0, b"vhdxfile", "a VHDX image"),
+    (3, b"-FVE-FS-", "a BitLocker volume"),
+    (0x400, &[0xe2, 0xe1, 0xf5, 0xe0], "an EROFS file system"),
+    (0x1018, &[0xc6, 0x85, 0x73, 0xf6], "a bcache device or a bcachefs file system"),
+    (0, b"bluestore block device", "an object store of Ceph"),
 ];
 /// All signatures are below this offset in bytes.
 pub const LOOKED_AT: usize = 0x11000;
