@@ -35,7 +35,7 @@ for other in --ublk=3 '--nbd unix:/tmp/nbd'; do
 done
 [[ ! -e /dev/ublkb3 ]]
 # A new server that dies when all its queues fetch.
-not strace -qq -f -o /tmp/strace -e trace=mmap -P /dev/ublkc0 -e inject=mmap:signal=KILL:when=1 \
+not taskset 1 strace -qq -f -o /tmp/strace -e trace=mmap -P /dev/ublkc0 -e inject=mmap:signal=KILL:when=1 \
     /host/blockyard serve "${options[@]}" --takeover /tmp/control >/tmp/other 2>>/tmp/log
 not grep -q ready /tmp/other
 grep -q 'killed by SIGKILL' /tmp/strace || { cat /tmp/strace /tmp/log && exit 1; }

@@ -17,7 +17,7 @@ kill -9 $pid
 wait $pid 2>/dev/null || :
 [[ $zero_copy ]] && last=1 || last=2
 for call in open:$last mmap:1 open:$last open:1; do
-    not strace -qq -f -o /tmp/strace -e trace=${call%:*} -P /dev/ublkc0 -e inject=${call%:*}:signal=KILL:when=${call#*:} \
+    not taskset 1 strace -qq -f -o /tmp/strace -e trace=${call%:*} -P /dev/ublkc0 -e inject=${call%:*}:signal=KILL:when=${call#*:} \
         /host/blockyard serve a.img --ublk=0 --queues 2 >/tmp/out 2>>/tmp/log
     not grep -q ready /tmp/out
     grep -q 'killed by SIGKILL' /tmp/strace || { cat /tmp/strace /tmp/log && exit 1; }
@@ -26,7 +26,7 @@ done
 # stops the server when it opens the device. Then one strace holds the thread of the second queue at
 # its first mprotect: its heap grows for the tasks that fetch, before they submit anything. Another
 # strace shows when the first queue has fetched.
-strace -f -o /tmp/first -e trace=open -P /dev/ublkc0 -e inject=open:signal=STOP:when=$last \
+taskset 1 strace -f -o /tmp/first -e trace=open -P /dev/ublkc0 -e inject=open:signal=STOP:when=$last \
     /host/blockyard serve a.img --ublk=0 --queues 2 --reactors 2 >/tmp/out 2>>/tmp/log &
 first=$!
 until_or_say() { # COMMAND...
