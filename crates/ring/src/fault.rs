@@ -365,7 +365,15 @@ fn report() {
     static WRITTEN: AtomicU32 = AtomicU32::new(0);
     if WRITTEN.fetch_add(1, Relaxed) < LINES {
         let line = b" WARN blockyard_ring: a front end truncated memory that it shares\n";
-        // SAFETY: write(2) is async-signal-safe; the line outlives the call.
-        unsafe { libc::write(2, line.as_ptr().cast(), line.len()) };
+        let mut ready = libc::pollfd { fd: libc::STDERR_FILENO, events: libc::POLLOUT, revents: 0 };
+        // A reader that stands still must not stop this thread, which may be a reactor. Ready for
+        // writing means room for a whole line: a pipe has room for PIPE_BUF bytes then.
+        // SAFETY: poll(2) and write(2) are async-signal-safe. `ready` is one pollfd, and the line
+        // outlives the call.
+        unsafe {
+            if libc::poll(&mut ready, 1, 0) > 0 && ready.revents & libc::POLLOUT != 0 {
+                libc::write(libc::STDERR_FILENO, line.as_ptr().cast(), line.len());
+            }
+        }
     }
 }

@@ -199,7 +199,11 @@ impl Region {
     /// Allocates all pages of the region now. Call it on another thread before a reactor pins the
     /// region, because pinning would allocate the pages on the reactor.
     pub fn populate(&self) -> std::io::Result<()> {
-        let (base, len) = (self.mapping.base.as_ptr().cast(), self.mapping.map_len);
+        // The mapping may be longer than the file, whose file system prefers larger pages. Behind
+        // the end of the file there is nothing to allocate (EFAULT).
+        let used = self.skip + self.len as usize;
+        let len = used.next_multiple_of(rustix::param::page_size()).min(self.mapping.map_len);
+        let base = self.mapping.base.as_ptr().cast();
         // SAFETY: the range is this mapping's own, and its content does not change. Missing memory
         // is an error here, not a signal.
         unsafe { rustix::mm::madvise(base, len, rustix::mm::Advice::LinuxPopulateWrite) }

@@ -60,6 +60,37 @@ fn a_truncated_file_reads_as_zeroes_from_then_on() {
     assert_eq!(&other.copy_out(0), b"safe");
 }
 
+/// If the report of the truncation waited for the reader, this test would not end.
+#[test]
+fn a_truncated_file_waits_for_no_reader_of_standard_error() {
+    const NAME: &str = "memory::tests::a_truncated_file_waits_for_no_reader_of_standard_error";
+    const CHILD: &str = "BLOCKYARD_TEST_TRUNCATED";
+    if std::env::var_os(CHILD).is_some() {
+        let (region, fd) = Region::memfd("test", 0, 0, 0x1000).unwrap();
+        rustix::fs::ftruncate(&fd, 0).unwrap();
+        assert_eq!(Arc::new(region).slice().copy_out(0), [0; 4]);
+        std::process::exit(7);
+    }
+    let (_reader, writer) = rustix::pipe::pipe().unwrap();
+    rustix::io::ioctl_fionbio(&writer, true).unwrap();
+    while rustix::io::write(&writer, &[0; 4096]).is_ok() {}
+    rustix::io::ioctl_fionbio(&writer, false).unwrap();
+    let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+    child.args(["--exact", NAME, "--test-threads=1"]).env(CHILD, "1");
+    let child = child.stdout(std::process::Stdio::null()).stderr(writer).status().unwrap();
+    assert_eq!(child.code(), Some(7));
+}
+
+/// File systems of large pages make the mapping longer than the file.
+#[test]
+fn nothing_behind_the_end_of_the_file_is_populated() {
+    let (mut region, fd) = Region::memfd("test", 0, 0, 0x4000).unwrap();
+    rustix::fs::ftruncate(&fd, 0x1000).unwrap();
+    region.len = 0x800;
+    region.populate().unwrap();
+    assert_eq!(rustix::fs::fstat(&fd).unwrap().st_blocks, 8);
+}
+
 /// Returns the resident bytes and the number of mappings of a part of this process's memory.
 fn mapped(span: std::ops::Range<usize>) -> (usize, usize) {
     let (mut resident, mut mappings, mut inside) = (0, 0, false);
