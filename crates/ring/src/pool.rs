@@ -106,7 +106,8 @@ impl<C: Default + 'static> Pool<C> {
             self.0.comes.notify_one();
             return Ok(());
         }
-        if queue.threads == self.0.most {
+        // After `relieve` it may have more.
+        if queue.threads >= self.0.most {
             return Ok(());
         }
         match self.start_thread(&mut queue) {
@@ -297,6 +298,10 @@ mod tests {
         assert!(pool.relieve(Duration::ZERO, 4), "the pool has its maximum");
         assert!(waiting[2].1.try_recv().is_err());
         assert_eq!(pool.0.queue().threads, 4);
+        let more: Vec<_> = (0..10).map(|_| hang(&pool)).collect();
+        assert!(pool.relieve(Duration::ZERO, 4));
+        assert_eq!(pool.0.queue().threads, 4, "only `relieve` adds threads to the usual number");
+        drop(more);
         drop(hanging);
         waiting[2].1.recv().unwrap();
         drop(waiting);

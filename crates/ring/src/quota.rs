@@ -6,7 +6,7 @@
 //! - A charge lives as long as its mapping. So memory that only requests in flight still hold is
 //!   counted too.
 //! - No front end can map more than its own limit, nor use the address space that is reserved for
-//!   others.
+//!   the other exports there are. An export that comes when all is in use has to wait.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
