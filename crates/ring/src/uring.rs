@@ -19,11 +19,12 @@
 //! 5. The ring is dropped after all slots are free, or it leaks the slots' memory. It never frees
 //!    memory that the kernel may use.
 
+mod setup;
+
 use std::io;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
-use io_uring::register::{Probe, Restriction};
 use io_uring::types::{Fd, Fixed, FsyncFlags};
 use io_uring::{IoUring, Submitter, cqueue, opcode, squeue};
 
@@ -34,11 +35,9 @@ use crate::sandbox;
 use crate::segments::Segments;
 use crate::silence::Silence;
 use crate::ublk::Command;
+use setup::Setup;
+pub(crate) use setup::restrict;
 
-/// Entries of the submission queue. A full queue is submitted early, so it limits a batch, not the
-/// operations in flight.
-const SQ_ENTRIES: u32 = 256;
-const CQ_ENTRIES: u32 = 4096;
 /// Entries of the table of registered files.
 const FILES: u32 = 256;
 
@@ -47,46 +46,6 @@ const CANCEL: u64 = u64::MAX;
 /// BLOCK_URING_CMD_DISCARD, `_IO(0x12, 0)`. The start is in the SQE's `addr`, the length in its
 /// `addr3`, which is the first half of the command bytes.
 const BLOCK_DISCARD: u32 = 0x1200;
-
-/// Calls of io_uring_register that a ring needs after its set-up; names as in `linux/io_uring.h`.
-const REGISTER: [u8; 6] = [
-    6,  // IORING_REGISTER_FILES_UPDATE
-    8,  // IORING_REGISTER_PROBE
-    15, // IORING_REGISTER_BUFFERS2
-    16, // IORING_REGISTER_BUFFERS_UPDATE
-    20, // IORING_REGISTER_RING_FDS
-    21, // IORING_UNREGISTER_RING_FDS
-];
-
-/// Operations that [`build`] and [`Uring`] make.
-const OPERATIONS: [u8; 14] = [
-    opcode::AsyncCancel::CODE,
-    opcode::Fallocate::CODE,
-    opcode::Fsync::CODE,
-    opcode::Nop::CODE,
-    opcode::PollAdd::CODE,
-    opcode::Read::CODE,
-    opcode::ReadFixed::CODE,
-    opcode::Readv::CODE,
-    opcode::ReadvFixed::CODE,
-    opcode::UringCmd16::CODE,
-    opcode::Write::CODE,
-    opcode::WriteFixed::CODE,
-    opcode::Writev::CODE,
-    opcode::WritevFixed::CODE,
-];
-
-/// Returns what a ring may do, for good. The kernel refuses all else with EACCES. It also refuses
-/// restrictions with operations that it does not know, so these are left out.
-fn restrictions(ring: &IoUring) -> Vec<Restriction> {
-    let mut probe = Probe::new();
-    let is_probed = ring.submitter().register_probe(&mut probe).is_ok();
-    let flags = squeue::Flags::ASYNC | squeue::Flags::FIXED_FILE;
-    let registers = REGISTER.into_iter().map(Restriction::register_op);
-    let known = |code: &u8| !is_probed || probe.is_supported(*code);
-    let operations = OPERATIONS.into_iter().filter(known).map(Restriction::sqe_op);
-    registers.chain(operations).chain([Restriction::sqe_flags_allowed(flags.bits())]).collect()
-}
 
 /// Most kernel workers of a ring that make calls on sockets. Peers decide how long these calls
 /// take, and each worker competes with the reactor for a processor.
@@ -183,25 +142,12 @@ fn own_cpus() -> libc::cpu_set_t {
 impl Uring {
     pub fn new() -> io::Result<Self> {
         let restricted = sandbox::is_on();
-        let build = |deferred: bool| {
-            let mut builder = IoUring::builder();
-            builder.setup_cqsize(CQ_ENTRIES).setup_clamp().setup_submit_all().setup_r_disabled();
-            if deferred {
-                builder.setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag();
-            }
-            builder.build(SQ_ENTRIES)
-        };
-        // Kernels before 6.1 refuse deferred task work (EINVAL). The plain ring does the same,
-        // slower.
-        let ring = build(true).or_else(|e| match e.raw_os_error() {
-            Some(libc::EINVAL) => {
-                tracing::info!(
-                    "io_uring lacks deferred task work (needs Linux 6.1): requests are slower"
-                );
-                build(false)
-            }
-            _ => Err(e),
-        })?;
+        let (ring, setup) = Setup::newest(Setup::build)?;
+        if setup != Setup::Deferred {
+            tracing::info!(
+                "io_uring lacks deferred task work (needs Linux 6.1): requests are slower"
+            );
+        }
         let files = ring.submitter().register_files_sparse(FILES);
         let free_files = match files {
             Ok(()) => (0..FILES).rev().collect(),
@@ -217,7 +163,7 @@ impl Uring {
         let _ = ring.submitter().register_iowq_max_workers(&mut [0, MOST_SOCKET_WORKERS]);
         let entrance = Entrance::new(&ring);
         if restricted {
-            ring.submitter().register_restrictions(&mut restrictions(&ring))?;
+            setup.restrict(&ring)?;
         }
         ring.submitter().register_enable_rings()?;
         Ok(Uring {

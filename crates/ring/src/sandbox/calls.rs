@@ -291,9 +291,14 @@ const SOCKETS: &[c_long] = &[
     libc::SYS_shutdown,
 ];
 
-/// Removal of journals. A reactor creates one at the first change of an image's metadata.
+/// Removal and renaming of journals. A reactor creates one at the first change of an image's
+/// metadata, and sets the journal of another image aside that has its place.
 const JOURNALS: &[c_long] = &[
+    libc::SYS_renameat,
+    libc::SYS_renameat2,
     libc::SYS_unlinkat,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_rename,
     #[cfg(target_arch = "x86_64")]
     libc::SYS_unlink,
 ];

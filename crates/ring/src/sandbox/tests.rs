@@ -158,10 +158,20 @@ fn files_outside_of_the_folders_are_refused_and_threads_of_reactors_may_do_more(
 #[test]
 fn a_ring_of_a_sandbox_refuses_other_operations() {
     let body = || {
+        let file = std::env::temp_dir().join(format!("blockyard-ring-{}", std::process::id()));
+        std::fs::write(&file, "").unwrap();
         enter(vec![Folder::new("/", Access::Write)]).unwrap();
         let mut ring = crate::uring::Uring::new().unwrap();
+        let event = rustix::event::eventfd(0, rustix::event::EventfdFlags::NONBLOCK).unwrap();
+        let mut bell = crate::doorbell::Doorbell::new(&event).unwrap();
         confine(Kind::Reactor);
         assert_eq!(ring.result_of_shutdown(), -libc::EACCES);
+        assert_eq!(bell.result_of_socket(), -libc::EACCES);
+        bell.ring();
+        assert_eq!(rustix::io::read(&event, &mut [0; 8]), Ok(8));
+        // As a journal that is set aside.
+        std::fs::rename(&file, file.with_extension("aside")).unwrap();
+        std::fs::remove_file(file.with_extension("aside")).unwrap();
         println!("whole");
         std::process::exit(0);
     };
