@@ -152,13 +152,13 @@ fn files(path: &str) -> Terms {
              Read at start if --costs is absent.",
         ),
         (
-            "/run/blockyard/xen",
-            "Requests of Xen guests that are in flight. \
+            "/run/blockyard-xen",
+            "Requests of Xen guests that are in flight, and locks of their devices. \
              A new server answers them if the old one was killed.",
         ),
     ];
     const ATTACH: Terms = &[
-        ("/run/blockyard/DEVICE.log", "Log of the server that runs in the background."),
+        ("/run/blockyard-attach/DEVICE.log", "Log of the server that runs in the background."),
         ("$XDG_RUNTIME_DIR/blockyard", "Folder of the log for users other than root."),
     ];
     const JOURNALS: (&str, &str) = (

@@ -163,11 +163,14 @@ fn device_of(server: &mut Child) -> Option<String> {
     lines.any(|line| line == "ready").then_some(device)
 }
 
+/// Root's folder of logs and sockets. (The user of the service owns `/run/blockyard`.)
+const ROOTS_FOLDER: &str = "/run/blockyard-attach";
+
 /// Returns the path for the log of a server whose device is not known yet. Creates the folder.
 /// Returns an error if the folder belongs to another user.
 pub fn log_file(disk: &str) -> anyhow::Result<PathBuf> {
     let folder = if rustix::process::geteuid().is_root() {
-        PathBuf::from("/run/blockyard")
+        PathBuf::from(ROOTS_FOLDER)
     } else {
         std::env::var_os("XDG_RUNTIME_DIR")
             .map_or_else(std::env::temp_dir, PathBuf::from)

@@ -4,6 +4,9 @@ use crate::fixture::{on_both_kernels, on_kernel};
 
 const ATTACH: &str = r#"
 truncate -s 64M a.img b.img
+# As contrib/tmpfiles.conf makes it on a host with the package.
+mkdir -p /run/blockyard
+chown 1000 /run/blockyard
 fails 1 'there is no such file' -- blockyard attach none.img
 fails 2 '<IMAGE>' -- blockyard attach
 fails 2 'is not a device of this program' -- blockyard detach /dev/vda
@@ -22,7 +25,7 @@ umount /mnt
 blockyard detach $device
 # The server has exited and closed the image.
 [[ ! -e $device && -b $other && $(pgrep -cf -- --attached) == 1 ]]
-grep -q 'not served any more' /run/blockyard/${device#/dev/}.log
+grep -q 'not served any more' /run/blockyard-attach/${device#/dev/}.log
 e2fsck -fn a.img >/dev/null
 
 # With --force, while it is open.
@@ -195,7 +198,7 @@ killed write:2
 works
 blockyard detach /dev/nbd0
 fails 1 'is not connected' -- blockyard detach $device
-not ls /run/blockyard/*.sock 2>/dev/null
+not ls /run/blockyard-attach/*.sock 2>/dev/null
 e2fsck -fn a.img >/dev/null
 [[ $(blockyard attach a.img) == "$device" ]]
 mount $device /mnt

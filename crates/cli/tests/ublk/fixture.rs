@@ -38,7 +38,7 @@ clean() {
         [[ ! -e /sys/module/$module ]] || for ((try = 0; try < 600; try++)); do modprobe -r $module && break || sleep 0.05; done
     done
     ! grep -E ' (/mnt|/tmp/images) ' /proc/mounts || return
-    rm -rf /tmp/* /run/blockyard
+    rm -rf /tmp/* /run/blockyard /run/blockyard-attach
     chmod 1777 /tmp
     mount -t tmpfs tmpfs /mnt
     dmesg -C

@@ -20,7 +20,7 @@ said() { # TEXT
 written=
 # Attaches the image, reads the last answered write, and writes again.
 again() { # WHAT
-    device=$(blockyard attach top.qcow2) || { echo "$1" && cat /run/blockyard/*.log && return 1; }
+    device=$(blockyard attach top.qcow2) || { echo "$1" && cat /run/blockyard-attach/*.log && return 1; }
     [[ ! $written ]] || cmp -n 65536 /tmp/written $device || { echo "$1" && return 1; }
     head -c 65536 /dev/urandom >/tmp/written
     dd if=/tmp/written of=$device bs=64k oflag=direct status=none
@@ -112,7 +112,7 @@ fi
 again "the end"
 blockyard detach $device
 # Nothing is left but the logs of devices.
-ls /run/blockyard | not grep -v '^ublkb[0-9]*\.log$'
+ls /run/blockyard-attach | not grep -v '^ublkb[0-9]*\.log$'
 [[ -z $(journals) ]]
 blockyard image check top.qcow2 >/dev/null
 dmesg | not grep -E 'I/O error|BUG|WARNING|Oops|hung'

@@ -19,6 +19,7 @@
 mod abi;
 mod claim;
 mod device;
+mod folder;
 mod nodes;
 mod queue;
 mod record;
@@ -29,7 +30,6 @@ mod watch;
 
 use std::fmt;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::DirBuilderExt;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -54,6 +54,7 @@ use crate::{Client, Export, Reactors};
 use claim::{Claim, images};
 use device::Device;
 pub use device::{Listed, detach, list};
+pub use folder::records;
 use nodes::{NodeError, Paths};
 pub use toolstack::{ToolstackDevice, Wanted};
 pub use watch::{Watch, WatchOptions};
@@ -158,23 +159,6 @@ pub struct XenOptions {
 impl XenOptions {
     fn failed(&self, source: NodeError) -> XenError {
         XenError::Nodes { domain: self.domain, device: self.device, source: Box::new(source) }
-    }
-}
-
-/// Returns the folder for records of requests in flight. They must survive a killed server, but not
-/// a reboot. Returns `None` and logs a warning if the folder cannot be created.
-pub fn records() -> Option<PathBuf> {
-    let folder = PathBuf::from("/run/blockyard/xen");
-    match std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&folder) {
-        Ok(()) => Some(folder),
-        Err(e) => {
-            tracing::warn!(
-                "cannot create folder {}: {e}; if this server is killed, the next server cannot \
-                 answer the requests that were in flight",
-                folder.display()
-            );
-            None
-        }
     }
 }
 
