@@ -4,12 +4,19 @@
 use blockyard_disk::{Disk, Source};
 use blockyard_image::ImageFile;
 
-/// Returns whether zero copy is possible: io_uring reads and writes the image's files directly into
+use super::params::max_alignment;
+
+/// Returns whether the image permits zero copy: io_uring reads and writes its files directly into
 /// and from the kernel's pages. If the data comes over the network or is in memory, this process
 /// copies it anyway. A back end that leaves a read's memory unchanged must not get the kernel's
 /// pages, because it would expose their old contents.
 pub(super) fn has_files(disk: &Disk) -> bool {
     every_file(disk, ImageFile::has_files)
+}
+
+/// Returns whether a new device may have zero copy.
+pub(super) fn can_zero_copy(disk: &Disk) -> bool {
+    has_files(disk) && memory_alignment(disk).is_none_or(|needed| needed <= max_alignment())
 }
 
 /// Returns the alignment of memory, in bytes, that the image's files with O_DIRECT need. `None`: no

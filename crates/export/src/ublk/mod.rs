@@ -39,7 +39,7 @@ use crate::export::{Obstacle, STOP_TIME};
 use crate::vhost_user::QueueShape;
 use crate::{Client, Export, Handed, Reactors};
 pub use error::UblkError;
-use files::{has_files, memory_alignment};
+use files::{can_zero_copy, has_files, memory_alignment};
 use queue::{QueueHandle, Shared};
 use removal::{delete, is_left, stop_unused};
 pub use removal::{remove, remove_left};
@@ -223,8 +223,9 @@ impl Ublk {
     fn add_device(&mut self, options: &UblkOptions, zero_copy: bool) -> Result<(), UblkError> {
         let always = abi::F_CMD_IOCTL_ENCODE | abi::F_USER_RECOVERY | abi::F_USER_RECOVERY_REISSUE;
         let copies_none = abi::F_SUPPORT_ZERO_COPY | abi::F_AUTO_BUF_REG | abi::F_USER_COPY;
-        let zero_copy =
-            zero_copy && self.features & copies_none == copies_none && has_files(&self.shared.disk);
+        let zero_copy = zero_copy
+            && self.features & copies_none == copies_none
+            && can_zero_copy(&self.shared.disk);
         let sometimes = abi::F_UPDATE_SIZE | abi::F_QUIESCE | abi::F_SAFE_STOP_DEV;
         let mut want = DeviceInfo {
             queues: options.shape.queues,

@@ -59,12 +59,17 @@ pub(super) fn params(disk: &Disk, max_io: u32, alignment: Option<u32>) -> Params
     }
     if let Some(alignment) = alignment {
         params.types |= abi::PARAM_DMA_ALIGN;
-        params.dma_alignment = alignment.clamp(1, 2048).next_power_of_two() - 1;
+        params.dma_alignment = alignment.clamp(1, max_alignment()).next_power_of_two() - 1;
         if let Some(limits) = limits(&source) {
             limit(&mut params, &limits);
         }
     }
     params
+}
+
+/// Returns the largest alignment of memory in bytes that the driver accepts: a page.
+pub(super) fn max_alignment() -> u32 {
+    rustix::param::page_size() as u32
 }
 
 /// Returns the limits of the device that holds the image, because requests reach it unchanged.
@@ -90,4 +95,33 @@ fn limit(params: &mut Params, limits: &RequestLimits) {
 /// Returns the exponent of the least power of two that is at least `n`.
 fn shift(n: u32) -> u8 {
     n.max(1).next_power_of_two().ilog2() as u8
+}
+
+#[cfg(test)]
+mod tests {
+    use blockyard_disk::DiskOptions;
+    use blockyard_image::{CacheMode, ChainOptions};
+
+    use super::*;
+
+    /// The driver refuses a mask of a page or more. A server that takes the device over refuses an
+    /// alignment that is less than its files need.
+    #[test]
+    fn a_device_has_the_alignment_that_its_files_need() {
+        let options = DiskOptions {
+            name: "aligned".into(),
+            serial: String::new(),
+            read_only: false,
+            cache: CacheMode::None,
+            filters: Vec::new(),
+            on_enospc: Default::default(),
+        };
+        let disk = Disk::new(options, Source::open(&ChainOptions::new("ram:1M")).unwrap());
+        let page = max_alignment();
+        for needed in [1, 512, 2048, page] {
+            let params = params(&disk, 1 << 20, Some(needed));
+            assert!(params.memory_alignment() >= needed, "{needed}");
+            assert!(params.dma_alignment < page, "{needed}");
+        }
+    }
 }
