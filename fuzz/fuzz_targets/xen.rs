@@ -97,6 +97,7 @@ fn start(front: &Front, machine: Arc<Machine>, data: Data, remote: Remote) -> Op
         data,
         fua: false,
         record: None,
+        settled: true,
     };
     QueueHandle::start(remote, setup).ok()
 }

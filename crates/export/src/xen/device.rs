@@ -52,6 +52,9 @@ pub(super) struct Device {
     /// Whether the back end has closed the device because the front end requested something
     /// invalid. The front end may start again.
     refused: bool,
+    /// Whether another server was connected to the rings of the front end, and may have left
+    /// requests in flight.
+    inherits: bool,
     reopen: Reopen,
 }
 
@@ -75,11 +78,11 @@ impl Device {
         control: Arc<Control>,
     ) -> Self {
         let shared = Arc::new(Shared { disk, log: Default::default(), counts: Counts::default() });
-        let (queues, state, setup, front_connected, refused, reopen) = Default::default();
+        let (queues, state, setup, front_connected, refused, inherits, reopen) = Default::default();
         #[rustfmt::skip]
         let device = Device {
             options, host, reactors, store, paths, control, shared, queues, state, setup,
-            front_connected, refused, reopen,
+            front_connected, refused, inherits, reopen,
         };
         device
     }
@@ -88,6 +91,7 @@ impl Device {
     /// unless the front end is already connected.
     pub fn begin(&mut self) -> Result<(), NodeError> {
         self.state = self.paths.back_state(&mut self.store)?;
+        self.inherits = matches!(self.state, Some(State::Connected | State::Closing));
         watch(&mut self.store, &self.paths)?;
         // If the toolstack is removing the device, the toolstack waits for state 6.
         let stays = self.paths.online(&mut self.store)? == Some(true);
@@ -121,6 +125,7 @@ impl Device {
             }
             let _ = rustix::io::read(&self.control.wake, &mut [0; 8]);
         };
+        let was_connected = !self.queues.is_empty();
         self.disconnect();
         if let Some(deadline) = *self.control.deadline() {
             self.store.set_limit(deadline.max(Instant::now() + GRACE));
@@ -137,6 +142,10 @@ impl Device {
                 "cannot write the image's name of device {} into xenstore: {e}",
                 self.options.device
             );
+        }
+        // If this fails, the next server needs the records.
+        if !gone && was_connected {
+            let _ = self.paths.note_settled(&mut self.store);
         }
         self.log_counts();
         gone
@@ -193,7 +202,7 @@ impl Device {
         }
         match front {
             Some(State::Initialising) => {
-                self.refused = false;
+                (self.refused, self.inherits) = (false, false);
                 if !online {
                     return Ok(Next::Remove);
                 }
@@ -205,6 +214,8 @@ impl Device {
             }
             // Do not connect a device that is being removed, unless requests may wait in its rings.
             Some(State::Initialised) if self.queues.is_empty() && online && !self.refused => {
+                // The front end sends requests only when both sides are connected.
+                self.inherits = false;
                 self.connect()?
             }
             Some(State::Initialised) if !self.queues.is_empty() => self.reconnect()?,
@@ -212,6 +223,7 @@ impl Device {
             Some(State::Connected) => self.front_connected = true,
             Some(State::Closing) => self.set_state(State::Closing)?,
             Some(State::Closed) => {
+                self.inherits = false;
                 self.disconnect();
                 // The next rings may use the same pages, so their key may match the old records.
                 self.remove_records();
@@ -280,6 +292,8 @@ impl Device {
         let FrontSetup { abi, queues, .. } = &setup;
         let fua = !self.shared.disk.options().cache.write_back()
             || self.paths.offered_no_flush(&mut self.store)?;
+        let settled = self.paths.take_settled(&mut self.store)?;
+        self.inherits &= !settled;
         for (number, keys) in (0..).zip(queues) {
             match self.queue(number, keys, &setup, fua) {
                 Ok(queue) => self.queues.push(queue),
@@ -295,7 +309,7 @@ impl Device {
         *self.control.connected() = Some(self.shared.disk.client(COUNTED, id));
         self.paths.connect(&mut self.store, &self.shared.disk)?;
         self.state = Some(State::Connected);
-        self.front_connected = false;
+        (self.inherits, self.front_connected) = (false, false);
         let pages = queues.first().map_or(0, |queue| queue.references.len());
         self.shared.log.info(
             self.shared.disk.name(),
@@ -342,6 +356,7 @@ impl Device {
             data: self.data(setup),
             fua,
             record: self.record(index, keys),
+            settled: !self.inherits,
         };
         QueueHandle::start(self.reactors.next(), setup)
     }

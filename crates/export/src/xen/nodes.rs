@@ -40,6 +40,10 @@ const FLUSH: &str = "feature-flush-cache";
 /// The node in a device of this program that names its image.
 const IMAGE: &str = "image";
 
+/// The back end's node of a device that was connected, if its last server has completed all
+/// requests that it had taken.
+const SETTLED: &str = "settled";
+
 /// Largest values that the back end offers: 2^4 pages per ring, and 8 queues.
 pub const MAX_PAGE_ORDER: u32 = 4;
 pub const MAX_QUEUES: u16 = 8;
@@ -275,6 +279,22 @@ impl Paths {
     pub fn note_image(&self, store: &mut Store, images: &[String]) -> Result<(), StoreError> {
         let Some(image) = images.first() else { return Ok(()) };
         self.change(store, |t| t.write(&format!("{}/{IMAGE}", self.back), image))
+    }
+
+    /// Notes that the server has completed all requests that it has taken.
+    pub fn note_settled(&self, store: &mut Store) -> Result<(), StoreError> {
+        self.change(store, |t| t.write(&format!("{}/{SETTLED}", self.back), 1))
+    }
+
+    /// Returns whether the last server has completed all requests that it had taken, and removes
+    /// that note.
+    pub fn take_settled(&self, store: &mut Store) -> Result<bool, StoreError> {
+        let path = format!("{}/{SETTLED}", self.back);
+        let settled = store.read(&path)?.is_some();
+        if settled {
+            self.change(store, |t| t.remove(&path))?;
+        }
+        Ok(settled)
     }
 
     /// Removes the nodes of both sides. Returns false, and removes nothing, if a later device has

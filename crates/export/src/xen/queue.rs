@@ -70,6 +70,9 @@ pub struct QueueSetup {
     pub fua: bool,
     /// Path of the record of requests in flight, and the key that identifies this ring.
     pub record: Option<(PathBuf, u64)>,
+    /// Whether no server has taken requests of this ring that have no response. If not, only a
+    /// record of the last server says which requests are in flight.
+    pub settled: bool,
 }
 
 /// The queues of a reactor, by number.
@@ -193,7 +196,8 @@ fn wire_status(status: Status) -> i16 {
 
 impl Queue {
     fn start(handle: &Handle, setup: QueueSetup, id: u64) -> Result<(), StartError> {
-        let QueueSetup { index, shared, ring, abi, channel, grants, data, fua, record } = setup;
+        let QueueSetup { index, shared, ring, abi, channel, grants, data, fua, record, settled } =
+            setup;
         let served = LocalDisk::local(handle, &shared.disk).map_err(StartError::disk)?;
         let watch = channel
             .descriptor()
@@ -201,11 +205,10 @@ impl Queue {
         let watch = handle.watch(watch);
         let mut ring = Ring::new(Arc::new(ring).slice(), abi);
         let again = match record {
-            Some((path, key)) => ring.keep_record(&path, key).map_err(|e| {
-                StartError::ring(format!("cannot open record {}", path.display()), e)
-            })?,
-            None => Vec::new(),
+            Some((path, key)) => ring.keep_record(&path, key, settled),
+            None => ring.check_known(settled).map(|()| Vec::new()),
         };
+        let again = again.map_err(|e| StartError::ring("", e))?;
         let pages = Pages::new(grants, data);
         let budget = Budget::of(handle, &shared.disk);
         // The guest cannot change the cache mode.

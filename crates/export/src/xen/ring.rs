@@ -7,14 +7,13 @@
 //! - Responses are written before the index that publishes them. The back end sends an event only
 //!   if the front end requested one.
 
-use std::io;
 use std::path::Path;
 use std::sync::atomic::{Ordering, fence};
 
 use blockyard_ring::SharedSlice;
 
 use super::abi::{Abi, ENTRY_MOST, HEADER, Request};
-use super::record::Record;
+use super::record::{Record, RecordError};
 
 /// Offsets in the header.
 const REQ_PROD: usize = 0;
@@ -53,9 +52,23 @@ impl Ring {
     }
 
     /// Keeps a record of requests in flight. Returns the requests that the last server had taken
-    /// without a response.
-    pub fn keep_record(&mut self, path: &Path, key: u64) -> io::Result<Vec<Request>> {
-        let (record, taken, found) = Record::open(path, self.entries, key, self.shown)?;
+    /// without a response. `settled`: no server has taken requests that have no response. If that
+    /// is not known, and the last server left no record, a ring with requests is refused.
+    pub fn keep_record(
+        &mut self,
+        path: &Path,
+        key: u64,
+        settled: bool,
+    ) -> Result<Vec<Request>, RecordError> {
+        let (mut record, found) = Record::open(path, self.entries, key, self.shown)?;
+        let (taken, found) = match found {
+            Some(found) => found,
+            None => {
+                self.check_known(settled)?;
+                record.begin(self.entries, key, self.shown);
+                (self.shown, Vec::new())
+            }
+        };
         self.record = Some(record);
         self.taken = taken;
         let abi = self.abi;
@@ -63,6 +76,13 @@ impl Ring {
             .iter()
             .map(|(slot, bytes)| Request { slot: *slot, ..Request::parse(abi, bytes) })
             .collect())
+    }
+
+    /// Returns an error if the ring has requests that the last server may have completed.
+    /// Responses may have overwritten the entries of other requests.
+    pub fn check_known(&self, settled: bool) -> Result<(), RecordError> {
+        let requests = self.slice.load_u32(REQ_PROD, Ordering::Acquire).wrapping_sub(self.shown);
+        if settled || requests == 0 { Ok(()) } else { Err(RecordError::Unknown { requests }) }
     }
 
     /// Returns the next request, if there is one. After an error (an invalid producer index) the
@@ -187,7 +207,7 @@ mod tests {
         let slice = slice();
         let path = std::env::temp_dir().join(format!("blockyard-record-{}", std::process::id()));
         let mut ring = Ring::new(slice.clone(), Abi::X86_64);
-        assert!(ring.keep_record(&path, 1).unwrap().is_empty());
+        assert!(ring.keep_record(&path, 1, false).unwrap().is_empty());
         (0..5).for_each(|index| put(&slice, index, index as u8));
         let taken: Vec<_> = (0..4).map(|_| ring.pop().unwrap().unwrap()).collect();
         // Responses overwrite the entries of the first requests.
@@ -198,11 +218,36 @@ mod tests {
         drop(ring);
         let mut ring = Ring::new(slice.clone(), Abi::X86_64);
         let mut again: Vec<_> =
-            ring.keep_record(&path, 1).unwrap().iter().map(|request| request.id).collect();
+            ring.keep_record(&path, 1, false).unwrap().iter().map(|request| request.id).collect();
         again.sort();
         assert_eq!(again, [0, 1, 3]);
         assert_eq!(ring.pop().unwrap().map(|request| request.id), Some(4));
         assert_eq!(ring.pop(), Ok(None));
+        std::fs::remove_file(&path).unwrap();
+    }
+
+    #[test]
+    fn a_ring_with_requests_and_without_a_record_is_served_only_if_no_server_took_them() {
+        let slice = slice();
+        let path = std::env::temp_dir().join(format!("blockyard-unknown-{}", std::process::id()));
+        let mut ring = Ring::new(slice.clone(), Abi::X86_64);
+        ring.keep_record(&path, 1, false).unwrap();
+        (0..3).for_each(|index| put(&slice, index, index as u8));
+        let taken: Vec<_> = (0..3).map(|_| ring.pop().unwrap().unwrap()).collect();
+        // This response overwrites the entry of request 0.
+        ring.answer(taken[2].id, 0, taken[2].slot, 0);
+        ring.publish();
+        // The server is killed, and the record is that of other rings.
+        drop(ring);
+        let mut ring = Ring::new(slice.clone(), Abi::X86_64);
+        let refused = ring.keep_record(&path, 2, false).unwrap_err().to_string();
+        assert!(refused.contains("2 requests of the guest have no response"), "{refused}");
+        ring.check_known(false).unwrap_err();
+        ring.check_known(true).unwrap();
+        // The refusal keeps the record.
+        assert_eq!(ring.keep_record(&path, 1, false).unwrap().len(), 2);
+        std::fs::remove_file(&path).unwrap();
+        assert!(ring.keep_record(&path, 1, true).unwrap().is_empty());
         std::fs::remove_file(&path).unwrap();
     }
 

@@ -119,6 +119,72 @@ fn the_next_server_continues_with_the_same_rings() {
     assert!(!setup.ended.load(Ordering::SeqCst));
 }
 
+/// A server that is killed leaves no note that it has completed what it took. The tests cannot kill
+/// their own process, so they remove the note.
+#[test]
+fn requests_that_a_killed_server_may_have_completed_are_not_repeated() {
+    let folder = std::env::temp_dir().join(format!("blockyard-xen-killed-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let recorded = || xen::XenOptions { records: Some(folder.clone()), ..options() };
+    let setup = Setup::new(false);
+    let mut export = setup.start_of(&setup.disk, recorded()).unwrap();
+    let mut front = Guest::new(&setup);
+    front.connect(PLAIN);
+    assert_eq!(front.done(1, WRITE, 0, &[100]), 0);
+    export.stop(soon());
+    assert_eq!(front.back("settled").as_deref(), Some("1"));
+    front.ask(0, 2, READ, 0, &[101]);
+    // The record says that the last server did not take the request.
+    front.front.store.remove(&format!("{BACK}/settled")).unwrap();
+    let mut export = setup.start_of(&setup.disk, recorded()).unwrap();
+    assert_eq!(front.answer(0), (2, 0));
+    export.stop(soon());
+    // Without requests in the ring, the record is not needed.
+    let lose = |front: &mut Guest| {
+        std::fs::remove_file(folder.join("7-xvda-0")).unwrap();
+        front.front.store.remove(&format!("{BACK}/settled")).unwrap();
+    };
+    lose(&mut front);
+    let mut export = setup.start_of(&setup.disk, recorded()).unwrap();
+    while export.clients().is_empty() {
+        std::thread::yield_now();
+    }
+    assert_eq!(front.done(3, FLUSH, 0, &[]), 0);
+    export.stop(soon());
+    lose(&mut front);
+    front.ask(0, 4, READ, 0, &[101]);
+    for options in [recorded(), options()] {
+        let mut refusing = setup.start_of(&setup.disk, options).unwrap();
+        front.wait_for_state(5);
+        let error = front.back("error").unwrap();
+        assert!(error.contains("1 requests of the guest have no response"), "{error}");
+        assert!(error.contains("blockyard xen detach --force"), "{error}");
+        assert_eq!(front.rings[0].ready(), 0);
+        refusing.stop(soon());
+    }
+    // The guest starts again, with the same pages.
+    let _export = setup.start_of(&setup.disk, recorded()).unwrap();
+    front.set("state", 6);
+    front.wait_for_state(6);
+    front.set("state", 1);
+    front.connect(PLAIN);
+    assert_eq!(front.done(5, FLUSH, 0, &[]), 0);
+    std::fs::remove_dir_all(&folder).unwrap();
+}
+
+#[test]
+fn requests_of_a_front_end_that_connects_for_the_first_time_are_served() {
+    let setup = Setup::new(false);
+    let _export = setup.start();
+    let mut front = Guest::new(&setup);
+    front.wait_for_state(2);
+    let (rings, keys) = front.front.rings(&PLAIN, 0, &front.references).unwrap();
+    front.rings = rings;
+    front.ask(0, 1, READ, 0, &[101]);
+    front.front.offer(&keys).unwrap();
+    assert_eq!(front.answer(0), (1, 0));
+}
+
 #[test]
 fn a_device_ends_with_its_domain_or_when_it_is_detached() {
     let setup = Setup::new(true);
