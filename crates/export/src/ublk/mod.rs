@@ -515,6 +515,12 @@ impl Export for Ublk {
             "{} is not served any more",
             path.display()
         );
+        if self.stays && !stopped {
+            // The search for a user would take time, and the guest's requests wait.
+            let disk = self.name();
+            tracing::info!(disk, "{} is kept for the next server", path.display());
+            return;
+        }
         if !stopped {
             let id = self.device.id;
             tracing::warn!(
