@@ -140,13 +140,15 @@ enum Driver {
 
 impl Driver {
     fn find(options: &AttachOptions) -> anyhow::Result<Self> {
-        if Path::new("/dev/ublk-control").exists() || options.disk.ublk.is_some() {
+        let has_ublk = || Path::new("/dev/ublk-control").exists() && !ublk::is_too_old();
+        if options.disk.ublk.is_some() || has_ublk() {
             return Ok(Driver::Ublk);
         }
         if !Path::new("/dev/nbd0").exists() {
             bail!(
                 "cannot make a block device: the kernel driver is not loaded: run `modprobe \
-                 ublk_drv` (or `modprobe nbd` if the kernel has no ublk_drv)"
+                 ublk_drv` (or `modprobe nbd` if the kernel is older than Linux 6.5 or has no \
+                 ublk_drv)"
             );
         }
         if options.disk.nbd.is_some() {

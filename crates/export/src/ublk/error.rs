@@ -2,7 +2,7 @@
 
 use std::io;
 
-use blockyard_ring::ublk::QueueError;
+use blockyard_ring::ublk::{Control, QueueError};
 use rustix::io::Errno;
 
 /// Reasons why a device cannot be made, taken over or removed.
@@ -47,7 +47,10 @@ pub enum UblkError {
 fn explain_control(error: &io::Error) -> String {
     match Errno::from_io_error(error) {
         Some(Errno::NOENT) => {
-            "the kernel's ublk driver is not loaded (modprobe ublk_drv; Linux 6.1 or later)".into()
+            "the kernel's ublk driver is not loaded (modprobe ublk_drv; Linux 6.5 or later)".into()
+        }
+        Some(_) if is_of_old_driver(error) => {
+            "the kernel's ublk driver is too old: Linux 6.5 or later is needed".into()
         }
         Some(Errno::ACCESS | Errno::PERM) => {
             format!(
@@ -55,5 +58,37 @@ fn explain_control(error: &io::Error) -> String {
             )
         }
         _ => error.to_string(),
+    }
+}
+
+/// Returns whether the driver does not know the query of its features, which is new in Linux 6.5.
+/// Older drivers look for the device of the query first.
+fn is_of_old_driver(error: &io::Error) -> bool {
+    matches!(Errno::from_io_error(error), Some(Errno::NODEV | Errno::OPNOTSUPP))
+}
+
+/// Returns whether the kernel has a ublk driver that is too old for this program.
+pub fn is_too_old() -> bool {
+    Control::open().and_then(|mut control| control.features()).is_err_and(|e| is_of_old_driver(&e))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_message_says_which_kernel_is_needed() {
+        let message = |errno: Errno| UblkError::Control(errno.into()).to_string();
+        let missing = message(Errno::NOENT);
+        assert!(
+            missing.contains("not loaded (modprobe ublk_drv; Linux 6.5 or later)"),
+            "{missing}"
+        );
+        for errno in [Errno::NODEV, Errno::OPNOTSUPP] {
+            let old = message(errno);
+            assert!(old.contains("too old: Linux 6.5 or later is needed"), "{old}");
+        }
+        let refused = message(Errno::ACCESS);
+        assert!(!refused.contains("Linux"), "{refused}");
     }
 }

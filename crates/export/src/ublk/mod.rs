@@ -38,7 +38,7 @@ use rustix::io::Errno;
 use crate::export::{Obstacle, STOP_TIME};
 use crate::vhost_user::QueueShape;
 use crate::{Client, Export, Handed, Reactors};
-pub use error::UblkError;
+pub use error::{UblkError, is_too_old};
 use files::{can_zero_copy, has_files, memory_alignment};
 use queue::{QueueHandle, Shared};
 use removal::{delete, is_left, stop_unused};

@@ -1,4 +1,4 @@
-//! ublk: block devices of this host that user space serves (Linux 6.0 and later).
+//! ublk: block devices of this host that user space serves (Linux 6.5 and later).
 //!
 //! ```text
 //!   abi       the driver's constants and structures
