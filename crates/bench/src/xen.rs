@@ -170,6 +170,8 @@ impl<'a> Stage<'a> {
         let options =
             XenOptions { domain: DOMAIN, device, queues: load.queues, data, records: None };
         let host = Host::Machine(machine.clone());
+        // A connection of the domain creates its first nodes.
+        let _domain = machine.store(DOMAIN)?;
         let mut export =
             Xen::start(self.disk.clone(), &options, &host, self.reactors.clone(), || ())?;
         let front_end = FrontEnd { domain: DOMAIN, device: device.number(), persistent };

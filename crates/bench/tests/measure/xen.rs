@@ -45,6 +45,7 @@ fn run(load: &LoadOptions, data: XenData, persistent: bool) -> Report {
     let (machine, reactors) = (Machine::new(), Arc::new(Reactors::start(1, &[]).unwrap()));
     let options =
         XenOptions { domain: 7, device: "xvda".parse().unwrap(), queues: 4, data, records: None };
+    let _domain = machine.store(7).unwrap();
     let mut export =
         Xen::start(disk, &options, &Host::Machine(machine.clone()), reactors, || ()).unwrap();
     let report = measure(load, &machine, FrontEnd { persistent, ..FRONT_END }).unwrap();

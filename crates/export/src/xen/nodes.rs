@@ -92,6 +92,8 @@ pub enum NodeError {
     Value { key: String, value: String, wanted: String },
     #[error("queue {number}: {error}")]
     Queue { number: u16, error: crate::start::StartError },
+    #[error("there is no such domain: `xl list` shows the numbers of all domains")]
+    NoDomain,
     #[error("another server serves the device: {0}")]
     Served(String),
     #[error("cannot lock {path}: {source}")]
@@ -223,8 +225,11 @@ impl Paths {
         // `RandomState` is seeded from the kernel's random numbers.
         let incarnation = format!("{:016x}", RandomState::new().build_hasher().finish());
         let made = store.transaction(|t| {
+            if t.read(&format!("/local/domain/{domain}"))?.is_none() {
+                return Ok(Err(NodeError::NoDomain));
+            }
             if let Some(back) = t.read(&format!("{}/backend", self.front))? {
-                return Ok(Err(back));
+                return Ok(Ok(Some(back)));
             }
             for (path, owner, reader) in [(&self.back, own, domain), (&self.front, domain, own)] {
                 t.make(path)?;
@@ -249,14 +254,14 @@ impl Paths {
             front("virtual-device", &number)?;
             front("device-type", &"disk")?;
             front("state", &(State::Initialising as u8))?;
-            Ok(Ok(()))
+            Ok(Ok(None))
         })?;
-        match made {
-            Ok(()) => {
+        match made? {
+            None => {
                 self.incarnation = Some(incarnation);
                 Ok(true)
             }
-            Err(back) if back == self.back => {
+            Some(back) if back == self.back => {
                 match store.read(&format!("{}/{IMAGE}", self.back))? {
                     Some(image) if !images.contains(&image) => Err(NodeError::OtherImage(image)),
                     _ => {
@@ -266,7 +271,7 @@ impl Paths {
                     }
                 }
             }
-            Err(back) => Err(NodeError::Value {
+            Some(back) => Err(NodeError::Value {
                 key: "backend".into(),
                 value: back,
                 wanted: format!("domain {domain} already has a device {}", options.device),

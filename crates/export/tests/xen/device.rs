@@ -469,6 +469,17 @@ fn writes_are_durable_if_the_last_server_offered_no_flush() {
 }
 
 #[test]
+fn a_domain_that_does_not_exist_is_refused() {
+    let setup = Setup::new(false);
+    let host = Host::Machine(setup.machine.clone());
+    let started =
+        xen::Xen::start(setup.disk.clone(), &options(), &host, setup.reactors.clone(), || ());
+    let refused = started.err().expect("there is no domain 7").to_string();
+    assert!(refused.contains("domain 7, device xvda: there is no such domain"), "{refused}");
+    assert_eq!(setup.machine.store(0).unwrap().list("/local/domain").unwrap(), ["0"]);
+}
+
+#[test]
 fn a_second_server_of_a_device_in_use_is_refused() {
     let folder = std::env::temp_dir().join(format!("blockyard-xen-second-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();

@@ -55,6 +55,8 @@ impl Setup {
     }
 
     pub fn start_of(&self, disk: &Arc<Disk>, options: XenOptions) -> Result<Xen, XenError> {
+        // A connection of the domain creates its first nodes.
+        let _domain = self.machine.store(options.domain).unwrap();
         let host = Host::Machine(self.machine.clone());
         let ended = self.ended.clone();
         let ended = move || ended.store(true, Ordering::SeqCst);
