@@ -159,6 +159,10 @@ fn files(path: &str) -> Terms {
     ];
     const ATTACH: Terms = &[
         ("/run/blockyard-attach/DEVICE.log", "Log of the server that runs in the background."),
+        (
+            "/run/blockyard-attach/killed-DISK.log",
+            "Log of the last server of a disk that a signal ended before its device was ready.",
+        ),
         ("$XDG_RUNTIME_DIR/blockyard", "Folder of the log for users other than root."),
     ];
     const JOURNALS: (&str, &str) = (

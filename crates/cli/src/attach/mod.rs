@@ -119,7 +119,7 @@ pub fn start(
 /// a server that a signal has ended stays.
 fn why_ended(status: ExitStatus, log: &Path) -> Failure {
     if let Some(signal) = status.signal() {
-        return Killed { signal, log: log.into() }.into();
+        return Killed { signal, log: leftovers::keep(log) }.into();
     }
     let text = std::fs::read_to_string(log).unwrap_or_default();
     let _ = std::fs::remove_file(log);

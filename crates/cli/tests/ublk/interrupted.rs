@@ -51,7 +51,10 @@ kill_maker() { # CALL:NUMBER
     [[ $ended == 1 ]] || { cat /tmp/said && return 1; }
     said 'signal 9 ended the server of the device before it was ready'
     none
+    log=$(sed -n 's/.*(log: \([^)]*\)).*/\1/p' /tmp/said)
     again "the server was killed at $1"
+    # The log that the message names is still there after the next attach.
+    [[ -f $log ]] || { cat /tmp/said && return 1; }
 }
 # The server is killed at a call of io_uring_enter. If `attach` then removes the device, it is
 # killed at the same one.
@@ -111,8 +114,8 @@ else
 fi
 again "the end"
 blockyard detach $device
-# Nothing is left but the logs of devices.
-ls /run/blockyard-attach | not grep -v '^ublkb[0-9]*\.log$'
+# Nothing is left but the logs of devices, and that of the last server that was killed early.
+ls /run/blockyard-attach | not grep -v -e '^ublkb[0-9]*\.log$' -e '^killed-top.qcow2.log$'
 [[ -z $(journals) ]]
 blockyard image check top.qcow2 >/dev/null
 dmesg | not grep -E 'I/O error|BUG|WARNING|Oops|hung'
