@@ -97,6 +97,7 @@ impl Way for One {
                     shape: self.shape(),
                     identity: disk.name().into(),
                     file: None,
+                    earlier: Vec::new(),
                 };
                 let ublk = Ublk::start(disk.clone(), &options, reactors, || ());
                 Ok(Box::new(ublk.map_err(WayError::caller)?))

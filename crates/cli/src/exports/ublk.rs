@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use blockyard_disk::{Disk, Source};
 use blockyard_export::ublk::{PARCELS, Ublk, UblkOptions, number_in};
 use blockyard_yard::{Way, WayError};
 
@@ -52,6 +53,7 @@ impl super::Kind for Kind {
         let (own, attached, handed) = (args.clone(), common.attached, common.handed.clone());
         at(address, args, move |disk, reactors| {
             let mut options = ublk_options(&own);
+            options.earlier = earlier(&own, disk);
             let left = handed.take(disk.name(), PARCELS);
             if let Some(id) = left.and_then(|(parcel, _)| number_in(&parcel)) {
                 if let Some(other) = options.id.filter(|other| *other != id) {
@@ -72,7 +74,24 @@ impl super::Kind for Kind {
 /// Returns the options of a disk's ublk device.
 pub fn ublk_options(args: &DiskArgs) -> UblkOptions {
     let (id, shape) = (number(args), shape(args));
-    UblkOptions { id, shape, identity: args.identity(), file: args.file_identity() }
+    let (identity, file) = (args.identity(), args.file_identity());
+    UblkOptions { id, shape, identity, file, earlier: Vec::new() }
+}
+
+/// Returns the identities that the disk may have had before a snapshot, without a name of its own.
+/// Such a disk has the file name of its image. `ctl snapshot --persist` makes that its name, and
+/// the image is then below the overlay. (A disk with another name over the same backing image is
+/// another disk.)
+fn earlier(args: &DiskArgs, disk: &Disk) -> Vec<(String, Option<u64>)> {
+    let (Some(name), Source::Chain(chain)) = (&args.name, disk.source()) else {
+        return Vec::new();
+    };
+    let below = chain.layers().iter().skip(1).map(|layer| {
+        let image = layer.file.path().to_path_buf();
+        DiskArgs { name: None, image, ..args.clone() }
+    });
+    let same = below.filter(|before| before.name() == *name);
+    same.map(|before| (before.identity(), before.file_identity())).collect()
 }
 
 /// Returns the configured number of the device.

@@ -207,3 +207,28 @@ fails 1 'none2.img' -- blockyard serve none2.img --ublk
 fn devices_without_room_for_zero_copy_still_work() {
     on_kernel("7", 1, MANY);
 }
+
+/// A disk without a name has the file name of its image, and a snapshot that is persisted makes
+/// that its name. Its device then belongs to the overlay. A disk with another name does not get it.
+const SNAPSHOT: &str = r#"
+dd if=/dev/urandom of=a.img bs=1M count=8 status=none
+serve a.img --ublk=0 --api /tmp/api
+exec 5<>/dev/ublkb0
+blockyard ctl --api /tmp/api snapshot a.img over.qcow2 >/dev/null
+dd if=/dev/urandom of=/tmp/written bs=64k count=1 status=none
+dd if=/tmp/written of=/dev/ublkb0 bs=64k oflag=direct status=none
+stop
+fails 1 'belongs to another disk' -- blockyard serve over.qcow2 --ublk=0
+fails 1 'belongs to another disk' -- blockyard serve over.qcow2 --name b.img --ublk=0
+serve over.qcow2 --name a.img --ublk=0
+grep -q '/dev/ublkb0 taken over' /tmp/log || { cat /tmp/log && exit 1; }
+cmp -n 65536 /tmp/written /dev/ublkb0
+exec 5<&-
+stop
+[[ ! -e /dev/ublkb0 ]]
+"#;
+
+#[test]
+fn a_device_is_taken_over_after_a_snapshot() {
+    on_kernel("6", 1, SNAPSHOT);
+}

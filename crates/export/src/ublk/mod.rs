@@ -68,6 +68,9 @@ pub struct UblkOptions {
     /// Distinguishes the image's file from a later file with the same path. `None`: the disk's
     /// identity is not a path.
     pub file: Option<u64>,
+    /// Further identities of this disk, each with its file: an earlier server may have made the
+    /// device with one of them.
+    pub earlier: Vec<(String, Option<u64>)>,
 }
 
 /// Name of the export in counts.

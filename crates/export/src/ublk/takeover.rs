@@ -36,14 +36,20 @@ const ADDING: u32 = u32::MAX;
 /// Returns the 64 bits for a device. The upper half identifies the disk, the lower half the image's
 /// file if it is known.
 pub(super) fn note(options: &UblkOptions) -> u64 {
-    let disk = fingerprint::of(options.identity.bytes());
-    options.file.map_or(disk, |file| disk & HALF | fingerprint::of(file.to_le_bytes()) & !HALF)
+    note_of(&options.identity, options.file)
+}
+
+fn note_of(identity: &str, file: Option<u64>) -> u64 {
+    let disk = fingerprint::of(identity.bytes());
+    file.map_or(disk, |file| disk & HALF | fingerprint::of(file.to_le_bytes()) & !HALF)
 }
 
 const HALF: u64 = !0 << 32;
 
 fn is_ours(info: &DeviceInfo, options: &UblkOptions) -> bool {
+    let is_earlier = |(identity, file): &(String, _)| info.note == note_of(identity, *file);
     (info.note ^ fingerprint::of(options.identity.bytes())) & HALF == 0
+        || options.earlier.iter().any(is_earlier)
 }
 
 /// Returns whether the device was made for another file, which had the image's path then. (If a
@@ -282,6 +288,7 @@ mod tests {
             shape: QueueShape { queues: 1, size: 1 },
             identity: identity.into(),
             file,
+            earlier: Vec::new(),
         }
     }
 
@@ -319,6 +326,12 @@ mod tests {
         assert!(is_ours(&of_first, &first) && !is_other_file(&of_first, &first));
         assert!(is_ours(&of_first, &second) && is_other_file(&of_first, &second));
         assert!(!is_ours(&device("/srv/b.img", Some(1)), &first));
+        // The disk got a name, and its image is now below an overlay.
+        let named =
+            UblkOptions { earlier: vec![("/srv/a.img".into(), Some(1))], ..options("a.img", None) };
+        assert!(is_ours(&of_first, &named) && !is_other_file(&of_first, &named));
+        assert!(!is_ours(&device("/srv/a.img", Some(2)), &named));
+        assert!(!is_ours(&of_first, &options("a.img", None)));
         // If the device or the options have no file, files are not compared.
         assert!(!is_other_file(&device("/srv/a.img", None), &first));
         assert!(!is_other_file(&of_first, &options("/srv/a.img", None)));
