@@ -92,6 +92,11 @@ impl NbdDevice {
         self.call(DISCONNECT, 0)
     }
 
+    /// Disconnects the device at once, also if its server does not answer. Requests in flight fail.
+    pub fn abort(&self) -> io::Result<()> {
+        self.call(CLEAR_SOCK, 0)
+    }
+
     fn call(&self, request: u64, value: u64) -> io::Result<()> {
         // SAFETY: these requests take a number, not a pointer.
         let rc =

@@ -8,6 +8,7 @@
 //! has printed the device, its server ends. If the server is killed, `attach` removes its device.
 
 mod closing;
+mod disconnect;
 mod kernel_nbd;
 mod leftovers;
 mod starter;
@@ -26,14 +27,13 @@ use blockyard_export::ublk;
 use blockyard_program::ending::Failure;
 use blockyard_program::output;
 use blockyard_ring::nbd_device::NbdDevice;
-use rustix::process::Pid;
 
 use crate::options::disk::DiskArgs;
 use crate::options::nbd::NbdAddress;
 use crate::options::serve::{AttachOptions, DetachOptions};
 use crate::{exports, log};
 pub use closing::Closing;
-use closing::{Server, serves_one_device};
+use closing::Server;
 pub use starter::follow;
 
 /// How long a new server waits for the image's lock. After a kill of `attach`, its server may still
@@ -233,7 +233,7 @@ pub fn detach(options: &DetachOptions) -> Result<(), Failure> {
     let number = |prefix| path.to_str()?.strip_prefix(prefix)?.parse::<u32>().ok();
     let server = match (number("/dev/ublkb"), number("/dev/nbd")) {
         (Some(id), _) => ublk::remove(id, options.force, Server::watch)?,
-        (_, Some(id)) => disconnect(&path, id, options.force)?,
+        (_, Some(id)) => disconnect::disconnect(&path, id, options.force)?,
         _ => {
             let path = path.display();
             let why =
@@ -242,37 +242,4 @@ pub fn detach(options: &DetachOptions) -> Result<(), Failure> {
         }
     };
     Ok(server.finish(&path)?)
-}
-
-/// Disconnects a device of the kernel's NBD client. Returns the process that served it.
-fn disconnect(path: &Path, id: u32, force: bool) -> anyhow::Result<Server> {
-    let name = path.display();
-    let Some(pid) = process_of(id) else { bail!("{name} is not connected") };
-    if !serves_one_device(pid) {
-        bail!("{name} is not served by this program");
-    }
-    if !force {
-        let claimed = blockyard_ring::host::claim(path);
-        claimed.with_context(|| format!("{name} is in use: unmount it first"))?;
-    }
-    let server = Server::watch(Some(pid));
-    let device = NbdDevice::open(path).with_context(|| format!("device {name}"))?;
-    // A disconnect makes the kernel drop data that it has not written back.
-    if let Err(e) = device.sync()
-        && !force
-    {
-        return Err(
-            anyhow!(e).context(format!("{name}: its writes cannot be synced (--force drops them)"))
-        );
-    }
-    device.disconnect().with_context(|| format!("disconnecting {name}"))?;
-    Ok(server)
-}
-
-/// Returns the process that serves /dev/nbdN. sysfs has the ID of one of its threads.
-fn process_of(id: u32) -> Option<Pid> {
-    let thread = std::fs::read_to_string(format!("/sys/block/nbd{id}/pid")).ok()?;
-    let status = std::fs::read_to_string(format!("/proc/{}/status", thread.trim())).ok()?;
-    let process = status.lines().find_map(|line| line.strip_prefix("Tgid:"))?;
-    Pid::from_raw(process.trim().parse().ok()?)
 }

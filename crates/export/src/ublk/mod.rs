@@ -44,7 +44,7 @@ use queue::{QueueHandle, Shared};
 use removal::{delete, is_left, stop_unused};
 pub use removal::{remove, remove_left};
 pub use takeover::{PARCELS, number_in};
-pub use users::{KIND, answer};
+pub use users::{KIND, answer, user_of};
 
 /// Maximum number of bytes of a request with zero copy.
 const MAX_IO: u32 = 1 << 20;

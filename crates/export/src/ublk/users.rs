@@ -17,6 +17,7 @@ use blockyard_ring::witness::{self, Question};
 use blockyard_ring::{host, ublk};
 use rustix::fs::{AtFlags, CWD, FileType, StatxFlags};
 use rustix::io::Errno;
+use rustix::process::Pid;
 
 /// Kind of the witness's question for the user of a block device. The number is the device's.
 pub const KIND: u8 = b'u';
@@ -82,10 +83,19 @@ fn parse(text: &str) -> Option<User> {
 }
 
 fn look(id: u32) -> Option<User> {
-    let path = ublk::block_device(id);
-    let numbers = numbers(Path::new("/sys/block").join(path.file_name()?));
-    process_with(Path::new("/proc"), &path, &numbers)
-        .or_else(|| loop_of(Path::new("/sys/block"), &path))
+    look_at(&ublk::block_device(id), None)
+}
+
+/// Returns a user of a block device or of one of its partitions, except its server, if the search
+/// finds one.
+pub fn user_of(device: &Path, server: Pid) -> Option<String> {
+    Some(look_at(device, Some(server.as_raw_nonzero().get()))?.to_string())
+}
+
+fn look_at(device: &Path, server: Option<i32>) -> Option<User> {
+    let numbers = numbers(Path::new("/sys/block").join(device.file_name()?));
+    process_with(Path::new("/proc"), device, &numbers, server)
+        .or_else(|| loop_of(Path::new("/sys/block"), device))
 }
 
 /// Returns the device numbers of a disk and its partitions from `/sys/block/DISK`.
@@ -100,9 +110,14 @@ fn numbers(disk: PathBuf) -> Vec<(u32, u32)> {
     partitions.chain([disk.clone()]).filter_map(number).collect()
 }
 
-/// Finds a process that has the device open. A removed device has no device numbers any more, so
-/// the search compares the name of the opened file.
-fn process_with(proc: &Path, device: &Path, numbers: &[(u32, u32)]) -> Option<User> {
+/// Finds a process that has the device open, except the process `server`. A removed device has no
+/// device numbers any more, so the search compares the name of the opened file.
+fn process_with(
+    proc: &Path,
+    device: &Path,
+    numbers: &[(u32, u32)],
+    server: Option<i32>,
+) -> Option<User> {
     let device = device.to_str()?;
     let is_device = |link: &Path| {
         let Ok(target) = fs::read_link(link) else { return false };
@@ -119,6 +134,9 @@ fn process_with(proc: &Path, device: &Path, numbers: &[(u32, u32)]) -> Option<Us
     };
     fs::read_dir(proc).ok()?.flatten().find_map(|process| {
         let id = process.file_name().to_str()?.parse().ok()?;
+        if server == Some(id) {
+            return None;
+        }
         let mut files = fs::read_dir(process.path().join("fd")).ok()?.flatten();
         files.any(|file| is_device(&file.path())).then(|| {
             let name = fs::read_to_string(process.path().join("comm")).unwrap_or_default();
@@ -161,9 +179,10 @@ mod tests {
             fs::write(proc.join(id.to_string()).join("comm"), "dd\n").unwrap();
         }
         fs::create_dir_all(proc.join("self")).unwrap();
-        let found = process_with(&proc, Path::new("/dev/ublkb3"), &[]);
+        let found = process_with(&proc, Path::new("/dev/ublkb3"), &[], Some(7));
         assert_eq!(found.map(|user| user.to_string()).as_deref(), Some("process 8 (dd)"));
-        assert_eq!(process_with(&proc, Path::new("/dev/ublkb4"), &[]), None);
+        assert_eq!(process_with(&proc, Path::new("/dev/ublkb3"), &[], Some(8)), None);
+        assert_eq!(process_with(&proc, Path::new("/dev/ublkb4"), &[], None), None);
         fs::remove_dir_all(&proc).unwrap();
     }
 
