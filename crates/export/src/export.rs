@@ -79,6 +79,12 @@ pub trait Export: Send {
     /// ignore this.
     fn disconnect(&mut self, _description: Option<&str>) {}
 
+    /// Returns the longest time for which the requests of the export may be held, if it has such a
+    /// limit. The kernel ends this process if a request takes much longer.
+    fn longest_hold(&self) -> Option<Duration> {
+        None
+    }
+
     /// Returns the block device of this host that the export has made, if it has made one.
     fn device(&self) -> Option<PathBuf> {
         None

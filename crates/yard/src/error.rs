@@ -2,6 +2,7 @@
 
 use std::io;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use blockyard_disk::{Difference, SourceError, WorkError};
 
@@ -47,6 +48,13 @@ pub enum YardError {
     Thread { disk: String, source: io::Error },
     #[error("disk \"{disk}\" cannot be handed over: {why}")]
     Stays { disk: String, why: Obstacle },
+    #[error(
+        "disk \"{disk}\": {what} is refused, because its requests may wait for at most {} s: it has \
+         a ublk device of a user without privileges, and the kernel kills the server of such a \
+         device if a request takes 30 s",
+        .longest.as_secs()
+    )]
+    Holds { disk: String, what: &'static str, longest: Duration },
     #[error("the server is ending, and accepts no more commands")]
     Closing,
 }

@@ -5,7 +5,7 @@ use std::fs::OpenOptions;
 use std::io;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use blockyard_disk::{
     Carried, Disk, DiskOptions, LocalDisk, OnEnospc, Source, Statistics, sched_time,
@@ -284,8 +284,24 @@ impl ServedDisk {
         HandedDisk { settings, exports, ended, carried, program, since }
     }
 
+    /// Returns an error if an export has a limit for the time that its requests are held, and
+    /// `what` may hold them longer. `limit`: for how long, if that is known.
+    pub fn check_hold(&self, what: &'static str, limit: Option<Duration>) -> Result<(), YardError> {
+        let exports = self.exports.all();
+        let Some(longest) = exports.iter().filter_map(|export| export.longest_hold()).min() else {
+            return Ok(());
+        };
+        if limit.is_some_and(|limit| limit <= longest) {
+            return Ok(());
+        }
+        Err(YardError::Holds { disk: self.settings.name.clone(), what, longest })
+    }
+
     /// Changes the knobs, the clients that may connect, or what happens without space.
-    pub fn change(&mut self, change: &Change) {
+    pub fn change(&mut self, change: &Change) -> Result<(), YardError> {
+        if change.on_enospc == Some(OnEnospc::Pause) {
+            self.check_hold("on-enospc = \"pause\"", None)?;
+        }
         if let Some(on_enospc) = change.on_enospc {
             self.disk.set_on_enospc(on_enospc);
             self.settings.on_enospc = on_enospc;
@@ -297,6 +313,7 @@ impl ServedDisk {
         if let Some(clients) = &change.clients {
             self.exports.all().iter_mut().for_each(|export| export.allow(clients));
         }
+        Ok(())
     }
 
     /// Makes all answered writes durable.

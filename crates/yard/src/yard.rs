@@ -218,10 +218,7 @@ impl Yard {
 
     /// Changes a disk while clients are connected. Fails if another command works on it for long.
     pub fn change(&self, name: &str, change: Change) -> Result<(), YardError> {
-        let change = move |_: &Context, disk: &mut ServedDisk| {
-            disk.change(&change);
-            Ok(())
-        };
+        let change = move |_: &Context, disk: &mut ServedDisk| disk.change(&change);
         self.begin_alone(name, change)?.wait()
     }
 
@@ -263,7 +260,10 @@ impl Yard {
     /// Holds requests from then on, until [`Yard::resume`] or for `limit`. Fails if another command
     /// works on the disk for long.
     pub fn begin_drain(&self, name: &str, limit: Duration) -> Result<Pending<()>, YardError> {
-        self.begin_alone(name, move |_, disk| Ok(disk.disk.drain(limit)?))
+        self.begin_alone(name, move |_, disk| {
+            disk.check_hold("a drain", Some(limit))?;
+            Ok(disk.disk.drain(limit)?)
+        })
     }
 
     /// Begins to disconnect the clients of a disk with this description, or all of them. They may

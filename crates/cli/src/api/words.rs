@@ -42,7 +42,9 @@ const CHANGEABLE: [&str; 13] = [
 pub fn problem(error: YardError) -> Problem {
     let kind = match &error {
         YardError::NotFound { .. } => Kind::NotFound,
-        YardError::NameTaken { .. } | YardError::Busy { .. } => Kind::Conflict,
+        YardError::NameTaken { .. } | YardError::Busy { .. } | YardError::Holds { .. } => {
+            Kind::Conflict
+        }
         YardError::Work(e) if matches!(*e.why, Why::Busy | Why::Ended) => Kind::Conflict,
         YardError::TooManyJobs { .. } | YardError::Thread { .. } | YardError::Closing => Kind::Busy,
         _ => Kind::Failed,

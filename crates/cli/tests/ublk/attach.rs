@@ -66,6 +66,9 @@ fails 1 '/dev/ublkb0: cannot open its character device: Permission denied' -- \
     setpriv --reuid 1000 --clear-groups /host/blockyard serve a.img --ublk=0
 blockyard detach /dev/ublkb0
 [[ ! -e /dev/ublkc0 ]] || { echo "detach has left the device" && exit 1; }
+# The kernel kills its server if a request takes 30 s.
+fails 1 'kills its server if a request takes 30 s: use "error"' -- \
+    setpriv --reuid 1000 --clear-groups /host/blockyard serve a.img --ublk=0 --on-enospc pause
 user() { setpriv --reuid 1000 --clear-groups "$@"; }
 serve_as_user() {
     : >/tmp/out
@@ -85,6 +88,11 @@ for ((round = 0; round < 2; round++)); do
     serve_as_user
     until_logged 'because the user has no privileges'
     [[ $round -gt 0 ]] || load --name=a --filename=/dev/ublkb0 --rw=randrw --bs=4k --size=1M --do_verify=1
+    fails 1 'a drain is refused, because its requests may wait for at most 20 s' -- \
+        blockyard ctl --api /tmp/api drain a.img
+    blockyard ctl --api /tmp/api drain a.img --seconds 20 >/dev/null
+    blockyard ctl --api /tmp/api resume a.img >/dev/null
+    fails 1 'may wait for at most 20 s' -- blockyard ctl --api /tmp/api set a.img on-enospc=pause
     : >/tmp/events
     blockyard ctl --api /tmp/api events --since 0 --json >/tmp/events &
     events=$!

@@ -38,6 +38,11 @@ pub enum UblkError {
          run as root, or remove it with --force"
     )]
     Unseen { id: u32 },
+    #[error(
+        "a ublk device of a user without privileges cannot have on-enospc = \"pause\", because the \
+         kernel kills its server if a request takes 30 s: use \"error\""
+    )]
+    Pauses,
     #[error("/dev/ublkb{id}: {what}")]
     Device { id: u32, what: &'static str, source: io::Error },
     #[error("/dev/ublkb{id}, queue {queue}")]

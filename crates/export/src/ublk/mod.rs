@@ -29,7 +29,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use blockyard_disk::{ConnectedClient, Disk};
+use blockyard_disk::{ConnectedClient, Disk, OnEnospc};
 use blockyard_image::SECTOR;
 use blockyard_ring::ublk::abi::{self, DeviceInfo, Params};
 use blockyard_ring::ublk::{self, Control, Device, NumberLock, QueueError};
@@ -56,6 +56,10 @@ const MAX_WAIT: Duration = Duration::from_secs(5);
 /// Longest wait at the start until this server's reactors have fetched. A loaded machine can stop a
 /// thread for seconds. If a takeover gave up earlier, its device would have no server.
 const MAX_START: Duration = Duration::from_secs(30);
+
+/// How long requests of a user without privileges may be held. The driver kills the server of such
+/// a device if a request takes 30 s.
+const MAX_HOLD: Duration = Duration::from_secs(20);
 
 /// The options of a device.
 #[derive(Clone, Debug)]
@@ -176,7 +180,7 @@ impl Ublk {
     }
 
     fn log_start(&self, taken_over: bool) {
-        let how = match (self.zero_copy(), self.device.flags & abi::F_UNPRIVILEGED_DEV != 0) {
+        let how = match (self.zero_copy(), self.is_unprivileged()) {
             (true, _) => "zero copy",
             (false, true) => "data are copied, because the user has no privileges",
             (false, false) => "data are copied",
@@ -241,6 +245,9 @@ impl Ublk {
         };
         let mut added = self.add_when_free(&want);
         if matches!(&added, Err(e) if Errno::from_io_error(e) == Some(Errno::PERM)) {
+            if self.shared.disk.options().on_enospc == OnEnospc::Pause {
+                return Err(UblkError::Pauses);
+            }
             want.flags = want.flags & !copies_none | abi::F_UNPRIVILEGED_DEV;
             want.max_io_bytes = MAX_IO_COPIED;
             added = self.add_when_free(&want);
@@ -426,6 +433,10 @@ impl Ublk {
         self.device.flags & abi::F_USER_RECOVERY != 0
     }
 
+    fn is_unprivileged(&self) -> bool {
+        self.device.flags & abi::F_UNPRIVILEGED_DEV != 0
+    }
+
     /// Stops the device if it is not in use, or if it would end with this process anyway. Returns
     /// whether the device is stopped.
     fn stop_if_unused(&mut self) -> bool {
@@ -544,6 +555,10 @@ impl Export for Ublk {
 
     fn clients(&self) -> Vec<Client> {
         vec![Client::described(format!("{KERNEL}, as {}", self.path().display()))]
+    }
+
+    fn longest_hold(&self) -> Option<Duration> {
+        self.is_unprivileged().then_some(MAX_HOLD)
     }
 
     fn device(&self) -> Option<PathBuf> {
