@@ -220,7 +220,10 @@ impl Device {
             }
             Some(State::Initialised) if !self.queues.is_empty() => self.reconnect()?,
             Some(State::Connected) if self.queues.is_empty() && !self.refused => self.connect()?,
-            Some(State::Connected) => self.front_connected = true,
+            Some(State::Connected) if !self.queues.is_empty() => {
+                self.front_connected = true;
+                self.follow_rings()?;
+            }
             Some(State::Closing) => self.set_state(State::Closing)?,
             Some(State::Closed) => {
                 self.inherits = false;
@@ -265,11 +268,25 @@ impl Device {
     fn reconnect(&mut self) -> Result<(), NodeError> {
         let setup = self.paths.front_setup(&mut self.store, &self.options)?;
         if self.front_connected || self.setup.as_ref() != Some(&setup) {
-            self.disconnect();
-            self.remove_records();
-            self.connect()?;
+            self.connect_again()?;
         }
         Ok(())
+    }
+
+    /// Connects again if the front end has other rings, and this thread did not see its state 3.
+    fn follow_rings(&mut self) -> Result<(), NodeError> {
+        match self.paths.front_setup(&mut self.store, &self.options) {
+            Ok(setup) if self.setup.as_ref() != Some(&setup) => self.connect_again(),
+            Err(e) if e.is_lost() => Err(e),
+            // Invalid nodes of a front end that is connected change nothing.
+            _ => Ok(()),
+        }
+    }
+
+    fn connect_again(&mut self) -> Result<(), NodeError> {
+        self.disconnect();
+        self.remove_records();
+        self.connect()
     }
 
     fn offer(&mut self) -> Result<(), StoreError> {

@@ -377,6 +377,27 @@ fn a_front_end_that_was_restored_connects_with_other_rings() {
     );
 }
 
+/// The server sees one change: from state 4 to state 4.
+#[test]
+fn other_rings_are_used_although_the_server_did_not_see_state_3() {
+    let setup = Setup::new(false);
+    let _export = setup.start();
+    let mut front = Guest::new(&setup);
+    front.connect(PLAIN);
+    front.fill(100, 4);
+    assert_eq!(front.done(1, WRITE, 0, &[100]), 0);
+    let (rings, keys) = front.front.rings(&PLAIN, 8, &front.references).unwrap();
+    front.rings = rings;
+    let offered = front.front.store.transaction(|t| {
+        keys.iter().try_for_each(|(key, value)| t.write(&format!("{FRONT}/{key}"), value))?;
+        t.write(&format!("{FRONT}/state"), 4)
+    });
+    offered.unwrap();
+    front.ask(0, 2, READ, 0, &[101]);
+    assert_eq!(front.answer(0), (2, 0));
+    assert!(front.holds(101, 4));
+}
+
 #[test]
 fn the_next_server_accepts_the_queues_that_the_last_one_offered() {
     let setup = Setup::new(false);
