@@ -10,11 +10,13 @@ use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
+const ROOT: u32 = 0;
+
 /// Returns the folder for records of requests in flight, and creates it. Returns `None` and logs a
 /// warning if this process cannot have such a folder.
 pub fn records() -> Option<PathBuf> {
     let user = rustix::process::geteuid().as_raw();
-    let folder = folder(Path::new("/run"), user);
+    let folder = folder(Path::new("/run"), user, ROOT);
     match make(&folder, user) {
         Ok(()) => Some(folder),
         Err(e) => {
@@ -30,11 +32,11 @@ pub fn records() -> Option<PathBuf> {
 
 /// Returns the path of the folder in `run`. An earlier version used `blockyard/xen` as root too. A
 /// host that runs such a version has its records there, but on many hosts the folder `blockyard`
-/// belongs to the user of the service.
-fn folder(run: &Path, user: u32) -> PathBuf {
+/// belongs to the user of the service. `root`: its number.
+fn folder(run: &Path, user: u32, root: u32) -> PathBuf {
     let service = run.join("blockyard");
     let earlier = service.join("xen");
-    if user != 0 || (is_of(&earlier, 0) && is_of(&service, 0)) {
+    if user != root || (is_of(&earlier, root) && is_of(&service, root)) {
         return earlier;
     }
     run.join("blockyard-xen")
@@ -66,7 +68,7 @@ mod tests {
     #[test]
     fn a_folder_of_another_user_is_refused() {
         let (run, user) = (run("records"), rustix::process::geteuid().as_raw());
-        let folder = folder(&run, 0);
+        let folder = folder(&run, user, user);
         assert_eq!(folder, run.join("blockyard-xen"));
         make(&folder, user).unwrap();
         assert_eq!(std::fs::metadata(&folder).unwrap().mode() & 0o777, 0o700);
@@ -79,22 +81,18 @@ mod tests {
         std::fs::remove_dir_all(&run).unwrap();
     }
 
-    /// Only root can give a folder to another user.
     #[test]
     fn root_goes_on_with_an_earlier_folder_that_only_root_can_replace() {
-        if !rustix::process::geteuid().is_root() {
-            return;
-        }
-        let run = run("earlier");
-        let (service, earlier) = (run.join("blockyard"), run.join("blockyard/xen"));
-        std::fs::create_dir(&service).unwrap();
-        assert_eq!(folder(&run, 0), run.join("blockyard-xen"));
+        let (run, user) = (run("earlier"), rustix::process::geteuid().as_raw());
+        let earlier = run.join("blockyard/xen");
+        std::fs::create_dir(run.join("blockyard")).unwrap();
+        // This user stands for root.
+        assert_eq!(folder(&run, user, user), run.join("blockyard-xen"));
         std::fs::create_dir(&earlier).unwrap();
-        assert_eq!(folder(&run, 0), earlier);
-        // As contrib/tmpfiles.conf makes it.
-        std::os::unix::fs::chown(&service, Some(1000), None).unwrap();
-        assert_eq!(folder(&run, 0), run.join("blockyard-xen"));
-        assert_eq!(folder(&run, 1000), earlier);
+        assert_eq!(folder(&run, user, user), earlier);
+        // The folders belong to another user than root, as contrib/tmpfiles.conf makes one.
+        assert_eq!(folder(&run, user + 1, user + 1), run.join("blockyard-xen"));
+        assert_eq!(folder(&run, user + 1, user), earlier);
         std::fs::remove_dir_all(&run).unwrap();
     }
 }
