@@ -44,12 +44,12 @@ pub fn check(has_tls: bool, disk: &DiskArgs) -> anyhow::Result<()> {
     let name = disk.name();
     // tls-allow restricts NBD only. A user could believe that it protects other exports too.
     anyhow::ensure!(
-        disk.tls_allow.is_empty() || disk.nbd.is_some(),
+        disk.tls_allow.is_none() || disk.nbd.is_some(),
         "disk \"{name}\": tls-allow is for NBD clients, and the disk has no NBD export: leave it \
          out"
     );
     anyhow::ensure!(
-        disk.tls_allow.is_empty() || has_tls,
+        disk.tls_allow.is_none() || has_tls,
         "disk \"{name}\": tls-allow names client certificates, and there is no TLS: set \
          --tls-certificates, or tls-certificates in [nbd]"
     );
@@ -144,7 +144,7 @@ impl Servers {
         let name = args.nbd_name.as_deref().unwrap_or(disk.name());
         let description = args.description.as_deref().unwrap_or_default();
         let exported = Exported::new(disk.clone(), name, description, args.nbd_block_size);
-        let exported = exported.polled(args.poll).only_for(&args.tls_allow);
+        let exported = exported.polled(args.poll).only_for(args.tls_allow.as_deref());
         let listening = self.all.iter().find(|(at, _)| at == address);
         if let Some(server) = listening.and_then(|(_, server)| server.upgrade()) {
             return Ok(server.offer(exported));

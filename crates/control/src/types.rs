@@ -133,7 +133,9 @@ pub struct Settings {
     pub bps_read: Option<LimitSetting>,
     pub bps_write: Option<LimitSetting>,
     pub latency_target_us: Option<u64>,
-    pub tls_allow: Vec<String>,
+    /// Names of certificates that admit NBD clients. An empty list admits no client. Null: all
+    /// clients.
+    pub tls_allow: Option<Vec<String>>,
     /// Whether a call added the disk. A reload keeps such a disk, although the file lacks it.
     pub added_by_api: bool,
 }

@@ -67,9 +67,9 @@ pub trait Export: Send {
         None
     }
 
-    /// Restricts new connections to clients whose certificate has one of these names. An
-    /// empty list admits every client. Exports without certificates ignore this.
-    fn allow(&mut self, _names: &[String]) {}
+    /// Restricts the disk to clients whose certificate has one of these names. An empty list admits
+    /// no client. `None` admits every client. Exports without certificates ignore this.
+    fn allow(&mut self, _names: Option<&[String]>) {}
 
     /// Returns each connected client.
     fn clients(&self) -> Vec<Client>;

@@ -64,8 +64,9 @@ pub struct HandedDisk {
 #[derive(Clone, Debug, Default)]
 pub struct Change {
     pub knobs: Option<Knobs>,
-    /// Names in the certificates of the clients that may connect. Empty: every client may.
-    pub clients: Option<Vec<String>>,
+    /// Names in the certificates of the clients that may connect. An empty list admits no client.
+    /// `Some(None)`: every client may connect.
+    pub clients: Option<Option<Vec<String>>>,
     pub on_enospc: Option<OnEnospc>,
 }
 
@@ -311,7 +312,7 @@ impl ServedDisk {
             self.settings.knobs = knobs.clone();
         }
         if let Some(clients) = &change.clients {
-            self.exports.all().iter_mut().for_each(|export| export.allow(clients));
+            self.exports.all().iter_mut().for_each(|export| export.allow(clients.as_deref()));
         }
         Ok(())
     }

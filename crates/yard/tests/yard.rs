@@ -42,8 +42,8 @@ impl Export for Note {
         self.note("stop");
     }
 
-    fn allow(&mut self, names: &[String]) {
-        self.note(&format!("allow {}", names.join(",")));
+    fn allow(&mut self, names: Option<&[String]>) {
+        self.note(&format!("allow {}", names.unwrap_or_default().join(",")));
     }
 
     fn clients(&self) -> Vec<Client> {
@@ -217,7 +217,7 @@ fn disks_come_change_and_go() {
     let knobs = Knobs { weight: 7, ..Knobs::default() };
     yard.change(
         "b",
-        Change { knobs: Some(knobs), clients: Some(vec!["x".into()]), on_enospc: None },
+        Change { knobs: Some(knobs), clients: Some(Some(vec!["x".into()])), on_enospc: None },
     )
     .unwrap();
     assert_eq!(yard.report("b").unwrap().share.figures().weight, 7.0);

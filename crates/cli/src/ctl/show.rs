@@ -274,7 +274,11 @@ fn settings(settings: &Settings) -> Vec<Vec<String>> {
     add("bps-read", limit(settings.bps_read));
     add("bps-write", limit(settings.bps_write));
     add("latency-target", settings.latency_target_us.map(|us| format!("{us} us")));
-    add("tls-allow", (!settings.tls_allow.is_empty()).then(|| settings.tls_allow.join(", ")));
+    let names = |names: &Vec<String>| match names.is_empty() {
+        true => "no client".into(),
+        false => names.join(", "),
+    };
+    add("tls-allow", settings.tls_allow.as_ref().map(names));
     add("origin", settings.added_by_api.then(|| "added by a call of the API".into()));
     rows
 }

@@ -96,10 +96,11 @@ pub struct DiskArgs {
 
     /// Admit only NBD clients whose certificate has this name. May be repeated.
     ///
-    /// The name is a DNS name of the certificate, or its common name.
+    /// The name is a DNS name of the certificate, or its common name. An empty list in the
+    /// configuration file admits no client.
     #[arg(long, value_name = "NAME", help_heading = "Exports")]
     #[serde(default)]
-    pub tls_allow: Vec<String>,
+    pub tls_allow: Option<Vec<String>>,
 
     /// Description of the export, for NBD clients.
     #[arg(long, value_name = "TEXT", help_heading = "Exports")]

@@ -251,6 +251,37 @@ fn a_reload_changes_which_clients_may_use_a_disk() {
     daemon.stop();
 }
 
+/// The last name of the list is removed: the list admits no client, also none without TLS.
+#[test]
+fn an_empty_list_of_names_admits_no_client() {
+    let fixture = TlsFixture::new();
+    let daemon = fixture.serve("");
+    let vhost = fixture.folder.join("s");
+    let other = Daemon::serve(fixture.uri("vm1", &fixture.vm1), &vhost, &[]);
+    let configure = |names: &str| {
+        let path = fixture.configure("");
+        let config = std::fs::read_to_string(&path).unwrap();
+        std::fs::write(&path, config.replace("tls-allow = [\"VM1.example\"]", names)).unwrap();
+        let logged = reload(&daemon, "reloaded: ");
+        assert!(logged.contains("changed without closing it: tls-allow: "), "{logged}");
+    };
+    let from = daemon.log().len();
+    configure("tls-allow = []");
+    daemon.wait_log_after(from, "an NBD client disconnected");
+    fixture.none_may("vm1", &fixture.vm1, "no such export");
+    fixture.none_may("vm1", &fixture.anonymous, "no such export");
+    let plain = |export: &str| format!("nbd+unix:///{export}?socket={}", fixture.socket.display());
+    assert!(!tool("nbdinfo", ["--size", &plain("vm1")]).status.success());
+    let list = tool("nbdinfo", ["--list", &plain("")]).good();
+    assert!(list.contains("\"all\"") && !list.contains("vm1"), "{list}");
+    // Without the key the disk is for all clients.
+    configure("");
+    fixture.all_may("vm1", &fixture.anonymous);
+    assert!(tool("nbdinfo", ["--size", &plain("vm1")]).status.success());
+    other.stop();
+    daemon.stop();
+}
+
 /// Waits for the server's greeting to the client.
 #[track_caller]
 fn is_greeted(stream: &mut UnixStream) {

@@ -18,9 +18,9 @@ pub struct Exported {
     pub(super) block: BlockSize,
     /// How idle connections poll.
     pub(super) poll: PollMode,
-    /// Names that give access: a client needs a certificate with one of these names. If the list is
-    /// empty, any client may use the disk.
-    allowed: Mutex<Vec<String>>,
+    /// Names that give access: a client needs a certificate with one of these names. An empty list
+    /// admits no client. Without a list, any client may use the disk.
+    allowed: Mutex<Option<Vec<String>>>,
 }
 
 /// Returns `text` shortened to the protocol's longest string, and without NUL.
@@ -83,23 +83,24 @@ impl Exported {
         Exported { poll, ..self }
     }
 
-    /// Restricts the disk to clients with a certificate that has one of these names. If `names` is
-    /// empty, any client may use the disk.
-    pub fn only_for(self, names: &[String]) -> Self {
+    /// Restricts the disk to clients with a certificate that has one of these names. An empty list
+    /// admits no client. `None`: any client may use the disk.
+    pub fn only_for(self, names: Option<&[String]>) -> Self {
         self.allow(names);
         self
     }
 
     /// Replaces the list of permitted names.
-    pub(super) fn allow(&self, names: &[String]) {
-        *self.allowed.lock().unwrap_or_else(PoisonError::into_inner) = names.to_vec();
+    pub(super) fn allow(&self, names: Option<&[String]>) {
+        let names = names.map(<[String]>::to_vec);
+        *self.allowed.lock().unwrap_or_else(PoisonError::into_inner) = names;
     }
 
     /// Returns whether this client may use the disk.
     pub(super) fn is_for(&self, peer: &Peer) -> bool {
         let knows = |name: &String| peer.names.iter().any(|has| has.eq_ignore_ascii_case(name));
         let allowed = self.allowed.lock().unwrap_or_else(PoisonError::into_inner);
-        allowed.is_empty() || allowed.iter().any(knows)
+        allowed.as_ref().is_none_or(|names| names.iter().any(knows))
     }
 }
 

@@ -182,7 +182,7 @@ impl Server {
 
     /// Restricts the disk to clients with these names (see [`Exported::only_for`]). Disconnects all
     /// other clients of the disk.
-    pub fn allow(&self, disk: &Arc<Disk>, names: &[String]) {
+    pub fn allow(&self, disk: &Arc<Disk>, names: Option<&[String]>) {
         self.shared
             .exports()
             .iter()
@@ -247,7 +247,7 @@ impl Export for Offer {
         if std::mem::replace(&mut self.is_stopped, true) { None } else { self.leave() }
     }
 
-    fn allow(&mut self, names: &[String]) {
+    fn allow(&mut self, names: Option<&[String]>) {
         self.server.allow(&self.disk, names);
     }
 

@@ -149,7 +149,7 @@ fn the_list_has_the_exports_that_a_client_may_see() {
     let server = Paired::offering([
         of("a", "first"),
         of("b", ""),
-        of("c", "").only_for(&["someone".into()]),
+        of("c", "").only_for(Some(&["someone".into()])),
     ]);
     let mut asker = Asker::new(&server, FIXED);
     let replies = asker.ask(opt::LIST, &[]);
