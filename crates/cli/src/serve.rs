@@ -3,6 +3,7 @@
 //! SIGTERM and SIGINT: drain, flush, exit. SIGHUP: `reload`. SIGUSR1: log statistics.
 
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime};
 
@@ -14,10 +15,11 @@ use blockyard_ring::xen::Host;
 use blockyard_yard::Yard;
 use rustix::thread::CpuSet;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGXFSZ};
+use signal_hook::flag;
 use signal_hook::iterator::Signals;
 use toml::Table;
 
-use crate::book::Book;
+use crate::book::{Book, HeldDisk};
 use crate::changes::Known;
 use crate::config::Config;
 use crate::disks::check;
@@ -31,7 +33,7 @@ use crate::options::values::Cpus;
 use crate::options::xen::XenArgs;
 use crate::reloader::Reloader;
 use crate::sandbox::Needs;
-use crate::server::{AddError, Adding, Server};
+use crate::server::{AddError, Adding, STORAGE_TIME, Server};
 use crate::toolstack::Toolstacks;
 use crate::{
     api, attach, check_config, claims, holder, journals, log, sandbox, shares, supervisor,
@@ -40,6 +42,10 @@ use crate::{
 /// Longest wait for a server that has the disks of one that died, and time between two attempts.
 const OTHERS_TIME: Duration = Duration::from_secs(30);
 const OTHERS_PAUSE: Duration = Duration::from_millis(5);
+
+/// Longest wait at start for disks to open. Storage that does not answer must not keep the server
+/// from being ready, because a service manager would end it and start it again (TimeoutStartSec=).
+const OPEN_TIME: Duration = Duration::from_secs(30);
 
 /// Longest wait at the end of the server for a reload that runs.
 const RELOAD_TIME: Duration = Duration::from_secs(10);
@@ -90,11 +96,7 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     };
     sandbox::enter(&config.sandbox(&options.sandbox), &needs)?;
     log::start_queues()?;
-    // By default it ends the process: a write beyond the limit of a file's size (ulimit -f) fails
-    // with EFBIG instead.
-    signal_hook::flag::register(SIGXFSZ, Arc::default())?;
-    // Signals that arrive from now on stay pending until the start is complete.
-    let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR1])?;
+    let mut caught = Caught::new()?;
     if options.attached {
         attach::follow()?;
     }
@@ -118,10 +120,10 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
         book: Book::default(),
         known: Mutex::new(Known::new(config.file.clone())),
         reloading: Mutex::new(()),
-        hand_overs: HandOvers::new(signals.handle()),
+        hand_overs: HandOvers::new(caught.signals.handle()),
         itself: itself.clone(),
     });
-    let served = server.serve(&config, xen, &mut signals, takeover);
+    let served = server.serve(&config, xen, &mut caught, takeover);
     let closed = server.close();
     // After `stop` the images are closed. Another program may open them as soon as this one exits.
     reactors.stop();
@@ -129,6 +131,31 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     closed?;
     closing.into_iter().for_each(attach::Closing::report);
     Ok(())
+}
+
+/// The signals that the server catches. Those that arrive before it is ready stay pending.
+struct Caught {
+    signals: Signals,
+    /// SIGTERM or SIGINT has arrived.
+    stop: Arc<AtomicBool>,
+}
+
+impl Caught {
+    fn new() -> std::io::Result<Self> {
+        // By default it ends the process: a write beyond the limit of a file's size (ulimit -f)
+        // fails with EFBIG instead.
+        flag::register(SIGXFSZ, Arc::default())?;
+        let stop = Arc::default();
+        let signals = Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR1])?;
+        for signal in [SIGTERM, SIGINT] {
+            flag::register(signal, Arc::clone(&stop))?;
+        }
+        Ok(Caught { signals, stop })
+    }
+
+    fn is_stopped(&self) -> bool {
+        self.stop.load(Ordering::Relaxed)
+    }
 }
 
 /// Returns an error if options of a disk contradict each other, or if it cannot have a socket.
@@ -190,7 +217,7 @@ impl Server {
         self: &Arc<Self>,
         config: &Config,
         xen: XenArgs,
-        signals: &mut Signals,
+        caught: &mut Caught,
         mut takeover: Option<Takeover>,
     ) -> Result<(), Failure> {
         let sockets = match &mut takeover {
@@ -203,7 +230,12 @@ impl Server {
                 // the images and ends.
                 let attached =
                     if self.options.attached { attach::LOCK_TIMEOUT } else { Duration::ZERO };
-                self.add_all(config, if left > 0 { OTHERS_TIME } else { attached })?;
+                self.add_all(config, if left > 0 { OTHERS_TIME } else { attached }, caught)?;
+                if caught.is_stopped() {
+                    tracing::info!("a signal ends the server before it is ready");
+                    supervisor::notify("STOPPING=1");
+                    return Ok(());
+                }
                 for disk in self.common.handed.drop_others(&config.disks) {
                     tracing::warn!(
                         disk,
@@ -249,7 +281,7 @@ impl Server {
         self.events.publish(What::ServerReady { disks: self.yard.list().len() as u64 });
         log::say("ready");
         supervisor::notify("READY=1");
-        self.follow(signals);
+        self.follow(&mut caught.signals);
         self.hand_overs.give_up();
         self.events.publish(What::ServerEnding);
         self.events.flush();
@@ -304,16 +336,20 @@ impl Server {
     /// still have the image of one, until it has ended its own disk.
     fn add_new(&self, disks: &[(DiskArgs, Table)], takeover: &Takeover) {
         let deadline = Instant::now() + OTHERS_TIME;
-        for e in
-            self.open_all(disks, || takeover.old_lives(Duration::ZERO) && Instant::now() < deadline)
-        {
+        let waits = || takeover.old_lives(Duration::ZERO) && Instant::now() < deadline;
+        for e in self.open_all(disks, waits, |adding| adding.wait()) {
             tracing::error!("{:#}", anyhow::Error::from(e));
         }
     }
 
     /// Opens disks at the same time. Returns the errors. `waits`: whether to try again afterwards
-    /// if other processes have locked an image.
-    fn open_all(&self, disks: &[(DiskArgs, Table)], waits: impl Fn() -> bool) -> Vec<AddError> {
+    /// if other processes have locked an image. `wait`: waits for a disk.
+    fn open_all(
+        &self,
+        disks: &[(DiskArgs, Table)],
+        waits: impl Fn() -> bool,
+        wait: impl Fn(Adding<'_>) -> Result<(), AddError>,
+    ) -> Vec<AddError> {
         let (mut left, mut failed) = (Vec::from_iter(disks), Vec::new());
         while !left.is_empty() {
             // Another disk may open slowly. A lock that is free by then needs one more attempt.
@@ -324,7 +360,7 @@ impl Server {
             };
             let adding: Vec<_> = left.drain(..).map(begin).collect();
             for (disk, adding) in adding {
-                match adding.and_then(Adding::wait) {
+                match adding.and_then(&wait) {
                     Ok(()) => {}
                     Err(e) if e.is_locked() && tries_again => left.push(disk),
                     Err(e) => failed.push(e),
@@ -338,13 +374,23 @@ impl Server {
     }
 
     /// Adds the disks at start. Returns the first error if all fail. If only some fail, logs their
-    /// errors. `patience`: how long to wait for images that other processes have locked.
-    fn add_all(&self, config: &Config, patience: Duration) -> anyhow::Result<()> {
+    /// errors. `patience`: how long to wait for images that other processes have locked. Ends early
+    /// if a signal ends the server.
+    fn add_all(&self, config: &Config, patience: Duration, caught: &Caught) -> anyhow::Result<()> {
         let all = config.disks.len();
         let disks = config.disks.iter().enumerate();
         let disks: Vec<_> = disks.map(|(at, args)| (args.clone(), config.keys(at))).collect();
         let deadline = Instant::now() + patience;
-        let mut failed = self.open_all(&disks, || Instant::now() < deadline);
+        // `attach` prints the device of a disk that is open.
+        let limit = if self.options.attached { STORAGE_TIME } else { OPEN_TIME };
+        let wait = |adding: Adding<'_>| {
+            adding.wait_within(limit, || caught.is_stopped()).map(HeldDisk::keep)
+        };
+        let waits = || Instant::now() < deadline && !caught.is_stopped();
+        let mut failed = self.open_all(&disks, waits, wait);
+        if caught.is_stopped() {
+            return Ok(());
+        }
         let goes_on = failed.iter().any(AddError::goes_on);
         if failed.len() == all && !failed.is_empty() && !goes_on {
             return Err(failed.swap_remove(0).into());

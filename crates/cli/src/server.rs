@@ -42,6 +42,8 @@ pub enum AddError {
         shell(disk)
     )]
     GoesOn { disk: String, limit: Duration },
+    #[error("disk \"{disk}\" is not open yet, and a signal ends the server")]
+    Stopped { disk: String },
 }
 
 impl AddError {
@@ -67,6 +69,9 @@ impl AddError {
 /// How long a command waits for the storage of a disk. The growth of a large image takes minutes.
 /// Storage that does not answer must not keep the command and its thread for ever.
 pub const STORAGE_TIME: Duration = Duration::from_secs(600);
+
+/// Time between two looks of a wait for a disk at whether the server ends.
+const LOOK: Duration = Duration::from_millis(50);
 
 /// Reasons why a disk is not removed.
 #[derive(Debug, thiserror::Error)]
@@ -101,18 +106,29 @@ impl<'a> Adding<'a> {
 
     /// Like `wait`, but no other command has the disk yet. The caller keeps it.
     pub fn wait_held(self) -> Result<HeldDisk<'a>, AddError> {
-        self.wait_within(STORAGE_TIME)
+        self.wait_within(STORAGE_TIME, || false)
     }
 
-    fn wait_within(self, limit: Duration) -> Result<HeldDisk<'a>, AddError> {
-        let Adding { server, held, pending, args, begun } = self;
-        match pending.wait_at_most(limit.saturating_sub(begun.elapsed())) {
-            Ok(Ok(())) => Ok(held),
-            Ok(Err(e)) => Err(AddError::of(e, &args)),
-            Err(late) => {
-                let disk = args.name();
-                server.add_later(held, late);
-                Err(AddError::GoesOn { disk, limit })
+    /// Like `wait_held`, with another limit. `is_stopped`: whether the wait ends at once, because
+    /// the server does.
+    pub fn wait_within(
+        self,
+        limit: Duration,
+        is_stopped: impl Fn() -> bool,
+    ) -> Result<HeldDisk<'a>, AddError> {
+        let Adding { server, held, mut pending, args, begun } = self;
+        let disk = args.name();
+        loop {
+            let left = limit.saturating_sub(begun.elapsed());
+            pending = match pending.wait_at_most(left.min(LOOK)) {
+                Ok(Ok(())) => return Ok(held),
+                Ok(Err(e)) => return Err(AddError::of(e, &args)),
+                Err(_) if is_stopped() => return Err(AddError::Stopped { disk }),
+                Err(late) if left > LOOK => late,
+                Err(late) => {
+                    server.add_later(held, late);
+                    return Err(AddError::GoesOn { disk, limit });
+                }
             }
         }
     }

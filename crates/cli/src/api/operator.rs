@@ -316,7 +316,9 @@ impl Operator for Server {
             e @ AddError::GoesOn { .. } if persist => {
                 Problem::new(Kind::Busy, format!("{e}; {NOT_WRITTEN}"))
             }
-            e @ AddError::GoesOn { .. } => Problem::new(Kind::Busy, e.to_string()),
+            e @ (AddError::GoesOn { .. } | AddError::Stopped { .. }) => {
+                Problem::new(Kind::Busy, e.to_string())
+            }
         })?;
         // While the disk is held, no other call changes its file.
         let kept = store.map_or(Ok(()), |store| {

@@ -276,6 +276,32 @@ fn a_remote_disk_writes_and_flushes_to_its_server() {
     assert_eq!(guest.read(8, 8192), Ok(vec![9; 8192]));
 }
 
+/// The storage of a disk accepts a connection, and sends nothing.
+#[test]
+fn a_start_that_waits_for_storage_ends_at_sigterm() {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let folder = Folder::new();
+    let (image, config) = (folder.image("a", 1 << 20), folder.join("toml"));
+    let disk = |name: &str, image: &str| {
+        let socket = folder.join(name).with_extension("s");
+        format!("[[disk]]\nname = \"{name}\"\nimage = {image:?}\nvhost-user = {socket:?}\n")
+    };
+    let hung = disk("b", &format!("nbd://127.0.0.1:{port}/b")) + "nbd-timeout = 300\n";
+    std::fs::write(&config, disk("a", image.to_str().unwrap()) + &hung).unwrap();
+    let mut command = Command::new(BLOCKYARD);
+    command.arg("serve").arg("--config").arg(&config).args(["--sandbox", "off"]);
+    let mut daemon = Daemon::start(&mut command);
+    // The server opens the disk now.
+    let _connection = listener.accept().unwrap();
+    daemon.wait_log("serving ");
+    let status = daemon.terminate();
+    assert!(status.success(), "{status}: {}", daemon.log());
+    daemon.wait_log("a signal ends the server before it is ready");
+    assert!(!daemon.log().contains("are not served"), "{}", daemon.log());
+    assert!(!folder.join("a.s").exists(), "its disk is closed");
+}
+
 /// The storage of a new disk accepts a connection, and sends nothing.
 #[test]
 fn a_reload_that_waits_for_storage_delays_no_other_signal() {
