@@ -50,11 +50,39 @@ fn named(name: &str) -> anyhow::Result<i32> {
     if !pids.iter().any(|pid| var("LISTEN_PID") == pid.to_string()) {
         bail!("fd:{name}: no sockets were passed to this process (LISTEN_PID is not its own)");
     }
-    let names = var("LISTEN_FDNAMES");
-    let at = names.split(':').position(|n| n == name);
-    let count = var("LISTEN_FDS").parse().unwrap_or(0);
-    match at {
-        Some(at) if at < count => Ok(3 + at as i32),
-        _ => bail!("fd:{name}: no inherited socket has this name; the names are \"{names}\""),
+    place(name, &var("LISTEN_FDNAMES"), var("LISTEN_FDS").parse().unwrap_or(0))
+}
+
+/// Returns the descriptor of a name in a list of names. `count`: the number of descriptors.
+fn place(name: &str, names: &str, count: usize) -> anyhow::Result<i32> {
+    let mut places = names.split(':').take(count).enumerate().filter(|(_, n)| *n == name);
+    let Some((at, _)) = places.next() else {
+        bail!("fd:{name}: no inherited socket has this name; the names are \"{names}\"");
+    };
+    if let Some((other, _)) = places.next() {
+        bail!(
+            "fd:{name}: the descriptors {} and {} have this name: give each socket a name of its \
+             own (FileDescriptorName=), or remove one (an empty ListenStream= before the other)",
+            3 + at,
+            3 + other
+        );
+    }
+    Ok(3 + at as i32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_is_that_of_one_socket() {
+        assert_eq!(place("nbd", "disk:nbd:api", 3).unwrap(), 4);
+        let wrong = |name, names, count| place(name, names, count).unwrap_err().to_string();
+        assert!(wrong("nbd", "disk:api", 2).contains("the names are \"disk:api\""));
+        assert!(wrong("api", "disk:api", 1).contains("no inherited socket has this name"));
+        let twice = wrong("nbd", "nbd:disk:nbd", 3);
+        assert!(twice.contains("the descriptors 3 and 5 have this name"), "{twice}");
+        // The last name has no descriptor.
+        assert_eq!(place("nbd", "nbd:disk:nbd", 2).unwrap(), 3);
     }
 }
