@@ -74,7 +74,8 @@ impl Servers {
 
     /// Listens on a socket of another server when a disk needs its address.
     pub fn continue_on(&mut self, address: &str, parcel: Parcel) {
-        self.handed.insert(address.into(), parcel);
+        let whole = address.parse::<NbdAddress>().map(|address| address.whole().to_string());
+        self.handed.insert(whole.unwrap_or_else(|_| address.into()), parcel);
     }
 
     /// Returns the listening sockets by address, for the next server.
@@ -93,6 +94,7 @@ impl Servers {
         self.leaving.iter().map(|server| server.disconnected()).sum()
     }
 
+    /// Each with [`NbdAddress::whole`].
     /// Returns whether clients can use TLS.
     pub fn has_tls(&self) -> bool {
         self.settings.tls.is_some()
@@ -145,19 +147,20 @@ impl Servers {
         let description = args.description.as_deref().unwrap_or_default();
         let exported = Exported::new(disk.clone(), name, description, args.nbd_block_size);
         let exported = exported.polled(args.poll).only_for(args.tls_allow.as_deref());
-        let listening = self.all.iter().find(|(at, _)| at == address);
+        let whole = address.whole();
+        let listening = self.all.iter().find(|(at, _)| *at == whole);
         if let Some(server) = listening.and_then(|(_, server)| server.upgrade()) {
             return Ok(server.offer(exported));
         }
         let (settings, reactors) = (self.settings.clone(), self.reactors.clone());
-        let listener = match self.handed.remove(&address.to_string()) {
+        let listener = match self.handed.remove(&whole.to_string()) {
             Some(parcel) => Listener::from_parcel(parcel)?,
             None => listen(address)?,
         };
         let server = Server::start(listener, &address.to_string(), settings, reactors);
         let server = server.with_context(|| format!("listening on {address}"))?;
         self.all.retain(|(_, server)| server.strong_count() > 0);
-        self.all.push((address.clone(), Arc::downgrade(&server)));
+        self.all.push((whole, Arc::downgrade(&server)));
         Ok(server.offer(exported))
     }
 

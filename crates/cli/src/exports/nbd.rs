@@ -42,7 +42,7 @@ impl super::Kind for Kind {
         let address = args.nbd.as_ref()?;
         let name = args.nbd_name.clone().unwrap_or_else(|| args.name());
         let says = format!("has that name at {address}");
-        Some(Claim { of: format!("{name} at {address}"), says })
+        Some(Claim { of: format!("{name} at {}", address.whole()), says })
     }
 
     fn is_handed_last(&self) -> bool {

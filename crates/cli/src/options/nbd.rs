@@ -38,9 +38,25 @@ impl FromStr for NbdAddress {
                 })?;
                 let host =
                     host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
+                // Both are all addresses of this host.
+                let host = if host.is_empty() { "*" } else { host };
                 Ok(NbdAddress::Tcp { host: host.into(), port })
             }
             _ => Err(wrong()),
+        }
+    }
+}
+
+impl NbdAddress {
+    /// Returns the address with its path from the root on, equal for two texts of one address.
+    /// Disks with the same address share a server. (The path to listen on stays as it was given,
+    /// because its length is limited.)
+    pub fn whole(&self) -> Self {
+        match self {
+            NbdAddress::Unix(path) => {
+                NbdAddress::Unix(std::path::absolute(path).unwrap_or_else(|_| path.clone()))
+            }
+            other => other.clone(),
         }
     }
 }
@@ -153,7 +169,17 @@ mod tests {
         {
             assert_eq!(text.parse::<NbdAddress>().unwrap().to_string(), text);
         }
-        assert_eq!("tcp::7".parse(), Ok(NbdAddress::Tcp { host: String::new(), port: 7 }));
+        let here = std::env::current_dir().unwrap().join("n.s");
+        let whole = |text: &str| text.parse::<NbdAddress>().unwrap().whole();
+        for (one, other) in [
+            ("tcp::7", "tcp:*:7"),
+            ("unix:n.s", "unix:./n.s"),
+            ("unix:n.s", &format!("unix:{}", here.display())),
+            ("unix:/run/./x", "unix:/run/x"),
+        ] {
+            assert_eq!(whole(one), whole(other));
+            assert_eq!(whole(one).to_string(), whole(other).to_string());
+        }
         for text in ["tcp:host:", "tcp:host:70000", "tcp:localhost:99999", "tcp:host:nbd"] {
             let port = text.rsplit(':').next().unwrap();
             assert!(

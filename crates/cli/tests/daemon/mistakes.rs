@@ -3,10 +3,11 @@
 use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
+use std::process::Command;
 
 use rustix::fs::{CWD, Mode};
 
-use crate::common::{BLOCKYARD, Daemon, Folder, Signal, blockyard};
+use crate::common::{BLOCKYARD, Daemon, Folder, Signal, blockyard, tool};
 use crate::guest::{Guest, pattern};
 
 /// Runs `blockyard ARGS`, which must fail with `status` and one line that has all of `parts`.
@@ -114,6 +115,29 @@ fn wrong_option_values_are_refused() {
         &["ram:100T", "choose a smaller one"],
     );
     assert!(!socket.exists());
+}
+
+/// Two texts of one address are one address, so the disks share a server.
+#[test]
+fn disks_share_an_address_however_it_is_written() {
+    let folder = Folder::new();
+    let (file, socket) = (folder.join("toml"), folder.join("n"));
+    let disk = |name: &str, path: &str| {
+        let address = format!("nbd = \"unix:{path}\"");
+        format!("[[disk]]\nname = \"{name}\"\nimage = \"ram:1M\"\n{address}\n")
+    };
+    let disks = disk("a", "n") + &disk("b", "./n") + &disk("c", text(&socket));
+    std::fs::write(&file, disks).unwrap();
+    let mut command = Command::new(BLOCKYARD);
+    command.args(["serve", "--config", text(&file)]).current_dir(text(&folder));
+    let mut daemon = Daemon::start(&mut command);
+    daemon.wait_ready();
+    let list = tool("nbdinfo", ["--list", &format!("nbd+unix://?socket={}", text(&socket))]);
+    let list = list.good();
+    for name in ["a", "b", "c"] {
+        assert!(list.contains(&format!("export=\"{name}\"")), "{list}");
+    }
+    daemon.stop();
 }
 
 #[test]
@@ -417,11 +441,8 @@ fn one_bad_disk_does_not_stop_the_others() {
     );
     let bad = DISK.replace("ram:1M", "/not/there");
     std::fs::write(&file, format!("{good}{bad}")).unwrap();
-    let mut daemon = Daemon::start(std::process::Command::new(BLOCKYARD).args([
-        "serve",
-        "--config",
-        text(&file),
-    ]));
+    let mut daemon =
+        Daemon::start(Command::new(BLOCKYARD).args(["serve", "--config", text(&file)]));
     daemon.wait_ready();
     assert_eq!(Guest::connect(&socket).capacity(), 1 << 20);
     let log = daemon.stop();
