@@ -29,7 +29,7 @@ pub struct Entry {
     pub keys: Table,
     /// Whether a call of the API added the disk, and no configuration file has it.
     pub by_api: bool,
-    image: Option<ImageId>,
+    pub image: Option<ImageId>,
     /// Number of the disk in the order of arrival.
     arrival: u64,
     is_held: bool,

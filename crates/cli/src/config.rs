@@ -94,6 +94,9 @@ impl fmt::Display for Place {
     }
 }
 
+/// Returns the identity of a disk's image: [`ImageId::of`], or what is known of it.
+type Identify<'a> = &'a dyn Fn(&DiskArgs) -> Option<ImageId>;
+
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     #[error("configuration {}: cannot read it", path.display())]
@@ -109,8 +112,16 @@ pub enum ConfigError {
 impl Config {
     /// Returns the configuration of `--config`, or the one that the other options describe.
     pub fn of(options: &ServeOptions) -> anyhow::Result<Self> {
+        Config::identified(options, &ImageId::of)
+    }
+
+    /// Like `of`. `identify`: what tells whether two images are the same.
+    pub fn identified(options: &ServeOptions, identify: Identify<'_>) -> anyhow::Result<Self> {
         match (&options.config, &options.disk) {
-            (Some(path), _) => Ok(Config::read(path, options.api.api.is_some())?),
+            (Some(path), _) => {
+                let may_be_empty = options.api.api.is_some();
+                Ok(Config::read_identified(path, may_be_empty, None, identify)?)
+            }
             (None, Some(disk)) => Ok(Config { disks: vec![disk.clone()], ..Config::default() }),
             (None, None) if !options.xen.watch.is_empty() || options.api.api.is_some() => {
                 Ok(Config::default())
@@ -154,6 +165,15 @@ impl Config {
         may_be_empty: bool,
         instead: Option<Instead<'_>>,
     ) -> Result<Self, ConfigError> {
+        Config::read_identified(path, may_be_empty, instead, &ImageId::of)
+    }
+
+    fn read_identified(
+        path: &Path,
+        may_be_empty: bool,
+        instead: Option<Instead<'_>>,
+        identify: Identify<'_>,
+    ) -> Result<Self, ConfigError> {
         let config = files::read(path, instead)?;
         let whole = Place { path: path.to_path_buf(), line: None };
         config
@@ -162,8 +182,7 @@ impl Config {
         let mut claims = Claims::default();
         for (at, disk) in config.disks.iter().enumerate() {
             let place = || config.places.get(at).unwrap_or(&whole).clone();
-            let checked =
-                claims.add(disk, ImageId::of(disk)).and_then(|()| config.check_disk(disk));
+            let checked = claims.add(disk, identify(disk)).and_then(|()| config.check_disk(disk));
             checked.map_err(|what| ConfigError::Value { place: place(), what })?;
         }
         Ok(config)

@@ -41,7 +41,7 @@ const AT_START: [&str; 12] = [
 ];
 
 /// Longest wait of SIGHUP for the end of another reload or an upgrade, and of a reload for the
-/// sizes of images.
+/// sizes of images, and for the file system of a new image.
 const PATIENCE: Duration = Duration::from_secs(10);
 const PAUSE: Duration = Duration::from_millis(5);
 
@@ -106,10 +106,10 @@ impl Server {
 
     /// `_only`: no other reload runs.
     fn apply(&self, _only: &MutexGuard<'_, ()>, dry_run: bool) -> anyhow::Result<Reload> {
-        let config = Config::of(&self.options)?;
+        let before = self.book.all();
+        let config = Config::identified(&self.options, &|disk| known_image(disk, &before))?;
         config.check_each(check)?;
         let settings = config.nbd_settings(&self.options.nbd)?;
-        let before = self.book.all();
         let plan = self.plan(&config, &before);
         let mut failed = conflicts(&config, &plan, &before);
         let plan = without(plan, failed.clone());
@@ -399,18 +399,29 @@ fn conflicts(config: &Config, plan: &Reload, served: &[Entry]) -> Vec<FailedDisk
     let names: HashSet<_> = config.disks.iter().map(DiskArgs::name).collect();
     let stays = |entry: &&Entry| entry.by_api && !names.contains(&entry.args.name());
     let mut claims = Claims::default();
-    for Entry { args, .. } in served.iter().filter(stays) {
+    for Entry { args, image, .. } in served.iter().filter(stays) {
         // They are served, so they have no conflict.
-        let _ = claims.add(args, ImageId::of(args));
+        let _ = claims.add(args, image.clone());
     }
     let again = plan.changed.iter().filter(|change| change.disconnects).map(|change| &change.disk);
     let begins: HashSet<_> = plan.added.iter().chain(again).collect();
     let begins = |args: &&DiskArgs| begins.contains(&args.name());
     let failed = config.disks.iter().filter(begins).filter_map(|args| {
-        let error = claims.add(args, ImageId::of(args)).err()?;
+        let image = ImageId::within(args, PATIENCE);
+        let error = image.and_then(|image| claims.add(args, image)).err()?;
         Some(FailedDisk { disk: args.name(), error })
     });
     failed.collect()
+}
+
+/// Returns the identity of a disk's image. That of a served disk is known. A file system that does
+/// not answer must not delay the other disks: `conflicts` reports it.
+fn known_image(disk: &DiskArgs, served: &[Entry]) -> Option<ImageId> {
+    let is_same = |entry: &&Entry| entry.args.image == disk.image;
+    match served.iter().find(is_same) {
+        Some(entry) => entry.image.clone(),
+        None => ImageId::within(disk, PATIENCE).unwrap_or_default(),
+    }
 }
 
 fn summary(done: &anyhow::Result<Reload>) -> What {
