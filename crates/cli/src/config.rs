@@ -5,9 +5,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
-use blockyard_export::nbd::Settings;
 use blockyard_ring::small_file::SmallFileError;
 use blockyard_sched::Knobs;
 use serde::Deserialize;
@@ -119,7 +117,7 @@ impl Config {
     pub fn identified(options: &ServeOptions, identify: Identify<'_>) -> anyhow::Result<Self> {
         match (&options.config, &options.disk) {
             (Some(path), _) => {
-                let may_be_empty = options.api.api.is_some();
+                let may_be_empty = options.api.api.is_some() || !options.xen.watch.is_empty();
                 Ok(Config::read_identified(path, may_be_empty, None, identify)?)
             }
             (None, Some(disk)) => Ok(Config { disks: vec![disk.clone()], ..Config::default() }),
@@ -226,10 +224,11 @@ impl Config {
     /// Returns the settings of the NBD servers; see [`nbd::settings`]. Options of the command line
     /// replace keys of the file. Returns an error if a disk restricts its NBD clients without
     /// effect.
-    pub fn nbd_settings(&self, options: &NbdArgs) -> anyhow::Result<Arc<Settings>> {
+    pub fn nbd_settings(&self, options: &NbdArgs) -> anyhow::Result<nbd::ServerSettings> {
         let args = options.or(&self.nbd);
-        self.check_each(|disk| nbd::check(args.tls_certificates.is_some(), disk))?;
-        nbd::settings(&args)
+        let settings = nbd::settings(&args)?;
+        self.check_each(|disk| nbd::check(settings.tls, disk))?;
+        Ok(settings)
     }
 
     /// Returns the first disk's error, with the file and the line of the disk.

@@ -3,13 +3,15 @@
 use std::sync::Arc;
 
 use anyhow::Context;
-use blockyard_disk::{Source, SourceError};
+use blockyard_disk::{OnEnospc, Source, SourceError};
+use blockyard_export::xen::XenData;
 use blockyard_image::journal::CrashSafety;
 use blockyard_image::{CacheMode, ChainError, ChainOptions, Format, OpenError};
 use blockyard_yard::{Activation, DiskSettings, Ended, Way};
 
 use crate::exports;
 use crate::figures;
+use crate::journals::CrashMode;
 use crate::options::disk::DiskArgs;
 use crate::options::knobs;
 
@@ -34,6 +36,7 @@ pub fn check(disk: &DiskArgs) -> anyhow::Result<()> {
             ("--prime", disk.prime),
             ("--backing-folder (key backing-folders)", !disk.backing_folders.is_empty()),
             ("--copy-on-read", disk.copy_on_read),
+            ("--crash-safety", disk.crash_safety != CrashMode::default()),
         ];
         if let Some((option, _)) = of_chains.iter().find(|(_, given)| *given) {
             anyhow::bail!(
@@ -41,6 +44,8 @@ pub fn check(disk: &DiskArgs) -> anyhow::Result<()> {
             );
         }
     }
+    check_writes(disk)?;
+    check_exports(disk)?;
     if disk.copy_on_read && disk.read_only {
         anyhow::bail!("image {image}: --copy-on-read writes to the image; leave out --read-only");
     }
@@ -58,6 +63,36 @@ pub fn check(disk: &DiskArgs) -> anyhow::Result<()> {
         anyhow::bail!(
             "disk \"{name}\": serial \"{serial}\" has {bytes} bytes; at most 20 are allowed"
         );
+    }
+    Ok(())
+}
+
+/// Returns an error if an option is about writes, and the disk is read-only.
+pub fn check_writes(disk: &DiskArgs) -> anyhow::Result<()> {
+    let of_writes = [
+        ("--on-enospc", disk.on_enospc != OnEnospc::default()),
+        ("--abandon-overlay", disk.abandon_overlay),
+    ];
+    if let Some((option, _)) = of_writes.iter().find(|(_, given)| *given && disk.read_only) {
+        let name = disk.name();
+        anyhow::bail!(
+            "disk \"{name}\": {option} is about writes; leave it out, or leave out --read-only"
+        );
+    }
+    Ok(())
+}
+
+/// Returns an error if an option belongs to an export that the disk does not have.
+fn check_exports(disk: &DiskArgs) -> anyhow::Result<()> {
+    let of_exports = [
+        ("--nbd-name", "--nbd", disk.nbd_name.is_some() && disk.nbd.is_none()),
+        ("--nbd-block-size", "--nbd", disk.nbd_block_size.is_some() && disk.nbd.is_none()),
+        ("--description", "--nbd", disk.description.is_some() && disk.nbd.is_none()),
+        ("--xen-data", "--xen", disk.xen_data != XenData::default() && disk.xen.is_none()),
+    ];
+    if let Some((option, export, _)) = of_exports.iter().find(|(_, _, is_alone)| *is_alone) {
+        let name = disk.name();
+        anyhow::bail!("disk \"{name}\": {option} is for {export}, which is missing: leave it out");
     }
     Ok(())
 }

@@ -4,7 +4,7 @@
 //! exports ends.
 
 use std::collections::HashMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
@@ -19,9 +19,37 @@ use crate::inherited;
 use crate::options::disk::DiskArgs;
 use crate::options::nbd::{NbdAddress, NbdArgs};
 
+/// What TLS tells the NBD servers about a client.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Tls {
+    /// There is no TLS.
+    None,
+    /// There are no authorities, so no client's certificate can be verified.
+    Unverified,
+    /// The names in its certificate.
+    Names,
+}
+
+impl Tls {
+    /// `folder`: the folder of certificates.
+    pub fn of(folder: Option<&Path>) -> Self {
+        match folder {
+            None => Tls::None,
+            Some(folder) if folder.join("ca-cert.pem").exists() => Tls::Names,
+            Some(_) => Tls::Unverified,
+        }
+    }
+}
+
+/// Settings of all NBD servers.
+pub struct ServerSettings {
+    clients: Arc<Settings>,
+    pub tls: Tls,
+}
+
 /// Returns the settings of the NBD servers, and reads the certificates. Returns an error if TLS is
 /// required but no certificates are configured.
-pub fn settings(args: &NbdArgs) -> anyhow::Result<Arc<Settings>> {
+pub fn settings(args: &NbdArgs) -> anyhow::Result<ServerSettings> {
     let required = args.tls_required || args.tls_verify_peer;
     anyhow::ensure!(
         args.tls_certificates.is_some() || !required,
@@ -35,31 +63,37 @@ pub fn settings(args: &NbdArgs) -> anyhow::Result<Arc<Settings>> {
         clients: args.max_clients.unwrap_or(default.clients),
         handshake: args.handshake.unwrap_or(default.handshake),
     };
-    Ok(Arc::new(Settings { limits, tls }))
+    let names = Tls::of(args.tls_certificates.as_deref());
+    Ok(ServerSettings { clients: Arc::new(Settings { limits, tls }), tls: names })
 }
 
-/// Returns an error if a disk restricts its NBD clients without effect. `has_tls`: the server has
-/// certificates.
-pub fn check(has_tls: bool, disk: &DiskArgs) -> anyhow::Result<()> {
-    let name = disk.name();
+/// Returns an error if a disk restricts its NBD clients without effect.
+pub fn check(tls: Tls, disk: &DiskArgs) -> anyhow::Result<()> {
+    let (name, Some(names)) = (disk.name(), &disk.tls_allow) else { return Ok(()) };
     // tls-allow restricts NBD only. A user could believe that it protects other exports too.
     anyhow::ensure!(
-        disk.tls_allow.is_none() || disk.nbd.is_some(),
+        disk.nbd.is_some(),
         "disk \"{name}\": tls-allow is for NBD clients, and the disk has no NBD export: leave it \
          out"
     );
     anyhow::ensure!(
-        disk.tls_allow.is_none() || has_tls,
+        tls != Tls::None,
         "disk \"{name}\": tls-allow names client certificates, and there is no TLS: set \
          --tls-certificates, or tls-certificates in [nbd]"
+    );
+    anyhow::ensure!(
+        tls == Tls::Names || names.is_empty(),
+        "disk \"{name}\": tls-allow names client certificates, and the folder of \
+         tls-certificates has no ca-cert.pem to verify them: put the authorities there"
     );
     Ok(())
 }
 
 /// The NBD servers. Each closes its address when its last export ends.
 pub struct Servers {
-    settings: Arc<Settings>,
+    settings: ServerSettings,
     reactors: Arc<Reactors>,
+    /// Each with [`NbdAddress::whole`].
     all: Vec<(NbdAddress, Weak<Server>)>,
     /// Listening sockets of the server from which this one takes over, by address.
     handed: HashMap<String, Parcel>,
@@ -68,7 +102,7 @@ pub struct Servers {
 }
 
 impl Servers {
-    pub fn new(settings: Arc<Settings>, reactors: Arc<Reactors>) -> Self {
+    pub fn new(settings: ServerSettings, reactors: Arc<Reactors>) -> Self {
         Servers { settings, reactors, all: Vec::new(), handed: HashMap::new(), leaving: Vec::new() }
     }
 
@@ -94,10 +128,9 @@ impl Servers {
         self.leaving.iter().map(|server| server.disconnected()).sum()
     }
 
-    /// Each with [`NbdAddress::whole`].
-    /// Returns whether clients can use TLS.
-    pub fn has_tls(&self) -> bool {
-        self.settings.tls.is_some()
+    /// Returns what TLS tells the servers about a client.
+    pub fn tls(&self) -> Tls {
+        self.settings.tls
     }
 
     /// Closes the addresses of the other server that no disk has any more.
@@ -118,9 +151,10 @@ impl Servers {
     }
 
     /// Applies other settings to clients that connect from now on.
-    pub fn set(&mut self, settings: Arc<Settings>) {
+    pub fn set(&mut self, settings: ServerSettings) {
+        let old = std::mem::replace(&mut self.settings, settings).clients;
+        let settings = self.settings.clients.clone();
         self.listening().for_each(|server| server.set(settings.clone()));
-        let old = std::mem::replace(&mut self.settings, settings.clone());
         if settings.limits != old.limits || settings.tls.is_some() || old.tls.is_some() {
             let Limits { clients, handshake } = settings.limits;
             let tls = match &settings.tls {
@@ -152,7 +186,7 @@ impl Servers {
         if let Some(server) = listening.and_then(|(_, server)| server.upgrade()) {
             return Ok(server.offer(exported));
         }
-        let (settings, reactors) = (self.settings.clone(), self.reactors.clone());
+        let (settings, reactors) = (self.settings.clients.clone(), self.reactors.clone());
         let listener = match self.handed.remove(&whole.to_string()) {
             Some(parcel) => Listener::from_parcel(parcel)?,
             None => listen(address)?,

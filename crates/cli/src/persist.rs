@@ -70,9 +70,10 @@ impl Persistence {
         let instead = Instead { path: &path, text: Some(&text) };
         let refused = "persist: the next start would refuse the configuration";
         let config = Config::read_with(&self.config, true, Some(instead)).context(refused)?;
-        let has_tls = self.nbd.or(&config.nbd).tls_certificates.is_some();
+        let args = self.nbd.or(&config.nbd);
+        let tls = nbd::Tls::of(args.tls_certificates.as_deref());
         let checked =
-            config.check_each(|disk| disks::check(disk).and_then(|()| nbd::check(has_tls, disk)));
+            config.check_each(|disk| disks::check(disk).and_then(|()| nbd::check(tls, disk)));
         checked.context(refused)?;
         let at = config.disks.iter().position(|disk| disk.name() == name);
         anyhow::ensure!(

@@ -108,6 +108,7 @@ impl Server {
     fn apply(&self, _only: &MutexGuard<'_, ()>, dry_run: bool) -> anyhow::Result<Reload> {
         let before = self.book.all();
         let config = Config::identified(&self.options, &|disk| known_image(disk, &before))?;
+        config.api(&self.options.api).check()?;
         config.check_each(check)?;
         let settings = config.nbd_settings(&self.options.nbd)?;
         let plan = self.plan(&config, &before);

@@ -173,7 +173,9 @@ struct Sockets {
 
 /// Returns an error if the server or a disk cannot have the socket that it names.
 fn check_sockets(options: &ServeOptions, config: &Config) -> anyhow::Result<()> {
-    let api = config.api(&options.api).api;
+    let api = config.api(&options.api);
+    api.check()?;
+    let api = api.api;
     let control = options.control.as_deref().and_then(Path::to_str);
     let own = [api.as_deref().map(|s| ("--api", s)), control.map(|s| ("--control", s))];
     let own: Vec<_> = own.into_iter().flatten().collect();

@@ -18,7 +18,7 @@ use toml::Table;
 use super::{sampled, words};
 use crate::book::{HeldDisk, HoldError};
 use crate::changes::inner;
-use crate::disks::check;
+use crate::disks::{check, check_writes};
 use crate::figures::describe_clients;
 use crate::handover;
 use crate::nbd;
@@ -146,8 +146,8 @@ impl Server {
 
     /// Returns an error if the disk restricts its NBD clients without effect.
     fn check_clients(&self, args: &DiskArgs) -> Answer<()> {
-        let has_tls = self.common.nbd.lock().unwrap_or_else(PoisonError::into_inner).has_tls();
-        nbd::check(has_tls, args).map_err(|e| invalid("tls-allow", &format!("{e:#}")))
+        let tls = self.common.nbd.lock().unwrap_or_else(PoisonError::into_inner).tls();
+        nbd::check(tls, args).map_err(|e| invalid("tls-allow", &format!("{e:#}")))
     }
 
     fn info(&self, name: &str) -> Answer<DiskInfo> {
@@ -368,6 +368,9 @@ impl Operator for Server {
             .map_err(|e| Problem::new(Kind::Invalid, format!("disk \"{name}\": {e}")))?;
         if keys.contains_key("tls-allow") {
             self.check_clients(&args)?;
+        }
+        if keys.contains_key("on-enospc") {
+            check_writes(&args).map_err(|e| invalid("on-enospc", &format!("{e:#}")))?;
         }
         let kept = store.as_ref().map(|store| kept(store, name, &table, keys)).transpose()?;
         if args.cache == cache {

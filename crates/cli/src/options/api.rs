@@ -19,16 +19,30 @@ pub struct ApiArgs {
     pub api: Option<String>,
 
     /// Permissions of the API's socket in octal [default: 600, with --socket-group 660].
-    #[arg(long, value_name = "MODE", value_parser = parse_mode, help_heading = "Server",
-        requires = "api")]
+    #[arg(long, value_name = "MODE", value_parser = parse_mode, help_heading = "Server")]
     pub socket_mode: Option<u32>,
 
     /// Group of the API's socket, by name or number. Its members may call the API.
-    #[arg(long, value_name = "GROUP", help_heading = "Server", requires = "api")]
+    #[arg(long, value_name = "GROUP", help_heading = "Server")]
     pub socket_group: Option<String>,
 }
 
 impl ApiArgs {
+    /// Returns an error if an option has no effect.
+    pub fn check(&self) -> anyhow::Result<()> {
+        let of_socket = [
+            ("--socket-mode (key socket-mode)", self.socket_mode.is_some()),
+            ("--socket-group (key socket-group)", self.socket_group.is_some()),
+        ];
+        let given = of_socket.iter().find(|(_, given)| *given && self.api.is_none());
+        given.map_or(Ok(()), |(option, _)| {
+            anyhow::bail!(
+                "{option} is for the API's socket, and there is none: set --api (key api), or \
+                 leave it out"
+            )
+        })
+    }
+
     /// Returns the permissions of the socket.
     pub fn mode(&self) -> u32 {
         let default = if self.socket_group.is_some() { MODE | 0o060 } else { MODE };

@@ -117,6 +117,41 @@ fn wrong_option_values_are_refused() {
     assert!(!socket.exists());
 }
 
+#[test]
+fn options_without_effect_are_refused() {
+    let folder = Folder::new();
+    let (image, socket) = (folder.image("disk", 1 << 20), folder.join("s"));
+    for (more, part) in [
+        (&["--nbd-name", "x"][..], "disk \"disk\": --nbd-name is for --nbd"),
+        (&["--nbd-block-size", "512"], "--nbd-block-size is for --nbd"),
+        (&["--description", "x"], "--description is for --nbd"),
+        (&["--xen-data", "map"], "--xen-data is for --xen"),
+        (&["--crash-safety", "off"], "--crash-safety is for qcow2 and cow images"),
+        (&["--read-only", "--on-enospc", "pause"], "disk \"disk\": --on-enospc is about writes"),
+        (&["--read-only", "--abandon-overlay"], "--abandon-overlay is about writes"),
+        (&["--socket-mode", "660"], "--socket-mode (key socket-mode) is for the API's socket"),
+        (&["--socket-group", "kvm"], "--socket-group (key socket-group) is for the API's socket"),
+    ] {
+        let args = [&["serve", text(&image), "--vhost-user", text(&socket)], more].concat();
+        refused(&args, 2, &[part]);
+    }
+    let file = folder.join("toml");
+    let disk = format!("[[disk]]\nimage = \"ram:1M\"\nvhost-user = \"{}\"\n", text(&socket));
+    let check = ["serve", "--check-config", "--config", text(&file)];
+    let key = format!("socket-mode = \"660\"\n{disk}");
+    std::fs::write(&file, &key).unwrap();
+    refused(&check, 2, &["key socket-mode", "set --api"]);
+    // The file has the API, and the options win.
+    std::fs::write(&file, format!("api = \"{}\"\n{key}", text(&folder.join("api")))).unwrap();
+    let options = ["--socket-mode", "600", "--socket-group", "0"];
+    blockyard(check.iter().chain(&options)).good();
+    // The disks of toolstacks come later.
+    std::fs::write(&file, "").unwrap();
+    let watch = ["--xen-watch", "vbd", "--xen-folder", text(&folder)];
+    let valid = blockyard(check.iter().chain(&watch)).good();
+    assert_eq!(valid, "configuration is valid: 0 disks\n");
+}
+
 /// Two texts of one address are one address, so the disks share a server.
 #[test]
 fn disks_share_an_address_however_it_is_written() {
@@ -395,10 +430,10 @@ fn check_config_finds_what_the_host_lacks() {
     let check = ["serve", "--check-config", "--config", text(&file)];
     let control = [&check[..], &["--control", text(&plain)]].concat();
     refused(&control, 2, &[text(&plain), "a file that is no socket"]);
-    // The service makes the folder of its sockets, and its state folder. No API uses this group.
+    // The service makes the folder of its sockets, and its state folder.
     let state = folder.join("state");
     let content = format!(
-        "socket-group = \"none-such\"\nstate-folder = \"{}\"\n{}",
+        "state-folder = \"{}\"\n{}",
         text(&state),
         socket("/none/such/socket").replace("ram:1M", text(&qcow2))
     );

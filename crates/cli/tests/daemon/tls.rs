@@ -231,9 +231,16 @@ fn tls_and_client_certificates_are_required_or_optional() {
     fixture.none_may("vm1", &fixture.vm2, "no such export");
     fixture.all_may("vm1", &fixture.vm1);
     daemon.stop();
+    // Certificates without authorities.
+    let alone = fixture.folder.join("alone");
+    std::fs::create_dir(&alone).unwrap();
+    for name in ["server-cert.pem", "server-key.pem"] {
+        std::fs::copy(fixture.server.join(name), alone.join(name)).unwrap();
+    }
     for (options, expected) in [
         (&["--tls-required"][..], "no certificates are configured"),
         (&["--tls-allow", "x"], "there is no TLS"),
+        (&["--tls-certificates", alone.to_str().unwrap(), "--tls-allow", "x"], "no ca-cert.pem"),
         (&["--tls-certificates", "/nonexistent"], "/nonexistent/server-cert.pem"),
         (&["--tls-certificates", fixture.anonymous.to_str().unwrap()], "anonymous/server-cert.pem"),
     ] {
