@@ -335,13 +335,18 @@ impl<S: Storage> LocalDisk<S> {
         result.map_err(|e| self.failure(Op::Flush, 0, &e))
     }
 
-    /// Like [`LocalDisk::flush_unsynced`], also in a cache mode that ignores flushes.
+    /// Like [`LocalDisk::flush_unsynced`], also in a cache mode that ignores flushes, because an
+    /// operator asks for durable writes.
     pub async fn flush_always(&self) -> Status {
         if self.disk.options().read_only {
             return Ok(());
         }
         let admitted = self.enter().await;
-        self.flush(&admitted.image).await.map_err(|e| self.failure(Op::Flush, 0, &e))
+        let flush = async {
+            self.filter(Op::Flush, 0, 0).await?;
+            self.flush(&admitted.image).await
+        };
+        flush.await.map_err(|e| self.failure(Op::Flush, 0, &e))
     }
 
     /// Closes the image at the end of the disk; see [`Backend::close`].

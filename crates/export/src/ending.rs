@@ -18,6 +18,19 @@ pub fn sync(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
     failed == 0
 }
 
+/// Like [`sync`], also in a cache mode that ignores flushes, because an operator asks for it.
+pub fn sync_always(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
+    if disk.is_inactive() {
+        return true;
+    }
+    let failed = reactors.all().filter(|reactor| !sync_always_on(reactor, disk)).count();
+    failed == 0
+}
+
+fn sync_always_on(reactor: &Remote, disk: &Arc<Disk>) -> bool {
+    flush_on(reactor, disk, async |served| served.flush_always().await)
+}
+
 fn sync_on(reactor: &Remote, disk: &Arc<Disk>) -> bool {
     flush_on(reactor, disk, async |served| served.flush_unsynced().await)
 }
@@ -108,7 +121,7 @@ pub fn close(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
         let is_target = opened.is_some_and(|opened| opened.is_target());
         let flush = |reactor: &&Remote| match is_target {
             // The places of some data may be in memory only.
-            true => flush_on(reactor, disk, async |served| served.flush_always().await),
+            true => sync_always_on(reactor, disk),
             false => sync_on(reactor, disk),
         };
         let good = disk.is_inactive() || reactors.all().filter(|r| !flush(r)).count() == 0;

@@ -31,7 +31,7 @@ mod watchdog;
 pub mod xen;
 
 pub use client::Client;
-pub use ending::{close, leave, sync};
+pub use ending::{close, leave, sync, sync_always};
 pub use export::{Export, Handed, Obstacle, STOP_TIME};
 pub use listener::{Listener, SocketError};
 pub use policy::PolicyFigures;

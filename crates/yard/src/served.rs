@@ -317,11 +317,11 @@ impl ServedDisk {
         Ok(())
     }
 
-    /// Makes all answered writes durable.
+    /// Makes all answered writes durable, in every cache mode.
     pub fn flush(&self, reactors: &Reactors) -> Result<(), YardError> {
         // A drained disk has no write that is not durable, and a sync would wait for its end.
         let is_durable = self.disk.is_drained() && self.disk.poisoned().is_none();
-        let is_flushed = is_durable || blockyard_export::sync(&self.disk, reactors);
+        let is_flushed = is_durable || blockyard_export::sync_always(&self.disk, reactors);
         is_flushed
             .then_some(())
             .ok_or_else(|| YardError::Flush { disk: self.settings.name.clone() })

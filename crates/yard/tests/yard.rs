@@ -9,9 +9,9 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use blockyard_disk::{Disk, SnapshotOptions};
+use blockyard_disk::{Disk, LocalDisk, SnapshotOptions};
 use blockyard_export::{Client, Export, Reactors};
-use blockyard_image::ChainOptions;
+use blockyard_image::{CacheMode, ChainOptions};
 use blockyard_sched::Knobs;
 use blockyard_yard::{
     Activation, Change, DiskSettings, DiskState, JobKind, JobState, Obstacle, Resized, Shares, Way,
@@ -81,6 +81,30 @@ impl Way for NoteWay {
         let note = Note { name: self.name.into(), events: self.events.clone() };
         note.note("start");
         Ok(Box::new(note))
+    }
+}
+
+/// Opens the disk on a reactor, as the first request of a client does.
+#[derive(Default)]
+struct OpeningWay(Mutex<Option<Arc<Disk>>>);
+
+impl Way for OpeningWay {
+    fn describe(&self) -> String {
+        "opening".into()
+    }
+
+    fn start(
+        &self,
+        disk: &Arc<Disk>,
+        reactors: &Arc<Reactors>,
+    ) -> Result<Box<dyn Export>, WayError> {
+        *self.0.lock().unwrap() = Some(disk.clone());
+        let opened = disk.clone();
+        let opened = reactors.next().ask(move |handle, reply| {
+            reply.send(LocalDisk::local(handle, &opened).is_ok());
+        });
+        assert_eq!(opened, Some(true));
+        Ok(Box::new(Note { name: "opening".into(), events: Events::default() }))
     }
 }
 
@@ -246,6 +270,21 @@ fn disks_come_change_and_go() {
         "second gone",
     ];
     assert_eq!(stage.events(), expected);
+}
+
+/// An operator who asks for a flush gets one, although the guests' flushes are ignored.
+#[test]
+fn a_flush_of_a_disk_that_ignores_flushes_syncs_it() {
+    let stage = Stage::new("flush");
+    let way = Arc::new(OpeningWay::default());
+    let mut settings = disk("a", stage.image("a.raw", 1 << 20), Vec::new());
+    settings.image.cache = CacheMode::Unsafe;
+    settings.ways = vec![way.clone()];
+    stage.yard.add(settings).unwrap();
+    let served = way.0.lock().unwrap().take().unwrap();
+    assert_eq!(served.flushes().syncs, 0);
+    stage.yard.begin_flush("a").unwrap().wait().unwrap();
+    assert_eq!(served.flushes().syncs, 1);
 }
 
 #[test]

@@ -140,7 +140,7 @@ impl Worker {
         let source = self.disk.source();
         let local_disk = self.local_disk(&source)?;
         let quiesced = self.disk.quiesce("deactivation")?;
-        self.flush_unsynced(&local_disk).await?;
+        self.flush(&local_disk).await?;
         self.close_image(&local_disk).await?;
         // A snapshot may have put another image on top since the disk was activated.
         if let (Some(chain), Some(options)) = (source.chain(), &self.disk.activation) {

@@ -135,7 +135,7 @@ impl Commit<'_> {
         }
         // A flush now leaves little for the flush during the quiesce.
         self.flush_backing().await?;
-        self.worker.flush_unsynced(&self.local_disk).await?;
+        self.worker.flush(&self.local_disk).await?;
         let mut pause = QUIESCE_TIME;
         loop {
             let quiesced = self.worker.disk.quiesce("commit")?;
@@ -185,7 +185,7 @@ impl Commit<'_> {
     async fn make_durable(&self) -> Result<(), Why> {
         self.work.check_cancelled(&self.worker.disk)?;
         self.flush_backing().await?;
-        self.worker.flush_unsynced(&self.local_disk).await?;
+        self.worker.flush(&self.local_disk).await?;
         self.worker.close_image(&self.local_disk).await
     }
 

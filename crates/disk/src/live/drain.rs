@@ -83,9 +83,9 @@ impl Worker {
         check_open(&source)?;
         let local_disk = self.local_disk(&source)?;
         // A flush now leaves little for the flush during the quiesce.
-        self.flush_unsynced(&local_disk).await?;
+        self.flush(&local_disk).await?;
         let quiesced = self.disk.quiesce("drain")?;
-        self.flush_unsynced(&local_disk).await?;
+        self.flush(&local_disk).await?;
         let (name, seconds) = (self.disk.name(), limit.as_secs());
         tracing::info!(disk = name, "drained: requests wait for `ctl resume`, at most {seconds} s");
         self.disk.drain.begin();

@@ -189,16 +189,15 @@ impl Worker {
         Ok(Rc::new(local_disk.map_err(|e| Why::Quiesce(QuiesceError::Reactor(e)))?))
     }
 
-    /// Makes the guests' writes durable. A failure poisons the disk, as that of a guest's own flush
-    /// does.
-    async fn flush_unsynced(&self, local_disk: &LocalDisk<Store>) -> Result<(), Why> {
-        let settled = local_disk.flush_unsynced().await;
+    /// Makes the guests' writes durable, also if the disk ignores the guests' own flushes. A failure
+    /// poisons the disk, as that of a guest's own flush does.
+    async fn flush(&self, local_disk: &LocalDisk<Store>) -> Result<(), Why> {
+        let settled = local_disk.flush_always().await;
         check_not_poisoned(&self.disk)?;
         settled.map_err(|_| Why::NotPossible("a flush failed".into()))
     }
 
-    /// Closes the image, during a quiesce. If the disk ignores flushes, only this writes the
-    /// metadata that are in memory.
+    /// Closes the image, during a quiesce.
     async fn close_image(&self, local_disk: &LocalDisk<Store>) -> Result<(), Why> {
         let closed = local_disk.close().await;
         check_not_poisoned(&self.disk)?;

@@ -37,9 +37,9 @@ impl Worker {
         chain.may_grow(size)?;
         let local_disk = self.local_disk(&self.disk.source())?;
         // A flush now leaves little for the flush during the quiesce.
-        self.flush_unsynced(&local_disk).await?;
+        self.flush(&local_disk).await?;
         let quiesced = self.disk.quiesce("resize")?;
-        self.flush_unsynced(&local_disk).await?;
+        self.flush(&local_disk).await?;
         self.close_image(&local_disk).await?;
         let grown = chain.grow_top(&self.handle, size).await;
         // Also after an error: the change may have taken effect.

@@ -78,9 +78,9 @@ impl Worker {
         let mut new = old.grow(&self.handle, &options.overlay, options.shape.as_ref()).await?;
         let local_disk = self.local_disk(&self.disk.source())?;
         // A flush now leaves little for the flush during the quiesce.
-        self.flush_unsynced(&local_disk).await?;
+        self.flush(&local_disk).await?;
         let quiesced = self.disk.quiesce("snapshot")?;
-        self.flush_unsynced(&local_disk).await?;
+        self.flush(&local_disk).await?;
         self.close_image(&local_disk).await?;
         if let Err(why) = self.put_on(&mut new, &options, &quiesced) {
             self.stay(new, &old, &options, &quiesced).await;

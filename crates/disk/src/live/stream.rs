@@ -31,10 +31,10 @@ impl Worker {
         local_disk.poison_if_writes_lost();
         work.check_cancelled(&self.disk)?;
         copied.map_err(|error| ChainError::Image { path: chain.options().path.clone(), error })?;
-        self.flush_unsynced(&local_disk).await?;
+        self.flush(&local_disk).await?;
         let quiesced = self.disk.quiesce("stream")?;
-        self.flush_unsynced(&local_disk).await?;
-        // A disk that ignores flushes, too, must hold all its data before it has no backing file.
+        self.flush(&local_disk).await?;
+        // The disk must hold all its data before it has no backing file.
         let flushed = image.flush().await;
         local_disk.poison_if_writes_lost();
         flushed.map_err(|e| Why::NotPossible(format!("a flush failed: {e}")))?;

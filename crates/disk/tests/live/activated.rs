@@ -6,17 +6,22 @@ use std::time::Duration;
 use blockyard_disk::{Disk, DiskOptions, Source};
 use blockyard_image::{CacheMode, ChainOptions};
 
+use crate::load::{Reactor, WRITE, ask};
 use crate::peer::{Scratch, random};
 
 /// Returns a disk that is inactive, and the options that open its image.
 fn inactive(scratch: &Scratch) -> (Arc<Disk>, ChainOptions) {
+    inactive_with(scratch, CacheMode::None)
+}
+
+fn inactive_with(scratch: &Scratch, cache: CacheMode) -> (Arc<Disk>, ChainOptions) {
     std::fs::write(scratch.path("disk.raw"), random(1 << 20, 1)).unwrap();
-    let image = ChainOptions::new(scratch.path("disk.raw"));
+    let image = ChainOptions { cache, ..ChainOptions::new(scratch.path("disk.raw")) };
     let options = DiskOptions {
         name: "disk".into(),
         serial: String::new(),
         read_only: false,
-        cache: CacheMode::None,
+        cache,
         filters: Vec::new(),
         on_enospc: Default::default(),
     };
@@ -34,6 +39,19 @@ fn a_disk_holds_the_lock_of_its_image_only_while_it_is_active() {
     assert!(!disk.is_inactive() && !is_free());
     disk.deactivate().unwrap();
     assert!(disk.is_inactive() && is_free());
+}
+
+/// Another host may open the image next, so a migration keeps also what the guest has not flushed.
+#[test]
+fn the_writes_of_a_disk_that_ignores_flushes_are_durable_when_it_is_inactive() {
+    let scratch = Scratch::new("deactivated");
+    let (disk, _) = inactive_with(&scratch, CacheMode::Unsafe);
+    disk.activate(|| true).unwrap();
+    let reactor = Reactor::start();
+    let (status, _) = reactor.on(&disk, async |served| ask(&served, WRITE, 0, vec![1; 512]).await);
+    assert_eq!((status, disk.flushes().syncs), (Ok(()), 0));
+    disk.deactivate().unwrap();
+    assert_eq!(disk.flushes().syncs, 1);
 }
 
 /// An inactive disk has no writes that a drain could make durable, and no requests to hold.

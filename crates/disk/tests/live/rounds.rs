@@ -2,8 +2,9 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
-use blockyard_disk::{Disk, SnapshotOptions, Work};
+use blockyard_disk::{Disk, Op, SnapshotOptions, Work};
 use blockyard_image::CacheMode;
 
 use crate::load::{Load, Reactor, WRITE, ask, close};
@@ -170,6 +171,35 @@ fn a_stream_of_a_disk_that_ignores_flushes_holds_all_data() {
     drop(disk);
     assert_eq!(backing(&scratch, "top.qcow2"), None);
     judge(&scratch, "top.qcow2", &known);
+}
+
+/// During a drain the files hold all answered writes, so that an operator can copy them.
+#[test]
+fn a_copy_made_during_a_drain_of_a_disk_that_ignores_flushes_holds_all_data() {
+    for (image, format) in [("disk.raw", "raw"), ("disk.qcow2", "qcow2")] {
+        let (scratch, reactors) = (Scratch::new("drained"), [Reactor::start()]);
+        qemu_img(&["create", "-q", "-f", format, &scratch.name(image), &SIZE.to_string()]);
+        let disk = scratch.disk_with(image, |options| options.cache = CacheMode::Unsafe);
+        let mut known = vec![0; SIZE];
+        for (op, at, byte) in [(WRITE, 4096, 9), (WRITE, 1 << 20, 7), (Op::Flush, 0, 0)] {
+            let len = if op == Op::Flush { 0 } else { 4096 };
+            known[at..at + len].fill(byte);
+            let (status, _) = reactors[0]
+                .on(&disk, async move |served| ask(&served, op, at as u64, vec![byte; len]).await);
+            assert_eq!(status, Ok(()));
+        }
+        assert_eq!(disk.flushes().syncs, 0, "{format}");
+        disk.drain(Duration::from_secs(60)).unwrap();
+        assert!(disk.flushes().syncs > 0, "{format}");
+        let copy = format!("copy-{image}");
+        std::fs::copy(scratch.path(image), scratch.path(&copy)).unwrap();
+        // `judge` would complain about clusters that the server has reserved.
+        std::fs::write(scratch.path("expected"), &known).unwrap();
+        let (copy, expected) = (scratch.name(&copy), scratch.name("expected"));
+        qemu_img(&["compare", "-f", format, "-F", "raw", &copy, &expected]);
+        disk.resume();
+        close(&disk, &reactors);
+    }
 }
 
 #[test]
