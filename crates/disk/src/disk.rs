@@ -71,6 +71,8 @@ pub struct Disk {
     pub(crate) activation: Option<Mutex<ChainOptions>>,
     /// Whether an operator holds the requests back.
     pub(crate) drain: Drain,
+    /// Whether reactors read the backing image with metadata from before a commit that failed.
+    pub(crate) has_stale_backing: AtomicBool,
     /// Held by the snapshot, commit or stream that runs: one at a time.
     pub(crate) work: Mutex<()>,
     /// Whether the disk is being closed. If so, no snapshot, commit or stream begins, and a running
@@ -153,6 +155,7 @@ impl Disk {
             serving_state,
             activation: None,
             drain: Drain::default(),
+            has_stale_backing: AtomicBool::new(false),
             work,
             ended,
             used,

@@ -9,10 +9,13 @@
 //! What must hold, also at a power cut: the topmost image hides the changes below it. It is emptied
 //! only when all its data are durable in the backing image. A failure before that leaves the disk
 //! as it was. Until reactors have opened the backing image again, they read it with the metadata
-//! from before the commit. So clusters that the commit frees stay reserved until then.
+//! from before the commit. So clusters that the commit frees stay reserved until then. If reactors
+//! could not open it again, the next commit first lets them do so, because it releases the clusters
+//! that no entry names any more.
 
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use blockyard_image::{
@@ -60,6 +63,7 @@ struct Commit<'a> {
 
 impl Worker {
     async fn commit(self, work: Work) -> Result<(), Why> {
+        self.refresh_backing().await?;
         let backing = self.chain()?.open_backing(&self.handle).await?;
         let into = backing.image(&self.handle)?;
         let hold = into.hold_freed();
@@ -78,6 +82,19 @@ impl Worker {
         drop(hold);
         self.close_backing(&backing, &into, done.reopened).await;
         done.result
+    }
+
+    /// Lets all reactors read the metadata of the backing image again, if they could not after a
+    /// commit that failed.
+    async fn refresh_backing(&self) -> Result<(), Why> {
+        if !self.disk.has_stale_backing.load(Ordering::SeqCst) {
+            return Ok(());
+        }
+        let chain = self.chain()?;
+        let chain = chain.read_again(&self.handle, 1..2).await?;
+        self.disk.quiesce("commit begins")?.exchange(&Source::Chain(chain), None)?;
+        self.disk.has_stale_backing.store(false, Ordering::SeqCst);
+        Ok(())
     }
 
     /// Closes the backing image. A failure here only wastes space: clusters that no entry refers
@@ -201,6 +218,7 @@ impl Commit<'_> {
         };
         let exchanged = exchanged.await;
         if let Err(e) = &exchanged {
+            self.worker.disk.has_stale_backing.store(true, Ordering::SeqCst);
             tracing::warn!(
                 disk = name,
                 "commit failed, and the disk's backing image cannot be opened again: {e}"

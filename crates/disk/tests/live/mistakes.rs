@@ -1,6 +1,7 @@
 //! Impossible, cancelled and failing commands: the disk stays as it was, and the error says why.
 
 use std::io;
+use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
@@ -255,6 +256,66 @@ fn a_backing_image_that_is_too_small_refuses_a_commit() {
     assert_eq!((status, bytes[0]), (Ok(()), 1));
     close(&disk, &reactors);
     fixture.end();
+}
+
+/// A commit writes into compressed clusters of the backing image, and fails. The reactors cannot
+/// open the backing image again, so they read the compressed clusters that no entry of the file
+/// names any more. The next commit must not release these clusters while reactors read them.
+#[test]
+fn a_commit_after_one_that_could_not_end_releases_nothing_that_is_read() {
+    const CLUSTER: usize = 64 << 10;
+    const PACKED: usize = 1 << 20;
+    let scratch = Scratch::new("stale");
+    let mut known = random(LARGE, 3);
+    // The first MiB is compressible, and the base has nothing else.
+    known[..PACKED].iter_mut().skip(1).step_by(2).for_each(|byte| *byte = 7);
+    let mut base = known[..PACKED].to_vec();
+    base.resize(LARGE, 0);
+    std::fs::write(scratch.path("source"), base).unwrap();
+    let names = ["source", "base.qcow2", "top.qcow2"].map(|name| scratch.name(name));
+    let [source, base, top] = names.each_ref().map(String::as_str);
+    qemu_img(&["convert", "-c", "-f", "raw", "-O", "qcow2", source, base]);
+    qemu_img(&["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", base, top]);
+    let (disk, reactor) = (scratch.disk("top.qcow2"), Reactor::start());
+    let write = |at: usize, bytes: &[u8]| {
+        let bytes = bytes.to_vec();
+        let written =
+            reactor.on(&disk, move |d| async move { ask(&d, WRITE, at as u64, bytes).await });
+        assert_eq!(written.0, Ok(()));
+    };
+    for at in (0..PACKED).step_by(CLUSTER) {
+        known[at..at + 4096].fill(9);
+        write(at, &known[at..at + 4096]);
+    }
+    for at in (PACKED..LARGE).step_by(PACKED) {
+        write(at, &known[at..at + PACKED]);
+    }
+    let read = |at: usize| {
+        reactor.on(&disk, move |d| async move { ask(&d, Op::Read, at as u64, vec![0; 4096]).await })
+    };
+    let (work, thread) = begin(&disk, Disk::commit);
+    // Now the reactor has the old entries of the backing image.
+    assert_eq!(read(PACKED - 4096), (Ok(()), known[PACKED - 4096..PACKED].to_vec()));
+    let header = std::fs::OpenOptions::new().write(true).open(base).unwrap();
+    header.write_all_at(b"none", 0).unwrap();
+    while work.progress().done() < 16 * PACKED as u64 {
+        std::thread::yield_now();
+    }
+    work.cancel();
+    assert!(matches!(*thread.join().unwrap().unwrap_err().why, Why::Cancelled));
+    header.write_all_at(b"QFI\xfb", 0).unwrap();
+    // The disk is larger than its backing image now, so the next commit ends when it has opened
+    // the backing image.
+    disk.grow((LARGE + PACKED) as u64).unwrap();
+    let error = disk.commit(&Work::default()).unwrap_err().to_string();
+    assert!(error.contains("enlarge it first"), "{error}");
+    for at in (0..PACKED).step_by(CLUSTER).map(|at| at + CLUSTER / 2) {
+        assert_eq!(read(at), (Ok(()), known[at..at + 4096].to_vec()), "at {at}");
+    }
+    close(&disk, std::slice::from_ref(&reactor));
+    drop(disk);
+    known.resize(LARGE + PACKED, 0);
+    judge(&scratch, "top.qcow2", &known);
 }
 
 /// Starts a commit or a stream, and waits until some of it is done.
