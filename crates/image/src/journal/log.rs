@@ -21,6 +21,8 @@
 //!   only when the old one is dropped, with the changes without a record in the file. If both
 //!   halves are in use already, both are dropped at the end.
 //! - The old half stays if a record that the file cannot replace was not repeated in the new one.
+//! - A replay may put an earlier value over a change that is in the file and has no record. So the
+//!   cluster that this change freed stays reserved as long as such a record may exist ([`Ended`]).
 
 use std::fs::File;
 use std::io;
@@ -108,6 +110,24 @@ pub struct WriteBack {
     is_incomplete: bool,
     /// Whether later records go to another half than those of before.
     switched: bool,
+}
+
+/// What holds after a write-back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ended {
+    /// Whether the changes of before survive a death of the process. If not although the write-back
+    /// went well, records could not be repeated, and a replay would put earlier values over some of
+    /// the changes.
+    pub survives: bool,
+    /// Whether clusters that the changes freed may be used again, because no record names them.
+    pub may_release: bool,
+}
+
+impl Ended {
+    /// Returns the end of a write-back without a log.
+    pub fn without_log(ok: bool) -> Self {
+        Ended { survives: ok, may_release: ok }
+    }
 }
 
 impl Log {
@@ -284,32 +304,36 @@ impl Log {
     }
 
     /// Ends a write-back. `ok`: all changes of before are in the file, except those that were
-    /// repeated. Returns whether they survive a death of the process. If not although `ok`, records
-    /// could not be repeated, and a replay would put earlier values over some of the changes.
-    pub fn end_write_back(&self, write_back: WriteBack, ok: bool) -> bool {
+    /// repeated.
+    pub fn end_write_back(&self, write_back: WriteBack, ok: bool) -> Ended {
         if !ok {
-            return false;
+            return Ended { survives: false, may_release: false };
         }
         let WriteBack { lost, is_incomplete, switched } = write_back;
-        if self.unrepeated.load(Ordering::Acquire) {
-            return !is_incomplete;
-        }
         let _guard = self.lock();
+        let has_lost = self.lost.load(Ordering::Acquire) != lost;
+        if self.unrepeated.load(Ordering::Acquire) {
+            return Ended { survives: !is_incomplete, may_release: !is_incomplete && !has_lost };
+        }
         let active = self.active.load(Ordering::Relaxed);
         let old = 1 - active;
+        let mut may_release = true;
         if is_incomplete && !switched {
             self.drop_both(old, active);
             // Changes that came meanwhile have no record.
-            if self.lost.load(Ordering::Acquire) != lost {
+            if has_lost {
                 self.close(old);
             }
         } else {
+            // The file may have a change that came meanwhile and has no record. A record of an
+            // earlier change of the same key may still name the cluster that this change freed.
+            may_release = !has_lost || self.allocated[active].load(Ordering::Relaxed) == 0;
             // A conditional half counts from now on.
             self.drop_half(old);
             self.give_back(old);
         }
         self.settled.store(lost, Ordering::Release);
-        true
+        Ended { survives: true, may_release }
     }
 
     /// Drops both halves, in an order in which what is left between is older than the file, and
@@ -401,14 +425,14 @@ mod tests {
         log.record(change(1));
         let write_back = log.begin_write_back();
         assert!(log.is_incomplete(), "the change is not in the file yet");
-        assert!(!log.end_write_back(write_back, false));
+        assert!(!log.end_write_back(write_back, false).survives);
         assert!(log.is_incomplete());
-        assert!(log.end_write_back(log.begin_write_back(), true));
+        assert!(log.end_write_back(log.begin_write_back(), true).survives);
         assert!(!log.is_incomplete());
         // A change during a write-back may have come too late for it.
         let write_back = log.begin_write_back();
         log.record(change(2));
-        assert!(log.end_write_back(write_back, true));
+        assert!(log.end_write_back(write_back, true).survives);
         assert!(log.is_incomplete());
     }
 
@@ -429,12 +453,12 @@ mod tests {
         for _ in 0..2 {
             let write_back = log.begin_write_back();
             log.repeat(change(1));
-            assert!(log.end_write_back(write_back, true), "no change was lost");
+            assert!(log.end_write_back(write_back, true).survives, "no change was lost");
             assert!(!log.is_incomplete());
             assert_eq!(records(&log), [change(1), change(2)]);
         }
         // Now the file has all changes.
-        assert!(log.end_write_back(log.begin_write_back(), true));
+        assert!(log.end_write_back(log.begin_write_back(), true).survives);
         assert_eq!(records(&log), []);
     }
 
@@ -455,8 +479,44 @@ mod tests {
         log.record(change(2));
         let again = log.begin_write_back();
         log.record(change(3));
-        assert!(log.end_write_back(again, true));
+        assert!(log.end_write_back(again, true).survives);
         assert_eq!((log.is_incomplete(), records(&log)), (false, vec![change(3)]));
+    }
+
+    /// The file has the lost change, and a replay would name the cluster that the change freed.
+    #[test]
+    fn a_change_that_is_lost_during_a_write_back_releases_no_cluster() {
+        let of = |value: u64| Record { key: Key::Cluster(1), value: [value << 16, 0] };
+        let log = with_room([1, 1]);
+        log.record(of(1));
+        log.end_write_back(log.begin_write_back(), false);
+        log.record(of(2));
+        let write_back = log.begin_write_back();
+        log.record(of(3));
+        let ended = log.end_write_back(write_back, true);
+        assert_eq!(records(&log), [of(2)]);
+        assert_eq!(ended, Ended { survives: true, may_release: false });
+        let ended = log.end_write_back(log.begin_write_back(), true);
+        assert_eq!(ended, Ended { survives: true, may_release: true });
+        assert_eq!((log.is_incomplete(), records(&log)), (false, Vec::new()));
+        // The same in a half that the write-back began.
+        let log = with_room([1, 1]);
+        let write_back = log.begin_write_back();
+        log.record(of(1));
+        log.record(of(2));
+        let ended = log.end_write_back(write_back, true);
+        assert_eq!((ended.may_release, records(&log)), (false, vec![of(1)]));
+    }
+
+    /// A journal that never has space must not keep freed clusters for ever.
+    #[test]
+    fn a_log_without_records_does_not_keep_clusters_that_lost_changes_freed() {
+        let log = full();
+        let write_back = log.begin_write_back();
+        log.record(change(1));
+        let ended = log.end_write_back(write_back, true);
+        assert_eq!(ended, Ended { survives: true, may_release: true });
+        assert_eq!(records(&log), []);
     }
 
     /// A stale record would be replayed over the change in the file.
@@ -472,11 +532,11 @@ mod tests {
         // A change during the write-back has no record either.
         let write_back = log.begin_write_back();
         log.record(of(4));
-        assert!(log.end_write_back(write_back, true));
+        assert!(log.end_write_back(write_back, true).survives);
         assert_eq!((log.is_incomplete(), records(&log)), (true, Vec::new()));
         log.record(of(5));
         assert_eq!(records(&log), []);
-        assert!(log.end_write_back(log.begin_write_back(), true));
+        assert!(log.end_write_back(log.begin_write_back(), true).survives);
         assert_eq!((log.is_incomplete(), records(&log)), (false, Vec::new()));
         // If the old half must stay, the change does not survive a death.
         log.record(of(6));
@@ -484,7 +544,7 @@ mod tests {
         let write_back = log.begin_write_back();
         log.record(change(8));
         log.repeat(change(9));
-        assert!(!log.end_write_back(write_back, true));
+        assert!(!log.end_write_back(write_back, true).survives);
         assert!(log.is_incomplete());
     }
 }

@@ -41,7 +41,7 @@ use std::sync::{Arc, OnceLock};
 
 use crate::error::ImageError;
 
-pub use self::log::{Log, Session, WriteBack};
+pub use self::log::{Ended, Log, Session, WriteBack};
 pub use self::record::{Key, Record};
 pub use self::recovered::Recovered;
 pub use self::store::{ImageKey, JournalStore, MemoryStore, StateFolder, StoreError};
@@ -290,11 +290,10 @@ impl Journal {
         self.log.get().map_or_else(WriteBack::default, Log::begin_write_back)
     }
 
-    /// Ends a write-back. `ok`: all changes that were copied are in the file. Returns whether they
-    /// survive a death of the process. If not although `ok`, the journal has no space to repeat
-    /// records, and has earlier values of some of the changes.
-    pub fn end_write_back(&self, write_back: WriteBack, ok: bool) -> bool {
-        self.log.get().map_or(ok, |log| log.end_write_back(write_back, ok))
+    /// Ends a write-back. `ok`: all changes that were copied are in the file.
+    pub fn end_write_back(&self, write_back: WriteBack, ok: bool) -> Ended {
+        let without_log = || Ended::without_log(ok);
+        self.log.get().map_or_else(without_log, |log| log.end_write_back(write_back, ok))
     }
 
     /// Returns whether metadata should be written back soon, because the log is long.

@@ -147,28 +147,31 @@ impl<S: Storage> Qcow2<S> {
     }
 
     /// Like [`Qcow2::write_back`]. Returns whether the changes survive a death of the process. If
-    /// they do not, no freed cluster is released, because a replay may name it.
+    /// a replay may name a freed cluster, the cluster is not released.
     async fn write_back_once(&self, durable: bool) -> io::Result<bool> {
         let journal = &self.shared.journal;
         let records = journal.begin_write_back();
         let changes = self.take_changes();
         if changes.is_empty() && !self.shared.alloc.has_changed_counts() {
             let synced = self.barrier().await;
-            let settled = journal.end_write_back(records, synced.is_ok());
+            let ended = journal.end_write_back(records, synced.is_ok());
             // An earlier write-back that was not durable may have written the changed entries of
             // the freed clusters. This sync makes those entries durable.
-            match settled {
+            match ended.may_release {
                 true => self.shared.alloc.all_durable(changes.freed),
                 false => self.shared.alloc.freed_again(changes.freed),
             }
             synced?;
-            return if settled { self.release().await.map(|()| true) } else { Ok(false) };
+            if ended.may_release {
+                self.release().await?;
+            }
+            return Ok(ended.survives);
         }
         let done = self.write_changes(&changes, durable).await;
         self.shared.tables.written(&changes.slices, done.is_ok());
-        let settled = journal.end_write_back(records, done.is_ok());
+        let ended = journal.end_write_back(records, done.is_ok());
         match done {
-            Ok(()) if durable && settled => self.shared.alloc.all_durable(changes.freed),
+            Ok(()) if durable && ended.may_release => self.shared.alloc.all_durable(changes.freed),
             // The entries are not durable yet, or the journal has older ones. The next flush
             // releases the clusters.
             Ok(()) => self.shared.alloc.freed_again(changes.freed),
@@ -178,10 +181,10 @@ impl<S: Storage> Qcow2<S> {
                 return Err(e);
             }
         }
-        if durable && settled {
+        if durable && ended.may_release {
             self.release().await?;
         }
-        Ok(settled)
+        Ok(ended.survives)
     }
 
     fn take_changes(&self) -> PendingWriteBack {
