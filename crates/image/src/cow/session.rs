@@ -128,6 +128,7 @@ impl<S: Storage> Cow<S> {
 
     /// Ends the journal after everything was written back.
     pub(super) async fn end_journal(&self) -> Result<(), ImageError> {
+        self.shared.journal.finish();
         if self.shared.journal.has_log() {
             write_mark(&self.file, self.header(), None).await?;
         }

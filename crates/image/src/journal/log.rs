@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   page 0   magic, boot, image, session; of each half: generation, number of claimed slots,
-//!            whether it counts only without the other half
+//!            whether it counts only without the other half; whether the session has finished
 //!   half 0   records
 //!   half 1   records
 //! ```
@@ -44,6 +44,8 @@ pub const GENERATION: [usize; 2] = [16, 32];
 pub const CLAIMED: [usize; 2] = [24, 40];
 /// Words of page 0: whether the half counts only if the older one is dropped.
 pub const CONDITIONAL: [usize; 2] = [17, 33];
+/// Word of page 0: not 0 if the session has finished, so that the file has all changes.
+pub const FINISHED: usize = 48;
 /// Most records of a half: 8 MiB.
 pub const SLOTS: usize = 1 << 18;
 /// Number of records from which a write-back is due.
@@ -140,6 +142,7 @@ impl Log {
             words[GENERATION[active]].store(0, Ordering::Release);
             active = 1 - active;
         }
+        words[FINISHED].store(0, Ordering::Relaxed);
         let log = Log {
             session,
             active: AtomicUsize::new(active),
@@ -362,6 +365,11 @@ impl Log {
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         // A failure costs only memory.
         let _ = rustix::fs::fallocate(file, flags, from, len);
+    }
+
+    /// Notes that the file has all changes. The caller then removes the mark of the session.
+    pub fn finish(&self) {
+        self.words[FINISHED].store(1, Ordering::Release);
     }
 
     /// Returns whether a write-back is due.

@@ -163,11 +163,15 @@ impl ImageSafety {
         let found = store.find_marked(image, marked).map_err(|e| refuse(e.to_string()))?;
         match (marked, found) {
             (None, None) => Ok(None),
-            (None, Some(_)) => {
-                tracing::warn!(
-                    "another program has written to the image since the server died that had it \
-                     in use: the server's journal is out of date, and is removed"
-                );
+            (None, Some(journal)) => {
+                // Without changes, the server died before it marked the image, or after it removed
+                // the mark.
+                if journal.has_changes() {
+                    tracing::warn!(
+                        "another program has written to the image since the server died that had \
+                         it in use: the server's journal is out of date, and is removed"
+                    );
+                }
                 let removed = store.remove(image);
                 removed.map_err(|e| ImageError::io(STRUCTURE, None, "removing", e))?;
                 Ok(None)
@@ -257,6 +261,10 @@ impl Journal {
             return;
         }
         self.is_late.store(is_late, Ordering::Release);
+        if let Some(log) = self.log.get() {
+            // The image may have no mark, and from now on the file has all answered changes.
+            log.finish();
+        }
         tracing::warn!(
             "no journal of changed metadata: {why}; they are flushed before each answer, which is \
              slow"
@@ -318,6 +326,14 @@ impl Journal {
         self.log.get().is_some()
     }
 
+    /// Notes that all metadata are written back. The caller then removes the session's mark from
+    /// the image, and calls [`Journal::end`].
+    pub fn finish(&self) {
+        if let Some(log) = self.log.get() {
+            log.finish();
+        }
+    }
+
     /// Ends the journal and removes its file. The caller has written all metadata back and removed
     /// the session's mark from the image. Later changes are flushed.
     pub fn end(&self) -> io::Result<()> {
@@ -329,5 +345,51 @@ impl Journal {
             Some((store, image)) => store.remove(&image),
             None => Ok(()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const IMAGE: ImageKey = ImageKey { device: 1, inode: 2, born: 3 };
+
+    fn safety(store: &MemoryStore) -> ImageSafety {
+        let store = Some(store.clone().into());
+        CrashSafety { mode: SafetyMode::Journal, store }.of(Some(IMAGE))
+    }
+
+    fn found(store: &MemoryStore) -> Recovered {
+        JournalStore::from(store.clone()).find(&IMAGE).unwrap().unwrap()
+    }
+
+    /// The journal is there before the mark, and after it.
+    #[test]
+    fn a_journal_beside_an_image_without_a_mark_may_have_no_changes() {
+        let store = MemoryStore::default();
+        let journal = Journal::new(safety(&store), None);
+        let session = journal.begin().unwrap();
+        assert!(!found(&store).has_changes(), "before the first change");
+        journal.set_marked();
+        journal.record(Record { key: Key::Cluster(1), value: [1 << 16, 0] });
+        assert!(found(&store).has_changes());
+        journal.finish();
+        assert!(!found(&store).has_changes(), "before the journal is removed");
+        // The server died before it removed the mark, and the next one continues the session.
+        let left = safety(&store).claim(Some(session)).unwrap().unwrap();
+        let _log = left.resume();
+        assert!(found(&store).has_changes());
+        assert!(safety(&store).claim(None).unwrap().is_none());
+        assert!(store.is_empty());
+    }
+
+    #[test]
+    fn a_journal_of_an_image_that_cannot_be_marked_has_no_changes() {
+        let store = MemoryStore::default();
+        let journal = Journal::new(safety(&store), None);
+        journal.begin().unwrap();
+        journal.fail("the header cannot be written");
+        journal.record(Record { key: Key::Cluster(1), value: [1 << 16, 0] });
+        assert!(!found(&store).has_changes());
     }
 }

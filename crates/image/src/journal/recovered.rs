@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 
 use blockyard_ring::SharedWords;
 
-use super::log::{CLAIMED, GENERATION, Log, SLOTS, Session, counts_not, start_of};
+use super::log::{CLAIMED, FINISHED, GENERATION, Log, SLOTS, Session, counts_not, start_of};
 use super::record::{self, Record, WORDS, words_of};
 
 /// A journal without its server.
@@ -33,6 +33,17 @@ impl Recovered {
 
     pub fn session(&self) -> Session {
         self.session
+    }
+
+    /// Returns whether the server had written all changes to the image's file, to close the image.
+    pub fn is_finished(&self) -> bool {
+        self.words[FINISHED].load(Ordering::Acquire) != 0
+    }
+
+    /// Returns whether the journal may have changes that the image's file lacks. It has none if the
+    /// server died after the last write-back, or before the first change.
+    pub fn has_changes(&self) -> bool {
+        !self.is_finished() && self.records().map_or(true, |records| !records.is_empty())
     }
 
     /// Returns all records, in an order in which a later record of a key replaces an earlier one.

@@ -4,7 +4,7 @@
 //! ```text
 //!   0 magic   1, 2 boot   3 device   4 inode   5 time of birth   6, 7 session   8 checksum
 //!   16, 32 generations of the halves   17, 33 whether a half counts only without the older one
-//!   24, 40 their numbers of claimed slots
+//!   24, 40 their numbers of claimed slots   48 whether the session has finished
 //! ```
 //!
 //! Invariant: only the server's own user can write to the folder, so that no other user can

@@ -7,7 +7,7 @@
 //!
 //! ```text
 //!   first change of metadata ─► create the journal ─► write the mark ─► changes, records
-//!   close: write everything back ─► clear the bit ─► remove the journal
+//!   close: write everything back ─► finish the journal ─► clear the bit ─► remove the journal
 //! ```
 //!
 //! Nothing here is synced: a mark must survive the process, not a power cut. The extension's place
@@ -142,6 +142,7 @@ impl<S: Storage> Qcow2<S> {
     /// Ends the journal after everything was written back.
     pub(in crate::qcow2) async fn end_journal(&self) -> Result<(), ImageError> {
         let journal = &self.shared.journal;
+        journal.finish();
         if journal.has_log() {
             let _permit = self.shared.changing_header.acquire().await;
             let mut header = self.shared.header();

@@ -4,7 +4,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use blockyard_image::journal::{CrashSafety, MemoryStore, SafetyMode};
+use blockyard_image::journal::{CrashSafety, ImageKey, JournalStore, MemoryStore, SafetyMode};
 use blockyard_image::{ChainOptions, Extent, Image, IncompleteCluster, Place, Store};
 use blockyard_nbd::wire::{Headers, cmd, errno};
 use blockyard_ring::Segments;
@@ -197,6 +197,27 @@ fn outlives(store: MemoryStore) {
         image.close().await.unwrap();
         check(&image, &model, 0, SIZE as usize).await;
     });
+}
+
+/// A server that dies between the removal of the mark and that of the journal leaves a journal that
+/// belongs to no mark. The next server must not take this for another program's work.
+#[test]
+fn the_journal_of_a_closed_image_says_that_it_is_finished() {
+    let (scratch, mut model) = overlay("finished");
+    let path = scratch.path("a.qcow2");
+    let key = ImageKey::of(std::fs::File::open(&path).unwrap()).unwrap();
+    let memory = MemoryStore::default();
+    let store = JournalStore::from(memory.clone());
+    let crash_safety = CrashSafety { mode: SafetyMode::Journal, store: Some(store.clone()) };
+    let options = ChainOptions { crash_safety, ..ChainOptions::new(path) };
+    on_image_with(&options, async move |image| {
+        write(&image, &mut model, 0, &[9; PART as usize]).await;
+        let journal = store.find(&key).unwrap().unwrap();
+        assert!(journal.has_changes());
+        image.close().await.unwrap();
+        assert!(journal.is_finished());
+    });
+    assert!(memory.is_empty());
 }
 
 #[test]
