@@ -173,6 +173,29 @@ fn a_stream_of_a_disk_that_ignores_flushes_holds_all_data() {
     judge(&scratch, "top.qcow2", &known);
 }
 
+/// The server marks such a bitmap as in use when it opens the image.
+#[test]
+fn an_image_with_a_bitmap_that_records_writes_grows() {
+    let (scratch, reactors) = (Scratch::new("bitmap"), [Reactor::start()]);
+    let top = scratch.name("top.qcow2");
+    qemu_img(&["create", "-q", "-f", "qcow2", &top, &SIZE.to_string()]);
+    qemu_img(&["bitmap", "--add", &top, "daily"]);
+    let disk = scratch.disk("top.qcow2");
+    let bytes = vec![9; 4096];
+    let (status, _) =
+        reactors[0].on(&disk, async move |served| ask(&served, WRITE, 0, bytes).await);
+    assert_eq!(status, Ok(()));
+    disk.grow(2 * SIZE as u64).unwrap();
+    assert_eq!(disk.refresh_capacity().unwrap(), Some(2 * SIZE as u64));
+    close(&disk, &reactors);
+    drop(disk);
+    let mut known = vec![0; 2 * SIZE];
+    known[..4096].fill(9);
+    judge(&scratch, "top.qcow2", &known);
+    let info = qemu_img(&["info", &top]);
+    assert!(info.contains("daily") && info.contains("in-use"), "{info}");
+}
+
 /// During a drain the files hold all answered writes, so that an operator can copy them.
 #[test]
 fn a_copy_made_during_a_drain_of_a_disk_that_ignores_flushes_holds_all_data() {

@@ -99,6 +99,8 @@ impl BitmapSet {
     }
 
     /// Loads all bitmaps of an image for a disk of `size` bytes. Bits of the new part are clear.
+    /// Bitmaps in use stay as they are: their bits have no meaning, and their tables may have any
+    /// size.
     pub async fn resized<S: Storage>(
         file: &Raw<S>,
         header: &Header,
@@ -107,8 +109,11 @@ impl BitmapSet {
         let mut set = Self::load(file, header).await?;
         let mut held_bytes = 0;
         for at in 0..set.0.len() {
-            set.trusted(at, header)?;
             let held = &mut set.0[at];
+            can_be_written(&held.entry, header)?;
+            if held.entry.flags & IN_USE != 0 {
+                continue;
+            }
             let mut bits = Bits::read(file, header, &held.entry).await?;
             bits.resize(size)?;
             held_bytes += bits.bytes.len();
