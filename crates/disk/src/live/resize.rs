@@ -13,7 +13,7 @@
 
 use std::sync::Arc;
 
-use blockyard_image::{Chain, ChainError, ImageError, ImageFile, Storage};
+use blockyard_image::{Chain, ChainError, ImageError, ImageFile, Raw};
 
 use super::{Why, WorkError, Worker};
 use crate::backend::Source;
@@ -56,14 +56,13 @@ impl Worker {
             let error = ImageError::io("image", None, "growing it", error);
             Why::Image(ChainError::Image { path: file.path().into(), error })
         };
-        let storage = file.storage(&self.handle).map_err(failed)?;
+        let raw = Raw::open(file, &self.handle).map_err(failed)?;
         // Another program may have grown the file. It must not become shorter.
-        let len = storage.len().await.map_err(failed)?;
+        let len = raw.grow(size).await.map_err(failed)?;
         if len > size {
             return Err(Why::NotPossible(format!("its image has {len} bytes already: refresh it")));
         }
-        storage.set_len(size).await.map_err(failed)?;
-        storage.sync().await.map_err(failed)
+        Ok(())
     }
 
     /// Lets all reactors read the topmost image's metadata again, after it was closed.

@@ -136,6 +136,37 @@ impl<S: Storage> Raw<S> {
         self.storage.sync().await
     }
 
+    /// Makes the file `size` bytes long, durably, unless it is longer. Returns its length.
+    pub async fn grow(&self, size: u64) -> io::Result<u64> {
+        {
+            let _guard = self.hold_tail().await?;
+            let len = self.storage.len().await?;
+            if len > size {
+                return Ok(len);
+            }
+            self.storage.set_len(size).await?;
+        }
+        self.storage.sync().await?;
+        if self.storage.len().await? < size {
+            return Err(io::Error::other("another program has made it shorter"));
+        }
+        Ok(size)
+    }
+
+    /// Locks the file's last block, because a write of part of it may make the file longer for a
+    /// moment, and then truncates the file.
+    async fn hold_tail(&self) -> io::Result<RangeGuard<'_>> {
+        loop {
+            let last = self.storage.len().await?.saturating_sub(1);
+            let (start, len) = self.widen(last, 1);
+            let guard = self.lock.hold(start..start + len).await;
+            let last = self.storage.len().await?.saturating_sub(1);
+            if (start..start + len).contains(&last) {
+                return Ok(guard);
+            }
+        }
+    }
+
     /// Deallocates a range in the host: a hint, so a host without support is no error.
     pub async fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
         let (start, end) = self.whole_units(offset, len);

@@ -16,6 +16,8 @@ struct Junk {
     calls: Rc<RefCell<Vec<String>>>,
     whole_blocks: u64,
     resized_to: Rc<Cell<Option<u64>>>,
+    /// Whether other tasks may run before the length is read or set.
+    has_slow_len: bool,
 }
 
 impl Storage for Junk {
@@ -64,11 +66,13 @@ impl Storage for Junk {
     }
 
     async fn set_len(&self, len: u64) -> io::Result<()> {
+        self.let_others_run().await;
         self.bytes.borrow_mut().resize(len as usize, 0);
         Ok(())
     }
 
     async fn len(&self) -> io::Result<u64> {
+        self.let_others_run().await;
         Ok(self.bytes.borrow().len() as u64)
     }
 }
@@ -81,6 +85,12 @@ impl Junk {
     fn demand(&self, offset: u64, len: u64) -> io::Result<()> {
         let whole = (offset | len).is_multiple_of(self.whole_blocks);
         if whole { Ok(()) } else { Err(io::ErrorKind::InvalidInput.into()) }
+    }
+
+    async fn let_others_run(&self) {
+        if self.has_slow_len {
+            yield_now().await;
+        }
     }
 
     fn calls(&self) -> Vec<String> {
@@ -130,6 +140,39 @@ fn a_whole_block_write_at_the_end_keeps_the_length() {
         assert_eq!(raw.storage().len().await.unwrap(), 1 << 20);
     });
     assert_eq!(junk.calls(), ["write 4096+4096 true"; 2]);
+}
+
+/// A write of part of the last block makes the file longer, and then shorter again.
+#[test]
+fn a_write_of_the_last_block_does_not_undo_a_growth() {
+    for size in [9 * 512 + 512, 8192, 1 << 20] {
+        for turns in 0..12 {
+            let junk = Junk { has_slow_len: true, ..Junk::of(9 * 512) };
+            let (raw, sim) = (Raw::on(junk.clone(), BLOCKS), Sim::new(1));
+            let writing = raw.clone();
+            let write = sim.spawn(async move {
+                writing.write(Segments::from_bytes(&[9; 512]), 4096, true).await.1.unwrap()
+            });
+            let grow = async move {
+                for _ in 0..turns {
+                    yield_now().await;
+                }
+                assert_eq!(raw.grow(size).await.unwrap(), size);
+                write.await;
+            };
+            sim.block_on(grow).unwrap();
+            assert_eq!(junk.bytes.borrow().len() as u64, size, "after {turns} turns");
+            assert_eq!(junk.bytes.borrow()[4096..4608], [9; 512]);
+        }
+    }
+}
+
+#[test]
+fn a_longer_file_does_not_become_shorter() {
+    let junk = Junk::of(9 * 512);
+    let raw = Raw::on(junk.clone(), BLOCKS);
+    assert_eq!(run(async move { raw.grow(512).await.unwrap() }), 9 * 512);
+    assert_eq!(junk.bytes.borrow().len(), 9 * 512);
 }
 
 #[test]
