@@ -100,8 +100,8 @@ pub(crate) fn missing(place: &str) -> ImageError {
         format!(
             "a server died while it had the image in use, and there is no journal of its changes \
              in {place}: name the folder that the server used (--state-folder, \
-             BLOCKYARD_STATE_FOLDER), or give up the changes since its last flush (blockyard \
-             image check --discard-journal)"
+             BLOCKYARD_STATE_FOLDER), /run/blockyard/journals if systemd started it, or give up \
+             the changes since its last flush (blockyard image check --discard-journal)"
         ),
     )
 }
@@ -391,5 +391,14 @@ mod tests {
         journal.fail("the header cannot be written");
         journal.record(Record { key: Key::Cluster(1), value: [1 << 16, 0] });
         assert!(!found(&store).has_changes());
+    }
+
+    #[test]
+    fn a_missing_journal_names_the_folder_of_the_service() {
+        let text = missing("/dev/shm/x").to_string();
+        assert!(
+            text.contains("in /dev/shm/x") && text.contains("/run/blockyard/journals"),
+            "{text}"
+        );
     }
 }
