@@ -189,8 +189,8 @@ impl Worker {
         Ok(Rc::new(local_disk.map_err(|e| Why::Quiesce(QuiesceError::Reactor(e)))?))
     }
 
-    /// Makes the guests' writes durable, also if the disk ignores the guests' own flushes. A failure
-    /// poisons the disk, as that of a guest's own flush does.
+    /// Makes the guests' writes durable, also if the disk ignores the guests' own flushes. A
+    /// failure poisons the disk, as that of a guest's own flush does.
     async fn flush(&self, local_disk: &LocalDisk<Store>) -> Result<(), Why> {
         let settled = local_disk.flush_always().await;
         check_not_poisoned(&self.disk)?;
