@@ -21,6 +21,9 @@ replace() {
 }
 for ((n = 1; n <= 3; n++)); do replace; done
 grep -q 'handed over after a pause' /tmp/log
+# The old server does not search for users of the device.
+grep -q '/dev/ublkb0 is kept for the next server' /tmp/log || { cat /tmp/log && exit 1; }
+not grep 'it is kept, and waits' /tmp/log
 
 # A new server that the device does not fit.
 fails 1 'it is read-only now' -- \

@@ -213,7 +213,11 @@ fn devices_without_room_for_zero_copy_still_work() {
 const SNAPSHOT: &str = r#"
 dd if=/dev/urandom of=a.img bs=1M count=8 status=none
 serve a.img --ublk=0 --api /tmp/api
+# A program has the device open.
 exec 5<>/dev/ublkb0
+tail -f /dev/null &
+user=$!
+exec 5<&-
 blockyard ctl --api /tmp/api snapshot a.img over.qcow2 >/dev/null
 dd if=/dev/urandom of=/tmp/written bs=64k count=1 status=none
 dd if=/tmp/written of=/dev/ublkb0 bs=64k oflag=direct status=none
@@ -223,7 +227,8 @@ fails 1 'belongs to another disk' -- blockyard serve over.qcow2 --name b.img --u
 serve over.qcow2 --name a.img --ublk=0
 grep -q '/dev/ublkb0 taken over' /tmp/log || { cat /tmp/log && exit 1; }
 cmp -n 65536 /tmp/written /dev/ublkb0
-exec 5<&-
+kill $user
+wait $user || :
 stop
 [[ ! -e /dev/ublkb0 ]]
 "#;
