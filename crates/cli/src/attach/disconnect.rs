@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use anyhow::{Context, anyhow, bail};
 use blockyard_export::ublk;
+use blockyard_program::output;
 use blockyard_ring::host;
 use blockyard_ring::nbd_device::NbdDevice;
 use rustix::io::Errno;
@@ -31,8 +32,13 @@ pub fn disconnect(path: &Path, id: u32, force: bool) -> anyhow::Result<Server> {
     }
     let server = Server::watch(Some(pid));
     if force {
-        // The server may not answer. Data that it does not take is lost.
-        let _ = in_time(path, |device| device.sync());
+        // The server may not answer.
+        if !matches!(in_time(path, |device| device.sync()), Some(Ok(()))) {
+            output::note(format_args!(
+                "blockyard: {name}: writes that its server has not taken within {} s are lost",
+                FORCE_TIMEOUT.as_secs()
+            ));
+        }
         match in_time(path, |device| device.abort()) {
             Some(aborted) => aborted.with_context(|| format!("disconnecting {name}"))?,
             None => bail!(
