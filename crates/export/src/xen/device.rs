@@ -91,7 +91,9 @@ impl Device {
     /// unless the front end is already connected.
     pub fn begin(&mut self) -> Result<(), NodeError> {
         self.state = self.paths.back_state(&mut self.store)?;
-        self.inherits = matches!(self.state, Some(State::Connected | State::Closing));
+        // An earlier version left no note, and took requests without a record too.
+        self.inherits = matches!(self.state, Some(State::Connected | State::Closing))
+            && self.paths.is_recorded(&mut self.store)?;
         watch(&mut self.store, &self.paths)?;
         // If the toolstack is removing the device, the toolstack waits for state 6.
         let stays = self.paths.online(&mut self.store)? == Some(true);
@@ -237,6 +239,11 @@ impl Device {
             }
             _ => {}
         }
+        let is_ready = matches!(front, Some(State::Initialised | State::Connected));
+        if is_ready && online && !self.queues.is_empty() && self.state != Some(State::Connected) {
+            // xenstore was lost before the rings were announced.
+            self.announce()?;
+        }
         if self.control.resized.swap(false, Ordering::SeqCst) && !self.queues.is_empty() && online {
             let announced = self.paths.connect(&mut self.store, &self.shared.disk);
             // The next step announces the size if xenstore has failed now.
@@ -275,12 +282,20 @@ impl Device {
 
     /// Connects again if the front end has other rings, and this thread did not see its state 3.
     fn follow_rings(&mut self) -> Result<(), NodeError> {
-        match self.paths.front_setup(&mut self.store, &self.options) {
-            Ok(setup) if self.setup.as_ref() != Some(&setup) => self.connect_again(),
-            Err(e) if e.is_lost() => Err(e),
-            // Invalid nodes of a front end that is connected change nothing.
-            _ => Ok(()),
+        let mut last = None;
+        // A front end that writes its nodes meanwhile has not two equal setups. Its next write is
+        // an event.
+        for _ in 0..2 {
+            match self.paths.front_setup(&mut self.store, &self.options) {
+                Ok(setup) if self.setup.as_ref() == Some(&setup) => return Ok(()),
+                Ok(setup) if last.as_ref() == Some(&setup) => return self.connect_again(),
+                Ok(setup) => last = Some(setup),
+                Err(e) if e.is_lost() => return Err(e),
+                // Invalid nodes of a front end that is connected change nothing.
+                Err(_) => return Ok(()),
+            }
         }
+        Ok(())
     }
 
     fn connect_again(&mut self) -> Result<(), NodeError> {
@@ -309,8 +324,9 @@ impl Device {
         let FrontSetup { abi, queues, .. } = &setup;
         let fua = !self.shared.disk.options().cache.write_back()
             || self.paths.offered_no_flush(&mut self.store)?;
-        let settled = self.paths.take_settled(&mut self.store)?;
-        self.inherits &= !settled;
+        if self.options.records.is_some() {
+            self.paths.note_recorded(&mut self.store)?;
+        }
         for (number, keys) in (0..).zip(queues) {
             match self.queue(number, keys, &setup, fua) {
                 Ok(queue) => self.queues.push(queue),
@@ -324,9 +340,8 @@ impl Device {
         // the reply to the new state.
         let id = Client::described(format!("domain {}", self.options.domain)).id();
         *self.control.connected() = Some(self.shared.disk.client(COUNTED, id));
-        self.paths.connect(&mut self.store, &self.shared.disk)?;
-        self.state = Some(State::Connected);
-        (self.inherits, self.front_connected) = (false, false);
+        (self.inherits, self.setup) = (false, Some(setup.clone()));
+        self.announce()?;
         let pages = queues.first().map_or(0, |queue| queue.references.len());
         self.shared.log.info(
             self.shared.disk.name(),
@@ -342,7 +357,14 @@ impl Device {
                 }
             ),
         );
-        self.setup = Some(setup);
+        Ok(())
+    }
+
+    /// Tells the front end that its rings are served.
+    fn announce(&mut self) -> Result<(), NodeError> {
+        self.paths.connect(&mut self.store, &self.shared.disk)?;
+        self.state = Some(State::Connected);
+        self.front_connected = false;
         Ok(())
     }
 

@@ -50,13 +50,17 @@ fn make(folder: &Path, user: u32) -> io::Result<()> {
     Err(io::Error::other("it is not a folder of the server's user"))
 }
 
-/// Returns whether the path is a folder, and no link, of this user.
+/// Returns whether the path is a folder, and no link, that only this user may change.
 fn is_of(path: &Path, user: u32) -> bool {
-    std::fs::symlink_metadata(path).is_ok_and(|found| found.is_dir() && found.uid() == user)
+    let found = std::fs::symlink_metadata(path);
+    found.is_ok_and(|found| found.is_dir() && found.uid() == user && found.mode() & 0o022 == 0)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::fs::Permissions;
+    use std::os::unix::fs::PermissionsExt;
+
     use super::*;
 
     fn run(name: &str) -> PathBuf {
@@ -85,14 +89,18 @@ mod tests {
     fn root_goes_on_with_an_earlier_folder_that_only_root_can_replace() {
         let (run, user) = (run("earlier"), rustix::process::geteuid().as_raw());
         let earlier = run.join("blockyard/xen");
-        std::fs::create_dir(run.join("blockyard")).unwrap();
+        let make = |folder: &Path| DirBuilder::new().mode(0o755 & !0o022).create(folder).unwrap();
+        make(&run.join("blockyard"));
         // This user stands for root.
         assert_eq!(folder(&run, user, user), run.join("blockyard-xen"));
-        std::fs::create_dir(&earlier).unwrap();
+        make(&earlier);
         assert_eq!(folder(&run, user, user), earlier);
         // The folders belong to another user than root, as contrib/tmpfiles.conf makes one.
         assert_eq!(folder(&run, user + 1, user + 1), run.join("blockyard-xen"));
         assert_eq!(folder(&run, user + 1, user), earlier);
+        // Others could rename the folder in one that they may write to.
+        std::fs::set_permissions(run.join("blockyard"), Permissions::from_mode(0o770)).unwrap();
+        assert_eq!(folder(&run, user, user), run.join("blockyard-xen"));
         std::fs::remove_dir_all(&run).unwrap();
     }
 }

@@ -40,9 +40,9 @@ const FLUSH: &str = "feature-flush-cache";
 /// The node in a device of this program that names its image.
 const IMAGE: &str = "image";
 
-/// The back end's node of a device that was connected, if its last server has completed all
-/// requests that it had taken.
-const SETTLED: &str = "settled";
+/// The back end's node of a device whose server records the requests that it takes. A server that
+/// has completed all of them removes it.
+const RECORDED: &str = "recorded";
 
 /// Largest values that the back end offers: 2^4 pages per ring, and 8 queues.
 pub const MAX_PAGE_ORDER: u32 = 4;
@@ -115,7 +115,7 @@ impl NodeError {
 }
 
 /// The setup that the front end requests.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FrontSetup {
     pub abi: Abi,
     pub persistent: bool,
@@ -123,7 +123,7 @@ pub struct FrontSetup {
 }
 
 /// Grant references of a ring, and the port of its event channel.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct QueueKeys {
     pub references: Vec<u32>,
     pub port: u32,
@@ -286,20 +286,19 @@ impl Paths {
         self.change(store, |t| t.write(&format!("{}/{IMAGE}", self.back), image))
     }
 
-    /// Notes that the server has completed all requests that it has taken.
-    pub fn note_settled(&self, store: &mut Store) -> Result<(), StoreError> {
-        self.change(store, |t| t.write(&format!("{}/{SETTLED}", self.back), 1))
+    /// Notes that the requests that are taken from now on are in records.
+    pub fn note_recorded(&self, store: &mut Store) -> Result<(), StoreError> {
+        self.change(store, |t| t.write(&format!("{}/{RECORDED}", self.back), 1))
     }
 
-    /// Returns whether the last server has completed all requests that it had taken, and removes
-    /// that note.
-    pub fn take_settled(&self, store: &mut Store) -> Result<bool, StoreError> {
-        let path = format!("{}/{SETTLED}", self.back);
-        let settled = store.read(&path)?.is_some();
-        if settled {
-            self.change(store, |t| t.remove(&path))?;
-        }
-        Ok(settled)
+    /// Removes that note: all requests that were taken are completed.
+    pub fn note_settled(&self, store: &mut Store) -> Result<(), StoreError> {
+        self.change(store, |t| t.remove(&format!("{}/{RECORDED}", self.back)))
+    }
+
+    /// Returns whether a server recorded the requests that it took, and did not complete all.
+    pub fn is_recorded(&self, store: &mut Store) -> Result<bool, StoreError> {
+        Ok(store.read(&format!("{}/{RECORDED}", self.back))?.is_some())
     }
 
     /// Removes the nodes of both sides. Returns false, and removes nothing, if a later device has
