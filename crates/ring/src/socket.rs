@@ -111,10 +111,30 @@ impl Socket {
             return (segments, read);
         }
         loop {
+            if let Err(e) = self.until_worker_can_read().await {
+                return (segments, Err(e));
+            }
             let (result, back) = self.operation(Action::Read { offset: 0 }, segments).await;
             match completion_result(result) {
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => segments = back,
                 result => return (back, result),
+            }
+        }
+    }
+
+    /// Waits for bytes, if a kernel worker must read them. While a worker has an operation, the
+    /// reactor wakes from time to time (see `silence`), but an idle peer must cost nothing.
+    #[inline]
+    async fn until_worker_can_read(&self) -> io::Result<()> {
+        if self.0.slot.leaves_to_worker(0) { self.readable().await } else { Ok(()) }
+    }
+
+    async fn readable(&self) -> io::Result<()> {
+        loop {
+            let result = self.operation(Action::Readable, Segments::default()).await.0;
+            match completion_result(result) {
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                result => return result.map(drop),
             }
         }
     }
@@ -135,13 +155,14 @@ impl Socket {
                 }
                 // The kernel drops descriptors that arrive, on the thread of its worker.
                 None => {
+                    self.readable().await?;
                     let all = segments.slice(0, segments.len());
                     return completion_result(
                         self.operation(Action::Read { offset: 0 }, all).await.0,
                     );
                 }
             }
-            completion_result(self.operation(Action::Readable, Segments::default()).await.0)?;
+            self.readable().await?;
             at_once.set(0);
         }
     }

@@ -407,6 +407,14 @@ impl Uring {
 
 #[cfg(test)]
 impl Uring {
+    /// Returns the number of operations that the kernel's workers have.
+    pub fn for_workers(&self) -> usize {
+        self.slots
+            .iter()
+            .filter(|slot| slot.for_worker && matches!(slot.state, State::Pending))
+            .count()
+    }
+
     /// Returns the result of a shutdown of a socket, which [`build`] never makes.
     pub fn result_of_shutdown(&mut self) -> i32 {
         self.push(&opcode::Shutdown::new(Fd(-1), 0).build());

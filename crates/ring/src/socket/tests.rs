@@ -2,7 +2,7 @@ use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 
 use super::*;
-use crate::{Executor, SlowCallFigures};
+use crate::{Executor, Signal, SlowCallFigures};
 
 #[test]
 fn bytes_go_both_ways() {
@@ -105,6 +105,36 @@ fn a_kernel_worker_makes_the_calls_of_a_peer_that_makes_them_slow() {
         })
         .unwrap();
     answer.join().unwrap();
+}
+
+#[test]
+fn no_kernel_worker_waits_for_a_peer_that_sends_nothing() {
+    for brings_descriptors in [false, true] {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let executor = Executor::new().unwrap();
+        let mut socket = Socket::new(executor.handle(), ours).unwrap();
+        Rc::get_mut(&mut socket.0).unwrap().brings_descriptors = brings_descriptors;
+        (0..2).for_each(|_| socket.was_slow(Instant::now(), Duration::MAX, Duration::MAX));
+        socket.0.slot.leave_all_to_worker(true);
+        let handle = executor.handle().clone();
+        executor
+            .block_on(async move {
+                let (before, reading) = (handle.uring().in_flight(), socket.clone());
+                let done = Signal::new(&handle);
+                let read = done.clone();
+                handle.spawn(async move {
+                    assert_eq!(reading.read(Segments::buffer(5)).await.1.unwrap(), 5);
+                    read.ring();
+                });
+                while handle.uring().in_flight() == before {
+                    handle.yield_now().await;
+                }
+                assert_eq!(handle.uring().for_workers(), 0, "descriptors: {brings_descriptors}");
+                theirs.write_all(b"bytes").unwrap();
+                done.wait().await;
+            })
+            .unwrap();
+    }
 }
 
 #[test]
