@@ -6,6 +6,7 @@
 //! could not be served. What must hold: a file with an error changes nothing. If a disk cannot be
 //! served as the file says, its old configuration stays.
 
+use std::cell::{Cell, RefCell};
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::{MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
@@ -43,6 +44,8 @@ const AT_START: [&str; 12] = [
 /// Longest wait of SIGHUP for the end of another reload or an upgrade, and of a reload for the
 /// sizes of images, and for the file system of a new image.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// The same for each further image, when others have used up that time.
+const SHORT_PATIENCE: Duration = Duration::from_secs(1);
 const PAUSE: Duration = Duration::from_millis(5);
 
 /// A disk that was closed to be opened again.
@@ -107,12 +110,14 @@ impl Server {
     /// `_only`: no other reload runs.
     fn apply(&self, _only: &MutexGuard<'_, ()>, dry_run: bool) -> anyhow::Result<Reload> {
         let before = self.book.all();
-        let config = Config::identified(&self.options, &|disk| known_image(disk, &before))?;
+        let images = Images::default();
+        let identify = |disk: &DiskArgs| images.known(disk, &before);
+        let config = Config::identified(&self.options, &identify)?;
         config.api(&self.options.api).check()?;
         config.check_each(check)?;
         let settings = config.nbd_settings(&self.options.nbd)?;
         let plan = self.plan(&config, &before);
-        let mut failed = conflicts(&config, &plan, &before);
+        let mut failed = conflicts(&config, &plan, &before, &images);
         let plan = without(plan, failed.clone());
         failed.extend(self.obstacles(&config, &plan));
         let plan = without(plan, failed.clone());
@@ -396,7 +401,7 @@ impl Server {
 
 /// Returns the disks that cannot be served as configured, because a disk that the API added has
 /// something of theirs.
-fn conflicts(config: &Config, plan: &Reload, served: &[Entry]) -> Vec<FailedDisk> {
+fn conflicts(config: &Config, plan: &Reload, served: &[Entry], images: &Images) -> Vec<FailedDisk> {
     let names: HashSet<_> = config.disks.iter().map(DiskArgs::name).collect();
     let stays = |entry: &&Entry| entry.by_api && !names.contains(&entry.args.name());
     let mut claims = Claims::default();
@@ -408,20 +413,42 @@ fn conflicts(config: &Config, plan: &Reload, served: &[Entry]) -> Vec<FailedDisk
     let begins: HashSet<_> = plan.added.iter().chain(again).collect();
     let begins = |args: &&DiskArgs| begins.contains(&args.name());
     let failed = config.disks.iter().filter(begins).filter_map(|args| {
-        let image = ImageId::within(args, PATIENCE);
-        let error = image.and_then(|image| claims.add(args, image)).err()?;
+        let error = images.look(args).and_then(|image| claims.add(args, image)).err()?;
         Some(FailedDisk { disk: args.name(), error })
     });
     failed.collect()
 }
 
-/// Returns the identity of a disk's image. That of a served disk is known. A file system that does
-/// not answer must not delay the other disks: `conflicts` reports it.
-fn known_image(disk: &DiskArgs, served: &[Entry]) -> Option<ImageId> {
-    let is_same = |entry: &&Entry| entry.args.image == disk.image;
-    match served.iter().find(is_same) {
-        Some(entry) => entry.image.clone(),
-        None => ImageId::within(disk, PATIENCE).unwrap_or_default(),
+/// The identities of the images of one reload. A file system that does not answer must delay the
+/// other disks only once, and all such file systems together not for long.
+#[derive(Default)]
+struct Images {
+    waited: Cell<Duration>,
+    /// By the name of the disk.
+    seen: RefCell<HashMap<String, Result<Option<ImageId>, String>>>,
+}
+
+impl Images {
+    /// Returns the identity of a disk's image. That of a served disk is known. [`conflicts`]
+    /// reports a file system that does not answer.
+    fn known(&self, disk: &DiskArgs, served: &[Entry]) -> Option<ImageId> {
+        let is_same = |entry: &&Entry| entry.args.image == disk.image;
+        match served.iter().find(is_same) {
+            Some(entry) => entry.image.clone(),
+            None => self.look(disk).unwrap_or_default(),
+        }
+    }
+
+    fn look(&self, disk: &DiskArgs) -> Result<Option<ImageId>, String> {
+        if let Some(seen) = self.seen.borrow().get(&disk.name()) {
+            return seen.clone();
+        }
+        let began = Instant::now();
+        let limit = PATIENCE.saturating_sub(self.waited.get()).max(SHORT_PATIENCE);
+        let image = ImageId::within(disk, limit);
+        self.waited.set(self.waited.get() + began.elapsed());
+        self.seen.borrow_mut().insert(disk.name(), image.clone());
+        image
     }
 }
 

@@ -44,8 +44,9 @@ const OTHERS_TIME: Duration = Duration::from_secs(30);
 const OTHERS_PAUSE: Duration = Duration::from_millis(5);
 
 /// Longest wait at start for disks to open. Storage that does not answer must not keep the server
-/// from being ready, because a service manager would end it and start it again (TimeoutStartSec=).
-const OPEN_TIME: Duration = Duration::from_secs(30);
+/// from being ready: systemd would end it after 90 s and start it again. The time is longer than
+/// the default limit of a connection to an NBD server, so that a server without any disk fails.
+const OPEN_TIME: Duration = Duration::from_secs(60);
 
 /// Longest wait at the end of the server for a reload that runs.
 const RELOAD_TIME: Duration = Duration::from_secs(10);
