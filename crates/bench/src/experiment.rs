@@ -66,7 +66,7 @@ impl Experiment {
         const MAKE: &str =
             "mke2fs -q -F -t ext4 -E lazy_itable_init=0,lazy_journal_init=0 \"$DISK\"";
         const FOLDER: &str = "base=${TMPDIR:-/tmp}; [ -b \"$DISK\" ] || base=$FOLDER\n\
-             work=$(mktemp -d \"$base/blockyard-job.XXXXXX\")\n\
+             work=$(TMPDIR=$base mktemp -d)\n\
              mkdir \"$work/disk\"\n\
              leave() { cd /; umount \"$work/disk\" 2>/dev/null || :; rm -rf --one-file-system \"$work\"; }\n\
              trap leave EXIT\n";

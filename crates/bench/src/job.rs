@@ -110,8 +110,8 @@ impl Job {
         let log = log
             .map(|log| format!("write_bw_log={log}\nlog_avg_msec=100\nper_job_logs=0\n"))
             .unwrap_or_default();
-        // fio separates the names of several files by colons.
-        let target = target.replace('\\', "\\\\").replace(':', "\\:");
+        // A colon separates the names of files. fio removes a backslash only before a colon.
+        let target = target.replace(':', "\\:");
         format!(
             "[global]\nioengine=libaio\ndirect=1\nfilename={target}\ntime_based=1\nruntime={seconds}\nrandrepeat=1\n\
              randseed=1\nnorandommap=1\ngroup_reporting=1\npercentile_list=1:5:10:25:50:75:90:95:99:99.9\n{log}\n\
@@ -266,6 +266,7 @@ fn by_fio(fio: &Path, job: Job, target: &str, seconds: f64) -> Result<Run> {
         let (file, log) = (folder.join("job"), folder.join("log"));
         let target = std::path::absolute(target)?;
         let target = target.to_str().context("fio takes no path that is not UTF-8")?;
+        anyhow::ensure!(!target.contains("\\:"), "{target}: fio cannot have \"\\:\" in a path");
         std::fs::write(&file, job.file(target, seconds, log.to_str()))?;
         let mut command = Command::new(fio);
         command.arg("--output-format=json").arg(&file);
@@ -355,6 +356,8 @@ mod tests {
         }
         let path = Job::Fileserver.file("/dev/disk/by-path/pci-0000:00:05.0", 10.0, None);
         assert!(path.contains("filename=/dev/disk/by-path/pci-0000\\:00\\:05.0\n"), "{path}");
+        let label = Job::Fileserver.file(r"/dev/disk/by-label/My\x20Disk", 10.0, None);
+        assert!(label.contains("filename=/dev/disk/by-label/My\\x20Disk\n"), "{label}");
         assert!(Job::FileserverWrites.file("x", 1.0, None).contains("rwmixread=20\n"));
         let shares = client::parse_split(FILESERVER).unwrap();
         assert_eq!(shares.0.iter().map(|s| u32::from(s.1)).sum::<u32>(), 100);

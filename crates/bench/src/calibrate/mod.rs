@@ -19,6 +19,7 @@ use anyhow::{Context, Result};
 use blockyard_program::costs::{DeviceCosts, describe};
 use blockyard_program::output;
 use blockyard_sched::Costs;
+use rustix::fs::{Advice, fadvise};
 use rustix::io::Errno;
 
 use self::arithmetic::{enough, flush, in_proportion};
@@ -132,6 +133,9 @@ fn calibrate(options: &CalibrateOptions, stop: &Stop) -> Result<(DeviceCosts, Me
 /// Returns an error if a part of the file has no blocks. The device has nothing to do for reads of
 /// such a part.
 fn check_holes(file: &File, size: u64) -> Result<()> {
+    // Cached pages of an extent that was never written count as data else.
+    file.sync_all()?;
+    fadvise(file, 0, None, Advice::DontNeed)?;
     match rustix::fs::seek(file, rustix::fs::SeekFrom::Hole(0)) {
         Ok(at) if at < size => anyhow::bail!(
             "it has a hole at byte {at}, and holes are read without the device: name a folder, or \
