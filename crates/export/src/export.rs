@@ -67,8 +67,8 @@ pub trait Export: Send {
         None
     }
 
-    /// Restricts the disk to clients whose certificate has one of these names. An empty list admits
-    /// no client. `None` admits every client. Exports without certificates ignore this.
+    /// Restricts the disk to clients with one of these names in their certificate. An empty list
+    /// admits no client. `None` admits every client. Exports without certificates ignore this.
     fn allow(&mut self, _names: Option<&[String]>) {}
 
     /// Returns each connected client.

@@ -366,8 +366,8 @@ fn report() {
     if WRITTEN.fetch_add(1, Relaxed) < LINES {
         let line = b" WARN blockyard_ring: a front end truncated memory that it shares\n";
         let mut ready = libc::pollfd { fd: libc::STDERR_FILENO, events: libc::POLLOUT, revents: 0 };
-        // A reader that stands still must not stop this thread, which may be a reactor. Ready for
-        // writing means room for a whole line: a pipe has room for PIPE_BUF bytes then.
+        // The thread may be a reactor, and must not wait for the reader of standard error. A pipe
+        // that is ready has room for PIPE_BUF bytes, so for the line.
         // SAFETY: poll(2) and write(2) are async-signal-safe. `ready` is one pollfd, and the line
         // outlives the call.
         unsafe {

@@ -199,8 +199,8 @@ impl Region {
     /// Allocates all pages of the region now. Call it on another thread before a reactor pins the
     /// region, because pinning would allocate the pages on the reactor.
     pub fn populate(&self) -> std::io::Result<()> {
-        // The mapping may be longer than the file, whose file system prefers larger pages. Behind
-        // the end of the file there is nothing to allocate (EFAULT).
+        // The mapping is a multiple of the file system's preferred page size, so it may be longer
+        // than the file. The kernel cannot allocate pages behind the end of the file (EFAULT).
         let used = self.skip + self.len as usize;
         let len = used.next_multiple_of(rustix::param::page_size()).min(self.mapping.map_len);
         let base = self.mapping.base.as_ptr().cast();

@@ -272,7 +272,7 @@ fn disks_come_change_and_go() {
     assert_eq!(stage.events(), expected);
 }
 
-/// An operator who asks for a flush gets one, although the guests' flushes are ignored.
+/// A flush of the operator takes effect, although the disk ignores the flushes of guests.
 #[test]
 fn a_flush_of_a_disk_that_ignores_flushes_syncs_it() {
     let stage = Stage::new("flush");

@@ -40,8 +40,8 @@ const FLUSH: &str = "feature-flush-cache";
 /// The node in a device of this program that names its image.
 const IMAGE: &str = "image";
 
-/// The back end's node of a device whose server records the requests that it takes. A server that
-/// has completed all of them removes it.
+/// The back end's node that a server writes if it records the requests that it takes. The server
+/// removes the node when it has completed all of them.
 const RECORDED: &str = "recorded";
 
 /// Largest values that the back end offers: 2^4 pages per ring, and 8 queues.

@@ -1,11 +1,11 @@
 //! Gaps after large operations of the disks in the queue.
 //!
 //! An operation of 1 MiB keeps a device that serves one operation after another busy for as long as
-//! dozens of small ones, and it cannot be interrupted. So even one such operation at a time, the
-//! smallest window, slows a disk within its share down. Then a disk in the queue begins no
-//! other operation while a large one is in flight, and none in a gap after it: until the disk's
-//! share of the device covers the time that the operation took. So the disks take turns in time,
-//! and a cost that is too low gives no disk more than its share.
+//! dozens of small ones, and nothing can interrupt it. The smallest window admits one such
+//! operation at a time. Even this slows a disk within its share down. Then a disk in the queue
+//! begins no other operation while a large one is in flight, and none in the gap after it. The gap
+//! ends when the disk's share of the device covers the time that the operation took. So the disks
+//! take turns in time, and a cost that is too low gives no disk more than its share.
 //!
 //! In: admitted operations of disks in the queue, or over their share. Out: whether a disk is in a
 //! gap, and when its first waiting operation must ask again. What must hold: while operations wait
