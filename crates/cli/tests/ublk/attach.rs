@@ -1,6 +1,6 @@
 //! `attach` and `detach`, as users call them.
 
-use crate::fixture::{on_both_kernels, on_kernel};
+use crate::fixture::{on_kernel, on_one_kernel};
 
 const ATTACH: &str = r#"
 truncate -s 64M a.img b.img
@@ -52,7 +52,7 @@ while pgrep -f -- --attached >/dev/null; do nap 0.05; done
 
 #[test]
 fn attach_makes_a_device_and_detach_removes_it() {
-    on_both_kernels(1, ATTACH);
+    on_one_kernel("7", 1, ATTACH);
 }
 
 /// A user without privileges may use the driver. The script does the work of a udev rule.
@@ -161,7 +161,7 @@ gone
 
 #[test]
 fn a_user_without_privileges_can_attach_with_a_udev_rule() {
-    on_both_kernels(1, UNPRIVILEGED);
+    on_one_kernel("6", 1, UNPRIVILEGED);
 }
 
 /// Without ublk, `attach` uses the kernel's NBD client. If that is missing too, the message names

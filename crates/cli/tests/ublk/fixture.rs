@@ -252,3 +252,14 @@ pub fn on_both_kernels(processors: u8, script: &str) {
     let kernels = if newer_first { ["7", "6"] } else { ["6", "7"] };
     kernels.into_iter().for_each(|kernel| drop(on_kernel(kernel, processors, script)));
 }
+
+/// Runs a script on this kernel, and on both if `BLOCKYARD_ALL_KERNELS` is set (`scripts/soak
+/// ublk-kernels`). The server does the same on both, but for what other tests show.
+#[track_caller]
+pub fn on_one_kernel(kernel: &'static str, processors: u8, script: &str) {
+    if std::env::var_os("BLOCKYARD_ALL_KERNELS").is_some() {
+        on_both_kernels(processors, script);
+    } else {
+        on_kernel(kernel, processors, script);
+    }
+}

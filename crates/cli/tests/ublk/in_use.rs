@@ -1,6 +1,6 @@
 //! A device in use is not removed, whatever uses it.
 
-use crate::fixture::on_both_kernels;
+use crate::fixture::on_one_kernel;
 
 const OPEN: &str = r#"
 truncate -s 64M a.img
@@ -65,5 +65,5 @@ stop
 
 #[test]
 fn a_device_in_use_is_not_removed() {
-    on_both_kernels(1, OPEN);
+    on_one_kernel("7", 1, OPEN);
 }

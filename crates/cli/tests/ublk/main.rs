@@ -1,5 +1,5 @@
 //! Block devices of the host by ublk, in guests with two kernels: 6.12, where data is copied, and
-//! 7.x, with zero copy.
+//! 7.x, with zero copy. `BLOCKYARD_ALL_KERNELS=1` runs each test of both on both.
 //!
 //! ```text
 //!   filesystems   mkfs, fio with checksums, discard, zeroes, resize, read-only, cache modes

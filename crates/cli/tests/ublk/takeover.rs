@@ -1,6 +1,6 @@
 //! What a server takes over, and what happens if it is killed during the takeover.
 
-use crate::fixture::{on_both_kernels, on_kernel};
+use crate::fixture::{on_kernel, on_one_kernel};
 
 /// strace kills the server at a system call on the character device: after the driver has started
 /// the takeover and before any queue fetches (the last open), and when all queues fetch (mmap).
@@ -70,7 +70,7 @@ dmesg | not grep -E 'I/O error|BUG|WARNING|Oops'
 
 #[test]
 fn a_killed_takeover_is_repeated() {
-    on_both_kernels(2, KILLED);
+    on_one_kernel("6", 2, KILLED);
 }
 
 const REFUSED: &str = r#"
@@ -130,7 +130,7 @@ stop
 
 #[test]
 fn a_smaller_disk_takes_no_device_over() {
-    on_both_kernels(1, REFUSED);
+    on_one_kernel("7", 1, REFUSED);
 }
 
 /// Several processes start for one device. One gets it. The others wait and find its device later.
@@ -171,7 +171,7 @@ blockyard detach /dev/ublkb5
 
 #[test]
 fn one_of_several_servers_gets_a_device() {
-    on_both_kernels(2, RACES);
+    on_one_kernel("6", 2, RACES);
 }
 
 /// A server of 40 disks. When the space for zero copy runs out, the server makes a new device with
