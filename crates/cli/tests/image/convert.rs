@@ -120,20 +120,9 @@ fn a_chain_converts_to_one_compressed_image() {
         std::fs::write(images.path("noise"), &bytes).unwrap();
         qemu_io(&source, "qcow2", &[&format!("write -s {} 13M 3M", text(&images.path("noise")))]);
         let (target, theirs) = (images.path("target.qcow2"), images.path("theirs.qcow2"));
-        for cache in ["writeback", "none"] {
-            image(&[
-                "convert",
-                "--force",
-                "-c",
-                "-t",
-                cache,
-                "-o",
-                options,
-                text(&source),
-                text(&target),
-            ]);
-            sound_and_same((&target, "qcow2"), (&source, "qcow2"));
-        }
+        let cache = ["writeback", "none"][number % 2];
+        image(&["convert", "-c", "-t", cache, "-o", options, text(&source), text(&target)]);
+        sound_and_same((&target, "qcow2"), (&source, "qcow2"));
         qemu_img(&["convert", "-c", "-O", "qcow2", "-o", options, text(&source), text(&theirs)]);
         // (Some random clusters compress by chance.)
         assert!(compressed(&target).abs_diff(compressed(&theirs)) < 65536);

@@ -3,13 +3,15 @@
 //! of a guest.
 //!
 //! The pages give `blockyard serve` a terminal of its own. Here it runs in the background, and the
-//! script goes on when the server is ready.
+//! script goes on when the server is ready. Measurements take a part of a second here, because no
+//! test looks at their figures.
 
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use crate::common::{BLOCKYARD, Folder, GuestKind, guests, run};
+use crate::common::{BLOCKYARD, Folder, GuestKind, guests, run, stripped_program};
 
 /// Timeout for all commands of a page, on a busy machine.
 const LIMIT: Duration = Duration::from_secs(240);
@@ -32,6 +34,20 @@ fn blocks(page: &str, fence: &str) -> String {
         }
     }
     out
+}
+
+/// Shortens the measurements of `blockyard bench` and of fio.
+fn quick(commands: &str) -> String {
+    let mut text = commands.to_string();
+    for (printed, here) in [("--runtime ", "--runtime 0.2"), ("runtime=", "runtime=200ms")] {
+        for seconds in ["1", "2"] {
+            let end = |end: &str| (format!("{printed}{seconds}{end}"), format!("{here}{end}"));
+            for (printed, here) in [" ", "\n"].map(end) {
+                text = text.replace(&printed, &here);
+            }
+        }
+    }
+    text
 }
 
 /// Shell code that makes `blockyard serve` run in the background. [`END`] ends the servers.
@@ -67,7 +83,7 @@ here() {
 "#;
 
 fn runs_as_it_stands(name: &str, programs: &[&str]) {
-    let text = format!("\n{}", blocks(&page(name), "```sh")).replace("\n! ", "\nnot ");
+    let text = format!("\n{}", quick(&blocks(&page(name), "```sh"))).replace("\n! ", "\nnot ");
     assert!(text.lines().count() > 3, "{name} has no commands");
     let folder = Folder::new();
     let bin = wrappers(&folder, programs);
@@ -273,7 +289,9 @@ fn runs_in_a_guest(name: &str, kind: GuestKind, options: &[&str]) {
     let text = blocks(&page(name), "```sh guest");
     assert!(text.lines().count() > 3, "{name} has no commands for a guest");
     let script = format!("cd /tmp\nBLOCKYARD=/host/blockyard\n{SERVE}{text}{END}");
-    let options = options.iter().copied().chain(["--file", BLOCKYARD]);
+    let folder = Folder::new();
+    let program = stripped_program(&folder);
+    let options = options.iter().map(OsStr::new).chain(["--file".as_ref(), program.as_os_str()]);
     let mut guest = crate::common::Guest::start(kind, options, &script, LIMIT);
     guest.expect("all of it has run");
     guest.finish();

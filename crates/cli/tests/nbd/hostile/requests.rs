@@ -110,7 +110,9 @@ fn requests_may_arrive_in_pieces() {
 #[test]
 fn zeroes_before_a_disconnection_are_written_to_their_end() {
     let folder = Folder::new();
-    let disk = NbdServer::start("ram:5G", folder.join("s"), &[]);
+    let image = folder.image("disk.img", 5 << 30);
+    // Each part of the request waits, so that the disconnection comes before its end.
+    let disk = NbdServer::start(&image, folder.join("s"), &["--filter", "delay:write-zeroes=20ms"]);
     let mut good = Raw::ready(&disk.socket, Headers::Simple);
     for offset in [0, 3 << 30, (5 << 30) - 4096] {
         good.request(cmd::WRITE, offset, 4096);
