@@ -482,6 +482,39 @@ fn a_journal_begins_when_it_can_be_created() {
     a_journal_begins_late(&Case::new("disk.cow", &["-f", "cow"]));
 }
 
+/// The runtime directory of a user is removed when the last session of the user ends. After the
+/// next flush each change of metadata is durable before its answer.
+fn a_journal_is_removed(case: &Case) {
+    let daemon = case.serve();
+    let mut guest = Guest::connect(&case.socket);
+    assert_eq!(guest.write(0, &pattern(10_000, BLOCK)), status::OK);
+    assert_eq!(case.state.journals(), 1);
+    for file in std::fs::read_dir(case.state.path()).unwrap() {
+        std::fs::remove_file(file.unwrap().path()).unwrap();
+    }
+    assert_eq!(guest.flush(), status::OK);
+    daemon.wait_log("something has removed the journal of changed metadata");
+    for block in 1..9 {
+        assert_eq!(guest.write(block * 128, &pattern(10_000 + block, BLOCK)), status::OK);
+    }
+    daemon.kill();
+    case.wait_for_the_lock();
+    case.image(&["check", "--discard-journal"]).good();
+    let daemon = case.serve_again(&[]);
+    let mut guest = Guest::connect(&case.socket);
+    for block in 0..9 {
+        assert_eq!(guest.read(block * 128, BLOCK).unwrap(), pattern(10_000 + block, BLOCK));
+    }
+    daemon.stop();
+    is_clean(&case.top);
+}
+
+#[test]
+fn a_journal_that_is_removed_loses_no_answered_write() {
+    a_journal_is_removed(&Case::qcow2());
+    a_journal_is_removed(&Case::new("disk.cow", &["-f", "cow"]));
+}
+
 /// Without a journal each change of metadata is durable before its answer.
 #[test]
 fn flushed_metadata_survive_a_kill_without_a_journal() {

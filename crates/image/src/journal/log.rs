@@ -291,6 +291,12 @@ impl Log {
         true
     }
 
+    /// Returns whether the log's file has no name any more, so that no later server finds it.
+    pub fn is_removed(&self) -> bool {
+        let removed = |file| rustix::fs::fstat(file).is_ok_and(|stat| stat.st_nlink == 0);
+        self.file.as_ref().is_some_and(removed)
+    }
+
     pub fn begin_write_back(&self) -> WriteBack {
         let _guard = self.lock();
         let (lost, is_incomplete) = (self.lost.load(Ordering::Acquire), self.is_incomplete());

@@ -300,8 +300,18 @@ impl Journal {
 
     /// Ends a write-back. `ok`: all changes that were copied are in the file.
     pub fn end_write_back(&self, write_back: WriteBack, ok: bool) -> Ended {
-        let without_log = || Ended::without_log(ok);
-        self.log.get().map_or_else(without_log, |log| log.end_write_back(write_back, ok))
+        let Some(log) = self.log.get() else { return Ended::without_log(ok) };
+        let ended = log.end_write_back(write_back, ok);
+        // systemd removes the runtime directory of a user at the end of the last session.
+        if ok && !self.failed() && log.is_removed() {
+            self.failed.store(true, Ordering::Release);
+            tracing::warn!(
+                "something has removed the journal of changed metadata: they are flushed before \
+                 each answer, which is slow; if the server dies now, `blockyard image check \
+                 --discard-journal` on the image loses nothing"
+            );
+        }
+        ended
     }
 
     /// Returns whether metadata should be written back soon, because the log is long.
